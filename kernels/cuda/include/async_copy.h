@@ -1,0 +1,38 @@
+// Asynchronous copies from global to shared memory (cp.async), 16 bytes each.
+//
+// A copy lands at some moment before copy_wait returns in the thread that issued it; other threads
+// may read it only after a barrier that follows that wait.
+#pragma once
+
+#include "memory.h"
+
+// Starts the copy of 16 bytes, past the L1 cache. Where `wanted` is false nothing is read, whatever
+// `source` is, and the 16 bytes become 0. Both addresses must be 16-byte aligned.
+DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted) {
+    const uint32_t source_bytes = wanted ? 16u : 0u;
+#if defined(PARITY_EMULATOR)
+    emulator::host->copy_async(emulator::context, shared_pointer(target, 16), source, 16, source_bytes);
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(source_bytes)
+                 : "memory");
+#endif
+}
+
+// Closes the group of copies that this thread has issued since its last commit (it may be empty).
+DEVICE void copy_commit() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->copy_commit(emulator::context);
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most PENDING of this thread's newest groups have not landed.
+template <int PENDING>
+DEVICE void copy_wait() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->copy_wait(emulator::context, PENDING);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}

@@ -1,0 +1,111 @@
+// Memory accesses by name: 16-byte vectors, cache hints, vector atomics, shared addresses.
+#pragma once
+
+#include "platform.h"
+
+// 16 bytes that move as one access. Addresses must be 16-byte aligned.
+struct alignas(16) Vec16 {
+    uint32_t w[4];
+};
+
+DEVICE Vec16 load_vec16(const void* source) { return *static_cast<const Vec16*>(source); }
+
+// From global memory that nothing writes while the kernel runs (the read-only path).
+DEVICE Vec16 load_vec16_readonly(const void* source) {
+#if defined(PARITY_EMULATOR)
+    return *static_cast<const Vec16*>(source);
+#else
+    Vec16 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                 : "l"(source));
+    return v;
+#endif
+}
+
+// As load_vec16_readonly, for data that is read once: it does not displace others in the cache.
+DEVICE Vec16 load_vec16_streaming(const void* source) {
+#if defined(PARITY_EMULATOR)
+    return *static_cast<const Vec16*>(source);
+#else
+    Vec16 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                 : "l"(source));
+    return v;
+#endif
+}
+
+DEVICE void store_vec16(void* target, Vec16 v) { *static_cast<Vec16*>(target) = v; }
+
+// To global memory that this kernel does not read again (evicted first).
+DEVICE void store_vec16_streaming(void* target, Vec16 v) {
+#if defined(PARITY_EMULATOR)
+    *static_cast<Vec16*>(target) = v;
+#else
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
+                 "r"(v.w[3])
+                 : "memory");
+#endif
+}
+
+// target[i] += v[i] for four consecutive floats in global memory, each addition atomic on its own.
+// `target` must be 16-byte aligned. One instruction from sm_90 on, four below.
+DEVICE void atomic_add_vec4(float* target, float v0, float v1, float v2, float v3) {
+#if !defined(PARITY_EMULATOR) && __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(v0), "f"(v1), "f"(v2),
+                 "f"(v3)
+                 : "memory");
+#else
+    atomicAdd(target, v0);
+    atomicAdd(target + 1, v1);
+    atomicAdd(target + 2, v2);
+    atomicAdd(target + 3, v3);
+#endif
+}
+
+// An address within the block's dynamic shared memory, in 32 bits: what ldmatrix and cp.async take.
+// In the emulator it is the offset from dynamic_shared().
+using SharedAddress = uint32_t;
+
+DEVICE SharedAddress shared_address(const void* pointer) {
+#if defined(PARITY_EMULATOR)
+    return static_cast<SharedAddress>(static_cast<const uint8_t*>(pointer) - dynamic_shared());
+#else
+    SharedAddress address;
+    asm("{ .reg .u64 wide; cvta.to.shared.u64 wide, %1; cvt.u32.u64 %0, wide; }" : "=r"(address) : "l"(pointer));
+    return address;
+#endif
+}
+
+#if defined(PARITY_EMULATOR)
+// The host's view of a shared address; an access outside the launch's shared memory ends the launch.
+DEVICE uint8_t* shared_pointer(SharedAddress address, uint32_t bytes) {
+    if (static_cast<uint64_t>(address) + bytes > emulator::context->dynamic_shared_bytes)
+        emulator::host->fail(emulator::context, "a shared address lies outside the dynamic shared memory");
+    return dynamic_shared() + address;
+}
+#endif
+
+// Stores 4 bytes to shared memory.
+DEVICE void store_shared(SharedAddress address, uint32_t value) {
+#if defined(PARITY_EMULATOR)
+    std::memcpy(shared_pointer(address, 4), &value, 4);
+#else
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#endif
+}
+
+// Loads 16 bytes from shared memory.
+DEVICE Vec16 load_shared_vec16(SharedAddress address) {
+    Vec16 v;
+#if defined(PARITY_EMULATOR)
+    std::memcpy(&v, shared_pointer(address, 16), 16);
+#else
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                 : "r"(address)
+                 : "memory");
+#endif
+    return v;
+}

@@ -1,0 +1,163 @@
+// Number formats: bf16, fp8 e4m3, fp4 e2m1 and the power-of-two scale e8m0 (inference 5.3).
+//
+// Every conversion gives the same bits on a GPU and in the emulator. Where an instruction exists it
+// is used on the GPU and its exact result is computed by hand on the host; where it exists only on
+// newer GPUs, older ones run the host's integer arithmetic.
+#pragma once
+
+#include "platform.h"
+
+// ---------------------------------------------------------------- bf16
+
+struct bf16 {
+    uint16_t bits;
+};
+
+DEVICE float to_float(float x) { return x; }
+DEVICE float to_float(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+// Nearest, ties to even. NaN becomes 0x7fff; infinities and signed zeros stay.
+DEVICE bf16 to_bf16(float x) {
+#if defined(PARITY_EMULATOR)
+    const uint32_t bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{0x7fff};
+    return bf16{static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+#else
+    bf16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+#endif
+}
+
+// Two values in one register, `low` at the lower address.
+DEVICE uint32_t pack_bf16(float low, float high) {
+#if defined(PARITY_EMULATOR)
+    return static_cast<uint32_t>(to_bf16(low).bits) | static_cast<uint32_t>(to_bf16(high).bits) << 16;
+#else
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+DEVICE float unpack_bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+DEVICE float unpack_bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// ---------------------------------------------------------------- fp8 e4m3 (finite only, largest 448)
+
+struct fp8_e4m3 {
+    uint8_t bits;
+};
+
+// The integer form of to_e4m3, for GPUs before sm_89 and for the host.
+DEVICE uint8_t e4m3_bits(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t sign = (bits >> 24) & 0x80u;
+    if (magnitude > 0x7f800000u) return 0x7f;
+    if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);  // 448 and above
+    if (magnitude < 0x3c800000u) {
+        // Below 2^-6 the step is 2^-9, which is the spacing of floats from 2^14 on: the addition rounds.
+        const uint32_t steps = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - 0x46800000u;
+        return static_cast<uint8_t>(sign | steps);
+    }
+    const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
+    return static_cast<uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
+}
+
+// Nearest, ties to even; beyond +-448, infinities included, +-448; NaN becomes 0x7f.
+DEVICE fp8_e4m3 to_e4m3(float x) {
+#if defined(PARITY_EMULATOR) || __CUDA_ARCH__ < 890
+    return fp8_e4m3{e4m3_bits(x)};
+#else
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+    return fp8_e4m3{static_cast<uint8_t>(pair)};
+#endif
+}
+
+// Exact. Both NaN codes become the NaN 0x7fffffff.
+DEVICE float to_float(fp8_e4m3 x) {
+    const uint32_t magnitude = x.bits & 0x7fu;
+    if (magnitude == 0x7fu) return __uint_as_float(0x7fffffffu);
+    // The bits as a float's are 2^(7-127) too small, subnormals included.
+    const float scaled = __fmul_rn(__uint_as_float(magnitude << 20), 0x1p120f);
+    return __uint_as_float(__float_as_uint(scaled) | static_cast<uint32_t>(x.bits & 0x80u) << 24);
+}
+
+// ---------------------------------------------------------------- fp4 e2m1 (largest 6), in the low 4 bits
+
+// Nearest, ties to even; beyond +-6, infinities included, +-6; NaN becomes +6, as satfinite says.
+// The comparisons name the seven midpoints: where the lower neighbour is even, a tie stays there.
+DEVICE uint8_t to_e2m1(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    const uint32_t magnitude_bits = bits & 0x7fffffffu;
+    if (magnitude_bits > 0x7f800000u) return 7;
+    const float m = __uint_as_float(magnitude_bits);
+    const uint32_t code = static_cast<uint32_t>(m > 0.25f) + static_cast<uint32_t>(m >= 0.75f) +
+                          static_cast<uint32_t>(m > 1.25f) + static_cast<uint32_t>(m >= 1.75f) +
+                          static_cast<uint32_t>(m > 2.5f) + static_cast<uint32_t>(m >= 3.5f) +
+                          static_cast<uint32_t>(m > 5.0f);
+    return static_cast<uint8_t>(code | ((bits >> 28) & 8u));
+}
+
+// Exact; the upper four bits of `code` are ignored. Code 8 is -0.
+DEVICE float e2m1_to_float(uint8_t code) {
+    const uint32_t sign = static_cast<uint32_t>(code & 8u) << 28;
+    const uint32_t magnitude = code & 7u;
+    const uint32_t normal = ((magnitude >> 1) + 126u) << 23 | (magnitude & 1u) << 22;
+    const uint32_t small = magnitude ? 0x3f000000u : 0u;  // 0.5 is the one subnormal
+    return __uint_as_float(sign | (magnitude < 2u ? small : normal));
+}
+
+// ---------------------------------------------------------------- e8m0: a scale 2^(byte - 127), 255 is NaN
+
+// The smallest power of two that is not below x: exponent + (mantissa != 0), on the bits (inference 5.4).
+// 0 and whatever lies below 2^-127 give 0; beyond 2^127 gives 254. No code means a negative scale,
+// so a negative x gives NaN, like NaN itself; -0 gives 0.
+DEVICE uint8_t to_e8m0(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    if (bits == 0x80000000u) return 0;
+    if (bits > 0x7f800000u) return 255;
+    const uint32_t exponent = bits >> 23, mantissa = bits & 0x7fffffu;
+    if (exponent == 0) return mantissa > 0x400000u ? 1 : 0;
+    return static_cast<uint8_t>(minimum(exponent + (mantissa != 0 ? 1u : 0u), 254u));
+}
+
+// Exact; 0 is the subnormal 2^-127.
+DEVICE float e8m0_to_float(uint8_t byte) {
+    if (byte == 255) return __uint_as_float(0x7fffffffu);
+    return __uint_as_float(byte == 0 ? 0x400000u : static_cast<uint32_t>(byte) << 23);
+}
+
+// ---------------------------------------------------------------- elements of generic kernels
+
+// What a kernel written for "bf16 or float" needs to know of its element type. `T` is stored,
+// arithmetic is fp32, and a store rounds once.
+//   Element<T>::per_word, per_vec16    elements in 4 and in 16 bytes
+//   Element<T>::load(p), store(p, x)   one element
+//   Element<T>::unpack(word, out), pack(in)    the per_word elements of one 32-bit word
+template <typename T>
+struct Element;
+
+template <>
+struct Element<float> {
+    static constexpr int per_word = 1;
+    static constexpr int per_vec16 = 4;
+    DEVICE float load(const float* p) { return *p; }
+    DEVICE void store(float* p, float x) { *p = x; }
+    DEVICE void unpack(uint32_t word, float* out) { out[0] = __uint_as_float(word); }
+    DEVICE uint32_t pack(const float* in) { return __float_as_uint(in[0]); }
+};
+
+template <>
+struct Element<bf16> {
+    static constexpr int per_word = 2;
+    static constexpr int per_vec16 = 8;
+    DEVICE float load(const bf16* p) { return to_float(*p); }
+    DEVICE void store(bf16* p, float x) { *p = to_bf16(x); }
+    DEVICE void unpack(uint32_t word, float* out) {
+        out[0] = unpack_bf16_low(word);
+        out[1] = unpack_bf16_high(word);
+    }
+    DEVICE uint32_t pack(const float* in) { return pack_bf16(in[0], in[1]); }
+};

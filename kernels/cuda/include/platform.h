@@ -1,0 +1,91 @@
+// What every kernel source stands on: fixed-width types, the KERNEL macro, shared memory.
+//
+// One source serves two compilers. NVRTC compiles it for a GPU and needs no header of its own;
+// the host's C++ compiler builds it with PARITY_EMULATOR defined and finds CUDA's names in
+// emulator.h. Kernels themselves hold no `asm` and no `#ifdef`: whatever differs between the two
+// is one named function in this folder, with a device body and a host body.
+#pragma once
+
+#if defined(PARITY_EMULATOR)
+#include "emulator.h"
+#define DEVICE static inline
+#else
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+using size_t = decltype(sizeof(0));
+using uintptr_t = unsigned long long;
+#define DEVICE static __device__ __forceinline__
+#endif
+
+constexpr uint32_t WARP_SIZE = 32;
+constexpr uint32_t FULL_WARP = 0xffffffffu;
+
+#include "params.h"
+
+// KERNEL(name, Params, max_threads) { ... params.field ... }
+//
+// Defines the entry point `name`, launched with at most `max_threads` threads a block, whose one
+// argument is `const Params& params`. Params must have a PARAMS_LAYOUT; its size and layout hash
+// are exported beside the kernel, and the launcher refuses to run when they differ from its own.
+#if defined(PARITY_EMULATOR)
+#define KERNEL(name, Params, max_threads)                                                        \
+    static void name##_body(const Params& params);                                               \
+    extern "C" {                                                                                 \
+    __attribute__((visibility("default"))) uint64_t name##_layout[3] = {                         \
+        sizeof(Params), layout_hash(static_cast<Params*>(nullptr)), (max_threads)};              \
+    }                                                                                            \
+    EMULATOR_EXPORT void name##_entry(const void* params) {                                      \
+        name##_body(*static_cast<const Params*>(params));                                        \
+    }                                                                                            \
+    static void name##_body(const Params& params)
+#else
+#define KERNEL(name, Params, max_threads)                                                        \
+    extern "C" __device__ uint64_t name##_layout[3] = {                                          \
+        sizeof(Params), layout_hash(static_cast<Params*>(nullptr)), (max_threads)};              \
+    extern "C" __global__ void __launch_bounds__(max_threads, 1)                                 \
+        name(const __grid_constant__ Params params)
+#endif
+
+// SHARED_MEMORY(name, bytes)
+//
+// Exports how much dynamic shared memory a launch of kernel `name` needs; without it a launch gets
+// none. The size follows from the defines, and the source is the only place that knows the formula.
+#if defined(PARITY_EMULATOR)
+#define SHARED_MEMORY(name, bytes)                                                               \
+    extern "C" {                                                                                 \
+    __attribute__((visibility("default"))) uint64_t name##_shared_bytes[1] = {(bytes)};          \
+    }
+#else
+#define SHARED_MEMORY(name, bytes) extern "C" __device__ uint64_t name##_shared_bytes[1] = {(bytes)};
+#endif
+
+// The launch's dynamic shared memory, aligned to 1024 bytes.
+#if defined(PARITY_EMULATOR)
+DEVICE uint8_t* dynamic_shared() { return emulator::context->dynamic_shared; }
+#else
+extern __shared__ __align__(1024) uint8_t dynamic_shared_memory[];
+DEVICE uint8_t* dynamic_shared() { return dynamic_shared_memory; }
+#endif
+
+// Before a loop: unrolls it fully, or by a factor. Arrays that must stay in registers need it.
+#if defined(PARITY_EMULATOR)
+#define UNROLL
+#define UNROLL_BY(factor)
+#else
+#define UNROLL_TEXT(text) _Pragma(#text)
+#define UNROLL _Pragma("unroll")
+#define UNROLL_BY(factor) UNROLL_TEXT(unroll factor)
+#endif
+
+template <typename T>
+DEVICE constexpr T minimum(T a, T b) { return b < a ? b : a; }
+template <typename T>
+DEVICE constexpr T maximum(T a, T b) { return a < b ? b : a; }
+template <typename T>
+DEVICE constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }

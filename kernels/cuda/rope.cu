@@ -1,0 +1,269 @@
+// Partial rotary embedding (inference 4, training 8), and its cos/sin tables.
+//
+// Defines: ELEMENT  type of x and y: bf16 or float
+//
+// The last rope_dim channels of each head rotate, in adjacent pairs (2i, 2i+1); the others are copied
+// bit by bit. With C = cos(a), S = sin(a), a = position * inv_freq[i]:
+//
+//     y[2i] = x[2i]*C - x[2i+1]*S ;   y[2i+1] = x[2i]*S + x[2i+1]*C ;   the inverse negates S.
+//
+// The backward is the opposite rotation of dy. Arithmetic is fp32 with one rounding at the store, and
+// every multiply-add is explicit, so that both backends give the same bits.
+//
+// A thread block is three-dimensional: threadIdx.x runs over the units of a head (a unit is 16 bytes in
+// rope_forward; in rope_forward_scalar one copied element or one rotated pair), y over heads, z over
+// tokens. Each thread moves one unit of HEADS heads, so that cos and sin are loaded once for all of
+// them and HEADS loads are in flight at a time. A unit is read and written by one thread only, so x and
+// y may be the same tensor; the copied channels are then left alone.
+//
+// Floor: every element is read and written once (in place: only those that rotate), at 3 FLOPs for a
+// rotated element; cos and sin add 4*rope_dim bytes per token. Limited by memory.
+#include "math.h"
+#include "memory.h"
+#include "numeric.h"
+
+#ifndef ELEMENT
+#error "define ELEMENT as bf16 or float"
+#endif
+
+constexpr int VECTOR = Element<ELEMENT>::per_vec16;  // elements in one 16-byte access
+constexpr int HEADS = 8;                             // heads that one thread serves
+constexpr int THREADS = 256;
+// Declared above what is launched: it holds the compiler to 80 registers, so that three blocks of 256
+// threads share a multiprocessor and one block's stores overlap the others' loads.
+constexpr int REGISTER_BOUND = 768;
+
+struct RopeParams {
+    const ELEMENT* x;          // [num_tokens, num_heads, head_dim]
+    ELEMENT* y;                // the same shape; may be x itself, with equal strides
+    const float* cos;          // [table_rows, rope_dim/2], rows table_stride floats apart
+    const float* sin;          // likewise
+    const int32_t* positions;  // [num_tokens], or nullptr: token t uses table row t
+    int64_t num_tokens;
+    int64_t table_rows;
+    int64_t table_stride;
+    int64_t x_token_stride;  // all strides in elements; the channels of a head are contiguous
+    int64_t x_head_stride;
+    int64_t y_token_stride;
+    int64_t y_head_stride;
+    int32_t num_heads;
+    int32_t head_dim;
+    int32_t rope_dim;  // even, at most head_dim
+    int32_t inverse;   // 0 or 1
+};
+PARAMS_LAYOUT(RopeParams, x, y, cos, sin, positions, num_tokens, table_rows, table_stride, x_token_stride,
+              x_head_stride, y_token_stride, y_head_stride, num_heads, head_dim, rope_dim, inverse)
+
+struct RopeTableParams {
+    const float* inv_freq;     // [half]
+    const int32_t* positions;  // [num_positions]
+    float* cos;                // [num_positions, half]
+    float* sin;                // [num_positions, half]
+    int64_t num_positions;
+    int32_t half;  // rope_dim / 2
+};
+PARAMS_LAYOUT(RopeTableParams, inv_freq, positions, cos, sin, num_positions, half)
+
+// ---------------------------------------------------------------- rotation
+
+struct Rotation {
+    float cos, sin;
+};
+
+// PAIRS consecutive rotations of a token, from pair `first` on. A position outside the table reads
+// nothing and gives NaN, which no comparison mistakes for a value.
+template <int PAIRS>
+DEVICE void load_rotations(const RopeParams& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
+    const int64_t position = params.positions ? params.positions[token] : token;
+    const bool inside = position >= 0 && position < params.table_rows;
+    for (int i = 0; i < PAIRS; ++i) {
+        rotations[i] = Rotation{NAN_F32, NAN_F32};
+        if (!inside) continue;
+        const int64_t entry = position * params.table_stride + first + i;
+        const float sin = params.sin[entry];
+        rotations[i] = Rotation{params.cos[entry], params.inverse ? -sin : sin};
+    }
+}
+
+DEVICE void rotate(Rotation by, float& even, float& odd) {
+    const float x0 = even, x1 = odd;
+    even = fused_multiply_add(x0, by.cos, -__fmul_rn(x1, by.sin));
+    odd = fused_multiply_add(x0, by.sin, __fmul_rn(x1, by.cos));
+}
+
+DEVICE Vec16 rotate_vector(Vec16 vector, const Rotation (&rotations)[VECTOR / 2]) {
+    constexpr int per_word = Element<ELEMENT>::per_word;
+    float channels[VECTOR];
+    for (int i = 0; i < 4; ++i) Element<ELEMENT>::unpack(vector.w[i], channels + i * per_word);
+    for (int i = 0; i < VECTOR / 2; ++i) rotate(rotations[i], channels[2 * i], channels[2 * i + 1]);
+    for (int i = 0; i < 4; ++i) vector.w[i] = Element<ELEMENT>::pack(channels + i * per_word);
+    return vector;
+}
+
+// ---------------------------------------------------------------- units of work
+
+// What a thread does next: `count` heads of `token`, which start at x and y (channel 0) and lie x_step
+// and y_step elements apart. A block takes blockDim.z tokens and a chunk of blockDim.y * HEADS heads at
+// a time, and steps through the grid.
+struct Work {
+    int64_t token;
+    const ELEMENT* x;
+    ELEMENT* y;
+    int64_t x_step, y_step;
+    int count;  // 0 for a thread beyond the last token or head
+};
+
+DEVICE int head_chunks(const RopeParams& params) {
+    return ceil_div(params.num_heads, static_cast<int>(blockDim.y) * HEADS);
+}
+DEVICE int64_t work_items(const RopeParams& params) {
+    return ceil_div(params.num_tokens, static_cast<int64_t>(blockDim.z)) * head_chunks(params);
+}
+DEVICE Work work_item(const RopeParams& params, int64_t item) {
+    const int chunks = head_chunks(params), step = static_cast<int>(blockDim.y);
+    const int64_t tokens = item / chunks;
+    const int chunk = static_cast<int>(item - tokens * chunks);
+    const int head = chunk * step * HEADS + static_cast<int>(threadIdx.y);
+    Work work;
+    work.token = tokens * blockDim.z + threadIdx.z;
+    work.count = 0;
+    if (work.token < params.num_tokens && head < params.num_heads)
+        work.count = minimum(HEADS, ceil_div(params.num_heads - head, step));
+    work.x = params.x + work.token * params.x_token_stride + head * params.x_head_stride;
+    work.y = params.y + work.token * params.y_token_stride + head * params.y_head_stride;
+    work.x_step = step * params.x_head_stride;
+    work.y_step = step * params.y_head_stride;
+    return work;
+}
+
+DEVICE void rotate_heads(const RopeParams& params, const Work& work, int channel) {
+    Vec16 held[HEADS];
+    const ELEMENT* x = work.x + channel;
+    ELEMENT* y = work.y + channel;
+    for (int i = 0; i < HEADS; ++i, x += work.x_step)
+        if (i < work.count) held[i] = load_vec16(x);
+    const int rotated = channel - (params.head_dim - params.rope_dim);
+    if (rotated >= 0) {
+        Rotation rotations[VECTOR / 2];
+        load_rotations(params, work.token, rotated / 2, rotations);
+        for (int i = 0; i < HEADS; ++i)
+            if (i < work.count) held[i] = rotate_vector(held[i], rotations);
+    }
+    for (int i = 0; i < HEADS; ++i, y += work.y_step)
+        if (i < work.count) store_vec16(y, held[i]);
+}
+
+// 16 bytes an access: head_dim, rope_dim, all strides and both addresses are multiples of 16 bytes.
+KERNEL(rope_forward, RopeParams, REGISTER_BOUND) {
+    const int first = params.x == params.y ? params.head_dim - params.rope_dim : 0;
+    const int64_t items = work_items(params);
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+        const Work work = work_item(params, item);
+        if (work.count == 0) continue;
+        const int step = static_cast<int>(blockDim.x) * VECTOR;
+        for (int channel = first + static_cast<int>(threadIdx.x) * VECTOR; channel < params.head_dim; channel += step)
+            rotate_heads(params, work, channel);
+    }
+}
+
+DEVICE void rotate_pairs(const RopeParams& params, const Work& work, int pair) {
+    const int channel = params.head_dim - params.rope_dim + 2 * pair;
+    Rotation rotation[1];
+    load_rotations(params, work.token, pair, rotation);
+    const ELEMENT* x = work.x + channel;
+    ELEMENT* y = work.y + channel;
+    for (int i = 0; i < work.count; ++i, x += work.x_step, y += work.y_step) {
+        float even = Element<ELEMENT>::load(x), odd = Element<ELEMENT>::load(x + 1);
+        rotate(rotation[0], even, odd);
+        Element<ELEMENT>::store(y, even);
+        Element<ELEMENT>::store(y + 1, odd);
+    }
+}
+
+DEVICE void copy_channel(const Work& work, int channel) {
+    for (int i = 0; i < work.count; ++i) work.y[i * work.y_step + channel] = work.x[i * work.x_step + channel];
+}
+
+// Any head_dim, even rope_dim, stride and alignment.
+KERNEL(rope_forward_scalar, RopeParams, THREADS) {
+    const int copied = params.head_dim - params.rope_dim;
+    const int first = params.x == params.y ? copied : 0;
+    const int units = copied + params.rope_dim / 2;
+    const int64_t items = work_items(params);
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+        const Work work = work_item(params, item);
+        if (work.count == 0) continue;
+        for (int unit = first + static_cast<int>(threadIdx.x); unit < units; unit += static_cast<int>(blockDim.x)) {
+            if (unit < copied) {
+                copy_channel(work, unit);
+            } else {
+                rotate_pairs(params, work, unit - copied);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------- tables
+
+constexpr double TWO_OVER_PI = 0x1.45f306dc9c883p-1;
+constexpr double HALF_PI_HIGH = 0x1.921fb54442d18p+0;  // pi/2 to 53 bits
+constexpr double HALF_PI_LOW = 0x1.1a62633145c07p-54;  // pi/2 - HALF_PI_HIGH
+constexpr double ROUND_TO_INTEGER = 0x1.8p+52;         // adding it leaves no bits below 1
+constexpr double LARGEST_ANGLE = 3.0e9;                // the quadrant's number still fits 32 bits
+
+// sin and cos on [-pi/4, pi/4] by their Taylor series, to about 1e-16.
+DEVICE double sine_polynomial(double r) {
+    const double z = r * r;
+    double p = -1.0 / 1307674368000.0;
+    p = fma(p, z, 1.0 / 6227020800.0);
+    p = fma(p, z, -1.0 / 39916800.0);
+    p = fma(p, z, 1.0 / 362880.0);
+    p = fma(p, z, -1.0 / 5040.0);
+    p = fma(p, z, 1.0 / 120.0);
+    p = fma(p, z, -1.0 / 6.0);
+    return fma(p * z, r, r);
+}
+DEVICE double cosine_polynomial(double r) {
+    const double z = r * r;
+    double p = 1.0 / 20922789888000.0;
+    p = fma(p, z, -1.0 / 87178291200.0);
+    p = fma(p, z, 1.0 / 479001600.0);
+    p = fma(p, z, -1.0 / 3628800.0);
+    p = fma(p, z, 1.0 / 40320.0);
+    p = fma(p, z, -1.0 / 720.0);
+    p = fma(p, z, 1.0 / 24.0);
+    p = fma(p, z, -0.5);
+    return fma(p, z, 1.0);
+}
+
+// cos and sin of an fp32 angle, within half an fp32 ulp (and 1e-8 of one). The fast intrinsics lose all
+// digits at large angles. Double arithmetic costs little here, since a table is built once, and reduces
+// the angle with one step: angle - quadrant * pi/2 with pi/2 to 106 bits.
+DEVICE Rotation accurate_rotation(float angle) {
+    const double a = static_cast<double>(angle);
+    if (!(a < LARGEST_ANGLE && a > -LARGEST_ANGLE)) return Rotation{NAN_F32, NAN_F32};
+    const double quadrant = fma(a, TWO_OVER_PI, ROUND_TO_INTEGER) - ROUND_TO_INTEGER;
+    const double r = fma(-quadrant, HALF_PI_LOW, fma(-quadrant, HALF_PI_HIGH, a));
+    const float sine = static_cast<float>(sine_polynomial(r));
+    const float cosine = static_cast<float>(cosine_polynomial(r));
+    switch (static_cast<int32_t>(quadrant) & 3) {
+        case 0: return Rotation{cosine, sine};
+        case 1: return Rotation{-sine, cosine};
+        case 2: return Rotation{-cosine, -sine};
+        default: return Rotation{sine, -cosine};
+    }
+}
+
+// cos and sin of fp32(position) * inv_freq, the product rounded to fp32 (inference 4). One thread an entry.
+// Writes 8 bytes for about 40 double FLOPs: limited by arithmetic where fp64 is slow.
+KERNEL(rope_table, RopeTableParams, THREADS) {
+    const int64_t entries = params.num_positions * params.half;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < entries; i += step) {
+        const float position = static_cast<float>(params.positions[i / params.half]);
+        const float angle = __fmul_rn(position, params.inv_freq[i % params.half]);
+        const Rotation rotation = accurate_rotation(angle);
+        params.cos[i] = rotation.cos;
+        params.sin[i] = rotation.sin;
+    }
+}

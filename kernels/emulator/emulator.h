@@ -1,0 +1,298 @@
+// CUDA's execution model for the host's C++ compiler.
+//
+// A kernel source is built into a shared library with this header in front. Each CUDA thread is a
+// coroutine of the runtime (kernels/src/runtime/emulator); whatever makes a thread wait for others
+// goes through HostApi, and everything else runs as plain C++.
+//
+// A collective (shuffle, vote, mma) works in one rendezvous: every lane named in the mask hands in
+// a pointer to its own payload, on its own stack; the last lane to arrive runs `op` once over all
+// payloads, which writes each lane's result in place; then all lanes go on.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <link.h>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __restrict__ __restrict
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+// One operating-system thread runs one block at a time, so a block's static shared memory is that
+// thread's storage. The runtime poisons it before each block (emulator_poison_static_shared).
+#define __shared__ static thread_local
+
+namespace emulator {
+
+struct Dim3 {
+    unsigned x, y, z;
+};
+
+// Mirrored by `ThreadContext` in kernels/src/runtime/emulator.
+struct ThreadContext {
+    Dim3 thread_idx, block_idx, block_dim, grid_dim;
+    uint32_t lane, warp;
+    uint8_t* dynamic_shared;
+    uint64_t dynamic_shared_bytes;
+    void* scheduler;
+};
+
+using CollectiveOp = void (*)(void* const* payloads, uint32_t mask);
+
+// Mirrored by `HostApi` in kernels/src/runtime/emulator.
+struct HostApi {
+    void (*collective)(ThreadContext*, uint32_t mask, const char* what, CollectiveOp, void* payload);
+    // Waits at barrier `id` (0 to 15) until `count` threads have arrived; `wait` 0 arrives only.
+    // Returns how many of the arrived threads had a non-zero `vote`.
+    uint32_t (*barrier)(ThreadContext*, uint32_t id, uint32_t count, uint32_t wait, uint32_t vote);
+    // Copies `source_bytes` from `source` and zeroes the rest of `bytes`, at some moment before the wait.
+    void (*copy_async)(ThreadContext*, void* target, const void* source, uint32_t bytes, uint32_t source_bytes);
+    void (*copy_commit)(ThreadContext*);
+    // Returns once at most `pending` committed groups of this thread have not landed.
+    void (*copy_wait)(ThreadContext*, uint32_t pending);
+    // Ends the launch with an error that names kernel, block and thread.
+    void (*fail)(ThreadContext*, const char* message);
+};
+
+inline const HostApi* host = nullptr;
+// The thread that runs now; the runtime sets it at every switch. Not __shared__, though it lives
+// in the same storage: the poison leaves it out.
+inline thread_local ThreadContext* context = nullptr;
+
+template <typename Payload>
+inline void collective(uint32_t mask, const char* what, void (*op)(void* const*, uint32_t), Payload& payload) {
+    host->collective(context, mask, what, op, &payload);
+}
+
+}  // namespace emulator
+
+// The library is built with hidden visibility, so that two modules never share a variable; what
+// the runtime looks up is exported by name.
+#define EMULATOR_EXPORT extern "C" __attribute__((used, visibility("default")))
+
+EMULATOR_EXPORT void emulator_attach(const emulator::HostApi* api) { emulator::host = api; }
+EMULATOR_EXPORT void emulator_enter(emulator::ThreadContext* thread) { emulator::context = thread; }
+
+namespace emulator {
+struct PoisonRequest {
+    uintptr_t inside;  // an address within this library
+    uint8_t byte;
+};
+inline int poison_library_tls(dl_phdr_info* info, size_t, void* data) {
+    const auto* request = static_cast<PoisonRequest*>(data);
+    size_t tls_size = 0;
+    bool here = false;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+        const auto& segment = info->dlpi_phdr[i];
+        if (segment.p_type == PT_TLS) tls_size = segment.p_memsz;
+        const uintptr_t start = info->dlpi_addr + segment.p_vaddr;
+        if (segment.p_type == PT_LOAD && request->inside >= start && request->inside < start + segment.p_memsz)
+            here = true;
+    }
+    if (!here) return 0;
+    if (info->dlpi_tls_data && tls_size) {
+        ThreadContext* kept = context;
+        std::memset(info->dlpi_tls_data, request->byte, tls_size);
+        context = kept;
+    }
+    return 1;
+}
+}  // namespace emulator
+
+EMULATOR_EXPORT void emulator_poison_static_shared(uint8_t byte) {
+    // Touching the thread's storage first makes the loader allocate it.
+    emulator::context = emulator::context;
+    emulator::PoisonRequest request{reinterpret_cast<uintptr_t>(&emulator_attach), byte};
+    dl_iterate_phdr(emulator::poison_library_tls, &request);
+}
+
+#define threadIdx (emulator::context->thread_idx)
+#define blockIdx (emulator::context->block_idx)
+#define blockDim (emulator::context->block_dim)
+#define gridDim (emulator::context->grid_dim)
+
+// ---------------------------------------------------------------- barriers
+
+inline void __syncthreads() {
+    const auto& d = blockDim;
+    emulator::host->barrier(emulator::context, 0, d.x * d.y * d.z, 1, 0);
+}
+inline int __syncthreads_count(int predicate) {
+    const auto& d = blockDim;
+    return static_cast<int>(emulator::host->barrier(emulator::context, 0, d.x * d.y * d.z, 1, predicate != 0));
+}
+inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
+inline int __syncthreads_and(int predicate) { return __syncthreads_count(predicate == 0) == 0; }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_block() {}
+
+// ---------------------------------------------------------------- warp: shuffles, votes, reductions
+
+namespace emulator {
+
+struct SyncPayload {};
+inline void sync_op(void* const*, uint32_t) {}
+
+template <typename T>
+struct ShufflePayload {
+    T value;
+    uint32_t source;  // lane to read, WIDTH bounds applied by the caller
+    T result;
+};
+template <typename T>
+inline void shuffle_op(void* const* payloads, uint32_t) {
+    for (int lane = 0; lane < 32; ++lane) {
+        if (!payloads[lane]) continue;
+        auto* mine = static_cast<ShufflePayload<T>*>(payloads[lane]);
+        const auto* theirs = static_cast<const ShufflePayload<T>*>(payloads[mine->source]);
+        if (!theirs) {
+            host->fail(context, "a shuffle reads a lane that its mask does not name");
+            return;
+        }
+        mine->result = theirs->value;
+    }
+}
+template <typename T>
+inline T shuffle(uint32_t mask, const char* what, T value, uint32_t source) {
+    ShufflePayload<T> payload{value, source & 31u, value};
+    collective(mask, what, shuffle_op<T>, payload);
+    return payload.result;
+}
+
+struct VotePayload {
+    uint32_t predicate, ballot;
+};
+inline void vote_op(void* const* payloads, uint32_t) {
+    uint32_t ballot = 0;
+    for (int lane = 0; lane < 32; ++lane)
+        if (payloads[lane] && static_cast<VotePayload*>(payloads[lane])->predicate) ballot |= 1u << lane;
+    for (int lane = 0; lane < 32; ++lane)
+        if (payloads[lane]) static_cast<VotePayload*>(payloads[lane])->ballot = ballot;
+}
+
+enum class Reduction { add, min, max, bit_and, bit_or, bit_xor };
+template <typename T, Reduction R>
+inline void reduce_op(void* const* payloads, uint32_t) {
+    T total{};
+    bool first = true;
+    for (int lane = 0; lane < 32; ++lane) {
+        if (!payloads[lane]) continue;
+        const T value = *static_cast<T*>(payloads[lane]);
+        if (first) total = value;
+        else if (R == Reduction::add) total = total + value;
+        else if (R == Reduction::min) total = value < total ? value : total;
+        else if (R == Reduction::max) total = value > total ? value : total;
+        else if (R == Reduction::bit_and) total = total & value;
+        else if (R == Reduction::bit_or) total = total | value;
+        else total = total ^ value;
+        first = false;
+    }
+    for (int lane = 0; lane < 32; ++lane)
+        if (payloads[lane]) *static_cast<T*>(payloads[lane]) = total;
+}
+template <Reduction R, typename T>
+inline T reduce(uint32_t mask, const char* what, T value) {
+    collective(mask, what, reduce_op<T, R>, value);
+    return value;
+}
+
+}  // namespace emulator
+
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+    emulator::SyncPayload payload;
+    emulator::collective(mask, "__syncwarp", emulator::sync_op, payload);
+}
+template <typename T>
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+    const uint32_t lane = emulator::context->lane;
+    const uint32_t base = lane & ~static_cast<uint32_t>(width - 1);
+    return emulator::shuffle(mask, "__shfl_sync", value, base | (static_cast<uint32_t>(source) & (width - 1)));
+}
+template <typename T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
+    const uint32_t lane = emulator::context->lane;
+    const uint32_t source = lane ^ static_cast<uint32_t>(lane_mask);
+    // Beyond the segment's end a lane reads itself, as the hardware does.
+    const bool inside = (source / width) <= (lane / width);
+    return emulator::shuffle(mask, "__shfl_xor_sync", value, inside ? source : lane);
+}
+template <typename T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+    const uint32_t lane = emulator::context->lane;
+    const bool inside = (lane % width) >= delta;
+    return emulator::shuffle(mask, "__shfl_up_sync", value, inside ? lane - delta : lane);
+}
+template <typename T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+    const uint32_t lane = emulator::context->lane;
+    const bool inside = (lane % width) + delta < static_cast<uint32_t>(width);
+    return emulator::shuffle(mask, "__shfl_down_sync", value, inside ? lane + delta : lane);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    emulator::VotePayload payload{predicate != 0, 0};
+    emulator::collective(mask, "__ballot_sync", emulator::vote_op, payload);
+    return payload.ballot;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
+inline unsigned __reduce_add_sync(unsigned mask, unsigned v) { return emulator::reduce<emulator::Reduction::add>(mask, "__reduce_add_sync", v); }
+inline unsigned __reduce_min_sync(unsigned mask, unsigned v) { return emulator::reduce<emulator::Reduction::min>(mask, "__reduce_min_sync", v); }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v) { return emulator::reduce<emulator::Reduction::max>(mask, "__reduce_max_sync", v); }
+inline int __reduce_add_sync(unsigned mask, int v) { return emulator::reduce<emulator::Reduction::add>(mask, "__reduce_add_sync", v); }
+inline int __reduce_min_sync(unsigned mask, int v) { return emulator::reduce<emulator::Reduction::min>(mask, "__reduce_min_sync", v); }
+inline int __reduce_max_sync(unsigned mask, int v) { return emulator::reduce<emulator::Reduction::max>(mask, "__reduce_max_sync", v); }
+inline unsigned __reduce_and_sync(unsigned mask, unsigned v) { return emulator::reduce<emulator::Reduction::bit_and>(mask, "__reduce_and_sync", v); }
+inline unsigned __reduce_or_sync(unsigned mask, unsigned v) { return emulator::reduce<emulator::Reduction::bit_or>(mask, "__reduce_or_sync", v); }
+inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) { return emulator::reduce<emulator::Reduction::bit_xor>(mask, "__reduce_xor_sync", v); }
+
+// ---------------------------------------------------------------- atomics (blocks run on several cores)
+
+namespace emulator {
+template <typename T, typename Change>
+inline T atomic_update(T* address, Change change) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics are 4 or 8 bytes wide");
+    T old;
+    __atomic_load(address, &old, __ATOMIC_RELAXED);
+    for (;;) {
+        T next = change(old);
+        if (__atomic_compare_exchange(address, &old, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return old;
+    }
+}
+}  // namespace emulator
+
+template <typename T>
+inline T atomicAdd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return static_cast<T>(old + value); }); }
+template <typename T>
+inline T atomicSub(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return static_cast<T>(old - value); }); }
+template <typename T>
+inline T atomicMin(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return value < old ? value : old; }); }
+template <typename T>
+inline T atomicMax(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old < value ? value : old; }); }
+template <typename T>
+inline T atomicAnd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old & value; }); }
+template <typename T>
+inline T atomicOr(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old | value; }); }
+template <typename T>
+inline T atomicXor(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old ^ value; }); }
+template <typename T>
+inline T atomicExch(T* address, T value) { return emulator::atomic_update(address, [=](T) { return value; }); }
+template <typename T>
+inline T atomicCAS(T* address, T expected, T value) { return emulator::atomic_update(address, [=](T old) { return old == expected ? value : old; }); }
+
+// ---------------------------------------------------------------- bit casts and integer intrinsics
+
+inline unsigned __float_as_uint(float v) { unsigned r; std::memcpy(&r, &v, 4); return r; }
+inline int __float_as_int(float v) { int r; std::memcpy(&r, &v, 4); return r; }
+inline float __uint_as_float(unsigned v) { float r; std::memcpy(&r, &v, 4); return r; }
+inline float __int_as_float(int v) { float r; std::memcpy(&r, &v, 4); return r; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }

@@ -1,0 +1,6 @@
+//! DeepSeek-V4's operators in CUDA C++, their launchers, and the runtime that runs them.
+//!
+//! `kernels/cuda/NAME.cu` is what runs, `kernels/src/NAME.rs` is how it is launched. Nothing here
+//! knows the oracles (`reference/`): a kernel cannot borrow its own judge.
+
+pub mod runtime;

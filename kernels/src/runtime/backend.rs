@@ -1,0 +1,160 @@
+//! What a backend has to offer: memory, compilation, launches, time.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::Result;
+use super::source::SourceTree;
+
+/// The two implementations of the runtime.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BackendKind {
+    /// An NVIDIA GPU through the driver API.
+    Cuda,
+    /// CUDA threads as coroutines on the host.
+    Emulator,
+}
+
+impl fmt::Display for BackendKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cuda => "cuda",
+            Self::Emulator => "emulator",
+        })
+    }
+}
+
+/// What ran the kernels; goes into every report.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Environment {
+    /// Which backend.
+    pub backend: BackendKind,
+    /// GPU name, or the host's processor.
+    pub device: String,
+    /// Driver version, or the operating system.
+    pub driver: String,
+    /// NVRTC or host compiler, with its version.
+    pub compiler: String,
+    /// Compilation target: `sm_90a`, or the host's architecture.
+    pub target: String,
+    /// Multiprocessors, or cores.
+    pub processors: u32,
+    /// Bytes of dynamic shared memory that one block may ask for.
+    pub shared_bytes_per_block: u64,
+}
+
+/// At which end of an allocation an access outside of it is caught at once (emulator only).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// A guard page follows the last byte (within alignment).
+    FlushBack,
+    /// A guard page precedes the first byte.
+    FlushFront,
+}
+
+/// A device allocation with bands of known bytes on both sides.
+#[derive(Clone, Copy, Debug)]
+pub struct Allocation {
+    /// Device address of the first usable byte, 16-byte aligned at least.
+    pub address: u64,
+    /// Usable bytes.
+    pub bytes: usize,
+    /// Guard band before the first usable byte, in bytes.
+    pub front_band: usize,
+    /// Guard band after the last usable byte, in bytes.
+    pub back_band: usize,
+}
+
+/// What a compiled module exports for one kernel, next to its code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelExports {
+    /// Size of the parameter struct in bytes.
+    pub params_size: u64,
+    /// Layout hash of the parameter struct.
+    pub params_hash: u64,
+    /// Largest number of threads in a block.
+    pub max_threads: u32,
+    /// Dynamic shared memory that the kernel asks for, where it exports that.
+    pub shared_bytes: Option<u64>,
+}
+
+/// One compiled source file, loaded.
+pub trait LoadedModule: Send + Sync {
+    /// Reads what the module exports for `kernel`.
+    ///
+    /// # Errors
+    /// [`RuntimeError::SymbolMissing`](super::RuntimeError::SymbolMissing).
+    fn exports(&self, kernel: &str) -> Result<KernelExports>;
+
+    /// Enqueues one launch; `params` are the bytes of the parameter struct. On the emulator the
+    /// launch is over when this returns.
+    ///
+    /// # Errors
+    /// A refused configuration, or what the kernel did wrong (on CUDA: at the latest at
+    /// [`Backend::synchronize`]).
+    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()>;
+}
+
+/// A device of either kind. Addresses are device addresses; on the emulator they are host pointers.
+pub trait Backend: Send + Sync {
+    /// What this is.
+    fn environment(&self) -> &Environment;
+
+    /// Compiles `file` of `tree` (or takes it from the disk cache) and loads it.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Compile`](super::RuntimeError::Compile) with the compiler's log.
+    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>>;
+
+    /// Allocates `bytes` with guard bands; contents are undefined. `name` appears in errors.
+    ///
+    /// # Errors
+    /// Out of memory.
+    fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation>;
+
+    /// Frees an allocation made by this backend; nothing may use it any more.
+    fn free(&self, allocation: &Allocation);
+
+    /// Sets `bytes` bytes at `address`, in stream order.
+    ///
+    /// # Errors
+    /// The device's.
+    fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()>;
+
+    /// Copies from the host, in stream order.
+    ///
+    /// # Errors
+    /// The device's.
+    fn upload(&self, address: u64, source: &[u8]) -> Result<()>;
+
+    /// Waits for the stream and copies to the host.
+    ///
+    /// # Errors
+    /// The device's, including those of earlier launches.
+    fn download(&self, address: u64, target: &mut [u8]) -> Result<()>;
+
+    /// Copies within the device, in stream order.
+    ///
+    /// # Errors
+    /// The device's.
+    fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()>;
+
+    /// Waits for everything enqueued.
+    ///
+    /// # Errors
+    /// What a launch did wrong since the last call.
+    fn synchronize(&self) -> Result<()>;
+
+    /// Chooses the schedule of later launches: `None` is the deterministic one, a seed a random one
+    /// that the same seed repeats. A GPU schedules by itself and ignores this.
+    fn set_schedule_seed(&self, _seed: Option<u64>) {}
+
+    /// The device's time for what `work` enqueues: CUDA events around it, or the wall clock.
+    ///
+    /// # Errors
+    /// Those of `work` and of the device.
+    fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration>;
+}

@@ -1,0 +1,281 @@
+//! The CUDA backend: NVRTC to a cubin for the device at hand, launches through the driver API.
+//!
+//! Nothing of CUDA is linked. The driver comes from the loader's path and NVRTC from wherever
+//! [`Nvrtc::load`] finds it; where either is missing, [`CudaBackend::new`] says so and nothing
+//! panics. All work goes to one explicit stream; contexts are made current on whichever thread calls.
+
+pub mod blaslt;
+mod driver;
+mod library;
+mod module;
+pub mod nvrtc;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::sys;
+
+use self::driver::{Context, Event, Properties};
+pub use self::module::CudaModule;
+pub use self::nvrtc::Nvrtc;
+use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement};
+use super::cache::ModuleCache;
+use super::error::{Result, RuntimeError};
+use super::source::SourceTree;
+
+/// Bytes of guard band on each side of an allocation, at least; also keeps its address aligned.
+const GUARD_BAND: usize = 4096;
+
+/// Usable sizes are rounded up to this, bytes; the rest belongs to the back band.
+const ROUNDING: usize = 256;
+
+/// Length of the digest that ends a stored cubin, bytes.
+const DIGEST: usize = blake3::OUT_LEN;
+
+/// A GPU.
+pub struct CudaBackend {
+    context: Arc<Context>,
+    nvrtc: Nvrtc,
+    cache: ModuleCache,
+    environment: Environment,
+}
+
+impl CudaBackend {
+    /// The device that `PARITY_CUDA_DEVICE` names by its ordinal, or the first one.
+    ///
+    /// # Errors
+    /// [`RuntimeError::BackendMissing`] where there is no driver, no such device or no NVRTC.
+    pub fn new(cache: ModuleCache) -> Result<Self> {
+        let context = Context::open(chosen_device()?)?;
+        let nvrtc = Nvrtc::load()?;
+        let properties = &context.properties;
+        let environment = Environment {
+            backend: BackendKind::Cuda,
+            device: properties.name.clone(),
+            driver: properties.driver.clone(),
+            compiler: nvrtc.name(),
+            target: properties.target(),
+            processors: properties.multiprocessors,
+            shared_bytes_per_block: properties.shared_opt_in,
+        };
+        Ok(Self { context, nvrtc, cache, environment })
+    }
+
+    /// The compiler in use.
+    pub fn nvrtc(&self) -> &Nvrtc {
+        &self.nvrtc
+    }
+
+    fn load_stored(&self, path: &Path, file: &str) -> std::result::Result<CudaModule, String> {
+        let stored = std::fs::read(path).map_err(|error| error.to_string())?;
+        let cubin = unseal(&stored).ok_or("its digest does not match")?;
+        CudaModule::load(&self.context, file, cubin).map_err(|error| error.to_string())
+    }
+}
+
+fn chosen_device() -> Result<u32> {
+    let Some(value) = std::env::var_os("PARITY_CUDA_DEVICE").filter(|value| !value.is_empty()) else {
+        return Ok(0);
+    };
+    value.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| RuntimeError::BackendMissing {
+        backend: "cuda",
+        reason: format!("PARITY_CUDA_DEVICE is {value:?}, which is not a device's number"),
+    })
+}
+
+/// A cubin followed by its blake3: the driver takes no length, so that it must never be handed a
+/// damaged file. Tools that read ELF files ignore what follows the last section.
+fn seal(cubin: &[u8]) -> Vec<u8> {
+    [cubin, blake3::hash(cubin).as_bytes()].concat()
+}
+
+fn unseal(stored: &[u8]) -> Option<&[u8]> {
+    let (cubin, digest) = stored.split_at_checked(stored.len().checked_sub(DIGEST)?)?;
+    (blake3::hash(cubin).as_bytes().as_slice() == digest).then_some(cubin)
+}
+
+/// Where the usable bytes lie within an allocation: total bytes, and bytes of the back band.
+fn banded(bytes: usize) -> Option<(usize, usize)> {
+    let usable = bytes.checked_next_multiple_of(ROUNDING)?;
+    let total = usable.checked_add(2 * GUARD_BAND)?;
+    Some((total, total - GUARD_BAND - bytes))
+}
+
+impl Backend for CudaBackend {
+    fn environment(&self) -> &Environment {
+        &self.environment
+    }
+
+    fn load(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Box<dyn LoadedModule>> {
+        let target = &self.environment.target;
+        let identity = self.nvrtc.cache_identity(target);
+        let key = ModuleCache::key(tree, file, defines, std::iter::empty(), &identity)?;
+        if let Some(path) = self.cache.find(&key, "cubin") {
+            match self.load_stored(&path, file) {
+                Ok(module) => return Ok(Box::new(module)),
+                Err(error) => tracing::warn!("recompiling `{file}`: cached {}: {error}", path.display()),
+            }
+        }
+        let cubin = self.nvrtc.compile(tree, file, defines, target)?;
+        let module = CudaModule::load(&self.context, file, &cubin)?;
+        if let Err(error) = self.cache.store(&key, "cubin", &seal(&cubin)) {
+            // Without a cache the next process compiles again, and nothing else changes.
+            tracing::warn!("{error}");
+        }
+        Ok(Box::new(module))
+    }
+
+    /// Placement has no meaning here: what lies beyond an allocation is only ever seen by its bands.
+    fn allocate(&self, name: &str, bytes: usize, _placement: Placement) -> Result<Allocation> {
+        let (total, back_band) = banded(bytes).ok_or_else(|| RuntimeError::Cuda {
+            call: format!("cuMemAlloc({name}, {bytes} bytes)"),
+            name: "CUDA_ERROR_OUT_OF_MEMORY".into(),
+            message: "the size exceeds the address space".into(),
+        })?;
+        self.context.enter()?;
+        let mut base = 0;
+        // SAFETY: the context is current; the memory is freed by `free`, or with the context.
+        let result = unsafe { sys::cuMemAlloc_v2(&mut base, total) };
+        self.context.check(result, format_args!("cuMemAlloc({name}, {total} bytes)"))?;
+        Ok(Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band })
+    }
+
+    fn free(&self, allocation: &Allocation) {
+        // What is still enqueued may use it; a fault is reported by whoever synchronises next.
+        let _ = self.context.synchronize();
+        let base = allocation.address.wrapping_sub(allocation.front_band as u64);
+        // SAFETY: the caller gives back what `allocate` returned, once; the driver refuses others.
+        let result = unsafe { sys::cuMemFree_v2(base) };
+        if let Err(error) = driver::check(result, format_args!("cuMemFree({base:#x})")) {
+            tracing::debug!("{error}");
+        }
+    }
+
+    fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.context.enter()?;
+        // SAFETY: touches device memory only; an address that is not the caller's is the driver's
+        // to refuse, or shows in the guard bands.
+        let result = unsafe { sys::cuMemsetD8Async(address, byte, bytes, self.context.stream()) };
+        self.context.check(result, format_args!("cuMemsetD8Async({address:#x}, {bytes} bytes)"))
+    }
+
+    fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
+        self.context.upload(address, source)
+    }
+
+    fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
+        self.context.download(address, target)
+    }
+
+    fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.context.enter()?;
+        // SAFETY: as in `fill`.
+        let result = unsafe { sys::cuMemcpyDtoDAsync_v2(target, source, bytes, self.context.stream()) };
+        self.context.check(result, format_args!("cuMemcpyDtoDAsync({target:#x}, {source:#x}, {bytes} bytes)"))
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.context.synchronize()
+    }
+
+    /// Whatever else is enqueued on this device by other threads meanwhile is timed with it.
+    fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        let (start, end) = (Event::new(&self.context)?, Event::new(&self.context)?);
+        start.record()?;
+        work()?;
+        end.record()?;
+        end.elapsed_since(&start)
+    }
+}
+
+/// What the CUDA backend would use here, in a sentence or two, for `parity doctor`.
+///
+/// # Errors
+/// [`RuntimeError::BackendMissing`] with what is missing, and what is not.
+pub fn probe() -> Result<String> {
+    let device = chosen_device().and_then(Context::open).map(|context| describe(&context.properties));
+    let compiler = Nvrtc::load().map(|nvrtc| format!("{} is at {}", nvrtc.name(), nvrtc.path().display()));
+    let reason = |error: RuntimeError| match error {
+        RuntimeError::BackendMissing { reason, .. } => reason,
+        other => other.to_string(),
+    };
+    let (device, compiler) = (device.map_err(reason), compiler.map_err(reason));
+    if let (Ok(device), Ok(compiler)) = (&device, &compiler) {
+        return Ok(format!("{device}. {compiler}."));
+    }
+    let (Ok(device) | Err(device)) = device;
+    let (Ok(compiler) | Err(compiler)) = compiler;
+    Err(RuntimeError::BackendMissing { backend: "cuda", reason: format!("{device}. {compiler}") })
+}
+
+fn describe(device: &Properties) -> String {
+    format!(
+        "{} ({}, {} multiprocessors, {} KiB of shared memory per block) with {}",
+        device.name,
+        device.target(),
+        device.multiprocessors,
+        device.shared_opt_in / 1024,
+        device.driver
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_cubin_is_not_unsealed() {
+        let sealed = seal(b"\x7fELF and so on");
+        assert_eq!(unseal(&sealed), Some(b"\x7fELF and so on".as_slice()));
+        assert_eq!(unseal(&sealed[..sealed.len() - 1]), None);
+        assert_eq!(unseal(&[]), None);
+        for at in 0..sealed.len() {
+            let mut damaged = sealed.clone();
+            damaged[at] ^= 1;
+            assert_eq!(unseal(&damaged), None, "byte {at}");
+        }
+    }
+
+    #[test]
+    fn guard_bands_surround_every_size() {
+        for bytes in [0, 1, 255, 256, 257, 1 << 30] {
+            let (total, back_band) = banded(bytes).expect("fits");
+            assert!(back_band >= GUARD_BAND);
+            assert_eq!(GUARD_BAND + bytes + back_band, total);
+        }
+        assert_eq!(banded(usize::MAX), None);
+        assert_eq!(banded(usize::MAX - 300), None);
+    }
+
+    #[test]
+    fn a_probe_says_what_was_found_or_why_not() {
+        match probe() {
+            Ok(text) => assert!(text.contains("sm_") && text.contains("NVRTC"), "{text}"),
+            Err(RuntimeError::BackendMissing { reason, .. }) => {
+                assert!(reason.contains("driver") || reason.contains("libnvrtc"), "{reason}");
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn a_backend_without_a_device_is_an_error_and_no_panic() {
+        let dir = tempfile::tempdir().expect("a directory");
+        match CudaBackend::new(ModuleCache::new(dir.path().into())) {
+            Ok(backend) => assert_eq!(backend.environment().backend, BackendKind::Cuda),
+            Err(error) => assert!(matches!(error, RuntimeError::BackendMissing { .. }), "{error}"),
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! A device of either kind, its kernel tree and its loaded modules.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use super::backend::{Backend, BackendKind, Environment, KernelExports, LoadedModule};
+use super::cache::ModuleCache;
+use super::cuda::CudaBackend;
+use super::emulator::{EmulatorBackend, EmulatorOptions};
+use super::error::{Result, RuntimeError};
+use super::params::KernelParams;
+use super::source::SourceTree;
+
+/// How to open a [`Device`].
+#[derive(Clone, Debug)]
+pub struct DeviceOptions {
+    /// Kernel sources to compile.
+    pub tree: SourceTree,
+    /// Directory of compiled modules.
+    pub cache_dir: PathBuf,
+    /// What the emulator needs to know.
+    pub emulator: EmulatorOptions,
+}
+
+impl Default for DeviceOptions {
+    fn default() -> Self {
+        Self {
+            tree: SourceTree::embedded(),
+            cache_dir: ModuleCache::default_dir(),
+            emulator: EmulatorOptions::default(),
+        }
+    }
+}
+
+type ModuleKey = (String, Vec<(String, String)>);
+
+/// One device, with the kernels of one source tree.
+pub struct Device {
+    backend: Arc<dyn Backend>,
+    tree: SourceTree,
+    modules: Mutex<HashMap<ModuleKey, Arc<dyn LoadedModule>>>,
+}
+
+impl Device {
+    /// Opens a device of the demanded kind.
+    ///
+    /// # Errors
+    /// [`RuntimeError::BackendMissing`] with what was looked for.
+    pub fn open(kind: BackendKind, options: DeviceOptions) -> Result<Self> {
+        let cache = ModuleCache::new(options.cache_dir);
+        let backend: Arc<dyn Backend> = match kind {
+            BackendKind::Cuda => Arc::new(CudaBackend::new(cache)?),
+            BackendKind::Emulator => Arc::new(EmulatorBackend::new(cache, options.emulator)?),
+        };
+        Ok(Self { backend, tree: options.tree, modules: Mutex::default() })
+    }
+
+    /// The same device with another source tree (a mutant, another revision): nothing of this tree's
+    /// compiled modules is shared but the disk cache.
+    pub fn with_tree(&self, tree: SourceTree) -> Self {
+        Self { backend: self.backend.clone(), tree, modules: Mutex::default() }
+    }
+
+    /// What the device is.
+    pub fn environment(&self) -> &Environment {
+        self.backend.environment()
+    }
+
+    /// The kernel sources in use.
+    pub fn tree(&self) -> &SourceTree {
+        &self.tree
+    }
+
+    /// Memory, time and copies.
+    pub fn backend(&self) -> &dyn Backend {
+        &*self.backend
+    }
+
+    /// Looks up kernel `name` of `file`, compiled with `defines`, whose parameter struct is `P`.
+    ///
+    /// # Errors
+    /// Compile errors with the log; a missing symbol; a parameter struct that differs from `P`.
+    pub fn kernel<P: KernelParams>(&self, file: &str, defines: &[(&str, String)], name: &str) -> Result<Kernel> {
+        let defines: Vec<_> = defines.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
+        let module = self.module(file, defines)?;
+        let exports = module.exports(name)?;
+        let (rust_size, rust_hash) = P::layout();
+        if (exports.params_size, exports.params_hash) != (rust_size, rust_hash) {
+            return Err(RuntimeError::ParamsLayout {
+                kernel: name.to_owned(),
+                rust_size,
+                rust_hash,
+                kernel_size: exports.params_size,
+                kernel_hash: exports.params_hash,
+            });
+        }
+        Ok(Kernel { module, name: name.to_owned(), exports })
+    }
+
+    fn module(&self, file: &str, defines: Vec<(String, String)>) -> Result<Arc<dyn LoadedModule>> {
+        // Held while compiling: two threads that want one module compile it once.
+        let mut modules = self.modules.lock().unwrap_or_else(|e| e.into_inner());
+        let key = (file.to_owned(), defines);
+        if let Some(module) = modules.get(&key) {
+            return Ok(module.clone());
+        }
+        let module: Arc<dyn LoadedModule> = Arc::from(self.backend.load(&self.tree, file, &key.1)?);
+        modules.insert(key, module.clone());
+        Ok(module)
+    }
+}
+
+/// Grid and block of a launch; dynamic shared memory is what the kernel exports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaunchConfig {
+    /// Blocks along x, y, z.
+    pub grid: [u32; 3],
+    /// Threads along x, y, z.
+    pub block: [u32; 3],
+    /// Dynamic shared memory in bytes, beyond what the kernel exports as its own need.
+    pub shared_bytes: u32,
+}
+
+impl LaunchConfig {
+    /// A one-dimensional launch.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Argument`] naming `argument` when `blocks` exceeds CUDA's grid limit.
+    pub fn linear(operator: &'static str, argument: &'static str, blocks: u64, threads: u32) -> Result<Self> {
+        let x = u32::try_from(blocks).ok().filter(|&x| x <= i32::MAX as u32).ok_or_else(|| {
+            RuntimeError::argument(operator, argument, format!("needs {blocks} blocks; a grid has at most 2147483647"))
+        })?;
+        Ok(Self { grid: [x, 1, 1], block: [threads, 1, 1], shared_bytes: 0 })
+    }
+}
+
+/// A kernel that is ready to launch.
+#[derive(Clone)]
+pub struct Kernel {
+    module: Arc<dyn LoadedModule>,
+    name: String,
+    exports: KernelExports,
+}
+
+impl Kernel {
+    /// The block size that the kernel was compiled for.
+    pub fn max_threads(&self) -> u32 {
+        self.exports.max_threads
+    }
+
+    /// Enqueues a launch on the device's stream; a grid without blocks is no launch.
+    ///
+    /// # Errors
+    /// See [`LoadedModule::launch`].
+    pub fn launch<P: KernelParams>(&self, config: LaunchConfig, params: &P) -> Result<()> {
+        if config.grid.contains(&0) {
+            return Ok(());
+        }
+        let own = self.exports.shared_bytes.unwrap_or(0);
+        let shared = u32::try_from(own).ok().and_then(|own| own.checked_add(config.shared_bytes)).ok_or_else(|| {
+            RuntimeError::Launch { kernel: self.name.clone(), reason: format!("{own} bytes of dynamic shared memory") }
+        })?;
+        tracing::trace!(kernel = %self.name, grid = ?config.grid, block = ?config.block, shared, "launch");
+        self.module.launch(&self.name, config.grid, config.block, shared, &params.bytes())
+    }
+}

@@ -1,0 +1,125 @@
+//! The one error type of the runtime and the launchers.
+
+use thiserror::Error;
+
+/// What can go wrong between a launcher's arguments and its outputs.
+#[derive(Debug, Error)]
+pub enum RuntimeError {
+    /// A launcher refused an argument: the message names the argument, its value and what it must be.
+    #[error("{operator}: argument `{argument}`: {reason}")]
+    Argument {
+        /// Operator whose launcher refused.
+        operator: &'static str,
+        /// Argument, as the launcher's struct spells it.
+        argument: &'static str,
+        /// The value that was given and the rule that it breaks.
+        reason: String,
+    },
+    /// The demanded backend cannot work here.
+    #[error("the {backend} backend is not available: {reason}")]
+    BackendMissing {
+        /// `cuda` or `emulator`.
+        backend: &'static str,
+        /// What was looked for, and where.
+        reason: String,
+    },
+    /// A kernel source is missing from the tree that is in use.
+    #[error("no kernel source `{file}` in {tree}")]
+    SourceMissing {
+        /// File name within the tree.
+        file: String,
+        /// The tree: `the embedded kernels` or a directory.
+        tree: String,
+    },
+    /// The compiler rejected a kernel source.
+    #[error("{compiler} could not compile `{file}`{defines}:\n{log}")]
+    Compile {
+        /// Compiler and version.
+        compiler: String,
+        /// Source file.
+        file: String,
+        /// The defines it was compiled with, each with a leading ` -D`.
+        defines: String,
+        /// The compiler's own words.
+        log: String,
+    },
+    /// A compiled module lacks a kernel or its exported layout.
+    #[error("module `{file}` has no symbol `{symbol}`")]
+    SymbolMissing {
+        /// Source file of the module.
+        file: String,
+        /// Symbol that was looked up.
+        symbol: String,
+    },
+    /// The parameter struct of Rust and the one of the kernel differ.
+    #[error(
+        "kernel `{kernel}`: parameter struct mismatch: Rust has {rust_size} bytes, layout {rust_hash:016x}; \
+         the kernel has {kernel_size} bytes, layout {kernel_hash:016x}"
+    )]
+    ParamsLayout {
+        /// Kernel name.
+        kernel: String,
+        /// Size of the Rust mirror in bytes.
+        rust_size: u64,
+        /// Layout hash of the Rust mirror.
+        rust_hash: u64,
+        /// Size of the kernel's struct in bytes.
+        kernel_size: u64,
+        /// Layout hash of the kernel's struct.
+        kernel_hash: u64,
+    },
+    /// A launch configuration outside of what the kernel or the device allows.
+    #[error("kernel `{kernel}`: launch refused: {reason}")]
+    Launch {
+        /// Kernel name.
+        kernel: String,
+        /// Which limit was exceeded, by what.
+        reason: String,
+    },
+    /// The kernel did something that CUDA forbids; found by the emulator.
+    #[error("kernel `{kernel}`, block {block}, thread {thread}: {what}")]
+    Fault {
+        /// Kernel name.
+        kernel: String,
+        /// Block index as `(x, y, z)`.
+        block: String,
+        /// Thread index as `(x, y, z)`.
+        thread: String,
+        /// What it did: divergence, an access outside a buffer, a time limit.
+        what: String,
+    },
+    /// A call of the CUDA driver or NVRTC failed.
+    #[error("{call} failed: {name}: {message}")]
+    Cuda {
+        /// The call that failed.
+        call: String,
+        /// CUDA's name of the error, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+        name: String,
+        /// CUDA's description.
+        message: String,
+    },
+    /// The operating system refused something (memory, files, processes).
+    #[error("{doing}: {source}")]
+    System {
+        /// What was being done.
+        doing: String,
+        /// The system's error.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl RuntimeError {
+    /// An [`RuntimeError::Argument`]; `reason` says the value and the rule.
+    pub fn argument(operator: &'static str, argument: &'static str, reason: impl Into<String>) -> Self {
+        Self::Argument { operator, argument, reason: reason.into() }
+    }
+
+    /// An [`RuntimeError::System`] with what was being done.
+    pub fn system(doing: impl Into<String>, source: std::io::Error) -> Self {
+        Self::System { doing: doing.into(), source }
+    }
+}
+
+/// `Result` with [`RuntimeError`].
+pub type Result<T> = std::result::Result<T, RuntimeError>;

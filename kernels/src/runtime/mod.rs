@@ -1,0 +1,23 @@
+//! The runtime: one kernel source, two backends.
+//!
+//! [`Device`] hides whether kernels run on a GPU ([`cuda`]) or on the host ([`emulator`]). Both
+//! compile `kernels/cuda/*.cu` at run time, cache what they compiled on disk ([`cache`]) and launch
+//! by name with one parameter struct. [`arena`] wraps launches in the memory contract.
+
+pub mod arena;
+pub mod backend;
+pub mod cache;
+pub mod cuda;
+pub mod device;
+pub mod emulator;
+pub mod error;
+pub mod params;
+pub mod source;
+pub mod tensor;
+
+pub use arena::{Contract, DeviceArena, Role};
+pub use backend::{BackendKind, Environment, Placement};
+pub use device::{Device, DeviceOptions, Kernel, LaunchConfig};
+pub use error::{Result, RuntimeError};
+pub use source::SourceTree;
+pub use tensor::{DType, HostTensor, TensorView};

@@ -1,0 +1,197 @@
+//! Tensors on the host (owned bytes) and views of tensors on a device.
+
+use std::fmt;
+
+use half::bf16;
+use serde::{Deserialize, Serialize};
+
+/// Element types that cross to a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// IEEE binary32.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// Two's complement, 32 bits.
+    I32,
+    /// Bytes (codes of narrow formats, packed cache rows).
+    U8,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F32 | Self::I32 => 4,
+            Self::Bf16 => 2,
+            Self::U8 => 1,
+        }
+    }
+
+    /// The element type's name in kernel sources.
+    pub fn c_name(self) -> &'static str {
+        match self {
+            Self::F32 => "float",
+            Self::Bf16 => "bf16",
+            Self::I32 => "int32_t",
+            Self::U8 => "uint8_t",
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::I32 => "i32",
+            Self::U8 => "u8",
+        })
+    }
+}
+
+/// A dense row-major tensor on the host.
+#[derive(Clone, PartialEq, Eq)]
+pub struct HostTensor {
+    /// Element type.
+    pub dtype: DType,
+    /// Extents, outermost first.
+    pub shape: Vec<usize>,
+    /// Elements in the machine's byte order.
+    pub bytes: Vec<u8>,
+}
+
+impl fmt::Debug for HostTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostTensor({} {:?})", self.dtype, self.shape)
+    }
+}
+
+impl HostTensor {
+    /// Rounds f64 values to the nearest of `dtype` (ties to even).
+    ///
+    /// # Panics
+    /// When `values` does not have the elements of `shape`, or `dtype` is no floating-point type.
+    pub fn from_f64(dtype: DType, shape: &[usize], values: &[f64]) -> Self {
+        assert_eq!(values.len(), shape.iter().product::<usize>(), "values do not fill shape {shape:?}");
+        let bytes = match dtype {
+            DType::F32 => values.iter().flat_map(|&v| (v as f32).to_ne_bytes()).collect(),
+            DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f64(v).to_ne_bytes()).collect(),
+            DType::I32 | DType::U8 => panic!("from_f64 makes floating-point tensors, not {dtype}"),
+        };
+        Self { dtype, shape: shape.to_vec(), bytes }
+    }
+
+    /// An `i32` tensor.
+    ///
+    /// # Panics
+    /// When `values` does not have the elements of `shape`.
+    pub fn from_i32(shape: &[usize], values: &[i32]) -> Self {
+        assert_eq!(values.len(), shape.iter().product::<usize>(), "values do not fill shape {shape:?}");
+        Self { dtype: DType::I32, shape: shape.to_vec(), bytes: values.iter().flat_map(|v| v.to_ne_bytes()).collect() }
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Every element, widened exactly.
+    pub fn to_f64(&self) -> Vec<f64> {
+        match self.dtype {
+            DType::F32 => self.words::<4>().map(|b| f64::from(f32::from_ne_bytes(b))).collect(),
+            DType::Bf16 => self.words::<2>().map(|b| bf16::from_ne_bytes(b).to_f64()).collect(),
+            DType::I32 => self.words::<4>().map(|b| f64::from(i32::from_ne_bytes(b))).collect(),
+            DType::U8 => self.bytes.iter().map(|&b| f64::from(b)).collect(),
+        }
+    }
+
+    /// The elements of an `i32` tensor.
+    ///
+    /// # Panics
+    /// For another element type.
+    pub fn to_i32(&self) -> Vec<i32> {
+        assert_eq!(self.dtype, DType::I32, "to_i32 reads i32 tensors");
+        self.words::<4>().map(i32::from_ne_bytes).collect()
+    }
+
+    fn words<const N: usize>(&self) -> impl Iterator<Item = [u8; N]> + '_ {
+        self.bytes.chunks_exact(N).map(|chunk| {
+            let mut word = [0; N];
+            word.copy_from_slice(chunk);
+            word
+        })
+    }
+}
+
+/// Strides of a dense row-major tensor, in elements.
+pub fn dense_strides(shape: &[usize]) -> Vec<i64> {
+    let mut strides = vec![1i64; shape.len()];
+    for axis in (1..shape.len()).rev() {
+        strides[axis - 1] = strides[axis] * shape[axis].max(1) as i64;
+    }
+    strides
+}
+
+/// A tensor on a device: where it is and how it is laid out. Owned by the arena that made it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorView {
+    /// Name in errors and reports.
+    pub name: String,
+    /// Device address of element 0.
+    pub address: u64,
+    /// Element type.
+    pub dtype: DType,
+    /// Extents, outermost first.
+    pub shape: Vec<usize>,
+    /// Distance between neighbours along each axis, in elements.
+    pub strides: Vec<i64>,
+}
+
+impl TensorView {
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether the elements lie densely, in row-major order.
+    pub fn is_dense(&self) -> bool {
+        let dense = dense_strides(&self.shape);
+        self.shape.iter().zip(self.strides.iter().zip(&dense)).all(|(&extent, (a, b))| extent <= 1 || a == b)
+    }
+
+    /// The half-open range of device addresses from the first byte of the view to its last.
+    pub fn span(&self) -> (u64, u64) {
+        if self.elements() == 0 {
+            return (self.address, self.address);
+        }
+        let last: i64 = self.shape.iter().zip(&self.strides).map(|(&extent, &stride)| (extent as i64 - 1) * stride).sum();
+        (self.address, self.address + (last as u64 + 1) * self.dtype.size() as u64)
+    }
+
+    /// Whether the address ranges of two views overlap (interleaved views count as overlapping).
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let (a, b) = (self.span(), other.span());
+        a.0 < b.1 && b.0 < a.1
+    }
+
+    /// Whether two views are the same elements in the same order.
+    pub fn same_elements(&self, other: &Self) -> bool {
+        self.address == other.address && self.shape == other.shape && self.strides == other.strides
+    }
+
+    /// Byte offsets of every element from element 0, in row-major order.
+    pub fn element_offsets(&self) -> impl Iterator<Item = usize> + '_ {
+        let size = self.dtype.size() as i64;
+        (0..self.elements()).map(move |linear| {
+            let mut rest = linear;
+            let mut offset = 0i64;
+            for axis in (0..self.shape.len()).rev() {
+                offset += (rest % self.shape[axis]) as i64 * self.strides[axis];
+                rest /= self.shape[axis];
+            }
+            (offset * size) as usize
+        })
+    }
+}

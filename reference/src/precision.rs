@@ -1,0 +1,472 @@
+//! Exact evaluation, or evaluation at the precision of a kernel: stochastic rounding and fp32 sums.
+//!
+//! # Stochastic rounding
+//!
+//! A value `x` between two neighbours `a <= x < b` of a narrower type becomes `b` with probability
+//! `(x - a) / (b - a)` and `a` otherwise. Its mean is `x`, so the mean of many runs is the exact result
+//! and their spread measures how strongly rounding at these points moves it. Values of the type itself,
+//! zeros, infinities and NaN stay as they are.
+//!
+//! # fp32 accumulation
+//!
+//! A sum of n terms `t_1 .. t_n` that a kernel accumulates in fp32 is modelled as a sequential sum in
+//! random order, rounded stochastically after every addition. Write `S = sum t_j`, `Q = sum t_j^2` and
+//! `S_j` for the sum of the first j terms of the random order. Drawing j of n terms without replacement,
+//!
+//! ```text
+//! E[S_j]   = (j/n) S
+//! Var(S_j) = j (n - j) / (n (n - 1)) * (Q - S^2/n)
+//! sum_j j^2 = n (n+1) (2n+1) / 6        sum_j j (n - j) = n (n^2 - 1) / 6
+//!
+//! sum_j E[S_j^2] = S^2 (n+1)(2n+1) / (6n)  +  (n+1)/6 * (Q - S^2/n)
+//!                = (n + 1) (S^2/3 + Q/6)
+//! ```
+//!
+//! The first partial sum is included although adding a term to zero is exact: the rounding of the term
+//! itself, which a product of two fp32 numbers needs and one of two bf16 numbers does not, is charged there.
+//!
+//! One rounding of `S_j = m 2^e`, `1 <= m < 2`, to a type with unit roundoff `u = 2^-24` happens on a grid of
+//! gap `g = 2u 2^e`. Stochastic rounding at a uniformly distributed position in the gap has the variance
+//! `E[f (1 - f)] g^2 = g^2/6`. Leading digits m are distributed as 1/m, for which
+//! `E[1/m^2] = (1/ln 2) * integral_1^2 m^-3 dm = 3 / (8 ln 2)`, so that
+//!
+//! ```text
+//! variance of one rounding = (4u^2 / 6) * 3/(8 ln 2) * S_j^2 = u^2 S_j^2 / (4 ln 2)
+//! sigma^2 of the whole sum = u^2 / (4 ln 2) * (n + 1) (S^2/3 + Q/6)
+//! ```
+//!
+//! Rounding to nearest has the variance `g^2/12`. With `m` between 1 and 2 a kernel that adds sequentially and
+//! rounds to nearest therefore has a root mean square error between `sqrt(ln 2 / 3) = 0.48` and
+//! `sqrt(4 ln 2 / 3) = 0.96` of sigma, whatever its sums are: the model errs to the generous side, and by at
+//! most a factor of about two. Tensor cores that truncate inside a block of products and tree reductions make
+//! fewer roundings than terms and stay within it. Since the many roundings are independent, the error is drawn as one
+//! normal number of standard deviation sigma on top of the exact sum.
+
+use candle_core::{CpuStorage, D, Tensor};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::error::{Result, require_f64};
+
+/// Explicitly stored significand bits of bf16.
+const BF16_FRACTION_BITS: i32 = 7;
+/// Explicitly stored significand bits of fp32.
+const F32_FRACTION_BITS: i32 = 23;
+/// Significand bits that the special function units get right: the PTX ISA bounds the relative error of
+/// `ex2.approx.f32` by 2^-22 and that of `rsqrt.approx.f32` by 2^-22.9. Neighbours on a grid of 22 bits are
+/// between 2^-23 and 2^-22 of the value apart.
+const APPROXIMATE_FRACTION_BITS: i32 = 22;
+/// Smallest normal exponent, common to bf16 and fp32; below it the grid no longer gets finer.
+const MIN_EXPONENT: i32 = -126;
+/// First power of two that neither bf16 nor fp32 can hold.
+const OVERFLOW_EXPONENT: i32 = 128;
+
+/// How an oracle computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Precision {
+    /// f64 throughout, no rounding point.
+    Exact,
+    /// Every rounding point of the kernel is rounded stochastically. Equal seeds give equal results.
+    Working { seed: u64 },
+}
+
+/// The rounding points of one oracle run; hand the same one to every operator of the run.
+#[derive(Debug, Clone)]
+pub struct Rounding {
+    noise: Option<Noise>,
+}
+
+impl Rounding {
+    /// Starts a run. `Working` runs with equal seeds that make the same calls are bit-equal.
+    pub fn new(precision: Precision) -> Self {
+        let noise = match precision {
+            Precision::Exact => None,
+            Precision::Working { seed } => Some(Noise::new(seed)),
+        };
+        Self { noise }
+    }
+
+    /// The run without rounding.
+    pub fn exact() -> Self {
+        Self::new(Precision::Exact)
+    }
+
+    /// Whether this run evaluates the bare formula.
+    pub fn is_exact(&self) -> bool {
+        self.noise.is_none()
+    }
+
+    /// A tensor stored in bf16, or made an operand of a bf16 matrix product.
+    pub fn bf16(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        self.stochastic(tensor, BF16_FRACTION_BITS)
+    }
+
+    /// An intermediate held in fp32: a product, a quotient, a difference, a stored statistic.
+    pub fn f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        self.stochastic(tensor, F32_FRACTION_BITS)
+    }
+
+    /// The result of a hardware approximation in fp32 (reciprocal square root, logarithm), which may be
+    /// wrong in the last bit that fp32 would hold.
+    pub fn approximate_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        self.stochastic(tensor, APPROXIMATE_FRACTION_BITS)
+    }
+
+    /// `exp(x)` as kernels evaluate it: `2^(x log2 e)`, the exponent held in fp32 and the power approximated.
+    pub fn exp_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        if self.is_exact() {
+            return Ok(tensor.exp()?);
+        }
+        let binary_exponent = self.f32(&(tensor * std::f64::consts::LOG2_E)?)?;
+        self.approximate_f32(&(binary_exponent * std::f64::consts::LN_2)?.exp()?)
+    }
+
+    /// `sum` over dimension `dim` with fp32 accumulation; the dimension disappears.
+    pub fn sum_f32(&mut self, terms: &Tensor, dim: usize) -> Result<Tensor> {
+        let sum = self.sum_keepdim_f32(terms, dim)?;
+        Ok(sum.squeeze(dim)?)
+    }
+
+    /// `sum` over dimension `dim` with fp32 accumulation; the dimension stays, with extent 1.
+    pub fn sum_keepdim_f32(&mut self, terms: &Tensor, dim: usize) -> Result<Tensor> {
+        require_f64("terms", terms)?;
+        let sum = terms.sum_keepdim(dim)?;
+        if self.is_exact() {
+            return Ok(sum);
+        }
+        let sum_of_squares = terms.sqr()?.sum_keepdim(dim)?;
+        let num_terms = (sum.ones_like()? * terms.dim(dim)? as f64)?;
+        self.accumulated_f32(&sum, &sum_of_squares, &num_terms)
+    }
+
+    /// `a @ b` with fp32 accumulation of all its terms. `a` `[.., m, k]`, `b` `[.., k, n]` -> `[.., m, n]`.
+    pub fn matmul_f32(&mut self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+        require_f64("a", a)?;
+        let num_terms = Tensor::new(a.dim(D::Minus1)? as f64, a.device())?;
+        self.matmul_f32_of(a, b, &num_terms)
+    }
+
+    /// `a @ b` where only `num_terms` (broadcast against the result) of the k terms are not zero by
+    /// construction: adding a zero rounds nothing.
+    pub fn matmul_f32_of(&mut self, a: &Tensor, b: &Tensor, num_terms: &Tensor) -> Result<Tensor> {
+        require_f64("a", a)?;
+        require_f64("b", b)?;
+        let sum = a.matmul(b)?;
+        if self.is_exact() {
+            return Ok(sum);
+        }
+        // The terms of an element are a_ik b_kj, so the sum of their squares is a product of squares.
+        let sum_of_squares = a.sqr()?.matmul(&b.sqr()?)?;
+        let num_terms = num_terms.broadcast_as(sum.shape())?;
+        self.accumulated_f32(&sum, &sum_of_squares, &num_terms)
+    }
+
+    /// Adds to exact sums the error of their fp32 accumulation (module documentation). All three tensors
+    /// have one shape; `num_terms` counts the terms of each sum.
+    pub fn accumulated_f32(
+        &mut self,
+        sum: &Tensor,
+        sum_of_squares: &Tensor,
+        num_terms: &Tensor,
+    ) -> Result<Tensor> {
+        let Some(noise) = &mut self.noise else {
+            return Ok(sum.clone());
+        };
+        let squares = values(sum_of_squares)?;
+        let counts = values(num_terms)?;
+        let mut sums = values(sum)?;
+        for ((s, q), n) in sums.iter_mut().zip(squares).zip(counts) {
+            let sigma = accumulation_sigma(*s, q, n);
+            // An overflowing or NaN sum is that already; noise would turn an infinity into NaN.
+            if sigma > 0.0 && sigma.is_finite() {
+                *s += sigma * noise.normal();
+            }
+        }
+        Ok(Tensor::from_vec(sums, sum.shape(), sum.device())?)
+    }
+
+    fn stochastic(&mut self, tensor: &Tensor, fraction_bits: i32) -> Result<Tensor> {
+        require_f64("tensor", tensor)?;
+        let Some(noise) = &mut self.noise else {
+            return Ok(tensor.clone());
+        };
+        let mut rounded = values(tensor)?;
+        for x in &mut rounded {
+            *x = round_stochastically(*x, fraction_bits, noise.uniform());
+        }
+        Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
+    }
+}
+
+/// Standard deviation of the error of an fp32 sum of `n` terms with sum `s` and sum of squares `q`:
+/// `u sqrt((n + 1) (s^2/3 + q/6) / (4 ln 2))`, `u = 2^-24`. Zero when there is nothing to add.
+pub fn accumulation_sigma(s: f64, q: f64, n: f64) -> f64 {
+    if n < 1.0 {
+        return 0.0;
+    }
+    let unit_roundoff = power_of_two(-F32_FRACTION_BITS - 1);
+    let squared_partial_sums = (n + 1.0) * (s * s / 3.0 + q / 6.0);
+    unit_roundoff * (squared_partial_sums / (4.0 * std::f64::consts::LN_2)).sqrt()
+}
+
+/// Rounds `x` to `fraction_bits` stored significand bits (range of fp32), up in magnitude exactly when
+/// `uniform`, drawn from [0, 1), is below the distance from the neighbour beneath in units of the gap.
+fn round_stochastically(x: f64, fraction_bits: i32, uniform: f64) -> f64 {
+    if x == 0.0 || !x.is_finite() {
+        return x;
+    }
+    let biased_exponent = (x.to_bits() >> 52) & 0x7ff;
+    let exponent = (biased_exponent as i32 - 1023).max(MIN_EXPONENT);
+    let gap = power_of_two(exponent - fraction_bits);
+    let in_gaps = x.abs() / gap;
+    let below = in_gaps.floor();
+    let up = if uniform < in_gaps - below { 1.0 } else { 0.0 };
+    let magnitude = (below + up) * gap;
+    if magnitude >= power_of_two(OVERFLOW_EXPONENT) {
+        return f64::INFINITY.copysign(x);
+    }
+    magnitude.copysign(x)
+}
+
+/// `2^exponent` for exponents of normal f64 numbers.
+fn power_of_two(exponent: i32) -> f64 {
+    f64::from_bits(((exponent + 1023) as u64) << 52)
+}
+
+/// All elements of an f64 tensor in row-major order.
+pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    // `to_vec1` walks an index iterator over strided tensors; contiguous storage copies much faster.
+    let (storage, layout) = tensor.storage_and_layout();
+    if let (candle_core::Storage::Cpu(CpuStorage::F64(data)), Some((start, end))) =
+        (&*storage, layout.contiguous_offsets())
+    {
+        return Ok(data[start..end].to_vec());
+    }
+    drop(storage);
+    Ok(tensor.flatten_all()?.to_vec1()?)
+}
+
+/// Uniform and normal numbers from one seeded stream.
+#[derive(Debug, Clone)]
+struct Noise {
+    stream: ChaCha8Rng,
+    spare_normal: Option<f64>,
+}
+
+impl Noise {
+    fn new(seed: u64) -> Self {
+        Self {
+            stream: ChaCha8Rng::seed_from_u64(seed),
+            spare_normal: None,
+        }
+    }
+
+    /// Uniform in [0, 1).
+    fn uniform(&mut self) -> f64 {
+        self.stream.random()
+    }
+
+    /// Standard normal, by the Box-Muller transform, which makes two at a time.
+    fn normal(&mut self) -> f64 {
+        if let Some(spare) = self.spare_normal.take() {
+            return spare;
+        }
+        // 1 - uniform is in (0, 1]: the logarithm is finite.
+        let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * self.uniform()).sin_cos();
+        self.spare_normal = Some(radius * sin);
+        radius * cos
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Draw, f64_tensor};
+
+    fn working(seed: u64) -> Rounding {
+        Rounding::new(Precision::Working { seed })
+    }
+
+    #[test]
+    fn exact_runs_round_nothing() -> Result<()> {
+        let x = Draw::new(1).normal(&[5, 7], 1.0);
+        let mut exact = Rounding::exact();
+        for y in [exact.bf16(&x)?, exact.f32(&x)?, exact.approximate_f32(&x)?] {
+            assert_eq!(values(&y)?, values(&x)?);
+        }
+        assert_eq!(values(&exact.exp_f32(&x)?)?, values(&x.exp()?)?);
+        Ok(())
+    }
+
+    #[test]
+    fn values_of_the_type_and_exceptional_values_are_unchanged() -> Result<()> {
+        let kept = [
+            0.0,
+            -0.0,
+            1.0,
+            -1.5,
+            0.0078125,
+            1.9921875,
+            3.3895313892515355e38,
+            2f64.powi(-133),
+            f64::INFINITY,
+            f64::NEG_INFINITY,
+            f64::NAN,
+        ];
+        let x = f64_tensor(&kept, &[kept.len()]);
+        for seed in 0..20 {
+            let y = values(&working(seed).bf16(&x)?)?;
+            for (a, b) in kept.iter().zip(y) {
+                assert_eq!(a.to_bits(), b.to_bits(), "{a} became {b}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn every_f32_survives_rounding_to_f32() -> Result<()> {
+        let widened: Vec<f64> = values(&Draw::new(3).normal(&[1000], 1e-3))?
+            .iter()
+            .map(|&x| x as f32 as f64)
+            .collect();
+        let x = f64_tensor(&widened, &[1000]);
+        assert_eq!(values(&working(0).f32(&x)?)?, widened);
+        Ok(())
+    }
+
+    #[test]
+    fn stochastic_rounding_lands_on_the_two_neighbours_and_is_unbiased() -> Result<()> {
+        // 1 + 3/8 of the bf16 gap 2^-7 above one, and its mirror image; and one subnormal.
+        let cases = [
+            (1.0 + 0.375 / 128.0, 1.0, 1.0 + 1.0 / 128.0),
+            (-1.0 - 0.375 / 128.0, -1.0, -1.0 - 1.0 / 128.0),
+            (
+                2f64.powi(-133) * 5.375,
+                2f64.powi(-133) * 5.0,
+                2f64.powi(-133) * 6.0,
+            ),
+        ];
+        let trials = 20_000;
+        for (x, near, far) in cases {
+            let rounded = values(&working(7).bf16(&f64_tensor(&vec![x; trials], &[trials]))?)?;
+            let ups = rounded.iter().filter(|&&y| y == far).count();
+            assert!(rounded.iter().all(|&y| y == near || y == far));
+            // Binomial mean and standard deviation; five deviations fail once in 1.7 million runs.
+            let (mean, sigma) = (
+                0.375 * trials as f64,
+                (0.375 * 0.625 * trials as f64).sqrt(),
+            );
+            assert!(
+                (ups as f64 - mean).abs() < 5.0 * sigma,
+                "{ups} of {trials}, expected {mean}"
+            );
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn overflow_becomes_an_infinity_of_the_same_sign() -> Result<()> {
+        let x = f64_tensor(&[1e300, -1e300], &[2]);
+        assert_eq!(
+            values(&working(0).f32(&x)?)?,
+            [f64::INFINITY, f64::NEG_INFINITY]
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn equal_seeds_give_equal_runs_and_other_seeds_do_not() -> Result<()> {
+        let x = Draw::new(2).normal(&[64], 1.0);
+        assert_eq!(
+            values(&working(5).bf16(&x)?)?,
+            values(&working(5).bf16(&x)?)?
+        );
+        assert_ne!(
+            values(&working(5).bf16(&x)?)?,
+            values(&working(6).bf16(&x)?)?
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn drawn_sum_errors_have_the_modelled_deviation_and_no_bias() -> Result<()> {
+        let (rows, n) = (4000, 33);
+        let terms = Draw::new(4)
+            .normal(&[1, n], 1.0)
+            .broadcast_as((rows, n))?
+            .contiguous()?;
+        let exact = values(&terms.sum(1)?)?;
+        let noisy = values(&working(9).sum_f32(&terms, 1)?)?;
+        let errors: Vec<f64> = noisy.iter().zip(&exact).map(|(a, b)| a - b).collect();
+        let q: f64 = values(&terms.get(0)?.sqr()?)?.iter().sum();
+        let sigma = accumulation_sigma(exact[0], q, n as f64);
+        let mean = errors.iter().sum::<f64>() / rows as f64;
+        let rms = (errors.iter().map(|e| e * e).sum::<f64>() / rows as f64).sqrt();
+        // The mean of R normals deviates by sigma/sqrt(R), their rms by sigma/sqrt(2R).
+        assert!(mean.abs() < 5.0 * sigma / (rows as f64).sqrt());
+        assert!((rms / sigma - 1.0).abs() < 5.0 / (2.0 * rows as f64).sqrt());
+        Ok(())
+    }
+
+    #[test]
+    fn real_random_order_f32_sums_err_by_what_the_model_says() -> Result<()> {
+        let trials = 3000;
+        let sampling = 5.0 / (2.0 * trials as f64).sqrt();
+        for (n, mean) in [(16, 0.0), (512, 0.0), (512, 1.0), (4096, 0.1)] {
+            let mut draw = Draw::new(n as u64);
+            let shifted = (draw.normal(&[n], 1.0) + mean)?;
+            let mut terms: Vec<f32> = values(&shifted)?.iter().map(|&x| x as f32).collect();
+            let s: f64 = terms.iter().map(|&t| t as f64).sum();
+            let q: f64 = terms.iter().map(|&t| (t as f64).powi(2)).sum();
+            let mut squared_error = 0.0;
+            for _ in 0..trials {
+                draw.shuffle(&mut terms);
+                let sum = terms.iter().fold(0.0f32, |sum, &t| sum + t);
+                squared_error += (sum as f64 - s).powi(2);
+            }
+            let rms = (squared_error / trials as f64).sqrt();
+            let ratio = rms / accumulation_sigma(s, q, n as f64);
+            println!("n {n}, mean {mean}: real rms error / modelled sigma = {ratio:.3}");
+            // Between sqrt(ln 2 / 3) and sqrt(4 ln 2 / 3) (module documentation). The terms are fp32, so the
+            // first of the n + 1 modelled roundings does not happen; and an addition that cancels is exact.
+            let charged = ((n as f64 - 1.0) / (n as f64 + 1.0)).sqrt();
+            let (low, high) = ((2f64.ln() / 3.0).sqrt(), (4.0 * 2f64.ln() / 3.0).sqrt());
+            assert!(ratio <= high * (1.0 + sampling) && ratio <= 1.0 + sampling);
+            assert!(ratio >= low * charged * (1.0 - sampling));
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn matrix_products_carry_the_noise_of_their_terms() -> Result<()> {
+        let mut draw = Draw::new(8);
+        let (a, b) = (
+            draw.normal(&[2, 40, 24], 1.0),
+            draw.normal(&[2, 24, 50], 1.0),
+        );
+        let exact = a.matmul(&b)?;
+        let noisy = working(3).matmul_f32(&a, &b)?;
+        let squares = values(&a.sqr()?.matmul(&b.sqr()?)?)?;
+        let mut normalised = 0.0;
+        let (exact, noisy) = (values(&exact)?, values(&noisy)?);
+        for ((e, x), q) in exact.iter().zip(&noisy).zip(squares) {
+            normalised += ((x - e) / accumulation_sigma(*e, q, 24.0)).powi(2);
+        }
+        let count = exact.len() as f64;
+        assert!((normalised / count - 1.0).abs() < 5.0 * (2.0 / count).sqrt());
+        Ok(())
+    }
+
+    #[test]
+    fn sums_of_nothing_and_non_finite_sums_get_no_noise() -> Result<()> {
+        let inf = f64::INFINITY;
+        let terms = f64_tensor(&[inf, 1.0, f64::NAN, 1.0, 0.0, 0.0], &[3, 2]);
+        let sums = values(&working(0).sum_f32(&terms, 1)?)?;
+        assert_eq!(sums[0], inf);
+        assert!(sums[1].is_nan());
+        assert_eq!(sums[2], 0.0);
+        assert_eq!(accumulation_sigma(1.0, 1.0, 0.0), 0.0);
+        Ok(())
+    }
+}

@@ -1,0 +1,161 @@
+//! What the tests of this crate share: seeded draws, golden files, and comparisons that NaN cannot pass.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::precision::values;
+use crate::{Precision, Result, Rounding};
+
+/// Unit roundoff of f64.
+pub const UNIT_ROUNDOFF: f64 = f64::EPSILON / 2.0;
+
+/// A seeded source of test data.
+pub struct Draw(ChaCha8Rng);
+
+impl Draw {
+    pub fn new(seed: u64) -> Self {
+        Self(ChaCha8Rng::seed_from_u64(seed))
+    }
+
+    /// Normal numbers of full f64 significands.
+    pub fn normal(&mut self, shape: &[usize], deviation: f64) -> Tensor {
+        let count: usize = shape.iter().product();
+        let numbers: Vec<f64> = (0..count).map(|_| deviation * self.one_normal()).collect();
+        f64_tensor(&numbers, shape)
+    }
+
+    /// Normal numbers that bf16 holds exactly, as stored operands are.
+    pub fn bf16(&mut self, shape: &[usize], deviation: f64) -> Tensor {
+        let numbers = self.normal(shape, deviation);
+        let seed = self.0.random();
+        let mut rounding = Rounding::new(Precision::Working { seed });
+        rounding.bf16(&numbers).expect("rounding a test tensor")
+    }
+
+    pub fn below(&mut self, bound: usize) -> usize {
+        self.0.random_range(0..bound)
+    }
+
+    pub fn shuffle<T>(&mut self, list: &mut [T]) {
+        list.shuffle(&mut self.0);
+    }
+
+    fn one_normal(&mut self) -> f64 {
+        let radius = (-2.0 * (1.0 - self.0.random::<f64>()).ln()).sqrt();
+        radius * (std::f64::consts::TAU * self.0.random::<f64>()).cos()
+    }
+}
+
+pub fn f64_tensor(numbers: &[f64], shape: &[usize]) -> Tensor {
+    Tensor::from_slice(numbers, shape, &Device::Cpu).expect("a test tensor")
+}
+
+/// Inner product over all elements.
+pub fn dot(a: &Tensor, b: &Tensor) -> f64 {
+    assert_eq!(a.dims(), b.dims());
+    let (a, b) = (values(a).expect("values"), values(b).expect("values"));
+    a.iter().zip(&b).map(|(x, y)| x * y).sum()
+}
+
+/// `sum |a b|`, the scale against which the rounding of [`dot`] is judged.
+pub fn dot_of_magnitudes(a: &Tensor, b: &Tensor) -> f64 {
+    dot(&a.abs().expect("abs"), &b.abs().expect("abs"))
+}
+
+/// Fails unless every `|actual - expected| <= bound`, elementwise. NaN fails, and so does comparing nothing.
+pub fn assert_within(what: &str, actual: &Tensor, expected: &Tensor, bound: &Tensor) {
+    assert_eq!(actual.dims(), expected.dims(), "{what}: shapes");
+    assert_eq!(bound.dims(), expected.dims(), "{what}: shape of the bound");
+    let (a, e, b) = (
+        values(actual).unwrap(),
+        values(expected).unwrap(),
+        values(bound).unwrap(),
+    );
+    assert!(!a.is_empty(), "{what}: nothing to compare");
+    for i in 0..a.len() {
+        let error = (a[i] - e[i]).abs();
+        assert!(
+            error <= b[i],
+            "{what}[{i}]: {} is {error:e} from {}, allowed {:e}",
+            a[i],
+            e[i],
+            b[i]
+        );
+    }
+}
+
+/// Central difference of `f` along `direction`, compared with the `claimed` directional derivative.
+///
+/// The step is `h = u^(1/3)` in units of `unit`, where truncation `h^2 f'''/6` and rounding `u |f| / h` are
+/// of one size. The truncation is measured: `D(2h) - D(h) = h^2 f'''/2 + O(h^4)` is three times that of
+/// `D(h)`. The rounding is at most `noise / h` when `f` is evaluated within `noise`, for either step.
+pub fn assert_directional_derivative(
+    what: &str,
+    f: impl Fn(f64) -> Result<f64>,
+    unit: f64,
+    noise: f64,
+    claimed: f64,
+) -> Result<()> {
+    let h = UNIT_ROUNDOFF.cbrt() * unit;
+    let difference = |h: f64| -> Result<f64> { Ok((f(h)? - f(-h)?) / (2.0 * h)) };
+    let (fine, coarse) = (difference(h)?, difference(2.0 * h)?);
+    let bound = (coarse - fine).abs() + 2.0 * noise / h;
+    let error = (fine - claimed).abs();
+    println!(
+        "{what}: derivative {claimed:e}, difference quotient off by {error:e}, allowed {bound:e}"
+    );
+    assert!(
+        error <= bound,
+        "{what}: {fine} against {claimed}, allowed {bound:e}"
+    );
+    assert!(
+        bound < claimed.abs(),
+        "{what}: the bound {bound:e} would accept zero"
+    );
+    Ok(())
+}
+
+/// One golden file: tensors of an implementation that this project did not write.
+pub struct Golden {
+    tensors: HashMap<String, Tensor>,
+}
+
+impl Golden {
+    pub fn load(name: &str) -> Self {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/golden");
+        let path = folder.join(format!("{name}.safetensors"));
+        let tensors = candle_core::safetensors::load(&path, &Device::Cpu)
+            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        Self { tensors }
+    }
+
+    pub fn has(&self, key: &str) -> bool {
+        self.tensors.contains_key(key)
+    }
+
+    /// The tensor as stored.
+    pub fn raw(&self, key: &str) -> &Tensor {
+        self.tensors
+            .get(key)
+            .unwrap_or_else(|| panic!("no golden tensor {key}"))
+    }
+
+    /// The tensor widened to f64.
+    pub fn f64(&self, key: &str) -> Tensor {
+        self.raw(key).to_dtype(DType::F64).expect("widening")
+    }
+
+    /// Half a unit in the last place of each stored value: results kept in f32 were rounded once.
+    pub fn storage_error(&self, key: &str) -> Tensor {
+        let relative = match self.raw(key).dtype() {
+            DType::F32 => f64::from(f32::EPSILON) / 2.0,
+            _ => 0.0,
+        };
+        (self.f64(key).abs().expect("abs") * relative).expect("scaling")
+    }
+}

@@ -1,0 +1,166 @@
+//! How well two tensors agree: the numbers of a report.
+
+use dsv4_kernels::runtime::DType;
+
+use crate::budget::Budget;
+use crate::operator::{OracleTensor, half_ulp, rows_of};
+use crate::record::{HeatMap, Metrics, Worst};
+
+/// Bins of the histogram of budget use, each 1/8 wide; the last one is open.
+const HISTOGRAM_BINS: usize = 16;
+const HEAT_ROWS: usize = 48;
+const HEAT_COLUMNS: usize = 64;
+
+/// Compares a kernel's tensor with the oracle's under a budget. Elements for which the oracle has no
+/// finite value are left to the check of special values; a kernel value that is no finite number
+/// where the oracle's is one uses an infinite share of its budget.
+pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: DType) -> Metrics {
+    let finite: Vec<usize> = (0..kernel.len()).filter(|&i| exact.values[i].is_finite()).collect();
+    let uses: Vec<f64> = (0..kernel.len()).map(|i| budget_use(kernel[i], exact.values[i], budget.allowed[i])).collect();
+    let worst = finite.iter().copied().max_by(|&a, &b| uses[a].total_cmp(&uses[b])).unwrap_or(0);
+    let mut ulps: Vec<f64> = finite.iter().map(|&i| ulp_error(kernel[i], exact.values[i], stored)).collect();
+    ulps.sort_by(f64::total_cmp);
+    let norms = Norms::over(kernel, &exact.values, finite.iter().copied());
+    let (worst_row, worst_row_relative_l2) = worst_row(kernel, exact);
+    let squares = |values: &[f64]| finite.iter().map(|&i| values[i] * values[i]).sum::<f64>();
+    Metrics {
+        cosine: norms.cosine(),
+        norm_ratio: norms.norm_ratio(),
+        relative_l2: norms.relative_l2(),
+        max_abs: finite.iter().map(|&i| (kernel[i] - exact.values[i]).abs()).fold(0.0, nan_max),
+        ulp_p50: quantile(&ulps, 0.5),
+        ulp_p99: quantile(&ulps, 0.99),
+        ulp_max: quantile(&ulps, 1.0),
+        budget_used: finite.iter().map(|&i| uses[i]).fold(0.0, nan_max),
+        budget_relative: (squares(&budget.allowed) / squares(&exact.values)).sqrt(),
+        budget_multiple: budget.multiple,
+        worst_row,
+        worst_row_relative_l2,
+        worst: worst_element(kernel, exact, budget, worst),
+        use_histogram: histogram(finite.iter().map(|&i| uses[i])),
+        heat: heat_map(&uses, &exact.shape),
+    }
+}
+
+fn worst_element(kernel: &[f64], exact: &OracleTensor, budget: &Budget, worst: usize) -> Worst {
+    let at = |values: &[f64]| values.get(worst).copied().unwrap_or(f64::NAN);
+    Worst {
+        index: unflatten(worst, &exact.shape),
+        kernel: at(kernel),
+        oracle: at(&exact.values),
+        allowed: at(&budget.allowed),
+    }
+}
+
+/// NaN is larger than everything: it must show in every maximum.
+fn nan_max(a: f64, b: f64) -> f64 {
+    if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
+}
+
+/// Error over budget; 0/0 is 0, and whatever is not finite is infinite.
+pub fn budget_use(kernel: f64, exact: f64, allowed: f64) -> f64 {
+    let error = (kernel - exact).abs();
+    if !exact.is_finite() || error == 0.0 {
+        0.0
+    } else if error.is_nan() {
+        f64::INFINITY
+    } else {
+        error / allowed
+    }
+}
+
+fn ulp_error(kernel: f64, exact: f64, stored: DType) -> f64 {
+    let error = (kernel - exact).abs() / (2.0 * half_ulp(stored, exact));
+    if error.is_nan() { f64::INFINITY } else { error }
+}
+
+/// Index along each axis of element `linear`, row-major.
+pub fn unflatten(linear: usize, shape: &[usize]) -> Vec<u64> {
+    let mut rest = linear;
+    let mut index = vec![0; shape.len()];
+    for axis in (0..shape.len()).rev() {
+        index[axis] = (rest % shape[axis].max(1)) as u64;
+        rest /= shape[axis].max(1);
+    }
+    index
+}
+
+struct Norms {
+    kernel: f64,
+    exact: f64,
+    product: f64,
+    difference: f64,
+}
+
+impl Norms {
+    fn over(kernel: &[f64], exact: &[f64], indices: impl Iterator<Item = usize>) -> Self {
+        let mut norms = Self { kernel: 0.0, exact: 0.0, product: 0.0, difference: 0.0 };
+        for i in indices {
+            norms.kernel += kernel[i] * kernel[i];
+            norms.exact += exact[i] * exact[i];
+            norms.product += kernel[i] * exact[i];
+            norms.difference += (kernel[i] - exact[i]).powi(2);
+        }
+        norms
+    }
+
+    /// Two zero tensors agree.
+    fn ratio(over: f64, under: f64) -> f64 {
+        if over == 0.0 && under == 0.0 { 1.0 } else { over / under }
+    }
+
+    fn cosine(&self) -> f64 {
+        if self.kernel == 0.0 && self.exact == 0.0 { 1.0 } else { self.product / (self.kernel * self.exact).sqrt() }
+    }
+
+    fn norm_ratio(&self) -> f64 {
+        Self::ratio(self.kernel, self.exact).sqrt()
+    }
+
+    fn relative_l2(&self) -> f64 {
+        if self.difference == 0.0 { 0.0 } else { (self.difference / self.exact).sqrt() }
+    }
+}
+
+fn worst_row(kernel: &[f64], exact: &OracleTensor) -> (u64, f64) {
+    let (rows, row_len) = rows_of(&exact.shape);
+    (0..rows)
+        .map(|row| {
+            let range = row * row_len..(row + 1) * row_len;
+            let finite = range.filter(|&i| exact.values[i].is_finite());
+            (row as u64, Norms::over(kernel, &exact.values, finite).relative_l2())
+        })
+        .max_by(|a, b| a.1.total_cmp(&b.1))
+        .unwrap_or((0, 0.0))
+}
+
+fn quantile(sorted: &[f64], share: f64) -> f64 {
+    let last = sorted.len().saturating_sub(1);
+    sorted.get((last as f64 * share).round() as usize).copied().unwrap_or(0.0)
+}
+
+fn histogram(uses: impl Iterator<Item = f64>) -> Vec<u64> {
+    let mut bins = vec![0; HISTOGRAM_BINS];
+    for share in uses {
+        bins[((share * 8.0) as usize).min(HISTOGRAM_BINS - 1)] += 1;
+    }
+    bins
+}
+
+fn heat_map(uses: &[f64], shape: &[usize]) -> HeatMap {
+    let (total_rows, total_columns) = rows_of(shape);
+    let (rows, columns) = (total_rows.min(HEAT_ROWS), total_columns.min(HEAT_COLUMNS));
+    let mut cells = vec![0f32; rows * columns];
+    for (i, &share) in uses.iter().enumerate() {
+        let cell = (i / total_columns) * rows / total_rows * columns + (i % total_columns) * columns / total_columns;
+        // JSON has no infinity: the largest f32 stands for it in a picture.
+        cells[cell] = cells[cell].max((share as f32).min(f32::MAX));
+    }
+    HeatMap {
+        rows: rows as u32,
+        columns: columns as u32,
+        total_rows: total_rows as u64,
+        total_columns: total_columns as u64,
+        cells,
+    }
+}

@@ -1,0 +1,276 @@
+//! The error that is allowed for each element: derived, never typed in.
+//!
+//! The oracle runs once in `Exact` (f64, value `e`) and [`WORKING_RUNS`] times in `Working`, where
+//! every narrow store or multiplication is rounded *stochastically*. The spread of the `Working` runs
+//! around `Exact` says how far a kernel of the specified precision may be off. The budget of an
+//! element is
+//!
+//! ```text
+//! budget = multiple · sigma + half an ulp of the output type at |e| + multiple · sigma
+//! ```
+//!
+//! **sigma.** With `K` runs, `s_i² = mean_k (w_ki - e_i)²` is a poor estimate for one element (a
+//! chi-square with `K` degrees of freedom), and a good one for a row of elements of one scale. So each
+//! row's estimates are moderated by their mean, as in Smyth's moderated t-statistic (2004):
+//!
+//! ```text
+//! sigma_i² = (d0 · s_row² + K · s_i²) / (d0 + K),        d0 = 4 + 2 · (1 + 2/K) / excess
+//! excess   = var_i(s_i²) / s_row⁴ - 2/K
+//! ```
+//!
+//! where `excess` is how much more the estimates scatter than a chi-square would let them: zero for a
+//! row of one scale (then `sigma = s_row`, pooled), large for a row of unlike elements (then each
+//! keeps its own). The formula for `d0` is the second moment of the scaled F-distribution that the
+//! `s_i²` follow when the true variances are scaled inverse chi-squares.
+//!
+//! **multiple.** The expected maximum of `N` standard normal deviates, where `N` counts the elements of
+//! the tensor times [`CAMPAIGN`] verdicts: a kernel whose rounding is as bad as stochastic rounding in
+//! every single operation would be failed wrongly once in that many verdicts, and one that rounds to
+//! nearest (half the variance) practically never. It is widened to a Student quantile with the degrees
+//! of freedom of `sigma`, because `sigma` is itself an estimate.
+//!
+//! **Exact zeros.** Where `Exact` and all `Working` runs are zero along a whole row, sigma is zero and
+//! so is the budget: the kernel must write zeros there.
+
+use dsv4_kernels::runtime::DType;
+use statrs::distribution::{ContinuousCDF, Normal};
+
+use crate::operator::{OracleTensor, half_ulp, rows_of};
+
+/// `Working` runs around one `Exact` run.
+pub const WORKING_RUNS: usize = 8;
+
+/// Verdicts of one campaign: the number of tensors that may be judged before chance alone would
+/// fail one whose rounding errors are as large as those of the `Working` runs.
+pub const CAMPAIGN: f64 = 1024.0;
+
+/// What a tensor is allowed.
+#[derive(Clone, Debug)]
+pub struct Budget {
+    /// Allowed error of each element. NaN where `Exact` is no finite number (those are compared by value).
+    pub allowed: Vec<f64>,
+    /// Largest multiple of sigma that went into it.
+    pub multiple: f64,
+    /// Bound on the sum of squared errors over all finite elements.
+    pub energy: f64,
+}
+
+/// The expected maximum of `count` standard normal deviates, by its usual approximation: the
+/// quantile at `1 - 1/(2 count)`, two-sided.
+pub fn expected_maximum(count: f64) -> f64 {
+    Normal::standard().inverse_cdf(1.0 - 0.5 / count.max(1.0))
+}
+
+/// Student's quantile for the tail probability of the normal quantile `z`, with `freedom` degrees of
+/// freedom. Wallace's relation (1959): `z² = ((8ν+1)/(8ν+3))² · ν · ln(1 + t²/ν)`, good to a few
+/// parts in a thousand far into the tails.
+pub fn student(z: f64, freedom: f64) -> f64 {
+    let ratio = (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0);
+    (freedom * ((z * ratio).powi(2) / freedom).exp_m1()).sqrt()
+}
+
+impl Budget {
+    /// Derives the budget of one tensor from the oracle's runs; `stored` is the type in which the
+    /// kernel stores it.
+    ///
+    /// # Panics
+    /// When a working run has another shape than the exact one.
+    pub fn derive(exact: &OracleTensor, working: &[&OracleTensor], stored: DType) -> Self {
+        assert!(working.iter().all(|run| run.values.len() == exact.values.len()), "runs of unlike shape");
+        let (rows, row_len) = rows_of(&exact.shape);
+        let z = expected_maximum(exact.values.len() as f64 * CAMPAIGN);
+        let mut budget = Self { allowed: Vec::with_capacity(exact.values.len()), multiple: 0.0, energy: 0.0 };
+        for row in 0..rows {
+            budget.derive_row(exact, working, stored, row * row_len..(row + 1) * row_len, z);
+        }
+        budget.energy = energy_bound(exact, working, stored, expected_maximum(CAMPAIGN));
+        budget
+    }
+
+    fn derive_row(
+        &mut self,
+        exact: &OracleTensor,
+        working: &[&OracleTensor],
+        stored: DType,
+        range: std::ops::Range<usize>,
+        z: f64,
+    ) {
+        let own: Vec<f64> = range.clone().map(|i| own_variance(exact.values[i], working, i)).collect();
+        let pool = Pool::of(&own, working.len() as f64);
+        for (i, own) in range.zip(own) {
+            let value = exact.values[i];
+            if !value.is_finite() {
+                self.allowed.push(f64::NAN);
+                continue;
+            }
+            let multiple = student(z, pool.freedom);
+            let spread = multiple * pool.variance(own).sqrt();
+            let store = if spread == 0.0 && value == 0.0 { 0.0 } else { half_ulp(stored, value.abs() + spread) };
+            self.multiple = self.multiple.max(multiple);
+            self.allowed.push(spread + store);
+        }
+    }
+
+    /// Whether zeros would pass although the truth is not zero: such a budget says nothing.
+    ///
+    /// A truth that is zero up to the rounding of f64 (by cancellation: a lone key's dS) is no such
+    /// case: there the budget bounds what the kernel may leave over.
+    pub fn is_vacuous(&self, exact: &OracleTensor) -> bool {
+        let finite = || exact.values.iter().zip(&self.allowed).filter(|(value, _)| value.is_finite());
+        let largest_value = finite().map(|(value, _)| value.abs()).fold(0.0, f64::max);
+        let largest_allowed = finite().map(|(_, allowed)| *allowed).fold(0.0, f64::max);
+        let zero_truth = largest_value <= largest_allowed * (f64::EPSILON / f64::from(f32::EPSILON));
+        largest_value > 0.0 && !zero_truth && finite().all(|(value, allowed)| value.abs() <= *allowed)
+    }
+}
+
+/// How the variances of one row are moderated.
+struct Pool {
+    /// Mean of the elements' own estimates.
+    mean: f64,
+    /// Weight of the mean, in degrees of freedom; infinite when the row has one scale.
+    prior: f64,
+    /// Degrees of freedom of an element's own estimate.
+    runs: f64,
+    /// Degrees of freedom of the moderated estimate.
+    freedom: f64,
+}
+
+impl Pool {
+    fn of(own: &[f64], runs: f64) -> Self {
+        let finite: Vec<f64> = own.iter().copied().filter(|v| v.is_finite()).collect();
+        let count = finite.len() as f64;
+        let mean = finite.iter().sum::<f64>() / count.max(1.0);
+        let scatter = finite.iter().map(|v| (v / mean - 1.0).powi(2)).sum::<f64>() / (count - 1.0).max(1.0);
+        let excess = scatter - 2.0 / runs;
+        let pooled_freedom = runs * count.max(1.0);
+        // A row of one scale, or one too short to tell.
+        if mean == 0.0 || excess.is_nan() || excess <= 0.0 {
+            return Self { mean, prior: f64::INFINITY, runs, freedom: pooled_freedom };
+        }
+        let prior = 4.0 + 2.0 * (1.0 + 2.0 / runs) / excess;
+        Self { mean, prior, runs, freedom: (prior + runs).min(pooled_freedom) }
+    }
+
+    fn variance(&self, own: f64) -> f64 {
+        if self.prior.is_infinite() {
+            self.mean
+        } else {
+            (self.prior * self.mean + self.runs * own) / (self.prior + self.runs)
+        }
+    }
+}
+
+fn own_variance(exact: f64, working: &[&OracleTensor], index: usize) -> f64 {
+    if !exact.is_finite() {
+        return f64::NAN;
+    }
+    working.iter().map(|run| (run.values[index] - exact).powi(2)).sum::<f64>() / working.len() as f64
+}
+
+/// Bound on the sum of squared errors: per-element budgets forgive a kernel that is a little worse
+/// everywhere, this one does not.
+///
+/// Each `Working` run has a sum of squares `E_k`; a kernel that rounds as they do has one more draw
+/// from the same distribution, and lies below `mean + t · sd · sqrt(1 + 1/K)` (the prediction
+/// interval; correlated elements widen `sd` by themselves). The output's own rounding adds `ulp²/12`
+/// an element on average, with relative deviation `sqrt(4/5)` for a uniform error.
+fn energy_bound(exact: &OracleTensor, working: &[&OracleTensor], stored: DType, z: f64) -> f64 {
+    let finite: Vec<usize> = (0..exact.values.len()).filter(|&i| exact.values[i].is_finite()).collect();
+    let energies: Vec<f64> = working
+        .iter()
+        .map(|run| finite.iter().map(|&i| (run.values[i] - exact.values[i]).powi(2)).sum())
+        .collect();
+    let runs = energies.len() as f64;
+    let mean = energies.iter().sum::<f64>() / runs;
+    let deviation = (energies.iter().map(|e| (e - mean).powi(2)).sum::<f64>() / (runs - 1.0)).sqrt();
+    let rounding: Vec<f64> = finite
+        .iter()
+        .filter(|&&i| exact.values[i] != 0.0)
+        .map(|&i| (2.0 * half_ulp(stored, exact.values[i])).powi(2) / 12.0)
+        .collect();
+    let rounding_mean: f64 = rounding.iter().sum();
+    let rounding_deviation = (0.8 * rounding.iter().map(|v| v * v).sum::<f64>()).sqrt();
+    let spread = mean + student(z, runs - 1.0) * deviation * (1.0 + 1.0 / runs).sqrt();
+    // An ulp may double where the error carries a value across a power of two.
+    spread + 4.0 * (rounding_mean + z * rounding_deviation)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::Draw;
+    use crate::operator::Side;
+
+    fn tensor(shape: &[usize], values: Vec<f64>) -> OracleTensor {
+        OracleTensor { name: "t", side: Side::Forward, shape: shape.to_vec(), values }
+    }
+
+    fn noisy(exact: &OracleTensor, draw: &mut Draw, sigma: impl Fn(usize) -> f64) -> OracleTensor {
+        let values = exact.values.iter().enumerate().map(|(i, v)| v + sigma(i) * draw.normal()).collect();
+        OracleTensor { values, ..exact.clone() }
+    }
+
+    fn budget_of(exact: &OracleTensor, sigma: impl Fn(usize) -> f64 + Copy, draw: &mut Draw) -> Budget {
+        let runs: Vec<_> = (0..WORKING_RUNS).map(|_| noisy(exact, draw, sigma)).collect();
+        Budget::derive(exact, &runs.iter().collect::<Vec<_>>(), DType::F32)
+    }
+
+    #[test]
+    fn students_quantile_approaches_the_normal_one() {
+        let z = expected_maximum(1e6);
+        assert!(student(z, 1e9) / z - 1.0 < 1e-6 && student(z, 8.0) > 2.0 * z);
+    }
+
+    #[test]
+    fn a_row_of_one_scale_gets_one_tight_budget() {
+        let mut draw = Draw::new(1, "row");
+        let exact = tensor(&[4, 512], (0..2048).map(|_| draw.normal()).collect());
+        let budget = budget_of(&exact, |_| 0.01, &mut draw);
+        let z = expected_maximum(2048.0 * CAMPAIGN);
+        for allowed in &budget.allowed {
+            assert!((allowed / (0.01 * z) - 1.0).abs() < 0.2, "{allowed} against {}", 0.01 * z);
+        }
+    }
+
+    #[test]
+    fn noise_like_the_working_runs_passes_and_four_times_that_fails() {
+        let mut draw = Draw::new(2, "noise");
+        let exact = tensor(&[16, 64], (0..1024).map(|_| draw.normal()).collect());
+        let sigma = |i: usize| if i % 64 == 7 { 1.0 } else { 1e-3 };
+        let budget = budget_of(&exact, sigma, &mut draw);
+        let errors = |run: &OracleTensor| -> Vec<f64> {
+            run.values.iter().zip(&exact.values).map(|(k, e)| (k - e).abs()).collect()
+        };
+        let same = errors(&noisy(&exact, &mut draw, sigma));
+        assert!(same.iter().zip(&budget.allowed).all(|(error, allowed)| error <= allowed));
+        assert!(same.iter().map(|e| e * e).sum::<f64>() <= budget.energy);
+        let worse = errors(&noisy(&exact, &mut draw, |i| 4.0 * sigma(i)));
+        assert!(worse.iter().map(|e| e * e).sum::<f64>() > budget.energy);
+    }
+
+    #[test]
+    fn rows_that_are_zero_in_every_run_allow_nothing_but_zero() {
+        let mut draw = Draw::new(3, "zero");
+        let exact = tensor(&[2, 8], [vec![0.0; 8], vec![1.0; 8]].concat());
+        let budget = budget_of(&exact, |i| if i < 8 { 0.0 } else { 0.1 }, &mut draw);
+        assert!(budget.allowed[..8].iter().all(|&allowed| allowed == 0.0));
+        assert!(budget.allowed[8..].iter().all(|&allowed| allowed > 0.1));
+    }
+
+    #[test]
+    fn a_budget_that_zeros_would_pass_is_vacuous() {
+        let mut draw = Draw::new(4, "vacuous");
+        let exact = tensor(&[1, 64], (0..64).map(|_| 0.1 * draw.normal()).collect());
+        assert!(budget_of(&exact, |_| 1.0, &mut draw).is_vacuous(&exact));
+        assert!(!budget_of(&exact, |_| 1e-3, &mut draw).is_vacuous(&exact));
+    }
+
+    #[test]
+    fn half_an_ulp_is_that_of_the_stored_type() {
+        assert_eq!(half_ulp(DType::Bf16, 1.0), 2f64.powi(-8));
+        assert_eq!(half_ulp(DType::Bf16, 1.99), 2f64.powi(-8));
+        assert_eq!(half_ulp(DType::F32, -2.0), 2f64.powi(-23));
+        assert_eq!(half_ulp(DType::F32, 0.0), 2f64.powi(-150));
+    }
+}

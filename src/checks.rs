@@ -1,0 +1,434 @@
+//! Every check of a case: runs the oracle and the kernels, compares, and says what it found.
+
+use std::time::Instant;
+
+use dsv4_kernels::runtime::arena::ViolationKind;
+use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
+use dsv4_reference::precision::Precision;
+
+use crate::agreement;
+use crate::budget::{Budget, WORKING_RUNS};
+use crate::case::{CaseError, Draw};
+use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
+use crate::record::{CheckRecord, Metrics, Verdict};
+use crate::triangulation;
+
+/// What a sweep asks of each case beyond the checks that always run.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckOptions {
+    /// Random schedules to run each case under, beyond the deterministic one (emulator only).
+    pub schedules: u32,
+    /// Whether to triangulate the oracle's gradients. It concerns the oracle alone, so once per case
+    /// is enough, and a kernel's mutants need it never.
+    pub triangulate: bool,
+}
+
+/// Everything that was learnt about one case.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// One entry for each check and tensor.
+    pub checks: Vec<CheckRecord>,
+    /// Kernel paths that ran.
+    pub paths: Vec<String>,
+    /// Seconds in kernels.
+    pub kernel_seconds: f64,
+    /// Seconds in the oracle.
+    pub oracle_seconds: f64,
+}
+
+impl Outcome {
+    /// Checks that did not pass.
+    pub fn failures(&self) -> impl Iterator<Item = &CheckRecord> {
+        self.checks.iter().filter(|check| check.verdict != Verdict::Pass)
+    }
+
+    /// Whether every check passed, and there was at least one.
+    pub fn passed(&self) -> bool {
+        !self.checks.is_empty() && self.failures().next().is_none()
+    }
+
+    fn push(&mut self, check: &str, tensor: &str, verdict: Verdict, compared: u64, message: String) {
+        // Nothing compared is nothing shown: an error, whatever the check thought.
+        let (verdict, message) = if verdict == Verdict::Pass && compared == 0 {
+            (Verdict::Error, "compared no element".to_owned())
+        } else {
+            (verdict, message)
+        };
+        self.checks.push(CheckRecord {
+            check: check.to_owned(),
+            tensor: tensor.to_owned(),
+            verdict,
+            compared,
+            message,
+            metrics: None,
+        });
+    }
+
+    fn verdict(&mut self, check: &str, tensor: &str, compared: u64, problem: Option<String>) {
+        let verdict = if problem.is_none() { Verdict::Pass } else { Verdict::Fail };
+        self.push(check, tensor, verdict, compared, problem.unwrap_or_default());
+    }
+}
+
+/// The oracle's runs of a case, and the budgets that follow from them.
+pub struct Truth {
+    /// `Exact`.
+    pub exact: Vec<OracleTensor>,
+    /// `Working`, [`WORKING_RUNS`] times.
+    pub working: Vec<Vec<OracleTensor>>,
+}
+
+impl Truth {
+    /// Runs the oracle; `Working` seeds derive from nothing but the run's number, so that a case always
+    /// has the same budget.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn of(prepared: &dyn Prepared) -> Result<Self, CaseError> {
+        let exact = prepared.oracle(Precision::Exact)?;
+        let working = (0..WORKING_RUNS as u64)
+            .map(|seed| prepared.oracle(Precision::Working { seed }))
+            .collect::<Result<_, _>>()?;
+        Ok(Self { exact, working })
+    }
+
+    /// The budget of exact tensor number `index`, stored as `dtype`.
+    pub fn budget(&self, index: usize, dtype: DType) -> Budget {
+        let working: Vec<&OracleTensor> = self.working.iter().map(|run| &run[index]).collect();
+        Budget::derive(&self.exact[index], &working, dtype)
+    }
+}
+
+/// Runs every check of a case.
+pub fn run(prepared: &dyn Prepared, device: &Device, options: CheckOptions) -> Outcome {
+    let mut outcome = Outcome::default();
+    let start = Instant::now();
+    let truth = match Truth::of(prepared) {
+        Ok(truth) => truth,
+        Err(error) => {
+            outcome.push("oracle", "", Verdict::Error, 0, error.to_string());
+            return outcome;
+        }
+    };
+    if options.triangulate {
+        triangulate(prepared, &mut outcome);
+    }
+    outcome.oracle_seconds = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    run_kernels(prepared, device, options, &truth, &mut outcome);
+    outcome.kernel_seconds = start.elapsed().as_secs_f64();
+    outcome
+}
+
+fn triangulate(prepared: &dyn Prepared, outcome: &mut Outcome) {
+    let Some(probe) = prepared.gradient_probe() else { return };
+    match triangulation::triangulate(&*probe) {
+        Ok(findings) => {
+            for finding in findings {
+                outcome.verdict("oracle_gradients", &finding.input, finding.compared, finding.problem);
+            }
+        }
+        Err(error) => outcome.push("oracle_gradients", "", Verdict::Error, 0, error.to_string()),
+    }
+}
+
+fn run_kernels(prepared: &dyn Prepared, device: &Device, options: CheckOptions, truth: &Truth, outcome: &mut Outcome) {
+    let Some(first) = launch(prepared, device, Contract::NAN, "launch", outcome) else { return };
+    outcome.paths.clone_from(&first.paths);
+    memory_checks(&first, outcome);
+    let mut budgets = Vec::new();
+    for (index, exact) in truth.exact.iter().enumerate() {
+        let Some(found) = first.tensors.iter().find(|tensor| tensor.name == exact.name) else {
+            outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, "the kernel returned no such tensor".into());
+            continue;
+        };
+        let budget = truth.budget(index, found.tensor.dtype);
+        agreement_checks(exact, found, &budget, outcome);
+        budgets.push((exact, budget));
+    }
+    repeat_checks(prepared, device, options, &first, &budgets, outcome);
+    for law in prepared.laws() {
+        law_checks(&law, device, &first, &budgets, outcome);
+    }
+}
+
+fn side_name(side: Side) -> &'static str {
+    match side {
+        Side::Forward => "forward",
+        Side::Gradient => "gradient",
+    }
+}
+
+/// One launch of all kernels of the case. A fault is the kernel's failure; a missing device or a
+/// refused argument is an error of the run.
+fn launch(
+    prepared: &dyn Prepared,
+    device: &Device,
+    contract: Contract,
+    check: &str,
+    outcome: &mut Outcome,
+) -> Option<KernelRun> {
+    match prepared.kernel(device, contract) {
+        Ok(run) => {
+            let written = run.tensors.iter().map(|t| t.tensor.elements() as u64).sum();
+            // A case of extent zero launches nothing and writes nothing, rightly.
+            outcome.verdict(check, "", u64::max(written, 1), None);
+            Some(run)
+        }
+        Err(error) => {
+            let verdict = match error {
+                RuntimeError::Fault { .. } | RuntimeError::Cuda { .. } => Verdict::Fail,
+                _ => Verdict::Error,
+            };
+            outcome.push(check, "", verdict, 0, error.to_string());
+            None
+        }
+    }
+}
+
+fn memory_checks(run: &KernelRun, outcome: &mut Outcome) {
+    let buffers = run.tensors.len() as u64;
+    for (check, kinds) in [
+        ("guards", &[ViolationKind::Guard, ViolationKind::Gap][..]),
+        ("inputs_unchanged", &[ViolationKind::Input][..]),
+    ] {
+        let mut found = run.violations.iter().filter(|v| kinds.contains(&v.kind)).peekable();
+        if found.peek().is_none() {
+            outcome.verdict(check, "", buffers.max(1), None);
+        }
+        for violation in found {
+            let message = format!(
+                "{} byte(s) changed that nobody may write, the first at byte {} of `{}`",
+                violation.bytes, violation.first_offset, violation.buffer
+            );
+            outcome.verdict(check, &violation.buffer, buffers.max(1), Some(message));
+        }
+    }
+}
+
+fn agreement_checks(exact: &OracleTensor, found: &KernelTensor, budget: &Budget, outcome: &mut Outcome) {
+    if found.tensor.shape != exact.shape {
+        let message = format!("the kernel's shape is {:?}, the oracle's {:?}", found.tensor.shape, exact.shape);
+        outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
+        return;
+    }
+    if exact.values.is_empty() {
+        return;
+    }
+    let kernel = found.tensor.to_f64();
+    let metrics = agreement::measure(&kernel, exact, budget, found.tensor.dtype);
+    agreement_verdict(exact, &kernel, budget, metrics, outcome);
+    special_values(exact, &kernel, budget, outcome);
+    let vacuous = budget.is_vacuous(exact).then(|| "zeros would pass: the budget says nothing here".to_owned());
+    outcome.verdict("budget", exact.name, exact.values.len() as u64, vacuous);
+}
+
+fn agreement_verdict(exact: &OracleTensor, kernel: &[f64], budget: &Budget, metrics: Metrics, outcome: &mut Outcome) {
+    let check = side_name(exact.side);
+    let finite = || (0..kernel.len()).filter(|&i| exact.values[i].is_finite());
+    let compared = finite().count() as u64;
+    if compared == 0 {
+        // Nothing finite to compare (all rows empty): the special values carry the case.
+        return;
+    }
+    let over = finite().filter(|&i| agreement::budget_use(kernel[i], exact.values[i], budget.allowed[i]) > 1.0).count();
+    let worst = &metrics.worst;
+    let problem = (over > 0).then(|| {
+        format!(
+            "{over} of {compared} elements beyond budget; worst at {:?}: kernel {:e}, oracle {:e}, allowed error {:.3e}",
+            worst.index, worst.kernel, worst.oracle, worst.allowed
+        )
+    });
+    outcome.verdict(check, exact.name, compared, problem);
+    if let Some(record) = outcome.checks.last_mut() {
+        record.metrics = Some(metrics);
+    }
+    let energy: f64 = finite().map(|i| (kernel[i] - exact.values[i]).powi(2)).sum();
+    // NaN must fail, so the comparison is written as what passes.
+    let within = energy <= budget.energy;
+    let problem = (!within).then(|| format!("sum of squared errors {energy:.3e} exceeds {:.3e}", budget.energy));
+    outcome.verdict("precision", exact.name, compared, problem);
+}
+
+/// NaN, infinities and structural zeros stand exactly where the oracle has them, and nowhere else.
+fn special_values(exact: &OracleTensor, kernel: &[f64], budget: &Budget, outcome: &mut Outcome) {
+    let class = |value: f64| (value.is_nan(), value == f64::INFINITY, value == f64::NEG_INFINITY);
+    let structural_zero = |i: usize| exact.values[i] == 0.0 && budget.allowed[i] == 0.0;
+    let differs = |i: &usize| {
+        class(kernel[*i]) != class(exact.values[*i]) || structural_zero(*i) && kernel[*i] != 0.0
+    };
+    let special = (0..kernel.len()).filter(|&i| !exact.values[i].is_finite() || structural_zero(i)).count();
+    let mut wrong = (0..kernel.len()).filter(differs);
+    let problem = wrong.next().map(|first| {
+        format!(
+            "{} element(s) differ in kind; first at {:?}: kernel {}, oracle {} ({special} special values in the oracle)",
+            1 + wrong.count(),
+            agreement::unflatten(first, &exact.shape),
+            kernel[first],
+            exact.values[first]
+        )
+    });
+    outcome.verdict("special_values", exact.name, kernel.len() as u64, problem);
+}
+
+/// Runs again: the same way, under another poison, under random schedules.
+fn repeat_checks(
+    prepared: &dyn Prepared,
+    device: &Device,
+    options: CheckOptions,
+    first: &KernelRun,
+    budgets: &[(&OracleTensor, Budget)],
+    outcome: &mut Outcome,
+) {
+    if let Some(second) = launch(prepared, device, Contract::NAN, "launch", outcome) {
+        same_results("repeatable", first, &second, budgets, outcome);
+    }
+    if let Some(other) = launch(prepared, device, Contract::HUGE, "launch", outcome) {
+        memory_checks(&other, outcome);
+        same_results("poison_independent", first, &other, budgets, outcome);
+        fully_written(first, &other, outcome);
+    }
+    for schedule in 1..=u64::from(options.schedules) {
+        device.backend().set_schedule_seed(Some(schedule));
+        let run = launch(prepared, device, Contract::NAN, "launch", outcome);
+        device.backend().set_schedule_seed(None);
+        let Some(run) = run else { continue };
+        same_results("schedule_independent", first, &run, budgets, outcome);
+    }
+}
+
+/// Bit equality, or, for sums by atomics, agreement of both runs with the budget.
+fn same_results(
+    check: &str,
+    first: &KernelRun,
+    second: &KernelRun,
+    budgets: &[(&OracleTensor, Budget)],
+    outcome: &mut Outcome,
+) {
+    for (a, b) in first.tensors.iter().zip(&second.tensors) {
+        if a.tensor.elements() == 0 {
+            continue;
+        }
+        let problem = if a.deterministic {
+            first_difference(&a.tensor, &b.tensor)
+        } else {
+            budgets
+                .iter()
+                .find(|(exact, _)| exact.name == a.name)
+                .and_then(|(exact, budget)| beyond_budget(&b.tensor, exact, budget))
+        };
+        outcome.verdict(check, a.name, a.tensor.elements() as u64, problem);
+    }
+}
+
+fn first_difference(a: &HostTensor, b: &HostTensor) -> Option<String> {
+    if a.shape != b.shape || a.dtype != b.dtype {
+        return Some(format!("{a:?} against {b:?}"));
+    }
+    let size = a.dtype.size();
+    let mut different = (0..a.elements()).filter(|i| a.bytes[i * size..(i + 1) * size] != b.bytes[i * size..(i + 1) * size]);
+    let first = different.next()?;
+    let count = 1 + different.count();
+    let (x, y) = (a.to_f64()[first], b.to_f64()[first]);
+    Some(format!("{count} element(s) differ; first at {:?}: {x:e} against {y:e}", agreement::unflatten(first, &a.shape)))
+}
+
+fn beyond_budget(tensor: &HostTensor, exact: &OracleTensor, budget: &Budget) -> Option<String> {
+    let values = tensor.to_f64();
+    let worst = (0..values.len())
+        .filter(|&i| exact.values[i].is_finite())
+        .map(|i| (i, agreement::budget_use(values[i], exact.values[i], budget.allowed[i])))
+        .max_by(|a, b| a.1.total_cmp(&b.1))?;
+    (worst.1 > 1.0).then(|| {
+        format!(
+            "at {:?}: {:e} uses {:.2} of its budget around {:e}",
+            agreement::unflatten(worst.0, &exact.shape),
+            values[worst.0],
+            worst.1,
+            exact.values[worst.0]
+        )
+    })
+}
+
+/// An element that still holds the poison of each of two differently poisoned runs was never written.
+fn fully_written(nan: &KernelRun, huge: &KernelRun, outcome: &mut Outcome) {
+    for (a, b) in nan.tensors.iter().zip(&huge.tensors) {
+        let size = a.tensor.dtype.size();
+        let poisoned = |tensor: &HostTensor, contract: Contract, i: usize| {
+            tensor.bytes[i * size..(i + 1) * size].iter().all(|&byte| byte == contract.poison)
+        };
+        let elements = a.tensor.elements();
+        if elements == 0 {
+            continue;
+        }
+        let mut unwritten = (0..elements)
+            .filter(|&i| poisoned(&a.tensor, Contract::NAN, i) && poisoned(&b.tensor, Contract::HUGE, i));
+        let problem = unwritten.next().map(|first| {
+            let count = 1 + unwritten.count();
+            format!("{count} of {elements} elements were never written; first at {:?}", agreement::unflatten(first, &a.tensor.shape))
+        });
+        outcome.verdict("fully_written", a.name, elements as u64, problem);
+    }
+}
+
+fn law_checks(law: &Law, device: &Device, base: &KernelRun, budgets: &[(&OracleTensor, Budget)], outcome: &mut Outcome) {
+    let check = if law.name == "independence" { law.name.to_owned() } else { format!("law: {}", law.name) };
+    let Some(variant) = launch(&*law.variant, device, Contract::NAN, &check, outcome) else { return };
+    for (name, relation) in &law.relations {
+        let find = |run: &KernelRun| run.tensors.iter().find(|t| t.name == *name).map(|t| t.tensor.clone());
+        let (Some(a), Some(b)) = (find(base), find(&variant)) else {
+            outcome.push(&check, name, Verdict::Error, 0, "the law names a tensor that the kernel does not return".into());
+            continue;
+        };
+        if a.elements() == 0 {
+            continue;
+        }
+        let (compared, problem) = relate(&a, &b, relation, budgets.iter().find(|(exact, _)| exact.name == *name));
+        if compared > 0 {
+            outcome.verdict(&check, name, compared, problem);
+        }
+    }
+}
+
+/// How many elements a relation bound, and what was wrong with them.
+fn relate(
+    a: &HostTensor,
+    b: &HostTensor,
+    relation: &Relation,
+    budget: Option<&(&OracleTensor, Budget)>,
+) -> (u64, Option<String>) {
+    let elements = a.elements() as u64;
+    let (rows, row_len) = rows_of(&a.shape);
+    match relation {
+        Relation::Times(factor) => {
+            let scaled: Vec<f64> = a.to_f64().iter().map(|value| value * factor).collect();
+            (elements, first_difference(&HostTensor::from_f64(a.dtype, &a.shape, &scaled), b))
+        }
+        Relation::EqualRows(bound) => {
+            let bound_rows: Vec<usize> = (0..rows).filter(|&row| bound(row)).collect();
+            let problem = row_difference(a, b, bound_rows.iter().map(|&row| (row, row)));
+            ((bound_rows.len() * row_len) as u64, problem)
+        }
+        Relation::PermutedRows(map) => (elements, row_difference(a, b, map.iter().copied().zip(0..))),
+        Relation::WithinBudget => (elements, budget.and_then(|(exact, budget)| beyond_budget(b, exact, budget))),
+    }
+}
+
+/// First of the pairs of rows (of `a`, of `b`) that is not bit-equal.
+fn row_difference(a: &HostTensor, b: &HostTensor, mut pairs: impl Iterator<Item = (usize, usize)>) -> Option<String> {
+    let (_, row_len) = rows_of(&a.shape);
+    let bytes = row_len * a.dtype.size();
+    if a.bytes.len() != b.bytes.len() {
+        return Some(format!("{a:?} against {b:?}"));
+    }
+    let (from, to) = pairs.find(|&(x, y)| a.bytes[x * bytes..(x + 1) * bytes] != b.bytes[y * bytes..(y + 1) * bytes])?;
+    Some(format!("row {to} of the variant differs from row {from} of the case"))
+}
+
+/// A seed-independent random permutation of `0..count`, for laws that permute.
+pub fn permutation(seed: u64, count: usize) -> Vec<usize> {
+    use rand::seq::SliceRandom;
+    let mut order: Vec<usize> = (0..count).collect();
+    order.shuffle(Draw::new(seed, "permutation").rng());
+    order
+}

@@ -1,0 +1,140 @@
+//! Golden files: what an independent public implementation computed.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use half::bf16;
+use safetensors::{Dtype, SafeTensors};
+use serde_json::Value;
+use thiserror::Error;
+
+/// Why a golden folder or file cannot be read.
+#[derive(Debug, Error)]
+pub enum GoldenError {
+    /// The folder or a file in it cannot be read.
+    #[error("reading {path}: {source}")]
+    Read {
+        /// What was read.
+        path: PathBuf,
+        /// The system's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// No index, or one that does not list files.
+    #[error("{path} is no golden index: {reason}")]
+    Index {
+        /// The index.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A file that is no safetensors file, is truncated, or lacks its description.
+    #[error("{path} is no golden file: {reason}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// A tensor of a golden file, widened to f64 (exactly, for every type that occurs).
+#[derive(Clone, Debug)]
+pub struct GoldenTensor {
+    /// Extents.
+    pub shape: Vec<usize>,
+    /// Elements, row-major.
+    pub values: Vec<f64>,
+    /// Whether the file holds f32.
+    pub stored_f32: bool,
+}
+
+/// One case of the golden set.
+#[derive(Clone, Debug)]
+pub struct GoldenFile {
+    /// File name.
+    pub name: String,
+    /// Operator, in the golden set's own words: the file name up to `__`.
+    pub operator: String,
+    /// The case's `config`.
+    pub config: Value,
+    /// Tensors by name (`in.x`, `out.y`, `grad.in.x`, …).
+    pub tensors: BTreeMap<String, GoldenTensor>,
+}
+
+impl GoldenFile {
+    /// A tensor, or an error that names it.
+    ///
+    /// # Errors
+    /// The missing name.
+    pub fn tensor(&self, name: &str) -> Result<&GoldenTensor, String> {
+        self.tensors.get(name).ok_or_else(|| format!("{} has no tensor `{name}`", self.name))
+    }
+
+    /// A number of the configuration.
+    ///
+    /// # Errors
+    /// The missing or non-numeric name.
+    pub fn number(&self, name: &str) -> Result<f64, String> {
+        self.config[name].as_f64().ok_or_else(|| format!("{}: config has no number `{name}`", self.name))
+    }
+}
+
+/// File names listed by `index.json` in `dir`, in its order.
+///
+/// # Errors
+/// [`GoldenError::Read`], [`GoldenError::Index`].
+pub fn index(dir: &Path) -> Result<Vec<String>, GoldenError> {
+    let path = dir.join("index.json");
+    let text = std::fs::read_to_string(&path).map_err(|source| GoldenError::Read { path: path.clone(), source })?;
+    let broken = |reason: String| GoldenError::Index { path: path.clone(), reason };
+    let index: Value = serde_json::from_str(&text).map_err(|e| broken(e.to_string()))?;
+    let files = index["files"].as_array().ok_or_else(|| broken("it has no list `files`".into()))?;
+    files
+        .iter()
+        .map(|file| file["file"].as_str().map(str::to_owned).ok_or_else(|| broken("an entry has no `file`".into())))
+        .collect()
+}
+
+/// Reads one file.
+///
+/// # Errors
+/// [`GoldenError::Read`], [`GoldenError::File`].
+pub fn read(path: &Path) -> Result<GoldenFile, GoldenError> {
+    let bytes = std::fs::read(path).map_err(|source| GoldenError::Read { path: path.to_owned(), source })?;
+    let broken = |reason: String| GoldenError::File { path: path.to_owned(), reason };
+    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|e| broken(e.to_string()))?;
+    let tensors = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;
+    let description = header.metadata().as_ref().and_then(|m| m.get("golden"));
+    let description = description.ok_or_else(|| broken("its header has no `golden` description".into()))?;
+    let description: Value = serde_json::from_str(description).map_err(|e| broken(e.to_string()))?;
+    let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let operator = name.split("__").next().unwrap_or_default().to_owned();
+    let mut read = BTreeMap::new();
+    for (tensor_name, view) in tensors.tensors() {
+        let values = widen(view.dtype(), view.data())
+            .ok_or_else(|| broken(format!("`{tensor_name}` has the unknown type {:?}", view.dtype())))?;
+        let stored_f32 = view.dtype() == Dtype::F32;
+        read.insert(tensor_name, GoldenTensor { shape: view.shape().to_vec(), values, stored_f32 });
+    }
+    Ok(GoldenFile { name, operator, config: description["config"].clone(), tensors: read })
+}
+
+fn widen(dtype: Dtype, data: &[u8]) -> Option<Vec<f64>> {
+    fn words<const N: usize>(data: &[u8]) -> impl Iterator<Item = [u8; N]> + '_ {
+        data.chunks_exact(N).map(|chunk| {
+            let mut word = [0; N];
+            word.copy_from_slice(chunk);
+            word
+        })
+    }
+    Some(match dtype {
+        Dtype::F64 => words(data).map(f64::from_le_bytes).collect(),
+        Dtype::F32 => words(data).map(|w| f64::from(f32::from_le_bytes(w))).collect(),
+        Dtype::BF16 => words(data).map(|w| bf16::from_le_bytes(w).to_f64()).collect(),
+        Dtype::I64 => words(data).map(|w| i64::from_le_bytes(w) as f64).collect(),
+        Dtype::I32 => words(data).map(|w| f64::from(i32::from_le_bytes(w))).collect(),
+        Dtype::U8 | Dtype::BOOL => data.iter().map(|&b| f64::from(b)).collect(),
+        _ => return None,
+    })
+}

@@ -1,0 +1,238 @@
+//! What an operator brings to the harness, and what the harness asks of a case.
+//!
+//! `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record -> report`. An operator's
+//! file in `src/operators/` says how to do the first four; everything after that is the same for
+//! all of them ([`crate::checks`]).
+
+use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::arena::Violation;
+use dsv4_reference::precision::Precision;
+use proptest::strategy::BoxedStrategy;
+
+use crate::case::{Case, CaseError};
+use crate::golden::GoldenFile;
+use crate::record::OperatorRecord;
+
+/// How large a sweep's cases are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Profile {
+    /// A minute on two cores.
+    Quick,
+    /// What a merge waits for.
+    Ci,
+    /// Everything, production shapes included; meant for a GPU.
+    Full,
+}
+
+impl Profile {
+    /// The profile's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Quick => "quick",
+            Self::Ci => "ci",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// An entry of the registry.
+pub trait Operator: Sync {
+    /// Name, files, types, axes.
+    fn describe(&self) -> OperatorRecord;
+
+    /// Draws cases; shrinks towards the smallest.
+    fn strategy(&self, profile: Profile) -> BoxedStrategy<Case>;
+
+    /// Cases that every sweep runs first: corners that must not be left to chance.
+    fn corner_cases(&self, profile: Profile) -> Vec<Case>;
+
+    /// How many cases a sweep draws unless told otherwise.
+    fn default_cases(&self, profile: Profile) -> usize;
+
+    /// Makes the inputs of a case.
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError>;
+
+    /// What a golden file means to this operator; `None` when it is about another one.
+    ///
+    /// # Errors
+    /// A file that should fit and does not.
+    fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError>;
+}
+
+/// Forward output or gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// A forward output.
+    Forward,
+    /// A gradient.
+    Gradient,
+}
+
+/// A tensor of the oracle, in f64, not rounded to the type in which the kernel stores it.
+#[derive(Clone, Debug)]
+pub struct OracleTensor {
+    /// Name, the same as the kernel's.
+    pub name: &'static str,
+    /// Forward or gradient.
+    pub side: Side,
+    /// Extents.
+    pub shape: Vec<usize>,
+    /// Elements, row-major.
+    pub values: Vec<f64>,
+}
+
+/// A tensor that the kernel wrote.
+#[derive(Clone, Debug)]
+pub struct KernelTensor {
+    /// Name, the same as the oracle's.
+    pub name: &'static str,
+    /// What it wrote.
+    pub tensor: HostTensor,
+    /// Whether two runs must agree bit for bit. Sums by floating-point atomics need not.
+    pub deterministic: bool,
+}
+
+/// One run of the kernels of a case.
+#[derive(Clone, Debug)]
+pub struct KernelRun {
+    /// Everything that was written.
+    pub tensors: Vec<KernelTensor>,
+    /// Forbidden writes.
+    pub violations: Vec<Violation>,
+    /// Kernel paths that ran.
+    pub paths: Vec<String>,
+}
+
+/// A case with its inputs.
+pub trait Prepared {
+    /// The operator.
+    fn operator(&self) -> &'static str;
+
+    /// Runs the oracle, forward and backward.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError>;
+
+    /// Runs the kernels, forward and backward, under a memory contract.
+    ///
+    /// # Errors
+    /// What the launcher refuses, and what the kernel did wrong.
+    fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError>;
+
+    /// Relations between this case and a variant of it that need no oracle.
+    fn laws(&self) -> Vec<Law> {
+        Vec::new()
+    }
+
+    /// The oracle as a differentiable function, for the triangulation of its gradients.
+    fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
+        None
+    }
+}
+
+/// A relation between the kernel's outputs for two inputs.
+pub struct Law {
+    /// Name; appears as `law: NAME`, or as `independence`.
+    pub name: &'static str,
+    /// The other inputs.
+    pub variant: Box<dyn Prepared>,
+    /// For each tensor that is bound by it, what must hold.
+    pub relations: Vec<(&'static str, Relation)>,
+}
+
+/// What must hold between a tensor of the case and the same tensor of the variant.
+pub enum Relation {
+    /// `variant == factor * case`, bit for bit; `factor` is a power of two.
+    Times(f64),
+    /// Rows (all axes but the last, flattened) for which this says `true` are bit-equal.
+    EqualRows(Box<dyn Fn(usize) -> bool>),
+    /// `variant[i] == case[map[i]]` for each row `i`, bit for bit.
+    PermutedRows(Vec<usize>),
+    /// Both agree with the case's own budget: for relations that hold up to rounding.
+    WithinBudget,
+}
+
+/// The oracle as a function of its differentiable inputs.
+pub trait GradientProbe {
+    /// Names and values of the differentiable inputs.
+    fn inputs(&self) -> Vec<(&'static str, Vec<f64>)>;
+
+    /// Names and values of the outputs, at the given inputs.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn outputs(&self, inputs: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError>;
+
+    /// The gradient of `<upstream, outputs>` with respect to each input by candle's autograd.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn autograd(&self, upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError>;
+
+    /// The same by the oracle's written-out backward formula.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn backward(&self, upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError>;
+}
+
+/// A golden file as a case of an operator, with what the independent implementation got.
+pub struct GoldenCase {
+    /// Inputs from the file.
+    pub prepared: Box<dyn Prepared>,
+    /// What the file says of some outputs.
+    pub expected: Vec<ExpectedTensor>,
+    /// Why the kernel cannot run this case, if it cannot (the oracle always does).
+    pub kernel_skip: Option<String>,
+}
+
+/// A golden output.
+pub struct ExpectedTensor {
+    /// Name, the same as the oracle's.
+    pub name: &'static str,
+    /// Name in the file.
+    pub stored_as: String,
+    /// Elements, row-major, in the oracle's layout.
+    pub values: Vec<f64>,
+    /// Whether the file holds them rounded to f32.
+    pub stored_f32: bool,
+}
+
+impl OracleTensor {
+    /// Rows: all axes but the last, flattened. A vector is one row.
+    pub fn rows(&self) -> (usize, usize) {
+        rows_of(&self.shape)
+    }
+}
+
+/// `(rows, row length)` of a shape: all axes but the last, and the last.
+pub fn rows_of(shape: &[usize]) -> (usize, usize) {
+    match shape.split_last() {
+        Some((&last, outer)) => (outer.iter().product(), last),
+        None => (1, 1),
+    }
+}
+
+/// Half a unit in the last place of `dtype` at magnitude `value` (f64; zero for integers).
+pub fn half_ulp(dtype: DType, value: f64) -> f64 {
+    let (mantissa_bits, min_exponent) = match dtype {
+        DType::F32 => (23, -126),
+        DType::Bf16 => (7, -126),
+        DType::I32 | DType::U8 => return 0.0,
+    };
+    let magnitude = value.abs();
+    if !magnitude.is_finite() {
+        return 0.0;
+    }
+    let exponent = if magnitude == 0.0 { min_exponent } else { exponent_of(magnitude).max(min_exponent) };
+    2f64.powi(exponent - mantissa_bits - 1)
+}
+
+/// `floor(log2(x))` of a positive normal f64, exactly.
+fn exponent_of(x: f64) -> i32 {
+    ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023
+}

@@ -1,0 +1,332 @@
+//! What a run leaves behind: serialised facts, from which every report is made.
+//!
+//! The schema is versioned ([`SCHEMA_VERSION`]) and documented field by field here; `report.json`
+//! is one [`Report`], `records.jsonl` one [`CaseRecord`] a line, written as they come. Numbers that
+//! JSON cannot hold are the strings `"NaN"`, `"inf"` and `"-inf"`.
+
+use dsv4_kernels::runtime::Environment;
+use serde::{Deserialize, Serialize};
+
+/// Version of the schema. Readers refuse another major version.
+pub const SCHEMA_VERSION: u32 = 1;
+
+/// A whole run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// [`SCHEMA_VERSION`] of the writer.
+    pub schema_version: u32,
+    /// The command line that made it.
+    pub command: String,
+    /// Start of the run, seconds since 1970-01-01 UTC.
+    pub started_unix: u64,
+    /// Duration in seconds.
+    pub seconds: f64,
+    /// What was tested.
+    pub revision: Revision,
+    /// What it ran on.
+    pub environment: Environment,
+    /// `quick`, `ci` or `full`.
+    pub profile: String,
+    /// Seed of the sweep.
+    pub seed: u64,
+    /// How many random schedules each case ran under, beyond the deterministic one (emulator).
+    pub schedules: u32,
+    /// One entry for each operator that was swept, in the registry's order.
+    pub operators: Vec<OperatorRecord>,
+    /// Every case, in the order in which they ran.
+    pub cases: Vec<CaseRecord>,
+    /// Criterion measurements found beside the run.
+    pub benchmarks: Vec<BenchmarkRecord>,
+    /// Rates of the device, measured in the same run as the benchmarks.
+    pub ceilings: Option<Ceilings>,
+    /// Mutants that were run, where the run included them.
+    pub mutants: Vec<MutantRecord>,
+    /// Things that were not done, each with its reason; shown, never silent.
+    pub skips: Vec<Skip>,
+}
+
+/// The source that was tested.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Revision {
+    /// Commit id at build time, or `unknown`.
+    pub commit: String,
+    /// Whether the working tree had uncommitted changes then.
+    pub dirty: bool,
+    /// Where the kernel sources came from: `the embedded kernels`, or a directory.
+    pub kernels: String,
+    /// blake3 over the kernel sources.
+    pub kernels_digest: String,
+}
+
+/// An operator as the registry describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperatorRecord {
+    /// The operator's one name.
+    pub name: String,
+    /// One sentence.
+    pub summary: String,
+    /// Sections of the specification that it implements.
+    pub specification: Vec<String>,
+    /// Kernel source file.
+    pub kernel_file: String,
+    /// Oracle source file.
+    pub oracle_file: String,
+    /// Element types that the kernel takes.
+    pub dtypes: Vec<String>,
+    /// Axes that its strategy draws from.
+    pub axes: Vec<String>,
+    /// Whether there is a backward kernel.
+    pub has_backward: bool,
+}
+
+/// One case: what was run and what every check said.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CaseRecord {
+    /// Operator.
+    pub operator: String,
+    /// The case's JSON line: replays alone.
+    pub case: serde_json::Value,
+    /// Where the case came from.
+    pub origin: Origin,
+    /// Kernel paths that ran, such as `rms_norm_forward_block`.
+    pub paths: Vec<String>,
+    /// One entry for each check and tensor.
+    pub checks: Vec<CheckRecord>,
+    /// Seconds spent in the kernel's runs.
+    pub kernel_seconds: f64,
+    /// Seconds spent in the oracle's runs.
+    pub oracle_seconds: f64,
+    /// Command that runs this case again.
+    pub replay: String,
+}
+
+/// Where a case came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Origin {
+    /// `fixtures/regressions`.
+    Regression,
+    /// Drawn by the operator's strategy.
+    Drawn,
+    /// A drawn case that failed, made smaller.
+    Shrunk,
+    /// Given on the command line.
+    Given,
+}
+
+/// One check of one case.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CheckRecord {
+    /// Name of the check: `forward`, `gradient`, `finite`, `special_values`, `inputs_unchanged`,
+    /// `guards`, `fully_written`, `repeatable`, `poison_independent`, `schedule_independent`,
+    /// `independence`, `oracle_gradients`, `budget`, `launch`, or `law: …`.
+    pub check: String,
+    /// Tensor that it looked at; empty for checks of the whole case.
+    pub tensor: String,
+    /// What it says.
+    pub verdict: Verdict,
+    /// Elements that were really compared. A pass has at least one.
+    pub compared: u64,
+    /// One sentence on failure or error; empty on a pass.
+    pub message: String,
+    /// Agreement measures, for forward and gradient checks.
+    pub metrics: Option<Metrics>,
+}
+
+/// What a check says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The property holds.
+    Pass,
+    /// It does not.
+    Fail,
+    /// It could not be decided; counts as failed.
+    Error,
+}
+
+/// How well a kernel's tensor agrees with the oracle's.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Metrics {
+    /// `<k, o> / (|k| |o|)`; reported, never decides alone.
+    #[serde(with = "number")]
+    pub cosine: f64,
+    /// `|k| / |o|`.
+    #[serde(with = "number")]
+    pub norm_ratio: f64,
+    /// `|k - o| / |o|`.
+    #[serde(with = "number")]
+    pub relative_l2: f64,
+    /// `max |k - o|`.
+    #[serde(with = "number")]
+    pub max_abs: f64,
+    /// Errors in units in the last place of the output type: median.
+    #[serde(with = "number")]
+    pub ulp_p50: f64,
+    /// 99th percentile.
+    #[serde(with = "number")]
+    pub ulp_p99: f64,
+    /// Largest.
+    #[serde(with = "number")]
+    pub ulp_max: f64,
+    /// `max |k - o| / budget`: above 1 fails.
+    #[serde(with = "number")]
+    pub budget_used: f64,
+    /// rms of the budget over rms of the oracle: how tight the budget is.
+    #[serde(with = "number")]
+    pub budget_relative: f64,
+    /// Multiple of the working spread that the budget allows.
+    #[serde(with = "number")]
+    pub budget_multiple: f64,
+    /// Row (all axes but the last, flattened) with the largest relative L2 error.
+    pub worst_row: u64,
+    /// Its relative L2 error.
+    #[serde(with = "number")]
+    pub worst_row_relative_l2: f64,
+    /// The element that used most of its budget.
+    pub worst: Worst,
+    /// Counts of elements by share of budget used: 16 bins of 1/8 each from 0, the last one open.
+    pub use_histogram: Vec<u64>,
+    /// Error over budget, largest of each cell, over the tensor as rows × last axis.
+    pub heat: HeatMap,
+}
+
+/// One element.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Worst {
+    /// Index along each axis.
+    pub index: Vec<u64>,
+    /// The kernel's value.
+    #[serde(with = "number")]
+    pub kernel: f64,
+    /// The oracle's value.
+    #[serde(with = "number")]
+    pub oracle: f64,
+    /// The allowed error.
+    #[serde(with = "number")]
+    pub allowed: f64,
+}
+
+/// A tensor seen from afar: at most 48 × 64 cells.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HeatMap {
+    /// Cells down; they cover `total_rows` rows evenly.
+    pub rows: u32,
+    /// Cells across; they cover `total_columns` columns evenly.
+    pub columns: u32,
+    /// Rows of the tensor (all axes but the last).
+    pub total_rows: u64,
+    /// Columns of the tensor (the last axis).
+    pub total_columns: u64,
+    /// Largest error over budget in each cell, row-major.
+    pub cells: Vec<f32>,
+}
+
+/// One criterion measurement.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BenchmarkRecord {
+    /// Criterion's id, such as `rms_norm_forward/16384x7168 bf16`.
+    pub id: String,
+    /// Operator.
+    pub operator: String,
+    /// Median time of one call in nanoseconds.
+    pub median_ns: f64,
+    /// Lower end of the 95 % confidence interval of the median.
+    pub low_ns: f64,
+    /// Upper end.
+    pub high_ns: f64,
+    /// Number of samples.
+    pub samples: u64,
+    /// Fewest bytes that the call must move (each input once, each output once).
+    pub bytes: f64,
+    /// Floating-point operations that it must do.
+    pub flops: f64,
+    /// Share of the limit: the larger of bytes over copy rate and FLOPs over matrix rate, over the time.
+    pub percent_of_limit: Option<f64>,
+}
+
+/// What the device can do, measured.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ceilings {
+    /// Bytes per second of a device-to-device copy, read plus written.
+    pub copy_bytes_per_second: f64,
+    /// FLOP per second of an 8192^3 bf16 matrix product, where it was measured.
+    pub matrix_flops_per_second: Option<f64>,
+}
+
+/// One mutant and the check that killed it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MutantRecord {
+    /// The mutant's id.
+    pub id: String,
+    /// Catalogue entry, such as `FM-03`.
+    pub catalogue: String,
+    /// Operator.
+    pub operator: String,
+    /// One sentence on what was planted.
+    pub summary: String,
+    /// Check that was expected to see it.
+    pub expected: String,
+    /// Checks that saw it; empty when it survived.
+    pub killed_by: Vec<String>,
+}
+
+/// Something that was not done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Skip {
+    /// What.
+    pub what: String,
+    /// Why.
+    pub why: String,
+    /// How many.
+    pub count: u64,
+}
+
+impl CaseRecord {
+    /// The worst verdict of the case.
+    pub fn verdict(&self) -> Verdict {
+        self.checks.iter().map(|check| check.verdict).max().unwrap_or(Verdict::Error)
+    }
+}
+
+impl Report {
+    /// The worst verdict of the run. A run that compared nothing is an error.
+    pub fn verdict(&self) -> Verdict {
+        self.cases.iter().map(CaseRecord::verdict).max().unwrap_or(Verdict::Error)
+    }
+}
+
+/// Floating-point numbers in JSON, the special ones as strings.
+pub mod number {
+    use serde::{Deserialize, Deserializer, Serializer, de};
+
+    /// Writes a number, or its name.
+    pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        if value.is_finite() {
+            serializer.serialize_f64(*value)
+        } else if value.is_nan() {
+            serializer.serialize_str("NaN")
+        } else {
+            serializer.serialize_str(if *value > 0.0 { "inf" } else { "-inf" })
+        }
+    }
+
+    /// Reads either form.
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Either {
+            Number(f64),
+            Name(String),
+        }
+        match Either::deserialize(deserializer)? {
+            Either::Number(value) => Ok(value),
+            Either::Name(name) => match name.as_str() {
+                "NaN" => Ok(f64::NAN),
+                "inf" => Ok(f64::INFINITY),
+                "-inf" => Ok(f64::NEG_INFINITY),
+                other => Err(de::Error::custom(format!("`{other}` is no number"))),
+            },
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Every operator, one line each.
+
+use crate::case::{Case, CaseError};
+use crate::operator::{Operator, Prepared};
+use crate::operators;
+
+/// The operators, in the order of the specification.
+pub static OPERATORS: &[&dyn Operator] = &[
+    &operators::rms_norm::RmsNorm,
+    &operators::rope::Rope,
+    &operators::sparse_attention::SparseAttention,
+];
+
+/// Names of all operators.
+pub fn names() -> Vec<String> {
+    OPERATORS.iter().map(|operator| operator.describe().name).collect()
+}
+
+/// The operator called `name`.
+///
+/// # Errors
+/// [`CaseError::UnknownOperator`] with the names that there are.
+pub fn find(name: &str) -> Result<&'static dyn Operator, CaseError> {
+    OPERATORS
+        .iter()
+        .copied()
+        .find(|operator| operator.describe().name == name)
+        .ok_or_else(|| CaseError::UnknownOperator { name: name.to_owned(), known: names().join(", ") })
+}
+
+/// The operators of a comma-separated list; all of them when there is none.
+///
+/// # Errors
+/// [`CaseError::UnknownOperator`].
+pub fn select(list: Option<&str>) -> Result<Vec<&'static dyn Operator>, CaseError> {
+    match list {
+        None => Ok(OPERATORS.to_vec()),
+        Some(list) => list.split(',').map(|name| find(name.trim())).collect(),
+    }
+}
+
+/// Makes the inputs of any case.
+///
+/// # Errors
+/// An unknown operator, or a field that the operator cannot take.
+pub fn prepare(case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
+    find(&case.operator)?.prepare(case)
+}

@@ -1,0 +1,70 @@
+//! Failing cases, shrunk and remembered: `fixtures/regressions/<operator>.jsonl`, one case a line.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use crate::case::{Case, CaseError};
+
+/// The folder of remembered cases.
+#[derive(Clone, Debug)]
+pub struct Regressions {
+    dir: PathBuf,
+}
+
+impl Regressions {
+    /// In `dir`; a folder that does not exist holds none.
+    pub fn new(dir: impl Into<PathBuf>) -> Self {
+        Self { dir: dir.into() }
+    }
+
+    /// `PARITY_FIXTURES`/regressions, or `fixtures/regressions` below the working directory.
+    pub fn default_dir() -> PathBuf {
+        fixtures_dir().join("regressions")
+    }
+
+    fn path(&self, operator: &str) -> PathBuf {
+        self.dir.join(format!("{operator}.jsonl"))
+    }
+
+    /// The remembered cases of an operator, oldest first. Empty lines and `#` comments are passed over.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or a line that is no case, with its number.
+    pub fn load(&self, operator: &str) -> Result<Vec<Case>, CaseError> {
+        let path = self.path(operator);
+        if !path.is_file() {
+            return Ok(Vec::new());
+        }
+        let text = std::fs::read_to_string(&path)
+            .map_err(|e| CaseError::Malformed(format!("{}: {e}", path.display())))?;
+        text.lines()
+            .enumerate()
+            .filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'))
+            .map(|(number, line)| {
+                Case::parse(line)
+                    .map_err(|e| CaseError::Malformed(format!("{}:{}: {e}", path.display(), number + 1)))
+            })
+            .collect()
+    }
+
+    /// Remembers a case, once.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn append(&self, case: &Case) -> std::io::Result<()> {
+        let path = self.path(&case.operator);
+        let line = case.line();
+        let known = std::fs::read_to_string(&path).unwrap_or_default();
+        if known.lines().any(|l| l == line) {
+            return Ok(());
+        }
+        std::fs::create_dir_all(&self.dir)?;
+        let mut file = std::fs::OpenOptions::new().create(true).append(true).open(&path)?;
+        writeln!(file, "{line}")
+    }
+}
+
+/// `PARITY_FIXTURES`, or `fixtures` below the working directory.
+pub fn fixtures_dir() -> PathBuf {
+    std::env::var_os("PARITY_FIXTURES").map_or_else(|| Path::new("fixtures").to_owned(), PathBuf::from)
+}

@@ -1,0 +1,283 @@
+//! The page: verdict, failures, matrix, operators, mutants, skips, environment, glossary.
+
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+use crate::record::{MutantRecord, Report};
+
+use super::numbers::{bytes, count, counted, duration, significant, utc};
+use super::summary::{Cell, Counts, Matrix, Standing, operators, origins, survived};
+use super::{failures, operators as sections, picture};
+
+const STYLE: &str = include_str!("style.css");
+
+/// The whole page.
+pub(super) fn page(report: &Report) -> Markup {
+    let counts = Counts::of(report);
+    let (_, headline) = counts.headline();
+    html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                title { (headline) " · DeepSeek-V4 kernel parity" }
+                style { (PreEscaped(STYLE)) }
+            }
+            body {
+                (picture::patterns())
+                main {
+                    (verdict(report, &counts))
+                    (contents(report, &counts))
+                    (failures::section(report))
+                    (matrix(report))
+                    (sections::sections(report))
+                    (mutants(&report.mutants))
+                    (skips(report))
+                    (environment(report))
+                    (glossary())
+                    footer { "Schema version " (report.schema_version) ". Made from records alone: report.json beside this page holds every number on it." }
+                }
+            }
+        }
+    }
+}
+
+/// A table inside its own scrolling frame, so that the page never scrolls sideways.
+pub(super) fn scroller(label: &str, table: Markup) -> Markup {
+    html! { div .scroll tabindex="0" role="region" aria-label=(label) { (table) } }
+}
+
+/// A number's text, marked where the number is none.
+pub(super) fn number(value: f64, text: String) -> Markup {
+    html! { @if value.is_finite() { (text) } @else { strong .fail-text { (text) } } }
+}
+
+/// A name that may break after underscores.
+pub(super) fn breakable(name: &str) -> Markup {
+    html! { @for part in name.split_inclusive('_') { (part) wbr; } }
+}
+
+/// A standing as symbol and word.
+pub(super) fn badge(standing: Standing) -> Markup {
+    html! { span class=(format!("badge {}", standing.word())) { (standing.symbol()) " " (standing.word()) } }
+}
+
+fn verdict(report: &Report, counts: &Counts) -> Markup {
+    let (class, headline) = counts.headline();
+    let symbol = match class {
+        "pass" => "✓",
+        "warn" => "▲",
+        _ => "✗",
+    };
+    html! {
+        header class=(format!("verdict {class}")) {
+            p .product { "DeepSeek-V4 kernel parity · " (report.profile) " · " (utc(report.started_unix)) }
+            h1 { span .symbol aria-hidden="true" { (symbol) } " " (headline) }
+            (warnings(report, counts))
+        }
+        (totals(report, counts))
+        (provenance(report))
+    }
+}
+
+fn warnings(report: &Report, counts: &Counts) -> Markup {
+    html! {
+        ul .warnings {
+            @if report.revision.dirty { li { strong { "DIRTY TREE" } " — built with uncommitted changes; the commit alone does not reproduce this." } }
+            @if counts.survivors > 0 { li { strong { (counted(counts.survivors, "mutant")) " survived" } " — the sweep is blind to a bug that it is meant to see. " a href="#mutants" { "Which" } } }
+            @if counts.skipped > 0 { li { strong { (count(counts.skipped)) " skipped" } " — " a href="#skips" { "what and why" } } }
+            @if report.ceilings.is_none() && !report.benchmarks.is_empty() { li { "Benchmarks without measured device rates: no share of the limit is known." } }
+        }
+    }
+}
+
+fn totals(report: &Report, counts: &Counts) -> Markup {
+    let origins: Vec<String> = origins(report).into_iter().map(|(word, cases)| format!("{} {word}", count(cases))).collect();
+    let swept = operators(report).len() as u64;
+    html! {
+        dl .totals {
+            div { dt { "cases" } dd { (count(counts.cases)) } dd .note { (origins.join(", ")) } }
+            div { dt { "checks" } dd { (count(counts.checks)) } dd .note { (count(counts.standing(Standing::Pass))) " passed" } }
+            div { dt { "compared elements" } dd { (count(counts.compared)) } dd .note { "over all checks" } }
+            div { dt { "operators" } dd { (count(swept)) } dd .note { (counted(report.mutants.len() as u64, "mutant")) } }
+            div { dt { "duration" } dd { (duration(report.seconds)) } dd .note { "seed " (report.seed) } }
+        }
+    }
+}
+
+fn provenance(report: &Report) -> Markup {
+    let environment = &report.environment;
+    html! {
+        dl .facts .provenance {
+            div { dt { "ran on" } dd { strong { (environment.backend) } " · " (environment.device) " · " (environment.target) } }
+            div { dt { "revision" } dd { code { (report.revision.commit) } @if report.revision.dirty { " " span .badge.fail { "✗ dirty" } } } }
+            div { dt { "kernels" } dd { (report.revision.kernels) " · blake3 " code { (report.revision.kernels_digest.chars().take(16).collect::<String>()) } } }
+        }
+        p .repeat { span .label { "repeat with" } code .command { (report.command) } }
+    }
+}
+
+fn contents(report: &Report, counts: &Counts) -> Markup {
+    html! {
+        nav aria-label="Contents" {
+            @if counts.failing_cases > 0 { a href="#failures" { "Failures" } }
+            a href="#matrix" { "Matrix" }
+            @for operator in operators(report) { a href=(format!("#operator-{}", operator.name)) { (operator.name) } }
+            @if !report.mutants.is_empty() { a href="#mutants" { "Mutants" } }
+            a href="#skips" { "Skips" }
+            a href="#environment" { "Environment" }
+            a href="#reading" { "How to read this page" }
+        }
+    }
+}
+
+fn matrix(report: &Report) -> Markup {
+    let matrix = Matrix::of(report);
+    let table = html! {
+        table .matrix {
+            caption { "Checks that passed, of those that ran; one check looks at one tensor of one case, or at a whole case." }
+            thead {
+                tr {
+                    th scope="col" { "operator" }
+                    @for column in &matrix.columns { th .upright scope="col" { span { (column) } } }
+                    th .upright scope="col" { span { "all" } }
+                }
+            }
+            tbody {
+                @for (operator, cells, sum) in &matrix.rows {
+                    tr {
+                        th scope="row" { a href=(format!("#operator-{operator}")) { (operator) } }
+                        @for cell in cells { (matrix_cell(cell)) }
+                        (matrix_cell(sum))
+                    }
+                }
+            }
+        }
+    };
+    html! {
+        section #matrix {
+            h2 { "Operators and checks" }
+            (scroller("Operators and checks", table))
+            p .note {
+                "✓ all passed · ✗ some failed · ! some could not be decided · ? a pass without ground · — not run."
+                @if !matrix.absent.is_empty() { " Checks that no case ran: " (matrix.absent.join(", ")) "." }
+            }
+        }
+    }
+}
+
+fn matrix_cell(cell: &Cell) -> Markup {
+    match cell.standing {
+        None => html! { td .none title="not run" { "—" } },
+        Some(standing) => html! {
+            td class=(standing.word()) title=(format!("{} passed; {} compared", count(cell.passes), counted(cell.compared, "element"))) {
+                span aria-hidden="true" { (standing.symbol()) } " " (count(cell.passes)) "/" (count(cell.total))
+            }
+        },
+    }
+}
+
+fn mutants(mutants: &[MutantRecord]) -> Markup {
+    let survivors = mutants.iter().filter(|mutant| survived(mutant)).count() as u64;
+    let ordered = mutants.iter().filter(|mutant| survived(mutant)).chain(mutants.iter().filter(|mutant| !survived(mutant)));
+    let table = html! {
+        table {
+            caption { "Kernels with one planted bug each. A sweep that lets one live could let that bug pass in earnest." }
+            thead { tr { th scope="col" { "mutant" } th scope="col" { "catalogue" } th scope="col" { "operator" } th scope="col" { "planted" } th scope="col" { "expected check" } th scope="col" { "killed by" } } }
+            tbody { @for mutant in ordered { (mutant_row(mutant)) } }
+        }
+    };
+    html! {
+        @if !mutants.is_empty() {
+            section #mutants {
+                h2 { "Mutants" }
+                @if survivors > 0 {
+                    p .alarm { strong { "✗ " (counted(survivors, "mutant")) " of " (count(mutants.len() as u64)) " survived." } " Until a check sees them, a pass of their operators proves less than it seems." }
+                } @else {
+                    p { span .badge.pass { "✓ all killed" } " " (count(mutants.len() as u64)) " of " (count(mutants.len() as u64)) "." }
+                }
+                (scroller("Mutants", table))
+            }
+        }
+    }
+}
+
+fn mutant_row(mutant: &MutantRecord) -> Markup {
+    let as_expected = mutant.killed_by.contains(&mutant.expected);
+    html! {
+        tr .survivor[survived(mutant)] {
+            th scope="row" { code { (mutant.id) } }
+            td { (mutant.catalogue) }
+            td { (mutant.operator) }
+            td .prose { (mutant.summary) }
+            td { (breakable(&mutant.expected)) }
+            td {
+                @if survived(mutant) { span .badge.fail { "✗ survived" } } @else {
+                    span .badge.pass { "✓" } " " (breakable(&mutant.killed_by.join(", ")))
+                    @if !as_expected { " " span .badge.warn title="Killed, but not by the check that was expected to see it" { "▲ not as expected" } }
+                }
+            }
+        }
+    }
+}
+
+fn skips(report: &Report) -> Markup {
+    let table = html! {
+        table {
+            thead { tr { th .count scope="col" { "count" } th scope="col" { "what" } th scope="col" { "why" } } }
+            tbody { @for skip in &report.skips { tr { td .count { (count(skip.count)) } td .prose { (skip.what) } td .prose { (skip.why) } } } }
+        }
+    };
+    html! {
+        section #skips {
+            h2 { "Skips" }
+            @if report.skips.is_empty() { p { "Nothing was skipped." } } @else { (scroller("Skips", table)) }
+        }
+    }
+}
+
+fn environment(report: &Report) -> Markup {
+    let environment = &report.environment;
+    let rows = [
+        ("backend", environment.backend.to_string()),
+        ("device", environment.device.clone()),
+        ("driver or system", environment.driver.clone()),
+        ("compiler", environment.compiler.clone()),
+        ("target", environment.target.clone()),
+        ("multiprocessors or cores", count(environment.processors.into())),
+        ("shared memory of a block", bytes(environment.shared_bytes_per_block)),
+        ("random schedules per case", count(report.schedules.into())),
+        ("copy rate", report.ceilings.map_or("not measured".to_owned(), |rates| format!("{} GB/s", significant(rates.copy_bytes_per_second / 1e9, 3)))),
+        ("bf16 matrix rate", report.ceilings.and_then(|rates| rates.matrix_flops_per_second).map_or("not measured".to_owned(), |rate| format!("{} TFLOP/s", significant(rate / 1e12, 3)))),
+        ("kernel sources", report.revision.kernels.clone()),
+        ("blake3 of the sources", report.revision.kernels_digest.clone()),
+        ("commit", format!("{}{}", report.revision.commit, if report.revision.dirty { " (dirty)" } else { "" })),
+        ("started", utc(report.started_unix)),
+        ("profile, seed", format!("{}, {}", report.profile, report.seed)),
+    ];
+    let table = html! { table .pairs { tbody { @for (name, value) in &rows { tr { th scope="row" { (name) } td { (value) } } } } } };
+    html! { section #environment { h2 { "Environment" } (scroller("Environment", table)) } }
+}
+
+/// Terms of the page and what they do not say.
+const GLOSSARY: [(&str, &str); 9] = [
+    ("budget", "The error allowed to each element. It is derived, not chosen: a multiple of how far the oracle's own results scatter when every narrow type of the specification rounds at random, plus half an ulp of the output type."),
+    ("budget used", "Error over budget, largest over the tensor. At most 1 passes; NaN never does. A kernel that rounds as well as its types allow uses a good part of its budget, and that is no fault."),
+    ("relative budget", "Rms of the budget over rms of the oracle's tensor: how much the check could have overlooked. Near 1 or above, it would accept zeros."),
+    ("ulp", "Unit in the last place of the output type, at the oracle's value. Rounding to nearest costs half of one. Near zero a harmless error is many ulp."),
+    ("cosine", "Shown as 1 − cosine. It does not see a wrong scale, nor a few wrong rows among thousands, nor a small bias; it never decides alone. Read it beside the norm ratio and the worst row."),
+    ("norm ratio", "Norm of the kernel's tensor over the oracle's. A scale applied twice or a dropped term moves it away from 1 even where the cosine stays."),
+    ("verdict", "Pass, fail, or error where a check could not be decided; errors count as failures. Every pass says how many elements it compared; a pass that compared none is shown as unfounded and counts as a failure."),
+    ("law", "A relation between two runs of the kernel, such as scaling by a power of two or permuting rows. It needs no oracle."),
+    ("mutant", "A kernel with one bug planted. The sweep has to fail on it; where it does not, a pass means little for bugs of that kind."),
+];
+
+fn glossary() -> Markup {
+    html! {
+        section #reading {
+            h2 { "How to read this page" }
+            dl .glossary { @for (term, meaning) in GLOSSARY { dt { (term) } dd { (meaning) } } }
+        }
+    }
+}

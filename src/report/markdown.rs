@@ -1,0 +1,221 @@
+//! `summary.md`: what fits into a pull request.
+
+use std::fmt::Write;
+
+use crate::record::Report;
+
+use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
+use super::summary::{
+    Cell, Counts, Matrix, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators, survived, teraflops, worse_first,
+};
+
+/// Failing cases that are written out.
+const FAILURES: usize = 10;
+/// Rows of the tables of what used most of its budget and what is furthest from its limit.
+const ROWS: usize = 10;
+
+/// The whole summary.
+pub(super) fn page(report: &Report) -> String {
+    let counts = Counts::of(report);
+    let (class, headline) = counts.headline();
+    let symbol = match class {
+        "pass" => "✅",
+        "warn" => "⚠️",
+        _ => "❌",
+    };
+    let mut page = format!("## {symbol} {headline}\n\n");
+    page += &totals(report, &counts);
+    page += &failures(report);
+    page += &matrix(report);
+    page += &tightest(report);
+    page += &benchmarks(report);
+    page += &mutants(report);
+    page += &skips(report);
+    page += &environment(report);
+    page
+}
+
+fn totals(report: &Report, counts: &Counts) -> String {
+    let mut line = format!(
+        "{}, {}, {} compared, {}; profile {}, seed {}, {}.\n\n",
+        counted(counts.cases, "case"),
+        counted(counts.checks, "check"),
+        counted(counts.compared, "element"),
+        counted(operators(report).len() as u64, "operator"),
+        text(&report.profile),
+        report.seed,
+        duration(report.seconds),
+    );
+    if report.revision.dirty {
+        line += "**DIRTY TREE: built with uncommitted changes; the commit alone does not reproduce this.**\n\n";
+    }
+    line
+}
+
+fn failures(report: &Report) -> String {
+    let cases = failing(report);
+    if cases.is_empty() {
+        return String::new();
+    }
+    let mut section = "### Failures\n\n".to_owned();
+    for (place, case) in cases.iter().take(FAILURES).enumerate() {
+        let _ = write!(section, "**{}. {}**\n\n", place + 1, text(&case.operator));
+        for check in findings(case) {
+            let tensor = if check.tensor.is_empty() { String::new() } else { format!(" of {}", code(&check.tensor)) };
+            let _ = writeln!(section, "- {} {}{tensor}: {}", Standing::of(check).word(), text(&check.check), text(&message(check)));
+        }
+        if case.checks.is_empty() {
+            section += "- error: no check ran\n";
+        }
+        section += &block(&case.replay);
+    }
+    if cases.len() > FAILURES {
+        let _ = write!(section, "… and {}; the HTML report has them all.\n\n", counted((cases.len() - FAILURES) as u64, "more failing case"));
+    }
+    section
+}
+
+fn matrix(report: &Report) -> String {
+    let matrix = Matrix::of(report);
+    if matrix.columns.is_empty() {
+        return String::new();
+    }
+    let columns: Vec<String> = matrix.columns.iter().map(|column| text(column)).collect();
+    let mut table = format!("### Checks passed\n\n| operator | {} | all |\n|---|{}\n", columns.join(" | "), "--:|".repeat(columns.len() + 1));
+    for (operator, cells, sum) in &matrix.rows {
+        let cells: Vec<String> = cells.iter().chain([sum]).map(cell).collect();
+        let _ = writeln!(table, "| {} | {} |", code(operator), cells.join(" | "));
+    }
+    if !matrix.absent.is_empty() {
+        let _ = write!(table, "\nChecks that no case ran: {}.\n", matrix.absent.join(", "));
+    }
+    table + "\n"
+}
+
+fn cell(cell: &Cell) -> String {
+    match cell.standing {
+        None => "—".to_owned(),
+        Some(standing) => format!("{} {}/{}", standing.symbol(), count(cell.passes), count(cell.total)),
+    }
+}
+
+fn tightest(report: &Report) -> String {
+    let operators = operators(report);
+    let mut tensors: Vec<_> = operators
+        .iter()
+        .flat_map(|operator| TensorSummary::all(report, &operator.name).into_iter().map(move |tensor| (&operator.name, tensor)))
+        .filter(|(_, tensor)| !tensor.entries.is_empty())
+        .collect();
+    tensors.sort_by(|(_, a), (_, b)| worse_first(a.worst_used(), b.worst_used()));
+    if tensors.is_empty() {
+        return String::new();
+    }
+    let mut table = "### Closest to the budget\n\n| operator | check | tensor | cases | budget used | relative budget | 1 − cosine | norm ratio | max ulp |\n|---|---|---|--:|--:|--:|--:|--:|--:|\n".to_owned();
+    for (operator, tensor) in tensors.iter().take(ROWS) {
+        let _ = writeln!(
+            table,
+            "| {} | {} | {} | {} | {} | {} | {} | {} … {} | {} |",
+            code(operator),
+            text(tensor.check),
+            code(tensor.tensor),
+            count(tensor.entries.len() as u64),
+            significant(tensor.worst_used(), 3),
+            scientific(tensor.largest(|metrics| metrics.budget_relative)),
+            one_minus_cosine(tensor.smallest(|metrics| metrics.cosine)),
+            significant(tensor.smallest(|metrics| metrics.norm_ratio), 5),
+            significant(tensor.largest(|metrics| metrics.norm_ratio), 5),
+            significant(tensor.largest(|metrics| metrics.ulp_max), 3),
+        );
+    }
+    table + "\n"
+}
+
+fn benchmarks(report: &Report) -> String {
+    if report.benchmarks.is_empty() {
+        return String::new();
+    }
+    let mut benchmarks: Vec<_> = report.benchmarks.iter().collect();
+    benchmarks.sort_by(|a, b| a.percent_of_limit.unwrap_or(f64::INFINITY).total_cmp(&b.percent_of_limit.unwrap_or(f64::INFINITY)));
+    let mut table = "### Furthest from the device's limit\n\n| benchmark | median | GB/s | TFLOP/s | of the limit |\n|---|--:|--:|--:|--:|\n".to_owned();
+    for benchmark in benchmarks.iter().take(ROWS) {
+        let limit = benchmark.percent_of_limit.map_or("not measured".to_owned(), |percent| format!("{} %", significant(percent, 3)));
+        let (bandwidth, rate) = (significant(gigabytes_per_second(benchmark), 3), significant(teraflops(benchmark), 3));
+        let _ = writeln!(table, "| {} | {} | {bandwidth} | {rate} | {limit} |", code(&benchmark.id), time(benchmark.median_ns));
+    }
+    table + "\n"
+}
+
+fn mutants(report: &Report) -> String {
+    let survivors: Vec<_> = report.mutants.iter().filter(|mutant| survived(mutant)).collect();
+    if report.mutants.is_empty() {
+        return String::new();
+    }
+    let killed = report.mutants.len() - survivors.len();
+    let mut section = format!("### Mutants\n\n{} of {} killed.\n\n", count(killed as u64), count(report.mutants.len() as u64));
+    for mutant in &survivors {
+        let _ = writeln!(
+            section,
+            "- **survived:** {} ({}, {}): {} Expected to be seen by {}.",
+            code(&mutant.id),
+            text(&mutant.catalogue),
+            code(&mutant.operator),
+            text(&mutant.summary),
+            text(&mutant.expected)
+        );
+    }
+    section + if survivors.is_empty() { "" } else { "\n" }
+}
+
+fn skips(report: &Report) -> String {
+    if report.skips.is_empty() {
+        return String::new();
+    }
+    let mut section = "### Skipped\n\n".to_owned();
+    for skip in &report.skips {
+        let _ = writeln!(section, "- {} × {}: {}", count(skip.count), text(&skip.what), text(&skip.why));
+    }
+    section + "\n"
+}
+
+fn environment(report: &Report) -> String {
+    let environment = &report.environment;
+    format!(
+        "{} · {} · {} · {} · {} · {} {}{} · kernels {} · {}\n\n{}",
+        environment.backend,
+        text(&environment.device),
+        text(&environment.driver),
+        text(&environment.compiler),
+        text(&environment.target),
+        code(&report.revision.commit),
+        if report.revision.dirty { "**dirty**" } else { "clean" },
+        if report.schedules > 0 { format!(" · {} random schedules", count(report.schedules.into())) } else { String::new() },
+        code(&report.revision.kernels_digest.chars().take(16).collect::<String>()),
+        utc(report.started_unix),
+        block(&report.command),
+    )
+}
+
+/// Text that neither breaks a table row nor turns into markup.
+fn text(raw: &str) -> String {
+    let mut line = String::new();
+    for character in raw.split_whitespace().collect::<Vec<_>>().join(" ").chars() {
+        match character {
+            '<' => line.push_str("&lt;"),
+            '|' | '*' | '`' | '\\' | '[' => line.extend(['\\', character]),
+            other => line.push(other),
+        }
+    }
+    line
+}
+
+/// A code span. A vertical line would end a table's cell even inside it.
+fn code(raw: &str) -> String {
+    format!("`{}`", raw.replace('`', "'").replace('|', "¦").split_whitespace().collect::<Vec<_>>().join(" "))
+}
+
+/// A fenced block whose fence is longer than any in the text.
+fn block(raw: &str) -> String {
+    let longest = raw.split(|character| character != '`').map(str::len).max().unwrap_or(0);
+    let fence = "`".repeat(longest.max(2) + 1);
+    format!("\n{fence}sh\n{raw}\n{fence}\n\n")
+}

@@ -1,0 +1,57 @@
+//! Reports, made from records alone: a page for people, a summary for pull requests, JSON for programs.
+//!
+//! Nothing here runs a kernel or decides a verdict. What is added to the records is arrangement
+//! (failures first, worst cases first) and suspicion: a pass whose own record contradicts it, by
+//! zero compared elements or a budget use that is not at most 1, is shown as unfounded.
+//!
+//! | file | what it holds |
+//! | --- | --- |
+//! | `summary` | counts, the matrix of checks, tensors gathered over cases |
+//! | `numbers` | how counts, measures, times and dates are written |
+//! | `picture` | heat maps and histograms as SVG |
+//! | `html` | the page: verdict, matrix, mutants, skips, environment, glossary |
+//! | `failures` | the page's cards of failing cases |
+//! | `operators` | the page's sections of operators |
+//! | `markdown` | `summary.md` |
+
+use std::fs;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+use crate::record::Report;
+
+mod failures;
+mod html;
+mod markdown;
+mod numbers;
+mod operators;
+mod picture;
+#[cfg(test)]
+mod sample;
+mod summary;
+#[cfg(test)]
+mod tests;
+
+/// The report as one HTML page that refers to nothing outside itself.
+pub fn html(report: &Report) -> String {
+    html::page(report).into_string()
+}
+
+/// The report as Markdown, short enough for a pull request.
+pub fn markdown(report: &Report) -> String {
+    markdown::page(report)
+}
+
+/// Writes `report.json`, `index.html` and `summary.md` into `dir`, which is created if need be.
+///
+/// # Errors
+/// Those of the file system.
+pub fn write_all(report: &Report, dir: &Path) -> io::Result<()> {
+    fs::create_dir_all(dir)?;
+    let mut json = BufWriter::new(fs::File::create(dir.join("report.json"))?);
+    serde_json::to_writer(&mut json, report)?;
+    json.write_all(b"\n")?;
+    json.flush()?;
+    fs::write(dir.join("index.html"), html(report))?;
+    fs::write(dir.join("summary.md"), markdown(report))
+}

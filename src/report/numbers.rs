@@ -1,0 +1,142 @@
+//! How numbers are written: digits that carry meaning, units, thousands separators; NaN and infinities by name.
+
+/// A count with thousands separators: `12,345,678`.
+pub(super) fn count(value: u64) -> String {
+    group(&value.to_string())
+}
+
+/// A count and its noun, in the singular where there is one: `1 case`, `3 cases`.
+pub(super) fn counted(value: u64, noun: &str) -> String {
+    format!("{} {noun}{}", count(value), if value == 1 { "" } else { "s" })
+}
+
+/// A measure to `digits` significant digits, in scientific notation below 0.001 and from 1,000,000.
+pub(super) fn significant(value: f64, digits: usize) -> String {
+    if !value.is_finite() {
+        return special(value);
+    }
+    if value == 0.0 {
+        return "0".to_owned();
+    }
+    let scientific = format!("{value:.*e}", digits.saturating_sub(1));
+    let exponent: i32 = scientific.split_once('e').and_then(|(_, exponent)| exponent.parse().ok()).unwrap_or(0);
+    if !(-3..6).contains(&exponent) {
+        return scientific;
+    }
+    let decimals = usize::try_from(digits as i32 - 1 - exponent).unwrap_or(0);
+    let plain = format!("{value:.decimals$}");
+    match plain.split_once('.') {
+        Some((whole, fraction)) => format!("{}.{fraction}", group(whole)),
+        None => group(&plain),
+    }
+}
+
+/// A measure in scientific notation with two digits: `3.1e-9`.
+pub(super) fn scientific(value: f64) -> String {
+    match value {
+        value if !value.is_finite() => special(value),
+        0.0 => "0".to_owned(),
+        value => format!("{value:.1e}"),
+    }
+}
+
+/// `1 - cosine`. Below a few roundings of f64 the difference holds no digit worth showing.
+pub(super) fn one_minus_cosine(cosine: f64) -> String {
+    let distance = 1.0 - cosine;
+    if distance.abs() <= 8.0 * f64::EPSILON { "0".to_owned() } else { scientific(distance) }
+}
+
+/// One element's value: shortest digits that name its f32, or nine of them for values between.
+pub(super) fn element(value: f64) -> String {
+    if !value.is_finite() {
+        return special(value);
+    }
+    let narrow = value as f32;
+    let plain = value == 0.0 || (1e-3..1e7).contains(&value.abs());
+    match (f64::from(narrow) == value, plain) {
+        (true, true) => format!("{narrow}"),
+        (true, false) => format!("{narrow:e}"),
+        (false, true) => {
+            let decimals = 8 - value.abs().log10().floor() as i32;
+            format!("{value:.*}", usize::try_from(decimals).unwrap_or(0))
+        }
+        (false, false) => format!("{value:.8e}"),
+    }
+}
+
+/// A time given in nanoseconds, with three significant digits and its unit.
+pub(super) fn time(nanoseconds: f64) -> String {
+    let (value, unit) = match nanoseconds.abs() {
+        size if size < 1e3 => (nanoseconds, "ns"),
+        size if size < 1e6 => (nanoseconds / 1e3, "µs"),
+        size if size < 1e9 => (nanoseconds / 1e6, "ms"),
+        _ => (nanoseconds / 1e9, "s"),
+    };
+    format!("{} {unit}", significant(value, 3))
+}
+
+/// A duration given in seconds: `41.3 s`, `3 min 12 s`, `2 h 05 min`.
+pub(super) fn duration(seconds: f64) -> String {
+    if !seconds.is_finite() || seconds < 60.0 {
+        return time(seconds * 1e9);
+    }
+    let whole = seconds.round() as u64;
+    match whole {
+        0..3600 => format!("{} min {:02} s", whole / 60, whole % 60),
+        _ => format!("{} h {:02} min", count(whole / 3600), whole % 3600 / 60),
+    }
+}
+
+/// A size in bytes: `227 KiB`.
+pub(super) fn bytes(value: u64) -> String {
+    match value {
+        0..1024 => format!("{value} B"),
+        1024..1_048_576 => format!("{} KiB", significant(value as f64 / 1024.0, 3)),
+        _ => format!("{} MiB", significant(value as f64 / 1_048_576.0, 3)),
+    }
+}
+
+/// Seconds since 1970 as a date and time: `2025-06-30 14:05:09 UTC`.
+pub(super) fn utc(unix: u64) -> String {
+    let (days, seconds) = (unix / 86_400, unix % 86_400);
+    let (year, month, day) = civil(days);
+    format!("{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", seconds / 3600, seconds / 60 % 60, seconds % 60)
+}
+
+/// Year, month and day of a number of days since 1970-01-01. Years are counted from March, so that
+/// the leap day is the last of its year and month lengths follow `(153 m + 2) / 5`.
+fn civil(days: u64) -> (u64, u64, u64) {
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+}
+
+/// Names of the numbers that are none.
+fn special(value: f64) -> String {
+    match value {
+        value if value.is_nan() => "NaN".to_owned(),
+        value if value > 0.0 => "inf".to_owned(),
+        _ => "-inf".to_owned(),
+    }
+}
+
+/// Puts commas between groups of three digits, from 10,000 on.
+fn group(digits: &str) -> String {
+    let (sign, digits) = digits.strip_prefix('-').map_or(("", digits), |digits| ("-", digits));
+    if digits.len() < 5 {
+        return format!("{sign}{digits}");
+    }
+    let mut grouped = sign.to_owned();
+    for (place, digit) in digits.chars().enumerate() {
+        if place > 0 && (digits.len() - place).is_multiple_of(3) {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    grouped
+}

@@ -1,0 +1,231 @@
+//! A section for each operator: what it is, how its tensors agree, its worst cases, its speed.
+
+use maud::{Markup, html};
+
+use crate::record::{BenchmarkRecord, Metrics, OperatorRecord, Report};
+
+use super::html::{breakable, number, scroller};
+use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
+use super::picture;
+use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops};
+
+/// Worst cases shown for each tensor.
+const WORST: usize = 3;
+/// Most rows and columns of the worst case's heat map; the others' are thumbnails, for the page's size.
+const FULL: (usize, usize) = (48, 64);
+const THUMBNAIL: (usize, usize) = (24, 32);
+
+/// All operators' sections, in the registry's order.
+pub(super) fn sections(report: &Report) -> Markup {
+    html! { @for operator in operators(report) { (section(report, &operator)) } }
+}
+
+fn section(report: &Report, operator: &OperatorRecord) -> Markup {
+    let tensors = TensorSummary::all(report, &operator.name);
+    let benchmarks: Vec<_> = report.benchmarks.iter().filter(|one| one.operator == operator.name).collect();
+    html! {
+        section .operator id=(format!("operator-{}", operator.name)) {
+            h2 { (operator.name) }
+            p { (operator.summary) }
+            (description(report, operator))
+            @if tensors.is_empty() {
+                p .note { "No tensor of this operator was compared with the oracle in this run." }
+            } @else {
+                h3 { "Agreement with the oracle" }
+                (tensor_table(operator, &tensors))
+                h3 { "Worst cases" }
+                (picture::legend())
+                (worst_cases(&tensors))
+            }
+            @if !benchmarks.is_empty() { h3 { "Speed" } (benchmark_table(&benchmarks)) }
+        }
+    }
+}
+
+fn description(report: &Report, operator: &OperatorRecord) -> Markup {
+    let cases: Vec<_> = report.cases.iter().filter(|case| case.operator == operator.name).collect();
+    let paths: Vec<String> = paths(report, &operator.name).iter().map(|(path, cases)| format!("{path} ({})", count(*cases))).collect();
+    let kernel: f64 = cases.iter().map(|case| case.kernel_seconds).sum();
+    let oracle: f64 = cases.iter().map(|case| case.oracle_seconds).sum();
+    html! {
+        dl .facts {
+            div { dt { "specification" } dd { (or_none(&operator.specification.join("; "))) } }
+            div { dt { "kernel" } dd { code { (or_none(&operator.kernel_file)) } } }
+            div { dt { "oracle" } dd { code { (or_none(&operator.oracle_file)) } } }
+            div { dt { "dtypes" } dd { (or_none(&operator.dtypes.join(", "))) } }
+            div { dt { "axes swept" } dd { (or_none(&operator.axes.join(", "))) } }
+            div { dt { "backward kernel" } dd { (if operator.has_backward { "yes" } else { "no" }) } }
+            div { dt { "cases" } dd { (count(cases.len() as u64)) "; kernel " (duration(kernel)) ", oracle " (duration(oracle)) } }
+            div { dt { "paths that ran (cases)" } dd { (or_none(&paths.join(", "))) } }
+        }
+    }
+}
+
+fn or_none(text: &str) -> &str {
+    if text.is_empty() { "—" } else { text }
+}
+
+fn tensor_table(operator: &OperatorRecord, tensors: &[TensorSummary]) -> Markup {
+    let table = html! {
+        table .tensors {
+            (tensor_head())
+            @for group in tensors.chunk_by(|a, b| a.check == b.check) {
+                tbody class=(if group[0].check == "gradient" { "gradient" } else { "" }) {
+                    tr .group { th colspan="14" scope="rowgroup" { span { (group_title(group[0].check)) } } }
+                    @for tensor in group { (tensor_row(tensor)) }
+                }
+            }
+        }
+    };
+    let without_gradients = operator.has_backward && !tensors.iter().any(|tensor| tensor.check == "gradient");
+    html! {
+        @if without_gradients { p .alarm { strong { "▲ No gradient was compared" } " although the operator has a backward kernel." } }
+        (scroller("Agreement with the oracle", table))
+    }
+}
+
+fn group_title(check: &str) -> String {
+    match check {
+        "forward" => "Forward agreement — kernel against oracle".to_owned(),
+        "gradient" => "Gradient agreement — backward kernel against the oracle's autograd".to_owned(),
+        other => other.to_owned(),
+    }
+}
+
+fn tensor_head() -> Markup {
+    html! {
+        thead {
+            tr {
+                th rowspan="2" scope="col" { "tensor" }
+                th .count rowspan="2" scope="col" { "cases" }
+                th .count rowspan="2" scope="col" { "elements" }
+                th .spread colspan="2" scope="colgroup" { "budget used" }
+                th .spread colspan="2" scope="colgroup" { "relative budget" }
+                th .count rowspan="2" scope="col" { "1 − cosine, worst" }
+                th .count rowspan="2" scope="col" { "norm ratio, range" }
+                th .count rowspan="2" scope="col" { "relative L2, max" }
+                th .count rowspan="2" scope="col" { "max |error|" }
+                th .spread colspan="3" scope="colgroup" { "ulp, worst case" }
+            }
+            tr {
+                @for label in ["worst", "median", "tightest", "loosest", "p50", "p99", "max"] { th .count scope="col" { (label) } }
+            }
+        }
+    }
+}
+
+fn tensor_row(tensor: &TensorSummary) -> Markup {
+    if tensor.entries.is_empty() {
+        return html! {
+            tr { th scope="row" { code { (tensor.tensor) } } td .count { (count(tensor.without_metrics)) } td .count { (count(tensor.compared)) } td colspan="11" { "no measures recorded" } }
+        };
+    }
+    let used = tensor.worst_used();
+    let loosest = tensor.largest(|metrics| metrics.budget_relative);
+    html! {
+        tr {
+            th scope="row" { @if !tensor.agrees() { span .fail-text title="not every case agreed" { "✗ " } } code { (tensor.tensor) } }
+            td .count { (count(tensor.entries.len() as u64)) @if tensor.without_metrics > 0 { " + " (count(tensor.without_metrics)) " unmeasured" } }
+            td .count { (count(tensor.compared)) }
+            td .count { @if used <= 1.0 { (significant(used, 3)) } @else { strong .fail-text { "✗ " (significant(used, 3)) } } }
+            (measure(tensor.median(|metrics| metrics.budget_used), |value| significant(value, 3)))
+            (measure(tensor.smallest(|metrics| metrics.budget_relative), scientific))
+            td .count { @if loosest < 1.0 { (scientific(loosest)) } @else { strong .fail-text title="A budget as large as the values accepts zeros" { "▲ " (scientific(loosest)) } } }
+            (measure(tensor.smallest(|metrics| metrics.cosine), one_minus_cosine))
+            td .count { (norm_range(tensor)) }
+            (measure(tensor.largest(|metrics| metrics.relative_l2), scientific))
+            (measure(tensor.largest(|metrics| metrics.max_abs), scientific))
+            (measure(tensor.largest(|metrics| metrics.ulp_p50), |value| significant(value, 3)))
+            (measure(tensor.largest(|metrics| metrics.ulp_p99), |value| significant(value, 3)))
+            (measure(tensor.largest(|metrics| metrics.ulp_max), |value| significant(value, 3)))
+        }
+    }
+}
+
+fn measure(value: f64, text: impl Fn(f64) -> String) -> Markup {
+    html! { td .count { (number(value, text(value))) } }
+}
+
+/// Lowest and highest norm ratio, once where they look the same.
+fn norm_range(tensor: &TensorSummary) -> Markup {
+    let ratio = |metrics: &Metrics| metrics.norm_ratio;
+    let (low, high) = (tensor.smallest(ratio), tensor.largest(ratio));
+    let (low_text, high_text) = (significant(low, 5), significant(high, 5));
+    html! { (number(low, low_text.clone())) @if low_text != high_text { " … " (number(high, high_text)) } }
+}
+
+/// One fold for each tensor. Those that failed stand open, and the one that used most of its budget.
+fn worst_cases(tensors: &[TensorSummary]) -> Markup {
+    let measured: Vec<_> = tensors.iter().filter(|tensor| !tensor.entries.is_empty()).collect();
+    let worst = measured.iter().enumerate().min_by(|(_, a), (_, b)| super::summary::worse_first(a.worst_used(), b.worst_used())).map(|(place, _)| place);
+    html! {
+        @for (place, tensor) in measured.iter().enumerate() {
+            details .tensor open[Some(place) == worst || !tensor.agrees()] {
+                summary {
+                    @if !tensor.agrees() { span .fail-text { "✗ " } }
+                    (tensor.check) " " code { (tensor.tensor) }
+                    span .note { " · worst " (significant(tensor.worst_used(), 3)) " of budget over " (counted(tensor.entries.len() as u64, "case")) }
+                }
+                (picture::histogram(&tensor.histogram()))
+                div .worst { @for (rank, entry) in tensor.entries.iter().take(WORST).enumerate() { (worst_case(rank, entry)) } }
+            }
+        }
+    }
+}
+
+fn worst_case(rank: usize, entry: &Entry) -> Markup {
+    let metrics = entry.metrics;
+    let index: Vec<String> = metrics.worst.index.iter().map(u64::to_string).collect();
+    let over = !(metrics.budget_used <= 1.0);
+    html! {
+        article .card {
+            h4 { (rank + 1) ". " span .fail-text[over] { @if over { "✗ " } (significant(metrics.budget_used, 3)) " of budget" } span .note { " at [" (index.join(", ")) "]" } }
+            (picture::heat(&metrics.heat, if rank == 0 { FULL } else { THUMBNAIL }))
+            p .note {
+                "relative L2 " (number(metrics.relative_l2, scientific(metrics.relative_l2)))
+                ", ulp max " (number(metrics.ulp_max, significant(metrics.ulp_max, 3)))
+                ", " (counted(entry.check.compared, "element"))
+            }
+            code .command.short title="click to select" { (entry.case.replay) }
+        }
+    }
+}
+
+fn benchmark_table(benchmarks: &[&BenchmarkRecord]) -> Markup {
+    let table = html! {
+        table {
+            thead {
+                tr {
+                    th scope="col" { "benchmark" } th .count scope="col" { "median" } th .count scope="col" { "95 % interval" } th .count scope="col" { "samples" }
+                    th .count scope="col" { "GB/s" } th .count scope="col" { "TFLOP/s" } th scope="col" { "of the device's limit" }
+                }
+            }
+            tbody { @for benchmark in benchmarks { (benchmark_row(benchmark)) } }
+        }
+    };
+    scroller("Benchmarks", table)
+}
+
+fn benchmark_row(benchmark: &BenchmarkRecord) -> Markup {
+    html! {
+        tr {
+            th scope="row" { (breakable(&benchmark.id)) }
+            td .count { (time(benchmark.median_ns)) }
+            td .count { (time(benchmark.low_ns)) " … " (time(benchmark.high_ns)) }
+            td .count { (count(benchmark.samples)) }
+            td .count { (significant(gigabytes_per_second(benchmark), 3)) }
+            td .count { @if benchmark.flops > 0.0 { (significant(teraflops(benchmark), 3)) } @else { "—" } }
+            td { (limit_bar(benchmark.percent_of_limit)) }
+        }
+    }
+}
+
+fn limit_bar(percent: Option<f64>) -> Markup {
+    match percent {
+        None => html! { span .note { "not measured" } },
+        Some(percent) => html! {
+            span .meter aria-hidden="true" { span style=(format!("width:{:.1}%", percent.clamp(0.0, 100.0))) {} }
+            " " (significant(percent, 3)) " %"
+        },
+    }
+}

@@ -1,0 +1,211 @@
+//! Heat maps and histograms as SVG, coloured by classes of the style sheet so that both colour schemes read.
+
+use std::fmt::Write;
+
+use maud::{Markup, html};
+
+use crate::record::HeatMap;
+
+use super::numbers::{count, significant};
+
+/// Steps of the colour scale from 0 to the whole budget.
+const STEPS: usize = 10;
+/// Level of cells above the budget.
+const OVER: usize = STEPS;
+/// Level of cells whose error is no number.
+const UNDEFINED: usize = STEPS + 1;
+
+/// Fill patterns that the pictures refer to; they stand once on the page. Hatching and crosses keep
+/// cells over the budget apart from dark cells under it without colour.
+pub(super) fn patterns() -> Markup {
+    html! {
+        svg .patterns width="0" height="0" aria-hidden="true" {
+            defs {
+                pattern #over width="1" height="1" patternUnits="userSpaceOnUse" {
+                    rect .over-ground width="1" height="1" {}
+                    path .over-line d="M0 1L1 0" {}
+                }
+                pattern #undefined width="1" height="1" patternUnits="userSpaceOnUse" {
+                    rect .undefined-ground width="1" height="1" {}
+                    path .undefined-line d="M.2 .2L.8 .8M.2 .8L.8 .2" {}
+                }
+            }
+        }
+    }
+}
+
+/// The colour scale of the heat maps.
+pub(super) fn legend() -> Markup {
+    html! {
+        div .legend aria-label="Colour scale of the heat maps" {
+            span { "error ÷ budget:" }
+            span { "0" }
+            svg .scale width="200" height="14" viewBox="0 0 10 1" preserveAspectRatio="none" aria-hidden="true" {
+                @for step in 0..STEPS {
+                    path class=(format!("h{step}")) d=(format!("M{step} .5h1")) {}
+                }
+            }
+            span { "1" }
+            span { (key(OVER)) "over budget" }
+            span { (key(UNDEFINED)) "NaN or infinite" }
+            span { span .ring-key {} "worst cell" }
+        }
+    }
+}
+
+fn key(level: usize) -> Markup {
+    html! {
+        svg .key width="22" height="14" viewBox="0 0 3 2" preserveAspectRatio="none" aria-hidden="true" {
+            path class=(class(level)) d="M0 0h3v2h-3z" {}
+        }
+    }
+}
+
+/// A tensor's error over budget. `most` limits the rows and columns of the picture; cells beyond
+/// are joined by their largest value.
+pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
+    let whole = map.rows as usize * map.columns as usize;
+    if whole == 0 || map.cells.len() != whole {
+        return html! { p .note { "No heat map: the record holds " (count(map.cells.len() as u64)) " cells for " (map.rows) " × " (map.columns) "." } };
+    }
+    let (rows, columns, cells) = pool(map, most);
+    let levels: Vec<usize> = cells.iter().map(|cell| level(*cell)).collect();
+    let ground = (0..=UNDEFINED).max_by_key(|level| levels.iter().filter(|one| *one == level).count()).unwrap_or(0);
+    let (worst, worst_value) = worst(&cells);
+    let height = (rows * 6).clamp(36, 192);
+    let title = format!("Largest cell: {} of its budget", significant(worst_value, 3));
+    html! {
+        figure .heat {
+            div .frame {
+                span .down { "row 0 … " (count(map.total_rows.saturating_sub(1))) }
+                svg width="100%" height=(height) viewBox=(format!("0 0 {columns} {rows}")) preserveAspectRatio="none" role="img" {
+                    title { (title) }
+                    path class=(class(ground)) d=(solid(0, 0, columns, rows)) {}
+                    @for level in (0..=UNDEFINED).filter(|level| *level != ground) {
+                        @let runs = runs(&levels, columns, level);
+                        @if !runs.is_empty() { path class=(class(level)) d=(outline(level, &runs)) {} }
+                    }
+                    rect .ring x=(worst % columns) y=(worst / columns) width="1" height="1" {}
+                }
+            }
+            figcaption { "last axis 0 … " (count(map.total_columns.saturating_sub(1))) }
+        }
+    }
+}
+
+/// Joins cells so that at most `most` rows and columns remain. NaN outlives the joining.
+fn pool(map: &HeatMap, most: (usize, usize)) -> (usize, usize, Vec<f32>) {
+    let (rows, columns) = (map.rows as usize, map.columns as usize);
+    let (down, across) = (rows.div_ceil(most.0.max(1)), columns.div_ceil(most.1.max(1)));
+    let (fewer_rows, fewer_columns) = (rows.div_ceil(down), columns.div_ceil(across));
+    let mut cells = vec![0.0_f32; fewer_rows * fewer_columns];
+    for (place, value) in map.cells.iter().enumerate() {
+        let cell = &mut cells[place / columns / down * fewer_columns + place % columns / across];
+        if value.is_nan() || *value > *cell {
+            *cell = *value;
+        }
+    }
+    (fewer_rows, fewer_columns, cells)
+}
+
+/// Where the largest cell is, NaN before all.
+fn worst(cells: &[f32]) -> (usize, f64) {
+    let place = (0..cells.len()).max_by(|a, b| cells[*a].is_nan().cmp(&cells[*b].is_nan()).then(cells[*a].total_cmp(&cells[*b])));
+    place.map_or((0, f64::NAN), |place| (place, f64::from(cells[place])))
+}
+
+fn level(value: f32) -> usize {
+    match value {
+        value if !value.is_finite() => UNDEFINED,
+        value if value > 1.0 => OVER,
+        value => ((value.max(0.0) * STEPS as f32) as usize).min(STEPS - 1),
+    }
+}
+
+fn class(level: usize) -> String {
+    match level {
+        OVER => "over".to_owned(),
+        UNDEFINED => "undefined".to_owned(),
+        level => format!("h{level} solid"),
+    }
+}
+
+/// Horizontal runs of one level: row, first column, length.
+fn runs(levels: &[usize], columns: usize, wanted: usize) -> Vec<(usize, usize, usize)> {
+    let mut runs = Vec::new();
+    for (row, levels) in levels.chunks(columns).enumerate() {
+        let mut start = 0;
+        for run in levels.chunk_by(|a, b| a == b) {
+            if run[0] == wanted {
+                runs.push((row, start, run.len()));
+            }
+            start += run.len();
+        }
+    }
+    runs
+}
+
+/// All runs of one level as one path: a fraction of the bytes that a rectangle for each cell takes.
+fn outline(_level: usize, runs: &[(usize, usize, usize)]) -> String {
+    runs.iter().fold(String::new(), |mut path, (row, start, length)| {
+        path.push_str(&solid(*start, *row, *length, 1));
+        path
+    })
+}
+
+fn solid(x: usize, y: usize, width: usize, height: usize) -> String {
+    format!("M{x} {y}h{width}v{height}h-{width}z")
+}
+
+/// Width of one bar and the height of the tallest, in pixels.
+const BAR: (usize, usize) = (20, 84);
+
+/// Elements by share of budget used, bins of 1/8. Heights are logarithmic: a handful of elements
+/// over their budget must be seen beside millions under it.
+pub(super) fn histogram(bins: &[u64]) -> Markup {
+    if bins.iter().all(|bin| *bin == 0) {
+        return html! { p .note { "No histogram of budget use was recorded." } };
+    }
+    let tallest = bins.iter().copied().max().unwrap_or(1);
+    let over: u64 = bins.iter().skip(8).sum();
+    let (width, base) = (bins.len() * BAR.0 + 24, BAR.1 + 6);
+    html! {
+        figure .histogram {
+            svg width=(width) height=(base + 20) viewBox=(format!("0 0 {width} {}", base + 20)) role="img" {
+                title { "Elements by share of their budget that they used" }
+                g transform="translate(12 0)" {
+                    @for (place, bin) in bins.iter().enumerate() { (bar(place, *bin, tallest, bins.len())) }
+                    path .axis d=(format!("M0 {base}H{}", bins.len() * BAR.0)) {}
+                    path .limit d=(format!("M{} 0V{base}", 8 * BAR.0)) {}
+                    @for (place, label) in [(0, "0"), (4, "½"), (8, "1 = budget"), (12, "1½")] {
+                        @if place <= bins.len() { text x=(place * BAR.0) y=(base + 15) text-anchor="middle" { (label) } }
+                    }
+                }
+            }
+            figcaption {
+                "Elements by share of budget used, log scale; tallest bar " (count(tallest)) ". "
+                @if over > 0 { strong .fail-text { "✗ " (count(over)) " over budget." } } @else { "None over budget." }
+            }
+        }
+    }
+}
+
+fn bar(place: usize, bin: u64, tallest: u64, bins: usize) -> Markup {
+    if bin == 0 {
+        return html! {};
+    }
+    let share = (1.0 + bin as f64).log10() / (1.0 + tallest as f64).log10();
+    let height = ((share * BAR.1 as f64).round() as usize).max(2);
+    let low = significant(place as f64 / 8.0, 4);
+    let mut title = format!("{low} and more");
+    if place + 1 < bins {
+        title.clear();
+        let _ = write!(title, "{low} to {}", significant((place + 1) as f64 / 8.0, 4));
+    }
+    html! {
+        rect class=(if place < 8 { "bar" } else { "bar bar-over" })
+            x=(place * BAR.0 + 1) y=(BAR.1 + 6 - height) width=(BAR.0 - 2) height=(height) {
+            title { (title) ": " (count(bin)) }
+        }
+    }
+}

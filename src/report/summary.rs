@@ -1,0 +1,483 @@
+//! What the records say, gathered: counts, the matrix of checks, tensors over all their cases.
+
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+
+use crate::record::{BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, OperatorRecord, Origin, Report, Verdict};
+
+use super::numbers::{counted, significant};
+
+/// The checks that a full run holds, in the order of the matrix's columns.
+pub(super) const CHECKS: [&str; 15] = [
+    "launch",
+    "forward",
+    "gradient",
+    "finite",
+    "special_values",
+    "budget",
+    "oracle_gradients",
+    "inputs_unchanged",
+    "guards",
+    "fully_written",
+    "repeatable",
+    "poison_independent",
+    "schedule_independent",
+    "independence",
+    LAWS,
+];
+
+/// The column that all checks named `law: …` share.
+pub(super) const LAWS: &str = "laws";
+
+/// How a check counts: its verdict, unless its own record contradicts a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Standing {
+    /// A pass that compared something.
+    Pass,
+    /// A failure.
+    Fail,
+    /// Could not be decided.
+    Error,
+    /// Recorded as a pass, with nothing compared or a budget use that is not at most 1.
+    Unfounded,
+}
+
+impl Standing {
+    /// Of one check.
+    pub(super) fn of(check: &CheckRecord) -> Self {
+        match check.verdict {
+            Verdict::Pass if contradiction(check).is_some() => Self::Unfounded,
+            Verdict::Pass => Self::Pass,
+            Verdict::Fail => Self::Fail,
+            Verdict::Error => Self::Error,
+        }
+    }
+
+    /// A symbol, so that colour never speaks alone.
+    pub(super) fn symbol(self) -> &'static str {
+        match self {
+            Self::Pass => "✓",
+            Self::Fail => "✗",
+            Self::Error => "!",
+            Self::Unfounded => "?",
+        }
+    }
+
+    /// The word for it, which is also its class in the style sheet.
+    pub(super) fn word(self) -> &'static str {
+        match self {
+            Self::Pass => "pass",
+            Self::Fail => "fail",
+            Self::Error => "error",
+            Self::Unfounded => "unfounded",
+        }
+    }
+}
+
+/// Why a pass cannot be believed, if it cannot.
+pub(super) fn contradiction(check: &CheckRecord) -> Option<String> {
+    let used = check.metrics.as_ref().map_or(0.0, |metrics| metrics.budget_used);
+    match check.verdict {
+        Verdict::Pass if check.compared == 0 => Some("Recorded as a pass, but no element was compared.".to_owned()),
+        Verdict::Pass if !(used <= 1.0) => {
+            Some(format!("Recorded as a pass, but the share of the budget used is {}.", significant(used, 3)))
+        }
+        _ => None,
+    }
+}
+
+/// What a check has to say for itself where it is not a plain pass.
+pub(super) fn message(check: &CheckRecord) -> String {
+    match contradiction(check) {
+        Some(contradiction) => contradiction,
+        None if check.message.is_empty() => "The record gives no reason.".to_owned(),
+        None => check.message.clone(),
+    }
+}
+
+/// Totals of a run.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    /// Cases that ran.
+    pub(super) cases: u64,
+    /// Cases in which something is not a plain pass, or that ran no check.
+    pub(super) failing_cases: u64,
+    /// Cases that ran no check.
+    pub(super) unchecked_cases: u64,
+    /// Check records.
+    pub(super) checks: u64,
+    /// Checks by [`Standing`].
+    pub(super) standings: BTreeMap<Standing, u64>,
+    /// Elements that the checks compared.
+    pub(super) compared: u64,
+    /// Mutants that no check saw.
+    pub(super) survivors: u64,
+    /// Things skipped.
+    pub(super) skipped: u64,
+}
+
+impl Counts {
+    /// Of a whole run.
+    pub(super) fn of(report: &Report) -> Self {
+        let mut counts = Self {
+            cases: report.cases.len() as u64,
+            failing_cases: report.cases.iter().filter(|case| !agrees(case)).count() as u64,
+            unchecked_cases: report.cases.iter().filter(|case| case.checks.is_empty()).count() as u64,
+            survivors: report.mutants.iter().filter(|mutant| survived(mutant)).count() as u64,
+            skipped: report.skips.iter().map(|skip| skip.count).sum(),
+            ..Self::default()
+        };
+        for check in report.cases.iter().flat_map(|case| &case.checks) {
+            counts.checks += 1;
+            counts.compared = counts.compared.saturating_add(check.compared);
+            *counts.standings.entry(Standing::of(check)).or_default() += 1;
+        }
+        counts
+    }
+
+    /// Number of checks of one standing.
+    pub(super) fn standing(&self, standing: Standing) -> u64 {
+        self.standings.get(&standing).copied().unwrap_or(0)
+    }
+
+    /// How the whole run counts: a class of the style sheet and a sentence.
+    pub(super) fn headline(&self) -> (&'static str, String) {
+        if self.cases == 0 {
+            return ("error", "Nothing was compared: the run holds no case".to_owned());
+        }
+        let mut troubles = Vec::new();
+        let mut trouble = |count: u64, noun: &str, rest: &str| {
+            if count > 0 {
+                troubles.push(format!("{} {rest}", counted(count, noun)));
+            }
+        };
+        trouble(self.standing(Standing::Fail), "check", "failed");
+        trouble(self.standing(Standing::Error), "check", "could not be decided");
+        trouble(self.standing(Standing::Unfounded), "check", "passed without ground");
+        trouble(self.unchecked_cases, "case", "ran no check");
+        match (troubles.is_empty(), self.survivors) {
+            (false, _) => ("fail", format!("{}, in {}", troubles.join(", "), counted(self.failing_cases, "case"))),
+            (true, 0) => ("pass", format!("All {} agreed in {}", counted(self.checks, "check"), counted(self.cases, "case"))),
+            (true, survivors) => ("warn", format!("All checks agreed, but {} survived them", counted(survivors, "mutant"))),
+        }
+    }
+}
+
+/// Whether every check of a case is a plain pass, and there is one.
+pub(super) fn agrees(case: &CaseRecord) -> bool {
+    !case.checks.is_empty() && case.checks.iter().all(|check| Standing::of(check) == Standing::Pass)
+}
+
+/// Whether no check saw the mutant.
+pub(super) fn survived(mutant: &MutantRecord) -> bool {
+    mutant.killed_by.is_empty()
+}
+
+/// The cases that do not agree; those made smaller by shrinking first, since they are quickest to read.
+pub(super) fn failing(report: &Report) -> Vec<&CaseRecord> {
+    let mut cases: Vec<_> = report.cases.iter().filter(|case| !agrees(case)).collect();
+    cases.sort_by_key(|case| case.origin != Origin::Shrunk);
+    cases
+}
+
+/// The checks of a case that are no plain pass, the one that used most of its budget first.
+pub(super) fn findings(case: &CaseRecord) -> Vec<&CheckRecord> {
+    let mut checks: Vec<_> = case.checks.iter().filter(|check| Standing::of(check) != Standing::Pass).collect();
+    checks.sort_by(|a, b| worse_first(used(a), used(b)));
+    checks
+}
+
+/// Share of the budget that a check used; checks without metrics come before small numbers, after failures.
+fn used(check: &CheckRecord) -> f64 {
+    check.metrics.as_ref().map_or(1.0, |metrics| metrics.budget_used)
+}
+
+/// Orders shares of the budget from worst to best; NaN is worse than anything.
+pub(super) fn worse_first(a: f64, b: f64) -> Ordering {
+    b.is_nan().cmp(&a.is_nan()).then(b.total_cmp(&a))
+}
+
+/// Checks failing alike: operator, check and tensor, with the number of cases and the first of them
+/// as an index into [`failing`].
+pub(super) fn failing_kinds(cases: &[&CaseRecord]) -> Vec<(String, String, String, u64, usize)> {
+    let mut kinds: BTreeMap<(&str, &str, &str), (u64, usize)> = BTreeMap::new();
+    for (place, case) in cases.iter().enumerate() {
+        for check in findings(case) {
+            kinds.entry((&case.operator, &check.check, &check.tensor)).or_insert((0, place)).0 += 1;
+        }
+    }
+    let mut kinds: Vec<_> = kinds
+        .into_iter()
+        .map(|((operator, check, tensor), (count, first))| (operator.into(), check.into(), tensor.into(), count, first))
+        .collect();
+    kinds.sort_by_key(|kind: &(String, String, String, u64, usize)| std::cmp::Reverse(kind.3));
+    kinds
+}
+
+/// One cell of the matrix: the checks of one kind over all cases of one operator.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Cell {
+    /// Checks that passed.
+    pub(super) passes: u64,
+    /// Checks that ran.
+    pub(super) total: u64,
+    /// Elements compared.
+    pub(super) compared: u64,
+    /// The worst standing among them; `None` where none ran.
+    pub(super) standing: Option<Standing>,
+}
+
+impl Cell {
+    fn add(&mut self, check: &CheckRecord) {
+        let standing = Standing::of(check);
+        self.passes += u64::from(standing == Standing::Pass);
+        self.total += 1;
+        self.compared = self.compared.saturating_add(check.compared);
+        self.standing = self.standing.max(Some(standing));
+    }
+}
+
+/// Operators × checks.
+#[derive(Debug)]
+pub(super) struct Matrix {
+    /// Checks that ran, in the order of [`CHECKS`], unknown ones after them.
+    pub(super) columns: Vec<String>,
+    /// Each operator's cells, then its total.
+    pub(super) rows: Vec<(String, Vec<Cell>, Cell)>,
+    /// Known checks that no case ran.
+    pub(super) absent: Vec<&'static str>,
+}
+
+impl Matrix {
+    /// Of a whole run.
+    pub(super) fn of(report: &Report) -> Self {
+        let mut seen: Vec<&str> = report.cases.iter().flat_map(|case| &case.checks).map(|check| column(&check.check)).collect();
+        seen.sort_by_key(|name| (CHECKS.iter().position(|known| known == name).unwrap_or(CHECKS.len()), *name));
+        seen.dedup();
+        let rows = operators(report).into_iter().map(|operator| {
+            let mut cells = vec![Cell::default(); seen.len()];
+            let mut sum = Cell::default();
+            for check in report.cases.iter().filter(|case| case.operator == operator.name).flat_map(|case| &case.checks) {
+                sum.add(check);
+                if let Some(place) = seen.iter().position(|name| *name == column(&check.check)) {
+                    cells[place].add(check);
+                }
+            }
+            (operator.name, cells, sum)
+        });
+        Self {
+            rows: rows.collect(),
+            absent: CHECKS.into_iter().filter(|known| !seen.contains(known)).collect(),
+            columns: seen.into_iter().map(str::to_owned).collect(),
+        }
+    }
+}
+
+/// The matrix's column of a check.
+fn column(check: &str) -> &str {
+    if check.starts_with("law:") { LAWS } else { check }
+}
+
+/// The registry's operators, and after them any that only cases or benchmarks name: nothing is left out.
+pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
+    let mut operators = report.operators.clone();
+    let named = report.cases.iter().map(|case| &case.operator).chain(report.benchmarks.iter().map(|one| &one.operator));
+    for name in named {
+        if !operators.iter().any(|operator| operator.name == *name) {
+            operators.push(OperatorRecord {
+                name: name.clone(),
+                summary: "Not described by this run's registry.".to_owned(),
+                specification: Vec::new(),
+                kernel_file: String::new(),
+                oracle_file: String::new(),
+                dtypes: Vec::new(),
+                axes: Vec::new(),
+                has_backward: false,
+            });
+        }
+    }
+    operators
+}
+
+/// One case's measures of one tensor.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry<'a> {
+    /// The case.
+    pub(super) case: &'a CaseRecord,
+    /// The check of that tensor.
+    pub(super) check: &'a CheckRecord,
+    /// Its metrics.
+    pub(super) metrics: &'a Metrics,
+}
+
+/// One tensor of one operator under one check, over all cases.
+#[derive(Debug)]
+pub(super) struct TensorSummary<'a> {
+    /// `forward` or `gradient`.
+    pub(super) check: &'a str,
+    /// The tensor's name.
+    pub(super) tensor: &'a str,
+    /// Cases with metrics, the one that used most of its budget first.
+    pub(super) entries: Vec<Entry<'a>>,
+    /// Cases in which the check gave no metrics.
+    pub(super) without_metrics: u64,
+    /// Elements compared.
+    pub(super) compared: u64,
+}
+
+impl<'a> TensorSummary<'a> {
+    /// All tensors of an operator, forward ones first.
+    pub(super) fn all(report: &'a Report, operator: &str) -> Vec<Self> {
+        let mut tensors: Vec<Self> = Vec::new();
+        for case in report.cases.iter().filter(|case| case.operator == operator) {
+            for check in &case.checks {
+                let agreement = matches!(check.check.as_str(), "forward" | "gradient");
+                if agreement || check.metrics.is_some() {
+                    Self::add(&mut tensors, case, check);
+                }
+            }
+        }
+        for tensor in &mut tensors {
+            tensor.entries.sort_by(|a, b| worse_first(a.metrics.budget_used, b.metrics.budget_used));
+        }
+        tensors.sort_by_key(|tensor| CHECKS.iter().position(|known| *known == column(tensor.check)).unwrap_or(CHECKS.len()));
+        tensors
+    }
+
+    fn add(tensors: &mut Vec<Self>, case: &'a CaseRecord, check: &'a CheckRecord) {
+        let place = tensors.iter().position(|one| one.check == check.check && one.tensor == check.tensor).unwrap_or_else(|| {
+            let (check, tensor) = (check.check.as_str(), check.tensor.as_str());
+            tensors.push(Self { check, tensor, entries: Vec::new(), without_metrics: 0, compared: 0 });
+            tensors.len() - 1
+        });
+        let summary = &mut tensors[place];
+        summary.compared = summary.compared.saturating_add(check.compared);
+        match &check.metrics {
+            Some(metrics) => summary.entries.push(Entry { case, check, metrics }),
+            None => summary.without_metrics += 1,
+        }
+    }
+
+    /// Largest of a measure; NaN if there is one.
+    pub(super) fn largest(&self, measure: impl Fn(&Metrics) -> f64) -> f64 {
+        extreme(self.entries.iter().map(|entry| measure(entry.metrics)), f64::max)
+    }
+
+    /// Smallest of a measure; NaN if there is one.
+    pub(super) fn smallest(&self, measure: impl Fn(&Metrics) -> f64) -> f64 {
+        extreme(self.entries.iter().map(|entry| measure(entry.metrics)), f64::min)
+    }
+
+    /// Median of a measure over the cases.
+    pub(super) fn median(&self, measure: impl Fn(&Metrics) -> f64) -> f64 {
+        let mut values: Vec<f64> = self.entries.iter().map(|entry| measure(entry.metrics)).collect();
+        values.sort_by(f64::total_cmp);
+        match values.len() {
+            0 => f64::NAN,
+            length if length % 2 == 1 => values[length / 2],
+            length => (values[length / 2 - 1] + values[length / 2]) / 2.0,
+        }
+    }
+
+    /// Worst share of the budget used.
+    pub(super) fn worst_used(&self) -> f64 {
+        self.entries.first().map_or(f64::NAN, |entry| entry.metrics.budget_used)
+    }
+
+    /// Whether all its checks are plain passes.
+    pub(super) fn agrees(&self) -> bool {
+        self.without_metrics == 0 && self.entries.iter().all(|entry| Standing::of(entry.check) == Standing::Pass)
+    }
+
+    /// Histograms of budget use, added over all cases.
+    pub(super) fn histogram(&self) -> Vec<u64> {
+        let mut sum = Vec::new();
+        for entry in &self.entries {
+            let bins = &entry.metrics.use_histogram;
+            sum.resize(bins.len().max(sum.len()), 0);
+            for (total, bin) in sum.iter_mut().zip(bins) {
+                *total += bin;
+            }
+        }
+        sum
+    }
+}
+
+/// Folds with `pick`, which would step over a NaN.
+fn extreme(values: impl Iterator<Item = f64>, pick: fn(f64, f64) -> f64) -> f64 {
+    values
+        .reduce(|best, value| if best.is_nan() || value.is_nan() { f64::NAN } else { pick(best, value) })
+        .unwrap_or(f64::NAN)
+}
+
+/// How many cases each kernel path ran in.
+pub(super) fn paths(report: &Report, operator: &str) -> BTreeMap<String, u64> {
+    let mut paths = BTreeMap::new();
+    for path in report.cases.iter().filter(|case| case.operator == operator).flat_map(|case| &case.paths) {
+        *paths.entry(path.clone()).or_default() += 1;
+    }
+    paths
+}
+
+/// How many cases came from where.
+pub(super) fn origins(report: &Report) -> Vec<(&'static str, u64)> {
+    [Origin::Drawn, Origin::Regression, Origin::Shrunk, Origin::Given]
+        .into_iter()
+        .map(|origin| (origin_word(origin), report.cases.iter().filter(|case| case.origin == origin).count() as u64))
+        .filter(|(_, count)| *count > 0)
+        .collect()
+}
+
+/// The word for where a case came from.
+pub(super) fn origin_word(origin: Origin) -> &'static str {
+    match origin {
+        Origin::Regression => "regression",
+        Origin::Drawn => "drawn",
+        Origin::Shrunk => "shrunk",
+        Origin::Given => "given",
+    }
+}
+
+/// Bytes that one call must move, per second, in GB/s.
+pub(super) fn gigabytes_per_second(benchmark: &BenchmarkRecord) -> f64 {
+    benchmark.bytes / benchmark.median_ns
+}
+
+/// Operations that one call must do, per second, in TFLOP/s.
+pub(super) fn teraflops(benchmark: &BenchmarkRecord) -> f64 {
+    benchmark.flops / benchmark.median_ns / 1e3
+}
+
+/// JSON on as few lines as fit into `width` columns, broken from the outside in.
+pub(super) fn pretty(value: &serde_json::Value, indent: usize, width: usize) -> String {
+    let flat = flat(value);
+    if indent + flat.chars().count() <= width {
+        return flat;
+    }
+    let (inner, outer) = (" ".repeat(indent + 2), " ".repeat(indent));
+    match value {
+        serde_json::Value::Object(fields) => {
+            let lines = fields.iter().map(|(name, field)| {
+                format!("{inner}{}: {}", serde_json::Value::from(name.as_str()), pretty(field, indent + 2, width))
+            });
+            format!("{{\n{}\n{outer}}}", lines.collect::<Vec<_>>().join(",\n"))
+        }
+        serde_json::Value::Array(items) if items.iter().any(|item| item.is_object() || item.is_array()) => {
+            let lines = items.iter().map(|item| format!("{inner}{}", pretty(item, indent + 2, width)));
+            format!("[\n{}\n{outer}]", lines.collect::<Vec<_>>().join(",\n"))
+        }
+        _ => flat,
+    }
+}
+
+/// JSON on one line, with a space after each comma and colon.
+fn flat(value: &serde_json::Value) -> String {
+    match value {
+        serde_json::Value::Object(fields) => {
+            let fields = fields.iter().map(|(name, field)| format!("{}: {}", serde_json::Value::from(name.as_str()), flat(field)));
+            format!("{{{}}}", fields.collect::<Vec<_>>().join(", "))
+        }
+        serde_json::Value::Array(items) => format!("[{}]", items.iter().map(flat).collect::<Vec<_>>().join(", ")),
+        scalar => scalar.to_string(),
+    }
+}

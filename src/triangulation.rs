@@ -1,0 +1,153 @@
+//! Gradients three ways: autograd, the written-out backward formula, and finite differences.
+//!
+//! The oracle's gradients are what kernels are judged by, so they are judged first. For a random
+//! upstream `g` and a random direction `v` of each input `x`:
+//!
+//! 1. **formula**: the written-out backward equals candle's autograd, element by element;
+//! 2. **directional derivative**: `<autograd(g), v>` equals `d/dt <g, f(x + t v)>` by central differences;
+//! 3. **adjoint identity**: `<g', J v>`, with `J v` by central differences of the outputs and a fresh
+//!    `g'`, equals `<formula(g'), v>`.
+//!
+//! Bounds are derived. Central differences with step `h` err by `h² |F'''|/6`, estimated by the
+//! difference between steps `h` and `2h` (which is three times that), plus the rounding of `F` over `h`:
+//! a sum of `n` products rounds by `sqrt(n) · eps · |terms|` or less, and the oracle's own depth is
+//! covered by counting the terms of its longest sum as well.
+
+use crate::case::{CaseError, Draw};
+use crate::operator::GradientProbe;
+
+/// One comparison.
+pub struct Finding {
+    /// Input whose gradient it is, and which way.
+    pub input: String,
+    /// Elements compared.
+    pub compared: u64,
+    /// What disagreed.
+    pub problem: Option<String>,
+}
+
+/// Balances truncation (h²) against rounding (eps/h).
+fn step() -> f64 {
+    f64::EPSILON.cbrt()
+}
+
+/// Compares the three ways at the probe's inputs.
+///
+/// # Errors
+/// What the oracle refuses.
+pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError> {
+    let named = probe.inputs();
+    let inputs: Vec<Vec<f64>> = named.iter().map(|(_, values)| values.clone()).collect();
+    let outputs = probe.outputs(&inputs)?;
+    let upstream = random_like(&outputs, "upstream");
+    let fresh = random_like(&outputs, "fresh upstream");
+    let autograd = probe.autograd(&upstream)?;
+    let formula = probe.backward(&upstream)?;
+    let formula_fresh = probe.backward(&fresh)?;
+    let mut findings = Vec::new();
+    for (index, (name, values)) in named.iter().enumerate() {
+        if values.is_empty() {
+            continue;
+        }
+        findings.push(compare_formula(name, &autograd[index], &formula[index]));
+        let direction = direction_of(values, name);
+        let line = Line { probe, inputs: &inputs, index, direction: &direction };
+        let slope = line.slope(&upstream)?;
+        findings.push(compare_slope(name, "directional derivative", &autograd[index], &direction, slope));
+        let slope = line.slope(&fresh)?;
+        findings.push(compare_slope(name, "adjoint identity", &formula_fresh[index], &direction, slope));
+    }
+    Ok(findings)
+}
+
+fn random_like(tensors: &[Vec<f64>], name: &str) -> Vec<Vec<f64>> {
+    let mut draw = Draw::new(0, name);
+    // Outputs that are no finite number (an empty row's lse) have no gradient to weigh.
+    tensors.iter().map(|t| t.iter().map(|v| if v.is_finite() { draw.normal() } else { 0.0 }).collect()).collect()
+}
+
+/// A random direction in units of the input's own scale. Infinite entries (a sink) stay where they are.
+fn direction_of(values: &[f64], name: &str) -> Vec<f64> {
+    let finite = || values.iter().filter(|v| v.is_finite() && v.abs() < f64::from(f32::MAX) / 2.0f64.powi(64));
+    let rms = (finite().map(|v| v * v).sum::<f64>() / finite().count().max(1) as f64).sqrt();
+    let scale = if rms > 0.0 { rms } else { 1.0 };
+    let mut draw = Draw::new(0, name);
+    values.iter().map(|v| if v.is_finite() { scale * draw.normal() } else { 0.0 }).collect()
+}
+
+fn compare_formula(name: &str, autograd: &[f64], formula: &[f64]) -> Finding {
+    let norm = autograd.iter().map(|v| v * v).sum::<f64>().sqrt();
+    // Half way, in digits, between the rounding of f32 and that of f64: two orders of f64 sums stay far
+    // below it, whatever cancels in them, and anything that slipped into f32 lies far above.
+    let bound = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt();
+    let worst = autograd.iter().zip(formula).map(|(a, b)| (a - b).abs()).fold(0.0, |m: f64, e| if e.is_nan() { f64::NAN } else { m.max(e) });
+    let agrees = worst <= bound;
+    Finding {
+        input: format!("{name} (formula)"),
+        compared: autograd.len() as u64,
+        problem: (!agrees).then(|| format!("autograd and the backward formula differ by {worst:.3e}, bound {bound:.3e}")),
+    }
+}
+
+fn compare_slope(name: &str, way: &str, gradient: &[f64], direction: &[f64], slope: Slope) -> Finding {
+    let terms = || gradient.iter().zip(direction).map(|(g, d)| g * d);
+    let along: f64 = terms().sum();
+    let magnitude: f64 = terms().map(f64::abs).sum();
+    let bound = slope.error + magnitude * f64::EPSILON * gradient.len() as f64;
+    let error = (along - slope.value).abs();
+    let agrees = error <= bound;
+    Finding {
+        input: format!("{name} ({way})"),
+        compared: gradient.len() as u64,
+        problem: (!agrees).then(|| {
+            format!("gradient says {along:e}, finite differences {:e}: {error:.3e} apart, bound {bound:.3e}", slope.value)
+        }),
+    }
+}
+
+struct Slope {
+    value: f64,
+    error: f64,
+}
+
+struct Line<'a> {
+    probe: &'a dyn GradientProbe,
+    inputs: &'a [Vec<f64>],
+    index: usize,
+    direction: &'a [f64],
+}
+
+impl Line<'_> {
+    /// `(<weights, f(x + t v)>, sum of the magnitudes of its terms)`.
+    fn at(&self, t: f64, weights: &[Vec<f64>]) -> Result<(f64, f64), CaseError> {
+        let mut inputs = self.inputs.to_vec();
+        for (x, v) in inputs[self.index].iter_mut().zip(self.direction) {
+            *x += t * v;
+        }
+        let outputs = self.probe.outputs(&inputs)?;
+        let mut sum = 0.0;
+        let mut magnitude = 0.0;
+        for (w, y) in weights.iter().flatten().zip(outputs.iter().flatten()) {
+            if y.is_finite() {
+                sum += w * y;
+                magnitude += (w * y).abs();
+            }
+        }
+        Ok((sum, magnitude))
+    }
+
+    fn slope(&self, weights: &[Vec<f64>]) -> Result<Slope, CaseError> {
+        let h = step();
+        let central = |h: f64| -> Result<(f64, f64), CaseError> {
+            let (ahead, behind) = (self.at(h, weights)?, self.at(-h, weights)?);
+            Ok(((ahead.0 - behind.0) / (2.0 * h), ahead.1 + behind.1))
+        };
+        let (fine, magnitude) = central(h)?;
+        let (coarse, _) = central(2.0 * h)?;
+        // D(2h) - D(h) = 3 · truncation(h) to leading order; the next order is covered by not dividing.
+        let truncation = (coarse - fine).abs();
+        let terms = (weights.iter().map(Vec::len).sum::<usize>() + self.direction.len()) as f64;
+        let rounding = magnitude * f64::EPSILON * terms.sqrt() / h;
+        Ok(Slope { value: fine, error: truncation + rounding })
+    }
+}

@@ -1,0 +1,2 @@
+//! One binary for every integration test: `cargo test --test suite NAME`.
+mod emulator;
