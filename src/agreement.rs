@@ -8,8 +8,8 @@ use crate::record::{HeatMap, Metrics, Worst};
 
 /// Bins of the histogram of budget use, each 1/8 wide; the last one is open.
 const HISTOGRAM_BINS: usize = 16;
-const HEAT_ROWS: usize = 48;
-const HEAT_COLUMNS: usize = 64;
+const HEAT_ROWS: usize = 24;
+const HEAT_COLUMNS: usize = 48;
 
 /// Compares a kernel's tensor with the oracle's under a budget. Elements for which the oracle has no
 /// finite value are left to the check of special values; a kernel value that is no finite number
@@ -153,8 +153,9 @@ fn heat_map(uses: &[f64], shape: &[usize]) -> HeatMap {
     let mut cells = vec![0f32; rows * columns];
     for (i, &share) in uses.iter().enumerate() {
         let cell = (i / total_columns) * rows / total_rows * columns + (i % total_columns) * columns / total_columns;
-        // JSON has no infinity: the largest f32 stands for it in a picture.
-        cells[cell] = cells[cell].max((share as f32).min(f32::MAX));
+        // Hundredths are enough for a picture, and JSON has no infinity: a million stands for it.
+        let share = (share.min(1e6) * 100.0).round() / 100.0;
+        cells[cell] = cells[cell].max(share as f32);
     }
     HeatMap {
         rows: rows as u32,

@@ -1,1 +1,29 @@
+//! Numerical verification and parity harness for DeepSeek-V4's CUDA kernels.
+//!
+//! Data goes one way: `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record -> report`.
+//!
+//! - [`operators`] and [`registry`]: what each operator brings;
+//! - [`case`]: one comparison, one line of JSON;
+//! - [`budget`], [`agreement`], [`checks`], [`triangulation`]: what is compared, and how strictly;
+//! - [`sweep`], [`regressions`], [`mutants`]: many cases; those that failed; bugs planted on purpose;
+//! - [`golden`] and [`golden_run`]: what an independent implementation computed;
+//! - [`record`], [`report`], [`benchmarks`]: what a run leaves behind, and what people read.
 
+pub mod agreement;
+pub mod benchmarks;
+pub mod budget;
+pub mod case;
+pub mod checks;
+pub mod command;
+pub mod golden;
+pub mod golden_run;
+pub mod mutants;
+pub mod operator;
+pub mod operators;
+pub mod record;
+pub mod registry;
+pub mod regressions;
+pub mod report;
+
+pub mod sweep;
+pub mod triangulation;

@@ -1,1 +1,31 @@
-fn main() {}
+//! `parity`: the command line. Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, 3 the
+//! demanded backend is missing.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use dsv4_parity::command::{self, Command};
+use tracing_subscriber::EnvFilter;
+
+#[derive(Parser)]
+#[command(name = "parity", version, about = "Parity of DeepSeek-V4's CUDA kernels with slow f64 oracles")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+fn main() -> ExitCode {
+    tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::try_from_env("PARITY_LOG").unwrap_or_else(|_| EnvFilter::new("warn")))
+        .with_writer(std::io::stderr)
+        .init();
+    // clap itself exits with 2 on bad usage.
+    let arguments = Arguments::parse();
+    match command::execute(arguments.command) {
+        Ok(code) => code.into(),
+        Err(error) => {
+            eprintln!("parity: {error:#}");
+            command::exit_code_of(&error).into()
+        }
+    }
+}

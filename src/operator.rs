@@ -35,6 +35,9 @@ impl Profile {
     }
 }
 
+/// A kernel file and the defines that it is compiled with.
+pub type ModuleSpecification = (String, Vec<(String, String)>);
+
 /// An entry of the registry.
 pub trait Operator: Sync {
     /// Name, files, types, axes.
@@ -48,6 +51,9 @@ pub trait Operator: Sync {
 
     /// How many cases a sweep draws unless told otherwise.
     fn default_cases(&self, profile: Profile) -> usize;
+
+    /// Every module that its launcher may compile, for checks without a GPU.
+    fn modules(&self) -> Vec<ModuleSpecification>;
 
     /// Makes the inputs of a case.
     ///

@@ -207,7 +207,7 @@ pub struct Worst {
     pub allowed: f64,
 }
 
-/// A tensor seen from afar: at most 48 × 64 cells.
+/// A tensor seen from afar: at most 24 × 48 cells.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HeatMap {
     /// Cells down; they cover `total_rows` rows evenly.
@@ -218,7 +218,7 @@ pub struct HeatMap {
     pub total_rows: u64,
     /// Columns of the tensor (the last axis).
     pub total_columns: u64,
-    /// Largest error over budget in each cell, row-major.
+    /// Largest error over budget in each cell, in hundredths, at most 1e6; row-major.
     pub cells: Vec<f32>,
 }
 

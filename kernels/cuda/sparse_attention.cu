@@ -32,15 +32,20 @@
 // Floors, for one token, H heads, J slots: forward 2*H*J*(D+Dv) FLOP and 2*J*D bytes gathered (K only
 // when V is part of K); backward 2*H*J*(3*D+2*Dv) FLOP, the same gather, and 4*J*D bytes of atomics.
 // At H = 64, D = 512 the forward's gather has 128 FLOP per byte. What limits it is the rate of
-// mma.sync and of shared-memory wavefronts: per 64 x 64 tile 2048 matrix instructions against about
-// 3072 (scores) + 1024 (values) + 512 (arriving rows) wavefronts. The backward per 32-key tile has 2560 against
-// about 5400, and its fp32 atomics, D per slot and token, are the second limit.
+// mma.sync and of shared-memory wavefronts: per tile of 64 keys 2048 matrix instructions against about
+// 3072 (scores) + 1024 (values) + 512 (arriving rows) wavefronts of 128 bytes. A tile of 32 keys in the
+// backward has 2560 against about 5400, and its fp32 atomics, D per slot and token, are the second
+// limit. One block fills an SM at these sizes, so its two or three barriers a tile are not hidden.
 //
 // Defines
 //   HEAD_DIM         width of q and k, a multiple of 16, at most 576
 //   V_DIM            width of v and out, a multiple of 16, at most 512
 //   HEADS_PER_BLOCK  16 or 64
 //   V_SEPARATE       1: V is its own tensor. 0: V is the first V_DIM columns of K
+//
+// Launch. The grid of the forward and of the backward is num_tokens * ceil(num_heads / HEADS_PER_BLOCK)
+// blocks in x; block size and dynamic shared memory are what the module exports beside the kernel. The
+// other kernels take 256 threads, no dynamic shared memory, and the grid named with their parameters.
 
 #include "async_copy.h"
 #include "math.h"
@@ -817,6 +822,7 @@ DEVICE void scatter(const float (&c)[KEY_M_TILES][N8][4], float* target, int64_t
     UNROLL
     for (int m = 0; m < KEY_M_TILES; ++m) {
         const int32_t row = rows[16 * m + g + (odd ? 8 : 0)];
+        float* row_target = target + row * stride + 8 * first_tile + t / 2 * 4;
         UNROLL
         for (int n = 0; n < N8; ++n) {
             if (first_tile + n >= TILES) break;
@@ -824,7 +830,7 @@ DEVICE void scatter(const float (&c)[KEY_M_TILES][N8][4], float* target, int64_t
             const float first = __shfl_xor_sync(FULL_WARP, odd ? own[0] : own[2], 1);
             const float second = __shfl_xor_sync(FULL_WARP, odd ? own[1] : own[3], 1);
             if (row < 0) continue;
-            float* at = target + row * stride + 8 * (first_tile + n) + t / 2 * 4;
+            float* at = row_target + 8 * n;
             if (odd) atomic_add_vec4(at, first, second, own[2], own[3]);
             else atomic_add_vec4(at, own[0], own[1], first, second);
         }
@@ -953,7 +959,7 @@ KERNEL(sparse_attention_backward, SparseAttentionBackwardParams, THREADS) {
         scatter_key_gradients<0>(params, shared, rows);
         if constexpr (V_SEPARATE) scatter_value_gradients<0>(params, shared, rows);
     }
-    __syncthreads();  // q is no longer read; dq is staged in its place
+    __syncthreads();  // q is no longer read by anyone; dq is staged in its place
     stage_heads<KeyTile>(shared + Backward::Q, dq, [&](int) { return params.softmax_scale; });
     __syncthreads();  // dq is staged
     bf16* target = params.dq + work.token * params.dq_token_stride + work.first_head * params.dq_head_stride;

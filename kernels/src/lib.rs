@@ -3,4 +3,8 @@
 //! `kernels/cuda/NAME.cu` is what runs, `kernels/src/NAME.rs` is how it is launched. Nothing here
 //! knows the oracles (`reference/`): a kernel cannot borrow its own judge.
 
+mod arguments;
+pub mod rms_norm;
+pub mod rope;
 pub mod runtime;
+pub mod sparse_attention;

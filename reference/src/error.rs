@@ -7,24 +7,13 @@ use candle_core::{DType, Tensor};
 pub enum Error {
     /// A tensor (or list) has the wrong shape.
     #[error("`{argument}` must have shape {expected}, but it has {actual:?}")]
-    Shape {
-        argument: &'static str,
-        expected: String,
-        actual: Vec<usize>,
-    },
+    Shape { argument: &'static str, expected: String, actual: Vec<usize> },
     /// A tensor was not widened to f64.
     #[error("`{argument}` must be f64, but it is {}", actual.as_str())]
-    DType {
-        argument: &'static str,
-        actual: DType,
-    },
+    DType { argument: &'static str, actual: DType },
     /// A number lies outside of what the operator is defined for.
     #[error("`{argument}` is {value}, but {rule}")]
-    Value {
-        argument: &'static str,
-        value: String,
-        rule: &'static str,
-    },
+    Value { argument: &'static str, value: String, rule: &'static str },
     /// The tensor library failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
@@ -37,11 +26,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub(crate) fn require(argument: &'static str, tensor: &Tensor, shape: &[usize]) -> Result<()> {
     require_f64(argument, tensor)?;
     if tensor.dims() != shape {
-        return Err(Error::Shape {
-            argument,
-            expected: format!("{shape:?}"),
-            actual: tensor.dims().to_vec(),
-        });
+        return Err(Error::Shape { argument, expected: format!("{shape:?}"), actual: tensor.dims().to_vec() });
     }
     Ok(())
 }
@@ -56,22 +41,10 @@ pub(crate) fn require_f64(argument: &'static str, tensor: &Tensor) -> Result<()>
 
 /// The error of a tensor whose rank is wrong; `expected` names its dimensions.
 pub(crate) fn wrong_shape(argument: &'static str, expected: &str, tensor: &Tensor) -> Error {
-    Error::Shape {
-        argument,
-        expected: expected.to_string(),
-        actual: tensor.dims().to_vec(),
-    }
+    Error::Shape { argument, expected: expected.to_string(), actual: tensor.dims().to_vec() }
 }
 
 /// The error of a number that breaks `rule`.
-pub(crate) fn wrong_value(
-    argument: &'static str,
-    value: impl ToString,
-    rule: &'static str,
-) -> Error {
-    Error::Value {
-        argument,
-        value: value.to_string(),
-        rule,
-    }
+pub(crate) fn wrong_value(argument: &'static str, value: impl ToString, rule: &'static str) -> Error {
+    Error::Value { argument, value: value.to_string(), rule }
 }

@@ -163,12 +163,7 @@ impl Rounding {
 
     /// Adds to exact sums the error of their fp32 accumulation (module documentation). All three tensors
     /// have one shape; `num_terms` counts the terms of each sum.
-    pub fn accumulated_f32(
-        &mut self,
-        sum: &Tensor,
-        sum_of_squares: &Tensor,
-        num_terms: &Tensor,
-    ) -> Result<Tensor> {
+    pub fn accumulated_f32(&mut self, sum: &Tensor, sum_of_squares: &Tensor, num_terms: &Tensor) -> Result<Tensor> {
         let Some(noise) = &mut self.noise else {
             return Ok(sum.clone());
         };
@@ -255,10 +250,7 @@ struct Noise {
 
 impl Noise {
     fn new(seed: u64) -> Self {
-        Self {
-            stream: ChaCha8Rng::seed_from_u64(seed),
-            spare_normal: None,
-        }
+        Self { stream: ChaCha8Rng::seed_from_u64(seed), spare_normal: None }
     }
 
     /// Uniform in [0, 1).
@@ -326,10 +318,7 @@ mod tests {
 
     #[test]
     fn every_f32_survives_rounding_to_f32() -> Result<()> {
-        let widened: Vec<f64> = values(&Draw::new(3).normal(&[1000], 1e-3))?
-            .iter()
-            .map(|&x| x as f32 as f64)
-            .collect();
+        let widened: Vec<f64> = values(&Draw::new(3).normal(&[1000], 1e-3))?.iter().map(|&x| x as f32 as f64).collect();
         let x = f64_tensor(&widened, &[1000]);
         assert_eq!(values(&working(0).f32(&x)?)?, widened);
         Ok(())
@@ -341,11 +330,7 @@ mod tests {
         let cases = [
             (1.0 + 0.375 / 128.0, 1.0, 1.0 + 1.0 / 128.0),
             (-1.0 - 0.375 / 128.0, -1.0, -1.0 - 1.0 / 128.0),
-            (
-                2f64.powi(-133) * 5.375,
-                2f64.powi(-133) * 5.0,
-                2f64.powi(-133) * 6.0,
-            ),
+            (2f64.powi(-133) * 5.375, 2f64.powi(-133) * 5.0, 2f64.powi(-133) * 6.0),
         ];
         let trials = 20_000;
         for (x, near, far) in cases {
@@ -353,14 +338,8 @@ mod tests {
             let ups = rounded.iter().filter(|&&y| y == far).count();
             assert!(rounded.iter().all(|&y| y == near || y == far));
             // Binomial mean and standard deviation; five deviations fail once in 1.7 million runs.
-            let (mean, sigma) = (
-                0.375 * trials as f64,
-                (0.375 * 0.625 * trials as f64).sqrt(),
-            );
-            assert!(
-                (ups as f64 - mean).abs() < 5.0 * sigma,
-                "{ups} of {trials}, expected {mean}"
-            );
+            let (mean, sigma) = (0.375 * trials as f64, (0.375 * 0.625 * trials as f64).sqrt());
+            assert!((ups as f64 - mean).abs() < 5.0 * sigma, "{ups} of {trials}, expected {mean}");
         }
         Ok(())
     }
@@ -368,34 +347,22 @@ mod tests {
     #[test]
     fn overflow_becomes_an_infinity_of_the_same_sign() -> Result<()> {
         let x = f64_tensor(&[1e300, -1e300], &[2]);
-        assert_eq!(
-            values(&working(0).f32(&x)?)?,
-            [f64::INFINITY, f64::NEG_INFINITY]
-        );
+        assert_eq!(values(&working(0).f32(&x)?)?, [f64::INFINITY, f64::NEG_INFINITY]);
         Ok(())
     }
 
     #[test]
     fn equal_seeds_give_equal_runs_and_other_seeds_do_not() -> Result<()> {
         let x = Draw::new(2).normal(&[64], 1.0);
-        assert_eq!(
-            values(&working(5).bf16(&x)?)?,
-            values(&working(5).bf16(&x)?)?
-        );
-        assert_ne!(
-            values(&working(5).bf16(&x)?)?,
-            values(&working(6).bf16(&x)?)?
-        );
+        assert_eq!(values(&working(5).bf16(&x)?)?, values(&working(5).bf16(&x)?)?);
+        assert_ne!(values(&working(5).bf16(&x)?)?, values(&working(6).bf16(&x)?)?);
         Ok(())
     }
 
     #[test]
     fn drawn_sum_errors_have_the_modelled_deviation_and_no_bias() -> Result<()> {
         let (rows, n) = (4000, 33);
-        let terms = Draw::new(4)
-            .normal(&[1, n], 1.0)
-            .broadcast_as((rows, n))?
-            .contiguous()?;
+        let terms = Draw::new(4).normal(&[1, n], 1.0).broadcast_as((rows, n))?.contiguous()?;
         let exact = values(&terms.sum(1)?)?;
         let noisy = values(&working(9).sum_f32(&terms, 1)?)?;
         let errors: Vec<f64> = noisy.iter().zip(&exact).map(|(a, b)| a - b).collect();
@@ -441,10 +408,7 @@ mod tests {
     #[test]
     fn matrix_products_carry_the_noise_of_their_terms() -> Result<()> {
         let mut draw = Draw::new(8);
-        let (a, b) = (
-            draw.normal(&[2, 40, 24], 1.0),
-            draw.normal(&[2, 24, 50], 1.0),
-        );
+        let (a, b) = (draw.normal(&[2, 40, 24], 1.0), draw.normal(&[2, 24, 50], 1.0));
         let exact = a.matmul(&b)?;
         let noisy = working(3).matmul_f32(&a, &b)?;
         let squares = values(&a.sqr()?.matmul(&b.sqr()?)?)?;

@@ -58,10 +58,7 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
         Some(weight) => rounding.f32(&normalised)?.broadcast_mul(weight)?,
         None => normalised,
     };
-    Ok(Outputs {
-        y,
-        rstd: rstd.squeeze(1)?,
-    })
+    Ok(Outputs { y, rstd: rstd.squeeze(1)? })
 }
 
 /// The gradients for the upstream gradient `dy` `[num_rows, width]` (stored in the type of `x`), by the
@@ -101,21 +98,15 @@ pub fn backward_autograd(inputs: &Inputs, dy: &Tensor) -> Result<Gradients> {
     require("dy", dy, inputs.x.dims())?;
     let x = Var::from_tensor(&inputs.x)?;
     let weight = inputs.weight.as_ref().map(Var::from_tensor).transpose()?;
-    let variables = Inputs {
-        x: x.as_tensor().clone(),
-        weight: weight.as_ref().map(|w| w.as_tensor().clone()),
-        eps: inputs.eps,
-    };
+    let variables =
+        Inputs { x: x.as_tensor().clone(), weight: weight.as_ref().map(|w| w.as_tensor().clone()), eps: inputs.eps };
     let outputs = forward(&variables, &mut Rounding::exact())?;
     let gradients = (outputs.y * dy)?.sum_all()?.backward()?;
     let of = |variable: &Var| match gradients.get(variable) {
         Some(gradient) => Ok(gradient.clone()),
         None => variable.zeros_like(),
     };
-    Ok(Gradients {
-        dx: of(&x)?,
-        dweight: weight.as_ref().map(of).transpose()?,
-    })
+    Ok(Gradients { dx: of(&x)?, dweight: weight.as_ref().map(of).transpose()? })
 }
 
 impl Inputs {
@@ -126,22 +117,14 @@ impl Inputs {
             return Err(wrong_shape("x", "[num_rows, width]", &self.x));
         };
         if width == 0 {
-            return Err(wrong_value(
-                "width",
-                width,
-                "a row without channels has no mean",
-            ));
+            return Err(wrong_value("width", width, "a row without channels has no mean"));
         }
         if let Some(weight) = &self.weight {
             require("weight", weight, &[width])?;
         }
         // Written so that NaN is refused too.
         if !(self.eps > 0.0 && self.eps.is_finite()) {
-            return Err(wrong_value(
-                "eps",
-                self.eps,
-                "it must be positive and finite",
-            ));
+            return Err(wrong_value("eps", self.eps, "it must be positive and finite"));
         }
         Ok((num_rows, width))
     }
@@ -159,12 +142,7 @@ fn reciprocal_root(inputs: &Inputs, rounding: &mut Rounding) -> Result<Tensor> {
 }
 
 /// `dw = sum over rows of dy x r`.
-fn weight_gradient(
-    x: &Tensor,
-    dy: &Tensor,
-    rstd: &Tensor,
-    rounding: &mut Rounding,
-) -> Result<Tensor> {
+fn weight_gradient(x: &Tensor, dy: &Tensor, rstd: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     let normalised = rounding.f32(&x.broadcast_mul(rstd)?)?;
     let terms = rounding.f32(&(dy * normalised)?)?;
     rounding.sum_f32(&terms, 0)
@@ -177,7 +155,7 @@ mod tests {
     use crate::error::Error;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, dot,
+        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, dot,
         dot_of_magnitudes, f64_tensor,
     };
 
@@ -186,14 +164,7 @@ mod tests {
         let x = draw.bf16(&[num_rows, width], 3.0);
         let weight = weighted.then(|| draw.bf16(&[width], 1.0));
         let dy = draw.bf16(&[num_rows, width], 1.0);
-        (
-            Inputs {
-                x,
-                weight,
-                eps: 1e-6,
-            },
-            dy,
-        )
+        (Inputs { x, weight, eps: 1e-6 }, dy)
     }
 
     /// Sizes of the roundings that y, dx and dw may have collected.
@@ -235,12 +206,9 @@ mod tests {
 
     #[test]
     fn explicit_backward_equals_autograd() -> Result<()> {
-        for (seed, num_rows, width, weighted) in [
-            (1, 1, 1, true),
-            (2, 7, 37, true),
-            (3, 5, 512, false),
-            (4, 129, 24, true),
-        ] {
+        for (seed, num_rows, width, weighted) in
+            [(1, 1, 1, true), (2, 7, 37, true), (3, 5, 512, false), (4, 129, 24, true)]
+        {
             let (inputs, dy) = case(seed, num_rows, width, weighted);
             let explicit = backward(&inputs, &dy, &mut Rounding::exact())?;
             let automatic = backward_autograd(&inputs, &dy)?;
@@ -263,11 +231,7 @@ mod tests {
         let vw = draw.normal(&[40], 1.0);
         let weight = inputs.weight.clone().unwrap();
         let objective = |h: f64| -> Result<f64> {
-            let moved = Inputs {
-                x: (&inputs.x + (&vx * h)?)?,
-                weight: Some((&weight + (&vw * h)?)?),
-                eps: inputs.eps,
-            };
+            let moved = Inputs { x: (&inputs.x + (&vx * h)?)?, weight: Some((&weight + (&vw * h)?)?), eps: inputs.eps };
             Ok(dot(&forward(&moved, &mut Rounding::exact())?.y, &dy))
         };
         let y = forward(&inputs, &mut Rounding::exact())?.y;
@@ -282,14 +246,9 @@ mod tests {
         // y is linear in the weight: <dy, y(v)> = <dw, v> for every v.
         let (inputs, dy) = case(7, 9, 33, true);
         let v = Draw::new(8).normal(&[33], 1.0);
-        let moved = Inputs {
-            weight: Some(v.clone()),
-            ..inputs.clone()
-        };
+        let moved = Inputs { weight: Some(v.clone()), ..inputs.clone() };
         let y = forward(&moved, &mut Rounding::exact())?.y;
-        let dweight = backward(&inputs, &dy, &mut Rounding::exact())?
-            .dweight
-            .unwrap();
+        let dweight = backward(&inputs, &dy, &mut Rounding::exact())?.dweight.unwrap();
         let error = (dot(&dy, &y) - dot(&dweight, &v)).abs();
         // Both sides sum 297 products, each with the roundings of x r (width + 5) and two more.
         let bound = 2.0 * UNIT_ROUNDOFF * (297.0 + 33.0 + 7.0) * dot_of_magnitudes(&dy, &y);
@@ -300,10 +259,7 @@ mod tests {
     #[test]
     fn a_power_of_two_in_the_weight_scales_the_output_exactly() -> Result<()> {
         let (inputs, _) = case(9, 4, 16, true);
-        let scaled = Inputs {
-            weight: Some((inputs.weight.clone().unwrap() * 8.0)?),
-            ..inputs.clone()
-        };
+        let scaled = Inputs { weight: Some((inputs.weight.clone().unwrap() * 8.0)?), ..inputs.clone() };
         let y = forward(&inputs, &mut Rounding::exact())?.y;
         let y8 = forward(&scaled, &mut Rounding::exact())?.y;
         assert_eq!(values(&(y * 8.0)?)?, values(&y8)?);
@@ -312,11 +268,7 @@ mod tests {
 
     #[test]
     fn rows_of_zeros_stay_zero_and_their_rstd_is_the_root_of_eps() -> Result<()> {
-        let inputs = Inputs {
-            x: f64_tensor(&[0.0; 6], &[2, 3]),
-            weight: None,
-            eps: 2f64.powi(-20),
-        };
+        let inputs = Inputs { x: f64_tensor(&[0.0; 6], &[2, 3]), weight: None, eps: 2f64.powi(-20) };
         let outputs = forward(&inputs, &mut Rounding::exact())?;
         assert_eq!(values(&outputs.y)?, [0.0; 6]);
         assert_eq!(values(&outputs.rstd)?, [1024.0; 2]);
@@ -326,24 +278,14 @@ mod tests {
     #[test]
     fn no_rows_are_a_legal_input_in_both_precisions() -> Result<()> {
         for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
-            let inputs = Inputs {
-                x: f64_tensor(&[], &[0, 8]),
-                weight: Some(f64_tensor(&[1.0; 8], &[8])),
-                eps: 1e-6,
-            };
+            let inputs = Inputs { x: f64_tensor(&[], &[0, 8]), weight: Some(f64_tensor(&[1.0; 8], &[8])), eps: 1e-6 };
             let mut rounding = Rounding::new(precision);
             let outputs = forward(&inputs, &mut rounding)?;
-            assert_eq!(
-                (outputs.y.dims(), outputs.rstd.dims()),
-                (&[0, 8][..], &[0][..])
-            );
+            assert_eq!((outputs.y.dims(), outputs.rstd.dims()), (&[0, 8][..], &[0][..]));
             let gradients = backward(&inputs, &inputs.x, &mut rounding)?;
             assert_eq!(gradients.dx.dims(), [0, 8]);
             assert_eq!(values(&gradients.dweight.unwrap())?, [0.0; 8]);
-            assert_eq!(
-                values(&backward_autograd(&inputs, &inputs.x)?.dweight.unwrap())?,
-                [0.0; 8]
-            );
+            assert_eq!(values(&backward_autograd(&inputs, &inputs.x)?.dweight.unwrap())?, [0.0; 8]);
         }
         Ok(())
     }
@@ -352,85 +294,28 @@ mod tests {
     fn bad_inputs_are_refused_by_name() {
         let (inputs, dy) = case(10, 2, 4, true);
         let exact = &mut Rounding::exact();
-        let flat = Inputs {
-            x: inputs.x.flatten_all().unwrap(),
-            ..inputs.clone()
-        };
-        assert!(matches!(
-            forward(&flat, exact),
-            Err(Error::Shape { argument: "x", .. })
-        ));
-        let narrow = Inputs {
-            weight: Some(f64_tensor(&[1.0], &[1])),
-            ..inputs.clone()
-        };
-        assert!(matches!(
-            forward(&narrow, exact),
-            Err(Error::Shape {
-                argument: "weight",
-                ..
-            })
-        ));
-        let nan = Inputs {
-            eps: f64::NAN,
-            ..inputs.clone()
-        };
-        assert!(matches!(
-            forward(&nan, exact),
-            Err(Error::Value {
-                argument: "eps",
-                ..
-            })
-        ));
-        let empty = Inputs {
-            x: f64_tensor(&[], &[2, 0]),
-            weight: None,
-            eps: 1.0,
-        };
-        assert!(matches!(
-            forward(&empty, exact),
-            Err(Error::Value {
-                argument: "width",
-                ..
-            })
-        ));
+        let flat = Inputs { x: inputs.x.flatten_all().unwrap(), ..inputs.clone() };
+        assert!(matches!(forward(&flat, exact), Err(Error::Shape { argument: "x", .. })));
+        let narrow = Inputs { weight: Some(f64_tensor(&[1.0], &[1])), ..inputs.clone() };
+        assert!(matches!(forward(&narrow, exact), Err(Error::Shape { argument: "weight", .. })));
+        let nan = Inputs { eps: f64::NAN, ..inputs.clone() };
+        assert!(matches!(forward(&nan, exact), Err(Error::Value { argument: "eps", .. })));
+        let empty = Inputs { x: f64_tensor(&[], &[2, 0]), weight: None, eps: 1.0 };
+        assert!(matches!(forward(&empty, exact), Err(Error::Value { argument: "width", .. })));
         let half = dy.narrow(0, 0, 1).unwrap();
-        assert!(matches!(
-            backward(&inputs, &half, exact),
-            Err(Error::Shape { argument: "dy", .. })
-        ));
-        let single = Inputs {
-            x: inputs.x.to_dtype(candle_core::DType::F32).unwrap(),
-            ..inputs
-        };
-        assert!(matches!(
-            forward(&single, exact),
-            Err(Error::DType { argument: "x", .. })
-        ));
+        assert!(matches!(backward(&inputs, &half, exact), Err(Error::Shape { argument: "dy", .. })));
+        let single = Inputs { x: inputs.x.to_dtype(candle_core::DType::F32).unwrap(), ..inputs };
+        assert!(matches!(forward(&single, exact), Err(Error::DType { argument: "x", .. })));
     }
 
     #[test]
     fn working_runs_scatter_around_the_exact_result() -> Result<()> {
         let (inputs, dy) = case(11, 6, 64, true);
-        let exact = backward(&inputs, &dy, &mut Rounding::exact())?.dx;
-        let runs = 64;
-        let mut mean = exact.zeros_like()?;
-        let mut spread = 0.0;
-        for seed in 0..runs {
-            let dx = backward(
-                &inputs,
-                &dy,
-                &mut Rounding::new(Precision::Working { seed }),
-            )?
-            .dx;
-            let error = (&dx - &exact)?;
-            spread += dot(&error, &error) / runs as f64;
-            mean = (mean + (error / runs as f64)?)?;
-        }
-        assert!(spread > 0.0);
-        // The mean of R unbiased runs has 1/R of the variance of one; twice that leaves room for its own
-        // scatter, which is small since it pools 384 elements.
-        assert!(dot(&mean, &mean) < 2.0 * spread / runs as f64);
+        let dx = |precision| -> Result<Tensor> { Ok(backward(&inputs, &dy, &mut Rounding::new(precision))?.dx) };
+        let runs = (0..64).map(|seed| dx(Precision::Working { seed }));
+        let runs = runs.collect::<Result<Vec<_>>>()?;
+        // The six rows share no intermediate.
+        assert_unbiased("dx", &dx(Precision::Exact)?, &runs, 6);
         Ok(())
     }
 
@@ -452,29 +337,14 @@ mod tests {
             let stored = |key: &str| rows(golden.storage_error(key));
 
             let y = forward(&inputs, &mut Rounding::exact())?.y;
-            assert_within(
-                name,
-                &y,
-                &rows(golden.f64("out.y"))?,
-                &(y_bound + stored("out.y")?)?,
-            );
+            assert_within(name, &y, &rows(golden.f64("out.y"))?, &(y_bound + stored("out.y")?)?);
             let gradients = backward(&inputs, &dy, &mut Rounding::exact())?;
             let allowed = (bound.dx + stored("grad.in.x")?)?;
-            assert_within(
-                name,
-                &gradients.dx,
-                &rows(golden.f64("grad.in.x"))?,
-                &allowed,
-            );
+            assert_within(name, &gradients.dx, &rows(golden.f64("grad.in.x"))?, &allowed);
             if weighted {
                 let key = "grad.param.norm.weight";
                 let allowed = (bound.dweight.unwrap() + golden.storage_error(key))?;
-                assert_within(
-                    name,
-                    &gradients.dweight.unwrap(),
-                    &golden.f64(key),
-                    &allowed,
-                );
+                assert_within(name, &gradients.dweight.unwrap(), &golden.f64(key), &allowed);
             }
         }
         Ok(())

@@ -81,10 +81,7 @@ pub fn backward_autograd(inputs: &Inputs, dy: &Tensor) -> Result<Gradients> {
     inputs.check()?;
     require("dy", dy, inputs.x.dims())?;
     let x = Var::from_tensor(&inputs.x)?;
-    let variables = Inputs {
-        x: x.as_tensor().clone(),
-        ..inputs.clone()
-    };
+    let variables = Inputs { x: x.as_tensor().clone(), ..inputs.clone() };
     let outputs = forward(&variables, &mut Rounding::exact())?;
     let gradients = (outputs.y * dy)?.sum_all()?.backward()?;
     let dx = match gradients.get(&x) {
@@ -106,11 +103,7 @@ impl Inputs {
     fn check(&self) -> Result<Dims> {
         require_f64("x", &self.x)?;
         let &[num_tokens, num_heads, head_dim] = self.x.dims() else {
-            return Err(wrong_shape(
-                "x",
-                "[num_tokens, num_heads, head_dim]",
-                &self.x,
-            ));
+            return Err(wrong_shape("x", "[num_tokens, num_heads, head_dim]", &self.x));
         };
         let &[table_rows, num_pairs] = self.cos.dims() else {
             return Err(wrong_shape("cos", "[table_rows, rope_dim / 2]", &self.cos));
@@ -130,24 +123,12 @@ impl Inputs {
                 actual: vec![positions.len()],
             });
         }
-        Ok(Dims {
-            num_tokens,
-            num_heads,
-            head_dim,
-            table_rows,
-            num_pairs,
-        })
+        Ok(Dims { num_tokens, num_heads, head_dim, table_rows, num_pairs })
     }
 }
 
 /// `x` rotated by the table, or backwards when `inverse`.
-fn rotate(
-    inputs: &Inputs,
-    dims: &Dims,
-    x: &Tensor,
-    inverse: bool,
-    rounding: &mut Rounding,
-) -> Result<Tensor> {
+fn rotate(inputs: &Inputs, dims: &Dims, x: &Tensor, inverse: bool, rounding: &mut Rounding) -> Result<Tensor> {
     let pairs = (dims.num_tokens, dims.num_heads, dims.num_pairs, 2);
     if dims.num_tokens * dims.num_heads * dims.num_pairs == 0 {
         return Ok(x.clone());
@@ -176,11 +157,7 @@ fn rotate(
 /// The table row of every token, `[num_tokens, 1, rope_dim / 2]`; a row of NaN for positions outside.
 fn table_rows(table: &Tensor, inputs: &Inputs, dims: &Dims) -> Result<Tensor> {
     let nan_row = Tensor::full(f64::NAN, (1, dims.num_pairs), table.device())?;
-    let extended = if dims.table_rows == 0 {
-        nan_row
-    } else {
-        Tensor::cat(&[table, &nan_row], 0)?
-    };
+    let extended = if dims.table_rows == 0 { nan_row } else { Tensor::cat(&[table, &nan_row], 0)? };
     let row = |position: i64| match usize::try_from(position) {
         Ok(row) if row < dims.table_rows => row as i64,
         _ => dims.table_rows as i64,
@@ -213,11 +190,7 @@ pub struct YarnParameters {
 impl YarnParameters {
     /// Table "main" of inference.md 4.1: layers without compression.
     pub fn main() -> Self {
-        Self {
-            theta: 10_000.0,
-            factor: None,
-            ..Self::compress()
-        }
+        Self { theta: 10_000.0, factor: None, ..Self::compress() }
     }
 
     /// Table "compress" of inference.md 4.1: layers with compression ratio 4 or 128.
@@ -246,30 +219,17 @@ impl YarnParameters {
 
     fn check(&self) -> Result<()> {
         if !self.rope_dim.is_multiple_of(2) {
-            return Err(wrong_value(
-                "rope_dim",
-                self.rope_dim,
-                "channels rotate in pairs",
-            ));
+            return Err(wrong_value("rope_dim", self.rope_dim, "channels rotate in pairs"));
         }
         let above = |argument, value: f64, least: f64, rule| {
             // Written so that NaN is refused too.
-            if value > least && value.is_finite() {
-                Ok(())
-            } else {
-                Err(wrong_value(argument, value, rule))
-            }
+            if value > least && value.is_finite() { Ok(()) } else { Err(wrong_value(argument, value, rule)) }
         };
         above("theta", self.theta, 1.0, "it must be finite and above 1")?;
         if let Some(factor) = self.factor {
             above("factor", factor, 0.0, "it must be positive and finite")?;
             let positive = "it must be positive and finite";
-            above(
-                "original_max_position",
-                self.original_max_position,
-                0.0,
-                positive,
-            )?;
+            above("original_max_position", self.original_max_position, 0.0, positive)?;
             above("beta_fast", self.beta_fast, 0.0, positive)?;
             above("beta_slow", self.beta_slow, 0.0, positive)?;
         }
@@ -301,16 +261,11 @@ pub fn inv_freq_f32(parameters: &YarnParameters) -> Result<Vec<f32>> {
 /// is these numbers rounded to fp32.
 pub fn table(inv_freq: &[f32], positions: &[i64]) -> Result<(Tensor, Tensor)> {
     let shape = (positions.len(), inv_freq.len());
-    let angles: Vec<f64> = positions
-        .iter()
-        .flat_map(|&p| inv_freq.iter().map(move |&f| f64::from(p as f32 * f)))
-        .collect();
+    let angles: Vec<f64> =
+        positions.iter().flat_map(|&p| inv_freq.iter().map(move |&f| f64::from(p as f32 * f))).collect();
     let cos = angles.iter().map(|a| a.cos()).collect::<Vec<_>>();
     let sin = angles.iter().map(|a| a.sin()).collect::<Vec<_>>();
-    Ok((
-        Tensor::from_vec(cos, shape, &Device::Cpu)?,
-        Tensor::from_vec(sin, shape, &Device::Cpu)?,
-    ))
+    Ok((Tensor::from_vec(cos, shape, &Device::Cpu)?, Tensor::from_vec(sin, shape, &Device::Cpu)?))
 }
 
 #[cfg(test)]
@@ -319,31 +274,17 @@ mod tests {
     use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, dot,
-        dot_of_magnitudes, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, dot, dot_of_magnitudes, f64_tensor,
     };
 
     fn case(seed: u64, inverse: bool) -> (Inputs, Tensor) {
         let mut draw = Draw::new(seed);
-        let inv_freq = inv_freq_f32(&YarnParameters {
-            rope_dim: 8,
-            ..YarnParameters::main()
-        })
-        .unwrap();
+        let inv_freq = inv_freq_f32(&YarnParameters { rope_dim: 8, ..YarnParameters::main() }).unwrap();
         let (cos, sin) = table(&inv_freq, &[0, 1, 2, 3, 4, 5, 6, 700_000]).unwrap();
         let x = draw.bf16(&[5, 3, 20], 2.0);
         let dy = draw.bf16(&[5, 3, 20], 1.0);
         let positions = Some(vec![7, 0, 3, 3, 5]);
-        (
-            Inputs {
-                x,
-                cos,
-                sin,
-                positions,
-                inverse,
-            },
-            dy,
-        )
+        (Inputs { x, cos, sin, positions, inverse }, dy)
     }
 
     /// Twice the error of one evaluation: two products and a sum round three times, at most
@@ -351,10 +292,7 @@ mod tests {
     fn bound(x: &Tensor) -> Result<Tensor> {
         let (num_tokens, num_heads, head_dim) = x.dims3()?;
         let pairs = x.abs()?.reshape((num_tokens, num_heads, head_dim / 2, 2))?;
-        let both = pairs
-            .sum_keepdim(3)?
-            .broadcast_as(pairs.shape())?
-            .flatten_from(2)?;
+        let both = pairs.sum_keepdim(3)?.broadcast_as(pairs.shape())?.flatten_from(2)?;
         Ok((both * (2.0 * 3.0 * UNIT_ROUNDOFF))?)
     }
 
@@ -391,10 +329,7 @@ mod tests {
         let dx = backward(&inputs, &dy, &mut Rounding::exact())?.dx;
         let v = Draw::new(4).normal(inputs.x.dims(), 1.0);
         let objective = |h: f64| -> Result<f64> {
-            let moved = Inputs {
-                x: (&inputs.x + (&v * h)?)?,
-                ..inputs.clone()
-            };
+            let moved = Inputs { x: (&inputs.x + (&v * h)?)?, ..inputs.clone() };
             Ok(dot(&forward(&moved, &mut Rounding::exact())?.y, &dy))
         };
         let y = forward(&inputs, &mut Rounding::exact())?.y;
@@ -407,15 +342,8 @@ mod tests {
     fn the_inverse_undoes_the_rotation_and_leading_channels_are_copied() -> Result<()> {
         let (inputs, _) = case(5, false);
         let y = forward(&inputs, &mut Rounding::exact())?.y;
-        assert_eq!(
-            values(&y.narrow(2, 0, 12)?)?,
-            values(&inputs.x.narrow(2, 0, 12)?)?,
-        );
-        let there = Inputs {
-            x: y.clone(),
-            inverse: true,
-            ..inputs.clone()
-        };
+        assert_eq!(values(&y.narrow(2, 0, 12)?)?, values(&inputs.x.narrow(2, 0, 12)?)?,);
+        let there = Inputs { x: y.clone(), inverse: true, ..inputs.clone() };
         let back = forward(&there, &mut Rounding::exact())?.y;
         // Two rotations, and cos^2 + sin^2 is 1 within the rounding of both: 2 (3 + 2) u per pair.
         let allowed = ((bound(&inputs.x)? + bound(&y)?)? * 2.0)?;
@@ -436,18 +364,10 @@ mod tests {
                 assert!(outside.iter().all(|v| v.is_nan()));
                 let inside = values(&result.narrow(0, 4, 1)?)?;
                 assert!(inside.iter().all(|v| v.is_finite()));
-                assert_eq!(
-                    values(&result.narrow(2, 0, 12)?)?,
-                    values(&source.narrow(2, 0, 12)?)?
-                );
+                assert_eq!(values(&result.narrow(2, 0, 12)?)?, values(&source.narrow(2, 0, 12)?)?);
             }
         }
-        let automatic = values(
-            &backward_autograd(&inputs, &dy)?
-                .dx
-                .narrow(0, 0, 4)?
-                .narrow(2, 12, 8)?,
-        )?;
+        let automatic = values(&backward_autograd(&inputs, &dy)?.dx.narrow(0, 0, 4)?.narrow(2, 12, 8)?)?;
         assert!(automatic.iter().all(|v| v.is_nan()));
         Ok(())
     }
@@ -455,19 +375,10 @@ mod tests {
     #[test]
     fn absent_positions_mean_row_t_for_token_t() -> Result<()> {
         let (inputs, _) = case(7, false);
-        let listed = Inputs {
-            positions: Some(vec![0, 1, 2, 3, 4]),
-            ..inputs.clone()
-        };
-        let absent = Inputs {
-            positions: None,
-            ..inputs
-        };
+        let listed = Inputs { positions: Some(vec![0, 1, 2, 3, 4]), ..inputs.clone() };
+        let absent = Inputs { positions: None, ..inputs };
         let exact = &mut Rounding::exact();
-        assert_eq!(
-            values(&forward(&listed, exact)?.y)?,
-            values(&forward(&absent, exact)?.y)?
-        );
+        assert_eq!(values(&forward(&listed, exact)?.y)?, values(&forward(&absent, exact)?.y)?);
         Ok(())
     }
 
@@ -475,19 +386,11 @@ mod tests {
     fn empty_tensors_and_empty_tables_are_legal() -> Result<()> {
         let (inputs, _) = case(8, false);
         let exact = &mut Rounding::exact();
-        let nobody = Inputs {
-            x: f64_tensor(&[], &[0, 3, 20]),
-            positions: None,
-            ..inputs.clone()
-        };
+        let nobody = Inputs { x: f64_tensor(&[], &[0, 3, 20]), positions: None, ..inputs.clone() };
         assert_eq!(forward(&nobody, exact)?.y.dims(), [0, 3, 20]);
         assert_eq!(backward_autograd(&nobody, &nobody.x)?.dx.dims(), [0, 3, 20]);
         let bare = f64_tensor(&[], &[0, 4]);
-        let no_table = Inputs {
-            cos: bare.clone(),
-            sin: bare,
-            ..inputs.clone()
-        };
+        let no_table = Inputs { cos: bare.clone(), sin: bare, ..inputs.clone() };
         let y = forward(&no_table, exact)?.y;
         assert!(values(&y.narrow(2, 12, 8)?)?.iter().all(|v| v.is_nan()));
         Ok(())
@@ -498,67 +401,18 @@ mod tests {
         let (inputs, dy) = case(9, false);
         let exact = &mut Rounding::exact();
         let wide = f64_tensor(&[0.0; 22], &[2, 11]);
-        let too_wide = Inputs {
-            cos: wide.clone(),
-            sin: wide,
-            ..inputs.clone()
-        };
-        assert!(matches!(
-            forward(&too_wide, exact),
-            Err(Error::Value {
-                argument: "rope_dim",
-                ..
-            })
-        ));
-        let short = Inputs {
-            positions: Some(vec![0]),
-            ..inputs.clone()
-        };
-        assert!(matches!(
-            forward(&short, exact),
-            Err(Error::Shape {
-                argument: "positions",
-                ..
-            })
-        ));
-        let uneven = Inputs {
-            sin: f64_tensor(&[0.0], &[1, 1]),
-            ..inputs.clone()
-        };
-        assert!(matches!(
-            forward(&uneven, exact),
-            Err(Error::Shape {
-                argument: "sin",
-                ..
-            })
-        ));
+        let too_wide = Inputs { cos: wide.clone(), sin: wide, ..inputs.clone() };
+        assert!(matches!(forward(&too_wide, exact), Err(Error::Value { argument: "rope_dim", .. })));
+        let short = Inputs { positions: Some(vec![0]), ..inputs.clone() };
+        assert!(matches!(forward(&short, exact), Err(Error::Shape { argument: "positions", .. })));
+        let uneven = Inputs { sin: f64_tensor(&[0.0], &[1, 1]), ..inputs.clone() };
+        assert!(matches!(forward(&uneven, exact), Err(Error::Shape { argument: "sin", .. })));
         let flat = dy.flatten_all().unwrap();
-        assert!(matches!(
-            backward(&inputs, &flat, exact),
-            Err(Error::Shape { argument: "dy", .. })
-        ));
-        let odd = YarnParameters {
-            rope_dim: 3,
-            ..YarnParameters::main()
-        };
-        assert!(matches!(
-            inv_freq_f32(&odd),
-            Err(Error::Value {
-                argument: "rope_dim",
-                ..
-            })
-        ));
-        let nan = YarnParameters {
-            theta: f64::NAN,
-            ..YarnParameters::main()
-        };
-        assert!(matches!(
-            inv_freq_f32(&nan),
-            Err(Error::Value {
-                argument: "theta",
-                ..
-            })
-        ));
+        assert!(matches!(backward(&inputs, &flat, exact), Err(Error::Shape { argument: "dy", .. })));
+        let odd = YarnParameters { rope_dim: 3, ..YarnParameters::main() };
+        assert!(matches!(inv_freq_f32(&odd), Err(Error::Value { argument: "rope_dim", .. })));
+        let nan = YarnParameters { theta: f64::NAN, ..YarnParameters::main() };
+        assert!(matches!(inv_freq_f32(&nan), Err(Error::Value { argument: "theta", .. })));
     }
 
     #[test]
@@ -580,11 +434,7 @@ mod tests {
             let error = (f64::from(frequencies[pair]) - value).abs();
             // fp32 rounds theta^x, its reciprocal, and up to four products and sums of the ramp.
             let rounding = 6.0 * f64::from(f32::EPSILON) / 2.0 * value;
-            assert!(
-                error <= half_digit + rounding,
-                "f[{pair}] = {}",
-                frequencies[pair]
-            );
+            assert!(error <= half_digit + rounding, "f[{pair}] = {}", frequencies[pair]);
         }
         Ok(())
     }
@@ -595,13 +445,8 @@ mod tests {
             let golden = Golden::load(&format!("rotary__{name}"));
             let (batch, heads, length, head_dim) = golden.raw("in.x").dims4()?;
             // [B, heads, S, head_dim] -> [B * S, heads, head_dim]
-            let tokens = |t: Tensor| {
-                t.transpose(1, 2)?
-                    .reshape((batch * length, heads, head_dim))
-            };
-            let positions = (0..batch * length)
-                .map(|token| (token % length) as i64)
-                .collect();
+            let tokens = |t: Tensor| t.transpose(1, 2)?.reshape((batch * length, heads, head_dim));
+            let positions = (0..batch * length).map(|token| (token % length) as i64).collect();
             let inputs = Inputs {
                 x: tokens(golden.f64("in.x"))?,
                 cos: golden.f64("mid.cos").squeeze(0)?,
@@ -609,10 +454,7 @@ mod tests {
                 positions: Some(positions),
                 inverse: false,
             };
-            let backwards = Inputs {
-                inverse: true,
-                ..inputs.clone()
-            };
+            let backwards = Inputs { inverse: true, ..inputs.clone() };
             let exact = &mut Rounding::exact();
             let mut dx = inputs.x.zeros_like()?;
             let mut dx_bound = inputs.x.zeros_like()?;
@@ -627,24 +469,14 @@ mod tests {
                 dx_bound = (dx_bound + (bound(&dy)? * 2.0)?)?;
             }
             let allowed = (dx_bound + tokens(golden.storage_error("grad.in.x"))?)?;
-            assert_within(
-                "grad.in.x",
-                &dx,
-                &tokens(golden.f64("grad.in.x"))?,
-                &allowed,
-            );
+            assert_within("grad.in.x", &dx, &tokens(golden.f64("grad.in.x"))?, &allowed);
         }
         Ok(())
     }
 
     /// The rope parameters that the golden files name in their headers.
     fn golden_parameters() -> [(&'static str, &'static str, YarnParameters); 6] {
-        let plain = |theta, rope_dim| YarnParameters {
-            theta,
-            rope_dim,
-            factor: None,
-            ..YarnParameters::main()
-        };
+        let plain = |theta, rope_dim| YarnParameters { theta, rope_dim, factor: None, ..YarnParameters::main() };
         let small = YarnParameters {
             rope_dim: 8,
             factor: Some(4.0),
@@ -681,11 +513,7 @@ mod tests {
             let (cos, sin) = table(&inv_freq, &positions)?;
             let angle: Vec<f64> = positions
                 .iter()
-                .flat_map(|&p| {
-                    inv_freq
-                        .iter()
-                        .map(move |&f| (p as f64 * f64::from(f)).abs())
-                })
+                .flat_map(|&p| inv_freq.iter().map(move |&f| (p as f64 * f64::from(f)).abs()))
                 .collect();
             let angle = f64_tensor(&angle, cos.dims());
             for (name, ours) in [("cos", &cos), ("sin", &sin)] {

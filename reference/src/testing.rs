@@ -71,21 +71,11 @@ pub fn dot_of_magnitudes(a: &Tensor, b: &Tensor) -> f64 {
 pub fn assert_within(what: &str, actual: &Tensor, expected: &Tensor, bound: &Tensor) {
     assert_eq!(actual.dims(), expected.dims(), "{what}: shapes");
     assert_eq!(bound.dims(), expected.dims(), "{what}: shape of the bound");
-    let (a, e, b) = (
-        values(actual).unwrap(),
-        values(expected).unwrap(),
-        values(bound).unwrap(),
-    );
+    let (a, e, b) = (values(actual).unwrap(), values(expected).unwrap(), values(bound).unwrap());
     assert!(!a.is_empty(), "{what}: nothing to compare");
     for i in 0..a.len() {
         let error = (a[i] - e[i]).abs();
-        assert!(
-            error <= b[i],
-            "{what}[{i}]: {} is {error:e} from {}, allowed {:e}",
-            a[i],
-            e[i],
-            b[i]
-        );
+        assert!(error <= b[i], "{what}[{i}]: {} is {error:e} from {}, allowed {:e}", a[i], e[i], b[i]);
     }
 }
 
@@ -106,18 +96,36 @@ pub fn assert_directional_derivative(
     let (fine, coarse) = (difference(h)?, difference(2.0 * h)?);
     let bound = (coarse - fine).abs() + 2.0 * noise / h;
     let error = (fine - claimed).abs();
-    println!(
-        "{what}: derivative {claimed:e}, difference quotient off by {error:e}, allowed {bound:e}"
-    );
-    assert!(
-        error <= bound,
-        "{what}: {fine} against {claimed}, allowed {bound:e}"
-    );
-    assert!(
-        bound < claimed.abs(),
-        "{what}: the bound {bound:e} would accept zero"
-    );
+    println!("{what}: derivative {claimed:e}, difference quotient off by {error:e}, allowed {bound:e}");
+    assert!(error <= bound, "{what}: {fine} against {claimed}, allowed {bound:e}");
+    assert!(bound < claimed.abs(), "{what}: the bound {bound:e} would accept zero");
     Ok(())
+}
+
+/// Fails unless runs of random error have `exact` as their mean.
+///
+/// Over R runs the mean of an element misses by `s / sqrt(R)`, with `s` the deviation of one run, so the
+/// squares of `mean error / (s / sqrt(R))` average to about 1. Elements share errors; with at least
+/// `independent` groups that do not, that average has a deviation of at most `sqrt(2 / independent)`, of which
+/// five are allowed. Elements that never err are left out.
+pub fn assert_unbiased(what: &str, exact: &Tensor, runs: &[Tensor], independent: usize) {
+    let exact = values(exact).expect("values");
+    let runs: Vec<Vec<f64>> = runs.iter().map(|run| values(run).expect("values")).collect();
+    let count = runs.len() as f64;
+    let (mut sum, mut elements) = (0.0, 0);
+    for i in 0..exact.len() {
+        let mean = runs.iter().map(|run| run[i] - exact[i]).sum::<f64>() / count;
+        let square = runs.iter().map(|run| (run[i] - exact[i]).powi(2)).sum::<f64>() / count;
+        if square > 0.0 {
+            sum += mean * mean * count / square;
+            elements += 1;
+        }
+    }
+    assert!(elements > exact.len() / 2, "{what}: only {elements} elements ever err");
+    let average = sum / elements as f64;
+    let bound = 1.0 + 5.0 * (2.0 / independent as f64).sqrt();
+    println!("{what}: squared bias over its expectation {average:.3}, allowed {bound:.3}");
+    assert!(average <= bound, "{what}: {average} > {bound}");
 }
 
 /// One golden file: tensors of an implementation that this project did not write.
@@ -140,9 +148,7 @@ impl Golden {
 
     /// The tensor as stored.
     pub fn raw(&self, key: &str) -> &Tensor {
-        self.tensors
-            .get(key)
-            .unwrap_or_else(|| panic!("no golden tensor {key}"))
+        self.tensors.get(key).unwrap_or_else(|| panic!("no golden tensor {key}"))
     }
 
     /// The tensor widened to f64.

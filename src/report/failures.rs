@@ -7,7 +7,7 @@ use crate::record::{CaseRecord, CheckRecord, Metrics, Report};
 use super::html::{badge, number, scroller};
 use super::numbers::{count, counted, element, scientific, significant};
 use super::picture;
-use super::summary::{Standing, failing, failing_kinds, findings, message, origin_word, pretty};
+use super::summary::{Standing, failing, failing_kinds, findings, message, origin_word, passed, pretty};
 
 /// Cards that stand open; the rest can be unfolded.
 const OPEN_CARDS: usize = 8;
@@ -54,7 +54,7 @@ fn kinds(cases: &[&CaseRecord]) -> Markup {
     let table = html! {
         table {
             caption { "What failed, most frequent first" }
-            thead { tr { th scope="col" { "operator" } th scope="col" { "check" } th scope="col" { "tensor" } th .count scope="col" { "cases" } th scope="col" { "smallest" } } }
+            thead { tr { th scope="col" { "operator" } th scope="col" { "check" } th scope="col" { "tensor" } th .count scope="col" { "cases" } th scope="col" { "read first" } } }
             tbody {
                 @for (operator, check, tensor, cases, first) in failing_kinds(cases) {
                     tr {
@@ -84,7 +84,7 @@ fn card(place: usize, case: &CaseRecord, pictured: bool) -> Markup {
                 details { summary { (counted(folded.len() as u64, "more failing check")) " of this case" } @for check in folded { (finding(check)) } }
             }
             div .evidence {
-                div .case { p .label { "case" } pre { (pretty(&case.case, 0, 72)) } (also(case)) }
+                div .case { p .label { "case" } pre { (pretty(&case.case, 66)) } (also(case)) }
                 @if let (true, Some((check, metrics))) = (pictured, worst) {
                     div .pictured { p .label { "error ÷ budget of " code { (check.tensor) } } (picture::heat(&metrics.heat, (48, 64))) }
                 }
@@ -103,7 +103,8 @@ fn finding(check: &CheckRecord) -> Markup {
                 @if !check.tensor.is_empty() { " of " code { (check.tensor) } }
                 span .note { " · " (counted(check.compared, "element")) " compared" }
             }
-            p .message { (message(check)) }
+            @let message = message(check);
+            @if message.contains('\n') { pre .message { (message) } } @else { p .message { (message) } }
             @if let Some(metrics) = &check.metrics { (worst_element(metrics)) }
         }
     }
@@ -127,13 +128,11 @@ fn worst_element(metrics: &Metrics) -> Markup {
     }
 }
 
-/// What else ran: a failure beside passes says where the bug is not.
+/// What else ran.
 fn also(case: &CaseRecord) -> Markup {
-    let mut passed: Vec<&str> = case.checks.iter().filter(|check| Standing::of(check) == Standing::Pass).map(|check| check.check.as_str()).collect();
-    passed.sort_unstable();
-    passed.dedup();
+    let passed = passed(case);
     html! {
-        @if !case.paths.is_empty() { p .note { "kernel paths: " (case.paths.join(", ")) } }
-        @if !passed.is_empty() { p .note { "passed, for some tensor: " (passed.join(", ")) } }
+        @if !case.paths.is_empty() { p .note { "Kernel paths: " (case.paths.join(", ")) "." } }
+        @if !passed.is_empty() { p .note { "Passed: " (passed.join(", ")) "." } }
     }
 }

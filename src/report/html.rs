@@ -93,7 +93,8 @@ fn warnings(report: &Report, counts: &Counts) -> Markup {
 }
 
 fn totals(report: &Report, counts: &Counts) -> Markup {
-    let origins: Vec<String> = origins(report).into_iter().map(|(word, cases)| format!("{} {word}", count(cases))).collect();
+    let origins: Vec<String> =
+        origins(report).into_iter().map(|(word, cases)| format!("{} {word}", count(cases))).collect();
     let swept = operators(report).len() as u64;
     html! {
         dl .totals {
@@ -136,20 +137,20 @@ fn matrix(report: &Report) -> Markup {
     let matrix = Matrix::of(report);
     let table = html! {
         table .matrix {
-            caption { "Checks that passed, of those that ran; one check looks at one tensor of one case, or at a whole case." }
+            caption { "Checks that passed / that ran; one check looks at one tensor of one case, or at a whole case." }
             thead {
                 tr {
                     th scope="col" { "operator" }
-                    @for column in &matrix.columns { th .upright scope="col" { span { (column) } } }
                     th .upright scope="col" { span { "all" } }
+                    @for column in &matrix.columns { th .upright scope="col" { span { (column) } } }
                 }
             }
             tbody {
                 @for (operator, cells, sum) in &matrix.rows {
                     tr {
                         th scope="row" { a href=(format!("#operator-{operator}")) { (operator) } }
-                        @for cell in cells { (matrix_cell(cell)) }
                         (matrix_cell(sum))
+                        @for cell in cells { (matrix_cell(cell)) }
                     }
                 }
             }
@@ -172,7 +173,7 @@ fn matrix_cell(cell: &Cell) -> Markup {
         None => html! { td .none title="not run" { "—" } },
         Some(standing) => html! {
             td class=(standing.word()) title=(format!("{} passed; {} compared", count(cell.passes), counted(cell.compared, "element"))) {
-                span aria-hidden="true" { (standing.symbol()) } " " (count(cell.passes)) "/" (count(cell.total))
+                span { span aria-hidden="true" { (standing.symbol()) } " " (count(cell.passes)) } " " span .total { "/ " (count(cell.total)) }
             }
         },
     }
@@ -180,7 +181,8 @@ fn matrix_cell(cell: &Cell) -> Markup {
 
 fn mutants(mutants: &[MutantRecord]) -> Markup {
     let survivors = mutants.iter().filter(|mutant| survived(mutant)).count() as u64;
-    let ordered = mutants.iter().filter(|mutant| survived(mutant)).chain(mutants.iter().filter(|mutant| !survived(mutant)));
+    let ordered =
+        mutants.iter().filter(|mutant| survived(mutant)).chain(mutants.iter().filter(|mutant| !survived(mutant)));
     let table = html! {
         table {
             caption { "Kernels with one planted bug each. A sweep that lets one live could let that bug pass in earnest." }
@@ -248,8 +250,19 @@ fn environment(report: &Report) -> Markup {
         ("multiprocessors or cores", count(environment.processors.into())),
         ("shared memory of a block", bytes(environment.shared_bytes_per_block)),
         ("random schedules per case", count(report.schedules.into())),
-        ("copy rate", report.ceilings.map_or("not measured".to_owned(), |rates| format!("{} GB/s", significant(rates.copy_bytes_per_second / 1e9, 3)))),
-        ("bf16 matrix rate", report.ceilings.and_then(|rates| rates.matrix_flops_per_second).map_or("not measured".to_owned(), |rate| format!("{} TFLOP/s", significant(rate / 1e12, 3)))),
+        (
+            "copy rate",
+            report.ceilings.map_or("not measured".to_owned(), |rates| {
+                format!("{} GB/s", significant(rates.copy_bytes_per_second / 1e9, 3))
+            }),
+        ),
+        (
+            "bf16 matrix rate",
+            report
+                .ceilings
+                .and_then(|rates| rates.matrix_flops_per_second)
+                .map_or("not measured".to_owned(), |rate| format!("{} TFLOP/s", significant(rate / 1e12, 3))),
+        ),
         ("kernel sources", report.revision.kernels.clone()),
         ("blake3 of the sources", report.revision.kernels_digest.clone()),
         ("commit", format!("{}{}", report.revision.commit, if report.revision.dirty { " (dirty)" } else { "" })),
@@ -262,15 +275,42 @@ fn environment(report: &Report) -> Markup {
 
 /// Terms of the page and what they do not say.
 const GLOSSARY: [(&str, &str); 9] = [
-    ("budget", "The error allowed to each element. It is derived, not chosen: a multiple of how far the oracle's own results scatter when every narrow type of the specification rounds at random, plus half an ulp of the output type."),
-    ("budget used", "Error over budget, largest over the tensor. At most 1 passes; NaN never does. A kernel that rounds as well as its types allow uses a good part of its budget, and that is no fault."),
-    ("relative budget", "Rms of the budget over rms of the oracle's tensor: how much the check could have overlooked. Near 1 or above, it would accept zeros."),
-    ("ulp", "Unit in the last place of the output type, at the oracle's value. Rounding to nearest costs half of one. Near zero a harmless error is many ulp."),
-    ("cosine", "Shown as 1 − cosine. It does not see a wrong scale, nor a few wrong rows among thousands, nor a small bias; it never decides alone. Read it beside the norm ratio and the worst row."),
-    ("norm ratio", "Norm of the kernel's tensor over the oracle's. A scale applied twice or a dropped term moves it away from 1 even where the cosine stays."),
-    ("verdict", "Pass, fail, or error where a check could not be decided; errors count as failures. Every pass says how many elements it compared; a pass that compared none is shown as unfounded and counts as a failure."),
-    ("law", "A relation between two runs of the kernel, such as scaling by a power of two or permuting rows. It needs no oracle."),
-    ("mutant", "A kernel with one bug planted. The sweep has to fail on it; where it does not, a pass means little for bugs of that kind."),
+    (
+        "budget",
+        "The error allowed to each element. It is derived, not chosen: a multiple of how far the oracle's own results scatter when every narrow type of the specification rounds at random, plus half an ulp of the output type.",
+    ),
+    (
+        "budget used",
+        "Error over budget, largest over the tensor. At most 1 passes; NaN never does. A kernel that rounds as well as its types allow uses a good part of its budget, and that is no fault.",
+    ),
+    (
+        "relative budget",
+        "Rms of the budget over rms of the oracle's tensor: how much the check could have overlooked. Near 1 or above, it would accept zeros.",
+    ),
+    (
+        "ulp",
+        "Unit in the last place of the output type, at the oracle's value. Rounding to nearest costs half of one. Near zero a harmless error is many ulp.",
+    ),
+    (
+        "cosine",
+        "Shown as 1 − cosine. It does not see a wrong scale, nor a few wrong rows among thousands, nor a small bias; it never decides alone. Read it beside the norm ratio and the worst row.",
+    ),
+    (
+        "norm ratio",
+        "Norm of the kernel's tensor over the oracle's. A scale applied twice or a dropped term moves it away from 1 even where the cosine stays.",
+    ),
+    (
+        "verdict",
+        "Pass, fail, or error where a check could not be decided; errors count as failures. Every pass says how many elements it compared; a pass that compared none is shown as unfounded and counts as a failure.",
+    ),
+    (
+        "law",
+        "A relation between two runs of the kernel, such as scaling by a power of two or permuting rows. It needs no oracle.",
+    ),
+    (
+        "mutant",
+        "A kernel with one bug planted. The sweep has to fail on it; where it does not, a pass means little for bugs of that kind.",
+    ),
 ];
 
 fn glossary() -> Markup {

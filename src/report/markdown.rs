@@ -6,7 +6,8 @@ use crate::record::Report;
 
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
 use super::summary::{
-    Cell, Counts, Matrix, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators, survived, teraflops, worse_first,
+    Cell, Counts, Matrix, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators,
+    survived, teraflops, worse_first,
 };
 
 /// Failing cases that are written out.
@@ -62,7 +63,13 @@ fn failures(report: &Report) -> String {
         let _ = write!(section, "**{}. {}**\n\n", place + 1, text(&case.operator));
         for check in findings(case) {
             let tensor = if check.tensor.is_empty() { String::new() } else { format!(" of {}", code(&check.tensor)) };
-            let _ = writeln!(section, "- {} {}{tensor}: {}", Standing::of(check).word(), text(&check.check), text(&message(check)));
+            let _ = writeln!(
+                section,
+                "- {} {}{tensor}: {}",
+                Standing::of(check).word(),
+                text(&check.check),
+                text(&message(check))
+            );
         }
         if case.checks.is_empty() {
             section += "- error: no check ran\n";
@@ -70,7 +77,11 @@ fn failures(report: &Report) -> String {
         section += &block(&case.replay);
     }
     if cases.len() > FAILURES {
-        let _ = write!(section, "… and {}; the HTML report has them all.\n\n", counted((cases.len() - FAILURES) as u64, "more failing case"));
+        let _ = write!(
+            section,
+            "… and {}; the HTML report has them all.\n\n",
+            counted((cases.len() - FAILURES) as u64, "more failing case")
+        );
     }
     section
 }
@@ -81,9 +92,13 @@ fn matrix(report: &Report) -> String {
         return String::new();
     }
     let columns: Vec<String> = matrix.columns.iter().map(|column| text(column)).collect();
-    let mut table = format!("### Checks passed\n\n| operator | {} | all |\n|---|{}\n", columns.join(" | "), "--:|".repeat(columns.len() + 1));
+    let mut table = format!(
+        "### Checks passed\n\n| operator | all | {} |\n|---|{}\n",
+        columns.join(" | "),
+        "--:|".repeat(columns.len() + 1)
+    );
     for (operator, cells, sum) in &matrix.rows {
-        let cells: Vec<String> = cells.iter().chain([sum]).map(cell).collect();
+        let cells: Vec<String> = [sum].into_iter().chain(cells).map(cell).collect();
         let _ = writeln!(table, "| {} | {} |", code(operator), cells.join(" | "));
     }
     if !matrix.absent.is_empty() {
@@ -103,7 +118,9 @@ fn tightest(report: &Report) -> String {
     let operators = operators(report);
     let mut tensors: Vec<_> = operators
         .iter()
-        .flat_map(|operator| TensorSummary::all(report, &operator.name).into_iter().map(move |tensor| (&operator.name, tensor)))
+        .flat_map(|operator| {
+            TensorSummary::all(report, &operator.name).into_iter().map(move |tensor| (&operator.name, tensor))
+        })
         .filter(|(_, tensor)| !tensor.entries.is_empty())
         .collect();
     tensors.sort_by(|(_, a), (_, b)| worse_first(a.worst_used(), b.worst_used()));
@@ -135,12 +152,21 @@ fn benchmarks(report: &Report) -> String {
         return String::new();
     }
     let mut benchmarks: Vec<_> = report.benchmarks.iter().collect();
-    benchmarks.sort_by(|a, b| a.percent_of_limit.unwrap_or(f64::INFINITY).total_cmp(&b.percent_of_limit.unwrap_or(f64::INFINITY)));
+    benchmarks.sort_by(|a, b| {
+        a.percent_of_limit.unwrap_or(f64::INFINITY).total_cmp(&b.percent_of_limit.unwrap_or(f64::INFINITY))
+    });
     let mut table = "### Furthest from the device's limit\n\n| benchmark | median | GB/s | TFLOP/s | of the limit |\n|---|--:|--:|--:|--:|\n".to_owned();
     for benchmark in benchmarks.iter().take(ROWS) {
-        let limit = benchmark.percent_of_limit.map_or("not measured".to_owned(), |percent| format!("{} %", significant(percent, 3)));
+        let limit = benchmark
+            .percent_of_limit
+            .map_or("not measured".to_owned(), |percent| format!("{} %", significant(percent, 3)));
         let (bandwidth, rate) = (significant(gigabytes_per_second(benchmark), 3), significant(teraflops(benchmark), 3));
-        let _ = writeln!(table, "| {} | {} | {bandwidth} | {rate} | {limit} |", code(&benchmark.id), time(benchmark.median_ns));
+        let _ = writeln!(
+            table,
+            "| {} | {} | {bandwidth} | {rate} | {limit} |",
+            code(&benchmark.id),
+            time(benchmark.median_ns)
+        );
     }
     table + "\n"
 }
@@ -151,7 +177,8 @@ fn mutants(report: &Report) -> String {
         return String::new();
     }
     let killed = report.mutants.len() - survivors.len();
-    let mut section = format!("### Mutants\n\n{} of {} killed.\n\n", count(killed as u64), count(report.mutants.len() as u64));
+    let mut section =
+        format!("### Mutants\n\n{} of {} killed.\n\n", count(killed as u64), count(report.mutants.len() as u64));
     for mutant in &survivors {
         let _ = writeln!(
             section,
@@ -188,7 +215,11 @@ fn environment(report: &Report) -> String {
         text(&environment.target),
         code(&report.revision.commit),
         if report.revision.dirty { "**dirty**" } else { "clean" },
-        if report.schedules > 0 { format!(" · {} random schedules", count(report.schedules.into())) } else { String::new() },
+        if report.schedules > 0 {
+            format!(" · {} random schedules", count(report.schedules.into()))
+        } else {
+            String::new()
+        },
         code(&report.revision.kernels_digest.chars().take(16).collect::<String>()),
         utc(report.started_unix),
         block(&report.command),

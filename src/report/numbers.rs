@@ -125,12 +125,9 @@ fn special(value: f64) -> String {
     }
 }
 
-/// Puts commas between groups of three digits, from 10,000 on.
+/// Puts commas between groups of three digits.
 fn group(digits: &str) -> String {
     let (sign, digits) = digits.strip_prefix('-').map_or(("", digits), |digits| ("-", digits));
-    if digits.len() < 5 {
-        return format!("{sign}{digits}");
-    }
     let mut grouped = sign.to_owned();
     for (place, digit) in digits.chars().enumerate() {
         if place > 0 && (digits.len() - place).is_multiple_of(3) {

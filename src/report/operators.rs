@@ -7,7 +7,7 @@ use crate::record::{BenchmarkRecord, Metrics, OperatorRecord, Report};
 use super::html::{breakable, number, scroller};
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
 use super::picture;
-use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops};
+use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops, within, worse_first};
 
 /// Worst cases shown for each tensor.
 const WORST: usize = 3;
@@ -44,7 +44,8 @@ fn section(report: &Report, operator: &OperatorRecord) -> Markup {
 
 fn description(report: &Report, operator: &OperatorRecord) -> Markup {
     let cases: Vec<_> = report.cases.iter().filter(|case| case.operator == operator.name).collect();
-    let paths: Vec<String> = paths(report, &operator.name).iter().map(|(path, cases)| format!("{path} ({})", count(*cases))).collect();
+    let paths: Vec<String> =
+        paths(report, &operator.name).iter().map(|(path, cases)| format!("{path} ({})", count(*cases))).collect();
     let kernel: f64 = cases.iter().map(|case| case.kernel_seconds).sum();
     let oracle: f64 = cases.iter().map(|case| case.oracle_seconds).sum();
     html! {
@@ -127,7 +128,7 @@ fn tensor_row(tensor: &TensorSummary) -> Markup {
             th scope="row" { @if !tensor.agrees() { span .fail-text title="not every case agreed" { "✗ " } } code { (tensor.tensor) } }
             td .count { (count(tensor.entries.len() as u64)) @if tensor.without_metrics > 0 { " + " (count(tensor.without_metrics)) " unmeasured" } }
             td .count { (count(tensor.compared)) }
-            td .count { @if used <= 1.0 { (significant(used, 3)) } @else { strong .fail-text { "✗ " (significant(used, 3)) } } }
+            td .count { @if within(used) { (significant(used, 3)) } @else { strong .fail-text { "✗ " (significant(used, 3)) } } }
             (measure(tensor.median(|metrics| metrics.budget_used), |value| significant(value, 3)))
             (measure(tensor.smallest(|metrics| metrics.budget_relative), scientific))
             td .count { @if loosest < 1.0 { (scientific(loosest)) } @else { strong .fail-text title="A budget as large as the values accepts zeros" { "▲ " (scientific(loosest)) } } }
@@ -157,7 +158,11 @@ fn norm_range(tensor: &TensorSummary) -> Markup {
 /// One fold for each tensor. Those that failed stand open, and the one that used most of its budget.
 fn worst_cases(tensors: &[TensorSummary]) -> Markup {
     let measured: Vec<_> = tensors.iter().filter(|tensor| !tensor.entries.is_empty()).collect();
-    let worst = measured.iter().enumerate().min_by(|(_, a), (_, b)| super::summary::worse_first(a.worst_used(), b.worst_used())).map(|(place, _)| place);
+    let worst = measured
+        .iter()
+        .enumerate()
+        .min_by(|(_, a), (_, b)| worse_first(a.worst_used(), b.worst_used()))
+        .map(|(place, _)| place);
     html! {
         @for (place, tensor) in measured.iter().enumerate() {
             details .tensor open[Some(place) == worst || !tensor.agrees()] {
@@ -166,7 +171,7 @@ fn worst_cases(tensors: &[TensorSummary]) -> Markup {
                     (tensor.check) " " code { (tensor.tensor) }
                     span .note { " · worst " (significant(tensor.worst_used(), 3)) " of budget over " (counted(tensor.entries.len() as u64, "case")) }
                 }
-                (picture::histogram(&tensor.histogram()))
+                (picture::histogram(&tensor.histogram(), tensor.compared))
                 div .worst { @for (rank, entry) in tensor.entries.iter().take(WORST).enumerate() { (worst_case(rank, entry)) } }
             }
         }
@@ -176,7 +181,7 @@ fn worst_cases(tensors: &[TensorSummary]) -> Markup {
 fn worst_case(rank: usize, entry: &Entry) -> Markup {
     let metrics = entry.metrics;
     let index: Vec<String> = metrics.worst.index.iter().map(u64::to_string).collect();
-    let over = !(metrics.budget_used <= 1.0);
+    let over = !within(metrics.budget_used);
     html! {
         article .card {
             h4 { (rank + 1) ". " span .fail-text[over] { @if over { "✗ " } (significant(metrics.budget_used, 3)) " of budget" } span .note { " at [" (index.join(", ")) "]" } }

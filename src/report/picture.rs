@@ -6,7 +6,7 @@ use maud::{Markup, html};
 
 use crate::record::HeatMap;
 
-use super::numbers::{count, significant};
+use super::numbers::{count, counted, significant};
 
 /// Steps of the colour scale from 0 to the whole budget.
 const STEPS: usize = 10;
@@ -73,7 +73,7 @@ pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
     let ground = (0..=UNDEFINED).max_by_key(|level| levels.iter().filter(|one| *one == level).count()).unwrap_or(0);
     let (worst, worst_value) = worst(&cells);
     let height = (rows * 6).clamp(36, 192);
-    let title = format!("Largest cell: {} of its budget", significant(worst_value, 3));
+    let title = format!("Error over budget, {rows} × {columns} cells; the largest is {}", significant(worst_value, 3));
     html! {
         figure .heat {
             div .frame {
@@ -83,12 +83,17 @@ pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
                     path class=(class(ground)) d=(solid(0, 0, columns, rows)) {}
                     @for level in (0..=UNDEFINED).filter(|level| *level != ground) {
                         @let runs = runs(&levels, columns, level);
-                        @if !runs.is_empty() { path class=(class(level)) d=(outline(level, &runs)) {} }
+                        @if !runs.is_empty() { path class=(class(level)) d=(outline(&runs)) {} }
                     }
-                    rect .ring x=(worst % columns) y=(worst / columns) width="1" height="1" {}
+                    @for halo in ["ring halo", "ring"] {
+                        rect class=(halo) x=(worst % columns) y=(worst / columns) width="1" height="1" {}
+                    }
                 }
             }
-            figcaption { "last axis 0 … " (count(map.total_columns.saturating_sub(1))) }
+            figcaption {
+                "last axis 0 … " (count(map.total_columns.saturating_sub(1)))
+                @if cells.len() < map.cells.len() { " · coarse: each cell the largest of several" }
+            }
         }
     }
 }
@@ -110,7 +115,8 @@ fn pool(map: &HeatMap, most: (usize, usize)) -> (usize, usize, Vec<f32>) {
 
 /// Where the largest cell is, NaN before all.
 fn worst(cells: &[f32]) -> (usize, f64) {
-    let place = (0..cells.len()).max_by(|a, b| cells[*a].is_nan().cmp(&cells[*b].is_nan()).then(cells[*a].total_cmp(&cells[*b])));
+    let place = (0..cells.len())
+        .max_by(|a, b| cells[*a].is_nan().cmp(&cells[*b].is_nan()).then(cells[*a].total_cmp(&cells[*b])));
     place.map_or((0, f64::NAN), |place| (place, f64::from(cells[place])))
 }
 
@@ -146,7 +152,7 @@ fn runs(levels: &[usize], columns: usize, wanted: usize) -> Vec<(usize, usize, u
 }
 
 /// All runs of one level as one path: a fraction of the bytes that a rectangle for each cell takes.
-fn outline(_level: usize, runs: &[(usize, usize, usize)]) -> String {
+fn outline(runs: &[(usize, usize, usize)]) -> String {
     runs.iter().fold(String::new(), |mut path, (row, start, length)| {
         path.push_str(&solid(*start, *row, *length, 1));
         path
@@ -161,13 +167,15 @@ fn solid(x: usize, y: usize, width: usize, height: usize) -> String {
 const BAR: (usize, usize) = (20, 84);
 
 /// Elements by share of budget used, bins of 1/8. Heights are logarithmic: a handful of elements
-/// over their budget must be seen beside millions under it.
-pub(super) fn histogram(bins: &[u64]) -> Markup {
+/// over their budget must be seen beside millions under it. Those of the `compared` elements that
+/// have no share, such as NaN, stand in no bar and are counted beside it.
+pub(super) fn histogram(bins: &[u64], compared: u64) -> Markup {
     if bins.iter().all(|bin| *bin == 0) {
         return html! { p .note { "No histogram of budget use was recorded." } };
     }
     let tallest = bins.iter().copied().max().unwrap_or(1);
     let over: u64 = bins.iter().skip(8).sum();
+    let unbinned = compared.saturating_sub(bins.iter().sum());
     let (width, base) = (bins.len() * BAR.0 + 24, BAR.1 + 6);
     html! {
         figure .histogram {
@@ -184,7 +192,8 @@ pub(super) fn histogram(bins: &[u64]) -> Markup {
             }
             figcaption {
                 "Elements by share of budget used, log scale; tallest bar " (count(tallest)) ". "
-                @if over > 0 { strong .fail-text { "✗ " (count(over)) " over budget." } } @else { "None over budget." }
+                @if over > 0 { strong .fail-text { "✗ " (count(over)) " over budget." } } @else { "None of them over budget." }
+                @if unbinned > 0 { " " strong { (counted(unbinned, "element")) " in no bar" } ": NaN, or special values that are compared exactly." }
             }
         }
     }

@@ -3,7 +3,9 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
-use crate::record::{BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, OperatorRecord, Origin, Report, Verdict};
+use crate::record::{
+    BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, OperatorRecord, Origin, Report, Verdict,
+};
 
 use super::numbers::{counted, significant};
 
@@ -29,17 +31,18 @@ pub(super) const CHECKS: [&str; 15] = [
 /// The column that all checks named `law: …` share.
 pub(super) const LAWS: &str = "laws";
 
-/// How a check counts: its verdict, unless its own record contradicts a pass.
+/// How a check counts: its verdict, unless its own record contradicts a pass. The more certain the
+/// trouble, the greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Standing {
     /// A pass that compared something.
     Pass,
-    /// A failure.
-    Fail,
-    /// Could not be decided.
-    Error,
     /// Recorded as a pass, with nothing compared or a budget use that is not at most 1.
     Unfounded,
+    /// Could not be decided.
+    Error,
+    /// A failure.
+    Fail,
 }
 
 impl Standing {
@@ -79,11 +82,16 @@ pub(super) fn contradiction(check: &CheckRecord) -> Option<String> {
     let used = check.metrics.as_ref().map_or(0.0, |metrics| metrics.budget_used);
     match check.verdict {
         Verdict::Pass if check.compared == 0 => Some("Recorded as a pass, but no element was compared.".to_owned()),
-        Verdict::Pass if !(used <= 1.0) => {
+        Verdict::Pass if !within(used) => {
             Some(format!("Recorded as a pass, but the share of the budget used is {}.", significant(used, 3)))
         }
         _ => None,
     }
+}
+
+/// Whether a share of the budget is one that passes. NaN is not.
+pub(super) fn within(used: f64) -> bool {
+    used <= 1.0
 }
 
 /// What a check has to say for itself where it is not a plain pass.
@@ -157,8 +165,12 @@ impl Counts {
         trouble(self.unchecked_cases, "case", "ran no check");
         match (troubles.is_empty(), self.survivors) {
             (false, _) => ("fail", format!("{}, in {}", troubles.join(", "), counted(self.failing_cases, "case"))),
-            (true, 0) => ("pass", format!("All {} agreed in {}", counted(self.checks, "check"), counted(self.cases, "case"))),
-            (true, survivors) => ("warn", format!("All checks agreed, but {} survived them", counted(survivors, "mutant"))),
+            (true, 0) => {
+                ("pass", format!("All {} agreed in {}", counted(self.checks, "check"), counted(self.cases, "case")))
+            }
+            (true, survivors) => {
+                ("warn", format!("All checks agreed, but {} survived them", counted(survivors, "mutant")))
+            }
         }
     }
 }
@@ -195,6 +207,21 @@ fn used(check: &CheckRecord) -> f64 {
 /// Orders shares of the budget from worst to best; NaN is worse than anything.
 pub(super) fn worse_first(a: f64, b: f64) -> Ordering {
     b.is_nan().cmp(&a.is_nan()).then(b.total_cmp(&a))
+}
+
+/// What passed in a case, each check once; forward and gradient with the tensors that agreed, which
+/// beside a failing tensor says where the bug is not.
+pub(super) fn passed(case: &CaseRecord) -> Vec<String> {
+    let mut tensors: BTreeMap<(usize, &str), Vec<&str>> = BTreeMap::new();
+    for check in case.checks.iter().filter(|check| Standing::of(check) == Standing::Pass) {
+        let order = CHECKS.iter().position(|known| *known == column(&check.check)).unwrap_or(CHECKS.len());
+        tensors.entry((order, &check.check)).or_default().push(&check.tensor);
+    }
+    let word = |((_, check), tensors): ((usize, &str), Vec<&str>)| match check {
+        "forward" | "gradient" => format!("{check} ({})", tensors.join(", ")),
+        _ => check.to_owned(),
+    };
+    tensors.into_iter().map(word).collect()
 }
 
 /// Checks failing alike: operator, check and tensor, with the number of cases and the first of them
@@ -251,13 +278,15 @@ pub(super) struct Matrix {
 impl Matrix {
     /// Of a whole run.
     pub(super) fn of(report: &Report) -> Self {
-        let mut seen: Vec<&str> = report.cases.iter().flat_map(|case| &case.checks).map(|check| column(&check.check)).collect();
+        let mut seen: Vec<&str> =
+            report.cases.iter().flat_map(|case| &case.checks).map(|check| column(&check.check)).collect();
         seen.sort_by_key(|name| (CHECKS.iter().position(|known| known == name).unwrap_or(CHECKS.len()), *name));
         seen.dedup();
         let rows = operators(report).into_iter().map(|operator| {
             let mut cells = vec![Cell::default(); seen.len()];
             let mut sum = Cell::default();
-            for check in report.cases.iter().filter(|case| case.operator == operator.name).flat_map(|case| &case.checks) {
+            for check in report.cases.iter().filter(|case| case.operator == operator.name).flat_map(|case| &case.checks)
+            {
                 sum.add(check);
                 if let Some(place) = seen.iter().position(|name| *name == column(&check.check)) {
                     cells[place].add(check);
@@ -340,16 +369,21 @@ impl<'a> TensorSummary<'a> {
         for tensor in &mut tensors {
             tensor.entries.sort_by(|a, b| worse_first(a.metrics.budget_used, b.metrics.budget_used));
         }
-        tensors.sort_by_key(|tensor| CHECKS.iter().position(|known| *known == column(tensor.check)).unwrap_or(CHECKS.len()));
+        tensors.sort_by_key(|tensor| {
+            CHECKS.iter().position(|known| *known == column(tensor.check)).unwrap_or(CHECKS.len())
+        });
         tensors
     }
 
     fn add(tensors: &mut Vec<Self>, case: &'a CaseRecord, check: &'a CheckRecord) {
-        let place = tensors.iter().position(|one| one.check == check.check && one.tensor == check.tensor).unwrap_or_else(|| {
-            let (check, tensor) = (check.check.as_str(), check.tensor.as_str());
-            tensors.push(Self { check, tensor, entries: Vec::new(), without_metrics: 0, compared: 0 });
-            tensors.len() - 1
-        });
+        let place = tensors
+            .iter()
+            .position(|one| one.check == check.check && one.tensor == check.tensor)
+            .unwrap_or_else(|| {
+                let (check, tensor) = (check.check.as_str(), check.tensor.as_str());
+                tensors.push(Self { check, tensor, entries: Vec::new(), without_metrics: 0, compared: 0 });
+                tensors.len() - 1
+            });
         let summary = &mut tensors[place];
         summary.compared = summary.compared.saturating_add(check.compared);
         match &check.metrics {
@@ -448,33 +482,31 @@ pub(super) fn teraflops(benchmark: &BenchmarkRecord) -> f64 {
     benchmark.flops / benchmark.median_ns / 1e3
 }
 
-/// JSON on as few lines as fit into `width` columns, broken from the outside in.
-pub(super) fn pretty(value: &serde_json::Value, indent: usize, width: usize) -> String {
-    let flat = flat(value);
-    if indent + flat.chars().count() <= width {
-        return flat;
-    }
-    let (inner, outer) = (" ".repeat(indent + 2), " ".repeat(indent));
-    match value {
-        serde_json::Value::Object(fields) => {
-            let lines = fields.iter().map(|(name, field)| {
-                format!("{inner}{}: {}", serde_json::Value::from(name.as_str()), pretty(field, indent + 2, width))
-            });
-            format!("{{\n{}\n{outer}}}", lines.collect::<Vec<_>>().join(",\n"))
+/// A JSON object with as many fields on each line as fit into `width` columns.
+pub(super) fn pretty(value: &serde_json::Value, width: usize) -> String {
+    let serde_json::Value::Object(fields) = value else { return flat(value) };
+    let mut lines = vec!["{".to_owned()];
+    for (place, (name, field)) in fields.iter().enumerate() {
+        let comma = if place + 1 < fields.len() { "," } else { "}" };
+        let piece = format!("{}: {}{comma}", serde_json::Value::from(name.as_str()), flat(field));
+        match lines.last_mut() {
+            Some(line) if place == 0 || line.chars().count() + piece.chars().count() < width => {
+                line.push_str(if place == 0 { "" } else { " " });
+                line.push_str(&piece);
+            }
+            _ => lines.push(format!(" {piece}")),
         }
-        serde_json::Value::Array(items) if items.iter().any(|item| item.is_object() || item.is_array()) => {
-            let lines = items.iter().map(|item| format!("{inner}{}", pretty(item, indent + 2, width)));
-            format!("[\n{}\n{outer}]", lines.collect::<Vec<_>>().join(",\n"))
-        }
-        _ => flat,
     }
+    if fields.is_empty() { flat(value) } else { lines.join("\n") }
 }
 
 /// JSON on one line, with a space after each comma and colon.
 fn flat(value: &serde_json::Value) -> String {
     match value {
         serde_json::Value::Object(fields) => {
-            let fields = fields.iter().map(|(name, field)| format!("{}: {}", serde_json::Value::from(name.as_str()), flat(field)));
+            let fields = fields
+                .iter()
+                .map(|(name, field)| format!("{}: {}", serde_json::Value::from(name.as_str()), flat(field)));
             format!("{{{}}}", fields.collect::<Vec<_>>().join(", "))
         }
         serde_json::Value::Array(items) => format!("[{}]", items.iter().map(flat).collect::<Vec<_>>().join(", ")),

@@ -1,0 +1,626 @@
+//! `sparse_attention`: launchers of `kernels/cuda/sparse_attention.cu` (inference 8, training 3 and 4).
+
+use crate::arguments::{Arguments, address};
+use crate::kernel_params;
+use crate::rms_norm::owned;
+use crate::runtime::params::DeviceAddress;
+use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
+
+const FILE: &str = "sparse_attention.cu";
+const CHECK: Arguments = Arguments { operator: "sparse_attention" };
+/// Rows that one block of the row kernels (delta, zero, cast) takes: one a warp.
+const ROWS_PER_BLOCK: u64 = 8;
+
+kernel_params! {
+    /// Mirror of `SparseAttentionForwardParams`.
+    struct SparseAttentionForwardParams {
+        q: DeviceAddress,
+        k: DeviceAddress,
+        v: DeviceAddress,
+        sink: DeviceAddress,
+        indices: DeviceAddress,
+        topk_length: DeviceAddress,
+        out: DeviceAddress,
+        lse: DeviceAddress,
+        max_logits: DeviceAddress,
+        q_token_stride: i64,
+        q_head_stride: i64,
+        k_stride: i64,
+        v_stride: i64,
+        indices_stride: i64,
+        out_token_stride: i64,
+        out_head_stride: i64,
+        num_tokens: i32,
+        num_heads: i32,
+        num_keys: i32,
+        topk: i32,
+        softmax_scale: f32,
+    }
+}
+
+kernel_params! {
+    /// Mirror of `SparseAttentionDeltaParams`.
+    struct SparseAttentionDeltaParams {
+        out: DeviceAddress,
+        dout: DeviceAddress,
+        lse: DeviceAddress,
+        sink: DeviceAddress,
+        delta: DeviceAddress,
+        sink_terms: DeviceAddress,
+        out_token_stride: i64,
+        out_head_stride: i64,
+        dout_token_stride: i64,
+        dout_head_stride: i64,
+        num_tokens: i32,
+        num_heads: i32,
+    }
+}
+
+kernel_params! {
+    /// Mirror of `SparseAttentionDsinkParams`.
+    struct SparseAttentionDsinkParams {
+        sink_terms: DeviceAddress,
+        dsink: DeviceAddress,
+        num_tokens: i32,
+        num_heads: i32,
+    }
+}
+
+kernel_params! {
+    /// Mirror of `SparseAttentionZeroParams`.
+    struct SparseAttentionZeroParams {
+        target: DeviceAddress,
+        stride: i64,
+        num_rows: i64,
+        width: i32,
+    }
+}
+
+kernel_params! {
+    /// Mirror of `SparseAttentionCastParams`.
+    struct SparseAttentionCastParams {
+        source: DeviceAddress,
+        target: DeviceAddress,
+        source_stride: i64,
+        target_stride: i64,
+        num_rows: i64,
+        width: i32,
+    }
+}
+
+kernel_params! {
+    /// Mirror of `SparseAttentionBackwardParams`.
+    struct SparseAttentionBackwardParams {
+        q: DeviceAddress,
+        k: DeviceAddress,
+        v: DeviceAddress,
+        dout: DeviceAddress,
+        sink: DeviceAddress,
+        lse: DeviceAddress,
+        delta: DeviceAddress,
+        dlse: DeviceAddress,
+        indices: DeviceAddress,
+        topk_length: DeviceAddress,
+        dq: DeviceAddress,
+        dk: DeviceAddress,
+        dv: DeviceAddress,
+        q_token_stride: i64,
+        q_head_stride: i64,
+        k_stride: i64,
+        v_stride: i64,
+        dout_token_stride: i64,
+        dout_head_stride: i64,
+        indices_stride: i64,
+        dq_token_stride: i64,
+        dq_head_stride: i64,
+        dk_stride: i64,
+        dv_stride: i64,
+        num_tokens: i32,
+        num_heads: i32,
+        num_keys: i32,
+        topk: i32,
+        softmax_scale: f32,
+    }
+}
+
+/// Where the values come from.
+#[derive(Clone, Copy, Debug)]
+pub enum Value<'a> {
+    /// The first `v_dim` columns of the keys: all of them (K = V), or a prefix (576/512).
+    Prefix {
+        /// Columns, at most `head_dim`.
+        v_dim: usize,
+    },
+    /// A tensor of its own: `[num_keys, v_dim]` bf16.
+    Separate(&'a TensorView),
+}
+
+/// What forward and backward read.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// `[num_tokens, num_heads, head_dim]` bf16.
+    pub q: &'a TensorView,
+    /// `[num_keys, head_dim]` bf16; one key head, shared by all query heads.
+    pub k: &'a TensorView,
+    /// The values.
+    pub value: Value<'a>,
+    /// `[num_heads]` f32: a logit, not scaled; `None` is no sink.
+    pub sink: Option<&'a TensorView>,
+    /// `[num_tokens, topk]` i32: rows of `k`. Slot `j` is valid when `j < topk_length` and the index is in
+    /// `[0, num_keys)`; invalid slots contribute nothing and are never dereferenced.
+    pub indices: &'a TensorView,
+    /// `[num_tokens]` i32, clamped to `[0, topk]`; `None` is `topk` everywhere.
+    pub topk_length: Option<&'a TensorView>,
+    /// Multiplies `q · k`, finite and above 0.
+    pub softmax_scale: f32,
+}
+
+/// Arguments of [`forward`].
+#[derive(Clone, Copy, Debug)]
+pub struct Forward<'a> {
+    /// What it reads.
+    pub inputs: Inputs<'a>,
+    /// `[num_tokens, num_heads, v_dim]` bf16; 0 for a row without a valid slot.
+    pub out: &'a TensorView,
+    /// `[num_tokens, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a row.
+    pub lse: &'a TensorView,
+    /// `[num_tokens, num_heads]` f32: largest logit, without the sink; `-inf` for such a row.
+    pub max_logits: &'a TensorView,
+}
+
+/// Arguments of [`backward`].
+#[derive(Clone, Copy, Debug)]
+pub struct Backward<'a> {
+    /// What the forward read.
+    pub inputs: Inputs<'a>,
+    /// `[num_tokens, num_heads, v_dim]` bf16: the forward's output, untouched.
+    pub out: &'a TensorView,
+    /// `[num_tokens, num_heads]` f32: the forward's; an infinity of either sign is a row without a
+    /// valid slot.
+    pub lse: &'a TensorView,
+    /// `[num_tokens, num_heads, v_dim]` bf16: gradient of `out`.
+    pub dout: &'a TensorView,
+    /// `[num_tokens, num_heads]` f32: gradient of `lse`; `None` is zero.
+    pub dlse: Option<&'a TensorView>,
+    /// `[num_tokens, num_heads, head_dim]` bf16.
+    pub dq: &'a TensorView,
+    /// `[num_keys, head_dim]`, bf16 or f32; with [`Value::Prefix`] it holds the values' gradient too.
+    pub dk: &'a TensorView,
+    /// `[num_keys, v_dim]`, the type of `dk`; present exactly with [`Value::Separate`].
+    pub dv: Option<&'a TensorView>,
+    /// `[num_heads]` f32; present exactly when there is a sink.
+    pub dsink: Option<&'a TensorView>,
+    /// Scratch memory of at least [`workspace_bytes`] bytes, 16-byte aligned.
+    pub workspace: &'a TensorView,
+}
+
+/// The extents of a call.
+#[derive(Clone, Copy, Debug)]
+struct Extents {
+    num_tokens: usize,
+    num_heads: usize,
+    head_dim: usize,
+    v_dim: usize,
+    num_keys: usize,
+    topk: usize,
+    separate: bool,
+}
+
+impl Extents {
+    fn heads_per_block(self) -> usize {
+        // A block of 64 heads fills a multiprocessor; up to 16 heads would leave three quarters idle.
+        if self.num_heads <= 16 { 16 } else { 64 }
+    }
+
+    fn defines(self) -> Vec<(&'static str, String)> {
+        defines(self.head_dim, self.v_dim, self.heads_per_block(), self.separate)
+    }
+
+    fn blocks(self) -> u64 {
+        self.num_tokens as u64 * self.num_heads.div_ceil(self.heads_per_block()) as u64
+    }
+}
+
+fn defines(head_dim: usize, v_dim: usize, heads_per_block: usize, separate: bool) -> Vec<(&'static str, String)> {
+    vec![
+        ("HEAD_DIM", head_dim.to_string()),
+        ("V_DIM", v_dim.to_string()),
+        ("HEADS_PER_BLOCK", heads_per_block.to_string()),
+        ("V_SEPARATE", usize::from(separate).to_string()),
+    ]
+}
+
+/// The modules of the model's head geometries, and of a small one.
+pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
+    let geometries = [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
+    let all = geometries.into_iter().flat_map(|(d, v, separate)| [16, 64].map(|heads| defines(d, v, heads, separate)));
+    all.map(|defines| (FILE.to_owned(), owned(defines))).collect()
+}
+
+fn check_inputs(inputs: &Inputs<'_>) -> Result<Extents> {
+    let Inputs { q, k, value, sink, indices, topk_length, softmax_scale } = *inputs;
+    let [num_tokens, num_heads, head_dim] = CHECK.extents("q", q)?;
+    let [num_keys, key_dim] = CHECK.extents("k", k)?;
+    let [_, topk] = CHECK.extents("indices", indices)?;
+    if head_dim == 0 || !head_dim.is_multiple_of(16) || head_dim > 576 {
+        return CHECK.refuse("q", format!("head_dim {head_dim} must be a multiple of 16 up to 576"));
+    }
+    if key_dim != head_dim {
+        return CHECK.refuse("k", format!("width {key_dim} must be head_dim {head_dim}"));
+    }
+    for (argument, view) in [("q", q), ("k", k)] {
+        CHECK.dtype(argument, view, &[DType::Bf16])?;
+        CHECK.rows(argument, view)?;
+        CHECK.aligned(argument, view)?;
+    }
+    let (v_dim, separate) = check_value(value, num_keys, head_dim)?;
+    CHECK.shape("indices", indices, &[num_tokens, topk])?;
+    CHECK.dtype("indices", indices, &[DType::I32])?;
+    CHECK.rows("indices", indices)?;
+    if let Some(sink) = sink {
+        CHECK.dense_tensor("sink", sink, &[num_heads], &[DType::F32])?;
+    }
+    if let Some(length) = topk_length {
+        CHECK.dense_tensor("topk_length", length, &[num_tokens], &[DType::I32])?;
+    }
+    CHECK.positive("softmax_scale", softmax_scale)?;
+    for (argument, extent) in [("q", num_tokens), ("q", num_heads), ("k", num_keys), ("indices", topk)] {
+        CHECK.int32(argument, extent)?;
+    }
+    Ok(Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate })
+}
+
+fn check_value(value: Value<'_>, num_keys: usize, head_dim: usize) -> Result<(usize, bool)> {
+    let (v_dim, separate) = match value {
+        Value::Prefix { v_dim } => (v_dim, false),
+        Value::Separate(v) => {
+            let [v_keys, v_dim] = CHECK.extents("v", v)?;
+            if v_keys != num_keys {
+                return CHECK.refuse("v", format!("{v_keys} rows must be those of k, {num_keys}"));
+            }
+            CHECK.dtype("v", v, &[DType::Bf16])?;
+            CHECK.rows("v", v)?;
+            CHECK.aligned("v", v)?;
+            (v_dim, true)
+        }
+    };
+    if v_dim == 0 || !v_dim.is_multiple_of(16) || v_dim > 512 || (!separate && v_dim > head_dim) {
+        return CHECK.refuse("v", format!("v_dim {v_dim} must be a multiple of 16 up to 512, and within k if it is part of k"));
+    }
+    Ok((v_dim, separate))
+}
+
+fn check_heads(argument: &'static str, view: &TensorView, shape: &[usize]) -> Result<()> {
+    CHECK.shape(argument, view, shape)?;
+    CHECK.dtype(argument, view, &[DType::Bf16])?;
+    CHECK.rows(argument, view)?;
+    CHECK.aligned(argument, view)
+}
+
+fn value_view(value: Value<'_>) -> (DeviceAddress, i64) {
+    match value {
+        Value::Prefix { .. } => (DeviceAddress(0), 0),
+        Value::Separate(v) => (DeviceAddress(v.address), v.strides[0]),
+    }
+}
+
+fn read_by(inputs: &Inputs<'_>) -> Vec<TensorView> {
+    let v = match inputs.value {
+        Value::Prefix { .. } => None,
+        Value::Separate(v) => Some(v),
+    };
+    [Some(inputs.q), Some(inputs.k), v, inputs.sink, Some(inputs.indices), inputs.topk_length]
+        .into_iter()
+        .flatten()
+        .cloned()
+        .collect()
+}
+
+/// No written tensor may share memory with a read one, or with another written one.
+fn check_apart(written: &[(&'static str, Option<&TensorView>)], read: &[TensorView]) -> Result<()> {
+    for (number, &(argument, view)) in written.iter().enumerate() {
+        let Some(view) = view else { continue };
+        for other in read.iter().chain(written[..number].iter().filter_map(|&(_, other)| other)) {
+            CHECK.apart(argument, view, other)?;
+        }
+    }
+    Ok(())
+}
+
+/// Launches the forward; returns the kernel that ran.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
+    let Forward { inputs, out, lse, max_logits } = arguments;
+    let extents = check_inputs(inputs)?;
+    let Extents { num_tokens, num_heads, v_dim, .. } = extents;
+    check_heads("out", out, &[num_tokens, num_heads, v_dim])?;
+    CHECK.dense_tensor("lse", lse, &[num_tokens, num_heads], &[DType::F32])?;
+    CHECK.dense_tensor("max_logits", max_logits, &[num_tokens, num_heads], &[DType::F32])?;
+    let written = [("out", Some(*out)), ("lse", Some(*lse)), ("max_logits", Some(*max_logits))];
+    check_apart(&written, &read_by(inputs))?;
+    let (v, v_stride) = value_view(inputs.value);
+    let params = SparseAttentionForwardParams {
+        q: DeviceAddress(inputs.q.address),
+        k: DeviceAddress(inputs.k.address),
+        v,
+        sink: address(inputs.sink),
+        indices: DeviceAddress(inputs.indices.address),
+        topk_length: address(inputs.topk_length),
+        out: DeviceAddress(out.address),
+        lse: DeviceAddress(lse.address),
+        max_logits: DeviceAddress(max_logits.address),
+        q_token_stride: inputs.q.strides[0],
+        q_head_stride: inputs.q.strides[1],
+        k_stride: inputs.k.strides[0],
+        v_stride,
+        indices_stride: inputs.indices.strides[0],
+        out_token_stride: out.strides[0],
+        out_head_stride: out.strides[1],
+        num_tokens: num_tokens as i32,
+        num_heads: num_heads as i32,
+        num_keys: extents.num_keys as i32,
+        topk: extents.topk as i32,
+        softmax_scale: inputs.softmax_scale,
+    };
+    let name = "sparse_attention_forward";
+    let kernel = device.kernel::<SparseAttentionForwardParams>(FILE, &extents.defines(), name)?;
+    kernel.launch(LaunchConfig::linear(CHECK.operator, "q", extents.blocks(), kernel.max_threads())?, &params)?;
+    Ok(format!("{name}<{}>", extents.heads_per_block()))
+}
+
+/// Parts of the backward's scratch memory, as byte offsets; each part starts at a multiple of 16.
+struct Workspace {
+    delta: usize,
+    sink_terms: usize,
+    dk: usize,
+    dv: usize,
+    bytes: usize,
+}
+
+impl Workspace {
+    fn of(extents: Extents, dk: DType, sink: bool) -> Self {
+        let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, separate, .. } = extents;
+        let mut end = 0;
+        let mut part = |floats: usize| {
+            let start = end;
+            end += (floats * 4).next_multiple_of(16);
+            start
+        };
+        let per_row = num_tokens * num_heads;
+        let accumulated = dk == DType::Bf16;
+        let delta = part(per_row);
+        let sink_terms = part(if sink { per_row } else { 0 });
+        let dk = part(if accumulated { num_keys * head_dim } else { 0 });
+        let dv = part(if accumulated && separate { num_keys * v_dim } else { 0 });
+        Self { delta, sink_terms, dk, dv, bytes: end }
+    }
+}
+
+/// Bytes of scratch memory that [`backward`] needs: `delta` and, with a sink, its terms, 4 bytes for
+/// each `(token, head)`; where `dk` is bf16 the fp32 rows of `dk` (and of a separate `dv`) as well.
+///
+/// # Errors
+/// Inputs that the launcher refuses.
+pub fn workspace_bytes(inputs: &Inputs<'_>, dk: DType) -> Result<usize> {
+    Ok(Workspace::of(check_inputs(inputs)?, dk, inputs.sink.is_some()).bytes)
+}
+
+/// Launches the backward; returns the kernels that ran.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<String>> {
+    let extents = check_inputs(&arguments.inputs)?;
+    let workspace = check_backward(arguments, extents)?;
+    let call = BackwardCall { device, arguments, extents, workspace };
+    let mut paths = vec![call.delta()?];
+    paths.extend(call.dsink()?);
+    paths.extend(call.gradients()?);
+    Ok(paths)
+}
+
+fn check_backward(arguments: &Backward<'_>, extents: Extents) -> Result<Workspace> {
+    let Backward { inputs, out, lse, dout, dlse, dq, dk, dv, dsink, workspace } = *arguments;
+    let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, separate, .. } = extents;
+    check_heads("out", out, &[num_tokens, num_heads, v_dim])?;
+    check_heads("dout", dout, &[num_tokens, num_heads, v_dim])?;
+    check_heads("dq", dq, &[num_tokens, num_heads, head_dim])?;
+    CHECK.dense_tensor("lse", lse, &[num_tokens, num_heads], &[DType::F32])?;
+    if let Some(dlse) = dlse {
+        CHECK.dense_tensor("dlse", dlse, &[num_tokens, num_heads], &[DType::F32])?;
+    }
+    check_key_gradient("dk", dk, &[num_keys, head_dim], &[DType::Bf16, DType::F32])?;
+    if dv.is_some() != separate {
+        return CHECK.refuse("dv", "it must be present exactly when V is a tensor of its own");
+    }
+    if let Some(dv) = dv {
+        check_key_gradient("dv", dv, &[num_keys, v_dim], &[dk.dtype])?;
+    }
+    if dsink.is_some() != inputs.sink.is_some() {
+        return CHECK.refuse("dsink", "it must be present exactly when `sink` is");
+    }
+    if let Some(dsink) = dsink {
+        CHECK.dense_tensor("dsink", dsink, &[num_heads], &[DType::F32])?;
+    }
+    let parts = Workspace::of(extents, dk.dtype, inputs.sink.is_some());
+    let bytes = workspace.elements() * workspace.dtype.size();
+    if bytes < parts.bytes || !workspace.address.is_multiple_of(16) {
+        let reason = format!("{bytes} bytes at {:#x}; it must have {}, 16-byte aligned", workspace.address, parts.bytes);
+        return CHECK.refuse("workspace", reason);
+    }
+    let mut read = read_by(&inputs);
+    read.extend([Some(out), Some(lse), Some(dout), dlse].into_iter().flatten().cloned());
+    let written = [("dq", Some(dq)), ("dk", Some(dk)), ("dv", dv), ("dsink", dsink), ("workspace", Some(workspace))];
+    check_apart(&written, &read)?;
+    Ok(parts)
+}
+
+fn check_key_gradient(argument: &'static str, view: &TensorView, shape: &[usize], allowed: &[DType]) -> Result<()> {
+    CHECK.shape(argument, view, shape)?;
+    CHECK.dtype(argument, view, allowed)?;
+    CHECK.rows(argument, view)?;
+    CHECK.aligned(argument, view)
+}
+
+/// One checked call of the backward.
+struct BackwardCall<'a> {
+    device: &'a Device,
+    arguments: &'a Backward<'a>,
+    extents: Extents,
+    workspace: Workspace,
+}
+
+/// fp32 rows that the atomics add to.
+#[derive(Clone, Copy)]
+struct Accumulator {
+    address: DeviceAddress,
+    stride: i64,
+    width: usize,
+}
+
+impl BackwardCall<'_> {
+    fn scratch(&self, offset: usize) -> DeviceAddress {
+        DeviceAddress(self.arguments.workspace.address + offset as u64)
+    }
+
+    fn kernel<P: crate::runtime::params::KernelParams>(&self, name: &str) -> Result<crate::runtime::Kernel> {
+        self.device.kernel::<P>(FILE, &self.extents.defines(), name)
+    }
+
+    fn rows(&self, rows: usize, kernel: &crate::runtime::Kernel) -> Result<LaunchConfig> {
+        LaunchConfig::linear(CHECK.operator, "q", (rows as u64).div_ceil(ROWS_PER_BLOCK), kernel.max_threads())
+    }
+
+    fn delta(&self) -> Result<String> {
+        let Backward { inputs, out, dout, lse, .. } = self.arguments;
+        let name = "sparse_attention_delta";
+        let kernel = self.kernel::<SparseAttentionDeltaParams>(name)?;
+        let sink_terms = if inputs.sink.is_some() { self.scratch(self.workspace.sink_terms) } else { DeviceAddress(0) };
+        let params = SparseAttentionDeltaParams {
+            out: DeviceAddress(out.address),
+            dout: DeviceAddress(dout.address),
+            lse: DeviceAddress(lse.address),
+            sink: address(inputs.sink),
+            delta: self.scratch(self.workspace.delta),
+            sink_terms,
+            out_token_stride: out.strides[0],
+            out_head_stride: out.strides[1],
+            dout_token_stride: dout.strides[0],
+            dout_head_stride: dout.strides[1],
+            num_tokens: self.extents.num_tokens as i32,
+            num_heads: self.extents.num_heads as i32,
+        };
+        kernel.launch(self.rows(self.extents.num_tokens * self.extents.num_heads, &kernel)?, &params)?;
+        Ok(name.into())
+    }
+
+    fn dsink(&self) -> Result<Option<String>> {
+        let Some(dsink) = self.arguments.dsink else { return Ok(None) };
+        let name = "sparse_attention_dsink";
+        let kernel = self.kernel::<SparseAttentionDsinkParams>(name)?;
+        let params = SparseAttentionDsinkParams {
+            sink_terms: self.scratch(self.workspace.sink_terms),
+            dsink: DeviceAddress(dsink.address),
+            num_tokens: self.extents.num_tokens as i32,
+            num_heads: self.extents.num_heads as i32,
+        };
+        let blocks = self.extents.num_heads.div_ceil(32) as u64;
+        kernel.launch(LaunchConfig::linear(CHECK.operator, "sink", blocks, kernel.max_threads())?, &params)?;
+        Ok(Some(name.into()))
+    }
+
+    /// Zero-fills the accumulators, adds the gradients, rounds them where they are stored narrow.
+    fn gradients(&self) -> Result<Vec<String>> {
+        let Backward { dk, dv, .. } = *self.arguments;
+        let dk_rows = self.accumulator(dk, self.workspace.dk);
+        let dv_rows = dv.map(|dv| self.accumulator(dv, self.workspace.dv));
+        for rows in [Some(dk_rows), dv_rows].into_iter().flatten() {
+            self.zero(rows)?;
+        }
+        let mut paths = vec!["sparse_attention_zero".into(), self.scatter(dk_rows, dv_rows)?];
+        if dk.dtype == DType::Bf16 {
+            self.cast(dk_rows, dk)?;
+            if let (Some(rows), Some(dv)) = (dv_rows, dv) {
+                self.cast(rows, dv)?;
+            }
+            paths.push("sparse_attention_cast".into());
+        }
+        Ok(paths)
+    }
+
+    /// The gradient itself where it is f32, dense scratch rows where it is not.
+    fn accumulator(&self, gradient: &TensorView, offset: usize) -> Accumulator {
+        let width = gradient.shape[1];
+        match gradient.dtype {
+            DType::F32 => Accumulator { address: DeviceAddress(gradient.address), stride: gradient.strides[0], width },
+            _ => Accumulator { address: self.scratch(offset), stride: width as i64, width },
+        }
+    }
+
+    fn zero(&self, rows: Accumulator) -> Result<()> {
+        let kernel = self.kernel::<SparseAttentionZeroParams>("sparse_attention_zero")?;
+        let params = SparseAttentionZeroParams {
+            target: rows.address,
+            stride: rows.stride,
+            num_rows: self.extents.num_keys as i64,
+            width: rows.width as i32,
+        };
+        kernel.launch(self.rows(self.extents.num_keys, &kernel)?, &params)
+    }
+
+    fn cast(&self, rows: Accumulator, target: &TensorView) -> Result<()> {
+        let kernel = self.kernel::<SparseAttentionCastParams>("sparse_attention_cast")?;
+        let params = SparseAttentionCastParams {
+            source: rows.address,
+            target: DeviceAddress(target.address),
+            source_stride: rows.stride,
+            target_stride: target.strides[0],
+            num_rows: self.extents.num_keys as i64,
+            width: rows.width as i32,
+        };
+        kernel.launch(self.rows(self.extents.num_keys, &kernel)?, &params)
+    }
+
+    fn scatter(&self, dk: Accumulator, dv: Option<Accumulator>) -> Result<String> {
+        let Backward { inputs, lse, dout, dlse, dq, .. } = self.arguments;
+        let name = "sparse_attention_backward";
+        let kernel = self.kernel::<SparseAttentionBackwardParams>(name)?;
+        let (v, v_stride) = value_view(inputs.value);
+        let params = SparseAttentionBackwardParams {
+            q: DeviceAddress(inputs.q.address),
+            k: DeviceAddress(inputs.k.address),
+            v,
+            dout: DeviceAddress(dout.address),
+            sink: address(inputs.sink),
+            lse: DeviceAddress(lse.address),
+            delta: self.scratch(self.workspace.delta),
+            dlse: address(*dlse),
+            indices: DeviceAddress(inputs.indices.address),
+            topk_length: address(inputs.topk_length),
+            dq: DeviceAddress(dq.address),
+            dk: dk.address,
+            dv: dv.map_or(DeviceAddress(0), |rows| rows.address),
+            q_token_stride: inputs.q.strides[0],
+            q_head_stride: inputs.q.strides[1],
+            k_stride: inputs.k.strides[0],
+            v_stride,
+            dout_token_stride: dout.strides[0],
+            dout_head_stride: dout.strides[1],
+            indices_stride: inputs.indices.strides[0],
+            dq_token_stride: dq.strides[0],
+            dq_head_stride: dq.strides[1],
+            dk_stride: dk.stride,
+            dv_stride: dv.map_or(0, |rows| rows.stride),
+            num_tokens: self.extents.num_tokens as i32,
+            num_heads: self.extents.num_heads as i32,
+            num_keys: self.extents.num_keys as i32,
+            topk: self.extents.topk as i32,
+            softmax_scale: inputs.softmax_scale,
+        };
+        let config = LaunchConfig::linear(CHECK.operator, "q", self.extents.blocks(), kernel.max_threads())?;
+        kernel.launch(config, &params)?;
+        Ok(format!("{name}<{}>", self.extents.heads_per_block()))
+    }
+}

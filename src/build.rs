@@ -1,0 +1,20 @@
+//! Records which commit the binary was built from, so that a report can say so where there is no git.
+
+use std::process::Command;
+
+fn git(arguments: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(arguments).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+fn main() {
+    let commit = git(&["rev-parse", "HEAD"]).unwrap_or_else(|| "unknown".into());
+    // Untracked files are no part of what was built from the commit, unless they are sources.
+    let dirty = git(&["status", "--porcelain", "--", "src", "kernels", "reference", "Cargo.toml", "Cargo.lock", "build.rs"])
+        .is_some_and(|status| !status.is_empty());
+    println!("cargo:rustc-env=PARITY_COMMIT={commit}");
+    println!("cargo:rustc-env=PARITY_DIRTY={}", u8::from(dirty));
+    for path in [".git/HEAD", ".git/index", "src", "kernels", "reference"] {
+        println!("cargo:rerun-if-changed={path}");
+    }
+}

@@ -1,0 +1,71 @@
+//! `parity golden`.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use clap::Args;
+
+use super::{DeviceArguments, Exit};
+use crate::record::Verdict;
+use crate::{golden, golden_run, registry};
+
+/// Options of `parity golden`.
+#[derive(Debug, Args)]
+pub struct GoldenArguments {
+    /// Folder with golden files and their index.json
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    /// Operators, comma-separated; all when absent
+    #[arg(long, value_name = "A,B")]
+    ops: Option<String>,
+    /// Files, comma-separated; all that the operators understand when absent
+    #[arg(long, value_name = "A,B", value_delimiter = ',')]
+    files: Vec<String>,
+    /// Hold only the oracles against the files
+    #[arg(long)]
+    oracles_only: bool,
+    #[command(flatten)]
+    device: DeviceArguments,
+}
+
+/// Compares and prints a line for each file; 1 when something disagrees.
+pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
+    let operators = registry::select(arguments.ops.as_deref())?;
+    let names = golden::index(&arguments.dir)?;
+    let device = if arguments.oracles_only { None } else { Some(arguments.device.open()?) };
+    let mut files = 0;
+    let mut unread = Vec::new();
+    let mut exit = Exit::Agreed;
+    for name in names.iter().filter(|name| arguments.files.is_empty() || arguments.files.contains(name)) {
+        // One bad file does not lose the others.
+        let file = match golden::read(&arguments.dir.join(name)) {
+            Ok(file) => file,
+            Err(error) => {
+                eprintln!("parity: {error}");
+                unread.push(name.clone());
+                continue;
+            }
+        };
+        for case in golden_run::cases_of(&file, &operators)? {
+            files += 1;
+            let record = golden_run::run(&file, &case, device.as_ref());
+            let failures: Vec<_> = record.checks.iter().filter(|c| c.verdict != Verdict::Pass).collect();
+            let compared: u64 = record.checks.iter().map(|c| c.compared).sum();
+            let kernel = case.kernel_skip.as_ref().map_or(String::new(), |why| format!(" (oracle only: {why})"));
+            let verdict = if failures.is_empty() { "agrees" } else { "DISAGREES" };
+            println!("{verdict:9} {:16} {name}: {} checks, {compared} elements{kernel}", record.operator, record.checks.len());
+            for check in &failures {
+                println!("          {} {}: {}", check.check, check.tensor, check.message);
+                exit = Exit::Disagreed;
+            }
+        }
+    }
+    if !unread.is_empty() {
+        bail!("{} golden file(s) could not be read: {}", unread.len(), unread.join(", "));
+    }
+    if files == 0 {
+        bail!("no file of {} is about {}", arguments.dir.display(), arguments.ops.as_deref().unwrap_or("any operator"));
+    }
+    println!("{files} golden cases");
+    Ok(exit)
+}

@@ -1,0 +1,129 @@
+//! The subcommands of `parity`.
+
+mod compile;
+mod doctor;
+mod golden;
+mod ops;
+mod replay;
+mod run;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Args, Subcommand, ValueEnum};
+use dsv4_kernels::runtime::emulator::EmulatorOptions;
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, RuntimeError, SourceTree};
+
+/// What a command ends with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// All agreed.
+    Agreed,
+    /// Something disagreed, or could not be decided.
+    Disagreed,
+    /// Bad usage or input.
+    BadInput,
+    /// The demanded backend is missing.
+    BackendMissing,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(match exit {
+            Exit::Agreed => 0,
+            Exit::Disagreed => 1,
+            Exit::BadInput => 2,
+            Exit::BackendMissing => 3,
+        })
+    }
+}
+
+/// The exit code of a command that ended with an error.
+pub fn exit_code_of(error: &anyhow::Error) -> Exit {
+    match error.downcast_ref::<RuntimeError>() {
+        Some(RuntimeError::BackendMissing { .. }) => Exit::BackendMissing,
+        _ => Exit::BadInput,
+    }
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Sweep operators, compare kernels with oracles, write a report
+    Run(run::RunArguments),
+    /// Hold oracles and kernels against golden files
+    Golden(golden::GoldenArguments),
+    /// Run one case verbosely: a JSON line, or a file of them
+    Replay(replay::ReplayArguments),
+    /// List operators
+    Ops(ops::OpsArguments),
+    /// Say which backends work here, and why not
+    Doctor,
+    /// Compile every kernel with NVRTC, which needs no GPU
+    Compile(compile::CompileArguments),
+}
+
+/// Runs a subcommand.
+///
+/// # Errors
+/// Bad input, or a missing backend; see [`exit_code_of`].
+pub fn execute(command: Command) -> Result<Exit> {
+    match command {
+        Command::Run(arguments) => run::execute(&arguments),
+        Command::Golden(arguments) => golden::execute(&arguments),
+        Command::Replay(arguments) => replay::execute(&arguments),
+        Command::Ops(arguments) => ops::execute(&arguments),
+        Command::Doctor => Ok(doctor::execute()),
+        Command::Compile(arguments) => compile::execute(&arguments),
+    }
+}
+
+/// Which backend to use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendChoice {
+    /// CUDA where it works, the emulator otherwise
+    Auto,
+    /// A GPU, or exit code 3
+    Cuda,
+    /// The emulator
+    Emulator,
+}
+
+/// Options of every command that runs kernels.
+#[derive(Clone, Debug, Args)]
+pub struct DeviceArguments {
+    /// Backend to run the kernels on
+    #[arg(long, value_enum, default_value = "auto", env = "PARITY_BACKEND")]
+    pub backend: BackendChoice,
+    /// Directory laid out as kernels/cuda to take the kernels from, instead of the embedded ones
+    #[arg(long, value_name = "DIR")]
+    pub kernels: Option<PathBuf>,
+}
+
+impl DeviceArguments {
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// A missing backend, or a kernel directory that cannot be read.
+    pub fn open(&self) -> Result<Device> {
+        let options = || -> Result<DeviceOptions> {
+            let tree = match &self.kernels {
+                Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
+                None => SourceTree::embedded(),
+            };
+            Ok(DeviceOptions { tree, emulator: EmulatorOptions::default(), ..DeviceOptions::default() })
+        };
+        match self.backend {
+            BackendChoice::Cuda => Ok(Device::open(BackendKind::Cuda, options()?)?),
+            BackendChoice::Emulator => Ok(Device::open(BackendKind::Emulator, options()?)?),
+            BackendChoice::Auto => match Device::open(BackendKind::Cuda, options()?) {
+                Ok(device) => Ok(device),
+                Err(reason) => {
+                    tracing::info!("{reason}");
+                    Ok(Device::open(BackendKind::Emulator, options()?)?)
+                }
+            },
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Oracles and kernels against golden files.
+//!
+//! An oracle is held to the golden values up to rounding in f64: what the same computation would be
+//! off by if every rounding of its working precision happened in f64 instead, that is the spread of the
+//! `Working` runs times `2^-52 / 2^-23` (f32 is the widest type in which they round), plus half an ulp
+//! of f32 where the file stores that. Kernels are held to their budget around the golden values.
+
+use dsv4_kernels::runtime::{DType, Device};
+
+use crate::agreement;
+use crate::budget::Budget;
+use crate::case::{Case, CaseError};
+use crate::checks::{self, CheckOptions, Outcome, Truth};
+use crate::golden::GoldenFile;
+use crate::operator::{ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
+use crate::record::{CaseRecord, CheckRecord, Origin, Verdict};
+
+/// Runs every check that a golden case allows. `device` is `None` where only oracles are asked for.
+pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
+    let operator = golden.prepared.operator();
+    let mut outcome = match Truth::of(&*golden.prepared) {
+        Ok(truth) => against_golden(golden, &truth),
+        Err(error) => Outcome { checks: vec![failed("oracle", "", error.to_string())], ..Outcome::default() },
+    };
+    if let (Some(device), None) = (device, &golden.kernel_skip) {
+        let kernels = checks::run(&*golden.prepared, device, CheckOptions { schedules: 0, triangulate: false });
+        outcome.paths = kernels.paths;
+        outcome.checks.extend(kernels.checks);
+        (outcome.kernel_seconds, outcome.oracle_seconds) = (kernels.kernel_seconds, kernels.oracle_seconds);
+    }
+    CaseRecord {
+        operator: operator.to_owned(),
+        case: serde_json::json!({ "operator": operator, "golden": file.name }),
+        origin: Origin::Given,
+        paths: outcome.paths,
+        checks: outcome.checks,
+        kernel_seconds: outcome.kernel_seconds,
+        oracle_seconds: outcome.oracle_seconds,
+        replay: format!("parity golden DIR --ops {operator} --files {}", file.name),
+    }
+}
+
+/// The golden files of a folder that some of the given operators understand, as cases.
+///
+/// # Errors
+/// A file that should fit an operator and does not.
+pub fn cases_of(
+    file: &GoldenFile,
+    operators: &[&'static dyn crate::operator::Operator],
+) -> Result<Vec<GoldenCase>, CaseError> {
+    let mut cases = Vec::new();
+    for operator in operators {
+        cases.extend(operator.golden(file)?);
+    }
+    Ok(cases)
+}
+
+fn failed(check: &str, tensor: &str, message: String) -> CheckRecord {
+    CheckRecord {
+        check: check.to_owned(),
+        tensor: tensor.to_owned(),
+        verdict: Verdict::Error,
+        compared: 0,
+        message,
+        metrics: None,
+    }
+}
+
+fn against_golden(golden: &GoldenCase, truth: &Truth) -> Outcome {
+    let mut outcome = Outcome::default();
+    for expected in &golden.expected {
+        let Some(index) = truth.exact.iter().position(|tensor| tensor.name == expected.name) else {
+            outcome.checks.push(failed("golden", expected.name, "the oracle has no such tensor".into()));
+            continue;
+        };
+        outcome.checks.push(compare(expected, &truth.exact[index], &truth.budget(index, DType::F32)));
+    }
+    outcome
+}
+
+/// The oracle's tensor against the file's.
+fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) -> CheckRecord {
+    let mut record = failed("golden", expected.name, String::new());
+    if expected.values.len() != exact.values.len() {
+        record.message =
+            format!("the file has {} elements, the oracle {}", expected.values.len(), exact.values.len());
+        return record;
+    }
+    let narrower = f64::EPSILON / f64::from(f32::EPSILON);
+    let allowed = |i: usize| {
+        let stored = if expected.stored_f32 { half_ulp(DType::F32, expected.values[i]) } else { 0.0 };
+        working.allowed[i] * narrower + stored
+    };
+    let used = |i: usize| agreement::budget_use(exact.values[i], expected.values[i], allowed(i));
+    record.compared = exact.values.len() as u64;
+    record.verdict = Verdict::Pass;
+    if let Some(worst) = (0..exact.values.len()).max_by(|&a, &b| used(a).total_cmp(&used(b)))
+        && used(worst) > 1.0
+    {
+        record.verdict = Verdict::Fail;
+        record.message = format!(
+            "`{}` at {:?}: oracle {:e}, golden {:e}, allowed {:.3e}",
+            expected.stored_as,
+            agreement::unflatten(worst, &exact.shape),
+            exact.values[worst],
+            expected.values[worst],
+            allowed(worst)
+        );
+    }
+    record
+}
+
+/// Parses the replay form of a golden case: `{"operator": …, "golden": FILE}`.
+pub fn golden_file_of(case: &Case) -> Option<&str> {
+    case.fields.get("golden")?.as_str()
+}

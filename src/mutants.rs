@@ -1,0 +1,159 @@
+//! Planted bugs: text patches of kernel sources, applied when they are compiled, never to the tree.
+//!
+//! `fixtures/mutants/*.toml` hold lists of [`Mutant`]. An anchor that matches no longer, or more than
+//! once, is an error: a patch that changes nothing would be "survived" for the wrong reason.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use dsv4_kernels::runtime::{Device, SourceTree};
+use serde::Deserialize;
+use thiserror::Error;
+
+use crate::case::{Case, CaseError};
+use crate::checks::{self, CheckOptions};
+use crate::record::{MutantRecord, Verdict};
+use crate::registry;
+
+/// One planted bug.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mutant {
+    /// Unique name.
+    pub id: String,
+    /// Entry of the failure-mode catalogue, such as `FM-08`.
+    pub catalogue: String,
+    /// Operator whose cases must see it.
+    pub operator: String,
+    /// File within the kernel tree.
+    pub file: String,
+    /// One sentence.
+    pub summary: String,
+    /// Text that occurs exactly once in the file.
+    pub find: String,
+    /// What replaces it.
+    pub replace: String,
+    /// Check that is expected to see it.
+    pub expected: String,
+    /// Cases, as JSON lines, that are enough to see it: the smallest input class.
+    pub cases: Vec<String>,
+}
+
+/// Why mutants cannot be run.
+#[derive(Debug, Error)]
+pub enum MutantError {
+    /// The folder or a file in it cannot be read.
+    #[error("reading {path}: {source}")]
+    Read {
+        /// What was read.
+        path: PathBuf,
+        /// The system's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A file is no list of mutants.
+    #[error("{path}: {reason}")]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// The parser's words.
+        reason: String,
+    },
+    /// The anchor does not occur exactly once.
+    #[error("mutant `{id}`: its anchor occurs {count} times in {file}, not once")]
+    Anchor {
+        /// Mutant.
+        id: String,
+        /// File that was searched.
+        file: String,
+        /// How often it occurs.
+        count: usize,
+    },
+    /// One of its cases cannot be prepared.
+    #[error("mutant `{id}`: {source}")]
+    Case {
+        /// Mutant.
+        id: String,
+        /// Why.
+        #[source]
+        source: CaseError,
+    },
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MutantFile {
+    mutant: Vec<Mutant>,
+}
+
+/// All mutants of a folder, by file name and then in the file's order.
+///
+/// # Errors
+/// [`MutantError::Read`], [`MutantError::Malformed`].
+pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
+    let read_error = |path: &Path| {
+        let path = path.to_owned();
+        move |source| MutantError::Read { path, source }
+    };
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(read_error(dir))? {
+        let path = entry.map_err(read_error(dir))?.path();
+        if path.extension().is_some_and(|extension| extension == "toml") {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    let mut mutants = Vec::new();
+    for path in paths {
+        let text = std::fs::read_to_string(&path).map_err(read_error(&path))?;
+        let file: MutantFile =
+            toml::from_str(&text).map_err(|e| MutantError::Malformed { path, reason: e.to_string() })?;
+        mutants.extend(file.mutant);
+    }
+    Ok(mutants)
+}
+
+impl Mutant {
+    /// The tree with this bug planted.
+    ///
+    /// # Errors
+    /// [`MutantError::Anchor`].
+    pub fn plant(&self, tree: &SourceTree) -> Result<SourceTree, MutantError> {
+        let text = tree.text(&self.file).unwrap_or_default();
+        let count = text.matches(&self.find).count();
+        if count != 1 {
+            return Err(MutantError::Anchor { id: self.id.clone(), file: self.file.clone(), count });
+        }
+        Ok(tree.with_text(&self.file, text.replacen(&self.find, &self.replace, 1), &format!("mutant {}", self.id)))
+    }
+
+    /// Runs the mutant's cases against it and says which checks saw it.
+    ///
+    /// # Errors
+    /// An anchor that does not match, or a case that cannot be prepared.
+    pub fn run(&self, device: &Device, schedules: u32) -> Result<MutantRecord, MutantError> {
+        let mutated = device.with_tree(self.plant(device.tree())?);
+        let options = CheckOptions { schedules, triangulate: false };
+        let mut killed_by = BTreeSet::new();
+        for line in &self.cases {
+            let refused = |source| MutantError::Case { id: self.id.clone(), source };
+            let case = Case::parse(line).map_err(refused)?;
+            let prepared = registry::prepare(&case).map_err(refused)?;
+            let outcome = checks::run(&*prepared, &mutated, options);
+            // An error is no kill: a mutant that does not compile shows nothing about the checks.
+            killed_by.extend(outcome.failures().filter(|c| c.verdict == Verdict::Fail).map(|c| c.check.clone()));
+            if let Some(error) = outcome.failures().find(|c| c.verdict == Verdict::Error && c.check == "launch") {
+                let reason = format!("the mutated kernel did not run: {}", error.message);
+                return Err(refused(CaseError::Malformed(reason)));
+            }
+        }
+        Ok(MutantRecord {
+            id: self.id.clone(),
+            catalogue: self.catalogue.clone(),
+            operator: self.operator.clone(),
+            summary: self.summary.clone(),
+            expected: self.expected.clone(),
+            killed_by: killed_by.into_iter().collect(),
+        })
+    }
+}

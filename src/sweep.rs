@@ -1,0 +1,169 @@
+//! A sweep: remembered cases first, then corners, then drawn ones; failing ones are made smaller.
+
+use std::time::{Duration, Instant};
+
+use dsv4_kernels::runtime::Device;
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use crate::case::{Case, CaseError};
+use crate::checks::{self, CheckOptions, Outcome};
+use crate::operator::{Operator, Profile};
+use crate::record::{CaseRecord, CheckRecord, Origin, Verdict};
+use crate::registry;
+use crate::regressions::Regressions;
+
+/// How long one failing case may be shrunk.
+const SHRINK_TIME: Duration = Duration::from_secs(30);
+
+/// What to sweep.
+#[derive(Clone, Debug)]
+pub struct SweepOptions {
+    /// Size of the cases.
+    pub profile: Profile,
+    /// How many to draw; `None` is the operator's own number.
+    pub cases: Option<usize>,
+    /// Seed of the drawing.
+    pub seed: u64,
+    /// What to check.
+    pub checks: CheckOptions,
+    /// Remembered cases.
+    pub regressions: Regressions,
+    /// Whether a drawn case that fails is remembered.
+    pub remember: bool,
+}
+
+/// Who listens to a sweep.
+pub trait Observer {
+    /// How many cases are about to run.
+    fn planned(&mut self, operator: &str, cases: usize);
+    /// One case is done.
+    fn done(&mut self, record: CaseRecord);
+}
+
+/// Sweeps one operator.
+///
+/// # Errors
+/// Remembered cases that cannot be read. A case that fails is no error: its record says so.
+pub fn sweep(
+    operator: &dyn Operator,
+    device: &Device,
+    options: &SweepOptions,
+    observer: &mut dyn Observer,
+) -> Result<(), CaseError> {
+    let name = operator.describe().name;
+    let remembered = options.regressions.load(&name)?;
+    let corners = operator.corner_cases(options.profile);
+    let draws = options.cases.unwrap_or_else(|| operator.default_cases(options.profile));
+    observer.planned(&name, remembered.len() + corners.len() + draws);
+    for (cases, origin) in [(remembered, Origin::Regression), (corners, Origin::Drawn)] {
+        for case in cases {
+            observer.done(run_case(&case, origin, device, options.checks));
+        }
+    }
+    let strategy = operator.strategy(options.profile);
+    let mut runner = runner(options.seed, &name);
+    for _ in 0..draws {
+        let mut tree = strategy.new_tree(&mut runner).map_err(|reason| CaseError::Malformed(reason.to_string()))?;
+        let record = run_case(&tree.current(), Origin::Drawn, device, options.checks);
+        let failed = record.verdict() != Verdict::Pass;
+        let failing = record.checks.iter().find(|check| check.verdict != Verdict::Pass).cloned();
+        observer.done(record);
+        if let (true, Some(failing)) = (failed, failing)
+            && let Some(small) = shrink(&mut *tree, &failing, device, options.checks)
+        {
+            remember(&small, options);
+            observer.done(small);
+        }
+    }
+    Ok(())
+}
+
+fn runner(seed: u64, operator: &str) -> TestRunner {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&seed.to_le_bytes()).update(operator.as_bytes());
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, hasher.finalize().as_bytes());
+    TestRunner::new_with_rng(Config::default(), rng)
+}
+
+fn remember(record: &CaseRecord, options: &SweepOptions) {
+    if !options.remember {
+        return;
+    }
+    match serde_json::from_value::<Case>(record.case.clone()) {
+        Ok(case) => {
+            if let Err(error) = options.regressions.append(&case) {
+                tracing::error!("the failing case could not be remembered: {error}");
+            }
+        }
+        Err(error) => tracing::error!("the failing case could not be remembered: {error}"),
+    }
+}
+
+/// Walks proptest's tree towards a smaller case that fails the same check; returns the smallest.
+fn shrink(
+    tree: &mut dyn ValueTree<Value = Case>,
+    failing: &CheckRecord,
+    device: &Device,
+    checks: CheckOptions,
+) -> Option<CaseRecord> {
+    let start = Instant::now();
+    let mut smallest = run_case(&tree.current(), Origin::Shrunk, device, checks);
+    let mut moved = tree.simplify();
+    while moved && start.elapsed() < SHRINK_TIME {
+        let record = run_case(&tree.current(), Origin::Shrunk, device, checks);
+        let same = |c: &CheckRecord| c.verdict != Verdict::Pass && c.check == failing.check;
+        moved = if record.checks.iter().any(same) {
+            smallest = record;
+            tree.simplify()
+        } else {
+            tree.complicate()
+        };
+    }
+    (smallest.verdict() != Verdict::Pass).then_some(smallest)
+}
+
+/// Runs one case of any operator and writes its record.
+pub fn run_case(case: &Case, origin: Origin, device: &Device, options: CheckOptions) -> CaseRecord {
+    let outcome = match registry::prepare(case) {
+        Ok(prepared) => checks::run(&*prepared, device, options),
+        Err(error) => refused(&error),
+    };
+    record(case, origin, device, outcome)
+}
+
+/// The outcome of a case that could not be prepared.
+fn refused(error: &CaseError) -> Outcome {
+    let check = CheckRecord {
+        check: "inputs".into(),
+        tensor: String::new(),
+        verdict: Verdict::Error,
+        compared: 0,
+        message: error.to_string(),
+        metrics: None,
+    };
+    Outcome { checks: vec![check], ..Outcome::default() }
+}
+
+fn record(case: &Case, origin: Origin, device: &Device, outcome: Outcome) -> CaseRecord {
+    CaseRecord {
+        operator: case.operator.clone(),
+        case: serde_json::to_value(case).unwrap_or_default(),
+        origin,
+        paths: outcome.paths,
+        checks: outcome.checks,
+        kernel_seconds: outcome.kernel_seconds,
+        oracle_seconds: outcome.oracle_seconds,
+        replay: case.replay_command(&device.environment().backend.to_string()),
+    }
+}
+
+/// What a person reads when a case failed: the case, what failed, the worst element, the replay.
+pub fn failure_text(record: &CaseRecord) -> String {
+    let mut text = format!("{} failed: {}\n", record.operator, record.case);
+    for check in record.checks.iter().filter(|check| check.verdict != Verdict::Pass) {
+        text += &format!("  {} {}: {}\n", check.check, check.tensor, check.message);
+    }
+    text += &format!("  replay: {}\n", record.replay);
+    text
+}
