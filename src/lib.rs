@@ -24,6 +24,7 @@ pub mod record;
 pub mod registry;
 pub mod regressions;
 pub mod report;
+pub mod scenario;
 
 pub mod sweep;
 pub mod triangulation;

@@ -38,9 +38,24 @@
 //! Rounding to nearest has the variance `g^2/12`. With `m` between 1 and 2 a kernel that adds sequentially and
 //! rounds to nearest therefore has a root mean square error between `sqrt(ln 2 / 3) = 0.48` and
 //! `sqrt(4 ln 2 / 3) = 0.96` of sigma, whatever its sums are: the model errs to the generous side, and by at
-//! most a factor of about two. Tensor cores that truncate inside a block of products and tree reductions make
-//! fewer roundings than terms and stay within it. Since the many roundings are independent, the error is drawn as one
-//! normal number of standard deviation sigma on top of the exact sum.
+//! most a factor of about two. Tree reductions make fewer roundings than terms and stay within it. Since the many
+//! roundings are independent, the error is drawn as one normal number of standard deviation sigma on top of the
+//! exact sum.
+//!
+//! # Truncation in matrix products
+//!
+//! Tensor cores do not round their accumulator to nearest after a block of [`BLOCK_TERMS`] products, they truncate
+//! it. Each truncation takes `g/2 = u 2^e` off the magnitude on average, and `u |S_j| E[1/m] = u |S_j| / (2 ln 2)`
+//! with the digits distributed as above. These errors have one sign, so they neither cancel among the blocks of one
+//! sum nor among the elements of one product: a softmax over many keys averages the noise above away, but not this.
+//! Where the large terms come first (and the order is the kernel's business) every partial sum is as large as S:
+//!
+//! ```text
+//! bias of a sum = ceil(n / BLOCK_TERMS) * u |S| / (2 ln 2)
+//! ```
+//!
+//! A `Working` run adds or subtracts it, by one toss for the whole product, so that the spread of several runs
+//! around `Exact` contains it in full.
 
 use candle_core::{CpuStorage, D, Tensor};
 use rand::{Rng, SeedableRng};
@@ -56,6 +71,8 @@ const F32_FRACTION_BITS: i32 = 23;
 /// `ex2.approx.f32` by 2^-22 and that of `rsqrt.approx.f32` by 2^-22.9. Neighbours on a grid of 22 bits are
 /// between 2^-23 and 2^-22 of the value apart.
 const APPROXIMATE_FRACTION_BITS: i32 = 22;
+/// Terms that a tensor core adds before it truncates its accumulator: the k of `mma.m16n8k16` for bf16.
+pub const BLOCK_TERMS: f64 = 16.0;
 /// Smallest normal exponent, common to bf16 and fp32; below it the grid no longer gets finer.
 const MIN_EXPONENT: i32 = -126;
 /// First power of two that neither bf16 nor fp32 can hold.
@@ -158,7 +175,30 @@ impl Rounding {
         // The terms of an element are a_ik b_kj, so the sum of their squares is a product of squares.
         let sum_of_squares = a.sqr()?.matmul(&b.sqr()?)?;
         let num_terms = num_terms.broadcast_as(sum.shape())?;
-        self.accumulated_f32(&sum, &sum_of_squares, &num_terms)
+        let rounded = self.accumulated_f32(&sum, &sum_of_squares, &num_terms)?;
+        self.truncated_f32(&rounded, &sum, &num_terms)
+    }
+
+    /// Adds to `rounded` the bias of tensor cores that truncate (module documentation); one sign for all elements.
+    fn truncated_f32(&mut self, rounded: &Tensor, sum: &Tensor, num_terms: &Tensor) -> Result<Tensor> {
+        let Some(noise) = &mut self.noise else {
+            return Ok(rounded.clone());
+        };
+        let sign = if noise.uniform() < 0.5 { -1.0 } else { 1.0 };
+        let blocks = (num_terms / BLOCK_TERMS)?.ceil()?;
+        let unit_roundoff = power_of_two(-F32_FRACTION_BITS - 1);
+        let bias = (sum * blocks)?.affine(sign * unit_roundoff / (2.0 * std::f64::consts::LN_2), 0.0)?;
+        // Not where the sum is no finite number: its bias would be NaN.
+        let bias = bias.abs()?.lt(f64::MAX)?.where_cond(&bias, &bias.zeros_like()?)?;
+        Ok((rounded + bias)?)
+    }
+
+    /// A constant that every element is multiplied by, rounded to f32 once for all of them.
+    pub fn constant_f32(&mut self, constant: f64) -> f64 {
+        match &mut self.noise {
+            None => constant,
+            Some(noise) => round_stochastically(constant, F32_FRACTION_BITS, noise.uniform()),
+        }
     }
 
     /// Adds to exact sums the error of their fp32 accumulation (module documentation). All three tensors

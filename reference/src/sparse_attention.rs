@@ -418,7 +418,8 @@ impl Gathered {
     /// `z = softmax_scale q . k`, `[num_tokens, num_heads, slots]`; `-inf` for invalid slots.
     fn logits(&self, inputs: &Inputs, rounding: &mut Rounding) -> Result<Tensor> {
         let products = rounding.matmul_f32(&inputs.q, &self.k.transpose(1, 2)?)?;
-        let z = rounding.f32(&(products * inputs.softmax_scale)?)?;
+        let scale = base_two_scale(inputs.softmax_scale, rounding);
+        let z = rounding.f32(&(products * scale)?)?;
         select(&self.valid, &z, f64::NEG_INFINITY)
     }
 
@@ -427,6 +428,15 @@ impl Gathered {
         let has_valid = self.has_valid.broadcast_as(per_row.shape())?;
         select(&has_valid, per_row, otherwise)
     }
+}
+
+/// The scale as kernels apply it: `softmax_scale * log2 e` is one fp32 constant, and results return to natural
+/// units by another, `ln 2`. Their rounding moves all logits together.
+fn base_two_scale(softmax_scale: f64, rounding: &mut Rounding) -> f64 {
+    let log2_e = rounding.constant_f32(std::f64::consts::LOG2_E);
+    let ln_2 = rounding.constant_f32(std::f64::consts::LN_2);
+    let to_base_two = rounding.constant_f32(softmax_scale * log2_e);
+    if rounding.is_exact() { softmax_scale } else { to_base_two * ln_2 }
 }
 
 /// `source` with one row of zeros behind its last.

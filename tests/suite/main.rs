@@ -1,2 +1,14 @@
 //! One binary for every integration test: `cargo test --test suite NAME`.
+//!
+//! Everything runs on the emulator, or on a GPU with `PARITY_BACKEND=cuda`; a demanded backend that is
+//! missing is an error, never a skip.
+
+mod command_line;
+mod dependencies;
 mod emulator;
+mod golden;
+mod mutants;
+mod scenario;
+mod selftest;
+mod support;
+mod sweep;

@@ -170,10 +170,29 @@ impl TensorView {
         (self.address, self.address + (last as u64 + 1) * self.dtype.size() as u64)
     }
 
-    /// Whether the address ranges of two views overlap (interleaved views count as overlapping).
+    /// Whether two views may share memory: their address ranges meet, and they are not two combs of rows
+    /// whose teeth pass each other.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (a, b) = (self.span(), other.span());
-        a.0 < b.1 && b.0 < a.1
+        a.0 < b.1 && b.0 < a.1 && !self.interleaves(other)
+    }
+
+    /// Whether rows of two views of one layout alternate without touching.
+    fn interleaves(&self, other: &Self) -> bool {
+        let (Some((&row, outer)), Some((&1, strides))) = (self.shape.split_last(), self.strides.split_last()) else {
+            return false;
+        };
+        let pitches = || outer.iter().zip(strides).filter(|(extent, _)| **extent > 1).map(|(_, &stride)| stride);
+        let Some(pitch) = pitches().min().filter(|&pitch| pitch > 0) else { return false };
+        let bytes = other.address as i64 - self.address as i64;
+        let size = self.dtype.size() as i64;
+        let alike = self.dtype == other.dtype && self.shape == other.shape && self.strides == other.strides;
+        let shift = (bytes / size).rem_euclid(pitch);
+        alike
+            && bytes % size == 0
+            && pitches().all(|stride| stride % pitch == 0)
+            && shift >= row as i64
+            && shift + row as i64 <= pitch
     }
 
     /// Whether two views are the same elements in the same order.
