@@ -1,11 +1,14 @@
 //! Criterion's results, read back for the report.
 //!
-//! `cargo bench` (or the bench binary) leaves `GROUP/ID/new/{estimates,benchmark,sample}.json` under
-//! criterion's directory and [`FACTS_FILE`] beside them, which says what each benchmark moves and
-//! computes and what the device can do.
+//! The benchmarks (`benches/kernels`) leave `GROUP/NAME/new/{benchmark,estimates,sample}.json` under
+//! criterion's directory, and [`FACTS_FILE`] beside the groups, which says what each benchmark moves
+//! and computes and what the device can do.
+//!
+//! A result is found by the full id inside its `benchmark.json`, not by its path: criterion replaces
+//! characters in directory names, cuts them to 64 bytes and numbers those that collide.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -15,9 +18,15 @@ use crate::record::{BenchmarkRecord, Ceilings};
 /// Written by the benchmarks, next to criterion's folders.
 pub const FACTS_FILE: &str = "parity-facts.json";
 
+/// Folders between criterion's directory and a benchmark's `new`: group, function, parameter.
+const DEPTH: usize = 3;
+
 /// What criterion does not know.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
+    /// What the benchmarks ran on.
+    #[serde(default)]
+    pub device: String,
     /// Rates of the device, measured in the same run.
     pub ceilings: Option<Ceilings>,
     /// By criterion's full id.
@@ -25,43 +34,76 @@ pub struct Facts {
 }
 
 /// What one call does.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Work {
     /// Operator.
     pub operator: String,
-    /// Fewest bytes it must move.
+    /// Fewest bytes it must move: each input once, each output once.
     pub bytes: f64,
     /// Floating-point operations.
     pub flops: f64,
 }
 
-/// Reads every benchmark under criterion's directory; an absent directory has none.
+impl Facts {
+    /// Writes the facts into criterion's directory.
+    ///
+    /// # Errors
+    /// A directory or file that cannot be written, by path.
+    pub fn write(&self, dir: &Path) -> Result<PathBuf, String> {
+        let path = dir.join(FACTS_FILE);
+        let failed = |e: std::io::Error| format!("{}: {e}", path.display());
+        let text = serde_json::to_string_pretty(self).map_err(|e| format!("{}: {e}", path.display()))?;
+        std::fs::create_dir_all(dir).map_err(failed)?;
+        std::fs::write(&path, text).map_err(failed)?;
+        Ok(path)
+    }
+}
+
+/// Criterion's directory: `CRITERION_HOME`, `criterion` in `CARGO_TARGET_DIR`, or `target/criterion`.
+pub fn directory() -> PathBuf {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    set("CRITERION_HOME")
+        .or_else(|| set("CARGO_TARGET_DIR").map(|dir| dir.join("criterion")))
+        .unwrap_or_else(|| PathBuf::from("target/criterion"))
+}
+
+/// Reads every benchmark that the facts name; without a facts file there is none.
 ///
 /// # Errors
-/// A file that is there and cannot be understood, by path.
+/// A file that is there and cannot be understood, by path; a benchmark of the facts without a result.
 pub fn read(dir: &Path) -> Result<(Vec<BenchmarkRecord>, Option<Ceilings>), String> {
     let facts_path = dir.join(FACTS_FILE);
     if !facts_path.is_file() {
         return Ok((Vec::new(), None));
     }
-    let facts: Facts = serde_json::from_value(json(&facts_path)?).map_err(|e| format!("{}: {e}", facts_path.display()))?;
+    let facts: Facts =
+        serde_json::from_value(json(&facts_path)?).map_err(|e| format!("{}: {e}", facts_path.display()))?;
+    let mut results = BTreeMap::new();
+    find_results(dir, DEPTH, &mut results)?;
     let mut records = Vec::new();
     for (id, work) in &facts.work {
-        let new = dir.join(directory_of(id)).join("new");
-        if new.is_dir() {
-            records.push(record(id, work, &new, facts.ceilings.as_ref())?);
-        }
+        let new = results.get(id).ok_or_else(|| {
+            format!("{} names `{id}`, of which there is no result under {}", facts_path.display(), dir.display())
+        })?;
+        records.push(record(id, work, new, facts.ceilings.as_ref())?);
     }
     Ok((records, facts.ceilings))
 }
 
-/// Criterion's directory name for an id: characters that file names cannot hold become `_`.
-fn directory_of(id: &str) -> String {
-    let safe = |part: &str| part.replace(['?', '"', '\\', '*', '<', '>', ':', '|', '^'], "_");
-    match id.split_once('/') {
-        Some((group, rest)) => format!("{}/{}", safe(group), safe(rest).replace('/', "_")),
-        None => safe(id),
+/// Collects the `new` folders below `dir` by the full id of their benchmark.
+fn find_results(dir: &Path, depth: usize, results: &mut BTreeMap<String, PathBuf>) -> Result<(), String> {
+    let failed = |e: std::io::Error| format!("{}: {e}", dir.display());
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let benchmark = path.join("benchmark.json");
+        if path.ends_with("new") && benchmark.is_file() {
+            let id = json(&benchmark)?["full_id"].as_str().map(str::to_owned);
+            results.insert(id.ok_or_else(|| format!("{}: no `full_id`", benchmark.display()))?, path);
+        } else if path.is_dir() && depth > 0 {
+            find_results(&path, depth - 1, results)?;
+        }
     }
+    Ok(())
 }
 
 fn json(path: &Path) -> Result<Value, String> {
@@ -73,16 +115,18 @@ fn record(id: &str, work: &Work, new: &Path, ceilings: Option<&Ceilings>) -> Res
     let estimates = json(&new.join("estimates.json"))?;
     let sample = json(&new.join("sample.json"))?;
     let number = |path: &str| {
-        estimates.pointer(path).and_then(Value::as_f64).ok_or_else(|| format!("{}: no `{path}`", new.display()))
+        let value = estimates.pointer(path).and_then(Value::as_f64);
+        value.ok_or_else(|| format!("{}: no `{path}` in estimates.json", new.display()))
     };
     let median_ns = number("/median/point_estimate")?;
+    let times = sample["times"].as_array().ok_or_else(|| format!("{}: no `times` in sample.json", new.display()))?;
     Ok(BenchmarkRecord {
         id: id.to_owned(),
         operator: work.operator.clone(),
         median_ns,
         low_ns: number("/median/confidence_interval/lower_bound")?,
         high_ns: number("/median/confidence_interval/upper_bound")?,
-        samples: sample["times"].as_array().map_or(0, |times| times.len() as u64),
+        samples: times.len() as u64,
         bytes: work.bytes,
         flops: work.flops,
         percent_of_limit: ceilings.and_then(|ceilings| percent_of_limit(work, ceilings, median_ns)),
@@ -95,4 +139,88 @@ fn percent_of_limit(work: &Work, ceilings: &Ceilings, median_ns: f64) -> Option<
     let computing = ceilings.matrix_flops_per_second.map_or(0.0, |rate| work.flops / rate);
     let limit = f64::max(moving, computing);
     (limit > 0.0).then(|| 100.0 * limit / (median_ns * 1e-9))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The files that criterion 0.8 writes for one benchmark, as far as they are read.
+    fn criterion_result(dir: &Path, folder: &str, full_id: &str, median: f64) {
+        let new = dir.join(folder).join("new");
+        std::fs::create_dir_all(&new).expect("a folder");
+        let estimate = |value: f64| {
+            let interval = serde_json::json!({
+                "confidence_level": 0.95, "lower_bound": 0.9 * value, "upper_bound": 1.1 * value
+            });
+            serde_json::json!({ "confidence_interval": interval, "point_estimate": value, "standard_error": 1.0 })
+        };
+        let estimates = serde_json::json!({
+            "mean": estimate(2.0 * median), "median": estimate(median), "median_abs_dev": estimate(1.0),
+            "slope": null, "std_dev": estimate(1.0),
+        });
+        let sample = serde_json::json!({ "sampling_mode": "Flat", "iters": [1.0, 1.0], "times": [median, median] });
+        let benchmark = serde_json::json!({ "full_id": full_id, "directory_name": folder });
+        for (name, value) in [("estimates", estimates), ("sample", sample), ("benchmark", benchmark)] {
+            std::fs::write(new.join(format!("{name}.json")), value.to_string()).expect("a file");
+        }
+    }
+
+    fn facts(ids: &[&str], ceilings: Option<Ceilings>) -> Facts {
+        let work = Work { operator: "rms_norm".into(), bytes: 4e6, flops: 1e9 };
+        let work = ids.iter().map(|id| ((*id).to_owned(), work.clone())).collect();
+        Facts { device: "a device".into(), ceilings, work }
+    }
+
+    #[test]
+    fn results_are_found_by_their_full_id_whatever_their_folder_is_called() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let long = format!("group/a: {}", "wide ".repeat(20));
+        criterion_result(dir.path(), "group/a_ wide wide_2", &long, 1000.0);
+        criterion_result(dir.path(), "group/parameter/7", "group/parameter/7", 3000.0);
+        let base = dir.path().join("group/parameter/7/base");
+        std::fs::create_dir_all(base).expect("a folder");
+        let written = facts(&[&long, "group/parameter/7"], None);
+        written.write(dir.path()).expect("writes");
+        let (records, ceilings) = read(dir.path()).expect("reads");
+        assert_eq!(ceilings, None);
+        assert_eq!(records.iter().map(|r| r.id.as_str()).collect::<Vec<_>>(), [long.as_str(), "group/parameter/7"]);
+        assert_eq!((records[0].median_ns, records[0].low_ns, records[0].samples), (1000.0, 900.0, 2));
+        assert_eq!(records[0].percent_of_limit, None);
+    }
+
+    #[test]
+    fn the_limit_is_the_slower_of_moving_and_computing() {
+        let dir = tempfile::tempdir().expect("a folder");
+        criterion_result(dir.path(), "g/x", "g/x", 2000.0);
+        let share = |ceilings: Ceilings| {
+            facts(&["g/x"], Some(ceilings)).write(dir.path()).expect("writes");
+            read(dir.path()).expect("reads").0[0].percent_of_limit.expect("a share")
+        };
+        let copy = 4e12;
+        let moving = share(Ceilings { copy_bytes_per_second: copy, matrix_flops_per_second: None });
+        assert!((moving - 50.0).abs() < 1e-9, "{moving}");
+        let computing = share(Ceilings { copy_bytes_per_second: copy, matrix_flops_per_second: Some(5e14) });
+        assert!((computing - 100.0).abs() < 1e-9, "{computing}");
+    }
+
+    #[test]
+    fn results_that_the_facts_do_not_name_are_left_out() {
+        let dir = tempfile::tempdir().expect("a folder");
+        criterion_result(dir.path(), "g/old", "g/old", 1.0);
+        assert!(read(dir.path()).expect("no facts, no records").0.is_empty());
+        facts(&[], None).write(dir.path()).expect("writes");
+        assert!(read(dir.path()).expect("reads").0.is_empty());
+        assert!(read(&dir.path().join("absent")).expect("an absent directory has none").0.is_empty());
+    }
+
+    #[test]
+    fn a_named_benchmark_without_a_result_is_an_error() {
+        let dir = tempfile::tempdir().expect("a folder");
+        facts(&["g/x"], None).write(dir.path()).expect("writes");
+        assert!(read(dir.path()).expect_err("nothing there").contains("`g/x`"));
+        criterion_result(dir.path(), "g/x", "g/x", 1.0);
+        std::fs::write(dir.path().join("g/x/new/estimates.json"), "{}").expect("a file");
+        assert!(read(dir.path()).expect_err("no median").contains("/median/"));
+    }
 }

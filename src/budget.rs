@@ -1,8 +1,9 @@
 //! The error that is allowed for each element: derived, never typed in.
 //!
-//! The oracle runs once in `Exact` (f64, value `e`) and [`WORKING_RUNS`] times in `Working`, where
-//! every narrow store or multiplication is rounded *stochastically*. The spread of the `Working` runs
-//! around `Exact` says how far a kernel of the specified precision may be off. The budget of an
+//! The oracle runs once in `Exact` (f64, value `e`), [`WORKING_RUNS`] times in `Working`, where every
+//! narrow store or multiplication is rounded *stochastically*, and once in `Nearest`, where it is rounded
+//! by the rule of the hardware. The spread of these runs around `Exact` says how far a kernel of the
+//! specified precision may be off. The budget of an
 //! element is
 //!
 //! ```text
@@ -33,12 +34,20 @@
 //! so is the budget: the kernel must write zeros there.
 
 use dsv4_kernels::runtime::DType;
-use statrs::distribution::{ContinuousCDF, Normal};
+use dsv4_reference::precision::Precision;
+use statrs::distribution::{ContinuousCDF, FisherSnedecor, Normal};
 
 use crate::operator::{OracleTensor, half_ulp, rows_of};
 
-/// `Working` runs around one `Exact` run.
+/// Stochastic runs around one `Exact` run.
 pub const WORKING_RUNS: usize = 8;
+
+/// The runs around `Exact`: [`WORKING_RUNS`] stochastic ones, and one that rounds to nearest. Their seeds
+/// are fixed, so that a case always has the same budget.
+pub fn working_precisions() -> impl Iterator<Item = Precision> {
+    let nearest = Precision::Nearest { seed: WORKING_RUNS as u64 };
+    (0..WORKING_RUNS as u64).map(|seed| Precision::Working { seed }).chain([nearest])
+}
 
 /// Verdicts of one campaign: the number of tensors that may be judged before chance alone would
 /// fail one whose rounding errors are as large as those of the `Working` runs.
@@ -83,7 +92,7 @@ impl Budget {
         for row in 0..rows {
             budget.derive_row(exact, working, stored, row * row_len..(row + 1) * row_len, z);
         }
-        budget.energy = energy_bound(exact, working, stored, expected_maximum(CAMPAIGN));
+        budget.energy = energy_bound(exact, working, stored);
         budget
     }
 
@@ -171,29 +180,53 @@ fn own_variance(exact: f64, working: &[&OracleTensor], index: usize) -> f64 {
 /// Bound on the sum of squared errors: per-element budgets forgive a kernel that is a little worse
 /// everywhere, this one does not.
 ///
-/// Each `Working` run has a sum of squares `E_k`; a kernel that rounds as they do has one more draw
-/// from the same distribution, and lies below `mean + t · sd · sqrt(1 + 1/K)` (the prediction
-/// interval; correlated elements widen `sd` by themselves). The output's own rounding adds `ulp²/12`
-/// an element on average, with relative deviation `sqrt(4/5)` for a uniform error.
-fn energy_bound(exact: &OracleTensor, working: &[&OracleTensor], stored: DType, z: f64) -> f64 {
+/// Each `Working` run has a sum of squares `E_k`; a kernel that rounds as they do has one more draw from
+/// the same distribution. A sum of squares with `ν` effective degrees of freedom is `mean · χ²_ν/ν`, and
+/// its ratio to the mean of `K` others follows Fisher's F with `ν` and `K ν` degrees. `ν` is the smaller
+/// of two estimates: `2 mean² / var(E_k)`, which sees elements that err together, and
+/// `(Σ s_i²)² / Σ s_i⁴`, which sees that few elements carry the sum.
+///
+/// The output's own rounding adds `ulp²/12` an element on average, with relative deviation `sqrt(4/5)` for
+/// a uniform error.
+fn energy_bound(exact: &OracleTensor, working: &[&OracleTensor], stored: DType) -> f64 {
     let finite: Vec<usize> = (0..exact.values.len()).filter(|&i| exact.values[i].is_finite()).collect();
     let energies: Vec<f64> = working
         .iter()
         .map(|run| finite.iter().map(|&i| (run.values[i] - exact.values[i]).powi(2)).sum())
         .collect();
+    let own: Vec<f64> = finite.iter().map(|&i| own_variance(exact.values[i], working, i)).collect();
+    spread_bound(&energies, &own) + rounding_bound(exact, &finite, stored)
+}
+
+fn spread_bound(energies: &[f64], own: &[f64]) -> f64 {
     let runs = energies.len() as f64;
     let mean = energies.iter().sum::<f64>() / runs;
-    let deviation = (energies.iter().map(|e| (e - mean).powi(2)).sum::<f64>() / (runs - 1.0)).sqrt();
+    if mean == 0.0 {
+        return 0.0;
+    }
+    let variance = energies.iter().map(|e| (e - mean).powi(2)).sum::<f64>() / (runs - 1.0);
+    let carried_by_few = own.iter().sum::<f64>().powi(2) / own.iter().map(|v| v * v).sum::<f64>();
+    let freedom = (2.0 * mean * mean / variance).min(carried_by_few).max(1.0);
+    // Beyond a million degrees of freedom the quantile is 1 for every purpose, and its series slow.
+    let freedom = freedom.min(1e6);
+    match FisherSnedecor::new(freedom, runs * freedom) {
+        Ok(ratio) => mean * ratio.inverse_cdf(1.0 - 0.5 / CAMPAIGN),
+        // Not reached with positive degrees of freedom; infinity bounds nothing, but hides no budget either.
+        Err(_) => f64::INFINITY,
+    }
+}
+
+fn rounding_bound(exact: &OracleTensor, finite: &[usize], stored: DType) -> f64 {
     let rounding: Vec<f64> = finite
         .iter()
         .filter(|&&i| exact.values[i] != 0.0)
         .map(|&i| (2.0 * half_ulp(stored, exact.values[i])).powi(2) / 12.0)
         .collect();
-    let rounding_mean: f64 = rounding.iter().sum();
-    let rounding_deviation = (0.8 * rounding.iter().map(|v| v * v).sum::<f64>()).sqrt();
-    let spread = mean + student(z, runs - 1.0) * deviation * (1.0 + 1.0 / runs).sqrt();
-    // An ulp may double where the error carries a value across a power of two.
-    spread + 4.0 * (rounding_mean + z * rounding_deviation)
+    let mean: f64 = rounding.iter().sum();
+    let deviation = (0.8 * rounding.iter().map(|v| v * v).sum::<f64>()).sqrt();
+    // An ulp may double where the error carries a value across a power of two; at most a quarter of
+    // `ulp²` an element, three times the mean, is possible at all.
+    (4.0 * (mean + expected_maximum(CAMPAIGN) * deviation)).min(12.0 * mean)
 }
 
 #[cfg(test)]

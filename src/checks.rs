@@ -7,7 +7,7 @@ use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
 use dsv4_reference::precision::Precision;
 
 use crate::agreement;
-use crate::budget::{Budget, WORKING_RUNS};
+use crate::budget::{Budget, working_precisions};
 use crate::case::{CaseError, Draw};
 use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
 use crate::record::{CheckRecord, Metrics, Verdict};
@@ -74,21 +74,18 @@ impl Outcome {
 pub struct Truth {
     /// `Exact`.
     pub exact: Vec<OracleTensor>,
-    /// `Working`, [`WORKING_RUNS`] times.
+    /// The runs of [`working_precisions`].
     pub working: Vec<Vec<OracleTensor>>,
 }
 
 impl Truth {
-    /// Runs the oracle; `Working` seeds derive from nothing but the run's number, so that a case always
-    /// has the same budget.
+    /// Runs the oracle.
     ///
     /// # Errors
     /// What the oracle refuses.
     pub fn of(prepared: &dyn Prepared) -> Result<Self, CaseError> {
         let exact = prepared.oracle(Precision::Exact)?;
-        let working = (0..WORKING_RUNS as u64)
-            .map(|seed| prepared.oracle(Precision::Working { seed }))
-            .collect::<Result<_, _>>()?;
+        let working = working_precisions().map(|precision| prepared.oracle(precision)).collect::<Result<_, _>>()?;
         Ok(Self { exact, working })
     }
 

@@ -167,6 +167,12 @@ pub trait GradientProbe {
     /// Names and values of the differentiable inputs.
     fn inputs(&self) -> Vec<(&'static str, Vec<f64>)>;
 
+    /// The distance over which the function bends, for each element of each input: finite differences
+    /// step by a small part of it. `None` where the size of the input itself says it.
+    fn scales(&self) -> Vec<Option<Vec<f64>>> {
+        self.inputs().iter().map(|_| None).collect()
+    }
+
     /// Names and values of the outputs, at the given inputs.
     ///
     /// # Errors

@@ -38,6 +38,7 @@ fn step() -> f64 {
 pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError> {
     let named = probe.inputs();
     let inputs: Vec<Vec<f64>> = named.iter().map(|(_, values)| values.clone()).collect();
+    let scales = probe.scales();
     let outputs = probe.outputs(&inputs)?;
     let upstream = random_like(&outputs, "upstream");
     let fresh = random_like(&outputs, "fresh upstream");
@@ -50,7 +51,7 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
             continue;
         }
         findings.push(compare_formula(name, &autograd[index], &formula[index]));
-        let direction = direction_of(values, name);
+        let direction = direction_of(values, scales[index].as_deref(), name);
         let line = Line { probe, inputs: &inputs, index, direction: &direction };
         let slope = line.slope(&upstream)?;
         findings.push(compare_slope(name, "directional derivative", &autograd[index], &direction, slope));
@@ -66,8 +67,12 @@ fn random_like(tensors: &[Vec<f64>], name: &str) -> Vec<Vec<f64>> {
     tensors.iter().map(|t| t.iter().map(|v| if v.is_finite() { draw.normal() } else { 0.0 }).collect()).collect()
 }
 
-/// A random direction in units of the input's own scale. Infinite entries (a sink) stay where they are.
-fn direction_of(values: &[f64], name: &str) -> Vec<f64> {
+/// A random direction in units of the input's scale. Infinite entries (a sink) stay where they are.
+fn direction_of(values: &[f64], scales: Option<&[f64]>, name: &str) -> Vec<f64> {
+    if let Some(scales) = scales {
+        let mut draw = Draw::new(0, name);
+        return scales.iter().map(|scale| scale * draw.normal()).collect();
+    }
     let finite = || values.iter().filter(|v| v.is_finite() && v.abs() < f64::from(f32::MAX) / 2.0f64.powi(64));
     let rms = (finite().map(|v| v * v).sum::<f64>() / finite().count().max(1) as f64).sqrt();
     let scale = if rms > 0.0 { rms } else { 1.0 };

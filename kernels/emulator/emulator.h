@@ -132,6 +132,14 @@ inline void __threadfence_block() {}
 
 namespace emulator {
 
+// CUDA's integer sums wrap around; signed overflow in C++ is undefined.
+template <typename T>
+inline T wrapping_add(T a, T b) { return a + b; }
+inline int wrapping_add(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); }
+template <typename T>
+inline T wrapping_subtract(T a, T b) { return a - b; }
+inline int wrapping_subtract(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) - static_cast<unsigned>(b)); }
+
 struct SyncPayload {};
 inline void sync_op(void* const*, uint32_t) {}
 
@@ -181,7 +189,7 @@ inline void reduce_op(void* const* payloads, uint32_t) {
         if (!payloads[lane]) continue;
         const T value = *static_cast<T*>(payloads[lane]);
         if (first) total = value;
-        else if (R == Reduction::add) total = total + value;
+        else if (R == Reduction::add) total = wrapping_add(total, value);
         else if (R == Reduction::min) total = value < total ? value : total;
         else if (R == Reduction::max) total = value > total ? value : total;
         else if (R == Reduction::bit_and) total = total & value;
@@ -263,9 +271,9 @@ inline T atomic_update(T* address, Change change) {
 }  // namespace emulator
 
 template <typename T>
-inline T atomicAdd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return static_cast<T>(old + value); }); }
+inline T atomicAdd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::wrapping_add(old, value); }); }
 template <typename T>
-inline T atomicSub(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return static_cast<T>(old - value); }); }
+inline T atomicSub(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::wrapping_subtract(old, value); }); }
 template <typename T>
 inline T atomicMin(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return value < old ? value : old; }); }
 template <typename T>

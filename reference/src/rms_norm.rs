@@ -52,10 +52,10 @@ pub struct Gradients {
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     inputs.check()?;
     let rstd = reciprocal_root(inputs, rounding)?;
-    // One rounding to fp32 between the two products; the last product of either form is the output itself.
-    let normalised = inputs.x.broadcast_mul(&rstd)?;
+    // Each product is an fp32 number before it is stored: at a tie of the narrower type that decides the last bit.
+    let normalised = rounding.f32(&inputs.x.broadcast_mul(&rstd)?)?;
     let y = match &inputs.weight {
-        Some(weight) => rounding.f32(&normalised)?.broadcast_mul(weight)?,
+        Some(weight) => rounding.f32(&normalised.broadcast_mul(weight)?)?,
         None => normalised,
     };
     Ok(Outputs { y, rstd: rstd.squeeze(1)? })
@@ -83,7 +83,7 @@ pub fn backward(inputs: &Inputs, dy: &Tensor, rounding: &mut Rounding) -> Result
     let factor = rounding.f32(&(factor * mean)?)?;
     let projection = rounding.f32(&x.broadcast_mul(&factor)?)?;
     let orthogonal = rounding.f32(&(&g - projection)?)?;
-    let dx = orthogonal.broadcast_mul(&rstd)?;
+    let dx = rounding.f32(&orthogonal.broadcast_mul(&rstd)?)?;
 
     let dweight = match &inputs.weight {
         Some(_) => Some(weight_gradient(x, dy, &rstd, rounding)?),

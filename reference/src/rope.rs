@@ -141,12 +141,13 @@ fn rotate(inputs: &Inputs, dims: &Dims, x: &Tensor, inverse: bool, rounding: &mu
     let sin = table_rows(&inputs.sin, inputs, dims)?;
     let sin = if inverse { sin.neg()? } else { sin };
 
-    // Each product is rounded to fp32 (a fused multiply-add rounds one of them less); the sum is the output.
+    // Each product is rounded to fp32 (a fused multiply-add rounds one of them less), and so is the sum before it is
+    // stored: at a tie of the narrower type that decides the last bit.
     let even_cos = rounding.f32(&even.broadcast_mul(&cos)?)?;
     let odd_sin = rounding.f32(&odd.broadcast_mul(&sin)?)?;
     let even_sin = rounding.f32(&even.broadcast_mul(&sin)?)?;
     let odd_cos = rounding.f32(&odd.broadcast_mul(&cos)?)?;
-    let pair = [(even_cos - odd_sin)?, (even_sin + odd_cos)?];
+    let pair = [rounding.f32(&(even_cos - odd_sin)?)?, rounding.f32(&(even_sin + odd_cos)?)?];
     let turned = Tensor::stack(&pair, 3)?.flatten_from(2)?;
     if leading == 0 {
         return Ok(turned);

@@ -171,7 +171,7 @@ pub fn backward(inputs: &Inputs, upstream: &Upstream, rounding: &mut Rounding) -
     let p = rounding.bf16(&p)?;
 
     let dq = rounding.matmul_f32_of(&ds, &gathered.k, &gathered.num_valid)?;
-    let dq = (dq * inputs.softmax_scale)?;
+    let dq = rounding.f32(&(dq * inputs.softmax_scale)?)?;
     let (dk, dv) = key_gradients(inputs, upstream, &dims, &gathered, &p, &ds, rounding)?;
     let dsink = match &normaliser.sink_probability {
         Some(probability) => {
@@ -489,7 +489,8 @@ fn output(inputs: &Inputs, gathered: &Gathered, softmax: &Softmax, rounding: &mu
     let Some(sink) = &inputs.sink else {
         let denominator = gathered.select_rows(&softmax.sum, 1.0)?;
         let reciprocal = rounding.f32(&denominator.recip()?)?;
-        return gathered.select_rows(&weighted.broadcast_mul(&reciprocal)?, 0.0);
+        let out = rounding.f32(&weighted.broadcast_mul(&reciprocal)?)?;
+        return gathered.select_rows(&out, 0.0);
     };
     let rows = softmax.max.shape();
     let sink = sink.reshape((1, (), 1))?.broadcast_as(rows)?;
@@ -503,7 +504,7 @@ fn output(inputs: &Inputs, gathered: &Gathered, softmax: &Softmax, rounding: &mu
     let denominator = rounding.f32(&((&softmax.sum * &shrink)? + sink_weight)?)?;
     let denominator = gathered.select_rows(&denominator, 1.0)?;
     let reciprocal = rounding.f32(&(shrink / denominator)?)?;
-    let out = weighted.broadcast_mul(&reciprocal)?;
+    let out = rounding.f32(&weighted.broadcast_mul(&reciprocal)?)?;
     let out = gathered.select_rows(&out, 0.0)?;
     let takes_all = takes_all.broadcast_as(out.shape())?;
     Ok(takes_all.where_cond(&out.zeros_like()?, &out)?)

@@ -439,6 +439,17 @@ impl GradientProbe for Probe<'_> {
         inputs
     }
 
+    /// A row bends over its own root mean square, or over the root of eps where that is larger.
+    fn scales(&self) -> Vec<Option<Vec<f64>>> {
+        let width = self.0.case.width;
+        let row_scale = |row: &[f64]| (row.iter().map(|v| v * v).sum::<f64>() / width as f64 + self.0.eps).sqrt();
+        let x = self.0.x.to_f64();
+        let scales = x.chunks(width).flat_map(|row| std::iter::repeat_n(row_scale(row), width)).collect();
+        let mut all = vec![Some(scales)];
+        all.extend(self.0.weight.as_ref().map(|_| None));
+        all
+    }
+
     fn outputs(&self, inputs: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
         let run = || Ok(vec![elements(&reference::forward(&self.at(inputs)?, &mut Rounding::exact())?.y)?]);
         run().map_err(|e: dsv4_reference::Error| oracle_error(NAME, e))

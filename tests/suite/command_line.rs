@@ -1,1 +1,351 @@
+//! The `parity` binary as its users meet it: exit codes, what it prints, what it leaves behind.
 
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use dsv4_kernels::runtime::SourceTree;
+use dsv4_parity::record::{CaseRecord, OperatorRecord, Origin, Report, SCHEMA_VERSION, Verdict};
+
+use crate::support;
+
+/// A call of the binary, in a scratch directory of its own.
+pub struct Parity {
+    command: Command,
+    // Removed with the value.
+    scratch: tempfile::TempDir,
+}
+
+/// What came of it.
+pub struct Output {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+fn binary() -> PathBuf {
+    std::env::var_os("PARITY_BIN").map_or_else(|| env!("CARGO_BIN_EXE_parity").into(), PathBuf::from)
+}
+
+impl Parity {
+    pub fn new(arguments: &[&str]) -> Self {
+        let scratch = tempfile::tempdir().expect("a scratch directory");
+        let mut command = Command::new(binary());
+        // Only --backend and the defaults decide, not what the tests themselves run on.
+        command.args(arguments).current_dir(scratch.path()).env_remove("PARITY_BACKEND");
+        Self { command, scratch }
+    }
+
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    /// Runs it; a panic is a failure whatever the test is about.
+    pub fn run(mut self) -> Output {
+        let output = self.command.output().expect("the binary runs");
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
+        let output = Output { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
+        assert!(!output.stderr.contains("panicked"), "{}", output.stderr);
+        assert!(self.scratch.path().is_dir());
+        output
+    }
+}
+
+impl Output {
+    pub fn assert_code(&self, code: i32) {
+        assert_eq!(self.code, Some(code), "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
+    }
+
+    /// Bad input: exit code 2 and one line that holds all of `needles`.
+    fn assert_bad_input(&self, needles: &[&str]) {
+        self.assert_code(2);
+        assert_eq!(self.stderr.lines().count(), 1, "more than one line:\n{}", self.stderr);
+        assert!(self.stderr.starts_with("parity: "), "{}", self.stderr);
+        for needle in needles {
+            assert!(self.stderr.contains(needle), "`{needle}` is not in `{}`", self.stderr.trim());
+        }
+    }
+}
+
+fn parity(arguments: &[&str]) -> Output {
+    Parity::new(arguments).run()
+}
+
+fn backend() -> String {
+    support::backend().to_string()
+}
+
+fn read(path: impl AsRef<Path>) -> String {
+    std::fs::read_to_string(path.as_ref()).unwrap_or_else(|e| panic!("{}: {e}", path.as_ref().display()))
+}
+
+fn records(out: &Path) -> Vec<CaseRecord> {
+    read(out.join("records.jsonl")).lines().map(|line| serde_json::from_str(line).expect("a record a line")).collect()
+}
+
+const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","padding":0,"distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":1}"#;
+
+// ---------------------------------------------------------------- listing
+
+#[test]
+fn ops_lists_every_operator_with_its_files() {
+    let output = parity(&["ops"]);
+    output.assert_code(0);
+    for name in dsv4_parity::registry::names() {
+        for needle in [format!("{name}: "), format!("kernels/cuda/{name}.cu"), format!("reference/src/{name}.rs")] {
+            assert!(output.stdout.contains(&needle), "`{needle}` is not listed");
+        }
+    }
+}
+
+#[test]
+fn ops_as_json_is_a_list_of_operator_records() {
+    let output = parity(&["ops", "--json"]);
+    output.assert_code(0);
+    let records: Vec<OperatorRecord> = serde_json::from_str(&output.stdout).expect("JSON");
+    assert_eq!(records.iter().map(|r| r.name.clone()).collect::<Vec<_>>(), dsv4_parity::registry::names());
+}
+
+#[test]
+fn doctor_says_which_backends_work_and_fails_when_none_does() {
+    let output = parity(&["doctor"]);
+    output.assert_code(0);
+    let works = |name: &str| output.stdout.lines().any(|l| l.starts_with(name) && l.contains(" works: "));
+    assert!(works(&backend()), "{}", output.stdout);
+    let output = Parity::new(&["doctor"]).env("CUDA_VISIBLE_DEVICES", "-1").env("PARITY_CXX", "/nonexistent").run();
+    output.assert_code(3);
+    assert_eq!(output.stdout.matches("does not work: ").count(), 2, "{}", output.stdout);
+}
+
+#[test]
+fn bad_usage_ends_with_2() {
+    for arguments in [&["frobnicate"][..], &["run", "--profile", "huge"], &["run", "--cases", "many"], &[]] {
+        assert_eq!(parity(arguments).code, Some(2), "{arguments:?}");
+    }
+}
+
+// ---------------------------------------------------------------- replay
+
+#[test]
+fn replay_of_a_case_prints_every_check_and_ends_with_0() {
+    let output = parity(&["replay", "--backend", &backend(), CASE]);
+    output.assert_code(0);
+    for needle in ["forward", "gradient", "fully_written", "repeatable", "inputs_unchanged", "budget used"] {
+        assert!(output.stdout.contains(needle), "`{needle}` is not in\n{}", output.stdout);
+    }
+    assert!(!output.stdout.contains("FAIL") && !output.stdout.contains("ERROR"));
+}
+
+#[test]
+fn replay_as_json_is_a_record() {
+    let output = parity(&["replay", "--backend", &backend(), "--json", CASE]);
+    output.assert_code(0);
+    let record: CaseRecord = serde_json::from_str(&output.stdout).expect("JSON");
+    assert_eq!((record.operator.as_str(), record.origin, record.verdict()), ("rms_norm", Origin::Given, Verdict::Pass));
+    assert!(record.checks.iter().all(|check| check.compared > 0));
+}
+
+#[test]
+fn replay_refuses_what_is_no_case_in_one_line() {
+    let replay = |case: &str| parity(&["replay", "--backend", &backend(), case]);
+    replay(r#"{"operator":"#).assert_bad_input(&["malformed case"]);
+    replay("{}").assert_bad_input(&["operator"]);
+    replay(r#"{"operator":"frobnicate"}"#).assert_bad_input(&["frobnicate", "rms_norm", "sparse_attention"]);
+    replay(&CASE.replace("\"seed\":1", "\"seed\":1,\"speed\":9")).assert_bad_input(&["speed"]);
+    replay(&CASE.replace("\"seed\":1,", "")).assert_code(2);
+    replay(&CASE.replace(",\"seed\":1", "")).assert_bad_input(&["seed"]);
+    replay(&CASE.replace("\"width\":8", "\"width\":0")).assert_bad_input(&["width", "0"]);
+    replay(&CASE.replace("\"eps\":1e-6", "\"eps\":-1.0")).assert_bad_input(&["eps", "-1"]);
+    replay(&CASE.replace("\"width\":8", "\"width\":-8")).assert_bad_input(&["-8"]);
+    replay(&CASE.replace("\"bf16\"", "\"f16\"")).assert_bad_input(&["f16"]);
+    replay("/nonexistent/cases.jsonl").assert_bad_input(&["/nonexistent/cases.jsonl"]);
+}
+
+#[test]
+fn replay_of_a_file_names_the_line_that_is_no_case_and_runs_none_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("cases.jsonl");
+    let replay = |text: &str| {
+        std::fs::write(&file, text).unwrap();
+        parity(&["replay", "--backend", &backend(), &file.display().to_string()])
+    };
+    let output = replay(&format!("# remembered\n{CASE}\n\nno case\n"));
+    output.assert_bad_input(&["cases.jsonl:4"]);
+    assert_eq!(output.stdout, "", "a case ran although the file is malformed");
+    replay("# nothing\n").assert_bad_input(&["cases.jsonl", "no case"]);
+    let output = replay(&format!("{CASE}\n{}\n", CASE.replace("\"seed\":1", "\"seed\":2")));
+    output.assert_code(0);
+    assert_eq!(output.stdout.matches("\n  paths ").count(), 2);
+}
+
+// ---------------------------------------------------------------- run
+
+/// A `run` with its output folder and remembered cases under one directory.
+fn run(dir: &Path, arguments: &[&str]) -> Output {
+    let (out, regressions, backend) = (dir.join("out"), dir.join("regressions"), backend());
+    let (out, regressions) = (out.display().to_string(), regressions.display().to_string());
+    let fixed = ["run", "--backend", &backend, "--out", &out, "--regressions", &regressions];
+    parity(&[&fixed[..], arguments].concat())
+}
+
+#[test]
+fn run_without_a_gpu_ends_with_3_when_cuda_is_demanded() {
+    for demand in [&["--backend", "cuda"][..], &[]] {
+        let parity = Parity::new(&[&["run", "--ops", "rms_norm", "--cases", "1"][..], demand].concat());
+        let output = parity.env("CUDA_VISIBLE_DEVICES", "-1").env("PARITY_BACKEND", "cuda").run();
+        output.assert_code(3);
+        assert!(output.stderr.contains("cuda backend is not available"), "{}", output.stderr);
+    }
+}
+
+#[test]
+fn run_refuses_an_unknown_operator_and_a_directory_without_kernels() {
+    let dir = tempfile::tempdir().unwrap();
+    run(dir.path(), &["--ops", "rms_norm,frobnicate"]).assert_bad_input(&["frobnicate", "rope"]);
+    run(dir.path(), &["--kernels", "/nonexistent"]).assert_bad_input(&["/nonexistent"]);
+    let empty = tempfile::tempdir().unwrap();
+    run(dir.path(), &["--kernels", &empty.path().display().to_string()]).assert_bad_input(&["*.cu"]);
+}
+
+#[test]
+fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
+    let runs: Vec<_> = [("7", "3"), ("7", "3"), ("8", "3")]
+        .map(|(seed, cases)| {
+            let dir = tempfile::tempdir().unwrap();
+            run(dir.path(), &["--ops", "rms_norm", "--cases", cases, "--seed", seed]).assert_code(0);
+            dir
+        })
+        .into_iter()
+        .collect();
+    let cases = |i: usize| records(&runs[i].path().join("out")).into_iter().map(|r| r.case).collect::<Vec<_>>();
+    assert_eq!(cases(0), cases(1), "the same seed drew other cases");
+    assert_ne!(cases(0), cases(2), "another seed drew the same cases");
+
+    let out = runs[0].path().join("out");
+    let report: Report = serde_json::from_str(&read(out.join("report.json"))).expect("the report parses");
+    assert_eq!((report.schema_version, report.seed, report.profile.as_str()), (SCHEMA_VERSION, 7, "quick"));
+    assert_eq!(report.cases, records(&out), "records.jsonl and report.json tell of other cases");
+    assert_eq!(report.verdict(), Verdict::Pass);
+    assert_eq!(report.environment.backend, support::backend());
+    assert!(report.cases.iter().filter(|c| c.origin == Origin::Drawn).count() >= 3);
+    assert!(report.revision.kernels_digest == SourceTree::embedded().digest());
+    assert!(report.skips.iter().all(|skip| skip.count > 0 && !skip.why.is_empty()));
+    for file in ["index.html", "summary.md"] {
+        assert!(read(out.join(file)).contains("rms_norm"), "{file} does not mention the operator");
+    }
+    assert!(!runs[0].path().join("regressions").exists(), "a passing run remembered something");
+}
+
+/// The kernels with one text of a file replaced, as a directory.
+fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf {
+    let kernels = dir.join("kernels");
+    std::fs::create_dir_all(kernels.join("include")).unwrap();
+    for (name, text) in SourceTree::embedded().files() {
+        let changed = name == file;
+        assert!(!changed || text.matches(from).count() == 1, "`{from}` must occur once in {file}");
+        let text = if changed { text.replace(from, to) } else { text.clone() };
+        std::fs::write(kernels.join(name), text).unwrap();
+    }
+    kernels
+}
+
+const MEAN: &str = "sum_of_squares / static_cast<float>(width) + eps";
+
+#[test]
+fn run_with_kernels_that_do_not_compile_fails_with_the_log_and_keeps_earlier_records() {
+    let dir = tempfile::tempdir().unwrap();
+    let kernels = changed_kernels(dir.path(), "rms_norm.cu", MEAN, "sum_of_squares / undeclared_width");
+    let kernels = kernels.display().to_string();
+    let output = run(dir.path(), &["--ops", "rope,rms_norm", "--cases", "0", "--kernels", &kernels]);
+    output.assert_code(1);
+    assert!(output.stderr.contains("undeclared_width"), "{}", output.stderr);
+    let records = records(&dir.path().join("out"));
+    let verdicts = |operator: &str| -> Vec<Verdict> {
+        records.iter().filter(|r| r.operator == operator).map(CaseRecord::verdict).collect()
+    };
+    assert!(!verdicts("rope").is_empty() && verdicts("rope").iter().all(|&v| v == Verdict::Pass));
+    assert!(verdicts("rms_norm").iter().all(|&v| v == Verdict::Error), "{:?}", verdicts("rms_norm"));
+    assert!(dir.path().join("out/report.json").is_file());
+}
+
+#[test]
+fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
+    let dir = tempfile::tempdir().unwrap();
+    let wrong = MEAN.replace("(width)", "(width + 1)");
+    let kernels = changed_kernels(dir.path(), "rms_norm.cu", MEAN, &wrong).display().to_string();
+    let arguments = ["--ops", "rms_norm", "--cases", "1", "--seed", "3", "--kernels", &kernels];
+    let output = run(dir.path(), &arguments);
+    output.assert_code(1);
+    for needle in ["rms_norm failed: {", "forward y: ", "worst at [", "replay: parity replay --backend "] {
+        assert!(output.stderr.contains(needle), "`{needle}` is not in\n{}", output.stderr);
+    }
+    assert!(output.stdout.contains("case(s) disagreed"), "{}", output.stdout);
+
+    let first = records(&dir.path().join("out"));
+    let small = first.iter().find(|r| r.origin == Origin::Shrunk).expect("the drawn failure was shrunk");
+    assert_eq!(small.verdict(), Verdict::Fail);
+    let remembered = read(dir.path().join("regressions/rms_norm.jsonl"));
+    let remembered: Vec<serde_json::Value> = remembered.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(remembered, [small.case.clone()]);
+
+    assert_eq!(replay_as_printed(&small.replay, &["--kernels", &kernels]), Some(1));
+    assert_eq!(replay_as_printed(&small.replay, &[]), Some(0), "the kernels as they are pass the shrunk case");
+
+    run(dir.path(), &arguments).assert_code(1);
+    let second = records(&dir.path().join("out"));
+    assert_eq!((second[0].origin, &second[0].case), (Origin::Regression, &small.case), "not replayed first");
+    let lines = read(dir.path().join("regressions/rms_norm.jsonl")).lines().count();
+    assert_eq!(lines, 1, "the same case was remembered twice");
+}
+
+/// Exit code of a printed command line, with `parity` found where it is and more arguments behind it.
+fn replay_as_printed(command: &str, more: &[&str]) -> Option<i32> {
+    let dir = binary().parent().expect("a directory").to_owned();
+    let path = std::env::join_paths(std::iter::once(dir).chain(std::env::split_paths(&std::env::var_os("PATH")?))).ok()?;
+    let line = format!("{command} {}", more.join(" "));
+    let output = Command::new("sh").args(["-c", &line]).env("PATH", path).output().expect("sh runs");
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("panicked"));
+    output.status.code()
+}
+
+#[test]
+fn run_refuses_remembered_cases_that_it_cannot_read() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(dir.path().join("regressions")).unwrap();
+    std::fs::write(dir.path().join("regressions/rms_norm.jsonl"), format!("{CASE}\nno case\n")).unwrap();
+    run(dir.path(), &["--ops", "rms_norm"]).assert_bad_input(&["rms_norm.jsonl:2"]);
+}
+
+// ---------------------------------------------------------------- golden
+
+#[test]
+fn golden_reports_a_truncated_file_and_still_compares_the_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["rmsnorm__w1.safetensors", "rmsnorm__u3.safetensors", "rmsnorm__u5.safetensors"];
+    for name in names {
+        std::fs::copy(support::fixtures().join("golden").join(name), dir.path().join(name)).unwrap();
+    }
+    let entries: Vec<_> = names.iter().map(|name| serde_json::json!({ "file": name })).collect();
+    std::fs::write(dir.path().join("index.json"), serde_json::json!({ "files": entries }).to_string()).unwrap();
+    let folder = dir.path().display().to_string();
+    let golden = || parity(&["golden", &folder, "--ops", "rms_norm", "--oracles-only"]);
+    golden().assert_code(0);
+
+    let bytes = std::fs::read(dir.path().join(names[1])).unwrap();
+    std::fs::write(dir.path().join(names[1]), &bytes[..bytes.len() - 7]).unwrap();
+    let output = golden();
+    output.assert_code(2);
+    assert!(output.stderr.contains(names[1]), "{}", output.stderr);
+    for whole in [names[0], names[2]] {
+        assert!(output.stdout.contains(&format!("{whole}: ")), "{whole} is missing in\n{}", output.stdout);
+    }
+    assert_eq!(output.stdout.matches("agrees").count(), 2);
+}
+
+#[test]
+fn golden_that_compares_nothing_is_bad_input() {
+    let folder = support::fixtures().join("golden").display().to_string();
+    parity(&["golden", "/nonexistent"]).assert_bad_input(&["/nonexistent/index.json"]);
+    let output = parity(&["golden", &folder, "--ops", "rms_norm", "--files", "absent.safetensors", "--oracles-only"]);
+    output.assert_bad_input(&["rms_norm"]);
+}

@@ -1,1 +1,141 @@
+//! The shape of the project: what may depend on what, and where an operator's files are.
 
+use std::path::Path;
+use std::process::Command;
+
+use dsv4_kernels::runtime::SourceTree;
+use dsv4_parity::registry;
+
+const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
+const REGISTRY: &str = include_str!("../../src/registry.rs");
+
+/// Kernel sources that are no operator's.
+const SELFTESTS: [&str; 2] = ["selftest.cu", "selftest_faults.cu"];
+
+/// Crates that a manifest's tables of dependencies name.
+fn dependencies(manifest: &str) -> Vec<String> {
+    let manifest: toml::Table = manifest.parse().expect("a manifest");
+    let tables = ["dependencies", "dev-dependencies", "build-dependencies"];
+    let named = tables.iter().filter_map(|name| manifest.get(*name)?.as_table());
+    named.flat_map(|table| table.keys().cloned()).collect()
+}
+
+#[test]
+fn the_kernels_do_not_depend_on_the_oracles() {
+    let direct = dependencies(KERNELS_MANIFEST);
+    assert!(direct.contains(&"cudarc".to_owned()), "the manifest was not understood: {direct:?}");
+    assert!(!direct.iter().any(|name| name.contains("reference") || name.contains("candle")), "{direct:?}");
+    // The whole tree, where there is a cargo and the sources that the binary was built from.
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(["tree", "--offline", "--locked", "-p", "dsv4-kernels", "--edges", "all", "--prefix", "none"]);
+    let Some(output) = root.join("Cargo.toml").is_file().then(|| command.current_dir(root).output().ok()).flatten()
+    else {
+        eprintln!("only kernels/Cargo.toml was looked at: no cargo, or no sources, on this machine");
+        return;
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let tree = String::from_utf8(output.stdout).expect("UTF-8");
+    assert!(tree.contains("dsv4-kernels v") && tree.contains("corosensei v"), "no dependency tree:\n{tree}");
+    assert!(!tree.contains("dsv4-reference") && !tree.contains("candle"), "{tree}");
+}
+
+/// A source without comments.
+fn code_of(text: &str) -> String {
+    let mut code = String::new();
+    let mut rest = text;
+    while let Some(start) = rest.find("/*") {
+        code.push_str(&rest[..start]);
+        rest = rest[start..].find("*/").map_or("", |end| &rest[start + end + 2..]);
+    }
+    code.push_str(rest);
+    code.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+}
+
+/// Words of a source: runs of letters, digits and underscores.
+fn words(code: &str) -> impl Iterator<Item = &str> {
+    code.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty())
+}
+
+#[test]
+fn kernel_sources_hold_no_assembly_and_know_no_backend() {
+    let tree = SourceTree::embedded();
+    assert!(tree.kernel_files().count() >= registry::OPERATORS.len());
+    for file in tree.kernel_files() {
+        let code = code_of(tree.text(file).unwrap());
+        let forbidden = ["asm", "__asm__", "__asm", "PARITY_EMULATOR", "__CUDA_ARCH__", "__CUDACC__", "__NVCC__"];
+        for word in words(&code) {
+            assert!(!forbidden.contains(&word), "{file} holds `{word}`");
+        }
+    }
+}
+
+#[test]
+fn the_only_conditionals_of_a_kernel_source_demand_its_defines() {
+    let tree = SourceTree::embedded();
+    for file in tree.kernel_files() {
+        let code = code_of(tree.text(file).unwrap());
+        let directives: Vec<&str> = code.lines().map(str::trim).filter(|line| line.starts_with('#')).collect();
+        for (number, line) in directives.iter().enumerate() {
+            let name = line[1..].trim_start().split(|c: char| !c.is_alphabetic()).next().unwrap_or_default();
+            match name {
+                "include" | "define" | "undef" | "error" | "endif" | "pragma" => {}
+                "if" | "ifndef" => assert!(
+                    directives.get(number + 1).is_some_and(|next| next.starts_with("#error")),
+                    "{file}: `{line}` chooses between two sources"
+                ),
+                _ => panic!("{file}: `{line}`"),
+            }
+        }
+    }
+}
+
+#[test]
+fn kernel_sources_include_the_projects_own_headers_only() {
+    let tree = SourceTree::embedded();
+    let headers: Vec<&str> = tree.headers().map(|(name, _)| name).collect();
+    for file in tree.kernel_files() {
+        for line in code_of(tree.text(file).unwrap()).lines().filter(|line| line.trim().starts_with("#include")) {
+            let name = line.split('"').nth(1).unwrap_or_else(|| panic!("{file}: `{line}`"));
+            assert!(headers.contains(&name), "{file} includes `{name}`");
+        }
+    }
+}
+
+#[test]
+fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let here = root.join("Cargo.toml").is_file();
+    let tree = SourceTree::embedded();
+    let list = REGISTRY.split("OPERATORS: &[&dyn Operator] = &[").nth(1).and_then(|rest| rest.split("];").next());
+    let lines: Vec<&str> = list.expect("the list").lines().map(str::trim).filter(|l| !l.is_empty()).collect();
+    assert_eq!(lines.len(), registry::OPERATORS.len(), "{lines:?}");
+    for (operator, line) in registry::OPERATORS.iter().zip(&lines) {
+        let record = operator.describe();
+        let name = &record.name;
+        assert!(line.starts_with(&format!("&operators::{name}::")), "`{line}` is not {name}'s");
+        let files = [
+            format!("kernels/cuda/{name}.cu"),
+            format!("kernels/src/{name}.rs"),
+            format!("reference/src/{name}.rs"),
+            format!("src/operators/{name}.rs"),
+        ];
+        assert_eq!((&record.kernel_file, &record.oracle_file), (&files[0], &files[2]));
+        tree.text(&format!("{name}.cu")).expect("the kernel is embedded");
+        if here {
+            files.iter().for_each(|file| assert!(root.join(file).is_file(), "{name} has no {file}"));
+        } else {
+            eprintln!("{name}: only the kernel was looked for, there are no sources on this machine");
+        }
+    }
+}
+
+#[test]
+fn every_kernel_source_is_some_operators() {
+    let tree = SourceTree::embedded();
+    let names = registry::names();
+    for file in tree.kernel_files().filter(|file| !SELFTESTS.contains(file)) {
+        assert!(names.iter().any(|name| *file == format!("{name}.cu")), "{file} belongs to no operator");
+    }
+}

@@ -1,1 +1,907 @@
+//! What the emulator promises beyond running correct kernels: that incorrect ones end with an error that names
+//! kernel, block and thread, or with wrong numbers that a seed repeats; the module cache; the memory contract;
+//! and what launchers refuse. The first two concern the emulator alone and are skipped on a GPU, where an
+//! incorrect kernel may take the driver down.
 
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use dsv4_kernels::runtime::arena::{Layout, Violation, ViolationKind};
+use dsv4_kernels::runtime::emulator::EmulatorOptions;
+use dsv4_kernels::runtime::params::DeviceAddress;
+use dsv4_kernels::runtime::{
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
+    RuntimeError, SourceTree, TensorView,
+};
+use dsv4_kernels::{kernel_params, rms_norm, rope, sparse_attention};
+
+use crate::{command_line, support};
+
+/// A fresh emulator with a short time limit; `None`, counted and said, where another backend is under test.
+fn emulator() -> Option<Device> {
+    static SKIPPED: AtomicU32 = AtomicU32::new(0);
+    if support::backend() != BackendKind::Emulator {
+        let number = 1 + SKIPPED.fetch_add(1, Ordering::Relaxed);
+        eprintln!("skipped (number {number}): this test is about the emulator, and PARITY_BACKEND demands another backend");
+        return None;
+    }
+    let emulator = EmulatorOptions { time_limit: Duration::from_secs(1), ..EmulatorOptions::default() };
+    let options = DeviceOptions { emulator, ..DeviceOptions::default() };
+    Some(Device::open(BackendKind::Emulator, options).expect("the emulator opens"))
+}
+
+/// Kernel, block, thread and text of a fault.
+fn fault(result: Result<Vec<Violation>>) -> (String, String, String, String) {
+    match result {
+        Err(RuntimeError::Fault { kernel, block, thread, what }) => (kernel, block, thread, what),
+        other => panic!("expected a fault, not {other:?}"),
+    }
+}
+
+// ---------------------------------------------------------------- planted faults
+
+kernel_params! {
+    struct SelftestFaultParams {
+        x: DeviceAddress,
+        y: DeviceAddress,
+        count: i32,
+    }
+}
+
+const FAULT_THREADS: usize = 64;
+
+/// What a run of a faulty kernel gave: forbidden writes, and y.
+type FaultRun = (Result<Vec<Violation>>, Vec<f32>);
+
+/// Runs `FAULT=name` with x = 1, 2, …, 64.
+fn run_fault(device: &Device, name: &str, contract: Contract) -> FaultRun {
+    let mut arena = DeviceArena::new(device, contract);
+    let values: Vec<f64> = (1..=FAULT_THREADS).map(|i| i as f64).collect();
+    let x = arena.input("x", &HostTensor::from_f64(DType::F32, &[FAULT_THREADS], &values)).unwrap();
+    let y = arena.output("y", DType::F32, &[FAULT_THREADS]).unwrap();
+    let params =
+        SelftestFaultParams { x: DeviceAddress(x.address), y: DeviceAddress(y.address), count: FAULT_THREADS as i32 };
+    let config = LaunchConfig { grid: [1, 1, 1], block: [FAULT_THREADS as u32, 1, 1], shared_bytes: 0 };
+    let defines = [("FAULT", name.to_owned())];
+    let result = arena.run(|device| {
+        device.kernel::<SelftestFaultParams>("selftest_faults.cu", &defines, "selftest_fault")?.launch(config, &params)
+    });
+    let y = arena.download(&y).unwrap();
+    (result, y.to_f64().into_iter().map(|v| v as f32).collect())
+}
+
+/// The fault `name` must be reported for this thread, in words that contain all of `needles`.
+fn assert_fault(name: &str, contract: Contract, thread: u32, needles: &[&str]) {
+    let Some(device) = emulator() else { return };
+    let (kernel, block, found, what) = fault(run_fault(&device, name, contract).0);
+    assert_eq!(kernel, "selftest_fault");
+    assert_eq!((block.as_str(), found), ("(0, 0, 0)", format!("({thread}, 0, 0)")), "{name}: {what}");
+    for needle in needles {
+        assert!(what.contains(needle), "{name}: `{needle}` is not in `{what}`");
+    }
+}
+
+#[test]
+fn a_barrier_that_half_the_threads_skip_is_reported_as_divergence() {
+    let needles = ["barrier 0", "32 of 64 threads arrived", "divergence", "32 of 64 threads have returned"];
+    assert_fault("skipped_barrier", Contract::NAN, 0, &needles);
+}
+
+#[test]
+fn a_shuffle_that_waits_for_lanes_that_have_returned_is_reported_as_divergence() {
+    assert_fault("exited_lane", Contract::NAN, 0, &["__shfl_xor_sync", "0xffffffff", "divergence"]);
+}
+
+#[test]
+fn a_lane_that_its_own_mask_does_not_name_is_reported() {
+    assert_fault("foreign_lane", Contract::NAN, 16, &["__shfl_xor_sync", "0x0000ffff", "not named"]);
+}
+
+#[test]
+fn a_read_behind_a_buffer_is_reported_with_the_buffers_name() {
+    assert_fault("read_past_end", Contract::NAN, 63, &["`x`", "0 bytes past the end", "256 bytes long"]);
+}
+
+#[test]
+fn a_write_in_front_of_a_buffer_is_reported_with_the_buffers_name() {
+    assert_fault("write_before_start", Contract::HUGE, 0, &["`y`", "4 bytes before the start", "256 bytes long"]);
+}
+
+#[test]
+fn a_copy_that_aims_outside_of_shared_memory_is_reported() {
+    assert_fault("outside_shared", Contract::NAN, 16, &["outside the dynamic shared memory"]);
+}
+
+#[test]
+fn a_loop_without_end_is_stopped_at_the_time_limit() {
+    let Some(device) = emulator() else { return };
+    for name in ["endless_loop", "endless_exchange"] {
+        let start = Instant::now();
+        let (kernel, block, thread, what) = fault(run_fault(&device, name, Contract::NAN).0);
+        assert_eq!((kernel.as_str(), block.as_str()), ("selftest_fault", "(0, 0, 0)"));
+        assert!(thread.ends_with(", 0, 0)"), "{name}: thread {thread}");
+        assert!(what.contains("time limit"), "{name}: {what}");
+        assert!(start.elapsed() >= Duration::from_secs(1), "{name} was stopped before its time");
+    }
+    // The device is as good as new.
+    let (result, y) = run_fault(&device, "unwritten_output", Contract::NAN);
+    assert_eq!((result.unwrap(), y[62]), (vec![], 63.0));
+}
+
+#[test]
+fn a_write_that_a_guard_page_cannot_catch_is_found_in_the_guard_band() {
+    let Some(device) = emulator() else { return };
+    // Flush with the guard page behind it, y has a band in front.
+    let (result, _) = run_fault(&device, "write_before_start", Contract::NAN);
+    let expected = Violation { buffer: "y".into(), kind: ViolationKind::Guard, bytes: 4, first_offset: -4 };
+    assert_eq!(result.unwrap(), [expected]);
+}
+
+#[test]
+fn elements_that_no_thread_writes_keep_the_poison() {
+    let Some(device) = emulator() else { return };
+    for contract in [Contract::NAN, Contract::HUGE] {
+        let poison = f32::from_ne_bytes([contract.poison; 4]);
+        let (result, y) = run_fault(&device, "unwritten_output", contract);
+        assert_eq!(result.unwrap(), []);
+        for (i, value) in y.iter().enumerate() {
+            let expected = if i % 2 == 0 { i as f32 + 1.0 } else { poison };
+            assert_eq!(value.to_bits() & 0xffbf_ffff, expected.to_bits() & 0xffbf_ffff, "element {i} is {value}");
+        }
+    }
+}
+
+/// Bits of y under the deterministic schedule and under random ones.
+fn results_by_schedule(device: &Device, name: &str) -> Vec<(Option<u64>, Vec<u32>)> {
+    let run = |seed| {
+        device.backend().set_schedule_seed(seed);
+        let (result, y) = run_fault(device, name, Contract::NAN);
+        assert_eq!(result.unwrap(), [], "{name} under schedule {seed:?}");
+        (seed, y.iter().map(|v| v.to_bits()).collect())
+    };
+    [None].into_iter().chain((1..=8).map(Some)).map(run).collect()
+}
+
+/// A missing synchronisation shows as wrong numbers under some schedule, and each schedule repeats its own.
+fn assert_race_shows(name: &str, correct: impl Fn(usize) -> f32) {
+    let Some(device) = emulator() else { return };
+    let correct: Vec<u32> = (0..FAULT_THREADS).map(|i| correct(i).to_bits()).collect();
+    let first = results_by_schedule(&device, name);
+    assert!(first.iter().any(|(seed, y)| seed.is_some() && *y != correct), "{name} hid under every seed");
+    let again = results_by_schedule(&device, name);
+    for ((seed, a), (_, b)) in first.iter().zip(&again) {
+        assert_eq!(a, b, "{name}: schedule {seed:?} did not repeat its result");
+    }
+}
+
+#[test]
+fn a_missing_wait_for_a_copy_shows_as_wrong_numbers_that_a_seed_repeats() {
+    assert_race_shows("missing_copy_wait", |i| i as f32 + 1.0);
+}
+
+#[test]
+fn a_missing_barrier_shows_as_wrong_numbers_that_a_seed_repeats() {
+    assert_race_shows("missing_barrier", |i| (FAULT_THREADS - i) as f32);
+}
+
+#[test]
+fn shared_memory_that_no_thread_writes_reads_as_nan_under_every_schedule() {
+    let Some(device) = emulator() else { return };
+    for (seed, y) in results_by_schedule(&device, "unwritten_shared") {
+        assert!(y.iter().all(|&bits| f32::from_bits(bits).is_nan()), "schedule {seed:?}: {y:x?}");
+    }
+}
+
+// ---------------------------------------------------------------- kernels of this file
+
+kernel_params! {
+    struct ProbeParams {
+        y: DeviceAddress,
+        count: i32,
+    }
+}
+
+/// A kernel source whose kernel `probe` has this body.
+fn probe_source(body: &str) -> String {
+    format!(
+        "#include \"memory.h\"\n\
+         DEVICE int deep(int n) {{ volatile char held[1024]; held[n % 1024] = 1; return n ? deep(n - 1) + held[0] : 0; }}\n\
+         struct ProbeParams {{ int32_t* y; int32_t count; }};\n\
+         PARAMS_LAYOUT(ProbeParams, y, count)\n\
+         KERNEL(probe, ProbeParams, 64) {{ {body} }}\n"
+    )
+}
+
+fn probe_tree(body: &str) -> SourceTree {
+    SourceTree::embedded().with_text("probe.cu", probe_source(body), "a probe")
+}
+
+/// Runs a probe with y an i32 `[64]`, and count 0.
+fn run_probe(device: &Device, body: &str, grid: [u32; 3], block: [u32; 3]) -> (Result<Vec<Violation>>, Vec<i32>) {
+    let device = device.with_tree(probe_tree(body));
+    let mut arena = DeviceArena::new(&device, Contract::NAN);
+    let y = arena.output("y", DType::I32, &[64]).unwrap();
+    let params = ProbeParams { y: DeviceAddress(y.address), count: 0 };
+    let result = arena.run(|device| {
+        let config = LaunchConfig { grid, block, shared_bytes: 0 };
+        device.kernel::<ProbeParams>("probe.cu", &[], "probe")?.launch(config, &params)
+    });
+    let y = arena.download(&y).unwrap().to_i32();
+    (result, y)
+}
+
+#[test]
+fn a_fault_names_the_block_and_thread_that_did_it_in_all_three_dimensions() {
+    let Some(device) = emulator() else { return };
+    let body = "if (blockIdx.x == 1 && blockIdx.y == 2 && blockIdx.z == 1 && threadIdx.x == 3 && threadIdx.y == 1)
+                    params.y[64 + threadIdx.x] = 1;";
+    let (kernel, block, thread, what) = fault(run_probe(&device, body, [2, 3, 2], [4, 2, 1]).0);
+    assert_eq!((kernel.as_str(), block.as_str(), thread.as_str()), ("probe", "(1, 2, 1)", "(3, 1, 0)"));
+    assert!(what.contains("`y` 12 bytes past the end"), "{what}");
+}
+
+#[test]
+fn null_pointers_wild_addresses_deep_stacks_and_division_by_zero_are_reported() {
+    let Some(device) = emulator() else { return };
+    let of_thread_5 = |statement: &str| format!("if (threadIdx.x == 5) {{ {statement} }}");
+    for (statement, needle) in [
+        ("*reinterpret_cast<volatile int*>(static_cast<uintptr_t>(params.count)) = 1;", "null pointer"),
+        ("*reinterpret_cast<volatile int*>(0x7f0000000000ull + params.count) = 1;", "no buffer's"),
+        ("params.y[0] = deep(1 << 20);", "overflowed its stack"),
+        ("params.y[0] = 7 / params.count;", "divided an integer by zero"),
+    ] {
+        let (_, _, thread, what) = fault(run_probe(&device, &of_thread_5(statement), [1, 1, 1], [64, 1, 1]).0);
+        assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
+        assert!(what.contains(needle), "{statement}: `{needle}` is not in `{what}`");
+    }
+}
+
+#[test]
+fn the_deterministic_schedule_repeats_itself_and_a_seed_brings_another_order() {
+    let Some(device) = emulator() else { return };
+    // Lane numbers in the order in which threads come by.
+    let body = "__shared__ int32_t next; if (threadIdx.x == 0) next = 0; __syncthreads();
+                params.y[atomicAdd(&next, 1)] = threadIdx.x;";
+    let orders = |seed| {
+        device.backend().set_schedule_seed(seed);
+        let (result, order) = run_probe(&device, body, [1, 1, 1], [64, 1, 1]);
+        assert_eq!(result.unwrap(), []);
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..64).collect::<Vec<_>>(), "schedule {seed:?} lost a thread");
+        order
+    };
+    let deterministic = orders(None);
+    assert_eq!(deterministic, orders(None));
+    let seeded = orders(Some(7));
+    assert_eq!(seeded, orders(Some(7)), "seed 7 did not repeat its order");
+    assert_ne!(seeded, deterministic);
+    assert_ne!(seeded, orders(Some(8)));
+}
+
+// ---------------------------------------------------------------- compilation
+
+#[test]
+fn a_source_that_does_not_compile_gives_the_compilers_own_words() {
+    let device = support::device().with_tree(probe_tree("params.y[0] = undeclared_name;"));
+    match device.kernel::<ProbeParams>("probe.cu", &[("EXTRA", "3".into())], "probe").map(|_| ()) {
+        Err(RuntimeError::Compile { compiler, file, defines, log }) => {
+            assert_eq!((file.as_str(), defines.as_str()), ("probe.cu", " -DEXTRA=3"));
+            assert!(!compiler.is_empty() && log.contains("undeclared_name"), "{compiler}: {log}");
+        }
+        other => panic!("expected a compile error, not {other:?}"),
+    }
+}
+
+#[test]
+fn a_specialisation_without_its_define_is_a_compile_error_that_names_it() {
+    let error = support::device().kernel::<SelftestFaultParams>("selftest_faults.cu", &[], "selftest_fault");
+    let error = error.map(|_| ()).expect_err("FAULT is missing").to_string();
+    assert!(error.contains("define FAULT"), "{error}");
+}
+
+#[test]
+fn a_missing_kernel_or_source_is_named() {
+    let device = support::device().with_tree(probe_tree(""));
+    let error = |file, name| device.kernel::<ProbeParams>(file, &[], name).map(|_| ()).expect_err(name);
+    assert!(matches!(error("probe.cu", "absent"), RuntimeError::SymbolMissing { symbol, .. } if symbol.contains("absent")));
+    assert!(matches!(error("absent.cu", "probe"), RuntimeError::SourceMissing { file, .. } if file == "absent.cu"));
+}
+
+#[test]
+fn a_parameter_struct_that_differs_from_the_kernels_is_refused() {
+    mod other {
+        use dsv4_kernels::runtime::params::DeviceAddress;
+        // The same size, two fields renamed; another size; the same fields in another order.
+        dsv4_kernels::kernel_params! { pub struct Renamed { z: DeviceAddress, count: i32 } }
+        dsv4_kernels::kernel_params! { pub struct Longer { y: DeviceAddress, count: i32, extra: i64 } }
+        dsv4_kernels::kernel_params! { pub struct Reordered { count: i32, y: DeviceAddress } }
+    }
+    let device = support::device().with_tree(probe_tree(""));
+    device.kernel::<ProbeParams>("probe.cu", &[], "probe").expect("the right struct is accepted");
+    let errors = [
+        device.kernel::<other::Renamed>("probe.cu", &[], "probe"),
+        device.kernel::<other::Longer>("probe.cu", &[], "probe"),
+        device.kernel::<other::Reordered>("probe.cu", &[], "probe"),
+    ];
+    for error in errors {
+        match error.map(|_| ()) {
+            Err(RuntimeError::ParamsLayout { kernel, rust_size, rust_hash, kernel_size, kernel_hash }) => {
+                assert_eq!((kernel.as_str(), kernel_size), ("probe", 16));
+                assert!((rust_size, rust_hash) != (kernel_size, kernel_hash));
+            }
+            other => panic!("expected a layout mismatch, not {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn an_emulator_without_a_compiler_is_a_missing_backend() {
+    let case = r#"{"operator":"rms_norm"}"#;
+    let nowhere = "/nonexistent/compiler";
+    let output = command_line::Parity::new(&["run", "--backend", "emulator", "--ops", "rms_norm", "--cases", "0"])
+        .env("PARITY_CXX", nowhere)
+        .run();
+    output.assert_code(3);
+    assert!(output.stderr.contains(nowhere) && output.stderr.contains("PARITY_CXX"), "{}", output.stderr);
+    // A malformed case is still reported as that: nothing is opened for it.
+    command_line::Parity::new(&["replay", "--backend", "emulator", case]).env("PARITY_CXX", nowhere).run().assert_code(2);
+}
+
+/// Modules in a cache directory: name, inode and time of each.
+fn cached(dir: &Path) -> Vec<(String, u64, i64)> {
+    let mut files: Vec<_> = std::fs::read_dir(dir)
+        .map(|entries| entries.map(|e| e.expect("readable")).collect::<Vec<_>>())
+        .unwrap_or_default()
+        .into_iter()
+        .map(|entry| {
+            let meta = entry.metadata().expect("readable");
+            (entry.file_name().to_string_lossy().into_owned(), meta.ino(), meta.mtime_nsec())
+        })
+        .collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn modules_are_compiled_once_and_again_only_when_something_changes_that_goes_into_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let load = |tree: SourceTree, defines: &[(&str, String)]| {
+        let options = DeviceOptions { tree, cache_dir: dir.path().to_owned(), ..DeviceOptions::default() };
+        let device = Device::open(support::backend(), options).unwrap();
+        device.kernel::<ProbeParams>("probe.cu", defines, "probe").unwrap();
+        cached(dir.path())
+    };
+    let tree = || probe_tree("params.y[0] = 1;");
+    let first = load(tree(), &[]);
+    assert_eq!(first.len(), 1);
+    assert_eq!(load(tree(), &[]), first, "the same module was compiled again");
+    // An unrelated kernel file is no part of this module.
+    assert_eq!(load(tree().with_text("other.cu", String::new(), "another file"), &[]), first);
+    let header = tree().text("include/memory.h").unwrap().to_owned() + "\n// changed\n";
+    let changes = [
+        load(tree().with_text("include/memory.h", header, "a comment"), &[]),
+        load(tree(), &[("WIDTH", "1".into())]),
+        load(tree(), &[("WIDTH", "2".into())]),
+        load(probe_tree("params.y[0] = 2;"), &[]),
+    ];
+    for (number, files) in changes.iter().enumerate() {
+        assert_eq!(files.len(), 2 + number, "change {number} did not make a module of its own");
+    }
+    assert!(changes[3].contains(&first[0]), "the first module was touched");
+}
+
+// ---------------------------------------------------------------- the memory contract
+
+/// One buffer of each role, and a call that sets one run of bytes to a value that nothing there has.
+struct Buffers<'d> {
+    arena: DeviceArena<'d>,
+    input: TensorView,
+    padded: TensorView,
+    in_place: TensorView,
+    workspace: TensorView,
+}
+
+const STRAY: u8 = 0x55;
+
+impl Buffers<'static> {
+    fn new(contract: Contract) -> Self {
+        let mut arena = DeviceArena::new(support::device(), contract);
+        // Sizes that are no multiples of 16 bytes leave a band on both sides under either placement.
+        let five = HostTensor::from_f64(DType::F32, &[5], &[1.0; 5]);
+        let input = arena.input("input", &five).unwrap();
+        let layout = Layout::padded(&[3, 3], 2);
+        let padded = arena.allocate("padded", DType::F32, &[3, 3], &layout, Role::Output).unwrap();
+        let in_place = arena.upload("in_place", &five, &Layout::dense(&[5]), Role::InPlace).unwrap();
+        let workspace = arena.workspace("workspace", 20).unwrap();
+        Self { arena, input, padded, in_place, workspace }
+    }
+
+    fn all(&self) -> [&TensorView; 4] {
+        [&self.input, &self.padded, &self.in_place, &self.workspace]
+    }
+
+    /// Violations of a call that writes `bytes` bytes from `offset` of a buffer's first byte.
+    fn write(&self, view: &TensorView, offset: i64, bytes: usize) -> Vec<Violation> {
+        let address = view.address.wrapping_add_signed(offset);
+        self.arena.run(|device| device.backend().fill(address, STRAY, bytes)).unwrap()
+    }
+}
+
+fn violation(buffer: &TensorView, kind: ViolationKind, bytes: usize, first_offset: i64) -> Vec<Violation> {
+    vec![Violation { buffer: buffer.name.clone(), kind, bytes, first_offset }]
+}
+
+#[test]
+fn a_write_on_either_side_of_any_buffer_is_reported_with_name_and_offset() {
+    // Behind the end under either placement; in front only where there is a band and no guard page.
+    for contract in [Contract::NAN, Contract::HUGE] {
+        for which in 0..4 {
+            let buffers = Buffers::new(contract);
+            let view = buffers.all()[which];
+            let end = (view.span().1 - view.span().0) as i64;
+            assert_eq!(buffers.write(view, end + 2, 3), violation(view, ViolationKind::Guard, 3, end + 2));
+        }
+    }
+    for which in 0..4 {
+        let buffers = Buffers::new(Contract::NAN);
+        let view = buffers.all()[which];
+        assert_eq!(buffers.write(view, -7, 2), violation(view, ViolationKind::Guard, 2, -7));
+    }
+}
+
+#[test]
+fn a_changed_input_is_reported_with_name_and_offset() {
+    let buffers = Buffers::new(Contract::NAN);
+    let found = buffers.write(&buffers.input, 6, 4);
+    assert_eq!(found, violation(&buffers.input, ViolationKind::Input, 4, 6));
+}
+
+#[test]
+fn a_write_between_the_rows_of_an_output_is_reported_with_name_and_offset() {
+    let buffers = Buffers::new(Contract::HUGE);
+    // Rows of 12 bytes every 20: the second row ends at 32.
+    let found = buffers.write(&buffers.padded, 28, 9);
+    assert_eq!(found, violation(&buffers.padded, ViolationKind::Gap, 5, 32));
+}
+
+#[test]
+fn writes_that_the_contract_allows_are_not_reported() {
+    for contract in [Contract::NAN, Contract::HUGE] {
+        let buffers = Buffers::new(contract);
+        assert_eq!(buffers.write(&buffers.padded, 20, 12), []);
+        assert_eq!(buffers.write(&buffers.in_place, 0, 20), []);
+        assert_eq!(buffers.write(&buffers.workspace, 0, 20), []);
+    }
+}
+
+#[test]
+fn an_output_within_an_inputs_buffer_may_be_written_and_the_input_may_not() {
+    let mut arena = DeviceArena::new(support::device(), Contract::NAN);
+    let x = HostTensor::from_f64(DType::F32, &[2, 2], &[1.0; 4]);
+    let layout = Layout { offset: 0, strides: vec![4, 1], elements: 8 };
+    let x = arena.upload("x", &x, &layout, Role::Input).unwrap();
+    let y = TensorView { name: "y".into(), address: x.address + 8, ..x.clone() };
+    arena.also_writes(&y);
+    let write = |view: &TensorView, bytes| arena.run(|device| device.backend().fill(view.address, STRAY, bytes)).unwrap();
+    assert_eq!(write(&y, 8), []);
+    assert_eq!(write(&y, 16), violation(&x, ViolationKind::Input, 8, 16));
+}
+
+#[test]
+fn padded_tensors_travel_to_the_device_and_back() {
+    let mut arena = DeviceArena::new(support::device(), Contract::NAN);
+    let host = HostTensor::from_i32(&[2, 2, 3], &(0..12).collect::<Vec<_>>());
+    let view = arena.upload("x", &host, &Layout::padded(&[2, 2, 3], 5), Role::Input).unwrap();
+    assert_eq!(arena.download(&view).unwrap(), host);
+}
+
+// ---------------------------------------------------------------- what launchers refuse
+
+/// The launcher must refuse `argument`, in words that contain `needle`.
+fn assert_refused<T: std::fmt::Debug>(result: Result<T>, argument: &str, needle: &str) {
+    match result {
+        Err(RuntimeError::Argument { argument: found, reason, .. }) => {
+            assert_eq!(found, argument, "{reason}");
+            assert!(reason.contains(needle), "{argument}: `{needle}` is not in `{reason}`");
+        }
+        other => panic!("{argument} ({needle}): expected a refusal, not {other:?}"),
+    }
+}
+
+/// Places dense tensors of zeros, none of which is ever written by a refused call.
+struct Placed {
+    arena: DeviceArena<'static>,
+}
+
+impl Placed {
+    fn new() -> Self {
+        Self { arena: DeviceArena::new(support::device(), Contract::NAN) }
+    }
+
+    fn tensor(&mut self, name: &str, dtype: DType, shape: &[usize]) -> TensorView {
+        let bytes = vec![0; shape.iter().product::<usize>() * dtype.size()];
+        let host = HostTensor { dtype, shape: shape.to_vec(), bytes };
+        self.arena.upload(name, &host, &Layout::dense(shape), Role::InPlace).unwrap()
+    }
+}
+
+/// A view of the same memory with another shape, densely laid out.
+fn shaped(view: &TensorView, shape: &[usize]) -> TensorView {
+    TensorView { shape: shape.to_vec(), strides: Layout::dense(shape).strides, ..view.clone() }
+}
+
+fn strided(view: &TensorView, strides: &[i64]) -> TensorView {
+    TensorView { strides: strides.to_vec(), ..view.clone() }
+}
+
+fn typed(view: &TensorView, dtype: DType) -> TensorView {
+    TensorView { dtype, ..view.clone() }
+}
+
+/// The same view, so many bytes further.
+fn shifted(view: &TensorView, bytes: i64) -> TensorView {
+    TensorView { address: view.address.wrapping_add_signed(bytes), ..view.clone() }
+}
+
+/// `view`'s layout at `other`'s address.
+fn at(view: &TensorView, other: &TensorView) -> TensorView {
+    TensorView { address: other.address, ..view.clone() }
+}
+
+#[derive(Clone)]
+struct Norm {
+    x: TensorView,
+    weight: Option<TensorView>,
+    y: TensorView,
+    rstd: TensorView,
+    eps: f32,
+    dy: TensorView,
+    dx: TensorView,
+    dweight: Option<TensorView>,
+    workspace: Option<TensorView>,
+}
+
+impl Norm {
+    fn new(placed: &mut Placed) -> Self {
+        let mut rows = |name: &str| placed.tensor(name, DType::Bf16, &[4, 64]);
+        let [x, y, dy, dx] = ["x", "y", "dy", "dx"].map(&mut rows);
+        let workspace = rms_norm::workspace_bytes(support::device(), DType::Bf16, 4, 64);
+        Self {
+            x,
+            y,
+            dy,
+            dx,
+            weight: Some(placed.tensor("weight", DType::F32, &[64])),
+            rstd: placed.tensor("rstd", DType::F32, &[4]),
+            eps: 1e-6,
+            dweight: Some(placed.tensor("dweight", DType::F32, &[64])),
+            workspace: Some(placed.tensor("workspace", DType::U8, &[workspace])),
+        }
+    }
+
+    fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
+        let mut changed = self.clone();
+        change(&mut changed);
+        changed
+    }
+
+    fn forward(&self) -> Result<&'static str> {
+        let arguments = rms_norm::Forward {
+            x: &self.x,
+            weight: self.weight.as_ref(),
+            y: &self.y,
+            rstd: Some(&self.rstd),
+            eps: self.eps,
+        };
+        rms_norm::forward(support::device(), &arguments)
+    }
+
+    fn backward(&self) -> Result<Vec<&'static str>> {
+        let arguments = rms_norm::Backward {
+            dy: &self.dy,
+            x: &self.x,
+            weight: self.weight.as_ref(),
+            rstd: &self.rstd,
+            dx: &self.dx,
+            dweight: self.dweight.as_ref(),
+            workspace: self.workspace.as_ref(),
+        };
+        rms_norm::backward(support::device(), &arguments)
+    }
+}
+
+#[test]
+fn the_launcher_of_rms_norms_forward_names_the_argument_that_it_refuses() {
+    let mut placed = Placed::new();
+    let norm = Norm::new(&mut placed);
+    norm.forward().expect("the unchanged arguments are accepted");
+    norm.with(|n| n.y = at(&n.y, &n.x)).forward().expect("in place is accepted");
+    let refused = |argument, needle, change: &dyn Fn(&mut Norm)| {
+        assert_refused(norm.with(change).forward(), argument, needle);
+    };
+    refused("x", "1 axes", &|n| n.x = shaped(&n.x, &[256]));
+    refused("x", "i32", &|n| n.x = typed(&n.x, DType::I32));
+    refused("x", "width 0", &|n| n.x = shaped(&n.x, &[4, 0]));
+    refused("x", "width 32769", &|n| n.x = shaped(&n.x, &[1, 32769]));
+    refused("x", "overlaps itself", &|n| n.x = strided(&n.x, &[63, 1]));
+    refused("x", "overlaps itself", &|n| n.x = strided(&n.x, &[-64, 1]));
+    refused("x", "contiguous", &|n| n.x = strided(&n.x, &[128, 2]));
+    refused("y", "[4, 32]", &|n| n.y = shaped(&n.y, &[4, 32]));
+    refused("y", "f32", &|n| n.y = typed(&n.y, DType::F32));
+    refused("y", "overlaps `x`", &|n| n.y = shifted(&n.x, 128));
+    refused("y", "overlaps `weight`", &|n| n.y = at(&n.y, n.weight.as_ref().unwrap()));
+    refused("weight", "[63]", &|n| n.weight = Some(shaped(n.weight.as_ref().unwrap(), &[63])));
+    refused("weight", "i32", &|n| n.weight = Some(typed(n.weight.as_ref().unwrap(), DType::I32)));
+    refused("weight", "dense", &|n| n.weight = Some(strided(n.weight.as_ref().unwrap(), &[2])));
+    refused("rstd", "[5]", &|n| n.rstd = shaped(&n.rstd, &[5]));
+    refused("rstd", "bf16", &|n| n.rstd = typed(&n.rstd, DType::Bf16));
+    refused("rstd", "overlaps `x`", &|n| n.rstd = at(&n.rstd, &n.x));
+    refused("rstd", "overlaps `y`", &|n| n.rstd = at(&n.rstd, &n.y));
+    for (eps, needle) in [(0.0, "0"), (-1.5, "-1.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
+        refused("eps", needle, &|n| n.eps = eps);
+    }
+}
+
+#[test]
+fn the_launcher_of_rms_norms_backward_names_the_argument_that_it_refuses() {
+    let mut placed = Placed::new();
+    let norm = Norm::new(&mut placed);
+    norm.backward().expect("the unchanged arguments are accepted");
+    let refused = |argument, needle, change: &dyn Fn(&mut Norm)| {
+        assert_refused(norm.with(change).backward(), argument, needle);
+    };
+    let bytes = norm.workspace.as_ref().unwrap().elements();
+    refused("dy", "[3, 64]", &|n| n.dy = shaped(&n.dy, &[3, 64]));
+    refused("dx", "f32", &|n| n.dx = typed(&n.dx, DType::F32));
+    refused("rstd", "[4, 1]", &|n| n.rstd = shaped(&n.rstd, &[4, 1]));
+    refused("dx", "overlaps `dy`", &|n| n.dx = shifted(&n.dy, 128));
+    refused("dx", "overlaps `x`", &|n| n.dx = n.x.clone());
+    refused("dweight", "present exactly", &|n| n.dweight = None);
+    refused("dweight", "present exactly", &|n| n.weight = None);
+    refused("dweight", "[32]", &|n| n.dweight = Some(shaped(n.dweight.as_ref().unwrap(), &[32])));
+    refused("workspace", "present exactly", &|n| n.workspace = None);
+    let short = format!("{} bytes; it must have {bytes}", bytes - 1);
+    refused("workspace", &short, &|n| n.workspace = Some(shaped(n.workspace.as_ref().unwrap(), &[bytes - 1])));
+    refused("workspace", "overlaps", &|n| n.workspace = Some(at(n.workspace.as_ref().unwrap(), &n.dx)));
+    refused("dweight", "overlaps", &|n| n.dweight = Some(at(n.dweight.as_ref().unwrap(), &n.x)));
+}
+
+#[derive(Clone)]
+struct Rotation {
+    x: TensorView,
+    y: TensorView,
+    cos: TensorView,
+    sin: TensorView,
+    positions: Option<TensorView>,
+}
+
+impl Rotation {
+    fn new(placed: &mut Placed) -> Self {
+        Self {
+            x: placed.tensor("x", DType::Bf16, &[3, 2, 64]),
+            y: placed.tensor("y", DType::Bf16, &[3, 2, 64]),
+            cos: placed.tensor("cos", DType::F32, &[5, 16]),
+            sin: placed.tensor("sin", DType::F32, &[5, 16]),
+            positions: Some(placed.tensor("positions", DType::I32, &[3])),
+        }
+    }
+
+    fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
+        let mut changed = self.clone();
+        change(&mut changed);
+        changed
+    }
+
+    fn forward(&self) -> Result<&'static str> {
+        let Self { x, y, cos, sin, positions } = self;
+        rope::forward(support::device(), &rope::Forward { x, y, cos, sin, positions: positions.as_ref(), inverse: false })
+    }
+}
+
+#[test]
+fn the_launcher_of_rope_names_the_argument_that_it_refuses() {
+    let mut placed = Placed::new();
+    let rotation = Rotation::new(&mut placed);
+    rotation.forward().expect("the unchanged arguments are accepted");
+    rotation.with(|r| r.y = at(&r.y, &r.x)).forward().expect("in place is accepted");
+    rotation.with(|r| r.positions = None).forward().expect("positions may be absent");
+    let refused = |argument, needle, change: &dyn Fn(&mut Rotation)| {
+        assert_refused(rotation.with(change).forward(), argument, needle);
+    };
+    refused("x", "2 axes", &|r| r.x = shaped(&r.x, &[6, 64]));
+    refused("x", "i32", &|r| r.x = typed(&r.x, DType::I32));
+    refused("x", "overlaps itself", &|r| r.x = strided(&r.x, &[64, 64, 1]));
+    refused("y", "[3, 1, 64]", &|r| r.y = shaped(&r.y, &[3, 1, 64]));
+    refused("y", "f32", &|r| r.y = typed(&r.y, DType::F32));
+    refused("y", "without being the same tensor", &|r| r.y = shifted(&r.x, 128));
+    refused("y", "overlaps `cos`", &|r| r.y = at(&r.y, &r.cos));
+    refused("cos", "0 columns", &|r| (r.cos, r.sin) = (shaped(&r.cos, &[5, 0]), shaped(&r.sin, &[5, 0])));
+    refused("cos", "66 channels of 64", &|r| (r.cos, r.sin) = (shaped(&r.cos, &[1, 33]), shaped(&r.sin, &[1, 33])));
+    refused("cos", "bf16", &|r| r.cos = typed(&r.cos, DType::Bf16));
+    refused("sin", "[4, 16]", &|r| r.sin = shaped(&r.sin, &[4, 16]));
+    refused("sin", "row stride 17", &|r| r.sin = strided(&r.sin, &[17, 1]));
+    refused("positions", "[4]", &|r| r.positions = Some(shaped(r.positions.as_ref().unwrap(), &[4])));
+    refused("positions", "f32", &|r| r.positions = Some(typed(r.positions.as_ref().unwrap(), DType::F32)));
+    let two_rows = |r: &mut Rotation| (r.cos, r.sin) = (shaped(&r.cos, &[2, 16]), shaped(&r.sin, &[2, 16]));
+    rotation.with(two_rows).forward().expect("positions may reach fewer rows than there are tokens");
+    refused("cos", "2 rows must cover 3 tokens", &|r| {
+        two_rows(r);
+        r.positions = None;
+    });
+}
+
+#[test]
+fn the_launcher_of_ropes_table_names_the_argument_that_it_refuses() {
+    let mut placed = Placed::new();
+    let inv_freq = placed.tensor("inv_freq", DType::F32, &[16]);
+    let positions = placed.tensor("positions", DType::I32, &[5]);
+    let cos = placed.tensor("cos", DType::F32, &[5, 16]);
+    let sin = placed.tensor("sin", DType::F32, &[5, 16]);
+    fn launch(inv_freq: &TensorView, positions: &TensorView, cos: &TensorView, sin: &TensorView) -> Result<&'static str> {
+        rope::table(support::device(), &rope::Table { inv_freq, positions, cos, sin })
+    }
+    launch(&inv_freq, &positions, &cos, &sin).expect("the unchanged arguments are accepted");
+    assert_refused(launch(&typed(&inv_freq, DType::Bf16), &positions, &cos, &sin), "inv_freq", "bf16");
+    assert_refused(launch(&inv_freq, &typed(&positions, DType::F32), &cos, &sin), "positions", "f32");
+    assert_refused(launch(&inv_freq, &positions, &shaped(&cos, &[4, 16]), &sin), "cos", "[4, 16]");
+    assert_refused(launch(&inv_freq, &positions, &cos, &cos), "sin", "overlaps `cos`");
+    assert_refused(launch(&inv_freq, &positions, &at(&cos, &inv_freq), &sin), "cos", "overlaps `inv_freq`");
+}
+
+/// Attention over 6 keys: 2 tokens, 4 heads of 64 channels, 5 slots.
+#[derive(Clone)]
+struct Attention {
+    q: TensorView,
+    k: TensorView,
+    v: Option<TensorView>,
+    v_dim: usize,
+    sink: Option<TensorView>,
+    indices: TensorView,
+    topk_length: Option<TensorView>,
+    softmax_scale: f32,
+    out: TensorView,
+    lse: TensorView,
+    max_logits: TensorView,
+    dout: TensorView,
+    dlse: Option<TensorView>,
+    dq: TensorView,
+    dk: TensorView,
+    dv: Option<TensorView>,
+    dsink: Option<TensorView>,
+    workspace: TensorView,
+}
+
+impl Attention {
+    fn new(placed: &mut Placed) -> Self {
+        let [q, out, dout, dq] = ["q", "out", "dout", "dq"].map(|name| placed.tensor(name, DType::Bf16, &[2, 4, 64]));
+        let [k, dk] = ["k", "dk"].map(|name| placed.tensor(name, DType::Bf16, &[6, 64]));
+        let [lse, max_logits, dlse] = ["lse", "max_logits", "dlse"].map(|name| placed.tensor(name, DType::F32, &[2, 4]));
+        let [sink, dsink] = ["sink", "dsink"].map(|name| Some(placed.tensor(name, DType::F32, &[4])));
+        let mut attention = Self {
+            indices: placed.tensor("indices", DType::I32, &[2, 5]),
+            topk_length: Some(placed.tensor("topk_length", DType::I32, &[2])),
+            // Until the inputs are there to say how much it needs.
+            workspace: q.clone(),
+            q, k, sink, out, lse, max_logits, dout, dq, dk, dsink,
+            v: None,
+            v_dim: 64,
+            softmax_scale: 0.125,
+            dlse: Some(dlse),
+            dv: None,
+        };
+        let bytes = sparse_attention::workspace_bytes(&attention.inputs(), DType::Bf16).unwrap();
+        attention.workspace = placed.tensor("workspace", DType::U8, &[bytes]);
+        attention
+    }
+
+    fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
+        let mut changed = self.clone();
+        change(&mut changed);
+        changed
+    }
+
+    fn inputs(&self) -> sparse_attention::Inputs<'_> {
+        sparse_attention::Inputs {
+            q: &self.q,
+            k: &self.k,
+            value: match &self.v {
+                Some(v) => sparse_attention::Value::Separate(v),
+                None => sparse_attention::Value::Prefix { v_dim: self.v_dim },
+            },
+            sink: self.sink.as_ref(),
+            indices: &self.indices,
+            topk_length: self.topk_length.as_ref(),
+            softmax_scale: self.softmax_scale,
+        }
+    }
+
+    fn forward(&self) -> Result<String> {
+        let (out, lse, max_logits) = (&self.out, &self.lse, &self.max_logits);
+        sparse_attention::forward(
+            support::device(),
+            &sparse_attention::Forward { inputs: self.inputs(), out, lse, max_logits },
+        )
+    }
+
+    fn backward(&self) -> Result<Vec<String>> {
+        let arguments = sparse_attention::Backward {
+            inputs: self.inputs(),
+            out: &self.out,
+            lse: &self.lse,
+            dout: &self.dout,
+            dlse: self.dlse.as_ref(),
+            dq: &self.dq,
+            dk: &self.dk,
+            dv: self.dv.as_ref(),
+            dsink: self.dsink.as_ref(),
+            workspace: &self.workspace,
+        };
+        sparse_attention::backward(support::device(), &arguments)
+    }
+}
+
+#[test]
+fn the_launcher_of_attentions_forward_names_the_argument_that_it_refuses() {
+    let mut placed = Placed::new();
+    let attention = Attention::new(&mut placed);
+    attention.forward().expect("the unchanged arguments are accepted");
+    let refused = |argument, needle, change: &dyn Fn(&mut Attention)| {
+        assert_refused(attention.with(change).forward(), argument, needle);
+    };
+    refused("q", "2 axes", &|a| a.q = shaped(&a.q, &[8, 64]));
+    refused("q", "f32", &|a| a.q = typed(&a.q, DType::F32));
+    refused("q", "head_dim 24", &|a| a.q = shaped(&a.q, &[2, 4, 24]));
+    refused("q", "head_dim 592", &|a| a.q = shaped(&a.q, &[2, 4, 592]));
+    refused("q", "multiples of 16", &|a| a.q = shifted(&a.q, 2));
+    refused("k", "width 48", &|a| a.k = shaped(&a.k, &[6, 48]));
+    refused("k", "multiples of 16", &|a| a.k = strided(&a.k, &[68, 1]));
+    refused("v", "v_dim 80", &|a| a.v_dim = 80);
+    refused("v", "v_dim 0", &|a| a.v_dim = 0);
+    refused("v", "v_dim 24", &|a| a.v_dim = 24);
+    refused("v", "7 rows", &|a| a.v = Some(shaped(&a.k, &[7, 64])));
+    refused("v", "f32", &|a| a.v = Some(typed(&a.k, DType::F32)));
+    refused("indices", "[3, 5]", &|a| a.indices = shaped(&a.indices, &[3, 5]));
+    refused("indices", "f32", &|a| a.indices = typed(&a.indices, DType::F32));
+    refused("sink", "[5]", &|a| a.sink = Some(shaped(a.sink.as_ref().unwrap(), &[5])));
+    refused("sink", "bf16", &|a| a.sink = Some(typed(a.sink.as_ref().unwrap(), DType::Bf16)));
+    refused("topk_length", "[3]", &|a| a.topk_length = Some(shaped(a.topk_length.as_ref().unwrap(), &[3])));
+    for (scale, needle) in [(f32::NAN, "NaN"), (0.0, "0"), (-0.5, "-0.5"), (f32::INFINITY, "inf")] {
+        refused("softmax_scale", needle, &|a| a.softmax_scale = scale);
+    }
+    refused("out", "[2, 4, 32]", &|a| a.out = shaped(&a.out, &[2, 4, 32]));
+    refused("out", "overlaps `q`", &|a| a.out = at(&a.out, &a.q));
+    refused("out", "multiples of 16", &|a| a.out = shifted(&a.out, 8));
+    refused("lse", "bf16", &|a| a.lse = typed(&a.lse, DType::Bf16));
+    refused("max_logits", "overlaps `lse`", &|a| a.max_logits = at(&a.max_logits, &a.lse));
+}
+
+#[test]
+fn the_launcher_of_attentions_backward_names_the_argument_that_it_refuses() {
+    let mut placed = Placed::new();
+    let attention = Attention::new(&mut placed);
+    attention.backward().expect("the unchanged arguments are accepted");
+    let refused = |argument, needle, change: &dyn Fn(&mut Attention)| {
+        assert_refused(attention.with(change).backward(), argument, needle);
+    };
+    let bytes = attention.workspace.elements();
+    refused("softmax_scale", "NaN", &|a| a.softmax_scale = f32::NAN);
+    refused("dout", "[2, 4, 32]", &|a| a.dout = shaped(&a.dout, &[2, 4, 32]));
+    refused("dq", "[1, 4, 64]", &|a| a.dq = shaped(&a.dq, &[1, 4, 64]));
+    refused("lse", "[8]", &|a| a.lse = shaped(&a.lse, &[8]));
+    refused("dlse", "[4, 2]", &|a| a.dlse = Some(shaped(a.dlse.as_ref().unwrap(), &[4, 2])));
+    refused("dk", "i32", &|a| a.dk = typed(&a.dk, DType::I32));
+    refused("dk", "[5, 64]", &|a| a.dk = shaped(&a.dk, &[5, 64]));
+    refused("dv", "present exactly", &|a| a.dv = Some(a.dk.clone()));
+    refused("dsink", "present exactly", &|a| a.dsink = None);
+    refused("dsink", "present exactly", &|a| a.sink = None);
+    let short = format!("{} bytes", bytes - 1);
+    refused("workspace", &short, &|a| a.workspace = shaped(&a.workspace, &[bytes - 1]));
+    refused("workspace", "16-byte aligned", &|a| a.workspace = shifted(&a.workspace, 8));
+    refused("dq", "overlaps `q`", &|a| a.dq = at(&a.dq, &a.q));
+    refused("dk", "overlaps `k`", &|a| a.dk = at(&a.dk, &a.k));
+    refused("dk", "overlaps `dq`", &|a| a.dk = at(&a.dk, &a.dq));
+    refused("workspace", "overlaps `dout`", &|a| a.workspace = at(&a.workspace, &a.dout));
+}

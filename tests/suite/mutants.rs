@@ -1,1 +1,159 @@
+//! Planted bugs (`fixtures/mutants`): each must be seen by the check that was expected to see it, and its
+//! cases must be sound where nothing is planted.
+//!
+//! Always on the emulator: guard pages, schedules and poison are what sees a third of them, and a wild write
+//! would cost a GPU its context and with it the other tests.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
+use dsv4_parity::case::Case;
+use dsv4_parity::checks::{self, CheckOptions};
+use dsv4_parity::mutants::{self, Mutant, MutantError};
+use dsv4_parity::record::MutantRecord;
+use dsv4_parity::registry;
+
+use crate::support::fixtures;
+
+/// Random schedules for each case: few, since a race that they miss is a weakness worth seeing.
+const SCHEDULES: u32 = 4;
+
+/// Catalogue entries that must be planted: those of the catalogue's own proposal that concern these operators.
+const REQUIRED: [&str; 35] = [
+    "FM-03", "FM-04", "FM-05", "FM-06", "FM-07", "FM-08", "FM-09", "FM-10", "FM-11", "FM-12", "FM-13", "FM-18",
+    "FM-19", "FM-29", "FM-30", "FM-32", "FM-37", "FM-38", "FM-39", "FM-41", "FM-42", "FM-43", "FM-44", "FM-45",
+    "FM-46", "FM-47", "FM-52", "FM-58", "FM-68", "FM-71", "FM-75", "FM-78", "FM-88", "FM-89", "FM-95",
+];
+
+fn all() -> &'static [Mutant] {
+    static ALL: OnceLock<Vec<Mutant>> = OnceLock::new();
+    ALL.get_or_init(|| mutants::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants"))
+}
+
+fn emulator() -> Device {
+    Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator opens")
+}
+
+/// Applies `work` to every item on all cores, each thread with a device of its own: a schedule is a setting
+/// of the device.
+fn on_all_cores<T: Sync, R: Send>(items: &[T], work: impl Fn(&Device, &T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(BTreeMap::new());
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                let device = emulator();
+                while let Some((index, item)) = items.iter().enumerate().nth(next.fetch_add(1, Ordering::Relaxed)) {
+                    let result = work(&device, item);
+                    results.lock().expect("no thread panicked").insert(index, result);
+                }
+            });
+        }
+    });
+    results.into_inner().expect("no thread panicked").into_values().collect()
+}
+
+fn find(id: &str) -> Mutant {
+    all().iter().find(|mutant| mutant.id == id).unwrap_or_else(|| panic!("no mutant `{id}`")).clone()
+}
+
+fn table(records: &[MutantRecord]) -> String {
+    let line =
+        |r: &MutantRecord| format!("{:<42} {:<8} {:<22} {}\n", r.id, r.catalogue, r.expected, r.killed_by.join(", "));
+    records.iter().map(line).collect()
+}
+
+#[test]
+fn every_planted_mutant_is_killed_by_the_check_that_was_expected() {
+    let results = on_all_cores(all(), |device, mutant| mutant.run(device, SCHEDULES));
+    let (mut records, mut errors) = (Vec::new(), Vec::new());
+    for result in results {
+        match result {
+            Ok(record) => records.push(record),
+            Err(error) => errors.push(error.to_string()),
+        }
+    }
+    println!("{}", table(&records));
+    assert!(errors.is_empty(), "{}", errors.join("\n"));
+    let missed: Vec<_> = records.into_iter().filter(|record| !record.killed_by.contains(&record.expected)).collect();
+    assert!(missed.is_empty(), "not seen by the expected check:\n{}", table(&missed));
+}
+
+#[test]
+fn every_mutants_cases_pass_on_the_unmutated_kernels() {
+    let distinct: BTreeSet<&str> = all().iter().flat_map(|mutant| &mutant.cases).map(String::as_str).collect();
+    let lines: Vec<&str> = distinct.into_iter().collect();
+    let failures = on_all_cores(&lines, |device, line| {
+        let case = Case::parse(line).expect("a case");
+        let prepared = registry::prepare(&case).expect("a case that its operator takes");
+        let outcome = checks::run(&*prepared, device, CheckOptions { schedules: SCHEDULES, triangulate: false });
+        (!outcome.passed()).then(|| format!("{line}: {:?}", outcome.failures().collect::<Vec<_>>()))
+    });
+    let failures: Vec<String> = failures.into_iter().flatten().collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn the_catalogue_is_covered_and_no_id_is_used_twice() {
+    let planted: BTreeSet<&str> = all().iter().map(|mutant| mutant.catalogue.as_str()).collect();
+    let missing: Vec<_> = REQUIRED.iter().filter(|entry| !planted.contains(*entry)).collect();
+    assert!(missing.is_empty(), "nothing is planted for {missing:?}");
+    let ids: BTreeSet<&str> = all().iter().map(|mutant| mutant.id.as_str()).collect();
+    assert_eq!(ids.len(), all().len());
+    for mutant in all() {
+        assert!(
+            !mutant.cases.is_empty() && mutant.cases.len() <= 3,
+            "`{}` has {} cases",
+            mutant.id,
+            mutant.cases.len()
+        );
+        let own = |line: &String| Case::parse(line).expect("a case").operator == mutant.operator;
+        assert!(mutant.cases.iter().all(own), "`{}` has a case of another operator", mutant.id);
+    }
+}
+
+#[test]
+fn an_anchor_that_no_longer_matches_is_an_error() {
+    let device = emulator();
+    for (find_text, occurrences) in [("no kernel says this", 0), ("__syncthreads();", 2)] {
+        let mutant = Mutant { find: find_text.into(), ..find("rms_norm_sum_of_one_warp") };
+        match mutant.run(&device, 0) {
+            Err(MutantError::Anchor { count, .. }) => assert!(count >= occurrences && count != 1, "{count}"),
+            other => panic!("`{find_text}`: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn an_anchor_in_a_file_that_is_gone_is_an_error() {
+    let mutant = Mutant { file: "gone.cu".into(), ..find("rms_norm_sum_of_one_warp") };
+    assert!(matches!(mutant.run(&emulator(), 0), Err(MutantError::Anchor { count: 0, .. })));
+}
+
+#[test]
+fn a_mutant_that_changes_nothing_survives() {
+    let killed = find("rms_norm_mean_term_missing");
+    let mutant = Mutant { replace: format!("/* nothing */ {}", killed.find), ..killed };
+    let record = mutant.run(&emulator(), SCHEDULES).expect("it runs");
+    assert_eq!(record.killed_by, Vec::<String>::new());
+}
+
+#[test]
+fn a_mutant_that_does_not_compile_is_an_error_and_no_kill() {
+    let mutant = Mutant { replace: "this is no C++;".into(), ..find("rms_norm_mean_term_missing") };
+    assert!(matches!(mutant.run(&emulator(), 0), Err(MutantError::Case { .. })));
+}
+
+#[test]
+fn planting_leaves_the_tree_as_it_was() {
+    let device = emulator();
+    let before = device.tree().digest();
+    let mutant = find("rms_norm_mean_term_missing");
+    let planted = mutant.plant(device.tree()).expect("the anchor matches");
+    assert_eq!(device.tree().digest(), before);
+    assert_ne!(planted.digest(), before);
+    assert!(planted.origin().contains(&mutant.id), "{}", planted.origin());
+}

@@ -1,1 +1,90 @@
+//! FM-03: an inverse rotation that runs in place on the attention's saved output.
 
+use std::collections::BTreeSet;
+
+use dsv4_parity::case::Distribution;
+use dsv4_parity::checks::{self, CheckOptions, Outcome};
+use dsv4_parity::operators::Float;
+use dsv4_parity::operators::sparse_attention::{IndexClass, Lengths, Sinks, SparseAttentionCase, Values};
+use dsv4_parity::record::{CheckRecord, Verdict};
+use dsv4_parity::scenario::OutputRotation;
+
+use crate::support::device;
+
+const OPTIONS: CheckOptions = CheckOptions { schedules: 1, triangulate: false };
+
+/// Hostile lists, sinks of the order of lse, a gradient of lse, strided rows.
+fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
+    SparseAttentionCase {
+        num_tokens: 5,
+        num_heads: 6,
+        head_dim: 64,
+        values,
+        v_dim,
+        num_keys: 23,
+        topk: 37,
+        indices: IndexClass::Hostile,
+        lengths: Lengths::Within,
+        sinks: Sinks::Normal,
+        softmax_scale: 0.125,
+        logit_deviation: 2.0,
+        logit_shift: 0.0,
+        key_gradient: Float::F32,
+        dlse: true,
+        padding: 8,
+        distribution: Distribution::Normal,
+        poison_unreferenced: true,
+        seed: 3,
+    }
+}
+
+fn outcome(case: SparseAttentionCase, rope_dim: usize, in_place: bool) -> Outcome {
+    let scenario = OutputRotation::new(case, rope_dim, in_place).expect("a case that attention takes");
+    checks::run(&scenario, device(), OPTIONS)
+}
+
+/// `(check, tensor)` of everything that did not pass.
+fn failed(outcome: &Outcome) -> BTreeSet<(&str, &str)> {
+    outcome.failures().map(|check| (check.check.as_str(), check.tensor.as_str())).collect()
+}
+
+#[test]
+fn out_of_place_rotation_agrees_everywhere() {
+    for (values, v_dim, rope_dim) in [(Values::Shared, 64, 64), (Values::Shared, 64, 16), (Values::Separate, 32, 16)] {
+        let outcome = outcome(case(values, v_dim), rope_dim, false);
+        let failures: Vec<_> = outcome.failures().collect();
+        assert!(outcome.passed(), "{values:?}, rope_dim {rope_dim}: {failures:?}");
+        let gradients = outcome.checks.iter().filter(|check| check.check == "gradient");
+        let seen: BTreeSet<&str> = gradients.map(|check| check.tensor.as_str()).collect();
+        let expected = ["dk", "dout", "dq", "dsink"].into_iter().chain((values == Values::Separate).then_some("dv"));
+        assert_eq!(seen, expected.collect());
+    }
+}
+
+#[test]
+fn in_place_rotation_of_the_saved_output_is_reported_as_an_overwritten_input_and_as_wrong_gradients() {
+    for (values, v_dim, rope_dim) in [(Values::Shared, 64, 64), (Values::Separate, 32, 16)] {
+        let outcome = outcome(case(values, v_dim), rope_dim, true);
+        // delta = <out, dout> alone is spoilt: y, dout, and (by its absence here) dv, stay right.
+        let wrong = ["dk", "dq", "dsink"];
+        let mut expected = BTreeSet::from([("inputs_unchanged", "saved out")]);
+        expected.extend(wrong.iter().flat_map(|tensor| [("gradient", *tensor), ("precision", *tensor)]));
+        // Whatever compares a sum by atomics with the oracle's budget sees the wrong dk again.
+        let again = ["poison_independent", "repeatable", "schedule_independent"];
+        expected.extend(again.iter().map(|check| (*check, "dk")));
+        assert_eq!(failed(&outcome), expected, "{values:?}");
+        let compared = |tensor: &str| {
+            let passes = |check: &&CheckRecord| check.tensor == tensor && check.verdict == Verdict::Pass;
+            outcome.checks.iter().filter(passes).map(|check| check.compared).sum::<u64>()
+        };
+        assert!(compared("y") > 0 && compared("dout") > 0);
+        assert_eq!(compared("dv") > 0, values == Values::Separate);
+    }
+}
+
+#[test]
+fn a_rotation_that_fits_no_value_row_is_refused() {
+    for rope_dim in [0, 15, 66] {
+        assert!(OutputRotation::new(case(Values::Shared, 64), rope_dim, false).is_err(), "rope_dim {rope_dim}");
+    }
+}

@@ -1,1 +1,482 @@
+//! Sweeps of the real operators, and the checks themselves: each must fail where it should. For that a made-up
+//! operator stands in, whose kernel does exactly what a test wants.
 
+use std::cell::Cell;
+
+use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
+use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
+use dsv4_parity::budget::{Budget, WORKING_RUNS};
+use dsv4_parity::case::{Case, CaseError, Draw};
+use dsv4_parity::checks::{self, CheckOptions, Outcome, Truth};
+use dsv4_parity::operator::{GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Profile, Relation, Side};
+use dsv4_parity::record::{CaseRecord, Origin, Verdict};
+use dsv4_parity::regressions::Regressions;
+use dsv4_parity::registry;
+use dsv4_parity::sweep::{self, Observer, SweepOptions};
+use dsv4_reference::precision::Precision;
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
+
+use crate::support;
+
+// ---------------------------------------------------------------- the operators
+
+#[derive(Default)]
+struct Collected {
+    planned: usize,
+    records: Vec<CaseRecord>,
+}
+
+impl Observer for Collected {
+    fn planned(&mut self, _operator: &str, cases: usize) {
+        self.planned = cases;
+    }
+
+    fn done(&mut self, record: CaseRecord) {
+        self.records.push(record);
+    }
+}
+
+/// Sweeps an operator without remembered cases.
+fn run(operator: &str, device: &Device, cases: usize, seed: u64, checks: CheckOptions) -> Collected {
+    let nothing = tempfile::tempdir().unwrap();
+    let options = SweepOptions {
+        profile: Profile::Quick,
+        cases: Some(cases),
+        seed,
+        checks,
+        regressions: Regressions::new(nothing.path()),
+        remember: false,
+    };
+    let mut collected = Collected::default();
+    sweep::sweep(registry::find(operator).unwrap(), device, &options, &mut collected).unwrap();
+    collected
+}
+
+/// A device of its own, because a sweep with schedules sets the device's seed.
+fn own_device() -> Device {
+    Device::open(support::backend(), Default::default()).unwrap()
+}
+
+fn assert_sweep_agrees(operator: &str) {
+    let checks = CheckOptions { schedules: 1, triangulate: true };
+    let collected = run(operator, &own_device(), 4, 11, checks);
+    assert_eq!(collected.records.len(), collected.planned);
+    let corners = registry::find(operator).unwrap().corner_cases(Profile::Quick).len();
+    assert_eq!(collected.planned, corners + 4);
+    for record in &collected.records {
+        assert_eq!(record.verdict(), Verdict::Pass, "{}", sweep::failure_text(record));
+        assert!(record.checks.iter().all(|check| check.compared > 0));
+    }
+    for check in ["forward", "gradient", "precision", "guards", "inputs_unchanged", "fully_written", "repeatable",
+        "poison_independent", "schedule_independent", "oracle_gradients", "budget", "special_values"]
+    {
+        let ran = collected.records.iter().any(|r| r.checks.iter().any(|c| c.check == check));
+        assert!(ran, "no case of {operator} came to the check `{check}`");
+    }
+    assert!(collected.records.iter().any(|r| r.checks.iter().any(|c| c.check.starts_with("law: "))));
+}
+
+#[test]
+fn a_quick_sweep_of_rms_norm_agrees() {
+    assert_sweep_agrees("rms_norm");
+}
+
+#[test]
+fn a_quick_sweep_of_rope_agrees() {
+    assert_sweep_agrees("rope");
+}
+
+#[test]
+fn a_quick_sweep_of_sparse_attention_agrees() {
+    assert_sweep_agrees("sparse_attention");
+}
+
+#[test]
+fn remembered_cases_agree() {
+    let regressions = Regressions::new(support::fixtures().join("regressions"));
+    for operator in registry::names() {
+        for case in regressions.load(&operator).unwrap() {
+            let checks = CheckOptions { schedules: 0, triangulate: false };
+            let record = sweep::run_case(&case, Origin::Regression, support::device(), checks);
+            assert_eq!(record.verdict(), Verdict::Pass, "{}", sweep::failure_text(&record));
+        }
+    }
+}
+
+#[test]
+fn every_case_that_a_strategy_draws_or_shrinks_to_replays_from_its_line() {
+    for operator in registry::OPERATORS {
+        let mut runner = TestRunner::deterministic();
+        let strategy = operator.strategy(Profile::Quick);
+        for _ in 0..16 {
+            let mut tree = strategy.new_tree(&mut runner).unwrap();
+            for _ in 0..16 {
+                let case = tree.current();
+                assert_eq!(Case::parse(&case.line()).unwrap(), case);
+                registry::prepare(&case).unwrap_or_else(|e| panic!("{}: {e}", case.line()));
+                if !tree.simplify() {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_draws_the_same_cases_and_another_seed_others() {
+    let none = CheckOptions { schedules: 0, triangulate: false };
+    let drawn = |seed| -> Vec<_> {
+        let records = run("rope", support::device(), 2, seed, none).records;
+        records.into_iter().map(|record| record.case).collect()
+    };
+    let first = drawn(5);
+    assert_eq!(first, drawn(5));
+    assert_ne!(first, drawn(6));
+}
+
+#[test]
+fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
+    let (file, mean) = ("rms_norm.cu", "sum_of_squares / static_cast<float>(width) + eps");
+    let tree = support::device().tree();
+    let text = tree.text(file).unwrap();
+    assert_eq!(text.matches(mean).count(), 1);
+    let wrong = tree.with_text(file, text.replace(mean, &mean.replace("(width)", "(width + 1)")), "a wrong mean");
+    let device = support::device().with_tree(wrong);
+    let records = run("rms_norm", &device, 1, 3, CheckOptions { schedules: 0, triangulate: false }).records;
+    let [drawn, small] = &records[records.len() - 2..] else { panic!("nothing was shrunk") };
+    assert_eq!((drawn.origin, small.origin), (Origin::Drawn, Origin::Shrunk));
+    let failed = |record: &CaseRecord| record.checks.iter().find(|c| c.verdict != Verdict::Pass).map(|c| c.check.clone());
+    let first = failed(drawn).expect("the drawn case fails");
+    assert!(small.checks.iter().any(|c| c.verdict != Verdict::Pass && c.check == first));
+    let elements = |record: &CaseRecord| {
+        let extent = |name: &str| record.case[name].as_u64().expect("an extent");
+        extent("num_rows") * extent("width")
+    };
+    assert!(elements(small) < elements(drawn), "{} is not smaller than {}", small.case, drawn.case);
+}
+
+// ---------------------------------------------------------------- the checks
+
+const ROWS: usize = 8;
+const WIDTH: usize = 16;
+/// Relative deviation of the made-up oracle's working runs: what bf16 rounds by.
+const SPREAD: f64 = 1.0 / 512.0;
+
+type Kernel = Box<dyn Fn(Contract) -> Result<KernelRun, RuntimeError>>;
+type MakeLaws = Box<dyn Fn() -> Vec<Law>>;
+
+/// An operator that exists for one test. One output `y`, f32 `[ROWS, WIDTH]`.
+struct Fake {
+    exact: Vec<f64>,
+    spread: f64,
+    kernel: Kernel,
+    laws: MakeLaws,
+    empty_probe: bool,
+}
+
+impl Prepared for Fake {
+    fn operator(&self) -> &'static str {
+        "fake"
+    }
+
+    fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
+        let values = match precision {
+            Precision::Exact => self.exact.clone(),
+            Precision::Working { seed } | Precision::Nearest { seed } => {
+                let mut draw = Draw::new(seed, "working");
+                self.exact.iter().map(|value| value * (1.0 + self.spread * draw.normal())).collect()
+            }
+        };
+        Ok(vec![OracleTensor { name: "y", side: Side::Forward, shape: vec![ROWS, WIDTH], values }])
+    }
+
+    fn kernel(&self, _device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
+        (self.kernel)(contract)
+    }
+
+    fn laws(&self) -> Vec<Law> {
+        (self.laws)()
+    }
+
+    fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
+        self.empty_probe.then(|| Box::new(EmptyProbe) as Box<dyn GradientProbe>)
+    }
+}
+
+/// A probe whose gradients have no element.
+struct EmptyProbe;
+
+impl GradientProbe for EmptyProbe {
+    fn inputs(&self) -> Vec<(&'static str, Vec<f64>)> {
+        vec![("x", vec![1.0])]
+    }
+
+    fn outputs(&self, _inputs: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
+        Ok(vec![vec![]])
+    }
+
+    fn autograd(&self, _upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
+        Ok(vec![vec![]])
+    }
+
+    fn backward(&self, _upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
+        Ok(vec![vec![]])
+    }
+}
+
+fn exact() -> Vec<f64> {
+    let mut draw = Draw::new(1, "exact");
+    (0..ROWS * WIDTH).map(|_| draw.normal()).collect()
+}
+
+fn output(values: &[f64]) -> KernelRun {
+    let tensor = HostTensor::from_f64(DType::F32, &[ROWS, WIDTH], values);
+    KernelRun { tensors: vec![KernelTensor { name: "y", tensor, deterministic: true }], violations: vec![], paths: vec![] }
+}
+
+/// A fake whose kernel returns these values.
+fn fake(values: Vec<f64>) -> Fake {
+    fake_with(move |_| Ok(output(&values)))
+}
+
+fn fake_with(kernel: impl Fn(Contract) -> Result<KernelRun, RuntimeError> + 'static) -> Fake {
+    Fake { exact: exact(), spread: SPREAD, kernel: Box::new(kernel), laws: Box::new(Vec::new), empty_probe: false }
+}
+
+fn check(fake: &Fake) -> Outcome {
+    checks::run(fake, support::device(), CheckOptions { schedules: 0, triangulate: true })
+}
+
+/// The checks that did not pass must be exactly these.
+fn assert_fails(fake: &Fake, expected: &[(&str, Verdict)]) {
+    let outcome = check(fake);
+    let found: Vec<_> = outcome.failures().map(|c| (c.check.as_str(), c.verdict)).collect();
+    assert_eq!(found, expected, "{:#?}", outcome.failures().collect::<Vec<_>>());
+    assert!(outcome.failures().all(|c| !c.message.is_empty()));
+}
+
+/// `exact()` with one element changed.
+fn with_element(index: usize, value: f64) -> Vec<f64> {
+    let mut values = exact();
+    values[index] = value;
+    values
+}
+
+fn allowed() -> Budget {
+    Truth::of(&fake(exact())).unwrap().budget(0, DType::F32)
+}
+
+#[test]
+fn a_kernel_that_is_right_passes_every_check() {
+    let outcome = check(&fake(exact()));
+    assert!(outcome.passed(), "{:#?}", outcome.failures().collect::<Vec<_>>());
+    let compared = outcome.checks.iter().find(|c| c.check == "forward").expect("a forward check").compared;
+    assert_eq!(compared, (ROWS * WIDTH) as u64);
+}
+
+#[test]
+fn no_check_at_all_is_no_pass() {
+    assert!(!Outcome::default().passed());
+}
+
+#[test]
+fn a_nan_or_infinity_of_the_kernel_fails() {
+    for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let expected = ["forward", "precision", "special_values"].map(|check| (check, Verdict::Fail));
+        assert_fails(&fake(with_element(37, value)), &expected);
+    }
+    assert_fails(&fake(vec![f64::NAN; ROWS * WIDTH]), &["forward", "precision", "special_values"].map(|c| (c, Verdict::Fail)));
+}
+
+#[test]
+fn a_finite_value_where_the_oracle_has_none_fails() {
+    for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let oracle = with_element(37, value);
+        let wrong = Fake { exact: oracle.clone(), ..fake(exact()) };
+        assert_fails(&wrong, &[("special_values", Verdict::Fail)]);
+        let right = Fake { exact: oracle.clone(), ..fake(oracle) };
+        assert!(check(&right).passed());
+    }
+    let negated = Fake { exact: with_element(37, f64::INFINITY), ..fake(with_element(37, f64::NEG_INFINITY)) };
+    assert_fails(&negated, &[("special_values", Verdict::Fail)]);
+}
+
+#[test]
+fn anything_but_zero_fails_where_every_run_of_the_oracle_is_zero() {
+    let mut zero_row = exact();
+    zero_row[..WIDTH].fill(0.0);
+    let right = Fake { exact: zero_row.clone(), ..fake(zero_row.clone()) };
+    assert!(check(&right).passed());
+    let mut smallest = zero_row.clone();
+    smallest[3] = f64::from(f32::from_bits(1));
+    let wrong = Fake { exact: zero_row, ..fake(smallest) };
+    assert_fails(&wrong, &[("forward", Verdict::Fail), ("special_values", Verdict::Fail)]);
+}
+
+#[test]
+fn one_element_beyond_its_budget_fails_and_one_within_does_not() {
+    let allowed = allowed().allowed;
+    // The kernel's f32 adds half an ulp at most, and that is part of what is allowed.
+    let moved = |share: f64| fake(with_element(37, exact()[37] + share * allowed[37]));
+    assert!(check(&moved(0.9)).passed());
+    assert_fails(&moved(1.1), &[("forward", Verdict::Fail)]);
+}
+
+#[test]
+fn many_elements_within_their_budgets_fail_when_together_they_are_too_far_off() {
+    let budget = allowed();
+    let off = |share: f64| -> Vec<f64> {
+        exact().iter().zip(&budget.allowed).map(|(value, allowed)| value + share * allowed).collect()
+    };
+    assert_fails(&fake(off(0.9)), &[("precision", Verdict::Fail)]);
+    // As much as one more working run would be off passes.
+    let sigma = 1.0 / budget.multiple;
+    assert!(check(&fake(off(sigma))).passed());
+}
+
+#[test]
+fn a_budget_that_zeros_would_pass_fails_even_a_kernel_that_is_right() {
+    let vacuous = Fake { spread: WORKING_RUNS as f64, ..fake(exact()) };
+    assert_fails(&vacuous, &[("budget", Verdict::Fail)]);
+}
+
+#[test]
+fn elements_that_were_never_written_are_noticed() {
+    let poisoned = |contract: Contract| {
+        let mut run = output(&exact());
+        run.tensors[0].tensor.bytes[4 * 37..4 * 38].fill(contract.poison);
+        Ok(run)
+    };
+    let outcome = check(&fake_with(poisoned));
+    let unwritten = outcome.failures().find(|c| c.check == "fully_written").expect("noticed");
+    assert!(unwritten.message.contains("1 of 128") && unwritten.message.contains("[2, 5]"), "{}", unwritten.message);
+    assert!(outcome.failures().any(|c| c.check == "poison_independent"));
+}
+
+#[test]
+fn an_output_that_depends_on_what_was_in_memory_is_noticed() {
+    let leaking = |contract: Contract| {
+        let nudge = if contract == Contract::HUGE { f64::from(f32::EPSILON) } else { 0.0 };
+        Ok(output(&with_element(37, exact()[37] * (1.0 + nudge))))
+    };
+    assert_fails(&fake_with(leaking), &[("poison_independent", Verdict::Fail)]);
+}
+
+#[test]
+fn a_second_run_with_one_other_bit_is_noticed_unless_the_sum_is_atomic() {
+    let varying = |deterministic: bool, step: f64| {
+        let runs = Cell::new(0);
+        fake_with(move |_| {
+            runs.set(runs.get() + 1);
+            let nudge = if runs.get() == 2 { step } else { 0.0 };
+            let mut run = output(&with_element(37, exact()[37] + nudge));
+            run.tensors[0].deterministic = deterministic;
+            Ok(run)
+        })
+    };
+    let bit = exact()[37].abs() * f64::from(f32::EPSILON);
+    assert_fails(&varying(true, bit), &[("repeatable", Verdict::Fail)]);
+    assert!(check(&varying(false, bit)).passed());
+    assert_fails(&varying(false, 2.0 * allowed().allowed[37]), &[("repeatable", Verdict::Fail)]);
+}
+
+#[test]
+fn forbidden_writes_are_noticed() {
+    for (kind, expected) in [
+        (ViolationKind::Guard, "guards"),
+        (ViolationKind::Gap, "guards"),
+        (ViolationKind::Input, "inputs_unchanged"),
+    ] {
+        let violation = Violation { buffer: "weight".into(), kind, bytes: 3, first_offset: -5 };
+        let writing = move |_| Ok(KernelRun { violations: vec![violation.clone()], ..output(&exact()) });
+        let outcome = check(&fake_with(writing));
+        let failed: Vec<_> = outcome.failures().collect();
+        assert!(!failed.is_empty() && failed.iter().all(|c| c.check == expected && c.tensor == "weight"), "{failed:#?}");
+        assert!(failed[0].message.contains("-5"));
+    }
+}
+
+#[test]
+fn a_missing_tensor_or_one_of_another_shape_is_an_error() {
+    let missing = |_| Ok(KernelRun { tensors: vec![], ..output(&exact()) });
+    assert_fails(&fake_with(missing), &[("forward", Verdict::Error)]);
+    let other = |_| {
+        let mut run = output(&exact());
+        run.tensors[0].tensor.shape = vec![WIDTH, ROWS];
+        Ok(run)
+    };
+    assert_fails(&fake_with(other), &[("forward", Verdict::Error)]);
+}
+
+#[test]
+fn a_fault_is_a_failure_and_a_refusal_an_error() {
+    let fault = |_| {
+        let (kernel, block, thread) = ("k".into(), "(0, 0, 0)".into(), "(1, 0, 0)".into());
+        Err(RuntimeError::Fault { kernel, block, thread, what: "divergence".into() })
+    };
+    assert_fails(&fake_with(fault), &[("launch", Verdict::Fail)]);
+    assert_fails(&fake_with(|_| Err(RuntimeError::argument("fake", "x", "5 is odd"))), &[("launch", Verdict::Error)]);
+}
+
+#[test]
+fn a_comparison_of_no_element_is_an_error() {
+    let fake = Fake { empty_probe: true, ..fake(exact()) };
+    let outcome = check(&fake);
+    let empty: Vec<_> = outcome.checks.iter().filter(|c| c.check == "oracle_gradients").collect();
+    assert_eq!(empty.len(), 3);
+    assert!(empty.iter().all(|c| c.verdict == Verdict::Error && c.message == "compared no element"), "{empty:#?}");
+}
+
+/// A fake with one law, whose variant's kernel returns these values.
+fn with_law(variant: Vec<f64>, relation: fn() -> Relation) -> Fake {
+    let laws = move || {
+        let variant = Box::new(fake(variant.clone()));
+        vec![Law { name: "made up", variant, relations: vec![("y", relation())] }]
+    };
+    Fake { laws: Box::new(laws), ..fake(exact()) }
+}
+
+fn reversed_rows() -> Vec<f64> {
+    exact().chunks(WIDTH).rev().flatten().copied().collect()
+}
+
+#[test]
+fn a_law_that_holds_passes_and_one_that_is_broken_by_a_bit_fails() {
+    let doubled: Vec<f64> = exact().iter().map(|v| 2.0 * v).collect();
+    let times = || Relation::Times(2.0);
+    let permuted = || Relation::PermutedRows((0..ROWS).rev().collect());
+    let first_rows = || Relation::EqualRows(Box::new(|row| row < 4));
+    let nudge = |values: &[f64], index: usize| {
+        let mut values = values.to_vec();
+        values[index] *= 1.0 + f64::from(f32::EPSILON);
+        values
+    };
+    let broken = [("law: made up", Verdict::Fail)];
+    let cases: [(Vec<f64>, fn() -> Relation); 3] =
+        [(doubled, times), (reversed_rows(), permuted), (exact(), first_rows)];
+    for (right, relation) in cases {
+        let outcome = check(&with_law(right.clone(), relation));
+        assert!(outcome.passed(), "{:#?}", outcome.failures().collect::<Vec<_>>());
+        assert!(outcome.checks.iter().any(|c| c.check == "law: made up" && c.compared > 0));
+        assert_fails(&with_law(nudge(&right, 37), relation), &broken);
+    }
+    // Rows that the relation does not bind may differ.
+    assert!(check(&with_law(nudge(&exact(), 5 * WIDTH), first_rows)).passed());
+    assert_fails(&with_law(exact(), permuted), &broken);
+}
+
+#[test]
+fn a_law_up_to_rounding_allows_the_budget_and_no_more() {
+    let allowed = allowed().allowed;
+    let moved = |share: f64| with_element(37, exact()[37] + share * allowed[37]);
+    assert!(check(&with_law(moved(0.9), || Relation::WithinBudget)).passed());
+    assert_fails(&with_law(moved(1.1), || Relation::WithinBudget), &[("law: made up", Verdict::Fail)]);
+    assert_fails(&with_law(with_element(37, f64::NAN), || Relation::WithinBudget), &[("law: made up", Verdict::Fail)]);
+}
+
+#[test]
+fn a_law_about_a_tensor_that_the_kernel_does_not_return_is_an_error() {
+    let laws = || vec![Law { name: "made up", variant: Box::new(fake(exact())), relations: vec![("z", Relation::Times(1.0))] }];
+    assert_fails(&Fake { laws: Box::new(laws), ..fake(exact()) }, &[("law: made up", Verdict::Error)]);
+}
