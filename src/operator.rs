@@ -212,6 +212,8 @@ pub struct ExpectedTensor {
     pub values: Vec<f64>,
     /// Whether the file holds them rounded to f32.
     pub stored_f32: bool,
+    /// Whether they were computed in f32 throughout, and are therefore held to a kernel's budget only.
+    pub computed_f32: bool,
 }
 
 impl OracleTensor {

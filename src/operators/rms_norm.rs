@@ -200,7 +200,7 @@ fn golden_case(file: &GoldenFile) -> Result<GoldenCase, String> {
         .map(|(name, stored_as)| {
             let stored = file.tensor(stored_as)?;
             let (values, stored_f32) = (stored.values.clone(), stored.stored_f32);
-            Ok(ExpectedTensor { name, stored_as: stored_as.to_owned(), values, stored_f32 })
+            Ok(ExpectedTensor { name, stored_as: stored_as.to_owned(), values, stored_f32, computed_f32: false })
         })
         .collect::<Result<_, String>>()?;
     Ok(GoldenCase { prepared: Box::new(inputs), expected, kernel_skip: None })

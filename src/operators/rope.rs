@@ -570,6 +570,7 @@ fn rotary_case(file: &GoldenFile, inverse: bool) -> Result<GoldenCase, String> {
         stored_as,
         values: tokens_first(&stored.values, &x.shape),
         stored_f32: stored.stored_f32,
+        computed_f32: false,
     }];
     Ok(GoldenCase { prepared: Box::new(inputs), expected, kernel_skip: None })
 }
@@ -610,7 +611,7 @@ fn table_cases(file: &GoldenFile) -> Result<Vec<GoldenCase>, String> {
                 .map(|(name, function)| {
                     let stored_as = format!("out.{table}.{function}");
                     let stored = file.tensor(&stored_as)?;
-                    Ok(ExpectedTensor { name, stored_as, values: stored.values.clone(), stored_f32: true })
+                    Ok(ExpectedTensor { name, stored_as, values: stored.values.clone(), stored_f32: true, computed_f32: true })
                 })
                 .collect::<Result<_, String>>()?;
             Ok(GoldenCase { prepared: Box::new(inputs), expected, kernel_skip: None })

@@ -152,7 +152,6 @@ fn replay_refuses_what_is_no_case_in_one_line() {
     replay("{}").assert_bad_input(&["operator"]);
     replay(r#"{"operator":"frobnicate"}"#).assert_bad_input(&["frobnicate", "rms_norm", "sparse_attention"]);
     replay(&CASE.replace("\"seed\":1", "\"seed\":1,\"speed\":9")).assert_bad_input(&["speed"]);
-    replay(&CASE.replace("\"seed\":1,", "")).assert_code(2);
     replay(&CASE.replace(",\"seed\":1", "")).assert_bad_input(&["seed"]);
     replay(&CASE.replace("\"width\":8", "\"width\":0")).assert_bad_input(&["width", "0"]);
     replay(&CASE.replace("\"eps\":1e-6", "\"eps\":-1.0")).assert_bad_input(&["eps", "-1"]);
@@ -224,7 +223,9 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     let out = runs[0].path().join("out");
     let report: Report = serde_json::from_str(&read(out.join("report.json"))).expect("the report parses");
     assert_eq!((report.schema_version, report.seed, report.profile.as_str()), (SCHEMA_VERSION, 7, "quick"));
-    assert_eq!(report.cases, records(&out), "records.jsonl and report.json tell of other cases");
+    // As JSON: two NaN are the same here.
+    let json = |cases: &[CaseRecord]| serde_json::to_value(cases).unwrap();
+    assert_eq!(json(&report.cases), json(&records(&out)), "records.jsonl and report.json tell of other cases");
     assert_eq!(report.verdict(), Verdict::Pass);
     assert_eq!(report.environment.backend, support::backend());
     assert!(report.cases.iter().filter(|c| c.origin == Origin::Drawn).count() >= 3);

@@ -63,7 +63,8 @@ fn rope_agrees_with_its_golden_files() {
 
 #[test]
 fn sparse_attention_agrees_with_its_golden_files() {
-    assert_agrees("sparse_attention", 5, 0);
+    // head_dim 24 is no multiple of the 16 that a matrix instruction takes.
+    assert_agrees("sparse_attention", 5, 1);
 }
 
 /// What `golden_run` allows an oracle's element: the working spread at the width of f64, and the rounding of the
@@ -90,6 +91,7 @@ fn assert_perturbations_are_noticed(operator: &str) {
     for (file, cases) in files_of(operator) {
         for mut case in cases {
             let truth = Truth::of(&*case.prepared).unwrap();
+            let unchanged = golden_run::run(&file, &case, None);
             for number in 0..case.expected.len() {
                 let expected = &case.expected[number];
                 let position = |t: &OracleTensor| t.name == expected.name;
@@ -106,11 +108,9 @@ fn assert_perturbations_are_noticed(operator: &str) {
                 let check = golden_check(&record.checks, name);
                 assert_eq!(check.verdict, Verdict::Fail, "{}: {name} moved by {step:e} of {original:e}", file.name);
                 assert!(!check.message.is_empty());
-                let failed = record.checks.iter().filter(|c| c.verdict != Verdict::Pass).count();
-                assert_eq!(failed, 1, "{}: more than {name} failed", file.name);
-                case.expected[number].values[element] = f64::NAN;
-                let record = golden_run::run(&file, &case, None);
-                assert_ne!(golden_check(&record.checks, name).verdict, Verdict::Pass, "{}: NaN in {name}", file.name);
+                for (before, after) in unchanged.checks.iter().zip(&record.checks).filter(|(b, _)| b.tensor != name) {
+                    assert_eq!(before, after, "{}: a change of {name} shows elsewhere", file.name);
+                }
                 case.expected[number].values[element] = original;
                 noticed += 1;
             }
@@ -132,6 +132,18 @@ fn a_changed_golden_value_of_rope_is_noticed() {
 #[test]
 fn a_changed_golden_value_of_sparse_attention_is_noticed() {
     assert_perturbations_are_noticed("sparse_attention");
+}
+
+#[test]
+fn a_golden_value_that_is_no_finite_number_is_noticed_where_the_oracle_has_one() {
+    let (file, mut cases) = files_of("rms_norm").swap_remove(0);
+    for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let original = std::mem::replace(&mut cases[0].expected[0].values[5], value);
+        let record = golden_run::run(&file, &cases[0], None);
+        let check = golden_check(&record.checks, cases[0].expected[0].name);
+        assert_ne!(check.verdict, Verdict::Pass, "{value} in {}", check.tensor);
+        cases[0].expected[0].values[5] = original;
+    }
 }
 
 #[test]
