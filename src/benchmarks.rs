@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::record::{BenchmarkRecord, Ceilings};
+use crate::record::{BenchmarkRecord, Ceilings, Skip};
 
 /// Written by the benchmarks, next to criterion's folders.
 pub const FACTS_FILE: &str = "parity-facts.json";
@@ -67,17 +67,34 @@ pub fn directory() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from("target/criterion"))
 }
 
-/// Reads every benchmark that the facts name; without a facts file there is none.
+/// What criterion's directory holds for a report.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Found {
+    /// One entry for each benchmark.
+    pub benchmarks: Vec<BenchmarkRecord>,
+    /// Rates of the device, measured in the same run.
+    pub ceilings: Option<Ceilings>,
+    /// Measurements that were left out because they are another device's.
+    pub skip: Option<Skip>,
+}
+
+/// Reads every benchmark that the facts name, if they are of this device; without a facts file there is
+/// none.
 ///
 /// # Errors
 /// A file that is there and cannot be understood, by path; a benchmark of the facts without a result.
-pub fn read(dir: &Path) -> Result<(Vec<BenchmarkRecord>, Option<Ceilings>), String> {
+pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
     let facts_path = dir.join(FACTS_FILE);
     if !facts_path.is_file() {
-        return Ok((Vec::new(), None));
+        return Ok(Found::default());
     }
     let facts: Facts =
         serde_json::from_value(json(&facts_path)?).map_err(|e| format!("{}: {e}", facts_path.display()))?;
+    if facts.device != device {
+        let why = format!("{} are of `{}`, not of `{device}`", facts_path.display(), facts.device);
+        let skip = Skip { what: "benchmarks".into(), why, count: facts.work.len() as u64 };
+        return Ok(Found { skip: Some(skip), ..Found::default() });
+    }
     let mut results = BTreeMap::new();
     find_results(dir, DEPTH, &mut results)?;
     let mut records = Vec::new();
@@ -87,7 +104,7 @@ pub fn read(dir: &Path) -> Result<(Vec<BenchmarkRecord>, Option<Ceilings>), Stri
         })?;
         records.push(record(id, work, new, facts.ceilings.as_ref())?);
     }
-    Ok((records, facts.ceilings))
+    Ok(Found { benchmarks: records, ceilings: facts.ceilings, skip: None })
 }
 
 /// Collects the `new` folders below `dir` by the full id of their benchmark.
@@ -145,6 +162,8 @@ fn percent_of_limit(work: &Work, ceilings: &Ceilings, median_ns: f64) -> Option<
 mod tests {
     use super::*;
 
+    const DEVICE: &str = "a device";
+
     /// The files that criterion 0.8 writes for one benchmark, as far as they are read.
     fn criterion_result(dir: &Path, folder: &str, full_id: &str, median: f64) {
         let new = dir.join(folder).join("new");
@@ -169,7 +188,7 @@ mod tests {
     fn facts(ids: &[&str], ceilings: Option<Ceilings>) -> Facts {
         let work = Work { operator: "rms_norm".into(), bytes: 4e6, flops: 1e9 };
         let work = ids.iter().map(|id| ((*id).to_owned(), work.clone())).collect();
-        Facts { device: "a device".into(), ceilings, work }
+        Facts { device: DEVICE.into(), ceilings, work }
     }
 
     #[test]
@@ -182,7 +201,7 @@ mod tests {
         std::fs::create_dir_all(base).expect("a folder");
         let written = facts(&[&long, "group/parameter/7"], None);
         written.write(dir.path()).expect("writes");
-        let (records, ceilings) = read(dir.path()).expect("reads");
+        let Found { benchmarks: records, ceilings, .. } = read(dir.path(), DEVICE).expect("reads");
         assert_eq!(ceilings, None);
         assert_eq!(records.iter().map(|r| r.id.as_str()).collect::<Vec<_>>(), [long.as_str(), "group/parameter/7"]);
         assert_eq!((records[0].median_ns, records[0].low_ns, records[0].samples), (1000.0, 900.0, 2));
@@ -195,7 +214,7 @@ mod tests {
         criterion_result(dir.path(), "g/x", "g/x", 2000.0);
         let share = |ceilings: Ceilings| {
             facts(&["g/x"], Some(ceilings)).write(dir.path()).expect("writes");
-            read(dir.path()).expect("reads").0[0].percent_of_limit.expect("a share")
+            read(dir.path(), DEVICE).expect("reads").benchmarks[0].percent_of_limit.expect("a share")
         };
         let copy = 4e12;
         let moving = share(Ceilings { copy_bytes_per_second: copy, matrix_flops_per_second: None });
@@ -208,19 +227,29 @@ mod tests {
     fn results_that_the_facts_do_not_name_are_left_out() {
         let dir = tempfile::tempdir().expect("a folder");
         criterion_result(dir.path(), "g/old", "g/old", 1.0);
-        assert!(read(dir.path()).expect("no facts, no records").0.is_empty());
+        assert!(read(dir.path(), DEVICE).expect("no facts, no records").benchmarks.is_empty());
         facts(&[], None).write(dir.path()).expect("writes");
-        assert!(read(dir.path()).expect("reads").0.is_empty());
-        assert!(read(&dir.path().join("absent")).expect("an absent directory has none").0.is_empty());
+        assert!(read(dir.path(), DEVICE).expect("reads").benchmarks.is_empty());
+        assert!(read(&dir.path().join("absent"), DEVICE).expect("an absent directory has none").benchmarks.is_empty());
     }
 
     #[test]
     fn a_named_benchmark_without_a_result_is_an_error() {
         let dir = tempfile::tempdir().expect("a folder");
         facts(&["g/x"], None).write(dir.path()).expect("writes");
-        assert!(read(dir.path()).expect_err("nothing there").contains("`g/x`"));
+        assert!(read(dir.path(), DEVICE).expect_err("nothing there").contains("`g/x`"));
         criterion_result(dir.path(), "g/x", "g/x", 1.0);
         std::fs::write(dir.path().join("g/x/new/estimates.json"), "{}").expect("a file");
-        assert!(read(dir.path()).expect_err("no median").contains("/median/"));
+        assert!(read(dir.path(), DEVICE).expect_err("no median").contains("/median/"));
+    }
+
+    #[test]
+    fn measurements_of_another_device_are_left_out_and_counted() {
+        let dir = tempfile::tempdir().expect("a folder");
+        criterion_result(dir.path(), "g/x", "g/x", 1.0);
+        facts(&["g/x"], None).write(dir.path()).expect("writes");
+        let found = read(dir.path(), "another device").expect("reads");
+        assert!(found.benchmarks.is_empty());
+        assert_eq!(found.skip.map(|skip| skip.count), Some(1));
     }
 }

@@ -190,10 +190,8 @@ fn own_variance(exact: f64, working: &[&OracleTensor], index: usize) -> f64 {
 /// a uniform error.
 fn energy_bound(exact: &OracleTensor, working: &[&OracleTensor], stored: DType) -> f64 {
     let finite: Vec<usize> = (0..exact.values.len()).filter(|&i| exact.values[i].is_finite()).collect();
-    let energies: Vec<f64> = working
-        .iter()
-        .map(|run| finite.iter().map(|&i| (run.values[i] - exact.values[i]).powi(2)).sum())
-        .collect();
+    let energies: Vec<f64> =
+        working.iter().map(|run| finite.iter().map(|&i| (run.values[i] - exact.values[i]).powi(2)).sum()).collect();
     let own: Vec<f64> = finite.iter().map(|&i| own_variance(exact.values[i], working, i)).collect();
     spread_bound(&energies, &own) + rounding_bound(exact, &finite, stored)
 }

@@ -1,5 +1,6 @@
 //! A case: one fully determined comparison, one line of JSON that replays anywhere.
 
+use dsv4_kernels::runtime::Device;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::de::DeserializeOwned;
@@ -87,9 +88,12 @@ impl Case {
         serde_json::to_string(self).expect("a case is JSON already")
     }
 
-    /// The command that replays this case.
-    pub fn replay_command(&self, backend: &str) -> String {
-        format!("parity replay --backend {backend} '{}'", self.line().replace('\'', "'\\''"))
+    /// The command that replays this case on a device like this one.
+    pub fn replay_command(&self, device: &Device) -> String {
+        let quoted = |text: &str| format!("'{}'", text.replace('\'', "'\\''"));
+        let backend = device.environment().backend;
+        let kernels = device.tree().directory().map(|dir| format!(" --kernels {}", quoted(&dir.display().to_string())));
+        format!("parity replay --backend {backend}{} {}", kernels.unwrap_or_default(), quoted(&self.line()))
     }
 }
 

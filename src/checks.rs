@@ -133,10 +133,24 @@ fn run_kernels(prepared: &dyn Prepared, device: &Device, options: CheckOptions, 
     let Some(first) = launch(prepared, device, Contract::NAN, "launch", outcome) else { return };
     outcome.paths.clone_from(&first.paths);
     memory_checks(&first, outcome);
+    if truth.exact.is_empty() {
+        outcome.push("oracle", "", Verdict::Error, 0, "the oracle returned no tensor".into());
+    }
+    for found in &first.tensors {
+        if !truth.exact.iter().any(|exact| exact.name == found.name) {
+            outcome.push("oracle", found.name, Verdict::Error, 0, "the oracle has no such tensor".into());
+        }
+    }
     let mut budgets = Vec::new();
     for (index, exact) in truth.exact.iter().enumerate() {
         let Some(found) = first.tensors.iter().find(|tensor| tensor.name == exact.name) else {
-            outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, "the kernel returned no such tensor".into());
+            outcome.push(
+                side_name(exact.side),
+                exact.name,
+                Verdict::Error,
+                0,
+                "the kernel returned no such tensor".into(),
+            );
             continue;
         };
         let budget = truth.budget(index, found.tensor.dtype);
@@ -185,10 +199,9 @@ fn launch(
 
 fn memory_checks(run: &KernelRun, outcome: &mut Outcome) {
     let buffers = run.tensors.len() as u64;
-    for (check, kinds) in [
-        ("guards", &[ViolationKind::Guard, ViolationKind::Gap][..]),
-        ("inputs_unchanged", &[ViolationKind::Input][..]),
-    ] {
+    for (check, kinds) in
+        [("guards", &[ViolationKind::Guard, ViolationKind::Gap][..]), ("inputs_unchanged", &[ViolationKind::Input][..])]
+    {
         let mut found = run.violations.iter().filter(|v| kinds.contains(&v.kind)).peekable();
         if found.peek().is_none() {
             outcome.verdict(check, "", buffers.max(1), None);
@@ -240,6 +253,9 @@ fn agreement_verdict(exact: &OracleTensor, kernel: &[f64], budget: &Budget, metr
     if let Some(record) = outcome.checks.last_mut() {
         record.metrics = Some(metrics);
     }
+    let not_finite = finite().filter(|&i| !kernel[i].is_finite()).count();
+    let problem = (not_finite > 0).then(|| format!("{not_finite} of {compared} elements are no finite number"));
+    outcome.verdict("finite", exact.name, compared, problem);
     let energy: f64 = finite().map(|i| (kernel[i] - exact.values[i]).powi(2)).sum();
     // NaN must fail, so the comparison is written as what passes.
     let within = energy <= budget.energy;
@@ -251,9 +267,7 @@ fn agreement_verdict(exact: &OracleTensor, kernel: &[f64], budget: &Budget, metr
 fn special_values(exact: &OracleTensor, kernel: &[f64], budget: &Budget, outcome: &mut Outcome) {
     let class = |value: f64| (value.is_nan(), value == f64::INFINITY, value == f64::NEG_INFINITY);
     let structural_zero = |i: usize| exact.values[i] == 0.0 && budget.allowed[i] == 0.0;
-    let differs = |i: &usize| {
-        class(kernel[*i]) != class(exact.values[*i]) || structural_zero(*i) && kernel[*i] != 0.0
-    };
+    let differs = |i: &usize| class(kernel[*i]) != class(exact.values[*i]) || structural_zero(*i) && kernel[*i] != 0.0;
     let special = (0..kernel.len()).filter(|&i| !exact.values[i].is_finite() || structural_zero(i)).count();
     let mut wrong = (0..kernel.len()).filter(differs);
     let problem = wrong.next().map(|first| {
@@ -294,7 +308,7 @@ fn repeat_checks(
     }
 }
 
-/// Bit equality, or, for sums by atomics, agreement of both runs with the budget.
+/// Bit equality, or, for sums by atomics, a difference within the budget.
 fn same_results(
     check: &str,
     first: &KernelRun,
@@ -312,7 +326,7 @@ fn same_results(
             budgets
                 .iter()
                 .find(|(exact, _)| exact.name == a.name)
-                .and_then(|(exact, budget)| beyond_budget(&b.tensor, exact, budget))
+                .and_then(|(exact, budget)| difference_beyond(&a.tensor, &b.tensor, exact, budget, 1.0))
         };
         outcome.verdict(check, a.name, a.tensor.elements() as u64, problem);
     }
@@ -323,27 +337,35 @@ fn first_difference(a: &HostTensor, b: &HostTensor) -> Option<String> {
         return Some(format!("{a:?} against {b:?}"));
     }
     let size = a.dtype.size();
-    let mut different = (0..a.elements()).filter(|i| a.bytes[i * size..(i + 1) * size] != b.bytes[i * size..(i + 1) * size]);
+    let mut different =
+        (0..a.elements()).filter(|i| a.bytes[i * size..(i + 1) * size] != b.bytes[i * size..(i + 1) * size]);
     let first = different.next()?;
     let count = 1 + different.count();
     let (x, y) = (a.to_f64()[first], b.to_f64()[first]);
-    Some(format!("{count} element(s) differ; first at {:?}: {x:e} against {y:e}", agreement::unflatten(first, &a.shape)))
+    Some(format!(
+        "{count} element(s) differ; first at {:?}: {x:e} against {y:e}",
+        agreement::unflatten(first, &a.shape)
+    ))
 }
 
-fn beyond_budget(tensor: &HostTensor, exact: &OracleTensor, budget: &Budget) -> Option<String> {
-    let values = tensor.to_f64();
-    let worst = (0..values.len())
+/// The element by which two runs differ most, if that is more than `budgets` times its budget. The
+/// oracle's values only say which elements are numbers at all: what it thinks of them is another check.
+fn difference_beyond(
+    a: &HostTensor,
+    b: &HostTensor,
+    exact: &OracleTensor,
+    budget: &Budget,
+    budgets: f64,
+) -> Option<String> {
+    let (a, b) = (a.to_f64(), b.to_f64());
+    let worst = (0..a.len())
         .filter(|&i| exact.values[i].is_finite())
-        .map(|i| (i, agreement::budget_use(values[i], exact.values[i], budget.allowed[i])))
-        .max_by(|a, b| a.1.total_cmp(&b.1))?;
+        .map(|i| (i, agreement::budget_use(b[i], a[i], budgets * budget.allowed[i])))
+        .max_by(|x, y| x.1.total_cmp(&y.1))?;
     (worst.1 > 1.0).then(|| {
-        format!(
-            "at {:?}: {:e} uses {:.2} of its budget around {:e}",
-            agreement::unflatten(worst.0, &exact.shape),
-            values[worst.0],
-            worst.1,
-            exact.values[worst.0]
-        )
+        let i = worst.0;
+        let index = agreement::unflatten(i, &exact.shape);
+        format!("at {index:?}: {:e} against {:e}, {:.2} of what may separate them", b[i], a[i], worst.1)
     })
 }
 
@@ -358,32 +380,45 @@ fn fully_written(nan: &KernelRun, huge: &KernelRun, outcome: &mut Outcome) {
         if elements == 0 {
             continue;
         }
-        let mut unwritten = (0..elements)
-            .filter(|&i| poisoned(&a.tensor, Contract::NAN, i) && poisoned(&b.tensor, Contract::HUGE, i));
+        let mut unwritten =
+            (0..elements).filter(|&i| poisoned(&a.tensor, Contract::NAN, i) && poisoned(&b.tensor, Contract::HUGE, i));
         let problem = unwritten.next().map(|first| {
             let count = 1 + unwritten.count();
-            format!("{count} of {elements} elements were never written; first at {:?}", agreement::unflatten(first, &a.tensor.shape))
+            format!(
+                "{count} of {elements} elements were never written; first at {:?}",
+                agreement::unflatten(first, &a.tensor.shape)
+            )
         });
         outcome.verdict("fully_written", a.name, elements as u64, problem);
     }
 }
 
-fn law_checks(law: &Law, device: &Device, base: &KernelRun, budgets: &[(&OracleTensor, Budget)], outcome: &mut Outcome) {
+fn law_checks(
+    law: &Law,
+    device: &Device,
+    base: &KernelRun,
+    budgets: &[(&OracleTensor, Budget)],
+    outcome: &mut Outcome,
+) {
     let check = if law.name == "independence" { law.name.to_owned() } else { format!("law: {}", law.name) };
     let Some(variant) = launch(&*law.variant, device, Contract::NAN, &check, outcome) else { return };
     for (name, relation) in &law.relations {
         let find = |run: &KernelRun| run.tensors.iter().find(|t| t.name == *name).map(|t| t.tensor.clone());
         let (Some(a), Some(b)) = (find(base), find(&variant)) else {
-            outcome.push(&check, name, Verdict::Error, 0, "the law names a tensor that the kernel does not return".into());
+            outcome.push(
+                &check,
+                name,
+                Verdict::Error,
+                0,
+                "the law names a tensor that the kernel does not return".into(),
+            );
             continue;
         };
         if a.elements() == 0 {
             continue;
         }
         let (compared, problem) = relate(&a, &b, relation, budgets.iter().find(|(exact, _)| exact.name == *name));
-        if compared > 0 {
-            outcome.verdict(&check, name, compared, problem);
-        }
+        outcome.verdict(&check, name, compared, problem);
     }
 }
 
@@ -407,7 +442,10 @@ fn relate(
             ((bound_rows.len() * row_len) as u64, problem)
         }
         Relation::PermutedRows(map) => (elements, row_difference(a, b, map.iter().copied().zip(0..))),
-        Relation::WithinBudget => (elements, budget.and_then(|(exact, budget)| beyond_budget(b, exact, budget))),
+        // Each of the two may be off by its budget.
+        Relation::WithinBudget => {
+            (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 2.0)))
+        }
     }
 }
 
@@ -418,7 +456,8 @@ fn row_difference(a: &HostTensor, b: &HostTensor, mut pairs: impl Iterator<Item 
     if a.bytes.len() != b.bytes.len() {
         return Some(format!("{a:?} against {b:?}"));
     }
-    let (from, to) = pairs.find(|&(x, y)| a.bytes[x * bytes..(x + 1) * bytes] != b.bytes[y * bytes..(y + 1) * bytes])?;
+    let (from, to) =
+        pairs.find(|&(x, y)| a.bytes[x * bytes..(x + 1) * bytes] != b.bytes[y * bytes..(y + 1) * bytes])?;
     Some(format!("row {to} of the variant differs from row {from} of the case"))
 }
 

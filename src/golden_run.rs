@@ -83,8 +83,7 @@ fn against_golden(golden: &GoldenCase, truth: &Truth) -> Outcome {
 fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) -> CheckRecord {
     let mut record = failed("golden", expected.name, String::new());
     if expected.values.len() != exact.values.len() {
-        record.message =
-            format!("the file has {} elements, the oracle {}", expected.values.len(), exact.values.len());
+        record.message = format!("the file has {} elements, the oracle {}", expected.values.len(), exact.values.len());
         return record;
     }
     let narrower = f64::EPSILON / f64::from(f32::EPSILON);
@@ -95,7 +94,12 @@ fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) ->
         let stored = if expected.stored_f32 { half_ulp(DType::F32, expected.values[i]) } else { 0.0 };
         working.allowed[i] * narrower + stored
     };
-    let used = |i: usize| agreement::budget_use(exact.values[i], expected.values[i], allowed(i));
+    let used = |i: usize| match (exact.values[i], expected.values[i]) {
+        (ours, theirs) if theirs.is_finite() => agreement::budget_use(ours, theirs, allowed(i)),
+        // An infinity or NaN agrees with its like and with nothing else.
+        (ours, theirs) if ours == theirs || ours.is_nan() && theirs.is_nan() => 0.0,
+        _ => f64::INFINITY,
+    };
     record.compared = exact.values.len() as u64;
     record.verdict = Verdict::Pass;
     if let Some(worst) = (0..exact.values.len()).max_by(|&a, &b| used(a).total_cmp(&used(b)))

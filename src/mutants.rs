@@ -69,6 +69,14 @@ pub enum MutantError {
         /// How often it occurs.
         count: usize,
     },
+    /// The mutated kernel could not be launched at all.
+    #[error("mutant `{id}` does not run, which shows nothing about the checks: {message}")]
+    NotRun {
+        /// Mutant.
+        id: String,
+        /// The launch's error.
+        message: String,
+    },
     /// One of its cases cannot be prepared.
     #[error("mutant `{id}`: {source}")]
     Case {
@@ -143,8 +151,7 @@ impl Mutant {
             // An error is no kill: a mutant that does not compile shows nothing about the checks.
             killed_by.extend(outcome.failures().filter(|c| c.verdict == Verdict::Fail).map(|c| c.check.clone()));
             if let Some(error) = outcome.failures().find(|c| c.verdict == Verdict::Error && c.check == "launch") {
-                let reason = format!("the mutated kernel did not run: {}", error.message);
-                return Err(refused(CaseError::Malformed(reason)));
+                return Err(MutantError::NotRun { id: self.id.clone(), message: error.message.clone() });
             }
         }
         Ok(MutantRecord {

@@ -4,8 +4,8 @@
 //! file in `src/operators/` says how to do the first four; everything after that is the same for
 //! all of them ([`crate::checks`]).
 
-use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
 use dsv4_kernels::runtime::arena::Violation;
+use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
 use dsv4_reference::precision::Precision;
 use proptest::strategy::BoxedStrategy;
 
@@ -158,7 +158,7 @@ pub enum Relation {
     EqualRows(Box<dyn Fn(usize) -> bool>),
     /// `variant[i] == case[map[i]]` for each row `i`, bit for bit.
     PermutedRows(Vec<usize>),
-    /// Both agree with the case's own budget: for relations that hold up to rounding.
+    /// Equal up to rounding: they differ by no more than both may be off by.
     WithinBudget,
 }
 

@@ -117,9 +117,11 @@ pub enum Origin {
 /// One check of one case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckRecord {
-    /// Name of the check: `forward`, `gradient`, `finite`, `special_values`, `inputs_unchanged`,
-    /// `guards`, `fully_written`, `repeatable`, `poison_independent`, `schedule_independent`,
-    /// `independence`, `oracle_gradients`, `budget`, `launch`, or `law: …`.
+    /// Name of the check: `forward` and `gradient` (each element within its budget), `precision` (the sum
+    /// of squared errors within its own), `finite`, `special_values` (infinities, NaN and structural
+    /// zeros where the oracle has them), `inputs_unchanged`, `guards`, `fully_written`, `repeatable`,
+    /// `poison_independent`, `schedule_independent`, `independence`, `oracle_gradients`, `budget` (not
+    /// vacuous), `launch`, `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
     pub check: String,
     /// Tensor that it looked at; empty for checks of the whole case.
     pub tensor: String,

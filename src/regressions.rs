@@ -35,14 +35,13 @@ impl Regressions {
         if !path.is_file() {
             return Ok(Vec::new());
         }
-        let text = std::fs::read_to_string(&path)
-            .map_err(|e| CaseError::Malformed(format!("{}: {e}", path.display())))?;
+        let text =
+            std::fs::read_to_string(&path).map_err(|e| CaseError::Malformed(format!("{}: {e}", path.display())))?;
         text.lines()
             .enumerate()
             .filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'))
             .map(|(number, line)| {
-                Case::parse(line)
-                    .map_err(|e| CaseError::Malformed(format!("{}:{}: {e}", path.display(), number + 1)))
+                Case::parse(line).map_err(|e| CaseError::Malformed(format!("{}:{}: {e}", path.display(), number + 1)))
             })
             .collect()
     }

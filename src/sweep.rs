@@ -154,7 +154,7 @@ fn record(case: &Case, origin: Origin, device: &Device, outcome: Outcome) -> Cas
         checks: outcome.checks,
         kernel_seconds: outcome.kernel_seconds,
         oracle_seconds: outcome.oracle_seconds,
-        replay: case.replay_command(&device.environment().backend.to_string()),
+        replay: case.replay_command(device),
     }
 }
 

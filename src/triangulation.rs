@@ -85,12 +85,17 @@ fn compare_formula(name: &str, autograd: &[f64], formula: &[f64]) -> Finding {
     // Half way, in digits, between the rounding of f32 and that of f64: two orders of f64 sums stay far
     // below it, whatever cancels in them, and anything that slipped into f32 lies far above.
     let bound = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt();
-    let worst = autograd.iter().zip(formula).map(|(a, b)| (a - b).abs()).fold(0.0, |m: f64, e| if e.is_nan() { f64::NAN } else { m.max(e) });
+    let worst = autograd
+        .iter()
+        .zip(formula)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, |m: f64, e| if e.is_nan() { f64::NAN } else { m.max(e) });
     let agrees = worst <= bound;
     Finding {
         input: format!("{name} (formula)"),
         compared: autograd.len() as u64,
-        problem: (!agrees).then(|| format!("autograd and the backward formula differ by {worst:.3e}, bound {bound:.3e}")),
+        problem: (!agrees)
+            .then(|| format!("autograd and the backward formula differ by {worst:.3e}, bound {bound:.3e}")),
     }
 }
 
@@ -105,7 +110,10 @@ fn compare_slope(name: &str, way: &str, gradient: &[f64], direction: &[f64], slo
         input: format!("{name} ({way})"),
         compared: gradient.len() as u64,
         problem: (!agrees).then(|| {
-            format!("gradient says {along:e}, finite differences {:e}: {error:.3e} apart, bound {bound:.3e}", slope.value)
+            format!(
+                "gradient says {along:e}, finite differences {:e}: {error:.3e} apart, bound {bound:.3e}",
+                slope.value
+            )
         }),
     }
 }

@@ -194,8 +194,8 @@ impl<'l, 'd> Session<'l, 'd> {
                 return Err(anyhow!("no benchmark ran"));
             }
             self.facts.write(&self.directory).map_err(anyhow::Error::msg)?;
-            let (records, _) = benchmarks::read(&self.directory).map_err(anyhow::Error::msg)?;
-            for BenchmarkRecord { id, median_ns, bytes, flops, .. } in records {
+            let found = benchmarks::read(&self.directory, &self.facts.device).map_err(anyhow::Error::msg)?;
+            for BenchmarkRecord { id, median_ns, bytes, flops, .. } in found.benchmarks {
                 let per_second = 1e9 / median_ns;
                 if !self.check_rates(&id, bytes * per_second, flops * per_second) {
                     self.facts.work.remove(&id);

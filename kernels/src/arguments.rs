@@ -36,7 +36,16 @@ impl Arguments {
         self.refuse(argument, format!("element type {} must be {}", view.dtype, allowed.join(" or ")))
     }
 
+    fn whole_elements(self, argument: &'static str, view: &TensorView) -> Result<()> {
+        let size = view.dtype.size() as u64;
+        if view.address.is_multiple_of(size) {
+            return Ok(());
+        }
+        self.refuse(argument, format!("address {:#x} must be a multiple of {size} bytes", view.address))
+    }
+
     pub fn dense(self, argument: &'static str, view: &TensorView) -> Result<()> {
+        self.whole_elements(argument, view)?;
         if view.is_dense() {
             return Ok(());
         }
@@ -56,8 +65,9 @@ impl Arguments {
         self.dense(argument, view)
     }
 
-    /// The last axis is contiguous, no stride is negative, and rows do not overlap.
+    /// The last axis is contiguous, no stride is negative, rows do not overlap, and elements are aligned.
     pub fn rows(self, argument: &'static str, view: &TensorView) -> Result<()> {
+        self.whole_elements(argument, view)?;
         let axes = view.shape.len();
         if view.shape[axes - 1] > 1 && view.strides[axes - 1] != 1 {
             return self.refuse(argument, format!("strides {:?}: the last axis must be contiguous", view.strides));
@@ -100,9 +110,8 @@ impl Arguments {
         if written.same_elements(read) {
             return Ok(());
         }
-        self.apart(argument, written, read).or_else(|_| {
-            self.refuse(argument, format!("it overlaps `{}` without being the same tensor", read.name))
-        })
+        self.apart(argument, written, read)
+            .or_else(|_| self.refuse(argument, format!("it overlaps `{}` without being the same tensor", read.name)))
     }
 
     /// A finite number above zero.

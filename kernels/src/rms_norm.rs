@@ -174,6 +174,7 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str>
     CHECK.same_or_apart("y", y, x)?;
     if let Some(weight) = weight {
         CHECK.apart("y", y, weight)?;
+        rstd.map_or(Ok(()), |rstd| CHECK.apart("rstd", rstd, weight))?;
     }
     let (name, blocks, threads) = forward_launch(x.dtype, num_rows, width, vectorised(width, &[x, y], weight));
     let kernel = device.kernel::<RmsNormForwardParams>(FILE, &defines(x.dtype, weight.map(|w| w.dtype)), name)?;
@@ -243,11 +244,12 @@ pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<&'stati
     check_rows("dx", dx, &x.shape, x.dtype)?;
     check_weight(weight, width)?;
     CHECK.dense_tensor("rstd", rstd, &[num_rows], &[DType::F32])?;
-    for read in [dy, x, rstd] {
+    for read in [Some(dy), Some(x), Some(rstd), weight].into_iter().flatten() {
         CHECK.apart("dx", dx, read)?;
     }
     check_dweight(device, arguments, num_rows, width)?;
-    let (name, blocks, threads) = backward_launch(device, x.dtype, num_rows, width, vectorised(width, &[dy, x, dx], weight));
+    let (name, blocks, threads) =
+        backward_launch(device, x.dtype, num_rows, width, vectorised(width, &[dy, x, dx], weight));
     let defines = defines(x.dtype, weight.map(|w| w.dtype));
     let kernel = device.kernel::<RmsNormBackwardParams>(FILE, &defines, name)?;
     let params = RmsNormBackwardParams {
@@ -292,7 +294,10 @@ fn check_dweight(device: &Device, arguments: &Backward<'_>, num_rows: usize, wid
         let bytes = workspace.elements() * workspace.dtype.size();
         return CHECK.refuse("workspace", format!("{bytes} bytes; it must have {needed}"));
     }
-    for read in [dy, x, rstd, dx] {
+    if !workspace.address.is_multiple_of(4) {
+        return CHECK.refuse("workspace", format!("address {:#x} must be a multiple of 4", workspace.address));
+    }
+    for read in [Some(dy), Some(x), Some(rstd), Some(dx), weight].into_iter().flatten() {
         CHECK.apart("dweight", dweight, read)?;
         CHECK.apart("workspace", workspace, read)?;
     }

@@ -285,7 +285,8 @@ fn check_value(value: Value<'_>, num_keys: usize, head_dim: usize) -> Result<(us
         }
     };
     if v_dim == 0 || !v_dim.is_multiple_of(16) || v_dim > 512 || (!separate && v_dim > head_dim) {
-        return CHECK.refuse("v", format!("v_dim {v_dim} must be a multiple of 16 up to 512, and within k if it is part of k"));
+        return CHECK
+            .refuse("v", format!("v_dim {v_dim} must be a multiple of 16 up to 512, and within k if it is part of k"));
     }
     Ok((v_dim, separate))
 }
@@ -447,7 +448,8 @@ fn check_backward(arguments: &Backward<'_>, extents: Extents) -> Result<Workspac
     let parts = Workspace::of(extents, dk.dtype, inputs.sink.is_some());
     let bytes = workspace.elements() * workspace.dtype.size();
     if bytes < parts.bytes || !workspace.address.is_multiple_of(16) {
-        let reason = format!("{bytes} bytes at {:#x}; it must have {}, 16-byte aligned", workspace.address, parts.bytes);
+        let reason =
+            format!("{bytes} bytes at {:#x}; it must have {}, 16-byte aligned", workspace.address, parts.bytes);
         return CHECK.refuse("workspace", reason);
     }
     let mut read = read_by(&inputs);

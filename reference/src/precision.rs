@@ -430,9 +430,8 @@ mod tests {
         let trials = 20_000;
         for (x, near, far) in cases {
             let x = f64_tensor(&[x], &[1]);
-            let rounded = (0..trials)
-                .map(|seed| Ok(values(&working(seed as u64).bf16(&x)?)?[0]))
-                .collect::<Result<Vec<_>>>()?;
+            let rounded =
+                (0..trials).map(|seed| Ok(values(&working(seed as u64).bf16(&x)?)?[0])).collect::<Result<Vec<_>>>()?;
             let ups = rounded.iter().filter(|&&y| y == far).count();
             assert!(rounded.iter().all(|&y| y == near || y == far));
             // Binomial mean and standard deviation; five deviations fail once in 1.7 million runs.

@@ -53,7 +53,11 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
             let compared: u64 = record.checks.iter().map(|c| c.compared).sum();
             let kernel = case.kernel_skip.as_ref().map_or(String::new(), |why| format!(" (oracle only: {why})"));
             let verdict = if failures.is_empty() { "agrees" } else { "DISAGREES" };
-            println!("{verdict:9} {:16} {name}: {} checks, {compared} elements{kernel}", record.operator, record.checks.len());
+            println!(
+                "{verdict:9} {:16} {name}: {} checks, {compared} elements{kernel}",
+                record.operator,
+                record.checks.len()
+            );
             for check in &failures {
                 println!("          {} {}: {}", check.check, check.tensor, check.message);
                 exit = Exit::Disagreed;

@@ -76,7 +76,10 @@ fn print_record(record: &CaseRecord) {
             Verdict::Fail => "FAIL",
             Verdict::Error => "ERROR",
         };
-        println!("  {verdict:5} {:22} {:12} {:>9} compared  {}", check.check, check.tensor, check.compared, check.message);
+        println!(
+            "  {verdict:5} {:22} {:12} {:>9} compared  {}",
+            check.check, check.tensor, check.compared, check.message
+        );
         if let Some(m) = &check.metrics {
             println!(
                 "        budget used {:.3} (x{:.1} sigma, {:.1e} of the value), 1-cos {:.1e}, norm ratio {:.6}, \

@@ -54,6 +54,8 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let device = arguments.device.open()?;
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let start = Instant::now();
+    // Read before anything runs: what cannot be understood must not cost a finished sweep its report.
+    let measured = benchmarks::read(&arguments.criterion, &device.environment().device).map_err(anyhow::Error::msg)?;
     let mut writer = RecordWriter::create(&arguments.out)?;
     let options = SweepOptions {
         profile: arguments.profile,
@@ -67,7 +69,6 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         sweep::sweep(*operator, &device, &options, &mut writer)?;
     }
     let cases = writer.finish()?;
-    let (benchmarks, ceilings) = benchmarks::read(&arguments.criterion).map_err(anyhow::Error::msg)?;
     let report = Report {
         schema_version: SCHEMA_VERSION,
         command: std::env::args().collect::<Vec<_>>().join(" "),
@@ -80,10 +81,10 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         schedules: arguments.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
         cases,
-        benchmarks,
-        ceilings,
+        benchmarks: measured.benchmarks,
+        ceilings: measured.ceilings,
         mutants: Vec::new(),
-        skips: skips(&device, arguments),
+        skips: skips(&device, arguments).into_iter().chain(measured.skip).collect(),
     };
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
@@ -110,11 +111,7 @@ fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
         });
     }
     if device.environment().backend == BackendKind::Emulator && arguments.schedules == 0 {
-        skips.push(Skip {
-            what: "random schedules".into(),
-            why: "not asked for (--schedules N)".into(),
-            count: 1,
-        });
+        skips.push(Skip { what: "random schedules".into(), why: "not asked for (--schedules N)".into(), count: 1 });
     }
     skips
 }

@@ -159,7 +159,10 @@ impl SparseAttentionCase {
             Values::Separate => width(self.v_dim, 512),
         };
         if !v_fits {
-            return refuse("v_dim", format!("{} does not fit {:?} values of head_dim {}", self.v_dim, self.values, self.head_dim));
+            return refuse(
+                "v_dim",
+                format!("{} does not fit {:?} values of head_dim {}", self.v_dim, self.values, self.head_dim),
+            );
         }
         if self.num_heads == 0 {
             return refuse("num_heads", "0: there must be a head".into());
@@ -193,8 +196,17 @@ impl Operator for SparseAttention {
             oracle_file: "reference/src/sparse_attention.rs".into(),
             dtypes: list(&["q, k, v, out bf16", "lse, max_logits, sink f32", "dk, dv bf16|f32", "indices i32"]),
             axes: list(&[
-                "extents", "value storage", "index classes", "lengths", "sinks", "scale", "logit size", "dlse",
-                "strides", "distribution", "unreferenced NaN",
+                "extents",
+                "value storage",
+                "index classes",
+                "lengths",
+                "sinks",
+                "scale",
+                "logit size",
+                "dlse",
+                "strides",
+                "distribution",
+                "unreferenced NaN",
             ]),
             has_backward: true,
         }
@@ -204,7 +216,11 @@ impl Operator for SparseAttention {
         let shape = shape_strategy(profile);
         let lists = (
             prop::sample::select(vec![
-                IndexClass::Valid, IndexClass::Duplicates, IndexClass::Hostile, IndexClass::LeadingMasked, IndexClass::EmptyRows,
+                IndexClass::Valid,
+                IndexClass::Duplicates,
+                IndexClass::Hostile,
+                IndexClass::LeadingMasked,
+                IndexClass::EmptyRows,
             ]),
             prop::sample::select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]),
             prop::sample::select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]),
@@ -233,8 +249,25 @@ impl Operator for SparseAttention {
                 let num_heads = if sharp { num_heads.max(6) } else { num_heads };
                 let num_tokens = if lengths == Lengths::Hostile { num_tokens.max(7) } else { num_tokens };
                 let case = SparseAttentionCase {
-                    num_tokens, num_heads, head_dim, values, v_dim, num_keys, topk, indices, lengths, sinks, softmax_scale,
-                    logit_deviation, logit_shift, key_gradient, dlse, padding, distribution, poison_unreferenced, seed,
+                    num_tokens,
+                    num_heads,
+                    head_dim,
+                    values,
+                    v_dim,
+                    num_keys,
+                    topk,
+                    indices,
+                    lengths,
+                    sinks,
+                    softmax_scale,
+                    logit_deviation,
+                    logit_shift,
+                    key_gradient,
+                    dlse,
+                    padding,
+                    distribution,
+                    poison_unreferenced,
+                    seed,
                 };
                 Case::new(NAME, &case)
             })
@@ -248,7 +281,12 @@ impl Operator for SparseAttention {
             SparseAttentionCase { indices: IndexClass::Valid, ..plain(3, 5, 64, 0, 7) },
             plain(2, 3, 64, 11, 0),
             SparseAttentionCase { indices: IndexClass::LeadingMasked, logit_shift: -200.0, ..plain(3, 5, 64, 30, 141) },
-            SparseAttentionCase { lengths: Lengths::Hostile, sinks: Sinks::Extreme, dlse: true, ..plain(7, 10, 64, 23, 70) },
+            SparseAttentionCase {
+                lengths: Lengths::Hostile,
+                sinks: Sinks::Extreme,
+                dlse: true,
+                ..plain(7, 10, 64, 23, 70)
+            },
             SparseAttentionCase { values: Values::Separate, v_dim: 32, ..plain(4, 20, 64, 40, 65) },
             plain(2, 5, 512, 50, 70),
             SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) },
@@ -300,9 +338,12 @@ type Shape = (usize, usize, (Values, usize, usize), usize, usize);
 
 /// Tokens, heads, geometry, keys, slots. The geometries are few because each is a module of its own.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
-    let small = prop::sample::select(vec![(Values::Shared, 64, 64), (Values::Separate, 64, 32), (Values::Prefix, 80, 48)]);
+    let small =
+        prop::sample::select(vec![(Values::Shared, 64, 64), (Values::Separate, 64, 32), (Values::Prefix, 80, 48)]);
     let wide = prop::sample::select(vec![
-        (Values::Shared, 512, 512), (Values::Prefix, 576, 512), (Values::Separate, 512, 512),
+        (Values::Shared, 512, 512),
+        (Values::Prefix, 576, 512),
+        (Values::Separate, 512, 512),
     ]);
     let heads = |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
     let slots = |largest: usize| prop_oneof![1 => Just(64usize), 1 => Just(1usize), 5 => 1..=largest];
@@ -564,10 +605,7 @@ impl DeviceInputs {
         launcher::Inputs {
             q: &self.q,
             k: &self.k,
-            value: self
-                .v
-                .as_ref()
-                .map_or(launcher::Value::Prefix { v_dim: self.v_dim }, launcher::Value::Separate),
+            value: self.v.as_ref().map_or(launcher::Value::Prefix { v_dim: self.v_dim }, launcher::Value::Separate),
             sink: self.sink.as_ref(),
             indices: &self.indices,
             topk_length: self.topk_length.as_ref(),
@@ -616,8 +654,11 @@ impl DeviceOutputs {
     pub(crate) fn download(&self, arena: &DeviceArena<'_>) -> Result<Vec<KernelTensor>, RuntimeError> {
         let mut tensors = Vec::new();
         let fixed = [
-            ("out", Some(&self.out)), ("lse", Some(&self.lse)), ("max_logits", Some(&self.max_logits)),
-            ("dq", Some(&self.dq)), ("dsink", self.dsink.as_ref()),
+            ("out", Some(&self.out)),
+            ("lse", Some(&self.lse)),
+            ("max_logits", Some(&self.max_logits)),
+            ("dq", Some(&self.dq)),
+            ("dsink", self.dsink.as_ref()),
         ];
         for (name, view) in fixed {
             if let Some(view) = view {
@@ -678,7 +719,10 @@ impl Prepared for Inputs {
         if case.num_tokens == 0 {
             return Vec::new();
         }
-        let mut laws = vec![self.scale_law(), self.permutation_law(), self.independence_law()];
+        let mut laws = vec![self.scale_law(), self.permutation_law()];
+        if case.num_tokens > 1 {
+            laws.push(self.independence_law());
+        }
         if case.topk > 0 {
             laws.push(self.slot_law());
             laws.push(self.padding_law());
@@ -709,8 +753,7 @@ impl Inputs {
             v.case.softmax_scale /= 4.0;
             v.softmax_scale /= 4.0;
         });
-        let mut relations =
-            vec![("out", 1.0), ("lse", 1.0), ("max_logits", 1.0), ("dq", 0.25)];
+        let mut relations = vec![("out", 1.0), ("lse", 1.0), ("max_logits", 1.0), ("dq", 0.25)];
         relations.extend(self.sink.as_ref().map(|_| ("dsink", 1.0)));
         let mut relations: Vec<_> = relations.into_iter().map(|(name, f)| (name, Relation::Times(f))).collect();
         relations.push(("dk", Relation::WithinBudget));
@@ -750,12 +793,10 @@ impl Inputs {
             v.q.bytes[middle * row..(middle + 1) * row].iter_mut().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
             v.indices[middle * topk..(middle + 1) * topk].reverse();
         });
-        let mut relations: Vec<(&'static str, Relation)> = ["out", "dq"]
-            .map(|name| (name, Relation::EqualRows(Box::new(move |row| row / heads != middle))))
-            .into();
-        relations.extend(["lse", "max_logits"].map(|name| {
-            (name, Relation::EqualRows(Box::new(move |row| row != middle)))
-        }));
+        let mut relations: Vec<(&'static str, Relation)> =
+            ["out", "dq"].map(|name| (name, Relation::EqualRows(Box::new(move |row| row / heads != middle)))).into();
+        relations
+            .extend(["lse", "max_logits"].map(|name| (name, Relation::EqualRows(Box::new(move |row| row != middle)))));
         Law { name: "independence", variant, relations }
     }
 
@@ -785,10 +826,8 @@ impl Inputs {
             let rows = (0..self.case.num_tokens).map(|t| &self.indices[t * topk..(t + 1) * topk]);
             v.indices = rows.flat_map(|row| row.iter().chain(&extra).copied()).collect();
             // A length beyond the old list would now reach the new slots: it stays clamped to the old.
-            v.topk_length = self
-                .topk_length
-                .as_ref()
-                .map(|list| list.iter().map(|&l| l.clamp(0, topk as i32)).collect());
+            v.topk_length =
+                self.topk_length.as_ref().map(|list| list.iter().map(|&l| l.clamp(0, topk as i32)).collect());
         });
         let relations = ["out", "lse", "max_logits", "dq"].map(|name| (name, Relation::Times(1.0))).into();
         Law { name: "invalid slots add nothing", variant, relations }
@@ -825,7 +864,10 @@ impl<'a> Probe<'a> {
             match name {
                 "q" => inputs.q = tensor(values.clone(), &self.inputs.q.shape)?,
                 "k" => inputs.k = tensor(values.clone(), &self.k.shape)?,
-                "v" => inputs.value = reference::Value::Separate(tensor(values.clone(), &[self.k.shape[0], self.inputs.case.v_dim])?),
+                "v" => {
+                    inputs.value =
+                        reference::Value::Separate(tensor(values.clone(), &[self.k.shape[0], self.inputs.case.v_dim])?)
+                }
                 _ => inputs.sink = Some(tensor(values.clone(), &[self.inputs.case.num_heads])?),
             }
         }
@@ -922,7 +964,13 @@ fn golden_case(file: &GoldenFile) -> Result<GoldenCase, String> {
     let tensor = |name, stored_as: &str, reorder: bool| {
         let stored = file.tensor(stored_as)?;
         let values = if reorder { heads_last(&stored.values) } else { stored.values.clone() };
-        Ok::<_, String>(ExpectedTensor { name, stored_as: stored_as.to_owned(), values, stored_f32: stored.stored_f32, computed_f32: false })
+        Ok::<_, String>(ExpectedTensor {
+            name,
+            stored_as: stored_as.to_owned(),
+            values,
+            stored_f32: stored.stored_f32,
+            computed_f32: false,
+        })
     };
     let expected = vec![
         tensor("out", "out.y", false)?,
@@ -930,5 +978,7 @@ fn golden_case(file: &GoldenFile) -> Result<GoldenCase, String> {
         tensor("dk", "grad.in.kv", false)?,
         tensor("dsink", "grad.in.sinks", false)?,
     ];
-    Ok(GoldenCase { prepared: Box::new(inputs), expected, kernel_skip: None })
+    let kernel_skip = (!head_dim.is_multiple_of(16))
+        .then(|| format!("head_dim {head_dim} is no multiple of 16, which the kernel needs"));
+    Ok(GoldenCase { prepared: Box::new(inputs), expected, kernel_skip })
 }

@@ -24,7 +24,9 @@ fn emulator() -> Option<Device> {
     static SKIPPED: AtomicU32 = AtomicU32::new(0);
     if support::backend() != BackendKind::Emulator {
         let number = 1 + SKIPPED.fetch_add(1, Ordering::Relaxed);
-        eprintln!("skipped (number {number}): this test is about the emulator, and PARITY_BACKEND demands another backend");
+        eprintln!(
+            "skipped (number {number}): this test is about the emulator, and PARITY_BACKEND demands another backend"
+        );
         return None;
     }
     let emulator = EmulatorOptions { time_limit: Duration::from_secs(1), ..EmulatorOptions::default() };
@@ -306,7 +308,9 @@ fn a_specialisation_without_its_define_is_a_compile_error_that_names_it() {
 fn a_missing_kernel_or_source_is_named() {
     let device = support::device().with_tree(probe_tree(""));
     let error = |file, name| device.kernel::<ProbeParams>(file, &[], name).map(|_| ()).expect_err(name);
-    assert!(matches!(error("probe.cu", "absent"), RuntimeError::SymbolMissing { symbol, .. } if symbol.contains("absent")));
+    assert!(
+        matches!(error("probe.cu", "absent"), RuntimeError::SymbolMissing { symbol, .. } if symbol.contains("absent"))
+    );
     assert!(matches!(error("absent.cu", "probe"), RuntimeError::SourceMissing { file, .. } if file == "absent.cu"));
 }
 
@@ -347,7 +351,10 @@ fn an_emulator_without_a_compiler_is_a_missing_backend() {
     output.assert_code(3);
     assert!(output.stderr.contains(nowhere) && output.stderr.contains("PARITY_CXX"), "{}", output.stderr);
     // A malformed case is still reported as that: nothing is opened for it.
-    command_line::Parity::new(&["replay", "--backend", "emulator", case]).env("PARITY_CXX", nowhere).run().assert_code(2);
+    command_line::Parity::new(&["replay", "--backend", "emulator", case])
+        .env("PARITY_CXX", nowhere)
+        .run()
+        .assert_code(2);
 }
 
 /// Modules in a cache directory: name, inode and time of each.
@@ -485,7 +492,8 @@ fn an_output_within_an_inputs_buffer_may_be_written_and_the_input_may_not() {
     let x = arena.upload("x", &x, &layout, Role::Input).unwrap();
     let y = TensorView { name: "y".into(), address: x.address + 8, ..x.clone() };
     arena.also_writes(&y);
-    let write = |view: &TensorView, bytes| arena.run(|device| device.backend().fill(view.address, STRAY, bytes)).unwrap();
+    let write =
+        |view: &TensorView, bytes| arena.run(|device| device.backend().fill(view.address, STRAY, bytes)).unwrap();
     assert_eq!(write(&y, 8), []);
     assert_eq!(write(&y, 16), violation(&x, ViolationKind::Input, 8, 16));
 }
@@ -697,7 +705,10 @@ impl Rotation {
 
     fn forward(&self) -> Result<&'static str> {
         let Self { x, y, cos, sin, positions } = self;
-        rope::forward(support::device(), &rope::Forward { x, y, cos, sin, positions: positions.as_ref(), inverse: false })
+        rope::forward(
+            support::device(),
+            &rope::Forward { x, y, cos, sin, positions: positions.as_ref(), inverse: false },
+        )
     }
 }
 
@@ -740,7 +751,12 @@ fn the_launcher_of_ropes_table_names_the_argument_that_it_refuses() {
     let positions = placed.tensor("positions", DType::I32, &[5]);
     let cos = placed.tensor("cos", DType::F32, &[5, 16]);
     let sin = placed.tensor("sin", DType::F32, &[5, 16]);
-    fn launch(inv_freq: &TensorView, positions: &TensorView, cos: &TensorView, sin: &TensorView) -> Result<&'static str> {
+    fn launch(
+        inv_freq: &TensorView,
+        positions: &TensorView,
+        cos: &TensorView,
+        sin: &TensorView,
+    ) -> Result<&'static str> {
         rope::table(support::device(), &rope::Table { inv_freq, positions, cos, sin })
     }
     launch(&inv_freq, &positions, &cos, &sin).expect("the unchanged arguments are accepted");
@@ -778,14 +794,24 @@ impl Attention {
     fn new(placed: &mut Placed) -> Self {
         let [q, out, dout, dq] = ["q", "out", "dout", "dq"].map(|name| placed.tensor(name, DType::Bf16, &[2, 4, 64]));
         let [k, dk] = ["k", "dk"].map(|name| placed.tensor(name, DType::Bf16, &[6, 64]));
-        let [lse, max_logits, dlse] = ["lse", "max_logits", "dlse"].map(|name| placed.tensor(name, DType::F32, &[2, 4]));
+        let [lse, max_logits, dlse] =
+            ["lse", "max_logits", "dlse"].map(|name| placed.tensor(name, DType::F32, &[2, 4]));
         let [sink, dsink] = ["sink", "dsink"].map(|name| Some(placed.tensor(name, DType::F32, &[4])));
         let mut attention = Self {
             indices: placed.tensor("indices", DType::I32, &[2, 5]),
             topk_length: Some(placed.tensor("topk_length", DType::I32, &[2])),
             // Until the inputs are there to say how much it needs.
             workspace: q.clone(),
-            q, k, sink, out, lse, max_logits, dout, dq, dk, dsink,
+            q,
+            k,
+            sink,
+            out,
+            lse,
+            max_logits,
+            dout,
+            dq,
+            dk,
+            dsink,
             v: None,
             v_dim: 64,
             softmax_scale: 0.125,

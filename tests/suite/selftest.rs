@@ -67,7 +67,13 @@ fn assert_same<T: PartialEq + std::fmt::Debug>(what: &str, found: &[T], expected
     assert!(!found.is_empty(), "{what}: nothing to compare");
     let wrong: Vec<usize> = (0..found.len()).filter(|&i| found[i] != expected[i]).collect();
     if let Some(&i) = wrong.first() {
-        panic!("{what}: {} of {} differ; first at {i}: {:?}, not {:?}", wrong.len(), found.len(), found[i], expected[i]);
+        panic!(
+            "{what}: {} of {} differ; first at {i}: {:?}, not {:?}",
+            wrong.len(),
+            found.len(),
+            found[i],
+            expected[i]
+        );
     }
 }
 
@@ -112,7 +118,13 @@ impl Format {
         }
         let (down, up) = (x - self.magnitudes[above - 1], self.magnitudes[above] - x);
         let even = if above % 2 == 0 { above } else { above - 1 };
-        (if down < up { above - 1 } else if up < down { above } else { even }) as u32
+        (if down < up {
+            above - 1
+        } else if up < down {
+            above
+        } else {
+            even
+        }) as u32
     }
 
     /// Every midpoint of two neighbours, and the floats beside it, with both signs.
@@ -366,9 +378,8 @@ fn multiply(device: &Device, a: &[f64], b: &[f64], c: &[f64]) -> Vec<f64> {
 fn product(a: &[f64], b: &[f64], c: &[f64]) -> Vec<(f64, f64)> {
     (0..M * N)
         .map(|i| {
-            let terms = |f: fn(f64) -> f64| {
-                (0..K).map(|k| f(a[i / N * K + k] * b[k * N + i % N])).sum::<f64>() + f(c[i])
-            };
+            let terms =
+                |f: fn(f64) -> f64| (0..K).map(|k| f(a[i / N * K + k] * b[k * N + i % N])).sum::<f64>() + f(c[i]);
             (terms(|t| t), terms(f64::abs))
         })
         .collect()

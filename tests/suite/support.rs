@@ -18,7 +18,8 @@ pub fn backend() -> BackendKind {
 pub fn device() -> &'static Device {
     static DEVICE: OnceLock<Device> = OnceLock::new();
     DEVICE.get_or_init(|| {
-        Device::open(backend(), DeviceOptions::default()).unwrap_or_else(|error| panic!("no device to test on: {error}"))
+        Device::open(backend(), DeviceOptions::default())
+            .unwrap_or_else(|error| panic!("no device to test on: {error}"))
     })
 }
 

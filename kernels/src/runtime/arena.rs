@@ -157,7 +157,14 @@ impl<'d> DeviceArena<'d> {
     ///
     /// # Errors
     /// The device's.
-    pub fn allocate(&mut self, name: &str, dtype: DType, shape: &[usize], layout: &Layout, role: Role) -> Result<TensorView> {
+    pub fn allocate(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        shape: &[usize],
+        layout: &Layout,
+        role: Role,
+    ) -> Result<TensorView> {
         self.place(name, dtype, shape, layout, role)
     }
 
@@ -289,7 +296,12 @@ fn writable_bytes(buffer: &Buffer) -> Option<Vec<bool>> {
     Some(mask)
 }
 
-fn report(violations: &mut Vec<Violation>, buffer: &Buffer, kind: ViolationKind, mut offsets: impl Iterator<Item = i64>) {
+fn report(
+    violations: &mut Vec<Violation>,
+    buffer: &Buffer,
+    kind: ViolationKind,
+    mut offsets: impl Iterator<Item = i64>,
+) {
     if let Some(first_offset) = offsets.next() {
         let bytes = 1 + offsets.count();
         violations.push(Violation { buffer: buffer.name.clone(), kind, bytes, first_offset });

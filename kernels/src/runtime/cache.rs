@@ -75,8 +75,7 @@ impl ModuleCache {
         let doing = || format!("writing the module cache {}", self.dir.display());
         std::fs::create_dir_all(&self.dir).map_err(|e| RuntimeError::system(doing(), e))?;
         // Written beside and renamed, so that another process never loads half a file.
-        let mut file =
-            tempfile::NamedTempFile::new_in(&self.dir).map_err(|e| RuntimeError::system(doing(), e))?;
+        let mut file = tempfile::NamedTempFile::new_in(&self.dir).map_err(|e| RuntimeError::system(doing(), e))?;
         std::io::Write::write_all(&mut file, bytes).map_err(|e| RuntimeError::system(doing(), e))?;
         file.persist(&path).map_err(|e| RuntimeError::system(doing(), e.error))?;
         Ok(path)

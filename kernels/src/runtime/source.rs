@@ -1,7 +1,7 @@
 //! Trees of kernel sources: embedded in the binary, read from a directory, patched by a mutant.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use include_dir::{Dir, include_dir};
 
@@ -14,6 +14,7 @@ static EMBEDDED_EMULATOR: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/emula
 #[derive(Clone, Debug)]
 pub struct SourceTree {
     origin: String,
+    directory: Option<PathBuf>,
     files: BTreeMap<String, String>,
 }
 
@@ -22,7 +23,7 @@ impl SourceTree {
     pub fn embedded() -> Self {
         let mut files = BTreeMap::new();
         collect_embedded(&EMBEDDED_KERNELS, &mut files);
-        Self { origin: "the embedded kernels".into(), files }
+        Self { origin: "the embedded kernels".into(), directory: None, files }
     }
 
     /// The sources in a directory laid out as `kernels/cuda` is.
@@ -36,7 +37,8 @@ impl SourceTree {
         if include.is_dir() {
             read_sources(&include, "include/", &mut files)?;
         }
-        Self::from_files(dir.display().to_string(), files)
+        let tree = Self::from_files(dir.display().to_string(), files)?;
+        Ok(Self { directory: Some(dir.to_owned()), ..tree })
     }
 
     /// A tree from texts already in memory (another revision's, read from git objects).
@@ -47,12 +49,17 @@ impl SourceTree {
         if !files.keys().any(|name| name.ends_with(".cu")) {
             return Err(RuntimeError::SourceMissing { file: "*.cu".into(), tree: origin });
         }
-        Ok(Self { origin, files })
+        Ok(Self { origin, directory: None, files })
     }
 
     /// Where the tree comes from, for messages.
     pub fn origin(&self) -> &str {
         &self.origin
+    }
+
+    /// The directory that holds exactly these sources, if there is one.
+    pub fn directory(&self) -> Option<&Path> {
+        self.directory.as_deref()
     }
 
     /// Every file, by its path within the tree.
@@ -75,7 +82,7 @@ impl SourceTree {
     pub fn with_text(&self, file: &str, text: String, change: &str) -> Self {
         let mut files = self.files.clone();
         files.insert(file.into(), text);
-        Self { origin: format!("{} with {change}", self.origin), files }
+        Self { origin: format!("{} with {change}", self.origin), directory: None, files }
     }
 
     /// The headers, by the name that `#include` uses.

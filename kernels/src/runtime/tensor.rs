@@ -166,7 +166,8 @@ impl TensorView {
         if self.elements() == 0 {
             return (self.address, self.address);
         }
-        let last: i64 = self.shape.iter().zip(&self.strides).map(|(&extent, &stride)| (extent as i64 - 1) * stride).sum();
+        let last: i64 =
+            self.shape.iter().zip(&self.strides).map(|(&extent, &stride)| (extent as i64 - 1) * stride).sum();
         (self.address, self.address + (last as u64 + 1) * self.dtype.size() as u64)
     }
 

@@ -148,8 +148,7 @@ impl<'a> Product<'a> {
         let allocation = backend.allocate("cublasLt workspace", WORKSPACE, Placement::FlushBack)?;
         let workspace = Scratch { backend, allocation };
         // SAFETY: the context is current, as cublasLt requires.
-        let handle =
-            Owned::create("cublasLtCreate", |h| unsafe { lt::cublasLtCreate(h) }, lt::cublasLtDestroy)?;
+        let handle = Owned::create("cublasLtCreate", |h| unsafe { lt::cublasLtCreate(h) }, lt::cublasLtDestroy)?;
         let operation = transposed_times_plain()?;
         let side = n as u64;
         // SAFETY: writes one live handle; one layout serves all three square matrices.
@@ -198,11 +197,7 @@ impl<'a> Product<'a> {
 fn transposed_times_plain() -> Result<Owned<lt::cublasLtMatmulDesc_t>> {
     // SAFETY: writes one live handle.
     let make = |h: &mut _| unsafe {
-        lt::cublasLtMatmulDescCreate(
-            h,
-            lt::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            lt::cudaDataType_t::CUDA_R_32F,
-        )
+        lt::cublasLtMatmulDescCreate(h, lt::cublasComputeType_t::CUBLAS_COMPUTE_32F, lt::cudaDataType_t::CUDA_R_32F)
     };
     let operation = Owned::create("cublasLtMatmulDescCreate", make, lt::cublasLtMatmulDescDestroy)?;
     let transposed: i32 = 1; // CUBLAS_OP_T
@@ -227,8 +222,7 @@ fn choose_algorithm(
 ) -> Result<lt::cublasLtMatmulAlgo_t> {
     // SAFETY: writes one live handle.
     let make = |h: &mut _| unsafe { lt::cublasLtMatmulPreferenceCreate(h) };
-    let preference =
-        Owned::create("cublasLtMatmulPreferenceCreate", make, lt::cublasLtMatmulPreferenceDestroy)?;
+    let preference = Owned::create("cublasLtMatmulPreferenceCreate", make, lt::cublasLtMatmulPreferenceDestroy)?;
     let most = WORKSPACE;
     // SAFETY: the attribute is a size_t, which is live during the call.
     let status = unsafe {

@@ -170,8 +170,7 @@ impl Context {
         // SAFETY: `device` is valid; the retained context is released once, in `drop`.
         check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) }, "cuDevicePrimaryCtxRetain")?;
         // From here on `drop` cleans up, also when the stream cannot be made.
-        let mut opened =
-            Self { device, context, stream: std::ptr::null_mut(), properties, launched: Mutex::default() };
+        let mut opened = Self { device, context, stream: std::ptr::null_mut(), properties, launched: Mutex::default() };
         opened.enter()?;
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current; the stream is destroyed once, in `drop`.
@@ -236,8 +235,7 @@ impl Context {
             let bytes = target.len();
             // SAFETY: `target` is borrowed until the stream was waited for, also on an error; what
             // lies at a wrong device address is the driver's to refuse.
-            let result =
-                unsafe { sys::cuMemcpyDtoHAsync_v2(target.as_mut_ptr().cast(), address, bytes, self.stream) };
+            let result = unsafe { sys::cuMemcpyDtoHAsync_v2(target.as_mut_ptr().cast(), address, bytes, self.stream) };
             self.check(result, format_args!("cuMemcpyDtoHAsync({address:#x}, {bytes} bytes)"))?;
         }
         self.synchronize()
@@ -252,8 +250,7 @@ impl Context {
         self.enter()?;
         let bytes = source.len();
         // SAFETY: `source` is borrowed until the stream was waited for.
-        let result =
-            unsafe { sys::cuMemcpyHtoDAsync_v2(address, source.as_ptr().cast(), bytes, self.stream) };
+        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(address, source.as_ptr().cast(), bytes, self.stream) };
         self.check(result, format_args!("cuMemcpyHtoDAsync({address:#x}, {bytes} bytes)"))?;
         self.synchronize()
     }
@@ -328,9 +325,8 @@ impl<'a> Event<'a> {
         // has the first.
         // SAFETY: libcuda is loaded, and the type is the one that cuda.h gave this symbol.
         let elapsed_time = unsafe { sys::culib().get::<ElapsedTime>(c"cuEventElapsedTime") };
-        let elapsed_time = elapsed_time.map_err(|error| {
-            missing(format!("the CUDA driver lacks a function: {}", loader_reason(error)))
-        })?;
+        let elapsed_time = elapsed_time
+            .map_err(|error| missing(format!("the CUDA driver lacks a function: {}", loader_reason(error))))?;
         let mut milliseconds = 0f32;
         // SAFETY: both events were recorded with timing; this one has completed, and so has the
         // earlier one on the same stream.
@@ -365,11 +361,7 @@ impl Code {
         const CALL: &str = "cuModuleLoadData";
         if !cubin.starts_with(b"\x7fELF") {
             let message = "not a cubin: it does not start as an ELF file".into();
-            return Err(RuntimeError::Cuda {
-                call: CALL.into(),
-                name: "CUDA_ERROR_INVALID_IMAGE".into(),
-                message,
-            });
+            return Err(RuntimeError::Cuda { call: CALL.into(), name: "CUDA_ERROR_INVALID_IMAGE".into(), message });
         }
         context.enter()?;
         let mut module = std::ptr::null_mut();
@@ -400,8 +392,7 @@ impl Code {
         self.context.enter()?;
         let (mut address, mut size) = (0, 0);
         // SAFETY: the module is loaded, the name is NUL-terminated, both targets are live.
-        let result =
-            unsafe { sys::cuModuleGetGlobal_v2(&mut address, &mut size, self.module, name.as_ptr()) };
+        let result = unsafe { sys::cuModuleGetGlobal_v2(&mut address, &mut size, self.module, name.as_ptr()) };
         if !self.found(result, "cuModuleGetGlobal", symbol)? || size != N * 8 {
             return Ok(None);
         }
@@ -433,10 +424,7 @@ impl Drop for Code {
 }
 
 /// Reads an attribute of a kernel.
-pub(super) fn function_attribute(
-    function: sys::CUfunction,
-    attribute: sys::CUfunction_attribute_enum,
-) -> Result<u32> {
+pub(super) fn function_attribute(function: sys::CUfunction, attribute: sys::CUfunction_attribute_enum) -> Result<u32> {
     let mut value = 0;
     // SAFETY: `function` belongs to a loaded module, and its context is current.
     let result = unsafe { sys::cuFuncGetAttribute(&mut value, attribute, function) };

@@ -48,31 +48,23 @@ impl Places {
     }
 
     fn toolkit_libraries(&self) -> Vec<PathBuf> {
-        let named =
-            ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| (self.variable)(name)).map(PathBuf::from);
+        let named = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| (self.variable)(name)).map(PathBuf::from);
         // `cuda` is the link by which an administrator chooses among several.
         let mut installed = matching_entries(&self.toolkits, "cuda-");
         installed.insert(0, self.toolkits.join("cuda"));
         let arch = std::env::consts::ARCH;
         named
             .chain(installed)
-            .flat_map(|root| {
-                [root.join("lib64"), root.join("lib"), root.join(format!("targets/{arch}-linux/lib"))]
-            })
+            .flat_map(|root| [root.join("lib64"), root.join("lib"), root.join(format!("targets/{arch}-linux/lib"))])
             .collect()
     }
 
     fn site_packages(&self) -> Vec<PathBuf> {
         let python_folders = |root: PathBuf| -> Vec<PathBuf> {
-            matching_entries(&root.join("lib"), "python3")
-                .into_iter()
-                .map(|dir| dir.join("site-packages"))
-                .collect()
+            matching_entries(&root.join("lib"), "python3").into_iter().map(|dir| dir.join("site-packages")).collect()
         };
         let mut sites = Vec::new();
-        sites.extend(
-            (self.variable)("VIRTUAL_ENV").map(PathBuf::from).map(python_folders).unwrap_or_default(),
-        );
+        sites.extend((self.variable)("VIRTUAL_ENV").map(PathBuf::from).map(python_folders).unwrap_or_default());
         if let Some(path) = (self.variable)("PYTHONPATH") {
             sites.extend(std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()));
         }
@@ -280,12 +272,9 @@ mod tests {
     fn the_newest_version_comes_first_and_variants_are_left_out() {
         let root = tempfile::tempdir().expect("a directory");
         let dir = root.path().join("usr/local/cuda-13.0/lib64");
-        for name in [
-            "libparity_absent.so",
-            "libparity_absent.so.9",
-            "libparity_absent.alt.so.99",
-            "libparity_absent.so.bak",
-        ] {
+        for name in
+            ["libparity_absent.so", "libparity_absent.so.9", "libparity_absent.alt.so.99", "libparity_absent.so.bak"]
+        {
             touch(dir.join(name));
         }
         let newest = touch(dir.join("libparity_absent.so.12.4"));

@@ -107,12 +107,7 @@ impl Backend for CudaBackend {
         &self.environment
     }
 
-    fn load(
-        &self,
-        tree: &SourceTree,
-        file: &str,
-        defines: &[(String, String)],
-    ) -> Result<Box<dyn LoadedModule>> {
+    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
         let target = &self.environment.target;
         let identity = self.nvrtc.cache_identity(target);
         let key = ModuleCache::key(tree, file, defines, std::iter::empty(), &identity)?;

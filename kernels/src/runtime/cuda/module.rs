@@ -60,19 +60,11 @@ impl CudaModule {
         let missing = |symbol: String| RuntimeError::SymbolMissing { file: self.file.clone(), symbol };
         let function = self.code.function(name)?.ok_or_else(|| missing(name.into()))?;
         let layout = format!("{name}_layout");
-        let [params_size, params_hash, max_threads] =
-            self.code.numbers(&layout)?.ok_or_else(|| missing(layout))?;
+        let [params_size, params_hash, max_threads] = self.code.numbers(&layout)?.ok_or_else(|| missing(layout))?;
         let shared_bytes = self.code.numbers::<1>(&format!("{name}_shared_bytes"))?.map(|[bytes]| bytes);
         let own = OwnLimits {
-            static_shared: function_attribute(
-                function,
-                FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-            )?
-            .into(),
-            max_threads: function_attribute(
-                function,
-                FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
-            )?,
+            static_shared: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?.into(),
+            max_threads: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
         };
         let without_opt_in = self.code.context().properties.shared_without_opt_in;
         Ok(Kernel {
@@ -98,10 +90,7 @@ impl CudaModule {
         let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to a loaded module, and its context is current.
         let result = unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, bytes.cast_signed()) };
-        check(
-            result,
-            format_args!("cuFuncSetAttribute({}, {bytes} bytes of dynamic shared memory)", kernel.name),
-        )?;
+        check(result, format_args!("cuFuncSetAttribute({}, {bytes} bytes of dynamic shared memory)", kernel.name))?;
         *allowed = bytes.into();
         Ok(())
     }
@@ -112,33 +101,21 @@ impl LoadedModule for CudaModule {
         Ok(self.kernel(kernel)?.exports)
     }
 
-    fn launch(
-        &self,
-        kernel: &str,
-        grid: [u32; 3],
-        block: [u32; 3],
-        shared_bytes: u32,
-        params: &[u8],
-    ) -> Result<()> {
+    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
         let kernel = self.kernel(kernel)?;
         let context = self.code.context();
         let refused = |reason| RuntimeError::Launch { kernel: kernel.name.to_string(), reason };
-        check_limits(&context.properties, &kernel.exports, kernel.own, grid, block, shared_bytes)
-            .map_err(refused)?;
+        check_limits(&context.properties, &kernel.exports, kernel.own, grid, block, shared_bytes).map_err(refused)?;
         if params.len() as u64 != kernel.exports.params_size {
             let expected = kernel.exports.params_size;
-            return Err(refused(format!(
-                "{} bytes of parameters, but the kernel takes {expected}",
-                params.len()
-            )));
+            return Err(refused(format!("{} bytes of parameters, but the kernel takes {expected}", params.len())));
         }
         context.enter()?;
         Self::allow_shared(&kernel, shared_bytes)?;
         let params = aligned(params);
         // SAFETY: the function is of this module, which is loaded; its parameter is as large as
         // the exported size, of which `params` holds at least as many bytes.
-        let result =
-            unsafe { launch(context, kernel.function, grid, block, shared_bytes, params.as_ptr().cast()) };
+        let result = unsafe { launch(context, kernel.function, grid, block, shared_bytes, params.as_ptr().cast()) };
         context.check(result, format_args!("cuLaunchKernel({})", kernel.name))?;
         context.note_launch(&kernel.name);
         Ok(())
@@ -175,9 +152,7 @@ fn check_limits(
     let threads: u64 = block.iter().map(|&size| u64::from(size)).product();
     let most = exports.max_threads.min(own.max_threads).min(device.max_threads);
     if threads > most.into() {
-        return Err(format!(
-            "{threads} threads in a block, but this kernel on this device takes at most {most}"
-        ));
+        return Err(format!("{threads} threads in a block, but this kernel on this device takes at most {most}"));
     }
     let most = device.shared_opt_in.saturating_sub(own.static_shared);
     if u64::from(shared_bytes) > most {

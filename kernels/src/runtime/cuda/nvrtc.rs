@@ -59,10 +59,7 @@ pub struct Nvrtc {
 
 impl std::fmt::Debug for Nvrtc {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Nvrtc")
-            .field("version", &self.version)
-            .field("path", &self.path)
-            .finish_non_exhaustive()
+        f.debug_struct("Nvrtc").field("version", &self.version).field("path", &self.path).finish_non_exhaustive()
     }
 }
 
@@ -78,8 +75,7 @@ impl Nvrtc {
     }
 
     fn load_from(places: &Places) -> Result<Self> {
-        search(&NVRTC, places, Self::open)
-            .map_err(|reason| RuntimeError::BackendMissing { backend: "cuda", reason })
+        search(&NVRTC, places, Self::open).map_err(|reason| RuntimeError::BackendMissing { backend: "cuda", reason })
     }
 
     fn open(path: &Path) -> std::result::Result<Self, String> {

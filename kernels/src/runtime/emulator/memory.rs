@@ -48,7 +48,10 @@ impl GuardedMemory {
             )
         };
         if mapping == libc::MAP_FAILED {
-            return Err(RuntimeError::system(format!("mapping {bytes} bytes for `{name}`"), std::io::Error::last_os_error()));
+            return Err(RuntimeError::system(
+                format!("mapping {bytes} bytes for `{name}`"),
+                std::io::Error::last_os_error(),
+            ));
         }
         let mapping = mapping as usize;
         let start = mapping + GUARD_BYTES;

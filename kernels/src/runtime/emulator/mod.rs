@@ -321,7 +321,11 @@ impl EmulatorModule {
         first_fault: &Mutex<Option<(u64, BlockFault)>>,
     ) {
         let memory = &self.shared.memory;
-        let dynamic = memory.allocate("dynamic shared memory", shared_bytes.next_multiple_of(1024).max(1024), Placement::FlushBack);
+        let dynamic = memory.allocate(
+            "dynamic shared memory",
+            shared_bytes.next_multiple_of(1024).max(1024),
+            Placement::FlushBack,
+        );
         let Ok(dynamic) = dynamic else {
             launch.cancelled.store(true, Ordering::Relaxed);
             return;
@@ -372,7 +376,9 @@ impl EmulatorModule {
             return refuse(format!("grid {grid:?}: x is 1 to 2147483647, y and z are 1 to 65535"));
         }
         if u64::from(shared_bytes) > SHARED_BYTES_PER_BLOCK {
-            return refuse(format!("{shared_bytes} bytes of dynamic shared memory; a block has {SHARED_BYTES_PER_BLOCK}"));
+            return refuse(format!(
+                "{shared_bytes} bytes of dynamic shared memory; a block has {SHARED_BYTES_PER_BLOCK}"
+            ));
         }
         Ok(())
     }

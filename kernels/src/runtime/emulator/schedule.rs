@@ -387,7 +387,8 @@ impl Block {
         };
         let exited = self.states.iter().filter(|&&s| s == State::Exited).count();
         let _ = write!(what, " (divergence: {exited} of {} threads have returned", self.states.len());
-        let other = self.states.iter().enumerate().skip(first + 1).find(|(_, s)| waiting(s) && !self.same_place(first, s));
+        let other =
+            self.states.iter().enumerate().skip(first + 1).find(|(_, s)| waiting(s) && !self.same_place(first, s));
         if let Some((thread, state)) = other {
             let _ = write!(what, "; thread {} waits {}", self.contexts[thread].thread_idx, place(state));
         }
@@ -398,7 +399,9 @@ impl Block {
     fn same_place(&self, first: usize, other: &State) -> bool {
         match (&self.states[first], other) {
             (State::AtBarrier { id: a }, State::AtBarrier { id: b }) => a == b,
-            (State::AtCollective { op: a, mask: m, .. }, State::AtCollective { op: b, mask: n, .. }) => a == b && m == n,
+            (State::AtCollective { op: a, mask: m, .. }, State::AtCollective { op: b, mask: n, .. }) => {
+                a == b && m == n
+            }
             _ => false,
         }
     }
@@ -438,9 +441,12 @@ impl Block {
             match self.states.get(thread) {
                 None => Some(format!("mask {mask:#010x} names lane {other}, which the block does not have")),
                 Some(State::Exited) => Some(format!("mask {mask:#010x} names lane {other}, which has exited")),
-                Some(State::AtCollective { mask: theirs, op: their_op, what, .. }) if *theirs != mask || *their_op != op => {
-                    (theirs & (1 << lane) != 0)
-                        .then(|| format!("mask {mask:#010x}: lane {other} waits in {} with mask {theirs:#010x}", name(*what)))
+                Some(State::AtCollective { mask: theirs, op: their_op, what, .. })
+                    if *theirs != mask || *their_op != op =>
+                {
+                    (theirs & (1 << lane) != 0).then(|| {
+                        format!("mask {mask:#010x}: lane {other} waits in {} with mask {theirs:#010x}", name(*what))
+                    })
                 }
                 Some(_) => None,
             }
@@ -499,7 +505,11 @@ impl PendingCopy {
         // would have been reported; buffers outlive the launch.
         unsafe {
             std::ptr::copy_nonoverlapping(self.source, self.target, self.source_bytes as usize);
-            std::ptr::write_bytes(self.target.add(self.source_bytes as usize), 0, (self.bytes - self.source_bytes) as usize);
+            std::ptr::write_bytes(
+                self.target.add(self.source_bytes as usize),
+                0,
+                (self.bytes - self.source_bytes) as usize,
+            );
         }
     }
 }
@@ -582,7 +592,9 @@ unsafe extern "C" fn barrier(context: *mut ThreadContext, id: u32, count: u32, w
     let barrier = &mut block.barriers[id as usize];
     if barrier.arrived > 0 && barrier.expected != count {
         let expected = barrier.expected;
-        unsafe { abandon(context, format!("arrives at barrier {id} for {count} threads while others wait for {expected}")) };
+        unsafe {
+            abandon(context, format!("arrives at barrier {id} for {count} threads while others wait for {expected}"))
+        };
     }
     barrier.expected = count;
     barrier.arrived += 1;
