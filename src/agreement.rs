@@ -32,7 +32,12 @@ pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: DT
         ulp_p99: quantile(&ulps, 0.99),
         ulp_max: quantile(&ulps, 1.0),
         budget_used: finite.iter().map(|&i| uses[i]).fold(0.0, nan_max),
-        budget_relative: (squares(&budget.allowed) / squares(&exact.values)).sqrt(),
+        // Zeros that are allowed nothing but zero have the tightest budget there is.
+        budget_relative: if squares(&budget.allowed) == 0.0 {
+            0.0
+        } else {
+            (squares(&budget.allowed) / squares(&exact.values)).sqrt()
+        },
         budget_multiple: budget.multiple,
         worst_row,
         worst_row_relative_l2,

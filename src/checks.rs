@@ -360,13 +360,25 @@ fn difference_beyond(
     let (a, b) = (a.to_f64(), b.to_f64());
     let worst = (0..a.len())
         .filter(|&i| exact.values[i].is_finite())
-        .map(|i| (i, agreement::budget_use(b[i], a[i], budgets * budget.allowed[i])))
+        .map(|i| (i, separation(a[i], b[i], budgets * budget.allowed[i])))
         .max_by(|x, y| x.1.total_cmp(&y.1))?;
     (worst.1 > 1.0).then(|| {
         let i = worst.0;
         let index = agreement::unflatten(i, &exact.shape);
         format!("at {index:?}: {:e} against {:e}, {:.2} of what may separate them", b[i], a[i], worst.1)
     })
+}
+
+/// The share of what may separate two values that does; whatever is no finite number is infinitely far
+/// from everything but its like.
+fn separation(a: f64, b: f64, allowed: f64) -> f64 {
+    if a == b || a.is_nan() && b.is_nan() {
+        0.0
+    } else if a.is_finite() && b.is_finite() {
+        (a - b).abs() / allowed
+    } else {
+        f64::INFINITY
+    }
 }
 
 /// An element that still holds the poison of each of two differently poisoned runs was never written.

@@ -46,6 +46,9 @@ pub enum Aliasing {
     Interleaved,
 }
 
+/// Elements of the largest tensor that a strategy draws: ten oracle runs of it take a second or so.
+pub(crate) const LARGEST_DRAWN: usize = 1 << 20;
+
 /// An extent of a case: 1, an exact multiple of `unit`, or anything up to `largest`.
 pub(crate) fn extent(largest: usize, unit: usize) -> BoxedStrategy<usize> {
     let multiples = (largest / unit).max(1);

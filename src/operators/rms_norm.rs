@@ -9,8 +9,8 @@ use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Aliasing, Float, deterministic, elements, extent, interleaved, layout, magnitude, oracle_error, oracle_tensor,
-    tensor, widened,
+    Aliasing, Float, LARGEST_DRAWN, deterministic, elements, extent, interleaved, layout, magnitude, oracle_error,
+    oracle_tensor, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
@@ -132,6 +132,7 @@ impl Operator for RmsNorm {
         (shape, float, weight, eps, aliasing, data)
             .prop_map(|((num_rows, width, padding), dtype, weight, eps, aliasing, data)| {
                 let (distribution, magnitude, zero_rows, seed) = data;
+                let num_rows = num_rows.min((LARGEST_DRAWN / width).max(1));
                 // A row of one element has dx = dy·w·r·eps·r²: it vanishes under the rounding of its two
                 // terms unless eps counts.
                 let magnitude = if width == 1 { f64::from(eps).sqrt() } else { magnitude };
@@ -166,7 +167,7 @@ impl Operator for RmsNorm {
             RmsNormCase { padding: 8, ..plain(3, 14344) },
         ];
         if profile == Profile::Full {
-            cases.extend([plain(4096, 7168), plain(2048, 512), RmsNormCase { weight: None, ..plain(8192, 512) }]);
+            cases.extend([plain(512, 7168), plain(2048, 512), RmsNormCase { weight: None, ..plain(4096, 512) }]);
         }
         cases.iter().map(|case| Case::new(NAME, case)).collect()
     }
@@ -175,7 +176,7 @@ impl Operator for RmsNorm {
         match profile {
             Profile::Quick => 24,
             Profile::Ci => 60,
-            Profile::Full => 200,
+            Profile::Full => 120,
         }
     }
 

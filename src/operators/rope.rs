@@ -11,8 +11,8 @@ use rand::Rng;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Aliasing, Float, deterministic, elements, extent, interleaved, layout, magnitude, oracle_error, oracle_tensor,
-    tensor, widened,
+    Aliasing, Float, LARGEST_DRAWN, deterministic, elements, extent, interleaved, layout, magnitude, oracle_error,
+    oracle_tensor, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
@@ -184,6 +184,7 @@ impl Operator for Rope {
             .prop_map(|((num_tokens, num_heads, (head_dim, rope_dim), padding), dtype, rotation, aliasing, data)| {
                 let (inverse, frequencies, table, rows) = rotation;
                 let (distribution, magnitude, seed) = data;
+                let num_tokens = num_tokens.min((LARGEST_DRAWN / (num_heads * head_dim)).max(1));
                 let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
                 let case = RopeCase {
                     num_tokens,
@@ -221,7 +222,7 @@ impl Operator for Rope {
             },
         ];
         if profile == Profile::Full {
-            cases.extend([plain(1024, 128, 512, 64), RopeCase { inverse: true, ..plain(4096, 64, 512, 64) }]);
+            cases.extend([plain(64, 128, 512, 64), RopeCase { inverse: true, ..plain(128, 64, 512, 64) }]);
         }
         cases.iter().map(|case| Case::new(NAME, case)).collect()
     }
@@ -230,7 +231,7 @@ impl Operator for Rope {
         match profile {
             Profile::Quick => 24,
             Profile::Ci => 60,
-            Profile::Full => 200,
+            Profile::Full => 120,
         }
     }
 

@@ -301,7 +301,7 @@ impl Operator for SparseAttention {
         match profile {
             Profile::Quick => 24,
             Profile::Ci => 60,
-            Profile::Full => 160,
+            Profile::Full => 100,
         }
     }
 
@@ -355,8 +355,8 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
             prop_oneof![4 => few, 1 => wide].boxed()
         }
         Profile::Full => {
-            let many = (1..=40usize, heads(130), small, 1..=900usize, slots(700));
-            let wide = (1..=16usize, heads(130), wide, 1..=900usize, slots(700));
+            let many = (1..=16usize, heads(130), small, 1..=900usize, slots(400));
+            let wide = (1..=6usize, heads(130), wide, 1..=900usize, slots(600));
             prop_oneof![1 => few, 2 => many, 2 => wide].boxed()
         }
     }

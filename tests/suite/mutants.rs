@@ -144,7 +144,7 @@ fn a_mutant_that_changes_nothing_survives() {
 #[test]
 fn a_mutant_that_does_not_compile_is_an_error_and_no_kill() {
     let mutant = Mutant { replace: "this is no C++;".into(), ..find("rms_norm_mean_term_missing") };
-    assert!(matches!(mutant.run(&emulator(), 0), Err(MutantError::Case { .. })));
+    assert!(matches!(mutant.run(&emulator(), 0), Err(MutantError::NotRun { .. })));
 }
 
 #[test]

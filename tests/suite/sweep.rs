@@ -301,12 +301,12 @@ fn no_check_at_all_is_no_pass() {
 #[test]
 fn a_nan_or_infinity_of_the_kernel_fails() {
     for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        let expected = ["forward", "precision", "special_values"].map(|check| (check, Verdict::Fail));
+        let expected = ["forward", "finite", "precision", "special_values"].map(|check| (check, Verdict::Fail));
         assert_fails(&fake(with_element(37, value)), &expected);
     }
     assert_fails(
         &fake(vec![f64::NAN; ROWS * WIDTH]),
-        &["forward", "precision", "special_values"].map(|c| (c, Verdict::Fail)),
+        &["forward", "finite", "precision", "special_values"].map(|c| (c, Verdict::Fail)),
     );
 }
 

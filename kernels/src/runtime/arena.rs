@@ -142,9 +142,10 @@ impl<'d> DeviceArena<'d> {
         let size = tensor.dtype.size();
         let mut bytes = vec![self.contract.poison; layout.elements * size];
         let view = self.place(name, tensor.dtype, &tensor.shape, layout, role)?;
-        for (index, offset) in view.element_offsets().enumerate() {
+        let (offsets, piece) = view.pieces();
+        for (offset, source) in offsets.iter().zip(tensor.bytes.chunks(piece.max(1))) {
             let at = layout.offset * size + offset;
-            bytes[at..at + size].copy_from_slice(&tensor.bytes[index * size..(index + 1) * size]);
+            bytes[at..at + piece].copy_from_slice(source);
         }
         self.device.backend().upload(view.address - (layout.offset * size) as u64, &bytes)?;
         if let Some(buffer) = self.buffers.last_mut() {
@@ -233,21 +234,24 @@ impl<'d> DeviceArena<'d> {
         self.device.backend().download(allocation.address - allocation.front_band as u64, &mut now)?;
         let body = allocation.front_band..allocation.front_band + allocation.bytes;
         let poison = self.contract.poison;
-        let bands = now.iter().enumerate().filter(|(at, byte)| !body.contains(at) && **byte != poison);
-        report(violations, buffer, ViolationKind::Guard, bands.map(|(at, _)| at as i64 - body.start as i64));
+        let outside = (0..body.start).chain(body.end..now.len()).filter(|&at| now[at] != poison);
+        report(violations, buffer, ViolationKind::Guard, outside.map(|at| at as i64 - body.start as i64));
         if buffer.role == Role::Workspace {
             return Ok(());
         }
-        let writable = writable_bytes(buffer);
         let now = &now[body];
+        match &buffer.initial {
+            Some(before) if buffer.writable.is_empty() && now == before.as_slice() => return Ok(()),
+            _ if buffer.writable.iter().any(|view| covers_all(view, allocation.bytes)) => return Ok(()),
+            _ => {}
+        }
+        let writable = writable_bytes(buffer);
         let changed = (0..now.len()).filter(|&at| {
             let before = buffer.initial.as_ref().map_or(poison, |bytes| bytes[at]);
-            now[at] != before && !writable.as_ref().is_some_and(|mask| mask[at])
+            now[at] != before && !writable[at]
         });
         let kind = if buffer.initial.is_some() { ViolationKind::Input } else { ViolationKind::Gap };
-        if !(buffer.writable.len() == 1 && covers_all(&buffer.writable[0], allocation.bytes)) {
-            report(violations, buffer, kind, changed.map(|at| at as i64));
-        }
+        report(violations, buffer, kind, changed.map(|at| at as i64));
         Ok(())
     }
 
@@ -256,14 +260,14 @@ impl<'d> DeviceArena<'d> {
     /// # Errors
     /// The device's.
     pub fn download(&self, view: &TensorView) -> Result<HostTensor> {
-        let size = view.dtype.size();
         let span = view.span();
         let mut raw = vec![0; (span.1 - span.0) as usize];
         self.device.backend().download(span.0, &mut raw)?;
         let bytes = if view.is_dense() {
             raw
         } else {
-            view.element_offsets().flat_map(|at| raw[at..at + size].iter().copied()).collect()
+            let (offsets, piece) = view.pieces();
+            offsets.iter().flat_map(|&at| raw[at..at + piece].iter().copied()).collect()
         };
         Ok(HostTensor { dtype: view.dtype, shape: view.shape.clone(), bytes })
     }
@@ -281,19 +285,17 @@ fn covers_all(view: &TensorView, bytes: usize) -> bool {
     view.is_dense() && view.elements() * view.dtype.size() == bytes
 }
 
-/// For each byte of the buffer whether some writable view covers it; `None` when none does.
-fn writable_bytes(buffer: &Buffer) -> Option<Vec<bool>> {
-    if buffer.writable.is_empty() {
-        return None;
-    }
+/// For each byte of the buffer whether some writable view covers it.
+fn writable_bytes(buffer: &Buffer) -> Vec<bool> {
     let mut mask = vec![false; buffer.allocation.bytes];
     for view in &buffer.writable {
         let start = (view.address - buffer.allocation.address) as usize;
-        for offset in view.element_offsets() {
-            mask[start + offset..start + offset + view.dtype.size()].fill(true);
+        let (offsets, piece) = view.pieces();
+        for offset in offsets {
+            mask[start + offset..start + offset + piece].fill(true);
         }
     }
-    Some(mask)
+    mask
 }
 
 fn report(

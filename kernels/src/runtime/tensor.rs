@@ -201,17 +201,25 @@ impl TensorView {
         self.address == other.address && self.shape == other.shape && self.strides == other.strides
     }
 
-    /// Byte offsets of every element from element 0, in row-major order.
-    pub fn element_offsets(&self) -> impl Iterator<Item = usize> + '_ {
-        let size = self.dtype.size() as i64;
-        (0..self.elements()).map(move |linear| {
-            let mut rest = linear;
-            let mut offset = 0i64;
-            for axis in (0..self.shape.len()).rev() {
-                offset += (rest % self.shape[axis]) as i64 * self.strides[axis];
-                rest /= self.shape[axis];
-            }
-            (offset * size) as usize
-        })
+    /// Byte offsets of the view's contiguous pieces from element 0, in row-major order, and the bytes of each.
+    /// A dense tensor is one piece.
+    pub fn pieces(&self) -> (Vec<usize>, usize) {
+        let size = self.dtype.size();
+        if self.elements() == 0 {
+            return (Vec::new(), 0);
+        }
+        if self.is_dense() {
+            return (vec![0], self.elements() * size);
+        }
+        let (outer, row) = match (self.shape.split_last(), self.strides.last()) {
+            (Some((&last, outer)), Some(1)) => (outer, last),
+            _ => (&self.shape[..], 1),
+        };
+        let mut offsets = vec![0usize];
+        for (&extent, &stride) in outer.iter().zip(&self.strides) {
+            let along = |&base: &usize| (0..extent).map(move |i| base + i * stride as usize * size);
+            offsets = offsets.iter().flat_map(along).collect();
+        }
+        (offsets, row * size)
     }
 }

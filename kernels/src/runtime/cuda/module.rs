@@ -14,6 +14,8 @@ pub struct CudaModule {
     file: String,
     kernels: Mutex<HashMap<String, Arc<Kernel>>>,
     code: Code,
+    /// The names of the module's symbols are in it.
+    cubin: Vec<u8>,
 }
 
 /// An entry point, with what the module and the driver say about it.
@@ -44,7 +46,18 @@ struct OwnLimits {
 impl CudaModule {
     /// Loads a complete cubin, made from `file`.
     pub(super) fn load(context: &Arc<Context>, file: &str, cubin: &[u8]) -> Result<Self> {
-        Ok(Self { file: file.into(), kernels: Mutex::default(), code: Code::load(context, cubin)? })
+        let code = Code::load(context, cubin)?;
+        Ok(Self { file: file.into(), kernels: Mutex::default(), code, cubin: cubin.to_vec() })
+    }
+
+    /// A variable that a kernel may or may not export. The driver is not asked for what the cubin does not
+    /// name: a memory checker would report the failed call.
+    fn optional_number(&self, symbol: &str) -> Result<Option<u64>> {
+        let named = self.cubin.windows(symbol.len()).any(|window| window == symbol.as_bytes());
+        if !named {
+            return Ok(None);
+        }
+        Ok(self.code.numbers::<1>(symbol)?.map(|[number]| number))
     }
 
     fn kernel(&self, name: &str) -> Result<Arc<Kernel>> {
@@ -61,7 +74,7 @@ impl CudaModule {
         let function = self.code.function(name)?.ok_or_else(|| missing(name.into()))?;
         let layout = format!("{name}_layout");
         let [params_size, params_hash, max_threads] = self.code.numbers(&layout)?.ok_or_else(|| missing(layout))?;
-        let shared_bytes = self.code.numbers::<1>(&format!("{name}_shared_bytes"))?.map(|[bytes]| bytes);
+        let shared_bytes = self.optional_number(&format!("{name}_shared_bytes"))?;
         let own = OwnLimits {
             static_shared: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?.into(),
             max_threads: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
