@@ -38,6 +38,7 @@ pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> C
         kernel_seconds: outcome.kernel_seconds,
         oracle_seconds: outcome.oracle_seconds,
         replay: format!("parity golden DIR --ops {operator} --files {}", file.name),
+        plan_number: None,
     }
 }
 

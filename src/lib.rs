@@ -6,17 +6,25 @@
 //! - [`case`]: one comparison, one line of JSON;
 //! - [`budget`], [`agreement`], [`checks`], [`triangulation`]: what is compared, and how strictly;
 //! - [`sweep`], [`regressions`], [`mutants`]: many cases; those that failed; bugs planted on purpose;
+//! - [`shard`], [`journal`], [`merge`]: one sweep over many workers, which may be killed;
+//! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
 //! - [`golden`] and [`golden_run`]: what an independent implementation computed;
-//! - [`record`], [`report`], [`benchmarks`]: what a run leaves behind, and what people read.
+//! - [`record`], [`report`], [`benchmarks`]: what a run leaves behind, and what people read;
+//! - [`diff`] and [`history`]: two runs beside each other, and many after one another.
 
 pub mod agreement;
 pub mod benchmarks;
+pub mod bisect;
 pub mod budget;
 pub mod case;
 pub mod checks;
 pub mod command;
+pub mod diff;
 pub mod golden;
 pub mod golden_run;
+pub mod history;
+pub mod journal;
+pub mod merge;
 pub mod mutants;
 pub mod operator;
 pub mod operators;
@@ -25,6 +33,6 @@ pub mod registry;
 pub mod regressions;
 pub mod report;
 pub mod scenario;
-
+pub mod shard;
 pub mod sweep;
 pub mod triangulation;

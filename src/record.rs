@@ -19,7 +19,8 @@ pub struct Report {
     pub command: String,
     /// Start of the run, seconds since 1970-01-01 UTC.
     pub started_unix: u64,
-    /// Duration in seconds.
+    /// Duration in seconds: of a resumed run, with the kernel and oracle seconds of the cases that it took
+    /// over; of merged shards, their sum.
     pub seconds: f64,
     /// What was tested.
     pub revision: Revision,
@@ -33,7 +34,7 @@ pub struct Report {
     pub schedules: u32,
     /// One entry for each operator that was swept, in the registry's order.
     pub operators: Vec<OperatorRecord>,
-    /// Every case, in the order in which they ran.
+    /// Every case, in the order of the plan.
     pub cases: Vec<CaseRecord>,
     /// Criterion measurements found beside the run.
     pub benchmarks: Vec<BenchmarkRecord>,
@@ -43,6 +44,29 @@ pub struct Report {
     pub mutants: Vec<MutantRecord>,
     /// Things that were not done, each with its reason; shown, never silent.
     pub skips: Vec<Skip>,
+    /// Which parts of the plan this is: one entry for a run, one for each shard after a merge; none in
+    /// reports written before runs could be divided.
+    #[serde(default)]
+    pub shards: Vec<ShardRecord>,
+}
+
+/// One part of a divided run. A run that is not divided is shard 0 of 1.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ShardRecord {
+    /// Which one, from 0.
+    pub index: u32,
+    /// How many there are.
+    pub count: u32,
+    /// Cases of the whole plan, over all shards.
+    pub planned_cases: u64,
+    /// blake3 of the whole plan and of its division ([`crate::shard::plan_digest`]).
+    pub plan_digest: String,
+    /// blake3 of the `parity` executable: two builds with uncommitted changes share a commit, not this.
+    pub executable_digest: String,
+    /// Device that this shard ran on.
+    pub device: String,
+    /// Duration of this shard in seconds.
+    pub seconds: f64,
 }
 
 /// The source that was tested.
@@ -98,6 +122,10 @@ pub struct CaseRecord {
     pub oracle_seconds: f64,
     /// Command that runs this case again.
     pub replay: String,
+    /// Place in the plan of the whole run, over all operators and shards; a shrunk case has that of the
+    /// case it came from. Absent where there was no plan: replays, golden files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plan_number: Option<u64>,
 }
 
 /// Where a case came from.

@@ -4,6 +4,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use crate::case::{Case, CaseError};
+use crate::record::CaseRecord;
 
 /// The folder of remembered cases.
 #[derive(Clone, Debug)]
@@ -60,6 +61,14 @@ impl Regressions {
         std::fs::create_dir_all(&self.dir)?;
         let mut file = std::fs::OpenOptions::new().create(true).append(true).open(&path)?;
         writeln!(file, "{line}")
+    }
+
+    /// Remembers the case of a record, once.
+    ///
+    /// # Errors
+    /// A record that holds no case, or the system's.
+    pub fn append_record(&self, record: &CaseRecord) -> std::io::Result<()> {
+        self.append(&serde_json::from_value(record.case.clone())?)
     }
 }
 

@@ -41,6 +41,37 @@ pub trait Observer {
     fn done(&mut self, record: CaseRecord);
 }
 
+/// A case that is going to run.
+pub struct PlannedCase {
+    /// What to run.
+    pub case: Case,
+    /// Where it came from.
+    pub origin: Origin,
+    /// The strategy's tree of a drawn case, which makes it smaller if it fails.
+    tree: Option<Box<dyn ValueTree<Value = Case>>>,
+}
+
+/// The cases of one operator, in the order in which they run: remembered ones, corners, drawn ones.
+///
+/// # Errors
+/// A case that cannot be drawn.
+pub fn plan(
+    operator: &dyn Operator,
+    remembered: Vec<Case>,
+    options: &SweepOptions,
+) -> Result<Vec<PlannedCase>, CaseError> {
+    let corners = operator.corner_cases(options.profile).into_iter().map(|case| (case, Origin::Drawn));
+    let given = remembered.into_iter().map(|case| (case, Origin::Regression)).chain(corners);
+    let mut planned: Vec<_> = given.map(|(case, origin)| PlannedCase { case, origin, tree: None }).collect();
+    let strategy = operator.strategy(options.profile);
+    let mut runner = runner(options.seed, &operator.describe().name);
+    for _ in 0..options.cases.unwrap_or_else(|| operator.default_cases(options.profile)) {
+        let tree = strategy.new_tree(&mut runner).map_err(|reason| CaseError::Malformed(reason.to_string()))?;
+        planned.push(PlannedCase { case: tree.current(), origin: Origin::Drawn, tree: Some(tree) });
+    }
+    Ok(planned)
+}
+
 /// Sweeps one operator.
 ///
 /// # Errors
@@ -52,31 +83,43 @@ pub fn sweep(
     observer: &mut dyn Observer,
 ) -> Result<(), CaseError> {
     let name = operator.describe().name;
-    let remembered = options.regressions.load(&name)?;
-    let corners = operator.corner_cases(options.profile);
-    let draws = options.cases.unwrap_or_else(|| operator.default_cases(options.profile));
-    observer.planned(&name, remembered.len() + corners.len() + draws);
-    for (cases, origin) in [(remembered, Origin::Regression), (corners, Origin::Drawn)] {
-        for case in cases {
-            observer.done(run_case(&case, origin, device, options.checks));
-        }
-    }
-    let strategy = operator.strategy(options.profile);
-    let mut runner = runner(options.seed, &name);
-    for _ in 0..draws {
-        let mut tree = strategy.new_tree(&mut runner).map_err(|reason| CaseError::Malformed(reason.to_string()))?;
-        let record = run_case(&tree.current(), Origin::Drawn, device, options.checks);
-        let failed = record.verdict() != Verdict::Pass;
-        let failing = record.checks.iter().find(|check| check.verdict != Verdict::Pass).cloned();
-        observer.done(record);
-        if let (true, Some(failing)) = (failed, failing)
-            && let Some(small) = shrink(&mut *tree, &failing, device, options.checks)
-        {
-            remember(&small, options);
-            observer.done(small);
-        }
+    let planned = plan(operator, options.regressions.load(&name)?, options)?;
+    observer.planned(&name, planned.len());
+    for (number, planned) in (0..).zip(planned) {
+        run_planned(planned, number, device, options, observer);
     }
     Ok(())
+}
+
+/// Runs case `number` of a plan, and makes it smaller if it was drawn and fails.
+pub fn run_planned(
+    planned: PlannedCase,
+    number: u64,
+    device: &Device,
+    options: &SweepOptions,
+    observer: &mut dyn Observer,
+) {
+    let record = run_case(&planned.case, planned.origin, device, options.checks);
+    let record = CaseRecord { plan_number: Some(number), ..record };
+    observer.done(record.clone());
+    shrink_planned(planned, &record, device, options, observer);
+}
+
+/// Makes a drawn case smaller if its record says that it fails; remembers what is left of it.
+pub fn shrink_planned(
+    planned: PlannedCase,
+    record: &CaseRecord,
+    device: &Device,
+    options: &SweepOptions,
+    observer: &mut dyn Observer,
+) {
+    let failing = record.checks.iter().find(|check| check.verdict != Verdict::Pass);
+    if let (Some(mut tree), Some(failing)) = (planned.tree, failing)
+        && let Some(small) = shrink(&mut *tree, failing, device, options.checks)
+    {
+        remember(&small, options);
+        observer.done(CaseRecord { plan_number: record.plan_number, ..small });
+    }
 }
 
 fn runner(seed: u64, operator: &str) -> TestRunner {
@@ -87,16 +130,10 @@ fn runner(seed: u64, operator: &str) -> TestRunner {
 }
 
 fn remember(record: &CaseRecord, options: &SweepOptions) {
-    if !options.remember {
-        return;
-    }
-    match serde_json::from_value::<Case>(record.case.clone()) {
-        Ok(case) => {
-            if let Err(error) = options.regressions.append(&case) {
-                tracing::error!("the failing case could not be remembered: {error}");
-            }
-        }
-        Err(error) => tracing::error!("the failing case could not be remembered: {error}"),
+    if options.remember
+        && let Err(error) = options.regressions.append_record(record)
+    {
+        tracing::error!("the failing case could not be remembered: {error}");
     }
 }
 
@@ -155,6 +192,7 @@ fn record(case: &Case, origin: Origin, device: &Device, outcome: Outcome) -> Cas
         kernel_seconds: outcome.kernel_seconds,
         oracle_seconds: outcome.oracle_seconds,
         replay: case.replay_command(device),
+        plan_number: None,
     }
 }
 

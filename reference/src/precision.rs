@@ -69,10 +69,9 @@ use crate::error::{Result, require_f64};
 const BF16_FRACTION_BITS: i32 = 7;
 /// Explicitly stored significand bits of fp32.
 const F32_FRACTION_BITS: i32 = 23;
-/// Significand bits that the special function units get right: the PTX ISA bounds the relative error of
-/// `ex2.approx.f32` by 2^-22 and that of `rsqrt.approx.f32` by 2^-22.9. Neighbours on a grid of 22 bits are
-/// between 2^-23 and 2^-22 of the value apart.
-const APPROXIMATE_FRACTION_BITS: i32 = 22;
+/// Relative error of the special function units: the PTX ISA bounds that of `ex2.approx.f32` by 2^-22 and that of
+/// `rsqrt.approx.f32` by 2^-22.9.
+const APPROXIMATE_ERROR_EXPONENT: i32 = -22;
 /// Terms that a tensor core adds before it truncates its accumulator: the k of `mma.m16n8k16` for bf16.
 pub const BLOCK_TERMS: f64 = 16.0;
 /// Smallest normal exponent, common to bf16 and fp32; below it the grid no longer gets finer.
@@ -131,15 +130,24 @@ impl Rounding {
         self.stochastic(tensor, F32_FRACTION_BITS)
     }
 
-    /// The result of a hardware approximation in fp32 (power, reciprocal square root, logarithm), which may be
-    /// wrong in the last bit that fp32 would hold, and which flushes subnormal results to zero.
+    /// The result of a hardware approximation in fp32 (power, reciprocal square root, logarithm). It is no
+    /// rounding: it errs by up to its bound wherever the result lies, also on a number that fp32 can hold. And it
+    /// flushes subnormal results to zero.
     pub fn approximate_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
-        let rounded = self.stochastic(tensor, APPROXIMATE_FRACTION_BITS)?;
-        if self.is_exact() {
-            return Ok(rounded);
+        require_f64("tensor", tensor)?;
+        let Some(noise) = &mut self.noise else {
+            return Ok(tensor.clone());
+        };
+        let (toss, bound) = (noise.next(), power_of_two(APPROXIMATE_ERROR_EXPONENT));
+        let mut approximated = values(tensor)?;
+        for x in &mut approximated {
+            *x *= 1.0 + bound * (2.0 * toss.uniform(*x) - 1.0);
+            if x.abs() < power_of_two(MIN_EXPONENT) {
+                *x = 0.0;
+            }
         }
-        let subnormal = rounded.abs()?.lt(power_of_two(MIN_EXPONENT))?;
-        Ok(subnormal.where_cond(&rounded.zeros_like()?, &rounded)?)
+        let approximated = Tensor::from_vec(approximated, tensor.shape(), tensor.device())?;
+        self.f32(&approximated)
     }
 
     /// `exp(x)` as kernels evaluate it: `2^(x log2 e)`, the exponent held in fp32 and the power approximated.
@@ -546,9 +554,23 @@ mod tests {
     }
 
     #[test]
+    fn approximations_err_within_their_bound_also_on_numbers_that_fp32_holds() -> Result<()> {
+        let x = f64_tensor(&[1.5], &[1]);
+        let errors: Vec<f64> = (0..64)
+            .map(|seed| Ok(values(&working(seed).approximate_f32(&x)?)?[0] / 1.5 - 1.0))
+            .collect::<Result<_>>()?;
+        // The bound, and half an ulp for the rounding of the result.
+        let bound = power_of_two(APPROXIMATE_ERROR_EXPONENT) + power_of_two(-F32_FRACTION_BITS);
+        assert!(errors.iter().all(|error| error.abs() <= bound));
+        assert!(errors.iter().any(|&error| error > 0.0) && errors.iter().any(|&error| error < 0.0));
+        Ok(())
+    }
+
+    #[test]
     fn approximations_flush_subnormal_results_to_zero() -> Result<()> {
-        let x = f64_tensor(&[2f64.powi(-130), 2f64.powi(-126)], &[2]);
-        assert_eq!(values(&working(0).approximate_f32(&x)?)?, [0.0, 2f64.powi(-126)]);
+        let x = f64_tensor(&[2f64.powi(-130), 2f64.powi(-125)], &[2]);
+        let approximated = values(&working(0).approximate_f32(&x)?)?;
+        assert!(approximated[0] == 0.0 && approximated[1] > 0.0);
         assert_eq!(values(&Rounding::exact().approximate_f32(&x)?)?, values(&x)?);
         Ok(())
     }

@@ -1,8 +1,12 @@
 //! The subcommands of `parity`.
 
+mod bisect;
 mod compile;
+mod diff;
 mod doctor;
 mod golden;
+mod history;
+mod merge;
 mod ops;
 mod replay;
 mod run;
@@ -26,6 +30,8 @@ pub enum Exit {
     BadInput,
     /// The demanded backend is missing.
     BackendMissing,
+    /// The kernels do not compile or cannot be run: nothing was learnt (`git bisect run` skips such a revision).
+    Untestable,
 }
 
 impl From<Exit> for ExitCode {
@@ -35,6 +41,7 @@ impl From<Exit> for ExitCode {
             Exit::Disagreed => 1,
             Exit::BadInput => 2,
             Exit::BackendMissing => 3,
+            Exit::Untestable => 125,
         })
     }
 }
@@ -52,10 +59,18 @@ pub fn exit_code_of(error: &anyhow::Error) -> Exit {
 pub enum Command {
     /// Sweep operators, compare kernels with oracles, write a report
     Run(run::RunArguments),
+    /// Put the reports of shards together; refuses gaps, overlaps and mixed revisions
+    Merge(merge::MergeArguments),
+    /// Compare two reports: what got worse, better, or is covered no longer
+    Diff(diff::DiffArguments),
+    /// Show budget use and speed over revisions, and warn of drifts
+    History(history::HistoryArguments),
     /// Hold oracles and kernels against golden files
     Golden(golden::GoldenArguments),
     /// Run one case verbosely: a JSON line, or a file of them
     Replay(replay::ReplayArguments),
+    /// Find the commit that made a kernel wrong, imprecise, slow or non-deterministic
+    Bisect(bisect::BisectArguments),
     /// List operators
     Ops(ops::OpsArguments),
     /// Say which backends work here, and why not
@@ -71,8 +86,12 @@ pub enum Command {
 pub fn execute(command: Command) -> Result<Exit> {
     match command {
         Command::Run(arguments) => run::execute(&arguments),
+        Command::Merge(arguments) => merge::execute(&arguments),
+        Command::Diff(arguments) => diff::execute(&arguments),
+        Command::History(arguments) => history::execute(&arguments),
         Command::Golden(arguments) => golden::execute(&arguments),
         Command::Replay(arguments) => replay::execute(&arguments),
+        Command::Bisect(arguments) => bisect::execute(&arguments),
         Command::Ops(arguments) => ops::execute(&arguments),
         Command::Doctor => Ok(doctor::execute()),
         Command::Compile(arguments) => compile::execute(&arguments),

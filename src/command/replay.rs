@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use dsv4_kernels::runtime::RuntimeError;
 
 use super::{DeviceArguments, Exit};
 use crate::case::Case;
@@ -13,6 +14,14 @@ use crate::{registry, sweep};
 
 /// Options of `parity replay`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Exit codes: 0 every case agreed, 1 one disagreed, 2 bad usage or input, 3 the demanded backend is missing,
+125 none disagreed, and the kernels of one are missing, do not compile or cannot be run. So git bisect run can
+use it:
+
+    git bisect run parity replay --backend emulator --kernels kernels/cuda CASE
+
+Try the command once first: git takes 2 and 3 for a bad revision, too.")]
 pub struct ReplayArguments {
     /// A case as one line of JSON, or a file with one case a line
     #[arg(value_name = "CASE|FILE")]
@@ -34,7 +43,14 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     for case in &cases {
         registry::prepare(case)?;
     }
-    let device = arguments.device.open()?;
+    let device = match arguments.device.open() {
+        Ok(device) => device,
+        Err(error) if has_no_kernels(&error) => {
+            eprintln!("parity: {error:#}");
+            return Ok(Exit::Untestable);
+        }
+        Err(error) => return Err(error),
+    };
     let options = CheckOptions { schedules: arguments.schedules, triangulate: true };
     let mut exit = Exit::Agreed;
     for case in &cases {
@@ -44,14 +60,27 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
         } else {
             print_record(&record);
         }
-        if record.verdict() != Verdict::Pass {
+        if untestable(&record) {
+            exit = if exit == Exit::Agreed { Exit::Untestable } else { exit };
+        } else if record.verdict() != Verdict::Pass {
             exit = Exit::Disagreed;
         }
     }
     Ok(exit)
 }
 
-fn cases_of(argument: &str) -> Result<Vec<Case>> {
+/// Whether the directory of `--kernels` is missing or holds none: a revision from before they stood there.
+fn has_no_kernels(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(RuntimeError::SourceMissing { .. } | RuntimeError::System { .. }))
+}
+
+/// Whether the kernels never ran: what they would have computed is not known.
+fn untestable(record: &CaseRecord) -> bool {
+    record.paths.is_empty()
+        && record.checks.iter().any(|check| check.check == "launch" && check.verdict == Verdict::Error)
+}
+
+pub(super) fn cases_of(argument: &str) -> Result<Vec<Case>> {
     if argument.trim_start().starts_with('{') {
         return Ok(vec![Case::parse(argument)?]);
     }

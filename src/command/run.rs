@@ -1,6 +1,6 @@
 //! `parity run`.
 
-use std::io::Write as _;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -11,11 +11,13 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::{DeviceArguments, Exit};
 use crate::checks::CheckOptions;
-use crate::operator::Profile;
-use crate::record::{CaseRecord, Report, Revision, SCHEMA_VERSION, Skip, Verdict};
+use crate::journal::{self, Journal, PlanRecord};
+use crate::operator::{Operator, Profile};
+use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
 use crate::regressions::Regressions;
-use crate::sweep::{self, Observer, SweepOptions};
-use crate::{benchmarks, registry, report};
+use crate::shard::{self, Costs, Identity, Plan, Remembered, Shard};
+use crate::sweep::{self, Observer, PlannedCase, SweepOptions};
+use crate::{benchmarks, history, registry, report};
 
 /// Options of `parity run`.
 #[derive(Debug, Args)]
@@ -44,6 +46,18 @@ pub struct RunArguments {
     /// Folder of remembered failing cases
     #[arg(long, value_name = "DIR")]
     regressions: Option<PathBuf>,
+    /// Run part I of N, counted from 0; `parity merge` puts the parts together
+    #[arg(long, value_name = "I/N")]
+    shard: Option<Shard>,
+    /// A report.json or records.jsonl whose costs balance the shards; the same file for each of them
+    #[arg(long, value_name = "FILE", requires = "shard")]
+    costs: Option<PathBuf>,
+    /// Continue the run that was interrupted in --out; begin one if there is none
+    #[arg(long)]
+    resume: bool,
+    /// History file to append this run's measures to (parity history)
+    #[arg(long, value_name = "FILE", conflicts_with = "shard")]
+    history: Option<PathBuf>,
     #[command(flatten)]
     device: DeviceArguments,
 }
@@ -56,25 +70,27 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let start = Instant::now();
     // Read before anything runs: what cannot be understood must not cost a finished sweep its report.
     let measured = benchmarks::read(&arguments.criterion, &device.environment().device).map_err(anyhow::Error::msg)?;
-    let mut writer = RecordWriter::create(&arguments.out)?;
-    let options = SweepOptions {
-        profile: arguments.profile,
-        cases: arguments.cases,
-        seed: arguments.seed,
-        checks: CheckOptions { schedules: arguments.schedules, triangulate: true },
-        regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
-        remember: true,
+    let options = sweep_options(arguments);
+    let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
+    let remembered = match &begun {
+        Some(begun) => begun.remembered.clone(),
+        None => load_remembered(&operators, &options.regressions)?,
     };
-    for operator in &operators {
-        sweep::sweep(*operator, &device, &options, &mut writer)?;
-    }
+    let shard = arguments.shard.unwrap_or(Shard::WHOLE);
+    let costs = arguments.costs.as_deref().map(Costs::read).transpose()?.unwrap_or_default();
+    let plan = Plan::new(&operators, &remembered, &options, shard.count, &costs)?;
+    let record = plan_record(&plan, shard, remembered, &device);
+    let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
+    let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
+    run_shard(plan, shard, &device, &options, &mut writer);
     let cases = writer.finish()?;
+    let seconds = start.elapsed().as_secs_f64() + taken_over;
     let report = Report {
         schema_version: SCHEMA_VERSION,
         command: std::env::args().collect::<Vec<_>>().join(" "),
         started_unix,
-        seconds: start.elapsed().as_secs_f64(),
-        revision: revision(&device),
+        seconds,
+        revision: record.identity.revision.clone(),
         environment: device.environment().clone(),
         profile: arguments.profile.name().to_owned(),
         seed: arguments.seed,
@@ -85,11 +101,85 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         ceilings: measured.ceilings,
         mutants: Vec::new(),
         skips: skips(&device, arguments).into_iter().chain(measured.skip).collect(),
+        shards: vec![shard_record(record, seconds)],
     };
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
+    if let Some(file) = &arguments.history {
+        history::append(&report, file)?;
+    }
     summarise(&report, &arguments.out);
     Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
+}
+
+fn sweep_options(arguments: &RunArguments) -> SweepOptions {
+    SweepOptions {
+        profile: arguments.profile,
+        cases: arguments.cases,
+        seed: arguments.seed,
+        checks: CheckOptions { schedules: arguments.schedules, triangulate: true },
+        regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
+        // A shard that remembered would change the plan of those that start later: the merge does it.
+        remember: arguments.shard.is_none(),
+    }
+}
+
+fn load_remembered(operators: &[&dyn Operator], regressions: &Regressions) -> Result<Remembered> {
+    let names = operators.iter().map(|operator| operator.describe().name);
+    Ok(names.map(|name| regressions.load(&name).map(|cases| (name, cases))).collect::<Result<_, _>>()?)
+}
+
+fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, device: &Device) -> PlanRecord {
+    PlanRecord {
+        schema_version: SCHEMA_VERSION,
+        shard,
+        planned_cases: plan.cases.len() as u64,
+        shard_cases: plan.shard_of.iter().filter(|&&index| index == shard.index).count() as u64,
+        plan_digest: plan.digest.clone(),
+        identity: Identity {
+            revision: revision(device),
+            executable_digest: shard::executable_digest(),
+            environment: device.environment().clone(),
+        },
+        remembered,
+    }
+}
+
+fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
+    ShardRecord {
+        index: plan.shard.index,
+        count: plan.shard.count,
+        planned_cases: plan.planned_cases,
+        plan_digest: plan.plan_digest,
+        executable_digest: plan.identity.executable_digest,
+        device: plan.identity.environment.device,
+        seconds,
+    }
+}
+
+/// Runs what is missing of a shard, in the order of the plan.
+fn run_shard(plan: Plan, shard: Shard, device: &Device, options: &SweepOptions, writer: &mut RecordWriter) {
+    let done: HashSet<u64> = writer.cases.iter().filter_map(|case| case.plan_number).collect();
+    // A kill between a failing case and what shrinking makes of it leaves the case as the last record.
+    let unshrunk = writer.cases.last().filter(|case| case.origin == Origin::Drawn).cloned();
+    let mut missing: Vec<(u64, PlannedCase)> = Vec::new();
+    for ((number, planned), index) in (0..).zip(plan.cases).zip(plan.shard_of) {
+        if let Some(record) = unshrunk.as_ref().filter(|record| record.plan_number == Some(number)) {
+            sweep::shrink_planned(planned, record, device, options, writer);
+        } else if index == shard.index && !done.contains(&number) {
+            missing.push((number, planned));
+        }
+    }
+    let mut cases_of: HashMap<String, usize> = HashMap::new();
+    for (_, planned) in &missing {
+        *cases_of.entry(planned.case.operator.clone()).or_default() += 1;
+    }
+    for (number, planned) in missing {
+        if let Some(cases) = cases_of.remove(&planned.case.operator) {
+            writer.planned(&planned.case.operator, cases);
+        }
+        sweep::run_planned(planned, number, device, options, writer);
+    }
 }
 
 fn revision(device: &Device) -> Revision {
@@ -116,7 +206,8 @@ fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
     skips
 }
 
-fn summarise(report: &Report, out: &Path) {
+/// Prints what a person wants to know first.
+pub(super) fn summarise(report: &Report, out: &Path) {
     let failed = report.cases.iter().filter(|case| case.verdict() != Verdict::Pass).count();
     let checks: usize = report.cases.iter().map(|case| case.checks.len()).sum();
     let verdict = if failed == 0 { "all agreed".to_owned() } else { format!("{failed} case(s) disagreed") };
@@ -132,25 +223,26 @@ fn summarise(report: &Report, out: &Path) {
 
 /// Writes records as they come, shows progress, keeps them for the report.
 struct RecordWriter {
-    path: PathBuf,
-    file: std::fs::File,
+    journal: Journal,
     bar: ProgressBar,
     cases: Vec<CaseRecord>,
     broken: Option<std::io::Error>,
 }
 
 impl RecordWriter {
-    fn create(dir: &Path) -> Result<Self> {
-        std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
-        let path = dir.join("records.jsonl");
-        let file = std::fs::File::create(&path).with_context(|| format!("creating {}", path.display()))?;
-        Ok(Self { path, file, bar: ProgressBar::hidden(), cases: Vec::new(), broken: None })
+    /// Begins a run, or continues the one that has `begun`.
+    fn open(dir: &Path, begun: Option<&PlanRecord>, plan: &PlanRecord) -> Result<Self> {
+        let (journal, cases) = match begun {
+            Some(begun) => Journal::resume(dir, begun, plan)?,
+            None => (Journal::start(dir, plan)?, Vec::new()),
+        };
+        Ok(Self { journal, bar: ProgressBar::hidden(), cases, broken: None })
     }
 
     fn finish(self) -> Result<Vec<CaseRecord>> {
         self.bar.finish_and_clear();
         match self.broken {
-            Some(error) => Err(error).with_context(|| format!("writing {}", self.path.display())),
+            Some(error) => Err(error).with_context(|| format!("writing {}", self.journal.path().display())),
             None => Ok(self.cases),
         }
     }
@@ -167,10 +259,9 @@ impl Observer for RecordWriter {
     }
 
     fn done(&mut self, record: CaseRecord) {
-        let written = serde_json::to_writer(&self.file, &record).map_err(std::io::Error::from);
-        let written = written.and_then(|()| self.file.write_all(b"\n")).and_then(|()| self.file.flush());
-        if let Err(error) = written {
-            self.broken.get_or_insert(error);
+        // After a failed write the last line may be cut, and nothing may follow it.
+        if self.broken.is_none() {
+            self.broken = self.journal.append(&record).err();
         }
         if record.verdict() != Verdict::Pass {
             self.bar.suspend(|| eprintln!("{}", sweep::failure_text(&record)));

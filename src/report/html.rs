@@ -8,7 +8,7 @@ use super::numbers::{bytes, count, counted, duration, significant, utc};
 use super::summary::{Cell, Counts, Matrix, Standing, operators, origins, survived};
 use super::{failures, operators as sections, picture};
 
-const STYLE: &str = include_str!("style.css");
+pub(crate) const STYLE: &str = include_str!("style.css");
 
 /// The whole page.
 pub(super) fn page(report: &Report) -> Markup {
@@ -44,7 +44,7 @@ pub(super) fn page(report: &Report) -> Markup {
 }
 
 /// A table inside its own scrolling frame, so that the page never scrolls sideways.
-pub(super) fn scroller(label: &str, table: Markup) -> Markup {
+pub(crate) fn scroller(label: &str, table: Markup) -> Markup {
     html! { div .scroll tabindex="0" role="region" aria-label=(label) { (table) } }
 }
 
@@ -54,7 +54,7 @@ pub(super) fn number(value: f64, text: String) -> Markup {
 }
 
 /// A name that may break after underscores.
-pub(super) fn breakable(name: &str) -> Markup {
+pub(crate) fn breakable(name: &str) -> Markup {
     html! { @for part in name.split_inclusive('_') { (part) wbr; } }
 }
 

@@ -227,7 +227,7 @@ fn environment(report: &Report) -> String {
 }
 
 /// Text that neither breaks a table row nor turns into markup.
-fn text(raw: &str) -> String {
+pub(crate) fn text(raw: &str) -> String {
     let mut line = String::new();
     for character in raw.split_whitespace().collect::<Vec<_>>().join(" ").chars() {
         match character {
@@ -240,12 +240,12 @@ fn text(raw: &str) -> String {
 }
 
 /// A code span. A vertical line would end a table's cell even inside it.
-fn code(raw: &str) -> String {
+pub(crate) fn code(raw: &str) -> String {
     format!("`{}`", raw.replace('`', "'").replace('|', "¦").split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
 /// A fenced block whose fence is longer than any in the text.
-fn block(raw: &str) -> String {
+pub(crate) fn block(raw: &str) -> String {
     let longest = raw.split(|character| character != '`').map(str::len).max().unwrap_or(0);
     let fence = "`".repeat(longest.max(2) + 1);
     format!("\n{fence}sh\n{raw}\n{fence}\n\n")

@@ -21,14 +21,14 @@ use std::path::Path;
 use crate::record::Report;
 
 mod failures;
-mod html;
-mod markdown;
-mod numbers;
+pub(crate) mod html;
+pub(crate) mod markdown;
+pub(crate) mod numbers;
 mod operators;
 mod picture;
 #[cfg(test)]
 mod sample;
-mod summary;
+pub(crate) mod summary;
 #[cfg(test)]
 mod tests;
 

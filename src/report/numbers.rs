@@ -1,17 +1,17 @@
 //! How numbers are written: digits that carry meaning, units, thousands separators; NaN and infinities by name.
 
 /// A count with thousands separators: `12,345,678`.
-pub(super) fn count(value: u64) -> String {
+pub(crate) fn count(value: u64) -> String {
     group(&value.to_string())
 }
 
 /// A count and its noun, in the singular where there is one: `1 case`, `3 cases`.
-pub(super) fn counted(value: u64, noun: &str) -> String {
+pub(crate) fn counted(value: u64, noun: &str) -> String {
     format!("{} {noun}{}", count(value), if value == 1 { "" } else { "s" })
 }
 
 /// A measure to `digits` significant digits, in scientific notation below 0.001 and from 1,000,000.
-pub(super) fn significant(value: f64, digits: usize) -> String {
+pub(crate) fn significant(value: f64, digits: usize) -> String {
     if !value.is_finite() {
         return special(value);
     }
@@ -32,7 +32,7 @@ pub(super) fn significant(value: f64, digits: usize) -> String {
 }
 
 /// A measure in scientific notation with two digits: `3.1e-9`.
-pub(super) fn scientific(value: f64) -> String {
+pub(crate) fn scientific(value: f64) -> String {
     match value {
         value if !value.is_finite() => special(value),
         0.0 => "0".to_owned(),
@@ -41,13 +41,13 @@ pub(super) fn scientific(value: f64) -> String {
 }
 
 /// `1 - cosine`. Below a few roundings of f64 the difference holds no digit worth showing.
-pub(super) fn one_minus_cosine(cosine: f64) -> String {
+pub(crate) fn one_minus_cosine(cosine: f64) -> String {
     let distance = 1.0 - cosine;
     if distance.abs() <= 8.0 * f64::EPSILON { "0".to_owned() } else { scientific(distance) }
 }
 
 /// One element's value: shortest digits that name its f32, or nine of them for values between.
-pub(super) fn element(value: f64) -> String {
+pub(crate) fn element(value: f64) -> String {
     if !value.is_finite() {
         return special(value);
     }
@@ -65,7 +65,7 @@ pub(super) fn element(value: f64) -> String {
 }
 
 /// A time given in nanoseconds, with three significant digits and its unit.
-pub(super) fn time(nanoseconds: f64) -> String {
+pub(crate) fn time(nanoseconds: f64) -> String {
     let (value, unit) = match nanoseconds.abs() {
         size if size < 1e3 => (nanoseconds, "ns"),
         size if size < 1e6 => (nanoseconds / 1e3, "µs"),
@@ -76,7 +76,7 @@ pub(super) fn time(nanoseconds: f64) -> String {
 }
 
 /// A duration given in seconds: `41.3 s`, `3 min 12 s`, `2 h 05 min`.
-pub(super) fn duration(seconds: f64) -> String {
+pub(crate) fn duration(seconds: f64) -> String {
     if !seconds.is_finite() || seconds < 60.0 {
         return time(seconds * 1e9);
     }
@@ -88,7 +88,7 @@ pub(super) fn duration(seconds: f64) -> String {
 }
 
 /// A size in bytes: `227 KiB`.
-pub(super) fn bytes(value: u64) -> String {
+pub(crate) fn bytes(value: u64) -> String {
     match value {
         0..1024 => format!("{value} B"),
         1024..1_048_576 => format!("{} KiB", significant(value as f64 / 1024.0, 3)),
@@ -97,7 +97,7 @@ pub(super) fn bytes(value: u64) -> String {
 }
 
 /// Seconds since 1970 as a date and time: `2025-06-30 14:05:09 UTC`.
-pub(super) fn utc(unix: u64) -> String {
+pub(crate) fn utc(unix: u64) -> String {
     let (days, seconds) = (unix / 86_400, unix % 86_400);
     let (year, month, day) = civil(days);
     format!("{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", seconds / 3600, seconds / 60 % 60, seconds % 60)

@@ -62,6 +62,7 @@ pub fn passing(cases: usize) -> Report {
         ceilings: Some(Ceilings { copy_bytes_per_second: 4.24e12, matrix_flops_per_second: Some(7.9e14) }),
         mutants: mutants(),
         skips: Vec::new(),
+        shards: Vec::new(),
     }
 }
 
@@ -166,6 +167,7 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         checks,
         kernel_seconds: 0.002,
         oracle_seconds: 0.31,
+        plan_number: Some(number as u64),
     }
 }
 

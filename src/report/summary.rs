@@ -34,7 +34,7 @@ pub(super) const LAWS: &str = "laws";
 /// How a check counts: its verdict, unless its own record contradicts a pass. The more certain the
 /// trouble, the greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Standing {
+pub(crate) enum Standing {
     /// A pass that compared something.
     Pass,
     /// Recorded as a pass, with nothing compared or a budget use that is not at most 1.
@@ -47,7 +47,7 @@ pub(super) enum Standing {
 
 impl Standing {
     /// Of one check.
-    pub(super) fn of(check: &CheckRecord) -> Self {
+    pub(crate) fn of(check: &CheckRecord) -> Self {
         match check.verdict {
             Verdict::Pass if contradiction(check).is_some() => Self::Unfounded,
             Verdict::Pass => Self::Pass,
@@ -105,7 +105,7 @@ pub(super) fn message(check: &CheckRecord) -> String {
 
 /// Totals of a run.
 #[derive(Debug, Default)]
-pub(super) struct Counts {
+pub(crate) struct Counts {
     /// Cases that ran.
     pub(super) cases: u64,
     /// Cases in which something is not a plain pass, or that ran no check.
@@ -126,7 +126,7 @@ pub(super) struct Counts {
 
 impl Counts {
     /// Of a whole run.
-    pub(super) fn of(report: &Report) -> Self {
+    pub(crate) fn of(report: &Report) -> Self {
         let mut counts = Self {
             cases: report.cases.len() as u64,
             failing_cases: report.cases.iter().filter(|case| !agrees(case)).count() as u64,
@@ -149,7 +149,7 @@ impl Counts {
     }
 
     /// How the whole run counts: a class of the style sheet and a sentence.
-    pub(super) fn headline(&self) -> (&'static str, String) {
+    pub(crate) fn headline(&self) -> (&'static str, String) {
         if self.cases == 0 {
             return ("error", "Nothing was compared: the run holds no case".to_owned());
         }
@@ -176,12 +176,12 @@ impl Counts {
 }
 
 /// Whether every check of a case is a plain pass, and there is one.
-pub(super) fn agrees(case: &CaseRecord) -> bool {
+pub(crate) fn agrees(case: &CaseRecord) -> bool {
     !case.checks.is_empty() && case.checks.iter().all(|check| Standing::of(check) == Standing::Pass)
 }
 
 /// Whether no check saw the mutant.
-pub(super) fn survived(mutant: &MutantRecord) -> bool {
+pub(crate) fn survived(mutant: &MutantRecord) -> bool {
     mutant.killed_by.is_empty()
 }
 

@@ -22,7 +22,8 @@ pub struct Output {
     pub stderr: String,
 }
 
-fn binary() -> PathBuf {
+/// The `parity` executable: cargo's, or `PARITY_BIN` where the tests travelled without it.
+pub fn binary() -> PathBuf {
     std::env::var_os("PARITY_BIN").map_or_else(|| env!("CARGO_BIN_EXE_parity").into(), PathBuf::from)
 }
 
@@ -57,7 +58,7 @@ impl Output {
     }
 
     /// Bad input: exit code 2 and one line that holds all of `needles`.
-    fn assert_bad_input(&self, needles: &[&str]) {
+    pub fn assert_bad_input(&self, needles: &[&str]) {
         self.assert_code(2);
         assert_eq!(self.stderr.lines().count(), 1, "more than one line:\n{}", self.stderr);
         assert!(self.stderr.starts_with("parity: "), "{}", self.stderr);
@@ -238,7 +239,7 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
 }
 
 /// The kernels with one text of a file replaced, as a directory.
-fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf {
+pub fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf {
     let kernels = dir.join("kernels");
     std::fs::create_dir_all(kernels.join("include")).unwrap();
     for (name, text) in SourceTree::embedded().files() {
@@ -250,7 +251,7 @@ fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf {
     kernels
 }
 
-const MEAN: &str = "sum_of_squares / static_cast<float>(width) + eps";
+pub const MEAN: &str = "sum_of_squares / static_cast<float>(width) + eps";
 
 #[test]
 fn run_with_kernels_that_do_not_compile_fails_with_the_log_and_keeps_earlier_records() {

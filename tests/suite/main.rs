@@ -3,12 +3,17 @@
 //! Everything runs on the emulator, or on a GPU with `PARITY_BACKEND=cuda`; a demanded backend that is
 //! missing is an error, never a skip.
 
+mod bisect;
 mod command_line;
 mod dependencies;
+mod diff;
 mod emulator;
 mod golden;
+mod history;
 mod mutants;
 mod scenario;
 mod selftest;
+mod shard;
+mod slurm;
 mod support;
 mod sweep;

@@ -1,0 +1,144 @@
+//! `parity bisect`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use dsv4_kernels::runtime::Device;
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use super::replay::cases_of;
+use super::{BackendChoice, DeviceArguments, Exit};
+use crate::bisect::history::{Commit, Repository};
+use crate::bisect::judge::{Effort, Metric, Trial};
+use crate::bisect::search::Answer;
+use crate::bisect::{Bisection, Found, bisect, page};
+use crate::case::Case;
+use crate::operator::{Operator, Profile};
+use crate::registry;
+
+/// Options of `parity bisect`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Exit codes: 0 the first bad commit (or a range of which it is one) was found, 1 the endpoints do not differ,
+2 bad usage or input, 3 the demanded backend is missing.
+
+Commits are those that changed kernels/cuda on the line of first parents. For a search that git conducts
+itself: git bisect run parity replay --kernels kernels/cuda CASE")]
+pub struct BisectArguments {
+    /// A revision whose kernels are good; on the line of first parents of the bad one
+    #[arg(long, value_name = "REV")]
+    good: String,
+    /// A later revision whose kernels are bad
+    #[arg(long, value_name = "REV")]
+    bad: String,
+    /// A case as one line of JSON, or a file with one case a line: the first that tells the endpoints apart is used
+    #[arg(long, value_name = "CASE|FILE", required_unless_present = "op", conflicts_with = "op")]
+    case: Option<String>,
+    /// Take cases of this operator's quick sweep instead
+    #[arg(long, value_name = "NAME")]
+    op: Option<String>,
+    /// Drawn cases, with --op; the sweep's own number when absent
+    #[arg(long, value_name = "N", requires = "op")]
+    cases: Option<usize>,
+    /// Seed of the drawing, with --op
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    seed: u64,
+    /// What makes a revision good or bad
+    #[arg(long, value_enum, default_value = "agree")]
+    metric: Metric,
+    /// Random schedules to run each case under, beyond the deterministic one (emulator, --metric agree)
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    schedules: u32,
+    /// Most runs of a revision before it counts as undecided (--metric time and determinism)
+    #[arg(long, default_value_t = 1024, value_name = "N")]
+    most_runs: u64,
+    /// The repository
+    #[arg(long, default_value = ".", value_name = "DIR")]
+    repo: PathBuf,
+    /// Folder for index.html, with the plot and the diff
+    #[arg(long, default_value = "reports/bisect", value_name = "DIR")]
+    out: PathBuf,
+    /// Backend to run the kernels on
+    #[arg(long, value_enum, default_value = "auto", env = "PARITY_BACKEND")]
+    backend: BackendChoice,
+}
+
+/// Bisects, prints what was found, and writes the page.
+pub fn execute(arguments: &BisectArguments) -> Result<Exit> {
+    let cases = chosen_cases(arguments)?;
+    for case in &cases {
+        registry::prepare(case)?;
+    }
+    let repository = Repository::open(&arguments.repo)?;
+    let open = || -> Result<Device> { DeviceArguments { backend: arguments.backend, kernels: None }.open() };
+    let effort = Effort { schedules: arguments.schedules, most_runs: arguments.most_runs };
+    let ends = [arguments.good.as_str(), arguments.bad.as_str()];
+    match bisect(&repository, ends, &cases, arguments.metric, effort, &open, &mut print_trial)? {
+        Found::NoDifference(reasons) => {
+            println!("{} and {} cannot be told apart:", arguments.good, arguments.bad);
+            reasons.iter().for_each(|reason| println!("  {reason}"));
+            Ok(Exit::Disagreed)
+        }
+        Found::Turn(found) => {
+            print_found(&found, &repository);
+            write_page(&found, &arguments.out)?;
+            Ok(Exit::Agreed)
+        }
+    }
+}
+
+fn chosen_cases(arguments: &BisectArguments) -> Result<Vec<Case>> {
+    match (&arguments.case, &arguments.op) {
+        (Some(case), _) => cases_of(case),
+        (None, Some(name)) => cases_of_operator(registry::find(name)?, arguments.cases, arguments.seed),
+        (None, None) => anyhow::bail!("neither --case nor --op was given"),
+    }
+}
+
+/// The operator's corners, then drawn cases.
+fn cases_of_operator(operator: &dyn Operator, count: Option<usize>, seed: u64) -> Result<Vec<Case>> {
+    let mut cases = operator.corner_cases(Profile::Quick);
+    let strategy = operator.strategy(Profile::Quick);
+    let digest = blake3::hash(&seed.to_le_bytes());
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, digest.as_bytes());
+    let mut runner = TestRunner::new_with_rng(Config::default(), rng);
+    for _ in 0..count.unwrap_or_else(|| operator.default_cases(Profile::Quick)) {
+        let tree = strategy.new_tree(&mut runner).map_err(|reason| anyhow::anyhow!("drawing a case: {reason}"))?;
+        cases.push(tree.current());
+    }
+    Ok(cases)
+}
+
+fn print_trial(commit: &Commit, trial: &Trial) {
+    println!("{:5} {} {}: {}", page::word(trial.answer), commit.short(), commit.subject, trial.note);
+}
+
+fn print_found(found: &Bisection, repository: &Repository) {
+    println!("\n{}", page::text_plot(found));
+    println!("case {}", found.case.line());
+    let first_bad = &found.line[found.turn.first_bad];
+    if found.turn.is_exact() {
+        println!("first bad commit: {} {}\n  {}", first_bad.id, first_bad.subject, first_bad.signature);
+    } else {
+        println!("the first bad commit is one of these; all but the last were skipped:");
+        for at in found.turn.last_good + 1..=found.turn.first_bad {
+            let note = found.trials.get(&at).filter(|trial| trial.answer == Answer::Skip);
+            let note = note.map_or(String::new(), |trial| format!(" ({})", trial.note));
+            println!("  {} {}{note}", found.line[at].id, found.line[at].subject);
+        }
+    }
+    if let Some(base) = repository.merge_base(first_bad) {
+        println!("it is a merge; its branch: parity bisect --good {base} --bad {}", first_bad.parents[1]);
+    }
+    println!("\n{}", found.diff);
+}
+
+fn write_page(found: &Bisection, out: &Path) -> Result<()> {
+    let path = out.join("index.html");
+    std::fs::create_dir_all(out).with_context(|| format!("--out {}", out.display()))?;
+    std::fs::write(&path, page::html(found)).with_context(|| format!("writing {}", path.display()))?;
+    println!("page: {}", path.display());
+    Ok(())
+}

@@ -1,0 +1,50 @@
+//! `parity merge`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use super::{Exit, run};
+use crate::merge::{self, Part};
+use crate::record::{Origin, Verdict};
+use crate::regressions::Regressions;
+
+/// Options of `parity merge`.
+#[derive(Debug, Args)]
+pub struct MergeArguments {
+    /// Folders that `parity run --shard I/N --out DIR` wrote, one for each shard
+    #[arg(value_name = "SHARD_DIR", required = true)]
+    shards: Vec<PathBuf>,
+    /// Folder for report.json, index.html, summary.md and records.jsonl
+    #[arg(long, default_value = "reports/latest", value_name = "DIR")]
+    out: PathBuf,
+    /// Folder of remembered failing cases, to which the shards' shrunk ones are added
+    #[arg(long, value_name = "DIR")]
+    regressions: Option<PathBuf>,
+}
+
+/// Puts shards together, or says why they are not one run; 1 when something disagrees.
+pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
+    for dir in &arguments.shards {
+        if same_folder(dir, &arguments.out) {
+            bail!("--out {} is one of the shards", arguments.out.display());
+        }
+    }
+    let parts = arguments.shards.iter().map(|dir| Part::read(dir)).collect::<Result<Vec<_>, _>>()?;
+    let report = merge::merge(parts, std::env::args().collect::<Vec<_>>().join(" "))?;
+    merge::write(&report, &arguments.out)
+        .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
+    // Shards remember nothing themselves: that would change the plan of those that start later.
+    let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
+    let regressions = Regressions::new(regressions);
+    for record in report.cases.iter().filter(|record| record.origin == Origin::Shrunk) {
+        regressions.append_record(record).context("remembering a failing case")?;
+    }
+    run::summarise(&report, &arguments.out);
+    Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
+}
+
+fn same_folder(one: &Path, other: &Path) -> bool {
+    matches!((one.canonicalize(), other.canonicalize()), (Ok(one), Ok(other)) if one == other)
+}

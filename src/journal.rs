@@ -1,0 +1,183 @@
+//! What a run set out to do and how far it has come: `plan.json` and `records.jsonl`.
+//!
+//! `plan.json` is written before the first case, `records.jsonl` grows by one line with each. A
+//! worker that is killed leaves at most one line cut short, which is taken away on `--resume`;
+//! every complete line stands. Only one run at a time writes to a folder: the records are locked, and
+//! the lock goes when the process does, however it ends.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::record::{CaseRecord, SCHEMA_VERSION};
+use crate::shard::{Identity, Remembered, Shard};
+
+/// Name of the plan's file.
+pub const PLAN: &str = "plan.json";
+
+/// Name of the records' file.
+pub const RECORDS: &str = "records.jsonl";
+
+/// `plan.json`: what has to be the same when a run is resumed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PlanRecord {
+    /// [`SCHEMA_VERSION`] of the writer.
+    pub schema_version: u32,
+    /// Which part of the plan this folder holds.
+    pub shard: Shard,
+    /// Cases of the whole plan.
+    pub planned_cases: u64,
+    /// Cases of this shard.
+    pub shard_cases: u64,
+    /// [`crate::shard::plan_digest`].
+    pub plan_digest: String,
+    /// Source, executable and machine.
+    pub identity: Identity,
+    /// The remembered cases of which the plan was made. What the run itself remembers while it goes on
+    /// must not change its plan, so a resumed run takes them from here.
+    pub remembered: Remembered,
+}
+
+/// Records of a file, and where they end.
+#[derive(Debug)]
+pub struct Records {
+    /// The complete ones.
+    pub records: Vec<CaseRecord>,
+    /// Bytes up to the end of the last complete line.
+    pub complete_bytes: u64,
+}
+
+/// Parses records, one a line. A last line without an end was cut by a kill and is left out.
+///
+/// # Errors
+/// A complete line that is no record, with its number.
+pub fn parse_records(text: &str) -> Result<Records> {
+    let complete = text.rfind('\n').map_or(0, |end| end + 1);
+    let records = text[..complete]
+        .lines()
+        .enumerate()
+        .map(|(number, line)| serde_json::from_str(line).with_context(|| format!("line {} is no record", number + 1)))
+        .collect::<Result<_>>()?;
+    Ok(Records { records, complete_bytes: complete as u64 })
+}
+
+/// The plan of a folder; `None` where no run has begun.
+///
+/// # Errors
+/// A file that cannot be read, or another version's.
+pub fn read_plan(dir: &Path) -> Result<Option<PlanRecord>> {
+    let path = dir.join(PLAN);
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error).with_context(|| format!("reading {}", path.display())),
+    };
+    let plan: PlanRecord = serde_json::from_str(&text).with_context(|| format!("{} is no plan", path.display()))?;
+    if plan.schema_version != SCHEMA_VERSION {
+        bail!("{} is of schema version {}, not {SCHEMA_VERSION}", path.display(), plan.schema_version);
+    }
+    Ok(Some(plan))
+}
+
+/// The open `records.jsonl` of a run.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    file: File,
+}
+
+impl Journal {
+    /// Begins a run in `dir`. Whatever an earlier run left there is taken away first, so that an
+    /// interrupted run cannot pass for a finished one.
+    ///
+    /// # Errors
+    /// The file system's, or another run that is writing here.
+    pub fn start(dir: &Path, plan: &PlanRecord) -> Result<Self> {
+        std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+        let journal = Self::open(dir)?;
+        for name in [PLAN, "report.json", "index.html", "summary.md"] {
+            match std::fs::remove_file(dir.join(name)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(error).with_context(|| format!("removing {}", dir.join(name).display()));
+                }
+                _ => {}
+            }
+        }
+        journal.file.set_len(0).with_context(|| format!("emptying {}", journal.path.display()))?;
+        write_plan(dir, plan).with_context(|| format!("writing {}", dir.join(PLAN).display()))?;
+        Ok(journal)
+    }
+
+    /// Continues the run in `dir`, whose plan is `before`: what it has recorded, and where to go on.
+    ///
+    /// # Errors
+    /// A plan that is not the same, records that cannot be read, or another run that is writing here.
+    pub fn resume(dir: &Path, before: &PlanRecord, plan: &PlanRecord) -> Result<(Self, Vec<CaseRecord>)> {
+        refuse_another_plan(before, plan).with_context(|| format!("{} cannot be resumed", dir.display()))?;
+        let mut journal = Self::open(dir)?;
+        let mut bytes = Vec::new();
+        journal.file.read_to_end(&mut bytes).with_context(|| format!("reading {}", journal.path.display()))?;
+        // A kill may have cut the last line within a character.
+        let complete = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+        let text = std::str::from_utf8(&bytes[..complete]).with_context(|| journal.path.display().to_string())?;
+        let records = parse_records(text).with_context(|| journal.path.display().to_string())?;
+        let cut = journal.file.set_len(records.complete_bytes);
+        cut.and_then(|()| journal.file.seek(SeekFrom::End(0)))
+            .with_context(|| format!("cutting {}", journal.path.display()))?;
+        Ok((journal, records.records))
+    }
+
+    fn open(dir: &Path) -> Result<Self> {
+        let path = dir.join(RECORDS);
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let file = file.with_context(|| format!("opening {}", path.display()))?;
+        // Where the file system knows no locks, there is nothing to wait for.
+        if matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
+            bail!("another run is writing to {}", dir.display());
+        }
+        Ok(Self { path, file })
+    }
+
+    /// Where the records are.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Adds one record, in one write.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn append(&mut self, record: &CaseRecord) -> io::Result<()> {
+        let mut line = serde_json::to_vec(record)?;
+        line.push(b'\n');
+        self.file.write_all(&line)
+    }
+}
+
+/// Whole or not at all, because a resumed run believes it.
+fn write_plan(dir: &Path, plan: &PlanRecord) -> io::Result<()> {
+    let unfinished = dir.join(format!("{PLAN}.unfinished"));
+    std::fs::write(&unfinished, serde_json::to_vec(plan)?)?;
+    std::fs::rename(unfinished, dir.join(PLAN))
+}
+
+fn refuse_another_plan(before: &PlanRecord, now: &PlanRecord) -> Result<()> {
+    if before.shard != now.shard {
+        bail!("it is shard {}, not {}", before.shard, now.shard);
+    }
+    if let Some((what, there, here)) = before.identity.difference(&now.identity) {
+        bail!("its {what} was {there}, and is {here} now");
+    }
+    if before.plan_digest != now.plan_digest {
+        bail!(
+            "it was planned with other arguments: --ops, --profile, --cases, --seed, --schedules and --costs \
+             must be the same (plan {}, not {})",
+            before.plan_digest,
+            now.plan_digest
+        );
+    }
+    Ok(())
+}

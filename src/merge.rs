@@ -1,0 +1,311 @@
+//! Shards put together again.
+//!
+//! A merge believes nothing about how the shards were started: it works from their records alone, and
+//! refuses unless they show that every case of one plan ran exactly once, in one revision, with one set
+//! of kernels, on one kind of device. In the end it computes the plan's digest again from the
+//! merged cases ([`crate::shard::plan_digest`]).
+
+use std::io::{BufWriter, Write as _};
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+use crate::journal;
+use crate::record::{CaseRecord, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip};
+use crate::report;
+use crate::shard::{self, Identity, RunArguments};
+
+/// How many cases an error names before it only counts them.
+const NAMED: usize = 5;
+
+/// Why shards cannot be merged.
+#[derive(Debug, Error)]
+pub enum MergeError {
+    /// No folder was given.
+    #[error("there is nothing to merge")]
+    Nothing,
+    /// A folder without a report that can be read.
+    #[error("{}: {reason}", dir.display())]
+    Unreadable {
+        /// The folder.
+        dir: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A worker was killed, or is still at work.
+    #[error("{}: shard {shard} is unfinished ({done} of {cases} cases); `parity run … --resume` continues it", dir.display())]
+    Unfinished {
+        /// The folder.
+        dir: PathBuf,
+        /// Which shard.
+        shard: shard::Shard,
+        /// Cases that are recorded.
+        done: usize,
+        /// Cases that it has.
+        cases: u64,
+    },
+    /// Parts of unlike runs.
+    #[error("shards of unlike runs: the {what} is {first} in {} and {second} in {}", first_dir.display(), second_dir.display())]
+    Mixed {
+        /// What is unlike.
+        what: &'static str,
+        /// One value.
+        first: String,
+        /// Where.
+        first_dir: PathBuf,
+        /// The other.
+        second: String,
+        /// Where.
+        second_dir: PathBuf,
+    },
+    /// Something ran twice.
+    #[error("overlap: {0}")]
+    Overlap(String),
+    /// Something never ran.
+    #[error("gap: {0}")]
+    Gap(String),
+    /// The records are not those of the plan.
+    #[error("the merged cases are not the planned ones: {0}")]
+    NotThePlan(String),
+}
+
+/// One shard's folder.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// The folder.
+    pub dir: PathBuf,
+    /// Its report.
+    pub report: Report,
+    /// Which part of the plan it is.
+    pub shard: ShardRecord,
+}
+
+impl Part {
+    /// Reads `report.json` of a folder.
+    ///
+    /// # Errors
+    /// A run that is not finished, a report that cannot be read, or one that is no shard.
+    pub fn read(dir: &Path) -> Result<Self, MergeError> {
+        let unreadable = |reason: String| MergeError::Unreadable { dir: dir.to_owned(), reason };
+        let path = dir.join("report.json");
+        if !path.is_file() {
+            return Err(unfinished(dir).unwrap_or_else(|| unreadable("no report.json and no plan.json".into())));
+        }
+        let text = std::fs::read_to_string(&path).map_err(|e| unreadable(format!("report.json: {e}")))?;
+        let report: Report = serde_json::from_str(&text).map_err(|e| unreadable(format!("report.json: {e}")))?;
+        if report.schema_version != SCHEMA_VERSION {
+            return Err(unreadable(format!("schema version {}, not {SCHEMA_VERSION}", report.schema_version)));
+        }
+        Self::new(dir, report)
+    }
+
+    /// A report as one part.
+    ///
+    /// # Errors
+    /// A report that is no shard, or several already.
+    pub fn new(dir: &Path, report: Report) -> Result<Self, MergeError> {
+        let reason = match report.shards.as_slice() {
+            [shard] => return Ok(Self { dir: dir.to_owned(), shard: shard.clone(), report }),
+            [] => "the report does not say which shard it is".to_owned(),
+            several => format!("{} shards have been merged here already", several.len()),
+        };
+        Err(MergeError::Unreadable { dir: dir.to_owned(), reason })
+    }
+
+    fn identity(&self) -> Identity {
+        Identity {
+            revision: self.report.revision.clone(),
+            executable_digest: self.shard.executable_digest.clone(),
+            environment: self.report.environment.clone(),
+        }
+    }
+}
+
+/// What is known of a folder whose run did not end.
+fn unfinished(dir: &Path) -> Option<MergeError> {
+    let plan = journal::read_plan(dir).ok()??;
+    let text = std::fs::read(dir.join(journal::RECORDS)).unwrap_or_default();
+    let records = journal::parse_records(&String::from_utf8_lossy(&text)).ok()?.records;
+    let done = records.iter().filter(|record| record.origin != Origin::Shrunk).count();
+    Some(MergeError::Unfinished { dir: dir.to_owned(), shard: plan.shard, done, cases: plan.shard_cases })
+}
+
+/// The report of the whole run.
+///
+/// # Errors
+/// Parts of unlike runs, gaps and overlaps between shards or between their cases, and cases that are
+/// not those of the plan.
+pub fn merge(mut parts: Vec<Part>, command: String) -> Result<Report, MergeError> {
+    let Some(first) = parts.first() else { return Err(MergeError::Nothing) };
+    for part in &parts[1..] {
+        refuse_another_run(first, part)?;
+    }
+    parts.sort_by_key(|part| part.shard.index);
+    refuse_gaps_and_overlaps_of_shards(&parts)?;
+    refuse_gaps_and_overlaps_of_cases(&parts)?;
+    refuse_changed_cases(&parts)?;
+    Ok(join(&parts, command))
+}
+
+fn refuse_another_run(first: &Part, second: &Part) -> Result<(), MergeError> {
+    let entry = |what, one: &dyn ToString, other: &dyn ToString| (what, one.to_string(), other.to_string());
+    let (one, other) = (&first.shard, &second.shard);
+    let difference = first.identity().difference(&second.identity()).or_else(|| {
+        let entries = [
+            entry("number of shards", &one.count, &other.count),
+            entry("plan", &one.plan_digest, &other.plan_digest),
+            entry("number of planned cases", &one.planned_cases, &other.planned_cases),
+        ];
+        entries.into_iter().find(|(_, one, other)| one != other)
+    });
+    match difference {
+        None => Ok(()),
+        Some((what, one, other)) => Err(MergeError::Mixed {
+            what,
+            first: one,
+            first_dir: first.dir.clone(),
+            second: other,
+            second_dir: second.dir.clone(),
+        }),
+    }
+}
+
+/// `parts` are sorted by index, and agree on the count.
+fn refuse_gaps_and_overlaps_of_shards(parts: &[Part]) -> Result<(), MergeError> {
+    for pair in parts.windows(2) {
+        if pair[0].shard.index == pair[1].shard.index {
+            let (one, other) = (pair[0].dir.display(), pair[1].dir.display());
+            return Err(MergeError::Overlap(format!("{one} and {other} are both shard {}", pair[0].shard.index)));
+        }
+    }
+    let count = parts[0].shard.count;
+    let present = |index: &u32| parts.binary_search_by_key(index, |part| part.shard.index).is_ok();
+    let missing: Vec<String> = (0..count).filter(|index| !present(index)).map(|index| index.to_string()).collect();
+    match missing.len() {
+        0 if parts.len() == count as usize => Ok(()),
+        0 => Err(MergeError::Overlap(format!("{} shards of {count}", parts.len()))),
+        number => {
+            let named = missing[..number.min(NAMED)].join(", ");
+            Err(MergeError::Gap(format!("{number} of {count} shards are missing: {named}{}", more(number))))
+        }
+    }
+}
+
+fn more(number: usize) -> String {
+    if number > NAMED { format!(" and {} more", number - NAMED) } else { String::new() }
+}
+
+fn refuse_gaps_and_overlaps_of_cases(parts: &[Part]) -> Result<(), MergeError> {
+    let planned = parts[0].shard.planned_cases;
+    let mut numbers = Vec::new();
+    for part in parts {
+        for record in &part.report.cases {
+            match record.plan_number {
+                Some(number) if number < planned => {
+                    if record.origin != Origin::Shrunk {
+                        numbers.push((number, &part.dir));
+                    }
+                }
+                number => {
+                    let number = number.map_or("none".to_owned(), |number| number.to_string());
+                    let dir = part.dir.display();
+                    return Err(MergeError::NotThePlan(format!("plan number {number} of {planned} in {dir}")));
+                }
+            }
+        }
+    }
+    numbers.sort();
+    if let Some(pair) = numbers.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        let (one, other) = (pair[0].1.display(), pair[1].1.display());
+        return Err(MergeError::Overlap(format!("case {} ran in {one} and in {other}", pair[0].0)));
+    }
+    let ran = |number: &u64| numbers.binary_search_by_key(number, |&(number, _)| number).is_ok();
+    let missing: Vec<String> = (0..planned).filter(|number| !ran(number)).map(|number| number.to_string()).collect();
+    match missing.len() {
+        0 => Ok(()),
+        number => {
+            let named = missing[..number.min(NAMED)].join(", ");
+            Err(MergeError::Gap(format!("{number} of {planned} cases did not run: {named}{}", more(number))))
+        }
+    }
+}
+
+fn refuse_changed_cases(parts: &[Part]) -> Result<(), MergeError> {
+    let ShardRecord { count, plan_digest, .. } = &parts[0].shard;
+    let mut cases: Vec<_> = parts
+        .iter()
+        .flat_map(|part| part.report.cases.iter().map(|record| (part.shard.index, record)))
+        .filter(|(_, record)| record.origin != Origin::Shrunk)
+        .collect();
+    cases.sort_by_key(|(_, record)| record.plan_number);
+    let cases = cases.into_iter().map(|(shard, record)| (record.origin, shard, &record.case));
+    let Report { profile, seed, schedules, .. } = &parts[0].report;
+    let run = RunArguments { profile, seed: *seed, schedules: *schedules };
+    let digest = shard::plan_digest(run, *count, cases);
+    if digest == *plan_digest {
+        return Ok(());
+    }
+    Err(MergeError::NotThePlan(format!("their digest is {digest}, the plan's {plan_digest}")))
+}
+
+/// `parts` are the whole run, sorted by index.
+fn join(parts: &[Part], command: String) -> Report {
+    let mut report = Report {
+        command,
+        started_unix: parts.iter().map(|part| part.report.started_unix).min().unwrap_or_default(),
+        seconds: parts.iter().map(|part| part.report.seconds).sum(),
+        shards: parts.iter().map(|part| part.shard.clone()).collect(),
+        cases: parts.iter().flat_map(|part| part.report.cases.iter().cloned()).collect(),
+        ..parts[0].report.clone()
+    };
+    // Stable: a shrunk case stays behind the one that it came from.
+    report.cases.sort_by_key(|record| record.plan_number);
+    for other in parts[1..].iter().map(|part| &part.report) {
+        report.ceilings = report.ceilings.or(other.ceilings);
+        add_absent(&mut report.benchmarks, &other.benchmarks, |one, other| one.id == other.id);
+        add_absent(&mut report.mutants, &other.mutants, |one, other| one.id == other.id);
+        add_skips(&mut report.skips, &other.skips);
+    }
+    report
+}
+
+fn add_absent<T: Clone>(items: &mut Vec<T>, others: &[T], same: impl Fn(&T, &T) -> bool) {
+    for other in others {
+        if !items.iter().any(|item| same(item, other)) {
+            items.push(other.clone());
+        }
+    }
+}
+
+/// A skip says something of the run, so each shard says it again: it is counted once.
+fn add_skips(skips: &mut Vec<Skip>, others: &[Skip]) {
+    for other in others {
+        match skips.iter_mut().find(|skip| (&skip.what, &skip.why) == (&other.what, &other.why)) {
+            Some(skip) => skip.count = skip.count.max(other.count),
+            None => skips.push(other.clone()),
+        }
+    }
+}
+
+/// Writes the four files that a run writes: `report.json`, `index.html`, `summary.md`, `records.jsonl`.
+///
+/// # Errors
+/// The file system's.
+pub fn write(report: &Report, dir: &Path) -> std::io::Result<()> {
+    report::write_all(report, dir)?;
+    write_records(&report.cases, &dir.join(journal::RECORDS))?;
+    // A plan that an earlier run left here is not that of these records.
+    match std::fs::remove_file(dir.join(journal::PLAN)) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+fn write_records(records: &[CaseRecord], path: &Path) -> std::io::Result<()> {
+    let mut file = BufWriter::new(std::fs::File::create(path)?);
+    for record in records {
+        serde_json::to_writer(&mut file, record)?;
+        file.write_all(b"\n")?;
+    }
+    file.flush()
+}

@@ -1,0 +1,306 @@
+//! One sweep over many workers.
+//!
+//! Every worker enumerates the same [`Plan`] (remembered cases, corners, drawn cases of every operator)
+//! from the same arguments, divides it in the same way, and runs the part that is its own. No worker
+//! talks to another. What each of them leaves behind is put together by [`crate::merge`], which
+//! proves from the records that every case of the plan ran exactly once.
+//!
+//! The division balances recorded costs: longest processing time first, which is never more than a
+//! third above the best division there is. Costs come from `--costs FILE`, a `report.json` or
+//! `records.jsonl` of an earlier run; a case that is not in it costs what its operator costs on
+//! average, and without a file all cost the same. Every worker must be given the same file: the
+//! division is part of the plan's digest, and a merge of different plans is refused.
+//!
+//! # On a Slurm cluster
+//!
+//! `fixtures/sharding/parity.sbatch` is a job array, one task for each shard; what stands after the
+//! script's name goes to `parity run`:
+//!
+//! ```text
+//! export PARITY=$PWD/target/release/parity PARITY_OUT=$PWD/shards
+//! array=$(sbatch --parsable --array=0-7 fixtures/sharding/parity.sbatch --profile full)
+//! sbatch --dependency=afterany:$array --wrap="$PARITY merge $PARITY_OUT/shard-* --out reports/latest"
+//! ```
+//!
+//! Tasks are requeued after a node failure or a preemption, and `--resume` continues where the last
+//! complete record ends. To run one task again by hand, say how many shards there are, because
+//! Slurm then counts one: `PARITY_SHARDS=8 sbatch --array=3 …`.
+//!
+//! # On GitHub
+//!
+//! `fixtures/sharding/github-matrix.yml` is a workflow: one job builds, a matrix of jobs runs the
+//! shards with that one executable, and the last job merges what they uploaded. A disagreement fails
+//! its shard's job, and the merge still runs: it says which shards are missing, if any.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+use anyhow::{Context, Result, bail};
+use dsv4_kernels::runtime::{BackendKind, Environment};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::case::{Case, CaseError};
+use crate::journal;
+use crate::operator::Operator;
+use crate::record::{CaseRecord, Origin, Revision};
+use crate::sweep::{self, PlannedCase, SweepOptions};
+
+/// Which part of a run: `index` of `count`, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shard {
+    /// Which one, below `count`.
+    pub index: u32,
+    /// How many there are.
+    pub count: u32,
+}
+
+impl Shard {
+    /// The whole run.
+    pub const WHOLE: Self = Self { index: 0, count: 1 };
+}
+
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.index, self.count)
+    }
+}
+
+impl FromStr for Shard {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parsed = text.split_once('/').and_then(|(index, count)| {
+            Some(Self { index: index.trim().parse().ok()?, count: count.trim().parse().ok()? })
+        });
+        match parsed {
+            Some(shard) if shard.index < shard.count => Ok(shard),
+            Some(shard) => {
+                Err(format!("shards are counted from 0, so {} shards have no number {}", shard.count, shard.index))
+            }
+            None => Err("a shard is I/N, such as 0/4".into()),
+        }
+    }
+}
+
+/// Every case of a run, and which shard runs it.
+pub struct Plan {
+    /// All cases, in the order in which one worker would run them.
+    pub cases: Vec<PlannedCase>,
+    /// For each of them, the index of its shard.
+    pub shard_of: Vec<u32>,
+    /// [`plan_digest`] of both.
+    pub digest: String,
+}
+
+/// Remembered cases, by operator.
+pub type Remembered = BTreeMap<String, Vec<Case>>;
+
+impl Plan {
+    /// Enumerates the cases of a run and divides them by `count`.
+    ///
+    /// # Errors
+    /// A case that cannot be drawn, or more shards than cases.
+    pub fn new(
+        operators: &[&dyn Operator],
+        remembered: &Remembered,
+        options: &SweepOptions,
+        count: u32,
+        costs: &Costs,
+    ) -> Result<Self> {
+        let mut cases = Vec::new();
+        for operator in operators {
+            let remembered = remembered.get(&operator.describe().name).cloned().unwrap_or_default();
+            cases.extend(sweep::plan(*operator, remembered, options)?);
+        }
+        // An empty part would have compared nothing, which must never count as agreement.
+        if count > 1 && cases.len() < count as usize {
+            bail!("{} cases cannot be divided by {count} shards", cases.len());
+        }
+        let values: Vec<Value> = cases.iter().map(|planned| json(&planned.case)).collect::<Result<_, _>>()?;
+        let shard_of = divide(&values.iter().map(|case| costs.of(case)).collect::<Vec<_>>(), count);
+        let entries = cases.iter().zip(&shard_of).zip(&values);
+        let entries = entries.map(|((planned, &shard), case)| (planned.origin, shard, case));
+        let run =
+            RunArguments { profile: options.profile.name(), seed: options.seed, schedules: options.checks.schedules };
+        let digest = plan_digest(run, count, entries);
+        Ok(Self { cases, shard_of, digest })
+    }
+}
+
+fn json(case: &Case) -> Result<Value, CaseError> {
+    serde_json::to_value(case).map_err(|e| CaseError::Malformed(e.to_string()))
+}
+
+/// What decides how a case is judged, beside the case itself.
+#[derive(Clone, Copy, Debug)]
+pub struct RunArguments<'a> {
+    /// Name of the profile.
+    pub profile: &'a str,
+    /// Seed of the sweep.
+    pub seed: u64,
+    /// Random schedules for each case.
+    pub schedules: u32,
+}
+
+/// blake3 over the arguments and, for each case in order, its origin, its shard and its JSON.
+///
+/// A merge computes it again from the merged records, so two workers that planned differently, and
+/// a record that was changed or put elsewhere, are both seen.
+pub fn plan_digest<'a>(
+    run: RunArguments<'_>,
+    count: u32,
+    cases: impl Iterator<Item = (Origin, u32, &'a Value)>,
+) -> String {
+    let mut hasher = blake3::Hasher::new();
+    let mut line = |text: String| {
+        hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+    };
+    line(format!("{} {} {} {count}", run.profile, run.seed, run.schedules));
+    for (origin, shard, case) in cases {
+        line(format!("{origin:?} {shard} {case}"));
+    }
+    hasher.finalize().to_hex().to_string()
+}
+
+/// Divides cases by their costs, in any unit: the dearest first, each to the shard with the least so
+/// far, and to the first of several. With no more shards than cases, none stays empty.
+pub fn divide(costs: &[u64], count: u32) -> Vec<u32> {
+    let mut dearest_first: Vec<usize> = (0..costs.len()).collect();
+    dearest_first.sort_by_key(|&case| (Reverse(costs[case]), case));
+    let mut least_loaded: BinaryHeap<Reverse<(u64, u32)>> = (0..count).map(|shard| Reverse((0, shard))).collect();
+    let mut shard_of = vec![0; costs.len()];
+    for case in dearest_first {
+        let Some(Reverse((load, shard))) = least_loaded.pop() else { break };
+        shard_of[case] = shard;
+        // A case that cost nothing measurable still takes its place.
+        least_loaded.push(Reverse((load.saturating_add(costs[case].max(1)), shard)));
+    }
+    shard_of
+}
+
+/// Mean of some costs in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    sum: u64,
+    number: u64,
+}
+
+impl Mean {
+    fn add(&mut self, nanoseconds: u64) {
+        self.sum = self.sum.saturating_add(nanoseconds);
+        self.number += 1;
+    }
+
+    fn value(self) -> u64 {
+        self.sum / self.number.max(1)
+    }
+}
+
+/// What cases cost in an earlier run.
+///
+/// Whole nanoseconds, so that sums are the same on every worker.
+#[derive(Clone, Debug, Default)]
+pub struct Costs {
+    cases: HashMap<String, Mean>,
+    operators: HashMap<String, Mean>,
+    all: Mean,
+}
+
+impl Costs {
+    /// The costs in a `report.json` or a `records.jsonl`.
+    ///
+    /// # Errors
+    /// A file that cannot be read, that is neither, or that holds no case.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).with_context(|| format!("reading costs from {}", path.display()))?;
+        let report: Result<Cases, _> = serde_json::from_str(&text);
+        let records = match report {
+            Ok(report) => report.cases,
+            Err(_) => journal::parse_records(&text).with_context(|| format!("costs in {}", path.display()))?.records,
+        };
+        if records.is_empty() {
+            bail!("{} holds no case whose cost is known", path.display());
+        }
+        Ok(Self::from_records(&records))
+    }
+
+    /// The costs of these records: kernel and oracle seconds.
+    pub fn from_records(records: &[CaseRecord]) -> Self {
+        let mut costs = Self::default();
+        for record in records {
+            // `as` saturates, and makes nothing of NaN and of negative times.
+            let nanoseconds = ((record.kernel_seconds + record.oracle_seconds) * 1e9) as u64;
+            costs.cases.entry(record.case.to_string()).or_default().add(nanoseconds);
+            costs.operators.entry(record.operator.clone()).or_default().add(nanoseconds);
+            costs.all.add(nanoseconds);
+        }
+        costs
+    }
+
+    /// Nanoseconds of a case: its own, or its operator's mean, or the mean of all; 1 if nothing is known.
+    pub fn of(&self, case: &Value) -> u64 {
+        let operator = case.get("operator").and_then(Value::as_str).unwrap_or_default();
+        let known = self.cases.get(&case.to_string()).or_else(|| self.operators.get(operator));
+        known.copied().unwrap_or(self.all).value().max(1)
+    }
+}
+
+/// The part of a report in which costs are.
+#[derive(Deserialize)]
+struct Cases {
+    cases: Vec<CaseRecord>,
+}
+
+/// What has to be the same in all parts of one run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Identity {
+    /// The source under test.
+    pub revision: Revision,
+    /// blake3 of the executable; `unknown` where it could not be read.
+    pub executable_digest: String,
+    /// What it ran on.
+    pub environment: Environment,
+}
+
+impl Identity {
+    /// What is different, as `thing, here, there`; `None` when both can be parts of one run.
+    ///
+    /// Two emulators on unlike processors compute the same; two kinds of GPU need not, and their
+    /// times mean different things. Executables are compared only where the commit does not say
+    /// which source they are of, because builds of one commit on two machines may differ in bytes.
+    pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        let commit = |revision: &Revision| {
+            format!("{}{}", revision.commit, if revision.dirty { " with uncommitted changes" } else { "" })
+        };
+        let backend = |environment: &Environment| match environment.backend {
+            BackendKind::Cuda => format!("cuda on {} ({})", environment.device, environment.target),
+            BackendKind::Emulator => "emulator".to_owned(),
+        };
+        let (here, there) = (&self.revision, &other.revision);
+        let unnamed = here.dirty || here.commit == "unknown";
+        let executable = |identity: &Self| if unnamed { identity.executable_digest.clone() } else { String::new() };
+        [
+            ("revision", commit(here), commit(there)),
+            ("kernels", here.kernels_digest.clone(), there.kernels_digest.clone()),
+            ("executable", executable(self), executable(other)),
+            ("backend", backend(&self.environment), backend(&other.environment)),
+        ]
+        .into_iter()
+        .find(|(_, here, there)| here != there)
+    }
+}
+
+/// blake3 of the running executable, `unknown` where it cannot be read.
+pub fn executable_digest() -> String {
+    // The link leads to the running file even after a rebuild has replaced it.
+    let file = std::fs::File::open("/proc/self/exe").or_else(|_| std::env::current_exe().and_then(std::fs::File::open));
+    let mut hasher = blake3::Hasher::new();
+    match file.and_then(|file| hasher.update_reader(file).map(|_| ())) {
+        Ok(()) => hasher.finalize().to_hex().to_string(),
+        Err(_) => "unknown".into(),
+    }
+}

@@ -1,0 +1,397 @@
+//! One run over many workers: the division, killed workers, and what a merge refuses.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use dsv4_kernels::runtime::BackendKind;
+use dsv4_parity::merge::{self, MergeError, Part};
+use dsv4_parity::record::{CaseRecord, Origin, Report, Verdict};
+use dsv4_parity::shard::{self, Costs, Shard};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::command_line::{self, MEAN, Output, Parity};
+use crate::support;
+
+// ---------------------------------------------------------------- helpers
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+fn report(dir: &Path) -> Report {
+    serde_json::from_str(&read(&dir.join("report.json"))).expect("the report parses")
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// `parity run` into `dir/name`, with remembered cases in `dir/regressions`.
+fn run_arguments(dir: &Path, name: &str, arguments: &[&str]) -> Vec<String> {
+    let (out, regressions) = (text(&dir.join(name)), text(&dir.join("regressions")));
+    let backend = support::backend().to_string();
+    let fixed = ["run", "--backend", &backend, "--out", &out, "--regressions", &regressions];
+    [&fixed[..], arguments].concat().iter().map(|&argument| argument.to_owned()).collect()
+}
+
+fn parity(arguments: &[String]) -> Output {
+    Parity::new(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).run()
+}
+
+fn run(dir: &Path, name: &str, arguments: &[&str]) -> Output {
+    parity(&run_arguments(dir, name, arguments))
+}
+
+fn merge_into(dir: &Path, out: &str, shards: &[&str]) -> Output {
+    let mut arguments = vec!["merge".to_owned()];
+    arguments.extend(shards.iter().map(|name| text(&dir.join(name))));
+    arguments.extend(["--out".into(), text(&dir.join(out))]);
+    arguments.extend(["--regressions".into(), text(&dir.join("regressions"))]);
+    parity(&arguments)
+}
+
+/// All of the records but the times, which no two runs share.
+pub fn without_times(cases: &[CaseRecord]) -> Vec<Value> {
+    let timeless = |case: &CaseRecord| CaseRecord { kernel_seconds: 0.0, oracle_seconds: 0.0, ..case.clone() };
+    cases.iter().map(|case| serde_json::to_value(timeless(case)).expect("JSON")).collect()
+}
+
+/// The same run whole and in three shards, divided by the costs of the whole one; made once.
+fn divided() -> &'static Path {
+    static DIVIDED: OnceLock<TempDir> = OnceLock::new();
+    let dir = DIVIDED.get_or_init(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let arguments = ["--ops", "rope,rms_norm", "--cases", "2", "--seed", "5"];
+        run(dir.path(), "whole", &arguments).assert_code(0);
+        let costs = text(&dir.path().join("whole/report.json"));
+        for shard in ["0/3", "1/3", "2/3"] {
+            let shard_arguments = [&arguments[..], &["--shard", shard, "--costs", &costs]].concat();
+            run(dir.path(), &shard[..1], &shard_arguments).assert_code(0);
+        }
+        dir
+    });
+    dir.path()
+}
+
+fn parts() -> Vec<Part> {
+    ["0", "1", "2"].iter().map(|name| Part::read(&divided().join(name)).expect("a shard")).collect()
+}
+
+/// What merging says after `change` was done to the parts.
+fn refusal(change: impl FnOnce(&mut Vec<Part>)) -> MergeError {
+    let mut parts = parts();
+    change(&mut parts);
+    merge::merge(parts, String::new()).expect_err("the merge is refused")
+}
+
+// ---------------------------------------------------------------- the division
+
+#[test]
+fn shards_are_counted_from_zero() {
+    assert_eq!("0/1".parse(), Ok(Shard::WHOLE));
+    assert_eq!("3/4".parse(), Ok(Shard { index: 3, count: 4 }));
+    assert_eq!(Shard { index: 3, count: 4 }.to_string(), "3/4");
+    for wrong in ["4/4", "0/0", "-1/4", "1", "1/", "/4", "1/4/4", "one/4", ""] {
+        assert!(wrong.parse::<Shard>().is_err(), "`{wrong}` is no shard");
+    }
+}
+
+#[test]
+fn a_division_balances_costs_and_leaves_no_shard_empty() {
+    assert_eq!(shard::divide(&[1, 1, 1, 9, 1, 1, 1, 1, 1, 1], 2), [1, 1, 1, 0, 1, 1, 1, 1, 1, 1]);
+    assert_eq!(shard::divide(&[5, 5, 5, 5], 2), [0, 1, 0, 1], "equal costs are dealt out in turn");
+    assert_eq!(shard::divide(&[0, 0, 0], 3), [0, 1, 2], "cases that cost nothing are dealt out too");
+    assert_eq!(shard::divide(&[u64::MAX, u64::MAX, u64::MAX], 2), [0, 1, 0], "costs saturate");
+    for count in 1..9u32 {
+        // Costs over five orders of magnitude, as those of cases are.
+        let costs: Vec<u64> = (1..60u64).map(|i| (i * 7919 % 61).pow(3)).collect();
+        let mut loads = vec![0u64; count as usize];
+        for (cost, shard) in costs.iter().zip(shard::divide(&costs, count)) {
+            loads[shard as usize] += cost;
+        }
+        let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
+        assert!(*least > 0);
+        // Otherwise the last case of the fullest shard would have gone elsewhere.
+        assert!(most - least <= *costs.iter().max().unwrap(), "{loads:?}");
+    }
+}
+
+#[test]
+fn a_case_costs_what_was_recorded_and_an_unknown_one_its_operators_mean() {
+    let mut record = report(&divided().join("0")).cases[0].clone();
+    let mut records = Vec::new();
+    for (operator, width, seconds) in [("a", 1, 1.0), ("a", 2, 3.0), ("b", 1, 5.0)] {
+        record.operator = operator.into();
+        record.case = json!({ "operator": operator, "width": width });
+        (record.kernel_seconds, record.oracle_seconds) = (seconds, seconds);
+        records.push(record.clone());
+    }
+    let costs = Costs::from_records(&records);
+    let cost = |case: Value| costs.of(&case) as f64 / 1e9;
+    assert_eq!(cost(json!({ "operator": "a", "width": 2 })), 6.0);
+    assert_eq!(cost(json!({ "width": 2, "operator": "a" })), 6.0);
+    assert_eq!(cost(json!({ "operator": "a", "width": 9 })), 4.0);
+    assert_eq!(cost(json!({ "operator": "c", "width": 1 })), 6.0);
+    assert_eq!(Costs::default().of(&json!({ "operator": "a" })), 1);
+}
+
+#[test]
+fn costs_are_read_from_reports_and_from_records_whose_last_line_was_cut() {
+    let dir = tempfile::tempdir().unwrap();
+    let case = report(&divided().join("whole")).cases[0].case.clone();
+    let expected = Costs::read(&divided().join("whole/report.json")).unwrap().of(&case);
+    assert!(expected > 1);
+    let records = read(&divided().join("whole/records.jsonl"));
+    let file = dir.path().join("records.jsonl");
+    std::fs::write(&file, format!("{records}{}", &records[..40])).unwrap();
+    assert_eq!(Costs::read(&file).unwrap().of(&case), expected);
+    for (wrong, why) in [("", "holds no case"), ("{}\n", "line 1")] {
+        std::fs::write(&file, wrong).unwrap();
+        let error = Costs::read(&file).expect_err("no costs");
+        assert!(format!("{error:#}").contains(why), "{error:#}");
+    }
+    let arguments = ["--shard", "0/2", "--costs", "/nonexistent/costs.json"];
+    run(dir.path(), "out", &arguments).assert_bad_input(&["/nonexistent/costs.json"]);
+}
+
+#[test]
+fn more_shards_than_cases_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--ops", "rope", "--cases", "0", "--shard", "0/1000"];
+    run(dir.path(), "out", &arguments).assert_bad_input(&["1000 shards"]);
+    assert!(!dir.path().join("out").exists());
+}
+
+// ---------------------------------------------------------------- the merge
+
+#[test]
+fn merged_shards_are_the_run_that_was_not_divided() {
+    let dir = divided();
+    merge_into(dir, "merged", &["2", "0", "1"]).assert_code(0);
+    let (whole, merged) = (report(&dir.join("whole")), report(&dir.join("merged")));
+    assert_eq!(without_times(&merged.cases), without_times(&whole.cases));
+    assert_eq!((&merged.revision, &merged.operators), (&whole.revision, &whole.operators));
+    assert_eq!(merged.skips, whole.skips, "a skip of the run is counted once");
+    assert_eq!(merged.shards.iter().map(|shard| shard.index).collect::<Vec<_>>(), [0, 1, 2]);
+    let parts = parts();
+    assert!(parts.iter().all(|part| part.report.cases.len() < whole.cases.len()));
+    assert_eq!(merged.seconds, parts.iter().map(|part| part.report.seconds).sum::<f64>());
+    assert_eq!(read(&dir.join("merged/records.jsonl")).lines().count(), merged.cases.len());
+    for file in ["index.html", "summary.md"] {
+        assert!(read(&dir.join("merged").join(file)).contains("rope"), "{file} does not mention the operator");
+    }
+}
+
+#[test]
+fn a_merge_refuses_missing_and_repeated_shards() {
+    let gap = refusal(|parts| drop(parts.remove(1)));
+    assert!(matches!(&gap, MergeError::Gap(what) if what == "1 of 3 shards are missing: 1"), "{gap}");
+    let overlap = refusal(|parts| parts.push(parts[2].clone()));
+    assert!(matches!(&overlap, MergeError::Overlap(what) if what.contains("are both shard 2")), "{overlap}");
+    assert!(matches!(merge::merge(Vec::new(), String::new()), Err(MergeError::Nothing)));
+}
+
+#[test]
+fn a_merge_refuses_missing_repeated_and_foreign_cases() {
+    let lost = refusal(|parts| drop(parts[1].report.cases.pop()));
+    assert!(matches!(&lost, MergeError::Gap(what) if what.contains("1 of")), "{lost}");
+    let twice = refusal(|parts| {
+        let case = parts[0].report.cases[0].clone();
+        parts[1].report.cases.push(case);
+    });
+    assert!(matches!(&twice, MergeError::Overlap(what) if what.contains("ran in")), "{twice}");
+    let foreign = refusal(|parts| parts[0].report.cases[0].plan_number = None);
+    assert!(matches!(&foreign, MergeError::NotThePlan(what) if what.contains("plan number none")), "{foreign}");
+    let beyond = refusal(|parts| parts[0].report.cases[0].plan_number = Some(1_000_000));
+    assert!(matches!(&beyond, MergeError::NotThePlan(what) if what.contains("1000000")), "{beyond}");
+}
+
+#[test]
+fn a_merge_refuses_cases_that_were_changed_or_moved() {
+    let changed = refusal(|parts| parts[0].report.cases[0].case["seed"] = json!(123_456));
+    assert!(matches!(changed, MergeError::NotThePlan(_)), "{changed}");
+    let moved = refusal(|parts| {
+        let case = parts[2].report.cases.pop().expect("a case");
+        parts[0].report.cases.push(case);
+    });
+    assert!(matches!(moved, MergeError::NotThePlan(_)), "{moved}");
+}
+
+#[test]
+fn a_merge_refuses_shards_of_unlike_runs() {
+    let mixed = |what: &str, change: fn(&mut Part)| {
+        let error = refusal(|parts| change(&mut parts[1]));
+        assert!(matches!(&error, MergeError::Mixed { what: seen, .. } if *seen == what), "{what}: {error}");
+    };
+    mixed("revision", |part| part.report.revision.commit = "another".into());
+    mixed("revision", |part| part.report.revision.dirty ^= true);
+    mixed("kernels", |part| part.report.revision.kernels_digest = "another".into());
+    mixed("backend", |part| {
+        part.report.environment.backend = match part.report.environment.backend {
+            BackendKind::Cuda => BackendKind::Emulator,
+            BackendKind::Emulator => BackendKind::Cuda,
+        };
+    });
+    mixed("plan", |part| part.shard.plan_digest = "another".into());
+    mixed("number of shards", |part| part.shard.count = 4);
+    mixed("number of planned cases", |part| part.shard.planned_cases += 1);
+}
+
+#[test]
+fn executables_are_compared_where_the_commit_does_not_name_the_source() {
+    let with = |dirty: bool| {
+        let mut parts = parts();
+        for part in &mut parts {
+            part.report.revision.dirty = dirty;
+            part.report.revision.commit = "c0ffee".into();
+        }
+        parts[1].shard.executable_digest = "another".into();
+        merge::merge(parts, String::new())
+    };
+    assert!(matches!(with(true), Err(MergeError::Mixed { what: "executable", .. })));
+    assert!(with(false).is_ok());
+}
+
+#[test]
+fn a_refused_merge_is_bad_input_and_writes_nothing() {
+    let dir = divided();
+    merge_into(dir, "refused", &["0", "2"]).assert_bad_input(&["gap", "missing: 1"]);
+    merge_into(dir, "refused", &["0", "1", "absent"]).assert_bad_input(&["absent", "no report.json"]);
+    merge_into(dir, "refused", &["0", "1", "whole"]).assert_bad_input(&["number of shards", "whole"]);
+    assert!(!dir.join("refused").exists());
+    merge_into(dir, "0", &["0", "1", "2"]).assert_bad_input(&["--out", "is one of the shards"]);
+}
+
+// ---------------------------------------------------------------- killed workers
+
+/// A worker that is killed with the value.
+struct Worker(Child);
+
+impl Worker {
+    fn start(arguments: &[String]) -> Self {
+        let mut command = Command::new(command_line::binary());
+        command.args(arguments).stdout(Stdio::null()).stderr(Stdio::null());
+        Self(command.spawn().expect("the binary runs"))
+    }
+
+    /// SIGKILL, which no process can see coming.
+    fn kill(&mut self) {
+        self.0.kill().expect("the worker is killed");
+        let status = self.0.wait().expect("the worker ended");
+        assert!(!status.success(), "the worker had finished before it was killed");
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits until a file has so many lines.
+pub fn wait_for_lines(path: &PathBuf, lines: usize, limit: Duration) {
+    let start = Instant::now();
+    let enough = || std::fs::read_to_string(path).is_ok_and(|text| text.lines().count() >= lines);
+    while !enough() {
+        assert!(start.elapsed() < limit, "{} did not get {lines} lines", path.display());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--ops", "rms_norm", "--cases", "60", "--seed", "9", "--shard", "1/2"];
+    let resume = [&arguments[..], &["--resume"]].concat();
+    let records = dir.path().join("out/records.jsonl");
+    // A first --resume begins: a job array passes it always.
+    let mut worker = Worker::start(&run_arguments(dir.path(), "out", &resume));
+    wait_for_lines(&records, 3, Duration::from_secs(30));
+    run(dir.path(), "out", &resume).assert_bad_input(&["another run is writing"]);
+    worker.kill();
+
+    let mut left = std::fs::read(&records).unwrap();
+    let complete = left.iter().rposition(|&byte| byte == b'\n').expect("complete lines") + 1;
+    left.truncate(complete);
+    // A kill within a write, and within a character of two bytes.
+    std::fs::write(&records, [&left[..], b"{\"operator\":\"rms_norm\",\"case\":\"\xc3"].concat()).unwrap();
+    merge_into(dir.path(), "merged", &["out"]).assert_bad_input(&["shard 1/2 is unfinished", "--resume"]);
+    let other = [&resume[..], &["--schedules", "1"]].concat();
+    run(dir.path(), "out", &other).assert_bad_input(&["cannot be resumed", "other arguments"]);
+    let other = ["--ops", "rms_norm", "--cases", "60", "--seed", "9", "--shard", "0/2", "--resume"];
+    run(dir.path(), "out", &other).assert_bad_input(&["it is shard 1/2, not 0/2"]);
+
+    run(dir.path(), "out", &resume).assert_code(0);
+    let after = std::fs::read(&records).unwrap();
+    assert!(after.starts_with(&left), "a recorded case was lost or ran again");
+    run(dir.path(), "uninterrupted", &arguments).assert_code(0);
+    let (resumed, whole) = (report(&dir.path().join("out")), report(&dir.path().join("uninterrupted")));
+    assert_eq!(without_times(&resumed.cases), without_times(&whole.cases));
+    run(dir.path(), "out", &resume).assert_code(0);
+    assert_eq!(std::fs::read(&records).unwrap(), after, "a finished run ran something again");
+}
+
+#[test]
+fn a_run_that_is_begun_anew_leaves_nothing_of_the_old_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--ops", "rms_norm", "--cases", "60"];
+    run(dir.path(), "out", &["--ops", "rope", "--cases", "0"]).assert_code(0);
+    let mut worker = Worker::start(&run_arguments(dir.path(), "out", &arguments));
+    let plan = dir.path().join("out/plan.json");
+    let start = Instant::now();
+    while !std::fs::read_to_string(&plan).is_ok_and(|plan| plan.contains("\"planned_cases\":6")) {
+        assert!(start.elapsed() < Duration::from_secs(30), "the second run did not begin");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    worker.kill();
+    for file in ["report.json", "index.html", "summary.md"] {
+        assert!(!dir.path().join("out").join(file).exists(), "{file} is the old run's");
+    }
+    assert!(!read(&dir.path().join("out/records.jsonl")).contains("\"operator\":\"rope\""));
+}
+
+#[test]
+fn a_failure_is_shrunk_after_a_kill_and_the_plan_stays_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let wrong = MEAN.replace("(width)", "(width + 1)");
+    let kernels = text(&command_line::changed_kernels(dir.path(), "rms_norm.cu", MEAN, &wrong));
+    let arguments = ["--ops", "rms_norm", "--cases", "1", "--seed", "3", "--kernels", &kernels];
+    run(dir.path(), "out", &arguments).assert_code(1);
+    let remembered = read(&dir.path().join("regressions/rms_norm.jsonl"));
+    let records = dir.path().join("out/records.jsonl");
+    let (all, before) = (read(&records), report(&dir.path().join("out")));
+    let last = before.cases.last().expect("a case");
+    assert_eq!((last.origin, last.verdict()), (Origin::Shrunk, Verdict::Fail));
+
+    // As if the kill had come between the drawn case and what shrinking made of it.
+    let cut = all.trim_end().rfind('\n').expect("two lines") + 1;
+    std::fs::write(&records, &all[..cut]).unwrap();
+    std::fs::remove_file(dir.path().join("out/report.json")).unwrap();
+    run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(1);
+    let after = report(&dir.path().join("out"));
+    assert_eq!(without_times(&after.cases), without_times(&before.cases));
+    assert_eq!(read(&dir.path().join("regressions/rms_norm.jsonl")), remembered);
+}
+
+#[test]
+fn shards_remember_nothing_and_the_merge_remembers_their_failures() {
+    let dir = tempfile::tempdir().unwrap();
+    let wrong = MEAN.replace("(width)", "(width + 1)");
+    let kernels = text(&command_line::changed_kernels(dir.path(), "rms_norm.cu", MEAN, &wrong));
+    let arguments = ["--ops", "rms_norm", "--cases", "1", "--seed", "3", "--kernels", &kernels];
+    for shard in ["0/2", "1/2"] {
+        run(dir.path(), &shard[..1], &[&arguments[..], &["--shard", shard]].concat()).assert_code(1);
+    }
+    assert!(!dir.path().join("regressions").exists(), "a shard changed the plan of the others");
+    merge_into(dir.path(), "merged", &["0", "1"]).assert_code(1);
+    let merged = report(&dir.path().join("merged"));
+    let small = merged.cases.last().expect("a case");
+    assert_eq!(small.origin, Origin::Shrunk, "the shrunk case stands behind the last drawn one");
+    let remembered: Value = serde_json::from_str(read(&dir.path().join("regressions/rms_norm.jsonl")).trim()).unwrap();
+    assert_eq!(remembered, small.case);
+}
