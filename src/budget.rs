@@ -184,7 +184,9 @@ fn own_variance(exact: f64, working: &[&OracleTensor], index: usize) -> f64 {
 /// the same distribution. A sum of squares with `ν` effective degrees of freedom is `mean · χ²_ν/ν`, and
 /// its ratio to the mean of `K` others follows Fisher's F with `ν` and `K ν` degrees. `ν` is the smaller
 /// of two estimates: `2 mean² / var(E_k)`, which sees elements that err together, and
-/// `(Σ s_i²)² / Σ s_i⁴`, which sees that few elements carry the sum.
+/// `(Σ s_i²)² / Σ s_i⁴`, which sees that few elements carry the sum. The run that rounds to nearest is no
+/// draw from that distribution: its sum is half as large where errors are independent, and where they are
+/// alike it may be larger, and then takes the mean's place.
 ///
 /// The output's own rounding adds `ulp²/12` an element on average, with relative deviation `sqrt(4/5)` for
 /// a uniform error.
@@ -193,14 +195,16 @@ fn energy_bound(exact: &OracleTensor, working: &[&OracleTensor], stored: DType) 
     let energies: Vec<f64> =
         working.iter().map(|run| finite.iter().map(|&i| (run.values[i] - exact.values[i]).powi(2)).sum()).collect();
     let own: Vec<f64> = finite.iter().map(|&i| own_variance(exact.values[i], working, i)).collect();
-    spread_bound(&energies, &own) + rounding_bound(exact, &finite, stored)
+    let (stochastic, nearest) = energies.split_at(WORKING_RUNS.min(energies.len()));
+    let nearest = nearest.iter().copied().fold(0.0, f64::max);
+    spread_bound(stochastic, nearest, &own) + rounding_bound(exact, &finite, stored)
 }
 
-fn spread_bound(energies: &[f64], own: &[f64]) -> f64 {
+fn spread_bound(energies: &[f64], nearest: f64, own: &[f64]) -> f64 {
     let runs = energies.len() as f64;
     let mean = energies.iter().sum::<f64>() / runs;
     if mean == 0.0 {
-        return 0.0;
+        return nearest;
     }
     let variance = energies.iter().map(|e| (e - mean).powi(2)).sum::<f64>() / (runs - 1.0);
     let carried_by_few = own.iter().sum::<f64>().powi(2) / own.iter().map(|v| v * v).sum::<f64>();
@@ -208,7 +212,7 @@ fn spread_bound(energies: &[f64], own: &[f64]) -> f64 {
     // Beyond a million degrees of freedom the quantile is 1 for every purpose, and its series slow.
     let freedom = freedom.min(1e6);
     match FisherSnedecor::new(freedom, runs * freedom) {
-        Ok(ratio) => mean * ratio.inverse_cdf(1.0 - 0.5 / CAMPAIGN),
+        Ok(ratio) => mean.max(nearest) * ratio.inverse_cdf(1.0 - 0.5 / CAMPAIGN),
         // Not reached with positive degrees of freedom; infinity bounds nothing, but hides no budget either.
         Err(_) => f64::INFINITY,
     }

@@ -5,8 +5,12 @@ use crate::operator::{Operator, Prepared};
 use crate::operators;
 
 /// The operators, in the order of the specification.
-pub static OPERATORS: &[&dyn Operator] =
-    &[&operators::rms_norm::RmsNorm, &operators::rope::Rope, &operators::sparse_attention::SparseAttention];
+#[rustfmt::skip]
+pub static OPERATORS: &[&dyn Operator] = &[
+    &operators::rms_norm::RmsNorm,
+    &operators::rope::Rope,
+    &operators::sparse_attention::SparseAttention,
+];
 
 /// Names of all operators.
 pub fn names() -> Vec<String> {
