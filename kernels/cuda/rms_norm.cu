@@ -14,6 +14,9 @@
 //
 // Floors, with s = sizeof(ELEMENT): forward reads and writes s bytes per element, so 2s bytes for 4
 // FLOPs; backward reads dy and x and writes dx, 3s bytes for about 9 FLOPs. All are limited by memory.
+//
+// Measured on one H200, bf16, as a share of a device copy in the same run: forward 95 to 97 % at width 7168
+// (83 % at 4096 rows, where launch and tail count), 99 % at width 512; backward 85 %.
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"

@@ -18,6 +18,9 @@
 //
 // Floor: every element is read and written once (in place: only those that rotate), at 3 FLOPs for a
 // rotated element; cos and sin add 4*rope_dim bytes per token. Limited by memory.
+//
+// Measured on one H200, bf16, 16384 tokens, 128 heads, head_dim 512, rope_dim 64, as a share of a device copy in
+// the same run: 98 % out of place, either direction; 79 % in place, which touches 128 bytes of each 1024.
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"

@@ -9,6 +9,7 @@ mod history;
 mod merge;
 mod ops;
 mod replay;
+mod report;
 mod run;
 
 use std::path::PathBuf;
@@ -67,6 +68,8 @@ pub enum Command {
     History(history::HistoryArguments),
     /// Hold oracles and kernels against golden files
     Golden(golden::GoldenArguments),
+    /// Write the pages of a report.json anew
+    Report(report::ReportArguments),
     /// Run one case verbosely: a JSON line, or a file of them
     Replay(replay::ReplayArguments),
     /// Find the commit that made a kernel wrong, imprecise, slow or non-deterministic
@@ -90,6 +93,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Diff(arguments) => diff::execute(&arguments),
         Command::History(arguments) => history::execute(&arguments),
         Command::Golden(arguments) => golden::execute(&arguments),
+        Command::Report(arguments) => report::execute(&arguments),
         Command::Replay(arguments) => replay::execute(&arguments),
         Command::Bisect(arguments) => bisect::execute(&arguments),
         Command::Ops(arguments) => ops::execute(&arguments),

@@ -285,7 +285,7 @@ const GLOSSARY: [(&str, &str); 9] = [
     ),
     (
         "relative budget",
-        "Rms of the budget over rms of the oracle's tensor: how much the check could have overlooked. Near 1 or above, it would accept zeros.",
+        "Rms of the budget over rms of the oracle's tensor: how much the check could have overlooked. Near 1 or above, it would accept zeros. Where the truth itself is zero (a lone key's dq), nothing can be relative to it: such cases are counted as \"zero\" and judged by their budget alone.",
     ),
     (
         "ulp",

@@ -138,9 +138,9 @@ fn tightest(report: &Report) -> String {
             count(tensor.entries.len() as u64),
             significant(tensor.worst_used(), 3),
             scientific(tensor.largest(|metrics| metrics.budget_relative)),
-            one_minus_cosine(tensor.smallest(|metrics| metrics.cosine)),
-            significant(tensor.smallest(|metrics| metrics.norm_ratio), 5),
-            significant(tensor.largest(|metrics| metrics.norm_ratio), 5),
+            one_minus_cosine(tensor.range(|metrics| metrics.cosine).0),
+            significant(tensor.range(|metrics| metrics.norm_ratio).0, 5),
+            significant(tensor.range(|metrics| metrics.norm_ratio).1, 5),
             significant(tensor.largest(|metrics| metrics.ulp_max), 3),
         );
     }

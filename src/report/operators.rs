@@ -2,7 +2,7 @@
 
 use maud::{Markup, html};
 
-use crate::record::{BenchmarkRecord, Metrics, OperatorRecord, Report};
+use crate::record::{BenchmarkRecord, OperatorRecord, Report};
 
 use super::html::{breakable, number, scroller};
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
@@ -122,19 +122,21 @@ fn tensor_row(tensor: &TensorSummary) -> Markup {
         };
     }
     let used = tensor.worst_used();
-    let loosest = tensor.largest(|metrics| metrics.budget_relative);
+    let (tightest, loosest) = tensor.range(|metrics| metrics.budget_relative);
+    let zero_truths = tensor.zero_truths();
     html! {
         tr {
             th scope="row" { @if !tensor.agrees() { span .fail-text title="not every case agreed" { "✗ " } } code { (tensor.tensor) } }
-            td .count { (count(tensor.entries.len() as u64)) @if tensor.without_metrics > 0 { " + " (count(tensor.without_metrics)) " unmeasured" } }
+            td .count { (count(tensor.entries.len() as u64)) @if tensor.without_metrics > 0 { " + " (count(tensor.without_metrics)) " unmeasured" }
+                @if zero_truths > 0 { span title="The oracle is zero there: relative measures leave them out" { ", " (count(zero_truths)) " zero" } } }
             td .count { (count(tensor.compared)) }
             td .count { @if within(used) { (significant(used, 3)) } @else { strong .fail-text { "✗ " (significant(used, 3)) } } }
             (measure(tensor.median(|metrics| metrics.budget_used), |value| significant(value, 3)))
-            (measure(tensor.smallest(|metrics| metrics.budget_relative), scientific))
+            (measure(tightest, scientific))
             td .count { @if loosest < 1.0 { (scientific(loosest)) } @else { strong .fail-text title="A budget as large as the values accepts zeros" { "▲ " (scientific(loosest)) } } }
-            (measure(tensor.smallest(|metrics| metrics.cosine), one_minus_cosine))
+            (measure(tensor.range(|metrics| metrics.cosine).0, one_minus_cosine))
             td .count { (norm_range(tensor)) }
-            (measure(tensor.largest(|metrics| metrics.relative_l2), scientific))
+            (measure(tensor.range(|metrics| metrics.relative_l2).1, scientific))
             (measure(tensor.largest(|metrics| metrics.max_abs), scientific))
             (measure(tensor.largest(|metrics| metrics.ulp_p50), |value| significant(value, 3)))
             (measure(tensor.largest(|metrics| metrics.ulp_p99), |value| significant(value, 3)))
@@ -149,8 +151,7 @@ fn measure(value: f64, text: impl Fn(f64) -> String) -> Markup {
 
 /// Lowest and highest norm ratio, once where they look the same.
 fn norm_range(tensor: &TensorSummary) -> Markup {
-    let ratio = |metrics: &Metrics| metrics.norm_ratio;
-    let (low, high) = (tensor.smallest(ratio), tensor.largest(ratio));
+    let (low, high) = tensor.range(|metrics| metrics.norm_ratio);
     let (low_text, high_text) = (significant(low, 5), significant(high, 5));
     html! { (number(low, low_text.clone())) @if low_text != high_text { " … " (number(high, high_text)) } }
 }

@@ -397,9 +397,16 @@ impl<'a> TensorSummary<'a> {
         extreme(self.entries.iter().map(|entry| measure(entry.metrics)), f64::max)
     }
 
-    /// Smallest of a measure; NaN if there is one.
-    pub(super) fn smallest(&self, measure: impl Fn(&Metrics) -> f64) -> f64 {
-        extreme(self.entries.iter().map(|entry| measure(entry.metrics)), f64::min)
+    /// Cases in which the oracle's tensor is zero to the rounding of f64 (all rows empty, a lone key's dq) and the
+    /// kernel stayed within its budget: what is relative to the oracle has no meaning there.
+    pub(super) fn zero_truths(&self) -> u64 {
+        self.entries.iter().filter(|entry| has_zero_truth(entry.metrics)).count() as u64
+    }
+
+    /// Largest and smallest of a measure that is relative to the oracle; NaN if there is one.
+    pub(super) fn range(&self, measure: impl Fn(&Metrics) -> f64 + Copy) -> (f64, f64) {
+        let relative = || self.entries.iter().map(|entry| entry.metrics).filter(|metrics| !has_zero_truth(metrics));
+        (extreme(relative().map(measure), f64::min), extreme(relative().map(measure), f64::max))
     }
 
     /// Median of a measure over the cases.
@@ -512,4 +519,8 @@ fn flat(value: &serde_json::Value) -> String {
         serde_json::Value::Array(items) => format!("[{}]", items.iter().map(flat).collect::<Vec<_>>().join(", ")),
         scalar => scalar.to_string(),
     }
+}
+
+fn has_zero_truth(metrics: &Metrics) -> bool {
+    metrics.budget_relative == f64::INFINITY && metrics.budget_used <= 1.0
 }

@@ -250,3 +250,17 @@ fn times_and_dates_carry_their_units() {
     assert_eq!(utc(0), "1970-01-01 00:00:00 UTC");
     assert_eq!(utc(1_709_210_096), "2024-02-29 12:34:56 UTC");
 }
+
+#[test]
+fn cases_whose_truth_is_zero_are_counted_and_kept_out_of_relative_measures() {
+    let mut report = sample::passing(30);
+    let metrics = report.cases.iter_mut().flat_map(|case| &mut case.checks).find_map(|check| check.metrics.as_mut());
+    let metrics = metrics.expect("the sample has measures");
+    metrics.budget_used = 0.5;
+    (metrics.cosine, metrics.norm_ratio) = (f64::NAN, f64::INFINITY);
+    (metrics.relative_l2, metrics.budget_relative) = (f64::INFINITY, f64::INFINITY);
+    let page = html(&report);
+    assert!(page.contains(", 1 zero"));
+    let table = &page[place(&page, "Agreement with the oracle")..place(&page, "Worst cases")];
+    assert!(!table.contains("NaN") && !table.contains("inf"), "{table}");
+}

@@ -238,6 +238,22 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     assert!(!runs[0].path().join("regressions").exists(), "a passing run remembered something");
 }
 
+#[test]
+fn report_writes_the_same_pages_again_and_refuses_what_is_no_report() {
+    let dir = tempfile::tempdir().unwrap();
+    run(dir.path(), &["--ops", "rms_norm", "--cases", "0"]).assert_code(0);
+    let (first, again) = (dir.path().join("out"), dir.path().join("again"));
+    let arguments =
+        |file: &Path| ["report".to_owned(), file.display().to_string(), "--out".into(), again.display().to_string()];
+    let report = |file: &Path| parity(&arguments(file).each_ref().map(String::as_str));
+    report(&first.join("report.json")).assert_code(0);
+    for page in ["report.json", "index.html", "summary.md"] {
+        assert_eq!(read(first.join(page)), read(again.join(page)), "{page}");
+    }
+    report(&first.join("records.jsonl")).assert_bad_input(&["records.jsonl"]);
+    report(&dir.path().join("absent.json")).assert_bad_input(&["absent.json"]);
+}
+
 /// The kernels with one text of a file replaced, as a directory.
 pub fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf {
     let kernels = dir.join("kernels");
