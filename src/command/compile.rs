@@ -8,6 +8,7 @@ use dsv4_kernels::runtime::SourceTree;
 use dsv4_kernels::runtime::cuda::Nvrtc;
 
 use super::Exit;
+use crate::operator::ModuleSpecification;
 use crate::registry;
 
 /// Options of `parity compile`.
@@ -21,7 +22,7 @@ pub struct CompileArguments {
     kernels: Option<PathBuf>,
 }
 
-/// Compiles every specialisation that some operator launches.
+/// Compiles every specialisation that some operator launches, and the tests' own kernels.
 pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let nvrtc = Nvrtc::load()?;
     let tree = match &arguments.kernels {
@@ -29,7 +30,8 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
         None => SourceTree::embedded(),
     };
     println!("{} ({})", nvrtc.name(), nvrtc.path().display());
-    let modules: Vec<_> = registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
+    let mut modules: Vec<_> = registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
+    modules.extend(test_modules(&tree));
     let mut failures = 0;
     for target in &arguments.arch {
         for (file, defines) in &modules {
@@ -44,4 +46,12 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
         }
     }
     Ok(if failures == 0 { Exit::Agreed } else { Exit::Disagreed })
+}
+
+/// The sources that only tests launch, where the tree has them.
+fn test_modules(tree: &SourceTree) -> Vec<ModuleSpecification> {
+    let fault = vec![("FAULT".to_owned(), "missing_barrier".to_owned())];
+    let all = [("selftest.cu", Vec::new()), ("selftest_faults.cu", fault)];
+    let here = all.into_iter().filter(|(file, _)| tree.text(file).is_ok());
+    here.map(|(file, defines)| (file.to_owned(), defines)).collect()
 }

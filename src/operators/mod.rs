@@ -112,3 +112,16 @@ pub(crate) fn interleaved(shape: &[usize]) -> (Layout, usize) {
     layout.elements = 2 * rows * row;
     (layout, row)
 }
+
+/// The tensor times a factor, rounded to its own type (exactly, for a power of two).
+pub(crate) fn scaled(tensor: &HostTensor, factor: f64) -> HostTensor {
+    let values: Vec<f64> = tensor.to_f64().iter().map(|value| value * factor).collect();
+    HostTensor::from_f64(tensor.dtype, &tensor.shape, &values)
+}
+
+/// Entry `i` along the first axis is entry `order[i]` of `tensor`.
+pub(crate) fn permuted(tensor: &HostTensor, order: &[usize]) -> HostTensor {
+    let entry = tensor.bytes.len() / order.len().max(1);
+    let bytes = order.iter().flat_map(|&from| tensor.bytes[from * entry..(from + 1) * entry].iter().copied()).collect();
+    HostTensor { bytes, ..tensor.clone() }
+}

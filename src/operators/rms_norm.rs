@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Aliasing, Float, LARGEST_DRAWN, deterministic, elements, extent, interleaved, layout, magnitude, oracle_error,
-    oracle_tensor, tensor, widened,
+    oracle_tensor, permuted, scaled, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
@@ -314,17 +314,6 @@ impl Inputs {
         change(&mut variant);
         Box::new(variant)
     }
-}
-
-fn scaled(tensor: &HostTensor, factor: f64) -> HostTensor {
-    let values: Vec<f64> = tensor.to_f64().iter().map(|value| value * factor).collect();
-    HostTensor::from_f64(tensor.dtype, &tensor.shape, &values)
-}
-
-fn permuted(tensor: &HostTensor, order: &[usize]) -> HostTensor {
-    let row = tensor.bytes.len() / order.len().max(1);
-    let bytes = order.iter().flat_map(|&from| tensor.bytes[from * row..(from + 1) * row].iter().copied()).collect();
-    HostTensor { bytes, ..tensor.clone() }
 }
 
 impl Prepared for Inputs {

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Aliasing, Float, LARGEST_DRAWN, deterministic, elements, extent, interleaved, layout, magnitude, oracle_error,
-    oracle_tensor, tensor, widened,
+    oracle_tensor, permuted, scaled, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
@@ -457,10 +457,6 @@ impl Prepared for Inputs {
         if self.case.num_tokens == 0 || self.case.num_heads == 0 {
             return Vec::new();
         }
-        let scale = |tensor: &HostTensor, factor: f64| {
-            let values: Vec<f64> = tensor.to_f64().iter().map(|value| value * factor).collect();
-            HostTensor::from_f64(tensor.dtype, &tensor.shape, &values)
-        };
         let heads = self.case.num_heads;
         let order = permutation(self.case.seed, self.case.num_tokens);
         let rows: Vec<usize> =
@@ -469,7 +465,7 @@ impl Prepared for Inputs {
         let mut laws = vec![
             Law {
                 name: "x scales y once",
-                variant: self.with(|v| v.x = scale(&self.x, 8.0)),
+                variant: self.with(|v| v.x = scaled(&self.x, 8.0)),
                 relations: [("y", 8.0), ("dx", 1.0)].map(|(name, factor)| (name, Relation::Times(factor))).into(),
             },
             Law {
@@ -506,15 +502,10 @@ fn negate_token(x: &HostTensor, token: usize) -> HostTensor {
 
 impl Inputs {
     fn permute(&mut self, order: &[usize]) {
-        let rows = |tensor: &HostTensor| {
-            let row = tensor.bytes.len() / order.len();
-            let bytes = order.iter().flat_map(|&t| tensor.bytes[t * row..(t + 1) * row].iter().copied()).collect();
-            HostTensor { bytes, ..tensor.clone() }
-        };
-        (self.x, self.dy) = (rows(&self.x), rows(&self.dy));
+        (self.x, self.dy) = (permuted(&self.x, order), permuted(&self.dy, order));
         match &mut self.positions {
             Some(positions) => *positions = order.iter().map(|&t| positions[t]).collect(),
-            None => (self.cos, self.sin) = (rows(&self.cos), rows(&self.sin)),
+            None => (self.cos, self.sin) = (permuted(&self.cos, order), permuted(&self.sin, order)),
         }
     }
 }

@@ -11,7 +11,7 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::{Float, deterministic, elements, layout, oracle_error, oracle_tensor, tensor, widened};
+use super::{Float, deterministic, elements, layout, oracle_error, oracle_tensor, permuted, scaled, tensor, widened};
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
 use crate::golden::GoldenFile;
@@ -741,15 +741,10 @@ impl Prepared for Inputs {
 }
 
 impl Inputs {
-    fn scaled(tensor: &HostTensor, factor: f64) -> HostTensor {
-        let values: Vec<f64> = tensor.to_f64().iter().map(|value| value * factor).collect();
-        HostTensor::from_f64(tensor.dtype, &tensor.shape, &values)
-    }
-
     /// `(a q) · k · (scale / a)` is the same logit: the scale is applied once, everywhere.
     fn scale_law(&self) -> Law {
         let variant = self.with(|v| {
-            v.q = Self::scaled(&self.q, 4.0);
+            v.q = scaled(&self.q, 4.0);
             v.case.softmax_scale /= 4.0;
             v.softmax_scale /= 4.0;
         });
@@ -764,11 +759,7 @@ impl Inputs {
     fn permutation_law(&self) -> Law {
         let heads = self.case.num_heads;
         let order = permutation(self.case.seed, self.case.num_tokens);
-        let rows = |tensor: &HostTensor| {
-            let row = tensor.bytes.len() / order.len();
-            let bytes = order.iter().flat_map(|&t| tensor.bytes[t * row..(t + 1) * row].iter().copied()).collect();
-            HostTensor { bytes, ..tensor.clone() }
-        };
+        let rows = |tensor: &HostTensor| permuted(tensor, &order);
         let variant = self.with(|v| {
             (v.q, v.dout) = (rows(&self.q), rows(&self.dout));
             v.dlse = self.dlse.as_ref().map(rows);
