@@ -7,13 +7,32 @@ use candle_core::{DType, Tensor};
 pub enum Error {
     /// A tensor (or list) has the wrong shape.
     #[error("`{argument}` must have shape {expected}, but it has {actual:?}")]
-    Shape { argument: &'static str, expected: String, actual: Vec<usize> },
+    Shape {
+        /// The argument.
+        argument: &'static str,
+        /// The shape that it must have, in the words of its documentation.
+        expected: String,
+        /// The shape that it has.
+        actual: Vec<usize>,
+    },
     /// A tensor was not widened to f64.
     #[error("`{argument}` must be f64, but it is {}", actual.as_str())]
-    DType { argument: &'static str, actual: DType },
+    DType {
+        /// The argument.
+        argument: &'static str,
+        /// The element type that it has.
+        actual: DType,
+    },
     /// A number lies outside of what the operator is defined for.
     #[error("`{argument}` is {value}, but {rule}")]
-    Value { argument: &'static str, value: String, rule: &'static str },
+    Value {
+        /// The argument.
+        argument: &'static str,
+        /// Its value.
+        value: String,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
     /// The tensor library failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),

@@ -85,12 +85,18 @@ pub enum Precision {
     /// f64 throughout, no rounding point.
     Exact,
     /// Every rounding point of the kernel is rounded stochastically. Equal seeds give equal results.
-    Working { seed: u64 },
+    Working {
+        /// Seed of the tosses.
+        seed: u64,
+    },
     /// As `Working`, but a store in a narrower type rounds to nearest, ties to even, as a kernel's does. One such
     /// run belongs among the others, for what stochastic rounding cannot show: rounding by a rule errs the same
     /// way wherever the numbers are alike. With one dominant key, `out` is `P v` with P just below 1, and every one
     /// of its channels rounds to `v`: `delta = out . dout` is then off by `(1 - P) delta`, whole and in one direction.
-    Nearest { seed: u64 },
+    Nearest {
+        /// Seed of the accumulation noise.
+        seed: u64,
+    },
 }
 
 /// The rounding points of one oracle run; hand the same one to every operator of the run.

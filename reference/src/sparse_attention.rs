@@ -55,7 +55,10 @@ pub enum Value {
     /// The value row is the key row; `v_dim = head_dim`.
     Shared,
     /// The value row is the first `v_dim` channels of the key row.
-    Prefix { v_dim: usize },
+    Prefix {
+        /// Channels of a value, at most `head_dim`.
+        v_dim: usize,
+    },
     /// The value rows are a tensor of their own, `[num_keys, v_dim]`, stored in bf16.
     Separate(Tensor),
 }

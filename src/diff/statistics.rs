@@ -11,7 +11,7 @@ const EXACT: usize = 60;
 
 /// Wilcoxon's signed-rank test that `differences` lean upwards. A change that only reshuffles
 /// roundings makes each difference as likely to rise as to fall; differences of exactly 0 (bit-equal
-/// runs) say nothing and are dropped. Exact with ties, given the ranks, up to [`EXACT`] differences:
+/// runs) say nothing and are dropped. Exact with ties, given the ranks, up to 60 differences:
 /// the smallest `p` of n differences is `2^-n`.
 pub fn signed_rank(differences: &[f64]) -> f64 {
     let kept: Vec<f64> = differences.iter().copied().filter(|d| !d.is_nan() && *d != 0.0).collect();
@@ -40,7 +40,7 @@ pub fn signed_rank(differences: &[f64]) -> f64 {
 
 /// The rank-sum test of Mann and Whitney that `head` lies above `base`, for runs that share no case:
 /// without a change, every assignment of the pooled values to the two runs is equally likely. Exact
-/// with ties up to [`EXACT`] values in all.
+/// with ties up to 60 values in all.
 pub fn rank_sum(base: &[f64], head: &[f64]) -> f64 {
     let number = |values: &[f64]| values.iter().copied().filter(|v| !v.is_nan()).collect::<Vec<_>>();
     let (base, head) = (number(base), number(head));
