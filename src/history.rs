@@ -14,12 +14,12 @@ use std::io::Write as _;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use maud::{DOCTYPE, Markup, PreEscaped, html};
+use maud::{DOCTYPE, Markup, html};
 use serde::{Deserialize, Serialize};
 
 use crate::diff::statistics::{median, trend};
 use crate::record::{Metrics, Origin, Report, Verdict, number};
-use crate::report::html::{STYLE, scroller};
+use crate::report::html::{page_head, scroller};
 use crate::report::numbers::{counted, significant, time, utc};
 
 /// Version of the lines. Readers refuse another one.
@@ -300,13 +300,7 @@ pub fn page(series: &[Series]) -> String {
     let page = html! {
         (DOCTYPE)
         html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width, initial-scale=1";
-                meta name="color-scheme" content="light dark";
-                title { (title) " · DeepSeek-V4 kernel parity" }
-                style { (PreEscaped(STYLE)) (PreEscaped(OWN_STYLE)) }
-            }
+            (page_head(&title, OWN_STYLE))
             body { main {
                 header class=(if drifting.is_empty() { "verdict pass" } else { "verdict warn" }) {
                     p .product { "DeepSeek-V4 kernel parity · history" }

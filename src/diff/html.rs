@@ -1,12 +1,12 @@
 //! A comparison as one page that refers to nothing outside itself, the two reports side by side.
 
-use maud::{DOCTYPE, Markup, PreEscaped, html};
+use maud::{DOCTYPE, Markup, html};
 
 use super::FALSE_ALARM_RATE;
 use super::compare::{BenchmarkDiff, Diff, Finding, Kind, OperatorDiff, Spread, TensorDiff};
 use super::text::{headline, side};
 use crate::record::{BenchmarkRecord, Report};
-use crate::report::html::{STYLE, breakable, scroller};
+use crate::report::html::{breakable, page_head, scroller};
 use crate::report::numbers::{count, counted, scientific, significant, time};
 
 /// What the report's style sheet lacks.
@@ -35,13 +35,7 @@ pub fn page(base: &Report, head: &Report, diff: &Diff) -> String {
     let page = html! {
         (DOCTYPE)
         html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width, initial-scale=1";
-                meta name="color-scheme" content="light dark";
-                title { (title) " · DeepSeek-V4 kernel parity" }
-                style { (PreEscaped(STYLE)) (PreEscaped(OWN_STYLE)) }
-            }
+            (page_head(&title, OWN_STYLE))
             body {
                 main {
                     header class=(if worse { "verdict fail" } else { "verdict pass" }) {

@@ -1,7 +1,7 @@
 //! `rms_norm` (inference 3, training 11.3): `kernels/cuda/rms_norm.cu` against `reference/src/rms_norm.rs`.
 
 use dsv4_kernels::rms_norm as launcher;
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Role, RuntimeError};
 use dsv4_reference::precision::{Precision, Rounding};
 use dsv4_reference::rms_norm as reference;
 use proptest::prelude::*;
@@ -9,8 +9,8 @@ use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Aliasing, Float, LARGEST_DRAWN, deterministic, elements, extent, interleaved, layout, magnitude, oracle_error,
-    oracle_tensor, permuted, scaled, tensor, widened,
+    Aliasing, Float, LARGEST_DRAWN, deterministic, elements, extent, layout, magnitude, oracle_error, oracle_tensor,
+    permuted, place, scaled, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
@@ -284,31 +284,6 @@ impl Inputs {
         Ok(tensors)
     }
 
-    /// Uploads x and places y, as the case's aliasing says.
-    fn place(&self, arena: &mut DeviceArena<'_>) -> Result<(TensorView, TensorView), RuntimeError> {
-        let shape = &self.x.shape;
-        match self.case.aliasing {
-            Aliasing::OutOfPlace => {
-                let layout = layout(shape, self.case.padding);
-                let x = arena.upload("x", &self.x, &layout, Role::Input)?;
-                let y = arena.allocate("y", self.x.dtype, shape, &layout, Role::Output)?;
-                Ok((x, y))
-            }
-            Aliasing::InPlace => {
-                let x = arena.upload("x", &self.x, &layout(shape, self.case.padding), Role::InPlace)?;
-                Ok((x.clone(), x))
-            }
-            Aliasing::Interleaved => {
-                let (layout, row) = interleaved(shape);
-                let x = arena.upload("x", &self.x, &layout, Role::Input)?;
-                let y =
-                    TensorView { name: "y".into(), address: x.address + (row * x.dtype.size()) as u64, ..x.clone() };
-                arena.also_writes(&y);
-                Ok((x, y))
-            }
-        }
-    }
-
     fn with(&self, change: impl FnOnce(&mut Self)) -> Box<dyn Prepared> {
         let mut variant = self.clone();
         change(&mut variant);
@@ -328,7 +303,7 @@ impl Prepared for Inputs {
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
         let mut arena = DeviceArena::new(device, contract);
         let (num_rows, width) = (self.case.num_rows, self.case.width);
-        let (x, y) = self.place(&mut arena)?;
+        let (x, y) = place(&mut arena, &self.x, self.case.aliasing, self.case.padding)?;
         let weight = self.weight.as_ref().map(|w| arena.input("weight", w)).transpose()?;
         let rstd = arena.output("rstd", DType::F32, &[num_rows])?;
         let rows = layout(&self.x.shape, self.case.padding);

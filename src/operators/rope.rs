@@ -1,7 +1,7 @@
 //! `rope` (inference 4, training 8): `kernels/cuda/rope.cu` against `reference/src/rope.rs`.
 
 use dsv4_kernels::rope as launcher;
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Role, RuntimeError};
 use dsv4_reference::precision::{Precision, Rounding};
 use dsv4_reference::rope as reference;
 use dsv4_reference::rope::YarnParameters;
@@ -11,8 +11,8 @@ use rand::Rng;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Aliasing, Float, LARGEST_DRAWN, deterministic, elements, extent, interleaved, layout, magnitude, oracle_error,
-    oracle_tensor, permuted, scaled, tensor, widened,
+    Aliasing, Float, LARGEST_DRAWN, deterministic, elements, extent, layout, magnitude, oracle_error, oracle_tensor,
+    permuted, place, scaled, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
@@ -327,30 +327,6 @@ impl Inputs {
         ])
     }
 
-    fn place(&self, arena: &mut DeviceArena<'_>) -> Result<(TensorView, TensorView), RuntimeError> {
-        let shape = &self.x.shape;
-        let padded = layout(shape, self.case.padding);
-        match self.case.aliasing {
-            Aliasing::OutOfPlace => {
-                let x = arena.upload("x", &self.x, &padded, Role::Input)?;
-                let y = arena.allocate("y", self.x.dtype, shape, &padded, Role::Output)?;
-                Ok((x, y))
-            }
-            Aliasing::InPlace => {
-                let x = arena.upload("x", &self.x, &padded, Role::InPlace)?;
-                Ok((x.clone(), x))
-            }
-            Aliasing::Interleaved => {
-                let (layout, row) = interleaved(shape);
-                let x = arena.upload("x", &self.x, &layout, Role::Input)?;
-                let y =
-                    TensorView { name: "y".into(), address: x.address + (row * x.dtype.size()) as u64, ..x.clone() };
-                arena.also_writes(&y);
-                Ok((x, y))
-            }
-        }
-    }
-
     fn with(&self, change: impl FnOnce(&mut Self)) -> Box<dyn Prepared> {
         let mut variant = self.clone();
         change(&mut variant);
@@ -415,7 +391,7 @@ impl Prepared for Inputs {
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
         let mut arena = DeviceArena::new(device, contract);
         let shape = &self.x.shape;
-        let (x, y) = self.place(&mut arena)?;
+        let (x, y) = place(&mut arena, &self.x, self.case.aliasing, self.case.padding)?;
         let cos = arena.input("cos", &self.cos)?;
         let sin = arena.input("sin", &self.sin)?;
         let positions = self

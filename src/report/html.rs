@@ -8,7 +8,20 @@ use super::numbers::{bytes, count, counted, duration, significant, utc};
 use super::summary::{Cell, Counts, Matrix, Standing, operators, origins, survived};
 use super::{failures, operators as sections, picture};
 
-pub(crate) const STYLE: &str = include_str!("style.css");
+const STYLE: &str = include_str!("style.css");
+
+/// The head of every page: this project's title and style, and what the page adds to the style.
+pub(crate) fn page_head(title: &str, own_style: &str) -> Markup {
+    html! {
+        head {
+            meta charset="utf-8";
+            meta name="viewport" content="width=device-width, initial-scale=1";
+            meta name="color-scheme" content="light dark";
+            title { (title) " · DeepSeek-V4 kernel parity" }
+            style { (PreEscaped(STYLE)) (PreEscaped(own_style)) }
+        }
+    }
+}
 
 /// The whole page.
 pub(super) fn page(report: &Report) -> Markup {
@@ -17,13 +30,7 @@ pub(super) fn page(report: &Report) -> Markup {
     html! {
         (DOCTYPE)
         html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width, initial-scale=1";
-                meta name="color-scheme" content="light dark";
-                title { (headline) " · DeepSeek-V4 kernel parity" }
-                style { (PreEscaped(STYLE)) }
-            }
+            (page_head(&headline, ""))
             body {
                 (picture::patterns())
                 main {
