@@ -101,7 +101,13 @@ impl OutputRotation {
         let DeviceOutputs { out, lse, max_logits, .. } = &written;
         let mut paths = Vec::new();
         let violations = arena.run(|device| {
-            let forward = attention_launcher::Forward { inputs: read.launcher(), out, lse, max_logits };
+            let forward = attention_launcher::Forward {
+                inputs: read.launcher(),
+                implementation: attention_launcher::Implementation::Auto,
+                out,
+                lse,
+                max_logits,
+            };
             paths.push(attention_launcher::forward(device, &forward)?);
             Ok(())
         })?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use dsv4_kernels::runtime::{DType, DeviceArena, HostTensor, RuntimeError, TensorView};
-use dsv4_kernels::sparse_attention as launcher;
+use dsv4_kernels::sparse_attention::{self as launcher, Implementation};
 use dsv4_parity::benchmarks::Work;
 use dsv4_parity::case::Draw;
 use dsv4_reference::precision::Rounding;
@@ -39,13 +39,15 @@ struct Shape {
     topk: usize,
     /// V is a tensor of its own; otherwise it is K.
     separate: bool,
+    implementation: Implementation,
 }
 
 impl Shape {
     fn name(self) -> String {
-        let Self { num_tokens, num_keys, num_heads, topk, separate } = self;
+        let Self { num_tokens, num_keys, num_heads, topk, separate, implementation } = self;
         let value = if separate { " V" } else { "" };
-        format!("q{num_tokens} k{num_keys} H{num_heads} D{HEAD_DIM} topk{topk}{value}")
+        let portable = if implementation == Implementation::Portable { " portable" } else { "" };
+        format!("q{num_tokens} k{num_keys} H{num_heads} D{HEAD_DIM} topk{topk}{value}{portable}")
     }
 
     fn softmax_scale(self) -> f32 {
@@ -55,7 +57,7 @@ impl Shape {
     /// Two products forward, five backward, of 2·T·H·topk·D FLOP each. Every tensor once; rows of K (and V)
     /// once for each key, since lists of so many random slots name every one of them.
     fn work(self, direction: Direction) -> Work {
-        let Self { num_tokens, num_keys, num_heads, topk, separate } = self;
+        let Self { num_tokens, num_keys, num_heads, topk, separate, .. } = self;
         let product = 2.0 * (num_tokens * num_heads * topk * HEAD_DIM) as f64;
         let per_head = 4.0 * (num_tokens * num_heads) as f64;
         let heads = 2.0 * (num_tokens * num_heads * HEAD_DIM) as f64;
@@ -138,13 +140,17 @@ impl Shape {
 
 /// Shapes of the model, forward and backward.
 pub fn production() -> Vec<Benchmark> {
-    let shape = |num_heads, topk, num_keys| Shape { num_tokens: 4096, num_keys, num_heads, topk, separate: false };
+    let implementation = Implementation::Auto;
+    let shape =
+        |num_heads, topk, num_keys| Shape { num_tokens: 4096, num_keys, num_heads, topk, separate: false, implementation };
     let shapes = [
         shape(64, 512, 8192),
         shape(64, 512, 32768),
         shape(128, 1024, 8192),
         shape(128, 1024, 65536),
         Shape { separate: true, ..shape(64, 512, 8192) },
+        Shape { implementation: Implementation::Portable, ..shape(64, 512, 8192) },
+        Shape { implementation: Implementation::Portable, ..shape(128, 1024, 8192) },
     ];
     let both = |shape: Shape| [Direction::Forward, Direction::Backward].map(|direction| shape.benchmark(direction));
     shapes.into_iter().flat_map(both).collect()
@@ -152,7 +158,8 @@ pub fn production() -> Vec<Benchmark> {
 
 /// Shapes for the emulator.
 pub fn small() -> Vec<Benchmark> {
-    let shape = Shape { num_tokens: 2, num_keys: 64, num_heads: 16, topk: 32, separate: false };
+    let implementation = Implementation::Auto;
+    let shape = Shape { num_tokens: 2, num_keys: 64, num_heads: 16, topk: 32, separate: false, implementation };
     vec![shape.benchmark(Direction::Forward), shape.benchmark(Direction::Backward), shape.oracle()]
 }
 
@@ -223,7 +230,8 @@ impl<'d> Buffers<'d> {
 
     fn forward(&self, lab: &Lab<'_>, set: usize) -> Result<(), RuntimeError> {
         let Set { out, lse, max_logits, .. } = &self.sets[set];
-        let arguments = launcher::Forward { inputs: self.inputs(set), out, lse, max_logits };
+        let implementation = self.shape.implementation;
+        let arguments = launcher::Forward { inputs: self.inputs(set), implementation, out, lse, max_logits };
         launcher::forward(lab.device, &arguments).map(|_| ())
     }
 }
@@ -236,7 +244,7 @@ impl Set {
         direction: Direction,
         set: usize,
     ) -> Result<Self, RuntimeError> {
-        let Shape { num_tokens, num_keys, num_heads, topk, separate } = shape;
+        let Shape { num_tokens, num_keys, num_heads, topk, separate, .. } = shape;
         let (heads, keys) = ([num_tokens, num_heads, HEAD_DIM], [num_keys, HEAD_DIM]);
         let indices = shape.indices(set);
         let backward = match direction {

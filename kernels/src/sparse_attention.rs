@@ -4,12 +4,15 @@ use crate::arguments::{Arguments, address};
 use crate::kernel_params;
 use crate::rms_norm::owned;
 use crate::runtime::params::DeviceAddress;
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
+use crate::runtime::{BackendKind, DType, Device, Kernel, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "sparse_attention.cu";
+const HOPPER_FILE: &str = "sparse_attention_hopper.cu";
 const CHECK: Arguments = Arguments { operator: "sparse_attention" };
 /// Rows that one block of the row kernels (delta, zero, cast) takes: one a warp.
 const ROWS_PER_BLOCK: u64 = 8;
+/// Heads of one block of the Hopper kernels: the rows of a warpgroup's product.
+const HOPPER_HEADS: usize = 64;
 
 kernel_params! {
     /// Mirror of `SparseAttentionForwardParams`.
@@ -123,6 +126,19 @@ kernel_params! {
     }
 }
 
+/// Which of the two implementations runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Implementation {
+    /// [`Self::Hopper`] where device and shape permit, otherwise [`Self::Portable`].
+    #[default]
+    Auto,
+    /// `sparse_attention.cu`: `mma.sync` and `cp.async`, sm_80 and later, every shape.
+    Portable,
+    /// `sparse_attention_hopper.cu`: `wgmma` and mbarriers, sm_90a and the emulator. V is the first 512 columns of
+    /// K, and `head_dim` is 512 or 576.
+    Hopper,
+}
+
 /// Where the values come from.
 #[derive(Clone, Copy, Debug)]
 pub enum Value<'a> {
@@ -160,6 +176,8 @@ pub struct Inputs<'a> {
 pub struct Forward<'a> {
     /// What it reads.
     pub inputs: Inputs<'a>,
+    /// Which implementation runs.
+    pub implementation: Implementation,
     /// `[num_tokens, num_heads, v_dim]` bf16; 0 for a row without a valid slot.
     pub out: &'a TensorView,
     /// `[num_tokens, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a row.
@@ -207,6 +225,31 @@ struct Extents {
 }
 
 impl Extents {
+    /// Why the Hopper kernels cannot run, if they cannot.
+    fn hopper_refusal(self, device: &Device) -> Option<String> {
+        let target = &device.environment().target;
+        if device.environment().backend == BackendKind::Cuda && target != "sm_90a" {
+            return Some(format!("the Hopper kernels need sm_90a, and this device is {target}"));
+        }
+        let fits = !self.separate && self.v_dim == 512 && [512, 576].contains(&self.head_dim);
+        let shape = format!("head_dim {}, v_dim {}", self.head_dim, self.v_dim);
+        (!fits).then(|| {
+            let of_its_own = if self.separate { ", V a tensor of its own" } else { "" };
+            format!("the Hopper kernels take V as the first 512 columns of 512 or 576, not {shape}{of_its_own}")
+        })
+    }
+
+    /// Whether the Hopper kernels run.
+    fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
+        match (implementation, self.hopper_refusal(device)) {
+            (Implementation::Portable, _) => Ok(false),
+            (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
+            (Implementation::Hopper, None) => Ok(true),
+            // A block of 64 rows wastes three quarters of the products of up to 16 heads.
+            (Implementation::Auto, refusal) => Ok(refusal.is_none() && self.num_heads > 16),
+        }
+    }
+
     fn heads_per_block(self) -> usize {
         // A block of 64 heads fills a multiprocessor; up to 16 heads would leave three quarters idle.
         if self.num_heads <= 16 { 16 } else { 64 }
@@ -216,8 +259,10 @@ impl Extents {
         defines(self.head_dim, self.v_dim, self.heads_per_block(), self.separate)
     }
 
-    fn blocks(self) -> u64 {
-        self.num_tokens as u64 * self.num_heads.div_ceil(self.heads_per_block()) as u64
+    /// One block for each token and `heads` of its heads.
+    fn launch(self, heads: usize, kernel: &Kernel) -> Result<LaunchConfig> {
+        let blocks = self.num_tokens as u64 * self.num_heads.div_ceil(heads) as u64;
+        LaunchConfig::linear(CHECK.operator, "q", blocks, kernel.max_threads())
     }
 }
 
@@ -234,7 +279,8 @@ fn defines(head_dim: usize, v_dim: usize, heads_per_block: usize, separate: bool
 pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
     let geometries = [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
     let all = geometries.into_iter().flat_map(|(d, v, separate)| [16, 64].map(|heads| defines(d, v, heads, separate)));
-    all.map(|defines| (FILE.to_owned(), owned(defines))).collect()
+    let hopper = [512, 576].map(|head_dim| (HOPPER_FILE.to_owned(), owned(defines(head_dim, 512, HOPPER_HEADS, false))));
+    all.map(|defines| (FILE.to_owned(), owned(defines))).chain(hopper).collect()
 }
 
 fn check_inputs(inputs: &Inputs<'_>) -> Result<Extents> {
@@ -333,7 +379,7 @@ fn check_apart(written: &[(&'static str, Option<&TensorView>)], read: &[TensorVi
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
-    let Forward { inputs, out, lse, max_logits } = arguments;
+    let Forward { inputs, out, lse, max_logits, .. } = arguments;
     let extents = check_inputs(inputs)?;
     let Extents { num_tokens, num_heads, v_dim, .. } = extents;
     check_heads("out", out, &[num_tokens, num_heads, v_dim])?;
@@ -365,9 +411,18 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
         topk: extents.topk as i32,
         softmax_scale: inputs.softmax_scale,
     };
+    if extents.hopper(device, arguments.implementation)? {
+        let name = "sparse_attention_hopper_forward";
+        let defines = defines(extents.head_dim, extents.v_dim, HOPPER_HEADS, false);
+        let kernel = device.kernel::<SparseAttentionForwardParams>(HOPPER_FILE, &defines, name)?;
+        let mut config = extents.launch(HOPPER_HEADS, &kernel)?;
+        config.grid[0] = config.grid[0].min(device.environment().processors.max(1));
+        kernel.launch(config, &params)?;
+        return Ok(name.into());
+    }
     let name = "sparse_attention_forward";
     let kernel = device.kernel::<SparseAttentionForwardParams>(FILE, &extents.defines(), name)?;
-    kernel.launch(LaunchConfig::linear(CHECK.operator, "q", extents.blocks(), kernel.max_threads())?, &params)?;
+    kernel.launch(extents.launch(extents.heads_per_block(), &kernel)?, &params)?;
     Ok(format!("{name}<{}>", extents.heads_per_block()))
 }
 
@@ -487,11 +542,11 @@ impl BackwardCall<'_> {
         DeviceAddress(self.arguments.workspace.address + offset as u64)
     }
 
-    fn kernel<P: crate::runtime::params::KernelParams>(&self, name: &str) -> Result<crate::runtime::Kernel> {
+    fn kernel<P: crate::runtime::params::KernelParams>(&self, name: &str) -> Result<Kernel> {
         self.device.kernel::<P>(FILE, &self.extents.defines(), name)
     }
 
-    fn rows(&self, rows: usize, kernel: &crate::runtime::Kernel) -> Result<LaunchConfig> {
+    fn rows(&self, rows: usize, kernel: &Kernel) -> Result<LaunchConfig> {
         LaunchConfig::linear(CHECK.operator, "q", (rows as u64).div_ceil(ROWS_PER_BLOCK), kernel.max_threads())
     }
 
@@ -621,8 +676,7 @@ impl BackwardCall<'_> {
             topk: self.extents.topk as i32,
             softmax_scale: inputs.softmax_scale,
         };
-        let config = LaunchConfig::linear(CHECK.operator, "q", self.extents.blocks(), kernel.max_threads())?;
-        kernel.launch(config, &params)?;
+        kernel.launch(self.extents.launch(self.extents.heads_per_block(), &kernel)?, &params)?;
         Ok(format!("{name}<{}>", self.extents.heads_per_block()))
     }
 }

@@ -120,7 +120,7 @@ pub struct DeviceArguments {
     #[arg(long, value_enum, default_value = "auto", env = "PARITY_BACKEND")]
     pub backend: BackendChoice,
     /// Directory laid out as kernels/cuda to take the kernels from, instead of the embedded ones
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", env = "PARITY_KERNELS")]
     pub kernels: Option<PathBuf>,
 }
 

@@ -78,6 +78,26 @@ pub enum Sinks {
     Extreme,
 }
 
+/// Which kernels run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Implementation {
+    /// `sparse_attention.cu`.
+    #[default]
+    Portable,
+    /// `sparse_attention_hopper.cu`.
+    Hopper,
+}
+
+impl Implementation {
+    pub(crate) fn launcher(self) -> launcher::Implementation {
+        match self {
+            Self::Portable => launcher::Implementation::Portable,
+            Self::Hopper => launcher::Implementation::Hopper,
+        }
+    }
+}
+
 /// A case: extents, lists, sinks, scale, layout, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -118,6 +138,9 @@ pub struct SparseAttentionCase {
     pub distribution: Distribution,
     /// Whether keys that no valid slot names are NaN.
     pub poison_unreferenced: bool,
+    /// Which kernels run; portable in lines written before there was a choice.
+    #[serde(default)]
+    pub implementation: Implementation,
     /// Seed of the data.
     pub seed: u64,
 }
@@ -143,6 +166,7 @@ impl SparseAttentionCase {
             padding: 0,
             distribution: Distribution::Normal,
             poison_unreferenced: true,
+            implementation: Implementation::Portable,
             seed: 1,
         }
     }
@@ -172,6 +196,11 @@ impl SparseAttentionCase {
         }
         if !(self.logit_deviation.is_finite() && self.logit_deviation > 0.0 && self.logit_shift.is_finite()) {
             return refuse("logit_deviation", format!("{} must be finite and above 0", self.logit_deviation));
+        }
+        let hopper = self.values != Values::Separate && self.v_dim == 512 && [512, 576].contains(&self.head_dim);
+        if self.implementation == Implementation::Hopper && !hopper {
+            let shape = format!("{:?} values of {} in head_dim {}", self.values, self.v_dim, self.head_dim);
+            return refuse("implementation", format!("hopper takes a V that is 512 columns of 512 or 576, not {shape}"));
         }
         if !self.padding.is_multiple_of(8) {
             return refuse("padding", format!("{} must be a multiple of 8: rows are 16-byte aligned", self.padding));
@@ -233,6 +262,7 @@ impl Operator for SparseAttention {
             prop_oneof![3 => Just(0usize), 1 => Just(8usize), 1 => Just(24usize)],
             prop::sample::select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
             any::<bool>(),
+            prop_oneof![1 => Just(Implementation::Portable), 2 => Just(Implementation::Hopper)],
             0..1000u64,
         );
         (shape, lists, logits, types, data)
@@ -240,7 +270,10 @@ impl Operator for SparseAttention {
                 let (num_tokens, num_heads, (values, head_dim, v_dim), num_keys, topk) = shape;
                 let (indices, lengths, sinks) = lists;
                 let (softmax_scale, logit_deviation, logit_shift) = logits;
-                let (padding, distribution, poison_unreferenced, seed) = data;
+                let (padding, distribution, poison_unreferenced, implementation, seed) = data;
+                // Hopper's geometries are few; the others have the portable kernels only.
+                let hopper = values != Values::Separate && v_dim == 512;
+                let implementation = if hopper { implementation } else { Implementation::Portable };
                 // One key that takes all of a softmax leaves gradients that vanish under the rounding of what
                 // they are a difference of. So scaled rows do not scale logits to hundreds, and where most
                 // softmaxes are that sharp, or most sinks or lists leave no gradient, there are more of them.
@@ -267,6 +300,7 @@ impl Operator for SparseAttention {
                     padding,
                     distribution,
                     poison_unreferenced,
+                    implementation,
                     seed,
                 };
                 Case::new(NAME, &case)
@@ -694,7 +728,8 @@ impl Prepared for Inputs {
         let mut paths = Vec::new();
         let violations = arena.run(|device| {
             let DeviceOutputs { out, lse, max_logits, dq, dk, dv, dsink, workspace } = &written;
-            let forward = launcher::Forward { inputs: read.launcher(), out, lse, max_logits };
+            let implementation = self.case.implementation.launcher();
+            let forward = launcher::Forward { inputs: read.launcher(), implementation, out, lse, max_logits };
             paths.push(launcher::forward(device, &forward)?);
             let backward = launcher::Backward {
                 inputs: read.launcher(),

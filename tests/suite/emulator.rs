@@ -848,7 +848,13 @@ impl Attention {
         let (out, lse, max_logits) = (&self.out, &self.lse, &self.max_logits);
         sparse_attention::forward(
             support::device(),
-            &sparse_attention::Forward { inputs: self.inputs(), out, lse, max_logits },
+            &sparse_attention::Forward {
+                inputs: self.inputs(),
+                implementation: sparse_attention::Implementation::Auto,
+                out,
+                lse,
+                max_logits,
+            },
         )
     }
 

@@ -5,7 +5,9 @@ use std::collections::BTreeSet;
 use dsv4_parity::case::Distribution;
 use dsv4_parity::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::operators::Float;
-use dsv4_parity::operators::sparse_attention::{IndexClass, Lengths, Sinks, SparseAttentionCase, Values};
+use dsv4_parity::operators::sparse_attention::{
+    Implementation, IndexClass, Lengths, Sinks, SparseAttentionCase, Values,
+};
 use dsv4_parity::record::{CheckRecord, Verdict};
 use dsv4_parity::scenario::OutputRotation;
 
@@ -34,6 +36,7 @@ fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
         padding: 8,
         distribution: Distribution::Normal,
         poison_unreferenced: true,
+        implementation: Implementation::Portable,
         seed: 3,
     }
 }

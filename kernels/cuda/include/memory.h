@@ -78,6 +78,15 @@ DEVICE SharedAddress shared_address(const void* pointer) {
 #endif
 }
 
+// The same address, unknown to the compiler: what is derived from it is computed where it is used, instead of before
+// the loops around it and kept in registers.
+DEVICE SharedAddress recomputed(SharedAddress address) {
+#if !defined(PARITY_EMULATOR)
+    asm volatile("" : "+r"(address));
+#endif
+    return address;
+}
+
 #if defined(PARITY_EMULATOR)
 // The host's view of a shared address; an access outside the launch's shared memory ends the launch.
 DEVICE uint8_t* shared_pointer(SharedAddress address, uint32_t bytes) {

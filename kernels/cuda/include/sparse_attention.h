@@ -1,0 +1,157 @@
+// What the two implementations of sparse attention share: parameters, lists of slots, and the rules of a
+// softmax whose rows may be empty and whose sink stands outside. sparse_attention.cu has the formulas.
+//
+// The including file is compiled with HEADS_PER_BLOCK and V_SEPARATE defined.
+#pragma once
+
+#include "math.h"
+#include "numeric.h"
+#include "platform.h"
+
+DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
+DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
+
+// ---------------------------------------------------------------- parameters
+
+// out, lse and max_logits. Strides in elements; lse and max_logits are [num_tokens, num_heads].
+// k, v, q and out: base and strides are multiples of 16 bytes. v is read only with V_SEPARATE.
+// sink and topk_length may be null.
+struct SparseAttentionForwardParams {
+    const bf16* q;
+    const bf16* k;
+    const bf16* v;
+    const float* sink;
+    const int32_t* indices;
+    const int32_t* topk_length;
+    bf16* out;
+    float* lse;
+    float* max_logits;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
+    int64_t k_stride;
+    int64_t v_stride;
+    int64_t indices_stride;
+    int64_t out_token_stride;
+    int64_t out_head_stride;
+    int32_t num_tokens;
+    int32_t num_heads;
+    int32_t num_keys;
+    int32_t topk;
+    float softmax_scale;
+};
+PARAMS_LAYOUT(SparseAttentionForwardParams, q, k, v, sink, indices, topk_length, out, lse, max_logits, q_token_stride,
+              q_head_stride, k_stride, v_stride, indices_stride, out_token_stride, out_head_stride, num_tokens,
+              num_heads, num_keys, topk, softmax_scale)
+
+// dq in bf16, and sums into the fp32 rows dk [num_keys, HEAD_DIM] and dv [num_keys, V_DIM], which must be
+// zero before. Without V_SEPARATE dv is not used: dk receives dV in its first V_DIM columns.
+// lse of +inf or -inf marks a row without valid slots. sink, topk_length and dlse may be null.
+// q, k, v, dout and dq: base and strides are multiples of 16 bytes; dk and dv as well.
+struct SparseAttentionBackwardParams {
+    const bf16* q;
+    const bf16* k;
+    const bf16* v;
+    const bf16* dout;
+    const float* sink;
+    const float* lse;
+    const float* delta;
+    const float* dlse;
+    const int32_t* indices;
+    const int32_t* topk_length;
+    bf16* dq;
+    float* dk;
+    float* dv;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
+    int64_t k_stride;
+    int64_t v_stride;
+    int64_t dout_token_stride;
+    int64_t dout_head_stride;
+    int64_t indices_stride;
+    int64_t dq_token_stride;
+    int64_t dq_head_stride;
+    int64_t dk_stride;
+    int64_t dv_stride;
+    int32_t num_tokens;
+    int32_t num_heads;
+    int32_t num_keys;
+    int32_t topk;
+    float softmax_scale;
+};
+PARAMS_LAYOUT(SparseAttentionBackwardParams, q, k, v, dout, sink, lse, delta, dlse, indices, topk_length, dq, dk, dv,
+              q_token_stride, q_head_stride, k_stride, v_stride, dout_token_stride, dout_head_stride, indices_stride,
+              dq_token_stride, dq_head_stride, dk_stride, dv_stride, num_tokens, num_heads, num_keys, topk,
+              softmax_scale)
+
+// ---------------------------------------------------------------- work and lists
+
+// Which (token, heads) this block works on.
+struct Work {
+    int64_t token;
+    int32_t first_head;
+    int32_t heads;  // real heads in this block, at most HEADS_PER_BLOCK
+};
+
+// Work number `number`; those of one token follow one another.
+DEVICE Work block_work(uint32_t number, int32_t num_heads) {
+    const uint32_t head_blocks = ceil_div(num_heads, HEADS_PER_BLOCK);
+    const int32_t first_head = static_cast<int32_t>(number % head_blocks) * HEADS_PER_BLOCK;
+    return Work{number / head_blocks, first_head, minimum(num_heads - first_head, HEADS_PER_BLOCK)};
+}
+
+// One token's list of slots and the tensors that it points into. Strides in elements.
+struct SlotList {
+    const int32_t* indices;
+    int32_t length;
+    int32_t num_keys;
+    const bf16* k;
+    const bf16* v;
+    int64_t k_stride;
+    int64_t v_stride;
+
+    // The stored index of a slot, -1 past the list's end.
+    int32_t stored_index(int slot) const {
+        return slot < length ? indices[slot] : -1;
+    }
+    int32_t valid_row(int32_t index) const {
+        return index >= 0 && index < num_keys ? index : -1;
+    }
+};
+
+template <typename Params>
+DEVICE SlotList slot_list(const Params& params, int64_t token) {
+    const int32_t listed = params.topk_length ? params.topk_length[token] : params.topk;
+    const int32_t length = maximum(minimum(listed, params.topk), 0);
+    return SlotList{params.indices + token * params.indices_stride, length, params.num_keys, params.k,
+                    V_SEPARATE ? params.v : params.k, params.k_stride, V_SEPARATE ? params.v_stride : params.k_stride};
+}
+
+// ---------------------------------------------------------------- softmax
+
+// A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
+DEVICE float subtrahend(float row_maximum) {
+    return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;
+}
+
+// exp(lse) / (exp(lse) + exp(sink)) for base-2 arguments: what the sink leaves of the softmax without it.
+DEVICE float share_beside_sink(float lse_log2, float sink_log2) {
+    return 1.0f / (1.0f + exp2_approx(sink_log2 - lse_log2));
+}
+
+// What the softmax of one head row needs: P = share * exp2(z_log2 - lse_log2).
+struct RowState {
+    float lse_log2, share, delta, dlse;
+};
+
+DEVICE RowState row_state(const SparseAttentionBackwardParams& params, const Work& work, int row) {
+    // exp2(z - inf) = 0: an absent head or an empty row has no weights and no gradients.
+    const RowState nothing{INFINITY_F32, 0.0f, 0.0f, 0.0f};
+    if (row >= work.heads) return nothing;
+    const int32_t head = work.first_head + row;
+    const int64_t at = work.token * params.num_heads + head;
+    const float lse = params.lse[at];
+    if (is_infinite(lse)) return nothing;
+    const float sink_log2 = params.sink ? params.sink[head] * LOG2_E : -INFINITY_F32;
+    const float share = share_beside_sink(lse * LOG2_E, sink_log2);
+    return RowState{lse * LOG2_E, share, params.delta[at], params.dlse ? params.dlse[at] : 0.0f};
+}
