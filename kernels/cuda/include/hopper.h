@@ -29,7 +29,7 @@
 #include "memory.h"
 #include "mma.h"
 
-#if !defined(PARITY_EMULATOR) && __CUDA_ARCH__ < 900
+#if !defined(PARITY_EMULATOR) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "hopper.h needs sm_90a"
 #endif
 
