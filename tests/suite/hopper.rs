@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use dsv4_kernels::kernel_params;
+use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::params::{DeviceAddress, KernelParams};
 use dsv4_kernels::runtime::{
@@ -189,7 +190,7 @@ fn run_pipeline(device: &Device, a: &[f64], b: &[f64]) -> Result<Vec<f64>> {
     let a = arena.input("a", &HostTensor::from_f64(DType::Bf16, &[STEPS, TILE, TILE], a))?;
     let b = arena.input("b", &HostTensor::from_f64(DType::Bf16, &[STEPS, TILE, TILE], b))?;
     let zeros = HostTensor::from_f64(DType::F32, &[TILE, TILE], &[0.0; TILE * TILE]);
-    let y = arena.place("y", &zeros, Role::InPlace)?;
+    let y = arena.upload("y", &zeros, &Layout::dense(&[TILE, TILE]), Role::InPlace)?;
     let [a, b, y_address] = [&a, &b, &y].map(|view| DeviceAddress(view.address));
     let params = SelftestPipelineParams { a, b, y: y_address, steps: STEPS as i32 };
     launch(&arena, (HOPPER, "selftest_pipeline"), BLOCKS, &params)?;
@@ -227,7 +228,6 @@ fn outcomes(right: &str, wrong: &str) -> Option<Vec<String>> {
 /// The change must show under some schedule, in words that contain `needle`.
 fn assert_shows(right: &str, wrong: &str, needle: &str) {
     let Some(outcomes) = outcomes(right, wrong) else { return };
-    eprintln!("`{wrong}` for `{right}`: {outcomes:#?}");
     assert!(outcomes.iter().any(|what| what.contains(needle)), "`{wrong}` for `{right}`: {outcomes:?}");
 }
 
@@ -243,12 +243,16 @@ fn a_wait_whose_parity_never_flips_shows() {
 
 #[test]
 fn a_missing_wait_for_an_empty_stage_shows() {
-    assert_shows("mbarrier_wait(stage.empty, stage.parity ^ 1);", "", "wrong sums");
+    assert_shows("mbarrier_wait(stage.empty, stage.parity ^ 1);", "", "have come already");
 }
 
 #[test]
 fn a_wait_for_an_empty_stage_of_the_wrong_parity_shows() {
-    assert_shows("mbarrier_wait(stage.empty, stage.parity ^ 1);", "mbarrier_wait(stage.empty, stage.parity);", "mbarrier");
+    assert_shows(
+        "mbarrier_wait(stage.empty, stage.parity ^ 1);",
+        "mbarrier_wait(stage.empty, stage.parity);",
+        "mbarrier",
+    );
 }
 
 #[test]
@@ -288,27 +292,103 @@ fn an_arrival_that_does_not_wait_for_the_copies_shows() {
 
 #[test]
 fn a_missing_wait_before_the_source_of_an_addition_is_reused_shows() {
+    assert_shows("        bulk_wait_read<0>();\n", "        if (factor > 1) bulk_wait_read<0>();\n", "wrong sums");
+}
+
+#[test]
+fn a_thread_that_returns_before_its_addition_has_read_its_source_shows() {
     assert_shows("        bulk_wait_read<0>();\n", "", "may still read");
 }
 
 #[test]
+fn a_bulk_copy_that_nobody_waits_for_shows() {
+    let last = "add_sums(d, 2.0f, params.y, shared, thread);";
+    let wrong = format!("{last} if (thread == 0) bulk_copy_in(shared, params.b, TILE_BYTES, shared + FULL);");
+    assert_shows(last, &wrong, "did not wait for");
+}
+
+#[test]
+fn a_bulk_copy_from_behind_a_buffer_shows_with_the_buffers_name() {
+    let right = "bulk_copy_in(stage.b, params.b + step * TILE * TILE,";
+    assert_shows(right, "bulk_copy_in(stage.b, params.b + params.steps * TILE * TILE,", "`b` 0 bytes past the end");
+}
+
+#[test]
+fn a_bulk_copy_to_an_address_that_is_not_a_multiple_of_16_shows() {
+    assert_shows("bulk_copy_in(stage.b,", "bulk_copy_in(stage.b + 8,", "multiples of 16");
+}
+
+#[test]
+fn accumulators_that_are_written_while_a_product_is_under_way_show() {
+    assert_shows(
+        "    wgmma_wait<0>();\n",
+        "    d[3][1] = 0.0f;\n    wgmma_wait<0>();\n",
+        "were written to before its wait",
+    );
+}
+
+#[test]
+fn warps_of_a_warpgroup_that_disagree_about_a_product_show() {
+    assert_shows(
+        "step > 0 || k > 0",
+        "step > 0 || k > 0 || threadIdx.x / 32 == 6",
+        "differs from that of its warpgroup",
+    );
+}
+
+#[test]
+fn lanes_of_a_warp_that_disagree_about_a_product_show() {
+    assert_shows("step > 0 || k > 0", "step > 0 || k > 0 || threadIdx.x == 200", "lanes of a warp disagree");
+}
+
+#[test]
+fn a_warp_that_leaves_a_product_out_shows() {
+    assert_shows(
+        "k < TILE; k += 16",
+        "k < (threadIdx.x < 224 ? TILE : TILE - 16); k += 16",
+        "another warp of its warpgroup",
+    );
+}
+
+#[test]
+fn a_tile_whose_chunks_are_not_where_the_product_looks_for_them_shows() {
+    assert_shows("(chunk ^ row % 8) * 16", "(chunk ^ row % 4) * 16", "wrong sums");
+}
+
+#[test]
 fn a_bulk_copy_whose_bytes_nobody_expects_shows() {
-    assert_shows("mbarrier_arrive_expect(stage.full, TILE_BYTES);", "mbarrier_arrive(stage.full);", "wrong sums");
+    assert_shows(
+        "mbarrier_arrive_expect(stage.full, TILE_BYTES);",
+        "mbarrier_arrive(stage.full);",
+        "and -8192 bytes are missing",
+    );
 }
 
 #[test]
 fn too_many_bytes_expected_show_as_divergence() {
-    assert_shows("mbarrier_arrive_expect(stage.full, TILE_BYTES);", "mbarrier_arrive_expect(stage.full, 2 * TILE_BYTES);", "8192 bytes are missing");
+    assert_shows(
+        "mbarrier_arrive_expect(stage.full, TILE_BYTES);",
+        "mbarrier_arrive_expect(stage.full, 2 * TILE_BYTES);",
+        "8192 bytes are missing",
+    );
 }
 
 #[test]
 fn too_many_arrivals_show() {
-    assert_shows("copy_arrive(stage.full);", "copy_arrive(stage.full);\n        if (thread == 5) mbarrier_arrive(stage.full);", "wrong sums");
+    assert_shows(
+        "copy_arrive(stage.full);",
+        "copy_arrive(stage.full);\n        if (thread == 5) mbarrier_arrive(stage.full);",
+        "wrong sums",
+    );
 }
 
 #[test]
 fn too_few_arrivals_show_as_divergence() {
-    assert_shows("mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE);", "mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE + 1);", "1 of 129 arrivals");
+    assert_shows(
+        "mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE);",
+        "mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE + 1);",
+        "1 of 129 arrivals",
+    );
 }
 
 #[test]
@@ -338,12 +418,20 @@ fn a_missing_named_barrier_before_the_reuse_of_a_source_shows() {
 
 #[test]
 fn a_named_barrier_for_the_wrong_number_of_threads_shows() {
-    assert_shows("named_barrier_sync(2, WARPGROUP_SIZE)", "named_barrier_sync(2, 2 * WARPGROUP_SIZE)", "128 of 256 threads");
+    assert_shows(
+        "named_barrier_sync(2, WARPGROUP_SIZE)",
+        "named_barrier_sync(2, 2 * WARPGROUP_SIZE)",
+        "128 of 256 threads",
+    );
 }
 
 #[test]
 fn a_descriptor_that_reaches_beyond_shared_memory_shows() {
-    assert_shows("matrix_descriptor(stage.b, 0, GROUP_BYTES)", "matrix_descriptor(stage.b, 0, 32 * GROUP_BYTES)", "beyond the dynamic shared memory");
+    assert_shows(
+        "matrix_descriptor(stage.b, 0, GROUP_BYTES)",
+        "matrix_descriptor(stage.b, 0, 32 * GROUP_BYTES)",
+        "beyond the dynamic shared memory",
+    );
 }
 
 // ---------------------------------------------------------------- named barriers

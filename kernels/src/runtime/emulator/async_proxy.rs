@@ -37,7 +37,13 @@ pub struct AsyncProxy {
 impl AsyncProxy {
     /// Of a block of `threads` threads with this dynamic shared memory.
     pub fn new(shared: (*mut u8, usize), threads: u32) -> Self {
-        Self { shared: shared.0, shared_bytes: shared.1, clock: 0, writes: Vec::new(), fences: vec![0; threads as usize] }
+        Self {
+            shared: shared.0,
+            shared_bytes: shared.1,
+            clock: 0,
+            writes: Vec::new(),
+            fences: vec![0; threads as usize],
+        }
     }
 
     /// Thread `writer` wrote these bytes in the ordinary way.

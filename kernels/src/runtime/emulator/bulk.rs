@@ -103,7 +103,9 @@ impl Block {
             ));
         }
         if !self.proxy.contains(shared, bytes) {
-            return Err(format!("{what} of {bytes} bytes at shared offset {shared:#x}: outside the dynamic shared memory"));
+            return Err(format!(
+                "{what} of {bytes} bytes at shared offset {shared:#x}: outside the dynamic shared memory"
+            ));
         }
         Ok(())
     }

@@ -125,7 +125,8 @@ impl super::schedule::Block {
     pub(super) fn mbarrier_arrival(&mut self, offset: u32, bytes: u32) -> Result<(), String> {
         let barrier = self.mbarriers.at(offset)?;
         barrier.expect(bytes);
-        let released = barrier.arrive().map_err(|why| format!("arrives at the mbarrier at offset {offset:#x}: {why}"))?;
+        let released =
+            barrier.arrive().map_err(|why| format!("arrives at the mbarrier at offset {offset:#x}: {why}"))?;
         released.into_iter().for_each(|thread| self.make_ready(thread));
         Ok(())
     }

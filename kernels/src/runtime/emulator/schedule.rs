@@ -561,7 +561,21 @@ impl Block {
     fn divergence(&self) -> BlockFault {
         let waiting = |state: &State| !matches!(state, State::Exited | State::Ready);
         let first = self.states.iter().position(waiting).unwrap_or(0);
-        let mut what = match self.states[first] {
+        let mut what = self.wait(&self.states[first]);
+        let exited = self.states.iter().filter(|&&s| s == State::Exited).count();
+        let _ = write!(what, " (divergence: {exited} of {} threads have returned", self.states.len());
+        let other =
+            self.states.iter().enumerate().skip(first + 1).find(|(_, s)| waiting(s) && !self.same_place(first, s));
+        if let Some((thread, state)) = other {
+            let _ = write!(what, "; thread {} {}", self.contexts[thread].thread_idx, self.wait(state));
+        }
+        what.push(')');
+        self.fault_at(first as u32, what)
+    }
+
+    /// What a thread in this state waits for.
+    fn wait(&self, state: &State) -> String {
+        match *state {
             State::AtBarrier { id } => {
                 let barrier = &self.barriers[id as usize];
                 format!("waits at barrier {id}, where {} of {} threads arrived", barrier.arrived, barrier.expected)
@@ -573,17 +587,8 @@ impl Block {
                 let lacks = self.mbarriers.lacks(offset);
                 format!("waits at the mbarrier at offset {offset:#x} for parity {parity}, where {lacks}")
             }
-            State::Ready | State::Exited => "the block cannot go on".to_owned(),
-        };
-        let exited = self.states.iter().filter(|&&s| s == State::Exited).count();
-        let _ = write!(what, " (divergence: {exited} of {} threads have returned", self.states.len());
-        let other =
-            self.states.iter().enumerate().skip(first + 1).find(|(_, s)| waiting(s) && !self.same_place(first, s));
-        if let Some((thread, state)) = other {
-            let _ = write!(what, "; thread {} waits {}", self.contexts[thread].thread_idx, place(state));
+            State::Ready | State::Exited => "waits for nothing, and the block cannot go on".to_owned(),
         }
-        what.push(')');
-        self.fault_at(first as u32, what)
     }
 
     fn same_place(&self, first: usize, other: &State) -> bool {
@@ -602,17 +607,19 @@ impl Block {
         self.ready.push(thread);
     }
 
-    /// All lanes of the mask are here: runs the operation and releases the others.
-    fn complete_collective(&mut self, warp_base: u32, mask: u32, op: CollectiveOp) {
+    /// What the lanes of the mask, all of which are here, have handed in.
+    fn payloads(&self, warp_base: u32, mask: u32) -> [*mut c_void; 32] {
         let mut payloads = [std::ptr::null_mut(); 32];
         for lane in lanes(mask) {
             if let State::AtCollective { payload, .. } = self.states[(warp_base + lane) as usize] {
                 payloads[lane as usize] = payload;
             }
         }
-        // SAFETY: every payload points into the stack of a suspended (or this) coroutine, whose
-        // type is the one that `op` was instantiated for: all lanes arrived with the same `op`.
-        unsafe { op(payloads.as_ptr(), mask) };
+        payloads
+    }
+
+    /// The collective is done: its lanes may go on.
+    fn release_collective(&mut self, warp_base: u32, mask: u32) {
         for lane in lanes(mask) {
             let thread = warp_base + lane;
             if thread != self.current {
@@ -681,16 +688,6 @@ fn name(what: *const c_char) -> String {
     unsafe { CStr::from_ptr(what) }.to_string_lossy().into_owned()
 }
 
-fn place(state: &State) -> String {
-    match state {
-        State::AtBarrier { id } => format!("at barrier {id}"),
-        State::AtMbarrier { offset, parity } => format!("at the mbarrier at offset {offset:#x} for parity {parity}"),
-        State::AtCollective { mask, what, .. } => format!("in {} with mask {mask:#010x}", name(*what)),
-        State::Ready => "for nothing".into(),
-        State::Exited => "no more".into(),
-    }
-}
-
 impl PendingCopy {
     fn land(self) {
         // SAFETY: `copy_async` read both ranges' ends on the issuing thread, where a bad address
@@ -754,7 +751,13 @@ unsafe extern "C" fn collective(
             State::AtCollective { mask: m, op: o, .. } if m == mask && o == op as usize)
     });
     if all_here {
-        block.complete_collective(warp_base, mask, op);
+        let payloads = block.payloads(warp_base, mask);
+        // SAFETY: every payload points into the stack of a suspended (or this) coroutine, whose
+        // type is the one that `op` was instantiated for: all lanes arrived with the same `op`.
+        // `op` may call the host API, so no reference to the block is alive here.
+        unsafe { op(payloads.as_ptr(), mask) };
+        let block = unsafe { scheduler(context) };
+        block.release_collective(warp_base, mask);
         if block.failure.is_some() {
             unsafe { suspend(context) };
         }
@@ -823,6 +826,9 @@ unsafe extern "C" fn copy_async(
         target.add(bytes as usize - 1).read_volatile();
     }
     let block = unsafe { scheduler(context) };
+    if let Some(what) = block.mbarriers.overlap(block.proxy.offset_of(target), bytes) {
+        unsafe { abandon(context, what) };
+    }
     let thread = block.current as usize;
     let copies = &mut block.copies[thread];
     let (group, number) = (copies.committed_groups, copies.issued);
