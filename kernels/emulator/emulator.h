@@ -41,6 +41,40 @@ struct ThreadContext {
 
 using CollectiveOp = void (*)(void* const* payloads, uint32_t mask);
 
+// What a read of shared memory through the asynchronous proxy sees; mirrored by `AsyncReads` in
+// kernels/src/runtime/emulator, which says when an ordinary write is seen.
+struct AsyncReads {
+    const uint8_t* shared;
+    const uint64_t* writes;  // for each 16 bytes: time << 10 | thread of the last ordinary write, or 0
+    const uint64_t* fences;  // for each thread
+    uint64_t issuer_fence;
+
+    // Copies the aligned 16 bytes at `offset`; bytes of 0xff, NaN in every format, where they are not seen.
+    void chunk(uint32_t offset, void* target) const {
+        const uint64_t write = writes ? writes[offset / 16] : 0, time = write >> 10;
+        if (write && fences[write & 1023] <= time && issuer_fence <= time)
+            std::memset(target, 0xff, 16);
+        else
+            std::memcpy(target, shared + offset, 16);
+    }
+};
+
+// One warp's 16 rows of a wgmma; mirrored by `WarpProduct` in kernels/src/runtime/emulator.
+struct WarpProduct {
+    uint64_t a_descriptor, b_descriptor;
+    uint32_t columns;
+    uint32_t warp;  // within its warpgroup
+    uint32_t a_in_registers, a_transposed, b_transposed, accumulate;
+    uint32_t a_registers[32][4];
+    float* accumulators[32];
+    // Takes the accumulators out of the lanes into `values` [16, columns] and leaves poison there.
+    void (*capture)(const WarpProduct*, float* values);
+    // Reads the operands; values = A B, or values += A B.
+    void (*multiply)(const WarpProduct*, const AsyncReads*, float* values);
+    // Puts the accumulators back; other than 0 if the poison was not there any more.
+    uint32_t (*deliver)(const WarpProduct*, const float* values);
+};
+
 // Mirrored by `HostApi` in kernels/src/runtime/emulator.
 struct HostApi {
     void (*collective)(ThreadContext*, uint32_t mask, const char* what, CollectiveOp, void* payload);
@@ -52,8 +86,30 @@ struct HostApi {
     void (*copy_commit)(ThreadContext*);
     // Returns once at most `pending` committed groups of this thread have not landed.
     void (*copy_wait)(ThreadContext*, uint32_t pending);
+    // Arrives at the mbarrier once all copies that this thread has issued have landed.
+    void (*copy_arrive)(ThreadContext*, uint32_t barrier);
     // Ends the launch with an error that names kernel, block and thread.
     void (*fail)(ThreadContext*, const char* message);
+    // Offsets here and below are from the start of the dynamic shared memory. This thread stores these bytes.
+    void (*shared_store)(ThreadContext*, uint32_t offset, uint32_t bytes);
+    void (*fence_async_proxy)(ThreadContext*);
+    void (*mbarrier_init)(ThreadContext*, uint32_t barrier, uint32_t arrivals);
+    // Arrives, and makes the phase wait for `bytes` more.
+    void (*mbarrier_arrive)(ThreadContext*, uint32_t barrier, uint32_t bytes);
+    void (*mbarrier_wait)(ThreadContext*, uint32_t barrier, uint32_t parity);
+    // Copies at some moment, and then counts the bytes at the mbarrier.
+    void (*bulk_copy_in)(ThreadContext*, uint32_t target, const uint8_t* source, uint32_t bytes, uint32_t barrier);
+    // Adds at some moment before the wait.
+    void (*bulk_add)(ThreadContext*, float* target, uint32_t source, uint32_t bytes);
+    void (*bulk_commit)(ThreadContext*);
+    void (*bulk_wait)(ThreadContext*, uint32_t pending);
+    // Called by one lane for its warp, in a collective.
+    void (*wgmma_issue)(ThreadContext*, const WarpProduct*);
+    // Called by every lane.
+    void (*wgmma_fence)(ThreadContext*);
+    void (*wgmma_commit)(ThreadContext*);
+    // Called by one lane for its warp, in a collective: returns once at most `pending` groups are under way.
+    void (*wgmma_wait)(ThreadContext*, uint32_t pending);
 };
 
 inline const HostApi* host = nullptr;

@@ -1,5 +1,6 @@
 //! `parity compile`.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -10,6 +11,9 @@ use dsv4_kernels::runtime::cuda::Nvrtc;
 use super::Exit;
 use crate::operator::ModuleSpecification;
 use crate::registry;
+
+/// The header whose instructions one target alone has, and that target.
+const HOPPER: (&str, &str) = ("hopper.h", "sm_90a");
 
 /// Options of `parity compile`.
 #[derive(Debug, Args)]
@@ -32,9 +36,14 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     println!("{} ({})", nvrtc.name(), nvrtc.path().display());
     let mut modules: Vec<_> = registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
     modules.extend(test_modules(&tree));
-    let mut failures = 0;
+    let (mut failures, mut skipped) = (0, 0);
     for target in &arguments.arch {
         for (file, defines) in &modules {
+            if target != HOPPER.1 && includes(&tree, file, HOPPER.0) {
+                skipped += 1;
+                println!("{target} {file}: skipped, it includes {} and so needs {}", HOPPER.0, HOPPER.1);
+                continue;
+            }
             let shown: String = defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
             match nvrtc.compile(&tree, file, defines, target) {
                 Ok(cubin) => println!("{target} {file}{shown}: {} bytes", cubin.len()),
@@ -45,13 +54,52 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
             }
         }
     }
+    if skipped > 0 {
+        println!("{skipped} skipped, which need another target");
+    }
     Ok(if failures == 0 { Exit::Agreed } else { Exit::Disagreed })
 }
 
 /// The sources that only tests launch, where the tree has them.
 fn test_modules(tree: &SourceTree) -> Vec<ModuleSpecification> {
     let fault = vec![("FAULT".to_owned(), "missing_barrier".to_owned())];
-    let all = [("selftest.cu", Vec::new()), ("selftest_faults.cu", fault)];
+    let all = [
+        ("selftest.cu", Vec::new()),
+        ("selftest_faults.cu", fault),
+        ("selftest_hopper.cu", Vec::new()),
+        ("selftest_wgmma.cu", Vec::new()),
+    ];
     let here = all.into_iter().filter(|(file, _)| tree.text(file).is_ok());
     here.map(|(file, defines)| (file.to_owned(), defines)).collect()
+}
+
+/// Whether a source includes `header`, itself or through the tree's headers.
+fn includes(tree: &SourceTree, file: &str, header: &str) -> bool {
+    let headers: BTreeMap<&str, &str> = tree.headers().collect();
+    let (mut seen, mut open) = (BTreeSet::new(), vec![tree.text(file).unwrap_or_default()]);
+    while let Some(text) = open.pop() {
+        let lines = text.lines().filter_map(|line| line.trim_start().strip_prefix("#include"));
+        for name in lines.filter_map(|line| line.split('"').nth(1)) {
+            if seen.insert(name) {
+                open.extend(headers.get(name));
+            }
+        }
+    }
+    seen.contains(header)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_that_includes_a_header_through_another_needs_it_and_a_comment_does_not() {
+        let tree = SourceTree::embedded()
+            .with_text("direct.cu", "#include \"hopper.h\"\n".into(), "a source")
+            .with_text("include/between.h", "#pragma once\n#include \"hopper.h\"\n".into(), "a header")
+            .with_text("through.cu", "#include \"between.h\"\n".into(), "a source")
+            .with_text("without.cu", "// as hopper.h has it\n#include \"memory.h\"\n".into(), "a source");
+        let found = ["direct.cu", "through.cu", "without.cu"].map(|file| includes(&tree, file, HOPPER.0));
+        assert_eq!(found, [true, true, false]);
+    }
 }

@@ -10,7 +10,7 @@ const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
 const REGISTRY: &str = include_str!("../../src/registry.rs");
 
 /// Kernel sources that are no operator's.
-const SELFTESTS: [&str; 2] = ["selftest.cu", "selftest_faults.cu"];
+const SELFTESTS: [&str; 4] = ["selftest.cu", "selftest_faults.cu", "selftest_hopper.cu", "selftest_wgmma.cu"];
 
 /// Crates that a manifest's tables of dependencies name.
 fn dependencies(manifest: &str) -> Vec<String> {

@@ -10,6 +10,7 @@ mod diff;
 mod emulator;
 mod golden;
 mod history;
+mod hopper;
 mod mutants;
 mod scenario;
 mod selftest;

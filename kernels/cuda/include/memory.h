@@ -36,7 +36,15 @@ DEVICE Vec16 load_vec16_streaming(const void* source) {
 #endif
 }
 
-DEVICE void store_vec16(void* target, Vec16 v) { *static_cast<Vec16*>(target) = v; }
+// To global or shared memory.
+DEVICE void store_vec16(void* target, Vec16 v) {
+#if defined(PARITY_EMULATOR)
+    const uint64_t offset = static_cast<uint64_t>(static_cast<const uint8_t*>(target) - dynamic_shared());
+    if (offset < emulator::context->dynamic_shared_bytes)
+        emulator::host->shared_store(emulator::context, static_cast<uint32_t>(offset), 16);
+#endif
+    *static_cast<Vec16*>(target) = v;
+}
 
 // To global memory that this kernel does not read again (evicted first).
 DEVICE void store_vec16_streaming(void* target, Vec16 v) {
@@ -96,12 +104,29 @@ DEVICE uint8_t* shared_pointer(SharedAddress address, uint32_t bytes) {
 }
 #endif
 
+// What wgmma and bulk copies (hopper.h) read from shared memory must be written by the stores below, by
+// store_vec16, by copy_async_16 or by a bulk copy: where a proxy fence is missing, the emulator gives them
+// poison, but it knows nothing of stores through plain pointers.
+
 // Stores 4 bytes to shared memory.
 DEVICE void store_shared(SharedAddress address, uint32_t value) {
 #if defined(PARITY_EMULATOR)
+    emulator::host->shared_store(emulator::context, address, 4);
     std::memcpy(shared_pointer(address, 4), &value, 4);
 #else
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#endif
+}
+
+// Stores 16 bytes to shared memory; the address is 16-byte aligned.
+DEVICE void store_shared_vec16(SharedAddress address, Vec16 v) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->shared_store(emulator::context, address, 16);
+    std::memcpy(shared_pointer(address, 16), &v, 16);
+#else
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
+                 "r"(v.w[3])
+                 : "memory");
 #endif
 }
 

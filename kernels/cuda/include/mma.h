@@ -29,7 +29,7 @@ inline float bf16_half(uint32_t pair, int half) { return __uint_as_float(half ? 
 inline float toward_zero(double x) {
     const float y = static_cast<float>(x);
     if (!std::isfinite(y) || std::fabs(static_cast<double>(y)) <= std::fabs(x)) return y;
-    return std::nextafter(y, 0.0f);
+    return __uint_as_float(__float_as_uint(y) - 1);  // y is not 0: the next value towards it
 }
 
 // C += A B, products exact, one rounding of the whole sum.

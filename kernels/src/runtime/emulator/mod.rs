@@ -2,12 +2,17 @@
 //!
 //! The host's C++ compiler builds a `.cu` file with `kernels/emulator/*.h` into a shared library.
 //! Each CUDA thread is a coroutine, blocks are spread over the cores ([`schedule`]), buffers lie
-//! between guard pages ([`memory`]), and an access outside of them or a kernel that never ends
+//! between guard pages ([`memory`]), Hopper's asynchronous machinery is that of `include/hopper.h`
+//! (`mbarrier`, `async_proxy`, `bulk`, `wgmma`), and an access outside of them or a kernel that never ends
 //! becomes an error that names kernel, block and thread ([`fault`]).
 
+mod async_proxy;
+mod bulk;
 pub mod fault;
+mod mbarrier;
 pub mod memory;
 pub mod schedule;
+mod wgmma;
 
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,15 @@
 //! One block: its threads, what each waits for, and who runs next.
 //!
 //! A thread runs until it has to wait. Waiting is arrival at a rendezvous: a warp collective (all
-//! lanes of the mask, one operation) or a barrier (a count of threads). The last to arrive releases
-//! the others. When nobody can run and somebody waits, the block has diverged, and that is an error
-//! which names who waits for what.
+//! lanes of the mask, one operation), a barrier (a count of threads) or an mbarrier ([`mbarrier`]). The
+//! last to arrive releases the others. Asynchronous work (copies, bulk copies, matrix products) is done at
+//! a random moment under a schedule seed, and as late as possible without one. When nobody can run, nothing
+//! is on its way and somebody waits, the block has diverged, and that is an error which names who waits
+//! for what.
+//!
+//! [`mbarrier`]: super::mbarrier
 
+use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +19,11 @@ use corosensei::{Coroutine, CoroutineResult, Yielder};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::async_proxy::{AsyncProxy, fence_async_proxy, shared_store};
+use super::bulk::{BulkWork, bulk_add, bulk_commit, bulk_copy_in, bulk_wait};
 use super::fault::{self, Ending, Running};
+use super::mbarrier::{Mbarriers, copy_arrive, mbarrier_arrive, mbarrier_init, mbarrier_wait};
+use super::wgmma::{Products, WarpProduct, wgmma_commit, wgmma_fence, wgmma_issue, wgmma_wait};
 
 /// Why a block that did nothing wrong was abandoned.
 pub const STOPPED: &str = "the launch was stopped";
@@ -67,7 +76,7 @@ pub struct ThreadContext {
     lane: u32,
     warp: u32,
     dynamic_shared: *mut u8,
-    dynamic_shared_bytes: u64,
+    pub(super) dynamic_shared_bytes: u64,
     scheduler: *mut Block,
 }
 
@@ -82,11 +91,46 @@ pub struct HostApi {
     copy_async: unsafe extern "C" fn(*mut ThreadContext, *mut c_void, *const c_void, u32, u32),
     copy_commit: unsafe extern "C" fn(*mut ThreadContext),
     copy_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
+    copy_arrive: unsafe extern "C" fn(*mut ThreadContext, u32),
     fail: unsafe extern "C" fn(*mut ThreadContext, *const c_char),
+    shared_store: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
+    fence_async_proxy: unsafe extern "C" fn(*mut ThreadContext),
+    mbarrier_init: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
+    mbarrier_arrive: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
+    mbarrier_wait: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
+    bulk_copy_in: unsafe extern "C" fn(*mut ThreadContext, u32, *const u8, u32, u32),
+    bulk_add: unsafe extern "C" fn(*mut ThreadContext, *mut f32, u32, u32),
+    bulk_commit: unsafe extern "C" fn(*mut ThreadContext),
+    bulk_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
+    wgmma_issue: unsafe extern "C" fn(*mut ThreadContext, *const WarpProduct),
+    wgmma_fence: unsafe extern "C" fn(*mut ThreadContext),
+    wgmma_commit: unsafe extern "C" fn(*mut ThreadContext),
+    wgmma_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
 }
 
 /// The table that every module is given when it is loaded.
-pub static HOST_API: HostApi = HostApi { collective, barrier, copy_async, copy_commit, copy_wait, fail };
+pub static HOST_API: HostApi = HostApi {
+    collective,
+    barrier,
+    copy_async,
+    copy_commit,
+    copy_wait,
+    copy_arrive,
+    fail,
+    shared_store,
+    fence_async_proxy,
+    mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_wait,
+    bulk_copy_in,
+    bulk_add,
+    bulk_commit,
+    bulk_wait,
+    wgmma_issue,
+    wgmma_fence,
+    wgmma_commit,
+    wgmma_wait,
+};
 
 /// What a block needs of its module and launch.
 pub struct BlockLaunch<'a> {
@@ -123,11 +167,13 @@ pub struct BlockFault {
     pub what: String,
 }
 
+/// What a thread does.
 #[derive(Clone, Copy, PartialEq)]
-enum State {
+pub(super) enum State {
     Ready,
     AtCollective { mask: u32, op: usize, what: *const c_char, payload: *mut c_void },
     AtBarrier { id: u32 },
+    AtMbarrier { offset: u32, parity: u32 },
     Exited,
 }
 
@@ -148,31 +194,50 @@ struct PendingCopy {
     source_bytes: u32,
     /// Groups committed before this copy was issued.
     group: u32,
+    /// Copies that the thread issued before this one.
+    number: u64,
+}
+
+/// An arrival at an mbarrier that waits for copies.
+struct CopyArrival {
+    offset: u32,
+    /// Copies with a smaller number must land first.
+    behind: u64,
 }
 
 #[derive(Default)]
 struct AsyncCopies {
     pending: Vec<PendingCopy>,
     committed_groups: u32,
+    issued: u64,
+    /// In the order of issue.
+    arrivals: VecDeque<CopyArrival>,
 }
 
 /// Schedules the threads of one block; lives on the worker's own stack while the block runs.
 pub struct Block {
     contexts: Vec<ThreadContext>,
-    states: Vec<State>,
+    pub(super) states: Vec<State>,
     yielders: Vec<*const Yielder<(), ()>>,
     copies: Vec<AsyncCopies>,
     barriers: [BarrierState; 16],
     ready: ReadySet,
-    current: u32,
+    pub(super) current: u32,
     failure: Option<BlockFault>,
     copies_pending: usize,
+    arrivals_pending: usize,
+    /// Thread at which the search for arrivals goes on when nobody can run.
+    next_arrival: usize,
+    pub(super) mbarriers: Mbarriers,
+    pub(super) proxy: AsyncProxy,
+    pub(super) bulk: BulkWork,
+    pub(super) products: Products,
 }
 
 /// Threads that can run, and the order in which they do.
 struct ReadySet {
     /// Deterministic schedule: first in, first out.
-    queue: std::collections::VecDeque<u32>,
+    queue: VecDeque<u32>,
     random: Option<RandomOrder>,
 }
 
@@ -194,7 +259,7 @@ impl ReadySet {
             priority: (0..warps).collect(),
             ready: 0,
         });
-        let mut set = Self { queue: std::collections::VecDeque::with_capacity(threads as usize), random };
+        let mut set = Self { queue: VecDeque::with_capacity(threads as usize), random };
         if let Some(random) = &mut set.random {
             random.draw_priority();
         }
@@ -266,6 +331,12 @@ impl Block {
             current: 0,
             failure: None,
             copies_pending: 0,
+            arrivals_pending: 0,
+            next_arrival: 0,
+            mbarriers: Mbarriers::default(),
+            proxy: AsyncProxy::new(shared, threads),
+            bulk: BulkWork::default(),
+            products: Products::default(),
         });
         let scheduler: *mut Self = &mut *block;
         for thread in 0..threads {
@@ -319,51 +390,166 @@ impl Block {
             }
         }
         let block = unsafe { &mut *scheduler };
-        if exited < coroutines.len() { Err(block.divergence()) } else { Ok(()) }
+        if let Some(failure) = block.failure.take() {
+            return Err(failure);
+        }
+        if exited < coroutines.len() { Err(block.divergence()) } else { block.check_end() }
+    }
+
+    /// Nothing may be left undone that uses shared memory when the block's is given to another.
+    fn check_end(&self) -> Result<(), BlockFault> {
+        if let Some(thread) = self.bulk.forgotten_copy() {
+            return Err(self.fault_at(thread, "issued a bulk copy that the block did not wait for".into()));
+        }
+        if let Some((warp, count, most)) = self.products.unequal() {
+            let what = format!("warp {warp} issued {count} wgmmas, another warp of its warpgroup {most}");
+            return Err(self.fault_at(warp * 32, what));
+        }
+        Ok(())
     }
 
     fn next_thread(&mut self) -> Option<u32> {
-        self.land_some_copy();
-        let thread = self.ready.pop()?;
-        self.current = thread;
-        Some(thread)
+        self.land_some_work();
+        while self.failure.is_none() {
+            if let Some(thread) = self.ready.pop() {
+                self.current = thread;
+                return Some(thread);
+            }
+            if !self.land_awaited_work() {
+                break;
+            }
+        }
+        None
     }
 
-    /// Under a schedule seed an issued copy may land at any moment.
-    fn land_some_copy(&mut self) {
+    /// Under a schedule seed asynchronous work may be done at any moment.
+    fn land_some_work(&mut self) {
+        let kinds =
+            [self.copies_pending, self.bulk.copies_pending(), self.bulk.adds_pending(), self.products.pending()];
+        let busy = kinds.iter().filter(|&&pending| pending > 0).count();
         let Some(random) = &mut self.ready.random else { return };
-        if self.copies_pending == 0 || !random.rng.random_ratio(1, 8) {
+        if busy == 0 || !random.rng.random_ratio(1, 8) {
             return;
         }
-        let thread = random.rng.random_range(0..self.copies.len());
-        let pending = &mut self.copies[thread].pending;
-        if !pending.is_empty() {
-            let pick = random.rng.random_range(0..pending.len());
-            pending.swap_remove(pick).land();
-            self.copies_pending -= 1;
+        let nth = random.rng.random_range(0..busy);
+        let (kind, &pending) =
+            kinds.iter().enumerate().filter(|&(_, &pending)| pending > 0).nth(nth).expect("fewer than `busy`");
+        let pick = random.rng.random_range(0..pending);
+        let anyone = random.rng.random_range(0..self.states.len());
+        match kind {
+            0 if !self.copies[anyone].pending.is_empty() => {
+                self.land_copy(anyone, pick % self.copies[anyone].pending.len());
+                self.fire_arrivals(anyone);
+            }
+            0 => {}
+            1 => self.land_bulk_copy(pick),
+            2 => self.land_bulk_add(pick),
+            _ => {
+                self.land_product(anyone as u32 / 32);
+            }
+        }
+    }
+
+    /// Nobody can run: does a piece of the asynchronous work that some thread may wait for.
+    fn land_awaited_work(&mut self) -> bool {
+        let (bulk, arrivals) = (self.bulk.copies_pending(), self.arrivals_pending);
+        let (threads, mut first_bulk, mut take_bulk) = (self.copies.len(), 0, bulk > 0);
+        if let Some(random) = &mut self.ready.random
+            && bulk + arrivals > 0
+        {
+            take_bulk = random.rng.random_range(0..bulk + arrivals) < bulk;
+            first_bulk = random.rng.random_range(0..bulk.max(1));
+            self.next_arrival = random.rng.random_range(0..threads);
+        }
+        if take_bulk {
+            self.land_bulk_copy(first_bulk);
+            return true;
+        }
+        let order = (self.next_arrival..threads).chain(0..self.next_arrival);
+        let Some(thread) = order.into_iter().find(|&thread| !self.copies[thread].arrivals.is_empty()) else {
+            return false;
+        };
+        self.next_arrival = thread;
+        let behind = self.copies[thread].arrivals[0].behind;
+        self.land_copies(thread, |copy| copy.number < behind);
+        self.fire_arrivals(thread);
+        true
+    }
+
+    /// Lands those of the thread's copies that `wanted` names.
+    fn land_copies(&mut self, thread: usize, wanted: impl Fn(&PendingCopy) -> bool) {
+        let mut index = 0;
+        while index < self.copies[thread].pending.len() {
+            if wanted(&self.copies[thread].pending[index]) {
+                self.land_copy(thread, index);
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    fn land_copy(&mut self, thread: usize, index: usize) {
+        let copy = self.copies[thread].pending.swap_remove(index);
+        self.copies_pending -= 1;
+        self.proxy.ordinary_write(self.proxy.offset_of(copy.target), copy.bytes, thread as u32);
+        copy.land();
+    }
+
+    /// Queues an arrival of the thread behind the copies that it has issued.
+    pub(super) fn queue_arrival(&mut self, thread: u32, offset: u32) {
+        let copies = &mut self.copies[thread as usize];
+        copies.arrivals.push_back(CopyArrival { offset, behind: copies.issued });
+        self.arrivals_pending += 1;
+        self.fire_arrivals(thread as usize);
+    }
+
+    /// Lets the thread's arrivals happen whose copies have all landed.
+    fn fire_arrivals(&mut self, thread: usize) {
+        while let Some(&CopyArrival { offset, behind }) = self.copies[thread].arrivals.front() {
+            if self.copies[thread].pending.iter().any(|copy| copy.number < behind) {
+                return;
+            }
+            self.copies[thread].arrivals.pop_front();
+            self.arrivals_pending -= 1;
+            if let Err(what) = self.mbarrier_arrival(offset, 0) {
+                self.fail_at(thread as u32, what);
+            }
+        }
+    }
+
+    /// Whether asynchronous work is to be done in the moment of its issue.
+    pub(super) fn draw_at_once(&mut self) -> bool {
+        self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(1, 4))
+    }
+
+    /// Records a fault of this thread, unless there is one already.
+    pub(super) fn fail_at(&mut self, thread: u32, what: String) {
+        if self.failure.is_none() {
+            self.failure = Some(self.fault_at(thread, what));
         }
     }
 
     fn finish_thread(&mut self, thread: u32, ending: Ending) {
         self.states[thread as usize] = State::Exited;
         // Copies that nobody waited for still land before the block is gone.
-        for copy in self.copies[thread as usize].pending.drain(..) {
-            copy.land();
-            self.copies_pending -= 1;
-        }
+        self.land_copies(thread as usize, |_| true);
+        self.fire_arrivals(thread as usize);
         let what = match ending {
+            Ending::Returned if self.bulk.still_reads(thread) => {
+                "returned while its bulk additions may still read shared memory".to_owned()
+            }
             Ending::Returned => return,
             Ending::Segfault { stack_overflow: true, .. } => "overflowed its stack".to_owned(),
             Ending::Segfault { address, .. } => {
                 let mut fault = self.fault_at(thread, format!("accessed address {address:#x}"));
                 fault.address = Some(address);
-                self.failure = Some(fault);
+                self.failure.get_or_insert(fault);
                 return;
             }
             Ending::IllegalInstruction => "divided an integer by zero or ran an illegal instruction".to_owned(),
             Ending::Interrupted => TIME_LIMIT.to_owned(),
         };
-        self.failure = Some(self.fault_at(thread, what));
+        self.fail_at(thread, what);
     }
 
     fn fault_at(&self, thread: u32, what: String) -> BlockFault {
@@ -375,7 +561,21 @@ impl Block {
     fn divergence(&self) -> BlockFault {
         let waiting = |state: &State| !matches!(state, State::Exited | State::Ready);
         let first = self.states.iter().position(waiting).unwrap_or(0);
-        let mut what = match self.states[first] {
+        let mut what = self.wait(&self.states[first]);
+        let exited = self.states.iter().filter(|&&s| s == State::Exited).count();
+        let _ = write!(what, " (divergence: {exited} of {} threads have returned", self.states.len());
+        let other =
+            self.states.iter().enumerate().skip(first + 1).find(|(_, s)| waiting(s) && !self.same_place(first, s));
+        if let Some((thread, state)) = other {
+            let _ = write!(what, "; thread {} {}", self.contexts[thread].thread_idx, self.wait(state));
+        }
+        what.push(')');
+        self.fault_at(first as u32, what)
+    }
+
+    /// What a thread in this state waits for.
+    fn wait(&self, state: &State) -> String {
+        match *state {
             State::AtBarrier { id } => {
                 let barrier = &self.barriers[id as usize];
                 format!("waits at barrier {id}, where {} of {} threads arrived", barrier.arrived, barrier.expected)
@@ -383,22 +583,18 @@ impl Block {
             State::AtCollective { mask, what, .. } => {
                 format!("waits in {} with mask {mask:#010x} for lanes that never come", name(what))
             }
-            State::Ready | State::Exited => "the block cannot go on".to_owned(),
-        };
-        let exited = self.states.iter().filter(|&&s| s == State::Exited).count();
-        let _ = write!(what, " (divergence: {exited} of {} threads have returned", self.states.len());
-        let other =
-            self.states.iter().enumerate().skip(first + 1).find(|(_, s)| waiting(s) && !self.same_place(first, s));
-        if let Some((thread, state)) = other {
-            let _ = write!(what, "; thread {} waits {}", self.contexts[thread].thread_idx, place(state));
+            State::AtMbarrier { offset, parity } => {
+                let lacks = self.mbarriers.lacks(offset);
+                format!("waits at the mbarrier at offset {offset:#x} for parity {parity}, where {lacks}")
+            }
+            State::Ready | State::Exited => "waits for nothing, and the block cannot go on".to_owned(),
         }
-        what.push(')');
-        self.fault_at(first as u32, what)
     }
 
     fn same_place(&self, first: usize, other: &State) -> bool {
         match (&self.states[first], other) {
             (State::AtBarrier { id: a }, State::AtBarrier { id: b }) => a == b,
+            (State::AtMbarrier { .. }, State::AtMbarrier { .. }) => self.states[first] == *other,
             (State::AtCollective { op: a, mask: m, .. }, State::AtCollective { op: b, mask: n, .. }) => {
                 a == b && m == n
             }
@@ -406,22 +602,24 @@ impl Block {
         }
     }
 
-    fn make_ready(&mut self, thread: u32) {
+    pub(super) fn make_ready(&mut self, thread: u32) {
         self.states[thread as usize] = State::Ready;
         self.ready.push(thread);
     }
 
-    /// All lanes of the mask are here: runs the operation and releases the others.
-    fn complete_collective(&mut self, warp_base: u32, mask: u32, op: CollectiveOp) {
+    /// What the lanes of the mask, all of which are here, have handed in.
+    fn payloads(&self, warp_base: u32, mask: u32) -> [*mut c_void; 32] {
         let mut payloads = [std::ptr::null_mut(); 32];
         for lane in lanes(mask) {
             if let State::AtCollective { payload, .. } = self.states[(warp_base + lane) as usize] {
                 payloads[lane as usize] = payload;
             }
         }
-        // SAFETY: every payload points into the stack of a suspended (or this) coroutine, whose
-        // type is the one that `op` was instantiated for: all lanes arrived with the same `op`.
-        unsafe { op(payloads.as_ptr(), mask) };
+        payloads
+    }
+
+    /// The collective is done: its lanes may go on.
+    fn release_collective(&mut self, warp_base: u32, mask: u32) {
         for lane in lanes(mask) {
             let thread = warp_base + lane;
             if thread != self.current {
@@ -490,15 +688,6 @@ fn name(what: *const c_char) -> String {
     unsafe { CStr::from_ptr(what) }.to_string_lossy().into_owned()
 }
 
-fn place(state: &State) -> String {
-    match state {
-        State::AtBarrier { id } => format!("at barrier {id}"),
-        State::AtCollective { mask, what, .. } => format!("in {} with mask {mask:#010x}", name(*what)),
-        State::Ready => "for nothing".into(),
-        State::Exited => "no more".into(),
-    }
-}
-
 impl PendingCopy {
     fn land(self) {
         // SAFETY: `copy_async` read both ranges' ends on the issuing thread, where a bad address
@@ -519,12 +708,12 @@ impl PendingCopy {
 /// SAFETY of every use below: a context's scheduler points to the block that is running on this
 /// very OS thread; only one coroutine of it runs at a time, and references made here are never
 /// held across a suspension.
-unsafe fn scheduler<'a>(context: *mut ThreadContext) -> &'a mut Block {
+pub(super) unsafe fn scheduler<'a>(context: *mut ThreadContext) -> &'a mut Block {
     unsafe { &mut *(*context).scheduler }
 }
 
 /// Gives the processor away until the scheduler resumes this thread.
-unsafe fn suspend(context: *mut ThreadContext) {
+pub(super) unsafe fn suspend(context: *mut ThreadContext) {
     let yielder = {
         let block = unsafe { scheduler(context) };
         block.yielders[block.current as usize]
@@ -534,10 +723,9 @@ unsafe fn suspend(context: *mut ThreadContext) {
 }
 
 /// Records the fault and never comes back: the block is abandoned.
-unsafe fn abandon(context: *mut ThreadContext, what: String) -> ! {
+pub(super) unsafe fn abandon(context: *mut ThreadContext, what: String) -> ! {
     let block = unsafe { scheduler(context) };
-    let fault = block.fault_at(block.current, what);
-    block.failure.get_or_insert(fault);
+    block.fail_at(block.current, what);
     loop {
         unsafe { suspend(context) };
     }
@@ -563,7 +751,13 @@ unsafe extern "C" fn collective(
             State::AtCollective { mask: m, op: o, .. } if m == mask && o == op as usize)
     });
     if all_here {
-        block.complete_collective(warp_base, mask, op);
+        let payloads = block.payloads(warp_base, mask);
+        // SAFETY: every payload points into the stack of a suspended (or this) coroutine, whose
+        // type is the one that `op` was instantiated for: all lanes arrived with the same `op`.
+        // `op` may call the host API, so no reference to the block is alive here.
+        unsafe { op(payloads.as_ptr(), mask) };
+        let block = unsafe { scheduler(context) };
+        block.release_collective(warp_base, mask);
         if block.failure.is_some() {
             unsafe { suspend(context) };
         }
@@ -574,7 +768,7 @@ unsafe extern "C" fn collective(
 }
 
 /// Under a schedule seed the last to arrive has no right to go first.
-unsafe fn maybe_yield(context: *mut ThreadContext) {
+pub(super) unsafe fn maybe_yield(context: *mut ThreadContext) {
     let block = unsafe { scheduler(context) };
     if block.ready.random.is_some() {
         let thread = block.current;
@@ -632,15 +826,17 @@ unsafe extern "C" fn copy_async(
         target.add(bytes as usize - 1).read_volatile();
     }
     let block = unsafe { scheduler(context) };
+    if let Some(what) = block.mbarriers.overlap(block.proxy.offset_of(target), bytes) {
+        unsafe { abandon(context, what) };
+    }
     let thread = block.current as usize;
-    let group = block.copies[thread].committed_groups;
-    let copy = PendingCopy { target, source, bytes, source_bytes, group };
-    let at_once = block.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(1, 4));
-    if at_once {
-        copy.land();
-    } else {
-        block.copies[thread].pending.push(copy);
-        block.copies_pending += 1;
+    let copies = &mut block.copies[thread];
+    let (group, number) = (copies.committed_groups, copies.issued);
+    copies.issued += 1;
+    copies.pending.push(PendingCopy { target, source, bytes, source_bytes, group, number });
+    block.copies_pending += 1;
+    if block.draw_at_once() {
+        block.land_copy(thread, block.copies[thread].pending.len() - 1);
     }
 }
 
@@ -653,24 +849,15 @@ unsafe extern "C" fn copy_commit(context: *mut ThreadContext) {
 unsafe extern "C" fn copy_wait(context: *mut ThreadContext, pending: u32) {
     let block = unsafe { scheduler(context) };
     let thread = block.current as usize;
-    let copies = &mut block.copies[thread];
     // A group that is not committed yet is not waited for, as on the hardware.
-    let landed_below = copies.committed_groups.saturating_sub(pending);
-    let mut index = 0;
-    while index < copies.pending.len() {
-        if copies.pending[index].group < landed_below {
-            copies.pending.swap_remove(index).land();
-            block.copies_pending -= 1;
-        } else {
-            index += 1;
-        }
-    }
+    let landed_below = block.copies[thread].committed_groups.saturating_sub(pending);
+    block.land_copies(thread, |copy| copy.group < landed_below);
+    block.fire_arrivals(thread);
 }
 
 unsafe extern "C" fn fail(context: *mut ThreadContext, message: *const c_char) {
     let what = name(message);
     // A collective's operation reports through here as well and must return to the scheduler.
     let block = unsafe { scheduler(context) };
-    let fault = block.fault_at(block.current, what);
-    block.failure.get_or_insert(fault);
+    block.fail_at(block.current, what);
 }

@@ -1,0 +1,613 @@
+// Hopper's asynchronous machinery (sm_90a): mbarriers, warpgroup matrix products (wgmma), copies that
+// complete on an mbarrier, bulk copies and reductions, named barriers, register hand-over between
+// warpgroups. Kernels that include this header compile for sm_90a only.
+//
+// Who may read what, and when:
+// - A phase of an mbarrier completes when all its expected arrivals have come and all its expected
+//   bytes have landed; mbarrier_wait(parity) returns once the phase of that parity is complete. What
+//   the arriving threads wrote before is then visible to ordinary reads.
+// - wgmma and bulk copies read and write shared memory through the asynchronous proxy. What ordinary
+//   stores or copy_async_16 wrote is seen by it only after fence_async_proxy() by the writer after its
+//   write, or by the issuing warp after it learnt of the write.
+// - Between its issue and the wgmma_wait that covers it a wgmma may read its operands in shared memory,
+//   and its accumulators hold nothing that can be used.
+//
+// Operands of wgmma in shared memory are described by 64 bits (matrix_descriptor). Everything here uses
+// the 128-byte swizzle: rows of 128 bytes, whose eight chunks of 16 bytes stand at chunk ^ (row % 8), in
+// groups of eight rows that start at multiples of 1024 bytes.
+// - K-major operand (a row holds 64 consecutive k of one m or n): `group_stride` is the distance of two
+//   groups of eight rows; steps of 16 along k add 32 bytes to the address.
+// - Transposed operand (a row holds 64 consecutive m or n of one k): `group_stride` as above, over k;
+//   `block_stride` is the distance of two blocks of 64 along m or n; steps of 16 along k add 2048 bytes
+//   where groups follow one another.
+//
+// Accumulators d[n][i] of a 64 x 8N product, warp w of the warpgroup, lane 4*g + t: column 8n + 2t + i%2,
+// row 16w + g + 8*(i/2). A fragments from registers: as in mma.h, for the warp's 16 rows.
+#pragma once
+
+#include "async_copy.h"
+#include "memory.h"
+#include "mma.h"
+
+#if !defined(PARITY_EMULATOR) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "hopper.h needs sm_90a"
+#endif
+
+constexpr int WARPGROUP_SIZE = 128;
+
+// ---------------------------------------------------------------- mbarriers
+
+// An mbarrier is 8 bytes of shared memory, 8-byte aligned. Initialised by one thread; the others may use it
+// after fence_mbarrier_init by that thread and a __syncthreads.
+DEVICE void mbarrier_init(SharedAddress barrier, uint32_t arrivals) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->mbarrier_init(emulator::context, barrier, arrivals);
+#else
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+#endif
+}
+
+DEVICE void fence_mbarrier_init() {
+#if !defined(PARITY_EMULATOR)
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+DEVICE void mbarrier_arrive(SharedAddress barrier) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->mbarrier_arrive(emulator::context, barrier, 0);
+#else
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// One arrival, and `bytes` more of bulk copies that the current phase waits for.
+DEVICE void mbarrier_arrive_expect(SharedAddress barrier, uint32_t bytes) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->mbarrier_arrive(emulator::context, barrier, bytes);
+#else
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+
+// Waits until the phase with this parity is complete. The first phase has parity 0; waiting for parity 1 on
+// a fresh barrier returns at once.
+DEVICE void mbarrier_wait(SharedAddress barrier, uint32_t parity) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->mbarrier_wait(emulator::context, barrier, parity);
+#else
+    asm volatile(
+        "{\n"
+        ".reg .pred complete;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1, 0x989680;\n"
+        "@complete bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+#endif
+}
+
+// This thread's arrival happens once all copies (copy_async_16) that it has issued so far have landed. It is
+// one of the arrivals that the barrier was initialised with.
+DEVICE void copy_arrive(SharedAddress barrier) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->copy_arrive(emulator::context, barrier);
+#else
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// ---------------------------------------------------------------- fences and named barriers
+
+// Orders ordinary accesses to shared memory before later ones through the asynchronous proxy.
+DEVICE void fence_async_proxy() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->fence_async_proxy(emulator::context);
+#else
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#if defined(PARITY_EMULATOR)
+namespace emulator {
+inline void named_barrier(uint32_t id, uint32_t threads, bool wait) {
+    if (id == 0 || threads == 0 || threads % WARP_SIZE)
+        host->fail(context, "a named barrier is one of 1 to 15, for a multiple of 32 threads");
+    host->barrier(context, id, threads, wait, 0);
+}
+}  // namespace emulator
+#endif
+
+// Barriers 1 to 15 among `threads` threads, a multiple of 32; barrier 0 is __syncthreads.
+DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
+#if defined(PARITY_EMULATOR)
+    emulator::named_barrier(id, threads, true);
+#else
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+#endif
+}
+
+// Counts as having come, without waiting.
+DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
+#if defined(PARITY_EMULATOR)
+    emulator::named_barrier(id, threads, false);
+#else
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+#endif
+}
+
+// ---------------------------------------------------------------- bulk copies
+
+// 1-dimensional bulk copy to shared memory; `bytes` is a multiple of 16, both addresses 16-byte aligned.
+// The bytes count towards the barrier's expected ones when they land.
+DEVICE void bulk_copy_in(SharedAddress target, const void* source, uint32_t bytes, SharedAddress barrier) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->bulk_copy_in(emulator::context, target, static_cast<const uint8_t*>(source), bytes, barrier);
+#else
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+#endif
+}
+
+// target[i] += source[i] for `bytes` / 4 consecutive floats, each addition atomic on its own; read from shared
+// memory through the asynchronous proxy at some moment before bulk_wait_read returns.
+DEVICE void bulk_add_f32(float* target, SharedAddress source, uint32_t bytes) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->bulk_add(emulator::context, target, source, bytes);
+#else
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source),
+                 "r"(bytes)
+                 : "memory");
+#endif
+}
+
+DEVICE void bulk_commit() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->bulk_commit(emulator::context);
+#else
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most PENDING of this thread's newest bulk groups have still to read shared memory.
+template <int PENDING>
+DEVICE void bulk_wait_read() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->bulk_wait(emulator::context, PENDING);
+#else
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// Waits until at most PENDING of this thread's newest bulk groups are not complete.
+template <int PENDING>
+DEVICE void bulk_wait() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->bulk_wait(emulator::context, PENDING);
+#else
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// ---------------------------------------------------------------- registers
+
+// All warps of a warpgroup; REGISTERS is a multiple of 8 from 24 to 256.
+template <int REGISTERS>
+DEVICE void registers_increase() {
+    static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "a multiple of 8 from 24 to 256");
+#if !defined(PARITY_EMULATOR)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+template <int REGISTERS>
+DEVICE void registers_decrease() {
+    static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "a multiple of 8 from 24 to 256");
+#if !defined(PARITY_EMULATOR)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+
+// ---------------------------------------------------------------- warpgroup matrix products
+
+// Strides in bytes, multiples of 16.
+DEVICE uint64_t matrix_descriptor(SharedAddress start, uint32_t block_stride, uint32_t group_stride) {
+    constexpr uint64_t SWIZZLE_128 = 1ull << 62;
+    const uint64_t address = (start & 0x3ffffu) >> 4, block = block_stride >> 4, group = group_stride >> 4;
+    return SWIZZLE_128 | group << 32 | block << 16 | address;
+}
+
+// The same operand, `bytes` further on.
+DEVICE uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+#if defined(PARITY_EMULATOR)
+namespace emulator {
+
+constexpr int WGMMA_WARPS = 4;       // of a warpgroup
+constexpr int WGMMA_ROWS = 16;       // that one warp computes
+constexpr int WGMMA_K = 16;
+constexpr uint32_t POISON = ~0u;     // a NaN
+
+// An operand in shared memory, as its descriptor says.
+struct Operand {
+    uint32_t start, block_stride, group_stride;
+    bool transposed;
+
+    Operand(uint64_t descriptor, bool transposed)
+        : start((descriptor & 0x3fff) << 4),
+          block_stride((descriptor >> 16 & 0x3fff) << 4),
+          group_stride((descriptor >> 32 & 0x3fff) << 4),
+          transposed(transposed) {}
+
+    // Where the 16 bytes begin that hold 8 elements from (mn, k) on, along the direction that is
+    // contiguous; that one of mn and k is a multiple of 8.
+    uint32_t chunk(uint32_t mn, uint32_t k) const {
+        const uint32_t linear = transposed
+            ? start + mn % 64 * 2 + mn / 64 * block_stride + k % 8 * 128 + k / 8 * group_stride
+            : start + mn % 8 * 128 + mn / 8 * group_stride + k * 2;
+        return linear ^ (linear >> 7 & 7) << 4;
+    }
+    // End of the last row of 128 bytes that `extent` elements of m or n reach.
+    uint64_t end(uint32_t extent) const {
+        const uint64_t blocks = transposed ? (extent - 1) / 64 : 0, groups = transposed ? 1 : (extent - 1) / 8;
+        const uint64_t last = start + blocks * block_stride + groups * group_stride + 7 * 128;
+        return last / 128 * 128 + 128;
+    }
+};
+
+// Why a descriptor cannot be used, or null.
+inline const char* descriptor_fault(uint64_t descriptor, bool transposed, uint32_t extent) {
+    if (descriptor >> 62 != 1) return "a wgmma descriptor asks for another swizzle than that of 128 bytes";
+    if (descriptor >> 49 & 7) return "a wgmma descriptor has a base offset other than 0";
+    if (Operand(descriptor, transposed).end(extent) > context->dynamic_shared_bytes)
+        return "an operand of a wgmma reaches beyond the dynamic shared memory";
+    return nullptr;
+}
+
+// elements[i] is element i of the 16 bytes at `offset`.
+inline void read_bf16(const AsyncReads& reads, uint32_t offset, float (&elements)[8]) {
+    uint32_t pairs[4];
+    reads.chunk(offset, pairs);
+    for (int i = 0; i < 8; ++i) elements[i] = bf16_half(pairs[i / 2], i % 2);
+}
+
+// Calls put(mn, k, element) for EXTENT elements of m or n, of which `first` is number 0, and all k.
+template <int EXTENT, typename Put>
+inline void read_operand(const AsyncReads& reads, const Operand& operand, int first, Put put) {
+    float elements[8];
+    if (operand.transposed) {
+        for (int k = 0; k < WGMMA_K; ++k)
+            for (int mn = 0; mn < EXTENT; mn += 8) {
+                read_bf16(reads, operand.chunk(first + mn, k), elements);
+                for (int i = 0; i < 8; ++i) put(mn + i, k, elements[i]);
+            }
+    } else {
+        for (int mn = 0; mn < EXTENT; ++mn)
+            for (int k = 0; k < WGMMA_K; k += 8) {
+                read_bf16(reads, operand.chunk(first + mn, k), elements);
+                for (int i = 0; i < 8; ++i) put(mn, k + i, elements[i]);
+            }
+    }
+}
+
+// Calls visit(lane's accumulator, its place in values [16, COLUMNS]) for all of them.
+template <int COLUMNS, typename Visit>
+inline void each_accumulator(const WarpProduct& product, Visit visit) {
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int n = 0; n < COLUMNS / 8; ++n)
+            for (int i = 0; i < 4; ++i)
+                visit(product.accumulators[lane][4 * n + i], (g + 8 * (i >> 1)) * COLUMNS + 8 * n + 2 * t + (i & 1));
+    }
+}
+
+template <int COLUMNS>
+inline void wgmma_capture(const WarpProduct* product, float* values) {
+    each_accumulator<COLUMNS>(*product, [&](float& accumulator, int place) {
+        values[place] = accumulator;
+        accumulator = __uint_as_float(POISON);
+    });
+}
+
+template <int COLUMNS>
+inline uint32_t wgmma_deliver(const WarpProduct* product, const float* values) {
+    uint32_t touched = 0;
+    each_accumulator<COLUMNS>(*product, [&](float& accumulator, int place) {
+        touched |= __float_as_uint(accumulator) != POISON;
+        accumulator = values[place];
+    });
+    return touched;
+}
+
+// values = A B or values += A B: products exact, one rounding of the whole sum, as in mma_bf16_op.
+template <int COLUMNS>
+inline void wgmma_multiply(const WarpProduct* product, const AsyncReads* reads, float* values) {
+    double a[WGMMA_ROWS][WGMMA_K];
+    if (product->a_in_registers) {
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i)
+                for (int half = 0; half < 2; ++half)
+                    a[lane / 4 + 8 * (i & 1)][lane % 4 * 2 + half + 8 * (i >> 1)] =
+                        bf16_half(product->a_registers[lane][i], half);
+    } else {
+        const Operand operand(product->a_descriptor, product->a_transposed);
+        read_operand<WGMMA_ROWS>(*reads, operand, WGMMA_ROWS * product->warp, [&](int m, int k, float x) { a[m][k] = x; });
+    }
+    const Operand operand(product->b_descriptor, product->b_transposed);
+    for (int first = 0; first < COLUMNS; first += 8) {
+        double b[WGMMA_K][8];
+        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) { b[k][n] = x; });
+        for (int m = 0; m < WGMMA_ROWS; ++m) {
+            float* c = values + m * COLUMNS + first;
+            double sums[8];
+            for (int n = 0; n < 8; ++n) sums[n] = product->accumulate ? c[n] : 0.0;
+            for (int k = 0; k < WGMMA_K; ++k)
+                for (int n = 0; n < 8; ++n) sums[n] += a[m][k] * b[k][n];
+            for (int n = 0; n < 8; ++n) c[n] = toward_zero(sums[n]);
+        }
+    }
+}
+
+struct WgmmaPayload {
+    float* accumulators;
+    uint32_t a[4];
+    uint64_t a_descriptor, b_descriptor;
+    uint32_t accumulate;
+};
+
+template <int COLUMNS, bool A_IN_REGISTERS, bool A_TRANSPOSED, bool B_TRANSPOSED>
+inline void wgmma_op(void* const* payloads, uint32_t) {
+    const auto& first = *static_cast<const WgmmaPayload*>(payloads[0]);
+    WarpProduct product{first.a_descriptor, first.b_descriptor, COLUMNS, context->warp % WGMMA_WARPS, A_IN_REGISTERS,
+                        A_TRANSPOSED, B_TRANSPOSED, first.accumulate, {}, {}, wgmma_capture<COLUMNS>,
+                        wgmma_multiply<COLUMNS>, wgmma_deliver<COLUMNS>};
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto& payload = *static_cast<const WgmmaPayload*>(payloads[lane]);
+        if (payload.a_descriptor != first.a_descriptor || payload.b_descriptor != first.b_descriptor ||
+            payload.accumulate != first.accumulate)
+            return host->fail(context, "the lanes of a warp disagree about a wgmma's descriptors or accumulation");
+        product.accumulators[lane] = payload.accumulators;
+        std::memcpy(product.a_registers[lane], payload.a, sizeof(payload.a));
+    }
+    const char* fault = descriptor_fault(first.b_descriptor, B_TRANSPOSED, COLUMNS);
+    if (!A_IN_REGISTERS && !fault) fault = descriptor_fault(first.a_descriptor, A_TRANSPOSED, WGMMA_ROWS * WGMMA_WARPS);
+    if (fault) return host->fail(context, fault);
+    host->wgmma_issue(context, &product);
+}
+
+template <int COLUMNS, bool A_TRANSPOSED, bool B_TRANSPOSED>
+inline void wgmma_shared(float* d, uint64_t a, uint64_t b, bool accumulate) {
+    WgmmaPayload payload{d, {}, a, b, accumulate};
+    collective(FULL_WARP, "wgmma", wgmma_op<COLUMNS, false, A_TRANSPOSED, B_TRANSPOSED>, payload);
+}
+
+template <int COLUMNS, bool B_TRANSPOSED>
+inline void wgmma_registers(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    WgmmaPayload payload{d, {a[0], a[1], a[2], a[3]}, 0, b, accumulate};
+    collective(FULL_WARP, "wgmma", wgmma_op<COLUMNS, true, false, B_TRANSPOSED>, payload);
+}
+
+template <int PENDING>
+inline void wgmma_wait_op(void* const*, uint32_t) { host->wgmma_wait(context, PENDING); }
+
+template <int PENDING>
+inline void wgmma_wait() {
+    SyncPayload payload;
+    collective(FULL_WARP, "wgmma_wait", wgmma_wait_op<PENDING>, payload);
+}
+
+}  // namespace emulator
+#endif
+
+// Before a warpgroup's first wgmma, and after accumulators or A fragments were touched by other instructions.
+DEVICE void wgmma_fence() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->wgmma_fence(emulator::context);
+#else
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+DEVICE void wgmma_commit() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->wgmma_commit(emulator::context);
+#else
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Waits until at most PENDING of the warpgroup's newest groups are under way.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_wait<PENDING>();
+#else
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// Keeps the compiler from moving uses of these registers across this point: it does not know that a wgmma
+// under way still writes them.
+template <int N8>
+DEVICE void wgmma_hold(float (&d)[N8][4]) {
+#if !defined(PARITY_EMULATOR)
+    UNROLL
+    for (int n = 0; n < N8; ++n)
+        UNROLL
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(d[n][i])::"memory");
+#endif
+}
+
+// d = A B, or d += A B where `accumulate`: 64 x 8N, 16 deep, bf16 operands, fp32 accumulators.
+// wgmma_shared takes both operands from shared memory, wgmma_registers its A from registers.
+
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_shared<64, A_TRANSPOSED, B_TRANSPOSED>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, accumulate, 1, 1, %35, %36;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+          "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}
+
+template <bool B_TRANSPOSED>
+DEVICE void wgmma_registers(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_registers<64, B_TRANSPOSED>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+          "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}
+
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_shared(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_shared<128, A_TRANSPOSED, B_TRANSPOSED>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, accumulate, 1, 1, %67, %68;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+          "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}
+
+template <bool B_TRANSPOSED>
+DEVICE void wgmma_registers(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_registers<128, B_TRANSPOSED>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, %70;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+          "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}
+
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_shared(float (&d)[32][4], uint64_t a, uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_shared<256, A_TRANSPOSED, B_TRANSPOSED>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, %128, %129, accumulate, 1, 1, %131, %132;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3]),
+          "+f"(d[16][0]), "+f"(d[16][1]), "+f"(d[16][2]), "+f"(d[16][3]), "+f"(d[17][0]), "+f"(d[17][1]), "+f"(d[17][2]), "+f"(d[17][3]),
+          "+f"(d[18][0]), "+f"(d[18][1]), "+f"(d[18][2]), "+f"(d[18][3]), "+f"(d[19][0]), "+f"(d[19][1]), "+f"(d[19][2]), "+f"(d[19][3]),
+          "+f"(d[20][0]), "+f"(d[20][1]), "+f"(d[20][2]), "+f"(d[20][3]), "+f"(d[21][0]), "+f"(d[21][1]), "+f"(d[21][2]), "+f"(d[21][3]),
+          "+f"(d[22][0]), "+f"(d[22][1]), "+f"(d[22][2]), "+f"(d[22][3]), "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3]),
+          "+f"(d[24][0]), "+f"(d[24][1]), "+f"(d[24][2]), "+f"(d[24][3]), "+f"(d[25][0]), "+f"(d[25][1]), "+f"(d[25][2]), "+f"(d[25][3]),
+          "+f"(d[26][0]), "+f"(d[26][1]), "+f"(d[26][2]), "+f"(d[26][3]), "+f"(d[27][0]), "+f"(d[27][1]), "+f"(d[27][2]), "+f"(d[27][3]),
+          "+f"(d[28][0]), "+f"(d[28][1]), "+f"(d[28][2]), "+f"(d[28][3]), "+f"(d[29][0]), "+f"(d[29][1]), "+f"(d[29][2]), "+f"(d[29][3]),
+          "+f"(d[30][0]), "+f"(d[30][1]), "+f"(d[30][2]), "+f"(d[30][3]), "+f"(d[31][0]), "+f"(d[31][1]), "+f"(d[31][2]), "+f"(d[31][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+          "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}
+
+template <bool B_TRANSPOSED>
+DEVICE void wgmma_registers(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_registers<256, B_TRANSPOSED>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, {%128, %129, %130, %131}, %132, accumulate, 1, 1, %134;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3]),
+          "+f"(d[16][0]), "+f"(d[16][1]), "+f"(d[16][2]), "+f"(d[16][3]), "+f"(d[17][0]), "+f"(d[17][1]), "+f"(d[17][2]), "+f"(d[17][3]),
+          "+f"(d[18][0]), "+f"(d[18][1]), "+f"(d[18][2]), "+f"(d[18][3]), "+f"(d[19][0]), "+f"(d[19][1]), "+f"(d[19][2]), "+f"(d[19][3]),
+          "+f"(d[20][0]), "+f"(d[20][1]), "+f"(d[20][2]), "+f"(d[20][3]), "+f"(d[21][0]), "+f"(d[21][1]), "+f"(d[21][2]), "+f"(d[21][3]),
+          "+f"(d[22][0]), "+f"(d[22][1]), "+f"(d[22][2]), "+f"(d[22][3]), "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3]),
+          "+f"(d[24][0]), "+f"(d[24][1]), "+f"(d[24][2]), "+f"(d[24][3]), "+f"(d[25][0]), "+f"(d[25][1]), "+f"(d[25][2]), "+f"(d[25][3]),
+          "+f"(d[26][0]), "+f"(d[26][1]), "+f"(d[26][2]), "+f"(d[26][3]), "+f"(d[27][0]), "+f"(d[27][1]), "+f"(d[27][2]), "+f"(d[27][3]),
+          "+f"(d[28][0]), "+f"(d[28][1]), "+f"(d[28][2]), "+f"(d[28][3]), "+f"(d[29][0]), "+f"(d[29][1]), "+f"(d[29][2]), "+f"(d[29][3]),
+          "+f"(d[30][0]), "+f"(d[30][1]), "+f"(d[30][2]), "+f"(d[30][3]), "+f"(d[31][0]), "+f"(d[31][1]), "+f"(d[31][2]), "+f"(d[31][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+          "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}

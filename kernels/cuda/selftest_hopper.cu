@@ -1,0 +1,146 @@
+// A pipeline between two warpgroups, as the Hopper kernels have it, and named barriers. sm_90a only.
+//
+// Both kernels are correct. The tests take single lines out of them, or change them, to see that the emulator
+// notices.
+//
+// Defines: none.
+#include "hopper.h"
+#include "numeric.h"
+
+constexpr int TILE = 64, STAGES = 2;
+constexpr int TILE_BYTES = TILE * TILE * 2, GROUP_BYTES = 8 * 128;
+constexpr int PIPELINE_THREADS = 2 * WARPGROUP_SIZE;
+constexpr int A_TILES = 0, B_TILES = A_TILES + STAGES * TILE_BYTES, SUMS = B_TILES + STAGES * TILE_BYTES;
+constexpr int FULL = SUMS + TILE * TILE * 4, EMPTY = FULL + STAGES * 8;
+SHARED_MEMORY(selftest_pipeline, EMPTY + STAGES * 8)
+
+struct SelftestPipelineParams {
+    const uint16_t* a;  // bf16 [steps, TILE, TILE], row = m, column = k
+    const uint16_t* b;  // bf16 [steps, TILE, TILE], row = n, column = k, the chunks of 8 of row n at chunk ^ n % 8
+    float* y;           // [TILE, TILE] += 3 x the sum over steps of a b^T, by each block
+    int32_t steps;
+};
+PARAMS_LAYOUT(SelftestPipelineParams, a, b, y, steps)
+
+struct Stage {
+    SharedAddress a, b, full, empty;
+    uint32_t parity;  // of the phases in which this step uses the stage
+};
+
+DEVICE Stage stage_of(SharedAddress shared, int step) {
+    const int stage = step % STAGES;
+    const uint32_t parity = step / STAGES % 2;
+    return {shared + A_TILES + stage * TILE_BYTES, shared + B_TILES + stage * TILE_BYTES, shared + FULL + stage * 8,
+            shared + EMPTY + stage * 8, parity};
+}
+
+// A by 16-byte copies of all threads, B by one bulk copy.
+DEVICE void produce(const SelftestPipelineParams& params, SharedAddress shared, int thread) {
+    for (int step = 0; step < params.steps; ++step) {
+        const Stage stage = stage_of(shared, step);
+        mbarrier_wait(stage.empty, stage.parity ^ 1);
+        if (thread == 0) {
+            mbarrier_arrive_expect(stage.full, TILE_BYTES);
+            bulk_copy_in(stage.b, params.b + step * TILE * TILE, TILE_BYTES, stage.full);
+        }
+        for (int i = thread; i < TILE * TILE / 8; i += WARPGROUP_SIZE) {
+            const int row = i / 8, chunk = i % 8;
+            copy_async_16(stage.a + row * 128 + (chunk ^ row % 8) * 16, params.a + (step * TILE * TILE + i * 8), true);
+        }
+        copy_arrive(stage.full);
+    }
+}
+
+// The product of one step is under way while that of the next is issued.
+DEVICE void multiply_steps(float (&d)[8][4], int steps, SharedAddress shared) {
+    for (int step = 0; step < steps; ++step) {
+        const Stage stage = stage_of(shared, step);
+        mbarrier_wait(stage.full, stage.parity);
+        fence_async_proxy();
+        wgmma_fence();
+        UNROLL
+        for (int k = 0; k < TILE; k += 16) {
+            const uint64_t a = descriptor_advance(matrix_descriptor(stage.a, 0, GROUP_BYTES), 2 * k);
+            const uint64_t b = descriptor_advance(matrix_descriptor(stage.b, 0, GROUP_BYTES), 2 * k);
+            wgmma_shared<false, false>(d, a, b, step > 0 || k > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (step > 0) mbarrier_arrive(stage_of(shared, step - 1).empty);
+    }
+    wgmma_wait<0>();
+    wgmma_hold(d);
+}
+
+// y += factor d, by way of shared memory.
+DEVICE void add_sums(const float (&d)[8][4], float factor, float* y, SharedAddress shared, int thread) {
+    const int lane = thread % WARP_SIZE, row = thread / WARP_SIZE * 16 + lane / 4;
+    UNROLL
+    for (int n = 0; n < 8; ++n)
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const int place = (row + 8 * (i / 2)) * TILE + 8 * n + 2 * (lane % 4) + i % 2;
+            store_shared(shared + SUMS + place * 4, __float_as_uint(factor * d[n][i]));
+        }
+    fence_async_proxy();
+    named_barrier_sync(1, WARPGROUP_SIZE);
+    if (thread == 0) {
+        bulk_add_f32(y, shared + SUMS, TILE * TILE * 4);
+        bulk_commit();
+        bulk_wait_read<0>();
+    }
+    named_barrier_sync(2, WARPGROUP_SIZE);
+}
+
+KERNEL(selftest_pipeline, SelftestPipelineParams, PIPELINE_THREADS) {
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const int thread = threadIdx.x % WARPGROUP_SIZE;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(shared + FULL + stage * 8, WARPGROUP_SIZE + 1);
+            mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP_SIZE) {
+        registers_decrease<40>();
+        produce(params, shared, thread);
+    } else {
+        registers_increase<232>();
+        float d[8][4] = {};
+        multiply_steps(d, params.steps, shared);
+        add_sums(d, 1.0f, params.y, shared, thread);
+        add_sums(d, 2.0f, params.y, shared, thread);
+    }
+}
+
+// ---------------------------------------------------------------- named barriers
+
+struct SelftestNamedBarriersParams {
+    const int32_t* x;  // [rounds, WARPGROUP_SIZE]
+    int32_t* y;        // [rounds, WARPGROUP_SIZE], each round of x reversed
+    int32_t rounds;
+};
+PARAMS_LAYOUT(SelftestNamedBarriersParams, x, y, rounds)
+
+constexpr int HANDED_OVER = 1, TAKEN = 2;
+SHARED_MEMORY(selftest_named_barriers, WARPGROUP_SIZE * 4)
+
+// One block: the first warpgroup hands each round over to the second, and neither waits for itself.
+KERNEL(selftest_named_barriers, SelftestNamedBarriersParams, PIPELINE_THREADS) {
+    int32_t* held = reinterpret_cast<int32_t*>(dynamic_shared());
+    const int thread = threadIdx.x % WARPGROUP_SIZE;
+    const bool gives = threadIdx.x < WARPGROUP_SIZE;
+    for (int round = 0; round < params.rounds; ++round) {
+        if (gives) {
+            if (round > 0) named_barrier_sync(TAKEN, PIPELINE_THREADS);
+            held[thread] = params.x[round * WARPGROUP_SIZE + thread];
+            named_barrier_arrive(HANDED_OVER, PIPELINE_THREADS);
+        } else {
+            named_barrier_sync(HANDED_OVER, PIPELINE_THREADS);
+            params.y[round * WARPGROUP_SIZE + thread] = held[WARPGROUP_SIZE - 1 - thread];
+            if (round + 1 < params.rounds) named_barrier_arrive(TAKEN, PIPELINE_THREADS);
+        }
+    }
+}

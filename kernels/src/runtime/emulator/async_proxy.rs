@@ -1,0 +1,123 @@
+//! What the asynchronous proxy sees of shared memory.
+//!
+//! Matrix products and bulk copies read shared memory by another way than ordinary instructions do.
+//! What an ordinary store (or a `cp.async`) wrote is certain to be seen by them only after a proxy
+//! fence: by the writer after its write, or by the reader before its read was issued. For each
+//! 16 bytes the time of the last ordinary write and the thread that made it are kept, and for each
+//! thread the time of its last fence; a read that no fence covers is given poison.
+
+use super::schedule::{ThreadContext, abandon, scheduler};
+
+/// Granularity of the record.
+pub const CHUNK_BYTES: u32 = 16;
+/// A write is `time << WRITER_BITS | writer`; 0 where there was none.
+const WRITER_BITS: u32 = 10;
+
+/// What a read through the proxy needs to know. Mirror of `emulator::AsyncReads` in `emulator.h`.
+#[repr(C)]
+pub struct AsyncReads {
+    shared: *const u8,
+    /// By chunk; null before the first ordinary write.
+    writes: *const u64,
+    /// By thread.
+    fences: *const u64,
+    /// Last fence of the warp that issued the read, at its issue.
+    issuer_fence: u64,
+}
+
+/// The record of one block.
+pub struct AsyncProxy {
+    shared: *mut u8,
+    shared_bytes: usize,
+    clock: u64,
+    writes: Vec<u64>,
+    fences: Vec<u64>,
+}
+
+impl AsyncProxy {
+    /// Of a block of `threads` threads with this dynamic shared memory.
+    pub fn new(shared: (*mut u8, usize), threads: u32) -> Self {
+        Self {
+            shared: shared.0,
+            shared_bytes: shared.1,
+            clock: 0,
+            writes: Vec::new(),
+            fences: vec![0; threads as usize],
+        }
+    }
+
+    /// Thread `writer` wrote these bytes in the ordinary way.
+    pub fn ordinary_write(&mut self, offset: u32, bytes: u32, writer: u32) {
+        self.clock += 1;
+        self.record(offset, bytes, self.clock << WRITER_BITS | u64::from(writer));
+    }
+
+    /// These bytes were written through the proxy itself.
+    pub fn own_write(&mut self, offset: u32, bytes: u32) {
+        self.record(offset, bytes, 0);
+    }
+
+    fn record(&mut self, offset: u32, bytes: u32, write: u64) {
+        if self.writes.is_empty() {
+            self.writes = vec![0; self.shared_bytes.div_ceil(CHUNK_BYTES as usize)];
+        }
+        let (first, behind) = (offset / CHUNK_BYTES, (offset + bytes).div_ceil(CHUNK_BYTES));
+        if let Some(chunks) = self.writes.get_mut(first as usize..behind as usize) {
+            chunks.fill(write);
+        }
+    }
+
+    /// Offset of a pointer into the dynamic shared memory.
+    pub fn offset_of(&self, pointer: *const u8) -> u32 {
+        (pointer as usize).wrapping_sub(self.shared as usize) as u32
+    }
+
+    /// Host address of an offset that is known to lie within the dynamic shared memory.
+    pub fn pointer(&self, offset: u32) -> *mut u8 {
+        self.shared.wrapping_add(offset as usize)
+    }
+
+    /// Whether `bytes` bytes at `offset` lie within the dynamic shared memory.
+    pub fn contains(&self, offset: u32, bytes: u32) -> bool {
+        u64::from(offset) + u64::from(bytes) <= self.shared_bytes as u64
+    }
+
+    fn fence(&mut self, thread: u32) {
+        self.clock += 1;
+        self.fences[thread as usize] = self.clock;
+    }
+
+    /// Last fence of any lane of `thread`'s warp.
+    pub fn warp_fence(&self, thread: u32) -> u64 {
+        let lanes = self.fences.chunks(32).nth(thread as usize / 32).unwrap_or_default();
+        lanes.iter().copied().max().unwrap_or(0)
+    }
+
+    /// For a read whose issuer's last fence was at `issuer_fence`.
+    pub fn reads(&self, issuer_fence: u64) -> AsyncReads {
+        let writes = if self.writes.is_empty() { std::ptr::null() } else { self.writes.as_ptr() };
+        AsyncReads { shared: self.shared, writes, fences: self.fences.as_ptr(), issuer_fence }
+    }
+
+    /// Whether such a read sees what the chunk at `offset` holds.
+    pub fn sees(&self, offset: u32, issuer_fence: u64) -> bool {
+        let write = self.writes.get((offset / CHUNK_BYTES) as usize).copied().unwrap_or(0);
+        let (time, writer) = (write >> WRITER_BITS, write as usize & ((1 << WRITER_BITS) - 1));
+        write == 0 || self.fences[writer] > time || issuer_fence > time
+    }
+}
+
+// SAFETY of the functions below: see `scheduler`.
+
+pub unsafe extern "C" fn fence_async_proxy(context: *mut ThreadContext) {
+    let block = unsafe { scheduler(context) };
+    block.proxy.fence(block.current);
+}
+
+pub unsafe extern "C" fn shared_store(context: *mut ThreadContext, offset: u32, bytes: u32) {
+    let block = unsafe { scheduler(context) };
+    if let Some(what) = block.mbarriers.overlap(offset, bytes) {
+        unsafe { abandon(context, what) };
+    }
+    block.proxy.ordinary_write(offset, bytes, block.current);
+}

@@ -1,0 +1,173 @@
+//! Bulk copies into shared memory, and bulk additions out of it.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::async_proxy::CHUNK_BYTES;
+use super::schedule::{Block, ThreadContext, abandon, maybe_yield, scheduler};
+
+/// A copy to shared memory that has not landed.
+struct BulkCopy {
+    source: *const u8,
+    target: u32,
+    bytes: u32,
+    barrier: u32,
+    thread: u32,
+}
+
+/// An addition that has not read shared memory.
+struct BulkAdd {
+    target: *mut f32,
+    source: u32,
+    bytes: u32,
+    thread: u32,
+    /// Groups that the thread had committed before this addition was issued.
+    group: u32,
+    issuer_fence: u64,
+}
+
+/// What the bulk copies of one block have still to do.
+#[derive(Default)]
+pub struct BulkWork {
+    copies: Vec<BulkCopy>,
+    adds: Vec<BulkAdd>,
+    /// By thread; empty before the first commit.
+    committed_groups: Vec<u32>,
+}
+
+impl BulkWork {
+    /// Copies into shared memory under way.
+    pub fn copies_pending(&self) -> usize {
+        self.copies.len()
+    }
+
+    /// Additions under way.
+    pub fn adds_pending(&self) -> usize {
+        self.adds.len()
+    }
+
+    /// A thread whose copy into shared memory nobody has waited for.
+    pub fn forgotten_copy(&self) -> Option<u32> {
+        self.copies.first().map(|copy| copy.thread)
+    }
+
+    /// Whether some addition of `thread` may still read shared memory.
+    pub fn still_reads(&self, thread: u32) -> bool {
+        self.adds.iter().any(|add| add.thread == thread)
+    }
+
+    fn committed(&self, thread: u32) -> u32 {
+        self.committed_groups.get(thread as usize).copied().unwrap_or(0)
+    }
+}
+
+impl Block {
+    /// Lands the copy with this index (in the order of issue).
+    pub(super) fn land_bulk_copy(&mut self, index: usize) {
+        let copy = self.bulk.copies.remove(index);
+        // SAFETY: `bulk_copy_in` read the source's ends on the issuing thread and checked that the
+        // target lies within the dynamic shared memory; buffers outlive the launch.
+        unsafe { std::ptr::copy_nonoverlapping(copy.source, self.proxy.pointer(copy.target), copy.bytes as usize) };
+        self.proxy.own_write(copy.target, copy.bytes);
+        if let Err(what) = self.mbarrier_landing(copy.barrier, copy.bytes) {
+            self.fail_at(copy.thread, what);
+        }
+    }
+
+    /// Performs the addition with this index (in the order of issue).
+    pub(super) fn land_bulk_add(&mut self, index: usize) {
+        let add = self.bulk.adds.remove(index);
+        for i in 0..add.bytes / 4 {
+            let offset = add.source + 4 * i;
+            let chunk = offset / CHUNK_BYTES * CHUNK_BYTES;
+            let seen = self.proxy.sees(chunk, add.issuer_fence);
+            // SAFETY: `bulk_add` touched the target's ends on the issuing thread and checked that the
+            // source lies within the dynamic shared memory; both are 16-byte aligned. Other blocks add
+            // to the same floats, so they are read and written as atomics.
+            let (value, target) = unsafe {
+                let value = self.proxy.pointer(offset).cast::<f32>().read();
+                (value, AtomicU32::from_ptr(add.target.add(i as usize).cast()))
+            };
+            let value = if seen { value } else { f32::NAN };
+            let _ = target.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |old| {
+                Some((f32::from_bits(old) + value).to_bits())
+            });
+        }
+    }
+
+    fn check_bulk(&self, what: &str, global: usize, shared: u32, bytes: u32) -> Result<(), String> {
+        let aligned = global.is_multiple_of(16) && shared.is_multiple_of(16) && bytes.is_multiple_of(16);
+        if !aligned || bytes == 0 {
+            return Err(format!(
+                "{what} of {bytes} bytes between address {global:#x} and shared offset {shared:#x}: all three must be \
+                 multiples of 16, and the bytes not 0"
+            ));
+        }
+        if !self.proxy.contains(shared, bytes) {
+            return Err(format!(
+                "{what} of {bytes} bytes at shared offset {shared:#x}: outside the dynamic shared memory"
+            ));
+        }
+        Ok(())
+    }
+}
+
+// SAFETY of the functions below: see `scheduler`. A bad global address raises a signal on this
+// coroutine's stack, which ends it with an error.
+
+pub unsafe extern "C" fn bulk_copy_in(
+    context: *mut ThreadContext,
+    target: u32,
+    source: *const u8,
+    bytes: u32,
+    barrier: u32,
+) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    let checked = block
+        .check_bulk("bulk copy", source as usize, target, bytes)
+        .and_then(|()| block.mbarriers.at(barrier).map(|_| ()))
+        .and_then(|()| block.mbarriers.overlap(target, bytes).map_or(Ok(()), Err));
+    if let Err(what) = checked {
+        unsafe { abandon(context, what) };
+    }
+    unsafe {
+        source.read_volatile();
+        source.add(bytes as usize - 1).read_volatile();
+    }
+    block.bulk.copies.push(BulkCopy { source, target, bytes, barrier, thread });
+    unsafe { maybe_yield(context) };
+}
+
+pub unsafe extern "C" fn bulk_add(context: *mut ThreadContext, target: *mut f32, source: u32, bytes: u32) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    if let Err(what) = block.check_bulk("bulk addition", target as usize, source, bytes) {
+        unsafe { abandon(context, what) };
+    }
+    unsafe {
+        // Adding nothing is a write, as the addition itself will be.
+        for end in [0, bytes as usize / 4 - 1] {
+            AtomicU32::from_ptr(target.add(end).cast()).fetch_or(0, Ordering::Relaxed);
+        }
+    }
+    let (group, issuer_fence) = (block.bulk.committed(thread), block.proxy.warp_fence(thread));
+    block.bulk.adds.push(BulkAdd { target, source, bytes, thread, group, issuer_fence });
+    unsafe { maybe_yield(context) };
+}
+
+pub unsafe extern "C" fn bulk_commit(context: *mut ThreadContext) {
+    let block = unsafe { scheduler(context) };
+    let threads = block.states.len();
+    block.bulk.committed_groups.resize(threads, 0);
+    block.bulk.committed_groups[block.current as usize] += 1;
+}
+
+pub unsafe extern "C" fn bulk_wait(context: *mut ThreadContext, pending: u32) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    // A group that is not committed yet is not waited for, as on the hardware.
+    let read_below = block.bulk.committed(thread).saturating_sub(pending);
+    while let Some(index) = block.bulk.adds.iter().position(|add| add.thread == thread && add.group < read_below) {
+        block.land_bulk_add(index);
+    }
+}

@@ -1,0 +1,461 @@
+//! Hopper's asynchronous machinery on both backends: products, pipelines and barriers against sums computed
+//! here, and, on the emulator alone, the same kernels with one line wrong. The kernels are in
+//! `kernels/cuda/selftest_wgmma.cu` and `kernels/cuda/selftest_hopper.cu`.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use dsv4_kernels::kernel_params;
+use dsv4_kernels::runtime::arena::Layout;
+use dsv4_kernels::runtime::emulator::EmulatorOptions;
+use dsv4_kernels::runtime::params::{DeviceAddress, KernelParams};
+use dsv4_kernels::runtime::{
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
+    RuntimeError, SourceTree,
+};
+
+use crate::support;
+
+const WGMMA: &str = "selftest_wgmma.cu";
+const HOPPER: &str = "selftest_hopper.cu";
+/// Random schedules under which a correct kernel must be correct.
+const SCHEDULES: u64 = 16;
+/// Random schedules within which an incorrect kernel must show.
+const SCHEDULES_TO_SHOW: u64 = 8;
+
+/// The device under test if it has the machinery; `None`, counted and said, where it has not.
+fn hopper_device() -> Option<&'static Device> {
+    static SKIPPED: AtomicU32 = AtomicU32::new(0);
+    let device = support::device();
+    if support::backend() == BackendKind::Cuda && device.environment().target != "sm_90a" {
+        let number = 1 + SKIPPED.fetch_add(1, Ordering::Relaxed);
+        let target = &device.environment().target;
+        eprintln!("skipped (number {number}): this test needs sm_90a, and the device is {target}");
+        return None;
+    }
+    Some(device)
+}
+
+/// An emulator of its own, whose schedule no other test changes; `None` where another backend is under test.
+fn own_emulator() -> Option<Device> {
+    if support::backend() != BackendKind::Emulator {
+        return None;
+    }
+    let emulator = EmulatorOptions { time_limit: Duration::from_secs(20), ..EmulatorOptions::default() };
+    let options = DeviceOptions { emulator, ..DeviceOptions::default() };
+    Some(Device::open(BackendKind::Emulator, options).expect("the emulator opens"))
+}
+
+/// Runs a test on the device under test, and under random schedules where it is the emulator.
+fn under_every_schedule(test: impl Fn(&Device)) {
+    let Some(device) = hopper_device() else { return };
+    test(device);
+    let Some(own) = own_emulator() else { return };
+    for seed in 1..=SCHEDULES {
+        own.backend().set_schedule_seed(Some(seed));
+        test(&own);
+    }
+}
+
+/// One launch under the memory contract, with the shared memory that the kernel asks for.
+fn launch<P: KernelParams>(
+    arena: &DeviceArena<'_>,
+    (file, kernel): (&str, &str),
+    blocks: u32,
+    params: &P,
+) -> Result<()> {
+    let config = LaunchConfig { grid: [blocks, 1, 1], block: [256, 1, 1], shared_bytes: 0 };
+    let violations = arena.run(|device| device.kernel::<P>(file, &[], kernel)?.launch(config, params))?;
+    assert!(violations.is_empty(), "{kernel}: {violations:?}");
+    Ok(())
+}
+
+/// Small integers of which neighbours along both axes differ.
+fn integers(rows: usize, columns: usize, factors: (usize, usize), modulus: usize) -> Vec<f64> {
+    let value = |i: usize| (factors.0 * (i / columns) + factors.1 * (i % columns)) % modulus;
+    (0..rows * columns).map(|i| value(i) as f64 - (modulus / 2) as f64).collect()
+}
+
+fn assert_same(what: &str, found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len(), "{what}: number of elements");
+    let wrong: Vec<usize> = (0..found.len()).filter(|&i| found[i] != expected[i]).collect();
+    if let Some(&i) = wrong.first() {
+        let (number, of) = (wrong.len(), found.len());
+        panic!("{what}: {number} of {of} differ; first at {i}: {}, not {}", found[i], expected[i]);
+    }
+}
+
+// ---------------------------------------------------------------- matrix products
+
+kernel_params! {
+    struct SelftestWgmmaParams {
+        a: DeviceAddress,
+        b: DeviceAddress,
+        c: DeviceAddress,
+        y: DeviceAddress,
+        n: i32,
+        a_source: i32,
+        b_transposed: i32,
+        accumulate: i32,
+    }
+}
+
+const M: usize = 128;
+const K: usize = 128;
+
+/// One product: `[n, source of a, b transposed, accumulate]`.
+type Way = [i32; 4];
+
+fn multiply(device: &Device, way: Way, a: &[f64], b: &[f64], c: &[f64]) -> Result<Vec<f64>> {
+    let n = way[0] as usize;
+    let mut arena = DeviceArena::new(device, Contract::NAN);
+    let a = arena.input("a", &HostTensor::from_f64(DType::Bf16, &[M, K], a))?;
+    let b = arena.input("b", &HostTensor::from_f64(DType::Bf16, &[K, n], b))?;
+    let c = arena.input("c", &HostTensor::from_f64(DType::F32, &[M, n], c))?;
+    let y = arena.output("y", DType::F32, &[M, n])?;
+    let [a, b, c, y_address] = [&a, &b, &c, &y].map(|view| DeviceAddress(view.address));
+    let [n, a_source, b_transposed, accumulate] = way;
+    let params = SelftestWgmmaParams { a, b, c, y: y_address, n, a_source, b_transposed, accumulate };
+    launch(&arena, (WGMMA, "selftest_wgmma"), 1, &params)?;
+    Ok(arena.download(&y)?.to_f64())
+}
+
+/// Inputs of a product, and `c + a b` or `a b`.
+fn product(way: Way) -> [Vec<f64>; 4] {
+    let n = way[0] as usize;
+    let (a, b) = (integers(M, K, (7, 3), 17), integers(K, n, (5, 11), 13));
+    let c: Vec<f64> = (0..M * n).map(|i| i as f64 * 2.0 - 3000.0).collect();
+    let sum = |i: usize| (0..K).map(|k| a[i / n * K + k] * b[k * n + i % n]).sum::<f64>();
+    let expected = (0..M * n).map(|i| sum(i) + f64::from(way[3]) * c[i]).collect();
+    [a, b, c, expected]
+}
+
+fn ways() -> impl Iterator<Item = Way> {
+    let shapes = [64, 128, 256].into_iter().flat_map(|n| (0..3).map(move |source| (n, source)));
+    shapes.flat_map(|(n, source)| [[n, source, 0, 1], [n, source, 1, 0]])
+}
+
+#[test]
+fn warpgroup_products_of_small_integers_are_exact_for_every_shape_and_source() {
+    let Some(device) = hopper_device() else { return };
+    for way in ways() {
+        let [a, b, c, expected] = product(way);
+        assert_same(&format!("{way:?}"), &multiply(device, way, &a, &b, &c).expect("a product"), &expected);
+    }
+}
+
+#[test]
+fn warpgroup_products_are_the_same_whenever_they_read_their_operands() {
+    under_every_schedule(|device| {
+        for way in [[64, 0, 1, 1], [128, 2, 0, 1]] {
+            let [a, b, c, expected] = product(way);
+            assert_same(&format!("{way:?}"), &multiply(device, way, &a, &b, &c).expect("a product"), &expected);
+        }
+    });
+}
+
+// ---------------------------------------------------------------- pipeline
+
+kernel_params! {
+    struct SelftestPipelineParams {
+        a: DeviceAddress,
+        b: DeviceAddress,
+        y: DeviceAddress,
+        steps: i32,
+    }
+}
+
+const TILE: usize = 64;
+const STEPS: usize = 7;
+const BLOCKS: u32 = 2;
+
+/// `(a, b, y)`: b with the chunks of its rows where the kernel wants them, y by f64.
+fn pipeline_data() -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+    let (a, b) = (integers(STEPS * TILE, TILE, (3, 7), 11), integers(STEPS * TILE, TILE, (5, 2), 7));
+    let sum = |m: usize, n: usize| -> f64 {
+        let at = |x: &[f64], step: usize, row: usize, k: usize| x[(step * TILE + row) * TILE + k];
+        (0..STEPS * TILE).map(|k| at(&a, k / TILE, m, k % TILE) * at(&b, k / TILE, n, k % TILE)).sum()
+    };
+    let factor = f64::from(3 * BLOCKS);
+    let y = (0..TILE * TILE).map(|i| factor * sum(i / TILE, i % TILE)).collect();
+    let swizzled = |i: usize| {
+        let (row, column) = (i / TILE, i % TILE);
+        b[row * TILE + ((column / 8) ^ (row % 8)) * 8 + column % 8]
+    };
+    (a.clone(), (0..b.len()).map(swizzled).collect(), y)
+}
+
+fn run_pipeline(device: &Device, a: &[f64], b: &[f64]) -> Result<Vec<f64>> {
+    let mut arena = DeviceArena::new(device, Contract::NAN);
+    let a = arena.input("a", &HostTensor::from_f64(DType::Bf16, &[STEPS, TILE, TILE], a))?;
+    let b = arena.input("b", &HostTensor::from_f64(DType::Bf16, &[STEPS, TILE, TILE], b))?;
+    let zeros = HostTensor::from_f64(DType::F32, &[TILE, TILE], &[0.0; TILE * TILE]);
+    let y = arena.upload("y", &zeros, &Layout::dense(&[TILE, TILE]), Role::InPlace)?;
+    let [a, b, y_address] = [&a, &b, &y].map(|view| DeviceAddress(view.address));
+    let params = SelftestPipelineParams { a, b, y: y_address, steps: STEPS as i32 };
+    launch(&arena, (HOPPER, "selftest_pipeline"), BLOCKS, &params)?;
+    Ok(arena.download(&y)?.to_f64())
+}
+
+#[test]
+fn a_pipeline_of_copies_and_products_gives_the_exact_sums_under_every_schedule() {
+    let (a, b, expected) = pipeline_data();
+    under_every_schedule(|device| {
+        assert_same("y", &run_pipeline(device, &a, &b).expect("a pipeline"), &expected);
+    });
+}
+
+/// What running the pipeline with `wrong` in place of `right` gives under each schedule: the fault's text, or
+/// "wrong sums", or nothing.
+fn outcomes(right: &str, wrong: &str) -> Option<Vec<String>> {
+    let device = own_emulator()?;
+    let text = SourceTree::embedded().text(HOPPER).expect("embedded").to_owned();
+    assert_eq!(text.matches(right).count(), 1, "`{right}` is not once in {HOPPER}");
+    let device = device.with_tree(SourceTree::embedded().with_text(HOPPER, text.replace(right, wrong), "a mutant"));
+    let (a, b, expected) = pipeline_data();
+    let outcome = |seed| {
+        device.backend().set_schedule_seed(seed);
+        match run_pipeline(&device, &a, &b) {
+            Ok(y) if y == expected => String::new(),
+            Ok(_) => "wrong sums".to_owned(),
+            Err(RuntimeError::Fault { what, .. }) => what,
+            Err(error) => panic!("`{wrong}` for `{right}`: {error}"),
+        }
+    };
+    Some([None].into_iter().chain((1..=SCHEDULES_TO_SHOW).map(Some)).map(outcome).collect())
+}
+
+/// The change must show under some schedule, in words that contain `needle`.
+fn assert_shows(right: &str, wrong: &str, needle: &str) {
+    let Some(outcomes) = outcomes(right, wrong) else { return };
+    assert!(outcomes.iter().any(|what| what.contains(needle)), "`{wrong}` for `{right}`: {outcomes:?}");
+}
+
+#[test]
+fn a_missing_wait_for_a_full_stage_shows() {
+    assert_shows("mbarrier_wait(stage.full, stage.parity);", "", "wrong sums");
+}
+
+#[test]
+fn a_wait_whose_parity_never_flips_shows() {
+    assert_shows("mbarrier_wait(stage.full, stage.parity);", "mbarrier_wait(stage.full, 0);", "wrong sums");
+}
+
+#[test]
+fn a_missing_wait_for_an_empty_stage_shows() {
+    assert_shows("mbarrier_wait(stage.empty, stage.parity ^ 1);", "", "have come already");
+}
+
+#[test]
+fn a_wait_for_an_empty_stage_of_the_wrong_parity_shows() {
+    assert_shows(
+        "mbarrier_wait(stage.empty, stage.parity ^ 1);",
+        "mbarrier_wait(stage.empty, stage.parity);",
+        "mbarrier",
+    );
+}
+
+#[test]
+fn a_missing_proxy_fence_before_a_product_shows() {
+    assert_shows("        fence_async_proxy();\n        wgmma_fence();", "        wgmma_fence();", "wrong sums");
+}
+
+#[test]
+fn a_missing_proxy_fence_before_a_bulk_addition_shows() {
+    assert_shows("    fence_async_proxy();\n    named_barrier_sync(1", "    named_barrier_sync(1", "wrong sums");
+}
+
+#[test]
+fn a_missing_wgmma_wait_shows() {
+    assert_shows("    wgmma_wait<0>();\n", "", "wrong sums");
+}
+
+#[test]
+fn a_stage_that_is_released_while_a_product_reads_it_shows() {
+    assert_shows("        wgmma_wait<1>();\n", "        wgmma_wait<2>();\n", "wrong sums");
+}
+
+#[test]
+fn a_missing_wgmma_fence_shows() {
+    assert_shows("        wgmma_fence();\n", "", "without a wgmma_fence");
+}
+
+#[test]
+fn a_missing_wgmma_commit_shows() {
+    assert_shows("        wgmma_commit();\n", "", "wrong sums");
+}
+
+#[test]
+fn an_arrival_that_does_not_wait_for_the_copies_shows() {
+    assert_shows("copy_arrive(stage.full);", "mbarrier_arrive(stage.full);", "wrong sums");
+}
+
+#[test]
+fn a_missing_wait_before_the_source_of_an_addition_is_reused_shows() {
+    assert_shows("        bulk_wait_read<0>();\n", "        if (factor > 1) bulk_wait_read<0>();\n", "wrong sums");
+}
+
+#[test]
+fn a_thread_that_returns_before_its_addition_has_read_its_source_shows() {
+    assert_shows("        bulk_wait_read<0>();\n", "", "may still read");
+}
+
+#[test]
+fn a_bulk_copy_that_nobody_waits_for_shows() {
+    let last = "add_sums(d, 2.0f, params.y, shared, thread);";
+    let wrong = format!("{last} if (thread == 0) bulk_copy_in(shared, params.b, TILE_BYTES, shared + FULL);");
+    assert_shows(last, &wrong, "did not wait for");
+}
+
+#[test]
+fn a_bulk_copy_from_behind_a_buffer_shows_with_the_buffers_name() {
+    let right = "bulk_copy_in(stage.b, params.b + step * TILE * TILE,";
+    assert_shows(right, "bulk_copy_in(stage.b, params.b + params.steps * TILE * TILE,", "`b` 0 bytes past the end");
+}
+
+#[test]
+fn a_bulk_copy_to_an_address_that_is_not_a_multiple_of_16_shows() {
+    assert_shows("bulk_copy_in(stage.b,", "bulk_copy_in(stage.b + 8,", "multiples of 16");
+}
+
+#[test]
+fn accumulators_that_are_written_while_a_product_is_under_way_show() {
+    assert_shows(
+        "    wgmma_wait<0>();\n",
+        "    d[3][1] = 0.0f;\n    wgmma_wait<0>();\n",
+        "were written to before its wait",
+    );
+}
+
+#[test]
+fn warps_of_a_warpgroup_that_disagree_about_a_product_show() {
+    assert_shows(
+        "step > 0 || k > 0",
+        "step > 0 || k > 0 || threadIdx.x / 32 == 6",
+        "differs from that of its warpgroup",
+    );
+}
+
+#[test]
+fn lanes_of_a_warp_that_disagree_about_a_product_show() {
+    assert_shows("step > 0 || k > 0", "step > 0 || k > 0 || threadIdx.x == 200", "lanes of a warp disagree");
+}
+
+#[test]
+fn a_warp_that_leaves_a_product_out_shows() {
+    assert_shows(
+        "k < TILE; k += 16",
+        "k < (threadIdx.x < 224 ? TILE : TILE - 16); k += 16",
+        "another warp of its warpgroup",
+    );
+}
+
+#[test]
+fn a_tile_whose_chunks_are_not_where_the_product_looks_for_them_shows() {
+    assert_shows("(chunk ^ row % 8) * 16", "(chunk ^ row % 4) * 16", "wrong sums");
+}
+
+#[test]
+fn a_bulk_copy_whose_bytes_nobody_expects_shows() {
+    assert_shows(
+        "mbarrier_arrive_expect(stage.full, TILE_BYTES);",
+        "mbarrier_arrive(stage.full);",
+        "and -8192 bytes are missing",
+    );
+}
+
+#[test]
+fn too_many_bytes_expected_show_as_divergence() {
+    assert_shows(
+        "mbarrier_arrive_expect(stage.full, TILE_BYTES);",
+        "mbarrier_arrive_expect(stage.full, 2 * TILE_BYTES);",
+        "8192 bytes are missing",
+    );
+}
+
+#[test]
+fn too_many_arrivals_show() {
+    assert_shows(
+        "copy_arrive(stage.full);",
+        "copy_arrive(stage.full);\n        if (thread == 5) mbarrier_arrive(stage.full);",
+        "wrong sums",
+    );
+}
+
+#[test]
+fn too_few_arrivals_show_as_divergence() {
+    assert_shows(
+        "mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE);",
+        "mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE + 1);",
+        "1 of 129 arrivals",
+    );
+}
+
+#[test]
+fn an_mbarrier_that_nobody_initialised_shows() {
+    assert_shows("            mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE);\n", "", "before its init");
+}
+
+#[test]
+fn a_misaligned_mbarrier_shows() {
+    assert_shows("FULL = SUMS + TILE * TILE * 4,", "FULL = SUMS + TILE * TILE * 4 + 4,", "not 8-byte aligned");
+}
+
+#[test]
+fn an_mbarrier_under_data_shows() {
+    assert_shows("FULL = SUMS + TILE * TILE * 4,", "FULL = SUMS + TILE * TILE * 4 - 8,", "over the mbarrier");
+}
+
+#[test]
+fn a_missing_named_barrier_before_a_bulk_addition_shows() {
+    assert_shows("    named_barrier_sync(1, WARPGROUP_SIZE);\n", "", "wrong sums");
+}
+
+#[test]
+fn a_missing_named_barrier_before_the_reuse_of_a_source_shows() {
+    assert_shows("    named_barrier_sync(2, WARPGROUP_SIZE);\n", "", "wrong sums");
+}
+
+#[test]
+fn a_named_barrier_for_the_wrong_number_of_threads_shows() {
+    assert_shows(
+        "named_barrier_sync(2, WARPGROUP_SIZE)",
+        "named_barrier_sync(2, 2 * WARPGROUP_SIZE)",
+        "128 of 256 threads",
+    );
+}
+
+#[test]
+fn a_descriptor_that_reaches_beyond_shared_memory_shows() {
+    assert_shows(
+        "matrix_descriptor(stage.b, 0, GROUP_BYTES)",
+        "matrix_descriptor(stage.b, 0, 32 * GROUP_BYTES)",
+        "beyond the dynamic shared memory",
+    );
+}
+
+// ---------------------------------------------------------------- named barriers
+
+kernel_params! {
+    struct SelftestNamedBarriersParams {
+        x: DeviceAddress,
+        y: DeviceAddress,
+        rounds: i32,
+    }
+}
+
+#[test]
+fn named_barriers_hand_each_round_over_to_the_other_warpgroup() {
+    const ROUNDS: usize = 5;
+    let values: Vec<i32> = (0..ROUNDS as i32 * 128).map(|i| i * i).collect();
+    let expected: Vec<i32> = values.chunks(128).flat_map(|round| round.iter().rev().copied()).collect();
+    under_every_schedule(|device| {
+        let mut arena = DeviceArena::new(device, Contract::NAN);
+        let x = arena.input("x", &HostTensor::from_i32(&[ROUNDS, 128], &values)).unwrap();
+        let y = arena.output("y", DType::I32, &[ROUNDS, 128]).unwrap();
+        let (x, y_address) = (DeviceAddress(x.address), DeviceAddress(y.address));
+        let params = SelftestNamedBarriersParams { x, y: y_address, rounds: ROUNDS as i32 };
+        launch(&arena, (HOPPER, "selftest_named_barriers"), 1, &params).expect("a hand-over");
+        assert_eq!(arena.download(&y).unwrap().to_i32(), expected);
+    });
+}
