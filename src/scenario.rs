@@ -170,6 +170,7 @@ fn attention_backward<'a>(
 ) -> attention_launcher::Backward<'a> {
     attention_launcher::Backward {
         inputs: read.launcher(),
+        implementation: attention_launcher::Implementation::Auto,
         out,
         lse,
         dout,

@@ -141,8 +141,14 @@ impl Shape {
 /// Shapes of the model, forward and backward.
 pub fn production() -> Vec<Benchmark> {
     let implementation = Implementation::Auto;
-    let shape =
-        |num_heads, topk, num_keys| Shape { num_tokens: 4096, num_keys, num_heads, topk, separate: false, implementation };
+    let shape = |num_heads, topk, num_keys| Shape {
+        num_tokens: 4096,
+        num_keys,
+        num_heads,
+        topk,
+        separate: false,
+        implementation,
+    };
     let shapes = [
         shape(64, 512, 8192),
         shape(64, 512, 32768),
@@ -282,6 +288,7 @@ impl Prepared for Buffers<'_> {
         };
         let arguments = launcher::Backward {
             inputs: self.inputs(set),
+            implementation: self.shape.implementation,
             out,
             lse,
             dout: &gradients.dout.view,

@@ -33,6 +33,7 @@
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
+#include "panels.h"
 #include "platform.h"
 #include "sparse_attention.h"
 
@@ -45,15 +46,10 @@ constexpr int CONSUMERS = 2 * WARPGROUP_SIZE;
 constexpr int TILE_SLOTS = 64;
 constexpr int MAX_SHARED_BYTES = 227 * 1024;
 
-// Every operand is a row of panels: 64 rows of 64 columns of bf16, a row 128 bytes, in the 128-byte swizzle.
-constexpr int PANEL_BYTES = 64 * 128;
 constexpr int PANELS = HEAD_DIM / 64;
 constexpr int HALF_PANELS = V_DIM / 64 / 2;  // panels of one warpgroup's half of the values
 constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
 constexpr bool ROPE_PANEL = PANELS > 2 * HALF_PANELS;
-
-// Byte offset within a panel of 16 bytes: 8 columns of one row.
-DEVICE constexpr int panel_offset(int row, int chunk) { return row * 128 + 16 * (chunk ^ (row & 7)); }
 
 // Where everything lies in dynamic shared memory.
 struct Shared {
@@ -105,30 +101,11 @@ struct Uses {
 // Starts the arrival of one part of a tile; lane i < 16 holds the key row, or -1, of the warp's slot 16*warp + i.
 template <int TILE, int PART>
 DEVICE void gather_part(const SlotList& list, SharedAddress shared, int warp, int32_t row) {
-    constexpr int FIRST = Shared::first_panel(TILE, PART);
-    const int lane = lane_id();
-    UNROLL_BY(8)
-    for (int i = 0; i < 16; ++i) {
-        const int slot = 16 * warp + i;
-        const int32_t source_row = __shfl_sync(FULL_WARP, row, i);
-        const bool wanted = source_row >= 0;
-        const bf16* from = list.k + (wanted ? source_row * list.k_stride : 0);
-        const SharedAddress to = shared + Shared::keys(TILE);
-        // A lane takes 16 bytes: 32 lanes make the 512 bytes of a row that a part holds.
-        copy_async_16(to + (FIRST + lane / 8) * PANEL_BYTES + panel_offset(slot, lane % 8), from + FIRST * 64 + lane * 8,
-                      wanted);
-    }
-    if constexpr (ROPE_PANEL && PART == 1) {
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            const int at = 4 * i + lane / 8, slot = 16 * warp + at;
-            const int32_t source_row = __shfl_sync(FULL_WARP, row, at);
-            const bool wanted = source_row >= 0;
-            const bf16* from = list.k + (wanted ? source_row * list.k_stride : 0);
-            copy_async_16(shared + Shared::keys(TILE) + (PANELS - 1) * PANEL_BYTES + panel_offset(slot, lane % 8),
-                          from + (PANELS - 1) * 64 + lane % 8 * 8, wanted);
-        }
-    }
+    constexpr int FIRST = Shared::first_panel(TILE, PART), LAST = PANELS - 1;
+    const SharedAddress keys = shared + Shared::keys(TILE);
+    gather_panels<HALF_PANELS>(keys + FIRST * PANEL_BYTES, list.k + FIRST * 64, list.k_stride, 16 * warp, row);
+    if constexpr (ROPE_PANEL && PART == 1)
+        gather_panels<1>(keys + LAST * PANEL_BYTES, list.k + LAST * 64, list.k_stride, 16 * warp, row);
 }
 
 // One tile of a pair, both parts, each as soon as its last reader has released it.
@@ -151,20 +128,12 @@ DEVICE void produce_tile(const SlotList& list, SharedAddress shared, int warp, u
 }
 
 // The heads of one work; absent heads become zeros.
-DEVICE void produce_q(const SparseAttentionForwardParams& params, const Work& work, SharedAddress shared, int warp,
+DEVICE void produce_q(const SparseAttentionForwardParams& params, const Work& work, SharedAddress shared,
                       uint32_t& uses) {
     mbarrier_wait(shared + Shared::Q_EMPTY, (uses++ & 1) ^ 1);
     const bf16* q = params.q + work.token * params.q_token_stride + work.first_head * params.q_head_stride;
-    UNROLL_BY(4)
-    for (int i = 0; i < 16; ++i) {
-        const int head = 16 * warp + i;
-        const bool wanted = head < work.heads;
-        const bf16* from = q + (wanted ? head * params.q_head_stride : 0);
-        UNROLL
-        for (int chunk = lane_id(); chunk < HEAD_DIM / 8; chunk += WARP_SIZE)
-            copy_async_16(shared + Shared::Q + chunk / 8 * PANEL_BYTES + panel_offset(head, chunk % 8), from + chunk * 8,
-                          wanted);
-    }
+    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, work.heads, threadIdx.x % WARPGROUP_SIZE,
+                        WARPGROUP_SIZE);
     copy_arrive(shared + Shared::Q_FULL);
 }
 
@@ -197,7 +166,7 @@ DEVICE void produce(const SparseAttentionForwardParams& params, SharedAddress sh
                             TILE_SLOTS + slot < list.length ? next.index[1] : -1};
         if (number + gridDim.x < works) next = look_up(params, number + gridDim.x, slot);
         const int tiles = __shfl_sync(FULL_WARP, ceil_div(list.length, TILE_SLOTS), 0);
-        if (tiles > 0) produce_q(params, block_work(number, params.num_heads), shared, warp, uses.q);
+        if (tiles > 0) produce_q(params, block_work(number, params.num_heads), shared, uses.q);
         for (int tile = 0; tile < tiles; tile += 2) {
             const int32_t row[2] = {list.valid_row(index[0]), list.valid_row(index[1])};
             // The list is read a pair ahead, so that its latency is not in the gather's way.

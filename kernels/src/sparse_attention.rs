@@ -8,11 +8,15 @@ use crate::runtime::{BackendKind, DType, Device, Kernel, LaunchConfig, Result, T
 
 const FILE: &str = "sparse_attention.cu";
 const HOPPER_FILE: &str = "sparse_attention_hopper.cu";
+const HOPPER_BACKWARD_FILE: &str = "sparse_attention_hopper_backward.cu";
 const CHECK: Arguments = Arguments { operator: "sparse_attention" };
 /// Rows that one block of the row kernels (delta, zero, cast) takes: one a warp.
 const ROWS_PER_BLOCK: u64 = 8;
 /// Heads of one block of the Hopper kernels: the rows of a warpgroup's product.
 const HOPPER_HEADS: usize = 64;
+/// Widths of q and k that the Hopper kernels take: forward, backward.
+const HOPPER_HEAD_DIMS: [usize; 2] = [512, 576];
+const HOPPER_BACKWARD_HEAD_DIMS: [usize; 1] = [512];
 
 kernel_params! {
     /// Mirror of `SparseAttentionForwardParams`.
@@ -134,8 +138,8 @@ pub enum Implementation {
     Auto,
     /// `sparse_attention.cu`: `mma.sync` and `cp.async`, sm_80 and later, every shape.
     Portable,
-    /// `sparse_attention_hopper.cu`: `wgmma` and mbarriers, sm_90a and the emulator. V is the first 512 columns of
-    /// K, and `head_dim` is 512 or 576.
+    /// `sparse_attention_hopper.cu` and `sparse_attention_hopper_backward.cu`: `wgmma` and mbarriers, sm_90a and the
+    /// emulator. V is the first 512 columns of K; `head_dim` is 512, or 576 in the forward only.
     Hopper,
 }
 
@@ -191,6 +195,8 @@ pub struct Forward<'a> {
 pub struct Backward<'a> {
     /// What the forward read.
     pub inputs: Inputs<'a>,
+    /// Which implementation runs.
+    pub implementation: Implementation,
     /// `[num_tokens, num_heads, v_dim]` bf16: the forward's output, untouched.
     pub out: &'a TensorView,
     /// `[num_tokens, num_heads]` f32: the forward's; an infinity of either sign is a row without a
@@ -225,23 +231,25 @@ struct Extents {
 }
 
 impl Extents {
-    /// Why the Hopper kernels cannot run, if they cannot.
-    fn hopper_refusal(self, device: &Device) -> Option<String> {
+    /// Why the Hopper kernel for keys of one of these widths cannot run, if it cannot.
+    fn hopper_refusal(self, device: &Device, head_dims: &[usize]) -> Option<String> {
         let target = &device.environment().target;
         if device.environment().backend == BackendKind::Cuda && target != "sm_90a" {
             return Some(format!("the Hopper kernels need sm_90a, and this device is {target}"));
         }
-        let fits = !self.separate && self.v_dim == 512 && [512, 576].contains(&self.head_dim);
-        let shape = format!("head_dim {}, v_dim {}", self.head_dim, self.v_dim);
+        let fits = !self.separate && self.v_dim == 512 && head_dims.contains(&self.head_dim);
         (!fits).then(|| {
             let of_its_own = if self.separate { ", V a tensor of its own" } else { "" };
-            format!("the Hopper kernels take V as the first 512 columns of 512 or 576, not {shape}{of_its_own}")
+            format!(
+                "the Hopper kernel takes V as the first 512 columns of K and head_dim one of {head_dims:?}, not {} of {}{of_its_own}",
+                self.v_dim, self.head_dim
+            )
         })
     }
 
     /// Whether the Hopper kernels run.
-    fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
-        match (implementation, self.hopper_refusal(device)) {
+    fn hopper(self, device: &Device, implementation: Implementation, head_dims: &[usize]) -> Result<bool> {
+        match (implementation, self.hopper_refusal(device, head_dims)) {
             (Implementation::Portable, _) => Ok(false),
             (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
             (Implementation::Hopper, None) => Ok(true),
@@ -279,7 +287,8 @@ fn defines(head_dim: usize, v_dim: usize, heads_per_block: usize, separate: bool
 pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
     let geometries = [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
     let all = geometries.into_iter().flat_map(|(d, v, separate)| [16, 64].map(|heads| defines(d, v, heads, separate)));
-    let hopper = [512, 576].map(|head_dim| (HOPPER_FILE.to_owned(), owned(defines(head_dim, 512, HOPPER_HEADS, false))));
+    let hopper = [(HOPPER_FILE, 512), (HOPPER_FILE, 576), (HOPPER_BACKWARD_FILE, 512)]
+        .map(|(file, head_dim)| (file.to_owned(), owned(defines(head_dim, 512, HOPPER_HEADS, false))));
     all.map(|defines| (FILE.to_owned(), owned(defines))).chain(hopper).collect()
 }
 
@@ -411,7 +420,7 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
         topk: extents.topk as i32,
         softmax_scale: inputs.softmax_scale,
     };
-    if extents.hopper(device, arguments.implementation)? {
+    if extents.hopper(device, arguments.implementation, &HOPPER_HEAD_DIMS)? {
         let name = "sparse_attention_hopper_forward";
         let defines = defines(extents.head_dim, extents.v_dim, HOPPER_HEADS, false);
         let kernel = device.kernel::<SparseAttentionForwardParams>(HOPPER_FILE, &defines, name)?;
@@ -470,7 +479,8 @@ pub fn workspace_bytes(inputs: &Inputs<'_>, dk: DType) -> Result<usize> {
 pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<String>> {
     let extents = check_inputs(&arguments.inputs)?;
     let workspace = check_backward(arguments, extents)?;
-    let call = BackwardCall { device, arguments, extents, workspace };
+    let hopper = extents.hopper(device, arguments.implementation, &HOPPER_BACKWARD_HEAD_DIMS)?;
+    let call = BackwardCall { device, arguments, extents, workspace, hopper };
     let mut paths = vec![call.delta()?];
     paths.extend(call.dsink()?);
     paths.extend(call.gradients()?);
@@ -478,7 +488,7 @@ pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<String>
 }
 
 fn check_backward(arguments: &Backward<'_>, extents: Extents) -> Result<Workspace> {
-    let Backward { inputs, out, lse, dout, dlse, dq, dk, dv, dsink, workspace } = *arguments;
+    let Backward { inputs, implementation: _, out, lse, dout, dlse, dq, dk, dv, dsink, workspace } = *arguments;
     let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, separate, .. } = extents;
     check_heads("out", out, &[num_tokens, num_heads, v_dim])?;
     check_heads("dout", dout, &[num_tokens, num_heads, v_dim])?;
@@ -527,6 +537,8 @@ struct BackwardCall<'a> {
     arguments: &'a Backward<'a>,
     extents: Extents,
     workspace: Workspace,
+    /// Whether the gradients of q and k come from the Hopper kernel.
+    hopper: bool,
 }
 
 /// fp32 rows that the atomics add to.
@@ -642,8 +654,6 @@ impl BackwardCall<'_> {
 
     fn scatter(&self, dk: Accumulator, dv: Option<Accumulator>) -> Result<String> {
         let Backward { inputs, lse, dout, dlse, dq, .. } = self.arguments;
-        let name = "sparse_attention_backward";
-        let kernel = self.kernel::<SparseAttentionBackwardParams>(name)?;
         let (v, v_stride) = value_view(inputs.value);
         let params = SparseAttentionBackwardParams {
             q: DeviceAddress(inputs.q.address),
@@ -676,6 +686,15 @@ impl BackwardCall<'_> {
             topk: self.extents.topk as i32,
             softmax_scale: inputs.softmax_scale,
         };
+        if self.hopper {
+            let name = "sparse_attention_hopper_backward";
+            let defines = defines(self.extents.head_dim, self.extents.v_dim, HOPPER_HEADS, false);
+            let kernel = self.device.kernel::<SparseAttentionBackwardParams>(HOPPER_BACKWARD_FILE, &defines, name)?;
+            kernel.launch(self.extents.launch(HOPPER_HEADS, &kernel)?, &params)?;
+            return Ok(name.into());
+        }
+        let name = "sparse_attention_backward";
+        let kernel = self.kernel::<SparseAttentionBackwardParams>(name)?;
         kernel.launch(self.extents.launch(self.extents.heads_per_block(), &kernel)?, &params)?;
         Ok(format!("{name}<{}>", self.extents.heads_per_block()))
     }

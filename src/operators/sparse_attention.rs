@@ -200,7 +200,10 @@ impl SparseAttentionCase {
         let hopper = self.values != Values::Separate && self.v_dim == 512 && [512, 576].contains(&self.head_dim);
         if self.implementation == Implementation::Hopper && !hopper {
             let shape = format!("{:?} values of {} in head_dim {}", self.values, self.v_dim, self.head_dim);
-            return refuse("implementation", format!("hopper takes a V that is 512 columns of 512 or 576, not {shape}"));
+            return refuse(
+                "implementation",
+                format!("hopper takes a V that is 512 columns of 512 or 576, not {shape}"),
+            );
         }
         if !self.padding.is_multiple_of(8) {
             return refuse("padding", format!("{} must be a multiple of 8: rows are 16-byte aligned", self.padding));
@@ -731,8 +734,11 @@ impl Prepared for Inputs {
             let implementation = self.case.implementation.launcher();
             let forward = launcher::Forward { inputs: read.launcher(), implementation, out, lse, max_logits };
             paths.push(launcher::forward(device, &forward)?);
+            // The Hopper backward has one geometry less than the forward.
+            let both = self.case.head_dim == 512;
             let backward = launcher::Backward {
                 inputs: read.launcher(),
+                implementation: if both { implementation } else { launcher::Implementation::Portable },
                 out,
                 lse,
                 dout: &dout,

@@ -861,6 +861,7 @@ impl Attention {
     fn backward(&self) -> Result<Vec<String>> {
         let arguments = sparse_attention::Backward {
             inputs: self.inputs(),
+            implementation: sparse_attention::Implementation::Auto,
             out: &self.out,
             lse: &self.lse,
             dout: &self.dout,

@@ -445,6 +445,23 @@ DEVICE void wgmma_hold(float (&d)[N8][4]) {
 // wgmma_shared takes both operands from shared memory, wgmma_registers its A from registers.
 
 template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_shared(float (&d)[4][4], uint64_t a, uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_shared<32, A_TRANSPOSED, B_TRANSPOSED>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, accumulate, 1, 1, %19, %20;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+          "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}
+
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
 DEVICE void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b, bool accumulate) {
 #if defined(PARITY_EMULATOR)
     emulator::wgmma_shared<64, A_TRANSPOSED, B_TRANSPOSED>(&d[0][0], a, b, accumulate);

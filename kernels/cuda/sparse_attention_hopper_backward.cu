@@ -1,0 +1,304 @@
+// Sparse attention's gradients for sm_90a where V is K and both are 512 wide: the backward of sparse_attention.cu,
+// which has the formulas, with warpgroup matrix products and an asynchronous gather.
+//
+// One block takes a token and 64 of its heads. q and dout stay in shared memory, listed rows of K come in tiles of 64
+// slots. Three warpgroups:
+//   0, 1  consumers. Warpgroup w forms scores and dP of the slots [32 w, 32 w + 32) of a tile, and from them P and dS
+//         in shared memory. Then it owns the columns [256 w, 256 w + 256): dq of all heads, in registers for the whole
+//         list, and the tile's dk = dS^T q + P^T dout, 128 columns at a time, added to the fp32 rows in memory.
+//   2     producer: gathers the rows of the next tile. Warpgroup w releases its half of the columns as soon as its dq
+//         product is done, so the gather runs beside the products and the atomics of dk.
+//
+// dS is rounded with softmax_scale in it, once, for dq and for dk.
+//
+// Floors for 64 heads and a tile of 64 slots (D 512): five products, 5120 cycles at 4096 FLOP a cycle; 64 KB gathered;
+// 128 KB of fp32 atomics. The atomics are the longest: 4 * T * topk * D bytes for each 64 heads.
+//
+// Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0. Launch: a grid of num_tokens * ceil(num_heads / 64)
+// blocks in x.
+
+#include "async_copy.h"
+#include "hopper.h"
+#include "math.h"
+#include "memory.h"
+#include "numeric.h"
+#include "panels.h"
+#include "platform.h"
+#include "sparse_attention.h"
+
+static_assert(HEAD_DIM == 512 && V_DIM == 512 && V_SEPARATE == 0, "V is K, and both are 512 wide");
+static_assert(HEADS_PER_BLOCK == 64, "a block holds 64 heads: the rows of a warpgroup's product");
+
+constexpr int THREADS = 3 * WARPGROUP_SIZE;
+constexpr int CONSUMERS = 2 * WARPGROUP_SIZE;
+constexpr int TILE_SLOTS = 64;
+constexpr int OWN_SLOTS = TILE_SLOTS / 2;
+constexpr int MAX_SHARED_BYTES = 227 * 1024;
+
+constexpr int PANELS = HEAD_DIM / 64;
+constexpr int HALF_PANELS = PANELS / 2;
+constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
+// Columns of dk that a warpgroup holds at a time beside its half of dq.
+constexpr int PIECE_PANELS = 2;
+
+struct Shared {
+    static constexpr int Q = 0;
+    static constexpr int DOUT = Q + TILE_BYTES;
+    static constexpr int KEYS = DOUT + TILE_BYTES;
+    static constexpr int P = KEYS + TILE_BYTES;
+    static constexpr int DS = P + PANEL_BYTES;
+    static constexpr int ROWS = DS + PANEL_BYTES;  // key rows of the slots, -1 where invalid: int32 [2][64], in turns
+    static constexpr int FULL = ROWS + 2 * TILE_SLOTS * 4;  // mbarriers, one for each half of the columns
+    static constexpr int EMPTY = FULL + 2 * 8;
+    static constexpr int BYTES = EMPTY + 2 * 8;
+
+    static constexpr int full(int half) { return FULL + 8 * half; }
+    static constexpr int empty(int half) { return EMPTY + 8 * half; }
+};
+static_assert(Shared::BYTES <= MAX_SHARED_BYTES, "tiles exceed shared memory");
+
+SHARED_MEMORY(sparse_attention_hopper_backward, Shared::BYTES)
+
+// Named barriers among the consumers.
+constexpr uint32_t HEADS_READY = 1, WEIGHTS_FREE = 2, WEIGHTS_READY = 3, LAST_TILE_DONE = 4;
+
+DEVICE int32_t* tile_rows(int tile) {
+    return reinterpret_cast<int32_t*>(dynamic_shared() + Shared::ROWS) + tile % 2 * TILE_SLOTS;
+}
+
+// ---------------------------------------------------------------- producer
+
+DEVICE void produce(const SlotList& list, SharedAddress shared, int tiles) {
+    const int warp = warp_id() - CONSUMERS / static_cast<int>(WARP_SIZE);
+    const int slot = 16 * warp + lane_id() % 16;
+    int32_t index = list.stored_index(slot);
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int32_t row = list.valid_row(index);
+        // The list is read a tile ahead, so that its latency is not in the gather's way.
+        index = list.stored_index((tile + 1) * TILE_SLOTS + slot);
+        const uint32_t released = (tile & 1) ^ 1;
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            mbarrier_wait(shared + Shared::empty(half), released);
+            if (half == 0) {
+                // Whoever released a half of the tile before is past the atomics of the one before that.
+                if (lane_id() < 16) tile_rows(tile)[slot] = row;
+                __syncwarp();
+                if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(0));
+            }
+            const int first = half * HALF_PANELS;
+            gather_panels<HALF_PANELS>(shared + Shared::KEYS + first * PANEL_BYTES, list.k + first * 64, list.k_stride,
+                                       16 * warp, row);
+            copy_arrive(shared + Shared::full(half));
+        }
+    }
+}
+
+// ---------------------------------------------------------------- consumers
+
+DEVICE void load_heads(const SparseAttentionBackwardParams& params, const Work& work, SharedAddress shared) {
+    const bf16* q = params.q + work.token * params.q_token_stride + work.first_head * params.q_head_stride;
+    const bf16* dout = params.dout + work.token * params.dout_token_stride + work.first_head * params.dout_head_stride;
+    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, work.heads, threadIdx.x, CONSUMERS);
+    load_panels<PANELS>(shared + Shared::DOUT, dout, params.dout_head_stride, work.heads, threadIdx.x, CONSUMERS);
+    copy_commit();
+    copy_wait<0>();
+    fence_async_proxy();
+    named_barrier_sync(HEADS_READY, CONSUMERS);
+}
+
+// s = q K^T and dp = dout K^T for the warpgroup's own slots, half by half of the columns as they arrive.
+template <int W>
+DEVICE void score_tile(float (&s)[4][4], float (&dp)[4][4], SharedAddress shared, uint32_t phase) {
+    const uint64_t q = matrix_descriptor(shared + Shared::Q, 0, 1024);
+    const uint64_t dout = matrix_descriptor(shared + Shared::DOUT, 0, 1024);
+    const uint64_t keys = matrix_descriptor(shared + Shared::KEYS + W * OWN_SLOTS * 128, 0, 1024);
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        mbarrier_wait(shared + Shared::full(half), phase);
+        fence_async_proxy();
+        wgmma_fence();
+        UNROLL
+        for (int panel = half * HALF_PANELS; panel < (half + 1) * HALF_PANELS; ++panel) {
+            UNROLL
+            for (int k = 0; k < 4; ++k) {
+                const uint32_t at = panel * PANEL_BYTES + 32 * k;
+                wgmma_shared<false, false>(s, descriptor_advance(q, at), descriptor_advance(keys, at), panel + k > 0);
+                wgmma_shared<false, false>(dp, descriptor_advance(dout, at), descriptor_advance(keys, at), panel + k > 0);
+            }
+        }
+        wgmma_commit();
+    }
+    wgmma_wait<0>();
+    wgmma_hold(s);
+    wgmma_hold(dp);
+}
+
+// Scores and dP to the operands P and scale * dS. The product P * (dP - delta) is formed in fp32.
+template <int W>
+DEVICE void write_weights(const float (&s)[4][4], const float (&dp)[4][4], const RowState (&state)[2], int row,
+                          const int32_t* rows, SharedAddress shared, float scale) {
+    const int t = lane_id() % 4;
+    const float scale_log2 = scale * LOG2_E;
+    UNROLL
+    for (int n = 0; n < 4; ++n) {
+        float p[4], ds[4];
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const RowState& head = state[i / 2];
+            const bool valid = rows[W * OWN_SLOTS + 8 * n + 2 * t + i % 2] >= 0;
+            const float without_sink =
+                valid ? exp2_approx(fused_multiply_add(s[n][i], scale_log2, -head.lse_log2)) : 0.0f;
+            p[i] = without_sink * head.share;
+            ds[i] = scale * (p[i] * (dp[n][i] - head.delta) + without_sink * head.dlse);
+        }
+        const int low = panel_offset(row, W * OWN_SLOTS / 8 + n) + 4 * t;
+        const int high = panel_offset(row + 8, W * OWN_SLOTS / 8 + n) + 4 * t;
+        store_shared(shared + Shared::P + low, pack_bf16(p[0], p[1]));
+        store_shared(shared + Shared::P + high, pack_bf16(p[2], p[3]));
+        store_shared(shared + Shared::DS + low, pack_bf16(ds[0], ds[1]));
+        store_shared(shared + Shared::DS + high, pack_bf16(ds[2], ds[3]));
+    }
+    fence_async_proxy();
+}
+
+// dq += dS K for the warpgroup's columns.
+template <int W>
+DEVICE void add_query_gradient(float (&dq)[32][4], SharedAddress shared) {
+    const uint64_t ds = matrix_descriptor(shared + Shared::DS, 0, 1024);
+    const uint64_t keys = matrix_descriptor(shared + Shared::KEYS + W * HALF_PANELS * PANEL_BYTES, PANEL_BYTES, 1024);
+    wgmma_hold(dq);
+    wgmma_fence();
+    UNROLL
+    for (int k = 0; k < 4; ++k)
+        wgmma_shared<false, true>(dq, descriptor_advance(ds, 32 * k), descriptor_advance(keys, 2048 * k), true);
+    wgmma_commit();
+}
+
+// dk = dS^T q + P^T dout for all slots of the tile and the 128 columns of two panels.
+DEVICE void multiply_key_gradient(float (&dk)[16][4], SharedAddress shared, int panel) {
+    const uint64_t ds = matrix_descriptor(shared + Shared::DS, 0, 1024);
+    const uint64_t p = matrix_descriptor(shared + Shared::P, 0, 1024);
+    const uint64_t q = matrix_descriptor(shared + Shared::Q + panel * PANEL_BYTES, PANEL_BYTES, 1024);
+    const uint64_t dout = matrix_descriptor(shared + Shared::DOUT + panel * PANEL_BYTES, PANEL_BYTES, 1024);
+    wgmma_fence();
+    UNROLL
+    for (int k = 0; k < 4; ++k)
+        wgmma_shared<true, true>(dk, descriptor_advance(ds, 2048 * k), descriptor_advance(q, 2048 * k), k > 0);
+    UNROLL
+    for (int k = 0; k < 4; ++k)
+        wgmma_shared<true, true>(dk, descriptor_advance(p, 2048 * k), descriptor_advance(dout, 2048 * k), true);
+    wgmma_commit();
+}
+
+// Adds 128 columns to the rows that the slots name. Two neighbouring lanes trade halves, so that each adds four
+// consecutive floats of one row. Invalid slots are left alone.
+DEVICE void scatter(const float (&dk)[16][4], float* target, int64_t stride, const int32_t* rows, int row) {
+    const int t = lane_id() % 4;
+    const bool odd = t % 2 != 0;
+    const int32_t key = rows[row + (odd ? 8 : 0)];
+    float* at = target + key * stride + t / 2 * 4;
+    UNROLL
+    for (int n = 0; n < 16; ++n) {
+        const float(&own)[4] = dk[n];
+        const float first = __shfl_xor_sync(FULL_WARP, odd ? own[0] : own[2], 1);
+        const float second = __shfl_xor_sync(FULL_WARP, odd ? own[1] : own[3], 1);
+        if (key < 0) continue;
+        if (odd) atomic_add_vec4(at + 8 * n, first, second, own[2], own[3]);
+        else atomic_add_vec4(at + 8 * n, own[0], own[1], first, second);
+    }
+}
+
+// The warpgroup's half of dq, through the half of the tile that it owned: each warp passes its own 16 rows.
+template <int W>
+DEVICE void store_query_gradient(const float (&dq)[32][4], const SparseAttentionBackwardParams& params,
+                                 const Work& work, int row, SharedAddress shared) {
+    const int t = lane_id() % 4, warp = warp_id() % 4;
+    const SharedAddress panels = shared + Shared::KEYS + W * HALF_PANELS * PANEL_BYTES;
+    UNROLL
+    for (int n = 0; n < 32; ++n) {
+        const SharedAddress panel = panels + n / 8 * PANEL_BYTES;
+        store_shared(panel + panel_offset(row, n % 8) + 4 * t, pack_bf16(dq[n][0], dq[n][1]));
+        store_shared(panel + panel_offset(row + 8, n % 8) + 4 * t, pack_bf16(dq[n][2], dq[n][3]));
+    }
+    __syncwarp();
+    bf16* target = params.dq + work.token * params.dq_token_stride + work.first_head * params.dq_head_stride;
+    const int chunk = lane_id();
+    for (int head = 16 * warp; head < minimum(16 * warp + 16, work.heads); ++head) {
+        const Vec16 v = load_shared_vec16(panels + chunk / 8 * PANEL_BYTES + panel_offset(head, chunk % 8));
+        store_vec16_streaming(target + head * params.dq_head_stride + W * (HEAD_DIM / 2) + chunk * 8, v);
+    }
+}
+
+template <int W>
+DEVICE void consume_tile(float (&dq)[32][4], const SparseAttentionBackwardParams& params, const RowState (&state)[2],
+                         int row, SharedAddress shared, int tile) {
+    const int32_t* rows = tile_rows(tile);
+    {
+        float s[4][4], dp[4][4];
+        score_tile<W>(s, dp, shared, tile & 1);
+        named_barrier_sync(WEIGHTS_FREE, CONSUMERS);  // nobody multiplies with the weights of the tile before any more
+        write_weights<W>(s, dp, state, row, rows, shared, params.softmax_scale);
+    }
+    named_barrier_sync(WEIGHTS_READY, CONSUMERS);
+    add_query_gradient<W>(dq, shared);
+    UNROLL
+    for (int piece = 0; piece < HALF_PANELS / PIECE_PANELS; ++piece) {
+        const int panel = W * HALF_PANELS + piece * PIECE_PANELS;
+        float dk[16][4];
+        multiply_key_gradient(dk, shared, panel);
+        if (piece == 0) {
+            wgmma_wait<1>();
+            wgmma_hold(dq);
+            if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(W));
+        }
+        wgmma_wait<0>();
+        wgmma_hold(dk);
+        scatter(dk, params.dk + panel * 64, params.dk_stride, rows, row);
+    }
+}
+
+template <int W>
+DEVICE void consume(const SparseAttentionBackwardParams& params, const Work& work, SharedAddress shared, int tiles) {
+    const int row = warp_id() % 4 * 16 + lane_id() / 4;
+    float dq[32][4];
+    UNROLL
+    for (int n = 0; n < 32; ++n)
+        UNROLL
+        for (int i = 0; i < 4; ++i) dq[n][i] = 0.0f;
+    const RowState state[2] = {row_state(params, work, row), row_state(params, work, row + 8)};
+    if (tiles > 0) load_heads(params, work, shared);
+    for (int tile = 0; tile < tiles; ++tile) consume_tile<W>(dq, params, state, row, recomputed(shared), tile);
+    named_barrier_sync(LAST_TILE_DONE, CONSUMERS);
+    store_query_gradient<W>(dq, params, work, row, shared);
+}
+
+DEVICE void initialise_barriers(SharedAddress shared) {
+    if (threadIdx.x == 0) {
+        // Each producer thread's copies; for the first half, with the list of rows by one lane of each warp.
+        mbarrier_init(shared + Shared::full(0), WARPGROUP_SIZE + 4);
+        mbarrier_init(shared + Shared::full(1), WARPGROUP_SIZE);
+        mbarrier_init(shared + Shared::empty(0), 4);
+        mbarrier_init(shared + Shared::empty(1), 4);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+}
+
+KERNEL(sparse_attention_hopper_backward, SparseAttentionBackwardParams, THREADS) {
+    const Work work = block_work(blockIdx.x, params.num_heads);
+    const SlotList list = slot_list(params, work.token);
+    const SharedAddress shared = shared_address(dynamic_shared());
+    // Read from one lane, so that the compiler knows that a warp agrees: where it may diverge, it serialises wgmma.
+    const int tiles = __shfl_sync(FULL_WARP, ceil_div(list.length, TILE_SLOTS), 0);
+    const int warpgroup = __shfl_sync(FULL_WARP, warp_id() / 4, 0);
+    initialise_barriers(shared);
+    if (warpgroup == 2) {
+        registers_decrease<40>();
+        produce(list, shared, tiles);
+    } else {
+        registers_increase<232>();
+        if (warpgroup == 0) consume<0>(params, work, shared, tiles);
+        else consume<1>(params, work, shared, tiles);
+    }
+}
