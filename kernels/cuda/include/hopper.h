@@ -11,6 +11,11 @@
 //   write, or by the issuing warp after it learnt of the write.
 // - Between its issue and the wgmma_wait that covers it a wgmma may read its operands in shared memory,
 //   and its accumulators hold nothing that can be used.
+// - A thread waits (bulk_wait_read) for its bulk additions before it returns, and somebody waits for every
+//   bulk copy before the block ends.
+// The emulator does all asynchronous work at a random moment that these rules allow, or as late as they do.
+// What the asynchronous proxy need not see it reads as NaN, and so do accumulators before their wait; a wgmma
+// without a wgmma_fence since its warp's last wait, unless it goes on with accumulators under way, is a fault.
 //
 // Operands of wgmma in shared memory are described by 64 bits (matrix_descriptor). Everything here uses
 // the 128-byte swizzle: rows of 128 bytes, whose eight chunks of 16 bytes stand at chunk ^ (row % 8), in
