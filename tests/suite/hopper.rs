@@ -154,6 +154,22 @@ fn warpgroup_products_are_the_same_whenever_they_read_their_operands() {
     });
 }
 
+#[test]
+fn the_two_strides_of_a_transposed_operand_are_told_apart() {
+    let Some(device) = own_emulator() else { return };
+    let text = SourceTree::embedded().text(WGMMA).expect("embedded").to_owned();
+    let right = "matrix_descriptor(base, WGMMA_K * ROW_BYTES, GROUP_BYTES)";
+    assert_eq!(text.matches(right).count(), 1);
+    let text = text.replace(right, "matrix_descriptor(base, GROUP_BYTES, WGMMA_K * ROW_BYTES)");
+    let device = device.with_tree(SourceTree::embedded().with_text(WGMMA, text, "strides exchanged"));
+    let way = [128, 2, 1, 1];
+    let [a, b, c, expected] = product(way);
+    match multiply(&device, way, &a, &b, &c) {
+        Ok(found) => assert_ne!(found, expected),
+        Err(error) => assert!(error.to_string().contains("beyond the dynamic shared memory"), "{error}"),
+    }
+}
+
 // ---------------------------------------------------------------- pipeline
 
 kernel_params! {
@@ -345,7 +361,7 @@ fn lanes_of_a_warp_that_disagree_about_a_product_show() {
 fn a_warp_that_leaves_a_product_out_shows() {
     assert_shows(
         "k < TILE; k += 16",
-        "k < (threadIdx.x < 224 ? TILE : TILE - 16); k += 16",
+        "k < (threadIdx.x < 224 || step + 1 < steps ? TILE : TILE - 16); k += 16",
         "another warp of its warpgroup",
     );
 }

@@ -11,6 +11,11 @@
 //   write, or by the issuing warp after it learnt of the write.
 // - Between its issue and the wgmma_wait that covers it a wgmma may read its operands in shared memory,
 //   and its accumulators hold nothing that can be used.
+// - A thread waits (bulk_wait_read) for its bulk additions before it returns, and somebody waits for every
+//   bulk copy before the block ends.
+// The emulator does all asynchronous work at a random moment that these rules allow, or as late as they do.
+// What the asynchronous proxy need not see it reads as NaN, and so do accumulators before their wait; a wgmma
+// without a wgmma_fence since its warp's last wait, unless it goes on with accumulators under way, is a fault.
 //
 // Operands of wgmma in shared memory are described by 64 bits (matrix_descriptor). Everything here uses
 // the 128-byte swizzle: rows of 128 bytes, whose eight chunks of 16 bytes stand at chunk ^ (row % 8), in
@@ -322,6 +327,9 @@ inline uint32_t wgmma_deliver(const WarpProduct* product, const float* values) {
     return touched;
 }
 
+// The compiler's own vectors, so that it uses the vector unit at every level of optimisation.
+typedef double Pair __attribute__((vector_size(16)));
+
 // values = A B or values += A B: products exact, one rounding of the whole sum, as in mma_bf16_op.
 template <int COLUMNS>
 inline void wgmma_multiply(const WarpProduct* product, const AsyncReads* reads, float* values) {
@@ -338,15 +346,20 @@ inline void wgmma_multiply(const WarpProduct* product, const AsyncReads* reads, 
     }
     const Operand operand(product->b_descriptor, product->b_transposed);
     for (int first = 0; first < COLUMNS; first += 8) {
-        double b[WGMMA_K][8];
-        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) { b[k][n] = x; });
+        Pair b[WGMMA_K][4];
+        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) { b[k][n / 2][n % 2] = x; });
         for (int m = 0; m < WGMMA_ROWS; ++m) {
             float* c = values + m * COLUMNS + first;
-            double sums[8];
-            for (int n = 0; n < 8; ++n) sums[n] = product->accumulate ? c[n] : 0.0;
-            for (int k = 0; k < WGMMA_K; ++k)
-                for (int n = 0; n < 8; ++n) sums[n] += a[m][k] * b[k][n];
-            for (int n = 0; n < 8; ++n) c[n] = toward_zero(sums[n]);
+            const auto before = [&](int n) { return product->accumulate ? Pair{c[n], c[n + 1]} : Pair{}; };
+            Pair sum0 = before(0), sum1 = before(2), sum2 = before(4), sum3 = before(6);
+            for (int k = 0; k < WGMMA_K; ++k) {
+                sum0 += a[m][k] * b[k][0];
+                sum1 += a[m][k] * b[k][1];
+                sum2 += a[m][k] * b[k][2];
+                sum3 += a[m][k] * b[k][3];
+            }
+            const Pair sums[4] = {sum0, sum1, sum2, sum3};
+            for (int n = 0; n < 8; ++n) c[n] = toward_zero(sums[n / 2][n % 2]);
         }
     }
 }

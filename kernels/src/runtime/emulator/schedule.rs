@@ -415,7 +415,8 @@ impl Block {
                 self.current = thread;
                 return Some(thread);
             }
-            if !self.land_awaited_work() {
+            let over = self.states.iter().all(|&state| state == State::Exited);
+            if over || !self.land_awaited_work() {
                 break;
             }
         }

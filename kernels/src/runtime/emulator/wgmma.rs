@@ -144,7 +144,7 @@ impl Block {
             return Err("the accumulators of a wgmma overlap those of another shape under way".into());
         }
         if queue.fenced != u32::MAX && (chained.is_none() || product.a_in_registers != 0) {
-            return Err("wgmma without a wgmma_fence since its registers were last free to use".into());
+            return Err("wgmma without a wgmma_fence by all lanes since the warp's last wgmma_wait".into());
         }
         let index = queue.count;
         queue.count += 1;
