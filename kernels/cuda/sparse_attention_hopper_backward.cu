@@ -5,11 +5,9 @@
 // slots. Three warpgroups:
 //   0, 1  consumers. Warpgroup w forms scores and dP of the slots [32 w, 32 w + 32) of a tile, and from them P and dS
 //         in shared memory. Then it owns the columns [256 w, 256 w + 256): dq of all heads, in registers for the whole
-//         list, and the tile's dk = dS^T q + P^T dout, 128 columns at a time, added to the fp32 rows in memory.
+//         list, and the tile's dk = scale dS^T q + P^T dout, 128 columns at a time, added to the fp32 rows in memory.
 //   2     producer: gathers the rows of the next tile. Warpgroup w releases its half of the columns as soon as its dq
 //         product is done, so the gather runs beside the products and the atomics of dk.
-//
-// dS is rounded with softmax_scale in it, once, for dq and for dk.
 //
 // Floors for 64 heads and a tile of 64 slots (D 512): five products, 5120 cycles at 4096 FLOP a cycle; 64 KB gathered;
 // 128 KB of fp32 atomics. The atomics are the longest: 4 * T * topk * D bytes for each 64 heads.
@@ -134,12 +132,12 @@ DEVICE void score_tile(float (&s)[4][4], float (&dp)[4][4], SharedAddress shared
     wgmma_hold(dp);
 }
 
-// Scores and dP to the operands P and scale * dS. The product P * (dP - delta) is formed in fp32.
+// Scores and dP to the operands P and dS. The product P * (dP - delta) is formed in fp32; the scale is left to the
+// accumulators of dq and dk, since dS is what is rounded.
 template <int W>
 DEVICE void write_weights(const float (&s)[4][4], const float (&dp)[4][4], const RowState (&state)[2], int row,
-                          const int32_t* rows, SharedAddress shared, float scale) {
+                          const int32_t* rows, SharedAddress shared, float scale_log2) {
     const int t = lane_id() % 4;
-    const float scale_log2 = scale * LOG2_E;
     UNROLL
     for (int n = 0; n < 4; ++n) {
         float p[4], ds[4];
@@ -150,7 +148,7 @@ DEVICE void write_weights(const float (&s)[4][4], const float (&dp)[4][4], const
             const float without_sink =
                 valid ? exp2_approx(fused_multiply_add(s[n][i], scale_log2, -head.lse_log2)) : 0.0f;
             p[i] = without_sink * head.share;
-            ds[i] = scale * (p[i] * (dp[n][i] - head.delta) + without_sink * head.dlse);
+            ds[i] = p[i] * (dp[n][i] - head.delta) + without_sink * head.dlse;
         }
         const int low = panel_offset(row, W * OWN_SLOTS / 8 + n) + 4 * t;
         const int high = panel_offset(row + 8, W * OWN_SLOTS / 8 + n) + 4 * t;
@@ -175,19 +173,17 @@ DEVICE void add_query_gradient(float (&dq)[32][4], SharedAddress shared) {
     wgmma_commit();
 }
 
-// dk = dS^T q + P^T dout for all slots of the tile and the 128 columns of two panels.
-DEVICE void multiply_key_gradient(float (&dk)[16][4], SharedAddress shared, int panel) {
-    const uint64_t ds = matrix_descriptor(shared + Shared::DS, 0, 1024);
-    const uint64_t p = matrix_descriptor(shared + Shared::P, 0, 1024);
-    const uint64_t q = matrix_descriptor(shared + Shared::Q + panel * PANEL_BYTES, PANEL_BYTES, 1024);
-    const uint64_t dout = matrix_descriptor(shared + Shared::DOUT + panel * PANEL_BYTES, PANEL_BYTES, 1024);
+// dk = W^T H, or dk += W^T H where ACCUMULATE, for all slots of the tile and the 128 columns of two panels: of weights
+// [heads, slots] and of a tile [heads, columns].
+template <bool ACCUMULATE>
+DEVICE void multiply_heads(float (&dk)[16][4], SharedAddress weights, SharedAddress heads) {
+    const uint64_t w = matrix_descriptor(weights, 0, 1024), h = matrix_descriptor(heads, PANEL_BYTES, 1024);
+    if constexpr (ACCUMULATE) wgmma_hold(dk);
     wgmma_fence();
     UNROLL
     for (int k = 0; k < 4; ++k)
-        wgmma_shared<true, true>(dk, descriptor_advance(ds, 2048 * k), descriptor_advance(q, 2048 * k), k > 0);
-    UNROLL
-    for (int k = 0; k < 4; ++k)
-        wgmma_shared<true, true>(dk, descriptor_advance(p, 2048 * k), descriptor_advance(dout, 2048 * k), true);
+        wgmma_shared<true, true>(dk, descriptor_advance(w, 2048 * k), descriptor_advance(h, 2048 * k),
+                                 ACCUMULATE || k > 0);
     wgmma_commit();
 }
 
@@ -215,11 +211,12 @@ DEVICE void store_query_gradient(const float (&dq)[32][4], const SparseAttention
                                  const Work& work, int row, SharedAddress shared) {
     const int t = lane_id() % 4, warp = warp_id() % 4;
     const SharedAddress panels = shared + Shared::KEYS + W * HALF_PANELS * PANEL_BYTES;
+    const float scale = params.softmax_scale;
     UNROLL
     for (int n = 0; n < 32; ++n) {
         const SharedAddress panel = panels + n / 8 * PANEL_BYTES;
-        store_shared(panel + panel_offset(row, n % 8) + 4 * t, pack_bf16(dq[n][0], dq[n][1]));
-        store_shared(panel + panel_offset(row + 8, n % 8) + 4 * t, pack_bf16(dq[n][2], dq[n][3]));
+        store_shared(panel + panel_offset(row, n % 8) + 4 * t, pack_bf16(dq[n][0] * scale, dq[n][1] * scale));
+        store_shared(panel + panel_offset(row + 8, n % 8) + 4 * t, pack_bf16(dq[n][2] * scale, dq[n][3] * scale));
     }
     __syncwarp();
     bf16* target = params.dq + work.token * params.dq_token_stride + work.first_head * params.dq_head_stride;
@@ -238,7 +235,7 @@ DEVICE void consume_tile(float (&dq)[32][4], const SparseAttentionBackwardParams
         float s[4][4], dp[4][4];
         score_tile<W>(s, dp, shared, tile & 1);
         named_barrier_sync(WEIGHTS_FREE, CONSUMERS);  // nobody multiplies with the weights of the tile before any more
-        write_weights<W>(s, dp, state, row, rows, shared, params.softmax_scale);
+        write_weights<W>(s, dp, state, row, rows, shared, params.softmax_scale * LOG2_E);
     }
     named_barrier_sync(WEIGHTS_READY, CONSUMERS);
     add_query_gradient<W>(dq, shared);
@@ -246,12 +243,19 @@ DEVICE void consume_tile(float (&dq)[32][4], const SparseAttentionBackwardParams
     for (int piece = 0; piece < HALF_PANELS / PIECE_PANELS; ++piece) {
         const int panel = W * HALF_PANELS + piece * PIECE_PANELS;
         float dk[16][4];
-        multiply_key_gradient(dk, shared, panel);
+        multiply_heads<false>(dk, shared + Shared::DS, shared + Shared::Q + panel * PANEL_BYTES);
         if (piece == 0) {
             wgmma_wait<1>();
             wgmma_hold(dq);
             if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(W));
         }
+        wgmma_wait<0>();
+        wgmma_hold(dk);
+        UNROLL
+        for (int n = 0; n < 16; ++n)
+            UNROLL
+            for (int i = 0; i < 4; ++i) dk[n][i] *= params.softmax_scale;
+        multiply_heads<true>(dk, shared + Shared::P, shared + Shared::DOUT + panel * PANEL_BYTES);
         wgmma_wait<0>();
         wgmma_hold(dk);
         scatter(dk, params.dk + panel * 64, params.dk_stride, rows, row);
