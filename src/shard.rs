@@ -279,6 +279,7 @@ impl Identity {
         let backend = |environment: &Environment| match environment.backend {
             BackendKind::Cuda => format!("cuda on {} ({})", environment.device, environment.target),
             BackendKind::Emulator => "emulator".to_owned(),
+            BackendKind::External => environment.device.clone(),
         };
         let (here, there) = (&self.revision, &other.revision);
         let unnamed = here.dirty || here.commit == "unknown";
