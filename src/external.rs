@@ -276,6 +276,11 @@ impl Runner for External {
         }
     }
 
+    fn rounds_freely(&self, tensor: &str) -> Option<&'static str> {
+        let why = "the adapter declares that its bits vary (bitwise = false): held within the budget";
+        (!self.options.adapter.is_bitwise(tensor)).then_some(why)
+    }
+
     fn cannot_vary(&self, variant: &dyn Prepared) -> Option<&'static str> {
         variant.case().is_none().then_some("the operator does not say with which scalars the variant goes")
     }

@@ -71,6 +71,12 @@ pub trait Runner {
         None
     }
 
+    /// Why the bits of this tensor depend on more than its values; then equality holds within its budget.
+    /// `None` where bits must be equal.
+    fn rounds_freely(&self, _tensor: &str) -> Option<&'static str> {
+        None
+    }
+
     /// Why the variant of a law cannot be run here; `None` where it can.
     fn cannot_vary(&self, _variant: &dyn Prepared) -> Option<&'static str> {
         None

@@ -11,6 +11,7 @@
 //! [tensor.dq]
 //! scale = 0.5                               # ours = scale · theirs
 //! negate = true                             # ours = -theirs
+//! bitwise = false                           # equal values may round unlike: held within the budget
 //!
 //! [tensor.indices]
 //! sentinel = 2147483647                     # what -1 is there
@@ -51,6 +52,7 @@ struct Convention {
     negate: bool,
     sentinel: Option<i32>,
     fill: Option<Fill>,
+    bitwise: Option<bool>,
     absent: bool,
 }
 
@@ -107,6 +109,9 @@ impl Convention {
         let integer = WireType::of(tensor.dtype).is_integer();
         if integer && (self.scales() || self.negate) {
             return Err(format!("it is of type {}, which has no base, scale or sign to change", tensor.dtype));
+        }
+        if integer && self.bitwise == Some(false) {
+            return Err(format!("it is of type {}, which has no rounding to vary", tensor.dtype));
         }
         if let (Some(sentinel), false) = (self.sentinel, integer) {
             return Err(format!("sentinel {sentinel} is for indices, and it is of type {}", tensor.dtype));
@@ -184,6 +189,12 @@ impl Adapter {
     /// Whether the kernel does not return this tensor.
     pub fn is_absent(&self, name: &str) -> bool {
         self.tensor.get(name).is_some_and(|convention| convention.absent)
+    }
+
+    /// Whether equal values of this tensor must be equal bits. A sum whose order depends on its length, or on
+    /// the clock, is declared not to be.
+    pub fn is_bitwise(&self, name: &str) -> bool {
+        self.tensor.get(name).and_then(|convention| convention.bitwise).unwrap_or(true)
     }
 
     /// Type and shape there of a tensor of ours.
@@ -354,6 +365,7 @@ mod tests {
             ("sentinel = 5", &float),
             ("base = 2", &index),
             ("negate = true", &index),
+            ("bitwise = false", &index),
             ("dtype = 'I64'", &float),
             ("dtype = 'F32'", &index),
             ("permute = [1, 0]", &float),
