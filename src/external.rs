@@ -106,7 +106,7 @@ impl External {
     pub fn new(call: Box<dyn Call>, options: ExternalOptions) -> Self {
         let environment = Environment {
             backend: BackendKind::External,
-            device: format!("external: {}", options.name),
+            device: options.name.clone(),
             driver: String::new(),
             compiler: String::new(),
             target: std::env::consts::ARCH.to_owned(),
@@ -160,7 +160,9 @@ impl External {
     fn folder(&self) -> Result<Folder, RunError> {
         let failed = |e: std::io::Error| RunError::error(format!("making a folder for the case: {e}"));
         match &self.options.keep {
-            None => tempfile::Builder::new().prefix("parity-external-").tempdir().map(Folder::Temporary).map_err(failed),
+            None => {
+                tempfile::Builder::new().prefix("parity-external-").tempdir().map(Folder::Temporary).map_err(failed)
+            }
             Some(dir) => {
                 let number = self.folders.replace_with(|number| *number + 1);
                 let dir = dir.join(format!("{number:06}"));
@@ -251,7 +253,10 @@ impl Runner for External {
     }
 
     fn kernels(&self) -> (String, String) {
-        (self.environment.device.clone(), blake3::hash(self.options.arguments.as_bytes()).to_hex().to_string())
+        (
+            format!("external: {}", self.options.name),
+            blake3::hash(self.options.arguments.as_bytes()).to_hex().to_string(),
+        )
     }
 
     fn replay_command(&self, case: &Case) -> String {
@@ -260,7 +265,9 @@ impl Runner for External {
 
     fn blind_to(&self, check: &str) -> Option<&'static str> {
         match check {
-            "guards" | "fully_written" | "poison_independent" => Some("the memory of another process cannot be prepared"),
+            "guards" | "fully_written" | "poison_independent" => {
+                Some("the memory of another process cannot be prepared")
+            }
             "schedule_independent" => Some("another process schedules by itself"),
             _ => None,
         }
@@ -352,7 +359,8 @@ pub fn answer(folder: &Path, device: &Device) -> Result<(), String> {
     let expected: Expected = serde_json::from_str(&read(EXPECTED)?).map_err(|e| format!("{EXPECTED}: {e}"))?;
     let prepared = registry::prepare(&case).map_err(|e| e.to_string())?;
     let inputs = wire::read(&folder.join(INPUTS))?;
-    let inputs = inputs.iter().map(|(name, tensor)| Ok((name.clone(), to_host(tensor)?))).collect::<Result<_, String>>()?;
+    let inputs =
+        inputs.iter().map(|(name, tensor)| Ok((name.clone(), to_host(tensor)?))).collect::<Result<_, String>>()?;
     let run = prepared.kernel(&device.with_inputs(inputs), Contract::NAN).map_err(|e| e.to_string())?;
     let mut outputs = WireTensors::new();
     for form in expected.tensors {

@@ -287,7 +287,7 @@ impl Identity {
         let backend = |environment: &Environment| match environment.backend {
             BackendKind::Cuda => format!("cuda on {} ({})", environment.device, environment.target),
             BackendKind::Emulator => "emulator".to_owned(),
-            BackendKind::External => environment.device.clone(),
+            BackendKind::External => format!("external: {}", environment.device),
         };
         let (here, there) = (&self.revision, &other.revision);
         let unnamed = here.dirty || here.commit == "unknown";

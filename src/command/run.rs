@@ -191,12 +191,7 @@ pub(super) fn run_shard(
 
 fn revision(runner: &dyn Runner) -> Revision {
     let (kernels, kernels_digest) = runner.kernels();
-    Revision {
-        commit: env!("PARITY_COMMIT").to_owned(),
-        dirty: env!("PARITY_DIRTY") == "1",
-        kernels,
-        kernels_digest,
-    }
+    Revision { commit: env!("PARITY_COMMIT").to_owned(), dirty: env!("PARITY_DIRTY") == "1", kernels, kernels_digest }
 }
 
 fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {

@@ -141,7 +141,9 @@ impl Call for OneShot {
         end(&mut child);
         match status {
             Ok(Some(status)) if status.success() => Ok(()),
-            Ok(Some(status)) => Err(RunError::error(format!("the command ended with {}{}", ending(status), words.last()))),
+            Ok(Some(status)) => {
+                Err(RunError::error(format!("the command ended with {}{}", ending(status), words.last())))
+            }
             Ok(None) => {
                 let seconds = self.time_limit.as_secs_f64();
                 Err(RunError::error(format!("the command was killed at the time limit of {seconds} s{}", words.last())))
@@ -186,7 +188,8 @@ struct Answer {
 impl Running {
     fn start(command: &str) -> Result<Self, RunError> {
         let mut child = start(shell(command).stdin(Stdio::piped()))?;
-        let (Some(requests), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
+        let (Some(requests), Some(stdout), Some(stderr)) =
+            (child.stdin.take(), child.stdout.take(), child.stderr.take())
         else {
             end(&mut child);
             return Err(RunError::error("the worker has no standard streams"));

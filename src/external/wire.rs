@@ -76,9 +76,7 @@ impl WireType {
                 Self::Bf16 => bf16::from_f64(value).to_le_bytes().into(),
                 // 2^53: up to there every integer is an f64.
                 Self::I64 => integer(value, -9_007_199_254_740_992.0, 9_007_199_254_740_992.0)?.to_le_bytes().into(),
-                Self::I32 => {
-                    (integer(value, f64::from(i32::MIN), f64::from(i32::MAX))? as i32).to_le_bytes().into()
-                }
+                Self::I32 => (integer(value, f64::from(i32::MIN), f64::from(i32::MAX))? as i32).to_le_bytes().into(),
                 Self::U8 => vec![integer(value, 0.0, 255.0)? as u8],
             })
         };
@@ -207,8 +205,9 @@ mod tests {
             shape: shape.to_vec(),
             bytes: vec![1; shape.iter().product::<usize>() * dtype.size()],
         };
-        let tensors: WireTensors =
-            [("a", tensor(WireType::Bf16, &[2, 3])), ("b", tensor(WireType::I64, &[0, 4]))].map(|(n, t)| (n.into(), t)).into();
+        let tensors: WireTensors = [("a", tensor(WireType::Bf16, &[2, 3])), ("b", tensor(WireType::I64, &[0, 4]))]
+            .map(|(n, t)| (n.into(), t))
+            .into();
         let bytes = to_bytes(&tensors).unwrap();
         std::fs::write(&path, &bytes).unwrap();
         assert_eq!(read(&path).unwrap(), tensors);
