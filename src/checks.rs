@@ -3,14 +3,15 @@
 use std::time::Instant;
 
 use dsv4_kernels::runtime::arena::ViolationKind;
-use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{Contract, DType, HostTensor};
 use dsv4_reference::precision::Precision;
 
 use crate::agreement;
 use crate::budget::{Budget, working_precisions};
 use crate::case::{CaseError, Draw};
 use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
-use crate::record::{CheckRecord, Metrics, Verdict};
+use crate::record::{CheckRecord, Metrics, Skip, Verdict};
+use crate::runner::Runner;
 use crate::triangulation;
 
 /// What a sweep asks of each case beyond the checks that always run.
@@ -28,6 +29,8 @@ pub struct CheckOptions {
 pub struct Outcome {
     /// One entry for each check and tensor.
     pub checks: Vec<CheckRecord>,
+    /// What could not be checked, and why.
+    pub skips: Vec<Skip>,
     /// Kernel paths that ran.
     pub paths: Vec<String>,
     /// Seconds in kernels.
@@ -64,6 +67,16 @@ impl Outcome {
         });
     }
 
+    fn skip(&mut self, what: impl Into<String>, why: &str, count: u64) {
+        self.skips.push(Skip { what: what.into(), why: why.to_owned(), count });
+    }
+
+    /// Whether a check cannot be made of this runner's kernels; then the skip is noted.
+    fn is_blind(&mut self, runner: &dyn Runner, check: &str, count: u64) -> bool {
+        let why = runner.blind_to(check);
+        why.inspect(|why| self.skip(check, why, count)).is_some()
+    }
+
     fn verdict(&mut self, check: &str, tensor: &str, compared: u64, problem: Option<String>) {
         let verdict = if problem.is_none() { Verdict::Pass } else { Verdict::Fail };
         self.push(check, tensor, verdict, compared, problem.unwrap_or_default());
@@ -97,7 +110,7 @@ impl Truth {
 }
 
 /// Runs every check of a case.
-pub fn run(prepared: &dyn Prepared, device: &Device, options: CheckOptions) -> Outcome {
+pub fn run(prepared: &dyn Prepared, runner: &dyn Runner, options: CheckOptions) -> Outcome {
     let mut outcome = Outcome::default();
     let start = Instant::now();
     let truth = match Truth::of(prepared) {
@@ -112,7 +125,7 @@ pub fn run(prepared: &dyn Prepared, device: &Device, options: CheckOptions) -> O
     }
     outcome.oracle_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
-    run_kernels(prepared, device, options, &truth, &mut outcome);
+    run_kernels(prepared, runner, options, &truth, &mut outcome);
     outcome.kernel_seconds = start.elapsed().as_secs_f64();
     outcome
 }
@@ -129,10 +142,16 @@ fn triangulate(prepared: &dyn Prepared, outcome: &mut Outcome) {
     }
 }
 
-fn run_kernels(prepared: &dyn Prepared, device: &Device, options: CheckOptions, truth: &Truth, outcome: &mut Outcome) {
-    let Some(first) = launch(prepared, device, Contract::NAN, "launch", outcome) else { return };
+fn run_kernels(
+    prepared: &dyn Prepared,
+    runner: &dyn Runner,
+    options: CheckOptions,
+    truth: &Truth,
+    outcome: &mut Outcome,
+) {
+    let Some(first) = launch(prepared, runner, truth, Contract::NAN, "launch", outcome) else { return };
     outcome.paths.clone_from(&first.paths);
-    memory_checks(&first, outcome);
+    memory_checks(runner, &first, outcome);
     if truth.exact.is_empty() {
         outcome.push("oracle", "", Verdict::Error, 0, "the oracle returned no tensor".into());
     }
@@ -143,6 +162,10 @@ fn run_kernels(prepared: &dyn Prepared, device: &Device, options: CheckOptions, 
     }
     let mut budgets = Vec::new();
     for (index, exact) in truth.exact.iter().enumerate() {
+        if let Some(why) = runner.leaves_out(exact) {
+            outcome.skip(format!("{} of {}", side_name(exact.side), exact.name), why, 1);
+            continue;
+        }
         let Some(found) = first.tensors.iter().find(|tensor| tensor.name == exact.name) else {
             outcome.push(
                 side_name(exact.side),
@@ -157,9 +180,9 @@ fn run_kernels(prepared: &dyn Prepared, device: &Device, options: CheckOptions, 
         agreement_checks(exact, found, &budget, outcome);
         budgets.push((exact, budget));
     }
-    repeat_checks(prepared, device, options, &first, &budgets, outcome);
+    repeat_checks(prepared, runner, truth, options, &first, &budgets, outcome);
     for law in prepared.laws() {
-        law_checks(&law, device, &first, &budgets, outcome);
+        law_checks(&law, runner, truth, &first, &budgets, outcome);
     }
 }
 
@@ -170,16 +193,16 @@ fn side_name(side: Side) -> &'static str {
     }
 }
 
-/// One launch of all kernels of the case. A fault is the kernel's failure; a missing device or a
-/// refused argument is an error of the run.
+/// One launch of all kernels of the case.
 fn launch(
     prepared: &dyn Prepared,
-    device: &Device,
+    runner: &dyn Runner,
+    truth: &Truth,
     contract: Contract,
     check: &str,
     outcome: &mut Outcome,
 ) -> Option<KernelRun> {
-    match prepared.kernel(device, contract) {
+    match runner.run(prepared, &truth.exact, contract) {
         Ok(run) => {
             let written = run.tensors.iter().map(|t| t.tensor.elements() as u64).sum();
             // A case of extent zero launches nothing and writes nothing, rightly.
@@ -187,21 +210,20 @@ fn launch(
             Some(run)
         }
         Err(error) => {
-            let verdict = match error {
-                RuntimeError::Fault { .. } | RuntimeError::Cuda { .. } => Verdict::Fail,
-                _ => Verdict::Error,
-            };
-            outcome.push(check, "", verdict, 0, error.to_string());
+            outcome.push(check, "", error.verdict, 0, error.message);
             None
         }
     }
 }
 
-fn memory_checks(run: &KernelRun, outcome: &mut Outcome) {
+fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
     let buffers = run.tensors.len() as u64;
     for (check, kinds) in
         [("guards", &[ViolationKind::Guard, ViolationKind::Gap][..]), ("inputs_unchanged", &[ViolationKind::Input][..])]
     {
+        if outcome.is_blind(runner, check, 1) {
+            continue;
+        }
         let mut found = run.violations.iter().filter(|v| kinds.contains(&v.kind)).peekable();
         if found.peek().is_none() {
             outcome.verdict(check, "", buffers.max(1), None);
@@ -285,32 +307,41 @@ fn special_values(exact: &OracleTensor, kernel: &[f64], budget: &Budget, outcome
 /// Runs again: the same way, under another poison, under random schedules.
 fn repeat_checks(
     prepared: &dyn Prepared,
-    device: &Device,
+    runner: &dyn Runner,
+    truth: &Truth,
     options: CheckOptions,
     first: &KernelRun,
     budgets: &[(&OracleTensor, Budget)],
     outcome: &mut Outcome,
 ) {
-    if let Some(second) = launch(prepared, device, Contract::NAN, "launch", outcome) {
-        same_results("repeatable", first, &second, budgets, outcome);
+    if let Some(second) = launch(prepared, runner, truth, Contract::NAN, "launch", outcome) {
+        same_results("repeatable", runner, first, &second, budgets, outcome);
     }
-    if let Some(other) = launch(prepared, device, Contract::HUGE, "launch", outcome) {
-        memory_checks(&other, outcome);
-        same_results("poison_independent", first, &other, budgets, outcome);
+    let blind = ["poison_independent", "fully_written"].map(|check| outcome.is_blind(runner, check, 1));
+    if blind != [true; 2]
+        && let Some(other) = launch(prepared, runner, truth, Contract::HUGE, "launch", outcome)
+    {
+        memory_checks(runner, &other, outcome);
+        same_results("poison_independent", runner, first, &other, budgets, outcome);
         fully_written(first, &other, outcome);
     }
-    for schedule in 1..=u64::from(options.schedules) {
-        device.backend().set_schedule_seed(Some(schedule));
-        let run = launch(prepared, device, Contract::NAN, "launch", outcome);
-        device.backend().set_schedule_seed(None);
+    let schedules = u64::from(options.schedules);
+    if schedules > 0 && outcome.is_blind(runner, "schedule_independent", schedules) {
+        return;
+    }
+    for schedule in 1..=schedules {
+        runner.set_schedule_seed(Some(schedule));
+        let run = launch(prepared, runner, truth, Contract::NAN, "launch", outcome);
+        runner.set_schedule_seed(None);
         let Some(run) = run else { continue };
-        same_results("schedule_independent", first, &run, budgets, outcome);
+        same_results("schedule_independent", runner, first, &run, budgets, outcome);
     }
 }
 
 /// Bit equality, or, for sums by atomics, a difference within the budget.
 fn same_results(
     check: &str,
+    runner: &dyn Runner,
     first: &KernelRun,
     second: &KernelRun,
     budgets: &[(&OracleTensor, Budget)],
@@ -320,7 +351,9 @@ fn same_results(
         if a.tensor.elements() == 0 {
             continue;
         }
-        let problem = if a.deterministic {
+        let freely = runner.rounds_freely(a.name);
+        freely.inspect(|why| outcome.skip(format!("bit equality of {}", a.name), why, 1));
+        let problem = if a.deterministic && freely.is_none() {
             first_difference(&a.tensor, &b.tensor)
         } else {
             budgets
@@ -407,14 +440,24 @@ fn fully_written(nan: &KernelRun, huge: &KernelRun, outcome: &mut Outcome) {
 
 fn law_checks(
     law: &Law,
-    device: &Device,
+    runner: &dyn Runner,
+    truth: &Truth,
     base: &KernelRun,
     budgets: &[(&OracleTensor, Budget)],
     outcome: &mut Outcome,
 ) {
     let check = if law.name == "independence" { law.name.to_owned() } else { format!("law: {}", law.name) };
-    let Some(variant) = launch(&*law.variant, device, Contract::NAN, &check, outcome) else { return };
+    if let Some(why) = runner.cannot_vary(&*law.variant) {
+        outcome.skip(check, why, 1);
+        return;
+    }
+    let Some(variant) = launch(&*law.variant, runner, truth, Contract::NAN, &check, outcome) else { return };
     for (name, relation) in &law.relations {
+        let exact = truth.exact.iter().find(|exact| exact.name == *name);
+        if let Some(why) = exact.and_then(|exact| runner.leaves_out(exact)) {
+            outcome.skip(format!("{check} of {name}"), why, 1);
+            continue;
+        }
         let find = |run: &KernelRun| run.tensors.iter().find(|t| t.name == *name).map(|t| t.tensor.clone());
         let (Some(a), Some(b)) = (find(base), find(&variant)) else {
             outcome.push(
@@ -429,7 +472,14 @@ fn law_checks(
         if a.elements() == 0 {
             continue;
         }
-        let (compared, problem) = relate(&a, &b, relation, budgets.iter().find(|(exact, _)| exact.name == *name));
+        let budget = budgets.iter().find(|(exact, _)| exact.name == *name);
+        let (compared, problem) = match (runner.rounds_freely(name), relation) {
+            (None, _) | (_, Relation::WithinBudget) => relate(&a, &b, relation, budget),
+            (Some(why), _) => {
+                outcome.skip(format!("bit equality of {name}"), why, 1);
+                relate_freely(&a, &b, relation, budget)
+            }
+        };
         outcome.verdict(&check, name, compared, problem);
     }
 }
@@ -459,6 +509,42 @@ fn relate(
             (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 2.0)))
         }
     }
+}
+
+/// As [`relate`], with each of the two off by its budget where bits would have to be equal.
+fn relate_freely(
+    a: &HostTensor,
+    b: &HostTensor,
+    relation: &Relation,
+    budget: Option<&(&OracleTensor, Budget)>,
+) -> (u64, Option<String>) {
+    if a.shape != b.shape {
+        return (a.elements() as u64, Some(format!("{a:?} against {b:?}")));
+    }
+    let (rows, row_len) = rows_of(&a.shape);
+    // The variant's tensor with the relation taken back: what must agree with the case's own.
+    let (case, mut back) = (a.to_f64(), b.to_f64());
+    let mut bound = rows;
+    match relation {
+        Relation::Times(factor) => back.iter_mut().for_each(|value| *value /= factor),
+        Relation::EqualRows(is_bound) => {
+            for row in (0..rows).filter(|&row| !is_bound(row)) {
+                back[row * row_len..(row + 1) * row_len].copy_from_slice(&case[row * row_len..(row + 1) * row_len]);
+                bound -= 1;
+            }
+        }
+        Relation::PermutedRows(map) => {
+            let variant = back.clone();
+            for (row, &from) in map.iter().enumerate() {
+                back[from * row_len..(from + 1) * row_len]
+                    .copy_from_slice(&variant[row * row_len..(row + 1) * row_len]);
+            }
+        }
+        Relation::WithinBudget => {}
+    }
+    let back = HostTensor::from_f64(DType::F32, &b.shape, &back);
+    let (_, problem) = relate(a, &back, &Relation::WithinBudget, budget);
+    ((bound * row_len) as u64, problem)
 }
 
 /// First of the pairs of rows (of `a`, of `b`) that is not bit-equal.

@@ -27,6 +27,7 @@ pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> C
         let kernels = checks::run(&*golden.prepared, device, CheckOptions { schedules: 0, triangulate: false });
         outcome.paths = kernels.paths;
         outcome.checks.extend(kernels.checks);
+        outcome.skips = kernels.skips;
         (outcome.kernel_seconds, outcome.oracle_seconds) = (kernels.kernel_seconds, kernels.oracle_seconds);
     }
     CaseRecord {
@@ -38,6 +39,7 @@ pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> C
         kernel_seconds: outcome.kernel_seconds,
         oracle_seconds: outcome.oracle_seconds,
         replay: format!("parity golden DIR --ops {operator} --files {}", file.name),
+        skips: outcome.skips,
         plan_number: None,
     }
 }

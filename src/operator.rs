@@ -129,6 +129,12 @@ pub trait Prepared {
     /// What the launcher refuses, and what the kernel did wrong.
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError>;
 
+    /// The case whose scalars and extents these inputs go with, in particular those of a law's variant. Where
+    /// it is absent, a kernel from elsewhere is not held to the operator's laws ([`crate::external`]).
+    fn case(&self) -> Option<Case> {
+        None
+    }
+
     /// Relations between this case and a variant of it that need no oracle.
     fn laws(&self) -> Vec<Law> {
         Vec::new()

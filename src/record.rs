@@ -122,6 +122,9 @@ pub struct CaseRecord {
     pub oracle_seconds: f64,
     /// Command that runs this case again.
     pub replay: String,
+    /// Checks that could not be made of this case, where there are any: of a kernel from elsewhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub skips: Vec<Skip>,
     /// Place in the plan of the whole run, over all operators and shards; a shrunk case has that of the
     /// case it came from. Absent where there was no plan: replays, golden files.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -116,6 +116,14 @@ impl Plan {
             let remembered = remembered.get(&operator.describe().name).cloned().unwrap_or_default();
             cases.extend(sweep::plan(*operator, remembered, options)?);
         }
+        Self::of(cases, options, count, costs)
+    }
+
+    /// Divides these cases by `count`.
+    ///
+    /// # Errors
+    /// More shards than cases.
+    pub fn of(cases: Vec<PlannedCase>, options: &SweepOptions, count: u32, costs: &Costs) -> Result<Self> {
         // An empty part would have compared nothing, which must never count as agreement.
         if count > 1 && cases.len() < count as usize {
             bail!("{} cases cannot be divided by {count} shards", cases.len());
@@ -279,6 +287,7 @@ impl Identity {
         let backend = |environment: &Environment| match environment.backend {
             BackendKind::Cuda => format!("cuda on {} ({})", environment.device, environment.target),
             BackendKind::Emulator => "emulator".to_owned(),
+            BackendKind::External => format!("external: {}", environment.device),
         };
         let (here, there) = (&self.revision, &other.revision);
         let unnamed = here.dirty || here.commit == "unknown";

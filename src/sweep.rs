@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use dsv4_kernels::runtime::Device;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
@@ -12,6 +11,7 @@ use crate::operator::{Operator, Profile};
 use crate::record::{CaseRecord, CheckRecord, Origin, Verdict};
 use crate::registry;
 use crate::regressions::Regressions;
+use crate::runner::Runner;
 
 /// How long one failing case may be shrunk.
 const SHRINK_TIME: Duration = Duration::from_secs(30);
@@ -51,6 +51,13 @@ pub struct PlannedCase {
     tree: Option<Box<dyn ValueTree<Value = Case>>>,
 }
 
+impl PlannedCase {
+    /// A case that somebody gave: it is not made smaller.
+    pub fn given(case: Case) -> Self {
+        Self { case, origin: Origin::Given, tree: None }
+    }
+}
+
 /// The cases of one operator, in the order in which they run: remembered ones, corners, drawn ones.
 ///
 /// # Errors
@@ -78,7 +85,7 @@ pub fn plan(
 /// Remembered cases that cannot be read. A case that fails is no error: its record says so.
 pub fn sweep(
     operator: &dyn Operator,
-    device: &Device,
+    runner: &dyn Runner,
     options: &SweepOptions,
     observer: &mut dyn Observer,
 ) -> Result<(), CaseError> {
@@ -86,7 +93,7 @@ pub fn sweep(
     let planned = plan(operator, options.regressions.load(&name)?, options)?;
     observer.planned(&name, planned.len());
     for (number, planned) in (0..).zip(planned) {
-        run_planned(planned, number, device, options, observer);
+        run_planned(planned, number, runner, options, observer);
     }
     Ok(())
 }
@@ -95,27 +102,27 @@ pub fn sweep(
 pub fn run_planned(
     planned: PlannedCase,
     number: u64,
-    device: &Device,
+    runner: &dyn Runner,
     options: &SweepOptions,
     observer: &mut dyn Observer,
 ) {
-    let record = run_case(&planned.case, planned.origin, device, options.checks);
+    let record = run_case(&planned.case, planned.origin, runner, options.checks);
     let record = CaseRecord { plan_number: Some(number), ..record };
     observer.done(record.clone());
-    shrink_planned(planned, &record, device, options, observer);
+    shrink_planned(planned, &record, runner, options, observer);
 }
 
 /// Makes a drawn case smaller if its record says that it fails; remembers what is left of it.
 pub fn shrink_planned(
     planned: PlannedCase,
     record: &CaseRecord,
-    device: &Device,
+    runner: &dyn Runner,
     options: &SweepOptions,
     observer: &mut dyn Observer,
 ) {
     let failing = record.checks.iter().find(|check| check.verdict != Verdict::Pass);
     if let (Some(mut tree), Some(failing)) = (planned.tree, failing)
-        && let Some(small) = shrink(&mut *tree, failing, device, options.checks)
+        && let Some(small) = shrink(&mut *tree, failing, runner, options.checks)
     {
         remember(&small, options);
         observer.done(CaseRecord { plan_number: record.plan_number, ..small });
@@ -141,14 +148,14 @@ fn remember(record: &CaseRecord, options: &SweepOptions) {
 fn shrink(
     tree: &mut dyn ValueTree<Value = Case>,
     failing: &CheckRecord,
-    device: &Device,
+    runner: &dyn Runner,
     checks: CheckOptions,
 ) -> Option<CaseRecord> {
     let start = Instant::now();
-    let mut smallest = run_case(&tree.current(), Origin::Shrunk, device, checks);
+    let mut smallest = run_case(&tree.current(), Origin::Shrunk, runner, checks);
     let mut moved = tree.simplify();
     while moved && start.elapsed() < SHRINK_TIME {
-        let record = run_case(&tree.current(), Origin::Shrunk, device, checks);
+        let record = run_case(&tree.current(), Origin::Shrunk, runner, checks);
         let same = |c: &CheckRecord| c.verdict != Verdict::Pass && c.check == failing.check;
         moved = if record.checks.iter().any(same) {
             smallest = record;
@@ -161,12 +168,13 @@ fn shrink(
 }
 
 /// Runs one case of any operator and writes its record.
-pub fn run_case(case: &Case, origin: Origin, device: &Device, options: CheckOptions) -> CaseRecord {
+pub fn run_case(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOptions) -> CaseRecord {
+    runner.begin(case);
     let outcome = match registry::prepare(case) {
-        Ok(prepared) => checks::run(&*prepared, device, options),
+        Ok(prepared) => checks::run(&*prepared, runner, options),
         Err(error) => refused(&error),
     };
-    record(case, origin, device, outcome)
+    record(case, origin, runner, outcome)
 }
 
 /// The outcome of a case that could not be prepared.
@@ -182,7 +190,7 @@ fn refused(error: &CaseError) -> Outcome {
     Outcome { checks: vec![check], ..Outcome::default() }
 }
 
-fn record(case: &Case, origin: Origin, device: &Device, outcome: Outcome) -> CaseRecord {
+fn record(case: &Case, origin: Origin, runner: &dyn Runner, outcome: Outcome) -> CaseRecord {
     CaseRecord {
         operator: case.operator.clone(),
         case: serde_json::to_value(case).unwrap_or_default(),
@@ -191,7 +199,8 @@ fn record(case: &Case, origin: Origin, device: &Device, outcome: Outcome) -> Cas
         checks: outcome.checks,
         kernel_seconds: outcome.kernel_seconds,
         oracle_seconds: outcome.oracle_seconds,
-        replay: case.replay_command(device),
+        replay: runner.replay_command(case),
+        skips: outcome.skips,
         plan_number: None,
     }
 }

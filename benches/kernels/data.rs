@@ -52,7 +52,7 @@ impl<'d> Lab<'d> {
         }
         let bytes = match self.device.environment().backend {
             BackendKind::Cuda => BLOCK,
-            BackendKind::Emulator => SMALL_BLOCK,
+            BackendKind::Emulator | BackendKind::External => SMALL_BLOCK,
         };
         let host = normal_block(bytes);
         let mut memory = self.arena();
@@ -138,7 +138,7 @@ pub struct Normal {
 pub fn sets(device: &Device, bytes: f64) -> usize {
     match device.environment().backend {
         BackendKind::Cuda => ((CACHES * L2) as f64 / bytes).ceil().max(2.0) as usize,
-        BackendKind::Emulator => 2,
+        BackendKind::Emulator | BackendKind::External => 2,
     }
 }
 

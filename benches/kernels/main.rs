@@ -56,7 +56,7 @@ fn run() -> Result<bool> {
             session.measure_ceilings()?;
             [rms_norm::production(), rope::production(), sparse_attention::production()]
         }
-        BackendKind::Emulator => [rms_norm::small(), rope::small(), sparse_attention::small()],
+        BackendKind::Emulator | BackendKind::External => [rms_norm::small(), rope::small(), sparse_attention::small()],
     };
     for benchmark in benchmarks.into_iter().flatten() {
         session.run(&benchmark)?;

@@ -79,7 +79,9 @@ impl<'l, 'd> Session<'l, 'd> {
         let environment = lab.device.environment();
         let (samples, warm_up, measurement) = match environment.backend {
             BackendKind::Cuda => (20, Duration::from_millis(300), Duration::from_secs(1)),
-            BackendKind::Emulator => (10, Duration::from_millis(200), Duration::from_millis(500)),
+            BackendKind::Emulator | BackendKind::External => {
+                (10, Duration::from_millis(200), Duration::from_millis(500))
+            }
         };
         let clock = DeviceTime::default();
         let directory = benchmarks::directory();

@@ -4,6 +4,7 @@ mod bisect;
 mod compile;
 mod diff;
 mod doctor;
+mod external;
 mod golden;
 mod history;
 mod merge;
@@ -66,6 +67,10 @@ pub enum Command {
     Diff(diff::DiffArguments),
     /// Show budget use and speed over revisions, and warn of drifts
     History(history::HistoryArguments),
+    /// Sweep a kernel from elsewhere, which a command of yours runs
+    External(external::ExternalArguments),
+    /// Answer requests of `parity external` with our own kernels: the reference worker
+    ExternalWorker(external::WorkerArguments),
     /// Hold oracles and kernels against golden files
     Golden(golden::GoldenArguments),
     /// Write the pages of a report.json anew
@@ -92,6 +97,8 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Merge(arguments) => merge::execute(&arguments),
         Command::Diff(arguments) => diff::execute(&arguments),
         Command::History(arguments) => history::execute(&arguments),
+        Command::External(arguments) => external::execute(&arguments),
+        Command::ExternalWorker(arguments) => external::answer(&arguments),
         Command::Golden(arguments) => golden::execute(&arguments),
         Command::Report(arguments) => report::execute(&arguments),
         Command::Replay(arguments) => replay::execute(&arguments),

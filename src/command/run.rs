@@ -15,6 +15,7 @@ use crate::journal::{self, Journal, PlanRecord};
 use crate::operator::{Operator, Profile};
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
 use crate::regressions::Regressions;
+use crate::runner::Runner;
 use crate::shard::{self, Costs, Identity, Plan, Remembered, Shard};
 use crate::sweep::{self, Observer, PlannedCase, SweepOptions};
 use crate::{benchmarks, history, registry, report};
@@ -124,12 +125,12 @@ fn sweep_options(arguments: &RunArguments) -> SweepOptions {
     }
 }
 
-fn load_remembered(operators: &[&dyn Operator], regressions: &Regressions) -> Result<Remembered> {
+pub(super) fn load_remembered(operators: &[&dyn Operator], regressions: &Regressions) -> Result<Remembered> {
     let names = operators.iter().map(|operator| operator.describe().name);
     Ok(names.map(|name| regressions.load(&name).map(|cases| (name, cases))).collect::<Result<_, _>>()?)
 }
 
-fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, device: &Device) -> PlanRecord {
+pub(super) fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, runner: &dyn Runner) -> PlanRecord {
     PlanRecord {
         schema_version: SCHEMA_VERSION,
         shard,
@@ -137,15 +138,15 @@ fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, device: &Devic
         shard_cases: plan.shard_of.iter().filter(|&&index| index == shard.index).count() as u64,
         plan_digest: plan.digest.clone(),
         identity: Identity {
-            revision: revision(device),
+            revision: revision(runner),
             executable_digest: shard::executable_digest(),
-            environment: device.environment().clone(),
+            environment: runner.environment().clone(),
         },
         remembered,
     }
 }
 
-fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
+pub(super) fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
     ShardRecord {
         index: plan.shard.index,
         count: plan.shard.count,
@@ -158,14 +159,20 @@ fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
 }
 
 /// Runs what is missing of a shard, in the order of the plan.
-fn run_shard(plan: Plan, shard: Shard, device: &Device, options: &SweepOptions, writer: &mut RecordWriter) {
+pub(super) fn run_shard(
+    plan: Plan,
+    shard: Shard,
+    runner: &dyn Runner,
+    options: &SweepOptions,
+    writer: &mut RecordWriter,
+) {
     let done: HashSet<u64> = writer.cases.iter().filter_map(|case| case.plan_number).collect();
     // A kill between a failing case and what shrinking makes of it leaves the case as the last record.
     let unshrunk = writer.cases.last().filter(|case| case.origin == Origin::Drawn).cloned();
     let mut missing: Vec<(u64, PlannedCase)> = Vec::new();
     for ((number, planned), index) in (0..).zip(plan.cases).zip(plan.shard_of) {
         if let Some(record) = unshrunk.as_ref().filter(|record| record.plan_number == Some(number)) {
-            sweep::shrink_planned(planned, record, device, options, writer);
+            sweep::shrink_planned(planned, record, runner, options, writer);
         } else if index == shard.index && !done.contains(&number) {
             missing.push((number, planned));
         }
@@ -178,17 +185,13 @@ fn run_shard(plan: Plan, shard: Shard, device: &Device, options: &SweepOptions, 
         if let Some(cases) = cases_of.remove(&planned.case.operator) {
             writer.planned(&planned.case.operator, cases);
         }
-        sweep::run_planned(planned, number, device, options, writer);
+        sweep::run_planned(planned, number, runner, options, writer);
     }
 }
 
-fn revision(device: &Device) -> Revision {
-    Revision {
-        commit: env!("PARITY_COMMIT").to_owned(),
-        dirty: env!("PARITY_DIRTY") == "1",
-        kernels: device.tree().origin().to_owned(),
-        kernels_digest: device.tree().digest(),
-    }
+fn revision(runner: &dyn Runner) -> Revision {
+    let (kernels, kernels_digest) = runner.kernels();
+    Revision { commit: env!("PARITY_COMMIT").to_owned(), dirty: env!("PARITY_DIRTY") == "1", kernels, kernels_digest }
 }
 
 fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
@@ -222,16 +225,16 @@ pub(super) fn summarise(report: &Report, out: &Path) {
 }
 
 /// Writes records as they come, shows progress, keeps them for the report.
-struct RecordWriter {
+pub(super) struct RecordWriter {
     journal: Journal,
     bar: ProgressBar,
-    cases: Vec<CaseRecord>,
+    pub(super) cases: Vec<CaseRecord>,
     broken: Option<std::io::Error>,
 }
 
 impl RecordWriter {
     /// Begins a run, or continues the one that has `begun`.
-    fn open(dir: &Path, begun: Option<&PlanRecord>, plan: &PlanRecord) -> Result<Self> {
+    pub(super) fn open(dir: &Path, begun: Option<&PlanRecord>, plan: &PlanRecord) -> Result<Self> {
         let (journal, cases) = match begun {
             Some(begun) => Journal::resume(dir, begun, plan)?,
             None => (Journal::start(dir, plan)?, Vec::new()),
@@ -239,7 +242,8 @@ impl RecordWriter {
         Ok(Self { journal, bar: ProgressBar::hidden(), cases, broken: None })
     }
 
-    fn finish(self) -> Result<Vec<CaseRecord>> {
+    /// The records of every case, if all were written.
+    pub(super) fn finish(self) -> Result<Vec<CaseRecord>> {
         self.bar.finish_and_clear();
         match self.broken {
             Some(error) => Err(error).with_context(|| format!("writing {}", self.journal.path().display())),

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, bail};
+use dsv4_kernels::runtime::BackendKind;
 
 use super::FALSE_ALARM_RATE;
 use super::statistics::{absence, holm, median, rank_sum, signed_rank};
-use crate::record::{BenchmarkRecord, CaseRecord, Metrics, Origin, Report};
+use crate::record::{BenchmarkRecord, CaseRecord, Metrics, Origin, Report, Skip};
 use crate::report::numbers::{count, counted, significant, time};
 use crate::report::summary::{Standing, agrees, survived};
 
@@ -247,6 +248,10 @@ fn notes(base: &Report, head: &Report) -> Vec<String> {
             notes.push(format!("Different {what}s ({one} and {other}): a change need not come from the kernels."));
         }
     }
+    if one_is_external(base, head) {
+        let what = "paths are not compared, and checks that cannot be made of it are no loss";
+        notes.push(format!("One of the two is a kernel from elsewhere: {what}."));
+    }
     if base.profile != head.profile {
         notes.push(format!(
             "Different profiles ({} and {}): only cases in both are compared; numbers of cases, paths and checks are not judged.",
@@ -273,6 +278,12 @@ fn notes(base: &Report, head: &Report) -> Vec<String> {
         notes.push(format!("HEAD skipped {} × {}: {}", count(skip.count), skip.what, skip.why));
     }
     notes
+}
+
+/// Whether one report is of our kernels and the other of somebody else's: paths and runs differ then.
+fn one_is_external(base: &Report, head: &Report) -> bool {
+    let external = |report: &Report| report.environment.backend == BackendKind::External;
+    external(base) != external(head)
 }
 
 fn same_device(base: &Report, head: &Report) -> bool {
@@ -396,6 +407,15 @@ impl Both<'_> {
             let kind = if are < were { Kind::CoverageShrank } else { Kind::CoverageGrew };
             findings.push(Finding { kind, ..shrank(name, "cases", count(were), count(are)) });
         }
+        if !one_is_external(self.base, self.head) {
+            self.paths(name, sides, findings);
+        }
+        self.checks_lost(name, sides, findings);
+    }
+
+    fn paths(&self, name: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
+        let [base, head] = sides;
+        let (were, are) = (base.swept(), head.swept());
         let (paths, now) = (base.paths(), head.paths());
         for (path, seen) in paths.iter().filter(|(path, _)| !now.contains_key(*path)) {
             if let Some(why) = self.gone(*seen, were, are) {
@@ -411,7 +431,14 @@ impl Both<'_> {
             let subject = format!("path {path}");
             findings.push(Finding { kind: Kind::CoverageGrew, ..shrank(name, &subject, "never ran", head) });
         }
-        self.checks_lost(name, sides, findings);
+    }
+
+    /// Whether a kernel from elsewhere rightly lacks a check that ours has: it says that it skipped it, or it
+    /// made it in fewer runs of a case.
+    fn lacks_rightly(&self, (check, tensor): &CheckKey, are: u64) -> bool {
+        let of_tensor = format!(" of {tensor}");
+        let skipped = |skip: &Skip| skip.what == *check || !tensor.is_empty() && skip.what.ends_with(&of_tensor);
+        one_is_external(self.base, self.head) && (are > 0 || self.head.skips.iter().any(skipped))
     }
 
     /// Whether something seen in `seen` of `were` cases, and in none of `are`, is gone for good: why, if so.
@@ -463,7 +490,7 @@ impl Both<'_> {
             } else {
                 None
             };
-            if let Some((were, are, why)) = entry {
+            if let Some((were, are, why)) = entry.filter(|(_, are, _)| !self.lacks_rightly(key, *are)) {
                 lost.entry(&key.0).or_default().push((key.1.clone(), were, are, why));
             }
         }

@@ -345,6 +345,10 @@ impl Prepared for Inputs {
         Ok(KernelRun { tensors, violations, paths })
     }
 
+    fn case(&self) -> Option<Case> {
+        Some(Case::new(NAME, &self.case))
+    }
+
     fn laws(&self) -> Vec<Law> {
         if self.case.num_rows == 0 {
             return Vec::new();

@@ -429,6 +429,10 @@ impl Prepared for Inputs {
         Ok(KernelRun { tensors, violations, paths })
     }
 
+    fn case(&self) -> Option<Case> {
+        Some(Case::new(NAME, &self.case))
+    }
+
     fn laws(&self) -> Vec<Law> {
         if self.case.num_tokens == 0 || self.case.num_heads == 0 {
             return Vec::new();

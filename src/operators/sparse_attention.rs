@@ -755,6 +755,10 @@ impl Prepared for Inputs {
         Ok(KernelRun { tensors: written.download(&arena)?, violations, paths })
     }
 
+    fn case(&self) -> Option<Case> {
+        Some(Case::new(NAME, &self.case))
+    }
+
     fn laws(&self) -> Vec<Law> {
         let case = &self.case;
         if case.num_tokens == 0 {

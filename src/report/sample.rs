@@ -167,6 +167,7 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         checks,
         kernel_seconds: 0.002,
         oracle_seconds: 0.31,
+        skips: Vec::new(),
         plan_number: Some(number as u64),
     }
 }

@@ -55,6 +55,7 @@ fn case(number: u64) -> CaseRecord {
         ],
         kernel_seconds: 0.1,
         oracle_seconds: 0.1,
+        skips: Vec::new(),
         replay: format!("parity replay 'case {number}'"),
     }
 }

@@ -8,6 +8,7 @@ mod command_line;
 mod dependencies;
 mod diff;
 mod emulator;
+mod external;
 mod golden;
 mod history;
 mod hopper;

@@ -232,7 +232,7 @@ fn a_merge_refuses_shards_of_unlike_runs() {
     mixed("backend", |part| {
         part.report.environment.backend = match part.report.environment.backend {
             BackendKind::Cuda => BackendKind::Emulator,
-            BackendKind::Emulator => BackendKind::Cuda,
+            BackendKind::Emulator | BackendKind::External => BackendKind::Cuda,
         };
     });
     mixed("plan", |part| part.shard.plan_digest = "another".into());

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::error::Result;
 use super::source::SourceTree;
 
-/// The two implementations of the runtime.
+/// What ran a kernel: one of the two implementations of the runtime, or a process from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackendKind {
@@ -16,6 +16,8 @@ pub enum BackendKind {
     Cuda,
     /// CUDA threads as coroutines on the host.
     Emulator,
+    /// Somebody else's kernel, in a process of its own: no [`Backend`], only a name in reports.
+    External,
 }
 
 impl fmt::Display for BackendKind {
@@ -23,6 +25,7 @@ impl fmt::Display for BackendKind {
         f.write_str(match self {
             Self::Cuda => "cuda",
             Self::Emulator => "emulator",
+            Self::External => "external",
         })
     }
 }

@@ -1,6 +1,7 @@
 //! A device of either kind, its kernel tree and its loaded modules.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
@@ -10,7 +11,9 @@ use super::cuda::CudaBackend;
 use super::emulator::{EmulatorBackend, EmulatorOptions};
 use super::error::{Result, RuntimeError};
 use super::params::KernelParams;
+use super::recording::RecordingBackend;
 use super::source::SourceTree;
+use super::tensor::HostTensor;
 
 /// How to open a [`Device`].
 #[derive(Clone, Debug)]
@@ -34,12 +37,27 @@ impl Default for DeviceOptions {
 }
 
 type ModuleKey = (String, Vec<(String, String)>);
+type Modules = Arc<Mutex<HashMap<ModuleKey, Arc<dyn LoadedModule>>>>;
+
+/// Tensors by their names, in the order in which they came.
+pub type NamedTensors = Vec<(String, HostTensor)>;
+
+/// What happens to the tensors that an operator uploads.
+enum Exchange {
+    /// They are uploaded.
+    None,
+    /// They are taken down, and nothing is launched.
+    Record(Mutex<NamedTensors>),
+    /// These take their places.
+    Replace(BTreeMap<String, HostTensor>),
+}
 
 /// One device, with the kernels of one source tree.
 pub struct Device {
     backend: Arc<dyn Backend>,
     tree: SourceTree,
-    modules: Mutex<HashMap<ModuleKey, Arc<dyn LoadedModule>>>,
+    modules: Modules,
+    exchange: Exchange,
 }
 
 impl Device {
@@ -52,14 +70,70 @@ impl Device {
         let backend: Arc<dyn Backend> = match kind {
             BackendKind::Cuda => Arc::new(CudaBackend::new(cache)?),
             BackendKind::Emulator => Arc::new(EmulatorBackend::new(cache, options.emulator)?),
+            BackendKind::External => {
+                let reason = "a kernel from elsewhere has no device of ours".to_owned();
+                return Err(RuntimeError::BackendMissing { backend: "external", reason });
+            }
         };
-        Ok(Self { backend, tree: options.tree, modules: Mutex::default() })
+        Ok(Self { backend, tree: options.tree, modules: Modules::default(), exchange: Exchange::None })
+    }
+
+    /// A device that launches nothing and takes down what is uploaded ([`super::recording`]).
+    pub fn recording(environment: Environment) -> Self {
+        let backend = Arc::new(RecordingBackend::new(environment));
+        let exchange = Exchange::Record(Mutex::default());
+        Self { backend, tree: SourceTree::embedded(), modules: Modules::default(), exchange }
+    }
+
+    /// What was uploaded since the last call, by name (`_` for spaces); empty for a device that does not record.
+    pub fn take_recorded(&self) -> NamedTensors {
+        match &self.exchange {
+            Exchange::Record(recorded) => std::mem::take(&mut recorded.lock().unwrap_or_else(|e| e.into_inner())),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The same device, on which every uploaded tensor is replaced by that of its name among `inputs`.
+    pub fn with_inputs(&self, inputs: BTreeMap<String, HostTensor>) -> Self {
+        let exchange = Exchange::Replace(inputs);
+        Self { backend: self.backend.clone(), tree: self.tree.clone(), modules: self.modules.clone(), exchange }
     }
 
     /// The same device with another source tree (a mutant, another revision): nothing of this tree's
     /// compiled modules is shared but the disk cache.
     pub fn with_tree(&self, tree: SourceTree) -> Self {
-        Self { backend: self.backend.clone(), tree, modules: Mutex::default() }
+        Self { backend: self.backend.clone(), tree, modules: Modules::default(), exchange: Exchange::None }
+    }
+
+    /// Whether nothing is launched.
+    pub(super) fn records(&self) -> bool {
+        matches!(self.exchange, Exchange::Record(_))
+    }
+
+    /// What is to be uploaded under `name` in the place of `tensor`.
+    pub(super) fn exchanged<'t>(&self, name: &str, tensor: &'t HostTensor) -> Result<Cow<'t, HostTensor>> {
+        let name = name.replace(' ', "_");
+        match &self.exchange {
+            Exchange::None => Ok(Cow::Borrowed(tensor)),
+            Exchange::Record(recorded) => {
+                let mut recorded = recorded.lock().unwrap_or_else(|e| e.into_inner());
+                match recorded.iter().find(|(other, _)| *other == name) {
+                    None => recorded.push((name, tensor.clone())),
+                    Some((_, before)) if before == tensor => {}
+                    Some(_) => return Err(refused_input(&name, "two unlike inputs of the operator have this name")),
+                }
+                Ok(Cow::Borrowed(tensor))
+            }
+            Exchange::Replace(inputs) => {
+                // What the backward reads of the forward's inputs is the forward's input unless given apart.
+                let given = inputs.get(&name).or_else(|| inputs.get(name.strip_prefix("saved_")?));
+                let given = given.ok_or_else(|| refused_input(&name, "it is missing"))?;
+                if (given.dtype, &given.shape) != (tensor.dtype, &tensor.shape) {
+                    return Err(refused_input(&name, &format!("{given:?} where the case has {tensor:?}")));
+                }
+                Ok(Cow::Owned(given.clone()))
+            }
+        }
     }
 
     /// What the device is.
@@ -109,6 +183,11 @@ impl Device {
         modules.insert(key, module.clone());
         Ok(module)
     }
+}
+
+fn refused_input(name: &str, reason: &str) -> RuntimeError {
+    let reason = std::io::Error::new(std::io::ErrorKind::InvalidInput, reason);
+    RuntimeError::system(format!("exchanging input `{name}`"), reason)
 }
 
 /// Grid and block of a launch; dynamic shared memory is what the kernel exports.

@@ -12,12 +12,14 @@ pub mod device;
 pub mod emulator;
 pub mod error;
 pub mod params;
+pub mod process;
+pub mod recording;
 pub mod source;
 pub mod tensor;
 
 pub use arena::{Contract, DeviceArena, Role};
 pub use backend::{BackendKind, Environment, Placement};
-pub use device::{Device, DeviceOptions, Kernel, LaunchConfig};
+pub use device::{Device, DeviceOptions, Kernel, LaunchConfig, NamedTensors};
 pub use error::{Result, RuntimeError};
 pub use source::SourceTree;
 pub use tensor::{DType, HostTensor, TensorView};

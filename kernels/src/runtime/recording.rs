@@ -1,0 +1,156 @@
+//! A device that launches nothing: it takes down what an operator's kernels would read, and hands back the
+//! outputs as they were allocated. So a kernel that runs elsewhere gets the same tensors as ours, and its
+//! outputs are known by name, type and shape, without a word about it in the operator.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use super::backend::{Allocation, Backend, Environment, LoadedModule, Placement};
+use super::error::{Result, RuntimeError};
+use super::source::SourceTree;
+
+/// Distance between buffers, and the alignment of each: that of a GPU's allocator.
+const ALIGNMENT: u64 = 256;
+
+/// Host memory under made-up addresses; nothing can be compiled or launched.
+pub struct RecordingBackend {
+    environment: Environment,
+    memory: Mutex<Memory>,
+}
+
+struct Memory {
+    next: u64,
+    /// Contents by the address of the first byte.
+    buffers: BTreeMap<u64, Vec<u8>>,
+}
+
+impl RecordingBackend {
+    /// A device that claims to be `environment`.
+    pub fn new(environment: Environment) -> Self {
+        Self { environment, memory: Mutex::new(Memory { next: ALIGNMENT, buffers: BTreeMap::new() }) }
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+impl Memory {
+    fn bytes(&mut self, address: u64, bytes: usize) -> Result<&mut [u8]> {
+        if bytes == 0 {
+            return Ok(&mut []);
+        }
+        let buffer = self.buffers.range_mut(..=address).next_back();
+        let inside = buffer.and_then(|(start, buffer)| {
+            let offset = (address - start) as usize;
+            buffer.get_mut(offset..offset.checked_add(bytes)?)
+        });
+        inside.ok_or_else(|| {
+            let reason = io::Error::new(io::ErrorKind::InvalidInput, "no buffer holds them");
+            RuntimeError::system(format!("reaching {bytes} bytes at {address:#x}"), reason)
+        })
+    }
+}
+
+impl Backend for RecordingBackend {
+    fn environment(&self) -> &Environment {
+        &self.environment
+    }
+
+    fn load(&self, _tree: &SourceTree, file: &str, _defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+        Err(RuntimeError::BackendMissing {
+            backend: "external",
+            reason: format!("`{file}` would be launched outside of the call that a kernel from elsewhere stands for"),
+        })
+    }
+
+    fn allocate(&self, _name: &str, bytes: usize, _placement: Placement) -> Result<Allocation> {
+        let mut memory = self.memory();
+        let address = memory.next;
+        memory.next += (bytes as u64 / ALIGNMENT + 1) * ALIGNMENT;
+        memory.buffers.insert(address, vec![0; bytes]);
+        Ok(Allocation { address, bytes, front_band: 0, back_band: 0 })
+    }
+
+    fn free(&self, allocation: &Allocation) {
+        self.memory().buffers.remove(&allocation.address);
+    }
+
+    fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
+        self.memory().bytes(address, bytes)?.fill(byte);
+        Ok(())
+    }
+
+    fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
+        self.memory().bytes(address, source.len())?.copy_from_slice(source);
+        Ok(())
+    }
+
+    fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
+        target.copy_from_slice(self.memory().bytes(address, target.len())?);
+        Ok(())
+    }
+
+    fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
+        let mut memory = self.memory();
+        let copied = memory.bytes(source, bytes)?.to_vec();
+        memory.bytes(target, bytes)?.copy_from_slice(&copied);
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        let start = Instant::now();
+        work()?;
+        Ok(start.elapsed())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::arena::Layout;
+    use crate::runtime::{BackendKind, Contract, DType, Device, DeviceArena, HostTensor, Role};
+
+    fn recorder() -> Device {
+        Device::recording(Environment {
+            backend: BackendKind::External,
+            device: "external: test".into(),
+            driver: String::new(),
+            compiler: String::new(),
+            target: String::new(),
+            processors: 1,
+            shared_bytes_per_block: 0,
+        })
+    }
+
+    #[test]
+    fn uploads_are_taken_down_densely_and_the_call_is_left_out() {
+        let device = recorder();
+        let x = HostTensor::from_f64(DType::Bf16, &[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        let mut arena = DeviceArena::new(&device, Contract::NAN);
+        arena.upload("saved x", &x, &Layout::padded(&[2, 3], 5), Role::Input).unwrap();
+        let y = arena.output("y", DType::F32, &[4]).unwrap();
+        let violations = arena.run(|_| panic!("nothing is launched")).unwrap();
+        assert!(violations.is_empty());
+        assert_eq!(arena.download(&y).unwrap().bytes, [0xff; 16]);
+        assert_eq!(device.take_recorded(), [("saved_x".to_owned(), x)]);
+        assert_eq!(device.take_recorded(), []);
+    }
+
+    #[test]
+    fn two_unlike_inputs_of_one_name_and_a_reach_beyond_a_buffer_are_refused() {
+        let device = recorder();
+        let mut arena = DeviceArena::new(&device, Contract::NAN);
+        let x = arena.input("x", &HostTensor::from_i32(&[2], &[1, 2])).unwrap();
+        arena.input("x", &HostTensor::from_i32(&[2], &[1, 2])).unwrap();
+        let error = arena.input("x", &HostTensor::from_i32(&[2], &[1, 3])).unwrap_err();
+        assert!(error.to_string().contains("`x`"), "{error}");
+        assert!(device.backend().download(x.address + 4, &mut [0; 8]).is_err());
+    }
+}

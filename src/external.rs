@@ -1,0 +1,378 @@
+//! Kernels from elsewhere: the same cases, oracles, checks and reports for a kernel that is not ours.
+//!
+//! The kernel is a command. For each run of a case it gets a folder with
+//!
+//! - `case.json`: the operator and the case's fields, scalars such as `softmax_scale` among them;
+//! - `inputs.safetensors`: the inputs, upstream gradients included, dense and row-major, under the
+//!   operator's names;
+//! - `expected.json`: `{"tensors": [{"name", "dtype", "shape", "side"}]}`, what is to be written; `side` is
+//!   `forward` or `gradient`;
+//!
+//! and writes `outputs.safetensors` into it. As `--cmd` it is run anew each time, with `{dir}` replaced by
+//! the folder. As `--worker` it is started once, gets `{"dir": …}` as a line on standard input and answers
+//! `{"ok":true}` or `{"error": …}` as a line on standard output, which holds nothing else; its standard
+//! input ends with the sweep. A worker that died is started again for the next run. Whatever goes wrong is
+//! the verdict of that case.
+//!
+//! A tensor `input.NAME` in the outputs is an input as the kernel left it: it must be what was given,
+//! as must the file of the inputs.
+//!
+//! The operators know nothing of this. Their `kernel` runs on a device that launches nothing and takes
+//! down what would be read ([`Device::recording`]), and what it returns says what would be written.
+
+pub mod adapter;
+pub mod process;
+pub mod wire;
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
+use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, NamedTensors, Placement};
+use serde::{Deserialize, Serialize};
+
+use self::adapter::Adapter;
+use self::process::Call;
+use self::wire::{WireTensor, WireTensors, WireType};
+use crate::case::{Case, CaseError};
+use crate::operator::{KernelRun, KernelTensor, OracleTensor, Prepared, Side};
+use crate::record::Verdict;
+use crate::registry;
+use crate::runner::{RunError, Runner};
+
+/// The case.
+pub const CASE: &str = "case.json";
+/// The inputs.
+pub const INPUTS: &str = "inputs.safetensors";
+/// Names, types and shapes of the outputs.
+pub const EXPECTED: &str = "expected.json";
+/// The outputs.
+pub const OUTPUTS: &str = "outputs.safetensors";
+
+/// What a tensor of ours may consist of.
+const DTYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::I32, DType::U8];
+
+/// Outputs start as zeros, which an operator may interpret without harm.
+const RECORDING: Contract = Contract { poison: 0, placement: Placement::FlushBack };
+
+/// `expected.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Expected {
+    /// Every tensor that is to be written.
+    pub tensors: Vec<ExpectedOutput>,
+}
+
+/// A tensor that is to be written.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpectedOutput {
+    /// Its name in `outputs.safetensors`.
+    pub name: String,
+    /// Its type.
+    pub dtype: WireType,
+    /// Its extents.
+    pub shape: Vec<usize>,
+    /// Forward output or gradient.
+    pub side: String,
+}
+
+/// Somebody else's kernel, and how it is reached.
+pub struct External {
+    call: RefCell<Box<dyn Call>>,
+    options: ExternalOptions,
+    environment: Environment,
+    recorder: Device,
+    case: RefCell<Option<Case>>,
+    folders: RefCell<u64>,
+}
+
+/// How a kernel from elsewhere is judged and reported.
+#[derive(Clone, Debug, Default)]
+pub struct ExternalOptions {
+    /// What names it in reports: its command.
+    pub name: String,
+    /// The arguments of `parity external` but for the case, quoted for a shell; part of each replay.
+    pub arguments: String,
+    /// How its conventions differ.
+    pub adapter: Adapter,
+    /// Whether it returns no gradients.
+    pub forward_only: bool,
+    /// Where the folders of the runs stay; in a temporary place for as long as they are needed otherwise.
+    pub keep: Option<PathBuf>,
+}
+
+impl External {
+    /// A kernel that `call` runs.
+    pub fn new(call: Box<dyn Call>, options: ExternalOptions) -> Self {
+        let environment = Environment {
+            backend: BackendKind::External,
+            device: options.name.clone(),
+            driver: String::new(),
+            compiler: String::new(),
+            target: std::env::consts::ARCH.to_owned(),
+            processors: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
+            shared_bytes_per_block: 0,
+        };
+        let recorder = Device::recording(environment.clone());
+        let (call, case, folders) = (RefCell::new(call), RefCell::default(), RefCell::default());
+        Self { call, options, environment, recorder, case, folders }
+    }
+
+    /// Holds the adapter to the tensors of these cases: one that none of them has is an error, as is a
+    /// convention that does not fit its tensor.
+    ///
+    /// # Errors
+    /// The tensor's name, and what is wrong.
+    pub fn check_adapter<'a>(&self, cases: impl Iterator<Item = &'a Case>) -> Result<(), CaseError> {
+        let mut unknown: BTreeSet<&str> = self.options.adapter.names().collect();
+        let mut known = BTreeSet::new();
+        for case in cases {
+            if unknown.is_empty() {
+                return Ok(());
+            }
+            let recorded = self.record(&*registry::prepare(case)?).map_err(|e| CaseError::Malformed(e.message))?;
+            let outputs = recorded.outputs.iter().map(|output| (output.name, &output.tensor));
+            for (name, tensor) in recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).chain(outputs) {
+                self.options.adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
+                unknown.remove(name);
+                known.insert(name.to_owned());
+            }
+        }
+        match unknown.first() {
+            None => Ok(()),
+            Some(name) => {
+                let known = known.into_iter().collect::<Vec<_>>().join(", ");
+                Err(CaseError::Malformed(format!("adapter: unknown tensor `{name}`; the cases have {known}")))
+            }
+        }
+    }
+
+    /// What our kernel would read and write.
+    fn record(&self, prepared: &dyn Prepared) -> Result<Recorded, RunError> {
+        let run = prepared.kernel(&self.recorder, RECORDING);
+        let mut inputs = self.recorder.take_recorded();
+        // Our backward may read a copy of an input that our forward overwrites; to others it is one tensor.
+        let all: BTreeMap<_, _> = inputs.iter().cloned().collect();
+        inputs.retain(|(name, tensor)| name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor));
+        Ok(Recorded { inputs, outputs: run?.tensors })
+    }
+
+    fn folder(&self) -> Result<Folder, RunError> {
+        let failed = |e: std::io::Error| RunError::error(format!("making a folder for the case: {e}"));
+        match &self.options.keep {
+            None => {
+                tempfile::Builder::new().prefix("parity-external-").tempdir().map(Folder::Temporary).map_err(failed)
+            }
+            Some(dir) => {
+                let number = self.folders.replace_with(|number| *number + 1);
+                let dir = dir.join(format!("{number:06}"));
+                std::fs::create_dir_all(&dir).map_err(failed)?;
+                // An answer of an earlier sweep must not pass for one of this.
+                match std::fs::remove_file(dir.join(OUTPUTS)) {
+                    Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(failed(error)),
+                    _ => Ok(Folder::Kept(dir)),
+                }
+            }
+        }
+    }
+}
+
+/// A folder of one run.
+enum Folder {
+    Temporary(tempfile::TempDir),
+    Kept(PathBuf),
+}
+
+impl Folder {
+    fn path(&self) -> &Path {
+        match self {
+            Self::Temporary(dir) => dir.path(),
+            Self::Kept(dir) => dir,
+        }
+    }
+}
+
+/// What our kernel would read and write.
+struct Recorded {
+    inputs: NamedTensors,
+    outputs: Vec<KernelTensor>,
+}
+
+fn write(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), RunError> {
+    std::fs::write(folder.join(name), bytes).map_err(|e| RunError::error(format!("writing {name}: {e}")))
+}
+
+fn to_json(value: &impl Serialize) -> Result<Vec<u8>, RunError> {
+    serde_json::to_vec_pretty(value).map_err(|e| RunError::error(e.to_string()))
+}
+
+impl Runner for External {
+    fn begin(&self, case: &Case) {
+        self.case.replace(Some(case.clone()));
+    }
+
+    fn run(&self, prepared: &dyn Prepared, exact: &[OracleTensor], _contract: Contract) -> Result<KernelRun, RunError> {
+        let adapter = &self.options.adapter;
+        let Recorded { inputs, mut outputs } = self.record(prepared)?;
+        let side = |name: &str| exact.iter().find(|exact| exact.name == name);
+        outputs.retain(|output| side(output.name).is_none_or(|exact| self.leaves_out(exact).is_none()));
+        let given: WireTensors = inputs
+            .iter()
+            .map(|(name, tensor)| Ok((adapter.their_name(name).to_owned(), adapter.to_theirs(name, tensor)?)))
+            .collect::<Result<_, String>>()
+            .map_err(RunError::error)?;
+        let expected = outputs
+            .iter()
+            .map(|output| {
+                let (dtype, shape) = adapter.their_form(output.name, &output.tensor)?;
+                let gradient = side(output.name).is_some_and(|exact| exact.side == Side::Gradient);
+                let name = adapter.their_name(output.name).to_owned();
+                Ok(ExpectedOutput { name, dtype, shape, side: if gradient { "gradient" } else { "forward" }.into() })
+            })
+            .collect::<Result<Vec<_>, String>>()
+            .map_err(RunError::error)?;
+        let folder = self.folder()?;
+        let case = prepared.case().or_else(|| self.case.borrow().clone());
+        let case = case.ok_or_else(|| RunError::error("nobody said which case this is"))?;
+        let input_bytes = wire::to_bytes(&given).map_err(RunError::error)?;
+        write(folder.path(), CASE, &to_json(&case)?)?;
+        write(folder.path(), INPUTS, &input_bytes)?;
+        write(folder.path(), EXPECTED, &to_json(&Expected { tensors: expected.clone() })?)?;
+        self.call.borrow_mut().call(folder.path())?;
+        let written = read_outputs(folder.path(), &expected)?;
+        let violations = changed_inputs(folder.path(), &input_bytes, &given, &written);
+        for (output, form) in outputs.iter_mut().zip(&expected) {
+            let theirs = &written[&form.name];
+            output.tensor = adapter.to_ours(output.name, theirs, &output.tensor).map_err(RunError::fail)?;
+        }
+        Ok(KernelRun { tensors: outputs, violations, paths: vec!["external".into()] })
+    }
+
+    fn environment(&self) -> &Environment {
+        &self.environment
+    }
+
+    fn kernels(&self) -> (String, String) {
+        (
+            format!("external: {}", self.options.name),
+            blake3::hash(self.options.arguments.as_bytes()).to_hex().to_string(),
+        )
+    }
+
+    fn replay_command(&self, case: &Case) -> String {
+        format!("parity external {} --case '{}'", self.options.arguments, case.line().replace('\'', "'\\''"))
+    }
+
+    fn blind_to(&self, check: &str) -> Option<&'static str> {
+        match check {
+            "guards" | "fully_written" | "poison_independent" => {
+                Some("the memory of another process cannot be prepared")
+            }
+            "schedule_independent" => Some("another process schedules by itself"),
+            _ => None,
+        }
+    }
+
+    fn leaves_out(&self, exact: &OracleTensor) -> Option<&'static str> {
+        if self.options.forward_only && exact.side == Side::Gradient {
+            Some("the kernel has no gradients (--forward-only)")
+        } else if self.options.adapter.is_absent(exact.name) {
+            Some("the adapter declares that the kernel does not return it")
+        } else {
+            None
+        }
+    }
+
+    fn rounds_freely(&self, tensor: &str) -> Option<&'static str> {
+        let why = "the adapter declares that its bits vary (bitwise = false): held within the budget";
+        (!self.options.adapter.is_bitwise(tensor)).then_some(why)
+    }
+
+    fn cannot_vary(&self, variant: &dyn Prepared) -> Option<&'static str> {
+        variant.case().is_none().then_some("the operator does not say with which scalars the variant goes")
+    }
+}
+
+/// Every expected tensor in its expected form, or all that is wrong in one message.
+fn read_outputs(folder: &Path, expected: &[ExpectedOutput]) -> Result<WireTensors, RunError> {
+    let path = folder.join(OUTPUTS);
+    if !path.exists() {
+        return Err(RunError::error(format!("the kernel wrote no {OUTPUTS}")));
+    }
+    let written = wire::read(&path).map_err(RunError::error)?;
+    let (mut problems, mut verdict) = (Vec::new(), Verdict::Pass);
+    for ExpectedOutput { name, dtype, shape, .. } in expected {
+        match written.get(name) {
+            None => {
+                problems.push(format!("`{name}` is missing"));
+                verdict = Verdict::Error;
+            }
+            Some(found) if (found.dtype, &found.shape) != (*dtype, shape) => {
+                problems.push(format!("`{name}` is {found:?}, expected {dtype} {shape:?}"));
+                verdict = verdict.max(Verdict::Fail);
+            }
+            Some(_) => {}
+        }
+    }
+    if problems.is_empty() {
+        return Ok(written);
+    }
+    let names: Vec<_> = written.keys().map(String::as_str).collect();
+    let message = format!("outputs: {}; written: {}", problems.join(", "), names.join(", "));
+    Err(RunError { verdict, message })
+}
+
+/// Inputs that are not what was given: the file, or what the kernel says of them.
+fn changed_inputs(folder: &Path, file: &[u8], given: &WireTensors, written: &WireTensors) -> Vec<Violation> {
+    let violation = |buffer: &str, differs: Vec<usize>| Violation {
+        buffer: buffer.to_owned(),
+        kind: ViolationKind::Input,
+        bytes: differs.len(),
+        first_offset: differs.first().map_or(0, |&at| at as i64),
+    };
+    let mut violations = Vec::new();
+    let now = std::fs::read(folder.join(INPUTS)).unwrap_or_default();
+    if now != file {
+        violations.push(violation(INPUTS, differing(&now, file)));
+    }
+    for (name, tensor) in given {
+        let left = written.get(&format!("input.{name}"));
+        if let Some(left) = left.filter(|left| *left != tensor) {
+            violations.push(violation(name, differing(&left.bytes, &tensor.bytes)));
+        }
+    }
+    violations
+}
+
+fn differing(a: &[u8], b: &[u8]) -> Vec<usize> {
+    (0..a.len().max(b.len())).filter(|&at| a.get(at) != b.get(at)).collect()
+}
+
+/// Reads a request's folder and answers it with our own kernel: the reference implementation of the
+/// protocol, and a worker for whoever wants to compare with it.
+///
+/// # Errors
+/// A folder that is no request, or what the kernel did wrong.
+pub fn answer(folder: &Path, device: &Device) -> Result<(), String> {
+    let read = |name: &str| std::fs::read_to_string(folder.join(name)).map_err(|e| format!("{name}: {e}"));
+    let case = Case::parse(&read(CASE)?).map_err(|e| e.to_string())?;
+    let expected: Expected = serde_json::from_str(&read(EXPECTED)?).map_err(|e| format!("{EXPECTED}: {e}"))?;
+    let prepared = registry::prepare(&case).map_err(|e| e.to_string())?;
+    let inputs = wire::read(&folder.join(INPUTS))?;
+    let inputs =
+        inputs.iter().map(|(name, tensor)| Ok((name.clone(), to_host(tensor)?))).collect::<Result<_, String>>()?;
+    let run = prepared.kernel(&device.with_inputs(inputs), Contract::NAN).map_err(|e| e.to_string())?;
+    let mut outputs = WireTensors::new();
+    for form in expected.tensors {
+        let tensor = run.tensors.iter().find(|tensor| tensor.name == form.name);
+        let tensor = tensor.ok_or_else(|| format!("the operator returns no `{}`", form.name))?;
+        outputs.insert(form.name, WireTensor::from(&tensor.tensor));
+    }
+    std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs)?).map_err(|e| format!("{OUTPUTS}: {e}"))
+}
+
+fn to_host(tensor: &WireTensor) -> Result<HostTensor, String> {
+    let dtype = DTYPES.into_iter().find(|&dtype| WireType::of(dtype) == tensor.dtype);
+    let dtype = dtype.ok_or_else(|| format!("no kernel takes {}", tensor.dtype))?;
+    Ok(HostTensor { dtype, shape: tensor.shape.clone(), bytes: tensor.bytes.clone() })
+}

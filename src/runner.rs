@@ -1,0 +1,106 @@
+//! Who runs the kernels of a case: a [`Device`] of ours, or a process from elsewhere ([`crate::external`]).
+
+use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
+
+use crate::case::Case;
+use crate::operator::{KernelRun, OracleTensor, Prepared};
+use crate::record::Verdict;
+
+/// Why there are no outputs to check.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunError {
+    /// What the case gets: a failure where the kernel did something wrong, an error where nothing was learnt.
+    pub verdict: Verdict,
+    /// What happened.
+    pub message: String,
+}
+
+impl RunError {
+    /// The kernel did something wrong.
+    pub fn fail(message: impl Into<String>) -> Self {
+        Self { verdict: Verdict::Fail, message: message.into() }
+    }
+
+    /// Nothing was learnt about the kernel.
+    pub fn error(message: impl Into<String>) -> Self {
+        Self { verdict: Verdict::Error, message: message.into() }
+    }
+}
+
+/// A fault is the kernel's failure; a missing device or a refused argument is an error of the run.
+impl From<RuntimeError> for RunError {
+    fn from(error: RuntimeError) -> Self {
+        match error {
+            RuntimeError::Fault { .. } | RuntimeError::Cuda { .. } => Self::fail(error.to_string()),
+            _ => Self::error(error.to_string()),
+        }
+    }
+}
+
+/// What the checks ask of whoever runs the kernels.
+pub trait Runner {
+    /// A case begins: what follows is about it and its variants.
+    fn begin(&self, _case: &Case) {}
+
+    /// Runs the kernels of a case, forward and backward, under a memory contract. `exact` are the oracle's
+    /// tensors of the case, which say what is output and what gradient.
+    ///
+    /// # Errors
+    /// Whatever leaves no outputs to check.
+    fn run(&self, prepared: &dyn Prepared, exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError>;
+
+    /// What this is.
+    fn environment(&self) -> &Environment;
+
+    /// Where the kernels came from, and a digest of them.
+    fn kernels(&self) -> (String, String);
+
+    /// The command that runs a case again.
+    fn replay_command(&self, case: &Case) -> String;
+
+    /// Chooses the schedule of later runs; see [`dsv4_kernels::runtime::backend::Backend::set_schedule_seed`].
+    fn set_schedule_seed(&self, _seed: Option<u64>) {}
+
+    /// Why this check cannot be made here; `None` where it can.
+    fn blind_to(&self, _check: &str) -> Option<&'static str> {
+        None
+    }
+
+    /// Why this tensor is rightly not among the outputs; `None` where it must be.
+    fn leaves_out(&self, _exact: &OracleTensor) -> Option<&'static str> {
+        None
+    }
+
+    /// Why the bits of this tensor depend on more than its values; then equality holds within its budget.
+    /// `None` where bits must be equal.
+    fn rounds_freely(&self, _tensor: &str) -> Option<&'static str> {
+        None
+    }
+
+    /// Why the variant of a law cannot be run here; `None` where it can.
+    fn cannot_vary(&self, _variant: &dyn Prepared) -> Option<&'static str> {
+        None
+    }
+}
+
+impl Runner for Device {
+    fn run(&self, prepared: &dyn Prepared, _exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError> {
+        Ok(prepared.kernel(self, contract)?)
+    }
+
+    fn environment(&self) -> &Environment {
+        self.environment()
+    }
+
+    fn kernels(&self) -> (String, String) {
+        (self.tree().origin().to_owned(), self.tree().digest())
+    }
+
+    fn replay_command(&self, case: &Case) -> String {
+        case.replay_command(self)
+    }
+
+    fn set_schedule_seed(&self, seed: Option<u64>) {
+        self.backend().set_schedule_seed(seed);
+    }
+}

@@ -1,0 +1,644 @@
+//! Kernels from elsewhere: every way in which another process can be right, wrong, or gone.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use dsv4_parity::case::Case;
+use dsv4_parity::checks::CheckOptions;
+use dsv4_parity::external::adapter::Adapter;
+use dsv4_parity::external::process::{Call, OneShot, Worker};
+use dsv4_parity::external::wire::{self, WireTensors, WireType};
+use dsv4_parity::external::{self, External, ExternalOptions, INPUTS, OUTPUTS};
+use dsv4_parity::operator::Profile;
+use dsv4_parity::record::{CaseRecord, Origin, Report, Verdict};
+use dsv4_parity::runner::RunError;
+use dsv4_parity::{registry, sweep};
+
+use crate::command_line::{Parity, binary};
+use crate::support;
+
+const OPTIONS: CheckOptions = CheckOptions { schedules: 0, triangulate: false };
+/// No test waits longer for a process that is alive.
+const LIMIT: Duration = Duration::from_secs(60);
+
+const RMS_NORM: &str = r#"{"operator":"rms_norm","num_rows":4,"width":64,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","padding":0,"distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":1}"#;
+/// Two of its four rows have no valid slot.
+const ATTENTION: &str = r#"{"operator":"sparse_attention","num_tokens":4,"num_heads":3,"head_dim":64,"values":"shared","v_dim":64,"num_keys":9,"topk":8,"indices":"empty_rows","lengths":"absent","sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":true,"padding":0,"distribution":"normal","poison_unreferenced":true,"seed":1}"#;
+
+/// A kernel that lives in this process.
+struct Kernel<F>(F);
+
+impl<F: FnMut(&Path) -> Result<(), RunError>> Call for Kernel<F> {
+    fn call(&mut self, folder: &Path) -> Result<(), RunError> {
+        (self.0)(folder)
+    }
+}
+
+fn case(line: &str) -> Case {
+    Case::parse(line).expect("a case")
+}
+
+fn adapter(text: &str) -> ExternalOptions {
+    ExternalOptions { adapter: Adapter::parse(text).expect("an adapter"), ..ExternalOptions::default() }
+}
+
+fn run(line: &str, options: ExternalOptions, call: impl Call + 'static) -> CaseRecord {
+    sweep::run_case(&case(line), Origin::Given, &External::new(Box::new(call), options), OPTIONS)
+}
+
+/// Our own kernel, as an honest stranger would run it.
+fn honest(folder: &Path) -> Result<(), RunError> {
+    external::answer(folder, support::device()).map_err(RunError::error)
+}
+
+/// Our own kernel with its outputs changed by `change`, which also gets the number of the run from 0.
+fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Call + 'static {
+    let mut runs = 0;
+    Kernel(move |folder: &Path| {
+        honest(folder)?;
+        let mut outputs = wire::read(&folder.join(OUTPUTS)).map_err(RunError::error)?;
+        change(&mut outputs, runs);
+        runs += 1;
+        std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs).unwrap()).unwrap();
+        Ok(())
+    })
+}
+
+/// Changes the numbers of one tensor.
+fn map(tensors: &mut WireTensors, name: &str, change: impl Fn(usize, f64) -> f64) {
+    let tensor = tensors.get_mut(name).unwrap_or_else(|| panic!("no `{name}`"));
+    let values = tensor.dtype.decode(&tensor.bytes);
+    let values: Vec<f64> = values.into_iter().enumerate().map(|(i, value)| change(i, value)).collect();
+    tensor.bytes = tensor.dtype.encode(&values).unwrap();
+}
+
+/// Check, tensor and verdict of everything that did not pass.
+fn failures(record: &CaseRecord) -> Vec<(String, String, Verdict)> {
+    let bad = record.checks.iter().filter(|check| check.verdict != Verdict::Pass);
+    bad.map(|check| (check.check.clone(), check.tensor.clone(), check.verdict)).collect()
+}
+
+fn assert_agrees(record: &CaseRecord) {
+    assert_eq!(failures(record), [], "{}", sweep::failure_text(record));
+    assert!(record.checks.iter().all(|check| check.compared > 0));
+}
+
+/// A case of which nothing is known but that the run failed, with all of `needles` in the message.
+fn assert_no_outputs(record: &CaseRecord, verdict: Verdict, needles: &[&str]) {
+    assert_eq!(failures(record), [("launch".to_owned(), String::new(), verdict)], "{}", sweep::failure_text(record));
+    let message = &record.checks.last().unwrap().message;
+    for needle in needles {
+        assert!(message.contains(needle), "`{needle}` is not in `{message}`");
+    }
+}
+
+fn fails(record: &CaseRecord, check: &str, tensor: &str) -> bool {
+    failures(record).contains(&(check.to_owned(), tensor.to_owned(), Verdict::Fail))
+}
+
+// ---------------------------------------------------------------- what a kernel computes
+
+#[test]
+fn our_own_kernels_agree_from_outside_for_every_operator_and_what_cannot_be_seen_is_counted() {
+    for operator in registry::OPERATORS {
+        let corners = operator.corner_cases(Profile::Quick);
+        for case in corners.iter().take(2) {
+            let record = run(&case.line(), ExternalOptions::default(), Kernel(honest));
+            assert_agrees(&record);
+            let skipped = |what: &str| record.skips.iter().any(|skip| skip.what == what && skip.count > 0);
+            assert!(
+                ["guards", "fully_written", "poison_independent"].iter().all(|what| skipped(what)),
+                "{:?}",
+                record.skips
+            );
+            let checks: Vec<_> = record.checks.iter().map(|check| check.check.as_str()).collect();
+            assert!(["launch", "inputs_unchanged"].iter().all(|check| checks.contains(check)), "{checks:?}");
+        }
+    }
+    let record = run(RMS_NORM, ExternalOptions::default(), Kernel(honest));
+    for check in ["forward", "gradient", "precision", "finite", "special_values", "repeatable", "independence"] {
+        assert!(record.checks.iter().any(|c| c.check == check), "{check} was not made");
+    }
+    let laws: BTreeSet<_> = record.checks.iter().filter_map(|c| c.check.strip_prefix("law: ")).collect();
+    assert_eq!(laws, ["dy scales the gradients once", "rows may be permuted", "weight scales once"].into());
+}
+
+#[test]
+fn a_wrong_scale_fails_forward_and_wrong_gradients_fail_gradient() {
+    let scaled = run(RMS_NORM, ExternalOptions::default(), changed(|out, _| map(out, "y", |_, value| 1.02 * value)));
+    assert!(fails(&scaled, "forward", "y") && !fails(&scaled, "gradient", "dx"), "{:?}", failures(&scaled));
+    let halved =
+        run(RMS_NORM, ExternalOptions::default(), changed(|out, _| map(out, "dweight", |_, value| value / 2.0)));
+    assert!(fails(&halved, "gradient", "dweight") && !fails(&halved, "forward", "y"), "{:?}", failures(&halved));
+}
+
+#[test]
+fn one_nan_fails_finite() {
+    let nan = |out: &mut WireTensors, _| map(out, "dx", |i, value| if i == 77 { f64::NAN } else { value });
+    let record = run(RMS_NORM, ExternalOptions::default(), changed(nan));
+    assert!(fails(&record, "finite", "dx") && fails(&record, "gradient", "dx"), "{:?}", failures(&record));
+}
+
+#[test]
+fn wrong_shapes_types_and_missing_tensors_are_named() {
+    let options = ExternalOptions::default;
+    let shape = run(RMS_NORM, options(), changed(|out, _| out.get_mut("y").unwrap().shape = vec![64, 4]));
+    assert_no_outputs(&shape, Verdict::Fail, &["`y` is BF16 [64, 4], expected BF16 [4, 64]"]);
+    let dtype = run(RMS_NORM, options(), changed(|out, _| out.get_mut("rstd").unwrap().dtype = WireType::I32));
+    assert_no_outputs(&dtype, Verdict::Fail, &["`rstd` is I32 [4], expected F32 [4]"]);
+    let missing = changed(|out, _| {
+        out.remove("dx");
+        let dweight = out.remove("dweight").unwrap();
+        out.insert("dW".into(), dweight);
+    });
+    assert_no_outputs(
+        &run(RMS_NORM, options(), missing),
+        Verdict::Error,
+        &["`dx` is missing", "`dweight` is missing", "dW"],
+    );
+    let nothing = run(RMS_NORM, options(), Kernel(|_: &Path| Ok(())));
+    assert_no_outputs(&nothing, Verdict::Error, &["wrote no outputs.safetensors"]);
+    let garbage = |folder: &Path| {
+        std::fs::write(folder.join(OUTPUTS), "no tensors").unwrap();
+        Ok(())
+    };
+    assert_no_outputs(&run(RMS_NORM, options(), Kernel(garbage)), Verdict::Error, &["no safetensors file"]);
+}
+
+#[test]
+fn a_kernel_that_writes_to_its_inputs_is_found_by_the_file_and_by_its_echo() {
+    let echo = |factor: f64| {
+        Kernel(move |folder: &Path| {
+            honest(folder)?;
+            let mut inputs = wire::read(&folder.join(INPUTS)).unwrap();
+            map(&mut inputs, "x", |i, value| if i == 5 { factor * value } else { value });
+            let mut outputs = wire::read(&folder.join(OUTPUTS)).unwrap();
+            outputs.insert("input.x".into(), inputs.remove("x").unwrap());
+            std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs).unwrap()).unwrap();
+            Ok(())
+        })
+    };
+    assert_agrees(&run(RMS_NORM, ExternalOptions::default(), echo(1.0)));
+    let record = run(RMS_NORM, ExternalOptions::default(), echo(2.0));
+    assert_eq!(failures(&record), [("inputs_unchanged".to_owned(), "x".to_owned(), Verdict::Fail)]);
+    let overwritten = Kernel(|folder: &Path| {
+        honest(folder)?;
+        let mut bytes = std::fs::read(folder.join(INPUTS)).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(folder.join(INPUTS), bytes).unwrap();
+        Ok(())
+    });
+    let record = run(RMS_NORM, ExternalOptions::default(), overwritten);
+    assert_eq!(failures(&record), [("inputs_unchanged".to_owned(), INPUTS.to_owned(), Verdict::Fail)]);
+}
+
+#[test]
+fn laws_reach_the_kernel_with_the_variants_own_scalars() {
+    // A kernel that keeps the first scale it was given.
+    let first = Rc::new(RefCell::new(None));
+    let stale = Kernel(move |folder: &Path| {
+        let path = folder.join(external::CASE);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let mut case: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let scale = first.borrow_mut().get_or_insert_with(|| case["softmax_scale"].clone()).clone();
+        case["softmax_scale"] = scale;
+        std::fs::write(path, case.to_string()).unwrap();
+        honest(folder)
+    });
+    let record = run(ATTENTION, ExternalOptions::default(), stale);
+    assert!(fails(&record, "law: softmax_scale counts once", "lse"), "{:?}", failures(&record));
+    assert!(!fails(&record, "forward", "lse"));
+}
+
+// ---------------------------------------------------------------- what an adapter declares
+
+#[test]
+fn a_base_2_lse_in_another_layout_agrees_through_its_adapter_only() {
+    let theirs = |out: &mut WireTensors, _| {
+        map(out, "lse", |_, value| if value == f64::INFINITY { -value } else { value * std::f64::consts::LOG2_E });
+        let mut lse = out.remove("lse").unwrap();
+        let values = lse.dtype.decode(&lse.bytes);
+        let transposed: Vec<f64> = (0..12).map(|i| values[i % 4 * 3 + i / 4]).collect();
+        (lse.bytes, lse.shape) = (lse.dtype.encode(&transposed).unwrap(), vec![3, 4]);
+        out.insert("softmax_lse".into(), lse);
+    };
+    // Only the base differs, and nobody says so.
+    let base_2 = |out: &mut WireTensors, _| map(out, "lse", |_, value| value * std::f64::consts::LOG2_E);
+    let unsaid = run(ATTENTION, ExternalOptions::default(), changed(base_2));
+    assert!(fails(&unsaid, "forward", "lse"), "{:?}", failures(&unsaid));
+    let adapted = |text: &str| {
+        // The reference worker knows our names only: it is asked for them, and its answer made theirs.
+        let mut call = changed(theirs);
+        let kernel = Kernel(move |folder: &Path| {
+            let path = folder.join(external::EXPECTED);
+            let text = std::fs::read_to_string(&path).unwrap().replace("softmax_lse", "lse");
+            std::fs::write(path, text).unwrap();
+            call.call(folder)
+        });
+        run(ATTENTION, adapter(text), kernel)
+    };
+    let all = "[tensor.lse]\nrename = 'softmax_lse'\npermute = [1, 0]\nbase = 2\nfill = { ours = inf, theirs = -inf }";
+    assert_agrees(&adapted(all));
+    for (without, check) in [("base = 2\n", "forward"), ("fill = { ours = inf, theirs = -inf }", "special_values")] {
+        let record = adapted(&all.replace(without, ""));
+        assert!(fails(&record, check, "lse"), "without `{without}`: {:?}", failures(&record));
+    }
+    assert_no_outputs(&adapted(&all.replace("permute = [1, 0]\n", "")), Verdict::Fail, &["[3, 4]", "[4, 3]"]);
+}
+
+#[test]
+fn masked_slots_carry_the_declared_sentinel() {
+    let seen = Rc::new(RefCell::new(Vec::new()));
+    let kernel = {
+        let seen = seen.clone();
+        Kernel(move |folder: &Path| {
+            let mut inputs = wire::read(&folder.join(INPUTS)).unwrap();
+            let indices = &inputs["indices"];
+            seen.borrow_mut().extend(indices.dtype.decode(&indices.bytes));
+            // What stands for no key there is above every key here, and so no key either.
+            assert_eq!(indices.dtype, WireType::I64);
+            let back = WireType::I32.encode(&indices.dtype.decode(&indices.bytes)).unwrap();
+            let indices = inputs.get_mut("indices").unwrap();
+            (indices.dtype, indices.bytes) = (WireType::I32, back);
+            let given = std::fs::read(folder.join(INPUTS)).unwrap();
+            std::fs::write(folder.join(INPUTS), wire::to_bytes(&inputs).unwrap()).unwrap();
+            let answer = honest(folder);
+            std::fs::write(folder.join(INPUTS), given).unwrap();
+            answer
+        })
+    };
+    let options = adapter("[tensor.indices]\nsentinel = 1000000\ndtype = 'I64'");
+    assert_agrees(&run(ATTENTION, options, kernel));
+    assert!(seen.borrow().contains(&1e6) && !seen.borrow().contains(&-1.0));
+}
+
+#[test]
+fn bits_that_vary_fail_unless_declared_and_then_the_budget_still_holds_them() {
+    // One unit in the last place in every other run; and more than any budget.
+    let jitter = |factor: f64| {
+        changed(move |out, run| map(out, "rstd", |_, value| if run % 2 == 1 { value * factor } else { value }))
+    };
+    let free = || adapter("[tensor.rstd]\nbitwise = false");
+    let ulp = 1.0 + f64::from(f32::EPSILON);
+    assert!(fails(&run(RMS_NORM, ExternalOptions::default(), jitter(ulp)), "repeatable", "rstd"));
+    let record = run(RMS_NORM, free(), jitter(ulp));
+    assert_agrees(&record);
+    let skipped = record.skips.iter().filter(|skip| skip.what == "bit equality of rstd").count();
+    assert!(skipped >= 2, "what is held to less is not shown: {:?}", record.skips);
+    let record = run(RMS_NORM, free(), jitter(1.001));
+    assert!(
+        fails(&record, "repeatable", "rstd") && fails(&record, "law: weight scales once", "rstd"),
+        "{:?}",
+        failures(&record)
+    );
+    let rows = changed(|out, run| map(out, "dx", |i, value| if run > 1 && i == 64 { value + 1.0 } else { value }));
+    let record = run(RMS_NORM, adapter("[tensor.dx]\nbitwise = false"), rows);
+    for law in ["law: rows may be permuted", "law: dy scales the gradients once", "independence"] {
+        assert!(fails(&record, law, "dx"), "{law}: {:?}", failures(&record));
+    }
+}
+
+#[test]
+fn what_is_declared_absent_is_skipped_and_what_is_not_is_missing() {
+    let no_gradients = || changed(|out, _| out.retain(|name, _| !name.starts_with('d')));
+    let undeclared = run(RMS_NORM, ExternalOptions::default(), no_gradients());
+    assert_no_outputs(&undeclared, Verdict::Error, &["`dx` is missing"]);
+    let record = run(RMS_NORM, ExternalOptions { forward_only: true, ..ExternalOptions::default() }, no_gradients());
+    assert_agrees(&record);
+    assert!(record.checks.iter().all(|check| !check.tensor.starts_with('d')));
+    let skipped = |record: &CaseRecord, what: &str| record.skips.iter().any(|skip| skip.what == what);
+    assert!(skipped(&record, "gradient of dx") && skipped(&record, "independence of dx"), "{:?}", record.skips);
+    let no_rstd = changed(|out, _| drop(out.remove("rstd")));
+    let record = run(RMS_NORM, adapter("[tensor.rstd]\nabsent = true"), no_rstd);
+    assert_agrees(&record);
+    assert!(skipped(&record, "forward of rstd"), "{:?}", record.skips);
+}
+
+// ---------------------------------------------------------------- processes
+
+/// A request's folder, which nobody reads here.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a folder")
+}
+
+fn one_shot(command: &str, time_limit: Duration) -> RunError {
+    let (dir, command) = (folder(), command.to_owned());
+    OneShot { command, time_limit }.call(dir.path()).expect_err("it failed")
+}
+
+fn assert_says(error: &RunError, needles: &[&str]) {
+    assert_eq!(error.verdict, Verdict::Error);
+    for needle in needles {
+        assert!(error.message.contains(needle), "`{needle}` is not in `{}`", error.message);
+    }
+}
+
+/// Whether a process runs; one that nobody has waited for does not.
+fn is_alive(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with('Z'))
+}
+
+fn assert_dies(pid: &str) {
+    let start = Instant::now();
+    while is_alive(pid) {
+        assert!(start.elapsed() < Duration::from_secs(5), "process {pid} is still alive");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_command_that_dies_says_how_and_its_last_words() {
+    assert_says(
+        &one_shot("echo first >&2; echo no such tensor >&2; exit 7", LIMIT),
+        &["exit code 7", "no such tensor"],
+    );
+    assert_says(&one_shot("kill -SEGV $$", LIMIT), &["signal 11"]);
+    assert_says(&one_shot("no-such-program {dir}", LIMIT), &["exit code 127", "no-such-program"]);
+    let words = one_shot("for i in $(seq 100); do echo line $i; done; exit 1", LIMIT);
+    assert!(words.message.contains("line 100") && !words.message.contains("line 80"), "{}", words.message);
+}
+
+#[test]
+fn a_command_that_hangs_is_killed_with_its_children() {
+    let dir = folder();
+    let command = "sleep 300 & echo $! > {dir}/child; echo waiting >&2; sleep 300".to_owned();
+    let start = Instant::now();
+    let error = OneShot { command, time_limit: Duration::from_millis(300) }.call(dir.path()).expect_err("it hangs");
+    assert_says(&error, &["time limit of 0.3 s", "waiting"]);
+    assert!(start.elapsed() < Duration::from_secs(10), "it was waited for");
+    assert_dies(&std::fs::read_to_string(dir.path().join("child")).expect("the child started"));
+}
+
+#[test]
+fn what_a_command_leaves_running_is_ended_when_it_succeeds() {
+    let dir = folder();
+    let command = "sleep 300 & echo $! > {dir}/child".to_owned();
+    OneShot { command, time_limit: LIMIT }.call(dir.path()).expect("it succeeds");
+    assert_dies(&std::fs::read_to_string(dir.path().join("child")).expect("the child started"));
+}
+
+/// A worker that a shell script is; `$dir` is the folder of the request that was read.
+fn worker(script: &str, time_limit: Duration) -> Worker {
+    let read = r#"request() { read -r line || exit 0; dir=${line#*:\"}; dir=${dir%\"*}; }"#;
+    Worker::new(format!("{read}\n{script}"), time_limit)
+}
+
+#[test]
+fn a_worker_lives_on_between_requests_and_ends_with_its_owner() {
+    let dir = folder();
+    let script = r#"while request; do echo $$ >> "$dir/pids"; echo '{"ok":true}'; done"#;
+    let mut worker = worker(script, LIMIT);
+    (0..3).for_each(|_| worker.call(dir.path()).expect("it answers"));
+    let pids = std::fs::read_to_string(dir.path().join("pids")).unwrap();
+    let pids: Vec<_> = pids.lines().collect();
+    assert!(pids.len() == 3 && pids.iter().all(|pid| pid == &pids[0]), "{pids:?}");
+    assert!(is_alive(pids[0]));
+    drop(worker);
+    assert_dies(pids[0]);
+}
+
+#[test]
+fn a_worker_that_dies_or_reports_an_error_answers_the_next_request() {
+    // Errors while `bad` is there; `report` is said, anything else is how it ends.
+    let script = r#"while request; do
+        case $(cat "$dir/bad" 2>/dev/null) in
+            report) echo '{"error":"width 3 is odd"}';;
+            exit) echo out of memory >&2; exit 9;;
+            abort) kill -ABRT $$;;
+            *) echo '{"ok":true}';;
+        esac; done"#;
+    let mut worker = worker(script, LIMIT);
+    for (bad, needles) in
+        [("report", &["width 3 is odd"][..]), ("exit", &["exit code 9", "out of memory"]), ("abort", &["signal 6"])]
+    {
+        let dir = folder();
+        worker.call(dir.path()).expect("it answers");
+        std::fs::write(dir.path().join("bad"), bad).unwrap();
+        assert_says(&worker.call(dir.path()).expect_err("it fails"), needles);
+        std::fs::remove_file(dir.path().join("bad")).unwrap();
+        worker.call(dir.path()).expect("it answers again");
+    }
+}
+
+#[test]
+fn a_worker_that_hangs_is_killed_and_one_that_babbles_is_not_believed() {
+    let dir = folder();
+    let mut hanging = worker("request; sleep 300 & echo $! > \"$dir/child\"; wait", Duration::from_millis(300));
+    assert_says(&hanging.call(dir.path()).expect_err("it hangs"), &["time limit of 0.3 s"]);
+    assert_dies(&std::fs::read_to_string(dir.path().join("child")).expect("the child started"));
+    for answer in ["loading weights", "{}", r#"{"ok":false}"#, r#"{"ok":true,"error":"no"}"#, r#"{"okay":true}"#] {
+        let mut babbling = worker(&format!("request; echo '{answer}'; sleep 300"), LIMIT);
+        assert_says(&babbling.call(dir.path()).expect_err(answer), &["answered", answer]);
+    }
+    // The second line would be taken for the answer to the next request.
+    let mut twice = worker(r#"while request; do echo '{"ok":true}'; echo '{"ok":true}'; : > "$dir/said"; done"#, LIMIT);
+    twice.call(dir.path()).expect("the first line is an answer");
+    let start = Instant::now();
+    while !dir.path().join("said").exists() && start.elapsed() < LIMIT {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // It may be on its way through the pipe still.
+    std::thread::sleep(Duration::from_millis(100));
+    assert_says(&twice.call(dir.path()).expect_err("it said too much"), &["without a request"]);
+}
+
+// ---------------------------------------------------------------- the command
+
+/// `parity external` about rms_norm in a folder of its own.
+fn parity(dir: &Path, arguments: &[&str]) -> crate::command_line::Output {
+    let (out, none) = (dir.join("out").display().to_string(), dir.join("none").display().to_string());
+    let fixed = ["external", "--op", "rms_norm", "--out", &out, "--regressions", &none];
+    Parity::new(&[&fixed[..], arguments].concat()).run()
+}
+
+fn report(dir: &Path) -> Report {
+    let text = std::fs::read_to_string(dir.join("report.json")).expect("a report");
+    serde_json::from_str(&text).expect("a report")
+}
+
+fn reference() -> String {
+    format!("{} external-worker --backend {}", binary().display(), support::backend())
+}
+
+#[test]
+fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
+    let dir = folder();
+    parity(dir.path(), &["--cmd", &format!("{} {{dir}}", reference()), "--case", RMS_NORM]).assert_code(0);
+    let one_shot = report(&dir.path().join("out"));
+    assert_eq!((one_shot.verdict(), one_shot.cases[0].origin), (Verdict::Pass, Origin::Given));
+    let output = parity(dir.path(), &["--worker", &reference(), "--cases", "1"]);
+    output.assert_code(0);
+    assert!(output.stdout.contains("skipped") && output.stdout.contains("guards"), "{}", output.stdout);
+    let external = report(&dir.path().join("out"));
+    assert_eq!(external.environment.backend.to_string(), "external");
+    assert_eq!(external.environment.device, reference());
+    assert!(external.skips.iter().any(|skip| skip.what == "guards" && skip.count == external.cases.len() as u64));
+    let page = std::fs::read_to_string(dir.path().join("out/index.html")).unwrap();
+    assert!(page.contains("external-worker") && page.contains("cannot be prepared"));
+
+    let (ours, none) = (dir.path().join("ours").display().to_string(), dir.path().join("none").display().to_string());
+    let backend = support::backend().to_string();
+    let run =
+        ["run", "--ops", "rms_norm", "--cases", "1", "--backend", &backend, "--out", &ours, "--regressions", &none];
+    Parity::new(&run).run().assert_code(0);
+    let [ours, theirs] = [ours, dir.path().join("out").display().to_string()].map(|dir| format!("{dir}/report.json"));
+    for sides in [[&ours, &theirs], [&theirs, &ours]] {
+        let output = Parity::new(&["diff", sides[0], sides[1]]).run();
+        output.assert_code(0);
+        assert!(output.stdout.contains("kernel from elsewhere"), "{}", output.stdout);
+    }
+}
+
+#[test]
+fn diff_still_sees_a_check_that_an_external_report_lost_without_saying_why() {
+    let dir = folder();
+    let write = |name: &str, report: &Report| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, serde_json::to_string(report).unwrap()).unwrap();
+        path.display().to_string()
+    };
+    let base = crate::diff::report();
+    let mut head = base.clone();
+    head.environment.backend = dsv4_kernels::runtime::BackendKind::External;
+    let base = write("base.json", &base);
+    Parity::new(&["diff", &base, &write("same.json", &head)]).run().assert_code(0);
+    head.cases.iter_mut().for_each(|case| case.checks.retain(|check| check.check != "guards"));
+    let output = Parity::new(&["diff", &base, &write("less.json", &head)]).run();
+    output.assert_code(1);
+    assert!(output.stdout.contains("guards"), "{}", output.stdout);
+}
+
+#[test]
+fn a_command_that_always_dies_fails_every_case_and_loses_none() {
+    let dir = folder();
+    let output = parity(dir.path(), &["--cmd", "echo broken >&2; exit 3 # {dir}", "--cases", "0"]);
+    output.assert_code(1);
+    let report = report(&dir.path().join("out"));
+    assert_eq!(report.cases.len(), registry::find("rms_norm").unwrap().corner_cases(Profile::Quick).len());
+    for case in &report.cases {
+        assert_no_outputs(case, Verdict::Error, &["exit code 3", "broken"]);
+        assert!(case.replay.starts_with("parity external --op rms_norm --cmd 'echo broken >&2; exit 3 # {dir}'"));
+    }
+    assert!(output.stderr.contains("broken"), "{}", output.stderr);
+    assert!(!dir.path().join("none").exists(), "somebody else's failure was remembered");
+}
+
+#[test]
+fn external_refuses_bad_usage_in_one_line() {
+    let dir = folder();
+    let adapter = dir.path().join("adapter.toml");
+    let with_adapter = |text: &str| {
+        std::fs::write(&adapter, text).unwrap();
+        parity(dir.path(), &["--worker", "true", "--cases", "0", "--adapter", &adapter.display().to_string()])
+    };
+    with_adapter("[tensor.lse]\nbase = 2").assert_bad_input(&["adapter.toml", "unknown tensor `lse`", "rstd"]);
+    with_adapter("[tensor.y]\nspeed = 2").assert_bad_input(&["adapter.toml", "speed"]);
+    with_adapter("[tensor.y]\npermute = [2, 1, 0]").assert_bad_input(&["`y`", "[2, 1, 0]"]);
+    parity(dir.path(), &["--worker", "true", "--adapter", "/nonexistent.toml"])
+        .assert_bad_input(&["/nonexistent.toml"]);
+    parity(dir.path(), &["--cmd", "python kernel.py"]).assert_bad_input(&["--cmd", "{dir}"]);
+    parity(dir.path(), &["--worker", "true", "--time-limit", "0"]).assert_bad_input(&["--time-limit", "0"]);
+    parity(dir.path(), &["--worker", " "]).assert_bad_input(&["--worker"]);
+    parity(dir.path(), &["--worker", "true", "--case", ATTENTION]).assert_bad_input(&["sparse_attention", "rms_norm"]);
+    assert_eq!(parity(dir.path(), &[]).code, Some(2));
+    assert_eq!(parity(dir.path(), &["--cmd", "a {dir}", "--worker", "b"]).code, Some(2));
+    Parity::new(&["external", "--op", "frobnicate", "--worker", "true"]).run().assert_bad_input(&["frobnicate"]);
+    Parity::new(&["external-worker", "/nonexistent"]).run().assert_bad_input(&["/nonexistent", "case.json"]);
+    assert!(!dir.path().join("out").exists(), "bad usage left a report");
+}
+
+// ---------------------------------------------------------------- Python
+
+fn examples() -> PathBuf {
+    support::fixtures().join("external")
+}
+
+/// Whether `python3 -c code` succeeds. Where it does not, what is skipped is said.
+fn python(code: &str, skipped: &str) -> bool {
+    let works = Command::new("python3").args(["-c", code]).output().is_ok_and(|output| output.status.success());
+    if !works {
+        eprintln!("1 skipped: {skipped}: `python3 -c '{code}'` does not work here");
+    }
+    works
+}
+
+fn assert_example_agrees(script: &str, arguments: &[&str]) {
+    let dir = folder();
+    let command = format!("python3 '{}'", examples().join(script).display());
+    parity(dir.path(), &[&["--worker", &command][..], arguments].concat()).assert_code(0);
+}
+
+#[test]
+fn every_python_file_compiles() {
+    if !python("", "Python files are not compiled") {
+        return;
+    }
+    let mut files: Vec<PathBuf> =
+        std::fs::read_dir(examples()).expect("fixtures/external").map(|e| e.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "py"));
+    files.push(examples().join("dsv4_external/__init__.py"));
+    assert!(files.len() > 4, "{files:?}");
+    for file in files {
+        let code = "import sys; compile(open(sys.argv[1]).read(), sys.argv[1], 'exec')";
+        let output = Command::new("python3").args(["-c", code]).arg(&file).output().expect("python3 runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn the_plain_python_kernel_agrees_in_both_modes() {
+    if !python("", "the plain Python kernel") {
+        return;
+    }
+    assert_example_agrees("python_rms_norm.py", &["--case", RMS_NORM]);
+    let (dir, script) = (folder(), examples().join("python_rms_norm.py"));
+    let command = format!("python3 '{}' {{dir}}", script.display());
+    parity(dir.path(), &["--cmd", &command, "--case", RMS_NORM]).assert_code(0);
+}
+
+#[test]
+fn a_python_kernel_that_overwrites_an_input_prints_or_raises_is_told_so() {
+    if !python("", "a Python kernel that goes wrong") {
+        return;
+    }
+    let dir = folder();
+    let kernel = |body: &str| {
+        let script = dir.path().join("kernel.py");
+        let path = examples().display().to_string();
+        let text = std::fs::read_to_string(examples().join("python_rms_norm.py")).unwrap();
+        let text = text.replace("    outputs = {", &format!("    {body}\n    outputs = {{"));
+        std::fs::write(&script, format!("import sys; sys.path.insert(0, {path:?})\n{text}")).unwrap();
+        parity(dir.path(), &["--worker", &format!("python3 '{}'", script.display()), "--case", RMS_NORM])
+    };
+    kernel("print('on standard output')").assert_code(0);
+    let output = kernel("dy.values[3] = 0.0");
+    output.assert_code(1);
+    assert!(output.stderr.contains("inputs_unchanged dy"), "{}", output.stderr);
+    let output = kernel("raise ValueError('no such width')");
+    output.assert_code(1);
+    assert!(output.stderr.contains("ValueError: no such width"), "{}", output.stderr);
+}
+
+#[test]
+fn the_examples_for_libraries_agree_where_the_library_is() {
+    if python("import numpy", "numpy_rms_norm.py") {
+        assert_example_agrees("numpy_rms_norm.py", &["--cases", "0", "--forward-only"]);
+    }
+    if python("import torch, triton; assert torch.cuda.is_available()", "triton_rms_norm.py") {
+        assert_example_agrees("triton_rms_norm.py", &["--cases", "0", "--forward-only"]);
+    }
+    if python("import torch", "pytorch_sparse_attention.py") {
+        let dir = folder();
+        let [out, none] = ["out", "none"].map(|name| dir.path().join(name).display().to_string());
+        let command = format!("python3 '{}'", examples().join("pytorch_sparse_attention.py").display());
+        let adapter = examples().join("pytorch_sparse_attention.toml").display().to_string();
+        let fixed = ["external", "--op", "sparse_attention", "--out", &out, "--regressions", &none];
+        let arguments = [&fixed[..], &["--worker", &command, "--adapter", &adapter, "--case", ATTENTION]].concat();
+        Parity::new(&arguments).run().assert_code(0);
+    }
+}
