@@ -26,6 +26,7 @@ pub mod history;
 pub mod journal;
 pub mod merge;
 pub mod mutants;
+pub mod mutation;
 pub mod operator;
 pub mod operators;
 pub mod record;
