@@ -5,7 +5,8 @@
 //! - [`operators`] and [`registry`]: what each operator brings;
 //! - [`case`]: one comparison, one line of JSON;
 //! - [`budget`], [`agreement`], [`checks`], [`triangulation`]: what is compared, and how strictly;
-//! - [`sweep`], [`regressions`], [`mutants`]: many cases; those that failed; bugs planted on purpose;
+//! - [`sweep`] and [`regressions`]: many cases, and those that failed;
+//! - [`mutants`], [`mutation`], [`kill_matrix`]: bugs planted on purpose, bugs by the hundred, and who sees them;
 //! - [`shard`], [`journal`], [`merge`]: one sweep over many workers, which may be killed;
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
 //! - [`golden`] and [`golden_run`]: what an independent implementation computed;
@@ -24,6 +25,7 @@ pub mod golden;
 pub mod golden_run;
 pub mod history;
 pub mod journal;
+pub mod kill_matrix;
 pub mod merge;
 pub mod mutants;
 pub mod mutation;

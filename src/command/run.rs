@@ -100,6 +100,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         benchmarks: measured.benchmarks,
         ceilings: measured.ceilings,
         mutants: Vec::new(),
+        kill_matrix: None,
         skips: skips(&device, arguments).into_iter().chain(measured.skip).collect(),
         shards: vec![shard_record(record, seconds)],
     };
@@ -182,7 +183,8 @@ fn run_shard(plan: Plan, shard: Shard, device: &Device, options: &SweepOptions, 
     }
 }
 
-fn revision(device: &Device) -> Revision {
+/// What is tested: this build's commit, and the kernels.
+pub(super) fn revision(device: &Device) -> Revision {
     Revision {
         commit: env!("PARITY_COMMIT").to_owned(),
         dirty: env!("PARITY_DIRTY") == "1",
