@@ -144,8 +144,7 @@ impl<'a> Session<'a> {
         }
         let equivalents = Equivalents::load(&dir)?;
         let generated = plan::generate(device.tree(), &names, &equivalents)?;
-        let regressions =
-            Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
+        let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
         let known = know_cases(arguments, &device, &operators, &regressions, &planted)?;
         let choice = Choice {
             sample: arguments.sample.filter(|_| arguments.only.is_empty()),
@@ -173,8 +172,7 @@ impl<'a> Session<'a> {
     /// The trials: planted mutants first, then generated ones, the operators in turn.
     fn trials(&self) -> Vec<Trial> {
         let all_checks = self.arguments.all_checks || !self.arguments.only.is_empty();
-        let trial =
-            |subject: &Subject| Trial { subject: subject.clone(), schedules: self.schedules(), all_checks };
+        let trial = |subject: &Subject| Trial { subject: subject.clone(), schedules: self.schedules(), all_checks };
         let is_planted = |subject: &&Subject| matches!(subject, Subject::Planted(_));
         let planted = self.plans.iter().flat_map(|plan| plan.subjects.iter().filter(is_planted));
         let mut trials: Vec<Trial> = planted.map(trial).collect();
@@ -205,7 +203,9 @@ impl<'a> Session<'a> {
         };
         let bar = progress(trials.len(), "mutants");
         let done = |record: &MutantRecord| {
-            if !matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent) || !self.arguments.only.is_empty() {
+            if !matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent)
+                || !self.arguments.only.is_empty()
+            {
                 bar.suspend(|| println!("{}", fate_text(record)));
             }
             bar.inc(1);
@@ -238,7 +238,8 @@ impl<'a> Session<'a> {
             let missed = records.iter().any(|record| record.status() != MutantStatus::Killed);
             return Ok(if missed { Exit::Disagreed } else { Exit::Agreed });
         }
-        let false_equivalents = self.arguments.check_equivalents && report_false_equivalents(&mut records, self.arguments)?;
+        let false_equivalents =
+            self.arguments.check_equivalents && report_false_equivalents(&mut records, self.arguments)?;
         let matrix = KillMatrixRecord {
             floor: self.arguments.floor,
             seed: self.arguments.seed,
@@ -358,7 +359,8 @@ fn count_not_run(plans: &mut [Plan], subject: &Subject) {
         Subject::Planted(mutant) => (&mutant.operator, "planted"),
         Subject::Generated(mutant, _) => (&mutant.operator, "generated"),
     };
-    let concerned = plans.iter_mut().find(|plan| plan.counts.as_ref().is_some_and(|counts| counts.operator == *operator));
+    let concerned =
+        plans.iter_mut().find(|plan| plan.counts.as_ref().is_some_and(|counts| counts.operator == *operator));
     let Some(plan) = concerned else { return };
     if let (Some(counts), "generated") = (&mut plan.counts, kind) {
         counts.not_run += 1;

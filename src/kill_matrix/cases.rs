@@ -58,7 +58,8 @@ pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) 
     // A device of its own, so that the modules are those of this case.
     let device = device.with_tree(device.tree().clone());
     let record = sweep::run_case(&case, origin, &device, options);
-    let words = |path: &String| path.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect::<Vec<_>>();
+    let words =
+        |path: &String| path.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect::<Vec<_>>();
     let modules = device.loaded_modules();
     KnownCase {
         kernels: record.paths.iter().flat_map(words).collect(),

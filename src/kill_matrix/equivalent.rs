@@ -70,8 +70,8 @@ impl Equivalents {
         if !path.is_file() {
             return Ok(Self { path, ..Self::default() });
         }
-        let text = std::fs::read_to_string(&path)
-            .map_err(|source| EquivalentError::Read { path: path.clone(), source })?;
+        let text =
+            std::fs::read_to_string(&path).map_err(|source| EquivalentError::Read { path: path.clone(), source })?;
         let malformed = |reason: String| EquivalentError::Malformed { path: path.clone(), reason };
         let file: EquivalentFile = toml::from_str(&text).map_err(|e| malformed(e.to_string()))?;
         let mut reasons = BTreeMap::new();
@@ -121,7 +121,8 @@ mod tests {
 
     #[test]
     fn an_id_that_no_kernel_gives_is_an_error_for_its_own_operator_only() {
-        let list = list("[[equivalent]]\nids = [\"rope:f:scale:0\", \"rope:f:scale:1\"]\nreason = 'none'\n").expect("a list");
+        let list =
+            list("[[equivalent]]\nids = [\"rope:f:scale:0\", \"rope:f:scale:1\"]\nreason = 'none'\n").expect("a list");
         let check = |operator: &str, ids: &[&str]| {
             list.check(&[operator.to_owned()].into(), &ids.iter().copied().collect()).map_err(|error| error.to_string())
         };

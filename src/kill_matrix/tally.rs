@@ -41,7 +41,11 @@ impl Tally {
             let tally = Self { left_out, ..Self::of(mutants) };
             Self { operator: name.clone(), ..tally }
         };
-        names.into_iter().map(of).filter(|tally| *tally != Self { operator: tally.operator.clone(), ..Self::default() }).collect()
+        names
+            .into_iter()
+            .map(of)
+            .filter(|tally| *tally != Self { operator: tally.operator.clone(), ..Self::default() })
+            .collect()
     }
 
     /// Of some records.
@@ -80,9 +84,11 @@ impl Tally {
             None => Some(format!("{name}: no generated mutant was judged")),
             // NaN must fail, so the comparison is written as what passes.
             Some(rate) if rate >= floor => None,
-            Some(rate) => {
-                Some(format!("{name}: {:.1} % of the generated mutants killed, below {:.1} %", 100.0 * rate, 100.0 * floor))
-            }
+            Some(rate) => Some(format!(
+                "{name}: {:.1} % of the generated mutants killed, below {:.1} %",
+                100.0 * rate,
+                100.0 * floor
+            )),
         }
     }
 }

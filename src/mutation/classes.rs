@@ -109,11 +109,7 @@ fn quoted(source: &Source<'_>, node: Node<'_>) -> String {
 /// Left, operator and right of a binary expression.
 fn binary<'t>(node: Node<'t>) -> Option<(Node<'t>, Node<'t>, Node<'t>)> {
     (node.kind() == "binary_expression").then_some(())?;
-    Some((
-        node.child_by_field_name("left")?,
-        node.child_by_field_name("operator")?,
-        node.child_by_field_name("right")?,
-    ))
+    Some((node.child_by_field_name("left")?, node.child_by_field_name("operator")?, node.child_by_field_name("right")?))
 }
 
 /// The callee's name, without template arguments, and the arguments of a call.
@@ -200,7 +196,8 @@ fn swapped_strides(source: &Source<'_>, node: Node<'_>) -> Option<Edit> {
     let (left, operator, right) = binary(node)?;
     (source.text_of(operator) == "+" && !source.is_float(node)).then_some(())?;
     // `base + a * s + b * t` is `(base + a * s) + b * t`.
-    let last_of_left = binary(left).filter(|(_, sign, _)| source.text_of(*sign) == "+").map_or(left, |(_, _, last)| last);
+    let last_of_left =
+        binary(left).filter(|(_, sign, _)| source.text_of(*sign) == "+").map_or(left, |(_, _, last)| last);
     let (_, times, first) = binary(last_of_left)?;
     let (_, other_times, second) = binary(right)?;
     (source.text_of(times) == "*" && source.text_of(other_times) == "*").then_some(())?;
@@ -291,7 +288,8 @@ fn extent(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     if !in_loop_condition(node) {
         return Vec::new();
     }
-    let mut edits = vec![edit(operator, other, format!("The loop runs while {} with `{other}`.", quoted(source, node)))];
+    let mut edits =
+        vec![edit(operator, other, format!("The loop runs while {} with `{other}`.", quoted(source, node)))];
     if source.text_of(operator) == "<" {
         let (range, end) = (right.byte_range(), source.text_of(right));
         let summary = format!("The loop ends before the last of {}.", quoted(source, right));

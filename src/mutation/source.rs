@@ -92,8 +92,7 @@ impl<'a> Source<'a> {
                 }
             });
         }
-        let kernels: BTreeSet<&str> =
-            names.iter().copied().filter(|name| self.kernels.contains(*name)).collect();
+        let kernels: BTreeSet<&str> = names.iter().copied().filter(|name| self.kernels.contains(*name)).collect();
         let mut callers: BTreeMap<&str, BTreeSet<&str>> = names.iter().map(|name| (*name, BTreeSet::new())).collect();
         for kernel in &kernels {
             let mut pending = vec![*kernel];
@@ -257,7 +256,8 @@ mod tests {
 
     #[test]
     fn macros_are_overwritten_without_moving_anything() {
-        let text = "// DEVICE\nDEVICE float f() { UNROLL return 1.0f; }\nPARAMS_LAYOUT(A,\n x)\nKERNEL(k, P, 32) { f(); }\n";
+        let text =
+            "// DEVICE\nDEVICE float f() { UNROLL return 1.0f; }\nPARAMS_LAYOUT(A,\n x)\nKERNEL(k, P, 32) { f(); }\n";
         let (masked, kernels) = masked(text);
         assert_eq!(masked.len(), text.len());
         assert!(masked.starts_with("// DEVICE\nstatic float f() {        return 1.0f; }\n"), "{masked}");

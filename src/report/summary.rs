@@ -4,7 +4,8 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::record::{
-    BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report, Verdict,
+    BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report,
+    Verdict,
 };
 
 use super::numbers::{counted, significant};
@@ -303,7 +304,7 @@ impl Matrix {
 }
 
 /// The matrix's column of a check.
-fn column(check: &str) -> &str {
+pub(super) fn column(check: &str) -> &str {
     if check.starts_with("law:") { LAWS } else { check }
 }
 
