@@ -95,6 +95,9 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
     if !(0.0..=1.0).contains(&arguments.floor) {
         bail!("--floor {} is no share between 0 and 1", arguments.floor);
     }
+    if arguments.jobs == Some(0) {
+        bail!("--jobs 0 would run nothing");
+    }
     let emulator = EmulatorOptions { time_limit: LAUNCH_LIMIT, ..EmulatorOptions::default() };
     let device = arguments.device.open_with(&DeviceOptions { emulator, ..DeviceOptions::default() })?;
     if arguments.trial {

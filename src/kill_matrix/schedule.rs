@@ -162,3 +162,73 @@ fn killed_by_launch(subject: &Subject, tree: &SourceTree, cases_run: u64, reason
         ..record
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mutants::Mutant;
+
+    /// Runs trials whose children are a shell script.
+    fn fates(script: &str, budget: Option<Duration>) -> Result<Fates> {
+        let mutant = Mutant {
+            id: "bug".into(),
+            catalogue: "FM-00".into(),
+            operator: "rope".into(),
+            file: "rope.cu".into(),
+            summary: String::new(),
+            find: "DEVICE void rotate(".into(),
+            replace: "DEVICE void rotate(".into(),
+            expected: "forward".into(),
+            cases: Vec::new(),
+        };
+        let trial = Trial { subject: Subject::Planted(mutant), schedules: 0, all_checks: false };
+        let schedule = Schedule {
+            executable: "/bin/sh".into(),
+            arguments: vec!["-c".into(), script.into()],
+            jobs: 2,
+            time_budget: budget,
+            patience: Duration::from_millis(300),
+        };
+        run(&schedule, &[trial.clone(), trial], &SourceTree::embedded(), &|_| ())
+    }
+
+    fn killed_by(fates: Fates) -> Vec<(Vec<String>, String)> {
+        let records = fates.into_iter().map(|fate| fate.expect("it ran"));
+        records.map(|record| (record.killed_by, record.reason)).collect()
+    }
+
+    #[test]
+    fn a_child_that_crashes_was_killed_by_its_launch_and_the_others_go_on() {
+        for (killed_by, reason) in killed_by(fates("cat >/dev/null; kill -SEGV $$", None).expect("fates")) {
+            assert_eq!(killed_by, ["launch"]);
+            assert!(reason.ends_with("signal 11"), "{reason}");
+        }
+    }
+
+    #[test]
+    fn a_child_that_hangs_was_killed_by_its_launch() {
+        for (killed_by, reason) in killed_by(fates("cat >/dev/null; exec sleep 60", None).expect("fates")) {
+            assert_eq!(killed_by, ["launch"]);
+            assert!(reason.contains("no sign of life"), "{reason}");
+        }
+    }
+
+    #[test]
+    fn a_child_that_fails_by_itself_is_an_error_and_no_kill() {
+        let error = fates("cat >/dev/null; echo no device >&2; exit 3", None).unwrap_err().to_string();
+        assert!(error.contains("mutant `bug`") && error.contains("no device"), "{error}");
+    }
+
+    #[test]
+    fn signs_of_life_keep_a_child_alive_until_its_record_comes() {
+        let record = serde_json::to_string(&Answer::Record(Box::default())).expect("JSON");
+        let script = format!("for i in 0 1 2 3; do echo '{{\"case\":'$i'}}'; sleep 0.15; done; echo '{record}'");
+        assert!(killed_by(fates(&script, None).expect("fates")).iter().all(|(killed_by, _)| killed_by.is_empty()));
+    }
+
+    #[test]
+    fn nothing_begins_once_the_time_budget_is_spent() {
+        let fates = fates("exit 1", Some(Duration::ZERO)).expect("nothing ran, so nothing failed");
+        assert_eq!(fates, [None, None]);
+    }
+}

@@ -112,7 +112,8 @@ impl<'a> Source<'a> {
         match node.kind() {
             "number_literal" => self.text_of(node).contains('.'),
             "identifier" | "field_identifier" => self.floats.contains(self.text_of(node)),
-            "field_expression" => field("field"),
+            // `threadIdx.x` is no x of the file.
+            "field_expression" => !self.is_launch_index(node) && field("field"),
             "subscript_expression" => field("argument"),
             "call_expression" => field("function"),
             "unary_expression" => field("argument"),
@@ -125,6 +126,12 @@ impl<'a> Source<'a> {
             }
             _ => false,
         }
+    }
+
+    /// Whether a field belongs to CUDA's built-in indices and extents.
+    fn is_launch_index(&self, node: Node<'_>) -> bool {
+        let of = node.child_by_field_name("argument").map(|argument| self.text_of(argument));
+        matches!(of, Some("threadIdx" | "blockIdx" | "blockDim" | "gridDim"))
     }
 
     /// Names that the file declares as float or double, behind no pointer.

@@ -54,6 +54,7 @@ fn subscripts_strides_quotients_and_remainders_change_places() {
     );
     assert_eq!(lines(Class::Index, "y = lane / n;"), ["y = lane % n;"]);
     assert!(lines(Class::Index, "float y = 1.0f / x;").is_empty());
+    assert_eq!(lines(Class::Index, "float x; y = threadIdx.x / n;"), ["float x; y = threadIdx.x % n;"]);
 }
 
 #[test]

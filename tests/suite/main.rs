@@ -10,6 +10,7 @@ mod diff;
 mod emulator;
 mod golden;
 mod history;
+mod kill_matrix;
 mod mutants;
 mod scenario;
 mod selftest;
