@@ -66,7 +66,7 @@ fn collect(source: &Source<'_>, node: Node<'_>, found: &mut Vec<(Class, Edit)>) 
         found.extend(mutator(source, node).into_iter().map(|edit| (class, edit)));
     }
     for index in 0..node.child_count() {
-        let Some(child) = node.child(index as u32) else { continue };
+        let Some(child) = node.child(index) else { continue };
         if !only_compiler_evaluates(node, child) {
             collect(source, child, found);
         }
@@ -89,7 +89,7 @@ fn only_compiler_evaluates(parent: Node<'_>, child: Node<'_>) -> bool {
 
 fn is_constexpr(statement: Node<'_>) -> bool {
     (0..statement.child_count())
-        .filter_map(|index| statement.child(index as u32))
+        .filter_map(|index| statement.child(index))
         .any(|child| child.kind() == "constexpr")
 }
 

@@ -168,7 +168,7 @@ impl<'a> Source<'a> {
 pub(super) fn descend<'t>(node: Node<'t>, visit: &mut impl FnMut(Node<'t>)) {
     visit(node);
     for index in 0..node.child_count() {
-        if let Some(child) = node.child(index as u32) {
+        if let Some(child) = node.child(index) {
             descend(child, visit);
         }
     }
@@ -181,7 +181,7 @@ fn first_error(node: Node<'_>) -> Option<Node<'_>> {
     if !node.has_error() {
         return None;
     }
-    (0..node.child_count()).filter_map(|index| node.child(index as u32)).find_map(first_error)
+    (0..node.child_count()).filter_map(|index| node.child(index)).find_map(first_error)
 }
 
 /// The text with the project's macros overwritten, and the names of its kernels.

@@ -212,7 +212,7 @@ fn matrix_row(mutant: &MutantRecord, columns: &[&str]) -> Markup {
         tr .survivor[survived(mutant)] {
             th scope="row" {
                 details .mutant {
-                    summary { @if survived(mutant) { span .fail-text { "✗ " } } (short(mutant)) span .note { " " (mutant.line) }
+                    summary { @if survived(mutant) { span .fail-text { "✗ " } } (short(mutant)) span .note { " line " (mutant.line) }
                         @if !as_expected { " " span .badge.warn title="Killed, but not by the check that was expected to see it" { "▲ not as expected" } } }
                     p { (mutant.summary) }
                     (change(mutant))
