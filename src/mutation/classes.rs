@@ -88,9 +88,7 @@ fn only_compiler_evaluates(parent: Node<'_>, child: Node<'_>) -> bool {
 }
 
 fn is_constexpr(statement: Node<'_>) -> bool {
-    (0..statement.child_count())
-        .filter_map(|index| statement.child(index))
-        .any(|child| child.kind() == "constexpr")
+    (0..statement.child_count()).filter_map(|index| statement.child(index)).any(|child| child.kind() == "constexpr")
 }
 
 fn edit(node: Node<'_>, replacement: impl Into<String>, summary: impl Into<String>) -> Edit {
