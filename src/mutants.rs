@@ -1,22 +1,25 @@
 //! Planted bugs: text patches of kernel sources, applied when they are compiled, never to the tree.
 //!
-//! `fixtures/mutants/*.toml` hold lists of [`Mutant`]. An anchor that matches no longer, or more than
+//! `fixtures/mutants/*.toml` hold lists of [`Mutant`] (and [`EQUIVALENT`], of generated ones). An anchor that matches no longer, or more than
 //! once, is an error: a patch that changes nothing would be "survived" for the wrong reason.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use dsv4_kernels::runtime::{Device, SourceTree};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::case::{Case, CaseError};
 use crate::checks::{self, CheckOptions};
-use crate::record::{MutantRecord, Verdict};
+use crate::record::{MutantRecord, MutantSource, MutantStatus, Verdict};
 use crate::registry;
 
+/// The file of a folder of mutants that lists generated ones without effect ([`crate::kill_matrix`]).
+pub const EQUIVALENT: &str = "equivalent.toml";
+
 /// One planted bug.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mutant {
     /// Unique name.
@@ -106,7 +109,8 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
     let mut paths = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(read_error(dir))? {
         let path = entry.map_err(read_error(dir))?.path();
-        if path.extension().is_some_and(|extension| extension == "toml") {
+        let equivalent = path.file_name().is_some_and(|name| name == EQUIVALENT);
+        if !equivalent && path.extension().is_some_and(|extension| extension == "toml") {
             paths.push(path);
         }
     }
@@ -135,6 +139,24 @@ impl Mutant {
         Ok(tree.with_text(&self.file, text.replacen(&self.find, &self.replace, 1), &format!("mutant {}", self.id)))
     }
 
+    /// A record that says what is planted and where, before anything is known of its fate.
+    pub fn unjudged(&self, tree: &SourceTree) -> MutantRecord {
+        let text = tree.text(&self.file).unwrap_or_default();
+        MutantRecord {
+            id: self.id.clone(),
+            catalogue: self.catalogue.clone(),
+            operator: self.operator.clone(),
+            summary: self.summary.clone(),
+            expected: self.expected.clone(),
+            source: MutantSource::Planted,
+            file: self.file.clone(),
+            line: text.find(&self.find).map_or(0, |at| 1 + text[..at].matches('\n').count() as u64),
+            original: self.find.trim_matches('\n').to_owned(),
+            mutated: self.replace.trim_matches('\n').to_owned(),
+            ..MutantRecord::default()
+        }
+    }
+
     /// Runs the mutant's cases against it and says which checks saw it.
     ///
     /// # Errors
@@ -143,24 +165,29 @@ impl Mutant {
         let mutated = device.with_tree(self.plant(device.tree())?);
         let options = CheckOptions { schedules, triangulate: false };
         let mut killed_by = BTreeSet::new();
+        let (mut killing_case, mut reason) = (String::new(), String::new());
         for line in &self.cases {
             let refused = |source| MutantError::Case { id: self.id.clone(), source };
             let case = Case::parse(line).map_err(refused)?;
             let prepared = registry::prepare(&case).map_err(refused)?;
             let outcome = checks::run(&*prepared, &mutated, options);
             // An error is no kill: a mutant that does not compile shows nothing about the checks.
-            killed_by.extend(outcome.failures().filter(|c| c.verdict == Verdict::Fail).map(|c| c.check.clone()));
+            let seen = || outcome.failures().filter(|c| c.verdict == Verdict::Fail);
+            if let (true, Some(first)) = (killed_by.is_empty(), seen().next()) {
+                (killing_case, reason) = (case.line(), first.message.clone());
+            }
+            killed_by.extend(seen().map(|c| c.check.clone()));
             if let Some(error) = outcome.failures().find(|c| c.verdict == Verdict::Error && c.check == "launch") {
                 return Err(MutantError::NotRun { id: self.id.clone(), message: error.message.clone() });
             }
         }
         Ok(MutantRecord {
-            id: self.id.clone(),
-            catalogue: self.catalogue.clone(),
-            operator: self.operator.clone(),
-            summary: self.summary.clone(),
-            expected: self.expected.clone(),
+            status: Some(if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed }),
             killed_by: killed_by.into_iter().collect(),
+            cases_run: self.cases.len() as u64,
+            killing_case,
+            reason,
+            ..self.unjudged(device.tree())
         })
     }
 }

@@ -42,6 +42,9 @@ pub struct Report {
     pub ceilings: Option<Ceilings>,
     /// Mutants that were run, where the run included them.
     pub mutants: Vec<MutantRecord>,
+    /// How those were chosen; absent where none were run, and in reports that knew planted ones only.
+    #[serde(default)]
+    pub kill_matrix: Option<KillMatrixRecord>,
     /// Things that were not done, each with its reason; shown, never silent.
     pub skips: Vec<Skip>,
     /// Which parts of the plan this is: one entry for a run, one for each shard after a merge; none in
@@ -287,21 +290,106 @@ pub struct Ceilings {
     pub matrix_flops_per_second: Option<f64>,
 }
 
-/// One mutant and the check that killed it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// One mutant and the checks that killed it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MutantRecord {
     /// The mutant's id.
     pub id: String,
-    /// Catalogue entry, such as `FM-03`.
+    /// Catalogue entry, such as `FM-03`; empty for a generated mutant.
     pub catalogue: String,
     /// Operator.
     pub operator: String,
-    /// One sentence on what was planted.
+    /// One sentence on what was changed.
     pub summary: String,
-    /// Check that was expected to see it.
+    /// Check that was expected to see it; empty for a generated mutant.
     pub expected: String,
     /// Checks that saw it; empty when it survived.
     pub killed_by: Vec<String>,
+    /// Who thought of it.
+    #[serde(default)]
+    pub source: MutantSource,
+    /// What became of it; absent in reports written before there were more than two possibilities.
+    #[serde(default)]
+    pub status: Option<MutantStatus>,
+    /// Kind of change of a generated mutant, such as `comparison`.
+    #[serde(default)]
+    pub class: String,
+    /// File within the kernel tree.
+    #[serde(default)]
+    pub file: String,
+    /// Line of the change, from 1.
+    #[serde(default)]
+    pub line: u64,
+    /// The changed lines as they stand.
+    #[serde(default)]
+    pub original: String,
+    /// The same after the change.
+    #[serde(default)]
+    pub mutated: String,
+    /// Cases that it was run on.
+    #[serde(default)]
+    pub cases_run: u64,
+    /// The first case that killed it, as a line of JSON.
+    #[serde(default)]
+    pub killing_case: String,
+    /// What the killing check said first; why it is equivalent; why it could not be run.
+    #[serde(default)]
+    pub reason: String,
+}
+
+/// Where a mutant comes from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MutantSource {
+    /// A person planted a known failure mode.
+    #[default]
+    Planted,
+    /// The syntax tree of the kernel gave it.
+    Generated,
+}
+
+/// What became of a mutant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MutantStatus {
+    /// Some check failed.
+    Killed,
+    /// Every check of every case passed.
+    Survived,
+    /// It computes the same as the kernel, for a stated reason; not run.
+    Equivalent,
+    /// It does not compile or cannot be launched, which shows nothing.
+    Invalid,
+}
+
+/// How a run's mutants were chosen and judged.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KillMatrixRecord {
+    /// Least share of the generated mutants that must be killed, of each operator.
+    pub floor: f64,
+    /// Seed of the sample.
+    pub seed: u64,
+    /// Most generated mutants of an operator; all where absent.
+    pub sample: Option<u64>,
+    /// Random schedules of each case (emulator).
+    pub schedules: u32,
+    /// Whether a mutant ran on all its cases; otherwise the first that killed it was the last.
+    pub all_checks: bool,
+    /// One entry for each operator.
+    pub operators: Vec<GeneratedRecord>,
+}
+
+/// How many mutants an operator's kernel gave.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GeneratedRecord {
+    /// Operator.
+    pub operator: String,
+    /// Mutants of its syntax tree, equivalent ones included.
+    pub generated: u64,
+    /// Of those, how many the sample left out.
+    pub not_drawn: u64,
+    /// Of those that were drawn, how many the time budget left out.
+    pub not_run: u64,
 }
 
 /// Something that was not done.
@@ -319,6 +407,17 @@ impl CaseRecord {
     /// The worst verdict of the case.
     pub fn verdict(&self) -> Verdict {
         self.checks.iter().map(|check| check.verdict).max().unwrap_or(Verdict::Error)
+    }
+}
+
+impl MutantRecord {
+    /// What became of it.
+    pub fn status(&self) -> MutantStatus {
+        match self.status {
+            Some(status) => status,
+            None if self.killed_by.is_empty() => MutantStatus::Survived,
+            None => MutantStatus::Killed,
+        }
     }
 }
 

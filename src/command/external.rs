@@ -112,6 +112,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
         benchmarks: Vec::new(),
         ceilings: None,
         mutants: Vec::new(),
+        kill_matrix: None,
         shards: vec![run::shard_record(record, seconds)],
     };
     report::write_all(&report, &arguments.out)

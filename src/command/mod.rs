@@ -8,6 +8,7 @@ mod external;
 mod golden;
 mod history;
 mod merge;
+mod mutants;
 mod ops;
 mod replay;
 mod report;
@@ -18,7 +19,6 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
-use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, RuntimeError, SourceTree};
 
 /// What a command ends with.
@@ -73,6 +73,8 @@ pub enum Command {
     ExternalWorker(external::WorkerArguments),
     /// Hold oracles and kernels against golden files
     Golden(golden::GoldenArguments),
+    /// Plant bugs in the kernels, by hand and by the hundred, and say which check sees each
+    Mutants(mutants::MutantsArguments),
     /// Write the pages of a report.json anew
     Report(report::ReportArguments),
     /// Run one case verbosely: a JSON line, or a file of them
@@ -100,6 +102,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::External(arguments) => external::execute(&arguments),
         Command::ExternalWorker(arguments) => external::answer(&arguments),
         Command::Golden(arguments) => golden::execute(&arguments),
+        Command::Mutants(arguments) => mutants::execute(&arguments),
         Command::Report(arguments) => report::execute(&arguments),
         Command::Replay(arguments) => replay::execute(&arguments),
         Command::Bisect(arguments) => bisect::execute(&arguments),
@@ -137,12 +140,20 @@ impl DeviceArguments {
     /// # Errors
     /// A missing backend, or a kernel directory that cannot be read.
     pub fn open(&self) -> Result<Device> {
+        self.open_with(&DeviceOptions::default())
+    }
+
+    /// Opens the device, with other options than the usual ones for all but the kernels.
+    ///
+    /// # Errors
+    /// As [`DeviceArguments::open`].
+    pub fn open_with(&self, other: &DeviceOptions) -> Result<Device> {
         let options = || -> Result<DeviceOptions> {
             let tree = match &self.kernels {
                 Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
                 None => SourceTree::embedded(),
             };
-            Ok(DeviceOptions { tree, emulator: EmulatorOptions::default(), ..DeviceOptions::default() })
+            Ok(DeviceOptions { tree, ..other.clone() })
         };
         match self.backend {
             BackendChoice::Cuda => Ok(Device::open(BackendKind::Cuda, options()?)?),

@@ -101,6 +101,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         benchmarks: measured.benchmarks,
         ceilings: measured.ceilings,
         mutants: Vec::new(),
+        kill_matrix: None,
         skips: skips(&device, arguments).into_iter().chain(measured.skip).collect(),
         shards: vec![shard_record(record, seconds)],
     };
@@ -189,7 +190,8 @@ pub(super) fn run_shard(
     }
 }
 
-fn revision(runner: &dyn Runner) -> Revision {
+/// What is tested: this build's commit, and the kernels.
+pub(super) fn revision(runner: &dyn Runner) -> Revision {
     let (kernels, kernels_digest) = runner.kernels();
     Revision { commit: env!("PARITY_COMMIT").to_owned(), dirty: env!("PARITY_DIRTY") == "1", kernels, kernels_digest }
 }

@@ -7,7 +7,10 @@ use dsv4_kernels::runtime::BackendKind;
 
 use super::FALSE_ALARM_RATE;
 use super::statistics::{absence, holm, median, rank_sum, signed_rank};
-use crate::record::{BenchmarkRecord, CaseRecord, Metrics, Origin, Report, Skip};
+use crate::kill_matrix::tally::Tally;
+use crate::record::{
+    BenchmarkRecord, CaseRecord, Metrics, MutantRecord, MutantSource, MutantStatus, Origin, Report, Skip,
+};
 use crate::report::numbers::{count, counted, significant, time};
 use crate::report::summary::{Standing, agrees, survived};
 
@@ -748,29 +751,57 @@ fn tensor_finding(operator: &str, tensor: &TensorDiff, place: usize, kind: Kind)
 fn mutants(base: &Report, head: &Report, findings: &mut Vec<Finding>) {
     for was in &base.mutants {
         let is = head.mutants.iter().find(|one| one.id == was.id);
-        let told = |killed_by: &[String]| {
-            if killed_by.is_empty() { "survived".to_owned() } else { format!("killed by {}", killed_by.join(", ")) }
-        };
         let kind = match is {
+            // Generated mutants come and go with every edit of a kernel: they are counted below.
+            None if was.source == MutantSource::Generated => continue,
             None => Kind::CoverageShrank,
             Some(is) if survived(is) && !survived(was) => Kind::MutantSurvives,
-            Some(is) if !survived(is) && survived(was) => Kind::MutantKilled,
+            Some(is) if is.status() == MutantStatus::Killed && survived(was) => Kind::MutantKilled,
             Some(_) => continue,
         };
         findings.push(Finding {
             kind,
-            why: was.summary.clone(),
-            ..shrank(
-                &was.operator,
-                &format!("mutant {}", was.id),
-                told(&was.killed_by),
-                is.map_or("not run".to_owned(), |is| told(&is.killed_by)),
-            )
+            why: is.map_or_else(|| was.summary.clone(), why),
+            ..shrank(&was.operator, &format!("mutant {}", was.id), fate(was), is.map_or("not run".to_owned(), fate))
         });
     }
     for new in head.mutants.iter().filter(|one| survived(one) && !base.mutants.iter().any(|was| was.id == one.id)) {
         let subject = format!("mutant {}", new.id);
-        let finding = shrank(&new.operator, &subject, "not run", "survived");
-        findings.push(Finding { kind: Kind::MutantSurvives, why: new.summary.clone(), ..finding });
+        let finding = shrank(&new.operator, &subject, "not run", fate(new));
+        findings.push(Finding { kind: Kind::MutantSurvives, why: why(new), ..finding });
+    }
+    for operator in &base.operators {
+        let (was, is) = (Tally::of(of_operator(base, &operator.name)), Tally::of(of_operator(head, &operator.name)));
+        let judged = |tally: &Tally| tally.killed + tally.survived;
+        if judged(&is) < judged(&was) {
+            findings.push(shrank(
+                &operator.name,
+                "generated mutants",
+                judged(&was).to_string(),
+                judged(&is).to_string(),
+            ));
+        }
+    }
+}
+
+fn of_operator<'a>(report: &'a Report, operator: &'a str) -> impl Iterator<Item = &'a MutantRecord> {
+    report.mutants.iter().filter(move |mutant| mutant.operator == operator)
+}
+
+/// What became of a mutant.
+fn fate(mutant: &MutantRecord) -> String {
+    match mutant.status() {
+        MutantStatus::Killed => format!("killed by {}", mutant.killed_by.join(", ")),
+        MutantStatus::Survived => "survived".to_owned(),
+        MutantStatus::Equivalent => "listed as equivalent".to_owned(),
+        MutantStatus::Invalid => "not runnable".to_owned(),
+    }
+}
+
+/// What was changed, with the line after the change where the record has it.
+fn why(mutant: &MutantRecord) -> String {
+    match mutant.mutated.lines().next() {
+        Some(line) => format!("{} {}:{}: {}", mutant.summary, mutant.file, mutant.line, line.trim()),
+        None => mutant.summary.clone(),
     }
 }

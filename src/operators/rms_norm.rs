@@ -165,6 +165,15 @@ impl Operator for RmsNorm {
             RmsNormCase { padding: 3, ..plain(9, 517) },
             // Backward of rows too wide for registers.
             RmsNormCase { padding: 8, ..plain(3, 14344) },
+            // Three, and five, vectors a lane in the warp kernels.
+            plain(5, 768),
+            RmsNormCase { dtype: Float::F32, ..plain(3, 640) },
+            // Weights of half the size of an element, which load in accesses of their own.
+            RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(3, 64) },
+            // A scalar row wider than its block.
+            RmsNormCase { padding: 3, ..plain(3, 1501) },
+            // More rows than blocks in the backward, and no dweight.
+            RmsNormCase { weight: None, ..plain(20, 2048) },
         ];
         if profile == Profile::Full {
             cases.extend([plain(512, 7168), plain(2048, 512), RmsNormCase { weight: None, ..plain(4096, 512) }]);

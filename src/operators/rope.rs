@@ -220,6 +220,10 @@ impl Operator for Rope {
                 frequencies: Frequencies::Main,
                 ..plain(9, 2, 12, 2)
             },
+            // The scalar kernel with more heads than a block serves at a time, which it must rotate once only.
+            RopeCase { aliasing: Aliasing::InPlace, ..plain(2, 17, 261, 260) },
+            // The scalar kernel with one head, and threads beyond the last token.
+            RopeCase { table: TableForm::Positions, table_rows: 50, ..plain(15, 1, 21, 6) },
         ];
         if profile == Profile::Full {
             cases.extend([plain(64, 128, 512, 64), RopeCase { inverse: true, ..plain(128, 64, 512, 64) }]);

@@ -2,11 +2,11 @@
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
-use crate::record::{MutantRecord, Report};
+use crate::record::Report;
 
 use super::numbers::{bytes, count, counted, duration, significant, utc};
-use super::summary::{Cell, Counts, Matrix, Standing, operators, origins, survived};
-use super::{failures, operators as sections, picture};
+use super::summary::{Cell, Counts, Matrix, Standing, operators, origins};
+use super::{failures, mutants, operators as sections, picture};
 
 const STYLE: &str = include_str!("style.css");
 
@@ -39,7 +39,7 @@ pub(super) fn page(report: &Report) -> Markup {
                     (failures::section(report))
                     (matrix(report))
                     (sections::sections(report))
-                    (mutants(&report.mutants))
+                    (mutants::section(report))
                     (skips(report))
                     (environment(report))
                     (glossary())
@@ -186,51 +186,6 @@ fn matrix_cell(cell: &Cell) -> Markup {
     }
 }
 
-fn mutants(mutants: &[MutantRecord]) -> Markup {
-    let survivors = mutants.iter().filter(|mutant| survived(mutant)).count() as u64;
-    let ordered =
-        mutants.iter().filter(|mutant| survived(mutant)).chain(mutants.iter().filter(|mutant| !survived(mutant)));
-    let table = html! {
-        table {
-            caption { "Kernels with one planted bug each. A sweep that lets one live could let that bug pass in earnest." }
-            thead { tr { th scope="col" { "mutant" } th scope="col" { "catalogue" } th scope="col" { "operator" } th scope="col" { "planted" } th scope="col" { "expected check" } th scope="col" { "killed by" } } }
-            tbody { @for mutant in ordered { (mutant_row(mutant)) } }
-        }
-    };
-    html! {
-        @if !mutants.is_empty() {
-            section #mutants {
-                h2 { "Mutants" }
-                @if survivors > 0 {
-                    p .alarm { strong { "✗ " (counted(survivors, "mutant")) " of " (count(mutants.len() as u64)) " survived." } " Until a check sees them, a pass of their operators proves less than it seems." }
-                } @else {
-                    p { span .badge.pass { "✓ all killed" } " " (count(mutants.len() as u64)) " of " (count(mutants.len() as u64)) "." }
-                }
-                (scroller("Mutants", table))
-            }
-        }
-    }
-}
-
-fn mutant_row(mutant: &MutantRecord) -> Markup {
-    let as_expected = mutant.killed_by.contains(&mutant.expected);
-    html! {
-        tr .survivor[survived(mutant)] {
-            th scope="row" { code { (mutant.id) } }
-            td { (mutant.catalogue) }
-            td { (mutant.operator) }
-            td .prose { (mutant.summary) }
-            td { (breakable(&mutant.expected)) }
-            td {
-                @if survived(mutant) { span .badge.fail { "✗ survived" } } @else {
-                    span .badge.pass { "✓" } " " (breakable(&mutant.killed_by.join(", ")))
-                    @if !as_expected { " " span .badge.warn title="Killed, but not by the check that was expected to see it" { "▲ not as expected" } }
-                }
-            }
-        }
-    }
-}
-
 fn skips(report: &Report) -> Markup {
     let table = html! {
         table {
@@ -316,7 +271,7 @@ const GLOSSARY: [(&str, &str); 9] = [
     ),
     (
         "mutant",
-        "A kernel with one bug planted. The sweep has to fail on it; where it does not, a pass means little for bugs of that kind.",
+        "A kernel with one bug, planted by hand or generated from its syntax tree. The checks have to fail on it; where they do not, a pass means little for bugs of that kind.",
     ),
 ];
 

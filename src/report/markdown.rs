@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use crate::record::Report;
+use crate::kill_matrix::tally::Tally;
+use crate::record::{MutantSource, Report};
 
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
 use super::summary::{
@@ -12,6 +13,8 @@ use super::summary::{
 
 /// Failing cases that are written out.
 const FAILURES: usize = 10;
+/// Surviving mutants that are written out.
+const SURVIVORS: usize = 20;
 /// Rows of the tables of what used most of its budget and what is furthest from its limit.
 const ROWS: usize = 10;
 
@@ -172,23 +175,49 @@ fn benchmarks(report: &Report) -> String {
 }
 
 fn mutants(report: &Report) -> String {
-    let survivors: Vec<_> = report.mutants.iter().filter(|mutant| survived(mutant)).collect();
     if report.mutants.is_empty() {
         return String::new();
     }
-    let killed = report.mutants.len() - survivors.len();
-    let mut section =
-        format!("### Mutants\n\n{} of {} killed.\n\n", count(killed as u64), count(report.mutants.len() as u64));
-    for mutant in &survivors {
+    let mut section = "### Mutants\n\n| operator | planted killed | generated | killed | survived | equivalent | invalid | not run | kill rate |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|\n".to_owned();
+    for tally in Tally::all(report) {
+        let left_out = tally.left_out.as_ref();
         let _ = writeln!(
             section,
-            "- **survived:** {} ({}, {}): {} Expected to be seen by {}.",
-            code(&mutant.id),
-            text(&mutant.catalogue),
-            code(&mutant.operator),
-            text(&mutant.summary),
-            text(&mutant.expected)
+            "| {} | {} / {} | {} | {} | {} | {} | {} | {} | {} |",
+            code(&tally.operator),
+            count(tally.planted_killed),
+            count(tally.planted_killed + tally.planted_missed),
+            count(left_out.map_or(0, |counts| counts.generated)),
+            count(tally.killed),
+            count(tally.survived),
+            count(tally.equivalent),
+            count(tally.invalid),
+            count(left_out.map_or(0, |counts| counts.not_drawn + counts.not_run)),
+            tally.rate().map_or("—".to_owned(), |rate| format!("{:.1} %", 100.0 * rate)),
         );
+    }
+    section += "\n";
+    let survivors: Vec<_> = report.mutants.iter().filter(|mutant| survived(mutant)).collect();
+    for mutant in survivors.iter().take(SURVIVORS) {
+        let told = match mutant.source {
+            MutantSource::Planted => {
+                format!(" ({}) Expected to be seen by {}.", text(&mutant.catalogue), text(&mutant.expected))
+            }
+            MutantSource::Generated => format!(" ({}:{})", text(&mutant.file), mutant.line),
+        };
+        let _ = writeln!(section, "- **survived:** {}: {}{told}", code(&mutant.id), text(&mutant.summary));
+        for line in mutant
+            .original
+            .lines()
+            .map(|line| format!("- {line}"))
+            .chain(mutant.mutated.lines().map(|line| format!("+ {line}")))
+        {
+            let _ = writeln!(section, "  - {}", code(&line));
+        }
+    }
+    if survivors.len() > SURVIVORS {
+        let more = counted((survivors.len() - SURVIVORS) as u64, "more survivor");
+        let _ = writeln!(section, "- … and {more}; the HTML report has them all.");
     }
     section + if survivors.is_empty() { "" } else { "\n" }
 }

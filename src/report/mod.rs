@@ -9,9 +9,10 @@
 //! | `summary` | counts, the matrix of checks, tensors gathered over cases |
 //! | `numbers` | how counts, measures, times and dates are written |
 //! | `picture` | heat maps and histograms as SVG |
-//! | `html` | the page: verdict, matrix, mutants, skips, environment, glossary |
+//! | `html` | the page: verdict, matrix, skips, environment, glossary |
 //! | `failures` | the page's cards of failing cases |
 //! | `operators` | the page's sections of operators |
+//! | `mutants` | the page's kill matrix |
 //! | `markdown` | `summary.md` |
 
 use std::fs;
@@ -23,6 +24,7 @@ use crate::record::Report;
 mod failures;
 pub(crate) mod html;
 pub(crate) mod markdown;
+mod mutants;
 pub(crate) mod numbers;
 mod operators;
 mod picture;

@@ -61,6 +61,7 @@ pub fn passing(cases: usize) -> Report {
         benchmarks: benchmarks(),
         ceilings: Some(Ceilings { copy_bytes_per_second: 4.24e12, matrix_flops_per_second: Some(7.9e14) }),
         mutants: mutants(),
+        kill_matrix: None,
         skips: Vec::new(),
         shards: Vec::new(),
     }
@@ -291,6 +292,7 @@ fn mutant(id: &str, catalogue: &str, operator: &str, expected: &str) -> MutantRe
                 .into(),
         expected: expected.into(),
         killed_by: vec![expected.into()],
+        ..MutantRecord::default()
     }
 }
 

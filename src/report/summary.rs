@@ -4,7 +4,8 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::record::{
-    BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, OperatorRecord, Origin, Report, Verdict,
+    BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report,
+    Verdict,
 };
 
 use super::numbers::{counted, significant};
@@ -182,7 +183,7 @@ pub(crate) fn agrees(case: &CaseRecord) -> bool {
 
 /// Whether no check saw the mutant.
 pub(crate) fn survived(mutant: &MutantRecord) -> bool {
-    mutant.killed_by.is_empty()
+    mutant.status() == MutantStatus::Survived
 }
 
 /// The cases that do not agree; those made smaller by shrinking first, since they are quickest to read.
@@ -303,7 +304,7 @@ impl Matrix {
 }
 
 /// The matrix's column of a check.
-fn column(check: &str) -> &str {
+pub(super) fn column(check: &str) -> &str {
     if check.starts_with("law:") { LAWS } else { check }
 }
 

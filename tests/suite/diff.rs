@@ -82,6 +82,7 @@ fn mutant(id: &str, killed_by: &[&str]) -> MutantRecord {
         summary: "eps is added after the root.".into(),
         expected: "forward".into(),
         killed_by: killed_by.iter().map(|&check| check.to_owned()).collect(),
+        ..MutantRecord::default()
     }
 }
 
@@ -124,6 +125,7 @@ pub fn report() -> Report {
         benchmarks: vec![benchmark("rms_norm/a", 100.0), benchmark("rms_norm/b", 200.0)],
         ceilings: None,
         mutants: vec![mutant("eps_outside_root", &["forward"])],
+        kill_matrix: None,
         skips: Vec::new(),
         shards: Vec::new(),
     }

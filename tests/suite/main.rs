@@ -12,6 +12,7 @@ mod external;
 mod golden;
 mod history;
 mod hopper;
+mod kill_matrix;
 mod mutants;
 mod scenario;
 mod selftest;

@@ -172,6 +172,13 @@ impl Device {
         Ok(Kernel { module, name: name.to_owned(), exports })
     }
 
+    /// The modules that launches have compiled or loaded so far: file and defines, sorted.
+    pub fn loaded_modules(&self) -> Vec<(String, Vec<(String, String)>)> {
+        let mut modules: Vec<_> = self.modules.lock().unwrap_or_else(|e| e.into_inner()).keys().cloned().collect();
+        modules.sort();
+        modules
+    }
+
     fn module(&self, file: &str, defines: Vec<(String, String)>) -> Result<Arc<dyn LoadedModule>> {
         // Held while compiling: two threads that want one module compile it once.
         let mut modules = self.modules.lock().unwrap_or_else(|e| e.into_inner());

@@ -1,0 +1,460 @@
+//! `parity mutants`.
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use dsv4_kernels::runtime::emulator::EmulatorOptions;
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::run::revision;
+use super::{DeviceArguments, Exit};
+use crate::checks::CheckOptions;
+use crate::kill_matrix::cases::{self, KnownCase};
+use crate::kill_matrix::equivalent::Equivalents;
+use crate::kill_matrix::plan::{self, Choice, Plan};
+use crate::kill_matrix::schedule::{self, Schedule};
+use crate::kill_matrix::tally::Tally;
+use crate::kill_matrix::trial::{self, Subject, Trial};
+use crate::mutants::{self, Mutant};
+use crate::record::{
+    KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
+};
+use crate::regressions::{Regressions, fixtures_dir};
+use crate::{diff, registry, report, sweep};
+
+/// A launch on the emulator that takes longer has hung: the cases take milliseconds.
+const LAUNCH_LIMIT: Duration = Duration::from_secs(10);
+/// A child that says nothing for longer has hung: a case is a compilation and a few dozen launches.
+const PATIENCE: Duration = Duration::from_secs(180);
+
+/// Options of `parity mutants`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Exit codes: 0 every planted mutant was killed, and of each operator's generated ones at least the share --floor;
+1 not so, or a case fails on the kernels as they are; 2 bad usage or input, such as a planted mutant's anchor that
+matches no longer or a listed equivalent mutant that no kernel gives any more; 3 the demanded backend is missing.
+
+The kill rate is of the mutants that ran and compile, those listed in equivalent.toml aside.")]
+pub struct MutantsArguments {
+    /// Operators, comma-separated; all when absent
+    #[arg(long, value_name = "A,B")]
+    ops: Option<String>,
+    /// Generated mutants of each operator, drawn evenly from their classes; all when absent
+    #[arg(long, value_name = "N")]
+    sample: Option<usize>,
+    /// Seed of the sample
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    seed: u64,
+    /// Start no mutant after this time; those left out are counted as skipped
+    #[arg(long, value_name = "SECONDS")]
+    time_budget: Option<u64>,
+    /// Mutants at a time; a core each on the emulator, one on a GPU, when absent
+    #[arg(long, value_name = "N")]
+    jobs: Option<usize>,
+    /// Least share of the generated mutants that must be killed, of each operator
+    #[arg(long, default_value_t = 0.95, value_name = "RATE")]
+    floor: f64,
+    /// Run each mutant on all its cases, not only up to the first that kills it
+    #[arg(long)]
+    all_checks: bool,
+    /// Random schedules to run each case under, beyond the deterministic one (emulator)
+    #[arg(long, default_value_t = 4, value_name = "N")]
+    schedules: u32,
+    /// Run only the mutants with these ids, comma-separated, on all their cases, and print what became of them
+    #[arg(long, value_name = "A,B", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Run those listed as equivalent, too: one that is killed is not equivalent, and fails the run
+    #[arg(long)]
+    check_equivalents: bool,
+    /// Folder of planted mutants and equivalent.toml
+    #[arg(long, value_name = "DIR")]
+    mutants: Option<PathBuf>,
+    /// Folder of remembered failing cases
+    #[arg(long, value_name = "DIR")]
+    regressions: Option<PathBuf>,
+    /// Folder for report.json, index.html and summary.md
+    #[arg(long, default_value = "reports/mutants", value_name = "DIR")]
+    out: PathBuf,
+    /// Put the matrix into this report of the same kernels instead: report.json, or the folder that holds it
+    #[arg(long, value_name = "REPORT", conflicts_with = "out")]
+    into: Option<PathBuf>,
+    /// Serve one trial from the standard input (what this command starts for each mutant)
+    #[arg(long, hide = true)]
+    trial: bool,
+    #[command(flatten)]
+    device: DeviceArguments,
+}
+
+/// Runs the mutants and writes the matrix; 1 when too many survive.
+pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
+    if !(0.0..=1.0).contains(&arguments.floor) {
+        bail!("--floor {} is no share between 0 and 1", arguments.floor);
+    }
+    if arguments.jobs == Some(0) {
+        bail!("--jobs 0 would run nothing");
+    }
+    let emulator = EmulatorOptions { time_limit: LAUNCH_LIMIT, ..EmulatorOptions::default() };
+    let device = arguments.device.open_with(&DeviceOptions { emulator, ..DeviceOptions::default() })?;
+    if arguments.trial {
+        return serve_trial(&device);
+    }
+    let session = Session::prepare(arguments, device)?;
+    if session.cases_fail() {
+        return Ok(Exit::Disagreed);
+    }
+    let trials = session.trials();
+    let fates = session.run(&trials)?;
+    session.conclude(&trials, fates)
+}
+
+fn serve_trial(device: &Device) -> Result<Exit> {
+    let mut input = String::new();
+    std::io::stdin().read_to_string(&mut input).context("reading a trial from the standard input")?;
+    trial::serve(&input, device, &mut std::io::stdout().lock())?;
+    Ok(Exit::Agreed)
+}
+
+/// Everything that is known before the first mutant runs.
+struct Session<'a> {
+    arguments: &'a MutantsArguments,
+    device: Device,
+    operators: Vec<&'static dyn crate::operator::Operator>,
+    plans: Vec<Plan>,
+    known: Vec<Vec<KnownCase>>,
+    target: Option<Report>,
+    start: Instant,
+    started_unix: u64,
+}
+
+impl<'a> Session<'a> {
+    fn prepare(arguments: &'a MutantsArguments, device: Device) -> Result<Self> {
+        let start = Instant::now();
+        let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        let operators = registry::select(arguments.ops.as_deref())?;
+        let names: Vec<String> = operators.iter().map(|operator| operator.describe().name).collect();
+        let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
+        let dir = arguments.mutants.clone().unwrap_or_else(|| fixtures_dir().join("mutants"));
+        let planted: Vec<Mutant> =
+            mutants::load(&dir)?.into_iter().filter(|mutant| names.contains(&mutant.operator)).collect();
+        // An anchor that matches no longer is reported before minutes are spent.
+        for mutant in &planted {
+            mutant.plant(device.tree())?;
+        }
+        let equivalents = Equivalents::load(&dir)?;
+        let generated = plan::generate(device.tree(), &names, &equivalents)?;
+        let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
+        let known = know_cases(arguments, &device, &operators, &regressions, &planted)?;
+        let choice = Choice {
+            sample: arguments.sample.filter(|_| arguments.only.is_empty()),
+            seed: arguments.seed,
+            run_equivalents: arguments.check_equivalents || !arguments.only.is_empty(),
+        };
+        let backend = device.environment().backend;
+        let mut plans: Vec<Plan> = generated
+            .into_iter()
+            .zip(&known)
+            .map(|((name, mutants), known)| plan::plan(&name, &planted, mutants, known, &equivalents, choice, backend))
+            .collect();
+        keep_only(&mut plans, &arguments.only)?;
+        Ok(Self { arguments, device, operators, plans, known, target, start, started_unix })
+    }
+
+    /// Whether a case fails where nothing is mutated: then no mutant's death would mean anything.
+    fn cases_fail(&self) -> bool {
+        let records = self.known.iter().flatten().map(|known| &known.record);
+        let failing: Vec<_> = records.filter(|record| record.verdict() != Verdict::Pass).collect();
+        failing.iter().for_each(|record| eprintln!("without any mutant, {}", sweep::failure_text(record)));
+        !failing.is_empty()
+    }
+
+    /// The trials: planted mutants first, then generated ones, the operators in turn.
+    fn trials(&self) -> Vec<Trial> {
+        let all_checks = self.arguments.all_checks || !self.arguments.only.is_empty();
+        let trial = |subject: &Subject| Trial { subject: subject.clone(), schedules: self.schedules(), all_checks };
+        let is_planted = |subject: &&Subject| matches!(subject, Subject::Planted(_));
+        let planted = self.plans.iter().flat_map(|plan| plan.subjects.iter().filter(is_planted));
+        let mut trials: Vec<Trial> = planted.map(trial).collect();
+        let mut generated: Vec<_> =
+            self.plans.iter().map(|plan| plan.subjects.iter().filter(|one| !is_planted(one))).collect();
+        loop {
+            let round: Vec<Trial> = generated.iter_mut().filter_map(Iterator::next).map(trial).collect();
+            if round.is_empty() {
+                return trials;
+            }
+            trials.extend(round);
+        }
+    }
+
+    fn schedules(&self) -> u32 {
+        if self.device.environment().backend == BackendKind::Cuda { 0 } else { self.arguments.schedules }
+    }
+
+    fn run(&self, trials: &[Trial]) -> Result<schedule::Fates> {
+        let on_gpu = self.device.environment().backend == BackendKind::Cuda;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let schedule = Schedule {
+            executable: std::env::current_exe().context("finding the parity executable")?,
+            arguments: self.child_arguments(),
+            jobs: self.arguments.jobs.unwrap_or(if on_gpu { 1 } else { cores }),
+            time_budget: self.arguments.time_budget.map(Duration::from_secs),
+            patience: PATIENCE,
+        };
+        let bar = progress(trials.len(), "mutants");
+        let done = |record: &MutantRecord| {
+            if !matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent)
+                || !self.arguments.only.is_empty()
+            {
+                bar.suspend(|| println!("{}", fate_text(record)));
+            }
+            bar.inc(1);
+        };
+        let fates = schedule::run(&schedule, trials, self.device.tree(), &done);
+        bar.finish_and_clear();
+        fates
+    }
+
+    fn child_arguments(&self) -> Vec<String> {
+        let backend = self.device.environment().backend.to_string();
+        let mut arguments = ["mutants", "--trial", "--backend", &backend].map(str::to_owned).to_vec();
+        if let Some(kernels) = &self.arguments.device.kernels {
+            arguments.extend(["--kernels".to_owned(), kernels.display().to_string()]);
+        }
+        arguments
+    }
+
+    fn conclude(self, trials: &[Trial], fates: schedule::Fates) -> Result<Exit> {
+        let mut plans = self.plans;
+        let mut records: Vec<MutantRecord> = Vec::new();
+        for (trial, fate) in trials.iter().zip(fates) {
+            match fate {
+                Some(record) => records.push(record),
+                None => count_not_run(&mut plans, &trial.subject),
+            }
+        }
+        records.extend(plans.iter().flat_map(|plan| plan.equivalent.iter().cloned()));
+        if !self.arguments.only.is_empty() {
+            let missed = records.iter().any(|record| record.status() != MutantStatus::Killed);
+            return Ok(if missed { Exit::Disagreed } else { Exit::Agreed });
+        }
+        let false_equivalents =
+            self.arguments.check_equivalents && report_false_equivalents(&mut records, self.arguments)?;
+        let matrix = KillMatrixRecord {
+            floor: self.arguments.floor,
+            seed: self.arguments.seed,
+            sample: self.arguments.sample.map(|sample| sample as u64),
+            schedules: self.arguments.schedules,
+            all_checks: self.arguments.all_checks,
+            operators: plans.iter().filter_map(|plan| plan.counts.clone()).collect(),
+        };
+        let skips = plans.into_iter().flat_map(|plan| plan.skips).collect();
+        let fresh = Report {
+            schema_version: SCHEMA_VERSION,
+            command: std::env::args().collect::<Vec<_>>().join(" "),
+            started_unix: self.started_unix,
+            seconds: self.start.elapsed().as_secs_f64(),
+            revision: revision(&self.device),
+            environment: self.device.environment().clone(),
+            profile: "mutants".into(),
+            seed: self.arguments.seed,
+            schedules: self.arguments.schedules,
+            operators: self.operators.iter().map(|operator| operator.describe()).collect(),
+            cases: self.known.into_iter().flatten().map(|known| known.record).collect(),
+            benchmarks: Vec::new(),
+            ceilings: None,
+            mutants: records,
+            kill_matrix: Some(matrix),
+            skips,
+            shards: Vec::new(),
+        };
+        let (report, out) = match (self.target, &self.arguments.into) {
+            (Some(target), Some(path)) => (joined(target, fresh), folder_of(path)),
+            _ => (fresh, self.arguments.out.clone()),
+        };
+        report::write_all(&report, &out).with_context(|| format!("writing the report to {}", out.display()))?;
+        let passed = summarise(&report, &out) && !false_equivalents;
+        Ok(if passed { Exit::Agreed } else { Exit::Disagreed })
+    }
+}
+
+/// The report that the matrix joins, if it is one of these kernels on this backend.
+fn same_kernels(path: &Path, device: &Device) -> Result<Report> {
+    let report = diff::read(path)?;
+    let (theirs, ours) = (&report.revision.kernels_digest, device.tree().digest());
+    if *theirs != ours {
+        bail!("--into {}: a report of other kernels ({theirs:.12}, not {ours:.12})", path.display());
+    }
+    let (theirs, ours) = (report.environment.backend, device.environment().backend);
+    if theirs != ours {
+        bail!("--into {}: a report of backend {theirs}, not {ours}", path.display());
+    }
+    Ok(report)
+}
+
+fn folder_of(path: &Path) -> PathBuf {
+    if path.is_dir() { path.to_owned() } else { path.parent().map_or_else(PathBuf::new, Path::to_owned) }
+}
+
+/// `target` with the mutants of `fresh`, in place of those of the same operators.
+fn joined(target: Report, fresh: Report) -> Report {
+    let swept: BTreeSet<String> = fresh.operators.iter().map(|operator| operator.name.clone()).collect();
+    let mut report = target;
+    report.mutants.retain(|mutant| !swept.contains(&mutant.operator));
+    report.mutants.extend(fresh.mutants);
+    let kept = report.kill_matrix.take().into_iter().flat_map(|matrix| matrix.operators);
+    let kept: Vec<_> = kept.filter(|entry| !swept.contains(&entry.operator)).collect();
+    report.kill_matrix = fresh.kill_matrix.map(|mut matrix| {
+        matrix.operators.splice(0..0, kept);
+        matrix
+    });
+    report.skips.retain(|skip| !skip.what.contains("mutants"));
+    report.skips.extend(fresh.skips);
+    report
+}
+
+/// Every operator's cases, run on the kernels as they are.
+fn know_cases(
+    arguments: &MutantsArguments,
+    device: &Device,
+    operators: &[&'static dyn crate::operator::Operator],
+    regressions: &Regressions,
+    planted: &[Mutant],
+) -> Result<Vec<Vec<KnownCase>>> {
+    let on_gpu = device.environment().backend == BackendKind::Cuda;
+    let schedules = if on_gpu { 0 } else { arguments.schedules };
+    let options = CheckOptions { schedules, triangulate: false };
+    let mut known = Vec::new();
+    for operator in operators {
+        let collected = cases::collect(*operator, regressions, planted)?;
+        let bar = progress(collected.len(), &operator.describe().name);
+        let run = |(case, origin)| {
+            let one = cases::know(case, origin, device, options);
+            bar.inc(1);
+            one
+        };
+        known.push(collected.into_iter().map(run).collect());
+        bar.finish_and_clear();
+    }
+    Ok(known)
+}
+
+/// Leaves the mutants with the given ids, where any are given.
+fn keep_only(plans: &mut [Plan], only: &[String]) -> Result<()> {
+    if only.is_empty() {
+        return Ok(());
+    }
+    for plan in plans.iter_mut() {
+        plan.subjects.retain(|subject| only.iter().any(|id| id == subject.id()));
+    }
+    let found: BTreeSet<&str> = plans.iter().flat_map(|plan| &plan.subjects).map(Subject::id).collect();
+    match only.iter().find(|id| !found.contains(id.as_str())) {
+        Some(id) => bail!("--only {id}: no such mutant"),
+        None => Ok(()),
+    }
+}
+
+fn count_not_run(plans: &mut [Plan], subject: &Subject) {
+    let (operator, kind) = match subject {
+        Subject::Planted(mutant) => (&mutant.operator, "planted"),
+        Subject::Generated(mutant, _) => (&mutant.operator, "generated"),
+    };
+    let concerned =
+        plans.iter_mut().find(|plan| plan.counts.as_ref().is_some_and(|counts| counts.operator == *operator));
+    let Some(plan) = concerned else { return };
+    if let (Some(counts), "generated") = (&mut plan.counts, kind) {
+        counts.not_run += 1;
+    }
+    let what = format!("{kind} mutants of {operator}");
+    match plan.skips.iter_mut().find(|skip| skip.what == what && skip.why == OUT_OF_TIME) {
+        Some(skip) => skip.count += 1,
+        None => plan.skips.push(Skip { what, why: OUT_OF_TIME.into(), count: 1 }),
+    }
+}
+
+const OUT_OF_TIME: &str = "the time budget was spent (--time-budget)";
+
+/// Names the mutants that are listed as equivalent and were killed; the others' records say why they are.
+fn report_false_equivalents(records: &mut [MutantRecord], arguments: &MutantsArguments) -> Result<bool> {
+    let dir = arguments.mutants.clone().unwrap_or_else(|| fixtures_dir().join("mutants"));
+    let equivalents = Equivalents::load(&dir)?;
+    let mut found = false;
+    for record in records {
+        let Some(reason) = equivalents.reason(&record.id) else { continue };
+        match record.status() {
+            MutantStatus::Killed => {
+                println!("not equivalent: {} is killed by {}", record.id, record.killed_by.join(", "));
+                found = true;
+            }
+            _ => (record.status, record.reason) = (Some(MutantStatus::Equivalent), reason.to_owned()),
+        }
+    }
+    Ok(found)
+}
+
+fn progress(length: usize, message: &str) -> ProgressBar {
+    let bar = ProgressBar::new(length as u64);
+    if let Ok(style) = ProgressStyle::with_template("{msg:18} {wide_bar} {pos}/{len} {elapsed}") {
+        bar.set_style(style);
+    }
+    bar.set_message(message.to_owned());
+    bar
+}
+
+/// What became of a mutant, with the changed line.
+fn fate_text(record: &MutantRecord) -> String {
+    let fate = match record.status() {
+        MutantStatus::Killed => format!("killed by {}", record.killed_by.join(", ")),
+        MutantStatus::Survived => format!("SURVIVED {} cases", record.cases_run),
+        MutantStatus::Equivalent => "equivalent".to_owned(),
+        MutantStatus::Invalid => "invalid".to_owned(),
+    };
+    let mut text = format!("{fate}: {} ({}:{}): {}\n", record.id, record.file, record.line, record.summary);
+    for (sign, lines) in [('-', &record.original), ('+', &record.mutated)] {
+        lines.lines().for_each(|line| text += &format!("    {sign} {line}\n"));
+    }
+    if !record.reason.is_empty() {
+        text += &format!("  {}\n", record.reason.lines().next().unwrap_or_default());
+    }
+    text
+}
+
+/// Prints the matrix's sums; whether every operator reaches what is asked of it.
+fn summarise(report: &Report, out: &Path) -> bool {
+    let (floor, sample) = report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
+    println!(
+        "{:18} {:>8} {:>9} {:>7} {:>9} {:>11} {:>8} {:>8}  rate",
+        "operator", "planted", "generated", "killed", "survived", "equivalent", "invalid", "not run"
+    );
+    let mut shortfalls = Vec::new();
+    for tally in Tally::all(report) {
+        let left_out = tally.left_out.as_ref();
+        println!(
+            "{:18} {:>8} {:>9} {:>7} {:>9} {:>11} {:>8} {:>8}  {}",
+            tally.operator,
+            format!("{}/{}", tally.planted_killed, tally.planted_killed + tally.planted_missed),
+            left_out.map_or(0, |counts| counts.generated),
+            tally.killed,
+            tally.survived,
+            tally.equivalent,
+            tally.invalid,
+            left_out.map_or(0, |counts| counts.not_drawn + counts.not_run),
+            tally.rate().map_or("—".to_owned(), |rate| format!("{:.1} %", 100.0 * rate)),
+        );
+        shortfalls.extend(tally.shortfall(floor, sample));
+    }
+    let generated = report.mutants.iter().filter(|mutant| mutant.source == MutantSource::Generated).count();
+    println!(
+        "{} planted and {generated} generated mutants in {:.0} s on {} ({})",
+        report.mutants.len() - generated,
+        report.seconds,
+        report.environment.device,
+        report.environment.backend
+    );
+    shortfalls.iter().for_each(|reason| println!("below what is asked: {reason}"));
+    println!("report: {}", out.join("index.html").display());
+    shortfalls.is_empty()
+}

@@ -1,0 +1,129 @@
+//! The cases that generated mutants run on.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use dsv4_kernels::runtime::Device;
+
+use crate::case::Case;
+use crate::checks::CheckOptions;
+use crate::mutants::Mutant;
+use crate::operator::{Operator, Profile};
+use crate::record::{CaseRecord, Origin};
+use crate::regressions::Regressions;
+use crate::sweep;
+
+/// A case, and what its run on the unmutated kernels showed.
+pub struct KnownCase {
+    /// The case.
+    pub case: Case,
+    /// Its run on the unmutated kernels.
+    pub record: CaseRecord,
+    /// Words of the paths that ran; the names of the kernels are among them.
+    kernels: BTreeSet<String>,
+    /// Modules that it needs: file and defines.
+    modules: BTreeSet<String>,
+    /// Elements that its checks compared: what it costs, without a clock.
+    work: u64,
+}
+
+/// An operator's remembered cases, its corners, and the cases of its planted mutants, each once.
+///
+/// # Errors
+/// Cases that cannot be read.
+pub fn collect(
+    operator: &dyn Operator,
+    regressions: &Regressions,
+    planted: &[Mutant],
+) -> Result<Vec<(Case, Origin)>, crate::case::CaseError> {
+    let name = operator.describe().name;
+    let remembered = regressions.load(&name)?.into_iter().map(|case| (case, Origin::Regression));
+    let corners = operator.corner_cases(Profile::Quick).into_iter().map(|case| (case, Origin::Drawn));
+    let mut all: Vec<_> = remembered.chain(corners).collect();
+    for line in planted.iter().filter(|mutant| mutant.operator == name).flat_map(|mutant| &mutant.cases) {
+        all.push((Case::parse(line)?, Origin::Given));
+    }
+    let mut known = BTreeSet::new();
+    all.retain(|(case, _)| known.insert(canonical(case)));
+    Ok(all)
+}
+
+/// A case's fields in one order, whatever the order of its line.
+fn canonical(case: &Case) -> String {
+    let fields: BTreeMap<_, _> = case.fields.iter().map(|(name, value)| (name, value.to_string())).collect();
+    format!("{fields:?}")
+}
+
+/// Runs a case on the unmutated kernels.
+pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) -> KnownCase {
+    // A device of its own, so that the modules are those of this case.
+    let device = device.with_tree(device.tree().clone());
+    let record = sweep::run_case(&case, origin, &device, options);
+    let words =
+        |path: &String| path.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect::<Vec<_>>();
+    let modules = device.loaded_modules();
+    KnownCase {
+        kernels: record.paths.iter().flat_map(words).collect(),
+        modules: modules.into_iter().map(|(file, defines)| format!("{file} {defines:?}")).collect(),
+        work: record.checks.iter().map(|check| check.compared).sum(),
+        case,
+        record,
+    }
+}
+
+/// The cases that run one of `kernels`, in the order in which a mutant of them should meet them: those that
+/// need no further module to be compiled first, and of these the cheapest.
+pub fn order<'a>(known: &'a [KnownCase], kernels: &BTreeSet<String>) -> Vec<&'a KnownCase> {
+    let mut left: Vec<&KnownCase> = known.iter().filter(|one| !one.kernels.is_disjoint(kernels)).collect();
+    let mut compiled: BTreeSet<&str> = BTreeSet::new();
+    let mut ordered = Vec::new();
+    while !left.is_empty() {
+        let cost = |one: &KnownCase| (one.modules.iter().filter(|m| !compiled.contains(m.as_str())).count(), one.work);
+        let cheapest = (0..left.len()).min_by_key(|&index| cost(left[index])).unwrap_or_default();
+        let next = left.remove(cheapest);
+        compiled.extend(next.modules.iter().map(String::as_str));
+        ordered.push(next);
+    }
+    ordered
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checks::Outcome;
+
+    fn known(number: u64, kernels: &[&str], modules: &[&str], work: u64) -> KnownCase {
+        let set = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        let case = Case::parse(&format!("{{\"operator\":\"rope\",\"seed\":{number}}}")).expect("a case");
+        let checks = Outcome::default().checks;
+        let record = CaseRecord {
+            operator: "rope".into(),
+            case: serde_json::Value::Null,
+            origin: Origin::Given,
+            paths: Vec::new(),
+            checks,
+            kernel_seconds: 0.0,
+            oracle_seconds: 0.0,
+            replay: String::new(),
+            plan_number: None,
+            skips: Vec::new(),
+        };
+        KnownCase { case, record, kernels: set(kernels), modules: set(modules), work }
+    }
+
+    #[test]
+    fn a_mutant_meets_the_cases_that_reach_it_and_a_module_is_used_up_before_the_next() {
+        let all = [
+            known(0, &["forward"], &["f32"], 5),
+            known(1, &["forward"], &["bf16"], 3),
+            known(2, &["table"], &["bf16"], 1),
+            known(3, &["forward", "table"], &["bf16"], 9),
+        ];
+        let seeds = |kernel: &str| {
+            let ordered = order(&all, &[kernel.to_owned()].into());
+            ordered.iter().map(|one| one.case.fields["seed"].as_u64().expect("a number")).collect::<Vec<_>>()
+        };
+        assert_eq!(seeds("forward"), [1, 3, 0]);
+        assert_eq!(seeds("table"), [2, 3]);
+        assert_eq!(seeds("no such kernel"), [0; 0]);
+    }
+}

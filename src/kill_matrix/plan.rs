@@ -1,0 +1,130 @@
+//! Which mutants to run, and which not, with the reasons.
+
+use std::collections::BTreeSet;
+
+use dsv4_kernels::runtime::{BackendKind, SourceTree};
+
+use super::cases::{self, KnownCase};
+use super::equivalent::{EquivalentError, Equivalents};
+use super::trial::{Subject, unjudged};
+use crate::mutants::Mutant;
+use crate::mutation::{self, Class, GeneratedMutant, MutationError};
+use crate::record::{GeneratedRecord, MutantRecord, MutantStatus, Skip};
+
+/// What is asked of the generated mutants.
+#[derive(Clone, Copy, Debug)]
+pub struct Choice {
+    /// Most of an operator; all where absent.
+    pub sample: Option<usize>,
+    /// Seed of the sample.
+    pub seed: u64,
+    /// Whether those listed as equivalent run as well.
+    pub run_equivalents: bool,
+}
+
+/// One operator's mutants.
+#[derive(Default)]
+pub struct Plan {
+    /// Those to run, in this order.
+    pub subjects: Vec<Subject>,
+    /// Those that are listed as equivalent and do not run.
+    pub equivalent: Vec<MutantRecord>,
+    /// How many there are, and how many the sample left out.
+    pub counts: Option<GeneratedRecord>,
+    /// What does not run, each with its reason.
+    pub skips: Vec<Skip>,
+}
+
+/// All generated mutants of some operators, held against the list of equivalent ones.
+///
+/// # Errors
+/// A kernel that is not understood; a list that is stale.
+pub fn generate(
+    tree: &SourceTree,
+    operators: &[String],
+    equivalents: &Equivalents,
+) -> Result<Vec<(String, Vec<GeneratedMutant>)>, PlanError> {
+    let mut all = Vec::new();
+    for operator in operators {
+        all.push((operator.clone(), mutation::generate(tree, operator)?));
+    }
+    let ids: BTreeSet<&str> = all.iter().flat_map(|(_, mutants)| mutants).map(|mutant| mutant.id.as_str()).collect();
+    equivalents.check(&operators.iter().cloned().collect(), &ids)?;
+    Ok(all)
+}
+
+/// Why there is no plan.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// A kernel without mutants.
+    #[error(transparent)]
+    Mutation(#[from] MutationError),
+    /// The list of equivalent mutants.
+    #[error(transparent)]
+    Equivalent(#[from] EquivalentError),
+}
+
+/// Plans one operator: its planted mutants, and of the generated ones a sample of those that count.
+pub fn plan(
+    operator: &str,
+    planted: &[Mutant],
+    generated: Vec<GeneratedMutant>,
+    known: &[KnownCase],
+    equivalents: &Equivalents,
+    choice: Choice,
+    backend: BackendKind,
+) -> Plan {
+    let mut plan = Plan::default();
+    for mutant in planted.iter().filter(|mutant| mutant.operator == operator) {
+        match backend == BackendKind::Cuda && only_emulator_sees(&mutant.expected) {
+            true => add_skip(&mut plan.skips, format!("planted mutants of {operator}"), EMULATOR_SEES),
+            false => plan.subjects.push(Subject::Planted(mutant.clone())),
+        }
+    }
+    let total = generated.len();
+    let (runnable, unseen): (Vec<_>, Vec<_>) = generated
+        .into_iter()
+        .partition(|mutant| backend != BackendKind::Cuda || mutant.class != Class::Synchronization);
+    for _ in &unseen {
+        add_skip(&mut plan.skips, format!("generated mutants of {operator}, class synchronization"), EMULATOR_SEES);
+    }
+    let (listed, counting): (Vec<_>, Vec<_>) =
+        runnable.into_iter().partition(|mutant| equivalents.reason(&mutant.id).is_some() && !choice.run_equivalents);
+    for mutant in &listed {
+        let reason = equivalents.reason(&mutant.id).unwrap_or_default().to_owned();
+        plan.equivalent.push(MutantRecord { status: Some(MutantStatus::Equivalent), reason, ..unjudged(mutant) });
+    }
+    let available = counting.len();
+    let drawn = mutation::sample(counting, choice.sample.unwrap_or(usize::MAX), choice.seed);
+    let not_drawn = available - drawn.len();
+    plan.counts = Some(GeneratedRecord {
+        operator: operator.to_owned(),
+        generated: total as u64,
+        not_drawn: not_drawn as u64,
+        not_run: 0,
+    });
+    if not_drawn > 0 {
+        let why = format!("--sample {}, seed {}", drawn.len(), choice.seed);
+        let what = format!("generated mutants of {operator}");
+        plan.skips.push(Skip { what, why, count: not_drawn as u64 });
+    }
+    plan.subjects.extend(drawn.into_iter().map(|mutant| {
+        let cases = cases::order(known, &mutant.kernels).into_iter().map(|one| one.case.clone()).collect();
+        Subject::Generated(Box::new(mutant), cases)
+    }));
+    plan
+}
+
+const EMULATOR_SEES: &str = "guard pages and random schedules, which show them, are the emulator's";
+
+/// Whether a check needs what only the emulator has.
+fn only_emulator_sees(check: &str) -> bool {
+    matches!(check, "launch" | "schedule_independent")
+}
+
+fn add_skip(skips: &mut Vec<Skip>, what: String, why: &str) {
+    match skips.iter_mut().find(|skip| skip.what == what && skip.why == why) {
+        Some(skip) => skip.count += 1,
+        None => skips.push(Skip { what, why: why.to_owned(), count: 1 }),
+    }
+}

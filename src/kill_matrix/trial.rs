@@ -1,0 +1,138 @@
+//! One mutant on its cases. A trial arrives as a line of JSON at the standard input of `parity mutants
+//! --trial`, and answers with lines of JSON: a sign of life before each case, and the record.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+
+use dsv4_kernels::runtime::Device;
+use serde::{Deserialize, Serialize};
+
+use crate::case::{Case, CaseError};
+use crate::checks::{self, CheckOptions, Outcome};
+use crate::mutants::{Mutant, MutantError};
+use crate::mutation::GeneratedMutant;
+use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
+use crate::registry;
+
+/// What a child process is asked to do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Trial {
+    /// The mutant.
+    pub subject: Subject,
+    /// Random schedules of each case (emulator).
+    pub schedules: u32,
+    /// Whether to go on after the first case that kills.
+    pub all_checks: bool,
+}
+
+/// A mutant of either kind.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Subject {
+    /// With its own cases.
+    Planted(Mutant),
+    /// With the cases that it meets, in this order.
+    Generated(Box<GeneratedMutant>, Vec<Case>),
+}
+
+impl Subject {
+    /// The mutant's id.
+    pub fn id(&self) -> &str {
+        match self {
+            Self::Planted(mutant) => &mutant.id,
+            Self::Generated(mutant, _) => &mutant.id,
+        }
+    }
+}
+
+/// A line of a child's answer.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// The case of this number is about to run.
+    Case(u64),
+    /// What became of the mutant.
+    Record(Box<MutantRecord>),
+}
+
+/// A generated mutant before anything is known of its fate.
+pub fn unjudged(mutant: &GeneratedMutant) -> MutantRecord {
+    MutantRecord {
+        id: mutant.id.clone(),
+        operator: mutant.operator.clone(),
+        summary: mutant.summary.clone(),
+        source: MutantSource::Generated,
+        class: mutant.class.name().to_owned(),
+        file: mutant.file.clone(),
+        line: mutant.line as u64,
+        original: mutant.original.clone(),
+        mutated: mutant.mutated.clone(),
+        ..MutantRecord::default()
+    }
+}
+
+/// Runs a trial; `alive` is told the number of each case of a generated mutant before it runs.
+///
+/// # Errors
+/// A planted mutant's anchor that does not match, or a case that cannot be prepared.
+pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result<MutantRecord, MutantError> {
+    match &trial.subject {
+        Subject::Planted(mutant) => match mutant.run(device, trial.schedules) {
+            Err(MutantError::NotRun { message, .. }) => Ok(MutantRecord {
+                status: Some(MutantStatus::Invalid),
+                reason: message,
+                ..mutant.unjudged(device.tree())
+            }),
+            judged => judged,
+        },
+        Subject::Generated(mutant, cases) => {
+            let refused = |source| MutantError::Case { id: mutant.id.clone(), source };
+            let planted = mutant.plant(device.tree()).map_err(|e| refused(CaseError::Malformed(e.to_string())))?;
+            let mutated = device.with_tree(planted);
+            let options = CheckOptions { schedules: trial.schedules, triangulate: false };
+            let mut record = unjudged(mutant);
+            let mut killed_by = BTreeSet::new();
+            for case in cases {
+                alive(record.cases_run);
+                let prepared = registry::prepare(case).map_err(refused)?;
+                let outcome = checks::run(&*prepared, &mutated, options);
+                record.cases_run += 1;
+                if let Some(error) = not_launched(&outcome) {
+                    return Ok(MutantRecord { status: Some(MutantStatus::Invalid), reason: error, ..record });
+                }
+                let mut seen = outcome.failures().filter(|check| check.verdict == Verdict::Fail).peekable();
+                if let (true, Some(first)) = (killed_by.is_empty(), seen.peek()) {
+                    (record.killing_case, record.reason) = (case.line(), first.message.clone());
+                }
+                killed_by.extend(seen.map(|check| check.check.clone()));
+                if !killed_by.is_empty() && !trial.all_checks {
+                    break;
+                }
+            }
+            let status = if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed };
+            Ok(MutantRecord { status: Some(status), killed_by: killed_by.into_iter().collect(), ..record })
+        }
+    }
+}
+
+/// Why the kernels could not be launched, if they could not: a mutant that does not compile, or whose launch
+/// is refused, shows nothing about the checks.
+fn not_launched(outcome: &Outcome) -> Option<String> {
+    let error = |check: &&CheckRecord| check.verdict == Verdict::Error && check.check == "launch";
+    outcome.failures().find(error).map(|check| check.message.clone())
+}
+
+/// Serves one trial: reads it from `input`, answers on `output`.
+///
+/// # Errors
+/// A line that is no trial, an answer that cannot be written, and those of [`run`].
+pub fn serve(input: &str, device: &Device, output: &mut impl Write) -> anyhow::Result<()> {
+    let trial: Trial = serde_json::from_str(input)?;
+    let record = run(&trial, device, |number| {
+        // A parent that is gone needs no sign of life.
+        let _ = writeln!(output, "{}", serde_json::to_string(&Answer::Case(number)).unwrap_or_default());
+        let _ = output.flush();
+    })?;
+    writeln!(output, "{}", serde_json::to_string(&Answer::Record(Box::new(record)))?)?;
+    Ok(output.flush()?)
+}

@@ -1,0 +1,205 @@
+//! Generated mutants: small changes of a kernel's source text, found in its syntax tree.
+//!
+//! [`generate`] walks the bodies of an operator's own `.cu` file. Its headers are left alone: they hold a
+//! device body and a host body of each instruction, and a change of one of them would be seen on one backend
+//! only. Nothing outside of a function body changes (constants of the file are a contract with the launcher),
+//! and nothing that only the compiler evaluates: `static_assert`, template arguments, `if constexpr`.
+//!
+//! | class | what changes |
+//! | --- | --- |
+//! | [`Class::Comparison`] | a comparison takes or leaves its boundary, or turns round |
+//! | [`Class::Synchronization`] | a barrier, fence, wait or commit is missing |
+//! | [`Class::Index`] | indices or strides change places, quotient and remainder are confused |
+//! | [`Class::Scale`] | a floating-point factor is missing, or counts twice; a sign is lost |
+//! | [`Class::Extent`] | a loop ends one step early or late |
+//! | [`Class::MinMax`] | of a minimum or maximum, one side is taken always |
+//! | [`Class::Constant`] | a number is another one |
+//! | [`Class::Predicate`] | a condition holds always or never, or loses a term |
+//! | [`Class::Accumulate`] | a sum is overwritten, a flag is turned round |
+
+mod classes;
+mod sample;
+mod source;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use dsv4_kernels::runtime::{RuntimeError, SourceTree};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+pub use sample::sample;
+
+use self::source::Source;
+
+/// What kind of change a generated mutant is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// `<` and `<=`, `>` and `>=`, `==` and `!=` are confused.
+    Comparison,
+    /// A call that orders threads or memory is missing.
+    Synchronization,
+    /// Indices or strides change places; `/` and `%` are confused.
+    Index,
+    /// A factor or divisor is missing or counts twice; a minus is missing.
+    Scale,
+    /// A loop runs over one element more or less.
+    Extent,
+    /// `minimum(a, b)` or `maximum(a, b)` is `a`, or `b`.
+    MinMax,
+    /// A number literal is another one.
+    Constant,
+    /// A condition is `true` or `false`; one side of `&&` or `||` is missing.
+    Predicate,
+    /// `+=` is `=`; a boolean argument is its opposite.
+    Accumulate,
+}
+
+impl Class {
+    /// All of them.
+    pub const ALL: [Self; 9] = [
+        Self::Comparison,
+        Self::Synchronization,
+        Self::Index,
+        Self::Scale,
+        Self::Extent,
+        Self::MinMax,
+        Self::Constant,
+        Self::Predicate,
+        Self::Accumulate,
+    ];
+
+    /// The class's name in ids and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Comparison => "comparison",
+            Self::Synchronization => "synchronization",
+            Self::Index => "index",
+            Self::Scale => "scale",
+            Self::Extent => "extent",
+            Self::MinMax => "min_max",
+            Self::Constant => "constant",
+            Self::Predicate => "predicate",
+            Self::Accumulate => "accumulate",
+        }
+    }
+}
+
+/// One generated mutant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GeneratedMutant {
+    /// `OPERATOR:FUNCTION:CLASS:HASH`. The hash is of the line's text and the change, so that an id outlives
+    /// lines that come and go above it, and not an edit of its own line.
+    pub id: String,
+    /// Operator whose file it is.
+    pub operator: String,
+    /// File within the kernel tree.
+    pub file: String,
+    /// Line of the change, from 1.
+    pub line: usize,
+    /// Kind of change.
+    pub class: Class,
+    /// One sentence.
+    pub summary: String,
+    /// The changed line (or lines) as it stands.
+    pub original: String,
+    /// The same after the change.
+    pub mutated: String,
+    /// Kernels that may execute it.
+    pub kernels: BTreeSet<String>,
+    /// Bytes of the file that are replaced.
+    range: Range<usize>,
+    /// By what.
+    replacement: String,
+}
+
+/// Why no mutants can be generated.
+#[derive(Debug, Error)]
+pub enum MutationError {
+    /// The kernel file is missing.
+    #[error(transparent)]
+    Source(#[from] RuntimeError),
+    /// The kernel file has no complete syntax tree.
+    #[error("{file}: {reason}")]
+    Parser {
+        /// The file.
+        file: String,
+        /// What was not understood, with the line.
+        reason: String,
+    },
+}
+
+/// A change that a class proposes.
+struct Edit {
+    range: Range<usize>,
+    replacement: String,
+    summary: String,
+}
+
+/// Every mutant of an operator's own kernel file, in the order of the file.
+///
+/// # Errors
+/// [`MutationError`]: a file that is missing or not understood completely.
+pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
+    let file = format!("{operator}.cu");
+    let source = Source::parse(tree, &file)?;
+    let callers = source.callers();
+    let mut mutants = Vec::new();
+    let mut twins: BTreeMap<String, u32> = BTreeMap::new();
+    for function in source.functions() {
+        let name = source.name_of(function);
+        for (class, edit) in classes::edits(&source, function) {
+            let (original, mutated) = changed_lines(source.text, &edit);
+            let key = format!("{operator}:{name}:{}:{original}:{mutated}", class.name());
+            let twin = twins.entry(key.clone()).or_default();
+            let hash = blake3::hash(format!("{key}:{twin}").as_bytes()).to_hex();
+            *twin += 1;
+            mutants.push(GeneratedMutant {
+                id: format!("{operator}:{name}:{}:{}", class.name(), &hash[..8]),
+                operator: operator.to_owned(),
+                file: source.file.to_owned(),
+                line: 1 + source.text[..edit.range.start].matches('\n').count(),
+                class,
+                summary: edit.summary,
+                original,
+                mutated,
+                kernels: callers.get(name).into_iter().flatten().map(|kernel| (*kernel).to_owned()).collect(),
+                range: edit.range,
+                replacement: edit.replacement,
+            });
+        }
+    }
+    // Stable: mutants of one place stay in the order of their classes.
+    mutants.sort_by_key(|mutant| mutant.range.start);
+    Ok(mutants)
+}
+
+impl GeneratedMutant {
+    /// The tree with this change made.
+    ///
+    /// # Errors
+    /// A tree without the mutant's file.
+    pub fn plant(&self, tree: &SourceTree) -> Result<SourceTree, RuntimeError> {
+        let mut text = tree.text(&self.file)?.to_owned();
+        text.replace_range(self.range.clone(), &self.replacement);
+        Ok(tree.with_text(&self.file, text, &format!("mutant {}", self.id)))
+    }
+}
+
+/// The lines that an edit touches, before and after, without what all of them are indented by.
+fn changed_lines(text: &str, edit: &Edit) -> (String, String) {
+    let start = text[..edit.range.start].rfind('\n').map_or(0, |end| end + 1);
+    let end = text[edit.range.end..].find('\n').map_or(text.len(), |length| edit.range.end + length);
+    let after = format!("{}{}{}", &text[start..edit.range.start], edit.replacement, &text[edit.range.end..end]);
+    (without_indent(&text[start..end]), without_indent(&after))
+}
+
+fn without_indent(lines: &str) -> String {
+    let indent = |line: &str| line.len() - line.trim_start().len();
+    let common = lines.lines().filter(|line| !line.trim().is_empty()).map(indent).min().unwrap_or(0);
+    lines.lines().map(|line| line.get(common..).unwrap_or_default().trim_end()).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests;

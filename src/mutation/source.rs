@@ -1,0 +1,296 @@
+//! A kernel source as a syntax tree: functions, what calls what, and which names are floating point.
+//!
+//! tree-sitter knows C++ and not this project's macros, so they are overwritten, byte for byte, with C++
+//! of the same length before it parses. Every position of the tree is therefore a position of the source.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use dsv4_kernels::runtime::SourceTree;
+use tree_sitter::{Node, Parser, Tree};
+
+use super::MutationError;
+
+/// Macros that stand for a specifier, and C++ of the same length.
+const SPECIFIERS: [(&str, &str); 3] = [("DEVICE", "static"), ("__shared__", "static    "), ("UNROLL", "      ")];
+/// Macros with arguments that define nothing which a mutant could change.
+const DECLARATIONS: [&str; 3] = ["PARAMS_LAYOUT", "SHARED_MEMORY", "UNROLL_BY"];
+/// The macro that begins a kernel.
+const KERNEL: &str = "KERNEL";
+
+/// A parsed kernel file.
+pub(super) struct Source<'a> {
+    /// File within the kernel tree.
+    pub(super) file: &'a str,
+    /// The file as it is.
+    pub(super) text: &'a str,
+    tree: Tree,
+    kernels: BTreeSet<String>,
+    /// Names of variables, fields, constants and functions that are float or double.
+    floats: BTreeSet<String>,
+}
+
+impl<'a> Source<'a> {
+    /// Parses `file` of a kernel tree.
+    pub(super) fn parse(tree: &'a SourceTree, file: &'a str) -> Result<Self, MutationError> {
+        let text = tree.text(file)?;
+        let (masked, kernels) = masked(text);
+        let unread = |reason: String| MutationError::Parser { file: file.to_owned(), reason };
+        let mut parser = Parser::new();
+        parser.set_language(&tree_sitter_cpp::LANGUAGE.into()).map_err(|e| unread(e.to_string()))?;
+        let parsed = parser.parse(&masked, None).ok_or_else(|| unread("no syntax tree".into()))?;
+        if let Some(error) = first_error(parsed.root_node()) {
+            let line = error.start_position().row + 1;
+            return Err(unread(format!("line {line} is no C++ that the mutator knows")));
+        }
+        let mut floats = BTreeSet::new();
+        tree.headers().for_each(|(_, header)| floats.extend(words_after_float(header)));
+        let mut source = Self { file, text, tree: parsed, kernels, floats };
+        let declared = source.declared_floats();
+        source.floats.extend(declared);
+        Ok(source)
+    }
+
+    /// The source text of a node.
+    pub(super) fn text_of(&self, node: Node<'_>) -> &'a str {
+        &self.text[node.byte_range()]
+    }
+
+    /// Every function with a body, in the order of the file.
+    pub(super) fn functions(&self) -> Vec<Node<'_>> {
+        let mut functions = Vec::new();
+        descend(self.tree.root_node(), &mut |node| {
+            if node.kind() == "function_definition" && node.child_by_field_name("body").is_some() {
+                functions.push(node);
+            }
+        });
+        functions
+    }
+
+    /// The name of a function.
+    pub(super) fn name_of(&self, function: Node<'_>) -> &'a str {
+        let mut declarator = function.child_by_field_name("declarator");
+        while let Some(node) = declarator {
+            match node.child_by_field_name("declarator") {
+                Some(inner) => declarator = Some(inner),
+                None => return self.text_of(node),
+            }
+        }
+        "?"
+    }
+
+    /// For each function, the kernels that may call it. One that no kernel calls (a compile-time
+    /// function) may concern all of them.
+    pub(super) fn callers(&self) -> BTreeMap<&'a str, BTreeSet<&'a str>> {
+        let functions = self.functions();
+        let names: BTreeSet<&str> = functions.iter().map(|function| self.name_of(*function)).collect();
+        let mut mentions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+        for function in &functions {
+            let mentioned = mentions.entry(self.name_of(*function)).or_default();
+            descend(*function, &mut |node| {
+                if matches!(node.kind(), "identifier" | "field_identifier") && names.contains(self.text_of(node)) {
+                    mentioned.insert(self.text_of(node));
+                }
+            });
+        }
+        let kernels: BTreeSet<&str> = names.iter().copied().filter(|name| self.kernels.contains(*name)).collect();
+        let mut callers: BTreeMap<&str, BTreeSet<&str>> = names.iter().map(|name| (*name, BTreeSet::new())).collect();
+        for kernel in &kernels {
+            let mut pending = vec![*kernel];
+            while let Some(name) = pending.pop() {
+                if callers.get_mut(name).is_some_and(|kernels| kernels.insert(kernel)) {
+                    pending.extend(mentions[name].iter().copied());
+                }
+            }
+        }
+        callers.values_mut().filter(|found| found.is_empty()).for_each(|found| found.clone_from(&kernels));
+        callers
+    }
+
+    /// Whether an expression has a floating-point value, as far as names and literals tell.
+    pub(super) fn is_float(&self, node: Node<'_>) -> bool {
+        let field = |name: &str| node.child_by_field_name(name).is_some_and(|child| self.is_float(child));
+        match node.kind() {
+            "number_literal" => self.text_of(node).contains('.'),
+            "identifier" | "field_identifier" => self.floats.contains(self.text_of(node)),
+            // `threadIdx.x` is no x of the file.
+            "field_expression" => !self.is_launch_index(node) && field("field"),
+            "subscript_expression" => field("argument"),
+            "call_expression" => field("function"),
+            "unary_expression" => field("argument"),
+            "binary_expression" => field("left") || field("right"),
+            "conditional_expression" => field("consequence") || field("alternative"),
+            "parenthesized_expression" => node.named_child(0).is_some_and(|inner| self.is_float(inner)),
+            "template_function" => {
+                let text = self.text_of(node);
+                text.ends_with("<float>") || text.ends_with("<double>")
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether a field belongs to CUDA's built-in indices and extents.
+    fn is_launch_index(&self, node: Node<'_>) -> bool {
+        let of = node.child_by_field_name("argument").map(|argument| self.text_of(argument));
+        matches!(of, Some("threadIdx" | "blockIdx" | "blockDim" | "gridDim"))
+    }
+
+    /// Names that the file declares as float or double, behind no pointer.
+    fn declared_floats(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        descend(self.tree.root_node(), &mut |node| {
+            let declares = matches!(
+                node.kind(),
+                "declaration" | "parameter_declaration" | "field_declaration" | "function_definition"
+            );
+            let of_type = node.child_by_field_name("type").map(|kind| self.text_of(kind));
+            if declares && matches!(of_type, Some("float" | "double")) {
+                let mut cursor = node.walk();
+                let declarators = node.children_by_field_name("declarator", &mut cursor);
+                found.extend(declarators.filter_map(|declarator| self.declared(declarator)));
+            }
+        });
+        found
+    }
+
+    fn declared(&self, node: Node<'_>) -> Option<String> {
+        match node.kind() {
+            "identifier" | "field_identifier" => Some(self.text_of(node).to_owned()),
+            "pointer_declarator" => None,
+            _ => {
+                let inner = node.child_by_field_name("declarator");
+                inner.or_else(|| node.named_child(0)).and_then(|inner| self.declared(inner))
+            }
+        }
+    }
+}
+
+/// Calls `visit` on a node and everything below it, outermost first.
+pub(super) fn descend<'t>(node: Node<'t>, visit: &mut impl FnMut(Node<'t>)) {
+    visit(node);
+    for index in 0..node.child_count() {
+        if let Some(child) = node.child(index) {
+            descend(child, visit);
+        }
+    }
+}
+
+fn first_error(node: Node<'_>) -> Option<Node<'_>> {
+    if node.is_error() || node.is_missing() {
+        return Some(node);
+    }
+    if !node.has_error() {
+        return None;
+    }
+    (0..node.child_count()).filter_map(|index| node.child(index)).find_map(first_error)
+}
+
+/// The text with the project's macros overwritten, and the names of its kernels.
+fn masked(text: &str) -> (String, BTreeSet<String>) {
+    let mut masked = text.to_owned();
+    let mut kernels = BTreeSet::new();
+    for (start, word) in code_words(text) {
+        let end = start + word.len();
+        if let Some((_, replacement)) = SPECIFIERS.iter().find(|(name, _)| *name == word) {
+            masked.replace_range(start..end, replacement);
+        } else if let Some(close) = closing_parenthesis(text, end) {
+            if DECLARATIONS.contains(&word) {
+                masked.replace_range(start..=close, &blank(&text[start..=close]));
+            } else if word == KERNEL {
+                let name_end = text[end..close].find(',').map_or(close, |comma| end + comma);
+                kernels.insert(text[end + 1..name_end].trim().to_owned());
+                // KERNEL(name, Params, threads) becomes `void   name(               )`.
+                masked.replace_range(start..=end, "void   ");
+                masked.replace_range(name_end..=name_end, "(");
+                masked.replace_range(name_end + 1..close, &blank(&text[name_end + 1..close]));
+            }
+        }
+    }
+    (masked, kernels)
+}
+
+/// Spaces of the same length; the ends of lines stay.
+fn blank(text: &str) -> String {
+    text.bytes().map(|byte| if byte == b'\n' { '\n' } else { ' ' }).collect()
+}
+
+/// The position of the parenthesis that closes the one at `open`, if one stands there.
+fn closing_parenthesis(text: &str, open: usize) -> Option<usize> {
+    let opened = text.get(open..).filter(|rest| rest.starts_with('('))?;
+    let mut depth = 0_usize;
+    for (offset, byte) in opened.bytes().enumerate() {
+        match byte {
+            b'(' => depth += 1,
+            b')' if depth == 1 => return Some(open + offset),
+            b')' => depth -= 1,
+            _ => {}
+        }
+    }
+    None
+}
+
+/// Words with their positions, outside of `//` comments and directives.
+fn code_words(text: &str) -> Vec<(usize, &str)> {
+    let mut words = Vec::new();
+    let mut line_start = 0;
+    for line in text.split_inclusive('\n') {
+        let code = if line.trim_start().starts_with('#') { "" } else { line.split("//").next().unwrap_or_default() };
+        let mut at = 0;
+        for piece in code.split(|c: char| !c.is_alphanumeric() && c != '_') {
+            if !piece.is_empty() {
+                words.push((line_start + at, piece));
+            }
+            // The separator behind it may be longer than a byte.
+            at += piece.len() + code[at + piece.len()..].chars().next().map_or(0, char::len_utf8);
+        }
+        line_start += line.len();
+    }
+    words
+}
+
+/// Constants and functions that a header declares as float or double.
+fn words_after_float(header: &str) -> impl Iterator<Item = String> + '_ {
+    let words = code_words(header);
+    let pairs: Vec<_> = words.windows(2).map(|pair| (pair[0], pair[1])).collect();
+    pairs.into_iter().filter_map(move |((at, kind), (next_at, name))| {
+        let between = &header[at + kind.len()..next_at];
+        (matches!(kind, "float" | "double") && between == " ").then(|| name.to_owned())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn macros_are_overwritten_without_moving_anything() {
+        let text =
+            "// DEVICE\nDEVICE float f() { UNROLL return 1.0f; }\nPARAMS_LAYOUT(A,\n x)\nKERNEL(k, P, 32) { f(); }\n";
+        let (masked, kernels) = masked(text);
+        assert_eq!(masked.len(), text.len());
+        assert!(masked.starts_with("// DEVICE\nstatic float f() {        return 1.0f; }\n"), "{masked}");
+        assert!(masked.contains("void   k(      ) { f(); }"), "{masked}");
+        assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["k"]);
+    }
+
+    #[test]
+    fn every_kernel_source_is_understood_completely() {
+        let tree = SourceTree::embedded();
+        for file in tree.kernel_files() {
+            let source = Source::parse(&tree, file).unwrap_or_else(|error| panic!("{error}"));
+            assert!(!source.functions().is_empty(), "{file}");
+        }
+    }
+
+    #[test]
+    fn a_function_belongs_to_the_kernels_that_reach_it() {
+        let text = "DEVICE int deep() { return 1; }\nDEVICE int f() { return deep(); }\nDEVICE int size() { return 2; }\n\
+                    KERNEL(a, P, 32) { f(); }\nKERNEL(b, P, 32) { }\n";
+        let files = [("k.cu".to_owned(), text.to_owned())];
+        let tree = SourceTree::from_files("a test".into(), files.into()).expect("a tree");
+        let source = Source::parse(&tree, "k.cu").expect("C++");
+        let callers = source.callers();
+        assert_eq!(callers["deep"], ["a"].into());
+        assert_eq!(callers["b"], ["b"].into());
+        assert_eq!(callers["size"], ["a", "b"].into());
+    }
+}

@@ -1,0 +1,105 @@
+//! `parity mutants`: exit codes, what it prints, what it leaves behind. Always on the emulator, as
+//! [`crate::mutants`].
+
+use std::path::Path;
+
+use dsv4_parity::record::{MutantSource, MutantStatus, Report};
+use tempfile::TempDir;
+
+use crate::command_line::{Output, Parity};
+use crate::support::fixtures;
+
+/// A folder of mutants with one file.
+fn folder(name: &str, text: &str) -> TempDir {
+    let dir = tempfile::tempdir().expect("a scratch directory");
+    std::fs::write(dir.path().join(name), text).expect("a file");
+    dir
+}
+
+fn mutants(mutants: &Path, arguments: &[&str]) -> Output {
+    let dir = mutants.to_str().expect("UTF-8");
+    let mut all = vec!["mutants", "--backend", "emulator", "--ops", "rope", "--schedules", "1", "--mutants", dir];
+    all.extend(arguments);
+    Parity::new(&all).env("PARITY_FIXTURES", fixtures().to_str().expect("UTF-8")).run()
+}
+
+/// A mutant of rope that is planted in one line, with one case.
+fn planted(find: &str, replace: &str) -> String {
+    format!(
+        r#"[[mutant]]
+id = "rope_bug"
+catalogue = "FM-00"
+operator = "rope"
+file = "rope.cu"
+summary = "One line is another."
+find = '{find}'
+replace = '{replace}'
+expected = "forward"
+cases = ['{{"operator":"rope","num_tokens":5,"num_heads":3,"head_dim":64,"rope_dim":16,"dtype":"bf16","inverse":false,"frequencies":"compress","table":"row_per_token","table_rows":0,"aliasing":"out_of_place","padding":0,"distribution":"normal","magnitude":1.0,"seed":1}}']
+"#
+    )
+}
+
+const ROTATION: &str = "odd = fused_multiply_add(x0, by.sin, __fmul_rn(x1, by.cos));";
+
+#[test]
+fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
+    let (out, replaced) = (tempfile::tempdir().expect("a scratch directory"), format!("/* as it was */ {ROTATION}"));
+    let bugs = folder("rope.toml", &planted(ROTATION, &replaced));
+    let path = out.path().to_str().expect("UTF-8");
+    let output = mutants(bugs.path(), &["--sample", "0", "--out", path]);
+    output.assert_code(1);
+    assert!(output.stdout.contains("below what is asked: rope: 1 planted mutant(s) not killed"), "{}", output.stdout);
+    let read = |name: &str| std::fs::read_to_string(out.path().join(name)).expect(name);
+    let report: Report = serde_json::from_str(&read("report.json")).expect("a report");
+    let [mutant] = report.mutants.as_slice() else { panic!("{:?}", report.mutants) };
+    assert_eq!((mutant.source, mutant.status()), (MutantSource::Planted, MutantStatus::Survived));
+    assert_eq!((mutant.original.as_str(), &mutant.mutated), (ROTATION, &replaced));
+    assert!(report.skips.iter().any(|skip| skip.what == "generated mutants of rope" && skip.count > 100));
+    assert!(read("index.html").contains("<span class=\"added\">+ /* as it was */ odd = "), "the page shows no diff");
+    assert!(read("summary.md").contains("**survived:** `rope_bug`"), "{}", read("summary.md"));
+}
+
+#[test]
+fn a_killed_mutant_exits_with_0_and_a_generated_survivor_shows_its_line() {
+    let bugs = folder("rope.toml", &planted(ROTATION, "odd = fused_multiply_add(x0, by.sin, x1);"));
+    mutants(bugs.path(), &["--only", "rope_bug"]).assert_code(0);
+    // The step beyond the last head touches nothing; the list that says so is not in this folder.
+    let output = mutants(bugs.path(), &["--only", "rope:rotate_heads:extent:cceb0e36"]);
+    output.assert_code(1);
+    for needle in ["SURVIVED", "    - for (int i = 0; i < HEADS; ", "    + for (int i = 0; i <= HEADS; "] {
+        assert!(output.stdout.contains(needle), "`{needle}` is not in\n{}", output.stdout);
+    }
+}
+
+#[test]
+fn mutants_that_the_time_budget_leaves_out_are_skips_and_no_kills() {
+    let (bugs, out) = (folder("none.txt", ""), tempfile::tempdir().expect("a scratch directory"));
+    let path = out.path().to_str().expect("UTF-8");
+    let output = mutants(bugs.path(), &["--sample", "9", "--time-budget", "0", "--out", path]);
+    output.assert_code(1);
+    assert!(output.stdout.contains("rope: no generated mutant was judged"), "{}", output.stdout);
+    let text = std::fs::read_to_string(out.path().join("report.json")).expect("a report");
+    let report: Report = serde_json::from_str(&text).expect("a report");
+    let skip = report.skips.iter().find(|skip| skip.why.contains("--time-budget")).expect("a skip");
+    assert_eq!((skip.what.as_str(), skip.count), ("generated mutants of rope", 9));
+}
+
+#[test]
+fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
+    let stale = folder("equivalent.toml", "[[equivalent]]\nids = [\"rope:gone:scale:00000000\"]\nreason = \"None.\"\n");
+    mutants(stale.path(), &[]).assert_bad_input(&["equivalent.toml", "rope:gone:scale:00000000"]);
+    let anchor = folder("rope.toml", &planted("no kernel says this", ""));
+    mutants(anchor.path(), &[]).assert_bad_input(&["rope_bug", "0 times"]);
+    let none = folder("none.txt", "");
+    mutants(none.path(), &["--floor", "1.5"]).assert_bad_input(&["--floor 1.5"]);
+    mutants(none.path(), &["--jobs", "0"]).assert_bad_input(&["--jobs 0"]);
+}
+
+#[test]
+fn the_list_of_equivalent_mutants_fits_the_kernels() {
+    use dsv4_kernels::runtime::SourceTree;
+    use dsv4_parity::kill_matrix::{equivalent::Equivalents, plan};
+    let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
+    plan::generate(&SourceTree::embedded(), &dsv4_parity::registry::names(), &list).unwrap_or_else(|e| panic!("{e}"));
+}
