@@ -137,13 +137,25 @@ struct Edit {
     summary: String,
 }
 
-/// Every mutant of an operator's own kernel file, in the order of the file.
+/// Every mutant of an operator's own kernel files, in the order of the files.
 ///
 /// # Errors
 /// [`MutationError`]: a file that is missing or not understood completely.
 pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
-    let file = format!("{operator}.cu");
-    let source = Source::parse(tree, &file)?;
+    let mut mutants = generate_of(tree, operator, &format!("{operator}.cu"))?;
+    for file in tree.kernel_files().filter(|file| is_second_implementation(file, operator)) {
+        mutants.extend(generate_of(tree, operator, file)?);
+    }
+    Ok(mutants)
+}
+
+/// Whether a kernel file is an operator's implementation for one GPU generation, beside the portable one.
+pub fn is_second_implementation(file: &str, operator: &str) -> bool {
+    file.strip_prefix(operator).is_some_and(|rest| rest.starts_with("_hopper") && rest.ends_with(".cu"))
+}
+
+fn generate_of(tree: &SourceTree, operator: &str, file: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
+    let source = Source::parse(tree, file)?;
     let callers = source.callers();
     let mut mutants = Vec::new();
     let mut twins: BTreeMap<String, u32> = BTreeMap::new();

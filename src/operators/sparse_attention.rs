@@ -327,6 +327,15 @@ impl Operator for SparseAttention {
             SparseAttentionCase { values: Values::Separate, v_dim: 32, ..plain(4, 20, 64, 40, 65) },
             plain(2, 5, 512, 50, 70),
             SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) },
+            hopper(plain(2, 20, 512, 50, 70)),
+            // Three tiles, and one head that stands alone in its block.
+            hopper(SparseAttentionCase {
+                lengths: Lengths::Hostile,
+                sinks: Sinks::Extreme,
+                dlse: true,
+                ..plain(7, 65, 512, 90, 140)
+            }),
+            hopper(SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) }),
         ];
         if profile == Profile::Full {
             cases.extend(production_cases());
@@ -360,13 +369,19 @@ impl Operator for SparseAttention {
     }
 }
 
+fn hopper(case: SparseAttentionCase) -> SparseAttentionCase {
+    SparseAttentionCase { implementation: Implementation::Hopper, ..case }
+}
+
 /// The heads and lists of the two production models, with as many tokens as the oracle can bear.
 fn production_cases() -> Vec<SparseAttentionCase> {
     let plain = SparseAttentionCase::plain;
     vec![
         plain(12, 64, 512, 4096, 640),
+        hopper(plain(12, 64, 512, 4096, 640)),
         plain(6, 128, 512, 4096, 1152),
-        SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(5, 128, 576, 3000, 1025) },
+        hopper(plain(6, 128, 512, 4096, 1152)),
+        hopper(SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(5, 128, 576, 3000, 1025) }),
         SparseAttentionCase { values: Values::Separate, v_dim: 512, dlse: true, ..plain(5, 64, 512, 3000, 700) },
     ]
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use dsv4_kernels::runtime::SourceTree;
-use dsv4_parity::registry;
+use dsv4_parity::{mutation, registry};
 
 const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
 const REGISTRY: &str = include_str!("../../src/registry.rs");
@@ -136,10 +136,7 @@ fn every_kernel_source_is_some_operators() {
     let tree = SourceTree::embedded();
     let names = registry::names();
     for file in tree.kernel_files().filter(|file| !SELFTESTS.contains(file)) {
-        // An operator may have a second implementation of its hot kernels.
-        let of = |name: &String| {
-            [".cu", "_hopper.cu", "_hopper_backward.cu"].iter().any(|end| *file == format!("{name}{end}"))
-        };
+        let of = |name: &String| *file == format!("{name}.cu") || mutation::is_second_implementation(file, name);
         assert!(names.iter().any(of), "{file} belongs to no operator");
     }
 }
