@@ -150,6 +150,9 @@ impl ScoreRecomputeCase {
             let reason = "it exceeds num_heads, or lse is recomputed, which knows of no padding";
             return refuse("padding_heads", format!("{}: {reason}", self.padding_heads));
         }
+        if self.ranking == RankingClass::Causal && self.topk > 0 {
+            return refuse("topk", format!("{}: a causal ranking has no lists", self.topk));
+        }
         if self.ratio == 0 || i32::try_from(self.ratio).is_err() {
             return refuse("ratio", format!("{} must be at least 1 and fit 32 bits", self.ratio));
         }
@@ -260,6 +263,7 @@ impl Operator for ScoreRecompute {
                 let (padding, distribution, poison_unreferenced, seed) = data;
                 // Scaled rows do not scale logits to hundreds.
                 let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
+                let topk = if ranking == RankingClass::Selected { topk } else { 0 };
                 let padding_heads = if recomputed { 0 } else { padding_heads.min(num_heads - 1) };
                 let case = ScoreRecomputeCase {
                     num_tokens,
