@@ -57,7 +57,9 @@ fn run() -> Result<bool> {
             session.measure_ceilings()?;
             [rms_norm::production(), rope::production(), sparse_attention::production(), score_recompute::production()]
         }
-        BackendKind::Emulator => [rms_norm::small(), rope::small(), sparse_attention::small(), score_recompute::small()],
+        BackendKind::Emulator => {
+            [rms_norm::small(), rope::small(), sparse_attention::small(), score_recompute::small()]
+        }
     };
     for benchmark in benchmarks.into_iter().flatten() {
         session.run(&benchmark)?;

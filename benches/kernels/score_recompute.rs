@@ -202,12 +202,7 @@ impl<'d> Buffers<'d> {
 }
 
 impl Set {
-    fn place<'d>(
-        lab: &Lab<'d>,
-        memory: &mut DeviceArena<'d>,
-        shape: Shape,
-        set: usize,
-    ) -> Result<Self, RuntimeError> {
+    fn place<'d>(lab: &Lab<'d>, memory: &mut DeviceArena<'d>, shape: Shape, set: usize) -> Result<Self, RuntimeError> {
         let Shape { num_tokens, num_keys, num_heads, .. } = shape;
         let indices = shape.indices(set);
         let lists = HostTensor::from_i32(&[num_tokens, shape.topk.unwrap_or(0)], &indices);

@@ -370,10 +370,9 @@ PARAMS_LAYOUT(ScoreRecomputeParams, q, k, lse, sink, indices, topk_length, cu_q,
               columns, num_sequences, ratio, indices_global, softmax_scale)
 SHARED_MEMORY(score_recompute, SHARED_BYTES)
 
-// log2(2^a + 2^b). An infinite larger operand is the result: neither (-inf) - (-inf) nor inf - inf is formed.
+// log2(2^a + 2^b), one of them finite. Only the smaller has the larger subtracted: inf - inf is never formed.
 DEVICE float log2_add_exp2(float a, float b) {
     const float larger = maximum_f32(a, b), smaller = minimum_f32(a, b);
-    if (is_infinite(larger)) return larger;
     return larger + log2_approx(1.0f + exp2_approx(smaller - larger));
 }
 

@@ -319,12 +319,8 @@ fn check_apart(
     others: &[Option<&TensorView>],
 ) -> Result<()> {
     let lists = Lists::of(inputs).views();
-    let read: Vec<&TensorView> = [Some(inputs.q), Some(inputs.k)]
-        .into_iter()
-        .chain(lists)
-        .chain(others.iter().copied())
-        .flatten()
-        .collect();
+    let read: Vec<&TensorView> =
+        [Some(inputs.q), Some(inputs.k)].into_iter().chain(lists).chain(others.iter().copied()).flatten().collect();
     for (number, &(argument, view)) in written.iter().enumerate() {
         for other in read.iter().copied().chain(written[..number].iter().map(|&(_, other)| other)) {
             CHECK.apart(argument, view, other)?;

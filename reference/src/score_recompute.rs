@@ -440,7 +440,9 @@ impl HeadSums {
 fn normalisers(normaliser: &Normaliser, base: &Base, rounding: &mut Rounding) -> Result<(Tensor, Tensor)> {
     // Beyond fp32 is infinity: f64 would still tell such numbers apart.
     let in_fp32 = |tensor: &Tensor| -> Result<Tensor> {
-        let stored = values(tensor)?.into_iter().map(|x| if x.abs() > f64::from(f32::MAX) { f64::INFINITY.copysign(x) } else { x });
+        let stored = values(tensor)?
+            .into_iter()
+            .map(|x| if x.abs() > f64::from(f32::MAX) { f64::INFINITY.copysign(x) } else { x });
         Ok(Tensor::from_vec(stored.collect::<Vec<f64>>(), tensor.shape(), &Device::Cpu)?)
     };
     let lse = base.two(&normaliser.lse.unsqueeze(2)?, rounding)?;
@@ -469,4 +471,220 @@ fn unless(condition: &Tensor, tensor: &Tensor, instead: f64) -> Result<Tensor> {
 
 fn is_infinite(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.abs()?.eq(f64::INFINITY)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Precision;
+    use crate::testing::{Draw, UNIT_ROUNDOFF, assert_unbiased, assert_within, f64_tensor};
+
+    const TOKENS: usize = 7;
+    const HEADS: usize = 3;
+    const HEAD_DIM: usize = 16;
+    const KEYS: usize = 11;
+
+    fn causal(seed: u64, ratio: usize, offset: i32) -> Inputs {
+        let mut draw = Draw::new(seed);
+        Inputs {
+            q: draw.bf16(&[TOKENS, HEADS, HEAD_DIM], 2.0),
+            k: draw.bf16(&[KEYS, HEAD_DIM], 1.0),
+            ranking: Ranking::Causal { ratio, q_off: Some(vec![offset]), columns: KEYS },
+            sequences: None,
+            softmax_scale: 0.3,
+        }
+    }
+
+    /// A hostile list: -1, out of range, duplicates; token 0 has none valid.
+    fn selected(seed: u64) -> Inputs {
+        let mut draw = Draw::new(seed + 100);
+        let hostile = [-1, KEYS as i32, i32::MAX, i32::MIN];
+        let slot = |draw: &mut Draw| draw.below(KEYS + 4) as i32;
+        let mut indices: Vec<i32> = (0..TOKENS * 9).map(|_| slot(&mut draw)).collect();
+        indices.iter_mut().filter(|i| **i >= KEYS as i32).for_each(|i| *i = hostile[*i as usize - KEYS]);
+        indices[..9].fill(-1);
+        let ranking = Ranking::Selected { indices, topk: 9, topk_length: None, global: true };
+        Inputs { ranking, ..causal(seed, 1, 0) }
+    }
+
+    /// Which key each slot of a token has, by the definition alone.
+    fn keys_of(inputs: &Inputs, token: usize) -> Vec<Option<usize>> {
+        match &inputs.ranking {
+            Ranking::Selected { indices, topk, .. } => indices[token * topk..][..*topk]
+                .iter()
+                .map(|&index| usize::try_from(index).ok().filter(|&key| key < KEYS))
+                .collect(),
+            Ranking::Causal { ratio, q_off, .. } => {
+                let position = i64::from(q_off.as_ref().unwrap()[0]) + token as i64;
+                let last_token = |key: usize| (key * ratio + ratio - 1) as i64;
+                (0..KEYS).map(|key| (last_token(key) <= position).then_some(key)).collect()
+            }
+        }
+    }
+
+    /// `exp` of every logit, `[tokens][heads][slots]`, in loops; 0 in invalid slots.
+    fn exponentials(inputs: &Inputs) -> Vec<Vec<Vec<f64>>> {
+        let (q, k) = (values(&inputs.q).unwrap(), values(&inputs.k).unwrap());
+        let logit = |t: usize, h: usize, key: usize| -> f64 {
+            let row = &q[(t * HEADS + h) * HEAD_DIM..][..HEAD_DIM];
+            row.iter().zip(&k[key * HEAD_DIM..]).map(|(a, b)| a * b).sum::<f64>() * inputs.softmax_scale
+        };
+        let row = |t: usize, h: usize| {
+            keys_of(inputs, t).into_iter().map(|key| key.map_or(0.0, |key| logit(t, h, key).exp())).collect()
+        };
+        (0..TOKENS).map(|t| (0..HEADS).map(|h| row(t, h)).collect()).collect()
+    }
+
+    /// A relative bound: sums of a few dozen terms and exponents of a few dozen, in f64.
+    fn bound(expected: &Tensor) -> Tensor {
+        ((expected.abs().unwrap() + 1e-300).unwrap() * (1024.0 * UNIT_ROUNDOFF)).unwrap()
+    }
+
+    fn assert_close(what: &str, actual: &Tensor, expected: &[f64]) {
+        let expected = f64_tensor(expected, actual.dims());
+        assert_within(what, actual, &expected, &bound(&expected));
+    }
+
+    fn exact_lse(inputs: &Inputs, beside: Option<&Tensor>) -> Tensor {
+        lse(inputs, beside, &mut Rounding::exact()).unwrap()
+    }
+
+    fn exact_target(inputs: &Inputs, lse: &Tensor, sink: Option<&Tensor>) -> Tensor {
+        let normaliser = Normaliser { lse: lse.clone(), sink: sink.cloned() };
+        target(inputs, &normaliser, &mut Rounding::exact()).unwrap()
+    }
+
+    #[test]
+    fn with_the_ranked_keys_own_lse_the_target_is_the_mean_of_the_heads_softmaxes() {
+        for inputs in [selected(1), causal(2, 1, 3), causal(3, 2, 9), causal(4, 3, -2)] {
+            let lse = exact_lse(&inputs, None);
+            let mut expected = Vec::new();
+            for token in exponentials(&inputs) {
+                let softmax = |head: &Vec<f64>, j: usize| head[j] / head.iter().sum::<f64>().max(1e-300);
+                expected.extend((0..token[0].len()).map(|j| token.iter().map(|h| softmax(h, j)).sum::<f64>()));
+            }
+            match inputs.ranking {
+                Ranking::Selected { .. } => {
+                    let mean: Vec<f64> = expected.iter().map(|sum| sum / HEADS as f64).collect();
+                    assert_close("target", &exact_target(&inputs, &lse, None), &mean);
+                }
+                Ranking::Causal { .. } => {
+                    let normaliser = Normaliser { lse, sink: None };
+                    let outputs = scores(&inputs, &normaliser, &mut Rounding::exact()).unwrap();
+                    assert_close("scores", &outputs.scores, &expected);
+                    let any = |t| keys_of(&inputs, t).iter().any(Option::is_some);
+                    let l1: Vec<f64> = (0..TOKENS).map(|t| if any(t) { HEADS as f64 } else { 0.0 }).collect();
+                    assert_close("l1", &outputs.l1, &l1);
+                    assert!(values(&outputs.shift).unwrap().iter().all(|&shift| shift == 0.0));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_joint_normaliser_weighs_each_head_by_the_mass_of_its_ranked_keys() {
+        let inputs = selected(5);
+        let mut draw = Draw::new(6);
+        let (beside, sink) = (draw.normal(&[TOKENS, HEADS], 2.0), draw.normal(&[HEADS], 3.0));
+        let (window, sinks) = (values(&beside).unwrap(), values(&sink).unwrap());
+        let mut expected = Vec::new();
+        for (t, token) in exponentials(&inputs).into_iter().enumerate() {
+            let outside = |h: usize| window[t * HEADS + h].exp() + sinks[h].exp();
+            let weight = |h: usize, j: usize| token[h][j] / (token[h].iter().sum::<f64>() + outside(h));
+            let row: Vec<f64> = (0..9).map(|j| (0..HEADS).map(|h| weight(h, j)).sum()).collect();
+            let l1 = row.iter().sum::<f64>();
+            expected.extend(row.iter().map(|a| if l1 > 0.0 { a / l1 } else { 0.0 }));
+        }
+        let lse = exact_lse(&inputs, Some(&beside));
+        let joint = exact_target(&inputs, &lse, Some(&sink));
+        assert_close("target", &joint, &expected);
+        let own = exact_target(&inputs, &exact_lse(&inputs, None), None);
+        let difference = values(&(joint - own).unwrap().abs().unwrap()).unwrap().into_iter().fold(0.0, f64::max);
+        assert!(difference > 0.01, "the two normalisers hardly differ: {difference}");
+    }
+
+    #[test]
+    fn rows_that_fp32_would_lose_have_the_same_target_and_report_their_shift() {
+        let (dense, sparse) = (causal(7, 1, 4), selected(7));
+        for by in [-300.0, 300.0] {
+            let moved = |inputs: &Inputs| (exact_lse(inputs, None) + by).unwrap();
+            let lse = exact_lse(&sparse, None);
+            let (plain, far) = (exact_target(&sparse, &lse, None), exact_target(&sparse, &moved(&sparse), None));
+            let bound = ((plain.abs().unwrap() + 1e-300).unwrap() * (1 << 14) as f64 * UNIT_ROUNDOFF).unwrap();
+            assert_within("target", &far, &plain, &bound);
+            let of = |lse: Tensor| scores(&dense, &Normaliser { lse, sink: None }, &mut Rounding::exact()).unwrap();
+            let (plain, far) = (of(exact_lse(&dense, None)), of(moved(&dense)));
+            let factor = (&far.shift + by).unwrap().exp().unwrap();
+            let unshifted = (far.l1 * factor).unwrap();
+            let bound = (plain.l1.abs().unwrap() * (1 << 14) as f64 * UNIT_ROUNDOFF).unwrap();
+            assert_within("l1", &unshifted, &plain.l1, &bound);
+        }
+    }
+
+    #[test]
+    fn heads_with_an_infinite_normaliser_add_nothing() {
+        let inputs = selected(8);
+        let lse = exact_lse(&inputs, None);
+        let sink = f64_tensor(&[0.5, f64::INFINITY, 2.4e38], &[HEADS]);
+        let alone = Inputs { q: inputs.q.narrow(1, 0, 1).unwrap().contiguous().unwrap(), ..inputs.clone() };
+        let expected = exact_target(&alone, &lse.narrow(1, 0, 1).unwrap(), None);
+        let by_sink = exact_target(&inputs, &lse, Some(&sink));
+        let infinities = f64_tensor(&[f64::INFINITY, f64::NEG_INFINITY].repeat(TOKENS), &[TOKENS, 2]);
+        let padded = Tensor::cat(&[&lse.narrow(1, 0, 1).unwrap(), &infinities], 1).unwrap();
+        for actual in [by_sink, exact_target(&inputs, &padded, None)] {
+            assert_within("target", &actual, &expected, &bound(&expected));
+        }
+    }
+
+    #[test]
+    fn sequences_packed_together_are_those_sequences_alone() {
+        let inputs = causal(9, 2, 5);
+        let ranking = Ranking::Causal { ratio: 2, q_off: Some(vec![3, 0, 5]), columns: 6 };
+        let sequences = Some(Sequences { cu_q: vec![0, 4, 4, 6], cu_k: vec![0, 5, 5, 11] });
+        let packed = exact_lse(&Inputs { ranking, sequences, ..inputs.clone() }, None);
+        for (tokens, keys, offset) in [((0, 4), (0, 5), 3), ((4, 2), (5, 6), 5)] {
+            let alone = Inputs {
+                q: inputs.q.narrow(0, tokens.0, tokens.1).unwrap(),
+                k: inputs.k.narrow(0, keys.0, keys.1).unwrap(),
+                ranking: Ranking::Causal { ratio: 2, q_off: Some(vec![offset]), columns: keys.1 },
+                ..inputs.clone()
+            };
+            let expected = values(&exact_lse(&alone, None)).unwrap();
+            assert_eq!(values(&packed.narrow(0, tokens.0, tokens.1).unwrap()).unwrap(), expected);
+        }
+        assert!(values(&packed.narrow(0, 6, 1).unwrap()).unwrap().iter().all(|&lse| lse == f64::INFINITY));
+    }
+
+    #[test]
+    fn working_runs_err_around_the_exact_target() {
+        let inputs = causal(10, 1, KEYS as i32);
+        let inputs = Inputs {
+            ranking: Ranking::Selected {
+                indices: (0..TOKENS as i32 * 9).map(|i| i % KEYS as i32).collect(),
+                topk: 9,
+                topk_length: None,
+                global: true,
+            },
+            ..inputs
+        };
+        let normaliser = Normaliser { lse: exact_lse(&inputs, None), sink: None };
+        let run = |precision| target(&inputs, &normaliser, &mut Rounding::new(precision)).unwrap();
+        let runs: Vec<Tensor> = (0..64).map(|seed| run(Precision::Working { seed })).collect();
+        assert_unbiased("target", &run(Precision::Exact), &runs, TOKENS);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        let inputs = causal(11, 1, 0);
+        let refuse = |inputs: Inputs, name: &str| {
+            let error = lse(&inputs, None, &mut Rounding::exact()).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        };
+        let falling = Some(Sequences { cu_q: vec![0, 3, 2], cu_k: vec![0, 1, 2] });
+        refuse(Inputs { sequences: falling, ..inputs.clone() }, "cu_q");
+        refuse(Inputs { ranking: Ranking::Causal { ratio: 0, q_off: None, columns: 4 }, ..inputs.clone() }, "ratio");
+        let short = Ranking::Selected { indices: vec![0; 3], topk: 2, topk_length: None, global: true };
+        refuse(Inputs { ranking: short, ..inputs.clone() }, "indices");
+        refuse(Inputs { softmax_scale: f64::NAN, ..inputs }, "softmax_scale");
+    }
 }

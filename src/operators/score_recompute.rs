@@ -57,7 +57,7 @@ pub struct ScoreRecomputeCase {
     pub num_tokens: usize,
     /// Query heads, padding heads among them; at most 128.
     pub num_heads: usize,
-    /// So many of the last heads have q = 0 and lse = +inf.
+    /// So many of the last heads have q = 0 and an infinite lse: +inf and, for odd tokens, -inf.
     pub padding_heads: usize,
     /// Width of q and k: a multiple of 16 up to 576.
     pub head_dim: usize,
@@ -196,7 +196,8 @@ impl Operator for ScoreRecompute {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
         OperatorRecord {
             name: NAME.into(),
-            summary: "the indexer's distillation target: attention scores summed over the heads, sparse or dense".into(),
+            summary: "the indexer's distillation target: attention scores summed over the heads, sparse or dense"
+                .into(),
             specification: list(&["training 5"]),
             kernel_file: "kernels/cuda/score_recompute.cu".into(),
             oracle_file: "reference/src/score_recompute.rs".into(),
@@ -305,10 +306,20 @@ impl Operator for ScoreRecompute {
             ScoreRecomputeCase { indices: IndexClass::Valid, recomputed: true, ..selected(3, 5, 64, 0, 7) },
             causal(3, 5, 64, 0, 4),
             selected(2, 3, 64, 11, 0),
-            ScoreRecomputeCase { indices: IndexClass::LeadingMasked, recomputed: true, logit_shift: -200.0, ..selected(3, 5, 64, 30, 270) },
+            ScoreRecomputeCase {
+                indices: IndexClass::LeadingMasked,
+                recomputed: true,
+                logit_shift: -200.0,
+                ..selected(3, 5, 64, 30, 270)
+            },
             ScoreRecomputeCase { lengths: Lengths::Hostile, sinks: Sinks::Extreme, ..selected(7, 10, 64, 23, 70) },
             ScoreRecomputeCase { packed: true, lengths: Lengths::Within, ..selected(9, 24, 64, 60, 65) },
-            ScoreRecomputeCase { packed: true, global: true, indices: IndexClass::Duplicates, ..selected(9, 5, 64, 60, 65) },
+            ScoreRecomputeCase {
+                packed: true,
+                global: true,
+                indices: IndexClass::Duplicates,
+                ..selected(9, 5, 64, 60, 65)
+            },
             ScoreRecomputeCase { outside: 300.0, normaliser: joint, padding_heads: 2, ..selected(3, 5, 64, 40, 140) },
             ScoreRecomputeCase { packed: true, recomputed: true, outside: 300.0, ..causal(9, 5, 64, 400, 4) },
             ScoreRecomputeCase { normaliser: v32, sinks: Sinks::Absent, recomputed: true, ..causal(5, 66, 64, 290, 1) },
@@ -489,9 +500,8 @@ impl Inputs {
             let widened = beside.as_ref().map(widened).transpose()?;
             let mut lse = elements(&reference::lse(&self.reference()?, widened.as_ref(), &mut Rounding::exact())?)?;
             for (row, lse) in lse.iter_mut().enumerate() {
-                if row % case.num_heads >= case.num_heads - case.padding_heads {
-                    *lse = f64::INFINITY;
-                } else if lse.is_infinite() {
+                let is_padding = row % case.num_heads >= case.num_heads - case.padding_heads;
+                if is_padding || lse.is_infinite() {
                     *lse = signs[row / case.num_heads % 2];
                 }
             }
