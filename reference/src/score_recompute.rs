@@ -606,17 +606,18 @@ mod tests {
     #[test]
     fn rows_that_fp32_would_lose_have_the_same_target_and_report_their_shift() {
         let (dense, sparse) = (causal(7, 1, 4), selected(7));
+        // Exponents of 433 in base 2 round by up to 2^8 u, and three such differences make a weight: 2^14 u is ample.
         for by in [-300.0, 300.0] {
             let moved = |inputs: &Inputs| (exact_lse(inputs, None) + by).unwrap();
             let lse = exact_lse(&sparse, None);
             let (plain, far) = (exact_target(&sparse, &lse, None), exact_target(&sparse, &moved(&sparse), None));
-            let bound = ((plain.abs().unwrap() + 1e-300).unwrap() * (1 << 14) as f64 * UNIT_ROUNDOFF).unwrap();
+            let bound = ((plain.abs().unwrap() + 1e-300).unwrap() * (f64::from(1 << 14) * UNIT_ROUNDOFF)).unwrap();
             assert_within("target", &far, &plain, &bound);
             let of = |lse: Tensor| scores(&dense, &Normaliser { lse, sink: None }, &mut Rounding::exact()).unwrap();
             let (plain, far) = (of(exact_lse(&dense, None)), of(moved(&dense)));
             let factor = (&far.shift + by).unwrap().exp().unwrap();
             let unshifted = (far.l1 * factor).unwrap();
-            let bound = (plain.l1.abs().unwrap() * (1 << 14) as f64 * UNIT_ROUNDOFF).unwrap();
+            let bound = (plain.l1.abs().unwrap() * (f64::from(1 << 14) * UNIT_ROUNDOFF)).unwrap();
             assert_within("l1", &unshifted, &plain.l1, &bound);
         }
     }
