@@ -16,6 +16,7 @@ mod oracle;
 mod recheck;
 mod rms_norm;
 mod rope;
+mod score_recompute;
 mod session;
 mod sparse_attention;
 
@@ -54,9 +55,11 @@ fn run() -> Result<bool> {
     let benchmarks = match device.environment().backend {
         BackendKind::Cuda => {
             session.measure_ceilings()?;
-            [rms_norm::production(), rope::production(), sparse_attention::production()]
+            [rms_norm::production(), rope::production(), sparse_attention::production(), score_recompute::production()]
         }
-        BackendKind::Emulator | BackendKind::External => [rms_norm::small(), rope::small(), sparse_attention::small()],
+        BackendKind::Emulator | BackendKind::External => {
+            [rms_norm::small(), rope::small(), sparse_attention::small(), score_recompute::small()]
+        }
     };
     for benchmark in benchmarks.into_iter().flatten() {
         session.run(&benchmark)?;

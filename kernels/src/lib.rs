@@ -7,4 +7,5 @@ mod arguments;
 pub mod rms_norm;
 pub mod rope;
 pub mod runtime;
+pub mod score_recompute;
 pub mod sparse_attention;

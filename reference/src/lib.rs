@@ -25,6 +25,7 @@ pub mod error;
 pub mod precision;
 pub mod rms_norm;
 pub mod rope;
+pub mod score_recompute;
 pub mod sparse_attention;
 
 #[cfg(test)]

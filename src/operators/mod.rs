@@ -2,6 +2,7 @@
 
 pub mod rms_norm;
 pub mod rope;
+pub mod score_recompute;
 pub mod sparse_attention;
 
 use candle_core::{Device as Cpu, Tensor};

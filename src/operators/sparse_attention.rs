@@ -563,7 +563,7 @@ fn shift_logits(case: &SparseAttentionCase, q: &mut [f64], k: &mut [f64], scale:
     k.iter_mut().step_by(case.head_dim).for_each(|value| *value = size);
 }
 
-fn draw_indices(case: &SparseAttentionCase) -> Vec<i32> {
+pub(crate) fn draw_indices(case: &SparseAttentionCase) -> Vec<i32> {
     let mut draw = Draw::new(case.seed, "indices");
     let keys = case.num_keys as i32;
     let hostile = [-1, keys, keys.saturating_add(3), i32::MIN, i32::MAX, -1, -7];
@@ -590,7 +590,7 @@ fn draw_indices(case: &SparseAttentionCase) -> Vec<i32> {
     all
 }
 
-fn draw_lengths(case: &SparseAttentionCase) -> Option<Vec<i32>> {
+pub(crate) fn draw_lengths(case: &SparseAttentionCase) -> Option<Vec<i32>> {
     let mut draw = Draw::new(case.seed, "topk_length");
     let topk = case.topk as i32;
     let hostile = [0, -1, topk + 5, i32::MIN, i32::MAX, topk];
@@ -605,7 +605,7 @@ fn draw_lengths(case: &SparseAttentionCase) -> Option<Vec<i32>> {
     }
 }
 
-fn draw_sinks(case: &SparseAttentionCase) -> Option<HostTensor> {
+pub(crate) fn draw_sinks(case: &SparseAttentionCase) -> Option<HostTensor> {
     let mut draw = Draw::new(case.seed, "sink");
     let extreme = [f64::INFINITY, f64::NEG_INFINITY, 2.4e38, -2.4e38];
     let sinks: Vec<f64> = (0..case.num_heads)

@@ -1,0 +1,656 @@
+// Attention scores computed anew as the target of the indexer's distillation (training section 5).
+//
+//     z[t,h,j]    = softmax_scale * q[t,h] . k[key(t,j)]           over the valid slots j of token t
+//     L[t,h]      = log(exp(lse[t,h]) + exp(sink_h))               natural; lse without the sink
+//     A[t,j]      = sum_h exp(z[t,h,j] - L[t,h])
+//     l1[t]       = sum_j A[t,j]                                   target = A / l1, 0 where l1 = 0
+//
+// SELECTED 1 (sparse): slot j is the key indices[t,j], valid iff j < clamp(topk_length, 0, topk) and the index lies
+// within the keys of the token's sequence; what is stored is the target, 0 in invalid slots. SELECTED 0 (dense):
+// slot j is key j of the token's sequence, valid iff j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)
+// with t counted within the sequence; what is stored is A, 0 in masked columns, and l1. An invalid slot is never
+// dereferenced.
+//
+// Which lse is the caller's choice: that of the ranked keys alone (V3.2: l1 is then the number of heads), or that
+// of the layer's whole softmax, window included (V4). score_recompute_lse computes it where no forward has:
+//
+//     lse[t,h] = log(sum_j exp z[t,h,j] + exp(lse_beside[t,h]))    +inf where neither has a term
+//
+// A head with an infinite lse of either sign adds nothing: padding heads have +inf, empty rows either one. So does
+// a head whose L leaves fp32 in base 2 (a sink of +inf, or above 2.36e38).
+//
+// l1 may be far below anything that fp32 holds when the window or the sink takes the row. If the row's largest
+// exponent max_hj (z - L) is further than 2^+-64 from 1, the row is computed once more with it added to every L. It
+// cancels in A / l1; the dense form reports it as `shift`, A and l1 being exp(-shift) times what the formula says.
+//
+// Kernels
+//   score_recompute        one block per token
+//   score_recompute_lse    one block per token
+//
+// How the work is laid out. All heads of a token share one list of keys and are summed over in the end, so a block
+// takes a token with all of its heads (up to 128) as the M side of one matrix product. Its queries stay in shared
+// memory. Keys come with cp.async in tiles of 128 rows by panels of 64 columns, STAGES panels in flight, and each
+// arrives once for all heads. A warp multiplies 64 heads by 32 keys (the scores of the tile stay in its registers
+// over all panels), exponentiates, and sums its heads within the warp: over its own rows in registers, over the
+// lanes by a reduce-scatter of seven shuffles that leaves each lane with one key's sum. Only at 128 heads do two
+// warps share keys; the second hands its sums over in shared memory, behind the next panel's barrier. Panels are
+// swizzled so that ldmatrix reads eight rows of 128 bytes without a bank conflict. The row of A is written as it
+// comes and divided by l1 at the end by the threads that wrote it.
+//
+// Floors, for one token, H heads, J slots: 2*H*J*D FLOP and 2*J*D bytes gathered, once: at H = 64 and D = 512
+// 64 FLOP a byte, at H = 128 twice that. 4096 tokens over 8192 keys read the keys from L2: 2.1 GiB at topk 512,
+// 4.3 at topk 1024. From memory come q (2*H*D bytes a token, 256 MiB at H = 64: 63 us at 4.24 TB/s; 512 MiB at
+// H = 128: 127 us), the lists and the target. At 790 TFLOP/s the products take 174 us (H 64, topk 512) and 696 us
+// (H 128, topk 1024). Per panel and 64 heads: 256 matrix instructions against 384 wavefronts of 128 bytes that
+// ldmatrix reads and 128 that arrive (64 for each half at 128 heads), that is 2 (1.75) an instruction, which caps
+// mma.sync at half (0.57) of the rate of the ceiling; then the gather, 5.3 TB/s out of L2 at 400 us. Expected to
+// limit: at 64 heads the gather from L2 beside the wavefronts, two blocks sharing a multiprocessor and hiding each
+// other's barriers, exponentials and starts; at 128 heads the rate of mma.sync and the exponentials of a tile, a
+// tenth of its time, which one block alone does not hide.
+//
+// Defines
+//   HEAD_DIM   width of q and k, a multiple of 16, at most 576
+//   HEADS      heads that a block holds: 16, 64 or 128; heads beyond num_heads add nothing
+//   SELECTED   1: lists of selected keys. 0: all keys up to a causal limit
+//
+// Launch. The grid is num_tokens blocks in x; block size and dynamic shared memory are what the module exports
+// beside each kernel.
+
+#include "async_copy.h"
+#include "math.h"
+#include "memory.h"
+#include "mma.h"
+#include "numeric.h"
+#include "platform.h"
+
+#if !defined(HEAD_DIM) || !defined(HEADS) || !defined(SELECTED)
+#error "define HEAD_DIM, HEADS and SELECTED"
+#endif
+
+static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM >= 16 && HEAD_DIM <= 576, "HEAD_DIM is a multiple of 16 up to 576");
+static_assert(HEADS == 16 || HEADS == 64 || HEADS == 128, "a block holds 16, 64 or 128 heads");
+
+// ---------------------------------------------------------------- shapes of the block's work
+
+// A panel: rows of 64 columns of bf16, 128 bytes, whose chunks of 16 bytes are permuted by XOR with the row.
+constexpr int PANEL_COLUMNS = 64;
+constexpr int PANEL_ROW_BYTES = 128;
+constexpr int PANEL_CHUNKS = PANEL_COLUMNS / 8;
+constexpr int PANELS = ceil_div(HEAD_DIM, PANEL_COLUMNS);
+constexpr int panel_bytes(int rows) { return rows * PANEL_ROW_BYTES; }
+constexpr int panel_offset(int row, int chunk) { return row * PANEL_ROW_BYTES + 16 * (chunk ^ (row & 7)); }
+
+// Warps form a grid over the scores of a tile: HEAD_WARPS over the heads, KEY_WARPS over the keys.
+constexpr int KEY_WARPS = 4;
+constexpr int WARP_KEYS = 32;
+constexpr int KEYS = KEY_WARPS * WARP_KEYS;
+constexpr int N8 = WARP_KEYS / 8;
+constexpr int COLUMNS = 2 * N8;  // keys of the warp's 32 whose scores one lane holds
+
+constexpr int MAX_SHARED_BYTES = 227 * 1024;
+constexpr int HALF_SHARED_BYTES = 113 * 1024;  // what a block may have where two share a multiprocessor
+constexpr int MAX_STAGES = 5;
+constexpr int Q_BYTES = PANELS * panel_bytes(HEADS);
+constexpr int STAGE_BYTES = panel_bytes(KEYS);
+// Flags and sums beside q and the stages.
+constexpr int SMALL_BYTES = 1024;
+constexpr bool TWO_BLOCKS = Q_BYTES + 3 * STAGE_BYTES + SMALL_BYTES <= HALF_SHARED_BYTES;
+
+// A block that has the multiprocessor for itself needs eight warps to keep it busy.
+constexpr int HEAD_WARPS = HEADS >= 64 && (HEADS == 128 || !TWO_BLOCKS) ? 2 : 1;
+constexpr int M_TILES = HEADS / 16 / HEAD_WARPS;
+constexpr int WARPS = HEAD_WARPS * KEY_WARPS;
+constexpr int THREADS = WARPS * WARP_SIZE;
+static_assert(M_TILES >= 1 && M_TILES <= 4, "a warp holds 16 to 64 heads");
+
+constexpr int PARTIAL_BYTES = (HEAD_WARPS - 1) * 2 * KEYS * 4;
+constexpr int BLOCK_SHARED_BYTES = TWO_BLOCKS ? HALF_SHARED_BYTES : MAX_SHARED_BYTES;
+constexpr int STAGES =
+    minimum(MAX_STAGES, (BLOCK_SHARED_BYTES - Q_BYTES - SMALL_BYTES - PARTIAL_BYTES) / STAGE_BYTES);
+static_assert(STAGES >= 3, "three stages fit");
+
+// Where everything lies in dynamic shared memory, as byte offsets.
+constexpr int Q = 0;
+constexpr int STAGE = Q + Q_BYTES;
+constexpr int VALID = STAGE + STAGES * STAGE_BYTES;  // uint8 [STAGES][KEYS]: which slots of a tile count
+constexpr int TOTALS = VALID + STAGES * KEYS;        // float [2][WARPS]
+constexpr int PARTIAL = TOTALS + 2 * WARPS * 4;      // float [2][KEYS]: sums of the second warp over the heads
+constexpr int SHARED_BYTES = PARTIAL + PARTIAL_BYTES;
+static_assert(SHARED_BYTES <= BLOCK_SHARED_BYTES, "tiles exceed shared memory");
+// score_recompute_lse merges its warps where keys lay: float [2][KEY_WARPS][HEADS].
+static_assert(2 * KEY_WARPS * HEADS * 4 <= STAGES * STAGE_BYTES, "the merge fits the stages");
+
+// Further from 1 than 2^+-64, exponents are taken relative to the row's largest.
+constexpr float LARGEST_EXPONENT = 64.0f;
+
+DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
+DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
+DEVICE int head_warp() { return warp_id() / KEY_WARPS; }
+DEVICE int key_warp() { return warp_id() % KEY_WARPS; }
+// The head of this lane's accumulators s[m][.][2 * half], s[m][.][2 * half + 1].
+DEVICE int lane_head(int m, int half) { return (head_warp() * M_TILES + m) * 16 + lane_id() / 4 + 8 * half; }
+// The slot within a tile of this lane's accumulators s[.][n][i], s[.][n][i + 2].
+DEVICE int lane_slot(int n, int i) { return key_warp() * WARP_KEYS + 8 * n + 2 * (lane_id() % 4) + i; }
+
+// ---------------------------------------------------------------- which keys a token ranks
+
+// One token's slots. Its sequence's keys are the rows [first_key, first_key + num_keys).
+struct Ranking {
+    const int32_t* indices;
+    int32_t length;      // slots beyond it do not count
+    int32_t first_key;
+    int32_t num_keys;
+    int32_t index_base;  // what an index of the sequence's first key is
+
+    // What is stored in a slot, -1 past the end.
+    int32_t stored_index(int slot) const {
+        if (slot >= length) return -1;
+        return SELECTED ? indices[slot] : index_base + slot;
+    }
+    // The key row of a stored index, -1 where it is none of the sequence's: tested before the sequence's first row is added.
+    int32_t valid_row(int32_t index) const {
+        const int64_t local = static_cast<int64_t>(index) - index_base;
+        return index >= 0 && local >= 0 && local < num_keys ? first_key + static_cast<int32_t>(local) : -1;
+    }
+};
+
+// The sequence of a token: the first whose end lies behind it. num_sequences where there is none.
+DEVICE int32_t sequence_of(const int32_t* cu_q, int32_t num_sequences, int32_t token) {
+    int32_t low = 0, high = num_sequences;
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2;
+        if (cu_q[middle + 1] <= token) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+template <typename Params>
+DEVICE Ranking ranking(const Params& params, int32_t token, int32_t columns) {
+    const int32_t sequence = params.cu_q ? sequence_of(params.cu_q, params.num_sequences, token) : 0;
+    if (params.cu_q && sequence == params.num_sequences) return Ranking{params.indices, 0, 0, 0, 0};
+    const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
+    // Bounded by the tensor, whatever cu_k says.
+    const int32_t first_key = params.cu_k ? minimum(maximum(params.cu_k[sequence], 0), params.num_keys) : 0;
+    const int32_t last_key = params.cu_k ? minimum(params.cu_k[sequence + 1], params.num_keys) : params.num_keys;
+    const int32_t num_keys = maximum(last_key - first_key, 0);
+    if (SELECTED) {
+        const int32_t listed = params.topk_length ? params.topk_length[token] : columns;
+        const int32_t length = maximum(minimum(listed, columns), 0);
+        return Ranking{params.indices + token * params.indices_stride, length, first_key, num_keys,
+                       params.indices_global ? first_key : 0};
+    }
+    // Key j covers the tokens j*ratio .. j*ratio + ratio - 1, and is visible from the last of them on.
+    const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
+    const int64_t position = maximum<int64_t>(offset + (token - first_token) + 1, 0);
+    const int64_t limit = minimum<int64_t>(position / params.ratio, minimum(num_keys, columns));
+    return Ranking{nullptr, static_cast<int32_t>(limit), first_key, num_keys, 0};
+}
+
+// ---------------------------------------------------------------- panels on their way
+
+// This block's heads of one token.
+struct Queries {
+    const bf16* q;
+    int64_t head_stride;
+    int32_t heads;  // real heads
+};
+
+// Starts the arrival of one panel after the other: all panels of tile 0, of tile 1, ...
+struct Loader {
+    static constexpr int ROW_STEP = THREADS / PANEL_CHUNKS;
+    static constexpr int ROWS = KEYS / ROW_STEP;  // rows of a panel of which this thread copies a chunk
+
+    int tile = 0, panel = 0, stage = 0, flags = 0;
+    int32_t rows[ROWS];  // of `tile`: stored indices until its first panel starts, then key rows or -1
+
+    int row(int i) const { return static_cast<int>(threadIdx.x) / PANEL_CHUNKS + i * ROW_STEP; }
+    int chunk() const { return static_cast<int>(threadIdx.x) % PANEL_CHUNKS; }
+
+    void look_up(const Ranking& list) {
+        UNROLL
+        for (int i = 0; i < ROWS; ++i) rows[i] = list.stored_index(tile * KEYS + row(i));
+    }
+
+    void check(const Ranking& list) {
+        uint8_t* valid = dynamic_shared() + VALID + flags * KEYS;
+        UNROLL
+        for (int i = 0; i < ROWS; ++i) {
+            rows[i] = list.valid_row(rows[i]);
+            if (chunk() == 0) valid[row(i)] = rows[i] >= 0;
+        }
+        flags = flags + 1 == STAGES ? 0 : flags + 1;
+    }
+
+    // Absent heads become zeros. Columns beyond HEAD_DIM are neither copied nor read.
+    void start_queries(const Queries& queries, SharedAddress shared) const {
+        const int column = panel * PANEL_COLUMNS + chunk() * 8;
+        UNROLL
+        for (int head = threadIdx.x / PANEL_CHUNKS; head < HEADS; head += ROW_STEP) {
+            const bool wanted = head < queries.heads;
+            const bf16* from = queries.q + (wanted ? head * queries.head_stride : 0) + column;
+            const SharedAddress to = shared + Q + panel * panel_bytes(HEADS) + panel_offset(head, chunk());
+            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted);
+        }
+    }
+
+    void start_keys(const bf16* k, int64_t k_stride, SharedAddress shared) const {
+        const int column = panel * PANEL_COLUMNS + chunk() * 8;
+        UNROLL
+        for (int i = 0; i < ROWS; ++i) {
+            const bool wanted = rows[i] >= 0;
+            const bf16* from = k + (wanted ? rows[i] * k_stride : 0) + column;
+            const SharedAddress to = shared + STAGE + stage * STAGE_BYTES + panel_offset(row(i), chunk());
+            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted);
+        }
+    }
+
+    // One panel of keys, and in the first tile the same panel of q. Past the last tile the group is empty.
+    void start(const Ranking& list, const Queries& queries, const bf16* k, int64_t k_stride, SharedAddress shared,
+               int tiles, bool with_queries) {
+        if (tile < tiles) {
+            if (panel == 0) check(list);
+            if (with_queries && tile == 0) start_queries(queries, shared);
+            start_keys(k, k_stride, shared);
+            if (++panel == PANELS) {
+                panel = 0;
+                ++tile;
+                look_up(list);  // needed a panel later: the loads have the time of one
+            }
+        }
+        copy_commit();
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+};
+
+// ---------------------------------------------------------------- the scores of a tile
+
+// s[m][n] += q k^T over one panel: this warp's 16 * M_TILES heads by its 32 keys.
+DEVICE void multiply_panel(float (&s)[M_TILES][N8][4], SharedAddress q_panel, SharedAddress k_panel, int steps) {
+    const int lane = lane_id();
+    const int head = head_warp() * M_TILES * 16 + lane % 16;
+    const int key = key_warp() * WARP_KEYS + lane % 8 + lane / 16 * 8;
+    UNROLL
+    for (int k = 0; k < PANEL_COLUMNS / 16; ++k) {
+        if (HEAD_DIM % PANEL_COLUMNS != 0 && k >= steps) break;
+        uint32_t a[M_TILES][4], b[N8 / 2][4];
+        UNROLL
+        for (int n = 0; n < N8 / 2; ++n) ldmatrix_x4(b[n], k_panel + panel_offset(key + 16 * n, 2 * k + lane / 8 % 2));
+        UNROLL
+        for (int m = 0; m < M_TILES; ++m) ldmatrix_x4(a[m], q_panel + panel_offset(head + 16 * m, 2 * k + lane / 16));
+        UNROLL
+        for (int m = 0; m < M_TILES; ++m) {
+            UNROLL
+            for (int n = 0; n < N8 / 2; ++n) {
+                mma_bf16_16x8x16(s[m][2 * n], a[m], b[n][0], b[n][1]);
+                mma_bf16_16x8x16(s[m][2 * n + 1], a[m], b[n][2], b[n][3]);
+            }
+        }
+    }
+}
+
+// Which of this lane's COLUMNS slots of a tile count: bit 2 * n + i.
+DEVICE uint32_t valid_slots(int flags) {
+    const uint8_t* valid = dynamic_shared() + VALID + flags * KEYS;
+    uint32_t bits = 0;
+    UNROLL
+    for (int n = 0; n < N8; ++n)
+        UNROLL
+        for (int i = 0; i < 2; ++i) bits |= static_cast<uint32_t>(valid[lane_slot(n, i)]) << (2 * n + i);
+    return bits;
+}
+
+// Computes the scores of one tile after the other. `taker.take(s, tile, valid)` gets the products q . k of this
+// lane and the bits of valid_slots; `taker.settle()` follows it behind the next barrier.
+template <typename Taker>
+DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf16* k, int64_t k_stride, int tiles,
+                          bool with_queries, Taker& taker) {
+    if (tiles == 0) return;
+    const SharedAddress shared = shared_address(dynamic_shared());
+    Loader loader;
+    loader.look_up(list);
+    UNROLL
+    for (int i = 0; i < STAGES - 1; ++i) loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
+    taker.prepare();
+    int stage = 0, flags = 0;
+    for (int tile = 0; tile < tiles; ++tile) {
+        float s[M_TILES][N8][4] = {};
+        for (int panel = 0; panel < PANELS; ++panel) {
+            copy_wait<STAGES - 2>();
+            // Past this barrier the panel is there for everyone, and nobody reads the one before it any more.
+            __syncthreads();
+            loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
+            if (panel == 0 && tile > 0) taker.settle();
+            multiply_panel(s, shared + Q + panel * panel_bytes(HEADS), shared + STAGE + stage * STAGE_BYTES,
+                           panel + 1 < PANELS ? PANEL_COLUMNS / 16 : HEAD_DIM % PANEL_COLUMNS / 16);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        taker.take(s, tile, valid_slots(flags));
+        flags = flags + 1 == STAGES ? 0 : flags + 1;
+    }
+    __syncthreads();  // the last tile's sums are there, and nobody reads its keys any more
+    taker.settle();
+}
+
+// ---------------------------------------------------------------- target
+
+// scores: [num_tokens, columns], the target (SELECTED) or A. l1 and shift: [num_tokens], with SELECTED null. lse is
+// [num_tokens, num_heads]. Strides in elements; base and strides of q and k are multiples of 16 bytes. sink,
+// topk_length, q_off, and cu_q with cu_k may be null; indices, topk_length and indices_global belong to
+// SELECTED 1, q_off and ratio to SELECTED 0.
+struct ScoreRecomputeParams {
+    const bf16* q;
+    const bf16* k;
+    const float* lse;
+    const float* sink;
+    const int32_t* indices;
+    const int32_t* topk_length;
+    const int32_t* cu_q;
+    const int32_t* cu_k;
+    const int32_t* q_off;
+    float* scores;
+    float* l1;
+    float* shift;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
+    int64_t k_stride;
+    int64_t indices_stride;
+    int64_t scores_stride;
+    int32_t num_tokens;
+    int32_t num_heads;
+    int32_t num_keys;
+    int32_t columns;
+    int32_t num_sequences;
+    int32_t ratio;
+    int32_t indices_global;
+    float softmax_scale;
+};
+PARAMS_LAYOUT(ScoreRecomputeParams, q, k, lse, sink, indices, topk_length, cu_q, cu_k, q_off, scores, l1, shift,
+              q_token_stride, q_head_stride, k_stride, indices_stride, scores_stride, num_tokens, num_heads, num_keys,
+              columns, num_sequences, ratio, indices_global, softmax_scale)
+SHARED_MEMORY(score_recompute, SHARED_BYTES)
+
+// log2(2^a + 2^b), one of them finite. Only the smaller has the larger subtracted: inf - inf is never formed.
+DEVICE float log2_add_exp2(float a, float b) {
+    const float larger = maximum_f32(a, b), smaller = minimum_f32(a, b);
+    return larger + log2_approx(1.0f + exp2_approx(smaller - larger));
+}
+
+// A head's L in base 2; +inf where the head adds nothing.
+DEVICE float head_normaliser(const ScoreRecomputeParams& params, int32_t token, int head) {
+    if (head >= params.num_heads) return INFINITY_F32;
+    const float lse = params.lse[static_cast<int64_t>(token) * params.num_heads + head] * LOG2_E;
+    if (is_infinite(lse)) return INFINITY_F32;
+    return params.sink ? log2_add_exp2(lse, params.sink[head] * LOG2_E) : lse;
+}
+
+// Sums COLUMNS numbers over the eight lanes that differ in lane / 4; number lane / 4 remains in each.
+DEVICE float reduce_scatter(const float (&x)[COLUMNS]) {
+    static_assert(COLUMNS == 8, "one column for each of eight lanes");
+    const bool high = lane_id() & 16, middle = lane_id() & 8, low = lane_id() & 4;
+    float four[4], two[2];
+    UNROLL
+    for (int i = 0; i < 4; ++i)
+        four[i] = (high ? x[4 + i] : x[i]) + __shfl_xor_sync(FULL_WARP, high ? x[i] : x[4 + i], 16);
+    UNROLL
+    for (int i = 0; i < 2; ++i)
+        two[i] = (middle ? four[2 + i] : four[i]) + __shfl_xor_sync(FULL_WARP, middle ? four[i] : four[2 + i], 8);
+    return (low ? two[1] : two[0]) + __shfl_xor_sync(FULL_WARP, low ? two[0] : two[1], 4);
+}
+
+// Exponentiates a tile's scores, sums them over the heads, and stores the row of A.
+struct HeadSums {
+    const ScoreRecomputeParams& params;
+    int32_t token;
+    float* row;                      // of scores
+    float scale_log2;
+    float added;                     // to every L: what the row's exponents are relative to
+    float normaliser[M_TILES][2];    // L in base 2
+    float l1 = 0.0f;                 // over this thread's slots
+    float largest = -INFINITY_F32;   // exponent of this lane
+    float pending = 0.0f;            // sum over the first warp's heads, of the slot `pending_slot`
+    int pending_slot = 0;
+
+    // The slot within a tile whose sum over the heads this lane keeps.
+    static int own_slot() { return lane_slot(lane_id() / 8, lane_id() / 4 % 2); }
+
+    void prepare() {
+        UNROLL
+        for (int m = 0; m < M_TILES; ++m)
+            UNROLL
+            for (int half = 0; half < 2; ++half)
+                normaliser[m][half] = head_normaliser(params, token, lane_head(m, half)) + added;
+    }
+
+    // One column of this lane: its heads' sum. Masked as a whole: the row of zeros that stands for an invalid slot
+    // has the score 0, whose exponent may be anything.
+    float column(const float (&s)[M_TILES][N8][4], int n, int i, bool valid) {
+        float sum = 0.0f, highest = -INFINITY_F32;
+        UNROLL
+        for (int m = 0; m < M_TILES; ++m) {
+            UNROLL
+            for (int half = 0; half < 2; ++half) {
+                const float exponent = fused_multiply_add(s[m][n][2 * half + i], scale_log2, -normaliser[m][half]);
+                highest = maximum_f32(highest, exponent);
+                sum += exp2_approx(exponent);
+            }
+        }
+        largest = maximum_f32(largest, valid ? highest : -INFINITY_F32);
+        return valid ? sum : 0.0f;
+    }
+
+    float* partial(int tile) const {
+        return reinterpret_cast<float*>(dynamic_shared() + PARTIAL) + tile % 2 * KEYS + own_slot();
+    }
+
+    void take(const float (&s)[M_TILES][N8][4], int tile, uint32_t valid) {
+        float sums[COLUMNS];
+        UNROLL
+        for (int n = 0; n < N8; ++n)
+            UNROLL
+            for (int i = 0; i < 2; ++i) sums[2 * n + i] = column(s, n, i, valid >> (2 * n + i) & 1);
+        pending = reduce_scatter(sums);
+        pending_slot = tile * KEYS + own_slot();
+        if constexpr (HEAD_WARPS == 2) {
+            if (head_warp() == 1) *partial(tile) = pending;
+        } else {
+            store(pending);
+        }
+    }
+
+    void settle() {
+        if constexpr (HEAD_WARPS == 2) {
+            if (head_warp() == 0) store(pending + *partial(pending_slot / KEYS));
+        }
+    }
+
+    void store(float sum) {
+        l1 += sum;
+        if (pending_slot < params.columns) row[pending_slot] = sum;
+    }
+};
+
+// Over the block: the sum of l1 and the largest exponent, in every thread.
+DEVICE void reduce_totals(float& l1, float& largest) {
+    UNROLL
+    for (int distance = 16; distance > 0; distance /= 2) {
+        l1 += __shfl_xor_sync(FULL_WARP, l1, distance);
+        largest = maximum_f32(largest, __shfl_xor_sync(FULL_WARP, largest, distance));
+    }
+    auto* totals = reinterpret_cast<float*>(dynamic_shared() + TOTALS);
+    if (lane_id() == 0) {
+        totals[warp_id()] = l1;
+        totals[WARPS + warp_id()] = largest;
+    }
+    __syncthreads();
+    l1 = 0.0f;
+    largest = -INFINITY_F32;
+    UNROLL
+    for (int w = 0; w < WARPS; ++w) {
+        l1 += totals[w];
+        largest = maximum_f32(largest, totals[WARPS + w]);
+    }
+}
+
+// Whether fp32 would lose a row of these exponents.
+DEVICE bool out_of_range(float largest) { return !is_infinite(largest) && absolute_f32(largest) > LARGEST_EXPONENT; }
+
+KERNEL(score_recompute, ScoreRecomputeParams, THREADS) {
+    // Without lists later tokens see more keys: they go first.
+    const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : params.num_tokens - 1 - blockIdx.x);
+    const Ranking list = ranking(params, token, params.columns);
+    const Queries queries{params.q + token * params.q_token_stride, params.q_head_stride, params.num_heads};
+    const int tiles = ceil_div(list.length, KEYS);
+    float* row = params.scores + token * params.scores_stride;
+
+    float l1 = 0.0f, added = 0.0f;
+    for (int pass = 0; pass < 2; ++pass) {
+        HeadSums sums{params, token, row, params.softmax_scale * LOG2_E, added};
+        for_each_tile(list, queries, params.k, params.k_stride, tiles, pass == 0, sums);
+        l1 = sums.l1;
+        float largest = sums.largest;
+        reduce_totals(l1, largest);
+        if (pass == 1 || !out_of_range(largest)) break;
+        added = largest;
+        __syncthreads();  // everyone has read the totals
+    }
+
+    if (head_warp() == 0) {
+        const float inverse = l1 > 0.0f ? 1.0f / l1 : 0.0f;
+        // This thread reads what it wrote itself.
+        for (int slot = HeadSums::own_slot(); slot < params.columns; slot += KEYS) {
+            if (slot >= tiles * KEYS) row[slot] = 0.0f;
+            else if (SELECTED) row[slot] *= inverse;
+        }
+    }
+    if (!SELECTED && threadIdx.x == 0) {
+        params.l1[token] = l1;
+        params.shift[token] = added * LN_2;
+    }
+}
+
+// ---------------------------------------------------------------- lse of the ranked keys
+
+// lse and lse_beside: [num_tokens, num_heads], natural; an infinity of either sign in lse_beside is no term, and
+// lse_beside may be null. The rest as in ScoreRecomputeParams.
+struct ScoreRecomputeLseParams {
+    const bf16* q;
+    const bf16* k;
+    const float* lse_beside;
+    const int32_t* indices;
+    const int32_t* topk_length;
+    const int32_t* cu_q;
+    const int32_t* cu_k;
+    const int32_t* q_off;
+    float* lse;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
+    int64_t k_stride;
+    int64_t indices_stride;
+    int32_t num_tokens;
+    int32_t num_heads;
+    int32_t num_keys;
+    int32_t columns;
+    int32_t num_sequences;
+    int32_t ratio;
+    int32_t indices_global;
+    float softmax_scale;
+};
+PARAMS_LAYOUT(ScoreRecomputeLseParams, q, k, lse_beside, indices, topk_length, cu_q, cu_k, q_off, lse, q_token_stride,
+              q_head_stride, k_stride, indices_stride, num_tokens, num_heads, num_keys, columns, num_sequences, ratio,
+              indices_global, softmax_scale)
+SHARED_MEMORY(score_recompute_lse, SHARED_BYTES)
+
+// A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
+DEVICE float subtrahend(float row_maximum) {
+    return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;
+}
+
+// The sum of 2^x over some slots of a row, relative to its largest term.
+struct RelativeSum {
+    float maximum = -INFINITY_F32;
+    float sum = 0.0f;
+
+    void merge(float other_maximum, float other_sum) {
+        const float larger = maximum_f32(maximum, other_maximum);
+        const float reference = subtrahend(larger);
+        sum = sum * exp2_approx(maximum - reference) + other_sum * exp2_approx(other_maximum - reference);
+        maximum = larger;
+    }
+};
+
+// The running sum of exponentials of this lane's heads, each lane over its own slots.
+struct HeadLse {
+    float scale_log2;
+    RelativeSum state[M_TILES][2];
+
+    void prepare() {}
+    void settle() {}
+
+    void take(const float (&s)[M_TILES][N8][4], int, uint32_t valid) {
+        UNROLL
+        for (int m = 0; m < M_TILES; ++m)
+            UNROLL
+            for (int half = 0; half < 2; ++half) take_head(s[m], half, valid, state[m][half]);
+    }
+
+    void take_head(const float (&s)[N8][4], int half, uint32_t valid, RelativeSum& head) const {
+        float z[COLUMNS];
+        float largest = -INFINITY_F32, sum = 0.0f;
+        UNROLL
+        for (int c = 0; c < COLUMNS; ++c) {
+            z[c] = valid >> c & 1 ? s[c / 2][2 * half + c % 2] * scale_log2 : -INFINITY_F32;
+            largest = maximum_f32(largest, z[c]);
+        }
+        const float reference = subtrahend(largest);
+        UNROLL
+        for (int c = 0; c < COLUMNS; ++c) sum += exp2_approx(z[c] - reference);
+        head.merge(largest, sum);
+    }
+
+    // Merges the four lanes of a row, and leaves each warp's part in maxima and sums, [KEY_WARPS][HEADS].
+    void leave(float* maxima, float* sums) {
+        UNROLL
+        for (int m = 0; m < M_TILES; ++m) {
+            UNROLL
+            for (int half = 0; half < 2; ++half) {
+                RelativeSum& head = state[m][half];
+                UNROLL
+                for (int distance = 1; distance <= 2; distance *= 2) {
+                    const float other_maximum = __shfl_xor_sync(FULL_WARP, head.maximum, distance);
+                    head.merge(other_maximum, __shfl_xor_sync(FULL_WARP, head.sum, distance));
+                }
+                const int at = key_warp() * HEADS + lane_head(m, half);
+                if (lane_id() % 4 == 0) {
+                    maxima[at] = head.maximum;
+                    sums[at] = head.sum;
+                }
+            }
+        }
+    }
+};
+
+KERNEL(score_recompute_lse, ScoreRecomputeLseParams, THREADS) {
+    const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : params.num_tokens - 1 - blockIdx.x);
+    const Ranking list = ranking(params, token, params.columns);
+    const Queries queries{params.q + token * params.q_token_stride, params.q_head_stride, params.num_heads};
+    HeadLse heads{params.softmax_scale * LOG2_E};
+    for_each_tile(list, queries, params.k, params.k_stride, ceil_div(list.length, KEYS), true, heads);
+
+    auto* maxima = reinterpret_cast<float*>(dynamic_shared() + STAGE);
+    float* sums = maxima + KEY_WARPS * HEADS;
+    heads.leave(maxima, sums);
+    __syncthreads();  // every warp's part is there
+    const int head = threadIdx.x;
+    if (head >= params.num_heads) return;
+    RelativeSum all;
+    UNROLL
+    for (int w = 0; w < KEY_WARPS; ++w) all.merge(maxima[w * HEADS + head], sums[w * HEADS + head]);
+    float lse = all.sum > 0.0f ? all.maximum + log2_approx(all.sum) : -INFINITY_F32;
+    const int64_t at = static_cast<int64_t>(token) * params.num_heads + head;
+    if (params.lse_beside) {
+        const float beside = params.lse_beside[at] * LOG2_E;
+        if (!is_infinite(beside)) lse = log2_add_exp2(lse, beside);
+    }
+    params.lse[at] = lse == -INFINITY_F32 ? INFINITY_F32 : lse * LN_2;
+}
