@@ -10,6 +10,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &operators::rms_norm::RmsNorm,
     &operators::rope::Rope,
     &operators::sparse_attention::SparseAttention,
+    &operators::kv_cache_write::KvCacheWrite,
 ];
 
 /// Names of all operators.

@@ -12,6 +12,7 @@
 mod ceilings;
 mod clock;
 mod data;
+mod kv_cache_write;
 mod oracle;
 mod recheck;
 mod rms_norm;
@@ -54,9 +55,9 @@ fn run() -> Result<bool> {
     let benchmarks = match device.environment().backend {
         BackendKind::Cuda => {
             session.measure_ceilings()?;
-            [rms_norm::production(), rope::production(), sparse_attention::production()]
+            [rms_norm::production(), rope::production(), sparse_attention::production(), kv_cache_write::production()]
         }
-        BackendKind::Emulator => [rms_norm::small(), rope::small(), sparse_attention::small()],
+        BackendKind::Emulator => [rms_norm::small(), rope::small(), sparse_attention::small(), kv_cache_write::small()],
     };
     for benchmark in benchmarks.into_iter().flatten() {
         session.run(&benchmark)?;

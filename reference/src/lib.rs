@@ -22,6 +22,8 @@
 //! [`Precision::Working`]: precision::Precision::Working
 
 pub mod error;
+pub mod kv_cache;
+pub mod kv_cache_write;
 pub mod precision;
 pub mod rms_norm;
 pub mod rope;

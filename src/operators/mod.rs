@@ -1,5 +1,6 @@
 //! The operators: how each one's kernel and oracle are compared.
 
+pub mod kv_cache_write;
 pub mod rms_norm;
 pub mod rope;
 pub mod sparse_attention;
