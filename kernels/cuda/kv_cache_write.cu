@@ -107,7 +107,7 @@ DEVICE void write_groups(const bf16* source, uint8_t* data, uint8_t* scales, boo
 KERNEL(kv_cache_write, KvCacheWriteParams, THREADS) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * TOKENS_PER_BLOCK + threadIdx.x / WARP_SIZE;
     if (token >= params.num_tokens) return;
-    const PagedRows cache{params.pages, params.page_stride, params.page_size, params.num_slots};
+    const PagedRows<uint8_t> cache{params.pages, params.page_stride, params.page_size, params.num_slots};
     const int32_t slot = params.slots[token];
     const bool wanted = cache.holds(slot);
     const int32_t target = wanted ? slot : 0;

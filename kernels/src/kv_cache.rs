@@ -14,7 +14,7 @@ const SCALE_BYTES: usize = 8;
 pub struct RowFormat {
     /// e4m3 channels: a multiple of 64 up to 512. 0 is a row of bf16 without scales.
     pub nope_dim: usize,
-    /// bf16 channels: a multiple of 8.
+    /// bf16 channels: a multiple of 8, at least 8.
     pub rope_dim: usize,
 }
 
@@ -61,9 +61,8 @@ impl RowFormat {
         if !nope_dim.is_multiple_of(SCALE_GROUP) || nope_dim > SCALE_GROUP * SCALE_BYTES {
             return operator.refuse("format", format!("nope_dim {nope_dim} must be a multiple of 64 up to 512"));
         }
-        if !rope_dim.is_multiple_of(8) || nope_dim + rope_dim == 0 {
-            let reason = format!("rope_dim {rope_dim} must be a multiple of 8, and a row must have channels");
-            return operator.refuse("format", reason);
+        if rope_dim == 0 || !rope_dim.is_multiple_of(8) {
+            return operator.refuse("format", format!("rope_dim {rope_dim} must be a multiple of 8"));
         }
         Ok(())
     }
@@ -97,6 +96,7 @@ impl Cache<'_> {
         operator.dtype(argument, self.pages, &[DType::U8])?;
         operator.rows(argument, self.pages)?;
         operator.aligned(argument, self.pages)?;
+        operator.int32(argument, self.page_size)?;
         operator.int32(argument, self.num_slots())?;
         Ok(())
     }

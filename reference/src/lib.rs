@@ -21,6 +21,8 @@
 //! [`Precision::Exact`]: precision::Precision::Exact
 //! [`Precision::Working`]: precision::Precision::Working
 
+pub mod attention_combine;
+pub mod decode_attention;
 pub mod error;
 pub mod kv_cache;
 pub mod kv_cache_write;

@@ -70,7 +70,7 @@ pub struct KvCacheWriteCase {
     pub num_tokens: usize,
     /// e4m3 channels: a multiple of 64 up to 512; 0 is a cache of bf16.
     pub nope_dim: usize,
-    /// bf16 channels: a multiple of 8.
+    /// bf16 channels: a multiple of 8, at least 8.
     pub rope_dim: usize,
     /// Pages of the cache; 0 is legal.
     pub num_pages: usize,
@@ -128,8 +128,8 @@ impl KvCacheWriteCase {
         if !self.nope_dim.is_multiple_of(SCALE_GROUP) || self.nope_dim > SCALE_GROUP * SCALE_BYTES {
             return refuse("nope_dim", format!("{} must be a multiple of 64 up to 512", self.nope_dim));
         }
-        if !self.rope_dim.is_multiple_of(8) || self.nope_dim + self.rope_dim == 0 {
-            return refuse("rope_dim", format!("{} must be a multiple of 8, and a row not empty", self.rope_dim));
+        if self.rope_dim == 0 || !self.rope_dim.is_multiple_of(8) {
+            return refuse("rope_dim", format!("{} must be a multiple of 8", self.rope_dim));
         }
         if self.page_size == 0 {
             return refuse("page_size", "0: a page needs rows".into());

@@ -19,31 +19,32 @@ constexpr int LARGEST_NOPE_DIM = SCALE_GROUP * ROW_SCALE_BYTES;
 template <int NOPE, int ROPE>
 struct CacheRow {
     static_assert(NOPE % SCALE_GROUP == 0 && NOPE >= 0 && NOPE <= LARGEST_NOPE_DIM, "whole groups, 8 at most");
-    static_assert(ROPE % 8 == 0 && ROPE >= 0 && NOPE + ROPE > 0, "bf16 channels fill 16-byte accesses");
+    static_assert(ROPE % 8 == 0 && ROPE > 0, "bf16 channels fill 16-byte accesses");
     static constexpr int HEAD_DIM = NOPE + ROPE;
     static constexpr int GROUPS = NOPE / SCALE_GROUP;
     static constexpr int DATA_BYTES = NOPE + 2 * ROPE;
     static constexpr int SCALE_BYTES = NOPE > 0 ? ROW_SCALE_BYTES : 0;
 };
 
-// Where the rows of a store are. A slot is page * page_size + row in the page.
+// Where the rows of a store are, for reading or for writing. A slot is page * page_size + row in the page.
+template <typename Byte>
 struct PagedRows {
-    uint8_t* pages;
+    Byte* pages;
     int64_t page_stride;  // bytes
     int32_t page_size;    // rows
     int32_t num_slots;
 
     bool holds(int32_t slot) const { return slot >= 0 && slot < num_slots; }
 
-    uint8_t* page(int32_t slot) const { return pages + slot / page_size * page_stride; }
+    Byte* page(int32_t slot) const { return pages + slot / page_size * page_stride; }
     // First byte of a row's data. The slot must be one that the store holds.
     template <typename Row>
-    uint8_t* data(int32_t slot) const {
+    Byte* data(int32_t slot) const {
         return page(slot) + static_cast<int64_t>(slot % page_size) * Row::DATA_BYTES;
     }
     // First byte of a row's scales.
     template <typename Row>
-    uint8_t* scales(int32_t slot) const {
+    Byte* scales(int32_t slot) const {
         const int64_t behind_data = static_cast<int64_t>(page_size) * Row::DATA_BYTES;
         return page(slot) + behind_data + static_cast<int64_t>(slot % page_size) * Row::SCALE_BYTES;
     }

@@ -49,6 +49,16 @@ DEVICE void store_vec16_streaming(void* target, Vec16 v) {
 #endif
 }
 
+// Two consecutive floats; `target` must be 8-byte aligned.
+DEVICE void store_pair(float* target, float first, float second) {
+#if defined(PARITY_EMULATOR)
+    target[0] = first;
+    target[1] = second;
+#else
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(first), "f"(second) : "memory");
+#endif
+}
+
 // target[i] += v[i] for four consecutive floats in global memory, each addition atomic on its own.
 // `target` must be 16-byte aligned. One instruction from sm_90 on, four below.
 DEVICE void atomic_add_vec4(float* target, float v0, float v1, float v2, float v3) {
@@ -93,6 +103,17 @@ DEVICE void store_shared(SharedAddress address, uint32_t value) {
     std::memcpy(shared_pointer(address, 4), &value, 4);
 #else
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#endif
+}
+
+// Stores 16 bytes to shared memory.
+DEVICE void store_shared_vec16(SharedAddress address, Vec16 v) {
+#if defined(PARITY_EMULATOR)
+    std::memcpy(shared_pointer(address, 16), &v, 16);
+#else
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
+                 "r"(v.w[3])
+                 : "memory");
 #endif
 }
 
