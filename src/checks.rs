@@ -429,9 +429,38 @@ fn law_checks(
         if a.elements() == 0 {
             continue;
         }
-        let (compared, problem) = relate(&a, &b, relation, budgets.iter().find(|(exact, _)| exact.name == *name));
+        let budget = budgets.iter().find(|(exact, _)| exact.name == *name);
+        let both = match (relation, budget) {
+            (Relation::WithinBothBudgets, Some((exact, budget))) => {
+                match with_variants(&*law.variant, exact, budget, b.dtype) {
+                    Ok(both) => Some((*exact, both)),
+                    Err(error) => {
+                        outcome.push(&check, name, Verdict::Error, 0, error.to_string());
+                        continue;
+                    }
+                }
+            }
+            _ => None,
+        };
+        let (compared, problem) = relate(&a, &b, relation, both.as_ref().or(budget));
         outcome.verdict(&check, name, compared, problem);
     }
+}
+
+/// What a tensor of the case and the same one of a variant may be off by together.
+fn with_variants(
+    variant: &dyn Prepared,
+    exact: &OracleTensor,
+    budget: &Budget,
+    dtype: DType,
+) -> Result<Budget, CaseError> {
+    let truth = Truth::of(variant)?;
+    let mut both = budget.clone();
+    if let Some(index) = truth.exact.iter().position(|tensor| tensor.name == exact.name) {
+        let own = truth.budget(index, dtype);
+        both.allowed.iter_mut().zip(&own.allowed).for_each(|(allowed, own)| *allowed += own);
+    }
+    Ok(both)
 }
 
 /// How many elements a relation bound, and what was wrong with them.
@@ -457,6 +486,9 @@ fn relate(
         // Each of the two may be off by its budget.
         Relation::WithinBudget => {
             (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 2.0)))
+        }
+        Relation::WithinBothBudgets => {
+            (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 1.0)))
         }
     }
 }

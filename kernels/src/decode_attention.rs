@@ -9,8 +9,8 @@ use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "decode_attention.cu";
 const CHECK: Arguments = Arguments { operator: "decode_attention" };
-/// Slots of a tile; `KEYS` in the kernel source.
-const KEYS: usize = 64;
+/// Slots of a tile, the least that is given to a block; `KEYS` in the kernel source.
+pub const TILE_SLOTS: usize = 64;
 /// Heads of a block of the merge, one a warp.
 const COMBINE_HEADS: usize = 8;
 /// Largest head that the output's accumulators hold.
@@ -103,6 +103,29 @@ pub fn natural_blocks(device: &Device) -> usize {
     (device.environment().processors as usize).max(1)
 }
 
+/// How a call is spread over the device. A unit is a token with up to `heads_per_block` of its heads; the tiles of all
+/// units, one behind the other, are dealt to the blocks in equal stretches (the kernel's header).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spread {
+    /// Heads of a unit.
+    pub heads_per_block: usize,
+    /// Blocks that are launched.
+    pub num_blocks: usize,
+}
+
+/// How a call of `batch * s_q` tokens whose lists have `topk` slots in each store is spread when it is offered
+/// `num_blocks` blocks.
+pub fn spread([batch, s_q, num_heads]: [usize; 3], topk: &[usize], num_blocks: usize) -> Spread {
+    let tiles = topk.iter().map(|slots| slots.div_ceil(TILE_SLOTS)).sum::<usize>().max(1);
+    // A block of 64 heads reads each row once for all of them. With 16 a tile is done sooner, and where there are
+    // multiprocessors for all tiles at once that is what counts.
+    let small_blocks = batch * s_q * num_heads.div_ceil(16) * tiles;
+    let heads_per_block = if num_heads <= 16 || small_blocks <= num_blocks { 16 } else { 64 };
+    // Blocks beyond the number of tiles would find nothing to do.
+    let all_tiles = batch * s_q * num_heads.div_ceil(heads_per_block) * tiles;
+    Spread { heads_per_block, num_blocks: num_blocks.min(all_tiles) }
+}
+
 /// The extents of a call.
 #[derive(Clone, Copy, Debug)]
 struct Extents {
@@ -110,27 +133,12 @@ struct Extents {
     s_q: usize,
     num_heads: usize,
     format: RowFormat,
-    /// Tiles of a token's lists at their full length.
-    tiles: usize,
-    num_blocks: usize,
+    spread: Spread,
 }
 
 impl Extents {
-    /// A block of 64 heads reads each row once for all of them. With 16 a tile is done sooner, and where there are
-    /// multiprocessors for all tiles at once that is what counts.
-    fn heads_per_block(self) -> usize {
-        let small_blocks = self.batch * self.s_q * self.num_heads.div_ceil(16) * self.tiles;
-        if self.num_heads <= 16 || small_blocks <= self.num_blocks { 16 } else { 64 }
-    }
-
     fn defines(self) -> Vec<(&'static str, String)> {
-        defines(self.format, self.heads_per_block())
-    }
-
-    /// Blocks beyond the number of tiles would find nothing to do.
-    fn blocks(self) -> usize {
-        let units = self.batch * self.s_q * self.num_heads.div_ceil(self.heads_per_block());
-        self.num_blocks.min(units * self.tiles)
+        defines(self.format, self.spread.heads_per_block)
     }
 }
 
@@ -210,9 +218,9 @@ fn check_inputs(inputs: &Inputs<'_>, num_blocks: usize) -> Result<Extents> {
         return CHECK.refuse("q", format!("head_dim {head_dim} must be the format's {}", format.head_dim()));
     }
     check_heads("q", q)?;
-    let mut tiles = check_store(WINDOW, &window, format, [batch, s_q])?.div_ceil(KEYS);
+    let mut topk = vec![check_store(WINDOW, &window, format, [batch, s_q])?];
     if let Some(store) = &compressed {
-        tiles += check_store(COMPRESSED, store, format, [batch, s_q])?.div_ceil(KEYS);
+        topk.push(check_store(COMPRESSED, store, format, [batch, s_q])?);
     }
     if let Some(sink) = sink {
         CHECK.dense_tensor("sink", sink, &[num_heads], &[DType::F32])?;
@@ -221,11 +229,12 @@ fn check_inputs(inputs: &Inputs<'_>, num_blocks: usize) -> Result<Extents> {
     if num_blocks == 0 {
         return CHECK.refuse("num_blocks", "0: there must be a block");
     }
-    let extents = Extents { batch, s_q, num_heads, format, tiles: tiles.max(1), num_blocks };
     // The kernel counts tiles, and those of all blocks together, in 32 bits.
-    let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(extents.tiles);
+    let tiles = topk.iter().map(|slots| slots / TILE_SLOTS + 1).sum::<usize>();
+    let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
     CHECK.int32("q", all_tiles.saturating_add(num_blocks))?;
-    Ok(extents)
+    let spread = spread([batch, s_q, num_heads], &topk, num_blocks);
+    Ok(Extents { batch, s_q, num_heads, format, spread })
 }
 
 /// Parts of the scratch memory, as byte offsets; each part starts at a multiple of 16.
@@ -245,10 +254,10 @@ impl Workspace {
             start
         };
         // A block leaves two parts at most.
-        let rows = 2 * extents.blocks() * extents.heads_per_block();
+        let rows = 2 * extents.spread.num_blocks * extents.spread.heads_per_block;
         let partial_out = part(rows * extents.format.head_dim());
         let partial_lse = part(rows);
-        let spans = part(2 * extents.blocks());
+        let spans = part(2 * extents.spread.num_blocks);
         Self { partial_out, partial_lse, spans, bytes: end }
     }
 }
@@ -269,17 +278,17 @@ pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize) -> Result<usize> 
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<Vec<String>> {
     let extents = check_inputs(&arguments.inputs, arguments.num_blocks)?;
     let parts = check_outputs(arguments, extents)?;
-    let blocks = extents.blocks();
+    let blocks = extents.spread.num_blocks;
     let params = params_of(arguments, extents, &parts);
     let name = "decode_attention";
     let kernel = device.kernel::<DecodeAttentionParams>(FILE, &extents.defines(), name)?;
     let config = LaunchConfig::linear(CHECK.operator, "num_blocks", blocks as u64, kernel.max_threads())?;
     kernel.launch(config, &params)?;
-    let mut paths = vec![format!("{name}<{}>", extents.heads_per_block())];
+    let mut paths = vec![format!("{name}<{}>", extents.spread.heads_per_block)];
     if blocks > 1 {
         let name = "decode_attention_combine";
         let kernel = device.kernel::<DecodeAttentionParams>(FILE, &extents.defines(), name)?;
-        let blocks = (blocks * extents.heads_per_block() / COMBINE_HEADS) as u64;
+        let blocks = (blocks * extents.spread.heads_per_block / COMBINE_HEADS) as u64;
         kernel.launch(LaunchConfig::linear(CHECK.operator, "num_blocks", blocks, kernel.max_threads())?, &params)?;
         paths.push(name.into());
     }

@@ -14,13 +14,14 @@
 //! # Rounding points
 //!
 //! Those of [`sparse_attention`] over the joined list. A list that is cut into parts is attended to part by part without
-//! the sink; each part's output and base-2 log-sum-exp are stored in f32 and merged as [`attention_combine`] says,
-//! where the sink enters. Where the cuts are changes nothing but rounding.
+//! the sink, each part relative to its own maximum; its output and base-2 log-sum-exp are stored in f32 and merged as
+//! [`attention_combine`] says, where the sink enters. Where the cuts are changes nothing but rounding; that it does, for a
+//! few dominant keys as much as the rounding itself, since it decides which weights are 1.
 //!
 //! [`sparse_attention`]: crate::sparse_attention
 //! [`attention_combine`]: crate::attention_combine
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use crate::attention_combine as combine;
 use crate::error::{Error, Result, require_f64, wrong_shape, wrong_value};
@@ -58,8 +59,27 @@ pub struct Inputs {
     pub sink: Option<Tensor>,
     /// Multiplies the dot products; finite.
     pub softmax_scale: f64,
-    /// Slots of the joined list that one part takes, at least 1. It moves rounding alone.
-    pub part_slots: usize,
+    /// How the lists are cut. It moves rounding alone.
+    pub split: Split,
+}
+
+/// Where the joined lists are cut into parts.
+#[derive(Debug, Clone)]
+pub struct Split {
+    /// Slots of a tile, at least 1: the window's list is filled up to whole tiles, and cuts are between tiles.
+    pub tile_slots: usize,
+    /// Heads that share their cuts, at least 1: a unit is a token with so many of its heads.
+    pub unit_heads: usize,
+    /// For each unit, `token * ceil(num_heads / unit_heads) + head / unit_heads`, the tiles at which another part
+    /// begins, in ascending order, the first tile excepted.
+    pub cuts: Vec<Vec<usize>>,
+}
+
+impl Split {
+    /// No cut.
+    pub fn whole(units: usize) -> Self {
+        Self { tile_slots: 1, unit_heads: usize::MAX, cuts: vec![Vec::new(); units] }
+    }
 }
 
 /// What the attention writes.
@@ -74,41 +94,94 @@ pub struct Outputs {
 /// `out` and `lse`.
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     let [batch, s_q, num_heads, head_dim] = inputs.check()?;
+    let tokens = batch * s_q;
+    if tokens * num_heads == 0 {
+        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F64, &Device::Cpu);
+        return Ok(Outputs { out: inputs.q.zeros_like()?, lse: zeros(&[batch, s_q, num_heads])? });
+    }
     let stores: Vec<&Store> = [Some(&inputs.window), inputs.compressed.as_ref()].into_iter().flatten().collect();
     let k = decoded(inputs.format, &stores)?;
-    let lists = joined_lists(inputs.format, &stores, batch * s_q, s_q);
-    let length = lists.first().map_or(0, Vec::len);
-    let q = inputs.q.reshape((batch * s_q, num_heads, head_dim))?;
-    let part = |range: std::ops::Range<usize>, sink: Option<Tensor>| attention::Inputs {
-        q: q.clone(),
-        k: k.clone(),
-        value: attention::Value::Shared,
-        sink,
-        indices: lists.iter().flat_map(|list| list[range.clone()].iter().copied()).collect(),
-        topk: range.len(),
-        topk_length: None,
-        softmax_scale: inputs.softmax_scale,
-    };
-    let cuts: Vec<usize> = (0..length).step_by(inputs.part_slots).chain([length]).collect();
-    let (out, lse) = if cuts.len() <= 2 {
-        let whole = attention::forward(&part(0..length, inputs.sink.clone()), rounding)?;
-        (whole.out, whole.lse)
-    } else {
+    let lists = joined_lists(inputs, &stores, tokens, s_q);
+    let q = inputs.q.reshape((tokens, num_heads, head_dim))?;
+    let (mut out, mut lse) = (Vec::new(), Vec::new());
+    let blocks = num_heads.div_ceil(inputs.split.unit_heads);
+    for block in 0..blocks {
+        let first = block * inputs.split.unit_heads;
+        let heads = (num_heads - first).min(inputs.split.unit_heads);
+        let block_inputs = BlockInputs {
+            q: q.narrow(1, first, heads)?.contiguous()?,
+            k: k.clone(),
+            sink: inputs.sink.as_ref().map(|sink| sink.narrow(0, first, heads)).transpose()?,
+            softmax_scale: inputs.softmax_scale,
+        };
+        let parts: Vec<Vec<&[i32]>> =
+            lists.iter().enumerate().map(|(token, list)| inputs.split.parts(token * blocks + block, list)).collect();
+        let merged = block_inputs.forward(&parts, rounding)?;
+        out.push(merged.out);
+        lse.push(merged.lse);
+    }
+    Ok(Outputs {
+        out: Tensor::cat(&out, 1)?.reshape((batch, s_q, num_heads, head_dim))?,
+        lse: Tensor::cat(&lse, 1)?.reshape((batch, s_q, num_heads))?,
+    })
+}
+
+/// What the units of one block of heads read.
+struct BlockInputs {
+    q: Tensor,
+    k: Tensor,
+    sink: Option<Tensor>,
+    softmax_scale: f64,
+}
+
+impl BlockInputs {
+    /// Attention over the parts of each token's list, merged.
+    fn forward(&self, parts: &[Vec<&[i32]>], rounding: &mut Rounding) -> Result<combine::Outputs> {
+        let most = parts.iter().map(Vec::len).max().unwrap_or(0);
+        if most <= 1 {
+            let whole = attention::forward(&self.part(parts, 0, self.sink.clone()), rounding)?;
+            return Ok(combine::Outputs { out: whole.out, lse: whole.lse });
+        }
         let (mut partial_out, mut partial_lse) = (Vec::new(), Vec::new());
-        for ends in cuts.windows(2) {
-            let outputs = attention::forward(&part(ends[0]..ends[1], None), rounding)?;
+        for number in 0..most {
+            let outputs = attention::forward(&self.part(parts, number, None), rounding)?;
             partial_out.push(rounding.f32(&outputs.out)?);
             partial_lse.push(rounding.f32(&(outputs.lse * std::f64::consts::LOG2_E)?)?);
         }
-        let parts = combine::Inputs {
+        let merged = combine::Inputs {
             partial_out: Tensor::stack(&partial_out, 0)?,
             partial_lse: Tensor::stack(&partial_lse, 0)?,
-            sink: inputs.sink.clone(),
+            sink: self.sink.clone(),
         };
-        let merged = combine::forward(&parts, rounding)?;
-        (merged.out, merged.lse)
-    };
-    Ok(Outputs { out: out.reshape((batch, s_q, num_heads, head_dim))?, lse: lse.reshape((batch, s_q, num_heads))? })
+        combine::forward(&merged, rounding)
+    }
+
+    /// Part `number` of every token's list; those that have fewer parts have no slot there.
+    fn part(&self, parts: &[Vec<&[i32]>], number: usize, sink: Option<Tensor>) -> attention::Inputs {
+        let list = |token: &Vec<&[i32]>| token.get(number).map_or(Vec::new(), |list| list.to_vec());
+        let mut lists: Vec<Vec<i32>> = parts.iter().map(list).collect();
+        let topk = lists.iter().map(Vec::len).max().unwrap_or(0);
+        lists.iter_mut().for_each(|list| list.resize(topk, -1));
+        attention::Inputs {
+            q: self.q.clone(),
+            k: self.k.clone(),
+            value: attention::Value::Shared,
+            sink,
+            indices: lists.concat(),
+            topk,
+            topk_length: None,
+            softmax_scale: self.softmax_scale,
+        }
+    }
+}
+
+impl Split {
+    /// The parts of a unit's list.
+    fn parts<'a>(&self, unit: usize, list: &'a [i32]) -> Vec<&'a [i32]> {
+        let at = |&tile: &usize| tile.saturating_mul(self.tile_slots).min(list.len());
+        let ends: Vec<usize> = [0].into_iter().chain(self.cuts[unit].iter().map(at)).chain([list.len()]).collect();
+        ends.windows(2).map(|ends| &list[ends[0]..ends[1]]).collect()
+    }
 }
 
 /// The rows of all stores, one store behind the other, `[rows, head_dim]`.
@@ -127,22 +200,24 @@ fn decoded(format: RowFormat, stores: &[&Store]) -> Result<Tensor> {
     Ok(Tensor::from_vec(rows, (count, format.head_dim()), &Device::Cpu)?)
 }
 
-/// For each token its slots in all stores as rows of [`decoded`]; -1 where a slot is not valid.
-fn joined_lists(format: RowFormat, stores: &[&Store], tokens: usize, s_q: usize) -> Vec<Vec<i32>> {
+/// For each token its slots in all stores as rows of [`decoded`]; -1 where a slot is not valid. Each store's slots are
+/// filled up to whole tiles.
+fn joined_lists(inputs: &Inputs, stores: &[&Store], tokens: usize, s_q: usize) -> Vec<Vec<i32>> {
     let list = |token: usize| {
         let mut rows_before = 0;
         let mut list = Vec::new();
         for store in stores {
-            let num_slots = store.num_slots(format);
+            let num_slots = store.num_slots(inputs.format);
             let length = match &store.length {
-                Some(lengths) => usize::try_from(lengths[token / s_q]).unwrap_or(0),
+                Some(lengths) => usize::try_from(lengths[token / s_q]).unwrap_or(0).min(store.topk),
                 None => store.topk,
             };
-            let own = &store.indices[token * store.topk..(token + 1) * store.topk];
-            list.extend(own.iter().enumerate().map(|(slot, &index)| match usize::try_from(index) {
-                Ok(index) if slot < length && index < num_slots => (rows_before + index) as i32,
+            let own = &store.indices[token * store.topk..][..length];
+            list.extend(own.iter().map(|&index| match usize::try_from(index) {
+                Ok(index) if index < num_slots => (rows_before + index) as i32,
                 _ => -1,
             }));
+            list.resize(list.len().next_multiple_of(inputs.split.tile_slots), -1);
             rows_before += num_slots;
         }
         list
@@ -185,8 +260,13 @@ impl Inputs {
         if head_dim != self.format.head_dim() {
             return Err(wrong_value("head_dim", head_dim, "it must be the width of a row"));
         }
-        if self.part_slots == 0 {
-            return Err(wrong_value("part_slots", 0, "a part needs slots"));
+        let Split { tile_slots, unit_heads, cuts } = &self.split;
+        if *tile_slots == 0 || *unit_heads == 0 {
+            return Err(wrong_value("split", 0, "a tile needs slots and a unit heads"));
+        }
+        let units = batch * s_q * num_heads.div_ceil(*unit_heads);
+        if cuts.len() != units {
+            return Err(Error::Shape { argument: "cuts", expected: format!("[{units}]"), actual: vec![cuts.len()] });
         }
         for store in [Some(&self.window), self.compressed.as_ref()].into_iter().flatten() {
             store.check(self.format, batch, s_q)?;
@@ -228,7 +308,7 @@ mod tests {
             compressed: Some(store(&mut draw, 2, 5, 14, vec![-3, 11])),
             sink: Some(f64_tensor(&[0.5, f64::INFINITY, -1.0], &[3])),
             softmax_scale: 0.1,
-            part_slots: usize::MAX,
+            split: Split::whole(4),
         }
     }
 
@@ -270,11 +350,18 @@ mod tests {
         Ok(())
     }
 
+    /// Cuts of the units of 4 tokens and 2 blocks of heads, no two alike.
+    fn split(tile_slots: usize) -> Split {
+        let tiles = 24 / tile_slots;
+        let cuts = (0..8usize).map(|unit| (1..tiles).filter(|tile| (tile + unit) % 3 == 0).collect()).collect();
+        Split { tile_slots, unit_heads: 2, cuts }
+    }
+
     #[test]
     fn cuts_anywhere_change_nothing_but_rounding() -> Result<()> {
         let whole = forward(&inputs(), &mut Rounding::exact())?;
-        for part_slots in [1, 4, 9, 22, 23] {
-            let parts = forward(&Inputs { part_slots, ..inputs() }, &mut Rounding::exact())?;
+        for tile_slots in [1, 2, 4, 11] {
+            let parts = forward(&Inputs { split: split(tile_slots), ..inputs() }, &mut Rounding::exact())?;
             let bound = (whole.out.ones_like()? * (64.0 * UNIT_ROUNDOFF))?;
             assert_within("out", &parts.out, &whole.out, &bound);
             assert_within("lse", &parts.lse, &whole.lse, &(whole.lse.abs()? * (64.0 * UNIT_ROUNDOFF))?);
@@ -284,8 +371,8 @@ mod tests {
 
     #[test]
     fn a_token_without_a_valid_slot_is_zero_and_its_lse_infinite() -> Result<()> {
-        for part_slots in [5, usize::MAX] {
-            let mut inputs = Inputs { part_slots, ..inputs() };
+        for split in [split(2), Split::whole(4)] {
+            let mut inputs = Inputs { split, ..inputs() };
             inputs.window.length = Some(vec![0, 9]);
             let outputs = forward(&inputs, &mut Rounding::exact())?;
             assert!(values(&outputs.out.get(0)?)?.iter().all(|&x| x == 0.0));
@@ -302,7 +389,8 @@ mod tests {
             change(&mut inputs);
             assert!(forward(&inputs, &mut Rounding::exact()).is_err());
         };
-        refused(&|i| i.part_slots = 0);
+        refused(&|i| i.split.tile_slots = 0);
+        refused(&|i| i.split.cuts = Vec::new());
         refused(&|i| i.window.page_size = 0);
         refused(&|i| i.window.topk = 8);
         refused(&|i| i.window.length = Some(vec![1]));

@@ -25,10 +25,6 @@ use crate::operator::{
 use crate::record::OperatorRecord;
 
 const NAME: &str = "decode_attention";
-/// Slots that the kernel takes at a time: parts are whole multiples of it.
-const TILE_SLOTS: usize = 64;
-/// Heads that a block takes at most.
-const BLOCK_HEADS: usize = 64;
 
 /// The operator.
 pub struct DecodeAttention;
@@ -555,15 +551,28 @@ impl Inputs {
         [Some(&mut self.window), self.compressed.as_mut()].into_iter().flatten()
     }
 
-    /// Slots of a part when all tiles are dealt evenly to the blocks. Where a block takes fewer heads than assumed here
-    /// its parts are longer, and there are fewer of them.
-    fn part_slots(&self) -> usize {
+    /// Where the kernel's schedule cuts the lists: all tiles of all units, one behind the other, in equal stretches.
+    fn split(&self) -> reference::Split {
+        let case = &self.case;
+        let topk: Vec<usize> = self.stores().map(|store| store.case.topk).collect();
+        let spread = launcher::spread([case.batch, case.s_q, case.num_heads], &topk, case.num_blocks);
         let tiles = |request: usize| -> usize {
-            self.stores().map(|store| store.length_of(request).div_ceil(TILE_SLOTS)).sum::<usize>().max(1)
+            let of_store = |store: &StoreInputs| store.length_of(request).div_ceil(launcher::TILE_SLOTS);
+            self.stores().map(of_store).sum::<usize>().max(1)
         };
-        let units = self.case.s_q * self.case.num_heads.div_ceil(BLOCK_HEADS);
-        let total: usize = (0..self.case.batch).map(|request| units * tiles(request)).sum();
-        TILE_SLOTS * total.div_ceil(self.case.num_blocks).max(1)
+        let units = case.s_q * case.num_heads.div_ceil(spread.heads_per_block);
+        let total: usize = (0..case.batch).map(|request| units * tiles(request)).sum();
+        let stretch = total.div_ceil(spread.num_blocks.max(1));
+        let mut cuts = Vec::new();
+        let mut before = 0;
+        for request in 0..case.batch {
+            let tiles = tiles(request);
+            for _ in 0..units {
+                cuts.push((1..tiles).filter(|tile| (before + tile) % stretch == 0).collect());
+                before += tiles;
+            }
+        }
+        reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads: spread.heads_per_block, cuts }
     }
 
     fn run_oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, dsv4_reference::Error> {
@@ -575,7 +584,7 @@ impl Inputs {
             compressed: self.compressed.as_ref().map(|store| store.reference(format)),
             sink: self.sink.as_ref().map(widened).transpose()?,
             softmax_scale: self.softmax_scale,
-            part_slots: self.part_slots(),
+            split: self.split(),
         };
         let outputs = reference::forward(&inputs, &mut Rounding::new(precision))?;
         Ok(vec![oracle_tensor("out", Side::Forward, &outputs.out)?, oracle_tensor("lse", Side::Forward, &outputs.lse)?])
@@ -616,14 +625,14 @@ impl Inputs {
     fn split_law(&self) -> Law {
         let other = if self.case.num_blocks > 1 { 1 } else { 7 };
         let variant = self.with(|v| v.case.num_blocks = other);
-        Law { name: "work may be split differently", variant, relations: Self::both(|| Relation::WithinBudget) }
+        Law { name: "work may be split differently", variant, relations: Self::both(|| Relation::WithinBothBudgets) }
     }
 
     /// The order of the slots does not matter. Slots beyond a length stay beyond it.
     fn slot_law(&self) -> Law {
         let variant =
             self.with(|v| v.stores_mut().for_each(|store| store.shuffle_slots(self.case.seed, self.case.s_q)));
-        Law { name: "slots may be permuted", variant, relations: Self::both(|| Relation::WithinBudget) }
+        Law { name: "slots may be permuted", variant, relations: Self::both(|| Relation::WithinBothBudgets) }
     }
 
     /// Both stores are attended to alike.
@@ -632,7 +641,7 @@ impl Inputs {
         let variant = self.with(|v| {
             (v.window, v.compressed) = (compressed.clone(), Some(self.window.clone()));
         });
-        Some(Law { name: "stores may change places", variant, relations: Self::both(|| Relation::WithinBudget) })
+        Some(Law { name: "stores may change places", variant, relations: Self::both(|| Relation::WithinBothBudgets) })
     }
 
     /// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one share them
@@ -640,7 +649,7 @@ impl Inputs {
     fn padding_law(&self) -> Law {
         let variant = self.with(|v| v.stores_mut().for_each(StoreInputs::lengthened));
         let one = self.case.num_blocks == 1;
-        let relation = || if one { Relation::Times(1.0) } else { Relation::WithinBudget };
+        let relation = || if one { Relation::Times(1.0) } else { Relation::WithinBothBudgets };
         Law { name: "invalid slots add nothing", variant, relations: Self::both(relation) }
     }
 
@@ -814,7 +823,8 @@ fn golden_case(file: &GoldenFile) -> Result<GoldenCase, String> {
     };
     let (window, compressed) = (store(0..tokens), (keys > tokens).then(|| store(tokens..keys)));
     // Two blocks for every three tiles: lists are cut.
-    let tiles = batch * tokens * (tokens.div_ceil(TILE_SLOTS) + (keys - tokens).div_ceil(TILE_SLOTS));
+    let tiles =
+        batch * tokens * (tokens.div_ceil(launcher::TILE_SLOTS) + (keys - tokens).div_ceil(launcher::TILE_SLOTS));
     let case = DecodeAttentionCase {
         window: window.case,
         compressed: compressed.as_ref().map(|store| store.case),
