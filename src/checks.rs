@@ -473,8 +473,21 @@ fn law_checks(
             continue;
         }
         let budget = budgets.iter().find(|(exact, _)| exact.name == *name);
+        let both = match (relation, budget) {
+            (Relation::WithinBothBudgets, Some((exact, budget))) => {
+                match with_variants(&*law.variant, exact, budget, b.dtype) {
+                    Ok(both) => Some((*exact, both)),
+                    Err(error) => {
+                        outcome.push(&check, name, Verdict::Error, 0, error.to_string());
+                        continue;
+                    }
+                }
+            }
+            _ => None,
+        };
+        let budget = both.as_ref().or(budget);
         let (compared, problem) = match (runner.rounds_freely(name), relation) {
-            (None, _) | (_, Relation::WithinBudget) => relate(&a, &b, relation, budget),
+            (None, _) | (_, Relation::WithinBudget | Relation::WithinBothBudgets) => relate(&a, &b, relation, budget),
             (Some(why), _) => {
                 outcome.skip(format!("bit equality of {name}"), why, 1);
                 relate_freely(&a, &b, relation, budget)
@@ -482,6 +495,22 @@ fn law_checks(
         };
         outcome.verdict(&check, name, compared, problem);
     }
+}
+
+/// What a tensor of the case and the same one of a variant may be off by together.
+fn with_variants(
+    variant: &dyn Prepared,
+    exact: &OracleTensor,
+    budget: &Budget,
+    dtype: DType,
+) -> Result<Budget, CaseError> {
+    let truth = Truth::of(variant)?;
+    let mut both = budget.clone();
+    if let Some(index) = truth.exact.iter().position(|tensor| tensor.name == exact.name) {
+        let own = truth.budget(index, dtype);
+        both.allowed.iter_mut().zip(&own.allowed).for_each(|(allowed, own)| *allowed += own);
+    }
+    Ok(both)
 }
 
 /// How many elements a relation bound, and what was wrong with them.
@@ -507,6 +536,9 @@ fn relate(
         // Each of the two may be off by its budget.
         Relation::WithinBudget => {
             (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 2.0)))
+        }
+        Relation::WithinBothBudgets => {
+            (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 1.0)))
         }
     }
 }
@@ -540,7 +572,7 @@ fn relate_freely(
                     .copy_from_slice(&variant[row * row_len..(row + 1) * row_len]);
             }
         }
-        Relation::WithinBudget => {}
+        Relation::WithinBudget | Relation::WithinBothBudgets => {}
     }
     let back = HostTensor::from_f64(DType::F32, &b.shape, &back);
     let (_, problem) = relate(a, &back, &Relation::WithinBudget, budget);

@@ -10,6 +10,9 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &operators::rms_norm::RmsNorm,
     &operators::rope::Rope,
     &operators::sparse_attention::SparseAttention,
+    &operators::decode_attention::DecodeAttention,
+    &operators::attention_combine::AttentionCombine,
+    &operators::kv_cache_write::KvCacheWrite,
     &operators::score_recompute::ScoreRecompute,
 ];
 

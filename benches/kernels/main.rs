@@ -9,9 +9,12 @@
 //! The exit code is 0 only when every benchmark that ran was compared, agreed, and stayed below what the
 //! device can do on paper.
 
+mod attention_combine;
 mod ceilings;
 mod clock;
 mod data;
+mod decode_attention;
+mod kv_cache_write;
 mod oracle;
 mod recheck;
 mod rms_norm;
@@ -55,11 +58,25 @@ fn run() -> Result<bool> {
     let benchmarks = match device.environment().backend {
         BackendKind::Cuda => {
             session.measure_ceilings()?;
-            [rms_norm::production(), rope::production(), sparse_attention::production(), score_recompute::production()]
+            [
+                rms_norm::production(),
+                rope::production(),
+                sparse_attention::production(),
+                decode_attention::production(),
+                attention_combine::production(),
+                kv_cache_write::production(),
+                score_recompute::production(),
+            ]
         }
-        BackendKind::Emulator | BackendKind::External => {
-            [rms_norm::small(), rope::small(), sparse_attention::small(), score_recompute::small()]
-        }
+        BackendKind::Emulator | BackendKind::External => [
+            rms_norm::small(),
+            rope::small(),
+            sparse_attention::small(),
+            decode_attention::small(),
+            attention_combine::small(),
+            kv_cache_write::small(),
+            score_recompute::small(),
+        ],
     };
     for benchmark in benchmarks.into_iter().flatten() {
         session.run(&benchmark)?;

@@ -4,6 +4,10 @@
 //! knows the oracles (`reference/`): a kernel cannot borrow its own judge.
 
 mod arguments;
+pub mod attention_combine;
+pub mod decode_attention;
+pub mod kv_cache;
+pub mod kv_cache_write;
 pub mod rms_norm;
 pub mod rope;
 pub mod runtime;

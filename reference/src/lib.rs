@@ -21,7 +21,11 @@
 //! [`Precision::Exact`]: precision::Precision::Exact
 //! [`Precision::Working`]: precision::Precision::Working
 
+pub mod attention_combine;
+pub mod decode_attention;
 pub mod error;
+pub mod kv_cache;
+pub mod kv_cache_write;
 pub mod precision;
 pub mod rms_norm;
 pub mod rope;

@@ -1,5 +1,8 @@
 //! The operators: how each one's kernel and oracle are compared.
 
+pub mod attention_combine;
+pub mod decode_attention;
+pub mod kv_cache_write;
 pub mod rms_norm;
 pub mod rope;
 pub mod score_recompute;

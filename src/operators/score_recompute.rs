@@ -10,9 +10,7 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::sparse_attention::{
-    IndexClass, Lengths, Sinks, SparseAttentionCase, draw_indices, draw_lengths, draw_sinks,
-};
+use super::sparse_attention::{IndexClass, Lengths, Sinks};
 use super::{deterministic, elements, layout, oracle_error, oracle_tensor, permuted, scaled, tensor, widened};
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
@@ -175,19 +173,6 @@ impl ScoreRecomputeCase {
             return refuse("num_tokens", "the case has more than 2^31 elements in one tensor".into());
         }
         Ok(())
-    }
-
-    /// What decides lists and sinks in sparse attention decides them here.
-    fn lists(&self) -> SparseAttentionCase {
-        let plain = SparseAttentionCase::plain;
-        SparseAttentionCase {
-            indices: self.indices,
-            lengths: self.lengths,
-            sinks: self.sinks,
-            logit_shift: self.logit_shift,
-            seed: self.seed,
-            ..plain(self.num_tokens, self.num_heads, self.head_dim, self.num_keys, self.topk)
-        }
     }
 }
 
@@ -436,13 +421,21 @@ impl Inputs {
         let mut inputs = Self {
             q: HostTensor::from_f64(DType::Bf16, &[case.num_tokens, case.num_heads, case.head_dim], &q),
             k: HostTensor::from_f64(DType::Bf16, &[case.num_keys, case.head_dim], &k),
-            indices: if selected { draw_indices(&case.lists()) } else { Vec::new() },
-            topk_length: if selected { draw_lengths(&case.lists()) } else { None },
+            indices: if selected {
+                case.indices.draw(case.seed, "indices", case.num_tokens, case.topk, case.num_keys)
+            } else {
+                Vec::new()
+            },
+            topk_length: if selected {
+                case.lengths.draw(case.seed, "topk_length", case.num_tokens, case.topk)
+            } else {
+                None
+            },
             q_off: (!selected && case.q_off).then(|| draw_offsets(&case, sequences.as_ref())),
             sequences,
             lse: None,
             lse_beside: None,
-            sink: draw_sinks(&case.lists()),
+            sink: case.sinks.draw(case.seed, case.num_heads, case.logit_shift),
             softmax_scale: scale,
             shown: None,
             case,
@@ -770,6 +763,10 @@ impl DeviceOutputs {
 impl Prepared for Inputs {
     fn operator(&self) -> &'static str {
         NAME
+    }
+
+    fn case(&self) -> Option<Case> {
+        Some(Case::new(NAME, &self.case))
     }
 
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {

@@ -441,8 +441,8 @@ impl Inputs {
         let mut q = values("q", rows, case.head_dim, q_size);
         let mut k = values("k", case.num_keys, case.head_dim, 1.0);
         shift_logits(&case, &mut q, &mut k, scale);
-        let indices = draw_indices(&case);
-        let topk_length = draw_lengths(&case);
+        let indices = case.indices.draw(case.seed, "indices", case.num_tokens, case.topk, case.num_keys);
+        let topk_length = case.lengths.draw(case.seed, "topk_length", case.num_tokens, case.topk);
         let mut inputs = Self {
             q: HostTensor::from_f64(DType::Bf16, &[case.num_tokens, case.num_heads, case.head_dim], &q),
             k: HostTensor::from_f64(DType::Bf16, &[case.num_keys, case.head_dim], &k),
@@ -450,7 +450,7 @@ impl Inputs {
                 let v = values("v", case.num_keys, case.v_dim, 1.0);
                 HostTensor::from_f64(DType::Bf16, &[case.num_keys, case.v_dim], &v)
             }),
-            sink: draw_sinks(&case),
+            sink: case.sinks.draw(case.seed, case.num_heads, case.logit_shift),
             indices,
             topk_length,
             dout: HostTensor::from_f64(
@@ -563,62 +563,70 @@ fn shift_logits(case: &SparseAttentionCase, q: &mut [f64], k: &mut [f64], scale:
     k.iter_mut().step_by(case.head_dim).for_each(|value| *value = size);
 }
 
-pub(crate) fn draw_indices(case: &SparseAttentionCase) -> Vec<i32> {
-    let mut draw = Draw::new(case.seed, "indices");
-    let keys = case.num_keys as i32;
-    let hostile = [-1, keys, keys.saturating_add(3), i32::MIN, i32::MAX, -1, -7];
-    let mut all = Vec::with_capacity(case.num_tokens * case.topk);
-    let mut order: Vec<i32> = (0..keys).collect();
-    for token in 0..case.num_tokens {
-        order.shuffle(draw.rng());
-        for slot in 0..case.topk {
-            let drawn = draw.rng().random_range(0..=i32::MAX);
-            let repeated = if keys == 0 { -1 } else { drawn % keys };
-            let distinct = order.get(slot).copied().unwrap_or(-1);
-            let bad = hostile[drawn as usize % hostile.len()];
-            let one_in_three = draw.rng().random_ratio(1, 3);
-            all.push(match case.indices {
-                IndexClass::Valid => distinct,
-                IndexClass::Duplicates => repeated,
-                IndexClass::Hostile if one_in_three => bad,
-                IndexClass::LeadingMasked if slot < case.topk / 2 => -1,
-                IndexClass::EmptyRows if token % 3 == 0 => bad,
-                IndexClass::Hostile | IndexClass::LeadingMasked | IndexClass::EmptyRows => repeated,
-            });
-        }
-    }
-    all
-}
-
-pub(crate) fn draw_lengths(case: &SparseAttentionCase) -> Option<Vec<i32>> {
-    let mut draw = Draw::new(case.seed, "topk_length");
-    let topk = case.topk as i32;
-    let hostile = [0, -1, topk + 5, i32::MIN, i32::MAX, topk];
-    let within = |draw: &mut Draw| draw.rng().random_range(0..=topk);
-    match case.lengths {
-        Lengths::Absent => None,
-        Lengths::Within => Some((0..case.num_tokens).map(|_| within(&mut draw)).collect()),
-        Lengths::Hostile => {
-            let pick = |token: usize| hostile.get(token % 9).copied();
-            Some((0..case.num_tokens).map(|token| pick(token).unwrap_or_else(|| within(&mut draw))).collect())
-        }
-    }
-}
-
-pub(crate) fn draw_sinks(case: &SparseAttentionCase) -> Option<HostTensor> {
-    let mut draw = Draw::new(case.seed, "sink");
-    let extreme = [f64::INFINITY, f64::NEG_INFINITY, 2.4e38, -2.4e38];
-    let sinks: Vec<f64> = (0..case.num_heads)
-        .map(|head| {
-            // Of the order of lse, which the shift moves.
-            let normal = case.logit_shift + 3.0 * draw.normal();
-            match case.sinks {
-                Sinks::Extreme => extreme.get(head % 6).copied().unwrap_or(normal),
-                Sinks::Absent | Sinks::Normal => normal,
+impl IndexClass {
+    /// `num_tokens` lists of `topk` slots, each naming one of `num_keys` rows or none; `name` is the random stream.
+    pub(crate) fn draw(self, seed: u64, name: &str, num_tokens: usize, topk: usize, num_keys: usize) -> Vec<i32> {
+        let mut draw = Draw::new(seed, name);
+        let keys = num_keys as i32;
+        let hostile = [-1, keys, keys.saturating_add(3), i32::MIN, i32::MAX, -1, -7];
+        let mut all = Vec::with_capacity(num_tokens * topk);
+        let mut order: Vec<i32> = (0..keys).collect();
+        for token in 0..num_tokens {
+            order.shuffle(draw.rng());
+            for slot in 0..topk {
+                let drawn = draw.rng().random_range(0..=i32::MAX);
+                let repeated = if keys == 0 { -1 } else { drawn % keys };
+                let distinct = order.get(slot).copied().unwrap_or(-1);
+                let bad = hostile[drawn as usize % hostile.len()];
+                let one_in_three = draw.rng().random_ratio(1, 3);
+                all.push(match self {
+                    Self::Valid => distinct,
+                    Self::Duplicates => repeated,
+                    Self::Hostile if one_in_three => bad,
+                    Self::LeadingMasked if slot < topk / 2 => -1,
+                    Self::EmptyRows if token % 3 == 0 => bad,
+                    Self::Hostile | Self::LeadingMasked | Self::EmptyRows => repeated,
+                });
             }
-        })
-        .collect();
-    (case.sinks != Sinks::Absent).then(|| HostTensor::from_f64(DType::F32, &[case.num_heads], &sinks))
+        }
+        all
+    }
+}
+
+impl Lengths {
+    /// How many of `topk` slots count in each of `count` lists; `name` is the random stream.
+    pub(crate) fn draw(self, seed: u64, name: &str, count: usize, topk: usize) -> Option<Vec<i32>> {
+        let mut draw = Draw::new(seed, name);
+        let topk = topk as i32;
+        let hostile = [0, -1, topk + 5, i32::MIN, i32::MAX, topk];
+        let within = |draw: &mut Draw| draw.rng().random_range(0..=topk);
+        match self {
+            Self::Absent => None,
+            Self::Within => Some((0..count).map(|_| within(&mut draw)).collect()),
+            Self::Hostile => {
+                let pick = |token: usize| hostile.get(token % 9).copied();
+                Some((0..count).map(|token| pick(token).unwrap_or_else(|| within(&mut draw))).collect())
+            }
+        }
+    }
+}
+
+impl Sinks {
+    /// `[num_heads]` f32 around `mean`, which is of the order of lse: the shift of logits moves both.
+    pub(crate) fn draw(self, seed: u64, num_heads: usize, mean: f64) -> Option<HostTensor> {
+        let mut draw = Draw::new(seed, "sink");
+        let extreme = [f64::INFINITY, f64::NEG_INFINITY, 2.4e38, -2.4e38];
+        let sinks: Vec<f64> = (0..num_heads)
+            .map(|head| {
+                let normal = mean + 3.0 * draw.normal();
+                match self {
+                    Self::Extreme => extreme.get(head % 6).copied().unwrap_or(normal),
+                    Self::Absent | Self::Normal => normal,
+                }
+            })
+            .collect();
+        (self != Self::Absent).then(|| HostTensor::from_f64(DType::F32, &[num_heads], &sinks))
+    }
 }
 
 /// What the kernels read, on the device.

@@ -67,6 +67,12 @@ fn sparse_attention_agrees_with_its_golden_files() {
     assert_agrees("sparse_attention", 5, 1);
 }
 
+#[test]
+fn decode_attention_agrees_with_the_golden_files_of_attention() {
+    // As above; no golden file knows FP8 rows.
+    assert_agrees("decode_attention", 5, 1);
+}
+
 /// What `golden_run` allows an oracle's element: the working spread at the width of f64, and the rounding of the
 /// file.
 fn allowed(expected: &ExpectedTensor, truth: &Truth, index: usize, element: usize) -> f64 {
@@ -136,6 +142,11 @@ fn a_changed_golden_value_of_rope_is_noticed() {
 #[test]
 fn a_changed_golden_value_of_sparse_attention_is_noticed() {
     assert_perturbations_are_noticed("sparse_attention");
+}
+
+#[test]
+fn a_changed_golden_value_of_attention_is_noticed_by_decode_attention() {
+    assert_perturbations_are_noticed("decode_attention");
 }
 
 #[test]

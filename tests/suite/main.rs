@@ -5,6 +5,7 @@
 
 mod bisect;
 mod command_line;
+mod decode;
 mod dependencies;
 mod diff;
 mod emulator;

@@ -106,6 +106,21 @@ fn a_quick_sweep_of_sparse_attention_agrees() {
 }
 
 #[test]
+fn a_quick_sweep_of_decode_attention_agrees() {
+    assert_sweep_agrees("decode_attention");
+}
+
+#[test]
+fn a_quick_sweep_of_attention_combine_agrees() {
+    assert_sweep_agrees("attention_combine");
+}
+
+#[test]
+fn a_quick_sweep_of_kv_cache_write_agrees() {
+    assert_sweep_agrees("kv_cache_write");
+}
+
+#[test]
 fn remembered_cases_agree() {
     let regressions = Regressions::new(support::fixtures().join("regressions"));
     for operator in registry::names() {

@@ -57,6 +57,16 @@ DEVICE void store_vec16_streaming(void* target, Vec16 v) {
 #endif
 }
 
+// Two consecutive floats; `target` must be 8-byte aligned.
+DEVICE void store_pair(float* target, float first, float second) {
+#if defined(PARITY_EMULATOR)
+    target[0] = first;
+    target[1] = second;
+#else
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(first), "f"(second) : "memory");
+#endif
+}
+
 // target[i] += v[i] for four consecutive floats in global memory, each addition atomic on its own.
 // `target` must be 16-byte aligned. One instruction from sm_90 on, four below.
 DEVICE void atomic_add_vec4(float* target, float v0, float v1, float v2, float v3) {

@@ -84,6 +84,20 @@ DEVICE float to_float(fp8_e4m3 x) {
     return __uint_as_float(__float_as_uint(scaled) | static_cast<uint32_t>(x.bits & 0x80u) << 24);
 }
 
+// Two codes, `low` of them in the lower byte. Exact; the same values as to_float's.
+DEVICE void e4m3x2_to_float(uint32_t codes, float& low, float& high) {
+#if defined(PARITY_EMULATOR) || __CUDA_ARCH__ < 890
+    low = to_float(fp8_e4m3{static_cast<uint8_t>(codes)});
+    high = to_float(fp8_e4m3{static_cast<uint8_t>(codes >> 8)});
+#else
+    // fp16 holds every e4m3 number.
+    asm("{ .reg .b16 low, high; .reg .b32 pair; cvt.rn.f16x2.e4m3x2 pair, %2; mov.b32 {low, high}, pair; "
+        "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+        : "=f"(low), "=f"(high)
+        : "h"(static_cast<uint16_t>(codes)));
+#endif
+}
+
 // ---------------------------------------------------------------- fp4 e2m1 (largest 6), in the low 4 bits
 
 // Nearest, ties to even; beyond +-6, infinities included, +-6; NaN becomes +6, as satfinite says.

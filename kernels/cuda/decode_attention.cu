@@ -1,0 +1,729 @@
+// Attention of decoded tokens over a paged cache, with a sink (inference 8 to 8.4).
+//
+//     z[h,j] = softmax_scale * q[t,h] . kv[j]      over the valid slots j of two lists, which share one softmax:
+//                                                  the token's window and its compressed entries
+//     lse    = log sum_j exp z                     natural, without the sink
+//     out    = sum_j exp(z - lse) kv[j] / (1 + exp(sink_h - lse))
+//
+// A request has s_q tokens. Each has lists of its own in both stores; their lengths are the request's. A slot of a list
+// is valid iff it lies below clamp(length, 0, topk) and its index is in [0, num_slots) of its store; an invalid one
+// is never dereferenced, its row in shared memory is zero-filled and its score is -inf. A token without a
+// valid slot has out = 0, lse = +inf. A row of the cache is K and V at once; its e4m3 channels become bf16 exactly,
+// code * 2^(scale - 127), before any product.
+//
+// How the work is spread. A unit is a token with up to HEADS_PER_BLOCK of its heads; its lists are cut in tiles of
+// KEYS slots, those of the window first. All tiles of all units, one behind the other, are dealt to the blocks in equal
+// stretches: every block works for the same time whatever the lengths are, and finds its stretch from the lengths by
+// itself. A unit that lies within one stretch is finished there, with the sink. A unit that spans several leaves a part
+// in each (normalised, fp32, with its base-2 log-sum-exp and without the sink), which decode_attention_combine merges
+// in the order of the list, applying the sink once: what comes out depends on the number of blocks only.
+//
+// The merge is a launch of its own, and not the last arriving block's business: at batch 1, 64 heads and 640 slots ten
+// parts of 128 KiB, which one multiprocessor would need 10 us to read from L2, are read by 64 warps.
+//
+// Within a unit a block of 64 heads gathers the next tile while it works on the present one. Codes come by ordinary
+// loads into registers, issued a whole tile ahead; they are converted and stored to shared memory a piece at a time
+// between the steps of the score product, whose waits they fill. bf16 channels come by cp.async. Scores are split
+// over the warps by heads and slots, the output by columns, which stays in registers. Shared tiles are swizzled so that
+// ldmatrix reads eight rows without a bank conflict.
+//
+// Floors, for one token, H heads, J slots of 512 channels: 4*H*J*512 FLOP, and J * 584 bytes gathered from L2 or memory
+// for each block of heads (1024 bytes a row in bf16). At H = 64 that is 224 FLOP per byte: at large batch the rate of
+// mma.sync and of shared-memory wavefronts limits, as in sparse_attention; per tile of 64 slots 2048 matrix instructions
+// against about 3072 (scores) + 1024 (values) + 448 (converted rows) wavefronts of 128 bytes; converting 28672 codes
+// adds about 700 issue slots to each scheduler. At batch 1 latency limits: a launch, indices, rows, one tile's products,
+// the parts, a second launch, the merge.
+//
+// To be measured. Estimates at 790 TFLOP/s and 4.24 TB/s, which nothing here comes near: window 128 + 512 slots, H 64,
+// batch 128: 10.7 GFLOP, 14 us; 128 + 1024, H 128, batch 128: 38.7 GFLOP, 49 us. At the 240 TFLOP/s at which
+// sparse_attention multiplies: 45 us and 161 us.
+//
+// Defines
+//   NOPE_DIM         e4m3 channels of a row, a multiple of 64 up to 512; 0 is a cache of bf16
+//   ROPE_DIM         bf16 channels of a row; NOPE_DIM + ROPE_DIM is a multiple of 16, at most 512
+//   HEADS_PER_BLOCK  16 or 64
+//
+// Launch. decode_attention: any number of blocks, as many as multiprocessors; block size and dynamic shared memory are
+// what the module exports beside it. decode_attention_combine: num_blocks * HEADS_PER_BLOCK / 8 blocks of 256 threads.
+
+#include "async_copy.h"
+#include "combine.h"
+#include "kv_cache.h"
+#include "math.h"
+#include "memory.h"
+#include "numeric.h"
+#include "tiles.h"
+
+#if !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(HEADS_PER_BLOCK)
+#error "define NOPE_DIM, ROPE_DIM and HEADS_PER_BLOCK"
+#endif
+
+using Row = CacheRow<NOPE_DIM, ROPE_DIM>;
+constexpr int HEAD_DIM = Row::HEAD_DIM;
+
+static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 512, "a head is a multiple of 16 channels up to 512");
+static_assert(HEADS_PER_BLOCK == 16 || HEADS_PER_BLOCK == 64, "a block holds 16 or 64 heads");
+
+// ---------------------------------------------------------------- shapes of the block's work
+
+constexpr int KEYS = 64;  // slots of a tile
+constexpr int STAGES = 2;
+constexpr int M_TILES = HEADS_PER_BLOCK / 16;
+constexpr int WARPS = HEADS_PER_BLOCK == 64 ? 8 : 4;
+constexpr int THREADS = WARPS * WARP_SIZE;
+// For the scores, warps form a grid: one row of it per 16 heads, KEY_WARPS columns over the slots.
+constexpr int KEY_WARPS = WARPS / M_TILES;
+constexpr int SCORE_N8 = KEYS / KEY_WARPS / 8;
+// Slots of a tile that one warp gathers.
+constexpr int ROWS = KEYS / WARPS;
+// Column tiles of 8 of the output that one warp owns.
+constexpr int OUT_N8 = ceil_div(HEAD_DIM / 8, WARPS);
+constexpr bool RAGGED = WARPS * OUT_N8 != HEAD_DIM / 8;
+
+using KeyTile = Tile<HEAD_DIM>;  // also q and out
+using WeightTile = Tile<KEYS>;   // P: heads x slots
+
+// Where everything lies in dynamic shared memory, as byte offsets.
+constexpr int Q_AT = 0;
+constexpr int STAGE_AT = Q_AT + KeyTile::bytes(HEADS_PER_BLOCK);
+constexpr int STAGE_BYTES = KeyTile::bytes(KEYS);
+constexpr int P_AT = STAGE_AT + STAGES * STAGE_BYTES;
+constexpr int VALID_AT = P_AT + WeightTile::bytes(HEADS_PER_BLOCK);       // int32 [STAGES][KEYS]
+constexpr int PARTIAL_AT = VALID_AT + STAGES * KEYS * 4;                  // maxima, later sums: [KEY_WARPS][heads]
+constexpr int FACTOR_AT = PARTIAL_AT + KEY_WARPS * HEADS_PER_BLOCK * 4;  // one number per head
+constexpr int SHARED_BYTES = FACTOR_AT + HEADS_PER_BLOCK * 4;
+
+static_assert(SHARED_BYTES <= 227 * 1024, "tiles exceed shared memory");
+static_assert(KeyTile::bytes(HEADS_PER_BLOCK) <= STAGES * STAGE_BYTES, "out is staged where keys lay");
+
+// ---------------------------------------------------------------- parameters
+
+// Strides in elements, of pages in bytes. q and out: base and strides are multiples of 16 bytes; tokens are
+// batch * s_q in number. lse is [tokens, num_heads]. sink and the lengths may be null; lengths are [batch].
+// Of an absent store topk and num_slots are 0. For G blocks the workspace is partial_out
+// [2 G, HEADS_PER_BLOCK, HEAD_DIM], partial_lse [2 G, HEADS_PER_BLOCK], spans int32 [G, 2].
+struct DecodeAttentionParams {
+    const bf16* q;
+    const uint8_t* window_pages;
+    const uint8_t* compressed_pages;
+    const int32_t* window_indices;
+    const int32_t* compressed_indices;
+    const int32_t* window_length;
+    const int32_t* compressed_length;
+    const float* sink;
+    bf16* out;
+    float* lse;
+    float* partial_out;
+    float* partial_lse;
+    int32_t* spans;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
+    int64_t out_token_stride;
+    int64_t out_head_stride;
+    int64_t window_page_stride;
+    int64_t compressed_page_stride;
+    int64_t window_indices_stride;
+    int64_t compressed_indices_stride;
+    int32_t batch;
+    int32_t s_q;
+    int32_t num_heads;
+    int32_t window_page_size;
+    int32_t window_num_slots;
+    int32_t window_topk;
+    int32_t compressed_page_size;
+    int32_t compressed_num_slots;
+    int32_t compressed_topk;
+    float softmax_scale;
+};
+PARAMS_LAYOUT(DecodeAttentionParams, q, window_pages, compressed_pages, window_indices, compressed_indices,
+              window_length, compressed_length, sink, out, lse, partial_out, partial_lse, spans, q_token_stride,
+              q_head_stride, out_token_stride, out_head_stride, window_page_stride, compressed_page_stride,
+              window_indices_stride, compressed_indices_stride, batch, s_q, num_heads, window_page_size,
+              window_num_slots, window_topk, compressed_page_size, compressed_num_slots, compressed_topk,
+              softmax_scale)
+SHARED_MEMORY(decode_attention, SHARED_BYTES)
+
+DEVICE int32_t head_blocks(const DecodeAttentionParams& params) { return ceil_div(params.num_heads, HEADS_PER_BLOCK); }
+
+// ---------------------------------------------------------------- dealing the tiles to the blocks
+
+DEVICE int32_t list_length(const int32_t* lengths, int32_t topk, int32_t request) {
+    return lengths ? maximum(minimum(lengths[request], topk), 0) : topk;
+}
+
+// Tiles of the two lists of a request's tokens. Even a token without slots has one tile, or nobody would write it.
+DEVICE int32_t window_tiles(const DecodeAttentionParams& params, int32_t request) {
+    return ceil_div(list_length(params.window_length, params.window_topk, request), KEYS);
+}
+DEVICE int32_t unit_tiles(const DecodeAttentionParams& params, int32_t request) {
+    const int32_t compressed = list_length(params.compressed_length, params.compressed_topk, request);
+    return maximum(window_tiles(params, request) + ceil_div(compressed, KEYS), 1);
+}
+
+// A block's stretch: `count` tiles from tile `first` of request `request` on.
+struct Stretch {
+    int32_t request, first, count;
+    int32_t per_block;  // tiles of every block but the last ones
+};
+
+DEVICE int32_t warp_sum(int32_t x) {
+    UNROLL
+    for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
+    return x;
+}
+// The sum of x over the lanes up to and including this one.
+DEVICE int32_t warp_running_sum(int32_t x) {
+    UNROLL
+    for (int distance = 1; distance < static_cast<int>(WARP_SIZE); distance *= 2) {
+        const int32_t below = __shfl_up_sync(FULL_WARP, x, distance);
+        if (lane_id() >= distance) x += below;
+    }
+    return x;
+}
+
+DEVICE Stretch stretch_of(int32_t total, int32_t request, int32_t before, int32_t per_block) {
+    const int32_t begin = static_cast<int32_t>(blockIdx.x) * per_block;
+    return Stretch{request, begin - before, minimum(total - begin, per_block), per_block};
+}
+
+// Every warp finds it by itself, without shared memory: a lane to a request.
+DEVICE Stretch find_stretch(const DecodeAttentionParams& params) {
+    const int32_t units = params.s_q * head_blocks(params);
+    const int32_t blocks = static_cast<int32_t>(gridDim.x);
+    if (params.window_length == nullptr && params.compressed_length == nullptr) {
+        const int32_t tiles = units * unit_tiles(params, 0), total = params.batch * tiles;
+        const int32_t per_block = ceil_div(total, blocks);
+        const int32_t request = static_cast<int32_t>(blockIdx.x) * per_block / tiles;
+        return stretch_of(total, request, request * tiles, per_block);
+    }
+    const auto tiles_of = [&](int32_t request) {
+        return request < params.batch ? units * unit_tiles(params, request) : 0;
+    };
+    int32_t total = 0;
+    for (int32_t request = lane_id(); request < params.batch; request += WARP_SIZE) total += tiles_of(request);
+    total = warp_sum(total);
+    const int32_t per_block = ceil_div(total, blocks);
+    const int32_t begin = static_cast<int32_t>(blockIdx.x) * per_block;
+    int32_t before = 0;
+    for (int32_t base = 0; base < params.batch; base += WARP_SIZE) {
+        const int32_t own = tiles_of(base + lane_id()), upto = before + warp_running_sum(own);
+        const uint32_t beyond = __ballot_sync(FULL_WARP, upto > begin);
+        if (beyond) {
+            const int lane = __ffs(beyond) - 1;
+            return stretch_of(total, base + lane, __shfl_sync(FULL_WARP, upto - own, lane), per_block);
+        }
+        before = __shfl_sync(FULL_WARP, upto, WARP_SIZE - 1);
+    }
+    return Stretch{params.batch, 0, 0, per_block};
+}
+
+// ---------------------------------------------------------------- one unit's lists
+
+// Tiles [first, last) of a unit. What is the same for all units stays in the parameters.
+struct Segment {
+    int64_t token;
+    int32_t first_head;
+    int32_t heads;  // real heads in this block, at most HEADS_PER_BLOCK
+    int32_t first, last;
+    int32_t window_tiles;  // tiles before this one are of the window
+    int32_t window_length, compressed_length;
+};
+
+DEVICE Segment unit_segment(const DecodeAttentionParams& params, int32_t request, int32_t unit) {
+    const int32_t blocks = head_blocks(params);
+    const int32_t first_head = unit % blocks * HEADS_PER_BLOCK;
+    return Segment{static_cast<int64_t>(request) * params.s_q + unit / blocks,
+                   first_head,
+                   minimum(params.num_heads - first_head, HEADS_PER_BLOCK),
+                   0,
+                   0,
+                   window_tiles(params, request),
+                   list_length(params.window_length, params.window_topk, request),
+                   list_length(params.compressed_length, params.compressed_topk, request)};
+}
+
+// The stored index of a slot of a tile, -1 past the list's end and past the segment's.
+DEVICE int32_t stored_index(const DecodeAttentionParams& params, const Segment& segment, int32_t tile,
+                            int32_t slot_in_tile) {
+    const bool window = tile < segment.window_tiles;
+    const int32_t slot = (window ? tile : tile - segment.window_tiles) * KEYS + slot_in_tile;
+    if (tile >= segment.last || slot >= (window ? segment.window_length : segment.compressed_length)) return -1;
+    const int32_t* indices = window ? params.window_indices : params.compressed_indices;
+    return indices[segment.token * (window ? params.window_indices_stride : params.compressed_indices_stride) + slot];
+}
+
+// ---------------------------------------------------------------- gathering
+
+// The row of the cache that lane i < ROWS looks up for its warp; null where the slot is not valid.
+struct LaneRow {
+    const uint8_t* data;
+    const uint8_t* scales;
+};
+
+DEVICE LaneRow find_row(const DecodeAttentionParams& params, const Segment& segment, int32_t tile, int32_t index) {
+    const bool window = tile < segment.window_tiles;
+    const PagedRows<const uint8_t> rows{window ? params.window_pages : params.compressed_pages,
+                                        window ? params.window_page_stride : params.compressed_page_stride,
+                                        window ? params.window_page_size : params.compressed_page_size,
+                                        window ? params.window_num_slots : params.compressed_num_slots};
+    if (lane_id() >= ROWS || !rows.holds(index)) return LaneRow{nullptr, nullptr};
+    return LaneRow{rows.data<Row>(index), rows.scales<Row>(index)};
+}
+
+// The slot of a tile that this lane looks up for its warp.
+DEVICE int lane_slot() { return warp_id() * ROWS + lane_id() % ROWS; }
+
+// The address that lane `source` holds.
+DEVICE const uint8_t* address_of_lane(const uint8_t* own, int source) {
+    return reinterpret_cast<const uint8_t*>(
+        __shfl_sync(FULL_WARP, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(own)), source));
+}
+
+// Starts the arrival of the warp's bf16 channels in a stage, and notes which slots are valid. For a slot that is not
+// no source address is formed: `anywhere` stands for it.
+DEVICE void copy_rope(const LaneRow& row, const void* anywhere, SharedAddress shared, int stage) {
+    constexpr int ROW_CHUNKS = ROPE_DIM / 8, CHUNKS = ROWS * ROW_CHUNKS;
+    const int first_row = warp_id() * ROWS;
+    const SharedAddress tile = shared + STAGE_AT + stage * STAGE_BYTES;
+    int32_t* valid = reinterpret_cast<int32_t*>(dynamic_shared() + VALID_AT) + stage * KEYS;
+    if (lane_id() < ROWS) valid[first_row + lane_id()] = row.data != nullptr;
+    UNROLL
+    for (int i = lane_id(); i < ceil_div(CHUNKS, 32) * 32; i += 32) {
+        const int r = i / ROW_CHUNKS, chunk = i % ROW_CHUNKS;
+        const uint8_t* data = address_of_lane(row.data, r % ROWS);
+        const bool wanted = data != nullptr;
+        const void* from = wanted ? data + NOPE_DIM + 16 * chunk : anywhere;
+        if (CHUNKS % 32 == 0 || i < CHUNKS)
+            copy_async_16(tile + KeyTile::offset(first_row + r, NOPE_DIM / 8 + chunk), from, wanted);
+    }
+    copy_commit();
+}
+
+constexpr int CODE_CHUNKS = NOPE_DIM > 0 ? NOPE_DIM / 16 : 1;  // of 16 codes, of a row
+// A step of the warp covers so many whole rows (the model's 28 chunks: one, and four lanes rest), which makes the row of
+// a step and everything that follows from it a constant.
+constexpr int STEP_ROWS = minimum(static_cast<int>(WARP_SIZE) / CODE_CHUNKS, ROWS);
+constexpr int STEPS = NOPE_DIM > 0 ? ceil_div(ROWS, STEP_ROWS) : 1;
+static_assert(ROWS % STEP_ROWS == 0, "steps divide a warp's rows");
+
+DEVICE bool lane_has_codes() { return lane_id() < STEP_ROWS * CODE_CHUNKS; }
+DEVICE int lane_code_chunk() { return lane_id() % CODE_CHUNKS; }
+DEVICE int step_row(int step) { return step * STEP_ROWS + lane_id() / CODE_CHUNKS % STEP_ROWS; }
+
+// A lane's share of the codes of its warp's rows: a chunk of row step_row(step) for each step. Scales are those of the
+// row that the lane looks up.
+struct Codes {
+    Vec16 chunk[STEPS];
+    uint32_t scales[2];
+};
+
+// Loads the codes of a tile. Those of an invalid slot are 0, and so are its scales.
+DEVICE void load_codes(Codes& codes, const LaneRow& row) {
+    if constexpr (NOPE_DIM > 0) {
+        codes.scales[0] = codes.scales[1] = 0;
+        if (row.scales != nullptr) {
+            codes.scales[0] = reinterpret_cast<const uint32_t*>(row.scales)[0];
+            codes.scales[1] = reinterpret_cast<const uint32_t*>(row.scales)[1];
+        }
+        UNROLL
+        for (int step = 0; step < STEPS; ++step) {
+            const uint8_t* data = address_of_lane(row.data, step_row(step));
+            codes.chunk[step] = Vec16{{0, 0, 0, 0}};
+            if (data != nullptr && lane_has_codes())
+                codes.chunk[step] = load_vec16_readonly(data + 16 * lane_code_chunk());
+        }
+    }
+}
+
+// Eight codes times their scale, as bf16.
+DEVICE Vec16 dequantise(uint32_t first, uint32_t second, float scale) {
+    Vec16 values;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        float low, high;
+        e4m3x2_to_float((i < 2 ? first : second) >> 16 * (i % 2), low, high);
+        values.w[i] = pack_bf16(low * scale, high * scale);
+    }
+    return values;
+}
+
+// Converts the lane's chunk of a step and stores it to a stage.
+DEVICE void store_codes(const Codes& codes, int step, SharedAddress tile) {
+    const int row = step_row(step), chunk = lane_code_chunk();
+    // Four chunks share a scale; four scales share a word.
+    const uint32_t low = __shfl_sync(FULL_WARP, codes.scales[0], row);
+    const uint32_t high = __shfl_sync(FULL_WARP, codes.scales[1], row);
+    const float scale = e8m0_to_float(static_cast<uint8_t>((chunk < 16 ? low : high) >> 8 * (chunk / 4 % 4)));
+    if (!lane_has_codes()) return;
+    // Lanes of four even and four odd halves together fill all banks.
+    const int half = chunk / 4 % 2;
+    const Vec16& c = codes.chunk[step];
+    UNROLL
+    for (int pass = 0; pass < 2; ++pass) {
+        const bool upper = (half ^ pass) != 0;
+        const Vec16 values = dequantise(upper ? c.w[2] : c.w[0], upper ? c.w[3] : c.w[1], scale);
+        store_shared_vec16(tile + KeyTile::offset(warp_id() * ROWS + row, 2 * chunk + (upper ? 1 : 0)), values);
+    }
+}
+
+// Piece `pause` of `pauses` of the conversion of a tile.
+DEVICE void store_codes_between(const Codes& codes, int pause, int pauses, SharedAddress tile) {
+    const int steps = ceil_div(STEPS, pauses);
+    UNROLL
+    for (int step = pause * steps; step < minimum((pause + 1) * steps, STEPS); ++step) store_codes(codes, step, tile);
+}
+
+// Copies this block's heads of one token, [heads, HEAD_DIM]; absent heads become zeros.
+DEVICE void load_heads(SharedAddress tile, const bf16* source, int64_t head_stride, int heads) {
+    for (int i = threadIdx.x; i < HEADS_PER_BLOCK * KeyTile::CHUNKS; i += THREADS) {
+        const int head = i / KeyTile::CHUNKS, chunk = i % KeyTile::CHUNKS;
+        const bool wanted = head < heads;
+        copy_async_16(tile + KeyTile::offset(head, chunk), source + (wanted ? head * head_stride : 0) + chunk * 8,
+                      wanted);
+    }
+}
+
+// ---------------------------------------------------------------- the softmax of a tile
+
+// A warp's place among the scores, and this lane's rows in it: row and row + 8.
+struct ScorePlace {
+    int head_warp, key_warp;
+    int row;        // the lane's first head within the block
+    int first_key;  // the warp's first slot within the tile
+};
+DEVICE ScorePlace score_place() {
+    const int head_warp = warp_id() / KEY_WARPS, key_warp = warp_id() % KEY_WARPS;
+    return ScorePlace{head_warp, key_warp, 16 * head_warp + lane_id() / 4, key_warp * SCORE_N8 * 8};
+}
+
+// The running softmax of this lane's two head rows, in base 2 and without the sink. `maximum` is the same in all lanes
+// that share a row; `sum` covers this lane's own slots only.
+struct RunningSoftmax {
+    float maximum[2] = {-INFINITY_F32, -INFINITY_F32};
+    float sum[2] = {0.0f, 0.0f};
+};
+
+// A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
+DEVICE float subtrahend(float row_maximum) {
+    return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;
+}
+
+// Scores to base-2 logits, -inf in invalid slots, and the warp's maximum of each row to `partial`.
+DEVICE void mask_and_reduce(float (&s)[SCORE_N8][4], const ScorePlace& place, const int32_t* valid, float* partial,
+                            float scale_log2) {
+    const int t = lane_id() % 4;
+    float largest[2] = {-INFINITY_F32, -INFINITY_F32};
+    UNROLL
+    for (int n = 0; n < SCORE_N8; ++n) {
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const bool counts = valid[place.first_key + 8 * n + 2 * t + i % 2] != 0;
+            s[n][i] = counts ? s[n][i] * scale_log2 : -INFINITY_F32;
+            largest[i / 2] = maximum_f32(largest[i / 2], s[n][i]);
+        }
+    }
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 1));
+        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 2));
+        if (t == 0) partial[place.key_warp * HEADS_PER_BLOCK + place.row + 8 * half] = largest[half];
+    }
+}
+
+// Takes the tile into the running softmax: the weights exp2(z - maximum) go to the tile of P in bf16 and to the sum in
+// fp32, and the factor for what was accumulated before goes to `factor`.
+DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[SCORE_N8][4], const ScorePlace& place,
+                           const float* partial, float* factor, SharedAddress p_tile) {
+    const int t = lane_id() % 4;
+    float shift[2];
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int row = place.row + 8 * half;
+        float largest = state.maximum[half];
+        UNROLL
+        for (int w = 0; w < KEY_WARPS; ++w) largest = maximum_f32(largest, partial[w * HEADS_PER_BLOCK + row]);
+        shift[half] = subtrahend(largest);
+        const float rescale = exp2_approx(state.maximum[half] - shift[half]);
+        state.maximum[half] = largest;
+        state.sum[half] *= rescale;
+        if (t == 0 && place.key_warp == 0) factor[row] = rescale;
+    }
+    UNROLL
+    for (int n = 0; n < SCORE_N8; ++n) {
+        float p[4];
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+            p[i] = exp2_approx(s[n][i] - shift[i / 2]);
+            state.sum[i / 2] += p[i];
+        }
+        const int chunk = place.first_key / 8 + n;
+        store_shared(p_tile + WeightTile::offset(place.row, chunk) + 4 * t, pack_bf16(p[0], p[1]));
+        store_shared(p_tile + WeightTile::offset(place.row + 8, chunk) + 4 * t, pack_bf16(p[2], p[3]));
+    }
+}
+
+using Accumulators = float[M_TILES][OUT_N8][4];
+
+// Multiplies what a warp has accumulated by its rows' factors. Most tiles raise no maximum.
+DEVICE void rescale_output(Accumulators& out, const float* factor) {
+    const int g = lane_id() / 4;
+    bool changed = false;
+    float rescale[M_TILES][2];
+    UNROLL
+    for (int m = 0; m < M_TILES; ++m) {
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            rescale[m][half] = factor[16 * m + g + 8 * half];
+            changed = changed || rescale[m][half] != 1.0f;
+        }
+    }
+    if (!__any_sync(FULL_WARP, changed)) return;
+    UNROLL
+    for (int m = 0; m < M_TILES; ++m)
+        UNROLL
+        for (int n = 0; n < OUT_N8; ++n)
+            UNROLL
+            for (int i = 0; i < 4; ++i) out[m][n][i] *= rescale[m][i / 2];
+}
+
+// ---------------------------------------------------------------- what a unit leaves
+
+// A part's place in the workspace, or that there is none: the unit is whole.
+constexpr int32_t WHOLE = -1;
+
+// Sums each row over lanes and warps, writes the log-sum-exp (natural where the unit is whole, base 2 of a part), and
+// leaves the row's normaliser in `factor`: with the sink where the unit is whole. Rows without a valid slot get 0.
+DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place, float* partial, float* factor,
+                           const DecodeAttentionParams& params, const Segment& segment, int32_t part) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        float sum = state.sum[half];
+        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        if (lane_id() % 4 == 0) partial[place.key_warp * HEADS_PER_BLOCK + place.row + 8 * half] = sum;
+        if (lane_id() % 4 == 0 && place.key_warp == 0) factor[place.row + 8 * half] = state.maximum[half];
+    }
+    __syncthreads();
+    const int row = threadIdx.x;
+    if (row >= HEADS_PER_BLOCK) return;
+    const float row_maximum = factor[row];
+    float sum = 0.0f;
+    UNROLL
+    for (int w = 0; w < KEY_WARPS; ++w) sum += partial[w * HEADS_PER_BLOCK + row];
+    const bool empty = sum == 0.0f;
+    const float lse_log2 = row_maximum + log2_approx(sum);
+    if (row >= segment.heads) {
+        factor[row] = 0.0f;
+    } else if (part != WHOLE) {
+        factor[row] = empty ? 0.0f : 1.0f / sum;
+        params.partial_lse[static_cast<int64_t>(part) * HEADS_PER_BLOCK + row] = empty ? -INFINITY_F32 : lse_log2;
+    } else {
+        // A sink near the largest fp32 becomes inf in base 2 and its share inf: out is then 0, as it should be.
+        const float sink_log2 = params.sink ? params.sink[segment.first_head + row] * LOG2_E : -INFINITY_F32;
+        const float sink_share = exp2_approx(sink_log2 - subtrahend(row_maximum));
+        factor[row] = empty ? 0.0f : 1.0f / (sum + sink_share);
+        params.lse[segment.token * params.num_heads + segment.first_head + row] =
+            empty ? INFINITY_F32 : lse_log2 * LN_2;
+    }
+}
+
+// Rounds the accumulators into a tile of bf16, each row times its factor.
+DEVICE void stage_output(SharedAddress tile, const Accumulators& out, const float* factor) {
+    const int g = lane_id() / 4, t = lane_id() % 4, first_tile = warp_id() * OUT_N8;
+    UNROLL
+    for (int m = 0; m < M_TILES; ++m) {
+        const int row = 16 * m + g;
+        const float low = factor[row], high = factor[row + 8];
+        UNROLL
+        for (int n = 0; n < OUT_N8; ++n) {
+            if (RAGGED && first_tile + n >= KeyTile::CHUNKS) break;
+            const int chunk = first_tile + n;
+            const float(&c)[4] = out[m][n];
+            store_shared(tile + KeyTile::offset(row, chunk) + 4 * t, pack_bf16(c[0] * low, c[1] * low));
+            store_shared(tile + KeyTile::offset(row + 8, chunk) + 4 * t, pack_bf16(c[2] * high, c[3] * high));
+        }
+    }
+}
+
+// Writes the staged tile to this block's heads of the token, 16 bytes a thread.
+DEVICE void store_output(const DecodeAttentionParams& params, const Segment& segment, SharedAddress tile) {
+    bf16* target =
+        params.out + segment.token * params.out_token_stride + segment.first_head * params.out_head_stride;
+    for (int i = threadIdx.x; i < segment.heads * KeyTile::CHUNKS; i += THREADS) {
+        const int head = i / KeyTile::CHUNKS, chunk = i % KeyTile::CHUNKS;
+        store_vec16_streaming(target + head * params.out_head_stride + chunk * 8,
+                              load_shared_vec16(tile + KeyTile::offset(head, chunk)));
+    }
+}
+
+// Writes the accumulators to the part's rows in fp32, each row times its factor. Absent heads are left out.
+DEVICE void store_part(float* target, const Accumulators& out, const float* factor, int heads) {
+    const int g = lane_id() / 4, t = lane_id() % 4, first_tile = warp_id() * OUT_N8;
+    UNROLL
+    for (int m = 0; m < M_TILES; ++m) {
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * m + g + 8 * half;
+            if (row >= heads) continue;
+            const float normaliser = factor[row];
+            UNROLL
+            for (int n = 0; n < OUT_N8; ++n) {
+                if (RAGGED && first_tile + n >= KeyTile::CHUNKS) break;
+                const float(&c)[4] = out[m][n];
+                store_pair(target + row * HEAD_DIM + 8 * (first_tile + n) + 2 * t, c[2 * half] * normaliser,
+                           c[2 * half + 1] * normaliser);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------- a segment
+
+// The softmax over the segment's tiles; `part` says where a unit that is not whole leaves it.
+DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, int32_t part) {
+    const ScorePlace place = score_place();
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const auto* all_valid = reinterpret_cast<const int32_t*>(dynamic_shared() + VALID_AT);
+    auto* partial = reinterpret_cast<float*>(dynamic_shared() + PARTIAL_AT);
+    auto* factor = reinterpret_cast<float*>(dynamic_shared() + FACTOR_AT);
+    const float scale_log2 = params.softmax_scale * LOG2_E;
+
+    RunningSoftmax state;
+    Accumulators out;
+    UNROLL
+    for (int m = 0; m < M_TILES; ++m)
+        UNROLL
+        for (int n = 0; n < OUT_N8; ++n)
+            UNROLL
+            for (int i = 0; i < 4; ++i) out[m][n][i] = 0.0f;
+
+    // The first tile arrives as a whole, the second one's codes are on their way.
+    int32_t index = stored_index(params, segment, segment.first, lane_slot());
+    int32_t next_index = stored_index(params, segment, segment.first + 1, lane_slot());
+    load_heads(shared + Q_AT, params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride,
+               params.q_head_stride, segment.heads);
+    LaneRow row = find_row(params, segment, segment.first, index);
+    Codes codes;
+    load_codes(codes, row);
+    copy_rope(row, params.q, shared, 0);
+    bool arriving = row.data != nullptr;
+    if constexpr (NOPE_DIM > 0) store_codes_between(codes, 0, 1, shared + STAGE_AT);
+    row = find_row(params, segment, segment.first + 1, next_index);
+    load_codes(codes, row);
+    next_index = stored_index(params, segment, segment.first + 2, lane_slot());
+
+    for (int32_t tile = segment.first; tile < segment.last; ++tile) {
+        const int stage = (tile - segment.first) % STAGES;
+        const SharedAddress keys = shared + STAGE_AT + stage * STAGE_BYTES;
+        const SharedAddress next_keys = shared + STAGE_AT + (1 - stage) * STAGE_BYTES;
+        copy_wait<0>();
+        // Past this barrier the tile is there for everyone, and nobody reads the previous one any more.
+        const bool any_valid = __syncthreads_or(arriving);
+        arriving = row.data != nullptr;
+        copy_rope(row, params.q, shared, 1 - stage);
+
+        float s[SCORE_N8][4] = {};
+        if (any_valid) {
+            multiply_rows<HEAD_DIM>(s, shared + Q_AT, 16 * place.head_warp, keys, place.first_key, [&](int pause) {
+                if constexpr (NOPE_DIM > 0) store_codes_between(codes, pause, pauses(HEAD_DIM), next_keys);
+            });
+        } else if constexpr (NOPE_DIM > 0) {
+            store_codes_between(codes, 0, 1, next_keys);
+        }
+        row = find_row(params, segment, tile + 2, next_index);
+        load_codes(codes, row);
+        next_index = stored_index(params, segment, tile + 3, lane_slot());
+        if (!any_valid) continue;
+
+        mask_and_reduce(s, place, all_valid + stage * KEYS, partial, scale_log2);
+        __syncthreads();  // every warp's maxima are there
+        update_softmax(state, s, place, partial, factor, shared + P_AT);
+        __syncthreads();  // P and the rescaling factors are there
+        rescale_output(out, factor);
+        multiply_columns<KEYS, HEAD_DIM, RAGGED>(out, shared + P_AT, keys, warp_id() * OUT_N8);
+    }
+    copy_wait<0>();   // of the tile behind the last one, which is empty
+    __syncthreads();  // the last tile's factors and keys are no longer read
+    finish_softmax(state, place, partial, factor, params, segment, part);
+    __syncthreads();  // the rows' normalisers are there
+    if (part == WHOLE) {
+        stage_output(shared + STAGE_AT, out, factor);
+        __syncthreads();  // out is staged
+        store_output(params, segment, shared + STAGE_AT);
+    } else {
+        float* target = params.partial_out + static_cast<int64_t>(part) * HEADS_PER_BLOCK * HEAD_DIM;
+        store_part(target, out, factor, segment.heads);
+    }
+    __syncthreads();  // shared memory belongs to the next segment
+}
+
+// Parts in the workspace: block b leaves the end of a unit that began before it at 2 b, and the beginning of one that
+// ends behind it at 2 b + 1.
+DEVICE int32_t part_place(int32_t block, bool begins_here) { return 2 * block + (begins_here ? 1 : 0); }
+
+KERNEL(decode_attention, DecodeAttentionParams, THREADS) {
+    Stretch stretch = find_stretch(params);
+    const int32_t units = params.s_q * head_blocks(params);
+    const int32_t block = static_cast<int32_t>(blockIdx.x);
+    int32_t spanning_unit = -1, spanning_parts = 0;
+    while (stretch.count > 0) {
+        const int32_t tiles = unit_tiles(params, stretch.request);
+        const int32_t unit = stretch.first / tiles;
+        Segment segment = unit_segment(params, stretch.request, unit);
+        segment.first = stretch.first % tiles;
+        segment.last = minimum(tiles, segment.first + stretch.count);
+        const bool begins = segment.first == 0, ends = segment.last == tiles;
+        attend(params, segment, begins && ends ? WHOLE : part_place(block, begins));
+        if (begins && !ends) {
+            spanning_unit = stretch.request * units + unit;
+            spanning_parts = 1 + ceil_div(tiles - segment.last, stretch.per_block);
+        }
+        stretch.count -= segment.last - segment.first;
+        stretch.first += segment.last - segment.first;
+        if (stretch.first == units * tiles) {
+            stretch.first = 0;
+            ++stretch.request;
+        }
+    }
+    if (threadIdx.x != 0) return;
+    params.spans[2 * block] = spanning_unit;
+    params.spans[2 * block + 1] = spanning_parts;
+}
+
+// ---------------------------------------------------------------- the merge
+
+// Units that span blocks, one at most for each block in which one begins: a warp takes a head.
+constexpr int COMBINE_THREADS = 256;
+constexpr int COMBINE_HEADS = COMBINE_THREADS / WARP_SIZE;
+static_assert(HEADS_PER_BLOCK % COMBINE_HEADS == 0, "blocks of the merge divide a unit");
+
+// The parts of one head of the unit that begins in `block`.
+struct UnitParts {
+    const float* out;
+    const float* lse;
+    int32_t block;
+    int32_t row;
+    int32_t count;
+
+    int64_t place(int32_t part) const {
+        return static_cast<int64_t>(part_place(block + part, part == 0)) * HEADS_PER_BLOCK + row;
+    }
+    float exponent(int32_t part) const { return part_exponent(lse[place(part)]); }
+    const float* columns(int32_t part) const { return out + place(part) * HEAD_DIM; }
+};
+
+KERNEL(decode_attention_combine, DecodeAttentionParams, COMBINE_THREADS) {
+    constexpr int BLOCKS = HEADS_PER_BLOCK / COMBINE_HEADS;
+    const int32_t block = static_cast<int32_t>(blockIdx.x) / BLOCKS;
+    const int32_t row = static_cast<int32_t>(blockIdx.x) % BLOCKS * COMBINE_HEADS + warp_id();
+    const int32_t unit = params.spans[2 * block];
+    if (unit < 0) return;
+    const int32_t blocks = head_blocks(params);
+    const int64_t token = unit / blocks;
+    const int32_t head = unit % blocks * HEADS_PER_BLOCK + row;
+    if (head >= params.num_heads) return;
+    const UnitParts parts{params.partial_out, params.partial_lse, block, row, params.spans[2 * block + 1]};
+    const float sink_log2 = params.sink ? params.sink[head] * LOG2_E : -INFINITY_F32;
+    bf16* out = params.out + token * params.out_token_stride + head * params.out_head_stride;
+    combine_row<HEAD_DIM>(parts, sink_log2, out, params.lse + token * params.num_heads + head);
+}

@@ -1,0 +1,117 @@
+//! Rows of K = V quantised and scattered to the slots of a paged cache (inference.md 5.4, 8.3, 13.2).
+//!
+//! ```text
+//! for each token t with 0 <= slots[t] < num_slots:    cache[slots[t]] = encode(kv[t])
+//! ```
+//!
+//! and every other byte stays. [`RowFormat`] says what a row's bytes are: they follow from bf16 inputs without any
+//! rounding of an intermediate result, so that there is one right answer and no working precision.
+
+use candle_core::Tensor;
+
+use crate::error::{Error, Result, require, wrong_shape, wrong_value};
+use crate::kv_cache::RowFormat;
+use crate::precision::values;
+
+/// What the write reads.
+#[derive(Debug, Clone)]
+pub struct Inputs {
+    /// `[num_tokens, head_dim]`, stored in bf16.
+    pub kv: Tensor,
+    /// `[num_tokens]`: any value; those outside of the cache write nothing. No slot of the cache occurs twice.
+    pub slots: Vec<i32>,
+    /// How a row is stored.
+    pub format: RowFormat,
+    /// Rows of a page, at least 1.
+    pub page_size: usize,
+    /// The pages before the write, one behind the other.
+    pub pages: Vec<u8>,
+}
+
+/// The pages after the write.
+///
+/// # Errors
+/// Shapes that do not fit, a slot that occurs twice.
+pub fn forward(inputs: &Inputs) -> Result<Vec<u8>> {
+    let num_slots = inputs.check()?;
+    let head_dim = inputs.format.head_dim();
+    let kv = values(&inputs.kv)?;
+    let mut pages = inputs.pages.clone();
+    let mut written = vec![false; num_slots];
+    for (token, &slot) in inputs.slots.iter().enumerate() {
+        let Some(slot) = usize::try_from(slot).ok().filter(|&slot| slot < num_slots) else { continue };
+        if std::mem::replace(&mut written[slot], true) {
+            return Err(wrong_value("slots", slot, "a slot must not occur twice"));
+        }
+        let (data, scales) = inputs.format.encode(&kv[token * head_dim..(token + 1) * head_dim]);
+        let (data_at, scales_at) = inputs.format.place(slot, inputs.page_size);
+        pages[data_at..data_at + data.len()].copy_from_slice(&data);
+        pages[scales_at..scales_at + scales.len()].copy_from_slice(&scales);
+    }
+    Ok(pages)
+}
+
+impl Inputs {
+    /// The slots that the pages hold.
+    fn check(&self) -> Result<usize> {
+        self.format.check()?;
+        let &[num_tokens, _] = self.kv.dims() else {
+            return Err(wrong_shape("kv", "[num_tokens, head_dim]", &self.kv));
+        };
+        require("kv", &self.kv, &[num_tokens, self.format.head_dim()])?;
+        let unfit =
+            |argument, expected: String, actual: usize| Error::Shape { argument, expected, actual: vec![actual] };
+        if self.slots.len() != num_tokens {
+            return Err(unfit("slots", format!("[{num_tokens}]"), self.slots.len()));
+        }
+        if self.page_size == 0 {
+            return Err(wrong_value("page_size", 0, "a page needs rows"));
+        }
+        let page = self.format.page_bytes(self.page_size);
+        if !self.pages.len().is_multiple_of(page) {
+            return Err(unfit("pages", format!("[pages * {page}]"), self.pages.len()));
+        }
+        Ok(self.pages.len() / page * self.page_size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Draw, f64_tensor};
+
+    const FORMAT: RowFormat = RowFormat { nope_dim: 64, rope_dim: 8 };
+
+    fn inputs(slots: Vec<i32>) -> Inputs {
+        let kv = Draw::new(1).bf16(&[slots.len(), FORMAT.head_dim()], 1.0);
+        Inputs { kv, slots, format: FORMAT, page_size: 3, pages: vec![0xa5; 2 * FORMAT.page_bytes(3)] }
+    }
+
+    #[test]
+    fn a_row_goes_to_its_slot_and_no_other_byte_changes() -> Result<()> {
+        let inputs = inputs(vec![4, -1, 6, i32::MIN, 0]);
+        let pages = forward(&inputs)?;
+        let kv = values(&inputs.kv)?;
+        for slot in 0..6 {
+            let (data_at, scales_at) = FORMAT.place(slot, 3);
+            let (data, scales) = (&pages[data_at..data_at + 80], &pages[scales_at..scales_at + 8]);
+            match inputs.slots.iter().position(|&s| s == slot as i32) {
+                Some(token) => {
+                    let (own_data, own_scales) = FORMAT.encode(&kv[token * 72..(token + 1) * 72]);
+                    assert_eq!((data, scales), (&own_data[..], &own_scales[..]), "slot {slot}");
+                }
+                None => assert!(data.iter().chain(scales).all(|&byte| byte == 0xa5), "slot {slot}"),
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn inputs_that_do_not_fit_are_refused() {
+        assert!(forward(&inputs(vec![1, 1])).is_err());
+        assert!(forward(&Inputs { slots: vec![1], ..inputs(vec![1, 2]) }).is_err());
+        assert!(forward(&Inputs { page_size: 0, ..inputs(vec![1]) }).is_err());
+        assert!(forward(&Inputs { pages: vec![0; 7], ..inputs(vec![1]) }).is_err());
+        assert!(forward(&Inputs { kv: f64_tensor(&[0.0; 6], &[2, 3]), ..inputs(vec![1, 2]) }).is_err());
+    }
+}
