@@ -283,7 +283,7 @@ impl Buffers<'_> {
         let stretch = (batch * blocks * tiles).div_ceil(spread.num_blocks);
         let cuts_of = |token: usize, head: usize| {
             let before = (token * blocks + head / spread.heads_per_block) * tiles;
-            (1..tiles).filter(|tile| (before + tile) % stretch == 0).collect()
+            (1..tiles).filter(|tile| (before + tile).is_multiple_of(stretch)).collect()
         };
         let cuts = tokens.iter().flat_map(|&t| heads.iter().map(move |&h| cuts_of(t, h))).collect();
         reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads: 1, cuts }
