@@ -1,5 +1,5 @@
-//! `decode_attention`: latency-bound at batch 1, compute-bound at batch 128; the lists of the two production models. A call is
-//! both launches, the merge included.
+//! `decode_attention`: latency-bound at batch 1, compute-bound at batch 128; the lists of the two production models. A
+//! call is both launches, the merge included.
 
 use std::collections::BTreeMap;
 
@@ -193,7 +193,7 @@ impl<'d> Buffers<'d> {
         let mut memory = lab.arena();
         let sink = normal_f32("sink", shape.num_heads, 0.0);
         let sink_view = lab.upload(&mut memory, "sink", &sink)?;
-        let number = sets(lab.device, shape.work().bytes).min(64);
+        let number = sets(lab.device, shape.work().bytes);
         let sets: Vec<Set> =
             (0..number).map(|set| Set::place(lab, &mut memory, shape, set)).collect::<Result<_, _>>()?;
         let num_blocks = launcher::natural_blocks(lab.device);
