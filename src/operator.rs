@@ -166,7 +166,8 @@ pub enum Relation {
     PermutedRows(Vec<usize>),
     /// Equal up to rounding: they differ by no more than both may be off by.
     WithinBudget,
-    /// The same where the variant rounds at other points than the case: its own oracle runs say by how much it may be off.
+    /// The same where the variant rounds at other points than the case: its own oracle runs say by how much it may be
+    /// off.
     WithinBothBudgets,
 }
 

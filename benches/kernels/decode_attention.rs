@@ -1,5 +1,5 @@
-//! `decode_attention`: latency-bound at batch 1, compute-bound at batch 128; the lists of the two production models. A call is
-//! both launches, the merge included.
+//! `decode_attention`: latency-bound at batch 1, compute-bound at batch 128; the lists of the two production models. A
+//! call is both launches, the merge included.
 
 use std::collections::BTreeMap;
 
@@ -193,7 +193,7 @@ impl<'d> Buffers<'d> {
         let mut memory = lab.arena();
         let sink = normal_f32("sink", shape.num_heads, 0.0);
         let sink_view = lab.upload(&mut memory, "sink", &sink)?;
-        let number = sets(lab.device, shape.work().bytes).min(64);
+        let number = sets(lab.device, shape.work().bytes);
         let sets: Vec<Set> =
             (0..number).map(|set| Set::place(lab, &mut memory, shape, set)).collect::<Result<_, _>>()?;
         let num_blocks = launcher::natural_blocks(lab.device);
@@ -283,7 +283,7 @@ impl Buffers<'_> {
         let stretch = (batch * blocks * tiles).div_ceil(spread.num_blocks);
         let cuts_of = |token: usize, head: usize| {
             let before = (token * blocks + head / spread.heads_per_block) * tiles;
-            (1..tiles).filter(|tile| (before + tile) % stretch == 0).collect()
+            (1..tiles).filter(|tile| (before + tile).is_multiple_of(stretch)).collect()
         };
         let cuts = tokens.iter().flat_map(|&t| heads.iter().map(move |&h| cuts_of(t, h))).collect();
         reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads: 1, cuts }

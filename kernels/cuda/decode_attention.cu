@@ -29,10 +29,10 @@
 //
 // Floors, for one token, H heads, J slots of 512 channels: 4*H*J*512 FLOP, and J * 584 bytes gathered from L2 or memory
 // for each block of heads (1024 bytes a row in bf16). At H = 64 that is 224 FLOP per byte: at large batch the rate of
-// mma.sync and of shared-memory wavefronts limits, as in sparse_attention; per tile of 64 slots 2048 matrix instructions
-// against about 3072 (scores) + 1024 (values) + 448 (converted rows) wavefronts of 128 bytes; converting 28672 codes
-// adds about 700 issue slots to each scheduler. At batch 1 latency limits: a launch, indices, rows, one tile's products,
-// the parts, a second launch, the merge.
+// mma.sync and of shared-memory wavefronts limits, as in sparse_attention; per tile of 64 slots 2048 matrix
+// instructions against about 3072 (scores) + 1024 (values) + 448 (converted rows) wavefronts of 128 bytes; converting
+// 28672 codes adds about 700 issue slots to each scheduler. At batch 1 latency limits: a launch, indices, rows, one
+// tile's products, the parts, a second launch, the merge.
 //
 // To be measured. Estimates at 790 TFLOP/s and 4.24 TB/s, which nothing here comes near: window 128 + 512 slots, H 64,
 // batch 128: 10.7 GFLOP, 14 us; 128 + 1024, H 128, batch 128: 38.7 GFLOP, 49 us. At the 240 TFLOP/s at which
@@ -300,8 +300,8 @@ DEVICE void copy_rope(const LaneRow& row, const void* anywhere, SharedAddress sh
 }
 
 constexpr int CODE_CHUNKS = NOPE_DIM > 0 ? NOPE_DIM / 16 : 1;  // of 16 codes, of a row
-// A step of the warp covers so many whole rows (the model's 28 chunks: one, and four lanes rest), which makes the row of
-// a step and everything that follows from it a constant.
+// A step of the warp covers so many whole rows (the model's 28 chunks: one, and four lanes rest), which makes the row
+// of a step and everything that follows from it a constant.
 constexpr int STEP_ROWS = minimum(static_cast<int>(WARP_SIZE) / CODE_CHUNKS, ROWS);
 constexpr int STEPS = NOPE_DIM > 0 ? ceil_div(ROWS, STEP_ROWS) : 1;
 static_assert(ROWS % STEP_ROWS == 0, "steps divide a warp's rows");
@@ -600,8 +600,8 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
     // The first tile arrives as a whole, the second one's codes are on their way.
     int32_t index = stored_index(params, segment, segment.first, lane_slot());
     int32_t next_index = stored_index(params, segment, segment.first + 1, lane_slot());
-    load_heads(shared + Q_AT, params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride,
-               params.q_head_stride, segment.heads);
+    const bf16* q = params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride;
+    load_heads(shared + Q_AT, q, params.q_head_stride, segment.heads);
     LaneRow row = find_row(params, segment, segment.first, index);
     Codes codes;
     load_codes(codes, row);

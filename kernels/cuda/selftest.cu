@@ -47,6 +47,18 @@ KERNEL(selftest_conversions, SelftestConversionsParams, 256) {
     }
 }
 
+struct SelftestE4m3PairsParams {
+    float* low;   // [65536], the value of the low code of each pair of codes
+    float* high;  // [65536]
+};
+PARAMS_LAYOUT(SelftestE4m3PairsParams, low, high)
+
+// Any grid and block.
+KERNEL(selftest_e4m3_pairs, SelftestE4m3PairsParams, 256) {
+    for (int64_t i = global_thread(); i < 65536; i += global_threads())
+        e4m3x2_to_float(static_cast<uint32_t>(i), params.low[i], params.high[i]);
+}
+
 // ---------------------------------------------------------------- warps
 
 struct SelftestWarpParams {

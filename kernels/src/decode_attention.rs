@@ -87,8 +87,8 @@ pub struct Inputs<'a> {
 pub struct Forward<'a> {
     /// What it reads.
     pub inputs: Inputs<'a>,
-    /// Blocks that the work is spread over, at least 1: [`natural_blocks`] of the device. The result depends on it within
-    /// rounding, and on nothing else of the launch.
+    /// Blocks that the work is spread over, at least 1: [`natural_blocks`] of the device. The result depends on it
+    /// within rounding, and on nothing else of the launch.
     pub num_blocks: usize,
     /// `[batch, s_q, num_heads, head_dim]` bf16; 0 for a token without a valid slot.
     pub out: &'a TensorView,
@@ -262,8 +262,8 @@ impl Workspace {
     }
 }
 
-/// Bytes of scratch memory that [`forward`] needs for `num_blocks` blocks: for each block two parts of a block of heads,
-/// in f32, their log-sum-exp, and which unit it leaves unfinished.
+/// Bytes of scratch memory that [`forward`] needs for `num_blocks` blocks: for each block two parts of a block of
+/// heads, in f32, their log-sum-exp, and which unit it leaves unfinished.
 ///
 /// # Errors
 /// Inputs that the launcher refuses.

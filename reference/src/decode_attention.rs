@@ -1,9 +1,9 @@
 //! Attention of decoded tokens over a paged cache (inference.md 8 to 8.4).
 //!
 //! A request has `s_q` tokens. Each has a list of slots in the store of raw rows (the window) and one in the store of
-//! compressed entries; both take part in one softmax. Slot j of a list is *valid* when `j < clamp(length, 0, topk)` and its
-//! index names a row of its store. A row is K and V at once, as its bytes decode ([`RowFormat`]). With the rows kv of
-//! a token's valid slots
+//! compressed entries; both take part in one softmax. Slot j of a list is *valid* when `j < clamp(length, 0, topk)`
+//! and its index names a row of its store. A row is K and V at once, as its bytes decode ([`RowFormat`]). With the
+//! rows kv of a token's valid slots
 //!
 //! ```text
 //! z[h, j] = softmax_scale * q[h] . kv[j]
@@ -13,10 +13,10 @@
 //!
 //! # Rounding points
 //!
-//! Those of [`sparse_attention`] over the joined list. A list that is cut into parts is attended to part by part without
-//! the sink, each part relative to its own maximum; its output and base-2 log-sum-exp are stored in f32 and merged as
-//! [`attention_combine`] says, where the sink enters. Where the cuts are changes nothing but rounding; that it does, for a
-//! few dominant keys as much as the rounding itself, since it decides which weights are 1.
+//! Those of [`sparse_attention`] over the joined list. A list that is cut into parts is attended to part by part
+//! without the sink, each part relative to its own maximum; its output and base-2 log-sum-exp are stored in f32 and
+//! merged as [`attention_combine`] says, where the sink enters. Where the cuts are changes nothing but rounding; that
+//! it does, for a few dominant keys as much as the rounding itself, since it decides which weights are 1.
 //!
 //! [`sparse_attention`]: crate::sparse_attention
 //! [`attention_combine`]: crate::attention_combine

@@ -568,7 +568,7 @@ impl Inputs {
         for request in 0..case.batch {
             let tiles = tiles(request);
             for _ in 0..units {
-                cuts.push((1..tiles).filter(|tile| (before + tile) % stretch == 0).collect());
+                cuts.push((1..tiles).filter(|tile| (before + tile).is_multiple_of(stretch)).collect());
                 before += tiles;
             }
         }

@@ -1,8 +1,11 @@
-//! The launchers of the paged cache's operators name the argument that they refuse.
+//! What the operators of the paged cache stand on: launchers that name the argument that they refuse, and the
+//! conversion of pairs of codes.
 
 use dsv4_kernels::kv_cache::{Cache, RowFormat};
-use dsv4_kernels::runtime::{Contract, DType, DeviceArena, Result, RuntimeError, TensorView};
-use dsv4_kernels::{attention_combine, decode_attention, kv_cache_write};
+use dsv4_kernels::runtime::params::DeviceAddress;
+use dsv4_kernels::runtime::{Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView};
+use dsv4_kernels::{attention_combine, decode_attention, kernel_params, kv_cache_write};
+use dsv4_reference::kv_cache::e4m3_value;
 
 use crate::support;
 
@@ -38,6 +41,35 @@ fn typed(view: &TensorView, dtype: DType) -> TensorView {
 
 fn at(view: &TensorView, other: &TensorView) -> TensorView {
     TensorView { address: other.address, ..view.clone() }
+}
+
+kernel_params! {
+    /// Mirror of `SelftestE4m3PairsParams`.
+    struct SelftestE4m3PairsParams {
+        low: DeviceAddress,
+        high: DeviceAddress,
+    }
+}
+
+#[test]
+fn every_pair_of_e4m3_codes_converts_to_the_values_of_both() {
+    let mut arena = arena();
+    let low = place(&mut arena, "low", DType::F32, &[65536]);
+    let high = place(&mut arena, "high", DType::F32, &[65536]);
+    let violations = arena.run(|device| {
+        let kernel = device.kernel::<SelftestE4m3PairsParams>("selftest.cu", &[], "selftest_e4m3_pairs")?;
+        let params = SelftestE4m3PairsParams { low: DeviceAddress(low.address), high: DeviceAddress(high.address) };
+        kernel.launch(LaunchConfig::linear("selftest", "pairs", 16, 256)?, &params)
+    });
+    assert!(violations.expect("the launch").is_empty());
+    for (view, shift) in [(&low, 0), (&high, 8)] {
+        let values = arena.download(view).expect("a download").to_f64();
+        for (pair, value) in values.iter().enumerate() {
+            let expected = e4m3_value((pair >> shift) as u8);
+            let same = value.to_bits() == expected.to_bits() || value.is_nan() && expected.is_nan();
+            assert!(same, "pair {pair:#06x}: {value} is not {expected}");
+        }
+    }
 }
 
 #[test]
