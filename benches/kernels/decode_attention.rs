@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use dsv4_kernels::decode_attention as launcher;
+use dsv4_kernels::decode_attention::{self as launcher, Implementation};
 use dsv4_kernels::kv_cache::{Cache, RowFormat};
 use dsv4_kernels::kv_cache_write;
 use dsv4_kernels::runtime::arena::Layout;
@@ -197,7 +197,7 @@ impl<'d> Buffers<'d> {
         let sets: Vec<Set> =
             (0..number).map(|set| Set::place(lab, &mut memory, shape, set)).collect::<Result<_, _>>()?;
         let num_blocks = launcher::natural_blocks(lab.device);
-        let bytes = launcher::workspace_bytes(&sets[0].inputs(shape, &sink_view), num_blocks)?;
+        let bytes = launcher::workspace_bytes(&sets[0].inputs(shape, &sink_view), num_blocks, Implementation::Auto)?;
         let workspace = memory.workspace("workspace", bytes)?;
         Ok(Self { shape, sink, sink_view, workspace, num_blocks, sets, _memory: memory })
     }
@@ -211,7 +211,14 @@ impl Prepared for Buffers<'_> {
     fn call(&self, lab: &Lab<'_>, set: usize) -> Result<(), RuntimeError> {
         let Set { out, lse, .. } = &self.sets[set];
         let inputs = self.sets[set].inputs(self.shape, &self.sink_view);
-        let arguments = launcher::Forward { inputs, num_blocks: self.num_blocks, out, lse, workspace: &self.workspace };
+        let arguments = launcher::Forward {
+            inputs,
+            num_blocks: self.num_blocks,
+            implementation: Implementation::Auto,
+            out,
+            lse,
+            workspace: &self.workspace,
+        };
         launcher::forward(lab.device, &arguments).map(|_| ())
     }
 
@@ -277,7 +284,7 @@ impl Buffers<'_> {
     /// The schedule's cuts of the sampled tokens, head by head.
     fn split(&self, tokens: &[usize], heads: &[usize]) -> reference::Split {
         let Shape { batch, num_heads, topk, .. } = self.shape;
-        let spread = launcher::spread([batch, 1, num_heads], &topk, self.num_blocks);
+        let spread = launcher::spread([batch, 1, num_heads], &topk, self.num_blocks, Implementation::Auto);
         let tiles: usize = topk.iter().map(|slots| slots.div_ceil(launcher::TILE_SLOTS)).sum();
         let blocks = num_heads.div_ceil(spread.heads_per_block);
         let stretch = (batch * blocks * tiles).div_ceil(spread.num_blocks);

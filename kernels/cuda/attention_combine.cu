@@ -4,7 +4,7 @@
 //     out = bf16( sum_s 2^(e_s - m) / (Z + 2^(sink * log2 e - m)) o_s )
 //
 // e_s is the base-2 log-sum-exp of part s and o_s its softmax-weighted sum, both without the sink. A part
-// with e_s of -inf or +inf has seen no key: it has no weight, and its o_s is not read. A row whose parts
+// with e_s of -inf or +inf has seen no key: it has no weight, whatever its o_s is. A row whose parts
 // are all such has out = 0 and lse = +inf, whatever the sink. A sink of +inf makes out 0 and leaves lse alone.
 //
 // One warp takes a row, a (token, head): first all its e_s, a lane to a part, then eight columns a lane and step,

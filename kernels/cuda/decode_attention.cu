@@ -48,7 +48,7 @@
 
 #include "async_copy.h"
 #include "combine.h"
-#include "kv_cache.h"
+#include "decode_attention.h"
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
@@ -58,15 +58,11 @@
 #error "define NOPE_DIM, ROPE_DIM and HEADS_PER_BLOCK"
 #endif
 
-using Row = CacheRow<NOPE_DIM, ROPE_DIM>;
-constexpr int HEAD_DIM = Row::HEAD_DIM;
-
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 512, "a head is a multiple of 16 channels up to 512");
 static_assert(HEADS_PER_BLOCK == 16 || HEADS_PER_BLOCK == 64, "a block holds 16 or 64 heads");
 
 // ---------------------------------------------------------------- shapes of the block's work
 
-constexpr int KEYS = 64;  // slots of a tile
 constexpr int STAGES = 2;
 constexpr int M_TILES = HEADS_PER_BLOCK / 16;
 constexpr int WARPS = HEADS_PER_BLOCK == 64 ? 8 : 4;
@@ -96,188 +92,12 @@ constexpr int SHARED_BYTES = FACTOR_AT + HEADS_PER_BLOCK * 4;
 static_assert(SHARED_BYTES <= 227 * 1024, "tiles exceed shared memory");
 static_assert(KeyTile::bytes(HEADS_PER_BLOCK) <= STAGES * STAGE_BYTES, "out is staged where keys lay");
 
-// ---------------------------------------------------------------- parameters
-
-// Strides in elements, of pages in bytes. q and out: base and strides are multiples of 16 bytes; tokens are
-// batch * s_q in number. lse is [tokens, num_heads]. sink and the lengths may be null; lengths are [batch].
-// Of an absent store topk and num_slots are 0. For G blocks the workspace is partial_out
-// [2 G, HEADS_PER_BLOCK, HEAD_DIM], partial_lse [2 G, HEADS_PER_BLOCK], spans int32 [G, 2].
-struct DecodeAttentionParams {
-    const bf16* q;
-    const uint8_t* window_pages;
-    const uint8_t* compressed_pages;
-    const int32_t* window_indices;
-    const int32_t* compressed_indices;
-    const int32_t* window_length;
-    const int32_t* compressed_length;
-    const float* sink;
-    bf16* out;
-    float* lse;
-    float* partial_out;
-    float* partial_lse;
-    int32_t* spans;
-    int64_t q_token_stride;
-    int64_t q_head_stride;
-    int64_t out_token_stride;
-    int64_t out_head_stride;
-    int64_t window_page_stride;
-    int64_t compressed_page_stride;
-    int64_t window_indices_stride;
-    int64_t compressed_indices_stride;
-    int32_t batch;
-    int32_t s_q;
-    int32_t num_heads;
-    int32_t window_page_size;
-    int32_t window_num_slots;
-    int32_t window_topk;
-    int32_t compressed_page_size;
-    int32_t compressed_num_slots;
-    int32_t compressed_topk;
-    float softmax_scale;
-};
-PARAMS_LAYOUT(DecodeAttentionParams, q, window_pages, compressed_pages, window_indices, compressed_indices,
-              window_length, compressed_length, sink, out, lse, partial_out, partial_lse, spans, q_token_stride,
-              q_head_stride, out_token_stride, out_head_stride, window_page_stride, compressed_page_stride,
-              window_indices_stride, compressed_indices_stride, batch, s_q, num_heads, window_page_size,
-              window_num_slots, window_topk, compressed_page_size, compressed_num_slots, compressed_topk,
-              softmax_scale)
 SHARED_MEMORY(decode_attention, SHARED_BYTES)
-
-DEVICE int32_t head_blocks(const DecodeAttentionParams& params) { return ceil_div(params.num_heads, HEADS_PER_BLOCK); }
-
-// ---------------------------------------------------------------- dealing the tiles to the blocks
-
-DEVICE int32_t list_length(const int32_t* lengths, int32_t topk, int32_t request) {
-    return lengths ? maximum(minimum(lengths[request], topk), 0) : topk;
-}
-
-// Tiles of the two lists of a request's tokens. Even a token without slots has one tile, or nobody would write it.
-DEVICE int32_t window_tiles(const DecodeAttentionParams& params, int32_t request) {
-    return ceil_div(list_length(params.window_length, params.window_topk, request), KEYS);
-}
-DEVICE int32_t unit_tiles(const DecodeAttentionParams& params, int32_t request) {
-    const int32_t compressed = list_length(params.compressed_length, params.compressed_topk, request);
-    return maximum(window_tiles(params, request) + ceil_div(compressed, KEYS), 1);
-}
-
-// A block's stretch: `count` tiles from tile `first` of request `request` on.
-struct Stretch {
-    int32_t request, first, count;
-    int32_t per_block;  // tiles of every block but the last ones
-};
-
-DEVICE int32_t warp_sum(int32_t x) {
-    UNROLL
-    for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
-    return x;
-}
-// The sum of x over the lanes up to and including this one.
-DEVICE int32_t warp_running_sum(int32_t x) {
-    UNROLL
-    for (int distance = 1; distance < static_cast<int>(WARP_SIZE); distance *= 2) {
-        const int32_t below = __shfl_up_sync(FULL_WARP, x, distance);
-        if (lane_id() >= distance) x += below;
-    }
-    return x;
-}
-
-DEVICE Stretch stretch_of(int32_t total, int32_t request, int32_t before, int32_t per_block) {
-    const int32_t begin = static_cast<int32_t>(blockIdx.x) * per_block;
-    return Stretch{request, begin - before, minimum(total - begin, per_block), per_block};
-}
-
-// Every warp finds it by itself, without shared memory: a lane to a request.
-DEVICE Stretch find_stretch(const DecodeAttentionParams& params) {
-    const int32_t units = params.s_q * head_blocks(params);
-    const int32_t blocks = static_cast<int32_t>(gridDim.x);
-    if (params.window_length == nullptr && params.compressed_length == nullptr) {
-        const int32_t tiles = units * unit_tiles(params, 0), total = params.batch * tiles;
-        const int32_t per_block = ceil_div(total, blocks);
-        const int32_t request = static_cast<int32_t>(blockIdx.x) * per_block / tiles;
-        return stretch_of(total, request, request * tiles, per_block);
-    }
-    const auto tiles_of = [&](int32_t request) {
-        return request < params.batch ? units * unit_tiles(params, request) : 0;
-    };
-    int32_t total = 0;
-    for (int32_t request = lane_id(); request < params.batch; request += WARP_SIZE) total += tiles_of(request);
-    total = warp_sum(total);
-    const int32_t per_block = ceil_div(total, blocks);
-    const int32_t begin = static_cast<int32_t>(blockIdx.x) * per_block;
-    int32_t before = 0;
-    for (int32_t base = 0; base < params.batch; base += WARP_SIZE) {
-        const int32_t own = tiles_of(base + lane_id()), upto = before + warp_running_sum(own);
-        const uint32_t beyond = __ballot_sync(FULL_WARP, upto > begin);
-        if (beyond) {
-            const int lane = __ffs(beyond) - 1;
-            return stretch_of(total, base + lane, __shfl_sync(FULL_WARP, upto - own, lane), per_block);
-        }
-        before = __shfl_sync(FULL_WARP, upto, WARP_SIZE - 1);
-    }
-    return Stretch{params.batch, 0, 0, per_block};
-}
-
-// ---------------------------------------------------------------- one unit's lists
-
-// Tiles [first, last) of a unit. What is the same for all units stays in the parameters.
-struct Segment {
-    int64_t token;
-    int32_t first_head;
-    int32_t heads;  // real heads in this block, at most HEADS_PER_BLOCK
-    int32_t first, last;
-    int32_t window_tiles;  // tiles before this one are of the window
-    int32_t window_length, compressed_length;
-};
-
-DEVICE Segment unit_segment(const DecodeAttentionParams& params, int32_t request, int32_t unit) {
-    const int32_t blocks = head_blocks(params);
-    const int32_t first_head = unit % blocks * HEADS_PER_BLOCK;
-    return Segment{static_cast<int64_t>(request) * params.s_q + unit / blocks,
-                   first_head,
-                   minimum(params.num_heads - first_head, HEADS_PER_BLOCK),
-                   0,
-                   0,
-                   window_tiles(params, request),
-                   list_length(params.window_length, params.window_topk, request),
-                   list_length(params.compressed_length, params.compressed_topk, request)};
-}
-
-// The stored index of a slot of a tile, -1 past the list's end and past the segment's.
-DEVICE int32_t stored_index(const DecodeAttentionParams& params, const Segment& segment, int32_t tile,
-                            int32_t slot_in_tile) {
-    const bool window = tile < segment.window_tiles;
-    const int32_t slot = (window ? tile : tile - segment.window_tiles) * KEYS + slot_in_tile;
-    if (tile >= segment.last || slot >= (window ? segment.window_length : segment.compressed_length)) return -1;
-    const int32_t* indices = window ? params.window_indices : params.compressed_indices;
-    return indices[segment.token * (window ? params.window_indices_stride : params.compressed_indices_stride) + slot];
-}
 
 // ---------------------------------------------------------------- gathering
 
-// The row of the cache that lane i < ROWS looks up for its warp; null where the slot is not valid.
-struct LaneRow {
-    const uint8_t* data;
-    const uint8_t* scales;
-};
-
-DEVICE LaneRow find_row(const DecodeAttentionParams& params, const Segment& segment, int32_t tile, int32_t index) {
-    const bool window = tile < segment.window_tiles;
-    const PagedRows<const uint8_t> rows{window ? params.window_pages : params.compressed_pages,
-                                        window ? params.window_page_stride : params.compressed_page_stride,
-                                        window ? params.window_page_size : params.compressed_page_size,
-                                        window ? params.window_num_slots : params.compressed_num_slots};
-    if (lane_id() >= ROWS || !rows.holds(index)) return LaneRow{nullptr, nullptr};
-    return LaneRow{rows.data<Row>(index), rows.scales<Row>(index)};
-}
-
 // The slot of a tile that this lane looks up for its warp.
 DEVICE int lane_slot() { return warp_id() * ROWS + lane_id() % ROWS; }
-
-// The address that lane `source` holds.
-DEVICE const uint8_t* address_of_lane(const uint8_t* own, int source) {
-    return reinterpret_cast<const uint8_t*>(
-        __shfl_sync(FULL_WARP, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(own)), source));
-}
 
 // Starts the arrival of the warp's bf16 channels in a stage, and notes which slots are valid. For a slot that is not
 // no source address is formed: `anywhere` stands for it.
@@ -403,11 +223,6 @@ struct RunningSoftmax {
     float sum[2] = {0.0f, 0.0f};
 };
 
-// A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
-DEVICE float subtrahend(float row_maximum) {
-    return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;
-}
-
 // Scores to base-2 logits, -inf in invalid slots, and the warp's maximum of each row to `partial`.
 DEVICE void mask_and_reduce(float (&s)[SCORE_N8][4], const ScorePlace& place, const int32_t* valid, float* partial,
                             float scale_log2) {
@@ -487,9 +302,6 @@ DEVICE void rescale_output(Accumulators& out, const float* factor) {
 }
 
 // ---------------------------------------------------------------- what a unit leaves
-
-// A part's place in the workspace, or that there is none: the unit is whole.
-constexpr int32_t WHOLE = -1;
 
 // Sums each row over lanes and warps, writes the log-sum-exp (natural where the unit is whole, base 2 of a part), and
 // leaves the row's normaliser in `factor`: with the sink where the unit is whole. Rows without a valid slot get 0.
@@ -602,13 +414,13 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
     int32_t next_index = stored_index(params, segment, segment.first + 1, lane_slot());
     const bf16* q = params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride;
     load_heads(shared + Q_AT, q, params.q_head_stride, segment.heads);
-    LaneRow row = find_row(params, segment, segment.first, index);
+    LaneRow row = find_row(params, segment, segment.first, index, lane_id() < ROWS);
     Codes codes;
     load_codes(codes, row);
     copy_rope(row, params.q, shared, 0);
     bool arriving = row.data != nullptr;
     if constexpr (NOPE_DIM > 0) store_codes_between(codes, 0, 1, shared + STAGE_AT);
-    row = find_row(params, segment, segment.first + 1, next_index);
+    row = find_row(params, segment, segment.first + 1, next_index, lane_id() < ROWS);
     load_codes(codes, row);
     next_index = stored_index(params, segment, segment.first + 2, lane_slot());
 
@@ -630,7 +442,7 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
         } else if constexpr (NOPE_DIM > 0) {
             store_codes_between(codes, 0, 1, next_keys);
         }
-        row = find_row(params, segment, tile + 2, next_index);
+        row = find_row(params, segment, tile + 2, next_index, lane_id() < ROWS);
         load_codes(codes, row);
         next_index = stored_index(params, segment, tile + 3, lane_slot());
         if (!any_valid) continue;
@@ -657,37 +469,9 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
     __syncthreads();  // shared memory belongs to the next segment
 }
 
-// Parts in the workspace: block b leaves the end of a unit that began before it at 2 b, and the beginning of one that
-// ends behind it at 2 b + 1.
-DEVICE int32_t part_place(int32_t block, bool begins_here) { return 2 * block + (begins_here ? 1 : 0); }
-
 KERNEL(decode_attention, DecodeAttentionParams, THREADS) {
-    Stretch stretch = find_stretch(params);
-    const int32_t units = params.s_q * head_blocks(params);
-    const int32_t block = static_cast<int32_t>(blockIdx.x);
-    int32_t spanning_unit = -1, spanning_parts = 0;
-    while (stretch.count > 0) {
-        const int32_t tiles = unit_tiles(params, stretch.request);
-        const int32_t unit = stretch.first / tiles;
-        Segment segment = unit_segment(params, stretch.request, unit);
-        segment.first = stretch.first % tiles;
-        segment.last = minimum(tiles, segment.first + stretch.count);
-        const bool begins = segment.first == 0, ends = segment.last == tiles;
-        attend(params, segment, begins && ends ? WHOLE : part_place(block, begins));
-        if (begins && !ends) {
-            spanning_unit = stretch.request * units + unit;
-            spanning_parts = 1 + ceil_div(tiles - segment.last, stretch.per_block);
-        }
-        stretch.count -= segment.last - segment.first;
-        stretch.first += segment.last - segment.first;
-        if (stretch.first == units * tiles) {
-            stretch.first = 0;
-            ++stretch.request;
-        }
-    }
-    if (threadIdx.x != 0) return;
-    params.spans[2 * block] = spanning_unit;
-    params.spans[2 * block + 1] = spanning_parts;
+    const Span span = for_each_segment(params, [&](const Segment& segment, int32_t part) { attend(params, segment, part); });
+    if (threadIdx.x == 0) store_span(params, span);
 }
 
 // ---------------------------------------------------------------- the merge

@@ -123,8 +123,6 @@ static_assert(2 * KEY_WARPS * HEADS * 4 <= STAGES * STAGE_BYTES, "the merge fits
 // Further from 1 than 2^+-64, exponents are taken relative to the row's largest.
 constexpr float LARGEST_EXPONENT = 64.0f;
 
-DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
-DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
 DEVICE int head_warp() { return warp_id() / KEY_WARPS; }
 DEVICE int key_warp() { return warp_id() % KEY_WARPS; }
 // The head of this lane's accumulators s[m][.][2 * half], s[m][.][2 * half + 1].

@@ -2,24 +2,8 @@
 // sparse_attention.cu, which has the formulas, with warpgroup matrix products and an asynchronous gather.
 //
 // A block works on one token and 64 of its heads after another, as many blocks as there are multiprocessors, so that
-// the first rows of the next token arrive while the last one's results are stored. Three warpgroups:
-//   0, 1  consumers. Tiles of 64 slots go in pairs, the first to warpgroup 0, the second to warpgroup 1: each
-//         forms the scores of its own tile and the weights P. Of out, warpgroup w keeps the columns
-//         [256 w, 256 w + 256) of all 64 heads in registers, so each multiplies both P with its half of the
-//         values: its own P from registers, the other's from shared memory.
-//   2     producer: copies q, and the listed rows of K into two tiles, with cp.async completing on mbarriers.
-//
-// One running maximum passes through the tiles in their order: warpgroup 0 takes its tile's maximum into what
-// warpgroup 1 left in the pair before, warpgroup 1 goes on from there. So one softmaxes while the other
-// multiplies:
-//
-//   0:  S0 = q K0^T, m0 = max(m, S0), P0 ->            out += P0 V0         (wait P1)  out += P1 V1
-//   1:  S1 = q K1^T                     (wait P0)  out += P0 V0 | m1 = max(m0, S1), P1 ->  out += P1 V1
-//
-// A tile is filled and released in two parts, each released by the one warpgroup that reads it last: part 0 of
-// tile w, the columns of V that warpgroup w owns, by w; part 1, the other columns, by 1 - w, who reads them
-// after P of tile w has come, so after the scores of tile w were done. With head_dim 576 the last 64 columns
-// belong to part 1, and once the scores are done P takes their place.
+// the first rows of the next token arrive while the last one's results are stored. hopper_attention.h says
+// how the three warpgroups share the work; here the producer copies q, and the listed rows of K, with cp.async.
 //
 // Floors as in sparse_attention.cu. Per pair of tiles and multiprocessor, at 4096 FLOP a cycle and 128 bytes of
 // shared memory a cycle (D 512): matrix products 4096 cycles; shared memory 2 x (1024 for the scores' operands,
@@ -28,73 +12,19 @@
 // Defines: HEAD_DIM 512 or 576, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0. Launch: any grid in x of at most
 // num_tokens * ceil(num_heads / 64) blocks.
 
-#include "async_copy.h"
-#include "hopper.h"
-#include "math.h"
-#include "memory.h"
-#include "numeric.h"
-#include "panels.h"
-#include "platform.h"
+#include "hopper_attention.h"
 #include "sparse_attention.h"
 
 static_assert(HEAD_DIM == 512 || HEAD_DIM == 576, "HEAD_DIM is 512 or 576");
 static_assert(V_DIM == 512 && V_SEPARATE == 0, "V is the first 512 columns of K");
-static_assert(HEADS_PER_BLOCK == 64, "a block holds 64 heads: the rows of a warpgroup's product");
-
-constexpr int THREADS = 3 * WARPGROUP_SIZE;
-constexpr int CONSUMERS = 2 * WARPGROUP_SIZE;
-constexpr int TILE_SLOTS = 64;
-constexpr int MAX_SHARED_BYTES = 227 * 1024;
-
-constexpr int PANELS = HEAD_DIM / 64;
-constexpr int HALF_PANELS = V_DIM / 64 / 2;  // panels of one warpgroup's half of the values
-constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
-constexpr bool ROPE_PANEL = PANELS > 2 * HALF_PANELS;
-
-// Where everything lies in dynamic shared memory.
-struct Shared {
-    static constexpr int Q = 0;
-    static constexpr int KEYS = Q + TILE_BYTES;
-    static constexpr int P = KEYS + 2 * TILE_BYTES;
-    // A bit for each slot, set where it is valid: uint16 [tile][4], of 16 slots each.
-    static constexpr int VALID = P + (ROPE_PANEL ? 0 : 2 * PANEL_BYTES);
-    static constexpr int MAXIMA = VALID + 2 * 8;              // float [2][64], after either tile of a pair
-    static constexpr int SUMS = MAXIMA + 2 * 64 * 4;          // float [2][2][64]: of this work and of the next
-    // Where out passes on its way to memory: for each consumer warp 16 rows of 32 columns, in chunks of 8.
-    static constexpr int STAGING = SUMS + 2 * 2 * 64 * 4;
-    static constexpr int STAGING_BYTES = 16 * 32 * 2;
-    static constexpr int FULL = STAGING + 8 * STAGING_BYTES;  // mbarriers [tile][part]
-    static constexpr int EMPTY = FULL + 4 * 8;
-    static constexpr int Q_FULL = EMPTY + 4 * 8;
-    static constexpr int Q_EMPTY = Q_FULL + 8;
-    static constexpr int BYTES = Q_EMPTY + 8;
-
-    static constexpr int keys(int tile) { return KEYS + tile * TILE_BYTES; }
-    static constexpr int weights(int tile) {
-        return ROPE_PANEL ? keys(tile) + (PANELS - 1) * PANEL_BYTES : P + tile * PANEL_BYTES;
-    }
-    static constexpr int full(int tile, int part) { return FULL + 8 * (2 * tile + part); }
-    static constexpr int empty(int tile, int part) { return EMPTY + 8 * (2 * tile + part); }
-    // First panel of a tile's part; the panel past the values belongs to part 1.
-    static constexpr int first_panel(int tile, int part) { return (tile ^ part) * HALF_PANELS; }
-};
-static_assert(Shared::BYTES <= MAX_SHARED_BYTES, "tiles exceed shared memory");
+static_assert(HEADS_PER_BLOCK == HEADS, "a block holds the heads of a product");
 
 SHARED_MEMORY(sparse_attention_hopper_forward, Shared::BYTES)
-
-// Named barriers; each among all consumers.
-constexpr uint32_t FIRST_WEIGHTS_READY = 1, SECOND_WEIGHTS_READY = 2, SUMS_READY = 3;
 
 // The works of this block: every gridDim.x-th, from blockIdx.x on.
 DEVICE uint32_t total_works(const SparseAttentionForwardParams& params) {
     return static_cast<uint32_t>(params.num_tokens) * ceil_div(params.num_heads, HEADS_PER_BLOCK);
 }
-
-// How often a buffer has been filled (producer), or read (consumer): the parity of its phase.
-struct Uses {
-    uint32_t tile[2] = {0, 0};
-    uint32_t q = 0;
-};
 
 // ---------------------------------------------------------------- producer
 
@@ -165,7 +95,7 @@ DEVICE void produce(const SparseAttentionForwardParams& params, SharedAddress sh
         int32_t index[2] = {slot < list.length ? next.index[0] : -1,
                             TILE_SLOTS + slot < list.length ? next.index[1] : -1};
         if (number + gridDim.x < works) next = look_up(params, number + gridDim.x, slot);
-        const int tiles = __shfl_sync(FULL_WARP, ceil_div(list.length, TILE_SLOTS), 0);
+        const int tiles = uniform(ceil_div(list.length, TILE_SLOTS));
         if (tiles > 0) produce_q(params, block_work(number, params.num_heads), shared, uses.q);
         for (int tile = 0; tile < tiles; tile += 2) {
             const int32_t row[2] = {list.valid_row(index[0]), list.valid_row(index[1])};
@@ -178,302 +108,27 @@ DEVICE void produce(const SparseAttentionForwardParams& params, SharedAddress sh
     }
 }
 
-// ---------------------------------------------------------------- consumers
-
-// What a consumer thread keeps: its two head rows (row, row + 8) of half of out, in 32 column tiles of 8.
-struct Consumer {
-    float out[32][4];
-    float maximum[2];  // running, in base 2, without the sink; the same in the four lanes of a row
-    float sum[2];      // of this lane's own slots of the warpgroup's own tiles
-    int row;
-};
-
-// s += q K^T over PANEL_COUNT panels from FIRST on.
-template <int FIRST, int PANEL_COUNT>
-DEVICE void multiply_panels(float (&s)[8][4], uint64_t q, uint64_t keys, bool accumulate) {
-    UNROLL
-    for (int panel = FIRST; panel < FIRST + PANEL_COUNT; ++panel) {
-        UNROLL
-        for (int k = 0; k < 4; ++k) {
-            const uint32_t at = panel * PANEL_BYTES + 32 * k;
-            wgmma_shared<false, false>(s, descriptor_advance(q, at), descriptor_advance(keys, at),
-                                       accumulate || panel > FIRST || k > 0);
-        }
-    }
-}
-
-// Scores of the warpgroup's own tile, part by part as they arrive.
-template <int TILE>
-DEVICE void score_tile(float (&s)[8][4], SharedAddress shared, uint32_t phase) {
-    const uint64_t q = matrix_descriptor(shared + Shared::Q, 0, 1024);
-    const uint64_t keys = matrix_descriptor(shared + Shared::keys(TILE), 0, 1024);
-    mbarrier_wait(shared + Shared::full(TILE, 0), phase);
-    fence_async_proxy();
-    wgmma_fence();
-    multiply_panels<Shared::first_panel(TILE, 0), HALF_PANELS>(s, q, keys, false);
-    wgmma_commit();
-    mbarrier_wait(shared + Shared::full(TILE, 1), phase);
-    fence_async_proxy();
-    multiply_panels<Shared::first_panel(TILE, 1), HALF_PANELS>(s, q, keys, true);
-    if constexpr (ROPE_PANEL) multiply_panels<PANELS - 1, 1>(s, q, keys, true);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_hold(s);
-}
-
-// Scores of invalid slots become -inf; the largest of each row, as a base-2 logit.
-template <int TILE>
-DEVICE void mask_scores(float (&s)[8][4], float (&largest)[2], float scale_log2) {
-    const auto* words = reinterpret_cast<const uint32_t*>(dynamic_shared() + Shared::VALID) + 2 * TILE;
-    const int t = lane_id() % 4;
-    const uint32_t valid[2] = {words[0] >> 2 * t, words[1] >> 2 * t};
-    largest[0] = largest[1] = -INFINITY_F32;
-    UNROLL
-    for (int n = 0; n < 8; ++n) {
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            if (!(valid[n / 4] >> (8 * (n % 4) + i % 2) & 1)) s[n][i] = -INFINITY_F32;
-            largest[i / 2] = maximum_f32(largest[i / 2], s[n][i]);
-        }
-    }
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 1));
-        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 2)) * scale_log2;
-    }
-}
-
-// Moves what was accumulated to another maximum. Most tiles raise none.
-DEVICE void rescale(Consumer& c, const float (&maximum)[2]) {
-    float factor[2];
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        factor[half] = exp2_approx(c.maximum[half] - subtrahend(maximum[half]));
-        c.maximum[half] = maximum[half];
-        c.sum[half] *= factor[half];
-    }
-    if (!__any_sync(FULL_WARP, factor[0] != 1.0f || factor[1] != 1.0f)) return;
-    UNROLL
-    for (int n = 0; n < 32; ++n)
-        UNROLL
-        for (int i = 0; i < 4; ++i) c.out[n][i] *= factor[i / 2];
-}
-
-// Weights exp2(scale s - maximum): in bf16 as A fragments and to the tile's P in shared memory, in fp32 to the sum.
-template <int TILE>
-DEVICE void write_weights(uint32_t (&p)[4][4], float (&sum)[2], const float (&s)[8][4], const float (&maximum)[2],
-                          float scale_log2, int row, SharedAddress shared) {
-    const int t = lane_id() % 4;
-    const float shift[2] = {subtrahend(maximum[0]), subtrahend(maximum[1])};
-    const SharedAddress panel = shared + Shared::weights(TILE);
-    UNROLL
-    for (int n = 0; n < 8; ++n) {
-        float weight[4];
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            weight[i] = exp2_approx(fused_multiply_add(s[n][i], scale_log2, -shift[i / 2]));
-            sum[i / 2] += weight[i];
-        }
-        p[n / 2][n % 2 * 2] = pack_bf16(weight[0], weight[1]);
-        p[n / 2][n % 2 * 2 + 1] = pack_bf16(weight[2], weight[3]);
-        store_shared(panel + panel_offset(row, n) + 4 * t, p[n / 2][n % 2 * 2]);
-        store_shared(panel + panel_offset(row + 8, n) + 4 * t, p[n / 2][n % 2 * 2 + 1]);
-    }
-    fence_async_proxy();
-}
-
-// The values of a tile that warpgroup W multiplies: 64 slots x its 256 columns.
-template <int TILE, int W>
-DEVICE uint64_t value_descriptor(SharedAddress shared) {
-    return matrix_descriptor(shared + Shared::keys(TILE) + W * HALF_PANELS * PANEL_BYTES, PANEL_BYTES, 1024);
-}
-
-// out += P V with the warpgroup's own P.
-template <int W>
-DEVICE void add_own_values(Consumer& c, const uint32_t (&p)[4][4], SharedAddress shared) {
-    const uint64_t values = value_descriptor<W, W>(shared);
-    wgmma_hold(c.out);
-    wgmma_fence();
-    UNROLL
-    for (int k = 0; k < 4; ++k) wgmma_registers<true>(c.out, p[k], descriptor_advance(values, 2048 * k), true);
-    wgmma_commit();
-}
-
-// out += P V of the other warpgroup's tile.
-template <int W>
-DEVICE void add_other_values(Consumer& c, SharedAddress shared) {
-    const uint64_t weights = matrix_descriptor(shared + Shared::weights(1 - W), 0, 1024);
-    const uint64_t values = value_descriptor<1 - W, W>(shared);
-    wgmma_hold(c.out);
-    wgmma_fence();
-    UNROLL
-    for (int k = 0; k < 4; ++k)
-        wgmma_shared<false, true>(c.out, descriptor_advance(weights, 32 * k), descriptor_advance(values, 2048 * k), true);
-    wgmma_commit();
-}
-
-DEVICE void finish_values(Consumer& c, SharedAddress released) {
-    wgmma_wait<0>();
-    wgmma_hold(c.out);
-    if (lane_id() == 0) mbarrier_arrive(released);
-}
-
-DEVICE void add_sum(Consumer& c, const float (&sum)[2]) {
-    c.sum[0] += sum[0];
-    c.sum[1] += sum[1];
-}
-
-DEVICE void publish_maximum(const Consumer& c, const float (&maximum)[2], float* maxima) {
-    if (lane_id() % 4 != 0) return;
-    maxima[c.row] = maximum[0];
-    maxima[c.row + 8] = maximum[1];
-}
-
-// A pair of tiles: the parities of their phases, whether there is a second one, whether q is read for the last time.
-struct Pair {
-    uint32_t phase[2];
-    bool second;
-    bool last;
-};
-
-DEVICE void release_q(SharedAddress shared, const Pair& pair) {
-    if (pair.last && lane_id() == 0) mbarrier_arrive(shared + Shared::Q_EMPTY);
-}
-
-// Warpgroup 0's share of a pair.
-DEVICE void consume_first(Consumer& c, SharedAddress shared, const Pair& pair, float scale_log2) {
-    auto* maxima = reinterpret_cast<float*>(dynamic_shared() + Shared::MAXIMA);
-    float s[8][4], maximum[2], sum[2] = {0.0f, 0.0f};
-    uint32_t p[4][4];
-    score_tile<0>(s, shared, pair.phase[0]);
-    release_q(shared, pair);
-    mask_scores<0>(s, maximum, scale_log2);
-    UNROLL
-    for (int half = 0; half < 2; ++half) maximum[half] = maximum_f32(maximum[half], c.maximum[half]);
-    publish_maximum(c, maximum, maxima);
-    write_weights<0>(p, sum, s, maximum, scale_log2, c.row, shared);
-    named_barrier_arrive(FIRST_WEIGHTS_READY, CONSUMERS);
-    rescale(c, maximum);
-    add_sum(c, sum);
-    add_own_values<0>(c, p, shared);
-    finish_values(c, shared + Shared::empty(0, 0));
-    if (!pair.second) return;
-    named_barrier_sync(SECOND_WEIGHTS_READY, CONSUMERS);
-    const float later[2] = {maxima[64 + c.row], maxima[64 + c.row + 8]};
-    rescale(c, later);
-    mbarrier_wait(shared + Shared::full(1, 1), pair.phase[1]);
-    fence_async_proxy();
-    add_other_values<0>(c, shared);
-    finish_values(c, shared + Shared::empty(1, 1));
-}
-
-// Warpgroup 1's.
-DEVICE void consume_second(Consumer& c, SharedAddress shared, const Pair& pair, float scale_log2) {
-    auto* maxima = reinterpret_cast<float*>(dynamic_shared() + Shared::MAXIMA);
-    float s[8][4], maximum[2], sum[2] = {0.0f, 0.0f};
-    uint32_t p[4][4];
-    if (pair.second) {
-        score_tile<1>(s, shared, pair.phase[1]);
-        mask_scores<1>(s, maximum, scale_log2);
-    }
-    release_q(shared, pair);
-    named_barrier_sync(FIRST_WEIGHTS_READY, CONSUMERS);
-    const float earlier[2] = {maxima[c.row], maxima[c.row + 8]};
-    rescale(c, earlier);
-    mbarrier_wait(shared + Shared::full(0, 1), pair.phase[0]);
-    fence_async_proxy();
-    add_other_values<1>(c, shared);
-    if (pair.second) {
-        // While the products run: everything but out may be touched.
-        UNROLL
-        for (int half = 0; half < 2; ++half) maximum[half] = maximum_f32(maximum[half], earlier[half]);
-        publish_maximum(c, maximum, maxima + 64);
-        write_weights<1>(p, sum, s, maximum, scale_log2, c.row, shared);
-        named_barrier_arrive(SECOND_WEIGHTS_READY, CONSUMERS);
-        finish_values(c, shared + Shared::empty(0, 1));
-        rescale(c, maximum);
-        add_sum(c, sum);
-        add_own_values<1>(c, p, shared);
-        finish_values(c, shared + Shared::empty(1, 0));
-    } else {
-        finish_values(c, shared + Shared::empty(0, 1));
-    }
-}
-
 // ---------------------------------------------------------------- end of a block
 
-// Sums over lanes and warpgroups; lse and max_logits; what out is multiplied by. Rows without a valid slot get 0,
-// whatever the sink.
+// lse and max_logits, and what out is multiplied by. Rows without a valid slot get 0, whatever the sink.
 template <int W>
-DEVICE void finish_softmax(Consumer& c, float (&factor)[2], const SparseAttentionForwardParams& params,
-                           const Work& work, uint32_t turn) {
-    // In turns: one warpgroup may be at the next work's sums while the other still reads these.
-    auto* sums = reinterpret_cast<float*>(dynamic_shared() + Shared::SUMS) + turn % 2 * 128;
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        c.sum[half] += __shfl_xor_sync(FULL_WARP, c.sum[half], 1);
-        c.sum[half] += __shfl_xor_sync(FULL_WARP, c.sum[half], 2);
-        if (lane_id() % 4 == 0) sums[64 * W + c.row + 8 * half] = c.sum[half];
-    }
-    named_barrier_sync(SUMS_READY, CONSUMERS);
+DEVICE void finish_softmax(const Consumer& c, const float (&total)[2], float (&factor)[2],
+                           const SparseAttentionForwardParams& params, const Work& work) {
     UNROLL
     for (int half = 0; half < 2; ++half) {
         const int row = c.row + 8 * half;
-        const float sum = sums[row] + sums[64 + row];
-        const bool empty = sum == 0.0f;
+        const bool empty = total[half] == 0.0f;
         factor[half] = 0.0f;
         if (row >= work.heads) continue;
         // A sink near the largest fp32 becomes inf in base 2 and its share inf: out is then 0, as it should be.
         const float sink_log2 = params.sink ? params.sink[work.first_head + row] * LOG2_E : -INFINITY_F32;
         const float sink_share = exp2_approx(sink_log2 - subtrahend(c.maximum[half]));
-        factor[half] = empty ? 0.0f : 1.0f / (sum + sink_share);
+        factor[half] = empty ? 0.0f : 1.0f / (total[half] + sink_share);
         if (W != 0 || lane_id() % 4 != 0) continue;
         const int64_t at = work.token * params.num_heads + work.first_head + row;
-        params.lse[at] = empty ? INFINITY_F32 : (c.maximum[half] + log2_approx(sum)) * LN_2;
+        params.lse[at] = empty ? INFINITY_F32 : (c.maximum[half] + log2_approx(total[half])) * LN_2;
         params.max_logits[at] = empty ? -INFINITY_F32 : c.maximum[half] * LN_2;
     }
-}
-
-// The warp's 16 rows of its half of out, 32 columns at a time, through its own corner of shared memory, so that rows
-// are written in pieces of 64 bytes.
-template <int W>
-DEVICE void store_out(const Consumer& c, const float (&factor)[2], const SparseAttentionForwardParams& params,
-                      const Work& work, SharedAddress shared) {
-    const int g = lane_id() / 4, t = lane_id() % 4, warp = warp_id() % 4;
-    const SharedAddress staging = shared + Shared::STAGING + warp_id() * Shared::STAGING_BYTES;
-    // Two rows share 128 bytes: their chunks stand so that neither the writes nor the reads meet in a bank.
-    const auto place = [&](int row, int chunk) { return staging + row * 64 + 16 * (chunk ^ (row / 2 & 3)); };
-    bf16* target = params.out + work.token * params.out_token_stride + work.first_head * params.out_head_stride;
-    UNROLL
-    for (int n = 0; n < 32; n += 4) {
-        UNROLL
-        for (int chunk = 0; chunk < 4; ++chunk) {
-            const float(&o)[4] = c.out[n + chunk];
-            store_shared(place(g, chunk) + 4 * t, pack_bf16(o[0] * factor[0], o[1] * factor[0]));
-            store_shared(place(g + 8, chunk) + 4 * t, pack_bf16(o[2] * factor[1], o[3] * factor[1]));
-        }
-        __syncwarp();
-        UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const int row = g + 8 * half, head = 16 * warp + row;
-            const Vec16 v = load_shared_vec16(place(row, t));
-            if (head < work.heads)
-                store_vec16_streaming(target + head * params.out_head_stride + W * (V_DIM / 2) + 8 * (n + t), v);
-        }
-        __syncwarp();
-    }
-}
-
-DEVICE void clear(Consumer& c) {
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        c.maximum[half] = -INFINITY_F32;
-        c.sum[half] = 0.0f;
-    }
-    UNROLL
-    for (int n = 0; n < 32; ++n)
-        UNROLL
-        for (int i = 0; i < 4; ++i) c.out[n][i] = 0.0f;
 }
 
 template <int W>
@@ -487,50 +142,25 @@ DEVICE void consume(const SparseAttentionForwardParams& params, SharedAddress sh
     int32_t length = slot_list(params, block_work(blockIdx.x, params.num_heads).token).length;
     for (uint32_t number = blockIdx.x; number < works; number += gridDim.x) {
         const Work work = block_work(number, params.num_heads);
-        // Read from one lane, so that the compiler knows that a warp agrees: where it may diverge, it serialises wgmma.
-        const int tiles = __shfl_sync(FULL_WARP, ceil_div(length, TILE_SLOTS), 0);
+        const int tiles = uniform(ceil_div(length, TILE_SLOTS));
         if (number + gridDim.x < works)
             length = slot_list(params, block_work(number + gridDim.x, params.num_heads).token).length;
         clear(c);
-        if (tiles > 0) {
-            mbarrier_wait(shared + Shared::Q_FULL, uses.q++ & 1);
-            fence_async_proxy();
-        }
-        for (int tile = 0; tile < tiles; tile += 2) {
-            const Pair pair{{uses.tile[0] & 1, uses.tile[1] & 1}, tile + 1 < tiles, tile + 2 >= tiles};
-            const SharedAddress base = recomputed(shared);
-            if constexpr (W == 0) consume_first(c, base, pair, scale_log2);
-            else consume_second(c, base, pair, scale_log2);
-            ++uses.tile[0];
-            uses.tile[1] += pair.second;
-        }
-        float factor[2];
-        finish_softmax<W>(c, factor, params, work, turn++);
-        store_out<W>(c, factor, params, work, shared);
+        consume_tiles<W>(c, shared, uses, tiles, scale_log2);
+        float total[2], factor[2];
+        total_sums<W>(total, c, turn++);
+        finish_softmax<W>(c, total, factor, params, work);
+        bf16* out = params.out + work.token * params.out_token_stride + work.first_head * params.out_head_stride;
+        store_out<W>(c, factor, out, params.out_head_stride, work.heads, shared);
     }
-}
-
-DEVICE void initialise_barriers(SharedAddress shared) {
-    if (threadIdx.x == 0) {
-        UNROLL
-        for (int tile = 0; tile < 2; ++tile) {
-            // Each producer thread's copies; for part 0, with the list of rows by one lane of each warp.
-            mbarrier_init(shared + Shared::full(tile, 0), WARPGROUP_SIZE + 4);
-            mbarrier_init(shared + Shared::full(tile, 1), WARPGROUP_SIZE);
-            mbarrier_init(shared + Shared::empty(tile, 0), 4);
-            mbarrier_init(shared + Shared::empty(tile, 1), 4);
-        }
-        mbarrier_init(shared + Shared::Q_FULL, WARPGROUP_SIZE);
-        mbarrier_init(shared + Shared::Q_EMPTY, CONSUMERS / WARP_SIZE);
-        fence_mbarrier_init();
-    }
-    __syncthreads();
 }
 
 KERNEL(sparse_attention_hopper_forward, SparseAttentionForwardParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    initialise_barriers(shared);
-    const int warpgroup = __shfl_sync(FULL_WARP, warp_id() / 4, 0);
+    // Each producer thread's copies; for part 0, with the slots' validity by one lane of each warp.
+    constexpr uint32_t COPIES = WARPGROUP_SIZE;
+    initialise_barriers(shared, {{COPIES + 4, COPIES}, {COPIES + 4, COPIES}});
+    const int warpgroup = uniform(warp_id() / 4);
     if (warpgroup == 2) {
         registers_decrease<72>();
         produce(params, shared);

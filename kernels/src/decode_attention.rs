@@ -1,6 +1,8 @@
 //! `decode_attention`: launcher of `kernels/cuda/decode_attention.cu` (inference 8 to 8.4).
 
 use crate::arguments::{Arguments, address};
+pub use crate::implementation::Implementation;
+use crate::implementation::not_sm_90a;
 use crate::kernel_params;
 use crate::kv_cache::{Cache, RowFormat};
 use crate::rms_norm::owned;
@@ -8,6 +10,11 @@ use crate::runtime::params::DeviceAddress;
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "decode_attention.cu";
+const HOPPER_FILE: &str = "decode_attention_hopper.cu";
+/// Heads of one block of the Hopper kernel: the rows of a warpgroup's product.
+const HOPPER_HEADS: usize = 64;
+/// Rows that the Hopper kernel takes.
+const HOPPER_FORMATS: [RowFormat; 2] = [RowFormat::MODEL, RowFormat::bf16(512)];
 const CHECK: Arguments = Arguments { operator: "decode_attention" };
 /// Slots of a tile, the least that is given to a block; `KEYS` in the kernel source.
 pub const TILE_SLOTS: usize = 64;
@@ -90,6 +97,8 @@ pub struct Forward<'a> {
     /// Blocks that the work is spread over, at least 1: [`natural_blocks`] of the device. The result depends on it
     /// within rounding, and on nothing else of the launch.
     pub num_blocks: usize,
+    /// Which implementation runs. The Hopper kernel takes heads of 512 channels: the model's rows, or bf16 ones.
+    pub implementation: Implementation,
     /// `[batch, s_q, num_heads, head_dim]` bf16; 0 for a token without a valid slot.
     pub out: &'a TensorView,
     /// `[batch, s_q, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a token.
@@ -115,12 +124,18 @@ pub struct Spread {
 
 /// How a call of `batch * s_q` tokens whose lists have `topk` slots in each store is spread when it is offered
 /// `num_blocks` blocks.
-pub fn spread([batch, s_q, num_heads]: [usize; 3], topk: &[usize], num_blocks: usize) -> Spread {
+pub fn spread(
+    [batch, s_q, num_heads]: [usize; 3],
+    topk: &[usize],
+    num_blocks: usize,
+    implementation: Implementation,
+) -> Spread {
     let tiles = topk.iter().map(|slots| slots.div_ceil(TILE_SLOTS)).sum::<usize>().max(1);
     // A block of 64 heads reads each row once for all of them. With 16 a tile is done sooner, and where there are
     // multiprocessors for all tiles at once that is what counts.
     let small_blocks = batch * s_q * num_heads.div_ceil(16) * tiles;
-    let heads_per_block = if num_heads <= 16 || small_blocks <= num_blocks { 16 } else { 64 };
+    let small = implementation != Implementation::Hopper && (num_heads <= 16 || small_blocks <= num_blocks);
+    let heads_per_block = if small { 16 } else { HOPPER_HEADS };
     // Blocks beyond the number of tiles would find nothing to do.
     let all_tiles = batch * s_q * num_heads.div_ceil(heads_per_block) * tiles;
     Spread { heads_per_block, num_blocks: num_blocks.min(all_tiles) }
@@ -137,6 +152,19 @@ struct Extents {
 }
 
 impl Extents {
+    /// Whether the Hopper kernel runs.
+    fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
+        let fits = HOPPER_FORMATS.contains(&self.format);
+        let refusal = not_sm_90a(device)
+            .or_else(|| (!fits).then(|| format!("{:?}: the Hopper kernel takes {HOPPER_FORMATS:?}", self.format)));
+        match (implementation, refusal) {
+            (Implementation::Portable, _) => Ok(false),
+            (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
+            (Implementation::Hopper, None) => Ok(true),
+            (Implementation::Auto, refusal) => Ok(refusal.is_none() && self.spread.heads_per_block == HOPPER_HEADS),
+        }
+    }
+
     fn defines(self) -> Vec<(&'static str, String)> {
         defines(self.format, self.spread.heads_per_block)
     }
@@ -158,7 +186,8 @@ pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
         RowFormat::bf16(64),
     ];
     let all = formats.into_iter().flat_map(|format| [16, 64].map(|heads| defines(format, heads)));
-    all.map(|defines| (FILE.to_owned(), owned(defines))).collect()
+    let hopper = HOPPER_FORMATS.map(|format| (HOPPER_FILE.to_owned(), owned(defines(format, HOPPER_HEADS))));
+    all.map(|defines| (FILE.to_owned(), owned(defines))).chain(hopper).collect()
 }
 
 /// The tensors of a call have a token's rows at one stride: `[batch, s_q, ...]` may be seen as `[batch * s_q, ...]`.
@@ -207,7 +236,7 @@ fn check_store(
 const WINDOW: [&str; 3] = ["window", "window_indices", "window_length"];
 const COMPRESSED: [&str; 3] = ["compressed", "compressed_indices", "compressed_length"];
 
-fn check_inputs(inputs: &Inputs<'_>, num_blocks: usize) -> Result<Extents> {
+fn check_inputs(inputs: &Inputs<'_>, num_blocks: usize, implementation: Implementation) -> Result<Extents> {
     let Inputs { q, format, window, compressed, sink, softmax_scale } = *inputs;
     format.check(CHECK)?;
     let [batch, s_q, num_heads, head_dim] = CHECK.extents("q", q)?;
@@ -233,7 +262,7 @@ fn check_inputs(inputs: &Inputs<'_>, num_blocks: usize) -> Result<Extents> {
     let tiles = topk.iter().map(|slots| slots / TILE_SLOTS + 1).sum::<usize>();
     let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
     CHECK.int32("q", all_tiles.saturating_add(num_blocks))?;
-    let spread = spread([batch, s_q, num_heads], &topk, num_blocks);
+    let spread = spread([batch, s_q, num_heads], &topk, num_blocks, implementation);
     Ok(Extents { batch, s_q, num_heads, format, spread })
 }
 
@@ -267,8 +296,8 @@ impl Workspace {
 ///
 /// # Errors
 /// Inputs that the launcher refuses.
-pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize) -> Result<usize> {
-    Ok(Workspace::of(check_inputs(inputs, num_blocks)?).bytes)
+pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize, implementation: Implementation) -> Result<usize> {
+    Ok(Workspace::of(check_inputs(inputs, num_blocks, implementation)?).bytes)
 }
 
 /// Launches the attention and, where work was split, the merge; returns the kernels that ran.
@@ -276,15 +305,17 @@ pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize) -> Result<usize> 
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<Vec<String>> {
-    let extents = check_inputs(&arguments.inputs, arguments.num_blocks)?;
+    let extents = check_inputs(&arguments.inputs, arguments.num_blocks, arguments.implementation)?;
     let parts = check_outputs(arguments, extents)?;
     let blocks = extents.spread.num_blocks;
     let params = params_of(arguments, extents, &parts);
-    let name = "decode_attention";
-    let kernel = device.kernel::<DecodeAttentionParams>(FILE, &extents.defines(), name)?;
+    let hopper = extents.hopper(device, arguments.implementation)?;
+    let (file, name) = if hopper { (HOPPER_FILE, "decode_attention_hopper") } else { (FILE, "decode_attention") };
+    let kernel = device.kernel::<DecodeAttentionParams>(file, &extents.defines(), name)?;
     let config = LaunchConfig::linear(CHECK.operator, "num_blocks", blocks as u64, kernel.max_threads())?;
     kernel.launch(config, &params)?;
-    let mut paths = vec![format!("{name}<{}>", extents.spread.heads_per_block)];
+    let heads = extents.spread.heads_per_block;
+    let mut paths = vec![if hopper { name.to_owned() } else { format!("{name}<{heads}>") }];
     if blocks > 1 {
         let name = "decode_attention_combine";
         let kernel = device.kernel::<DecodeAttentionParams>(FILE, &extents.defines(), name)?;

@@ -23,7 +23,7 @@ impl RowFormat {
     pub const MODEL: Self = Self { nope_dim: 448, rope_dim: 64 };
 
     /// A row of `head_dim` bf16.
-    pub fn bf16(head_dim: usize) -> Self {
+    pub const fn bf16(head_dim: usize) -> Self {
         Self { nope_dim: 0, rope_dim: head_dim }
     }
 

@@ -1,10 +1,12 @@
 //! `sparse_attention`: launchers of `kernels/cuda/sparse_attention.cu` (inference 8, training 3 and 4).
 
 use crate::arguments::{Arguments, address};
+pub use crate::implementation::Implementation;
+use crate::implementation::not_sm_90a;
 use crate::kernel_params;
 use crate::rms_norm::owned;
 use crate::runtime::params::DeviceAddress;
-use crate::runtime::{BackendKind, DType, Device, Kernel, LaunchConfig, Result, TensorView};
+use crate::runtime::{DType, Device, Kernel, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "sparse_attention.cu";
 const HOPPER_FILE: &str = "sparse_attention_hopper.cu";
@@ -130,19 +132,6 @@ kernel_params! {
     }
 }
 
-/// Which of the two implementations runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Implementation {
-    /// [`Self::Hopper`] where device and shape permit, otherwise [`Self::Portable`].
-    #[default]
-    Auto,
-    /// `sparse_attention.cu`: `mma.sync` and `cp.async`, sm_80 and later, every shape.
-    Portable,
-    /// `sparse_attention_hopper.cu` and `sparse_attention_hopper_backward.cu`: `wgmma` and mbarriers, sm_90a and the
-    /// emulator. V is the first 512 columns of K; `head_dim` is 512, or 576 in the forward only.
-    Hopper,
-}
-
 /// Where the values come from.
 #[derive(Clone, Copy, Debug)]
 pub enum Value<'a> {
@@ -180,7 +169,7 @@ pub struct Inputs<'a> {
 pub struct Forward<'a> {
     /// What it reads.
     pub inputs: Inputs<'a>,
-    /// Which implementation runs.
+    /// Which implementation runs. The Hopper kernel takes V as the first 512 columns of K, `head_dim` 512 or 576.
     pub implementation: Implementation,
     /// `[num_tokens, num_heads, v_dim]` bf16; 0 for a row without a valid slot.
     pub out: &'a TensorView,
@@ -195,7 +184,7 @@ pub struct Forward<'a> {
 pub struct Backward<'a> {
     /// What the forward read.
     pub inputs: Inputs<'a>,
-    /// Which implementation runs.
+    /// Which implementation runs. The Hopper kernel takes V that is K, both 512 wide.
     pub implementation: Implementation,
     /// `[num_tokens, num_heads, v_dim]` bf16: the forward's output, untouched.
     pub out: &'a TensorView,
@@ -233,9 +222,8 @@ struct Extents {
 impl Extents {
     /// Why the Hopper kernel for keys of one of these widths cannot run, if it cannot.
     fn hopper_refusal(self, device: &Device, head_dims: &[usize]) -> Option<String> {
-        let target = &device.environment().target;
-        if device.environment().backend == BackendKind::Cuda && target != "sm_90a" {
-            return Some(format!("the Hopper kernels need sm_90a, and this device is {target}"));
+        if let Some(reason) = not_sm_90a(device) {
+            return Some(reason);
         }
         let fits = !self.separate && self.v_dim == 512 && head_dims.contains(&self.head_dim);
         (!fits).then(|| {

@@ -14,7 +14,7 @@ use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
 use super::sparse_attention::{IndexClass, Lengths, Sinks};
-use super::{deterministic, layout, oracle_error, oracle_tensor, permuted, scaled, widened};
+use super::{Implementation, deterministic, layout, oracle_error, oracle_tensor, permuted, scaled, widened};
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
 use crate::golden::GoldenFile;
@@ -89,6 +89,9 @@ pub struct DecodeAttentionCase {
     pub distribution: Distribution,
     /// Whether rows that no valid slot names are NaN.
     pub poison_unreferenced: bool,
+    /// Which kernels run; portable in lines written before there was a choice.
+    #[serde(default)]
+    pub implementation: Implementation,
     /// Seed of the data.
     pub seed: u64,
 }
@@ -120,6 +123,7 @@ impl DecodeAttentionCase {
             page_padding: 0,
             distribution: Distribution::Normal,
             poison_unreferenced: true,
+            implementation: Implementation::Portable,
             seed: 1,
         }
     }
@@ -158,6 +162,12 @@ impl DecodeAttentionCase {
             if !(positive.is_finite() && positive > 0.0 && self.logit_shift.is_finite()) {
                 return refuse("softmax_scale", format!("{positive} must be finite and above 0"));
             }
+        }
+        let hopper = self.head_dim() == 512 && [0, 448].contains(&self.nope_dim);
+        if self.implementation == Implementation::Hopper && !hopper {
+            let reason =
+                format!("hopper takes 448 + 64 channels or 512 in bf16, not {} + {}", self.nope_dim, self.rope_dim);
+            return refuse("implementation", reason);
         }
         if !self.padding.is_multiple_of(8) || !self.page_padding.is_multiple_of(16) {
             let reason = format!("{} and {}: rows and pages are 16-byte aligned", self.padding, self.page_padding);
@@ -240,6 +250,7 @@ impl Operator for DecodeAttention {
             prop_oneof![2 => Just(0usize), 1 => Just(32usize)],
             prop::sample::select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
             any::<bool>(),
+            prop_oneof![1 => Just(Implementation::Portable), 2 => Just(Implementation::Hopper)],
             0..1000u64,
         );
         (shape_strategy(profile), stores_strategy(profile), lists, logits, data)
@@ -247,7 +258,10 @@ impl Operator for DecodeAttention {
                 let (batch, s_q, num_heads, format, num_blocks) = shape;
                 let (indices, lengths, sinks) = lists;
                 let (softmax_scale, logit_deviation, logit_shift, row_magnitude) = logits;
-                let (padding, page_padding, distribution, poison_unreferenced, seed) = data;
+                let (padding, page_padding, distribution, poison_unreferenced, implementation, seed) = data;
+                // Hopper's formats are few; the others have the portable kernel only.
+                let hopper = format.head_dim() == 512 && [0, 448].contains(&format.nope_dim);
+                let implementation = if hopper { implementation } else { Implementation::Portable };
                 // Rows of unlike size scale logits by as much: they start smaller.
                 let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 let case = DecodeAttentionCase {
@@ -264,6 +278,7 @@ impl Operator for DecodeAttention {
                     page_padding,
                     distribution,
                     poison_unreferenced,
+                    implementation,
                     seed,
                     ..DecodeAttentionCase::plain(batch, s_q, num_heads, format, num_blocks)
                 };
@@ -295,6 +310,14 @@ impl Operator for DecodeAttention {
             plain(1, 2, 5, MODEL, 3),
             DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 17, MODEL, 2) },
             plain(1, 2, 5, launched::RowFormat::bf16(512), 3),
+            hopper(plain(1, 2, 5, MODEL, 3)),
+            hopper(DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 66, MODEL, 2) }),
+            hopper(DecodeAttentionCase {
+                lengths: Lengths::Hostile,
+                sinks: Sinks::Extreme,
+                ..plain(8, 1, 7, MODEL, 5)
+            }),
+            hopper(plain(2, 2, 5, launched::RowFormat::bf16(512), 3)),
         ];
         if profile == Profile::Full {
             cases.extend(production_cases());
@@ -330,12 +353,20 @@ impl Operator for DecodeAttention {
     }
 }
 
+fn hopper(case: DecodeAttentionCase) -> DecodeAttentionCase {
+    DecodeAttentionCase { implementation: Implementation::Hopper, ..case }
+}
+
 /// Heads, stores and pages of the two production models, with as many requests as the oracle can bear.
 fn production_cases() -> Vec<DecodeAttentionCase> {
     let plain = DecodeAttentionCase::plain;
     let window = StoreCase { topk: 128, num_pages: 4, page_size: 256 };
     let compressed = |topk| Some(StoreCase { topk, num_pages: 48, page_size: 64 });
+    let model = DecodeAttentionCase { window, compressed: compressed(1024), ..plain(3, 2, 128, MODEL, 132) };
     vec![
+        hopper(DecodeAttentionCase { window, compressed: compressed(512), ..plain(4, 2, 64, MODEL, 132) }),
+        hopper(DecodeAttentionCase { lengths: Lengths::Within, ..model.clone() }),
+        hopper(model),
         DecodeAttentionCase { window, compressed: compressed(512), ..plain(4, 2, 64, MODEL, 132) },
         DecodeAttentionCase { window, compressed: compressed(1024), ..plain(3, 2, 128, MODEL, 132) },
         DecodeAttentionCase { window, compressed: compressed(1024), ..plain(1, 1, 128, MODEL, 132) },
@@ -555,7 +586,12 @@ impl Inputs {
     fn split(&self) -> reference::Split {
         let case = &self.case;
         let topk: Vec<usize> = self.stores().map(|store| store.case.topk).collect();
-        let spread = launcher::spread([case.batch, case.s_q, case.num_heads], &topk, case.num_blocks);
+        let spread = launcher::spread(
+            [case.batch, case.s_q, case.num_heads],
+            &topk,
+            case.num_blocks,
+            case.implementation.launcher(),
+        );
         let tiles = |request: usize| -> usize {
             let of_store = |store: &StoreInputs| store.length_of(request).div_ceil(launcher::TILE_SLOTS);
             self.stores().map(of_store).sum::<usize>().max(1)
@@ -764,11 +800,20 @@ impl Prepared for Inputs {
         };
         let out = arena.allocate("out", DType::Bf16, &self.q.shape, &padded, Role::Output)?;
         let lse = arena.output("lse", DType::F32, &self.q.shape[..3])?;
-        let workspace = arena.workspace("workspace", launcher::workspace_bytes(&inputs, case.num_blocks)?)?;
+        let workspace = arena.workspace(
+            "workspace",
+            launcher::workspace_bytes(&inputs, case.num_blocks, case.implementation.launcher())?,
+        )?;
         let mut paths = Vec::new();
         let violations = arena.run(|device| {
-            let arguments =
-                launcher::Forward { inputs, num_blocks: case.num_blocks, out: &out, lse: &lse, workspace: &workspace };
+            let arguments = launcher::Forward {
+                inputs,
+                num_blocks: case.num_blocks,
+                implementation: case.implementation.launcher(),
+                out: &out,
+                lse: &lse,
+                workspace: &workspace,
+            };
             paths = launcher::forward(device, &arguments)?;
             Ok(())
         })?;

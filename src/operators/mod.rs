@@ -158,3 +158,23 @@ pub(crate) fn permuted(tensor: &HostTensor, order: &[usize]) -> HostTensor {
     let bytes = order.iter().flat_map(|&from| tensor.bytes[from * entry..(from + 1) * entry].iter().copied()).collect();
     HostTensor { bytes, ..tensor.clone() }
 }
+
+/// Which kernels run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Implementation {
+    /// `NAME.cu`.
+    #[default]
+    Portable,
+    /// `NAME_hopper*.cu`.
+    Hopper,
+}
+
+impl Implementation {
+    pub(crate) fn launcher(self) -> dsv4_kernels::implementation::Implementation {
+        match self {
+            Self::Portable => dsv4_kernels::implementation::Implementation::Portable,
+            Self::Hopper => dsv4_kernels::implementation::Implementation::Hopper,
+        }
+    }
+}

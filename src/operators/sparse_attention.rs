@@ -11,7 +11,10 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::{Float, deterministic, elements, layout, oracle_error, oracle_tensor, permuted, scaled, tensor, widened};
+use super::{
+    Float, Implementation, deterministic, elements, layout, oracle_error, oracle_tensor, permuted, scaled, tensor,
+    widened,
+};
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
 use crate::golden::GoldenFile;
@@ -76,26 +79,6 @@ pub enum Sinks {
     Normal,
     /// Both infinities, ±2.4e38 and ordinary ones in turn.
     Extreme,
-}
-
-/// Which kernels run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Implementation {
-    /// `sparse_attention.cu`.
-    #[default]
-    Portable,
-    /// `sparse_attention_hopper.cu`.
-    Hopper,
-}
-
-impl Implementation {
-    pub(crate) fn launcher(self) -> launcher::Implementation {
-        match self {
-            Self::Portable => launcher::Implementation::Portable,
-            Self::Hopper => launcher::Implementation::Hopper,
-        }
-    }
 }
 
 /// A case: extents, lists, sinks, scale, layout, data.

@@ -184,8 +184,14 @@ impl Decode {
 
     fn forward(&self) -> Result<Vec<String>> {
         let Self { out, lse, workspace, num_blocks, .. } = self;
-        let arguments =
-            decode_attention::Forward { inputs: self.inputs(), num_blocks: *num_blocks, out, lse, workspace };
+        let arguments = decode_attention::Forward {
+            inputs: self.inputs(),
+            num_blocks: *num_blocks,
+            implementation: decode_attention::Implementation::Auto,
+            out,
+            lse,
+            workspace,
+        };
         decode_attention::forward(support::device(), &arguments)
     }
 }
@@ -195,7 +201,9 @@ fn the_launcher_of_decode_attention_names_the_argument_that_it_refuses() {
     let mut arena = arena();
     let decode = Decode::new(&mut arena);
     decode.forward().expect("the unchanged arguments are accepted");
-    let bytes = decode_attention::workspace_bytes(&decode.inputs(), decode.num_blocks).expect("sound inputs");
+    let bytes =
+        decode_attention::workspace_bytes(&decode.inputs(), decode.num_blocks, decode_attention::Implementation::Auto)
+            .expect("sound inputs");
     decode.with(|d| d.workspace = shaped(&d.workspace, &[bytes])).forward().expect("so many bytes are enough");
     let refused = |argument, needle: &str, change: &dyn Fn(&mut Decode)| {
         assert_refused(decode.with(change).forward(), argument, needle);

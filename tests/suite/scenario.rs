@@ -4,10 +4,8 @@ use std::collections::BTreeSet;
 
 use dsv4_parity::case::Distribution;
 use dsv4_parity::checks::{self, CheckOptions, Outcome};
-use dsv4_parity::operators::Float;
-use dsv4_parity::operators::sparse_attention::{
-    Implementation, IndexClass, Lengths, Sinks, SparseAttentionCase, Values,
-};
+use dsv4_parity::operators::sparse_attention::{IndexClass, Lengths, Sinks, SparseAttentionCase, Values};
+use dsv4_parity::operators::{Float, Implementation};
 use dsv4_parity::record::{CheckRecord, Verdict};
 use dsv4_parity::scenario::OutputRotation;
 

@@ -46,6 +46,42 @@ DEVICE CombinedSum combined_sum(const Parts& parts) {
     return CombinedSum{shift, sum};
 }
 
+// Parts whose columns are loaded before any of them is used: few rows are a matter of latency. Wide rows have loads
+// enough in one part.
+constexpr int parts_at_once(int turns) { return turns <= 2 ? 4 : 1; }
+
+// Adds PARTS_AT_ONCE parts, from `first` on, to the lane's columns.
+template <int COLUMNS, int PARTS_AT_ONCE, int TURNS, typename Parts>
+DEVICE void add_parts(float (&sum)[TURNS][8], const Parts& parts, int32_t first, float shift, float inverse) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    Vec16 columns[PARTS_AT_ONCE][TURNS][2];
+    float weight[PARTS_AT_ONCE];
+    UNROLL
+    for (int p = 0; p < PARTS_AT_ONCE; ++p) {
+        // Past the last part there is the last one again, with a weight of 0.
+        const int32_t part = minimum(first + p, parts.count - 1);
+        const float exponent = first + p < parts.count ? parts.exponent(part) : -INFINITY_F32;
+        weight[p] = exponent != -INFINITY_F32 ? exp2_approx(exponent - shift) * inverse : -INFINITY_F32;
+        UNROLL
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int chunk = minimum(turn * static_cast<int>(WARP_SIZE) + lane, COLUMNS / 8 - 1);
+            columns[p][turn][0] = load_vec16(parts.columns(part) + chunk * 8);
+            columns[p][turn][1] = load_vec16(parts.columns(part) + chunk * 8 + 4);
+        }
+    }
+    UNROLL
+    for (int p = 0; p < PARTS_AT_ONCE; ++p) {
+        // What an empty part left may be NaN, which a weight of 0 would not silence: it is left out.
+        if (weight[p] == -INFINITY_F32) continue;
+        UNROLL
+        for (int turn = 0; turn < TURNS; ++turn)
+            UNROLL
+            for (int i = 0; i < 8; ++i)
+                sum[turn][i] =
+                    fused_multiply_add(weight[p], __uint_as_float(columns[p][turn][i / 4].w[i % 4]), sum[turn][i]);
+    }
+}
+
 // Merges the parts of a row into COLUMNS of bf16 and the natural log-sum-exp. A whole warp takes part.
 template <int COLUMNS, typename Parts>
 DEVICE void combine_row(const Parts& parts, float sink_log2, bf16* out, float* lse) {
@@ -55,27 +91,18 @@ DEVICE void combine_row(const Parts& parts, float sink_log2, bf16* out, float* l
     if (lane == 0) *lse = empty ? INFINITY_F32 : (total.shift + log2_approx(total.sum)) * LN_2;
     // Here the sink enters, and nowhere else. A large one is inf in base 2, and so is its power: out is then 0.
     const float inverse = 1.0f / (total.sum + exp2_approx(sink_log2 - total.shift));
-    for (int chunk = lane; chunk < COLUMNS / 8; chunk += WARP_SIZE) {
-        float sum[8] = {};
-        UNROLL_BY(4)
-        for (int32_t s = 0; s < parts.count; ++s) {
-            const float exponent = parts.exponent(s);
-            // What an empty part left may be NaN, which a weight of 0 would not silence: it is not read.
-            const bool counts = exponent != -INFINITY_F32;
-            const float weight = counts ? exp2_approx(exponent - total.shift) * inverse : 0.0f;
-            const float* source = parts.columns(s) + chunk * 8;
-            Vec16 low{{0, 0, 0, 0}}, high{{0, 0, 0, 0}};
-            if (counts) low = load_vec16(source);
-            if (counts) high = load_vec16(source + 4);
-            UNROLL
-            for (int i = 0; i < 4; ++i) {
-                sum[i] = fused_multiply_add(weight, __uint_as_float(low.w[i]), sum[i]);
-                sum[4 + i] = fused_multiply_add(weight, __uint_as_float(high.w[i]), sum[4 + i]);
-            }
-        }
+    constexpr int TURNS = ceil_div(COLUMNS / 8, static_cast<int>(WARP_SIZE));
+    float sum[TURNS][8] = {};
+    constexpr int PARTS_AT_ONCE = parts_at_once(TURNS);
+    for (int32_t first = 0; first < parts.count; first += PARTS_AT_ONCE)
+        add_parts<COLUMNS, PARTS_AT_ONCE>(sum, parts, first, total.shift, inverse);
+    UNROLL
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int chunk = turn * WARP_SIZE + lane;
+        if (chunk >= COLUMNS / 8) break;
         Vec16 rounded;
         UNROLL
-        for (int i = 0; i < 4; ++i) rounded.w[i] = pack_bf16(sum[2 * i], sum[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) rounded.w[i] = pack_bf16(sum[turn][2 * i], sum[turn][2 * i + 1]);
         store_vec16(out + chunk * 8, rounded);
     }
 }

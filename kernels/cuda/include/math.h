@@ -88,3 +88,8 @@ DEVICE float reciprocal_approx(float x) {
     return y;
 #endif
 }
+
+// A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
+DEVICE float subtrahend(float row_maximum) {
+    return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;
+}

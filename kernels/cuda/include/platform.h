@@ -89,3 +89,7 @@ template <typename T>
 DEVICE constexpr T maximum(T a, T b) { return a < b ? b : a; }
 template <typename T>
 DEVICE constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
+
+// Of a one-dimensional block.
+DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
+DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }

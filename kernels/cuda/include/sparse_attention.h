@@ -8,9 +8,6 @@
 #include "numeric.h"
 #include "platform.h"
 
-DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
-DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
-
 // ---------------------------------------------------------------- parameters
 
 // out, lse and max_logits. Strides in elements; lse and max_logits are [num_tokens, num_heads].
@@ -127,11 +124,6 @@ DEVICE SlotList slot_list(const Params& params, int64_t token) {
 }
 
 // ---------------------------------------------------------------- softmax
-
-// A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
-DEVICE float subtrahend(float row_maximum) {
-    return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;
-}
 
 // exp(lse) / (exp(lse) + exp(sink)) for base-2 arguments: what the sink leaves of the softmax without it.
 DEVICE float share_beside_sink(float lse_log2, float sink_log2) {

@@ -4,9 +4,6 @@
 #include "memory.h"
 #include "mma.h"
 
-DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
-DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
-
 // A row-major tile of bf16 in shared memory, in chunks of 8 columns (16 bytes). Eight rows of one chunk column fall
 // into eight different bank groups: by XOR with the row where a row is a multiple of eight chunks, otherwise by a row
 // length that is odd in chunks.

@@ -1,0 +1,280 @@
+// Attention of decoded tokens over a paged cache for sm_90a, rows of 448 e4m3 and 64 bf16 channels, or of 512 bf16
+// channels: decode_attention.cu, which has the formulas and says how the work is spread, with warpgroup products.
+// hopper_attention.h says how the three warpgroups share a block's work.
+//
+// The producer brings e4m3 channels by ordinary loads into registers, those of the next part of a tile while it
+// converts and stores these, and bf16 channels with cp.async. A code becomes code * 2^(scale - 127) in fp32, which bf16
+// holds exactly.
+//
+// Floors as in decode_attention.cu. Converting a tile of 64 rows takes the producer's four warps 14 chunks of 16 codes
+// a thread, about 1000 issue slots in each scheduler, beside 2048 cycles of products.
+//
+// Defines: NOPE_DIM 448 and ROPE_DIM 64, or 0 and 512; HEADS_PER_BLOCK 64. Launch: as decode_attention.
+
+#include "async_copy.h"
+#include "decode_attention.h"
+#include "hopper_attention.h"
+
+static_assert((NOPE_DIM == 448 && ROPE_DIM == 64) || (NOPE_DIM == 0 && ROPE_DIM == 512), "512 channels");
+static_assert(HEADS_PER_BLOCK == HEADS && KEYS == TILE_SLOTS, "a block holds the heads and slots of a product");
+
+SHARED_MEMORY(decode_attention_hopper, Shared::BYTES)
+
+// ---------------------------------------------------------------- producer
+
+constexpr int ROWS = 16;  // of a tile, that one warp brings
+constexpr int CODE_PANELS = NOPE_DIM / 64;
+constexpr int PART_CHUNKS = HALF_PANELS * 4;  // chunks of 16 codes in a part of a row, or fewer
+
+// Chunks of codes in a part of a tile, from its first panel on; the panels behind them are bf16.
+constexpr int code_chunks(int tile, int part) {
+    const int panels = CODE_PANELS - Shared::first_panel(tile, part);
+    return 4 * maximum(minimum(panels, HALF_PANELS), 0);
+}
+constexpr bool has_copies(int tile, int part) { return code_chunks(tile, part) < PART_CHUNKS; }
+// Whoever stores or copies into a part arrives for both.
+constexpr uint32_t arrivals(int tile, int part) { return has_copies(tile, part) ? 2 * WARPGROUP_SIZE : WARPGROUP_SIZE; }
+
+// A lane's codes of one part of the warp's rows: half a warp to a row. scales is what the lane's own row has.
+struct PartCodes {
+    Vec16 chunk[ROWS / 2];
+};
+
+DEVICE int code_row(int step) { return 2 * step + lane_id() / 16; }
+
+template <int TILE, int PART>
+DEVICE void load_chunk(PartCodes& codes, int step, const LaneRow& row) {
+    constexpr int CHUNKS = code_chunks(TILE, PART);
+    if constexpr (CHUNKS > 0) {
+        const uint8_t* data = address_of_lane(row.data, code_row(step));
+        codes.chunk[step] = Vec16{{0, 0, 0, 0}};
+        if (data != nullptr && lane_id() % 16 < CHUNKS)
+            codes.chunk[step] = load_vec16_readonly(data + Shared::first_panel(TILE, PART) * 64 + 16 * (lane_id() % 16));
+    }
+}
+
+// Eight codes, a word and the next, to eight bf16.
+DEVICE Vec16 dequantise(uint32_t first, uint32_t second, float scale) {
+    Vec16 values;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        float low, high;
+        e4m3x2_to_float((i < 2 ? first : second) >> 16 * (i % 2), low, high);
+        values.w[i] = pack_bf16(low * scale, high * scale);
+    }
+    return values;
+}
+
+// Converts a chunk and stores its 32 bytes. `scales` is the word of the lane's own row with this part's scales.
+template <int TILE, int PART>
+DEVICE void store_chunk(const PartCodes& codes, int step, uint32_t scales, SharedAddress tile, int warp) {
+    constexpr int CHUNKS = code_chunks(TILE, PART);
+    if constexpr (CHUNKS > 0) {
+        const int row = code_row(step), chunk = lane_id() % 16, panel = chunk / 4;
+        const uint32_t word = __shfl_sync(FULL_WARP, scales, row);
+        if (chunk >= CHUNKS) return;
+        const float scale = e8m0_to_float(static_cast<uint8_t>(word >> 8 * panel));
+        const Vec16& c = codes.chunk[step];
+        const SharedAddress at = tile + (Shared::first_panel(TILE, PART) + panel) * PANEL_BYTES;
+        store_shared_vec16(at + panel_offset(ROWS * warp + row, chunk % 4 * 2), dequantise(c.w[0], c.w[1], scale));
+        store_shared_vec16(at + panel_offset(ROWS * warp + row, chunk % 4 * 2 + 1), dequantise(c.w[2], c.w[3], scale));
+    }
+}
+
+// Starts the arrival of a part's bf16 channels. For a slot that is not valid no source address is formed: `anywhere`
+// stands for it.
+template <int TILE, int PART>
+DEVICE void copy_channels(const LaneRow& row, const void* anywhere, SharedAddress tile, int warp) {
+    constexpr int FIRST = Shared::first_panel(TILE, PART) + code_chunks(TILE, PART) / 4;  // panel
+    constexpr int CHUNKS = 8 * (Shared::first_panel(TILE, PART) + HALF_PANELS - FIRST);    // of a row
+    constexpr int BYTES_BEFORE = NOPE_DIM + 2 * (64 * FIRST - NOPE_DIM);
+    UNROLL_BY(4)
+    for (int i = lane_id(); i < ROWS * CHUNKS; i += WARP_SIZE) {
+        const int r = i / CHUNKS, chunk = i % CHUNKS;
+        const uint8_t* data = address_of_lane(row.data, r);
+        const bool wanted = data != nullptr;
+        const void* from = wanted ? data + BYTES_BEFORE + 16 * chunk : anywhere;
+        copy_async_16(tile + (FIRST + chunk / 8) * PANEL_BYTES + panel_offset(ROWS * warp + r, chunk % 8), from, wanted);
+    }
+}
+
+// The words of a row's scales, the first four groups and the others.
+struct Scales {
+    uint32_t word[2];
+};
+
+DEVICE Scales load_scales(const LaneRow& row) {
+    Scales scales{{0, 0}};
+    if constexpr (NOPE_DIM > 0) {
+        if (row.scales != nullptr) {
+            scales.word[0] = reinterpret_cast<const uint32_t*>(row.scales)[0];
+            scales.word[1] = reinterpret_cast<const uint32_t*>(row.scales)[1];
+        }
+    }
+    return scales;
+}
+
+// A row and its scales, and the codes that come first.
+struct Arriving {
+    LaneRow row;
+    Scales scales;
+};
+
+DEVICE Arriving look_up(const DecodeAttentionParams& params, const Segment& segment, int32_t tile, int32_t index) {
+    const LaneRow row = find_row(params, segment, tile, index, lane_id() < ROWS);
+    return Arriving{row, load_scales(row)};
+}
+
+// Fills one part of a tile, once it is released, with codes that have been loaded; loads those of the part that comes
+// next, NEXT_PART of tile NEXT_TILE, in their place.
+template <int TILE, int PART, int NEXT_TILE, int NEXT_PART>
+DEVICE void produce_part(PartCodes& codes, const Arriving& own, const Arriving& next, const void* anywhere,
+                         SharedAddress shared, int warp, uint32_t released) {
+    const SharedAddress tile = shared + Shared::keys(TILE);
+    mbarrier_wait(shared + Shared::empty(TILE, PART), released);
+    if constexpr (PART == 0) {
+        // The warpgroup that released part 0 is the one that reads these bits.
+        auto* valid = reinterpret_cast<uint16_t*>(dynamic_shared() + Shared::VALID) + 4 * TILE;
+        const uint32_t warp_valid = __ballot_sync(FULL_WARP, own.row.data != nullptr) & 0xffffu;
+        if (lane_id() == 0) valid[warp] = static_cast<uint16_t>(warp_valid);
+    }
+    if constexpr (has_copies(TILE, PART)) {
+        copy_channels<TILE, PART>(own.row, anywhere, tile, warp);
+        copy_arrive(shared + Shared::full(TILE, PART));
+    }
+    const uint32_t scales = own.scales.word[Shared::first_panel(TILE, PART) / HALF_PANELS];
+    UNROLL
+    for (int step = 0; step < ROWS / 2; ++step) {
+        store_chunk<TILE, PART>(codes, step, scales, tile, warp);
+        load_chunk<NEXT_TILE, NEXT_PART>(codes, step, next.row);
+    }
+    fence_async_proxy();
+    mbarrier_arrive(shared + Shared::full(TILE, PART));
+}
+
+DEVICE void produce_q(const DecodeAttentionParams& params, const Segment& segment, SharedAddress shared,
+                      uint32_t& uses) {
+    mbarrier_wait(shared + Shared::Q_EMPTY, (uses++ & 1) ^ 1);
+    const bf16* q = params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride;
+    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, segment.heads, threadIdx.x % WARPGROUP_SIZE,
+                        WARPGROUP_SIZE);
+    copy_arrive(shared + Shared::Q_FULL);
+}
+
+DEVICE void produce_segment(const DecodeAttentionParams& params, const Segment& segment, SharedAddress shared,
+                            Uses& uses) {
+    const int warp = warp_id() - CONSUMERS / static_cast<int>(WARP_SIZE);
+    const int slot = ROWS * warp + lane_id() % ROWS;
+    const auto index_of = [&](int32_t tile) { return stored_index(params, segment, tile, slot); };
+    // Indices are read two tiles ahead, rows and scales looked up one tile ahead.
+    const int32_t first_index = index_of(segment.first);
+    int32_t index = index_of(segment.first + 1);
+    produce_q(params, segment, shared, uses.q);
+    Arriving own = look_up(params, segment, segment.first, first_index);
+    PartCodes codes;
+    UNROLL
+    for (int step = 0; step < ROWS / 2; ++step) load_chunk<0, 0>(codes, step, own.row);
+    for (int32_t tile = segment.first; tile < segment.last; ++tile) {
+        const Arriving next = look_up(params, segment, tile + 1, index);
+        index = index_of(tile + 2);
+        const SharedAddress base = recomputed(shared);
+        if ((tile - segment.first) % 2 == 0) {
+            const uint32_t released = (uses.tile[0]++ & 1) ^ 1;
+            produce_part<0, 0, 0, 1>(codes, own, own, params.q, base, warp, released);
+            produce_part<0, 1, 1, 0>(codes, own, next, params.q, base, warp, released);
+        } else {
+            const uint32_t released = (uses.tile[1]++ & 1) ^ 1;
+            produce_part<1, 0, 1, 1>(codes, own, own, params.q, base, warp, released);
+            produce_part<1, 1, 0, 0>(codes, own, next, params.q, base, warp, released);
+        }
+        own = next;
+    }
+}
+
+// ---------------------------------------------------------------- consumers
+
+// The log-sum-exp, natural where the unit is whole and in base 2 of a part, and the rows' normalisers, with the sink
+// where the unit is whole. Rows without a valid slot get 0.
+template <int W>
+DEVICE void finish_softmax(const Consumer& c, const float (&total)[2], float (&factor)[2],
+                           const DecodeAttentionParams& params, const Segment& segment, int32_t part) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int row = c.row + 8 * half;
+        const float sum = total[half], lse_log2 = c.maximum[half] + log2_approx(sum);
+        const bool empty = sum == 0.0f, writes = W == 0 && lane_id() % 4 == 0;
+        factor[half] = 0.0f;
+        if (row >= segment.heads) continue;
+        if (part != WHOLE) {
+            factor[half] = empty ? 0.0f : 1.0f / sum;
+            if (writes)
+                params.partial_lse[static_cast<int64_t>(part) * HEADS + row] = empty ? -INFINITY_F32 : lse_log2;
+            continue;
+        }
+        // A sink near the largest fp32 becomes inf in base 2 and its share inf: out is then 0, as it should be.
+        const float sink_log2 = params.sink ? params.sink[segment.first_head + row] * LOG2_E : -INFINITY_F32;
+        const float sink_share = exp2_approx(sink_log2 - subtrahend(c.maximum[half]));
+        factor[half] = empty ? 0.0f : 1.0f / (sum + sink_share);
+        if (writes)
+            params.lse[segment.token * params.num_heads + segment.first_head + row] =
+                empty ? INFINITY_F32 : lse_log2 * LN_2;
+    }
+}
+
+// The accumulators, each row times its factor, to the part's rows in fp32. Absent heads are left out.
+template <int W>
+DEVICE void store_part(float* part, const Consumer& c, const float (&factor)[2], int heads) {
+    const int t = lane_id() % 4;
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int row = c.row + 8 * half;
+        if (row >= heads) continue;
+        float* target = part + row * HEAD_DIM + W * (HEAD_DIM / 2) + 2 * t;
+        UNROLL
+        for (int n = 0; n < 32; ++n)
+            store_pair(target + 8 * n, c.out[n][2 * half] * factor[half], c.out[n][2 * half + 1] * factor[half]);
+    }
+}
+
+template <int W>
+DEVICE Span consume(const DecodeAttentionParams& params, SharedAddress shared) {
+    Consumer c;
+    c.row = warp_id() % 4 * 16 + lane_id() / 4;
+    const float scale_log2 = params.softmax_scale * LOG2_E;
+    Uses uses;
+    uint32_t turn = 0;
+    return for_each_segment(params, [&](const Segment& segment, int32_t part) {
+        clear(c);
+        consume_tiles<W>(c, shared, uses, uniform(segment.last - segment.first), scale_log2);
+        float total[2], factor[2];
+        total_sums<W>(total, c, turn++);
+        finish_softmax<W>(c, total, factor, params, segment, part);
+        if (part == WHOLE) {
+            bf16* out =
+                params.out + segment.token * params.out_token_stride + segment.first_head * params.out_head_stride;
+            store_out<W>(c, factor, out, params.out_head_stride, segment.heads, shared);
+        } else {
+            store_part<W>(params.partial_out + static_cast<int64_t>(part) * HEADS * HEAD_DIM, c, factor, segment.heads);
+        }
+    });
+}
+
+KERNEL(decode_attention_hopper, DecodeAttentionParams, THREADS) {
+    const SharedAddress shared = shared_address(dynamic_shared());
+    initialise_barriers(shared, {{arrivals(0, 0), arrivals(0, 1)}, {arrivals(1, 0), arrivals(1, 1)}});
+    const int warpgroup = uniform(warp_id() / 4);
+    if (warpgroup == 2) {
+        registers_decrease<88>();
+        Uses uses;
+        for_each_segment(params,
+                         [&](const Segment& segment, int32_t) { produce_segment(params, segment, shared, uses); });
+    } else {
+        registers_increase<208>();
+        if (warpgroup == 0) {
+            const Span span = consume<0>(params, shared);
+            if (threadIdx.x == 0) store_span(params, span);
+        } else {
+            consume<1>(params, shared);
+        }
+    }
+}
