@@ -131,6 +131,7 @@ struct Buffers<'d> {
     sink_view: TensorView,
     workspace: TensorView,
     num_blocks: usize,
+    implementation: Implementation,
     sets: Vec<Set>,
     _memory: DeviceArena<'d>,
 }
@@ -197,9 +198,10 @@ impl<'d> Buffers<'d> {
         let sets: Vec<Set> =
             (0..number).map(|set| Set::place(lab, &mut memory, shape, set)).collect::<Result<_, _>>()?;
         let num_blocks = launcher::natural_blocks(lab.device);
-        let bytes = launcher::workspace_bytes(&sets[0].inputs(shape, &sink_view), num_blocks, Implementation::Auto)?;
+        let implementation = launcher::resolve(lab.device, shape.format, shape.num_heads, Implementation::Auto)?;
+        let bytes = launcher::workspace_bytes(&sets[0].inputs(shape, &sink_view), num_blocks, implementation)?;
         let workspace = memory.workspace("workspace", bytes)?;
-        Ok(Self { shape, sink, sink_view, workspace, num_blocks, sets, _memory: memory })
+        Ok(Self { shape, sink, sink_view, workspace, num_blocks, implementation, sets, _memory: memory })
     }
 }
 
@@ -214,7 +216,7 @@ impl Prepared for Buffers<'_> {
         let arguments = launcher::Forward {
             inputs,
             num_blocks: self.num_blocks,
-            implementation: Implementation::Auto,
+            implementation: self.implementation,
             out,
             lse,
             workspace: &self.workspace,
@@ -284,7 +286,7 @@ impl Buffers<'_> {
     /// The schedule's cuts of the sampled tokens, head by head.
     fn split(&self, tokens: &[usize], heads: &[usize]) -> reference::Split {
         let Shape { batch, num_heads, topk, .. } = self.shape;
-        let spread = launcher::spread([batch, 1, num_heads], &topk, self.num_blocks, Implementation::Auto);
+        let spread = launcher::spread([batch, 1, num_heads], &topk, self.num_blocks, self.implementation);
         let tiles: usize = topk.iter().map(|slots| slots.div_ceil(launcher::TILE_SLOTS)).sum();
         let blocks = num_heads.div_ceil(spread.heads_per_block);
         let stretch = (batch * blocks * tiles).div_ceil(spread.num_blocks);

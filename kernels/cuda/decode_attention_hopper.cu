@@ -2,9 +2,9 @@
 // channels: decode_attention.cu, which has the formulas and says how the work is spread, with warpgroup products.
 // hopper_attention.h says how the three warpgroups share a block's work.
 //
-// The producer brings e4m3 channels by ordinary loads into registers, those of the next part of a tile while it
-// converts and stores these, and bf16 channels with cp.async. A code becomes code * 2^(scale - 127) in fp32, which bf16
-// holds exactly.
+// The producer brings bf16 channels with cp.async. So it does e4m3 channels, half a tile ahead, each lane to places of
+// its own from which it then converts them into the tile: a code becomes code * 2^(scale - 127) in fp32, which bf16 holds
+// exactly.
 //
 // Floors as in decode_attention.cu. Converting a tile of 64 rows takes the producer's four warps 14 chunks of 16 codes
 // a thread, about 1000 issue slots in each scheduler, beside 2048 cycles of products.
@@ -18,39 +18,58 @@
 static_assert((NOPE_DIM == 448 && ROPE_DIM == 64) || (NOPE_DIM == 0 && ROPE_DIM == 512), "512 channels");
 static_assert(HEADS_PER_BLOCK == HEADS && KEYS == TILE_SLOTS, "a block holds the heads and slots of a product");
 
-SHARED_MEMORY(decode_attention_hopper, Shared::BYTES)
 
 // ---------------------------------------------------------------- producer
 
 constexpr int ROWS = 16;  // of a tile, that one warp brings
 constexpr int CODE_PANELS = NOPE_DIM / 64;
-constexpr int PART_CHUNKS = HALF_PANELS * 4;  // chunks of 16 codes in a part of a row, or fewer
+constexpr int HALF_CHUNKS = HALF_PANELS * 4;  // chunks of 16 codes in half a row, or fewer
 
-// Chunks of codes in a part of a tile, from its first panel on; the panels behind them are bf16.
-constexpr int code_chunks(int tile, int part) {
-    const int panels = CODE_PANELS - Shared::first_panel(tile, part);
-    return 4 * maximum(minimum(panels, HALF_PANELS), 0);
+// Chunks of codes in half a row, from its first panel on; the panels behind them are bf16.
+constexpr int code_chunks(int half) {
+    return 4 * maximum(minimum(CODE_PANELS - half * HALF_PANELS, HALF_PANELS), 0);
 }
-constexpr bool has_copies(int tile, int part) { return code_chunks(tile, part) < PART_CHUNKS; }
-// Whoever stores or copies into a part arrives for both.
-constexpr uint32_t arrivals(int tile, int part) { return has_copies(tile, part) ? 2 * WARPGROUP_SIZE : WARPGROUP_SIZE; }
+constexpr bool has_copies(int half) { return code_chunks(half) < HALF_CHUNKS; }
+// Whoever stores or copies into a half arrives for both.
+constexpr uint32_t arrivals(int half) { return has_copies(half) ? 2 * WARPGROUP_SIZE : WARPGROUP_SIZE; }
+// The lower half of the columns is the part that warpgroup 0 owns.
+constexpr int part_of(int tile, int half) { return tile ^ half; }
 
-// A lane's codes of one part of the warp's rows: half a warp to a row. scales is what the lane's own row has.
-struct PartCodes {
-    Vec16 chunk[ROWS / 2];
-};
+// Steps of the warp's rows, two rows each; a lane has a chunk of 16 codes in each. Its codes of half a tile are on their
+// way in places of its own, [step][thread].
+constexpr int STEPS = ROWS / 2;
+// Steps that are converted together, and copied as a group: one alone would be a chain of latencies.
+constexpr int STEPS_TOGETHER = 4;
+constexpr int GROUPS_AHEAD = STEPS / STEPS_TOGETHER;
+constexpr int CODES_AT = Shared::BYTES;
+constexpr int CODES_BYTES = STEPS * WARPGROUP_SIZE * 16;
+static_assert(CODES_AT % 16 == 0 && CODES_AT + CODES_BYTES <= MAX_SHARED_BYTES, "codes exceed shared memory");
 
+SHARED_MEMORY(decode_attention_hopper, CODES_AT + CODES_BYTES)
+
+DEVICE SharedAddress code_place(SharedAddress shared, int step) {
+    return shared + CODES_AT + (step * WARPGROUP_SIZE + threadIdx.x % WARPGROUP_SIZE) * 16;
+}
 DEVICE int code_row(int step) { return 2 * step + lane_id() / 16; }
 
-template <int TILE, int PART>
-DEVICE void load_chunk(PartCodes& codes, int step, const LaneRow& row) {
-    constexpr int CHUNKS = code_chunks(TILE, PART);
+// Starts the arrival of the lane's chunk of a step. `row` is the address that the lane looked up; for a
+// slot that is not valid no source address is formed: `anywhere` stands for it.
+template <int HALF>
+DEVICE void copy_codes(int step, const uint8_t* row, const void* anywhere, SharedAddress shared) {
+    constexpr int CHUNKS = code_chunks(HALF);
     if constexpr (CHUNKS > 0) {
-        const uint8_t* data = address_of_lane(row.data, code_row(step));
-        codes.chunk[step] = Vec16{{0, 0, 0, 0}};
-        if (data != nullptr && lane_id() % 16 < CHUNKS)
-            codes.chunk[step] = load_vec16_readonly(data + Shared::first_panel(TILE, PART) * 64 + 16 * (lane_id() % 16));
+        const uint8_t* data = address_of_lane(row, code_row(step));
+        const bool wanted = data != nullptr && lane_id() % 16 < CHUNKS;
+        const void* from = wanted ? data + HALF * HALF_PANELS * 64 + 16 * (lane_id() % 16) : anywhere;
+        copy_async_16(code_place(shared, step), from, wanted);
     }
+}
+
+template <int HALF>
+DEVICE void copy_group(int first, const uint8_t* row, const void* anywhere, SharedAddress shared) {
+    UNROLL
+    for (int step = first; step < first + STEPS_TOGETHER; ++step) copy_codes<HALF>(step, row, anywhere, shared);
+    copy_commit();
 }
 
 // Eight codes, a word and the next, to eight bf16.
@@ -65,33 +84,33 @@ DEVICE Vec16 dequantise(uint32_t first, uint32_t second, float scale) {
     return values;
 }
 
-// Converts a chunk and stores its 32 bytes. `scales` is the word of the lane's own row with this part's scales.
-template <int TILE, int PART>
-DEVICE void store_chunk(const PartCodes& codes, int step, uint32_t scales, SharedAddress tile, int warp) {
-    constexpr int CHUNKS = code_chunks(TILE, PART);
+// Converts the lane's chunk of a step and stores its 32 bytes. `scales` is the word of the lane's own row with this half's scales.
+template <int HALF>
+DEVICE void store_codes(int step, uint32_t scales, SharedAddress shared, SharedAddress tile, int warp) {
+    constexpr int CHUNKS = code_chunks(HALF);
     if constexpr (CHUNKS > 0) {
         const int row = code_row(step), chunk = lane_id() % 16, panel = chunk / 4;
         const uint32_t word = __shfl_sync(FULL_WARP, scales, row);
         if (chunk >= CHUNKS) return;
         const float scale = e8m0_to_float(static_cast<uint8_t>(word >> 8 * panel));
-        const Vec16& c = codes.chunk[step];
-        const SharedAddress at = tile + (Shared::first_panel(TILE, PART) + panel) * PANEL_BYTES;
+        const Vec16 c = load_shared_vec16(code_place(shared, step));
+        const SharedAddress at = tile + (HALF * HALF_PANELS + panel) * PANEL_BYTES;
         store_shared_vec16(at + panel_offset(ROWS * warp + row, chunk % 4 * 2), dequantise(c.w[0], c.w[1], scale));
         store_shared_vec16(at + panel_offset(ROWS * warp + row, chunk % 4 * 2 + 1), dequantise(c.w[2], c.w[3], scale));
     }
 }
 
-// Starts the arrival of a part's bf16 channels. For a slot that is not valid no source address is formed: `anywhere`
+// Starts the arrival of a half's bf16 channels. For a slot that is not valid no source address is formed: `anywhere`
 // stands for it.
-template <int TILE, int PART>
-DEVICE void copy_channels(const LaneRow& row, const void* anywhere, SharedAddress tile, int warp) {
-    constexpr int FIRST = Shared::first_panel(TILE, PART) + code_chunks(TILE, PART) / 4;  // panel
-    constexpr int CHUNKS = 8 * (Shared::first_panel(TILE, PART) + HALF_PANELS - FIRST);    // of a row
+template <int HALF>
+DEVICE void copy_channels(const uint8_t* row, const void* anywhere, SharedAddress tile, int warp) {
+    constexpr int FIRST = HALF * HALF_PANELS + code_chunks(HALF) / 4;  // panel
+    constexpr int CHUNKS = 8 * ((HALF + 1) * HALF_PANELS - FIRST);     // of a row
     constexpr int BYTES_BEFORE = NOPE_DIM + 2 * (64 * FIRST - NOPE_DIM);
     UNROLL_BY(4)
     for (int i = lane_id(); i < ROWS * CHUNKS; i += WARP_SIZE) {
         const int r = i / CHUNKS, chunk = i % CHUNKS;
-        const uint8_t* data = address_of_lane(row.data, r);
+        const uint8_t* data = address_of_lane(row, r);
         const bool wanted = data != nullptr;
         const void* from = wanted ? data + BYTES_BEFORE + 16 * chunk : anywhere;
         copy_async_16(tile + (FIRST + chunk / 8) * PANEL_BYTES + panel_offset(ROWS * warp + r, chunk % 8), from, wanted);
@@ -114,42 +133,46 @@ DEVICE Scales load_scales(const LaneRow& row) {
     return scales;
 }
 
-// A row and its scales, and the codes that come first.
+// The row that a lane looks up for its warp, null where the slot is not valid, and its scales.
 struct Arriving {
-    LaneRow row;
+    const uint8_t* data;
     Scales scales;
 };
 
 DEVICE Arriving look_up(const DecodeAttentionParams& params, const Segment& segment, int32_t tile, int32_t index) {
     const LaneRow row = find_row(params, segment, tile, index, lane_id() < ROWS);
-    return Arriving{row, load_scales(row)};
+    return Arriving{row.data, load_scales(row)};
 }
 
-// Fills one part of a tile, once it is released, with codes that have been loaded; loads those of the part that comes
-// next, NEXT_PART of tile NEXT_TILE, in their place.
-template <int TILE, int PART, int NEXT_TILE, int NEXT_PART>
-DEVICE void produce_part(PartCodes& codes, const Arriving& own, const Arriving& next, const void* anywhere,
-                         SharedAddress shared, int warp, uint32_t released) {
-    const SharedAddress tile = shared + Shared::keys(TILE);
-    mbarrier_wait(shared + Shared::empty(TILE, PART), released);
-    if constexpr (PART == 0) {
+// Fills half of tile `tile` (0 or 1), once it is released, from codes on their way; starts those of the half that comes
+// next, of row `next`, in their places.
+template <int HALF>
+DEVICE void produce_half(const Arriving& own, const uint8_t* next, const void* anywhere, SharedAddress shared,
+                         int warp, int tile, uint32_t released) {
+    const SharedAddress keys = shared + Shared::keys(tile);
+    const int part = part_of(tile, HALF);
+    mbarrier_wait(shared + Shared::empty(tile, part), released);
+    if (part == 0) {
         // The warpgroup that released part 0 is the one that reads these bits.
-        auto* valid = reinterpret_cast<uint16_t*>(dynamic_shared() + Shared::VALID) + 4 * TILE;
-        const uint32_t warp_valid = __ballot_sync(FULL_WARP, own.row.data != nullptr) & 0xffffu;
+        auto* valid = reinterpret_cast<uint16_t*>(dynamic_shared() + Shared::VALID) + 4 * tile;
+        const uint32_t warp_valid = __ballot_sync(FULL_WARP, own.data != nullptr) & 0xffffu;
         if (lane_id() == 0) valid[warp] = static_cast<uint16_t>(warp_valid);
     }
-    if constexpr (has_copies(TILE, PART)) {
-        copy_channels<TILE, PART>(own.row, anywhere, tile, warp);
-        copy_arrive(shared + Shared::full(TILE, PART));
+    const SharedAddress full = shared + Shared::full(tile, part);
+    if constexpr (has_copies(HALF)) {
+        copy_channels<HALF>(own.data, anywhere, keys, warp);
+        copy_arrive(full);
     }
-    const uint32_t scales = own.scales.word[Shared::first_panel(TILE, PART) / HALF_PANELS];
     UNROLL
-    for (int step = 0; step < ROWS / 2; ++step) {
-        store_chunk<TILE, PART>(codes, step, scales, tile, warp);
-        load_chunk<NEXT_TILE, NEXT_PART>(codes, step, next.row);
+    for (int first = 0; first < STEPS; first += STEPS_TOGETHER) {
+        copy_wait<GROUPS_AHEAD - 1>();  // the oldest of the groups: these steps' codes
+        UNROLL
+        for (int step = first; step < first + STEPS_TOGETHER; ++step)
+            store_codes<HALF>(step, own.scales.word[HALF], shared, keys, warp);
+        copy_group<1 - HALF>(first, next, anywhere, shared);
     }
     fence_async_proxy();
-    mbarrier_arrive(shared + Shared::full(TILE, PART));
+    mbarrier_arrive(full);
 }
 
 DEVICE void produce_q(const DecodeAttentionParams& params, const Segment& segment, SharedAddress shared,
@@ -171,22 +194,17 @@ DEVICE void produce_segment(const DecodeAttentionParams& params, const Segment& 
     int32_t index = index_of(segment.first + 1);
     produce_q(params, segment, shared, uses.q);
     Arriving own = look_up(params, segment, segment.first, first_index);
-    PartCodes codes;
+    copy_wait<0>();  // what was copied for the tile behind the last one
     UNROLL
-    for (int step = 0; step < ROWS / 2; ++step) load_chunk<0, 0>(codes, step, own.row);
-    for (int32_t tile = segment.first; tile < segment.last; ++tile) {
-        const Arriving next = look_up(params, segment, tile + 1, index);
-        index = index_of(tile + 2);
+    for (int first = 0; first < STEPS; first += STEPS_TOGETHER) copy_group<0>(first, own.data, params.q, shared);
+    for (int32_t number = segment.first; number < segment.last; ++number) {
+        const Arriving next = look_up(params, segment, number + 1, index);
+        index = index_of(number + 2);
         const SharedAddress base = recomputed(shared);
-        if ((tile - segment.first) % 2 == 0) {
-            const uint32_t released = (uses.tile[0]++ & 1) ^ 1;
-            produce_part<0, 0, 0, 1>(codes, own, own, params.q, base, warp, released);
-            produce_part<0, 1, 1, 0>(codes, own, next, params.q, base, warp, released);
-        } else {
-            const uint32_t released = (uses.tile[1]++ & 1) ^ 1;
-            produce_part<1, 0, 1, 1>(codes, own, own, params.q, base, warp, released);
-            produce_part<1, 1, 0, 0>(codes, own, next, params.q, base, warp, released);
-        }
+        const int tile = (number - segment.first) % 2;
+        const uint32_t released = ((tile == 0 ? uses.tile[0]++ : uses.tile[1]++) & 1) ^ 1;
+        produce_half<0>(own, own.data, params.q, base, warp, tile, released);
+        produce_half<1>(own, next.data, params.q, base, warp, tile, released);
         own = next;
     }
 }
@@ -261,7 +279,8 @@ DEVICE Span consume(const DecodeAttentionParams& params, SharedAddress shared) {
 
 KERNEL(decode_attention_hopper, DecodeAttentionParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    initialise_barriers(shared, {{arrivals(0, 0), arrivals(0, 1)}, {arrivals(1, 0), arrivals(1, 1)}});
+    initialise_barriers(shared, {{arrivals(part_of(0, 0)), arrivals(part_of(0, 1))},
+                                 {arrivals(part_of(1, 0)), arrivals(part_of(1, 1))}});
     const int warpgroup = uniform(warp_id() / 4);
     if (warpgroup == 2) {
         registers_decrease<88>();

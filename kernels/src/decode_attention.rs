@@ -112,6 +112,28 @@ pub fn natural_blocks(device: &Device) -> usize {
     (device.environment().processors as usize).max(1)
 }
 
+/// The implementation that runs on a device: what is asked for, or for [`Implementation::Auto`] the Hopper kernel where
+/// there is one, beyond 16 heads.
+///
+/// # Errors
+/// The Hopper kernel is asked for and cannot run.
+pub fn resolve(
+    device: &Device,
+    format: RowFormat,
+    num_heads: usize,
+    implementation: Implementation,
+) -> Result<Implementation> {
+    let fits = HOPPER_FORMATS.contains(&format);
+    let refusal = not_sm_90a(device)
+        .or_else(|| (!fits).then(|| format!("{format:?}: the Hopper kernel takes {HOPPER_FORMATS:?}")));
+    match (implementation, refusal) {
+        (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
+        (Implementation::Auto, None) if num_heads > 16 => Ok(Implementation::Hopper),
+        (Implementation::Auto, _) => Ok(Implementation::Portable),
+        (asked, _) => Ok(asked),
+    }
+}
+
 /// How a call is spread over the device. A unit is a token with up to `heads_per_block` of its heads; the tiles of all
 /// units, one behind the other, are dealt to the blocks in equal stretches (the kernel's header).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,7 +145,7 @@ pub struct Spread {
 }
 
 /// How a call of `batch * s_q` tokens whose lists have `topk` slots in each store is spread when it is offered
-/// `num_blocks` blocks.
+/// `num_blocks` blocks; [`Implementation::Auto`] must have been resolved, and counts as portable.
 pub fn spread(
     [batch, s_q, num_heads]: [usize; 3],
     topk: &[usize],
@@ -152,19 +174,6 @@ struct Extents {
 }
 
 impl Extents {
-    /// Whether the Hopper kernel runs.
-    fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
-        let fits = HOPPER_FORMATS.contains(&self.format);
-        let refusal = not_sm_90a(device)
-            .or_else(|| (!fits).then(|| format!("{:?}: the Hopper kernel takes {HOPPER_FORMATS:?}", self.format)));
-        match (implementation, refusal) {
-            (Implementation::Portable, _) => Ok(false),
-            (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
-            (Implementation::Hopper, None) => Ok(true),
-            (Implementation::Auto, refusal) => Ok(refusal.is_none() && self.spread.heads_per_block == HOPPER_HEADS),
-        }
-    }
-
     fn defines(self) -> Vec<(&'static str, String)> {
         defines(self.format, self.spread.heads_per_block)
     }
@@ -297,7 +306,12 @@ impl Workspace {
 /// # Errors
 /// Inputs that the launcher refuses.
 pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize, implementation: Implementation) -> Result<usize> {
-    Ok(Workspace::of(check_inputs(inputs, num_blocks, implementation)?).bytes)
+    let of = |implementation| Ok(Workspace::of(check_inputs(inputs, num_blocks, implementation)?).bytes);
+    match implementation {
+        // Which one runs is the device's to say: enough for either.
+        Implementation::Auto => Ok(of(Implementation::Portable)?.max(of(Implementation::Hopper)?)),
+        resolved => of(resolved),
+    }
 }
 
 /// Launches the attention and, where work was split, the merge; returns the kernels that ran.
@@ -305,11 +319,14 @@ pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize, implementation: I
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<Vec<String>> {
-    let extents = check_inputs(&arguments.inputs, arguments.num_blocks, arguments.implementation)?;
+    let Inputs { format, q, .. } = arguments.inputs;
+    let num_heads = q.shape.get(2).copied().unwrap_or_default();
+    let implementation = resolve(device, format, num_heads, arguments.implementation)?;
+    let extents = check_inputs(&arguments.inputs, arguments.num_blocks, implementation)?;
     let parts = check_outputs(arguments, extents)?;
     let blocks = extents.spread.num_blocks;
     let params = params_of(arguments, extents, &parts);
-    let hopper = extents.hopper(device, arguments.implementation)?;
+    let hopper = implementation == Implementation::Hopper;
     let (file, name) = if hopper { (HOPPER_FILE, "decode_attention_hopper") } else { (FILE, "decode_attention") };
     let kernel = device.kernel::<DecodeAttentionParams>(file, &extents.defines(), name)?;
     let config = LaunchConfig::linear(CHECK.operator, "num_blocks", blocks as u64, kernel.max_threads())?;

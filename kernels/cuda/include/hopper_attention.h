@@ -51,10 +51,11 @@ struct Shared {
     static constexpr int VALID = P + (ROPE_PANEL ? 0 : 2 * PANEL_BYTES);
     static constexpr int MAXIMA = VALID + 2 * 8;              // float [2][64], after either tile of a pair
     static constexpr int SUMS = MAXIMA + 2 * 64 * 4;          // float [2][2][64]: of this work and of the next
-    // Where out passes on its way to memory: for each consumer warp 16 rows of 32 columns, in chunks of 8.
+    // Where out passes on its way to memory: for each consumer warp 16 rows of 32 columns, in chunks of 8. With a
+    // panel of its own for either P, where the warpgroup's own lay: once the sums are ready nobody reads it.
     static constexpr int STAGING = SUMS + 2 * 2 * 64 * 4;
     static constexpr int STAGING_BYTES = 16 * 32 * 2;
-    static constexpr int FULL = STAGING + 8 * STAGING_BYTES;  // mbarriers [tile][part]
+    static constexpr int FULL = STAGING + (ROPE_PANEL ? 8 * STAGING_BYTES : 0);  // mbarriers [tile][part]
     static constexpr int EMPTY = FULL + 4 * 8;
     static constexpr int Q_FULL = EMPTY + 4 * 8;
     static constexpr int Q_EMPTY = Q_FULL + 8;
@@ -63,6 +64,9 @@ struct Shared {
     static constexpr int keys(int tile) { return KEYS + tile * TILE_BYTES; }
     static constexpr int weights(int tile) {
         return ROPE_PANEL ? keys(tile) + (PANELS - 1) * PANEL_BYTES : P + tile * PANEL_BYTES;
+    }
+    static constexpr int staging(int warpgroup, int warp) {
+        return ROPE_PANEL ? STAGING + (4 * warpgroup + warp) * STAGING_BYTES : weights(warpgroup) + warp * STAGING_BYTES;
     }
     static constexpr int full(int tile, int part) { return FULL + 8 * (2 * tile + part); }
     static constexpr int empty(int tile, int part) { return EMPTY + 8 * (2 * tile + part); }
@@ -378,7 +382,7 @@ template <int W>
 DEVICE void store_out(const Consumer& c, const float (&factor)[2], bf16* out, int64_t head_stride, int heads,
                       SharedAddress shared) {
     const int g = lane_id() / 4, t = lane_id() % 4, warp = warp_id() % 4;
-    const SharedAddress staging = shared + Shared::STAGING + warp_id() * Shared::STAGING_BYTES;
+    const SharedAddress staging = shared + Shared::staging(W, warp);
     // Two rows share 128 bytes: their chunks stand so that neither the writes nor the reads meet in a bank.
     const auto place = [&](int row, int chunk) { return staging + row * 64 + 16 * (chunk ^ (row / 2 & 3)); };
     UNROLL
