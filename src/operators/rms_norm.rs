@@ -50,8 +50,16 @@ pub struct RmsNormCase {
     pub magnitude: f64,
     /// Whether every third row is zero.
     pub zero_rows: bool,
+    /// Whether the forward that writes y saves rstd, as it does in lines written before there was a choice. If not,
+    /// as in inference, a forward of its own saves it for the backward.
+    #[serde(default = "saved")]
+    pub saves_rstd: bool,
     /// Seed of the data.
     pub seed: u64,
+}
+
+fn saved() -> bool {
+    true
 }
 
 impl RmsNormCase {
@@ -67,6 +75,7 @@ impl RmsNormCase {
             distribution: Distribution::Normal,
             magnitude: 1.0,
             zero_rows: false,
+            saves_rstd: true,
             seed: 1,
         }
     }
@@ -109,6 +118,7 @@ impl Operator for RmsNorm {
                 "distribution",
                 "magnitude",
                 "zero rows",
+                "rstd saved",
             ]),
             has_backward: true,
         }
@@ -126,12 +136,14 @@ impl Operator for RmsNorm {
         let aliasing = prop_oneof![
             3 => Just(Aliasing::OutOfPlace), 1 => Just(Aliasing::InPlace), 1 => Just(Aliasing::Interleaved)
         ];
-        let data = (prop::sample::select(Distribution::ALL.to_vec()), magnitude(-18..=18), any::<bool>(), 0..1000u64);
+        let saves_rstd = prop_oneof![3 => Just(true), 1 => Just(false)];
+        let distribution = prop::sample::select(Distribution::ALL.to_vec());
+        let data = (distribution, magnitude(-18..=18), any::<bool>(), saves_rstd, 0..1000u64);
         let shape = (extent(rows, 8), widths, prop_oneof![3 => Just(0usize), 1 => Just(8usize), 1 => 1..20usize]);
         let eps = prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32), 1 => Just(1e-12f32)];
         (shape, float, weight, eps, aliasing, data)
             .prop_map(|((num_rows, width, padding), dtype, weight, eps, aliasing, data)| {
-                let (distribution, magnitude, zero_rows, seed) = data;
+                let (distribution, magnitude, zero_rows, saves_rstd, seed) = data;
                 let num_rows = num_rows.min((LARGEST_DRAWN / width).max(1));
                 // A row of one element has dx = dy·w·r·eps·r²: it vanishes under the rounding of its two
                 // terms unless eps counts.
@@ -147,6 +159,7 @@ impl Operator for RmsNorm {
                     distribution,
                     magnitude,
                     zero_rows,
+                    saves_rstd,
                     seed,
                 };
                 Case::new(NAME, &case)
@@ -174,6 +187,12 @@ impl Operator for RmsNorm {
             RmsNormCase { padding: 3, ..plain(3, 1501) },
             // More rows than blocks in the backward, and no dweight.
             RmsNormCase { weight: None, ..plain(20, 2048) },
+            // More partial sums of dweight than one block of their sum takes at a time.
+            plain(136, 1024),
+            // No rstd to store, by each of the forward kernels.
+            RmsNormCase { saves_rstd: false, ..plain(5, 512) },
+            RmsNormCase { saves_rstd: false, ..plain(3, 2048) },
+            RmsNormCase { saves_rstd: false, padding: 3, ..plain(3, 517) },
         ];
         if profile == Profile::Full {
             cases.extend([plain(512, 7168), plain(2048, 512), RmsNormCase { weight: None, ..plain(4096, 512) }]);
@@ -320,6 +339,11 @@ impl Prepared for Inputs {
         let saved_x = arena.upload("saved x", &self.x, &rows, Role::Input)?;
         let dy = arena.upload("dy", &self.dy, &rows, Role::Input)?;
         let dx = arena.allocate("dx", self.x.dtype, &self.x.shape, &rows, Role::Output)?;
+        let saves_rstd = self.case.saves_rstd;
+        let saver = |arena: &mut DeviceArena<'_>| {
+            arena.allocate("y of the forward that saves rstd", self.x.dtype, &self.x.shape, &rows, Role::Output)
+        };
+        let saver = (!saves_rstd).then(|| saver(&mut arena)).transpose()?;
         let (mut dweight, mut workspace) = (None, None);
         if weight.is_some() {
             dweight = Some(arena.output("dweight", DType::F32, &[width])?);
@@ -329,8 +353,12 @@ impl Prepared for Inputs {
         let mut paths = Vec::new();
         let violations = arena.run(|device| {
             let weight = weight.as_ref();
-            let forward = launcher::Forward { x: &x, weight, y: &y, rstd: Some(&rstd), eps: self.case.eps };
+            let eps = self.case.eps;
+            let forward = launcher::Forward { x: &x, weight, y: &y, rstd: saves_rstd.then_some(&rstd), eps };
             paths.push(launcher::forward(device, &forward)?.to_owned());
+            if let Some(y) = &saver {
+                launcher::forward(device, &launcher::Forward { x: &saved_x, weight, y, rstd: Some(&rstd), eps })?;
+            }
             let backward = launcher::Backward {
                 dy: &dy,
                 x: &saved_x,

@@ -319,6 +319,13 @@ impl Operator for SparseAttention {
                 ..plain(7, 65, 512, 90, 140)
             }),
             hopper(SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) }),
+            // Rows of dk that are one product each: what is rounded, dS and not softmax_scale dS, shows in single elements.
+            hopper(SparseAttentionCase {
+                indices: IndexClass::Valid,
+                key_gradient: Float::F32,
+                logit_deviation: 4.0,
+                ..plain(1, 1, 512, 200, 128)
+            }),
         ];
         if profile == Profile::Full {
             cases.extend(production_cases());

@@ -75,8 +75,8 @@ struct Shared {
 };
 static_assert(Shared::BYTES <= MAX_SHARED_BYTES, "tiles exceed shared memory");
 
-// Named barriers; each among all consumers.
-constexpr uint32_t FIRST_WEIGHTS_READY = 1, SECOND_WEIGHTS_READY = 2, SUMS_READY = 3;
+// Named barriers: among all consumers, but for the last, which is warpgroup 0's own.
+constexpr uint32_t FIRST_WEIGHTS_READY = 1, SECOND_WEIGHTS_READY = 2, SUMS_READY = 3, FIRST_SCORES_DONE = 4;
 
 // How often a buffer has been filled (producer), or read (consumer): the parity of its phase.
 struct Uses {
@@ -279,6 +279,9 @@ DEVICE void consume_first(Consumer& c, SharedAddress shared, const Pair& pair, f
     UNROLL
     for (int half = 0; half < 2; ++half) maximum[half] = maximum_f32(maximum[half], c.maximum[half]);
     publish_maximum(c, maximum, maxima);
+    // A warp's wait covers its own rows of the scores: other warps may still read the panel that P takes the place of.
+    // Those of warpgroup 1 meet before they write theirs, where they wait for the first weights.
+    if constexpr (ROPE_PANEL) named_barrier_sync(FIRST_SCORES_DONE, WARPGROUP_SIZE);
     write_weights<0>(p, sum, s, maximum, scale_log2, c.row, shared);
     named_barrier_arrive(FIRST_WEIGHTS_READY, CONSUMERS);
     rescale(c, maximum);

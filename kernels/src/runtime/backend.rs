@@ -43,7 +43,7 @@ pub struct Environment {
     pub compiler: String,
     /// Compilation target: `sm_90a`, or the host's architecture.
     pub target: String,
-    /// Multiprocessors, or cores.
+    /// Multiprocessors, or, on the emulator, as many as it says it has.
     pub processors: u32,
     /// Bytes of dynamic shared memory that one block may ask for.
     pub shared_bytes_per_block: u64,

@@ -103,6 +103,11 @@ impl Mbarriers {
         self.by_offset.get_mut(&offset).ok_or_else(|| format!("mbarrier at offset {offset:#x}: used before its init"))
     }
 
+    /// Whether a thread waits for the phase under way of the mbarrier at `offset`.
+    pub fn is_awaited(&self, offset: u32) -> bool {
+        self.by_offset.get(&offset).is_some_and(|barrier| !barrier.waiting.is_empty())
+    }
+
     /// What the phase under way of the mbarrier at `offset` lacks.
     pub fn lacks(&self, offset: u32) -> String {
         let Some(barrier) = self.by_offset.get(&offset) else { return "none was initialised".into() };

@@ -241,12 +241,24 @@ struct ReadySet {
     random: Option<RandomOrder>,
 }
 
+/// How long a priority may last: for about two steps of a warp, in which warps mix, or for so many that a warp is
+/// done with a tile, or with its whole work, before another begins.
+const STEPS_OF_A_PRIORITY: [u32; 3] = [64, 1024, 16384];
+/// How many sixteenths of a block's asynchronous work may be done in the moment of its issue.
+const DONE_AT_ONCE: [u32; 3] = [0, 4, 16];
+
 struct RandomOrder {
     rng: ChaCha8Rng,
     by_warp: Vec<Vec<u32>>,
     /// A permutation of the warps: the first with a ready lane runs. Drawn anew now and then, so
     /// that one warp may run far ahead of, or far behind, all others.
     priority: Vec<u32>,
+    /// Steps of a thread between two such draws, on average; one of [`STEPS_OF_A_PRIORITY`].
+    steps: u32,
+    /// Sixteenths of the copies that land in the moment of their issue; one of [`DONE_AT_ONCE`].
+    copies_at_once: u32,
+    /// The same of matrix products, which then read their operands.
+    products_at_once: u32,
     ready: usize,
 }
 
@@ -257,10 +269,14 @@ impl ReadySet {
             rng: ChaCha8Rng::seed_from_u64(seed),
             by_warp: vec![Vec::with_capacity(32); warps as usize],
             priority: (0..warps).collect(),
+            steps: STEPS_OF_A_PRIORITY[0],
+            copies_at_once: DONE_AT_ONCE[0],
+            products_at_once: DONE_AT_ONCE[0],
             ready: 0,
         });
         let mut set = Self { queue: VecDeque::with_capacity(threads as usize), random };
         if let Some(random) = &mut set.random {
+            random.draw_manner();
             random.draw_priority();
         }
         (0..threads).for_each(|thread| set.push(thread));
@@ -286,6 +302,13 @@ impl ReadySet {
 }
 
 impl RandomOrder {
+    fn draw_manner(&mut self) {
+        let mut one_of = |choices: [u32; 3]| choices[self.rng.random_range(0..choices.len())];
+        self.steps = one_of(STEPS_OF_A_PRIORITY);
+        self.copies_at_once = one_of(DONE_AT_ONCE);
+        self.products_at_once = one_of(DONE_AT_ONCE);
+    }
+
     fn draw_priority(&mut self) {
         for i in (1..self.priority.len()).rev() {
             let j = self.rng.random_range(0..=i);
@@ -297,7 +320,7 @@ impl RandomOrder {
         if self.ready == 0 {
             return None;
         }
-        if self.rng.random_ratio(1, 64) {
+        if self.rng.random_ratio(1, self.steps) {
             self.draw_priority();
         }
         let warp = *self.priority.iter().find(|&&warp| !self.by_warp[warp as usize].is_empty())?;
@@ -390,6 +413,7 @@ impl Block {
             }
         }
         let block = unsafe { &mut *scheduler };
+        block.land_last_copies();
         if let Some(failure) = block.failure.take() {
             return Err(failure);
         }
@@ -466,10 +490,12 @@ impl Block {
             self.land_bulk_copy(first_bulk);
             return true;
         }
-        let order = (self.next_arrival..threads).chain(0..self.next_arrival);
-        let Some(thread) = order.into_iter().find(|&thread| !self.copies[thread].arrivals.is_empty()) else {
-            return false;
-        };
+        // Sooner those that release somebody: what nobody waits for may be late.
+        let order = || (self.next_arrival..threads).chain(0..self.next_arrival);
+        let next = |thread: usize| self.copies[thread].arrivals.front();
+        let awaited = |&thread: &usize| next(thread).is_some_and(|arrival| self.mbarriers.is_awaited(arrival.offset));
+        let any = || order().find(|&thread| next(thread).is_some());
+        let Some(thread) = order().find(awaited).or_else(any) else { return false };
         self.next_arrival = thread;
         let behind = self.copies[thread].arrivals[0].behind;
         self.land_copies(thread, |copy| copy.number < behind);
@@ -486,6 +512,15 @@ impl Block {
             } else {
                 index += 1;
             }
+        }
+    }
+
+    /// Copies that nobody waited for still land before the block is gone; not when their thread returns, since a
+    /// thread that returns waits for nothing.
+    fn land_last_copies(&mut self) {
+        for thread in 0..self.copies.len() {
+            self.land_copies(thread, |_| true);
+            self.fire_arrivals(thread);
         }
     }
 
@@ -518,9 +553,14 @@ impl Block {
         }
     }
 
-    /// Whether asynchronous work is to be done in the moment of its issue.
-    pub(super) fn draw_at_once(&mut self) -> bool {
-        self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(1, 4))
+    /// Whether a copy is to land in the moment of its issue.
+    pub(super) fn draw_copy_at_once(&mut self) -> bool {
+        self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(random.copies_at_once, 16))
+    }
+
+    /// Whether a matrix product is to read its operands in the moment of its issue.
+    pub(super) fn draw_product_at_once(&mut self) -> bool {
+        self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(random.products_at_once, 16))
     }
 
     /// Records a fault of this thread, unless there is one already.
@@ -532,9 +572,6 @@ impl Block {
 
     fn finish_thread(&mut self, thread: u32, ending: Ending) {
         self.states[thread as usize] = State::Exited;
-        // Copies that nobody waited for still land before the block is gone.
-        self.land_copies(thread as usize, |_| true);
-        self.fire_arrivals(thread as usize);
         let what = match ending {
             Ending::Returned if self.bulk.still_reads(thread) => {
                 "returned while its bulk additions may still read shared memory".to_owned()
@@ -836,7 +873,7 @@ unsafe extern "C" fn copy_async(
     copies.issued += 1;
     copies.pending.push(PendingCopy { target, source, bytes, source_bytes, group, number });
     block.copies_pending += 1;
-    if block.draw_at_once() {
+    if block.draw_copy_at_once() {
         block.land_copy(thread, block.copies[thread].pending.len() - 1);
     }
 }

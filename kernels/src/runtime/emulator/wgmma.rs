@@ -161,7 +161,7 @@ impl Block {
 
     fn issue_product(&mut self, warp: u32, product: WarpProduct) {
         let issuer_fence = self.proxy.warp_fence(warp * 32);
-        let at_once = self.draw_at_once();
+        let at_once = self.draw_product_at_once();
         let queue = &mut self.products.warps[warp as usize];
         let (group, key) = (queue.committed[0], product.accumulators[0]);
         match queue.held.iter_mut().find(|held| held.product.accumulators[0] == key) {
