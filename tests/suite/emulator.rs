@@ -787,6 +787,7 @@ struct Attention {
     dk: TensorView,
     dv: Option<TensorView>,
     dsink: Option<TensorView>,
+    key_gradients: sparse_attention::KeyGradients,
     workspace: TensorView,
 }
 
@@ -817,10 +818,22 @@ impl Attention {
             softmax_scale: 0.125,
             dlse: Some(dlse),
             dv: None,
+            key_gradients: sparse_attention::KeyGradients::Atomic,
         };
-        let bytes = sparse_attention::workspace_bytes(&attention.inputs(), DType::Bf16).unwrap();
-        attention.workspace = placed.tensor("workspace", DType::U8, &[bytes]);
+        attention.workspace = placed.tensor("workspace", DType::U8, &[attention.workspace_bytes()]);
         attention
+    }
+
+    /// With dk and dv summed in one order, `chunk_tokens` tokens at a time.
+    fn deterministic(placed: &mut Placed, chunk_tokens: usize) -> Self {
+        let mut attention = Self::new(placed);
+        attention.key_gradients = sparse_attention::KeyGradients::Deterministic { chunk_tokens };
+        attention.workspace = placed.tensor("workspace", DType::U8, &[attention.workspace_bytes()]);
+        attention
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        sparse_attention::workspace_bytes(&self.inputs(), DType::Bf16, self.key_gradients).unwrap()
     }
 
     fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
@@ -862,6 +875,7 @@ impl Attention {
         let arguments = sparse_attention::Backward {
             inputs: self.inputs(),
             implementation: sparse_attention::Implementation::Auto,
+            key_gradients: self.key_gradients,
             out: &self.out,
             lse: &self.lse,
             dout: &self.dout,

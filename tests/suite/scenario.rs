@@ -6,7 +6,7 @@ use dsv4_parity::case::Distribution;
 use dsv4_parity::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::operators::Float;
 use dsv4_parity::operators::sparse_attention::{
-    Implementation, IndexClass, Lengths, Sinks, SparseAttentionCase, Values,
+    Implementation, IndexClass, KeyGradients, Lengths, Sinks, SparseAttentionCase, Values,
 };
 use dsv4_parity::record::{CheckRecord, Verdict};
 use dsv4_parity::scenario::OutputRotation;
@@ -32,6 +32,7 @@ fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
         logit_deviation: 2.0,
         logit_shift: 0.0,
         key_gradient: Float::F32,
+        key_gradients: KeyGradients::Atomic,
         dlse: true,
         padding: 8,
         distribution: Distribution::Normal,
