@@ -724,7 +724,7 @@ KERNEL(sparse_attention_fill, SparseAttentionIndexParams, ROW_THREADS) {
 // Up to this many entries each one's place is counted by comparing it with all others: n^2 / 32 steps of a warp.
 constexpr int32_t RANKED_ENTRIES = 256;
 // Longer lists pass through a bitmap of a window of entries at a time.
-constexpr int WINDOW_WORDS = 512;
+constexpr int WINDOW_WORDS = 256;
 constexpr uint32_t WINDOW_ENTRIES = 32 * WINDOW_WORDS;
 
 // Puts each entry of a warp's list where its rank is. No entry is there twice.
