@@ -51,8 +51,8 @@
 // What determinism costs. A slot's row is written once by each block of heads and read once by the sum: 8*D bytes for
 // each slot, token and block of heads (8*(D + Dv) with V_SEPARATE) take the place of 4*D bytes of atomics. At the
 // 4.24 TB/s of a device copy that is 2.0 ms for 4096 tokens at H 64, D 512, topk 512, and 8.1 ms at H 128, topk 1024;
-// half of it, the writing, runs beside the matrix products. The index reads each list twice and moves 16 bytes a slot.
-// A key that every slot names is summed by HEAD_DIM / 128 warps alone, which is slow and not wrong.
+// half of it, the writing, runs beside the matrix products. The index of a chunk moves 24 bytes a slot. These are
+// bounds, not measurements. A key that every slot names is summed by HEAD_DIM / 128 warps alone: slow, not wrong.
 //
 // Defines
 //   HEAD_DIM         width of q and k, a multiple of 16, at most 576

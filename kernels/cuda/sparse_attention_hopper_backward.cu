@@ -10,10 +10,11 @@
 //         product is done, so the gather runs beside the products and the atomics of dk.
 //
 // Floors for 64 heads and a tile of 64 slots (D 512): five products, 5120 cycles at 4096 FLOP a cycle; 64 KB gathered;
-// 128 KB of fp32 atomics. The atomics are the longest: 4 * T * topk * D bytes for each 64 heads.
+// 128 KB of fp32 atomics. The atomics are the longest: 4 * T * topk * D bytes for each 64 heads. With DETERMINISTIC the
+// same bytes are stored instead, and sparse_attention_sum reads them: 8 * T * topk * D over 4.24 TB/s, as a bound.
 //
-// Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0, DETERMINISTIC as in sparse_attention.cu. Launch: a
-// grid of num_tokens * ceil(num_heads / 64) blocks in x.
+// Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0, DETERMINISTIC as in sparse_attention.cu.
+// Launch: a grid of num_tokens * ceil(num_heads / 64) blocks in x.
 
 #include "async_copy.h"
 #include "hopper.h"
