@@ -171,6 +171,7 @@ fn attention_backward<'a>(
     attention_launcher::Backward {
         inputs: read.launcher(),
         implementation: attention_launcher::Implementation::Auto,
+        key_gradients: written.key_gradients,
         out,
         lse,
         dout,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use dsv4_kernels::runtime::{DType, DeviceArena, HostTensor, RuntimeError, TensorView};
-use dsv4_kernels::sparse_attention::{self as launcher, Implementation};
+use dsv4_kernels::sparse_attention::{self as launcher, Implementation, KeyGradients};
 use dsv4_parity::benchmarks::Work;
 use dsv4_parity::case::Draw;
 use dsv4_reference::precision::Rounding;
@@ -40,14 +40,17 @@ struct Shape {
     /// V is a tensor of its own; otherwise it is K.
     separate: bool,
     implementation: Implementation,
+    /// Gradients of keys are summed in one order.
+    deterministic: bool,
 }
 
 impl Shape {
     fn name(self) -> String {
-        let Self { num_tokens, num_keys, num_heads, topk, separate, implementation } = self;
+        let Self { num_tokens, num_keys, num_heads, topk, separate, implementation, deterministic } = self;
         let value = if separate { " V" } else { "" };
         let portable = if implementation == Implementation::Portable { " portable" } else { "" };
-        format!("q{num_tokens} k{num_keys} H{num_heads} D{HEAD_DIM} topk{topk}{value}{portable}")
+        let deterministic = if deterministic { " deterministic" } else { "" };
+        format!("q{num_tokens} k{num_keys} H{num_heads} D{HEAD_DIM} topk{topk}{value}{portable}{deterministic}")
     }
 
     fn softmax_scale(self) -> f32 {
@@ -148,6 +151,7 @@ pub fn production() -> Vec<Benchmark> {
         topk,
         separate: false,
         implementation,
+        deterministic: false,
     };
     let shapes = [
         shape(64, 512, 8192),
@@ -159,14 +163,18 @@ pub fn production() -> Vec<Benchmark> {
         Shape { implementation: Implementation::Portable, ..shape(128, 1024, 8192) },
     ];
     let both = |shape: Shape| [Direction::Forward, Direction::Backward].map(|direction| shape.benchmark(direction));
-    shapes.into_iter().flat_map(both).collect()
+    let summed_in_order = [shape(64, 512, 8192), shape(128, 1024, 8192)]
+        .map(|shape| Shape { deterministic: true, ..shape }.benchmark(Direction::Backward));
+    shapes.into_iter().flat_map(both).chain(summed_in_order).collect()
 }
 
 /// Shapes for the emulator.
 pub fn small() -> Vec<Benchmark> {
     let implementation = Implementation::Auto;
-    let shape = Shape { num_tokens: 2, num_keys: 64, num_heads: 16, topk: 32, separate: false, implementation };
-    vec![shape.benchmark(Direction::Forward), shape.benchmark(Direction::Backward), shape.oracle()]
+    let (separate, deterministic) = (false, false);
+    let shape = Shape { num_tokens: 2, num_keys: 64, num_heads: 16, topk: 32, separate, implementation, deterministic };
+    let summed_in_order = Shape { deterministic: true, ..shape }.benchmark(Direction::Backward);
+    vec![shape.benchmark(Direction::Forward), shape.benchmark(Direction::Backward), summed_in_order, shape.oracle()]
 }
 
 /// One set: what a call reads and writes.
@@ -194,6 +202,7 @@ struct Buffers<'d> {
     sink: HostTensor,
     sink_view: TensorView,
     dsink: TensorView,
+    key_gradients: KeyGradients,
     workspace: Option<TensorView>,
     sets: Vec<Set>,
     _memory: DeviceArena<'d>,
@@ -208,9 +217,14 @@ impl<'d> Buffers<'d> {
         let number = sets(lab.device, shape.work(direction).bytes);
         let sets = (0..number).map(|set| Set::place(lab, &mut memory, shape, direction, set));
         let sets = sets.collect::<Result<_, RuntimeError>>()?;
-        let mut buffers = Self { shape, sink, sink_view, dsink, workspace: None, sets, _memory: memory };
+        let (key_gradients, workspace) = (KeyGradients::Atomic, None);
+        let mut buffers = Self { shape, sink, sink_view, dsink, key_gradients, workspace, sets, _memory: memory };
         if direction == Direction::Backward {
-            let bytes = launcher::workspace_bytes(&buffers.inputs(0), KEY_GRADIENT)?;
+            if shape.deterministic {
+                let chunk_tokens = launcher::default_chunk_tokens(&buffers.inputs(0))?;
+                buffers.key_gradients = KeyGradients::Deterministic { chunk_tokens };
+            }
+            let bytes = launcher::workspace_bytes(&buffers.inputs(0), KEY_GRADIENT, buffers.key_gradients)?;
             buffers.workspace = Some(buffers._memory.workspace("workspace", bytes)?);
             // The backward reads what a forward saved.
             (0..number).try_for_each(|set| buffers.forward(lab, set))?;
@@ -289,6 +303,7 @@ impl Prepared for Buffers<'_> {
         let arguments = launcher::Backward {
             inputs: self.inputs(set),
             implementation: self.shape.implementation,
+            key_gradients: self.key_gradients,
             out,
             lse,
             dout: &gradients.dout.view,

@@ -21,6 +21,12 @@
 //   sparse_attention_zero      zero-fills the fp32 accumulator rows
 //   sparse_attention_backward  one block per (token, HEADS_PER_BLOCK heads): dq, and fp32 atomics to dk, dv
 //   sparse_attention_cast      fp32 accumulator rows to bf16
+// and with DETERMINISTIC, for a chunk of tokens after the other, around a backward without atomics:
+//   sparse_attention_count     how many slots name each key
+//   sparse_attention_reserve   room for each key's list of slots
+//   sparse_attention_fill      the lists, in whatever order
+//   sparse_attention_order     the lists, ascending
+//   sparse_attention_sum       the rows of a key's slots, added to its accumulator row in the order of its list
 //
 // How the work is laid out. All heads of a token share one list of keys, so a block takes a token
 // and up to 64 of its heads as the M side of the matrix products, gathers the listed rows of K (and
@@ -42,11 +48,18 @@
 // Backward 192 and 206, falling to 184 and 201 where the atomics spread over many keys. A separate V, gathered
 // beside K, costs a quarter of the forward (170) and half of the backward (112).
 //
+// What determinism costs. A slot's row is written once by each block of heads and read once by the sum: 8*D bytes for
+// each slot, token and block of heads (8*(D + Dv) with V_SEPARATE) take the place of 4*D bytes of atomics. At the
+// 4.24 TB/s of a device copy that is 2.0 ms for 4096 tokens at H 64, D 512, topk 512, and 8.1 ms at H 128, topk 1024;
+// half of it, the writing, runs beside the matrix products. The index of a chunk moves 24 bytes a slot. These are
+// bounds, not measurements. A key that every slot names is summed by HEAD_DIM / 128 warps alone: slow, not wrong.
+//
 // Defines
 //   HEAD_DIM         width of q and k, a multiple of 16, at most 576
 //   V_DIM            width of v and out, a multiple of 16, at most 512
 //   HEADS_PER_BLOCK  16 or 64
 //   V_SEPARATE       1: V is its own tensor. 0: V is the first V_DIM columns of K
+//   DETERMINISTIC    1: the backward stores a row for each slot. 0: it adds to the rows of the keys by atomics
 //
 // Launch. The grid of the forward and of the backward is num_tokens * ceil(num_heads / HEADS_PER_BLOCK)
 // blocks in x; block size and dynamic shared memory are what the module exports beside the kernel. The
@@ -60,8 +73,9 @@
 #include "platform.h"
 #include "sparse_attention.h"
 
-#if !defined(HEAD_DIM) || !defined(V_DIM) || !defined(HEADS_PER_BLOCK) || !defined(V_SEPARATE)
-#error "define HEAD_DIM, V_DIM, HEADS_PER_BLOCK and V_SEPARATE"
+#if !defined(HEAD_DIM) || !defined(V_DIM) || !defined(HEADS_PER_BLOCK) || !defined(V_SEPARATE) || \
+    !defined(DETERMINISTIC)
+#error "define HEAD_DIM, V_DIM, HEADS_PER_BLOCK, V_SEPARATE and DETERMINISTIC"
 #endif
 
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM >= 16 && HEAD_DIM <= 576, "HEAD_DIM is a multiple of 16 up to 576");
@@ -643,6 +657,182 @@ KERNEL(sparse_attention_cast, SparseAttentionCastParams, ROW_THREADS) {
     }
 }
 
+// ---------------------------------------------------------------- backward: sums in one order
+
+// The inverted index of a chunk of tokens: for each key the slots that name it. Slot j of the chunk's token t is entry
+// t * topk + j, below 2^31; invalid slots are nobody's. Room and places are given out by integer atomics: where a list
+// lies, and its order before sparse_attention_order, differ from run to run; what is summed does not depend on either.
+// counts is [num_keys + 1] and zero before: the lengths of the lists, and last how many entries have room.
+// ends is [num_keys]: where a list's room begins, and once it is filled, where it ends. Lists lie in entries in
+// whatever order, in ordered in ascending order, both [num_tokens * topk].
+struct SparseAttentionIndexParams {
+    const int32_t* indices;
+    const int32_t* topk_length;
+    int32_t* counts;
+    int32_t* ends;
+    int32_t* entries;
+    int32_t* ordered;
+    int64_t indices_stride;
+    int32_t num_tokens;
+    int32_t num_keys;
+    int32_t topk;
+};
+PARAMS_LAYOUT(SparseAttentionIndexParams, indices, topk_length, counts, ends, entries, ordered, indices_stride,
+              num_tokens, num_keys, topk)
+
+// This thread's number in the grid.
+DEVICE int64_t thread_number() { return static_cast<int64_t>(blockIdx.x) * ROW_THREADS + threadIdx.x; }
+
+// The key that an entry names, -1 where the slot is invalid or there is no such entry.
+DEVICE int32_t entry_key(const SparseAttentionIndexParams& params, int64_t entry) {
+    if (entry >= static_cast<int64_t>(params.num_tokens) * params.topk) return -1;
+    const int32_t token = static_cast<int32_t>(entry) / params.topk;
+    const int32_t slot = static_cast<int32_t>(entry) % params.topk;
+    if (slot >= list_length(params, token)) return -1;
+    return valid_key(params.indices[token * params.indices_stride + slot], params.num_keys);
+}
+
+// One thread per entry; grid ceil(num_tokens*topk / 256).
+KERNEL(sparse_attention_count, SparseAttentionIndexParams, ROW_THREADS) {
+    const int32_t key = entry_key(params, thread_number());
+    if (key >= 0) atomicAdd(&params.counts[key], 1);
+}
+
+// One thread per key; grid ceil(num_keys / 256). A warp takes room for its 32 keys at once.
+KERNEL(sparse_attention_reserve, SparseAttentionIndexParams, ROW_THREADS) {
+    const int64_t key = thread_number();
+    const int32_t count = key < params.num_keys ? params.counts[key] : 0;
+    int32_t through = count;
+    UNROLL
+    for (int distance = 1; distance < static_cast<int>(WARP_SIZE); distance *= 2) {
+        const int32_t lower = __shfl_up_sync(FULL_WARP, through, distance);
+        if (lane_id() >= distance) through += lower;
+    }
+    int32_t first = 0;
+    if (lane_id() == 31) first = atomicAdd(&params.counts[params.num_keys], through);
+    first = __shfl_sync(FULL_WARP, first, 31);
+    if (key < params.num_keys) params.ends[key] = first + through - count;
+}
+
+// One thread per entry; grid ceil(num_tokens*topk / 256).
+KERNEL(sparse_attention_fill, SparseAttentionIndexParams, ROW_THREADS) {
+    const int64_t entry = thread_number();
+    const int32_t key = entry_key(params, entry);
+    if (key >= 0) params.entries[atomicAdd(&params.ends[key], 1)] = static_cast<int32_t>(entry);
+}
+
+// Up to this many entries each one's place is counted by comparing it with all others: n^2 / 32 steps of a warp.
+constexpr int32_t RANKED_ENTRIES = 256;
+// Longer lists pass through a bitmap of a window of entries at a time.
+constexpr int WINDOW_WORDS = 256;
+constexpr uint32_t WINDOW_ENTRIES = 32 * WINDOW_WORDS;
+
+// Puts each entry of a warp's list where its rank is. No entry is there twice.
+DEVICE void order_by_rank(const int32_t* entries, int32_t* ordered, int32_t count) {
+    constexpr int32_t BEYOND = 0x7fffffff;
+    for (int32_t own = lane_id(); own - lane_id() < count; own += WARP_SIZE) {
+        const int32_t entry = own < count ? entries[own] : BEYOND;
+        int32_t rank = 0;
+        for (int32_t other = lane_id(); other - lane_id() < count; other += WARP_SIZE) {
+            const int32_t compared = other < count ? entries[other] : BEYOND;
+            UNROLL
+            for (int lane = 0; lane < static_cast<int>(WARP_SIZE); ++lane)
+                rank += __shfl_sync(FULL_WARP, compared, lane) < entry;
+        }
+        if (own < count) ordered[rank] = entry;
+    }
+}
+
+// Marks a warp's entries in a bitmap, window by window, and writes down the marks in their order.
+DEVICE void order_by_marking(const int32_t* entries, int32_t* ordered, int32_t count, uint32_t* window) {
+    int32_t written = 0;
+    for (uint32_t first = 0; written < count; first += WINDOW_ENTRIES) {
+        for (int word = lane_id(); word < WINDOW_WORDS; word += WARP_SIZE) window[word] = 0;
+        __syncwarp();
+        UNROLL_BY(4)
+        for (int32_t i = lane_id(); i < count; i += WARP_SIZE) {
+            const uint32_t offset = static_cast<uint32_t>(entries[i]) - first;
+            if (offset < WINDOW_ENTRIES) atomicOr(&window[offset / 32], 1u << offset % 32);
+        }
+        __syncwarp();  // all marks of the window are there
+        for (int word = lane_id(); word < WINDOW_WORDS; word += WARP_SIZE) {
+            uint32_t marks = window[word];
+            int32_t through = __popc(marks);
+            UNROLL
+            for (int distance = 1; distance < static_cast<int>(WARP_SIZE); distance *= 2) {
+                const int32_t lower = __shfl_up_sync(FULL_WARP, through, distance);
+                if (lane_id() >= distance) through += lower;
+            }
+            int32_t at = written + through - __popc(marks);
+            written += __shfl_sync(FULL_WARP, through, 31);
+            for (; marks != 0; marks &= marks - 1)
+                ordered[at++] = static_cast<int32_t>(first + 32 * word) + __ffs(static_cast<int>(marks)) - 1;
+        }
+        __syncwarp();  // the window is read
+    }
+}
+
+// One warp per key; grid ceil(num_keys / 8).
+KERNEL(sparse_attention_order, SparseAttentionIndexParams, ROW_THREADS) {
+    __shared__ uint32_t windows[ROWS_PER_BLOCK][WINDOW_WORDS];
+    const int64_t key = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
+    if (key >= params.num_keys) return;
+    const int32_t count = params.counts[key], begin = params.ends[key] - count;
+    if (count <= RANKED_ENTRIES) order_by_rank(params.entries + begin, params.ordered + begin, count);
+    else order_by_marking(params.entries + begin, params.ordered + begin, count, windows[warp_id()]);
+}
+
+// target[key] += the rows of the key's entries, in ascending order of entries and, for each, of head blocks. A row is
+// added after the other, so chunks of any size give the same sum, bit for bit. rows is [head_blocks, num_entries,
+// width], of which only rows of valid slots are read. One warp per (key, 128 columns); grid
+// ceil(num_keys*ceil(width/128) / 8). width and stride are multiples of 4.
+struct SparseAttentionSumParams {
+    const float* rows;
+    const int32_t* counts;
+    const int32_t* ends;
+    const int32_t* ordered;
+    float* target;
+    int64_t stride;
+    int64_t num_entries;
+    int32_t head_blocks;
+    int32_t num_keys;
+    int32_t width;
+};
+PARAMS_LAYOUT(SparseAttentionSumParams, rows, counts, ends, ordered, target, stride, num_entries, head_blocks, num_keys,
+              width)
+
+KERNEL(sparse_attention_sum, SparseAttentionSumParams, ROW_THREADS) {
+    constexpr int COLUMNS = 4 * static_cast<int>(WARP_SIZE);
+    const int32_t parts = ceil_div(params.width, COLUMNS);
+    const int64_t number = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
+    const int64_t key = number / parts;
+    const int32_t column = static_cast<int32_t>(number % parts) * COLUMNS + 4 * lane_id();
+    if (key >= params.num_keys || column >= params.width) return;
+    const int32_t count = params.counts[key];
+    if (count == 0) return;
+    const int32_t* list = params.ordered + (params.ends[key] - count);
+    const float* rows = params.rows + column;
+    float* target = params.target + key * params.stride + column;
+
+    const Vec16 before = load_vec16(target);
+    float sum[4];
+    UNROLL
+    for (int i = 0; i < 4; ++i) sum[i] = __uint_as_float(before.w[i]);
+    const int64_t terms = static_cast<int64_t>(count) * params.head_blocks;
+    int32_t head_block = 0;
+    UNROLL_BY(8)
+    for (int64_t term = 0; term < terms; ++term) {
+        const Vec16 row = load_vec16_streaming(rows + (head_block * params.num_entries + *list) * params.width);
+        UNROLL
+        for (int i = 0; i < 4; ++i) sum[i] += __uint_as_float(row.w[i]);
+        // Only the next entry's first row moves the list on, so that nothing is read past its end.
+        head_block = head_block + 1 == params.head_blocks ? 0 : head_block + 1;
+        if (head_block == 0 && term + 1 < terms) ++list;
+    }
+    store_vec16(target, Vec16{{__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                               __float_as_uint(sum[3])}});
+}
+
 // ---------------------------------------------------------------- backward: dq, dk, dv
 
 SHARED_MEMORY(sparse_attention_backward, Backward::BYTES)
@@ -679,17 +869,18 @@ DEVICE void write_weights(const float (&s)[BACKWARD_N8][4], const float (&dp)[BA
     }
 }
 
-// Adds a warp's columns to the rows that the tile's slots name. Two neighbouring lanes trade halves,
-// so that each adds four consecutive floats of one row. Invalid slots are left alone.
+// Gives a warp's columns to the rows that the tile's slots name, or to their own, of which slot 0's is first_row. Two
+// neighbouring lanes trade halves, so that each gives four consecutive floats of one row. Invalid slots are left alone.
 template <int N8, int TILES>
 DEVICE void scatter(const float (&c)[KEY_M_TILES][N8][4], float* target, int64_t stride, const int32_t* rows,
-                    int first_tile) {
+                    int64_t first_row, int first_tile) {
     const int g = lane_id() / 4, t = lane_id() % 4;
     const bool odd = t % 2 != 0;
     UNROLL
     for (int m = 0; m < KEY_M_TILES; ++m) {
-        const int32_t row = rows[16 * m + g + (odd ? 8 : 0)];
-        float* row_target = target + row * stride + 8 * first_tile + t / 2 * 4;
+        const int slot = 16 * m + g + (odd ? 8 : 0);
+        const int32_t row = rows[slot];
+        float* row_target = target + gradient_row(row, first_row + slot) * stride + 8 * first_tile + t / 2 * 4;
         UNROLL
         for (int n = 0; n < N8; ++n) {
             if (first_tile + n >= TILES) break;
@@ -698,8 +889,8 @@ DEVICE void scatter(const float (&c)[KEY_M_TILES][N8][4], float* target, int64_t
             const float second = __shfl_xor_sync(FULL_WARP, odd ? own[1] : own[3], 1);
             if (row < 0) continue;
             float* at = row_target + 8 * n;
-            if (odd) atomic_add_vec4(at, first, second, own[2], own[3]);
-            else atomic_add_vec4(at, own[0], own[1], first, second);
+            if (odd) give_vec4(at, first, second, own[2], own[3]);
+            else give_vec4(at, own[0], own[1], first, second);
         }
     }
 }
@@ -718,7 +909,7 @@ DEVICE void clear(float (&c)[KEY_M_TILES][N8][4]) {
 // its column tiles a few at a time, from BASE on.
 template <int BASE>
 DEVICE void scatter_key_gradients(const SparseAttentionBackwardParams& params, SharedAddress shared,
-                                  const int32_t* rows) {
+                                  const int32_t* rows, int64_t first_row) {
     if constexpr (BASE < KEY_N8) {
         constexpr int N8 = minimum(SCATTER_N8, KEY_N8 - BASE);
         constexpr int TILES = HEAD_DIM / 8;
@@ -737,15 +928,15 @@ DEVICE void scatter_key_gradients(const SparseAttentionBackwardParams& params, S
         if constexpr (!V_SEPARATE)
             multiply_columns<W, true, ValueTile, HEADS_PER_BLOCK, V_DIM / 8, WARPS * KEY_N8 != V_DIM / 8>(
                 c, shared + Backward::P, shared + Backward::DOUT, first_tile);
-        scatter<N8, TILES>(c, params.dk, params.dk_stride, rows, first_tile);
-        scatter_key_gradients<BASE + N8>(params, shared, rows);
+        scatter<N8, TILES>(c, params.dk, params.dk_stride, rows, first_row, first_tile);
+        scatter_key_gradients<BASE + N8>(params, shared, rows, first_row);
     }
 }
 
 // dv += P^T dout, for a V of its own.
 template <int BASE>
 DEVICE void scatter_value_gradients(const SparseAttentionBackwardParams& params, SharedAddress shared,
-                                    const int32_t* rows) {
+                                    const int32_t* rows, int64_t first_row) {
     if constexpr (BASE < VALUE_N8) {
         constexpr int N8 = minimum(SCATTER_N8, VALUE_N8 - BASE);
         constexpr int TILES = V_DIM / 8;
@@ -754,8 +945,8 @@ DEVICE void scatter_value_gradients(const SparseAttentionBackwardParams& params,
         clear(c);
         multiply_columns<Backward::WeightTile, true, ValueTile, HEADS_PER_BLOCK, TILES, WARPS * VALUE_N8 != TILES>(
             c, shared + Backward::P, shared + Backward::DOUT, first_tile);
-        scatter<N8, TILES>(c, params.dv, params.dv_stride, rows, first_tile);
-        scatter_value_gradients<BASE + N8>(params, shared, rows);
+        scatter<N8, TILES>(c, params.dv, params.dv_stride, rows, first_row, first_tile);
+        scatter_value_gradients<BASE + N8>(params, shared, rows, first_row);
     }
 }
 
@@ -823,8 +1014,9 @@ KERNEL(sparse_attention_backward, SparseAttentionBackwardParams, THREADS) {
         multiply_columns<Backward::WeightTile, false, KeyTile, BACKWARD_KEYS, HEAD_DIM / 8,
                          WARPS * KEY_N8 != HEAD_DIM / 8>(dq, shared + Backward::DS, shared + Backward::keys(stage),
                                                          warp_id() * KEY_N8);
-        scatter_key_gradients<0>(params, shared, rows);
-        if constexpr (V_SEPARATE) scatter_value_gradients<0>(params, shared, rows);
+        const int64_t first_row = first_own_row(params, work) + tile * BACKWARD_KEYS;
+        scatter_key_gradients<0>(params, shared, rows, first_row);
+        if constexpr (V_SEPARATE) scatter_value_gradients<0>(params, shared, rows, first_row);
     }
     __syncthreads();  // q is no longer read by anyone; dq is staged in its place
     stage_heads<KeyTile>(shared + Backward::Q, dq, [&](int) { return params.softmax_scale; });

@@ -10,10 +10,11 @@
 //         product is done, so the gather runs beside the products and the atomics of dk.
 //
 // Floors for 64 heads and a tile of 64 slots (D 512): five products, 5120 cycles at 4096 FLOP a cycle; 64 KB gathered;
-// 128 KB of fp32 atomics. The atomics are the longest: 4 * T * topk * D bytes for each 64 heads.
+// 128 KB of fp32 atomics. The atomics are the longest: 4 * T * topk * D bytes for each 64 heads. With DETERMINISTIC the
+// same bytes are stored instead, and sparse_attention_sum reads them: 8 * T * topk * D over 4.24 TB/s, as a bound.
 //
-// Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0. Launch: a grid of num_tokens * ceil(num_heads / 64)
-// blocks in x.
+// Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0, DETERMINISTIC as in sparse_attention.cu.
+// Launch: a grid of num_tokens * ceil(num_heads / 64) blocks in x.
 
 #include "async_copy.h"
 #include "hopper.h"
@@ -187,21 +188,23 @@ DEVICE void multiply_heads(float (&dk)[16][4], SharedAddress weights, SharedAddr
     wgmma_commit();
 }
 
-// Adds 128 columns to the rows that the slots name. Two neighbouring lanes trade halves, so that each adds four
-// consecutive floats of one row. Invalid slots are left alone.
-DEVICE void scatter(const float (&dk)[16][4], float* target, int64_t stride, const int32_t* rows, int row) {
+// Gives 128 columns to the rows that the slots name, or to their own, of which slot 0's is first_row. Two neighbouring
+// lanes trade halves, so that each gives four consecutive floats of one row. Invalid slots are left alone.
+DEVICE void scatter(const float (&dk)[16][4], float* target, int64_t stride, const int32_t* rows, int64_t first_row,
+                    int row) {
     const int t = lane_id() % 4;
     const bool odd = t % 2 != 0;
-    const int32_t key = rows[row + (odd ? 8 : 0)];
-    float* at = target + key * stride + t / 2 * 4;
+    const int slot = row + (odd ? 8 : 0);
+    const int32_t key = rows[slot];
+    float* at = target + gradient_row(key, first_row + slot) * stride + t / 2 * 4;
     UNROLL
     for (int n = 0; n < 16; ++n) {
         const float(&own)[4] = dk[n];
         const float first = __shfl_xor_sync(FULL_WARP, odd ? own[0] : own[2], 1);
         const float second = __shfl_xor_sync(FULL_WARP, odd ? own[1] : own[3], 1);
         if (key < 0) continue;
-        if (odd) atomic_add_vec4(at + 8 * n, first, second, own[2], own[3]);
-        else atomic_add_vec4(at + 8 * n, own[0], own[1], first, second);
+        if (odd) give_vec4(at + 8 * n, first, second, own[2], own[3]);
+        else give_vec4(at + 8 * n, own[0], own[1], first, second);
     }
 }
 
@@ -228,8 +231,8 @@ DEVICE void store_query_gradient(const float (&dq)[32][4], const SparseAttention
 }
 
 template <int W>
-DEVICE void consume_tile(float (&dq)[32][4], const SparseAttentionBackwardParams& params, const RowState (&state)[2],
-                         int row, SharedAddress shared, int tile) {
+DEVICE void consume_tile(float (&dq)[32][4], const SparseAttentionBackwardParams& params, const Work& work,
+                         const RowState (&state)[2], int row, SharedAddress shared, int tile) {
     const int32_t* rows = tile_rows(tile);
     {
         float s[4][4], dp[4][4];
@@ -258,7 +261,8 @@ DEVICE void consume_tile(float (&dq)[32][4], const SparseAttentionBackwardParams
         multiply_heads<true>(dk, shared + Shared::P, shared + Shared::DOUT + panel * PANEL_BYTES);
         wgmma_wait<0>();
         wgmma_hold(dk);
-        scatter(dk, params.dk + panel * 64, params.dk_stride, rows, row);
+        const int64_t first_row = first_own_row(params, work) + tile * TILE_SLOTS;
+        scatter(dk, params.dk + panel * 64, params.dk_stride, rows, first_row, row);
     }
 }
 
@@ -272,7 +276,7 @@ DEVICE void consume(const SparseAttentionBackwardParams& params, const Work& wor
         for (int i = 0; i < 4; ++i) dq[n][i] = 0.0f;
     const RowState state[2] = {row_state(params, work, row), row_state(params, work, row + 8)};
     if (tiles > 0) load_heads(params, work, shared);
-    for (int tile = 0; tile < tiles; ++tile) consume_tile<W>(dq, params, state, row, recomputed(shared), tile);
+    for (int tile = 0; tile < tiles; ++tile) consume_tile<W>(dq, params, work, state, row, recomputed(shared), tile);
     named_barrier_sync(LAST_TILE_DONE, CONSUMERS);
     store_query_gradient<W>(dq, params, work, row, shared);
 }

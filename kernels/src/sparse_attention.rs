@@ -16,6 +16,14 @@ const CHECK: Arguments = Arguments { operator: "sparse_attention" };
 const ROWS_PER_BLOCK: u64 = 8;
 /// Heads of one block of the Hopper kernels: the rows of a warpgroup's product.
 const HOPPER_HEADS: usize = 64;
+/// Threads of a block of the index kernels (count, reserve, fill): one an entry or a key.
+const INDEX_THREADS: u64 = 256;
+/// Columns that a warp of the sum takes.
+const SUM_COLUMNS: usize = 128;
+/// Counts that a warp clears at a time.
+const COUNTS_PER_ROW: usize = 128;
+/// What [`default_chunk_tokens`] lets the rows of a chunk take: enough blocks for several waves of any GPU.
+const DEFAULT_ROW_BYTES: usize = 1 << 30;
 /// Widths of q and k that the Hopper kernels take: forward, backward.
 const HOPPER_HEAD_DIMS: [usize; 2] = [512, 576];
 const HOPPER_BACKWARD_HEAD_DIMS: [usize; 1] = [512];
@@ -132,6 +140,52 @@ kernel_params! {
     }
 }
 
+kernel_params! {
+    /// Mirror of `SparseAttentionIndexParams`.
+    struct SparseAttentionIndexParams {
+        indices: DeviceAddress,
+        topk_length: DeviceAddress,
+        counts: DeviceAddress,
+        ends: DeviceAddress,
+        entries: DeviceAddress,
+        ordered: DeviceAddress,
+        indices_stride: i64,
+        num_tokens: i32,
+        num_keys: i32,
+        topk: i32,
+    }
+}
+
+kernel_params! {
+    /// Mirror of `SparseAttentionSumParams`.
+    struct SparseAttentionSumParams {
+        rows: DeviceAddress,
+        counts: DeviceAddress,
+        ends: DeviceAddress,
+        ordered: DeviceAddress,
+        target: DeviceAddress,
+        stride: i64,
+        num_entries: i64,
+        head_blocks: i32,
+        num_keys: i32,
+        width: i32,
+    }
+}
+
+/// How the gradients of a key's slots are summed into `dk` (and `dv`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KeyGradients {
+    /// By fp32 atomics, in whatever order the blocks come: runs differ in the last bits of fp32.
+    #[default]
+    Atomic,
+    /// In one order, of tokens, slots and blocks of heads: every run gives the same bits. The gradient of each slot has
+    /// an fp32 row of its own in the workspace, for a chunk of tokens at a time; the bits do not depend on the chunk.
+    Deterministic {
+        /// Tokens of a chunk, at least 1, as in [`default_chunk_tokens`]; more than there are is all of them.
+        chunk_tokens: usize,
+    },
+}
+
 /// Where the values come from.
 #[derive(Clone, Copy, Debug)]
 pub enum Value<'a> {
@@ -186,6 +240,8 @@ pub struct Backward<'a> {
     pub inputs: Inputs<'a>,
     /// Which implementation runs. The Hopper kernel takes V that is K, both 512 wide.
     pub implementation: Implementation,
+    /// How `dk` and `dv` are summed.
+    pub key_gradients: KeyGradients,
     /// `[num_tokens, num_heads, v_dim]` bf16: the forward's output, untouched.
     pub out: &'a TensorView,
     /// `[num_tokens, num_heads]` f32: the forward's; an infinity of either sign is a row without a
@@ -251,8 +307,8 @@ impl Extents {
         if self.num_heads <= 16 { 16 } else { 64 }
     }
 
-    fn defines(self) -> Vec<(&'static str, String)> {
-        defines(self.head_dim, self.v_dim, self.heads_per_block(), self.separate)
+    fn defines(self, deterministic: bool) -> Vec<(&'static str, String)> {
+        defines(self.head_dim, self.v_dim, self.heads_per_block(), self.separate, deterministic)
     }
 
     /// One block for each token and `heads` of its heads.
@@ -262,21 +318,38 @@ impl Extents {
     }
 }
 
-fn defines(head_dim: usize, v_dim: usize, heads_per_block: usize, separate: bool) -> Vec<(&'static str, String)> {
+fn defines(
+    head_dim: usize,
+    v_dim: usize,
+    heads_per_block: usize,
+    separate: bool,
+    deterministic: bool,
+) -> Vec<(&'static str, String)> {
     vec![
         ("HEAD_DIM", head_dim.to_string()),
         ("V_DIM", v_dim.to_string()),
         ("HEADS_PER_BLOCK", heads_per_block.to_string()),
         ("V_SEPARATE", usize::from(separate).to_string()),
+        ("DETERMINISTIC", usize::from(deterministic).to_string()),
     ]
 }
 
 /// The modules of the model's head geometries, and of a small one.
 pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
     let geometries = [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
-    let all = geometries.into_iter().flat_map(|(d, v, separate)| [16, 64].map(|heads| defines(d, v, heads, separate)));
-    let hopper = [(HOPPER_FILE, 512), (HOPPER_FILE, 576), (HOPPER_BACKWARD_FILE, 512)]
-        .map(|(file, head_dim)| (file.to_owned(), owned(defines(head_dim, 512, HOPPER_HEADS, false))));
+    let variants = [(16, false), (64, false), (16, true), (64, true)];
+    let all = geometries.into_iter().flat_map(|(d, v, separate)| {
+        variants.map(|(heads, deterministic)| defines(d, v, heads, separate, deterministic))
+    });
+    let hopper = [
+        (HOPPER_FILE, 512, false),
+        (HOPPER_FILE, 576, false),
+        (HOPPER_BACKWARD_FILE, 512, false),
+        (HOPPER_BACKWARD_FILE, 512, true),
+    ];
+    let hopper = hopper.map(|(file, head_dim, deterministic)| {
+        (file.to_owned(), owned(defines(head_dim, 512, HOPPER_HEADS, false, deterministic)))
+    });
     all.map(|defines| (FILE.to_owned(), owned(defines))).chain(hopper).collect()
 }
 
@@ -410,7 +483,7 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
     };
     if extents.hopper(device, arguments.implementation, &HOPPER_HEAD_DIMS)? {
         let name = "sparse_attention_hopper_forward";
-        let defines = defines(extents.head_dim, extents.v_dim, HOPPER_HEADS, false);
+        let defines = defines(extents.head_dim, extents.v_dim, HOPPER_HEADS, false, false);
         let kernel = device.kernel::<SparseAttentionForwardParams>(HOPPER_FILE, &defines, name)?;
         let mut config = extents.launch(HOPPER_HEADS, &kernel)?;
         config.grid[0] = config.grid[0].min(device.environment().processors.max(1));
@@ -418,7 +491,7 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
         return Ok(name.into());
     }
     let name = "sparse_attention_forward";
-    let kernel = device.kernel::<SparseAttentionForwardParams>(FILE, &extents.defines(), name)?;
+    let kernel = device.kernel::<SparseAttentionForwardParams>(FILE, &extents.defines(false), name)?;
     kernel.launch(extents.launch(extents.heads_per_block(), &kernel)?, &params)?;
     Ok(format!("{name}<{}>", extents.heads_per_block()))
 }
@@ -429,35 +502,108 @@ struct Workspace {
     sink_terms: usize,
     dk: usize,
     dv: usize,
+    /// With [`KeyGradients::Deterministic`].
+    chunk: Option<Chunk>,
     bytes: usize,
 }
 
+/// What holds a chunk of tokens: an index of its slots by key, and a row for each slot and block of heads.
+#[derive(Clone, Copy)]
+struct Chunk {
+    tokens: usize,
+    head_blocks: usize,
+    /// `[num_keys + 1]` i32, filled up to whole rows of [`COUNTS_PER_ROW`].
+    counts: usize,
+    /// `[num_keys]` i32.
+    ends: usize,
+    /// `[tokens, topk]` i32.
+    entries: usize,
+    /// `[tokens, topk]` i32.
+    ordered: usize,
+    /// `[head_blocks, tokens, topk, head_dim]` f32.
+    dk_rows: usize,
+    /// `[head_blocks, tokens, topk, v_dim]` f32, for a V of its own.
+    dv_rows: usize,
+}
+
+impl Chunk {
+    /// Rows of counts that are cleared.
+    fn count_rows(num_keys: usize) -> usize {
+        (num_keys + 1).div_ceil(COUNTS_PER_ROW)
+    }
+
+    /// Its parts, each placed by `part`, which takes a number of 4-byte words.
+    fn of(extents: Extents, chunk_tokens: usize, mut part: impl FnMut(usize) -> usize) -> Self {
+        let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate } = extents;
+        // The index tells 2^31 - 1 slots apart.
+        let tokens = chunk_tokens.min(num_tokens).min(i32::MAX as usize / topk.max(1));
+        let head_blocks = num_heads.div_ceil(extents.heads_per_block());
+        let (entries, rows) = (tokens * topk, head_blocks * tokens * topk);
+        Self {
+            tokens,
+            head_blocks,
+            counts: part(Self::count_rows(num_keys) * COUNTS_PER_ROW),
+            ends: part(num_keys),
+            entries: part(entries),
+            ordered: part(entries),
+            dk_rows: part(rows * head_dim),
+            dv_rows: part(if separate { rows * v_dim } else { 0 }),
+        }
+    }
+}
+
+impl Extents {
+    /// Bytes of one token's own rows.
+    fn row_bytes(self) -> usize {
+        let width = self.head_dim + if self.separate { self.v_dim } else { 0 };
+        self.num_heads.div_ceil(self.heads_per_block()) * self.topk * width * 4
+    }
+}
+
 impl Workspace {
-    fn of(extents: Extents, dk: DType, sink: bool) -> Self {
+    fn of(extents: Extents, dk_type: DType, sink: bool, key_gradients: KeyGradients) -> Result<Self> {
         let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, separate, .. } = extents;
         let mut end = 0;
-        let mut part = |floats: usize| {
+        let mut part = |words: usize| {
             let start = end;
-            end += (floats * 4).next_multiple_of(16);
+            end += (words * 4).next_multiple_of(16);
             start
         };
         let per_row = num_tokens * num_heads;
-        let accumulated = dk == DType::Bf16;
+        let accumulated = dk_type == DType::Bf16;
         let delta = part(per_row);
         let sink_terms = part(if sink { per_row } else { 0 });
         let dk = part(if accumulated { num_keys * head_dim } else { 0 });
         let dv = part(if accumulated && separate { num_keys * v_dim } else { 0 });
-        Self { delta, sink_terms, dk, dv, bytes: end }
+        let chunk = match key_gradients {
+            KeyGradients::Atomic => None,
+            KeyGradients::Deterministic { chunk_tokens: 0 } => {
+                return CHECK.refuse("key_gradients", "chunk_tokens 0 must be at least 1");
+            }
+            KeyGradients::Deterministic { chunk_tokens } => Some(Chunk::of(extents, chunk_tokens, &mut part)),
+        };
+        Ok(Self { delta, sink_terms, dk, dv, chunk, bytes: end })
     }
 }
 
 /// Bytes of scratch memory that [`backward`] needs: `delta` and, with a sink, its terms, 4 bytes for
-/// each `(token, head)`; where `dk` is bf16 the fp32 rows of `dk` (and of a separate `dv`) as well.
+/// each `(token, head)`; where `dk` is bf16 the fp32 rows of `dk` (and of a separate `dv`) as well. With
+/// [`KeyGradients::Deterministic`] also an fp32 row of `dk` (and of a separate `dv`) for each slot of a chunk of tokens
+/// and each block of 64 heads, and an index of those slots.
+///
+/// # Errors
+/// Inputs that the launcher refuses, and a chunk of 0 tokens.
+pub fn workspace_bytes(inputs: &Inputs<'_>, dk: DType, key_gradients: KeyGradients) -> Result<usize> {
+    Ok(Workspace::of(check_inputs(inputs)?, dk, inputs.sink.is_some(), key_gradients)?.bytes)
+}
+
+/// As many tokens as have their own rows in 1 GiB, and at least one: what [`KeyGradients::Deterministic`] is best given.
 ///
 /// # Errors
 /// Inputs that the launcher refuses.
-pub fn workspace_bytes(inputs: &Inputs<'_>, dk: DType) -> Result<usize> {
-    Ok(Workspace::of(check_inputs(inputs)?, dk, inputs.sink.is_some()).bytes)
+pub fn default_chunk_tokens(inputs: &Inputs<'_>) -> Result<usize> {
+    let extents = check_inputs(inputs)?;
+    Ok((DEFAULT_ROW_BYTES / extents.row_bytes().max(1)).clamp(1, extents.num_tokens.max(1)))
 }
 
 /// Launches the backward; returns the kernels that ran.
@@ -476,7 +622,8 @@ pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<String>
 }
 
 fn check_backward(arguments: &Backward<'_>, extents: Extents) -> Result<Workspace> {
-    let Backward { inputs, implementation: _, out, lse, dout, dlse, dq, dk, dv, dsink, workspace } = *arguments;
+    let Backward { inputs, implementation: _, key_gradients, out, lse, dout, dlse, dq, dk, dv, dsink, workspace } =
+        *arguments;
     let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, separate, .. } = extents;
     check_heads("out", out, &[num_tokens, num_heads, v_dim])?;
     check_heads("dout", dout, &[num_tokens, num_heads, v_dim])?;
@@ -498,7 +645,7 @@ fn check_backward(arguments: &Backward<'_>, extents: Extents) -> Result<Workspac
     if let Some(dsink) = dsink {
         CHECK.dense_tensor("dsink", dsink, &[num_heads], &[DType::F32])?;
     }
-    let parts = Workspace::of(extents, dk.dtype, inputs.sink.is_some());
+    let parts = Workspace::of(extents, dk.dtype, inputs.sink.is_some(), key_gradients)?;
     let bytes = workspace.elements() * workspace.dtype.size();
     if bytes < parts.bytes || !workspace.address.is_multiple_of(16) {
         let reason =
@@ -529,7 +676,7 @@ struct BackwardCall<'a> {
     hopper: bool,
 }
 
-/// fp32 rows that the atomics add to.
+/// fp32 rows that the gradients of keys are added to.
 #[derive(Clone, Copy)]
 struct Accumulator {
     address: DeviceAddress,
@@ -543,7 +690,7 @@ impl BackwardCall<'_> {
     }
 
     fn kernel<P: crate::runtime::params::KernelParams>(&self, name: &str) -> Result<Kernel> {
-        self.device.kernel::<P>(FILE, &self.extents.defines(), name)
+        self.device.kernel::<P>(FILE, &self.extents.defines(self.workspace.chunk.is_some()), name)
     }
 
     fn rows(&self, rows: usize, kernel: &Kernel) -> Result<LaunchConfig> {
@@ -594,9 +741,13 @@ impl BackwardCall<'_> {
         let dk_rows = self.accumulator(dk, self.workspace.dk);
         let dv_rows = dv.map(|dv| self.accumulator(dv, self.workspace.dv));
         for rows in [Some(dk_rows), dv_rows].into_iter().flatten() {
-            self.zero(rows)?;
+            self.zero(rows, self.extents.num_keys)?;
         }
-        let mut paths = vec!["sparse_attention_zero".into(), self.scatter(dk_rows, dv_rows)?];
+        let mut paths = vec!["sparse_attention_zero".into()];
+        match self.workspace.chunk {
+            None => paths.push(self.backward(0, self.extents.num_tokens, dk_rows, dv_rows)?),
+            Some(chunk) => paths.extend(self.chunks(chunk, dk_rows, dv_rows)?),
+        }
         if dk.dtype == DType::Bf16 {
             self.cast(dk_rows, dk)?;
             if let (Some(rows), Some(dv)) = (dv_rows, dv) {
@@ -605,6 +756,78 @@ impl BackwardCall<'_> {
             paths.push("sparse_attention_cast".into());
         }
         Ok(paths)
+    }
+
+    /// A chunk of tokens after the other: its index, its rows, their sums. Returns the kernels of one chunk.
+    fn chunks(&self, chunk: Chunk, dk: Accumulator, dv: Option<Accumulator>) -> Result<Vec<String>> {
+        let Extents { num_tokens, v_dim, head_dim, .. } = self.extents;
+        let own =
+            |offset: usize, width: usize| Accumulator { address: self.scratch(offset), stride: width as i64, width };
+        let (dk_rows, dv_rows) = (own(chunk.dk_rows, head_dim), dv.map(|_| own(chunk.dv_rows, v_dim)));
+        let mut paths = Vec::new();
+        for first in (0..num_tokens).step_by(chunk.tokens.max(1)) {
+            let tokens = chunk.tokens.min(num_tokens - first);
+            paths = self.index(chunk, first, tokens)?;
+            paths.push(self.backward(first, tokens, dk_rows, dv_rows)?);
+            paths.push(self.sum(chunk, tokens, dk_rows, dk)?);
+            if let (Some(rows), Some(dv)) = (dv_rows, dv) {
+                self.sum(chunk, tokens, rows, dv)?;
+            }
+        }
+        Ok(paths)
+    }
+
+    /// Lists the slots of `tokens` tokens from `first` on, by key and in ascending order.
+    fn index(&self, chunk: Chunk, first: usize, tokens: usize) -> Result<Vec<String>> {
+        let Inputs { indices, topk_length, .. } = self.arguments.inputs;
+        let Extents { num_keys, topk, .. } = self.extents;
+        let counts =
+            Accumulator { address: self.scratch(chunk.counts), stride: COUNTS_PER_ROW as i64, width: COUNTS_PER_ROW };
+        self.zero(counts, Chunk::count_rows(num_keys))?;
+        let params = SparseAttentionIndexParams {
+            indices: advanced(indices, first),
+            topk_length: topk_length.map_or(DeviceAddress(0), |length| advanced(length, first)),
+            counts: counts.address,
+            ends: self.scratch(chunk.ends),
+            entries: self.scratch(chunk.entries),
+            ordered: self.scratch(chunk.ordered),
+            indices_stride: indices.strides[0],
+            num_tokens: tokens as i32,
+            num_keys: num_keys as i32,
+            topk: topk as i32,
+        };
+        let (entries, keys) = ((tokens * topk) as u64, num_keys as u64);
+        let steps = [
+            ("sparse_attention_count", entries.div_ceil(INDEX_THREADS)),
+            ("sparse_attention_reserve", keys.div_ceil(INDEX_THREADS)),
+            ("sparse_attention_fill", entries.div_ceil(INDEX_THREADS)),
+            ("sparse_attention_order", keys.div_ceil(ROWS_PER_BLOCK)),
+        ];
+        for (name, blocks) in steps {
+            let kernel = self.kernel::<SparseAttentionIndexParams>(name)?;
+            kernel.launch(LaunchConfig::linear(CHECK.operator, "indices", blocks, kernel.max_threads())?, &params)?;
+        }
+        Ok(steps.map(|(name, _)| name.into()).into())
+    }
+
+    /// Adds the rows of a chunk of `tokens` tokens to those of their keys.
+    fn sum(&self, chunk: Chunk, tokens: usize, rows: Accumulator, target: Accumulator) -> Result<String> {
+        let name = "sparse_attention_sum";
+        let kernel = self.kernel::<SparseAttentionSumParams>(name)?;
+        let params = SparseAttentionSumParams {
+            rows: rows.address,
+            counts: self.scratch(chunk.counts),
+            ends: self.scratch(chunk.ends),
+            ordered: self.scratch(chunk.ordered),
+            target: target.address,
+            stride: target.stride,
+            num_entries: (tokens * self.extents.topk) as i64,
+            head_blocks: chunk.head_blocks as i32,
+            num_keys: self.extents.num_keys as i32,
+            width: target.width as i32,
+        };
+        kernel.launch(self.rows(self.extents.num_keys * target.width.div_ceil(SUM_COLUMNS), &kernel)?, &params)?;
+        Ok(name.into())
     }
 
     /// The gradient itself where it is f32, dense scratch rows where it is not.
@@ -616,15 +839,15 @@ impl BackwardCall<'_> {
         }
     }
 
-    fn zero(&self, rows: Accumulator) -> Result<()> {
+    fn zero(&self, rows: Accumulator, num_rows: usize) -> Result<()> {
         let kernel = self.kernel::<SparseAttentionZeroParams>("sparse_attention_zero")?;
         let params = SparseAttentionZeroParams {
             target: rows.address,
             stride: rows.stride,
-            num_rows: self.extents.num_keys as i64,
+            num_rows: num_rows as i64,
             width: rows.width as i32,
         };
-        kernel.launch(self.rows(self.extents.num_keys, &kernel)?, &params)
+        kernel.launch(self.rows(num_rows, &kernel)?, &params)
     }
 
     fn cast(&self, rows: Accumulator, target: &TensorView) -> Result<()> {
@@ -640,21 +863,22 @@ impl BackwardCall<'_> {
         kernel.launch(self.rows(self.extents.num_keys, &kernel)?, &params)
     }
 
-    fn scatter(&self, dk: Accumulator, dv: Option<Accumulator>) -> Result<String> {
-        let Backward { inputs, lse, dout, dlse, dq, .. } = self.arguments;
+    /// dq of `tokens` tokens from `first` on, and what their slots give to `dk` and `dv`.
+    fn backward(&self, first: usize, tokens: usize, dk: Accumulator, dv: Option<Accumulator>) -> Result<String> {
+        let Backward { inputs, lse, dout, dlse, dq, .. } = *self.arguments;
         let (v, v_stride) = value_view(inputs.value);
         let params = SparseAttentionBackwardParams {
-            q: DeviceAddress(inputs.q.address),
+            q: advanced(inputs.q, first),
             k: DeviceAddress(inputs.k.address),
             v,
-            dout: DeviceAddress(dout.address),
+            dout: advanced(dout, first),
             sink: address(inputs.sink),
-            lse: DeviceAddress(lse.address),
-            delta: self.scratch(self.workspace.delta),
-            dlse: address(*dlse),
-            indices: DeviceAddress(inputs.indices.address),
-            topk_length: address(inputs.topk_length),
-            dq: DeviceAddress(dq.address),
+            lse: advanced(lse, first),
+            delta: self.scratch(self.workspace.delta + first * self.extents.num_heads * 4),
+            dlse: dlse.map_or(DeviceAddress(0), |dlse| advanced(dlse, first)),
+            indices: advanced(inputs.indices, first),
+            topk_length: inputs.topk_length.map_or(DeviceAddress(0), |length| advanced(length, first)),
+            dq: advanced(dq, first),
             dk: dk.address,
             dv: dv.map_or(DeviceAddress(0), |rows| rows.address),
             q_token_stride: inputs.q.strides[0],
@@ -668,22 +892,30 @@ impl BackwardCall<'_> {
             dq_head_stride: dq.strides[1],
             dk_stride: dk.stride,
             dv_stride: dv.map_or(0, |rows| rows.stride),
-            num_tokens: self.extents.num_tokens as i32,
+            num_tokens: tokens as i32,
             num_heads: self.extents.num_heads as i32,
             num_keys: self.extents.num_keys as i32,
             topk: self.extents.topk as i32,
             softmax_scale: inputs.softmax_scale,
         };
+        let chunk = Extents { num_tokens: tokens, ..self.extents };
+        let deterministic = self.workspace.chunk.is_some();
+        let summed = if deterministic { ",deterministic" } else { "" };
         if self.hopper {
             let name = "sparse_attention_hopper_backward";
-            let defines = defines(self.extents.head_dim, self.extents.v_dim, HOPPER_HEADS, false);
+            let defines = defines(chunk.head_dim, chunk.v_dim, HOPPER_HEADS, false, deterministic);
             let kernel = self.device.kernel::<SparseAttentionBackwardParams>(HOPPER_BACKWARD_FILE, &defines, name)?;
-            kernel.launch(self.extents.launch(HOPPER_HEADS, &kernel)?, &params)?;
-            return Ok(name.into());
+            kernel.launch(chunk.launch(HOPPER_HEADS, &kernel)?, &params)?;
+            return Ok(if deterministic { format!("{name}<deterministic>") } else { name.into() });
         }
         let name = "sparse_attention_backward";
         let kernel = self.kernel::<SparseAttentionBackwardParams>(name)?;
-        kernel.launch(self.extents.launch(self.extents.heads_per_block(), &kernel)?, &params)?;
-        Ok(format!("{name}<{}>", self.extents.heads_per_block()))
+        kernel.launch(chunk.launch(chunk.heads_per_block(), &kernel)?, &params)?;
+        Ok(format!("{name}<{}{summed}>", chunk.heads_per_block()))
     }
+}
+
+/// Where the entry `first` of a tensor's first axis begins.
+fn advanced(view: &TensorView, first: usize) -> DeviceAddress {
+    DeviceAddress(view.address + first as u64 * view.strides[0] as u64 * view.dtype.size() as u64)
 }

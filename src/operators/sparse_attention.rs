@@ -81,6 +81,17 @@ pub enum Sinks {
     Extreme,
 }
 
+/// How the gradients of keys are summed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KeyGradients {
+    /// By fp32 atomics.
+    #[default]
+    Atomic,
+    /// In one order, a third of the tokens at a time: the borders of chunks are a place for bugs.
+    Deterministic,
+}
+
 /// A case: extents, lists, sinks, scale, layout, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -124,6 +135,9 @@ pub struct SparseAttentionCase {
     /// Which kernels run; portable in lines written before there was a choice.
     #[serde(default)]
     pub implementation: Implementation,
+    /// How dk and dv are summed; by atomics in lines written before there was a choice.
+    #[serde(default)]
+    pub key_gradients: KeyGradients,
     /// Seed of the data.
     pub seed: u64,
 }
@@ -150,7 +164,17 @@ impl SparseAttentionCase {
             distribution: Distribution::Normal,
             poison_unreferenced: true,
             implementation: Implementation::Portable,
+            key_gradients: KeyGradients::Atomic,
             seed: 1,
+        }
+    }
+
+    pub(crate) fn key_gradients(&self) -> launcher::KeyGradients {
+        match self.key_gradients {
+            KeyGradients::Atomic => launcher::KeyGradients::Atomic,
+            KeyGradients::Deterministic => {
+                launcher::KeyGradients::Deterministic { chunk_tokens: self.num_tokens.div_ceil(3).max(1) }
+            }
         }
     }
 
@@ -222,6 +246,7 @@ impl Operator for SparseAttention {
                 "strides",
                 "distribution",
                 "unreferenced NaN",
+                "sums of key gradients",
             ]),
             has_backward: true,
         }
@@ -243,7 +268,8 @@ impl Operator for SparseAttention {
         // Powers of two and not; the model's own are 512^-1/2 and 192^-1/2.
         let scale = prop::sample::select(vec![0.044_194_174f32, 0.072_168_78, 0.125, 0.3, 1.0]);
         let logits = (scale, prop::sample::select(vec![0.5, 2.0, 4.0]), prop_oneof![4 => Just(0.0), 1 => Just(-200.0)]);
-        let types = (prop_oneof![Just(Float::Bf16), Just(Float::F32)], any::<bool>());
+        let sums = prop_oneof![Just(KeyGradients::Atomic), Just(KeyGradients::Deterministic)];
+        let gradients = (prop_oneof![Just(Float::Bf16), Just(Float::F32)], any::<bool>(), sums);
         let data = (
             prop_oneof![3 => Just(0usize), 1 => Just(8usize), 1 => Just(24usize)],
             prop::sample::select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
@@ -251,8 +277,8 @@ impl Operator for SparseAttention {
             prop_oneof![1 => Just(Implementation::Portable), 2 => Just(Implementation::Hopper)],
             0..1000u64,
         );
-        (shape, lists, logits, types, data)
-            .prop_map(|(shape, lists, logits, (key_gradient, dlse), data)| {
+        (shape, lists, logits, gradients, data)
+            .prop_map(|(shape, lists, logits, (key_gradient, dlse, key_gradients), data)| {
                 let (num_tokens, num_heads, (values, head_dim, v_dim), num_keys, topk) = shape;
                 let (indices, lengths, sinks) = lists;
                 let (softmax_scale, logit_deviation, logit_shift) = logits;
@@ -287,6 +313,7 @@ impl Operator for SparseAttention {
                     distribution,
                     poison_unreferenced,
                     implementation,
+                    key_gradients,
                     seed,
                 };
                 Case::new(NAME, &case)
@@ -327,6 +354,15 @@ impl Operator for SparseAttention {
                 ..plain(1, 1, 512, 200, 128)
             }),
         ];
+        // Summed in one order: no token, no slot, one key of every slot, two blocks of heads, lists of thousands.
+        let summed = |case| SparseAttentionCase { key_gradients: KeyGradients::Deterministic, ..case };
+        cases.extend([
+            summed(plain(0, 4, 64, 9, 5)),
+            summed(plain(2, 3, 64, 11, 0)),
+            summed(SparseAttentionCase { indices: IndexClass::Duplicates, ..plain(7, 3, 64, 1, 120) }),
+            summed(SparseAttentionCase { values: Values::Separate, v_dim: 32, dlse: true, ..plain(5, 70, 64, 40, 65) }),
+            summed(plain(1, 1, 64, 3, 8300)),
+        ]);
         if profile == Profile::Full {
             cases.extend(production_cases());
         }
@@ -674,6 +710,8 @@ pub(crate) struct DeviceOutputs {
     pub(crate) dv: Option<TensorView>,
     pub(crate) dsink: Option<TensorView>,
     pub(crate) workspace: TensorView,
+    /// How dk and dv are summed: what the workspace is large enough for.
+    pub(crate) key_gradients: launcher::KeyGradients,
 }
 
 impl DeviceOutputs {
@@ -683,7 +721,7 @@ impl DeviceOutputs {
         read: &DeviceInputs,
     ) -> Result<Self, RuntimeError> {
         let case = &inputs.case;
-        let gradient = case.key_gradient.dtype();
+        let (gradient, key_gradients) = (case.key_gradient.dtype(), case.key_gradients());
         let mut output = |name: &str, dtype: DType, shape: &[usize], padding: usize| {
             arena.allocate(name, dtype, shape, &layout(shape, padding), Role::Output)
         };
@@ -697,7 +735,9 @@ impl DeviceOutputs {
             dk: output("dk", gradient, &inputs.k.shape, case.padding)?,
             dv: v.map(|v| output("dv", gradient, &v.shape, case.padding)).transpose()?,
             dsink: inputs.sink.as_ref().map(|sink| output("dsink", DType::F32, &sink.shape, 0)).transpose()?,
-            workspace: arena.workspace("workspace", launcher::workspace_bytes(&read.launcher(), gradient)?)?,
+            workspace: arena
+                .workspace("workspace", launcher::workspace_bytes(&read.launcher(), gradient, key_gradients)?)?,
+            key_gradients,
         })
     }
 
@@ -715,10 +755,11 @@ impl DeviceOutputs {
                 tensors.push(deterministic(name, arena.download(view)?));
             }
         }
-        // Summed by atomics, in whatever order the blocks come.
+        // Atomics add in whatever order the blocks come.
+        let deterministic = self.key_gradients != launcher::KeyGradients::Atomic;
         for (name, view) in [("dk", Some(&self.dk)), ("dv", self.dv.as_ref())] {
             if let Some(view) = view {
-                tensors.push(KernelTensor { name, tensor: arena.download(view)?, deterministic: false });
+                tensors.push(KernelTensor { name, tensor: arena.download(view)?, deterministic });
             }
         }
         Ok(tensors)
@@ -743,7 +784,7 @@ impl Prepared for Inputs {
         let written = DeviceOutputs::allocate(&mut arena, self, &read)?;
         let mut paths = Vec::new();
         let violations = arena.run(|device| {
-            let DeviceOutputs { out, lse, max_logits, dq, dk, dv, dsink, workspace } = &written;
+            let DeviceOutputs { out, lse, max_logits, dq, dk, dv, dsink, workspace, key_gradients } = &written;
             let implementation = self.case.implementation.launcher();
             let forward = launcher::Forward { inputs: read.launcher(), implementation, out, lse, max_logits };
             paths.push(launcher::forward(device, &forward)?);
@@ -752,6 +793,7 @@ impl Prepared for Inputs {
             let backward = launcher::Backward {
                 inputs: read.launcher(),
                 implementation: if both { implementation } else { launcher::Implementation::Portable },
+                key_gradients: *key_gradients,
                 out,
                 lse,
                 dout: &dout,
@@ -809,9 +851,17 @@ impl Inputs {
         let mut relations = vec![("out", 1.0), ("lse", 1.0), ("max_logits", 1.0), ("dq", 0.25)];
         relations.extend(self.sink.as_ref().map(|_| ("dsink", 1.0)));
         let mut relations: Vec<_> = relations.into_iter().map(|(name, f)| (name, Relation::Times(f))).collect();
-        relations.push(("dk", Relation::WithinBudget));
-        relations.extend(self.v.as_ref().map(|_| ("dv", Relation::WithinBudget)));
+        relations.push(("dk", self.same_sum()));
+        relations.extend(self.v.as_ref().map(|_| ("dv", self.same_sum())));
         Law { name: "softmax_scale counts once", variant, relations }
+    }
+
+    /// What binds dk and dv where the terms of their sums are the same, in the same order of tokens and slots.
+    fn same_sum(&self) -> Relation {
+        match self.case.key_gradients {
+            KeyGradients::Atomic => Relation::WithinBudget,
+            KeyGradients::Deterministic => Relation::Times(1.0),
+        }
     }
 
     fn permutation_law(&self) -> Law {
@@ -878,7 +928,9 @@ impl Inputs {
             v.topk_length =
                 self.topk_length.as_ref().map(|list| list.iter().map(|&l| l.clamp(0, topk as i32)).collect());
         });
-        let relations = ["out", "lse", "max_logits", "dq"].map(|name| (name, Relation::Times(1.0))).into();
+        let mut relations: Vec<_> = ["out", "lse", "max_logits", "dq"].map(|name| (name, Relation::Times(1.0))).into();
+        relations.push(("dk", self.same_sum()));
+        relations.extend(self.v.as_ref().map(|_| ("dv", self.same_sum())));
         Law { name: "invalid slots add nothing", variant, relations }
     }
 }

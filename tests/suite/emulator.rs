@@ -787,6 +787,7 @@ struct Attention {
     dk: TensorView,
     dv: Option<TensorView>,
     dsink: Option<TensorView>,
+    key_gradients: sparse_attention::KeyGradients,
     workspace: TensorView,
 }
 
@@ -817,10 +818,22 @@ impl Attention {
             softmax_scale: 0.125,
             dlse: Some(dlse),
             dv: None,
+            key_gradients: sparse_attention::KeyGradients::Atomic,
         };
-        let bytes = sparse_attention::workspace_bytes(&attention.inputs(), DType::Bf16).unwrap();
-        attention.workspace = placed.tensor("workspace", DType::U8, &[bytes]);
+        attention.workspace = placed.tensor("workspace", DType::U8, &[attention.workspace_bytes()]);
         attention
+    }
+
+    /// With dk and dv summed in one order, `chunk_tokens` tokens at a time.
+    fn deterministic(placed: &mut Placed, chunk_tokens: usize) -> Self {
+        let mut attention = Self::new(placed);
+        attention.key_gradients = sparse_attention::KeyGradients::Deterministic { chunk_tokens };
+        attention.workspace = placed.tensor("workspace", DType::U8, &[attention.workspace_bytes()]);
+        attention
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        sparse_attention::workspace_bytes(&self.inputs(), DType::Bf16, self.key_gradients).unwrap()
     }
 
     fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
@@ -862,6 +875,7 @@ impl Attention {
         let arguments = sparse_attention::Backward {
             inputs: self.inputs(),
             implementation: sparse_attention::Implementation::Auto,
+            key_gradients: self.key_gradients,
             out: &self.out,
             lse: &self.lse,
             dout: &self.dout,
@@ -937,4 +951,99 @@ fn the_launcher_of_attentions_backward_names_the_argument_that_it_refuses() {
     refused("dk", "overlaps `k`", &|a| a.dk = at(&a.dk, &a.k));
     refused("dk", "overlaps `dq`", &|a| a.dk = at(&a.dk, &a.dq));
     refused("workspace", "overlaps `dout`", &|a| a.workspace = at(&a.workspace, &a.dout));
+}
+
+#[test]
+fn the_launcher_of_the_deterministic_backward_refuses_one_byte_less_and_no_chunk() {
+    let mut placed = Placed::new();
+    let atomic = Attention::new(&mut placed).workspace_bytes();
+    let attention = Attention::deterministic(&mut placed, 1);
+    attention.backward().expect("the unchanged arguments are accepted");
+    let refused = |argument, needle, change: &dyn Fn(&mut Attention)| {
+        assert_refused(attention.with(change).backward(), argument, needle);
+    };
+    // 4 heads are one block: a row of 64 floats for each of 5 slots of one token at least.
+    let bytes = attention.workspace.elements();
+    assert!(bytes >= atomic + 5 * 64 * 4, "{bytes} bytes, {atomic} with atomics");
+    let short = format!("{} bytes", bytes - 1);
+    refused("workspace", &short, &|a| a.workspace = shaped(&a.workspace, &[bytes - 1]));
+    let held = format!("{bytes} bytes");
+    refused("workspace", &held, &|a| a.key_gradients = chunks_of(2));
+    refused("key_gradients", "chunk_tokens 0", &|a| a.key_gradients = chunks_of(0));
+    let none = sparse_attention::workspace_bytes(&attention.inputs(), DType::Bf16, chunks_of(0));
+    assert_refused(none, "key_gradients", "chunk_tokens 0");
+}
+
+fn chunks_of(chunk_tokens: usize) -> sparse_attention::KeyGradients {
+    sparse_attention::KeyGradients::Deterministic { chunk_tokens }
+}
+
+#[test]
+fn more_tokens_in_a_chunk_than_there_are_need_no_more_memory() {
+    let mut placed = Placed::new();
+    let whole = Attention::deterministic(&mut placed, 2);
+    assert_eq!(
+        Attention { key_gradients: chunks_of(usize::MAX), ..whole.clone() }.workspace_bytes(),
+        whole.workspace_bytes()
+    );
+    assert_eq!(sparse_attention::default_chunk_tokens(&whole.inputs()).unwrap(), 2);
+}
+
+/// dk in f32, of 5 tokens, 70 heads (two blocks), 7 keys, and 19 slots a token of which some are invalid.
+fn summed_key_gradient(device: &Device, key_gradients: sparse_attention::KeyGradients) -> HostTensor {
+    let mut arena = DeviceArena::new(device, Contract::NAN);
+    let mut input = |name: &str, shape: &[usize], step: usize| {
+        let values: Vec<f64> =
+            (0..shape.iter().product::<usize>()).map(|i| (i * step % 1009) as f64 / 504.0 - 1.0).collect();
+        arena.input(name, &HostTensor::from_f64(DType::Bf16, shape, &values)).unwrap()
+    };
+    let (q, k, dout) = (input("q", &[5, 70, 64], 37), input("k", &[7, 64], 53), input("dout", &[5, 70, 64], 71));
+    let slots: Vec<i32> = (0..5 * 19).map(|slot| slot * 5 % 9 - 1).collect();
+    let indices = arena.input("indices", &HostTensor::from_i32(&[5, 19], &slots)).unwrap();
+    let [out, dq] = ["out", "dq"].map(|name| arena.output(name, DType::Bf16, &[5, 70, 64]).unwrap());
+    let [lse, max_logits] = ["lse", "max_logits"].map(|name| arena.output(name, DType::F32, &[5, 70]).unwrap());
+    let dk = arena.output("dk", DType::F32, &[7, 64]).unwrap();
+    let inputs = sparse_attention::Inputs {
+        q: &q,
+        k: &k,
+        value: sparse_attention::Value::Prefix { v_dim: 64 },
+        sink: None,
+        indices: &indices,
+        topk_length: None,
+        softmax_scale: 0.125,
+    };
+    let bytes = sparse_attention::workspace_bytes(&inputs, DType::F32, key_gradients).unwrap();
+    let workspace = arena.workspace("workspace", bytes).unwrap();
+    let implementation = sparse_attention::Implementation::Portable;
+    let violations = arena.run(|device| {
+        let (out, lse, max_logits) = (&out, &lse, &max_logits);
+        sparse_attention::forward(device, &sparse_attention::Forward { inputs, implementation, out, lse, max_logits })?;
+        let backward = sparse_attention::Backward {
+            inputs,
+            implementation,
+            key_gradients,
+            out,
+            lse,
+            dout: &dout,
+            dlse: None,
+            dq: &dq,
+            dk: &dk,
+            dv: None,
+            dsink: None,
+            workspace: &workspace,
+        };
+        sparse_attention::backward(device, &backward).map(|_| ())
+    });
+    assert!(violations.unwrap().is_empty());
+    arena.download(&dk).unwrap()
+}
+
+#[test]
+fn the_deterministic_sum_of_key_gradients_has_the_same_bits_for_every_chunk() {
+    let device = support::device();
+    let whole = summed_key_gradient(device, chunks_of(5));
+    for chunk_tokens in [1, 2, 3, 4] {
+        assert!(summed_key_gradient(device, chunks_of(chunk_tokens)) == whole, "chunks of {chunk_tokens} tokens");
+    }
+    assert!(whole.to_f64().iter().all(|value| value.is_finite() && *value != 0.0), "a sum of something: {whole:?}");
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use dsv4_parity::case::Distribution;
 use dsv4_parity::checks::{self, CheckOptions, Outcome};
-use dsv4_parity::operators::sparse_attention::{IndexClass, Lengths, Sinks, SparseAttentionCase, Values};
+use dsv4_parity::operators::sparse_attention::{IndexClass, KeyGradients, Lengths, Sinks, SparseAttentionCase, Values};
 use dsv4_parity::operators::{Float, Implementation};
 use dsv4_parity::record::{CheckRecord, Verdict};
 use dsv4_parity::scenario::OutputRotation;
@@ -30,6 +30,7 @@ fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
         logit_deviation: 2.0,
         logit_shift: 0.0,
         key_gradient: Float::F32,
+        key_gradients: KeyGradients::Atomic,
         dlse: true,
         padding: 8,
         distribution: Distribution::Normal,

@@ -1,10 +1,11 @@
 // What the two implementations of sparse attention share: parameters, lists of slots, and the rules of a
 // softmax whose rows may be empty and whose sink stands outside. sparse_attention.cu has the formulas.
 //
-// The including file is compiled with HEADS_PER_BLOCK and V_SEPARATE defined.
+// The including file is compiled with HEADS_PER_BLOCK, V_SEPARATE and DETERMINISTIC defined.
 #pragma once
 
 #include "math.h"
+#include "memory.h"
 #include "numeric.h"
 #include "platform.h"
 
@@ -42,6 +43,7 @@ PARAMS_LAYOUT(SparseAttentionForwardParams, q, k, v, sink, indices, topk_length,
 
 // dq in bf16, and sums into the fp32 rows dk [num_keys, HEAD_DIM] and dv [num_keys, V_DIM], which must be
 // zero before. Without V_SEPARATE dv is not used: dk receives dV in its first V_DIM columns.
+// DETERMINISTIC: dk and dv are rows of the slots, not of the keys (see first_own_row).
 // lse of +inf or -inf marks a row without valid slots. sink, topk_length and dlse may be null.
 // q, k, v, dout and dq: base and strides are multiples of 16 bytes; dk and dv as well.
 struct SparseAttentionBackwardParams {
@@ -96,6 +98,18 @@ DEVICE Work block_work(uint32_t number, int32_t num_heads) {
     return Work{number / head_blocks, first_head, minimum(num_heads - first_head, HEADS_PER_BLOCK)};
 }
 
+// The key that a stored index names, -1 where it names none.
+DEVICE int32_t valid_key(int32_t index, int32_t num_keys) {
+    return index >= 0 && index < num_keys ? index : -1;
+}
+
+// How many slots of a token's list count.
+template <typename Params>
+DEVICE int32_t list_length(const Params& params, int64_t token) {
+    const int32_t listed = params.topk_length ? params.topk_length[token] : params.topk;
+    return maximum(minimum(listed, params.topk), 0);
+}
+
 // One token's list of slots and the tensors that it points into. Strides in elements.
 struct SlotList {
     const int32_t* indices;
@@ -111,16 +125,40 @@ struct SlotList {
         return slot < length ? indices[slot] : -1;
     }
     int32_t valid_row(int32_t index) const {
-        return index >= 0 && index < num_keys ? index : -1;
+        return valid_key(index, num_keys);
     }
 };
 
 template <typename Params>
 DEVICE SlotList slot_list(const Params& params, int64_t token) {
-    const int32_t listed = params.topk_length ? params.topk_length[token] : params.topk;
-    const int32_t length = maximum(minimum(listed, params.topk), 0);
+    const int32_t length = list_length(params, token);
     return SlotList{params.indices + token * params.indices_stride, length, params.num_keys, params.k,
                     V_SEPARATE ? params.v : params.k, params.k_stride, V_SEPARATE ? params.v_stride : params.k_stride};
+}
+
+// ---------------------------------------------------------------- where gradients of keys go
+
+// DETERMINISTIC 0: what a slot and a block's heads give is added to the fp32 row of the slot's key. DETERMINISTIC 1: it
+// is stored in a row of its own, [head blocks, num_tokens, topk], and sparse_attention_sum adds those in one order.
+
+// The own row of this block's slot 0.
+DEVICE int64_t first_own_row(const SparseAttentionBackwardParams& params, const Work& work) {
+    const int64_t head_block = work.first_head / HEADS_PER_BLOCK;
+    return (head_block * params.num_tokens + work.token) * params.topk;
+}
+
+DEVICE int64_t gradient_row(int32_t key, int64_t own_row) {
+    return DETERMINISTIC ? own_row : key;
+}
+
+// Four consecutive floats of such a row; 16-byte aligned.
+DEVICE void give_vec4(float* target, float v0, float v1, float v2, float v3) {
+    if constexpr (DETERMINISTIC) {
+        store_vec16_streaming(target, Vec16{{__float_as_uint(v0), __float_as_uint(v1), __float_as_uint(v2),
+                                             __float_as_uint(v3)}});
+    } else {
+        atomic_add_vec4(target, v0, v1, v2, v3);
+    }
 }
 
 // ---------------------------------------------------------------- softmax
