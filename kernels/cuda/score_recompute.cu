@@ -559,11 +559,6 @@ PARAMS_LAYOUT(ScoreRecomputeLseParams, q, k, lse_beside, indices, topk_length, c
               indices_global, softmax_scale)
 SHARED_MEMORY(score_recompute_lse, SHARED_BYTES)
 
-// A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
-DEVICE float subtrahend(float row_maximum) {
-    return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;
-}
-
 // The sum of 2^x over some slots of a row, relative to its largest term.
 struct RelativeSum {
     float maximum = -INFINITY_F32;

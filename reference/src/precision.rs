@@ -131,6 +131,33 @@ impl Rounding {
         self.stochastic(tensor, BF16_FRACTION_BITS)
     }
 
+    /// As [`Self::bf16`], for rows (the last axis) that an implementation holds at a scale of its own choice when it
+    /// rounds them, such as weights `exp(z - m)` of a running maximum m, which is not the final one yet: what is left
+    /// of a number below its last bit depends on that scale. In every other `Working` run of a row it is unknown,
+    /// `2^u` with u uniform in [0, 1); otherwise it is 1.
+    pub fn bf16_of_any_scale(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        require_f64("tensor", tensor)?;
+        let Some(noise) = &mut self.noise else {
+            return Ok(tensor.clone());
+        };
+        let (toss, nearest) = (noise.next(), noise.to_nearest);
+        if nearest {
+            return self.bf16(tensor);
+        }
+        let mut shape = tensor.dims().to_vec();
+        if let Some(last) = shape.last_mut() {
+            *last = 1;
+        }
+        let rows: usize = shape.iter().product();
+        let scales: Vec<f64> = (0..rows)
+            .map(|row| 2.0 * toss.uniform(row as f64 + 1.0) - 1.0)
+            .map(|u: f64| if u > 0.0 { u.exp2() } else { 1.0 })
+            .collect();
+        let scales = Tensor::from_vec(scales, shape, tensor.device())?;
+        let rounded = self.bf16(&tensor.broadcast_mul(&scales)?)?;
+        Ok(rounded.broadcast_div(&scales)?)
+    }
+
     /// An intermediate held in fp32: a product, a quotient, a difference, a stored statistic.
     pub fn f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         self.stochastic(tensor, F32_FRACTION_BITS)

@@ -35,7 +35,7 @@
 //!
 //! * every matrix product and sum accumulates in fp32; z, exponents and exponentials are fp32;
 //! * `exp(z - M)` is rounded to bf16 in front of the product with v, after it was summed unrounded. Kernels
-//!   that work in tiles subtract the maximum so far instead of M; they round numbers of the same relative size;
+//!   that work in tiles subtract the maximum so far instead of M, so the scale at which it is rounded is theirs;
 //! * backward reads the stored `out` (bf16) and `lse` (fp32); z is computed anew;
 //! * P and dS are rounded to bf16 in front of their products, dS **without** `softmax_scale`, which multiplies
 //!   the fp32 accumulators of dq and dk, never dv;
@@ -487,7 +487,7 @@ impl Softmax {
 /// Numerator and denominator are multiplied by `exp(M - m)` with `m = max(M, sink)`: 1 unless the sink is the
 /// larger, in which case `exp(sink - M)` could overflow.
 fn output(inputs: &Inputs, gathered: &Gathered, softmax: &Softmax, rounding: &mut Rounding) -> Result<Tensor> {
-    let weights = rounding.bf16(&softmax.weights)?;
+    let weights = rounding.bf16_of_any_scale(&softmax.weights)?;
     let weighted = rounding.matmul_f32_of(&weights, &gathered.v, &gathered.num_valid)?;
     let Some(sink) = &inputs.sink else {
         let denominator = gathered.select_rows(&softmax.sum, 1.0)?;
