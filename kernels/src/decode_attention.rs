@@ -309,7 +309,9 @@ pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize, implementation: I
     let of = |implementation| Ok(Workspace::of(check_inputs(inputs, num_blocks, implementation)?).bytes);
     match implementation {
         // Which one runs is the device's to say: enough for either.
-        Implementation::Auto => Ok(of(Implementation::Portable)?.max(of(Implementation::Hopper)?)),
+        Implementation::Auto if HOPPER_FORMATS.contains(&inputs.format) => {
+            Ok(of(Implementation::Portable)?.max(of(Implementation::Hopper)?))
+        }
         resolved => of(resolved),
     }
 }

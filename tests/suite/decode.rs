@@ -187,7 +187,7 @@ impl Decode {
         let arguments = decode_attention::Forward {
             inputs: self.inputs(),
             num_blocks: *num_blocks,
-            implementation: decode_attention::Implementation::Auto,
+            implementation: decode_attention::Implementation::Portable,
             out,
             lse,
             workspace,
@@ -201,9 +201,12 @@ fn the_launcher_of_decode_attention_names_the_argument_that_it_refuses() {
     let mut arena = arena();
     let decode = Decode::new(&mut arena);
     decode.forward().expect("the unchanged arguments are accepted");
-    let bytes =
-        decode_attention::workspace_bytes(&decode.inputs(), decode.num_blocks, decode_attention::Implementation::Auto)
-            .expect("sound inputs");
+    let bytes = decode_attention::workspace_bytes(
+        &decode.inputs(),
+        decode.num_blocks,
+        decode_attention::Implementation::Portable,
+    )
+    .expect("sound inputs");
     decode.with(|d| d.workspace = shaped(&d.workspace, &[bytes])).forward().expect("so many bytes are enough");
     let refused = |argument, needle: &str, change: &dyn Fn(&mut Decode)| {
         assert_refused(decode.with(change).forward(), argument, needle);
