@@ -9,6 +9,9 @@
 // Floors as in decode_attention.cu. Converting a tile of 64 rows takes the producer's four warps 14 chunks of 16 codes
 // a thread, about 1000 issue slots in each scheduler, beside 2048 cycles of products.
 //
+// What limits it (one H200): at batch 128, H 128, 128 + 1024 slots of e4m3 rows 204 us; 152 us without the conversion's arithmetic,
+// 136 to 147 us with bf16 rows. Codes held in registers instead of shared memory spilled, and took 350 to 450 us.
+//
 // Defines: NOPE_DIM 448 and ROPE_DIM 64, or 0 and 512; HEADS_PER_BLOCK 64. Launch: as decode_attention.
 
 #include "async_copy.h"
