@@ -341,10 +341,11 @@ fn a_run_that_is_begun_anew_leaves_nothing_of_the_old_one() {
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--ops", "rms_norm", "--cases", "60"];
     run(dir.path(), "out", &["--ops", "rope", "--cases", "0"]).assert_code(0);
-    let mut worker = Worker::start(&run_arguments(dir.path(), "out", &arguments));
     let plan = dir.path().join("out/plan.json");
+    let old = std::fs::read_to_string(&plan).unwrap();
+    let mut worker = Worker::start(&run_arguments(dir.path(), "out", &arguments));
     let start = Instant::now();
-    while !std::fs::read_to_string(&plan).is_ok_and(|plan| plan.contains("\"planned_cases\":6")) {
+    while !std::fs::read_to_string(&plan).is_ok_and(|plan| plan != old && plan.contains("\"planned_cases\"")) {
         assert!(start.elapsed() < Duration::from_secs(30), "the second run did not begin");
         std::thread::sleep(Duration::from_millis(10));
     }
