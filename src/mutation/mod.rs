@@ -142,9 +142,11 @@ struct Edit {
 /// # Errors
 /// [`MutationError`]: a file that is missing or not understood completely.
 pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
-    let mut mutants = generate_of(tree, operator, &format!("{operator}.cu"))?;
+    // Over all files: two of them may have the same line in functions of one name.
+    let mut twins = BTreeMap::new();
+    let mut mutants = generate_of(tree, operator, &format!("{operator}.cu"), &mut twins)?;
     for file in tree.kernel_files().filter(|file| is_second_implementation(file, operator)) {
-        mutants.extend(generate_of(tree, operator, file)?);
+        mutants.extend(generate_of(tree, operator, file, &mut twins)?);
     }
     Ok(mutants)
 }
@@ -154,11 +156,15 @@ pub fn is_second_implementation(file: &str, operator: &str) -> bool {
     file.strip_prefix(operator).is_some_and(|rest| rest.starts_with("_hopper") && rest.ends_with(".cu"))
 }
 
-fn generate_of(tree: &SourceTree, operator: &str, file: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
+fn generate_of(
+    tree: &SourceTree,
+    operator: &str,
+    file: &str,
+    twins: &mut BTreeMap<String, u32>,
+) -> Result<Vec<GeneratedMutant>, MutationError> {
     let source = Source::parse(tree, file)?;
     let callers = source.callers();
     let mut mutants = Vec::new();
-    let mut twins: BTreeMap<String, u32> = BTreeMap::new();
     for function in source.functions() {
         let name = source.name_of(function);
         for (class, edit) in classes::edits(&source, function) {
