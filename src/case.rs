@@ -1,6 +1,6 @@
 //! A case: one fully determined comparison, one line of JSON that replays anywhere.
 
-use dsv4_kernels::runtime::Device;
+use dsv4_kernels::runtime::{BackendKind, Device};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::de::DeserializeOwned;
@@ -88,12 +88,18 @@ impl Case {
         serde_json::to_string(self).expect("a case is JSON already")
     }
 
-    /// The command that replays this case on a device like this one.
-    pub fn replay_command(&self, device: &Device) -> String {
+    /// The command that replays this case on a device like this one, under as many random schedules (emulator).
+    pub fn replay_command(&self, device: &Device, schedules: u32) -> String {
         let quoted = |text: &str| format!("'{}'", text.replace('\'', "'\\''"));
         let backend = device.environment().backend;
-        let kernels = device.tree().directory().map(|dir| format!(" --kernels {}", quoted(&dir.display().to_string())));
-        format!("parity replay --backend {backend}{} {}", kernels.unwrap_or_default(), quoted(&self.line()))
+        let mut command = format!("parity replay --backend {backend}");
+        if let Some(directory) = device.tree().directory() {
+            command += &format!(" --kernels {}", quoted(&directory.display().to_string()));
+        }
+        if backend == BackendKind::Emulator && schedules > 0 {
+            command += &format!(" --schedules {schedules}");
+        }
+        format!("{command} {}", quoted(&self.line()))
     }
 }
 

@@ -259,7 +259,7 @@ impl Runner for External {
         )
     }
 
-    fn replay_command(&self, case: &Case) -> String {
+    fn replay_command(&self, case: &Case, _schedules: u32) -> String {
         format!("parity external {} --case '{}'", self.options.arguments, case.line().replace('\'', "'\\''"))
     }
 

@@ -55,8 +55,8 @@ pub trait Runner {
     /// Where the kernels came from, and a digest of them.
     fn kernels(&self) -> (String, String);
 
-    /// The command that runs a case again.
-    fn replay_command(&self, case: &Case) -> String;
+    /// The command that runs a case again, also under so many random schedules where a runner takes them.
+    fn replay_command(&self, case: &Case, schedules: u32) -> String;
 
     /// Chooses the schedule of later runs; see [`dsv4_kernels::runtime::backend::Backend::set_schedule_seed`].
     fn set_schedule_seed(&self, _seed: Option<u64>) {}
@@ -96,8 +96,8 @@ impl Runner for Device {
         (self.tree().origin().to_owned(), self.tree().digest())
     }
 
-    fn replay_command(&self, case: &Case) -> String {
-        case.replay_command(self)
+    fn replay_command(&self, case: &Case, schedules: u32) -> String {
+        case.replay_command(self, schedules)
     }
 
     fn set_schedule_seed(&self, seed: Option<u64>) {

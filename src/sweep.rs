@@ -174,7 +174,7 @@ pub fn run_case(case: &Case, origin: Origin, runner: &dyn Runner, options: Check
         Ok(prepared) => checks::run(&*prepared, runner, options),
         Err(error) => refused(&error),
     };
-    record(case, origin, runner, outcome)
+    record(case, origin, runner, options, outcome)
 }
 
 /// The outcome of a case that could not be prepared.
@@ -190,7 +190,7 @@ fn refused(error: &CaseError) -> Outcome {
     Outcome { checks: vec![check], ..Outcome::default() }
 }
 
-fn record(case: &Case, origin: Origin, runner: &dyn Runner, outcome: Outcome) -> CaseRecord {
+fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOptions, outcome: Outcome) -> CaseRecord {
     CaseRecord {
         operator: case.operator.clone(),
         case: serde_json::to_value(case).unwrap_or_default(),
@@ -199,7 +199,7 @@ fn record(case: &Case, origin: Origin, runner: &dyn Runner, outcome: Outcome) ->
         checks: outcome.checks,
         kernel_seconds: outcome.kernel_seconds,
         oracle_seconds: outcome.oracle_seconds,
-        replay: runner.replay_command(case),
+        replay: runner.replay_command(case, options.schedules),
         skips: outcome.skips,
         plan_number: None,
     }

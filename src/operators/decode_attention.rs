@@ -772,8 +772,10 @@ impl Prepared for Inputs {
         NAME
     }
 
+    /// With the stores as they are here: a law's variant may have other lists and pages than the case that it varies.
     fn case(&self) -> Option<Case> {
-        Some(Case::new(NAME, &self.case))
+        let compressed = self.compressed.as_ref().map(|store| store.case);
+        Some(Case::new(NAME, &DecodeAttentionCase { window: self.window.case, compressed, ..self.case.clone() }))
     }
 
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {

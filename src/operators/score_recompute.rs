@@ -765,8 +765,11 @@ impl Prepared for Inputs {
         NAME
     }
 
+    /// None for what no case says: that only some slots of a target are looked at, or into what sequences a
+    /// variant packs its tokens.
     fn case(&self) -> Option<Case> {
-        Some(Case::new(NAME, &self.case))
+        let said = self.shown.is_none() && self.sequences.is_some() == self.case.packed;
+        said.then(|| Case::new(NAME, &self.case))
     }
 
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {

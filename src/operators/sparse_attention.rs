@@ -346,6 +346,8 @@ impl Operator for SparseAttention {
                 ..plain(7, 65, 512, 90, 140)
             }),
             hopper(SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) }),
+            // Lists of one tile, one after another through one block: what a work leaves behind meets the next one.
+            hopper(plain(12, 1, 512, 9, 5)),
             // Rows of dk that are one product each: what is rounded, dS and not softmax_scale dS, shows in single elements.
             hopper(SparseAttentionCase {
                 indices: IndexClass::Valid,

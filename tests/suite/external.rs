@@ -106,7 +106,8 @@ fn fails(record: &CaseRecord, check: &str, tensor: &str) -> bool {
 fn our_own_kernels_agree_from_outside_for_every_operator_and_what_cannot_be_seen_is_counted() {
     for operator in registry::OPERATORS {
         let corners = operator.corner_cases(Profile::Quick);
-        for case in corners.iter().take(2) {
+        // Every operator's laws need inputs of other shapes somewhere among its corners.
+        for case in corners.iter().step_by(corners.len().div_ceil(5)) {
             let record = run(&case.line(), ExternalOptions::default(), Kernel(honest));
             assert_agrees(&record);
             let skipped = |what: &str| record.skips.iter().any(|skip| skip.what == what && skip.count > 0);

@@ -52,7 +52,8 @@ struct Shared {
     static constexpr int MAXIMA = VALID + 2 * 8;              // float [2][64], after either tile of a pair
     static constexpr int SUMS = MAXIMA + 2 * 64 * 4;          // float [2][2][64]: of this work and of the next
     // Where out passes on its way to memory: for each consumer warp 16 rows of 32 columns, in chunks of 8. With a
-    // panel of its own for either P, where the warpgroup's own lay: once the sums are ready nobody reads it.
+    // panel of its own for either P, where the warp's own rows of it lay: once the sums are ready nobody reads them,
+    // and nobody else writes them. (Another warp of the warpgroup may be at the weights of the next work already.)
     static constexpr int STAGING = SUMS + 2 * 2 * 64 * 4;
     static constexpr int STAGING_BYTES = 16 * 32 * 2;
     static constexpr int FULL = STAGING + (ROPE_PANEL ? 8 * STAGING_BYTES : 0);  // mbarriers [tile][part]
@@ -66,7 +67,8 @@ struct Shared {
         return ROPE_PANEL ? keys(tile) + (PANELS - 1) * PANEL_BYTES : P + tile * PANEL_BYTES;
     }
     static constexpr int staging(int warpgroup, int warp) {
-        return ROPE_PANEL ? STAGING + (4 * warpgroup + warp) * STAGING_BYTES : weights(warpgroup) + warp * STAGING_BYTES;
+        return ROPE_PANEL ? STAGING + (4 * warpgroup + warp) * STAGING_BYTES
+                          : weights(warpgroup) + warp * (PANEL_BYTES / 4);
     }
     static constexpr int full(int tile, int part) { return FULL + 8 * (2 * tile + part); }
     static constexpr int empty(int tile, int part) { return EMPTY + 8 * (2 * tile + part); }
@@ -265,6 +267,8 @@ struct Pair {
 };
 
 DEVICE void release_q(SharedAddress shared, const Pair& pair) {
+    // Lane 0 answers for its warp: a lane that has yet to see q arrive would find the phase of the q after it.
+    __syncwarp();
     if (pair.last && lane_id() == 0) mbarrier_arrive(shared + Shared::Q_EMPTY);
 }
 
