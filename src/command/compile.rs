@@ -1,12 +1,12 @@
 //! `parity compile`.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Args;
 use dsv4_kernels::runtime::SourceTree;
 use dsv4_kernels::runtime::cuda::Nvrtc;
+use rayon::prelude::*;
 
 use super::Exit;
 use crate::operator::ModuleSpecification;
@@ -36,28 +36,55 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     println!("{} ({})", nvrtc.name(), nvrtc.path().display());
     let mut modules: Vec<_> = registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
     modules.extend(test_modules(&tree));
+    let jobs: Vec<Job> = arguments
+        .arch
+        .iter()
+        .flat_map(|target| modules.iter().map(move |(file, defines)| Job { target, file, defines }))
+        .collect();
     let (mut failures, mut skipped) = (0, 0);
-    for target in &arguments.arch {
-        for (file, defines) in &modules {
-            if target != HOPPER.1 && includes(&tree, file, HOPPER.0) {
-                skipped += 1;
-                println!("{target} {file}: skipped, it includes {} and so needs {}", HOPPER.0, HOPPER.1);
-                continue;
-            }
-            let shown: String = defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
-            match nvrtc.compile(&tree, file, defines, target) {
-                Ok(cubin) => println!("{target} {file}{shown}: {} bytes", cubin.len()),
-                Err(error) => {
-                    failures += 1;
-                    println!("{target} {file}{shown}: {error}");
-                }
-            }
+    // A few at a time on all cores: lines come in the order of the jobs, and soon.
+    for some in jobs.chunks(4 * rayon::current_num_threads()) {
+        let outcomes: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree)).collect();
+        for outcome in outcomes {
+            let (Outcome::Compiled(line) | Outcome::Failed(line) | Outcome::Skipped(line)) = &outcome;
+            println!("{line}");
+            failures += usize::from(matches!(outcome, Outcome::Failed(_)));
+            skipped += usize::from(matches!(outcome, Outcome::Skipped(_)));
         }
     }
     if skipped > 0 {
         println!("{skipped} skipped, which need another target");
     }
     Ok(if failures == 0 { Exit::Agreed } else { Exit::Disagreed })
+}
+
+/// One source with its defines, for one target.
+struct Job<'a> {
+    target: &'a str,
+    file: &'a str,
+    defines: &'a [(String, String)],
+}
+
+/// What became of a job, as a line for a reader.
+enum Outcome {
+    Compiled(String),
+    Failed(String),
+    Skipped(String),
+}
+
+impl Job<'_> {
+    fn compile(&self, nvrtc: &Nvrtc, tree: &SourceTree) -> Outcome {
+        let Self { target, file, defines } = self;
+        if *target != HOPPER.1 && includes(tree, file, HOPPER.0) {
+            let line = format!("{target} {file}: skipped, it includes {} and so needs {}", HOPPER.0, HOPPER.1);
+            return Outcome::Skipped(line);
+        }
+        let shown: String = defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
+        match nvrtc.compile(tree, file, defines, target) {
+            Ok(cubin) => Outcome::Compiled(format!("{target} {file}{shown}: {} bytes", cubin.len())),
+            Err(error) => Outcome::Failed(format!("{target} {file}{shown}: {error}")),
+        }
+    }
 }
 
 /// The sources that only tests launch, where the tree has them.
@@ -75,17 +102,8 @@ fn test_modules(tree: &SourceTree) -> Vec<ModuleSpecification> {
 
 /// Whether a source includes `header`, itself or through the tree's headers.
 fn includes(tree: &SourceTree, file: &str, header: &str) -> bool {
-    let headers: BTreeMap<&str, &str> = tree.headers().collect();
-    let (mut seen, mut open) = (BTreeSet::new(), vec![tree.text(file).unwrap_or_default()]);
-    while let Some(text) = open.pop() {
-        let lines = text.lines().filter_map(|line| line.trim_start().strip_prefix("#include"));
-        for name in lines.filter_map(|line| line.split('"').nth(1)) {
-            if seen.insert(name) {
-                open.extend(headers.get(name));
-            }
-        }
-    }
-    seen.contains(header)
+    let headers = tree.headers_of(file).unwrap_or_default();
+    headers.iter().any(|path| path.strip_prefix("include/") == Some(header))
 }
 
 #[cfg(test)]

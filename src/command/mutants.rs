@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
@@ -16,11 +17,13 @@ use super::{DeviceArguments, Exit};
 use crate::checks::CheckOptions;
 use crate::kill_matrix::cases::{self, KnownCase};
 use crate::kill_matrix::equivalent::Equivalents;
+use crate::kill_matrix::journal::Journal;
 use crate::kill_matrix::plan::{self, Choice, Plan};
 use crate::kill_matrix::schedule::{self, Schedule};
 use crate::kill_matrix::tally::Tally;
 use crate::kill_matrix::trial::{self, Subject, Trial};
 use crate::mutants::{self, Mutant};
+use crate::mutation::GeneratedMutant;
 use crate::record::{
     KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
 };
@@ -83,6 +86,10 @@ pub struct MutantsArguments {
     /// Put the matrix into this report of the same kernels instead: report.json, or the folder that holds it
     #[arg(long, value_name = "REPORT", conflicts_with = "out")]
     into: Option<PathBuf>,
+    /// Take over what an earlier run into the same folder has found out of the same mutants, cases and kernels with the
+    /// same executable, and run the rest
+    #[arg(long)]
+    resume: bool,
     /// Serve one trial from the standard input (what this command starts for each mutant)
     #[arg(long, hide = true)]
     trial: bool,
@@ -147,8 +154,14 @@ impl<'a> Session<'a> {
         }
         let equivalents = Equivalents::load(&dir)?;
         let generated = plan::generate(device.tree(), &names, &equivalents)?;
+        refuse_unknown_ids(&arguments.only, &planted, &generated)?;
         let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
-        let known = know_cases(arguments, &device, &operators, &regressions, &planted)?;
+        // Planted mutants name their own cases.
+        let needs_cases = |name: &str| {
+            let ids = |mutants: &[GeneratedMutant]| mutants.iter().any(|mutant| arguments.only.contains(&mutant.id));
+            arguments.only.is_empty() || generated.iter().any(|(operator, mutants)| operator == name && ids(mutants))
+        };
+        let known = know_cases(arguments, &device, &operators, &regressions, &planted, needs_cases)?;
         let choice = Choice {
             sample: arguments.sample.filter(|_| arguments.only.is_empty()),
             seed: arguments.seed,
@@ -160,7 +173,7 @@ impl<'a> Session<'a> {
             .zip(&known)
             .map(|((name, mutants), known)| plan::plan(&name, &planted, mutants, known, &equivalents, choice, backend))
             .collect();
-        keep_only(&mut plans, &arguments.only)?;
+        keep_only(&mut plans, &arguments.only);
         Ok(Self { arguments, device, operators, plans, known, target, start, started_unix })
     }
 
@@ -194,7 +207,24 @@ impl<'a> Session<'a> {
         if self.device.environment().backend == BackendKind::Cuda { 0 } else { self.arguments.schedules }
     }
 
+    /// What became of each trial: before, where the journal knows it, or now.
     fn run(&self, trials: &[Trial]) -> Result<schedule::Fates> {
+        if !self.arguments.only.is_empty() {
+            return self.run_all(trials, None);
+        }
+        let mut journal = Journal::open(&self.folder(), &self.device, self.arguments.resume)?;
+        let mut fates = trials.iter().map(|trial| journal.known(trial)).collect::<Result<schedule::Fates>>()?;
+        let is_left = |(trial, fate): (&Trial, &Option<MutantRecord>)| fate.is_none().then(|| trial.clone());
+        let left: Vec<Trial> = trials.iter().zip(&fates).filter_map(is_left).collect();
+        if left.len() < trials.len() {
+            println!("{} of {} mutants were judged before (--resume)", trials.len() - left.len(), trials.len());
+        }
+        let mut now = self.run_all(&left, Some(&mut journal))?.into_iter();
+        fates.iter_mut().filter(|fate| fate.is_none()).for_each(|fate| *fate = now.next().flatten());
+        Ok(fates)
+    }
+
+    fn run_all(&self, trials: &[Trial], journal: Option<&mut Journal>) -> Result<schedule::Fates> {
         let on_gpu = self.device.environment().backend == BackendKind::Cuda;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let schedule = Schedule {
@@ -205,17 +235,27 @@ impl<'a> Session<'a> {
             patience: PATIENCE,
         };
         let bar = progress(trials.len(), "mutants");
-        let done = |record: &MutantRecord| {
+        let journal = Mutex::new(journal);
+        let done = |trial: &Trial, record: &MutantRecord| {
+            if let Some(journal) = journal.lock().unwrap_or_else(|e| e.into_inner()).as_mut() {
+                journal.append(trial, record)?;
+            }
             if !matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent)
                 || !self.arguments.only.is_empty()
             {
                 bar.suspend(|| println!("{}", fate_text(record)));
             }
             bar.inc(1);
+            Ok(())
         };
         let fates = schedule::run(&schedule, trials, self.device.tree(), &done);
         bar.finish_and_clear();
         fates
+    }
+
+    /// Where the journal and the report go.
+    fn folder(&self) -> PathBuf {
+        self.arguments.into.as_deref().map_or_else(|| self.arguments.out.clone(), folder_of)
     }
 
     fn child_arguments(&self) -> Vec<String> {
@@ -228,6 +268,7 @@ impl<'a> Session<'a> {
     }
 
     fn conclude(self, trials: &[Trial], fates: schedule::Fates) -> Result<Exit> {
+        let out = self.folder();
         let mut plans = self.plans;
         let mut records: Vec<MutantRecord> = Vec::new();
         for (trial, fate) in trials.iter().zip(fates) {
@@ -271,9 +312,9 @@ impl<'a> Session<'a> {
             skips,
             shards: Vec::new(),
         };
-        let (report, out) = match (self.target, &self.arguments.into) {
-            (Some(target), Some(path)) => (joined(target, fresh), folder_of(path)),
-            _ => (fresh, self.arguments.out.clone()),
+        let report = match self.target {
+            Some(target) => joined(target, fresh),
+            None => fresh,
         };
         report::write_all(&report, &out).with_context(|| format!("writing the report to {}", out.display()))?;
         let passed = summarise(&report, &out) && !false_equivalents;
@@ -323,12 +364,17 @@ fn know_cases(
     operators: &[&'static dyn crate::operator::Operator],
     regressions: &Regressions,
     planted: &[Mutant],
+    needs_cases: impl Fn(&str) -> bool,
 ) -> Result<Vec<Vec<KnownCase>>> {
     let on_gpu = device.environment().backend == BackendKind::Cuda;
     let schedules = if on_gpu { 0 } else { arguments.schedules };
     let options = CheckOptions { schedules, triangulate: false };
     let mut known = Vec::new();
     for operator in operators {
+        if !needs_cases(&operator.describe().name) {
+            known.push(Vec::new());
+            continue;
+        }
         let collected = cases::collect(*operator, regressions, planted)?;
         let bar = progress(collected.len(), &operator.describe().name);
         let run = |(case, origin)| {
@@ -342,18 +388,21 @@ fn know_cases(
     Ok(known)
 }
 
-/// Leaves the mutants with the given ids, where any are given.
-fn keep_only(plans: &mut [Plan], only: &[String]) -> Result<()> {
-    if only.is_empty() {
-        return Ok(());
-    }
-    for plan in plans.iter_mut() {
-        plan.subjects.retain(|subject| only.iter().any(|id| id == subject.id()));
-    }
-    let found: BTreeSet<&str> = plans.iter().flat_map(|plan| &plan.subjects).map(Subject::id).collect();
-    match only.iter().find(|id| !found.contains(id.as_str())) {
+/// Before minutes are spent.
+fn refuse_unknown_ids(only: &[String], planted: &[Mutant], generated: &[(String, Vec<GeneratedMutant>)]) -> Result<()> {
+    let generated = generated.iter().flat_map(|(_, mutants)| mutants).map(|mutant| &mutant.id);
+    let known: BTreeSet<&String> = planted.iter().map(|mutant| &mutant.id).chain(generated).collect();
+    match only.iter().find(|id| !known.contains(id)) {
         Some(id) => bail!("--only {id}: no such mutant"),
         None => Ok(()),
+    }
+}
+
+/// Leaves the mutants with the given ids, where any are given.
+fn keep_only(plans: &mut [Plan], only: &[String]) {
+    if !only.is_empty() {
+        let is_wanted = |subject: &Subject| only.iter().any(|id| id == subject.id());
+        plans.iter_mut().for_each(|plan| plan.subjects.retain(is_wanted));
     }
 }
 

@@ -11,11 +11,13 @@
 //! | `equivalent` | the list of mutants without effect |
 //! | `plan` | which mutants, from seed, sample and list |
 //! | `trial` | one mutant on its cases |
+//! | `journal` | what became of each so far, for `--resume` |
 //! | `schedule` | many trials in child processes, a time budget |
 //! | `tally` | killed, survived, kill rates |
 
 pub mod cases;
 pub mod equivalent;
+pub mod journal;
 pub mod plan;
 pub mod schedule;
 pub mod tally;

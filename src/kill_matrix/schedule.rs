@@ -31,17 +31,15 @@ pub struct Schedule {
 /// What became of a list of trials: a record of each, or `None` for those that the time budget left out.
 pub type Fates = Vec<Option<MutantRecord>>;
 
+/// Hears of each trial as it ends, from the thread that ran it.
+pub type Done<'a> = dyn Fn(&Trial, &MutantRecord) -> Result<()> + Sync + 'a;
+
 /// Runs trials, `jobs` at a time, and tells `done` of each as it ends. Of equal lists the records are equal,
 /// whatever the number of jobs.
 ///
 /// # Errors
-/// A child that cannot be started, or that fails for another reason than its mutant.
-pub fn run(
-    schedule: &Schedule,
-    trials: &[Trial],
-    tree: &SourceTree,
-    done: &(dyn Fn(&MutantRecord) + Sync),
-) -> Result<Fates> {
+/// A child that cannot be started, or that fails for another reason than its mutant; those of `done`.
+pub fn run(schedule: &Schedule, trials: &[Trial], tree: &SourceTree, done: &Done<'_>) -> Result<Fates> {
     let start = Instant::now();
     let next = AtomicUsize::new(0);
     let fates: Mutex<Vec<Option<Result<MutantRecord>>>> = Mutex::new(trials.iter().map(|_| None).collect());
@@ -53,10 +51,10 @@ pub fn run(
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(trial) = trials.get(index) else { break };
                     let fate = attempt(schedule, trial, tree);
-                    match &fate {
-                        Ok(record) => done(record),
+                    let fate = fate.and_then(|record| done(trial, &record).map(|()| record));
+                    if fate.is_err() {
                         // Nobody begins another trial.
-                        Err(_) => next.store(trials.len(), Ordering::Relaxed),
+                        next.store(trials.len(), Ordering::Relaxed);
                     }
                     fates.lock().unwrap_or_else(|e| e.into_inner())[index] = Some(fate);
                 }
@@ -189,7 +187,7 @@ mod tests {
             time_budget: budget,
             patience: Duration::from_millis(300),
         };
-        run(&schedule, &[trial.clone(), trial], &SourceTree::embedded(), &|_| ())
+        run(&schedule, &[trial.clone(), trial], &SourceTree::embedded(), &|_, _| Ok(()))
     }
 
     fn killed_by(fates: Fates) -> Vec<(Vec<String>, String)> {

@@ -1,8 +1,8 @@
 //! Generated mutants: small changes of a kernel's source text, found in its syntax tree.
 //!
-//! [`generate`] walks the bodies of an operator's own `.cu` file. Its headers are left alone: they hold a
-//! device body and a host body of each instruction, and a change of one of them would be seen on one backend
-//! only. Nothing outside of a function body changes (constants of the file are a contract with the launcher),
+//! [`generate`] walks the bodies of an operator's own `.cu` files, and of the headers that hold more of their code.
+//! Headers with a device body and a host body of each instruction are left alone: a change of one of them would be
+//! seen on one backend only. Nothing outside of a function body changes (constants of the file are a contract with the launcher),
 //! and nothing that only the compiler evaluates: `static_assert`, template arguments, `if constexpr`.
 //!
 //! | class | what changes |
@@ -137,18 +137,26 @@ struct Edit {
     summary: String,
 }
 
-/// Every mutant of an operator's own kernel files, in the order of the files.
+/// Every mutant of an operator's own kernel files and of their headers, in the order of the files.
 ///
 /// # Errors
 /// [`MutationError`]: a file that is missing or not understood completely.
 pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
+    let mut units = vec![Unit::read(tree, &format!("{operator}.cu"))?];
+    for file in tree.kernel_files().filter(|file| is_second_implementation(file, operator)) {
+        units.push(Unit::read(tree, file)?);
+    }
+    // Kernel files first: a header stands once, whoever includes it.
+    let headers = units.iter().flat_map(|unit| &unit.sources[1..]);
+    let mut files: Vec<&Source<'_>> = units.iter().map(|unit| &unit.sources[0]).collect();
+    for header in headers {
+        if files.iter().all(|known| known.file != header.file) {
+            files.push(header);
+        }
+    }
     // Over all files: two of them may have the same line in functions of one name.
     let mut twins = BTreeMap::new();
-    let mut mutants = generate_of(tree, operator, &format!("{operator}.cu"), &mut twins)?;
-    for file in tree.kernel_files().filter(|file| is_second_implementation(file, operator)) {
-        mutants.extend(generate_of(tree, operator, file, &mut twins)?);
-    }
-    Ok(mutants)
+    Ok(files.iter().flat_map(|source| generate_of(operator, source, &units, &mut twins)).collect())
 }
 
 /// Whether a kernel file is an operator's implementation for one GPU generation, beside the portable one.
@@ -156,18 +164,39 @@ pub fn is_second_implementation(file: &str, operator: &str) -> bool {
     file.strip_prefix(operator).is_some_and(|rest| rest.starts_with("_hopper") && rest.ends_with(".cu"))
 }
 
+/// A kernel file, and behind it the headers that hold more of its code.
+struct Unit<'a> {
+    sources: Vec<Source<'a>>,
+    callers: BTreeMap<&'a str, BTreeSet<&'a str>>,
+}
+
+impl<'a> Unit<'a> {
+    fn read(tree: &'a SourceTree, file: &str) -> Result<Self, MutationError> {
+        let mut sources = vec![Source::parse(tree, file)?];
+        for header in source::headers_of(tree, file)? {
+            sources.push(Source::parse(tree, header)?);
+        }
+        let callers = source::callers(&sources.iter().collect::<Vec<_>>());
+        Ok(Self { sources, callers })
+    }
+
+    fn holds(&self, file: &str) -> bool {
+        self.sources.iter().any(|source| source.file == file)
+    }
+}
+
 fn generate_of(
-    tree: &SourceTree,
     operator: &str,
-    file: &str,
+    source: &Source<'_>,
+    units: &[Unit<'_>],
     twins: &mut BTreeMap<String, u32>,
-) -> Result<Vec<GeneratedMutant>, MutationError> {
-    let source = Source::parse(tree, file)?;
-    let callers = source.callers();
+) -> Vec<GeneratedMutant> {
     let mut mutants = Vec::new();
     for function in source.functions() {
         let name = source.name_of(function);
-        for (class, edit) in classes::edits(&source, function) {
+        let callers = units.iter().filter(|unit| unit.holds(source.file)).filter_map(|unit| unit.callers.get(name));
+        let kernels: BTreeSet<String> = callers.flatten().map(|kernel| (*kernel).to_owned()).collect();
+        for (class, edit) in classes::edits(source, function) {
             let (original, mutated) = changed_lines(source.text, &edit);
             let key = format!("{operator}:{name}:{}:{original}:{mutated}", class.name());
             let twin = twins.entry(key.clone()).or_default();
@@ -182,7 +211,7 @@ fn generate_of(
                 summary: edit.summary,
                 original,
                 mutated,
-                kernels: callers.get(name).into_iter().flatten().map(|kernel| (*kernel).to_owned()).collect(),
+                kernels: kernels.clone(),
                 range: edit.range,
                 replacement: edit.replacement,
             });
@@ -190,7 +219,7 @@ fn generate_of(
     }
     // Stable: mutants of one place stay in the order of their classes.
     mutants.sort_by_key(|mutant| mutant.range.start);
-    Ok(mutants)
+    mutants
 }
 
 impl GeneratedMutant {

@@ -14,6 +14,8 @@ use super::MutationError;
 const SPECIFIERS: [(&str, &str); 3] = [("DEVICE", "static"), ("__shared__", "static    "), ("UNROLL", "      ")];
 /// Macros with arguments that define nothing which a mutant could change.
 const DECLARATIONS: [&str; 3] = ["PARAMS_LAYOUT", "SHARED_MEMORY", "UNROLL_BY"];
+/// What a header asks for that has a body of its own for the emulator.
+const BACKEND: &str = "PARITY_EMULATOR";
 /// The macro that begins a kernel.
 const KERNEL: &str = "KERNEL";
 
@@ -31,8 +33,9 @@ pub(super) struct Source<'a> {
 
 impl<'a> Source<'a> {
     /// Parses `file` of a kernel tree.
-    pub(super) fn parse(tree: &'a SourceTree, file: &'a str) -> Result<Self, MutationError> {
+    pub(super) fn parse(tree: &'a SourceTree, file: &str) -> Result<Self, MutationError> {
         let text = tree.text(file)?;
+        let (file, _) = tree.files().get_key_value(file).expect("its text was found");
         let (masked, kernels) = masked(text);
         let unread = |reason: String| MutationError::Parser { file: file.to_owned(), reason };
         let mut parser = Parser::new();
@@ -76,34 +79,6 @@ impl<'a> Source<'a> {
             }
         }
         "?"
-    }
-
-    /// For each function, the kernels that may call it. One that no kernel calls (a compile-time
-    /// function) may concern all of them.
-    pub(super) fn callers(&self) -> BTreeMap<&'a str, BTreeSet<&'a str>> {
-        let functions = self.functions();
-        let names: BTreeSet<&str> = functions.iter().map(|function| self.name_of(*function)).collect();
-        let mut mentions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-        for function in &functions {
-            let mentioned = mentions.entry(self.name_of(*function)).or_default();
-            descend(*function, &mut |node| {
-                if matches!(node.kind(), "identifier" | "field_identifier") && names.contains(self.text_of(node)) {
-                    mentioned.insert(self.text_of(node));
-                }
-            });
-        }
-        let kernels: BTreeSet<&str> = names.iter().copied().filter(|name| self.kernels.contains(*name)).collect();
-        let mut callers: BTreeMap<&str, BTreeSet<&str>> = names.iter().map(|name| (*name, BTreeSet::new())).collect();
-        for kernel in &kernels {
-            let mut pending = vec![*kernel];
-            while let Some(name) = pending.pop() {
-                if callers.get_mut(name).is_some_and(|kernels| kernels.insert(kernel)) {
-                    pending.extend(mentions[name].iter().copied());
-                }
-            }
-        }
-        callers.values_mut().filter(|found| found.is_empty()).for_each(|found| found.clone_from(&kernels));
-        callers
     }
 
     /// Whether an expression has a floating-point value, as far as names and literals tell.
@@ -162,6 +137,46 @@ impl<'a> Source<'a> {
             }
         }
     }
+}
+
+/// For each function of a kernel file and its headers, the kernels that may call it. One that no kernel calls (a
+/// compile-time function) may concern all of them.
+pub(super) fn callers<'a>(unit: &[&Source<'a>]) -> BTreeMap<&'a str, BTreeSet<&'a str>> {
+    let all = || unit.iter().flat_map(|source| source.functions().into_iter().map(move |function| (source, function)));
+    let names: BTreeSet<&str> = all().map(|(source, function)| source.name_of(function)).collect();
+    let mut mentions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for (source, function) in all() {
+        let mentioned = mentions.entry(source.name_of(function)).or_default();
+        descend(function, &mut |node| {
+            if matches!(node.kind(), "identifier" | "field_identifier") && names.contains(source.text_of(node)) {
+                mentioned.insert(source.text_of(node));
+            }
+        });
+    }
+    let is_kernel = |name: &&str| unit.iter().any(|source| source.kernels.contains(*name));
+    let kernels: BTreeSet<&str> = names.iter().copied().filter(is_kernel).collect();
+    let mut callers: BTreeMap<&str, BTreeSet<&str>> = names.iter().map(|name| (*name, BTreeSet::new())).collect();
+    for kernel in &kernels {
+        let mut pending = vec![*kernel];
+        while let Some(name) = pending.pop() {
+            if callers.get_mut(name).is_some_and(|kernels| kernels.insert(kernel)) {
+                pending.extend(mentions[name].iter().copied());
+            }
+        }
+    }
+    callers.values_mut().filter(|found| found.is_empty()).for_each(|found| found.clone_from(&kernels));
+    callers
+}
+
+/// The headers that hold more of a kernel file's code: those that do not tell the backends apart.
+pub(super) fn headers_of<'a>(tree: &'a SourceTree, file: &str) -> Result<Vec<&'a str>, MutationError> {
+    let mut headers = Vec::new();
+    for header in tree.headers_of(file)? {
+        if !tree.text(header)?.contains(BACKEND) {
+            headers.push(header);
+        }
+    }
+    Ok(headers)
 }
 
 /// Calls `visit` on a node and everything below it, outermost first.
@@ -276,9 +291,23 @@ mod tests {
     fn every_kernel_source_is_understood_completely() {
         let tree = SourceTree::embedded();
         for file in tree.kernel_files() {
-            let source = Source::parse(&tree, file).unwrap_or_else(|error| panic!("{error}"));
-            assert!(!source.functions().is_empty(), "{file}");
+            let headers = headers_of(&tree, file).expect("the tree is whole");
+            for file in [file].into_iter().chain(headers) {
+                let source = Source::parse(&tree, file).unwrap_or_else(|error| panic!("{error}"));
+                assert!(!source.functions().is_empty(), "{file}");
+            }
         }
+    }
+
+    #[test]
+    fn headers_are_those_with_one_body_for_all_backends() {
+        let tree = SourceTree::embedded();
+        let of = |file: &str| headers_of(&tree, file).expect("the tree is whole");
+        assert_eq!(of("rope.cu"), [""; 0]);
+        let hopper = of("decode_attention_hopper.cu");
+        let ours = ["hopper_attention.h", "panels.h", "decode_attention.h", "kv_cache.h"];
+        assert_eq!(hopper.len(), ours.len(), "{hopper:?}");
+        assert!(ours.iter().all(|name| hopper.contains(&format!("include/{name}").as_str())), "{hopper:?}");
     }
 
     #[test]
@@ -288,7 +317,7 @@ mod tests {
         let files = [("k.cu".to_owned(), text.to_owned())];
         let tree = SourceTree::from_files("a test".into(), files.into()).expect("a tree");
         let source = Source::parse(&tree, "k.cu").expect("C++");
-        let callers = source.callers();
+        let callers = callers(&[&source]);
         assert_eq!(callers["deep"], ["a"].into());
         assert_eq!(callers["b"], ["b"].into());
         assert_eq!(callers["size"], ["a", "b"].into());

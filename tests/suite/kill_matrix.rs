@@ -3,6 +3,9 @@
 
 use std::path::Path;
 
+use dsv4_kernels::runtime::SourceTree;
+use dsv4_parity::kill_matrix::{equivalent::Equivalents, plan};
+use dsv4_parity::mutation;
 use dsv4_parity::record::{MutantSource, MutantStatus, Report};
 use tempfile::TempDir;
 
@@ -85,6 +88,34 @@ fn mutants_that_the_time_budget_leaves_out_are_skips_and_no_kills() {
     assert_eq!((skip.what.as_str(), skip.count), ("generated mutants of rope", 9));
 }
 
+/// A seed whose sample of three holds a mutant of rope that changes nothing.
+fn seed_of_a_survivor() -> u64 {
+    let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
+    let all = mutation::generate(&SourceTree::embedded(), "rope").expect("mutants");
+    let survives = |seed: &u64| mutation::sample(all.clone(), 3, *seed).iter().any(|m| list.reason(&m.id).is_some());
+    (0..1000).find(survives).expect("rope has equivalent mutants")
+}
+
+#[test]
+fn a_kill_rate_under_the_floor_exits_with_1_and_a_resumed_run_judges_no_mutant_again() {
+    // Without the list of equivalent mutants, one that changes nothing is a survivor.
+    let (bugs, out) = (folder("none.txt", ""), tempfile::tempdir().expect("a scratch directory"));
+    let (path, seed) = (out.path().to_str().expect("UTF-8"), seed_of_a_survivor().to_string());
+    let run =
+        |more: &[&str]| mutants(bugs.path(), &[&["--sample", "3", "--seed", &seed, "--out", path], more].concat());
+    let first = run(&["--floor", "1"]);
+    first.assert_code(1);
+    for needle in ["SURVIVED", "below what is asked: rope: "] {
+        assert!(first.stdout.contains(needle), "`{needle}` is not in\n{}", first.stdout);
+    }
+    let again = run(&["--floor", "0", "--resume"]);
+    again.assert_code(0);
+    assert!(again.stdout.contains("3 of 3 mutants were judged before"), "{}", again.stdout);
+    let report = std::fs::read_to_string(out.path().join("report.json")).expect("a report");
+    let report: Report = serde_json::from_str(&report).expect("a report");
+    assert_eq!(report.mutants.len(), 3);
+}
+
 #[test]
 fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
     let stale = folder("equivalent.toml", "[[equivalent]]\nids = [\"rope:gone:scale:00000000\"]\nreason = \"None.\"\n");
@@ -94,12 +125,11 @@ fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
     let none = folder("none.txt", "");
     mutants(none.path(), &["--floor", "1.5"]).assert_bad_input(&["--floor 1.5"]);
     mutants(none.path(), &["--jobs", "0"]).assert_bad_input(&["--jobs 0"]);
+    mutants(none.path(), &["--only", "rope:gone"]).assert_bad_input(&["--only rope:gone", "no such mutant"]);
 }
 
 #[test]
 fn the_list_of_equivalent_mutants_fits_the_kernels() {
-    use dsv4_kernels::runtime::SourceTree;
-    use dsv4_parity::kill_matrix::{equivalent::Equivalents, plan};
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
     plan::generate(&SourceTree::embedded(), &dsv4_parity::registry::names(), &list).unwrap_or_else(|e| panic!("{e}"));
 }

@@ -29,7 +29,7 @@ impl ModuleCache {
         Self { dir }
     }
 
-    /// blake3 of file name, source, every header, defines, compiler version, options and target.
+    /// blake3 of file name, source, the headers that it includes, defines, compiler version, options and target.
     pub fn key<'a>(
         tree: &'a SourceTree,
         file: &str,
@@ -44,7 +44,11 @@ impl ModuleCache {
         };
         part(file);
         part(tree.text(file)?);
-        for (name, text) in tree.headers().chain(extra_headers) {
+        for header in tree.headers_of(file)? {
+            part(header);
+            part(tree.text(header)?);
+        }
+        for (name, text) in extra_headers {
             part(name);
             part(text);
         }
@@ -79,5 +83,32 @@ impl ModuleCache {
         std::io::Write::write_all(&mut file, bytes).map_err(|e| RuntimeError::system(doing(), e))?;
         file.persist(&path).map_err(|e| RuntimeError::system(doing(), e.error))?;
         Ok(path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_changes_the_key_of_those_that_include_it_and_of_no_other() {
+        let text = |text: &str| text.to_owned();
+        let tree = SourceTree::from_files(
+            "a test".into(),
+            [
+                (text("direct.cu"), text("#include \"inner.h\"\n")),
+                (text("through.cu"), text("#include \"outer.h\"\n")),
+                (text("without.cu"), text("// as inner.h has it\n#include <cstdint>\n")),
+                (text("include/outer.h"), text("#pragma once\n  #include \"inner.h\"\n")),
+                (text("include/inner.h"), text("constexpr int N = 1;\n")),
+            ]
+            .into(),
+        )
+        .expect("a tree");
+        let changed = tree.with_text("include/inner.h", text("constexpr int N = 2;\n"), "a header");
+        let key = |tree, file| ModuleCache::key(tree, file, &[], std::iter::empty(), "compiler").expect("a key");
+        for (file, is_other) in [("direct.cu", true), ("through.cu", true), ("without.cu", false)] {
+            assert_eq!(key(&tree, file) != key(&changed, file), is_other, "{file}");
+        }
     }
 }

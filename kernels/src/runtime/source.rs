@@ -90,6 +90,28 @@ impl SourceTree {
         self.files.iter().filter_map(|(path, text)| Some((path.strip_prefix("include/")?, text.as_str())))
     }
 
+    /// The headers of this tree that `file` includes, itself or through others, by their path within the tree and in
+    /// the order in which they are met.
+    ///
+    /// # Errors
+    /// [`RuntimeError::SourceMissing`] for a `file` that is not in the tree. Headers from elsewhere are passed over.
+    pub fn headers_of(&self, file: &str) -> Result<Vec<&str>> {
+        let mut found: Vec<&str> = Vec::new();
+        let mut pending = vec![self.text(file)?];
+        while let Some(text) = pending.pop() {
+            let directives = text.lines().filter_map(|line| line.trim_start().strip_prefix("#include"));
+            for name in directives.filter_map(|directive| directive.split('"').nth(1)) {
+                if let Some((path, text)) = self.files.get_key_value(&format!("include/{name}"))
+                    && !found.contains(&path.as_str())
+                {
+                    found.push(path);
+                    pending.push(text);
+                }
+            }
+        }
+        Ok(found)
+    }
+
     /// The kernel files (`*.cu`), sorted.
     pub fn kernel_files(&self) -> impl Iterator<Item = &str> {
         self.files.keys().map(String::as_str).filter(|name| name.ends_with(".cu"))

@@ -1,0 +1,188 @@
+//! What became of each mutant so far: `mutants.jsonl`, which grows by a line with each and outlives a kill.
+//!
+//! A line names its trial by a digest of everything that could change its outcome: the mutant, its cases, the
+//! schedules, the kernels, the executable and the backend. So a resumed run takes over what still holds, whatever
+//! else was asked for before, and runs the rest.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use dsv4_kernels::runtime::Device;
+use serde::{Deserialize, Serialize};
+
+use super::trial::Trial;
+use crate::record::MutantRecord;
+use crate::shard;
+
+/// Name of the journal's file.
+pub const JOURNAL: &str = "mutants.jsonl";
+
+/// One line.
+#[derive(Debug, Serialize, Deserialize)]
+struct Line {
+    /// [`Journal::digest`].
+    trial: String,
+    /// What became of the mutant.
+    record: MutantRecord,
+}
+
+/// The open journal of a run, and what it took over.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    file: File,
+    /// Kernels, executable and backend, as far as they could change an outcome.
+    identity: String,
+    known: BTreeMap<String, MutantRecord>,
+}
+
+impl Journal {
+    /// Opens the journal in `dir` for a run on `device`; `resume` keeps what it holds.
+    ///
+    /// # Errors
+    /// The file system's, a line that is no record, or another run that is writing here.
+    pub fn open(dir: &Path, device: &Device, resume: bool) -> Result<Self> {
+        let environment = device.environment();
+        let identity = [
+            device.tree().digest(),
+            shard::executable_digest(),
+            environment.backend.to_string(),
+            environment.target.clone(),
+        ];
+        Self::open_as(dir, identity.join(" "), resume)
+    }
+
+    fn open_as(dir: &Path, identity: String, resume: bool) -> Result<Self> {
+        std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+        let path = dir.join(JOURNAL);
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let file = file.with_context(|| format!("opening {}", path.display()))?;
+        // Where the file system knows no locks, there is nothing to wait for.
+        if matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
+            bail!("another run is writing to {}", dir.display());
+        }
+        let mut journal = Self { path, file, identity, known: BTreeMap::new() };
+        journal.take_over(resume).with_context(|| journal.path.display().to_string())?;
+        Ok(journal)
+    }
+
+    /// Reads the complete lines and cuts a last one that a kill left without an end.
+    fn take_over(&mut self, resume: bool) -> Result<()> {
+        let mut bytes = Vec::new();
+        if resume {
+            self.file.read_to_end(&mut bytes)?;
+        }
+        let complete = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+        for (number, line) in std::str::from_utf8(&bytes[..complete])?.lines().enumerate() {
+            let Line { trial, record } =
+                serde_json::from_str(line).with_context(|| format!("line {} is no record of a mutant", number + 1))?;
+            self.known.insert(trial, record);
+        }
+        self.file.set_len(complete as u64)?;
+        self.file.seek(SeekFrom::End(0))?;
+        Ok(())
+    }
+
+    /// What names a trial on this device.
+    fn digest(&self, trial: &Trial) -> Result<String> {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(self.identity.as_bytes()).update(&[0]).update(&serde_json::to_vec(trial)?);
+        Ok(hasher.finalize().to_hex().to_string())
+    }
+
+    /// What became of a trial before.
+    ///
+    /// # Errors
+    /// A trial that cannot be written as JSON.
+    pub fn known(&self, trial: &Trial) -> Result<Option<MutantRecord>> {
+        Ok(self.known.get(&self.digest(trial)?).cloned())
+    }
+
+    /// Adds what became of a trial, in one write.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn append(&mut self, trial: &Trial, record: &MutantRecord) -> Result<()> {
+        let line = Line { trial: self.digest(trial)?, record: record.clone() };
+        let mut bytes = serde_json::to_vec(&line)?;
+        bytes.push(b'\n');
+        self.file.write_all(&bytes).with_context(|| format!("writing to {}", self.path.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kill_matrix::trial::Subject;
+    use crate::mutants::Mutant;
+
+    fn trial(id: &str, schedules: u32) -> Trial {
+        let mutant = Mutant {
+            id: id.into(),
+            catalogue: "FM-00".into(),
+            operator: "rope".into(),
+            file: "rope.cu".into(),
+            summary: String::new(),
+            find: "a".into(),
+            replace: "b".into(),
+            expected: "forward".into(),
+            cases: Vec::new(),
+        };
+        Trial { subject: Subject::Planted(mutant), schedules, all_checks: false }
+    }
+
+    fn record(id: &str) -> MutantRecord {
+        MutantRecord { id: id.into(), ..MutantRecord::default() }
+    }
+
+    fn open(dir: &Path, identity: &str, resume: bool) -> Journal {
+        Journal::open_as(dir, identity.into(), resume).expect("a journal")
+    }
+
+    #[test]
+    fn a_resumed_journal_knows_what_it_holds_and_nothing_of_other_kernels_or_schedules() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let mut journal = open(dir.path(), "kernels", false);
+        journal.append(&trial("bug", 1), &record("bug")).expect("written");
+        drop(journal);
+        let journal = open(dir.path(), "kernels", true);
+        assert_eq!(journal.known(&trial("bug", 1)).expect("a digest"), Some(record("bug")));
+        assert_eq!(journal.known(&trial("bug", 2)).expect("a digest"), None);
+        assert_eq!(journal.known(&trial("other", 1)).expect("a digest"), None);
+        drop(journal);
+        assert_eq!(open(dir.path(), "other kernels", true).known(&trial("bug", 1)).expect("a digest"), None);
+        assert_eq!(open(dir.path(), "kernels", false).known(&trial("bug", 1)).expect("a digest"), None);
+    }
+
+    #[test]
+    fn a_line_that_a_kill_cut_short_is_taken_away_and_a_wrong_one_is_an_error() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let mut journal = open(dir.path(), "kernels", false);
+        journal.append(&trial("whole", 1), &record("whole")).expect("written");
+        journal.append(&trial("cut", 1), &record("cut")).expect("written");
+        drop(journal);
+        let path = dir.path().join(JOURNAL);
+        let text = std::fs::read(&path).expect("the file");
+        std::fs::write(&path, &text[..text.len() - 9]).expect("written");
+        let mut journal = open(dir.path(), "kernels", true);
+        assert_eq!(journal.known(&trial("cut", 1)).expect("a digest"), None);
+        journal.append(&trial("cut", 1), &record("cut")).expect("written");
+        drop(journal);
+        assert_eq!(open(dir.path(), "kernels", true).known(&trial("cut", 1)).expect("a digest"), Some(record("cut")));
+
+        std::fs::write(&path, "no record\n").expect("written");
+        let error = Journal::open_as(dir.path(), "kernels".into(), true).unwrap_err();
+        assert!(format!("{error:#}").contains("line 1 is no record"), "{error:#}");
+    }
+
+    #[test]
+    fn only_one_run_at_a_time_writes_to_a_folder() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let _first = open(dir.path(), "kernels", false);
+        let error = Journal::open_as(dir.path(), "kernels".into(), true).unwrap_err();
+        assert!(error.to_string().contains("another run"), "{error}");
+    }
+}
