@@ -5,6 +5,7 @@ use std::time::Instant;
 use dsv4_kernels::runtime::arena::ViolationKind;
 use dsv4_kernels::runtime::{Contract, DType, HostTensor};
 use dsv4_reference::precision::Precision;
+use rayon::prelude::*;
 
 use crate::agreement;
 use crate::budget::{Budget, working_precisions};
@@ -92,13 +93,14 @@ pub struct Truth {
 }
 
 impl Truth {
-    /// Runs the oracle.
+    /// Runs the oracle, in all precisions at once: each has its own seed, so the order does not matter.
     ///
     /// # Errors
     /// What the oracle refuses.
     pub fn of(prepared: &dyn Prepared) -> Result<Self, CaseError> {
         let exact = prepared.oracle(Precision::Exact)?;
-        let working = working_precisions().map(|precision| prepared.oracle(precision)).collect::<Result<_, _>>()?;
+        let precisions: Vec<Precision> = working_precisions().collect();
+        let working = precisions.par_iter().map(|&precision| prepared.oracle(precision)).collect::<Result<_, _>>()?;
         Ok(Self { exact, working })
     }
 

@@ -112,8 +112,8 @@ pub struct KernelRun {
     pub paths: Vec<String>,
 }
 
-/// A case with its inputs.
-pub trait Prepared {
+/// A case with its inputs. Its oracle may run on several threads at once.
+pub trait Prepared: Sync {
     /// The operator.
     fn operator(&self) -> &'static str;
 

@@ -318,6 +318,8 @@ impl Operator for DecodeAttention {
                 ..plain(8, 1, 7, MODEL, 5)
             }),
             hopper(plain(2, 2, 5, launched::RowFormat::bf16(512), 3)),
+            // A head that stands alone among its warp's rows, over eight tiles.
+            hopper(DecodeAttentionCase { window: store(300, 6, 64), ..plain(1, 1, 17, MODEL, 1) }),
         ];
         if profile == Profile::Full {
             cases.extend(production_cases());

@@ -309,6 +309,8 @@ impl Operator for ScoreRecompute {
             ScoreRecomputeCase { packed: true, recomputed: true, outside: 300.0, ..causal(9, 5, 64, 400, 4) },
             ScoreRecomputeCase { normaliser: v32, sinks: Sinks::Absent, recomputed: true, ..causal(5, 66, 64, 290, 1) },
             ScoreRecomputeCase { q_off: false, normaliser: v32, sinks: Sinks::Absent, ..causal(13, 5, 80, 9, 3) },
+            // Fewer columns than a panel has.
+            selected(2, 3, 32, 20, 30),
             selected(2, 5, 512, 50, 70),
             ScoreRecomputeCase { normaliser: v32, sinks: Sinks::Absent, ..selected(1, 66, 576, 33, 65) },
         ];

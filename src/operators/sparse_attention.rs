@@ -338,6 +338,8 @@ impl Operator for SparseAttention {
             plain(2, 5, 512, 50, 70),
             SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) },
             hopper(plain(2, 20, 512, 50, 70)),
+            // A head that stands alone among its warp's rows, over six tiles.
+            hopper(plain(2, 17, 512, 90, 330)),
             // Three tiles, and one head that stands alone in its block.
             hopper(SparseAttentionCase {
                 lengths: Lengths::Hostile,

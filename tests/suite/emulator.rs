@@ -261,6 +261,27 @@ fn null_pointers_wild_addresses_deep_stacks_and_division_by_zero_are_reported() 
 }
 
 #[test]
+fn an_index_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_many_bits_are_reported() {
+    let Some(device) = emulator() else { return };
+    let on_thread_5 = |declaration: &str, statement: &str| {
+        format!("{declaration} const int at = params.count + 4; if (threadIdx.x == 5) {{ {statement} }}")
+    };
+    for (declaration, statement) in [
+        ("int x[4] = {1, 2, 3, 4};", "params.y[0] = x[at];"),
+        ("__shared__ int x[4];", "x[at] = 1;"),
+        ("struct { int before[4], after; } x{};", "params.y[0] = x.before[at];"),
+        ("", "params.y[0] = 1 << (8 * at);"),
+    ] {
+        let (_, _, thread, what) =
+            fault(run_probe(&device, &on_thread_5(declaration, statement), [1; 3], [64, 1, 1]).0);
+        assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
+        assert!(what.contains("beyond an array's end, shifted by more bits than there are"), "{statement}: {what}");
+        let inside = statement.replace("at", "(at - 4)");
+        run_probe(&device, &on_thread_5(declaration, &inside), [1; 3], [64, 1, 1]).0.expect(&inside);
+    }
+}
+
+#[test]
 fn the_deterministic_schedule_repeats_itself_and_a_seed_brings_another_order() {
     let Some(device) = emulator() else { return };
     // Lane numbers in the order in which threads come by.

@@ -1,7 +1,7 @@
 //! Sweeps of the real operators, and the checks themselves: each must fail where it should. For that a made-up
 //! operator stands in, whose kernel does exactly what a test wants.
 
-use std::cell::Cell;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
 use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
@@ -193,8 +193,8 @@ const WIDTH: usize = 16;
 /// Relative deviation of the made-up oracle's working runs: what bf16 rounds by.
 const SPREAD: f64 = 1.0 / 512.0;
 
-type Kernel = Box<dyn Fn(Contract) -> Result<KernelRun, RuntimeError>>;
-type MakeLaws = Box<dyn Fn() -> Vec<Law>>;
+type Kernel = Box<dyn Fn(Contract) -> Result<KernelRun, RuntimeError> + Sync>;
+type MakeLaws = Box<dyn Fn() -> Vec<Law> + Sync>;
 
 /// An operator that exists for one test. One output `y`, f32 `[ROWS, WIDTH]`.
 struct Fake {
@@ -274,7 +274,7 @@ fn fake(values: Vec<f64>) -> Fake {
     fake_with(move |_| Ok(output(&values)))
 }
 
-fn fake_with(kernel: impl Fn(Contract) -> Result<KernelRun, RuntimeError> + 'static) -> Fake {
+fn fake_with(kernel: impl Fn(Contract) -> Result<KernelRun, RuntimeError> + Sync + 'static) -> Fake {
     Fake { exact: exact(), spread: SPREAD, kernel: Box::new(kernel), laws: Box::new(Vec::new), empty_probe: false }
 }
 
@@ -403,10 +403,9 @@ fn an_output_that_depends_on_what_was_in_memory_is_noticed() {
 #[test]
 fn a_second_run_with_one_other_bit_is_noticed_unless_the_sum_is_atomic() {
     let varying = |deterministic: bool, step: f64| {
-        let runs = Cell::new(0);
+        let runs = AtomicU32::new(0);
         fake_with(move |_| {
-            runs.set(runs.get() + 1);
-            let nudge = if runs.get() == 2 { step } else { 0.0 };
+            let nudge = if runs.fetch_add(1, Ordering::Relaxed) == 1 { step } else { 0.0 };
             let mut run = output(&with_element(37, exact()[37] + nudge));
             run.tensors[0].deterministic = deterministic;
             Ok(run)

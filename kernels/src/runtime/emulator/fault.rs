@@ -22,7 +22,8 @@ pub enum Ending {
         /// The coroutine's stack pointer lay in its guard page.
         stack_overflow: bool,
     },
-    /// An integer division by zero or an undefined instruction.
+    /// An integer division by zero, or one of the compiler's own checks: an index outside an array, a shift by
+    /// more bits than there are.
     IllegalInstruction,
     /// The launch's time ran out while it ran.
     Interrupted,
@@ -51,8 +52,9 @@ pub fn set_running(running: Option<Running>) {
 pub const INTERRUPT: libc::c_int = libc::SIGURG;
 
 static INSTALL: Once = Once::new();
-static mut PREVIOUS: [Option<libc::sigaction>; 4] = [None; 4];
-const HANDLED: [libc::c_int; 4] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL];
+static mut PREVIOUS: [Option<libc::sigaction>; 5] = [None; 5];
+// A failed check is an illegal instruction on x86 and a breakpoint on Arm.
+const HANDLED: [libc::c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
 
 /// Installs the handlers, once for the process.
 pub fn install_handlers() {

@@ -56,6 +56,18 @@ const COMPILE_OPTIONS: &[&str] = &[
     "-DPARITY_SM=90",
 ];
 
+/// An index outside an array whose size the compiler knows, which on a GPU reads or spoils a neighbour in silence, and a
+/// shift by more bits than there are end the launch.
+const CHECKS_OF_GCC: &[&str] = &["-fsanitize=bounds-strict,shift-exponent", "-fsanitize-undefined-trap-on-error"];
+const CHECKS_OF_CLANG: &[&str] =
+    &["-fsanitize=bounds,shift-exponent", "-fsanitize-trap=bounds,shift-exponent", "-fstrict-flex-arrays=3"];
+
+/// All options for a compiler that calls itself so.
+fn compile_options(compiler: &str) -> impl Iterator<Item = &'static str> + use<> {
+    let checks = if compiler.contains("clang") { CHECKS_OF_CLANG } else { CHECKS_OF_GCC };
+    COMPILE_OPTIONS.iter().chain(checks).copied()
+}
+
 /// How launches are scheduled and how long they may take.
 #[derive(Clone, Debug)]
 pub struct EmulatorOptions {
@@ -126,7 +138,8 @@ impl EmulatorBackend {
 
     fn build(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<PathBuf> {
         let headers = emulator_headers();
-        let identity = format!("{} {}", self.environment.compiler, COMPILE_OPTIONS.join(" "));
+        let compiler = &self.environment.compiler;
+        let identity = format!("{compiler} {}", compile_options(compiler).collect::<Vec<_>>().join(" "));
         let extra = headers.iter().map(|(name, text)| (name.as_str(), text.as_str()));
         let key = ModuleCache::key(tree, file, defines, extra, &identity)?;
         if let Some(path) = self.cache.find(&key, "so") {
@@ -152,7 +165,7 @@ impl EmulatorBackend {
     fn run_compiler(&self, scratch: &Path, file: &str, defines: &[(String, String)]) -> Result<PathBuf> {
         let library = scratch.join("module.so");
         let output = Command::new(&self.compiler)
-            .args(COMPILE_OPTIONS)
+            .args(compile_options(&self.environment.compiler))
             .args(defines.iter().map(|(name, value)| format!("-D{name}={value}")))
             .arg("-I.")
             .args(["-x", "c++"])

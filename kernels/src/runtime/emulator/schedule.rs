@@ -584,7 +584,10 @@ impl Block {
                 self.failure.get_or_insert(fault);
                 return;
             }
-            Ending::IllegalInstruction => "divided an integer by zero or ran an illegal instruction".to_owned(),
+            Ending::IllegalInstruction => {
+                "indexed beyond an array's end, shifted by more bits than there are, or divided an integer by zero"
+                    .to_owned()
+            }
             Ending::Interrupted => TIME_LIMIT.to_owned(),
         };
         self.fail_at(thread, what);
