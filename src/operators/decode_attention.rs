@@ -683,10 +683,12 @@ impl Inputs {
     }
 
     /// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one share them
-    /// otherwise.
+    /// otherwise, and so do the two warpgroups of a Hopper block, which take the second store's tiles in turn behind
+    /// the first's.
     fn padding_law(&self) -> Law {
         let variant = self.with(|v| v.stores_mut().for_each(StoreInputs::lengthened));
-        let one = self.case.num_blocks == 1;
+        let in_turn = self.case.implementation == Implementation::Hopper && self.compressed.is_some();
+        let one = self.case.num_blocks == 1 && !in_turn;
         let relation = || if one { Relation::Times(1.0) } else { Relation::WithinBothBudgets };
         Law { name: "invalid slots add nothing", variant, relations: Self::both(relation) }
     }
