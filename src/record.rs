@@ -4,7 +4,7 @@
 //! is one [`Report`], `records.jsonl` one [`CaseRecord`] a line, written as they come. Numbers that
 //! JSON cannot hold are the strings `"NaN"`, `"inf"` and `"-inf"`.
 
-use dsv4_kernels::runtime::Environment;
+use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
 /// Version of the schema. Readers refuse another major version.
@@ -104,6 +104,9 @@ pub struct OperatorRecord {
     pub axes: Vec<String>,
     /// Whether there is a backward kernel.
     pub has_backward: bool,
+    /// Every path that a case's record may name; empty in reports written before they were declared.
+    #[serde(default)]
+    pub paths: Vec<String>,
 }
 
 /// One case: what was run and what every check said.
@@ -422,6 +425,21 @@ impl MutantRecord {
 }
 
 impl Report {
+    /// For each operator of which cases ran, the paths of its kernels that none of them took: what a report that says
+    /// nothing of them would pass for tested. Kernels from elsewhere have paths of their own.
+    pub fn paths_never_run(&self) -> Vec<(&str, Vec<&str>)> {
+        let mut never = Vec::new();
+        for operator in self.operators.iter().filter(|_| self.environment.backend != BackendKind::External) {
+            let cases: Vec<_> = self.cases.iter().filter(|case| case.operator == operator.name).collect();
+            let ran = |path: &String| cases.iter().any(|case| case.paths.contains(path));
+            let missing: Vec<&str> = operator.paths.iter().filter(|path| !ran(path)).map(String::as_str).collect();
+            if !cases.is_empty() && !missing.is_empty() {
+                never.push((operator.name.as_str(), missing));
+            }
+        }
+        never
+    }
+
     /// The worst verdict of the run. A run that compared nothing is an error.
     pub fn verdict(&self) -> Verdict {
         self.cases.iter().map(CaseRecord::verdict).max().unwrap_or(Verdict::Error)

@@ -223,6 +223,9 @@ pub(super) fn summarise(report: &Report, out: &Path) {
         report.environment.device,
         report.environment.backend
     );
+    for (operator, missing) in report.paths_never_run() {
+        println!("never ran: {} of {operator}", missing.join(", "));
+    }
     println!("report: {}", out.join("index.html").display());
 }
 

@@ -116,6 +116,9 @@ impl AttentionCombineCase {
     }
 }
 
+/// What a case's record may say that ran.
+const PATHS: &[&str] = &["attention_combine"];
+
 impl Operator for AttentionCombine {
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
@@ -137,6 +140,7 @@ impl Operator for AttentionCombine {
                 "magnitude",
             ]),
             has_backward: false,
+            paths: list(PATHS),
         }
     }
 

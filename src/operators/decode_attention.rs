@@ -190,6 +190,10 @@ impl DecodeAttentionCase {
     }
 }
 
+/// What a case's record may say that ran.
+const PATHS: &[&str] =
+    &["decode_attention<16>", "decode_attention<64>", "decode_attention_hopper", "decode_attention_combine"];
+
 impl Operator for DecodeAttention {
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
@@ -223,6 +227,7 @@ impl Operator for DecodeAttention {
                 "unreferenced NaN",
             ]),
             has_backward: false,
+            paths: list(PATHS),
         }
     }
 

@@ -158,6 +158,9 @@ fn page_padding(format: launched::RowFormat, page_size: usize) -> usize {
     format.page_stride(page_size).next_multiple_of(16) - page_size * format.row_bytes()
 }
 
+/// What a case's record may say that ran.
+const PATHS: &[&str] = &["kv_cache_write"];
+
 impl Operator for KvCacheWrite {
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
@@ -180,6 +183,7 @@ impl Operator for KvCacheWrite {
                 "strides",
             ]),
             has_backward: false,
+            paths: list(PATHS),
         }
     }
 

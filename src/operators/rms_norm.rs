@@ -98,6 +98,18 @@ impl RmsNormCase {
     }
 }
 
+/// What a case's record may say that ran.
+const PATHS: &[&str] = &[
+    "rms_norm_forward_warp",
+    "rms_norm_forward_block",
+    "rms_norm_forward_scalar",
+    "rms_norm_backward_warp",
+    "rms_norm_backward_block",
+    "rms_norm_backward_wide",
+    "rms_norm_backward_scalar",
+    "rms_norm_dweight",
+];
+
 impl Operator for RmsNorm {
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
@@ -121,6 +133,7 @@ impl Operator for RmsNorm {
                 "rstd saved",
             ]),
             has_backward: true,
+            paths: list(PATHS),
         }
     }
 

@@ -132,6 +132,10 @@ impl RopeCase {
     }
 }
 
+/// What a case's record may say that ran.
+const PATHS: &[&str] =
+    &["rope_forward", "rope_forward_scalar", "backward rope_forward", "backward rope_forward_scalar", "rope_table"];
+
 impl Operator for Rope {
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
@@ -154,6 +158,7 @@ impl Operator for Rope {
                 "magnitude",
             ]),
             has_backward: true,
+            paths: list(PATHS),
         }
     }
 

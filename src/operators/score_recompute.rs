@@ -176,6 +176,22 @@ impl ScoreRecomputeCase {
     }
 }
 
+/// What a case's record may say that ran.
+const PATHS: &[&str] = &[
+    "score_recompute<16, selected>",
+    "score_recompute<16, causal>",
+    "score_recompute<64, selected>",
+    "score_recompute<64, causal>",
+    "score_recompute<128, selected>",
+    "score_recompute<128, causal>",
+    "score_recompute_lse<16, selected>",
+    "score_recompute_lse<16, causal>",
+    "score_recompute_lse<64, selected>",
+    "score_recompute_lse<64, causal>",
+    "score_recompute_lse<128, selected>",
+    "score_recompute_lse<128, causal>",
+];
+
 impl Operator for ScoreRecompute {
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
@@ -207,6 +223,7 @@ impl Operator for ScoreRecompute {
                 "unreferenced NaN",
             ]),
             has_backward: false,
+            paths: list(PATHS),
         }
     }
 
@@ -309,6 +326,9 @@ impl Operator for ScoreRecompute {
             ScoreRecomputeCase { packed: true, recomputed: true, outside: 300.0, ..causal(9, 5, 64, 400, 4) },
             ScoreRecomputeCase { normaliser: v32, sinks: Sinks::Absent, recomputed: true, ..causal(5, 66, 64, 290, 1) },
             ScoreRecomputeCase { q_off: false, normaliser: v32, sinks: Sinks::Absent, ..causal(13, 5, 80, 9, 3) },
+            ScoreRecomputeCase { recomputed: true, ..selected(2, 20, 64, 40, 50) },
+            ScoreRecomputeCase { recomputed: true, ..selected(2, 70, 64, 40, 50) },
+            ScoreRecomputeCase { recomputed: true, ..causal(7, 20, 64, 40, 2) },
             // Fewer columns than a panel has.
             selected(2, 3, 32, 20, 30),
             selected(2, 5, 512, 50, 70),

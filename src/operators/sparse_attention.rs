@@ -224,6 +224,28 @@ impl SparseAttentionCase {
     }
 }
 
+/// What a case's record may say that ran.
+const PATHS: &[&str] = &[
+    "sparse_attention_forward<16>",
+    "sparse_attention_forward<64>",
+    "sparse_attention_hopper_forward",
+    "sparse_attention_delta",
+    "sparse_attention_dsink",
+    "sparse_attention_zero",
+    "sparse_attention_cast",
+    "sparse_attention_backward<16>",
+    "sparse_attention_backward<64>",
+    "sparse_attention_backward<16,deterministic>",
+    "sparse_attention_backward<64,deterministic>",
+    "sparse_attention_hopper_backward",
+    "sparse_attention_hopper_backward<deterministic>",
+    "sparse_attention_count",
+    "sparse_attention_reserve",
+    "sparse_attention_fill",
+    "sparse_attention_order",
+    "sparse_attention_sum",
+];
+
 impl Operator for SparseAttention {
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
@@ -249,6 +271,7 @@ impl Operator for SparseAttention {
                 "sums of key gradients",
             ]),
             has_backward: true,
+            paths: list(PATHS),
         }
     }
 
@@ -366,6 +389,7 @@ impl Operator for SparseAttention {
             summed(SparseAttentionCase { indices: IndexClass::Duplicates, ..plain(7, 3, 64, 1, 120) }),
             summed(SparseAttentionCase { values: Values::Separate, v_dim: 32, dlse: true, ..plain(5, 70, 64, 40, 65) }),
             summed(plain(1, 1, 64, 3, 8300)),
+            summed(hopper(plain(3, 20, 512, 50, 70))),
         ]);
         if profile == Profile::Full {
             cases.extend(production_cases());

@@ -93,6 +93,9 @@ fn warnings(report: &Report, counts: &Counts) -> Markup {
         ul .warnings {
             @if report.revision.dirty { li { strong { "DIRTY TREE" } " — built with uncommitted changes; the commit alone does not reproduce this." } }
             @if counts.survivors > 0 { li { strong { (counted(counts.survivors, "mutant")) " survived" } " — the sweep is blind to a bug that it is meant to see. " a href="#mutants" { "Which" } } }
+            @for (operator, missing) in report.paths_never_run() {
+                li { strong { (counted(missing.len() as u64, "path")) " of " (operator) " never ran" } ": " (missing.join(", ")) "." }
+            }
             @if counts.skipped > 0 { li { strong { (count(counts.skipped)) " skipped" } " — " a href="#skips" { "what and why" } } }
             @if report.ceilings.is_none() && !report.benchmarks.is_empty() { li { "Benchmarks without measured device rates: no share of the limit is known." } }
         }

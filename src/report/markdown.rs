@@ -34,6 +34,7 @@ pub(super) fn page(report: &Report) -> String {
     page += &tightest(report);
     page += &benchmarks(report);
     page += &mutants(report);
+    page += &paths_never_run(report);
     page += &skips(report);
     page += &environment(report);
     page
@@ -220,6 +221,23 @@ fn mutants(report: &Report) -> String {
         let _ = writeln!(section, "- … and {more}; the HTML report has them all.");
     }
     section + if survivors.is_empty() { "" } else { "\n" }
+}
+
+fn paths_never_run(report: &Report) -> String {
+    let never = report.paths_never_run();
+    if never.is_empty() {
+        return String::new();
+    }
+    let mut section = "### Paths that never ran\n\n".to_owned();
+    for (operator, missing) in never {
+        let _ = writeln!(
+            section,
+            "- {}: {}",
+            text(operator),
+            missing.iter().map(|path| code(path)).collect::<Vec<_>>().join(", ")
+        );
+    }
+    section + "\n"
 }
 
 fn skips(report: &Report) -> String {

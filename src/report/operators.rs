@@ -58,6 +58,9 @@ fn description(report: &Report, operator: &OperatorRecord) -> Markup {
             div { dt { "backward kernel" } dd { (if operator.has_backward { "yes" } else { "no" }) } }
             div { dt { "cases" } dd { (count(cases.len() as u64)) "; kernel " (duration(kernel)) ", oracle " (duration(oracle)) } }
             div { dt { "paths that ran (cases)" } dd { (or_none(&paths.join(", "))) } }
+            @for (_, missing) in report.paths_never_run().iter().filter(|(name, _)| *name == operator.name) {
+                div { dt { "paths that never ran" } dd { strong { (missing.join(", ")) } } }
+            }
         }
     }
 }

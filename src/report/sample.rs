@@ -137,6 +137,7 @@ fn operator(name: &str, has_backward: bool) -> OperatorRecord {
             "row stride".into(),
         ],
         has_backward,
+        paths: ["forward_block", "forward_warp", "backward"].map(|path| format!("{name}_{path}")).to_vec(),
     }
 }
 

@@ -323,6 +323,7 @@ pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
                 dtypes: Vec::new(),
                 axes: Vec::new(),
                 has_backward: false,
+                paths: Vec::new(),
             });
         }
     }

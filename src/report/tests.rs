@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use dsv4_kernels::runtime::BackendKind;
+
 use crate::record::{Report, Verdict};
 
 use super::numbers::{duration, element, one_minus_cosine, significant, time, utc};
@@ -138,6 +140,28 @@ fn skips_and_a_dirty_tree_are_never_hidden() {
             text.contains("DIRTY TREE") && text.contains("fp8 cases of sparse_attention") && text.contains("1,204")
         );
     }
+}
+
+#[test]
+fn paths_that_no_case_took_are_named() {
+    let mut report = sample::passing(9);
+    let (page, summary) = (html(&report), markdown(&report));
+    assert!(!page.contains("never ran") && !summary.contains("never ran"), "every path of the sample runs");
+    let block = |path: &String| path != "rope_forward_block";
+    report.cases.iter_mut().for_each(|case| case.paths.retain(block));
+    assert_eq!(report.paths_never_run(), [("rope", vec!["rope_forward_block"])]);
+    let page = html(&report);
+    for needle in
+        ["1 path of rope never ran", "<dt>paths that never ran</dt><dd><strong>rope_forward_block</strong></dd>"]
+    {
+        assert!(page.contains(needle), "`{needle}` is not on the page");
+    }
+    assert!(markdown(&report).contains("### Paths that never ran\n\n- rope: `rope_forward_block`\n"));
+    report.environment.backend = BackendKind::External;
+    assert!(report.paths_never_run().is_empty(), "kernels from elsewhere have paths of their own");
+    report.environment.backend = BackendKind::Cuda;
+    report.cases.retain(|case| case.operator != "rope");
+    assert!(report.paths_never_run().is_empty(), "an operator without cases was not swept");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Sweeps of the real operators, and the checks themselves: each must fail where it should. For that a made-up
 //! operator stands in, whose kernel does exactly what a test wants.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
@@ -70,6 +71,9 @@ fn assert_sweep_agrees(operator: &str) {
         assert_eq!(record.verdict(), Verdict::Pass, "{}", sweep::failure_text(record));
         assert!(record.checks.iter().all(|check| check.compared > 0));
     }
+    let declared = registry::find(operator).unwrap().describe().paths;
+    let ran: BTreeSet<String> = collected.records.iter().flat_map(|record| record.paths.clone()).collect();
+    assert_eq!(ran, declared.into_iter().collect(), "the paths that ran are those that {operator} has");
     let has_backward = registry::find(operator).unwrap().describe().has_backward;
     let of_gradients: &[&str] = if has_backward { &["gradient", "oracle_gradients"] } else { &[] };
     let of_every_operator = [
