@@ -5,7 +5,7 @@
 //! all of them ([`crate::checks`]).
 
 use dsv4_kernels::runtime::arena::Violation;
-use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_reference::precision::Precision;
 use proptest::strategy::BoxedStrategy;
 
@@ -54,6 +54,12 @@ pub trait Operator: Sync {
 
     /// Every module that its launcher may compile, for checks without a GPU.
     fn modules(&self) -> Vec<ModuleSpecification>;
+
+    /// Why a case cannot run on a device like this one, such as kernels of another GPU generation; `None` where it can.
+    /// A sweep counts such cases as skips.
+    fn cannot_run(&self, _case: &Case, _environment: &Environment) -> Option<String> {
+        None
+    }
 
     /// Makes the inputs of a case.
     ///

@@ -46,7 +46,7 @@ use serde_json::Value;
 use crate::case::{Case, CaseError};
 use crate::journal;
 use crate::operator::Operator;
-use crate::record::{CaseRecord, Origin, Revision};
+use crate::record::{CaseRecord, Origin, Revision, Skip};
 use crate::sweep::{self, PlannedCase, SweepOptions};
 
 /// Which part of a run: `index` of `count`, from 0.
@@ -94,13 +94,15 @@ pub struct Plan {
     pub shard_of: Vec<u32>,
     /// [`plan_digest`] of both.
     pub digest: String,
+    /// Cases that the device cannot run, counted by the reason: they are in no shard.
+    pub skips: Vec<Skip>,
 }
 
 /// Remembered cases, by operator.
 pub type Remembered = BTreeMap<String, Vec<Case>>;
 
 impl Plan {
-    /// Enumerates the cases of a run and divides them by `count`.
+    /// Enumerates the cases of a run on a device like this one, and divides them by `count`.
     ///
     /// # Errors
     /// A case that cannot be drawn, or more shards than cases.
@@ -108,15 +110,18 @@ impl Plan {
         operators: &[&dyn Operator],
         remembered: &Remembered,
         options: &SweepOptions,
+        environment: &Environment,
         count: u32,
         costs: &Costs,
     ) -> Result<Self> {
-        let mut cases = Vec::new();
+        let (mut cases, mut skips) = (Vec::new(), Vec::new());
         for operator in operators {
             let remembered = remembered.get(&operator.describe().name).cloned().unwrap_or_default();
-            cases.extend(sweep::plan(*operator, remembered, options)?);
+            let (planned, skipped) = sweep::plan(*operator, remembered, options, environment)?;
+            cases.extend(planned);
+            skips.extend(skipped);
         }
-        Self::of(cases, options, count, costs)
+        Ok(Self { skips, ..Self::of(cases, options, count, costs)? })
     }
 
     /// Divides these cases by `count`.
@@ -135,7 +140,7 @@ impl Plan {
         let run =
             RunArguments { profile: options.profile.name(), seed: options.seed, schedules: options.checks.schedules };
         let digest = plan_digest(run, count, entries);
-        Ok(Self { cases, shard_of, digest })
+        Ok(Self { cases, shard_of, digest, skips: Vec::new() })
     }
 }
 

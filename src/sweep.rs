@@ -2,13 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use dsv4_kernels::runtime::Environment;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use crate::case::{Case, CaseError};
 use crate::checks::{self, CheckOptions, Outcome};
 use crate::operator::{Operator, Profile};
-use crate::record::{CaseRecord, CheckRecord, Origin, Verdict};
+use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
 use crate::registry;
 use crate::regressions::Regressions;
 use crate::runner::Runner;
@@ -58,7 +59,8 @@ impl PlannedCase {
     }
 }
 
-/// The cases of one operator, in the order in which they run: remembered ones, corners, drawn ones.
+/// The cases of one operator that can run on a device like this one, in the order in which they run: remembered ones,
+/// corners, drawn ones; and the others, counted by the reason.
 ///
 /// # Errors
 /// A case that cannot be drawn.
@@ -66,7 +68,8 @@ pub fn plan(
     operator: &dyn Operator,
     remembered: Vec<Case>,
     options: &SweepOptions,
-) -> Result<Vec<PlannedCase>, CaseError> {
+    environment: &Environment,
+) -> Result<(Vec<PlannedCase>, Vec<Skip>), CaseError> {
     let corners = operator.corner_cases(options.profile).into_iter().map(|case| (case, Origin::Drawn));
     let given = remembered.into_iter().map(|case| (case, Origin::Regression)).chain(corners);
     let mut planned: Vec<_> = given.map(|(case, origin)| PlannedCase { case, origin, tree: None }).collect();
@@ -76,7 +79,22 @@ pub fn plan(
         let tree = strategy.new_tree(&mut runner).map_err(|reason| CaseError::Malformed(reason.to_string()))?;
         planned.push(PlannedCase { case: tree.current(), origin: Origin::Drawn, tree: Some(tree) });
     }
-    Ok(planned)
+    let mut skips = Vec::new();
+    planned.retain(|planned| match operator.cannot_run(&planned.case, environment) {
+        Some(why) => {
+            count_skip(&mut skips, format!("cases of {}", planned.case.operator), why);
+            false
+        }
+        None => true,
+    });
+    Ok((planned, skips))
+}
+
+fn count_skip(skips: &mut Vec<Skip>, what: String, why: String) {
+    match skips.iter_mut().find(|skip| (&skip.what, &skip.why) == (&what, &why)) {
+        Some(skip) => skip.count += 1,
+        None => skips.push(Skip { what, why, count: 1 }),
+    }
 }
 
 /// Sweeps one operator.
@@ -90,7 +108,7 @@ pub fn sweep(
     observer: &mut dyn Observer,
 ) -> Result<(), CaseError> {
     let name = operator.describe().name;
-    let planned = plan(operator, options.regressions.load(&name)?, options)?;
+    let (planned, _) = plan(operator, options.regressions.load(&name)?, options, runner.environment())?;
     observer.planned(&name, planned.len());
     for (number, planned) in (0..).zip(planned) {
         run_planned(planned, number, runner, options, observer);

@@ -2,7 +2,6 @@
 
 use crate::arguments::{Arguments, address};
 pub use crate::implementation::Implementation;
-use crate::implementation::not_sm_90a;
 use crate::kernel_params;
 use crate::kv_cache::{Cache, RowFormat};
 use crate::rms_norm::owned;
@@ -124,7 +123,8 @@ pub fn resolve(
     implementation: Implementation,
 ) -> Result<Implementation> {
     let fits = HOPPER_FORMATS.contains(&format);
-    let refusal = not_sm_90a(device)
+    let refusal = Implementation::Hopper
+        .cannot_run_on(device.environment())
         .or_else(|| (!fits).then(|| format!("{format:?}: the Hopper kernel takes {HOPPER_FORMATS:?}")));
     match (implementation, refusal) {
         (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),

@@ -1,6 +1,6 @@
 //! The choice between an operator's portable kernels and those for one GPU generation.
 
-use crate::runtime::{BackendKind, Device};
+use crate::runtime::{BackendKind, Environment};
 
 /// Which of an operator's implementations runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,9 +15,11 @@ pub enum Implementation {
     Hopper,
 }
 
-/// Why kernels for sm_90a cannot run on a device, if they cannot.
-pub(crate) fn not_sm_90a(device: &Device) -> Option<String> {
-    let environment = device.environment();
-    let runs = environment.backend == BackendKind::Emulator || environment.target == "sm_90a";
-    (!runs).then(|| format!("the Hopper kernels need sm_90a, and this device is {}", environment.target))
+impl Implementation {
+    /// Why these kernels cannot run on a device like this one, whatever the shape; `None` where they can.
+    pub fn cannot_run_on(self, environment: &Environment) -> Option<String> {
+        let other_gpu = environment.backend == BackendKind::Cuda && environment.target != "sm_90a";
+        (self == Self::Hopper && other_gpu)
+            .then(|| format!("the Hopper kernels need sm_90a, and this device is {}", environment.target))
+    }
 }

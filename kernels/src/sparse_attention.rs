@@ -2,7 +2,6 @@
 
 use crate::arguments::{Arguments, address};
 pub use crate::implementation::Implementation;
-use crate::implementation::not_sm_90a;
 use crate::kernel_params;
 use crate::rms_norm::owned;
 use crate::runtime::params::DeviceAddress;
@@ -278,7 +277,7 @@ struct Extents {
 impl Extents {
     /// Why the Hopper kernel for keys of one of these widths cannot run, if it cannot.
     fn hopper_refusal(self, device: &Device, head_dims: &[usize]) -> Option<String> {
-        if let Some(reason) = not_sm_90a(device) {
+        if let Some(reason) = Implementation::Hopper.cannot_run_on(device.environment()) {
             return Some(reason);
         }
         let fits = !self.separate && self.v_dim == 512 && head_dims.contains(&self.head_dim);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use dsv4_kernels::runtime::Environment;
 use serde::Deserialize;
 use serde_json::json;
 
@@ -89,7 +90,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
         // What breaks somebody else's kernel is not for ours to remember.
         remember: false,
     };
-    let (plan, remembered) = plan(arguments, operator, &options)?;
+    let (plan, remembered) = plan(arguments, operator, &options, external.environment())?;
     external.check_adapter(plan.cases.iter().map(|planned| &planned.case)).with_context(|| adapter_name(arguments))?;
     let record = run::plan_record(&plan, Shard::WHOLE, remembered, &external);
     let mut writer = RecordWriter::open(&arguments.out, None, &record)?;
@@ -182,10 +183,11 @@ fn plan(
     arguments: &ExternalArguments,
     operator: &'static dyn Operator,
     options: &SweepOptions,
+    environment: &Environment,
 ) -> Result<(Plan, Remembered)> {
     let Some(given) = &arguments.case else {
         let remembered = run::load_remembered(&[operator], &options.regressions)?;
-        return Ok((Plan::new(&[operator], &remembered, options, 1, &Costs::default())?, remembered));
+        return Ok((Plan::new(&[operator], &remembered, options, environment, 1, &Costs::default())?, remembered));
     };
     let cases = replay::cases_of(given)?;
     for case in &cases {

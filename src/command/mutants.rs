@@ -167,12 +167,11 @@ impl<'a> Session<'a> {
             seed: arguments.seed,
             run_equivalents: arguments.check_equivalents || !arguments.only.is_empty(),
         };
-        let backend = device.environment().backend;
-        let mut plans: Vec<Plan> = generated
-            .into_iter()
-            .zip(&known)
-            .map(|((name, mutants), known)| plan::plan(&name, &planted, mutants, known, &equivalents, choice, backend))
-            .collect();
+        let mut plans = Vec::new();
+        for ((operator, (_, mutants)), known) in operators.iter().zip(generated).zip(&known) {
+            let environment = device.environment();
+            plans.push(plan::plan(*operator, &planted, mutants, known, &equivalents, choice, environment)?);
+        }
         keep_only(&mut plans, &arguments.only);
         Ok(Self { arguments, device, operators, plans, known, target, start, started_unix })
     }
@@ -375,7 +374,8 @@ fn know_cases(
             known.push(Vec::new());
             continue;
         }
-        let collected = cases::collect(*operator, regressions, planted)?;
+        let mut collected = cases::collect(*operator, regressions, planted)?;
+        collected.retain(|(case, _)| operator.cannot_run(case, device.environment()).is_none());
         let bar = progress(collected.len(), &operator.describe().name);
         let run = |(case, origin)| {
             let one = cases::know(case, origin, device, options);

@@ -79,7 +79,9 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     };
     let shard = arguments.shard.unwrap_or(Shard::WHOLE);
     let costs = arguments.costs.as_deref().map(Costs::read).transpose()?.unwrap_or_default();
-    let plan = Plan::new(&operators, &remembered, &options, shard.count, &costs)?;
+    let plan = Plan::new(&operators, &remembered, &options, device.environment(), shard.count, &costs)?;
+    // They are skips of the run, not of each shard: the first one says so.
+    let not_run = if shard.index == 0 { plan.skips.clone() } else { Vec::new() };
     let record = plan_record(&plan, shard, remembered, &device);
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
@@ -102,7 +104,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         ceilings: measured.ceilings,
         mutants: Vec::new(),
         kill_matrix: None,
-        skips: skips(&device, arguments).into_iter().chain(measured.skip).collect(),
+        skips: skips(&device, arguments).into_iter().chain(not_run).chain(measured.skip).collect(),
         shards: vec![shard_record(record, seconds)],
     };
     report::write_all(&report, &arguments.out)

@@ -2,13 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_kernels::runtime::{BackendKind, SourceTree};
+use dsv4_kernels::runtime::{BackendKind, Environment, SourceTree};
 
 use super::cases::{self, KnownCase};
 use super::equivalent::{EquivalentError, Equivalents};
 use super::trial::{Subject, unjudged};
+use crate::case::{Case, CaseError};
 use crate::mutants::Mutant;
 use crate::mutation::{self, Class, GeneratedMutant, MutationError};
+use crate::operator::Operator;
 use crate::record::{GeneratedRecord, MutantRecord, MutantStatus, Skip};
 
 /// What is asked of the generated mutants.
@@ -65,20 +67,28 @@ pub enum PlanError {
 }
 
 /// Plans one operator: its planted mutants, and of the generated ones a sample of those that count.
+///
+/// # Errors
+/// A planted mutant's case that cannot be read.
 pub fn plan(
-    operator: &str,
+    operator: &dyn Operator,
     planted: &[Mutant],
     generated: Vec<GeneratedMutant>,
     known: &[KnownCase],
     equivalents: &Equivalents,
     choice: Choice,
-    backend: BackendKind,
-) -> Plan {
+    environment: &Environment,
+) -> Result<Plan, CaseError> {
+    let name = operator.describe().name;
+    let backend = environment.backend;
     let mut plan = Plan::default();
-    for mutant in planted.iter().filter(|mutant| mutant.operator == operator) {
-        match backend == BackendKind::Cuda && only_emulator_sees(&mutant.expected) {
-            true => add_skip(&mut plan.skips, format!("planted mutants of {operator}"), EMULATOR_SEES),
-            false => plan.subjects.push(Subject::Planted(mutant.clone())),
+    for mutant in planted.iter().filter(|mutant| mutant.operator == name) {
+        let cases = mutant.cases.iter().map(|line| Case::parse(line)).collect::<Result<Vec<_>, _>>()?;
+        let cannot_run = cases.iter().find_map(|case| operator.cannot_run(case, environment));
+        let unseen = backend == BackendKind::Cuda && only_emulator_sees(&mutant.expected);
+        match cannot_run.or_else(|| unseen.then(|| EMULATOR_SEES.to_owned())) {
+            Some(why) => add_skip(&mut plan.skips, format!("planted mutants of {name}"), &why),
+            None => plan.subjects.push(Subject::Planted(mutant.clone())),
         }
     }
     let total = generated.len();
@@ -86,7 +96,7 @@ pub fn plan(
         .into_iter()
         .partition(|mutant| backend != BackendKind::Cuda || mutant.class != Class::Synchronization);
     for _ in &unseen {
-        add_skip(&mut plan.skips, format!("generated mutants of {operator}, class synchronization"), EMULATOR_SEES);
+        add_skip(&mut plan.skips, format!("generated mutants of {name}, class synchronization"), EMULATOR_SEES);
     }
     let (listed, counting): (Vec<_>, Vec<_>) =
         runnable.into_iter().partition(|mutant| equivalents.reason(&mutant.id).is_some() && !choice.run_equivalents);
@@ -98,21 +108,21 @@ pub fn plan(
     let drawn = mutation::sample(counting, choice.sample.unwrap_or(usize::MAX), choice.seed);
     let not_drawn = available - drawn.len();
     plan.counts = Some(GeneratedRecord {
-        operator: operator.to_owned(),
+        operator: name.clone(),
         generated: total as u64,
         not_drawn: not_drawn as u64,
         not_run: 0,
     });
     if not_drawn > 0 {
         let why = format!("--sample {}, seed {}", drawn.len(), choice.seed);
-        let what = format!("generated mutants of {operator}");
+        let what = format!("generated mutants of {name}");
         plan.skips.push(Skip { what, why, count: not_drawn as u64 });
     }
     plan.subjects.extend(drawn.into_iter().map(|mutant| {
         let cases = cases::order(known, &mutant.kernels).into_iter().map(|one| one.case.clone()).collect();
         Subject::Generated(Box::new(mutant), cases)
     }));
-    plan
+    Ok(plan)
 }
 
 const EMULATOR_SEES: &str = "guard pages and random schedules, which show them, are the emulator's";

@@ -3,7 +3,9 @@
 
 use dsv4_kernels::decode_attention as launcher;
 use dsv4_kernels::kv_cache as launched;
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{
+    Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
+};
 use dsv4_reference::decode_attention as reference;
 use dsv4_reference::kv_cache::{RowFormat, SCALE_BYTES, SCALE_GROUP};
 use dsv4_reference::precision::{Precision, Rounding};
@@ -342,6 +344,12 @@ impl Operator for DecodeAttention {
 
     fn modules(&self) -> Vec<ModuleSpecification> {
         launcher::modules()
+    }
+
+    fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
+        // A case that is not understood is no skip: to prepare it will say what is wrong.
+        let case: DecodeAttentionCase = case.fields().ok()?;
+        case.implementation.launcher().cannot_run_on(environment)
     }
 
     fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {

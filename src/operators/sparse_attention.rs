@@ -1,7 +1,9 @@
 //! `sparse_attention` (inference 8, training 3 and 4): `kernels/cuda/sparse_attention.cu` against
 //! `reference/src/sparse_attention.rs`.
 
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{
+    Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
+};
 use dsv4_kernels::sparse_attention as launcher;
 use dsv4_reference::precision::{Precision, Rounding};
 use dsv4_reference::sparse_attention as reference;
@@ -407,6 +409,12 @@ impl Operator for SparseAttention {
 
     fn modules(&self) -> Vec<ModuleSpecification> {
         launcher::modules()
+    }
+
+    fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
+        // A case that is not understood is no skip: to prepare it will say what is wrong.
+        let case: SparseAttentionCase = case.fields().ok()?;
+        case.implementation.launcher().cannot_run_on(environment)
     }
 
     fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {

@@ -2,10 +2,11 @@
 //! operator stands in, whose kernel does exactly what a test wants.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
-use dsv4_kernels::runtime::{Contract, DType, Device, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_parity::budget::{Budget, WORKING_RUNS};
 use dsv4_parity::case::{Case, CaseError, Draw};
 use dsv4_parity::checks::{self, CheckOptions, Outcome, Truth};
@@ -15,7 +16,7 @@ use dsv4_parity::operator::{
 use dsv4_parity::record::{CaseRecord, Origin, Verdict};
 use dsv4_parity::registry;
 use dsv4_parity::regressions::Regressions;
-use dsv4_parity::sweep::{self, Observer, SweepOptions};
+use dsv4_parity::sweep::{self, Observer, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
@@ -54,6 +55,37 @@ fn run(operator: &str, device: &Device, cases: usize, seed: u64, checks: CheckOp
     let mut collected = Collected::default();
     sweep::sweep(registry::find(operator).unwrap(), device, &options, &mut collected).unwrap();
     collected
+}
+
+#[test]
+fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
+    let options = SweepOptions {
+        profile: Profile::Quick,
+        cases: Some(20),
+        seed: 1,
+        checks: CheckOptions { schedules: 0, triangulate: false },
+        regressions: Regressions::new(Path::new("none")),
+        remember: false,
+    };
+    let gpu = |target: &str| Environment {
+        backend: BackendKind::Cuda,
+        target: target.into(),
+        ..support::device().environment().clone()
+    };
+    for name in ["sparse_attention", "decode_attention"] {
+        let operator = registry::find(name).unwrap();
+        let plan = |environment: &Environment| sweep::plan(operator, Vec::new(), &options, environment).unwrap();
+        let hopper = |planned: &[PlannedCase]| {
+            planned.iter().filter(|one| one.case.fields["implementation"] == "hopper").count() as u64
+        };
+        let (all, none) = plan(&gpu("sm_90a"));
+        assert!(none.is_empty() && hopper(&all) > 3, "{none:?}");
+        let (portable, skips) = plan(&gpu("sm_80"));
+        let [skip] = skips.as_slice() else { panic!("{skips:?}") };
+        assert_eq!((skip.what.as_str(), skip.count), (format!("cases of {name}").as_str(), hopper(&all)));
+        assert!(skip.why.contains("need sm_90a") && skip.why.contains("sm_80"), "{}", skip.why);
+        assert_eq!((hopper(&portable), portable.len() as u64 + skip.count), (0, all.len() as u64));
+    }
 }
 
 /// A device of its own, because a sweep with schedules sets the device's seed.
