@@ -118,26 +118,15 @@ impl Journal {
     pub fn resume(dir: &Path, before: &PlanRecord, plan: &PlanRecord) -> Result<(Self, Vec<CaseRecord>)> {
         refuse_another_plan(before, plan).with_context(|| format!("{} cannot be resumed", dir.display()))?;
         let mut journal = Self::open(dir)?;
-        let mut bytes = Vec::new();
-        journal.file.read_to_end(&mut bytes).with_context(|| format!("reading {}", journal.path.display()))?;
-        // A kill may have cut the last line within a character.
-        let complete = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
-        let text = std::str::from_utf8(&bytes[..complete]).with_context(|| journal.path.display().to_string())?;
-        let records = parse_records(text).with_context(|| journal.path.display().to_string())?;
-        let cut = journal.file.set_len(records.complete_bytes);
-        cut.and_then(|()| journal.file.seek(SeekFrom::End(0)))
+        let records = complete_lines(&mut journal.file).and_then(|text| parse_records(&text));
+        let records = records.with_context(|| journal.path.display().to_string())?;
+        cut_behind(&mut journal.file, records.complete_bytes)
             .with_context(|| format!("cutting {}", journal.path.display()))?;
         Ok((journal, records.records))
     }
 
     fn open(dir: &Path) -> Result<Self> {
-        let path = dir.join(RECORDS);
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
-        let file = file.with_context(|| format!("opening {}", path.display()))?;
-        // Where the file system knows no locks, there is nothing to wait for.
-        if matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
-            bail!("another run is writing to {}", dir.display());
-        }
+        let (path, file) = open_alone(dir, RECORDS)?;
         Ok(Self { path, file })
     }
 
@@ -155,6 +144,33 @@ impl Journal {
         line.push(b'\n');
         self.file.write_all(&line)
     }
+}
+
+/// Opens a journal for one run alone, without changing it: the lock goes with the file.
+pub(crate) fn open_alone(dir: &Path, name: &str) -> Result<(PathBuf, File)> {
+    let path = dir.join(name);
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+    let file = file.with_context(|| format!("opening {}", path.display()))?;
+    // Where the file system knows no locks, there is nothing to wait for.
+    if matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
+        bail!("another run is writing to {}", dir.display());
+    }
+    Ok((path, file))
+}
+
+/// The complete lines of a journal, read to its end.
+pub(crate) fn complete_lines(file: &mut File) -> Result<String> {
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    // A kill may have cut the last line within a character.
+    bytes.truncate(bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1));
+    Ok(String::from_utf8(bytes)?)
+}
+
+/// Cuts off what a kill left of a line, so that the next one goes there.
+pub(crate) fn cut_behind(file: &mut File, complete_bytes: u64) -> io::Result<()> {
+    file.set_len(complete_bytes)?;
+    file.seek(SeekFrom::End(0)).map(|_| ())
 }
 
 /// Whole or not at all, because a resumed run believes it.

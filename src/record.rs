@@ -406,6 +406,16 @@ pub struct Skip {
     pub count: u64,
 }
 
+impl Skip {
+    /// One more of a kind, in a list where each kind stands once.
+    pub fn count(skips: &mut Vec<Self>, what: String, why: &str) {
+        match skips.iter_mut().find(|skip| skip.what == what && skip.why == why) {
+            Some(skip) => skip.count += 1,
+            None => skips.push(Self { what, why: why.to_owned(), count: 1 }),
+        }
+    }
+}
+
 impl CaseRecord {
     /// The worst verdict of the case.
     pub fn verdict(&self) -> Verdict {

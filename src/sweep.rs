@@ -82,19 +82,12 @@ pub fn plan(
     let mut skips = Vec::new();
     planned.retain(|planned| match operator.cannot_run(&planned.case, environment) {
         Some(why) => {
-            count_skip(&mut skips, format!("cases of {}", planned.case.operator), why);
+            Skip::count(&mut skips, format!("cases of {}", planned.case.operator), &why);
             false
         }
         None => true,
     });
     Ok((planned, skips))
-}
-
-fn count_skip(skips: &mut Vec<Skip>, what: String, why: String) {
-    match skips.iter_mut().find(|skip| (&skip.what, &skip.why) == (&what, &why)) {
-        Some(skip) => skip.count += 1,
-        None => skips.push(Skip { what, why, count: 1 }),
-    }
 }
 
 /// Sweeps one operator.

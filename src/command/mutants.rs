@@ -418,10 +418,7 @@ fn count_not_run(plans: &mut [Plan], subject: &Subject) {
         counts.not_run += 1;
     }
     let what = format!("{kind} mutants of {operator}");
-    match plan.skips.iter_mut().find(|skip| skip.what == what && skip.why == OUT_OF_TIME) {
-        Some(skip) => skip.count += 1,
-        None => plan.skips.push(Skip { what, why: OUT_OF_TIME.into(), count: 1 }),
-    }
+    Skip::count(&mut plan.skips, what, OUT_OF_TIME);
 }
 
 const OUT_OF_TIME: &str = "the time budget was spent (--time-budget)";

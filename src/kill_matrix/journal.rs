@@ -5,15 +5,16 @@
 //! else was asked for before, and runs the rest.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::fs::File;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use dsv4_kernels::runtime::Device;
 use serde::{Deserialize, Serialize};
 
 use super::trial::Trial;
+use crate::journal;
 use crate::record::MutantRecord;
 use crate::shard;
 
@@ -57,13 +58,7 @@ impl Journal {
 
     fn open_as(dir: &Path, identity: String, resume: bool) -> Result<Self> {
         std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
-        let path = dir.join(JOURNAL);
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
-        let file = file.with_context(|| format!("opening {}", path.display()))?;
-        // Where the file system knows no locks, there is nothing to wait for.
-        if matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
-            bail!("another run is writing to {}", dir.display());
-        }
+        let (path, file) = journal::open_alone(dir, JOURNAL)?;
         let mut journal = Self { path, file, identity, known: BTreeMap::new() };
         journal.take_over(resume).with_context(|| journal.path.display().to_string())?;
         Ok(journal)
@@ -71,19 +66,16 @@ impl Journal {
 
     /// Reads the complete lines and cuts a last one that a kill left without an end.
     fn take_over(&mut self, resume: bool) -> Result<()> {
-        let mut bytes = Vec::new();
-        if resume {
-            self.file.read_to_end(&mut bytes)?;
+        if !resume {
+            return Ok(self.file.set_len(0)?);
         }
-        let complete = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
-        for (number, line) in std::str::from_utf8(&bytes[..complete])?.lines().enumerate() {
+        let lines = journal::complete_lines(&mut self.file)?;
+        for (number, line) in lines.lines().enumerate() {
             let Line { trial, record } =
                 serde_json::from_str(line).with_context(|| format!("line {} is no record of a mutant", number + 1))?;
             self.known.insert(trial, record);
         }
-        self.file.set_len(complete as u64)?;
-        self.file.seek(SeekFrom::End(0))?;
-        Ok(())
+        Ok(journal::cut_behind(&mut self.file, lines.len() as u64)?)
     }
 
     /// What names a trial on this device.

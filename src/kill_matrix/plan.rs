@@ -87,7 +87,7 @@ pub fn plan(
         let cannot_run = cases.iter().find_map(|case| operator.cannot_run(case, environment));
         let unseen = backend == BackendKind::Cuda && only_emulator_sees(&mutant.expected);
         match cannot_run.or_else(|| unseen.then(|| EMULATOR_SEES.to_owned())) {
-            Some(why) => add_skip(&mut plan.skips, format!("planted mutants of {name}"), &why),
+            Some(why) => Skip::count(&mut plan.skips, format!("planted mutants of {name}"), &why),
             None => plan.subjects.push(Subject::Planted(mutant.clone())),
         }
     }
@@ -96,7 +96,7 @@ pub fn plan(
         .into_iter()
         .partition(|mutant| backend != BackendKind::Cuda || mutant.class != Class::Synchronization);
     for _ in &unseen {
-        add_skip(&mut plan.skips, format!("generated mutants of {name}, class synchronization"), EMULATOR_SEES);
+        Skip::count(&mut plan.skips, format!("generated mutants of {name}, class synchronization"), EMULATOR_SEES);
     }
     let (listed, counting): (Vec<_>, Vec<_>) =
         runnable.into_iter().partition(|mutant| equivalents.reason(&mutant.id).is_some() && !choice.run_equivalents);
@@ -130,11 +130,4 @@ const EMULATOR_SEES: &str = "guard pages and random schedules, which show them, 
 /// Whether a check needs what only the emulator has.
 fn only_emulator_sees(check: &str) -> bool {
     matches!(check, "launch" | "schedule_independent")
-}
-
-fn add_skip(skips: &mut Vec<Skip>, what: String, why: &str) {
-    match skips.iter_mut().find(|skip| skip.what == what && skip.why == why) {
-        Some(skip) => skip.count += 1,
-        None => skips.push(Skip { what, why: why.to_owned(), count: 1 }),
-    }
 }
