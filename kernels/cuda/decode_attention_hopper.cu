@@ -26,80 +26,69 @@ static_assert(HEADS_PER_BLOCK == HEADS && KEYS == TILE_SLOTS, "a block holds the
 
 constexpr int ROWS = 16;  // of a tile, that one warp brings
 constexpr int CODE_PANELS = NOPE_DIM / 64;
-constexpr int HALF_CHUNKS = HALF_PANELS * 4;  // chunks of 16 codes in half a row, or fewer
 
-// Chunks of codes in half a row, from its first panel on; the panels behind them are bf16.
-constexpr int code_chunks(int half) {
-    return 4 * maximum(minimum(CODE_PANELS - half * HALF_PANELS, HALF_PANELS), 0);
-}
-constexpr bool has_copies(int half) { return code_chunks(half) < HALF_CHUNKS; }
+// Panels of codes in half a row, from its first panel on; those behind them are bf16.
+constexpr int code_panels(int half) { return maximum(minimum(CODE_PANELS - half * HALF_PANELS, HALF_PANELS), 0); }
+constexpr bool has_copies(int half) { return code_panels(half) < HALF_PANELS; }
 // Whoever stores or copies into a half arrives for both.
 constexpr uint32_t arrivals(int half) { return has_copies(half) ? 2 * WARPGROUP_SIZE : WARPGROUP_SIZE; }
 // The lower half of the columns is the part that warpgroup 0 owns.
 constexpr int part_of(int tile, int half) { return tile ^ half; }
 
-// Steps of the warp's rows, two rows each; a lane has a chunk of 16 codes in each. Its codes of half a tile are on their
-// way in places of its own, [step][thread].
-constexpr int STEPS = ROWS / 2;
-// Steps that are converted together, and copied as a group: one alone would be a chain of latencies.
-constexpr int STEPS_TOGETHER = 4;
-constexpr int GROUPS_AHEAD = STEPS / STEPS_TOGETHER;
+// A warp's rows come in octets. Of a panel of codes, four lanes share a row, 16 codes each: eight lanes then store to all
+// banks, because the swizzle sends the even chunks of an odd row where an even row has its odd ones. The codes of an octet
+// are a group of copies, on their way in places of the lane's own, [octet][panel][thread].
+constexpr int OCTET = 8;
+constexpr int OCTETS = ROWS / OCTET;
 constexpr int CODES_AT = Shared::BYTES;
-constexpr int CODES_BYTES = STEPS * WARPGROUP_SIZE * 16;
+constexpr int CODES_BYTES = OCTETS * HALF_PANELS * WARPGROUP_SIZE * 16;
 static_assert(CODES_AT % 16 == 0 && CODES_AT + CODES_BYTES <= MAX_SHARED_BYTES, "codes exceed shared memory");
 
 SHARED_MEMORY(decode_attention_hopper, CODES_AT + CODES_BYTES)
 
-DEVICE SharedAddress code_place(SharedAddress shared, int step) {
-    return shared + CODES_AT + (step * WARPGROUP_SIZE + threadIdx.x % WARPGROUP_SIZE) * 16;
+DEVICE SharedAddress code_place(SharedAddress shared, int octet, int panel) {
+    return shared + CODES_AT + ((octet * HALF_PANELS + panel) * WARPGROUP_SIZE + threadIdx.x % WARPGROUP_SIZE) * 16;
 }
-DEVICE int code_row(int step) { return 2 * step + lane_id() / 16; }
+DEVICE int code_row(int octet) { return OCTET * octet + lane_id() / 4; }
 
-// Starts the arrival of the lane's chunk of a step. `row` is the address that the lane looked up; for a
-// slot that is not valid no source address is formed: `anywhere` stands for it.
+// Starts the arrival of an octet's codes, as a group. `row` is the address that the lane looked up; for a slot that is not
+// valid no source address is formed: `anywhere` stands for it.
 template <int HALF>
-DEVICE void copy_codes(int step, const uint8_t* row, const void* anywhere, SharedAddress shared) {
-    constexpr int CHUNKS = code_chunks(HALF);
-    if constexpr (CHUNKS > 0) {
-        const uint8_t* data = address_of_lane(row, code_row(step));
-        const bool wanted = data != nullptr && lane_id() % 16 < CHUNKS;
-        const void* from = wanted ? data + HALF * HALF_PANELS * 64 + 16 * (lane_id() % 16) : anywhere;
-        copy_async_16(code_place(shared, step), from, wanted);
+DEVICE void copy_codes(int octet, const uint8_t* row, const void* anywhere, SharedAddress shared) {
+    if constexpr (code_panels(HALF) > 0) {
+        const uint8_t* data = address_of_lane(row, code_row(octet));
+        const bool wanted = data != nullptr;
+        UNROLL
+        for (int panel = 0; panel < code_panels(HALF); ++panel) {
+            const void* from = wanted ? data + (HALF * HALF_PANELS + panel) * 64 + 16 * (lane_id() % 4) : anywhere;
+            copy_async_16(code_place(shared, octet, panel), from, wanted);
+        }
     }
-}
-
-template <int HALF>
-DEVICE void copy_group(int first, const uint8_t* row, const void* anywhere, SharedAddress shared) {
-    UNROLL
-    for (int step = first; step < first + STEPS_TOGETHER; ++step) copy_codes<HALF>(step, row, anywhere, shared);
     copy_commit();
 }
 
-// Eight codes, a word and the next, to eight bf16.
-DEVICE Vec16 dequantise(uint32_t first, uint32_t second, float scale) {
-    Vec16 values;
-    UNROLL
-    for (int i = 0; i < 4; ++i) {
-        float low, high;
-        e4m3x2_to_float((i < 2 ? first : second) >> 16 * (i % 2), low, high);
-        values.w[i] = pack_bf16(low * scale, high * scale);
-    }
-    return values;
-}
-
-// Converts the lane's chunk of a step and stores its 32 bytes. `scales` is the word of the lane's own row with this half's scales.
+// Converts the lane's codes of an octet and stores them. `scales` is the word of the lane's own row with this half's scales.
 template <int HALF>
-DEVICE void store_codes(int step, uint32_t scales, SharedAddress shared, SharedAddress tile, int warp) {
-    constexpr int CHUNKS = code_chunks(HALF);
-    if constexpr (CHUNKS > 0) {
-        const int row = code_row(step), chunk = lane_id() % 16, panel = chunk / 4;
-        const uint32_t word = __shfl_sync(FULL_WARP, scales, row);
-        if (chunk >= CHUNKS) return;
-        const float scale = e8m0_to_float(static_cast<uint8_t>(word >> 8 * panel));
-        const Vec16 c = load_shared_vec16(code_place(shared, step));
-        const SharedAddress at = tile + (HALF * HALF_PANELS + panel) * PANEL_BYTES;
-        store_shared_vec16(at + panel_offset(ROWS * warp + row, chunk % 4 * 2), dequantise(c.w[0], c.w[1], scale));
-        store_shared_vec16(at + panel_offset(ROWS * warp + row, chunk % 4 * 2 + 1), dequantise(c.w[2], c.w[3], scale));
+DEVICE void store_codes(int octet, uint32_t scales, SharedAddress shared, SharedAddress tile, int warp) {
+    constexpr int COUNT = code_panels(HALF);
+    if constexpr (COUNT > 0) {
+        const uint32_t word = __shfl_sync(FULL_WARP, scales, code_row(octet));
+        Vec16 codes[COUNT];
+        UNROLL
+        for (int panel = 0; panel < COUNT; ++panel) codes[panel] = load_shared_vec16(code_place(shared, octet, panel));
+        const int row = ROWS * warp + code_row(octet), chunk = lane_id() % 4 * 2;
+        UNROLL
+        for (int panel = 0; panel < COUNT; ++panel) {
+            const bf16 scale = e8m0_to_bf16(static_cast<uint8_t>(word >> 8 * panel));
+            const SharedAddress at = tile + (HALF * HALF_PANELS + panel) * PANEL_BYTES;
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+                Vec16 values;
+                e4m3x4_to_bf16(codes[panel].w[2 * i], scale, values.w[0], values.w[1]);
+                e4m3x4_to_bf16(codes[panel].w[2 * i + 1], scale, values.w[2], values.w[3]);
+                store_shared_vec16(at + panel_offset(row, chunk + i), values);
+            }
+        }
     }
 }
 
@@ -107,8 +96,8 @@ DEVICE void store_codes(int step, uint32_t scales, SharedAddress shared, SharedA
 // stands for it.
 template <int HALF>
 DEVICE void copy_channels(const uint8_t* row, const void* anywhere, SharedAddress tile, int warp) {
-    constexpr int FIRST = HALF * HALF_PANELS + code_chunks(HALF) / 4;  // panel
-    constexpr int CHUNKS = 8 * ((HALF + 1) * HALF_PANELS - FIRST);     // of a row
+    constexpr int FIRST = HALF * HALF_PANELS + code_panels(HALF);   // panel
+    constexpr int CHUNKS = 8 * ((HALF + 1) * HALF_PANELS - FIRST);  // of a row
     constexpr int BYTES_BEFORE = NOPE_DIM + 2 * (64 * FIRST - NOPE_DIM);
     UNROLL_BY(4)
     for (int i = lane_id(); i < ROWS * CHUNKS; i += WARP_SIZE) {
@@ -167,12 +156,10 @@ DEVICE void produce_half(const Arriving& own, const uint8_t* next, const void* a
         copy_arrive(full);
     }
     UNROLL
-    for (int first = 0; first < STEPS; first += STEPS_TOGETHER) {
-        copy_wait<GROUPS_AHEAD - 1>();  // the oldest of the groups: these steps' codes
-        UNROLL
-        for (int step = first; step < first + STEPS_TOGETHER; ++step)
-            store_codes<HALF>(step, own.scales.word[HALF], shared, keys, warp);
-        copy_group<1 - HALF>(first, next, anywhere, shared);
+    for (int octet = 0; octet < OCTETS; ++octet) {
+        copy_wait<OCTETS - 1>();  // the oldest of the groups: this octet's codes
+        store_codes<HALF>(octet, own.scales.word[HALF], shared, keys, warp);
+        copy_codes<1 - HALF>(octet, next, anywhere, shared);
     }
     fence_async_proxy();
     mbarrier_arrive(full);
@@ -199,7 +186,7 @@ DEVICE void produce_segment(const DecodeAttentionParams& params, const Segment& 
     Arriving own = look_up(params, segment, segment.first, first_index);
     copy_wait<0>();  // what was copied for the tile behind the last one
     UNROLL
-    for (int first = 0; first < STEPS; first += STEPS_TOGETHER) copy_group<0>(first, own.data, params.q, shared);
+    for (int octet = 0; octet < OCTETS; ++octet) copy_codes<0>(octet, own.data, params.q, shared);
     for (int32_t number = segment.first; number < segment.last; ++number) {
         const Arriving next = look_up(params, segment, number + 1, index);
         index = index_of(number + 2);

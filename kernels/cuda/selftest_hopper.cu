@@ -144,3 +144,19 @@ KERNEL(selftest_named_barriers, SelftestNamedBarriersParams, PIPELINE_THREADS) {
         }
     }
 }
+
+// ---------------------------------------------------------------- four e4m3 codes at a time
+
+struct SelftestE4m3WordsParams {
+    uint32_t* y;  // bf16 [256 scales, 256, 4]: of each word the values of its four codes
+};
+PARAMS_LAYOUT(SelftestE4m3WordsParams, y)
+
+// Any grid and block. Byte j of word i holds code i + 64 j.
+KERNEL(selftest_e4m3_words, SelftestE4m3WordsParams, 256) {
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < 65536; i += gridDim.x * blockDim.x) {
+        uint32_t word = 0;
+        for (uint32_t j = 0; j < 4; ++j) word |= (i + 64 * j & 0xff) << 8 * j;
+        e4m3x4_to_bf16(word, e8m0_to_bf16(static_cast<uint8_t>(i >> 8)), params.y[2 * i], params.y[2 * i + 1]);
+    }
+}

@@ -351,6 +351,13 @@ inline unsigned __float_as_uint(float v) { unsigned r; std::memcpy(&r, &v, 4); r
 inline int __float_as_int(float v) { int r; std::memcpy(&r, &v, 4); return r; }
 inline float __uint_as_float(unsigned v) { float r; std::memcpy(&r, &v, 4); return r; }
 inline float __int_as_float(int v) { float r; std::memcpy(&r, &v, 4); return r; }
+// Byte i of the result is byte `selector >> 4 * i & 7` of the eight that a and, above them, b hold. (Bit 3 would copy a sign.)
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;
+    unsigned result = 0;
+    for (unsigned i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
 inline int __ffs(int v) { return __builtin_ffs(v); }

@@ -163,6 +163,15 @@ pub fn spread(
     Spread { heads_per_block, num_blocks: num_blocks.min(all_tiles) }
 }
 
+/// Tiles of a block's stretch where `total` tiles are dealt to `num_blocks` blocks. `unit` is a unit's number of tiles
+/// where all have the same, as without lengths: whole units that are at most a sixteenth longer than an even share leave
+/// no parts to merge.
+pub fn stretch(total: usize, unit: Option<usize>, num_blocks: usize) -> usize {
+    let even = total.div_ceil(num_blocks.max(1));
+    let whole = unit.map(|tiles| even.next_multiple_of(tiles.max(1)));
+    whole.filter(|whole| whole - even <= even / 16).unwrap_or(even)
+}
+
 /// The extents of a call.
 #[derive(Clone, Copy, Debug)]
 struct Extents {

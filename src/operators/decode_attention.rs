@@ -613,7 +613,8 @@ impl Inputs {
         };
         let units = case.s_q * case.num_heads.div_ceil(spread.heads_per_block);
         let total: usize = (0..case.batch).map(|request| units * tiles(request)).sum();
-        let stretch = total.div_ceil(spread.num_blocks.max(1));
+        let lengths = self.stores().any(|store| store.length.is_some());
+        let stretch = launcher::stretch(total, (!lengths).then(|| tiles(0)), spread.num_blocks);
         let mut cuts = Vec::new();
         let mut before = 0;
         for request in 0..case.batch {

@@ -14,6 +14,8 @@ use dsv4_kernels::runtime::{
     RuntimeError, SourceTree,
 };
 
+use dsv4_reference::kv_cache::e4m3_value;
+
 use crate::support;
 
 const WGMMA: &str = "selftest_wgmma.cu";
@@ -474,4 +476,33 @@ fn named_barriers_hand_each_round_over_to_the_other_warpgroup() {
         launch(&arena, (HOPPER, "selftest_named_barriers"), 1, &params).expect("a hand-over");
         assert_eq!(arena.download(&y).unwrap().to_i32(), expected);
     });
+}
+
+// ---------------------------------------------------------------- four e4m3 codes at a time
+
+kernel_params! {
+    struct SelftestE4m3WordsParams {
+        y: DeviceAddress,
+    }
+}
+
+#[test]
+fn four_e4m3_codes_times_any_scale_convert_to_the_bf16_of_the_products() {
+    let Some(device) = hopper_device() else { return };
+    let mut arena = DeviceArena::new(device, Contract::NAN);
+    let y = arena.output("y", DType::Bf16, &[256, 256, 4]).expect("memory");
+    let params = SelftestE4m3WordsParams { y: DeviceAddress(y.address) };
+    launch(&arena, (HOPPER, "selftest_e4m3_words"), 16, &params).expect("the launch");
+    let found = arena.download(&y).expect("a download").to_f64();
+    let product = |i: usize| {
+        let (scale, code) = (i / 1024, (i / 4 + 64 * (i % 4)) as u8);
+        let scale = if scale == 255 { f64::NAN } else { 2f64.powi(scale as i32 - 127) };
+        e4m3_value(code) * scale
+    };
+    let products: Vec<f64> = (0..found.len()).map(product).collect();
+    let expected = HostTensor::from_f64(DType::Bf16, &[found.len()], &products).to_f64();
+    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+        assert!(same, "element {i}: {found:e} is not {expected:e}, of {:e}", products[i]);
+    }
 }

@@ -59,8 +59,6 @@ PARAMS_LAYOUT(DecodeAttentionParams, q, window_pages, compressed_pages, window_i
               window_num_slots, window_topk, compressed_page_size, compressed_num_slots, compressed_topk,
               softmax_scale)
 
-// ---------------------------------------------------------------- dealing the tiles to the blocks
-
 DEVICE int32_t head_blocks(const DecodeAttentionParams& params) { return ceil_div(params.num_heads, HEADS_PER_BLOCK); }
 
 // ---------------------------------------------------------------- dealing the tiles to the blocks
@@ -99,6 +97,14 @@ DEVICE int32_t warp_running_sum(int32_t x) {
     return x;
 }
 
+// Equal stretches of units of one length. Where whole units are at most a sixteenth longer, a block gets those: what it
+// then computes too much is less than the parts in fp32 that it would leave, and their merge.
+DEVICE int32_t stretch_length(int32_t total, int32_t tiles) {
+    const int32_t per_block = ceil_div(total, static_cast<int32_t>(gridDim.x));
+    const int32_t whole_units = ceil_div(per_block, tiles) * tiles;
+    return whole_units - per_block <= per_block / 16 ? whole_units : per_block;
+}
+
 DEVICE Stretch stretch_of(int32_t total, int32_t request, int32_t before, int32_t per_block) {
     const int32_t begin = static_cast<int32_t>(blockIdx.x) * per_block;
     return Stretch{request, begin - before, minimum(total - begin, per_block), per_block};
@@ -110,7 +116,7 @@ DEVICE Stretch find_stretch(const DecodeAttentionParams& params) {
     const int32_t blocks = static_cast<int32_t>(gridDim.x);
     if (params.window_length == nullptr && params.compressed_length == nullptr) {
         const int32_t tiles = units * unit_tiles(params, 0), total = params.batch * tiles;
-        const int32_t per_block = ceil_div(total, blocks);
+        const int32_t per_block = stretch_length(total, unit_tiles(params, 0));
         const int32_t request = static_cast<int32_t>(blockIdx.x) * per_block / tiles;
         return stretch_of(total, request, request * tiles, per_block);
     }
