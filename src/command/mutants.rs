@@ -393,7 +393,14 @@ fn refuse_unknown_ids(only: &[String], planted: &[Mutant], generated: &[(String,
     let generated = generated.iter().flat_map(|(_, mutants)| mutants).map(|mutant| &mutant.id);
     let known: BTreeSet<&String> = planted.iter().map(|mutant| &mutant.id).chain(generated).collect();
     match only.iter().find(|id| !known.contains(id)) {
-        Some(id) => bail!("--only {id}: no such mutant"),
+        Some(id) => {
+            // An id's hash follows the text of its line: who has edited that asks which ids took its place.
+            let stem = id.rsplit_once(':').map_or(id.as_str(), |(stem, _)| stem);
+            let near: Vec<_> =
+                known.iter().filter(|known| known.starts_with(stem)).take(8).map(|id| id.as_str()).collect();
+            let hint = if near.is_empty() { String::new() } else { format!("; there is {}", near.join(", ")) };
+            bail!("--only {id}: no such mutant{hint}")
+        }
         None => Ok(()),
     }
 }

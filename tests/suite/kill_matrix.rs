@@ -126,6 +126,8 @@ fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
     mutants(none.path(), &["--floor", "1.5"]).assert_bad_input(&["--floor 1.5"]);
     mutants(none.path(), &["--jobs", "0"]).assert_bad_input(&["--jobs 0"]);
     mutants(none.path(), &["--only", "rope:gone"]).assert_bad_input(&["--only rope:gone", "no such mutant"]);
+    let stale = "rope:cosine_polynomial:constant:00000000";
+    mutants(none.path(), &["--only", stale]).assert_bad_input(&[stale, "there is rope:cosine_polynomial:constant:"]);
 }
 
 #[test]
