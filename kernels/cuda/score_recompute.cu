@@ -228,7 +228,7 @@ struct Loader {
             const bool wanted = head < queries.heads;
             const bf16* from = queries.q + (wanted ? head * queries.head_stride : 0) + column;
             const SharedAddress to = shared + Q + panel * panel_bytes(HEADS) + panel_offset(head, chunk());
-            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted);
+            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted, evicted_first());
         }
     }
 
@@ -239,7 +239,7 @@ struct Loader {
             const bool wanted = rows[i] >= 0;
             const bf16* from = k + (wanted ? rows[i] * k_stride : 0) + column;
             const SharedAddress to = shared + STAGE + stage * STAGE_BYTES + panel_offset(row(i), chunk());
-            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted);
+            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted, evicted_last());
         }
     }
 

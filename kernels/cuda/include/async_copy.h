@@ -6,6 +6,29 @@
 
 #include "memory.h"
 
+// How soon L2 may give up the lines of a copy. (The emulator has no cache.)
+struct CachePolicy {
+    uint64_t bits;
+};
+
+// Of lines that many blocks will ask for.
+DEVICE CachePolicy evicted_last() {
+    CachePolicy policy{0};
+#if !defined(PARITY_EMULATOR)
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy.bits));
+#endif
+    return policy;
+}
+
+// Of lines that nobody asks for again.
+DEVICE CachePolicy evicted_first() {
+    CachePolicy policy{0};
+#if !defined(PARITY_EMULATOR)
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy.bits));
+#endif
+    return policy;
+}
+
 // Starts the copy of 16 bytes, past the L1 cache. Where `wanted` is false nothing is read, whatever
 // `source` is, and the 16 bytes become 0. Both addresses must be 16-byte aligned.
 DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted) {
@@ -14,6 +37,18 @@ DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted)
     emulator::host->copy_async(emulator::context, shared_pointer(target, 16), source, 16, source_bytes);
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(source_bytes)
+                 : "memory");
+#endif
+}
+
+DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted, CachePolicy policy) {
+#if defined(PARITY_EMULATOR)
+    static_cast<void>(policy);
+    copy_async_16(target, source, wanted);
+#else
+    const uint32_t source_bytes = wanted ? 16u : 0u;
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
+                 "r"(source_bytes), "l"(policy.bits)
                  : "memory");
 #endif
 }

@@ -51,11 +51,12 @@ struct Shared {
     static constexpr int VALID = P + (ROPE_PANEL ? 0 : 2 * PANEL_BYTES);
     static constexpr int MAXIMA = VALID + 2 * 8;              // float [2][64], after either tile of a pair
     static constexpr int SUMS = MAXIMA + 2 * 64 * 4;          // float [2][2][64]: of this work and of the next
-    // Where out passes on its way to memory: for each consumer warp 16 rows of 32 columns, in chunks of 8. With a
-    // panel of its own for either P, where the warp's own rows of it lay: once the sums are ready nobody reads them,
-    // and nobody else writes them. (Another warp of the warpgroup may be at the weights of the next work already.)
+    // Where out passes on its way to memory: for each consumer warp 16 rows of some columns. With a panel of its own for
+    // either P that is where the warp's own rows of it lay: once the sums are ready nobody reads them, and nobody else
+    // writes them. (Another warp of the warpgroup may be at the weights of the next work already.)
     static constexpr int STAGING = SUMS + 2 * 2 * 64 * 4;
-    static constexpr int STAGING_BYTES = 16 * 32 * 2;
+    static constexpr int STAGING_COLUMNS = ROPE_PANEL ? 32 : 64;
+    static constexpr int STAGING_BYTES = 16 * STAGING_COLUMNS * 2;
     static constexpr int FULL = STAGING + (ROPE_PANEL ? 8 * STAGING_BYTES : 0);  // mbarriers [tile][part]
     static constexpr int EMPTY = FULL + 4 * 8;
     static constexpr int Q_FULL = EMPTY + 4 * 8;
@@ -68,7 +69,7 @@ struct Shared {
     }
     static constexpr int staging(int warpgroup, int warp) {
         return ROPE_PANEL ? STAGING + (4 * warpgroup + warp) * STAGING_BYTES
-                          : weights(warpgroup) + warp * (PANEL_BYTES / 4);
+                          : weights(warpgroup) + warp * STAGING_BYTES;
     }
     static constexpr int full(int tile, int part) { return FULL + 8 * (2 * tile + part); }
     static constexpr int empty(int tile, int part) { return EMPTY + 8 * (2 * tile + part); }
@@ -383,29 +384,34 @@ DEVICE void total_sums(float (&total)[2], const Consumer& c, uint32_t turn) {
     for (int half = 0; half < 2; ++half) total[half] = sums[c.row + 8 * half] + sums[64 + c.row + 8 * half];
 }
 
-// The warp's 16 rows of its half of out, each times its factor, 32 columns at a time, through its own corner of shared
-// memory, so that rows are written in pieces of 64 bytes. `out` is the block's first head; absent heads are left out.
+// The warp's 16 rows of its half of out, each times its factor, STAGING_COLUMNS at a time, through its own corner of
+// shared memory, so that rows are written in pieces of 128 bytes (64 where there is room for no more). `out` is the
+// block's first head; absent heads are left out.
 template <int W>
 DEVICE void store_out(const Consumer& c, const float (&factor)[2], bf16* out, int64_t head_stride, int heads,
                       SharedAddress shared) {
+    constexpr int CHUNKS = Shared::STAGING_COLUMNS / 8, ROWS_AT_ONCE = WARP_SIZE / CHUNKS;
     const int g = lane_id() / 4, t = lane_id() % 4, warp = warp_id() % 4;
     const SharedAddress staging = shared + Shared::staging(W, warp);
-    // Two rows share 128 bytes: their chunks stand so that neither the writes nor the reads meet in a bank.
-    const auto place = [&](int row, int chunk) { return staging + row * 64 + 16 * (chunk ^ (row / 2 & 3)); };
+    // Chunks stand so that neither the writes nor the reads meet in a bank. (Of four chunks a row, two rows share all banks.)
+    const auto place = [&](int row, int chunk) {
+        return staging + 16 * (row * CHUNKS + (chunk ^ (CHUNKS == 8 ? row & 7 : row / 2 & 3)));
+    };
     UNROLL
-    for (int n = 0; n < 32; n += 4) {
+    for (int n = 0; n < 32; n += CHUNKS) {
         UNROLL
-        for (int chunk = 0; chunk < 4; ++chunk) {
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             const float(&o)[4] = c.out[n + chunk];
             store_shared(place(g, chunk) + 4 * t, pack_bf16(o[0] * factor[0], o[1] * factor[0]));
             store_shared(place(g + 8, chunk) + 4 * t, pack_bf16(o[2] * factor[1], o[3] * factor[1]));
         }
         __syncwarp();
         UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const int row = g + 8 * half, head = 16 * warp + row;
-            const Vec16 v = load_shared_vec16(place(row, t));
-            if (head < heads) store_vec16_streaming(out + head * head_stride + W * (VALUE_DIM / 2) + 8 * (n + t), v);
+        for (int first = 0; first < 16; first += ROWS_AT_ONCE) {
+            const int row = first + lane_id() / CHUNKS, chunk = lane_id() % CHUNKS, head = 16 * warp + row;
+            const Vec16 v = load_shared_vec16(place(row, chunk));
+            const int column = W * (VALUE_DIM / 2) + 8 * (n + chunk);
+            if (head < heads) store_vec16_streaming(out + head * head_stride + column, v);
         }
         __syncwarp();
     }
