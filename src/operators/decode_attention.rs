@@ -49,6 +49,19 @@ impl StoreCase {
     }
 }
 
+/// The stores whose lists have lengths.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LengthsOf {
+    /// Window and compressed entries.
+    #[default]
+    Both,
+    /// The window alone.
+    Window,
+    /// The compressed entries alone.
+    Compressed,
+}
+
 /// A case: extents, stores, lists, sinks, scale, layout, schedule, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -71,6 +84,9 @@ pub struct DecodeAttentionCase {
     pub indices: IndexClass,
     /// How many slots of a request's lists count.
     pub lengths: Lengths,
+    /// Whose lists have lengths, where there are any; both in lines written before there was a choice.
+    #[serde(default)]
+    pub lengths_of: LengthsOf,
     /// The sinks.
     pub sinks: Sinks,
     /// Multiplies q·k.
@@ -115,6 +131,7 @@ impl DecodeAttentionCase {
             compressed: Some(StoreCase { topk: 130, num_pages: 20, page_size: 2 }),
             indices: IndexClass::Hostile,
             lengths: Lengths::Absent,
+            lengths_of: LengthsOf::Both,
             sinks: Sinks::Normal,
             softmax_scale: (format.head_dim() as f32).sqrt().recip(),
             logit_deviation: 2.0,
@@ -243,6 +260,7 @@ impl Operator for DecodeAttention {
                 IndexClass::EmptyRows,
             ]),
             prop::sample::select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]),
+            prop::sample::select(vec![LengthsOf::Both, LengthsOf::Both, LengthsOf::Window, LengthsOf::Compressed]),
             prop::sample::select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]),
         );
         let scale = prop::sample::select(vec![0.044_194_174f32, 0.125, 0.3, 1.0]);
@@ -263,7 +281,7 @@ impl Operator for DecodeAttention {
         (shape_strategy(profile), stores_strategy(profile), lists, logits, data)
             .prop_map(|(shape, (window, compressed), lists, logits, data)| {
                 let (batch, s_q, num_heads, format, num_blocks) = shape;
-                let (indices, lengths, sinks) = lists;
+                let (indices, lengths, lengths_of, sinks) = lists;
                 let (softmax_scale, logit_deviation, logit_shift, row_magnitude) = logits;
                 let (padding, page_padding, distribution, poison_unreferenced, implementation, seed) = data;
                 // Hopper's formats are few; the others have the portable kernel only.
@@ -276,6 +294,7 @@ impl Operator for DecodeAttention {
                     compressed,
                     indices,
                     lengths,
+                    lengths_of,
                     sinks,
                     softmax_scale,
                     logit_deviation,
@@ -312,6 +331,23 @@ impl Operator for DecodeAttention {
             plain(2, 1, 3, ODD, 40),
             DecodeAttentionCase { lengths: Lengths::Hostile, sinks: Sinks::Extreme, ..plain(11, 1, 7, SMALL, 5) },
             DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 6) },
+            // Lengths for one store alone: the other one's lists are full.
+            DecodeAttentionCase {
+                lengths: Lengths::Within,
+                lengths_of: LengthsOf::Compressed,
+                ..plain(5, 1, 5, SMALL, 4)
+            },
+            DecodeAttentionCase {
+                lengths: Lengths::Hostile,
+                lengths_of: LengthsOf::Window,
+                ..plain(5, 1, 5, SMALL, 4)
+            },
+            // 17 units of two tiles on two blocks: nine and eight whole units, not 17 tiles each.
+            DecodeAttentionCase {
+                window: store(60, 3, 64),
+                compressed: Some(store(60, 3, 64)),
+                ..plain(17, 1, 5, SMALL, 2)
+            },
             DecodeAttentionCase { indices: IndexClass::LeadingMasked, logit_shift: -200.0, ..plain(2, 1, 5, SMALL, 3) },
             DecodeAttentionCase { indices: IndexClass::EmptyRows, ..plain(3, 4, 6, SMALL, 7) },
             plain(1, 2, 5, MODEL, 3),
@@ -457,7 +493,8 @@ struct Inputs {
 }
 
 impl StoreInputs {
-    fn draw(case: &DecodeAttentionCase, store: StoreCase, name: &str) -> Self {
+    fn draw(case: &DecodeAttentionCase, store: StoreCase, of: LengthsOf) -> Self {
+        let name = if of == LengthsOf::Window { "window" } else { "compressed" };
         let format = case.format();
         let width = format.head_dim();
         let rows = Draw::new(case.seed, name).values(case.distribution, store.num_slots(), width, case.row_magnitude);
@@ -476,7 +513,10 @@ impl StoreInputs {
             case: store,
             rows: bytes,
             indices: case.indices.draw(case.seed, &list, case.tokens(), store.topk, store.num_slots()),
-            length: case.lengths.draw(case.seed, &format!("{name} length"), case.batch, store.topk),
+            length: case
+                .lengths
+                .draw(case.seed, &format!("{name} length"), case.batch, store.topk)
+                .filter(|_| case.lengths_of == LengthsOf::Both || case.lengths_of == of),
         };
         if case.poison_unreferenced {
             inputs.poison_unreferenced(case.launched_format().row_bytes(), case.s_q);
@@ -581,8 +621,8 @@ impl Inputs {
         }
         Self {
             q: HostTensor::from_f64(DType::Bf16, &[case.batch, case.s_q, case.num_heads, width], &q),
-            window: StoreInputs::draw(&case, case.window, "window"),
-            compressed: case.compressed.map(|store| StoreInputs::draw(&case, store, "compressed")),
+            window: StoreInputs::draw(&case, case.window, LengthsOf::Window),
+            compressed: case.compressed.map(|store| StoreInputs::draw(&case, store, LengthsOf::Compressed)),
             sink: case.sinks.draw(case.seed, case.num_heads, case.logit_shift),
             softmax_scale: scale,
             case,

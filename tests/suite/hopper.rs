@@ -486,14 +486,17 @@ kernel_params! {
     }
 }
 
-#[test]
-fn four_e4m3_codes_times_any_scale_convert_to_the_bf16_of_the_products() {
-    let Some(device) = hopper_device() else { return };
+/// Each code times each scale in each byte of a word, as a device converts it.
+fn converted_words(device: &Device) -> Vec<f64> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let y = arena.output("y", DType::Bf16, &[256, 256, 4]).expect("memory");
     let params = SelftestE4m3WordsParams { y: DeviceAddress(y.address) };
     launch(&arena, (HOPPER, "selftest_e4m3_words"), 16, &params).expect("the launch");
-    let found = arena.download(&y).expect("a download").to_f64();
+    arena.download(&y).expect("a download").to_f64()
+}
+
+/// The elements of [`converted_words`] that are not the nearest bf16 of code times scale.
+fn wrong_words(found: &[f64]) -> Vec<String> {
     let product = |i: usize| {
         let (scale, code) = (i / 1024, (i / 4 + 64 * (i % 4)) as u8);
         let scale = if scale == 255 { f64::NAN } else { 2f64.powi(scale as i32 - 127) };
@@ -501,8 +504,36 @@ fn four_e4m3_codes_times_any_scale_convert_to_the_bf16_of_the_products() {
     };
     let products: Vec<f64> = (0..found.len()).map(product).collect();
     let expected = HostTensor::from_f64(DType::Bf16, &[found.len()], &products).to_f64();
-    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
-        let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
-        assert!(same, "element {i}: {found:e} is not {expected:e}, of {:e}", products[i]);
+    let pairs = found.iter().zip(&expected).enumerate();
+    pairs
+        .filter(|(_, (found, expected))| {
+            found.to_bits() != expected.to_bits() && !(found.is_nan() && expected.is_nan())
+        })
+        .map(|(i, (found, expected))| format!("element {i}: {found:e} is not {expected:e}, of {:e}", products[i]))
+        .collect()
+}
+
+#[test]
+fn four_e4m3_codes_times_any_scale_convert_to_the_bf16_of_the_products() {
+    let Some(device) = hopper_device() else { return };
+    let wrong = wrong_words(&converted_words(device));
+    assert!(wrong.is_empty(), "{} elements; first {}", wrong.len(), wrong[0]);
+}
+
+#[test]
+fn a_conversion_that_takes_nan_for_480_or_loses_a_sign_or_a_bit_is_noticed() {
+    let Some(device) = own_emulator() else { return };
+    const NUMERIC: &str = "include/numeric.h";
+    let changes = [
+        ("multiply_add_bf16x2(value, scales, nan_or_zero)", "multiply_bf16x2(value, scales)"),
+        ("(codes & 0x80808080u) | (codes >> 4", "(codes >> 4"),
+        ("codes << 4 & 0xf0f0f0f0u", "codes << 4 & 0xe0e0e0e0u"),
+    ];
+    for (right, wrong) in changes {
+        let text = SourceTree::embedded().text(NUMERIC).expect("embedded").to_owned();
+        assert_eq!(text.matches(right).count(), 1, "`{right}` is not once in {NUMERIC}");
+        let tree = SourceTree::embedded().with_text(NUMERIC, text.replace(right, wrong), "a mutant");
+        let found = wrong_words(&converted_words(&device.with_tree(tree)));
+        assert!(!found.is_empty(), "`{wrong}` for `{right}` changes nothing");
     }
 }
