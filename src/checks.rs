@@ -113,6 +113,16 @@ impl Truth {
 
 /// Runs every check of a case.
 pub fn run(prepared: &dyn Prepared, runner: &dyn Runner, options: CheckOptions) -> Outcome {
+    run_until(prepared, runner, options, |_| false)
+}
+
+/// Runs the checks of a case, one launch after the other, until `enough` is known.
+pub fn run_until(
+    prepared: &dyn Prepared,
+    runner: &dyn Runner,
+    options: CheckOptions,
+    enough: impl Fn(&Outcome) -> bool,
+) -> Outcome {
     let mut outcome = Outcome::default();
     let start = Instant::now();
     let truth = match Truth::of(prepared) {
@@ -127,7 +137,7 @@ pub fn run(prepared: &dyn Prepared, runner: &dyn Runner, options: CheckOptions) 
     }
     outcome.oracle_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
-    run_kernels(prepared, runner, options, &truth, &mut outcome);
+    run_kernels(prepared, runner, options, &truth, &enough, &mut outcome);
     outcome.kernel_seconds = start.elapsed().as_secs_f64();
     outcome
 }
@@ -149,6 +159,7 @@ fn run_kernels(
     runner: &dyn Runner,
     options: CheckOptions,
     truth: &Truth,
+    enough: &dyn Fn(&Outcome) -> bool,
     outcome: &mut Outcome,
 ) {
     let Some(first) = launch(prepared, runner, truth, Contract::NAN, "launch", outcome) else { return };
@@ -182,8 +193,14 @@ fn run_kernels(
         agreement_checks(exact, found, &budget, outcome);
         budgets.push((exact, budget));
     }
+    if enough(outcome) {
+        return;
+    }
     repeat_checks(prepared, runner, truth, options, &first, &budgets, outcome);
     for law in prepared.laws() {
+        if enough(outcome) {
+            return;
+        }
         law_checks(&law, runner, truth, &first, &budgets, outcome);
     }
 }

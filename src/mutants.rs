@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::case::{Case, CaseError};
-use crate::checks::{self, CheckOptions};
-use crate::record::{MutantRecord, MutantSource, MutantStatus, Verdict};
+use crate::checks::{self, CheckOptions, Outcome};
+use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 use crate::registry;
 
 /// The file of a folder of mutants that lists generated ones without effect ([`crate::kill_matrix`]).
@@ -162,15 +162,35 @@ impl Mutant {
     /// # Errors
     /// An anchor that does not match, or a case that cannot be prepared.
     pub fn run(&self, device: &Device, schedules: u32) -> Result<MutantRecord, MutantError> {
+        self.run_until(device, schedules, &|_| false)
+    }
+
+    /// The same, up to where the expected check has seen it: of the others the record names those that came before.
+    ///
+    /// # Errors
+    /// Those of [`Self::run`].
+    pub fn run_to_expected(&self, device: &Device, schedules: u32) -> Result<MutantRecord, MutantError> {
+        let expected = |check: &CheckRecord| check.check == self.expected && check.verdict == Verdict::Fail;
+        self.run_until(device, schedules, &|outcome| outcome.checks.iter().any(expected))
+    }
+
+    fn run_until(
+        &self,
+        device: &Device,
+        schedules: u32,
+        enough: &dyn Fn(&Outcome) -> bool,
+    ) -> Result<MutantRecord, MutantError> {
         let mutated = device.with_tree(self.plant(device.tree())?);
         let options = CheckOptions { schedules, triangulate: false };
         let mut killed_by = BTreeSet::new();
         let (mut killing_case, mut reason) = (String::new(), String::new());
+        let mut cases_run = 0;
         for line in &self.cases {
             let refused = |source| MutantError::Case { id: self.id.clone(), source };
             let case = Case::parse(line).map_err(refused)?;
             let prepared = registry::prepare(&case).map_err(refused)?;
-            let outcome = checks::run(&*prepared, &mutated, options);
+            let outcome = checks::run_until(&*prepared, &mutated, options, enough);
+            cases_run += 1;
             // An error is no kill: a mutant that does not compile shows nothing about the checks.
             let seen = || outcome.failures().filter(|c| c.verdict == Verdict::Fail);
             if let (true, Some(first)) = (killed_by.is_empty(), seen().next()) {
@@ -180,11 +200,14 @@ impl Mutant {
             if let Some(error) = outcome.failures().find(|c| c.verdict == Verdict::Error && c.check == "launch") {
                 return Err(MutantError::NotRun { id: self.id.clone(), message: error.message.clone() });
             }
+            if enough(&outcome) {
+                break;
+            }
         }
         Ok(MutantRecord {
             status: Some(if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed }),
             killed_by: killed_by.into_iter().collect(),
-            cases_run: self.cases.len() as u64,
+            cases_run,
             killing_case,
             reason,
             ..self.unjudged(device.tree())

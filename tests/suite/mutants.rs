@@ -69,7 +69,7 @@ fn table(records: &[MutantRecord]) -> String {
 
 #[test]
 fn every_planted_mutant_is_killed_by_the_check_that_was_expected() {
-    let results = on_all_cores(all(), |device, mutant| mutant.run(device, SCHEDULES));
+    let results = on_all_cores(all(), |device, mutant| mutant.run_to_expected(device, SCHEDULES));
     let (mut records, mut errors) = (Vec::new(), Vec::new());
     for result in results {
         match result {
