@@ -9,10 +9,12 @@
 // shared memory a cycle (D 512): matrix products 4096 cycles; shared memory 2 x (1024 for the scores' operands,
 // 512 for values, 512 for arriving rows) = 4096 cycles; gather from L2 131 KB.
 //
-// What limits it (one H200, 4096 queries, D 512): 394 TFLOP/s at H 64, topk 512 over 8192 keys and 426 to 447 at H 128,
-// topk 1024. Timing variants: 510 and 595 where nothing but the first pair is gathered; 560 and 660 where three of
-// four products are left out, which is the rate of the gather from L2. Each tile is gathered, multiplied and released in turn, two in
-// flight, so part of either shows. Asking for lines ahead (prefetch) or for wider sectors made it slower.
+// What limits it (one H200, 4096 queries, D 512): 405 TFLOP/s at H 64, topk 512 over 8192 keys, 386 over 32768; 446 at
+// H 128, topk 1024 over 8192 keys and 424 over 65536. Timing variants: 510 and 595 where nothing but the first pair is
+// gathered; 560 and 660 where three of four products are left out, which is the rate of the gather from L2. Each tile
+// is gathered, multiplied and released in turn, two in flight, so part of either shows. Storing out takes 10 and 5 % of
+// the time (448 and 471 without): less than half of that is its way through shared memory. Asking for lines ahead
+// (prefetch, of keys or of q) or for wider sectors made it slower; shuffles in place of shared memory changed nothing.
 //
 // Defines: HEAD_DIM 512 or 576, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0. Launch: any grid in x of at most
 // num_tokens * ceil(num_heads / 64) blocks.
