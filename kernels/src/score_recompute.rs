@@ -435,13 +435,19 @@ fn launch<P: KernelParams>(device: &Device, extents: Extents, name: &str, hopper
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn target(device: &Device, arguments: &Target<'_>) -> Result<String> {
-    let Target { inputs, normaliser, implementation, target } = *arguments;
-    let inputs = &inputs;
+    let Target { inputs, normaliser, implementation, target } = arguments;
     let extents = check_inputs(inputs)?;
     if !extents.selected {
         return CHECK.refuse("ranking", "it must be a list of selected keys: the dense form is `scores`");
     }
-    let call = ScoreCall { inputs, normaliser, implementation, scores: target, l1: None, shift: None };
+    let call = ScoreCall {
+        inputs,
+        normaliser: *normaliser,
+        implementation: *implementation,
+        scores: target,
+        l1: None,
+        shift: None,
+    };
     call.check("target", extents.slots, extents)?;
     call.launch(device, extents)
 }
@@ -451,15 +457,21 @@ pub fn target(device: &Device, arguments: &Target<'_>) -> Result<String> {
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn scores(device: &Device, arguments: &Scores<'_>) -> Result<String> {
-    let Scores { inputs, normaliser, implementation, scores, l1, shift } = *arguments;
-    let inputs = &inputs;
+    let Scores { inputs, normaliser, implementation, scores, l1, shift } = arguments;
     let extents = check_inputs(inputs)?;
     if extents.selected {
         return CHECK.refuse("ranking", "it must be causal: the form for selected keys is `target`");
     }
     let [_, columns] = CHECK.extents("scores", scores)?;
     let columns = if inputs.sequences.is_some() { columns } else { extents.num_keys };
-    let call = ScoreCall { inputs, normaliser, implementation, scores, l1: Some(l1), shift: Some(shift) };
+    let call = ScoreCall {
+        inputs,
+        normaliser: *normaliser,
+        implementation: *implementation,
+        scores,
+        l1: Some(l1),
+        shift: Some(shift),
+    };
     call.check("scores", columns, extents)?;
     call.launch(device, extents)
 }
