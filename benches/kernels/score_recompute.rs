@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use dsv4_kernels::runtime::{DType, DeviceArena, HostTensor, RuntimeError, TensorView};
-use dsv4_kernels::score_recompute as launcher;
+use dsv4_kernels::score_recompute::{self as launcher, Implementation};
 use dsv4_parity::benchmarks::Work;
 use dsv4_parity::case::Draw;
 use dsv4_reference::precision::Rounding;
@@ -31,13 +31,15 @@ struct Shape {
     num_heads: usize,
     /// Slots of a list; `None` is the dense form, in which the last token sees the last key.
     topk: Option<usize>,
+    implementation: Implementation,
 }
 
 impl Shape {
     fn name(self) -> String {
-        let Self { num_tokens, num_keys, num_heads, .. } = self;
-        let ranking = self.topk.map_or("dense".to_owned(), |topk| format!("topk{topk}"));
-        format!("q{num_tokens} k{num_keys} H{num_heads} D{HEAD_DIM} {ranking}")
+        let Self { num_tokens, num_keys, num_heads, topk, implementation } = self;
+        let ranking = topk.map_or("dense".to_owned(), |topk| format!("topk{topk}"));
+        let portable = if implementation == Implementation::Portable { " portable" } else { "" };
+        format!("q{num_tokens} k{num_keys} H{num_heads} D{HEAD_DIM} {ranking}{portable}")
     }
 
     fn softmax_scale(self) -> f32 {
@@ -137,19 +139,25 @@ fn selected(indices: Vec<i32>, topk: usize) -> reference::Ranking {
 
 /// Shapes of the model.
 pub fn production() -> Vec<Benchmark> {
-    let shape = |num_heads, topk, num_keys| Shape { num_tokens: 4096, num_keys, num_heads, topk };
+    let implementation = Implementation::Auto;
+    let shape = |num_heads, topk, num_keys| Shape { num_tokens: 4096, num_keys, num_heads, topk, implementation };
+    let portable = |shape| Shape { implementation: Implementation::Portable, ..shape };
     let shapes = [
         shape(64, Some(512), 8192),
         shape(128, Some(1024), 8192),
         shape(128, Some(1024), 65536),
         shape(64, None, 2048),
+        portable(shape(64, Some(512), 8192)),
+        portable(shape(128, Some(1024), 8192)),
+        portable(shape(64, None, 2048)),
     ];
     shapes.into_iter().map(Shape::benchmark).collect()
 }
 
 /// Shapes for the emulator.
 pub fn small() -> Vec<Benchmark> {
-    let shape = Shape { num_tokens: 2, num_keys: 64, num_heads: 16, topk: Some(32) };
+    let implementation = Implementation::Auto;
+    let shape = Shape { num_tokens: 2, num_keys: 64, num_heads: 16, topk: Some(32), implementation };
     vec![shape.benchmark(), Shape { topk: None, ..shape }.benchmark(), shape.oracle()]
 }
 
@@ -230,11 +238,15 @@ impl Prepared for Buffers<'_> {
         let softmax_scale = self.shape.softmax_scale();
         let inputs = launcher::Inputs { q: &q.view, k: &k.view, ranking, sequences: None, softmax_scale };
         let normaliser = launcher::Normaliser { lse: &self.lse_view, sink: Some(&self.sink_view) };
+        let implementation = self.shape.implementation;
         let path = match indices_view {
-            Some(_) => launcher::target(lab.device, &launcher::Target { inputs, normaliser, target: scores }),
+            Some(_) => {
+                launcher::target(lab.device, &launcher::Target { inputs, normaliser, implementation, target: scores })
+            }
             None => {
                 let (l1, shift) = (&self.l1, &self.shift);
-                launcher::scores(lab.device, &launcher::Scores { inputs, normaliser, scores, l1, shift })
+                let arguments = launcher::Scores { inputs, normaliser, implementation, scores, l1, shift };
+                launcher::scores(lab.device, &arguments)
             }
         };
         path.map(|_| ())

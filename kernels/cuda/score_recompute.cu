@@ -24,7 +24,7 @@
 // cancels in A / l1; the dense form reports it as `shift`, A and l1 being exp(-shift) times what the formula says.
 //
 // Kernels
-//   score_recompute        one block per token
+//   score_recompute        one block per token; score_recompute_hopper.cu has the same for sm_90a
 //   score_recompute_lse    one block per token
 //
 // How the work is laid out. All heads of a token share one list of keys and are summed over in the end, so a block
@@ -56,29 +56,17 @@
 // Launch. The grid is num_tokens blocks in x; block size and dynamic shared memory are what the module exports
 // beside each kernel.
 
-#include "async_copy.h"
-#include "math.h"
-#include "memory.h"
-#include "mma.h"
-#include "numeric.h"
-#include "platform.h"
-
 #if !defined(HEAD_DIM) || !defined(HEADS) || !defined(SELECTED)
 #error "define HEAD_DIM, HEADS and SELECTED"
 #endif
+
+#include "mma.h"
+#include "score_recompute.h"
 
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM >= 16 && HEAD_DIM <= 576, "HEAD_DIM is a multiple of 16 up to 576");
 static_assert(HEADS == 16 || HEADS == 64 || HEADS == 128, "a block holds 16, 64 or 128 heads");
 
 // ---------------------------------------------------------------- shapes of the block's work
-
-// A panel: rows of 64 columns of bf16, 128 bytes, whose chunks of 16 bytes are permuted by XOR with the row.
-constexpr int PANEL_COLUMNS = 64;
-constexpr int PANEL_ROW_BYTES = 128;
-constexpr int PANEL_CHUNKS = PANEL_COLUMNS / 8;
-constexpr int PANELS = ceil_div(HEAD_DIM, PANEL_COLUMNS);
-constexpr int panel_bytes(int rows) { return rows * PANEL_ROW_BYTES; }
-constexpr int panel_offset(int row, int chunk) { return row * PANEL_ROW_BYTES + 16 * (chunk ^ (row & 7)); }
 
 // Warps form a grid over the scores of a tile: HEAD_WARPS over the heads, KEY_WARPS over the keys.
 constexpr int KEY_WARPS = 4;
@@ -87,41 +75,20 @@ constexpr int KEYS = KEY_WARPS * WARP_KEYS;
 constexpr int N8 = WARP_KEYS / 8;
 constexpr int COLUMNS = 2 * N8;  // keys of the warp's 32 whose scores one lane holds
 
-constexpr int MAX_SHARED_BYTES = 227 * 1024;
-constexpr int HALF_SHARED_BYTES = 113 * 1024;  // what a block may have where two share a multiprocessor
-constexpr int MAX_STAGES = 5;
-constexpr int Q_BYTES = PANELS * panel_bytes(HEADS);
-constexpr int STAGE_BYTES = panel_bytes(KEYS);
-// Flags and sums beside q and the stages.
-constexpr int SMALL_BYTES = 1024;
-constexpr bool TWO_BLOCKS = Q_BYTES + 3 * STAGE_BYTES + SMALL_BYTES <= HALF_SHARED_BYTES;
+// Q and three stages leave room for a second block.
+constexpr bool TWO_BLOCKS = Q_BYTES + 3 * panel_bytes(KEYS) + SMALL_BYTES <= HALF_SHARED_BYTES;
 
 // A block that has the multiprocessor for itself needs eight warps to keep it busy.
 constexpr int HEAD_WARPS = HEADS >= 64 && (HEADS == 128 || !TWO_BLOCKS) ? 2 : 1;
 constexpr int M_TILES = HEADS / 16 / HEAD_WARPS;
-constexpr int WARPS = HEAD_WARPS * KEY_WARPS;
-constexpr int THREADS = WARPS * WARP_SIZE;
 static_assert(M_TILES >= 1 && M_TILES <= 4, "a warp holds 16 to 64 heads");
 
-constexpr int PARTIAL_BYTES = (HEAD_WARPS - 1) * 2 * KEYS * 4;
+constexpr int PARTIAL_BYTES = (HEAD_WARPS - 1) * 2 * KEYS * 4;  // float [2][KEYS]: sums of the second warp's heads
 constexpr int BLOCK_SHARED_BYTES = TWO_BLOCKS ? HALF_SHARED_BYTES : MAX_SHARED_BYTES;
-constexpr int STAGES =
-    minimum(MAX_STAGES, (BLOCK_SHARED_BYTES - Q_BYTES - SMALL_BYTES - PARTIAL_BYTES) / STAGE_BYTES);
-static_assert(STAGES >= 3, "three stages fit");
-
-// Where everything lies in dynamic shared memory, as byte offsets.
-constexpr int Q = 0;
-constexpr int STAGE = Q + Q_BYTES;
-constexpr int VALID = STAGE + STAGES * STAGE_BYTES;  // uint8 [STAGES][KEYS]: which slots of a tile count
-constexpr int TOTALS = VALID + STAGES * KEYS;        // float [2][WARPS]
-constexpr int PARTIAL = TOTALS + 2 * WARPS * 4;      // float [2][KEYS]: sums of the second warp over the heads
-constexpr int SHARED_BYTES = PARTIAL + PARTIAL_BYTES;
-static_assert(SHARED_BYTES <= BLOCK_SHARED_BYTES, "tiles exceed shared memory");
+using Layout = BlockLayout<HEAD_WARPS * KEY_WARPS, KEYS, PARTIAL_BYTES, BLOCK_SHARED_BYTES>;
+constexpr int STAGES = Layout::STAGES;
 // score_recompute_lse merges its warps where keys lay: float [2][KEY_WARPS][HEADS].
-static_assert(2 * KEY_WARPS * HEADS * 4 <= STAGES * STAGE_BYTES, "the merge fits the stages");
-
-// Further from 1 than 2^+-64, exponents are taken relative to the row's largest.
-constexpr float LARGEST_EXPONENT = 64.0f;
+static_assert(2 * KEY_WARPS * HEADS * 4 <= STAGES * Layout::STAGE_BYTES, "the merge fits the stages");
 
 DEVICE int head_warp() { return warp_id() / KEY_WARPS; }
 DEVICE int key_warp() { return warp_id() % KEY_WARPS; }
@@ -129,137 +96,6 @@ DEVICE int key_warp() { return warp_id() % KEY_WARPS; }
 DEVICE int lane_head(int m, int half) { return (head_warp() * M_TILES + m) * 16 + lane_id() / 4 + 8 * half; }
 // The slot within a tile of this lane's accumulators s[.][n][i], s[.][n][i + 2].
 DEVICE int lane_slot(int n, int i) { return key_warp() * WARP_KEYS + 8 * n + 2 * (lane_id() % 4) + i; }
-
-// ---------------------------------------------------------------- which keys a token ranks
-
-// One token's slots. Its sequence's keys are the rows [first_key, first_key + num_keys).
-struct Ranking {
-    const int32_t* indices;
-    int32_t length;      // slots beyond it do not count
-    int32_t first_key;
-    int32_t num_keys;
-    int32_t index_base;  // what an index of the sequence's first key is
-
-    // What is stored in a slot, -1 past the end.
-    int32_t stored_index(int slot) const {
-        if (slot >= length) return -1;
-        return SELECTED ? indices[slot] : index_base + slot;
-    }
-    // The key row of a stored index, -1 where it is none of the sequence's: tested before the sequence's first row is added.
-    int32_t valid_row(int32_t index) const {
-        const int64_t local = static_cast<int64_t>(index) - index_base;
-        return index >= 0 && local >= 0 && local < num_keys ? first_key + static_cast<int32_t>(local) : -1;
-    }
-};
-
-// The sequence of a token: the first whose end lies behind it. num_sequences where there is none.
-DEVICE int32_t sequence_of(const int32_t* cu_q, int32_t num_sequences, int32_t token) {
-    int32_t low = 0, high = num_sequences;
-    while (low < high) {
-        const int32_t middle = low + (high - low) / 2;
-        if (cu_q[middle + 1] <= token) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
-template <typename Params>
-DEVICE Ranking ranking(const Params& params, int32_t token, int32_t columns) {
-    const int32_t sequence = params.cu_q ? sequence_of(params.cu_q, params.num_sequences, token) : 0;
-    if (params.cu_q && sequence == params.num_sequences) return Ranking{params.indices, 0, 0, 0, 0};
-    const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
-    // Bounded by the tensor, whatever cu_k says.
-    const int32_t first_key = params.cu_k ? minimum(maximum(params.cu_k[sequence], 0), params.num_keys) : 0;
-    const int32_t last_key = params.cu_k ? minimum(params.cu_k[sequence + 1], params.num_keys) : params.num_keys;
-    const int32_t num_keys = maximum(last_key - first_key, 0);
-    if (SELECTED) {
-        const int32_t listed = params.topk_length ? params.topk_length[token] : columns;
-        const int32_t length = maximum(minimum(listed, columns), 0);
-        return Ranking{params.indices + token * params.indices_stride, length, first_key, num_keys,
-                       params.indices_global ? first_key : 0};
-    }
-    // Key j covers the tokens j*ratio .. j*ratio + ratio - 1, and is visible from the last of them on.
-    const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
-    const int64_t position = maximum<int64_t>(offset + (token - first_token) + 1, 0);
-    const int64_t limit = minimum<int64_t>(position / params.ratio, minimum(num_keys, columns));
-    return Ranking{nullptr, static_cast<int32_t>(limit), first_key, num_keys, 0};
-}
-
-// ---------------------------------------------------------------- panels on their way
-
-// This block's heads of one token.
-struct Queries {
-    const bf16* q;
-    int64_t head_stride;
-    int32_t heads;  // real heads
-};
-
-// Starts the arrival of one panel after the other: all panels of tile 0, of tile 1, ...
-struct Loader {
-    static constexpr int ROW_STEP = THREADS / PANEL_CHUNKS;
-    static constexpr int ROWS = KEYS / ROW_STEP;  // rows of a panel of which this thread copies a chunk
-
-    int tile = 0, panel = 0, stage = 0, flags = 0;
-    int32_t rows[ROWS];  // of `tile`: stored indices until its first panel starts, then key rows or -1
-
-    int row(int i) const { return static_cast<int>(threadIdx.x) / PANEL_CHUNKS + i * ROW_STEP; }
-    int chunk() const { return static_cast<int>(threadIdx.x) % PANEL_CHUNKS; }
-
-    void look_up(const Ranking& list) {
-        UNROLL
-        for (int i = 0; i < ROWS; ++i) rows[i] = list.stored_index(tile * KEYS + row(i));
-    }
-
-    void check(const Ranking& list) {
-        uint8_t* valid = dynamic_shared() + VALID + flags * KEYS;
-        UNROLL
-        for (int i = 0; i < ROWS; ++i) {
-            rows[i] = list.valid_row(rows[i]);
-            if (chunk() == 0) valid[row(i)] = rows[i] >= 0;
-        }
-        flags = flags + 1 == STAGES ? 0 : flags + 1;
-    }
-
-    // Absent heads become zeros. Columns beyond HEAD_DIM are neither copied nor read.
-    void start_queries(const Queries& queries, SharedAddress shared) const {
-        const int column = panel * PANEL_COLUMNS + chunk() * 8;
-        UNROLL
-        for (int head = threadIdx.x / PANEL_CHUNKS; head < HEADS; head += ROW_STEP) {
-            const bool wanted = head < queries.heads;
-            const bf16* from = queries.q + (wanted ? head * queries.head_stride : 0) + column;
-            const SharedAddress to = shared + Q + panel * panel_bytes(HEADS) + panel_offset(head, chunk());
-            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted, evicted_first());
-        }
-    }
-
-    void start_keys(const bf16* k, int64_t k_stride, SharedAddress shared) const {
-        const int column = panel * PANEL_COLUMNS + chunk() * 8;
-        UNROLL
-        for (int i = 0; i < ROWS; ++i) {
-            const bool wanted = rows[i] >= 0;
-            const bf16* from = k + (wanted ? rows[i] * k_stride : 0) + column;
-            const SharedAddress to = shared + STAGE + stage * STAGE_BYTES + panel_offset(row(i), chunk());
-            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted, evicted_last());
-        }
-    }
-
-    // One panel of keys, and in the first tile the same panel of q. Past the last tile the group is empty.
-    void start(const Ranking& list, const Queries& queries, const bf16* k, int64_t k_stride, SharedAddress shared,
-               int tiles, bool with_queries) {
-        if (tile < tiles) {
-            if (panel == 0) check(list);
-            if (with_queries && tile == 0) start_queries(queries, shared);
-            start_keys(k, k_stride, shared);
-            if (++panel == PANELS) {
-                panel = 0;
-                ++tile;
-                look_up(list);  // needed a panel later: the loads have the time of one
-            }
-        }
-        copy_commit();
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
-};
 
 // ---------------------------------------------------------------- the scores of a tile
 
@@ -287,25 +123,12 @@ DEVICE void multiply_panel(float (&s)[M_TILES][N8][4], SharedAddress q_panel, Sh
     }
 }
 
-// Which of this lane's COLUMNS slots of a tile count: bit 2 * n + i.
-DEVICE uint32_t valid_slots(int flags) {
-    const uint8_t* valid = dynamic_shared() + VALID + flags * KEYS;
-    uint32_t bits = 0;
-    UNROLL
-    for (int n = 0; n < N8; ++n)
-        UNROLL
-        for (int i = 0; i < 2; ++i) bits |= static_cast<uint32_t>(valid[lane_slot(n, i)]) << (2 * n + i);
-    return bits;
-}
-
-// Computes the scores of one tile after the other. `taker.take(s, tile, valid)` gets the products q . k of this
-// lane and the bits of valid_slots; `taker.settle()` follows it behind the next barrier.
 template <typename Taker>
 DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf16* k, int64_t k_stride, int tiles,
                           bool with_queries, Taker& taker) {
     if (tiles == 0) return;
     const SharedAddress shared = shared_address(dynamic_shared());
-    Loader loader;
+    Loader<Layout> loader;
     loader.look_up(list);
     UNROLL
     for (int i = 0; i < STAGES - 1; ++i) loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
@@ -319,11 +142,12 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
             __syncthreads();
             loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
             if (panel == 0 && tile > 0) taker.settle();
-            multiply_panel(s, shared + Q + panel * panel_bytes(HEADS), shared + STAGE + stage * STAGE_BYTES,
+            multiply_panel(s, shared + Layout::Q + panel * panel_bytes(HEADS),
+                           shared + Layout::STAGE + stage * Layout::STAGE_BYTES,
                            panel + 1 < PANELS ? PANEL_COLUMNS / 16 : HEAD_DIM % PANEL_COLUMNS / 16);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
-        taker.take(s, tile, valid_slots(flags));
+        taker.take(s, tile, valid_slots<Layout, N8>(flags, key_warp() * WARP_KEYS));
         flags = flags + 1 == STAGES ? 0 : flags + 1;
     }
     __syncthreads();  // the last tile's sums are there, and nobody reads its keys any more
@@ -332,200 +156,42 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
 
 // ---------------------------------------------------------------- target
 
-// scores: [num_tokens, columns], the target (SELECTED) or A. l1 and shift: [num_tokens], with SELECTED null. lse is
-// [num_tokens, num_heads]. Strides in elements; base and strides of q and k are multiples of 16 bytes. sink,
-// topk_length, q_off, and cu_q with cu_k may be null; indices, topk_length and indices_global belong to
-// SELECTED 1, q_off and ratio to SELECTED 0.
-struct ScoreRecomputeParams {
-    const bf16* q;
-    const bf16* k;
-    const float* lse;
-    const float* sink;
-    const int32_t* indices;
-    const int32_t* topk_length;
-    const int32_t* cu_q;
-    const int32_t* cu_k;
-    const int32_t* q_off;
-    float* scores;
-    float* l1;
-    float* shift;
-    int64_t q_token_stride;
-    int64_t q_head_stride;
-    int64_t k_stride;
-    int64_t indices_stride;
-    int64_t scores_stride;
-    int32_t num_tokens;
-    int32_t num_heads;
-    int32_t num_keys;
-    int32_t columns;
-    int32_t num_sequences;
-    int32_t ratio;
-    int32_t indices_global;
-    float softmax_scale;
-};
-PARAMS_LAYOUT(ScoreRecomputeParams, q, k, lse, sink, indices, topk_length, cu_q, cu_k, q_off, scores, l1, shift,
-              q_token_stride, q_head_stride, k_stride, indices_stride, scores_stride, num_tokens, num_heads, num_keys,
-              columns, num_sequences, ratio, indices_global, softmax_scale)
-SHARED_MEMORY(score_recompute, SHARED_BYTES)
-
-// log2(2^a + 2^b), one of them finite. Only the smaller has the larger subtracted: inf - inf is never formed.
-DEVICE float log2_add_exp2(float a, float b) {
-    const float larger = maximum_f32(a, b), smaller = minimum_f32(a, b);
-    return larger + log2_approx(1.0f + exp2_approx(smaller - larger));
-}
-
-// A head's L in base 2; +inf where the head adds nothing.
-DEVICE float head_normaliser(const ScoreRecomputeParams& params, int32_t token, int head) {
-    if (head >= params.num_heads) return INFINITY_F32;
-    const float lse = params.lse[static_cast<int64_t>(token) * params.num_heads + head] * LOG2_E;
-    if (is_infinite(lse)) return INFINITY_F32;
-    return params.sink ? log2_add_exp2(lse, params.sink[head] * LOG2_E) : lse;
-}
-
-// Sums COLUMNS numbers over the eight lanes that differ in lane / 4; number lane / 4 remains in each.
-DEVICE float reduce_scatter(const float (&x)[COLUMNS]) {
-    static_assert(COLUMNS == 8, "one column for each of eight lanes");
-    const bool high = lane_id() & 16, middle = lane_id() & 8, low = lane_id() & 4;
-    float four[4], two[2];
-    UNROLL
-    for (int i = 0; i < 4; ++i)
-        four[i] = (high ? x[4 + i] : x[i]) + __shfl_xor_sync(FULL_WARP, high ? x[i] : x[4 + i], 16);
-    UNROLL
-    for (int i = 0; i < 2; ++i)
-        two[i] = (middle ? four[2 + i] : four[i]) + __shfl_xor_sync(FULL_WARP, middle ? four[i] : four[2 + i], 8);
-    return (low ? two[1] : two[0]) + __shfl_xor_sync(FULL_WARP, low ? two[0] : two[1], 4);
-}
-
 // Exponentiates a tile's scores, sums them over the heads, and stores the row of A.
 struct HeadSums {
-    const ScoreRecomputeParams& params;
-    int32_t token;
-    float* row;                      // of scores
-    float scale_log2;
-    float added;                     // to every L: what the row's exponents are relative to
-    float normaliser[M_TILES][2];    // L in base 2
-    float l1 = 0.0f;                 // over this thread's slots
-    float largest = -INFINITY_F32;   // exponent of this lane
-    float pending = 0.0f;            // sum over the first warp's heads, of the slot `pending_slot`
+    RowSums<M_TILES, N8> row;
+    float pending[1] = {0.0f};  // sum over the first warp's heads, of the slot `pending_slot`
     int pending_slot = 0;
 
     // The slot within a tile whose sum over the heads this lane keeps.
     static int own_slot() { return lane_slot(lane_id() / 8, lane_id() / 4 % 2); }
+    static bool stores() { return head_warp() == 0; }
 
-    void prepare() {
-        UNROLL
-        for (int m = 0; m < M_TILES; ++m)
-            UNROLL
-            for (int half = 0; half < 2; ++half)
-                normaliser[m][half] = head_normaliser(params, token, lane_head(m, half)) + added;
-    }
-
-    // One column of this lane: its heads' sum. Masked as a whole: the row of zeros that stands for an invalid slot
-    // has the score 0, whose exponent may be anything.
-    float column(const float (&s)[M_TILES][N8][4], int n, int i, bool valid) {
-        float sum = 0.0f, highest = -INFINITY_F32;
-        UNROLL
-        for (int m = 0; m < M_TILES; ++m) {
-            UNROLL
-            for (int half = 0; half < 2; ++half) {
-                const float exponent = fused_multiply_add(s[m][n][2 * half + i], scale_log2, -normaliser[m][half]);
-                highest = maximum_f32(highest, exponent);
-                sum += exp2_approx(exponent);
-            }
-        }
-        largest = maximum_f32(largest, valid ? highest : -INFINITY_F32);
-        return valid ? sum : 0.0f;
-    }
+    void prepare() { row.prepare(head_warp() * M_TILES * 16); }
 
     float* partial(int tile) const {
-        return reinterpret_cast<float*>(dynamic_shared() + PARTIAL) + tile % 2 * KEYS + own_slot();
+        return reinterpret_cast<float*>(dynamic_shared() + Layout::PARTIAL) + tile % 2 * KEYS + own_slot();
     }
 
     void take(const float (&s)[M_TILES][N8][4], int tile, uint32_t valid) {
-        float sums[COLUMNS];
-        UNROLL
-        for (int n = 0; n < N8; ++n)
-            UNROLL
-            for (int i = 0; i < 2; ++i) sums[2 * n + i] = column(s, n, i, valid >> (2 * n + i) & 1);
-        pending = reduce_scatter(sums);
+        row.sum_heads(pending, s, valid);
         pending_slot = tile * KEYS + own_slot();
         if constexpr (HEAD_WARPS == 2) {
-            if (head_warp() == 1) *partial(tile) = pending;
+            if (head_warp() == 1) *partial(tile) = pending[0];
         } else {
-            store(pending);
+            row.store(pending_slot, pending[0]);
         }
     }
 
     void settle() {
         if constexpr (HEAD_WARPS == 2) {
-            if (head_warp() == 0) store(pending + *partial(pending_slot / KEYS));
+            if (head_warp() == 0) row.store(pending_slot, pending[0] + *partial(pending_slot / KEYS));
         }
-    }
-
-    void store(float sum) {
-        l1 += sum;
-        if (pending_slot < params.columns) row[pending_slot] = sum;
     }
 };
 
-// Over the block: the sum of l1 and the largest exponent, in every thread.
-DEVICE void reduce_totals(float& l1, float& largest) {
-    UNROLL
-    for (int distance = 16; distance > 0; distance /= 2) {
-        l1 += __shfl_xor_sync(FULL_WARP, l1, distance);
-        largest = maximum_f32(largest, __shfl_xor_sync(FULL_WARP, largest, distance));
-    }
-    auto* totals = reinterpret_cast<float*>(dynamic_shared() + TOTALS);
-    if (lane_id() == 0) {
-        totals[warp_id()] = l1;
-        totals[WARPS + warp_id()] = largest;
-    }
-    __syncthreads();
-    l1 = 0.0f;
-    largest = -INFINITY_F32;
-    UNROLL
-    for (int w = 0; w < WARPS; ++w) {
-        l1 += totals[w];
-        largest = maximum_f32(largest, totals[WARPS + w]);
-    }
-}
+SHARED_MEMORY(score_recompute, Layout::BYTES)
 
-// Whether fp32 would lose a row of these exponents.
-DEVICE bool out_of_range(float largest) { return !is_infinite(largest) && absolute_f32(largest) > LARGEST_EXPONENT; }
-
-KERNEL(score_recompute, ScoreRecomputeParams, THREADS) {
-    // Without lists later tokens see more keys: they go first.
-    const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : params.num_tokens - 1 - blockIdx.x);
-    const Ranking list = ranking(params, token, params.columns);
-    const Queries queries{params.q + token * params.q_token_stride, params.q_head_stride, params.num_heads};
-    const int tiles = ceil_div(list.length, KEYS);
-    float* row = params.scores + token * params.scores_stride;
-
-    float l1 = 0.0f, added = 0.0f;
-    for (int pass = 0; pass < 2; ++pass) {
-        HeadSums sums{params, token, row, params.softmax_scale * LOG2_E, added};
-        for_each_tile(list, queries, params.k, params.k_stride, tiles, pass == 0, sums);
-        l1 = sums.l1;
-        float largest = sums.largest;
-        reduce_totals(l1, largest);
-        if (pass == 1 || !out_of_range(largest)) break;
-        added = largest;
-        __syncthreads();  // everyone has read the totals
-    }
-
-    if (head_warp() == 0) {
-        const float inverse = l1 > 0.0f ? 1.0f / l1 : 0.0f;
-        // This thread reads what it wrote itself.
-        for (int slot = HeadSums::own_slot(); slot < params.columns; slot += KEYS) {
-            if (slot >= tiles * KEYS) row[slot] = 0.0f;
-            else if (SELECTED) row[slot] *= inverse;
-        }
-    }
-    if (!SELECTED && threadIdx.x == 0) {
-        params.l1[token] = l1;
-        params.shift[token] = added * LN_2;
-    }
-}
+KERNEL(score_recompute, ScoreRecomputeParams, Layout::THREADS) { recompute_row<Layout, HeadSums>(params); }
 
 // ---------------------------------------------------------------- lse of the ranked keys
 
@@ -557,7 +223,7 @@ struct ScoreRecomputeLseParams {
 PARAMS_LAYOUT(ScoreRecomputeLseParams, q, k, lse_beside, indices, topk_length, cu_q, cu_k, q_off, lse, q_token_stride,
               q_head_stride, k_stride, indices_stride, num_tokens, num_heads, num_keys, columns, num_sequences, ratio,
               indices_global, softmax_scale)
-SHARED_MEMORY(score_recompute_lse, SHARED_BYTES)
+SHARED_MEMORY(score_recompute_lse, Layout::BYTES)
 
 // The sum of 2^x over some slots of a row, relative to its largest term.
 struct RelativeSum {
@@ -623,14 +289,14 @@ struct HeadLse {
     }
 };
 
-KERNEL(score_recompute_lse, ScoreRecomputeLseParams, THREADS) {
+KERNEL(score_recompute_lse, ScoreRecomputeLseParams, Layout::THREADS) {
     const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : params.num_tokens - 1 - blockIdx.x);
     const Ranking list = ranking(params, token, params.columns);
     const Queries queries{params.q + token * params.q_token_stride, params.q_head_stride, params.num_heads};
     HeadLse heads{params.softmax_scale * LOG2_E};
     for_each_tile(list, queries, params.k, params.k_stride, ceil_div(list.length, KEYS), true, heads);
 
-    auto* maxima = reinterpret_cast<float*>(dynamic_shared() + STAGE);
+    auto* maxima = reinterpret_cast<float*>(dynamic_shared() + Layout::STAGE);
     float* sums = maxima + KEY_WARPS * HEADS;
     heads.leave(maxima, sums);
     __syncthreads();  // every warp's part is there

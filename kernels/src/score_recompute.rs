@@ -1,15 +1,19 @@
-//! `score_recompute`: launchers of `kernels/cuda/score_recompute.cu` (training 5).
+//! `score_recompute`: launchers of `kernels/cuda/score_recompute.cu` and `score_recompute_hopper.cu` (training 5).
 
 use crate::arguments::{Arguments, address};
+pub use crate::implementation::Implementation;
 use crate::kernel_params;
 use crate::rms_norm::owned;
 use crate::runtime::params::{DeviceAddress, KernelParams};
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "score_recompute.cu";
+const HOPPER_FILE: &str = "score_recompute_hopper.cu";
 const CHECK: Arguments = Arguments { operator: "score_recompute" };
 /// A block sums over all heads of its token: so many it can hold.
 const LARGEST_HEADS: usize = 128;
+/// Columns of a panel, of which the Hopper kernel takes whole ones.
+const PANEL_COLUMNS: usize = 64;
 
 kernel_params! {
     /// Mirror of `ScoreRecomputeParams`.
@@ -134,6 +138,8 @@ pub struct Target<'a> {
     pub inputs: Inputs<'a>,
     /// What the exponentials are divided by.
     pub normaliser: Normaliser<'a>,
+    /// Which implementation runs. The Hopper kernel takes `head_dim` in multiples of 64.
+    pub implementation: Implementation,
     /// `[num_tokens, topk]` f32: each row sums to 1, or is 0 where nothing is valid; 0 in invalid slots.
     pub target: &'a TensorView,
 }
@@ -145,6 +151,8 @@ pub struct Scores<'a> {
     pub inputs: Inputs<'a>,
     /// What the exponentials are divided by.
     pub normaliser: Normaliser<'a>,
+    /// Which implementation runs. The Hopper kernel takes `head_dim` in multiples of 64.
+    pub implementation: Implementation,
     /// `[num_tokens, columns]` f32: sums over the heads, 0 in masked columns. Without sequences there are
     /// `num_keys` columns; keys of a sequence beyond the last column are left out.
     pub scores: &'a TensorView,
@@ -181,16 +189,29 @@ struct Extents {
 }
 
 impl Extents {
-    fn heads(self) -> usize {
+    /// Heads of a block of the portable kernels, or of the Hopper kernel.
+    fn heads(self, hopper: bool) -> usize {
         match self.num_heads {
-            0..=16 => 16,
-            17..=64 => 64,
+            0..=16 if !hopper => 16,
+            0..=64 => 64,
             _ => 128,
         }
     }
 
-    fn defines(self) -> Vec<(&'static str, String)> {
-        defines(self.head_dim, self.heads(), self.selected)
+    /// Whether the Hopper kernel runs.
+    fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
+        let fits = self.head_dim.is_multiple_of(PANEL_COLUMNS);
+        let refusal = Implementation::Hopper.cannot_run_on(device.environment()).or_else(|| {
+            let reason = format!("head_dim {}: the Hopper kernel takes multiples of {PANEL_COLUMNS}", self.head_dim);
+            (!fits).then_some(reason)
+        });
+        match (implementation, refusal) {
+            (Implementation::Portable, _) => Ok(false),
+            (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
+            (Implementation::Hopper, None) => Ok(true),
+            // A block of 64 rows wastes three quarters of the products of up to 16 heads.
+            (Implementation::Auto, refusal) => Ok(refusal.is_none() && self.num_heads > 16),
+        }
     }
 }
 
@@ -205,8 +226,12 @@ fn defines(head_dim: usize, heads: usize, selected: bool) -> Vec<(&'static str, 
 /// The modules of the model's head geometries, and of small ones.
 pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
     let geometries = [512, 576, 64].into_iter().flat_map(|head_dim| [16, 64, 128].map(|heads| (head_dim, heads)));
-    let all = geometries.flat_map(|(head_dim, heads)| [true, false].map(|selected| defines(head_dim, heads, selected)));
-    all.map(|defines| (FILE.to_owned(), owned(defines))).collect()
+    let all = geometries.flat_map(|(head_dim, heads)| [true, false].map(|selected| (head_dim, heads, selected)));
+    let modules = all.flat_map(|(head_dim, heads, selected)| {
+        let files = if heads > 16 { &[FILE, HOPPER_FILE][..] } else { &[FILE] };
+        files.iter().map(move |&file| (file.to_owned(), owned(defines(head_dim, heads, selected))))
+    });
+    modules.collect()
 }
 
 fn check_inputs(inputs: &Inputs<'_>) -> Result<Extents> {
@@ -333,6 +358,7 @@ fn check_apart(
 struct ScoreCall<'a> {
     inputs: &'a Inputs<'a>,
     normaliser: Normaliser<'a>,
+    implementation: Implementation,
     scores: &'a TensorView,
     l1: Option<&'a TensorView>,
     shift: Option<&'a TensorView>,
@@ -340,7 +366,7 @@ struct ScoreCall<'a> {
 
 impl ScoreCall<'_> {
     fn check(&self, argument: &'static str, columns: usize, extents: Extents) -> Result<()> {
-        let Self { inputs, normaliser, scores, l1, shift } = self;
+        let Self { inputs, normaliser, implementation: _, scores, l1, shift } = self;
         check_per_head("lse", normaliser.lse, extents)?;
         if let Some(sink) = normaliser.sink {
             CHECK.dense_tensor("sink", sink, &[extents.num_heads], &[DType::F32])?;
@@ -389,17 +415,19 @@ impl ScoreCall<'_> {
             indices_global: i32::from(lists.global),
             softmax_scale,
         };
-        launch(device, extents, "score_recompute", &params)
+        launch(device, extents, "score_recompute", extents.hopper(device, self.implementation)?, &params)
     }
 }
 
 /// One block a token.
-fn launch<P: KernelParams>(device: &Device, extents: Extents, name: &str, params: &P) -> Result<String> {
-    let kernel = device.kernel::<P>(FILE, &extents.defines(), name)?;
+fn launch<P: KernelParams>(device: &Device, extents: Extents, name: &str, hopper: bool, params: &P) -> Result<String> {
+    let (file, name) = if hopper { (HOPPER_FILE, format!("{name}_hopper")) } else { (FILE, name.to_owned()) };
+    let heads = extents.heads(hopper);
+    let kernel = device.kernel::<P>(file, &defines(extents.head_dim, heads, extents.selected), &name)?;
     let config = LaunchConfig::linear(CHECK.operator, "q", extents.num_tokens as u64, kernel.max_threads())?;
     kernel.launch(config, params)?;
     let ranking = if extents.selected { "selected" } else { "causal" };
-    Ok(format!("{name}<{}, {ranking}>", extents.heads()))
+    Ok(format!("{name}<{heads}, {ranking}>"))
 }
 
 /// Launches the sparse target; returns the kernel that ran.
@@ -407,12 +435,19 @@ fn launch<P: KernelParams>(device: &Device, extents: Extents, name: &str, params
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn target(device: &Device, arguments: &Target<'_>) -> Result<String> {
-    let Target { inputs, normaliser, target } = arguments;
+    let Target { inputs, normaliser, implementation, target } = arguments;
     let extents = check_inputs(inputs)?;
     if !extents.selected {
         return CHECK.refuse("ranking", "it must be a list of selected keys: the dense form is `scores`");
     }
-    let call = ScoreCall { inputs, normaliser: *normaliser, scores: target, l1: None, shift: None };
+    let call = ScoreCall {
+        inputs,
+        normaliser: *normaliser,
+        implementation: *implementation,
+        scores: target,
+        l1: None,
+        shift: None,
+    };
     call.check("target", extents.slots, extents)?;
     call.launch(device, extents)
 }
@@ -422,14 +457,21 @@ pub fn target(device: &Device, arguments: &Target<'_>) -> Result<String> {
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn scores(device: &Device, arguments: &Scores<'_>) -> Result<String> {
-    let Scores { inputs, normaliser, scores, l1, shift } = arguments;
+    let Scores { inputs, normaliser, implementation, scores, l1, shift } = arguments;
     let extents = check_inputs(inputs)?;
     if extents.selected {
         return CHECK.refuse("ranking", "it must be causal: the form for selected keys is `target`");
     }
     let [_, columns] = CHECK.extents("scores", scores)?;
     let columns = if inputs.sequences.is_some() { columns } else { extents.num_keys };
-    let call = ScoreCall { inputs, normaliser: *normaliser, scores, l1: Some(l1), shift: Some(shift) };
+    let call = ScoreCall {
+        inputs,
+        normaliser: *normaliser,
+        implementation: *implementation,
+        scores,
+        l1: Some(l1),
+        shift: Some(shift),
+    };
     call.check("scores", columns, extents)?;
     call.launch(device, extents)
 }
@@ -470,5 +512,5 @@ pub fn lse(device: &Device, arguments: &Lse<'_>) -> Result<String> {
         indices_global: i32::from(lists.global),
         softmax_scale: inputs.softmax_scale,
     };
-    launch(device, extents, "score_recompute_lse", &params)
+    launch(device, extents, "score_recompute_lse", false, &params)
 }

@@ -1,6 +1,9 @@
-//! `score_recompute` (training 5): `kernels/cuda/score_recompute.cu` against `reference/src/score_recompute.rs`.
+//! `score_recompute` (training 5): `kernels/cuda/score_recompute.cu` and `score_recompute_hopper.cu` against
+//! `reference/src/score_recompute.rs`.
 
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{
+    Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
+};
 use dsv4_kernels::score_recompute as launcher;
 use dsv4_reference::precision::{Precision, Rounding};
 use dsv4_reference::score_recompute as reference;
@@ -11,7 +14,9 @@ use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
 use super::sparse_attention::{IndexClass, Lengths, Sinks};
-use super::{deterministic, elements, layout, oracle_error, oracle_tensor, permuted, scaled, tensor, widened};
+use super::{
+    Implementation, deterministic, elements, layout, oracle_error, oracle_tensor, permuted, scaled, tensor, widened,
+};
 use crate::case::{Case, CaseError, Distribution, Draw};
 use crate::checks::permutation;
 use crate::golden::GoldenFile;
@@ -97,6 +102,9 @@ pub struct ScoreRecomputeCase {
     pub distribution: Distribution,
     /// Whether keys that no valid slot names are NaN.
     pub poison_unreferenced: bool,
+    /// Which kernels run; portable in lines written before there was a choice. `score_recompute_lse` is portable only.
+    #[serde(default)]
+    pub implementation: Implementation,
     /// Seed of the data.
     pub seed: u64,
 }
@@ -127,6 +135,7 @@ impl ScoreRecomputeCase {
             padding: 0,
             distribution: Distribution::Normal,
             poison_unreferenced: true,
+            implementation: Implementation::Portable,
             seed: 1,
         }
     }
@@ -140,6 +149,9 @@ impl ScoreRecomputeCase {
         let refuse = |field, reason: String| Err(CaseError::Field { operator: NAME, field, reason });
         if self.head_dim == 0 || !self.head_dim.is_multiple_of(16) || self.head_dim > 576 {
             return refuse("head_dim", format!("{} must be a multiple of 16 up to 576", self.head_dim));
+        }
+        if self.implementation == Implementation::Hopper && !self.head_dim.is_multiple_of(64) {
+            return refuse("implementation", format!("hopper takes multiples of 64, not head_dim {}", self.head_dim));
         }
         if self.num_heads == 0 || self.num_heads > LARGEST_HEADS {
             return refuse("num_heads", format!("{} must be 1 to {LARGEST_HEADS}", self.num_heads));
@@ -184,6 +196,10 @@ const PATHS: &[&str] = &[
     "score_recompute<64, causal>",
     "score_recompute<128, selected>",
     "score_recompute<128, causal>",
+    "score_recompute_hopper<64, selected>",
+    "score_recompute_hopper<64, causal>",
+    "score_recompute_hopper<128, selected>",
+    "score_recompute_hopper<128, causal>",
     "score_recompute_lse<16, selected>",
     "score_recompute_lse<16, causal>",
     "score_recompute_lse<64, selected>",
@@ -221,6 +237,7 @@ impl Operator for ScoreRecompute {
                 "strides",
                 "distribution",
                 "unreferenced NaN",
+                "implementation",
             ]),
             has_backward: false,
             paths: list(PATHS),
@@ -254,6 +271,7 @@ impl Operator for ScoreRecompute {
             prop_oneof![3 => Just(0usize), 1 => Just(8usize), 1 => Just(24usize)],
             prop::sample::select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
             any::<bool>(),
+            prop_oneof![1 => Just(Implementation::Portable), 1 => Just(Implementation::Hopper)],
             0..1000u64,
         );
         (shape_strategy(profile), lists, causal, any::<bool>(), normaliser, logits, data)
@@ -263,7 +281,10 @@ impl Operator for ScoreRecompute {
                 let (ratio, q_off) = causal;
                 let (normaliser, recomputed, outside, sinks, padding_heads) = normaliser;
                 let (softmax_scale, logit_deviation, logit_shift) = logits;
-                let (padding, distribution, poison_unreferenced, seed) = data;
+                let (padding, distribution, poison_unreferenced, implementation, seed) = data;
+                // Other widths have the portable kernel only.
+                let hopper = head_dim.is_multiple_of(64);
+                let implementation = if hopper { implementation } else { Implementation::Portable };
                 // Scaled rows do not scale logits to hundreds.
                 let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 let topk = if ranking == RankingClass::Selected { topk } else { 0 };
@@ -292,6 +313,7 @@ impl Operator for ScoreRecompute {
                     padding,
                     distribution,
                     poison_unreferenced,
+                    implementation,
                     seed,
                 };
                 Case::new(NAME, &case)
@@ -333,6 +355,15 @@ impl Operator for ScoreRecompute {
             selected(2, 3, 32, 20, 30),
             selected(2, 5, 512, 50, 70),
             ScoreRecomputeCase { normaliser: v32, sinks: Sinks::Absent, ..selected(1, 66, 576, 33, 65) },
+            // Several tiles, the last one cut short.
+            hopper(selected(1, 128, 512, 40, 270)),
+            hopper(ScoreRecomputeCase { lengths: Lengths::Within, ..selected(2, 64, 576, 40, 150) }),
+            hopper(ScoreRecomputeCase { indices: IndexClass::EmptyRows, ..selected(3, 17, 64, 23, 70) }),
+            hopper(ScoreRecomputeCase { outside: 300.0, padding_heads: 2, padding: 8, ..selected(2, 40, 64, 40, 141) }),
+            hopper(ScoreRecomputeCase { outside: 300.0, padding_heads: 2, ..selected(2, 100, 64, 40, 300) }),
+            hopper(ScoreRecomputeCase { packed: true, sinks: Sinks::Extreme, ..causal(9, 17, 64, 200, 4) }),
+            hopper(ScoreRecomputeCase { outside: 300.0, sinks: Sinks::Absent, ..causal(3, 66, 128, 290, 1) }),
+            hopper(selected(2, 70, 64, 11, 0)),
         ];
         if profile == Profile::Full {
             cases.extend(production_cases());
@@ -352,6 +383,12 @@ impl Operator for ScoreRecompute {
         launcher::modules()
     }
 
+    fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
+        // A case that is not understood is no skip: to prepare it will say what is wrong.
+        let case: ScoreRecomputeCase = case.fields().ok()?;
+        case.implementation.launcher().cannot_run_on(environment)
+    }
+
     fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
         let case: ScoreRecomputeCase = case.fields()?;
         case.check()?;
@@ -362,6 +399,10 @@ impl Operator for ScoreRecompute {
     fn golden(&self, _: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError> {
         Ok(Vec::new())
     }
+}
+
+fn hopper(case: ScoreRecomputeCase) -> ScoreRecomputeCase {
+    ScoreRecomputeCase { implementation: Implementation::Hopper, ..case }
 }
 
 /// The heads and lists of the two production models, with as many tokens as the oracle can bear.
@@ -377,6 +418,11 @@ fn production_cases() -> Vec<ScoreRecomputeCase> {
         },
         ScoreRecomputeCase { recomputed: true, ..causal(6, 64, 512, 1100, 4) },
         ScoreRecomputeCase { recomputed: true, packed: true, ..causal(9, 128, 512, 2100, 128) },
+        hopper(selected(12, 64, 512, 4096, 512)),
+        hopper(selected(6, 128, 512, 4096, 1024)),
+        hopper(ScoreRecomputeCase { sinks: Sinks::Absent, ..selected(4, 128, 576, 3000, 2048) }),
+        hopper(causal(6, 64, 512, 1100, 4)),
+        hopper(ScoreRecomputeCase { packed: true, ..causal(9, 128, 512, 2100, 128) }),
     ]
 }
 
@@ -772,12 +818,14 @@ impl DeviceOutputs {
         device: &Device,
         inputs: launcher::Inputs<'_>,
         normaliser: launcher::Normaliser<'_>,
+        implementation: launcher::Implementation,
     ) -> Result<String, RuntimeError> {
+        let scores = &self.scores;
         match (&self.l1, &self.shift) {
             (Some(l1), Some(shift)) => {
-                launcher::scores(device, &launcher::Scores { inputs, normaliser, scores: &self.scores, l1, shift })
+                launcher::scores(device, &launcher::Scores { inputs, normaliser, implementation, scores, l1, shift })
             }
-            _ => launcher::target(device, &launcher::Target { inputs, normaliser, target: &self.scores }),
+            _ => launcher::target(device, &launcher::Target { inputs, normaliser, implementation, target: scores }),
         }
     }
 }
@@ -814,7 +862,7 @@ impl Prepared for Inputs {
                 paths.push(launcher::lse(device, &arguments)?);
             }
             let normaliser = launcher::Normaliser { lse: &lse, sink: read.sink.as_ref() };
-            paths.push(written.launch(device, inputs, normaliser)?);
+            paths.push(written.launch(device, inputs, normaliser, self.case.implementation.launcher())?);
             Ok(())
         })?;
         let mut tensors = Vec::new();
@@ -991,8 +1039,10 @@ impl Inputs {
                 sink.shape[0] += EXTRA_HEADS;
             }
         });
-        // Blocks of 16, 64 and 128 heads add them up in unlike orders.
-        let block = |heads: usize| [16, 64, LARGEST_HEADS].iter().position(|&block| heads <= block);
+        // Blocks of 16, 64 and 128 heads add them up in unlike orders; Hopper has none of 16.
+        let hopper = self.case.implementation == Implementation::Hopper;
+        let blocks = if hopper { &[64, LARGEST_HEADS][..] } else { &[16, 64, LARGEST_HEADS] };
+        let block = |heads: usize| blocks.iter().position(|&block| heads <= block);
         let same = block(heads) == block(heads + EXTRA_HEADS);
         let relation = move || if same { Relation::Times(1.0) } else { Relation::WithinBudget };
         self.law("padding heads add nothing", relation, variant)

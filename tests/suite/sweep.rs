@@ -72,7 +72,7 @@ fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
         target: target.into(),
         ..support::device().environment().clone()
     };
-    for name in ["sparse_attention", "decode_attention"] {
+    for name in ["sparse_attention", "decode_attention", "score_recompute"] {
         let operator = registry::find(name).unwrap();
         let plan = |environment: &Environment| sweep::plan(operator, Vec::new(), &options, environment).unwrap();
         let hopper = |planned: &[PlannedCase]| {

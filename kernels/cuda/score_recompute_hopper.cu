@@ -1,0 +1,144 @@
+// Distillation targets for sm_90a: the kernel score_recompute of score_recompute.cu, which has the formulas, with
+// warpgroup matrix products.
+//
+// How the work is laid out. A block takes a token with all of its heads. q and the keys come as there, with cp.async in
+// panels of 64 columns whose swizzle is the one that wgmma reads: nothing passes through registers on its way to the
+// products. A warpgroup multiplies 64 heads by all keys of a tile. At 128 heads two warpgroups share tiles of 128 keys;
+// at 64 there is one, with tiles of 64 keys, and two blocks share a multiprocessor and hide each other's exponentials,
+// starts and ends. While a block waits for a panel, the products over the one before may still run: panels arrive in
+// the stages that neither of the two takes, STAGES - 2 ahead.
+//
+// A lane exponentiates two heads by a quarter of the tile's keys and sums the two; a reduce-scatter over the eight
+// lanes that hold the same keys leaves each a few keys' sums over the warp's 16 heads. Those pass through shared memory
+// behind the next panel's barrier, where one thread for each key adds the warps up, always in one order, and stores A.
+//
+// Floors as in score_recompute.cu. Per panel of 128 keys and 128 heads, at 4096 FLOP a cycle and 128 bytes of shared
+// memory a cycle: products 512 cycles; shared memory 8 x (16 for q, 32 for keys) + 128 for arriving rows = 512 cycles.
+// Per panel of 64 keys and 64 heads: 128 cycles against 4 x (16 + 16) + 64 = 192. Exponentials, 16 a cycle: 1024 cycles
+// for a tile of 128 heads and 128 keys, a quarter of the time of its products at D 512, which one block alone does not
+// hide. From L2 as there, for 4096 tokens: 2.1 GiB (H 64, topk 512) and 4.3 GiB (H 128, topk 1024).
+//
+// What limits it: not measured on its own.
+//
+// Defines
+//   HEAD_DIM   width of q and k, a multiple of 64, at most 576
+//   HEADS      heads that a block holds: 64 or 128; heads beyond num_heads add nothing
+//   SELECTED   1: lists of selected keys. 0: all keys up to a causal limit
+//
+// Launch. The grid is num_tokens blocks in x; block size and dynamic shared memory are what the module exports beside
+// the kernel.
+
+#if !defined(HEAD_DIM) || !defined(HEADS) || !defined(SELECTED)
+#error "define HEAD_DIM, HEADS and SELECTED"
+#endif
+
+#include "hopper.h"
+#include "score_recompute.h"
+
+static_assert(HEAD_DIM % PANEL_COLUMNS == 0 && HEAD_DIM <= 576, "HEAD_DIM is a multiple of 64 up to 576");
+static_assert(HEADS == 64 || HEADS == 128, "a block holds 64 or 128 heads");
+
+constexpr int WARPGROUP_HEADS = 64;  // the rows of a warpgroup's product
+constexpr int WARPS = HEADS / 16;
+constexpr int KEYS = HEADS;
+constexpr int N8 = KEYS / 8;
+constexpr int KEPT = N8 / 4;  // keys of a tile whose sums over a warp's heads one lane keeps
+
+// float [2][WARPS][KEYS]: of one tile and, where it is but one panel long, of the next.
+constexpr int PARTIAL_BYTES = 2 * WARPS * KEYS * 4;
+// Four stages leave room for a second block.
+constexpr bool TWO_BLOCKS = Q_BYTES + 4 * panel_bytes(KEYS) + SMALL_BYTES + PARTIAL_BYTES <= HALF_SHARED_BYTES;
+using Layout = BlockLayout<WARPS, KEYS, PARTIAL_BYTES, TWO_BLOCKS ? HALF_SHARED_BYTES : MAX_SHARED_BYTES>;
+constexpr int STAGES = Layout::STAGES;
+constexpr int AHEAD = STAGES - 2;  // panels on their way while two are read
+static_assert(Layout::STAGE % 1024 == 0 && Layout::STAGE_BYTES % 1024 == 0, "panels start at multiples of 1024 bytes");
+
+// ---------------------------------------------------------------- the scores of a tile
+
+// s = q k^T over one panel, or s += q k^T behind the first.
+DEVICE void multiply_panel(float (&s)[N8][4], uint64_t q_panel, uint64_t k_panel, bool accumulate) {
+    UNROLL
+    for (int k = 0; k < PANEL_COLUMNS / 16; ++k)
+        wgmma_shared<false, false>(s, descriptor_advance(q_panel, 32 * k), descriptor_advance(k_panel, 32 * k),
+                                   accumulate || k > 0);
+    wgmma_commit();
+}
+
+template <typename Taker>
+DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf16* k, int64_t k_stride, int tiles,
+                          bool with_queries, Taker& taker) {
+    if (tiles == 0) return;
+    const SharedAddress shared = shared_address(dynamic_shared());
+    // Read from one lane, so that the compiler knows that a warp agrees.
+    const int warpgroup = __shfl_sync(FULL_WARP, warp_id() / 4, 0);
+    const uint64_t q = matrix_descriptor(shared + Layout::Q + warpgroup * panel_bytes(WARPGROUP_HEADS), 0, 1024);
+    const uint64_t keys = matrix_descriptor(shared + Layout::STAGE, 0, 1024);
+    Loader<Layout> loader;
+    loader.look_up(list);
+    UNROLL
+    for (int i = 0; i < AHEAD; ++i) loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
+    taker.prepare();
+    int stage = 0, flags = 0;
+    for (int tile = 0; tile < tiles; ++tile) {
+        float s[1][N8][4];
+        for (int panel = 0; panel < PANELS; ++panel) {
+            copy_wait<AHEAD - 1>();
+            // Past this barrier the panel is there for everyone, and nobody reads the one before the last any more.
+            __syncthreads();
+            loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
+            if (panel == 0 && tile > 0) taker.settle();
+            fence_async_proxy();
+            wgmma_fence();
+            multiply_panel(s[0], descriptor_advance(q, panel * panel_bytes(HEADS)),
+                           descriptor_advance(keys, stage * Layout::STAGE_BYTES), panel > 0);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            wgmma_wait<1>();
+        }
+        const uint32_t valid = valid_slots<Layout, N8>(flags, 0);
+        wgmma_wait<0>();
+        wgmma_hold(s[0]);
+        taker.take(s, tile, valid);
+        flags = flags + 1 == STAGES ? 0 : flags + 1;
+    }
+    __syncthreads();  // the last tile's sums are there, and nobody reads its keys any more
+    taker.settle();
+}
+
+// ---------------------------------------------------------------- target
+
+// Exponentiates a tile's scores, sums them over the heads, and stores the row of A.
+struct HeadSums {
+    RowSums<1, N8> row;
+    int pending = 0;  // the tile whose sums wait to be added up
+
+    // The slot within a tile that this thread adds up.
+    static int own_slot() { return static_cast<int>(threadIdx.x); }
+    static bool stores() { return threadIdx.x < KEYS; }
+
+    void prepare() { row.prepare(16 * warp_id()); }
+
+    float* partial(int tile, int warp) const {
+        return reinterpret_cast<float*>(dynamic_shared() + Layout::PARTIAL) + (tile % 2 * WARPS + warp) * KEYS;
+    }
+
+    void take(const float (&s)[1][N8][4], int tile, uint32_t valid) {
+        float kept[KEPT];
+        row.sum_heads(kept, s, valid);
+        float* sums = partial(tile, warp_id()) + lane_id() / 4 * 4 * KEPT + lane_id() % 4 * 2;
+        UNROLL
+        for (int i = 0; i < KEPT; ++i) sums[i / 2 * 8 + i % 2] = kept[i];
+        pending = tile;
+    }
+
+    void settle() {
+        if (!stores()) return;
+        float sum = 0.0f;
+        UNROLL
+        for (int w = 0; w < WARPS; ++w) sum += partial(pending, w)[own_slot()];
+        row.store(pending * KEYS + own_slot(), sum);
+    }
+};
+
+SHARED_MEMORY(score_recompute_hopper, Layout::BYTES)
+
+KERNEL(score_recompute_hopper, ScoreRecomputeParams, Layout::THREADS) { recompute_row<Layout, HeadSums>(params); }
