@@ -171,6 +171,7 @@ DEVICE void produce_q(const DecodeAttentionParams& params, const Segment& segmen
                       uint32_t& uses) {
     mbarrier_wait(shared + Shared::Q_EMPTY, (uses++ & 1) ^ 1);
     const bf16* q = params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride;
+    // No cache policy: with one, ptxas 13.0.88 gives rows of bf16 an instruction that the GPU refuses.
     load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, segment.heads, threadIdx.x % WARPGROUP_SIZE,
                         WARPGROUP_SIZE);
     copy_arrive(shared + Shared::Q_FULL);

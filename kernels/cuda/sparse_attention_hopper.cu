@@ -70,7 +70,7 @@ DEVICE void produce_q(const SparseAttentionForwardParams& params, const Work& wo
     mbarrier_wait(shared + Shared::Q_EMPTY, (uses++ & 1) ^ 1);
     const bf16* q = params.q + work.token * params.q_token_stride + work.first_head * params.q_head_stride;
     load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, work.heads, threadIdx.x % WARPGROUP_SIZE,
-                        WARPGROUP_SIZE);
+                        WARPGROUP_SIZE, evicted_first());
     copy_arrive(shared + Shared::Q_FULL);
 }
 

@@ -102,8 +102,10 @@ DEVICE void produce(const SlotList& list, SharedAddress shared, int tiles) {
 DEVICE void load_heads(const SparseAttentionBackwardParams& params, const Work& work, SharedAddress shared) {
     const bf16* q = params.q + work.token * params.q_token_stride + work.first_head * params.q_head_stride;
     const bf16* dout = params.dout + work.token * params.dout_token_stride + work.first_head * params.dout_head_stride;
-    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, work.heads, threadIdx.x, CONSUMERS);
-    load_panels<PANELS>(shared + Shared::DOUT, dout, params.dout_head_stride, work.heads, threadIdx.x, CONSUMERS);
+    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, work.heads, threadIdx.x, CONSUMERS,
+                        evicted_first());
+    load_panels<PANELS>(shared + Shared::DOUT, dout, params.dout_head_stride, work.heads, threadIdx.x, CONSUMERS,
+                        evicted_first());
     copy_commit();
     copy_wait<0>();
     fence_async_proxy();

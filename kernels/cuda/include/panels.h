@@ -33,16 +33,16 @@ DEVICE void gather_panels(SharedAddress panels, const bf16* source, int64_t stri
 }
 
 // Starts the arrival of `rows` of 64 consecutive rows in PANEL_COUNT panels; the others become zeros. Thread `thread`
-// of `threads`. Rows that this block alone reads.
-template <int PANEL_COUNT>
-DEVICE void load_panels(SharedAddress panels, const bf16* source, int64_t stride, int rows, int thread, int threads) {
+// of `threads`. Policy: none, or the CachePolicy of the copies.
+template <int PANEL_COUNT, typename... Policy>
+DEVICE void load_panels(SharedAddress panels, const bf16* source, int64_t stride, int rows, int thread, int threads,
+                        Policy... policy) {
     constexpr int CHUNKS = 8 * PANEL_COUNT;
-    const CachePolicy policy = evicted_first();
     UNROLL_BY(4)
     for (int i = thread; i < 64 * CHUNKS; i += threads) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
         const bool wanted = row < rows;
         copy_async_16(panels + chunk / 8 * PANEL_BYTES + panel_offset(row, chunk % 8),
-                      source + (wanted ? row * stride : 0) + chunk * 8, wanted, policy);
+                      source + (wanted ? row * stride : 0) + chunk * 8, wanted, policy...);
     }
 }
