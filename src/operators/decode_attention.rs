@@ -331,6 +331,10 @@ impl Operator for DecodeAttention {
             plain(2, 1, 3, ODD, 40),
             DecodeAttentionCase { lengths: Lengths::Hostile, sinks: Sinks::Extreme, ..plain(11, 1, 7, SMALL, 5) },
             DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 6) },
+            // Without sinks, where a unit is whole and where it is cut.
+            DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 1) },
+            DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 3) },
+            hopper(DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, MODEL, 1) }),
             // Lengths for one store alone: the other one's lists are full.
             DecodeAttentionCase {
                 lengths: Lengths::Within,
