@@ -123,15 +123,9 @@ pub fn resolve(
     implementation: Implementation,
 ) -> Result<Implementation> {
     let fits = HOPPER_FORMATS.contains(&format);
-    let refusal = Implementation::Hopper
-        .cannot_run_on(device.environment())
-        .or_else(|| (!fits).then(|| format!("{format:?}: the Hopper kernel takes {HOPPER_FORMATS:?}")));
-    match (implementation, refusal) {
-        (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
-        (Implementation::Auto, None) if num_heads > 16 => Ok(Implementation::Hopper),
-        (Implementation::Auto, _) => Ok(Implementation::Portable),
-        (asked, _) => Ok(asked),
-    }
+    let misfit = (!fits).then(|| format!("{format:?}: the Hopper kernel takes {HOPPER_FORMATS:?}"));
+    let hopper = implementation.runs_hopper(CHECK, device.environment(), num_heads, misfit)?;
+    Ok(if hopper { Implementation::Hopper } else { Implementation::Portable })
 }
 
 /// How a call is spread over the device. A unit is a token with up to `heads_per_block` of its heads; the tiles of all

@@ -1,6 +1,7 @@
 //! The choice between an operator's portable kernels and those for one GPU generation.
 
-use crate::runtime::{BackendKind, Environment};
+use crate::arguments::Arguments;
+use crate::runtime::{BackendKind, Environment, Result};
 
 /// Which of an operator's implementations runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,5 +22,26 @@ impl Implementation {
         let other_gpu = environment.backend == BackendKind::Cuda && environment.target != "sm_90a";
         (self == Self::Hopper && other_gpu)
             .then(|| format!("the Hopper kernels need sm_90a, and this device is {}", environment.target))
+    }
+
+    /// Whether an operator's Hopper kernels run for `num_heads` heads. `misfit` says why the shape is none of theirs, if
+    /// it is none.
+    ///
+    /// # Errors
+    /// They are asked for and cannot run.
+    pub(crate) fn runs_hopper(
+        self,
+        arguments: Arguments,
+        environment: &Environment,
+        num_heads: usize,
+        misfit: Option<String>,
+    ) -> Result<bool> {
+        match (self, Self::Hopper.cannot_run_on(environment).or(misfit)) {
+            (Self::Portable, _) => Ok(false),
+            (Self::Hopper, Some(reason)) => arguments.refuse("implementation", reason),
+            (Self::Hopper, None) => Ok(true),
+            // A block of 64 rows wastes three quarters of the products of up to 16 heads.
+            (Self::Auto, refusal) => Ok(refusal.is_none() && num_heads > 16),
+        }
     }
 }

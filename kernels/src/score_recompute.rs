@@ -201,17 +201,9 @@ impl Extents {
     /// Whether the Hopper kernel runs.
     fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
         let fits = self.head_dim.is_multiple_of(PANEL_COLUMNS);
-        let refusal = Implementation::Hopper.cannot_run_on(device.environment()).or_else(|| {
-            let reason = format!("head_dim {}: the Hopper kernel takes multiples of {PANEL_COLUMNS}", self.head_dim);
-            (!fits).then_some(reason)
-        });
-        match (implementation, refusal) {
-            (Implementation::Portable, _) => Ok(false),
-            (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
-            (Implementation::Hopper, None) => Ok(true),
-            // A block of 64 rows wastes three quarters of the products of up to 16 heads.
-            (Implementation::Auto, refusal) => Ok(refusal.is_none() && self.num_heads > 16),
-        }
+        let misfit = (!fits)
+            .then(|| format!("head_dim {}: the Hopper kernel takes multiples of {PANEL_COLUMNS}", self.head_dim));
+        implementation.runs_hopper(CHECK, device.environment(), self.num_heads, misfit)
     }
 }
 

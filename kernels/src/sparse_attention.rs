@@ -275,30 +275,17 @@ struct Extents {
 }
 
 impl Extents {
-    /// Why the Hopper kernel for keys of one of these widths cannot run, if it cannot.
-    fn hopper_refusal(self, device: &Device, head_dims: &[usize]) -> Option<String> {
-        if let Some(reason) = Implementation::Hopper.cannot_run_on(device.environment()) {
-            return Some(reason);
-        }
+    /// Whether the Hopper kernels, for keys of one of these widths, run.
+    fn hopper(self, device: &Device, implementation: Implementation, head_dims: &[usize]) -> Result<bool> {
         let fits = !self.separate && self.v_dim == 512 && head_dims.contains(&self.head_dim);
-        (!fits).then(|| {
+        let misfit = (!fits).then(|| {
             let of_its_own = if self.separate { ", V a tensor of its own" } else { "" };
             format!(
                 "the Hopper kernel takes V as the first 512 columns of K and head_dim one of {head_dims:?}, not {} of {}{of_its_own}",
                 self.v_dim, self.head_dim
             )
-        })
-    }
-
-    /// Whether the Hopper kernels run.
-    fn hopper(self, device: &Device, implementation: Implementation, head_dims: &[usize]) -> Result<bool> {
-        match (implementation, self.hopper_refusal(device, head_dims)) {
-            (Implementation::Portable, _) => Ok(false),
-            (Implementation::Hopper, Some(reason)) => CHECK.refuse("implementation", reason),
-            (Implementation::Hopper, None) => Ok(true),
-            // A block of 64 rows wastes three quarters of the products of up to 16 heads.
-            (Implementation::Auto, refusal) => Ok(refusal.is_none() && self.num_heads > 16),
-        }
+        });
+        implementation.runs_hopper(CHECK, device.environment(), self.num_heads, misfit)
     }
 
     fn heads_per_block(self) -> usize {

@@ -13,7 +13,6 @@ use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
     RuntimeError, SourceTree,
 };
-
 use dsv4_reference::kv_cache::e4m3_value;
 
 use crate::support;
@@ -46,6 +45,13 @@ fn own_emulator() -> Option<Device> {
     let emulator = EmulatorOptions { time_limit: Duration::from_secs(20), ..EmulatorOptions::default() };
     let options = DeviceOptions { emulator, ..DeviceOptions::default() };
     Some(Device::open(BackendKind::Emulator, options).expect("the emulator opens"))
+}
+
+/// The device with `wrong` in place of `right` in one of the sources.
+fn with_change(device: &Device, file: &str, right: &str, wrong: &str) -> Device {
+    let text = SourceTree::embedded().text(file).expect("embedded").to_owned();
+    assert_eq!(text.matches(right).count(), 1, "`{right}` is not once in {file}");
+    device.with_tree(SourceTree::embedded().with_text(file, text.replace(right, wrong), "a mutant"))
 }
 
 /// Runs a test on the device under test, and under random schedules where it is the emulator.
@@ -159,11 +165,9 @@ fn warpgroup_products_are_the_same_whenever_they_read_their_operands() {
 #[test]
 fn the_two_strides_of_a_transposed_operand_are_told_apart() {
     let Some(device) = own_emulator() else { return };
-    let text = SourceTree::embedded().text(WGMMA).expect("embedded").to_owned();
     let right = "matrix_descriptor(base, WGMMA_K * ROW_BYTES, GROUP_BYTES)";
-    assert_eq!(text.matches(right).count(), 1);
-    let text = text.replace(right, "matrix_descriptor(base, GROUP_BYTES, WGMMA_K * ROW_BYTES)");
-    let device = device.with_tree(SourceTree::embedded().with_text(WGMMA, text, "strides exchanged"));
+    let wrong = "matrix_descriptor(base, GROUP_BYTES, WGMMA_K * ROW_BYTES)";
+    let device = with_change(&device, WGMMA, right, wrong);
     let way = [128, 2, 1, 1];
     let [a, b, c, expected] = product(way);
     match multiply(&device, way, &a, &b, &c) {
@@ -226,10 +230,7 @@ fn a_pipeline_of_copies_and_products_gives_the_exact_sums_under_every_schedule()
 /// What running the pipeline with `wrong` in place of `right` gives under each schedule: the fault's text, or
 /// "wrong sums", or nothing.
 fn outcomes(right: &str, wrong: &str) -> Option<Vec<String>> {
-    let device = own_emulator()?;
-    let text = SourceTree::embedded().text(HOPPER).expect("embedded").to_owned();
-    assert_eq!(text.matches(right).count(), 1, "`{right}` is not once in {HOPPER}");
-    let device = device.with_tree(SourceTree::embedded().with_text(HOPPER, text.replace(right, wrong), "a mutant"));
+    let device = with_change(&own_emulator()?, HOPPER, right, wrong);
     let (a, b, expected) = pipeline_data();
     let outcome = |seed| {
         device.backend().set_schedule_seed(seed);
@@ -523,17 +524,13 @@ fn four_e4m3_codes_times_any_scale_convert_to_the_bf16_of_the_products() {
 #[test]
 fn a_conversion_that_takes_nan_for_480_or_loses_a_sign_or_a_bit_is_noticed() {
     let Some(device) = own_emulator() else { return };
-    const NUMERIC: &str = "include/numeric.h";
     let changes = [
         ("multiply_add_bf16x2(value, scales, nan_or_zero)", "multiply_bf16x2(value, scales)"),
         ("(codes & 0x80808080u) | (codes >> 4", "(codes >> 4"),
         ("codes << 4 & 0xf0f0f0f0u", "codes << 4 & 0xe0e0e0e0u"),
     ];
     for (right, wrong) in changes {
-        let text = SourceTree::embedded().text(NUMERIC).expect("embedded").to_owned();
-        assert_eq!(text.matches(right).count(), 1, "`{right}` is not once in {NUMERIC}");
-        let tree = SourceTree::embedded().with_text(NUMERIC, text.replace(right, wrong), "a mutant");
-        let found = wrong_words(&converted_words(&device.with_tree(tree)));
+        let found = wrong_words(&converted_words(&with_change(&device, "include/numeric.h", right, wrong)));
         assert!(!found.is_empty(), "`{wrong}` for `{right}` changes nothing");
     }
 }

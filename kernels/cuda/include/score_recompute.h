@@ -9,17 +9,17 @@
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
+#include "panels.h"
 #include "platform.h"
 
 // ---------------------------------------------------------------- shapes of the block's work
 
-// A panel: rows of 64 columns of bf16, 128 bytes, whose chunks of 16 bytes are permuted by XOR with the row.
+// Panels as in panels.h, of as many rows as there are heads, or keys in a tile.
 constexpr int PANEL_COLUMNS = 64;
 constexpr int PANEL_ROW_BYTES = 128;
 constexpr int PANEL_CHUNKS = PANEL_COLUMNS / 8;
 constexpr int PANELS = ceil_div(HEAD_DIM, PANEL_COLUMNS);
 constexpr int panel_bytes(int rows) { return rows * PANEL_ROW_BYTES; }
-constexpr int panel_offset(int row, int chunk) { return row * PANEL_ROW_BYTES + 16 * (chunk ^ (row & 7)); }
 
 constexpr int MAX_SHARED_BYTES = 227 * 1024;
 constexpr int HALF_SHARED_BYTES = 113 * 1024;  // what a block may have where two share a multiprocessor
