@@ -23,7 +23,6 @@
 static_assert((NOPE_DIM == 448 && ROPE_DIM == 64) || (NOPE_DIM == 0 && ROPE_DIM == 512), "512 channels");
 static_assert(HEADS_PER_BLOCK == HEADS && KEYS == TILE_SLOTS, "a block holds the heads and slots of a product");
 
-
 // ---------------------------------------------------------------- producer
 
 constexpr int ROWS = 16;  // of a tile, that one warp brings
@@ -32,8 +31,8 @@ constexpr int CODE_PANELS = NOPE_DIM / 64;
 // Panels of codes in half a row, from its first panel on; those behind them are bf16.
 constexpr int code_panels(int half) { return maximum(minimum(CODE_PANELS - half * HALF_PANELS, HALF_PANELS), 0); }
 constexpr bool has_copies(int half) { return code_panels(half) < HALF_PANELS; }
-// Whoever stores or copies into a half arrives for both.
-constexpr uint32_t arrivals(int half) { return has_copies(half) ? 2 * WARPGROUP_SIZE : WARPGROUP_SIZE; }
+// One lane of each warp arrives for what it stored, and every thread for its copies.
+constexpr uint32_t arrivals(int half) { return 4 + (has_copies(half) ? PRODUCERS : 0); }
 // The lower half of the columns is the part that warpgroup 0 owns.
 constexpr int part_of(int tile, int half) { return tile ^ half; }
 
@@ -42,14 +41,14 @@ constexpr int part_of(int tile, int half) { return tile ^ half; }
 // are a group of copies, on their way in places of the lane's own, [octet][panel][thread].
 constexpr int OCTET = 8;
 constexpr int OCTETS = ROWS / OCTET;
-constexpr int CODES_AT = Shared::BYTES;
-constexpr int CODES_BYTES = OCTETS * HALF_PANELS * WARPGROUP_SIZE * 16;
+constexpr int CODES_AT = ceil_div(Shared::BYTES, 16) * 16;
+constexpr int CODES_BYTES = OCTETS * HALF_PANELS * PRODUCERS * 16;
 static_assert(CODES_AT % 16 == 0 && CODES_AT + CODES_BYTES <= MAX_SHARED_BYTES, "codes exceed shared memory");
 
 SHARED_MEMORY(decode_attention_hopper, CODES_AT + CODES_BYTES)
 
 DEVICE SharedAddress code_place(SharedAddress shared, int octet, int panel) {
-    return shared + CODES_AT + ((octet * HALF_PANELS + panel) * WARPGROUP_SIZE + threadIdx.x % WARPGROUP_SIZE) * 16;
+    return shared + CODES_AT + ((octet * HALF_PANELS + panel) * PRODUCERS + producer_thread()) * 16;
 }
 DEVICE int code_row(int octet) { return OCTET * octet + lane_id() / 4; }
 
@@ -164,7 +163,9 @@ DEVICE void produce_half(const Arriving& own, const uint8_t* next, const void* a
         copy_codes<1 - HALF>(octet, next, anywhere, shared);
     }
     fence_async_proxy();
-    mbarrier_arrive(full);
+    // Every arrival wakes those who wait, who then take issue slots from this warp: one for all lanes.
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(full);
 }
 
 DEVICE void produce_q(const DecodeAttentionParams& params, const Segment& segment, SharedAddress shared,
@@ -172,14 +173,13 @@ DEVICE void produce_q(const DecodeAttentionParams& params, const Segment& segmen
     mbarrier_wait(shared + Shared::Q_EMPTY, (uses++ & 1) ^ 1);
     const bf16* q = params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride;
     // No cache policy: with one, ptxas 13.0.88 gives rows of bf16 an instruction that the GPU refuses.
-    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, segment.heads, threadIdx.x % WARPGROUP_SIZE,
-                        WARPGROUP_SIZE);
+    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, segment.heads, producer_thread(), PRODUCERS);
     copy_arrive(shared + Shared::Q_FULL);
 }
 
 DEVICE void produce_segment(const DecodeAttentionParams& params, const Segment& segment, SharedAddress shared,
                             Uses& uses) {
-    const int warp = warp_id() - CONSUMERS / static_cast<int>(WARP_SIZE);
+    const int warp = producer_thread() / static_cast<int>(WARP_SIZE);
     const int slot = ROWS * warp + lane_id() % ROWS;
     const auto index_of = [&](int32_t tile) { return stored_index(params, segment, tile, slot); };
     // Indices are read two tiles ahead, rows and scales looked up one tile ahead.
@@ -213,7 +213,7 @@ DEVICE void finish_softmax(const Consumer& c, const float (&total)[2], float (&f
     for (int half = 0; half < 2; ++half) {
         const int row = c.row + 8 * half;
         const float sum = total[half], lse_log2 = c.maximum[half] + log2_approx(sum);
-        const bool empty = sum == 0.0f, writes = W == 0 && lane_id() % 4 == 0;
+        const bool empty = sum == 0.0f, writes = W == 0 && speaks();
         factor[half] = 0.0f;
         if (row >= segment.heads) continue;
         if (part != WHOLE) {
@@ -258,7 +258,7 @@ DEVICE Span consume(const DecodeAttentionParams& params, SharedAddress shared) {
         clear(c);
         consume_tiles<W>(c, shared, uses, uniform(segment.last - segment.first), scale_log2);
         float total[2], factor[2];
-        total_sums<W>(total, c, turn++);
+        total_sums<W>(total, c, shared, turn++);
         finish_softmax<W>(c, total, factor, params, segment, part);
         if (part == WHOLE) {
             bf16* out =

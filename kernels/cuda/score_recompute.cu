@@ -129,7 +129,7 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
     if (tiles == 0) return;
     const SharedAddress shared = shared_address(dynamic_shared());
     Loader<Layout> loader;
-    loader.look_up(list);
+    loader.look_up(list, 0);
     UNROLL
     for (int i = 0; i < STAGES - 1; ++i) loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
     taker.prepare();

@@ -75,7 +75,7 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
     const uint64_t q = matrix_descriptor(shared + Layout::Q + warpgroup * panel_bytes(WARPGROUP_HEADS), 0, 1024);
     const uint64_t keys = matrix_descriptor(shared + Layout::STAGE, 0, 1024);
     Loader<Layout> loader;
-    loader.look_up(list);
+    loader.look_up(list, 0);
     UNROLL
     for (int i = 0; i < AHEAD; ++i) loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
     taker.prepare();
@@ -86,12 +86,13 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
             copy_wait<AHEAD - 1>();
             // Past this barrier the panel is there for everyone, and nobody reads the one before the last any more.
             __syncthreads();
-            loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
-            if (panel == 0 && tile > 0) taker.settle();
             fence_async_proxy();
             wgmma_fence();
             multiply_panel(s[0], descriptor_advance(q, panel * panel_bytes(HEADS)),
                            descriptor_advance(keys, stage * Layout::STAGE_BYTES), panel > 0);
+            // While the product runs.
+            loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
+            if (panel == 0 && tile > 0) taker.settle();
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             wgmma_wait<1>();
         }

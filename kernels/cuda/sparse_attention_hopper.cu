@@ -35,21 +35,21 @@ DEVICE uint32_t total_works(const SparseAttentionForwardParams& params) {
 
 // ---------------------------------------------------------------- producer
 
-// Starts the arrival of one part of a tile; lane i < 16 holds the key row, or -1, of the warp's slot 16*warp + i.
+// Starts the arrival of one part of a tile, of the warp's slots from 16 * warp on.
 template <int TILE, int PART>
-DEVICE void gather_part(const SlotList& list, SharedAddress shared, int warp, int32_t row) {
-    constexpr int FIRST = Shared::first_panel(TILE, PART), LAST = PANELS - 1;
+DEVICE void gather_part(const GatheredRows& rows, SharedAddress shared, int warp) {
     const SharedAddress keys = shared + Shared::keys(TILE);
-    gather_panels<HALF_PANELS>(keys + FIRST * PANEL_BYTES, list.k + FIRST * 64, list.k_stride, 16 * warp, row);
-    if constexpr (ROPE_PANEL && PART == 1)
-        gather_panels<1>(keys + LAST * PANEL_BYTES, list.k + LAST * 64, list.k_stride, 16 * warp, row);
+    gather_panels<Shared::first_panel(TILE, PART), HALF_PANELS>(keys, rows, 16 * warp);
+    if constexpr (ROPE_PANEL && PART == 1) gather_panels<PANELS - 1, 1>(keys, rows, 16 * warp);
 }
 
-// One tile of a pair, both parts, each as soon as its last reader has released it.
+// One tile of a pair, both parts, each as soon as its last reader has released it. Lane i < 16 holds the key row, or -1,
+// of the warp's slot 16 * warp + i.
 template <int TILE>
 DEVICE void produce_tile(const SlotList& list, SharedAddress shared, int warp, uint32_t& uses, int32_t row) {
     auto* valid = reinterpret_cast<uint16_t*>(dynamic_shared() + Shared::VALID) + 4 * TILE;
     const uint32_t released = (uses++ & 1) ^ 1;
+    const GatheredRows rows = find_rows(list.k, list.k_stride, row);
     mbarrier_wait(shared + Shared::empty(TILE, 0), released);
     // The warpgroup that released part 0 is the one that reads these bits.
     const uint32_t warp_valid = __ballot_sync(FULL_WARP, row >= 0) & 0xffffu;
@@ -57,10 +57,10 @@ DEVICE void produce_tile(const SlotList& list, SharedAddress shared, int warp, u
         valid[warp] = static_cast<uint16_t>(warp_valid);
         mbarrier_arrive(shared + Shared::full(TILE, 0));
     }
-    gather_part<TILE, 0>(list, shared, warp, row);
+    gather_part<TILE, 0>(rows, shared, warp);
     copy_arrive(shared + Shared::full(TILE, 0));
     mbarrier_wait(shared + Shared::empty(TILE, 1), released);
-    gather_part<TILE, 1>(list, shared, warp, row);
+    gather_part<TILE, 1>(rows, shared, warp);
     copy_arrive(shared + Shared::full(TILE, 1));
 }
 
@@ -69,8 +69,8 @@ DEVICE void produce_q(const SparseAttentionForwardParams& params, const Work& wo
                       uint32_t& uses) {
     mbarrier_wait(shared + Shared::Q_EMPTY, (uses++ & 1) ^ 1);
     const bf16* q = params.q + work.token * params.q_token_stride + work.first_head * params.q_head_stride;
-    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, work.heads, threadIdx.x % WARPGROUP_SIZE,
-                        WARPGROUP_SIZE, evicted_first());
+    load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, work.heads, producer_thread(),
+                        PRODUCERS, evicted_first());
     copy_arrive(shared + Shared::Q_FULL);
 }
 
@@ -92,7 +92,7 @@ DEVICE Upcoming look_up(const SparseAttentionForwardParams& params, uint32_t num
 }
 
 DEVICE void produce(const SparseAttentionForwardParams& params, SharedAddress shared) {
-    const int warp = warp_id() - CONSUMERS / static_cast<int>(WARP_SIZE);
+    const int warp = producer_thread() / static_cast<int>(WARP_SIZE);
     const int slot = 16 * warp + lane_id() % 16;
     const uint32_t works = total_works(params);
     Uses uses;
@@ -131,7 +131,7 @@ DEVICE void finish_softmax(const Consumer& c, const float (&total)[2], float (&f
         const float sink_log2 = params.sink ? params.sink[work.first_head + row] * LOG2_E : -INFINITY_F32;
         const float sink_share = exp2_approx(sink_log2 - subtrahend(c.maximum[half]));
         factor[half] = empty ? 0.0f : 1.0f / (total[half] + sink_share);
-        if (W != 0 || lane_id() % 4 != 0) continue;
+        if (W != 0 || !speaks()) continue;
         const int64_t at = work.token * params.num_heads + work.first_head + row;
         params.lse[at] = empty ? INFINITY_F32 : (c.maximum[half] + log2_approx(total[half])) * LN_2;
         params.max_logits[at] = empty ? -INFINITY_F32 : c.maximum[half] * LN_2;
@@ -155,7 +155,7 @@ DEVICE void consume(const SparseAttentionForwardParams& params, SharedAddress sh
         clear(c);
         consume_tiles<W>(c, shared, uses, tiles, scale_log2);
         float total[2], factor[2];
-        total_sums<W>(total, c, turn++);
+        total_sums<W>(total, c, shared, turn++);
         finish_softmax<W>(c, total, factor, params, work);
         bf16* out = params.out + work.token * params.out_token_stride + work.first_head * params.out_head_stride;
         store_out<W>(c, factor, out, params.out_head_stride, work.heads, shared);
@@ -165,7 +165,7 @@ DEVICE void consume(const SparseAttentionForwardParams& params, SharedAddress sh
 KERNEL(sparse_attention_hopper_forward, SparseAttentionForwardParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
     // Each producer thread's copies; for part 0, with the slots' validity by one lane of each warp.
-    constexpr uint32_t COPIES = WARPGROUP_SIZE;
+    constexpr uint32_t COPIES = PRODUCERS;
     initialise_barriers(shared, {{COPIES + 4, COPIES}, {COPIES + 4, COPIES}});
     const int warpgroup = uniform(warp_id() / 4);
     if (warpgroup == 2) {

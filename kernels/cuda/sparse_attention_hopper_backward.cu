@@ -21,6 +21,7 @@
 // Launch: a grid of num_tokens * ceil(num_heads / 64) blocks in x.
 
 #include "async_copy.h"
+#include "gather.h"
 #include "hopper.h"
 #include "math.h"
 #include "memory.h"
@@ -77,21 +78,21 @@ DEVICE void produce(const SlotList& list, SharedAddress shared, int tiles) {
     int32_t index = list.stored_index(slot);
     for (int tile = 0; tile < tiles; ++tile) {
         const int32_t row = list.valid_row(index);
+        const GatheredRows rows = find_rows(list.k, list.k_stride, row);
         // The list is read a tile ahead, so that its latency is not in the gather's way.
         index = list.stored_index((tile + 1) * TILE_SLOTS + slot);
         const uint32_t released = (tile & 1) ^ 1;
         UNROLL
         for (int half = 0; half < 2; ++half) {
             mbarrier_wait(shared + Shared::empty(half), released);
-            if (half == 0) {
-                // Whoever released a half of the tile before is past the atomics of the one before that.
-                if (lane_id() < 16) tile_rows(tile)[slot] = row;
-                __syncwarp();
-                if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(0));
+            if (half == 1 && lane_id() < 16) {
+                // Whoever released either half of the tile before is past the atomics of the one before that.
+                tile_rows(tile)[slot] = row;
+                mbarrier_arrive(shared + Shared::full(1));
             }
-            const int first = half * HALF_PANELS;
-            gather_panels<HALF_PANELS>(shared + Shared::KEYS + first * PANEL_BYTES, list.k + first * 64, list.k_stride,
-                                       16 * warp, row);
+            const SharedAddress keys = shared + Shared::KEYS;
+            if (half == 0) gather_panels<0, HALF_PANELS>(keys, rows, 16 * warp);
+            else gather_panels<HALF_PANELS, HALF_PANELS>(keys, rows, 16 * warp);
             copy_arrive(shared + Shared::full(half));
         }
     }
@@ -256,7 +257,7 @@ DEVICE void consume_tile(float (&dq)[32][4], const SparseAttentionBackwardParams
         if (piece == 0) {
             wgmma_wait<1>();
             wgmma_hold(dq);
-            if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(W));
+            mbarrier_arrive(shared + Shared::empty(W));
         }
         wgmma_wait<0>();
         wgmma_hold(dk);
@@ -289,11 +290,11 @@ DEVICE void consume(const SparseAttentionBackwardParams& params, const Work& wor
 
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
-        // Each producer thread's copies; for the first half, with the list of rows by one lane of each warp.
-        mbarrier_init(shared + Shared::full(0), WARPGROUP_SIZE + 4);
-        mbarrier_init(shared + Shared::full(1), WARPGROUP_SIZE);
-        mbarrier_init(shared + Shared::empty(0), 4);
-        mbarrier_init(shared + Shared::empty(1), 4);
+        // Each producer thread's copies; for the second half, with the list of rows.
+        mbarrier_init(shared + Shared::full(0), WARPGROUP_SIZE);
+        mbarrier_init(shared + Shared::full(1), WARPGROUP_SIZE + TILE_SLOTS);
+        mbarrier_init(shared + Shared::empty(0), WARPGROUP_SIZE);
+        mbarrier_init(shared + Shared::empty(1), WARPGROUP_SIZE);
         fence_mbarrier_init();
     }
     __syncthreads();

@@ -305,7 +305,7 @@ mod tests {
         let of = |file: &str| headers_of(&tree, file).expect("the tree is whole");
         assert_eq!(of("rope.cu"), [""; 0]);
         let hopper = of("decode_attention_hopper.cu");
-        let ours = ["hopper_attention.h", "panels.h", "decode_attention.h", "kv_cache.h"];
+        let ours = ["hopper_attention.h", "gather.h", "panels.h", "decode_attention.h", "kv_cache.h"];
         assert_eq!(hopper.len(), ours.len(), "{hopper:?}");
         assert!(ours.iter().all(|name| hopper.contains(&format!("include/{name}").as_str())), "{hopper:?}");
     }

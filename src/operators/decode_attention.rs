@@ -359,6 +359,8 @@ impl Operator for DecodeAttention {
             plain(1, 2, 5, launched::RowFormat::bf16(512), 3),
             hopper(plain(1, 2, 5, MODEL, 3)),
             hopper(DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 66, MODEL, 2) }),
+            // Rows of few weights: the largest is exactly 1 and rounds nothing.
+            hopper(DecodeAttentionCase { logit_deviation: 8.0, ..plain(1, 1, 17, MODEL, 1) }),
             hopper(DecodeAttentionCase {
                 lengths: Lengths::Hostile,
                 sinks: Sinks::Extreme,

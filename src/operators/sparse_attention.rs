@@ -365,6 +365,12 @@ impl Operator for SparseAttention {
             hopper(plain(2, 20, 512, 50, 70)),
             // A head that stands alone among its warp's rows, over six tiles.
             hopper(plain(2, 17, 512, 90, 330)),
+            // Rows of few weights, whose maximum rises far from one tile to the next.
+            hopper(SparseAttentionCase {
+                indices: IndexClass::Valid,
+                logit_deviation: 8.0,
+                ..plain(1, 20, 512, 400, 330)
+            }),
             // Three tiles, and one head that stands alone in its block.
             hopper(SparseAttentionCase {
                 lengths: Lengths::Hostile,

@@ -161,22 +161,28 @@ struct Loader {
     static constexpr int ROWS = KEYS / ROW_STEP;  // rows of a panel of which this thread copies a chunk
 
     int tile = 0, panel = 0, stage = 0, flags = 0;
-    int32_t rows[ROWS];  // of `tile`: stored indices until its first panel starts, then key rows or -1
+    int32_t indices[ROWS];   // of the tile whose first panel starts next, as stored
+    const bf16* from[ROWS];  // this thread's columns of the next panel of `tile`
+    bool wanted[ROWS];       // false for a row of zeros, for which no source address is formed
 
     int row(int i) const { return static_cast<int>(threadIdx.x) / PANEL_CHUNKS + i * ROW_STEP; }
     int chunk() const { return static_cast<int>(threadIdx.x) % PANEL_CHUNKS; }
 
-    void look_up(const Ranking& list) {
+    // The stored indices of a tile.
+    void look_up(const Ranking& list, int of_tile) {
         UNROLL
-        for (int i = 0; i < ROWS; ++i) rows[i] = list.stored_index(tile * KEYS + row(i));
+        for (int i = 0; i < ROWS; ++i) indices[i] = list.stored_index(of_tile * KEYS + row(i));
     }
 
-    void check(const Ranking& list) {
+    // Once for a tile: finding addresses for each panel takes longer than its copies.
+    void find_rows(const Ranking& list, const bf16* k, int64_t k_stride) {
         uint8_t* valid = dynamic_shared() + Layout::VALID + flags * KEYS;
         UNROLL
         for (int i = 0; i < ROWS; ++i) {
-            rows[i] = list.valid_row(rows[i]);
-            if (chunk() == 0) valid[row(i)] = rows[i] >= 0;
+            const int32_t key = list.valid_row(indices[i]);
+            wanted[i] = key >= 0;
+            from[i] = k + (wanted[i] ? key * k_stride : 0) + chunk() * 8;
+            if (chunk() == 0) valid[row(i)] = wanted[i];
         }
         flags = flags + 1 == STAGES ? 0 : flags + 1;
     }
@@ -193,15 +199,15 @@ struct Loader {
         }
     }
 
-    void start_keys(const bf16* k, int64_t k_stride, SharedAddress shared) const {
+    void start_keys(SharedAddress shared) {
         const int column = panel * PANEL_COLUMNS + chunk() * 8;
         const SharedAddress panel_start = shared + Layout::STAGE + stage * Layout::STAGE_BYTES;
         UNROLL
         for (int i = 0; i < ROWS; ++i) {
-            const bool wanted = rows[i] >= 0;
-            const bf16* from = k + (wanted ? rows[i] * k_stride : 0) + column;
             const SharedAddress to = panel_start + panel_offset(row(i), chunk());
-            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM) copy_async_16(to, from, wanted, evicted_last());
+            if (HEAD_DIM % PANEL_COLUMNS == 0 || column < HEAD_DIM)
+                copy_async_16(to, from[i], wanted[i], evicted_last());
+            from[i] += PANEL_COLUMNS;
         }
     }
 
@@ -209,13 +215,15 @@ struct Loader {
     void start(const Ranking& list, const Queries& queries, const bf16* k, int64_t k_stride, SharedAddress shared,
                int tiles, bool with_queries) {
         if (tile < tiles) {
-            if (panel == 0) check(list);
+            if (panel == 0) {
+                find_rows(list, k, k_stride);
+                look_up(list, tile + 1);  // the loads have the time of a whole tile
+            }
             if (with_queries && tile == 0) start_queries(queries, shared);
-            start_keys(k, k_stride, shared);
+            start_keys(shared);
             if (++panel == PANELS) {
                 panel = 0;
                 ++tile;
-                look_up(list);  // needed a panel later: the loads have the time of one
             }
         }
         copy_commit();
