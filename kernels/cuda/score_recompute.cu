@@ -227,8 +227,15 @@ SHARED_MEMORY(score_recompute_lse, Layout::BYTES)
 
 // The sum of 2^x over some slots of a row, relative to its largest term.
 struct RelativeSum {
-    float maximum = -INFINITY_F32;
-    float sum = 0.0f;
+    float maximum;
+    float sum;
+
+    // Of no slot. Assigned, not a default initialiser: NVRTC 13.0.88 applies those of an array's elements in an aggregate
+    // to the first row only, and the other heads would start at 0.
+    void clear() {
+        maximum = -INFINITY_F32;
+        sum = 0.0f;
+    }
 
     void merge(float other_maximum, float other_sum) {
         const float larger = maximum_f32(maximum, other_maximum);
@@ -243,6 +250,12 @@ struct HeadLse {
     float scale_log2;
     RelativeSum state[M_TILES][2];
 
+    void clear() {
+        UNROLL
+        for (int m = 0; m < M_TILES; ++m)
+            UNROLL
+            for (int half = 0; half < 2; ++half) state[m][half].clear();
+    }
     void prepare() {}
     void settle() {}
 
@@ -293,7 +306,8 @@ KERNEL(score_recompute_lse, ScoreRecomputeLseParams, Layout::THREADS) {
     const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : params.num_tokens - 1 - blockIdx.x);
     const Ranking list = ranking(params, token, params.columns);
     const Queries queries{params.q + token * params.q_token_stride, params.q_head_stride, params.num_heads};
-    HeadLse heads{params.softmax_scale * LOG2_E};
+    HeadLse heads{params.softmax_scale * LOG2_E, {}};
+    heads.clear();
     for_each_tile(list, queries, params.k, params.k_stride, ceil_div(list.length, KEYS), true, heads);
 
     auto* maxima = reinterpret_cast<float*>(dynamic_shared() + Layout::STAGE);
@@ -303,6 +317,7 @@ KERNEL(score_recompute_lse, ScoreRecomputeLseParams, Layout::THREADS) {
     const int head = threadIdx.x;
     if (head >= params.num_heads) return;
     RelativeSum all;
+    all.clear();
     UNROLL
     for (int w = 0; w < KEY_WARPS; ++w) all.merge(maxima[w * HEADS + head], sums[w * HEADS + head]);
     float lse = all.sum > 0.0f ? all.maximum + log2_approx(all.sum) : -INFINITY_F32;

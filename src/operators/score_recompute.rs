@@ -336,6 +336,13 @@ impl Operator for ScoreRecompute {
                 logit_shift: -200.0,
                 ..selected(3, 5, 64, 30, 270)
             },
+            // Far from 0, and more heads than one row of products: a running maximum that starts anywhere but at -inf.
+            ScoreRecomputeCase {
+                indices: IndexClass::Valid,
+                recomputed: true,
+                logit_shift: -200.0,
+                ..selected(1, 17, 64, 30, 130)
+            },
             ScoreRecomputeCase { lengths: Lengths::Hostile, sinks: Sinks::Extreme, ..selected(7, 10, 64, 23, 70) },
             ScoreRecomputeCase { packed: true, lengths: Lengths::Within, ..selected(9, 24, 64, 60, 65) },
             ScoreRecomputeCase {
