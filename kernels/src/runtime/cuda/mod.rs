@@ -18,7 +18,7 @@ use cudarc::driver::sys;
 
 use self::driver::{Context, Event, Properties};
 pub use self::module::CudaModule;
-pub use self::nvrtc::Nvrtc;
+pub use self::nvrtc::{Compiled, Nvrtc};
 use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement};
 use super::cache::ModuleCache;
 use super::error::{Result, RuntimeError};
@@ -117,7 +117,7 @@ impl Backend for CudaBackend {
                 Err(error) => tracing::warn!("recompiling `{file}`: cached {}: {error}", path.display()),
             }
         }
-        let cubin = self.nvrtc.compile(tree, file, defines, target)?;
+        let cubin = self.nvrtc.compile(tree, file, defines, target)?.cubin;
         let module = CudaModule::load(&self.context, file, &cubin)?;
         if let Err(error) = self.cache.store(&key, "cubin", &seal(&cubin)) {
             // Without a cache the next process compiles again, and nothing else changes.

@@ -136,7 +136,7 @@ impl Nvrtc {
         file: &str,
         defines: &[(String, String)],
         target: &str,
-    ) -> Result<Vec<u8>> {
+    ) -> Result<Compiled> {
         let source = tree.text(file)?;
         self.cubin(source, file, tree, defines, target).map_err(|log| RuntimeError::Compile {
             compiler: self.name(),
@@ -153,7 +153,7 @@ impl Nvrtc {
         tree: &SourceTree,
         defines: &[(String, String)],
         target: &str,
-    ) -> std::result::Result<Vec<u8>, String> {
+    ) -> std::result::Result<Compiled, String> {
         let options = Strings::new(options(defines, target)?.iter().map(String::as_str))?;
         let names = Strings::new(tree.headers().map(|(name, _)| name))?;
         let texts = Strings::new(tree.headers().map(|(_, text)| text))?;
@@ -182,8 +182,19 @@ impl Nvrtc {
             let name = self.functions.error_name(status);
             return Err(if log.is_empty() { name } else { format!("{log}\n({name})") });
         }
-        program.read("nvrtcGetCUBIN", self.functions.cubin_size, self.functions.cubin)
+        let cubin = program.read("nvrtcGetCUBIN", self.functions.cubin_size, self.functions.cubin)?;
+        Ok(Compiled { cubin, remarks: program.log() })
     }
+}
+
+/// What a source compiled to.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// The device code.
+    pub cubin: Vec<u8>,
+    /// What the compiler remarked on the way: warnings, and losses of speed such as products that it serialised. Mostly
+    /// empty.
+    pub remarks: String,
 }
 
 /// NVRTC's options, exactly.
@@ -364,11 +375,31 @@ KERNEL(scale, ScaleParams, THREADS) {
     fn a_kernel_compiles_for_every_target_without_a_gpu() {
         let Some(nvrtc) = nvrtc() else { return };
         for target in ["sm_80", "sm_90a"] {
-            let cubin = nvrtc.compile(&tree(SCALE), "scale.cu", &threads("256"), target).expect("compiles");
+            let cubin = nvrtc.compile(&tree(SCALE), "scale.cu", &threads("256"), target).expect("compiles").cubin;
             assert!(cubin.starts_with(b"\x7fELF"));
             let holds = |name: &[u8]| cubin.windows(name.len()).any(|window| window == name);
             assert!(holds(b"scale_layout\0"), "{target}: the layout is not exported");
         }
+    }
+
+    #[test]
+    fn products_that_the_compiler_serialises_are_remarked() {
+        let Some(nvrtc) = nvrtc() else { return };
+        const SHARED: &str = "include/hopper_attention.h";
+        let defines = ["NOPE_DIM=448", "ROPE_DIM=64", "HEADS_PER_BLOCK=64"];
+        let defines = defines.map(|define| define.split_once('=').expect("a value"));
+        let defines = defines.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let remarks_of = |tree: &SourceTree| {
+            nvrtc.compile(tree, "decode_attention_hopper.cu", &defines, "sm_90a").expect("compiles").remarks
+        };
+        let tree = SourceTree::embedded();
+        assert_eq!(remarks_of(&tree), "");
+        let text = tree.text(SHARED).expect("embedded");
+        let fence = "    wgmma_fence();  // behind the wait's branch";
+        assert_eq!(text.matches(fence).count(), 1);
+        let without = text.replace(fence, "    //");
+        let remarks = remarks_of(&SourceTree::embedded().with_text(SHARED, without, "a fence left to the compiler"));
+        assert!(remarks.contains("serialized"), "{remarks}");
     }
 
     #[test]
