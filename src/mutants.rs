@@ -40,6 +40,9 @@ pub struct Mutant {
     pub expected: String,
     /// Cases, as JSON lines, that are enough to see it: the smallest input class.
     pub cases: Vec<String>,
+    /// Why a GPU may compute the right results all the same, where it may: then the emulator alone plants it.
+    #[serde(default)]
+    pub hidden_on_gpu: Option<String>,
 }
 
 /// Why mutants cannot be run.

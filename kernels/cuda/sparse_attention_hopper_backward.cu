@@ -5,17 +5,21 @@
 // slots. Three warpgroups:
 //   0, 1  consumers. Warpgroup w forms scores and dP of the slots [32 w, 32 w + 32) of a tile, and from them P and dS
 //         in shared memory. Then it owns the columns [256 w, 256 w + 256): dq of all heads, in registers for the whole
-//         list, and the tile's dk = scale dS^T q + P^T dout, 128 columns at a time, added to the fp32 rows in memory.
+//         list, and the tile's dk = scale dS^T q + P^T dout, 64 columns at a time, added to the fp32 rows in memory
+//         while the tensor cores are at the next 64, or at the scores of the next tile.
 //   2     producer: gathers the rows of the next tile. Warpgroup w releases its half of the columns as soon as its dq
 //         product is done, so the gather runs beside the products and the atomics of dk.
 //
 // Floors for 64 heads and a tile of 64 slots (D 512): five products, 5120 cycles at 4096 FLOP a cycle; 64 KB gathered;
-// 128 KB of fp32 atomics. The atomics are the longest: 4 * T * topk * D bytes for each 64 heads. With DETERMINISTIC the
-// same bytes are stored instead, and sparse_attention_sum reads them: 8 * T * topk * D over 4.24 TB/s, as a bound.
+// 128 KB of fp32 atomics: 4 * T * topk * D bytes for each 64 heads; operands of products, shuffles, atomics and arriving
+// rows take shared memory's data path some 9400 cycles. With DETERMINISTIC the same bytes are stored instead, and
+// sparse_attention_sum reads them: 8 * T * topk * D over 4.24 TB/s, as a bound.
 //
-// Measured on one H200, 4096 queries: 265 and 198 TFLOP/s at H 64, topk 512 over 8192 and 32768 keys, 290 and 236 at H 128,
-// topk 1024 over 8192 and 65536: 1.6 TB/s of atomics at best, fewer where they spread over more than L2 holds. ncu (H 64,
-// 8192 keys): L2 77 % of its rate, matrix units 29 % of the time, the producer idle half of its own. With the scale folded
+// Measured on one H200, 4096 queries: @@
+// What limits it (ncu, H 64, 8192 keys, additions to whole lines in order of the columns, 2.04 ms): shared memory's data
+// path 65 % of the time, the way into L2 70 %, L2's tags 40 %, its adders 41 %. With additions to 32 bytes of a line,
+// twice as many lines each, 2.54 ms where this takes 2.19; to 64 bytes 2.55; without any 1.83. Trades and additions mixed,
+// as branches then stand between the trades: 2.30. 128 columns at a time, nothing beside them: 2.22. With the scale folded
 // into dS it was 2 % faster, and single gradients left their budget: dS is what is rounded.
 //
 // Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0, DETERMINISTIC as in sparse_attention.cu.
@@ -43,8 +47,9 @@ constexpr int MAX_SHARED_BYTES = 227 * 1024;
 constexpr int PANELS = HEAD_DIM / 64;
 constexpr int HALF_PANELS = PANELS / 2;
 constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
-// Columns of dk that a warpgroup holds at a time beside its half of dq.
-constexpr int PIECE_PANELS = 2;
+// dk comes in pieces of one panel's columns.
+constexpr int PIECES = HALF_PANELS;
+static_assert(PIECES % 2 == 0, "the last piece is the second of two");
 
 struct Shared {
     static constexpr int Q = 0;
@@ -114,9 +119,9 @@ DEVICE void load_heads(const SparseAttentionBackwardParams& params, const Work& 
     named_barrier_sync(HEADS_READY, CONSUMERS);
 }
 
-// s = q K^T and dp = dout K^T for the warpgroup's own slots, half by half of the columns as they arrive.
+// Starts s = q K^T and dp = dout K^T for the warpgroup's own slots, half by half of the columns as they arrive.
 template <int W>
-DEVICE void score_tile(float (&s)[4][4], float (&dp)[4][4], SharedAddress shared, uint32_t phase) {
+DEVICE void start_scores(float (&s)[4][4], float (&dp)[4][4], SharedAddress shared, uint32_t phase) {
     const uint64_t q = matrix_descriptor(shared + Shared::Q, 0, 1024);
     const uint64_t dout = matrix_descriptor(shared + Shared::DOUT, 0, 1024);
     const uint64_t keys = matrix_descriptor(shared + Shared::KEYS + W * OWN_SLOTS * 128, 0, 1024);
@@ -136,9 +141,6 @@ DEVICE void score_tile(float (&s)[4][4], float (&dp)[4][4], SharedAddress shared
         }
         wgmma_commit();
     }
-    wgmma_wait<0>();
-    wgmma_hold(s);
-    wgmma_hold(dp);
 }
 
 // Scores and dP to the operands P and dS. The product P * (dP - delta) is formed in fp32; the scale is left to the
@@ -182,11 +184,11 @@ DEVICE void add_query_gradient(float (&dq)[32][4], SharedAddress shared) {
     wgmma_commit();
 }
 
-// dk = W^T H, or dk += W^T H where ACCUMULATE, for all slots of the tile and the 128 columns of two panels: of weights
+// dk = W^T H, or dk += W^T H where ACCUMULATE, for all slots of the tile and the 64 columns of a panel: of weights
 // [heads, slots] and of a tile [heads, columns].
 template <bool ACCUMULATE>
-DEVICE void multiply_heads(float (&dk)[16][4], SharedAddress weights, SharedAddress heads) {
-    const uint64_t w = matrix_descriptor(weights, 0, 1024), h = matrix_descriptor(heads, PANEL_BYTES, 1024);
+DEVICE void multiply_heads(float (&dk)[8][4], SharedAddress weights, SharedAddress heads) {
+    const uint64_t w = matrix_descriptor(weights, 0, 1024), h = matrix_descriptor(heads, 0, 1024);
     if constexpr (ACCUMULATE) wgmma_hold(dk);
     wgmma_fence();
     UNROLL
@@ -196,23 +198,58 @@ DEVICE void multiply_heads(float (&dk)[16][4], SharedAddress weights, SharedAddr
     wgmma_commit();
 }
 
-// Gives 128 columns to the rows that the slots name, or to their own, of which slot 0's is first_row. Two neighbouring
-// lanes trade halves, so that each gives four consecutive floats of one row. Invalid slots are left alone.
-DEVICE void scatter(const float (&dk)[16][4], float* target, int64_t stride, const int32_t* rows, int64_t first_row,
-                    int row) {
-    const int t = lane_id() % 4;
-    const bool odd = t % 2 != 0;
-    const int slot = row + (odd ? 8 : 0);
-    const int32_t key = rows[slot];
-    float* at = target + gradient_row(key, first_row + slot) * stride + t / 2 * 4;
+// Exchanges b of the lanes that are even by their bit `lanes` for a of those that are odd.
+DEVICE void trade(float& a, float& b, bool odd, int lanes) {
+    const float traded = __shfl_xor_sync(FULL_WARP, odd ? a : b, lanes);
+    (odd ? a : b) = traded;
+}
+
+// Lanes trade, in 32 columns of 16 slots, until eight of them hold all 32 of one slot, a line of memory: an addition to a
+// part of a line keeps L2 as busy as one to all of it. Before, a lane has two columns in each of four times eight, of the
+// slots g and g + 8 (g = lane / 4). After, of each pair of slots g and g + 1 (g even), and of g + 8 and g + 9, it has four
+// consecutive columns of the one in dk[first] and dk[first + 1], and of the other in the two behind them.
+DEVICE void trade_columns(float (&dk)[8][4], int first) {
+    const bool odd_lane = lane_id() % 2 != 0, odd_row = lane_id() / 4 % 2 != 0;
     UNROLL
-    for (int n = 0; n < 16; ++n) {
-        const float(&own)[4] = dk[n];
-        const float first = __shfl_xor_sync(FULL_WARP, odd ? own[0] : own[2], 1);
-        const float second = __shfl_xor_sync(FULL_WARP, odd ? own[1] : own[3], 1);
+    for (int i = 0; i < 4; ++i) {
+        UNROLL
+        for (int n = first; n < first + 4; n += 2) trade(dk[n][i], dk[n + 1][i], odd_lane, 1);
+    }
+    UNROLL
+    for (int n = first; n < first + 2; ++n) {
+        UNROLL
+        for (int i = 0; i < 4; ++i) trade(dk[n][i], dk[n + 2][i], odd_row, 4);
+    }
+}
+
+// The rows that receive a tile's dk: of its slots, or of the keys that these name.
+struct Receivers {
+    float* target;
+    int64_t stride;
+    const int32_t* keys;  // of the slots; invalid ones are left alone
+    int64_t first_row;    // slot 0's own
+};
+
+DEVICE Receivers receivers_of(const SparseAttentionBackwardParams& params, const Work& work, int tile) {
+    const int64_t first_row = first_own_row(params, work) + tile * TILE_SLOTS;
+    return Receivers{params.dk, params.dk_stride, tile_rows(tile), first_row};
+}
+
+// Gives a piece, 64 columns from `column` on, to the rows that receive it, and leaves it spoilt. All trades come first:
+// an addition is a branch to the compiler, and nothing moves past it.
+DEVICE void scatter(float (&dk)[8][4], const Receivers& receivers, int column, int row) {
+    UNROLL
+    for (int n = 0; n < 8; n += 4) trade_columns(dk, n);
+    const int first = column + row % 2 * 16 + lane_id() % 2 * 8 + lane_id() % 4 / 2 * 4;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const int slot = row - row % 2 + 8 * (i / 2) + i % 2, pair = i / 2 * 2;
+        const int32_t key = receivers.keys[slot];
         if (key < 0) continue;
-        if (odd) give_vec4(at + 8 * n, first, second, own[2], own[3]);
-        else give_vec4(at + 8 * n, own[0], own[1], first, second);
+        float* at = receivers.target + gradient_row(key, receivers.first_row + slot) * receivers.stride + first;
+        UNROLL
+        for (int n = i % 2 * 2; n < 8; n += 4)
+            give_vec4(at + n / 4 * 32, dk[n][pair], dk[n][pair + 1], dk[n + 1][pair], dk[n + 1][pair + 1]);
     }
 }
 
@@ -238,53 +275,81 @@ DEVICE void store_query_gradient(const float (&dq)[32][4], const SparseAttention
     }
 }
 
+// Starts dk = scale dS^T q for a piece.
 template <int W>
-DEVICE void consume_tile(float (&dq)[32][4], const SparseAttentionBackwardParams& params, const Work& work,
-                         const RowState (&state)[2], int row, SharedAddress shared, int tile) {
-    const int32_t* rows = tile_rows(tile);
+DEVICE void start_piece(float (&dk)[8][4], SharedAddress shared, int piece) {
+    multiply_heads<false>(dk, shared + Shared::DS, shared + Shared::Q + (W * HALF_PANELS + piece) * PANEL_BYTES);
+}
+
+// Waits for a piece's products and all others.
+DEVICE void end_piece(float (&dk)[8][4]) {
+    wgmma_wait<0>();
+    wgmma_hold(dk);
+}
+
+// Scales what start_piece left, and starts dk += P^T dout.
+template <int W>
+DEVICE void continue_piece(float (&dk)[8][4], SharedAddress shared, int piece, float softmax_scale) {
+    end_piece(dk);
+    UNROLL
+    for (int n = 0; n < 8; ++n)
+        UNROLL
+        for (int i = 0; i < 4; ++i) dk[n][i] *= softmax_scale;
+    multiply_heads<true>(dk, shared + Shared::P, shared + Shared::DOUT + (W * HALF_PANELS + piece) * PANEL_BYTES);
+}
+
+// One tile. What it adds to dk leaves a piece at a time, while the tensor cores are at the next one, in turns: dk[1] is
+// the last piece of the tile before, and then of this one.
+template <int W>
+DEVICE void consume_tile(float (&dq)[32][4], float (&dk)[2][8][4], const SparseAttentionBackwardParams& params,
+                         const Work& work, const RowState (&state)[2], int row, SharedAddress shared, int tile) {
+    const Receivers receivers = receivers_of(params, work, tile);
+    const auto give = [&](const Receivers& to, int piece) {
+        scatter(dk[piece % 2], to, (W * HALF_PANELS + piece) * 64, row);
+    };
     {
         float s[4][4], dp[4][4];
-        score_tile<W>(s, dp, shared, tile & 1);
+        end_piece(dk[1]);  // has ended: said once more, because ptxas does not look back past the loop's edge
+        start_scores<W>(s, dp, shared, tile & 1);
+        if (tile > 0) give(receivers_of(params, work, tile - 1), PIECES - 1);
+        wgmma_wait<0>();
+        wgmma_hold(s);
+        wgmma_hold(dp);
         named_barrier_sync(WEIGHTS_FREE, CONSUMERS);  // nobody multiplies with the weights of the tile before any more
-        write_weights<W>(s, dp, state, row, rows, shared, params.softmax_scale * LOG2_E);
+        write_weights<W>(s, dp, state, row, receivers.keys, shared, params.softmax_scale * LOG2_E);
     }
     named_barrier_sync(WEIGHTS_READY, CONSUMERS);
     add_query_gradient<W>(dq, shared);
+    start_piece<W>(dk[0], shared, 0);
+    wgmma_wait<1>();
+    wgmma_hold(dq);
+    mbarrier_arrive(shared + Shared::empty(W));
     UNROLL
-    for (int piece = 0; piece < HALF_PANELS / PIECE_PANELS; ++piece) {
-        const int panel = W * HALF_PANELS + piece * PIECE_PANELS;
-        float dk[16][4];
-        multiply_heads<false>(dk, shared + Shared::DS, shared + Shared::Q + panel * PANEL_BYTES);
-        if (piece == 0) {
-            wgmma_wait<1>();
-            wgmma_hold(dq);
-            mbarrier_arrive(shared + Shared::empty(W));
-        }
-        wgmma_wait<0>();
-        wgmma_hold(dk);
-        UNROLL
-        for (int n = 0; n < 16; ++n)
-            UNROLL
-            for (int i = 0; i < 4; ++i) dk[n][i] *= params.softmax_scale;
-        multiply_heads<true>(dk, shared + Shared::P, shared + Shared::DOUT + panel * PANEL_BYTES);
-        wgmma_wait<0>();
-        wgmma_hold(dk);
-        const int64_t first_row = first_own_row(params, work) + tile * TILE_SLOTS;
-        scatter(dk, params.dk + panel * 64, params.dk_stride, rows, first_row, row);
+    for (int piece = 0; piece < PIECES; ++piece) {
+        continue_piece<W>(dk[piece % 2], shared, piece, params.softmax_scale);
+        if (piece + 1 == PIECES) break;
+        start_piece<W>(dk[(piece + 1) % 2], shared, piece + 1);
+        wgmma_wait<1>();
+        wgmma_hold(dk[piece % 2]);
+        give(receivers, piece);
     }
+    end_piece(dk[1]);
 }
 
 template <int W>
 DEVICE void consume(const SparseAttentionBackwardParams& params, const Work& work, SharedAddress shared, int tiles) {
     const int row = warp_id() % 4 * 16 + lane_id() / 4;
-    float dq[32][4];
+    float dq[32][4], dk[2][8][4];
     UNROLL
     for (int n = 0; n < 32; ++n)
         UNROLL
         for (int i = 0; i < 4; ++i) dq[n][i] = 0.0f;
     const RowState state[2] = {row_state(params, work, row), row_state(params, work, row + 8)};
     if (tiles > 0) load_heads(params, work, shared);
-    for (int tile = 0; tile < tiles; ++tile) consume_tile<W>(dq, params, work, state, row, recomputed(shared), tile);
+    for (int tile = 0; tile < tiles; ++tile)
+        consume_tile<W>(dq, dk, params, work, state, row, recomputed(shared), tile);
+    if (tiles > 0)
+        scatter(dk[1], receivers_of(params, work, tiles - 1), (W * HALF_PANELS + PIECES - 1) * 64, row);
     named_barrier_sync(LAST_TILE_DONE, CONSUMERS);
     store_query_gradient<W>(dq, params, work, row, shared);
 }

@@ -122,6 +122,7 @@ mod tests {
             replace: "b".into(),
             expected: "forward".into(),
             cases: Vec::new(),
+            hidden_on_gpu: None,
         };
         Trial { subject: Subject::Planted(mutant), schedules, all_checks: false }
     }

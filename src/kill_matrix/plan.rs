@@ -85,8 +85,11 @@ pub fn plan(
     for mutant in planted.iter().filter(|mutant| mutant.operator == name) {
         let cases = mutant.cases.iter().map(|line| Case::parse(line)).collect::<Result<Vec<_>, _>>()?;
         let cannot_run = cases.iter().find_map(|case| operator.cannot_run(case, environment));
-        let unseen = backend == BackendKind::Cuda && only_emulator_sees(&mutant.expected);
-        match cannot_run.or_else(|| unseen.then(|| EMULATOR_SEES.to_owned())) {
+        let hidden = || {
+            let unseen = only_emulator_sees(&mutant.expected).then(|| EMULATOR_SEES.to_owned());
+            unseen.or_else(|| mutant.hidden_on_gpu.clone()).filter(|_| backend == BackendKind::Cuda)
+        };
+        match cannot_run.or_else(hidden) {
             Some(why) => Skip::count(&mut plan.skips, format!("planted mutants of {name}"), &why),
             None => plan.subjects.push(Subject::Planted(mutant.clone())),
         }

@@ -178,6 +178,7 @@ mod tests {
             replace: "DEVICE void rotate(".into(),
             expected: "forward".into(),
             cases: Vec::new(),
+            hidden_on_gpu: None,
         };
         let trial = Trial { subject: Subject::Planted(mutant), schedules: 0, all_checks: false };
         let schedule = Schedule {

@@ -450,6 +450,8 @@ fn production_cases() -> Vec<SparseAttentionCase> {
         plain(6, 128, 512, 4096, 1152),
         hopper(plain(6, 128, 512, 4096, 1152)),
         hopper(SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(5, 128, 576, 3000, 1025) }),
+        // More tokens than any GPU has multiprocessors: a block of the forward goes on to a second one.
+        hopper(plain(300, 3, 512, 90, 140)),
         SparseAttentionCase { values: Values::Separate, v_dim: 512, dlse: true, ..plain(5, 64, 512, 3000, 700) },
     ]
 }

@@ -160,4 +160,13 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// Those of `work` and of the device.
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration>;
+
+    /// As [`Backend::time`], but all that `work` enqueues is recorded before any of it runs, so that the pace of the host
+    /// is not in the time. `work` must not wait for the device, nor allocate or compile.
+    ///
+    /// # Errors
+    /// Those of `work` and of the device.
+    fn time_recorded(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        self.time(work)
+    }
 }

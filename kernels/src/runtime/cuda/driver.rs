@@ -314,6 +314,15 @@ impl<'a> Event<'a> {
         self.context.check(result, "cuEventRecord")
     }
 
+    /// Makes the event a node of the graph that is being recorded.
+    pub fn record_in_graph(&self) -> Result<()> {
+        self.context.enter()?;
+        let flags = sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: event and stream are of this context.
+        let result = unsafe { sys::cuEventRecordWithFlags(self.handle, self.context.stream, flags) };
+        self.context.check(result, "cuEventRecordWithFlags")
+    }
+
     /// Waits for this event and returns the time since `start`, at a resolution of about 0.5 µs.
     pub fn elapsed_since(&self, start: &Self) -> Result<Duration> {
         type ElapsedTime = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;

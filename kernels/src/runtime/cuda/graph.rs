@@ -1,0 +1,63 @@
+//! Work that is recorded before it runs: a CUDA graph of what was enqueued on the stream.
+
+use cudarc::driver::sys;
+
+use super::driver::Context;
+use crate::runtime::error::Result;
+
+/// Recorded work, on the device and ready to run. Borrows its context, so that it cannot outlive it.
+pub(super) struct Graph<'a> {
+    context: &'a Context,
+    graph: sys::CUgraph,
+    executable: sys::CUgraphExec,
+}
+
+impl<'a> Graph<'a> {
+    /// Records what `work` enqueues on the context's stream; none of it runs.
+    ///
+    /// # Errors
+    /// Those of `work`, in which a call that waits for the device is one; the driver's.
+    pub fn record(context: &'a Context, work: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+        context.enter()?;
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives as long as the context, and is the one that `work` enqueues on.
+        context.check(unsafe { sys::cuStreamBeginCapture_v2(context.stream(), mode) }, "cuStreamBeginCapture")?;
+        let worked = work();
+        let mut recorded = Self { context, graph: std::ptr::null_mut(), executable: std::ptr::null_mut() };
+        // SAFETY: ends what was begun above, also where `work` failed; writes one handle, destroyed once, in `drop`.
+        let ended = unsafe { sys::cuStreamEndCapture(context.stream(), &mut recorded.graph) };
+        worked?;
+        context.check(ended, "cuStreamEndCapture")?;
+        // SAFETY: the graph is whole; writes one handle, destroyed once, in `drop`.
+        let made = unsafe { sys::cuGraphInstantiateWithFlags(&mut recorded.executable, recorded.graph, 0) };
+        context.check(made, "cuGraphInstantiate")?;
+        // SAFETY: executable and stream are of this context.
+        context.check(unsafe { sys::cuGraphUpload(recorded.executable, context.stream()) }, "cuGraphUpload")?;
+        Ok(recorded)
+    }
+
+    /// Enqueues everything recorded. Keep `self` until it was waited for.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn launch(&self) -> Result<()> {
+        self.context.enter()?;
+        // SAFETY: executable and stream are of this context; what the recorded work uses is the caller's to keep.
+        self.context.check(unsafe { sys::cuGraphLaunch(self.executable, self.context.stream()) }, "cuGraphLaunch")
+    }
+}
+
+impl Drop for Graph<'_> {
+    fn drop(&mut self) {
+        // The work may still be running where waiting for it failed; there is nothing left to do about an error here.
+        let _ = self.context.synchronize();
+        if !self.executable.is_null() {
+            // SAFETY: made in `record`, destroyed only here, with nothing of it running.
+            let _ = unsafe { sys::cuGraphExecDestroy(self.executable) };
+        }
+        if !self.graph.is_null() {
+            // SAFETY: as above.
+            let _ = unsafe { sys::cuGraphDestroy(self.graph) };
+        }
+    }
+}
