@@ -33,13 +33,15 @@ struct Shape {
     /// Slots in the window and among the compressed entries.
     topk: [usize; 2],
     format: RowFormat,
+    implementation: Implementation,
 }
 
 impl Shape {
     fn name(self) -> String {
-        let Self { batch, num_heads, topk: [window, compressed], format } = self;
+        let Self { batch, num_heads, topk: [window, compressed], format, implementation } = self;
         let storage = if format.nope_dim > 0 { "fp8" } else { "bf16" };
-        format!("b{batch} H{num_heads} w{window}+{compressed} {storage}")
+        let portable = if implementation == Implementation::Portable { " portable" } else { "" };
+        format!("b{batch} H{num_heads} w{window}+{compressed} {storage}{portable}")
     }
 
     fn head_dim(self) -> usize {
@@ -96,18 +98,26 @@ impl Shape {
 
 /// The lists of the two production models at three batches.
 pub fn production() -> Vec<Benchmark> {
-    let shape = |batch, num_heads, compressed, format| Shape { batch, num_heads, topk: [128, compressed], format };
     let mut shapes = Vec::new();
     for (num_heads, compressed) in [(64, 512), (128, 1024)] {
-        shapes.extend([1, 32, 128].map(|batch| shape(batch, num_heads, compressed, RowFormat::MODEL)));
-        shapes.push(shape(128, num_heads, compressed, RowFormat::bf16(512)));
+        let model = |batch| Shape {
+            batch,
+            num_heads,
+            topk: [128, compressed],
+            format: RowFormat::MODEL,
+            implementation: Implementation::Auto,
+        };
+        shapes.extend([1, 32, 128].map(model));
+        shapes.push(Shape { format: RowFormat::bf16(512), ..model(128) });
+        shapes.push(Shape { implementation: Implementation::Portable, ..model(128) });
     }
     shapes.into_iter().map(Shape::benchmark).collect()
 }
 
 /// Shapes for the emulator.
 pub fn small() -> Vec<Benchmark> {
-    vec![Shape { batch: 1, num_heads: 16, topk: [64, 64], format: RowFormat::MODEL }.benchmark()]
+    let implementation = Implementation::Portable;
+    vec![Shape { batch: 1, num_heads: 16, topk: [64, 64], format: RowFormat::MODEL, implementation }.benchmark()]
 }
 
 /// One store of a set: the rows before they were quantised, and the lists.
@@ -198,7 +208,7 @@ impl<'d> Buffers<'d> {
         let sets: Vec<Set> =
             (0..number).map(|set| Set::place(lab, &mut memory, shape, set)).collect::<Result<_, _>>()?;
         let num_blocks = launcher::natural_blocks(lab.device);
-        let implementation = launcher::resolve(lab.device, shape.format, shape.num_heads, Implementation::Auto)?;
+        let implementation = launcher::resolve(lab.device, shape.format, shape.num_heads, shape.implementation)?;
         let bytes = launcher::workspace_bytes(&sets[0].inputs(shape, &sink_view), num_blocks, implementation)?;
         let workspace = memory.workspace("workspace", bytes)?;
         Ok(Self { shape, sink, sink_view, workspace, num_blocks, implementation, sets, _memory: memory })

@@ -34,9 +34,9 @@
 // 28672 codes adds about 700 issue slots to each scheduler. At batch 1 latency limits: a launch, indices, rows, one
 // tile's products, the parts, a second launch, the merge.
 //
-// To be measured. Estimates at 790 TFLOP/s and 4.24 TB/s, which nothing here comes near: window 128 + 512 slots, H 64,
-// batch 128: 10.7 GFLOP, 14 us; 128 + 1024, H 128, batch 128: 38.7 GFLOP, 49 us. At the 240 TFLOP/s at which
-// sparse_attention multiplies: 45 us and 161 us.
+// Not tuned: an H200 takes decode_attention_hopper.cu. Estimates at 790 TFLOP/s and 4.24 TB/s, which nothing here comes
+// near: window 128 + 512 slots, H 64, batch 128: 10.7 GFLOP, 14 us; 128 + 1024, H 128, batch 128: 38.7 GFLOP, 49 us. At
+// the 240 TFLOP/s at which sparse_attention.cu multiplies on an H200: 45 us and 161 us.
 //
 // Defines
 //   NOPE_DIM         e4m3 channels of a row, a multiple of 64 up to 512; 0 is a cache of bf16

@@ -18,8 +18,8 @@
 // for a tile of 128 heads and 128 keys, a quarter of the time of its products at D 512, which one block alone does not
 // hide. From L2 as there, for 4096 tokens: 2.1 GiB (H 64, topk 512) and 4.3 GiB (H 128, topk 1024).
 //
-// What limits it (one H200, 4096 queries, 8192 keys): 429 us at H 64, topk 512 (321 TFLOP/s; the portable kernel 501) and
-// 1282 us at H 128, topk 1024 (429 TFLOP/s; 1958). ncu: matrix units 34 and 47 % of the time, L2 56 and 39 %, 0.4
+// What limits it (one H200, 4096 queries, 8192 keys): 423 us at H 64, topk 512 (325 TFLOP/s; the portable kernel 495) and
+// 1274 us at H 128, topk 1024 (432 TFLOP/s; 1959). ncu: matrix units 34 and 47 % of the time, L2 56 and 39 %, 0.4
 // instructions a cycle and scheduler, mostly waiting on each other: the chain of barrier, fence and first product of a
 // panel, some 25 instructions, and the exponentials of a tile, which nothing of the same block hides. With addresses found
 // for each copy, and copies started before the product, it took 497 and 1491 us: half of its instructions were addresses.

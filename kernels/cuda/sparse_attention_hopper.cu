@@ -9,15 +9,16 @@
 // shared memory a cycle (D 512): matrix products 4096 cycles; shared memory 2 x (1024 for the scores' operands,
 // 512 for values, 512 for arriving rows) = 4096 cycles; gather from L2 131 KB.
 //
-// What limits it (one H200, 4096 queries, D 512): 444 TFLOP/s at H 64, topk 512 over 8192 keys, 429 over 32768; 504 at
-// H 128, topk 1024 over 8192 keys and 462 over 65536, at the clock that the GPU keeps under this load. (Of an earlier
-// version ncu timed single launches at 448 and 495 where the mean of many was 402 and 445.) ncu, H 128: matrix units 63 %
-// of the time, L2 42 %, shared memory 62 %; the producer waits half of its time for a part to be released, warpgroup 0 a
-// tenth of its own for rows. Each tile is gathered, multiplied and released in turn, two in flight, so part of either
-// shows. Before addresses were found once a tile (gather.h) the producer issued half of all instructions and the kernel ran
-// at 405 and 446. Storing out took 10 and 5 % of the time then, less than half of that its way through shared memory.
-// Asking for lines ahead (prefetch, of keys or of q) or for wider sectors made it slower; shuffles in place of shared
-// memory changed nothing.
+// What limits it (one H200, 4096 queries, D 512): 452 TFLOP/s at H 64, topk 512 over 8192 keys, 439 over 32768; 505 at
+// H 128, topk 1024 over 8192 keys and 471 over 65536, at the clock that the GPU keeps under a second of this load (471 and
+// 519 over 8192 keys in a tenth of a second; of an earlier version ncu timed single launches at 448 and 495 where the mean
+// of many was 402 and 445). ncu, H 128: matrix units 63 % of the time, L2 42 %, shared memory 62 %; the producer waits half
+// of its time for a part to be released, warpgroup 0 a tenth of its own for rows. Each tile is gathered, multiplied and
+// released in turn, two in flight, so part of either shows. Before addresses were found once a tile (gather.h) the producer
+// issued half of all instructions and the kernel ran at 405 and 446. Storing out took 10 and 5 % of the time then, less than
+// half of that its way through shared memory. Asking for lines ahead (prefetch, of keys or of q) or for wider sectors made
+// it slower; shuffles in place of shared memory changed nothing, nor did parts released 16 slots at a time, as the product
+// goes through them.
 //
 // Defines: HEAD_DIM 512 or 576, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0. Launch: any grid in x of at most
 // num_tokens * ceil(num_heads / 64) blocks.

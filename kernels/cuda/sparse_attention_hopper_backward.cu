@@ -11,16 +11,18 @@
 //         product is done, so the gather runs beside the products and the atomics of dk.
 //
 // Floors for 64 heads and a tile of 64 slots (D 512): five products, 5120 cycles at 4096 FLOP a cycle; 64 KB gathered;
-// 128 KB of fp32 atomics: 4 * T * topk * D bytes for each 64 heads; operands of products, shuffles, atomics and arriving
-// rows take shared memory's data path some 9400 cycles. With DETERMINISTIC the same bytes are stored instead, and
-// sparse_attention_sum reads them: 8 * T * topk * D over 4.24 TB/s, as a bound.
+// 128 KB of fp32 atomics, 4 * T * topk * D bytes for each 64 heads; some 9400 cycles of shared memory's data path for
+// operands of products, trades between lanes, atomics and arriving rows. With DETERMINISTIC the same bytes are stored
+// instead, and sparse_attention_sum reads them: 8 * T * topk * D over 4.24 TB/s, as a bound.
 //
-// Measured on one H200, 4096 queries: @@
-// What limits it (ncu, H 64, 8192 keys, additions to whole lines in order of the columns, 2.04 ms): shared memory's data
-// path 65 % of the time, the way into L2 70 %, L2's tags 40 %, its adders 41 %. With additions to 32 bytes of a line,
-// twice as many lines each, 2.54 ms where this takes 2.19; to 64 bytes 2.55; without any 1.83. Trades and additions mixed,
-// as branches then stand between the trades: 2.30. 128 columns at a time, nothing beside them: 2.22. With the scale folded
-// into dS it was 2 % faster, and single gradients left their budget: dS is what is rounded.
+// Measured on one H200, 4096 queries: 316 and 244 TFLOP/s at H 64, topk 512 over 8192 and 32768 keys, 346 and 301 at H 128,
+// topk 1024 over 8192 and 65536; up to 2.2 TB/s of additions, fewer where they spread over more than L2 holds.
+// What limits it (ncu, H 64, 8192 keys, one launch of 2.04 ms): shared memory's data path, busy 65 % of the time, and the
+// way into L2, 70 %; L2's tags 40 %, its adders 41 %. The mean of many takes 2.17 ms; 2.54 where an instruction adds 32 bytes
+// to each of 16 lines, 2.55 where it adds 64 to each of eight (H 128, 65536 keys: 11.7, 11.0 and now 9.1 ms); 1.83 where
+// nothing is added; 2.30 where trades and additions take turns; 2.22 where dk comes 128 columns at a time and nothing runs
+// beside the additions. With the scale folded into dS an earlier version was 2 % faster, and single gradients left their
+// budget: dS is what is rounded.
 //
 // Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0, DETERMINISTIC as in sparse_attention.cu.
 // Launch: a grid of num_tokens * ceil(num_heads / 64) blocks in x.
