@@ -22,6 +22,7 @@ enum class Fault {
     missing_barrier,     // shared memory is read before the thread that writes it need have run
     unwritten_shared,    // shared memory is read that no thread writes
     unwritten_output,    // every other element of y is left as it was
+    past_shared,         // the last thread stores one element behind the dynamic shared memory
     outside_shared,      // an asynchronous copy aims behind the end of the dynamic shared memory
     endless_loop,        // a thread waits for a value that nobody stores
     endless_exchange,    // the same, with a warp barrier in the loop
@@ -76,6 +77,10 @@ DEVICE void wrong_shared_memory(const SelftestFaultParams& params, int thread) {
         __syncwarp();
         params.y[thread] = shared[params.count - 1 - thread];
     } else if constexpr (CHOSEN == Fault::unwritten_shared) {
+        params.y[thread] = shared[thread];
+    } else if constexpr (CHOSEN == Fault::past_shared) {
+        shared[thread + 1] = params.x[thread];
+        __syncthreads();
         params.y[thread] = shared[thread];
     } else if constexpr (CHOSEN == Fault::outside_shared) {
         copy_async_16(shared_address(shared + 4 * thread), params.x, true);

@@ -112,6 +112,12 @@ fn a_write_in_front_of_a_buffer_is_reported_with_the_buffers_name() {
 }
 
 #[test]
+fn a_store_behind_the_dynamic_shared_memory_is_reported_with_its_distance() {
+    let needles = ["accessed `dynamic shared memory` 0 bytes past the end (256 bytes long)"];
+    assert_fault("past_shared", Contract::NAN, 63, &needles);
+}
+
+#[test]
 fn a_copy_that_aims_outside_of_shared_memory_is_reported() {
     assert_fault("outside_shared", Contract::NAN, 16, &["outside the dynamic shared memory"]);
 }

@@ -342,11 +342,8 @@ impl EmulatorModule {
         first_fault: &Mutex<Option<(u64, BlockFault)>>,
     ) {
         let memory = &self.shared.memory;
-        let dynamic = memory.allocate(
-            "dynamic shared memory",
-            shared_bytes.next_multiple_of(1024).max(1024),
-            Placement::FlushBack,
-        );
+        // Its end touches a guard page; where it begins matters to nobody, since swizzles and descriptors go by offsets.
+        let dynamic = memory.allocate("dynamic shared memory", shared_bytes, Placement::FlushBack);
         let Ok(dynamic) = dynamic else {
             launch.cancelled.store(true, Ordering::Relaxed);
             return;
@@ -364,8 +361,13 @@ impl EmulatorModule {
                 (self.poison_static_shared)(SHARED_POISON);
             }
             let block = launch.grid.unflatten(index);
-            if let Err(fault) = Block::run(launch, block, (dynamic.address as *mut u8, shared_bytes), &mut stacks) {
+            let ran = Block::run(launch, block, (dynamic.address as *mut u8, shared_bytes), &mut stacks);
+            if let Err(mut fault) = ran {
                 launch.cancelled.store(true, Ordering::Relaxed);
+                // Here, because the shared memory is among the buffers for as long as this worker has it.
+                if let Some(address) = fault.address {
+                    fault.what = memory.describe(address);
+                }
                 let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());
                 // The fault of the lowest block, and never the mere stop of another one.
                 if slot.as_ref().is_none_or(|(first, _)| index < *first) && (fault.what != STOPPED || slot.is_none()) {
@@ -472,10 +474,7 @@ impl LoadedModule for EmulatorModule {
             kernel: kernel.to_owned(),
             block: fault.block.to_string(),
             thread: fault.thread.to_string(),
-            what: match fault.address {
-                Some(address) => self.shared.memory.describe(address),
-                None => fault.what,
-            },
+            what: fault.what,
         })
     }
 }
