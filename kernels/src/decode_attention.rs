@@ -194,7 +194,7 @@ pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
         RowFormat::MODEL,
         RowFormat::bf16(512),
         RowFormat { nope_dim: 64, rope_dim: 64 },
-        RowFormat { nope_dim: 128, rope_dim: 32 },
+        RowFormat { nope_dim: 128, rope_dim: 48 },
         RowFormat::bf16(64),
     ];
     let all = formats.into_iter().flat_map(|format| [16, 64].map(|heads| defines(format, heads)));

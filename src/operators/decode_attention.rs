@@ -116,7 +116,8 @@ pub struct DecodeAttentionCase {
 
 const MODEL: launched::RowFormat = launched::RowFormat::MODEL;
 const SMALL: launched::RowFormat = launched::RowFormat { nope_dim: 64, rope_dim: 64 };
-const ODD: launched::RowFormat = launched::RowFormat { nope_dim: 128, rope_dim: 32 };
+/// bf16 channels whose 16-byte pieces in a warp's rows are no multiple of its lanes.
+const ODD: launched::RowFormat = launched::RowFormat { nope_dim: 128, rope_dim: 48 };
 
 impl DecodeAttentionCase {
     fn plain(batch: usize, s_q: usize, num_heads: usize, format: launched::RowFormat, num_blocks: usize) -> Self {
@@ -328,9 +329,10 @@ impl Operator for DecodeAttention {
             // One block, one tile a block, and more blocks than tiles.
             plain(2, 2, 5, SMALL, 1),
             plain(1, 2, 20, SMALL, 8),
-            plain(2, 1, 3, ODD, 40),
+            DecodeAttentionCase { window: store(60, 3, 64), ..plain(2, 1, 3, ODD, 40) },
             DecodeAttentionCase { lengths: Lengths::Hostile, sinks: Sinks::Extreme, ..plain(11, 1, 7, SMALL, 5) },
-            DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 6) },
+            // More requests than a warp has lanes, and blocks that begin behind the first 32.
+            DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 20) },
             // Without sinks, where a unit is whole and where it is cut.
             DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 1) },
             DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 3) },
