@@ -124,7 +124,7 @@ mod tests {
             cases: Vec::new(),
             hidden_on_gpu: None,
         };
-        Trial { subject: Subject::Planted(mutant), schedules, all_checks: false }
+        Trial { subject: Subject::Planted(Box::new(mutant)), schedules, all_checks: false }
     }
 
     fn record(id: &str) -> MutantRecord {

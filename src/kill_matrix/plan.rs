@@ -91,7 +91,7 @@ pub fn plan(
         };
         match cannot_run.or_else(hidden) {
             Some(why) => Skip::count(&mut plan.skips, format!("planted mutants of {name}"), &why),
-            None => plan.subjects.push(Subject::Planted(mutant.clone())),
+            None => plan.subjects.push(Subject::Planted(Box::new(mutant.clone()))),
         }
     }
     let total = generated.len();

@@ -180,7 +180,7 @@ mod tests {
             cases: Vec::new(),
             hidden_on_gpu: None,
         };
-        let trial = Trial { subject: Subject::Planted(mutant), schedules: 0, all_checks: false };
+        let trial = Trial { subject: Subject::Planted(Box::new(mutant)), schedules: 0, all_checks: false };
         let schedule = Schedule {
             executable: "/bin/sh".into(),
             arguments: vec!["-c".into(), script.into()],

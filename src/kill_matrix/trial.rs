@@ -30,7 +30,7 @@ pub struct Trial {
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
     /// With its own cases.
-    Planted(Mutant),
+    Planted(Box<Mutant>),
     /// With the cases that it meets, in this order.
     Generated(Box<GeneratedMutant>, Vec<Case>),
 }

@@ -369,6 +369,8 @@ impl Operator for DecodeAttention {
                 ..plain(8, 1, 7, MODEL, 5)
             }),
             hopper(plain(2, 2, 5, launched::RowFormat::bf16(512), 3)),
+            // Units of one tile, one after another through one block.
+            hopper(DecodeAttentionCase { window: store(5, 1, 64), compressed: None, ..plain(9, 1, 1, MODEL, 1) }),
             // A head that stands alone among its warp's rows, over eight tiles.
             hopper(DecodeAttentionCase { window: store(300, 6, 64), ..plain(1, 1, 17, MODEL, 1) }),
         ];
