@@ -740,6 +740,10 @@ impl Inputs {
     /// Both stores are attended to alike.
     fn exchange_law(&self) -> Option<Law> {
         let compressed = self.compressed.as_ref()?;
+        // A variant has the inputs that its case has: that is all a kernel in another process is told.
+        if self.window.length.is_some() != compressed.length.is_some() {
+            return None;
+        }
         let variant = self.with(|v| {
             (v.window, v.compressed) = (compressed.clone(), Some(self.window.clone()));
         });
