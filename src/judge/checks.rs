@@ -14,6 +14,7 @@ use crate::judge::budget::{Budget, working_precisions};
 use crate::judge::runner::Runner;
 use crate::judge::triangulation;
 use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
+use crate::operator::tensors::permuted_along;
 use crate::record::{CheckRecord, Metrics, Skip, Verdict};
 
 /// What a sweep asks of each case beyond the checks that always run.
@@ -549,6 +550,11 @@ fn relate(
             ((bound_rows.len() * row_len) as u64, problem)
         }
         Relation::PermutedRows(map) => (elements, row_difference(a, b, map.iter().copied().zip(0..))),
+        Relation::PermutedAlong { axis, order } => (elements, first_difference(&permuted_along(a, *axis, order), b)),
+        Relation::EqualExcept { axis, at } => {
+            let (bound, kept) = without_entry(a, b, *axis, *at);
+            (bound, first_difference(a, &kept))
+        }
         // Each of the two may be off by its budget.
         Relation::WithinBudget => {
             (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 2.0)))
@@ -588,11 +594,36 @@ fn relate_freely(
                     .copy_from_slice(&variant[row * row_len..(row + 1) * row_len]);
             }
         }
+        Relation::PermutedAlong { axis, order } => {
+            let mut inverse = vec![0; order.len()];
+            order.iter().enumerate().for_each(|(to, &from)| inverse[from] = to);
+            back = permuted_along(b, *axis, &inverse).to_f64();
+        }
+        Relation::EqualExcept { axis, at } => {
+            let (bound, kept) = without_entry(a, b, *axis, *at);
+            let back = HostTensor::from_f64(DType::F32, &b.shape, &kept.to_f64());
+            return (bound, relate(a, &back, &Relation::WithinBudget, budget).1);
+        }
         Relation::WithinBudget | Relation::WithinBothBudgets => {}
     }
     let back = HostTensor::from_f64(DType::F32, &b.shape, &back);
     let (_, problem) = relate(a, &back, &Relation::WithinBudget, budget);
     ((bound * row_len) as u64, problem)
+}
+
+/// `b` with entry `at` along an axis taken from `a`, and how many elements are still its own.
+fn without_entry(a: &HostTensor, b: &HostTensor, axis: usize, at: usize) -> (u64, HostTensor) {
+    let entry = a.shape[axis + 1..].iter().product::<usize>();
+    let extent = a.shape[axis];
+    let mut kept = b.clone();
+    if a.bytes.len() == b.bytes.len() {
+        let bytes = entry * a.dtype.size();
+        for start in (at * bytes..a.bytes.len()).step_by((extent * bytes).max(1)) {
+            kept.bytes[start..start + bytes].copy_from_slice(&a.bytes[start..start + bytes]);
+        }
+    }
+    let left_out = a.elements().checked_div(extent).unwrap_or(0);
+    ((a.elements() - left_out) as u64, kept)
 }
 
 /// First of the pairs of rows (of `a`, of `b`) that is not bit-equal.

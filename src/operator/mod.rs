@@ -13,7 +13,17 @@ use crate::case::{Case, CaseError};
 use crate::judge::golden::GoldenFile;
 use crate::record::OperatorRecord;
 
+pub mod declaration;
+pub mod declared;
+pub mod documentation;
+pub mod golden;
+pub mod laws;
+pub mod layouts;
+mod memory;
+mod probe;
+pub mod refusals;
 pub mod registry;
+pub mod tensors;
 
 /// How large a sweep's cases are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -74,6 +84,14 @@ pub trait Operator: Sync {
     /// # Errors
     /// A file that should fit and does not.
     fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError>;
+
+    /// Spoils the launchers' arguments one by one, and says what became of each.
+    ///
+    /// # Errors
+    /// Arguments that cannot be made, or are refused unspoilt.
+    fn refusals(&self, _device: &Device) -> Result<Vec<refusals::Refusal>, CaseError> {
+        Ok(Vec::new())
+    }
 }
 
 /// Forward output or gradient.
@@ -172,6 +190,20 @@ pub enum Relation {
     EqualRows(Box<dyn Fn(usize) -> bool>),
     /// `variant[i] == case[map[i]]` for each row `i`, bit for bit.
     PermutedRows(Vec<usize>),
+    /// Entry `i` along an axis of the variant is entry `order[i]` of the case, bit for bit.
+    PermutedAlong {
+        /// The place of the axis.
+        axis: usize,
+        /// For each entry of the variant that of the case.
+        order: Vec<usize>,
+    },
+    /// All entries along an axis are bit-equal but one.
+    EqualExcept {
+        /// The place of the axis.
+        axis: usize,
+        /// The entry that may differ.
+        at: usize,
+    },
     /// Equal up to rounding: they differ by no more than both may be off by.
     WithinBudget,
     /// The same where the variant rounds at other points than the case: its own oracle runs say by how much it may be

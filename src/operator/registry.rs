@@ -1,14 +1,15 @@
 //! Every operator, one line each.
 
 use crate::case::{Case, CaseError};
+use crate::operator::declared::Op;
 use crate::operator::{Operator, Prepared};
 use crate::operators;
 
 /// The operators, in the order of the specification.
 #[rustfmt::skip]
 pub static OPERATORS: &[&dyn Operator] = &[
-    &operators::rms_norm::RmsNorm,
-    &operators::rope::Rope,
+    &Op::<operators::rms_norm::RmsNorm>::new(),
+    &Op::<operators::rope::Rope>::new(),
     &operators::sparse_attention::SparseAttention,
     &operators::decode_attention::DecodeAttention,
     &operators::attention_combine::AttentionCombine,

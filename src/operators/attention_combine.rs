@@ -141,6 +141,7 @@ impl Operator for AttentionCombine {
             ]),
             has_backward: false,
             paths: list(PATHS),
+            tensors: Vec::new(),
         }
     }
 

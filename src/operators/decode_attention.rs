@@ -248,6 +248,7 @@ impl Operator for DecodeAttention {
             ]),
             has_backward: false,
             paths: list(PATHS),
+            tensors: Vec::new(),
         }
     }
 

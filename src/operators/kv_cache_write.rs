@@ -184,6 +184,7 @@ impl Operator for KvCacheWrite {
             ]),
             has_backward: false,
             paths: list(PATHS),
+            tensors: Vec::new(),
         }
     }
 

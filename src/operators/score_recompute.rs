@@ -241,6 +241,7 @@ impl Operator for ScoreRecompute {
             ]),
             has_backward: false,
             paths: list(PATHS),
+            tensors: Vec::new(),
         }
     }
 

@@ -274,6 +274,7 @@ impl Operator for SparseAttention {
             ]),
             has_backward: true,
             paths: list(PATHS),
+            tensors: Vec::new(),
         }
     }
 

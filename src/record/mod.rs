@@ -109,6 +109,32 @@ pub struct OperatorRecord {
     /// Every path that a case's record may name; empty in reports written before they were declared.
     #[serde(default)]
     pub paths: Vec<String>,
+    /// Its tensors; empty in reports written before they were declared.
+    #[serde(default)]
+    pub tensors: Vec<TensorRecord>,
+}
+
+/// A tensor of an operator, as its cases have it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorRecord {
+    /// Its name, also in the exchange with external kernels.
+    pub name: String,
+    /// `input`, `upstream`, `output`, `gradient`, `state`, `scratch` or `observed`.
+    pub part: String,
+    /// Of which output an upstream is, of which input a gradient.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub of: Option<String>,
+    /// Names of its axes, outermost first.
+    pub axes: Vec<String>,
+    /// Element types that cases have.
+    pub dtypes: Vec<String>,
+    /// Whether every case has it.
+    pub always: bool,
+    /// Layouts that the kernels take.
+    pub layouts: String,
+    /// How it is compared, where it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compared: Option<String>,
 }
 
 /// One case: what was run and what every check said.

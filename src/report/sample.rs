@@ -138,6 +138,7 @@ fn operator(name: &str, has_backward: bool) -> OperatorRecord {
         ],
         has_backward,
         paths: ["forward_block", "forward_warp", "backward"].map(|path| format!("{name}_{path}")).to_vec(),
+        tensors: Vec::new(),
     }
 }
 

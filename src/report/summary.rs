@@ -324,6 +324,7 @@ pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
                 axes: Vec::new(),
                 has_backward: false,
                 paths: Vec::new(),
+                tensors: Vec::new(),
             });
         }
     }

@@ -121,6 +121,7 @@ pub fn report() -> Report {
             axes: vec!["width".into()],
             has_backward: true,
             paths: Vec::new(),
+            tensors: Vec::new(),
         }],
         cases: (0..CASES).map(case).collect(),
         benchmarks: vec![benchmark("rms_norm/a", 100.0), benchmark("rms_norm/b", 200.0)],

@@ -1,0 +1,394 @@
+//! What an operator says of its tensors: names, types, named axes, and the part that each plays.
+//!
+//! [`Specs`] is a value that a function of the case returns. Everything that the harness does with tensors follows
+//! from it: drawing, upload, poison and read-back, the oracle's inputs, which gradients there are to triangulate,
+//! layouts, refusals, and the protocol of external kernels.
+
+use dsv4_kernels::runtime::DType;
+use serde::Serialize;
+
+use crate::case::Distribution;
+use crate::operators::Aliasing;
+
+/// An axis of a tensor. Axes of one name have one extent in all tensors of a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Axis {
+    /// Its name, such as `num_tokens`.
+    pub name: &'static str,
+    /// Its extent in this case.
+    pub extent: usize,
+}
+
+/// An axis.
+pub fn axis(name: &'static str, extent: usize) -> Axis {
+    Axis { name, extent }
+}
+
+/// The part that a tensor plays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Part {
+    /// Read by the forward, and by the backward.
+    Input,
+    /// The gradient of the loss with respect to an output: read by the backward.
+    Upstream {
+        /// The output.
+        of: &'static str,
+    },
+    /// Written by the forward. The backward may read it, and may not change it.
+    Output,
+    /// Written by the backward: the gradient with respect to an input.
+    Gradient {
+        /// The input.
+        of: &'static str,
+    },
+    /// Read and written by the forward, such as a cache: what it does not write stays as it was.
+    State,
+    /// Written, and compared with nothing: scratch memory that has a shape.
+    Scratch,
+    /// No memory of its own: what the stored bytes of others mean ([`super::Declared::observe`]).
+    Observed,
+}
+
+/// How a tensor of the kernel is held to that of the oracle.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Comparison {
+    /// Within the budget of its rounding.
+    #[default]
+    Rounded,
+    /// Equal, whatever the spread of the oracle's runs is: codes, counts, permutations.
+    Exact,
+    /// Indices of a selection: another one is right only where the oracle's scores are within their own bounds.
+    Selection {
+        /// The oracle's tensor of the scores that were selected from.
+        scores: &'static str,
+    },
+}
+
+/// What layouts a kernel takes for a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Strides {
+    /// Dense and row-major.
+    Dense,
+    /// The last axis contiguous; the others anywhere, as long as no two elements coincide. Address and strides are
+    /// multiples of `align` bytes.
+    Rows {
+        /// Bytes; 1 is any element.
+        align: usize,
+    },
+    /// As `Rows`, but the axes stay in their order.
+    OrderedRows {
+        /// Bytes; 1 is any element.
+        align: usize,
+    },
+}
+
+/// Where the numbers of an input come from before [`super::Declared::amend`] sees them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Source {
+    /// A distribution, times a magnitude.
+    Drawn {
+        /// How they are distributed.
+        distribution: Distribution,
+        /// What they are multiplied by.
+        magnitude: f64,
+    },
+    /// Zeros, which `amend` replaces.
+    Amended,
+}
+
+/// One tensor of a case.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorSpec {
+    /// Name: the oracle's, the kernel's, the launcher's argument, and that of the exchange with external kernels.
+    pub name: &'static str,
+    /// Storage type.
+    pub dtype: DType,
+    /// Axes, outermost first.
+    pub axes: Vec<Axis>,
+    /// What it is.
+    pub part: Part,
+    /// Whether this case has it.
+    pub present: bool,
+    /// What layouts the kernel takes.
+    pub strides: Strides,
+    /// How it is compared.
+    pub comparison: Comparison,
+    /// Whether two runs must agree bit for bit. Sums by floating-point atomics need not.
+    pub deterministic: bool,
+    /// Where an input's numbers come from.
+    pub source: Source,
+    /// Whether it lies in another tensor's memory.
+    pub placed: Option<(Aliasing, &'static str)>,
+    /// The input in whose memory its launcher lets it lie, in cases that place it there.
+    pub may_be: Option<&'static str>,
+    /// Elements behind each row that belong to nobody, whatever the layout.
+    pub minimum_gap: usize,
+}
+
+fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Source) -> TensorSpec {
+    TensorSpec {
+        name,
+        dtype,
+        axes: axes.to_vec(),
+        part,
+        present: true,
+        strides: Strides::Dense,
+        comparison: Comparison::Rounded,
+        deterministic: true,
+        source,
+        placed: None,
+        may_be: None,
+        minimum_gap: 0,
+    }
+}
+
+/// Something that kernels read; its numbers are for [`super::Declared::amend`] to set unless [`TensorSpec::drawn`]
+/// says otherwise.
+pub fn input(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
+    spec(name, dtype, axes, Part::Input, Source::Amended)
+}
+
+/// Something that the forward writes.
+pub fn output(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
+    spec(name, dtype, axes, Part::Output, Source::Amended)
+}
+
+/// The gradient of the loss with respect to output `of`, of its type and axes once [`Specs::new`] has seen both;
+/// standard normal.
+pub fn upstream(name: &'static str, of: &'static str) -> TensorSpec {
+    let source = Source::Drawn { distribution: Distribution::Normal, magnitude: 1.0 };
+    spec(name, DType::F32, &[], Part::Upstream { of }, source)
+}
+
+/// The gradient with respect to input `of`, of its axes; stored as `dtype`.
+pub fn gradient(name: &'static str, of: &'static str, dtype: DType) -> TensorSpec {
+    spec(name, dtype, &[], Part::Gradient { of }, Source::Amended)
+}
+
+/// Something that the forward reads and partly overwrites.
+pub fn state(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
+    spec(name, dtype, axes, Part::State, Source::Amended)
+}
+
+/// Memory that a launch needs and nobody compares.
+pub fn scratch(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
+    spec(name, dtype, axes, Part::Scratch, Source::Amended)
+}
+
+/// What the stored bytes of other tensors mean.
+pub fn observed(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
+    spec(name, dtype, axes, Part::Observed, Source::Amended)
+}
+
+impl TensorSpec {
+    /// Its numbers are of this distribution, times a magnitude.
+    pub fn drawn(mut self, distribution: Distribution, magnitude: f64) -> Self {
+        self.source = Source::Drawn { distribution, magnitude };
+        self
+    }
+
+    /// This case has it only if `present`. A gradient or upstream of an absent tensor is absent by itself.
+    pub fn when(mut self, present: bool) -> Self {
+        self.present &= present;
+        self
+    }
+
+    /// The kernel takes it with rows anywhere ([`Strides::Rows`]).
+    pub fn rows(mut self) -> Self {
+        self.strides = Strides::Rows { align: 1 };
+        self
+    }
+
+    /// The kernel takes it with rows anywhere at multiples of 16 bytes.
+    pub fn aligned_rows(mut self) -> Self {
+        self.strides = Strides::Rows { align: 16 };
+        self
+    }
+
+    /// The kernel takes it with gaps behind any axis but the last, at multiples of 16 bytes.
+    pub fn ordered_rows(mut self, align: usize) -> Self {
+        self.strides = Strides::OrderedRows { align };
+        self
+    }
+
+    /// At least so many elements lie between the rows, which belong to nobody.
+    pub fn with_gap(mut self, elements: usize) -> Self {
+        self.minimum_gap = elements;
+        self
+    }
+
+    /// It is equal to the oracle's or wrong.
+    pub fn exact(mut self) -> Self {
+        self.comparison = Comparison::Exact;
+        self
+    }
+
+    /// It holds indices of a selection from the oracle's tensor `scores`.
+    pub fn selected_from(mut self, scores: &'static str) -> Self {
+        self.comparison = Comparison::Selection { scores };
+        self
+    }
+
+    /// Its sums come in any order, by floating-point atomics.
+    pub fn atomic_if(mut self, atomic: bool) -> Self {
+        self.deterministic = !atomic;
+        self
+    }
+
+    /// It lies in the memory of input `of` as `aliasing` says, with its layout.
+    pub fn placed(mut self, aliasing: Aliasing, of: &'static str) -> Self {
+        self.placed = (aliasing != Aliasing::OutOfPlace).then_some((aliasing, of));
+        self.may_be = Some(of);
+        self
+    }
+
+    /// Extents, outermost first.
+    pub fn shape(&self) -> Vec<usize> {
+        self.axes.iter().map(|axis| axis.extent).collect()
+    }
+
+    /// Number of elements; saturates.
+    pub fn elements(&self) -> usize {
+        self.axes.iter().fold(1, |product, axis| product.saturating_mul(axis.extent))
+    }
+
+    /// The place of the axis called `name`.
+    pub fn axis(&self, name: &str) -> Option<usize> {
+        self.axes.iter().position(|axis| axis.name == name)
+    }
+
+    /// Whether kernels read what the harness puts there.
+    pub fn is_given(&self) -> bool {
+        matches!(self.part, Part::Input | Part::Upstream { .. } | Part::State)
+    }
+
+    /// Whether the oracle's tensor of this name is compared with the kernel's.
+    pub fn is_compared(&self) -> bool {
+        matches!(self.part, Part::Output | Part::Gradient { .. } | Part::Observed)
+    }
+
+    /// Whether it has memory.
+    pub fn is_stored(&self) -> bool {
+        self.part != Part::Observed
+    }
+
+    /// Whether kernels write it.
+    pub fn is_written(&self) -> bool {
+        matches!(self.part, Part::Output | Part::Gradient { .. } | Part::State | Part::Scratch)
+    }
+}
+
+/// The tensors of a case.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Specs {
+    /// Seed of everything that is drawn.
+    pub seed: u64,
+    all: Vec<TensorSpec>,
+}
+
+impl Specs {
+    /// Fills in the axes (and types) of gradients and upstreams, and their absence where what they are of is absent.
+    ///
+    /// # Panics
+    /// Where one is of a tensor that is not declared, or two have one name: a mistake in the operator, which every case
+    /// of it shows.
+    pub fn new(seed: u64, tensors: impl IntoIterator<Item = TensorSpec>) -> Self {
+        let mut all: Vec<TensorSpec> = tensors.into_iter().collect();
+        for index in 0..all.len() {
+            let name = all[index].name;
+            assert!(all[..index].iter().all(|other| other.name != name), "two tensors are called `{name}`");
+            let of = match all[index].part {
+                Part::Upstream { of } | Part::Gradient { of } => of,
+                _ => continue,
+            };
+            let base = all.iter().find(|spec| spec.name == of);
+            let base = base.unwrap_or_else(|| panic!("`{name}` is of `{of}`, which is not declared")).clone();
+            let spec = &mut all[index];
+            spec.axes = base.axes;
+            spec.present &= base.present;
+            if spec.strides == Strides::Dense {
+                spec.strides = base.strides;
+            }
+            if matches!(spec.part, Part::Upstream { .. }) {
+                spec.dtype = base.dtype;
+            }
+        }
+        Self { seed, all }
+    }
+
+    /// Those that this case has.
+    pub fn present(&self) -> impl Iterator<Item = &TensorSpec> + Clone {
+        self.all.iter().filter(|spec| spec.present)
+    }
+
+    /// All of them, also those that this case has not.
+    pub fn all(&self) -> &[TensorSpec] {
+        &self.all
+    }
+
+    /// The one called `name`, if this case has it.
+    pub fn find(&self, name: &str) -> Option<&TensorSpec> {
+        self.present().find(|spec| spec.name == name)
+    }
+
+    /// The extent of an axis; `None` where no tensor of the case has it.
+    pub fn extent(&self, axis: &str) -> Option<usize> {
+        self.present().flat_map(|spec| &spec.axes).find(|a| a.name == axis).map(|a| a.extent)
+    }
+
+    /// Pairs of a differentiable input and its gradient.
+    pub fn gradients(&self) -> impl Iterator<Item = (&TensorSpec, &TensorSpec)> {
+        self.present().filter_map(|spec| match spec.part {
+            Part::Gradient { of } => Some((self.find(of)?, spec)),
+            _ => None,
+        })
+    }
+
+    /// Pairs of an output and its upstream gradient.
+    pub fn upstreams(&self) -> impl Iterator<Item = (&TensorSpec, &TensorSpec)> {
+        self.present().filter_map(|spec| match spec.part {
+            Part::Upstream { of } => Some((self.find(of)?, spec)),
+            _ => None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn specs(weighted: bool) -> Specs {
+        let rows = [axis("num_rows", 3), axis("width", 8)];
+        Specs::new(
+            1,
+            [
+                input("x", DType::Bf16, &rows).rows(),
+                input("weight", DType::F32, &rows[1..]).when(weighted),
+                output("y", DType::Bf16, &rows).rows(),
+                upstream("dy", "y"),
+                gradient("dx", "x", DType::Bf16),
+                gradient("dweight", "weight", DType::F32),
+            ],
+        )
+    }
+
+    #[test]
+    fn gradients_and_upstreams_take_over_axes_layouts_and_absence() {
+        let specs = specs(false);
+        assert!(specs.find("dweight").is_none() && specs.find("weight").is_none());
+        let dy = specs.find("dy").unwrap();
+        assert_eq!((dy.dtype, dy.shape(), dy.strides), (DType::Bf16, vec![3, 8], Strides::Rows { align: 1 }));
+        assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
+        assert_eq!(specs.upstreams().map(|(of, dy)| (of.name, dy.name)).collect::<Vec<_>>(), [("y", "dy")]);
+        assert_eq!(specs.extent("width"), Some(8));
+    }
+
+    #[test]
+    #[should_panic(expected = "which is not declared")]
+    fn a_gradient_of_an_undeclared_input_is_a_mistake_in_the_operator() {
+        Specs::new(1, [gradient("dx", "x", DType::F32)]);
+    }
+}

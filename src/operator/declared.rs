@@ -1,0 +1,631 @@
+//! An operator as a declaration: what its case is, its tensors, its oracle, its launches and its laws. Everything else
+//! is derived here, once for all operators.
+//!
+//! [`Declared`] is what an operator's file implements; [`Op`] makes an entry of the registry of it.
+
+use std::marker::PhantomData;
+use std::ops::Index;
+use std::sync::Arc;
+
+use dsv4_kernels::runtime::{Contract, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_reference::precision::{Precision, Rounding};
+use proptest::prelude::*;
+use proptest::strategy::BoxedStrategy;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::declaration::{Part, Specs, TensorSpec};
+use super::laws::Laws;
+use super::layouts::{self, Layouts, TensorLayout};
+use super::memory::Placed;
+use super::probe::Probe;
+use super::tensors::{Bound, Computed, Tensors};
+use super::{
+    GoldenCase, GradientProbe, KernelRun, KernelTensor, Law, ModuleSpecification, Operator, OracleTensor, Prepared,
+    Profile, Side,
+};
+use crate::case::{Case, CaseError};
+use crate::judge::golden::GoldenFile;
+use crate::operator::golden::Golden;
+use crate::operators::elements;
+use crate::record::OperatorRecord;
+
+/// What is said of an operator apart from any case.
+#[derive(Clone, Copy, Debug)]
+pub struct About {
+    /// Its one name: that of its kernel file, launcher, oracle and operator file.
+    pub name: &'static str,
+    /// One sentence.
+    pub summary: &'static str,
+    /// Sections of the specification.
+    pub specification: &'static [&'static str],
+    /// What its cases differ in, beside the layouts of tensors.
+    pub axes: &'static [&'static str],
+    /// Every path that a record may say ran.
+    pub paths: &'static [&'static str],
+    /// How many cases a sweep draws: quick, ci, full.
+    pub cases: [usize; 3],
+}
+
+/// A field of a case that its operator cannot take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// The field.
+    pub field: &'static str,
+    /// Its value, and the rule.
+    pub reason: String,
+}
+
+/// Refuses a field of a case.
+///
+/// # Errors
+/// Always.
+pub fn refuse<T>(field: &'static str, reason: impl Into<String>) -> Result<T, Refused> {
+    Err(Refused { field, reason: reason.into() })
+}
+
+/// A number of a case that must be finite and above 0.
+///
+/// # Errors
+/// It is not.
+pub fn positive(field: &'static str, value: f64) -> Result<(), Refused> {
+    if value.is_finite() && value > 0.0 { Ok(()) } else { refuse(field, format!("{value} must be finite and above 0")) }
+}
+
+/// An operator: a declaration, an oracle, launches and laws.
+pub trait Declared: Sized + Send + Sync + 'static {
+    /// One comparison: extents, types, classes of data, a seed. Plain data, one line of JSON.
+    type Case: Serialize + DeserializeOwned + Clone + std::fmt::Debug + Send + Sync + 'static;
+
+    /// Name, specification, paths, sizes of sweeps.
+    const ABOUT: About;
+
+    /// The tensors of a case. Called for cases that passed [`Declared::check`].
+    fn tensors(case: &Self::Case) -> Specs;
+
+    /// Whether the fields of a case go together. Extents need no bound here: the layer bounds every tensor.
+    ///
+    /// # Errors
+    /// The field, its value and the rule.
+    fn check(case: &Self::Case) -> Result<(), Refused>;
+
+    /// Draws cases; shrinks towards the smallest.
+    fn strategy(profile: Profile) -> BoxedStrategy<Self::Case>;
+
+    /// Small cases, one for each family of kernels: the layer varies their layouts in every sweep, and spoils their
+    /// arguments one by one, which launchers must refuse.
+    fn typical() -> Vec<Self::Case>;
+
+    /// Cases that every sweep runs, because chance must not leave them out.
+    fn edge_cases(profile: Profile) -> Vec<Self::Case>;
+
+    /// Every module that its launchers may compile.
+    fn modules() -> Vec<ModuleSpecification>;
+
+    /// Why a case cannot run on a device like this one; `None` where it can.
+    fn cannot_run(_case: &Self::Case, _environment: &Environment) -> Option<String> {
+        None
+    }
+
+    /// Sets what no distribution draws: lists, tables, zero rows, rows that nobody may read.
+    ///
+    /// # Errors
+    /// The oracle's, where inputs are computed by it.
+    fn amend(_case: &Self::Case, _tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+        Ok(())
+    }
+
+    /// The oracle's outputs.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn forward(case: &Self::Case, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed>;
+
+    /// The oracle's gradients, by its written-out formulas; nothing where the operator has no backward.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn backward(
+        _case: &Self::Case,
+        _tensors: &Bound<'_>,
+        _rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Computed> {
+        Ok(Computed::new())
+    }
+
+    /// Bytes of the workspaces that the launches need, by name. They are placed after all other tensors.
+    ///
+    /// # Errors
+    /// The launcher's.
+    fn workspaces(
+        _case: &Self::Case,
+        _views: &Views,
+        _device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        Ok(Vec::new())
+    }
+
+    /// Launches the forward. What it writes is frozen before [`Declared::launch_backward`].
+    ///
+    /// # Errors
+    /// What the launcher refuses, and what the kernel did wrong.
+    fn launch(case: &Self::Case, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError>;
+
+    /// Launches the backward, where there is one. An input that the forward overwrote, as declared, is there as it was.
+    ///
+    /// # Errors
+    /// As [`Declared::launch`].
+    fn launch_backward(_case: &Self::Case, _views: &Views, _run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+
+    /// What stored bytes mean: the tensors of [`Part::Observed`], from all that was written (by the kernels or the
+    /// oracle), in the order of their declaration.
+    fn observe(_case: &Self::Case, _written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+        Vec::new()
+    }
+
+    /// Relations between the case and variants of it that need no oracle.
+    fn laws(_case: &Self::Case, _laws: &mut Laws<'_, Self>) {}
+
+    /// Whether the oracle's gradients of this case can be triangulated: small, and smooth where it is.
+    fn is_smooth(_case: &Self::Case) -> bool {
+        true
+    }
+
+    /// The distance over which the oracle bends, for each element of a differentiable input; `None` where its own size
+    /// says it.
+    fn bends_over(_case: &Self::Case, _tensors: &Tensors, _input: &str) -> Option<Vec<f64>> {
+        None
+    }
+
+    /// What a golden file says of this operator.
+    ///
+    /// # Errors
+    /// A file that should fit and does not.
+    fn golden(_file: &GoldenFile) -> Result<Vec<Golden<Self::Case>>, String> {
+        Ok(Vec::new())
+    }
+}
+
+/// Views of a case's tensors on the device, by name.
+#[derive(Clone, Debug, Default)]
+pub struct Views(Vec<(&'static str, TensorView)>);
+
+impl Views {
+    /// The view of the tensor called `name`, if the case has it.
+    pub fn get(&self, name: &str) -> Option<&TensorView> {
+        self.0.iter().find(|(other, _)| *other == name).map(|(_, view)| view)
+    }
+
+    /// Puts a view in the place of its name's.
+    pub fn put(&mut self, name: &'static str, view: TensorView) {
+        match self.0.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, old)) => *old = view,
+            None => self.0.push((name, view)),
+        }
+    }
+
+    /// Names and views, in the order of the declaration.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, &TensorView)> {
+        self.0.iter().map(|(name, view)| (*name, view))
+    }
+}
+
+impl Index<&str> for Views {
+    type Output = TensorView;
+
+    /// # Panics
+    /// Where the case has no such tensor: the operator asks for what it does not declare.
+    fn index(&self, name: &str) -> &TensorView {
+        self.get(name).unwrap_or_else(|| panic!("the case has no tensor `{name}`"))
+    }
+}
+
+/// The launches of one run: on which device, what ran, and what may not change any more.
+pub struct Launches<'r> {
+    device: &'r Device,
+    arena: &'r DeviceArena<'r>,
+    paths: Vec<String>,
+    frozen: Vec<(TensorView, HostTensor)>,
+}
+
+impl<'r> Launches<'r> {
+    pub(super) fn new(device: &'r Device, arena: &'r DeviceArena<'r>) -> Self {
+        Self { device, arena, paths: Vec::new(), frozen: Vec::new() }
+    }
+
+    /// The device to launch on. One rank; operators of several ranks will ask for others by number.
+    pub fn device(&self) -> &'r Device {
+        self.device
+    }
+
+    /// Takes down what ran: one of [`About::paths`].
+    pub fn ran(&mut self, path: impl Into<String>) {
+        self.paths.push(path.into());
+    }
+
+    /// What was written so far to `view` is final: a later launch that changes it is found out.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn freeze(&mut self, view: &TensorView) -> Result<(), RuntimeError> {
+        if self.frozen.iter().all(|(frozen, _)| !frozen.same_elements(view)) {
+            self.frozen.push((view.clone(), self.arena.download(view)?));
+        }
+        Ok(())
+    }
+
+    /// Paths that ran, and what was frozen.
+    pub(super) fn finish(self) -> (Vec<String>, Vec<(TensorView, HostTensor)>) {
+        (self.paths, self.frozen)
+    }
+}
+
+/// A declared operator as an entry of the registry.
+pub struct Op<K>(PhantomData<fn() -> K>);
+
+impl<K: Declared> Op<K> {
+    /// The entry.
+    pub const fn new() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<K: Declared> Default for Op<K> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The field of a case's line that holds layouts, and the one that held the gap behind all rows before that.
+const LAYOUTS: &str = "layouts";
+const PADDING: &str = "padding";
+
+fn field_error<K: Declared>(refused: Refused) -> CaseError {
+    CaseError::Field { operator: K::ABOUT.name, field: refused.field, reason: refused.reason }
+}
+
+fn layout_error<K: Declared>(reason: String) -> CaseError {
+    CaseError::Field { operator: K::ABOUT.name, field: LAYOUTS, reason }
+}
+
+/// The oracle's error as a case's.
+pub(super) fn oracle_error<K: Declared>(error: impl std::fmt::Display) -> CaseError {
+    CaseError::Oracle { operator: K::ABOUT.name, reason: error.to_string() }
+}
+
+/// A case with its layouts, as a line of JSON.
+pub(super) fn case_of<K: Declared>(case: &K::Case, layouts: &Layouts) -> Case {
+    let mut line = Case::new(K::ABOUT.name, case);
+    if !layouts.is_empty() {
+        line.fields.insert(LAYOUTS.to_owned(), serde_json::json!(layouts));
+    }
+    line
+}
+
+/// Reads a line; lines written before layouts had a field of their own say `padding`.
+fn read<K: Declared>(line: &Case) -> Result<(K::Case, Layouts), CaseError> {
+    let mut line = line.clone();
+    let layouts = line.fields.remove(LAYOUTS);
+    let padding = line.fields.remove(PADDING);
+    let case: K::Case = line.fields()?;
+    K::check(&case).map_err(field_error::<K>)?;
+    let specs = K::tensors(&case);
+    bound_sizes::<K>(&specs)?;
+    let layouts = match (layouts, padding) {
+        (Some(value), None) => serde_json::from_value(value).map_err(|e| layout_error::<K>(e.to_string()))?,
+        (None, Some(value)) => layouts::padded(&specs, padding_of::<K>(&value)?),
+        (None, None) => Layouts::new(),
+        (Some(_), Some(_)) => return Err(layout_error::<K>("`padding` beside `layouts`: say it there".into())),
+    };
+    check_layouts::<K>(&specs, &layouts)?;
+    Ok((case, layouts))
+}
+
+fn padding_of<K: Declared>(value: &Value) -> Result<usize, CaseError> {
+    let number = value.as_u64().and_then(|number| usize::try_from(number).ok());
+    number.ok_or_else(|| CaseError::Field {
+        operator: K::ABOUT.name,
+        field: PADDING,
+        reason: format!("{value} is no number of elements"),
+    })
+}
+
+/// Largest tensor of a case, in elements.
+const LARGEST_TENSOR: usize = 1 << 31;
+
+fn bound_sizes<K: Declared>(specs: &Specs) -> Result<(), CaseError> {
+    let Some(large) = specs.present().find(|spec| spec.elements() > LARGEST_TENSOR) else { return Ok(()) };
+    let longest = large.axes.iter().max_by_key(|axis| axis.extent);
+    Err(CaseError::Field {
+        operator: K::ABOUT.name,
+        field: longest.map_or("extents", |axis| axis.name),
+        reason: format!("`{}` {:?} has more than 2^31 elements", large.name, large.shape()),
+    })
+}
+
+fn check_layouts<K: Declared>(specs: &Specs, layouts: &Layouts) -> Result<(), CaseError> {
+    for name in layouts.keys() {
+        if specs.find(name).is_none() {
+            let names: Vec<_> = specs.present().map(|spec| spec.name).collect();
+            return Err(layout_error::<K>(format!("no tensor `{name}`; the case has {}", names.join(", "))));
+        }
+    }
+    for spec in specs.present().filter(|spec| spec.is_stored()) {
+        layout_of(spec, layouts).place(spec).map_err(layout_error::<K>)?;
+    }
+    Ok(())
+}
+
+pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
+    layouts.get(spec.name).cloned().unwrap_or_default()
+}
+
+impl<K: Declared> Operator for Op<K> {
+    fn describe(&self) -> OperatorRecord {
+        let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
+        let About { name, summary, specification, axes, paths, .. } = K::ABOUT;
+        let tensors = super::documentation::tensors::<K>();
+        OperatorRecord {
+            name: name.into(),
+            summary: summary.into(),
+            specification: list(specification),
+            kernel_file: format!("kernels/cuda/{name}.cu"),
+            oracle_file: format!("reference/src/{name}.rs"),
+            dtypes: tensors.iter().map(|tensor| format!("{} {}", tensor.name, tensor.dtypes.join("|"))).collect(),
+            axes: axes.iter().map(|&axis| axis.to_owned()).chain(["layouts".to_owned()]).collect(),
+            has_backward: tensors.iter().any(|tensor| tensor.part == "gradient"),
+            paths: list(paths),
+            tensors,
+        }
+    }
+
+    fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
+        (K::strategy(profile), layouts::strategy(layouts::MOST_TENSORS))
+            .prop_map(|(case, choices)| {
+                // A case that is refused says so when it runs: it has no tensors to lay out.
+                let laid_out = K::check(&case).is_ok();
+                let layouts = if laid_out { layouts::resolve(&K::tensors(&case), &choices) } else { Layouts::new() };
+                case_of::<K>(&case, &layouts)
+            })
+            .boxed()
+    }
+
+    fn corner_cases(&self, profile: Profile) -> Vec<Case> {
+        let own = K::edge_cases(profile).into_iter().map(|case| case_of::<K>(&case, &Layouts::new()));
+        let laid_out = K::typical().into_iter().flat_map(|case| {
+            let layouts = layouts::edge_cases(&K::tensors(&case));
+            layouts.into_iter().map(move |layouts| case_of::<K>(&case, &layouts))
+        });
+        own.chain(laid_out).collect()
+    }
+
+    fn default_cases(&self, profile: Profile) -> usize {
+        let [quick, ci, full] = K::ABOUT.cases;
+        match profile {
+            Profile::Quick => quick,
+            Profile::Ci => ci,
+            Profile::Full => full,
+        }
+    }
+
+    fn modules(&self) -> Vec<ModuleSpecification> {
+        K::modules()
+    }
+
+    fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
+        // A case that is not understood is no skip: to prepare it will say what is wrong.
+        let (case, _) = read::<K>(case).ok()?;
+        K::cannot_run(&case, environment)
+    }
+
+    fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
+        let (case, layouts) = read::<K>(case)?;
+        Ok(Box::new(Inputs::<K>::draw(case, layouts)?))
+    }
+
+    fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError> {
+        let cases = K::golden(file).map_err(CaseError::Malformed)?;
+        cases.into_iter().map(|golden| golden.finish::<K>(file)).collect()
+    }
+
+    fn refusals(&self, device: &Device) -> Result<Vec<super::refusals::Refusal>, CaseError> {
+        super::refusals::of::<K>(device)
+    }
+}
+
+/// What of a variant's tensor is looked at: its elements at these places, in this shape.
+#[derive(Clone, Debug)]
+pub(super) struct Shown {
+    pub name: &'static str,
+    pub shape: Vec<usize>,
+    pub elements: Vec<usize>,
+}
+
+impl Shown {
+    fn of_values(&self, values: &[f64]) -> Vec<f64> {
+        self.elements.iter().map(|&at| values[at]).collect()
+    }
+
+    fn of_tensor(&self, tensor: &HostTensor) -> HostTensor {
+        let size = tensor.dtype.size();
+        let bytes = self.elements.iter().flat_map(|&at| tensor.bytes[at * size..(at + 1) * size].iter().copied());
+        HostTensor { dtype: tensor.dtype, shape: self.shape.clone(), bytes: bytes.collect() }
+    }
+}
+
+/// A case with its tensors.
+pub struct Inputs<K: Declared> {
+    pub(super) case: K::Case,
+    pub(super) layouts: Layouts,
+    pub(super) tensors: Arc<Tensors>,
+    pub(super) shown: Vec<Shown>,
+    /// Whether the case's line says all that sets these inputs apart but their numbers.
+    pub(super) said: bool,
+}
+
+impl<K: Declared> Clone for Inputs<K> {
+    fn clone(&self) -> Self {
+        let (case, layouts, tensors) = (self.case.clone(), self.layouts.clone(), self.tensors.clone());
+        Self { case, layouts, tensors, shown: self.shown.clone(), said: self.said }
+    }
+}
+
+impl<K: Declared> Inputs<K> {
+    /// Draws the tensors of a case that was checked.
+    fn draw(case: K::Case, layouts: Layouts) -> Result<Self, CaseError> {
+        let mut tensors = Tensors::draw(&K::tensors(&case));
+        K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
+        Ok(Self::of(case, layouts, tensors))
+    }
+
+    pub(super) fn of(case: K::Case, layouts: Layouts, tensors: Tensors) -> Self {
+        Self { case, layouts, tensors: Arc::new(tensors), shown: Vec::new(), said: true }
+    }
+
+    pub(super) fn specs(&self) -> Specs {
+        K::tensors(&self.case)
+    }
+
+    fn run_oracle(&self, precision: Precision) -> dsv4_reference::Result<Vec<OracleTensor>> {
+        let specs = self.specs();
+        let bound = Bound::new(&self.tensors);
+        let forward = K::forward(&self.case, &bound, &mut Rounding::new(precision))?;
+        let backward = K::backward(&self.case, &bound, &mut Rounding::new(precision))?;
+        let sides = [(Side::Forward, forward), (Side::Gradient, backward)];
+        let mut tensors = Vec::new();
+        for (side, computed) in sides {
+            for (name, tensor) in computed.into_tensors() {
+                tensors.push(OracleTensor { name, side, shape: tensor.dims().to_vec(), values: elements(&tensor)? });
+            }
+        }
+        self.observe_oracle(&specs, &mut tensors);
+        for shown in &self.shown {
+            if let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == shown.name) {
+                (tensor.values, tensor.shape) = (shown.of_values(&tensor.values), shown.shape.clone());
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// Replaces the oracle's stored bytes by what they mean, where the operator observes them.
+    fn observe_oracle(&self, specs: &Specs, tensors: &mut Vec<OracleTensor>) {
+        if specs.present().all(|spec| spec.part != Part::Observed) {
+            return;
+        }
+        let mut written = Tensors::default();
+        for spec in specs.present().filter(|spec| spec.is_written()) {
+            if let Some(at) = tensors.iter().position(|tensor| tensor.name == spec.name) {
+                let tensor = tensors.remove(at);
+                written.put(spec.name, stored(spec, &tensor.values));
+            }
+        }
+        let observed = K::observe(&self.case, &written).into_iter().map(|(name, tensor)| OracleTensor {
+            name,
+            side: Side::Forward,
+            shape: tensor.shape.clone(),
+            values: tensor.to_f64(),
+        });
+        tensors.extend(observed);
+    }
+
+    fn collect(&self, specs: &Specs, placed: &Placed<'_>) -> Result<Vec<KernelTensor>, RuntimeError> {
+        let mut tensors = Vec::new();
+        let mut written = Tensors::default();
+        for spec in specs.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
+            let tensor = placed.download(spec.name)?;
+            if spec.is_compared() {
+                tensors.push(kernel_tensor(spec, tensor));
+            } else {
+                written.put(spec.name, tensor);
+            }
+        }
+        for (name, tensor) in K::observe(&self.case, &written) {
+            if let Some(spec) = specs.find(name) {
+                tensors.push(kernel_tensor(spec, tensor));
+            }
+        }
+        for shown in &self.shown {
+            if let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == shown.name) {
+                tensor.tensor = shown.of_tensor(&tensor.tensor);
+            }
+        }
+        Ok(tensors)
+    }
+}
+
+/// Bytes of a spec's type that hold the oracle's numbers.
+fn stored(spec: &TensorSpec, values: &[f64]) -> HostTensor {
+    let bytes = values.iter().map(|&value| value as u8).collect();
+    match spec.dtype {
+        dsv4_kernels::runtime::DType::U8 => HostTensor { dtype: spec.dtype, shape: spec.shape(), bytes },
+        dtype => HostTensor::from_f64(dtype, &spec.shape(), values),
+    }
+}
+
+fn kernel_tensor(spec: &TensorSpec, tensor: HostTensor) -> KernelTensor {
+    KernelTensor { name: spec.name, tensor, deterministic: spec.deterministic }
+}
+
+impl<K: Declared> Prepared for Inputs<K> {
+    fn operator(&self) -> &'static str {
+        K::ABOUT.name
+    }
+
+    fn case(&self) -> Option<Case> {
+        self.said.then(|| case_of::<K>(&self.case, &self.layouts))
+    }
+
+    fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
+        self.run_oracle(precision).map_err(oracle_error::<K>)
+    }
+
+    fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
+        let specs = self.specs();
+        let mut placed = Placed::place(device, contract, &specs, &self.layouts, &self.tensors)?;
+        for (name, bytes) in K::workspaces(&self.case, placed.views(), device)? {
+            placed.workspace(name, bytes)?;
+        }
+        let (mut paths, mut changed) = (Vec::new(), Vec::new());
+        let mut violations = placed.arena().run(|device| {
+            let mut run = Launches::new(device, placed.arena());
+            K::launch(&self.case, placed.views(), &mut run)?;
+            if specs.gradients().next().is_some() {
+                for spec in specs.present().filter(|spec| spec.part == Part::Output) {
+                    run.freeze(&placed.views()[spec.name])?;
+                }
+                K::launch_backward(&self.case, placed.backward_views(), &mut run)?;
+            }
+            let frozen;
+            (paths, frozen) = run.finish();
+            changed = placed.changed(&frozen)?;
+            Ok(())
+        })?;
+        violations.extend(changed);
+        Ok(KernelRun { tensors: self.collect(&specs, &placed)?, violations, paths })
+    }
+
+    fn laws(&self) -> Vec<Law> {
+        let mut laws = Laws::new(self);
+        K::laws(&self.case, &mut laws);
+        laws.finish()
+    }
+
+    fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
+        let specs = self.specs();
+        let whole = specs.gradients().next().is_some() && specs.present().all(|spec| spec.elements() > 0);
+        (whole && K::is_smooth(&self.case)).then(|| Box::new(Probe::new(self, &specs)) as Box<dyn GradientProbe>)
+    }
+}
+
+/// Roles of the arena by part.
+pub(super) fn role(part: Part) -> Role {
+    match part {
+        Part::Input | Part::Upstream { .. } => Role::Input,
+        Part::State => Role::InPlace,
+        Part::Output | Part::Gradient { .. } => Role::Output,
+        Part::Scratch | Part::Observed => Role::Workspace,
+    }
+}

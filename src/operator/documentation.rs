@@ -1,0 +1,64 @@
+//! What `parity ops` says of an operator's tensors: the union over its cases.
+
+use std::collections::BTreeSet;
+
+use super::Profile;
+use super::declaration::{Part, Specs, Strides, TensorSpec};
+use super::declared::Declared;
+use crate::record::TensorRecord;
+
+/// The tensors of an operator: what its typical cases and edge cases have.
+pub(super) fn tensors<K: Declared>() -> Vec<TensorRecord> {
+    let cases = K::typical().into_iter().chain(K::edge_cases(Profile::Quick));
+    let all: Vec<Specs> = cases.filter(|case| K::check(case).is_ok()).map(|case| K::tensors(&case)).collect();
+    let mut names: Vec<&'static str> = Vec::new();
+    for spec in all.iter().flat_map(Specs::present) {
+        if !names.contains(&spec.name) {
+            names.push(spec.name);
+        }
+    }
+    names.into_iter().map(|name| record(name, &all)).collect()
+}
+
+fn record(name: &'static str, all: &[Specs]) -> TensorRecord {
+    let found: Vec<&TensorSpec> = all.iter().filter_map(|specs| specs.find(name)).collect();
+    let (part, of) = match found[0].part {
+        Part::Input => ("input", None),
+        Part::Upstream { of } => ("upstream", Some(of)),
+        Part::Output => ("output", None),
+        Part::Gradient { of } => ("gradient", Some(of)),
+        Part::State => ("state", None),
+        Part::Scratch => ("scratch", None),
+        Part::Observed => ("observed", None),
+    };
+    let dtypes: BTreeSet<String> = found.iter().map(|spec| spec.dtype.to_string()).collect();
+    TensorRecord {
+        name: name.to_owned(),
+        part: part.to_owned(),
+        of: of.map(str::to_owned),
+        axes: found[0].axes.iter().map(|axis| axis.name.to_owned()).collect(),
+        dtypes: dtypes.into_iter().collect(),
+        always: found.len() == all.len(),
+        layouts: layouts(found[0].strides),
+        compared: found[0].is_compared().then(|| compared(found[0])),
+    }
+}
+
+fn layouts(strides: Strides) -> String {
+    let aligned = |align: usize| if align > 1 { format!(", at multiples of {align} bytes") } else { String::new() };
+    match strides {
+        Strides::Dense => "dense".into(),
+        Strides::Rows { align } => format!("rows anywhere{}", aligned(align)),
+        Strides::OrderedRows { align } => format!("rows in order, with gaps{}", aligned(align)),
+    }
+}
+
+fn compared(spec: &TensorSpec) -> String {
+    use super::declaration::Comparison;
+    let how = match spec.comparison {
+        Comparison::Rounded => "within its budget".to_owned(),
+        Comparison::Exact => "exactly".to_owned(),
+        Comparison::Selection { scores } => format!("as a selection by `{scores}`, by margin"),
+    };
+    if spec.deterministic { how } else { format!("{how}; sums come in any order") }
+}

@@ -1,0 +1,160 @@
+//! Laws of a declared operator: variants of a case, and what must hold between the two.
+//!
+//! A relation on a tensor that the case has not is dropped, so that an operator states each law once for all its cases.
+
+use dsv4_kernels::runtime::{DType, HostTensor};
+
+use super::declaration::{Part, Specs, TensorSpec};
+use super::declared::{Declared, Inputs, Shown};
+use super::tensors::Tensors;
+use super::{Law, Relation};
+use crate::judge::checks::permutation;
+
+/// A variant in the making.
+pub struct Variant<K: Declared> {
+    /// Its case.
+    pub case: K::Case,
+    /// Its tensors.
+    pub tensors: Tensors,
+    shown: Vec<Shown>,
+    said: bool,
+}
+
+impl<K: Declared> Variant<K> {
+    /// Of the output called `name` only these elements (by their places, row-major) are looked at, in this shape.
+    pub fn show(&mut self, name: &'static str, shape: &[usize], elements: Vec<usize>) {
+        self.said = false;
+        self.shown.push(Shown { name, shape: shape.to_vec(), elements });
+    }
+
+    /// The variant differs from the case in more than a line of JSON and given tensors can say: external kernels are
+    /// not asked for it.
+    pub fn unsaid(&mut self) {
+        self.said = false;
+    }
+}
+
+/// The laws of one case.
+pub struct Laws<'i, K: Declared> {
+    inputs: &'i Inputs<K>,
+    specs: Specs,
+    laws: Vec<Law>,
+}
+
+impl<'i, K: Declared> Laws<'i, K> {
+    pub(super) fn new(inputs: &'i Inputs<K>) -> Self {
+        Self { inputs, specs: inputs.specs(), laws: Vec::new() }
+    }
+
+    pub(super) fn finish(self) -> Vec<Law> {
+        self.laws
+    }
+
+    /// The case's own tensors.
+    pub fn tensors(&self) -> &'i Tensors {
+        &self.inputs.tensors
+    }
+
+    /// The outputs and gradients of the case.
+    pub fn compared(&self) -> Vec<&'static str> {
+        self.specs.present().filter(|spec| spec.is_compared()).map(|spec| spec.name).collect()
+    }
+
+    /// A law of any kind.
+    pub fn law(
+        &mut self,
+        name: &'static str,
+        change: impl FnOnce(&mut Variant<K>),
+        relations: impl IntoIterator<Item = (&'static str, Relation)>,
+    ) {
+        let Inputs { case, layouts, tensors, .. } = self.inputs;
+        let (case, tensors) = (case.clone(), Tensors::clone(tensors));
+        let mut variant = Variant { case, tensors, shown: Vec::new(), said: true };
+        change(&mut variant);
+        let relations: Vec<_> = relations.into_iter().filter(|(name, _)| self.specs.find(name).is_some()).collect();
+        if relations.is_empty() {
+            return;
+        }
+        let Variant { case, tensors, shown, said } = variant;
+        let variant = Inputs::<K> { shown, said, ..Inputs::of(case, layouts.clone(), tensors) };
+        self.laws.push(Law { name, variant: Box::new(variant), relations });
+    }
+
+    /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large.
+    pub fn scale(&mut self, name: &'static str, scaled: &'static str, factor: f64, outputs: &[(&'static str, f64)]) {
+        if self.specs.find(scaled).is_some_and(|spec| spec.elements() > 0) {
+            let relations: Vec<_> = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
+            self.law(name, |v| v.tensors.scale(scaled, factor), relations);
+        }
+    }
+
+    /// Entries along `axis` may come in another order: what has the axis follows, bit for bit; what sums over it stays
+    /// the same within its budget, if it is a gradient, or bit for bit, if it is an output.
+    pub fn permute(&mut self, name: &'static str, axis: &str) {
+        let Some(extent) = self.specs.extent(axis).filter(|&extent| extent > 1) else { return };
+        let order = permutation(self.specs.seed, extent);
+        let relation = |spec: &TensorSpec| match (spec.axis(axis), spec.part) {
+            (Some(at), _) => Relation::PermutedAlong { axis: at, order: order.clone() },
+            (None, Part::Gradient { .. }) => Relation::WithinBudget,
+            (None, _) => Relation::Times(1.0),
+        };
+        let compared = self.specs.present().filter(|spec| spec.is_compared());
+        let relations: Vec<_> = compared.map(|spec| (spec.name, relation(spec))).collect();
+        let specs = self.specs.clone();
+        self.law(name, |v| v.tensors.permute(&specs, axis, &order), relations);
+    }
+
+    /// Other numbers and lists in the middle entry along `axis` change no other entry of what has the axis.
+    pub fn independent(&mut self, axis: &str) {
+        let Some(extent) = self.specs.extent(axis).filter(|&extent| extent > 1) else { return };
+        let middle = extent / 2;
+        let bound = self.specs.present().filter(|spec| spec.is_compared() && spec.deterministic);
+        let bound = bound.filter_map(|spec| Some((spec.name, spec.axis(axis)?)));
+        let relations: Vec<_> = bound.map(|(name, axis)| (name, Relation::EqualExcept { axis, at: middle })).collect();
+        let specs = self.specs.clone();
+        let change = |v: &mut Variant<K>| {
+            for spec in specs.present().filter(|spec| spec.is_given()) {
+                if let (Some(at), Some(tensor)) = (spec.axis(axis), v.tensors.get(spec.name)) {
+                    let changed = with_other_entry(tensor, at, middle);
+                    v.tensors.put(spec.name, changed);
+                }
+            }
+        };
+        self.law("independence", change, relations);
+    }
+}
+
+/// The tensor with other numbers in entry `entry` along axis `at`: floating-point ones are taken from 3, lists of
+/// integers turned around; single integers and bytes stay.
+fn with_other_entry(tensor: &HostTensor, at: usize, entry: usize) -> HostTensor {
+    let inner: usize = tensor.shape[at + 1..].iter().product();
+    let (extent, outer) = (tensor.shape[at], tensor.shape[..at].iter().product::<usize>());
+    let ranges = (0..outer).map(|o| (o * extent + entry) * inner).map(|start| start..start + inner);
+    match tensor.dtype {
+        DType::F32 | DType::Bf16 => {
+            let mut values = tensor.to_f64();
+            ranges.flatten().for_each(|i| values[i] = 3.0 - values[i]);
+            HostTensor::from_f64(tensor.dtype, &tensor.shape, &values)
+        }
+        DType::I32 => {
+            let mut values = tensor.to_i32();
+            ranges.for_each(|range| values[range].reverse());
+            HostTensor::from_i32(&tensor.shape, &values)
+        }
+        _ => tensor.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_entry_gets_other_numbers() {
+        let tensor = HostTensor::from_f64(DType::F32, &[2, 3, 2], &(0..12).map(f64::from).collect::<Vec<_>>());
+        let changed = with_other_entry(&tensor, 1, 1).to_f64();
+        assert_eq!(changed, [0.0, 1.0, 1.0, 0.0, 4.0, 5.0, 6.0, 7.0, -5.0, -6.0, 10.0, 11.0]);
+        let lists = HostTensor::from_i32(&[2, 3], &[1, 2, 3, 4, 5, 6]);
+        assert_eq!(with_other_entry(&lists, 0, 1).to_i32(), [1, 2, 3, 6, 5, 4]);
+    }
+}

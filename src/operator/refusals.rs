@@ -1,0 +1,185 @@
+//! Bad arguments, derived from the declaration: each tensor of a typical case is spoilt in every way, one at a time, and
+//! the launcher must refuse it, naming the argument, before anything runs.
+
+use dsv4_kernels::runtime::{Contract, DType, Device, RuntimeError, TensorView};
+
+use super::declaration::{Specs, Strides, TensorSpec};
+use super::declared::{Declared, Inputs, Launches, Views, oracle_error};
+use super::layouts::Layouts;
+use super::memory::Placed;
+use super::tensors::Tensors;
+use crate::case::CaseError;
+
+/// A bad argument, and what the launcher said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// Which tensor was spoilt, and how.
+    pub what: String,
+    /// What went wrong: it was accepted, another argument was blamed, or something ran. `None` where it was refused.
+    pub problem: Option<String>,
+}
+
+/// A view in the place of a tensor's, and the names that a refusal of it may give.
+struct Spoilt {
+    what: String,
+    name: &'static str,
+    view: TensorView,
+    blamed: Vec<&'static str>,
+}
+
+/// Spoils every tensor of every typical case that can run on this device.
+pub(super) fn of<K: Declared>(device: &Device) -> Result<Vec<Refusal>, CaseError> {
+    let mut refusals = Vec::new();
+    for case in K::typical() {
+        if K::cannot_run(&case, device.environment()).is_some() {
+            continue;
+        }
+        let specs = K::tensors(&case);
+        let mut tensors = Tensors::draw(&specs);
+        K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
+        let inputs = Inputs::<K>::of(case, Layouts::new(), tensors);
+        refusals.extend(of_case(&inputs, &specs, device).map_err(oracle_error::<K>)?);
+    }
+    Ok(refusals)
+}
+
+fn of_case<K: Declared>(inputs: &Inputs<K>, specs: &Specs, device: &Device) -> Result<Vec<Refusal>, RuntimeError> {
+    let mut placed = Placed::place(device, Contract::NAN, specs, &inputs.layouts, &inputs.tensors)?;
+    for (name, bytes) in K::workspaces(&inputs.case, placed.views(), device)? {
+        placed.workspace(name, bytes)?;
+    }
+    let launch = |views: &Views| {
+        let mut run = Launches::new(device, placed.arena());
+        K::launch(&inputs.case, views, &mut run)?;
+        K::launch_backward(&inputs.case, views, &mut run)
+    };
+    // Unspoilt, it runs: otherwise every refusal would be right for the wrong reason.
+    launch(placed.views())?;
+    let refusal = |spoilt: Spoilt| {
+        let mut views = placed.views().clone();
+        views.put(spoilt.name, spoilt.view);
+        Refusal { what: format!("{}: {}", K::ABOUT.name, spoilt.what), problem: problem(launch(&views), &spoilt.blamed) }
+    };
+    Ok(spoil(specs, placed.views()).into_iter().map(refusal).collect())
+}
+
+fn problem(outcome: Result<(), RuntimeError>, blamed: &[&'static str]) -> Option<String> {
+    match outcome {
+        Err(RuntimeError::Argument { argument, .. }) if blamed.contains(&argument) => None,
+        Err(RuntimeError::Argument { argument, reason, .. }) => {
+            Some(format!("`{argument}` was blamed ({reason}), not {}", blamed.join(" or ")))
+        }
+        Err(error) => Some(format!("it was not refused, and then: {error}")),
+        Ok(()) => Some("it was accepted".into()),
+    }
+}
+
+fn spoil(specs: &Specs, views: &Views) -> Vec<Spoilt> {
+    let mut all = Vec::new();
+    for spec in specs.present().filter(|spec| spec.is_stored() && spec.elements() > 0) {
+        let view = &views[spec.name];
+        all.extend(with_another_type(spec, view));
+        all.extend(with_another_rank(spec, view));
+        all.extend(with_fewer_entries(specs, spec, view));
+        all.extend(misaligned(spec, view));
+        all.extend(laid_out_otherwise(spec, view));
+        all.extend(overlapping(specs, spec, views));
+    }
+    all
+}
+
+fn spoilt(spec: &TensorSpec, how: &str, view: TensorView) -> Spoilt {
+    Spoilt { what: format!("`{}` {how}", spec.name), name: spec.name, view, blamed: vec![spec.name] }
+}
+
+fn with_another_type(spec: &TensorSpec, view: &TensorView) -> Option<Spoilt> {
+    let other = if spec.dtype == DType::U8 { DType::I32 } else { DType::U8 };
+    Some(spoilt(spec, &format!("of type {other}"), TensorView { dtype: other, ..view.clone() }))
+}
+
+fn with_another_rank(spec: &TensorSpec, view: &TensorView) -> Option<Spoilt> {
+    let shape = [vec![1], view.shape.clone()].concat();
+    let strides = [vec![spec.elements() as i64], view.strides.clone()].concat();
+    Some(spoilt(spec, "with an axis more", TensorView { shape, strides, ..view.clone() }))
+}
+
+/// One entry less along each axis that another tensor of the case has as well.
+fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
+    let less = |(at, axis): (usize, &super::declaration::Axis)| {
+        let sharing: Vec<&'static str> = specs
+            .present()
+            .filter(|other| other.name != spec.name && other.is_stored() && other.axis(axis.name).is_some())
+            .map(|other| other.name)
+            .collect();
+        if sharing.is_empty() || axis.extent == 0 {
+            return None;
+        }
+        let mut shorter = view.clone();
+        shorter.shape[at] -= 1;
+        let one = spoilt(spec, &format!("with one entry less along {}", axis.name), shorter);
+        Some(Spoilt { blamed: [one.blamed.clone(), sharing].concat(), ..one })
+    };
+    spec.axes.iter().enumerate().filter_map(less).collect()
+}
+
+fn misaligned(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
+    let mut offsets = Vec::new();
+    if spec.dtype.size() > 1 {
+        offsets.push(1);
+    }
+    if let Strides::Rows { align } | Strides::OrderedRows { align } = spec.strides
+        && align > spec.dtype.size()
+    {
+        offsets.push(spec.dtype.size());
+    }
+    let moved = |by: usize| {
+        let view = TensorView { address: view.address + by as u64, ..view.clone() };
+        spoilt(spec, &format!("{by} byte(s) off its alignment"), view)
+    };
+    offsets.into_iter().map(moved).collect()
+}
+
+/// Layouts that the kernel does not take.
+fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
+    let mut all = Vec::new();
+    let last = view.shape.len() - 1;
+    let mut change = |how: &str, strides: Vec<i64>| all.push(spoilt(spec, how, TensorView { strides, ..view.clone() }));
+    if view.shape[last] > 1 {
+        let doubled = view.strides.iter().map(|stride| 2 * stride).collect();
+        change("with gaps between the elements of a row", doubled);
+    }
+    let Some(outer) = (0..last).find(|&at| view.shape[at] > 1) else { return all };
+    let with = |stride: i64| {
+        let mut strides = view.strides.clone();
+        strides[outer] = stride;
+        strides
+    };
+    change("with all rows in one place", with(0));
+    match spec.strides {
+        Strides::Dense => change("with a gap between its rows", with(view.strides[outer] + 16)),
+        Strides::Rows { align } | Strides::OrderedRows { align } if align > spec.dtype.size() => {
+            change("with rows off their alignment", with(view.strides[outer] + 1));
+        }
+        _ => {}
+    }
+    all
+}
+
+/// Everything that is written, in the memory of everything else.
+fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
+    if !spec.is_written() {
+        return Vec::new();
+    }
+    let others = specs.present().filter(|other| other.name != spec.name && other.is_stored() && other.elements() > 0);
+    let may_be = |other: &TensorSpec| specs.all().iter().any(|declared| {
+        declared.name == spec.name && declared.may_be == Some(other.name) || declared.name == other.name && declared.may_be == Some(spec.name)
+    });
+    others
+        .filter(|other| !may_be(other))
+        .map(|other| {
+            let view = TensorView { address: views[other.name].address, ..views[spec.name].clone() };
+            let one = spoilt(spec, &format!("in the memory of `{}`", other.name), view);
+            Spoilt { blamed: vec![spec.name, other.name], ..one }
+        })
+        .collect()
+}

@@ -1,0 +1,260 @@
+//! The given tensors of a case by name: as the host holds them, and as the oracle sees them.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device as Cpu, Tensor};
+use dsv4_kernels::runtime::HostTensor;
+
+use super::declaration::{Source, Specs, TensorSpec};
+use super::rows_of;
+use crate::case::Draw;
+
+/// Tensors of a case that kernels read, and the numbers that the oracle takes beside them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tensors {
+    tensors: BTreeMap<&'static str, HostTensor>,
+    scalars: BTreeMap<&'static str, f64>,
+}
+
+impl Tensors {
+    /// Draws every given tensor as its source says; each name has a random stream of its own.
+    pub fn draw(specs: &Specs) -> Self {
+        let tensors = specs.present().filter(|spec| spec.is_given()).map(|spec| (spec.name, drawn(spec, specs.seed)));
+        Self { tensors: tensors.collect(), scalars: BTreeMap::new() }
+    }
+
+    /// The tensor called `name`, if the case has it.
+    pub fn get(&self, name: &str) -> Option<&HostTensor> {
+        self.tensors.get(name)
+    }
+
+    /// The tensor called `name`.
+    ///
+    /// # Panics
+    /// Where the case has none: the operator asks for what it does not declare.
+    pub fn tensor(&self, name: &str) -> &HostTensor {
+        self.get(name).unwrap_or_else(|| panic!("the case has no tensor `{name}`"))
+    }
+
+    /// Its elements, widened.
+    ///
+    /// # Panics
+    /// As [`Self::tensor`].
+    pub fn values(&self, name: &str) -> Vec<f64> {
+        self.tensor(name).to_f64()
+    }
+
+    /// The elements of an i32 tensor.
+    ///
+    /// # Panics
+    /// As [`Self::tensor`], and for another type.
+    pub fn i32s(&self, name: &str) -> Vec<i32> {
+        self.tensor(name).to_i32()
+    }
+
+    /// The elements of an i32 tensor that the case may not have.
+    pub fn maybe_i32s(&self, name: &str) -> Option<Vec<i32>> {
+        self.get(name).map(HostTensor::to_i32)
+    }
+
+    /// Puts a tensor in the place of its name's.
+    pub fn put(&mut self, name: &'static str, tensor: HostTensor) {
+        self.tensors.insert(name, tensor);
+    }
+
+    /// Takes a tensor out.
+    pub fn remove(&mut self, name: &str) -> Option<HostTensor> {
+        self.tensors.remove(name)
+    }
+
+    /// Sets the elements of a floating-point tensor, rounded to its type.
+    ///
+    /// # Panics
+    /// As [`Self::tensor`], and where they do not fill its shape.
+    pub fn set(&mut self, name: &'static str, values: &[f64]) {
+        let old = self.tensor(name);
+        let new = HostTensor::from_f64(old.dtype, &old.shape, values);
+        self.put(name, new);
+    }
+
+    /// Sets the elements of an i32 tensor.
+    ///
+    /// # Panics
+    /// As [`Self::set`].
+    pub fn set_i32s(&mut self, name: &'static str, values: &[i32]) {
+        let shape = self.tensor(name).shape.clone();
+        self.put(name, HostTensor::from_i32(&shape, values));
+    }
+
+    /// Changes the elements of a floating-point tensor that the case may not have.
+    pub fn edit(&mut self, name: &'static str, change: impl FnOnce(&mut [f64])) {
+        if let Some(tensor) = self.get(name) {
+            let mut values = tensor.to_f64();
+            change(&mut values);
+            self.set(name, &values);
+        }
+    }
+
+    /// Changes the elements of an i32 tensor that the case may not have.
+    pub fn edit_i32s(&mut self, name: &'static str, change: impl FnOnce(&mut [i32])) {
+        if let Some(tensor) = self.get(name) {
+            let mut values = tensor.to_i32();
+            change(&mut values);
+            self.set_i32s(name, &values);
+        }
+    }
+
+    /// The bytes of a tensor that the case may not have.
+    pub fn bytes_mut(&mut self, name: &str) -> Option<&mut [u8]> {
+        self.tensors.get_mut(name).map(|tensor| &mut tensor.bytes[..])
+    }
+
+    /// Multiplies a floating-point tensor, rounded to its type (exactly, for a power of two).
+    pub fn scale(&mut self, name: &'static str, factor: f64) {
+        self.edit(name, |values| values.iter_mut().for_each(|value| *value *= factor));
+    }
+
+    /// A number that the oracle takes in place of the case's rounded one, such as the scale of a golden file.
+    pub fn set_scalar(&mut self, name: &'static str, value: f64) {
+        self.scalars.insert(name, value);
+    }
+
+    /// The number set under `name`, or `otherwise`.
+    pub fn scalar(&self, name: &str, otherwise: f64) -> f64 {
+        self.scalars.get(name).copied().unwrap_or(otherwise)
+    }
+
+    /// Multiplies the number set under `name`, if there is one: the case's own is the case's business.
+    pub fn scale_scalar(&mut self, name: &'static str, factor: f64) {
+        if let Some(value) = self.scalars.get_mut(name) {
+            *value *= factor;
+        }
+    }
+
+    /// Names and tensors, by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, &HostTensor)> {
+        self.tensors.iter().map(|(&name, tensor)| (name, tensor))
+    }
+
+    /// Entry `i` along the axis of every given tensor that has it is entry `order[i]` of what it was.
+    pub fn permute(&mut self, specs: &Specs, axis: &str, order: &[usize]) {
+        for spec in specs.present().filter(|spec| spec.is_given()) {
+            if let (Some(at), Some(tensor)) = (spec.axis(axis), self.tensors.get_mut(spec.name)) {
+                *tensor = permuted_along(tensor, at, order);
+            }
+        }
+    }
+}
+
+fn drawn(spec: &TensorSpec, seed: u64) -> HostTensor {
+    let shape = spec.shape();
+    match spec.source {
+        Source::Amended => HostTensor { dtype: spec.dtype, bytes: vec![0; spec.elements() * spec.dtype.size()], shape },
+        Source::Drawn { distribution, magnitude } => {
+            let (rows, row_len) = rows_of(&shape);
+            let values = Draw::new(seed, spec.name).values(distribution, rows, row_len, magnitude);
+            HostTensor::from_f64(spec.dtype, &shape, &values)
+        }
+    }
+}
+
+/// Entry `i` along axis `at` is entry `order[i]` of `tensor`; `order` may repeat entries and leave out others.
+pub fn permuted_along(tensor: &HostTensor, at: usize, order: &[usize]) -> HostTensor {
+    let mut shape = tensor.shape.clone();
+    let outer: usize = shape[..at].iter().product();
+    let entry = shape[at + 1..].iter().product::<usize>() * tensor.dtype.size();
+    let whole = shape[at] * entry;
+    let pieces = (0..outer).flat_map(|o| order.iter().map(move |&from| o * whole + from * entry));
+    let bytes = pieces.flat_map(|start| tensor.bytes[start..start + entry].iter().copied()).collect();
+    shape[at] = order.len();
+    HostTensor { dtype: tensor.dtype, shape, bytes }
+}
+
+/// What an oracle reads: the given tensors, widened; a triangulation puts others in their places.
+pub struct Bound<'a> {
+    tensors: &'a Tensors,
+    overrides: BTreeMap<&'static str, Tensor>,
+}
+
+impl<'a> Bound<'a> {
+    /// The tensors as they are.
+    pub fn new(tensors: &'a Tensors) -> Self {
+        Self { tensors, overrides: BTreeMap::new() }
+    }
+
+    /// The same with another f64 tensor under `name`.
+    pub fn with(mut self, name: &'static str, tensor: Tensor) -> Self {
+        self.overrides.insert(name, tensor);
+        self
+    }
+
+    /// A tensor in f64, of its declared shape.
+    ///
+    /// # Errors
+    /// A name that the case has no tensor of.
+    pub fn f64(&self, name: &'static str) -> dsv4_reference::Result<Tensor> {
+        self.maybe(name)?.ok_or_else(|| dsv4_reference::Error::Value {
+            argument: name,
+            value: "absent".into(),
+            rule: "the operator needs it",
+        })
+    }
+
+    /// A tensor that the case may not have.
+    ///
+    /// # Errors
+    /// The tensor library's.
+    pub fn maybe(&self, name: &str) -> dsv4_reference::Result<Option<Tensor>> {
+        if let Some(tensor) = self.overrides.get(name) {
+            return Ok(Some(tensor.clone()));
+        }
+        let widened = |host: &HostTensor| Tensor::from_vec(host.to_f64(), host.shape.as_slice(), &Cpu::Cpu);
+        Ok(self.tensors.get(name).map(widened).transpose()?)
+    }
+
+    /// The host's tensors: integers, bytes and scalars, which nobody differentiates by.
+    pub fn host(&self) -> &'a Tensors {
+        self.tensors
+    }
+
+    /// The number set under `name`, or `otherwise`.
+    pub fn scalar(&self, name: &str, otherwise: f64) -> f64 {
+        self.tensors.scalar(name, otherwise)
+    }
+}
+
+/// What an oracle computed, by name.
+#[derive(Clone, Default)]
+pub struct Computed(Vec<(&'static str, Tensor)>);
+
+impl Computed {
+    /// Nothing yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With a tensor more.
+    pub fn with(mut self, name: &'static str, tensor: Tensor) -> Self {
+        self.0.push((name, tensor));
+        self
+    }
+
+    /// With a tensor more, where there is one.
+    pub fn maybe(self, name: &'static str, tensor: Option<Tensor>) -> Self {
+        match tensor {
+            Some(tensor) => self.with(name, tensor),
+            None => self,
+        }
+    }
+
+    /// The tensor called `name`.
+    pub fn get(&self, name: &str) -> Option<&Tensor> {
+        self.0.iter().find(|(other, _)| *other == name).map(|(_, tensor)| tensor)
+    }
+
+    /// All of them, in the order in which they came.
+    pub fn into_tensors(self) -> Vec<(&'static str, Tensor)> {
+        self.0
+    }
+}
+
