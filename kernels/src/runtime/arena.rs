@@ -279,22 +279,6 @@ impl Layout {
     }
 }
 
-impl Layout {
-    /// Temporary.
-    pub fn of(shape: &[usize], order: &[usize], gaps: &[usize]) -> std::result::Result<Self, String> {
-        let mut strides = vec![0i64; shape.len()];
-        let mut reach = 1usize;
-        let mut last = 0usize;
-        for &at in order.iter().rev() {
-            strides[at] = reach as i64;
-            last += reach * shape[at].saturating_sub(1);
-            reach = reach * shape[at].max(1) + gaps[at];
-        }
-        let elements = if shape.contains(&0) { 0 } else { last + 1 };
-        Ok(Self { offset: 0, strides, elements })
-    }
-}
-
 impl<'d> DeviceArena<'d> {
     /// An empty arena under `contract`.
     pub fn new(device: &'d Device, contract: Contract) -> Self {
