@@ -2,43 +2,26 @@
 //!
 //! Data goes one way: `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record -> report`.
 //!
-//! - [`operators`] and [`registry`]: what each operator brings;
-//! - [`case`]: one comparison, one line of JSON;
-//! - [`budget`], [`agreement`], [`checks`], [`triangulation`]: what is compared, and how strictly;
-//! - [`sweep`] and [`regressions`]: many cases, and those that failed;
-//! - [`mutants`], [`mutation`], [`kill_matrix`]: bugs planted on purpose, bugs by the hundred, and who sees them;
-//! - [`runner`] and [`external`]: who runs a kernel: a device of ours, or somebody else's process;
-//! - [`shard`], [`journal`], [`merge`]: one sweep over many workers, which may be killed;
+//! - [`operator`]: what an operator brings, its strategy first, and the registry of all of them;
+//! - [`operators`]: each operator's: strategy, case, inputs, oracle, kernel, laws;
+//! - [`case`]: one comparison, one line of JSON, and how its inputs are drawn;
+//! - [`external`]: a kernel that is somebody else's process;
+//! - [`judge`]: who runs a case, what is compared, and how strictly;
+//! - [`record`]: what one case leaves behind, and the journal of a run;
+//! - [`sweep`]: many cases, those that failed, and many workers that may be killed;
+//! - [`mutants`]: bugs planted on purpose, bugs by the hundred, and which checks see them;
+//! - [`report`]: what people read of a run, of two beside each other, and of many after one another;
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
-//! - [`golden`] and [`golden_run`]: what an independent implementation computed;
-//! - [`record`], [`report`], [`benchmarks`]: what a run leaves behind, and what people read;
-//! - [`diff`] and [`history`]: two runs beside each other, and many after one another.
+//! - [`command`]: the command line.
 
-pub mod agreement;
-pub mod benchmarks;
 pub mod bisect;
-pub mod budget;
 pub mod case;
-pub mod checks;
 pub mod command;
-pub mod diff;
 pub mod external;
-pub mod golden;
-pub mod golden_run;
-pub mod history;
-pub mod journal;
-pub mod kill_matrix;
-pub mod merge;
+pub mod judge;
 pub mod mutants;
-pub mod mutation;
 pub mod operator;
 pub mod operators;
 pub mod record;
-pub mod registry;
-pub mod regressions;
 pub mod report;
-pub mod runner;
-pub mod scenario;
-pub mod shard;
 pub mod sweep;
-pub mod triangulation;

@@ -3,8 +3,8 @@
 use anyhow::Result;
 use dsv4_kernels::attention_combine as launcher;
 use dsv4_kernels::runtime::{DType, DeviceArena, HostTensor, RuntimeError, TensorView};
-use dsv4_parity::benchmarks::Work;
 use dsv4_parity::case::Draw;
+use dsv4_parity::report::benchmarks::Work;
 use dsv4_reference::attention_combine as reference;
 use rand::Rng;
 

@@ -5,8 +5,8 @@ use dsv4_kernels::kv_cache::{Cache, RowFormat};
 use dsv4_kernels::kv_cache_write as launcher;
 use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::{DType, DeviceArena, HostTensor, Role, RuntimeError, TensorView};
-use dsv4_parity::benchmarks::Work;
 use dsv4_parity::case::Draw;
+use dsv4_parity::report::benchmarks::Work;
 use dsv4_reference::kv_cache as reference;
 use rand::seq::SliceRandom;
 

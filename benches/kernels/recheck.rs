@@ -2,8 +2,8 @@
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::runtime::DType;
-use dsv4_parity::agreement::budget_use;
-use dsv4_parity::budget::{Budget, working_precisions};
+use dsv4_parity::judge::agreement::budget_use;
+use dsv4_parity::judge::budget::{Budget, working_precisions};
 use dsv4_parity::operator::{OracleTensor, Side};
 use dsv4_reference::precision::{Precision, Rounding};
 use dsv4_reference::{Error, Result as OracleResult};

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use dsv4_kernels::rms_norm as launcher;
 use dsv4_kernels::runtime::{DType, DeviceArena, HostTensor, RuntimeError, TensorView};
-use dsv4_parity::benchmarks::Work;
+use dsv4_parity::report::benchmarks::Work;
 use dsv4_reference::precision::Rounding;
 use dsv4_reference::{Result as OracleResult, rms_norm as reference};
 

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow};
 use criterion::{Criterion, SamplingMode, Throughput};
 use dsv4_kernels::runtime::{BackendKind, RuntimeError};
-use dsv4_parity::benchmarks::{self, Facts, Work};
 use dsv4_parity::record::BenchmarkRecord;
+use dsv4_parity::report::benchmarks::{self, Facts, Work};
 
 use crate::ceilings::{self, Datasheet};
 use crate::clock::DeviceTime;

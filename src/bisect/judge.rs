@@ -11,9 +11,9 @@ use super::BisectError;
 use super::search::Answer;
 use super::sequential::{ALPHA, Rates, Sprt, calibrate, lower_bound};
 use crate::case::{Case, CaseError};
-use crate::checks::{self, CheckOptions, Outcome};
+use crate::judge::checks::{self, CheckOptions, Outcome};
+use crate::operator::registry;
 use crate::operator::{KernelRun, OracleTensor, Prepared, rows_of};
-use crate::registry;
 
 /// What is compared between revisions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]

@@ -16,7 +16,7 @@
 
 use statrs::distribution::{Beta, ContinuousCDF};
 
-use crate::budget::CAMPAIGN;
+use crate::judge::budget::CAMPAIGN;
 
 /// Chance of a wrong decision: one in as many decisions as a campaign has verdicts.
 pub const ALPHA: f64 = 1.0 / CAMPAIGN;

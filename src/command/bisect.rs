@@ -15,8 +15,8 @@ use crate::bisect::judge::{Effort, Metric, Trial};
 use crate::bisect::search::Answer;
 use crate::bisect::{Bisection, Found, bisect, page};
 use crate::case::Case;
+use crate::operator::registry;
 use crate::operator::{Operator, Profile};
-use crate::registry;
 
 /// Options of `parity bisect`.
 #[derive(Debug, Args)]

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use super::Exit;
 use crate::operator::ModuleSpecification;
-use crate::registry;
+use crate::operator::registry;
 
 /// The header whose instructions one target alone has, and that target.
 const HOPPER: (&str, &str) = ("hopper.h", "sm_90a");

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use super::Exit;
-use crate::diff;
+use crate::report::diff;
 
 /// Options of `parity diff`.
 #[derive(Debug, Args)]

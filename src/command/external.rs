@@ -13,17 +13,19 @@ use serde_json::json;
 
 use super::run::{self, RecordWriter};
 use super::{DeviceArguments, Exit, replay};
-use crate::checks::CheckOptions;
 use crate::external::adapter::Adapter;
 use crate::external::process::{Call, OneShot, Worker};
 use crate::external::{self, External, ExternalOptions};
+use crate::judge::checks::CheckOptions;
+use crate::judge::runner::Runner;
+use crate::operator::registry;
 use crate::operator::{Operator, Profile};
+use crate::record::journal::{Remembered, Shard};
 use crate::record::{CaseRecord, Report, SCHEMA_VERSION, Skip, Verdict};
-use crate::regressions::Regressions;
-use crate::runner::Runner;
-use crate::shard::{Costs, Plan, Remembered, Shard};
+use crate::report;
+use crate::sweep::regressions::Regressions;
+use crate::sweep::shard::{Costs, Plan};
 use crate::sweep::{PlannedCase, SweepOptions};
-use crate::{registry, report};
 
 /// Options of `parity external`.
 #[derive(Debug, Args)]

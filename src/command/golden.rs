@@ -6,8 +6,9 @@ use anyhow::{Result, bail};
 use clap::Args;
 
 use super::{DeviceArguments, Exit};
+use crate::judge::{golden, golden_run};
+use crate::operator::registry;
 use crate::record::Verdict;
-use crate::{golden, golden_run, registry};
 
 /// Options of `parity golden`.
 #[derive(Debug, Args)]

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::Exit;
-use crate::{diff, history};
+use crate::report::{diff, history};
 
 /// Options of `parity history`.
 #[derive(Debug, Args)]

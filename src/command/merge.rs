@@ -6,9 +6,9 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::{Exit, run};
-use crate::merge::{self, Part};
 use crate::record::{Origin, Verdict};
-use crate::regressions::Regressions;
+use crate::sweep::merge::{self, Part};
+use crate::sweep::regressions::Regressions;
 
 /// Options of `parity merge`.
 #[derive(Debug, Args)]

@@ -14,21 +14,23 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::run::revision;
 use super::{DeviceArguments, Exit};
-use crate::checks::CheckOptions;
-use crate::kill_matrix::cases::{self, KnownCase};
-use crate::kill_matrix::equivalent::Equivalents;
-use crate::kill_matrix::journal::Journal;
-use crate::kill_matrix::plan::{self, Choice, Plan};
-use crate::kill_matrix::schedule::{self, Schedule};
-use crate::kill_matrix::tally::Tally;
-use crate::kill_matrix::trial::{self, Subject, Trial};
-use crate::mutants::{self, Mutant};
-use crate::mutation::GeneratedMutant;
+use crate::judge::checks::CheckOptions;
+use crate::mutants::generated::GeneratedMutant;
+use crate::mutants::matrix::cases::{self, KnownCase};
+use crate::mutants::matrix::equivalent::Equivalents;
+use crate::mutants::matrix::journal::Journal;
+use crate::mutants::matrix::plan::{self, Choice, Plan};
+use crate::mutants::matrix::schedule::{self, Schedule};
+use crate::mutants::matrix::tally::Tally;
+use crate::mutants::matrix::trial::{self, Subject, Trial};
+use crate::mutants::planted::{self, Mutant};
+use crate::operator::registry;
 use crate::record::{
     KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
 };
-use crate::regressions::{Regressions, fixtures_dir};
-use crate::{diff, registry, report, sweep};
+use crate::report::{self, diff};
+use crate::sweep;
+use crate::sweep::regressions::{Regressions, fixtures_dir};
 
 /// A launch on the emulator that takes longer has hung: the cases take milliseconds.
 const LAUNCH_LIMIT: Duration = Duration::from_secs(10);
@@ -147,7 +149,7 @@ impl<'a> Session<'a> {
         let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
         let dir = arguments.mutants.clone().unwrap_or_else(|| fixtures_dir().join("mutants"));
         let planted: Vec<Mutant> =
-            mutants::load(&dir)?.into_iter().filter(|mutant| names.contains(&mutant.operator)).collect();
+            planted::load(&dir)?.into_iter().filter(|mutant| names.contains(&mutant.operator)).collect();
         // An anchor that matches no longer is reported before minutes are spent.
         for mutant in &planted {
             mutant.plant(device.tree())?;

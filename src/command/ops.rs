@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::Args;
 
 use super::Exit;
-use crate::registry;
+use crate::operator::registry;
 
 /// Options of `parity ops`.
 #[derive(Debug, Args)]

@@ -8,9 +8,10 @@ use dsv4_kernels::runtime::RuntimeError;
 
 use super::{DeviceArguments, Exit};
 use crate::case::Case;
-use crate::checks::CheckOptions;
+use crate::judge::checks::CheckOptions;
+use crate::operator::registry;
 use crate::record::{CaseRecord, Origin, Verdict};
-use crate::{registry, sweep};
+use crate::sweep;
 
 /// Options of `parity replay`.
 #[derive(Debug, Args)]

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use super::Exit;
-use crate::{diff, report};
+use crate::report::{self, diff};
 
 /// Options of `parity report`.
 #[derive(Debug, Args)]

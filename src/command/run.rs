@@ -10,15 +10,16 @@ use dsv4_kernels::runtime::{BackendKind, Device};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::{DeviceArguments, Exit};
-use crate::checks::CheckOptions;
-use crate::journal::{self, Journal, PlanRecord};
+use crate::judge::checks::CheckOptions;
+use crate::judge::runner::Runner;
+use crate::operator::registry;
 use crate::operator::{Operator, Profile};
+use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Shard};
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
-use crate::regressions::Regressions;
-use crate::runner::Runner;
-use crate::shard::{self, Costs, Identity, Plan, Remembered, Shard};
+use crate::report::{self, benchmarks, history};
+use crate::sweep::regressions::Regressions;
+use crate::sweep::shard::{Costs, Plan};
 use crate::sweep::{self, Observer, PlannedCase, SweepOptions};
-use crate::{benchmarks, history, registry, report};
 
 /// Options of `parity run`.
 #[derive(Debug, Args)]
@@ -142,7 +143,7 @@ pub(super) fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, run
         plan_digest: plan.digest.clone(),
         identity: Identity {
             revision: revision(runner),
-            executable_digest: shard::executable_digest(),
+            executable_digest: journal::executable_digest(),
             environment: runner.environment().clone(),
         },
         remembered,

@@ -14,7 +14,7 @@ use dsv4_kernels::runtime::process::{isolate, kill_group};
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::runner::RunError;
+use crate::judge::runner::RunError;
 
 /// Last lines of a process's own words that go into a failure.
 const WORDS: usize = 12;

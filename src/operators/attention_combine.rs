@@ -15,8 +15,8 @@ use super::{
     LARGEST_DRAWN, deterministic, extent, layout, magnitude, oracle_error, oracle_tensor, permuted, scaled, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
-use crate::checks::permutation;
-use crate::golden::GoldenFile;
+use crate::judge::checks::permutation;
+use crate::judge::golden::GoldenFile;
 use crate::operator::{
     GoldenCase, KernelRun, Law, ModuleSpecification, Operator, OracleTensor, Prepared, Profile, Relation, Side,
 };

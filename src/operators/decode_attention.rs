@@ -18,8 +18,8 @@ use serde::{Deserialize, Serialize};
 use super::sparse_attention::{IndexClass, Lengths, Sinks};
 use super::{Implementation, deterministic, layout, oracle_error, oracle_tensor, permuted, scaled, widened};
 use crate::case::{Case, CaseError, Distribution, Draw};
-use crate::checks::permutation;
-use crate::golden::GoldenFile;
+use crate::judge::checks::permutation;
+use crate::judge::golden::GoldenFile;
 use crate::operator::{
     ExpectedTensor, GoldenCase, KernelRun, Law, ModuleSpecification, Operator, OracleTensor, Prepared, Profile,
     Relation, Side,

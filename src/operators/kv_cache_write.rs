@@ -18,8 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{LARGEST_DRAWN, deterministic, extent, layout, magnitude, oracle_error, permuted, scaled, widened};
 use crate::case::{Case, CaseError, Distribution, Draw};
-use crate::checks::permutation;
-use crate::golden::GoldenFile;
+use crate::judge::checks::permutation;
+use crate::judge::golden::GoldenFile;
 use crate::operator::{
     GoldenCase, KernelRun, KernelTensor, Law, ModuleSpecification, Operator, OracleTensor, Prepared, Profile, Relation,
     Side,

@@ -13,8 +13,8 @@ use super::{
     permuted, place, scaled, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
-use crate::checks::permutation;
-use crate::golden::GoldenFile;
+use crate::judge::checks::permutation;
+use crate::judge::golden::GoldenFile;
 use crate::operator::{
     ExpectedTensor, GoldenCase, GradientProbe, KernelRun, Law, ModuleSpecification, Operator, OracleTensor, Prepared,
     Profile, Relation, Side,

@@ -15,8 +15,8 @@ use super::{
     permuted, place, scaled, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
-use crate::checks::permutation;
-use crate::golden::GoldenFile;
+use crate::judge::checks::permutation;
+use crate::judge::golden::GoldenFile;
 use crate::operator::{
     ExpectedTensor, GoldenCase, GradientProbe, KernelRun, Law, ModuleSpecification, Operator, OracleTensor, Prepared,
     Profile, Relation, Side,
@@ -566,7 +566,7 @@ fn rotary_case(file: &GoldenFile, inverse: bool) -> Result<GoldenCase, String> {
         ..RopeCase::plain(batches * tokens, heads, channels, 2 * half)
     };
     let table_positions = file.tensor("in.positions")?.values.iter().map(|&p| p as i32).collect();
-    let table = |t: &crate::golden::GoldenTensor| HostTensor::from_f64(DType::F32, &[tokens, half], &t.values);
+    let table = |t: &crate::judge::golden::GoldenTensor| HostTensor::from_f64(DType::F32, &[tokens, half], &t.values);
     let direction = if inverse { "inverse" } else { "forward" };
     let upstream = file.tensor(&format!("gout.{direction}"))?;
     let inputs = Inputs {

@@ -18,8 +18,8 @@ use super::{
     Implementation, deterministic, elements, layout, oracle_error, oracle_tensor, permuted, scaled, tensor, widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
-use crate::checks::permutation;
-use crate::golden::GoldenFile;
+use crate::judge::checks::permutation;
+use crate::judge::golden::GoldenFile;
 use crate::operator::{
     GoldenCase, KernelRun, Law, ModuleSpecification, Operator, OracleTensor, Prepared, Profile, Relation, Side,
 };

@@ -18,8 +18,8 @@ use super::{
     widened,
 };
 use crate::case::{Case, CaseError, Distribution, Draw};
-use crate::checks::permutation;
-use crate::golden::GoldenFile;
+use crate::judge::checks::permutation;
+use crate::judge::golden::GoldenFile;
 use crate::operator::{
     ExpectedTensor, GoldenCase, GradientProbe, KernelRun, KernelTensor, Law, ModuleSpecification, Operator,
     OracleTensor, Prepared, Profile, Relation, Side,

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use crate::record::{CaseRecord, CheckRecord, Metrics, Report};
 
-use super::html::{badge, number, scroller};
+use super::elements::{badge, number, scroller};
 use super::numbers::{count, counted, element, scientific, significant};
 use super::picture;
 use super::summary::{Standing, failing, failing_kinds, findings, message, origin_word, passed, pretty};

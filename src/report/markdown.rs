@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::kill_matrix::tally::Tally;
+use crate::mutants::matrix::tally::Tally;
 use crate::record::{MutantSource, Report};
 
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};

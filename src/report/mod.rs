@@ -8,12 +8,16 @@
 //! | --- | --- |
 //! | `summary` | counts, the matrix of checks, tensors gathered over cases |
 //! | `numbers` | how counts, measures, times and dates are written |
+//! | `elements` | what pages are made of: head, tables in frames, numbers, badges |
 //! | `picture` | heat maps and histograms as SVG |
 //! | `html` | the page: verdict, matrix, skips, environment, glossary |
 //! | `failures` | the page's cards of failing cases |
 //! | `operators` | the page's sections of operators |
 //! | `mutants` | the page's kill matrix |
 //! | `markdown` | `summary.md` |
+//! | `benchmarks` | measured times, read from criterion's folders |
+//! | `diff` | two reports compared |
+//! | `history` | many reports, one after another |
 
 use std::fs;
 use std::io::{self, BufWriter, Write};
@@ -21,8 +25,12 @@ use std::path::Path;
 
 use crate::record::Report;
 
+pub mod benchmarks;
+pub mod diff;
+pub(crate) mod elements;
 mod failures;
-pub(crate) mod html;
+pub mod history;
+mod html;
 pub(crate) mod markdown;
 mod mutants;
 pub(crate) mod numbers;

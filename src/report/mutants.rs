@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use maud::{Markup, html};
 
-use crate::kill_matrix::tally::Tally;
+use crate::mutants::matrix::tally::Tally;
 use crate::record::{KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report};
 
-use super::html::{breakable, scroller};
+use super::elements::{breakable, scroller};
 use super::numbers::{count, counted};
 use super::summary::{CHECKS, column, survived};
 

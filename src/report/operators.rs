@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use crate::record::{BenchmarkRecord, OperatorRecord, Report};
 
-use super::html::{breakable, number, scroller};
+use super::elements::{breakable, number, scroller};
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
 use super::picture;
 use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops, within, worse_first};

@@ -92,7 +92,7 @@ const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf1
 fn ops_lists_every_operator_with_its_files() {
     let output = parity(&["ops"]);
     output.assert_code(0);
-    for name in dsv4_parity::registry::names() {
+    for name in dsv4_parity::operator::registry::names() {
         for needle in [format!("{name}: "), format!("kernels/cuda/{name}.cu"), format!("reference/src/{name}.rs")] {
             assert!(output.stdout.contains(&needle), "`{needle}` is not listed");
         }
@@ -104,7 +104,7 @@ fn ops_as_json_is_a_list_of_operator_records() {
     let output = parity(&["ops", "--json"]);
     output.assert_code(0);
     let records: Vec<OperatorRecord> = serde_json::from_str(&output.stdout).expect("JSON");
-    assert_eq!(records.iter().map(|r| r.name.clone()).collect::<Vec<_>>(), dsv4_parity::registry::names());
+    assert_eq!(records.iter().map(|r| r.name.clone()).collect::<Vec<_>>(), dsv4_parity::operator::registry::names());
 }
 
 #[test]

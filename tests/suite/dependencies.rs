@@ -4,10 +4,11 @@ use std::path::Path;
 use std::process::Command;
 
 use dsv4_kernels::runtime::SourceTree;
-use dsv4_parity::{mutation, registry};
+use dsv4_parity::mutants::generated;
+use dsv4_parity::operator::registry;
 
 const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
-const REGISTRY: &str = include_str!("../../src/registry.rs");
+const REGISTRY: &str = include_str!("../../src/operator/registry.rs");
 
 /// Kernel sources that are no operator's.
 const SELFTESTS: [&str; 4] = ["selftest.cu", "selftest_faults.cu", "selftest_hopper.cu", "selftest_wgmma.cu"];
@@ -136,7 +137,7 @@ fn every_kernel_source_is_some_operators() {
     let tree = SourceTree::embedded();
     let names = registry::names();
     for file in tree.kernel_files().filter(|file| !SELFTESTS.contains(file)) {
-        let of = |name: &String| *file == format!("{name}.cu") || mutation::is_second_implementation(file, name);
+        let of = |name: &String| *file == format!("{name}.cu") || generated::is_second_implementation(file, name);
         assert!(names.iter().any(of), "{file} belongs to no operator");
     }
 }

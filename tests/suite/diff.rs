@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use dsv4_kernels::runtime::{BackendKind, Environment};
-use dsv4_parity::diff::{self, Diff, Kind};
 use dsv4_parity::record::{
     BenchmarkRecord, CaseRecord, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Report, Revision,
     SCHEMA_VERSION, ShardRecord, Verdict, Worst,
 };
+use dsv4_parity::report::diff::{self, Diff, Kind};
 
 use crate::command_line::{Output, Parity};
 

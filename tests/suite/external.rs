@@ -8,15 +8,16 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use dsv4_parity::case::Case;
-use dsv4_parity::checks::CheckOptions;
 use dsv4_parity::external::adapter::Adapter;
 use dsv4_parity::external::process::{Call, OneShot, Worker};
 use dsv4_parity::external::wire::{self, WireTensors, WireType};
 use dsv4_parity::external::{self, External, ExternalOptions, INPUTS, OUTPUTS};
+use dsv4_parity::judge::checks::CheckOptions;
+use dsv4_parity::judge::runner::RunError;
 use dsv4_parity::operator::Profile;
+use dsv4_parity::operator::registry;
 use dsv4_parity::record::{CaseRecord, Origin, Report, Verdict};
-use dsv4_parity::runner::RunError;
-use dsv4_parity::{registry, sweep};
+use dsv4_parity::sweep;
 
 use crate::command_line::{Parity, binary};
 use crate::support;

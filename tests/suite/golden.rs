@@ -1,12 +1,12 @@
 //! Oracles and kernels against what an independent implementation computed.
 
 use dsv4_kernels::runtime::DType;
-use dsv4_parity::checks::Truth;
-use dsv4_parity::golden::{self, GoldenFile};
-use dsv4_parity::golden_run;
+use dsv4_parity::judge::checks::Truth;
+use dsv4_parity::judge::golden::{self, GoldenFile};
+use dsv4_parity::judge::golden_run;
+use dsv4_parity::operator::registry;
 use dsv4_parity::operator::{ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use dsv4_parity::record::{CheckRecord, Verdict};
-use dsv4_parity::registry;
 
 use crate::support;
 

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use dsv4_parity::history::{self, Line, Series};
 use dsv4_parity::record::{Report, Verdict};
+use dsv4_parity::report::history::{self, Line, Series};
 
 use crate::command_line::{Output, Parity};
 use crate::diff::report;

@@ -4,8 +4,8 @@
 use std::path::Path;
 
 use dsv4_kernels::runtime::SourceTree;
-use dsv4_parity::kill_matrix::{equivalent::Equivalents, plan};
-use dsv4_parity::mutation;
+use dsv4_parity::mutants::generated;
+use dsv4_parity::mutants::matrix::{equivalent::Equivalents, plan};
 use dsv4_parity::record::{MutantSource, MutantStatus, Report};
 use tempfile::TempDir;
 
@@ -91,8 +91,8 @@ fn mutants_that_the_time_budget_leaves_out_are_skips_and_no_kills() {
 /// A seed whose sample of three holds a mutant of rope that changes nothing.
 fn seed_of_a_survivor() -> u64 {
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
-    let all = mutation::generate(&SourceTree::embedded(), "rope").expect("mutants");
-    let survives = |seed: &u64| mutation::sample(all.clone(), 3, *seed).iter().any(|m| list.reason(&m.id).is_some());
+    let all = generated::generate(&SourceTree::embedded(), "rope").expect("mutants");
+    let survives = |seed: &u64| generated::sample(all.clone(), 3, *seed).iter().any(|m| list.reason(&m.id).is_some());
     (0..1000).find(survives).expect("rope has equivalent mutants")
 }
 
@@ -133,5 +133,6 @@ fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
 #[test]
 fn the_list_of_equivalent_mutants_fits_the_kernels() {
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
-    plan::generate(&SourceTree::embedded(), &dsv4_parity::registry::names(), &list).unwrap_or_else(|e| panic!("{e}"));
+    plan::generate(&SourceTree::embedded(), &dsv4_parity::operator::registry::names(), &list)
+        .unwrap_or_else(|e| panic!("{e}"));
 }

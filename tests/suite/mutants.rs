@@ -10,10 +10,10 @@ use std::sync::{Mutex, OnceLock};
 
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use dsv4_parity::case::Case;
-use dsv4_parity::checks::{self, CheckOptions};
-use dsv4_parity::mutants::{self, Mutant, MutantError};
+use dsv4_parity::judge::checks::{self, CheckOptions};
+use dsv4_parity::mutants::planted::{self, Mutant, MutantError};
+use dsv4_parity::operator::registry;
 use dsv4_parity::record::MutantRecord;
-use dsv4_parity::registry;
 
 use crate::support::fixtures;
 
@@ -30,7 +30,7 @@ const REQUIRED: [&str; 44] = [
 
 fn all() -> &'static [Mutant] {
     static ALL: OnceLock<Vec<Mutant>> = OnceLock::new();
-    ALL.get_or_init(|| mutants::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants"))
+    ALL.get_or_init(|| planted::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants"))
 }
 
 fn emulator() -> Device {

@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 
 use dsv4_parity::case::Distribution;
-use dsv4_parity::checks::{self, CheckOptions, Outcome};
+use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
+use dsv4_parity::judge::scenario::OutputRotation;
 use dsv4_parity::operators::sparse_attention::{IndexClass, KeyGradients, Lengths, Sinks, SparseAttentionCase, Values};
 use dsv4_parity::operators::{Float, Implementation};
 use dsv4_parity::record::{CheckRecord, Verdict};
-use dsv4_parity::scenario::OutputRotation;
 
 use crate::support::device;
 

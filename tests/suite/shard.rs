@@ -6,9 +6,10 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use dsv4_kernels::runtime::BackendKind;
-use dsv4_parity::merge::{self, MergeError, Part};
+use dsv4_parity::record::journal::Shard;
 use dsv4_parity::record::{CaseRecord, Origin, Report, Verdict};
-use dsv4_parity::shard::{self, Costs, Shard};
+use dsv4_parity::sweep::merge::{self, MergeError, Part};
+use dsv4_parity::sweep::shard::{self, Costs};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
 use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, RuntimeError};
-use dsv4_parity::budget::{Budget, WORKING_RUNS};
 use dsv4_parity::case::{Case, CaseError, Draw};
-use dsv4_parity::checks::{self, CheckOptions, Outcome, Truth};
+use dsv4_parity::judge::budget::{Budget, WORKING_RUNS};
+use dsv4_parity::judge::checks::{self, CheckOptions, Outcome, Truth};
+use dsv4_parity::operator::registry;
 use dsv4_parity::operator::{
     GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Profile, Relation, Side,
 };
 use dsv4_parity::record::{CaseRecord, Origin, Verdict};
-use dsv4_parity::registry;
-use dsv4_parity::regressions::Regressions;
+use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, Observer, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
 use proptest::strategy::{Strategy, ValueTree};

@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::case::{Case, CaseError};
-use crate::checks::{self, CheckOptions, Outcome};
+use crate::judge::checks::{self, CheckOptions, Outcome};
+use crate::operator::registry;
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
-use crate::registry;
 
-/// The file of a folder of mutants that lists generated ones without effect ([`crate::kill_matrix`]).
+/// The file of a folder of mutants that lists generated ones without effect ([`crate::mutants::matrix`]).
 pub const EQUIVALENT: &str = "equivalent.toml";
 
 /// One planted bug.

@@ -17,9 +17,9 @@ use anyhow::{Context, Result, bail};
 use maud::{DOCTYPE, Markup, html};
 use serde::{Deserialize, Serialize};
 
-use crate::diff::statistics::{median, trend};
 use crate::record::{Metrics, Origin, Report, Verdict, number};
-use crate::report::html::{page_head, scroller};
+use crate::report::diff::statistics::{median, trend};
+use crate::report::elements::{page_head, scroller};
 use crate::report::numbers::{counted, significant, time, utc};
 
 /// Version of the lines. Readers refuse another one.

@@ -1,11 +1,13 @@
 //! What a run leaves behind: serialised facts, from which every report is made.
 //!
 //! The schema is versioned ([`SCHEMA_VERSION`]) and documented field by field here; `report.json`
-//! is one [`Report`], `records.jsonl` one [`CaseRecord`] a line, written as they come. Numbers that
+//! is one [`Report`], `records.jsonl` one [`CaseRecord`] a line, written as they come ([`journal`]). Numbers that
 //! JSON cannot hold are the strings `"NaN"`, `"inf"` and `"-inf"`.
 
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
+
+pub mod journal;
 
 /// Version of the schema. Readers refuse another major version.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -62,7 +64,7 @@ pub struct ShardRecord {
     pub count: u32,
     /// Cases of the whole plan, over all shards.
     pub planned_cases: u64,
-    /// blake3 of the whole plan and of its division ([`crate::shard::plan_digest`]).
+    /// blake3 of the whole plan and of its division.
     pub plan_digest: String,
     /// blake3 of the `parity` executable: two builds with uncommitted changes share a commit, not this.
     pub executable_digest: String,

@@ -1,4 +1,10 @@
 //! A sweep: remembered cases first, then corners, then drawn ones; failing ones are made smaller.
+//!
+//! | file | what it holds |
+//! | --- | --- |
+//! | `regressions` | failing cases, shrunk and remembered |
+//! | `shard` | one sweep over many workers |
+//! | `merge` | shards put together again |
 
 use std::time::{Duration, Instant};
 
@@ -7,12 +13,16 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use crate::case::{Case, CaseError};
-use crate::checks::{self, CheckOptions, Outcome};
+use crate::judge::checks::{self, CheckOptions, Outcome};
+use crate::judge::runner::Runner;
+use crate::operator::registry;
 use crate::operator::{Operator, Profile};
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
-use crate::registry;
-use crate::regressions::Regressions;
-use crate::runner::Runner;
+use crate::sweep::regressions::Regressions;
+
+pub mod merge;
+pub mod regressions;
+pub mod shard;
 
 /// How long one failing case may be shrunk.
 const SHRINK_TIME: Duration = Duration::from_secs(30);

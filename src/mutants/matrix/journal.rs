@@ -14,9 +14,7 @@ use dsv4_kernels::runtime::Device;
 use serde::{Deserialize, Serialize};
 
 use super::trial::Trial;
-use crate::journal;
-use crate::record::MutantRecord;
-use crate::shard;
+use crate::record::{MutantRecord, journal};
 
 /// Name of the journal's file.
 pub const JOURNAL: &str = "mutants.jsonl";
@@ -49,7 +47,7 @@ impl Journal {
         let environment = device.environment();
         let identity = [
             device.tree().digest(),
-            shard::executable_digest(),
+            journal::executable_digest(),
             environment.backend.to_string(),
             environment.target.clone(),
         ];
@@ -108,8 +106,8 @@ impl Journal {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kill_matrix::trial::Subject;
-    use crate::mutants::Mutant;
+    use crate::mutants::matrix::trial::Subject;
+    use crate::mutants::planted::Mutant;
 
     fn trial(id: &str, schedules: u32) -> Trial {
         let mutant = Mutant {

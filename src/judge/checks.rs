@@ -8,13 +8,13 @@ use dsv4_kernels::runtime::{Contract, DType, HostTensor};
 use dsv4_reference::precision::Precision;
 use rayon::prelude::*;
 
-use crate::agreement;
-use crate::budget::{Budget, working_precisions};
 use crate::case::{CaseError, Draw};
+use crate::judge::agreement;
+use crate::judge::budget::{Budget, working_precisions};
+use crate::judge::runner::Runner;
+use crate::judge::triangulation;
 use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
 use crate::record::{CheckRecord, Metrics, Skip, Verdict};
-use crate::runner::Runner;
-use crate::triangulation;
 
 /// What a sweep asks of each case beyond the checks that always run.
 #[derive(Clone, Copy, Debug)]

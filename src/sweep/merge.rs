@@ -3,17 +3,17 @@
 //! A merge believes nothing about how the shards were started: it works from their records alone, and
 //! refuses unless they show that every case of one plan ran exactly once, in one revision, with one set
 //! of kernels, on one kind of device. In the end it computes the plan's digest again from the
-//! merged cases ([`crate::shard::plan_digest`]).
+//! merged cases ([`crate::sweep::shard::plan_digest`]).
 
 use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use crate::journal;
+use crate::record::journal::{self, Identity, Shard};
 use crate::record::{CaseRecord, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip};
 use crate::report;
-use crate::shard::{self, Identity, RunArguments};
+use crate::sweep::shard::{self, RunArguments};
 
 /// How many cases an error names before it only counts them.
 const NAMED: usize = 5;
@@ -38,7 +38,7 @@ pub enum MergeError {
         /// The folder.
         dir: PathBuf,
         /// Which shard.
-        shard: shard::Shard,
+        shard: Shard,
         /// Cases that are recorded.
         done: usize,
         /// Cases that it has.

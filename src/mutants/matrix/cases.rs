@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use dsv4_kernels::runtime::Device;
 
 use crate::case::Case;
-use crate::checks::CheckOptions;
-use crate::mutants::Mutant;
+use crate::judge::checks::CheckOptions;
+use crate::mutants::planted::Mutant;
 use crate::operator::{Operator, Profile};
 use crate::record::{CaseRecord, Origin};
-use crate::regressions::Regressions;
 use crate::sweep;
+use crate::sweep::regressions::Regressions;
 
 /// A case, and what its run on the unmutated kernels showed.
 pub struct KnownCase {
@@ -89,7 +89,7 @@ pub fn order<'a>(known: &'a [KnownCase], kernels: &BTreeSet<String>) -> Vec<&'a 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checks::Outcome;
+    use crate::judge::checks::Outcome;
 
     fn known(number: u64, kernels: &[&str], modules: &[&str], work: u64) -> KnownCase {
         let set = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();

@@ -32,7 +32,7 @@ use self::history::{Commit, Repository};
 use self::judge::{Effort, Judge, Metric, Trial};
 use self::search::{Answer, Turn, first_bad};
 use crate::case::{Case, CaseError};
-use crate::registry;
+use crate::operator::registry;
 
 /// Why a bisection cannot be made.
 #[derive(Debug, Error)]

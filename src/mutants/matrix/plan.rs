@@ -8,8 +8,8 @@ use super::cases::{self, KnownCase};
 use super::equivalent::{EquivalentError, Equivalents};
 use super::trial::{Subject, unjudged};
 use crate::case::{Case, CaseError};
-use crate::mutants::Mutant;
-use crate::mutation::{self, Class, GeneratedMutant, MutationError};
+use crate::mutants::generated::{self, Class, GeneratedMutant, MutationError};
+use crate::mutants::planted::Mutant;
 use crate::operator::Operator;
 use crate::record::{GeneratedRecord, MutantRecord, MutantStatus, Skip};
 
@@ -48,7 +48,7 @@ pub fn generate(
 ) -> Result<Vec<(String, Vec<GeneratedMutant>)>, PlanError> {
     let mut all = Vec::new();
     for operator in operators {
-        all.push((operator.clone(), mutation::generate(tree, operator)?));
+        all.push((operator.clone(), generated::generate(tree, operator)?));
     }
     let ids: BTreeSet<&str> = all.iter().flat_map(|(_, mutants)| mutants).map(|mutant| mutant.id.as_str()).collect();
     equivalents.check(&operators.iter().cloned().collect(), &ids)?;
@@ -108,7 +108,7 @@ pub fn plan(
         plan.equivalent.push(MutantRecord { status: Some(MutantStatus::Equivalent), reason, ..unjudged(mutant) });
     }
     let available = counting.len();
-    let drawn = mutation::sample(counting, choice.sample.unwrap_or(usize::MAX), choice.seed);
+    let drawn = generated::sample(counting, choice.sample.unwrap_or(usize::MAX), choice.seed);
     let not_drawn = available - drawn.len();
     plan.counts = Some(GeneratedRecord {
         operator: name.clone(),

@@ -2,7 +2,7 @@
 
 use dsv4_kernels::runtime::DType;
 
-use crate::budget::Budget;
+use crate::judge::budget::Budget;
 use crate::operator::{OracleTensor, half_ulp, rows_of};
 use crate::record::{HeatMap, Metrics, Worst};
 

@@ -164,7 +164,7 @@ fn killed_by_launch(subject: &Subject, tree: &SourceTree, cases_run: u64, reason
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mutants::Mutant;
+    use crate::mutants::planted::Mutant;
 
     /// Runs trials whose children are a shell script.
     fn fates(script: &str, budget: Option<Duration>) -> Result<Fates> {

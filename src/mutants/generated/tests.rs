@@ -135,7 +135,7 @@ fn an_id_outlives_lines_that_come_above_it_and_no_edit_of_its_own_line() {
 fn a_planted_change_is_the_one_that_is_shown() {
     let tree = SourceTree::embedded();
     let mut everywhere: BTreeSet<Class> = BTreeSet::new();
-    for operator in crate::registry::names() {
+    for operator in crate::operator::registry::names() {
         let mutants = generate(&tree, &operator).expect("the kernel is understood");
         let ids: BTreeSet<&str> = mutants.iter().map(|mutant| mutant.id.as_str()).collect();
         assert_eq!(ids.len(), mutants.len(), "an id of {operator} is used twice");

@@ -8,11 +8,11 @@
 
 use dsv4_kernels::runtime::{DType, Device};
 
-use crate::agreement;
-use crate::budget::Budget;
 use crate::case::{Case, CaseError};
-use crate::checks::{self, CheckOptions, Outcome, Truth};
-use crate::golden::GoldenFile;
+use crate::judge::agreement;
+use crate::judge::budget::Budget;
+use crate::judge::checks::{self, CheckOptions, Outcome, Truth};
+use crate::judge::golden::GoldenFile;
 use crate::operator::{ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use crate::record::{CaseRecord, CheckRecord, Origin, Verdict};
 

@@ -7,7 +7,7 @@ use dsv4_kernels::runtime::BackendKind;
 
 use super::FALSE_ALARM_RATE;
 use super::statistics::{absence, holm, median, rank_sum, signed_rank};
-use crate::kill_matrix::tally::Tally;
+use crate::mutants::matrix::tally::Tally;
 use crate::record::{
     BenchmarkRecord, CaseRecord, Metrics, MutantRecord, MutantSource, MutantStatus, Origin, Report, Skip,
 };

@@ -2,7 +2,7 @@
 //!
 //! Every worker enumerates the same [`Plan`] (remembered cases, corners, drawn cases of every operator)
 //! from the same arguments, divides it in the same way, and runs the part that is its own. No worker
-//! talks to another. What each of them leaves behind is put together by [`crate::merge`], which
+//! talks to another. What each of them leaves behind is put together by [`crate::sweep::merge`], which
 //! proves from the records that every case of the plan ran exactly once.
 //!
 //! The division balances recorded costs: longest processing time first, which is never more than a
@@ -33,58 +33,19 @@
 //! its shard's job, and the merge still runs: it says which shards are missing, if any.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
-use std::fmt;
+use std::collections::{BinaryHeap, HashMap};
 use std::path::Path;
-use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
-use dsv4_kernels::runtime::{BackendKind, Environment};
-use serde::{Deserialize, Serialize};
+use dsv4_kernels::runtime::Environment;
+use serde::Deserialize;
 use serde_json::Value;
 
 use crate::case::{Case, CaseError};
-use crate::journal;
 use crate::operator::Operator;
-use crate::record::{CaseRecord, Origin, Revision, Skip};
+use crate::record::journal::{self, Remembered};
+use crate::record::{CaseRecord, Origin, Skip};
 use crate::sweep::{self, PlannedCase, SweepOptions};
-
-/// Which part of a run: `index` of `count`, from 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Shard {
-    /// Which one, below `count`.
-    pub index: u32,
-    /// How many there are.
-    pub count: u32,
-}
-
-impl Shard {
-    /// The whole run.
-    pub const WHOLE: Self = Self { index: 0, count: 1 };
-}
-
-impl fmt::Display for Shard {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.index, self.count)
-    }
-}
-
-impl FromStr for Shard {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parsed = text.split_once('/').and_then(|(index, count)| {
-            Some(Self { index: index.trim().parse().ok()?, count: count.trim().parse().ok()? })
-        });
-        match parsed {
-            Some(shard) if shard.index < shard.count => Ok(shard),
-            Some(shard) => {
-                Err(format!("shards are counted from 0, so {} shards have no number {}", shard.count, shard.index))
-            }
-            None => Err("a shard is I/N, such as 0/4".into()),
-        }
-    }
-}
 
 /// Every case of a run, and which shard runs it.
 pub struct Plan {
@@ -97,9 +58,6 @@ pub struct Plan {
     /// Cases that the device cannot run, counted by the reason: they are in no shard.
     pub skips: Vec<Skip>,
 }
-
-/// Remembered cases, by operator.
-pub type Remembered = BTreeMap<String, Vec<Case>>;
 
 impl Plan {
     /// Enumerates the cases of a run on a device like this one, and divides them by `count`.
@@ -266,55 +224,4 @@ impl Costs {
 #[derive(Deserialize)]
 struct Cases {
     cases: Vec<CaseRecord>,
-}
-
-/// What has to be the same in all parts of one run.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Identity {
-    /// The source under test.
-    pub revision: Revision,
-    /// blake3 of the executable; `unknown` where it could not be read.
-    pub executable_digest: String,
-    /// What it ran on.
-    pub environment: Environment,
-}
-
-impl Identity {
-    /// What is different, as `thing, here, there`; `None` when both can be parts of one run.
-    ///
-    /// Two emulators on unlike processors compute the same; two kinds of GPU need not, and their
-    /// times mean different things. Executables are compared only where the commit does not say
-    /// which source they are of, because builds of one commit on two machines may differ in bytes.
-    pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
-        let commit = |revision: &Revision| {
-            format!("{}{}", revision.commit, if revision.dirty { " with uncommitted changes" } else { "" })
-        };
-        let backend = |environment: &Environment| match environment.backend {
-            BackendKind::Cuda => format!("cuda on {} ({})", environment.device, environment.target),
-            BackendKind::Emulator => "emulator".to_owned(),
-            BackendKind::External => format!("external: {}", environment.device),
-        };
-        let (here, there) = (&self.revision, &other.revision);
-        let unnamed = here.dirty || here.commit == "unknown";
-        let executable = |identity: &Self| if unnamed { identity.executable_digest.clone() } else { String::new() };
-        [
-            ("revision", commit(here), commit(there)),
-            ("kernels", here.kernels_digest.clone(), there.kernels_digest.clone()),
-            ("executable", executable(self), executable(other)),
-            ("backend", backend(&self.environment), backend(&other.environment)),
-        ]
-        .into_iter()
-        .find(|(_, here, there)| here != there)
-    }
-}
-
-/// blake3 of the running executable, `unknown` where it cannot be read.
-pub fn executable_digest() -> String {
-    // The link leads to the running file even after a rebuild has replaced it.
-    let file = std::fs::File::open("/proc/self/exe").or_else(|_| std::env::current_exe().and_then(std::fs::File::open));
-    let mut hasher = blake3::Hasher::new();
-    match file.and_then(|file| hasher.update_reader(file).map(|_| ())) {
-        Ok(()) => hasher.finalize().to_hex().to_string(),
-        Err(_) => "unknown".into(),
-    }
 }

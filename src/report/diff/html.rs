@@ -6,7 +6,7 @@ use super::FALSE_ALARM_RATE;
 use super::compare::{BenchmarkDiff, Diff, Finding, Kind, OperatorDiff, Spread, TensorDiff};
 use super::text::{headline, side};
 use crate::record::{BenchmarkRecord, Report};
-use crate::report::html::{breakable, page_head, scroller};
+use crate::report::elements::{breakable, page_head, scroller};
 use crate::report::numbers::{count, counted, scientific, significant, time};
 
 /// What the report's style sheet lacks.

@@ -8,11 +8,11 @@ use dsv4_kernels::runtime::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::case::{Case, CaseError};
-use crate::checks::{self, CheckOptions, Outcome};
-use crate::mutants::{Mutant, MutantError};
-use crate::mutation::GeneratedMutant;
+use crate::judge::checks::{self, CheckOptions, Outcome};
+use crate::mutants::generated::GeneratedMutant;
+use crate::mutants::planted::{Mutant, MutantError};
+use crate::operator::registry;
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
-use crate::registry;
 
 /// What a child process is asked to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]

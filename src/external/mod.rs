@@ -36,10 +36,10 @@ use self::adapter::Adapter;
 use self::process::Call;
 use self::wire::{WireTensor, WireTensors, WireType};
 use crate::case::{Case, CaseError};
+use crate::judge::runner::{RunError, Runner};
+use crate::operator::registry;
 use crate::operator::{KernelRun, KernelTensor, OracleTensor, Prepared, Side};
 use crate::record::Verdict;
-use crate::registry;
-use crate::runner::{RunError, Runner};
 
 /// The case.
 pub const CASE: &str = "case.json";

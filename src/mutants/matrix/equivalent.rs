@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::mutants::EQUIVALENT;
+use crate::mutants::planted::EQUIVALENT;
 
 /// Why the list cannot be used.
 #[derive(Debug, Error)]

@@ -2,7 +2,7 @@
 //!
 //! `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record -> report`. An operator's
 //! file in `src/operators/` says how to do the first four; everything after that is the same for
-//! all of them ([`crate::checks`]).
+//! all of them ([`crate::judge::checks`]). The [`registry`] lists all operators.
 
 use dsv4_kernels::runtime::arena::Violation;
 use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
@@ -10,8 +10,10 @@ use dsv4_reference::precision::Precision;
 use proptest::strategy::BoxedStrategy;
 
 use crate::case::{Case, CaseError};
-use crate::golden::GoldenFile;
+use crate::judge::golden::GoldenFile;
 use crate::record::OperatorRecord;
+
+pub mod registry;
 
 /// How large a sweep's cases are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

@@ -1,0 +1,21 @@
+//! From a case to its verdict: what ran, what the oracle says, and how far apart the two may be.
+//!
+//! | file | what it holds |
+//! | --- | --- |
+//! | `runner` | who runs a kernel: a device of ours, or somebody else's process |
+//! | `budget` | the error allowed to each element, derived from the oracle's scatter |
+//! | `agreement` | a kernel's tensor beside the oracle's, in numbers |
+//! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
+//! | `checks` | every check of a case |
+//! | `scenario` | several kernels in a row, judged as one |
+//! | `golden` | what an independent implementation computed: the files |
+//! | `golden_run` | the same, compared |
+
+pub mod agreement;
+pub mod budget;
+pub mod checks;
+pub mod golden;
+pub mod golden_run;
+pub mod runner;
+pub mod scenario;
+pub mod triangulation;
