@@ -12,7 +12,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::rope::Rope>::new(),
     &operators::sparse_attention::SparseAttention,
     &operators::decode_attention::DecodeAttention,
-    &operators::attention_combine::AttentionCombine,
+    &Op::<operators::attention_combine::AttentionCombine>::new(),
     &operators::kv_cache_write::KvCacheWrite,
     &operators::score_recompute::ScoreRecompute,
 ];
