@@ -32,28 +32,31 @@ constexpr int ROWS_PER_BLOCK = THREADS / WARP_SIZE;
 
 struct AttentionCombineParams {
     const float* partial_out;  // [num_parts, num_tokens, num_heads, V_DIM]; parts and rows of 16-byte aligned strides
+    int64_t partial_out_part_stride;  // all strides in elements
+    int64_t partial_out_token_stride;
+    int64_t partial_out_head_stride;
     const float* partial_lse;  // [num_parts, num_tokens, num_heads], base 2
     const float* sink;         // [num_heads], natural; or nullptr
     bf16* out;                 // [num_tokens, num_heads, V_DIM], 16-byte aligned strides
-    float* lse;                // [num_tokens, num_heads], natural, without the sink
-    int64_t part_stride;       // of partial_out, in elements, as the following
-    int64_t token_stride;
-    int64_t head_stride;
     int64_t out_token_stride;
     int64_t out_head_stride;
+    float* lse;        // [num_tokens, num_heads], natural, without the sink
     int64_t num_rows;  // num_tokens * num_heads
     int32_t num_parts;
     int32_t num_heads;
 };
-PARAMS_LAYOUT(AttentionCombineParams, partial_out, partial_lse, sink, out, lse, part_stride, token_stride, head_stride,
-              out_token_stride, out_head_stride, num_rows, num_parts, num_heads)
+PARAMS_LAYOUT(AttentionCombineParams, partial_out, partial_out_part_stride, partial_out_token_stride,
+              partial_out_head_stride, partial_lse, sink, out, out_token_stride, out_head_stride, lse, num_rows,
+              num_parts, num_heads)
 
 KERNEL(attention_combine, AttentionCombineParams, THREADS) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / WARP_SIZE;
     if (row >= params.num_rows) return;
     const int64_t token = row / params.num_heads, head = row % params.num_heads;
-    const StridedParts parts{params.partial_out + token * params.token_stride + head * params.head_stride,
-                             params.partial_lse + row, params.part_stride, params.num_rows, params.num_parts};
+    const float* partial_out =
+        params.partial_out + token * params.partial_out_token_stride + head * params.partial_out_head_stride;
+    const StridedParts parts{partial_out, params.partial_lse + row, params.partial_out_part_stride, params.num_rows,
+                             params.num_parts};
     const float sink_log2 = params.sink ? params.sink[head] * LOG2_E : -INFINITY_F32;
     bf16* out = params.out + token * params.out_token_stride + head * params.out_head_stride;
     combine_row<V_DIM>(parts, sink_log2, out, params.lse + row);

@@ -42,15 +42,15 @@ constexpr float AMAX_FLOOR = 1e-4f;
 
 struct KvCacheWriteParams {
     const bf16* kv;        // [num_tokens, NOPE_DIM + ROPE_DIM], 16-byte aligned rows
+    int64_t kv_stride;     // elements
     const int32_t* slots;  // [num_tokens]
     uint8_t* pages;        // [num_pages, page bytes], 16-byte aligned pages
-    int64_t kv_stride;     // elements
-    int64_t page_stride;   // bytes
+    int64_t pages_stride;   // bytes
     int32_t num_tokens;
     int32_t num_slots;
     int32_t page_size;
 };
-PARAMS_LAYOUT(KvCacheWriteParams, kv, slots, pages, kv_stride, page_stride, num_tokens, num_slots, page_size)
+PARAMS_LAYOUT(KvCacheWriteParams, kv, kv_stride, slots, pages, pages_stride, num_tokens, num_slots, page_size)
 
 // The scale of a group with this largest magnitude, as e8m0.
 DEVICE uint8_t group_scale(float amax) {
@@ -107,7 +107,7 @@ DEVICE void write_groups(const bf16* source, uint8_t* data, uint8_t* scales, boo
 KERNEL(kv_cache_write, KvCacheWriteParams, THREADS) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * TOKENS_PER_BLOCK + threadIdx.x / WARP_SIZE;
     if (token >= params.num_tokens) return;
-    const PagedRows<uint8_t> cache{params.pages, params.page_stride, params.page_size, params.num_slots};
+    const PagedRows<uint8_t> cache{params.pages, params.pages_stride, params.page_size, params.num_slots};
     const int32_t slot = params.slots[token];
     const bool wanted = cache.holds(slot);
     const int32_t target = wanted ? slot : 0;

@@ -37,25 +37,26 @@ constexpr int THREADS = 256;
 constexpr int REGISTER_BOUND = 768;
 
 struct RopeParams {
-    const ELEMENT* x;          // [num_tokens, num_heads, head_dim]
-    ELEMENT* y;                // the same shape; may be x itself, with equal strides
-    const float* cos;          // [table_rows, rope_dim/2], rows table_stride floats apart
-    const float* sin;          // likewise
+    const ELEMENT* x;  // [num_tokens, num_heads, head_dim]
+    int64_t x_token_stride;  // all strides in elements; the channels of a head are contiguous
+    int64_t x_head_stride;
+    ELEMENT* y;  // the same shape; may be x itself, with equal strides
+    int64_t y_token_stride;
+    int64_t y_head_stride;
+    const float* cos;  // [table_rows, rope_dim/2], rows contiguous
+    int64_t cos_stride;
+    const float* sin;  // likewise
+    int64_t sin_stride;
     const int32_t* positions;  // [num_tokens], or nullptr: token t uses table row t
     int64_t num_tokens;
     int64_t table_rows;
-    int64_t table_stride;
-    int64_t x_token_stride;  // all strides in elements; the channels of a head are contiguous
-    int64_t x_head_stride;
-    int64_t y_token_stride;
-    int64_t y_head_stride;
     int32_t num_heads;
     int32_t head_dim;
     int32_t rope_dim;  // even, at most head_dim
     int32_t inverse;   // 0 or 1
 };
-PARAMS_LAYOUT(RopeParams, x, y, cos, sin, positions, num_tokens, table_rows, table_stride, x_token_stride,
-              x_head_stride, y_token_stride, y_head_stride, num_heads, head_dim, rope_dim, inverse)
+PARAMS_LAYOUT(RopeParams, x, x_token_stride, x_head_stride, y, y_token_stride, y_head_stride, cos, cos_stride, sin,
+              sin_stride, positions, num_tokens, table_rows, num_heads, head_dim, rope_dim, inverse)
 
 struct RopeTableParams {
     const float* inv_freq;     // [half]
@@ -82,9 +83,9 @@ DEVICE void load_rotations(const RopeParams& params, int64_t token, int first, R
     for (int i = 0; i < PAIRS; ++i) {
         rotations[i] = Rotation{NAN_F32, NAN_F32};
         if (!inside) continue;
-        const int64_t entry = position * params.table_stride + first + i;
-        const float sin = params.sin[entry];
-        rotations[i] = Rotation{params.cos[entry], params.inverse ? -sin : sin};
+        const float cos = params.cos[position * params.cos_stride + first + i];
+        const float sin = params.sin[position * params.sin_stride + first + i];
+        rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
     }
 }
 

@@ -199,18 +199,18 @@ KERNEL(score_recompute, ScoreRecomputeParams, Layout::THREADS) { recompute_row<L
 // lse_beside may be null. The rest as in ScoreRecomputeParams.
 struct ScoreRecomputeLseParams {
     const bf16* q;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
     const bf16* k;
+    int64_t k_stride;
     const float* lse_beside;
     const int32_t* indices;
+    int64_t indices_stride;
     const int32_t* topk_length;
     const int32_t* cu_q;
     const int32_t* cu_k;
     const int32_t* q_off;
     float* lse;
-    int64_t q_token_stride;
-    int64_t q_head_stride;
-    int64_t k_stride;
-    int64_t indices_stride;
     int32_t num_tokens;
     int32_t num_heads;
     int32_t num_keys;
@@ -220,9 +220,9 @@ struct ScoreRecomputeLseParams {
     int32_t indices_global;
     float softmax_scale;
 };
-PARAMS_LAYOUT(ScoreRecomputeLseParams, q, k, lse_beside, indices, topk_length, cu_q, cu_k, q_off, lse, q_token_stride,
-              q_head_stride, k_stride, indices_stride, num_tokens, num_heads, num_keys, columns, num_sequences, ratio,
-              indices_global, softmax_scale)
+PARAMS_LAYOUT(ScoreRecomputeLseParams, q, q_token_stride, q_head_stride, k, k_stride, lse_beside, indices,
+              indices_stride, topk_length, cu_q, cu_k, q_off, lse, num_tokens, num_heads, num_keys, columns,
+              num_sequences, ratio, indices_global, softmax_scale)
 SHARED_MEMORY(score_recompute_lse, Layout::BYTES)
 
 // The sum of 2^x over some slots of a row, relative to its largest term.

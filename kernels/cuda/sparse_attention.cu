@@ -535,20 +535,20 @@ constexpr int ROWS_PER_BLOCK = ROW_THREADS / WARP_SIZE;
 // One warp per (token, head); grid ceil(num_tokens*num_heads / 8). sink and sink_terms may be null, both or neither.
 struct SparseAttentionDeltaParams {
     const bf16* out;
+    int64_t out_token_stride;
+    int64_t out_head_stride;
     const bf16* dout;
+    int64_t dout_token_stride;
+    int64_t dout_head_stride;
     const float* lse;
     const float* sink;
     float* delta;
     float* sink_terms;
-    int64_t out_token_stride;
-    int64_t out_head_stride;
-    int64_t dout_token_stride;
-    int64_t dout_head_stride;
     int32_t num_tokens;
     int32_t num_heads;
 };
-PARAMS_LAYOUT(SparseAttentionDeltaParams, out, dout, lse, sink, delta, sink_terms, out_token_stride, out_head_stride,
-              dout_token_stride, dout_head_stride, num_tokens, num_heads)
+PARAMS_LAYOUT(SparseAttentionDeltaParams, out, out_token_stride, out_head_stride, dout, dout_token_stride,
+              dout_head_stride, lse, sink, delta, sink_terms, num_tokens, num_heads)
 
 // Products of two packed pairs, added to `sum`.
 DEVICE float dot_pair(uint32_t x, uint32_t y, float sum) {
@@ -614,16 +614,16 @@ KERNEL(sparse_attention_dsink, SparseAttentionDsinkParams, ROW_THREADS) {
 // Rows of fp32 set to 0. One warp per row; grid ceil(num_rows / 8). width and stride are multiples of 4.
 struct SparseAttentionZeroParams {
     float* target;
-    int64_t stride;
+    int64_t target_stride;
     int64_t num_rows;
     int32_t width;
 };
-PARAMS_LAYOUT(SparseAttentionZeroParams, target, stride, num_rows, width)
+PARAMS_LAYOUT(SparseAttentionZeroParams, target, target_stride, num_rows, width)
 
 KERNEL(sparse_attention_zero, SparseAttentionZeroParams, ROW_THREADS) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
     if (row >= params.num_rows) return;
-    float* target = params.target + row * params.stride;
+    float* target = params.target + row * params.target_stride;
     for (int column = 4 * lane_id(); column < params.width; column += 4 * WARP_SIZE)
         store_vec16(target + column, Vec16{{0, 0, 0, 0}});
 }
@@ -632,13 +632,13 @@ KERNEL(sparse_attention_zero, SparseAttentionZeroParams, ROW_THREADS) {
 // multiples of 8.
 struct SparseAttentionCastParams {
     const float* source;
-    bf16* target;
     int64_t source_stride;
+    bf16* target;
     int64_t target_stride;
     int64_t num_rows;
     int32_t width;
 };
-PARAMS_LAYOUT(SparseAttentionCastParams, source, target, source_stride, target_stride, num_rows, width)
+PARAMS_LAYOUT(SparseAttentionCastParams, source, source_stride, target, target_stride, num_rows, width)
 
 KERNEL(sparse_attention_cast, SparseAttentionCastParams, ROW_THREADS) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
@@ -667,17 +667,17 @@ KERNEL(sparse_attention_cast, SparseAttentionCastParams, ROW_THREADS) {
 // whatever order, in ordered in ascending order, both [num_tokens * topk].
 struct SparseAttentionIndexParams {
     const int32_t* indices;
+    int64_t indices_stride;
     const int32_t* topk_length;
     int32_t* counts;
     int32_t* ends;
     int32_t* entries;
     int32_t* ordered;
-    int64_t indices_stride;
     int32_t num_tokens;
     int32_t num_keys;
     int32_t topk;
 };
-PARAMS_LAYOUT(SparseAttentionIndexParams, indices, topk_length, counts, ends, entries, ordered, indices_stride,
+PARAMS_LAYOUT(SparseAttentionIndexParams, indices, indices_stride, topk_length, counts, ends, entries, ordered,
               num_tokens, num_keys, topk)
 
 // This thread's number in the grid.
@@ -792,14 +792,14 @@ struct SparseAttentionSumParams {
     const int32_t* ends;
     const int32_t* ordered;
     float* target;
-    int64_t stride;
+    int64_t target_stride;
     int64_t num_entries;
     int32_t head_blocks;
     int32_t num_keys;
     int32_t width;
 };
-PARAMS_LAYOUT(SparseAttentionSumParams, rows, counts, ends, ordered, target, stride, num_entries, head_blocks, num_keys,
-              width)
+PARAMS_LAYOUT(SparseAttentionSumParams, rows, counts, ends, ordered, target, target_stride, num_entries, head_blocks,
+              num_keys, width)
 
 KERNEL(sparse_attention_sum, SparseAttentionSumParams, ROW_THREADS) {
     constexpr int COLUMNS = 4 * static_cast<int>(WARP_SIZE);
@@ -812,7 +812,7 @@ KERNEL(sparse_attention_sum, SparseAttentionSumParams, ROW_THREADS) {
     if (count == 0) return;
     const int32_t* list = params.ordered + (params.ends[key] - count);
     const float* rows = params.rows + column;
-    float* target = params.target + key * params.stride + column;
+    float* target = params.target + key * params.target_stride + column;
 
     const Vec16 before = load_vec16(target);
     float sum[4];

@@ -1,7 +1,20 @@
 //! What launchers check before they launch. Every refusal names the argument and the value.
+//!
+//! A launcher declares its tensors once, with named axes, and gets the extents of those axes back:
+//!
+//! ```text
+//! let [num_rows, width] = CHECK.signature([
+//!     read("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+//!     read("weight", weight).of(&FLOATS).axes(&["width"]),
+//!     write("y", y).like("x").rows().may_be("x"),
+//! ]).extent("width", 1, MAX_WIDTH).bind(["num_rows", "width"])?;
+//! ```
 
-use crate::runtime::params::DeviceAddress;
+use crate::runtime::params::Params;
 use crate::runtime::{DType, Result, RuntimeError, TensorView};
+
+/// The floating-point types of tensors.
+pub(crate) const FLOATS: [DType; 2] = [DType::Bf16, DType::F32];
 
 /// The arguments of one operator's launcher.
 #[derive(Clone, Copy)]
@@ -14,104 +27,15 @@ impl Arguments {
         Err(RuntimeError::argument(self.operator, argument, reason))
     }
 
-    /// The extents of a tensor of `N` axes.
-    pub fn extents<const N: usize>(self, argument: &'static str, view: &TensorView) -> Result<[usize; N]> {
-        view.shape.as_slice().try_into().or_else(|_| {
-            self.refuse(argument, format!("shape {:?} has {} axes, not {N}", view.shape, view.shape.len()))
-        })
+    /// The tensors of a call; see [`Signature::bind`].
+    pub fn signature<'a>(self, tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
+        let tensors = tensors.into_iter().collect();
+        Signature { check: self, tensors, checked: 0, bound: Vec::new(), rules: Vec::new() }
     }
 
-    pub fn shape(self, argument: &'static str, view: &TensorView, expected: &[usize]) -> Result<()> {
-        if view.shape == expected {
-            return Ok(());
-        }
-        self.refuse(argument, format!("shape {:?} must be {expected:?}", view.shape))
-    }
-
-    pub fn dtype(self, argument: &'static str, view: &TensorView, allowed: &[DType]) -> Result<()> {
-        if allowed.contains(&view.dtype) {
-            return Ok(());
-        }
-        let allowed: Vec<_> = allowed.iter().map(ToString::to_string).collect();
-        self.refuse(argument, format!("element type {} must be {}", view.dtype, allowed.join(" or ")))
-    }
-
-    fn whole_elements(self, argument: &'static str, view: &TensorView) -> Result<()> {
-        let size = view.dtype.size() as u64;
-        if view.address.is_multiple_of(size) {
-            return Ok(());
-        }
-        self.refuse(argument, format!("address {:#x} must be a multiple of {size} bytes", view.address))
-    }
-
-    pub fn dense(self, argument: &'static str, view: &TensorView) -> Result<()> {
-        self.whole_elements(argument, view)?;
-        if view.is_dense() {
-            return Ok(());
-        }
-        self.refuse(argument, format!("strides {:?} of shape {:?} must be dense", view.strides, view.shape))
-    }
-
-    /// Whole-tensor checks of a dense tensor.
-    pub fn dense_tensor(
-        self,
-        argument: &'static str,
-        view: &TensorView,
-        shape: &[usize],
-        allowed: &[DType],
-    ) -> Result<()> {
-        self.shape(argument, view, shape)?;
-        self.dtype(argument, view, allowed)?;
-        self.dense(argument, view)
-    }
-
-    /// The last axis is contiguous, no stride is negative, rows do not overlap, and elements are aligned.
-    pub fn rows(self, argument: &'static str, view: &TensorView) -> Result<()> {
-        self.whole_elements(argument, view)?;
-        let axes = view.shape.len();
-        if view.shape[axes - 1] > 1 && view.strides[axes - 1] != 1 {
-            return self.refuse(argument, format!("strides {:?}: the last axis must be contiguous", view.strides));
-        }
-        let mut reach = view.shape[axes - 1] as i64;
-        for axis in (0..axes - 1).rev() {
-            let (extent, stride) = (view.shape[axis], view.strides[axis]);
-            if extent > 1 && stride < reach {
-                return self.refuse(
-                    argument,
-                    format!("strides {:?} of shape {:?}: axis {axis} overlaps itself", view.strides, view.shape),
-                );
-            }
-            reach = if extent > 1 { (extent as i64 - 1) * stride + reach } else { reach };
-        }
-        Ok(())
-    }
-
-    /// Address and every stride but the last are multiples of 16 bytes.
-    pub fn aligned(self, argument: &'static str, view: &TensorView) -> Result<()> {
-        if is_aligned(view) {
-            return Ok(());
-        }
-        self.refuse(
-            argument,
-            format!("address {:#x} and strides {:?} must be multiples of 16 bytes", view.address, view.strides),
-        )
-    }
-
-    /// `written` shares no memory with `read`.
-    pub fn apart(self, argument: &'static str, written: &TensorView, read: &TensorView) -> Result<()> {
-        if written.elements() == 0 || read.elements() == 0 || !written.overlaps(read) {
-            return Ok(());
-        }
-        self.refuse(argument, format!("it overlaps `{}`", read.name))
-    }
-
-    /// `written` is `read` itself, or shares no memory with it.
-    pub fn same_or_apart(self, argument: &'static str, written: &TensorView, read: &TensorView) -> Result<()> {
-        if written.same_elements(read) {
-            return Ok(());
-        }
-        self.apart(argument, written, read)
-            .or_else(|_| self.refuse(argument, format!("it overlaps `{}` without being the same tensor", read.name)))
+    /// A parameter struct without fields.
+    pub fn params(self) -> Params {
+        Params::new(self.operator)
     }
 
     /// A finite number above zero.
@@ -122,20 +46,581 @@ impl Arguments {
         self.refuse(argument, format!("{value} must be finite and above 0"))
     }
 
-    pub fn int32(self, argument: &'static str, value: usize) -> Result<i32> {
-        i32::try_from(value).or_else(|_| self.refuse(argument, format!("{value} must fit 32 bits")))
+    pub fn int32(self, argument: &'static str, value: usize) -> Result<()> {
+        i32::try_from(value).map(|_| ()).or_else(|_| self.refuse(argument, format!("{value} must fit 32 bits")))
     }
+
+    /// The scratch memory has so many bytes.
+    pub fn holds(self, argument: &'static str, scratch: &TensorView, needed: usize) -> Result<()> {
+        let bytes = scratch.elements() * scratch.dtype.size();
+        if bytes >= needed {
+            return Ok(());
+        }
+        self.refuse(argument, format!("{bytes} bytes; it must have {needed}"))
+    }
+
+    /// The view of a tensor `[batch, s_q, ...]` as `[batch * s_q, ...]`.
+    pub fn tokens(self, argument: &'static str, view: &TensorView) -> Result<TensorView> {
+        view.merged().map_or_else(
+            || {
+                let (strides, shape) = (&view.strides, &view.shape);
+                self.refuse(argument, format!("strides {strides:?} of shape {shape:?}: tokens must be evenly spaced"))
+            },
+            Ok,
+        )
+    }
+}
+
+/// Where the elements of a tensor may lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Layout {
+    /// Row-major without gaps.
+    Dense,
+    /// The last axis is contiguous, the others come in any order and with any gaps, and no two elements coincide.
+    Rows,
+    /// [`Self::Rows`], and each row starts at a multiple of 16 bytes.
+    AlignedRows,
+}
+
+/// One tensor of a signature. Dense and of f32, unless it is said to be otherwise.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Argument<'a> {
+    name: &'static str,
+    view: Option<&'a TensorView>,
+    written: bool,
+    /// `None` is any shape.
+    axes: Option<&'static [&'static str]>,
+    types: &'static [DType],
+    /// Whose axes and type it has, whose type alone.
+    like: Option<&'static str>,
+    typed: Option<&'static str>,
+    layout: Layout,
+    /// Bytes that the address is a multiple of, beside those of an element.
+    alignment: u64,
+    may_be: Option<&'static str>,
+    with: Option<&'static str>,
+}
+
+/// A tensor that the kernels read; it may be absent.
+pub(crate) fn read<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
+    Argument {
+        name,
+        view: view.into(),
+        written: false,
+        axes: None,
+        types: &[DType::F32],
+        like: None,
+        typed: None,
+        layout: Layout::Dense,
+        alignment: 1,
+        may_be: None,
+        with: None,
+    }
+}
+
+/// A tensor that the kernels write; it may be absent.
+pub(crate) fn write<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
+    Argument { written: true, ..read(name, view) }
+}
+
+/// Memory of any shape and type that the kernels write, at a multiple of `alignment` bytes; see [`Arguments::holds`].
+pub(crate) fn scratch<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>, alignment: u64) -> Argument<'a> {
+    Argument { types: &[], alignment, ..write(name, view) }
+}
+
+impl Argument<'_> {
+    /// It has one of these types.
+    pub fn of(self, types: &'static [DType]) -> Self {
+        Self { types, ..self }
+    }
+
+    /// It has these axes, whose extents are those of the other tensors that have them.
+    pub fn axes(self, axes: &'static [&'static str]) -> Self {
+        Self { axes: Some(axes), ..self }
+    }
+
+    /// It has the axes and the type of another tensor.
+    pub fn like(self, other: &'static str) -> Self {
+        Self { like: Some(other), ..self }.typed(other)
+    }
+
+    /// It has the type of another tensor.
+    pub fn typed(self, other: &'static str) -> Self {
+        Self { typed: Some(other), ..self }
+    }
+
+    /// The last axis is contiguous, the others lie in any order and with any gaps, as long as no two elements coincide.
+    pub fn rows(self) -> Self {
+        Self { layout: Layout::Rows, ..self }
+    }
+
+    /// As [`Self::rows`], each row at a multiple of 16 bytes.
+    pub fn aligned_rows(self) -> Self {
+        Self { layout: Layout::AlignedRows, ..self }
+    }
+
+    /// It may be another tensor itself, element by element.
+    pub fn may_be(self, other: &'static str) -> Self {
+        Self { may_be: Some(other), ..self }
+    }
+
+    /// It is present exactly when another tensor is.
+    pub fn with(self, other: &'static str) -> Self {
+        Self { with: Some(other), ..self }
+    }
+}
+
+/// What an extent may be.
+#[derive(Clone, Copy)]
+struct Rule {
+    axis: &'static str,
+    multiple: usize,
+    most: usize,
+}
+
+/// The tensors of one call, and what their extents may be. Extents fit 32 bits unless [`Self::wide`] says otherwise.
+pub(crate) struct Signature<'a> {
+    check: Arguments,
+    tensors: Vec<Argument<'a>>,
+    /// So many of them are checked.
+    checked: usize,
+    bound: Vec<(&'static str, usize)>,
+    rules: Vec<Rule>,
+}
+
+impl<'a> Signature<'a> {
+    /// The extent of an axis is known beforehand.
+    pub fn given(mut self, axis: &'static str, extent: usize) -> Self {
+        self.bound.push((axis, extent));
+        self
+    }
+
+    /// The extent of an axis is a multiple of `multiple`, not 0 and at most `most`.
+    pub fn extent(mut self, axis: &'static str, multiple: usize, most: usize) -> Self {
+        self.rules.push(Rule { axis, multiple, most });
+        self
+    }
+
+    /// The kernels count along an axis in 64 bits.
+    pub fn wide(self, axis: &'static str) -> Self {
+        self.extent(axis, 0, usize::MAX)
+    }
+
+    /// Further tensors of the call.
+    pub fn and(mut self, tensors: impl IntoIterator<Item = Argument<'a>>) -> Self {
+        self.tensors.extend(tensors);
+        self
+    }
+
+    /// Checks every tensor that is not checked yet: its number of axes, its extents against those of the same axes
+    /// elsewhere, its type, its alignment and its layout; then that none of them which is written shares memory with any
+    /// other tensor. Returns the extents of these axes, 0 for one that no present tensor has.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Argument`] for the first tensor, in the order of the declarations, that breaks a rule.
+    pub fn bind<const N: usize>(&mut self, axes: [&'static str; N]) -> Result<[usize; N]> {
+        for tensor in self.tensors[self.checked..].to_vec() {
+            self.names(&tensor)?;
+            self.presence(&tensor)?;
+            let Some(view) = tensor.view else { continue };
+            self.range(tensor.name, view)?;
+            self.shape(&tensor, view)?;
+            self.element_type(&tensor, view)?;
+            self.alignment(&tensor, view)?;
+            self.layout(&tensor, view)?;
+        }
+        self.overlaps()?;
+        self.checked = self.tensors.len();
+        Ok(axes.map(|axis| self.bound(axis).unwrap_or(0)))
+    }
+
+    fn bound(&self, axis: &str) -> Option<usize> {
+        self.bound.iter().find(|(name, _)| *name == axis).map(|&(_, extent)| extent)
+    }
+
+    /// Whatever a declaration refers to is declared.
+    fn names(&self, tensor: &Argument<'_>) -> Result<()> {
+        let others = [tensor.like, tensor.typed, tensor.may_be, tensor.with];
+        match others.into_iter().flatten().find(|other| self.find(other).is_none()) {
+            Some(absent) => {
+                self.check.refuse(tensor.name, format!("its declaration refers to `{absent}`: there is none"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn find(&self, name: &str) -> Option<&Argument<'a>> {
+        self.tensors.iter().find(|tensor| tensor.name == name)
+    }
+
+    fn presence(&self, tensor: &Argument<'_>) -> Result<()> {
+        let Some(other) = tensor.with else { return Ok(()) };
+        if tensor.view.is_some() == self.find(other).is_some_and(|other| other.view.is_some()) {
+            return Ok(());
+        }
+        self.check.refuse(tensor.name, format!("it must be present exactly when `{other}` is"))
+    }
+
+    /// Every offset within the tensor fits 64 bits, and so does every address.
+    fn range(&self, name: &'static str, view: &TensorView) -> Result<()> {
+        let TensorView { shape, strides, address, .. } = view;
+        if shape.len() != strides.len() {
+            return self.check.refuse(name, format!("strides {strides:?} must be as many as axes of {shape:?}"));
+        }
+        let size = view.dtype.size() as i128;
+        let elements = shape.iter().try_fold(size, |all, &extent| all.checked_mul(extent.max(1) as i128));
+        let last = shape.iter().zip(strides).try_fold(size, |end, (&extent, &stride)| {
+            let steps = (extent as i128 - 1).max(0).checked_mul(i128::from(stride).abs())?;
+            end.checked_add(steps.checked_mul(size)?)
+        });
+        let fits = |bytes: Option<i128>| bytes.is_some_and(|bytes| i128::from(*address) + bytes <= i64::MAX.into());
+        if fits(elements) && fits(last) {
+            return Ok(());
+        }
+        let reason = format!("strides {strides:?} of shape {shape:?} from {address:#x} on must stay within 63 bits");
+        self.check.refuse(name, reason)
+    }
+
+    fn shape(&mut self, tensor: &Argument<'_>, view: &TensorView) -> Result<()> {
+        let like = tensor.like.and_then(|other| self.find(other)).and_then(|other| other.axes);
+        let Some(axes) = tensor.axes.or(like) else { return Ok(()) };
+        let shape = &view.shape;
+        if shape.len() != axes.len() {
+            let reason = format!("shape {shape:?} has {} axes, not {} ({})", shape.len(), axes.len(), axes.join(", "));
+            return self.check.refuse(tensor.name, reason);
+        }
+        for (&axis, &own) in axes.iter().zip(shape) {
+            if self.bound(axis).is_none() {
+                self.rule(tensor.name, axis, own)?;
+                self.bound.push((axis, own));
+            }
+        }
+        let expected: Vec<usize> = axes.iter().filter_map(|axis| self.bound(axis)).collect();
+        if *shape == expected {
+            return Ok(());
+        }
+        self.check.refuse(tensor.name, format!("shape {shape:?} must be {expected:?} ({})", axes.join(", ")))
+    }
+
+    fn rule(&self, name: &'static str, axis: &str, own: usize) -> Result<()> {
+        let rule = self.rules.iter().find(|rule| rule.axis == axis);
+        let reason = match rule {
+            Some(&Rule { multiple: 0, .. }) => return Ok(()),
+            Some(&Rule { multiple: 1, most, .. }) if !(1..=most).contains(&own) => {
+                format!("{axis} {own} must be 1 to {most}")
+            }
+            Some(&Rule { multiple, most, .. }) if own == 0 || !own.is_multiple_of(multiple) || own > most => {
+                format!("{axis} {own} must be a multiple of {multiple} up to {most}")
+            }
+            _ if i32::try_from(own).is_err() => format!("{axis} {own} must fit 32 bits"),
+            _ => return Ok(()),
+        };
+        self.check.refuse(name, reason)
+    }
+
+    fn element_type(&self, tensor: &Argument<'_>, view: &TensorView) -> Result<()> {
+        let same = tensor.typed.and_then(|other| self.find(other)).and_then(|other| other.view);
+        let allowed = same.map_or(tensor.types.to_vec(), |other| vec![other.dtype]);
+        if allowed.is_empty() || allowed.contains(&view.dtype) {
+            return Ok(());
+        }
+        let allowed: Vec<_> = allowed.iter().map(ToString::to_string).collect();
+        self.check.refuse(tensor.name, format!("element type {} must be {}", view.dtype, allowed.join(" or ")))
+    }
+
+    fn alignment(&self, tensor: &Argument<'_>, view: &TensorView) -> Result<()> {
+        let TensorView { address, strides, .. } = view;
+        let size = view.dtype.size() as u64;
+        let reason = match tensor.layout {
+            Layout::AlignedRows if !is_aligned(view) => {
+                format!("address {address:#x} and strides {strides:?} must be multiples of 16 bytes")
+            }
+            _ if !address.is_multiple_of(tensor.alignment) => {
+                format!("address {address:#x} must be {}-byte aligned", tensor.alignment)
+            }
+            _ if !address.is_multiple_of(size) => format!("address {address:#x} must be a multiple of {size} bytes"),
+            _ => return Ok(()),
+        };
+        self.check.refuse(tensor.name, reason)
+    }
+
+    fn layout(&self, tensor: &Argument<'_>, view: &TensorView) -> Result<()> {
+        let TensorView { shape, strides, .. } = view;
+        let reason = match tensor.layout {
+            Layout::Dense if view.is_dense() => return Ok(()),
+            Layout::Dense => format!("strides {strides:?} of shape {shape:?} must be dense"),
+            Layout::Rows | Layout::AlignedRows if shape.last() > Some(&1) && strides.last() != Some(&1) => {
+                format!("strides {strides:?}: the last axis must be contiguous")
+            }
+            Layout::Rows | Layout::AlignedRows => match coinciding_axis(view) {
+                None => return Ok(()),
+                Some(axis) => format!("strides {strides:?} of shape {shape:?}: axis {axis} overlaps itself"),
+            },
+        };
+        self.check.refuse(tensor.name, reason)
+    }
+
+    fn overlaps(&self) -> Result<()> {
+        let written = |number: usize| self.tensors[number].written;
+        for number in (self.checked..self.tensors.len()).filter(|&number| written(number)) {
+            // Two written tensors are compared once: the later one is refused.
+            for other in (0..self.tensors.len()).filter(|&other| !written(other) || other < number) {
+                self.overlap(&self.tensors[number], &self.tensors[other])?;
+            }
+        }
+        Ok(())
+    }
+
+    fn overlap(&self, tensor: &Argument<'_>, other: &Argument<'_>) -> Result<()> {
+        let (Some(own), Some(view)) = (tensor.view, other.view) else { return Ok(()) };
+        let may_be = tensor.may_be == Some(other.name);
+        let apart = own.elements() == 0 || view.elements() == 0 || !own.overlaps(view);
+        if apart || may_be && own.same_elements(view) {
+            return Ok(());
+        }
+        let without = if may_be { " without being the same tensor" } else { "" };
+        self.check.refuse(tensor.name, format!("it overlaps `{}`{without}", other.name))
+    }
+}
+
+/// An axis along which elements would come to lie among those of another; of what is left, no two coincide.
+fn coinciding_axis(view: &TensorView) -> Option<usize> {
+    let last = view.shape.len().saturating_sub(1);
+    let mut axes: Vec<usize> = (0..last).filter(|&axis| view.shape[axis] > 1).collect();
+    axes.sort_by_key(|&axis| view.strides[axis]);
+    let mut reach = view.shape.last().map_or(0, |&extent| extent as i64);
+    axes.into_iter().find(|&axis| {
+        let stride = view.strides[axis];
+        let coincides = stride < reach;
+        reach += (view.shape[axis] as i64 - 1) * stride;
+        coincides
+    })
 }
 
 /// Whether 16-byte accesses fit: address and every stride but the last.
 pub(crate) fn is_aligned(view: &TensorView) -> bool {
-    let size = view.dtype.size() as i64;
+    let elements = 16 / view.dtype.size() as i64;
     let axes = view.shape.len();
     view.address.is_multiple_of(16)
-        && (0..axes.saturating_sub(1)).all(|axis| view.shape[axis] <= 1 || view.strides[axis] * size % 16 == 0)
+        && (0..axes.saturating_sub(1)).all(|axis| view.shape[axis] <= 1 || view.strides[axis] % elements == 0)
 }
 
-/// An optional tensor's address, or `nullptr`.
-pub(crate) fn address(view: Option<&TensorView>) -> DeviceAddress {
-    DeviceAddress(view.map_or(0, |view| view.address))
+/// Parts of a scratch memory, one behind the other, each at a multiple of 16 bytes.
+#[derive(Default)]
+pub(crate) struct Parts {
+    /// Bytes of all parts.
+    pub bytes: usize,
+}
+
+impl Parts {
+    /// A further part, of so many 4-byte words for each of a product of counts: the byte offset at which it starts.
+    pub fn words(&mut self, counts: &[usize]) -> usize {
+        let words = counts.iter().try_fold(4usize, |words, &count| words.checked_mul(count));
+        let start = self.bytes;
+        // What does not fit needs more than any memory has.
+        let end = words.and_then(|bytes| bytes.checked_next_multiple_of(16)).and_then(|bytes| start.checked_add(bytes));
+        self.bytes = end.unwrap_or(usize::MAX);
+        start
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHECK: Arguments = Arguments { operator: "test" };
+
+    fn view(address: u64, dtype: DType, shape: &[usize], strides: &[i64]) -> TensorView {
+        TensorView { strides: strides.to_vec(), ..TensorView::dense("a view", address, dtype, shape) }
+    }
+
+    fn dense(address: u64, shape: &[usize]) -> TensorView {
+        TensorView::dense("a view", address, DType::F32, shape)
+    }
+
+    /// The refusal of a signature, `argument: reason`.
+    fn refusal<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> String {
+        refusal_of(CHECK.signature(tensors))
+    }
+
+    fn refusal_of(mut signature: Signature<'_>) -> String {
+        match signature.bind([]) {
+            Err(RuntimeError::Argument { operator: "test", argument, reason }) => format!("{argument}: {reason}"),
+            other => panic!("not refused: {other:?}"),
+        }
+    }
+
+    fn rows(view: &TensorView) -> Result<[usize; 0]> {
+        CHECK.signature([read("x", view).axes(&["a", "b", "c"]).rows()]).bind([])
+    }
+
+    #[test]
+    fn extents_come_back_by_name_and_those_of_absent_tensors_are_zero() {
+        let (x, w) = (dense(0, &[3, 5]), dense(1024, &[5]));
+        let tensors = [read("x", &x).axes(&["n", "m"]), read("w", &w).axes(&["m"]), read("v", None).axes(&["k"])];
+        assert_eq!(CHECK.signature(tensors).bind(["m", "k", "n"]).unwrap(), [5, 0, 3]);
+    }
+
+    #[test]
+    fn the_number_of_axes_and_extents_that_differ_are_refused() {
+        let (x, w) = (dense(0, &[3, 5]), dense(1024, &[4]));
+        assert_eq!(refusal([read("x", &x).axes(&["n"])]), "x: shape [3, 5] has 2 axes, not 1 (n)");
+        let tensors = [read("x", &x).axes(&["n", "m"]), read("w", &w).axes(&["m"])];
+        assert_eq!(refusal(tensors), "w: shape [4] must be [5] (m)");
+        let given = CHECK.signature([read("x", &x).axes(&["n", "m"])]).given("m", 7);
+        assert_eq!(refusal_of(given), "x: shape [3, 5] must be [3, 7] (n, m)");
+        assert_eq!(refusal([read("x", &x).axes(&["n", "n"])]), "x: shape [3, 5] must be [3, 3] (n, n)");
+    }
+
+    #[test]
+    fn an_extent_beyond_its_rule_is_refused_with_the_rule() {
+        let refused = |shape: &[usize], multiple, most| {
+            let x = view(0, DType::U8, shape, &[1]);
+            refusal_of(CHECK.signature([read("x", &x).of(&[DType::U8]).axes(&["n"])]).extent("n", multiple, most))
+        };
+        assert_eq!(refused(&[0], 1, 8), "x: n 0 must be 1 to 8");
+        assert_eq!(refused(&[9], 1, 8), "x: n 9 must be 1 to 8");
+        assert_eq!(refused(&[24], 16, 64), "x: n 24 must be a multiple of 16 up to 64");
+        assert_eq!(refused(&[0], 16, 64), "x: n 0 must be a multiple of 16 up to 64");
+        assert_eq!(refused(&[80], 16, 64), "x: n 80 must be a multiple of 16 up to 64");
+        assert_eq!(refused(&[1 << 31], 2, usize::MAX), "x: n 2147483648 must fit 32 bits");
+    }
+
+    #[test]
+    fn extents_fit_32_bits_unless_the_kernel_counts_in_64() {
+        let x = view(0, DType::U8, &[1 << 31], &[1]);
+        let tensors = || [read("x", &x).of(&[DType::U8]).axes(&["n"])];
+        assert_eq!(refusal(tensors()), "x: n 2147483648 must fit 32 bits");
+        assert_eq!(CHECK.signature(tensors()).wide("n").bind(["n"]).unwrap(), [1 << 31]);
+    }
+
+    #[test]
+    fn another_element_type_is_refused() {
+        let (x, y) = (view(0, DType::Bf16, &[4], &[1]), view(64, DType::F32, &[4], &[1]));
+        assert_eq!(refusal([read("x", &x).axes(&["n"])]), "x: element type bf16 must be f32");
+        let integers = read("x", &x).of(&[DType::I32, DType::U8]).axes(&["n"]);
+        assert_eq!(refusal([integers]), "x: element type bf16 must be i32 or u8");
+        let like = [read("x", &x).of(&FLOATS).axes(&["n"]), read("y", &y).like("x")];
+        assert_eq!(refusal(like), "y: element type f32 must be bf16");
+    }
+
+    #[test]
+    fn axes_may_lie_in_any_order_and_with_any_gaps() {
+        for strides in [[12, 4, 1], [4, 8, 1], [100, 7, 1], [7, 100, 1]] {
+            rows(&view(0, DType::F32, &[2, 3, 4], &strides)).unwrap_or_else(|error| panic!("{strides:?}: {error}"));
+        }
+        // Along an axis of one entry nothing is ever reached.
+        rows(&view(0, DType::F32, &[2, 1, 4], &[4, -9, 1])).expect("one entry");
+        rows(&view(0, DType::F32, &[2, 3, 1], &[1, 2, 77])).expect("columns of one element");
+    }
+
+    #[test]
+    fn elements_that_coincide_are_refused_whatever_the_order_of_the_axes() {
+        for (strides, axis) in [([11, 4, 1], 0), ([4, 7, 1], 1), ([3, 12, 1], 0), ([12, 3, 1], 1), ([0, 4, 1], 0)] {
+            let x = view(0, DType::F32, &[2, 3, 4], &strides);
+            let reason = rows(&x).unwrap_err().to_string();
+            let overlap = format!("strides {strides:?} of shape [2, 3, 4]: axis {axis} overlaps itself");
+            assert!(reason.ends_with(&overlap), "{reason}");
+        }
+        let backwards = rows(&view(1024, DType::F32, &[2, 3, 4], &[-12, 4, 1])).unwrap_err().to_string();
+        assert!(backwards.contains("axis 0 overlaps itself"), "{backwards}");
+    }
+
+    #[test]
+    fn a_last_axis_with_gaps_and_a_dense_tensor_with_gaps_are_refused() {
+        let x = view(0, DType::F32, &[2, 3, 4], &[24, 8, 2]);
+        assert!(rows(&x).unwrap_err().to_string().contains("strides [24, 8, 2]: the last axis must be contiguous"));
+        let x = view(0, DType::F32, &[2, 4], &[5, 1]);
+        assert_eq!(refusal([read("x", &x).axes(&["n", "m"])]), "x: strides [5, 1] of shape [2, 4] must be dense");
+    }
+
+    #[test]
+    fn rows_and_memory_off_their_alignment_are_refused() {
+        let refused = |address, strides: [i64; 2]| {
+            let x = view(address, DType::F32, &[2, 4], &strides);
+            refusal([read("x", &x).axes(&["n", "m"]).aligned_rows()])
+        };
+        assert_eq!(refused(8, [8, 1]), "x: address 0x8 and strides [8, 1] must be multiples of 16 bytes");
+        assert_eq!(refused(16, [6, 1]), "x: address 0x10 and strides [6, 1] must be multiples of 16 bytes");
+        let x = view(2, DType::F32, &[4], &[1]);
+        assert_eq!(refusal([read("x", &x).axes(&["n"])]), "x: address 0x2 must be a multiple of 4 bytes");
+        let scratch_at_8 = view(8, DType::U8, &[64], &[1]);
+        assert_eq!(refusal([scratch("s", &scratch_at_8, 16)]), "s: address 0x8 must be 16-byte aligned");
+        CHECK.signature([scratch("s", &scratch_at_8, 8)]).bind([]).expect("any shape and type");
+    }
+
+    #[test]
+    fn offsets_beyond_64_bits_are_refused_and_do_not_wrap() {
+        for x in [
+            view(0, DType::F32, &[2, 4], &[i64::MAX, 1]),
+            view(0, DType::F32, &[1 << 40, 1 << 40], &[1, 1]),
+            view(0, DType::F32, &[0, usize::MAX, usize::MAX], &[1, 1, 1]),
+            view(u64::MAX - 3, DType::F32, &[1], &[1]),
+            view(0, DType::F32, &[3, 3], &[i64::MIN, 1]),
+        ] {
+            let reason = refusal([read("x", &x).axes(&["n", "m"]).rows()]);
+            assert!(reason.contains("must stay within 63 bits"), "{reason}");
+        }
+        let ragged = view(0, DType::F32, &[2, 4], &[1]);
+        assert!(refusal([read("x", &ragged)]).contains("as many as axes"));
+    }
+
+    #[test]
+    fn a_written_tensor_shares_no_memory_with_any_other() {
+        let (x, y, z) = (dense(0, &[8]), dense(16, &[8]), dense(64, &[8]));
+        let axes: &[&str] = &["n"];
+        assert_eq!(refusal([read("x", &x).axes(axes), write("y", &y).axes(axes)]), "y: it overlaps `x`");
+        // Declared before or behind what it overlaps; of two written ones the later is refused.
+        assert_eq!(refusal([write("y", &y).axes(axes), read("x", &x).axes(axes)]), "y: it overlaps `x`");
+        assert_eq!(refusal([write("x", &x).axes(axes), write("y", &y).axes(axes)]), "y: it overlaps `x`");
+        CHECK.signature([read("x", &x).axes(axes), read("y", &y).axes(axes)]).bind([]).expect("both are only read");
+        CHECK.signature([read("x", &x).axes(axes), write("z", &z).axes(axes)]).bind([]).expect("they are apart");
+        // What is declared later is compared with what is checked already.
+        let mut signature = CHECK.signature([read("x", &x).axes(axes)]);
+        signature.bind([]).expect("alone");
+        assert_eq!(refusal_of(signature.and([write("y", &y).axes(axes)])), "y: it overlaps `x`");
+    }
+
+    #[test]
+    fn a_tensor_may_be_another_one_itself_only_where_that_is_declared() {
+        let (x, shifted) = (dense(0, &[8]), dense(4, &[8]));
+        let pair = |y| [read("x", &x).axes(&["n"]), write("y", y).like("x").may_be("x")];
+        CHECK.signature(pair(&x)).bind([]).expect("in place");
+        assert_eq!(refusal(pair(&shifted)), "y: it overlaps `x` without being the same tensor");
+        assert_eq!(refusal([read("x", &x).axes(&["n"]), write("y", &x).like("x")]), "y: it overlaps `x`");
+    }
+
+    #[test]
+    fn a_tensor_that_comes_with_another_is_refused_without_it_and_alone() {
+        let x = dense(0, &[8]);
+        let pair = |x, y| [read("x", x).axes(&["n"]), read("y", y).axes(&["n"]).with("x")];
+        let message = "y: it must be present exactly when `x` is";
+        assert_eq!(refusal(pair(None, Some(&x))), message);
+        assert_eq!(refusal(pair(Some(&x), None)), message);
+        CHECK.signature(pair(None, None)).bind([]).expect("both absent");
+    }
+
+    #[test]
+    fn a_declaration_that_refers_to_nothing_is_refused() {
+        let x = dense(0, &[8]);
+        assert!(refusal([read("x", &x).like("absent")]).contains("refers to `absent`"));
+    }
+
+    #[test]
+    fn scratch_memory_has_all_bytes_that_are_needed() {
+        let scratch = view(0, DType::F32, &[4], &[1]);
+        CHECK.holds("s", &scratch, 16).expect("as many as needed");
+        let reason = CHECK.holds("s", &scratch, 17).unwrap_err().to_string();
+        assert_eq!(reason, "test: argument `s`: 16 bytes; it must have 17");
+    }
+
+    #[test]
+    fn parts_of_scratch_memory_start_at_multiples_of_16_bytes_and_never_wrap() {
+        let mut parts = Parts::default();
+        assert_eq!([parts.words(&[3]), parts.words(&[2, 4]), parts.words(&[0, 9]), parts.words(&[1])], [0, 16, 48, 48]);
+        assert_eq!(parts.bytes, 64);
+        parts.words(&[usize::MAX / 2, 3]);
+        parts.words(&[1]);
+        assert_eq!(parts.bytes, usize::MAX);
+    }
 }

@@ -1,12 +1,11 @@
 //! `decode_attention`: launcher of `kernels/cuda/decode_attention.cu` (inference 8 to 8.4).
 
-use crate::arguments::{Arguments, address};
+use crate::arguments::{Argument, Arguments, Parts, read, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::kernel_params;
 use crate::kv_cache::{Cache, RowFormat};
-use crate::rms_norm::owned;
-use crate::runtime::params::DeviceAddress;
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::{DeviceAddress, Params};
+use crate::runtime::{DType, Device, Result, TensorView};
 
 const FILE: &str = "decode_attention.cu";
 const HOPPER_FILE: &str = "decode_attention_hopper.cu";
@@ -21,43 +20,6 @@ pub const TILE_SLOTS: usize = 64;
 const COMBINE_HEADS: usize = 8;
 /// Largest head that the output's accumulators hold.
 const LARGEST_HEAD_DIM: usize = 512;
-
-kernel_params! {
-    /// Mirror of `DecodeAttentionParams`.
-    struct DecodeAttentionParams {
-        q: DeviceAddress,
-        window_pages: DeviceAddress,
-        compressed_pages: DeviceAddress,
-        window_indices: DeviceAddress,
-        compressed_indices: DeviceAddress,
-        window_length: DeviceAddress,
-        compressed_length: DeviceAddress,
-        sink: DeviceAddress,
-        out: DeviceAddress,
-        lse: DeviceAddress,
-        partial_out: DeviceAddress,
-        partial_lse: DeviceAddress,
-        spans: DeviceAddress,
-        q_token_stride: i64,
-        q_head_stride: i64,
-        out_token_stride: i64,
-        out_head_stride: i64,
-        window_page_stride: i64,
-        compressed_page_stride: i64,
-        window_indices_stride: i64,
-        compressed_indices_stride: i64,
-        batch: i32,
-        s_q: i32,
-        num_heads: i32,
-        window_page_size: i32,
-        window_num_slots: i32,
-        window_topk: i32,
-        compressed_page_size: i32,
-        compressed_num_slots: i32,
-        compressed_topk: i32,
-        softmax_scale: f32,
-    }
-}
 
 /// One store of rows and the lists that point into it.
 #[derive(Clone, Copy, Debug)]
@@ -189,7 +151,7 @@ fn defines(format: RowFormat, heads_per_block: usize) -> Vec<(&'static str, Stri
 }
 
 /// Modules of the model's format, of bf16 rows, and of small ones.
-pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
+pub fn modules() -> Vec<Module> {
     let formats = [
         RowFormat::MODEL,
         RowFormat::bf16(512),
@@ -198,82 +160,108 @@ pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
         RowFormat::bf16(64),
     ];
     let all = formats.into_iter().flat_map(|format| [16, 64].map(|heads| defines(format, heads)));
-    let hopper = HOPPER_FORMATS.map(|format| (HOPPER_FILE.to_owned(), owned(defines(format, HOPPER_HEADS))));
-    all.map(|defines| (FILE.to_owned(), owned(defines))).chain(hopper).collect()
+    let hopper = HOPPER_FORMATS.map(|format| module(HOPPER_FILE, &defines(format, HOPPER_HEADS)));
+    all.map(|defines| module(FILE, &defines)).chain(hopper).collect()
 }
 
-/// The tensors of a call have a token's rows at one stride: `[batch, s_q, ...]` may be seen as `[batch * s_q, ...]`.
-fn check_tokens(argument: &'static str, view: &TensorView) -> Result<()> {
-    let (batch, s_q) = (view.shape[0], view.shape[1]);
-    if batch <= 1 || s_q == 0 || view.strides[0] == s_q as i64 * view.strides[1] {
-        return Ok(());
+/// What a store's tensors are called.
+struct StoreNames {
+    argument: &'static str,
+    indices: &'static str,
+    length: &'static str,
+    /// Axes of the pages and of the lists.
+    pages_axes: [&'static str; 2],
+    indices_axes: [&'static str; 3],
+    /// Fields of the parameters.
+    pages: &'static str,
+    page_size: &'static str,
+    num_slots: &'static str,
+    topk: &'static str,
+}
+
+static WINDOW: StoreNames = StoreNames {
+    argument: "window",
+    indices: "window_indices",
+    length: "window_length",
+    pages_axes: ["window_num_pages", "window_page_bytes"],
+    indices_axes: ["batch", "s_q", "window_topk"],
+    pages: "window_pages",
+    page_size: "window_page_size",
+    num_slots: "window_num_slots",
+    topk: "window_topk",
+};
+static COMPRESSED: StoreNames = StoreNames {
+    argument: "compressed",
+    indices: "compressed_indices",
+    length: "compressed_length",
+    pages_axes: ["compressed_num_pages", "compressed_page_bytes"],
+    indices_axes: ["batch", "s_q", "compressed_topk"],
+    pages: "compressed_pages",
+    page_size: "compressed_page_size",
+    num_slots: "compressed_num_slots",
+    topk: "compressed_topk",
+};
+
+impl StoreNames {
+    fn tensors<'a>(&'static self, store: Option<Store<'a>>) -> [Argument<'a>; 3] {
+        let (pages, indices) = (store.map(|store| store.cache.pages), store.map(|store| store.indices));
+        [
+            Cache::argument(read(self.argument, pages), &self.pages_axes),
+            read(self.indices, indices).of(&[DType::I32]).axes(&self.indices_axes).rows(),
+            read(self.length, store.and_then(|store| store.length)).of(&[DType::I32]).axes(&["batch"]),
+        ]
     }
-    let reason = format!("strides {:?} of shape {:?}: tokens must be evenly spaced", view.strides, view.shape);
-    CHECK.refuse(argument, reason)
-}
 
-/// Elements from one token to the next.
-fn token_stride(view: &TensorView) -> i64 {
-    if view.shape[1] > 1 { view.strides[1] } else { view.strides[0] }
-}
-
-fn check_heads(argument: &'static str, view: &TensorView) -> Result<()> {
-    CHECK.dtype(argument, view, &[DType::Bf16])?;
-    CHECK.rows(argument, view)?;
-    CHECK.aligned(argument, view)?;
-    check_tokens(argument, view)
-}
-
-/// Checks a store and returns the width of its lists.
-fn check_store(
-    names: [&'static str; 3],
-    store: &Store<'_>,
-    format: RowFormat,
-    [batch, s_q]: [usize; 2],
-) -> Result<usize> {
-    let [cache, indices, length] = names;
-    store.cache.check(CHECK, cache, format)?;
-    let [_, _, topk] = CHECK.extents(indices, store.indices)?;
-    CHECK.shape(indices, store.indices, &[batch, s_q, topk])?;
-    CHECK.dtype(indices, store.indices, &[DType::I32])?;
-    CHECK.rows(indices, store.indices)?;
-    check_tokens(indices, store.indices)?;
-    CHECK.int32(indices, topk)?;
-    if let Some(view) = store.length {
-        CHECK.dense_tensor(length, view, &[batch], &[DType::I32])?;
+    /// Where the rows and the lists are.
+    fn places(&self, params: Params, store: Option<Store<'_>>) -> Result<Params> {
+        let indices = store.map(|store| CHECK.tokens(self.indices, store.indices)).transpose()?;
+        let params = params.rows(self.pages, store.map(|store| store.cache.pages)).rows(self.indices, indices.as_ref());
+        Ok(params.ptr(self.length, store.and_then(|store| store.length)))
     }
-    Ok(topk)
+
+    fn sizes(&self, params: Params, store: Option<Store<'_>>) -> Result<Params> {
+        // The kernel divides by the size of a page, if only to find that it holds no row.
+        let of_store = |store: Store<'_>| (store.cache.page_size, store.cache.num_slots(), store.indices.shape[2]);
+        let (page_size, num_slots, topk) = store.map_or((1, 0, 0), of_store);
+        params.i32(self.page_size, page_size)?.i32(self.num_slots, num_slots)?.i32(self.topk, topk)
+    }
 }
 
-const WINDOW: [&str; 3] = ["window", "window_indices", "window_length"];
-const COMPRESSED: [&str; 3] = ["compressed", "compressed_indices", "compressed_length"];
-
-fn check_inputs(inputs: &Inputs<'_>, num_blocks: usize, implementation: Implementation) -> Result<Extents> {
+/// Checks the inputs and, where they are given, the tensors that the kernels write.
+fn check<'a>(
+    inputs: &Inputs<'a>,
+    num_blocks: usize,
+    implementation: Implementation,
+    written: impl IntoIterator<Item = Argument<'a>>,
+) -> Result<Extents> {
     let Inputs { q, format, window, compressed, sink, softmax_scale } = *inputs;
     format.check(CHECK)?;
-    let [batch, s_q, num_heads, head_dim] = CHECK.extents("q", q)?;
-    if !head_dim.is_multiple_of(16) || head_dim > LARGEST_HEAD_DIM {
-        return CHECK.refuse("q", format!("head_dim {head_dim} must be a multiple of 16 up to {LARGEST_HEAD_DIM}"));
+    let heads = read("q", q).of(&[DType::Bf16]).axes(&["batch", "s_q", "num_heads", "head_dim"]).aligned_rows();
+    let mut signature = CHECK.signature([heads]).extent("head_dim", 16, LARGEST_HEAD_DIM);
+    for (names, store) in [(&WINDOW, Some(window)), (&COMPRESSED, compressed)] {
+        if let Some(Store { cache, .. }) = store {
+            cache.check(CHECK, names.argument)?;
+            signature = signature.given(names.pages_axes[1], cache.page_bytes(format));
+        }
+        signature = signature.and(names.tensors(store));
     }
+    let axes = ["batch", "s_q", "num_heads", "head_dim", WINDOW.topk, COMPRESSED.topk];
+    let mut signature = signature.and([read("sink", sink).axes(&["num_heads"])]);
+    let [batch, s_q, num_heads, head_dim, window_topk, compressed_topk] = signature.bind(axes)?;
     if head_dim != format.head_dim() {
         return CHECK.refuse("q", format!("head_dim {head_dim} must be the format's {}", format.head_dim()));
     }
-    check_heads("q", q)?;
-    let mut topk = vec![check_store(WINDOW, &window, format, [batch, s_q])?];
-    if let Some(store) = &compressed {
-        topk.push(check_store(COMPRESSED, store, format, [batch, s_q])?);
-    }
-    if let Some(sink) = sink {
-        CHECK.dense_tensor("sink", sink, &[num_heads], &[DType::F32])?;
-    }
+    CHECK.tokens("q", q)?;
     CHECK.positive("softmax_scale", softmax_scale)?;
     if num_blocks == 0 {
         return CHECK.refuse("num_blocks", "0: there must be a block");
     }
-    // The kernel counts tiles, and those of all blocks together, in 32 bits.
+    signature.and(written).bind([])?;
+    // The kernel counts tiles, those of all blocks together and the parts that blocks leave in 32 bits.
+    let topk = [window_topk, compressed_topk];
     let tiles = topk.iter().map(|slots| slots / TILE_SLOTS + 1).sum::<usize>();
     let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
-    CHECK.int32("q", all_tiles.saturating_add(num_blocks))?;
+    CHECK.int32("q", all_tiles.saturating_add(num_blocks.saturating_mul(2)))?;
     let spread = spread([batch, s_q, num_heads], &topk, num_blocks, implementation);
     Ok(Extents { batch, s_q, num_heads, format, spread })
 }
@@ -288,18 +276,13 @@ struct Workspace {
 
 impl Workspace {
     fn of(extents: Extents) -> Self {
-        let mut end = 0;
-        let mut part = |words: usize| {
-            let start = end;
-            end += (words * 4).next_multiple_of(16);
-            start
-        };
+        let Spread { num_blocks, heads_per_block } = extents.spread;
+        let mut parts = Parts::default();
         // A block leaves two parts at most.
-        let rows = 2 * extents.spread.num_blocks * extents.spread.heads_per_block;
-        let partial_out = part(rows * extents.format.head_dim());
-        let partial_lse = part(rows);
-        let spans = part(2 * extents.spread.num_blocks);
-        Self { partial_out, partial_lse, spans, bytes: end }
+        let partial_out = parts.words(&[2, num_blocks, heads_per_block, extents.format.head_dim()]);
+        let partial_lse = parts.words(&[2, num_blocks, heads_per_block]);
+        let spans = parts.words(&[2, num_blocks]);
+        Self { partial_out, partial_lse, spans, bytes: parts.bytes }
     }
 }
 
@@ -309,7 +292,7 @@ impl Workspace {
 /// # Errors
 /// Inputs that the launcher refuses.
 pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize, implementation: Implementation) -> Result<usize> {
-    let of = |implementation| Ok(Workspace::of(check_inputs(inputs, num_blocks, implementation)?).bytes);
+    let of = |implementation| Ok(Workspace::of(check(inputs, num_blocks, implementation, [])?).bytes);
     match implementation {
         // Which one runs is the device's to say: enough for either.
         Implementation::Auto if HOPPER_FORMATS.contains(&inputs.format) => {
@@ -324,134 +307,41 @@ pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize, implementation: I
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<Vec<String>> {
-    let Inputs { format, q, .. } = arguments.inputs;
-    let num_heads = q.shape.get(2).copied().unwrap_or_default();
-    let implementation = resolve(device, format, num_heads, arguments.implementation)?;
-    let extents = check_inputs(&arguments.inputs, arguments.num_blocks, implementation)?;
-    let parts = check_outputs(arguments, extents)?;
-    let blocks = extents.spread.num_blocks;
-    let params = params_of(arguments, extents, &parts);
+    let Forward { inputs, num_blocks, implementation, out, lse, workspace } = *arguments;
+    let num_heads = inputs.q.shape.get(2).copied().unwrap_or_default();
+    let implementation = resolve(device, inputs.format, num_heads, implementation)?;
+    let written = [
+        write("out", out).like("q").aligned_rows(),
+        write("lse", lse).axes(&["batch", "s_q", "num_heads"]),
+        scratch("workspace", workspace, 16),
+    ];
+    let extents = check(&inputs, num_blocks, implementation, written)?;
+    let params = params_of(arguments, extents)?;
     let hopper = implementation == Implementation::Hopper;
     let (file, name) = if hopper { (HOPPER_FILE, "decode_attention_hopper") } else { (FILE, "decode_attention") };
-    let kernel = device.kernel::<DecodeAttentionParams>(file, &extents.defines(), name)?;
-    let config = LaunchConfig::linear(CHECK.operator, "num_blocks", blocks as u64, kernel.max_threads())?;
-    kernel.launch(config, &params)?;
-    let heads = extents.spread.heads_per_block;
-    let mut paths = vec![if hopper { name.to_owned() } else { format!("{name}<{heads}>") }];
-    if blocks > 1 {
+    let Spread { num_blocks, heads_per_block } = extents.spread;
+    device.kernel(file, &extents.defines(), name)?.launch_blocks("num_blocks", num_blocks, &params)?;
+    let mut paths = vec![if hopper { name.to_owned() } else { format!("{name}<{heads_per_block}>") }];
+    if num_blocks > 1 {
         let name = "decode_attention_combine";
-        let kernel = device.kernel::<DecodeAttentionParams>(FILE, &extents.defines(), name)?;
-        let blocks = (blocks * extents.spread.heads_per_block / COMBINE_HEADS) as u64;
-        kernel.launch(LaunchConfig::linear(CHECK.operator, "num_blocks", blocks, kernel.max_threads())?, &params)?;
+        let blocks = num_blocks * heads_per_block / COMBINE_HEADS;
+        device.kernel(FILE, &extents.defines(), name)?.launch_blocks("num_blocks", blocks, &params)?;
         paths.push(name.into());
     }
     Ok(paths)
 }
 
-fn check_outputs(arguments: &Forward<'_>, extents: Extents) -> Result<Workspace> {
+fn params_of(arguments: &Forward<'_>, extents: Extents) -> Result<Params> {
     let Forward { inputs, out, lse, workspace, .. } = *arguments;
-    let Extents { batch, s_q, num_heads, format, .. } = extents;
-    CHECK.shape("out", out, &[batch, s_q, num_heads, format.head_dim()])?;
-    check_heads("out", out)?;
-    CHECK.dense_tensor("lse", lse, &[batch, s_q, num_heads], &[DType::F32])?;
+    let Inputs { q, window, compressed, sink, softmax_scale, .. } = inputs;
     let parts = Workspace::of(extents);
-    let bytes = workspace.elements() * workspace.dtype.size();
-    if bytes < parts.bytes || !workspace.address.is_multiple_of(16) {
-        let reason =
-            format!("{bytes} bytes at {:#x}; it must have {}, 16-byte aligned", workspace.address, parts.bytes);
-        return CHECK.refuse("workspace", reason);
-    }
-    let of_store =
-        |store: Store<'_>| [Some(store.cache.pages.clone()), Some(store.indices.clone()), store.length.cloned()];
-    let stores = [Some(inputs.window), inputs.compressed].into_iter().flatten().flat_map(of_store);
-    let read: Vec<TensorView> = stores.chain([Some(inputs.q.clone()), inputs.sink.cloned()]).flatten().collect();
-    let written = [("out", out), ("lse", lse), ("workspace", workspace)];
-    for (number, &(argument, view)) in written.iter().enumerate() {
-        for other in read.iter().chain(written[..number].iter().map(|&(_, other)| other)) {
-            CHECK.apart(argument, view, other)?;
-        }
-    }
-    Ok(parts)
-}
-
-/// A store's share of the parameters; nothing where it is absent.
-struct StoreParams {
-    pages: DeviceAddress,
-    indices: DeviceAddress,
-    length: DeviceAddress,
-    page_stride: i64,
-    indices_stride: i64,
-    page_size: i32,
-    num_slots: i32,
-    topk: i32,
-}
-
-impl StoreParams {
-    fn of(store: Option<&Store<'_>>) -> Self {
-        let Some(Store { cache, indices, length }) = store else {
-            let none = DeviceAddress(0);
-            // The kernel divides by the size of a page, if only to find that it holds no row.
-            let (pages, indices, length) = (none, none, none);
-            return Self {
-                pages,
-                indices,
-                length,
-                page_stride: 0,
-                indices_stride: 0,
-                page_size: 1,
-                num_slots: 0,
-                topk: 0,
-            };
-        };
-        Self {
-            pages: DeviceAddress(cache.pages.address),
-            indices: DeviceAddress(indices.address),
-            length: address(*length),
-            page_stride: cache.page_stride(),
-            indices_stride: token_stride(indices),
-            page_size: cache.page_size as i32,
-            num_slots: cache.num_slots() as i32,
-            topk: indices.shape[2] as i32,
-        }
-    }
-}
-
-fn params_of(arguments: &Forward<'_>, extents: Extents, parts: &Workspace) -> DecodeAttentionParams {
-    let Forward { inputs, out, lse, workspace, .. } = *arguments;
-    let window = StoreParams::of(Some(&inputs.window));
-    let compressed = StoreParams::of(inputs.compressed.as_ref());
-    let scratch = |offset: usize| DeviceAddress(workspace.address + offset as u64);
-    DecodeAttentionParams {
-        q: DeviceAddress(inputs.q.address),
-        window_pages: window.pages,
-        compressed_pages: compressed.pages,
-        window_indices: window.indices,
-        compressed_indices: compressed.indices,
-        window_length: window.length,
-        compressed_length: compressed.length,
-        sink: address(inputs.sink),
-        out: DeviceAddress(out.address),
-        lse: DeviceAddress(lse.address),
-        partial_out: scratch(parts.partial_out),
-        partial_lse: scratch(parts.partial_lse),
-        spans: scratch(parts.spans),
-        q_token_stride: token_stride(inputs.q),
-        q_head_stride: inputs.q.strides[2],
-        out_token_stride: token_stride(out),
-        out_head_stride: out.strides[2],
-        window_page_stride: window.page_stride,
-        compressed_page_stride: compressed.page_stride,
-        window_indices_stride: window.indices_stride,
-        compressed_indices_stride: compressed.indices_stride,
-        batch: extents.batch as i32,
-        s_q: extents.s_q as i32,
-        num_heads: extents.num_heads as i32,
-        window_page_size: window.page_size,
-        window_num_slots: window.num_slots,
-        window_topk: window.topk,
-        compressed_page_size: compressed.page_size,
-        compressed_num_slots: compressed.num_slots,
-        compressed_topk: compressed.topk,
-        softmax_scale: inputs.softmax_scale,
-    }
+    CHECK.holds("workspace", workspace, parts.bytes)?;
+    let part = |offset: usize| DeviceAddress(workspace.address + offset as u64);
+    let params = CHECK.params().heads("q", &CHECK.tokens("q", q)?);
+    let params = COMPRESSED.places(WINDOW.places(params, Some(window))?, compressed)?;
+    let params = params.ptr("sink", sink).heads("out", &CHECK.tokens("out", out)?).ptr("lse", lse);
+    let params = params.ptr("partial_out", part(parts.partial_out)).ptr("partial_lse", part(parts.partial_lse));
+    let params = params.ptr("spans", part(parts.spans)).i32("batch", extents.batch)?.i32("s_q", extents.s_q)?;
+    let params = WINDOW.sizes(params.i32("num_heads", extents.num_heads)?, Some(window))?;
+    Ok(COMPRESSED.sizes(params, compressed)?.f32("softmax_scale", softmax_scale))
 }

@@ -1,6 +1,6 @@
 //! The paged KV cache that kernels share (inference 8.3): the format of a row, and what launchers check of a store.
 
-use crate::arguments::Arguments;
+use crate::arguments::{Argument, Arguments};
 use crate::runtime::{DType, Result, TensorView};
 
 /// Channels of the first part that share a scale.
@@ -80,24 +80,24 @@ pub struct Cache<'a> {
 impl Cache<'_> {
     /// Rows of all pages.
     pub fn num_slots(&self) -> usize {
-        self.pages.shape.first().copied().unwrap_or(0) * self.page_size
+        self.pages.shape.first().copied().unwrap_or(0).saturating_mul(self.page_size)
     }
 
-    pub(crate) fn page_stride(&self) -> i64 {
-        self.pages.strides[0]
+    /// Bytes of a page that belong to its rows.
+    pub(crate) fn page_bytes(&self, format: RowFormat) -> usize {
+        self.page_size.saturating_mul(format.row_bytes())
     }
 
-    pub(crate) fn check(&self, operator: Arguments, argument: &'static str, format: RowFormat) -> Result<()> {
-        let [num_pages, _] = operator.extents(argument, self.pages)?;
+    /// What its pages are, `axes` being the names of their number and of their bytes.
+    pub(crate) fn argument<'a>(pages: Argument<'a>, axes: &'static [&'static str]) -> Argument<'a> {
+        pages.of(&[DType::U8]).axes(axes).aligned_rows()
+    }
+
+    pub(crate) fn check(&self, operator: Arguments, argument: &'static str) -> Result<()> {
         if self.page_size == 0 {
             return operator.refuse(argument, "a page of 0 rows holds nothing");
         }
-        operator.shape(argument, self.pages, &[num_pages, self.page_size.saturating_mul(format.row_bytes())])?;
-        operator.dtype(argument, self.pages, &[DType::U8])?;
-        operator.rows(argument, self.pages)?;
-        operator.aligned(argument, self.pages)?;
         operator.int32(argument, self.page_size)?;
-        operator.int32(argument, self.num_slots())?;
-        Ok(())
+        operator.int32(argument, self.num_slots())
     }
 }

@@ -1,30 +1,14 @@
 //! `kv_cache_write`: launcher of `kernels/cuda/kv_cache_write.cu` (inference 5.4, 8.3, 13.2).
 
-use crate::arguments::Arguments;
-use crate::kernel_params;
+use crate::arguments::{Arguments, read, write};
 use crate::kv_cache::{Cache, RowFormat};
-use crate::rms_norm::owned;
-use crate::runtime::params::DeviceAddress;
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
+use crate::runtime::device::{Module, module};
+use crate::runtime::{DType, Device, Result, TensorView};
 
 const FILE: &str = "kv_cache_write.cu";
 const CHECK: Arguments = Arguments { operator: "kv_cache_write" };
 /// Tokens of a block: one a warp.
-const TOKENS_PER_BLOCK: u64 = 8;
-
-kernel_params! {
-    /// Mirror of `KvCacheWriteParams`.
-    struct KvCacheWriteParams {
-        kv: DeviceAddress,
-        slots: DeviceAddress,
-        pages: DeviceAddress,
-        kv_stride: i64,
-        page_stride: i64,
-        num_tokens: i32,
-        num_slots: i32,
-        page_size: i32,
-    }
-}
+const TOKENS_PER_BLOCK: usize = 8;
 
 /// Arguments of [`forward`].
 #[derive(Clone, Copy, Debug)]
@@ -41,14 +25,14 @@ pub struct Forward<'a> {
 }
 
 /// Modules of the model's format, of bf16 rows, and of small ones.
-pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
+pub fn modules() -> Vec<Module> {
     let formats = [
         RowFormat::MODEL,
         RowFormat::bf16(512),
         RowFormat { nope_dim: 64, rope_dim: 64 },
         RowFormat { nope_dim: 128, rope_dim: 32 },
     ];
-    formats.into_iter().map(|format| (FILE.to_owned(), owned(format.defines()))).collect()
+    formats.into_iter().map(|format| module(FILE, &format.defines())).collect()
 }
 
 /// Quantises and scatters the rows; returns the kernel that ran.
@@ -58,31 +42,22 @@ pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str> {
     let Forward { kv, slots, format, cache } = *arguments;
     format.check(CHECK)?;
-    let [num_tokens, width] = CHECK.extents("kv", kv)?;
+    cache.check(CHECK, "cache")?;
+    let tensors = [
+        read("kv", kv).of(&[DType::Bf16]).axes(&["num_tokens", "width"]).aligned_rows(),
+        read("slots", slots).of(&[DType::I32]).axes(&["num_tokens"]),
+        Cache::argument(write("cache", cache.pages), &["num_pages", "page_bytes"]),
+    ];
+    let mut signature = CHECK.signature(tensors).given("page_bytes", cache.page_bytes(format));
+    let [num_tokens, width] = signature.bind(["num_tokens", "width"])?;
     if width != format.head_dim() {
         return CHECK.refuse("kv", format!("width {width} must be the format's {}", format.head_dim()));
     }
-    CHECK.dtype("kv", kv, &[DType::Bf16])?;
-    CHECK.rows("kv", kv)?;
-    CHECK.aligned("kv", kv)?;
-    CHECK.dense_tensor("slots", slots, &[num_tokens], &[DType::I32])?;
-    cache.check(CHECK, "cache", format)?;
-    for read in [kv, slots] {
-        CHECK.apart("cache", cache.pages, read)?;
-    }
-    let params = KvCacheWriteParams {
-        kv: DeviceAddress(kv.address),
-        slots: DeviceAddress(slots.address),
-        pages: DeviceAddress(cache.pages.address),
-        kv_stride: kv.strides[0],
-        page_stride: cache.page_stride(),
-        num_tokens: CHECK.int32("kv", num_tokens)?,
-        num_slots: CHECK.int32("cache", cache.num_slots())?,
-        page_size: CHECK.int32("cache", cache.page_size)?,
-    };
+    let params = CHECK.params().rows("kv", kv).ptr("slots", slots).rows("pages", cache.pages);
+    let params = params.i32("num_tokens", num_tokens)?.i32("num_slots", cache.num_slots())?;
+    let params = params.i32("page_size", cache.page_size)?;
     let name = "kv_cache_write";
-    let kernel = device.kernel::<KvCacheWriteParams>(FILE, &format.defines(), name)?;
-    let blocks = (num_tokens as u64).div_ceil(TOKENS_PER_BLOCK);
-    kernel.launch(LaunchConfig::linear(CHECK.operator, "kv", blocks, kernel.max_threads())?, &params)?;
+    let kernel = device.kernel(FILE, &format.defines(), name)?;
+    kernel.launch_blocks("kv", num_tokens.div_ceil(TOKENS_PER_BLOCK), &params)?;
     Ok(name)
 }

@@ -1,8 +1,7 @@
 //! `rms_norm`: launchers of `kernels/cuda/rms_norm.cu` (inference 3, training 11.3).
 
-use crate::arguments::{Arguments, address, is_aligned};
-use crate::kernel_params;
-use crate::runtime::params::DeviceAddress;
+use crate::arguments::{Argument, Arguments, FLOATS, is_aligned, read, scratch, write};
+use crate::runtime::device::{Module, module};
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "rms_norm.cu";
@@ -19,48 +18,6 @@ const HELD: usize = 32;
 const GRADIENT_HELD: usize = 16;
 /// Widest block of the backward block kernel; `BACKWARD_BLOCK_THREADS` in the kernel source.
 const BACKWARD_BLOCK_THREADS: usize = 896;
-
-kernel_params! {
-    /// Mirror of `RmsNormForwardParams`.
-    struct RmsNormForwardParams {
-        x: DeviceAddress,
-        y: DeviceAddress,
-        weight: DeviceAddress,
-        rstd: DeviceAddress,
-        num_rows: i64,
-        x_row_stride: i64,
-        y_row_stride: i64,
-        width: i32,
-        eps: f32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `RmsNormBackwardParams`.
-    struct RmsNormBackwardParams {
-        dy: DeviceAddress,
-        x: DeviceAddress,
-        weight: DeviceAddress,
-        rstd: DeviceAddress,
-        dx: DeviceAddress,
-        dweight_partials: DeviceAddress,
-        num_rows: i64,
-        dy_row_stride: i64,
-        x_row_stride: i64,
-        dx_row_stride: i64,
-        width: i32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `RmsNormDweightParams`.
-    struct RmsNormDweightParams {
-        dweight_partials: DeviceAddress,
-        dweight: DeviceAddress,
-        num_partials: i32,
-        width: i32,
-    }
-}
 
 /// Arguments of [`forward`]: `y = weight * (x * rstd)`, `rstd = 1 / sqrt(mean(x^2) + eps)`.
 #[derive(Clone, Copy, Debug)]
@@ -104,34 +61,14 @@ fn defines(x: DType, weight: Option<DType>) -> Vec<(&'static str, String)> {
 }
 
 /// Every module that the launchers compile.
-pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
-    let types = [DType::Bf16, DType::F32];
-    let pairs = types.iter().flat_map(|&x| types.iter().map(move |&weight| defines(x, Some(weight))));
-    pairs.map(|defines| (FILE.to_owned(), owned(defines))).collect()
+pub fn modules() -> Vec<Module> {
+    let pairs = FLOATS.into_iter().flat_map(|x| FLOATS.map(|weight| defines(x, Some(weight))));
+    pairs.map(|defines| module(FILE, &defines)).collect()
 }
 
-pub(crate) fn owned(defines: Vec<(&'static str, String)>) -> Vec<(String, String)> {
-    defines.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
-}
-
-fn check_rows(argument: &'static str, view: &TensorView, shape: &[usize], dtype: DType) -> Result<()> {
-    CHECK.shape(argument, view, shape)?;
-    CHECK.dtype(argument, view, &[dtype])?;
-    CHECK.rows(argument, view)
-}
-
-fn extents_of(x: &TensorView) -> Result<[usize; 2]> {
-    let [num_rows, width] = CHECK.extents("x", x)?;
-    CHECK.dtype("x", x, &[DType::Bf16, DType::F32])?;
-    CHECK.rows("x", x)?;
-    if !(1..=MAX_WIDTH).contains(&width) {
-        return CHECK.refuse("x", format!("width {width} must be 1 to {MAX_WIDTH}"));
-    }
-    Ok([num_rows, width])
-}
-
-fn check_weight(weight: Option<&TensorView>, width: usize) -> Result<()> {
-    weight.map_or(Ok(()), |w| CHECK.dense_tensor("weight", w, &[width], &[DType::Bf16, DType::F32]))
+/// Checks the tensors of a call, and returns its rows and their width.
+fn bind<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> Result<[usize; 2]> {
+    CHECK.signature(tensors).extent("width", 1, MAX_WIDTH).wide("num_rows").bind(["num_rows", "width"])
 }
 
 /// Whether every access may be 16 bytes wide.
@@ -162,33 +99,18 @@ fn rows_per_block(x: DType, width: usize) -> usize {
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str> {
     let Forward { x, weight, y, rstd, eps } = *arguments;
-    let [num_rows, width] = extents_of(x)?;
-    check_rows("y", y, &x.shape, x.dtype)?;
-    check_weight(weight, width)?;
-    if let Some(rstd) = rstd {
-        CHECK.dense_tensor("rstd", rstd, &[num_rows], &[DType::F32])?;
-        CHECK.apart("rstd", rstd, x)?;
-        CHECK.apart("rstd", rstd, y)?;
-    }
+    let [num_rows, width] = bind([
+        read("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+        read("weight", weight).of(&FLOATS).axes(&["width"]),
+        write("y", y).like("x").rows().may_be("x"),
+        write("rstd", rstd).axes(&["num_rows"]),
+    ])?;
     CHECK.positive("eps", eps)?;
-    CHECK.same_or_apart("y", y, x)?;
-    if let Some(weight) = weight {
-        CHECK.apart("y", y, weight)?;
-        rstd.map_or(Ok(()), |rstd| CHECK.apart("rstd", rstd, weight))?;
-    }
     let (name, blocks, threads) = forward_launch(x.dtype, num_rows, width, vectorised(width, &[x, y], weight));
-    let kernel = device.kernel::<RmsNormForwardParams>(FILE, &defines(x.dtype, weight.map(|w| w.dtype)), name)?;
-    let params = RmsNormForwardParams {
-        x: DeviceAddress(x.address),
-        y: DeviceAddress(y.address),
-        weight: address(weight),
-        rstd: address(rstd),
-        num_rows: num_rows as i64,
-        x_row_stride: x.strides[0],
-        y_row_stride: y.strides[0],
-        width: width as i32,
-        eps,
-    };
+    let kernel = device.kernel(FILE, &defines(x.dtype, weight.map(|w| w.dtype)), name)?;
+    let params = CHECK.params().strided("x", x, ["row_stride"]).strided("y", y, ["row_stride"]);
+    let params = params.ptr("weight", weight).ptr("rstd", rstd);
+    let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("eps", eps);
     kernel.launch(LaunchConfig::linear(CHECK.operator, "x", blocks as u64, threads)?, &params)?;
     Ok(name)
 }
@@ -239,67 +161,30 @@ pub fn workspace_bytes(device: &Device, x: DType, num_rows: usize, width: usize)
 /// A refused argument, a compile error, a refused launch.
 pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<&'static str>> {
     let Backward { dy, x, weight, rstd, dx, dweight, workspace } = *arguments;
-    let [num_rows, width] = extents_of(x)?;
-    check_rows("dy", dy, &x.shape, x.dtype)?;
-    check_rows("dx", dx, &x.shape, x.dtype)?;
-    check_weight(weight, width)?;
-    CHECK.dense_tensor("rstd", rstd, &[num_rows], &[DType::F32])?;
-    for read in [Some(dy), Some(x), Some(rstd), weight].into_iter().flatten() {
-        CHECK.apart("dx", dx, read)?;
+    let [num_rows, width] = bind([
+        read("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+        read("dy", dy).like("x").rows(),
+        read("weight", weight).of(&FLOATS).axes(&["width"]),
+        read("rstd", rstd).axes(&["num_rows"]),
+        write("dx", dx).like("x").rows(),
+        write("dweight", dweight).axes(&["width"]).with("weight"),
+        scratch("workspace", workspace, 4).with("weight"),
+    ])?;
+    if let Some(workspace) = workspace {
+        CHECK.holds("workspace", workspace, workspace_bytes(device, x.dtype, num_rows, width))?;
     }
-    check_dweight(device, arguments, num_rows, width)?;
     let (name, blocks, threads) =
         backward_launch(device, x.dtype, num_rows, width, vectorised(width, &[dy, x, dx], weight));
     let defines = defines(x.dtype, weight.map(|w| w.dtype));
-    let kernel = device.kernel::<RmsNormBackwardParams>(FILE, &defines, name)?;
-    let params = RmsNormBackwardParams {
-        dy: DeviceAddress(dy.address),
-        x: DeviceAddress(x.address),
-        weight: address(weight),
-        rstd: DeviceAddress(rstd.address),
-        dx: DeviceAddress(dx.address),
-        dweight_partials: address(workspace),
-        num_rows: num_rows as i64,
-        dy_row_stride: dy.strides[0],
-        x_row_stride: x.strides[0],
-        dx_row_stride: dx.strides[0],
-        width: width as i32,
-    };
+    let kernel = device.kernel(FILE, &defines, name)?;
+    let params = CHECK.params().strided("dy", dy, ["row_stride"]).strided("x", x, ["row_stride"]);
+    let params = params.ptr("weight", weight).ptr("rstd", rstd).strided("dx", dx, ["row_stride"]);
+    let params = params.ptr("dweight_partials", workspace).i64("num_rows", num_rows)?.i32("width", width)?;
     kernel.launch(LaunchConfig::linear(CHECK.operator, "x", blocks as u64, threads)?, &params)?;
     let (Some(dweight), Some(workspace)) = (dweight, workspace) else { return Ok(vec![name]) };
-    let reduce = device.kernel::<RmsNormDweightParams>(FILE, &defines, "rms_norm_dweight")?;
-    let params = RmsNormDweightParams {
-        dweight_partials: DeviceAddress(workspace.address),
-        dweight: DeviceAddress(dweight.address),
-        num_partials: blocks as i32,
-        width: width as i32,
-    };
-    let config = LaunchConfig::linear(CHECK.operator, "x", width.div_ceil(32) as u64, reduce.max_threads())?;
-    reduce.launch(config, &params)?;
+    let reduce = device.kernel(FILE, &defines, "rms_norm_dweight")?;
+    let params = CHECK.params().ptr("dweight_partials", workspace).ptr("dweight", dweight);
+    let params = params.i32("num_partials", blocks)?.i32("width", width)?;
+    reduce.launch_blocks("x", width.div_ceil(32), &params)?;
     Ok(vec![name, "rms_norm_dweight"])
-}
-
-fn check_dweight(device: &Device, arguments: &Backward<'_>, num_rows: usize, width: usize) -> Result<()> {
-    let Backward { dy, x, weight, rstd, dx, dweight, workspace } = *arguments;
-    if dweight.is_some() != weight.is_some() {
-        return CHECK.refuse("dweight", "it must be present exactly when `weight` is");
-    }
-    if workspace.is_some() != weight.is_some() {
-        return CHECK.refuse("workspace", "it must be present exactly when `weight` is");
-    }
-    let (Some(dweight), Some(workspace)) = (dweight, workspace) else { return Ok(()) };
-    CHECK.dense_tensor("dweight", dweight, &[width], &[DType::F32])?;
-    let needed = workspace_bytes(device, x.dtype, num_rows, width);
-    if workspace.elements() * workspace.dtype.size() < needed {
-        let bytes = workspace.elements() * workspace.dtype.size();
-        return CHECK.refuse("workspace", format!("{bytes} bytes; it must have {needed}"));
-    }
-    if !workspace.address.is_multiple_of(4) {
-        return CHECK.refuse("workspace", format!("address {:#x} must be a multiple of 4", workspace.address));
-    }
-    for read in [Some(dy), Some(x), Some(rstd), Some(dx), weight].into_iter().flatten() {
-        CHECK.apart("dweight", dweight, read)?;
-        CHECK.apart("workspace", workspace, read)?;
-    }
-    CHECK.apart("workspace", workspace, dweight)
 }

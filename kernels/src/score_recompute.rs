@@ -1,11 +1,10 @@
 //! `score_recompute`: launchers of `kernels/cuda/score_recompute.cu` and `score_recompute_hopper.cu` (training 5).
 
-use crate::arguments::{Arguments, address};
+use crate::arguments::{Argument, Arguments, Signature, read, write};
 pub use crate::implementation::Implementation;
-use crate::kernel_params;
-use crate::rms_norm::owned;
-use crate::runtime::params::{DeviceAddress, KernelParams};
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::Params;
+use crate::runtime::{DType, Device, Result, TensorView};
 
 const FILE: &str = "score_recompute.cu";
 const HOPPER_FILE: &str = "score_recompute_hopper.cu";
@@ -14,64 +13,6 @@ const CHECK: Arguments = Arguments { operator: "score_recompute" };
 const LARGEST_HEADS: usize = 128;
 /// Columns of a panel, of which the Hopper kernel takes whole ones.
 const PANEL_COLUMNS: usize = 64;
-
-kernel_params! {
-    /// Mirror of `ScoreRecomputeParams`.
-    struct ScoreRecomputeParams {
-        q: DeviceAddress,
-        k: DeviceAddress,
-        lse: DeviceAddress,
-        sink: DeviceAddress,
-        indices: DeviceAddress,
-        topk_length: DeviceAddress,
-        cu_q: DeviceAddress,
-        cu_k: DeviceAddress,
-        q_off: DeviceAddress,
-        scores: DeviceAddress,
-        l1: DeviceAddress,
-        shift: DeviceAddress,
-        q_token_stride: i64,
-        q_head_stride: i64,
-        k_stride: i64,
-        indices_stride: i64,
-        scores_stride: i64,
-        num_tokens: i32,
-        num_heads: i32,
-        num_keys: i32,
-        columns: i32,
-        num_sequences: i32,
-        ratio: i32,
-        indices_global: i32,
-        softmax_scale: f32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `ScoreRecomputeLseParams`.
-    struct ScoreRecomputeLseParams {
-        q: DeviceAddress,
-        k: DeviceAddress,
-        lse_beside: DeviceAddress,
-        indices: DeviceAddress,
-        topk_length: DeviceAddress,
-        cu_q: DeviceAddress,
-        cu_k: DeviceAddress,
-        q_off: DeviceAddress,
-        lse: DeviceAddress,
-        q_token_stride: i64,
-        q_head_stride: i64,
-        k_stride: i64,
-        indices_stride: i64,
-        num_tokens: i32,
-        num_heads: i32,
-        num_keys: i32,
-        columns: i32,
-        num_sequences: i32,
-        ratio: i32,
-        indices_global: i32,
-        softmax_scale: f32,
-    }
-}
 
 /// The keys that a token ranks.
 #[derive(Clone, Copy, Debug)]
@@ -198,6 +139,15 @@ impl Extents {
         }
     }
 
+    /// What the kernels are told of them, and of how `inputs` rank `columns` slots.
+    fn params(self, params: Params, columns: usize, inputs: &Inputs<'_>) -> Result<Params> {
+        let Lists { ratio, global, .. } = Lists::of(inputs);
+        let params = params.i32("num_tokens", self.num_tokens)?.i32("num_heads", self.num_heads)?;
+        let params = params.i32("num_keys", self.num_keys)?.i32("columns", columns)?;
+        let params = params.i32("num_sequences", self.num_sequences)?.i32("ratio", ratio)?;
+        Ok(params.flag("indices_global", global).f32("softmax_scale", inputs.softmax_scale))
+    }
+
     /// Whether the Hopper kernel runs.
     fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
         let fits = self.head_dim.is_multiple_of(PANEL_COLUMNS);
@@ -216,88 +166,14 @@ fn defines(head_dim: usize, heads: usize, selected: bool) -> Vec<(&'static str, 
 }
 
 /// The modules of the model's head geometries, and of small ones.
-pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
+pub fn modules() -> Vec<Module> {
     let geometries = [512, 576, 64].into_iter().flat_map(|head_dim| [16, 64, 128].map(|heads| (head_dim, heads)));
     let all = geometries.flat_map(|(head_dim, heads)| [true, false].map(|selected| (head_dim, heads, selected)));
     let modules = all.flat_map(|(head_dim, heads, selected)| {
         let files = if heads > 16 { &[FILE, HOPPER_FILE][..] } else { &[FILE] };
-        files.iter().map(move |&file| (file.to_owned(), owned(defines(head_dim, heads, selected))))
+        files.iter().map(move |&file| module(file, &defines(head_dim, heads, selected)))
     });
     modules.collect()
-}
-
-fn check_inputs(inputs: &Inputs<'_>) -> Result<Extents> {
-    let Inputs { q, k, ranking, sequences, softmax_scale } = *inputs;
-    let [num_tokens, num_heads, head_dim] = CHECK.extents("q", q)?;
-    let [num_keys, key_dim] = CHECK.extents("k", k)?;
-    if head_dim == 0 || !head_dim.is_multiple_of(16) || head_dim > 576 {
-        return CHECK.refuse("q", format!("head_dim {head_dim} must be a multiple of 16 up to 576"));
-    }
-    if num_heads == 0 || num_heads > LARGEST_HEADS {
-        return CHECK.refuse("q", format!("num_heads {num_heads} must be 1 to {LARGEST_HEADS}"));
-    }
-    if key_dim != head_dim {
-        return CHECK.refuse("k", format!("width {key_dim} must be head_dim {head_dim}"));
-    }
-    for (argument, view) in [("q", q), ("k", k)] {
-        CHECK.dtype(argument, view, &[DType::Bf16])?;
-        CHECK.rows(argument, view)?;
-        CHECK.aligned(argument, view)?;
-    }
-    let num_sequences = check_sequences(sequences)?;
-    let (slots, selected) = check_ranking(ranking, num_tokens, num_keys, num_sequences)?;
-    CHECK.positive("softmax_scale", softmax_scale)?;
-    for (argument, extent) in [("q", num_tokens), ("k", num_keys), ("indices", slots)] {
-        CHECK.int32(argument, extent)?;
-    }
-    Ok(Extents { num_tokens, num_heads, head_dim, num_keys, num_sequences, slots, selected })
-}
-
-fn check_sequences(sequences: Option<Sequences<'_>>) -> Result<usize> {
-    let Some(Sequences { cu_q, cu_k }) = sequences else { return Ok(1) };
-    let [ends] = CHECK.extents("cu_q", cu_q)?;
-    if ends == 0 {
-        return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
-    }
-    CHECK.dense_tensor("cu_q", cu_q, &[ends], &[DType::I32])?;
-    CHECK.dense_tensor("cu_k", cu_k, &[ends], &[DType::I32])?;
-    CHECK.int32("cu_q", ends)?;
-    Ok(ends - 1)
-}
-
-/// Slots of a row, and whether there are lists.
-fn check_ranking(
-    ranking: Ranking<'_>,
-    num_tokens: usize,
-    num_keys: usize,
-    num_sequences: usize,
-) -> Result<(usize, bool)> {
-    match ranking {
-        Ranking::Selected { indices, topk_length, .. } => {
-            let [_, topk] = CHECK.extents("indices", indices)?;
-            CHECK.shape("indices", indices, &[num_tokens, topk])?;
-            CHECK.dtype("indices", indices, &[DType::I32])?;
-            CHECK.rows("indices", indices)?;
-            if let Some(length) = topk_length {
-                CHECK.dense_tensor("topk_length", length, &[num_tokens], &[DType::I32])?;
-            }
-            Ok((topk, true))
-        }
-        Ranking::Causal { ratio, q_off } => {
-            if ratio == 0 {
-                return CHECK.refuse("ratio", "0 must be at least 1");
-            }
-            CHECK.int32("ratio", ratio)?;
-            if let Some(q_off) = q_off {
-                CHECK.dense_tensor("q_off", q_off, &[num_sequences], &[DType::I32])?;
-            }
-            Ok((num_keys, false))
-        }
-    }
-}
-
-fn check_per_head(argument: &'static str, view: &TensorView, extents: Extents) -> Result<()> {
-    CHECK.dense_tensor(argument, view, &[extents.num_tokens, extents.num_heads], &[DType::F32])
 }
 
 /// The optional tensors of a ranking and of its sequences.
@@ -324,26 +200,47 @@ impl<'a> Lists<'a> {
         }
     }
 
-    fn views(self) -> [Option<&'a TensorView>; 5] {
-        [self.indices, self.topk_length, self.q_off, self.cu_q, self.cu_k]
+    fn tensors(self) -> [Argument<'a>; 5] {
+        let integers = |name, view| read(name, view).of(&[DType::I32]);
+        [
+            integers("cu_q", self.cu_q).axes(&["ends"]),
+            integers("cu_k", self.cu_k).axes(&["ends"]),
+            integers("indices", self.indices).axes(&["num_tokens", "topk"]).rows(),
+            integers("topk_length", self.topk_length).axes(&["num_tokens"]),
+            integers("q_off", self.q_off).axes(&["num_sequences"]),
+        ]
     }
 }
 
-/// No written tensor may share memory with a read one, or with another written one.
-fn check_apart(
-    written: &[(&'static str, &TensorView)],
-    inputs: &Inputs<'_>,
-    others: &[Option<&TensorView>],
-) -> Result<()> {
-    let lists = Lists::of(inputs).views();
-    let read: Vec<&TensorView> =
-        [Some(inputs.q), Some(inputs.k)].into_iter().chain(lists).chain(others.iter().copied()).flatten().collect();
-    for (number, &(argument, view)) in written.iter().enumerate() {
-        for other in read.iter().copied().chain(written[..number].iter().map(|&(_, other)| other)) {
-            CHECK.apart(argument, view, other)?;
-        }
+/// Checks what all kernels read; the signature is to be given the other tensors of a call.
+fn check_inputs<'a>(inputs: &Inputs<'a>) -> Result<(Extents, Signature<'a>)> {
+    let lists = Lists::of(inputs);
+    let heads = [
+        read("q", inputs.q).of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
+        read("k", inputs.k).of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
+    ];
+    let ends = lists.cu_q.and_then(|cu_q| cu_q.shape.first().copied());
+    let num_sequences = ends.map_or(1, |ends| ends.saturating_sub(1));
+    let signature = CHECK.signature(heads).and(lists.tensors()).given("num_sequences", num_sequences);
+    let mut signature = signature.extent("head_dim", 16, 576).extent("num_heads", 1, LARGEST_HEADS);
+    let axes = ["num_tokens", "num_heads", "head_dim", "num_keys", "topk"];
+    let [num_tokens, num_heads, head_dim, num_keys, topk] = signature.bind(axes)?;
+    if ends == Some(0) {
+        return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
     }
-    Ok(())
+    if lists.ratio == 0 {
+        return CHECK.refuse("ratio", "0 must be at least 1");
+    }
+    CHECK.int32("ratio", lists.ratio)?;
+    CHECK.positive("softmax_scale", inputs.softmax_scale)?;
+    let selected = lists.indices.is_some();
+    let slots = if selected { topk } else { num_keys };
+    Ok((Extents { num_tokens, num_heads, head_dim, num_keys, num_sequences, slots, selected }, signature))
+}
+
+/// An f32 tensor `[num_tokens, num_heads]`.
+fn per_head(tensor: Argument<'_>) -> Argument<'_> {
+    tensor.axes(&["num_tokens", "num_heads"])
 }
 
 /// What [`target`] and [`scores`] have in common.
@@ -356,68 +253,40 @@ struct ScoreCall<'a> {
     shift: Option<&'a TensorView>,
 }
 
-impl ScoreCall<'_> {
-    fn check(&self, argument: &'static str, columns: usize, extents: Extents) -> Result<()> {
-        let Self { inputs, normaliser, implementation: _, scores, l1, shift } = self;
-        check_per_head("lse", normaliser.lse, extents)?;
-        if let Some(sink) = normaliser.sink {
-            CHECK.dense_tensor("sink", sink, &[extents.num_heads], &[DType::F32])?;
-        }
-        CHECK.shape(argument, scores, &[extents.num_tokens, columns])?;
-        CHECK.int32(argument, columns)?;
-        CHECK.dtype(argument, scores, &[DType::F32])?;
-        CHECK.rows(argument, scores)?;
-        let mut written = vec![(argument, *scores)];
-        for (name, view) in [("l1", l1), ("shift", shift)] {
-            if let Some(view) = view {
-                CHECK.dense_tensor(name, view, &[extents.num_tokens], &[DType::F32])?;
-                written.push((name, *view));
-            }
-        }
-        check_apart(&written, inputs, &[Some(normaliser.lse), normaliser.sink])
+impl<'a> ScoreCall<'a> {
+    /// Checks the tensors beside the inputs; `argument` is what the scores are called.
+    fn check(&self, argument: &'static str, signature: Signature<'a>) -> Result<()> {
+        let tensors = [
+            per_head(read("lse", self.normaliser.lse)),
+            read("sink", self.normaliser.sink).axes(&["num_heads"]),
+            write(argument, self.scores).axes(&["num_tokens", "columns"]).rows(),
+            write("l1", self.l1).axes(&["num_tokens"]),
+            write("shift", self.shift).axes(&["num_tokens"]),
+        ];
+        signature.and(tensors).bind([]).map(|[]| ())
     }
 
     fn launch(&self, device: &Device, extents: Extents) -> Result<String> {
-        let Inputs { q, k, softmax_scale, .. } = *self.inputs;
         let lists = Lists::of(self.inputs);
-        let params = ScoreRecomputeParams {
-            q: DeviceAddress(q.address),
-            k: DeviceAddress(k.address),
-            lse: DeviceAddress(self.normaliser.lse.address),
-            sink: address(self.normaliser.sink),
-            indices: address(lists.indices),
-            topk_length: address(lists.topk_length),
-            cu_q: address(lists.cu_q),
-            cu_k: address(lists.cu_k),
-            q_off: address(lists.q_off),
-            scores: DeviceAddress(self.scores.address),
-            l1: address(self.l1),
-            shift: address(self.shift),
-            q_token_stride: q.strides[0],
-            q_head_stride: q.strides[1],
-            k_stride: k.strides[0],
-            indices_stride: lists.indices.map_or(0, |indices| indices.strides[0]),
-            scores_stride: self.scores.strides[0],
-            num_tokens: extents.num_tokens as i32,
-            num_heads: extents.num_heads as i32,
-            num_keys: extents.num_keys as i32,
-            columns: self.scores.shape[1] as i32,
-            num_sequences: extents.num_sequences as i32,
-            ratio: lists.ratio as i32,
-            indices_global: i32::from(lists.global),
-            softmax_scale,
-        };
+        let params = CHECK.params().heads("q", self.inputs.q).rows("k", self.inputs.k);
+        let params = params.ptr("lse", self.normaliser.lse).ptr("sink", self.normaliser.sink);
+        let params = list_params(params, lists).rows("scores", self.scores).ptr("l1", self.l1).ptr("shift", self.shift);
+        let params = extents.params(params, self.scores.shape[1], self.inputs)?;
         launch(device, extents, "score_recompute", extents.hopper(device, self.implementation)?, &params)
     }
 }
 
+fn list_params(params: Params, lists: Lists<'_>) -> Params {
+    let params = params.rows("indices", lists.indices).ptr("topk_length", lists.topk_length);
+    params.ptr("cu_q", lists.cu_q).ptr("cu_k", lists.cu_k).ptr("q_off", lists.q_off)
+}
+
 /// One block a token.
-fn launch<P: KernelParams>(device: &Device, extents: Extents, name: &str, hopper: bool, params: &P) -> Result<String> {
+fn launch(device: &Device, extents: Extents, name: &str, hopper: bool, params: &Params) -> Result<String> {
     let (file, name) = if hopper { (HOPPER_FILE, format!("{name}_hopper")) } else { (FILE, name.to_owned()) };
     let heads = extents.heads(hopper);
-    let kernel = device.kernel::<P>(file, &defines(extents.head_dim, heads, extents.selected), &name)?;
-    let config = LaunchConfig::linear(CHECK.operator, "q", extents.num_tokens as u64, kernel.max_threads())?;
-    kernel.launch(config, params)?;
+    let kernel = device.kernel(file, &defines(extents.head_dim, heads, extents.selected), &name)?;
+    kernel.launch_blocks("q", extents.num_tokens, params)?;
     let ranking = if extents.selected { "selected" } else { "causal" };
     Ok(format!("{name}<{heads}, {ranking}>"))
 }
@@ -427,20 +296,13 @@ fn launch<P: KernelParams>(device: &Device, extents: Extents, name: &str, hopper
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn target(device: &Device, arguments: &Target<'_>) -> Result<String> {
-    let Target { inputs, normaliser, implementation, target } = arguments;
-    let extents = check_inputs(inputs)?;
+    let Target { inputs, normaliser, implementation, target: scores } = *arguments;
+    let (extents, signature) = check_inputs(&inputs)?;
     if !extents.selected {
         return CHECK.refuse("ranking", "it must be a list of selected keys: the dense form is `scores`");
     }
-    let call = ScoreCall {
-        inputs,
-        normaliser: *normaliser,
-        implementation: *implementation,
-        scores: target,
-        l1: None,
-        shift: None,
-    };
-    call.check("target", extents.slots, extents)?;
+    let call = ScoreCall { inputs: &inputs, normaliser, implementation, scores, l1: None, shift: None };
+    call.check("target", signature.given("columns", extents.slots))?;
     call.launch(device, extents)
 }
 
@@ -449,22 +311,17 @@ pub fn target(device: &Device, arguments: &Target<'_>) -> Result<String> {
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn scores(device: &Device, arguments: &Scores<'_>) -> Result<String> {
-    let Scores { inputs, normaliser, implementation, scores, l1, shift } = arguments;
-    let extents = check_inputs(inputs)?;
+    let Scores { inputs, normaliser, implementation, scores, l1, shift } = *arguments;
+    let (extents, mut signature) = check_inputs(&inputs)?;
     if extents.selected {
         return CHECK.refuse("ranking", "it must be causal: the form for selected keys is `target`");
     }
-    let [_, columns] = CHECK.extents("scores", scores)?;
-    let columns = if inputs.sequences.is_some() { columns } else { extents.num_keys };
-    let call = ScoreCall {
-        inputs,
-        normaliser: *normaliser,
-        implementation: *implementation,
-        scores,
-        l1: Some(l1),
-        shift: Some(shift),
-    };
-    call.check("scores", columns, extents)?;
+    if inputs.sequences.is_none() {
+        signature = signature.given("columns", extents.num_keys);
+    }
+    let (l1, shift) = (Some(l1), Some(shift));
+    let call = ScoreCall { inputs: &inputs, normaliser, implementation, scores, l1, shift };
+    call.check("scores", signature)?;
     call.launch(device, extents)
 }
 
@@ -473,36 +330,11 @@ pub fn scores(device: &Device, arguments: &Scores<'_>) -> Result<String> {
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn lse(device: &Device, arguments: &Lse<'_>) -> Result<String> {
-    let Lse { inputs, lse_beside, lse } = arguments;
-    let extents = check_inputs(inputs)?;
-    check_per_head("lse", lse, extents)?;
-    if let Some(beside) = lse_beside {
-        check_per_head("lse_beside", beside, extents)?;
-    }
-    check_apart(&[("lse", lse)], inputs, &[*lse_beside])?;
-    let lists = Lists::of(inputs);
-    let params = ScoreRecomputeLseParams {
-        q: DeviceAddress(inputs.q.address),
-        k: DeviceAddress(inputs.k.address),
-        lse_beside: address(*lse_beside),
-        indices: address(lists.indices),
-        topk_length: address(lists.topk_length),
-        cu_q: address(lists.cu_q),
-        cu_k: address(lists.cu_k),
-        q_off: address(lists.q_off),
-        lse: DeviceAddress(lse.address),
-        q_token_stride: inputs.q.strides[0],
-        q_head_stride: inputs.q.strides[1],
-        k_stride: inputs.k.strides[0],
-        indices_stride: lists.indices.map_or(0, |indices| indices.strides[0]),
-        num_tokens: extents.num_tokens as i32,
-        num_heads: extents.num_heads as i32,
-        num_keys: extents.num_keys as i32,
-        columns: extents.slots as i32,
-        num_sequences: extents.num_sequences as i32,
-        ratio: lists.ratio as i32,
-        indices_global: i32::from(lists.global),
-        softmax_scale: inputs.softmax_scale,
-    };
+    let Lse { inputs, lse_beside, lse } = *arguments;
+    let (extents, signature) = check_inputs(&inputs)?;
+    signature.and([per_head(read("lse_beside", lse_beside)), per_head(write("lse", lse))]).bind([])?;
+    let params = CHECK.params().heads("q", inputs.q).rows("k", inputs.k).ptr("lse_beside", lse_beside);
+    let params = list_params(params, Lists::of(&inputs)).ptr("lse", lse);
+    let params = extents.params(params, extents.slots, &inputs)?;
     launch(device, extents, "score_recompute_lse", false, &params)
 }

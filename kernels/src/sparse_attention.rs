@@ -1,22 +1,22 @@
 //! `sparse_attention`: launchers of `kernels/cuda/sparse_attention.cu` (inference 8, training 3 and 4).
 
-use crate::arguments::{Arguments, address};
+use crate::arguments::{Argument, Arguments, FLOATS, Parts, Signature, read, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::kernel_params;
-use crate::rms_norm::owned;
-use crate::runtime::params::DeviceAddress;
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::{DeviceAddress, Params};
 use crate::runtime::{DType, Device, Kernel, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "sparse_attention.cu";
 const HOPPER_FILE: &str = "sparse_attention_hopper.cu";
 const HOPPER_BACKWARD_FILE: &str = "sparse_attention_hopper_backward.cu";
 const CHECK: Arguments = Arguments { operator: "sparse_attention" };
+const BF16: [DType; 1] = [DType::Bf16];
 /// Rows that one block of the row kernels (delta, zero, cast) takes: one a warp.
-const ROWS_PER_BLOCK: u64 = 8;
+const ROWS_PER_BLOCK: usize = 8;
 /// Heads of one block of the Hopper kernels: the rows of a warpgroup's product.
 const HOPPER_HEADS: usize = 64;
 /// Threads of a block of the index kernels (count, reserve, fill): one an entry or a key.
-const INDEX_THREADS: u64 = 256;
+const INDEX_THREADS: usize = 256;
 /// Columns that a warp of the sum takes.
 const SUM_COLUMNS: usize = 128;
 /// Counts that a warp clears at a time.
@@ -26,150 +26,6 @@ const DEFAULT_ROW_BYTES: usize = 1 << 30;
 /// Widths of q and k that the Hopper kernels take: forward, backward.
 const HOPPER_HEAD_DIMS: [usize; 2] = [512, 576];
 const HOPPER_BACKWARD_HEAD_DIMS: [usize; 1] = [512];
-
-kernel_params! {
-    /// Mirror of `SparseAttentionForwardParams`.
-    struct SparseAttentionForwardParams {
-        q: DeviceAddress,
-        k: DeviceAddress,
-        v: DeviceAddress,
-        sink: DeviceAddress,
-        indices: DeviceAddress,
-        topk_length: DeviceAddress,
-        out: DeviceAddress,
-        lse: DeviceAddress,
-        max_logits: DeviceAddress,
-        q_token_stride: i64,
-        q_head_stride: i64,
-        k_stride: i64,
-        v_stride: i64,
-        indices_stride: i64,
-        out_token_stride: i64,
-        out_head_stride: i64,
-        num_tokens: i32,
-        num_heads: i32,
-        num_keys: i32,
-        topk: i32,
-        softmax_scale: f32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `SparseAttentionDeltaParams`.
-    struct SparseAttentionDeltaParams {
-        out: DeviceAddress,
-        dout: DeviceAddress,
-        lse: DeviceAddress,
-        sink: DeviceAddress,
-        delta: DeviceAddress,
-        sink_terms: DeviceAddress,
-        out_token_stride: i64,
-        out_head_stride: i64,
-        dout_token_stride: i64,
-        dout_head_stride: i64,
-        num_tokens: i32,
-        num_heads: i32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `SparseAttentionDsinkParams`.
-    struct SparseAttentionDsinkParams {
-        sink_terms: DeviceAddress,
-        dsink: DeviceAddress,
-        num_tokens: i32,
-        num_heads: i32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `SparseAttentionZeroParams`.
-    struct SparseAttentionZeroParams {
-        target: DeviceAddress,
-        stride: i64,
-        num_rows: i64,
-        width: i32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `SparseAttentionCastParams`.
-    struct SparseAttentionCastParams {
-        source: DeviceAddress,
-        target: DeviceAddress,
-        source_stride: i64,
-        target_stride: i64,
-        num_rows: i64,
-        width: i32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `SparseAttentionBackwardParams`.
-    struct SparseAttentionBackwardParams {
-        q: DeviceAddress,
-        k: DeviceAddress,
-        v: DeviceAddress,
-        dout: DeviceAddress,
-        sink: DeviceAddress,
-        lse: DeviceAddress,
-        delta: DeviceAddress,
-        dlse: DeviceAddress,
-        indices: DeviceAddress,
-        topk_length: DeviceAddress,
-        dq: DeviceAddress,
-        dk: DeviceAddress,
-        dv: DeviceAddress,
-        q_token_stride: i64,
-        q_head_stride: i64,
-        k_stride: i64,
-        v_stride: i64,
-        dout_token_stride: i64,
-        dout_head_stride: i64,
-        indices_stride: i64,
-        dq_token_stride: i64,
-        dq_head_stride: i64,
-        dk_stride: i64,
-        dv_stride: i64,
-        num_tokens: i32,
-        num_heads: i32,
-        num_keys: i32,
-        topk: i32,
-        softmax_scale: f32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `SparseAttentionIndexParams`.
-    struct SparseAttentionIndexParams {
-        indices: DeviceAddress,
-        topk_length: DeviceAddress,
-        counts: DeviceAddress,
-        ends: DeviceAddress,
-        entries: DeviceAddress,
-        ordered: DeviceAddress,
-        indices_stride: i64,
-        num_tokens: i32,
-        num_keys: i32,
-        topk: i32,
-    }
-}
-
-kernel_params! {
-    /// Mirror of `SparseAttentionSumParams`.
-    struct SparseAttentionSumParams {
-        rows: DeviceAddress,
-        counts: DeviceAddress,
-        ends: DeviceAddress,
-        ordered: DeviceAddress,
-        target: DeviceAddress,
-        stride: i64,
-        num_entries: i64,
-        head_blocks: i32,
-        num_keys: i32,
-        width: i32,
-    }
-}
 
 /// How the gradients of a key's slots are summed into `dk` (and `dv`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -215,6 +71,27 @@ pub struct Inputs<'a> {
     pub topk_length: Option<&'a TensorView>,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
+}
+
+impl<'a> Inputs<'a> {
+    /// V where it is a tensor of its own.
+    fn v(&self) -> Option<&'a TensorView> {
+        match self.value {
+            Value::Prefix { .. } => None,
+            Value::Separate(v) => Some(v),
+        }
+    }
+
+    fn tensors(&self) -> [Argument<'a>; 6] {
+        [
+            read("q", self.q).of(&BF16).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
+            read("k", self.k).of(&BF16).axes(&["num_keys", "head_dim"]).aligned_rows(),
+            read("v", self.v()).of(&BF16).axes(&["num_keys", "v_dim"]).aligned_rows(),
+            read("sink", self.sink).axes(&["num_heads"]),
+            read("indices", self.indices).of(&[DType::I32]).axes(&["num_tokens", "topk"]).rows(),
+            read("topk_length", self.topk_length).of(&[DType::I32]).axes(&["num_tokens"]),
+        ]
+    }
 }
 
 /// Arguments of [`forward`].
@@ -297,6 +174,12 @@ impl Extents {
         defines(self.head_dim, self.v_dim, self.heads_per_block(), self.separate, deterministic)
     }
 
+    /// What the forward and the backward are told of them.
+    fn params(self, params: Params) -> Result<Params> {
+        let params = params.i32("num_tokens", self.num_tokens)?.i32("num_heads", self.num_heads)?;
+        params.i32("num_keys", self.num_keys)?.i32("topk", self.topk)
+    }
+
     /// One block for each token and `heads` of its heads.
     fn launch(self, heads: usize, kernel: &Kernel) -> Result<LaunchConfig> {
         let blocks = self.num_tokens as u64 * self.num_heads.div_ceil(heads) as u64;
@@ -321,7 +204,7 @@ fn defines(
 }
 
 /// The modules of the model's head geometries, and of a small one.
-pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
+pub fn modules() -> Vec<Module> {
     let geometries = [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
     let variants = [(16, false), (64, false), (16, true), (64, true)];
     let all = geometries.into_iter().flat_map(|(d, v, separate)| {
@@ -334,100 +217,36 @@ pub fn modules() -> Vec<(String, Vec<(String, String)>)> {
         (HOPPER_BACKWARD_FILE, 512, true),
     ];
     let hopper = hopper.map(|(file, head_dim, deterministic)| {
-        (file.to_owned(), owned(defines(head_dim, 512, HOPPER_HEADS, false, deterministic)))
+        module(file, &defines(head_dim, 512, HOPPER_HEADS, false, deterministic))
     });
-    all.map(|defines| (FILE.to_owned(), owned(defines))).chain(hopper).collect()
+    all.map(|defines| module(FILE, &defines)).chain(hopper).collect()
 }
 
-fn check_inputs(inputs: &Inputs<'_>) -> Result<Extents> {
-    let Inputs { q, k, value, sink, indices, topk_length, softmax_scale } = *inputs;
-    let [num_tokens, num_heads, head_dim] = CHECK.extents("q", q)?;
-    let [num_keys, key_dim] = CHECK.extents("k", k)?;
-    let [_, topk] = CHECK.extents("indices", indices)?;
-    if head_dim == 0 || !head_dim.is_multiple_of(16) || head_dim > 576 {
-        return CHECK.refuse("q", format!("head_dim {head_dim} must be a multiple of 16 up to 576"));
-    }
-    if key_dim != head_dim {
-        return CHECK.refuse("k", format!("width {key_dim} must be head_dim {head_dim}"));
-    }
-    for (argument, view) in [("q", q), ("k", k)] {
-        CHECK.dtype(argument, view, &[DType::Bf16])?;
-        CHECK.rows(argument, view)?;
-        CHECK.aligned(argument, view)?;
-    }
-    let (v_dim, separate) = check_value(value, num_keys, head_dim)?;
-    CHECK.shape("indices", indices, &[num_tokens, topk])?;
-    CHECK.dtype("indices", indices, &[DType::I32])?;
-    CHECK.rows("indices", indices)?;
-    if let Some(sink) = sink {
-        CHECK.dense_tensor("sink", sink, &[num_heads], &[DType::F32])?;
-    }
-    if let Some(length) = topk_length {
-        CHECK.dense_tensor("topk_length", length, &[num_tokens], &[DType::I32])?;
-    }
-    CHECK.positive("softmax_scale", softmax_scale)?;
-    for (argument, extent) in [("q", num_tokens), ("q", num_heads), ("k", num_keys), ("indices", topk)] {
-        CHECK.int32(argument, extent)?;
-    }
-    Ok(Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate })
-}
-
-fn check_value(value: Value<'_>, num_keys: usize, head_dim: usize) -> Result<(usize, bool)> {
-    let (v_dim, separate) = match value {
+/// Checks what forward and backward read; the signature is to be given what they write.
+fn check_inputs<'a>(inputs: &Inputs<'a>) -> Result<(Extents, Signature<'a>)> {
+    let mut signature = CHECK.signature(inputs.tensors()).extent("head_dim", 16, 576);
+    let axes = ["num_tokens", "num_heads", "head_dim", "num_keys", "topk", "v_dim"];
+    let [num_tokens, num_heads, head_dim, num_keys, topk, own_dim] = signature.bind(axes)?;
+    let (v_dim, separate) = match inputs.value {
         Value::Prefix { v_dim } => (v_dim, false),
-        Value::Separate(v) => {
-            let [v_keys, v_dim] = CHECK.extents("v", v)?;
-            if v_keys != num_keys {
-                return CHECK.refuse("v", format!("{v_keys} rows must be those of k, {num_keys}"));
-            }
-            CHECK.dtype("v", v, &[DType::Bf16])?;
-            CHECK.rows("v", v)?;
-            CHECK.aligned("v", v)?;
-            (v_dim, true)
-        }
+        Value::Separate(_) => (own_dim, true),
     };
     if v_dim == 0 || !v_dim.is_multiple_of(16) || v_dim > 512 || (!separate && v_dim > head_dim) {
         return CHECK
             .refuse("v", format!("v_dim {v_dim} must be a multiple of 16 up to 512, and within k if it is part of k"));
     }
-    Ok((v_dim, separate))
+    CHECK.positive("softmax_scale", inputs.softmax_scale)?;
+    Ok((Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate }, signature.given("v_dim", v_dim)))
 }
 
-fn check_heads(argument: &'static str, view: &TensorView, shape: &[usize]) -> Result<()> {
-    CHECK.shape(argument, view, shape)?;
-    CHECK.dtype(argument, view, &[DType::Bf16])?;
-    CHECK.rows(argument, view)?;
-    CHECK.aligned(argument, view)
+/// A bf16 tensor `[num_tokens, num_heads, v_dim]`.
+fn values(tensor: Argument<'_>) -> Argument<'_> {
+    tensor.of(&BF16).axes(&["num_tokens", "num_heads", "v_dim"]).aligned_rows()
 }
 
-fn value_view(value: Value<'_>) -> (DeviceAddress, i64) {
-    match value {
-        Value::Prefix { .. } => (DeviceAddress(0), 0),
-        Value::Separate(v) => (DeviceAddress(v.address), v.strides[0]),
-    }
-}
-
-fn read_by(inputs: &Inputs<'_>) -> Vec<TensorView> {
-    let v = match inputs.value {
-        Value::Prefix { .. } => None,
-        Value::Separate(v) => Some(v),
-    };
-    [Some(inputs.q), Some(inputs.k), v, inputs.sink, Some(inputs.indices), inputs.topk_length]
-        .into_iter()
-        .flatten()
-        .cloned()
-        .collect()
-}
-
-/// No written tensor may share memory with a read one, or with another written one.
-fn check_apart(written: &[(&'static str, Option<&TensorView>)], read: &[TensorView]) -> Result<()> {
-    for (number, &(argument, view)) in written.iter().enumerate() {
-        let Some(view) = view else { continue };
-        for other in read.iter().chain(written[..number].iter().filter_map(|&(_, other)| other)) {
-            CHECK.apart(argument, view, other)?;
-        }
-    }
-    Ok(())
+/// An f32 tensor `[num_tokens, num_heads]`.
+fn per_head(tensor: Argument<'_>) -> Argument<'_> {
+    tensor.axes(&["num_tokens", "num_heads"])
 }
 
 /// Launches the forward; returns the kernel that ran.
@@ -435,49 +254,25 @@ fn check_apart(written: &[(&'static str, Option<&TensorView>)], read: &[TensorVi
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
-    let Forward { inputs, out, lse, max_logits, .. } = arguments;
-    let extents = check_inputs(inputs)?;
-    let Extents { num_tokens, num_heads, v_dim, .. } = extents;
-    check_heads("out", out, &[num_tokens, num_heads, v_dim])?;
-    CHECK.dense_tensor("lse", lse, &[num_tokens, num_heads], &[DType::F32])?;
-    CHECK.dense_tensor("max_logits", max_logits, &[num_tokens, num_heads], &[DType::F32])?;
-    let written = [("out", Some(*out)), ("lse", Some(*lse)), ("max_logits", Some(*max_logits))];
-    check_apart(&written, &read_by(inputs))?;
-    let (v, v_stride) = value_view(inputs.value);
-    let params = SparseAttentionForwardParams {
-        q: DeviceAddress(inputs.q.address),
-        k: DeviceAddress(inputs.k.address),
-        v,
-        sink: address(inputs.sink),
-        indices: DeviceAddress(inputs.indices.address),
-        topk_length: address(inputs.topk_length),
-        out: DeviceAddress(out.address),
-        lse: DeviceAddress(lse.address),
-        max_logits: DeviceAddress(max_logits.address),
-        q_token_stride: inputs.q.strides[0],
-        q_head_stride: inputs.q.strides[1],
-        k_stride: inputs.k.strides[0],
-        v_stride,
-        indices_stride: inputs.indices.strides[0],
-        out_token_stride: out.strides[0],
-        out_head_stride: out.strides[1],
-        num_tokens: num_tokens as i32,
-        num_heads: num_heads as i32,
-        num_keys: extents.num_keys as i32,
-        topk: extents.topk as i32,
-        softmax_scale: inputs.softmax_scale,
-    };
+    let Forward { inputs, out, lse, max_logits, .. } = *arguments;
+    let (extents, signature) = check_inputs(&inputs)?;
+    let written = [values(write("out", out)), per_head(write("lse", lse)), per_head(write("max_logits", max_logits))];
+    signature.and(written).bind([])?;
+    let params = CHECK.params().heads("q", inputs.q).rows("k", inputs.k).rows("v", inputs.v()).ptr("sink", inputs.sink);
+    let params = params.rows("indices", inputs.indices).ptr("topk_length", inputs.topk_length);
+    let params = params.heads("out", out).ptr("lse", lse).ptr("max_logits", max_logits);
+    let params = extents.params(params)?.f32("softmax_scale", inputs.softmax_scale);
     if extents.hopper(device, arguments.implementation, &HOPPER_HEAD_DIMS)? {
         let name = "sparse_attention_hopper_forward";
         let defines = defines(extents.head_dim, extents.v_dim, HOPPER_HEADS, false, false);
-        let kernel = device.kernel::<SparseAttentionForwardParams>(HOPPER_FILE, &defines, name)?;
+        let kernel = device.kernel(HOPPER_FILE, &defines, name)?;
         let mut config = extents.launch(HOPPER_HEADS, &kernel)?;
         config.grid[0] = config.grid[0].min(device.environment().processors.max(1));
         kernel.launch(config, &params)?;
         return Ok(name.into());
     }
     let name = "sparse_attention_forward";
-    let kernel = device.kernel::<SparseAttentionForwardParams>(FILE, &extents.defines(false), name)?;
+    let kernel = device.kernel(FILE, &extents.defines(false), name)?;
     kernel.launch(extents.launch(extents.heads_per_block(), &kernel)?, &params)?;
     Ok(format!("{name}<{}>", extents.heads_per_block()))
 }
@@ -518,22 +313,20 @@ impl Chunk {
         (num_keys + 1).div_ceil(COUNTS_PER_ROW)
     }
 
-    /// Its parts, each placed by `part`, which takes a number of 4-byte words.
-    fn of(extents: Extents, chunk_tokens: usize, mut part: impl FnMut(usize) -> usize) -> Self {
+    fn of(extents: Extents, chunk_tokens: usize, parts: &mut Parts) -> Self {
         let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate } = extents;
         // The index tells 2^31 - 1 slots apart.
         let tokens = chunk_tokens.min(num_tokens).min(i32::MAX as usize / topk.max(1));
         let head_blocks = num_heads.div_ceil(extents.heads_per_block());
-        let (entries, rows) = (tokens * topk, head_blocks * tokens * topk);
         Self {
             tokens,
             head_blocks,
-            counts: part(Self::count_rows(num_keys) * COUNTS_PER_ROW),
-            ends: part(num_keys),
-            entries: part(entries),
-            ordered: part(entries),
-            dk_rows: part(rows * head_dim),
-            dv_rows: part(if separate { rows * v_dim } else { 0 }),
+            counts: parts.words(&[Self::count_rows(num_keys), COUNTS_PER_ROW]),
+            ends: parts.words(&[num_keys]),
+            entries: parts.words(&[tokens, topk]),
+            ordered: parts.words(&[tokens, topk]),
+            dk_rows: parts.words(&[head_blocks, tokens, topk, head_dim]),
+            dv_rows: parts.words(&[usize::from(separate), head_blocks, tokens, topk, v_dim]),
         }
     }
 }
@@ -542,33 +335,27 @@ impl Extents {
     /// Bytes of one token's own rows.
     fn row_bytes(self) -> usize {
         let width = self.head_dim + if self.separate { self.v_dim } else { 0 };
-        self.num_heads.div_ceil(self.heads_per_block()) * self.topk * width * 4
+        self.num_heads.div_ceil(self.heads_per_block()).saturating_mul(self.topk).saturating_mul(width * 4)
     }
 }
 
 impl Workspace {
     fn of(extents: Extents, dk_type: DType, sink: bool, key_gradients: KeyGradients) -> Result<Self> {
         let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, separate, .. } = extents;
-        let mut end = 0;
-        let mut part = |words: usize| {
-            let start = end;
-            end += (words * 4).next_multiple_of(16);
-            start
-        };
-        let per_row = num_tokens * num_heads;
+        let mut parts = Parts::default();
         let accumulated = dk_type == DType::Bf16;
-        let delta = part(per_row);
-        let sink_terms = part(if sink { per_row } else { 0 });
-        let dk = part(if accumulated { num_keys * head_dim } else { 0 });
-        let dv = part(if accumulated && separate { num_keys * v_dim } else { 0 });
+        let delta = parts.words(&[num_tokens, num_heads]);
+        let sink_terms = parts.words(&[usize::from(sink), num_tokens, num_heads]);
+        let dk = parts.words(&[usize::from(accumulated), num_keys, head_dim]);
+        let dv = parts.words(&[usize::from(accumulated && separate), num_keys, v_dim]);
         let chunk = match key_gradients {
             KeyGradients::Atomic => None,
             KeyGradients::Deterministic { chunk_tokens: 0 } => {
                 return CHECK.refuse("key_gradients", "chunk_tokens 0 must be at least 1");
             }
-            KeyGradients::Deterministic { chunk_tokens } => Some(Chunk::of(extents, chunk_tokens, &mut part)),
+            KeyGradients::Deterministic { chunk_tokens } => Some(Chunk::of(extents, chunk_tokens, &mut parts)),
         };
-        Ok(Self { delta, sink_terms, dk, dv, chunk, bytes: end })
+        Ok(Self { delta, sink_terms, dk, dv, chunk, bytes: parts.bytes })
     }
 }
 
@@ -580,7 +367,7 @@ impl Workspace {
 /// # Errors
 /// Inputs that the launcher refuses, and a chunk of 0 tokens.
 pub fn workspace_bytes(inputs: &Inputs<'_>, dk: DType, key_gradients: KeyGradients) -> Result<usize> {
-    Ok(Workspace::of(check_inputs(inputs)?, dk, inputs.sink.is_some(), key_gradients)?.bytes)
+    Ok(Workspace::of(check_inputs(inputs)?.0, dk, inputs.sink.is_some(), key_gradients)?.bytes)
 }
 
 /// As many tokens as have their own rows in 1 GiB, and at least one: what [`KeyGradients::Deterministic`] is best given.
@@ -588,7 +375,7 @@ pub fn workspace_bytes(inputs: &Inputs<'_>, dk: DType, key_gradients: KeyGradien
 /// # Errors
 /// Inputs that the launcher refuses.
 pub fn default_chunk_tokens(inputs: &Inputs<'_>) -> Result<usize> {
-    let extents = check_inputs(inputs)?;
+    let (extents, _) = check_inputs(inputs)?;
     Ok((DEFAULT_ROW_BYTES / extents.row_bytes().max(1)).clamp(1, extents.num_tokens.max(1)))
 }
 
@@ -597,8 +384,7 @@ pub fn default_chunk_tokens(inputs: &Inputs<'_>) -> Result<usize> {
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<String>> {
-    let extents = check_inputs(&arguments.inputs)?;
-    let workspace = check_backward(arguments, extents)?;
+    let (extents, workspace) = check_backward(arguments)?;
     let hopper = extents.hopper(device, arguments.implementation, &HOPPER_BACKWARD_HEAD_DIMS)?;
     let call = BackwardCall { device, arguments, extents, workspace, hopper };
     let mut paths = vec![call.delta()?];
@@ -607,49 +393,25 @@ pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<String>
     Ok(paths)
 }
 
-fn check_backward(arguments: &Backward<'_>, extents: Extents) -> Result<Workspace> {
+fn check_backward(arguments: &Backward<'_>) -> Result<(Extents, Workspace)> {
     let Backward { inputs, implementation: _, key_gradients, out, lse, dout, dlse, dq, dk, dv, dsink, workspace } =
         *arguments;
-    let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, separate, .. } = extents;
-    check_heads("out", out, &[num_tokens, num_heads, v_dim])?;
-    check_heads("dout", dout, &[num_tokens, num_heads, v_dim])?;
-    check_heads("dq", dq, &[num_tokens, num_heads, head_dim])?;
-    CHECK.dense_tensor("lse", lse, &[num_tokens, num_heads], &[DType::F32])?;
-    if let Some(dlse) = dlse {
-        CHECK.dense_tensor("dlse", dlse, &[num_tokens, num_heads], &[DType::F32])?;
-    }
-    check_key_gradient("dk", dk, &[num_keys, head_dim], &[DType::Bf16, DType::F32])?;
-    if dv.is_some() != separate {
-        return CHECK.refuse("dv", "it must be present exactly when V is a tensor of its own");
-    }
-    if let Some(dv) = dv {
-        check_key_gradient("dv", dv, &[num_keys, v_dim], &[dk.dtype])?;
-    }
-    if dsink.is_some() != inputs.sink.is_some() {
-        return CHECK.refuse("dsink", "it must be present exactly when `sink` is");
-    }
-    if let Some(dsink) = dsink {
-        CHECK.dense_tensor("dsink", dsink, &[num_heads], &[DType::F32])?;
-    }
+    let (extents, signature) = check_inputs(&inputs)?;
+    let tensors = [
+        values(read("out", out)),
+        per_head(read("lse", lse)),
+        values(read("dout", dout)),
+        per_head(read("dlse", dlse)),
+        write("dq", dq).like("q").aligned_rows(),
+        write("dk", dk).of(&FLOATS).axes(&["num_keys", "head_dim"]).aligned_rows(),
+        write("dv", dv).axes(&["num_keys", "v_dim"]).typed("dk").aligned_rows().with("v"),
+        write("dsink", dsink).axes(&["num_heads"]).with("sink"),
+        scratch("workspace", workspace, 16),
+    ];
+    signature.and(tensors).bind([])?;
     let parts = Workspace::of(extents, dk.dtype, inputs.sink.is_some(), key_gradients)?;
-    let bytes = workspace.elements() * workspace.dtype.size();
-    if bytes < parts.bytes || !workspace.address.is_multiple_of(16) {
-        let reason =
-            format!("{bytes} bytes at {:#x}; it must have {}, 16-byte aligned", workspace.address, parts.bytes);
-        return CHECK.refuse("workspace", reason);
-    }
-    let mut read = read_by(&inputs);
-    read.extend([Some(out), Some(lse), Some(dout), dlse].into_iter().flatten().cloned());
-    let written = [("dq", Some(dq)), ("dk", Some(dk)), ("dv", dv), ("dsink", dsink), ("workspace", Some(workspace))];
-    check_apart(&written, &read)?;
-    Ok(parts)
-}
-
-fn check_key_gradient(argument: &'static str, view: &TensorView, shape: &[usize], allowed: &[DType]) -> Result<()> {
-    CHECK.shape(argument, view, shape)?;
-    CHECK.dtype(argument, view, allowed)?;
-    CHECK.rows(argument, view)?;
-    CHECK.aligned(argument, view)
+    CHECK.holds("workspace", workspace, parts.bytes)?;
+    Ok((extents, parts))
 }
 
 /// One checked call of the backward.
@@ -662,62 +424,45 @@ struct BackwardCall<'a> {
     hopper: bool,
 }
 
-/// fp32 rows that the gradients of keys are added to.
-#[derive(Clone, Copy)]
-struct Accumulator {
-    address: DeviceAddress,
-    stride: i64,
-    width: usize,
-}
-
 impl BackwardCall<'_> {
-    fn scratch(&self, offset: usize) -> DeviceAddress {
+    /// A dense part of the scratch memory.
+    fn scratch(&self, offset: usize, shape: &[usize]) -> TensorView {
+        TensorView::dense("workspace", self.arguments.workspace.address + offset as u64, DType::F32, shape)
+    }
+
+    fn address(&self, offset: usize) -> DeviceAddress {
         DeviceAddress(self.arguments.workspace.address + offset as u64)
     }
 
-    fn kernel<P: crate::runtime::params::KernelParams>(&self, name: &str) -> Result<Kernel> {
-        self.device.kernel::<P>(FILE, &self.extents.defines(self.workspace.chunk.is_some()), name)
+    fn sink_terms(&self) -> DeviceAddress {
+        if self.arguments.inputs.sink.is_none() {
+            return DeviceAddress::default();
+        }
+        self.address(self.workspace.sink_terms)
     }
 
-    fn rows(&self, rows: usize, kernel: &Kernel) -> Result<LaunchConfig> {
-        LaunchConfig::linear(CHECK.operator, "q", (rows as u64).div_ceil(ROWS_PER_BLOCK), kernel.max_threads())
+    fn kernel(&self, name: &str) -> Result<Kernel> {
+        self.device.kernel(FILE, &self.extents.defines(self.workspace.chunk.is_some()), name)
     }
 
     fn delta(&self) -> Result<String> {
-        let Backward { inputs, out, dout, lse, .. } = self.arguments;
+        let Backward { inputs, out, dout, lse, .. } = *self.arguments;
+        let Extents { num_tokens, num_heads, .. } = self.extents;
         let name = "sparse_attention_delta";
-        let kernel = self.kernel::<SparseAttentionDeltaParams>(name)?;
-        let sink_terms = if inputs.sink.is_some() { self.scratch(self.workspace.sink_terms) } else { DeviceAddress(0) };
-        let params = SparseAttentionDeltaParams {
-            out: DeviceAddress(out.address),
-            dout: DeviceAddress(dout.address),
-            lse: DeviceAddress(lse.address),
-            sink: address(inputs.sink),
-            delta: self.scratch(self.workspace.delta),
-            sink_terms,
-            out_token_stride: out.strides[0],
-            out_head_stride: out.strides[1],
-            dout_token_stride: dout.strides[0],
-            dout_head_stride: dout.strides[1],
-            num_tokens: self.extents.num_tokens as i32,
-            num_heads: self.extents.num_heads as i32,
-        };
-        kernel.launch(self.rows(self.extents.num_tokens * self.extents.num_heads, &kernel)?, &params)?;
+        let params = CHECK.params().heads("out", out).heads("dout", dout).ptr("lse", lse).ptr("sink", inputs.sink);
+        let params = params.ptr("delta", self.address(self.workspace.delta)).ptr("sink_terms", self.sink_terms());
+        let params = params.i32("num_tokens", num_tokens)?.i32("num_heads", num_heads)?;
+        self.kernel(name)?.launch_blocks("q", (num_tokens * num_heads).div_ceil(ROWS_PER_BLOCK), &params)?;
         Ok(name.into())
     }
 
     fn dsink(&self) -> Result<Option<String>> {
         let Some(dsink) = self.arguments.dsink else { return Ok(None) };
+        let Extents { num_tokens, num_heads, .. } = self.extents;
         let name = "sparse_attention_dsink";
-        let kernel = self.kernel::<SparseAttentionDsinkParams>(name)?;
-        let params = SparseAttentionDsinkParams {
-            sink_terms: self.scratch(self.workspace.sink_terms),
-            dsink: DeviceAddress(dsink.address),
-            num_tokens: self.extents.num_tokens as i32,
-            num_heads: self.extents.num_heads as i32,
-        };
-        let blocks = self.extents.num_heads.div_ceil(32) as u64;
-        kernel.launch(LaunchConfig::linear(CHECK.operator, "sink", blocks, kernel.max_threads())?, &params)?;
+        let params = CHECK.params().ptr("sink_terms", self.sink_terms()).ptr("dsink", dsink);
+        let params = params.i32("num_tokens", num_tokens)?.i32("num_heads", num_heads)?;
+        self.kernel(name)?.launch_blocks("sink", num_heads.div_ceil(32), &params)?;
         Ok(Some(name.into()))
     }
 
@@ -726,17 +471,17 @@ impl BackwardCall<'_> {
         let Backward { dk, dv, .. } = *self.arguments;
         let dk_rows = self.accumulator(dk, self.workspace.dk);
         let dv_rows = dv.map(|dv| self.accumulator(dv, self.workspace.dv));
-        for rows in [Some(dk_rows), dv_rows].into_iter().flatten() {
-            self.zero(rows, self.extents.num_keys)?;
+        for rows in [Some(&dk_rows), dv_rows.as_ref()].into_iter().flatten() {
+            self.zero(rows)?;
         }
         let mut paths = vec!["sparse_attention_zero".into()];
         match self.workspace.chunk {
-            None => paths.push(self.backward(0, self.extents.num_tokens, dk_rows, dv_rows)?),
-            Some(chunk) => paths.extend(self.chunks(chunk, dk_rows, dv_rows)?),
+            None => paths.push(self.backward(0, self.extents.num_tokens, &dk_rows, dv_rows.as_ref())?),
+            Some(chunk) => paths.extend(self.chunks(chunk, &dk_rows, dv_rows.as_ref())?),
         }
         if dk.dtype == DType::Bf16 {
-            self.cast(dk_rows, dk)?;
-            if let (Some(rows), Some(dv)) = (dv_rows, dv) {
+            self.cast(&dk_rows, dk)?;
+            if let (Some(rows), Some(dv)) = (&dv_rows, dv) {
                 self.cast(rows, dv)?;
             }
             paths.push("sparse_attention_cast".into());
@@ -745,18 +490,18 @@ impl BackwardCall<'_> {
     }
 
     /// A chunk of tokens after the other: its index, its rows, their sums. Returns the kernels of one chunk.
-    fn chunks(&self, chunk: Chunk, dk: Accumulator, dv: Option<Accumulator>) -> Result<Vec<String>> {
-        let Extents { num_tokens, v_dim, head_dim, .. } = self.extents;
-        let own =
-            |offset: usize, width: usize| Accumulator { address: self.scratch(offset), stride: width as i64, width };
-        let (dk_rows, dv_rows) = (own(chunk.dk_rows, head_dim), dv.map(|_| own(chunk.dv_rows, v_dim)));
+    fn chunks(&self, chunk: Chunk, dk: &TensorView, dv: Option<&TensorView>) -> Result<Vec<String>> {
+        let Extents { num_tokens, topk, v_dim, head_dim, .. } = self.extents;
+        let slots = chunk.head_blocks * chunk.tokens * topk;
+        let dk_rows = self.scratch(chunk.dk_rows, &[slots, head_dim]);
+        let dv_rows = dv.map(|_| self.scratch(chunk.dv_rows, &[slots, v_dim]));
         let mut paths = Vec::new();
         for first in (0..num_tokens).step_by(chunk.tokens.max(1)) {
             let tokens = chunk.tokens.min(num_tokens - first);
             paths = self.index(chunk, first, tokens)?;
-            paths.push(self.backward(first, tokens, dk_rows, dv_rows)?);
-            paths.push(self.sum(chunk, tokens, dk_rows, dk)?);
-            if let (Some(rows), Some(dv)) = (dv_rows, dv) {
+            paths.push(self.backward(first, tokens, &dk_rows, dv_rows.as_ref())?);
+            paths.push(self.sum(chunk, tokens, &dk_rows, dk)?);
+            if let (Some(rows), Some(dv)) = (&dv_rows, dv) {
                 self.sum(chunk, tokens, rows, dv)?;
             }
         }
@@ -767,141 +512,83 @@ impl BackwardCall<'_> {
     fn index(&self, chunk: Chunk, first: usize, tokens: usize) -> Result<Vec<String>> {
         let Inputs { indices, topk_length, .. } = self.arguments.inputs;
         let Extents { num_keys, topk, .. } = self.extents;
-        let counts =
-            Accumulator { address: self.scratch(chunk.counts), stride: COUNTS_PER_ROW as i64, width: COUNTS_PER_ROW };
-        self.zero(counts, Chunk::count_rows(num_keys))?;
-        let params = SparseAttentionIndexParams {
-            indices: advanced(indices, first),
-            topk_length: topk_length.map_or(DeviceAddress(0), |length| advanced(length, first)),
-            counts: counts.address,
-            ends: self.scratch(chunk.ends),
-            entries: self.scratch(chunk.entries),
-            ordered: self.scratch(chunk.ordered),
-            indices_stride: indices.strides[0],
-            num_tokens: tokens as i32,
-            num_keys: num_keys as i32,
-            topk: topk as i32,
-        };
-        let (entries, keys) = ((tokens * topk) as u64, num_keys as u64);
+        self.zero(&self.scratch(chunk.counts, &[Chunk::count_rows(num_keys), COUNTS_PER_ROW]))?;
+        let params = CHECK.params().rows("indices", &indices.skip(first));
+        let params = params.ptr("topk_length", topk_length.map(|length| length.skip(first)).as_ref());
+        let params = params.ptr("counts", self.address(chunk.counts)).ptr("ends", self.address(chunk.ends));
+        let params = params.ptr("entries", self.address(chunk.entries)).ptr("ordered", self.address(chunk.ordered));
+        let params = params.i32("num_tokens", tokens)?.i32("num_keys", num_keys)?.i32("topk", topk)?;
         let steps = [
-            ("sparse_attention_count", entries.div_ceil(INDEX_THREADS)),
-            ("sparse_attention_reserve", keys.div_ceil(INDEX_THREADS)),
-            ("sparse_attention_fill", entries.div_ceil(INDEX_THREADS)),
-            ("sparse_attention_order", keys.div_ceil(ROWS_PER_BLOCK)),
+            ("sparse_attention_count", (tokens * topk).div_ceil(INDEX_THREADS)),
+            ("sparse_attention_reserve", num_keys.div_ceil(INDEX_THREADS)),
+            ("sparse_attention_fill", (tokens * topk).div_ceil(INDEX_THREADS)),
+            ("sparse_attention_order", num_keys.div_ceil(ROWS_PER_BLOCK)),
         ];
         for (name, blocks) in steps {
-            let kernel = self.kernel::<SparseAttentionIndexParams>(name)?;
-            kernel.launch(LaunchConfig::linear(CHECK.operator, "indices", blocks, kernel.max_threads())?, &params)?;
+            self.kernel(name)?.launch_blocks("indices", blocks, &params)?;
         }
         Ok(steps.map(|(name, _)| name.into()).into())
     }
 
     /// Adds the rows of a chunk of `tokens` tokens to those of their keys.
-    fn sum(&self, chunk: Chunk, tokens: usize, rows: Accumulator, target: Accumulator) -> Result<String> {
+    fn sum(&self, chunk: Chunk, tokens: usize, rows: &TensorView, target: &TensorView) -> Result<String> {
+        let Extents { num_keys, topk, .. } = self.extents;
+        let width = target.shape[1];
         let name = "sparse_attention_sum";
-        let kernel = self.kernel::<SparseAttentionSumParams>(name)?;
-        let params = SparseAttentionSumParams {
-            rows: rows.address,
-            counts: self.scratch(chunk.counts),
-            ends: self.scratch(chunk.ends),
-            ordered: self.scratch(chunk.ordered),
-            target: target.address,
-            stride: target.stride,
-            num_entries: (tokens * self.extents.topk) as i64,
-            head_blocks: chunk.head_blocks as i32,
-            num_keys: self.extents.num_keys as i32,
-            width: target.width as i32,
-        };
-        kernel.launch(self.rows(self.extents.num_keys * target.width.div_ceil(SUM_COLUMNS), &kernel)?, &params)?;
+        let params = CHECK.params().ptr("rows", rows).ptr("counts", self.address(chunk.counts));
+        let params = params.ptr("ends", self.address(chunk.ends)).ptr("ordered", self.address(chunk.ordered));
+        let params = params.rows("target", target).i64("num_entries", tokens * topk)?;
+        let params = params.i32("head_blocks", chunk.head_blocks)?.i32("num_keys", num_keys)?.i32("width", width)?;
+        let blocks = (num_keys * width.div_ceil(SUM_COLUMNS)).div_ceil(ROWS_PER_BLOCK);
+        self.kernel(name)?.launch_blocks("q", blocks, &params)?;
         Ok(name.into())
     }
 
     /// The gradient itself where it is f32, dense scratch rows where it is not.
-    fn accumulator(&self, gradient: &TensorView, offset: usize) -> Accumulator {
-        let width = gradient.shape[1];
+    fn accumulator(&self, gradient: &TensorView, offset: usize) -> TensorView {
         match gradient.dtype {
-            DType::F32 => Accumulator { address: DeviceAddress(gradient.address), stride: gradient.strides[0], width },
-            _ => Accumulator { address: self.scratch(offset), stride: width as i64, width },
+            DType::F32 => gradient.clone(),
+            _ => self.scratch(offset, &gradient.shape),
         }
     }
 
-    fn zero(&self, rows: Accumulator, num_rows: usize) -> Result<()> {
-        let kernel = self.kernel::<SparseAttentionZeroParams>("sparse_attention_zero")?;
-        let params = SparseAttentionZeroParams {
-            target: rows.address,
-            stride: rows.stride,
-            num_rows: num_rows as i64,
-            width: rows.width as i32,
-        };
-        kernel.launch(self.rows(num_rows, &kernel)?, &params)
+    fn zero(&self, target: &TensorView) -> Result<()> {
+        let params = CHECK.params().rows("target", target).i64("num_rows", target.shape[0])?;
+        let params = params.i32("width", target.shape[1])?;
+        self.kernel("sparse_attention_zero")?.launch_blocks("q", target.shape[0].div_ceil(ROWS_PER_BLOCK), &params)
     }
 
-    fn cast(&self, rows: Accumulator, target: &TensorView) -> Result<()> {
-        let kernel = self.kernel::<SparseAttentionCastParams>("sparse_attention_cast")?;
-        let params = SparseAttentionCastParams {
-            source: rows.address,
-            target: DeviceAddress(target.address),
-            source_stride: rows.stride,
-            target_stride: target.strides[0],
-            num_rows: self.extents.num_keys as i64,
-            width: rows.width as i32,
-        };
-        kernel.launch(self.rows(self.extents.num_keys, &kernel)?, &params)
+    fn cast(&self, source: &TensorView, target: &TensorView) -> Result<()> {
+        let params = CHECK.params().rows("source", source).rows("target", target);
+        let params = params.i64("num_rows", target.shape[0])?.i32("width", target.shape[1])?;
+        self.kernel("sparse_attention_cast")?.launch_blocks("q", target.shape[0].div_ceil(ROWS_PER_BLOCK), &params)
     }
 
     /// dq of `tokens` tokens from `first` on, and what their slots give to `dk` and `dv`.
-    fn backward(&self, first: usize, tokens: usize, dk: Accumulator, dv: Option<Accumulator>) -> Result<String> {
+    fn backward(&self, first: usize, tokens: usize, dk: &TensorView, dv: Option<&TensorView>) -> Result<String> {
         let Backward { inputs, lse, dout, dlse, dq, .. } = *self.arguments;
-        let (v, v_stride) = value_view(inputs.value);
-        let params = SparseAttentionBackwardParams {
-            q: advanced(inputs.q, first),
-            k: DeviceAddress(inputs.k.address),
-            v,
-            dout: advanced(dout, first),
-            sink: address(inputs.sink),
-            lse: advanced(lse, first),
-            delta: self.scratch(self.workspace.delta + first * self.extents.num_heads * 4),
-            dlse: dlse.map_or(DeviceAddress(0), |dlse| advanced(dlse, first)),
-            indices: advanced(inputs.indices, first),
-            topk_length: inputs.topk_length.map_or(DeviceAddress(0), |length| advanced(length, first)),
-            dq: advanced(dq, first),
-            dk: dk.address,
-            dv: dv.map_or(DeviceAddress(0), |rows| rows.address),
-            q_token_stride: inputs.q.strides[0],
-            q_head_stride: inputs.q.strides[1],
-            k_stride: inputs.k.strides[0],
-            v_stride,
-            dout_token_stride: dout.strides[0],
-            dout_head_stride: dout.strides[1],
-            indices_stride: inputs.indices.strides[0],
-            dq_token_stride: dq.strides[0],
-            dq_head_stride: dq.strides[1],
-            dk_stride: dk.stride,
-            dv_stride: dv.map_or(0, |rows| rows.stride),
-            num_tokens: tokens as i32,
-            num_heads: self.extents.num_heads as i32,
-            num_keys: self.extents.num_keys as i32,
-            topk: self.extents.topk as i32,
-            softmax_scale: inputs.softmax_scale,
-        };
         let chunk = Extents { num_tokens: tokens, ..self.extents };
+        let from_first = |view: Option<&TensorView>| view.map(|view| view.skip(first));
+        let delta = self.scratch(self.workspace.delta, &[self.extents.num_tokens, chunk.num_heads]);
+        let params = CHECK.params().heads("q", &inputs.q.skip(first)).rows("k", inputs.k).rows("v", inputs.v());
+        let params = params.heads("dout", &dout.skip(first)).ptr("sink", inputs.sink).ptr("lse", &lse.skip(first));
+        let params = params.ptr("delta", &delta.skip(first)).ptr("dlse", from_first(dlse).as_ref());
+        let params = params.rows("indices", &inputs.indices.skip(first));
+        let params = params.ptr("topk_length", from_first(inputs.topk_length).as_ref());
+        let params = params.heads("dq", &dq.skip(first)).rows("dk", dk).rows("dv", dv);
+        let params = chunk.params(params)?.f32("softmax_scale", inputs.softmax_scale);
         let deterministic = self.workspace.chunk.is_some();
-        let summed = if deterministic { ",deterministic" } else { "" };
         if self.hopper {
             let name = "sparse_attention_hopper_backward";
             let defines = defines(chunk.head_dim, chunk.v_dim, HOPPER_HEADS, false, deterministic);
-            let kernel = self.device.kernel::<SparseAttentionBackwardParams>(HOPPER_BACKWARD_FILE, &defines, name)?;
+            let kernel = self.device.kernel(HOPPER_BACKWARD_FILE, &defines, name)?;
             kernel.launch(chunk.launch(HOPPER_HEADS, &kernel)?, &params)?;
             return Ok(if deterministic { format!("{name}<deterministic>") } else { name.into() });
         }
         let name = "sparse_attention_backward";
-        let kernel = self.kernel::<SparseAttentionBackwardParams>(name)?;
+        let kernel = self.kernel(name)?;
         kernel.launch(chunk.launch(chunk.heads_per_block(), &kernel)?, &params)?;
+        let summed = if deterministic { ",deterministic" } else { "" };
         Ok(format!("{name}<{}{summed}>", chunk.heads_per_block()))
     }
-}
-
-/// Where the entry `first` of a tensor's first axis begins.
-fn advanced(view: &TensorView, first: usize) -> DeviceAddress {
-    DeviceAddress(view.address + first as u64 * view.strides[0] as u64 * view.dtype.size() as u64)
 }

@@ -2,9 +2,9 @@
 //! conversion of pairs of codes.
 
 use dsv4_kernels::kv_cache::{Cache, RowFormat};
-use dsv4_kernels::runtime::params::DeviceAddress;
+use dsv4_kernels::runtime::params::Params;
 use dsv4_kernels::runtime::{Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView};
-use dsv4_kernels::{attention_combine, decode_attention, kernel_params, kv_cache_write};
+use dsv4_kernels::{attention_combine, decode_attention, kv_cache_write};
 use dsv4_reference::kv_cache::e4m3_value;
 
 use crate::support;
@@ -43,22 +43,14 @@ fn at(view: &TensorView, other: &TensorView) -> TensorView {
     TensorView { address: other.address, ..view.clone() }
 }
 
-kernel_params! {
-    /// Mirror of `SelftestE4m3PairsParams`.
-    struct SelftestE4m3PairsParams {
-        low: DeviceAddress,
-        high: DeviceAddress,
-    }
-}
-
 #[test]
 fn every_pair_of_e4m3_codes_converts_to_the_values_of_both() {
     let mut arena = arena();
     let low = place(&mut arena, "low", DType::F32, &[65536]);
     let high = place(&mut arena, "high", DType::F32, &[65536]);
     let violations = arena.run(|device| {
-        let kernel = device.kernel::<SelftestE4m3PairsParams>("selftest.cu", &[], "selftest_e4m3_pairs")?;
-        let params = SelftestE4m3PairsParams { low: DeviceAddress(low.address), high: DeviceAddress(high.address) };
+        let kernel = device.kernel("selftest.cu", &[], "selftest_e4m3_pairs")?;
+        let params = Params::new("selftest").ptr("low", &low).ptr("high", &high);
         kernel.launch(LaunchConfig::linear("selftest", "pairs", 16, 256)?, &params)
     });
     assert!(violations.expect("the launch").is_empty());
@@ -118,7 +110,7 @@ fn the_launcher_of_attention_combine_names_the_argument_that_it_refuses() {
         arguments[number] = &changed;
         assert_refused(merge(arguments), argument, needle);
     };
-    refused(0, shaped(&partial_out, &[2, 3, 4, 60]), "partial_out", "width 60");
+    refused(0, shaped(&partial_out, &[2, 3, 4, 60]), "partial_out", "v_dim 60");
     refused(0, typed(&partial_out, DType::Bf16), "partial_out", "bf16");
     refused(0, shaped(&partial_out, &[6, 4, 64]), "partial_out", "3 axes");
     refused(1, shaped(&partial_lse, &[2, 4, 3]), "partial_lse", "[2, 4, 3]");

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use dsv4_kernels::runtime::arena::{Layout, Violation, ViolationKind};
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
-use dsv4_kernels::runtime::params::DeviceAddress;
+use dsv4_kernels::runtime::params::{DeviceAddress, Params};
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
     RuntimeError, SourceTree, TensorView,
 };
-use dsv4_kernels::{kernel_params, rms_norm, rope, sparse_attention};
+use dsv4_kernels::{rms_norm, rope, sparse_attention};
 
 use crate::{command_line, support};
 
@@ -44,14 +44,6 @@ fn fault(result: Result<Vec<Violation>>) -> (String, String, String, String) {
 
 // ---------------------------------------------------------------- planted faults
 
-kernel_params! {
-    struct SelftestFaultParams {
-        x: DeviceAddress,
-        y: DeviceAddress,
-        count: i32,
-    }
-}
-
 const FAULT_THREADS: usize = 64;
 
 /// What a run of a faulty kernel gave: forbidden writes, and y.
@@ -63,13 +55,11 @@ fn run_fault(device: &Device, name: &str, contract: Contract) -> FaultRun {
     let values: Vec<f64> = (1..=FAULT_THREADS).map(|i| i as f64).collect();
     let x = arena.input("x", &HostTensor::from_f64(DType::F32, &[FAULT_THREADS], &values)).unwrap();
     let y = arena.output("y", DType::F32, &[FAULT_THREADS]).unwrap();
-    let params =
-        SelftestFaultParams { x: DeviceAddress(x.address), y: DeviceAddress(y.address), count: FAULT_THREADS as i32 };
+    let params = Params::new("selftest").ptr("x", &x).ptr("y", &y).i32("count", FAULT_THREADS).unwrap();
     let config = LaunchConfig { grid: [1, 1, 1], block: [FAULT_THREADS as u32, 1, 1], shared_bytes: 0 };
     let defines = [("FAULT", name.to_owned())];
-    let result = arena.run(|device| {
-        device.kernel::<SelftestFaultParams>("selftest_faults.cu", &defines, "selftest_fault")?.launch(config, &params)
-    });
+    let result =
+        arena.run(|device| device.kernel("selftest_faults.cu", &defines, "selftest_fault")?.launch(config, &params));
     let y = arena.download(&y).unwrap();
     (result, y.to_f64().into_iter().map(|v| v as f32).collect())
 }
@@ -204,13 +194,6 @@ fn shared_memory_that_no_thread_writes_reads_as_nan_under_every_schedule() {
 
 // ---------------------------------------------------------------- kernels of this file
 
-kernel_params! {
-    struct ProbeParams {
-        y: DeviceAddress,
-        count: i32,
-    }
-}
-
 /// A kernel source whose kernel `probe` has this body.
 fn probe_source(body: &str) -> String {
     format!(
@@ -231,10 +214,10 @@ fn run_probe(device: &Device, body: &str, grid: [u32; 3], block: [u32; 3]) -> (R
     let device = device.with_tree(probe_tree(body));
     let mut arena = DeviceArena::new(&device, Contract::NAN);
     let y = arena.output("y", DType::I32, &[64]).unwrap();
-    let params = ProbeParams { y: DeviceAddress(y.address), count: 0 };
+    let params = Params::new("probe").ptr("y", &y).i32("count", 0).unwrap();
     let result = arena.run(|device| {
         let config = LaunchConfig { grid, block, shared_bytes: 0 };
-        device.kernel::<ProbeParams>("probe.cu", &[], "probe")?.launch(config, &params)
+        device.kernel("probe.cu", &[], "probe")?.launch(config, &params)
     });
     let y = arena.download(&y).unwrap().to_i32();
     (result, y)
@@ -315,7 +298,7 @@ fn the_deterministic_schedule_repeats_itself_and_a_seed_brings_another_order() {
 #[test]
 fn a_source_that_does_not_compile_gives_the_compilers_own_words() {
     let device = support::device().with_tree(probe_tree("params.y[0] = undeclared_name;"));
-    match device.kernel::<ProbeParams>("probe.cu", &[("EXTRA", "3".into())], "probe").map(|_| ()) {
+    match device.kernel("probe.cu", &[("EXTRA", "3".into())], "probe").map(|_| ()) {
         Err(RuntimeError::Compile { compiler, file, defines, log }) => {
             assert_eq!((file.as_str(), defines.as_str()), ("probe.cu", " -DEXTRA=3"));
             assert!(!compiler.is_empty() && log.contains("undeclared_name"), "{compiler}: {log}");
@@ -326,7 +309,7 @@ fn a_source_that_does_not_compile_gives_the_compilers_own_words() {
 
 #[test]
 fn a_specialisation_without_its_define_is_a_compile_error_that_names_it() {
-    let error = support::device().kernel::<SelftestFaultParams>("selftest_faults.cu", &[], "selftest_fault");
+    let error = support::device().kernel("selftest_faults.cu", &[], "selftest_fault");
     let error = error.map(|_| ()).expect_err("FAULT is missing").to_string();
     assert!(error.contains("define FAULT"), "{error}");
 }
@@ -334,7 +317,7 @@ fn a_specialisation_without_its_define_is_a_compile_error_that_names_it() {
 #[test]
 fn a_missing_kernel_or_source_is_named() {
     let device = support::device().with_tree(probe_tree(""));
-    let error = |file, name| device.kernel::<ProbeParams>(file, &[], name).map(|_| ()).expect_err(name);
+    let error = |file, name| device.kernel(file, &[], name).map(|_| ()).expect_err(name);
     assert!(
         matches!(error("probe.cu", "absent"), RuntimeError::SymbolMissing { symbol, .. } if symbol.contains("absent"))
     );
@@ -343,29 +326,54 @@ fn a_missing_kernel_or_source_is_named() {
 
 #[test]
 fn a_parameter_struct_that_differs_from_the_kernels_is_refused() {
-    mod other {
-        use dsv4_kernels::runtime::params::DeviceAddress;
-        // The same size, two fields renamed; another size; the same fields in another order.
-        dsv4_kernels::kernel_params! { pub struct Renamed { z: DeviceAddress, count: i32 } }
-        dsv4_kernels::kernel_params! { pub struct Longer { y: DeviceAddress, count: i32, extra: i64 } }
-        dsv4_kernels::kernel_params! { pub struct Reordered { count: i32, y: DeviceAddress } }
-    }
     let device = support::device().with_tree(probe_tree(""));
-    device.kernel::<ProbeParams>("probe.cu", &[], "probe").expect("the right struct is accepted");
-    let errors = [
-        device.kernel::<other::Renamed>("probe.cu", &[], "probe"),
-        device.kernel::<other::Longer>("probe.cu", &[], "probe"),
-        device.kernel::<other::Reordered>("probe.cu", &[], "probe"),
+    let kernel = device.kernel("probe.cu", &[], "probe").unwrap();
+    let config = LaunchConfig { grid: [1, 1, 1], block: [32, 1, 1], shared_bytes: 0 };
+    let (params, nowhere) = (|| Params::new("probe"), DeviceAddress(0));
+    let right = params().ptr("y", nowhere).i32("count", 0).unwrap();
+    kernel.launch(config, &right).expect("the right struct is accepted");
+    // The same size, a field renamed; another size; the same fields in another order; another type.
+    let wrong = [
+        (params().ptr("z", nowhere).i32("count", 0).unwrap(), "field 0 is `y`"),
+        (params().ptr("y", nowhere).i32("count", 0).unwrap().i64("extra", 0).unwrap(), "field 2 is no further field"),
+        (params().i32("count", 0).unwrap().ptr("y", nowhere), "field 0 is `y`"),
+        (params().ptr("y", nowhere).i64("count", 0).unwrap(), "field 1 is `count` of 4 bytes"),
     ];
-    for error in errors {
-        match error.map(|_| ()) {
-            Err(RuntimeError::ParamsLayout { kernel, rust_size, rust_hash, kernel_size, kernel_hash }) => {
+    for (params, needle) in wrong {
+        // Even where nothing would be launched.
+        kernel.launch(LaunchConfig { grid: [0, 1, 1], ..config }, &params).expect_err("another struct");
+        match kernel.launch(config, &params) {
+            Err(RuntimeError::ParamsLayout { kernel, rust_size, rust_hash, kernel_size, kernel_hash, difference }) => {
                 assert_eq!((kernel.as_str(), kernel_size), ("probe", 16));
                 assert!((rust_size, rust_hash) != (kernel_size, kernel_hash));
+                assert!(difference.contains(needle), "{difference}");
             }
             other => panic!("expected a layout mismatch, not {other:?}"),
         }
     }
+}
+
+/// One field of each kind, in an order that leaves gaps, on both sides.
+#[test]
+fn a_struct_of_mixed_sizes_has_the_layout_that_the_compiler_gives_it() {
+    let source = "#include \"memory.h\"\n\
+        struct MixedParams { int32_t first; int32_t* y; int64_t y_token_stride; int64_t y_head_stride; float eps;\n\
+                             int64_t rows; int32_t last; };\n\
+        PARAMS_LAYOUT(MixedParams, first, y, y_token_stride, y_head_stride, eps, rows, last)\n\
+        KERNEL(mixed, MixedParams, 32) {\n\
+            if (threadIdx.x != 0) return;\n\
+            params.y[0] = params.first; params.y[1] = static_cast<int32_t>(params.y_token_stride);\n\
+            params.y[2] = static_cast<int32_t>(params.y_head_stride); params.y[3] = static_cast<int32_t>(params.eps);\n\
+            params.y[4] = static_cast<int32_t>(params.rows >> 33); params.y[5] = params.last; }\n";
+    let device = support::device().with_tree(SourceTree::embedded().with_text("mixed.cu", source.into(), "a probe"));
+    let mut arena = DeviceArena::new(&device, Contract::NAN);
+    let y = arena.output("y", DType::I32, &[2, 3]).unwrap();
+    let params = Params::new("mixed").i32("first", 1).unwrap().heads("y", &y).f32("eps", 4.0);
+    let params = params.i64("rows", 5 << 33).unwrap().i32("last", 6).unwrap();
+    let config = LaunchConfig { grid: [1, 1, 1], block: [32, 1, 1], shared_bytes: 0 };
+    let violations = arena.run(|device| device.kernel("mixed.cu", &[], "mixed")?.launch(config, &params));
+    assert!(violations.unwrap().is_empty());
+    assert_eq!(arena.download(&y).unwrap().to_i32(), [1, 3, 1, 4, 5, 6]);
 }
 
 #[test]
@@ -405,7 +413,7 @@ fn modules_are_compiled_once_and_again_only_when_something_changes_that_goes_int
     let load = |tree: SourceTree, defines: &[(&str, String)]| {
         let options = DeviceOptions { tree, cache_dir: dir.path().to_owned(), ..DeviceOptions::default() };
         let device = Device::open(support::backend(), options).unwrap();
-        device.kernel::<ProbeParams>("probe.cu", defines, "probe").unwrap();
+        device.kernel("probe.cu", defines, "probe").unwrap();
         cached(dir.path())
     };
     let tree = || probe_tree("params.y[0] = 1;");
@@ -916,7 +924,7 @@ fn the_launcher_of_rope_names_the_argument_that_it_refuses() {
     refused("cos", "66 channels of 64", &|r| (r.cos, r.sin) = (shaped(&r.cos, &[1, 33]), shaped(&r.sin, &[1, 33])));
     refused("cos", "bf16", &|r| r.cos = typed(&r.cos, DType::Bf16));
     refused("sin", "[4, 16]", &|r| r.sin = shaped(&r.sin, &[4, 16]));
-    refused("sin", "row stride 17", &|r| r.sin = strided(&r.sin, &[17, 1]));
+    refused("sin", "axis 0 overlaps itself", &|r| r.sin = strided(&r.sin, &[15, 1]));
     refused("positions", "[4]", &|r| r.positions = Some(shaped(r.positions.as_ref().unwrap(), &[4])));
     refused("positions", "f32", &|r| r.positions = Some(typed(r.positions.as_ref().unwrap(), DType::F32)));
     let two_rows = |r: &mut Rotation| (r.cos, r.sin) = (shaped(&r.cos, &[2, 16]), shaped(&r.sin, &[2, 16]));
@@ -1086,12 +1094,12 @@ fn the_launcher_of_attentions_forward_names_the_argument_that_it_refuses() {
     refused("q", "head_dim 24", &|a| a.q = shaped(&a.q, &[2, 4, 24]));
     refused("q", "head_dim 592", &|a| a.q = shaped(&a.q, &[2, 4, 592]));
     refused("q", "multiples of 16", &|a| a.q = shifted(&a.q, 2));
-    refused("k", "width 48", &|a| a.k = shaped(&a.k, &[6, 48]));
+    refused("k", "[6, 48]", &|a| a.k = shaped(&a.k, &[6, 48]));
     refused("k", "multiples of 16", &|a| a.k = strided(&a.k, &[68, 1]));
     refused("v", "v_dim 80", &|a| a.v_dim = 80);
     refused("v", "v_dim 0", &|a| a.v_dim = 0);
     refused("v", "v_dim 24", &|a| a.v_dim = 24);
-    refused("v", "7 rows", &|a| a.v = Some(shaped(&a.k, &[7, 64])));
+    refused("v", "[7, 64]", &|a| a.v = Some(shaped(&a.k, &[7, 64])));
     refused("v", "f32", &|a| a.v = Some(typed(&a.k, DType::F32)));
     refused("indices", "[3, 5]", &|a| a.indices = shaped(&a.indices, &[3, 5]));
     refused("indices", "f32", &|a| a.indices = typed(&a.indices, DType::F32));

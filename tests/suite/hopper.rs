@@ -5,10 +5,9 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use dsv4_kernels::kernel_params;
 use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
-use dsv4_kernels::runtime::params::{DeviceAddress, KernelParams};
+use dsv4_kernels::runtime::params::Params;
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
     RuntimeError, SourceTree,
@@ -66,14 +65,9 @@ fn under_every_schedule(test: impl Fn(&Device)) {
 }
 
 /// One launch under the memory contract, with the shared memory that the kernel asks for.
-fn launch<P: KernelParams>(
-    arena: &DeviceArena<'_>,
-    (file, kernel): (&str, &str),
-    blocks: u32,
-    params: &P,
-) -> Result<()> {
+fn launch(arena: &DeviceArena<'_>, (file, kernel): (&str, &str), blocks: u32, params: &Params) -> Result<()> {
     let config = LaunchConfig { grid: [blocks, 1, 1], block: [256, 1, 1], shared_bytes: 0 };
-    let violations = arena.run(|device| device.kernel::<P>(file, &[], kernel)?.launch(config, params))?;
+    let violations = arena.run(|device| device.kernel(file, &[], kernel)?.launch(config, params))?;
     assert!(violations.is_empty(), "{kernel}: {violations:?}");
     Ok(())
 }
@@ -95,19 +89,6 @@ fn assert_same(what: &str, found: &[f64], expected: &[f64]) {
 
 // ---------------------------------------------------------------- matrix products
 
-kernel_params! {
-    struct SelftestWgmmaParams {
-        a: DeviceAddress,
-        b: DeviceAddress,
-        c: DeviceAddress,
-        y: DeviceAddress,
-        n: i32,
-        a_source: i32,
-        b_transposed: i32,
-        accumulate: i32,
-    }
-}
-
 const M: usize = 128;
 const K: usize = 128;
 
@@ -121,9 +102,9 @@ fn multiply(device: &Device, way: Way, a: &[f64], b: &[f64], c: &[f64]) -> Resul
     let b = arena.input("b", &HostTensor::from_f64(DType::Bf16, &[K, n], b))?;
     let c = arena.input("c", &HostTensor::from_f64(DType::F32, &[M, n], c))?;
     let y = arena.output("y", DType::F32, &[M, n])?;
-    let [a, b, c, y_address] = [&a, &b, &c, &y].map(|view| DeviceAddress(view.address));
-    let [n, a_source, b_transposed, accumulate] = way;
-    let params = SelftestWgmmaParams { a, b, c, y: y_address, n, a_source, b_transposed, accumulate };
+    let [n, a_source, b_transposed, accumulate] = way.map(|number| number as usize);
+    let params = Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("c", &c).ptr("y", &y).i32("n", n)?;
+    let params = params.i32("a_source", a_source)?.i32("b_transposed", b_transposed)?.i32("accumulate", accumulate)?;
     launch(&arena, (WGMMA, "selftest_wgmma"), 1, &params)?;
     Ok(arena.download(&y)?.to_f64())
 }
@@ -178,15 +159,6 @@ fn the_two_strides_of_a_transposed_operand_are_told_apart() {
 
 // ---------------------------------------------------------------- pipeline
 
-kernel_params! {
-    struct SelftestPipelineParams {
-        a: DeviceAddress,
-        b: DeviceAddress,
-        y: DeviceAddress,
-        steps: i32,
-    }
-}
-
 const TILE: usize = 64;
 const STEPS: usize = 7;
 const BLOCKS: u32 = 2;
@@ -213,8 +185,7 @@ fn run_pipeline(device: &Device, a: &[f64], b: &[f64]) -> Result<Vec<f64>> {
     let b = arena.input("b", &HostTensor::from_f64(DType::Bf16, &[STEPS, TILE, TILE], b))?;
     let zeros = HostTensor::from_f64(DType::F32, &[TILE, TILE], &[0.0; TILE * TILE]);
     let y = arena.upload("y", &zeros, &Layout::dense(&[TILE, TILE]), Role::InPlace)?;
-    let [a, b, y_address] = [&a, &b, &y].map(|view| DeviceAddress(view.address));
-    let params = SelftestPipelineParams { a, b, y: y_address, steps: STEPS as i32 };
+    let params = Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("y", &y).i32("steps", STEPS)?;
     launch(&arena, (HOPPER, "selftest_pipeline"), BLOCKS, &params)?;
     Ok(arena.download(&y)?.to_f64())
 }
@@ -455,14 +426,6 @@ fn a_descriptor_that_reaches_beyond_shared_memory_shows() {
 
 // ---------------------------------------------------------------- named barriers
 
-kernel_params! {
-    struct SelftestNamedBarriersParams {
-        x: DeviceAddress,
-        y: DeviceAddress,
-        rounds: i32,
-    }
-}
-
 #[test]
 fn named_barriers_hand_each_round_over_to_the_other_warpgroup() {
     const ROUNDS: usize = 5;
@@ -472,8 +435,7 @@ fn named_barriers_hand_each_round_over_to_the_other_warpgroup() {
         let mut arena = DeviceArena::new(device, Contract::NAN);
         let x = arena.input("x", &HostTensor::from_i32(&[ROUNDS, 128], &values)).unwrap();
         let y = arena.output("y", DType::I32, &[ROUNDS, 128]).unwrap();
-        let (x, y_address) = (DeviceAddress(x.address), DeviceAddress(y.address));
-        let params = SelftestNamedBarriersParams { x, y: y_address, rounds: ROUNDS as i32 };
+        let params = Params::new("selftest").ptr("x", &x).ptr("y", &y).i32("rounds", ROUNDS).unwrap();
         launch(&arena, (HOPPER, "selftest_named_barriers"), 1, &params).expect("a hand-over");
         assert_eq!(arena.download(&y).unwrap().to_i32(), expected);
     });
@@ -481,17 +443,11 @@ fn named_barriers_hand_each_round_over_to_the_other_warpgroup() {
 
 // ---------------------------------------------------------------- four e4m3 codes at a time
 
-kernel_params! {
-    struct SelftestE4m3WordsParams {
-        y: DeviceAddress,
-    }
-}
-
 /// Each code times each scale in each byte of a word, as a device converts it.
 fn converted_words(device: &Device) -> Vec<f64> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let y = arena.output("y", DType::Bf16, &[256, 256, 4]).expect("memory");
-    let params = SelftestE4m3WordsParams { y: DeviceAddress(y.address) };
+    let params = Params::new("selftest").ptr("y", &y);
     launch(&arena, (HOPPER, "selftest_e4m3_words"), 16, &params).expect("the launch");
     arena.download(&y).expect("a download").to_f64()
 }

@@ -1,11 +1,10 @@
 //! Both backends against truths computed here, on the host, from definitions: the number formats, the CUDA
 //! programming guide's warp functions, f64 matrix products. The kernels are in `kernels/cuda/selftest.cu`.
 
-use dsv4_kernels::kernel_params;
 use dsv4_kernels::runtime::arena::Layout;
-use dsv4_kernels::runtime::params::{DeviceAddress, KernelParams};
+use dsv4_kernels::runtime::params::{DeviceAddress, Params};
 use dsv4_kernels::runtime::{
-    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Role, TensorView,
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Role,
 };
 use half::bf16;
 use rand::{Rng, SeedableRng};
@@ -32,16 +31,16 @@ fn under_every_schedule(test: impl Fn(&Device)) {
 }
 
 /// One launch under the memory contract; nothing but the declared outputs may have changed.
-fn launch<P: KernelParams>(arena: &DeviceArena<'_>, kernel: &str, blocks: u32, threads: u32, params: &P) {
+fn launch(arena: &DeviceArena<'_>, kernel: &str, blocks: u32, threads: u32, params: &Params) {
     let config = LaunchConfig { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 };
     let violations = arena
-        .run(|device| device.kernel::<P>(FILE, &[], kernel)?.launch(config, params))
+        .run(|device| device.kernel(FILE, &[], kernel)?.launch(config, params))
         .unwrap_or_else(|error| panic!("{kernel}: {error}"));
     assert!(violations.is_empty(), "{kernel}: {violations:?}");
 }
 
-fn address(view: &TensorView) -> DeviceAddress {
-    DeviceAddress(view.address)
+fn params() -> Params {
+    Params::new("selftest")
 }
 
 fn random(seed: u64) -> ChaCha8Rng {
@@ -177,21 +176,6 @@ fn conversion_inputs() -> Vec<f32> {
     inputs
 }
 
-kernel_params! {
-    struct SelftestConversionsParams {
-        x: DeviceAddress,
-        bf16_bits: DeviceAddress,
-        pairs: DeviceAddress,
-        e4m3_bits: DeviceAddress,
-        e2m1_codes: DeviceAddress,
-        e8m0_bits: DeviceAddress,
-        e4m3_values: DeviceAddress,
-        e2m1_values: DeviceAddress,
-        e8m0_values: DeviceAddress,
-        count: i64,
-    }
-}
-
 /// `bf16, pairs, e4m3, e2m1, e8m0` of the inputs, then the values of every e4m3, e2m1 and e8m0 code.
 fn convert(device: &Device, inputs: &[f32]) -> [HostTensor; 8] {
     let mut arena = DeviceArena::new(device, Contract::NAN);
@@ -208,18 +192,18 @@ fn convert(device: &Device, inputs: &[f32]) -> [HostTensor; 8] {
         ("e8m0_values", DType::F32, 256),
     ]
     .map(|(name, dtype, elements)| arena.output(name, dtype, &[elements]).unwrap());
-    let params = SelftestConversionsParams {
-        x: address(&x),
-        bf16_bits: address(&outputs[0]),
-        pairs: address(&outputs[1]),
-        e4m3_bits: address(&outputs[2]),
-        e2m1_codes: address(&outputs[3]),
-        e8m0_bits: address(&outputs[4]),
-        e4m3_values: address(&outputs[5]),
-        e2m1_values: address(&outputs[6]),
-        e8m0_values: address(&outputs[7]),
-        count: count as i64,
-    };
+    let params = params()
+        .ptr("x", &x)
+        .ptr("bf16_bits", &outputs[0])
+        .ptr("pairs", &outputs[1])
+        .ptr("e4m3_bits", &outputs[2])
+        .ptr("e2m1_codes", &outputs[3])
+        .ptr("e8m0_bits", &outputs[4])
+        .ptr("e4m3_values", &outputs[5])
+        .ptr("e2m1_values", &outputs[6])
+        .ptr("e8m0_values", &outputs[7])
+        .i64("count", count)
+        .unwrap();
     launch(&arena, "selftest_conversions", 13, 96, &params);
     outputs.map(|view| arena.download(&view).unwrap())
 }
@@ -264,13 +248,6 @@ fn codes_widen_to_the_values_that_their_formats_define() {
 }
 
 // ---------------------------------------------------------------- warps
-
-kernel_params! {
-    struct SelftestWarpParams {
-        x: DeviceAddress,
-        y: DeviceAddress,
-    }
-}
 
 const WARP_TESTS: usize = 22;
 
@@ -335,7 +312,7 @@ fn shuffles_votes_and_reductions_do_what_the_programming_guide_says() {
         let mut arena = DeviceArena::new(device, Contract::NAN);
         let x_view = arena.input("x", &HostTensor::from_i32(&[threads], &x)).unwrap();
         let y = arena.output("y", DType::I32, &[WARP_TESTS, threads]).unwrap();
-        let params = SelftestWarpParams { x: address(&x_view), y: address(&y) };
+        let params = params().ptr("x", &x_view).ptr("y", &y);
         launch(&arena, "selftest_warp", 1, threads as u32, &params);
         let found = arena.download(&y).unwrap().to_i32();
         for (warp, x) in warps.iter().enumerate() {
@@ -349,15 +326,6 @@ fn shuffles_votes_and_reductions_do_what_the_programming_guide_says() {
 
 // ---------------------------------------------------------------- tensor cores
 
-kernel_params! {
-    struct SelftestMmaParams {
-        a: DeviceAddress,
-        b: DeviceAddress,
-        c: DeviceAddress,
-        y: DeviceAddress,
-    }
-}
-
 const M: usize = 16;
 const N: usize = 8;
 const K: usize = 16;
@@ -369,7 +337,7 @@ fn multiply(device: &Device, a: &[f64], b: &[f64], c: &[f64]) -> Vec<f64> {
     let b = arena.input("b", &HostTensor::from_f64(DType::Bf16, &[K, N], b)).unwrap();
     let c = arena.input("c", &HostTensor::from_f64(DType::F32, &[M, N], c)).unwrap();
     let y = arena.output("y", DType::F32, &[3, M, N]).unwrap();
-    let params = SelftestMmaParams { a: address(&a), b: address(&b), c: address(&c), y: address(&y) };
+    let params = params().ptr("a", &a).ptr("b", &b).ptr("c", &c).ptr("y", &y);
     launch(&arena, "selftest_mma", 1, 32, &params);
     arena.download(&y).unwrap().to_f64()
 }
@@ -448,16 +416,6 @@ fn matrix_products_carry_infinities_and_nan_into_their_own_row_only() {
 
 // ---------------------------------------------------------------- asynchronous copies
 
-kernel_params! {
-    struct SelftestAsyncCopyParams {
-        source: DeviceAddress,
-        indices: DeviceAddress,
-        y: DeviceAddress,
-        source_rows: i32,
-        num_rows: i32,
-    }
-}
-
 #[test]
 fn asynchronous_copies_gather_rows_and_fill_unwanted_ones_with_zeros() {
     const SOURCE_ROWS: usize = 37;
@@ -477,13 +435,14 @@ fn asynchronous_copies_gather_rows_and_fill_unwanted_ones_with_zeros() {
             let source = arena.input("source", &HostTensor::from_i32(&[SOURCE_ROWS, 16], &source)).unwrap();
             let indices = arena.input("indices", &HostTensor::from_i32(&[num_rows], &indices)).unwrap();
             let y = arena.output("y", DType::I32, &[num_rows, 16]).unwrap();
-            let params = SelftestAsyncCopyParams {
-                source: address(&source),
-                indices: address(&indices),
-                y: address(&y),
-                source_rows: SOURCE_ROWS as i32,
-                num_rows: num_rows as i32,
-            };
+            let params = params()
+                .ptr("source", &source)
+                .ptr("indices", &indices)
+                .ptr("y", &y)
+                .i32("source_rows", SOURCE_ROWS)
+                .unwrap()
+                .i32("num_rows", num_rows)
+                .unwrap();
             launch(&arena, "selftest_async_copy", 1, 128, &params);
             assert_same(&format!("{num_rows} rows"), &arena.download(&y).unwrap().to_i32(), &expected);
         });
@@ -491,18 +450,6 @@ fn asynchronous_copies_gather_rows_and_fill_unwanted_ones_with_zeros() {
 }
 
 // ---------------------------------------------------------------- atomics
-
-kernel_params! {
-    struct SelftestAtomicsParams {
-        x: DeviceAddress,
-        integers: DeviceAddress,
-        floats: DeviceAddress,
-        wide: DeviceAddress,
-        tickets: DeviceAddress,
-        next: DeviceAddress,
-        count: i64,
-    }
-}
 
 /// What the atomics kernel leaves behind, given what was there before.
 fn atomics(device: &Device, x: &[i32], start: [i32; 9]) -> [HostTensor; 5] {
@@ -518,15 +465,15 @@ fn atomics(device: &Device, x: &[i32], start: [i32; 9]) -> [HostTensor; 5] {
         place("tickets", HostTensor::from_i32(&[x.len()], &vec![0; x.len()])),
         place("next", HostTensor::from_i32(&[2], &[0, FIRST_EXCHANGED])),
     ];
-    let params = SelftestAtomicsParams {
-        x: address(&x_view),
-        integers: address(&views[0]),
-        floats: address(&views[1]),
-        wide: address(&views[2]),
-        tickets: address(&views[3]),
-        next: address(&views[4]),
-        count: x.len() as i64,
-    };
+    let params = params()
+        .ptr("x", &x_view)
+        .ptr("integers", &views[0])
+        .ptr("floats", &views[1])
+        .ptr("wide", &views[2])
+        .ptr("tickets", &views[3])
+        .ptr("next", &views[4])
+        .i64("count", x.len())
+        .unwrap();
     launch(&arena, "selftest_atomics", 7, 96, &params);
     views.map(|view| arena.download(&view).unwrap())
 }
@@ -576,13 +523,6 @@ fn integer_atomics_wrap_around() {
 
 // ---------------------------------------------------------------- shared memory and barriers
 
-kernel_params! {
-    struct SelftestSharedParams {
-        x: DeviceAddress,
-        y: DeviceAddress,
-    }
-}
-
 #[test]
 fn blocks_exchange_through_shared_memory_and_vote_at_barriers() {
     const BLOCKS: usize = 5;
@@ -614,7 +554,7 @@ fn blocks_exchange_through_shared_memory_and_vote_at_barriers() {
             let mut arena = DeviceArena::new(device, Contract::NAN);
             let x = arena.input("x", &HostTensor::from_i32(&[BLOCKS, threads], &x)).unwrap();
             let y = arena.output("y", DType::I32, &[5, BLOCKS, threads]).unwrap();
-            let params = SelftestSharedParams { x: address(&x), y: address(&y) };
+            let params = params().ptr("x", &x).ptr("y", &y);
             launch(&arena, "selftest_shared", BLOCKS as u32, threads as u32, &params);
             assert_same(&format!("{threads} threads"), &arena.download(&y).unwrap().to_i32(), &expected);
         });
@@ -626,8 +566,8 @@ fn blocks_exchange_through_shared_memory_and_vote_at_barriers() {
 #[test]
 fn a_block_larger_than_the_kernel_was_compiled_for_is_refused() {
     let device = support::device();
-    let kernel = device.kernel::<SelftestWarpParams>(FILE, &[], "selftest_warp").unwrap();
-    let params = SelftestWarpParams { x: DeviceAddress(0), y: DeviceAddress(0) };
+    let kernel = device.kernel(FILE, &[], "selftest_warp").unwrap();
+    let params = params().ptr("x", DeviceAddress(0)).ptr("y", DeviceAddress(0));
     let too_many = kernel.max_threads() + 1;
     let refused = |config| kernel.launch(config, &params).expect_err("refused").to_string();
     let error = refused(LaunchConfig { grid: [1, 1, 1], block: [too_many, 1, 1], shared_bytes: 0 });
@@ -641,7 +581,7 @@ fn a_block_larger_than_the_kernel_was_compiled_for_is_refused() {
 
 #[test]
 fn a_grid_without_blocks_is_no_launch() {
-    let kernel = support::device().kernel::<SelftestWarpParams>(FILE, &[], "selftest_warp").unwrap();
-    let params = SelftestWarpParams { x: DeviceAddress(0), y: DeviceAddress(0) };
+    let kernel = support::device().kernel(FILE, &[], "selftest_warp").unwrap();
+    let params = params().ptr("x", DeviceAddress(0)).ptr("y", DeviceAddress(0));
     kernel.launch(LaunchConfig { grid: [0, 1, 1], block: [32, 1, 1], shared_bytes: 0 }, &params).unwrap();
 }

@@ -21,26 +21,26 @@ constexpr int KEYS = 64;  // slots of a tile
 // [2 G, HEADS_PER_BLOCK, HEAD_DIM], partial_lse [2 G, HEADS_PER_BLOCK], spans int32 [G, 2].
 struct DecodeAttentionParams {
     const bf16* q;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
     const uint8_t* window_pages;
-    const uint8_t* compressed_pages;
+    int64_t window_pages_stride;
     const int32_t* window_indices;
-    const int32_t* compressed_indices;
+    int64_t window_indices_stride;
     const int32_t* window_length;
+    const uint8_t* compressed_pages;
+    int64_t compressed_pages_stride;
+    const int32_t* compressed_indices;
+    int64_t compressed_indices_stride;
     const int32_t* compressed_length;
     const float* sink;
     bf16* out;
+    int64_t out_token_stride;
+    int64_t out_head_stride;
     float* lse;
     float* partial_out;
     float* partial_lse;
     int32_t* spans;
-    int64_t q_token_stride;
-    int64_t q_head_stride;
-    int64_t out_token_stride;
-    int64_t out_head_stride;
-    int64_t window_page_stride;
-    int64_t compressed_page_stride;
-    int64_t window_indices_stride;
-    int64_t compressed_indices_stride;
     int32_t batch;
     int32_t s_q;
     int32_t num_heads;
@@ -52,10 +52,10 @@ struct DecodeAttentionParams {
     int32_t compressed_topk;
     float softmax_scale;
 };
-PARAMS_LAYOUT(DecodeAttentionParams, q, window_pages, compressed_pages, window_indices, compressed_indices,
-              window_length, compressed_length, sink, out, lse, partial_out, partial_lse, spans, q_token_stride,
-              q_head_stride, out_token_stride, out_head_stride, window_page_stride, compressed_page_stride,
-              window_indices_stride, compressed_indices_stride, batch, s_q, num_heads, window_page_size,
+PARAMS_LAYOUT(DecodeAttentionParams, q, q_token_stride, q_head_stride, window_pages, window_pages_stride,
+              window_indices, window_indices_stride, window_length, compressed_pages, compressed_pages_stride,
+              compressed_indices, compressed_indices_stride, compressed_length, sink, out, out_token_stride,
+              out_head_stride, lse, partial_out, partial_lse, spans, batch, s_q, num_heads, window_page_size,
               window_num_slots, window_topk, compressed_page_size, compressed_num_slots, compressed_topk,
               softmax_scale)
 
@@ -186,7 +186,7 @@ DEVICE LaneRow find_row(const DecodeAttentionParams& params, const Segment& segm
                         bool looks_up) {
     const bool window = tile < segment.window_tiles;
     const PagedRows<const uint8_t> rows{window ? params.window_pages : params.compressed_pages,
-                                        window ? params.window_page_stride : params.compressed_page_stride,
+                                        window ? params.window_pages_stride : params.compressed_pages_stride,
                                         window ? params.window_page_size : params.compressed_page_size,
                                         window ? params.window_num_slots : params.compressed_num_slots};
     if (!looks_up || !rows.holds(index)) return LaneRow{nullptr, nullptr};

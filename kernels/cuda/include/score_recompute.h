@@ -59,22 +59,22 @@ constexpr float LARGEST_EXPONENT = 64.0f;
 // SELECTED 1, q_off and ratio to SELECTED 0.
 struct ScoreRecomputeParams {
     const bf16* q;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
     const bf16* k;
+    int64_t k_stride;
     const float* lse;
     const float* sink;
     const int32_t* indices;
+    int64_t indices_stride;
     const int32_t* topk_length;
     const int32_t* cu_q;
     const int32_t* cu_k;
     const int32_t* q_off;
     float* scores;
+    int64_t scores_stride;
     float* l1;
     float* shift;
-    int64_t q_token_stride;
-    int64_t q_head_stride;
-    int64_t k_stride;
-    int64_t indices_stride;
-    int64_t scores_stride;
     int32_t num_tokens;
     int32_t num_heads;
     int32_t num_keys;
@@ -84,8 +84,8 @@ struct ScoreRecomputeParams {
     int32_t indices_global;
     float softmax_scale;
 };
-PARAMS_LAYOUT(ScoreRecomputeParams, q, k, lse, sink, indices, topk_length, cu_q, cu_k, q_off, scores, l1, shift,
-              q_token_stride, q_head_stride, k_stride, indices_stride, scores_stride, num_tokens, num_heads, num_keys,
+PARAMS_LAYOUT(ScoreRecomputeParams, q, q_token_stride, q_head_stride, k, k_stride, lse, sink, indices, indices_stride,
+              topk_length, cu_q, cu_k, q_off, scores, scores_stride, l1, shift, num_tokens, num_heads, num_keys,
               columns, num_sequences, ratio, indices_global, softmax_scale)
 
 // ---------------------------------------------------------------- which keys a token ranks

@@ -16,29 +16,29 @@
 // sink and topk_length may be null.
 struct SparseAttentionForwardParams {
     const bf16* q;
-    const bf16* k;
-    const bf16* v;
-    const float* sink;
-    const int32_t* indices;
-    const int32_t* topk_length;
-    bf16* out;
-    float* lse;
-    float* max_logits;
     int64_t q_token_stride;
     int64_t q_head_stride;
+    const bf16* k;
     int64_t k_stride;
+    const bf16* v;
     int64_t v_stride;
+    const float* sink;
+    const int32_t* indices;
     int64_t indices_stride;
+    const int32_t* topk_length;
+    bf16* out;
     int64_t out_token_stride;
     int64_t out_head_stride;
+    float* lse;
+    float* max_logits;
     int32_t num_tokens;
     int32_t num_heads;
     int32_t num_keys;
     int32_t topk;
     float softmax_scale;
 };
-PARAMS_LAYOUT(SparseAttentionForwardParams, q, k, v, sink, indices, topk_length, out, lse, max_logits, q_token_stride,
-              q_head_stride, k_stride, v_stride, indices_stride, out_token_stride, out_head_stride, num_tokens,
+PARAMS_LAYOUT(SparseAttentionForwardParams, q, q_token_stride, q_head_stride, k, k_stride, v, v_stride, sink, indices,
+              indices_stride, topk_length, out, out_token_stride, out_head_stride, lse, max_logits, num_tokens,
               num_heads, num_keys, topk, softmax_scale)
 
 // dq in bf16, and sums into the fp32 rows dk [num_keys, HEAD_DIM] and dv [num_keys, V_DIM], which must be
@@ -48,28 +48,28 @@ PARAMS_LAYOUT(SparseAttentionForwardParams, q, k, v, sink, indices, topk_length,
 // q, k, v, dout and dq: base and strides are multiples of 16 bytes; dk and dv as well.
 struct SparseAttentionBackwardParams {
     const bf16* q;
+    int64_t q_token_stride;
+    int64_t q_head_stride;
     const bf16* k;
+    int64_t k_stride;
     const bf16* v;
+    int64_t v_stride;
     const bf16* dout;
+    int64_t dout_token_stride;
+    int64_t dout_head_stride;
     const float* sink;
     const float* lse;
     const float* delta;
     const float* dlse;
     const int32_t* indices;
+    int64_t indices_stride;
     const int32_t* topk_length;
     bf16* dq;
-    float* dk;
-    float* dv;
-    int64_t q_token_stride;
-    int64_t q_head_stride;
-    int64_t k_stride;
-    int64_t v_stride;
-    int64_t dout_token_stride;
-    int64_t dout_head_stride;
-    int64_t indices_stride;
     int64_t dq_token_stride;
     int64_t dq_head_stride;
+    float* dk;
     int64_t dk_stride;
+    float* dv;
     int64_t dv_stride;
     int32_t num_tokens;
     int32_t num_heads;
@@ -77,9 +77,9 @@ struct SparseAttentionBackwardParams {
     int32_t topk;
     float softmax_scale;
 };
-PARAMS_LAYOUT(SparseAttentionBackwardParams, q, k, v, dout, sink, lse, delta, dlse, indices, topk_length, dq, dk, dv,
-              q_token_stride, q_head_stride, k_stride, v_stride, dout_token_stride, dout_head_stride, indices_stride,
-              dq_token_stride, dq_head_stride, dk_stride, dv_stride, num_tokens, num_heads, num_keys, topk,
+PARAMS_LAYOUT(SparseAttentionBackwardParams, q, q_token_stride, q_head_stride, k, k_stride, v, v_stride, dout,
+              dout_token_stride, dout_head_stride, sink, lse, delta, dlse, indices, indices_stride, topk_length, dq,
+              dq_token_stride, dq_head_stride, dk, dk_stride, dv, dv_stride, num_tokens, num_heads, num_keys, topk,
               softmax_scale)
 
 // ---------------------------------------------------------------- work and lists

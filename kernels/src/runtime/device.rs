@@ -10,7 +10,7 @@ use super::cache::ModuleCache;
 use super::cuda::CudaBackend;
 use super::emulator::{EmulatorBackend, EmulatorOptions};
 use super::error::{Result, RuntimeError};
-use super::params::KernelParams;
+use super::params::Params;
 use super::recording::RecordingBackend;
 use super::source::SourceTree;
 use super::tensor::HostTensor;
@@ -36,8 +36,15 @@ impl Default for DeviceOptions {
     }
 }
 
-type ModuleKey = (String, Vec<(String, String)>);
-type Modules = Arc<Mutex<HashMap<ModuleKey, Arc<dyn LoadedModule>>>>;
+/// A module: the kernel file and the defines that it is compiled with.
+pub type Module = (String, Vec<(String, String)>);
+
+/// The module of `file` with these defines.
+pub(crate) fn module(file: &str, defines: &[(&str, String)]) -> Module {
+    (file.to_owned(), defines.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect())
+}
+
+type Modules = Arc<Mutex<HashMap<Module, Arc<dyn LoadedModule>>>>;
 
 /// Tensors by their names, in the order in which they came.
 pub type NamedTensors = Vec<(String, HostTensor)>;
@@ -55,7 +62,7 @@ enum Exchange {
 /// One device, with the kernels of one source tree.
 pub struct Device {
     backend: Arc<dyn Backend>,
-    tree: SourceTree,
+    tree: Arc<SourceTree>,
     modules: Modules,
     exchange: Exchange,
 }
@@ -75,14 +82,14 @@ impl Device {
                 return Err(RuntimeError::BackendMissing { backend: "external", reason });
             }
         };
-        Ok(Self { backend, tree: options.tree, modules: Modules::default(), exchange: Exchange::None })
+        Ok(Self { backend, tree: Arc::new(options.tree), modules: Modules::default(), exchange: Exchange::None })
     }
 
     /// A device that launches nothing and takes down what is uploaded ([`super::recording`]).
     pub fn recording(environment: Environment) -> Self {
         let backend = Arc::new(RecordingBackend::new(environment));
         let exchange = Exchange::Record(Mutex::default());
-        Self { backend, tree: SourceTree::embedded(), modules: Modules::default(), exchange }
+        Self { backend, tree: Arc::new(SourceTree::embedded()), modules: Modules::default(), exchange }
     }
 
     /// What was uploaded since the last call, by name (`_` for spaces); empty for a device that does not record.
@@ -102,6 +109,7 @@ impl Device {
     /// The same device with another source tree (a mutant, another revision): nothing of this tree's
     /// compiled modules is shared but the disk cache.
     pub fn with_tree(&self, tree: SourceTree) -> Self {
+        let tree = Arc::new(tree);
         Self { backend: self.backend.clone(), tree, modules: Modules::default(), exchange: Exchange::None }
     }
 
@@ -151,42 +159,30 @@ impl Device {
         &*self.backend
     }
 
-    /// Looks up kernel `name` of `file`, compiled with `defines`, whose parameter struct is `P`.
+    /// Looks up kernel `name` of `file`, compiled with `defines`.
     ///
     /// # Errors
-    /// Compile errors with the log; a missing symbol; a parameter struct that differs from `P`.
-    pub fn kernel<P: KernelParams>(&self, file: &str, defines: &[(&str, String)], name: &str) -> Result<Kernel> {
-        let defines: Vec<_> = defines.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
-        let module = self.module(file, defines)?;
+    /// Compile errors with the log; a missing symbol.
+    pub fn kernel(&self, file: &str, defines: &[(&str, String)], name: &str) -> Result<Kernel> {
+        let module = self.module(module(file, defines))?;
         let exports = module.exports(name)?;
-        let (rust_size, rust_hash) = P::layout();
-        if (exports.params_size, exports.params_hash) != (rust_size, rust_hash) {
-            return Err(RuntimeError::ParamsLayout {
-                kernel: name.to_owned(),
-                rust_size,
-                rust_hash,
-                kernel_size: exports.params_size,
-                kernel_hash: exports.params_hash,
-            });
-        }
-        Ok(Kernel { module, name: name.to_owned(), exports })
+        Ok(Kernel { module, tree: self.tree.clone(), file: file.to_owned(), name: name.to_owned(), exports })
     }
 
     /// The modules that launches have compiled or loaded so far: file and defines, sorted.
-    pub fn loaded_modules(&self) -> Vec<(String, Vec<(String, String)>)> {
+    pub fn loaded_modules(&self) -> Vec<Module> {
         let mut modules: Vec<_> = self.modules.lock().unwrap_or_else(|e| e.into_inner()).keys().cloned().collect();
         modules.sort();
         modules
     }
 
-    fn module(&self, file: &str, defines: Vec<(String, String)>) -> Result<Arc<dyn LoadedModule>> {
+    fn module(&self, key: Module) -> Result<Arc<dyn LoadedModule>> {
         // Held while compiling: two threads that want one module compile it once.
         let mut modules = self.modules.lock().unwrap_or_else(|e| e.into_inner());
-        let key = (file.to_owned(), defines);
         if let Some(module) = modules.get(&key) {
             return Ok(module.clone());
         }
-        let module: Arc<dyn LoadedModule> = Arc::from(self.backend.load(&self.tree, file, &key.1)?);
+        let module: Arc<dyn LoadedModule> = Arc::from(self.backend.load(&self.tree, &key.0, &key.1)?);
         modules.insert(key, module.clone());
         Ok(module)
     }
@@ -225,6 +221,8 @@ impl LaunchConfig {
 #[derive(Clone)]
 pub struct Kernel {
     module: Arc<dyn LoadedModule>,
+    tree: Arc<SourceTree>,
+    file: String,
     name: String,
     exports: KernelExports,
 }
@@ -235,11 +233,20 @@ impl Kernel {
         self.exports.max_threads
     }
 
+    /// Enqueues a launch of `blocks` blocks in x, of as many threads as the kernel was compiled for.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Argument`] naming `argument` when `blocks` exceeds CUDA's grid limit; see [`Self::launch`].
+    pub fn launch_blocks(&self, argument: &'static str, blocks: usize, params: &Params) -> Result<()> {
+        self.launch(LaunchConfig::linear(params.operator(), argument, blocks as u64, self.max_threads())?, params)
+    }
+
     /// Enqueues a launch on the device's stream; a grid without blocks is no launch.
     ///
     /// # Errors
-    /// See [`LoadedModule::launch`].
-    pub fn launch<P: KernelParams>(&self, config: LaunchConfig, params: &P) -> Result<()> {
+    /// [`RuntimeError::ParamsLayout`] when the kernel's parameter struct is another one; see [`LoadedModule::launch`].
+    pub fn launch(&self, config: LaunchConfig, params: &Params) -> Result<()> {
+        self.check_layout(params)?;
         if config.grid.contains(&0) {
             return Ok(());
         }
@@ -249,5 +256,20 @@ impl Kernel {
         })?;
         tracing::trace!(kernel = %self.name, grid = ?config.grid, block = ?config.block, shared, "launch");
         self.module.launch(&self.name, config.grid, config.block, shared, &params.bytes())
+    }
+
+    fn check_layout(&self, params: &Params) -> Result<()> {
+        let (rust_size, rust_hash) = params.layout();
+        if (self.exports.params_size, self.exports.params_hash) == (rust_size, rust_hash) {
+            return Ok(());
+        }
+        Err(RuntimeError::ParamsLayout {
+            kernel: self.name.clone(),
+            rust_size,
+            rust_hash,
+            kernel_size: self.exports.params_size,
+            kernel_hash: self.exports.params_hash,
+            difference: params.difference(&self.tree, &self.file, &self.name),
+        })
     }
 }

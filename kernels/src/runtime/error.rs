@@ -53,20 +53,22 @@ pub enum RuntimeError {
     },
     /// The parameter struct of Rust and the one of the kernel differ.
     #[error(
-        "kernel `{kernel}`: parameter struct mismatch: Rust has {rust_size} bytes, layout {rust_hash:016x}; \
-         the kernel has {kernel_size} bytes, layout {kernel_hash:016x}"
+        "kernel `{kernel}`: parameter struct mismatch: the launcher has {rust_size} bytes, layout {rust_hash:016x}; \
+         the kernel has {kernel_size} bytes, layout {kernel_hash:016x}: {difference}"
     )]
     ParamsLayout {
         /// Kernel name.
         kernel: String,
-        /// Size of the Rust mirror in bytes.
+        /// Size of the launcher's struct in bytes.
         rust_size: u64,
-        /// Layout hash of the Rust mirror.
+        /// Layout hash of the launcher's struct.
         rust_hash: u64,
         /// Size of the kernel's struct in bytes.
         kernel_size: u64,
         /// Layout hash of the kernel's struct.
         kernel_hash: u64,
+        /// The first field that differs, as the kernel's source declares it.
+        difference: String,
     },
     /// A launch configuration outside of what the kernel or the device allows.
     #[error("kernel `{kernel}`: launch refused: {reason}")]

@@ -1,75 +1,299 @@
 //! Parameter structs that cross to a kernel as raw bytes.
 
-/// A `#[repr(C)]` mirror of a kernel's parameter struct; made by [`kernel_params!`](crate::kernel_params).
-pub trait KernelParams: Copy {
-    /// Size in bytes, and the FNV-1a hash of one `name:offset:size;` for each field, in declaration
-    /// order: the text that `PARAMS_LAYOUT` hashes in `kernels/cuda/include/params.h`.
-    fn layout() -> (u64, u64);
-
-    /// The struct's bytes, padding included as zeros.
-    fn bytes(&self) -> Vec<u8>;
-}
-
-/// FNV-1a, 64 bits, over `text`, from `state`.
-pub fn fnv1a(state: u64, text: &[u8]) -> u64 {
-    text.iter().fold(state, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
-}
+use super::error::{Result, RuntimeError};
+use super::source::SourceTree;
+use super::tensor::TensorView;
 
 /// FNV-1a's initial state.
-pub const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+
+/// FNV-1a, 64 bits, over `text`, from `state`.
+fn fnv1a(state: u64, text: &str) -> u64 {
+    text.bytes().fold(state, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
+}
 
 /// A device address in a parameter struct: `const T*` or `T*` in the kernel. Zero is `nullptr`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(transparent)]
 pub struct DeviceAddress(pub u64);
 
-/// One scalar of a parameter struct, written in the machine's byte order.
-pub trait ParamField: Copy {
-    /// Writes the field's bytes at the start of `target`.
-    fn write(self, target: &mut [u8]);
-}
-
-macro_rules! param_field {
-    ($($scalar:ty),*) => {$(
-        impl ParamField for $scalar {
-            fn write(self, target: &mut [u8]) {
-                target[..size_of::<$scalar>()].copy_from_slice(&self.to_ne_bytes());
-            }
-        }
-    )*};
-}
-param_field!(i32, u32, i64, u64, f32);
-
-impl ParamField for DeviceAddress {
-    fn write(self, target: &mut [u8]) {
-        self.0.write(target);
+impl From<&TensorView> for DeviceAddress {
+    fn from(view: &TensorView) -> Self {
+        Self(view.address)
     }
 }
 
-/// Declares the Rust mirror of a kernel's parameter struct, fields in the kernel's order.
-#[macro_export]
-macro_rules! kernel_params {
-    ($(#[$doc:meta])* $vis:vis struct $name:ident { $($(#[$field_doc:meta])* $field:ident : $ty:ty),* $(,)? }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug)]
-        #[repr(C)]
-        $vis struct $name { $($(#[$field_doc])* pub $field: $ty),* }
+impl From<Option<&TensorView>> for DeviceAddress {
+    fn from(view: Option<&TensorView>) -> Self {
+        view.map_or(Self(0), Self::from)
+    }
+}
 
-        impl $crate::runtime::params::KernelParams for $name {
-            fn layout() -> (u64, u64) {
-                let mut hash = $crate::runtime::params::FNV_OFFSET;
-                $(
-                    let text = format!("{}:{}:{};", stringify!($field), std::mem::offset_of!($name, $field), size_of::<$ty>());
-                    hash = $crate::runtime::params::fnv1a(hash, text.as_bytes());
-                )*
-                (size_of::<$name>() as u64, hash)
-            }
+/// One field of the struct, as the layout hash sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Field {
+    name: String,
+    offset: usize,
+    size: usize,
+}
 
-            fn bytes(&self) -> Vec<u8> {
-                let mut bytes = vec![0; size_of::<$name>()];
-                $($crate::runtime::params::ParamField::write(self.$field, &mut bytes[std::mem::offset_of!($name, $field)..]);)*
-                bytes
-            }
+/// A kernel's parameter struct, written field by field in the order in which the kernel declares them and laid out as C
+/// does. It takes down the text that `PARAMS_LAYOUT` hashes in `kernels/cuda/include/params.h`, one `name:offset:size;`
+/// for each field, so that a launch can tell whether the kernel's struct is the same.
+#[derive(Clone, Debug)]
+pub struct Params {
+    operator: &'static str,
+    bytes: Vec<u8>,
+    alignment: usize,
+    fields: Vec<Field>,
+}
+
+impl Params {
+    /// A struct without fields; `operator` is named where a value is refused.
+    pub fn new(operator: &'static str) -> Self {
+        Self { operator, bytes: Vec::new(), alignment: 1, fields: Vec::new() }
+    }
+
+    /// The operator that launches.
+    pub fn operator(&self) -> &'static str {
+        self.operator
+    }
+
+    /// Scalars are as aligned as they are large.
+    fn field<const N: usize>(mut self, name: impl Into<String>, value: [u8; N]) -> Self {
+        let offset = self.bytes.len().next_multiple_of(N);
+        self.bytes.resize(offset, 0);
+        self.bytes.extend(value);
+        self.alignment = self.alignment.max(N);
+        self.fields.push(Field { name: name.into(), offset, size: N });
+        self
+    }
+
+    /// A pointer: to a tensor's first element, `nullptr` for an absent one, or a [`DeviceAddress`].
+    pub fn ptr(self, name: impl Into<String>, to: impl Into<DeviceAddress>) -> Self {
+        self.field(name, to.into().0.to_ne_bytes())
+    }
+
+    /// A pointer and, as `NAME_SUFFIX`, the strides of the tensor's first axes in elements, one for each suffix. An
+    /// absent tensor is `nullptr` with strides of 0.
+    pub fn strided<'a, const N: usize>(
+        self,
+        name: &str,
+        view: impl Into<Option<&'a TensorView>>,
+        suffixes: [&str; N],
+    ) -> Self {
+        let view = view.into();
+        let stride = |axis: usize| view.and_then(|view| view.strides.get(axis)).copied().unwrap_or(0);
+        let pointer = self.ptr(name, view);
+        suffixes.iter().enumerate().fold(pointer, |params, (axis, suffix)| {
+            params.field(format!("{name}_{suffix}"), stride(axis).to_ne_bytes())
+        })
+    }
+
+    /// [`Self::strided`] for a tensor of rows: `NAME` and `NAME_stride`.
+    pub fn rows<'a>(self, name: &str, view: impl Into<Option<&'a TensorView>>) -> Self {
+        self.strided(name, view, ["stride"])
+    }
+
+    /// [`Self::strided`] for a tensor of tokens and heads: `NAME`, `NAME_token_stride` and `NAME_head_stride`.
+    pub fn heads<'a>(self, name: &str, view: impl Into<Option<&'a TensorView>>) -> Self {
+        self.strided(name, view, ["token_stride", "head_stride"])
+    }
+
+    /// An `int64_t`, of a quantity that is not negative.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Argument`] with name and value where it does not fit.
+    pub fn i64(self, name: &'static str, value: usize) -> Result<Self> {
+        let fitting = i64::try_from(value).map_err(|_| self.too_large(name, value, 64))?;
+        Ok(self.field(name, fitting.to_ne_bytes()))
+    }
+
+    /// An `int32_t`, of a quantity that is not negative.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Argument`] with name and value where it does not fit.
+    pub fn i32(self, name: &'static str, value: usize) -> Result<Self> {
+        let fitting = i32::try_from(value).map_err(|_| self.too_large(name, value, 32))?;
+        Ok(self.field(name, fitting.to_ne_bytes()))
+    }
+
+    /// An `int32_t` that is 0 or 1.
+    pub fn flag(self, name: &str, value: bool) -> Self {
+        self.field(name, i32::from(value).to_ne_bytes())
+    }
+
+    /// A `float`.
+    pub fn f32(self, name: &str, value: f32) -> Self {
+        self.field(name, value.to_ne_bytes())
+    }
+
+    fn too_large(&self, name: &'static str, value: usize, bits: u32) -> RuntimeError {
+        RuntimeError::argument(self.operator, name, format!("{value} must fit {bits} bits"))
+    }
+
+    /// The struct's bytes, padding included as zeros.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = self.bytes.clone();
+        // An empty struct takes a byte in C++.
+        bytes.resize(bytes.len().max(1).next_multiple_of(self.alignment), 0);
+        bytes
+    }
+
+    /// Size in bytes and layout hash: what the module of a kernel exports of its struct.
+    pub fn layout(&self) -> (u64, u64) {
+        let size = self.bytes.len().max(1).next_multiple_of(self.alignment);
+        let hash = self
+            .fields
+            .iter()
+            .fold(FNV_OFFSET, |hash, field| fnv1a(hash, &format!("{}:{}:{};", field.name, field.offset, field.size)));
+        (size as u64, hash)
+    }
+
+    /// The first field that is another one in the struct that `tree` declares for a kernel of `file`, in words.
+    pub(super) fn difference(&self, tree: &SourceTree, file: &str, kernel: &str) -> String {
+        let Some(declared) = declared_fields(tree, file, kernel) else {
+            return "the sources do not say which field differs".into();
+        };
+        let differs = |at: &usize| {
+            let (own, declared) = (self.fields.get(*at), declared.get(*at));
+            own.map(|f| (&f.name, Some(f.size))) != declared.map(|(name, size)| (name, size.or(own.map(|f| f.size))))
+        };
+        let Some(at) = (0..self.fields.len().max(declared.len())).find(differs) else {
+            return "names and sizes of the fields agree".into();
+        };
+        let own = self.fields.get(at).map(|field| in_words(&field.name, Some(field.size)));
+        let declared = declared.get(at).map(|(name, size)| in_words(name, *size));
+        let end = || "no further field".to_owned();
+        let (own, declared) = (own.unwrap_or_else(end), declared.unwrap_or_else(end));
+        format!("field {at} is {declared} in the kernel, {own} in the launcher")
+    }
+}
+
+fn in_words(name: &str, size: Option<usize>) -> String {
+    size.map_or_else(|| format!("`{name}`"), |size| format!("`{name}` of {size} bytes"))
+}
+
+/// Name and, where its type is known here, size of each field of a kernel's parameter struct.
+fn declared_fields(tree: &SourceTree, file: &str, kernel: &str) -> Option<Vec<(String, Option<usize>)>> {
+    let headers = tree.headers_of(file).ok()?;
+    let texts: Vec<&str> = [file].into_iter().chain(headers).filter_map(|file| tree.text(file).ok()).collect();
+    let behind = |needle: &str| texts.iter().find_map(|text| text.split_once(needle)).map(|(_, behind)| behind);
+    let (name, _) = behind(&format!("KERNEL({kernel},"))?.split_once(',')?;
+    let name = name.trim();
+    let (names, _) = behind(&format!("PARAMS_LAYOUT({name},"))?.split_once(')')?;
+    let (body, _) = behind(&format!("struct {name} {{"))?.split_once('}')?;
+    let code: String = body.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
+    let size = |name: &str| {
+        let mut declarations = code.split(';').map(str::trim);
+        let declared = declarations.find_map(|one| one.strip_suffix(name).filter(|kind| kind.ends_with([' ', '*'])))?;
+        match declared.trim() {
+            pointer if pointer.ends_with('*') => Some(8),
+            "int64_t" | "uint64_t" | "double" => Some(8),
+            "int32_t" | "uint32_t" | "float" => Some(4),
+            _ => None,
         }
     };
+    Some(names.split(',').map(str::trim).map(|name| (name.to_owned(), size(name))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    #[derive(Clone, Copy)]
+    #[repr(C)]
+    struct Mixed {
+        count: i32,
+        x: u64,
+        x_token_stride: i64,
+        x_head_stride: i64,
+        eps: f32,
+        inverse: i32,
+        num_rows: i64,
+        width: i32,
+    }
+
+    fn view(address: u64, strides: [i64; 3]) -> TensorView {
+        use super::super::tensor::DType;
+        TensorView { name: "x".into(), address, dtype: DType::F32, shape: vec![2, 3, 4], strides: strides.to_vec() }
+    }
+
+    fn mixed() -> Params {
+        let params = Params::new("test").i32("count", 7).unwrap().heads("x", &view(0x1234_5678_9abc, [64, 16, 1]));
+        let params = params.f32("eps", 0.5).flag("inverse", true).i64("num_rows", 1 << 40).unwrap();
+        params.i32("width", 96).unwrap()
+    }
+
+    #[test]
+    fn fields_lie_where_c_puts_them_and_the_end_is_padded() {
+        let layout: Vec<_> = mixed().fields.into_iter().map(|field| (field.name, field.offset, field.size)).collect();
+        let expected = [
+            ("count", std::mem::offset_of!(Mixed, count), 4),
+            ("x", std::mem::offset_of!(Mixed, x), 8),
+            ("x_token_stride", std::mem::offset_of!(Mixed, x_token_stride), 8),
+            ("x_head_stride", std::mem::offset_of!(Mixed, x_head_stride), 8),
+            ("eps", std::mem::offset_of!(Mixed, eps), 4),
+            ("inverse", std::mem::offset_of!(Mixed, inverse), 4),
+            ("num_rows", std::mem::offset_of!(Mixed, num_rows), 8),
+            ("width", std::mem::offset_of!(Mixed, width), 4),
+        ];
+        assert_eq!(layout, expected.map(|(name, offset, size)| (name.to_owned(), offset, size)));
+        assert_eq!(mixed().layout().0, size_of::<Mixed>() as u64);
+        assert_eq!(mixed().bytes().len(), size_of::<Mixed>());
+    }
+
+    #[test]
+    fn bytes_are_those_of_the_values_and_zeros_between_them() {
+        let mut expected = Vec::new();
+        expected.extend(7i32.to_ne_bytes());
+        expected.extend([0; 4]);
+        expected.extend(0x1234_5678_9abcu64.to_ne_bytes());
+        expected.extend(64i64.to_ne_bytes());
+        expected.extend(16i64.to_ne_bytes());
+        expected.extend(0.5f32.to_ne_bytes());
+        expected.extend(1i32.to_ne_bytes());
+        expected.extend((1i64 << 40).to_ne_bytes());
+        expected.extend(96i32.to_ne_bytes());
+        expected.extend([0; 4]);
+        assert_eq!(mixed().bytes(), expected);
+    }
+
+    #[test]
+    fn an_absent_tensor_is_a_null_pointer_with_strides_of_zero() {
+        let params = Params::new("test").rows("v", None).ptr("sink", None::<&TensorView>);
+        assert_eq!(params.bytes(), [0; 24]);
+        assert_eq!(params.layout(), Params::new("test").rows("v", &view(9, [1, 2, 3])).ptr("sink", None).layout());
+    }
+
+    #[test]
+    fn a_number_that_does_not_fit_is_refused_by_name_and_value() {
+        let error = Params::new("test").i32("width", 1 << 31).unwrap_err();
+        assert_eq!(error.to_string(), "test: argument `width`: 2147483648 must fit 32 bits");
+        let error = Params::new("test").i64("num_rows", 1 << 63).unwrap_err();
+        assert_eq!(error.to_string(), "test: argument `num_rows`: 9223372036854775808 must fit 64 bits");
+        assert!(Params::new("test").i32("width", (1 << 31) - 1).is_ok());
+    }
+
+    #[test]
+    fn the_first_field_that_differs_is_named() {
+        let header = "struct P {\n    const bf16* x;  // [n], rows; of bf16\n    int64_t x_stride;\n    int32_t n;\n};\n\
+                      PARAMS_LAYOUT(P, x, x_stride,\n              n)\n";
+        let source = "#include \"p.h\"\nKERNEL(probe, P, 32) {}\n";
+        let files = [("include/p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
+        let tree = SourceTree::from_files("a test".into(), BTreeMap::from(files)).unwrap();
+        let none = None::<&TensorView>;
+        let difference = |params: Params| params.difference(&tree, "probe.cu", "probe");
+        let x = || Params::new("test").rows("x", none);
+        assert_eq!(difference(x().i32("n", 1).unwrap()), "names and sizes of the fields agree");
+        let renamed = Params::new("test").rows("y", none).i32("n", 1).unwrap();
+        assert_eq!(difference(renamed), "field 0 is `x` of 8 bytes in the kernel, `y` of 8 bytes in the launcher");
+        let wider = difference(x().i64("n", 1).unwrap());
+        assert_eq!(wider, "field 2 is `n` of 4 bytes in the kernel, `n` of 8 bytes in the launcher");
+        assert_eq!(difference(x()), "field 2 is `n` of 4 bytes in the kernel, no further field in the launcher");
+        let longer = difference(x().i32("n", 1).unwrap().f32("eps", 1.0));
+        assert_eq!(longer, "field 3 is no further field in the kernel, `eps` of 4 bytes in the launcher");
+        assert!(x().difference(&tree, "probe.cu", "absent").contains("do not say"));
+    }
 }

@@ -172,34 +172,69 @@ impl TensorView {
         (self.address, self.address + (last as u64 + 1) * self.dtype.size() as u64)
     }
 
-    /// Whether two views may share memory: their address ranges meet, and they are not two combs of rows
-    /// whose teeth pass each other.
+    /// Whether two views may share memory: their address ranges meet, and they are not two combs whose teeth pass each
+    /// other.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (a, b) = (self.span(), other.span());
         a.0 < b.1 && b.0 < a.1 && !self.interleaves(other)
     }
 
-    /// Whether rows of two views of one layout alternate without touching.
+    /// Whether the views lie in two separate intervals of addresses modulo one of their strides: columns of one buffer.
     fn interleaves(&self, other: &Self) -> bool {
-        let (Some((&row, outer)), Some((&1, strides))) = (self.shape.split_last(), self.strides.split_last()) else {
-            return false;
-        };
-        let pitches = || outer.iter().zip(strides).filter(|(extent, _)| **extent > 1).map(|(_, &stride)| stride);
-        let Some(pitch) = pitches().min().filter(|&pitch| pitch > 0) else { return false };
-        let bytes = other.address as i64 - self.address as i64;
-        let size = self.dtype.size() as i64;
-        let alike = self.dtype == other.dtype && self.shape == other.shape && self.strides == other.strides;
-        let shift = (bytes / size).rem_euclid(pitch);
-        alike
-            && bytes % size == 0
-            && pitches().all(|stride| stride % pitch == 0)
-            && shift >= row as i64
-            && shift + row as i64 <= pitch
+        let distance = i128::from(other.address) - i128::from(self.address);
+        let mut pitches = self.byte_strides().chain(other.byte_strides()).map(|(_, stride)| stride);
+        !pitches.clone().any(|stride| stride < 0)
+            && pitches.any(|pitch| {
+                let shift = if pitch > 0 { distance.rem_euclid(pitch) } else { 0 };
+                shift >= self.bytes_within(pitch) && shift + other.bytes_within(pitch) <= pitch
+            })
+    }
+
+    /// Extent and stride in bytes of each axis that has more than one entry.
+    fn byte_strides(&self) -> impl Iterator<Item = (i128, i128)> + Clone {
+        let size = self.dtype.size() as i128;
+        let axes = self.shape.iter().zip(&self.strides).filter(|(extent, _)| **extent > 1);
+        axes.map(move |(&extent, &stride)| (extent as i128, i128::from(stride) * size))
+    }
+
+    /// Bytes from the first to the last of the view, without what lies along axes that keep the address modulo `pitch`.
+    fn bytes_within(&self, pitch: i128) -> i128 {
+        let inner = self.byte_strides().filter(|&(_, stride)| pitch > 0 && stride % pitch != 0);
+        self.dtype.size() as i128 + inner.map(|(extent, stride)| (extent - 1) * stride).sum::<i128>()
     }
 
     /// Whether two views are the same elements in the same order.
     pub fn same_elements(&self, other: &Self) -> bool {
-        self.address == other.address && self.shape == other.shape && self.strides == other.strides
+        let strides = self.strides.iter().zip(&other.strides);
+        self.address == other.address
+            && (self.dtype, &self.shape) == (other.dtype, &other.shape)
+            && self.shape.iter().zip(strides).all(|(&extent, (a, b))| extent <= 1 || a == b)
+    }
+
+    /// A dense tensor at `address`.
+    pub fn dense(name: impl Into<String>, address: u64, dtype: DType, shape: &[usize]) -> Self {
+        Self { name: name.into(), address, dtype, shape: shape.to_vec(), strides: dense_strides(shape) }
+    }
+
+    /// The view without the first `entries` entries of its first axis.
+    pub fn skip(&self, entries: usize) -> Self {
+        let mut rest = self.clone();
+        rest.address += entries as u64 * self.strides[0] as u64 * self.dtype.size() as u64;
+        rest.shape[0] = rest.shape[0].saturating_sub(entries);
+        rest
+    }
+
+    /// The view with its first two axes seen as one; `None` where their entries are not evenly spaced.
+    pub fn merged(&self) -> Option<Self> {
+        let ([outer, inner, ..], [outer_stride, inner_stride, ..]) = (&self.shape[..], &self.strides[..]) else {
+            return None;
+        };
+        let stride = if *inner > 1 { *inner_stride } else { *outer_stride };
+        let even = *outer <= 1 || *inner <= 1 || i128::from(*outer_stride) == *inner as i128 * i128::from(stride);
+        let mut merged = self.clone();
+        merged.shape.splice(..2, [outer * inner]);
+        merged.strides.splice(..2, [stride]);
+        even.then_some(merged)
     }
 
     /// The same elements with the axes from outermost to innermost in memory, without axes of one element.
@@ -289,5 +324,80 @@ mod tests {
         assert_eq!(order(&[2, 3, 4], &[1, 2, 6]).pieces(), (vec![0], 48));
         assert_eq!(order(&[2, 1, 3, 4], &[4, 0, 9, 1]).strides, [9, 4, 1]);
         assert_eq!(order(&[2, 3, 4], &[4, 9, 1]).pieces(), (vec![0, 18, 36], 16));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(address: u64, dtype: DType, shape: &[usize], strides: &[i64]) -> TensorView {
+        TensorView { strides: strides.to_vec(), ..TensorView::dense("a view", address, dtype, shape) }
+    }
+
+    /// Whether any byte belongs to both, element by element.
+    fn shares(a: &TensorView, b: &TensorView) -> bool {
+        let bytes = |view: &TensorView| -> Vec<u64> {
+            let mut starts = vec![view.address];
+            for (&extent, &stride) in view.shape.iter().zip(&view.strides) {
+                let step = stride as u64 * view.dtype.size() as u64;
+                starts = starts.iter().flat_map(|&start| (0..extent as u64).map(move |i| start + i * step)).collect();
+            }
+            starts.iter().flat_map(|&start| start..start + view.dtype.size() as u64).collect()
+        };
+        let b = bytes(b);
+        bytes(a).iter().any(|byte| b.contains(byte))
+    }
+
+    #[test]
+    fn views_whose_bytes_meet_always_overlap_and_columns_of_one_buffer_do_not() {
+        let layouts: [(DType, &[usize], &[i64]); 6] = [
+            (DType::Bf16, &[3, 4], &[16, 1]),
+            (DType::F32, &[3, 2], &[8, 1]),
+            (DType::Bf16, &[2, 3, 4], &[4, 16, 1]),
+            (DType::Bf16, &[3, 2, 4], &[16, 4, 1]),
+            (DType::U8, &[2, 5], &[32, 1]),
+            (DType::Bf16, &[7], &[1]),
+        ];
+        let mut apart = 0;
+        for (dtype, shape, strides) in layouts {
+            let a = view(128, dtype, shape, strides);
+            for (dtype, shape, strides) in layouts {
+                for address in (64..300).step_by(dtype.size()) {
+                    let b = view(address, dtype, shape, strides);
+                    assert!(a.overlaps(&b) || !shares(&a, &b), "{a:?} and {b:?}");
+                    let meet = a.span().0 < b.span().1 && b.span().0 < a.span().1;
+                    apart += usize::from(meet && !a.overlaps(&b));
+                }
+            }
+        }
+        assert!(apart > 100, "{apart} pairs pass each other");
+    }
+
+    #[test]
+    fn columns_of_rows_of_unlike_width_and_type_pass_each_other() {
+        let wide = view(0, DType::Bf16, &[4, 6], &[16, 1]);
+        assert!(!wide.overlaps(&view(16, DType::F32, &[4, 4], &[8, 1])));
+        assert!(wide.overlaps(&view(8, DType::F32, &[4, 4], &[8, 1])));
+    }
+
+    #[test]
+    fn strides_of_axes_with_one_entry_do_not_tell_views_apart() {
+        let x = view(64, DType::Bf16, &[1, 4], &[4, 1]);
+        assert!(x.same_elements(&view(64, DType::Bf16, &[1, 4], &[99, 1])));
+        assert!(!x.same_elements(&view(64, DType::I32, &[1, 4], &[4, 1])));
+        assert!(!view(64, DType::Bf16, &[2, 4], &[4, 1]).same_elements(&view(64, DType::Bf16, &[2, 4], &[8, 1])));
+    }
+
+    #[test]
+    fn evenly_spaced_axes_merge_and_others_do_not() {
+        let merged = |shape: &[usize], strides: &[i64]| view(0, DType::Bf16, shape, strides).merged();
+        let even = merged(&[2, 3, 4, 8], &[96, 32, 8, 1]).expect("dense");
+        assert_eq!((even.shape, even.strides), (vec![6, 4, 8], vec![32, 8, 1]));
+        let heads_first = merged(&[2, 3, 4, 8], &[24, 8, 48, 1]).expect("tokens are 8 apart");
+        assert_eq!(heads_first.strides, [8, 48, 1]);
+        assert_eq!(merged(&[2, 3, 4, 8], &[128, 32, 8, 1]), None);
+        assert_eq!(merged(&[5, 1, 8], &[40, 3, 1]).expect("one token each").strides, [40, 1]);
+        assert_eq!(merged(&[1, 5, 8], &[3, 40, 1]).expect("one request").strides, [40, 1]);
     }
 }
