@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
+use super::fault::BadAccess;
 use crate::runtime::backend::{Allocation, Placement};
 use crate::runtime::error::{Result, RuntimeError};
 
@@ -83,23 +84,44 @@ impl GuardedMemory {
         }
     }
 
-    /// Says which buffer `address` belongs to or lies near.
-    pub fn describe(&self, address: usize) -> String {
-        let regions = self.regions.lock().unwrap_or_else(|e| e.into_inner());
-        let near = regions.range(..=address).next_back().map(|(_, region)| region);
-        match near {
-            Some(r) if address < r.mapping + r.mapping_bytes => {
-                let offset = address as i128 - r.data as i128;
+    /// Says which buffer an access concerned.
+    pub fn describe(&self, access: &BadAccess) -> String {
+        match access {
+            BadAccess::Outside { address } => self.describe_outside(*address),
+            BadAccess::Misaligned { address, bytes, what } => {
+                let misaligned = format!(
+                    "misaligned {bytes}-byte access ({what}): {} past a multiple of {bytes}",
+                    address % *bytes as usize
+                );
+                match self.place(*address) {
+                    Some((name, offset, _)) => format!("{misaligned}, at byte {offset} of `{name}`"),
+                    None => format!("{misaligned}, at address {address:#x}, which is no buffer's"),
+                }
+            }
+        }
+    }
+
+    fn describe_outside(&self, address: usize) -> String {
+        match self.place(address) {
+            Some((name, offset, bytes)) => {
                 let place = if offset < 0 {
                     format!("{} bytes before the start", -offset)
                 } else {
-                    format!("{} bytes past the end", offset - r.data_bytes as i128)
+                    format!("{} bytes past the end", offset - bytes as i128)
                 };
-                format!("accessed `{}` {place} ({} bytes long)", r.name, r.data_bytes)
+                format!("accessed `{name}` {place} ({bytes} bytes long)")
             }
-            _ if address < 1 << 16 => format!("accessed address {address:#x}: a null pointer"),
-            _ => format!("accessed address {address:#x}, which is no buffer's"),
+            None if address < 1 << 16 => format!("accessed address {address:#x}: a null pointer"),
+            None => format!("accessed address {address:#x}, which is no buffer's"),
         }
+    }
+
+    /// The buffer that `address` belongs to or lies near: its name, the offset from its start, its bytes.
+    fn place(&self, address: usize) -> Option<(String, i128, usize)> {
+        let regions = self.regions.lock().unwrap_or_else(|e| e.into_inner());
+        let (_, near) = regions.range(..=address).next_back()?;
+        (address < near.mapping + near.mapping_bytes)
+            .then(|| (near.name.clone(), address as i128 - near.data as i128, near.data_bytes))
     }
 }
 
