@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <link.h>
 
@@ -75,6 +76,12 @@ struct WarpProduct {
     uint32_t (*deliver)(const WarpProduct*, const float* values);
 };
 
+// Where in the source a check failed; mirrored by `Place` in kernels/src/runtime/emulator.
+struct Place {
+    const char* file;  // or null
+    uint32_t line, column;
+};
+
 // Mirrored by `HostApi` in kernels/src/runtime/emulator.
 struct HostApi {
     void (*collective)(ThreadContext*, uint32_t mask, const char* what, CollectiveOp, void* payload);
@@ -88,8 +95,12 @@ struct HostApi {
     void (*copy_wait)(ThreadContext*, uint32_t pending);
     // Arrives at the mbarrier once all copies that this thread has issued have landed.
     void (*copy_arrive)(ThreadContext*, uint32_t barrier);
-    // Ends the launch with an error that names kernel, block and thread.
+    // Ends the launch with an error that names kernel, block and thread. `fail` returns, as the operation of a
+    // collective must; the two below it do not.
     void (*fail)(ThreadContext*, const char* message);
+    void (*stop)(ThreadContext*, const Place*, const char* message);
+    // `what` accesses `bytes` bytes at once at an address that is no multiple of them.
+    void (*misaligned)(ThreadContext*, const Place*, const void* address, uint32_t bytes, const char* what);
     // Offsets here and below are from the start of the dynamic shared memory. This thread stores these bytes.
     void (*shared_store)(ThreadContext*, uint32_t offset, uint32_t bytes);
     void (*fence_async_proxy)(ThreadContext*);
@@ -120,6 +131,18 @@ inline thread_local ThreadContext* context = nullptr;
 template <typename Payload>
 inline void collective(uint32_t mask, const char* what, void (*op)(void* const*, uint32_t), Payload& payload) {
     host->collective(context, mask, what, op, &payload);
+}
+
+[[noreturn]] inline void stop(const Place& place, const char* message) {
+    host->stop(context, &place, message);
+    __builtin_unreachable();
+}
+
+// A GPU faults on an access of several bytes at an address that is no multiple of them. The compiler checks this where
+// a pointer is dereferenced (below); what goes by another way asks here.
+inline void require_aligned(const void* address, uint32_t bytes, const char* what) {
+    const Place unknown{};
+    if (reinterpret_cast<uintptr_t>(address) % bytes) host->misaligned(context, &unknown, address, bytes, what);
 }
 
 }  // namespace emulator
@@ -162,6 +185,66 @@ EMULATOR_EXPORT void emulator_poison_static_shared(uint8_t byte) {
     emulator::context = emulator::context;
     emulator::PoisonRequest request{reinterpret_cast<uintptr_t>(&emulator_attach), byte};
     dl_iterate_phdr(emulator::poison_library_tls, &request);
+}
+
+// ---------------------------------------------------------------- the compiler's checks
+
+// What code built with -fsanitize=bounds,shift-exponent,alignment calls when a check fails, instead of the compiler's own
+// library, which knows nothing of blocks and threads. Layouts and names are that library's.
+namespace emulator {
+struct CheckedType {
+    uint16_t kind;  // 0 for integers
+    uint16_t info;  // of an integer: log2 of its bits << 1 | whether it is signed
+    char name[1];   // in quotes, longer than this
+
+    long long value(uintptr_t handle) const {
+        const unsigned unused = kind == 0 && info >> 1 < 6 ? 64 - (1u << (info >> 1)) : 0;
+        const auto shifted = static_cast<unsigned long long>(handle) << unused;
+        return info & 1 ? static_cast<long long>(shifted) >> unused : static_cast<long long>(shifted >> unused);
+    }
+};
+struct IndexCheck {
+    Place place;
+    const CheckedType* array;
+    const CheckedType* index;
+};
+struct ShiftCheck {
+    Place place;
+    const CheckedType* shifted;
+    const CheckedType* by;
+};
+struct AlignmentCheck {
+    Place place;
+    const CheckedType* type;
+    uint8_t log_alignment;
+    uint8_t kind;
+};
+constexpr int CHECK_TEXT = 256;
+}  // namespace emulator
+
+#define EMULATOR_CHECK extern "C" __attribute__((used, noreturn)) void
+
+EMULATOR_CHECK __ubsan_handle_out_of_bounds_abort(void* data, void* index) {
+    const auto* check = static_cast<const emulator::IndexCheck*>(data);
+    char text[emulator::CHECK_TEXT];
+    std::snprintf(text, sizeof text, "index %lld is beyond the end of an array %s",
+                  check->index->value(reinterpret_cast<uintptr_t>(index)), check->array->name);
+    emulator::stop(check->place, text);
+}
+EMULATOR_CHECK __ubsan_handle_shift_out_of_bounds_abort(void* data, void*, void* by) {
+    const auto* check = static_cast<const emulator::ShiftCheck*>(data);
+    char text[emulator::CHECK_TEXT];
+    std::snprintf(text, sizeof text, "a shift of %s by %lld: more bits than there are", check->shifted->name,
+                  check->by->value(reinterpret_cast<uintptr_t>(by)));
+    emulator::stop(check->place, text);
+}
+EMULATOR_CHECK __ubsan_handle_type_mismatch_v1_abort(void* data, void* address) {
+    const auto* check = static_cast<const emulator::AlignmentCheck*>(data);
+    const char* const kinds[] = {"load of", "store to", "reference to", "member of"};
+    char text[emulator::CHECK_TEXT];
+    std::snprintf(text, sizeof text, "%s %s", check->kind < 4 ? kinds[check->kind] : "access to", check->type->name);
+    emulator::host->misaligned(emulator::context, &check->place, address, 1u << check->log_alignment, text);
+    __builtin_unreachable();
 }
 
 #define threadIdx (emulator::context->thread_idx)
@@ -317,6 +400,7 @@ namespace emulator {
 template <typename T, typename Change>
 inline T atomic_update(T* address, Change change) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics are 4 or 8 bytes wide");
+    require_aligned(address, sizeof(T), "atomic operation");
     T old;
     __atomic_load(address, &old, __ATOMIC_RELAXED);
     for (;;) {

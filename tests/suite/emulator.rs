@@ -255,19 +255,141 @@ fn an_index_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_many_bits_a
     let on_thread_5 = |declaration: &str, statement: &str| {
         format!("{declaration} const int at = params.count + 4; if (threadIdx.x == 5) {{ {statement} }}")
     };
-    for (declaration, statement) in [
-        ("int x[4] = {1, 2, 3, 4};", "params.y[0] = x[at];"),
-        ("__shared__ int x[4];", "x[at] = 1;"),
-        ("struct { int before[4], after; } x{};", "params.y[0] = x.before[at];"),
-        ("", "params.y[0] = 1 << (8 * at);"),
+    let index = "index 4 is beyond the end of an array 'int [4]', probe.cu:";
+    for (declaration, statement, needle) in [
+        ("int x[4] = {1, 2, 3, 4};", "params.y[0] = x[at];", index),
+        ("__shared__ int x[4];", "x[at] = 1;", index),
+        ("struct { int before[4], after; } x{};", "params.y[0] = x.before[at];", index),
+        ("int x[4] = {1, 2, 3, 4};", "params.y[0] = x[3 - at];", "index -1 is beyond the end of an array 'int [4]'"),
+        ("", "params.y[0] = 1 << (8 * at);", "a shift of 'int' by 32: more bits than there are, probe.cu:"),
     ] {
         let (_, _, thread, what) =
             fault(run_probe(&device, &on_thread_5(declaration, statement), [1; 3], [64, 1, 1]).0);
         assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
-        assert!(what.contains("beyond an array's end, shifted by more bits than there are"), "{statement}: {what}");
+        assert!(what.contains(needle), "{statement}: `{needle}` is not in `{what}`");
         let inside = statement.replace("at", "(at - 4)");
         run_probe(&device, &on_thread_5(declaration, &inside), [1; 3], [64, 1, 1]).0.expect(&inside);
     }
+}
+
+// ---------------------------------------------------------------- misaligned accesses
+
+/// Accesses of several bytes at once, each with the bytes that must divide its address, and the memory that it concerns.
+/// `at` points into y, `shared` is an address in shared memory; thread 5's are off by what a test says.
+const WIDE_ACCESSES: &[(&str, usize, &str)] = &[
+    // By the named functions of the kernels' headers.
+    ("sink = load_vec16(at).w[0];", 16, "y"),
+    ("sink = load_vec16_readonly(at).w[0];", 16, "y"),
+    ("sink = load_vec16_streaming(at).w[0];", 16, "y"),
+    ("if (mine) store_vec16(at, Vec16{});", 16, "y"),
+    ("if (mine) store_vec16_streaming(at, Vec16{});", 16, "y"),
+    ("if (mine) store_vec16(dynamic_shared() + shared, Vec16{});", 16, "dynamic shared memory"),
+    ("if (mine) store_pair(reinterpret_cast<float*>(at), 0.0f, 1.0f);", 8, "y"),
+    ("if (mine) atomic_add_vec4(reinterpret_cast<float*>(at), 0.0f, 1.0f, 2.0f, 3.0f);", 16, "y"),
+    ("if (mine) atomicAdd(reinterpret_cast<int*>(at), 1);", 4, "y"),
+    ("if (mine) atomicMax(reinterpret_cast<unsigned long long*>(at), 1ull);", 8, "y"),
+    ("if (mine) atomicAdd(reinterpret_cast<int*>(dynamic_shared() + shared), 1);", 4, "dynamic shared memory"),
+    ("if (mine) store_shared(shared, 1);", 4, "dynamic shared memory"),
+    ("if (mine) store_shared_vec16(shared, Vec16{});", 16, "dynamic shared memory"),
+    ("sink = load_shared_vec16(shared).w[0];", 16, "dynamic shared memory"),
+    ("copy_async_16(64, at, true); copy_commit(); copy_wait<0>();", 16, "y"),
+    ("copy_async_16(64, at, false); copy_commit(); copy_wait<0>();", 16, "y"),
+    ("copy_async_16(shared, params.y, true); copy_commit(); copy_wait<0>();", 16, "dynamic shared memory"),
+    ("uint32_t d[4]; ldmatrix_x4(d, shared); sink = d[0];", 16, "dynamic shared memory"),
+    ("uint32_t d[2]; ldmatrix_x2_transposed(d, shared); sink = d[0];", 16, "dynamic shared memory"),
+    ("if (mine) bulk_in(64, at);", 16, "y"),
+    ("if (mine) bulk_in(shared, params.y);", 16, "dynamic shared memory"),
+    ("if (mine) bulk_out(reinterpret_cast<float*>(at), 64);", 16, "y"),
+    ("if (mine) bulk_out(reinterpret_cast<float*>(params.y), shared);", 16, "dynamic shared memory"),
+    ("sink = static_cast<int>(matrix_descriptor(shared, 16, 16));", 16, "dynamic shared memory"),
+    // Through plain pointers.
+    ("sink = *reinterpret_cast<const uint16_t*>(at);", 2, "y"),
+    ("sink = *reinterpret_cast<const volatile int*>(at);", 4, "y"),
+    ("if (mine) *reinterpret_cast<float*>(at) = 1.0f;", 4, "y"),
+    ("if (mine) *reinterpret_cast<double*>(at) = 1.0;", 8, "y"),
+    ("sink = static_cast<int>(reinterpret_cast<const uint64_t*>(at)[2]);", 8, "y"),
+    ("if (mine) *reinterpret_cast<Pair*>(at) = Pair{1, 2};", 8, "y"),
+    ("sink = reinterpret_cast<const Pair*>(at)->second;", 8, "y"),
+    ("Quad copy = *reinterpret_cast<const Quad*>(at); sink = copy.word[3];", 16, "y"),
+    ("const Quad& quad = *reinterpret_cast<const Quad*>(at); sink = quad.word[mine];", 16, "y"),
+    ("if (mine) *reinterpret_cast<int*>(dynamic_shared() + shared) = 1;", 4, "dynamic shared memory"),
+    ("sink = *reinterpret_cast<const int*>(at_static);", 4, ""),
+];
+
+/// A kernel that makes access number `params.count / 16`, with thread 5's addresses off by `params.count % 16` bytes.
+fn wide_accesses_source() -> String {
+    let cases: String = (0..)
+        .zip(WIDE_ACCESSES)
+        .map(|(number, (statement, ..))| format!("case {number}: {{ {statement} break; }}\n"))
+        .collect();
+    format!(
+        r#"#include "hopper.h"
+        struct ProbeParams {{ int32_t* y; int32_t count; }};
+        PARAMS_LAYOUT(ProbeParams, y, count)
+        struct alignas(8) Pair {{ int32_t first, second; }};
+        struct alignas(16) Quad {{ int32_t word[4]; }};
+        DEVICE void bulk_in(SharedAddress target, const void* source) {{
+            mbarrier_init(1024, 1);
+            mbarrier_arrive_expect(1024, 32);
+            bulk_copy_in(target, source, 32, 1024);
+            mbarrier_wait(1024, 0);
+        }}
+        DEVICE void bulk_out(float* target, SharedAddress source) {{
+            bulk_add_f32(target, source, 32);
+            bulk_commit();
+            bulk_wait<0>();
+        }}
+        SHARED_MEMORY(probe, 2048)
+        KERNEL(probe, ProbeParams, 64) {{
+            __shared__ __align__(16) uint8_t in_static[64];
+            const bool mine = threadIdx.x == 5;
+            const int off = mine ? params.count % 16 : 0;
+            uint8_t* const at = reinterpret_cast<uint8_t*>(params.y) + 32 + off;
+            uint8_t* const at_static = in_static + 16 + off;
+            const SharedAddress shared = 512 + off;
+            volatile int sink = 0;
+            switch (params.count / 16) {{ {cases} }}
+        }}"#
+    )
+}
+
+#[test]
+fn an_access_whose_address_is_no_multiple_of_its_size_is_reported_with_buffer_and_size() {
+    let Some(device) = emulator() else { return };
+    let device = device.with_tree(SourceTree::embedded().with_text("probe.cu", wide_accesses_source(), "a probe"));
+    let access = |number: usize, off: usize| {
+        let mut arena = DeviceArena::new(&device, Contract::NAN);
+        let y = arena.output("y", DType::I32, &[64]).unwrap();
+        let params = ProbeParams { y: DeviceAddress(y.address), count: (16 * number + off) as i32 };
+        let config = LaunchConfig { grid: [1; 3], block: [32, 1, 1], shared_bytes: 0 };
+        arena.run(|device| device.kernel::<ProbeParams>("probe.cu", &[], "probe")?.launch(config, &params))
+    };
+    for (number, &(statement, bytes, memory)) in WIDE_ACCESSES.iter().enumerate() {
+        access(number, 0).unwrap_or_else(|error| panic!("{statement}: {error}"));
+        for off in [bytes / 2, bytes - 1] {
+            let (kernel, block, thread, what) = fault(access(number, off));
+            assert_eq!((kernel.as_str(), block.as_str()), ("probe", "(0, 0, 0)"), "{statement}: {what}");
+            assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
+            let place = if memory.is_empty() { "no buffer's".to_owned() } else { format!("of `{memory}`") };
+            for needle in [&format!("misaligned {bytes}-byte access"), &format!(": {off} past a multiple of {bytes}"), &place] {
+                assert!(what.contains(needle.as_str()), "{statement}: `{needle}` is not in `{what}`");
+            }
+        }
+        // What a narrower access may do is not held against it.
+        if bytes < 16 {
+            access(number, bytes).unwrap_or_else(|error| panic!("{statement}, {bytes} further on: {error}"));
+        }
+    }
+}
+
+#[test]
+fn a_fault_of_a_dereference_says_what_was_read_and_where_in_the_source() {
+    let Some(device) = emulator() else { return };
+    let body = "if (threadIdx.x == 5)\n params.y[0] = *reinterpret_cast<const int*>(\
+                reinterpret_cast<const uint8_t*>(params.y) + 6 + params.count);";
+    let (_, _, _, what) = fault(run_probe(&device, body, [1, 1, 1], [64, 1, 1]).0);
+    let needle = "misaligned 4-byte access (load of 'const int', probe.cu:6): 2 past a multiple of 4, at byte 6 of `y`";
+    assert!(what.contains(needle), "{what}");
 }
 
 #[test]

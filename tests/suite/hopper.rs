@@ -305,7 +305,7 @@ fn a_bulk_copy_from_behind_a_buffer_shows_with_the_buffers_name() {
 
 #[test]
 fn a_bulk_copy_to_an_address_that_is_not_a_multiple_of_16_shows() {
-    assert_shows("bulk_copy_in(stage.b,", "bulk_copy_in(stage.b + 8,", "multiples of 16");
+    assert_shows("bulk_copy_in(stage.b,", "bulk_copy_in(stage.b + 8,", "misaligned 16-byte access (bulk copy): 8");
 }
 
 #[test]

@@ -34,7 +34,9 @@ DEVICE CachePolicy evicted_first() {
 DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted) {
     const uint32_t source_bytes = wanted ? 16u : 0u;
 #if defined(PARITY_EMULATOR)
-    emulator::host->copy_async(emulator::context, shared_pointer(target, 16), source, 16, source_bytes);
+    emulator::require_aligned(source, 16, "copy_async_16");
+    uint8_t* const shared = shared_pointer(target, 16, "copy_async_16");
+    emulator::host->copy_async(emulator::context, shared, source, 16, source_bytes);
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(source_bytes)
                  : "memory");

@@ -218,15 +218,33 @@ DEVICE void registers_decrease() {
 
 // ---------------------------------------------------------------- warpgroup matrix products
 
-// Strides in bytes, multiples of 16.
+#if defined(PARITY_EMULATOR)
+namespace emulator {
+// A descriptor counts in units of 16 bytes: what is left over is lost, and a GPU reads another operand in silence.
+inline void require_whole_units(uint32_t bytes) {
+    if (bytes % 16) stop({}, "a wgmma descriptor is given a stride or an advance that is no multiple of 16 bytes");
+}
+}  // namespace emulator
+#endif
+
+// `start` and both strides, in bytes, are multiples of 16.
 DEVICE uint64_t matrix_descriptor(SharedAddress start, uint32_t block_stride, uint32_t group_stride) {
+#if defined(PARITY_EMULATOR)
+    emulator::require_aligned(dynamic_shared() + start, 16, "matrix_descriptor");
+    emulator::require_whole_units(block_stride | group_stride);
+#endif
     constexpr uint64_t SWIZZLE_128 = 1ull << 62;
     const uint64_t address = (start & 0x3ffffu) >> 4, block = block_stride >> 4, group = group_stride >> 4;
     return SWIZZLE_128 | group << 32 | block << 16 | address;
 }
 
-// The same operand, `bytes` further on.
-DEVICE uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+// The same operand, `bytes` further on, a multiple of 16.
+DEVICE uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) {
+#if defined(PARITY_EMULATOR)
+    emulator::require_whole_units(bytes);
+#endif
+    return descriptor + (bytes >> 4);
+}
 
 #if defined(PARITY_EMULATOR)
 namespace emulator {

@@ -60,6 +60,7 @@ DEVICE void store_vec16_streaming(void* target, Vec16 v) {
 // Two consecutive floats; `target` must be 8-byte aligned.
 DEVICE void store_pair(float* target, float first, float second) {
 #if defined(PARITY_EMULATOR)
+    emulator::require_aligned(target, 8, "store_pair");
     target[0] = first;
     target[1] = second;
 #else
@@ -75,6 +76,9 @@ DEVICE void atomic_add_vec4(float* target, float v0, float v1, float v2, float v
                  "f"(v3)
                  : "memory");
 #else
+#if defined(PARITY_EMULATOR)
+    emulator::require_aligned(target, 16, "atomic_add_vec4");
+#endif
     atomicAdd(target, v0);
     atomicAdd(target + 1, v1);
     atomicAdd(target + 2, v2);
@@ -106,10 +110,12 @@ DEVICE SharedAddress recomputed(SharedAddress address) {
 }
 
 #if defined(PARITY_EMULATOR)
-// The host's view of a shared address; an access outside the launch's shared memory ends the launch.
-DEVICE uint8_t* shared_pointer(SharedAddress address, uint32_t bytes) {
+// The host's view of a shared address; an access of `bytes` bytes at once that is misaligned or lies outside the
+// launch's shared memory ends the launch.
+DEVICE uint8_t* shared_pointer(SharedAddress address, uint32_t bytes, const char* what) {
     if (static_cast<uint64_t>(address) + bytes > emulator::context->dynamic_shared_bytes)
-        emulator::host->fail(emulator::context, "a shared address lies outside the dynamic shared memory");
+        emulator::stop({}, "a shared address lies outside the dynamic shared memory");
+    emulator::require_aligned(dynamic_shared() + address, bytes, what);
     return dynamic_shared() + address;
 }
 #endif
@@ -118,11 +124,11 @@ DEVICE uint8_t* shared_pointer(SharedAddress address, uint32_t bytes) {
 // store_vec16, by copy_async_16 or by a bulk copy: where a proxy fence is missing, the emulator gives them
 // poison, but it knows nothing of stores through plain pointers.
 
-// Stores 4 bytes to shared memory.
+// Stores 4 bytes to shared memory; the address is 4-byte aligned.
 DEVICE void store_shared(SharedAddress address, uint32_t value) {
 #if defined(PARITY_EMULATOR)
+    std::memcpy(shared_pointer(address, 4, "store_shared"), &value, 4);
     emulator::host->shared_store(emulator::context, address, 4);
-    std::memcpy(shared_pointer(address, 4), &value, 4);
 #else
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 #endif
@@ -131,8 +137,8 @@ DEVICE void store_shared(SharedAddress address, uint32_t value) {
 // Stores 16 bytes to shared memory; the address is 16-byte aligned.
 DEVICE void store_shared_vec16(SharedAddress address, Vec16 v) {
 #if defined(PARITY_EMULATOR)
+    std::memcpy(shared_pointer(address, 16, "store_shared_vec16"), &v, 16);
     emulator::host->shared_store(emulator::context, address, 16);
-    std::memcpy(shared_pointer(address, 16), &v, 16);
 #else
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
                  "r"(v.w[3])
@@ -140,11 +146,11 @@ DEVICE void store_shared_vec16(SharedAddress address, Vec16 v) {
 #endif
 }
 
-// Loads 16 bytes from shared memory.
+// Loads 16 bytes from shared memory; the address is 16-byte aligned.
 DEVICE Vec16 load_shared_vec16(SharedAddress address) {
     Vec16 v;
 #if defined(PARITY_EMULATOR)
-    std::memcpy(&v, shared_pointer(address, 16), 16);
+    std::memcpy(&v, shared_pointer(address, 16, "load_shared_vec16"), 16);
 #else
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])

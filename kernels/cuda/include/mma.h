@@ -78,8 +78,7 @@ inline void ldmatrix_op(void* const* payloads, uint32_t) {
 template <int COUNT, bool TRANSPOSED>
 inline void ldmatrix(uint32_t (&d)[COUNT], SharedAddress row) {
     const bool named = context->lane < 8 * COUNT;
-    if (named && row % 16) host->fail(context, "an ldmatrix row is not 16-byte aligned");
-    LdmatrixPayload payload{named ? shared_pointer(row, 16) : nullptr, {}};
+    LdmatrixPayload payload{named ? shared_pointer(row, 16, "ldmatrix") : nullptr, {}};
     collective(FULL_WARP, "ldmatrix", ldmatrix_op<COUNT, TRANSPOSED>, payload);
     for (int i = 0; i < COUNT; ++i) d[i] = payload.result[i];
 }

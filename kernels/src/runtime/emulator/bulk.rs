@@ -3,7 +3,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::async_proxy::CHUNK_BYTES;
-use super::schedule::{Block, ThreadContext, abandon, maybe_yield, scheduler};
+use super::fault::BadAccess;
+use super::schedule::{Block, ThreadContext, abandon, abandon_access, maybe_yield, scheduler};
 
 /// A copy to shared memory that has not landed.
 struct BulkCopy {
@@ -94,20 +95,36 @@ impl Block {
         }
     }
 
-    fn check_bulk(&self, what: &str, global: usize, shared: u32, bytes: u32) -> Result<(), String> {
-        let aligned = global.is_multiple_of(16) && shared.is_multiple_of(16) && bytes.is_multiple_of(16);
-        if !aligned || bytes == 0 {
-            return Err(format!(
-                "{what} of {bytes} bytes between address {global:#x} and shared offset {shared:#x}: all three must be \
-                 multiples of 16, and the bytes not 0"
-            ));
+    /// What is wrong with bulk work between these two addresses, whatever it is called.
+    fn bulk_fault(&self, what: &str, global: usize, shared: u32, bytes: u32) -> Option<BulkFault> {
+        let misaligned = |address: usize| BadAccess::Misaligned { address, bytes: CHUNK_BYTES, what: what.to_owned() };
+        if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES) {
+            return Some(BulkFault::Other(format!("{what} of {bytes} bytes: must be a multiple of 16, and not 0")));
         }
         if !self.proxy.contains(shared, bytes) {
-            return Err(format!(
+            return Some(BulkFault::Other(format!(
                 "{what} of {bytes} bytes at shared offset {shared:#x}: outside the dynamic shared memory"
-            ));
+            )));
         }
-        Ok(())
+        let addresses = [global, self.proxy.pointer(shared) as usize];
+        let bad = addresses.into_iter().find(|address| !address.is_multiple_of(CHUNK_BYTES as usize))?;
+        Some(BulkFault::Access(misaligned(bad)))
+    }
+}
+
+/// What is wrong with a bulk copy or addition.
+enum BulkFault {
+    Access(BadAccess),
+    Other(String),
+}
+
+impl BulkFault {
+    /// Ends the thread that asked for it.
+    unsafe fn abandon(self, context: *mut ThreadContext) -> ! {
+        match self {
+            Self::Access(access) => unsafe { abandon_access(context, access) },
+            Self::Other(what) => unsafe { abandon(context, what) },
+        }
     }
 }
 
@@ -123,11 +140,11 @@ pub unsafe extern "C" fn bulk_copy_in(
 ) {
     let block = unsafe { scheduler(context) };
     let thread = block.current;
-    let checked = block
-        .check_bulk("bulk copy", source as usize, target, bytes)
-        .and_then(|()| block.mbarriers.at(barrier).map(|_| ()))
-        .and_then(|()| block.mbarriers.overlap(target, bytes).map_or(Ok(()), Err));
-    if let Err(what) = checked {
+    if let Some(fault) = block.bulk_fault("bulk copy", source as usize, target, bytes) {
+        unsafe { fault.abandon(context) };
+    }
+    let unfit = block.mbarriers.at(barrier).err();
+    if let Some(what) = unfit.or_else(|| block.mbarriers.overlap(target, bytes)) {
         unsafe { abandon(context, what) };
     }
     unsafe {
@@ -141,8 +158,8 @@ pub unsafe extern "C" fn bulk_copy_in(
 pub unsafe extern "C" fn bulk_add(context: *mut ThreadContext, target: *mut f32, source: u32, bytes: u32) {
     let block = unsafe { scheduler(context) };
     let thread = block.current;
-    if let Err(what) = block.check_bulk("bulk addition", target as usize, source, bytes) {
-        unsafe { abandon(context, what) };
+    if let Some(fault) = block.bulk_fault("bulk addition", target as usize, source, bytes) {
+        unsafe { fault.abandon(context) };
     }
     unsafe {
         // Adding nothing is a write, as the addition itself will be.

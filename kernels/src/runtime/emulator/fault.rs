@@ -22,11 +22,33 @@ pub enum Ending {
         /// The coroutine's stack pointer lay in its guard page.
         stack_overflow: bool,
     },
-    /// An integer division by zero, or one of the compiler's own checks: an index outside an array, a shift by
-    /// more bits than there are.
+    /// An integer division by zero.
+    DivisionByZero,
+    /// An instruction that the compiler put where control never comes.
     IllegalInstruction,
     /// The launch's time ran out while it ran.
     Interrupted,
+}
+
+/// An access to memory that cannot be; [`GuardedMemory::describe`] says which buffer it concerns.
+///
+/// [`GuardedMemory::describe`]: super::memory::GuardedMemory::describe
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BadAccess {
+    /// To memory that is none of the thread's.
+    Outside {
+        /// The address.
+        address: usize,
+    },
+    /// Of several bytes at once, at an address that is no multiple of them.
+    Misaligned {
+        /// The address.
+        address: usize,
+        /// Bytes of the access.
+        bytes: u32,
+        /// The instruction, or the type that was read or written, and where that stands in the source.
+        what: String,
+    },
 }
 
 /// What the signal handler must know about the coroutine that this thread runs.
@@ -53,7 +75,7 @@ pub const INTERRUPT: libc::c_int = libc::SIGURG;
 
 static INSTALL: Once = Once::new();
 static mut PREVIOUS: [Option<libc::sigaction>; 5] = [None; 5];
-// A failed check is an illegal instruction on x86 and a breakpoint on Arm.
+// What the compiler puts where control never comes is an illegal instruction on x86 and a breakpoint on Arm.
 const HANDLED: [libc::c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
 
 /// Installs the handlers, once for the process.
@@ -147,6 +169,7 @@ extern "C" fn on_signal(signal: libc::c_int, info: *mut libc::siginfo_t, context
         libc::SIGSEGV | libc::SIGBUS => {
             Ending::Segfault { address, stack_overflow: address.abs_diff(stack_pointer) < 64 * 1024 }
         }
+        libc::SIGFPE => Ending::DivisionByZero,
         _ => Ending::IllegalInstruction,
     };
     // SAFETY: called from the handler with its own context.

@@ -5,6 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
+use super::fault::BadAccess;
 use crate::runtime::backend::{Allocation, Placement, Reservation, granules};
 use crate::runtime::error::{Result, RuntimeError};
 
@@ -160,25 +161,47 @@ impl GuardedMemory {
         drop(region);
     }
 
-    /// Says which buffer `address` belongs to or lies near.
-    pub fn describe(&self, address: usize) -> String {
-        let regions = self.regions();
-        let near = regions.range(..=address).next_back().map(|(_, region)| region);
-        match near {
-            Some(r) if address - r.mapping.start < r.mapping.bytes => {
-                let place = if address < r.data {
-                    format!("{} bytes before the start", r.data - address)
-                } else if address - r.data < r.data_bytes {
-                    // All of an ordinary buffer can be accessed, so that this one is reserved.
-                    format!("{} bytes past the start, in the gap between rows", address - r.data)
-                } else {
-                    format!("{} bytes past the end", address - r.data - r.data_bytes)
-                };
-                format!("accessed `{}` {place} ({} bytes long)", r.name, r.data_bytes)
+    /// Says which buffer an access concerned.
+    pub fn describe(&self, access: &BadAccess) -> String {
+        match access {
+            BadAccess::Outside { address } => self.describe_outside(*address),
+            BadAccess::Misaligned { address, bytes, what } => {
+                let misaligned = format!(
+                    "misaligned {bytes}-byte access ({what}): {} past a multiple of {bytes}",
+                    address % *bytes as usize
+                );
+                match self.place(*address) {
+                    Some((name, offset, _)) => format!("{misaligned}, at byte {offset} of `{name}`"),
+                    None => format!("{misaligned}, at address {address:#x}, which is no buffer's"),
+                }
             }
-            _ if address < 1 << 16 => format!("accessed address {address:#x}: a null pointer"),
-            _ => format!("accessed address {address:#x}, which is no buffer's"),
         }
+    }
+
+    fn describe_outside(&self, address: usize) -> String {
+        match self.place(address) {
+            Some((name, offset, bytes)) => {
+                let place = if offset < 0 {
+                    format!("{} bytes before the start", -offset)
+                } else if offset < bytes as i128 {
+                    // All of an ordinary buffer can be accessed, so that this one is reserved.
+                    format!("{offset} bytes past the start, in the gap between rows")
+                } else {
+                    format!("{} bytes past the end", offset - bytes as i128)
+                };
+                format!("accessed `{name}` {place} ({bytes} bytes long)")
+            }
+            None if address < 1 << 16 => format!("accessed address {address:#x}: a null pointer"),
+            None => format!("accessed address {address:#x}, which is no buffer's"),
+        }
+    }
+
+    /// The buffer that `address` belongs to or lies near: its name, the offset from its start, its bytes.
+    fn place(&self, address: usize) -> Option<(String, i128, usize)> {
+        let regions = self.regions();
+        let (_, near) = regions.range(..=address).next_back()?;
+        (address - near.mapping.start < near.mapping.bytes)
+            .then(|| (near.name.clone(), address as i128 - near.data as i128, near.data_bytes))
     }
 }
 
@@ -197,7 +220,7 @@ mod tests {
             let page = page_bytes() as u64;
             assert!(touched.iter().all(|range| range.start % page == 0 && range.end - range.start <= 2 * page));
             let start = allocation.address as usize;
-            let said = |address: usize| memory.describe(address);
+            let said = |address: usize| memory.describe(&BadAccess::Outside { address });
             assert_eq!(
                 said(start - (4 << 31)),
                 format!("accessed `x` {} bytes before the start ({bytes} bytes long)", 4u64 << 31)

@@ -51,7 +51,6 @@ const COMPILE_OPTIONS: &[&str] = &[
     "-O1",
     "-g1",
     "-fPIC",
-    "-shared",
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
@@ -60,9 +59,10 @@ const COMPILE_OPTIONS: &[&str] = &[
 ];
 
 /// What ends a launch beside a wild address: an index outside an array whose size the compiler knows (a GPU reads or
-/// spoils the neighbour in silence), and a shift by more bits than there are.
-const CHECKS_OF_GCC: &[&str] = &["-fsanitize=bounds-strict,shift-exponent", "-fsanitize-undefined-trap-on-error"];
-const CHECKS_OF_CLANG: &[&str] = &["-fsanitize=bounds,shift-exponent", "-fsanitize-trap=bounds,shift-exponent"];
+/// spoils the neighbour in silence), a shift by more bits than there are, and an access through a pointer that is not
+/// aligned to its type, on which a GPU faults. `emulator.h` defines what a failed check calls.
+const CHECKS_OF_GCC: &[&str] = &["-fsanitize=bounds-strict,shift-exponent,alignment", "-fno-sanitize-recover=all"];
+const CHECKS_OF_CLANG: &[&str] = &["-fsanitize=bounds,shift-exponent,alignment", "-fno-sanitize-recover=all"];
 
 /// All options for a compiler that calls itself so.
 fn compile_options(compiler: &str) -> impl Iterator<Item = &'static str> + use<> {
@@ -164,28 +164,28 @@ impl EmulatorBackend {
         self.cache.store(&key, "so", &bytes)
     }
 
+    /// Compiles, then links without the options of the checks, so that the compiler adds no library of its own to them.
     fn run_compiler(&self, scratch: &Path, file: &str, defines: &[(String, String)]) -> Result<PathBuf> {
-        let library = scratch.join("module.so");
-        let output = Command::new(&self.compiler)
-            .args(compile_options(&self.environment.compiler))
-            .args(defines.iter().map(|(name, value)| format!("-D{name}={value}")))
-            .arg("-I.")
-            .args(["-x", "c++"])
-            .arg(file)
-            .arg("-o")
-            .arg(&library)
-            .current_dir(scratch)
-            .output()
-            .map_err(|e| RuntimeError::system(format!("running {}", self.compiler.display()), e))?;
-        if output.status.success() {
-            return Ok(library);
-        }
-        Err(RuntimeError::Compile {
-            compiler: self.environment.compiler.clone(),
-            file: file.to_owned(),
-            defines: defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect(),
-            log: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-        })
+        let run = |command: &mut Command| {
+            let output = command
+                .current_dir(scratch)
+                .output()
+                .map_err(|e| RuntimeError::system(format!("running {}", self.compiler.display()), e))?;
+            if output.status.success() {
+                return Ok(());
+            }
+            Err(RuntimeError::Compile {
+                compiler: self.environment.compiler.clone(),
+                file: file.to_owned(),
+                defines: defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect(),
+                log: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+            })
+        };
+        let defines = defines.iter().map(|(name, value)| format!("-D{name}={value}"));
+        let compile = compile_options(&self.environment.compiler).map(str::to_owned).chain(defines);
+        run(Command::new(&self.compiler).args(compile).args(["-I.", "-x", "c++", "-c", file, "-o", "module.o"]))?;
+        run(Command::new(&self.compiler).args(["-shared", "module.o", "-o", "module.so"]))?;
+        Ok(scratch.join("module.so"))
     }
 }
 
@@ -372,8 +372,8 @@ impl EmulatorModule {
             if let Err(mut fault) = ran {
                 launch.cancelled.store(true, Ordering::Relaxed);
                 // Here, because the shared memory is among the buffers for as long as this worker has it.
-                if let Some(address) = fault.address {
-                    fault.what = memory.describe(address);
+                if let Some(access) = &fault.access {
+                    fault.what = memory.describe(access);
                 }
                 let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());
                 // The fault of the lowest block, and never the mere stop of another one.

@@ -21,7 +21,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::async_proxy::{AsyncProxy, fence_async_proxy, shared_store};
 use super::bulk::{BulkWork, bulk_add, bulk_commit, bulk_copy_in, bulk_wait};
-use super::fault::{self, Ending, Running};
+use super::fault::{self, BadAccess, Ending, Running};
 use super::mbarrier::{Mbarriers, copy_arrive, mbarrier_arrive, mbarrier_init, mbarrier_wait};
 use super::wgmma::{Products, WarpProduct, wgmma_commit, wgmma_fence, wgmma_issue, wgmma_wait};
 
@@ -83,6 +83,22 @@ pub struct ThreadContext {
 /// `emulator::CollectiveOp`: runs once over the payloads of all lanes of the mask.
 type CollectiveOp = unsafe extern "C" fn(payloads: *const *mut c_void, mask: u32);
 
+/// Where in the source a check failed. Mirror of `emulator::Place` in `emulator.h`.
+#[repr(C)]
+pub struct Place {
+    /// Null where it is not known.
+    file: *const c_char,
+    line: u32,
+    column: u32,
+}
+
+impl std::fmt::Display for Place {
+    /// `, FILE:LINE`, or nothing.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.file.is_null() { Ok(()) } else { write!(f, ", {}:{}", name(self.file), self.line) }
+    }
+}
+
 /// Mirror of `emulator::HostApi` in `emulator.h`.
 #[repr(C)]
 pub struct HostApi {
@@ -93,6 +109,8 @@ pub struct HostApi {
     copy_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
     copy_arrive: unsafe extern "C" fn(*mut ThreadContext, u32),
     fail: unsafe extern "C" fn(*mut ThreadContext, *const c_char),
+    stop: unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_char),
+    misaligned: unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_void, u32, *const c_char),
     shared_store: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
     fence_async_proxy: unsafe extern "C" fn(*mut ThreadContext),
     mbarrier_init: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
@@ -117,6 +135,8 @@ pub static HOST_API: HostApi = HostApi {
     copy_wait,
     copy_arrive,
     fail,
+    stop,
+    misaligned,
     shared_store,
     fence_async_proxy,
     mbarrier_init,
@@ -161,8 +181,8 @@ pub struct BlockFault {
     pub block: Dim3,
     /// Thread index.
     pub thread: Dim3,
-    /// The address outside of every buffer, where that is the fault.
-    pub address: Option<usize>,
+    /// The access that is the fault, if one is; the launch then puts its words in place of `what`.
+    pub access: Option<BadAccess>,
     /// What the thread did.
     pub what: String,
 }
@@ -570,6 +590,13 @@ impl Block {
         }
     }
 
+    fn fail_access(&mut self, thread: u32, access: BadAccess) {
+        if self.failure.is_none() {
+            let fault = self.fault_at(thread, "accessed memory that it may not".to_owned());
+            self.failure = Some(BlockFault { access: Some(access), ..fault });
+        }
+    }
+
     fn finish_thread(&mut self, thread: u32, ending: Ending) {
         self.states[thread as usize] = State::Exited;
         let what = match ending {
@@ -578,16 +605,9 @@ impl Block {
             }
             Ending::Returned => return,
             Ending::Segfault { stack_overflow: true, .. } => "overflowed its stack".to_owned(),
-            Ending::Segfault { address, .. } => {
-                let mut fault = self.fault_at(thread, format!("accessed address {address:#x}"));
-                fault.address = Some(address);
-                self.failure.get_or_insert(fault);
-                return;
-            }
-            Ending::IllegalInstruction => {
-                "indexed beyond an array's end, shifted by more bits than there are, or divided an integer by zero"
-                    .to_owned()
-            }
+            Ending::Segfault { address, .. } => return self.fail_access(thread, BadAccess::Outside { address }),
+            Ending::DivisionByZero => "divided an integer by zero".to_owned(),
+            Ending::IllegalInstruction => "came to where the compiler knows that control never comes".to_owned(),
             Ending::Interrupted => TIME_LIMIT.to_owned(),
         };
         self.fail_at(thread, what);
@@ -595,7 +615,7 @@ impl Block {
 
     fn fault_at(&self, thread: u32, what: String) -> BlockFault {
         let context = &self.contexts[thread as usize];
-        BlockFault { block: context.block_idx, thread: context.thread_idx, address: None, what }
+        BlockFault { block: context.block_idx, thread: context.thread_idx, access: None, what }
     }
 
     /// Nobody can run and somebody waits: says who waits for what, and who never came.
@@ -767,6 +787,18 @@ pub(super) unsafe fn suspend(context: *mut ThreadContext) {
 pub(super) unsafe fn abandon(context: *mut ThreadContext, what: String) -> ! {
     let block = unsafe { scheduler(context) };
     block.fail_at(block.current, what);
+    unsafe { never_return(context) }
+}
+
+/// As [`abandon`], for a bad access.
+pub(super) unsafe fn abandon_access(context: *mut ThreadContext, access: BadAccess) -> ! {
+    let block = unsafe { scheduler(context) };
+    block.fail_access(block.current, access);
+    unsafe { never_return(context) }
+}
+
+/// Gives the processor away for good: the block has a fault, so the scheduler resumes nobody.
+unsafe fn never_return(context: *mut ThreadContext) -> ! {
     loop {
         unsafe { suspend(context) };
     }
@@ -901,4 +933,22 @@ unsafe extern "C" fn fail(context: *mut ThreadContext, message: *const c_char) {
     // A collective's operation reports through here as well and must return to the scheduler.
     let block = unsafe { scheduler(context) };
     block.fail_at(block.current, what);
+}
+
+// `place` of both is a structure of the module or on the calling thread's stack.
+
+unsafe extern "C" fn stop(context: *mut ThreadContext, place: *const Place, message: *const c_char) {
+    let what = unsafe { format!("{}{}", name(message), *place) };
+    unsafe { abandon(context, what) }
+}
+
+unsafe extern "C" fn misaligned(
+    context: *mut ThreadContext,
+    place: *const Place,
+    address: *const c_void,
+    bytes: u32,
+    what: *const c_char,
+) {
+    let what = unsafe { format!("{}{}", name(what), *place) };
+    unsafe { abandon_access(context, BadAccess::Misaligned { address: address as usize, bytes, what }) }
 }
