@@ -12,6 +12,7 @@
 //! - [`mutants`]: bugs planted on purpose, bugs by the hundred, and which checks see them;
 //! - [`report`]: what people read of a run, of two beside each other, and of many after one another;
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
+//! - [`specification`]: the sections that all of this cites;
 //! - [`command`]: the command line.
 
 pub mod bisect;
@@ -24,4 +25,5 @@ pub mod operator;
 pub mod operators;
 pub mod record;
 pub mod report;
+pub mod specification;
 pub mod sweep;

@@ -14,6 +14,7 @@
 //! | `failures` | the page's cards of failing cases |
 //! | `operators` | the page's sections of operators |
 //! | `mutants` | the page's kill matrix |
+//! | `specification` | the page's citations, and the sections that they cite |
 //! | `markdown` | `summary.md` |
 //! | `benchmarks` | measured times, read from criterion's folders |
 //! | `diff` | two reports compared |
@@ -38,6 +39,7 @@ mod operators;
 mod picture;
 #[cfg(test)]
 mod sample;
+mod specification;
 pub(crate) mod summary;
 #[cfg(test)]
 mod tests;
