@@ -14,7 +14,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &operators::decode_attention::DecodeAttention,
     &Op::<operators::attention_combine::AttentionCombine>::new(),
     &operators::kv_cache_write::KvCacheWrite,
-    &operators::score_recompute::ScoreRecompute,
+    &Op::<operators::score_recompute::ScoreRecompute>::new(),
 ];
 
 /// Names of all operators.

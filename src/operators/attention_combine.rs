@@ -147,11 +147,7 @@ impl Declared for AttentionCombine {
         let sinks = prop::sample::select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]);
         let lse =
             (prop::sample::select(vec![0.0, 0.5, 2.0, 10.0]), prop::sample::select(vec![0.0, 6.0, -200.0, 300.0]));
-        let data = (
-            prop::sample::select(Distribution::ALL.to_vec()),
-            magnitude(-18..=18),
-            0..1000u64,
-        );
+        let data = (prop::sample::select(Distribution::ALL.to_vec()), magnitude(-18..=18), 0..1000u64);
         (shape, empty, sinks, lse, data)
             .prop_map(|(shape, empty, sinks, (lse_deviation, lse_shift), data)| {
                 let (num_parts, num_tokens, num_heads, v_dim) = shape;
@@ -226,11 +222,7 @@ impl Declared for AttentionCombine {
         Ok(())
     }
 
-    fn forward(
-        _: &AttentionCombineCase,
-        t: &Bound<'_>,
-        rounding: &mut Rounding,
-    ) -> dsv4_reference::Result<Computed> {
+    fn forward(_: &AttentionCombineCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
         let (partial_out, partial_lse) = (t.f64("partial_out")?, t.f64("partial_lse")?);
         let inputs = reference::Inputs { partial_out, partial_lse, sink: t.maybe("sink")? };
         let reference::Outputs { out, lse } = reference::forward(&inputs, rounding)?;
