@@ -12,6 +12,7 @@
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
 //! - [`golden`] and [`golden_run`]: what an independent implementation computed;
 //! - [`record`], [`report`], [`benchmarks`]: what a run leaves behind, and what people read;
+//! - [`specification`]: the sections that all of this cites;
 //! - [`diff`] and [`history`]: two runs beside each other, and many after one another.
 
 pub mod agreement;
@@ -40,5 +41,6 @@ pub mod report;
 pub mod runner;
 pub mod scenario;
 pub mod shard;
+pub mod specification;
 pub mod sweep;
 pub mod triangulation;

@@ -24,7 +24,7 @@ pub const EQUIVALENT: &str = "equivalent.toml";
 pub struct Mutant {
     /// Unique name.
     pub id: String,
-    /// Entry of the failure-mode catalogue, such as `FM-08`.
+    /// Entry of the failure-mode catalogue (`reference/spec/failure_modes.md`), such as `FM-08`, or `derived`.
     pub catalogue: String,
     /// Operator whose cases must see it.
     pub operator: String,

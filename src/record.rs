@@ -92,7 +92,7 @@ pub struct OperatorRecord {
     pub name: String,
     /// One sentence.
     pub summary: String,
-    /// Sections of the specification that it implements.
+    /// Sections of the specification that it implements, one citation each ([`crate::specification`]).
     pub specification: Vec<String>,
     /// Kernel source file.
     pub kernel_file: String,
@@ -298,7 +298,7 @@ pub struct Ceilings {
 pub struct MutantRecord {
     /// The mutant's id.
     pub id: String,
-    /// Catalogue entry, such as `FM-03`; empty for a generated mutant.
+    /// Catalogue entry, such as `FM-03`, or `derived`; empty for a generated mutant.
     pub catalogue: String,
     /// Operator.
     pub operator: String,

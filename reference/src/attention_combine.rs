@@ -1,4 +1,4 @@
-//! Partial attention results over disjoint sets of keys, merged (inference.md 8.2).
+//! Partial attention results over disjoint sets of keys, merged (inference 8.2).
 //!
 //! Part s of a row has the softmax-weighted sum `o_s` over its own keys and their base-2 log-sum-exp `e_s`, both
 //! without the sink. A part whose `e_s` is infinite, of either sign, has seen no key and counts for nothing. With

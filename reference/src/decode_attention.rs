@@ -1,4 +1,4 @@
-//! Attention of decoded tokens over a paged cache (inference.md 8 to 8.4).
+//! Attention of decoded tokens over a paged cache (inference 8 to 8.4).
 //!
 //! A request has `s_q` tokens. Each has a list of slots in the store of raw rows (the window) and one in the store of
 //! compressed entries; both take part in one softmax. Slot j of a list is *valid* when `j < clamp(length, 0, topk)`

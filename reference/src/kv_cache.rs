@@ -1,4 +1,4 @@
-//! Rows of the paged KV cache (inference.md 5.3, 5.4, 8.3): their bytes, written and read in exact arithmetic.
+//! Rows of the paged KV cache (inference 5.3, 5.4, 8.3): their bytes, written and read in exact arithmetic.
 //!
 //! A row of `nope_dim + rope_dim` channels keeps the first `nope_dim` as e4m3 codes and the others as bf16. A group
 //! of 64 codes shares a power-of-two scale,

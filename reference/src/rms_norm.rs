@@ -1,4 +1,4 @@
-//! RMSNorm over the last dimension (inference.md 3, training.md 11.3).
+//! RMSNorm over the last dimension (inference 3, training 11.3).
 //!
 //! With `mean` over the `width` channels of one row,
 //!

@@ -1,4 +1,4 @@
-//! Partial rotary embedding and its tables (inference.md 4, training.md 8).
+//! Partial rotary embedding and its tables (inference 4, training 8).
 //!
 //! The **last** `rope_dim` channels of a head turn in adjacent pairs; the leading ones pass through. With
 //! `C = cos[p, i]`, `S = sin[p, i]` for the position p of the token and pair i of those channels,
@@ -189,12 +189,12 @@ pub struct YarnParameters {
 }
 
 impl YarnParameters {
-    /// Table "main" of inference.md 4.1: layers without compression.
+    /// Table "main" of inference 4.1: layers without compression.
     pub fn main() -> Self {
         Self { theta: 10_000.0, factor: None, ..Self::compress() }
     }
 
-    /// Table "compress" of inference.md 4.1: layers with compression ratio 4 or 128.
+    /// Table "compress" of inference 4.1: layers with compression ratio 4 or 128.
     pub fn compress() -> Self {
         Self {
             theta: 160_000.0,
@@ -420,7 +420,7 @@ mod tests {
     fn the_published_frequencies_come_out() -> Result<()> {
         let frequencies = inv_freq_f32(&YarnParameters::compress())?;
         assert_eq!(YarnParameters::compress().ramp_range(), (15.0, 25.0));
-        // inference.md 4.1, given with seven digits or exactly.
+        // inference 4.1, given with seven digits or exactly.
         let printed = [
             (0, 1.0, 0.0),
             (8, 5.0e-2, 0.0),

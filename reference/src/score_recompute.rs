@@ -1,4 +1,4 @@
-//! Attention scores computed anew, as the target of the indexer's distillation (training.md 5).
+//! Attention scores computed anew, as the target of the indexer's distillation (training 5).
 //!
 //! Every token t ranks some keys of its sequence, and all heads share them. *Selected*: slot j of a list names a
 //! key; it is valid when `j < clamp(topk_length[t], 0, topk)` and the key is one of the sequence's. *Causal*: slot j

@@ -1,4 +1,4 @@
-//! Sparse attention with a sink over gathered keys (inference.md 8, training.md 3 and 4).
+//! Sparse attention with a sink over gathered keys (inference 8, training 3 and 4).
 //!
 //! Every token t has a list of `topk` slots; slot j names key row `indices[t, j]`. It is *valid* when
 //! `j < clamp(topk_length[t], 0, topk)` and `0 <= indices[t, j] < num_keys`. All heads share the keys and the

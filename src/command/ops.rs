@@ -5,6 +5,7 @@ use clap::Args;
 
 use super::Exit;
 use crate::registry;
+use crate::specification::Citation;
 
 /// Options of `parity ops`.
 #[derive(Debug, Args)]
@@ -23,7 +24,9 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
     }
     for record in records {
         println!("{}: {}", record.name, record.summary);
-        println!("    specification  {}", record.specification.join("; "));
+        for (place, citation) in record.specification.iter().enumerate() {
+            println!("    {:<13}  {}", if place == 0 { "specification" } else { "" }, with_title(citation));
+        }
         println!("    kernel         {}", record.kernel_file);
         println!("    oracle         {}", record.oracle_file);
         println!("    types          {}", record.dtypes.join(", "));
@@ -31,4 +34,10 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
         println!("    backward       {}", if record.has_backward { "yes" } else { "no" });
     }
     Ok(Exit::Agreed)
+}
+
+/// A citation and what its section is called.
+fn with_title(citation: &str) -> String {
+    let section = citation.parse::<Citation>().ok().and_then(|citation| citation.section());
+    section.map_or_else(|| citation.to_owned(), |section| format!("{citation}, {}", section.title))
 }

@@ -114,7 +114,7 @@ mod tests {
     fn trial(id: &str, schedules: u32) -> Trial {
         let mutant = Mutant {
             id: id.into(),
-            catalogue: "FM-00".into(),
+            catalogue: "FM-52".into(),
             operator: "rope".into(),
             file: "rope.cu".into(),
             summary: String::new(),

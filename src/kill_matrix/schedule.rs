@@ -170,7 +170,7 @@ mod tests {
     fn fates(script: &str, budget: Option<Duration>) -> Result<Fates> {
         let mutant = Mutant {
             id: "bug".into(),
-            catalogue: "FM-00".into(),
+            catalogue: "FM-52".into(),
             operator: "rope".into(),
             file: "rope.cu".into(),
             summary: String::new(),

@@ -254,7 +254,7 @@ impl Operator for SparseAttention {
         OperatorRecord {
             name: NAME.into(),
             summary: "attention of each query over a list of gathered keys, with a sink per head".into(),
-            specification: list(&["inference 8, 8.1", "training 3", "training 4"]),
+            specification: list(&["inference 8", "inference 8.1", "training 3", "training 4"]),
             kernel_file: "kernels/cuda/sparse_attention.cu".into(),
             oracle_file: "reference/src/sparse_attention.rs".into(),
             dtypes: list(&["q, k, v, out bf16", "lse, max_logits, sink f32", "dk, dv bf16|f32", "indices i32"]),

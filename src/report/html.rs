@@ -6,7 +6,7 @@ use crate::record::Report;
 
 use super::numbers::{bytes, count, counted, duration, significant, utc};
 use super::summary::{Cell, Counts, Matrix, Standing, operators, origins};
-use super::{failures, mutants, operators as sections, picture};
+use super::{failures, mutants, operators as sections, picture, specification};
 
 const STYLE: &str = include_str!("style.css");
 
@@ -43,6 +43,7 @@ pub(super) fn page(report: &Report) -> Markup {
                     (skips(report))
                     (environment(report))
                     (glossary())
+                    (specification::section(report))
                     footer { "Schema version " (report.schema_version) ". Made from records alone: report.json beside this page holds every number on it." }
                 }
             }
@@ -139,6 +140,7 @@ fn contents(report: &Report, counts: &Counts) -> Markup {
             a href="#skips" { "Skips" }
             a href="#environment" { "Environment" }
             a href="#reading" { "How to read this page" }
+            @if specification::cites(report) { a href="#specification" { "Specification" } }
         }
     }
 }

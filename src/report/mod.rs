@@ -13,6 +13,7 @@
 //! | `failures` | the page's cards of failing cases |
 //! | `operators` | the page's sections of operators |
 //! | `mutants` | the page's kill matrix |
+//! | `specification` | the page's citations, and the sections that they cite |
 //! | `markdown` | `summary.md` |
 
 use std::fs;
@@ -30,6 +31,7 @@ mod operators;
 mod picture;
 #[cfg(test)]
 mod sample;
+mod specification;
 pub(crate) mod summary;
 #[cfg(test)]
 mod tests;

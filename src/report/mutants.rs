@@ -9,6 +9,7 @@ use crate::record::{KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, 
 
 use super::html::{breakable, scroller};
 use super::numbers::{count, counted};
+use super::specification::linked;
 use super::summary::{CHECKS, column, survived};
 
 /// The section; empty where no mutant was run.
@@ -138,7 +139,7 @@ fn survivor(mutant: &MutantRecord) -> Markup {
             p .note {
                 (place(mutant))
                 @if !mutant.class.is_empty() { " · " (mutant.class) }
-                @if !mutant.catalogue.is_empty() { " · " (mutant.catalogue) }
+                @if !mutant.catalogue.is_empty() { " · " (linked(&mutant.catalogue)) }
                 @if !mutant.expected.is_empty() { " · expected to be seen by " (breakable(&mutant.expected)) }
                 @if mutant.cases_run > 0 { " · survived " (counted(mutant.cases_run, "case")) }
                 @else if mutant.source == MutantSource::Generated { " · no case runs its kernels" }
@@ -216,7 +217,7 @@ fn matrix_row(mutant: &MutantRecord, columns: &[&str]) -> Markup {
                         @if !as_expected { " " span .badge.warn title="Killed, but not by the check that was expected to see it" { "▲ not as expected" } } }
                     p { (mutant.summary) }
                     (change(mutant))
-                    p .note { code { (mutant.id) } @if !mutant.reason.is_empty() { br; (mutant.reason.lines().next().unwrap_or_default()) } }
+                    p .note { code { (mutant.id) } @if !mutant.catalogue.is_empty() { " · " (linked(&mutant.catalogue)) } @if !mutant.reason.is_empty() { br; (mutant.reason.lines().next().unwrap_or_default()) } }
                 }
             }
             @for name in columns { (kill_cell(mutant, name)) }

@@ -7,6 +7,7 @@ use crate::record::{BenchmarkRecord, OperatorRecord, Report};
 use super::html::{breakable, number, scroller};
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
 use super::picture;
+use super::specification::linked;
 use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops, within, worse_first};
 
 /// Worst cases shown for each tensor.
@@ -50,7 +51,7 @@ fn description(report: &Report, operator: &OperatorRecord) -> Markup {
     let oracle: f64 = cases.iter().map(|case| case.oracle_seconds).sum();
     html! {
         dl .facts {
-            div { dt { "specification" } dd { (or_none(&operator.specification.join("; "))) } }
+            div { dt { "specification" } dd { (linked(or_none(&operator.specification.join("; ")))) } }
             div { dt { "kernel" } dd { code { (or_none(&operator.kernel_file)) } } }
             div { dt { "oracle" } dd { code { (or_none(&operator.oracle_file)) } } }
             div { dt { "dtypes" } dd { (or_none(&operator.dtypes.join(", "))) } }

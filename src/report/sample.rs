@@ -73,7 +73,7 @@ pub fn failing(cases: usize) -> Report {
     report.revision.dirty = true;
     report.mutants.push(MutantRecord {
         killed_by: Vec::new(),
-        ..mutant("sink_added_twice_in_backward", "FM-17", "sparse_attention", "gradient")
+        ..mutant("sink_added_twice_in_backward", "FM-07", "sparse_attention", "gradient")
     });
     report.skips = vec![
         Skip {
@@ -124,7 +124,7 @@ fn operator(name: &str, has_backward: bool) -> OperatorRecord {
             "rope" => "Rotates the last rope_dim channels of each head by its token's position.".into(),
             _ => "Attention of each token over the keys that its index list selects, with an optional sink.".into(),
         },
-        specification: vec!["inference §2.3".into(), "training §4".into()],
+        specification: vec!["inference 8.1".into(), "training 4".into()],
         kernel_file: format!("kernels/cuda/{name}.cu"),
         oracle_file: format!("reference/src/{name}.rs"),
         dtypes: vec!["bf16".into(), "f32".into()],
@@ -299,11 +299,11 @@ fn mutant(id: &str, catalogue: &str, operator: &str, expected: &str) -> MutantRe
 
 fn mutants() -> Vec<MutantRecord> {
     vec![
-        mutant("eps_outside_root", "FM-03", "rms_norm", "forward"),
+        mutant("eps_outside_root", "derived", "rms_norm", "forward"),
         MutantRecord {
             killed_by: vec!["forward".into(), "special_values".into()],
-            ..mutant("row_stride_ignored", "FM-08", "rms_norm", "guards")
+            ..mutant("row_stride_ignored", "FM-76", "rms_norm", "guards")
         },
-        mutant("inverse_flag_dropped", "FM-11", "rope", "gradient"),
+        mutant("inverse_flag_dropped", "FM-52", "rope", "gradient"),
     ]
 }

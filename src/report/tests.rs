@@ -194,6 +194,34 @@ fn an_operator_that_the_registry_does_not_list_still_has_its_section() {
 }
 
 #[test]
+fn citations_lead_to_the_text_of_their_sections_on_the_page() {
+    let unknown = format!("training {}", 99);
+    let mut report = sample::failing(30);
+    report.operators[0].specification = vec!["inference 3".into(), unknown.clone()];
+    let page = html(&report);
+    let operator = &page[place(&page, "id=\"operator-rms_norm\"")..];
+    place(operator, &format!("<dd><a href=\"#inference-3\">inference 3</a>; {unknown}</dd>"));
+    place(&page[place(&page, "id=\"mutants\"")..], "<a href=\"#FM-07\">FM-07</a>");
+    let specification = &page[place(&page, "id=\"specification\"")..];
+    for text in ["id=\"inference-3\"", "RMSNorm</summary>", "id=\"FM-07\"", "reference/spec/inference.md#3-rmsnorm"] {
+        place(specification, text);
+    }
+    assert!(!specification.contains("id=\"inference-4\""), "only what is cited is there");
+    for link in page.split("href=\"#").skip(1) {
+        let target = link.split('"').next().expect("a target");
+        assert!(page.contains(&format!("id=\"{target}\"")), "nothing is called {target}");
+    }
+}
+
+#[test]
+fn a_page_that_cites_nothing_has_no_specification() {
+    let mut report = sample::passing(9);
+    report.operators.iter_mut().for_each(|operator| operator.specification.clear());
+    report.mutants.clear();
+    assert!(!html(&report).contains("specification\""));
+}
+
+#[test]
 fn html_is_self_contained() {
     let page = html(&sample::failing(30));
     for outside in ["http://", "https://", "src=", "@import", "<link", "<script", "url(/", "url(\""] {

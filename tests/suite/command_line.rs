@@ -92,6 +92,8 @@ const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf1
 fn ops_lists_every_operator_with_its_files() {
     let output = parity(&["ops"]);
     output.assert_code(0);
+    let cited = "    specification  training 5, Attention-score recompute: the distillation target\n";
+    assert!(output.stdout.contains(cited), "{}", output.stdout);
     for name in dsv4_parity::registry::names() {
         for needle in [format!("{name}: "), format!("kernels/cuda/{name}.cu"), format!("reference/src/{name}.rs")] {
             assert!(output.stdout.contains(&needle), "`{needle}` is not listed");

@@ -31,7 +31,7 @@ fn planted(find: &str, replace: &str) -> String {
     format!(
         r#"[[mutant]]
 id = "rope_bug"
-catalogue = "FM-00"
+catalogue = "FM-52"
 operator = "rope"
 file = "rope.cu"
 summary = "One line is another."
