@@ -388,7 +388,9 @@ fn an_access_whose_address_is_no_multiple_of_its_size_is_reported_with_buffer_an
             assert_eq!((kernel.as_str(), block.as_str()), ("probe", "(0, 0, 0)"), "{statement}: {what}");
             assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
             let place = if memory.is_empty() { "no buffer's".to_owned() } else { format!("of `{memory}`") };
-            for needle in [&format!("misaligned {bytes}-byte access"), &format!(": {off} past a multiple of {bytes}"), &place] {
+            for needle in
+                [&format!("misaligned {bytes}-byte access"), &format!(": {off} past a multiple of {bytes}"), &place]
+            {
                 assert!(what.contains(needle.as_str()), "{statement}: `{needle}` is not in `{what}`");
             }
         }
