@@ -181,8 +181,8 @@ inline int poison_library_tls(dl_phdr_info* info, size_t, void* data) {
 }  // namespace emulator
 
 EMULATOR_EXPORT void emulator_poison_static_shared(uint8_t byte) {
-    // Touching the thread's storage first makes the loader allocate it.
-    emulator::context = emulator::context;
+    // Its address makes the loader allocate the thread's storage, which it has not done before the thread's first block.
+    asm volatile("" ::"r"(&emulator::context));
     emulator::PoisonRequest request{reinterpret_cast<uintptr_t>(&emulator_attach), byte};
     dl_iterate_phdr(emulator::poison_library_tls, &request);
 }

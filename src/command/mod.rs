@@ -21,6 +21,8 @@ use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, RuntimeError, SourceTree};
 
+use crate::operator::Profile;
+
 /// What a command ends with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
@@ -54,6 +56,12 @@ pub fn exit_code_of(error: &anyhow::Error) -> Exit {
         Some(RuntimeError::BackendMissing { .. }) => Exit::BackendMissing,
         _ => Exit::BadInput,
     }
+}
+
+/// Random schedules to run each case under: those asked for, or the profile's. None where the device schedules by itself.
+fn schedules(asked: Option<u32>, profile: Profile, device: &Device) -> u32 {
+    let takes_a_seed = device.environment().backend == BackendKind::Emulator;
+    if takes_a_seed { asked.unwrap_or(profile.schedules()) } else { 0 }
 }
 
 /// The subcommands.

@@ -4,14 +4,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dsv4_kernels::runtime::RuntimeError;
+use dsv4_kernels::runtime::{BackendKind, RuntimeError};
 
 use super::{DeviceArguments, Exit};
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
-use crate::operator::registry;
+use crate::operator::{Profile, registry};
 use crate::record::{CaseRecord, Origin, Verdict};
 use crate::sweep;
+use crate::sweep::regressions::Regressions;
 
 /// Options of `parity replay`.
 #[derive(Debug, Args)]
@@ -24,12 +25,12 @@ use it:
 
 Try the command once first: git takes 2 and 3 for a bad revision, too.")]
 pub struct ReplayArguments {
-    /// A case as one line of JSON, or a file with one case a line
+    /// A case or its record as one line of JSON, or a file of such lines (records.jsonl, remembered cases)
     #[arg(value_name = "CASE|FILE")]
     case: String,
-    /// Random schedules to run under, beyond the deterministic one (emulator)
-    #[arg(long, default_value_t = 0)]
-    schedules: u32,
+    /// Random schedules to run under, beyond the deterministic one (emulator); 4, as profile ci, when absent
+    #[arg(long)]
+    schedules: Option<u32>,
     /// Print the record as JSON
     #[arg(long)]
     json: bool,
@@ -39,9 +40,9 @@ pub struct ReplayArguments {
 
 /// Runs the cases and prints everything that is known about them.
 pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
-    let cases = cases_of(&arguments.case)?;
+    let given = given(&arguments.case)?;
     // All are prepared before one is run: a malformed line is reported before minutes are spent.
-    for case in &cases {
+    for Given { case, .. } in &given {
         registry::prepare(case)?;
     }
     let device = match arguments.device.open() {
@@ -52,14 +53,19 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
         }
         Err(error) => return Err(error),
     };
-    let options = CheckOptions { schedules: arguments.schedules, triangulate: true };
+    let schedules = super::schedules(arguments.schedules, Profile::Ci, &device);
+    let options = CheckOptions { schedules, triangulate: true };
+    let may_be_a_race = device.environment().backend == BackendKind::Emulator && schedules < MANY_SCHEDULES;
     let mut exit = Exit::Agreed;
-    for case in &cases {
+    for Given { case, has_failed } in &given {
         let record = sweep::run_case(case, Origin::Given, &device, options);
         if arguments.json {
             println!("{}", serde_json::to_string(&record)?);
         } else {
             print_record(&record);
+        }
+        if *has_failed && may_be_a_race && record.verdict() == Verdict::Pass {
+            eprintln!("{}", other_schedules(schedules));
         }
         if untestable(&record) {
             exit = if exit == Exit::Agreed { Exit::Untestable } else { exit };
@@ -81,20 +87,57 @@ fn untestable(record: &CaseRecord) -> bool {
         && record.checks.iter().any(|check| check.check == "launch" && check.verdict == Verdict::Error)
 }
 
+/// As many schedules as show nearly every race, for a case that has failed and now agrees.
+const MANY_SCHEDULES: u32 = 64;
+
+fn other_schedules(schedules: u32) -> String {
+    format!(
+        "  this case has failed before, and agrees under the deterministic schedule and {schedules} random ones: a race \
+         may need other schedules (--schedules {MANY_SCHEDULES})"
+    )
+}
+
+/// A case, and whether it is known to have failed once.
+struct Given {
+    case: Case,
+    has_failed: bool,
+}
+
+impl Given {
+    /// Parses a case, or the record of one. A bare case has failed once if it is among `remembered`.
+    fn parse(line: &str, remembered: &Regressions) -> Result<Self> {
+        if let Ok(record) = serde_json::from_str::<CaseRecord>(line) {
+            let has_failed = record.verdict() != Verdict::Pass;
+            return Ok(Self { case: serde_json::from_value(record.case)?, has_failed });
+        }
+        let case = Case::parse(line)?;
+        // A folder of remembered cases that cannot be read says nothing about this one.
+        let has_failed = remembered.load(&case.operator).is_ok_and(|cases| cases.contains(&case));
+        Ok(Self { case, has_failed })
+    }
+}
+
 pub(super) fn cases_of(argument: &str) -> Result<Vec<Case>> {
+    Ok(given(argument)?.into_iter().map(|given| given.case).collect())
+}
+
+fn given(argument: &str) -> Result<Vec<Given>> {
+    let remembered = Regressions::new(Regressions::default_dir());
     if argument.trim_start().starts_with('{') {
-        return Ok(vec![Case::parse(argument)?]);
+        return Ok(vec![Given::parse(argument, &remembered)?]);
     }
     let path = Path::new(argument);
     let text = std::fs::read_to_string(path).with_context(|| format!("reading cases from {}", path.display()))?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'));
-    let cases: Vec<Case> = lines
-        .map(|(number, line)| Case::parse(line).with_context(|| format!("{}:{}", path.display(), number + 1)))
+    let given: Vec<Given> = lines
+        .map(|(number, line)| {
+            Given::parse(line, &remembered).with_context(|| format!("{}:{}", path.display(), number + 1))
+        })
         .collect::<Result<_>>()?;
-    if cases.is_empty() {
+    if given.is_empty() {
         bail!("{} holds no case", path.display());
     }
-    Ok(cases)
+    Ok(given)
 }
 
 fn print_record(record: &CaseRecord) {

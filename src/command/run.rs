@@ -36,9 +36,10 @@ pub struct RunArguments {
     /// Seed of the sweep
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Random schedules to run each case under, beyond the deterministic one (emulator)
-    #[arg(long, default_value_t = 0)]
-    schedules: u32,
+    /// Random schedules to run each case under, beyond the deterministic one (emulator); 2 with profile quick and
+    /// otherwise 4 when absent, 0 for none
+    #[arg(long)]
+    schedules: Option<u32>,
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/latest", value_name = "DIR")]
     out: PathBuf,
@@ -72,7 +73,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let start = Instant::now();
     // Read before anything runs: what cannot be understood must not cost a finished sweep its report.
     let measured = benchmarks::read(&arguments.criterion, &device.environment().device).map_err(anyhow::Error::msg)?;
-    let options = sweep_options(arguments);
+    let options = sweep_options(arguments, &device);
     let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
     let remembered = match &begun {
         Some(begun) => begun.remembered.clone(),
@@ -98,7 +99,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         environment: device.environment().clone(),
         profile: arguments.profile.name().to_owned(),
         seed: arguments.seed,
-        schedules: arguments.schedules,
+        schedules: options.checks.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
         cases,
         benchmarks: measured.benchmarks,
@@ -117,12 +118,13 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
 }
 
-fn sweep_options(arguments: &RunArguments) -> SweepOptions {
+fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
+    let schedules = super::schedules(arguments.schedules, arguments.profile, device);
     SweepOptions {
         profile: arguments.profile,
         cases: arguments.cases,
         seed: arguments.seed,
-        checks: CheckOptions { schedules: arguments.schedules, triangulate: true },
+        checks: CheckOptions { schedules, triangulate: true },
         regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
         // A shard that remembered would change the plan of those that start later: the merge does it.
         remember: arguments.shard.is_none(),
@@ -200,18 +202,15 @@ pub(super) fn revision(runner: &dyn Runner) -> Revision {
 }
 
 fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
-    let mut skips = Vec::new();
-    if device.environment().backend == BackendKind::Cuda && arguments.schedules > 0 {
-        skips.push(Skip {
-            what: "random schedules".into(),
-            why: "a GPU schedules by itself; only the emulator takes a seed".into(),
-            count: u64::from(arguments.schedules),
-        });
+    let skip =
+        |why: &str, count: u32| vec![Skip { what: "random schedules".into(), why: why.into(), count: count.into() }];
+    match (device.environment().backend, arguments.schedules.unwrap_or(arguments.profile.schedules())) {
+        (BackendKind::Emulator, 0) => skip("turned off (--schedules 0)", 1),
+        (BackendKind::Cuda, asked) if asked > 0 => {
+            skip("a GPU schedules by itself; only the emulator takes a seed", asked)
+        }
+        _ => Vec::new(),
     }
-    if device.environment().backend == BackendKind::Emulator && arguments.schedules == 0 {
-        skips.push(Skip { what: "random schedules".into(), why: "not asked for (--schedules N)".into(), count: 1 });
-    }
-    skips
 }
 
 /// Prints what a person wants to know first.

@@ -20,7 +20,8 @@ use crate::record::{CheckRecord, Metrics, Skip, Verdict};
 /// What a sweep asks of each case beyond the checks that always run.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckOptions {
-    /// Random schedules to run each case under, beyond the deterministic one (emulator only).
+    /// Random schedules to run each case under, beyond the deterministic one (emulator only): those of the seeds 1 to
+    /// this number. [`crate::operator::Profile::schedules`] is what a sweep asks for.
     pub schedules: u32,
     /// Whether to triangulate the oracle's gradients. It concerns the oracle alone, so once per case
     /// is enough, and a kernel's mutants need it never.
@@ -78,6 +79,13 @@ impl Outcome {
     fn is_blind(&mut self, runner: &dyn Runner, check: &str, count: u64) -> bool {
         let why = runner.blind_to(check);
         why.inspect(|why| self.skip(check, why, count)).is_some()
+    }
+
+    /// Says of whatever failed since there were `before` checks that it did so under this schedule.
+    fn name_schedule(&mut self, before: usize, schedule: u64) {
+        for check in self.checks[before..].iter_mut().filter(|check| check.verdict != Verdict::Pass) {
+            check.message = format!("under schedule {schedule}: {}", check.message);
+        }
     }
 
     fn verdict(&mut self, check: &str, tensor: &str, compared: u64, problem: Option<String>) {
@@ -351,11 +359,14 @@ fn repeat_checks(
         return;
     }
     for schedule in 1..=schedules {
+        let before = outcome.checks.len();
         runner.set_schedule_seed(Some(schedule));
         let run = launch(prepared, runner, truth, Contract::NAN, "launch", outcome);
         runner.set_schedule_seed(None);
-        let Some(run) = run else { continue };
-        same_results("schedule_independent", runner, first, &run, budgets, outcome);
+        if let Some(run) = run {
+            same_results("schedule_independent", runner, first, &run, budgets, outcome);
+        }
+        outcome.name_schedule(before, schedule);
     }
 }
 

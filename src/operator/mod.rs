@@ -45,6 +45,14 @@ impl Profile {
             Self::Full => "full",
         }
     }
+
+    /// Random schedules that each case runs under on the emulator, beyond the deterministic one, unless told otherwise.
+    pub fn schedules(self) -> u32 {
+        match self {
+            Self::Quick => 2,
+            Self::Ci | Self::Full => 4,
+        }
+    }
 }
 
 /// A kernel file and the defines that it is compiled with.

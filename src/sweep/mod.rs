@@ -165,7 +165,8 @@ fn remember(record: &CaseRecord, options: &SweepOptions) {
     }
 }
 
-/// Walks proptest's tree towards a smaller case that fails the same check; returns the smallest.
+/// Walks proptest's tree towards a smaller case that fails the same check; returns the smallest. Each runs under the
+/// schedules of the first, so also under those that showed a race.
 fn shrink(
     tree: &mut dyn ValueTree<Value = Case>,
     failing: &CheckRecord,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use dsv4_kernels::runtime::SourceTree;
+use dsv4_kernels::runtime::{BackendKind, SourceTree};
 use dsv4_parity::record::{CaseRecord, OperatorRecord, Origin, Report, SCHEMA_VERSION, Verdict};
 
 use crate::support;
@@ -328,6 +328,80 @@ fn replay_as_printed(command: &str) -> Option<i32> {
     let output = Command::new("sh").args(["-c", command]).env("PATH", path).output().expect("sh runs");
     assert!(!String::from_utf8_lossy(&output.stderr).contains("panicked"));
     output.status.code()
+}
+
+/// How many random schedules a case ran under.
+fn schedules_of(record: &CaseRecord) -> usize {
+    let checks = record.checks.iter().filter(|check| check.check == "schedule_independent");
+    let tensors: std::collections::BTreeSet<_> = checks.clone().map(|check| &check.tensor).collect();
+    if tensors.is_empty() { 0 } else { checks.count() / tensors.len() }
+}
+
+#[test]
+fn run_and_replay_take_random_schedules_on_the_emulator_unless_they_are_told_not_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |arguments: &[&str]| {
+        run(dir.path(), &[&["--ops", "rms_norm", "--cases", "0"][..], arguments].concat()).assert_code(0);
+        let report: Report = serde_json::from_str(&read(dir.path().join("out/report.json"))).expect("a report");
+        let skips = report.skips.iter().filter(|skip| skip.what == "random schedules").count();
+        (report.schedules as usize, schedules_of(&report.cases[0]), skips)
+    };
+    let replay = |arguments: &[&str]| {
+        let output = parity(&[&["replay", "--backend", &backend(), "--json", CASE][..], arguments].concat());
+        output.assert_code(0);
+        schedules_of(&serde_json::from_str(&output.stdout).expect("JSON"))
+    };
+    if support::backend() == BackendKind::Cuda {
+        assert_eq!((run(&[]), run(&["--schedules", "3"]), replay(&["--schedules", "3"])), ((0, 0, 1), (0, 0, 1), 0));
+        return;
+    }
+    assert_eq!(run(&[]), (2, 2, 0));
+    assert_eq!(run(&["--profile", "ci"]), (4, 4, 0));
+    assert_eq!(run(&["--schedules", "1"]), (1, 1, 0));
+    assert_eq!(run(&["--schedules", "0"]), (0, 0, 1), "turned off: said once");
+    assert_eq!((replay(&[]), replay(&["--schedules", "1"]), replay(&["--schedules", "0"])), (4, 1, 0));
+}
+
+#[test]
+fn a_race_is_shrunk_under_the_schedules_that_showed_it_and_its_replay_names_them() {
+    if support::backend() != BackendKind::Emulator {
+        return eprintln!("skipped: only the emulator takes the seed of a schedule");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    // Each thread is off by two ulps or by none, as its turn decides: within the budget, and another bit per schedule.
+    let turn = "[] { __shared__ uint32_t turn; return atomicAdd(&turn, 1u) & 1; }()";
+    let racing = format!("__uint_as_float(__float_as_uint({MEAN}) + 2 * {turn})");
+    let kernels = changed_kernels(dir.path(), "rms_norm.cu", MEAN, &racing).display().to_string();
+    run(dir.path(), &["--ops", "rms_norm", "--kernels", &kernels, "--cases", "1"]).assert_code(1);
+    let records = records(&dir.path().join("out"));
+    let only_by_schedule = |record: &&CaseRecord| {
+        let failing = || record.checks.iter().filter(|check| check.verdict != Verdict::Pass);
+        failing().count() > 0 && failing().all(|check| check.check == "schedule_independent")
+    };
+    let small = records.iter().filter(|record| record.origin == Origin::Shrunk).find(only_by_schedule);
+    let small = small.expect("a drawn case failed under random schedules alone, and was shrunk");
+    let failing = small.checks.iter().find(|check| check.verdict != Verdict::Pass).expect("it fails");
+    assert!(["under schedule 1: ", "under schedule 2: "].iter().any(|words| failing.message.starts_with(words)));
+    assert!(small.replay.contains(" --schedules 2 "), "{}", small.replay);
+    assert_eq!(replay_as_printed(&small.replay), Some(1));
+
+    // With the barrier where it belongs the case agrees. What was given says whether that may be luck.
+    let says_so = |given: &str, arguments: &[&str]| {
+        let output = parity(&[&["replay", "--backend", "emulator", given][..], arguments].concat());
+        output.assert_code(0);
+        output.stderr.contains("a race may need other schedules (--schedules 64)")
+    };
+    let record = serde_json::to_string(small).unwrap();
+    let mut passed = small.clone();
+    passed.checks.retain(|check| check.verdict == Verdict::Pass);
+    let case = small.case.to_string();
+    assert!(says_so(&record, &[]) && says_so(&record, &["--schedules", "8", "--json"]));
+    assert!(!says_so(&record, &["--schedules", "64"]), "the advice was followed");
+    assert!(!says_so(&case, &[]), "nobody says that this case has failed");
+    assert!(!says_so(&serde_json::to_string(&passed).unwrap(), &[]), "the record of a case that agreed");
+    let fixtures = dir.path().display().to_string();
+    let remembered = Parity::new(&["replay", "--backend", "emulator", &case]).env("PARITY_FIXTURES", &fixtures).run();
+    assert!(remembered.stderr.contains("--schedules 64"), "the case is remembered: {}", remembered.stderr);
 }
 
 #[test]

@@ -272,6 +272,20 @@ fn an_index_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_many_bits_a
     }
 }
 
+#[test]
+fn static_shared_memory_that_no_thread_writes_holds_poison_in_the_first_block_and_in_later_ones() {
+    let Some(device) = emulator() else { return };
+    // Written to where a launch says so, lest the compiler take it for a constant.
+    let body = "__shared__ int32_t held[64]; if (params.count) held[threadIdx.x] = 1;
+                const int32_t first = held[threadIdx.x];
+                held[threadIdx.x] = 2;
+                if (first != -1) atomicMax(params.y, 1 + (first & 0xff));";
+    for blocks in [1, 16] {
+        let (result, y) = run_probe(&device, body, [blocks, 1, 1], [64, 1, 1]);
+        assert_eq!((result.unwrap(), y[0]), (vec![], -1), "of {blocks} blocks one found something else than poison");
+    }
+}
+
 // ---------------------------------------------------------------- misaligned accesses
 
 /// Accesses of several bytes at once, each with the bytes that must divide its address, and the memory that it concerns.

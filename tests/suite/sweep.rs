@@ -94,7 +94,7 @@ fn own_device() -> Device {
 }
 
 fn assert_sweep_agrees(operator: &str) {
-    let checks = CheckOptions { schedules: 1, triangulate: true };
+    let checks = CheckOptions { schedules: Profile::Quick.schedules(), triangulate: true };
     let collected = run(operator, &own_device(), 4, 11, checks);
     assert_eq!(collected.records.len(), collected.planned);
     let corners = registry::find(operator).unwrap().corner_cases(Profile::Quick).len();
@@ -160,10 +160,11 @@ fn a_quick_sweep_of_kv_cache_write_agrees() {
 #[test]
 fn remembered_cases_agree() {
     let regressions = Regressions::new(support::fixtures().join("regressions"));
+    let device = own_device();
     for operator in registry::names() {
         for case in regressions.load(&operator).unwrap() {
-            let checks = CheckOptions { schedules: 0, triangulate: false };
-            let record = sweep::run_case(&case, Origin::Regression, support::device(), checks);
+            let checks = CheckOptions { schedules: Profile::Quick.schedules(), triangulate: false };
+            let record = sweep::run_case(&case, Origin::Regression, &device, checks);
             assert_eq!(record.verdict(), Verdict::Pass, "{}", sweep::failure_text(&record));
         }
     }

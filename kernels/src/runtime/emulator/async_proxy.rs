@@ -6,8 +6,6 @@
 //! 16 bytes the time of the last ordinary write and the thread that made it are kept, and for each
 //! thread the time of its last fence; a read that no fence covers is given poison.
 
-use super::schedule::{ThreadContext, abandon, scheduler};
-
 /// Granularity of the record.
 pub const CHUNK_BYTES: u32 = 16;
 /// A write is `time << WRITER_BITS | writer`; 0 where there was none.
@@ -82,7 +80,7 @@ impl AsyncProxy {
         u64::from(offset) + u64::from(bytes) <= self.shared_bytes as u64
     }
 
-    fn fence(&mut self, thread: u32) {
+    pub fn fence(&mut self, thread: u32) {
         self.clock += 1;
         self.fences[thread as usize] = self.clock;
     }
@@ -105,19 +103,4 @@ impl AsyncProxy {
         let (time, writer) = (write >> WRITER_BITS, write as usize & ((1 << WRITER_BITS) - 1));
         write == 0 || self.fences[writer] > time || issuer_fence > time
     }
-}
-
-// SAFETY of the functions below: see `scheduler`.
-
-pub unsafe extern "C" fn fence_async_proxy(context: *mut ThreadContext) {
-    let block = unsafe { scheduler(context) };
-    block.proxy.fence(block.current);
-}
-
-pub unsafe extern "C" fn shared_store(context: *mut ThreadContext, offset: u32, bytes: u32) {
-    let block = unsafe { scheduler(context) };
-    if let Some(what) = block.mbarriers.overlap(offset, bytes) {
-        unsafe { abandon(context, what) };
-    }
-    block.proxy.ordinary_write(offset, bytes, block.current);
 }

@@ -1,38 +1,32 @@
 //! Bulk copies into shared memory, and bulk additions out of it.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-
-use super::async_proxy::CHUNK_BYTES;
-use super::fault::BadAccess;
-use super::schedule::{Block, ThreadContext, abandon, abandon_access, maybe_yield, scheduler};
-
 /// A copy to shared memory that has not landed.
-struct BulkCopy {
-    source: *const u8,
-    target: u32,
-    bytes: u32,
-    barrier: u32,
-    thread: u32,
+pub(super) struct BulkCopy {
+    pub(super) source: *const u8,
+    pub(super) target: u32,
+    pub(super) bytes: u32,
+    pub(super) barrier: u32,
+    pub(super) thread: u32,
 }
 
 /// An addition that has not read shared memory.
-struct BulkAdd {
-    target: *mut f32,
-    source: u32,
-    bytes: u32,
-    thread: u32,
+pub(super) struct BulkAdd {
+    pub(super) target: *mut f32,
+    pub(super) source: u32,
+    pub(super) bytes: u32,
+    pub(super) thread: u32,
     /// Groups that the thread had committed before this addition was issued.
-    group: u32,
-    issuer_fence: u64,
+    pub(super) group: u32,
+    pub(super) issuer_fence: u64,
 }
 
 /// What the bulk copies of one block have still to do.
 #[derive(Default)]
 pub struct BulkWork {
-    copies: Vec<BulkCopy>,
-    adds: Vec<BulkAdd>,
+    pub(super) copies: Vec<BulkCopy>,
+    pub(super) adds: Vec<BulkAdd>,
     /// By thread; empty before the first commit.
-    committed_groups: Vec<u32>,
+    pub(super) committed_groups: Vec<u32>,
 }
 
 impl BulkWork {
@@ -56,135 +50,7 @@ impl BulkWork {
         self.adds.iter().any(|add| add.thread == thread)
     }
 
-    fn committed(&self, thread: u32) -> u32 {
+    pub fn committed(&self, thread: u32) -> u32 {
         self.committed_groups.get(thread as usize).copied().unwrap_or(0)
-    }
-}
-
-impl Block {
-    /// Lands the copy with this index (in the order of issue).
-    pub(super) fn land_bulk_copy(&mut self, index: usize) {
-        let copy = self.bulk.copies.remove(index);
-        // SAFETY: `bulk_copy_in` read the source's ends on the issuing thread and checked that the
-        // target lies within the dynamic shared memory; buffers outlive the launch.
-        unsafe { std::ptr::copy_nonoverlapping(copy.source, self.proxy.pointer(copy.target), copy.bytes as usize) };
-        self.proxy.own_write(copy.target, copy.bytes);
-        if let Err(what) = self.mbarrier_landing(copy.barrier, copy.bytes) {
-            self.fail_at(copy.thread, what);
-        }
-    }
-
-    /// Performs the addition with this index (in the order of issue).
-    pub(super) fn land_bulk_add(&mut self, index: usize) {
-        let add = self.bulk.adds.remove(index);
-        for i in 0..add.bytes / 4 {
-            let offset = add.source + 4 * i;
-            let chunk = offset / CHUNK_BYTES * CHUNK_BYTES;
-            let seen = self.proxy.sees(chunk, add.issuer_fence);
-            // SAFETY: `bulk_add` touched the target's ends on the issuing thread and checked that the
-            // source lies within the dynamic shared memory; both are 16-byte aligned. Other blocks add
-            // to the same floats, so they are read and written as atomics.
-            let (value, target) = unsafe {
-                let value = self.proxy.pointer(offset).cast::<f32>().read();
-                (value, AtomicU32::from_ptr(add.target.add(i as usize).cast()))
-            };
-            let value = if seen { value } else { f32::NAN };
-            let _ = target.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |old| {
-                Some((f32::from_bits(old) + value).to_bits())
-            });
-        }
-    }
-
-    /// What is wrong with bulk work between these two addresses, whatever it is called.
-    fn bulk_fault(&self, what: &str, global: usize, shared: u32, bytes: u32) -> Option<BulkFault> {
-        let misaligned = |address: usize| BadAccess::Misaligned { address, bytes: CHUNK_BYTES, what: what.to_owned() };
-        if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES) {
-            return Some(BulkFault::Other(format!("{what} of {bytes} bytes: must be a multiple of 16, and not 0")));
-        }
-        if !self.proxy.contains(shared, bytes) {
-            return Some(BulkFault::Other(format!(
-                "{what} of {bytes} bytes at shared offset {shared:#x}: outside the dynamic shared memory"
-            )));
-        }
-        let addresses = [global, self.proxy.pointer(shared) as usize];
-        let bad = addresses.into_iter().find(|address| !address.is_multiple_of(CHUNK_BYTES as usize))?;
-        Some(BulkFault::Access(misaligned(bad)))
-    }
-}
-
-/// What is wrong with a bulk copy or addition.
-enum BulkFault {
-    Access(BadAccess),
-    Other(String),
-}
-
-impl BulkFault {
-    /// Ends the thread that asked for it.
-    unsafe fn abandon(self, context: *mut ThreadContext) -> ! {
-        match self {
-            Self::Access(access) => unsafe { abandon_access(context, access) },
-            Self::Other(what) => unsafe { abandon(context, what) },
-        }
-    }
-}
-
-// SAFETY of the functions below: see `scheduler`. A bad global address raises a signal on this
-// coroutine's stack, which ends it with an error.
-
-pub unsafe extern "C" fn bulk_copy_in(
-    context: *mut ThreadContext,
-    target: u32,
-    source: *const u8,
-    bytes: u32,
-    barrier: u32,
-) {
-    let block = unsafe { scheduler(context) };
-    let thread = block.current;
-    if let Some(fault) = block.bulk_fault("bulk copy", source as usize, target, bytes) {
-        unsafe { fault.abandon(context) };
-    }
-    let unfit = block.mbarriers.at(barrier).err();
-    if let Some(what) = unfit.or_else(|| block.mbarriers.overlap(target, bytes)) {
-        unsafe { abandon(context, what) };
-    }
-    unsafe {
-        source.read_volatile();
-        source.add(bytes as usize - 1).read_volatile();
-    }
-    block.bulk.copies.push(BulkCopy { source, target, bytes, barrier, thread });
-    unsafe { maybe_yield(context) };
-}
-
-pub unsafe extern "C" fn bulk_add(context: *mut ThreadContext, target: *mut f32, source: u32, bytes: u32) {
-    let block = unsafe { scheduler(context) };
-    let thread = block.current;
-    if let Some(fault) = block.bulk_fault("bulk addition", target as usize, source, bytes) {
-        unsafe { fault.abandon(context) };
-    }
-    unsafe {
-        // Adding nothing is a write, as the addition itself will be.
-        for end in [0, bytes as usize / 4 - 1] {
-            AtomicU32::from_ptr(target.add(end).cast()).fetch_or(0, Ordering::Relaxed);
-        }
-    }
-    let (group, issuer_fence) = (block.bulk.committed(thread), block.proxy.warp_fence(thread));
-    block.bulk.adds.push(BulkAdd { target, source, bytes, thread, group, issuer_fence });
-    unsafe { maybe_yield(context) };
-}
-
-pub unsafe extern "C" fn bulk_commit(context: *mut ThreadContext) {
-    let block = unsafe { scheduler(context) };
-    let threads = block.states.len();
-    block.bulk.committed_groups.resize(threads, 0);
-    block.bulk.committed_groups[block.current as usize] += 1;
-}
-
-pub unsafe extern "C" fn bulk_wait(context: *mut ThreadContext, pending: u32) {
-    let block = unsafe { scheduler(context) };
-    let thread = block.current;
-    // A group that is not committed yet is not waited for, as on the hardware.
-    let read_below = block.bulk.committed(thread).saturating_sub(pending);
-    while let Some(index) = block.bulk.adds.iter().position(|add| add.thread == thread && add.group < read_below) {
-        block.land_bulk_add(index);
     }
 }

@@ -5,8 +5,6 @@
 
 use std::collections::BTreeMap;
 
-use super::schedule::{State, ThreadContext, abandon, maybe_yield, scheduler, suspend};
-
 /// Bytes that an mbarrier takes in shared memory.
 const MBARRIER_BYTES: u32 = 8;
 /// The most arrivals that an mbarrier can be initialised with.
@@ -16,15 +14,15 @@ const MOST_ARRIVALS: u32 = (1 << 20) - 1;
 #[derive(Debug, Default)]
 pub struct Mbarrier {
     /// Arrivals that a phase needs.
-    arrivals: u32,
+    pub(super) arrivals: u32,
     /// Arrivals that the current phase still needs.
-    missing: u32,
+    pub(super) missing: u32,
     /// Bytes that the current phase expects and that have not landed; negative while more have landed
     /// than were announced.
-    missing_bytes: i64,
-    completed_phases: u64,
+    pub(super) missing_bytes: i64,
+    pub(super) completed_phases: u64,
     /// Threads that wait for the phase under way.
-    waiting: Vec<u32>,
+    pub(super) waiting: Vec<u32>,
 }
 
 impl Mbarrier {
@@ -33,7 +31,7 @@ impl Mbarrier {
     }
 
     /// Whether a wait for the phase of this parity returns at once: the phase under way has the other one.
-    fn passed(&self, parity: u32) -> bool {
+    pub fn passed(&self, parity: u32) -> bool {
         (self.completed_phases & 1) as u32 != parity
     }
 
@@ -41,7 +39,7 @@ impl Mbarrier {
     ///
     /// # Errors
     /// The phase has all its arrivals already and only waits for bytes.
-    fn arrive(&mut self) -> Result<Vec<u32>, String> {
+    pub fn arrive(&mut self) -> Result<Vec<u32>, String> {
         if self.missing == 0 {
             return Err(format!("all {} arrivals of its phase have come already", self.arrivals));
         }
@@ -49,12 +47,12 @@ impl Mbarrier {
         Ok(self.complete())
     }
 
-    fn expect(&mut self, bytes: u32) {
+    pub fn expect(&mut self, bytes: u32) {
         self.missing_bytes += i64::from(bytes);
     }
 
     /// Bytes have landed; gives the threads that this releases.
-    fn land(&mut self, bytes: u32) -> Vec<u32> {
+    pub fn land(&mut self, bytes: u32) -> Vec<u32> {
         self.missing_bytes -= i64::from(bytes);
         self.complete()
     }
@@ -72,11 +70,11 @@ impl Mbarrier {
 /// The mbarriers of one block, by offset.
 #[derive(Debug, Default)]
 pub struct Mbarriers {
-    by_offset: BTreeMap<u32, Mbarrier>,
+    pub(super) by_offset: BTreeMap<u32, Mbarrier>,
 }
 
 impl Mbarriers {
-    fn init(&mut self, offset: u32, arrivals: u32, shared_bytes: u64) -> Result<(), String> {
+    pub fn init(&mut self, offset: u32, arrivals: u32, shared_bytes: u64) -> Result<(), String> {
         if !offset.is_multiple_of(MBARRIER_BYTES) {
             return Err(format!("mbarrier at offset {offset:#x}: not 8-byte aligned"));
         }
@@ -123,77 +121,4 @@ impl Mbarriers {
         (barrier + MBARRIER_BYTES > offset)
             .then(|| format!("writes {bytes} bytes at offset {offset:#x}, over the mbarrier at offset {barrier:#x}"))
     }
-}
-
-impl super::schedule::Block {
-    /// One arrival at the mbarrier at `offset`, which expects `bytes` bytes more.
-    pub(super) fn mbarrier_arrival(&mut self, offset: u32, bytes: u32) -> Result<(), String> {
-        let barrier = self.mbarriers.at(offset)?;
-        barrier.expect(bytes);
-        let released =
-            barrier.arrive().map_err(|why| format!("arrives at the mbarrier at offset {offset:#x}: {why}"))?;
-        released.into_iter().for_each(|thread| self.make_ready(thread));
-        Ok(())
-    }
-
-    /// `bytes` bytes have landed that the mbarrier at `offset` counts.
-    pub(super) fn mbarrier_landing(&mut self, offset: u32, bytes: u32) -> Result<(), String> {
-        let released = self.mbarriers.at(offset)?.land(bytes);
-        released.into_iter().for_each(|thread| self.make_ready(thread));
-        Ok(())
-    }
-}
-
-// SAFETY of the functions below: see `scheduler`; `abandon` never returns, and no reference is alive there.
-
-pub unsafe extern "C" fn mbarrier_init(context: *mut ThreadContext, offset: u32, arrivals: u32) {
-    let shared_bytes = unsafe { (*context).dynamic_shared_bytes };
-    let block = unsafe { scheduler(context) };
-    if let Err(what) = block.mbarriers.init(offset, arrivals, shared_bytes) {
-        unsafe { abandon(context, what) };
-    }
-}
-
-pub unsafe extern "C" fn mbarrier_arrive(context: *mut ThreadContext, offset: u32, bytes: u32) {
-    let block = unsafe { scheduler(context) };
-    if let Err(what) = block.mbarrier_arrival(offset, bytes) {
-        unsafe { abandon(context, what) };
-    }
-    unsafe { maybe_yield(context) };
-}
-
-pub unsafe extern "C" fn mbarrier_wait(context: *mut ThreadContext, offset: u32, parity: u32) {
-    if parity > 1 {
-        unsafe { abandon(context, format!("mbarrier at offset {offset:#x}: waits for parity {parity}")) };
-    }
-    let mut waited = false;
-    loop {
-        let block = unsafe { scheduler(context) };
-        let thread = block.current;
-        let barrier = match block.mbarriers.at(offset) {
-            Ok(barrier) => barrier,
-            Err(what) => unsafe { abandon(context, what) },
-        };
-        if barrier.passed(parity) {
-            break;
-        }
-        // Released by one phase, a thread that is late may find the next one complete as well: it
-        // then waits on, as it would where it looks at the barrier again and again.
-        barrier.waiting.push(thread);
-        block.states[thread as usize] = State::AtMbarrier { offset, parity };
-        unsafe { suspend(context) };
-        waited = true;
-    }
-    if !waited {
-        unsafe { maybe_yield(context) };
-    }
-}
-
-pub unsafe extern "C" fn copy_arrive(context: *mut ThreadContext, offset: u32) {
-    let block = unsafe { scheduler(context) };
-    let thread = block.current;
-    if let Err(what) = block.mbarriers.at(offset) {
-        unsafe { abandon(context, what) };
-    }
-    block.queue_arrival(thread, offset);
 }

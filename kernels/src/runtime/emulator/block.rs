@@ -1,0 +1,209 @@
+//! The state of one block, and what every piece of the emulator does with it: threads become ready, give the processor
+//! away, fail.
+
+use std::ffi::{CStr, c_char, c_void};
+
+use corosensei::Yielder;
+use rand::Rng;
+
+use super::async_proxy::AsyncProxy;
+use super::bulk::BulkWork;
+use super::copies::AsyncCopies;
+use super::fault::BadAccess;
+use super::mbarrier::Mbarriers;
+use super::order::ReadySet;
+use super::wgmma::Products;
+
+/// CUDA's `dim3`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Dim3 {
+    /// Fastest-running extent.
+    pub x: u32,
+    /// Second extent.
+    pub y: u32,
+    /// Third extent.
+    pub z: u32,
+}
+
+impl Dim3 {
+    /// From an array `[x, y, z]`.
+    pub fn new([x, y, z]: [u32; 3]) -> Self {
+        Self { x, y, z }
+    }
+
+    /// Index number `linear` within this extent, x fastest.
+    pub fn unflatten(self, linear: u64) -> Self {
+        let (x, y) = (u64::from(self.x), u64::from(self.y));
+        Self { x: (linear % x) as u32, y: (linear / x % y) as u32, z: (linear / (x * y)) as u32 }
+    }
+
+    /// Number of indices.
+    pub fn count(self) -> u64 {
+        u64::from(self.x) * u64::from(self.y) * u64::from(self.z)
+    }
+}
+
+impl std::fmt::Display for Dim3 {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "({}, {}, {})", self.x, self.y, self.z)
+    }
+}
+
+/// Mirror of `emulator::ThreadContext` in `emulator.h`.
+#[repr(C)]
+pub struct ThreadContext {
+    pub(super) thread_idx: Dim3,
+    pub(super) block_idx: Dim3,
+    pub(super) block_dim: Dim3,
+    pub(super) grid_dim: Dim3,
+    pub(super) lane: u32,
+    pub(super) warp: u32,
+    pub(super) dynamic_shared: *mut u8,
+    pub(super) dynamic_shared_bytes: u64,
+    pub(super) scheduler: *mut Block,
+}
+
+/// What went wrong in a block.
+#[derive(Clone, Debug)]
+pub struct BlockFault {
+    /// Block index.
+    pub block: Dim3,
+    /// Thread index.
+    pub thread: Dim3,
+    /// The access that is the fault, if one is; the launch then puts its words in place of `what`.
+    pub access: Option<BadAccess>,
+    /// What the thread did.
+    pub what: String,
+}
+
+/// What a thread does.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum State {
+    Ready,
+    AtCollective { mask: u32, op: usize, what: *const c_char, payload: *mut c_void },
+    AtBarrier { id: u32 },
+    AtMbarrier { offset: u32, parity: u32 },
+    Exited,
+}
+
+#[derive(Default)]
+pub(super) struct BarrierState {
+    pub(super) expected: u32,
+    pub(super) arrived: u32,
+    pub(super) votes: u32,
+    pub(super) waiting: Vec<u32>,
+    /// Votes of the last completed use, read by those it released.
+    pub(super) result: u32,
+}
+
+/// One block; lives on the worker's own stack while the block runs.
+pub struct Block {
+    pub(super) contexts: Vec<ThreadContext>,
+    pub(super) states: Vec<State>,
+    pub(super) yielders: Vec<*const Yielder<(), ()>>,
+    pub(super) copies: Vec<AsyncCopies>,
+    pub(super) barriers: [BarrierState; 16],
+    pub(super) ready: ReadySet,
+    pub(super) current: u32,
+    pub(super) failure: Option<BlockFault>,
+    pub(super) copies_pending: usize,
+    pub(super) arrivals_pending: usize,
+    /// Thread at which the search for arrivals goes on when nobody can run.
+    pub(super) next_arrival: usize,
+    pub(super) mbarriers: Mbarriers,
+    pub(super) proxy: AsyncProxy,
+    pub(super) bulk: BulkWork,
+    pub(super) products: Products,
+}
+
+impl Block {
+    /// Whether a copy is to land in the moment of its issue.
+    pub(super) fn draw_copy_at_once(&mut self) -> bool {
+        self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(random.copies_at_once, 16))
+    }
+
+    /// Whether a matrix product is to read its operands in the moment of its issue.
+    pub(super) fn draw_product_at_once(&mut self) -> bool {
+        self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(random.products_at_once, 16))
+    }
+
+    /// Records a fault of this thread, unless there is one already.
+    pub(super) fn fail_at(&mut self, thread: u32, what: String) {
+        if self.failure.is_none() {
+            self.failure = Some(self.fault_at(thread, what));
+        }
+    }
+
+    pub(super) fn fail_access(&mut self, thread: u32, access: BadAccess) {
+        if self.failure.is_none() {
+            let fault = self.fault_at(thread, "accessed memory that it may not".to_owned());
+            self.failure = Some(BlockFault { access: Some(access), ..fault });
+        }
+    }
+
+    pub(super) fn fault_at(&self, thread: u32, what: String) -> BlockFault {
+        let context = &self.contexts[thread as usize];
+        BlockFault { block: context.block_idx, thread: context.thread_idx, access: None, what }
+    }
+
+    pub(super) fn make_ready(&mut self, thread: u32) {
+        self.states[thread as usize] = State::Ready;
+        self.ready.push(thread);
+    }
+}
+
+pub(super) fn name(what: *const c_char) -> String {
+    // SAFETY: `what` is a string literal of the module, which stays loaded while its blocks run.
+    unsafe { CStr::from_ptr(what) }.to_string_lossy().into_owned()
+}
+
+/// The scheduler of the calling thread.
+///
+/// SAFETY of every use below: a context's scheduler points to the block that is running on this
+/// very OS thread; only one coroutine of it runs at a time, and references made here are never
+/// held across a suspension.
+pub(super) unsafe fn scheduler<'a>(context: *mut ThreadContext) -> &'a mut Block {
+    unsafe { &mut *(*context).scheduler }
+}
+
+/// Gives the processor away until the scheduler resumes this thread.
+pub(super) unsafe fn suspend(context: *mut ThreadContext) {
+    let yielder = {
+        let block = unsafe { scheduler(context) };
+        block.yielders[block.current as usize]
+    };
+    // SAFETY: set by `spawn` when this coroutine started, and valid while it runs.
+    unsafe { (*yielder).suspend(()) };
+}
+
+/// Records the fault and never comes back: the block is abandoned.
+pub(super) unsafe fn abandon(context: *mut ThreadContext, what: String) -> ! {
+    let block = unsafe { scheduler(context) };
+    block.fail_at(block.current, what);
+    unsafe { never_return(context) }
+}
+
+/// As [`abandon`], for a bad access.
+pub(super) unsafe fn abandon_access(context: *mut ThreadContext, access: BadAccess) -> ! {
+    let block = unsafe { scheduler(context) };
+    block.fail_access(block.current, access);
+    unsafe { never_return(context) }
+}
+
+/// Gives the processor away for good: the block has a fault, so the scheduler resumes nobody.
+unsafe fn never_return(context: *mut ThreadContext) -> ! {
+    loop {
+        unsafe { suspend(context) };
+    }
+}
+
+/// Under a schedule seed the last to arrive has no right to go first.
+pub(super) unsafe fn maybe_yield(context: *mut ThreadContext) {
+    let block = unsafe { scheduler(context) };
+    if block.ready.random.is_some() {
+        let thread = block.current;
+        block.make_ready(thread);
+        unsafe { suspend(context) };
+    }
+}

@@ -1,0 +1,103 @@
+//! Bulk copies and additions: issue, commit, wait.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::super::async_proxy::CHUNK_BYTES;
+use super::super::block::{Block, ThreadContext, abandon, abandon_access, maybe_yield, scheduler};
+use super::super::bulk::{BulkAdd, BulkCopy};
+use super::super::fault::BadAccess;
+
+impl Block {
+    /// What is wrong with bulk work between these two addresses, whatever it is called.
+    fn bulk_fault(&self, what: &str, global: usize, shared: u32, bytes: u32) -> Option<BulkFault> {
+        let misaligned = |address: usize| BadAccess::Misaligned { address, bytes: CHUNK_BYTES, what: what.to_owned() };
+        if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES) {
+            return Some(BulkFault::Other(format!("{what} of {bytes} bytes: must be a multiple of 16, and not 0")));
+        }
+        if !self.proxy.contains(shared, bytes) {
+            return Some(BulkFault::Other(format!(
+                "{what} of {bytes} bytes at shared offset {shared:#x}: outside the dynamic shared memory"
+            )));
+        }
+        let addresses = [global, self.proxy.pointer(shared) as usize];
+        let bad = addresses.into_iter().find(|address| !address.is_multiple_of(CHUNK_BYTES as usize))?;
+        Some(BulkFault::Access(misaligned(bad)))
+    }
+}
+
+/// What is wrong with a bulk copy or addition.
+enum BulkFault {
+    Access(BadAccess),
+    Other(String),
+}
+
+impl BulkFault {
+    /// Ends the thread that asked for it.
+    unsafe fn abandon(self, context: *mut ThreadContext) -> ! {
+        match self {
+            Self::Access(access) => unsafe { abandon_access(context, access) },
+            Self::Other(what) => unsafe { abandon(context, what) },
+        }
+    }
+}
+
+// SAFETY of the functions below: see `scheduler`. A bad global address raises a signal on this
+// coroutine's stack, which ends it with an error.
+
+pub unsafe extern "C" fn bulk_copy_in(
+    context: *mut ThreadContext,
+    target: u32,
+    source: *const u8,
+    bytes: u32,
+    barrier: u32,
+) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    if let Some(fault) = block.bulk_fault("bulk copy", source as usize, target, bytes) {
+        unsafe { fault.abandon(context) };
+    }
+    let unfit = block.mbarriers.at(barrier).err();
+    if let Some(what) = unfit.or_else(|| block.mbarriers.overlap(target, bytes)) {
+        unsafe { abandon(context, what) };
+    }
+    unsafe {
+        source.read_volatile();
+        source.add(bytes as usize - 1).read_volatile();
+    }
+    block.bulk.copies.push(BulkCopy { source, target, bytes, barrier, thread });
+    unsafe { maybe_yield(context) };
+}
+
+pub unsafe extern "C" fn bulk_add(context: *mut ThreadContext, target: *mut f32, source: u32, bytes: u32) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    if let Some(fault) = block.bulk_fault("bulk addition", target as usize, source, bytes) {
+        unsafe { fault.abandon(context) };
+    }
+    unsafe {
+        // Adding nothing is a write, as the addition itself will be.
+        for end in [0, bytes as usize / 4 - 1] {
+            AtomicU32::from_ptr(target.add(end).cast()).fetch_or(0, Ordering::Relaxed);
+        }
+    }
+    let (group, issuer_fence) = (block.bulk.committed(thread), block.proxy.warp_fence(thread));
+    block.bulk.adds.push(BulkAdd { target, source, bytes, thread, group, issuer_fence });
+    unsafe { maybe_yield(context) };
+}
+
+pub unsafe extern "C" fn bulk_commit(context: *mut ThreadContext) {
+    let block = unsafe { scheduler(context) };
+    let threads = block.states.len();
+    block.bulk.committed_groups.resize(threads, 0);
+    block.bulk.committed_groups[block.current as usize] += 1;
+}
+
+pub unsafe extern "C" fn bulk_wait(context: *mut ThreadContext, pending: u32) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    // A group that is not committed yet is not waited for, as on the hardware.
+    let read_below = block.bulk.committed(thread).saturating_sub(pending);
+    while let Some(index) = block.bulk.adds.iter().position(|add| add.thread == thread && add.group < read_below) {
+        block.land_bulk_add(index);
+    }
+}

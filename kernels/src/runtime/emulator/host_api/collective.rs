@@ -1,0 +1,126 @@
+//! Collectives of a warp, and barriers of a block.
+
+use std::ffi::{c_char, c_void};
+
+use super::super::block::{Block, State, ThreadContext, abandon, maybe_yield, name, scheduler, suspend};
+
+/// `emulator::CollectiveOp`: runs once over the payloads of all lanes of the mask.
+pub type CollectiveOp = unsafe extern "C" fn(payloads: *const *mut c_void, mask: u32);
+
+fn lanes(mask: u32) -> impl Iterator<Item = u32> {
+    (0..32).filter(move |lane| mask & (1 << lane) != 0)
+}
+
+impl Block {
+    /// What the lanes of the mask, all of which are here, have handed in.
+    fn payloads(&self, warp_base: u32, mask: u32) -> [*mut c_void; 32] {
+        let mut payloads = [std::ptr::null_mut(); 32];
+        for lane in lanes(mask) {
+            if let State::AtCollective { payload, .. } = self.states[(warp_base + lane) as usize] {
+                payloads[lane as usize] = payload;
+            }
+        }
+        payloads
+    }
+
+    /// The collective is done: its lanes may go on.
+    fn release_collective(&mut self, warp_base: u32, mask: u32) {
+        for lane in lanes(mask) {
+            let thread = warp_base + lane;
+            if thread != self.current {
+                self.make_ready(thread);
+            }
+        }
+        self.states[self.current as usize] = State::Ready;
+    }
+
+    /// Why lane `lane` can never meet the others of `mask`, if that is so.
+    fn impossible_collective(&self, warp_base: u32, lane: u32, mask: u32, op: usize) -> Option<String> {
+        if mask & (1 << lane) == 0 {
+            return Some(format!("is not named in its own mask {mask:#010x}"));
+        }
+        lanes(mask).find_map(|other| {
+            let thread = (warp_base + other) as usize;
+            match self.states.get(thread) {
+                None => Some(format!("mask {mask:#010x} names lane {other}, which the block does not have")),
+                Some(State::Exited) => Some(format!("mask {mask:#010x} names lane {other}, which has exited")),
+                Some(State::AtCollective { mask: theirs, op: their_op, what, .. })
+                    if *theirs != mask || *their_op != op =>
+                {
+                    (theirs & (1 << lane) != 0).then(|| {
+                        format!("mask {mask:#010x}: lane {other} waits in {} with mask {theirs:#010x}", name(*what))
+                    })
+                }
+                Some(_) => None,
+            }
+        })
+    }
+}
+
+// SAFETY of the functions below: see `scheduler`.
+
+pub unsafe extern "C" fn collective(
+    context: *mut ThreadContext,
+    mask: u32,
+    what: *const c_char,
+    op: CollectiveOp,
+    payload: *mut c_void,
+) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    let (warp_base, lane) = (thread / 32 * 32, thread % 32);
+    if let Some(reason) = block.impossible_collective(warp_base, lane, mask, op as usize) {
+        unsafe { abandon(context, format!("{}: {reason} (divergence)", name(what))) };
+    }
+    let here = State::AtCollective { mask, op: op as usize, what, payload };
+    block.states[thread as usize] = here;
+    let all_here = lanes(mask).all(|other| {
+        matches!(block.states[(warp_base + other) as usize],
+            State::AtCollective { mask: m, op: o, .. } if m == mask && o == op as usize)
+    });
+    if all_here {
+        let payloads = block.payloads(warp_base, mask);
+        // SAFETY: every payload points into the stack of a suspended (or this) coroutine, whose
+        // type is the one that `op` was instantiated for: all lanes arrived with the same `op`.
+        // `op` may call the host API, so no reference to the block is alive here.
+        unsafe { op(payloads.as_ptr(), mask) };
+        let block = unsafe { scheduler(context) };
+        block.release_collective(warp_base, mask);
+        if block.failure.is_some() {
+            unsafe { suspend(context) };
+        }
+        unsafe { maybe_yield(context) };
+    } else {
+        unsafe { suspend(context) };
+    }
+}
+
+pub unsafe extern "C" fn barrier(context: *mut ThreadContext, id: u32, count: u32, wait: u32, vote: u32) -> u32 {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    if id >= 16 {
+        unsafe { abandon(context, format!("uses barrier {id}; a block has barriers 0 to 15")) };
+    }
+    let barrier = &mut block.barriers[id as usize];
+    if barrier.arrived > 0 && barrier.expected != count {
+        let expected = barrier.expected;
+        unsafe {
+            abandon(context, format!("arrives at barrier {id} for {count} threads while others wait for {expected}"))
+        };
+    }
+    barrier.expected = count;
+    barrier.arrived += 1;
+    barrier.votes += u32::from(vote != 0);
+    if barrier.arrived == count {
+        let released = std::mem::take(&mut barrier.waiting);
+        barrier.result = barrier.votes;
+        (barrier.arrived, barrier.votes) = (0, 0);
+        released.into_iter().for_each(|other| block.make_ready(other));
+        unsafe { maybe_yield(context) };
+    } else if wait != 0 {
+        barrier.waiting.push(thread);
+        block.states[thread as usize] = State::AtBarrier { id };
+        unsafe { suspend(context) };
+    }
+    unsafe { scheduler(context) }.barriers[id as usize].result
+}

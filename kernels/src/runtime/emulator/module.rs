@@ -1,0 +1,242 @@
+//! A loaded module, and its launches: blocks spread over the cores.
+
+use std::ffi::c_void;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use corosensei::stack::DefaultStack;
+use libloading::os::unix::Library;
+
+use super::block::{Block, BlockFault, Dim3, ThreadContext};
+use super::host_api::{HOST_API, HostApi};
+use super::schedule::{BlockLaunch, STOPPED, TIME_LIMIT};
+use super::shared::{SHARED_BYTES_PER_BLOCK, Shared};
+use super::watchdog::Watchdog;
+use crate::runtime::backend::{KernelExports, LoadedModule, Placement};
+use crate::runtime::error::{Result, RuntimeError};
+
+/// CUDA's limit of threads in a block.
+const THREADS_PER_BLOCK: u64 = 1024;
+
+/// Byte that fills shared memory before a block starts: NaN in every floating-point type.
+const SHARED_POISON: u8 = 0xff;
+
+type Enter = unsafe extern "C" fn(*mut ThreadContext);
+type PoisonStaticShared = unsafe extern "C" fn(u8);
+type Entry = unsafe extern "C" fn(*const c_void);
+
+/// A kernel file, compiled and loaded.
+pub struct EmulatorModule {
+    file: String,
+    library: Library,
+    enter: Enter,
+    poison_static_shared: PoisonStaticShared,
+    code: (usize, usize),
+    shared: Arc<Shared>,
+}
+
+impl EmulatorModule {
+    /// Loads a library that the compiler built from `file`.
+    pub fn load(path: &Path, file: &str, shared: Arc<Shared>) -> Result<Self> {
+        // SAFETY: the library was built from a kernel source by this runtime; it has no initialisers
+        // beyond those of plain variables.
+        let library = unsafe { Library::new(path) }.map_err(|e| {
+            RuntimeError::system(format!("loading {}", path.display()), std::io::Error::other(e.to_string()))
+        })?;
+        // SAFETY: the three functions are defined by emulator.h with these signatures.
+        let (attach, enter, poison_static_shared) = unsafe {
+            (
+                *symbol::<unsafe extern "C" fn(*const HostApi)>(&library, file, "emulator_attach")?,
+                *symbol::<Enter>(&library, file, "emulator_enter")?,
+                *symbol::<PoisonStaticShared>(&library, file, "emulator_poison_static_shared")?,
+            )
+        };
+        // SAFETY: HOST_API is static and has the layout that emulator.h declares.
+        unsafe { attach(&HOST_API) };
+        let code = code_range(enter as usize);
+        Ok(Self { file: file.to_owned(), library, enter, poison_static_shared, code, shared })
+    }
+
+    fn run_blocks(&self, launch: &BlockLaunch<'_>, shared_bytes: usize) -> std::result::Result<(), BlockFault> {
+        let total = launch.grid.count();
+        let next = AtomicU64::new(0);
+        let first_fault: Mutex<Option<(u64, BlockFault)>> = Mutex::new(None);
+        let workers = self.shared.workers.min(total as usize).max(1);
+        let watchdog = Watchdog::new(workers);
+        std::thread::scope(|scope| {
+            let handles: Vec<_> = (0..workers)
+                .map(|_| {
+                    scope.spawn(|| {
+                        let _counted = watchdog.enter();
+                        self.work(launch, shared_bytes, &next, &first_fault);
+                    })
+                })
+                .collect();
+            watchdog.watch(self.shared.time_limit, launch.cancelled);
+            // Neither joined nor detached before this point, so the watchdog's thread ids were valid.
+            drop(handles);
+        });
+        match first_fault.into_inner().unwrap_or_else(|e| e.into_inner()) {
+            // Nothing else went wrong, so it was the watchdog that stopped the launch.
+            Some((_, fault)) if fault.what == STOPPED => Err(BlockFault { what: TIME_LIMIT.into(), ..fault }),
+            Some((_, fault)) => Err(fault),
+            None => Ok(()),
+        }
+    }
+
+    /// One worker: takes block after block until none is left or one failed.
+    fn work(
+        &self,
+        launch: &BlockLaunch<'_>,
+        shared_bytes: usize,
+        next: &AtomicU64,
+        first_fault: &Mutex<Option<(u64, BlockFault)>>,
+    ) {
+        let memory = &self.shared.memory;
+        // Its end touches a guard page; where it begins matters to nobody, since swizzles and descriptors go by offsets.
+        let dynamic = memory.allocate("dynamic shared memory", shared_bytes, Placement::FlushBack);
+        let Ok(dynamic) = dynamic else {
+            launch.cancelled.store(true, Ordering::Relaxed);
+            return;
+        };
+        let mut stacks = Vec::new();
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= launch.grid.count() || launch.cancelled.load(Ordering::Relaxed) {
+                break;
+            }
+            self.refill(&mut stacks, launch.block.count() as usize);
+            // SAFETY: the allocation is this worker's own; poisoning TLS touches only this thread's.
+            unsafe {
+                std::ptr::write_bytes(dynamic.address as *mut u8, SHARED_POISON, dynamic.bytes);
+                (self.poison_static_shared)(SHARED_POISON);
+            }
+            let block = launch.grid.unflatten(index);
+            let ran = Block::run(launch, block, (dynamic.address as *mut u8, shared_bytes), &mut stacks);
+            if let Err(mut fault) = ran {
+                launch.cancelled.store(true, Ordering::Relaxed);
+                // Here, because the shared memory is among the buffers for as long as this worker has it.
+                if let Some(access) = &fault.access {
+                    fault.what = memory.describe(access);
+                }
+                let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());
+                // The fault of the lowest block, and never the mere stop of another one.
+                if slot.as_ref().is_none_or(|(first, _)| index < *first) && (fault.what != STOPPED || slot.is_none()) {
+                    *slot = Some((index, fault));
+                }
+            }
+        }
+        memory.free(&dynamic);
+        self.shared.stacks.lock().unwrap_or_else(|e| e.into_inner()).append(&mut stacks);
+    }
+
+    /// Takes as many pooled stacks as a block has threads; the block maps those still missing.
+    fn refill(&self, stacks: &mut Vec<DefaultStack>, threads: usize) {
+        if stacks.len() < threads {
+            let mut pool = self.shared.stacks.lock().unwrap_or_else(|e| e.into_inner());
+            let keep = pool.len() - pool.len().min(threads - stacks.len());
+            stacks.extend(pool.drain(keep..));
+        }
+    }
+
+    fn check_launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Result<()> {
+        let refuse = |reason: String| Err(RuntimeError::Launch { kernel: kernel.to_owned(), reason });
+        let threads = Dim3::new(block).count();
+        let max_threads = u64::from(self.exports(kernel)?.max_threads).min(THREADS_PER_BLOCK);
+        if threads == 0 || threads > max_threads {
+            return refuse(format!("block {block:?} has {threads} threads; 1 to {max_threads} are allowed"));
+        }
+        if grid[0] == 0 || grid[0] > i32::MAX as u32 || grid[1..].iter().any(|&extent| extent == 0 || extent > 65535) {
+            return refuse(format!("grid {grid:?}: x is 1 to 2147483647, y and z are 1 to 65535"));
+        }
+        if u64::from(shared_bytes) > SHARED_BYTES_PER_BLOCK {
+            return refuse(format!(
+                "{shared_bytes} bytes of dynamic shared memory; a block has {SHARED_BYTES_PER_BLOCK}"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Looks a symbol up.
+///
+/// # Safety
+/// `T` must be the symbol's type.
+unsafe fn symbol<'a, T>(library: &'a Library, file: &str, name: &str) -> Result<libloading::os::unix::Symbol<T>>
+where
+    T: 'a,
+{
+    // SAFETY: the caller vouches for the type.
+    unsafe { library.get(name.as_bytes()) }
+        .map_err(|_| RuntimeError::SymbolMissing { file: file.to_owned(), symbol: name.to_owned() })
+}
+
+/// The executable mapping that holds `address`.
+fn code_range(address: usize) -> (usize, usize) {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    maps.lines()
+        .filter_map(|line| {
+            let (start, rest) = line.split_once('-')?;
+            let end = rest.split(' ').next()?;
+            Some((usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?))
+        })
+        .find(|range| (range.0..range.1).contains(&address))
+        .unwrap_or((0, 0))
+}
+
+impl LoadedModule for EmulatorModule {
+    fn exports(&self, kernel: &str) -> Result<KernelExports> {
+        // SAFETY: KERNEL and SHARED_MEMORY define these symbols with these types.
+        let layout = unsafe { **symbol::<*const [u64; 3]>(&self.library, &self.file, &format!("{kernel}_layout"))? };
+        let shared = unsafe {
+            symbol::<*const [u64; 1]>(&self.library, &self.file, &format!("{kernel}_shared_bytes")).map(|s| (**s)[0])
+        };
+        Ok(KernelExports {
+            params_size: layout[0],
+            params_hash: layout[1],
+            max_threads: layout[2] as u32,
+            shared_bytes: shared.ok(),
+        })
+    }
+
+    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
+        self.check_launch(kernel, grid, block, shared_bytes)?;
+        // SAFETY: KERNEL defines `<kernel>_entry` with this type.
+        let entry = unsafe { *symbol::<Entry>(&self.library, &self.file, &format!("{kernel}_entry"))? };
+        let aligned = aligned_copy(params);
+        let cancelled = AtomicBool::new(false);
+        let schedule_seed = {
+            let mut schedule = self.shared.schedule.lock().unwrap_or_else(|e| e.into_inner());
+            schedule.launches += 1;
+            schedule.seed.map(|seed| seed ^ schedule.launches.wrapping_mul(0xd1b5_4a32_d192_ed03))
+        };
+        let launch = BlockLaunch {
+            entry,
+            enter: self.enter,
+            poison_static_shared: self.poison_static_shared,
+            code: self.code,
+            grid: Dim3::new(grid),
+            block: Dim3::new(block),
+            params: &aligned,
+            schedule_seed,
+            cancelled: &cancelled,
+        };
+        self.run_blocks(&launch, shared_bytes as usize).map_err(|fault| RuntimeError::Fault {
+            kernel: kernel.to_owned(),
+            block: fault.block.to_string(),
+            thread: fault.thread.to_string(),
+            what: fault.what,
+        })
+    }
+}
+
+fn aligned_copy(params: &[u8]) -> Vec<u128> {
+    let mut aligned = vec![0u128; params.len().div_ceil(16)];
+    for (word, chunk) in aligned.iter_mut().zip(params.chunks(16)) {
+        let mut bytes = [0; 16];
+        bytes[..chunk.len()].copy_from_slice(chunk);
+        *word = u128::from_ne_bytes(bytes);
+    }
+    aligned
+}

@@ -1,0 +1,28 @@
+//! What modules share with the device that loaded them.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use corosensei::stack::DefaultStack;
+
+use super::memory::GuardedMemory;
+
+/// Dynamic shared memory of a block: what an H100 or H200 offers.
+pub const SHARED_BYTES_PER_BLOCK: u64 = 227 * 1024;
+
+/// What modules share with the device that loaded them.
+pub struct Shared {
+    pub memory: GuardedMemory,
+    pub time_limit: Duration,
+    pub schedule: Mutex<Schedule>,
+    pub workers: usize,
+    pub stacks: Mutex<Vec<DefaultStack>>,
+}
+
+/// The schedule of the launches to come.
+pub struct Schedule {
+    /// Seed of a random schedule; `None` for the deterministic one.
+    pub seed: Option<u64>,
+    /// Launches since the seed was set: each has a schedule of its own.
+    pub launches: u64,
+}

@@ -1,0 +1,185 @@
+//! A block's asynchronous work is done: copies land, additions and matrix products read shared memory. At a random moment
+//! under a schedule seed, and as late as possible without one.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rand::Rng;
+
+use super::async_proxy::CHUNK_BYTES;
+use super::block::Block;
+use super::copies::{CopyArrival, PendingCopy};
+
+impl Block {
+    /// Under a schedule seed asynchronous work may be done at any moment.
+    pub(super) fn land_some_work(&mut self) {
+        let kinds =
+            [self.copies_pending, self.bulk.copies_pending(), self.bulk.adds_pending(), self.products.pending()];
+        let busy = kinds.iter().filter(|&&pending| pending > 0).count();
+        let Some(random) = &mut self.ready.random else { return };
+        if busy == 0 || !random.rng.random_ratio(1, 8) {
+            return;
+        }
+        let nth = random.rng.random_range(0..busy);
+        let (kind, &pending) =
+            kinds.iter().enumerate().filter(|&(_, &pending)| pending > 0).nth(nth).expect("fewer than `busy`");
+        let pick = random.rng.random_range(0..pending);
+        let anyone = random.rng.random_range(0..self.states.len());
+        match kind {
+            0 if !self.copies[anyone].pending.is_empty() => {
+                self.land_copy(anyone, pick % self.copies[anyone].pending.len());
+                self.fire_arrivals(anyone);
+            }
+            0 => {}
+            1 => self.land_bulk_copy(pick),
+            2 => self.land_bulk_add(pick),
+            _ => {
+                self.land_product(anyone as u32 / 32);
+            }
+        }
+    }
+
+    /// Nobody can run: does a piece of the asynchronous work that some thread may wait for.
+    pub(super) fn land_awaited_work(&mut self) -> bool {
+        let (bulk, arrivals) = (self.bulk.copies_pending(), self.arrivals_pending);
+        let (threads, mut first_bulk, mut take_bulk) = (self.copies.len(), 0, bulk > 0);
+        if let Some(random) = &mut self.ready.random
+            && bulk + arrivals > 0
+        {
+            take_bulk = random.rng.random_range(0..bulk + arrivals) < bulk;
+            first_bulk = random.rng.random_range(0..bulk.max(1));
+            self.next_arrival = random.rng.random_range(0..threads);
+        }
+        if take_bulk {
+            self.land_bulk_copy(first_bulk);
+            return true;
+        }
+        // Sooner those that release somebody: what nobody waits for may be late.
+        let order = || (self.next_arrival..threads).chain(0..self.next_arrival);
+        let next = |thread: usize| self.copies[thread].arrivals.front();
+        let awaited = |&thread: &usize| next(thread).is_some_and(|arrival| self.mbarriers.is_awaited(arrival.offset));
+        let any = || order().find(|&thread| next(thread).is_some());
+        let Some(thread) = order().find(awaited).or_else(any) else { return false };
+        self.next_arrival = thread;
+        let behind = self.copies[thread].arrivals[0].behind;
+        self.land_copies(thread, |copy| copy.number < behind);
+        self.fire_arrivals(thread);
+        true
+    }
+
+    /// Lands those of the thread's copies that `wanted` names.
+    pub(super) fn land_copies(&mut self, thread: usize, wanted: impl Fn(&PendingCopy) -> bool) {
+        let mut index = 0;
+        while index < self.copies[thread].pending.len() {
+            if wanted(&self.copies[thread].pending[index]) {
+                self.land_copy(thread, index);
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    /// Copies that nobody waited for still land before the block is gone; not when their thread returns, since a
+    /// thread that returns waits for nothing.
+    pub(super) fn land_last_copies(&mut self) {
+        for thread in 0..self.copies.len() {
+            self.land_copies(thread, |_| true);
+            self.fire_arrivals(thread);
+        }
+    }
+
+    pub(super) fn land_copy(&mut self, thread: usize, index: usize) {
+        let copy = self.copies[thread].pending.swap_remove(index);
+        self.copies_pending -= 1;
+        self.proxy.ordinary_write(self.proxy.offset_of(copy.target), copy.bytes, thread as u32);
+        copy.land();
+    }
+
+    /// Queues an arrival of the thread behind the copies that it has issued.
+    pub(super) fn queue_arrival(&mut self, thread: u32, offset: u32) {
+        let copies = &mut self.copies[thread as usize];
+        copies.arrivals.push_back(CopyArrival { offset, behind: copies.issued });
+        self.arrivals_pending += 1;
+        self.fire_arrivals(thread as usize);
+    }
+
+    /// Lets the thread's arrivals happen whose copies have all landed.
+    pub(super) fn fire_arrivals(&mut self, thread: usize) {
+        while let Some(&CopyArrival { offset, behind }) = self.copies[thread].arrivals.front() {
+            if self.copies[thread].pending.iter().any(|copy| copy.number < behind) {
+                return;
+            }
+            self.copies[thread].arrivals.pop_front();
+            self.arrivals_pending -= 1;
+            if let Err(what) = self.mbarrier_arrival(offset, 0) {
+                self.fail_at(thread as u32, what);
+            }
+        }
+    }
+}
+
+impl Block {
+    /// One arrival at the mbarrier at `offset`, which expects `bytes` bytes more.
+    pub(super) fn mbarrier_arrival(&mut self, offset: u32, bytes: u32) -> Result<(), String> {
+        let barrier = self.mbarriers.at(offset)?;
+        barrier.expect(bytes);
+        let released =
+            barrier.arrive().map_err(|why| format!("arrives at the mbarrier at offset {offset:#x}: {why}"))?;
+        released.into_iter().for_each(|thread| self.make_ready(thread));
+        Ok(())
+    }
+
+    /// `bytes` bytes have landed that the mbarrier at `offset` counts.
+    pub(super) fn mbarrier_landing(&mut self, offset: u32, bytes: u32) -> Result<(), String> {
+        let released = self.mbarriers.at(offset)?.land(bytes);
+        released.into_iter().for_each(|thread| self.make_ready(thread));
+        Ok(())
+    }
+
+    /// Lands the copy with this index (in the order of issue).
+    pub(super) fn land_bulk_copy(&mut self, index: usize) {
+        let copy = self.bulk.copies.remove(index);
+        // SAFETY: `bulk_copy_in` read the source's ends on the issuing thread and checked that the
+        // target lies within the dynamic shared memory; buffers outlive the launch.
+        unsafe { std::ptr::copy_nonoverlapping(copy.source, self.proxy.pointer(copy.target), copy.bytes as usize) };
+        self.proxy.own_write(copy.target, copy.bytes);
+        if let Err(what) = self.mbarrier_landing(copy.barrier, copy.bytes) {
+            self.fail_at(copy.thread, what);
+        }
+    }
+
+    /// Performs the addition with this index (in the order of issue).
+    pub(super) fn land_bulk_add(&mut self, index: usize) {
+        let add = self.bulk.adds.remove(index);
+        for i in 0..add.bytes / 4 {
+            let offset = add.source + 4 * i;
+            let chunk = offset / CHUNK_BYTES * CHUNK_BYTES;
+            let seen = self.proxy.sees(chunk, add.issuer_fence);
+            // SAFETY: `bulk_add` touched the target's ends on the issuing thread and checked that the
+            // source lies within the dynamic shared memory; both are 16-byte aligned. Other blocks add
+            // to the same floats, so they are read and written as atomics.
+            let (value, target) = unsafe {
+                let value = self.proxy.pointer(offset).cast::<f32>().read();
+                (value, AtomicU32::from_ptr(add.target.add(i as usize).cast()))
+            };
+            let value = if seen { value } else { f32::NAN };
+            let _ = target.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |old| {
+                Some((f32::from_bits(old) + value).to_bits())
+            });
+        }
+    }
+
+    /// Lets the warp's oldest product read its operands; false where none is under way.
+    pub(super) fn land_product(&mut self, warp: u32) -> bool {
+        let Some(queue) = self.products.warps.get_mut(warp as usize) else { return false };
+        let Some(issued) = queue.issued.pop_front() else { return false };
+        self.products.pending -= 1;
+        let key = issued.product.accumulators[0];
+        let held = queue.held.iter_mut().find(|held| held.product.accumulators[0] == key);
+        let values = held.expect("held from the issue to the wait").values.as_mut_ptr();
+        let reads = self.proxy.reads(issued.issuer_fence);
+        // SAFETY: the module checked at the issue that all operands lie within the dynamic shared
+        // memory; `values` has 16 x columns elements, as `multiply` expects.
+        unsafe { (issued.product.multiply)(&issued.product, &reads, values) };
+        true
+    }
+}
