@@ -31,7 +31,7 @@ constexpr int THREADS = 256;
 constexpr int ROWS_PER_BLOCK = THREADS / WARP_SIZE;
 
 struct AttentionCombineParams {
-    const float* partial_out;  // [num_parts, num_tokens, num_heads, V_DIM]; parts and rows of 16-byte aligned strides
+    const float* partial_out;         // [num_parts, num_tokens, num_heads, V_DIM]; parts and rows of 16-byte aligned strides
     int64_t partial_out_part_stride;  // all strides in elements
     int64_t partial_out_token_stride;
     int64_t partial_out_head_stride;

@@ -45,7 +45,7 @@ struct KvCacheWriteParams {
     int64_t kv_stride;     // elements
     const int32_t* slots;  // [num_tokens]
     uint8_t* pages;        // [num_pages, page bytes], 16-byte aligned pages
-    int64_t pages_stride;   // bytes
+    int64_t pages_stride;  // bytes
     int32_t num_tokens;
     int32_t num_slots;
     int32_t page_size;

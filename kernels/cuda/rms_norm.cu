@@ -38,9 +38,9 @@ constexpr int DWEIGHT_GROUPS = 16;
 constexpr int BACKWARD_BLOCK_THREADS = 896;
 
 struct RmsNormForwardParams {
-    const ELEMENT* x;              // [num_rows, width], rows x_row_stride elements apart
+    const ELEMENT* x;  // [num_rows, width], rows x_row_stride elements apart
     int64_t x_row_stride;
-    ELEMENT* y;                    // [num_rows, width]; may be x itself, with equal strides
+    ELEMENT* y;  // [num_rows, width]; may be x itself, with equal strides
     int64_t y_row_stride;
     const WEIGHT_ELEMENT* weight;  // [width], or nullptr for a weight of ones
     float* rstd;                   // [num_rows], or nullptr
@@ -51,15 +51,15 @@ struct RmsNormForwardParams {
 PARAMS_LAYOUT(RmsNormForwardParams, x, x_row_stride, y, y_row_stride, weight, rstd, num_rows, width, eps)
 
 struct RmsNormBackwardParams {
-    const ELEMENT* dy;             // [num_rows, width]
+    const ELEMENT* dy;  // [num_rows, width]
     int64_t dy_row_stride;
-    const ELEMENT* x;              // [num_rows, width]
+    const ELEMENT* x;  // [num_rows, width]
     int64_t x_row_stride;
     const WEIGHT_ELEMENT* weight;  // [width], or nullptr for a weight of ones
     const float* rstd;             // [num_rows], saved by the forward
     ELEMENT* dx;                   // [num_rows, width]; shares no memory with the inputs
     int64_t dx_row_stride;
-    float* dweight_partials;       // [gridDim.x, width], or nullptr where no dweight is wanted
+    float* dweight_partials;  // [gridDim.x, width], or nullptr where no dweight is wanted
     int64_t num_rows;
     int32_t width;
 };

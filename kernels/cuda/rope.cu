@@ -37,7 +37,7 @@ constexpr int THREADS = 256;
 constexpr int REGISTER_BOUND = 768;
 
 struct RopeParams {
-    const ELEMENT* x;  // [num_tokens, num_heads, head_dim]
+    const ELEMENT* x;        // [num_tokens, num_heads, head_dim]
     int64_t x_token_stride;  // all strides in elements; the channels of a head are contiguous
     int64_t x_head_stride;
     ELEMENT* y;  // the same shape; may be x itself, with equal strides

@@ -219,7 +219,8 @@ impl<'a> Signature<'a> {
     /// # Errors
     /// [`RuntimeError::Argument`] for the first tensor, in the order of the declarations, that breaks a rule.
     pub fn bind<const N: usize>(&mut self, axes: [&'static str; N]) -> Result<[usize; N]> {
-        for tensor in self.tensors[self.checked..].to_vec() {
+        for number in self.checked..self.tensors.len() {
+            let tensor = self.tensors[number];
             self.names(&tensor)?;
             self.presence(&tensor)?;
             let Some(view) = tensor.view else { continue };

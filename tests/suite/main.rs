@@ -14,6 +14,7 @@ mod golden;
 mod history;
 mod hopper;
 mod kill_matrix;
+mod layouts;
 mod mutants;
 mod scenario;
 mod selftest;
