@@ -91,12 +91,13 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
         regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
         // What breaks somebody else's kernel is not for ours to remember.
         remember: false,
+        time_budget: None,
     };
     let (plan, remembered) = plan(arguments, operator, &options, external.environment())?;
     external.check_adapter(plan.cases.iter().map(|planned| &planned.case)).with_context(|| adapter_name(arguments))?;
     let record = run::plan_record(&plan, Shard::WHOLE, remembered, &external);
     let mut writer = RecordWriter::open(&arguments.out, None, &record)?;
-    run::run_shard(plan, Shard::WHOLE, &external, &options, &mut writer);
+    let left_out = run::run_shard(plan, Shard::WHOLE, &external, &options, &mut writer);
     let cases = writer.finish()?;
     let seconds = start.elapsed().as_secs_f64();
     let report = Report {
@@ -110,7 +111,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
         seed: arguments.seed,
         schedules: 0,
         operators: vec![operator.describe()],
-        skips: skips(&cases),
+        skips: skips(&cases).into_iter().chain(left_out).collect(),
         cases,
         benchmarks: Vec::new(),
         ceilings: None,

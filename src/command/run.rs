@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -17,6 +17,7 @@ use crate::operator::{Operator, Profile};
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Shard};
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
 use crate::report::{self, benchmarks, history};
+use crate::sweep::progress::Progress;
 use crate::sweep::regressions::Regressions;
 use crate::sweep::shard::{Costs, Plan};
 use crate::sweep::{self, Observer, PlannedCase, SweepOptions};
@@ -40,6 +41,10 @@ pub struct RunArguments {
     /// otherwise 4 when absent, 0 for none
     #[arg(long)]
     schedules: Option<u32>,
+    /// Draw no case of an operator after this time; those left out are counted as skipped. Remembered cases and corners
+    /// always run
+    #[arg(long, value_name = "SECONDS", conflicts_with = "shard")]
+    time_budget: Option<u64>,
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/latest", value_name = "DIR")]
     out: PathBuf,
@@ -87,7 +92,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let record = plan_record(&plan, shard, remembered, &device);
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    run_shard(plan, shard, &device, &options, &mut writer);
+    let left_out = run_shard(plan, shard, &device, &options, &mut writer);
     let cases = writer.finish()?;
     let seconds = start.elapsed().as_secs_f64() + taken_over;
     let report = Report {
@@ -106,7 +111,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         ceilings: measured.ceilings,
         mutants: Vec::new(),
         kill_matrix: None,
-        skips: skips(&device, arguments).into_iter().chain(not_run).chain(measured.skip).collect(),
+        skips: skips(&device, arguments).into_iter().chain(not_run).chain(left_out).chain(measured.skip).collect(),
         shards: vec![shard_record(record, seconds)],
     };
     report::write_all(&report, &arguments.out)
@@ -128,6 +133,7 @@ fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
         regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
         // A shard that remembered would change the plan of those that start later: the merge does it.
         remember: arguments.shard.is_none(),
+        time_budget: arguments.time_budget.map(Duration::from_secs),
     }
 }
 
@@ -164,21 +170,22 @@ pub(super) fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
     }
 }
 
-/// Runs what is missing of a shard, in the order of the plan.
+/// Runs what is missing of a shard, in the order of the plan; returns what was left out, counted by the reason.
 pub(super) fn run_shard(
     plan: Plan,
     shard: Shard,
     runner: &dyn Runner,
     options: &SweepOptions,
     writer: &mut RecordWriter,
-) {
+) -> Vec<Skip> {
+    let mut progress = Progress::resumed(&writer.cases);
     let done: HashSet<u64> = writer.cases.iter().filter_map(|case| case.plan_number).collect();
     // A kill between a failing case and what shrinking makes of it leaves the case as the last record.
     let unshrunk = writer.cases.last().filter(|case| case.origin == Origin::Drawn).cloned();
     let mut missing: Vec<(u64, PlannedCase)> = Vec::new();
     for ((number, planned), index) in (0..).zip(plan.cases).zip(plan.shard_of) {
         if let Some(record) = unshrunk.as_ref().filter(|record| record.plan_number == Some(number)) {
-            sweep::shrink_planned(planned, record, runner, options, writer);
+            sweep::shrink_planned(planned, record, runner, options, &mut progress, writer);
         } else if index == shard.index && !done.contains(&number) {
             missing.push((number, planned));
         }
@@ -191,8 +198,9 @@ pub(super) fn run_shard(
         if let Some(cases) = cases_of.remove(&planned.case.operator) {
             writer.planned(&planned.case.operator, cases);
         }
-        sweep::run_planned(planned, number, runner, options, writer);
+        sweep::run_planned(planned, number, runner, options, &mut progress, writer);
     }
+    progress.skips(options.time_budget)
 }
 
 /// What is tested: this build's commit, and the kernels.

@@ -7,6 +7,7 @@
 //! | `agreement` | a kernel's tensor beside the oracle's, in numbers |
 //! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
 //! | `checks` | every check of a case |
+//! | `truths` | what the oracle says of a case, worked out once for many kernels |
 //! | `scenario` | several kernels in a row, judged as one |
 //! | `golden` | what an independent implementation computed: the files |
 //! | `golden_run` | the same, compared |
@@ -19,3 +20,4 @@ pub mod golden_run;
 pub mod runner;
 pub mod scenario;
 pub mod triangulation;
+pub mod truths;

@@ -12,6 +12,7 @@ use thiserror::Error;
 
 use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
+use crate::judge::truths::Truths;
 use crate::operator::registry;
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
@@ -40,6 +41,9 @@ pub struct Mutant {
     pub expected: String,
     /// Cases, as JSON lines, that are enough to see it: the smallest input class.
     pub cases: Vec<String>,
+    /// Name of the file that lists it.
+    #[serde(skip)]
+    pub list: String,
     /// Why a GPU may compute the right results all the same, where it may: then the emulator alone plants it.
     #[serde(default)]
     pub hidden_on_gpu: Option<String>,
@@ -121,9 +125,10 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
     let mut mutants = Vec::new();
     for path in paths {
         let text = std::fs::read_to_string(&path).map_err(read_error(&path))?;
+        let list = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let file: MutantFile =
             toml::from_str(&text).map_err(|e| MutantError::Malformed { path, reason: e.to_string() })?;
-        mutants.extend(file.mutant);
+        mutants.extend(file.mutant.into_iter().map(|mutant| Mutant { list: list.clone(), ..mutant }));
     }
     Ok(mutants)
 }
@@ -165,22 +170,29 @@ impl Mutant {
     /// # Errors
     /// An anchor that does not match, or a case that cannot be prepared.
     pub fn run(&self, device: &Device, schedules: u32) -> Result<MutantRecord, MutantError> {
-        self.run_until(device, schedules, &|_| false)
+        self.run_until(device, schedules, &Truths::default(), &|_| false)
     }
 
     /// The same, up to where the expected check has seen it: of the others the record names those that came before.
+    /// What the oracle says of the cases is taken from `truths`.
     ///
     /// # Errors
     /// Those of [`Self::run`].
-    pub fn run_to_expected(&self, device: &Device, schedules: u32) -> Result<MutantRecord, MutantError> {
+    pub fn run_to_expected(
+        &self,
+        device: &Device,
+        schedules: u32,
+        truths: &Truths,
+    ) -> Result<MutantRecord, MutantError> {
         let expected = |check: &CheckRecord| check.check == self.expected && check.verdict == Verdict::Fail;
-        self.run_until(device, schedules, &|outcome| outcome.checks.iter().any(expected))
+        self.run_until(device, schedules, truths, &|outcome| outcome.checks.iter().any(expected))
     }
 
     fn run_until(
         &self,
         device: &Device,
         schedules: u32,
+        truths: &Truths,
         enough: &dyn Fn(&Outcome) -> bool,
     ) -> Result<MutantRecord, MutantError> {
         let mutated = device.with_tree(self.plant(device.tree())?);
@@ -192,7 +204,8 @@ impl Mutant {
             let refused = |source| MutantError::Case { id: self.id.clone(), source };
             let case = Case::parse(line).map_err(refused)?;
             let prepared = registry::prepare(&case).map_err(refused)?;
-            let outcome = checks::run_until(&*prepared, &mutated, options, enough);
+            let truth = truths.of(&case, &*prepared).map_err(refused)?;
+            let outcome = checks::run_by(&truth, &*prepared, &mutated, options, enough);
             cases_run += 1;
             // An error is no kill: a mutant that does not compile shows nothing about the checks.
             let seen = || outcome.failures().filter(|c| c.verdict == Verdict::Fail);

@@ -3,6 +3,7 @@
 //! | file | what it holds |
 //! | --- | --- |
 //! | `regressions` | failing cases, shrunk and remembered |
+//! | `progress` | the time that a sweep has used, and which of its failures are made smaller |
 //! | `shard` | one sweep over many workers |
 //! | `merge` | shards put together again |
 
@@ -18,14 +19,16 @@ use crate::judge::runner::Runner;
 use crate::operator::registry;
 use crate::operator::{Operator, Profile};
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
+use crate::sweep::progress::{Progress, Shrinks};
 use crate::sweep::regressions::Regressions;
 
 pub mod merge;
+pub mod progress;
 pub mod regressions;
 pub mod shard;
 
-/// How long one failing case may be shrunk.
-const SHRINK_TIME: Duration = Duration::from_secs(30);
+/// How long the drawn cases of one operator may take where each commit pays for them, on the emulator.
+pub const EMULATOR_BUDGET: Duration = Duration::from_secs(15);
 
 /// What to sweep.
 #[derive(Clone, Debug)]
@@ -42,6 +45,9 @@ pub struct SweepOptions {
     pub regressions: Regressions,
     /// Whether a drawn case that fails is remembered.
     pub remember: bool,
+    /// Seconds of an operator's cases after which no drawn one begins; all are run where it is absent. Remembered cases
+    /// and corners always run.
+    pub time_budget: Option<Duration>,
 }
 
 /// Who listens to a sweep.
@@ -100,7 +106,7 @@ pub fn plan(
     Ok((planned, skips))
 }
 
-/// Sweeps one operator.
+/// Sweeps one operator; returns what did not run, or was not made smaller, counted by the reason.
 ///
 /// # Errors
 /// Remembered cases that cannot be read. A case that fails is no error: its record says so.
@@ -109,44 +115,62 @@ pub fn sweep(
     runner: &dyn Runner,
     options: &SweepOptions,
     observer: &mut dyn Observer,
-) -> Result<(), CaseError> {
+) -> Result<Vec<Skip>, CaseError> {
     let name = operator.describe().name;
-    let (planned, _) = plan(operator, options.regressions.load(&name)?, options, runner.environment())?;
+    let (planned, mut skips) = plan(operator, options.regressions.load(&name)?, options, runner.environment())?;
     observer.planned(&name, planned.len());
+    let mut progress = Progress::default();
     for (number, planned) in (0..).zip(planned) {
-        run_planned(planned, number, runner, options, observer);
+        run_planned(planned, number, runner, options, &mut progress, observer);
     }
-    Ok(())
+    skips.extend(progress.skips(options.time_budget));
+    Ok(skips)
 }
 
-/// Runs case `number` of a plan, and makes it smaller if it was drawn and fails.
+/// Runs case `number` of a plan, and makes it smaller if it was drawn and fails. A drawn case for which the time budget
+/// leaves no time is left out, and counted.
 pub fn run_planned(
     planned: PlannedCase,
     number: u64,
     runner: &dyn Runner,
     options: &SweepOptions,
+    progress: &mut Progress,
     observer: &mut dyn Observer,
 ) {
+    if planned.tree.is_some() && !progress.has_time(&planned.case.operator, options.time_budget) {
+        return;
+    }
+    let start = Instant::now();
     let record = run_case(&planned.case, planned.origin, runner, options.checks);
+    progress.ran(&planned.case.operator, start.elapsed());
     let record = CaseRecord { plan_number: Some(number), ..record };
     observer.done(record.clone());
-    shrink_planned(planned, &record, runner, options, observer);
+    shrink_planned(planned, &record, runner, options, progress, observer);
 }
 
-/// Makes a drawn case smaller if its record says that it fails; remembers what is left of it.
+/// Makes a drawn case smaller if its record says that it fails, and if its failure is one of the first of its kind
+/// ([`Progress`]); remembers what is left of it.
 pub fn shrink_planned(
     planned: PlannedCase,
     record: &CaseRecord,
     runner: &dyn Runner,
     options: &SweepOptions,
+    progress: &mut Progress,
     observer: &mut dyn Observer,
 ) {
     let failing = record.checks.iter().find(|check| check.verdict != Verdict::Pass);
-    if let (Some(mut tree), Some(failing)) = (planned.tree, failing)
-        && let Some(small) = shrink(&mut *tree, failing, runner, options.checks)
-    {
-        remember(&small, options);
-        observer.done(CaseRecord { plan_number: record.plan_number, ..small });
+    let (Some(mut tree), Some(failing)) = (planned.tree, failing) else { return };
+    match progress.shrinks(&record.operator, failing) {
+        Shrinks::Known => {}
+        // A failure of its own, as large as it is.
+        Shrinks::Not => remember(record, options),
+        Shrinks::For(allowed) => {
+            let start = Instant::now();
+            let small = shrink(&mut *tree, record, failing, runner, options.checks, allowed);
+            progress.shrank(&record.operator, start.elapsed());
+            remember(&small, options);
+            observer.done(small);
+        }
     }
 }
 
@@ -165,28 +189,34 @@ fn remember(record: &CaseRecord, options: &SweepOptions) {
     }
 }
 
-/// Walks proptest's tree towards a smaller case that fails the same check; returns the smallest. Each runs under the
-/// schedules of the first, so also under those that showed a race.
+/// Walks proptest's tree towards a smaller case that fails the same check; returns the smallest that was found in time,
+/// which may be the case itself. Each runs under the schedules of the first, so also under those that showed a race.
 fn shrink(
     tree: &mut dyn ValueTree<Value = Case>,
+    record: &CaseRecord,
     failing: &CheckRecord,
     runner: &dyn Runner,
     checks: CheckOptions,
-) -> Option<CaseRecord> {
+    allowed: Duration,
+) -> CaseRecord {
     let start = Instant::now();
-    let mut smallest = run_case(&tree.current(), Origin::Shrunk, runner, checks);
+    let mut smallest = CaseRecord { origin: Origin::Shrunk, ..record.clone() };
+    let mut longest = Duration::ZERO;
     let mut moved = tree.simplify();
-    while moved && start.elapsed() < SHRINK_TIME {
-        let record = run_case(&tree.current(), Origin::Shrunk, runner, checks);
+    // Nothing is begun that would not end in time, as far as one can know.
+    while moved && start.elapsed() + longest < allowed {
+        let begun = Instant::now();
+        let smaller = run_case(&tree.current(), Origin::Shrunk, runner, checks);
+        longest = longest.max(begun.elapsed());
         let same = |c: &CheckRecord| c.verdict != Verdict::Pass && c.check == failing.check;
-        moved = if record.checks.iter().any(same) {
-            smallest = record;
+        moved = if smaller.checks.iter().any(same) {
+            smallest = CaseRecord { plan_number: record.plan_number, ..smaller };
             tree.simplify()
         } else {
             tree.complicate()
         };
     }
-    (smallest.verdict() != Verdict::Pass).then_some(smallest)
+    smallest
 }
 
 /// Runs one case of any operator and writes its record.

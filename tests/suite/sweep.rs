@@ -1,20 +1,23 @@
-//! Sweeps of the real operators, and the checks themselves: each must fail where it should. For that a made-up
-//! operator stands in, whose kernel does exactly what a test wants.
+//! What a sweep does, and the checks themselves: each must fail where it should. For that a made-up operator stands in,
+//! whose kernel does exactly what a test wants. The sweeps of the real operators are tests of their own
+//! (`tests/operators`).
 
-use std::collections::BTreeSet;
+use std::cell::Cell;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
 use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_parity::case::{Case, CaseError, Draw};
 use dsv4_parity::judge::budget::{Budget, WORKING_RUNS};
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome, Truth};
+use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::operator::registry;
 use dsv4_parity::operator::{
     GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Profile, Relation, Side,
 };
-use dsv4_parity::record::{CaseRecord, Origin, Verdict};
+use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, Observer, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
@@ -51,6 +54,7 @@ fn run(operator: &str, device: &Device, cases: usize, seed: u64, checks: CheckOp
         checks,
         regressions: Regressions::new(nothing.path()),
         remember: false,
+        time_budget: None,
     };
     let mut collected = Collected::default();
     sweep::sweep(registry::find(operator).unwrap(), device, &options, &mut collected).unwrap();
@@ -66,6 +70,7 @@ fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
         checks: CheckOptions { schedules: 0, triangulate: false },
         regressions: Regressions::new(Path::new("none")),
         remember: false,
+        time_budget: None,
     };
     let gpu = |target: &str| Environment {
         backend: BackendKind::Cuda,
@@ -85,88 +90,6 @@ fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
         assert_eq!((skip.what.as_str(), skip.count), (format!("cases of {name}").as_str(), hopper(&all)));
         assert!(skip.why.contains("need sm_90a") && skip.why.contains("sm_80"), "{}", skip.why);
         assert_eq!((hopper(&portable), portable.len() as u64 + skip.count), (0, all.len() as u64));
-    }
-}
-
-/// A device of its own, because a sweep with schedules sets the device's seed.
-fn own_device() -> Device {
-    Device::open(support::backend(), Default::default()).unwrap()
-}
-
-fn assert_sweep_agrees(operator: &str) {
-    let checks = CheckOptions { schedules: Profile::Quick.schedules(), triangulate: true };
-    let collected = run(operator, &own_device(), 4, 11, checks);
-    assert_eq!(collected.records.len(), collected.planned);
-    let corners = registry::find(operator).unwrap().corner_cases(Profile::Quick).len();
-    assert_eq!(collected.planned, corners + 4);
-    for record in &collected.records {
-        assert_eq!(record.verdict(), Verdict::Pass, "{}", sweep::failure_text(record));
-        assert!(record.checks.iter().all(|check| check.compared > 0));
-    }
-    let declared = registry::find(operator).unwrap().describe().paths;
-    let ran: BTreeSet<String> = collected.records.iter().flat_map(|record| record.paths.clone()).collect();
-    assert_eq!(ran, declared.into_iter().collect(), "the paths that ran are those that {operator} has");
-    let has_backward = registry::find(operator).unwrap().describe().has_backward;
-    let of_gradients: &[&str] = if has_backward { &["gradient", "oracle_gradients"] } else { &[] };
-    let of_every_operator = [
-        "forward",
-        "precision",
-        "guards",
-        "inputs_unchanged",
-        "fully_written",
-        "repeatable",
-        "poison_independent",
-        "schedule_independent",
-        "budget",
-        "special_values",
-    ];
-    for check in of_every_operator.iter().chain(of_gradients) {
-        let ran = collected.records.iter().any(|r| r.checks.iter().any(|c| c.check == *check));
-        assert!(ran, "no case of {operator} came to the check `{check}`");
-    }
-    assert!(collected.records.iter().any(|r| r.checks.iter().any(|c| c.check.starts_with("law: "))));
-}
-
-#[test]
-fn a_quick_sweep_of_rms_norm_agrees() {
-    assert_sweep_agrees("rms_norm");
-}
-
-#[test]
-fn a_quick_sweep_of_rope_agrees() {
-    assert_sweep_agrees("rope");
-}
-
-#[test]
-fn a_quick_sweep_of_sparse_attention_agrees() {
-    assert_sweep_agrees("sparse_attention");
-}
-
-#[test]
-fn a_quick_sweep_of_decode_attention_agrees() {
-    assert_sweep_agrees("decode_attention");
-}
-
-#[test]
-fn a_quick_sweep_of_attention_combine_agrees() {
-    assert_sweep_agrees("attention_combine");
-}
-
-#[test]
-fn a_quick_sweep_of_kv_cache_write_agrees() {
-    assert_sweep_agrees("kv_cache_write");
-}
-
-#[test]
-fn remembered_cases_agree() {
-    let regressions = Regressions::new(support::fixtures().join("regressions"));
-    let device = own_device();
-    for operator in registry::names() {
-        for case in regressions.load(&operator).unwrap() {
-            let checks = CheckOptions { schedules: Profile::Quick.schedules(), triangulate: false };
-            let record = sweep::run_case(&case, Origin::Regression, &device, checks);
-            assert_eq!(record.verdict(), Verdict::Pass, "{}", sweep::failure_text(&record));
-        }
     }
 }
 
@@ -221,6 +144,103 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
         extent("num_rows") * extent("width")
     };
     assert!(elements(small) < elements(drawn), "{} is not smaller than {}", small.case, drawn.case);
+}
+
+/// Runs no kernel: what it returns of rms_norm is the oracle's own, but for the tensors that are spoilt.
+struct MadeUp<'a> {
+    spoilt: &'a [&'static str],
+    cases: Cell<u32>,
+}
+
+/// How long the made-up kernels take: more than the oracle does.
+const LAUNCH: Duration = Duration::from_millis(10);
+
+impl Runner for MadeUp<'_> {
+    fn begin(&self, _case: &Case) {
+        self.cases.set(self.cases.get() + 1);
+    }
+
+    fn run(
+        &self,
+        _prepared: &dyn Prepared,
+        exact: &[OracleTensor],
+        _contract: Contract,
+    ) -> Result<KernelRun, RunError> {
+        std::thread::sleep(LAUNCH);
+        let tensor = |exact: &OracleTensor| {
+            let factor = if self.spoilt.contains(&exact.name) { -1.0 } else { 1.0 };
+            let values: Vec<f64> = exact.values.iter().map(|value| factor * value).collect();
+            let tensor = HostTensor::from_f64(DType::F32, &exact.shape, &values);
+            KernelTensor { name: exact.name, tensor, deterministic: true }
+        };
+        Ok(KernelRun { tensors: exact.iter().map(tensor).collect(), violations: vec![], paths: vec![] })
+    }
+
+    fn environment(&self) -> &Environment {
+        support::device().environment()
+    }
+
+    fn kernels(&self) -> (String, String) {
+        Default::default()
+    }
+
+    fn replay_command(&self, case: &Case, _schedules: u32) -> String {
+        case.line()
+    }
+}
+
+/// Sweeps the made-up kernels of rms_norm; also returns how many cases ran, those that were made smaller among them.
+fn sweep_made_up(spoilt: &[&'static str], time_budget: Option<Duration>) -> (Collected, Vec<Skip>, u32) {
+    let options = SweepOptions {
+        profile: Profile::Quick,
+        cases: Some(12),
+        seed: 3,
+        checks: CheckOptions { schedules: 0, triangulate: false },
+        regressions: Regressions::new(Path::new("none")),
+        remember: false,
+        time_budget,
+    };
+    let (runner, mut collected) = (MadeUp { spoilt, cases: Cell::new(0) }, Collected::default());
+    let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, &options, &mut collected).unwrap();
+    (collected, skips, runner.cases.get())
+}
+
+/// Records of a sweep that failed on the tensor of this check first.
+fn shrunk(collected: &Collected) -> Vec<(&str, &str)> {
+    let records = collected.records.iter().filter(|record| record.origin == Origin::Shrunk);
+    let first = |record: &'_ CaseRecord| record.checks.iter().position(|c| c.verdict != Verdict::Pass);
+    records
+        .map(|record| &record.checks[first(record).expect("a failure that was made smaller still fails")])
+        .map(|check| (check.check.as_str(), check.tensor.as_str()))
+        .collect()
+}
+
+#[test]
+fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lists_the_rest() {
+    let (failing, skips, cases) = sweep_made_up(&["y"], None);
+    let (passing, _, of_a_pass) = sweep_made_up(&[], None);
+    let failed = |collected: &Collected| {
+        let fails = |record: &&CaseRecord| record.verdict() != Verdict::Pass;
+        collected.records.iter().filter(fails).filter(|record| record.origin != Origin::Shrunk).count()
+    };
+    assert_eq!((failed(&failing), failed(&passing)), (failing.planned, 0), "every case fails, and none by itself");
+    assert_eq!(shrunk(&failing), [("forward", "y")]);
+    let [skip] = skips.as_slice() else { panic!("{skips:?}") };
+    assert_eq!((skip.what.as_str(), skip.count), ("failing cases of rms_norm made smaller", 11));
+    // Nearly all of its time is that of its cases; without a limit each of twelve would be made smaller.
+    assert!(
+        cases > of_a_pass && cases <= 3 * of_a_pass,
+        "{cases} cases ran where a sweep that passes runs {of_a_pass}"
+    );
+}
+
+#[test]
+fn drawn_cases_beyond_the_time_budget_are_counted_and_corners_run_all_the_same() {
+    let (collected, skips, _) = sweep_made_up(&[], Some(Duration::ZERO));
+    let corners = registry::find("rms_norm").unwrap().corner_cases(Profile::Quick).len();
+    assert_eq!((collected.planned, collected.records.len()), (corners + 12, corners));
+    let [skip] = skips.as_slice() else { panic!("{skips:?}") };
+    assert_eq!((skip.what.as_str(), skip.count), ("drawn cases of rms_norm", 12));
 }
 
 // ---------------------------------------------------------------- the checks

@@ -1,6 +1,8 @@
 //! Compiled modules on disk, keyed by everything that went into them.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
@@ -66,6 +68,34 @@ impl ModuleCache {
         path.is_file().then_some(path)
     }
 
+    /// The path of the module under `key`, which `build` makes where there is none: once, however many threads of this
+    /// process want it. Different modules are built at the same time.
+    ///
+    /// # Errors
+    /// Those of `build` and of [`Self::store`]; the next call builds again.
+    pub fn find_or_build(
+        &self,
+        key: &str,
+        extension: &str,
+        build: impl FnOnce() -> Result<Vec<u8>>,
+    ) -> Result<PathBuf> {
+        if let Some(path) = self.find(key, extension) {
+            return Ok(path);
+        }
+        static BUILDING: LazyLock<Mutex<HashMap<PathBuf, Arc<Mutex<()>>>>> = LazyLock::new(Mutex::default);
+        let building = || BUILDING.lock().unwrap_or_else(|e| e.into_inner());
+        let path = self.path(key, extension);
+        let turn = building().entry(path.clone()).or_default().clone();
+        let held = turn.lock().unwrap_or_else(|e| e.into_inner());
+        let built = match self.find(key, extension) {
+            Some(path) => Ok(path),
+            None => build().and_then(|bytes| self.store(key, extension, &bytes)),
+        };
+        drop(held);
+        building().remove(&path);
+        built
+    }
+
     fn path(&self, key: &str, extension: &str) -> PathBuf {
         self.dir.join(format!("{key}.{extension}"))
     }
@@ -88,7 +118,31 @@ impl ModuleCache {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
     use super::*;
+
+    #[test]
+    fn a_module_that_several_threads_want_is_built_once_and_one_that_failed_again() {
+        let dir = tempfile::tempdir().expect("a scratch directory");
+        let cache = ModuleCache::new(dir.path().to_owned());
+        let built = AtomicUsize::new(0);
+        let build = || {
+            built.fetch_add(1, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(20));
+            Ok(vec![1])
+        };
+        let missing = || Err(RuntimeError::SourceMissing { file: "gone.cu".into(), tree: "a test".into() });
+        assert!(cache.find_or_build("key", "so", missing).is_err());
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| cache.find_or_build("key", "so", build).expect("a module"));
+            }
+        });
+        cache.find_or_build("other", "so", build).expect("a module");
+        assert_eq!(built.load(Ordering::Relaxed), 2);
+    }
 
     #[test]
     fn a_header_changes_the_key_of_those_that_include_it_and_of_no_other() {

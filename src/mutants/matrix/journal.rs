@@ -120,6 +120,7 @@ mod tests {
             replace: "b".into(),
             expected: "forward".into(),
             cases: Vec::new(),
+            list: String::new(),
             hidden_on_gpu: None,
         };
         Trial { subject: Subject::Planted(Box::new(mutant)), schedules, all_checks: false }

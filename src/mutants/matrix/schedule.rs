@@ -178,6 +178,7 @@ mod tests {
             replace: "DEVICE void rotate(".into(),
             expected: "forward".into(),
             cases: Vec::new(),
+            list: String::new(),
             hidden_on_gpu: None,
         };
         let trial = Trial { subject: Subject::Planted(Box::new(mutant)), schedules: 0, all_checks: false };

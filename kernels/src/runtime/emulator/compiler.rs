@@ -1,5 +1,6 @@
 //! The host's C++ compiler, which builds modules.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -62,9 +63,17 @@ impl Compiler {
         let identity = format!("{compiler} {}", compile_options(compiler).collect::<Vec<_>>().join(" "));
         let extra = headers.iter().map(|(name, text)| (name.as_str(), text.as_str()));
         let key = ModuleCache::key(tree, file, defines, extra, &identity)?;
-        if let Some(path) = self.cache.find(&key, "so") {
-            return Ok(path);
-        }
+        self.cache.find_or_build(&key, "so", || self.compile(tree, file, defines, &headers))
+    }
+
+    /// Compiles a module in a directory of its own.
+    fn compile(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+        headers: &BTreeMap<String, String>,
+    ) -> Result<Vec<u8>> {
         let scratch = tempfile::tempdir().map_err(|e| RuntimeError::system("making a scratch directory", e))?;
         let write = |name: &str, text: &str| {
             std::fs::write(scratch.path().join(name), text)
@@ -73,13 +82,12 @@ impl Compiler {
         for (name, text) in tree.headers() {
             write(name, text)?;
         }
-        for (name, text) in &headers {
+        for (name, text) in headers {
             write(name, text)?;
         }
         write(file, tree.text(file)?)?;
         let library = self.run_compiler(scratch.path(), file, defines)?;
-        let bytes = std::fs::read(&library).map_err(|e| RuntimeError::system("reading the compiled module", e))?;
-        self.cache.store(&key, "so", &bytes)
+        std::fs::read(&library).map_err(|e| RuntimeError::system("reading the compiled module", e))
     }
 
     /// Compiles, then links without the options of the checks, so that the compiler adds no library of its own to them.

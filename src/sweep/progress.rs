@@ -1,0 +1,216 @@
+//! What a sweep has used of its time, operator by operator, and which of its failures are made smaller.
+//!
+//! Of a kernel that is broken every case fails, mostly in the same way. Only the first few failures that differ (by
+//! operator, check and tensor) are made smaller, and no longer than the cases took until then: a failing sweep takes at
+//! most about twice as long as one that passes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
+
+/// How many different failures of an operator are made smaller.
+const SHRUNK_FAILURES: usize = 3;
+/// How long one failing case may be shrunk.
+const SHRINK_TIME: Duration = Duration::from_secs(30);
+
+/// The time used so far, and the failures made smaller, of each operator.
+#[derive(Debug, Default)]
+pub struct Progress {
+    operators: BTreeMap<String, Used>,
+}
+
+#[derive(Debug, Default)]
+struct Used {
+    cases: Duration,
+    shrinking: Duration,
+    /// Check and tensor of the failures met.
+    failures: BTreeSet<(String, String)>,
+    left_out: u64,
+    not_shrunk: u64,
+}
+
+/// What becomes of a failing case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shrinks {
+    /// It is made smaller, for so long.
+    For(Duration),
+    /// It is the first of its kind, but enough others were made smaller, or the time is used up.
+    Not,
+    /// It fails as one before it did.
+    Known,
+}
+
+impl Progress {
+    /// Of a run that is continued: what its records say.
+    pub fn resumed(records: &[CaseRecord]) -> Self {
+        let mut progress = Self::default();
+        for record in records {
+            let seconds = record.kernel_seconds + record.oracle_seconds;
+            let time = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+            let used = progress.of(&record.operator);
+            match record.origin {
+                Origin::Shrunk => used.shrinking += time,
+                _ => used.cases += time,
+            }
+        }
+        // The failure of a case that was made smaller is known; that of the last record's may not have been yet.
+        for pair in records.windows(2).filter(|pair| pair[1].origin == Origin::Shrunk) {
+            if let Some(check) = pair[0].checks.iter().find(|check| check.verdict != Verdict::Pass) {
+                progress.of(&pair[0].operator).failures.insert(kind(check));
+            }
+        }
+        progress
+    }
+
+    fn of(&mut self, operator: &str) -> &mut Used {
+        self.operators.entry(operator.to_owned()).or_default()
+    }
+
+    /// Whether one more drawn case of an operator may run within `budget`; counts it as left out where not.
+    pub fn has_time(&mut self, operator: &str, budget: Option<Duration>) -> bool {
+        let used = self.of(operator);
+        let has_time = budget.is_none_or(|budget| used.cases < budget);
+        used.left_out += u64::from(!has_time);
+        has_time
+    }
+
+    /// A case took so long.
+    pub fn ran(&mut self, operator: &str, time: Duration) {
+        self.of(operator).cases += time;
+    }
+
+    /// Making a failing case smaller took so long.
+    pub fn shrank(&mut self, operator: &str, time: Duration) {
+        self.of(operator).shrinking += time;
+    }
+
+    /// What becomes of a drawn case that fails this check first.
+    pub fn shrinks(&mut self, operator: &str, failing: &CheckRecord) -> Shrinks {
+        let used = self.of(operator);
+        let left = used.cases.saturating_sub(used.shrinking).min(SHRINK_TIME);
+        let shrinks = if !used.failures.insert(kind(failing)) {
+            Shrinks::Known
+        } else if used.failures.len() > SHRUNK_FAILURES || left.is_zero() {
+            Shrinks::Not
+        } else {
+            Shrinks::For(left)
+        };
+        used.not_shrunk += u64::from(!matches!(shrinks, Shrinks::For(_)));
+        shrinks
+    }
+
+    /// What was left out, counted by the reason.
+    pub fn skips(&self, budget: Option<Duration>) -> Vec<Skip> {
+        let mut skips = Vec::new();
+        for (operator, used) in &self.operators {
+            if used.left_out > 0 {
+                let seconds = budget.unwrap_or_default().as_secs_f64();
+                let why = format!("the time budget of {seconds} s was used ({:.1} s)", used.cases.as_secs_f64());
+                skips.push(Skip { what: format!("drawn cases of {operator}"), why, count: used.left_out });
+            }
+            if used.not_shrunk > 0 {
+                let why = format!(
+                    "of each operator the first {SHRUNK_FAILURES} failures that differ in check or tensor are, \
+                     and no longer than its cases take"
+                );
+                skips.push(Skip {
+                    what: format!("failing cases of {operator} made smaller"),
+                    why,
+                    count: used.not_shrunk,
+                });
+            }
+        }
+        skips
+    }
+}
+
+fn kind(check: &CheckRecord) -> (String, String) {
+    (check.check.clone(), check.tensor.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failing(check: &str, tensor: &str) -> CheckRecord {
+        CheckRecord {
+            check: check.into(),
+            tensor: tensor.into(),
+            verdict: Verdict::Fail,
+            compared: 1,
+            message: "wrong".into(),
+            metrics: None,
+        }
+    }
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn three_failures_that_differ_are_made_smaller_and_the_others_counted() {
+        let mut progress = Progress::default();
+        progress.ran("rope", 10 * SECOND);
+        let mut shrinks =
+            |operator: &str, check: &str, tensor: &str| progress.shrinks(operator, &failing(check, tensor));
+        assert_eq!(shrinks("rope", "forward", "y"), Shrinks::For(10 * SECOND));
+        assert_eq!(shrinks("rope", "forward", "y"), Shrinks::Known);
+        assert_eq!(shrinks("rope", "gradient", "dx"), Shrinks::For(10 * SECOND));
+        assert_eq!(shrinks("rope", "forward", "z"), Shrinks::For(10 * SECOND));
+        assert_eq!(shrinks("rope", "guards", "y"), Shrinks::Not);
+        assert_eq!(shrinks("rope", "guards", "y"), Shrinks::Known);
+        let skips = progress.skips(None);
+        let [skip] = skips.as_slice() else { panic!("{skips:?}") };
+        assert_eq!((skip.what.as_str(), skip.count), ("failing cases of rope made smaller", 3));
+    }
+
+    #[test]
+    fn all_shrinking_together_takes_no_longer_than_the_cases_did() {
+        let mut progress = Progress::default();
+        progress.ran("rope", 50 * SECOND);
+        assert_eq!(progress.shrinks("rope", &failing("forward", "y")), Shrinks::For(SHRINK_TIME));
+        progress.shrank("rope", 30 * SECOND);
+        assert_eq!(progress.shrinks("rope", &failing("gradient", "dx")), Shrinks::For(20 * SECOND));
+        progress.shrank("rope", 21 * SECOND);
+        assert_eq!(progress.shrinks("rope", &failing("guards", "y")), Shrinks::Not);
+        // Another operator's time is its own.
+        progress.ran("rms_norm", SECOND);
+        assert_eq!(progress.shrinks("rms_norm", &failing("forward", "y")), Shrinks::For(SECOND));
+    }
+
+    #[test]
+    fn drawn_cases_beyond_the_time_budget_are_left_out_and_counted() {
+        let mut progress = Progress::default();
+        assert!(progress.has_time("rope", Some(SECOND)));
+        progress.ran("rope", SECOND);
+        assert!(progress.has_time("rope", None) && progress.has_time("rms_norm", Some(SECOND)));
+        assert!(!progress.has_time("rope", Some(SECOND)) && !progress.has_time("rope", Some(SECOND)));
+        let skips = progress.skips(Some(SECOND));
+        let [skip] = skips.as_slice() else { panic!("{skips:?}") };
+        assert_eq!((skip.what.as_str(), skip.count), ("drawn cases of rope", 2));
+        assert!(skip.why.contains("time budget of 1 s"), "{}", skip.why);
+    }
+
+    #[test]
+    fn a_run_that_is_continued_knows_what_was_made_smaller_and_how_long_it_took() {
+        let record = |origin, check: Option<CheckRecord>, seconds| CaseRecord {
+            operator: "rope".into(),
+            case: serde_json::Value::Null,
+            origin,
+            paths: Vec::new(),
+            checks: check.into_iter().collect(),
+            kernel_seconds: seconds,
+            oracle_seconds: 0.0,
+            replay: String::new(),
+            skips: Vec::new(),
+            plan_number: None,
+        };
+        let (y, dx) = (failing("forward", "y"), failing("gradient", "dx"));
+        let mut progress = Progress::resumed(&[
+            record(Origin::Drawn, Some(y.clone()), 5.0),
+            record(Origin::Shrunk, Some(y.clone()), 2.0),
+            record(Origin::Drawn, Some(dx.clone()), 1.0),
+        ]);
+        assert_eq!(progress.shrinks("rope", &y), Shrinks::Known);
+        assert_eq!(progress.shrinks("rope", &dx), Shrinks::For(4 * SECOND));
+    }
+}

@@ -1,0 +1,139 @@
+//! `golden::OPERATOR`: oracle and kernels against what an independent implementation computed, and every file is seen to
+//! matter: a changed value in it is noticed.
+
+use dsv4_kernels::runtime::DType;
+use dsv4_parity::judge::checks::Truth;
+use dsv4_parity::judge::golden::{self, GoldenFile};
+use dsv4_parity::judge::golden_run;
+use dsv4_parity::operator::{ExpectedTensor, GoldenCase, Operator, OracleTensor, half_ulp};
+use dsv4_parity::record::{CheckRecord, Verdict};
+use libtest_mimic::Trial;
+
+use crate::{Extent, shared, support};
+
+/// Operator, golden files about it, cases of these that its kernels cannot run. An operator that is not here has none.
+const FILES: [(&str, usize, usize); 4] = [
+    ("rms_norm", 6, 0),
+    ("rope", 7, 0),
+    // head_dim 24 is no multiple of the 16 that a matrix instruction takes.
+    ("sparse_attention", 5, 1),
+    // As above; no golden file knows FP8 rows.
+    ("decode_attention", 5, 1),
+];
+
+pub fn trial(operator: &'static dyn Operator, _extent: Extent) -> Option<Trial> {
+    Some(crate::trial(format!("golden::{}", operator.describe().name), move || run(operator)))
+}
+
+fn run(operator: &'static dyn Operator) -> Result<String, String> {
+    let name = operator.describe().name;
+    let (files, without_kernel) =
+        FILES.iter().find(|entry| entry.0 == name).map_or((0, 0), |&(_, files, skips)| (files, skips));
+    let found = files_of(operator)?;
+    if found.len() != files {
+        return Err(format!("{} golden files are about {name}; FILES of {} says {files}", found.len(), file!()));
+    }
+    let (mut skips, mut changed) = (Vec::new(), 0);
+    for (file, cases) in found {
+        for mut case in cases {
+            let truth = Truth::of(&*case.prepared).map_err(|error| format!("{}: {error}", file.name))?;
+            agrees(&truth, &file, &case)?;
+            skips.extend(case.kernel_skip.clone());
+            changed += notices_changes(&truth, &file, &mut case)?;
+        }
+    }
+    if skips.len() != without_kernel {
+        return Err(format!("{} cases without a kernel, not {without_kernel}: {skips:?}", skips.len()));
+    }
+    if files == 0 {
+        return Ok("no golden file is about it".to_owned());
+    }
+    let oracle_only = skips.iter().map(|why| format!("; oracle only: {why}")).collect::<String>();
+    Ok(format!("{files} files, {changed} tensors{oracle_only}"))
+}
+
+/// Every golden file that is about an operator, as that operator's cases.
+fn files_of(operator: &'static dyn Operator) -> Result<Vec<(GoldenFile, Vec<GoldenCase>)>, String> {
+    let dir = support::fixtures().join("golden");
+    let mut files = Vec::new();
+    for name in golden::index(&dir).map_err(|error| error.to_string())? {
+        let file = golden::read(&dir.join(name)).map_err(|error| error.to_string())?;
+        let cases = golden_run::cases_of(&file, &[operator]).map_err(|error| error.to_string())?;
+        if !cases.is_empty() {
+            files.push((file, cases));
+        }
+    }
+    Ok(files)
+}
+
+/// The file agrees with the oracle and, where they can run it, with the kernels.
+fn agrees(truth: &Truth, file: &GoldenFile, case: &GoldenCase) -> Result<(), String> {
+    let record = shared::on_device(|device| golden_run::run_by(truth, file, case, Some(device)));
+    let failed: Vec<_> = record.checks.iter().filter(|c| c.verdict != Verdict::Pass || c.compared == 0).collect();
+    if !failed.is_empty() {
+        return Err(format!("{}: {failed:#?}", file.name));
+    }
+    let golden = record.checks.iter().filter(|c| c.check == "golden").count();
+    if golden == 0 || golden != case.expected.len() {
+        return Err(format!("{}: {golden} of {} tensors were compared", file.name, case.expected.len()));
+    }
+    if case.kernel_skip.is_none() && !record.checks.iter().any(|c| c.check == "forward") {
+        return Err(format!("{}: no kernel ran", file.name));
+    }
+    Ok(())
+}
+
+/// In every tensor a change of one element by three allowances is noticed, and nothing else is: one allowance is the
+/// element's, another brings it back where the oracle lies on the other side. Returns how many were changed.
+fn notices_changes(truth: &Truth, file: &GoldenFile, case: &mut GoldenCase) -> Result<usize, String> {
+    let unchanged = golden_run::run_by(truth, file, case, None);
+    let mut changed = 0;
+    for number in 0..case.expected.len() {
+        let expected = &case.expected[number];
+        let position = |tensor: &OracleTensor| tensor.name == expected.name;
+        let index = truth.exact.iter().position(position).ok_or("the oracle has no such tensor")?;
+        let Some(element) = largest(&expected.values) else { continue };
+        let (name, original) = (expected.name, expected.values[element]);
+        let allowed = allowed(expected, truth, index, element);
+        // A table's entry may be exact: then the smallest change that the file could hold.
+        let step = if allowed > 0.0 { 3.0 * allowed } else { 2.0 * half_ulp(DType::F32, original) };
+        // A kernel of bf16 could not tell: this comparison is far sharper than any kernel's.
+        if step >= half_ulp(DType::Bf16, original) {
+            return Err(format!("{}: {name} allows {allowed:e}", file.name));
+        }
+        case.expected[number].values[element] = original + step;
+        let record = golden_run::run_by(truth, file, case, None);
+        case.expected[number].values[element] = original;
+        let failed: Vec<&CheckRecord> = record.checks.iter().filter(|check| check.verdict != Verdict::Pass).collect();
+        let only = failed.len() == 1 && failed[0].tensor == name && failed[0].verdict == Verdict::Fail;
+        if !only || failed[0].message.is_empty() {
+            return Err(format!("{}: {name} moved by {step:e} of {original:e}: {failed:#?}", file.name));
+        }
+        let others = |checks: &[CheckRecord]| checks.iter().filter(|c| c.tensor != name).cloned().collect::<Vec<_>>();
+        if others(&unchanged.checks) != others(&record.checks) {
+            return Err(format!("{}: a change of {name} shows elsewhere", file.name));
+        }
+        changed += 1;
+    }
+    if changed == 0 {
+        return Err(format!("{}: nothing could be changed", file.name));
+    }
+    Ok(changed)
+}
+
+/// What `golden_run` allows an oracle's element: the working spread at the width of f64, and the rounding of the
+/// file.
+fn allowed(expected: &ExpectedTensor, truth: &Truth, index: usize, element: usize) -> f64 {
+    let working = truth.budget(index, DType::F32).allowed[element];
+    if expected.computed_f32 {
+        return working;
+    }
+    let stored = if expected.stored_f32 { half_ulp(DType::F32, expected.values[element]) } else { 0.0 };
+    working * (f64::EPSILON / f64::from(f32::EPSILON)) + stored
+}
+
+/// The finite element of largest magnitude.
+fn largest(values: &[f64]) -> Option<usize> {
+    let finite = (0..values.len()).filter(|&i| values[i].is_finite());
+    finite.max_by(|&a, &b| values[a].abs().total_cmp(&values[b].abs()))
+}

@@ -1,0 +1,81 @@
+//! Tests made from the registry, so that no operator can be forgotten:
+//!
+//! | name | what it does |
+//! | --- | --- |
+//! | `sweep::OPERATOR` | remembered cases, corners, and drawn cases within a time budget |
+//! | `golden::OPERATOR` | oracle and kernels against the golden files |
+//! | `mutant::ID` | a planted bug is seen by the check that was expected to see it, and by nobody where it is not planted |
+//!
+//! `cargo test --test operators NAME` runs those whose names contain NAME. Without a filter the mutants that a commit
+//! cannot concern are ignored, but for a rotating share ([`dsv4_parity::mutants::selection`]), and sweeps end early;
+//! `PARITY_TESTS=all` runs everything. What is left out is counted and said.
+
+mod golden;
+mod mutants;
+mod shared;
+#[path = "../suite/support.rs"]
+mod support;
+mod sweeps;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use dsv4_parity::operator::{Operator, registry};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+/// How much is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Extent {
+    /// What each commit pays for.
+    Commit,
+    /// Everything.
+    All,
+}
+
+impl Extent {
+    /// What `PARITY_TESTS` says.
+    fn demanded() -> Result<Self, String> {
+        match std::env::var("PARITY_TESTS").as_deref() {
+            Ok("all") => Ok(Self::All),
+            Ok("commit" | "") | Err(_) => Ok(Self::Commit),
+            Ok(other) => Err(format!("PARITY_TESTS is `{other}`, not commit or all")),
+        }
+    }
+}
+
+/// What is asked of every operator; a new kind of test is one more line.
+type Make = fn(&'static dyn Operator, Extent) -> Option<Trial>;
+const OF_EACH_OPERATOR: [Make; 2] = [sweeps::trial, golden::trial];
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    match trials(&arguments) {
+        Ok(trials) => libtest_mimic::run(&arguments, trials).exit_code(),
+        Err(error) => {
+            eprintln!("operators: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// The dearest first, so that no core waits for the last one.
+fn trials(arguments: &Arguments) -> Result<Vec<Trial>, String> {
+    let extent = Extent::demanded()?;
+    let of = |make: Make| registry::OPERATORS.iter().filter_map(move |operator| make(*operator, extent));
+    let mut trials: Vec<Trial> = OF_EACH_OPERATOR.into_iter().flat_map(of).collect();
+    trials.extend(mutants::trials(extent, arguments)?);
+    Ok(trials)
+}
+
+/// A test that says what it did, and how long it took.
+fn trial(name: String, work: impl FnOnce() -> Result<String, String> + Send + 'static) -> Trial {
+    let label = name.clone();
+    Trial::test(name, move || {
+        let start = Instant::now();
+        let result = work();
+        let done = result.as_deref().unwrap_or("failed");
+        // On the standard error, so that the standard output is a list of tests and nothing else.
+        eprintln!("{label}: {done}, {:.1} s", start.elapsed().as_secs_f64());
+        result.map(|_| ()).map_err(Failed::from)
+    })
+}

@@ -1,0 +1,111 @@
+//! `mutant::ID`: a planted bug is seen by the check that was expected to see it, and its cases are sound where nothing
+//! is planted.
+//!
+//! Always on the emulator: guard pages, schedules and poison are what sees a third of them, and a wild write would cost a
+//! GPU its context and with it the other tests.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
+use std::sync::{Arc, LazyLock, Mutex};
+
+use dsv4_kernels::runtime::{Device, SourceTree};
+use dsv4_parity::case::Case;
+use dsv4_parity::judge::checks::{self, CheckOptions};
+use dsv4_parity::judge::truths::Truths;
+use dsv4_parity::mutants::planted::{self, Mutant};
+use dsv4_parity::mutants::selection::{self, Change, SHARE};
+use dsv4_parity::operator::registry;
+use libtest_mimic::{Arguments, Trial};
+
+use crate::{Extent, shared, support};
+
+/// Random schedules for each case: few, since a race that they miss is a weakness worth seeing.
+const SCHEDULES: u32 = 4;
+
+static TRUTHS: LazyLock<Truths> = LazyLock::new(Truths::default);
+
+/// A test of every planted mutant; those that the commit leaves out are ignored, which is said.
+pub fn trials(extent: Extent, arguments: &Arguments) -> Result<Vec<Trial>, String> {
+    let mutants = planted::load(&support::fixtures().join("mutants")).map_err(|error| error.to_string())?;
+    // Who names tests means them.
+    let chosen =
+        if extent == Extent::All || arguments.filter.is_some() { vec![true; mutants.len()] } else { choose(&mutants)? };
+    let trial = |(mutant, chosen): (Mutant, bool)| {
+        crate::trial(format!("mutant::{}", mutant.id), move || run(&mutant)).with_ignored_flag(!chosen)
+    };
+    Ok(mutants.into_iter().zip(chosen).map(trial).collect())
+}
+
+/// Which mutants this commit runs; says what is left out, and why.
+fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
+    let change = match Change::of_checkout(Path::new(env!("CARGO_MANIFEST_DIR"))) {
+        Ok(change) => change,
+        Err(why) => {
+            eprintln!("every planted mutant runs: {why}");
+            return Ok(vec![true; mutants.len()]);
+        }
+    };
+    let mut files = BTreeMap::new();
+    for operator in registry::OPERATORS {
+        let name = operator.describe().name;
+        let lists = mutants.iter().filter(|mutant| mutant.operator == name).map(|mutant| mutant.list.clone());
+        let of = selection::files_of(*operator, &SourceTree::embedded(), &lists.collect());
+        files.insert(name, of.map_err(|error| error.to_string())?);
+    }
+    let none = BTreeSet::new();
+    let selects = |mutant: &Mutant| change.selects(mutant, files.get(&mutant.operator).unwrap_or(&none));
+    let chosen: Vec<bool> = mutants.iter().map(selects).collect();
+    eprintln!(
+        "{} of {} planted mutants are left out: nothing that they are made of or judged by changed since {:.12}, and it \
+         is not their turn (one in {SHARE}, by the commit's hash); PARITY_TESTS=all runs them",
+        chosen.iter().filter(|chosen| !**chosen).count(),
+        chosen.len(),
+        change.base
+    );
+    Ok(chosen)
+}
+
+fn run(mutant: &Mutant) -> Result<String, String> {
+    shared::on_emulator(|device| {
+        for line in &mutant.cases {
+            clean(device, line)?;
+        }
+        let record = mutant.run_to_expected(device, SCHEDULES, &TRUTHS).map_err(|error| error.to_string())?;
+        let seen = record.killed_by.join(", ");
+        if record.killed_by.contains(&mutant.expected) {
+            return Ok(format!("seen by {seen}"));
+        }
+        let (id, catalogue, expected) = (&mutant.id, &mutant.catalogue, &mutant.expected);
+        Err(format!("`{id}` ({catalogue}) was to be seen by `{expected}`, and was by: {seen}\n  {}", record.summary))
+    })
+}
+
+/// Filled by the first thread that locks it.
+type Slot = Arc<Mutex<Option<Result<(), String>>>>;
+
+/// A case on the kernels as they are: run once, by whoever asks first.
+fn clean(device: &Device, line: &str) -> Result<(), String> {
+    static RUNS: LazyLock<Mutex<HashMap<String, Slot>>> = LazyLock::new(Mutex::default);
+    let case = Case::parse(line).map_err(|error| error.to_string())?;
+    let slot = RUNS.lock().unwrap_or_else(|e| e.into_inner()).entry(case.line()).or_default().clone();
+    let mut slot = slot.lock().unwrap_or_else(|e| e.into_inner());
+    slot.get_or_insert_with(|| run_clean(device, &case)).clone()
+}
+
+fn run_clean(device: &Device, case: &Case) -> Result<(), String> {
+    let refused = |error| format!("{}: {error}", case.line());
+    let prepared = registry::prepare(case).map_err(refused)?;
+    let truth = TRUTHS.of(case, &*prepared).map_err(refused)?;
+    let options = CheckOptions { schedules: SCHEDULES, triangulate: false };
+    let outcome = checks::run_by(&truth, &*prepared, device, options, |_| false);
+    if outcome.passed() {
+        return Ok(());
+    }
+    let failures = outcome.failures().map(|c| format!("\n  {} {}: {}", c.check, c.tensor, c.message));
+    let replay = case.replay_command(device, SCHEDULES);
+    Err(format!(
+        "where nothing is planted, this case fails: {}{}\n  replay: {replay}",
+        case.line(),
+        failures.collect::<String>()
+    ))
+}

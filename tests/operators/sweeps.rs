@@ -1,0 +1,138 @@
+//! `sweep::OPERATOR`: its remembered cases, its corners, and drawn ones.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use dsv4_kernels::runtime::BackendKind;
+use dsv4_parity::judge::checks::CheckOptions;
+use dsv4_parity::operator::{Operator, Profile};
+use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
+use dsv4_parity::sweep::regressions::Regressions;
+use dsv4_parity::sweep::{self, EMULATOR_BUDGET, Observer, SweepOptions};
+use libtest_mimic::Trial;
+
+use crate::{Extent, shared, support};
+
+const SEED: u64 = 11;
+
+/// Checks that some case of every operator must come to.
+const OF_EVERY_OPERATOR: [&str; 10] = [
+    "forward",
+    "precision",
+    "guards",
+    "inputs_unchanged",
+    "fully_written",
+    "repeatable",
+    "poison_independent",
+    "schedule_independent",
+    "budget",
+    "special_values",
+];
+/// The same where there is a backward kernel.
+const OF_GRADIENTS: [&str; 2] = ["gradient", "oracle_gradients"];
+
+pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
+    Some(crate::trial(format!("sweep::{}", operator.describe().name), move || run(operator, budget(extent)?)))
+}
+
+/// Seconds for the drawn cases: on a GPU they take none worth counting.
+fn budget(extent: Extent) -> Result<Option<Duration>, String> {
+    if extent == Extent::All || support::backend() == BackendKind::Cuda {
+        return Ok(None);
+    }
+    match std::env::var("PARITY_SWEEP_SECONDS") {
+        Err(_) => Ok(Some(EMULATOR_BUDGET)),
+        Ok(text) => {
+            let seconds =
+                text.parse().map_err(|_| format!("PARITY_SWEEP_SECONDS is `{text}`, no number of seconds"))?;
+            Ok(Some(Duration::from_secs(seconds)))
+        }
+    }
+}
+
+#[derive(Default)]
+struct Collected {
+    planned: usize,
+    records: Vec<CaseRecord>,
+}
+
+impl Observer for Collected {
+    fn planned(&mut self, _operator: &str, cases: usize) {
+        self.planned = cases;
+    }
+
+    fn done(&mut self, record: CaseRecord) {
+        self.records.push(record);
+    }
+}
+
+fn run(operator: &dyn Operator, time_budget: Option<Duration>) -> Result<String, String> {
+    let options = SweepOptions {
+        profile: Profile::Quick,
+        cases: None,
+        seed: SEED,
+        checks: CheckOptions { schedules: 1, triangulate: true },
+        regressions: Regressions::new(support::fixtures().join("regressions")),
+        remember: false,
+        time_budget,
+    };
+    let mut collected = Collected::default();
+    let swept = shared::on_device(|device| sweep::sweep(operator, device, &options, &mut collected));
+    let skips = swept.map_err(|error| error.to_string())?;
+    nothing_failed(&collected.records, &skips)?;
+    everything_was_met(operator, &collected, &skips)?;
+    let count = |origin| collected.records.iter().filter(|record| record.origin == origin).count();
+    let mut done =
+        format!("{} remembered cases, {} corners and drawn ones", count(Origin::Regression), count(Origin::Drawn));
+    for skip in &skips {
+        done += &format!("; {}", skipped(skip));
+    }
+    Ok(done)
+}
+
+fn skipped(skip: &Skip) -> String {
+    format!("skipped {} {}: {}", skip.count, skip.what, skip.why)
+}
+
+/// Each failing case with its replay, those that were made smaller first.
+fn nothing_failed(records: &[CaseRecord], skips: &[Skip]) -> Result<(), String> {
+    let mut failing: Vec<_> = records.iter().filter(|record| record.verdict() != Verdict::Pass).collect();
+    if failing.is_empty() {
+        return Ok(());
+    }
+    failing.sort_by_key(|record| record.origin != Origin::Shrunk);
+    let texts = failing.iter().map(|record| sweep::failure_text(record));
+    Err(texts.chain(skips.iter().map(skipped)).collect::<Vec<_>>().join("\n"))
+}
+
+/// Every planned case ran or was counted, on every path that the operator has, and every check was made.
+fn everything_was_met(operator: &dyn Operator, collected: &Collected, skips: &[Skip]) -> Result<(), String> {
+    let described = operator.describe();
+    let drawn_out = format!("drawn cases of {}", described.name);
+    let left_out: u64 = skips.iter().filter(|skip| skip.what == drawn_out).map(|skip| skip.count).sum();
+    let records = &collected.records;
+    if records.len() as u64 + left_out != collected.planned as u64 {
+        return Err(format!(
+            "{} cases were planned, {} ran, {left_out} were skipped",
+            collected.planned,
+            records.len()
+        ));
+    }
+    let declared: BTreeSet<String> = described.paths.iter().cloned().collect();
+    let ran: BTreeSet<String> = records.iter().flat_map(|record| record.paths.clone()).collect();
+    if ran != declared {
+        let never: Vec<_> = declared.difference(&ran).collect();
+        let unknown: Vec<_> = ran.difference(&declared).collect();
+        return Err(format!("paths that no case took: {never:?}; paths that are not declared: {unknown:?}"));
+    }
+    let made: BTreeSet<&str> = records.iter().flat_map(|r| &r.checks).map(|check| check.check.as_str()).collect();
+    let of_gradients = if described.has_backward { &OF_GRADIENTS[..] } else { &[] };
+    let missing: Vec<_> = OF_EVERY_OPERATOR.iter().chain(of_gradients).filter(|check| !made.contains(*check)).collect();
+    if !missing.is_empty() {
+        return Err(format!("no case came to the checks {missing:?}"));
+    }
+    if !made.iter().any(|check| check.starts_with("law: ")) {
+        return Err("no case came to a law".to_owned());
+    }
+    Ok(())
+}
