@@ -7,7 +7,6 @@
 //! | `agreement` | a kernel's tensor beside the oracle's, in numbers |
 //! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
 //! | `checks` | every check of a case |
-//! | `scenario` | several kernels in a row, judged as one |
 //! | `golden` | what an independent implementation computed: the files |
 //! | `golden_run` | the same, compared |
 
@@ -17,5 +16,4 @@ pub mod checks;
 pub mod golden;
 pub mod golden_run;
 pub mod runner;
-pub mod scenario;
 pub mod triangulation;

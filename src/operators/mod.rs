@@ -1,11 +1,14 @@
 //! The operators: how each one's kernel and oracle are compared.
 
 pub mod attention_combine;
+pub mod attention_output_rotation;
 pub mod decode_attention;
 pub mod kv_cache_write;
+pub mod lists;
 pub mod rms_norm;
 pub mod rope;
 pub mod score_recompute;
+pub mod sinks;
 pub mod sparse_attention;
 
 use candle_core::{Device as Cpu, Tensor};

@@ -143,6 +143,11 @@ fn a_quick_sweep_of_sparse_attention_agrees() {
 }
 
 #[test]
+fn a_quick_sweep_of_attention_output_rotation_agrees() {
+    assert_sweep_agrees("attention_output_rotation");
+}
+
+#[test]
 fn a_quick_sweep_of_decode_attention_agrees() {
     assert_sweep_agrees("decode_attention");
 }
