@@ -13,8 +13,8 @@ use crate::judge::agreement;
 use crate::judge::budget::{Budget, working_precisions};
 use crate::judge::runner::Runner;
 use crate::judge::triangulation;
-use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
 use crate::operator::tensors::permuted_along;
+use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
 use crate::record::{CheckRecord, Metrics, Skip, Verdict};
 
 /// What a sweep asks of each case beyond the checks that always run.

@@ -113,9 +113,7 @@ fn unknown(spec: &TensorSpec, axis: &str) -> String {
 pub fn padded(specs: &Specs, elements: usize) -> Layouts {
     let rows = specs.present().filter(|spec| spec.strides != Strides::Dense && spec.axes.len() > 1);
     let last = |spec: &TensorSpec| spec.axes.last().map(|axis| axis.name).unwrap_or_default();
-    rows.filter(|_| elements > 0)
-        .map(|spec| (spec.name.to_owned(), TensorLayout::gap(last(spec), elements)))
-        .collect()
+    rows.filter(|_| elements > 0).map(|spec| (spec.name.to_owned(), TensorLayout::gap(last(spec), elements))).collect()
 }
 
 /// What is drawn for one tensor; it becomes a [`TensorLayout`] when its axes are known.
@@ -175,7 +173,10 @@ fn resolve_one(spec: &TensorSpec, choice: Choice) -> Option<TensorLayout> {
         Choice::Turned(places, units) if permutable && outer > 1 => {
             let turned = (0..outer).map(|at| (at + 1 + (places - 1) % (outer - 1)) % outer).chain([outer]);
             let gaps = (units > 0).then(|| (name(outer).to_owned(), units * unit));
-            Some(TensorLayout { order: turned.map(|at| name(at).to_owned()).collect(), gaps: gaps.into_iter().collect() })
+            Some(TensorLayout {
+                order: turned.map(|at| name(at).to_owned()).collect(),
+                gaps: gaps.into_iter().collect(),
+            })
         }
         Choice::Turned(..) => None,
         Choice::Huge(axis) => {

@@ -58,7 +58,10 @@ fn of_case<K: Declared>(inputs: &Inputs<K>, specs: &Specs, device: &Device) -> R
     let refusal = |spoilt: Spoilt| {
         let mut views = placed.views().clone();
         views.put(spoilt.name, spoilt.view);
-        Refusal { what: format!("{}: {}", K::ABOUT.name, spoilt.what), problem: problem(launch(&views), &spoilt.blamed) }
+        Refusal {
+            what: format!("{}: {}", K::ABOUT.name, spoilt.what),
+            problem: problem(launch(&views), &spoilt.blamed),
+        }
     };
     Ok(spoil(specs, placed.views()).into_iter().map(refusal).collect())
 }
@@ -171,9 +174,12 @@ fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
         return Vec::new();
     }
     let others = specs.present().filter(|other| other.name != spec.name && other.is_stored() && other.elements() > 0);
-    let may_be = |other: &TensorSpec| specs.all().iter().any(|declared| {
-        declared.name == spec.name && declared.may_be == Some(other.name) || declared.name == other.name && declared.may_be == Some(spec.name)
-    });
+    let may_be = |other: &TensorSpec| {
+        specs.all().iter().any(|declared| {
+            declared.name == spec.name && declared.may_be == Some(other.name)
+                || declared.name == other.name && declared.may_be == Some(spec.name)
+        })
+    };
     others
         .filter(|other| !may_be(other))
         .map(|other| {
