@@ -551,7 +551,12 @@ impl<K: Declared> Inputs<K> {
     }
 
     /// What was written: what was frozen as it was then, since a change of it is a matter of its own.
-    fn collect(&self, specs: &Specs, placed: &Placed<'_>, frozen: &[Frozen]) -> Result<Vec<KernelTensor>, RuntimeError> {
+    fn collect(
+        &self,
+        specs: &Specs,
+        placed: &Placed<'_>,
+        frozen: &[Frozen],
+    ) -> Result<Vec<KernelTensor>, RuntimeError> {
         let mut tensors = Vec::new();
         let mut written = Tensors::default();
         for spec in specs.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {

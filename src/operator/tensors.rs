@@ -271,4 +271,3 @@ impl Computed {
         self.0
     }
 }
-

@@ -451,11 +451,7 @@ impl Declared for SparseAttention {
         Ok(Computed::new().with("dq", dq).with("dk", dk).maybe("dv", dv).maybe("dsink", dsink))
     }
 
-    fn workspaces(
-        c: &SparseAttentionCase,
-        v: &Views,
-        _: &Device,
-    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(c: &SparseAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let bytes = launcher::workspace_bytes(&on_device(c, v), c.key_gradient.dtype(), c.key_gradients())?;
         Ok(vec![("workspace", bytes)])
     }
@@ -663,7 +659,8 @@ fn shift_logits(case: &SparseAttentionCase, tensors: &mut Tensors) {
         return;
     }
     let size = (case.logit_shift.abs() / f64::from(case.softmax_scale)).sqrt();
-    let set = |value: f64| move |rows: &mut [f64]| rows.iter_mut().step_by(case.head_dim).for_each(|first| *first = value);
+    let set =
+        |value: f64| move |rows: &mut [f64]| rows.iter_mut().step_by(case.head_dim).for_each(|first| *first = value);
     tensors.edit("q", set(size * case.logit_shift.signum()));
     tensors.edit("k", set(size));
 }
@@ -694,7 +691,8 @@ fn golden_case(file: &GoldenFile) -> Result<Golden<SparseAttentionCase>, String>
         .then(|| format!("head_dim {head_dim} is no multiple of 16, which the kernel needs"));
     let golden = Golden::new(case).kernel_skips(skip).scalar("softmax_scale", file.number("scale")?);
     let golden = golden.values("q", heads_last(&q.values)).stored(file, "k", "in.kv")?;
-    let golden = golden.stored(file, "sink", "in.sinks")?.integers("indices", indices).stored(file, "dout", "gout.y")?;
+    let golden =
+        golden.stored(file, "sink", "in.sinks")?.integers("indices", indices).stored(file, "dout", "gout.y")?;
     let golden = golden.expect(file, "out", "out.y")?.expect_reordered(file, "dq", "grad.in.q", &heads_last)?;
     golden.expect(file, "dk", "grad.in.kv")?.expect(file, "dsink", "grad.in.sinks")
 }

@@ -102,7 +102,8 @@ fn ops_lists_every_operator_with_its_files() {
 
 #[test]
 fn a_chain_has_no_mutants_of_its_own_and_says_whose_its_kernels_are() {
-    parity(&["mutants", "--ops", "attention_output_rotation"]).assert_bad_input(&["attention_output_rotation", "sparse_attention,rope"]);
+    parity(&["mutants", "--ops", "attention_output_rotation"])
+        .assert_bad_input(&["attention_output_rotation", "sparse_attention,rope"]);
 }
 
 #[test]

@@ -104,7 +104,8 @@ fn a_rotation_that_fits_no_value_row_is_refused() {
 #[test]
 fn no_case_asks_for_the_rotation_in_place() {
     for field in ["in_place", "aliasing"] {
-        let mut line = Case::new(NAME, &AttentionOutputRotationCase { attention: case(Values::Shared, 64), rope_dim: 16 });
+        let mut line =
+            Case::new(NAME, &AttentionOutputRotationCase { attention: case(Values::Shared, 64), rope_dim: 16 });
         line.fields.insert(field.into(), true.into());
         let error = registry::prepare(&line).err().expect("a refusal").to_string();
         assert!(error.contains(field), "{error}");
