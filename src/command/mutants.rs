@@ -24,7 +24,7 @@ use crate::mutants::matrix::schedule::{self, Schedule};
 use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial::{self, Subject, Trial};
 use crate::mutants::planted::{self, Mutant};
-use crate::operator::registry;
+use crate::operator::{Operator, registry};
 use crate::record::{
     KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
 };
@@ -128,11 +128,22 @@ fn serve_trial(device: &Device) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
+/// The operators of a list that have kernels to change; a chain that the list names has none of its own.
+fn with_kernels(list: Option<&str>) -> Result<Vec<&'static dyn Operator>> {
+    let selected = registry::select(list)?;
+    let is_chain = |operator: &&&'static dyn Operator| !operator.chain().is_empty();
+    if let Some(chain) = selected.iter().find(is_chain).filter(|_| list.is_some()) {
+        let (name, of) = (chain.describe().name, chain.chain().join(","));
+        bail!("--ops {name}: it has no kernel of its own; the kernels that it launches are those of --ops {of}");
+    }
+    Ok(selected.into_iter().filter(|operator| !is_chain(&operator)).collect())
+}
+
 /// Everything that is known before the first mutant runs.
 struct Session<'a> {
     arguments: &'a MutantsArguments,
     device: Device,
-    operators: Vec<&'static dyn crate::operator::Operator>,
+    operators: Vec<&'static dyn Operator>,
     plans: Vec<Plan>,
     known: Vec<Vec<KnownCase>>,
     target: Option<Report>,
@@ -144,7 +155,7 @@ impl<'a> Session<'a> {
     fn prepare(arguments: &'a MutantsArguments, device: Device) -> Result<Self> {
         let start = Instant::now();
         let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        let operators = registry::select(arguments.ops.as_deref())?;
+        let operators = with_kernels(arguments.ops.as_deref())?;
         let names: Vec<String> = operators.iter().map(|operator| operator.describe().name).collect();
         let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
         let dir = arguments.mutants.clone().unwrap_or_else(|| fixtures_dir().join("mutants"));

@@ -8,7 +8,6 @@
 //! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
 //! | `checks` | every check of a case |
 //! | `truths` | what the oracle says of a case, worked out once for many kernels |
-//! | `scenario` | several kernels in a row, judged as one |
 //! | `golden` | what an independent implementation computed: the files |
 //! | `golden_run` | the same, compared |
 
@@ -18,6 +17,5 @@ pub mod checks;
 pub mod golden;
 pub mod golden_run;
 pub mod runner;
-pub mod scenario;
 pub mod triangulation;
 pub mod truths;

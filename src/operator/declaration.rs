@@ -37,9 +37,10 @@ pub enum Part {
     },
     /// Written by the forward. The backward may read it, and may not change it.
     Output,
-    /// Written by the backward: the gradient with respect to an input.
+    /// Written by the backward: the gradient with respect to an input, or, in a chain of operators, to an output that
+    /// one of them hands to the next.
     Gradient {
-        /// The input.
+        /// The input or output.
         of: &'static str,
     },
     /// Read and written by the forward, such as a cache: what it does not write stays as it was.
@@ -122,7 +123,7 @@ pub struct TensorSpec {
     pub source: Source,
     /// Whether it lies in another tensor's memory.
     pub placed: Option<(Aliasing, &'static str)>,
-    /// The input in whose memory its launcher lets it lie, in cases that place it there.
+    /// The tensor in whose memory its launcher lets it lie, in cases that place it there.
     pub may_be: Option<&'static str>,
     /// Elements behind each row that belong to nobody, whatever the layout.
     pub minimum_gap: usize,
@@ -163,7 +164,7 @@ pub fn upstream(name: &'static str, of: &'static str) -> TensorSpec {
     spec(name, DType::F32, &[], Part::Upstream { of }, source)
 }
 
-/// The gradient with respect to input `of`, of its axes; stored as `dtype`.
+/// The gradient with respect to `of`, of its axes; stored as `dtype`.
 pub fn gradient(name: &'static str, of: &'static str, dtype: DType) -> TensorSpec {
     spec(name, dtype, &[], Part::Gradient { of }, Source::Amended)
 }
@@ -238,7 +239,7 @@ impl TensorSpec {
         self
     }
 
-    /// It lies in the memory of input `of` as `aliasing` says, with its layout.
+    /// It lies in the memory of `of`, declared before it, as `aliasing` says, with its layout.
     pub fn placed(mut self, aliasing: Aliasing, of: &'static str) -> Self {
         self.placed = (aliasing != Aliasing::OutOfPlace).then_some((aliasing, of));
         self.may_be = Some(of);
@@ -339,10 +340,11 @@ impl Specs {
         self.present().flat_map(|spec| &spec.axes).find(|a| a.name == axis).map(|a| a.extent)
     }
 
-    /// Pairs of a differentiable input and its gradient.
+    /// Pairs of a differentiable input and its gradient. The gradient with respect to an output, which one operator of a
+    /// chain hands to another, is none of them.
     pub fn gradients(&self) -> impl Iterator<Item = (&TensorSpec, &TensorSpec)> {
         self.present().filter_map(|spec| match spec.part {
-            Part::Gradient { of } => Some((self.find(of)?, spec)),
+            Part::Gradient { of } => Some((self.find(of).filter(|of| of.is_given())?, spec)),
             _ => None,
         })
     }
@@ -384,6 +386,16 @@ mod tests {
         assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
         assert_eq!(specs.upstreams().map(|(of, dy)| (of.name, dy.name)).collect::<Vec<_>>(), [("y", "dy")]);
         assert_eq!(specs.extent("width"), Some(8));
+    }
+
+    #[test]
+    fn what_a_chain_hands_back_is_the_gradient_of_no_input() {
+        let rows = [axis("num_rows", 3)];
+        let (x, mid) = (input("x", DType::F32, &rows), output("mid", DType::F32, &rows));
+        let gradients = [gradient("dmid", "mid", DType::F32), gradient("dx", "x", DType::F32)];
+        let specs = Specs::new(1, [x, mid].into_iter().chain(gradients));
+        assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
+        assert_eq!(specs.find("dmid").map(TensorSpec::shape), Some(vec![3]));
     }
 
     #[test]

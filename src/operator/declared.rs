@@ -81,6 +81,10 @@ pub trait Declared: Sized + Send + Sync + 'static {
     /// Name, specification, paths, sizes of sweeps.
     const ABOUT: About;
 
+    /// The operators whose launches it composes, in their order, where it is a chain and has no kernel of its own. Their
+    /// kernels are mutated, and their launchers given bad arguments, as theirs.
+    const CHAIN: &'static [&'static str] = &[];
+
     /// The tensors of a case. Called for cases that passed [`Declared::check`].
     fn tensors(case: &Self::Case) -> Specs;
 
@@ -223,12 +227,15 @@ impl Index<&str> for Views {
     }
 }
 
+/// A tensor that may not change any more, and what it was when that was said.
+pub(super) type Frozen = (TensorView, HostTensor);
+
 /// The launches of one run: on which device, what ran, and what may not change any more.
 pub struct Launches<'r> {
     device: &'r Device,
     arena: &'r DeviceArena<'r>,
     paths: Vec<String>,
-    frozen: Vec<(TensorView, HostTensor)>,
+    frozen: Vec<Frozen>,
 }
 
 impl<'r> Launches<'r> {
@@ -246,7 +253,8 @@ impl<'r> Launches<'r> {
         self.paths.push(path.into());
     }
 
-    /// What was written so far to `view` is final: a later launch that changes it is found out.
+    /// What was written so far to `view` is final: it is compared as it is now, and a later launch that changes it is
+    /// found out.
     ///
     /// # Errors
     /// The device's.
@@ -258,7 +266,7 @@ impl<'r> Launches<'r> {
     }
 
     /// Paths that ran, and what was frozen.
-    pub(super) fn finish(self) -> (Vec<String>, Vec<(TensorView, HostTensor)>) {
+    pub(super) fn finish(self) -> (Vec<String>, Vec<Frozen>) {
         (self.paths, self.frozen)
     }
 }
@@ -368,18 +376,26 @@ impl<K: Declared> Operator for Op<K> {
         let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
         let About { name, summary, specification, axes, paths, .. } = K::ABOUT;
         let tensors = super::documentation::tensors::<K>();
+        let files = |file: &dyn Fn(&str) -> String| {
+            let of = if K::CHAIN.is_empty() { &[name] } else { K::CHAIN };
+            of.iter().map(|name| file(name)).collect::<Vec<_>>().join(", ")
+        };
         OperatorRecord {
             name: name.into(),
             summary: summary.into(),
             specification: list(specification),
-            kernel_file: format!("kernels/cuda/{name}.cu"),
-            oracle_file: format!("reference/src/{name}.rs"),
+            kernel_file: files(&|name| format!("kernels/cuda/{name}.cu")),
+            oracle_file: files(&|name| format!("reference/src/{name}.rs")),
             dtypes: tensors.iter().map(|tensor| format!("{} {}", tensor.name, tensor.dtypes.join("|"))).collect(),
             axes: axes.iter().map(|&axis| axis.to_owned()).chain(["layouts".to_owned()]).collect(),
             has_backward: tensors.iter().any(|tensor| tensor.part == "gradient"),
             paths: list(paths),
             tensors,
         }
+    }
+
+    fn chain(&self) -> &'static [&'static str] {
+        K::CHAIN
     }
 
     fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
@@ -432,6 +448,9 @@ impl<K: Declared> Operator for Op<K> {
     }
 
     fn refusals(&self, device: &Device) -> Result<Vec<super::refusals::Refusal>, CaseError> {
+        if !K::CHAIN.is_empty() {
+            return Ok(Vec::new());
+        }
         super::refusals::of::<K>(device)
     }
 }
@@ -531,11 +550,20 @@ impl<K: Declared> Inputs<K> {
         tensors.extend(observed);
     }
 
-    fn collect(&self, specs: &Specs, placed: &Placed<'_>) -> Result<Vec<KernelTensor>, RuntimeError> {
+    /// What was written: what was frozen as it was then, since a change of it is a matter of its own.
+    fn collect(
+        &self,
+        specs: &Specs,
+        placed: &Placed<'_>,
+        frozen: &[Frozen],
+    ) -> Result<Vec<KernelTensor>, RuntimeError> {
         let mut tensors = Vec::new();
         let mut written = Tensors::default();
         for spec in specs.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
-            let tensor = placed.download(spec.name)?;
+            let tensor = match frozen.iter().find(|(view, _)| view.name == spec.name) {
+                Some((_, tensor)) => tensor.clone(),
+                None => placed.download(spec.name)?,
+            };
             if spec.is_compared() {
                 tensors.push(kernel_tensor(spec, tensor));
             } else {
@@ -588,7 +616,7 @@ impl<K: Declared> Prepared for Inputs<K> {
         for (name, bytes) in K::workspaces(&self.case, placed.views(), device)? {
             placed.workspace(name, bytes)?;
         }
-        let (mut paths, mut changed) = (Vec::new(), Vec::new());
+        let (mut paths, mut frozen, mut changed) = (Vec::new(), Vec::new(), Vec::new());
         let mut violations = placed.arena().run(|device| {
             let mut run = Launches::new(device, placed.arena());
             K::launch(&self.case, placed.views(), &mut run)?;
@@ -598,13 +626,12 @@ impl<K: Declared> Prepared for Inputs<K> {
                 }
                 K::launch_backward(&self.case, placed.backward_views(), &mut run)?;
             }
-            let frozen;
             (paths, frozen) = run.finish();
             changed = placed.changed(&frozen)?;
             Ok(())
         })?;
         violations.extend(changed);
-        Ok(KernelRun { tensors: self.collect(&specs, &placed)?, violations, paths })
+        Ok(KernelRun { tensors: self.collect(&specs, &placed, &frozen)?, violations, paths })
     }
 
     fn laws(&self) -> Vec<Law> {

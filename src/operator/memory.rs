@@ -65,9 +65,8 @@ impl<'d> Placed<'d> {
             let both = self.alone(spec, &layout, Role::InPlace, tensors)?;
             self.put(spec.name, both.clone());
             self.put(over.name, both);
-            if has_backward {
+            if let Some(host) = tensors.get(spec.name).filter(|_| has_backward) {
                 // The backward reads the input that the forward read.
-                let host = tensors.tensor(spec.name);
                 let saved = self.arena.upload(&format!("saved_{}", spec.name), host, &layout, Role::Input)?;
                 self.backward.put(spec.name, saved);
             }

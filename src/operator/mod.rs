@@ -63,6 +63,11 @@ pub trait Operator: Sync {
     /// Name, files, types, axes.
     fn describe(&self) -> OperatorRecord;
 
+    /// The operators whose launches it composes, where it has no kernel of its own.
+    fn chain(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Draws cases; shrinks towards the smallest.
     fn strategy(&self, profile: Profile) -> BoxedStrategy<Case>;
 

@@ -47,16 +47,12 @@ impl<'i, K: Declared> Probe<'i, K> {
         K::forward(&self.inputs.case, &self.at(tensors), &mut Rounding::exact())
     }
 
-    fn output<'c>(&self, computed: &'c Computed, name: &'static str) -> dsv4_reference::Result<&'c Tensor> {
-        computed.get(name).ok_or_else(|| missing(name))
-    }
-
     fn run_autograd(&self, upstream: &[Vec<f64>]) -> dsv4_reference::Result<Vec<Vec<f64>>> {
         let variables = self.own()?.iter().map(Var::from_tensor).collect::<Result<Vec<_>, _>>()?;
         let computed = self.forward(variables.iter().map(|variable| variable.as_tensor().clone()).collect())?;
         let mut objective = Tensor::zeros((), candle_core::DType::F64, &Cpu::Cpu)?;
         for ((name, shape, _), weights) in self.outputs.iter().zip(upstream) {
-            let output = self.output(&computed, name)?;
+            let output = computed.tensor(name)?;
             // 0 · inf would be NaN: what is no finite number (an empty row's lse) is left out, as its weight is.
             let output = output.abs()?.le(f64::MAX)?.where_cond(output, &output.zeros_like()?)?;
             objective = (objective + (output * f64_tensor(weights, shape)?)?.sum_all()?)?;
@@ -75,17 +71,13 @@ impl<'i, K: Declared> Probe<'i, K> {
             bound = bound.with(name, f64_tensor(weights, shape)?);
         }
         let computed = K::backward(&self.inputs.case, &bound, &mut Rounding::exact())?;
-        let gradient = |(_, name): &(_, &'static str)| Ok(elements(computed.get(name).ok_or_else(|| missing(name))?)?);
+        let gradient = |(_, name): &(_, &'static str)| Ok(elements(computed.tensor(name)?)?);
         self.variables.iter().map(gradient).collect()
     }
 }
 
 fn f64_tensor(values: &[f64], shape: &[usize]) -> dsv4_reference::Result<Tensor> {
     Ok(Tensor::from_slice(values, shape, &Cpu::Cpu)?)
-}
-
-fn missing(name: &'static str) -> dsv4_reference::Error {
-    dsv4_reference::Error::Value { argument: name, value: "absent".into(), rule: "the oracle must compute it" }
 }
 
 impl<K: Declared> GradientProbe for Probe<'_, K> {
@@ -103,7 +95,7 @@ impl<K: Declared> GradientProbe for Probe<'_, K> {
     fn outputs(&self, inputs: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
         let run = || {
             let computed = self.forward(self.widened(inputs)?)?;
-            let values = |name| Ok(elements(self.output(&computed, name)?)?);
+            let values = |name| Ok(elements(computed.tensor(name)?)?);
             self.outputs.iter().map(|(name, ..)| values(name)).collect::<dsv4_reference::Result<_>>()
         };
         run().map_err(oracle_error::<K>)

@@ -10,7 +10,8 @@ use crate::operators;
 pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::rms_norm::RmsNorm>::new(),
     &Op::<operators::rope::Rope>::new(),
-    &operators::sparse_attention::SparseAttention,
+    &Op::<operators::sparse_attention::SparseAttention>::new(),
+    &Op::<operators::attention_output_rotation::AttentionOutputRotation>::new(),
     &operators::decode_attention::DecodeAttention,
     &Op::<operators::attention_combine::AttentionCombine>::new(),
     &operators::kv_cache_write::KvCacheWrite,

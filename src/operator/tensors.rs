@@ -170,7 +170,9 @@ pub fn permuted_along(tensor: &HostTensor, at: usize, order: &[usize]) -> HostTe
     HostTensor { dtype: tensor.dtype, shape, bytes }
 }
 
-/// What an oracle reads: the given tensors, widened; a triangulation puts others in their places.
+/// What an oracle reads: the given tensors, widened; a triangulation, or a chain of operators, puts others in their
+/// places.
+#[derive(Clone)]
 pub struct Bound<'a> {
     tensors: &'a Tensors,
     overrides: BTreeMap<&'static str, Tensor>,
@@ -247,9 +249,21 @@ impl Computed {
         }
     }
 
-    /// The tensor called `name`.
+    /// The tensor called `name`, if there is one.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.0.iter().find(|(other, _)| *other == name).map(|(_, tensor)| tensor)
+    }
+
+    /// The tensor called `name`.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn tensor(&self, name: &'static str) -> dsv4_reference::Result<&Tensor> {
+        self.get(name).ok_or_else(|| dsv4_reference::Error::Value {
+            argument: name,
+            value: "absent".into(),
+            rule: "the oracle must compute it",
+        })
     }
 
     /// All of them, in the order in which they came.

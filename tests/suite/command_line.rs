@@ -94,11 +94,18 @@ fn ops_lists_every_operator_with_its_files() {
     output.assert_code(0);
     let cited = "    specification  training 5, Attention-score recompute: the distillation target\n";
     assert!(output.stdout.contains(cited), "{}", output.stdout);
-    for name in dsv4_parity::operator::registry::names() {
-        for needle in [format!("{name}: "), format!("kernels/cuda/{name}.cu"), format!("reference/src/{name}.rs")] {
+    for operator in dsv4_parity::operator::registry::OPERATORS {
+        let OperatorRecord { name, kernel_file, oracle_file, .. } = operator.describe();
+        for needle in [format!("{name}: "), kernel_file, oracle_file] {
             assert!(output.stdout.contains(&needle), "`{needle}` is not listed");
         }
     }
+}
+
+#[test]
+fn a_chain_has_no_mutants_of_its_own_and_says_whose_its_kernels_are() {
+    parity(&["mutants", "--ops", "attention_output_rotation"])
+        .assert_bad_input(&["attention_output_rotation", "sparse_attention,rope"]);
 }
 
 #[test]

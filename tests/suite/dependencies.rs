@@ -5,7 +5,8 @@ use std::process::Command;
 
 use dsv4_kernels::runtime::SourceTree;
 use dsv4_parity::mutants::generated;
-use dsv4_parity::operator::registry;
+use dsv4_parity::operator::{Operator, registry};
+use dsv4_parity::record::OperatorRecord;
 
 const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
 const REGISTRY: &str = include_str!("../../src/operator/registry.rs");
@@ -115,7 +116,11 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
     for (operator, line) in registry::OPERATORS.iter().zip(&lines) {
         let record = operator.describe();
         let name = &record.name;
-        assert!(line.starts_with(&format!("&operators::{name}::")), "`{line}` is not {name}'s");
+        assert!(line.contains(&format!("operators::{name}::")), "`{line}` is not {name}'s");
+        if !operator.chain().is_empty() {
+            assert_chain(*operator, &record, here.then_some(root));
+            continue;
+        }
         let files = [
             format!("kernels/cuda/{name}.cu"),
             format!("kernels/src/{name}.rs"),
@@ -129,6 +134,18 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
         } else {
             eprintln!("{name}: only the kernel was looked for, there are no sources on this machine");
         }
+    }
+}
+
+/// A chain has an operator file, and the kernels and oracles of the operators that it launches.
+fn assert_chain(operator: &dyn Operator, record: &OperatorRecord, root: Option<&Path>) {
+    let of: Vec<OperatorRecord> =
+        operator.chain().iter().map(|name| registry::find(name).expect("an operator").describe()).collect();
+    let joined = |file: fn(&OperatorRecord) -> &str| of.iter().map(file).collect::<Vec<_>>().join(", ");
+    assert_eq!((&record.kernel_file, &record.oracle_file), (&joined(|r| &r.kernel_file), &joined(|r| &r.oracle_file)));
+    assert!(of.len() > 1 && of.iter().all(|record| !record.kernel_file.contains(',')), "{}", record.name);
+    if let Some(root) = root {
+        assert!(root.join(format!("src/operators/{}.rs", record.name)).is_file(), "{}", record.name);
     }
 }
 

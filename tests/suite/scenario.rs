@@ -2,18 +2,24 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_parity::case::Distribution;
+use dsv4_parity::case::{Case, CaseError, Distribution};
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
-use dsv4_parity::judge::scenario::OutputRotation;
-use dsv4_parity::operators::sparse_attention::{IndexClass, KeyGradients, Lengths, Sinks, SparseAttentionCase, Values};
+use dsv4_parity::operator::declared::Op;
+use dsv4_parity::operator::{Operator, Prepared, registry};
+use dsv4_parity::operators::attention_output_rotation::{AttentionOutputRotation, AttentionOutputRotationCase};
+use dsv4_parity::operators::lists::{IndexClass, Lengths};
+use dsv4_parity::operators::sinks::Sinks;
+use dsv4_parity::operators::sparse_attention::{KeyGradients, SparseAttentionCase, Values};
 use dsv4_parity::operators::{Float, Implementation};
 use dsv4_parity::record::{CheckRecord, Verdict};
 
 use crate::support::device;
 
+const NAME: &str = "attention_output_rotation";
+
 const OPTIONS: CheckOptions = CheckOptions { schedules: 1, triangulate: false };
 
-/// Hostile lists, sinks of the order of lse, a gradient of lse, strided rows.
+/// Hostile lists, sinks of the order of lse, a gradient of lse.
 fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
     SparseAttentionCase {
         num_tokens: 5,
@@ -32,7 +38,6 @@ fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
         key_gradient: Float::F32,
         key_gradients: KeyGradients::Atomic,
         dlse: true,
-        padding: 8,
         distribution: Distribution::Normal,
         poison_unreferenced: true,
         implementation: Implementation::Portable,
@@ -40,9 +45,16 @@ fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
     }
 }
 
+/// The chain on strided rows; the registry's, or the one whose rotation runs in place.
+fn prepare(attention: SparseAttentionCase, rope_dim: usize, in_place: bool) -> Result<Box<dyn Prepared>, CaseError> {
+    let mut case = Case::new(NAME, &AttentionOutputRotationCase { attention, rope_dim });
+    case.fields.insert("padding".into(), 8.into());
+    if in_place { Op::<AttentionOutputRotation<true>>::new().prepare(&case) } else { registry::prepare(&case) }
+}
+
 fn outcome(case: SparseAttentionCase, rope_dim: usize, in_place: bool) -> Outcome {
-    let scenario = OutputRotation::new(case, rope_dim, in_place).expect("a case that attention takes");
-    checks::run(&scenario, device(), OPTIONS)
+    let chain = prepare(case, rope_dim, in_place).expect("a case that attention takes");
+    checks::run(&*chain, device(), OPTIONS)
 }
 
 /// `(check, tensor)` of everything that did not pass.
@@ -69,7 +81,7 @@ fn in_place_rotation_of_the_saved_output_is_reported_as_an_overwritten_input_and
         let outcome = outcome(case(values, v_dim), rope_dim, true);
         // delta = <out, dout> alone is spoilt: y, dout, and (by its absence here) dv, stay right.
         let wrong = ["dk", "dq", "dsink"];
-        let mut expected = BTreeSet::from([("inputs_unchanged", "saved out")]);
+        let mut expected = BTreeSet::from([("inputs_unchanged", "out")]);
         expected.extend(wrong.iter().flat_map(|tensor| [("gradient", *tensor), ("precision", *tensor)]));
         assert_eq!(failed(&outcome), expected, "{values:?}");
         let compared = |tensor: &str| {
@@ -84,6 +96,18 @@ fn in_place_rotation_of_the_saved_output_is_reported_as_an_overwritten_input_and
 #[test]
 fn a_rotation_that_fits_no_value_row_is_refused() {
     for rope_dim in [0, 15, 66] {
-        assert!(OutputRotation::new(case(Values::Shared, 64), rope_dim, false).is_err(), "rope_dim {rope_dim}");
+        let error = prepare(case(Values::Shared, 64), rope_dim, false).err().expect("a refusal").to_string();
+        assert!(error.contains("rope_dim") && error.contains(&rope_dim.to_string()), "{error}");
+    }
+}
+
+#[test]
+fn no_case_asks_for_the_rotation_in_place() {
+    for field in ["in_place", "aliasing"] {
+        let mut line =
+            Case::new(NAME, &AttentionOutputRotationCase { attention: case(Values::Shared, 64), rope_dim: 16 });
+        line.fields.insert(field.into(), true.into());
+        let error = registry::prepare(&line).err().expect("a refusal").to_string();
+        assert!(error.contains(field), "{error}");
     }
 }

@@ -31,6 +31,7 @@ use thiserror::Error;
 pub use sample::sample;
 
 use self::source::Source;
+use crate::operator::registry;
 
 /// What kind of change a generated mutant is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -137,11 +138,15 @@ struct Edit {
     summary: String,
 }
 
-/// Every mutant of an operator's own kernel files and of their headers, in the order of the files.
+/// Every mutant of an operator's own kernel files and of their headers, in the order of the files. A chain has none: the
+/// kernels that it launches are its operators' own.
 ///
 /// # Errors
 /// [`MutationError`]: a file that is missing or not understood completely.
 pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
+    if registry::find(operator).is_ok_and(|operator| !operator.chain().is_empty()) {
+        return Ok(Vec::new());
+    }
     let mut units = vec![Unit::read(tree, &format!("{operator}.cu"))?];
     for file in tree.kernel_files().filter(|file| is_second_implementation(file, operator)) {
         units.push(Unit::read(tree, file)?);

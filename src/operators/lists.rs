@@ -1,0 +1,83 @@
+//! Lists of keys, and how many of their slots count: what the attention operators gather by.
+
+use rand::Rng;
+use rand::seq::SliceRandom;
+use serde::{Deserialize, Serialize};
+
+use crate::case::Draw;
+
+/// What the index lists look like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum IndexClass {
+    /// Distinct valid keys where there are enough.
+    Valid,
+    /// Valid keys with repetitions.
+    Duplicates,
+    /// Some -1, some out of range, some `i32::MIN` and `i32::MAX`.
+    Hostile,
+    /// The first half of each list is -1: whole leading tiles without a key.
+    LeadingMasked,
+    /// Every third token has no valid slot at all.
+    EmptyRows,
+}
+
+/// How many slots count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Lengths {
+    /// No length given.
+    Absent,
+    /// Between 0 and `topk`.
+    Within,
+    /// Negative, zero, beyond `topk`, and within.
+    Hostile,
+}
+
+impl IndexClass {
+    /// `num_tokens` lists of `topk` slots, each naming one of `num_keys` rows or none; `name` is the random stream.
+    pub(crate) fn draw(self, seed: u64, name: &str, num_tokens: usize, topk: usize, num_keys: usize) -> Vec<i32> {
+        let mut draw = Draw::new(seed, name);
+        let keys = num_keys as i32;
+        let hostile = [-1, keys, keys.saturating_add(3), i32::MIN, i32::MAX, -1, -7];
+        let mut all = Vec::with_capacity(num_tokens * topk);
+        let mut order: Vec<i32> = (0..keys).collect();
+        for token in 0..num_tokens {
+            order.shuffle(draw.rng());
+            for slot in 0..topk {
+                let drawn = draw.rng().random_range(0..=i32::MAX);
+                let repeated = if keys == 0 { -1 } else { drawn % keys };
+                let distinct = order.get(slot).copied().unwrap_or(-1);
+                let bad = hostile[drawn as usize % hostile.len()];
+                let one_in_three = draw.rng().random_ratio(1, 3);
+                all.push(match self {
+                    Self::Valid => distinct,
+                    Self::Duplicates => repeated,
+                    Self::Hostile if one_in_three => bad,
+                    Self::LeadingMasked if slot < topk / 2 => -1,
+                    Self::EmptyRows if token % 3 == 0 => bad,
+                    Self::Hostile | Self::LeadingMasked | Self::EmptyRows => repeated,
+                });
+            }
+        }
+        all
+    }
+}
+
+impl Lengths {
+    /// How many of `topk` slots count in each of `count` lists; `name` is the random stream.
+    pub(crate) fn draw(self, seed: u64, name: &str, count: usize, topk: usize) -> Option<Vec<i32>> {
+        let mut draw = Draw::new(seed, name);
+        let topk = topk as i32;
+        let hostile = [0, -1, topk + 5, i32::MIN, i32::MAX, topk];
+        let within = |draw: &mut Draw| draw.rng().random_range(0..=topk);
+        match self {
+            Self::Absent => None,
+            Self::Within => Some((0..count).map(|_| within(&mut draw)).collect()),
+            Self::Hostile => {
+                let pick = |token: usize| hostile.get(token % 9).copied();
+                Some((0..count).map(|token| pick(token).unwrap_or_else(|| within(&mut draw))).collect())
+            }
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! Sinks of attention: a logit of each head that has no value.
+
+use dsv4_kernels::runtime::{DType, HostTensor};
+use serde::{Deserialize, Serialize};
+
+use crate::case::Draw;
+
+/// The sinks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sinks {
+    /// None.
+    Absent,
+    /// Normal with deviation 3: of the order of lse.
+    Normal,
+    /// Both infinities, ±2.4e38 and ordinary ones in turn.
+    Extreme,
+}
+
+impl Sinks {
+    /// `[num_heads]` f32 around `mean`, which is of the order of lse: the shift of logits moves both.
+    pub(crate) fn draw(self, seed: u64, num_heads: usize, mean: f64) -> Option<HostTensor> {
+        let mut draw = Draw::new(seed, "sink");
+        let extreme = [f64::INFINITY, f64::NEG_INFINITY, 2.4e38, -2.4e38];
+        let sinks: Vec<f64> = (0..num_heads)
+            .map(|head| {
+                let normal = mean + 3.0 * draw.normal();
+                match self {
+                    Self::Extreme => extreme.get(head % 6).copied().unwrap_or(normal),
+                    Self::Absent | Self::Normal => normal,
+                }
+            })
+            .collect();
+        (self != Self::Absent).then(|| HostTensor::from_f64(DType::F32, &[num_heads], &sinks))
+    }
+}
