@@ -13,8 +13,8 @@ use crate::judge::agreement;
 use crate::judge::budget::{Budget, working_precisions};
 use crate::judge::runner::Runner;
 use crate::judge::triangulation;
-use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
 use crate::operator::tensors::permuted_along;
+use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
 use crate::record::{CheckRecord, Metrics, Skip, Verdict};
 
 /// What a sweep asks of each case beyond the checks that always run.
@@ -540,6 +540,8 @@ fn relate(
     let elements = a.elements() as u64;
     let (rows, row_len) = rows_of(&a.shape);
     match relation {
+        // Integers and bytes included, which have no other multiple.
+        Relation::Times(1.0) => (elements, first_difference(a, b)),
         Relation::Times(factor) => {
             let scaled: Vec<f64> = a.to_f64().iter().map(|value| value * factor).collect();
             (elements, first_difference(&HostTensor::from_f64(a.dtype, &a.shape, &scaled), b))

@@ -37,7 +37,11 @@ impl<'d> Placed<'d> {
                 }
                 continue;
             };
-            debug_assert!(placed.views.get(spec.name).is_some(), "`{}` ({aliasing:?} in `{of}`) comes later", spec.name);
+            debug_assert!(
+                placed.views.get(spec.name).is_some(),
+                "`{}` ({aliasing:?} in `{of}`) comes later",
+                spec.name
+            );
         }
         Ok(placed)
     }

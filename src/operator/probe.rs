@@ -22,7 +22,8 @@ pub(super) struct Probe<'i, K: Declared> {
 impl<'i, K: Declared> Probe<'i, K> {
     pub fn new(inputs: &'i Inputs<K>, specs: &Specs) -> Self {
         let variables = specs.gradients().map(|(input, gradient)| (input.clone(), gradient.name)).collect();
-        let outputs = specs.upstreams().map(|(output, upstream)| (output.name, output.shape(), upstream.name)).collect();
+        let outputs =
+            specs.upstreams().map(|(output, upstream)| (output.name, output.shape(), upstream.name)).collect();
         Self { inputs, variables, outputs }
     }
 

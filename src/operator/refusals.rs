@@ -58,7 +58,10 @@ fn of_case<K: Declared>(inputs: &Inputs<K>, specs: &Specs, device: &Device) -> R
     let refusal = |spoilt: Spoilt| {
         let mut views = placed.views().clone();
         views.put(spoilt.name, spoilt.view);
-        Refusal { what: format!("{}: {}", K::ABOUT.name, spoilt.what), problem: problem(launch(&views), &spoilt.blamed) }
+        Refusal {
+            what: format!("{}: {}", K::ABOUT.name, spoilt.what),
+            problem: problem(launch(&views), &spoilt.blamed),
+        }
     };
     Ok(spoil(specs, placed.views()).into_iter().map(refusal).collect())
 }
@@ -155,6 +158,11 @@ fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
         strides
     };
     change("with all rows in one place", with(0));
+    if spec.joined && view.shape[0] > 1 && view.shape[1] > 1 {
+        let mut strides = view.strides.clone();
+        strides[0] += 16;
+        change(&format!("with its {} unevenly spaced", spec.axes[1].name), strides);
+    }
     match spec.strides {
         Strides::Dense => change("with a gap between its rows", with(view.strides[outer] + 16)),
         Strides::Rows { align } | Strides::OrderedRows { align } if align > spec.dtype.size() => {
@@ -171,9 +179,12 @@ fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
         return Vec::new();
     }
     let others = specs.present().filter(|other| other.name != spec.name && other.is_stored() && other.elements() > 0);
-    let may_be = |other: &TensorSpec| specs.all().iter().any(|declared| {
-        declared.name == spec.name && declared.may_be == Some(other.name) || declared.name == other.name && declared.may_be == Some(spec.name)
-    });
+    let may_be = |other: &TensorSpec| {
+        specs.all().iter().any(|declared| {
+            declared.name == spec.name && declared.may_be == Some(other.name)
+                || declared.name == other.name && declared.may_be == Some(spec.name)
+        })
+    };
     others
         .filter(|other| !may_be(other))
         .map(|other| {

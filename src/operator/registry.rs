@@ -11,9 +11,9 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::rms_norm::RmsNorm>::new(),
     &Op::<operators::rope::Rope>::new(),
     &operators::sparse_attention::SparseAttention,
-    &operators::decode_attention::DecodeAttention,
+    &Op::<operators::decode_attention::DecodeAttention>::new(),
     &operators::attention_combine::AttentionCombine,
-    &operators::kv_cache_write::KvCacheWrite,
+    &Op::<operators::kv_cache_write::KvCacheWrite>::new(),
     &operators::score_recompute::ScoreRecompute,
 ];
 

@@ -257,4 +257,3 @@ impl Computed {
         self.0
     }
 }
-

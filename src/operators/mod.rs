@@ -3,6 +3,7 @@
 pub mod attention_combine;
 pub mod decode_attention;
 pub mod kv_cache_write;
+mod paged;
 pub mod rms_norm;
 pub mod rope;
 pub mod score_recompute;

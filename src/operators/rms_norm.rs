@@ -232,11 +232,7 @@ impl Declared for RmsNorm {
         Ok(Computed::new().with("dx", dx).maybe("dweight", dweight))
     }
 
-    fn workspaces(
-        c: &RmsNormCase,
-        _: &Views,
-        device: &Device,
-    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(c: &RmsNormCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let bytes = || launcher::workspace_bytes(device, c.dtype.dtype(), c.num_rows, c.width);
         Ok(c.weight.iter().map(|_| ("workspace", bytes())).collect())
     }
@@ -276,7 +272,8 @@ impl Declared for RmsNorm {
     fn bends_over(c: &RmsNormCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let eps = tensors.scalar("eps", f64::from(c.eps));
         let row_scale = |row: &[f64]| (row.iter().map(|v| v * v).sum::<f64>() / c.width as f64 + eps).sqrt();
-        let rows = |x: Vec<f64>| x.chunks(c.width).flat_map(|row| std::iter::repeat_n(row_scale(row), c.width)).collect();
+        let rows =
+            |x: Vec<f64>| x.chunks(c.width).flat_map(|row| std::iter::repeat_n(row_scale(row), c.width)).collect();
         (input == "x").then(|| rows(tensors.values("x")))
     }
 
@@ -293,7 +290,8 @@ impl Declared for RmsNorm {
             ..RmsNormCase::plain(x.values.len() / width, width)
         };
         let golden = Golden::new(case).scalar("eps", file.number("eps")?).stored(file, "x", "in.x")?;
-        let golden = golden.stored(file, "dy", "gout.y")?.expect(file, "y", "out.y")?.expect(file, "dx", "grad.in.x")?;
+        let golden =
+            golden.stored(file, "dy", "gout.y")?.expect(file, "y", "out.y")?.expect(file, "dx", "grad.in.x")?;
         if !weighted {
             return Ok(vec![golden]);
         }
