@@ -568,6 +568,8 @@ fn relate(
     let elements = a.elements() as u64;
     let (rows, row_len) = rows_of(&a.shape);
     match relation {
+        // Integers and bytes included, which have no other multiple.
+        Relation::Times(1.0) => (elements, first_difference(a, b)),
         Relation::Times(factor) => {
             let scaled: Vec<f64> = a.to_f64().iter().map(|value| value * factor).collect();
             (elements, first_difference(&HostTensor::from_f64(a.dtype, &a.shape, &scaled), b))

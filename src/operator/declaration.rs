@@ -43,7 +43,8 @@ pub enum Part {
         /// The input or output.
         of: &'static str,
     },
-    /// Read and written by the forward, such as a cache: what it does not write stays as it was.
+    /// Read and written by the forward, such as a cache: what it does not write stays as it was. Compared element by
+    /// element, unless the case observes what is stored ([`Part::Observed`]).
     State,
     /// Written, and compared with nothing: scratch memory that has a shape.
     Scratch,
@@ -127,6 +128,8 @@ pub struct TensorSpec {
     pub may_be: Option<&'static str>,
     /// Elements behind each row that belong to nobody, whatever the layout.
     pub minimum_gap: usize,
+    /// Whether the kernel takes its first two axes as one: entries of both together are evenly spaced.
+    pub joined: bool,
 }
 
 fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Source) -> TensorSpec {
@@ -143,6 +146,7 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         placed: None,
         may_be: None,
         minimum_gap: 0,
+        joined: false,
     }
 }
 
@@ -215,6 +219,17 @@ impl TensorSpec {
         self
     }
 
+    /// The kernel takes its first two axes, such as requests and the tokens of each, as one: whatever the layout, their
+    /// entries are evenly spaced.
+    ///
+    /// # Panics
+    /// Where there is no third axis, which the rows lie along: a mistake in the operator, which every case of it shows.
+    pub fn joined(mut self) -> Self {
+        assert!(self.axes.len() > 2, "`{}` has no row behind its first two axes", self.name);
+        self.joined = true;
+        self
+    }
+
     /// At least so many elements lie between the rows, which belong to nobody.
     pub fn with_gap(mut self, elements: usize) -> Self {
         self.minimum_gap = elements;
@@ -266,11 +281,6 @@ impl TensorSpec {
         matches!(self.part, Part::Input | Part::Upstream { .. } | Part::State)
     }
 
-    /// Whether the oracle's tensor of this name is compared with the kernel's.
-    pub fn is_compared(&self) -> bool {
-        matches!(self.part, Part::Output | Part::Gradient { .. } | Part::Observed)
-    }
-
     /// Whether it has memory.
     pub fn is_stored(&self) -> bool {
         self.part != Part::Observed
@@ -311,7 +321,7 @@ impl Specs {
             spec.axes = base.axes;
             spec.present &= base.present;
             if spec.strides == Strides::Dense {
-                spec.strides = base.strides;
+                (spec.strides, spec.joined) = (base.strides, base.joined);
             }
             if matches!(spec.part, Part::Upstream { .. }) {
                 spec.dtype = base.dtype;
@@ -338,6 +348,22 @@ impl Specs {
     /// The extent of an axis; `None` where no tensor of the case has it.
     pub fn extent(&self, axis: &str) -> Option<usize> {
         self.present().flat_map(|spec| &spec.axes).find(|a| a.name == axis).map(|a| a.extent)
+    }
+
+    /// Those whose oracle's tensor is compared with the kernel's: what is written, and what is observed of a state in the
+    /// place of the state itself.
+    pub fn compared(&self) -> impl Iterator<Item = &TensorSpec> + Clone {
+        let observes = self.present().any(|spec| spec.part == Part::Observed);
+        self.present().filter(move |spec| match spec.part {
+            Part::Output | Part::Gradient { .. } | Part::Observed => true,
+            Part::State => !observes,
+            Part::Input | Part::Upstream { .. } | Part::Scratch => false,
+        })
+    }
+
+    /// Whether the oracle's tensor called `name` is compared with the kernel's.
+    pub fn compares(&self, name: &str) -> bool {
+        self.compared().any(|spec| spec.name == name)
     }
 
     /// Pairs of a differentiable input and its gradient. The gradient with respect to an output, which one operator of a
@@ -396,6 +422,17 @@ mod tests {
         let specs = Specs::new(1, [x, mid].into_iter().chain(gradients));
         assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
         assert_eq!(specs.find("dmid").map(TensorSpec::shape), Some(vec![3]));
+    }
+
+    #[test]
+    fn a_state_is_compared_itself_unless_something_is_observed_of_it() {
+        let pages = [axis("num_pages", 3), axis("page_bytes", 16)];
+        let compared = |observes: bool| {
+            let (cache, rows) = (state("cache", DType::U8, &pages), observed("rows", DType::U8, &pages));
+            let specs = Specs::new(1, [cache, output("y", DType::F32, &pages), rows.when(observes)]);
+            specs.compared().map(|spec| spec.name).collect::<Vec<_>>()
+        };
+        assert_eq!((compared(false), compared(true)), (vec!["cache", "y"], vec!["y", "rows"]));
     }
 
     #[test]

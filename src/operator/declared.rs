@@ -7,7 +7,9 @@ use std::marker::PhantomData;
 use std::ops::Index;
 use std::sync::Arc;
 
-use dsv4_kernels::runtime::{Contract, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{
+    Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
+};
 use dsv4_reference::precision::{Precision, Rounding};
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
@@ -536,11 +538,11 @@ impl<K: Declared> Inputs<K> {
         }
         let mut written = Tensors::default();
         for spec in specs.present().filter(|spec| spec.is_written()) {
-            if let Some(at) = tensors.iter().position(|tensor| tensor.name == spec.name) {
-                let tensor = tensors.remove(at);
+            if let Some(tensor) = tensors.iter().find(|tensor| tensor.name == spec.name) {
                 written.put(spec.name, stored(spec, &tensor.values));
             }
         }
+        tensors.retain(|tensor| written.get(tensor.name).is_none() || specs.compares(tensor.name));
         let observed = K::observe(&self.case, &written).into_iter().map(|(name, tensor)| OracleTensor {
             name,
             side: Side::Forward,
@@ -564,11 +566,10 @@ impl<K: Declared> Inputs<K> {
                 Some((_, tensor)) => tensor.clone(),
                 None => placed.download(spec.name)?,
             };
-            if spec.is_compared() {
-                tensors.push(kernel_tensor(spec, tensor));
-            } else {
-                written.put(spec.name, tensor);
+            if specs.compares(spec.name) {
+                tensors.push(kernel_tensor(spec, tensor.clone()));
             }
+            written.put(spec.name, tensor);
         }
         for (name, tensor) in K::observe(&self.case, &written) {
             if let Some(spec) = specs.find(name) {
@@ -586,10 +587,11 @@ impl<K: Declared> Inputs<K> {
 
 /// Bytes of a spec's type that hold the oracle's numbers.
 fn stored(spec: &TensorSpec, values: &[f64]) -> HostTensor {
-    let bytes = values.iter().map(|&value| value as u8).collect();
+    let shape = spec.shape();
     match spec.dtype {
-        dsv4_kernels::runtime::DType::U8 => HostTensor { dtype: spec.dtype, shape: spec.shape(), bytes },
-        dtype => HostTensor::from_f64(dtype, &spec.shape(), values),
+        DType::U8 => HostTensor { dtype: DType::U8, shape, bytes: values.iter().map(|&value| value as u8).collect() },
+        DType::I32 => HostTensor::from_i32(&shape, &values.iter().map(|&value| value as i32).collect::<Vec<_>>()),
+        dtype => HostTensor::from_f64(dtype, &shape, values),
     }
 }
 

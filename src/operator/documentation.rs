@@ -39,17 +39,22 @@ fn record(name: &'static str, all: &[Specs]) -> TensorRecord {
         axes: found[0].axes.iter().map(|axis| axis.name.to_owned()).collect(),
         dtypes: dtypes.into_iter().collect(),
         always: found.len() == all.len(),
-        layouts: layouts(found[0].strides),
-        compared: found[0].is_compared().then(|| compared(found[0])),
+        layouts: layouts(found[0]),
+        compared: all.iter().any(|specs| specs.compares(name)).then(|| compared(found[0])),
     }
 }
 
-fn layouts(strides: Strides) -> String {
+fn layouts(spec: &TensorSpec) -> String {
+    let joined = if spec.joined {
+        format!("; {} and {} evenly spaced", spec.axes[0].name, spec.axes[1].name)
+    } else {
+        String::new()
+    };
     let aligned = |align: usize| if align > 1 { format!(", at multiples of {align} bytes") } else { String::new() };
-    match strides {
+    match spec.strides {
         Strides::Dense => "dense".into(),
-        Strides::Rows { align } => format!("rows anywhere{}", aligned(align)),
-        Strides::OrderedRows { align } => format!("rows in order, with gaps{}", aligned(align)),
+        Strides::Rows { align } => format!("rows anywhere{}{joined}", aligned(align)),
+        Strides::OrderedRows { align } => format!("rows in order, with gaps{}{joined}", aligned(align)),
     }
 }
 

@@ -57,7 +57,7 @@ impl<'i, K: Declared> Laws<'i, K> {
 
     /// The outputs and gradients of the case.
     pub fn compared(&self) -> Vec<&'static str> {
-        self.specs.present().filter(|spec| spec.is_compared()).map(|spec| spec.name).collect()
+        self.specs.compared().map(|spec| spec.name).collect()
     }
 
     /// A law of any kind.
@@ -98,8 +98,7 @@ impl<'i, K: Declared> Laws<'i, K> {
             (None, Part::Gradient { .. }) => Relation::WithinBudget,
             (None, _) => Relation::Times(1.0),
         };
-        let compared = self.specs.present().filter(|spec| spec.is_compared());
-        let relations: Vec<_> = compared.map(|spec| (spec.name, relation(spec))).collect();
+        let relations: Vec<_> = self.specs.compared().map(|spec| (spec.name, relation(spec))).collect();
         let specs = self.specs.clone();
         self.law(name, |v| v.tensors.permute(&specs, axis, &order), relations);
     }
@@ -108,7 +107,7 @@ impl<'i, K: Declared> Laws<'i, K> {
     pub fn independent(&mut self, axis: &str) {
         let Some(extent) = self.specs.extent(axis).filter(|&extent| extent > 1) else { return };
         let middle = extent / 2;
-        let bound = self.specs.present().filter(|spec| spec.is_compared() && spec.deterministic);
+        let bound = self.specs.compared().filter(|spec| spec.deterministic);
         let bound = bound.filter_map(|spec| Some((spec.name, spec.axis(axis)?)));
         let relations: Vec<_> = bound.map(|(name, axis)| (name, Relation::EqualExcept { axis, at: middle })).collect();
         let specs = self.specs.clone();

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use dsv4_kernels::runtime::DType;
 use dsv4_kernels::runtime::arena::Layout;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
@@ -87,18 +88,22 @@ impl TensorLayout {
         if !permutable && !declared_order || order.last() != Some(&(spec.axes.len() - 1)) {
             return Err(format!("`{}`: its kernel does not take its axes in the order {:?}", spec.name, self.order));
         }
+        if spec.joined && (gaps[1] > 0 || !order.windows(2).any(|pair| pair == [0, 1])) {
+            let [first, second] = [spec.axes[0].name, spec.axes[1].name];
+            return Err(format!("`{}`: its kernel takes {first} and {second} as one axis, evenly spaced", spec.name));
+        }
         let unit = (align / spec.dtype.size()).max(1);
         let mut reach = 1usize;
         for &at in order.iter().rev() {
             reach = reach.saturating_mul(spec.axes[at].extent).saturating_add(gaps[at]);
-            let missing = reach.next_multiple_of(unit) - reach;
+            let missing = (unit - reach % unit) % unit;
             if missing > 0 && self.gaps.contains_key(spec.axes[at].name) {
                 return Err(format!(
                     "`{}`: a gap of {} elements behind {}: its rows must lie at multiples of {align} bytes",
                     spec.name, gaps[at], spec.axes[at].name
                 ));
             }
-            (gaps[at], reach) = (gaps[at] + missing, reach + missing);
+            (gaps[at], reach) = (gaps[at].saturating_add(missing), reach.saturating_add(missing));
         }
         Ok(())
     }
@@ -109,9 +114,12 @@ fn unknown(spec: &TensorSpec, axis: &str) -> String {
     format!("`{}` has no axis `{axis}`; it has {}", spec.name, axes.join(", "))
 }
 
-/// Every tensor that takes rows anywhere, with `elements` behind each row: what lines of JSON said with `padding`.
+/// Every floating-point tensor that takes rows anywhere, with `elements` behind each row: what lines of JSON said with
+/// `padding`. Lists and pages of bytes had none of it.
 pub fn padded(specs: &Specs, elements: usize) -> Layouts {
-    let rows = specs.present().filter(|spec| spec.strides != Strides::Dense && spec.axes.len() > 1);
+    let floating_point = |spec: &TensorSpec| matches!(spec.dtype, DType::Bf16 | DType::F32);
+    let takes_rows = |spec: &TensorSpec| spec.strides != Strides::Dense && spec.axes.len() > 1;
+    let rows = specs.present().filter(|spec| floating_point(spec) && takes_rows(spec));
     let last = |spec: &TensorSpec| spec.axes.last().map(|axis| axis.name).unwrap_or_default();
     rows.filter(|_| elements > 0).map(|spec| (spec.name.to_owned(), TensorLayout::gap(last(spec), elements))).collect()
 }
@@ -166,12 +174,19 @@ fn resolve_one(spec: &TensorSpec, choice: Choice) -> Option<TensorLayout> {
     let unit = (align / spec.dtype.size()).max(1);
     let outer = spec.axes.len().checked_sub(1).filter(|&outer| outer > 0)?;
     let name = |at: usize| spec.axes[at].name;
+    // Axes that are joined stay together: no gap comes behind the second of them, and they turn as one.
+    let joined = usize::from(spec.joined);
+    let behind = |axis: usize| 1 + joined + axis % (outer - joined);
+    let places = outer - joined;
     match choice {
         Choice::Dense => None,
         Choice::Padded(units) => Some(TensorLayout::gap(name(outer), units * unit)),
-        Choice::Gap(axis, units) => Some(TensorLayout::gap(name(1 + axis % outer), units * unit)),
-        Choice::Turned(places, units) if permutable && outer > 1 => {
-            let turned = (0..outer).map(|at| (at + 1 + (places - 1) % (outer - 1)) % outer).chain([outer]);
+        Choice::Gap(axis, units) => Some(TensorLayout::gap(name(behind(axis)), units * unit)),
+        Choice::Turned(by, units) if permutable && places > 1 => {
+            let turned = (0..places).map(|at| (at + 1 + (by - 1) % (places - 1)) % places);
+            let axes =
+                turned.flat_map(|place| if place == 0 { 0..1 + joined } else { place + joined..place + joined + 1 });
+            let turned = axes.chain([outer]);
             let gaps = (units > 0).then(|| (name(outer).to_owned(), units * unit));
             Some(TensorLayout {
                 order: turned.map(|at| name(at).to_owned()).collect(),
@@ -181,8 +196,10 @@ fn resolve_one(spec: &TensorSpec, choice: Choice) -> Option<TensorLayout> {
         Choice::Turned(..) => None,
         Choice::Huge(axis) => {
             // The gap lies behind axis `at`, so that the steps of the one around it are huge.
-            let at = 1 + axis % outer;
-            let steps = spec.axes[at - 1].extent.checked_sub(1).filter(|&steps| steps > 0)?;
+            let at = behind(axis);
+            let around = if at == 1 + joined { 0..at } else { at - 1..at };
+            let entries: usize = spec.axes[around].iter().map(|axis| axis.extent).product();
+            let steps = entries.checked_sub(1).filter(|&steps| steps > 0)?;
             Some(TensorLayout::gap(name(at), (HUGE / steps + 1).next_multiple_of(unit)))
         }
     }
@@ -245,6 +262,43 @@ mod tests {
         assert!(TensorLayout::gap("width", 8).place(&q(TensorSpec::rows)).unwrap_err().contains("no axis `width`"));
         let twice = TensorLayout { order: vec!["num_heads".into(); 3], ..TensorLayout::default() };
         assert!(twice.place(&q(TensorSpec::rows)).unwrap_err().contains("once"));
+    }
+
+    #[test]
+    fn axes_that_are_one_to_the_kernel_stay_evenly_spaced_in_every_layout_that_is_drawn() {
+        let axes = [axis("batch", 3), axis("s_q", 2), axis("num_heads", 5), axis("head_dim", 64)];
+        let spec = input("q", DType::Bf16, &axes).aligned_rows().joined();
+        let mut found = std::collections::BTreeSet::new();
+        for number in 0..4 {
+            for choice in [Choice::Gap(number, 3), Choice::Turned(1 + number, number), Choice::Huge(number)] {
+                let placed = resolve_one(&spec, choice).unwrap().place(&spec).unwrap();
+                assert_eq!(placed.strides[0], 2 * placed.strides[1], "{choice:?}");
+                found.insert(placed.strides);
+            }
+        }
+        // Heads first, gaps behind heads and behind rows, and both of them huge.
+        assert!(found.contains(&vec![128, 64, 384, 1]) && found.iter().any(|s| s[2] > 1 << 28) && found.len() > 6);
+        assert!(TensorLayout::gap("s_q", 8).place(&spec).unwrap_err().contains("evenly spaced"));
+        let apart = ["s_q", "num_heads", "batch", "head_dim"].map(str::to_owned).to_vec();
+        let apart = TensorLayout { order: apart, ..TensorLayout::default() };
+        assert!(apart.place(&spec).unwrap_err().contains("evenly spaced"));
+    }
+
+    #[test]
+    fn gaps_that_no_address_can_hold_are_refused() {
+        for spec in [q(TensorSpec::rows), q(TensorSpec::aligned_rows), q(TensorSpec::aligned_rows).with_gap(8)] {
+            assert!(TensorLayout::gap("head_dim", usize::MAX).place(&spec).is_err());
+            assert!(TensorLayout::gap("num_heads", usize::MAX - 7).place(&spec).is_err());
+        }
+    }
+
+    #[test]
+    fn what_lines_called_padding_lengthens_rows_of_numbers_alone() {
+        let pages = [axis("num_pages", 3), axis("page_bytes", 32)];
+        let lists = [axis("num_tokens", 3), axis("topk", 4)];
+        let cache = input("cache", DType::U8, &pages).aligned_rows();
+        let specs = Specs::new(0, [q(TensorSpec::aligned_rows), cache, input("indices", DType::I32, &lists).rows()]);
+        assert_eq!(padded(&specs, 24).keys().collect::<Vec<_>>(), ["q"]);
     }
 
     #[test]

@@ -158,6 +158,11 @@ fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
         strides
     };
     change("with all rows in one place", with(0));
+    if spec.joined && view.shape[0] > 1 && view.shape[1] > 1 {
+        let mut strides = view.strides.clone();
+        strides[0] += 16;
+        change(&format!("with its {} unevenly spaced", spec.axes[1].name), strides);
+    }
     match spec.strides {
         Strides::Dense => change("with a gap between its rows", with(view.strides[outer] + 16)),
         Strides::Rows { align } | Strides::OrderedRows { align } if align > spec.dtype.size() => {

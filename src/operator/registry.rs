@@ -12,9 +12,9 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::rope::Rope>::new(),
     &Op::<operators::sparse_attention::SparseAttention>::new(),
     &Op::<operators::attention_output_rotation::AttentionOutputRotation>::new(),
-    &operators::decode_attention::DecodeAttention,
+    &Op::<operators::decode_attention::DecodeAttention>::new(),
     &Op::<operators::attention_combine::AttentionCombine>::new(),
-    &operators::kv_cache_write::KvCacheWrite,
+    &Op::<operators::kv_cache_write::KvCacheWrite>::new(),
     &Op::<operators::score_recompute::ScoreRecompute>::new(),
 ];
 

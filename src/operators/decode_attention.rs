@@ -3,30 +3,28 @@
 
 use dsv4_kernels::decode_attention as launcher;
 use dsv4_kernels::kv_cache as launched;
-use dsv4_kernels::runtime::{
-    Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
-};
+use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_reference::decode_attention as reference;
 use dsv4_reference::kv_cache::{RowFormat, SCALE_BYTES, SCALE_GROUP};
-use dsv4_reference::precision::{Precision, Rounding};
+use dsv4_reference::precision::Rounding;
 use half::bf16;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
+use super::Implementation;
+use super::paged::{page_bytes, page_gap, pages_of, rows_of};
 use super::sparse_attention::{IndexClass, Lengths, Sinks};
-use super::{Implementation, deterministic, layout, oracle_error, oracle_tensor, permuted, scaled, widened};
-use crate::case::{Case, CaseError, Distribution, Draw};
+use crate::case::{Distribution, Draw};
 use crate::judge::checks::permutation;
 use crate::judge::golden::GoldenFile;
-use crate::operator::{
-    ExpectedTensor, GoldenCase, KernelRun, Law, ModuleSpecification, Operator, OracleTensor, Prepared, Profile,
-    Relation, Side,
-};
-use crate::record::OperatorRecord;
-
-const NAME: &str = "decode_attention";
+use crate::operator::declaration::{Specs, TensorSpec, axis, input, output};
+use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
+use crate::operator::golden::Golden;
+use crate::operator::laws::{Laws, Variant};
+use crate::operator::tensors::{Bound, Computed, Tensors};
+use crate::operator::{ModuleSpecification, Profile, Relation};
 
 /// The operator.
 pub struct DecodeAttention;
@@ -99,8 +97,6 @@ pub struct DecodeAttentionCase {
     pub row_magnitude: f64,
     /// Blocks that the work is spread over.
     pub num_blocks: usize,
-    /// Elements after each row of q and out, which belong to nobody; a multiple of 8.
-    pub padding: usize,
     /// Bytes after each page beyond those that round it up; a multiple of 16.
     pub page_padding: usize,
     /// Distribution of the data.
@@ -114,6 +110,8 @@ pub struct DecodeAttentionCase {
     pub seed: u64,
 }
 
+/// Slots of the longest list: behind it, lengths that reach beyond it still fit an i32.
+const MOST_SLOTS: usize = 1 << 30;
 const MODEL: launched::RowFormat = launched::RowFormat::MODEL;
 const SMALL: launched::RowFormat = launched::RowFormat { nope_dim: 64, rope_dim: 64 };
 /// bf16 channels whose 16-byte pieces in a warp's rows are no multiple of its lanes.
@@ -139,7 +137,6 @@ impl DecodeAttentionCase {
             logit_shift: 0.0,
             row_magnitude: 1.0,
             num_blocks,
-            padding: 0,
             page_padding: 0,
             distribution: Distribution::Normal,
             poison_unreferenced: true,
@@ -164,95 +161,142 @@ impl DecodeAttentionCase {
         self.nope_dim + self.rope_dim
     }
 
-    fn check(&self) -> Result<(), CaseError> {
-        let refuse = |field, reason: String| Err(CaseError::Field { operator: NAME, field, reason });
-        if !self.nope_dim.is_multiple_of(SCALE_GROUP) || self.nope_dim > SCALE_GROUP * SCALE_BYTES {
-            return refuse("nope_dim", format!("{} must be a multiple of 64 up to 512", self.nope_dim));
-        }
-        if self.rope_dim == 0 || !self.head_dim().is_multiple_of(16) || self.head_dim() > 512 {
-            let reason =
-                format!("{}: a head of {} channels is no multiple of 16 up to 512", self.rope_dim, self.head_dim());
-            return refuse("rope_dim", reason);
-        }
-        if self.s_q == 0 || self.num_heads == 0 || self.num_blocks == 0 {
-            let reason = format!("{}, {} heads, {} blocks: none may be 0", self.s_q, self.num_heads, self.num_blocks);
-            return refuse("s_q", reason);
-        }
-        for positive in [f64::from(self.softmax_scale), self.logit_deviation, self.row_magnitude] {
-            if !(positive.is_finite() && positive > 0.0 && self.logit_shift.is_finite()) {
-                return refuse("softmax_scale", format!("{positive} must be finite and above 0"));
-            }
-        }
-        let hopper = self.head_dim() == 512 && [0, 448].contains(&self.nope_dim);
-        if self.implementation == Implementation::Hopper && !hopper {
-            let reason =
-                format!("hopper takes 448 + 64 channels or 512 in bf16, not {} + {}", self.nope_dim, self.rope_dim);
-            return refuse("implementation", reason);
-        }
-        if !self.padding.is_multiple_of(8) || !self.page_padding.is_multiple_of(16) {
-            let reason = format!("{} and {}: rows and pages are 16-byte aligned", self.padding, self.page_padding);
-            return refuse("padding", reason);
-        }
-        for (field, store) in [("window", Some(self.window)), ("compressed", self.compressed)] {
-            let Some(store) = store else { continue };
-            if store.page_size == 0 {
-                return refuse(field, "a page of 0 rows".into());
-            }
-            let rows = store.num_pages.saturating_mul(store.page_size).max(self.tokens().saturating_mul(store.topk));
-            if rows.saturating_mul(self.head_dim()) > 1 << 31 {
-                return refuse(field, "the case has more than 2^31 elements in one tensor".into());
-            }
-        }
-        if self.tokens().saturating_mul(self.num_heads).saturating_mul(self.head_dim()) > 1 << 31 {
-            return refuse("batch", "the case has more than 2^31 elements in one tensor".into());
-        }
-        Ok(())
+    /// The stores that the case has, with the names of their tensors.
+    fn stores(&self) -> impl Iterator<Item = (StoreNames, StoreCase)> {
+        let both = [Some((WINDOW, self.window)), self.compressed.map(|store| (COMPRESSED, store))];
+        both.into_iter().flatten()
+    }
+
+    /// Each store in turn, to be changed.
+    fn stores_mut(&mut self) -> impl Iterator<Item = (StoreNames, &mut StoreCase)> {
+        let both = [Some((WINDOW, &mut self.window)), self.compressed.as_mut().map(|store| (COMPRESSED, store))];
+        both.into_iter().flatten()
     }
 }
 
-/// What a case's record may say that ran.
-const PATHS: &[&str] =
-    &["decode_attention<16>", "decode_attention<64>", "decode_attention_hopper", "decode_attention_combine"];
+/// What the tensors of a store are called.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct StoreNames {
+    /// The pages, and the random stream of their rows.
+    pages: &'static str,
+    indices: &'static str,
+    length: &'static str,
+    /// Axes of the pages, and slots of a list.
+    axes: [&'static str; 3],
+    /// The case that gives this store alone lengths.
+    alone: LengthsOf,
+}
 
-impl Operator for DecodeAttention {
-    fn describe(&self) -> OperatorRecord {
-        let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
-        OperatorRecord {
-            name: NAME.into(),
-            summary: "attention of decoded tokens over two stores of a paged cache, with a sink per head".into(),
-            specification: list(&["inference 8", "inference 8.1", "inference 8.2", "inference 8.3", "inference 8.4"]),
-            kernel_file: "kernels/cuda/decode_attention.cu".into(),
-            oracle_file: "reference/src/decode_attention.rs".into(),
-            dtypes: list(&[
-                "q, out bf16",
-                "rows e4m3 with e8m0 scales and bf16, or bf16",
-                "lse, sink f32",
-                "indices i32",
-            ]),
-            axes: list(&[
-                "extents",
-                "row format",
-                "stores and page sizes",
-                "page stride",
-                "tokens of a request",
-                "index classes",
-                "lengths",
-                "sinks",
-                "scale",
-                "logit size",
-                "size of the rows",
-                "number of blocks",
-                "strides",
-                "distribution",
-                "unreferenced NaN",
-            ]),
-            has_backward: false,
-            paths: list(PATHS),
-            tensors: Vec::new(),
-        }
+const WINDOW: StoreNames = StoreNames {
+    pages: "window",
+    indices: "window_indices",
+    length: "window_length",
+    axes: ["window_num_pages", "window_page_bytes", "window_topk"],
+    alone: LengthsOf::Window,
+};
+const COMPRESSED: StoreNames = StoreNames {
+    pages: "compressed",
+    indices: "compressed_indices",
+    length: "compressed_length",
+    axes: ["compressed_num_pages", "compressed_page_bytes", "compressed_topk"],
+    alone: LengthsOf::Compressed,
+};
+
+impl StoreNames {
+    /// The pages, the lists and the lengths of a store; all of them absent where the case has no such store.
+    fn tensors(self, c: &DecodeAttentionCase, store: Option<StoreCase>) -> [TensorSpec; 3] {
+        let StoreCase { topk, num_pages, page_size } =
+            store.unwrap_or(StoreCase { topk: 0, num_pages: 0, page_size: 1 });
+        let (format, [pages, bytes, slots]) = (c.launched_format(), self.axes);
+        let lengths = c.lengths != Lengths::Absent && [LengthsOf::Both, self.alone].contains(&c.lengths_of);
+        let gap = page_gap(format, page_size).saturating_add(c.page_padding);
+        let pages = [axis(pages, num_pages), axis(bytes, page_size * format.row_bytes())];
+        let lists = [axis("batch", c.batch), axis("s_q", c.s_q), axis(slots, topk)];
+        [
+            input(self.pages, DType::U8, &pages).aligned_rows().with_gap(gap).when(store.is_some()),
+            input(self.indices, DType::I32, &lists).rows().joined().when(store.is_some()),
+            input(self.length, DType::I32, &lists[..1]).when(store.is_some() && lengths),
+        ]
+    }
+}
+
+impl Declared for DecodeAttention {
+    type Case = DecodeAttentionCase;
+
+    const ABOUT: About = About {
+        name: "decode_attention",
+        summary: "attention of decoded tokens over two stores of a paged cache, with a sink per head",
+        specification: &["inference 8", "inference 8.1", "inference 8.2", "inference 8.3", "inference 8.4"],
+        axes: &[
+            "extents",
+            "row format",
+            "stores and page sizes",
+            "page stride",
+            "tokens of a request",
+            "index classes",
+            "lengths",
+            "sinks",
+            "scale",
+            "logit size",
+            "size of the rows",
+            "number of blocks",
+            "distribution",
+            "unreferenced NaN",
+        ],
+        paths: &["decode_attention<16>", "decode_attention<64>", "decode_attention_hopper", "decode_attention_combine"],
+        cases: [12, 36, 100],
+    };
+
+    fn tensors(c: &DecodeAttentionCase) -> Specs {
+        let [batch, s_q] = [axis("batch", c.batch), axis("s_q", c.s_q)];
+        let num_heads = axis("num_heads", c.num_heads);
+        let heads = [batch, s_q, num_heads, axis("head_dim", c.head_dim())];
+        let first = [
+            input("q", DType::Bf16, &heads).aligned_rows().joined().drawn(c.distribution, query_size(c)),
+            input("sink", DType::F32, &[num_heads]).when(c.sinks != Sinks::Absent),
+        ];
+        let stores = [WINDOW.tensors(c, Some(c.window)), COMPRESSED.tensors(c, c.compressed)];
+        let last = [output("out", DType::Bf16, &heads).aligned_rows().joined(), output("lse", DType::F32, &heads[..3])];
+        Specs::new(c.seed, first.into_iter().chain(stores.into_iter().flatten()).chain(last))
     }
 
-    fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
+    fn check(c: &DecodeAttentionCase) -> Result<(), Refused> {
+        if !c.nope_dim.is_multiple_of(SCALE_GROUP) || c.nope_dim > SCALE_GROUP * SCALE_BYTES {
+            return refuse("nope_dim", format!("{} must be a multiple of 64 up to 512", c.nope_dim));
+        }
+        if c.rope_dim == 0 || c.rope_dim > 512 || !c.head_dim().is_multiple_of(16) || c.head_dim() > 512 {
+            let reason = format!("{}: with {} others it makes no multiple of 16 up to 512", c.rope_dim, c.nope_dim);
+            return refuse("rope_dim", reason);
+        }
+        for (field, extent) in [("s_q", c.s_q), ("num_heads", c.num_heads), ("num_blocks", c.num_blocks)] {
+            if extent == 0 {
+                return refuse(field, "0: there must be one");
+            }
+        }
+        positive("softmax_scale", f64::from(c.softmax_scale))?;
+        positive("logit_deviation", c.logit_deviation)?;
+        positive("row_magnitude", c.row_magnitude)?;
+        if !c.logit_shift.is_finite() {
+            return refuse("logit_shift", format!("{} must be finite", c.logit_shift));
+        }
+        let hopper = c.head_dim() == 512 && [0, 448].contains(&c.nope_dim);
+        if c.implementation == Implementation::Hopper && !hopper {
+            let reason = format!("hopper takes 448 + 64 channels or 512 in bf16, not {} + {}", c.nope_dim, c.rope_dim);
+            return refuse("implementation", reason);
+        }
+        if !c.page_padding.is_multiple_of(16) {
+            return refuse("page_padding", format!("{}: pages are 16-byte aligned", c.page_padding));
+        }
+        for (names, store) in c.stores() {
+            page_bytes(c.launched_format(), store.page_size).or_else(|reason| refuse(names.pages, reason))?;
+            if store.topk > MOST_SLOTS {
+                return refuse(names.pages, format!("lists of {} slots; {MOST_SLOTS} at most", store.topk));
+            }
+        }
+        Ok(())
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<DecodeAttentionCase> {
         let lists = (
             prop::sample::select(vec![
                 IndexClass::Valid,
@@ -273,7 +317,6 @@ impl Operator for DecodeAttention {
             prop::sample::select(vec![1.0, 1.0, 0.001, 300.0, 40000.0]),
         );
         let data = (
-            prop_oneof![3 => Just(0usize), 1 => Just(24usize)],
             prop_oneof![2 => Just(0usize), 1 => Just(32usize)],
             prop::sample::select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
             any::<bool>(),
@@ -285,13 +328,13 @@ impl Operator for DecodeAttention {
                 let (batch, s_q, num_heads, format, num_blocks) = shape;
                 let (indices, lengths, lengths_of, sinks) = lists;
                 let (softmax_scale, logit_deviation, logit_shift, row_magnitude) = logits;
-                let (padding, page_padding, distribution, poison_unreferenced, implementation, seed) = data;
+                let (page_padding, distribution, poison_unreferenced, implementation, seed) = data;
                 // Hopper's formats are few; the others have the portable kernel only.
                 let hopper = format.head_dim() == 512 && [0, 448].contains(&format.nope_dim);
                 let implementation = if hopper { implementation } else { Implementation::Portable };
                 // Rows of unlike size scale logits by as much: they start smaller.
                 let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
-                let case = DecodeAttentionCase {
+                DecodeAttentionCase {
                     window,
                     compressed,
                     indices,
@@ -302,20 +345,24 @@ impl Operator for DecodeAttention {
                     logit_deviation,
                     logit_shift,
                     row_magnitude,
-                    padding,
                     page_padding,
                     distribution,
                     poison_unreferenced,
                     implementation,
                     seed,
                     ..DecodeAttentionCase::plain(batch, s_q, num_heads, format, num_blocks)
-                };
-                Case::new(NAME, &case)
+                }
             })
             .boxed()
     }
 
-    fn corner_cases(&self, profile: Profile) -> Vec<Case> {
+    fn typical() -> Vec<DecodeAttentionCase> {
+        let plain = DecodeAttentionCase::plain;
+        let within = |case| DecodeAttentionCase { lengths: Lengths::Within, ..case };
+        vec![within(plain(2, 2, 5, SMALL, 3)), plain(2, 2, 18, SMALL, 1), hopper(within(plain(1, 2, 3, MODEL, 2)))]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<DecodeAttentionCase> {
         let plain = DecodeAttentionCase::plain;
         let store = |topk, num_pages, page_size| StoreCase { topk, num_pages, page_size };
         let mut cases = vec![
@@ -378,40 +425,84 @@ impl Operator for DecodeAttention {
         if profile == Profile::Full {
             cases.extend(production_cases());
         }
-        cases.iter().map(|case| Case::new(NAME, case)).collect()
+        cases
     }
 
-    fn default_cases(&self, profile: Profile) -> usize {
-        match profile {
-            Profile::Quick => 12,
-            Profile::Ci => 36,
-            Profile::Full => 100,
-        }
-    }
-
-    fn modules(&self) -> Vec<ModuleSpecification> {
+    fn modules() -> Vec<ModuleSpecification> {
         launcher::modules()
     }
 
-    fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
-        // A case that is not understood is no skip: to prepare it will say what is wrong.
-        let case: DecodeAttentionCase = case.fields().ok()?;
-        case.implementation.launcher().cannot_run_on(environment)
+    fn cannot_run(c: &DecodeAttentionCase, environment: &Environment) -> Option<String> {
+        c.implementation.launcher().cannot_run_on(environment)
     }
 
-    fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
-        let case: DecodeAttentionCase = case.fields()?;
-        case.check()?;
-        Ok(Box::new(Inputs::draw(case)))
+    fn amend(c: &DecodeAttentionCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+        if c.logit_shift != 0.0 {
+            let (width, shift) = (c.head_dim(), shift_size(c) * c.logit_shift.signum());
+            tensors.edit("q", |q| q.chunks_mut(width).for_each(|head| head[width - 1] = shift));
+        }
+        if let Some(sink) = c.sinks.draw(c.seed, c.num_heads, c.logit_shift) {
+            tensors.put("sink", sink);
+        }
+        c.stores().for_each(|(names, store)| names.draw(c, store, tensors));
+        Ok(())
+    }
+
+    fn forward(c: &DecodeAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+        let inputs = reference::Inputs {
+            q: t.f64("q")?,
+            format: c.format(),
+            window: WINDOW.reference(c.window, t.host()),
+            compressed: c.compressed.map(|store| COMPRESSED.reference(store, t.host())),
+            sink: t.maybe("sink")?,
+            softmax_scale: t.scalar("softmax_scale", f64::from(c.softmax_scale)),
+            split: split(c, t.host()),
+        };
+        let reference::Outputs { out, lse } = reference::forward(&inputs, rounding)?;
+        Ok(Computed::new().with("out", out).with("lse", lse))
+    }
+
+    fn workspaces(c: &DecodeAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        let bytes = launcher::workspace_bytes(&launched_inputs(c, v), c.num_blocks, c.implementation.launcher())?;
+        Ok(vec![("workspace", bytes)])
+    }
+
+    fn launch(c: &DecodeAttentionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        let arguments = launcher::Forward {
+            inputs: launched_inputs(c, v),
+            num_blocks: c.num_blocks,
+            implementation: c.implementation.launcher(),
+            out: &v["out"],
+            lse: &v["lse"],
+            workspace: &v["workspace"],
+        };
+        launcher::forward(run.device(), &arguments)?.into_iter().for_each(|path| run.ran(path));
+        Ok(())
+    }
+
+    fn laws(c: &DecodeAttentionCase, laws: &mut Laws<'_, Self>) {
+        if c.batch == 0 {
+            return;
+        }
+        scale_law(laws);
+        place_law(c, laws);
+        split_law(c, laws);
+        slot_law(c, laws);
+        exchange_law(c, laws);
+        padding_law(c, laws);
+        // Another query and lists for one request, and for one token of every request, change no other's row.
+        laws.independent("batch");
+        laws.independent("s_q");
+        if c.num_blocks == 1 {
+            // No block's share depends on the order.
+            laws.permute("requests may be permuted", "batch");
+        }
     }
 
     /// The golden attention, its window in one store and its compressed entries in the other, both in bf16: the golden
     /// set's implementation has no FP8 rows. The lists are cut, so that the merge is held to it as well.
-    fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError> {
-        if file.operator != "attn_core" {
-            return Ok(Vec::new());
-        }
-        golden_case(file).map(|case| vec![case]).map_err(CaseError::Malformed)
+    fn golden(file: &GoldenFile) -> Result<Vec<Golden<DecodeAttentionCase>>, String> {
+        if file.operator == "attn_core" { Ok(vec![golden_case(file)?]) } else { Ok(Vec::new()) }
     }
 }
 
@@ -479,140 +570,134 @@ fn stores_strategy(profile: Profile) -> BoxedStrategy<(StoreCase, Option<StoreCa
     (store(), prop::option::weighted(0.8, store())).boxed()
 }
 
-/// A store with its rows and lists.
-#[derive(Clone)]
-struct StoreInputs {
-    case: StoreCase,
+impl StoreNames {
+    /// Draws the rows, the lists and the lengths.
+    fn draw(self, c: &DecodeAttentionCase, store: StoreCase, tensors: &mut Tensors) {
+        let lists = c.indices.draw(c.seed, &self.stream("indices"), c.tokens(), store.topk, store.num_slots());
+        tensors.set_i32s(self.indices, &lists);
+        if tensors.get(self.length).is_some() {
+            let lengths = c.lengths.draw(c.seed, &self.stream("length"), c.batch, store.topk);
+            lengths.into_iter().for_each(|lengths| tensors.set_i32s(self.length, &lengths));
+        }
+        let mut rows = self.draw_rows(c, store);
+        if c.poison_unreferenced {
+            let referenced = self.referenced(c, store, tensors);
+            let rows = rows.chunks_mut(c.launched_format().row_bytes());
+            // NaN in e4m3, in bf16 and as a scale.
+            rows.zip(referenced).filter(|(_, referenced)| !referenced).for_each(|(row, _)| row.fill(0xff));
+        }
+        self.put_rows(c, store, &rows, tensors);
+    }
+
+    /// The name of a random stream.
+    fn stream(self, what: &str) -> String {
+        format!("{} {what}", self.pages)
+    }
+
     /// Slot by slot: data, then scales.
-    rows: Vec<u8>,
-    /// `[batch, s_q, topk]`.
-    indices: Vec<i32>,
-    /// `[batch]`.
-    length: Option<Vec<i32>>,
-}
-
-/// A case with its tensors.
-#[derive(Clone)]
-struct Inputs {
-    case: DecodeAttentionCase,
-    q: HostTensor,
-    window: StoreInputs,
-    compressed: Option<StoreInputs>,
-    sink: Option<HostTensor>,
-    /// The oracle's scale: what the kernel gets, or the unrounded one of a golden file.
-    softmax_scale: f64,
-}
-
-impl StoreInputs {
-    fn draw(case: &DecodeAttentionCase, store: StoreCase, of: LengthsOf) -> Self {
-        let name = if of == LengthsOf::Window { "window" } else { "compressed" };
-        let format = case.format();
-        let width = format.head_dim();
-        let rows = Draw::new(case.seed, name).values(case.distribution, store.num_slots(), width, case.row_magnitude);
-        let mut bytes = Vec::with_capacity(store.num_slots() * case.launched_format().row_bytes());
-        for row in rows.chunks(width) {
+    fn draw_rows(self, c: &DecodeAttentionCase, store: StoreCase) -> Vec<u8> {
+        let (format, width) = (c.format(), c.head_dim());
+        let rows = Draw::new(c.seed, self.pages).values(c.distribution, store.num_slots(), width, c.row_magnitude);
+        let encoded = rows.chunks(width).flat_map(|row| {
             let mut row: Vec<f64> = row.iter().map(|&x| bf16::from_f64(x).to_f64()).collect();
-            if case.logit_shift != 0.0 {
+            if c.logit_shift != 0.0 {
                 // Through a channel that is not quantised.
-                row[width - 1] = shift_size(case) * case.row_magnitude;
+                row[width - 1] = shift_size(c) * c.row_magnitude;
             }
             let (data, scales) = format.encode(&row);
-            bytes.extend(data.into_iter().chain(scales));
-        }
-        let list = format!("{name} indices");
-        let mut inputs = Self {
-            case: store,
-            rows: bytes,
-            indices: case.indices.draw(case.seed, &list, case.tokens(), store.topk, store.num_slots()),
-            length: case
-                .lengths
-                .draw(case.seed, &format!("{name} length"), case.batch, store.topk)
-                .filter(|_| case.lengths_of == LengthsOf::Both || case.lengths_of == of),
-        };
-        if case.poison_unreferenced {
-            inputs.poison_unreferenced(case.launched_format().row_bytes(), case.s_q);
-        }
-        inputs
+            data.into_iter().chain(scales)
+        });
+        encoded.collect()
     }
 
-    fn length_of(&self, request: usize) -> usize {
-        self.length.as_ref().map_or(self.case.topk, |l| l[request].clamp(0, self.case.topk as i32) as usize)
+    /// Puts rows that lie slot by slot into the pages of the store.
+    fn put_rows(self, c: &DecodeAttentionCase, store: StoreCase, rows: &[u8], tensors: &mut Tensors) {
+        let shape = vec![store.num_pages, store.page_size * c.launched_format().row_bytes()];
+        let bytes = pages_of(c.format(), store.page_size, rows);
+        tensors.put(self.pages, HostTensor { dtype: DType::U8, shape, bytes });
     }
 
-    /// Every byte of a row that no valid slot names becomes 0xff: NaN in e4m3, in bf16 and as a scale.
-    fn poison_unreferenced(&mut self, row_bytes: usize, s_q: usize) {
-        let mut referenced = vec![false; self.case.num_slots()];
-        for (token, list) in self.indices.chunks(self.case.topk.max(1)).enumerate() {
-            for &index in &list[..self.length_of(token / s_q)] {
+    /// Slots of a request's lists that count.
+    fn length_of(self, store: StoreCase, tensors: &Tensors, request: usize) -> usize {
+        let clamped = |length: i32| usize::try_from(length).unwrap_or(0).min(store.topk);
+        tensors.maybe_i32s(self.length).map_or(store.topk, |lengths| clamped(lengths[request]))
+    }
+
+    /// For each slot of the store whether a valid slot of a list names it.
+    fn referenced(self, c: &DecodeAttentionCase, store: StoreCase, tensors: &Tensors) -> Vec<bool> {
+        let mut referenced = vec![false; store.num_slots()];
+        for (token, list) in tensors.i32s(self.indices).chunks(store.topk.max(1)).enumerate() {
+            for &index in &list[..self.length_of(store, tensors, token / c.s_q)] {
                 if let Some(row) = usize::try_from(index).ok().and_then(|index| referenced.get_mut(index)) {
                     *row = true;
                 }
             }
         }
-        for (row, _) in self.rows.chunks_mut(row_bytes).zip(referenced).filter(|(_, referenced)| !referenced) {
-            row.fill(0xff);
-        }
+        referenced
     }
 
-    /// The pages, one behind the other.
-    fn pages(&self, format: RowFormat) -> Vec<u8> {
-        let mut pages = vec![0; self.rows.len()];
-        let row_bytes = format.data_bytes() + format.scale_bytes();
-        for (slot, row) in self.rows.chunks(row_bytes).enumerate() {
-            let (data, scales) = row.split_at(format.data_bytes());
-            let (data_at, scales_at) = format.place(slot, self.case.page_size);
-            pages[data_at..data_at + data.len()].copy_from_slice(data);
-            pages[scales_at..scales_at + scales.len()].copy_from_slice(scales);
-        }
-        pages
-    }
-
-    fn reference(&self, format: RowFormat) -> reference::Store {
+    fn reference(self, store: StoreCase, tensors: &Tensors) -> reference::Store {
         reference::Store {
-            pages: self.pages(format),
-            page_size: self.case.page_size,
-            indices: self.indices.clone(),
-            topk: self.case.topk,
-            length: self.length.clone(),
+            pages: tensors.tensor(self.pages).bytes.clone(),
+            page_size: store.page_size,
+            indices: tensors.i32s(self.indices),
+            topk: store.topk,
+            length: tensors.maybe_i32s(self.length),
+        }
+    }
+
+    fn launched(self, store: StoreCase, v: &Views) -> launcher::Store<'_> {
+        launcher::Store {
+            cache: launched::Cache { pages: &v[self.pages], page_size: store.page_size },
+            indices: &v[self.indices],
+            length: v.get(self.length),
         }
     }
 
     /// The same rows in pages of one, in another order.
-    fn relocated(&self, seed: u64, row_bytes: usize) -> Self {
-        let slots = self.case.num_slots();
+    fn relocate(self, c: &DecodeAttentionCase, store: &mut StoreCase, seed: u64, tensors: &mut Tensors) {
+        let (slots, row_bytes) = (store.num_slots(), c.launched_format().row_bytes());
         let order = permutation(seed, slots);
         let mut place = vec![0; slots];
         order.iter().enumerate().for_each(|(to, &from)| place[from] = to as i32);
-        let moved = |&index: &i32| match usize::try_from(index).ok().and_then(|index| place.get(index)) {
-            Some(&to) => to,
-            None => index,
-        };
-        Self {
-            case: StoreCase { num_pages: slots, page_size: 1, ..self.case },
-            rows: order.iter().flat_map(|&from| self.rows[from * row_bytes..(from + 1) * row_bytes].to_vec()).collect(),
-            indices: self.indices.iter().map(moved).collect(),
-            length: self.length.clone(),
-        }
+        let rows = rows_of(c.format(), store.page_size, &tensors.tensor(self.pages).bytes);
+        let moved = order.iter().flat_map(|&from| rows[from * row_bytes..(from + 1) * row_bytes].iter().copied());
+        *store = StoreCase { num_pages: slots, page_size: 1, ..*store };
+        self.put_rows(c, *store, &moved.collect::<Vec<_>>(), tensors);
+        tensors.edit_i32s(self.indices, |indices| {
+            for index in indices {
+                *index = usize::try_from(*index).ok().and_then(|from| place.get(from)).copied().unwrap_or(*index);
+            }
+        });
     }
 
-    fn shuffle_slots(&mut self, seed: u64, s_q: usize) {
-        for token in 0..self.indices.len() / self.case.topk.max(1) {
-            let length = self.length_of(token / s_q);
-            let list = &mut self.indices[token * self.case.topk..][..length];
-            list.shuffle(Draw::new(seed + token as u64, "slots").rng());
-        }
+    /// Another order of the slots that count; those beyond a length stay beyond it.
+    fn shuffle_slots(self, c: &DecodeAttentionCase, store: StoreCase, tensors: &mut Tensors) {
+        let lengths: Vec<usize> = (0..c.batch).map(|request| self.length_of(store, tensors, request)).collect();
+        tensors.edit_i32s(self.indices, |indices| {
+            for (token, list) in indices.chunks_mut(store.topk.max(1)).enumerate() {
+                list[..lengths[token / c.s_q]].shuffle(Draw::new(c.seed + token as u64, "slots").rng());
+            }
+        });
     }
 
     /// Lists with invalid slots behind their end. A length beyond the old list would reach them: it stays clamped.
-    fn lengthened(&mut self) {
-        let (topk, num_slots) = (self.case.topk, self.case.num_slots() as i32);
+    fn lengthen(self, c: &DecodeAttentionCase, store: &mut StoreCase, tensors: &mut Tensors) {
+        let (topk, num_slots) = (store.topk, store.num_slots() as i32);
         let extra = [-1, num_slots, i32::MIN, i32::MAX, -1].repeat(14);
-        let tokens = self.indices.len().checked_div(topk).unwrap_or(0);
-        let lists = (0..tokens).map(|token| &self.indices[token * topk..(token + 1) * topk]);
-        self.indices = lists.flat_map(|list| list.iter().chain(&extra).copied()).collect();
-        self.case.topk = topk + extra.len();
-        self.length = self.length.as_ref().map(|all| all.iter().map(|&l| l.clamp(0, topk as i32)).collect());
+        let lists = tensors.i32s(self.indices);
+        let longer: Vec<i32> = lists.chunks(topk.max(1)).flat_map(|list| [list, &extra].concat()).collect();
+        store.topk += extra.len();
+        tensors.put(self.indices, HostTensor::from_i32(&[c.batch, c.s_q, store.topk], &longer));
+        tensors
+            .edit_i32s(self.length, |all| all.iter_mut().for_each(|length| *length = (*length).clamp(0, topk as i32)));
     }
+}
+
+/// Size of q that makes logits of the case's deviation.
+fn query_size(case: &DecodeAttentionCase) -> f64 {
+    let width = case.head_dim() as f64;
+    case.logit_deviation / (f64::from(case.softmax_scale) * width.sqrt() * case.row_magnitude)
 }
 
 /// What the last channel of q and, times the rows' size, of the rows holds to move all logits by `logit_shift`.
@@ -620,359 +705,193 @@ fn shift_size(case: &DecodeAttentionCase) -> f64 {
     (case.logit_shift.abs() / (f64::from(case.softmax_scale) * case.row_magnitude)).sqrt()
 }
 
-impl Inputs {
-    fn draw(case: DecodeAttentionCase) -> Self {
-        let (tokens, width) = (case.tokens(), case.head_dim());
-        let scale = f64::from(case.softmax_scale);
-        let size = case.logit_deviation / (scale * (width as f64).sqrt() * case.row_magnitude);
-        let mut q = Draw::new(case.seed, "q").values(case.distribution, tokens * case.num_heads, width, size);
-        if case.logit_shift != 0.0 {
-            let shift = shift_size(&case) * case.logit_shift.signum();
-            q.chunks_mut(width).for_each(|head| head[width - 1] = shift);
-        }
-        Self {
-            q: HostTensor::from_f64(DType::Bf16, &[case.batch, case.s_q, case.num_heads, width], &q),
-            window: StoreInputs::draw(&case, case.window, LengthsOf::Window),
-            compressed: case.compressed.map(|store| StoreInputs::draw(&case, store, LengthsOf::Compressed)),
-            sink: case.sinks.draw(case.seed, case.num_heads, case.logit_shift),
-            softmax_scale: scale,
-            case,
-        }
+fn launched_inputs<'v>(c: &DecodeAttentionCase, v: &'v Views) -> launcher::Inputs<'v> {
+    launcher::Inputs {
+        q: &v["q"],
+        format: c.launched_format(),
+        window: WINDOW.launched(c.window, v),
+        compressed: c.compressed.map(|store| COMPRESSED.launched(store, v)),
+        sink: v.get("sink"),
+        softmax_scale: c.softmax_scale,
     }
+}
 
-    fn stores(&self) -> impl Iterator<Item = &StoreInputs> {
-        [Some(&self.window), self.compressed.as_ref()].into_iter().flatten()
-    }
-
-    fn stores_mut(&mut self) -> impl Iterator<Item = &mut StoreInputs> {
-        [Some(&mut self.window), self.compressed.as_mut()].into_iter().flatten()
-    }
-
-    /// Where the kernel's schedule cuts the lists: all tiles of all units, one behind the other, in equal stretches.
-    fn split(&self) -> reference::Split {
-        let case = &self.case;
-        let topk: Vec<usize> = self.stores().map(|store| store.case.topk).collect();
-        let spread = launcher::spread(
-            [case.batch, case.s_q, case.num_heads],
-            &topk,
-            case.num_blocks,
-            case.implementation.launcher(),
-        );
-        let tiles = |request: usize| -> usize {
-            let of_store = |store: &StoreInputs| store.length_of(request).div_ceil(launcher::TILE_SLOTS);
-            self.stores().map(of_store).sum::<usize>().max(1)
+/// Where the kernel's schedule cuts the lists: all tiles of all units, one behind the other, in equal stretches.
+fn split(c: &DecodeAttentionCase, tensors: &Tensors) -> reference::Split {
+    let topk: Vec<usize> = c.stores().map(|(_, store)| store.topk).collect();
+    let extents = [c.batch, c.s_q, c.num_heads];
+    let spread = launcher::spread(extents, &topk, c.num_blocks, c.implementation.launcher());
+    let tiles = |request: usize| -> usize {
+        let of_store = |(names, store): (StoreNames, StoreCase)| {
+            names.length_of(store, tensors, request).div_ceil(launcher::TILE_SLOTS)
         };
-        let units = case.s_q * case.num_heads.div_ceil(spread.heads_per_block);
-        let total: usize = (0..case.batch).map(|request| units * tiles(request)).sum();
-        let lengths = self.stores().any(|store| store.length.is_some());
-        let stretch = launcher::stretch(total, (!lengths).then(|| tiles(0)), spread.num_blocks);
-        let mut cuts = Vec::new();
-        let mut before = 0;
-        for request in 0..case.batch {
-            let tiles = tiles(request);
-            for _ in 0..units {
-                cuts.push((1..tiles).filter(|tile| (before + tile).is_multiple_of(stretch)).collect());
-                before += tiles;
-            }
+        c.stores().map(of_store).sum::<usize>().max(1)
+    };
+    let units = c.s_q * c.num_heads.div_ceil(spread.heads_per_block);
+    let total: usize = (0..c.batch).map(|request| units * tiles(request)).sum();
+    let lengths = c.stores().any(|(names, _)| tensors.get(names.length).is_some());
+    let stretch = launcher::stretch(total, (!lengths).then(|| tiles(0)), spread.num_blocks);
+    let mut cuts = Vec::new();
+    let mut before = 0;
+    for request in 0..c.batch {
+        let tiles = tiles(request);
+        for _ in 0..units {
+            cuts.push((1..tiles).filter(|tile| (before + tile).is_multiple_of(stretch)).collect());
+            before += tiles;
         }
-        reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads: spread.heads_per_block, cuts }
     }
+    reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads: spread.heads_per_block, cuts }
+}
 
-    fn run_oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, dsv4_reference::Error> {
-        let format = self.case.format();
-        let inputs = reference::Inputs {
-            q: widened(&self.q)?,
-            format,
-            window: self.window.reference(format),
-            compressed: self.compressed.as_ref().map(|store| store.reference(format)),
-            sink: self.sink.as_ref().map(widened).transpose()?,
-            softmax_scale: self.softmax_scale,
-            split: self.split(),
-        };
-        let outputs = reference::forward(&inputs, &mut Rounding::new(precision))?;
-        Ok(vec![oracle_tensor("out", Side::Forward, &outputs.out)?, oracle_tensor("lse", Side::Forward, &outputs.lse)?])
-    }
+/// A law that binds both outputs alike.
+fn law(
+    laws: &mut Laws<'_, DecodeAttention>,
+    name: &'static str,
+    relation: impl Fn() -> Relation,
+    change: impl FnOnce(&mut Variant<DecodeAttention>),
+) {
+    laws.law(name, change, ["out", "lse"].map(|output| (output, relation())));
+}
 
-    fn with(&self, change: impl FnOnce(&mut Self)) -> Box<dyn Prepared> {
-        let mut variant = self.clone();
-        change(&mut variant);
-        Box::new(variant)
-    }
-
-    fn both(relation: impl Fn() -> Relation) -> Vec<(&'static str, Relation)> {
-        vec![("out", relation()), ("lse", relation())]
-    }
-
-    /// `(a q) · k · (scale / a)` is the same logit: the scale is applied once.
-    fn scale_law(&self) -> Law {
-        let variant = self.with(|v| {
-            v.q = scaled(&self.q, 4.0);
+/// `(a q) · k · (scale / a)` is the same logit: the scale is applied once.
+fn scale_law(laws: &mut Laws<'_, DecodeAttention>) {
+    law(
+        laws,
+        "softmax_scale counts once",
+        || Relation::Times(1.0),
+        |v| {
+            v.tensors.scale("q", 4.0);
             v.case.softmax_scale /= 4.0;
-            v.softmax_scale /= 4.0;
-        });
-        Law { name: "softmax_scale counts once", variant, relations: Self::both(|| Relation::Times(1.0)) }
-    }
-
-    /// Where a row lies, and in pages of what size, changes no bit.
-    fn place_law(&self) -> Law {
-        let row_bytes = self.case.launched_format().row_bytes();
-        let variant = self.with(|v| {
-            for (number, store) in v.stores_mut().enumerate() {
-                *store = store.relocated(self.case.seed + number as u64, row_bytes);
-            }
-        });
-        Law { name: "rows may lie anywhere", variant, relations: Self::both(|| Relation::Times(1.0)) }
-    }
-
-    /// The work may be split differently.
-    fn split_law(&self) -> Law {
-        let other = if self.case.num_blocks > 1 { 1 } else { 7 };
-        let variant = self.with(|v| v.case.num_blocks = other);
-        Law { name: "work may be split differently", variant, relations: Self::both(|| Relation::WithinBothBudgets) }
-    }
-
-    /// The order of the slots does not matter. Slots beyond a length stay beyond it.
-    fn slot_law(&self) -> Law {
-        let variant =
-            self.with(|v| v.stores_mut().for_each(|store| store.shuffle_slots(self.case.seed, self.case.s_q)));
-        Law { name: "slots may be permuted", variant, relations: Self::both(|| Relation::WithinBothBudgets) }
-    }
-
-    /// Both stores are attended to alike.
-    fn exchange_law(&self) -> Option<Law> {
-        let compressed = self.compressed.as_ref()?;
-        // A variant has the inputs that its case has: that is all a kernel in another process is told.
-        if self.window.length.is_some() != compressed.length.is_some() {
-            return None;
-        }
-        let variant = self.with(|v| {
-            (v.window, v.compressed) = (compressed.clone(), Some(self.window.clone()));
-        });
-        Some(Law { name: "stores may change places", variant, relations: Self::both(|| Relation::WithinBothBudgets) })
-    }
-
-    /// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one share them
-    /// otherwise, and so do the two warpgroups of a Hopper block, which take the second store's tiles in turn behind
-    /// the first's.
-    fn padding_law(&self) -> Law {
-        let variant = self.with(|v| v.stores_mut().for_each(StoreInputs::lengthened));
-        let in_turn = self.case.implementation == Implementation::Hopper && self.compressed.is_some();
-        let one = self.case.num_blocks == 1 && !in_turn;
-        let relation = || if one { Relation::Times(1.0) } else { Relation::WithinBothBudgets };
-        Law { name: "invalid slots add nothing", variant, relations: Self::both(relation) }
-    }
-
-    /// Another query and lists for one token change no other token's row.
-    fn independence_law(&self) -> Law {
-        let (heads, middle) = (self.case.num_heads, self.case.tokens() / 2);
-        let variant = self.with(|v| {
-            let row = heads * self.case.head_dim() * 2;
-            // The sign bit of every bf16 of the token's query.
-            v.q.bytes[middle * row..(middle + 1) * row].iter_mut().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
-            for store in v.stores_mut() {
-                let topk = store.case.topk;
-                store.indices[middle * topk..(middle + 1) * topk].reverse();
-            }
-        });
-        let relations = vec![
-            ("out", Relation::EqualRows(Box::new(move |row| row / heads != middle))),
-            ("lse", Relation::EqualRows(Box::new(move |row| row != middle))),
-        ];
-        Law { name: "independence", variant, relations }
-    }
-
-    /// Requests in another order, where no block's share depends on it.
-    fn permutation_law(&self) -> Law {
-        let (s_q, heads) = (self.case.s_q, self.case.num_heads);
-        let order = permutation(self.case.seed, self.case.batch);
-        let variant = self.with(|v| {
-            v.q = permuted(&self.q, &order);
-            for store in v.stores_mut() {
-                let row = s_q * store.case.topk;
-                let lists = order.iter().flat_map(|&from| store.indices[from * row..(from + 1) * row].to_vec());
-                store.indices = lists.collect();
-                store.length = store.length.as_ref().map(|all| order.iter().map(|&from| all[from]).collect());
-            }
-        });
-        let tokens: Vec<usize> = order.iter().flat_map(|&from| (0..s_q).map(move |t| from * s_q + t)).collect();
-        let by_head = tokens.iter().flat_map(|&token| (0..heads).map(move |h| token * heads + h)).collect();
-        let relations = vec![("out", Relation::PermutedRows(by_head)), ("lse", Relation::PermutedRows(tokens))];
-        Law { name: "requests may be permuted", variant, relations }
-    }
+            v.tensors.scale_scalar("softmax_scale", 0.25);
+        },
+    );
 }
 
-/// A store on the device.
-struct DeviceStore {
-    pages: TensorView,
-    page_size: usize,
-    indices: TensorView,
-    length: Option<TensorView>,
+/// Where a row lies, and in pages of what size, changes no bit.
+fn place_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
+    law(
+        laws,
+        "rows may lie anywhere",
+        || Relation::Times(1.0),
+        |v| {
+            for (number, (names, store)) in v.case.stores_mut().enumerate() {
+                names.relocate(c, store, c.seed + number as u64, &mut v.tensors);
+            }
+        },
+    );
 }
 
-impl DeviceStore {
-    fn upload(
-        arena: &mut DeviceArena<'_>,
-        case: &DecodeAttentionCase,
-        name: &str,
-        store: &StoreInputs,
-    ) -> Result<Self, RuntimeError> {
-        let format = case.launched_format();
-        let StoreCase { topk, num_pages, page_size } = store.case;
-        let shape = vec![num_pages, page_size * format.row_bytes()];
-        let padding = format.page_stride(page_size).next_multiple_of(16) - shape[1] + case.page_padding;
-        let pages = HostTensor { dtype: DType::U8, shape, bytes: store.pages(case.format()) };
-        let indices = HostTensor::from_i32(&[case.batch, case.s_q, topk], &store.indices);
-        let length = store.length.as_ref().map(|all| HostTensor::from_i32(&[case.batch], all));
-        Ok(Self {
-            pages: arena.upload(name, &pages, &layout(&pages.shape, padding), Role::Input)?,
-            page_size,
-            indices: arena.input(&format!("{name} indices"), &indices)?,
-            length: length.map(|length| arena.input(&format!("{name} length"), &length)).transpose()?,
-        })
-    }
-
-    fn launcher(&self) -> launcher::Store<'_> {
-        launcher::Store {
-            cache: launched::Cache { pages: &self.pages, page_size: self.page_size },
-            indices: &self.indices,
-            length: self.length.as_ref(),
-        }
-    }
+/// The work may be split differently.
+fn split_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
+    let other = if c.num_blocks > 1 { 1 } else { 7 };
+    law(laws, "work may be split differently", || Relation::WithinBothBudgets, |v| v.case.num_blocks = other);
 }
 
-impl Prepared for Inputs {
-    fn operator(&self) -> &'static str {
-        NAME
-    }
+/// The order of the slots does not matter.
+fn slot_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
+    law(
+        laws,
+        "slots may be permuted",
+        || Relation::WithinBothBudgets,
+        |v| {
+            c.stores().for_each(|(names, store)| names.shuffle_slots(c, store, &mut v.tensors));
+        },
+    );
+}
 
-    /// With the stores as they are here: a law's variant may have other lists and pages than the case that it varies.
-    fn case(&self) -> Option<Case> {
-        let compressed = self.compressed.as_ref().map(|store| store.case);
-        Some(Case::new(NAME, &DecodeAttentionCase { window: self.window.case, compressed, ..self.case.clone() }))
+/// Both stores are attended to alike.
+fn exchange_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
+    let Some(compressed) = c.compressed else { return };
+    let has = |name| laws.tensors().get(name).is_some();
+    // A variant has the inputs that its case has: that is all a kernel in another process is told.
+    if has(WINDOW.length) != has(COMPRESSED.length) {
+        return;
     }
+    law(
+        laws,
+        "stores may change places",
+        || Relation::WithinBothBudgets,
+        |v| {
+            (v.case.window, v.case.compressed) = (compressed, Some(c.window));
+            let names = |store: StoreNames| [store.pages, store.indices, store.length];
+            for (one, other) in names(WINDOW).into_iter().zip(names(COMPRESSED)) {
+                let taken = [v.tensors.remove(one), v.tensors.remove(other)];
+                taken.into_iter().zip([other, one]).for_each(|(tensor, name)| {
+                    tensor.into_iter().for_each(|tensor| v.tensors.put(name, tensor));
+                });
+            }
+        },
+    );
+}
 
-    fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
-        self.run_oracle(precision).map_err(|e| oracle_error(NAME, e))
+/// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one share them otherwise,
+/// and so do the two warpgroups of a Hopper block, which take the second store's tiles in turn behind the first's.
+fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
+    if c.stores().any(|(_, store)| store.topk == 0) {
+        return;
     }
-
-    fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
-        let case = &self.case;
-        let mut arena = DeviceArena::new(device, contract);
-        let padded = layout(&self.q.shape, case.padding);
-        let q = arena.upload("q", &self.q, &padded, Role::Input)?;
-        let window = DeviceStore::upload(&mut arena, case, "window", &self.window)?;
-        let compressed = self.compressed.as_ref();
-        let compressed =
-            compressed.map(|store| DeviceStore::upload(&mut arena, case, "compressed", store)).transpose()?;
-        let sink = self.sink.as_ref().map(|sink| arena.input("sink", sink)).transpose()?;
-        let inputs = launcher::Inputs {
-            q: &q,
-            format: case.launched_format(),
-            window: window.launcher(),
-            compressed: compressed.as_ref().map(DeviceStore::launcher),
-            sink: sink.as_ref(),
-            softmax_scale: case.softmax_scale,
-        };
-        let out = arena.allocate("out", DType::Bf16, &self.q.shape, &padded, Role::Output)?;
-        let lse = arena.output("lse", DType::F32, &self.q.shape[..3])?;
-        let workspace = arena.workspace(
-            "workspace",
-            launcher::workspace_bytes(&inputs, case.num_blocks, case.implementation.launcher())?,
-        )?;
-        let mut paths = Vec::new();
-        let violations = arena.run(|device| {
-            let arguments = launcher::Forward {
-                inputs,
-                num_blocks: case.num_blocks,
-                implementation: case.implementation.launcher(),
-                out: &out,
-                lse: &lse,
-                workspace: &workspace,
-            };
-            paths = launcher::forward(device, &arguments)?;
-            Ok(())
-        })?;
-        let tensors = vec![deterministic("out", arena.download(&out)?), deterministic("lse", arena.download(&lse)?)];
-        Ok(KernelRun { tensors, violations, paths })
-    }
-
-    fn laws(&self) -> Vec<Law> {
-        let case = &self.case;
-        if case.batch == 0 {
-            return Vec::new();
-        }
-        let mut laws = vec![self.scale_law(), self.place_law(), self.split_law(), self.slot_law()];
-        laws.extend(self.exchange_law());
-        if self.stores().all(|store| store.case.topk > 0) {
-            laws.push(self.padding_law());
-        }
-        if case.tokens() > 1 {
-            laws.push(self.independence_law());
-        }
-        if case.num_blocks == 1 {
-            laws.push(self.permutation_law());
-        }
-        laws
-    }
+    let in_turn = c.implementation == Implementation::Hopper && c.compressed.is_some();
+    let one = c.num_blocks == 1 && !in_turn;
+    let relation = || if one { Relation::Times(1.0) } else { Relation::WithinBothBudgets };
+    law(laws, "invalid slots add nothing", relation, |v| {
+        v.case.stores_mut().for_each(|(names, store)| names.lengthen(c, store, &mut v.tensors));
+    });
 }
 
 /// `attn_core`: the visible raw rows of a token are its window, the visible compressed entries its other list; the
 /// tokens of a batch entry are one request.
-fn golden_case(file: &GoldenFile) -> Result<GoldenCase, String> {
-    let (q, kv, visible) = (file.tensor("in.q")?, file.tensor("in.kv")?, file.tensor("mid.visible")?);
+fn golden_case(file: &GoldenFile) -> Result<Golden<DecodeAttentionCase>, String> {
+    let (q, kv) = (file.tensor("in.q")?, file.tensor("in.kv")?);
     let [batch, heads, tokens, head_dim] = <[usize; 4]>::try_from(q.shape.as_slice()).map_err(|_| "in.q: 4 axes")?;
-    let keys = kv.shape[2];
-    let format = launched::RowFormat::bf16(head_dim);
+    let keys = *kv.shape.get(2).filter(|&&keys| keys >= tokens).ok_or("in.kv: a row for each token, and more")?;
+    let width =
+        |range: &std::ops::Range<usize>| StoreCase { topk: range.len(), num_pages: batch * range.len(), page_size: 1 };
+    let (raw, entries) = (0..tokens, (keys > tokens).then_some(tokens..keys));
+    // Two blocks for every three tiles: lists are cut.
+    let tiles =
+        batch * tokens * (tokens.div_ceil(launcher::TILE_SLOTS) + (keys - tokens).div_ceil(launcher::TILE_SLOTS));
+    let case = DecodeAttentionCase {
+        window: width(&raw),
+        compressed: entries.as_ref().map(width),
+        softmax_scale: file.number("scale")? as f32,
+        poison_unreferenced: false,
+        ..DecodeAttentionCase::plain(batch, tokens, heads, launched::RowFormat::bf16(head_dim), (2 * tiles / 3).max(1))
+    };
     let heads_last = |values: &[f64]| -> Vec<f64> {
         let at = |b: usize, t: usize, h: usize| ((b * heads + h) * tokens + t) * head_dim;
         let rows = (0..batch).flat_map(|b| (0..tokens).flat_map(move |t| (0..heads).map(move |h| (b, t, h))));
         rows.flat_map(|(b, t, h)| values[at(b, t, h)..at(b, t, h) + head_dim].iter().copied()).collect()
     };
-    // Rows `range` of every batch entry, and which of them each token sees.
-    let store = |range: std::ops::Range<usize>| {
-        let width = range.len();
-        let row = |b: usize, key: usize| &kv.values[(b * keys + key) * head_dim..(b * keys + key + 1) * head_dim];
-        let slot = |b: usize, t: usize, key: usize| {
-            let seen = visible.values[(b * tokens + t) * keys + key] != 0.0;
-            if seen { (b * width + key - range.start) as i32 } else { -1 }
-        };
-        let of_tokens = (0..batch).flat_map(|b| (0..tokens).map(move |t| (b, t)));
-        let all_rows = (0..batch).flat_map(|b| range.clone().map(move |key| (b, key)));
-        StoreInputs {
-            case: StoreCase { topk: width, num_pages: batch * width, page_size: 1 },
-            rows: all_rows.flat_map(|(b, key)| row(b, key)).flat_map(|&x| bf16::from_f64(x).to_ne_bytes()).collect(),
-            indices: of_tokens.flat_map(|(b, t)| range.clone().map(move |key| slot(b, t, key))).collect(),
-            length: None,
-        }
+    let mut golden = Golden::new(case)
+        .values("q", heads_last(&q.values))
+        .stored(file, "sink", "in.sinks")?
+        .scalar("softmax_scale", file.number("scale")?);
+    for (names, range) in [(WINDOW, Some(raw)), (COMPRESSED, entries)] {
+        let Some(range) = range else { continue };
+        let (rows, lists) = golden_store(file, [batch, tokens, keys, head_dim], range)?;
+        golden = golden.tensor(names.pages, rows).integers(names.indices, lists);
+    }
+    let misfit = !head_dim.is_multiple_of(16);
+    let skip = misfit.then(|| format!("head_dim {head_dim} is no multiple of 16, which the kernel needs"));
+    Ok(golden.expect(file, "out", "out.y")?.kernel_skips(skip))
+}
+
+/// Rows `range` of every batch entry, one to a page, and which of them each token sees.
+fn golden_store(
+    file: &GoldenFile,
+    [batch, tokens, keys, head_dim]: [usize; 4],
+    range: std::ops::Range<usize>,
+) -> Result<(HostTensor, Vec<i32>), String> {
+    let (kv, visible) = (file.tensor("in.kv")?, file.tensor("mid.visible")?);
+    let width = range.len();
+    let row = |b: usize, key: usize| &kv.values[(b * keys + key) * head_dim..(b * keys + key + 1) * head_dim];
+    let slot = |b: usize, t: usize, key: usize| {
+        let seen = visible.values[(b * tokens + t) * keys + key] != 0.0;
+        if seen { (b * width + key - range.start) as i32 } else { -1 }
     };
-    let (window, compressed) = (store(0..tokens), (keys > tokens).then(|| store(tokens..keys)));
-    // Two blocks for every three tiles: lists are cut.
-    let tiles =
-        batch * tokens * (tokens.div_ceil(launcher::TILE_SLOTS) + (keys - tokens).div_ceil(launcher::TILE_SLOTS));
-    let case = DecodeAttentionCase {
-        window: window.case,
-        compressed: compressed.as_ref().map(|store| store.case),
-        softmax_scale: file.number("scale")? as f32,
-        poison_unreferenced: false,
-        ..DecodeAttentionCase::plain(batch, tokens, heads, format, (2 * tiles / 3).max(1))
-    };
-    let inputs = Inputs {
-        q: HostTensor::from_f64(DType::Bf16, &[batch, tokens, heads, head_dim], &heads_last(&q.values)),
-        window,
-        compressed,
-        sink: Some(HostTensor::from_f64(DType::F32, &[heads], &file.tensor("in.sinks")?.values)),
-        softmax_scale: file.number("scale")?,
-        case,
-    };
-    let stored = file.tensor("out.y")?;
-    let expected = vec![ExpectedTensor {
-        name: "out",
-        stored_as: "out.y".to_owned(),
-        values: stored.values.clone(),
-        stored_f32: stored.stored_f32,
-        computed_f32: false,
-    }];
-    let kernel_skip = (!head_dim.is_multiple_of(16))
-        .then(|| format!("head_dim {head_dim} is no multiple of 16, which the kernel needs"));
-    Ok(GoldenCase { prepared: Box::new(inputs), expected, kernel_skip })
+    let all_rows = (0..batch).flat_map(|b| range.clone().map(move |key| (b, key)));
+    let bytes = all_rows.flat_map(|(b, key)| row(b, key)).flat_map(|&x| bf16::from_f64(x).to_ne_bytes()).collect();
+    let of_tokens = (0..batch).flat_map(|b| (0..tokens).map(move |t| (b, t)));
+    let lists = of_tokens.flat_map(|(b, t)| range.clone().map(move |key| slot(b, t, key))).collect();
+    Ok((HostTensor { dtype: DType::U8, shape: vec![batch * width, 2 * head_dim], bytes }, lists))
 }

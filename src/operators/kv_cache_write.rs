@@ -6,29 +6,28 @@
 
 use dsv4_kernels::kv_cache as launched;
 use dsv4_kernels::kv_cache_write as launcher;
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Role, RuntimeError};
+use dsv4_kernels::runtime::{DType, HostTensor, RuntimeError};
 use dsv4_reference::kv_cache::{RowFormat, SCALE_BYTES, SCALE_GROUP, e4m3_value};
 use dsv4_reference::kv_cache_write as reference;
-use dsv4_reference::precision::Precision;
+use dsv4_reference::precision::Rounding;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::{LARGEST_DRAWN, deterministic, extent, layout, magnitude, oracle_error, permuted, scaled, widened};
-use crate::case::{Case, CaseError, Distribution, Draw};
-use crate::judge::checks::permutation;
-use crate::judge::golden::GoldenFile;
-use crate::operator::{
-    GoldenCase, KernelRun, KernelTensor, Law, ModuleSpecification, Operator, OracleTensor, Prepared, Profile, Relation,
-    Side,
-};
-use crate::record::OperatorRecord;
+use super::paged::{page_bytes, page_gap, pages_of, rows_of};
+use super::{LARGEST_DRAWN, extent, magnitude, tensor};
+use crate::case::{Distribution, Draw};
+use crate::operator::declaration::{Axis, Specs, axis, input, observed, state};
+use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
+use crate::operator::laws::Laws;
+use crate::operator::tensors::{Bound, Computed, Tensors};
+use crate::operator::{ModuleSpecification, Profile, Relation};
 
-const NAME: &str = "kv_cache_write";
 /// Where amax is lifted to (inference 5.4).
 const AMAX_FLOOR: f64 = 1e-4;
+const SMALL: launched::RowFormat = launched::RowFormat { nope_dim: 64, rope_dim: 64 };
 
 /// The operator.
 pub struct KvCacheWrite;
@@ -84,9 +83,7 @@ pub struct KvCacheWriteCase {
     pub distribution: Distribution,
     /// Scale of drawn contents.
     pub magnitude: f64,
-    /// Elements after each row of kv, which belong to nobody; a multiple of 8.
-    pub padding: usize,
-    /// Bytes after each page, which belong to nobody; with the page's own a multiple of 16.
+    /// Least number of bytes after each page, which belong to nobody; with the page's own a multiple of 16.
     pub page_padding: usize,
     /// Seed of the data.
     pub seed: u64,
@@ -105,8 +102,7 @@ impl KvCacheWriteCase {
             contents: Contents::Drawn,
             distribution: Distribution::Normal,
             magnitude: 1.0,
-            padding: 0,
-            page_padding: page_padding(format, page_size),
+            page_padding: page_gap(format, page_size),
             seed: 1,
         }
     }
@@ -120,75 +116,74 @@ impl KvCacheWriteCase {
     }
 
     fn num_slots(&self) -> usize {
-        self.num_pages * self.page_size
+        self.num_pages.saturating_mul(self.page_size)
     }
 
-    fn check(&self) -> Result<(), CaseError> {
-        let refuse = |field, reason: String| Err(CaseError::Field { operator: NAME, field, reason });
-        if !self.nope_dim.is_multiple_of(SCALE_GROUP) || self.nope_dim > SCALE_GROUP * SCALE_BYTES {
-            return refuse("nope_dim", format!("{} must be a multiple of 64 up to 512", self.nope_dim));
+    /// The tensors that are observed of the rows: a name and, of each row, so many bytes.
+    fn observed(&self) -> [(&'static str, Axis); 3] {
+        let codes = ("codes", axis("nope_dim", self.nope_dim));
+        let rope = ("rope", axis("rope_bytes", 2 * self.rope_dim));
+        [codes, rope, ("scales", axis("scale_bytes", self.format().scale_bytes()))]
+    }
+}
+
+impl Declared for KvCacheWrite {
+    type Case = KvCacheWriteCase;
+
+    const ABOUT: About = About {
+        name: "kv_cache_write",
+        summary: "quantises rows of K = V and scatters them to slots of the paged cache",
+        specification: &["inference 5.4", "inference 8.3", "inference 13.2"],
+        axes: &[
+            "extents",
+            "row format",
+            "page size",
+            "page stride",
+            "slot classes",
+            "ties and corners of the formats",
+            "distribution",
+            "magnitude",
+        ],
+        paths: &["kv_cache_write"],
+        cases: [16, 40, 120],
+    };
+
+    fn tensors(c: &KvCacheWriteCase) -> Specs {
+        let tokens = [axis("num_tokens", c.num_tokens), axis("head_dim", c.format().head_dim())];
+        let page_bytes = c.page_size.saturating_mul(c.launched_format().row_bytes());
+        let pages = [axis("num_pages", c.num_pages), axis("page_bytes", page_bytes)];
+        let [codes, rope, scales] = c.observed().map(|(name, bytes)| {
+            observed(name, DType::U8, &[axis("num_slots", c.num_slots()), bytes]).exact().when(bytes.extent > 0)
+        });
+        Specs::new(
+            c.seed,
+            [
+                input("kv", DType::Bf16, &tokens).aligned_rows(),
+                input("slots", DType::I32, &tokens[..1]),
+                state("cache", DType::U8, &pages).aligned_rows().with_gap(c.page_padding),
+                codes,
+                rope,
+                scales,
+            ],
+        )
+    }
+
+    fn check(c: &KvCacheWriteCase) -> Result<(), Refused> {
+        if !c.nope_dim.is_multiple_of(SCALE_GROUP) || c.nope_dim > SCALE_GROUP * SCALE_BYTES {
+            return refuse("nope_dim", format!("{} must be a multiple of 64 up to 512", c.nope_dim));
         }
-        if self.rope_dim == 0 || !self.rope_dim.is_multiple_of(8) {
-            return refuse("rope_dim", format!("{} must be a multiple of 8", self.rope_dim));
+        if c.rope_dim == 0 || !c.rope_dim.is_multiple_of(8) || c.rope_dim > 1 << 24 {
+            return refuse("rope_dim", format!("{} must be a multiple of 8, 8 to 2^24", c.rope_dim));
         }
-        if self.page_size == 0 {
-            return refuse("page_size", "0: a page needs rows".into());
-        }
-        if !(self.magnitude.is_finite() && self.magnitude > 0.0) {
-            return refuse("magnitude", format!("{} must be finite and above 0", self.magnitude));
-        }
-        if !self.padding.is_multiple_of(8) {
-            return refuse("padding", format!("{} must be a multiple of 8: rows are 16-byte aligned", self.padding));
-        }
-        let page = self.page_size.saturating_mul(self.launched_format().row_bytes());
-        if !(page.saturating_add(self.page_padding)).is_multiple_of(16) {
-            let reason = format!("{} and a page's {page} bytes must be a multiple of 16", self.page_padding);
+        let page = page_bytes(c.launched_format(), c.page_size).or_else(|reason| refuse("page_size", reason))?;
+        if !c.page_padding.saturating_add(page).is_multiple_of(16) {
+            let reason = format!("{} and a page's {page} bytes must be a multiple of 16", c.page_padding);
             return refuse("page_padding", reason);
         }
-        let bytes = self.num_pages.saturating_mul(page.saturating_add(self.page_padding));
-        if bytes.max(self.num_tokens.saturating_mul(self.format().head_dim() + self.padding)) > 1 << 31 {
-            return refuse("num_pages", "the case has more than 2^31 elements in one tensor".into());
-        }
-        Ok(())
-    }
-}
-
-/// Bytes that bring a page to the stride of the model's caches, or of whole 16 bytes where the page's data are none.
-fn page_padding(format: launched::RowFormat, page_size: usize) -> usize {
-    format.page_stride(page_size).next_multiple_of(16) - page_size * format.row_bytes()
-}
-
-/// What a case's record may say that ran.
-const PATHS: &[&str] = &["kv_cache_write"];
-
-impl Operator for KvCacheWrite {
-    fn describe(&self) -> OperatorRecord {
-        let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
-        OperatorRecord {
-            name: NAME.into(),
-            summary: "quantises rows of K = V and scatters them to slots of the paged cache".into(),
-            specification: list(&["inference 5.4", "inference 8.3", "inference 13.2"]),
-            kernel_file: "kernels/cuda/kv_cache_write.cu".into(),
-            oracle_file: "reference/src/kv_cache_write.rs".into(),
-            dtypes: list(&["kv bf16", "codes e4m3", "scales e8m0", "slots i32"]),
-            axes: list(&[
-                "extents",
-                "row format",
-                "page size",
-                "page stride",
-                "slot classes",
-                "ties and corners of the formats",
-                "distribution",
-                "magnitude",
-                "strides",
-            ]),
-            has_backward: false,
-            paths: list(PATHS),
-            tensors: Vec::new(),
-        }
+        positive("magnitude", c.magnitude)
     }
 
-    fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
+    fn strategy(profile: Profile) -> BoxedStrategy<KvCacheWriteCase> {
         let (tokens, pages): (usize, usize) = match profile {
             Profile::Quick => (40, 6),
             Profile::Ci => (90, 12),
@@ -197,7 +192,7 @@ impl Operator for KvCacheWrite {
         let format = prop::sample::select(vec![
             launched::RowFormat::MODEL,
             launched::RowFormat::bf16(512),
-            launched::RowFormat { nope_dim: 64, rope_dim: 64 },
+            SMALL,
             launched::RowFormat { nope_dim: 128, rope_dim: 32 },
         ]);
         let page_size = prop::sample::select(vec![1usize, 2, 3, 7, 32, 64]);
@@ -211,203 +206,171 @@ impl Operator for KvCacheWrite {
             Contents::Amax,
             Contents::NotFinite,
         ]);
-        let paddings = (prop_oneof![2 => Just(0usize), 1 => Just(24usize)], prop_oneof![Just(0usize), Just(32usize)]);
+        let more_page_padding = prop_oneof![Just(0usize), Just(32usize)];
         let data = (prop::sample::select(Distribution::ALL.to_vec()), magnitude(-40..=40), 0..1000u64);
-        (shape, slots, contents, paddings, data)
-            .prop_map(|(shape, slots, contents, (padding, more_page_padding), data)| {
-                let (num_tokens, format, num_pages, page_size) = shape;
+        (shape, slots, contents, more_page_padding, data)
+            .prop_map(|((num_tokens, format, num_pages, page_size), slots, contents, more_page_padding, data)| {
                 let (distribution, magnitude, seed) = data;
                 let num_pages = num_pages.min((LARGEST_DRAWN / (page_size * format.row_bytes())).max(1));
                 let plain = KvCacheWriteCase::plain(num_tokens, format, num_pages, page_size);
                 let page_padding = plain.page_padding + more_page_padding;
-                let case =
-                    KvCacheWriteCase { slots, contents, distribution, magnitude, padding, page_padding, seed, ..plain };
-                Case::new(NAME, &case)
+                KvCacheWriteCase { slots, contents, distribution, magnitude, page_padding, seed, ..plain }
             })
             .boxed()
     }
 
-    fn corner_cases(&self, profile: Profile) -> Vec<Case> {
+    fn typical() -> Vec<KvCacheWriteCase> {
+        let plain = KvCacheWriteCase::plain;
+        vec![plain(9, SMALL, 3, 4), plain(5, launched::RowFormat::bf16(512), 3, 2)]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<KvCacheWriteCase> {
         let plain = KvCacheWriteCase::plain;
         let model = launched::RowFormat::MODEL;
-        let small = launched::RowFormat { nope_dim: 64, rope_dim: 64 };
         let mut cases = vec![
             plain(0, model, 2, 4),
             plain(5, model, 0, 64),
             KvCacheWriteCase { contents: Contents::Ties, ..plain(9, model, 3, 4) },
             KvCacheWriteCase { contents: Contents::Corners, slots: SlotClass::Scattered, ..plain(11, model, 7, 2) },
             KvCacheWriteCase { contents: Contents::NotFinite, ..plain(9, model, 12, 1) },
-            KvCacheWriteCase { contents: Contents::Amax, slots: SlotClass::Consecutive, ..plain(885, small, 28, 32) },
+            KvCacheWriteCase { contents: Contents::Amax, slots: SlotClass::Consecutive, ..plain(885, SMALL, 28, 32) },
             plain(17, launched::RowFormat::bf16(512), 2, 16),
         ];
         if profile == Profile::Full {
             cases.extend([plain(4000, model, 90, 64), plain(3000, launched::RowFormat::bf16(512), 20, 256)]);
         }
-        cases.iter().map(|case| Case::new(NAME, case)).collect()
+        cases
     }
 
-    fn default_cases(&self, profile: Profile) -> usize {
-        match profile {
-            Profile::Quick => 16,
-            Profile::Ci => 40,
-            Profile::Full => 120,
-        }
-    }
-
-    fn modules(&self) -> Vec<ModuleSpecification> {
+    fn modules() -> Vec<ModuleSpecification> {
         launcher::modules()
     }
 
-    fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
-        let case: KvCacheWriteCase = case.fields()?;
-        case.check()?;
-        Ok(Box::new(Inputs::draw(case)))
+    fn amend(c: &KvCacheWriteCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+        let mut draw = Draw::new(c.seed, "before");
+        let row_bytes = c.launched_format().row_bytes();
+        let before: Vec<u8> = (0..c.num_slots() * row_bytes).map(|_| draw.rng().random()).collect();
+        let shape = tensors.tensor("cache").shape.clone();
+        let bytes = pages_of(c.format(), c.page_size, &before);
+        tensors.put("cache", HostTensor { dtype: DType::U8, shape, bytes });
+        tensors.set_i32s("slots", &draw_slots(c));
+        tensors.set("kv", &draw_rows(c));
+        Ok(())
     }
 
-    /// None: the golden set's implementation keeps its cache unquantised and without pages.
-    fn golden(&self, _: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError> {
-        Ok(Vec::new())
-    }
-}
-
-/// A case with its tensors.
-#[derive(Clone)]
-struct Inputs {
-    case: KvCacheWriteCase,
-    kv: HostTensor,
-    slots: Vec<i32>,
-    /// What the rows held before, slot by slot: data, then scales.
-    before: Vec<u8>,
-}
-
-impl Inputs {
-    fn draw(case: KvCacheWriteCase) -> Self {
-        let mut draw = Draw::new(case.seed, "before");
-        let before = (0..case.num_slots() * case.launched_format().row_bytes()).map(|_| draw.rng().random()).collect();
-        let kv = HostTensor::from_f64(DType::Bf16, &[case.num_tokens, case.format().head_dim()], &draw_rows(&case));
-        Self { kv, slots: draw_slots(&case), before, case }
+    /// Nothing is rounded but the result itself: all precisions give one answer.
+    fn forward(c: &KvCacheWriteCase, t: &Bound<'_>, _: &mut Rounding) -> dsv4_reference::Result<Computed> {
+        let cache = t.host().tensor("cache");
+        let inputs = reference::Inputs {
+            kv: t.f64("kv")?,
+            slots: t.host().i32s("slots"),
+            format: c.format(),
+            page_size: c.page_size,
+            pages: cache.bytes.clone(),
+        };
+        let pages = reference::forward(&inputs)?.into_iter().map(f64::from).collect();
+        Ok(Computed::new().with("cache", tensor(pages, &cache.shape)?))
     }
 
-    /// The pages before the write, one behind the other.
-    fn pages(&self) -> Vec<u8> {
-        let format = self.case.format();
-        let data_bytes = format.data_bytes();
-        let mut pages = vec![0; self.before.len()];
-        for (slot, row) in self.before.chunks(self.case.launched_format().row_bytes()).enumerate() {
-            let (data, scales) = row.split_at(data_bytes);
-            let (data_at, scales_at) = format.place(slot, self.case.page_size);
-            pages[data_at..data_at + data.len()].copy_from_slice(data);
-            pages[scales_at..scales_at + scales.len()].copy_from_slice(scales);
+    fn launch(c: &KvCacheWriteCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        let cache = launched::Cache { pages: &v["cache"], page_size: c.page_size };
+        let arguments = launcher::Forward { kv: &v["kv"], slots: &v["slots"], format: c.launched_format(), cache };
+        run.ran(launcher::forward(run.device(), &arguments)?);
+        Ok(())
+    }
+
+    /// The pages as three tensors of bytes, each with a row for each slot.
+    fn observe(c: &KvCacheWriteCase, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+        let rows = rows_of(c.format(), c.page_size, &written.tensor("cache").bytes);
+        let mut from = 0;
+        let part = |(name, Axis { extent, .. })| {
+            let columns = from..from + extent;
+            from = columns.end;
+            let all = rows.chunks(c.launched_format().row_bytes()).flat_map(|row| row[columns.clone()].to_vec());
+            (name, HostTensor { dtype: DType::U8, shape: vec![c.num_slots(), extent], bytes: all.collect() })
+        };
+        c.observed().into_iter().filter(|(_, bytes)| bytes.extent > 0).map(part).collect()
+    }
+
+    fn laws(c: &KvCacheWriteCase, laws: &mut Laws<'_, Self>) {
+        if c.num_tokens == 0 || c.num_slots() == 0 {
+            return;
         }
-        pages
+        laws.permute("tokens may be permuted", "num_tokens");
+        page_law(c, laws);
+        if c.num_slots() > 1 {
+            independence_law(c, laws);
+        }
+        scale_law(c, laws);
     }
+}
 
-    fn reference(&self) -> Result<reference::Inputs, candle_core::Error> {
-        Ok(reference::Inputs {
-            kv: widened(&self.kv)?,
-            slots: self.slots.clone(),
-            format: self.case.format(),
-            page_size: self.case.page_size,
-            pages: self.pages(),
+/// For each slot the token that is written there.
+fn writers(c: &KvCacheWriteCase, tensors: &Tensors) -> Vec<Option<usize>> {
+    let mut writers = vec![None; c.num_slots()];
+    for (token, slot) in tensors.i32s("slots").into_iter().enumerate() {
+        if let Some(writer) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
+            *writer = Some(token);
+        }
+    }
+    writers
+}
+
+/// All that is observed is equal in the slots that are bound.
+fn equal_where(bound: impl Fn(usize) -> bool + Clone + 'static) -> [(&'static str, Relation); 3] {
+    ["codes", "rope", "scales"].map(|name| (name, Relation::EqualRows(Box::new(bound.clone()))))
+}
+
+/// Pages only say where a row is.
+fn page_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
+    let single_rows = |cache: &HostTensor| {
+        let rows = rows_of(c.format(), c.page_size, &cache.bytes);
+        let shape = vec![c.num_slots(), c.launched_format().row_bytes()];
+        HostTensor { dtype: DType::U8, shape, bytes: pages_of(c.format(), 1, &rows) }
+    };
+    let cache = single_rows(laws.tensors().tensor("cache"));
+    let page_padding = page_gap(c.launched_format(), 1);
+    laws.law(
+        "pages only place rows",
+        |v| {
+            v.case = KvCacheWriteCase { num_pages: c.num_slots(), page_size: 1, page_padding, ..c.clone() };
+            v.tensors.put("cache", cache);
+        },
+        equal_where(|_| true),
+    );
+}
+
+/// Other numbers in one token change no other token's row, and nothing of the rows that no token writes.
+fn independence_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
+    let (width, middle) = (c.format().head_dim(), c.num_tokens / 2);
+    let writers = writers(c, laws.tensors());
+    laws.law(
+        "independence",
+        // Every sign is turned, that of a NaN as well.
+        |v| {
+            let row =
+                v.tensors.bytes_mut("kv").into_iter().flat_map(|kv| kv.chunks_mut(2 * width).skip(middle).take(1));
+            row.flatten().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
+        },
+        equal_where(move |slot| writers[slot] != Some(middle)),
+    );
+}
+
+/// Rows whose groups are scaled by what they hold, and stay numbers when they are four times as large: their codes do
+/// not change, since their scale does.
+fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
+    let (nope, width) = (c.nope_dim, c.format().head_dim());
+    let kv = laws.tensors().values("kv");
+    let free = |token: usize| {
+        kv[token * width..token * width + nope].chunks(SCALE_GROUP).all(|group| {
+            let amax = group.iter().map(|x| x.abs()).fold(0.0, f64::max);
+            group.iter().all(|x| x.is_finite()) && amax >= AMAX_FLOOR && amax < 2f64.powi(125)
         })
-    }
-
-    /// Pages as three tensors of bytes, each with a row for each slot.
-    fn rows(&self, pages: &[u8]) -> Vec<KernelTensor> {
-        let format = self.case.format();
-        let (nope, data) = (format.nope_dim, format.data_bytes());
-        let parts = [("codes", 0, nope), ("rope", nope, data - nope), ("scales", data, format.scale_bytes())];
-        let present = parts.into_iter().filter(|&(_, _, bytes)| bytes > 0);
-        let tensor = |(name, from, bytes): (&'static str, usize, usize)| {
-            let row = |slot: usize| {
-                let (data_at, scales_at) = format.place(slot, self.case.page_size);
-                let start = if from < data { data_at + from } else { scales_at };
-                &pages[start..start + bytes]
-            };
-            let all = (0..self.case.num_slots()).flat_map(|slot| row(slot).iter().copied()).collect();
-            deterministic(name, HostTensor { dtype: DType::U8, shape: vec![self.case.num_slots(), bytes], bytes: all })
-        };
-        present.map(tensor).collect()
-    }
-
-    /// For each slot the token that is written there.
-    fn writers(&self) -> Vec<Option<usize>> {
-        let mut writers = vec![None; self.case.num_slots()];
-        for (token, &slot) in self.slots.iter().enumerate() {
-            if let Some(writer) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
-                *writer = Some(token);
-            }
-        }
-        writers
-    }
-
-    fn with(&self, change: impl FnOnce(&mut Self)) -> Box<dyn Prepared> {
-        let mut variant = self.clone();
-        change(&mut variant);
-        Box::new(variant)
-    }
-
-    fn names(&self) -> Vec<&'static str> {
-        if self.case.nope_dim > 0 { vec!["codes", "rope", "scales"] } else { vec!["rope"] }
-    }
-
-    fn equal_where(&self, bound: impl Fn(usize) -> bool + Clone + 'static) -> Vec<(&'static str, Relation)> {
-        let relation = |name| (name, Relation::EqualRows(Box::new(bound.clone())));
-        self.names().into_iter().map(relation).collect()
-    }
-
-    fn permutation_law(&self) -> Law {
-        let order = permutation(self.case.seed, self.case.num_tokens);
-        let variant = self.with(|v| {
-            v.kv = permuted(&self.kv, &order);
-            v.slots = order.iter().map(|&token| self.slots[token]).collect();
-        });
-        Law { name: "tokens may be permuted", variant, relations: self.equal_where(|_| true) }
-    }
-
-    /// Pages only say where a row is.
-    fn page_law(&self) -> Law {
-        let variant = self.with(|v| {
-            v.case.num_pages = self.case.num_slots();
-            v.case.page_size = 1;
-            v.case.page_padding = page_padding(self.case.launched_format(), 1);
-        });
-        Law { name: "pages only place rows", variant, relations: self.equal_where(|_| true) }
-    }
-
-    /// Other numbers in one token change no other token's row.
-    fn independence_law(&self) -> Law {
-        let middle = self.case.num_tokens / 2;
-        let variant = self.with(|v| {
-            let row = self.kv.shape[1] * 2;
-            // The sign bit of every bf16 of the token.
-            v.kv.bytes[middle * row..(middle + 1) * row].iter_mut().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
-        });
-        let writers = self.writers();
-        let relations = self.equal_where(move |slot| writers[slot] != Some(middle));
-        Law { name: "independence", variant, relations }
-    }
-
-    /// Rows whose groups are scaled by what they hold, and stay numbers when they are four times as large: their
-    /// codes do not change, since their scale does.
-    fn scale_law(&self) -> Option<Law> {
-        let nope = self.case.nope_dim;
-        let width = self.case.format().head_dim();
-        let kv = self.kv.to_f64();
-        let free = |token: usize| {
-            kv[token * width..token * width + nope].chunks(SCALE_GROUP).all(|group| {
-                let amax = group.iter().map(|x| x.abs()).fold(0.0, f64::max);
-                group.iter().all(|x| x.is_finite()) && amax >= AMAX_FLOOR && amax < 2f64.powi(125)
-            })
-        };
-        let bound: Vec<bool> = self.writers().into_iter().map(|writer| writer.is_some_and(free)).collect();
-        let law = |variant| Law {
-            name: "a power of two moves the scale alone",
-            variant,
-            relations: vec![("codes", Relation::EqualRows(Box::new(move |slot| bound[slot])))],
-        };
-        let some = nope > 0 && self.writers().into_iter().flatten().any(free);
-        some.then(|| law(self.with(|v| v.kv = scaled(&self.kv, 4.0))))
+    };
+    let bound: Vec<bool> = writers(c, laws.tensors()).into_iter().map(|writer| writer.is_some_and(free)).collect();
+    if bound.contains(&true) {
+        let codes = Relation::EqualRows(Box::new(move |slot| bound[slot]));
+        laws.law("a power of two moves the scale alone", |v| v.tensors.scale("kv", 4.0), [("codes", codes)]);
     }
 }
 
@@ -492,59 +455,5 @@ fn fill_with_corner(group: &mut [f64], number: usize) {
     }
     if matches!(number % 9, 3 | 4) {
         group.iter_mut().for_each(|x| *x = x.clamp(-450.0 * power, 450.0 * power));
-    }
-}
-
-impl Prepared for Inputs {
-    fn operator(&self) -> &'static str {
-        NAME
-    }
-
-    fn case(&self) -> Option<Case> {
-        Some(Case::new(NAME, &self.case))
-    }
-
-    /// Nothing is rounded but the result itself: all precisions give one answer.
-    fn oracle(&self, _: Precision) -> Result<Vec<OracleTensor>, CaseError> {
-        let run = || reference::forward(&self.reference()?);
-        let pages = run().map_err(|e| oracle_error(NAME, e))?;
-        let exact = |t: KernelTensor| OracleTensor {
-            name: t.name,
-            side: Side::Forward,
-            shape: t.tensor.shape.clone(),
-            values: t.tensor.to_f64(),
-        };
-        Ok(self.rows(&pages).into_iter().map(exact).collect())
-    }
-
-    fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
-        let case = &self.case;
-        let mut arena = DeviceArena::new(device, contract);
-        let kv = arena.upload("kv", &self.kv, &layout(&self.kv.shape, case.padding), Role::Input)?;
-        let slots = arena.input("slots", &HostTensor::from_i32(&[case.num_tokens], &self.slots))?;
-        let format = case.launched_format();
-        let shape = vec![case.num_pages, case.page_size * format.row_bytes()];
-        let before = HostTensor { dtype: DType::U8, shape, bytes: self.pages() };
-        let pages = arena.upload("cache", &before, &layout(&before.shape, case.page_padding), Role::InPlace)?;
-        let mut paths = Vec::new();
-        let violations = arena.run(|device| {
-            let cache = launched::Cache { pages: &pages, page_size: case.page_size };
-            let arguments = launcher::Forward { kv: &kv, slots: &slots, format, cache };
-            paths.push(launcher::forward(device, &arguments)?.to_owned());
-            Ok(())
-        })?;
-        Ok(KernelRun { tensors: self.rows(&arena.download(&pages)?.bytes), violations, paths })
-    }
-
-    fn laws(&self) -> Vec<Law> {
-        if self.case.num_tokens == 0 || self.case.num_slots() == 0 {
-            return Vec::new();
-        }
-        let mut laws = vec![self.permutation_law(), self.page_law()];
-        if self.case.num_slots() > 1 {
-            laws.push(self.independence_law());
-        }
-        laws.extend(self.scale_law());
-        laws
     }
 }
