@@ -13,14 +13,10 @@ pub mod sinks;
 pub mod sparse_attention;
 
 use candle_core::{Device as Cpu, Tensor};
-use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::{DType, HostTensor};
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};
-
-use crate::case::CaseError;
-use crate::operator::{KernelTensor, OracleTensor, Side};
 
 /// Floating-point types of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -73,56 +69,14 @@ pub(crate) fn magnitude(log2: std::ops::RangeInclusive<i32>) -> BoxedStrategy<f6
     (log2, prop_oneof![Just(1.0), Just(1.375)]).prop_map(|(exponent, factor)| factor * 2f64.powi(exponent)).boxed()
 }
 
-/// A candle tensor in f64.
-pub(crate) fn tensor(values: Vec<f64>, shape: &[usize]) -> Result<Tensor, candle_core::Error> {
-    Tensor::from_vec(values, shape, &Cpu::Cpu)
-}
-
 /// A host tensor as the oracle sees it: widened.
 pub(crate) fn widened(host: &HostTensor) -> Result<Tensor, candle_core::Error> {
-    tensor(host.to_f64(), &host.shape)
+    Tensor::from_vec(host.to_f64(), host.shape.as_slice(), &Cpu::Cpu)
 }
 
 /// A candle tensor's elements, row-major.
 pub(crate) fn elements(tensor: &Tensor) -> Result<Vec<f64>, candle_core::Error> {
     tensor.flatten_all()?.to_vec1()
-}
-
-/// The oracle's error as a case's.
-pub(crate) fn oracle_error(operator: &'static str, error: impl std::fmt::Display) -> CaseError {
-    CaseError::Oracle { operator, reason: error.to_string() }
-}
-
-/// An oracle's tensor.
-pub(crate) fn oracle_tensor(
-    name: &'static str,
-    side: Side,
-    tensor: &Tensor,
-) -> Result<OracleTensor, candle_core::Error> {
-    Ok(OracleTensor { name, side, shape: tensor.dims().to_vec(), values: elements(tensor)? })
-}
-
-/// A kernel's tensor whose bits two runs must repeat.
-pub(crate) fn deterministic(name: &'static str, tensor: HostTensor) -> KernelTensor {
-    KernelTensor { name, tensor, deterministic: true }
-}
-
-/// Dense, or with `padding` elements after each row.
-pub(crate) fn layout(shape: &[usize], padding: usize) -> Layout {
-    if padding == 0 { Layout::dense(shape) } else { Layout::padded(shape, padding) }
-}
-
-/// The tensor times a factor, rounded to its own type (exactly, for a power of two).
-pub(crate) fn scaled(tensor: &HostTensor, factor: f64) -> HostTensor {
-    let values: Vec<f64> = tensor.to_f64().iter().map(|value| value * factor).collect();
-    HostTensor::from_f64(tensor.dtype, &tensor.shape, &values)
-}
-
-/// Entry `i` along the first axis is entry `order[i]` of `tensor`.
-pub(crate) fn permuted(tensor: &HostTensor, order: &[usize]) -> HostTensor {
-    let entry = tensor.bytes.len() / order.len().max(1);
-    let bytes = order.iter().flat_map(|&from| tensor.bytes[from * entry..(from + 1) * entry].iter().copied()).collect();
-    HostTensor { bytes, ..tensor.clone() }
 }
 
 /// Which kernels run.
