@@ -12,6 +12,7 @@
 //! On the emulator every other byte of such a buffer is inaccessible.
 
 use std::ops::Range;
+use std::slice::from_ref;
 
 use serde::{Deserialize, Serialize};
 
@@ -377,7 +378,7 @@ impl<'d> DeviceArena<'d> {
             let allocation = backend.allocate(name, bytes, placement)?;
             let start = allocation.address - allocation.front_band as u64;
             let end = allocation.address + (bytes + allocation.back_band) as u64;
-            (allocation, Touched::new(&[start..end]))
+            (allocation, Touched::new(from_ref(&(start..end))))
         };
         view.address = allocation.address + offset;
         let writable = if role == Role::Input { vec![] } else { vec![view.clone()] };
@@ -460,7 +461,7 @@ impl<'d> DeviceArena<'d> {
                 backend.download(span.0, &mut bytes)?;
                 bytes
             }
-            _ => gather(view, &Touched::new(&[span.0..span.1]), backend)?,
+            _ => gather(view, &Touched::new(from_ref(&(span.0..span.1))), backend)?,
         };
         Ok(HostTensor { dtype: view.dtype, shape: view.shape.clone(), bytes })
     }
