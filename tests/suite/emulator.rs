@@ -533,6 +533,162 @@ fn padded_tensors_travel_to_the_device_and_back() {
     assert_eq!(arena.download(&view).unwrap(), host);
 }
 
+// ---------------------------------------------------------------- tensors with huge strides
+
+/// `[3, 5, 64]` in bf16, whose rows begin `2^28 + 64` elements apart: the last one ends beyond 7 GiB.
+const FAR_SHAPE: [usize; 3] = [3, 5, 64];
+const FAR_ROW: i64 = 2 * ((1 << 28) + 64);
+
+fn far_tensor() -> (HostTensor, Layout) {
+    let values: Vec<f64> = (0..FAR_SHAPE.iter().product()).map(|i: usize| (i % 251) as f64).collect();
+    let layout = Layout::of(&FAR_SHAPE, &[0, 1, 2], &[0, 0, 1 << 28]).unwrap();
+    (HostTensor::from_f64(DType::Bf16, &FAR_SHAPE, &values), layout)
+}
+
+/// Bytes of physical memory behind this process' addresses within `span`.
+fn resident(span: (u64, u64)) -> u64 {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut inside, mut kibibytes) = (false, 0);
+    for line in smaps.lines() {
+        let mut words = line.split_whitespace();
+        let first = words.next().unwrap_or_default();
+        let hex = |text| u64::from_str_radix(text, 16).ok();
+        if let Some((start, end)) = first.split_once('-').and_then(|(a, b)| Some((hex(a)?, hex(b)?))) {
+            inside = start < span.1 && span.0 < end;
+        } else if inside && first == "Rss:" {
+            kibibytes += words.next().and_then(|number| number.parse::<u64>().ok()).expect("a number");
+        }
+    }
+    1024 * kibibytes
+}
+
+#[test]
+fn a_tensor_that_ends_beyond_32_bits_of_offset_travels_both_ways_in_a_few_pages() {
+    let Some(device) = emulator() else { return };
+    let (host, layout) = far_tensor();
+    let round_trip = || {
+        let start = Instant::now();
+        let mut arena = DeviceArena::new(&device, Contract::NAN);
+        let view = arena.upload("x", &host, &layout, Role::Input).unwrap();
+        let output = arena.allocate("y", DType::Bf16, &FAR_SHAPE, &layout, Role::Output).unwrap();
+        assert_eq!(arena.run(|_| Ok(())).unwrap(), []);
+        assert_eq!(arena.download(&view).unwrap(), host);
+        assert!(arena.download(&output).unwrap().bytes.iter().all(|&byte| byte == Contract::NAN.poison));
+        let took = start.elapsed();
+        assert!(view.span().1 - view.span().0 > 7 << 30);
+        for view in [view, output] {
+            let pages = resident(view.span()).div_ceil(4096);
+            // Each of 15 rows with its bands lies in two pages at most.
+            assert!((15..=30).contains(&pages), "{} has {pages} pages", view.name);
+        }
+        took
+    };
+    // The fastest of a few: other tests run beside this one.
+    let took = (0..5).map(|_| round_trip()).min().unwrap();
+    eprintln!("two tensors of 7.5 GiB placed, inspected and read back in {took:?}");
+    assert!(took < Duration::from_millis(100), "{took:?}");
+}
+
+#[test]
+fn what_travels_to_the_device_in_any_layout_comes_back() {
+    let shape = [3, 4, 8];
+    let host = HostTensor::from_i32(&shape, &(0..96).collect::<Vec<_>>());
+    let orders = [[0, 1, 2], [1, 0, 2], [0, 2, 1], [2, 1, 0]];
+    let gaps = [[0, 0, 0], [0, 0, 5], [7, 3, 5], [0, 1 << 20, 0], [1 << 20, 3, 0], [0, 9, 1 << 20]];
+    for (order, gaps) in orders.iter().flat_map(|order| gaps.iter().map(move |gaps| (order, gaps))) {
+        for contract in [Contract::NAN, Contract::HUGE] {
+            let layout = Layout::of(&shape, order, gaps).unwrap();
+            let mut arena = DeviceArena::new(support::device(), contract);
+            let view = arena.upload("x", &host, &layout, Role::InPlace).unwrap();
+            assert_eq!(arena.download(&view).unwrap(), host, "{order:?} {gaps:?}");
+            // The middle of every axis but the last, as a launcher would pass it on.
+            let at = 4 * (view.strides[0] + 2 * view.strides[1]);
+            let row = TensorView { shape: vec![8], strides: vec![view.strides[2]], ..shifted(&view, at) };
+            assert_eq!(arena.download(&row).unwrap().to_i32(), (48..56).collect::<Vec<_>>(), "{order:?} {gaps:?}");
+            assert_eq!(arena.run(|device| device.backend().fill(row.address, STRAY, 4)).unwrap(), []);
+            assert_eq!(arena.download(&row).unwrap().to_i32()[..2], [0x5555_5555, 49], "{order:?} {gaps:?}");
+        }
+    }
+}
+
+#[test]
+fn a_write_beside_a_row_of_a_tensor_with_huge_strides_is_reported_with_name_and_offset() {
+    let (host, layout) = far_tensor();
+    for contract in [Contract::NAN, Contract::HUGE] {
+        let mut arena = DeviceArena::new(support::device(), contract);
+        let input = arena.upload("input", &host, &layout, Role::Input).unwrap();
+        let output = arena.allocate("output", DType::Bf16, &FAR_SHAPE, &layout, Role::Output).unwrap();
+        let write = |view: &TensorView, offset, bytes| {
+            let address = view.address.wrapping_add_signed(offset);
+            let found = arena.run(|device| device.backend().fill(address, STRAY, bytes)).unwrap();
+            // As it was, for the next one: what was written is poison in each of these places.
+            device_fill(&arena, address, contract.poison, bytes);
+            found
+        };
+        let (row, end) = (9 * FAR_ROW, 14 * FAR_ROW + 128);
+        for (offset, bytes) in [(row - 512, 2), (row - 1, 1), (row + 128, 3), (row + 639, 1), (end - 128 - 7, 7)] {
+            assert_eq!(write(&output, offset, bytes), violation(&output, ViolationKind::Gap, bytes, offset));
+            assert_eq!(write(&input, offset, bytes), violation(&input, ViolationKind::Input, bytes, offset));
+        }
+        assert_eq!(write(&output, row - 2, 4), violation(&output, ViolationKind::Gap, 2, row - 2));
+        assert_eq!(write(&output, row, 128), []);
+        // Behind the last row: nothing of 16 bytes fits between it and the guard page under `Contract::NAN`.
+        if contract == Contract::HUGE {
+            assert_eq!(write(&output, end, 16), violation(&output, ViolationKind::Guard, 16, end));
+        } else {
+            assert_eq!(write(&output, -16, 5), violation(&output, ViolationKind::Guard, 5, -16));
+        }
+        assert_eq!(write(&input, row + 5, 2), violation(&input, ViolationKind::Input, 2, row + 5));
+    }
+}
+
+fn device_fill(arena: &DeviceArena<'_>, address: u64, byte: u8, bytes: usize) {
+    arena.device().backend().fill(address, byte, bytes).unwrap();
+}
+
+#[test]
+fn a_view_of_the_gap_between_far_rows_is_refused() {
+    let (host, layout) = far_tensor();
+    let mut arena = DeviceArena::new(support::device(), Contract::NAN);
+    let x = arena.upload("x", &host, &layout, Role::Input).unwrap();
+    let nowhere = TensorView { name: "nowhere".into(), shape: vec![64], strides: vec![1], ..shifted(&x, FAR_ROW / 2) };
+    assert_refused(arena.download(&nowhere), "view", "`nowhere`");
+}
+
+#[test]
+fn offsets_of_32_bits_into_a_tensor_with_huge_strides_are_faults_with_its_name() {
+    let Some(device) = emulator() else { return };
+    // Rows 2^30 elements apart: the third begins at offset 2^31, which is negative in 32 bits.
+    let run = |offset: &str| {
+        let device = device.with_tree(probe_tree(&format!("params.y[{offset}] = blockIdx.x;")));
+        let layout = Layout::of(&[3, 64], &[0, 1], &[0, (1 << 30) - 64]).unwrap();
+        let mut arena = DeviceArena::new(&device, Contract::NAN);
+        let y = arena.allocate("y", DType::I32, &[3, 64], &layout, Role::Output).unwrap();
+        let params = ProbeParams { y: DeviceAddress(y.address), count: 0 };
+        let result = arena.run(|device| {
+            let config = LaunchConfig { grid: [3, 1, 1], block: [64, 1, 1], shared_bytes: 0 };
+            device.kernel::<ProbeParams>("probe.cu", &[], "probe")?.launch(config, &params)
+        });
+        (result, arena.download(&y).unwrap().to_i32())
+    };
+    let (result, y) = run("static_cast<int64_t>(blockIdx.x) * (1 << 30) + threadIdx.x");
+    assert_eq!(result.unwrap(), []);
+    assert_eq!(y, (0..192).map(|i| i / 64).collect::<Vec<_>>());
+    for (offset, block, needle) in [
+        ("static_cast<int>(blockIdx.x * (1u << 30) + threadIdx.x)", 2, "`y` 8589934592 bytes before the start"),
+        (
+            "(blockIdx.x + 0ull) * (1 << 29) + threadIdx.x",
+            1,
+            "`y` 2147483648 bytes past the start, in the gap between rows",
+        ),
+        ("(blockIdx.x * 4ull << 30) + threadIdx.x", 1, "`y` 8589934336 bytes past the end"),
+    ] {
+        let (_, found, thread, what) = fault(run(offset).0);
+        assert_eq!((found, thread), (format!("({block}, 0, 0)"), "(0, 0, 0)".to_owned()), "{offset}: {what}");
+        assert!(what.contains(needle), "{offset}: `{needle}` is not in `{what}`");
+    }
+}
+
 // ---------------------------------------------------------------- what launchers refuse
 
 /// The launcher must refuse `argument`, in words that contain `needle`.

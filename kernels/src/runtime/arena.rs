@@ -6,13 +6,32 @@
 //!    is written, shows,
 //! 3. afterwards checks that no byte changed outside of what the call may write: bands, inputs, and
 //!    the gaps of strided outputs.
+//!
+//! A tensor whose strides leave gaps of megabytes or more does not have all of its buffer filled and read back: only its
+//! rows and a band of poison on both sides of each are touched ([`Backend::reserve`](super::backend::Backend::reserve)).
+//! On the emulator every other byte of such a buffer is inaccessible.
+
+use std::ops::Range;
+use std::slice::from_ref;
 
 use serde::{Deserialize, Serialize};
 
-use super::backend::{Allocation, Placement};
+use super::backend::{Allocation, Backend, Placement, Reservation};
 use super::device::Device;
-use super::error::Result;
+use super::error::{Result, RuntimeError};
 use super::tensor::{DType, HostTensor, TensorView, dense_strides};
+
+/// A buffer above this size, bytes, may be sparse.
+const SPARSE_BYTES: usize = 4 << 20;
+
+/// A buffer is sparse when it has more than this many times the bytes of its tensor.
+const SPARSE_RATIO: usize = 8;
+
+/// Bytes of poison on each side of every contiguous piece of a tensor in a sparse buffer.
+const BAND: i64 = 512;
+
+/// Most elements of a buffer: their bytes can be counted in 64 bits, signed or not.
+const MOST_ELEMENTS: usize = 1 << 60;
 
 /// What the call may do with a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,8 +91,10 @@ pub enum ViolationKind {
 struct Buffer {
     name: String,
     allocation: Allocation,
+    /// What is filled before the call and inspected after it.
+    touched: Touched,
     role: Role,
-    /// Contents before the call; `None` is poison.
+    /// Contents of the touched bytes before the call; `None` is poison.
     initial: Option<Vec<u8>>,
     /// Byte offset and view of everything that the call may write.
     writable: Vec<TensorView>,
@@ -86,18 +107,162 @@ pub struct DeviceArena<'d> {
     buffers: Vec<Buffer>,
 }
 
+impl Buffer {
+    fn addresses(&self) -> Range<u64> {
+        self.allocation.address..self.allocation.address + self.allocation.bytes as u64
+    }
+
+    /// Whether something between the buffer's first and last byte is untouched.
+    fn is_sparse(&self) -> bool {
+        self.touched.locate(self.allocation.address, self.allocation.bytes).is_none()
+    }
+}
+
+/// Parts of a buffer, ascending and apart, and the bytes of all of them one after the other.
+struct Touched {
+    parts: Vec<Part>,
+}
+
+struct Part {
+    address: u64,
+    /// Where its bytes lie among those of all parts.
+    at: Range<usize>,
+}
+
+impl Part {
+    /// What lies before, in and behind these addresses.
+    fn split(&self, addresses: &Range<u64>) -> [Self; 3] {
+        let end = self.address + self.at.len() as u64;
+        let (first, last) = (addresses.start.clamp(self.address, end), addresses.end.clamp(self.address, end));
+        [self.address..first, first..last, last..end].map(|range| {
+            let start = self.at.start + (range.start - self.address) as usize;
+            Self { address: range.start, at: start..start + (range.end - range.start) as usize }
+        })
+    }
+}
+
+impl Touched {
+    fn new(ranges: &[Range<u64>]) -> Self {
+        let mut bytes = 0;
+        let part = |range: &Range<u64>| {
+            let at = bytes..bytes + (range.end - range.start) as usize;
+            bytes = at.end;
+            Part { address: range.start, at }
+        };
+        Self { parts: ranges.iter().map(part).collect() }
+    }
+
+    /// Bytes of all parts.
+    fn bytes(&self) -> usize {
+        self.parts.last().map_or(0, |part| part.at.end)
+    }
+
+    /// Where `bytes` bytes from `address` lie, if all of them are in one part.
+    fn locate(&self, address: u64, bytes: usize) -> Option<Range<usize>> {
+        let after = self.parts.partition_point(|part| part.address <= address);
+        let part = self.parts.get(after.checked_sub(1)?)?;
+        let start = part.at.start + (address - part.address) as usize;
+        (start + bytes <= part.at.end).then_some(start..start + bytes)
+    }
+
+    /// Reads those parts that meet `addresses`; the bytes of the others are zeros.
+    fn download(&self, backend: &dyn Backend, addresses: &Range<u64>) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.bytes()];
+        for part in &self.parts {
+            if part.address < addresses.end && addresses.start < part.address + part.at.len() as u64 {
+                backend.download(part.address, &mut bytes[part.at.clone()])?;
+            }
+        }
+        Ok(bytes)
+    }
+}
+
 /// How a tensor lies in its buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Elements before the first one of the view.
     pub offset: usize,
-    /// Strides in elements.
+    /// Strides in elements, as many as the tensor has axes.
     pub strides: Vec<i64>,
     /// Elements of the whole buffer.
     pub elements: usize,
 }
 
 impl Layout {
+    /// A tensor of `shape` whose axes lie in memory as `order` names them, outermost first: a permutation of
+    /// `0..shape.len()`. Behind each run along `axis` follow `gaps[axis]` elements that belong to nobody, so that the
+    /// stride of the axis before it in `order` grows by them; the outermost axis' gap is never there, since nothing
+    /// follows the tensor's last element, and an access behind that is outside of the buffer. The innermost axis has
+    /// stride 1. Without gaps and in order this is [`Layout::dense`], with a gap behind the last axis
+    /// [`Layout::padded`].
+    ///
+    /// Queries `[tokens, heads, head_dim]`, heads first, 2^32 elements from each head to the next:
+    /// ```
+    /// # use dsv4_kernels::runtime::arena::Layout;
+    /// let layout = Layout::of(&[3, 5, 64], &[1, 0, 2], &[(1 << 32) - 3 * 64, 0, 0]).unwrap();
+    /// assert_eq!(layout.strides, [64, 1 << 32, 1]);
+    /// assert_eq!(layout.elements, 4 * (1 << 32) + 3 * 64);
+    /// ```
+    ///
+    /// # Errors
+    /// [`RuntimeError::Argument`] when `order` is no permutation of the axes, `gaps` has another length than `shape`,
+    /// or the buffer would have more than 2^60 elements.
+    pub fn of(shape: &[usize], order: &[usize], gaps: &[usize]) -> Result<Self> {
+        let refused = |argument, reason| RuntimeError::argument("Layout::of", argument, reason);
+        let mut axes = order.to_vec();
+        axes.sort_unstable();
+        if !axes.into_iter().eq(0..shape.len()) {
+            let reason = format!("{order:?} is no permutation of the {} axes of shape {shape:?}", shape.len());
+            return Err(refused("order", reason));
+        }
+        if gaps.len() != shape.len() {
+            return Err(refused("gaps", format!("{gaps:?} are not as many as the axes of shape {shape:?}")));
+        }
+        let too_large = || refused("gaps", format!("{gaps:?} and shape {shape:?} make more than 2^60 elements"));
+        let mut strides = vec![1; shape.len()];
+        // Elements from one step of the axis at hand to the next, and from the buffer's first to its last so far.
+        let (mut step, mut elements) = (Some(1usize), 1usize);
+        for &axis in order.iter().rev() {
+            let stride = step.filter(|&stride| stride <= MOST_ELEMENTS).ok_or_else(too_large)?;
+            strides[axis] = stride as i64;
+            let behind_first = shape[axis].saturating_sub(1).checked_mul(stride);
+            elements = behind_first.and_then(|run| run.checked_add(elements)).ok_or_else(too_large)?;
+            let run = shape[axis].checked_mul(stride).and_then(|run| run.checked_add(gaps[axis]));
+            // An empty run without a gap: as in `dense_strides`.
+            step = if run == Some(0) { Some(stride) } else { run };
+        }
+        if shape.contains(&0) {
+            elements = 0;
+        }
+        if elements > MOST_ELEMENTS {
+            return Err(too_large());
+        }
+        Ok(Self { offset: 0, strides, elements })
+    }
+
+    /// Refuses what does not describe a tensor of `shape` within the buffer.
+    fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let refused = |reason| Err(RuntimeError::argument("DeviceArena", "layout", format!("`{name}`: {reason}")));
+        let strides = &self.strides;
+        if strides.len() != shape.len() || strides.iter().any(|&stride| stride < 0) {
+            return refused(format!(
+                "strides {strides:?} do not fit shape {shape:?}: one for each axis, none negative"
+            ));
+        }
+        if self.elements > MOST_ELEMENTS {
+            return refused(format!("{} elements, more than 2^60", self.elements));
+        }
+        if shape.contains(&0) {
+            return Ok(());
+        }
+        let along = |(&extent, &stride): (&usize, &i64)| (extent - 1).checked_mul(stride as usize);
+        let last = shape.iter().zip(strides).try_fold(self.offset, |sum, axis| sum.checked_add(along(axis)?));
+        match last {
+            Some(last) if last < self.elements => Ok(()),
+            _ => refused(format!("{self:?} with shape {shape:?} reaches beyond its buffer")),
+        }
+    }
+
     /// Dense, row-major, nothing else in the buffer.
     pub fn dense(shape: &[usize]) -> Self {
         Self { offset: 0, strides: dense_strides(shape), elements: shape.iter().product() }
@@ -137,28 +302,30 @@ impl<'d> DeviceArena<'d> {
     /// Uploads a tensor in a given layout; the rest of the buffer is poison.
     ///
     /// # Errors
-    /// The device's.
+    /// A layout that does not fit the tensor; [`RuntimeError::TooLarge`] for one with more memory than the device can
+    /// set apart; the device's.
     pub fn upload(&mut self, name: &str, tensor: &HostTensor, layout: &Layout, role: Role) -> Result<TensorView> {
-        let size = tensor.dtype.size();
         let tensor = &*self.device.exchanged(name, tensor)?;
-        let mut bytes = vec![self.contract.poison; layout.elements * size];
         let view = self.place(name, tensor.dtype, &tensor.shape, layout, role)?;
+        let backend = self.device.backend();
+        let Some(buffer) = self.buffers.last_mut() else { return Ok(view) };
+        let mut bytes = vec![self.contract.poison; buffer.touched.bytes()];
         let (offsets, piece) = view.pieces();
         for (offset, source) in offsets.iter().zip(tensor.bytes.chunks(piece.max(1))) {
-            let at = layout.offset * size + offset;
-            bytes[at..at + piece].copy_from_slice(source);
+            let at = buffer.touched.locate(view.address + *offset as u64, piece);
+            bytes[at.ok_or_else(|| untouched(&view))?].copy_from_slice(source);
         }
-        self.device.backend().upload(view.address - (layout.offset * size) as u64, &bytes)?;
-        if let Some(buffer) = self.buffers.last_mut() {
-            buffer.initial = Some(bytes);
+        for part in &buffer.touched.parts {
+            backend.upload(part.address, &bytes[part.at.clone()])?;
         }
+        buffer.initial = Some(bytes);
         Ok(view)
     }
 
     /// Allocates an output or a workspace, filled with poison.
     ///
     /// # Errors
-    /// The device's.
+    /// As [`DeviceArena::upload`].
     pub fn allocate(
         &mut self,
         name: &str,
@@ -167,7 +334,9 @@ impl<'d> DeviceArena<'d> {
         layout: &Layout,
         role: Role,
     ) -> Result<TensorView> {
-        self.place(name, dtype, shape, layout, role)
+        let view = self.place(name, dtype, shape, layout, role)?;
+        self.poison_last()?;
+        Ok(view)
     }
 
     /// A dense output.
@@ -175,7 +344,7 @@ impl<'d> DeviceArena<'d> {
     /// # Errors
     /// The device's.
     pub fn output(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<TensorView> {
-        self.place(name, dtype, shape, &Layout::dense(shape), Role::Output)
+        self.allocate(name, dtype, shape, &Layout::dense(shape), Role::Output)
     }
 
     /// A workspace of `bytes` bytes.
@@ -183,36 +352,43 @@ impl<'d> DeviceArena<'d> {
     /// # Errors
     /// The device's.
     pub fn workspace(&mut self, name: &str, bytes: usize) -> Result<TensorView> {
-        self.place(name, DType::U8, &[bytes], &Layout::dense(&[bytes]), Role::Workspace)
+        self.allocate(name, DType::U8, &[bytes], &Layout::dense(&[bytes]), Role::Workspace)
     }
 
-    /// Declares that the call also writes `view`, which lies in the buffer of an earlier tensor.
+    /// Declares that the call also writes `view`, which lies in the buffer of an earlier tensor. Of a sparse buffer
+    /// only that tensor's own rows and the bands beside them are there.
     pub fn also_writes(&mut self, view: &TensorView) {
-        let inside = |b: &&mut Buffer| {
-            let start = b.allocation.address;
-            (start..start + b.allocation.bytes as u64).contains(&view.address)
-        };
-        if let Some(buffer) = self.buffers.iter_mut().find(inside) {
+        if let Some(buffer) = self.buffers.iter_mut().find(|buffer| buffer.addresses().contains(&view.address)) {
             buffer.writable.push(view.clone());
         }
     }
 
+    /// A buffer with undefined contents, which becomes the last one.
     fn place(&mut self, name: &str, dtype: DType, shape: &[usize], layout: &Layout, role: Role) -> Result<TensorView> {
-        let backend = self.device.backend();
+        layout.check(name, shape)?;
         let bytes = layout.elements * dtype.size();
-        let allocation = backend.allocate(name, bytes, self.contract.placement)?;
-        let start = allocation.address - allocation.front_band as u64;
-        let view = TensorView {
-            name: name.to_owned(),
-            address: allocation.address + (layout.offset * dtype.size()) as u64,
-            dtype,
-            shape: shape.to_vec(),
-            strides: layout.strides.clone(),
+        let offset = (layout.offset * dtype.size()) as u64;
+        let (strides, shape) = (layout.strides.clone(), shape.to_vec());
+        let mut view = TensorView { name: name.to_owned(), address: offset, dtype, shape, strides };
+        let (backend, placement) = (self.device.backend(), self.contract.placement);
+        let (allocation, touched) = if is_sparse(bytes, view.elements() * dtype.size()) {
+            let Reservation { allocation, touched } = backend.reserve(name, bytes, &banded_pieces(&view), placement)?;
+            (allocation, Touched::new(&touched))
+        } else {
+            let allocation = backend.allocate(name, bytes, placement)?;
+            let start = allocation.address - allocation.front_band as u64;
+            let end = allocation.address + (bytes + allocation.back_band) as u64;
+            (allocation, Touched::new(from_ref(&(start..end))))
         };
+        view.address = allocation.address + offset;
         let writable = if role == Role::Input { vec![] } else { vec![view.clone()] };
-        self.buffers.push(Buffer { name: name.to_owned(), allocation, role, initial: None, writable });
-        backend.fill(start, self.contract.poison, allocation.front_band + bytes + allocation.back_band)?;
+        self.buffers.push(Buffer { name: name.to_owned(), allocation, touched, role, initial: None, writable });
         Ok(view)
+    }
+
+    fn poison_last(&self) -> Result<()> {
+        let parts = self.buffers.last().map_or(&[][..], |buffer| &buffer.touched.parts);
+        parts.iter().try_for_each(|part| self.device.backend().fill(part.address, self.contract.poison, part.at.len()))
     }
 
     /// Runs the call and waits for it; returns every forbidden write. A device that only records
@@ -234,45 +410,58 @@ impl<'d> DeviceArena<'d> {
     }
 
     fn inspect(&self, buffer: &Buffer, violations: &mut Vec<Violation>) -> Result<()> {
-        let allocation = &buffer.allocation;
-        let mut now = vec![0; allocation.front_band + allocation.bytes + allocation.back_band];
-        self.device.backend().download(allocation.address - allocation.front_band as u64, &mut now)?;
-        let body = allocation.front_band..allocation.front_band + allocation.bytes;
-        let poison = self.contract.poison;
-        let outside = (0..body.start).chain(body.end..now.len()).filter(|&at| now[at] != poison);
-        report(violations, buffer, ViolationKind::Guard, outside.map(|at| at as i64 - body.start as i64));
-        if buffer.role == Role::Workspace {
+        let now = buffer.touched.download(self.device.backend(), &(0..u64::MAX))?;
+        let initial = buffer.initial.as_deref();
+        if initial == Some(now.as_slice()) {
             return Ok(());
         }
-        let now = &now[body];
-        match &buffer.initial {
-            Some(before) if buffer.writable.is_empty() && now == before.as_slice() => return Ok(()),
-            _ if buffer.writable.iter().any(|view| covers_all(view, allocation.bytes)) => return Ok(()),
-            _ => {}
+        let poison = self.contract.poison;
+        let body = buffer.addresses();
+        let (mut bands, mut inside) = (Vec::new(), Vec::new());
+        for part in &buffer.touched.parts {
+            let [front, middle, back] = part.split(&body);
+            bands.extend([front, back]);
+            inside.push(middle);
+        }
+        let from_start =
+            |part: &Part, at: usize| (part.address + (at - part.at.start) as u64) as i64 - body.start as i64;
+        let outside = bands
+            .iter()
+            .flat_map(|part| part.at.clone().filter(|&at| now[at] != poison).map(|at| from_start(part, at)));
+        report(violations, buffer, ViolationKind::Guard, outside);
+        if buffer.role == Role::Workspace
+            || buffer.writable.iter().any(|view| covers_all(view, buffer.allocation.bytes))
+        {
+            return Ok(());
         }
         let writable = writable_bytes(buffer);
-        let changed = (0..now.len()).filter(|&at| {
-            let before = buffer.initial.as_ref().map_or(poison, |bytes| bytes[at]);
-            now[at] != before && !writable[at]
+        let changed = inside.iter().flat_map(|part| {
+            let before = initial.map(|bytes| &bytes[part.at.clone()]);
+            let bytes = now[part.at.clone()].iter().zip(&writable[part.at.clone()]).enumerate();
+            let changed =
+                bytes.filter(move |(i, (now, writable))| !**writable && **now != before.map_or(poison, |b| b[*i]));
+            changed.map(|(i, _)| from_start(part, part.at.start + i))
         });
         let kind = if buffer.initial.is_some() { ViolationKind::Input } else { ViolationKind::Gap };
-        report(violations, buffer, kind, changed.map(|at| at as i64));
+        report(violations, buffer, kind, changed);
         Ok(())
     }
 
     /// Reads a tensor back, densely.
     ///
     /// # Errors
-    /// The device's.
+    /// A view that lies in untouched parts of a sparse buffer; the device's.
     pub fn download(&self, view: &TensorView) -> Result<HostTensor> {
-        let span = view.span();
-        let mut raw = vec![0; (span.1 - span.0) as usize];
-        self.device.backend().download(span.0, &mut raw)?;
-        let bytes = if view.is_dense() {
-            raw
-        } else {
-            let (offsets, piece) = view.pieces();
-            offsets.iter().flat_map(|&at| raw[at..at + piece].iter().copied()).collect()
+        let (backend, span) = (self.device.backend(), view.span());
+        let inside = |buffer: &&Buffer| buffer.addresses().contains(&view.address);
+        let bytes = match self.buffers.iter().find(inside) {
+            Some(buffer) if buffer.is_sparse() => gather(view, &buffer.touched, backend)?,
+            _ if view.is_dense() => {
+                let mut bytes = vec![0; (span.1 - span.0) as usize];
+                backend.download(span.0, &mut bytes)?;
+                bytes
+            }
+            _ => gather(view, &Touched::new(from_ref(&(span.0..span.1))), backend)?,
         };
         Ok(HostTensor { dtype: view.dtype, shape: view.shape.clone(), bytes })
     }
@@ -286,18 +475,61 @@ impl Drop for DeviceArena<'_> {
     }
 }
 
-fn covers_all(view: &TensorView, bytes: usize) -> bool {
-    view.is_dense() && view.elements() * view.dtype.size() == bytes
+/// Whether a buffer is so much larger than its tensor that only the tensor's own parts are touched.
+fn is_sparse(buffer_bytes: usize, tensor_bytes: usize) -> bool {
+    buffer_bytes > SPARSE_BYTES && buffer_bytes / SPARSE_RATIO > tensor_bytes
 }
 
-/// For each byte of the buffer whether some writable view covers it.
+/// The contiguous pieces of a view whose address is its offset from the buffer's first byte, ascending, each with a
+/// band on both sides; those that meet are one.
+fn banded_pieces(view: &TensorView) -> Vec<Range<i64>> {
+    let (mut offsets, piece) = view.in_memory_order().pieces();
+    // Ascending already, unless strides make elements share memory.
+    offsets.sort_unstable();
+    let mut joined: Vec<Range<i64>> = Vec::new();
+    for offset in offsets {
+        let start = (view.address as usize + offset) as i64;
+        let banded = start - BAND..start + piece as i64 + BAND;
+        match joined.last_mut() {
+            Some(last) if banded.start <= last.end => last.end = last.end.max(banded.end),
+            _ => joined.push(banded),
+        }
+    }
+    joined
+}
+
+/// The view's elements, row-major, out of the touched bytes in which they lie.
+fn gather(view: &TensorView, touched: &Touched, backend: &dyn Backend) -> Result<Vec<u8>> {
+    let span = view.span();
+    let raw = touched.download(backend, &(span.0..span.1))?;
+    let (offsets, piece) = view.pieces();
+    let mut bytes = Vec::with_capacity(offsets.len() * piece);
+    for offset in offsets {
+        let at = touched.locate(view.address + offset as u64, piece).ok_or_else(|| untouched(view))?;
+        bytes.extend_from_slice(&raw[at]);
+    }
+    Ok(bytes)
+}
+
+fn untouched(view: &TensorView) -> RuntimeError {
+    let reason = format!("`{}` does not lie within the touched parts of its buffer", view.name);
+    RuntimeError::argument("DeviceArena", "view", reason)
+}
+
+/// Whether the view's elements, in whatever order, are all of the buffer.
+fn covers_all(view: &TensorView, bytes: usize) -> bool {
+    view.elements() * view.dtype.size() == bytes && view.in_memory_order().is_dense()
+}
+
+/// For each touched byte of the buffer whether some writable view covers it.
 fn writable_bytes(buffer: &Buffer) -> Vec<bool> {
-    let mut mask = vec![false; buffer.allocation.bytes];
+    let mut mask = vec![false; buffer.touched.bytes()];
     for view in &buffer.writable {
-        let start = (view.address - buffer.allocation.address) as usize;
-        let (offsets, piece) = view.pieces();
+        let (offsets, piece) = view.in_memory_order().pieces();
         for offset in offsets {
-            mask[start + offset..start + offset + piece].fill(true);
+            if let Some(at) = buffer.touched.locate(view.address + offset as u64, piece) {
+                mask[at].fill(true);
+            }
         }
     }
     mask
@@ -312,5 +544,123 @@ fn report(
     if let Some(first_offset) = offsets.next() {
         let bytes = 1 + offsets.count();
         violations.push(Violation { buffer: buffer.name.clone(), kind, bytes, first_offset });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every list of `axes` of these values.
+    fn lists(values: &[usize], axes: usize) -> Vec<Vec<usize>> {
+        (0..axes).fold(vec![vec![]], |lists, _| {
+            lists.iter().flat_map(|list| values.iter().map(|&value| [list.as_slice(), &[value]].concat())).collect()
+        })
+    }
+
+    /// Every shape of up to three axes of 1 to 3 elements, with every order of its axes and gaps of 0 or 2 elements.
+    fn small_layouts() -> impl Iterator<Item = (Vec<usize>, Vec<usize>, Vec<usize>)> {
+        (0..=3).flat_map(|axes| {
+            let all: Vec<usize> = (0..axes).collect();
+            let orders = lists(&all, axes).into_iter().filter(move |order| all.iter().all(|axis| order.contains(axis)));
+            orders.flat_map(move |order| {
+                let gaps = move |shape: Vec<usize>| lists(&[0, 2], axes).into_iter().map(move |g| (shape.clone(), g));
+                let drawn = lists(&[1, 2, 3], axes).into_iter().flat_map(gaps);
+                drawn.map(move |(shape, gaps)| (shape, order.clone(), gaps))
+            })
+        })
+    }
+
+    #[test]
+    fn elements_of_any_layout_are_apart_and_the_last_one_ends_the_buffer() {
+        let mut layouts = 0;
+        for (shape, order, gaps) in small_layouts() {
+            layouts += 1;
+            let layout = Layout::of(&shape, &order, &gaps).unwrap();
+            let mut offsets = vec![0];
+            for (&extent, &stride) in shape.iter().zip(&layout.strides) {
+                offsets = offsets.iter().flat_map(|at| (0..extent).map(move |i| at + i * stride as usize)).collect();
+            }
+            offsets.sort_unstable();
+            let what = format!("{shape:?} {order:?} {gaps:?}: {offsets:?}");
+            assert_eq!(offsets.last(), Some(&(layout.elements - 1)), "{what}");
+            assert!(offsets.windows(2).all(|pair| pair[0] < pair[1]), "{what}");
+            assert!(layout.check("x", &shape).is_ok(), "{what}");
+            // Each gap is as wide as was asked for, but for the outermost axis', behind which nothing follows.
+            for pair in order.windows(2) {
+                let run = shape[pair[1]] as i64 * layout.strides[pair[1]];
+                assert_eq!(layout.strides[pair[0]] - run, gaps[pair[1]] as i64, "{what}");
+            }
+        }
+        assert_eq!(layouts, 1 + 6 + 2 * 36 + 6 * 216);
+    }
+
+    #[test]
+    fn dense_and_padded_layouts_are_special_cases() {
+        for shape in [vec![], vec![7], vec![2, 3, 4], vec![1, 1, 5], vec![2, 0, 4], vec![0]] {
+            let order: Vec<usize> = (0..shape.len()).collect();
+            let mut gaps = vec![0; shape.len()];
+            assert_eq!(Layout::of(&shape, &order, &gaps).unwrap(), Layout::dense(&shape));
+            if let Some(last) = gaps.last_mut() {
+                *last = 3;
+            }
+            assert_eq!(Layout::of(&shape, &order, &gaps).unwrap(), Layout::padded(&shape, 3));
+        }
+    }
+
+    fn refusal<T: std::fmt::Debug>(result: Result<T>) -> (&'static str, String) {
+        match result {
+            Err(RuntimeError::Argument { argument, reason, .. }) => (argument, reason),
+            other => panic!("expected a refusal, not {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_layout_that_is_none_is_refused_with_its_argument_and_value() {
+        for order in [&[0, 0][..], &[0], &[0, 2], &[0, 1, 2]] {
+            let (argument, reason) = refusal(Layout::of(&[2, 3], order, &[0, 0]));
+            assert!(argument == "order" && reason.contains(&format!("{order:?}")), "{reason}");
+        }
+        let (argument, reason) = refusal(Layout::of(&[2, 3], &[0, 1], &[5]));
+        assert!(argument == "gaps" && reason.contains("[5]"), "{reason}");
+        let most = 1 << 60;
+        for (shape, gaps) in [
+            ([2, 3], [0, usize::MAX]),
+            ([2, 3], [0, most]),
+            ([usize::MAX, 3], [0, 0]),
+            ([usize::MAX, 0], [0, 2]),
+            ([3, usize::MAX], [0, 9]),
+            ([1 << 32, 1 << 31], [0, 0]),
+            ([2, 1 << 59], [0, 1]),
+        ] {
+            let (argument, reason) = refusal(Layout::of(&shape, &[0, 1], &gaps));
+            assert!(argument == "gaps" && reason.contains(&format!("{gaps:?}")), "{reason}");
+        }
+        assert_eq!(Layout::of(&[2, 1 << 59], &[0, 1], &[usize::MAX, 0]).unwrap().elements, most);
+    }
+
+    #[test]
+    fn a_layout_is_held_against_its_tensor_before_anything_is_placed() {
+        let layout = |strides: &[i64], elements| Layout { offset: 3, strides: strides.to_vec(), elements };
+        assert!(layout(&[4, 1], 3 + 4 + 3).check("x", &[2, 3]).is_ok());
+        assert!(layout(&[4, 1], 0).check("x", &[2, 0]).is_ok());
+        for wrong in [
+            layout(&[4, 1], 3 + 4 + 2),
+            layout(&[4], 100),
+            layout(&[-4, 1], 100),
+            layout(&[i64::MAX, i64::MAX], 100),
+            layout(&[4, 1], usize::MAX),
+        ] {
+            let (argument, reason) = refusal(wrong.check("x", &[2, 3]));
+            assert!(argument == "layout" && reason.contains("`x`"), "{reason}");
+        }
+    }
+
+    #[test]
+    fn a_buffer_is_sparse_when_it_is_large_and_nearly_empty() {
+        assert!(!is_sparse(SPARSE_BYTES, 0));
+        assert!(is_sparse(SPARSE_BYTES + 1, 16));
+        assert!(!is_sparse(8 << 30, 1 << 30));
+        assert!(is_sparse((8 << 30) + 8, 1 << 30));
     }
 }

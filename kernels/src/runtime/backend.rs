@@ -1,6 +1,7 @@
 //! What a backend has to offer: memory, compilation, launches, time.
 
 use std::fmt;
+use std::ops::Range;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -71,6 +72,34 @@ pub struct Allocation {
     pub back_band: usize,
 }
 
+/// An allocation of which only some parts are memory to work with.
+#[derive(Clone, Debug)]
+pub struct Reservation {
+    /// As [`Backend::allocate`] gives it; `bytes` counts the untouched parts, too.
+    pub allocation: Allocation,
+    /// Device addresses that may be filled, uploaded to and downloaded, ascending, with something between any two:
+    /// what was asked for, rounded up to what the device can set apart.
+    pub touched: Vec<Range<u64>>,
+}
+
+/// Widens `ranges` (bytes from `address`, ascending by their starts) to multiples of `granule`, cuts them to `within`
+/// and joins those that meet.
+pub(super) fn granules(ranges: &[Range<i64>], address: u64, within: &Range<u64>, granule: u64) -> Vec<Range<u64>> {
+    let mut joined: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        let start = address.saturating_add_signed(range.start) / granule * granule;
+        let end = address.saturating_add_signed(range.end);
+        let end = end.checked_next_multiple_of(granule).unwrap_or(u64::MAX);
+        let (start, end) = (start.max(within.start), end.min(within.end));
+        match joined.last_mut() {
+            _ if start >= end => {}
+            Some(last) if start <= last.end => last.end = last.end.max(end),
+            _ => joined.push(start..end),
+        }
+    }
+    joined
+}
+
 /// What a compiled module exports for one kernel, next to its code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelExports {
@@ -117,6 +146,15 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// Out of memory.
     fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation>;
+
+    /// Sets `bytes` bytes of addresses apart with guard bands, of which only `touched` (in bytes from the first one,
+    /// ascending by their starts; they may reach into the bands) will be used: for tensors whose strides leave
+    /// gigabytes between rows. What lies elsewhere costs no memory where the device can do without, and holds
+    /// undefined bytes or none. `name` appears in errors.
+    ///
+    /// # Errors
+    /// [`RuntimeError::TooLarge`](super::RuntimeError::TooLarge), and those of [`Backend::allocate`].
+    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation>;
 
     /// Frees an allocation made by this backend; nothing may use it any more.
     fn free(&self, allocation: &Allocation);
@@ -168,5 +206,23 @@ pub trait Backend: Send + Sync {
     /// Those of `work` and of the device.
     fn time_recorded(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
         self.time(work)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::slice::from_ref;
+
+    use super::*;
+
+    #[test]
+    fn ranges_are_widened_cut_and_joined_where_they_meet() {
+        let within = 1000..1200;
+        assert_eq!(granules(&[-8..3, 40..41, 50..60], 1008, &within, 16), [1000..1024, 1040..1072]);
+        assert_eq!(granules(&[0..16, 16..32, 20..24], 1008, &within, 16), from_ref(&(1008..1040)));
+        assert_eq!(granules(&[0..100, 8..16, 101..102], 1008, &within, 16), from_ref(&(1008..1120)));
+        assert_eq!(granules(&[180..900, 1 << 40..1 << 41], 1008, &within, 16), from_ref(&(1184..1200)));
+        assert_eq!(granules(&[i64::MIN..-16, 0..0], 1008, &within, 16), []);
+        assert_eq!(granules(from_ref(&(i64::MIN..i64::MAX)), 1008, &within, 16), from_ref(&within));
     }
 }

@@ -98,6 +98,19 @@ pub enum RuntimeError {
         /// CUDA's description.
         message: String,
     },
+    /// A buffer asks for more than the device at hand has to give: nothing is wrong but the machine's size, so that
+    /// whoever drew the case may count it as skipped.
+    #[error("`{name}` is too large for this device: it needs {needed} {of}, and at most {limit} are to be had")]
+    TooLarge {
+        /// The buffer's name.
+        name: String,
+        /// How many it needs.
+        needed: usize,
+        /// How many it may have.
+        limit: usize,
+        /// Of what, in the plural, such as `bytes of device memory`.
+        of: &'static str,
+    },
     /// The operating system refused something (memory, files, processes).
     #[error("{doing}: {source}")]
     System {

@@ -4,10 +4,11 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::backend::{Allocation, Backend, Environment, LoadedModule, Placement};
+use super::backend::{Allocation, Backend, Environment, LoadedModule, Placement, Reservation, granules};
 use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
 
@@ -22,7 +23,7 @@ pub struct RecordingBackend {
 
 struct Memory {
     next: u64,
-    /// Contents by the address of the first byte.
+    /// Contents by the address of the first byte: whole buffers, and the touched parts of reserved ones.
     buffers: BTreeMap<u64, Vec<u8>>,
 }
 
@@ -38,6 +39,20 @@ impl RecordingBackend {
 }
 
 impl Memory {
+    /// Addresses for a buffer of `bytes` bytes, which no other has.
+    fn addresses(&mut self, name: &str, bytes: usize) -> Result<Range<u64>> {
+        let past = (bytes as u64).checked_add(self.next);
+        let next = past.and_then(|end| (end / ALIGNMENT + 1).checked_mul(ALIGNMENT));
+        let next = next.ok_or_else(|| RuntimeError::TooLarge {
+            name: name.to_owned(),
+            needed: bytes,
+            limit: (u64::MAX - self.next) as usize,
+            of: "bytes of addresses",
+        })?;
+        let start = std::mem::replace(&mut self.next, next);
+        Ok(start..start + bytes as u64)
+    }
+
     fn bytes(&mut self, address: u64, bytes: usize) -> Result<&mut [u8]> {
         if bytes == 0 {
             return Ok(&mut []);
@@ -66,16 +81,31 @@ impl Backend for RecordingBackend {
         })
     }
 
-    fn allocate(&self, _name: &str, bytes: usize, _placement: Placement) -> Result<Allocation> {
+    fn allocate(&self, name: &str, bytes: usize, _placement: Placement) -> Result<Allocation> {
         let mut memory = self.memory();
-        let address = memory.next;
-        memory.next += (bytes as u64 / ALIGNMENT + 1) * ALIGNMENT;
+        let address = memory.addresses(name, bytes)?.start;
         memory.buffers.insert(address, vec![0; bytes]);
         Ok(Allocation { address, bytes, front_band: 0, back_band: 0 })
     }
 
+    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], _placement: Placement) -> Result<Reservation> {
+        let mut memory = self.memory();
+        let addresses = memory.addresses(name, bytes)?;
+        let touched = granules(touched, addresses.start, &addresses, 1);
+        for range in &touched {
+            memory.buffers.insert(range.start, vec![0; (range.end - range.start) as usize]);
+        }
+        let allocation = Allocation { address: addresses.start, bytes, front_band: 0, back_band: 0 };
+        Ok(Reservation { allocation, touched })
+    }
+
     fn free(&self, allocation: &Allocation) {
-        self.memory().buffers.remove(&allocation.address);
+        let (start, bytes) = (allocation.address, allocation.bytes.max(1) as u64);
+        let mut memory = self.memory();
+        let parts: Vec<u64> = memory.buffers.range(start..start + bytes).map(|(&part, _)| part).collect();
+        for part in parts {
+            memory.buffers.remove(&part);
+        }
     }
 
     fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
@@ -117,8 +147,8 @@ mod tests {
     use crate::runtime::arena::Layout;
     use crate::runtime::{BackendKind, Contract, DType, Device, DeviceArena, HostTensor, Role};
 
-    fn recorder() -> Device {
-        Device::recording(Environment {
+    fn environment() -> Environment {
+        Environment {
             backend: BackendKind::External,
             device: "external: test".into(),
             driver: String::new(),
@@ -126,7 +156,11 @@ mod tests {
             target: String::new(),
             processors: 1,
             shared_bytes_per_block: 0,
-        })
+        }
+    }
+
+    fn recorder() -> Device {
+        Device::recording(environment())
     }
 
     #[test]
@@ -152,5 +186,29 @@ mod tests {
         let error = arena.input("x", &HostTensor::from_i32(&[2], &[1, 3])).unwrap_err();
         assert!(error.to_string().contains("`x`"), "{error}");
         assert!(device.backend().download(x.address + 4, &mut [0; 8]).is_err());
+    }
+
+    #[test]
+    fn a_tensor_with_huge_strides_is_recorded_without_its_gaps() {
+        let backend = RecordingBackend::new(environment());
+        let x = HostTensor::from_i32(&[2, 3], &[1, 2, 3, 4, 5, 6]);
+        let huge = Layout::of(&[2, 3], &[0, 1], &[0, 1 << 40]).unwrap();
+        let bytes = 4 * huge.elements;
+        let row = 4 * huge.strides[0];
+        let reserved = backend.reserve("x", bytes, &[-16..12 + 16, row - 16..row + 12], Placement::FlushBack);
+        let reserved = reserved.unwrap();
+        let held: usize = backend.memory().buffers.values().map(Vec::len).sum();
+        assert_eq!(held, 12 + 16 + 16 + 12);
+        assert!(backend.download(reserved.allocation.address + row as u64 / 2, &mut [0; 4]).is_err());
+        backend.free(&reserved.allocation);
+        assert!(backend.memory().buffers.is_empty());
+
+        let device = recorder();
+        let mut arena = DeviceArena::new(&device, Contract::HUGE);
+        let view = arena.upload("x", &x, &huge, Role::Input).unwrap();
+        let y = arena.allocate("y", DType::I32, &[2, 3], &huge, Role::Output).unwrap();
+        assert_eq!(arena.download(&view).unwrap(), x);
+        assert_eq!(arena.download(&y).unwrap().bytes, [0x7b; 24]);
+        assert_eq!(device.take_recorded(), [("x".to_owned(), x)]);
     }
 }

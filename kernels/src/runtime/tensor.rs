@@ -1,5 +1,6 @@
 //! Tensors on the host (owned bytes) and views of tensors on a device.
 
+use std::cmp::Reverse;
 use std::fmt;
 
 use half::bf16;
@@ -201,25 +202,92 @@ impl TensorView {
         self.address == other.address && self.shape == other.shape && self.strides == other.strides
     }
 
-    /// Byte offsets of the view's contiguous pieces from element 0, in row-major order, and the bytes of each.
-    /// A dense tensor is one piece.
+    /// The same elements with the axes from outermost to innermost in memory, without axes of one element.
+    pub(super) fn in_memory_order(&self) -> Self {
+        let mut axes: Vec<usize> = (0..self.shape.len()).filter(|&axis| self.shape[axis] != 1).collect();
+        axes.sort_by_key(|&axis| Reverse(self.strides[axis]));
+        Self {
+            shape: axes.iter().map(|&axis| self.shape[axis]).collect(),
+            strides: axes.iter().map(|&axis| self.strides[axis]).collect(),
+            ..self.clone()
+        }
+    }
+
+    /// Byte offsets of the view's contiguous pieces from element 0, in row-major order, and the bytes of each: as many
+    /// of the last axes as lie densely make a piece. A dense tensor is one piece; where the last axis is strided, every
+    /// element is one.
     pub fn pieces(&self) -> (Vec<usize>, usize) {
         let size = self.dtype.size();
         if self.elements() == 0 {
             return (Vec::new(), 0);
         }
-        if self.is_dense() {
-            return (vec![0], self.elements() * size);
+        let (mut outer, mut elements) = (self.shape.len(), 1);
+        while outer > 0 && (self.shape[outer - 1] == 1 || self.strides[outer - 1] == elements as i64) {
+            outer -= 1;
+            elements *= self.shape[outer];
         }
-        let (outer, row) = match (self.shape.split_last(), self.strides.last()) {
-            (Some((&last, outer)), Some(1)) => (outer, last),
-            _ => (&self.shape[..], 1),
-        };
         let mut offsets = vec![0usize];
-        for (&extent, &stride) in outer.iter().zip(&self.strides) {
-            let along = |&base: &usize| (0..extent).map(move |i| base + i * stride as usize * size);
-            offsets = offsets.iter().flat_map(along).collect();
+        for (&extent, &stride) in self.shape[..outer].iter().zip(&self.strides) {
+            let mut along = Vec::with_capacity(offsets.len() * extent);
+            for base in offsets {
+                along.extend((0..extent).map(|i| base + i * stride as usize * size));
+            }
+            offsets = along;
         }
-        (offsets, row * size)
+        (offsets, elements * size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(shape: &[usize], strides: &[i64]) -> TensorView {
+        TensorView {
+            name: "x".into(),
+            address: 0,
+            dtype: DType::Bf16,
+            shape: shape.to_vec(),
+            strides: strides.to_vec(),
+        }
+    }
+
+    /// The definition: every element by itself.
+    fn element_offsets(view: &TensorView) -> Vec<usize> {
+        let mut offsets = vec![0];
+        for (&extent, &stride) in view.shape.iter().zip(&view.strides) {
+            offsets =
+                offsets.iter().flat_map(|base| (0..extent).map(move |i| base + 2 * i * stride as usize)).collect();
+        }
+        offsets
+    }
+
+    #[test]
+    fn pieces_are_the_elements_in_row_major_order_and_as_long_as_the_layout_allows() {
+        for (shape, strides, pieces, bytes) in [
+            (vec![], vec![], 1, 2),
+            (vec![2, 3, 4], vec![12, 4, 1], 1, 48),
+            (vec![2, 3, 4], vec![15, 5, 1], 6, 8),
+            (vec![2, 3, 4], vec![1 << 33, 4, 1], 2, 24),
+            (vec![2, 3, 4], vec![4, 8, 1], 6, 8),
+            (vec![2, 3, 4], vec![1, 2, 6], 24, 2),
+            (vec![2, 1, 4], vec![4, 99, 1], 1, 16),
+            (vec![2, 3, 1], vec![1 << 40, 1, 7], 2, 6),
+            (vec![2, 0, 4], vec![4, 4, 1], 0, 0),
+        ] {
+            let view = view(&shape, &strides);
+            let (offsets, piece) = view.pieces();
+            assert_eq!((offsets.len(), piece), (pieces, bytes), "{shape:?} {strides:?}");
+            let elements: Vec<usize> = offsets.iter().flat_map(|at| (*at..at + piece).step_by(2)).collect();
+            assert_eq!(elements, element_offsets(&view), "{shape:?} {strides:?}");
+        }
+    }
+
+    #[test]
+    fn in_memory_order_a_permuted_tensor_is_dense_and_a_gap_stays_a_gap() {
+        let order = |shape: &[usize], strides: &[i64]| view(shape, strides).in_memory_order();
+        assert_eq!(order(&[2, 3, 4], &[1, 2, 6]).pieces(), (vec![0], 48));
+        assert_eq!(order(&[2, 1, 3, 4], &[4, 0, 9, 1]).strides, [9, 4, 1]);
+        assert_eq!(order(&[2, 3, 4], &[4, 9, 1]).pieces(), (vec![0, 18, 36], 16));
     }
 }

@@ -228,6 +228,15 @@ impl Context {
         Ok(())
     }
 
+    /// Bytes of device memory that nobody has.
+    pub fn free_memory(&self) -> Result<usize> {
+        self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the context is current; two numbers are written.
+        self.check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
+        Ok(free)
+    }
+
     /// Copies to the host and waits.
     pub fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
         self.enter()?;

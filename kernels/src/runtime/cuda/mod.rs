@@ -11,6 +11,7 @@ mod library;
 mod module;
 pub mod nvrtc;
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +22,7 @@ use self::driver::{Context, Event, Properties};
 use self::graph::Graph;
 pub use self::module::CudaModule;
 pub use self::nvrtc::{Compiled, Nvrtc};
-use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement};
+use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Reservation, granules};
 use super::cache::ModuleCache;
 use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
@@ -31,6 +32,12 @@ const GUARD_BAND: usize = 4096;
 
 /// Usable sizes are rounded up to this, bytes; the rest belongs to the back band.
 const ROUNDING: usize = 256;
+
+/// A reserved buffer may take this part of the free memory.
+const RESERVED_PART: usize = 4;
+
+/// Touched ranges of a reserved buffer are rounded up to this, bytes.
+const TOUCHED_GRANULE: u64 = 16;
 
 /// Length of the digest that ends a stored cubin, bytes.
 const DIGEST: usize = blake3::OUT_LEN;
@@ -104,6 +111,13 @@ fn banded(bytes: usize) -> Option<(usize, usize)> {
     Some((total, total - GUARD_BAND - bytes))
 }
 
+/// The device addresses of `touched`, as far as they lie within the allocation or its bands.
+fn touched_of(allocation: &Allocation, touched: &[Range<i64>]) -> Vec<Range<u64>> {
+    let end = allocation.address + (allocation.bytes + allocation.back_band) as u64;
+    let within = allocation.address - allocation.front_band as u64..end;
+    granules(touched, allocation.address, &within, TOUCHED_GRANULE)
+}
+
 impl Backend for CudaBackend {
     fn environment(&self) -> &Environment {
         &self.environment
@@ -141,6 +155,20 @@ impl Backend for CudaBackend {
         let result = unsafe { sys::cuMemAlloc_v2(&mut base, total) };
         self.context.check(result, format_args!("cuMemAlloc({name}, {total} bytes)"))?;
         Ok(Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band })
+    }
+
+    /// A plain allocation, gaps and all, so that it gets no more than a part of what is free: other buffers, other
+    /// threads and other processes need theirs.
+    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
+        let total = banded(bytes).map_or(usize::MAX, |(total, _)| total);
+        let limit = self.context.free_memory()? / RESERVED_PART;
+        if total > limit {
+            let of = "bytes of device memory";
+            return Err(RuntimeError::TooLarge { name: name.to_owned(), needed: total, limit, of });
+        }
+        let allocation = self.allocate(name, bytes, placement)?;
+        let touched = touched_of(&allocation, touched);
+        Ok(Reservation { allocation, touched })
     }
 
     fn free(&self, allocation: &Allocation) {
@@ -265,6 +293,15 @@ mod tests {
         }
         assert_eq!(banded(usize::MAX), None);
         assert_eq!(banded(usize::MAX - 300), None);
+    }
+
+    #[test]
+    fn touched_ranges_reach_into_the_bands_and_no_further() {
+        let (_, back_band) = banded(1000).expect("fits");
+        let allocation = Allocation { address: 1 << 20, bytes: 1000, front_band: GUARD_BAND, back_band };
+        let touched = touched_of(&allocation, &[-5000..-4000, -10..20, 990..1 << 40]);
+        let at = |offset: i64| (1u64 << 20).strict_add_signed(offset);
+        assert_eq!(touched, [at(-4096)..at(-4000), at(-16)..at(32), at(976)..at(1000 + back_band as i64)]);
     }
 
     #[test]

@@ -1,19 +1,76 @@
 //! Buffers between guard pages, and the names by which a bad address is reported.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::io;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
 
-use crate::runtime::backend::{Allocation, Placement};
+use crate::runtime::backend::{Allocation, Placement, Reservation, granules};
 use crate::runtime::error::{Result, RuntimeError};
 
 /// Bytes of inaccessible memory on each side of a buffer. Wide, so that an index that is off by a
 /// row or two of a large tensor still lands in it.
 const GUARD_BYTES: usize = 1 << 20;
 
+/// The same for a reserved buffer: an offset of 32 bits that wrapped, times the largest element's 4 bytes, lands in it
+/// whether it is read as signed or as unsigned, and not in some other buffer.
+const RESERVED_GUARD_BYTES: usize = 4 << 32;
+
+/// Bytes of the largest reserved buffer. A process has 128 of these.
+const MOST_RESERVED_BYTES: usize = 1 << 40;
+
+/// Most touched ranges of a reserved buffer. Each splits a mapping, of which Linux grants a process 65530.
+const MOST_RANGES: usize = 8192;
+
+/// Address space of this process, unmapped when dropped.
+struct Mapping {
+    start: usize,
+    bytes: usize,
+}
+
+impl Mapping {
+    /// Maps `bytes` inaccessible bytes.
+    fn new(bytes: usize) -> io::Result<Self> {
+        // SAFETY: an anonymous private mapping at an address of the system's choice.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if start == libc::MAP_FAILED {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(Self { start: start as usize, bytes })
+        }
+    }
+
+    /// Makes whole pages of the mapping accessible.
+    fn open(&self, pages: &Range<u64>) -> io::Result<()> {
+        assert!(self.start as u64 <= pages.start && pages.end <= (self.start + self.bytes) as u64, "pages of another");
+        let bytes = (pages.end - pages.start) as usize;
+        // SAFETY: the range lies within this mapping (checked above), which nothing but kernels and copies uses.
+        match unsafe { libc::mprotect(pages.start as *mut _, bytes, libc::PROT_READ | libc::PROT_WRITE) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, unmapped once, here; the buffer's owner has freed it.
+        unsafe { libc::munmap(self.start as *mut _, self.bytes) };
+    }
+}
+
 struct Region {
     name: String,
-    mapping: usize,
-    mapping_bytes: usize,
+    mapping: Mapping,
     data: usize,
     data_bytes: usize,
 }
@@ -31,69 +88,91 @@ fn page_bytes() -> usize {
 }
 
 impl GuardedMemory {
+    fn regions(&self) -> MutexGuard<'_, BTreeMap<usize, Region>> {
+        self.regions.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     /// Maps a buffer of `bytes` bytes; see [`Placement`] for which of its ends touches a guard page.
     pub fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
+        self.map(name, bytes, placement, GUARD_BYTES, |pages, _| vec![pages]).map(|reservation| reservation.allocation)
+    }
+
+    /// Maps a buffer of which only the pages that hold some of `touched` can be accessed; see
+    /// [`Backend::reserve`](crate::runtime::backend::Backend::reserve).
+    pub fn reserve(
+        &self,
+        name: &str,
+        bytes: usize,
+        touched: &[Range<i64>],
+        placement: Placement,
+    ) -> Result<Reservation> {
+        let too_large = |needed, limit, of| RuntimeError::TooLarge { name: name.to_owned(), needed, limit, of };
+        if bytes > MOST_RESERVED_BYTES {
+            return Err(too_large(bytes, MOST_RESERVED_BYTES, "bytes of addresses"));
+        }
+        // Before anything is mapped: how many there are does not depend on where they lie, but for two that share a page.
+        if touched.len() > MOST_RANGES {
+            return Err(too_large(touched.len(), MOST_RANGES, "ranges of memory far apart"));
+        }
+        let page = page_bytes() as u64;
+        self.map(name, bytes, placement, RESERVED_GUARD_BYTES, |pages, data| granules(touched, data, &pages, page))
+    }
+
+    /// Maps a buffer and makes those of its pages accessible that `choose` names, given all of them and the address of
+    /// the first usable byte.
+    fn map(
+        &self,
+        name: &str,
+        bytes: usize,
+        placement: Placement,
+        guard: usize,
+        choose: impl FnOnce(Range<u64>, u64) -> Vec<Range<u64>>,
+    ) -> Result<Reservation> {
         let page = page_bytes();
-        let usable = bytes.next_multiple_of(page).max(page);
-        let mapping_bytes = usable + 2 * GUARD_BYTES;
-        // SAFETY: an anonymous private mapping at an address of the system's choice.
-        let mapping = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                mapping_bytes,
-                libc::PROT_NONE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if mapping == libc::MAP_FAILED {
-            return Err(RuntimeError::system(
-                format!("mapping {bytes} bytes for `{name}`"),
-                std::io::Error::last_os_error(),
-            ));
-        }
-        let mapping = mapping as usize;
-        let start = mapping + GUARD_BYTES;
-        // SAFETY: the range lies within the mapping made above.
-        if unsafe { libc::mprotect(start as *mut _, usable, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
-            let error = std::io::Error::last_os_error();
-            // SAFETY: unmaps the mapping made above, which nothing uses yet.
-            unsafe { libc::munmap(mapping as *mut _, mapping_bytes) };
-            return Err(RuntimeError::system(format!("mapping {bytes} bytes for `{name}`"), error));
-        }
+        let failed = |error| RuntimeError::system(format!("mapping {bytes} bytes for `{name}`"), error);
+        let usable = bytes.max(1).checked_next_multiple_of(page);
+        let sizes = usable.and_then(|usable| Some((usable, usable.checked_add(2 * guard)?)));
+        let (usable, mapped) = sizes.ok_or_else(|| failed(io::ErrorKind::OutOfMemory.into()))?;
+        let mapping = Mapping::new(mapped).map_err(failed)?;
+        let start = mapping.start + guard;
         let front_band = match placement {
             // Kernels may rely on 16-byte alignment, so up to 15 bytes behind the end stay a band.
             Placement::FlushBack => (usable - bytes) / 16 * 16,
             Placement::FlushFront => 0,
         };
         let data = start + front_band;
-        let region = Region { name: name.to_owned(), mapping, mapping_bytes, data, data_bytes: bytes };
-        self.regions.lock().unwrap_or_else(|e| e.into_inner()).insert(mapping, region);
-        Ok(Allocation { address: data as u64, bytes, front_band, back_band: usable - bytes - front_band })
+        let touched = choose(start as u64..(start + usable) as u64, data as u64);
+        touched.iter().try_for_each(|pages| mapping.open(pages)).map_err(failed)?;
+        let region = Region { name: name.to_owned(), mapping, data, data_bytes: bytes };
+        self.regions().insert(region.mapping.start, region);
+        let back_band = usable - bytes - front_band;
+        Ok(Reservation { allocation: Allocation { address: data as u64, bytes, front_band, back_band }, touched })
     }
 
     /// Unmaps a buffer.
     pub fn free(&self, allocation: &Allocation) {
-        let mapping = allocation.address as usize - allocation.front_band - GUARD_BYTES;
-        let region = self.regions.lock().unwrap_or_else(|e| e.into_inner()).remove(&mapping);
-        if let Some(region) = region {
-            // SAFETY: the region was mapped by `allocate` and is unmapped once, here.
-            unsafe { libc::munmap(region.mapping as *mut _, region.mapping_bytes) };
-        }
+        let data = allocation.address as usize;
+        let mut regions = self.regions();
+        let found = regions.range(..=data).next_back().filter(|(_, region)| region.data == data).map(|(&key, _)| key);
+        let region = found.and_then(|key| regions.remove(&key));
+        // Unmapped without the lock.
+        drop(regions);
+        drop(region);
     }
 
     /// Says which buffer `address` belongs to or lies near.
     pub fn describe(&self, address: usize) -> String {
-        let regions = self.regions.lock().unwrap_or_else(|e| e.into_inner());
+        let regions = self.regions();
         let near = regions.range(..=address).next_back().map(|(_, region)| region);
         match near {
-            Some(r) if address < r.mapping + r.mapping_bytes => {
-                let offset = address as i128 - r.data as i128;
-                let place = if offset < 0 {
-                    format!("{} bytes before the start", -offset)
+            Some(r) if address - r.mapping.start < r.mapping.bytes => {
+                let place = if address < r.data {
+                    format!("{} bytes before the start", r.data - address)
+                } else if address - r.data < r.data_bytes {
+                    // All of an ordinary buffer can be accessed, so that this one is reserved.
+                    format!("{} bytes past the start, in the gap between rows", address - r.data)
                 } else {
-                    format!("{} bytes past the end", offset - r.data_bytes as i128)
+                    format!("{} bytes past the end", address - r.data - r.data_bytes)
                 };
                 format!("accessed `{}` {place} ({} bytes long)", r.name, r.data_bytes)
             }
@@ -103,12 +182,46 @@ impl GuardedMemory {
     }
 }
 
-impl Drop for GuardedMemory {
-    fn drop(&mut self) {
-        let regions = self.regions.get_mut().unwrap_or_else(|e| e.into_inner());
-        for region in regions.values() {
-            // SAFETY: mapped by `allocate`, not yet unmapped (it would be gone from the map).
-            unsafe { libc::munmap(region.mapping as *mut _, region.mapping_bytes) };
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrapped_offset_from_either_end_of_a_reserved_buffer_has_the_buffers_name() {
+        let memory = GuardedMemory::default();
+        let bytes = 5usize << 32;
+        let ends = [0..64, bytes as i64 - 64..bytes as i64];
+        for placement in [Placement::FlushBack, Placement::FlushFront] {
+            let Reservation { allocation, touched } = memory.reserve("x", bytes, &ends, placement).unwrap();
+            assert_eq!(touched.len(), 2);
+            let page = page_bytes() as u64;
+            assert!(touched.iter().all(|range| range.start % page == 0 && range.end - range.start <= 2 * page));
+            let start = allocation.address as usize;
+            let said = |address: usize| memory.describe(address);
+            assert_eq!(
+                said(start - (4 << 31)),
+                format!("accessed `x` {} bytes before the start ({bytes} bytes long)", 4u64 << 31)
+            );
+            assert!(said(start + bytes + (3 << 32)).contains("`x` 12884901888 bytes past the end"));
+            assert!(said(start + (1 << 32)).contains("`x` 4294967296 bytes past the start, in the gap between rows"));
+            memory.free(&allocation);
+            assert!(said(start + (1 << 32)).contains("no buffer's"));
         }
+    }
+
+    #[test]
+    fn what_no_process_can_map_is_refused_by_name() {
+        let memory = GuardedMemory::default();
+        let refused = |bytes, ranges: &[Range<i64>]| match memory.reserve("x", bytes, ranges, Placement::FlushBack) {
+            Err(RuntimeError::TooLarge { name, needed, limit, .. }) => (name, needed, limit),
+            other => panic!("expected a refusal, not {other:?}"),
+        };
+        assert_eq!(refused(usize::MAX, &[]), ("x".into(), usize::MAX, MOST_RESERVED_BYTES));
+        let rows: Vec<_> = (0..=MOST_RANGES as i64).map(|row| row << 20..(row << 20) + 16).collect();
+        assert_eq!(refused(1 << 39, &rows), ("x".into(), MOST_RANGES + 1, MOST_RANGES));
+        let most = memory.reserve("x", 1 << 39, &rows[1..], Placement::FlushBack).unwrap();
+        assert_eq!(most.touched.len(), MOST_RANGES);
+        memory.free(&most.allocation);
+        assert!(memory.allocate("x", usize::MAX - 1, Placement::FlushBack).is_err());
     }
 }

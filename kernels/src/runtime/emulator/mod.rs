@@ -15,6 +15,7 @@ pub mod schedule;
 mod wgmma;
 
 use std::ffi::c_void;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,7 +27,9 @@ use libloading::os::unix::Library;
 
 use self::memory::GuardedMemory;
 use self::schedule::{Block, BlockFault, BlockLaunch, Dim3, HOST_API, HostApi, STOPPED, TIME_LIMIT, ThreadContext};
-use super::backend::{Allocation, Backend, BackendKind, Environment, KernelExports, LoadedModule, Placement};
+use super::backend::{
+    Allocation, Backend, BackendKind, Environment, KernelExports, LoadedModule, Placement, Reservation,
+};
 use super::cache::ModuleCache;
 use super::error::{Result, RuntimeError};
 use super::source::{SourceTree, emulator_headers};
@@ -229,6 +232,10 @@ impl Backend for EmulatorBackend {
 
     fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
         self.shared.memory.allocate(name, bytes, placement)
+    }
+
+    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
+        self.shared.memory.reserve(name, bytes, touched, placement)
     }
 
     fn free(&self, allocation: &Allocation) {
