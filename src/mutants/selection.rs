@@ -176,7 +176,7 @@ mod tests {
         assert_eq!(concerned("kernels/cuda/rope.cu"), ["rope"]);
         assert_eq!(concerned("reference/src/rope.rs"), ["rope"]);
         assert_eq!(concerned("src/operators/rope.rs"), ["rope"]);
-        assert_eq!(concerned("kernels/cuda/include/kv_cache.h"), ["decode_attention", "kv_cache_write"]);
+        assert_eq!(concerned("kernels/cuda/include/combine.h"), ["decode_attention", "attention_combine"]);
         assert_eq!(concerned("kernels/cuda/sparse_attention_hopper_backward.cu"), ["sparse_attention"]);
         assert_eq!(concerned("README.md"), [""; 0]);
     }

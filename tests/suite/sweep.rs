@@ -44,34 +44,22 @@ impl Observer for Collected {
     }
 }
 
-/// Sweeps an operator without remembered cases.
-fn run(operator: &str, device: &Device, cases: usize, seed: u64, checks: CheckOptions) -> Collected {
-    let nothing = tempfile::tempdir().unwrap();
-    let options = SweepOptions {
+/// A sweep without remembered cases.
+fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
+    SweepOptions {
         profile: Profile::Quick,
         cases: Some(cases),
         seed,
         checks,
-        regressions: Regressions::new(nothing.path()),
+        regressions: Regressions::new(Path::new("none")),
         remember: false,
         time_budget: None,
-    };
-    let mut collected = Collected::default();
-    sweep::sweep(registry::find(operator).unwrap(), device, &options, &mut collected).unwrap();
-    collected
+    }
 }
 
 #[test]
 fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
-    let options = SweepOptions {
-        profile: Profile::Quick,
-        cases: Some(20),
-        seed: 1,
-        checks: CheckOptions { schedules: 0, triangulate: false },
-        regressions: Regressions::new(Path::new("none")),
-        remember: false,
-        time_budget: None,
-    };
+    let options = options(20, 1, CheckOptions { schedules: 0, triangulate: false });
     let gpu = |target: &str| Environment {
         backend: BackendKind::Cuda,
         target: target.into(),
@@ -114,10 +102,11 @@ fn every_case_that_a_strategy_draws_or_shrinks_to_replays_from_its_line() {
 
 #[test]
 fn the_same_seed_draws_the_same_cases_and_another_seed_others() {
-    let none = CheckOptions { schedules: 0, triangulate: false };
-    let drawn = |seed| -> Vec<_> {
-        let records = run("rope", support::device(), 2, seed, none).records;
-        records.into_iter().map(|record| record.case).collect()
+    let operator = registry::find("rope").unwrap();
+    let drawn = |seed| -> Vec<Case> {
+        let options = options(2, seed, CheckOptions { schedules: 0, triangulate: false });
+        let (planned, _) = sweep::plan(operator, Vec::new(), &options, support::device().environment()).unwrap();
+        planned.into_iter().map(|planned| planned.case).collect()
     };
     let first = drawn(5);
     assert_eq!(first, drawn(5));
@@ -132,7 +121,10 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
     assert_eq!(text.matches(mean).count(), 1);
     let wrong = tree.with_text(file, text.replace(mean, &mean.replace("(width)", "(width + 1)")), "a wrong mean");
     let device = support::device().with_tree(wrong);
-    let records = run("rms_norm", &device, 1, 3, CheckOptions { schedules: 0, triangulate: false }).records;
+    let (options, mut collected) =
+        (options(1, 3, CheckOptions { schedules: 0, triangulate: false }), Collected::default());
+    sweep::sweep(registry::find("rms_norm").unwrap(), &device, &options, &mut collected).unwrap();
+    let records = collected.records;
     let [drawn, small] = &records[records.len() - 2..] else { panic!("nothing was shrunk") };
     assert_eq!((drawn.origin, small.origin), (Origin::Drawn, Origin::Shrunk));
     let failed =
@@ -191,39 +183,30 @@ impl Runner for MadeUp<'_> {
 
 /// Sweeps the made-up kernels of rms_norm; also returns how many cases ran, those that were made smaller among them.
 fn sweep_made_up(spoilt: &[&'static str], time_budget: Option<Duration>) -> (Collected, Vec<Skip>, u32) {
-    let options = SweepOptions {
-        profile: Profile::Quick,
-        cases: Some(12),
-        seed: 3,
-        checks: CheckOptions { schedules: 0, triangulate: false },
-        regressions: Regressions::new(Path::new("none")),
-        remember: false,
-        time_budget,
-    };
+    let options = SweepOptions { time_budget, ..options(12, 3, CheckOptions { schedules: 0, triangulate: false }) };
     let (runner, mut collected) = (MadeUp { spoilt, cases: Cell::new(0) }, Collected::default());
     let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, &options, &mut collected).unwrap();
     (collected, skips, runner.cases.get())
 }
 
-/// Records of a sweep that failed on the tensor of this check first.
+/// Check and tensor at which each case that was made smaller fails first.
 fn shrunk(collected: &Collected) -> Vec<(&str, &str)> {
     let records = collected.records.iter().filter(|record| record.origin == Origin::Shrunk);
     let first = |record: &'_ CaseRecord| record.checks.iter().position(|c| c.verdict != Verdict::Pass);
-    records
-        .map(|record| &record.checks[first(record).expect("a failure that was made smaller still fails")])
-        .map(|check| (check.check.as_str(), check.tensor.as_str()))
-        .collect()
+    let failure = |record| &record.checks[first(record).expect("a failure that was made smaller still fails")];
+    records.map(failure).map(|check| (check.check.as_str(), check.tensor.as_str())).collect()
 }
 
 #[test]
 fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lists_the_rest() {
     let (failing, skips, cases) = sweep_made_up(&["y"], None);
     let (passing, _, of_a_pass) = sweep_made_up(&[], None);
-    let failed = |collected: &Collected| {
-        let fails = |record: &&CaseRecord| record.verdict() != Verdict::Pass;
-        collected.records.iter().filter(fails).filter(|record| record.origin != Origin::Shrunk).count()
-    };
-    assert_eq!((failed(&failing), failed(&passing)), (failing.planned, 0), "every case fails, and none by itself");
+    let failed = |record: &&CaseRecord| record.verdict() != Verdict::Pass;
+    if let Some(record) = passing.records.iter().find(failed) {
+        panic!("what is not spoilt fails: {}", sweep::failure_text(record));
+    }
+    let swept = failing.records.iter().filter(|record| record.origin != Origin::Shrunk);
+    assert_eq!(swept.filter(failed).count(), failing.planned, "every case fails, and is listed");
     assert_eq!(shrunk(&failing), [("forward", "y")]);
     let [skip] = skips.as_slice() else { panic!("{skips:?}") };
     assert_eq!((skip.what.as_str(), skip.count), ("failing cases of rms_norm made smaller", 11));
