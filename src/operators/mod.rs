@@ -11,7 +11,7 @@ pub mod sparse_attention;
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::runtime::arena::Layout;
-use dsv4_kernels::runtime::{DType, DeviceArena, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{DType, HostTensor};
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};
@@ -107,44 +107,6 @@ pub(crate) fn deterministic(name: &'static str, tensor: HostTensor) -> KernelTen
 /// Dense, or with `padding` elements after each row.
 pub(crate) fn layout(shape: &[usize], padding: usize) -> Layout {
     if padding == 0 { Layout::dense(shape) } else { Layout::padded(shape, padding) }
-}
-
-/// Two tensors of one shape in one buffer: row `r` of the first, then row `r` of the second.
-fn interleaved(shape: &[usize]) -> (Layout, usize) {
-    let row = shape.last().copied().unwrap_or(1);
-    let rows: usize = shape[..shape.len() - 1].iter().product();
-    let mut layout = Layout::padded(shape, row);
-    layout.elements = 2 * rows * row;
-    (layout, row)
-}
-
-/// Uploads `x` and places a `y` of its shape as `aliasing` says, with `padding` elements after each row.
-pub(crate) fn place(
-    arena: &mut DeviceArena<'_>,
-    x: &HostTensor,
-    aliasing: Aliasing,
-    padding: usize,
-) -> Result<(TensorView, TensorView), RuntimeError> {
-    let padded = layout(&x.shape, padding);
-    match aliasing {
-        Aliasing::OutOfPlace => {
-            let input = arena.upload("x", x, &padded, Role::Input)?;
-            let output = arena.allocate("y", x.dtype, &x.shape, &padded, Role::Output)?;
-            Ok((input, output))
-        }
-        Aliasing::InPlace => {
-            let both = arena.upload("x", x, &padded, Role::InPlace)?;
-            Ok((both.clone(), both))
-        }
-        Aliasing::Interleaved => {
-            let (layout, row) = interleaved(&x.shape);
-            let input = arena.upload("x", x, &layout, Role::Input)?;
-            let address = input.address + (row * x.dtype.size()) as u64;
-            let output = TensorView { name: "y".into(), address, ..input.clone() };
-            arena.also_writes(&output);
-            Ok((input, output))
-        }
-    }
 }
 
 /// The tensor times a factor, rounded to its own type (exactly, for a power of two).

@@ -19,5 +19,6 @@ mod scenario;
 mod selftest;
 mod shard;
 mod slurm;
+mod steps;
 mod support;
 mod sweep;
