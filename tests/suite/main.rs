@@ -21,5 +21,6 @@ mod selftest;
 mod shard;
 mod slurm;
 mod specification;
+mod steps;
 mod support;
 mod sweep;

@@ -6,6 +6,8 @@ use std::fmt;
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
+use super::error::{Result, RuntimeError};
+
 /// Element types that cross to a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -237,6 +239,31 @@ impl TensorView {
         even.then_some(merged)
     }
 
+    /// The `len` entries from entry `from` on along an axis: a chunk of a sequence, a page of a store. The view is of
+    /// the same memory, under the same name.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Argument`] for an axis that the view has not, and for entries beyond its extent.
+    pub fn narrow(&self, axis: usize, from: usize, len: usize) -> Result<Self> {
+        let refused = |argument, reason| RuntimeError::argument("TensorView::narrow", argument, reason);
+        let Some((&extent, &stride)) = self.shape.get(axis).zip(self.strides.get(axis)) else {
+            let reason = format!("{axis}: `{}` of shape {:?} has {} axes", self.name, self.shape, self.shape.len());
+            return Err(refused("axis", reason));
+        };
+        if from > extent || len > extent - from {
+            let reason = format!("{len} entries from {from} on: axis {axis} of `{}` has {extent}", self.name);
+            return Err(refused("len", reason));
+        }
+        let mut narrowed = self.clone();
+        narrowed.shape[axis] = len;
+        // A view without elements has no memory to point at: its strides may reach anywhere.
+        if narrowed.elements() > 0 {
+            let bytes = from as i64 * stride * self.dtype.size() as i64;
+            narrowed.address = self.address.wrapping_add_signed(bytes);
+        }
+        Ok(narrowed)
+    }
+
     /// The same elements with the axes from outermost to innermost in memory, without axes of one element.
     pub(super) fn in_memory_order(&self) -> Self {
         let mut axes: Vec<usize> = (0..self.shape.len()).filter(|&axis| self.shape[axis] != 1).collect();
@@ -315,6 +342,47 @@ mod tests {
             assert_eq!((offsets.len(), piece), (pieces, bytes), "{shape:?} {strides:?}");
             let elements: Vec<usize> = offsets.iter().flat_map(|at| (*at..at + piece).step_by(2)).collect();
             assert_eq!(elements, element_offsets(&view), "{shape:?} {strides:?}");
+        }
+    }
+
+    #[test]
+    fn chunks_of_a_view_are_its_elements_in_order_whatever_the_layout() {
+        for strides in [[12, 4, 1], [40, 9, 1], [4, 8, 1], [1, 2, 6], [1 << 33, 4, 1]] {
+            let whole = view(&[2, 3, 4], &strides);
+            for axis in 0..3 {
+                let extent = whole.shape[axis];
+                for from in 0..=extent {
+                    for len in 0..=extent - from {
+                        let chunk = whole.narrow(axis, from, len).expect("within the view");
+                        let outer: usize = whole.shape[..axis].iter().product();
+                        let inner: usize = whole.shape[axis + 1..].iter().product();
+                        let all = element_offsets(&whole);
+                        let places = (0..outer).flat_map(|o| (from..from + len).map(move |entry| o * extent + entry));
+                        let expected: Vec<usize> =
+                            places.flat_map(|at| all[at * inner..(at + 1) * inner].to_vec()).collect();
+                        let own = element_offsets(&chunk).into_iter().map(|offset| chunk.address as usize + offset);
+                        assert_eq!(
+                            own.collect::<Vec<_>>(),
+                            expected,
+                            "{from} {len} of axis {axis}, strides {strides:?}"
+                        );
+                        assert_eq!(chunk.span().0 == chunk.span().1, len == 0);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_chunk_beyond_the_view_is_refused_with_the_argument() {
+        let x = view(&[2, 3], &[3, 1]);
+        for (axis, from, len, named) in
+            [(2, 0, 0, "axis"), (1, 4, 0, "len"), (1, 2, 2, "len"), (0, 3, 0, "len"), (0, 1, usize::MAX, "len")]
+        {
+            match x.narrow(axis, from, len) {
+                Err(RuntimeError::Argument { argument, .. }) => assert_eq!(argument, named),
+                other => panic!("{len} entries from {from} on along axis {axis}: {other:?}"),
+            }
         }
     }
 

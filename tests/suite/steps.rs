@@ -1,0 +1,254 @@
+//! A declared operator whose forward is several launches on one state: a sequence written to the paged cache chunk by
+//! chunk, what is final frozen between the steps. It exists in this test alone, and so do the errors planted in it.
+
+use std::collections::BTreeSet;
+
+use candle_core::Tensor;
+use dsv4_kernels::kv_cache::{Cache, RowFormat};
+use dsv4_kernels::kv_cache_write as launcher;
+use dsv4_kernels::runtime::{DType, HostTensor, RuntimeError, TensorView};
+use dsv4_parity::case::{Distribution, Draw};
+use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
+use dsv4_parity::operator::declaration::{Specs, axis, input, observed, output, state};
+use dsv4_parity::operator::declared::{About, Declared, Launches, Op, Refused, Views, refuse};
+use dsv4_parity::operator::laws::Laws;
+use dsv4_parity::operator::tensors::{Bound, Computed, Tensors};
+use dsv4_parity::operator::{ModuleSpecification, Operator, Profile, Relation};
+use dsv4_reference::kv_cache_write as reference;
+use dsv4_reference::precision::Rounding;
+use proptest::prelude::*;
+use proptest::strategy::BoxedStrategy;
+use rand::Rng;
+use serde::{Deserialize, Serialize};
+
+use crate::support;
+
+const FORMAT: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
+const LAW: &str = "law: in chunks equals at once";
+
+struct WriteInChunks;
+
+/// What happens where one chunk ends and the next begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Border {
+    /// Nothing.
+    Right,
+    /// A chunk leaves out its first token.
+    TokenLeftOut,
+    /// A chunk begins in the slot of the token before it, which was final.
+    SlotOfTheTokenBefore,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Chunks {
+    /// Tokens of each step.
+    chunks: Vec<usize>,
+    num_pages: usize,
+    page_size: usize,
+    border: Border,
+    /// Whether the state is observed, and an output written beside it: all slots of a cache without a past.
+    observes: bool,
+    seed: u64,
+}
+
+impl Chunks {
+    fn plain(chunks: &[usize], page_size: usize) -> Self {
+        Self { chunks: chunks.to_vec(), num_pages: 5, page_size, border: Border::Right, observes: false, seed: 1 }
+    }
+
+    fn num_tokens(&self) -> usize {
+        self.chunks.iter().sum()
+    }
+
+    /// First token, first slot and number of tokens that a step writes which should write `len` from `from` on.
+    fn step(&self, from: usize, len: usize) -> [usize; 3] {
+        match self.border {
+            Border::TokenLeftOut if from > 0 && len > 0 => [from + 1, from + 1, len - 1],
+            Border::SlotOfTheTokenBefore if from > 0 => [from, from - 1, len],
+            _ => [from, from, len],
+        }
+    }
+
+    /// What no later step may change once `tokens` tokens are written: whole pages, then data and scales of the rows of
+    /// one that is not full.
+    fn finished(&self, cache: &TensorView, tokens: usize) -> Result<Vec<TensorView>, RuntimeError> {
+        let (pages, rows) = (tokens / self.page_size, tokens % self.page_size);
+        let mut views = vec![cache.narrow(0, 0, pages)?];
+        if rows > 0 {
+            let page = cache.narrow(0, pages, 1)?;
+            views.push(page.narrow(1, 0, rows * FORMAT.data_bytes())?);
+            views.push(page.narrow(1, self.page_size * FORMAT.data_bytes(), rows * FORMAT.scale_bytes())?);
+        }
+        Ok(views)
+    }
+}
+
+impl Declared for WriteInChunks {
+    type Case = Chunks;
+
+    const ABOUT: About = About {
+        name: "write_in_chunks",
+        summary: "a sequence written to the paged cache chunk by chunk",
+        specification: &["inference 8.3"],
+        axes: &["chunks", "page size"],
+        paths: &["kv_cache_write"],
+        cases: [0, 0, 0],
+    };
+
+    fn tensors(c: &Chunks) -> Specs {
+        let tokens = [axis("num_tokens", c.num_tokens()), axis("head_dim", FORMAT.head_dim())];
+        let pages = [axis("num_pages", c.num_pages), axis("page_bytes", c.page_size * FORMAT.row_bytes())];
+        let both = [axis("num_pages_of_both", 2 * c.num_pages), pages[1]];
+        Specs::new(
+            c.seed,
+            [
+                input("kv", DType::Bf16, &tokens).aligned_rows().drawn(Distribution::Normal, 1.0),
+                input("slots", DType::I32, &tokens[..1]),
+                state("cache", DType::U8, &pages).aligned_rows(),
+                output("fresh", DType::U8, &pages).aligned_rows().when(c.observes),
+                observed("pages_of_both", DType::U8, &both).exact().when(c.observes),
+            ],
+        )
+    }
+
+    fn check(c: &Chunks) -> Result<(), Refused> {
+        let num_slots = c.num_pages * c.page_size;
+        if c.num_tokens() > num_slots || c.observes && c.num_tokens() < num_slots {
+            return refuse("chunks", format!("{:?} do not fit {num_slots} slots", c.chunks));
+        }
+        Ok(())
+    }
+
+    fn strategy(_: Profile) -> BoxedStrategy<Chunks> {
+        Just(Chunks::plain(&[3, 2], 4)).boxed()
+    }
+
+    fn typical() -> Vec<Chunks> {
+        vec![Chunks::plain(&[3, 2, 0, 6, 4], 4)]
+    }
+
+    fn edge_cases(_: Profile) -> Vec<Chunks> {
+        let full = Chunks { observes: true, ..Chunks::plain(&[7, 5, 8], 4) };
+        vec![Chunks::plain(&[1; 7], 2), Chunks::plain(&[4, 4, 5], 4), Chunks::plain(&[17, 14], 7), full]
+    }
+
+    fn modules() -> Vec<ModuleSpecification> {
+        launcher::modules()
+    }
+
+    fn amend(c: &Chunks, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+        tensors.set_i32s("slots", &(0..c.num_tokens() as i32).collect::<Vec<_>>());
+        let mut draw = Draw::new(c.seed, "before");
+        tensors.bytes_mut("cache").into_iter().flatten().for_each(|byte| *byte = draw.rng().random());
+        Ok(())
+    }
+
+    /// All at once: the oracle knows no chunks.
+    fn forward(c: &Chunks, t: &Bound<'_>, _: &mut Rounding) -> dsv4_reference::Result<Computed> {
+        let cache = t.host().tensor("cache");
+        let inputs = reference::Inputs {
+            kv: t.f64("kv")?,
+            slots: t.host().i32s("slots"),
+            format: dsv4_reference::kv_cache::RowFormat { nope_dim: FORMAT.nope_dim, rope_dim: FORMAT.rope_dim },
+            page_size: c.page_size,
+            pages: cache.bytes.clone(),
+        };
+        let pages: Vec<f64> = reference::forward(&inputs)?.into_iter().map(f64::from).collect();
+        let pages = Tensor::from_vec(pages, cache.shape.as_slice(), &candle_core::Device::Cpu)?;
+        Ok(Computed::new().with("cache", pages.clone()).maybe("fresh", c.observes.then_some(pages)))
+    }
+
+    fn launch(c: &Chunks, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        let mut written = 0;
+        for &len in &c.chunks {
+            let [token, slot, count] = c.step(written, len);
+            let (kv, slots) = (v["kv"].narrow(0, token, count)?, v["slots"].narrow(0, slot, count)?);
+            let cache = Cache { pages: &v["cache"], page_size: c.page_size };
+            let step = launcher::Forward { kv: &kv, slots: &slots, format: FORMAT, cache };
+            run.ran(launcher::forward(run.device(), &step)?);
+            written += len;
+            for view in c.finished(&v["cache"], written)? {
+                run.freeze(&view)?;
+            }
+        }
+        if let Some(fresh) = v.get("fresh") {
+            let cache = Cache { pages: fresh, page_size: c.page_size };
+            let (kv, slots) = (&v["kv"], &v["slots"]);
+            run.ran(launcher::forward(run.device(), &launcher::Forward { kv, slots, format: FORMAT, cache })?);
+        }
+        Ok(())
+    }
+
+    fn observe(_: &Chunks, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+        let Some(fresh) = written.get("fresh") else { return Vec::new() };
+        let cache = written.tensor("cache");
+        let shape = vec![2 * cache.shape[0], cache.shape[1]];
+        let bytes = [&cache.bytes[..], &fresh.bytes].concat();
+        vec![("pages_of_both", HostTensor { dtype: DType::U8, shape, bytes })]
+    }
+
+    fn laws(c: &Chunks, laws: &mut Laws<'_, Self>) {
+        let whole = vec![c.num_tokens()];
+        let relations = laws.compared().into_iter().map(|name| (name, Relation::Times(1.0)));
+        laws.law("in chunks equals at once", |v| v.case.chunks = whole, relations.collect::<Vec<_>>());
+    }
+}
+
+/// Every edge case, and the typical one in every layout, with this border.
+fn outcomes(border: Border) -> Vec<Outcome> {
+    let operator = Op::<WriteInChunks>::new();
+    let check = |mut line: dsv4_parity::case::Case| {
+        line.fields.insert("border".into(), serde_json::json!(border));
+        let prepared = operator.prepare(&line).expect("a sound case");
+        checks::run(&*prepared, support::device(), CheckOptions { schedules: 2, triangulate: false })
+    };
+    operator.corner_cases(Profile::Quick).into_iter().map(check).collect()
+}
+
+fn failed(outcome: &Outcome) -> BTreeSet<&str> {
+    outcome.failures().map(|check| check.check.as_str()).collect()
+}
+
+#[test]
+fn a_state_written_in_steps_is_what_the_oracle_writes_at_once_in_every_layout() {
+    let outcomes = outcomes(Border::Right);
+    assert!(outcomes.len() >= 5, "{} cases: layouts are missing", outcomes.len());
+    for outcome in outcomes {
+        assert!(outcome.passed(), "{:?}", outcome.failures().collect::<Vec<_>>());
+        for check in ["forward", "inputs_unchanged", LAW] {
+            assert!(outcome.checks.iter().any(|record| record.check == check), "`{check}` was not made");
+        }
+        assert!(outcome.paths.len() > 1, "one launch is no sequence of steps");
+    }
+}
+
+#[test]
+fn a_token_left_out_at_a_chunk_border_is_seen_by_the_oracle_and_by_the_law() {
+    for outcome in outcomes(Border::TokenLeftOut) {
+        let failed = failed(&outcome);
+        assert!(failed.contains("forward") && failed.contains(LAW), "{failed:?}");
+        assert!(!failed.contains("inputs_unchanged"), "{failed:?}");
+    }
+}
+
+#[test]
+fn a_step_that_changes_what_was_final_is_seen_between_the_steps() {
+    for outcome in outcomes(Border::SlotOfTheTokenBefore) {
+        let failed = failed(&outcome);
+        assert!(["forward", "inputs_unchanged", LAW].iter().all(|check| failed.contains(check)), "{failed:?}");
+        let frozen = outcome.failures().find(|check| check.check == "inputs_unchanged");
+        assert_eq!(frozen.map(|check| check.tensor.as_str()), Some("cache"));
+    }
+}
+
+#[test]
+fn an_output_beside_a_state_that_is_observed_stays_compared() {
+    let observing =
+        outcomes(Border::Right).into_iter().filter(|outcome| outcome.checks.iter().any(|c| c.tensor == "fresh"));
+    let observing: Vec<Outcome> = observing.collect();
+    assert_eq!(observing.len(), 1);
+    let forward = observing[0].checks.iter().filter(|check| check.check == "forward");
+    assert_eq!(forward.map(|check| check.tensor.as_str()).collect::<Vec<_>>(), ["fresh", "pages_of_both"]);
+}
