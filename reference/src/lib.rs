@@ -24,6 +24,7 @@
 pub mod attention_combine;
 pub mod decode_attention;
 pub mod error;
+pub mod format;
 pub mod kv_cache;
 pub mod kv_cache_write;
 pub mod precision;
@@ -36,4 +37,5 @@ pub mod sparse_attention;
 mod testing;
 
 pub use error::{Error, Result};
+pub use format::Format;
 pub use precision::{Precision, Rounding};

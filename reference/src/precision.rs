@@ -64,20 +64,13 @@
 use candle_core::{CpuStorage, D, Tensor};
 
 use crate::error::{Result, require_f64};
+use crate::format::{Format, power_of_two};
 
-/// Explicitly stored significand bits of bf16.
-const BF16_FRACTION_BITS: i32 = 7;
-/// Explicitly stored significand bits of fp32.
-const F32_FRACTION_BITS: i32 = 23;
 /// Relative error of the special function units: the PTX ISA bounds that of `ex2.approx.f32` by 2^-22 and that of
 /// `rsqrt.approx.f32` by 2^-22.9.
 const APPROXIMATE_ERROR_EXPONENT: i32 = -22;
 /// Terms that a tensor core adds before it truncates its accumulator: the k of `mma.m16n8k16` for bf16.
 pub const BLOCK_TERMS: f64 = 16.0;
-/// Smallest normal exponent, common to bf16 and fp32; below it the grid no longer gets finer.
-const MIN_EXPONENT: i32 = -126;
-/// First power of two that neither bf16 nor fp32 can hold.
-const OVERFLOW_EXPONENT: i32 = 128;
 
 /// How an oracle computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,9 +119,24 @@ impl Rounding {
         self.noise.is_none()
     }
 
+    /// A tensor stored in `format`, or made an operand of a matrix product of that format. Not for values whose
+    /// decision is part of the result (codes that are compared exactly): those are [`Format::nearest`] in every run.
+    pub fn to(&mut self, format: Format, tensor: &Tensor) -> Result<Tensor> {
+        require_f64("tensor", tensor)?;
+        let Some(noise) = &mut self.noise else {
+            return Ok(tensor.clone());
+        };
+        let toss = noise.next();
+        let mut rounded = values(tensor)?;
+        for x in &mut rounded {
+            *x = if noise.to_nearest { format.nearest(*x) } else { format.stochastic(*x, toss.uniform(*x)) };
+        }
+        Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
+    }
+
     /// A tensor stored in bf16, or made an operand of a bf16 matrix product.
     pub fn bf16(&mut self, tensor: &Tensor) -> Result<Tensor> {
-        self.stochastic(tensor, BF16_FRACTION_BITS)
+        self.to(Format::BF16, tensor)
     }
 
     /// As [`Self::bf16`], for rows (the last axis) that an implementation holds at a scale of its own choice when it
@@ -160,7 +168,7 @@ impl Rounding {
 
     /// An intermediate held in fp32: a product, a quotient, a difference, a stored statistic.
     pub fn f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
-        self.stochastic(tensor, F32_FRACTION_BITS)
+        self.to(Format::F32, tensor)
     }
 
     /// The result of a hardware approximation in fp32 (power, reciprocal square root, logarithm). It is no
@@ -175,7 +183,7 @@ impl Rounding {
         let mut approximated = values(tensor)?;
         for x in &mut approximated {
             *x *= 1.0 + bound * (2.0 * toss.uniform(*x) - 1.0);
-            if x.abs() < power_of_two(MIN_EXPONENT) {
+            if x.abs() < power_of_two(Format::F32.min_exponent) {
                 *x = 0.0;
             }
         }
@@ -240,7 +248,7 @@ impl Rounding {
         };
         let sign = if noise.next().uniform(1.0) < 0.5 { -1.0 } else { 1.0 };
         let blocks = (num_terms / BLOCK_TERMS)?.ceil()?;
-        let unit_roundoff = power_of_two(-F32_FRACTION_BITS - 1);
+        let unit_roundoff = power_of_two(-Format::F32.fraction_bits - 1);
         let bias = (sum * blocks)?.affine(sign * unit_roundoff / (2.0 * std::f64::consts::LN_2), 0.0)?;
         // Not where the sum is no finite number: its bias would be NaN.
         let bias = bias.abs()?.lt(f64::MAX)?.where_cond(&bias, &bias.zeros_like()?)?;
@@ -251,7 +259,7 @@ impl Rounding {
     pub fn constant_f32(&mut self, constant: f64) -> f64 {
         match &mut self.noise {
             None => constant,
-            Some(noise) => round_stochastically(constant, F32_FRACTION_BITS, noise.next().uniform(constant)),
+            Some(noise) => Format::F32.stochastic(constant, noise.next().uniform(constant)),
         }
     }
 
@@ -274,23 +282,6 @@ impl Rounding {
         }
         Ok(Tensor::from_vec(sums, sum.shape(), sum.device())?)
     }
-
-    fn stochastic(&mut self, tensor: &Tensor, fraction_bits: i32) -> Result<Tensor> {
-        require_f64("tensor", tensor)?;
-        let Some(noise) = &mut self.noise else {
-            return Ok(tensor.clone());
-        };
-        let toss = noise.next();
-        let mut rounded = values(tensor)?;
-        for x in &mut rounded {
-            *x = if noise.to_nearest {
-                round_to_nearest(*x, fraction_bits)
-            } else {
-                round_stochastically(*x, fraction_bits, toss.uniform(*x))
-            };
-        }
-        Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
-    }
 }
 
 /// Standard deviation of the error of an fp32 sum of `n` terms with sum `s` and sum of squares `q`:
@@ -299,40 +290,9 @@ pub fn accumulation_sigma(s: f64, q: f64, n: f64) -> f64 {
     if n < 1.0 {
         return 0.0;
     }
-    let unit_roundoff = power_of_two(-F32_FRACTION_BITS - 1);
+    let unit_roundoff = power_of_two(-Format::F32.fraction_bits - 1);
     let squared_partial_sums = (n + 1.0) * (s * s / 3.0 + q / 6.0);
     unit_roundoff * (squared_partial_sums / (4.0 * std::f64::consts::LN_2)).sqrt()
-}
-
-/// Rounds `x` to `fraction_bits` stored significand bits (range of fp32), up in magnitude exactly when
-/// `uniform`, drawn from [0, 1), is below the distance from the neighbour beneath in units of the gap.
-fn round_stochastically(x: f64, fraction_bits: i32, uniform: f64) -> f64 {
-    round_by(x, fraction_bits, |in_gaps| in_gaps.floor() + f64::from(uniform < in_gaps.fract()))
-}
-
-/// Rounds `x` to the nearest number with `fraction_bits` stored significand bits (range of fp32), ties to even.
-fn round_to_nearest(x: f64, fraction_bits: i32) -> f64 {
-    round_by(x, fraction_bits, f64::round_ties_even)
-}
-
-/// Rounds the magnitude of `x`, in units of the gap between neighbours, by a rule.
-fn round_by(x: f64, fraction_bits: i32, rule: impl Fn(f64) -> f64) -> f64 {
-    if x == 0.0 || !x.is_finite() {
-        return x;
-    }
-    let biased_exponent = (x.to_bits() >> 52) & 0x7ff;
-    let exponent = (biased_exponent as i32 - 1023).max(MIN_EXPONENT);
-    let gap = power_of_two(exponent - fraction_bits);
-    let magnitude = rule(x.abs() / gap) * gap;
-    if magnitude >= power_of_two(OVERFLOW_EXPONENT) {
-        return f64::INFINITY.copysign(x);
-    }
-    magnitude.copysign(x)
-}
-
-/// `2^exponent` for exponents of normal f64 numbers.
-fn power_of_two(exponent: i32) -> f64 {
-    f64::from_bits(((exponent + 1023) as u64) << 52)
 }
 
 /// All elements of an f64 tensor in row-major order.
@@ -593,7 +553,7 @@ mod tests {
             .map(|seed| Ok(values(&working(seed).approximate_f32(&x)?)?[0] / 1.5 - 1.0))
             .collect::<Result<_>>()?;
         // The bound, and half an ulp for the rounding of the result.
-        let bound = power_of_two(APPROXIMATE_ERROR_EXPONENT) + power_of_two(-F32_FRACTION_BITS);
+        let bound = power_of_two(APPROXIMATE_ERROR_EXPONENT) + power_of_two(-Format::F32.fraction_bits);
         assert!(errors.iter().all(|error| error.abs() <= bound));
         assert!(errors.iter().any(|&error| error > 0.0) && errors.iter().any(|&error| error < 0.0));
         Ok(())
