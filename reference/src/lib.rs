@@ -28,6 +28,7 @@ pub mod format;
 pub mod kv_cache;
 pub mod kv_cache_write;
 pub mod precision;
+pub mod products;
 pub mod rms_norm;
 pub mod rope;
 pub mod score_recompute;
@@ -38,4 +39,5 @@ mod testing;
 
 pub use error::{Error, Result};
 pub use format::Format;
-pub use precision::{Precision, Rounding};
+pub use precision::{Accumulator, Precision, Rounding};
+pub use products::Products;

@@ -100,7 +100,7 @@ pub(crate) fn oracle_tensor(
 
 /// A kernel's tensor whose bits two runs must repeat.
 pub(crate) fn deterministic(name: &'static str, tensor: HostTensor) -> KernelTensor {
-    KernelTensor { name, tensor, deterministic: true }
+    KernelTensor::new(name, tensor)
 }
 
 /// Dense, or with `padding` elements after each row.

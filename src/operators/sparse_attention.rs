@@ -803,7 +803,7 @@ impl DeviceOutputs {
         let deterministic = self.key_gradients != launcher::KeyGradients::Atomic;
         for (name, view) in [("dk", Some(&self.dk)), ("dv", self.dv.as_ref())] {
             if let Some(view) = view {
-                tensors.push(KernelTensor { name, tensor: arena.download(view)?, deterministic });
+                tensors.push(KernelTensor { deterministic, ..KernelTensor::new(name, arena.download(view)?) });
             }
         }
         Ok(tensors)
