@@ -6,7 +6,7 @@ use dsv4_parity::judge::agreement::budget_use;
 use dsv4_parity::judge::budget::{Budget, working_precisions};
 use dsv4_parity::operator::{OracleTensor, Side};
 use dsv4_reference::precision::{Precision, Rounding};
-use dsv4_reference::{Error, Result as OracleResult};
+use dsv4_reference::{Error, Products, Result as OracleResult};
 
 /// Rows of a tensor that a kernel wrote.
 pub struct Written {
@@ -24,7 +24,10 @@ pub struct Written {
 /// # Errors
 /// The first element beyond its budget, too much error altogether, or nothing compared.
 pub fn agree(written: &[Written], oracle: impl Fn(&mut Rounding) -> OracleResult<Vec<Tensor>>) -> Result<u64, String> {
-    let run = |precision| oracle(&mut Rounding::new(precision)).map_err(|e: Error| format!("the oracle: {e}"));
+    // The exact run comes first: what it multiplies of inputs, the others need not.
+    let products = Products::default();
+    let run =
+        |precision| oracle(&mut Rounding::sharing(precision, &products)).map_err(|e: Error| format!("the oracle: {e}"));
     let exact = run(Precision::Exact)?;
     let working: Vec<_> = working_precisions().map(run).collect::<Result<_, _>>()?;
     let mut compared = 0;

@@ -63,6 +63,11 @@ pub(crate) fn wrong_shape(argument: &'static str, expected: &str, tensor: &Tenso
     Error::Shape { argument, expected: expected.to_string(), actual: tensor.dims().to_vec() }
 }
 
+/// The error of a list that is no tensor yet.
+pub(crate) fn wrong_shape_of(argument: &'static str, expected: &str, actual: &[usize]) -> Error {
+    Error::Shape { argument, expected: expected.to_string(), actual: actual.to_vec() }
+}
+
 /// The error of a number that breaks `rule`.
 pub(crate) fn wrong_value(argument: &'static str, value: impl ToString, rule: &'static str) -> Error {
     Error::Value { argument, value: value.to_string(), rule }

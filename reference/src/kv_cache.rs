@@ -14,15 +14,12 @@
 //! or an infinity has the scale byte 255, which decodes to NaN, and NaN codes. Bytes that pad the scales are 0.
 
 use crate::error::{Result, wrong_value};
+use crate::format::Format;
 
 /// Channels that share a scale.
 pub const SCALE_GROUP: usize = 64;
 /// Bytes of scales of a row that has quantised channels.
 pub const SCALE_BYTES: usize = 8;
-/// Largest e4m3 number.
-const LARGEST_E4M3: f64 = 448.0;
-/// Code of the e4m3 NaN.
-const E4M3_NAN: u8 = 0x7f;
 /// Byte of the e8m0 NaN.
 const E8M0_NAN: u8 = 255;
 /// Least amax: groups of smaller numbers are scaled as if they held this one.
@@ -96,8 +93,10 @@ impl RowFormat {
     /// The channels of a row, rounded to bf16 as a matrix instruction takes them.
     pub fn decode(self, data: &[u8], scales: &[u8]) -> Vec<f64> {
         let (codes, rope) = data.split_at(self.nope_dim);
-        let value =
-            |(channel, &code): (usize, &u8)| nearest_bf16(e4m3_value(code) * e8m0_value(scales[channel / SCALE_GROUP]));
+        let value = |(channel, &code): (usize, &u8)| {
+            // A product of an e4m3 number and a scale is a bf16 number, unless it lies beyond the range.
+            Format::BF16.nearest(e4m3_value(code) * e8m0_value(scales[channel / SCALE_GROUP]))
+        };
         let nope = codes.iter().enumerate().map(value);
         let rope = rope.chunks_exact(2).map(|pair| bf16_value(u16::from_ne_bytes([pair[0], pair[1]])));
         nope.chain(rope).collect()
@@ -110,36 +109,22 @@ fn scale_byte(group: &[f64]) -> u8 {
         return E8M0_NAN;
     }
     let amax = group.iter().fold(AMAX_FLOOR, |amax, x| amax.max(x.abs()));
-    (0..E8M0_NAN).find(|&byte| amax <= LARGEST_E4M3 * e8m0_value(byte)).unwrap_or(E8M0_NAN)
+    (0..E8M0_NAN).find(|&byte| amax <= Format::E4M3.largest * e8m0_value(byte)).unwrap_or(E8M0_NAN)
 }
 
 /// The value of an e8m0 byte.
 pub fn e8m0_value(byte: u8) -> f64 {
-    if byte == E8M0_NAN { f64::NAN } else { 2f64.powi(i32::from(byte) - 127) }
+    Format::E8M0.value(byte.into())
 }
 
 /// The value of an e4m3 code: exponent bias 7, three bits of significand, step 2^-9 below 2^-6, no infinities.
 pub fn e4m3_value(code: u8) -> f64 {
-    let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
-    let (exponent, significand) = (i32::from(code >> 3 & 15), f64::from(code & 7));
-    match code & 0x7f {
-        E4M3_NAN => f64::NAN,
-        _ if exponent == 0 => sign * significand * 2f64.powi(-9),
-        _ => sign * (1.0 + significand / 8.0) * 2f64.powi(exponent - 7),
-    }
+    Format::E4M3.value(code.into())
 }
 
 /// The code of the nearest e4m3 number, ties to even; beyond 448 the code of 448, NaN of NaN.
 pub fn e4m3_code(x: f64) -> u8 {
-    if x.is_nan() {
-        return E4M3_NAN;
-    }
-    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
-    let magnitude = x.abs().min(LARGEST_E4M3);
-    let exponent = if magnitude == 0.0 { -6 } else { (magnitude.log2().floor() as i32).max(-6) };
-    // Below 2^-6 the codes count steps of 2^-9; from there on eight codes share an exponent.
-    let steps = (magnitude / 2f64.powi(exponent - 3)).round_ties_even() as i32;
-    sign | ((exponent + 6) * 8 + steps) as u8
+    Format::E4M3.code(x) as u8
 }
 
 fn bf16_bits(x: f64) -> u16 {
@@ -148,18 +133,6 @@ fn bf16_bits(x: f64) -> u16 {
 
 fn bf16_value(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
-}
-
-/// The nearest bf16 number, ties to even. A product of an e4m3 number and a scale is one already, unless it lies
-/// beyond the range.
-fn nearest_bf16(x: f64) -> f64 {
-    if x == 0.0 || !x.is_finite() {
-        return x;
-    }
-    let exponent = (x.abs().log2().floor() as i32).max(-126);
-    let step = 2f64.powi(exponent - 7);
-    let rounded = (x / step).round_ties_even() * step;
-    if rounded.abs() >= 2f64.powi(128) { f64::INFINITY.copysign(x) } else { rounded }
 }
 
 #[cfg(test)]
@@ -185,7 +158,7 @@ mod tests {
     fn every_code_is_the_code_of_its_value() {
         for code in 0..=255u8 {
             let value = e4m3_value(code);
-            let canonical = if value.is_nan() { E4M3_NAN } else { code };
+            let canonical = if value.is_nan() { 0x7f } else { code };
             assert_eq!(e4m3_code(value), canonical, "{code:#x}");
         }
     }
@@ -245,8 +218,8 @@ mod tests {
 
     #[test]
     fn products_beyond_the_range_of_bf16_are_rounded() {
-        assert_eq!(nearest_bf16(448.0 * 2f64.powi(127)), f64::INFINITY);
-        assert_eq!(nearest_bf16(2f64.powi(-136)), 0.0);
-        assert_eq!(nearest_bf16(3.0 * 2f64.powi(-134)), 2f64.powi(-132));
+        assert_eq!(Format::BF16.nearest(448.0 * 2f64.powi(127)), f64::INFINITY);
+        assert_eq!(Format::BF16.nearest(2f64.powi(-136)), 0.0);
+        assert_eq!(Format::BF16.nearest(3.0 * 2f64.powi(-134)), 2f64.powi(-132));
     }
 }

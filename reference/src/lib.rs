@@ -24,9 +24,11 @@
 pub mod attention_combine;
 pub mod decode_attention;
 pub mod error;
+pub mod format;
 pub mod kv_cache;
 pub mod kv_cache_write;
 pub mod precision;
+pub mod products;
 pub mod rms_norm;
 pub mod rope;
 pub mod score_recompute;
@@ -36,4 +38,6 @@ pub mod sparse_attention;
 mod testing;
 
 pub use error::{Error, Result};
-pub use precision::{Precision, Rounding};
+pub use format::Format;
+pub use precision::{Accumulator, Precision, Rounding};
+pub use products::Products;

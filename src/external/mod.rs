@@ -50,9 +50,6 @@ pub const EXPECTED: &str = "expected.json";
 /// The outputs.
 pub const OUTPUTS: &str = "outputs.safetensors";
 
-/// What a tensor of ours may consist of.
-const DTYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::I32, DType::U8];
-
 /// Outputs start as zeros, which an operator may interpret without harm.
 const RECORDING: Contract = Contract { poison: 0, placement: Placement::FlushBack };
 
@@ -372,7 +369,7 @@ pub fn answer(folder: &Path, device: &Device) -> Result<(), String> {
 }
 
 fn to_host(tensor: &WireTensor) -> Result<HostTensor, String> {
-    let dtype = DTYPES.into_iter().find(|&dtype| WireType::of(dtype) == tensor.dtype);
+    let dtype = DType::ALL.into_iter().find(|&dtype| WireType::of(dtype) == tensor.dtype);
     let dtype = dtype.ok_or_else(|| format!("no kernel takes {}", tensor.dtype))?;
     Ok(HostTensor { dtype, shape: tensor.shape.clone(), bytes: tensor.bytes.clone() })
 }

@@ -38,6 +38,7 @@ impl WireType {
             DType::F32 => Self::F32,
             DType::Bf16 => Self::Bf16,
             DType::I32 => Self::I32,
+            DType::I64 => Self::I64,
             DType::U8 => Self::U8,
         }
     }

@@ -1,9 +1,8 @@
 //! How well two tensors agree: the numbers of a report.
 
-use dsv4_kernels::runtime::DType;
-
 use crate::judge::budget::Budget;
-use crate::operator::{OracleTensor, half_ulp, rows_of};
+use crate::judge::grid::Steps;
+use crate::operator::{OracleTensor, rows_of};
 use crate::record::{HeatMap, Metrics, Worst};
 
 /// Bins of the histogram of budget use, each 1/8 wide; the last one is open.
@@ -14,11 +13,11 @@ const HEAT_COLUMNS: usize = 48;
 /// Compares a kernel's tensor with the oracle's under a budget. Elements for which the oracle has no
 /// finite value are left to the check of special values; a kernel value that is no finite number
 /// where the oracle's is one uses an infinite share of its budget.
-pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: DType) -> Metrics {
+pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: &Steps) -> Metrics {
     let finite: Vec<usize> = (0..kernel.len()).filter(|&i| exact.values[i].is_finite()).collect();
     let uses: Vec<f64> = (0..kernel.len()).map(|i| budget_use(kernel[i], exact.values[i], budget.allowed[i])).collect();
     let worst = finite.iter().copied().max_by(|&a, &b| uses[a].total_cmp(&uses[b])).unwrap_or(0);
-    let mut ulps: Vec<f64> = finite.iter().map(|&i| ulp_error(kernel[i], exact.values[i], stored)).collect();
+    let mut ulps: Vec<f64> = finite.iter().map(|&i| ulp_error(kernel[i], exact.values[i], stored, i)).collect();
     ulps.sort_by(f64::total_cmp);
     let norms = Norms::over(kernel, &exact.values, finite.iter().copied());
     let (worst_row, worst_row_relative_l2) = worst_row(kernel, exact);
@@ -74,11 +73,15 @@ pub fn budget_use(kernel: f64, exact: f64, allowed: f64) -> f64 {
     }
 }
 
-fn ulp_error(kernel: f64, exact: f64, stored: DType) -> f64 {
-    // Integers are one apart.
-    let ulp = if matches!(stored, DType::I32 | DType::U8) { 1.0 } else { 2.0 * half_ulp(stored, exact) };
-    let error = (kernel - exact).abs() / ulp;
-    if error.is_nan() { f64::INFINITY } else { error }
+fn ulp_error(kernel: f64, exact: f64, stored: &Steps, index: usize) -> f64 {
+    let error = (kernel - exact).abs() / stored.ulp(index, exact);
+    if kernel == exact {
+        0.0
+    } else if error.is_nan() {
+        f64::INFINITY
+    } else {
+        error
+    }
 }
 
 /// Index along each axis of element `linear`, row-major.

@@ -11,8 +11,9 @@
 //! ```
 //!
 //! **sigma.** With `K` runs, `s_i² = mean_k (w_ki - e_i)²` is a poor estimate for one element (a
-//! chi-square with `K` degrees of freedom), and a good one for a row of elements of one scale. So each
-//! row's estimates are moderated by their mean, as in Smyth's moderated t-statistic (2004):
+//! chi-square with `K` degrees of freedom), and a good one for a row of elements of one scale (or whatever else a tensor
+//! declares to be of one scale: [`Pooling`]). So each row's estimates are moderated by their mean, as in Smyth's
+//! moderated t-statistic (2004):
 //!
 //! ```text
 //! sigma_i² = (d0 · s_row² + K · s_i²) / (d0 + K),        d0 = 4 + 2 · (1 + 2/K) / excess
@@ -33,11 +34,11 @@
 //! **Exact zeros.** Where `Exact` and all `Working` runs are zero along a whole row, sigma is zero and
 //! so is the budget: the kernel must write zeros there.
 
-use dsv4_kernels::runtime::DType;
 use dsv4_reference::precision::Precision;
 use statrs::distribution::{ContinuousCDF, FisherSnedecor, Normal};
 
-use crate::operator::{OracleTensor, half_ulp, rows_of};
+use crate::judge::grid::Steps;
+use crate::operator::{OracleTensor, Pooling};
 
 /// Stochastic runs around one `Exact` run.
 pub const WORKING_RUNS: usize = 8;
@@ -80,27 +81,40 @@ pub fn student(z: f64, freedom: f64) -> f64 {
 
 impl Budget {
     /// Derives the budget of one tensor from the oracle's runs; `stored` is the type in which the
-    /// kernel stores it.
+    /// kernel stores it, or the grid of its numbers. Each row pools.
     ///
     /// # Panics
     /// When a working run has another shape than the exact one.
-    pub fn derive(exact: &OracleTensor, working: &[&OracleTensor], stored: DType) -> Self {
+    pub fn derive(exact: &OracleTensor, working: &[&OracleTensor], stored: impl Into<Steps>) -> Self {
+        Self::derive_pooled(exact, working, &stored.into(), Pooling::LastAxis)
+    }
+
+    /// As [`Self::derive`], with variances pooled over the elements that the tensor declares to be of one scale.
+    ///
+    /// # Panics
+    /// When a working run has another shape than the exact one.
+    pub fn derive_pooled(exact: &OracleTensor, working: &[&OracleTensor], stored: &Steps, pooling: Pooling) -> Self {
         assert!(working.iter().all(|run| run.values.len() == exact.values.len()), "runs of unlike shape");
-        let (rows, row_len) = rows_of(&exact.shape);
         let z = expected_maximum(exact.values.len() as f64 * CAMPAIGN);
         let mut budget = Self { allowed: Vec::with_capacity(exact.values.len()), multiple: 0.0, energy: 0.0 };
-        for row in 0..rows {
-            budget.derive_row(exact, working, stored, row * row_len..(row + 1) * row_len, z);
+        for pooled in pooling.ranges(&exact.shape) {
+            budget.derive_row(exact, working, stored, pooled, z);
         }
         budget.energy = energy_bound(exact, working, stored);
         budget
+    }
+
+    /// Nothing is allowed.
+    pub fn nothing(exact: &OracleTensor) -> Self {
+        let allowed = exact.values.iter().map(|value| if value.is_finite() { 0.0 } else { f64::NAN }).collect();
+        Self { allowed, multiple: 0.0, energy: 0.0 }
     }
 
     fn derive_row(
         &mut self,
         exact: &OracleTensor,
         working: &[&OracleTensor],
-        stored: DType,
+        stored: &Steps,
         range: std::ops::Range<usize>,
         z: f64,
     ) {
@@ -114,7 +128,7 @@ impl Budget {
             }
             let multiple = student(z, pool.freedom);
             let spread = multiple * pool.variance(own).sqrt();
-            let store = if spread == 0.0 && value == 0.0 { 0.0 } else { half_ulp(stored, value.abs() + spread) };
+            let store = if spread == 0.0 && value == 0.0 { 0.0 } else { stored.half_ulp(i, value.abs() + spread) };
             self.multiple = self.multiple.max(multiple);
             self.allowed.push(spread + store);
         }
@@ -190,7 +204,7 @@ fn own_variance(exact: f64, working: &[&OracleTensor], index: usize) -> f64 {
 ///
 /// The output's own rounding adds `ulp²/12` an element on average, with relative deviation `sqrt(4/5)` for
 /// a uniform error.
-fn energy_bound(exact: &OracleTensor, working: &[&OracleTensor], stored: DType) -> f64 {
+fn energy_bound(exact: &OracleTensor, working: &[&OracleTensor], stored: &Steps) -> f64 {
     let finite: Vec<usize> = (0..exact.values.len()).filter(|&i| exact.values[i].is_finite()).collect();
     let energies: Vec<f64> =
         working.iter().map(|run| finite.iter().map(|&i| (run.values[i] - exact.values[i]).powi(2)).sum()).collect();
@@ -218,11 +232,11 @@ fn spread_bound(energies: &[f64], nearest: f64, own: &[f64]) -> f64 {
     }
 }
 
-fn rounding_bound(exact: &OracleTensor, finite: &[usize], stored: DType) -> f64 {
+fn rounding_bound(exact: &OracleTensor, finite: &[usize], stored: &Steps) -> f64 {
     let rounding: Vec<f64> = finite
         .iter()
         .filter(|&&i| exact.values[i] != 0.0)
-        .map(|&i| (2.0 * half_ulp(stored, exact.values[i])).powi(2) / 12.0)
+        .map(|&i| (2.0 * stored.half_ulp(i, exact.values[i])).powi(2) / 12.0)
         .collect();
     let mean: f64 = rounding.iter().sum();
     let deviation = (0.8 * rounding.iter().map(|v| v * v).sum::<f64>()).sqrt();
@@ -233,9 +247,12 @@ fn rounding_bound(exact: &OracleTensor, finite: &[usize], stored: DType) -> f64 
 
 #[cfg(test)]
 mod tests {
+    use dsv4_kernels::runtime::DType;
+    use dsv4_reference::Format;
+
     use super::*;
     use crate::case::Draw;
-    use crate::operator::Side;
+    use crate::operator::{Side, half_ulp};
 
     fn tensor(shape: &[usize], values: Vec<f64>) -> OracleTensor {
         OracleTensor { name: "t", side: Side::Forward, shape: shape.to_vec(), values }
@@ -299,6 +316,57 @@ mod tests {
         let exact = tensor(&[1, 64], (0..64).map(|_| 0.1 * draw.normal()).collect());
         assert!(budget_of(&exact, |_| 1.0, &mut draw).is_vacuous(&exact));
         assert!(!budget_of(&exact, |_| 1e-3, &mut draw).is_vacuous(&exact));
+    }
+
+    #[test]
+    fn a_scaled_grid_allows_half_a_step_of_each_blocks_scale() {
+        let exact = tensor(&[1, 4], vec![0.3, 3.0, 0.3, 3.0]);
+        let steps = Steps::Scaled { format: Format::E4M3, scales: vec![1.0, 1.0, 64.0, 64.0] };
+        let budget = Budget::derive(&exact, &[&exact, &exact], steps.clone());
+        // e4m3: 0.3 lies where neighbours are 2^-5 apart, 3 where they are 2^-2 apart; 64 times as coarse numbers are
+        // those of 0.3/64 and 3/64, 2^-9 and 2^-8 apart.
+        assert_eq!(budget.allowed, [2f64.powi(-6), 2f64.powi(-3), 2f64.powi(-4), 2f64.powi(-3)]);
+        let all_coarse = Steps::Scaled { format: Format::E4M3, scales: vec![64.0; 4] };
+        let finer = Budget::derive(&exact, &[&exact, &exact], all_coarse);
+        assert!(budget.energy < finer.energy && finer.allowed[0] > budget.allowed[0]);
+    }
+
+    #[test]
+    fn variances_pool_over_what_the_tensor_declares() {
+        let mut draw = Draw::new(5, "pooled");
+        let exact = tensor(&[2, 8, 32], vec![1.0; 512]);
+        // The second matrix, and in it the second half of each row, err 64 times as much.
+        let sigma = |i: usize| if i >= 256 && i % 32 >= 16 { 6.4e-2 } else { 1e-3 };
+        let runs: Vec<_> = (0..WORKING_RUNS).map(|_| noisy(&exact, &mut draw, sigma)).collect();
+        let runs: Vec<_> = runs.iter().collect();
+        let derive = |pooling| Budget::derive_pooled(&exact, &runs, &Steps::Exact, pooling).allowed;
+        let (rows, matrix, groups) =
+            (derive(Pooling::LastAxis), derive(Pooling::Trailing(2)), derive(Pooling::Group(16)));
+        assert_eq!(rows, Budget::derive(&exact, &runs, Steps::Exact).allowed);
+        let scatter = |allowed: &[f64]| {
+            let (low, high) = allowed.iter().fold((f64::MAX, 0.0f64), |(low, high), &v| (low.min(v), high.max(v)));
+            high / low
+        };
+        // All of a matrix of one scale has nearly one budget; each row by itself has its own estimate.
+        assert!(scatter(&rows[..256]) > scatter(&matrix[..256]));
+        // Groups keep the two halves of a row apart, and each is of one scale.
+        assert!((256..512).all(|i| (groups[i] > 0.1) == (i % 32 >= 16)));
+        assert!(groups[256] < matrix[256] && groups[256] < 0.02);
+    }
+
+    #[test]
+    fn pooled_ranges_cover_every_element_once() {
+        let shape = [2, 3, 5];
+        for pooling in [Pooling::LastAxis, Pooling::Trailing(0), Pooling::Trailing(2), Pooling::Trailing(9)]
+            .into_iter()
+            .chain((0..7).map(Pooling::Group))
+        {
+            let covered: Vec<usize> = pooling.ranges(&shape).into_iter().flatten().collect();
+            assert_eq!(covered, (0..30).collect::<Vec<_>>(), "{pooling:?}");
+        }
+        assert_eq!(Pooling::Group(2).ranges(&shape)[..4], [0..2, 2..4, 4..5, 5..7]);
+        assert_eq!(Pooling::Trailing(2).ranges(&shape), [0..15, 15..30]);
+        assert!(Pooling::Trailing(2).ranges(&[2, 0, 5]).is_empty() && Pooling::LastAxis.ranges(&[]) == [0..1]);
     }
 
     #[test]

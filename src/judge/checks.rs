@@ -5,16 +5,19 @@ use std::time::Instant;
 
 use dsv4_kernels::runtime::arena::ViolationKind;
 use dsv4_kernels::runtime::{Contract, DType, HostTensor};
+use dsv4_reference::Products;
 use dsv4_reference::precision::Precision;
 use rayon::prelude::*;
 
 use crate::case::{CaseError, Draw};
 use crate::judge::agreement;
 use crate::judge::budget::{Budget, working_precisions};
+use crate::judge::grid::Steps;
 use crate::judge::runner::Runner;
+use crate::judge::selection::{self, Scores};
 use crate::judge::triangulation;
 use crate::operator::tensors::permuted_along;
-use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
+use crate::operator::{Comparison, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
 use crate::record::{CheckRecord, Metrics, Skip, Verdict};
 
 /// What a sweep asks of each case beyond the checks that always run.
@@ -108,16 +111,46 @@ impl Truth {
     /// # Errors
     /// What the oracle refuses.
     pub fn of(prepared: &dyn Prepared) -> Result<Self, CaseError> {
-        let exact = prepared.oracle(Precision::Exact)?;
+        let products = Products::default();
+        let run = |precision| prepared.oracle_sharing(precision, &products);
+        let exact = run(Precision::Exact)?;
         let precisions: Vec<Precision> = working_precisions().collect();
-        let working = precisions.par_iter().map(|&precision| prepared.oracle(precision)).collect::<Result<_, _>>()?;
+        let working = precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
         Ok(Self { exact, working })
     }
 
-    /// The budget of exact tensor number `index`, stored as `dtype`.
-    pub fn budget(&self, index: usize, dtype: DType) -> Budget {
-        let working: Vec<&OracleTensor> = self.working.iter().map(|run| &run[index]).collect();
-        Budget::derive(&self.exact[index], &working, dtype)
+    /// The budget of exact tensor number `index`, stored as `stored`: a type, or the steps of its grid.
+    pub fn budget(&self, index: usize, stored: impl Into<Steps>) -> Budget {
+        Budget::derive(&self.exact[index], &self.runs(index), stored)
+    }
+
+    /// The budget of exact tensor number `index` as the kernel's tensor declares itself: its grid, what pools, and
+    /// nothing at all where it is not compared within rounding.
+    ///
+    /// # Errors
+    /// Scales that the oracle does not have, or that do not fit.
+    pub fn budget_of(&self, index: usize, found: &KernelTensor) -> Result<Budget, String> {
+        let exact = &self.exact[index];
+        if found.comparison != Comparison::Rounded {
+            return Ok(Budget::nothing(exact));
+        }
+        let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
+        Ok(Budget::derive_pooled(exact, &self.runs(index), &steps, found.pooling))
+    }
+
+    fn runs(&self, index: usize) -> Vec<&OracleTensor> {
+        self.working.iter().map(|run| &run[index]).collect()
+    }
+
+    /// The scores called `name`, and their budget: as the kernel returns them, or in fp32, where kernels hold them.
+    fn scores(&self, name: &str, run: &KernelRun) -> Result<(&OracleTensor, Budget), String> {
+        let index = self.exact.iter().position(|exact| exact.name == name);
+        let index = index.ok_or_else(|| format!("the oracle has no scores `{name}`"))?;
+        let budget = match run.tensors.iter().find(|tensor| tensor.name == name) {
+            Some(found) => self.budget_of(index, found)?,
+            None => self.budget(index, DType::F32),
+        };
+        Ok((&self.exact[index], budget))
     }
 }
 
@@ -207,18 +240,20 @@ fn run_kernels(
             continue;
         }
         let Some(found) = first.tensors.iter().find(|tensor| tensor.name == exact.name) else {
-            outcome.push(
-                side_name(exact.side),
-                exact.name,
-                Verdict::Error,
-                0,
-                "the kernel returned no such tensor".into(),
-            );
+            // What a comparison needs besides the tensor itself need not be an output.
+            if !first.tensors.iter().any(|tensor| tensor.consults().any(|name| name == exact.name)) {
+                let message = "the kernel returned no such tensor".into();
+                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
+            }
             continue;
         };
-        let budget = truth.budget(index, found.tensor.dtype);
-        agreement_checks(exact, found, &budget, outcome);
-        budgets.push((exact, budget));
+        match truth.budget_of(index, found) {
+            Ok(budget) => {
+                compare(truth, exact, found, &first, &budget, outcome);
+                budgets.push((exact, budget));
+            }
+            Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
+        }
     }
     if enough(outcome) {
         return;
@@ -284,7 +319,15 @@ fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
     }
 }
 
-fn agreement_checks(exact: &OracleTensor, found: &KernelTensor, budget: &Budget, outcome: &mut Outcome) {
+/// Holds a tensor to the oracle's in the way that it declares.
+fn compare(
+    truth: &Truth,
+    exact: &OracleTensor,
+    found: &KernelTensor,
+    run: &KernelRun,
+    budget: &Budget,
+    outcome: &mut Outcome,
+) {
     if found.tensor.shape != exact.shape {
         let message = format!("the kernel's shape is {:?}, the oracle's {:?}", found.tensor.shape, exact.shape);
         outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
@@ -293,12 +336,61 @@ fn agreement_checks(exact: &OracleTensor, found: &KernelTensor, budget: &Budget,
     if exact.values.is_empty() {
         return;
     }
+    match found.comparison {
+        Comparison::Rounded => agreement_checks(truth, exact, found, budget, outcome),
+        Comparison::Exact => exact_check(exact, found, budget, outcome),
+        Comparison::Selection { scores } => selection_check(truth, exact, found, scores, run, outcome),
+    }
+}
+
+fn agreement_checks(truth: &Truth, exact: &OracleTensor, found: &KernelTensor, budget: &Budget, outcome: &mut Outcome) {
+    let steps = match Steps::of(found.grid(), &exact.shape, &truth.exact) {
+        Ok(steps) => steps,
+        Err(message) => return outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
+    };
     let kernel = found.tensor.to_f64();
-    let metrics = agreement::measure(&kernel, exact, budget, found.tensor.dtype);
+    let metrics = agreement::measure(&kernel, exact, budget, &steps);
     agreement_verdict(exact, &kernel, budget, metrics, outcome);
     special_values(exact, &kernel, budget, outcome);
     let vacuous = budget.is_vacuous(exact).then(|| "zeros would pass: the budget says nothing here".to_owned());
     outcome.verdict("budget", exact.name, exact.values.len() as u64, vacuous);
+}
+
+/// Equal or wrong: what the oracle's runs differ by is no tolerance.
+fn exact_check(exact: &OracleTensor, found: &KernelTensor, budget: &Budget, outcome: &mut Outcome) {
+    let kernel = found.tensor.to_f64();
+    let unequal = selection::unequal(&found.tensor, exact);
+    let problem = unequal.first().map(|&first| {
+        format!(
+            "{} of {} elements differ; first at {:?}: kernel {}, oracle {}",
+            unequal.len(),
+            kernel.len(),
+            agreement::unflatten(first, &exact.shape),
+            kernel[first],
+            exact.values[first]
+        )
+    });
+    outcome.verdict(side_name(exact.side), exact.name, kernel.len() as u64, problem);
+    if let Some(record) = outcome.checks.last_mut() {
+        record.metrics = Some(agreement::measure(&kernel, exact, budget, &found.tensor.dtype.into()));
+    }
+}
+
+fn selection_check(
+    truth: &Truth,
+    exact: &OracleTensor,
+    found: &KernelTensor,
+    scores: &str,
+    run: &KernelRun,
+    outcome: &mut Outcome,
+) {
+    let problem = truth.scores(scores, run).and_then(|(of, budget)| {
+        selection::problem(&found.tensor, exact, Scores { exact: of, allowed: &budget.allowed })
+    });
+    match problem {
+        Ok(problem) => outcome.verdict(side_name(exact.side), exact.name, exact.values.len() as u64, problem),
+        Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
+    }
 }
 
 fn agreement_verdict(exact: &OracleTensor, kernel: &[f64], budget: &Budget, metrics: Metrics, outcome: &mut Outcome) {
@@ -509,7 +601,7 @@ fn law_checks(
             outcome.skip(format!("{check} of {name}"), why, 1);
             continue;
         }
-        let find = |run: &KernelRun| run.tensors.iter().find(|t| t.name == *name).map(|t| t.tensor.clone());
+        let find = |run: &KernelRun| run.tensors.iter().find(|t| t.name == *name).cloned();
         let (Some(a), Some(b)) = (find(base), find(&variant)) else {
             outcome.push(
                 &check,
@@ -520,16 +612,17 @@ fn law_checks(
             );
             continue;
         };
-        if a.elements() == 0 {
+        if a.tensor.elements() == 0 {
             continue;
         }
         let budget = budgets.iter().find(|(exact, _)| exact.name == *name);
         let both = match (relation, budget) {
             (Relation::WithinBothBudgets, Some((exact, budget))) => {
-                match variants_truth.get_or_init(|| Truth::of(&*law.variant)) {
-                    Ok(own) => Some((*exact, with_variants(own, exact, budget, b.dtype))),
-                    Err(error) => {
-                        outcome.push(&check, name, Verdict::Error, 0, error.to_string());
+                let own = variants_truth.get_or_init(|| Truth::of(&*law.variant));
+                match own.as_ref().map_err(|e| e.to_string()).and_then(|own| with_variants(own, exact, budget, &b)) {
+                    Ok(both) => Some((*exact, both)),
+                    Err(message) => {
+                        outcome.push(&check, name, Verdict::Error, 0, message);
                         continue;
                     }
                 }
@@ -538,10 +631,12 @@ fn law_checks(
         };
         let budget = both.as_ref().or(budget);
         let (compared, problem) = match (runner.rounds_freely(name), relation) {
-            (None, _) | (_, Relation::WithinBudget | Relation::WithinBothBudgets) => relate(&a, &b, relation, budget),
+            (None, _) | (_, Relation::WithinBudget | Relation::WithinBothBudgets) => {
+                relate(&a.tensor, &b.tensor, relation, budget)
+            }
             (Some(why), _) => {
                 outcome.skip(format!("bit equality of {name}"), why, 1);
-                relate_freely(&a, &b, relation, budget)
+                relate_freely(&a.tensor, &b.tensor, relation, budget)
             }
         };
         outcome.verdict(&check, name, compared, problem);
@@ -549,13 +644,18 @@ fn law_checks(
 }
 
 /// What a tensor of the case and the same one of a variant may be off by together.
-fn with_variants(variant: &Truth, exact: &OracleTensor, budget: &Budget, dtype: DType) -> Budget {
+fn with_variants(
+    variant: &Truth,
+    exact: &OracleTensor,
+    budget: &Budget,
+    found: &KernelTensor,
+) -> Result<Budget, String> {
     let mut both = budget.clone();
     if let Some(index) = variant.exact.iter().position(|tensor| tensor.name == exact.name) {
-        let own = variant.budget(index, dtype);
+        let own = variant.budget_of(index, found)?;
         both.allowed.iter_mut().zip(&own.allowed).for_each(|(allowed, own)| *allowed += own);
     }
-    both
+    Ok(both)
 }
 
 /// How many elements a relation bound, and what was wrong with them.

@@ -4,7 +4,9 @@
 //! | --- | --- |
 //! | `runner` | who runs a kernel: a device of ours, or somebody else's process |
 //! | `budget` | the error allowed to each element, derived from the oracle's scatter |
+//! | `grid` | the numbers that a compared tensor can hold, and what its last rounding is worth |
 //! | `agreement` | a kernel's tensor beside the oracle's, in numbers |
+//! | `selection` | indices of a selection, held to the scores that were selected from |
 //! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
 //! | `checks` | every check of a case |
 //! | `truths` | what the oracle says of a case, worked out once for many kernels |
@@ -16,6 +18,8 @@ pub mod budget;
 pub mod checks;
 pub mod golden;
 pub mod golden_run;
+pub mod grid;
 pub mod runner;
+pub mod selection;
 pub mod triangulation;
 pub mod truths;

@@ -7,6 +7,7 @@
 use dsv4_kernels::runtime::DType;
 use serde::Serialize;
 
+use super::{Comparison, Grid, Pooling};
 use crate::case::Distribution;
 use crate::operators::Aliasing;
 
@@ -50,22 +51,6 @@ pub enum Part {
     Scratch,
     /// No memory of its own: what the stored bytes of others mean ([`super::Declared::observe`]).
     Observed,
-}
-
-/// How a tensor of the kernel is held to that of the oracle.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Comparison {
-    /// Within the budget of its rounding.
-    #[default]
-    Rounded,
-    /// Equal, whatever the spread of the oracle's runs is: codes, counts, permutations.
-    Exact,
-    /// Indices of a selection: another one is right only where the oracle's scores are within their own bounds.
-    Selection {
-        /// The oracle's tensor of the scores that were selected from.
-        scores: &'static str,
-    },
 }
 
 /// What layouts a kernel takes for a tensor.
@@ -118,6 +103,10 @@ pub struct TensorSpec {
     pub strides: Strides,
     /// How it is compared.
     pub comparison: Comparison,
+    /// What its last rounding is worth; that of its storage type unless it says otherwise.
+    pub grid: Option<Grid>,
+    /// Which of its elements are of one scale.
+    pub pooling: Pooling,
     /// Whether two runs must agree bit for bit. Sums by floating-point atomics need not.
     pub deterministic: bool,
     /// Where an input's numbers come from.
@@ -141,6 +130,8 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         present: true,
         strides: Strides::Dense,
         comparison: Comparison::Rounded,
+        grid: None,
+        pooling: Pooling::default(),
         deterministic: true,
         source,
         placed: None,
@@ -245,6 +236,18 @@ impl TensorSpec {
     /// It holds indices of a selection from the oracle's tensor `scores`.
     pub fn selected_from(mut self, scores: &'static str) -> Self {
         self.comparison = Comparison::Selection { scores };
+        self
+    }
+
+    /// Its numbers lie on this grid, such as codes with scales.
+    pub fn on_grid(mut self, grid: Grid) -> Self {
+        self.grid = Some(grid);
+        self
+    }
+
+    /// These of its elements are of one scale.
+    pub fn pooled(mut self, pooling: Pooling) -> Self {
+        self.pooling = pooling;
         self
     }
 

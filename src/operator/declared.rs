@@ -596,7 +596,8 @@ fn stored(spec: &TensorSpec, values: &[f64]) -> HostTensor {
 }
 
 fn kernel_tensor(spec: &TensorSpec, tensor: HostTensor) -> KernelTensor {
-    KernelTensor { name: spec.name, tensor, deterministic: spec.deterministic }
+    let TensorSpec { deterministic, comparison, grid, pooling, .. } = *spec;
+    KernelTensor { deterministic, comparison, grid, pooling, ..KernelTensor::new(spec.name, tensor) }
 }
 
 impl<K: Declared> Prepared for Inputs<K> {

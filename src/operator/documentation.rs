@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::Profile;
+use super::{Comparison, Profile};
 use super::declaration::{Part, Specs, Strides, TensorSpec};
 use super::declared::Declared;
 use crate::record::TensorRecord;
@@ -59,7 +59,6 @@ fn layouts(spec: &TensorSpec) -> String {
 }
 
 fn compared(spec: &TensorSpec) -> String {
-    use super::declaration::Comparison;
     let how = match spec.comparison {
         Comparison::Rounded => "within its budget".to_owned(),
         Comparison::Exact => "exactly".to_owned(),

@@ -4,10 +4,14 @@
 //! file in `src/operators/` says how to do the first four; everything after that is the same for
 //! all of them ([`crate::judge::checks`]). The [`registry`] lists all operators.
 
+use std::ops::Range;
+
 use dsv4_kernels::runtime::arena::Violation;
 use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_reference::precision::Precision;
+use dsv4_reference::{Format, Products};
 use proptest::strategy::BoxedStrategy;
+use serde::Serialize;
 
 use crate::case::{Case, CaseError};
 use crate::judge::golden::GoldenFile;
@@ -138,6 +142,112 @@ pub struct KernelTensor {
     pub tensor: HostTensor,
     /// Whether two runs must agree bit for bit. Sums by floating-point atomics need not.
     pub deterministic: bool,
+    /// How it is held to the oracle's.
+    pub comparison: Comparison,
+    /// What its last rounding is worth; that of its storage type unless it says otherwise.
+    pub grid: Option<Grid>,
+    /// Which of its elements are of one scale.
+    pub pooling: Pooling,
+}
+
+impl KernelTensor {
+    /// A tensor that is repeated bit for bit and compared within the budget of its rounding to its storage type.
+    pub fn new(name: &'static str, tensor: HostTensor) -> Self {
+        let (comparison, grid, pooling) = Default::default();
+        Self { name, tensor, deterministic: true, comparison, grid, pooling }
+    }
+
+    /// The grid of its numbers.
+    pub fn grid(&self) -> Grid {
+        self.grid.unwrap_or_else(|| self.tensor.dtype.into())
+    }
+
+    /// The oracle's tensor that its comparison needs besides its own: scores, or scales.
+    pub fn consults(&self) -> impl Iterator<Item = &'static str> {
+        let scores = match self.comparison {
+            Comparison::Selection { scores } => Some(scores),
+            Comparison::Rounded | Comparison::Exact => None,
+        };
+        let scales = match self.grid {
+            Some(Grid::Scaled { scales, .. }) => Some(scales),
+            _ => None,
+        };
+        scores.into_iter().chain(scales)
+    }
+}
+
+/// How a tensor of the kernel is held to that of the oracle.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Comparison {
+    /// Within the budget of its rounding.
+    #[default]
+    Rounded,
+    /// Equal, whatever the spread of the oracle's runs is: codes, counts, permutations.
+    Exact,
+    /// Indices of a selection: another one is right only where the oracle's scores are within their own bounds.
+    Selection {
+        /// The oracle's tensor of the scores that were selected from.
+        scores: &'static str,
+    },
+}
+
+/// The numbers that a compared tensor can hold: what its last rounding is worth.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Grid {
+    /// No rounding: integers.
+    Exact,
+    /// The numbers of a format.
+    Float(Format),
+    /// Numbers of a format times a scale that a block of elements shares: dequantised codes.
+    Scaled {
+        /// Format of the codes.
+        format: Format,
+        /// Rows and columns (along the last two axes) that share a scale; the last block of an axis may be smaller.
+        block: [usize; 2],
+        /// The oracle's tensor of the scales: one for each block, other axes as in the tensor itself.
+        scales: &'static str,
+    },
+}
+
+impl From<DType> for Grid {
+    fn from(dtype: DType) -> Self {
+        format_of(dtype).map_or(Self::Exact, Self::Float)
+    }
+}
+
+/// Over which elements a budget pools the variance of the oracle's runs: those that are of one scale by construction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pooling {
+    /// The last axis: a row.
+    #[default]
+    LastAxis,
+    /// So many trailing axes: 2 is a matrix, 0 each element by itself.
+    Trailing(usize),
+    /// So many neighbours along the last axis (1 at least); the last group of a row may be smaller.
+    Group(usize),
+}
+
+impl Pooling {
+    /// The ranges of elements, row-major, that pool.
+    pub fn ranges(self, shape: &[usize]) -> Vec<Range<usize>> {
+        let (rows, row_len) = rows_of(shape);
+        let (outer, inner, step) = match self {
+            Self::LastAxis => (rows, row_len, row_len),
+            Self::Trailing(axes) => {
+                let (outer, inner) = shape.split_at(shape.len().saturating_sub(axes));
+                let inner = inner.iter().product();
+                (outer.iter().product(), inner, inner)
+            }
+            Self::Group(neighbours) => (rows, row_len, neighbours),
+        };
+        let groups = |row: usize| {
+            let end = (row + 1) * inner;
+            (row * inner..end).step_by(step.max(1)).map(move |from| from..end.min(from + step.max(1)))
+        };
+        (0..outer).flat_map(groups).collect()
+    }
 }
 
 /// One run of the kernels of a case.
@@ -161,6 +271,15 @@ pub trait Prepared: Sync {
     /// # Errors
     /// What the oracle refuses.
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError>;
+
+    /// As [`Self::oracle`], bit for bit, as one of several runs: products of operands that all runs have in common may be
+    /// taken from `products` (a run by [`Rounding::sharing`](dsv4_reference::Rounding::sharing)). The exact run is first.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn oracle_sharing(&self, precision: Precision, _products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
+        self.oracle(precision)
+    }
 
     /// Runs the kernels, forward and backward, under a memory contract.
     ///
@@ -293,22 +412,16 @@ pub fn rows_of(shape: &[usize]) -> (usize, usize) {
     }
 }
 
-/// Half a unit in the last place of `dtype` at magnitude `value` (f64; zero for integers).
-pub fn half_ulp(dtype: DType, value: f64) -> f64 {
-    let (mantissa_bits, min_exponent) = match dtype {
-        DType::F32 => (23, -126),
-        DType::Bf16 => (7, -126),
-        DType::I32 | DType::U8 => return 0.0,
-    };
-    let magnitude = value.abs();
-    if !magnitude.is_finite() {
-        return 0.0;
+/// The number format of a floating-point storage type; `None` for integers.
+pub fn format_of(dtype: DType) -> Option<Format> {
+    match dtype {
+        DType::F32 => Some(Format::F32),
+        DType::Bf16 => Some(Format::BF16),
+        DType::I32 | DType::I64 | DType::U8 => None,
     }
-    let exponent = if magnitude == 0.0 { min_exponent } else { exponent_of(magnitude).max(min_exponent) };
-    2f64.powi(exponent - mantissa_bits - 1)
 }
 
-/// `floor(log2(x))` of a positive normal f64, exactly.
-fn exponent_of(x: f64) -> i32 {
-    ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023
+/// Half a unit in the last place of `dtype` at magnitude `value` (f64; zero for integers).
+pub fn half_ulp(dtype: DType, value: f64) -> f64 {
+    format_of(dtype).map_or(0.0, |format| format.half_ulp(value))
 }

@@ -10,17 +10,18 @@ use std::time::Duration;
 use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
 use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_parity::case::{Case, CaseError, Draw};
-use dsv4_parity::judge::budget::{Budget, WORKING_RUNS};
+use dsv4_parity::judge::budget::{Budget, WORKING_RUNS, working_precisions};
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome, Truth};
 use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::operator::registry;
 use dsv4_parity::operator::{
-    GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Profile, Relation, Side,
+    Comparison, GradientProbe, Grid, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Profile, Relation, Side,
 };
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, Observer, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
+use dsv4_reference::{Format, Products, Rounding};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
@@ -163,7 +164,7 @@ impl Runner for MadeUp<'_> {
             let factor = if self.spoilt.contains(&exact.name) { -1.0 } else { 1.0 };
             let values: Vec<f64> = exact.values.iter().map(|value| factor * value).collect();
             let tensor = HostTensor::from_f64(DType::F32, &exact.shape, &values);
-            KernelTensor { name: exact.name, tensor, deterministic: true }
+            KernelTensor::new(exact.name, tensor)
         };
         Ok(KernelRun { tensors: exact.iter().map(tensor).collect(), violations: vec![], paths: vec![] })
     }
@@ -302,11 +303,7 @@ fn exact() -> Vec<f64> {
 
 fn output(values: &[f64]) -> KernelRun {
     let tensor = HostTensor::from_f64(DType::F32, &[ROWS, WIDTH], values);
-    KernelRun {
-        tensors: vec![KernelTensor { name: "y", tensor, deterministic: true }],
-        violations: vec![],
-        paths: vec![],
-    }
+    KernelRun { tensors: vec![KernelTensor::new("y", tensor)], violations: vec![], paths: vec![] }
 }
 
 /// A fake whose kernel returns these values.
@@ -558,4 +555,240 @@ fn a_law_about_a_tensor_that_the_kernel_does_not_return_is_an_error() {
         vec![Law { name: "made up", variant: Box::new(fake(exact())), relations: vec![("z", Relation::Times(1.0))] }]
     };
     assert_fails(&Fake { laws: Box::new(laws), ..fake(exact()) }, &[("law: made up", Verdict::Error)]);
+}
+
+// ---------------------------------------------------------------- other comparisons
+
+/// Candidates of the made-up selection, and how many of them are selected.
+const CANDIDATES: usize = 12;
+const SELECTED: usize = 4;
+
+/// An operator whose oracle returns these tensors, and in working precision those of `noisy`.
+struct Declared {
+    exact: Vec<OracleTensor>,
+    noisy: fn(&mut OracleTensor, &mut Draw),
+    found: Vec<KernelTensor>,
+}
+
+impl Prepared for Declared {
+    fn operator(&self) -> &'static str {
+        "declared"
+    }
+
+    fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
+        let mut tensors = self.exact.clone();
+        if let Precision::Working { seed } | Precision::Nearest { seed } = precision {
+            let mut draw = Draw::new(seed, "working");
+            tensors.iter_mut().for_each(|tensor| (self.noisy)(tensor, &mut draw));
+        }
+        Ok(tensors)
+    }
+
+    fn kernel(&self, _device: &Device, _contract: Contract) -> Result<KernelRun, RuntimeError> {
+        Ok(KernelRun { tensors: self.found.clone(), violations: vec![], paths: vec![] })
+    }
+}
+
+fn of_oracle(name: &'static str, shape: &[usize], values: &[f64]) -> OracleTensor {
+    OracleTensor { name, side: Side::Forward, shape: shape.to_vec(), values: values.to_vec() }
+}
+
+/// The checks of a tensor that did not pass, with their messages.
+fn failures_of(operator: &Declared, tensor: &str) -> Vec<(String, Verdict, String)> {
+    let outcome = checks::run(operator, support::device(), CheckOptions { schedules: 0, triangulate: false });
+    assert!(outcome.checks.iter().any(|c| c.check == "launch" && c.verdict == Verdict::Pass));
+    let failures = outcome.failures().filter(|c| c.tensor == tensor);
+    failures.map(|c| (c.check.clone(), c.verdict, c.message.clone())).collect()
+}
+
+/// Counts that the oracle's runs disagree about.
+fn counts(comparison: Comparison, values: &[f64], dtype: DType) -> Declared {
+    let tensor = HostTensor::from_f64(dtype, &[2, 4], values);
+    Declared {
+        exact: vec![of_oracle("counts", &[2, 4], &[5.0, 9.0, 12.0, 7.0, 40.0, 3.0, 8.0, 6.0])],
+        noisy: |tensor, draw| tensor.values.iter_mut().for_each(|v| *v += (2.0 * draw.normal()).round()),
+        found: vec![KernelTensor { comparison, ..KernelTensor::new("counts", tensor) }],
+    }
+}
+
+#[test]
+fn an_exact_tensor_is_equal_or_wrong_however_much_the_oracles_runs_differ() {
+    let right = [5.0, 9.0, 12.0, 7.0, 40.0, 3.0, 8.0, 6.0];
+    let mut wrong = right;
+    wrong[6] = 9.0;
+    for dtype in [DType::I32, DType::I64, DType::U8, DType::F32] {
+        assert_eq!(failures_of(&counts(Comparison::Exact, &right, dtype), "counts"), []);
+        let failures = failures_of(&counts(Comparison::Exact, &wrong, dtype), "counts");
+        let [(check, Verdict::Fail, message)] = failures.as_slice() else { panic!("{failures:?}") };
+        assert_eq!(check, "forward");
+        assert!(message.contains("1 of 8") && message.contains("[1, 2]: kernel 9, oracle 8"), "{message}");
+    }
+    // As a rounded tensor the same mistake would pass for rounding.
+    assert!(!failures_of(&counts(Comparison::Rounded, &wrong, DType::I32), "counts").iter().any(|f| f.0 == "forward"));
+}
+
+#[test]
+fn an_integer_that_f64_cannot_tell_from_the_oracles_is_wrong() {
+    let large = (1i64 << 53) + 1;
+    let tensor = HostTensor { dtype: DType::I64, shape: vec![1], bytes: large.to_ne_bytes().into() };
+    let operator = Declared {
+        exact: vec![of_oracle("id", &[1], &[large as f64])],
+        noisy: |_, _| {},
+        found: vec![KernelTensor { comparison: Comparison::Exact, ..KernelTensor::new("id", tensor) }],
+    };
+    assert_eq!(failures_of(&operator, "id").len(), 1);
+}
+
+/// Descending scores; candidates 3 and 4 are a thousandth apart, and the last three of row 1 are masked.
+fn candidate_scores() -> Vec<f64> {
+    let row = |masked: usize| {
+        (0..CANDIDATES).map(move |i| match i {
+            4 => 6.999,
+            i if i >= CANDIDATES - masked => f64::NEG_INFINITY,
+            i => 10.0 - i as f64,
+        })
+    };
+    row(0).chain(row(CANDIDATES - 2)).collect()
+}
+
+/// The selection of two rows; the oracle's is `[0, 1, 2, 3]` and `[0, 1, -1, -1]`. Scores are not returned, unless
+/// they are asked for.
+fn selection(chosen: [[i32; SELECTED]; 2], scores: &'static str) -> Declared {
+    let tensor = HostTensor::from_i32(&[2, SELECTED], chosen.as_flattened());
+    Declared {
+        exact: vec![
+            of_oracle("indices", &[2, SELECTED], &[0.0, 1.0, 2.0, 3.0, 0.0, 1.0, -1.0, -1.0]),
+            of_oracle("scores", &[2, CANDIDATES], &candidate_scores()),
+        ],
+        // Scores that are off by a thousandth or two; and runs that select something else altogether.
+        noisy: |tensor, draw| match tensor.name {
+            "scores" => tensor.values.iter_mut().for_each(|v| *v += 2e-4 * draw.normal()),
+            _ => tensor.values.iter_mut().for_each(|v| *v += 1.0),
+        },
+        found: vec![KernelTensor {
+            comparison: Comparison::Selection { scores },
+            ..KernelTensor::new("indices", tensor)
+        }],
+    }
+}
+
+const PADDED: [i32; SELECTED] = [0, 1, -1, -1];
+
+#[test]
+fn a_selection_may_differ_where_scores_are_within_their_budgets_and_nowhere_else() {
+    let right = [[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 2, 4], [4, 0, 2, 1]];
+    for row in right {
+        assert_eq!(failures_of(&selection([row, PADDED], "scores"), "indices"), [], "{row:?}");
+    }
+    let wrong = [
+        ([[0, 1, 2, 5], PADDED], "5 was selected"),
+        // Candidate 4 is near enough to 3, which is there, and not to 0, which it replaces.
+        ([[4, 1, 2, 3], PADDED], "and 0 was not"),
+        ([[0, 1, 2, 2], PADDED], "twice"),
+        ([[0, 1, 2, CANDIDATES as i32], PADDED], "12 candidates"),
+        ([[0, 1, 2, -2], PADDED], "holds -2"),
+        ([[0, 1, 2, -1], PADDED], "holds -1"),
+        ([[0, 1, 2, 3], [0, 1, 2, -1]], "row 1: place 2 holds 2"),
+        ([[0, 1, 2, 3], [0, -1, 1, -1]], "row 1: place 1 holds -1"),
+        ([[0, 1, 2, 3], [0, 9, -1, -1]], "9 was selected"),
+    ];
+    for (chosen, expected) in wrong {
+        let failures = failures_of(&selection(chosen, "scores"), "indices");
+        let [(check, Verdict::Fail, message)] = failures.as_slice() else { panic!("{chosen:?}: {failures:?}") };
+        assert!(check == "forward" && message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn a_tensor_of_the_oracle_alone_is_legal_only_where_a_comparison_consults_it() {
+    let right = || [[0, 1, 2, 3], PADDED];
+    assert_eq!(failures_of(&selection(right(), "scores"), "scores"), []);
+    let mut exact = selection(right(), "scores");
+    exact.found[0].comparison = Comparison::Exact;
+    assert_eq!(failures_of(&exact, "scores").len(), 1);
+    let failures = failures_of(&selection(right(), "logits"), "indices");
+    assert!(matches!(failures.as_slice(), [(_, Verdict::Error, message)] if message.contains("`logits`")));
+    let mut floats = selection(right(), "scores");
+    floats.found[0].tensor = HostTensor::from_f64(DType::F32, &[2, SELECTED], &[0.0; 2 * SELECTED]);
+    assert!(matches!(failures_of(&floats, "indices").as_slice(), [(_, Verdict::Error, _)]));
+}
+
+/// Dequantised e2m1 codes with a scale for each four neighbours: the oracle's numbers lie between those of the format.
+fn dequantised(shares: [f64; 8]) -> Declared {
+    let exact = [0.2, 0.9, 2.6, 5.1, 1.6, 7.2, 20.8, 40.8];
+    let half_steps = [0.25, 0.25, 0.5, 1.0, 2.0, 2.0, 4.0, 8.0];
+    let values: Vec<f64> = (0..8).map(|i| exact[i] + shares[i] * half_steps[i]).collect();
+    let tensor = HostTensor::from_f64(DType::F32, &[1, 8], &values);
+    let grid = Grid::Scaled { format: Format::E2M1, block: [1, 4], scales: "scales" };
+    Declared {
+        exact: vec![of_oracle("x", &[1, 8], &exact), of_oracle("scales", &[1, 2], &[1.0, 8.0])],
+        noisy: |_, _| {},
+        found: vec![KernelTensor { grid: Some(grid), ..KernelTensor::new("x", tensor) }],
+    }
+}
+
+#[test]
+fn dequantised_codes_may_be_off_by_half_a_step_of_their_blocks_scale() {
+    let forward = |shares| failures_of(&dequantised(shares), "x").iter().any(|f| f.0 == "forward");
+    assert!(!forward([0.99; 8]) && !forward([-0.99; 8]));
+    for i in 0..8 {
+        let mut shares = [0.0; 8];
+        shares[i] = 1.01;
+        assert!(forward(shares), "{i}");
+    }
+    // Without the scale, the second block would be held to steps eight times too fine.
+    let mut unscaled = dequantised([0.0, 0.0, 0.0, 0.0, 0.99, 0.0, 0.0, 0.0]);
+    assert!(!failures_of(&unscaled, "x").iter().any(|f| f.0 == "forward"));
+    unscaled.found[0].grid = Some(Grid::Float(Format::E2M1));
+    assert!(failures_of(&unscaled, "x").iter().any(|f| f.0 == "forward"));
+}
+
+/// An oracle that multiplies two inputs, and counts what was multiplied out after each run.
+struct Multiplied {
+    products: AtomicU32,
+}
+
+impl Multiplied {
+    fn run(mut rounding: Rounding) -> Result<Vec<OracleTensor>, CaseError> {
+        let operand = |name: &str, shape: [usize; 2]| {
+            let mut draw = Draw::new(3, name);
+            let values: Vec<f64> = (0..shape[0] * shape[1]).map(|_| draw.normal()).collect();
+            candle_core::Tensor::from_vec(values, &shape, &candle_core::Device::Cpu).expect("an operand")
+        };
+        let product = rounding.matmul_f32(&operand("a", [4, 32]), &operand("b", [32, 8])).expect("a product");
+        let values = product.flatten_all().and_then(|flat| flat.to_vec1()).expect("elements");
+        Ok(vec![of_oracle("y", &[4, 8], &values)])
+    }
+}
+
+impl Prepared for Multiplied {
+    fn operator(&self) -> &'static str {
+        "multiplied"
+    }
+
+    fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
+        Self::run(Rounding::new(precision))
+    }
+
+    fn oracle_sharing(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
+        let tensors = Self::run(Rounding::sharing(precision, products));
+        self.products.fetch_max(products.multiplied() as u32, Ordering::Relaxed);
+        tensors
+    }
+
+    fn kernel(&self, _device: &Device, _contract: Contract) -> Result<KernelRun, RuntimeError> {
+        Err(RuntimeError::argument("multiplied", "y", "there is no kernel"))
+    }
+}
+
+#[test]
+fn the_oracles_runs_share_the_products_of_inputs_and_the_budget_is_the_same_bit_for_bit() {
+    let operator = Multiplied { products: AtomicU32::new(0) };
+    let shared = Truth::of(&operator).unwrap();
+    assert_eq!(operator.products.load(Ordering::Relaxed), 2, "one product and one of squares for all runs");
+    assert_eq!(shared.exact[0].values, operator.oracle(Precision::Exact).unwrap()[0].values);
+    for (precision, run) in working_precisions().zip(&shared.working) {
+        assert_eq!(run[0].values, operator.oracle(precision).unwrap()[0].values, "{precision:?}");
+        assert_ne!(run[0].values, shared.exact[0].values);
+    }
 }

@@ -18,39 +18,53 @@ pub enum DType {
     Bf16,
     /// Two's complement, 32 bits.
     I32,
-    /// Bytes (codes of narrow formats, packed cache rows).
+    /// Two's complement, 64 bits.
+    I64,
+    /// Bytes (codes of narrow formats, two nibbles to a byte, packed cache rows).
     U8,
 }
 
+/// What there is to say of an element type.
+struct Description {
+    name: &'static str,
+    c_name: &'static str,
+    size: usize,
+    integer: bool,
+}
+
 impl DType {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::F32, Self::Bf16, Self::I32, Self::I64, Self::U8];
+
+    const fn description(self) -> Description {
+        match self {
+            Self::F32 => Description { name: "f32", c_name: "float", size: 4, integer: false },
+            Self::Bf16 => Description { name: "bf16", c_name: "bf16", size: 2, integer: false },
+            Self::I32 => Description { name: "i32", c_name: "int32_t", size: 4, integer: true },
+            Self::I64 => Description { name: "i64", c_name: "int64_t", size: 8, integer: true },
+            Self::U8 => Description { name: "u8", c_name: "uint8_t", size: 1, integer: true },
+        }
+    }
+
     /// Bytes of one element.
     pub fn size(self) -> usize {
-        match self {
-            Self::F32 | Self::I32 => 4,
-            Self::Bf16 => 2,
-            Self::U8 => 1,
-        }
+        self.description().size
     }
 
     /// The element type's name in kernel sources.
     pub fn c_name(self) -> &'static str {
-        match self {
-            Self::F32 => "float",
-            Self::Bf16 => "bf16",
-            Self::I32 => "int32_t",
-            Self::U8 => "uint8_t",
-        }
+        self.description().c_name
+    }
+
+    /// Whether it holds integers.
+    pub fn is_integer(self) -> bool {
+        self.description().integer
     }
 }
 
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::I32 => "i32",
-            Self::U8 => "u8",
-        })
+        f.write_str(self.description().name)
     }
 }
 
@@ -72,16 +86,18 @@ impl fmt::Debug for HostTensor {
 }
 
 impl HostTensor {
-    /// Rounds f64 values to the nearest of `dtype` (ties to even).
+    /// Rounds f64 values to the nearest of `dtype` (ties to even). An integer type takes what it has.
     ///
     /// # Panics
-    /// When `values` does not have the elements of `shape`, or `dtype` is no floating-point type.
+    /// When `values` does not have the elements of `shape`, or one of them is none of an integer type's.
     pub fn from_f64(dtype: DType, shape: &[usize], values: &[f64]) -> Self {
         assert_eq!(values.len(), shape.iter().product::<usize>(), "values do not fill shape {shape:?}");
         let bytes = match dtype {
             DType::F32 => values.iter().flat_map(|&v| (v as f32).to_ne_bytes()).collect(),
             DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f64(v).to_ne_bytes()).collect(),
-            DType::I32 | DType::U8 => panic!("from_f64 makes floating-point tensors, not {dtype}"),
+            DType::I32 => whole(dtype, values).flat_map(|v| (v as i32).to_ne_bytes()).collect(),
+            DType::I64 => whole(dtype, values).flat_map(i64::to_ne_bytes).collect(),
+            DType::U8 => whole(dtype, values).map(|v| v as u8).collect(),
         };
         Self { dtype, shape: shape.to_vec(), bytes }
     }
@@ -100,12 +116,13 @@ impl HostTensor {
         self.shape.iter().product()
     }
 
-    /// Every element, widened exactly.
+    /// Every element, widened: exactly, but for integers of more than 53 bits ([`Self::to_integers`] has those).
     pub fn to_f64(&self) -> Vec<f64> {
         match self.dtype {
             DType::F32 => self.words::<4>().map(|b| f64::from(f32::from_ne_bytes(b))).collect(),
             DType::Bf16 => self.words::<2>().map(|b| bf16::from_ne_bytes(b).to_f64()).collect(),
             DType::I32 => self.words::<4>().map(|b| f64::from(i32::from_ne_bytes(b))).collect(),
+            DType::I64 => self.words::<8>().map(|b| i64::from_ne_bytes(b) as f64).collect(),
             DType::U8 => self.bytes.iter().map(|&b| f64::from(b)).collect(),
         }
     }
@@ -119,6 +136,16 @@ impl HostTensor {
         self.words::<4>().map(i32::from_ne_bytes).collect()
     }
 
+    /// The elements of a tensor of integers; `None` for another type.
+    pub fn to_integers(&self) -> Option<Vec<i64>> {
+        Some(match self.dtype {
+            DType::I32 => self.words::<4>().map(|b| i32::from_ne_bytes(b).into()).collect(),
+            DType::I64 => self.words::<8>().map(i64::from_ne_bytes).collect(),
+            DType::U8 => self.bytes.iter().map(|&b| b.into()).collect(),
+            DType::F32 | DType::Bf16 => return None,
+        })
+    }
+
     fn words<const N: usize>(&self) -> impl Iterator<Item = [u8; N]> + '_ {
         self.bytes.chunks_exact(N).map(|chunk| {
             let mut word = [0; N];
@@ -126,6 +153,23 @@ impl HostTensor {
             word
         })
     }
+}
+
+/// Values as the integers that they are.
+///
+/// # Panics
+/// For one that `dtype` does not have.
+fn whole(dtype: DType, values: &[f64]) -> impl Iterator<Item = i64> {
+    let (low, high) = match dtype {
+        DType::U8 => (0.0, 255.0),
+        DType::I32 => (f64::from(i32::MIN), f64::from(i32::MAX)),
+        // Up to 2^53 every integer is an f64.
+        _ => (-9_007_199_254_740_992.0, 9_007_199_254_740_992.0),
+    };
+    values.iter().map(move |&v| {
+        assert!(v.fract() == 0.0 && (low..=high).contains(&v), "{v} is no value of {dtype}");
+        v as i64
+    })
 }
 
 /// Strides of a dense row-major tensor, in elements.
@@ -467,5 +511,34 @@ mod tests {
         assert_eq!(merged(&[2, 3, 4, 8], &[128, 32, 8, 1]), None);
         assert_eq!(merged(&[5, 1, 8], &[40, 3, 1]).expect("one token each").strides, [40, 1]);
         assert_eq!(merged(&[1, 5, 8], &[3, 40, 1]).expect("one request").strides, [40, 1]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_type_takes_its_own_values_and_gives_them_back() {
+        for dtype in DType::ALL {
+            let values: &[f64] = if dtype.is_integer() { &[0.0, 7.0, 255.0] } else { &[0.0, -1.5, f64::INFINITY] };
+            let tensor = HostTensor::from_f64(dtype, &[3], values);
+            assert_eq!((tensor.bytes.len(), tensor.to_f64()), (3 * dtype.size(), values.to_vec()), "{dtype}");
+            let integers = dtype.is_integer().then(|| vec![0, 7, 255]);
+            assert_eq!(tensor.to_integers(), integers, "{dtype}");
+        }
+    }
+
+    #[test]
+    fn integers_of_64_bits_are_read_whole() {
+        let value = (1i64 << 60) + 1;
+        let tensor = HostTensor { dtype: DType::I64, shape: vec![1], bytes: value.to_ne_bytes().into() };
+        assert_eq!(tensor.to_integers(), Some(vec![value]));
+    }
+
+    #[test]
+    #[should_panic(expected = "0.5 is no value of i64")]
+    fn a_fraction_is_no_integer() {
+        HostTensor::from_f64(DType::I64, &[1], &[0.5]);
     }
 }

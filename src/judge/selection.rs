@@ -1,0 +1,119 @@
+//! Indices of a selection (top-k, routing), held to the scores that were selected from.
+//!
+//! A kernel computes its scores with rounding errors and then selects exactly. With scores `s_i` of the oracle and
+//! allowed errors `a_i`, its scores are somewhere in `s_i ± a_i`. Wherever it left out `o`, which the oracle chose, and
+//! took `c` instead, its scores said `s'_o <= s'_c`, so that
+//!
+//! ```text
+//! s_o - a_o <= s_c + a_c        for every o that is left out and every c that is taken instead
+//! ```
+//!
+//! A choice that breaks this is wrong, whatever the rounding. A row is compared as a set; the padding `-1` stands where
+//! the oracle has it, and no index comes twice.
+
+use dsv4_kernels::runtime::HostTensor;
+
+use crate::operator::OracleTensor;
+
+/// Index of places that nothing was selected for.
+const PADDING: i64 = -1;
+
+/// The scores that were selected from, and what each may be off by.
+#[derive(Clone, Copy, Debug)]
+pub struct Scores<'a> {
+    /// The oracle's scores, `[rows, candidates]`; an infinite one is that in the kernel, too.
+    pub exact: &'a OracleTensor,
+    /// Allowed error of each.
+    pub allowed: &'a [f64],
+}
+
+/// What is wrong with the selection of a kernel, if anything is.
+///
+/// # Errors
+/// A comparison that cannot be made: the tensor holds no integers, or the oracle's tensors do not fit together.
+pub fn problem(found: &HostTensor, exact: &OracleTensor, scores: Scores<'_>) -> Result<Option<String>, String> {
+    let chosen = found.to_integers().ok_or_else(|| format!("{} holds no indices", found.dtype))?;
+    let ((rows, width), (score_rows, candidates)) = (exact.rows(), scores.exact.rows());
+    if rows != score_rows {
+        let name = scores.exact.name;
+        return Err(format!("{rows} rows of indices were selected from {score_rows} rows of scores `{name}`"));
+    }
+    let is_index = |&value: &f64| value.fract() == 0.0 && (PADDING as f64..candidates as f64).contains(&value);
+    if let Some(wrong) = exact.values.iter().find(|value| !is_index(value)) {
+        return Err(format!("the oracle selected {wrong} of {candidates} candidates"));
+    }
+    let oracle: Vec<i64> = exact.values.iter().map(|&value| value as i64).collect();
+    let mut wrong = (0..rows).filter_map(|row| {
+        let range = row * width..(row + 1) * width;
+        let candidates = row * candidates..(row + 1) * candidates;
+        let row_of = Row { scores: &scores.exact.values[candidates.clone()], allowed: &scores.allowed[candidates] };
+        row_of.problem(&chosen[range.clone()], &oracle[range]).map(|what| (row, what))
+    });
+    let first = wrong.next();
+    Ok(first.map(|(row, what)| format!("{} of {rows} rows are wrong; first row {row}: {what}", 1 + wrong.count())))
+}
+
+/// The candidates of one row.
+struct Row<'a> {
+    scores: &'a [f64],
+    allowed: &'a [f64],
+}
+
+impl Row<'_> {
+    fn problem(&self, chosen: &[i64], oracle: &[i64]) -> Option<String> {
+        if chosen == oracle {
+            return None;
+        }
+        for (place, (&index, &expected)) in chosen.iter().zip(oracle).enumerate() {
+            if (index == PADDING) != (expected == PADDING) {
+                return Some(format!("place {place} holds {index}, the oracle's {expected}"));
+            }
+            if index < PADDING || index >= self.scores.len() as i64 {
+                return Some(format!("place {place} holds {index}, and there are {} candidates", self.scores.len()));
+            }
+            if index != PADDING && chosen[..place].contains(&index) {
+                return Some(format!("index {index} was selected twice"));
+            }
+        }
+        let only_in = |these: &[i64], others: &[i64]| -> Vec<usize> {
+            let others: std::collections::HashSet<i64> = others.iter().copied().collect();
+            these.iter().filter(|index| !others.contains(index)).map(|&index| index as usize).collect()
+        };
+        let highest = |&index: &usize| self.bound(index, 1.0);
+        let lowest = |&index: &usize| self.bound(index, -1.0);
+        let taken = only_in(chosen, oracle);
+        let left_out = only_in(oracle, chosen);
+        let taken = taken.into_iter().min_by(|a, b| highest(a).total_cmp(&highest(b)))?;
+        let left_out = left_out.into_iter().max_by(|a, b| lowest(a).total_cmp(&lowest(b)))?;
+        // NaN must fail, so the comparison is written as what passes.
+        let within = lowest(&left_out) <= highest(&taken);
+        (!within).then(|| {
+            format!(
+                "{taken} was selected, score {:e} (± {:.3e}), and {left_out} was not, score {:e} (± {:.3e})",
+                self.scores[taken], self.allowed[taken], self.scores[left_out], self.allowed[left_out]
+            )
+        })
+    }
+
+    /// The furthest that a score can be in one direction. Infinities are what they are.
+    fn bound(&self, index: usize, sign: f64) -> f64 {
+        let score = self.scores[index];
+        if score.is_infinite() { score } else { score + sign * self.allowed[index] }
+    }
+}
+
+/// Elements of an exact comparison that differ: integers as integers, others by value; NaN equals NaN.
+pub fn unequal(found: &HostTensor, exact: &OracleTensor) -> Vec<usize> {
+    let differs: Vec<bool> = match found.to_integers() {
+        // Also beyond 2^53, where another integer has the same f64.
+        Some(integers) => {
+            let equal = |(&found, &exact): (&i64, &f64)| exact.fract() == 0.0 && i128::from(found) == exact as i128;
+            integers.iter().zip(&exact.values).map(|pair| !equal(pair)).collect()
+        }
+        None => {
+            let equal = |(found, exact): (f64, &f64)| found == *exact || found.is_nan() && exact.is_nan();
+            found.to_f64().into_iter().zip(&exact.values).map(|pair| !equal(pair)).collect()
+        }
+    };
+    (0..differs.len()).filter(|&i| differs[i]).collect()
+}
