@@ -8,7 +8,7 @@ use std::ops::Index;
 use std::sync::Arc;
 
 use dsv4_kernels::runtime::{
-    Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
+    BackendKind, Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
 };
 use dsv4_reference::precision::{Precision, Rounding};
 use proptest::prelude::*;
@@ -369,6 +369,21 @@ fn check_layouts<K: Declared>(specs: &Specs, layouts: &Layouts) -> Result<(), Ca
     Ok(())
 }
 
+/// Memory that the tensors of one case may take together on a GPU, where even what nobody touches is allocated.
+const LARGEST_CASE: usize = 40 << 30;
+
+/// Why a case does not fit a GPU: huge steps are memory there.
+fn too_large_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> Option<String> {
+    let bytes = |spec: &TensorSpec| {
+        let elements = layout_of(spec, layouts).place(spec).map_or(0, |layout| layout.elements);
+        elements.saturating_mul(spec.dtype.size())
+    };
+    let stored = specs.present().filter(|spec| spec.is_stored() && spec.placed.is_none());
+    let total = stored.map(bytes).fold(0usize, usize::saturating_add);
+    (environment.backend == BackendKind::Cuda && total > LARGEST_CASE)
+        .then(|| format!("its layouts take more than the {} GiB that a case may have on a GPU", LARGEST_CASE >> 30))
+}
+
 pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
     layouts.get(spec.name).cloned().unwrap_or_default()
 }
@@ -435,8 +450,8 @@ impl<K: Declared> Operator for Op<K> {
 
     fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
         // A case that is not understood is no skip: to prepare it will say what is wrong.
-        let (case, _) = read::<K>(case).ok()?;
-        K::cannot_run(&case, environment)
+        let (case, layouts) = read::<K>(case).ok()?;
+        K::cannot_run(&case, environment).or_else(|| too_large_on(environment, &K::tensors(&case), &layouts))
     }
 
     fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {

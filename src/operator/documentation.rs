@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::{Comparison, Profile};
 use super::declaration::{Part, Specs, Strides, TensorSpec};
 use super::declared::Declared;
+use super::{Comparison, Profile};
 use crate::record::TensorRecord;
 
 /// The tensors of an operator: what its typical cases and edge cases have.

@@ -69,9 +69,14 @@ pub(crate) fn magnitude(log2: std::ops::RangeInclusive<i32>) -> BoxedStrategy<f6
     (log2, prop_oneof![Just(1.0), Just(1.375)]).prop_map(|(exponent, factor)| factor * 2f64.powi(exponent)).boxed()
 }
 
+/// A candle tensor in f64.
+pub(crate) fn tensor(values: Vec<f64>, shape: &[usize]) -> Result<Tensor, candle_core::Error> {
+    Tensor::from_vec(values, shape, &Cpu::Cpu)
+}
+
 /// A host tensor as the oracle sees it: widened.
 pub(crate) fn widened(host: &HostTensor) -> Result<Tensor, candle_core::Error> {
-    Tensor::from_vec(host.to_f64(), host.shape.as_slice(), &Cpu::Cpu)
+    tensor(host.to_f64(), &host.shape)
 }
 
 /// A candle tensor's elements, row-major.
