@@ -115,6 +115,10 @@ pub struct TensorSpec {
     pub placed: Option<(Aliasing, &'static str)>,
     /// The tensor in whose memory its launcher lets it lie, in cases that place it there.
     pub may_be: Option<&'static str>,
+    /// What its launcher calls it; its own name unless said otherwise.
+    pub argument: &'static str,
+    /// The one launch of several that is given it; `None` is all of the forward's (or the backward's).
+    pub only_in: Option<&'static str>,
     /// Elements behind each row that belong to nobody, whatever the layout.
     pub minimum_gap: usize,
     /// Whether the kernel takes its first two axes as one: entries of both together are evenly spaced.
@@ -136,6 +140,8 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         source,
         placed: None,
         may_be: None,
+        argument: name,
+        only_in: None,
         minimum_gap: 0,
         joined: false,
     }
@@ -261,6 +267,24 @@ impl TensorSpec {
     pub fn placed(mut self, aliasing: Aliasing, of: &'static str) -> Self {
         self.placed = (aliasing != Aliasing::OutOfPlace).then_some((aliasing, of));
         self.may_be = Some(of);
+        self
+    }
+
+    /// Its launcher calls it otherwise: a launcher that rotates gradients as it does activations, say.
+    pub fn argument(mut self, name: &'static str) -> Self {
+        self.argument = name;
+        self
+    }
+
+    /// Its launcher lets it lie in the memory of `of`.
+    pub fn may_be(mut self, of: &'static str) -> Self {
+        self.may_be = Some(of);
+        self
+    }
+
+    /// Of several launches, only the one called so is given it: others may use its memory.
+    pub fn only_in(mut self, launch: &'static str) -> Self {
+        self.only_in = Some(launch);
         self
     }
 

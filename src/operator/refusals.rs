@@ -3,7 +3,7 @@
 
 use dsv4_kernels::runtime::{Contract, DType, Device, RuntimeError, TensorView};
 
-use super::declaration::{Specs, Strides, TensorSpec};
+use super::declaration::{Part, Specs, Strides, TensorSpec};
 use super::declared::{Declared, Inputs, Launches, Views, oracle_error};
 use super::layouts::Layouts;
 use super::memory::Placed;
@@ -92,7 +92,7 @@ fn spoil(specs: &Specs, views: &Views) -> Vec<Spoilt> {
 }
 
 fn spoilt(spec: &TensorSpec, how: &str, view: TensorView) -> Spoilt {
-    Spoilt { what: format!("`{}` {how}", spec.name), name: spec.name, view, blamed: vec![spec.name] }
+    Spoilt { what: format!("`{}` {how}", spec.name), name: spec.name, view, blamed: vec![spec.argument] }
 }
 
 fn with_another_type(spec: &TensorSpec, view: &TensorView) -> Option<Spoilt> {
@@ -112,7 +112,7 @@ fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Ve
         let sharing: Vec<&'static str> = specs
             .present()
             .filter(|other| other.name != spec.name && other.is_stored() && other.axis(axis.name).is_some())
-            .map(|other| other.name)
+            .map(|other| other.argument)
             .collect();
         if sharing.is_empty() || axis.extent == 0 {
             return None;
@@ -173,24 +173,31 @@ fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
     all
 }
 
-/// Everything that is written, in the memory of everything else.
+/// Everything that is written, in the memory of everything else that the same launch is given.
 fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
-    if !spec.is_written() {
-        return Vec::new();
-    }
     let others = specs.present().filter(|other| other.name != spec.name && other.is_stored() && other.elements() > 0);
-    let may_be = |other: &TensorSpec| {
-        specs.all().iter().any(|declared| {
-            declared.name == spec.name && declared.may_be == Some(other.name)
-                || declared.name == other.name && declared.may_be == Some(spec.name)
-        })
-    };
+    let may_be = |a: &TensorSpec, b: &TensorSpec| a.may_be == Some(b.name);
     others
-        .filter(|other| !may_be(other))
+        .filter(|other| meet(spec, other) && !may_be(spec, other) && !may_be(other, spec))
         .map(|other| {
             let view = TensorView { address: views[other.name].address, ..views[spec.name].clone() };
             let one = spoilt(spec, &format!("in the memory of `{}`", other.name), view);
-            Spoilt { blamed: vec![spec.name, other.name], ..one }
+            Spoilt { blamed: vec![spec.argument, other.argument], ..one }
         })
         .collect()
+}
+
+/// Whether a launch that writes `written` is given `other` as well. Which outputs a backward reads, the declaration does
+/// not say.
+fn meet(written: &TensorSpec, other: &TensorSpec) -> bool {
+    let one_launch = written.only_in.is_none() || other.only_in.is_none() || written.only_in == other.only_in;
+    match written.part {
+        Part::Output | Part::State => one_launch && matches!(other.part, Part::Input | Part::Output | Part::State),
+        Part::Gradient { .. } => match other.part {
+            Part::Input => other.only_in.is_none() || other.only_in == written.only_in,
+            Part::Upstream { .. } | Part::Gradient { .. } => one_launch,
+            _ => false,
+        },
+        _ => false,
+    }
 }

@@ -121,7 +121,7 @@ impl Declared for RmsNorm {
                 upstream("dy", "y").drawn(c.distribution, 1.0),
                 gradient("dx", "x", dtype),
                 gradient("dweight", "weight", DType::F32),
-                scratch("y_of_saving_forward", dtype, &rows).rows().when(!c.saves_rstd),
+                scratch("y_of_saving_forward", dtype, &rows).rows().when(!c.saves_rstd).argument("y"),
             ],
         )
     }

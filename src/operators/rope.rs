@@ -163,17 +163,19 @@ impl Declared for Rope {
         Specs::new(
             c.seed,
             [
-                input("x", dtype, &heads).rows().drawn(c.distribution, c.magnitude),
-                input("cos", DType::F32, &table).rows(),
-                input("sin", DType::F32, &table).rows(),
-                input("positions", DType::I32, &heads[..1]).when(c.table != TableForm::RowPerToken),
-                input("inv_freq", DType::F32, &[half]),
-                input("table_positions", DType::I32, &computed[..1]),
-                output("y", dtype, &heads).rows().placed(c.aliasing, "x"),
-                output("table_cos", DType::F32, &computed),
-                output("table_sin", DType::F32, &computed),
-                upstream("dy", "y").drawn(c.distribution, 1.0),
-                gradient("dx", "x", dtype),
+                input("x", dtype, &heads).rows().drawn(c.distribution, c.magnitude).only_in("rotation"),
+                input("cos", DType::F32, &table).rows().only_in("rotation"),
+                input("sin", DType::F32, &table).rows().only_in("rotation"),
+                input("positions", DType::I32, &heads[..1])
+                    .when(c.table != TableForm::RowPerToken)
+                    .only_in("rotation"),
+                input("inv_freq", DType::F32, &[half]).only_in("table"),
+                input("table_positions", DType::I32, &computed[..1]).argument("positions").only_in("table"),
+                output("y", dtype, &heads).rows().placed(c.aliasing, "x").only_in("rotation"),
+                output("table_cos", DType::F32, &computed).argument("cos").only_in("table"),
+                output("table_sin", DType::F32, &computed).argument("sin").only_in("table"),
+                upstream("dy", "y").drawn(c.distribution, 1.0).argument("x").only_in("backward"),
+                gradient("dx", "x", dtype).argument("y").may_be("dy").only_in("backward"),
             ],
         )
     }

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `sweep::OPERATOR` | remembered cases, corners, and drawn cases within a time budget |
 //! | `golden::OPERATOR` | oracle and kernels against the golden files |
+//! | `refusals::OPERATOR` | every argument of its launchers, spoilt in every way, is refused by name |
 //! | `mutant::ID` | a planted bug is seen by the check that was expected to see it, and by nobody where it is not planted |
 //!
 //! `cargo test --test operators NAME` runs those whose names contain NAME. Without a filter the mutants that a commit
@@ -12,6 +13,7 @@
 
 mod golden;
 mod mutants;
+mod refusals;
 mod shared;
 #[path = "../suite/support.rs"]
 mod support;
@@ -45,7 +47,7 @@ impl Extent {
 
 /// What is asked of every operator; a new kind of test is one more line.
 type Make = fn(&'static dyn Operator, Extent) -> Option<Trial>;
-const OF_EACH_OPERATOR: [Make; 2] = [sweeps::trial, golden::trial];
+const OF_EACH_OPERATOR: [Make; 3] = [sweeps::trial, golden::trial, refusals::trial];
 
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();

@@ -1,0 +1,25 @@
+//! `refusals::OPERATOR`: every argument of its launchers, spoilt in every way that its declaration knows.
+
+use dsv4_parity::operator::Operator;
+use libtest_mimic::Trial;
+
+use crate::{Extent, shared};
+
+pub fn trial(operator: &'static dyn Operator, _: Extent) -> Option<Trial> {
+    // The launchers of a chain are those of its operators.
+    let own = operator.chain().is_empty();
+    own.then(|| crate::trial(format!("refusals::{}", operator.describe().name), move || run(operator)))
+}
+
+fn run(operator: &dyn Operator) -> Result<String, String> {
+    let refusals = shared::on_device(|device| operator.refusals(device)).map_err(|error| error.to_string())?;
+    let wrong: Vec<String> = refusals
+        .iter()
+        .filter_map(|refusal| refusal.problem.as_ref().map(|problem| format!("{}: {problem}", refusal.what)))
+        .collect();
+    match (refusals.len(), wrong.is_empty()) {
+        (0, _) => Err("no argument was spoilt".to_owned()),
+        (count, true) => Ok(format!("{count} bad arguments refused by name")),
+        (count, false) => Err(format!("{} of {count} bad arguments:\n{}", wrong.len(), wrong.join("\n"))),
+    }
+}
