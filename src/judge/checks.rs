@@ -1,6 +1,8 @@
 //! Every check of a case: runs the oracle and the kernels, compares, and says what it found.
 
 use std::cell::OnceCell;
+use std::collections::HashMap;
+use std::sync::Mutex;
 use std::time::Instant;
 
 use dsv4_kernels::runtime::arena::ViolationKind;
@@ -91,6 +93,8 @@ pub struct Truth {
     pub exact: Vec<OracleTensor>,
     /// The runs of [`working_precisions`].
     pub working: Vec<Vec<OracleTensor>>,
+    /// Those that were derived, by the tensor's number and type: many kernels may be held to one truth.
+    budgets: Mutex<HashMap<(usize, DType), Budget>>,
 }
 
 impl Truth {
@@ -102,13 +106,17 @@ impl Truth {
         let exact = prepared.oracle(Precision::Exact)?;
         let precisions: Vec<Precision> = working_precisions().collect();
         let working = precisions.par_iter().map(|&precision| prepared.oracle(precision)).collect::<Result<_, _>>()?;
-        Ok(Self { exact, working })
+        Ok(Self { exact, working, budgets: Mutex::default() })
     }
 
     /// The budget of exact tensor number `index`, stored as `dtype`.
     pub fn budget(&self, index: usize, dtype: DType) -> Budget {
-        let working: Vec<&OracleTensor> = self.working.iter().map(|run| &run[index]).collect();
-        Budget::derive(&self.exact[index], &working, dtype)
+        let derive = || {
+            let working: Vec<&OracleTensor> = self.working.iter().map(|run| &run[index]).collect();
+            Budget::derive(&self.exact[index], &working, dtype)
+        };
+        let mut budgets = self.budgets.lock().unwrap_or_else(|e| e.into_inner());
+        budgets.entry((index, dtype)).or_insert_with(derive).clone()
     }
 }
 

@@ -192,9 +192,13 @@ fn sweep_made_up(spoilt: &[&'static str], time_budget: Option<Duration>) -> (Col
 /// Check and tensor at which each case that was made smaller fails first.
 fn shrunk(collected: &Collected) -> Vec<(&str, &str)> {
     let records = collected.records.iter().filter(|record| record.origin == Origin::Shrunk);
-    let first = |record: &'_ CaseRecord| record.checks.iter().position(|c| c.verdict != Verdict::Pass);
-    let failure = |record| &record.checks[first(record).expect("a failure that was made smaller still fails")];
-    records.map(failure).map(|check| (check.check.as_str(), check.tensor.as_str())).collect()
+    let failure = |record: &'_ CaseRecord| record.checks.iter().position(|check| check.verdict != Verdict::Pass);
+    let mut found = Vec::new();
+    for record in records {
+        let check = &record.checks[failure(record).expect("what was made smaller still fails")];
+        found.push((check.check.as_str(), check.tensor.as_str()));
+    }
+    found
 }
 
 #[test]
