@@ -1,6 +1,8 @@
 //! Every check of a case: runs the oracle and the kernels, compares, and says what it found.
 
 use std::cell::OnceCell;
+use std::collections::HashMap;
+use std::sync::Mutex;
 use std::time::Instant;
 
 use dsv4_kernels::runtime::arena::ViolationKind;
@@ -17,7 +19,9 @@ use crate::judge::runner::Runner;
 use crate::judge::selection::{self, Scores};
 use crate::judge::triangulation;
 use crate::operator::tensors::permuted_along;
-use crate::operator::{Comparison, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Side, rows_of};
+use crate::operator::{
+    Comparison, KernelRun, KernelTensor, Law, OracleTensor, Pooling, Prepared, Relation, Side, rows_of,
+};
 use crate::record::{CheckRecord, Metrics, Skip, Verdict};
 
 /// What a sweep asks of each case beyond the checks that always run.
@@ -103,6 +107,8 @@ pub struct Truth {
     pub exact: Vec<OracleTensor>,
     /// The runs of [`working_precisions`].
     pub working: Vec<Vec<OracleTensor>>,
+    /// Those that were derived, by the tensor's number and type: many kernels may be held to one truth.
+    budgets: Mutex<HashMap<(usize, DType), Budget>>,
 }
 
 impl Truth {
@@ -116,12 +122,14 @@ impl Truth {
         let exact = run(Precision::Exact)?;
         let precisions: Vec<Precision> = working_precisions().collect();
         let working = precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
-        Ok(Self { exact, working })
+        Ok(Self { exact, working, budgets: Mutex::default() })
     }
 
-    /// The budget of exact tensor number `index`, stored as `stored`: a type, or the steps of its grid.
-    pub fn budget(&self, index: usize, stored: impl Into<Steps>) -> Budget {
-        Budget::derive(&self.exact[index], &self.runs(index), stored)
+    /// The budget of exact tensor number `index`, stored as `dtype`.
+    pub fn budget(&self, index: usize, dtype: DType) -> Budget {
+        let derive = || Budget::derive(&self.exact[index], &self.runs(index), dtype);
+        let mut budgets = self.budgets.lock().unwrap_or_else(|e| e.into_inner());
+        budgets.entry((index, dtype)).or_insert_with(derive).clone()
     }
 
     /// The budget of exact tensor number `index` as the kernel's tensor declares itself: its grid, what pools, and
@@ -133,6 +141,9 @@ impl Truth {
         let exact = &self.exact[index];
         if found.comparison != Comparison::Rounded {
             return Ok(Budget::nothing(exact));
+        }
+        if found.grid.is_none() && found.pooling == Pooling::default() {
+            return Ok(self.budget(index, found.tensor.dtype));
         }
         let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
         Ok(Budget::derive_pooled(exact, &self.runs(index), &steps, found.pooling))
