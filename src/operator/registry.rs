@@ -15,6 +15,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::attention_combine::AttentionCombine>::new(),
     &operators::kv_cache_write::KvCacheWrite,
     &Op::<operators::score_recompute::ScoreRecompute>::new(),
+    &Op::<operators::swiglu::Swiglu>::new(),
 ];
 
 /// Names of all operators.

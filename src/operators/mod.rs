@@ -7,6 +7,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod score_recompute;
 pub mod sparse_attention;
+pub mod swiglu;
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::runtime::arena::Layout;
