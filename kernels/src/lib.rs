@@ -14,3 +14,4 @@ pub mod rope;
 pub mod runtime;
 pub mod score_recompute;
 pub mod sparse_attention;
+pub mod swiglu;

@@ -33,6 +33,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod score_recompute;
 pub mod sparse_attention;
+pub mod swiglu;
 
 #[cfg(test)]
 mod testing;

@@ -16,6 +16,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::attention_combine::AttentionCombine>::new(),
     &Op::<operators::kv_cache_write::KvCacheWrite>::new(),
     &Op::<operators::score_recompute::ScoreRecompute>::new(),
+    &Op::<operators::swiglu::Swiglu>::new(),
 ];
 
 /// Names of all operators.

@@ -11,6 +11,7 @@ pub mod rope;
 pub mod score_recompute;
 pub mod sinks;
 pub mod sparse_attention;
+pub mod swiglu;
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::runtime::{DType, HostTensor};

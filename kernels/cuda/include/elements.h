@@ -1,0 +1,49 @@
+// Consecutive elements of bf16 or float as floats, one or a 16-byte access at a time, and sums over the lanes of a warp.
+#pragma once
+
+#include "memory.h"
+#include "numeric.h"
+
+template <typename T>
+DEVICE void unpack(const Vec16& vector, float* out) {
+    for (int i = 0; i < 4; ++i) Element<T>::unpack(vector.w[i], out + i * Element<T>::per_word);
+}
+
+template <typename T>
+DEVICE Vec16 pack(const float (&in)[Element<T>::per_vec16]) {
+    Vec16 vector;
+    for (int i = 0; i < 4; ++i) vector.w[i] = Element<T>::pack(in + i * Element<T>::per_word);
+    return vector;
+}
+
+// COUNT consecutive elements as floats. More than one are read in the widest accesses that fit, and
+// `source` must then be aligned to 16 bytes, or to all of them where they are fewer.
+template <int COUNT, typename T>
+DEVICE void load_elements(const T* source, float (&out)[COUNT]) {
+    constexpr int bytes = COUNT * static_cast<int>(sizeof(T));
+    if constexpr (COUNT == 1) {
+        out[0] = Element<T>::load(source);
+    } else if constexpr (bytes % 16 == 0) {
+        for (int i = 0; i < bytes / 16; ++i)
+            unpack<T>(load_vec16(source + i * Element<T>::per_vec16), out + i * Element<T>::per_vec16);
+    } else {
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(source);
+        for (int i = 0; i < bytes / 4; ++i) Element<T>::unpack(words[i], out + i * Element<T>::per_word);
+    }
+}
+
+// One element, or the elements of 16 bytes at a 16-byte aligned `target`.
+template <int COUNT, typename T>
+DEVICE void store_elements(T* target, const float (&in)[COUNT]) {
+    if constexpr (COUNT == 1) {
+        Element<T>::store(target, in[0]);
+    } else {
+        store_vec16(target, pack<T>(in));
+    }
+}
+
+// In every lane, with the same bits.
+DEVICE float warp_sum(float value) {
+    for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
+    return value;
+}
