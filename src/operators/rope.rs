@@ -166,9 +166,7 @@ impl Declared for Rope {
                 input("x", dtype, &heads).rows().drawn(c.distribution, c.magnitude).only_in("rotation"),
                 input("cos", DType::F32, &table).rows().only_in("rotation"),
                 input("sin", DType::F32, &table).rows().only_in("rotation"),
-                input("positions", DType::I32, &heads[..1])
-                    .when(c.table != TableForm::RowPerToken)
-                    .only_in("rotation"),
+                input("positions", DType::I32, &heads[..1]).when(c.table != TableForm::RowPerToken).only_in("rotation"),
                 input("inv_freq", DType::F32, &[half]).only_in("table"),
                 input("table_positions", DType::I32, &computed[..1]).argument("positions").only_in("table"),
                 output("y", dtype, &heads).rows().placed(c.aliasing, "x").only_in("rotation"),

@@ -374,9 +374,9 @@ fn an_access_whose_address_is_no_multiple_of_its_size_is_reported_with_buffer_an
     let access = |number: usize, off: usize| {
         let mut arena = DeviceArena::new(&device, Contract::NAN);
         let y = arena.output("y", DType::I32, &[64]).unwrap();
-        let params = ProbeParams { y: DeviceAddress(y.address), count: (16 * number + off) as i32 };
+        let params = Params::new("probe").ptr("y", &y).i32("count", 16 * number + off).unwrap();
         let config = LaunchConfig { grid: [1; 3], block: [32, 1, 1], shared_bytes: 0 };
-        arena.run(|device| device.kernel::<ProbeParams>("probe.cu", &[], "probe")?.launch(config, &params))
+        arena.run(|device| device.kernel("probe.cu", &[], "probe")?.launch(config, &params))
     };
     for (number, &(statement, bytes, memory)) in WIDE_ACCESSES.iter().enumerate() {
         access(number, 0).unwrap_or_else(|error| panic!("{statement}: {error}"));
@@ -810,10 +810,10 @@ fn offsets_of_32_bits_into_a_tensor_with_huge_strides_are_faults_with_its_name()
         let layout = Layout::of(&[3, 64], &[0, 1], &[0, (1 << 30) - 64]).unwrap();
         let mut arena = DeviceArena::new(&device, Contract::NAN);
         let y = arena.allocate("y", DType::I32, &[3, 64], &layout, Role::Output).unwrap();
-        let params = ProbeParams { y: DeviceAddress(y.address), count: 0 };
+        let params = Params::new("probe").ptr("y", &y).i32("count", 0).unwrap();
         let result = arena.run(|device| {
             let config = LaunchConfig { grid: [3, 1, 1], block: [64, 1, 1], shared_bytes: 0 };
-            device.kernel::<ProbeParams>("probe.cu", &[], "probe")?.launch(config, &params)
+            device.kernel("probe.cu", &[], "probe")?.launch(config, &params)
         });
         (result, arena.download(&y).unwrap().to_i32())
     };

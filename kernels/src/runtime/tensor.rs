@@ -437,11 +437,6 @@ mod tests {
         assert_eq!(order(&[2, 1, 3, 4], &[4, 0, 9, 1]).strides, [9, 4, 1]);
         assert_eq!(order(&[2, 3, 4], &[4, 9, 1]).pieces(), (vec![0, 18, 36], 16));
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
 
     fn view(address: u64, dtype: DType, shape: &[usize], strides: &[i64]) -> TensorView {
         TensorView { strides: strides.to_vec(), ..TensorView::dense("a view", address, dtype, shape) }
@@ -512,11 +507,6 @@ mod tests {
         assert_eq!(merged(&[5, 1, 8], &[40, 3, 1]).expect("one token each").strides, [40, 1]);
         assert_eq!(merged(&[1, 5, 8], &[3, 40, 1]).expect("one request").strides, [40, 1]);
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
 
     #[test]
     fn every_type_takes_its_own_values_and_gives_them_back() {
