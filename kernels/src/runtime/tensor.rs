@@ -438,7 +438,7 @@ mod tests {
         assert_eq!(order(&[2, 3, 4], &[4, 9, 1]).pieces(), (vec![0, 18, 36], 16));
     }
 
-    fn view(address: u64, dtype: DType, shape: &[usize], strides: &[i64]) -> TensorView {
+    fn view_at(address: u64, dtype: DType, shape: &[usize], strides: &[i64]) -> TensorView {
         TensorView { strides: strides.to_vec(), ..TensorView::dense("a view", address, dtype, shape) }
     }
 
@@ -468,10 +468,10 @@ mod tests {
         ];
         let mut apart = 0;
         for (dtype, shape, strides) in layouts {
-            let a = view(128, dtype, shape, strides);
+            let a = view_at(128, dtype, shape, strides);
             for (dtype, shape, strides) in layouts {
                 for address in (64..300).step_by(dtype.size()) {
-                    let b = view(address, dtype, shape, strides);
+                    let b = view_at(address, dtype, shape, strides);
                     assert!(a.overlaps(&b) || !shares(&a, &b), "{a:?} and {b:?}");
                     let meet = a.span().0 < b.span().1 && b.span().0 < a.span().1;
                     apart += usize::from(meet && !a.overlaps(&b));
@@ -483,22 +483,22 @@ mod tests {
 
     #[test]
     fn columns_of_rows_of_unlike_width_and_type_pass_each_other() {
-        let wide = view(0, DType::Bf16, &[4, 6], &[16, 1]);
-        assert!(!wide.overlaps(&view(16, DType::F32, &[4, 4], &[8, 1])));
-        assert!(wide.overlaps(&view(8, DType::F32, &[4, 4], &[8, 1])));
+        let wide = view_at(0, DType::Bf16, &[4, 6], &[16, 1]);
+        assert!(!wide.overlaps(&view_at(16, DType::F32, &[4, 4], &[8, 1])));
+        assert!(wide.overlaps(&view_at(8, DType::F32, &[4, 4], &[8, 1])));
     }
 
     #[test]
     fn strides_of_axes_with_one_entry_do_not_tell_views_apart() {
-        let x = view(64, DType::Bf16, &[1, 4], &[4, 1]);
-        assert!(x.same_elements(&view(64, DType::Bf16, &[1, 4], &[99, 1])));
-        assert!(!x.same_elements(&view(64, DType::I32, &[1, 4], &[4, 1])));
-        assert!(!view(64, DType::Bf16, &[2, 4], &[4, 1]).same_elements(&view(64, DType::Bf16, &[2, 4], &[8, 1])));
+        let x = view_at(64, DType::Bf16, &[1, 4], &[4, 1]);
+        assert!(x.same_elements(&view_at(64, DType::Bf16, &[1, 4], &[99, 1])));
+        assert!(!x.same_elements(&view_at(64, DType::I32, &[1, 4], &[4, 1])));
+        assert!(!view_at(64, DType::Bf16, &[2, 4], &[4, 1]).same_elements(&view_at(64, DType::Bf16, &[2, 4], &[8, 1])));
     }
 
     #[test]
     fn evenly_spaced_axes_merge_and_others_do_not() {
-        let merged = |shape: &[usize], strides: &[i64]| view(0, DType::Bf16, shape, strides).merged();
+        let merged = |shape: &[usize], strides: &[i64]| view_at(0, DType::Bf16, shape, strides).merged();
         let even = merged(&[2, 3, 4, 8], &[96, 32, 8, 1]).expect("dense");
         assert_eq!((even.shape, even.strides), (vec![6, 4, 8], vec![32, 8, 1]));
         let heads_first = merged(&[2, 3, 4, 8], &[24, 8, 48, 1]).expect("tokens are 8 apart");
