@@ -116,8 +116,8 @@ impl Declared for RmsNorm {
             [
                 input("x", dtype, &rows).rows().drawn(c.distribution, c.magnitude),
                 input("weight", weight, &rows[1..]).when(c.weight.is_some()).drawn(Distribution::Normal, 1.0),
-                output("y", dtype, &rows).rows().placed(c.aliasing, "x"),
-                output("rstd", DType::F32, &rows[..1]),
+                output("y", dtype, &rows).rows().placed(c.aliasing, "x").only_in("forward"),
+                output("rstd", DType::F32, &rows[..1]).only_in(if c.saves_rstd { "forward" } else { "saving forward" }),
                 upstream("dy", "y").drawn(c.distribution, 1.0),
                 gradient("dx", "x", dtype),
                 gradient("dweight", "weight", DType::F32),

@@ -225,7 +225,10 @@ impl Declared for ScoreRecompute {
         let ends = [axis("num_sequences_and_one", ends)];
         let sequences = axis("num_sequences", if packed { ends[0].extent - 1 } else { 1 });
         let q_size = c.logit_deviation / (f64::from(c.softmax_scale) * (c.head_dim as f64).sqrt());
-        let lse = if c.recomputed { output } else { input };
+        let lse = |axes: &[_]| match c.recomputed {
+            true => output("lse", DType::F32, axes).only_in("lse"),
+            false => input("lse", DType::F32, axes),
+        };
         let joint = c.recomputed && c.normaliser == NormaliserClass::Joint;
         Specs::new(
             c.seed,
@@ -239,7 +242,7 @@ impl Declared for ScoreRecompute {
                 input("cu_k", DType::I32, &ends).when(packed),
                 input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent).only_in("scores"),
                 input("lse_beside", DType::F32, &per_head).when(joint).only_in("lse"),
-                lse("lse", DType::F32, &per_head),
+                lse(&per_head),
                 output("target", DType::F32, &[tokens, topk]).rows().only_in("scores").when(selected),
                 output("scores", DType::F32, &[tokens, columns]).rows().only_in("scores").when(!selected),
                 output("l1", DType::F32, &[tokens]).when(!selected).only_in("scores"),
