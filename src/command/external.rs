@@ -87,7 +87,8 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
         profile: arguments.profile,
         cases: arguments.cases,
         seed: arguments.seed,
-        checks: CheckOptions { schedules: 0, triangulate: true },
+        // Nobody schedules another process at random: the checks say so, and count it.
+        checks: CheckOptions { schedules: arguments.profile.schedules(), triangulate: true },
         regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
         // What breaks somebody else's kernel is not for ours to remember.
         remember: false,

@@ -5,11 +5,15 @@ use clap::Args;
 
 use super::Exit;
 use crate::operator::registry;
+use crate::record::TensorRecord;
 use crate::specification::Citation;
 
 /// Options of `parity ops`.
 #[derive(Debug, Args)]
 pub struct OpsArguments {
+    /// Operators to describe, with their tensors; all, without, when there is none
+    #[arg(value_name = "NAME")]
+    names: Vec<String>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -17,7 +21,11 @@ pub struct OpsArguments {
 
 /// Lists operators.
 pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
-    let records: Vec<_> = registry::OPERATORS.iter().map(|operator| operator.describe()).collect();
+    let operators = match &arguments.names[..] {
+        [] => registry::OPERATORS.to_vec(),
+        names => names.iter().map(|name| registry::find(name)).collect::<Result<_, _>>()?,
+    };
+    let records: Vec<_> = operators.iter().map(|operator| operator.describe()).collect();
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&records)?);
         return Ok(Exit::Agreed);
@@ -32,6 +40,9 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
         println!("    types          {}", record.dtypes.join(", "));
         println!("    axes           {}", record.axes.join(", "));
         println!("    backward       {}", if record.has_backward { "yes" } else { "no" });
+        if !arguments.names.is_empty() {
+            record.tensors.iter().for_each(print_tensor);
+        }
     }
     Ok(Exit::Agreed)
 }
@@ -40,4 +51,19 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
 fn with_title(citation: &str) -> String {
     let section = citation.parse::<Citation>().ok().and_then(|citation| citation.section());
     section.map_or_else(|| citation.to_owned(), |section| format!("{citation}, {}", section.title))
+}
+
+/// A line for a tensor: what it is, its axes and types, the layouts that the kernels take, how it is compared.
+fn print_tensor(tensor: &TensorRecord) {
+    let of = tensor.of.as_ref().map(|of| format!(" of {of}")).unwrap_or_default();
+    let sometimes = if tensor.always { "" } else { ", in some cases" };
+    let compared = tensor.compared.as_ref().map(|how| format!("; compared {how}")).unwrap_or_default();
+    println!(
+        "    {:<14} {} {}, {}{of}{sometimes}, {}{compared}",
+        tensor.name,
+        tensor.dtypes.join("|"),
+        format_args!("[{}]", tensor.axes.join(", ")),
+        tensor.part,
+        tensor.layouts,
+    );
 }

@@ -13,17 +13,19 @@ pub struct RunError {
     pub verdict: Verdict,
     /// What happened.
     pub message: String,
+    /// Whether the run was impossible here, through no fault of anybody's: then it is a counted skip.
+    pub skipped: bool,
 }
 
 impl RunError {
     /// The kernel did something wrong.
     pub fn fail(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Fail, message: message.into() }
+        Self { verdict: Verdict::Fail, message: message.into(), skipped: false }
     }
 
     /// Nothing was learnt about the kernel.
     pub fn error(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Error, message: message.into() }
+        Self { verdict: Verdict::Error, message: message.into(), skipped: false }
     }
 }
 
@@ -32,6 +34,8 @@ impl From<RuntimeError> for RunError {
     fn from(error: RuntimeError) -> Self {
         match error {
             RuntimeError::Fault { .. } | RuntimeError::Cuda { .. } => Self::fail(error.to_string()),
+            // A law's variant may need more memory than its case, whose layouts it keeps.
+            RuntimeError::TooLarge { .. } => Self { skipped: true, ..Self::error(error.to_string()) },
             _ => Self::error(error.to_string()),
         }
     }

@@ -577,7 +577,8 @@ impl<K: Declared> Inputs<K> {
         let mut tensors = Vec::new();
         let mut written = Tensors::default();
         for spec in specs.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
-            let tensor = match frozen.iter().find(|(view, _)| view.name == spec.name) {
+            let whole = &placed.views()[spec.name];
+            let tensor = match frozen.iter().find(|(view, _)| view.same_elements(whole)) {
                 Some((_, tensor)) => tensor.clone(),
                 None => placed.download(spec.name)?,
             };

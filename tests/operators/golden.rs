@@ -12,13 +12,14 @@ use libtest_mimic::Trial;
 use crate::{Extent, shared, support};
 
 /// Operator, golden files about it, cases of these that its kernels cannot run. An operator that is not here has none.
-const FILES: [(&str, usize, usize); 4] = [
+const FILES: [(&str, usize, usize); 5] = [
     ("rms_norm", 6, 0),
     ("rope", 7, 0),
     // head_dim 24 is no multiple of the 16 that a matrix instruction takes.
     ("sparse_attention", 5, 1),
     // As above; no golden file knows FP8 rows.
     ("decode_attention", 5, 1),
+    ("swiglu", 4, 0),
 ];
 
 pub fn trial(operator: &'static dyn Operator, _extent: Extent) -> Option<Trial> {
