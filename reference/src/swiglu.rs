@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn backward_equals_directional_finite_differences() -> Result<()> {
         let (inputs, dy) = case(5, 6, 40, true);
-        // Half way between two numbers of bf16: no element comes within a step of the limit, where silu has a kink.
+        // Half way between two numbers of bf16: no element comes within a step of the limit, where the clamps bend.
         let inputs = Inputs { limit: 2.5 + 2f64.powi(-7), ..inputs };
         let gradients = backward(&inputs, &dy, &mut Rounding::exact())?;
         let mut draw = Draw::new(6);
