@@ -10,7 +10,7 @@ use proptest::strategy::BoxedStrategy;
 use rand::Rng;
 use serde::{Deserialize, Serialize};
 
-use super::sparse_attention::Sinks;
+use super::sinks::Sinks;
 use super::{LARGEST_DRAWN, extent, magnitude};
 use crate::case::{Distribution, Draw};
 use crate::judge::checks::permutation;

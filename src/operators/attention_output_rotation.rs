@@ -24,7 +24,9 @@ use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};
 
-use super::sparse_attention::{self, Lengths, Sinks, SparseAttention, SparseAttentionCase, Values};
+use super::lists::Lengths;
+use super::sinks::Sinks;
+use super::sparse_attention::{self, SparseAttention, SparseAttentionCase, Values};
 use super::{Aliasing, Float, elements};
 use crate::operator::declaration::{Specs, axis, gradient, input, output, upstream};
 use crate::operator::declared::{About, Declared, Launches, Refused, Views, refuse};

@@ -14,8 +14,9 @@ use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
 use super::Implementation;
+use super::lists::{IndexClass, Lengths};
 use super::paged::{page_bytes, page_gap, pages_of, rows_of};
-use super::sparse_attention::{IndexClass, Lengths, Sinks};
+use super::sinks::Sinks;
 use crate::case::{Distribution, Draw};
 use crate::judge::checks::permutation;
 use crate::judge::golden::GoldenFile;

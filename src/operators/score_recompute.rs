@@ -11,7 +11,8 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::sparse_attention::{IndexClass, Lengths, Sinks};
+use super::lists::{IndexClass, Lengths};
+use super::sinks::Sinks;
 use super::{Implementation, elements};
 use crate::case::{Distribution, Draw};
 use crate::operator::declaration::{Specs, axis, input, output};

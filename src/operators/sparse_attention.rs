@@ -10,8 +10,8 @@ use proptest::strategy::BoxedStrategy;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use super::lists::{IndexClass, Lengths};
-pub(crate) use super::sinks::Sinks;
+use super::lists::{IndexClass, Lengths};
+use super::sinks::Sinks;
 use super::{Float, Implementation};
 use crate::case::{Distribution, Draw};
 use crate::judge::golden::GoldenFile;
