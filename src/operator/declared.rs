@@ -261,7 +261,7 @@ impl<'r> Launches<'r> {
     /// # Errors
     /// The device's.
     pub fn freeze(&mut self, view: &TensorView) -> Result<(), RuntimeError> {
-        if self.frozen.iter().all(|(frozen, _)| !frozen.same_elements(view)) {
+        if self.frozen.iter().all(|(frozen, _)| frozen.name != view.name || !frozen.same_elements(view)) {
             self.frozen.push((view.clone(), self.arena.download(view)?));
         }
         Ok(())
@@ -578,7 +578,7 @@ impl<K: Declared> Inputs<K> {
         let mut written = Tensors::default();
         for spec in specs.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
             let whole = &placed.views()[spec.name];
-            let tensor = match frozen.iter().find(|(view, _)| view.same_elements(whole)) {
+            let tensor = match frozen.iter().find(|(view, _)| view.name == whole.name && view.same_elements(whole)) {
                 Some((_, tensor)) => tensor.clone(),
                 None => placed.download(spec.name)?,
             };

@@ -64,7 +64,8 @@ impl<'d> Placed<'d> {
         if aliasing == Aliasing::InPlace {
             let both = self.alone(spec, &layout, Role::InPlace, tensors)?;
             self.put(spec.name, both.clone());
-            self.put(over.name, both);
+            // Under its own name: each is frozen, and compared, as it was when it was final.
+            self.put(over.name, TensorView { name: over.name.into(), ..both });
             if let Some(host) = tensors.get(spec.name).filter(|_| has_backward) {
                 // The backward reads the input that the forward read.
                 let saved = self.arena.upload(&format!("saved_{}", spec.name), host, &layout, Role::Input)?;
