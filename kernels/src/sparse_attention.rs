@@ -1,4 +1,4 @@
-//! `sparse_attention`: launchers of `kernels/cuda/sparse_attention.cu` (inference 8, training 3 and 4).
+//! `sparse_attention`: launchers of `kernels/cuda/sparse_attention*.cu` (inference 8, training 3 and 4).
 
 use crate::arguments::{Argument, Arguments, FLOATS, Parts, Signature, read, scratch, write};
 pub use crate::implementation::Implementation;
@@ -6,8 +6,10 @@ use crate::runtime::device::{Module, module};
 use crate::runtime::params::{DeviceAddress, Params};
 use crate::runtime::{DType, Device, Kernel, LaunchConfig, Result, TensorView};
 
-const FILE: &str = "sparse_attention.cu";
-const HOPPER_FILE: &str = "sparse_attention_hopper.cu";
+const FORWARD_FILE: &str = "sparse_attention.cu";
+const BACKWARD_FILE: &str = "sparse_attention_backward.cu";
+const SUMS_FILE: &str = "sparse_attention_sums.cu";
+const HOPPER_FORWARD_FILE: &str = "sparse_attention_hopper.cu";
 const HOPPER_BACKWARD_FILE: &str = "sparse_attention_hopper_backward.cu";
 const CHECK: Arguments = Arguments { operator: "sparse_attention" };
 const BF16: [DType; 1] = [DType::Bf16];
@@ -203,23 +205,33 @@ fn defines(
     ]
 }
 
+/// What the sums are compiled for.
+fn sums_defines(v_dim: usize) -> Vec<(&'static str, String)> {
+    vec![("V_DIM", v_dim.to_string())]
+}
+
 /// The modules of the model's head geometries, and of a small one.
 pub fn modules() -> Vec<Module> {
     let geometries = [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
-    let variants = [(16, false), (64, false), (16, true), (64, true)];
-    let all = geometries.into_iter().flat_map(|(d, v, separate)| {
-        variants.map(|(heads, deterministic)| defines(d, v, heads, separate, deterministic))
+    let forward_and_backwards = [(FORWARD_FILE, false), (BACKWARD_FILE, false), (BACKWARD_FILE, true)];
+    let portable = geometries.into_iter().flat_map(|(head_dim, v_dim, separate)| {
+        let of = move |heads| {
+            let defines = move |deterministic| defines(head_dim, v_dim, heads, separate, deterministic);
+            forward_and_backwards.map(|(file, deterministic)| module(file, &defines(deterministic)))
+        };
+        [16, 64].into_iter().flat_map(of)
     });
     let hopper = [
-        (HOPPER_FILE, 512, false),
-        (HOPPER_FILE, 576, false),
+        (HOPPER_FORWARD_FILE, 512, false),
+        (HOPPER_FORWARD_FILE, 576, false),
         (HOPPER_BACKWARD_FILE, 512, false),
         (HOPPER_BACKWARD_FILE, 512, true),
     ];
     let hopper = hopper.map(|(file, head_dim, deterministic)| {
         module(file, &defines(head_dim, 512, HOPPER_HEADS, false, deterministic))
     });
-    all.map(|defines| module(FILE, &defines)).chain(hopper).collect()
+    let sums = [512, 64, 32].map(|v_dim| module(SUMS_FILE, &sums_defines(v_dim)));
+    portable.chain(hopper).chain(sums).collect()
 }
 
 /// Checks what forward and backward read; the signature is to be given what they write.
@@ -265,14 +277,14 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
     if extents.hopper(device, arguments.implementation, &HOPPER_HEAD_DIMS)? {
         let name = "sparse_attention_hopper_forward";
         let defines = defines(extents.head_dim, extents.v_dim, HOPPER_HEADS, false, false);
-        let kernel = device.kernel(HOPPER_FILE, &defines, name)?;
+        let kernel = device.kernel(HOPPER_FORWARD_FILE, &defines, name)?;
         let mut config = extents.launch(HOPPER_HEADS, &kernel)?;
         config.grid[0] = config.grid[0].min(device.environment().processors.max(1));
         kernel.launch(config, &params)?;
         return Ok(name.into());
     }
     let name = "sparse_attention_forward";
-    let kernel = device.kernel(FILE, &extents.defines(false), name)?;
+    let kernel = device.kernel(FORWARD_FILE, &extents.defines(false), name)?;
     kernel.launch(extents.launch(extents.heads_per_block(), &kernel)?, &params)?;
     Ok(format!("{name}<{}>", extents.heads_per_block()))
 }
@@ -441,8 +453,9 @@ impl BackwardCall<'_> {
         self.address(self.workspace.sink_terms)
     }
 
+    /// A kernel of the sums.
     fn kernel(&self, name: &str) -> Result<Kernel> {
-        self.device.kernel(FILE, &self.extents.defines(self.workspace.chunk.is_some()), name)
+        self.device.kernel(SUMS_FILE, &sums_defines(self.extents.v_dim), name)
     }
 
     fn delta(&self) -> Result<String> {
@@ -586,7 +599,7 @@ impl BackwardCall<'_> {
             return Ok(if deterministic { format!("{name}<deterministic>") } else { name.into() });
         }
         let name = "sparse_attention_backward";
-        let kernel = self.kernel(name)?;
+        let kernel = self.device.kernel(BACKWARD_FILE, &self.extents.defines(deterministic), name)?;
         kernel.launch(chunk.launch(chunk.heads_per_block(), &kernel)?, &params)?;
         let summed = if deterministic { ",deterministic" } else { "" };
         Ok(format!("{name}<{}{summed}>", chunk.heads_per_block()))

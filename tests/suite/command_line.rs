@@ -221,7 +221,7 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     let runs: Vec<_> = [("7", "3"), ("7", "3"), ("8", "3")]
         .map(|(seed, cases)| {
             let dir = tempfile::tempdir().unwrap();
-            run(dir.path(), &["--ops", "rms_norm", "--cases", cases, "--seed", seed]).assert_code(0);
+            run(dir.path(), &["--ops", "swiglu", "--cases", cases, "--seed", seed]).assert_code(0);
             dir
         })
         .into_iter()
@@ -242,7 +242,7 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     assert!(report.revision.kernels_digest == SourceTree::embedded().digest());
     assert!(report.skips.iter().all(|skip| skip.count > 0 && !skip.why.is_empty()));
     for file in ["index.html", "summary.md"] {
-        assert!(read(out.join(file)).contains("rms_norm"), "{file} does not mention the operator");
+        assert!(read(out.join(file)).contains("swiglu"), "{file} does not mention the operator");
     }
     assert!(!runs[0].path().join("regressions").exists(), "a passing run remembered something");
 }
@@ -250,7 +250,7 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
 #[test]
 fn report_writes_the_same_pages_again_and_refuses_what_is_no_report() {
     let dir = tempfile::tempdir().unwrap();
-    run(dir.path(), &["--ops", "rms_norm", "--cases", "0"]).assert_code(0);
+    run(dir.path(), &["--ops", "swiglu", "--cases", "0"]).assert_code(0);
     let (first, again) = (dir.path().join("out"), dir.path().join("again"));
     let arguments =
         |file: &Path| ["report".to_owned(), file.display().to_string(), "--out".into(), again.display().to_string()];
@@ -276,34 +276,36 @@ pub fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf 
     kernels
 }
 
-pub const MEAN: &str = "sum_of_squares / static_cast<float>(width) + eps";
+/// A text of `swiglu.cu`, the operator whose sweep is the shortest.
+pub const PRODUCT: &str = "silu * b * weight";
+/// What makes a wrong kernel of it.
+pub const WRONG_PRODUCT: &str = "1.5f * silu * b * weight";
 
 #[test]
 fn run_with_kernels_that_do_not_compile_fails_with_the_log_and_keeps_earlier_records() {
     let dir = tempfile::tempdir().unwrap();
-    let kernels = changed_kernels(dir.path(), "rms_norm.cu", MEAN, "sum_of_squares / undeclared_width");
+    let kernels = changed_kernels(dir.path(), "swiglu.cu", PRODUCT, "silu * b * undeclared_weight");
     let kernels = kernels.display().to_string();
-    let output = run(dir.path(), &["--ops", "rope,rms_norm", "--cases", "0", "--kernels", &kernels]);
+    let output = run(dir.path(), &["--ops", "kv_cache_write,swiglu", "--cases", "0", "--kernels", &kernels]);
     output.assert_code(1);
-    assert!(output.stderr.contains("undeclared_width"), "{}", output.stderr);
+    assert!(output.stderr.contains("undeclared_weight"), "{}", output.stderr);
     let records = records(&dir.path().join("out"));
     let verdicts = |operator: &str| -> Vec<Verdict> {
         records.iter().filter(|r| r.operator == operator).map(CaseRecord::verdict).collect()
     };
-    assert!(!verdicts("rope").is_empty() && verdicts("rope").iter().all(|&v| v == Verdict::Pass));
-    assert!(verdicts("rms_norm").iter().all(|&v| v == Verdict::Error), "{:?}", verdicts("rms_norm"));
+    assert!(!verdicts("kv_cache_write").is_empty() && verdicts("kv_cache_write").iter().all(|&v| v == Verdict::Pass));
+    assert!(verdicts("swiglu").iter().all(|&v| v == Verdict::Error), "{:?}", verdicts("swiglu"));
     assert!(dir.path().join("out/report.json").is_file());
 }
 
 #[test]
 fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
     let dir = tempfile::tempdir().unwrap();
-    let wrong = MEAN.replace("(width)", "(width + 1)");
-    let kernels = changed_kernels(dir.path(), "rms_norm.cu", MEAN, &wrong).display().to_string();
-    let arguments = ["--ops", "rms_norm", "--cases", "1", "--seed", "3", "--kernels", &kernels];
+    let kernels = changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT).display().to_string();
+    let arguments = ["--ops", "swiglu", "--cases", "1", "--seed", "3", "--kernels", &kernels];
     let output = run(dir.path(), &arguments);
     output.assert_code(1);
-    for needle in ["rms_norm failed: {", "forward y: ", "worst at [", "replay: parity replay --backend "] {
+    for needle in ["swiglu failed: {", "forward y: ", "worst at [", "replay: parity replay --backend "] {
         assert!(output.stderr.contains(needle), "`{needle}` is not in\n{}", output.stderr);
     }
     assert!(output.stdout.contains("case(s) disagreed"), "{}", output.stdout);
@@ -311,7 +313,7 @@ fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
     let first = records(&dir.path().join("out"));
     let small = first.iter().find(|r| r.origin == Origin::Shrunk).expect("the drawn failure was shrunk");
     assert_eq!(small.verdict(), Verdict::Fail);
-    let remembered = read(dir.path().join("regressions/rms_norm.jsonl"));
+    let remembered = read(dir.path().join("regressions/swiglu.jsonl"));
     let remembered: Vec<serde_json::Value> = remembered.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     assert_eq!(remembered, std::slice::from_ref(&small.case));
 
@@ -323,7 +325,7 @@ fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
     run(dir.path(), &arguments).assert_code(1);
     let second = records(&dir.path().join("out"));
     assert_eq!((second[0].origin, &second[0].case), (Origin::Regression, &small.case), "not replayed first");
-    let lines = read(dir.path().join("regressions/rms_norm.jsonl")).lines().count();
+    let lines = read(dir.path().join("regressions/swiglu.jsonl")).lines().count();
     assert_eq!(lines, 1, "the same case was remembered twice");
 }
 
@@ -348,7 +350,7 @@ fn schedules_of(record: &CaseRecord) -> usize {
 fn run_and_replay_take_random_schedules_on_the_emulator_unless_they_are_told_not_to() {
     let dir = tempfile::tempdir().unwrap();
     let run = |arguments: &[&str]| {
-        run(dir.path(), &[&["--ops", "rms_norm", "--cases", "0"][..], arguments].concat()).assert_code(0);
+        run(dir.path(), &[&["--ops", "swiglu", "--cases", "0"][..], arguments].concat()).assert_code(0);
         let report: Report = serde_json::from_str(&read(dir.path().join("out/report.json"))).expect("a report");
         let skips = report.skips.iter().filter(|skip| skip.what == "random schedules").count();
         (report.schedules as usize, schedules_of(&report.cases[0]), skips)
@@ -377,9 +379,9 @@ fn a_race_is_shrunk_under_the_schedules_that_showed_it_and_its_replay_names_them
     let dir = tempfile::tempdir().unwrap();
     // Each thread is off by two ulps or by none, as its turn decides: within the budget, and another bit per schedule.
     let turn = "[] { __shared__ uint32_t turn; return atomicAdd(&turn, 1u) & 1; }()";
-    let racing = format!("__uint_as_float(__float_as_uint({MEAN}) + 2 * {turn})");
-    let kernels = changed_kernels(dir.path(), "rms_norm.cu", MEAN, &racing).display().to_string();
-    run(dir.path(), &["--ops", "rms_norm", "--kernels", &kernels, "--cases", "1"]).assert_code(1);
+    let racing = format!("__uint_as_float(__float_as_uint({PRODUCT}) + 2 * {turn})");
+    let kernels = changed_kernels(dir.path(), "swiglu.cu", PRODUCT, &racing).display().to_string();
+    run(dir.path(), &["--ops", "swiglu", "--kernels", &kernels, "--cases", "8"]).assert_code(1);
     let records = records(&dir.path().join("out"));
     let only_by_schedule = |record: &&CaseRecord| {
         let failing = || record.checks.iter().filter(|check| check.verdict != Verdict::Pass);

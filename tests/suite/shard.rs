@@ -13,7 +13,7 @@ use dsv4_parity::sweep::shard::{self, Costs};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::command_line::{self, MEAN, Output, Parity};
+use crate::command_line::{self, Output, PRODUCT, Parity, WRONG_PRODUCT};
 use crate::support;
 
 // ---------------------------------------------------------------- helpers
@@ -65,7 +65,7 @@ fn divided() -> &'static Path {
     static DIVIDED: OnceLock<TempDir> = OnceLock::new();
     let dir = DIVIDED.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
-        let arguments = ["--ops", "rope,rms_norm", "--cases", "2", "--seed", "5"];
+        let arguments = ["--ops", "swiglu,kv_cache_write", "--cases", "2", "--seed", "5"];
         run(dir.path(), "whole", &arguments).assert_code(0);
         let costs = text(&dir.path().join("whole/report.json"));
         for shard in ["0/3", "1/3", "2/3"] {
@@ -307,7 +307,7 @@ pub fn wait_for_lines(path: &PathBuf, lines: usize, limit: Duration) {
 #[test]
 fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     let dir = tempfile::tempdir().unwrap();
-    let arguments = ["--ops", "rms_norm", "--cases", "60", "--seed", "9", "--shard", "1/2"];
+    let arguments = ["--ops", "swiglu", "--cases", "120", "--seed", "9", "--shard", "1/2"];
     let resume = [&arguments[..], &["--resume"]].concat();
     let records = dir.path().join("out/records.jsonl");
     // A first --resume begins: a job array passes it always.
@@ -320,11 +320,11 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     let complete = left.iter().rposition(|&byte| byte == b'\n').expect("complete lines") + 1;
     left.truncate(complete);
     // A kill within a write, and within a character of two bytes.
-    std::fs::write(&records, [&left[..], b"{\"operator\":\"rms_norm\",\"case\":\"\xc3"].concat()).unwrap();
+    std::fs::write(&records, [&left[..], b"{\"operator\":\"swiglu\",\"case\":\"\xc3"].concat()).unwrap();
     merge_into(dir.path(), "merged", &["out"]).assert_bad_input(&["shard 1/2 is unfinished", "--resume"]);
     let other = [&resume[..], &["--schedules", "1"]].concat();
     run(dir.path(), "out", &other).assert_bad_input(&["cannot be resumed", "other arguments"]);
-    let other = ["--ops", "rms_norm", "--cases", "60", "--seed", "9", "--shard", "0/2", "--resume"];
+    let other = ["--ops", "swiglu", "--cases", "120", "--seed", "9", "--shard", "0/2", "--resume"];
     run(dir.path(), "out", &other).assert_bad_input(&["it is shard 1/2, not 0/2"]);
 
     run(dir.path(), "out", &resume).assert_code(0);
@@ -340,8 +340,8 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
 #[test]
 fn a_run_that_is_begun_anew_leaves_nothing_of_the_old_one() {
     let dir = tempfile::tempdir().unwrap();
-    let arguments = ["--ops", "rms_norm", "--cases", "60"];
-    run(dir.path(), "out", &["--ops", "rope", "--cases", "0"]).assert_code(0);
+    let arguments = ["--ops", "swiglu", "--cases", "120"];
+    run(dir.path(), "out", &["--ops", "kv_cache_write", "--cases", "0"]).assert_code(0);
     let plan = dir.path().join("out/plan.json");
     let old = std::fs::read_to_string(&plan).unwrap();
     let mut worker = Worker::start(&run_arguments(dir.path(), "out", &arguments));
@@ -354,17 +354,16 @@ fn a_run_that_is_begun_anew_leaves_nothing_of_the_old_one() {
     for file in ["report.json", "index.html", "summary.md"] {
         assert!(!dir.path().join("out").join(file).exists(), "{file} is the old run's");
     }
-    assert!(!read(&dir.path().join("out/records.jsonl")).contains("\"operator\":\"rope\""));
+    assert!(!read(&dir.path().join("out/records.jsonl")).contains("\"operator\":\"kv_cache_write\""));
 }
 
 #[test]
 fn a_failure_is_shrunk_after_a_kill_and_the_plan_stays_as_it_was() {
     let dir = tempfile::tempdir().unwrap();
-    let wrong = MEAN.replace("(width)", "(width + 1)");
-    let kernels = text(&command_line::changed_kernels(dir.path(), "rms_norm.cu", MEAN, &wrong));
-    let arguments = ["--ops", "rms_norm", "--cases", "1", "--seed", "3", "--kernels", &kernels];
+    let kernels = text(&command_line::changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT));
+    let arguments = ["--ops", "swiglu", "--cases", "1", "--seed", "3", "--kernels", &kernels];
     run(dir.path(), "out", &arguments).assert_code(1);
-    let remembered = read(&dir.path().join("regressions/rms_norm.jsonl"));
+    let remembered = read(&dir.path().join("regressions/swiglu.jsonl"));
     let records = dir.path().join("out/records.jsonl");
     let (all, before) = (read(&records), report(&dir.path().join("out")));
     let last = before.cases.last().expect("a case");
@@ -377,15 +376,14 @@ fn a_failure_is_shrunk_after_a_kill_and_the_plan_stays_as_it_was() {
     run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(1);
     let after = report(&dir.path().join("out"));
     assert_eq!(without_times(&after.cases), without_times(&before.cases));
-    assert_eq!(read(&dir.path().join("regressions/rms_norm.jsonl")), remembered);
+    assert_eq!(read(&dir.path().join("regressions/swiglu.jsonl")), remembered);
 }
 
 #[test]
 fn shards_remember_nothing_and_the_merge_remembers_their_failures() {
     let dir = tempfile::tempdir().unwrap();
-    let wrong = MEAN.replace("(width)", "(width + 1)");
-    let kernels = text(&command_line::changed_kernels(dir.path(), "rms_norm.cu", MEAN, &wrong));
-    let arguments = ["--ops", "rms_norm", "--cases", "1", "--seed", "3", "--kernels", &kernels];
+    let kernels = text(&command_line::changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT));
+    let arguments = ["--ops", "swiglu", "--cases", "1", "--seed", "3", "--kernels", &kernels];
     for shard in ["0/2", "1/2"] {
         run(dir.path(), &shard[..1], &[&arguments[..], &["--shard", shard]].concat()).assert_code(1);
     }
@@ -394,6 +392,6 @@ fn shards_remember_nothing_and_the_merge_remembers_their_failures() {
     let merged = report(&dir.path().join("merged"));
     let small = merged.cases.last().expect("a case");
     assert_eq!(small.origin, Origin::Shrunk, "the shrunk case stands behind the last drawn one");
-    let remembered: Value = serde_json::from_str(read(&dir.path().join("regressions/rms_norm.jsonl")).trim()).unwrap();
+    let remembered: Value = serde_json::from_str(read(&dir.path().join("regressions/swiglu.jsonl")).trim()).unwrap();
     assert_eq!(remembered, small.case);
 }

@@ -8,6 +8,7 @@
 #include "memory.h"
 #include "numeric.h"
 #include "platform.h"
+#include "sparse_attention_rules.h"
 
 // ---------------------------------------------------------------- parameters
 
@@ -98,18 +99,6 @@ DEVICE Work block_work(uint32_t number, int32_t num_heads) {
     return Work{number / head_blocks, first_head, minimum(num_heads - first_head, HEADS_PER_BLOCK)};
 }
 
-// The key that a stored index names, -1 where it names none.
-DEVICE int32_t valid_key(int32_t index, int32_t num_keys) {
-    return index >= 0 && index < num_keys ? index : -1;
-}
-
-// How many slots of a token's list count.
-template <typename Params>
-DEVICE int32_t list_length(const Params& params, int64_t token) {
-    const int32_t listed = params.topk_length ? params.topk_length[token] : params.topk;
-    return maximum(minimum(listed, params.topk), 0);
-}
-
 // One token's list of slots and the tensors that it points into. Strides in elements.
 struct SlotList {
     const int32_t* indices;
@@ -162,11 +151,6 @@ DEVICE void give_vec4(float* target, float v0, float v1, float v2, float v3) {
 }
 
 // ---------------------------------------------------------------- softmax
-
-// exp(lse) / (exp(lse) + exp(sink)) for base-2 arguments: what the sink leaves of the softmax without it.
-DEVICE float share_beside_sink(float lse_log2, float sink_log2) {
-    return 1.0f / (1.0f + exp2_approx(sink_log2 - lse_log2));
-}
 
 // What the softmax of one head row needs: P = share * exp2(z_log2 - lse_log2).
 struct RowState {

@@ -10,6 +10,7 @@ use super::async_proxy::AsyncProxy;
 use super::bulk::BulkWork;
 use super::copies::AsyncCopies;
 use super::fault::BadAccess;
+use super::host_api::collective::Meeting;
 use super::mbarrier::Mbarriers;
 use super::order::ReadySet;
 use super::wgmma::Products;
@@ -101,6 +102,8 @@ pub(super) struct BarrierState {
 pub struct Block {
     pub(super) contexts: Vec<ThreadContext>,
     pub(super) states: Vec<State>,
+    /// By warp.
+    pub(super) meetings: Vec<Meeting>,
     pub(super) yielders: Vec<*const Yielder<(), ()>>,
     pub(super) copies: Vec<AsyncCopies>,
     pub(super) barriers: [BarrierState; 16],

@@ -21,6 +21,7 @@ use super::block::{Block, BlockFault, Dim3, State, ThreadContext, name};
 use super::bulk::BulkWork;
 use super::copies::AsyncCopies;
 use super::fault::{self, BadAccess, Ending, Running};
+use super::host_api::collective::Meeting;
 use super::mbarrier::Mbarriers;
 use super::order::ReadySet;
 use super::wgmma::Products;
@@ -68,6 +69,7 @@ impl Block {
         let mut block = Box::new(Self {
             contexts: Vec::with_capacity(threads as usize),
             states: vec![State::Ready; threads as usize],
+            meetings: vec![Meeting::default(); threads.div_ceil(32) as usize],
             yielders: vec![std::ptr::null(); threads as usize],
             copies: (0..threads).map(|_| AsyncCopies::default()).collect(),
             barriers: Default::default(),
@@ -170,6 +172,7 @@ impl Block {
 
     fn finish_thread(&mut self, thread: u32, ending: Ending) {
         self.states[thread as usize] = State::Exited;
+        self.meetings[thread as usize / 32].exited |= 1 << (thread % 32);
         let what = match ending {
             Ending::Returned if self.bulk.still_reads(thread) => {
                 "returned while its bulk additions may still read shared memory".to_owned()

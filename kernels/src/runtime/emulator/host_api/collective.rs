@@ -11,7 +11,58 @@ fn lanes(mask: u32) -> impl Iterator<Item = u32> {
     (0..32).filter(move |lane| mask & (1 << lane) != 0)
 }
 
+/// The collective at which the lanes of a warp arrive at the moment. Nearly always the next lane arrives at the same one,
+/// and then nothing has to be looked up that the first one found.
+#[derive(Clone, Copy, Default)]
+pub struct Meeting {
+    mask: u32,
+    op: usize,
+    arrived: u32,
+    /// Lanes of the warp that have returned.
+    pub(in super::super) exited: u32,
+    /// When the first lane arrived, none of the mask waited elsewhere.
+    alone: bool,
+}
+
+impl Meeting {
+    /// Whether `lane` can only be right to come here: the others wait here, or are still on their way.
+    fn expects(&self, lane: u32, mask: u32, op: usize) -> bool {
+        let joins = self.arrived != 0 && (self.mask, self.op) == (mask, op) && self.alone;
+        joins && mask & (1 << lane) != 0 && mask & self.exited == 0
+    }
+
+    /// Lane `lane` arrives; whether all are here.
+    fn arrive(&mut self, lane: u32) -> bool {
+        self.arrived |= 1 << lane;
+        self.arrived == self.mask
+    }
+}
+
 impl Block {
+    /// Thread `thread` arrives at a collective; whether all lanes of the mask are there.
+    ///
+    /// # Errors
+    /// Why they can never meet.
+    fn arrive(&mut self, thread: u32, mask: u32, op: usize) -> Result<bool, String> {
+        let (warp_base, lane) = (thread / 32 * 32, thread % 32);
+        let meeting = &mut self.meetings[(thread / 32) as usize];
+        if meeting.expects(lane, mask, op) {
+            return Ok(meeting.arrive(lane));
+        }
+        if let Some(reason) = self.impossible_collective(warp_base, lane, mask, op) {
+            return Err(reason);
+        }
+        // One lane at a time is looked up: another collective of this warp is under way, or this one begins.
+        let state = |other: u32| &self.states[(warp_base + other) as usize];
+        let here = |other: u32| matches!(state(other), State::AtCollective { mask: m, op: o, .. } if (*m, *o) == (mask, op));
+        let elsewhere = |other: u32| matches!(state(other), State::AtCollective { .. }) && !here(other);
+        let arrived = lanes(mask).filter(|&other| here(other)).fold(0, |bits, other| bits | 1 << other);
+        let alone = !lanes(mask).any(elsewhere);
+        let meeting = &mut self.meetings[(thread / 32) as usize];
+        *meeting = Meeting { mask, op, arrived, alone, ..*meeting };
+        Ok(meeting.arrive(lane))
+    }
+
     /// What the lanes of the mask, all of which are here, have handed in.
     fn payloads(&self, warp_base: u32, mask: u32) -> [*mut c_void; 32] {
         let mut payloads = [std::ptr::null_mut(); 32];
@@ -25,6 +76,7 @@ impl Block {
 
     /// The collective is done: its lanes may go on.
     fn release_collective(&mut self, warp_base: u32, mask: u32) {
+        self.meetings[(warp_base / 32) as usize].arrived = 0;
         for lane in lanes(mask) {
             let thread = warp_base + lane;
             if thread != self.current {
@@ -68,16 +120,12 @@ pub unsafe extern "C" fn collective(
 ) {
     let block = unsafe { scheduler(context) };
     let thread = block.current;
-    let (warp_base, lane) = (thread / 32 * 32, thread % 32);
-    if let Some(reason) = block.impossible_collective(warp_base, lane, mask, op as usize) {
-        unsafe { abandon(context, format!("{}: {reason} (divergence)", name(what))) };
-    }
-    let here = State::AtCollective { mask, op: op as usize, what, payload };
-    block.states[thread as usize] = here;
-    let all_here = lanes(mask).all(|other| {
-        matches!(block.states[(warp_base + other) as usize],
-            State::AtCollective { mask: m, op: o, .. } if m == mask && o == op as usize)
-    });
+    let all_here = match block.arrive(thread, mask, op as usize) {
+        Ok(all_here) => all_here,
+        Err(reason) => unsafe { abandon(context, format!("{}: {reason} (divergence)", name(what))) },
+    };
+    block.states[thread as usize] = State::AtCollective { mask, op: op as usize, what, payload };
+    let warp_base = thread / 32 * 32;
     if all_here {
         let payloads = block.payloads(warp_base, mask);
         // SAFETY: every payload points into the stack of a suspended (or this) coroutine, whose

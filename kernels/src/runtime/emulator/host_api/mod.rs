@@ -2,7 +2,7 @@
 
 mod async_proxy;
 mod bulk;
-mod collective;
+pub(super) mod collective;
 mod copies;
 mod mbarrier;
 mod wgmma;
