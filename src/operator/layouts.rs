@@ -1,8 +1,12 @@
 //! How each tensor of a case lies in memory: drawn by this layer, for every operator alike.
 //!
 //! Every tensor has a layout of its own, independently of the others: dense, rows with gaps between them, gaps behind
-//! outer axes, axes in another order, or steps so huge that offsets exceed 2^31 elements. What a kernel does not take
+//! outer axes, axes in another order, or steps so huge that offsets exceed 2^32 elements. What a kernel does not take
 //! ([`Strides`]) is not drawn; that its launcher refuses it is checked apart ([`super::refusals`]).
+//!
+//! A kernel that takes rows anywhere may move them by wide accesses where all of them allow it, and one element at a
+//! time where one does not. Tensors that each had odd gaps of their own would leave the kernels with wide accesses
+//! dense rows only, so in every second case all gaps are whole accesses.
 
 use std::collections::BTreeMap;
 
@@ -14,8 +18,19 @@ use serde::{Deserialize, Serialize};
 
 use super::declaration::{Specs, Strides, TensorSpec};
 
-/// Offsets of a huge layout reach beyond so many elements: what a signed 32-bit number cannot hold.
-const HUGE: usize = 1 << 31;
+/// Offsets of a huge layout reach beyond so many elements: what a 32-bit number cannot hold, with or without a sign.
+const HUGE: usize = 1 << 32;
+
+/// Elements of a tensor with gaps in every edge case of an operator: to fill and read back many more takes longer than
+/// all its other cases.
+const MOST_WITH_GAPS: usize = 1 << 22;
+
+/// Bytes that the tensors with huge steps take together in an edge case: those of a case must fit a GPU
+/// ([`super::declared`]), the others among them.
+const MOST_HUGE_BYTES: usize = 36 << 30;
+
+/// So many elements of any type are a multiple of the 16 bytes that the widest access takes.
+const WHOLE_VECTOR: usize = 16;
 
 /// How one tensor lies in memory, by the names of its axes. The default is dense.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -135,7 +150,7 @@ pub enum Choice {
     Gap(usize, usize),
     /// Its outer axes turned by so many places, with a gap behind each row.
     Turned(usize, usize),
-    /// Steps of the axis of this number beyond 2^31 elements.
+    /// Steps of the axis of this number, which is the outermost in memory if it may be, beyond 2^32 elements.
     Huge(usize),
 }
 
@@ -155,38 +170,59 @@ pub fn strategy(count: usize) -> BoxedStrategy<Vec<Choice>> {
 }
 
 /// The layouts that choices, one for each declared tensor, mean for a case. A choice that a tensor cannot have is dense.
+/// All gaps are whole accesses where the case's seed is even.
 pub fn resolve(specs: &Specs, choices: &[Choice]) -> Layouts {
+    lay_out(specs, specs.seed.is_multiple_of(2), choices)
+}
+
+fn lay_out(specs: &Specs, whole_vectors: bool, choices: &[Choice]) -> Layouts {
     let chosen = specs.all().iter().zip(choices).filter(|(spec, _)| spec.present && spec.placed.is_none());
     chosen
         .filter_map(|(spec, &choice)| {
-            let layout = resolve_one(spec, choice)?;
+            let layout = resolve_one(spec, choice, whole_vectors)?;
             layout.place(spec).is_ok().then(|| (spec.name.to_owned(), layout))
         })
         .collect()
 }
 
-fn resolve_one(spec: &TensorSpec, choice: Choice) -> Option<TensorLayout> {
+/// The axes of a tensor but for its last one, as a layout moves them about: joined ones are one place, so that no gap
+/// comes between them and they turn as one.
+struct Places {
+    joined: usize,
+    count: usize,
+}
+
+impl Places {
+    /// `None` where there is no axis but the last.
+    fn of(spec: &TensorSpec) -> Option<Self> {
+        let joined = usize::from(spec.joined);
+        let count = spec.axes.len().checked_sub(1 + joined).filter(|&count| count > 0)?;
+        Some(Self { joined, count })
+    }
+
+    /// The axes of a place.
+    fn axes(&self, place: usize) -> std::ops::Range<usize> {
+        if place == 0 { 0..1 + self.joined } else { place + self.joined..place + self.joined + 1 }
+    }
+}
+
+fn resolve_one(spec: &TensorSpec, choice: Choice, whole_vectors: bool) -> Option<TensorLayout> {
     let (align, permutable) = match spec.strides {
         Strides::Dense => return None,
         Strides::Rows { align } => (align, true),
         Strides::OrderedRows { align } => (align, false),
     };
-    let unit = (align / spec.dtype.size()).max(1);
-    let outer = spec.axes.len().checked_sub(1).filter(|&outer| outer > 0)?;
+    let unit = if whole_vectors { WHOLE_VECTOR } else { (align / spec.dtype.size()).max(1) };
+    let places = Places::of(spec)?;
+    let outer = spec.axes.len() - 1;
     let name = |at: usize| spec.axes[at].name;
-    // Axes that are joined stay together: no gap comes behind the second of them, and they turn as one.
-    let joined = usize::from(spec.joined);
-    let behind = |axis: usize| 1 + joined + axis % (outer - joined);
-    let places = outer - joined;
     match choice {
         Choice::Dense => None,
         Choice::Padded(units) => Some(TensorLayout::gap(name(outer), units * unit)),
-        Choice::Gap(axis, units) => Some(TensorLayout::gap(name(behind(axis)), units * unit)),
-        Choice::Turned(by, units) if permutable && places > 1 => {
-            let turned = (0..places).map(|at| (at + 1 + (by - 1) % (places - 1)) % places);
-            let axes =
-                turned.flat_map(|place| if place == 0 { 0..1 + joined } else { place + joined..place + joined + 1 });
-            let turned = axes.chain([outer]);
+        Choice::Gap(axis, units) => Some(TensorLayout::gap(name(places.axes(axis % places.count).end), units * unit)),
+        Choice::Turned(by, units) if permutable && places.count > 1 => {
+            let turned = (0..places.count).map(|at| (at + 1 + (by - 1) % (places.count - 1)) % places.count);
+            let turned = turned.flat_map(|place| places.axes(place)).chain([outer]);
             let gaps = (units > 0).then(|| (name(outer).to_owned(), units * unit));
             Some(TensorLayout {
                 order: turned.map(|at| name(at).to_owned()).collect(),
@@ -194,30 +230,78 @@ fn resolve_one(spec: &TensorSpec, choice: Choice) -> Option<TensorLayout> {
             })
         }
         Choice::Turned(..) => None,
-        Choice::Huge(axis) => {
-            // The gap lies behind axis `at`, so that the steps of the one around it are huge.
-            let at = behind(axis);
-            let around = if at == 1 + joined { 0..at } else { at - 1..at };
-            let entries: usize = spec.axes[around].iter().map(|axis| axis.extent).product();
-            let steps = entries.checked_sub(1).filter(|&steps| steps > 0)?;
-            Some(TensorLayout::gap(name(at), (HUGE / steps + 1).next_multiple_of(unit)))
-        }
+        Choice::Huge(axis) => huge(spec, &places, axis % places.count, permutable, unit),
     }
 }
 
-/// Layouts that every operator's sweep begins with: gaps that are all different, axes in another order, huge steps.
+/// Steps of a place beyond [`HUGE`] elements; `None` where it has one entry, which takes no step. The place is the
+/// outermost in memory where it may be: within another, the whole would be so many times as large.
+fn huge(spec: &TensorSpec, places: &Places, place: usize, permutable: bool, unit: usize) -> Option<TensorLayout> {
+    let stepping = places.axes(place);
+    let steps = spec.axes[stepping.clone()].iter().map(|axis| axis.extent).product::<usize>().checked_sub(1)?;
+    if steps == 0 {
+        return None;
+    }
+    let others = (0..spec.axes.len()).filter(|at| !stepping.contains(at));
+    let order: Vec<usize> =
+        if permutable { stepping.clone().chain(others).collect() } else { (0..spec.axes.len()).collect() };
+    // The gap lies behind the axis within, so that the steps of the place around it are huge.
+    let within = order[order.iter().rposition(|at| stepping.contains(at))? + 1];
+    let name = |at: usize| spec.axes[at].name.to_owned();
+    let gap = TensorLayout::gap(spec.axes[within].name, (HUGE / steps + 1).next_multiple_of(unit));
+    let order = if order.is_sorted() { Vec::new() } else { order.into_iter().map(name).collect() };
+    Some(TensorLayout { order, ..gap })
+}
+
+/// Gaps of whole accesses behind the rows of every tensor, no two the same number of elements. A tensor of so many short
+/// rows that it would take more than [`MOST_WITH_GAPS`] elements stays dense.
+pub fn unlike_gaps(specs: &Specs) -> Layouts {
+    let mut layouts = all(specs, true, &|tensor| Choice::Padded(1 + tensor));
+    let elements = |name: &str, layout: &TensorLayout| Some(layout.place(specs.find(name)?).ok()?.elements);
+    layouts.retain(|name, layout| elements(name, layout).is_some_and(|elements| elements <= MOST_WITH_GAPS));
+    layouts
+}
+
+fn all(specs: &Specs, whole_vectors: bool, choice: &dyn Fn(usize) -> Choice) -> Layouts {
+    lay_out(specs, whole_vectors, &(0..specs.all().len()).map(choice).collect::<Vec<_>>())
+}
+
+/// Layouts that every operator's sweep begins with: gaps that are all different, odd ones, axes in another order, and
+/// huge steps along each axis, of as many tensors at a time as a GPU has memory for.
 pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
-    let count = specs.all().len();
-    let all = |choice: &dyn Fn(usize) -> Choice| resolve(specs, &(0..count).map(choice).collect::<Vec<_>>());
     let mut found = vec![
-        all(&|tensor| Choice::Padded(1 + tensor)),
-        all(&|tensor| Choice::Gap(0, 1 + tensor)),
-        all(&|tensor| Choice::Turned(1, 1 + tensor)),
-        all(&|_| Choice::Huge(0)),
+        unlike_gaps(specs),
+        all(specs, false, &|tensor| Choice::Gap(0, 1 + tensor)),
+        all(specs, true, &|tensor| Choice::Turned(1, 1 + tensor)),
     ];
+    let places = |spec: &TensorSpec| Places::of(spec).map_or(0, |places| places.count);
+    for place in 0..specs.all().iter().map(places).max().unwrap_or(0) {
+        let has_place = |tensor: usize| place < places(&specs.all()[tensor]);
+        let huge = all(specs, true, &|tensor| if has_place(tensor) { Choice::Huge(place) } else { Choice::Dense });
+        found.extend(in_memory(specs, huge));
+    }
     found.retain(|layouts| !layouts.is_empty());
     found.dedup();
     found
+}
+
+/// The layouts in groups of which each takes at most [`MOST_HUGE_BYTES`], but for a tensor that takes more alone.
+fn in_memory(specs: &Specs, layouts: Layouts) -> Vec<Layouts> {
+    let mut groups = Vec::new();
+    let (mut group, mut taken) = (Layouts::new(), 0usize);
+    for (name, layout) in layouts {
+        let placed = specs.find(&name).map(|spec| (spec, layout.place(spec)));
+        let Some((spec, Ok(placed))) = placed else { continue };
+        let bytes = placed.elements.saturating_mul(spec.dtype.size());
+        if taken.saturating_add(bytes) > MOST_HUGE_BYTES {
+            groups.push(std::mem::take(&mut group));
+            taken = 0;
+        }
+        group.insert(name, layout);
+        taken += bytes;
+    }
+    groups.push(group);
+    groups
 }
 
 #[cfg(test)]
@@ -235,7 +319,7 @@ mod tests {
     #[test]
     fn heads_may_come_first_in_memory_with_a_gap_behind_each_row() {
         let spec = q(TensorSpec::aligned_rows);
-        let layout = resolve_one(&spec, Choice::Turned(1, 2)).unwrap();
+        let layout = resolve_one(&spec, Choice::Turned(1, 2), false).unwrap();
         assert_eq!(layout.order, ["num_heads", "num_tokens", "head_dim"]);
         let placed = layout.place(&spec).unwrap();
         assert_eq!(placed.strides, [80, 240, 1]);
@@ -245,16 +329,16 @@ mod tests {
     fn huge_steps_reach_beyond_what_32_bits_hold() {
         let spec = q(TensorSpec::rows);
         for axis in 0..2 {
-            let placed = resolve_one(&spec, Choice::Huge(axis)).unwrap().place(&spec).unwrap();
+            let placed = resolve_one(&spec, Choice::Huge(axis), false).unwrap().place(&spec).unwrap();
             let last: i64 = placed.strides.iter().zip([2, 4, 63]).map(|(stride, at)| stride * at).sum();
-            assert!(last > 1 << 31, "{placed:?}");
+            assert!(last > 1 << 32 && placed.elements < 7 << 30, "{placed:?}");
         }
     }
 
     #[test]
     fn what_a_kernel_does_not_take_is_neither_drawn_nor_placed() {
-        assert_eq!(resolve_one(&q(|spec| spec), Choice::Padded(3)), None);
-        assert_eq!(resolve_one(&q(|spec| spec.ordered_rows(1)), Choice::Turned(1, 0)), None);
+        assert_eq!(resolve_one(&q(|spec| spec), Choice::Padded(3), false), None);
+        assert_eq!(resolve_one(&q(|spec| spec.ordered_rows(1)), Choice::Turned(1, 0), false), None);
         let odd = TensorLayout::gap("head_dim", 3);
         assert!(odd.place(&q(TensorSpec::rows)).is_ok());
         assert!(odd.place(&q(TensorSpec::aligned_rows)).unwrap_err().contains("16 bytes"));
@@ -271,7 +355,7 @@ mod tests {
         let mut found = std::collections::BTreeSet::new();
         for number in 0..4 {
             for choice in [Choice::Gap(number, 3), Choice::Turned(1 + number, number), Choice::Huge(number)] {
-                let placed = resolve_one(&spec, choice).unwrap().place(&spec).unwrap();
+                let placed = resolve_one(&spec, choice, false).unwrap().place(&spec).unwrap();
                 assert_eq!(placed.strides[0], 2 * placed.strides[1], "{choice:?}");
                 found.insert(placed.strides);
             }
@@ -299,6 +383,42 @@ mod tests {
         let cache = input("cache", DType::U8, &pages).aligned_rows();
         let specs = Specs::new(0, [q(TensorSpec::aligned_rows), cache, input("indices", DType::I32, &lists).rows()]);
         assert_eq!(padded(&specs, 24).keys().collect::<Vec<_>>(), ["q"]);
+    }
+
+    #[test]
+    fn in_every_second_case_all_steps_are_whole_accesses() {
+        let specs = |seed| Specs::new(seed, [q(TensorSpec::rows)]);
+        let steps =
+            |seed| resolve(&specs(seed), &[Choice::Padded(3)])["q"].place(&q(TensorSpec::rows)).unwrap().strides;
+        assert_eq!([steps(0), steps(1)], [[560, 112, 1], [335, 67, 1]]);
+    }
+
+    #[test]
+    fn the_edge_cases_have_huge_steps_along_every_axis_of_every_tensor_in_the_memory_of_a_gpu() {
+        let lists = [axis("num_tokens", 3), axis("topk", 4)];
+        let list = |name| input(name, DType::I32, &lists).rows();
+        let tensors = [q(TensorSpec::aligned_rows), list("indices"), list("lengths"), list("positions")];
+        let specs = Specs::new(0, tensors);
+        let mut huge = std::collections::BTreeSet::new();
+        for layouts in edge_cases(&specs) {
+            let mut bytes = 0;
+            for (name, layout) in &layouts {
+                let spec = specs.find(name).unwrap();
+                let placed = layout.place(spec).unwrap();
+                bytes += placed.elements * spec.dtype.size();
+                huge.extend((0..2).filter(|&axis| placed.strides[axis] >= 1 << 30).map(|axis| (name.clone(), axis)));
+            }
+            assert!(bytes <= MOST_HUGE_BYTES, "{layouts:?} take {bytes} bytes");
+        }
+        let found: Vec<_> = huge.iter().map(|(name, axis)| (name.as_str(), *axis)).collect();
+        assert_eq!(found, [("indices", 0), ("lengths", 0), ("positions", 0), ("q", 0), ("q", 1)]);
+    }
+
+    #[test]
+    fn a_tensor_of_very_many_short_rows_stays_dense_among_others_with_gaps() {
+        let table = input("cos", DType::F32, &[axis("table_rows", 1 << 20), axis("half", 1)]).rows();
+        let specs = Specs::new(0, [q(TensorSpec::rows), table]);
+        assert_eq!(unlike_gaps(&specs).keys().collect::<Vec<_>>(), ["q"]);
     }
 
     #[test]

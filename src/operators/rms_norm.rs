@@ -175,7 +175,8 @@ impl Declared for RmsNorm {
 
     fn typical() -> Vec<RmsNormCase> {
         let plain = RmsNormCase::plain;
-        vec![plain(5, 512), RmsNormCase { dtype: Float::F32, saves_rstd: false, ..plain(3, 517) }]
+        // A warp takes a row, a block takes one, and one element at a time.
+        vec![plain(5, 512), plain(3, 2048), RmsNormCase { dtype: Float::F32, saves_rstd: false, ..plain(3, 517) }]
     }
 
     fn edge_cases(profile: Profile) -> Vec<RmsNormCase> {

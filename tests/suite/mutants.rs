@@ -7,6 +7,8 @@ use std::sync::OnceLock;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use dsv4_parity::case::Case;
 use dsv4_parity::mutants::planted::{self, Mutant, MutantError};
+use dsv4_parity::operator::{Profile, registry};
+use dsv4_parity::record::MutantStatus;
 
 use crate::support::fixtures;
 
@@ -94,4 +96,25 @@ fn planting_leaves_the_tree_as_it_was() {
     assert_eq!(device.tree().digest(), before);
     assert_ne!(planted.digest(), before);
     assert!(planted.origin().contains(&mutant.id), "{}", planted.origin());
+}
+
+/// What a sweep draws by itself must see them, not only the case that each brings along.
+#[test]
+fn strides_mixed_up_or_cut_to_32_bits_are_seen_by_the_edge_cases_of_every_sweep() {
+    let hidden_by = [
+        ("rms_norm_block_stride_of_dy_for_x", "a kernel of wide rows that are dense in every edge case"),
+        ("rms_norm_gradient_row_offset_in_32_bits", "a kernel of wide accesses, where huge steps are odd"),
+        ("combine_head_offset_in_32_bits", "an inner axis, where the outermost alone has huge steps"),
+        ("swiglu_row_offset_in_32_bits_unsigned", "a number without a sign, where steps end at 2^31"),
+    ];
+    let device = emulator();
+    for (id, where_it_hid) in hidden_by {
+        let mutant = find(id);
+        let corners = registry::find(&mutant.operator).expect("an operator").corner_cases(Profile::Quick);
+        let sees = |case: &Case| {
+            let mutant = Mutant { cases: vec![case.line()], ..mutant.clone() };
+            mutant.run(&device, 0).expect("it runs").status() == MutantStatus::Killed
+        };
+        assert!(corners.iter().rev().any(sees), "`{id}` survives the edge cases: {where_it_hid}");
+    }
 }
