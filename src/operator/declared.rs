@@ -498,6 +498,12 @@ impl<K: Declared> Operator for Op<K> {
         own.chain(varied).collect()
     }
 
+    fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError> {
+        let (case, choices) = read::<K>(case)?;
+        let spread = layouts::spread(&K::tensors(&case));
+        Ok([Layouts::new(), spread].map(|layouts| case_of::<K>(&case, &Choices { layouts, ..choices.clone() })))
+    }
+
     fn default_cases(&self, profile: Profile) -> usize {
         profile.of(K::ABOUT.cases)
     }

@@ -220,6 +220,19 @@ pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     found
 }
 
+/// Every tensor with its outer axes in another order where its kernel takes that, and a gap behind its rows that no other
+/// has, of so many elements that accesses of 16 bytes stay possible: kernels take the paths that they take when it is dense.
+pub fn spread(specs: &Specs) -> Layouts {
+    const WIDE: usize = 16;
+    let gap = |number: usize| WIDE * (1 + number);
+    let count = specs.all().len();
+    let turned: Vec<_> = (0..count).map(|number| Choice::Turned(1, gap(number))).collect();
+    let padded: Vec<_> = (0..count).map(|number| Choice::Padded(gap(number))).collect();
+    let mut layouts = resolve(specs, &padded);
+    layouts.extend(resolve(specs, &turned));
+    layouts
+}
+
 #[cfg(test)]
 mod tests {
     use dsv4_kernels::runtime::DType;
@@ -299,6 +312,18 @@ mod tests {
         let cache = input("cache", DType::U8, &pages).aligned_rows();
         let specs = Specs::new(0, [q(TensorSpec::aligned_rows), cache, input("indices", DType::I32, &lists).rows()]);
         assert_eq!(padded(&specs, 24).keys().collect::<Vec<_>>(), ["q"]);
+    }
+
+    #[test]
+    fn spread_tensors_are_turned_where_they_may_be_and_stay_aligned() {
+        let rows = [axis("num_rows", 3), axis("width", 8)];
+        let in_order = TensorSpec { name: "k", ..q(|spec| spec.ordered_rows(16)) };
+        let specs = Specs::new(0, [q(TensorSpec::rows), in_order, input("x", DType::F32, &rows).rows()]);
+        let layouts = spread(&specs);
+        let strides = |name: &str| layouts[name].place(specs.find(name).unwrap()).unwrap().strides;
+        assert_eq!(strides("q"), [80, 240, 1]);
+        assert!(layouts["k"].order.is_empty() && strides("k")[1] > 64 && strides("x")[0] > 8);
+        assert!(["q", "k", "x"].iter().all(|name| strides(name).iter().rev().skip(1).all(|stride| stride % 8 == 0)));
     }
 
     #[test]

@@ -86,6 +86,12 @@ pub trait Operator: Sync {
     /// Cases that every sweep runs first: corners that must not be left to chance.
     fn corner_cases(&self, profile: Profile) -> Vec<Case>;
 
+    /// The case dense, and with every tensor spread over memory of its own ([`layouts::spread`]).
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError>;
+
     /// How many cases a sweep draws unless told otherwise.
     fn default_cases(&self, profile: Profile) -> usize;
 
