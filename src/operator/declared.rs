@@ -76,6 +76,14 @@ pub fn positive(field: &'static str, value: f64) -> Result<(), Refused> {
     if value.is_finite() && value > 0.0 { Ok(()) } else { refuse(field, format!("{value} must be finite and above 0")) }
 }
 
+/// An extent of a case that may not be 0.
+///
+/// # Errors
+/// It is.
+pub fn not_empty(field: &'static str, extent: usize) -> Result<(), Refused> {
+    if extent > 0 { Ok(()) } else { refuse(field, "0: there must be at least one") }
+}
+
 /// Elements of the largest input that finite differences are taken of, unless an operator says otherwise.
 const SMOOTH_ELEMENTS: usize = 4096;
 

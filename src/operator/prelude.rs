@@ -7,7 +7,7 @@ pub use proptest::prelude::*;
 pub use serde::{Deserialize, Serialize};
 
 pub use super::declaration::{Specs, axis, gradient, input, output, scratch, upstream};
-pub use super::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
+pub use super::declared::{About, Declared, Launches, Refused, Views, not_empty, positive, refuse};
 pub use super::golden::{self, Golden};
 pub use super::laws::Laws;
 pub use super::tensors::{Bound, Computed, Tensors};

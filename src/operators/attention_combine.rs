@@ -108,9 +108,7 @@ impl Declared for AttentionCombine {
         if c.v_dim == 0 || !c.v_dim.is_multiple_of(8) {
             return refuse("v_dim", format!("{} must be a multiple of 8", c.v_dim));
         }
-        if c.num_heads == 0 {
-            return refuse("num_heads", "0: there must be a head");
-        }
+        not_empty("num_heads", c.num_heads)?;
         if !(c.lse_deviation.is_finite() && c.lse_deviation >= 0.0 && c.lse_shift.is_finite()) {
             return refuse("lse_deviation", format!("{} must be finite and not negative", c.lse_deviation));
         }

@@ -81,9 +81,7 @@ impl Declared for Swiglu {
     }
 
     fn check(c: &SwigluCase) -> Result<(), Refused> {
-        if c.width == 0 {
-            return refuse("width", "0: a row has at least one channel");
-        }
+        not_empty("width", c.width)?;
         positive("limit", f64::from(c.limit))?;
         c.data.check()
     }
@@ -130,9 +128,8 @@ impl Declared for Swiglu {
     }
 
     fn backward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
-        let gradients = reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?;
-        let computed = Computed::new().with("dgate", gradients.dgate).with("dup", gradients.dup);
-        Ok(computed.maybe("dweight", gradients.dweight))
+        let to = reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?;
+        Ok(Computed::new().with("dgate", to.dgate).with("dup", to.dup).maybe("dweight", to.dweight))
     }
 
     fn launch(c: &SwigluCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
