@@ -97,17 +97,21 @@ impl<'i, K: Declared> Laws<'i, K> {
         const FACTOR: f64 = 4.0;
         let upstreams: Vec<_> = self.specs.upstreams().map(|(_, upstream)| upstream.name).collect();
         let factor = |spec: &TensorSpec| if matches!(spec.part, Part::Gradient { .. }) { FACTOR } else { 1.0 };
-        let outputs: Vec<_> = self.specs.compared().map(|spec| (spec.name, factor(spec))).collect();
+        // Sums in any order are repeated within their budgets only.
+        let bound = self.specs.compared().filter(|spec| spec.deterministic);
+        let outputs: Vec<_> = bound.map(|spec| (spec.name, factor(spec))).collect();
         self.scale_all("upstreams scale the gradients once", &upstreams, FACTOR, &outputs);
     }
 
     fn scale_all(&mut self, name: &'static str, scaled: &[&'static str], factor: f64, outputs: &[(&'static str, f64)]) {
+        let present = |name: &&str| self.specs.find(name).is_some_and(|spec| spec.elements() > 0);
+        if !scaled.iter().any(present) {
+            return;
+        }
         let mut tensors = Tensors::clone(self.tensors());
-        let present = |name: &&&str| self.specs.find(name).is_some_and(|spec| spec.elements() > 0);
-        let scaled: Vec<_> = scaled.iter().filter(present).copied().collect();
         scaled.iter().for_each(|name| tensors.scale(name, factor));
         let own = self.outside_f32.get_or_init(|| self.outside_f32_of(self.tensors()));
-        if scaled.is_empty() || *own != self.outside_f32_of(&tensors) {
+        if *own != self.outside_f32_of(&tensors) {
             return;
         }
         let relations: Vec<_> = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
