@@ -21,15 +21,11 @@
 //
 // Measured on one H200, bf16, 16384 tokens, 128 heads, head_dim 512, rope_dim 64, as a share of a device copy in
 // the same run: 98 % out of place, either direction; 79 % in place, which touches 128 bytes of each 1024.
+#include "element.h"
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
 
-#ifndef ELEMENT
-#error "define ELEMENT as bf16 or float"
-#endif
-
-constexpr int VECTOR = Element<ELEMENT>::per_vec16;  // elements in one 16-byte access
 constexpr int HEADS = 8;                             // heads that one thread serves
 constexpr int THREADS = 256;
 // Declared above what is launched: it holds the compiler to 80 registers, so that three blocks of 256

@@ -17,14 +17,10 @@
 // Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float
 //
 // Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
+#include "element.h"
 #include "elements.h"
 #include "math.h"
 
-#ifndef ELEMENT
-#error "define ELEMENT as bf16 or float"
-#endif
-
-constexpr int VECTOR = Element<ELEMENT>::per_vec16;
 constexpr int ROWS_PER_BLOCK = 4, THREADS = ROWS_PER_BLOCK * WARP_SIZE;
 
 struct SwigluParams {

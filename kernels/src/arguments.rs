@@ -10,11 +10,30 @@
 //! ]).extent("width", 1, MAX_WIDTH).bind(["num_rows", "width"])?;
 //! ```
 
+use crate::runtime::device::{Module, module};
 use crate::runtime::params::Params;
 use crate::runtime::{DType, Result, RuntimeError, TensorView};
 
 /// The floating-point types of tensors.
 pub(crate) const FLOATS: [DType; 2] = [DType::Bf16, DType::F32];
+
+/// Defines by name.
+pub(crate) type Defines = Vec<(&'static str, String)>;
+
+/// The defines that name types of elements.
+pub(crate) fn element_types(types: &[(&'static str, DType)]) -> Defines {
+    types.iter().map(|(name, dtype)| (*name, dtype.c_name().to_owned())).collect()
+}
+
+/// The modules of `file` for each combination of floating-point types under these names.
+pub(crate) fn modules_of_floats(file: &str, names: &[&'static str]) -> Vec<Module> {
+    let with_each = |combinations: Vec<Vec<_>>, name: &&'static str| {
+        let with = |dtype| combinations.iter().map(move |types| [vec![(*name, dtype)], types.clone()].concat());
+        FLOATS.into_iter().flat_map(with).collect()
+    };
+    let combinations = names.iter().rev().fold(vec![Vec::new()], with_each);
+    combinations.iter().map(|types| module(file, &element_types(types))).collect()
+}
 
 /// The arguments of one operator's launcher.
 #[derive(Clone, Copy)]
@@ -98,7 +117,7 @@ pub(crate) struct Argument<'a> {
     /// Bytes that the address is a multiple of, beside those of an element.
     alignment: u64,
     may_be: Option<&'static str>,
-    with: Option<&'static str>,
+    with: &'static [&'static str],
 }
 
 /// A tensor that the kernels read; it may be absent.
@@ -114,7 +133,7 @@ pub(crate) fn read<'a>(name: &'static str, view: impl Into<Option<&'a TensorView
         layout: Layout::Dense,
         alignment: 1,
         may_be: None,
-        with: None,
+        with: &[],
     }
 }
 
@@ -164,9 +183,9 @@ impl Argument<'_> {
         Self { may_be: Some(other), ..self }
     }
 
-    /// It is present exactly when another tensor is.
-    pub fn with(self, other: &'static str) -> Self {
-        Self { with: Some(other), ..self }
+    /// It is present exactly when other tensors all are.
+    pub fn with(self, others: &'static [&'static str]) -> Self {
+        Self { with: others, ..self }
     }
 }
 
@@ -235,14 +254,43 @@ impl<'a> Signature<'a> {
         Ok(axes.map(|axis| self.bound(axis).unwrap_or(0)))
     }
 
+    /// The parameters of these tensors: of each a pointer and, where it has rows, the strides of all its axes but the
+    /// last: `x_row_stride` for axis `num_rows` of `x`. An absent tensor is `nullptr` with strides of 0.
+    ///
+    /// # Panics
+    /// A name that the signature does not have: a mistake in the launcher, which every call of it shows.
+    pub fn params(&self, names: &[&'static str]) -> Params {
+        names.iter().fold(self.check.params(), |params, name| {
+            let tensor = self.find(name).unwrap_or_else(|| panic!("the signature has no tensor `{name}`"));
+            let strided = if tensor.layout == Layout::Dense { &[] } else { self.axes_of(tensor).unwrap_or(&[]) };
+            let stride = |axis: usize| tensor.view.map_or(0, |view| view.strides[axis]);
+            let outer = strided.iter().take(strided.len().saturating_sub(1)).enumerate();
+            outer.fold(params.ptr(*name, tensor.view), |params, (number, axis)| {
+                let one = axis.strip_prefix("num_").map_or(*axis, |many| many.trim_end_matches('s'));
+                params.stride(format!("{name}_{one}_stride"), stride(number))
+            })
+        })
+    }
+
+    /// Whether accesses of 16 bytes fit every row of every tensor that has rows.
+    pub fn vectorised(&self) -> bool {
+        let rows = self.tensors.iter().filter(|tensor| tensor.layout != Layout::Dense).filter_map(|rows| rows.view);
+        let whole = |view: &TensorView| view.shape.last().is_some_and(|&w| (w * view.dtype.size()).is_multiple_of(16));
+        rows.into_iter().all(|view| whole(view) && is_aligned(view))
+    }
+
+    fn axes_of(&self, tensor: &Argument<'_>) -> Option<&'static [&'static str]> {
+        tensor.axes.or_else(|| self.find(tensor.like?)?.axes)
+    }
+
     fn bound(&self, axis: &str) -> Option<usize> {
         self.bound.iter().find(|(name, _)| *name == axis).map(|&(_, extent)| extent)
     }
 
     /// Whatever a declaration refers to is declared.
     fn names(&self, tensor: &Argument<'_>) -> Result<()> {
-        let others = [tensor.like, tensor.typed, tensor.may_be, tensor.with];
-        match others.into_iter().flatten().find(|other| self.find(other).is_none()) {
+        let others = [tensor.like, tensor.typed, tensor.may_be].into_iter().flatten();
+        match others.chain(tensor.with.iter().copied()).find(|other| self.find(other).is_none()) {
             Some(absent) => {
                 self.check.refuse(tensor.name, format!("its declaration refers to `{absent}`: there is none"))
             }
@@ -255,11 +303,12 @@ impl<'a> Signature<'a> {
     }
 
     fn presence(&self, tensor: &Argument<'_>) -> Result<()> {
-        let Some(other) = tensor.with else { return Ok(()) };
-        if tensor.view.is_some() == self.find(other).is_some_and(|other| other.view.is_some()) {
+        let present = |other: &&str| self.find(other).is_some_and(|other| other.view.is_some());
+        if tensor.with.is_empty() || tensor.view.is_some() == tensor.with.iter().all(present) {
             return Ok(());
         }
-        self.check.refuse(tensor.name, format!("it must be present exactly when `{other}` is"))
+        let (others, are) = (tensor.with.join("` and `"), if tensor.with.len() > 1 { "are" } else { "is" });
+        self.check.refuse(tensor.name, format!("it must be present exactly when `{others}` {are}"))
     }
 
     /// Every offset within the tensor fits 64 bits, and so does every address.
@@ -283,8 +332,7 @@ impl<'a> Signature<'a> {
     }
 
     fn shape(&mut self, tensor: &Argument<'_>, view: &TensorView) -> Result<()> {
-        let like = tensor.like.and_then(|other| self.find(other)).and_then(|other| other.axes);
-        let Some(axes) = tensor.axes.or(like) else { return Ok(()) };
+        let Some(axes) = self.axes_of(tensor) else { return Ok(()) };
         let shape = &view.shape;
         if shape.len() != axes.len() {
             let reason = format!("shape {shape:?} has {} axes, not {} ({})", shape.len(), axes.len(), axes.join(", "));
@@ -594,7 +642,7 @@ mod tests {
     #[test]
     fn a_tensor_that_comes_with_another_is_refused_without_it_and_alone() {
         let x = dense(0, &[8]);
-        let pair = |x, y| [read("x", x).axes(&["n"]), read("y", y).axes(&["n"]).with("x")];
+        let pair = |x, y| [read("x", x).axes(&["n"]), read("y", y).axes(&["n"]).with(&["x"])];
         let message = "y: it must be present exactly when `x` is";
         assert_eq!(refusal(pair(None, Some(&x))), message);
         assert_eq!(refusal(pair(Some(&x), None)), message);
@@ -613,6 +661,50 @@ mod tests {
         CHECK.holds("s", &scratch, 16).expect("as many as needed");
         let reason = CHECK.holds("s", &scratch, 17).unwrap_err().to_string();
         assert_eq!(reason, "test: argument `s`: 16 bytes; it must have 17");
+    }
+
+    #[test]
+    fn a_tensor_that_others_together_bring_with_them_is_refused_without_one_of_them() {
+        let (x, y, z) = (dense(0, &[4]), dense(64, &[4]), dense(128, &[4]));
+        let three = |x, y, z| [read("x", x), read("y", y), read("z", z).with(&["x", "y"])];
+        for (first, second, third) in [(Some(&x), Some(&y), Some(&z)), (Some(&x), None, None), (None, None, None)] {
+            CHECK.signature(three(first, second, third)).bind([]).expect("all or not all");
+        }
+        let reason = "z: it must be present exactly when `x` and `y` are";
+        assert_eq!(refusal(three(Some(&x), Some(&y), None)), reason);
+        assert_eq!(refusal(three(Some(&x), None, Some(&z))), reason);
+    }
+
+    #[test]
+    fn parameters_follow_from_the_axes_and_absent_tensors_keep_their_places() {
+        let (x, w) = (view(64, DType::F32, &[2, 3, 4], &[40, 8, 1]), dense(1024, &[4]));
+        let signature = CHECK.signature([
+            read("x", &x).axes(&["num_tokens", "num_heads", "batch_dim"]).rows(),
+            read("w", &w).axes(&["batch_dim"]),
+            write("y", None).like("x").rows(),
+        ]);
+        let by_hand = CHECK.params().ptr("w", &w).heads("x", &x).heads("y", None);
+        let params = signature.params(&["w", "x", "y"]);
+        assert_eq!((params.bytes(), params.layout()), (by_hand.bytes(), by_hand.layout()));
+    }
+
+    #[test]
+    fn accesses_are_wide_only_where_every_row_of_every_tensor_with_rows_takes_them() {
+        let vectorised = |address, shape: &[usize], strides: &[i64]| {
+            let (x, w) = (view(address, DType::Bf16, shape, strides), dense(4, &[3]));
+            CHECK.signature([read("x", &x).of(&FLOATS).axes(&["n", "m"]).rows(), read("w", &w)]).vectorised()
+        };
+        assert!(vectorised(16, &[2, 8], &[24, 1]));
+        assert!(!vectorised(8, &[2, 8], &[24, 1]) && !vectorised(16, &[2, 8], &[20, 1]));
+        assert!(!vectorised(16, &[2, 4], &[24, 1]));
+    }
+
+    #[test]
+    fn there_is_a_module_for_each_combination_of_types() {
+        let modules = modules_of_floats("a.cu", &["X", "W"]);
+        let types: Vec<Vec<&str>> =
+            modules.iter().map(|(_, defines)| defines.iter().map(|(_, value)| value.as_str()).collect()).collect();
+        assert_eq!(types, [["bf16", "bf16"], ["bf16", "float"], ["float", "bf16"], ["float", "float"]]);
     }
 
     #[test]

@@ -51,9 +51,8 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str>
     let mut signature = CHECK.signature(tensors).extent("v_dim", 8, i32::MAX as usize).wide("num_tokens");
     let [num_parts, num_tokens, num_heads, v_dim] =
         signature.bind(["num_parts", "num_tokens", "num_heads", "v_dim"])?;
-    let part_strides = ["part_stride", "token_stride", "head_stride"];
-    let params = CHECK.params().strided("partial_out", partial_out, part_strides).ptr("partial_lse", partial_lse);
-    let params = params.ptr("sink", sink).heads("out", out).ptr("lse", lse).i64("num_rows", num_tokens * num_heads)?;
+    let params = signature.params(&["partial_out", "partial_lse", "sink", "out", "lse"]);
+    let params = params.i64("num_rows", num_tokens * num_heads)?;
     let params = params.i32("num_parts", num_parts)?.i32("num_heads", num_heads)?;
     let name = "attention_combine";
     let kernel = device.kernel(FILE, &defines(v_dim), name)?;

@@ -1,7 +1,8 @@
 //! `rms_norm`: launchers of `kernels/cuda/rms_norm.cu` (inference 3, training 11.3).
 
-use crate::arguments::{Argument, Arguments, FLOATS, is_aligned, read, scratch, write};
-use crate::runtime::device::{Module, module};
+use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats};
+use crate::arguments::{read, scratch, write};
+use crate::runtime::device::Module;
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "rms_norm.cu";
@@ -54,30 +55,27 @@ pub struct Backward<'a> {
     pub workspace: Option<&'a TensorView>,
 }
 
-fn defines(x: DType, weight: Option<DType>) -> Vec<(&'static str, String)> {
+fn defines(x: DType, weight: Option<&TensorView>) -> Defines {
     // Without a weight its type is free: the type of x needs no second module.
-    let weight = weight.unwrap_or(x);
-    vec![("ELEMENT", x.c_name().to_owned()), ("WEIGHT_ELEMENT", weight.c_name().to_owned())]
+    element_types(&[("ELEMENT", x), ("WEIGHT_ELEMENT", weight.map_or(x, |weight| weight.dtype))])
 }
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    let pairs = FLOATS.into_iter().flat_map(|x| FLOATS.map(|weight| defines(x, Some(weight))));
-    pairs.map(|defines| module(FILE, &defines)).collect()
+    modules_of_floats(FILE, &["ELEMENT", "WEIGHT_ELEMENT"])
 }
 
-/// Checks the tensors of a call, and returns its rows and their width.
-fn bind<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> Result<[usize; 2]> {
-    CHECK.signature(tensors).extent("width", 1, MAX_WIDTH).wide("num_rows").bind(["num_rows", "width"])
+/// Checks the tensors of a call, and returns them with its rows and their width.
+fn bind<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> Result<(Signature<'a>, [usize; 2])> {
+    let mut signature = CHECK.signature(tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
+    let extents = signature.bind(["num_rows", "width"])?;
+    Ok((signature, extents))
 }
 
 /// Whether every access may be 16 bytes wide.
-fn vectorised(width: usize, rows: &[&TensorView], weight: Option<&TensorView>) -> bool {
-    let size = rows[0].dtype.size();
-    (width * size).is_multiple_of(16)
-        && rows.iter().all(|view| is_aligned(view))
-        // The kernel reads as many weights as elements of x, in accesses of up to 16 bytes.
-        && weight.is_none_or(|w| w.address.is_multiple_of(16))
+fn vectorised(signature: &Signature<'_>, weight: Option<&TensorView>) -> bool {
+    // The kernel reads as many weights as elements of x, in accesses of up to 16 bytes.
+    signature.vectorised() && weight.is_none_or(|w| w.address.is_multiple_of(16))
 }
 
 /// Threads of a block kernel: enough that `held` elements a thread hold the row.
@@ -99,17 +97,16 @@ fn rows_per_block(x: DType, width: usize) -> usize {
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str> {
     let Forward { x, weight, y, rstd, eps } = *arguments;
-    let [num_rows, width] = bind([
+    let (signature, [num_rows, width]) = bind([
         read("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
         read("weight", weight).of(&FLOATS).axes(&["width"]),
         write("y", y).like("x").rows().may_be("x"),
         write("rstd", rstd).axes(&["num_rows"]),
     ])?;
     CHECK.positive("eps", eps)?;
-    let (name, blocks, threads) = forward_launch(x.dtype, num_rows, width, vectorised(width, &[x, y], weight));
-    let kernel = device.kernel(FILE, &defines(x.dtype, weight.map(|w| w.dtype)), name)?;
-    let params = CHECK.params().strided("x", x, ["row_stride"]).strided("y", y, ["row_stride"]);
-    let params = params.ptr("weight", weight).ptr("rstd", rstd);
+    let (name, blocks, threads) = forward_launch(x.dtype, num_rows, width, vectorised(&signature, weight));
+    let kernel = device.kernel(FILE, &defines(x.dtype, weight), name)?;
+    let params = signature.params(&["x", "y", "weight", "rstd"]);
     let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("eps", eps);
     kernel.launch(LaunchConfig::linear(CHECK.operator, "x", blocks as u64, threads)?, &params)?;
     Ok(name)
@@ -161,24 +158,22 @@ pub fn workspace_bytes(device: &Device, x: DType, num_rows: usize, width: usize)
 /// A refused argument, a compile error, a refused launch.
 pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<&'static str>> {
     let Backward { dy, x, weight, rstd, dx, dweight, workspace } = *arguments;
-    let [num_rows, width] = bind([
+    let (signature, [num_rows, width]) = bind([
         read("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
         read("dy", dy).like("x").rows(),
         read("weight", weight).of(&FLOATS).axes(&["width"]),
         read("rstd", rstd).axes(&["num_rows"]),
         write("dx", dx).like("x").rows(),
-        write("dweight", dweight).axes(&["width"]).with("weight"),
-        scratch("workspace", workspace, 4).with("weight"),
+        write("dweight", dweight).axes(&["width"]).with(&["weight"]),
+        scratch("workspace", workspace, 4).with(&["weight"]),
     ])?;
     if let Some(workspace) = workspace {
         CHECK.holds("workspace", workspace, workspace_bytes(device, x.dtype, num_rows, width))?;
     }
-    let (name, blocks, threads) =
-        backward_launch(device, x.dtype, num_rows, width, vectorised(width, &[dy, x, dx], weight));
-    let defines = defines(x.dtype, weight.map(|w| w.dtype));
+    let (name, blocks, threads) = backward_launch(device, x.dtype, num_rows, width, vectorised(&signature, weight));
+    let defines = defines(x.dtype, weight);
     let kernel = device.kernel(FILE, &defines, name)?;
-    let params = CHECK.params().strided("dy", dy, ["row_stride"]).strided("x", x, ["row_stride"]);
-    let params = params.ptr("weight", weight).ptr("rstd", rstd).strided("dx", dx, ["row_stride"]);
+    let params = signature.params(&["dy", "x", "weight", "rstd", "dx"]);
     let params = params.ptr("dweight_partials", workspace).i64("num_rows", num_rows)?.i32("width", width)?;
     kernel.launch(LaunchConfig::linear(CHECK.operator, "x", blocks as u64, threads)?, &params)?;
     let (Some(dweight), Some(workspace)) = (dweight, workspace) else { return Ok(vec![name]) };

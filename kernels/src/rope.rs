@@ -1,7 +1,7 @@
 //! `rope`: launchers of `kernels/cuda/rope.cu` (inference 4, training 8).
 
-use crate::arguments::{Arguments, FLOATS, is_aligned, read, write};
-use crate::runtime::device::{Module, module};
+use crate::arguments::{Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read, write};
+use crate::runtime::device::Module;
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
 
 const FILE: &str = "rope.cu";
@@ -29,13 +29,9 @@ pub struct Forward<'a> {
     pub inverse: bool,
 }
 
-fn defines(x: DType) -> Vec<(&'static str, String)> {
-    vec![("ELEMENT", x.c_name().to_owned())]
-}
-
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    FLOATS.into_iter().map(|x| module(FILE, &defines(x))).collect()
+    modules_of_floats(FILE, &["ELEMENT"])
 }
 
 /// Rotates the last `rope_dim` channels of each head, in adjacent pairs; copies the others.
@@ -50,7 +46,7 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str>
     let fits = |extent: usize| (extent * x.dtype.size()).is_multiple_of(16);
     let vectorised = fits(head_dim) && fits(rope_dim) && is_aligned(x) && is_aligned(y);
     let name = if vectorised { "rope_forward" } else { "rope_forward_scalar" };
-    let kernel = device.kernel(FILE, &defines(x.dtype), name)?;
+    let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", x.dtype)]), name)?;
     let params = CHECK.params().heads("x", x).heads("y", y).rows("cos", cos).rows("sin", sin);
     let params = params.ptr("positions", positions).i64("num_tokens", num_tokens)?.i64("table_rows", table_rows)?;
     let params = params.i32("num_heads", num_heads)?.i32("head_dim", head_dim)?.i32("rope_dim", rope_dim)?;
@@ -131,7 +127,7 @@ pub fn table(device: &Device, arguments: &Table<'_>) -> Result<&'static str> {
         write("sin", sin).like("cos"),
     ];
     let [num_positions, half] = CHECK.signature(tensors).wide("num_positions").bind(["num_positions", "half"])?;
-    let kernel = device.kernel(FILE, &defines(DType::F32), "rope_table")?;
+    let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", DType::F32)]), "rope_table")?;
     let params = CHECK.params().ptr("inv_freq", inv_freq).ptr("positions", positions).ptr("cos", cos).ptr("sin", sin);
     let params = params.i64("num_positions", num_positions)?.i32("half", half)?;
     let blocks = (num_positions * half).div_ceil(THREADS as usize).min(i32::MAX as usize);

@@ -416,8 +416,8 @@ fn check_backward(arguments: &Backward<'_>) -> Result<(Extents, Workspace)> {
         per_head(read("dlse", dlse)),
         write("dq", dq).like("q").aligned_rows(),
         write("dk", dk).of(&FLOATS).axes(&["num_keys", "head_dim"]).aligned_rows(),
-        write("dv", dv).axes(&["num_keys", "v_dim"]).typed("dk").aligned_rows().with("v"),
-        write("dsink", dsink).axes(&["num_heads"]).with("sink"),
+        write("dv", dv).axes(&["num_keys", "v_dim"]).typed("dk").aligned_rows().with(&["v"]),
+        write("dsink", dsink).axes(&["num_heads"]).with(&["sink"]),
         scratch("workspace", workspace, 16),
     ];
     signature.and(tensors).bind([])?;

@@ -1,7 +1,7 @@
 //! `swiglu`: launchers of `kernels/cuda/swiglu.cu` (inference 11.1, training 11.2).
 
-use crate::arguments::{Argument, Arguments, FLOATS, is_aligned, read, write};
-use crate::runtime::device::{Module, module};
+use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
+use crate::runtime::device::Module;
 use crate::runtime::{DType, Device, Result, TensorView};
 
 const FILE: &str = "swiglu.cu";
@@ -36,13 +36,9 @@ pub struct Gradients<'a> {
     pub dweight: Option<&'a TensorView>,
 }
 
-fn defines(element: DType) -> Vec<(&'static str, String)> {
-    vec![("ELEMENT", element.c_name().to_owned())]
-}
-
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    FLOATS.map(|element| module(FILE, &defines(element))).into()
+    modules_of_floats(FILE, &["ELEMENT"])
 }
 
 /// `y = weight * silu(min(gate, limit)) * clamp(up, -limit, limit)`, `[num_rows, width]`, the type of `gate`; returns the
@@ -51,8 +47,7 @@ pub fn modules() -> Vec<Module> {
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, inputs: &Inputs<'_>, y: &TensorView) -> Result<&'static str> {
-    let kernels = ["swiglu_forward_vector", "swiglu_forward_scalar"];
-    launch(device, inputs, kernels, &[write("y", y).like("gate").rows()], [Some(y), None, None, None], None)
+    launch(device, ["swiglu_forward_vector", "swiglu_forward_scalar"], inputs, Some(y), None)
 }
 
 /// The gradients for the upstream gradient `dy` `[num_rows, width]` of the type of `gate`; returns the kernel that ran.
@@ -60,46 +55,36 @@ pub fn forward(device: &Device, inputs: &Inputs<'_>, y: &TensorView) -> Result<&
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn backward(device: &Device, inputs: &Inputs<'_>, dy: &TensorView, to: &Gradients<'_>) -> Result<&'static str> {
-    let tensors = [
-        read("dy", dy).like("gate").rows(),
-        write("dgate", to.dgate).like("gate").rows(),
-        write("dup", to.dup).like("gate").rows(),
-        write("dweight", to.dweight).axes(&["num_rows"]).with("weight"),
-    ];
-    let kernels = ["swiglu_backward_vector", "swiglu_backward_scalar"];
-    launch(device, inputs, kernels, &tensors, [None, Some(dy), Some(to.dgate), Some(to.dup)], to.dweight)
+    launch(device, ["swiglu_backward_vector", "swiglu_backward_scalar"], inputs, None, Some((dy, to)))
 }
 
-/// Launches the first of the kernels where every access may be 16 bytes wide, the second elsewhere. `rows` are y, dy,
-/// dgate and dup.
+/// Launches the first of the kernels where every access may be 16 bytes wide, the second elsewhere.
 fn launch(
     device: &Device,
-    inputs: &Inputs<'_>,
     [vector, scalar]: [&'static str; 2],
-    further: &[Argument<'_>],
-    rows: [Option<&TensorView>; 4],
-    dweight: Option<&TensorView>,
+    &Inputs { gate, up, weight, pos_to_token_topk, limit }: &Inputs<'_>,
+    y: Option<&TensorView>,
+    backward: Option<(&TensorView, &Gradients<'_>)>,
 ) -> Result<&'static str> {
-    let Inputs { gate, up, weight, pos_to_token_topk, limit } = *inputs;
+    let (dy, to) = backward.unzip();
     let tensors = [
         read("gate", gate).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
         read("up", up).like("gate").rows(),
         read("weight", weight).axes(&["num_rows"]),
         read("pos_to_token_topk", pos_to_token_topk).of(&[DType::I32]).axes(&["num_rows"]),
+        write("y", y).like("gate").rows(),
+        read("dy", dy).like("gate").rows(),
+        write("dgate", to.map(|to| to.dgate)).like("gate").rows(),
+        write("dup", to.map(|to| to.dup)).like("gate").rows(),
+        write("dweight", to.and_then(|to| to.dweight)).axes(&["num_rows"]).with(&["weight", "dy"]),
     ];
-    let signature = CHECK.signature(tensors).and(further.iter().copied());
-    let [num_rows, width] =
-        signature.extent("width", 1, i32::MAX as usize).wide("num_rows").bind(["num_rows", "width"])?;
+    let mut call = CHECK.signature(tensors).extent("width", 1, i32::MAX as usize).wide("num_rows");
+    let [num_rows, width] = call.bind(["num_rows", "width"])?;
     CHECK.positive("limit", limit)?;
-    let params = CHECK.params().strided("gate", gate, ["row_stride"]).strided("up", up, ["row_stride"]);
-    let params = params.ptr("weight", weight).ptr("pos_to_token_topk", pos_to_token_topk);
-    let named = ["y", "dy", "dgate", "dup"].into_iter().zip(rows);
-    let params = named.fold(params, |params, (name, view)| params.strided(name, view, ["row_stride"]));
-    let params = params.ptr("dweight", dweight).i64("num_rows", num_rows)?.i32("width", width)?.f32("limit", limit);
-    let vectorised = (width * gate.dtype.size()).is_multiple_of(16);
-    let aligned = [Some(gate), Some(up)].into_iter().chain(rows).flatten().all(is_aligned);
-    let name = if vectorised && aligned { vector } else { scalar };
-    let kernel = device.kernel(FILE, &defines(gate.dtype), name)?;
+    let params = call.params(&["gate", "up", "weight", "pos_to_token_topk", "y", "dy", "dgate", "dup", "dweight"]);
+    let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("limit", limit);
+    let name = if call.vectorised() { vector } else { scalar };
+    let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", gate.dtype)]), name)?;
     kernel.launch_blocks("gate", num_rows.div_ceil(ROWS_PER_BLOCK), &params)?;
     Ok(name)
 }

@@ -19,8 +19,9 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::error::{Result, require, require_f64, wrong_shape};
+use crate::error::{Result, extents};
 use crate::precision::{Rounding, values};
+use crate::select::select;
 
 /// What the merge reads, widened to f64.
 #[derive(Debug, Clone)]
@@ -118,28 +119,21 @@ impl Parts {
     }
 }
 
-/// `tensor` where `condition` is 1, the number `otherwise` where it is 0. Not a product: 0 * NaN is NaN.
-fn select(condition: &Tensor, tensor: &Tensor, otherwise: f64) -> Result<Tensor> {
-    let otherwise = Tensor::full(otherwise, tensor.shape(), tensor.device())?;
-    Ok(condition.where_cond(tensor, &otherwise)?)
-}
-
 fn exp2(tensor: &Tensor) -> Result<Tensor> {
     Ok((tensor * std::f64::consts::LN_2)?.exp()?)
 }
 
 impl Inputs {
     fn check(&self) -> Result<[usize; 4]> {
-        require_f64("partial_out", &self.partial_out)?;
-        let &[num_parts, num_tokens, num_heads, v_dim] = self.partial_out.dims() else {
-            let expected = "[num_parts, num_tokens, num_heads, v_dim]";
-            return Err(wrong_shape("partial_out", expected, &self.partial_out));
-        };
-        require("partial_lse", &self.partial_lse, &[num_parts, num_tokens, num_heads])?;
-        if let Some(sink) = &self.sink {
-            require("sink", sink, &[num_heads])?;
-        }
-        Ok([num_parts, num_tokens, num_heads, v_dim])
+        let axes = ["num_parts", "num_tokens", "num_heads", "v_dim"];
+        extents(
+            axes,
+            &[
+                ("partial_out", Some(&self.partial_out), &axes),
+                ("partial_lse", Some(&self.partial_lse), &axes[..3]),
+                ("sink", self.sink.as_ref(), &axes[2..3]),
+            ],
+        )
     }
 }
 

@@ -32,6 +32,7 @@ pub mod products;
 pub mod rms_norm;
 pub mod rope;
 pub mod score_recompute;
+mod select;
 pub mod sparse_attention;
 pub mod swiglu;
 

@@ -154,6 +154,32 @@ pub enum Precision {
 pub struct Rounding {
     noise: Option<Noise>,
     products: Option<Products>,
+    watch: Option<Watch>,
+}
+
+/// What a watching run has seen.
+#[derive(Debug, Clone, Copy, Default)]
+struct Watch {
+    points: u64,
+    digest: u64,
+}
+
+impl Watch {
+    /// Takes down which numbers lie where fp32 is coarser than its significand, or not far from there: a kernel's own
+    /// intermediates are others by their roundings. What is smaller than [`ALWAYS_ZERO`] is zero in every kernel.
+    fn see(&mut self, tensor: &Tensor) -> Result<()> {
+        const ALWAYS_ZERO: i32 = -160;
+        const ROOM: i32 = 6;
+        let inexact = power_of_two(ALWAYS_ZERO)..power_of_two(Format::F32.min_exponent + ROOM);
+        let overflowing = power_of_two(-Format::F32.min_exponent - ROOM)..f64::INFINITY;
+        self.points += 1;
+        for (index, x) in values(tensor)?.into_iter().enumerate() {
+            if inexact.contains(&x.abs()) || overflowing.contains(&x.abs()) {
+                self.digest = scramble(scramble(scramble(self.digest ^ self.points) ^ index as u64) ^ x.to_bits());
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Rounding {
@@ -164,7 +190,7 @@ impl Rounding {
             Precision::Working { seed } => Some(Noise::new(seed, false)),
             Precision::Nearest { seed } => Some(Noise::new(seed, true)),
         };
-        Self { noise, products: None }
+        Self { noise, products: None, watch: None }
     }
 
     /// As [`Self::new`], for one of several runs of one oracle on the same inputs: products of operands that do not
@@ -179,6 +205,22 @@ impl Rounding {
         Self::new(Precision::Exact)
     }
 
+    /// The run without rounding, which takes down what lies outside of fp32's range: [`Self::outside_f32`].
+    pub fn watching() -> Self {
+        Self { watch: Some(Watch::default()), ..Self::exact() }
+    }
+
+    /// A digest of the intermediates of a watching run that fp32 holds coarsely, or not at all: subnormal numbers and
+    /// those that overflow. Scaling by a power of two is exact for all others, so where two runs on inputs that differ
+    /// by powers of two have one digest, a kernel's results differ by powers of two bit for bit.
+    pub fn outside_f32(&self) -> u64 {
+        self.watch.map_or(0, |watch| watch.digest)
+    }
+
+    fn see(&mut self, tensor: &Tensor) -> Result<()> {
+        self.watch.as_mut().map_or(Ok(()), |watch| watch.see(tensor))
+    }
+
     /// Whether this run evaluates the bare formula.
     pub fn is_exact(&self) -> bool {
         self.noise.is_none()
@@ -188,6 +230,7 @@ impl Rounding {
     /// decision is part of the result (codes that are compared exactly): those are [`Format::nearest`] in every run.
     pub fn to(&mut self, format: Format, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
+        self.see(tensor)?;
         let Some(noise) = &mut self.noise else {
             return Ok(tensor.clone());
         };
@@ -241,6 +284,7 @@ impl Rounding {
     /// flushes subnormal results to zero.
     pub fn approximate_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
+        self.see(tensor)?;
         let Some(noise) = &mut self.noise else {
             return Ok(tensor.clone());
         };
@@ -259,10 +303,22 @@ impl Rounding {
     /// `exp(x)` as kernels evaluate it: `2^(x log2 e)`, the exponent held in fp32 and the power approximated.
     pub fn exp_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         if self.is_exact() {
-            return Ok(tensor.exp()?);
+            let power = tensor.exp()?;
+            self.see(&power)?;
+            return Ok(power);
         }
         let binary_exponent = self.f32(&(tensor * std::f64::consts::LOG2_E)?)?;
         self.approximate_f32(&(binary_exponent * std::f64::consts::LN_2)?.exp()?)
+    }
+
+    /// `1 / (1 + exp(-x))` as kernels evaluate it, power and quotient approximated. The power is that of `-|x|`, which
+    /// overflows nowhere and has a finite derivative everywhere.
+    pub fn sigmoid_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        let negative = tensor.lt(0.0)?;
+        let power = self.exp_f32(&negative.where_cond(tensor, &tensor.neg()?)?)?;
+        let numerator = negative.where_cond(&power, &power.ones_like()?)?;
+        let denominator = self.f32(&(power + 1.0)?)?;
+        self.approximate_f32(&(numerator / denominator)?)
     }
 
     /// `sum` over dimension `dim` with fp32 accumulation; the dimension disappears.
@@ -275,6 +331,7 @@ impl Rounding {
     pub fn sum_keepdim_f32(&mut self, terms: &Tensor, dim: usize) -> Result<Tensor> {
         require_f64("terms", terms)?;
         let sum = terms.sum_keepdim(dim)?;
+        self.see(&sum)?;
         if self.is_exact() {
             return Ok(sum);
         }
@@ -312,7 +369,9 @@ impl Rounding {
     fn promoted_matmul(&mut self, a: &Tensor, b: &Tensor, accumulator: Accumulator, every: usize) -> Result<Tensor> {
         if self.is_exact() {
             require_f64("b", b)?;
-            return Ok(a.matmul(b)?);
+            let product = a.matmul(b)?;
+            self.see(&product)?;
+            return Ok(product);
         }
         let terms = a.dim(D::Minus1)?;
         // The pieces of one kernel truncate alike: one toss for all of them.
@@ -338,10 +397,12 @@ impl Rounding {
         require_f64("a", a)?;
         require_f64("b", b)?;
         if self.is_exact() {
-            return match &self.products {
-                Some(products) => Ok(products.remember(a, b, accumulator.block_terms <= 1)?.sum),
-                None => Ok(a.matmul(b)?),
+            let product = match &self.products {
+                Some(products) => products.remember(a, b, accumulator.block_terms <= 1)?.sum,
+                None => a.matmul(b)?,
             };
+            self.see(&product)?;
+            return Ok(product);
         }
         self.accumulated_product(a, b, num_terms, accumulator, None)
     }
@@ -405,6 +466,7 @@ impl Rounding {
         num_terms: &Tensor,
         accumulator: Accumulator,
     ) -> Result<Tensor> {
+        self.see(sum)?;
         let Some(noise) = &mut self.noise else {
             return Ok(sum.clone());
         };
@@ -516,6 +578,42 @@ mod tests {
 
     fn working(seed: u64) -> Rounding {
         Rounding::new(Precision::Working { seed })
+    }
+
+    #[test]
+    fn a_watching_run_sees_what_scaling_moves_out_of_the_range_of_f32_and_nothing_else() {
+        let see = |numbers: &[f64]| {
+            let mut rounding = Rounding::watching();
+            let tensor = f64_tensor(numbers, &[numbers.len()]);
+            assert_eq!(values(&rounding.f32(&tensor).unwrap()).unwrap(), numbers);
+            rounding.outside_f32()
+        };
+        let nothing = see(&[]);
+        assert_eq!(nothing, see(&[1.0, 0.0, -1e-30, 1e30, f64::INFINITY, 1e-60]));
+        for outside in [1e-39, -1e-44, 1e38, 1e60] {
+            assert_ne!(nothing, see(&[1.0, outside]));
+            // The same number again is no change; the scaled one is, and so is one in another place.
+            assert_eq!(see(&[4.0, outside]), see(&[1.0, outside]));
+            assert_ne!(see(&[1.0, 4.0 * outside]), see(&[1.0, outside]));
+            assert_ne!(see(&[outside, 1.0]), see(&[1.0, outside]));
+        }
+        assert_eq!(Rounding::exact().outside_f32(), 0);
+    }
+
+    #[test]
+    fn sums_products_and_powers_are_watched_too() -> Result<()> {
+        let tiny = f64_tensor(&[1e-20], &[1, 1]);
+        let seen = |work: &dyn Fn(&mut Rounding) -> Result<Tensor>| -> Result<bool> {
+            let mut rounding = Rounding::watching();
+            work(&mut rounding)?;
+            Ok(rounding.outside_f32() != 0)
+        };
+        assert!(seen(&|r| r.matmul_f32(&tiny, &tiny))?);
+        assert!(seen(&|r| r.sum_f32(&tiny.sqr()?, 0))?);
+        assert!(seen(&|r| r.exp_f32(&f64_tensor(&[-88.0], &[1])))?);
+        assert!(seen(&|r| r.sigmoid_f32(&f64_tensor(&[-88.0], &[1])))?);
+        assert!(!seen(&|r| r.sigmoid_f32(&f64_tensor(&[-70.0, 200.0, -200.0], &[3])))?);
+        Ok(())
     }
 
     #[test]

@@ -16,7 +16,7 @@
 
 use candle_core::{Tensor, Var};
 
-use crate::error::{Result, require, require_f64, wrong_shape, wrong_value};
+use crate::error::{Result, extents, require, require_that};
 use crate::precision::Rounding;
 
 /// What RMSNorm reads, widened to f64.
@@ -112,20 +112,12 @@ pub fn backward_autograd(inputs: &Inputs, dy: &Tensor) -> Result<Gradients> {
 impl Inputs {
     /// Checks every argument; `(num_rows, width)`.
     fn check(&self) -> Result<(usize, usize)> {
-        require_f64("x", &self.x)?;
-        let &[num_rows, width] = self.x.dims() else {
-            return Err(wrong_shape("x", "[num_rows, width]", &self.x));
-        };
-        if width == 0 {
-            return Err(wrong_value("width", width, "a row without channels has no mean"));
-        }
-        if let Some(weight) = &self.weight {
-            require("weight", weight, &[width])?;
-        }
-        // Written so that NaN is refused too.
-        if !(self.eps > 0.0 && self.eps.is_finite()) {
-            return Err(wrong_value("eps", self.eps, "it must be positive and finite"));
-        }
+        let axes = ["num_rows", "width"];
+        let tensors = [("x", Some(&self.x), &axes[..]), ("weight", self.weight.as_ref(), &axes[1..])];
+        let [num_rows, width] = extents(axes, &tensors)?;
+        require_that("width", width, width > 0, "a row without channels has no mean")?;
+        let positive = self.eps > 0.0 && self.eps.is_finite();
+        require_that("eps", self.eps, positive, "it must be positive and finite")?;
         Ok((num_rows, width))
     }
 }

@@ -51,6 +51,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value};
 use crate::precision::{Rounding, values};
+use crate::select::{select, unless};
 
 /// The largest exponent of a row, in base 2, that is left as it is.
 const LARGEST_EXPONENT: f64 = 64.0;
@@ -455,18 +456,6 @@ fn normalisers(normaliser: &Normaliser, base: &Base, rounding: &mut Rounding) ->
     }
     let adds = unless(&is_out, &l, f64::INFINITY)?.abs()?.lt(f64::INFINITY)?;
     Ok((select(&adds, &l, 0.0)?, adds))
-}
-
-/// `tensor` where `condition` is 1, the number `otherwise` where it is 0. Not a product: 0 * NaN is NaN.
-fn select(condition: &Tensor, tensor: &Tensor, otherwise: f64) -> Result<Tensor> {
-    let otherwise = Tensor::full(otherwise, tensor.shape(), tensor.device())?;
-    Ok(condition.where_cond(tensor, &otherwise)?)
-}
-
-/// `tensor` where `condition` is 0, the number `instead` where it is 1.
-fn unless(condition: &Tensor, tensor: &Tensor, instead: f64) -> Result<Tensor> {
-    let instead = Tensor::full(instead, tensor.shape(), tensor.device())?;
-    Ok(condition.where_cond(&instead, tensor)?)
 }
 
 fn is_infinite(tensor: &Tensor) -> Result<Tensor> {

@@ -48,6 +48,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value};
 use crate::precision::{Rounding, values};
+use crate::select::select;
 
 /// Where the value rows are stored.
 #[derive(Debug, Clone)]
@@ -449,12 +450,6 @@ fn with_null_row(source: &Tensor) -> Result<Tensor> {
         return Ok(null_row);
     }
     Ok(Tensor::cat(&[source, &null_row], 0)?)
-}
-
-/// `tensor` where `condition` is 1, the number `otherwise` where it is 0. Not a product: 0 * NaN is NaN.
-fn select(condition: &Tensor, tensor: &Tensor, otherwise: f64) -> Result<Tensor> {
-    let otherwise = Tensor::full(otherwise, tensor.shape(), tensor.device())?;
-    Ok(condition.where_cond(tensor, &otherwise)?)
 }
 
 /// The softmax without sink; all statistics `[num_tokens, num_heads, 1]`.

@@ -18,8 +18,9 @@
 
 use candle_core::Tensor;
 
-use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value};
+use crate::error::{Result, extents, require, require_that};
 use crate::precision::Rounding;
+use crate::select::{clamp, unless};
 
 /// What SwiGLU reads, widened to f64.
 #[derive(Debug, Clone)]
@@ -30,8 +31,8 @@ pub struct Inputs {
     pub up: Tensor,
     /// `[num_rows]`, stored in f32: the routing weight; absent for the shared expert.
     pub weight: Option<Tensor>,
-    /// `[num_rows]`: where a row comes from; negative for a padding row. Absent where no row is padding.
-    pub pos_to_token_topk: Option<Vec<i32>>,
+    /// `[num_rows]`, stored in i32: where a row comes from; negative for a padding row. Absent where no row is padding.
+    pub pos_to_token_topk: Option<Tensor>,
     /// Where gate and up are clamped; positive.
     pub limit: f64,
 }
@@ -66,76 +67,50 @@ pub fn backward(inputs: &Inputs, dy: &Tensor, rounding: &mut Rounding) -> Result
     let slope = rounding.f32(&(s * rising)?)?;
     let dgate = rounding.f32(&(&g * &b)?)?;
     let dgate = rounding.f32(&(dgate * slope)?)?;
-    let dgate = replace(&inputs.gate.gt(inputs.limit)?, &dgate, 0.0)?;
+    let dgate = unless(&inputs.gate.gt(inputs.limit)?, &dgate, 0.0)?;
     let dup = rounding.f32(&(g * &silu)?)?;
-    let dup = replace(&inputs.up.abs()?.gt(inputs.limit)?, &dup, 0.0)?;
+    let dup = unless(&inputs.up.abs()?.gt(inputs.limit)?, &dup, 0.0)?;
     let activation = rounding.f32(&(silu * b)?)?;
     let terms = rounding.f32(&(dy * activation)?)?;
     let dweight = inputs.weight.as_ref().map(|_| rounding.sum_f32(&terms, 1)).transpose()?;
     Ok(Gradients { dgate, dup, dweight })
 }
 
-/// What both directions compute; everything is 0 in padding rows.
+/// What both directions compute: `[num_rows, width]`, weight `[num_rows, 1]`; 0 in padding rows.
 struct Terms {
     a: Tensor,
     b: Tensor,
     s: Tensor,
     silu: Tensor,
-    /// `[num_rows, 1]`.
     weight: Tensor,
 }
 
 impl Terms {
     fn new(inputs: &Inputs, rounding: &mut Rounding) -> Result<Self> {
         inputs.check()?;
-        let (gate, up, limit) =
-            (inputs.without_padding(&inputs.gate)?, inputs.without_padding(&inputs.up)?, inputs.limit);
-        let a = replace(&gate.gt(limit)?, &gate, limit)?;
-        let b = replace(&up.lt(-limit)?, &replace(&up.gt(limit)?, &up, limit)?, -limit)?;
-        // exp(-|a|) overflows nowhere, and its derivative is finite everywhere.
-        let negative = a.lt(0.0)?;
-        let decay = rounding.exp_f32(&negative.where_cond(&a, &a.neg()?)?)?;
-        let numerator = negative.where_cond(&decay, &decay.ones_like()?)?;
-        let denominator = rounding.f32(&(decay + 1.0)?)?;
-        let s = rounding.approximate_f32(&(numerator / denominator)?)?;
+        let a = clamp(&inputs.without_padding(&inputs.gate)?, f64::NEG_INFINITY, inputs.limit)?;
+        let b = clamp(&inputs.without_padding(&inputs.up)?, -inputs.limit, inputs.limit)?;
+        let s = rounding.sigmoid_f32(&a)?;
         let silu = rounding.f32(&(&a * &s)?)?;
-        let weight = inputs.weight.clone().map_or_else(|| gate.narrow(1, 0, 1)?.ones_like(), |w| w.unsqueeze(1))?;
+        let weight = inputs.weight.as_ref().map_or_else(|| a.narrow(1, 0, 1)?.ones_like(), |w| w.unsqueeze(1))?;
         Ok(Self { a, b, s, silu, weight: inputs.without_padding(&weight)? })
     }
-}
-
-/// `value` where `mask` is 1. Not a product: 0 * NaN is NaN.
-fn replace(mask: &Tensor, tensor: &Tensor, value: f64) -> Result<Tensor> {
-    Ok(mask.where_cond(&Tensor::full(value, tensor.shape(), tensor.device())?, tensor)?)
 }
 
 impl Inputs {
     fn without_padding(&self, rows: &Tensor) -> Result<Tensor> {
         let Some(positions) = &self.pos_to_token_topk else { return Ok(rows.clone()) };
-        let padding: Vec<u8> = positions.iter().map(|&position| u8::from(position < 0)).collect();
-        let padding = Tensor::from_vec(padding, (positions.len(), 1), rows.device())?;
-        replace(&padding.broadcast_as(rows.shape())?, rows, 0.0)
+        unless(&positions.lt(0.0)?.unsqueeze(1)?.broadcast_as(rows.shape())?, rows, 0.0)
     }
 
     fn check(&self) -> Result<()> {
-        require_f64("gate", &self.gate)?;
-        let &[num_rows, width] = self.gate.dims() else {
-            return Err(wrong_shape("gate", "[num_rows, width]", &self.gate));
-        };
-        if width == 0 {
-            return Err(wrong_value("width", width, "a row has at least one channel"));
-        }
-        require("up", &self.up, self.gate.dims())?;
-        self.weight.as_ref().map_or(Ok(()), |weight| require("weight", weight, &[num_rows]))?;
-        if let Some(positions) = self.pos_to_token_topk.as_ref().filter(|positions| positions.len() != num_rows) {
-            let (expected, actual) = (format!("[{num_rows}]"), vec![positions.len()]);
-            return Err(Error::Shape { argument: "pos_to_token_topk", expected, actual });
-        }
-        // Written so that NaN is refused too.
-        if !(self.limit > 0.0 && self.limit.is_finite()) {
-            return Err(wrong_value("limit", self.limit, "it must be positive and finite"));
-        }
-        Ok(())
+        let rows = ["num_rows", "width"];
+        let of_rows = [("weight", &self.weight), ("pos_to_token_topk", &self.pos_to_token_topk)];
+        let of_rows = of_rows.map(|(name, tensor)| (name, tensor.as_ref(), &rows[..1]));
+        let of_elements = [("gate", Some(&self.gate), &rows[..]), ("up", Some(&self.up), &rows[..])];
+        let [_, width] = extents(rows, &[of_elements, of_rows].concat())?;
+        require_that("width", width, width > 0, "a row has at least one channel")?;
+        require_that("limit", self.limit, self.limit > 0.0 && self.limit.is_finite(), "it must be positive and finite")
     }
 }
 
@@ -144,12 +119,12 @@ mod tests {
     use candle_core::Var;
 
     use super::*;
-    use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
         Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, dot,
         dot_of_magnitudes, f64_tensor,
     };
+    use crate::{Error, Precision};
 
     fn case(seed: u64, num_rows: usize, width: usize, weighted: bool) -> (Inputs, Tensor) {
         let mut draw = Draw::new(seed);
@@ -204,8 +179,8 @@ mod tests {
             up.iter_mut().step_by(2).enumerate().for_each(|(i, x)| *x = special[i % 7]);
             inputs.gate = f64_tensor(&gate, &[num_rows, width]);
             inputs.up = f64_tensor(&up, &[num_rows, width]);
-            inputs.pos_to_token_topk =
-                Some((0..num_rows as i32).map(|row| if row % 3 == 2 { -1 } else { 7 }).collect());
+            let positions: Vec<f64> = (0..num_rows).map(|row| if row % 3 == 2 { -1.0 } else { 7.0 }).collect();
+            inputs.pos_to_token_topk = Some(f64_tensor(&positions, &[num_rows]));
             let explicit = backward(&inputs, &dy, &mut Rounding::exact())?;
             let automatic = backward_autograd(&inputs, &dy)?;
             let bound = bounds(&inputs, &dy)?;
@@ -285,7 +260,7 @@ mod tests {
             gate: nan(&[2, 3])?,
             up: nan(&[2, 3])?,
             weight: Some(nan(&[2])?),
-            pos_to_token_topk: Some(vec![-1, i32::MIN]),
+            pos_to_token_topk: Some(f64_tensor(&[-1.0, f64::from(i32::MIN)], &[2])),
             limit: 10.0,
         };
         for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
@@ -319,7 +294,7 @@ mod tests {
         assert!(matches!(forward(&narrow, exact), Err(Error::Shape { argument: "up", .. })));
         let scalar = Inputs { weight: Some(f64_tensor(&[1.0], &[1])), ..inputs.clone() };
         assert!(matches!(forward(&scalar, exact), Err(Error::Shape { argument: "weight", .. })));
-        let short = Inputs { pos_to_token_topk: Some(vec![0]), ..inputs.clone() };
+        let short = Inputs { pos_to_token_topk: Some(f64_tensor(&[0.0], &[1])), ..inputs.clone() };
         assert!(matches!(forward(&short, exact), Err(Error::Shape { argument: "pos_to_token_topk", .. })));
         for limit in [0.0, -1.0, f64::NAN, f64::INFINITY] {
             let wrong = Inputs { limit, ..inputs.clone() };

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::{Comparison, Grid, Pooling};
 use crate::case::Distribution;
-use crate::operators::Aliasing;
+use crate::operators::{Aliasing, Data};
 
 /// An axis of a tensor. Axes of one name have one extent in all tensors of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,6 +123,14 @@ pub struct TensorSpec {
     pub minimum_gap: usize,
     /// Whether the kernel takes its first two axes as one: entries of both together are evenly spaced.
     pub joined: bool,
+    /// Between which limits its numbers are clamped; an infinity where there is none.
+    pub clamped: Option<[f64; 2]>,
+    /// The distance over which the oracle bends away from limits.
+    pub bends_over: Option<f64>,
+    /// Whether every second number is 0 where others are at their limits.
+    pub zeros: bool,
+    /// Whether its negative entries mark padding along its axis.
+    pub marks_padding: bool,
 }
 
 fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Source) -> TensorSpec {
@@ -144,6 +152,10 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         only_in: None,
         minimum_gap: 0,
         joined: false,
+        clamped: None,
+        bends_over: None,
+        zeros: false,
+        marks_padding: false,
     }
 }
 
@@ -189,6 +201,38 @@ impl TensorSpec {
     /// Its numbers are of this distribution, times a magnitude.
     pub fn drawn(mut self, distribution: Distribution, magnitude: f64) -> Self {
         self.source = Source::Drawn { distribution, magnitude };
+        self
+    }
+
+    /// Its numbers are drawn as the case says.
+    pub fn drawn_as(self, data: Data) -> Self {
+        self.drawn(data.distribution, data.magnitude)
+    }
+
+    /// The operator clamps its numbers between these limits, which are of one size unless one is infinite. Cases of
+    /// [`super::special::Special`] numbers hold the limits, what lies around and beyond them, and what is no finite number.
+    pub fn clamped(mut self, low: f64, high: f64) -> Self {
+        self.clamped = Some([low, high]);
+        self
+    }
+
+    /// The oracle bends over this distance wherever no limit of [`Self::clamped`] is nearer: finite differences step by a
+    /// small part of it.
+    pub fn bends_over(mut self, distance: f64) -> Self {
+        self.bends_over = Some(distance);
+        self
+    }
+
+    /// Where others are at their limits, every second number is 0.
+    pub fn with_zeros(mut self) -> Self {
+        self.zeros = true;
+        self
+    }
+
+    /// It is i32, with one axis, and a negative entry makes padding of that entry along its axis. A third of them are, and
+    /// whatever is given there holds NaN: nobody may read it.
+    pub fn marks_padding(mut self) -> Self {
+        self.marks_padding = true;
         self
     }
 

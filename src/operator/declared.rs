@@ -22,6 +22,7 @@ use super::laws::Laws;
 use super::layouts::{self, Layouts, TensorLayout};
 use super::memory::Placed;
 use super::probe::Probe;
+use super::special::{self, Special};
 use super::tensors::{Bound, Computed, Tensors};
 use super::{
     GoldenCase, GradientProbe, KernelRun, KernelTensor, Law, ModuleSpecification, Operator, OracleTensor, Prepared,
@@ -75,6 +76,17 @@ pub fn positive(field: &'static str, value: f64) -> Result<(), Refused> {
     if value.is_finite() && value > 0.0 { Ok(()) } else { refuse(field, format!("{value} must be finite and above 0")) }
 }
 
+/// An extent of a case that may not be 0.
+///
+/// # Errors
+/// It is.
+pub fn not_empty(field: &'static str, extent: usize) -> Result<(), Refused> {
+    if extent > 0 { Ok(()) } else { refuse(field, "0: there must be at least one") }
+}
+
+/// Elements of the largest input that finite differences are taken of, unless an operator says otherwise.
+const SMOOTH_ELEMENTS: usize = 4096;
+
 /// An operator: a declaration, an oracle, launches and laws.
 pub trait Declared: Sized + Send + Sync + 'static {
     /// One comparison: extents, types, classes of data, a seed. Plain data, one line of JSON.
@@ -82,6 +94,9 @@ pub trait Declared: Sized + Send + Sync + 'static {
 
     /// Name, specification, paths, sizes of sweeps.
     const ABOUT: About;
+
+    /// The kinds of golden files that are about it ([`GoldenFile::operator`]): every file of these is cases of it.
+    const GOLDEN: &'static [&'static str] = &[];
 
     /// The operators whose launches it composes, in their order, where it is a chain and has no kernel of its own. Their
     /// kernels are mutated, and their launchers given bad arguments, as theirs.
@@ -175,21 +190,22 @@ pub trait Declared: Sized + Send + Sync + 'static {
     /// Relations between the case and variants of it that need no oracle.
     fn laws(_case: &Self::Case, _laws: &mut Laws<'_, Self>) {}
 
-    /// Whether the oracle's gradients of this case can be triangulated: small, and smooth where it is.
-    fn is_smooth(_case: &Self::Case) -> bool {
-        true
+    /// Whether the oracle's gradients of this case can be triangulated: smooth where it is, and small, since finite
+    /// differences run the oracle dozens of times and large cases learn nothing more from them.
+    fn is_smooth(case: &Self::Case) -> bool {
+        Self::tensors(case).gradients().all(|(input, _)| input.elements() <= SMOOTH_ELEMENTS)
     }
 
-    /// The distance over which the oracle bends, for each element of a differentiable input; `None` where its own size
-    /// says it.
+    /// The distance over which the oracle bends, for each element of a differentiable input; `None` where its declaration
+    /// ([`TensorSpec::clamped`]) or its own size says it.
     fn bends_over(_case: &Self::Case, _tensors: &Tensors, _input: &str) -> Option<Vec<f64>> {
         None
     }
 
-    /// What a golden file says of this operator.
+    /// What a golden file of [`Self::GOLDEN`] says of this operator.
     ///
     /// # Errors
-    /// A file that should fit and does not.
+    /// A file that does not fit.
     fn golden(_file: &GoldenFile) -> Result<Vec<Golden<Self::Case>>, String> {
         Ok(Vec::new())
     }
@@ -250,6 +266,18 @@ impl<'r> Launches<'r> {
         self.device
     }
 
+    /// Launches, and takes down what ran.
+    ///
+    /// # Errors
+    /// The launcher's.
+    pub fn launch(
+        &mut self,
+        launch: impl FnOnce(&'r Device) -> Result<&'static str, RuntimeError>,
+    ) -> Result<(), RuntimeError> {
+        self.ran(launch(self.device)?);
+        Ok(())
+    }
+
     /// Takes down what ran: one of [`About::paths`].
     pub fn ran(&mut self, path: impl Into<String>) {
         self.paths.push(path.into());
@@ -289,8 +317,17 @@ impl<K: Declared> Default for Op<K> {
     }
 }
 
+/// What this layer chooses of a case beside the operator's own fields.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Choices {
+    pub layouts: Layouts,
+    pub special: Option<Special>,
+}
+
 /// The field of a case's line that holds layouts, and the one that held the gap behind all rows before that.
 const LAYOUTS: &str = "layouts";
+/// The field that says which special numbers inputs hold.
+const SPECIAL: &str = "special";
 const PADDING: &str = "padding";
 
 fn field_error<K: Declared>(refused: Refused) -> CaseError {
@@ -298,7 +335,11 @@ fn field_error<K: Declared>(refused: Refused) -> CaseError {
 }
 
 fn layout_error<K: Declared>(reason: String) -> CaseError {
-    CaseError::Field { operator: K::ABOUT.name, field: LAYOUTS, reason }
+    field_error::<K>(Refused { field: LAYOUTS, reason })
+}
+
+fn special_error<K: Declared>(reason: String) -> CaseError {
+    field_error::<K>(Refused { field: SPECIAL, reason })
 }
 
 /// The oracle's error as a case's.
@@ -306,21 +347,26 @@ pub(super) fn oracle_error<K: Declared>(error: impl std::fmt::Display) -> CaseEr
     CaseError::Oracle { operator: K::ABOUT.name, reason: error.to_string() }
 }
 
-/// A case with its layouts, as a line of JSON.
-pub(super) fn case_of<K: Declared>(case: &K::Case, layouts: &Layouts) -> Case {
+/// A case with what the layer chose, as a line of JSON.
+pub(super) fn case_of<K: Declared>(case: &K::Case, choices: &Choices) -> Case {
     let mut line = Case::new(K::ABOUT.name, case);
-    if !layouts.is_empty() {
-        line.fields.insert(LAYOUTS.to_owned(), serde_json::json!(layouts));
+    if let Some(special) = choices.special {
+        line.fields.insert(SPECIAL.to_owned(), serde_json::json!(special));
+    }
+    if !choices.layouts.is_empty() {
+        line.fields.insert(LAYOUTS.to_owned(), serde_json::json!(choices.layouts));
     }
     line
 }
 
 /// Reads a line; lines written before layouts had a field of their own say `padding`.
-fn read<K: Declared>(line: &Case) -> Result<(K::Case, Layouts), CaseError> {
+fn read<K: Declared>(line: &Case) -> Result<(K::Case, Choices), CaseError> {
     let mut line = line.clone();
     let layouts = line.fields.remove(LAYOUTS);
     let padding = line.fields.remove(PADDING);
+    let special = line.fields.remove(SPECIAL);
     let case: K::Case = line.fields()?;
+    no_unknown_field::<K>(&line, &case)?;
     K::check(&case).map_err(field_error::<K>)?;
     let specs = K::tensors(&case);
     bound_sizes::<K>(&specs)?;
@@ -331,7 +377,24 @@ fn read<K: Declared>(line: &Case) -> Result<(K::Case, Layouts), CaseError> {
         (Some(_), Some(_)) => return Err(layout_error::<K>("`padding` beside `layouts`: say it there".into())),
     };
     check_layouts::<K>(&specs, &layouts)?;
-    Ok((case, layouts))
+    let special = special.map(serde_json::from_value).transpose().map_err(|e| special_error::<K>(e.to_string()))?;
+    if special.is_some_and(|special: Special| !special.fits(&specs)) {
+        return Err(special_error::<K>("no tensor of the case is clamped".into()));
+    }
+    Ok((case, Choices { layouts, special }))
+}
+
+/// Cases that share fields with others flatten them, and serde cannot refuse what is unknown there.
+fn no_unknown_field<K: Declared>(line: &Case, case: &K::Case) -> Result<(), CaseError> {
+    let known = Case::new(K::ABOUT.name, case).fields;
+    match line.fields.keys().find(|field| !known.contains_key(*field)) {
+        None => Ok(()),
+        Some(field) => {
+            let known: Vec<_> = known.keys().map(String::as_str).collect();
+            let (name, known) = (K::ABOUT.name, known.join(", "));
+            Err(CaseError::Malformed(format!("unknown field `{field}` in a case of `{name}`; it has {known}")))
+        }
+    }
 }
 
 fn padding_of<K: Declared>(value: &Value) -> Result<usize, CaseError> {
@@ -390,7 +453,7 @@ pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
 
 impl<K: Declared> Operator for Op<K> {
     fn describe(&self) -> OperatorRecord {
-        let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect();
+        let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
         let About { name, summary, specification, axes, paths, .. } = K::ABOUT;
         let tensors = super::documentation::tensors::<K>();
         let files = |file: &dyn Fn(&str) -> String| {
@@ -404,7 +467,7 @@ impl<K: Declared> Operator for Op<K> {
             kernel_file: files(&|name| format!("kernels/cuda/{name}.cu")),
             oracle_file: files(&|name| format!("reference/src/{name}.rs")),
             dtypes: tensors.iter().map(|tensor| format!("{} {}", tensor.name, tensor.dtypes.join("|"))).collect(),
-            axes: axes.iter().map(|&axis| axis.to_owned()).chain(["layouts".to_owned()]).collect(),
+            axes: list(axes).into_iter().chain(special_axis::<K>()).chain(["layouts".to_owned()]).collect(),
             has_backward: tensors.iter().any(|tensor| tensor.part == "gradient"),
             paths: list(paths),
             tensors,
@@ -416,12 +479,15 @@ impl<K: Declared> Operator for Op<K> {
     }
 
     fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
-        (K::strategy(profile), layouts::strategy(layouts::MOST_TENSORS))
-            .prop_map(|(case, choices)| {
+        (K::strategy(profile), layouts::strategy(layouts::MOST_TENSORS), special::strategy())
+            .prop_map(|(case, layouts, special)| {
                 // A case that is refused says so when it runs: it has no tensors to lay out.
-                let laid_out = K::check(&case).is_ok();
-                let layouts = if laid_out { layouts::resolve(&K::tensors(&case), &choices) } else { Layouts::new() };
-                case_of::<K>(&case, &layouts)
+                if K::check(&case).is_err() {
+                    return case_of::<K>(&case, &Choices::default());
+                }
+                let specs = K::tensors(&case);
+                let special = special.filter(|special| special.fits(&specs));
+                case_of::<K>(&case, &Choices { layouts: layouts::resolve(&specs, &layouts), special })
             })
             .boxed()
     }
@@ -431,22 +497,28 @@ impl<K: Declared> Operator for Op<K> {
         // tensors with the same ones.
         let own = K::edge_cases(profile).into_iter().map(|case| {
             let layouts = layouts::unlike_gaps(&K::tensors(&case));
-            case_of::<K>(&case, &layouts)
+            case_of::<K>(&case, &Choices { layouts, ..Choices::default() })
         });
-        let laid_out = K::typical().into_iter().flat_map(|case| {
-            let layouts = layouts::edge_cases(&K::tensors(&case));
-            layouts.into_iter().map(move |layouts| case_of::<K>(&case, &layouts))
+        let varied = K::typical().into_iter().flat_map(|case| {
+            let specs = K::tensors(&case);
+            let special = Special::ALL.into_iter().filter(|special| special.fits(&specs));
+            let special = special.map(|special| Choices { special: Some(special), ..Choices::default() });
+            let laid_out = layouts::edge_cases(&specs).into_iter();
+            let laid_out = laid_out.map(|layouts| Choices { layouts, ..Choices::default() });
+            let choices: Vec<Choices> = special.chain(laid_out).collect();
+            choices.into_iter().map(move |choices| case_of::<K>(&case, &choices))
         });
-        own.chain(laid_out).collect()
+        own.chain(varied).collect()
+    }
+
+    fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError> {
+        let (case, choices) = read::<K>(case)?;
+        let spread = layouts::spread(&K::tensors(&case));
+        Ok([Layouts::new(), spread].map(|layouts| case_of::<K>(&case, &Choices { layouts, ..choices.clone() })))
     }
 
     fn default_cases(&self, profile: Profile) -> usize {
-        let [quick, ci, full] = K::ABOUT.cases;
-        match profile {
-            Profile::Quick => quick,
-            Profile::Ci => ci,
-            Profile::Full => full,
-        }
+        profile.of(K::ABOUT.cases)
     }
 
     fn modules(&self) -> Vec<ModuleSpecification> {
@@ -455,17 +527,28 @@ impl<K: Declared> Operator for Op<K> {
 
     fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
         // A case that is not understood is no skip: to prepare it will say what is wrong.
-        let (case, layouts) = read::<K>(case).ok()?;
-        K::cannot_run(&case, environment).or_else(|| too_large_on(environment, &K::tensors(&case), &layouts))
+        let (case, choices) = read::<K>(case).ok()?;
+        K::cannot_run(&case, environment).or_else(|| too_large_on(environment, &K::tensors(&case), &choices.layouts))
     }
 
     fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
-        let (case, layouts) = read::<K>(case)?;
-        Ok(Box::new(Inputs::<K>::draw(case, layouts)?))
+        let (case, choices) = read::<K>(case)?;
+        Ok(Box::new(Inputs::<K>::draw(case, choices)?))
+    }
+
+    fn golden_kinds(&self) -> &'static [&'static str] {
+        K::GOLDEN
     }
 
     fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError> {
+        if !K::GOLDEN.contains(&file.operator.as_str()) {
+            return Ok(Vec::new());
+        }
         let cases = K::golden(file).map_err(CaseError::Malformed)?;
+        if cases.is_empty() {
+            let (name, file) = (K::ABOUT.name, &file.name);
+            return Err(CaseError::Malformed(format!("{file} is about `{name}`, which makes no case of it")));
+        }
         cases.into_iter().map(|golden| golden.finish::<K>(file)).collect()
     }
 
@@ -475,6 +558,11 @@ impl<K: Declared> Operator for Op<K> {
         }
         super::refusals::of::<K>(device)
     }
+}
+
+fn special_axis<K: Declared>() -> Option<String> {
+    let special = |case: &K::Case| Special::ALL.iter().any(|special| special.fits(&K::tensors(case)));
+    K::typical().iter().any(special).then(|| "special values".to_owned())
 }
 
 /// What of a variant's tensor is looked at: its elements at these places, in this shape.
@@ -500,7 +588,7 @@ impl Shown {
 /// A case with its tensors.
 pub struct Inputs<K: Declared> {
     pub(super) case: K::Case,
-    pub(super) layouts: Layouts,
+    pub(super) choices: Choices,
     pub(super) tensors: Arc<Tensors>,
     pub(super) shown: Vec<Shown>,
     /// Whether the case's line says all that sets these inputs apart but their numbers.
@@ -509,21 +597,21 @@ pub struct Inputs<K: Declared> {
 
 impl<K: Declared> Clone for Inputs<K> {
     fn clone(&self) -> Self {
-        let (case, layouts, tensors) = (self.case.clone(), self.layouts.clone(), self.tensors.clone());
-        Self { case, layouts, tensors, shown: self.shown.clone(), said: self.said }
+        let (case, choices, tensors) = (self.case.clone(), self.choices.clone(), self.tensors.clone());
+        Self { case, choices, tensors, shown: self.shown.clone(), said: self.said }
     }
 }
 
 impl<K: Declared> Inputs<K> {
     /// Draws the tensors of a case that was checked.
-    fn draw(case: K::Case, layouts: Layouts) -> Result<Self, CaseError> {
-        let mut tensors = Tensors::draw(&K::tensors(&case));
+    fn draw(case: K::Case, choices: Choices) -> Result<Self, CaseError> {
+        let mut tensors = Tensors::draw(&K::tensors(&case), choices.special);
         K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
-        Ok(Self::of(case, layouts, tensors))
+        Ok(Self::of(case, choices, tensors))
     }
 
-    pub(super) fn of(case: K::Case, layouts: Layouts, tensors: Tensors) -> Self {
-        Self { case, layouts, tensors: Arc::new(tensors), shown: Vec::new(), said: true }
+    pub(super) fn of(case: K::Case, choices: Choices, tensors: Tensors) -> Self {
+        Self { case, choices, tensors: Arc::new(tensors), shown: Vec::new(), said: true }
     }
 
     pub(super) fn specs(&self) -> Specs {
@@ -627,7 +715,7 @@ impl<K: Declared> Prepared for Inputs<K> {
     }
 
     fn case(&self) -> Option<Case> {
-        self.said.then(|| case_of::<K>(&self.case, &self.layouts))
+        self.said.then(|| case_of::<K>(&self.case, &self.choices))
     }
 
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
@@ -636,7 +724,7 @@ impl<K: Declared> Prepared for Inputs<K> {
 
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
         let specs = self.specs();
-        let mut placed = Placed::place(device, contract, &specs, &self.layouts, &self.tensors)?;
+        let mut placed = Placed::place(device, contract, &specs, &self.choices.layouts, &self.tensors)?;
         for (name, bytes) in K::workspaces(&self.case, placed.views(), device)? {
             placed.workspace(name, bytes)?;
         }
@@ -667,7 +755,9 @@ impl<K: Declared> Prepared for Inputs<K> {
     fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
         let specs = self.specs();
         let whole = specs.gradients().next().is_some() && specs.present().all(|spec| spec.elements() > 0);
-        (whole && K::is_smooth(&self.case)).then(|| Box::new(Probe::new(self, &specs)) as Box<dyn GradientProbe>)
+        let finite = self.choices.special != Some(Special::NotFinite);
+        (whole && finite && K::is_smooth(&self.case))
+            .then(|| Box::new(Probe::new(self, &specs)) as Box<dyn GradientProbe>)
     }
 }
 

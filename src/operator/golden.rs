@@ -3,8 +3,7 @@
 use dsv4_kernels::runtime::HostTensor;
 
 use super::declaration::Specs;
-use super::declared::{Declared, Inputs};
-use super::layouts::Layouts;
+use super::declared::{Choices, Declared, Inputs};
 use super::tensors::Tensors;
 use super::{ExpectedTensor, GoldenCase};
 use crate::case::CaseError;
@@ -117,12 +116,13 @@ impl<C> Golden<C> {
     /// The case with its tensors, held to the operator's declaration.
     pub(super) fn finish<K: Declared<Case = C>>(self, file: &GoldenFile) -> Result<GoldenCase, CaseError> {
         let broken = |reason: String| CaseError::Malformed(format!("{}: {reason}", file.name));
-        if self.kernel_skip.is_none() {
-            let refused = |r: super::declared::Refused| broken(format!("field `{}`: {}", r.field, r.reason));
-            K::check(&self.case).map_err(refused)?;
+        match (K::check(&self.case), &self.kernel_skip) {
+            (Ok(()), None) | (Err(_), Some(_)) => {}
+            (Err(refused), None) => return Err(broken(format!("field `{}`: {}", refused.field, refused.reason))),
+            (Ok(()), Some(why)) => return Err(broken(format!("left out of the kernels, which take it: {why}"))),
         }
         let specs = K::tensors(&self.case);
-        let mut tensors = Tensors::draw(&specs);
+        let mut tensors = Tensors::draw(&specs, None);
         K::amend(&self.case, &mut tensors).map_err(|e| broken(e.to_string()))?;
         for (name, given) in self.given {
             tensors.put(name, fitted(&specs, name, given).map_err(broken)?);
@@ -130,9 +130,42 @@ impl<C> Golden<C> {
         for (name, value) in self.scalars {
             tensors.set_scalar(name, value);
         }
-        let inputs = Inputs::<K>::of(self.case, Layouts::new(), tensors);
+        let inputs = Inputs::<K>::of(self.case, Choices::default(), tensors);
         Ok(GoldenCase { prepared: Box::new(inputs), expected: self.expected, kernel_skip: self.kernel_skip })
     }
+}
+
+/// Of each slot of `chosen` `[.., topk]` the product of its expert's matrix of `experts` `[num_experts, m, n]` with its
+/// token's row of `rows` `[.., n]`: m numbers.
+///
+/// # Errors
+/// A tensor that the file has not, or whose extents do not fit.
+pub fn routed(file: &GoldenFile, rows: &str, chosen: &str, experts: &str) -> Result<Vec<Vec<f64>>, String> {
+    of_slots(file, rows, chosen, experts, false)
+}
+
+/// [`routed`] the other way, as gradients go: rows `[.., m]` times the matrix, n numbers.
+///
+/// # Errors
+/// As [`routed`].
+pub fn routed_back(file: &GoldenFile, rows: &str, chosen: &str, experts: &str) -> Result<Vec<Vec<f64>>, String> {
+    of_slots(file, rows, chosen, experts, true)
+}
+
+fn of_slots(file: &GoldenFile, rows: &str, chosen: &str, experts: &str, back: bool) -> Result<Vec<Vec<f64>>, String> {
+    let misfit = || format!("{}: `{rows}` and `{chosen}` do not fit `{experts}`", file.name);
+    let (rows, chosen, experts) = (file.tensor(rows)?, file.tensor(chosen)?, file.tensor(experts)?);
+    let (&[_, m, n], Some(&topk)) = (experts.shape.as_slice(), chosen.shape.last()) else { return Err(misfit()) };
+    let length = if back { m } else { n };
+    let product = |(slot, &expert): (usize, &f64)| {
+        let row = rows.values.chunks_exact(length.max(1)).nth(slot / topk)?;
+        let matrix = experts.values.chunks_exact((m * n).max(1)).nth(expert as usize)?;
+        let at = |out: usize, i: usize| if back { matrix[i * n + out] } else { matrix[out * n + i] };
+        let sum = |out: usize| row.iter().enumerate().map(|(i, x)| x * at(out, i)).sum();
+        Some((0..m + n - length).map(sum).collect())
+    };
+    let products: Option<Vec<_>> = chosen.values.iter().enumerate().map(product).collect();
+    products.filter(|_| rows.shape.last() == Some(&length)).ok_or_else(misfit)
 }
 
 fn fitted(specs: &Specs, name: &'static str, given: Given) -> Result<HostTensor, String> {

@@ -2,11 +2,14 @@
 //!
 //! A relation on a tensor that the case has not is dropped, so that an operator states each law once for all its cases.
 
+use std::cell::OnceCell;
+
 use dsv4_kernels::runtime::{DType, HostTensor};
+use dsv4_reference::Rounding;
 
 use super::declaration::{Part, Specs, TensorSpec};
 use super::declared::{Declared, Inputs, Shown};
-use super::tensors::Tensors;
+use super::tensors::{Bound, Tensors};
 use super::{Law, Relation};
 use crate::judge::checks::permutation;
 
@@ -39,11 +42,13 @@ pub struct Laws<'i, K: Declared> {
     inputs: &'i Inputs<K>,
     specs: Specs,
     laws: Vec<Law>,
+    /// Of the case's own tensors, once it is asked for.
+    outside_f32: OnceCell<Option<u64>>,
 }
 
 impl<'i, K: Declared> Laws<'i, K> {
     pub(super) fn new(inputs: &'i Inputs<K>) -> Self {
-        Self { inputs, specs: inputs.specs(), laws: Vec::new() }
+        Self { inputs, specs: inputs.specs(), laws: Vec::new(), outside_f32: OnceCell::new() }
     }
 
     pub(super) fn finish(self) -> Vec<Law> {
@@ -67,7 +72,7 @@ impl<'i, K: Declared> Laws<'i, K> {
         change: impl FnOnce(&mut Variant<K>),
         relations: impl IntoIterator<Item = (&'static str, Relation)>,
     ) {
-        let Inputs { case, layouts, tensors, .. } = self.inputs;
+        let Inputs { case, choices, tensors, .. } = self.inputs;
         let (case, tensors) = (case.clone(), Tensors::clone(tensors));
         let mut variant = Variant { case, tensors, shown: Vec::new(), said: true };
         change(&mut variant);
@@ -76,16 +81,55 @@ impl<'i, K: Declared> Laws<'i, K> {
             return;
         }
         let Variant { case, tensors, shown, said } = variant;
-        let variant = Inputs::<K> { shown, said, ..Inputs::of(case, layouts.clone(), tensors) };
+        let variant = Inputs::<K> { shown, said, ..Inputs::of(case, choices.clone(), tensors) };
         self.laws.push(Law { name, variant: Box::new(variant), relations });
     }
 
-    /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large.
+    /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large. No law of
+    /// cases in which that moves an intermediate out of fp32's range, or within what lies outside of it: there a power of
+    /// two is rounded too.
     pub fn scale(&mut self, name: &'static str, scaled: &'static str, factor: f64, outputs: &[(&'static str, f64)]) {
-        if self.specs.find(scaled).is_some_and(|spec| spec.elements() > 0) {
-            let relations: Vec<_> = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
-            self.law(name, |v| v.tensors.scale(scaled, factor), relations);
+        self.scale_all(name, &[scaled], factor, outputs);
+    }
+
+    /// The gradients are linear in the upstream gradients, and no output depends on these: each counts once.
+    pub fn scale_upstreams(&mut self) {
+        const FACTOR: f64 = 4.0;
+        let upstreams: Vec<_> = self.specs.upstreams().map(|(_, upstream)| upstream.name).collect();
+        let factor = |spec: &TensorSpec| if matches!(spec.part, Part::Gradient { .. }) { FACTOR } else { 1.0 };
+        // Sums in any order are repeated within their budgets only.
+        let bound = self.specs.compared().filter(|spec| spec.deterministic);
+        let outputs: Vec<_> = bound.map(|spec| (spec.name, factor(spec))).collect();
+        self.scale_all("upstreams scale the gradients once", &upstreams, FACTOR, &outputs);
+    }
+
+    fn scale_all(&mut self, name: &'static str, scaled: &[&'static str], factor: f64, outputs: &[(&'static str, f64)]) {
+        let present = |name: &&str| self.specs.find(name).is_some_and(|spec| spec.elements() > 0);
+        if !scaled.iter().any(present) {
+            return;
         }
+        let mut tensors = Tensors::clone(self.tensors());
+        scaled.iter().for_each(|name| tensors.scale(name, factor));
+        let own = self.outside_f32.get_or_init(|| self.outside_f32_of(self.tensors()));
+        if *own != self.outside_f32_of(&tensors) {
+            return;
+        }
+        let relations: Vec<_> = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
+        self.law(name, |v| v.tensors = tensors, relations);
+    }
+
+    /// What of the oracle's intermediates fp32 does not hold. An oracle that refuses its inputs says so elsewhere.
+    fn outside_f32_of(&self, tensors: &Tensors) -> Option<u64> {
+        let (bound, mut rounding) = (Bound::new(tensors), Rounding::watching());
+        K::forward(&self.inputs.case, &bound, &mut rounding).ok()?;
+        K::backward(&self.inputs.case, &bound, &mut rounding).ok()?;
+        Some(rounding.outside_f32())
+    }
+
+    /// Entries along `axis` know nothing of each other: [`Self::permute`], under this name, and [`Self::independent`].
+    pub fn separate(&mut self, axis: &str, permuted: &'static str) {
+        self.permute(permuted, axis);
+        self.independent(axis);
     }
 
     /// Entries along `axis` may come in another order: what has the axis follows, bit for bit; what sums over it stays

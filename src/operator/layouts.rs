@@ -285,6 +285,14 @@ pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     found
 }
 
+/// Every tensor with its outer axes in another order where its kernel takes that, and a gap behind its rows that no other
+/// has, of so many elements that accesses of 16 bytes stay possible: kernels take the paths that they take when it is dense.
+pub fn spread(specs: &Specs) -> Layouts {
+    let mut layouts = all(specs, true, &|tensor| Choice::Padded(1 + tensor));
+    layouts.extend(all(specs, true, &|tensor| Choice::Turned(1, 1 + tensor)));
+    layouts
+}
+
 /// The layouts in groups of which each takes at most [`MOST_HUGE_BYTES`], but for a tensor that takes more alone.
 fn in_memory(specs: &Specs, layouts: Layouts) -> Vec<Layouts> {
     let mut groups = Vec::new();
@@ -419,6 +427,18 @@ mod tests {
         let table = input("cos", DType::F32, &[axis("table_rows", 1 << 20), axis("half", 1)]).rows();
         let specs = Specs::new(0, [q(TensorSpec::rows), table]);
         assert_eq!(unlike_gaps(&specs).keys().collect::<Vec<_>>(), ["q"]);
+    }
+
+    #[test]
+    fn spread_tensors_are_turned_where_they_may_be_and_stay_aligned() {
+        let rows = [axis("num_rows", 3), axis("width", 8)];
+        let in_order = TensorSpec { name: "k", ..q(|spec| spec.ordered_rows(16)) };
+        let specs = Specs::new(0, [q(TensorSpec::rows), in_order, input("x", DType::F32, &rows).rows()]);
+        let layouts = spread(&specs);
+        let strides = |name: &str| layouts[name].place(specs.find(name).unwrap()).unwrap().strides;
+        assert_eq!(strides("q"), [80, 240, 1]);
+        assert!(layouts["k"].order.is_empty() && strides("k")[1] > 64 && strides("x")[0] > 8);
+        assert!(["q", "k", "x"].iter().all(|name| strides(name).iter().rev().skip(1).all(|stride| stride % 8 == 0)));
     }
 
     #[test]

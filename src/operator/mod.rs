@@ -24,9 +24,11 @@ pub mod golden;
 pub mod laws;
 pub mod layouts;
 mod memory;
+pub mod prelude;
 mod probe;
 pub mod refusals;
 pub mod registry;
+pub mod special;
 pub mod tensors;
 
 /// How large a sweep's cases are.
@@ -50,12 +52,18 @@ impl Profile {
         }
     }
 
+    /// The one of three settings, for quick, ci and full, that is this profile's.
+    pub fn of<T>(self, [quick, ci, full]: [T; 3]) -> T {
+        match self {
+            Self::Quick => quick,
+            Self::Ci => ci,
+            Self::Full => full,
+        }
+    }
+
     /// Random schedules that each case runs under on the emulator, beyond the deterministic one, unless told otherwise.
     pub fn schedules(self) -> u32 {
-        match self {
-            Self::Quick => 2,
-            Self::Ci | Self::Full => 4,
-        }
+        self.of([2, 4, 4])
     }
 }
 
@@ -78,6 +86,12 @@ pub trait Operator: Sync {
     /// Cases that every sweep runs first: corners that must not be left to chance.
     fn corner_cases(&self, profile: Profile) -> Vec<Case>;
 
+    /// The case dense, and with every tensor spread over memory of its own ([`layouts::spread`]).
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError>;
+
     /// How many cases a sweep draws unless told otherwise.
     fn default_cases(&self, profile: Profile) -> usize;
 
@@ -96,10 +110,15 @@ pub trait Operator: Sync {
     /// A field that the operator cannot take.
     fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError>;
 
-    /// What a golden file means to this operator; `None` when it is about another one.
+    /// The kinds of golden files that are about it ([`GoldenFile::operator`]).
+    fn golden_kinds(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// What a golden file means to this operator; no case where it is about another one.
     ///
     /// # Errors
-    /// A file that should fit and does not.
+    /// A file of [`Self::golden_kinds`] that does not fit, or of which nothing is made.
     fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError>;
 
     /// Spoils the launchers' arguments one by one, and says what became of each.

@@ -6,6 +6,7 @@ use dsv4_reference::precision::Rounding;
 use super::GradientProbe;
 use super::declaration::{Specs, TensorSpec};
 use super::declared::{Declared, Inputs, oracle_error};
+use super::special;
 use super::tensors::{Bound, Computed};
 use crate::case::CaseError;
 use crate::operators::elements;
@@ -88,8 +89,10 @@ impl<K: Declared> GradientProbe for Probe<'_, K> {
     }
 
     fn scales(&self) -> Vec<Option<Vec<f64>>> {
-        let scales = |name| K::bends_over(&self.inputs.case, &self.inputs.tensors, name);
-        self.variables.iter().map(|(spec, _)| scales(spec.name)).collect()
+        let Inputs { case, tensors, .. } = self.inputs;
+        let declared = |spec: &TensorSpec| special::bends_over(spec, &tensors.values(spec.name));
+        let own = |spec: &TensorSpec| K::bends_over(case, tensors, spec.name).or_else(|| declared(spec));
+        self.variables.iter().map(|(spec, _)| own(spec)).collect()
     }
 
     fn outputs(&self, inputs: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {

@@ -4,8 +4,7 @@
 use dsv4_kernels::runtime::{Contract, DType, Device, RuntimeError, TensorView};
 
 use super::declaration::{Part, Specs, Strides, TensorSpec};
-use super::declared::{Declared, Inputs, Launches, Views, oracle_error};
-use super::layouts::Layouts;
+use super::declared::{Choices, Declared, Inputs, Launches, Views, oracle_error};
 use super::memory::Placed;
 use super::tensors::Tensors;
 use crate::case::CaseError;
@@ -35,16 +34,16 @@ pub(super) fn of<K: Declared>(device: &Device) -> Result<Vec<Refusal>, CaseError
             continue;
         }
         let specs = K::tensors(&case);
-        let mut tensors = Tensors::draw(&specs);
+        let mut tensors = Tensors::draw(&specs, None);
         K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
-        let inputs = Inputs::<K>::of(case, Layouts::new(), tensors);
+        let inputs = Inputs::<K>::of(case, Choices::default(), tensors);
         refusals.extend(of_case(&inputs, &specs, device).map_err(oracle_error::<K>)?);
     }
     Ok(refusals)
 }
 
 fn of_case<K: Declared>(inputs: &Inputs<K>, specs: &Specs, device: &Device) -> Result<Vec<Refusal>, RuntimeError> {
-    let mut placed = Placed::place(device, Contract::NAN, specs, &inputs.layouts, &inputs.tensors)?;
+    let mut placed = Placed::place(device, Contract::NAN, specs, &inputs.choices.layouts, &inputs.tensors)?;
     for (name, bytes) in K::workspaces(&inputs.case, placed.views(), device)? {
         placed.workspace(name, bytes)?;
     }

@@ -7,6 +7,7 @@ use dsv4_kernels::runtime::HostTensor;
 
 use super::declaration::{Source, Specs, TensorSpec};
 use super::rows_of;
+use super::special::{self, Special};
 use crate::case::Draw;
 
 /// Tensors of a case that kernels read, and the numbers that the oracle takes beside them.
@@ -17,10 +18,13 @@ pub struct Tensors {
 }
 
 impl Tensors {
-    /// Draws every given tensor as its source says; each name has a random stream of its own.
-    pub fn draw(specs: &Specs) -> Self {
-        let tensors = specs.present().filter(|spec| spec.is_given()).map(|spec| (spec.name, drawn(spec, specs.seed)));
-        Self { tensors: tensors.collect(), scalars: BTreeMap::new() }
+    /// Draws every given tensor as its source says; each name has a random stream of its own. Special numbers and padding
+    /// take their places.
+    pub fn draw(specs: &Specs, special: Option<Special>) -> Self {
+        let given = specs.present().filter(|spec| spec.is_given()).map(|spec| (spec.name, drawn(spec, specs.seed)));
+        let mut tensors = Self { tensors: given.collect(), scalars: BTreeMap::new() };
+        special::apply(specs, special, &mut tensors);
+        tensors
     }
 
     /// The tensor called `name`, if the case has it.

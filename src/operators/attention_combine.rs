@@ -2,23 +2,17 @@
 //! `reference/src/attention_combine.rs`.
 
 use dsv4_kernels::attention_combine as launcher;
-use dsv4_kernels::runtime::{DType, RuntimeError};
 use dsv4_reference::attention_combine as reference;
-use dsv4_reference::precision::Rounding;
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
 use rand::Rng;
-use serde::{Deserialize, Serialize};
 
 use super::sinks::Sinks;
-use super::{LARGEST_DRAWN, extent, magnitude};
-use crate::case::{Distribution, Draw};
+use super::{LARGEST_DRAWN, extent};
+use crate::case::Draw;
 use crate::judge::checks::permutation;
-use crate::operator::declaration::{Specs, axis, input, output};
-use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
-use crate::operator::laws::{Laws, Variant};
-use crate::operator::tensors::{Bound, Computed, Tensors, permuted_along};
-use crate::operator::{ModuleSpecification, Profile, Relation};
+use crate::operator::Relation;
+use crate::operator::laws::Variant;
+use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
 
 /// The operator.
 pub struct AttentionCombine;
@@ -37,7 +31,6 @@ pub enum EmptyParts {
 
 /// A case: extents, empty parts, sinks, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct AttentionCombineCase {
     /// Parts; 0 is legal.
     pub num_parts: usize,
@@ -55,12 +48,9 @@ pub struct AttentionCombineCase {
     pub lse_deviation: f64,
     /// Their mean.
     pub lse_shift: f64,
-    /// Distribution of the partial sums.
-    pub distribution: Distribution,
-    /// Scale of the partial sums.
-    pub magnitude: f64,
-    /// Seed of the data.
-    pub seed: u64,
+    /// The partial sums.
+    #[serde(flatten)]
+    pub data: Data,
 }
 
 impl AttentionCombineCase {
@@ -74,9 +64,7 @@ impl AttentionCombineCase {
             sinks: Sinks::Normal,
             lse_deviation: 2.0,
             lse_shift: 4.0,
-            distribution: Distribution::Normal,
-            magnitude: 1.0,
-            seed: 1,
+            data: Data::normal(1.0),
         }
     }
 }
@@ -105,11 +93,9 @@ impl Declared for AttentionCombine {
         let (tokens, heads) = (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads));
         let (parts, v_dim) = (axis("num_parts", c.num_parts), axis("v_dim", c.v_dim));
         Specs::new(
-            c.seed,
+            c.data.seed,
             [
-                input("partial_out", DType::F32, &[parts, tokens, heads, v_dim])
-                    .aligned_rows()
-                    .drawn(c.distribution, c.magnitude),
+                input("partial_out", DType::F32, &[parts, tokens, heads, v_dim]).aligned_rows().drawn_as(c.data),
                 input("partial_lse", DType::F32, &[parts, tokens, heads]),
                 input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent),
                 output("out", DType::Bf16, &[tokens, heads, v_dim]).aligned_rows(),
@@ -122,21 +108,15 @@ impl Declared for AttentionCombine {
         if c.v_dim == 0 || !c.v_dim.is_multiple_of(8) {
             return refuse("v_dim", format!("{} must be a multiple of 8", c.v_dim));
         }
-        if c.num_heads == 0 {
-            return refuse("num_heads", "0: there must be a head");
-        }
+        not_empty("num_heads", c.num_heads)?;
         if !(c.lse_deviation.is_finite() && c.lse_deviation >= 0.0 && c.lse_shift.is_finite()) {
             return refuse("lse_deviation", format!("{} must be finite and not negative", c.lse_deviation));
         }
-        positive("magnitude", c.magnitude)
+        c.data.check()
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<AttentionCombineCase> {
-        let (parts, tokens, heads): (usize, usize, usize) = match profile {
-            Profile::Quick => (9, 8, 12),
-            Profile::Ci => (40, 12, 40),
-            Profile::Full => (140, 60, 130),
-        };
+        let [parts, tokens, heads] = profile.of([[9usize, 8, 12], [40, 12, 40], [140, 60, 130]]);
         let shape = (
             prop_oneof![1 => Just(1usize), 4 => 1..=parts],
             extent(tokens, 4),
@@ -147,20 +127,16 @@ impl Declared for AttentionCombine {
         let sinks = prop::sample::select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]);
         let lse =
             (prop::sample::select(vec![0.0, 0.5, 2.0, 10.0]), prop::sample::select(vec![0.0, 6.0, -200.0, 300.0]));
-        let data = (prop::sample::select(Distribution::ALL.to_vec()), magnitude(-18..=18), 0..1000u64);
-        (shape, empty, sinks, lse, data)
+        (shape, empty, sinks, lse, Data::strategy(-18..=18))
             .prop_map(|(shape, empty, sinks, (lse_deviation, lse_shift), data)| {
                 let (num_parts, num_tokens, num_heads, v_dim) = shape;
-                let (distribution, magnitude, seed) = data;
                 let num_tokens = num_tokens.min((LARGEST_DRAWN / (num_parts * num_heads * v_dim)).max(1));
                 AttentionCombineCase {
                     empty,
                     sinks,
                     lse_deviation,
                     lse_shift,
-                    distribution,
-                    magnitude,
-                    seed,
+                    data,
                     ..AttentionCombineCase::plain(num_parts, num_tokens, num_heads, v_dim)
                 }
             })
@@ -195,10 +171,10 @@ impl Declared for AttentionCombine {
         launcher::modules()
     }
 
-    fn amend(c: &AttentionCombineCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+    fn amend(c: &AttentionCombineCase, tensors: &mut Tensors) -> OracleResult<()> {
         let (parts, rows) = (c.num_parts, c.num_tokens * c.num_heads);
         let mut out = tensors.values("partial_out");
-        let mut draw = Draw::new(c.seed, "partial_lse");
+        let mut draw = Draw::new(c.data.seed, "partial_lse");
         let mut lse = Vec::with_capacity(parts * rows);
         for part_row in 0..parts * rows {
             let e = (c.lse_shift + c.lse_deviation * draw.normal()) * std::f64::consts::LOG2_E;
@@ -216,13 +192,13 @@ impl Declared for AttentionCombine {
         }
         tensors.set("partial_out", &out);
         tensors.set("partial_lse", &lse);
-        if let Some(sink) = c.sinks.draw(c.seed, c.num_heads, c.lse_shift) {
+        if let Some(sink) = c.sinks.draw(c.data.seed, c.num_heads, c.lse_shift) {
             tensors.put("sink", sink);
         }
         Ok(())
     }
 
-    fn forward(_: &AttentionCombineCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn forward(_: &AttentionCombineCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
         let (partial_out, partial_lse) = (t.f64("partial_out")?, t.f64("partial_lse")?);
         let inputs = reference::Inputs { partial_out, partial_lse, sink: t.maybe("sink")? };
         let reference::Outputs { out, lse } = reference::forward(&inputs, rounding)?;
@@ -241,8 +217,7 @@ impl Declared for AttentionCombine {
             return;
         }
         laws.scale("a scale counts once", "partial_out", 4.0, &[("out", 4.0), ("lse", 1.0)]);
-        laws.permute("tokens may be permuted", "num_tokens");
-        laws.independent("num_tokens");
+        laws.separate("num_tokens", "tokens may be permuted");
         let (parts, rows) = (c.num_parts, c.num_tokens * c.num_heads);
         // A part may be cut in two of half the weight: both have its sum, and one less in base 2.
         let twice: Vec<usize> = (0..parts).chain([parts - 1]).collect();
@@ -262,7 +237,7 @@ impl Declared for AttentionCombine {
         };
         laws.law("a part without keys adds nothing", padded, both(|| Relation::Times(1.0)));
         if parts > 1 {
-            let order = permutation(c.seed, parts);
+            let order = permutation(c.data.seed, parts);
             laws.law("parts may be permuted", |v| pick_parts(v, &order), both(|| Relation::WithinBudget));
         }
     }

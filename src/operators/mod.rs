@@ -19,6 +19,9 @@ use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};
 
+use crate::case::Distribution;
+use crate::operator::declared::{Refused, positive};
+
 /// Floating-point types of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -49,6 +52,52 @@ pub enum Aliasing {
     InPlace,
     /// A view of the input's buffer: rows of input and output alternate.
     Interleaved,
+}
+
+impl Float {
+    /// Draws one of them, bf16 more often.
+    pub fn strategy() -> BoxedStrategy<Self> {
+        prop_oneof![2 => Just(Self::Bf16), 1 => Just(Self::F32)].boxed()
+    }
+}
+
+/// How a case's numbers are drawn: fields that cases have among their own.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Data {
+    /// Distribution of the inputs that the operator says.
+    pub distribution: Distribution,
+    /// Their scale.
+    pub magnitude: f64,
+    /// Seed of all data.
+    pub seed: u64,
+}
+
+impl Data {
+    /// Standard normal numbers times `magnitude`, by seed 1.
+    pub fn normal(magnitude: f64) -> Self {
+        Self { distribution: Distribution::Normal, magnitude, seed: 1 }
+    }
+
+    /// Whether numbers can be drawn so.
+    ///
+    /// # Errors
+    /// A magnitude that is not positive.
+    pub fn check(&self) -> Result<(), Refused> {
+        positive("magnitude", self.magnitude)
+    }
+
+    /// Draws one, with a magnitude between these powers of two.
+    pub fn strategy(log2: std::ops::RangeInclusive<i32>) -> BoxedStrategy<Self> {
+        (prop::sample::select(Distribution::ALL.to_vec()), magnitude(log2), 0..1000u64)
+            .prop_map(|(distribution, magnitude, seed)| Self { distribution, magnitude, seed })
+            .boxed()
+    }
+}
+
+/// Rows and width of a matrix: up to `rows` rows, of mostly up to 300 elements and at most `width`.
+pub fn matrix([rows, width]: [usize; 2]) -> BoxedStrategy<[usize; 2]> {
+    let widths = prop_oneof![3 => extent(300, 8), 2 => extent(width, 128), 1 => Just(width)];
+    (extent(rows, 8), widths).prop_map(|(rows, width)| [rows.min((LARGEST_DRAWN / width).max(1)), width]).boxed()
 }
 
 /// Elements of the largest tensor that a strategy draws: ten oracle runs of it take a second or so.

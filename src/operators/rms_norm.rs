@@ -1,29 +1,16 @@
 //! `rms_norm` (inference 3, training 11.3): `kernels/cuda/rms_norm.cu` against `reference/src/rms_norm.rs`.
 
 use dsv4_kernels::rms_norm as launcher;
-use dsv4_kernels::runtime::{DType, Device, RuntimeError};
-use dsv4_reference::precision::Rounding;
+use dsv4_kernels::runtime::Device;
 use dsv4_reference::rms_norm as reference;
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
-use serde::{Deserialize, Serialize};
 
-use super::{Aliasing, Float, LARGEST_DRAWN, extent, magnitude};
-use crate::case::Distribution;
-use crate::judge::golden::GoldenFile;
-use crate::operator::declaration::{Specs, axis, gradient, input, output, scratch, upstream};
-use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
-use crate::operator::golden::Golden;
-use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Computed, Tensors};
-use crate::operator::{ModuleSpecification, Profile};
+use crate::operator::prelude::*;
 
 /// The operator.
 pub struct RmsNorm;
 
 /// A case: extents, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct RmsNormCase {
     /// Rows; 0 is legal.
     pub num_rows: usize,
@@ -37,18 +24,15 @@ pub struct RmsNormCase {
     pub eps: f32,
     /// Where y lies.
     pub aliasing: Aliasing,
-    /// Distribution of x.
-    pub distribution: Distribution,
-    /// Scale of x.
-    pub magnitude: f64,
     /// Whether every third row is zero.
     pub zero_rows: bool,
     /// Whether the forward that writes y saves rstd, as it does in lines written before there was a choice. If not,
     /// as in inference, a forward of its own saves it for the backward.
     #[serde(default = "saved")]
     pub saves_rstd: bool,
-    /// Seed of the data.
-    pub seed: u64,
+    /// x, and the distribution of dy.
+    #[serde(flatten)]
+    pub data: Data,
 }
 
 fn saved() -> bool {
@@ -64,16 +48,14 @@ impl RmsNormCase {
             weight: Some(Float::F32),
             eps: 1e-6,
             aliasing: Aliasing::OutOfPlace,
-            distribution: Distribution::Normal,
-            magnitude: 1.0,
             zero_rows: false,
             saves_rstd: true,
-            seed: 1,
+            data: Data::normal(1.0),
         }
     }
 }
 
-fn inputs(case: &RmsNormCase, t: &Bound<'_>) -> dsv4_reference::Result<reference::Inputs> {
+fn inputs(case: &RmsNormCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
     Ok(reference::Inputs { x: t.f64("x")?, weight: t.maybe("weight")?, eps: t.scalar("eps", f64::from(case.eps)) })
 }
 
@@ -108,17 +90,19 @@ impl Declared for RmsNorm {
         cases: [24, 60, 120],
     };
 
+    const GOLDEN: &'static [&'static str] = &["rmsnorm"];
+
     fn tensors(c: &RmsNormCase) -> Specs {
         let (dtype, weight) = (c.dtype.dtype(), c.weight.unwrap_or(c.dtype).dtype());
         let rows = [axis("num_rows", c.num_rows), axis("width", c.width)];
         Specs::new(
-            c.seed,
+            c.data.seed,
             [
-                input("x", dtype, &rows).rows().drawn(c.distribution, c.magnitude),
+                input("x", dtype, &rows).rows().drawn_as(c.data),
                 input("weight", weight, &rows[1..]).when(c.weight.is_some()).drawn(Distribution::Normal, 1.0),
                 output("y", dtype, &rows).rows().placed(c.aliasing, "x").only_in("forward"),
                 output("rstd", DType::F32, &rows[..1]).only_in(if c.saves_rstd { "forward" } else { "saving forward" }),
-                upstream("dy", "y").drawn(c.distribution, 1.0),
+                upstream("dy", "y").drawn(c.data.distribution, 1.0),
                 gradient("dx", "x", dtype),
                 gradient("dweight", "weight", DType::F32),
                 scratch("y_of_saving_forward", dtype, &rows).rows().when(!c.saves_rstd).argument("y"),
@@ -131,44 +115,25 @@ impl Declared for RmsNorm {
             return refuse("width", format!("{} must be 1 to {}", c.width, launcher::MAX_WIDTH));
         }
         positive("eps", f64::from(c.eps))?;
-        positive("magnitude", c.magnitude)
+        c.data.check()
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<RmsNormCase> {
-        let (rows, width) = match profile {
-            Profile::Quick => (24, 2100),
-            Profile::Ci => (40, 9000),
-            Profile::Full => (600, 32768),
-        };
-        let widths = prop_oneof![3 => extent(300, 8), 2 => extent(width, 128), 1 => Just(width)];
-        let float = prop_oneof![2 => Just(Float::Bf16), 1 => Just(Float::F32)];
+        let extents = matrix(profile.of([[24, 2100], [40, 9000], [600, 32768]]));
         let weight = prop_oneof![Just(None), Just(Some(Float::F32)), Just(Some(Float::Bf16))];
         let aliasing = prop_oneof![
             3 => Just(Aliasing::OutOfPlace), 1 => Just(Aliasing::InPlace), 1 => Just(Aliasing::Interleaved)
         ];
         let saves_rstd = prop_oneof![3 => Just(true), 1 => Just(false)];
-        let distribution = prop::sample::select(Distribution::ALL.to_vec());
-        let data = (distribution, magnitude(-18..=18), any::<bool>(), saves_rstd, 0..1000u64);
+        let rows = (any::<bool>(), saves_rstd);
         let eps = prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32), 1 => Just(1e-12f32)];
-        (extent(rows, 8), widths, float, weight, eps, aliasing, data)
-            .prop_map(|(num_rows, width, dtype, weight, eps, aliasing, data)| {
-                let (distribution, magnitude, zero_rows, saves_rstd, seed) = data;
-                let num_rows = num_rows.min((LARGEST_DRAWN / width).max(1));
+        (extents, Float::strategy(), weight, eps, aliasing, rows, Data::strategy(-18..=18))
+            .prop_map(|([num_rows, width], dtype, weight, eps, aliasing, (zero_rows, saves_rstd), data)| {
                 // A row of one element has dx = dy·w·r·eps·r²: it vanishes under the rounding of its two
                 // terms unless eps counts.
-                let magnitude = if width == 1 { f64::from(eps).sqrt() } else { magnitude };
-                RmsNormCase {
-                    dtype,
-                    weight,
-                    eps,
-                    aliasing,
-                    distribution,
-                    magnitude,
-                    zero_rows,
-                    saves_rstd,
-                    seed,
-                    ..RmsNormCase::plain(num_rows, width)
-                }
+                let magnitude = if width == 1 { f64::from(eps).sqrt() } else { data.magnitude };
+                let data = Data { magnitude, ..data };
+                RmsNormCase { num_rows, width, dtype, weight, eps, aliasing, zero_rows, saves_rstd, data }
             })
             .boxed()
     }
@@ -216,19 +181,19 @@ impl Declared for RmsNorm {
         launcher::modules()
     }
 
-    fn amend(c: &RmsNormCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+    fn amend(c: &RmsNormCase, tensors: &mut Tensors) -> OracleResult<()> {
         if c.zero_rows {
             tensors.edit("x", |x| x.chunks_mut(c.width).step_by(3).for_each(|row| row.fill(0.0)));
         }
         Ok(())
     }
 
-    fn forward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn forward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
         let reference::Outputs { y, rstd } = reference::forward(&inputs(c, t)?, rounding)?;
         Ok(Computed::new().with("y", y).with("rstd", rstd))
     }
 
-    fn backward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn backward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
         let reference::Gradients { dx, dweight } = reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?;
         Ok(Computed::new().with("dx", dx).maybe("dweight", dweight))
     }
@@ -257,16 +222,10 @@ impl Declared for RmsNorm {
     }
 
     fn laws(_: &RmsNormCase, laws: &mut Laws<'_, Self>) {
-        laws.scale("dy scales the gradients once", "dy", 4.0, &[("dx", 4.0), ("dweight", 4.0), ("y", 1.0)]);
+        laws.scale_upstreams();
         let halved = [("y", 0.5), ("dx", 0.5), ("dweight", 1.0), ("rstd", 1.0)];
         laws.scale("weight scales once", "weight", 0.5, &halved);
-        laws.permute("rows may be permuted", "num_rows");
-        laws.independent("num_rows");
-    }
-
-    /// Finite differences run the oracle dozens of times: large cases learn nothing more from them.
-    fn is_smooth(c: &RmsNormCase) -> bool {
-        c.num_rows * c.width <= 4096
+        laws.separate("num_rows", "rows may be permuted");
     }
 
     /// A row bends over its own root mean square, or over the root of eps where that is larger.
@@ -279,9 +238,6 @@ impl Declared for RmsNorm {
     }
 
     fn golden(file: &GoldenFile) -> Result<Vec<Golden<RmsNormCase>>, String> {
-        if file.operator != "rmsnorm" {
-            return Ok(Vec::new());
-        }
         let x = file.tensor("in.x")?;
         let width = x.shape.last().copied().filter(|&width| width > 0).ok_or("in.x has no channels")?;
         let weighted = file.config["weighted"].as_bool().ok_or("config has no `weighted`")?;

@@ -155,6 +155,8 @@ impl Declared for Rope {
         cases: [24, 60, 120],
     };
 
+    const GOLDEN: &'static [&'static str] = &["rotary", "rope_table"];
+
     fn tensors(c: &RopeCase) -> Specs {
         let (dtype, half) = (c.dtype.dtype(), axis("half_rope_dim", c.rope_dim / 2));
         let heads = [axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads), axis("head_dim", c.head_dim)];
@@ -311,8 +313,7 @@ impl Declared for Rope {
 
     fn laws(_: &RopeCase, laws: &mut Laws<'_, Self>) {
         laws.scale("x scales y once", "x", 8.0, &[("y", 8.0), ("dx", 1.0)]);
-        laws.permute("tokens may be permuted", "num_tokens");
-        laws.independent("num_tokens");
+        laws.separate("num_tokens", "tokens may be permuted");
     }
 
     /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
@@ -324,7 +325,7 @@ impl Declared for Rope {
         match file.operator.as_str() {
             "rotary" => [false, true].into_iter().map(|inverse| rotary_case(file, inverse)).collect(),
             "rope_table" => ["main", "compress"].into_iter().map(|table| table_case(file, table)).collect(),
-            _ => Ok(Vec::new()),
+            other => Err(format!("{other} is about something else")),
         }
     }
 }

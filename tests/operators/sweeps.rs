@@ -8,9 +8,10 @@ use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::operator::{Operator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, EMULATOR_BUDGET, Observer, SweepOptions};
+use dsv4_parity::sweep::{self, EMULATOR_BUDGET, SweepOptions};
 use libtest_mimic::Trial;
 
+use crate::support::Collected;
 use crate::{Extent, shared, support};
 
 const SEED: u64 = 11;
@@ -46,22 +47,6 @@ fn budget(extent: Extent) -> Result<Option<Duration>, String> {
                 text.parse().map_err(|_| format!("PARITY_SWEEP_SECONDS is `{text}`, no number of seconds"))?;
             Ok(Some(Duration::from_secs(seconds)))
         }
-    }
-}
-
-#[derive(Default)]
-struct Collected {
-    planned: usize,
-    records: Vec<CaseRecord>,
-}
-
-impl Observer for Collected {
-    fn planned(&mut self, _operator: &str, cases: usize) {
-        self.planned = cases;
-    }
-
-    fn done(&mut self, record: CaseRecord) {
-        self.records.push(record);
     }
 }
 

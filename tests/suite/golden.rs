@@ -1,5 +1,7 @@
 //! What the comparison with a golden file sees. Every operator's files are tests of their own (`tests/operators`).
 
+use std::collections::BTreeSet;
+
 use dsv4_parity::judge::checks::Truth;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
@@ -38,6 +40,33 @@ fn a_golden_value_that_is_no_finite_number_is_noticed_where_the_oracle_has_one()
         assert_ne!(check.verdict, Verdict::Pass, "{value} in {}", check.tensor);
         case.expected[0].values[5] = original;
     }
+}
+
+#[test]
+fn the_index_lists_every_file_of_the_golden_folder_and_no_other() {
+    let dir = support::fixtures().join("golden");
+    let listed: BTreeSet<String> = golden::index(&dir).unwrap().into_iter().collect();
+    let names = std::fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let found: BTreeSet<String> = names.filter(|name| name.ends_with(".safetensors")).collect();
+    assert_eq!(found, listed);
+}
+
+/// The operator that makes cases of a file of this name, whose tensors are those of `file`; what becomes of it.
+fn made_of(file: &GoldenFile, name: &str) -> Result<usize, String> {
+    let operator = name.split("__").next().unwrap().to_owned();
+    let file = GoldenFile { name: name.to_owned(), operator, ..file.clone() };
+    let cases = registry::find("rms_norm").unwrap().golden(&file).map_err(|error| error.to_string())?;
+    Ok(cases.len())
+}
+
+#[test]
+fn a_file_of_a_declared_kind_that_does_not_fit_is_an_error_and_one_of_another_kind_is_nothing() {
+    let (file, ..) = first_file();
+    assert_eq!(made_of(&file, "rmsnorm__again.safetensors"), Ok(1));
+    assert_eq!(made_of(&file, "experts__a.safetensors"), Ok(0));
+    let mut broken = file.clone();
+    broken.tensors.remove("in.x");
+    assert!(made_of(&broken, "rmsnorm__broken.safetensors").unwrap_err().contains("in.x"));
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! missing is an error, never a skip.
 
 mod bisect;
+mod cases;
 mod command_line;
 mod decode;
 mod dependencies;

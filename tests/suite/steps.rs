@@ -9,8 +9,10 @@ use dsv4_kernels::kv_cache_write as launcher;
 use dsv4_kernels::runtime::{DType, HostTensor, RuntimeError, TensorView};
 use dsv4_parity::case::{Distribution, Draw};
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
+use dsv4_parity::judge::golden::GoldenFile;
 use dsv4_parity::operator::declaration::{Specs, axis, input, observed, output, state};
 use dsv4_parity::operator::declared::{About, Declared, Launches, Op, Refused, Views, refuse};
+use dsv4_parity::operator::golden::Golden;
 use dsv4_parity::operator::laws::Laws;
 use dsv4_parity::operator::tensors::{Bound, Computed, Tensors};
 use dsv4_parity::operator::{ModuleSpecification, Operator, Profile, Relation};
@@ -96,6 +98,8 @@ impl Declared for WriteInChunks {
         paths: &["kv_cache_write"],
         cases: [0, 0, 0],
     };
+
+    const GOLDEN: &'static [&'static str] = &["chunks"];
 
     fn tensors(c: &Chunks) -> Specs {
         let tokens = [axis("num_tokens", c.num_tokens()), axis("head_dim", FORMAT.head_dim())];
@@ -194,6 +198,30 @@ impl Declared for WriteInChunks {
         let relations = laws.compared().into_iter().map(|name| (name, Relation::Times(1.0)));
         laws.law("in chunks equals at once", |v| v.case.chunks = whole, relations.collect::<Vec<_>>());
     }
+
+    fn golden(file: &GoldenFile) -> Result<Vec<Golden<Chunks>>, String> {
+        let case = || Golden::new(Chunks::plain(&[3, 4], 4));
+        Ok(match file.name.as_str() {
+            "chunks__whole" => vec![case()],
+            "chunks__spared" => vec![case().kernel_skips(Some("it is too long".into()))],
+            _ => Vec::new(),
+        })
+    }
+}
+
+#[test]
+fn a_golden_file_of_a_declared_kind_is_a_case_that_the_kernels_run_unless_their_declaration_refuses_it() {
+    let made_of = |name: &str| {
+        let operator = name.split("__").next().unwrap().to_owned();
+        let (name, config, tensors) = (name.to_owned(), serde_json::Value::Null, Default::default());
+        let made = Op::<WriteInChunks>::new().golden(&GoldenFile { name, operator, config, tensors });
+        made.map(|cases| cases.len()).map_err(|error| error.to_string())
+    };
+    assert_eq!((made_of("chunks__whole"), made_of("pages__whole")), (Ok(1), Ok(0)));
+    let unmatched = made_of("chunks__renamed").unwrap_err();
+    assert!(unmatched.contains("chunks__renamed is about `write_in_chunks`, which makes no case"), "{unmatched}");
+    let spared = made_of("chunks__spared").unwrap_err();
+    assert!(spared.contains("left out of the kernels, which take it: it is too long"), "{spared}");
 }
 
 /// Every edge case, and the typical one in every layout, with this border.

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
+use dsv4_parity::record::CaseRecord;
+use dsv4_parity::sweep::Observer;
 
 /// The backend that `PARITY_BACKEND` names; the emulator when it names none.
 pub fn backend() -> BackendKind {
@@ -27,4 +29,23 @@ pub fn device() -> &'static Device {
 pub fn fixtures() -> PathBuf {
     std::env::var_os("PARITY_FIXTURES")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"), PathBuf::from)
+}
+
+/// Keeps what a sweep tells.
+#[derive(Default)]
+pub struct Collected {
+    /// Cases of the last sweep that was planned.
+    pub planned: usize,
+    /// Every case that ran.
+    pub records: Vec<CaseRecord>,
+}
+
+impl Observer for Collected {
+    fn planned(&mut self, _operator: &str, cases: usize) {
+        self.planned = cases;
+    }
+
+    fn done(&mut self, record: CaseRecord) {
+        self.records.push(record);
+    }
 }

@@ -19,31 +19,15 @@ use dsv4_parity::operator::{
 };
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, Observer, PlannedCase, SweepOptions};
+use dsv4_parity::sweep::{self, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
 use dsv4_reference::{Format, Products, Rounding};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
-use crate::support;
+use crate::support::{self, Collected};
 
 // ---------------------------------------------------------------- the operators
-
-#[derive(Default)]
-struct Collected {
-    planned: usize,
-    records: Vec<CaseRecord>,
-}
-
-impl Observer for Collected {
-    fn planned(&mut self, _operator: &str, cases: usize) {
-        self.planned = cases;
-    }
-
-    fn done(&mut self, record: CaseRecord) {
-        self.records.push(record);
-    }
-}
 
 /// A sweep without remembered cases.
 fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {

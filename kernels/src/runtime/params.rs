@@ -73,6 +73,11 @@ impl Params {
         self.field(name, to.into().0.to_ne_bytes())
     }
 
+    /// An `int64_t`: how many elements lie from one entry along an axis to the next.
+    pub fn stride(self, name: impl Into<String>, elements: i64) -> Self {
+        self.field(name, elements.to_ne_bytes())
+    }
+
     /// A pointer and, as `NAME_SUFFIX`, the strides of the tensor's first axes in elements, one for each suffix. An
     /// absent tensor is `nullptr` with strides of 0.
     pub fn strided<'a, const N: usize>(
@@ -84,9 +89,10 @@ impl Params {
         let view = view.into();
         let stride = |axis: usize| view.and_then(|view| view.strides.get(axis)).copied().unwrap_or(0);
         let pointer = self.ptr(name, view);
-        suffixes.iter().enumerate().fold(pointer, |params, (axis, suffix)| {
-            params.field(format!("{name}_{suffix}"), stride(axis).to_ne_bytes())
-        })
+        suffixes
+            .iter()
+            .enumerate()
+            .fold(pointer, |params, (axis, suffix)| params.stride(format!("{name}_{suffix}"), stride(axis)))
     }
 
     /// [`Self::strided`] for a tensor of rows: `NAME` and `NAME_stride`.

@@ -1,0 +1,22 @@
+//! Choices between numbers by a mask. None of them is a product: 0 * NaN is NaN.
+
+use candle_core::Tensor;
+
+use crate::error::Result;
+
+/// `tensor` where `condition` is 1, the number `otherwise` where it is 0.
+pub(crate) fn select(condition: &Tensor, tensor: &Tensor, otherwise: f64) -> Result<Tensor> {
+    let otherwise = Tensor::full(otherwise, tensor.shape(), tensor.device())?;
+    Ok(condition.where_cond(tensor, &otherwise)?)
+}
+
+/// `tensor` where `condition` is 0, the number `instead` where it is 1.
+pub(crate) fn unless(condition: &Tensor, tensor: &Tensor, instead: f64) -> Result<Tensor> {
+    let instead = Tensor::full(instead, tensor.shape(), tensor.device())?;
+    Ok(condition.where_cond(&instead, tensor)?)
+}
+
+/// `low` where `tensor` is below it, `high` where it is above; NaN stays, and equality passes a derivative on.
+pub(crate) fn clamp(tensor: &Tensor, low: f64, high: f64) -> Result<Tensor> {
+    unless(&tensor.lt(low)?, &unless(&tensor.gt(high)?, tensor, high)?, low)
+}

@@ -1,0 +1,171 @@
+//! Numbers that no distribution draws: limits and their neighbours, NaN and infinities, rows that nobody may read. An
+//! operator says of which inputs ([`TensorSpec::clamped`], [`TensorSpec::with_zeros`], [`TensorSpec::marks_padding`]); that
+//! every pair of them meets, in edge cases and in drawn ones, is this layer's.
+
+use dsv4_kernels::runtime::DType;
+use proptest::prelude::*;
+use proptest::strategy::BoxedStrategy;
+use serde::{Deserialize, Serialize};
+
+use super::declaration::{Specs, TensorSpec};
+use super::format_of;
+use super::tensors::Tensors;
+
+/// What clamped inputs hold in the place of what their distribution gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Special {
+    /// All pairs of both limits, their neighbours, numbers far beyond them, and 0 of either sign.
+    AtTheLimit,
+    /// All pairs of NaN, both infinities and 1.
+    NotFinite,
+}
+
+impl Special {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::AtTheLimit, Self::NotFinite];
+
+    /// Whether a case of these tensors can have such numbers.
+    pub fn fits(self, specs: &Specs) -> bool {
+        specs.present().any(|spec| spec.clamped.is_some())
+    }
+
+    fn numbers(self, spec: &TensorSpec, [low, high]: [f64; 2]) -> Vec<f64> {
+        let limit = if high.is_finite() { high } else { low.abs() };
+        let step = format_of(spec.dtype).map_or(0.0, |format| 2f64.powi(-format.fraction_bits));
+        match self {
+            Self::AtTheLimit => {
+                let sizes = [1.0, 1.0 + step, 1.0 - step, 20.0, 0.0].map(|size| size * limit);
+                sizes.into_iter().flat_map(|size| [size, -size]).collect()
+            }
+            Self::NotFinite => vec![f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1.0],
+        }
+    }
+}
+
+/// Draws a choice for a case; shrinks towards none.
+pub(super) fn strategy() -> BoxedStrategy<Option<Special>> {
+    let special = |special| Just(Some(special));
+    prop_oneof![4 => Just(None), 1 => special(Special::AtTheLimit), 1 => special(Special::NotFinite)].boxed()
+}
+
+/// Puts special numbers in their places, then NaN into padding rows.
+pub(super) fn apply(specs: &Specs, special: Option<Special>, tensors: &mut Tensors) {
+    if let Some(special) = special {
+        set_pairs(specs, special, tensors);
+    }
+    for marker in specs.present().filter(|spec| spec.marks_padding) {
+        pad(specs, marker, tensors);
+    }
+}
+
+fn set_pairs(specs: &Specs, special: Special, tensors: &mut Tensors) {
+    // Each tensor's numbers change once all of the tensor before it have come.
+    let mut run = 1;
+    for spec in specs.present() {
+        if let Some(limits) = spec.clamped {
+            let numbers = special.numbers(spec, limits);
+            tensors.edit(spec.name, |x| {
+                x.iter_mut().enumerate().for_each(|(i, x)| *x = numbers[i / run % numbers.len()]);
+            });
+            run *= numbers.len();
+        }
+        if spec.zeros && special == Special::AtTheLimit {
+            tensors.edit(spec.name, |x| x.iter_mut().step_by(2).for_each(|x| *x = 0.0));
+        }
+    }
+}
+
+/// Whether an entry is padding: the second of every three.
+fn is_padding(entry: usize) -> bool {
+    entry % 3 == 1
+}
+
+/// Marks entries along the marker's axis as padding, and fills them with NaN in whatever is given along it.
+fn pad(specs: &Specs, marker: &TensorSpec, tensors: &mut Tensors) {
+    let axis = marker.axes[0];
+    let marks = (0..axis.extent).map(|entry| if is_padding(entry) { -(entry as i32) } else { entry as i32 });
+    tensors.set_i32s(marker.name, &marks.collect::<Vec<_>>());
+    let numbers = |spec: &&TensorSpec| spec.is_given() && matches!(spec.dtype, DType::Bf16 | DType::F32);
+    for spec in specs.present().filter(numbers) {
+        let Some(at) = spec.axis(axis.name) else { continue };
+        let inner: usize = spec.axes[at + 1..].iter().map(|axis| axis.extent).product();
+        tensors.edit(spec.name, |x| {
+            let entries = x.chunks_mut(inner.max(1)).enumerate();
+            entries.filter(|(i, _)| is_padding(i % axis.extent)).for_each(|(_, entry)| entry.fill(f64::NAN));
+        });
+    }
+}
+
+/// The distance from each number to the nearest limit of its clamp, and no more than that over which the oracle bends
+/// elsewhere; `None` where the declaration says nothing of it.
+pub(super) fn bends_over(spec: &TensorSpec, values: &[f64]) -> Option<Vec<f64>> {
+    let [low, high] = spec.clamped?;
+    let most = spec.bends_over.unwrap_or(f64::INFINITY);
+    Some(values.iter().map(|x| (x - low).abs().min((x - high).abs()).min(most)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::super::declaration::{axis, input, output, upstream};
+    use super::*;
+    use crate::case::Distribution;
+    use dsv4_reference::Format;
+
+    fn specs(num_rows: usize) -> Specs {
+        let rows = [axis("num_rows", num_rows), axis("width", 61)];
+        let element = |name| input(name, DType::Bf16, &rows).drawn(Distribution::Normal, 1.0);
+        Specs::new(
+            1,
+            [
+                element("gate").clamped(f64::NEG_INFINITY, 10.0),
+                element("up").clamped(-10.0, 10.0).bends_over(1.0),
+                input("weight", DType::F32, &rows[..1]).drawn(Distribution::Normal, 1.0).with_zeros(),
+                input("positions", DType::I32, &rows[..1]).marks_padding(),
+                output("y", DType::Bf16, &rows),
+                upstream("dy", "y"),
+            ],
+        )
+    }
+
+    #[test]
+    fn every_pair_of_special_numbers_meets_outside_of_padding_rows() {
+        let limits = [10.0, 10.0625, 9.9375, 200.0, 0.0].into_iter().flat_map(|x: f64| [x, -x]);
+        let limits: BTreeSet<u64> = limits.map(|x| Format::BF16.nearest(x).to_bits()).collect();
+        let others = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1.0].map(f64::to_bits).into();
+        for (special, single) in [(Special::AtTheLimit, limits), (Special::NotFinite, others)] {
+            let tensors = Tensors::draw(&specs(5), Some(special));
+            let (gate, up) = (tensors.values("gate"), tensors.values("up"));
+            let rows = [0, 2, 3].into_iter().flat_map(|row| row * 61..(row + 1) * 61);
+            let met: BTreeSet<_> = rows.map(|i| (gate[i].to_bits(), up[i].to_bits())).collect();
+            let all: BTreeSet<_> = single.iter().flat_map(|&a| single.iter().map(move |&b| (a, b))).collect();
+            assert_eq!(met, all, "{special:?}");
+        }
+        assert_eq!(Tensors::draw(&specs(5), Some(Special::AtTheLimit)).values("weight")[2], 0.0);
+        assert_ne!(Tensors::draw(&specs(5), Some(Special::NotFinite)).values("weight")[2], 0.0);
+    }
+
+    #[test]
+    fn padding_rows_are_negative_and_hold_nan_in_whatever_is_given_along_their_axis() {
+        let tensors = Tensors::draw(&specs(5), None);
+        assert_eq!(tensors.i32s("positions"), [0, -1, 2, 3, -4]);
+        for name in ["gate", "up", "dy", "weight"] {
+            let values = tensors.values(name);
+            let padded: Vec<bool> = values.chunks(values.len() / 5).map(|row| row.iter().all(|x| x.is_nan())).collect();
+            assert_eq!(padded, [false, true, false, false, true], "{name}");
+            assert_eq!(values.iter().filter(|x| x.is_nan()).count(), 2 * values.len() / 5, "{name}");
+        }
+        assert_eq!(Tensors::draw(&specs(0), None).i32s("positions"), [0i32; 0]);
+    }
+
+    #[test]
+    fn a_clamped_input_bends_over_the_distance_to_its_nearest_limit() {
+        let specs = specs(1);
+        let of = |name| bends_over(specs.find(name).unwrap(), &[-10.0, 9.5, 14.0, 0.0]);
+        assert_eq!(of("gate"), Some(vec![20.0, 0.5, 4.0, 10.0]));
+        assert_eq!(of("up"), Some(vec![0.0, 0.5, 1.0, 1.0]));
+        assert_eq!(of("weight"), None);
+    }
+}

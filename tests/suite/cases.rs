@@ -1,0 +1,75 @@
+//! What a line may say of a case beside the operator's own fields, and which laws a case has.
+
+use std::collections::BTreeSet;
+
+use dsv4_parity::case::Case;
+use dsv4_parity::judge::truths::Truths;
+use dsv4_parity::operator::{Prepared, Profile, registry};
+
+const RMS_NORM: &str = r#"{"operator":"rms_norm","num_rows":4,"width":32,"dtype":"f32","weight":"f32","eps":1e-6,
+    "aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":3}"#;
+
+/// A case of swiglu without padding rows.
+fn swiglu(fields: &str) -> String {
+    format!(
+        r#"{{"operator":"swiglu","num_rows":6,"width":64,"dtype":"f32","weighted":true,"padding_rows":false,
+            "distribution":"powers_of_two","seed":1,{fields}}}"#
+    )
+}
+
+fn prepare(line: &str) -> Result<Box<dyn Prepared>, String> {
+    Case::parse(line).and_then(|case| registry::prepare(&case)).map_err(|error| error.to_string())
+}
+
+fn laws(line: &str) -> BTreeSet<&'static str> {
+    prepare(line).unwrap().laws().into_iter().map(|law| law.name).collect()
+}
+
+#[test]
+fn a_field_that_nobody_knows_is_refused_by_name_though_cases_share_fields() {
+    assert!(prepare(RMS_NORM).is_ok());
+    let error = prepare(&RMS_NORM.replacen("\"seed\"", "\"seeed\":1,\"seed\"", 1)).err().unwrap();
+    assert!(error.contains("`seeed`") && error.contains("rms_norm") && error.contains("magnitude"), "{error}");
+    let error = prepare(&RMS_NORM.replace(",\"seed\":3", "")).err().unwrap();
+    assert!(error.contains("missing field `seed`"), "{error}");
+    let error = prepare(&RMS_NORM.replace("\"magnitude\":1.0", "\"magnitude\":-1.0")).err().unwrap();
+    assert!(error.contains("`magnitude`") && error.contains("-1"), "{error}");
+}
+
+#[test]
+fn special_numbers_are_refused_where_nothing_is_clamped_and_unknown_ones_everywhere() {
+    let error = prepare(&RMS_NORM.replacen('{', "{\"special\":\"not_finite\",", 1)).err().unwrap();
+    assert!(error.contains("`special`") && error.contains("clamped"), "{error}");
+    let error = prepare(&swiglu(r#""limit":1.0,"magnitude":1.0,"special":"odd""#)).err().unwrap();
+    assert!(error.contains("`special`") && error.contains("odd"), "{error}");
+}
+
+#[test]
+fn special_numbers_reach_the_oracle_and_are_among_the_corners_of_whoever_clamps() {
+    let truth = |line: &str| {
+        let case = Case::parse(line).unwrap();
+        Truths::default().of(&case, &*registry::prepare(&case).unwrap()).unwrap()
+    };
+    let special = truth(&swiglu(r#""limit":1.0,"magnitude":1.0,"special":"not_finite""#));
+    assert!(special.exact[0].values.iter().any(|value| value.is_nan()));
+    let corners = registry::find("swiglu").unwrap().corner_cases(Profile::Quick);
+    let named: BTreeSet<_> = corners.iter().filter_map(|case| case.fields.get("special")?.as_str()).collect();
+    assert_eq!(named, ["at_the_limit", "not_finite"].into());
+    let drawn = truth(&swiglu(r#""limit":1.0,"magnitude":1.0"#));
+    assert!(drawn.exact[0].values.iter().all(|value| value.is_finite()));
+}
+
+#[test]
+fn scaling_is_a_law_where_fp32_scales_exactly_and_none_where_something_underflows() {
+    let scaling: BTreeSet<_> = ["weight counts once", "upstreams scale the gradients once"].into();
+    let of = |fields: &str| laws(&swiglu(fields)).intersection(&scaling).copied().collect::<BTreeSet<_>>();
+    assert_eq!(of(r#""limit":10.0,"magnitude":8.0"#), scaling);
+    // The sigmoid of the gate -200 is zero in fp32, scaled or not.
+    assert_eq!(of(r#""limit":10.0,"magnitude":8.0,"special":"at_the_limit""#), scaling);
+    assert_eq!(of(r#""limit":10.0,"magnitude":8.0,"special":"not_finite""#), scaling);
+    // That of -88 is subnormal, and so is every product with it.
+    assert_eq!(of(r#""limit":10.0,"magnitude":11.0"#), BTreeSet::new());
+    // The other laws do not scale.
+    let others: BTreeSet<_> = ["independence", "rows may be permuted", "channels may be permuted"].into();
+    assert_eq!(laws(&swiglu(r#""limit":10.0,"magnitude":11.0"#)), others);
+}
