@@ -1,10 +1,13 @@
 //! Lists of keys, and how many of their slots count: what the attention operators gather by.
 
+use std::collections::BTreeSet;
+
 use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
 use crate::case::Draw;
+use crate::operator::tensors::{Tensors, permuted_along};
 
 /// What the index lists look like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -62,6 +65,27 @@ impl IndexClass {
         }
         all
     }
+}
+
+/// Keeps of `stores` the entries of the first axis, of `page_size` keys each, that some slot of `lists` names a key of;
+/// numbers the keys anew and returns how many entries there are. Slots that name none become -1.
+pub(crate) fn compact(tensors: &mut Tensors, lists: &'static str, stores: &[&'static str], page_size: usize) -> usize {
+    let pages = stores.first().map_or(0, |name| tensors.tensor(name).shape[0]);
+    let key_of = |index: i32| usize::try_from(index).ok().filter(|key| key / page_size < pages);
+    let indices = tensors.i32s(lists);
+    let named: BTreeSet<usize> = indices.iter().filter_map(|&index| Some(key_of(index)? / page_size)).collect();
+    let named: Vec<usize> = named.into_iter().collect();
+    let renamed = |index: i32| {
+        let key = key_of(index)?;
+        let place = named.binary_search(&(key / page_size)).ok()?;
+        i32::try_from(place * page_size + key % page_size).ok()
+    };
+    tensors.set_i32s(lists, &indices.iter().map(|&index| renamed(index).unwrap_or(-1)).collect::<Vec<_>>());
+    for &name in stores {
+        let kept = permuted_along(tensors.tensor(name), 0, &named);
+        tensors.put(name, kept);
+    }
+    named.len()
 }
 
 impl Lengths {
