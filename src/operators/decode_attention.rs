@@ -10,12 +10,11 @@ use dsv4_reference::precision::Rounding;
 use half::bf16;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
-use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
 use super::Implementation;
-use super::lists::{IndexClass, Lengths, compact};
+use super::lists::{IndexClass, Lengths, compact, distinct};
 use super::paged::{page_bytes, page_gap, pages_of, rows_of};
 use super::sinks::Sinks;
 use crate::case::{Distribution, Draw};
@@ -569,7 +568,9 @@ fn timed(
         rate: Rate::Flops,
         amend: |c, tensors| {
             for ((names, store), own) in c.stores().zip(OWN_SLOTS) {
-                let lists = names.draw_from_own_slots(c, store.topk, own * store.topk);
+                // Of each request's own stretch of the store.
+                let (stream, own) = (names.stream("indices"), own * store.topk);
+                let lists = distinct((c.seed, &stream), [c.tokens(), store.topk, own], |token| token / c.s_q * own);
                 tensors.put(names.indices, HostTensor::from_i32(&[c.batch, c.s_q, store.topk], &lists));
             }
         },
@@ -671,20 +672,6 @@ impl StoreNames {
             rows.zip(referenced).filter(|(_, referenced)| !referenced).for_each(|(row, _)| row.fill(0xff));
         }
         self.put_rows(c, store, &rows, tensors);
-    }
-
-    /// For each token distinct slots in random order among the `own` ones of its request.
-    fn draw_from_own_slots(self, c: &DecodeAttentionCase, topk: usize, own: usize) -> Vec<i32> {
-        let mut draw = Draw::new(c.seed, &self.stream("indices"));
-        let mut lists = Vec::with_capacity(c.tokens() * topk);
-        for token in 0..c.tokens() {
-            let first = (token / c.s_q * own) as i32;
-            let mut slots: Vec<i32> = (first..first + own as i32).collect();
-            // The beginning of a Fisher-Yates shuffle.
-            (0..topk).for_each(|slot| slots.swap(slot, draw.rng().random_range(slot..own)));
-            lists.extend_from_slice(&slots[..topk]);
-        }
-        lists
     }
 
     /// The name of a random stream.

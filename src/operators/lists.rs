@@ -67,6 +67,24 @@ impl IndexClass {
     }
 }
 
+/// `count` lists of `topk` distinct keys in random order; list `i` has some of the `own` keys from `first(i)` on. `name` is
+/// the random stream.
+pub(crate) fn distinct(
+    (seed, name): (u64, &str),
+    [count, topk, own]: [usize; 3],
+    first: impl Fn(usize) -> usize,
+) -> Vec<i32> {
+    let mut draw = Draw::new(seed, name);
+    let mut order: Vec<usize> = (0..own).collect();
+    let mut lists = Vec::with_capacity(count * topk);
+    for list in 0..count {
+        // The beginning of a Fisher-Yates shuffle, of what the last list left.
+        (0..topk).for_each(|slot| order.swap(slot, draw.rng().random_range(slot..own)));
+        lists.extend(order[..topk].iter().map(|key| (first(list) + key) as i32));
+    }
+    lists
+}
+
 /// Keeps of `stores` the entries of the first axis, of `page_size` keys each, that some slot of `lists` names a key of;
 /// numbers the keys anew and returns how many entries there are. Slots that name none become -1.
 pub(crate) fn compact(tensors: &mut Tensors, lists: &'static str, stores: &[&'static str], page_size: usize) -> usize {

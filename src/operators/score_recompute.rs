@@ -11,7 +11,7 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::lists::{IndexClass, Lengths, compact};
+use super::lists::{IndexClass, Lengths, compact, distinct};
 use super::sinks::Sinks;
 use super::{Implementation, elements};
 use crate::case::{Distribution, Draw};
@@ -600,7 +600,7 @@ fn timed(case: ScoreRecomputeCase, portable: bool) -> Benchmark<ScoreRecompute> 
         rate: Rate::Flops,
         amend: |c, tensors| {
             if c.is_selected() {
-                let lists = c.indices.draw(c.seed, "indices", c.num_tokens, c.topk, c.num_keys);
+                let lists = distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
                 tensors.put("indices", HostTensor::from_i32(&[c.num_tokens, c.topk], &lists));
             } else {
                 tensors.set_i32s("q_off", &[first_position(c) as i32]);

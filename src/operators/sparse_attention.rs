@@ -10,7 +10,7 @@ use proptest::strategy::BoxedStrategy;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::lists::{IndexClass, Lengths, compact};
+use super::lists::{IndexClass, Lengths, compact, distinct};
 use super::sinks::Sinks;
 use super::{Float, Implementation};
 use crate::case::{Distribution, Draw};
@@ -576,7 +576,7 @@ fn timed(case: SparseAttentionCase, direction: Direction, portable: bool) -> Ben
         flops: products * product,
         rate: Rate::Flops,
         amend: |c, tensors| {
-            let lists = c.indices.draw(c.seed, "indices", c.num_tokens, c.topk, c.num_keys);
+            let lists = distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
             tensors.put("indices", HostTensor::from_i32(&[c.num_tokens, c.topk], &lists));
         },
         sampled: |_, c, tensors| {

@@ -255,10 +255,3 @@ fn tensors_that_do_not_repeat_to_those_of_the_case_are_refused_by_name() {
     let problem = problem(larger);
     assert!(problem.contains("`dy` is [9, 512]") || problem.contains("`x` is [9, 512]"), "{problem}");
 }
-
-#[test]
-fn zz_print() {
-    for b in all(&gpu("sm_90a")) {
-        println!("ZZ {}/{} {} {}", b.group(), b.name(), b.work().bytes, b.work().flops);
-    }
-}
