@@ -117,16 +117,17 @@ impl Truth {
     /// # Errors
     /// What the oracle refuses.
     pub fn of(prepared: &dyn Prepared) -> Result<Self, CaseError> {
-        Self::of_runs(&|precision, products| prepared.oracle_sharing(precision, products))
+        Self::of_runs(|precision, products| prepared.oracle_sharing(precision, products))
     }
 
     /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows, or of the forward alone.
     ///
     /// # Errors
     /// What the oracle refuses.
-    pub fn of_runs(
-        oracle: &(dyn Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync),
-    ) -> Result<Self, CaseError> {
+    pub fn of_runs<O>(oracle: O) -> Result<Self, CaseError>
+    where
+        O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
+    {
         let products = Products::default();
         let run = |precision| oracle(precision, &products);
         let exact = run(Precision::Exact)?;
@@ -284,7 +285,7 @@ fn run_kernels(
     }
 }
 
-/// Holds what kernels wrote, and nothing else that the oracle knows, to the truth.
+/// Holds what kernels wrote to the truth, tensor by tensor; what the oracle computed beside that is not asked for.
 pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
     let mut outcome = Outcome::default();
     known_to_the_oracle(truth, run, &mut outcome);

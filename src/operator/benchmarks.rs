@@ -430,7 +430,7 @@ impl<'d, K: Declared> OnDevice<'d, K> {
     fn compare(&self, placed: &Placed<'_>) -> Result<u64> {
         let sample = self.benchmark.sample(&self.given)?;
         let run = sample.written(&self.benchmark.placed_specs(), placed)?;
-        let truth = Truth::of_runs(&|precision, products| sample.oracle(precision, products))?;
+        let truth = Truth::of_runs(|precision, products| sample.oracle(precision, products))?;
         let outcome = checks::hold(&truth, &run);
         if let Some(failure) = outcome.failures().next() {
             return Err(anyhow!(

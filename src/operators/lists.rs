@@ -123,3 +123,39 @@ impl Lengths {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use dsv4_kernels::runtime::{DType, HostTensor};
+
+    use super::*;
+
+    #[test]
+    fn distinct_lists_name_every_key_of_their_own_at_most_once() {
+        let lists = distinct((1, "lists"), [50, 7, 9], |list| 9 * list);
+        let mut seen = BTreeSet::new();
+        for (number, list) in lists.chunks(7).enumerate() {
+            assert!(list.iter().all(|key| (9 * number as i32..9 * (number as i32 + 1)).contains(key)), "{list:?}");
+            assert_eq!(list.iter().collect::<BTreeSet<_>>().len(), 7);
+            seen.insert(list.iter().map(|key| key % 9).collect::<Vec<_>>());
+        }
+        assert!(seen.len() > 45, "lists repeat one another");
+    }
+
+    #[test]
+    fn what_lists_name_keeps_its_content_and_what_they_do_not_is_left_out() {
+        // Five pages of two keys; key 2 of page 1 is byte 2.
+        let bytes = |shape: &[usize]| HostTensor { dtype: DType::U8, shape: shape.to_vec(), bytes: (0..10).collect() };
+        let indices = [9, 2, -1, 10, i32::MIN, 3, 8, i32::MAX];
+        let mut tensors = Tensors::default();
+        tensors.put("pages", bytes(&[5, 2]));
+        tensors.put("indices", HostTensor::from_i32(&[2, 4], &indices));
+        assert_eq!(compact(&mut tensors, "indices", &["pages"], 2), 2);
+        let (kept, renamed) = (tensors.tensor("pages").clone(), tensors.i32s("indices"));
+        assert_eq!((kept.shape, kept.bytes.clone()), (vec![2, 2], vec![2, 3, 8, 9]));
+        for (before, after) in indices.iter().zip(renamed) {
+            let named = usize::try_from(after).ok().map(|at| i32::from(kept.bytes[at]));
+            assert_eq!(named, (0..10).contains(before).then_some(*before), "{before}");
+        }
+    }
+}

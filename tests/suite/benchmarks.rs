@@ -101,8 +101,8 @@ fn what_a_timed_call_writes_agrees_with_the_oracle() {
 fn what_no_call_wrote_is_not_taken_for_a_result() {
     let device = emulator();
     for group in ["rms_norm_forward", "rms_norm_backward"] {
-        let of_group = |benchmark: &Box<dyn Timed>| benchmark.group() == group;
-        let benchmark = all(device.environment()).into_iter().find(of_group).expect("a benchmark");
+        let benchmark = all(device.environment()).into_iter().find(|benchmark| benchmark.group() == group);
+        let benchmark = benchmark.expect("a benchmark");
         let buffers = benchmark.place(&device).expect("buffers");
         buffers.call(0).expect("a call");
         assert!(buffers.recheck(0).is_ok());
