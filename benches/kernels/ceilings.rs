@@ -3,15 +3,16 @@
 use anyhow::Result;
 use dsv4_kernels::runtime::cache::ModuleCache;
 use dsv4_kernels::runtime::cuda::{CudaBackend, blaslt};
-use dsv4_kernels::runtime::{DType, RuntimeError};
+use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, RuntimeError, TensorView};
+use dsv4_parity::case::{Distribution, Draw};
 use dsv4_parity::record::Ceilings;
-
-use crate::data::Lab;
 
 /// Bytes of each side of the copy.
 const COPY_BYTES: usize = 2 << 30;
 /// Extent of the matrix product.
 const MATRIX: usize = 8192;
+/// Numbers that are drawn for an operand, which repeats them.
+const DRAWN: usize = 1 << 20;
 /// Timed repetitions of each, after some that are not.
 const REPEATS: usize = 15;
 const WARM_UPS: usize = 3;
@@ -33,8 +34,9 @@ pub fn datasheet(device: &str) -> Option<Datasheet> {
 ///
 /// # Errors
 /// The device's. A missing cublasLt is said on stderr, and is none.
-pub fn measure(lab: &Lab<'_>) -> Result<Ceilings> {
-    let ceilings = Ceilings { copy_bytes_per_second: copy_rate(lab)?, matrix_flops_per_second: matrix_rate(lab)? };
+pub fn measure(device: &Device) -> Result<Ceilings> {
+    let (copy_bytes_per_second, matrix_flops_per_second) = (copy_rate(device)?, matrix_rate(device)?);
+    let ceilings = Ceilings { copy_bytes_per_second, matrix_flops_per_second };
     let matrix = match ceilings.matrix_flops_per_second {
         Some(rate) => format!("{:.1} TFLOP/s", rate * 1e-12),
         None => "not measured".to_owned(),
@@ -45,14 +47,14 @@ pub fn measure(lab: &Lab<'_>) -> Result<Ceilings> {
 }
 
 /// Bytes per second of a copy within the device, read plus written.
-fn copy_rate(lab: &Lab<'_>) -> Result<f64> {
-    let mut arena = lab.arena();
-    let source = lab.normal(&mut arena, "copy source", 0, &[COPY_BYTES / 2])?;
+fn copy_rate(device: &Device) -> Result<f64> {
+    let mut arena = DeviceArena::new(device, Contract::NAN);
+    let source = normal(&mut arena, "copy source", &[COPY_BYTES / 2])?;
     let target = arena.output("copy target", DType::U8, &[COPY_BYTES])?;
-    let backend = lab.device.backend();
+    let backend = device.backend();
     let mut seconds = Vec::with_capacity(REPEATS);
     for repeat in 0..WARM_UPS + REPEATS {
-        let time = backend.time(&mut || backend.copy(target.address, source.view.address, COPY_BYTES))?;
+        let time = backend.time(&mut || backend.copy(target.address, source.address, COPY_BYTES))?;
         if repeat >= WARM_UPS {
             seconds.push(time.as_secs_f64());
         }
@@ -60,18 +62,28 @@ fn copy_rate(lab: &Lab<'_>) -> Result<f64> {
     Ok(2.0 * COPY_BYTES as f64 / median(seconds))
 }
 
+/// A bf16 tensor of normal deviates, which repeat.
+fn normal(arena: &mut DeviceArena<'_>, name: &str, shape: &[usize]) -> Result<TensorView> {
+    let drawn = Draw::new(0, name).values(Distribution::Normal, 1, DRAWN, 1.0);
+    let drawn = HostTensor::from_f64(DType::Bf16, &[DRAWN], &drawn).bytes;
+    let view = arena.output(name, DType::Bf16, shape)?;
+    for at in (0..view.elements() * view.dtype.size()).step_by(drawn.len()) {
+        arena.device().backend().upload(view.address + at as u64, &drawn)?;
+    }
+    Ok(view)
+}
+
 /// FLOP per second of the matrix product.
-fn matrix_rate(lab: &Lab<'_>) -> Result<Option<f64>> {
-    let mut arena = lab.arena();
+fn matrix_rate(device: &Device) -> Result<Option<f64>> {
+    let mut arena = DeviceArena::new(device, Contract::NAN);
     let shape = [MATRIX, MATRIX];
-    let a = lab.normal(&mut arena, "matrix a", 0, &shape)?;
-    let b = lab.normal(&mut arena, "matrix b", 0, &shape)?;
+    let a = normal(&mut arena, "matrix a", &shape)?;
+    let b = normal(&mut arena, "matrix b", &shape)?;
     let c = arena.output("matrix c", DType::Bf16, &shape)?;
     // The product runs on a backend, and so on a stream, of its own.
-    lab.device.backend().synchronize()?;
-    let product = CudaBackend::new(ModuleCache::new(ModuleCache::default_dir())).and_then(|backend| {
-        blaslt::bf16_matmul_seconds(&backend, MATRIX, a.view.address, b.view.address, c.address, REPEATS)
-    });
+    device.backend().synchronize()?;
+    let product = CudaBackend::new(ModuleCache::new(ModuleCache::default_dir()))
+        .and_then(|backend| blaslt::bf16_matmul_seconds(&backend, MATRIX, a.address, b.address, c.address, REPEATS));
     match product {
         Ok(seconds) => Ok(Some(2.0 * (MATRIX as f64).powi(3) / median(seconds))),
         Err(error @ RuntimeError::BackendMissing { .. }) => {

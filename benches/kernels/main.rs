@@ -1,27 +1,18 @@
-//! Criterion benchmarks of every operator's kernels.
+//! Criterion benchmarks of every operator's kernels, as their declarations say
+//! ([`dsv4_parity::operator::declared::Declared::benchmarks`]).
 //!
-//! On a GPU the clock is a pair of CUDA events around many launches ([`clock`]), buffers rotate so that
-//! the second-level cache holds nothing of them ([`data`]), and the device's own rates are measured in the
-//! same run ([`ceilings`]). After timing, rows of what the timed launches wrote are compared with the
-//! oracle ([`recheck`]). Without a GPU the emulator and the oracles are timed on small shapes.
+//! On a GPU the clock is a pair of CUDA events around many launches ([`clock`]), buffers rotate so that the second-level
+//! cache holds nothing of them, and the device's own rates are measured in the same run ([`ceilings`]). After timing,
+//! rows of what the timed launches wrote are compared with the oracle. Without a GPU the emulator and the oracles are
+//! timed on small shapes.
 //!
 //! Results go to criterion's directory, with the facts that `parity run --criterion DIR` needs beside them.
 //! The exit code is 0 only when every benchmark that ran was compared, agreed, and stayed below what the
 //! device can do on paper.
 
-mod attention_combine;
 mod ceilings;
 mod clock;
-mod data;
-mod decode_attention;
-mod kv_cache_write;
-mod oracle;
-mod recheck;
-mod rms_norm;
-mod rope;
-mod score_recompute;
 mod session;
-mod sparse_attention;
 
 use std::process::ExitCode;
 
@@ -29,8 +20,8 @@ use anyhow::Result;
 use clap::Parser as _;
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::command::{DeviceArguments, exit_code_of};
+use dsv4_parity::operator::registry::OPERATORS;
 
-use data::Lab;
 use session::Session;
 
 /// The device of `PARITY_BACKEND`; criterion reads the command line.
@@ -53,33 +44,19 @@ fn main() -> ExitCode {
 
 fn run() -> Result<bool> {
     let device = Environment::try_parse_from(["kernels"])?.device.open()?;
-    let lab = Lab::new(&device);
-    let mut session = Session::new(&lab);
-    let benchmarks = match device.environment().backend {
-        BackendKind::Cuda => {
-            session.measure_ceilings()?;
-            [
-                rms_norm::production(),
-                rope::production(),
-                sparse_attention::production(),
-                decode_attention::production(),
-                attention_combine::production(),
-                kv_cache_write::production(),
-                score_recompute::production(),
-            ]
+    let gpu = device.environment().backend == BackendKind::Cuda;
+    let mut session = Session::new(&device);
+    if gpu {
+        session.measure_ceilings()?;
+    }
+    for operator in OPERATORS {
+        let benchmarks = operator.benchmarks(device.environment());
+        for benchmark in &benchmarks {
+            session.run(&**benchmark)?;
         }
-        BackendKind::Emulator | BackendKind::External => [
-            rms_norm::small(),
-            rope::small(),
-            sparse_attention::small(),
-            decode_attention::small(),
-            attention_combine::small(),
-            kv_cache_write::small(),
-            score_recompute::small(),
-        ],
-    };
-    for benchmark in benchmarks.into_iter().flatten() {
-        session.run(&benchmark)?;
+        if let (false, Some(benchmark)) = (gpu, benchmarks.first()) {
+            session.run_oracle(&**benchmark)?;
+        }
     }
     session.finish()
 }

@@ -2,67 +2,24 @@
 
 use std::any::Any;
 use std::cell::{Cell, OnceCell};
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use criterion::{Criterion, SamplingMode, Throughput};
-use dsv4_kernels::runtime::{BackendKind, RuntimeError};
+use dsv4_kernels::runtime::{BackendKind, Device, RuntimeError};
+use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
 use dsv4_parity::record::BenchmarkRecord;
 use dsv4_parity::report::benchmarks::{self, Facts, Work};
 
 use crate::ceilings::{self, Datasheet};
 use crate::clock::DeviceTime;
-use crate::data::Lab;
-
-/// Something to time.
-pub struct Benchmark {
-    /// Criterion's group: operator and direction.
-    pub group: &'static str,
-    /// Name within the group: extents and types.
-    pub name: String,
-    /// What one call does.
-    pub work: Work,
-    /// What is printed beside the time.
-    pub rate: Rate,
-    /// Makes inputs and places buffers. Called only when the benchmark runs.
-    pub prepare: Prepare,
-}
-
-/// See [`Benchmark::prepare`].
-pub type Prepare = Box<dyn for<'d> Fn(&Lab<'d>) -> Result<Box<dyn Prepared + 'd>>>;
-
-/// The rate of interest.
-#[derive(Clone, Copy)]
-pub enum Rate {
-    /// Bytes per second.
-    Bytes,
-    /// FLOP per second.
-    Flops,
-}
-
-/// A benchmark with its buffers.
-pub trait Prepared {
-    /// How many sets of buffers there are. Calls take them in turn.
-    fn sets(&self) -> usize;
-
-    /// Enqueues one call on a set.
-    ///
-    /// # Errors
-    /// The launcher's.
-    fn call(&self, lab: &Lab<'_>, set: usize) -> std::result::Result<(), RuntimeError>;
-
-    /// Compares rows of what the last call on `set` wrote with the oracle; how many elements.
-    ///
-    /// # Errors
-    /// What disagrees, or could not be compared.
-    fn recheck(&self, lab: &Lab<'_>, set: usize) -> std::result::Result<u64, String>;
-}
 
 /// The run.
-pub struct Session<'l, 'd> {
-    lab: &'l Lab<'d>,
+pub struct Session<'d> {
+    device: &'d Device,
     criterion: Criterion<DeviceTime>,
     clock: DeviceTime,
     directory: PathBuf,
@@ -73,10 +30,10 @@ pub struct Session<'l, 'd> {
     measuring: bool,
 }
 
-impl<'l, 'd> Session<'l, 'd> {
+impl<'d> Session<'d> {
     /// Reads criterion's command line.
-    pub fn new(lab: &'l Lab<'d>) -> Self {
-        let environment = lab.device.environment();
+    pub fn new(device: &'d Device) -> Self {
+        let environment = device.environment();
         let (samples, warm_up, measurement) = match environment.backend {
             BackendKind::Cuda => (20, Duration::from_millis(300), Duration::from_secs(1)),
             BackendKind::Emulator | BackendKind::External => {
@@ -94,10 +51,9 @@ impl<'l, 'd> Session<'l, 'd> {
             .nresamples(10_000)
             .with_measurement(clock.clone())
             .configure_from_args();
-        let device = environment.device.clone();
-        let datasheet = ceilings::datasheet(&device);
-        let facts = Facts { device, ..Facts::default() };
-        Self { lab, criterion, clock, directory, facts, datasheet, failures: Vec::new(), measuring: measuring() }
+        let datasheet = ceilings::datasheet(&environment.device);
+        let facts = Facts { device: environment.device.clone(), ..Facts::default() };
+        Self { device, criterion, clock, directory, facts, datasheet, failures: Vec::new(), measuring: measuring() }
     }
 
     /// Measures the device's rates, if anything is to be measured.
@@ -106,7 +62,7 @@ impl<'l, 'd> Session<'l, 'd> {
     /// The device's.
     pub fn measure_ceilings(&mut self) -> Result<()> {
         if self.measuring {
-            let ceilings = ceilings::measure(self.lab)?;
+            let ceilings = ceilings::measure(self.device)?;
             let matrix = ceilings.matrix_flops_per_second;
             self.check_rates("ceilings", ceilings.copy_bytes_per_second, matrix.unwrap_or(0.0));
             self.facts.ceilings = Some(ceilings);
@@ -114,52 +70,80 @@ impl<'l, 'd> Session<'l, 'd> {
         Ok(())
     }
 
-    /// Times one benchmark if the filter admits it, and rechecks what it wrote.
+    /// Times one benchmark if it can run here and the filter admits it, and rechecks what it wrote.
     ///
     /// # Errors
     /// What the device or a launcher refuses. Disagreements are collected instead, for [`Session::finish`].
-    pub fn run(&mut self, benchmark: &Benchmark) -> Result<()> {
-        let id = format!("{}/{}", benchmark.group, benchmark.name);
-        let (prepared, calls) = (OnceCell::new(), Cell::new(0usize));
-        let timed = catch_unwind(AssertUnwindSafe(|| self.time(benchmark, &prepared, &calls)));
-        timed.map_err(|panic| error_of(panic).context(id.clone()))?;
-        let (Some(prepared), true) = (prepared.get(), calls.get() > 0) else { return Ok(()) };
+    pub fn run(&mut self, benchmark: &dyn Timed) -> Result<()> {
+        let id = Id::of(benchmark);
+        if let Some(why) = benchmark.cannot_run(self.device.environment()) {
+            eprintln!("skipped {id}: {why}");
+            return Ok(());
+        }
+        let device = self.device;
+        let place = || Ok(Box::new(benchmark.place(device)?) as Box<dyn Callee + 'd>);
+        self.run_callee(&id, benchmark.work(), benchmark.rate(), &place)
+    }
+
+    /// Times the oracle of a benchmark's call on the host: how long the truth takes. Its bytes and FLOP are those of the
+    /// kernel's call, so that the two rates compare.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn run_oracle(&mut self, benchmark: &dyn Timed) -> Result<()> {
+        let Id { group, name } = Id::of(benchmark);
+        let name = if name.contains("bf16") { name.replace("bf16", "f64") } else { format!("{name} f64") };
+        let id = Id { group: format!("{group}_oracle"), name };
+        let place = || Ok(Box::new(benchmark.oracle()?) as Box<dyn Callee + 'd>);
+        self.run_callee(&id, benchmark.work(), benchmark.rate(), &place)
+    }
+
+    fn run_callee(&mut self, id: &Id, work: Work, rate: Rate, place: &Place<'_, 'd>) -> Result<()> {
+        let (callee, calls) = (OnceCell::new(), Cell::new(0usize));
+        let timed = catch_unwind(AssertUnwindSafe(|| self.time(id, &work, rate, place, &callee, &calls)));
+        timed.map_err(|panic| error_of(panic).context(id.to_string()))?;
+        let (Some(callee), true) = (callee.get(), calls.get() > 0) else { return Ok(()) };
         let start = Instant::now();
-        match prepared.recheck(self.lab, (calls.get() - 1) % prepared.sets()) {
-            Ok(0) => self.fail(&id, "nothing was compared"),
+        match callee.recheck((calls.get() - 1) % callee.sets()) {
+            Ok(0) => self.fail(&id.to_string(), "nothing was compared"),
             Ok(compared) => {
                 println!("{:24}{compared} elements agree ({:.1} s)", "", start.elapsed().as_secs_f64());
-                self.facts.work.insert(id, benchmark.work.clone());
+                self.facts.work.insert(id.to_string(), work);
             }
-            Err(problem) => self.fail(&id, &problem),
+            Err(problem) => self.fail(&id.to_string(), &format!("{problem:#}")),
         }
         Ok(())
     }
 
     /// Hands the benchmark to criterion, whose closures cannot fail: errors leave by unwinding.
-    fn time<'p>(&mut self, benchmark: &Benchmark, prepared: &'p OnceCell<Box<dyn Prepared + 'd>>, calls: &Cell<usize>)
-    where
-        'd: 'p,
-    {
-        let (lab, clock) = (self.lab, self.clock.clone());
-        let mut group = self.criterion.benchmark_group(benchmark.group);
+    fn time(
+        &mut self,
+        id: &Id,
+        work: &Work,
+        rate: Rate,
+        place: &Place<'_, 'd>,
+        callee: &OnceCell<Box<dyn Callee + 'd>>,
+        calls: &Cell<usize>,
+    ) {
+        let (device, clock) = (self.device, self.clock.clone());
+        let mut group = self.criterion.benchmark_group(&id.group);
         // Samples of equal length: the median over them is what is reported.
         group.sampling_mode(SamplingMode::Flat);
-        group.throughput(match benchmark.rate {
-            Rate::Bytes => Throughput::BytesDecimal(benchmark.work.bytes as u64),
-            Rate::Flops => Throughput::Elements(benchmark.work.flops as u64),
+        group.throughput(match rate {
+            Rate::Bytes => Throughput::BytesDecimal(work.bytes as u64),
+            Rate::Flops => Throughput::Elements(work.flops as u64),
         });
-        group.bench_function(&benchmark.name, |bencher| {
-            let prepared = prepared.get_or_init(|| ready(benchmark, lab).unwrap_or_else(|error| leave(error)));
+        group.bench_function(&id.name, |bencher| {
+            let callee = callee.get_or_init(|| ready(place, device).unwrap_or_else(|error| leave(error)));
             bencher.iter_custom(|iterations| {
                 let mut calls_of_sample = || {
                     for _ in 0..iterations {
-                        prepared.call(lab, calls.get() % prepared.sets())?;
+                        callee.call(calls.get() % callee.sets())?;
                         calls.set(calls.get() + 1);
                     }
                     Ok(())
                 };
-                clock.interval(lab.device, &mut calls_of_sample).unwrap_or_else(|error| leave(error.into()))
+                clock.interval(device, &mut calls_of_sample).unwrap_or_else(|error| leave(error.into()))
             });
         });
         group.finish();
@@ -213,13 +197,79 @@ impl<'l, 'd> Session<'l, 'd> {
     }
 }
 
+/// What criterion knows a benchmark by.
+struct Id {
+    group: String,
+    name: String,
+}
+
+impl Id {
+    fn of(benchmark: &dyn Timed) -> Self {
+        Self { group: benchmark.group(), name: benchmark.name().to_owned() }
+    }
+}
+
+impl fmt::Display for Id {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.group, self.name)
+    }
+}
+
+/// What is called under the clock: kernels on their buffers, or an oracle.
+trait Callee {
+    /// How many sets of buffers there are. Calls take them in turn.
+    fn sets(&self) -> usize;
+
+    /// Enqueues one call on a set.
+    fn call(&self, set: usize) -> std::result::Result<(), RuntimeError>;
+
+    /// Compares what the last call on `set` computed; how many elements.
+    fn recheck(&self, set: usize) -> Result<u64>;
+}
+
+/// Makes it; called only when the benchmark runs.
+type Place<'p, 'd> = dyn Fn() -> Result<Box<dyn Callee + 'd>> + 'p;
+
+impl Callee for Box<dyn Buffers + '_> {
+    fn sets(&self) -> usize {
+        (**self).sets()
+    }
+
+    fn call(&self, set: usize) -> std::result::Result<(), RuntimeError> {
+        (**self).call(set)
+    }
+
+    fn recheck(&self, set: usize) -> Result<u64> {
+        (**self).recheck(set)
+    }
+}
+
+impl Callee for OracleCall {
+    fn sets(&self) -> usize {
+        1
+    }
+
+    fn call(&self, _: usize) -> std::result::Result<(), RuntimeError> {
+        let output = self().map_err(|error| RuntimeError::argument("oracle", "inputs", error.to_string()))?;
+        std::hint::black_box(output);
+        Ok(())
+    }
+
+    /// Two runs are bit-equal: nothing else can judge the judge here.
+    fn recheck(&self, _: usize) -> Result<u64> {
+        let (first, second) = (self()?, self()?);
+        let equal = first.iter().map(|x| x.to_bits()).eq(second.iter().map(|x| x.to_bits()));
+        if equal { Ok(first.len() as u64) } else { Err(anyhow!("two runs of the oracle differ")) }
+    }
+}
+
 /// Prepares a benchmark and calls it once on each set: compilation must be over before criterion guesses
 /// from its warm-up how long a call takes.
-fn ready<'d>(benchmark: &Benchmark, lab: &Lab<'d>) -> Result<Box<dyn Prepared + 'd>> {
-    let prepared = (benchmark.prepare)(lab)?;
-    (0..prepared.sets()).try_for_each(|set| prepared.call(lab, set))?;
-    lab.device.backend().synchronize()?;
-    Ok(prepared)
+fn ready<'d>(place: &Place<'_, 'd>, device: &Device) -> Result<Box<dyn Callee + 'd>> {
+    let callee = place()?;
+    (0..callee.sets()).try_for_each(|set| callee.call(set))?;
+    device.backend().synchronize()?;
+    Ok(callee)
 }
 
 /// Whether criterion's command line asks for measurements that are kept.

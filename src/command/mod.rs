@@ -1,5 +1,6 @@
 //! The subcommands of `parity`.
 
+mod benchmarks;
 mod bisect;
 mod compile;
 mod diff;

@@ -9,6 +9,7 @@ use clap::Args;
 use dsv4_kernels::runtime::{BackendKind, Device};
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::benchmarks::{self, Measured};
 use super::{DeviceArguments, Exit};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
@@ -16,7 +17,7 @@ use crate::operator::registry;
 use crate::operator::{Operator, Profile};
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Shard};
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
-use crate::report::{self, benchmarks, history};
+use crate::report::{self, history};
 use crate::sweep::progress::Progress;
 use crate::sweep::regressions::Regressions;
 use crate::sweep::shard::{Costs, Plan};
@@ -48,9 +49,13 @@ pub struct RunArguments {
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/latest", value_name = "DIR")]
     out: PathBuf,
-    /// Criterion's directory, whose results join the report
-    #[arg(long, default_value = "target/criterion", value_name = "DIR")]
-    criterion: PathBuf,
+    /// Criterion's directory, whose results join the report; target/criterion, if there are any, when absent
+    #[arg(long, value_name = "DIR")]
+    criterion: Option<PathBuf>,
+    /// The benchmarks' executable, which cargo bench --no-run names: runs before the sweep; its results join the report,
+    /// and benchmarks.txt in --out is what it prints
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["criterion", "shard"])]
+    benchmarks: Option<PathBuf>,
     /// Folder of remembered failing cases
     #[arg(long, value_name = "DIR")]
     regressions: Option<PathBuf>,
@@ -74,10 +79,14 @@ pub struct RunArguments {
 pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let operators = registry::select(arguments.ops.as_deref())?;
     let device = arguments.device.open()?;
+    // Before anything else runs: what cannot be understood must not cost a finished sweep its report.
+    let measured = match &arguments.benchmarks {
+        Some(file) => benchmarks::run(file, arguments.ops.as_deref(), &arguments.device, &device, &arguments.out)?,
+        None => benchmarks::earlier(arguments.criterion.as_deref(), &device)?,
+    };
+    let Measured { found: measured, agreed } = measured;
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let start = Instant::now();
-    // Read before anything runs: what cannot be understood must not cost a finished sweep its report.
-    let measured = benchmarks::read(&arguments.criterion, &device.environment().device).map_err(anyhow::Error::msg)?;
     let options = sweep_options(arguments, &device);
     let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
     let remembered = match &begun {
@@ -120,7 +129,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         history::append(&report, file)?;
     }
     summarise(&report, &arguments.out);
-    Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
+    Ok(if agreed && report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
 }
 
 fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {

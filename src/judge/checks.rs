@@ -117,8 +117,19 @@ impl Truth {
     /// # Errors
     /// What the oracle refuses.
     pub fn of(prepared: &dyn Prepared) -> Result<Self, CaseError> {
+        Self::of_runs(|precision, products| prepared.oracle_sharing(precision, products))
+    }
+
+    /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows, or of the forward alone.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn of_runs<O>(oracle: O) -> Result<Self, CaseError>
+    where
+        O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
+    {
         let products = Products::default();
-        let run = |precision| prepared.oracle_sharing(precision, &products);
+        let run = |precision| oracle(precision, &products);
         let exact = run(Precision::Exact)?;
         let precisions: Vec<Precision> = working_precisions().collect();
         let working = precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
@@ -239,11 +250,7 @@ fn run_kernels(
     if truth.exact.is_empty() {
         outcome.push("oracle", "", Verdict::Error, 0, "the oracle returned no tensor".into());
     }
-    for found in &first.tensors {
-        if !truth.exact.iter().any(|exact| exact.name == found.name) {
-            outcome.push("oracle", found.name, Verdict::Error, 0, "the oracle has no such tensor".into());
-        }
-    }
+    known_to_the_oracle(truth, &first, outcome);
     let mut budgets = Vec::new();
     for (index, exact) in truth.exact.iter().enumerate() {
         if let Some(why) = runner.leaves_out(exact) {
@@ -275,6 +282,29 @@ fn run_kernels(
             return;
         }
         law_checks(&law, runner, truth, &first, &budgets, outcome);
+    }
+}
+
+/// Holds what kernels wrote to the truth, tensor by tensor; what the oracle computed beside that is not asked for.
+pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
+    let mut outcome = Outcome::default();
+    known_to_the_oracle(truth, run, &mut outcome);
+    for found in &run.tensors {
+        let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else { continue };
+        let exact = &truth.exact[index];
+        match truth.budget_of(index, found) {
+            Ok(budget) => compare(truth, exact, found, run, &budget, &mut outcome),
+            Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
+        }
+    }
+    outcome
+}
+
+fn known_to_the_oracle(truth: &Truth, run: &KernelRun, outcome: &mut Outcome) {
+    for found in &run.tensors {
+        if !truth.exact.iter().any(|exact| exact.name == found.name) {
+            outcome.push("oracle", found.name, Verdict::Error, 0, "the oracle has no such tensor".into());
+        }
     }
 }
 

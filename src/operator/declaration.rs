@@ -401,6 +401,14 @@ impl Specs {
         Self { seed, all }
     }
 
+    /// The same without some of them.
+    pub(super) fn without(mut self, left_out: impl Fn(&TensorSpec) -> bool) -> Self {
+        for spec in &mut self.all {
+            spec.present &= !left_out(spec);
+        }
+        self
+    }
+
     /// Those that this case has.
     pub fn present(&self) -> impl Iterator<Item = &TensorSpec> + Clone {
         self.all.iter().filter(|spec| spec.present)

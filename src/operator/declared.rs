@@ -10,6 +10,7 @@ use std::sync::Arc;
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
 };
+use dsv4_reference::Products;
 use dsv4_reference::precision::{Precision, Rounding};
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
@@ -17,6 +18,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use super::benchmarks::{Benchmark, Timed};
 use super::declaration::{Part, Specs, TensorSpec};
 use super::laws::Laws;
 use super::layouts::{self, Layouts, TensorLayout};
@@ -209,6 +211,11 @@ pub trait Declared: Sized + Send + Sync + 'static {
     fn golden(_file: &GoldenFile) -> Result<Vec<Golden<Self::Case>>, String> {
         Ok(Vec::new())
     }
+
+    /// What is timed: on a GPU the shapes of the model, elsewhere some that the emulator can bear.
+    fn benchmarks(_environment: &Environment) -> Vec<Benchmark<Self>> {
+        Vec::new()
+    }
 }
 
 /// Views of a case's tensors on the device, by name.
@@ -251,14 +258,20 @@ pub(super) type Frozen = (TensorView, HostTensor);
 /// The launches of one run: on which device, what ran, and what may not change any more.
 pub struct Launches<'r> {
     device: &'r Device,
-    arena: &'r DeviceArena<'r>,
+    /// What is frozen is read back through it; absent where nothing may wait for the device.
+    arena: Option<&'r DeviceArena<'r>>,
     paths: Vec<String>,
     frozen: Vec<Frozen>,
 }
 
 impl<'r> Launches<'r> {
     pub(super) fn new(device: &'r Device, arena: &'r DeviceArena<'r>) -> Self {
-        Self { device, arena, paths: Vec::new(), frozen: Vec::new() }
+        Self { device, arena: Some(arena), paths: Vec::new(), frozen: Vec::new() }
+    }
+
+    /// Launches under the clock: nothing is read back, so nothing is frozen.
+    pub(super) fn timed(device: &'r Device) -> Self {
+        Self { device, arena: None, paths: Vec::new(), frozen: Vec::new() }
     }
 
     /// The device to launch on. One rank; operators of several ranks will ask for others by number.
@@ -289,8 +302,11 @@ impl<'r> Launches<'r> {
     /// # Errors
     /// The device's.
     pub fn freeze(&mut self, view: &TensorView) -> Result<(), RuntimeError> {
-        if self.frozen.iter().all(|(frozen, _)| frozen.name != view.name || !frozen.same_elements(view)) {
-            self.frozen.push((view.clone(), self.arena.download(view)?));
+        let known = |(frozen, _): &Frozen| frozen.name == view.name && frozen.same_elements(view);
+        if let Some(arena) = self.arena
+            && !self.frozen.iter().any(known)
+        {
+            self.frozen.push((view.clone(), arena.download(view)?));
         }
         Ok(())
     }
@@ -330,7 +346,7 @@ const LAYOUTS: &str = "layouts";
 const SPECIAL: &str = "special";
 const PADDING: &str = "padding";
 
-fn field_error<K: Declared>(refused: Refused) -> CaseError {
+pub(super) fn field_error<K: Declared>(refused: Refused) -> CaseError {
     CaseError::Field { operator: K::ABOUT.name, field: refused.field, reason: refused.reason }
 }
 
@@ -558,6 +574,11 @@ impl<K: Declared> Operator for Op<K> {
         }
         super::refusals::of::<K>(device)
     }
+
+    fn benchmarks(&self, environment: &Environment) -> Vec<Box<dyn Timed>> {
+        let erased = |benchmark| Box::new(Arc::new(benchmark)) as Box<dyn Timed>;
+        K::benchmarks(environment).into_iter().map(erased).collect()
+    }
 }
 
 fn special_axis<K: Declared>() -> Option<String> {
@@ -618,14 +639,22 @@ impl<K: Declared> Inputs<K> {
         K::tensors(&self.case)
     }
 
-    fn run_oracle(&self, precision: Precision) -> dsv4_reference::Result<Vec<OracleTensor>> {
+    /// Runs the oracle of these sides, by itself or as one of the runs that have `products` in common.
+    pub(super) fn run_oracle(
+        &self,
+        precision: Precision,
+        products: Option<&Products>,
+        sides: &[Side],
+    ) -> dsv4_reference::Result<Vec<OracleTensor>> {
         let specs = self.specs();
         let bound = Bound::new(&self.tensors);
-        let forward = K::forward(&self.case, &bound, &mut Rounding::new(precision))?;
-        let backward = K::backward(&self.case, &bound, &mut Rounding::new(precision))?;
-        let sides = [(Side::Forward, forward), (Side::Gradient, backward)];
         let mut tensors = Vec::new();
-        for (side, computed) in sides {
+        for &side in sides {
+            let mut rounding = products.map_or_else(|| Rounding::new(precision), |p| Rounding::sharing(precision, p));
+            let computed = match side {
+                Side::Forward => K::forward(&self.case, &bound, &mut rounding)?,
+                Side::Gradient => K::backward(&self.case, &bound, &mut rounding)?,
+            };
             for (name, tensor) in computed.into_tensors() {
                 tensors.push(OracleTensor { name, side, shape: tensor.dims().to_vec(), values: elements(&tensor)? });
             }
@@ -704,7 +733,7 @@ fn stored(spec: &TensorSpec, values: &[f64]) -> HostTensor {
     }
 }
 
-fn kernel_tensor(spec: &TensorSpec, tensor: HostTensor) -> KernelTensor {
+pub(super) fn kernel_tensor(spec: &TensorSpec, tensor: HostTensor) -> KernelTensor {
     let TensorSpec { deterministic, comparison, grid, pooling, .. } = *spec;
     KernelTensor { deterministic, comparison, grid, pooling, ..KernelTensor::new(spec.name, tensor) }
 }
@@ -719,7 +748,11 @@ impl<K: Declared> Prepared for Inputs<K> {
     }
 
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
-        self.run_oracle(precision).map_err(oracle_error::<K>)
+        self.run_oracle(precision, None, &Side::BOTH).map_err(oracle_error::<K>)
+    }
+
+    fn oracle_sharing(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
+        self.run_oracle(precision, Some(products), &Side::BOTH).map_err(oracle_error::<K>)
     }
 
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {

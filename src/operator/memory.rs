@@ -6,7 +6,7 @@ use dsv4_kernels::runtime::{Contract, Device, DeviceArena, HostTensor, Role, Run
 use super::declaration::{Specs, TensorSpec};
 use super::declared::{Views, layout_of, role};
 use super::layouts::Layouts;
-use super::tensors::Tensors;
+use super::tensors::{Tensors, repeated_along};
 use crate::operators::Aliasing;
 
 /// Tensors on a device, and the arena that owns them.
@@ -15,6 +15,8 @@ pub(super) struct Placed<'d> {
     views: Views,
     /// As the backward sees them: inputs that the forward overwrites are there a second time.
     backward: Views,
+    /// Whether a given tensor that is smaller than declared goes on as it began.
+    repeats: bool,
 }
 
 impl<'d> Placed<'d> {
@@ -26,8 +28,23 @@ impl<'d> Placed<'d> {
         layouts: &Layouts,
         tensors: &Tensors,
     ) -> Result<Self, RuntimeError> {
-        let mut placed =
-            Self { arena: DeviceArena::new(device, contract), views: Views::default(), backward: Views::default() };
+        let (arena, [views, backward]) = (DeviceArena::new(device, contract), <[Views; 2]>::default());
+        Self { arena, views, backward, repeats: false }.fill(specs, layouts, tensors)
+    }
+
+    /// As [`Self::place`], densely; given tensors that are smaller than declared are repeated to the declared extents.
+    pub fn repeating(
+        device: &'d Device,
+        contract: Contract,
+        specs: &Specs,
+        tensors: &Tensors,
+    ) -> Result<Self, RuntimeError> {
+        let (arena, [views, backward]) = (DeviceArena::new(device, contract), <[Views; 2]>::default());
+        Self { arena, views, backward, repeats: true }.fill(specs, &Layouts::new(), tensors)
+    }
+
+    fn fill(mut self, specs: &Specs, layouts: &Layouts, tensors: &Tensors) -> Result<Self, RuntimeError> {
+        let placed = &mut self;
         let has_backward = specs.gradients().next().is_some();
         for spec in specs.present().filter(|spec| spec.is_stored()) {
             let Some((aliasing, of)) = spec.placed else {
@@ -43,7 +60,7 @@ impl<'d> Placed<'d> {
                 spec.name
             );
         }
-        Ok(placed)
+        Ok(self)
     }
 
     /// Places a tensor, and the one that lies in its memory.
@@ -68,7 +85,7 @@ impl<'d> Placed<'d> {
             self.put(over.name, TensorView { name: over.name.into(), ..both });
             if let Some(host) = tensors.get(spec.name).filter(|_| has_backward) {
                 // The backward reads the input that the forward read.
-                let saved = self.arena.upload(&format!("saved_{}", spec.name), host, &layout, Role::Input)?;
+                let saved = self.upload(&format!("saved_{}", spec.name), host, spec, &layout, Role::Input)?;
                 self.backward.put(spec.name, saved);
             }
         } else {
@@ -91,12 +108,45 @@ impl<'d> Placed<'d> {
         tensors: &Tensors,
     ) -> Result<TensorView, RuntimeError> {
         match tensors.get(spec.name) {
-            Some(host) if spec.is_given() => self.arena.upload(spec.name, host, layout, role),
+            Some(host) if spec.is_given() => self.upload(spec.name, host, spec, layout, role),
             _ => self.arena.allocate(spec.name, spec.dtype, &spec.shape(), layout, role),
         }
     }
 
-    fn put(&mut self, name: &'static str, view: TensorView) {
+    /// Uploads a tensor; what is to be repeated along the outermost axis of a dense one is copied within the device.
+    fn upload(
+        &mut self,
+        name: &str,
+        host: &HostTensor,
+        spec: &TensorSpec,
+        layout: &Layout,
+        role: Role,
+    ) -> Result<TensorView, RuntimeError> {
+        let shape = spec.shape();
+        if !self.repeats || host.shape == shape {
+            return self.arena.upload(name, host, layout, role);
+        }
+        let dense = *layout == Layout::dense(&shape);
+        let axes = usize::from(dense)..shape.len();
+        let host = axes.fold(host.clone(), |host, at| repeated_along(&host, at, 0..shape[at]));
+        if !dense || host.shape == shape {
+            return self.arena.upload(name, &host, layout, role);
+        }
+        let view = self.arena.allocate(name, spec.dtype, &shape, layout, role)?;
+        let (backend, total) = (self.arena.device().backend(), view.elements() * view.dtype.size());
+        backend.upload(view.address, &host.bytes)?;
+        // What is there is whole repetitions until the last copy.
+        let mut done = host.bytes.len();
+        while (1..total).contains(&done) {
+            let bytes = done.min(total - done);
+            backend.copy(view.address + done as u64, view.address, bytes)?;
+            done += bytes;
+        }
+        Ok(view)
+    }
+
+    /// Puts a view in the place of its name's, for forward and backward.
+    pub fn put(&mut self, name: &'static str, view: TensorView) {
         self.views.put(name, view.clone());
         self.backward.put(name, view);
     }

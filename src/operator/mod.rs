@@ -17,6 +17,7 @@ use crate::case::{Case, CaseError};
 use crate::judge::golden::GoldenFile;
 use crate::record::OperatorRecord;
 
+pub mod benchmarks;
 pub mod declaration;
 pub mod declared;
 pub mod documentation;
@@ -128,6 +129,11 @@ pub trait Operator: Sync {
     fn refusals(&self, _device: &Device) -> Result<Vec<refusals::Refusal>, CaseError> {
         Ok(Vec::new())
     }
+
+    /// What is timed on a device like this one.
+    fn benchmarks(&self, _environment: &Environment) -> Vec<Box<dyn benchmarks::Timed>> {
+        Vec::new()
+    }
 }
 
 /// Forward output or gradient.
@@ -137,6 +143,11 @@ pub enum Side {
     Forward,
     /// A gradient.
     Gradient,
+}
+
+impl Side {
+    /// Both of them.
+    pub const BOTH: [Self; 2] = [Self::Forward, Self::Gradient];
 }
 
 /// A tensor of the oracle, in f64, not rounded to the type in which the kernel stores it.

@@ -168,10 +168,20 @@ pub fn permuted_along(tensor: &HostTensor, at: usize, order: &[usize]) -> HostTe
     let outer: usize = shape[..at].iter().product();
     let entry = shape[at + 1..].iter().product::<usize>() * tensor.dtype.size();
     let whole = shape[at] * entry;
-    let pieces = (0..outer).flat_map(|o| order.iter().map(move |&from| o * whole + from * entry));
-    let bytes = pieces.flat_map(|start| tensor.bytes[start..start + entry].iter().copied()).collect();
+    let mut bytes = Vec::with_capacity(outer * order.len() * entry);
+    for start in (0..outer).flat_map(|o| order.iter().map(move |&from| o * whole + from * entry)) {
+        bytes.extend_from_slice(&tensor.bytes[start..start + entry]);
+    }
     shape[at] = order.len();
     HostTensor { dtype: tensor.dtype, shape, bytes }
+}
+
+/// Entries along axis `at` of a tensor that goes on beyond its end as it began.
+pub(super) fn repeated_along(tensor: &HostTensor, at: usize, entries: impl Iterator<Item = usize>) -> HostTensor {
+    let extent = tensor.shape[at].max(1);
+    let order: Vec<usize> = entries.map(|entry| entry % extent).collect();
+    let as_it_is = order.len() == tensor.shape[at] && order.iter().copied().eq(0..order.len());
+    if as_it_is { tensor.clone() } else { permuted_along(tensor, at, &order) }
 }
 
 /// What an oracle reads: the given tensors, widened; a triangulation, or a chain of operators, puts others in their

@@ -241,6 +241,28 @@ impl Declared for AttentionCombine {
             laws.law("parts may be permuted", |v| pick_parts(v, &order), both(|| Relation::WithinBudget));
         }
     }
+
+    /// The parts of a batch of decoded tokens: a few of many rows, and many of few.
+    fn benchmarks(
+        environment: &dsv4_kernels::runtime::Environment,
+    ) -> Vec<crate::operator::benchmarks::Benchmark<Self>> {
+        use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
+        let gpu = [(2, 128, 128), (8, 128, 128), (18, 1, 128)];
+        let shapes = if on_gpu(environment) { &gpu[..] } else { &[(4, 2, 8)] };
+        let benchmark = |&(num_parts, num_tokens, num_heads): &(usize, usize, usize)| {
+            let plain = AttentionCombineCase::plain(num_parts, num_tokens, num_heads, 512);
+            let case = AttentionCombineCase { empty: EmptyParts::None, lse_deviation: 1.0, ..plain };
+            let (parts, rows) = (num_parts as f64, (num_tokens * num_heads) as f64);
+            // Every part read, the merged row written; a product and a sum for each element read.
+            let bytes = rows * (parts * (4 * case.v_dim + 4) as f64 + (2 * case.v_dim + 4) as f64);
+            let flops = 2.0 * parts * rows * case.v_dim as f64;
+            let token = num_parts * num_heads * case.v_dim;
+            let drawn = AttentionCombineCase { num_tokens: num_tokens.min((DRAWN / token).max(1)), ..case.clone() };
+            let name = format!("{num_parts} parts {num_tokens}x{num_heads}x{}", case.v_dim);
+            Benchmark { drawn, bytes, flops, ..Benchmark::new(Direction::Forward, name, case, "num_tokens") }
+        };
+        shapes.iter().map(benchmark).collect()
+    }
 }
 
 fn both(relation: impl Fn() -> Relation) -> [(&'static str, Relation); 2] {

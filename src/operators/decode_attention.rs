@@ -14,12 +14,13 @@ use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
 use super::Implementation;
-use super::lists::{IndexClass, Lengths};
+use super::lists::{IndexClass, Lengths, compact, distinct};
 use super::paged::{page_bytes, page_gap, pages_of, rows_of};
 use super::sinks::Sinks;
 use crate::case::{Distribution, Draw};
 use crate::judge::checks::permutation;
 use crate::judge::golden::GoldenFile;
+use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, on_gpu};
 use crate::operator::declaration::{Specs, TensorSpec, axis, input, output};
 use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
 use crate::operator::golden::Golden;
@@ -107,6 +108,10 @@ pub struct DecodeAttentionCase {
     /// Which kernels run; portable in lines written before there was a choice.
     #[serde(default)]
     pub implementation: Implementation,
+    /// Heads of a unit and the cuts of each one's list, of some requests of a larger case: a benchmark's sample, which no
+    /// line can ask for.
+    #[serde(skip)]
+    cuts: Option<(usize, Vec<Vec<usize>>)>,
     /// Seed of the data.
     pub seed: u64,
 }
@@ -142,6 +147,7 @@ impl DecodeAttentionCase {
             distribution: Distribution::Normal,
             poison_unreferenced: true,
             implementation: Implementation::Portable,
+            cuts: None,
             seed: 1,
         }
     }
@@ -507,7 +513,85 @@ impl Declared for DecodeAttention {
     fn golden(file: &GoldenFile) -> Result<Vec<Golden<DecodeAttentionCase>>, String> {
         Ok(vec![golden_case(file)?])
     }
+
+    /// The lists of the two production models at three batches, one token a request. A call is both launches.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        let (fastest, portable) = (Implementation::fastest_on(environment), Implementation::Portable);
+        let num_blocks = (environment.processors as usize).max(1);
+        if !on_gpu(environment) {
+            return vec![timed(1, 16, [64, 64], MODEL, portable, num_blocks)];
+        }
+        let of_model = |(num_heads, compressed)| {
+            let model = move |batch| timed(batch, num_heads, [128, compressed], MODEL, fastest, num_blocks);
+            let bf16 = timed(128, num_heads, [128, compressed], launched::RowFormat::bf16(512), fastest, num_blocks);
+            let portable = timed(128, num_heads, [128, compressed], MODEL, portable, num_blocks);
+            let name = format!("{}{}", portable.name, Implementation::suffix(true));
+            [1, 32, 128].map(model).into_iter().chain([bf16, Benchmark { name, ..portable }])
+        };
+        [(64, 512), (128, 1024)].into_iter().flat_map(of_model).collect()
+    }
 }
+
+fn timed(
+    batch: usize,
+    num_heads: usize,
+    [window, compressed]: [usize; 2],
+    format: launched::RowFormat,
+    implementation: Implementation,
+    num_blocks: usize,
+) -> Benchmark<DecodeAttention> {
+    // Every request has its own window and, among the entries of its context, selected ones.
+    let store = |topk: usize, page_size: usize, own: usize| {
+        let num_pages = (batch * own).div_ceil(page_size);
+        StoreCase { topk, num_pages, page_size }
+    };
+    let case = DecodeAttentionCase {
+        window: store(window, 256, OWN_SLOTS[0] * window),
+        compressed: Some(store(compressed, 64, OWN_SLOTS[1] * compressed)),
+        indices: IndexClass::Valid,
+        logit_deviation: 1.0,
+        poison_unreferenced: false,
+        implementation,
+        ..DecodeAttentionCase::plain(batch, 1, num_heads, format, num_blocks)
+    };
+    let mut drawn = DecodeAttentionCase { batch: batch.min(DRAWN / (num_heads * format.head_dim())), ..case.clone() };
+    for (_, store) in drawn.stores_mut() {
+        store.num_pages = store.num_pages.min(DRAWN / (store.page_size * format.head_dim()));
+    }
+    let (slots, heads) = (batch * (window + compressed), batch * num_heads);
+    let storage = if format.nope_dim > 0 { "fp8" } else { "bf16" };
+    let name = format!("b{batch} H{num_heads} w{window}+{compressed} {storage}");
+    Benchmark {
+        drawn,
+        // q, out, lse and the lists once; every listed row once.
+        bytes: (slots * (format.row_bytes() + 4) + heads * (4 * format.head_dim() + 4)) as f64,
+        // Two products of 2·H·slots·D FLOP for each token.
+        flops: 4.0 * (slots * num_heads * format.head_dim()) as f64,
+        rate: Rate::Flops,
+        amend: |c, tensors| {
+            for ((names, store), own) in c.stores().zip(OWN_SLOTS) {
+                // Of each request's own stretch of the store.
+                let (stream, own) = (names.stream("indices"), own * store.topk);
+                let lists = distinct((c.seed, &stream), [c.tokens(), store.topk, own], |token| token / c.s_q * own);
+                tensors.put(names.indices, HostTensor::from_i32(&[c.batch, c.s_q, store.topk], &lists));
+            }
+        },
+        sampled: |whole, c, tensors| {
+            // Where a list is cut depends on where its request stands among all of them.
+            let reference::Split { unit_heads, cuts, .. } = split(whole.case, tensors);
+            let units = cuts.len() / whole.case.batch;
+            let cuts = whole.rows.iter().flat_map(|row| cuts[row * units..(row + 1) * units].to_vec());
+            c.cuts = Some((unit_heads, cuts.collect()));
+            for (names, store) in c.stores_mut() {
+                store.num_pages = compact(tensors, names.indices, &[names.pages], store.page_size);
+            }
+        },
+        ..Benchmark::new(Direction::Forward, name, case, "batch")
+    }
+}
+
+/// Slots of a benchmark's store that belong to one request, for each slot of its list: window, compressed entries.
+const OWN_SLOTS: [usize; 2] = [1, 4];
 
 fn hopper(case: DecodeAttentionCase) -> DecodeAttentionCase {
     DecodeAttentionCase { implementation: Implementation::Hopper, ..case }
@@ -721,6 +805,9 @@ fn launched_inputs<'v>(c: &DecodeAttentionCase, v: &'v Views) -> launcher::Input
 
 /// Where the kernel's schedule cuts the lists: all tiles of all units, one behind the other, in equal stretches.
 fn split(c: &DecodeAttentionCase, tensors: &Tensors) -> reference::Split {
+    if let Some((unit_heads, cuts)) = c.cuts.clone() {
+        return reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads, cuts };
+    }
     let topk: Vec<usize> = c.stores().map(|(_, store)| store.topk).collect();
     let extents = [c.batch, c.s_q, c.num_heads];
     let spread = launcher::spread(extents, &topk, c.num_blocks, c.implementation.launcher());

@@ -6,7 +6,7 @@
 
 use dsv4_kernels::kv_cache as launched;
 use dsv4_kernels::kv_cache_write as launcher;
-use dsv4_kernels::runtime::{DType, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{DType, Environment, HostTensor, RuntimeError};
 use dsv4_reference::kv_cache::{RowFormat, SCALE_BYTES, SCALE_GROUP, e4m3_value};
 use dsv4_reference::kv_cache_write as reference;
 use dsv4_reference::precision::Rounding;
@@ -19,10 +19,11 @@ use serde::{Deserialize, Serialize};
 use super::paged::{page_bytes, page_gap, pages_of, rows_of};
 use super::{LARGEST_DRAWN, extent, magnitude, tensor};
 use crate::case::{Distribution, Draw};
+use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Whole, on_gpu};
 use crate::operator::declaration::{Axis, Specs, axis, input, observed, state};
 use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
 use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Computed, Tensors};
+use crate::operator::tensors::{Bound, Computed, Tensors, permuted_along};
 use crate::operator::{ModuleSpecification, Profile, Relation};
 
 /// Where amax is lifted to (inference 5.4).
@@ -303,6 +304,54 @@ impl Declared for KvCacheWrite {
         }
         scale_law(c, laws);
     }
+
+    /// The rows of a long prefill, scattered over a cache that holds just as many; pages are what is sampled.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        let (model, bf16) = (launched::RowFormat::MODEL, launched::RowFormat::bf16(512));
+        let gpu = [(4096, 64, model), (65536, 64, model), (65536, 64, bf16)];
+        let shapes = if on_gpu(environment) { &gpu[..] } else { &[(64, 16, model)] };
+        let benchmark = |&(num_tokens, page_size, format): &(usize, usize, launched::RowFormat)| {
+            let plain = KvCacheWriteCase::plain(num_tokens, format, num_tokens / page_size, page_size);
+            let case = KvCacheWriteCase { slots: SlotClass::Scattered, ..plain };
+            let rows = DRAWN / format.head_dim();
+            let num_pages = case.num_pages.min(rows / page_size);
+            let storage = if format.nope_dim > 0 { "fp8" } else { "bf16" };
+            Benchmark {
+                drawn: KvCacheWriteCase { num_tokens: num_tokens.min(rows), num_pages, ..case.clone() },
+                // Each row read in bf16 and written as it is stored, with its slot; amax, product, rounding and a
+                // comparison for each quantised channel.
+                bytes: (num_tokens * (2 * format.head_dim() + format.row_bytes() + 4)) as f64,
+                flops: (4 * num_tokens * format.nope_dim) as f64,
+                rows: 2,
+                amend: |c: &KvCacheWriteCase, tensors| {
+                    tensors.put("slots", HostTensor::from_i32(&[c.num_tokens], &draw_slots(c)))
+                },
+                sampled: keep_writers,
+                ..Benchmark::new(
+                    Direction::Forward,
+                    format!("{num_tokens}x{} page {page_size} {storage}", format.head_dim()),
+                    case,
+                    "num_pages",
+                )
+            }
+        };
+        shapes.iter().map(benchmark).collect()
+    }
+}
+
+/// Keeps the tokens that are written to sampled pages, at the slots that these have in the sample.
+fn keep_writers(whole: &Whole<'_, KvCacheWrite>, c: &mut KvCacheWriteCase, tensors: &mut Tensors) {
+    let place = |slot: i32| {
+        let slot = usize::try_from(slot).ok()?;
+        let page = whole.rows.iter().position(|&page| page == slot / c.page_size)?;
+        Some((page * c.page_size + slot % c.page_size) as i32)
+    };
+    let slots = tensors.i32s("slots").into_iter().enumerate();
+    let (tokens, slots): (Vec<usize>, Vec<i32>) = slots.filter_map(|(token, s)| Some((token, place(s)?))).unzip();
+    let kv = permuted_along(tensors.tensor("kv"), 0, &tokens);
+    tensors.put("kv", kv);
+    tensors.put("slots", HostTensor::from_i32(&[slots.len()], &slots));
+    c.num_tokens = slots.len();
 }
 
 /// For each slot the token that is written there.

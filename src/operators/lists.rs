@@ -1,10 +1,13 @@
 //! Lists of keys, and how many of their slots count: what the attention operators gather by.
 
+use std::collections::BTreeSet;
+
 use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
 use crate::case::Draw;
+use crate::operator::tensors::{Tensors, permuted_along};
 
 /// What the index lists look like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -64,6 +67,45 @@ impl IndexClass {
     }
 }
 
+/// `count` lists of `topk` distinct keys in random order; list `i` has some of the `own` keys from `first(i)` on. `name` is
+/// the random stream.
+pub(crate) fn distinct(
+    (seed, name): (u64, &str),
+    [count, topk, own]: [usize; 3],
+    first: impl Fn(usize) -> usize,
+) -> Vec<i32> {
+    let mut draw = Draw::new(seed, name);
+    let mut order: Vec<usize> = (0..own).collect();
+    let mut lists = Vec::with_capacity(count * topk);
+    for list in 0..count {
+        // The beginning of a Fisher-Yates shuffle, of what the last list left.
+        (0..topk).for_each(|slot| order.swap(slot, draw.rng().random_range(slot..own)));
+        lists.extend(order[..topk].iter().map(|key| (first(list) + key) as i32));
+    }
+    lists
+}
+
+/// Keeps of `stores` the entries of the first axis, of `page_size` keys each, that some slot of `lists` names a key of;
+/// numbers the keys anew and returns how many entries there are. Slots that name none become -1.
+pub(crate) fn compact(tensors: &mut Tensors, lists: &'static str, stores: &[&'static str], page_size: usize) -> usize {
+    let pages = stores.first().map_or(0, |name| tensors.tensor(name).shape[0]);
+    let key_of = |index: i32| usize::try_from(index).ok().filter(|key| key / page_size < pages);
+    let indices = tensors.i32s(lists);
+    let named: BTreeSet<usize> = indices.iter().filter_map(|&index| Some(key_of(index)? / page_size)).collect();
+    let named: Vec<usize> = named.into_iter().collect();
+    let renamed = |index: i32| {
+        let key = key_of(index)?;
+        let place = named.binary_search(&(key / page_size)).ok()?;
+        i32::try_from(place * page_size + key % page_size).ok()
+    };
+    tensors.set_i32s(lists, &indices.iter().map(|&index| renamed(index).unwrap_or(-1)).collect::<Vec<_>>());
+    for &name in stores {
+        let kept = permuted_along(tensors.tensor(name), 0, &named);
+        tensors.put(name, kept);
+    }
+    named.len()
+}
+
 impl Lengths {
     /// How many of `topk` slots count in each of `count` lists; `name` is the random stream.
     pub(crate) fn draw(self, seed: u64, name: &str, count: usize, topk: usize) -> Option<Vec<i32>> {
@@ -78,6 +120,42 @@ impl Lengths {
                 let pick = |token: usize| hostile.get(token % 9).copied();
                 Some((0..count).map(|token| pick(token).unwrap_or_else(|| within(&mut draw))).collect())
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dsv4_kernels::runtime::{DType, HostTensor};
+
+    use super::*;
+
+    #[test]
+    fn distinct_lists_name_every_key_of_their_own_at_most_once() {
+        let lists = distinct((1, "lists"), [50, 7, 9], |list| 9 * list);
+        let mut seen = BTreeSet::new();
+        for (number, list) in lists.chunks(7).enumerate() {
+            assert!(list.iter().all(|key| (9 * number as i32..9 * (number as i32 + 1)).contains(key)), "{list:?}");
+            assert_eq!(list.iter().collect::<BTreeSet<_>>().len(), 7);
+            seen.insert(list.iter().map(|key| key % 9).collect::<Vec<_>>());
+        }
+        assert!(seen.len() > 45, "lists repeat one another");
+    }
+
+    #[test]
+    fn what_lists_name_keeps_its_content_and_what_they_do_not_is_left_out() {
+        // Five pages of two keys; key 2 of page 1 is byte 2.
+        let bytes = |shape: &[usize]| HostTensor { dtype: DType::U8, shape: shape.to_vec(), bytes: (0..10).collect() };
+        let indices = [9, 2, -1, 10, i32::MIN, 3, 8, i32::MAX];
+        let mut tensors = Tensors::default();
+        tensors.put("pages", bytes(&[5, 2]));
+        tensors.put("indices", HostTensor::from_i32(&[2, 4], &indices));
+        assert_eq!(compact(&mut tensors, "indices", &["pages"], 2), 2);
+        let (kept, renamed) = (tensors.tensor("pages").clone(), tensors.i32s("indices"));
+        assert_eq!((kept.shape, kept.bytes.clone()), (vec![2, 2], vec![2, 3, 8, 9]));
+        for (before, after) in indices.iter().zip(renamed) {
+            let named = usize::try_from(after).ok().map(|at| i32::from(kept.bytes[at]));
+            assert_eq!(named, (0..10).contains(before).then_some(*before), "{before}");
         }
     }
 }

@@ -14,12 +14,13 @@ pub mod sparse_attention;
 pub mod swiglu;
 
 use candle_core::{Device as Cpu, Tensor};
-use dsv4_kernels::runtime::{DType, HostTensor};
+use dsv4_kernels::runtime::{DType, Environment, HostTensor};
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};
 
 use crate::case::Distribution;
+use crate::operator::benchmarks::on_gpu;
 use crate::operator::declared::{Refused, positive};
 
 /// Floating-point types of a case.
@@ -146,6 +147,17 @@ pub enum Implementation {
 }
 
 impl Implementation {
+    /// The faster kernels of those that run on a device like this one, where it is a GPU; else the portable ones.
+    pub(crate) fn fastest_on(environment: &Environment) -> Self {
+        let hopper = on_gpu(environment) && Self::Hopper.launcher().cannot_run_on(environment).is_none();
+        if hopper { Self::Hopper } else { Self::Portable }
+    }
+
+    /// What a benchmark of the portable kernels has in its name.
+    pub(crate) fn suffix(portable: bool) -> &'static str {
+        if portable { " portable" } else { "" }
+    }
+
     pub(crate) fn launcher(self) -> dsv4_kernels::implementation::Implementation {
         match self {
             Self::Portable => dsv4_kernels::implementation::Implementation::Portable,

@@ -255,4 +255,38 @@ impl Declared for RmsNorm {
         let golden = golden.stored(file, "weight", "param.norm.weight")?;
         Ok(vec![golden.expect(file, "dweight", "grad.param.norm.weight")?])
     }
+
+    /// The widths of the model's hidden state and of its query heads.
+    fn benchmarks(
+        environment: &dsv4_kernels::runtime::Environment,
+    ) -> Vec<crate::operator::benchmarks::Benchmark<Self>> {
+        use crate::operator::benchmarks::{Benchmark, DRAWN, Direction::*, on_gpu};
+        let heads = 16384 * 128;
+        let gpu = [
+            (Forward, 4096, 7168, true),
+            (Forward, 16384, 7168, true),
+            (Forward, 32768, 7168, true),
+            (Forward, heads, 512, true),
+            (Forward, heads, 512, false),
+            (Backward, 16384, 7168, true),
+        ];
+        let small = [(Forward, 16, 4096, true), (Forward, 256, 512, false), (Backward, 16, 4096, true)];
+        let shapes = if on_gpu(environment) { &gpu[..] } else { &small };
+        let benchmark = |&(direction, num_rows, width, weighted): &(_, usize, usize, bool)| {
+            let weight = weighted.then_some(Float::F32);
+            let case = RmsNormCase { weight, ..RmsNormCase::plain(num_rows, width) };
+            let (elements, rstd) = ((num_rows * width) as f64, 4.0 * num_rows as f64);
+            let weight = if weighted { 4.0 * width as f64 } else { 0.0 };
+            // Forward: x and y once, rstd, weight; a square, its sum and two products an element.
+            // Backward: dy, x, dx once, rstd, weight, dweight; nine operations an element.
+            let (bytes, flops) = match direction {
+                Forward => (4.0 * elements + rstd + weight, 4.0 * elements),
+                Backward => (6.0 * elements + rstd + 2.0 * weight, 9.0 * elements),
+            };
+            let name = format!("{num_rows}x{width} bf16{}", if weighted { "" } else { " unweighted" });
+            let drawn = RmsNormCase { num_rows: num_rows.min(DRAWN / width), ..case.clone() };
+            Benchmark { drawn, bytes, flops, ..Benchmark::new(direction, name, case, "num_rows") }
+        };
+        shapes.iter().map(benchmark).collect()
+    }
 }

@@ -1,7 +1,7 @@
 //! `rope` (inference 4, training 8): `kernels/cuda/rope.cu` against `reference/src/rope.rs`.
 
 use dsv4_kernels::rope as launcher;
-use dsv4_kernels::runtime::{DType, RuntimeError};
+use dsv4_kernels::runtime::{DType, Environment, RuntimeError};
 use dsv4_reference::precision::Rounding;
 use dsv4_reference::rope as reference;
 use dsv4_reference::rope::YarnParameters;
@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::{Aliasing, Float, LARGEST_DRAWN, elements, extent, magnitude};
 use crate::case::{Distribution, Draw};
 use crate::judge::golden::GoldenFile;
+use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
 use crate::operator::declaration::{Specs, axis, gradient, input, output, upstream};
 use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
 use crate::operator::golden::Golden;
@@ -327,6 +328,40 @@ impl Declared for Rope {
             "rope_table" => ["main", "compress"].into_iter().map(|table| table_case(file, table)).collect(),
             other => Err(format!("{other} is about something else")),
         }
+    }
+
+    /// The rotation of the query heads of 16384 tokens, without the making of tables.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        let gpu = on_gpu(environment);
+        let plain = if gpu { RopeCase::plain(16384, 128, 512, 64) } else { RopeCase::plain(16, 16, 512, 64) };
+        let in_place = RopeCase { aliasing: Aliasing::InPlace, ..plain.clone() };
+        let inverse = RopeCase { inverse: true, ..plain.clone() };
+        let benchmark = |case: RopeCase| {
+            let RopeCase { num_tokens, num_heads, head_dim, rope_dim, .. } = case;
+            let turns_in_place = case.aliasing == Aliasing::InPlace;
+            // Reads and writes everything, or in place only the channels that turn, and reads the tables; six
+            // operations a pair.
+            let (heads, channels) = (num_tokens * num_heads, if turns_in_place { rope_dim } else { head_dim });
+            let suffix = match (case.inverse, turns_in_place) {
+                (true, _) => " inverse",
+                (_, true) => " in place",
+                _ => "",
+            };
+            let name = format!("{num_tokens}x{num_heads}x{head_dim} bf16{suffix}");
+            Benchmark {
+                bytes: (4 * heads * channels + 4 * num_tokens * rope_dim) as f64,
+                flops: (3 * heads * rope_dim) as f64,
+                drawn: RopeCase { num_tokens: num_tokens.min(DRAWN / (num_heads * head_dim)), ..case.clone() },
+                only: Some("rotation"),
+                call: |c, v, run| {
+                    run.ran(launcher::forward(run.device(), &rotation(c, v, "x", "y"))?);
+                    Ok(())
+                },
+                ..Benchmark::new(Direction::Forward, name, case, "num_tokens")
+            }
+        };
+        let cases = [Some(plain), gpu.then_some(inverse), Some(in_place)];
+        cases.into_iter().flatten().map(benchmark).collect()
     }
 }
 

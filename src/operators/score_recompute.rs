@@ -11,10 +11,11 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::lists::{IndexClass, Lengths};
+use super::lists::{IndexClass, Lengths, compact, distinct};
 use super::sinks::Sinks;
 use super::{Implementation, elements};
 use crate::case::{Distribution, Draw};
+use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, Whole, on_gpu};
 use crate::operator::declaration::{Specs, axis, input, output};
 use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
 use crate::operator::laws::{Laws, Variant};
@@ -101,6 +102,9 @@ pub struct ScoreRecomputeCase {
     /// Everything in the second of two sequences, the first being empty: a law's variant, which no line can ask for.
     #[serde(skip)]
     whole: bool,
+    /// Each token a sequence of its own, all with as many keys: a benchmark's sample, which no line can ask for.
+    #[serde(skip)]
+    apart: bool,
     /// Seed of the data.
     pub seed: u64,
 }
@@ -132,6 +136,7 @@ impl ScoreRecomputeCase {
             poison_unreferenced: true,
             implementation: Implementation::Portable,
             whole: false,
+            apart: false,
             seed: 1,
         }
     }
@@ -157,6 +162,10 @@ impl ScoreRecomputeCase {
 
     fn sequences(&self) -> Option<reference::Sequences> {
         let (tokens, keys) = (self.num_tokens as i32, self.num_keys as i32);
+        if self.apart {
+            let ends = |length: i32| (0..=tokens).map(|end| end * length).collect();
+            return Some(reference::Sequences { cu_q: ends(1), cu_k: ends(keys / tokens.max(1)) });
+        }
         let whole = || reference::Sequences { cu_q: vec![0, 0, tokens], cu_k: vec![0, 0, keys] };
         if self.whole { Some(whole()) } else { self.packed.then(|| draw_sequences(self)) }
     }
@@ -353,6 +362,7 @@ impl Declared for ScoreRecompute {
                     poison_unreferenced,
                     implementation,
                     whole: false,
+                    apart: false,
                     seed,
                 }
             })
@@ -532,6 +542,97 @@ impl Declared for ScoreRecompute {
         if !c.recomputed && c.num_heads + EXTRA_HEADS <= LARGEST_HEADS {
             padding_heads_law(c, laws);
         }
+    }
+
+    /// The sparse target of 4096 queries at the model's two head counts, and the dense scores. Every slot is valid.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        let fastest = Implementation::fastest_on(environment);
+        let form = |case| ScoreRecomputeCase {
+            indices: IndexClass::Valid,
+            global: true,
+            normaliser: NormaliserClass::RankedKeys,
+            logit_deviation: 1.0,
+            poison_unreferenced: false,
+            implementation: fastest,
+            ..case
+        };
+        let selected = |tokens, heads, topk, keys| form(ScoreRecomputeCase::selected(tokens, heads, 512, keys, topk));
+        let causal = |tokens, heads, keys| form(ScoreRecomputeCase::causal(tokens, heads, 512, keys, 4));
+        if !on_gpu(environment) {
+            return [selected(2, 16, 32, 64), causal(2, 16, 64)].map(|case| timed(case, false)).into();
+        }
+        let (flash, pro, dense) =
+            (selected(4096, 64, 512, 8192), selected(4096, 128, 1024, 8192), causal(4096, 64, 2048));
+        let all = [flash.clone(), pro.clone(), selected(4096, 128, 1024, 65536), dense.clone()];
+        let portable = |case| ScoreRecomputeCase { implementation: Implementation::Portable, ..case };
+        let portable = [flash, pro, dense].map(|case| timed(portable(case), true));
+        all.map(|case| timed(case, false)).into_iter().chain(portable).collect()
+    }
+}
+
+/// Mean of a benchmark's lse: that of a thousand standard normal logits.
+const LSE: f64 = 7.4;
+/// Tokens that a benchmark draws: the oracle computes their lse.
+const DRAWN_TOKENS: usize = 16;
+
+/// A benchmark; `portable` says that its name says so.
+fn timed(case: ScoreRecomputeCase, portable: bool) -> Benchmark<ScoreRecompute> {
+    let ScoreRecomputeCase { num_tokens, num_keys, num_heads, head_dim, topk, .. } = case;
+    let ranking = if case.is_selected() { format!("topk{topk}") } else { "dense".to_owned() };
+    let portable = Implementation::suffix(portable);
+    let name = format!("q{num_tokens} k{num_keys} H{num_heads} D{head_dim} {ranking}{portable}");
+    // Slots of all tokens that count.
+    let ranked: usize = match case.ranking {
+        RankingClass::Selected => num_tokens * topk,
+        RankingClass::Causal => (0..num_tokens).map(|token| (first_position(&case) + token + 1) / case.ratio).sum(),
+    };
+    // One product of 2·H·D FLOP a slot. Every tensor once; rows of K once for each key.
+    let (heads, rows) = (num_tokens * num_heads, 4 * num_tokens * case.slots());
+    let lists = if case.is_selected() { rows } else { 0 };
+    Benchmark {
+        drawn: ScoreRecomputeCase {
+            num_tokens: num_tokens.min(DRAWN_TOKENS),
+            num_keys: num_keys.min(DRAWN / head_dim),
+            ..case.clone()
+        },
+        bytes: (2 * heads * head_dim + 4 * heads + 2 * num_keys.min(ranked) * head_dim + lists + rows) as f64,
+        flops: 2.0 * (ranked * num_heads * head_dim) as f64,
+        rate: Rate::Flops,
+        amend: |c, tensors| {
+            if c.is_selected() {
+                let lists = distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
+                tensors.put("indices", HostTensor::from_i32(&[c.num_tokens, c.topk], &lists));
+            } else {
+                tensors.set_i32s("q_off", &[first_position(c) as i32]);
+            }
+            let mut draw = Draw::new(c.seed, "lse");
+            tensors.edit("lse", |lse| lse.iter_mut().for_each(|lse| *lse = LSE + draw.normal()));
+        },
+        sampled: set_apart,
+        ..Benchmark::new(Direction::Forward, name, case, "num_tokens")
+    }
+}
+
+/// Position of the first query of a benchmark in the dense form: the last one sees the last key.
+fn first_position(c: &ScoreRecomputeCase) -> usize {
+    c.ratio * c.num_keys - c.num_tokens
+}
+
+/// Leaves out keys that no sampled token names; in the dense form each token becomes a sequence of its own.
+fn set_apart(whole: &Whole<'_, ScoreRecompute>, c: &mut ScoreRecomputeCase, tensors: &mut Tensors) {
+    if c.is_selected() {
+        c.num_keys = compact(tensors, "indices", &["k"], 1);
+        return;
+    }
+    let order: Vec<usize> = whole.rows.iter().flat_map(|_| 0..c.num_keys).collect();
+    let keys = permuted_along(tensors.tensor("k"), 0, &order);
+    tensors.put("k", keys);
+    (c.apart, c.num_keys) = (true, order.len());
+    let offsets: Vec<i32> = whole.rows.iter().map(|row| (first_position(whole.case) + row) as i32).collect();
+    tensors.put("q_off", HostTensor::from_i32(&[offsets.len()], &offsets));
+    if let Some(reference::Sequences { cu_q, cu_k }) = c.sequences() {
+        tensors.put("cu_q", HostTensor::from_i32(&[cu_q.len()], &cu_q));
+        tensors.put("cu_k", HostTensor::from_i32(&[cu_k.len()], &cu_k));
     }
 }
 

@@ -10,11 +10,12 @@ use proptest::strategy::BoxedStrategy;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::lists::{IndexClass, Lengths};
+use super::lists::{IndexClass, Lengths, compact, distinct};
 use super::sinks::Sinks;
 use super::{Float, Implementation};
 use crate::case::{Distribution, Draw};
 use crate::judge::golden::GoldenFile;
+use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, on_gpu};
 use crate::operator::declaration::{Specs, TensorSpec, axis, gradient, input, output, upstream};
 use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
 use crate::operator::golden::Golden;
@@ -46,6 +47,8 @@ pub enum KeyGradients {
     Atomic,
     /// In one order, a third of the tokens at a time: the borders of chunks are a place for bugs.
     Deterministic,
+    /// In one order, as many tokens at a time as the launcher advises.
+    DeterministicAsAdvised,
 }
 
 /// A case: extents, lists, sinks, scale, data.
@@ -122,13 +125,13 @@ impl SparseAttentionCase {
         }
     }
 
-    fn key_gradients(&self) -> launcher::KeyGradients {
-        match self.key_gradients {
-            KeyGradients::Atomic => launcher::KeyGradients::Atomic,
-            KeyGradients::Deterministic => {
-                launcher::KeyGradients::Deterministic { chunk_tokens: self.num_tokens.div_ceil(3).max(1) }
-            }
-        }
+    fn key_gradients(&self, v: &Views) -> Result<launcher::KeyGradients, RuntimeError> {
+        let chunk_tokens = match self.key_gradients {
+            KeyGradients::Atomic => return Ok(launcher::KeyGradients::Atomic),
+            KeyGradients::Deterministic => self.num_tokens.div_ceil(3).max(1),
+            KeyGradients::DeterministicAsAdvised => launcher::default_chunk_tokens(&on_device(self, v))?,
+        };
+        Ok(launcher::KeyGradients::Deterministic { chunk_tokens })
     }
 }
 
@@ -456,7 +459,7 @@ impl Declared for SparseAttention {
     }
 
     fn workspaces(c: &SparseAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        let bytes = launcher::workspace_bytes(&on_device(c, v), c.key_gradient.dtype(), c.key_gradients())?;
+        let bytes = launcher::workspace_bytes(&on_device(c, v), c.key_gradient.dtype(), c.key_gradients(v)?)?;
         Ok(vec![("workspace", bytes)])
     }
 
@@ -478,7 +481,7 @@ impl Declared for SparseAttention {
         let backward = launcher::Backward {
             inputs: on_device(c, v),
             implementation: implementation.launcher(),
-            key_gradients: c.key_gradients(),
+            key_gradients: c.key_gradients(v)?,
             out: &v["out"],
             lse: &v["lse"],
             dout: &v["dout"],
@@ -515,6 +518,77 @@ impl Declared for SparseAttention {
     fn golden(file: &GoldenFile) -> Result<Vec<Golden<SparseAttentionCase>>, String> {
         Ok(vec![golden_case(file)?])
     }
+
+    /// 4096 queries over gathered keys at the model's two head counts. Every slot is valid, the slots of a token distinct.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        let fastest = Implementation::fastest_on(environment);
+        let case = |num_tokens, num_heads, topk, num_keys| SparseAttentionCase {
+            indices: IndexClass::Valid,
+            logit_deviation: 1.0,
+            poison_unreferenced: false,
+            implementation: fastest,
+            ..SparseAttentionCase::plain(num_tokens, num_heads, 512, num_keys, topk)
+        };
+        let advised = |case| SparseAttentionCase { key_gradients: KeyGradients::DeterministicAsAdvised, ..case };
+        let backward = |case| timed(case, Direction::Backward, false);
+        let both = |case: SparseAttentionCase, portable| {
+            [Direction::Forward, Direction::Backward].map(|direction| timed(case.clone(), direction, portable))
+        };
+        if !on_gpu(environment) {
+            let small = case(2, 16, 32, 64);
+            return both(small.clone(), false).into_iter().chain([backward(advised(small))]).collect();
+        }
+        let (flash, pro) = (case(4096, 64, 512, 8192), case(4096, 128, 1024, 8192));
+        let portable = |case| SparseAttentionCase { implementation: Implementation::Portable, ..case };
+        // There is no Hopper kernel for values of their own.
+        let separate = portable(SparseAttentionCase { values: Values::Separate, ..flash.clone() });
+        let shared = [flash.clone(), case(4096, 64, 512, 32768), pro.clone(), case(4096, 128, 1024, 65536), separate];
+        let shared = shared.into_iter().flat_map(|case| both(case, false));
+        let of_both = [flash, pro];
+        let portable = of_both.clone().into_iter().flat_map(|case| both(portable(case), true));
+        shared.chain(portable).chain(of_both.into_iter().map(|case| backward(advised(case)))).collect()
+    }
+}
+
+/// A benchmark; `portable` says that its name says so.
+fn timed(case: SparseAttentionCase, direction: Direction, portable: bool) -> Benchmark<SparseAttention> {
+    let SparseAttentionCase { num_tokens, num_heads, head_dim, num_keys, topk, .. } = case;
+    let (separate, atomic) = (case.values == Values::Separate, case.key_gradients == KeyGradients::Atomic);
+    let value = if separate { " V" } else { "" };
+    let (portable, order) = (Implementation::suffix(portable), if atomic { "" } else { " deterministic" });
+    let name = format!("q{num_tokens} k{num_keys} H{num_heads} D{head_dim} topk{topk}{value}{portable}{order}");
+    // Two products forward, five backward, of 2·T·H·topk·D FLOP each. Every tensor once; rows of K (and V) once for each
+    // key, since lists of so many random slots name every one of them.
+    let product = 2.0 * (num_tokens * num_heads * topk * head_dim) as f64;
+    let (heads, per_head) = (2 * num_tokens * num_heads * head_dim, 4 * num_tokens * num_heads);
+    let keys = 2 * num_keys.min(num_tokens * topk) * head_dim * if separate { 2 } else { 1 };
+    let inputs = heads + keys + 4 * (num_tokens * topk + num_heads);
+    let (bytes, products) = match direction {
+        // out; lse and max_logits
+        Direction::Forward => (inputs + heads + 2 * per_head, 2.0),
+        // out, dout, lse; dq, dk (and dv), dsink
+        Direction::Backward => (inputs + 3 * heads + per_head + keys + 4 * num_heads, 5.0),
+    };
+    let drawn = SparseAttentionCase {
+        num_tokens: num_tokens.min(DRAWN / (num_heads * head_dim)),
+        num_keys: num_keys.min(DRAWN / head_dim),
+        ..case.clone()
+    };
+    Benchmark {
+        drawn,
+        bytes: bytes as f64,
+        flops: products * product,
+        rate: Rate::Flops,
+        amend: |c, tensors| {
+            let lists = distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
+            tensors.put("indices", HostTensor::from_i32(&[c.num_tokens, c.topk], &lists));
+        },
+        sampled: |_, c, tensors| {
+            let rows = if c.values == Values::Separate { &["k", "v"][..] } else { &["k"] };
+            c.num_keys = compact(tensors, "indices", rows, 1);
+        },
+        ..Benchmark::new(direction, name, case, "num_tokens")
+    }
 }
 
 /// `(a q) · k · (scale / a)` is the same logit: the scale is applied once, everywhere.
@@ -536,7 +610,7 @@ fn scale_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
 fn same_sum(c: &SparseAttentionCase) -> Relation {
     match c.key_gradients {
         KeyGradients::Atomic => Relation::WithinBudget,
-        KeyGradients::Deterministic => Relation::Times(1.0),
+        KeyGradients::Deterministic | KeyGradients::DeterministicAsAdvised => Relation::Times(1.0),
     }
 }
 

@@ -162,4 +162,28 @@ impl Declared for Swiglu {
         let golden = golden.values("gate", gate.concat()).values("up", up.concat()).values("dy", dy.concat());
         Ok(vec![golden.expect(file, "dweight", "grad.in.top_k_weights")?.computed_in_f32()])
     }
+
+    /// The model's experts: rows of a few thousand tokens, and of many.
+    fn benchmarks(
+        environment: &dsv4_kernels::runtime::Environment,
+    ) -> Vec<crate::operator::benchmarks::Benchmark<Self>> {
+        use crate::operator::benchmarks::{Benchmark, DRAWN, Direction::*, on_gpu};
+        let shapes = if on_gpu(environment) { &[(4096, 2048), (65536, 2048)][..] } else { &[(16, 2048)] };
+        let benchmark = |direction, num_rows: usize, width: usize| {
+            let case = SwigluCase { padding_rows: false, ..SwigluCase::plain(num_rows, width) };
+            let (elements, rows) = ((num_rows * width) as f64, num_rows as f64);
+            // Forward: gate, up and y once, and the weights; three bounds, three operations of silu, two products.
+            // Backward: dy, gate, up, dgate and dup once, the weights and their gradients; 18 operations an element.
+            let (bytes, flops) = match direction {
+                Forward => (6.0 * elements + 4.0 * rows, 8.0 * elements),
+                Backward => (10.0 * elements + 8.0 * rows, 18.0 * elements),
+            };
+            let drawn = SwigluCase { num_rows: num_rows.min(DRAWN / width), ..case.clone() };
+            let name = format!("{num_rows}x{width} bf16");
+            Benchmark { drawn, bytes, flops, ..Benchmark::new(direction, name, case, "num_rows") }
+        };
+        let both =
+            shapes.iter().flat_map(|&(rows, width)| [Forward, Backward].map(|side| benchmark(side, rows, width)));
+        both.collect()
+    }
 }

@@ -5,6 +5,7 @@ use std::process::Command;
 
 use dsv4_kernels::runtime::{BackendKind, SourceTree};
 use dsv4_parity::record::{CaseRecord, OperatorRecord, Origin, Report, SCHEMA_VERSION, Verdict};
+use serde_json::json;
 
 use crate::support;
 
@@ -245,6 +246,69 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
         assert!(read(out.join(file)).contains("swiglu"), "{file} does not mention the operator");
     }
     assert!(!runs[0].path().join("regressions").exists(), "a passing run remembered something");
+}
+
+/// An executable that leaves one result behind as the benchmarks do, prints what it was told, and ends with `code`.
+fn benchmarks_that_end_with(dir: &Path, code: i32) -> String {
+    let estimate =
+        json!({"point_estimate": 1000.0, "confidence_interval": {"lower_bound": 990.0, "upper_bound": 1010.0}});
+    let work = json!({"operator": "attention_combine", "bytes": 4e6, "flops": 1e9});
+    let facts = json!({
+        "device": support::device().environment().device, "ceilings": null, "work": {"attention_combine_forward/a": work},
+    });
+    let files = [
+        ("estimates.json", json!({"median": estimate})),
+        ("sample.json", json!({"times": [1000.0, 1000.0]})),
+        ("benchmark.json", json!({"full_id": "attention_combine_forward/a"})),
+        ("parity-facts.json", facts),
+    ];
+    for (name, content) in &files {
+        std::fs::write(dir.join(name), content.to_string()).expect("a file");
+    }
+    let script = format!(
+        "#!/bin/sh\nset -e\necho \"on $PARITY_BACKEND: $*\"\nnew=$CRITERION_HOME/attention_combine_forward/a/new\nmkdir -p $new\n\
+         cp {0}/estimates.json {0}/sample.json {0}/benchmark.json $new\ncp {0}/parity-facts.json $CRITERION_HOME\n\
+         exit {code}\n",
+        dir.display()
+    );
+    let path = dir.join("kernels");
+    std::fs::write(&path, script).expect("a script");
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("permissions");
+    path.display().to_string()
+}
+
+#[test]
+fn one_command_measures_sweeps_and_reports_both() {
+    for (code, expected) in [(0, 0), (1, 1)] {
+        let dir = tempfile::tempdir().unwrap();
+        let executable = benchmarks_that_end_with(dir.path(), code);
+        run(dir.path(), &["--ops", "attention_combine", "--cases", "1", "--benchmarks", &executable])
+            .assert_code(expected);
+        let out = dir.path().join("out");
+        let report: Report = serde_json::from_str(&read(out.join("report.json"))).expect("the report parses");
+        let measured: Vec<_> = report.benchmarks.iter().map(|b| (b.id.as_str(), b.median_ns)).collect();
+        assert_eq!(measured, [("attention_combine_forward/a", 1000.0)]);
+        assert_eq!(report.verdict(), Verdict::Pass);
+        assert_eq!(report.skips.iter().any(|skip| skip.what == "some benchmarks"), code == 1);
+        let told = format!("on {}: --bench ^(attention_combine)_(forward|backward)\n", backend());
+        assert_eq!(read(out.join("benchmarks.txt")), told);
+    }
+}
+
+#[test]
+fn benchmarks_that_measured_nothing_end_a_run_before_it_sweeps() {
+    let dir = tempfile::tempdir().unwrap();
+    let broken = benchmarks_that_end_with(dir.path(), 3);
+    let refused = |arguments: &[&str], needles: &[&str]| {
+        run(dir.path(), &[&["--ops", "attention_combine", "--cases", "1"], arguments].concat())
+            .assert_bad_input(needles);
+        assert!(!dir.path().join("out/report.json").exists());
+    };
+    let output = run(dir.path(), &["--ops", "attention_combine", "--cases", "1", "--benchmarks", &broken]);
+    output.assert_code(2);
+    assert!(output.stderr.contains("exit status: 3") && output.stderr.contains("benchmarks.txt"), "{}", output.stderr);
+    refused(&["--benchmarks", "/nonexistent/kernels"], &["--benchmarks /nonexistent/kernels"]);
+    refused(&["--criterion", "/nonexistent"], &["--criterion /nonexistent", "parity-facts.json"]);
 }
 
 #[test]

@@ -1,0 +1,80 @@
+//! `parity run --benchmarks`: what the benchmarks' executable measures, for the report of the same run.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use dsv4_kernels::runtime::Device;
+
+use super::DeviceArguments;
+use crate::record::Skip;
+use crate::report::benchmarks::{self, Found};
+
+/// What the executable prints, beside the report.
+const LOG: &str = "benchmarks.txt";
+
+/// Where criterion leaves results beside the sources, unless told otherwise.
+const USUAL: &str = "target/criterion";
+
+/// What was measured, and whether everything that ran agreed with the oracle.
+pub(super) struct Measured {
+    pub found: Found,
+    pub agreed: bool,
+}
+
+/// Takes over what an earlier run of the benchmarks left in criterion's directory: the one that was named, or the default
+/// one, where there may be nothing.
+pub(super) fn earlier(directory: Option<&Path>, device: &Device) -> Result<Measured> {
+    if let Some(named) = directory.filter(|named| !named.join(benchmarks::FACTS_FILE).is_file()) {
+        bail!(
+            "--criterion {}: no {} in it: no benchmark left its results there",
+            named.display(),
+            benchmarks::FACTS_FILE
+        );
+    }
+    let directory = directory.unwrap_or(Path::new(USUAL));
+    let found = benchmarks::read(directory, &device.environment().device).map_err(anyhow::Error::msg)?;
+    Ok(Measured { found, agreed: true })
+}
+
+/// Runs the executable, on the same backend with the same kernels, and reads what it left behind.
+pub(super) fn run(
+    executable: &Path,
+    operators: Option<&str>,
+    arguments: &DeviceArguments,
+    device: &Device,
+    out: &Path,
+) -> Result<Measured> {
+    let path = out.join(LOG);
+    std::fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
+    let log = File::create(&path).with_context(|| format!("writing {}", path.display()))?;
+    let results = tempfile::tempdir().context("a folder for the benchmarks' results")?;
+    // A name without a folder is a file here, not one to be looked for on the path.
+    let program = executable.canonicalize().with_context(|| format!("--benchmarks {}", executable.display()))?;
+    let mut command = Command::new(&program);
+    command.arg("--bench");
+    if let Some(list) = operators {
+        let names: Vec<&str> = list.split(',').map(str::trim).collect();
+        command.arg(format!("^({})_(forward|backward)", names.join("|")));
+    }
+    command.env("CRITERION_HOME", results.path());
+    command.env("PARITY_BACKEND", device.environment().backend.to_string());
+    if let Some(kernels) = &arguments.kernels {
+        command.env("PARITY_KERNELS", kernels);
+    }
+    command.stdin(Stdio::null()).stderr(log.try_clone()?).stdout(log);
+    eprintln!("benchmarks: {}", path.display());
+    let status = command.status().with_context(|| format!("--benchmarks {}", program.display()))?;
+    // 1 is a disagreement, which the report is made with; what else ends so has measured nothing to rely on.
+    if !matches!(status.code(), Some(0 | 1)) {
+        bail!("--benchmarks {}: {status}; what it printed is in {}", program.display(), path.display());
+    }
+    let mut found = benchmarks::read(results.path(), &device.environment().device).map_err(anyhow::Error::msg)?;
+    let agreed = status.success();
+    if !agreed && found.skip.is_none() {
+        let why = format!("what they wrote disagrees with the oracle, or a rate is impossible: {LOG}");
+        found.skip = Some(Skip { what: "some benchmarks".into(), why, count: 1 });
+    }
+    Ok(Measured { found, agreed })
+}

@@ -1,0 +1,468 @@
+//! Benchmarks as a part of the declaration: an operator says which cases are timed and what one call of each moves and
+//! computes. Buffers, data, the call and the recheck follow from the rest of its declaration, here, for all operators.
+//!
+//! **Data.** Tensors are drawn (and amended) for a smaller case of the operator and repeated along the axes in which that
+//! one is smaller: on the device along the outermost axis, on the host along others. Kernels take no longer or shorter
+//! for it: what is repeated lies at addresses of its own, and lists, which say what is read together, are drawn whole
+//! ([`Benchmark::amend`]). The host knows every element and never holds the larger tensors.
+//!
+//! **Sets.** There are several sets of buffers, together several times the second-level cache, and calls take them in turn.
+//!
+//! **Recheck.** Entries of one axis, spread over all of it, are compared with the oracle: given tensors with that axis are
+//! narrowed to them, and the oracle of the case that has so many entries says what must have been written. Tensors
+//! without the axis, such as gradients that sum over it, are left to the sweeps.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow};
+use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment, HostTensor, RuntimeError};
+use dsv4_reference::Products;
+use dsv4_reference::precision::Precision;
+
+use super::declaration::{Part, Specs, TensorSpec};
+use super::declared::{Choices, Declared, Inputs, Launches, Views, case_of, field_error, kernel_tensor, oracle_error};
+use super::memory::Placed;
+use super::tensors::{Tensors, repeated_along};
+use super::{KernelRun, OracleTensor, Side};
+use crate::case::CaseError;
+use crate::judge::checks::{self, Truth};
+use crate::operators::Aliasing;
+use crate::report::benchmarks::Work;
+
+/// An upper bound of the second-level cache, bytes (H100 and H200: 50 to 60 MB).
+const L2: usize = 60_000_000;
+/// Buffers of a benchmark together are at least so many times the cache.
+const CACHES: usize = 4;
+
+/// What a call is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// [`Declared::launch`].
+    Forward,
+    /// [`Declared::launch_backward`], on what one forward saved.
+    Backward,
+}
+
+/// The rate that is printed beside the time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rate {
+    /// Bytes per second.
+    Bytes,
+    /// FLOP per second.
+    Flops,
+}
+
+/// Elements of the largest tensor that an operator has drawn for a benchmark, give or take; the rest repeats them.
+pub const DRAWN: usize = 1 << 22;
+
+/// Whether the shapes of the model are timed, and not those that the emulator can bear.
+pub fn on_gpu(environment: &Environment) -> bool {
+    environment.backend == BackendKind::Cuda
+}
+
+/// Enqueues one call. It may not allocate, upload or wait: what it enqueues is recorded.
+pub type Call<K> = fn(&<K as Declared>::Case, &Views, &mut Launches<'_>) -> Result<(), RuntimeError>;
+
+/// Changes the case of a sample and its tensors: see [`Benchmark::sampled`].
+pub type Sampled<K> = fn(&Whole<'_, K>, &mut <K as Declared>::Case, &mut Tensors);
+
+/// What a sample was taken of.
+pub struct Whole<'a, K: Declared> {
+    /// The case.
+    pub case: &'a K::Case,
+    /// The entries of the sampled axis.
+    pub rows: &'a [usize],
+}
+
+/// A case whose call is timed.
+pub struct Benchmark<K: Declared> {
+    /// What a call is. The group is `OPERATOR_forward` or `OPERATOR_backward`.
+    pub direction: Direction,
+    /// Name within the group: extents and types. Reports know a benchmark by group and name.
+    pub name: String,
+    /// The case.
+    pub case: K::Case,
+    /// A case with the same tensors and axes, none of them longer, whose tensors are drawn and then repeated.
+    pub drawn: K::Case,
+    /// Fewest bytes that one call must move: each input once, each output once.
+    pub bytes: f64,
+    /// Floating-point operations of one call.
+    pub flops: f64,
+    /// The rate of interest.
+    pub rate: Rate,
+    /// The axis that is sampled after timing; the case has its extent in a field of the same name.
+    pub axis: &'static str,
+    /// So many of its entries are compared with the oracle.
+    pub rows: usize,
+    /// Puts what must be drawn for the whole case, such as lists of keys, in the place of what was drawn for the smaller.
+    pub amend: fn(&K::Case, &mut Tensors),
+    /// Completes a sample where narrowing the axis does not: leaves out keys that nobody names, says where a token stands.
+    pub sampled: Sampled<K>,
+    /// Of several launches the one that is timed, by the name that the declaration's tensors give it
+    /// ([`TensorSpec::only_in`]): then it is the call. `None` is all of them.
+    pub only: Option<&'static str>,
+    /// The call: the declaration's launch, unless only one of several is timed.
+    pub call: Call<K>,
+}
+
+impl<K: Declared> Benchmark<K> {
+    /// A benchmark whose tensors are drawn as they are and of which four entries along `axis` are sampled; what a call
+    /// moves and computes is still to be said.
+    pub fn new(direction: Direction, name: impl Into<String>, case: K::Case, axis: &'static str) -> Self {
+        let (drawn, (bytes, flops)) = (case.clone(), (0.0, 0.0));
+        Self {
+            direction,
+            name: name.into(),
+            case,
+            drawn,
+            bytes,
+            flops,
+            rate: Rate::Bytes,
+            axis,
+            rows: 4,
+            amend: |_, _| {},
+            sampled: |_, _, _| {},
+            only: None,
+            call: if direction == Direction::Forward { K::launch } else { K::launch_backward },
+        }
+    }
+
+    /// The tensors that a call needs: a forward has no gradients, and one of several launches has its own alone.
+    fn placed_specs(&self) -> Specs {
+        let others = |spec: &TensorSpec| self.only.is_some() && spec.only_in.is_some_and(|of| Some(of) != self.only);
+        let gradient = |spec: &TensorSpec| matches!(spec.part, Part::Upstream { .. } | Part::Gradient { .. });
+        let forward = self.direction == Direction::Forward;
+        K::tensors(&self.case).without(|spec| others(spec) || forward && gradient(spec))
+    }
+
+    /// The given tensors, some of them shorter than the case's.
+    fn given(&self) -> Result<Tensors, CaseError> {
+        K::check(&self.drawn).map_err(field_error::<K>)?;
+        let mut tensors = Tensors::draw(&K::tensors(&self.drawn), None);
+        K::amend(&self.drawn, &mut tensors).map_err(oracle_error::<K>)?;
+        (self.amend)(&self.case, &mut tensors);
+        for spec in K::tensors(&self.case).present().filter(|spec| spec.is_given()) {
+            let shape = tensors.get(spec.name).map(|tensor| tensor.shape.clone()).unwrap_or_default();
+            let fits = |(&drawn, whole): (&usize, usize)| drawn <= whole && (drawn > 0 || whole == 0);
+            if shape.len() != spec.axes.len() || !shape.iter().zip(spec.shape()).all(fits) {
+                let reason =
+                    format!("`{}` is {shape:?} as drawn, which does not repeat to {:?}", spec.name, spec.shape());
+                return Err(oracle_error::<K>(reason));
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// How many sets of buffers there are on a device.
+    fn sets(&self, device: &Device) -> usize {
+        match device.environment().backend {
+            BackendKind::Cuda => ((CACHES * L2) as f64 / self.bytes).ceil().max(2.0) as usize,
+            BackendKind::Emulator | BackendKind::External => 2,
+        }
+    }
+
+    /// Whether the call writes over what it reads, so that a second one does not compute what the first did.
+    fn overwrites(&self) -> bool {
+        let overwritten =
+            |spec: &TensorSpec| spec.part == Part::State || matches!(spec.placed, Some((Aliasing::InPlace, _)));
+        self.placed_specs().present().any(overwritten)
+    }
+
+    /// The sampled entries by themselves.
+    fn sample(&self, given: &Tensors) -> Result<Sample<K>, CaseError> {
+        let whole = K::tensors(&self.case);
+        let extent = whole.extent(self.axis).ok_or_else(|| self.no_axis())?;
+        let rows = spread(extent, self.rows);
+        let mut line = case_of::<K>(&self.case, &Choices::default());
+        *line.fields.get_mut(self.axis).ok_or_else(|| self.no_axis())? = rows.len().into();
+        let mut case: K::Case = line.fields()?;
+        let narrowed = Narrowed { specs: K::tensors(&case), axis: self.axis, extent, rows };
+        let mut tensors = Tensors::default();
+        for spec in whole.present().filter(|spec| spec.is_given()) {
+            let mut tensor = given.tensor(spec.name).clone();
+            for (at, order) in narrowed.orders(spec).into_iter().enumerate() {
+                tensor = match order {
+                    Some(rows) => repeated_along(&tensor, at, rows.iter().copied()),
+                    None => repeated_along(&tensor, at, 0..spec.axes[at].extent),
+                };
+            }
+            tensors.put(spec.name, tensor);
+        }
+        (self.sampled)(&Whole { case: &self.case, rows: &narrowed.rows }, &mut case, &mut tensors);
+        K::check(&case).map_err(field_error::<K>)?;
+        for spec in K::tensors(&case).present().filter(|spec| spec.is_given()) {
+            let shape = &tensors.tensor(spec.name).shape;
+            if *shape != spec.shape() {
+                return Err(oracle_error::<K>(format!(
+                    "a sample's `{}` is {shape:?}, not {:?}",
+                    spec.name,
+                    spec.shape()
+                )));
+            }
+        }
+        Ok(Sample { inputs: Inputs::of(case, Choices::default(), tensors), narrowed, direction: self.direction })
+    }
+
+    fn no_axis(&self) -> CaseError {
+        let reason = format!("the case of benchmark `{}` has no such axis, or no field of its name", self.name);
+        CaseError::Field { operator: K::ABOUT.name, field: self.axis, reason }
+    }
+}
+
+/// `count` entries spread over `0..total`, the last one among them.
+fn spread(total: usize, count: usize) -> Vec<usize> {
+    let count = count.min(total);
+    (1..=count).map(|i| i * total / count - 1).collect()
+}
+
+/// Which axes of a case are narrowed in a sample of it, and to what.
+struct Narrowed {
+    /// The tensors of the sample before [`Benchmark::sampled`] saw it.
+    specs: Specs,
+    axis: &'static str,
+    /// Of the axis, in the whole case.
+    extent: usize,
+    rows: Vec<usize>,
+}
+
+impl Narrowed {
+    /// For each axis of a tensor of the whole case the entries that the sample has; `None` is all of them. Beside the axis
+    /// itself those are narrowed whose extent follows it, such as that of positions, one for each token.
+    fn orders(&self, whole: &TensorSpec) -> Vec<Option<&[usize]>> {
+        let small = self.specs.find(whole.name).map(TensorSpec::shape);
+        let axes = whole.axes.iter().enumerate();
+        let follows =
+            |at: usize, extent: usize| extent == self.extent && small.as_ref().is_some_and(|small| small[at] != extent);
+        axes.map(|(at, axis)| (axis.name == self.axis || follows(at, axis.extent)).then_some(&self.rows[..])).collect()
+    }
+
+    /// The sampled entries of what a kernel wrote; `None` where the tensor has no axis to sample.
+    fn download(&self, whole: &TensorSpec, placed: &Placed<'_>) -> Result<Option<HostTensor>, RuntimeError> {
+        let Some(at) = self.orders(whole).iter().position(Option::is_some) else { return Ok(None) };
+        let view = &placed.views()[whole.name];
+        let entries = self.rows.iter().map(|&row| placed.arena().download(&view.narrow(at, row, 1)?));
+        let bytes = interleaved(&entries.collect::<Result<Vec<_>, _>>()?, view.shape[..at].iter().product());
+        let mut shape = view.shape.clone();
+        shape[at] = self.rows.len();
+        Ok(Some(HostTensor { dtype: view.dtype, shape, bytes }))
+    }
+}
+
+/// The bytes of tensors of one entry each along an axis that has `outer` steps of other axes around it.
+fn interleaved(entries: &[HostTensor], outer: usize) -> Vec<u8> {
+    let piece = |entry: &HostTensor, o: usize| {
+        let bytes = entry.bytes.len() / outer;
+        entry.bytes[o * bytes..(o + 1) * bytes].to_vec()
+    };
+    (0..outer).flat_map(|o| entries.iter().flat_map(move |entry| piece(entry, o))).collect()
+}
+
+/// Entries of a case by themselves.
+struct Sample<K: Declared> {
+    inputs: Inputs<K>,
+    narrowed: Narrowed,
+    direction: Direction,
+}
+
+impl<K: Declared> Sample<K> {
+    fn oracle(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
+        let sides = if self.direction == Direction::Forward { &[Side::Forward][..] } else { &Side::BOTH };
+        self.inputs.run_oracle(precision, Some(products), sides).map_err(oracle_error::<K>)
+    }
+
+    /// What the kernels wrote of it.
+    fn written(&self, whole: &Specs, placed: &Placed<'_>) -> Result<KernelRun, RuntimeError> {
+        let (mut tensors, mut written) = (Vec::new(), Tensors::default());
+        for spec in whole.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
+            let Some(tensor) = self.narrowed.download(spec, placed)? else { continue };
+            if whole.compares(spec.name) {
+                tensors.push(kernel_tensor(spec, tensor.clone()));
+            }
+            written.put(spec.name, tensor);
+        }
+        if whole.present().any(|spec| spec.part == Part::Observed) {
+            let specs = self.inputs.specs();
+            let observed = K::observe(&self.inputs.case, &written).into_iter();
+            tensors.extend(observed.filter_map(|(name, tensor)| Some(kernel_tensor(specs.find(name)?, tensor))));
+        }
+        Ok(KernelRun { tensors, violations: Vec::new(), paths: Vec::new() })
+    }
+}
+
+/// A benchmark of any operator.
+pub trait Timed: Send + Sync {
+    /// `OPERATOR_forward` or `OPERATOR_backward`.
+    fn group(&self) -> String;
+
+    /// Name within the group.
+    fn name(&self) -> &str;
+
+    /// What one call does.
+    fn work(&self) -> Work;
+
+    /// The rate of interest.
+    fn rate(&self) -> Rate;
+
+    /// Why it cannot run on a device like this one; `None` where it can.
+    fn cannot_run(&self, environment: &Environment) -> Option<String>;
+
+    /// Draws the data and places every set of buffers.
+    ///
+    /// # Errors
+    /// The oracle's, where it computes inputs; the device's; the launcher's.
+    fn place<'d>(&self, device: &'d Device) -> Result<Box<dyn Buffers + 'd>>;
+
+    /// The exact oracle of the call, to be run any number of times: its first tensor's elements.
+    ///
+    /// # Errors
+    /// Inputs that the oracle cannot compute.
+    fn oracle(&self) -> Result<OracleCall>;
+}
+
+/// See [`Timed::oracle`].
+pub type OracleCall = Box<dyn Fn() -> Result<Vec<f64>, CaseError>>;
+
+/// A benchmark with its buffers.
+pub trait Buffers {
+    /// How many sets of buffers there are.
+    fn sets(&self) -> usize;
+
+    /// Enqueues one call on a set.
+    ///
+    /// # Errors
+    /// The launcher's.
+    fn call(&self, set: usize) -> Result<(), RuntimeError>;
+
+    /// Compares sampled entries of what the last call on `set` wrote with the oracle; how many elements. Where a call
+    /// writes over what it reads, one more call on what the first one read is compared.
+    ///
+    /// # Errors
+    /// What disagrees or could not be compared, and a sample of which nothing was compared.
+    fn recheck(&self, set: usize) -> Result<u64>;
+}
+
+impl<K: Declared> Timed for Arc<Benchmark<K>> {
+    fn group(&self) -> String {
+        let direction = match self.direction {
+            Direction::Forward => "forward",
+            Direction::Backward => "backward",
+        };
+        format!("{}_{direction}", K::ABOUT.name)
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn work(&self) -> Work {
+        Work { operator: K::ABOUT.name.into(), bytes: self.bytes, flops: self.flops }
+    }
+
+    fn rate(&self) -> Rate {
+        self.rate
+    }
+
+    fn cannot_run(&self, environment: &Environment) -> Option<String> {
+        K::cannot_run(&self.case, environment)
+    }
+
+    fn place<'d>(&self, device: &'d Device) -> Result<Box<dyn Buffers + 'd>> {
+        let given = self.given()?;
+        let mut placed = OnDevice { benchmark: self.clone(), device, given, sets: Vec::new() };
+        for _ in 0..self.sets(device) {
+            let set = placed.set()?;
+            placed.sets.push(set);
+        }
+        Ok(Box::new(placed))
+    }
+
+    fn oracle(&self) -> Result<OracleCall> {
+        let whole = Benchmark { rows: usize::MAX, sampled: |_, _, _| {}, ..(**self).clone() };
+        let sample = whole.sample(&self.given()?)?;
+        Ok(Box::new(move || {
+            let tensors = sample.oracle(Precision::Exact, &Products::default())?;
+            Ok(tensors.into_iter().next().map(|tensor| tensor.values).unwrap_or_default())
+        }))
+    }
+}
+
+impl<K: Declared> Clone for Benchmark<K> {
+    fn clone(&self) -> Self {
+        let (name, case, drawn) = (self.name.clone(), self.case.clone(), self.drawn.clone());
+        Self { name, case, drawn, ..*self }
+    }
+}
+
+struct OnDevice<'d, K: Declared> {
+    benchmark: Arc<Benchmark<K>>,
+    device: &'d Device,
+    given: Tensors,
+    sets: Vec<Placed<'d>>,
+}
+
+impl<'d, K: Declared> OnDevice<'d, K> {
+    /// One more set of buffers. The first one has the workspaces of all.
+    fn set(&self) -> Result<Placed<'d>> {
+        let Benchmark { case, direction, .. } = &*self.benchmark;
+        let specs = self.benchmark.placed_specs();
+        let mut placed = Placed::repeating(self.device, Contract::NAN, &specs, &self.given)?;
+        for (name, bytes) in K::workspaces(case, placed.views(), self.device)? {
+            match self.sets.first() {
+                Some(first) => placed.put(name, first.views()[name].clone()),
+                None => placed.workspace(name, bytes)?,
+            }
+        }
+        if *direction == Direction::Backward {
+            K::launch(case, placed.views(), &mut Launches::timed(self.device)).context("the forward")?;
+        }
+        Ok(placed)
+    }
+
+    fn call_on(&self, placed: &Placed<'_>) -> Result<(), RuntimeError> {
+        let views = match self.benchmark.direction {
+            Direction::Forward => placed.views(),
+            Direction::Backward => placed.backward_views(),
+        };
+        (self.benchmark.call)(&self.benchmark.case, views, &mut Launches::timed(self.device))
+    }
+
+    fn compare(&self, placed: &Placed<'_>) -> Result<u64> {
+        let sample = self.benchmark.sample(&self.given)?;
+        let run = sample.written(&self.benchmark.placed_specs(), placed)?;
+        let truth = Truth::of_runs(|precision, products| sample.oracle(precision, products))?;
+        let outcome = checks::hold(&truth, &run);
+        if let Some(failure) = outcome.failures().next() {
+            return Err(anyhow!(
+                "{} {}, sampled along {}: {}",
+                failure.check,
+                failure.tensor,
+                self.benchmark.axis,
+                failure.message
+            ));
+        }
+        let compared = outcome.checks.iter().filter(|check| ["forward", "gradient"].contains(&check.check.as_str()));
+        match compared.map(|check| check.compared).sum() {
+            0 => Err(anyhow!("nothing was compared: no tensor that is written has the axis {}", self.benchmark.axis)),
+            elements => Ok(elements),
+        }
+    }
+}
+
+impl<K: Declared> Buffers for OnDevice<'_, K> {
+    fn sets(&self) -> usize {
+        self.sets.len()
+    }
+
+    fn call(&self, set: usize) -> Result<(), RuntimeError> {
+        self.call_on(&self.sets[set])
+    }
+
+    fn recheck(&self, set: usize) -> Result<u64> {
+        if !self.benchmark.overwrites() {
+            return self.compare(&self.sets[set]);
+        }
+        let fresh = self.set()?;
+        self.call_on(&fresh)?;
+        self.compare(&fresh)
+    }
+}

@@ -1,0 +1,257 @@
+//! Benchmarks of the declarations, at the sizes that the emulator can bear: each is placed, called and rechecked, and each
+//! recheck is seen to fail.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
+use dsv4_parity::case::Case;
+use dsv4_parity::mutants::planted;
+use dsv4_parity::operator::benchmarks::{Benchmark, Timed};
+use dsv4_parity::operator::declared::Declared;
+use dsv4_parity::operator::registry::OPERATORS;
+use dsv4_parity::operators::attention_combine::AttentionCombine;
+use dsv4_parity::operators::decode_attention::DecodeAttention;
+use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
+use dsv4_parity::operators::rms_norm::RmsNorm;
+use dsv4_parity::operators::rope::Rope;
+use dsv4_parity::operators::score_recompute::ScoreRecompute;
+use dsv4_parity::operators::sparse_attention::SparseAttention;
+use dsv4_parity::operators::swiglu::Swiglu;
+use serde_json::{Value, json};
+
+use crate::support::fixtures;
+
+/// For each group a bug that its recheck must see.
+const MUTANTS: [(&str, &str); 11] = [
+    ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
+    ("rms_norm_backward", "rms_norm_mean_term_missing"),
+    ("rope_forward", "rope_sign_of_the_sine"),
+    ("sparse_attention_forward", "attention_sink_dropped"),
+    ("sparse_attention_backward", "attention_dq_scale_twice"),
+    ("decode_attention_forward", "decode_scales_of_the_first_row"),
+    ("attention_combine_forward", "combine_lse_in_base_2"),
+    ("kv_cache_write_forward", "cache_write_scale_rounded_down"),
+    ("score_recompute_forward", "recompute_scale_twice"),
+    ("swiglu_forward", "swiglu_weight_not_applied"),
+    ("swiglu_backward", "swiglu_weight_applied_twice"),
+];
+
+fn emulator() -> Device {
+    Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator opens")
+}
+
+fn gpu(target: &str) -> Environment {
+    Environment {
+        backend: BackendKind::Cuda,
+        device: "a GPU".into(),
+        driver: String::new(),
+        compiler: String::new(),
+        target: target.into(),
+        processors: 132,
+        shared_bytes_per_block: 227 << 10,
+    }
+}
+
+fn all(environment: &Environment) -> Vec<Box<dyn Timed>> {
+    OPERATORS.iter().flat_map(|operator| operator.benchmarks(environment)).collect()
+}
+
+/// One call on each set, and what the recheck says of the last one.
+fn called(benchmark: &dyn Timed, device: &Device) -> Result<u64, String> {
+    let buffers = benchmark.place(device).expect("buffers");
+    assert!(buffers.sets() > 1, "the buffers do not rotate");
+    for set in 0..buffers.sets() {
+        buffers.call(set).map_err(|error| error.to_string())?;
+    }
+    buffers.recheck(buffers.sets() - 1).map_err(|error| error.to_string())
+}
+
+#[test]
+fn every_operator_but_a_chain_is_timed_on_a_gpu_and_on_the_emulator_under_names_of_their_own() {
+    let emulator = emulator();
+    for environment in [&gpu("sm_90a"), &gpu("sm_80"), emulator.environment()] {
+        let ids: BTreeSet<_> = all(environment).iter().map(|b| (b.group(), b.name().to_owned())).collect();
+        assert_eq!(ids.len(), all(environment).len(), "two benchmarks have one name");
+        for operator in OPERATORS.iter().filter(|operator| operator.chain().is_empty()) {
+            let benchmarks = operator.benchmarks(environment);
+            let (name, has_backward) = (operator.describe().name, operator.describe().has_backward);
+            assert!(!benchmarks.is_empty(), "`{name}` is not timed on {}", environment.device);
+            for benchmark in benchmarks {
+                assert_eq!(benchmark.cannot_run(environment), None, "{}", benchmark.name());
+                assert!(benchmark.group().starts_with(&name) && benchmark.work().operator == name);
+                assert!(has_backward || benchmark.group().ends_with("_forward"));
+                assert!(benchmark.work().bytes > 0.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_timed_call_writes_agrees_with_the_oracle() {
+    let device = emulator();
+    for benchmark in all(device.environment()) {
+        let id = format!("{}/{}", benchmark.group(), benchmark.name());
+        let compared = called(&*benchmark, &device).unwrap_or_else(|problem| panic!("{id}: {problem}"));
+        assert!(compared > 0, "{id}");
+    }
+}
+
+#[test]
+fn what_no_call_wrote_is_not_taken_for_a_result() {
+    let device = emulator();
+    for group in ["rms_norm_forward", "rms_norm_backward"] {
+        let benchmark = all(device.environment()).into_iter().find(|benchmark| benchmark.group() == group);
+        let benchmark = benchmark.expect("a benchmark");
+        let buffers = benchmark.place(&device).expect("buffers");
+        buffers.call(0).expect("a call");
+        assert!(buffers.recheck(0).is_ok());
+        let problem = buffers.recheck(1).expect_err("nobody called the second set").to_string();
+        assert!(problem.contains("sampled along num_rows"), "{problem}");
+    }
+}
+
+#[test]
+fn a_planted_bug_of_every_timed_direction_is_seen_by_the_recheck() {
+    let device = emulator();
+    let mutants = planted::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants");
+    let groups: BTreeSet<String> = all(device.environment()).iter().map(|benchmark| benchmark.group()).collect();
+    assert_eq!(groups, MUTANTS.iter().map(|(group, _)| (*group).to_owned()).collect());
+    for (group, id) in MUTANTS {
+        let mutant = mutants.iter().find(|mutant| mutant.id == id).unwrap_or_else(|| panic!("no mutant `{id}`"));
+        let mutated = device.with_tree(mutant.plant(device.tree()).expect("an anchor that matches"));
+        let of_group = all(device.environment()).into_iter().filter(|benchmark| benchmark.group() == group);
+        let seen: Vec<_> = of_group.map(|benchmark| called(&*benchmark, &mutated)).collect();
+        assert!(seen.iter().any(Result::is_err), "{group}: `{id}` was not seen: {seen:?}");
+    }
+}
+
+/// A benchmark of the model's shapes by its name, at a size that the emulator can bear: `whole` changes fields of its case,
+/// and `drawn` those in which the case that is drawn differs from that.
+fn reduced<K: Declared>(group: &str, name: &str, whole: Value, drawn: Value) -> Benchmark<K> {
+    let with = |case: &K::Case, changed: &Value| -> K::Case {
+        let mut line = Case::new(K::ABOUT.name, case);
+        line.fields.extend(changed.as_object().expect("fields").clone());
+        line.fields().expect("a case")
+    };
+    let called_so = |benchmark: &Benchmark<K>| {
+        benchmark.name == name && group == format!("{:?}", benchmark.direction).to_lowercase()
+    };
+    let found = K::benchmarks(&gpu("sm_90a")).into_iter().find(called_so);
+    let benchmark = found.unwrap_or_else(|| panic!("no {group} `{name}` of {}", K::ABOUT.name));
+    let case = with(&benchmark.case, &whole);
+    Benchmark { drawn: with(&case, &drawn), case, ..benchmark }
+}
+
+/// Benchmarks of every operator whose tensors are repeated and whose samples are a part of them.
+fn all_reduced() -> Vec<Box<dyn Timed>> {
+    fn timed<K: Declared>(benchmark: Benchmark<K>) -> Box<dyn Timed> {
+        Box::new(Arc::new(benchmark))
+    }
+    let rows = || (json!({"num_rows": 21, "width": 512}), json!({"num_rows": 4}));
+    let rms_norm = |group, name| timed(reduced::<RmsNorm>(group, name, rows().0, rows().1));
+    let swiglu = |group| timed(reduced::<Swiglu>(group, "4096x2048 bf16", rows().0, rows().1));
+    let heads = json!({"num_tokens": 11, "num_heads": 3});
+    let rope = |name| timed(reduced::<Rope>("forward", name, heads.clone(), json!({"num_tokens": 2})));
+    let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
+    let fewer = json!({"num_tokens": 2, "num_keys": 44});
+    let sparse = |group, name| timed(reduced::<SparseAttention>(group, name, lists.clone(), fewer.clone()));
+    let target = |name| timed(reduced::<ScoreRecompute>("forward", name, lists.clone(), fewer.clone()));
+    let keys = json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30});
+    let dense = |name| timed(reduced::<ScoreRecompute>("forward", name, keys.clone(), json!({"num_tokens": 2})));
+    let store = |topk, num_pages, page_size| json!({"topk": topk, "num_pages": num_pages, "page_size": page_size});
+    let stores = json!({
+        "batch": 6, "num_heads": 20, "num_blocks": 5, "window": store(70, 27, 16), "compressed": store(70, 210, 8),
+    });
+    let few_pages = json!({"batch": 2, "window": store(70, 5, 16), "compressed": store(70, 9, 8)});
+    let decode = |name| timed(reduced::<DecodeAttention>("forward", name, stores.clone(), few_pages.clone()));
+    let cache = |name, padding| {
+        let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": padding});
+        timed(reduced::<KvCacheWrite>("forward", name, whole, json!({"num_tokens": 32, "num_pages": 2})))
+    };
+    let parts = json!({"num_tokens": 9, "num_heads": 3});
+    let parts = reduced::<AttentionCombine>("forward", "8 parts 128x128x512", parts, json!({"num_tokens": 2}));
+    vec![
+        rms_norm("forward", "4096x7168 bf16"),
+        rms_norm("forward", "2097152x512 bf16 unweighted"),
+        rms_norm("backward", "16384x7168 bf16"),
+        rope("16384x128x512 bf16"),
+        rope("16384x128x512 bf16 inverse"),
+        rope("16384x128x512 bf16 in place"),
+        sparse("forward", "q4096 k8192 H64 D512 topk512"),
+        sparse("backward", "q4096 k8192 H64 D512 topk512"),
+        sparse("forward", "q4096 k8192 H64 D512 topk512 V"),
+        sparse("backward", "q4096 k8192 H64 D512 topk512 V"),
+        sparse("backward", "q4096 k8192 H64 D512 topk512 deterministic"),
+        decode("b128 H64 w128+512 fp8"),
+        decode("b128 H64 w128+512 bf16"),
+        decode("b128 H64 w128+512 fp8 portable"),
+        timed(parts),
+        cache("65536x512 page 64 fp8", 448),
+        cache("65536x512 page 64 bf16", 0),
+        target("q4096 k8192 H64 D512 topk512"),
+        target("q4096 k8192 H64 D512 topk512 portable"),
+        dense("q4096 k2048 H64 D512 dense"),
+        dense("q4096 k2048 H64 D512 dense portable"),
+        swiglu("forward"),
+        swiglu("backward"),
+    ]
+}
+
+#[test]
+fn repeated_tensors_and_samples_of_some_rows_agree_with_the_oracle_for_every_operator() {
+    let device = emulator();
+    let all = all_reduced();
+    let timed: BTreeSet<String> = all.iter().map(|benchmark| benchmark.work().operator).collect();
+    let known =
+        OPERATORS.iter().filter(|operator| operator.chain().is_empty()).map(|operator| operator.describe().name);
+    assert_eq!(timed, known.collect());
+    for benchmark in all {
+        let id = format!("{}/{}", benchmark.group(), benchmark.name());
+        let compared = called(&*benchmark, &device).unwrap_or_else(|problem| panic!("{id}: {problem}"));
+        println!("{id}: {compared}");
+        assert!(compared > 0, "{id}");
+    }
+}
+
+/// What becomes of a benchmark of `rms_norm` or another operator once it is changed.
+fn problem<K: Declared>(benchmark: Benchmark<K>) -> String {
+    let device = emulator();
+    let timed: Arc<Benchmark<K>> = Arc::new(benchmark);
+    let placed = timed.place(&device);
+    let problem = placed.and_then(|buffers| {
+        buffers.call(0)?;
+        buffers.recheck(0)
+    });
+    problem.expect_err("a problem").to_string()
+}
+
+#[test]
+fn a_sample_of_which_nothing_is_written_or_that_has_no_such_axis_is_an_error() {
+    let parts = || {
+        let small = json!({"num_tokens": 2, "num_heads": 3});
+        reduced::<AttentionCombine>("forward", "8 parts 128x128x512", small, json!({}))
+    };
+    assert!(problem(Benchmark { axis: "num_parts", ..parts() }).contains("nothing was compared"));
+    assert!(problem(Benchmark { axis: "num_rows", ..parts() }).contains("`num_rows`"));
+}
+
+#[test]
+fn a_sample_that_its_operator_does_not_complete_disagrees() {
+    let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 448});
+    let cache = reduced::<KvCacheWrite>("forward", "65536x512 page 64 fp8", whole, json!({}));
+    // Tokens of pages that are no part of the sample are written to those that are.
+    assert!(problem(Benchmark { sampled: |_, _, _| {}, ..cache }).contains("elements differ"));
+    let keys = json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30});
+    let dense = reduced::<ScoreRecompute>("forward", "q4096 k2048 H64 D512 dense", keys, json!({}));
+    // Sampled tokens do not follow one another.
+    assert!(problem(Benchmark { sampled: |_, _, _| {}, ..dense }).contains("forward"));
+}
+
+#[test]
+fn tensors_that_do_not_repeat_to_those_of_the_case_are_refused_by_name() {
+    let rows = json!({"num_rows": 8, "width": 512});
+    let larger = reduced::<RmsNorm>("forward", "4096x7168 bf16", rows, json!({"num_rows": 9}));
+    let problem = problem(larger);
+    assert!(problem.contains("`dy` is [9, 512]") || problem.contains("`x` is [9, 512]"), "{problem}");
+}
