@@ -1,8 +1,8 @@
 //! What a sweep has used of its time, operator by operator, and which of its failures are made smaller.
 //!
 //! Of a kernel that is broken every case fails, mostly in the same way. Only the first few failures that differ (by
-//! operator, check and tensor) are made smaller, and no longer than the cases took until then: a failing sweep takes at
-//! most about twice as long as one that passes.
+//! operator, check and tensor) are made smaller, and no longer than the cases took until then, or a few seconds where that
+//! is more: a failing sweep takes at most about twice as long as one that passes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -13,6 +13,9 @@ use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
 const SHRUNK_FAILURES: usize = 3;
 /// How long one failing case may be shrunk.
 const SHRINK_TIME: Duration = Duration::from_secs(30);
+
+/// What an operator may be given for it even if its cases took less: a few small cases would not suffice for any.
+const LEAST_SHRINK_TIME: Duration = Duration::from_secs(5);
 
 /// The time used so far, and the failures made smaller, of each operator.
 #[derive(Debug, Default)]
@@ -88,7 +91,7 @@ impl Progress {
     /// What becomes of a drawn case that fails this check first.
     pub fn shrinks(&mut self, operator: &str, failing: &CheckRecord) -> Shrinks {
         let used = self.of(operator);
-        let left = used.cases.saturating_sub(used.shrinking).min(SHRINK_TIME);
+        let left = used.cases.max(LEAST_SHRINK_TIME).saturating_sub(used.shrinking).min(SHRINK_TIME);
         let shrinks = if !used.failures.insert(kind(failing)) {
             Shrinks::Known
         } else if used.failures.len() > SHRUNK_FAILURES || left.is_zero() {
@@ -112,7 +115,8 @@ impl Progress {
             if used.not_shrunk > 0 {
                 let why = format!(
                     "of each operator the first {SHRUNK_FAILURES} failures that differ in check or tensor are, \
-                     and no longer than its cases take"
+                     and no longer than its cases take, or {} s",
+                    LEAST_SHRINK_TIME.as_secs()
                 );
                 skips.push(Skip {
                     what: format!("failing cases of {operator} made smaller"),

@@ -148,7 +148,7 @@ pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant
         return Ok(Vec::new());
     }
     let mut units = vec![Unit::read(tree, &format!("{operator}.cu"))?];
-    for file in tree.kernel_files().filter(|file| is_second_implementation(file, operator)) {
+    for file in tree.kernel_files().filter(|file| is_further_file(file, operator)) {
         units.push(Unit::read(tree, file)?);
     }
     // Kernel files first: a header stands once, whoever includes it.
@@ -164,9 +164,12 @@ pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant
     Ok(files.iter().flat_map(|source| generate_of(operator, source, &units, &mut twins)).collect())
 }
 
-/// Whether a kernel file is an operator's implementation for one GPU generation, beside the portable one.
-pub fn is_second_implementation(file: &str, operator: &str) -> bool {
-    file.strip_prefix(operator).is_some_and(|rest| rest.starts_with("_hopper") && rest.ends_with(".cu"))
+/// Whether a kernel file is one more of an operator's, beside `OPERATOR.cu`: a step of it, or its implementation for one
+/// GPU generation. It begins with the operator's name, and with that of no other operator that is longer.
+pub fn is_further_file(file: &str, operator: &str) -> bool {
+    let of = |name: &str| file.strip_prefix(name).is_some_and(|rest| rest.starts_with('_') || rest == ".cu");
+    let another = registry::names().iter().any(|name| name.len() > operator.len() && of(name));
+    of(operator) && !another && file.ends_with(".cu") && file.len() > operator.len() + ".cu".len()
 }
 
 /// A kernel file, and behind it the headers that hold more of its code.

@@ -54,7 +54,8 @@ impl Block {
         }
         // One lane at a time is looked up: another collective of this warp is under way, or this one begins.
         let state = |other: u32| &self.states[(warp_base + other) as usize];
-        let here = |other: u32| matches!(state(other), State::AtCollective { mask: m, op: o, .. } if (*m, *o) == (mask, op));
+        let here =
+            |other: u32| matches!(state(other), State::AtCollective { mask: m, op: o, .. } if (*m, *o) == (mask, op));
         let elsewhere = |other: u32| matches!(state(other), State::AtCollective { .. }) && !here(other);
         let arrived = lanes(mask).filter(|&other| here(other)).fold(0, |bits, other| bits | 1 << other);
         let alone = !lanes(mask).any(elsewhere);
