@@ -12,7 +12,8 @@
 //
 // Floors, with s = sizeof(ELEMENT): forward 3s bytes an element for 10 FLOPs, backward 5s for 22, two of them special
 // functions. Limited by memory: at 4.24 TB/s and 3.6e12 special functions a second these take 0.4 of the bf16
-// forward's time, and 0.24 of the backward's. To be measured.
+// forward's time, and 0.24 of the backward's. Measured on one H200: 65536 rows of 2048 bf16 channels in 189 and 323 us,
+// 4.26 and 4.16 TB/s where a copy reaches 4.2 (4096 rows: 14.6 and 23.5 us, where launches and the last wave show).
 //
 // Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float
 //

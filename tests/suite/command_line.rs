@@ -519,3 +519,22 @@ fn golden_that_compares_nothing_is_bad_input() {
     let output = parity(&["golden", &folder, "--ops", "rms_norm", "--files", "absent.safetensors", "--oracles-only"]);
     output.assert_bad_input(&["rms_norm"]);
 }
+
+/// What people read of the command line is a contract, too. `TRYCMD=overwrite` writes the snapshots anew.
+#[test]
+fn every_command_has_a_help_and_it_is_the_one_in_the_snapshots() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/suite/help");
+    if std::env::var_os("PARITY_BIN").is_some() && !folder.is_dir() {
+        return eprintln!("skipped: these tests travelled without their snapshots");
+    }
+    let help = Parity::new(&["--help"]).run().stdout;
+    let commands = help.split_once("Commands:\n").and_then(|(_, rest)| rest.split_once("\n\n")).expect("a list").0;
+    let commands = commands.lines().filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help");
+    let without: Vec<_> = commands.filter(|name| !folder.join(format!("{name}.trycmd")).is_file()).collect();
+    assert!(help.contains("  run  ") && without.is_empty(), "no snapshot of the help of {without:?}");
+
+    let snapshots = trycmd::TestCases::new();
+    // The help says what these are set to; the lines of a help are as long in a terminal of any width.
+    snapshots.env("PARITY_BACKEND", "").env("PARITY_KERNELS", "").env("COLUMNS", "40");
+    snapshots.register_bin("parity", binary()).case(folder.join("*.trycmd"));
+}

@@ -16,6 +16,7 @@ mod golden;
 mod history;
 mod hopper;
 mod kill_matrix;
+mod launchers;
 mod layouts;
 mod mutants;
 mod scenario;
