@@ -97,9 +97,9 @@ fn chosen_cases(arguments: &BisectArguments) -> Result<Vec<Case>> {
     }
 }
 
-/// The operator's corners, then drawn cases.
+/// The operator's edge cases, then drawn cases.
 fn cases_of_operator(operator: &dyn Operator, count: Option<usize>, seed: u64) -> Result<Vec<Case>> {
-    let mut cases = operator.corner_cases(Profile::Quick);
+    let mut cases = operator.edge_cases(Profile::Quick);
     let strategy = operator.strategy(Profile::Quick);
     let digest = blake3::hash(&seed.to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, digest.as_bytes());

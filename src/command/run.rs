@@ -42,7 +42,7 @@ pub struct RunArguments {
     /// otherwise 4 when absent, 0 for none
     #[arg(long)]
     schedules: Option<u32>,
-    /// Draw no case of an operator after this time; those left out are counted as skipped. Remembered cases and corners
+    /// Draw no case of an operator after this time; those left out are counted as skipped. Remembered cases and edge cases
     /// always run
     #[arg(long, value_name = "SECONDS", conflicts_with = "shard")]
     time_budget: Option<u64>,

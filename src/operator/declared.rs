@@ -508,7 +508,7 @@ impl<K: Declared> Operator for Op<K> {
             .boxed()
     }
 
-    fn corner_cases(&self, profile: Profile) -> Vec<Case> {
+    fn edge_cases(&self, profile: Profile) -> Vec<Case> {
         // Rows with gaps, so that every kernel that an edge case reaches meets strides that are no extents, and no two
         // tensors with the same ones.
         let own = K::edge_cases(profile).into_iter().map(|case| {

@@ -84,8 +84,8 @@ pub trait Operator: Sync {
     /// Draws cases; shrinks towards the smallest.
     fn strategy(&self, profile: Profile) -> BoxedStrategy<Case>;
 
-    /// Cases that every sweep runs first: corners that must not be left to chance.
-    fn corner_cases(&self, profile: Profile) -> Vec<Case>;
+    /// Cases that every sweep runs first: they must not be left to chance.
+    fn edge_cases(&self, profile: Profile) -> Vec<Case>;
 
     /// The case dense, and with every tensor spread over memory of its own ([`layouts::spread`]).
     ///

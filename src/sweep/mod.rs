@@ -1,4 +1,4 @@
-//! A sweep: remembered cases first, then corners, then drawn ones; failing ones are made smaller.
+//! A sweep: remembered cases first, then edge cases, then drawn ones; failing ones are made smaller.
 //!
 //! | file | what it holds |
 //! | --- | --- |
@@ -46,7 +46,7 @@ pub struct SweepOptions {
     /// Whether a drawn case that fails is remembered.
     pub remember: bool,
     /// Seconds of an operator's cases after which no drawn one begins; all are run where it is absent. Remembered cases
-    /// and corners always run.
+    /// and edge cases always run.
     pub time_budget: Option<Duration>,
 }
 
@@ -76,7 +76,7 @@ impl PlannedCase {
 }
 
 /// The cases of one operator that can run on a device like this one, in the order in which they run: remembered ones,
-/// corners, drawn ones; and the others, counted by the reason.
+/// edge cases, drawn ones; and the others, counted by the reason.
 ///
 /// # Errors
 /// A case that cannot be drawn.
@@ -86,8 +86,8 @@ pub fn plan(
     options: &SweepOptions,
     environment: &Environment,
 ) -> Result<(Vec<PlannedCase>, Vec<Skip>), CaseError> {
-    let corners = operator.corner_cases(options.profile).into_iter().map(|case| (case, Origin::Drawn));
-    let given = remembered.into_iter().map(|case| (case, Origin::Regression)).chain(corners);
+    let edge_cases = operator.edge_cases(options.profile).into_iter().map(|case| (case, Origin::Drawn));
+    let given = remembered.into_iter().map(|case| (case, Origin::Regression)).chain(edge_cases);
     let mut planned: Vec<_> = given.map(|(case, origin)| PlannedCase { case, origin, tree: None }).collect();
     let strategy = operator.strategy(options.profile);
     let mut runner = runner(options.seed, &operator.describe().name);

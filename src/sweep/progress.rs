@@ -176,9 +176,11 @@ mod tests {
         assert_eq!(progress.shrinks("rope", &failing("gradient", "dx")), Shrinks::For(20 * SECOND));
         progress.shrank("rope", 21 * SECOND);
         assert_eq!(progress.shrinks("rope", &failing("guards", "y")), Shrinks::Not);
-        // Another operator's time is its own.
-        progress.ran("rms_norm", SECOND);
-        assert_eq!(progress.shrinks("rms_norm", &failing("forward", "y")), Shrinks::For(SECOND));
+        // Another operator's time is its own; a little is there for each.
+        progress.ran("rms_norm", 8 * SECOND);
+        assert_eq!(progress.shrinks("rms_norm", &failing("forward", "y")), Shrinks::For(8 * SECOND));
+        progress.ran("swiglu", SECOND);
+        assert_eq!(progress.shrinks("swiglu", &failing("forward", "y")), Shrinks::For(LEAST_SHRINK_TIME));
     }
 
     #[test]

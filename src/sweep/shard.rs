@@ -1,6 +1,6 @@
 //! One sweep over many workers.
 //!
-//! Every worker enumerates the same [`Plan`] (remembered cases, corners, drawn cases of every operator)
+//! Every worker enumerates the same [`Plan`] (remembered cases, edge cases, drawn cases of every operator)
 //! from the same arguments, divides it in the same way, and runs the part that is its own. No worker
 //! talks to another. What each of them leaves behind is put together by [`crate::sweep::merge`], which
 //! proves from the records that every case of the plan ran exactly once.

@@ -2,7 +2,7 @@
 //!
 //! | name | what it does |
 //! | --- | --- |
-//! | `sweep::OPERATOR` | remembered cases, corners, and drawn cases within a time budget |
+//! | `sweep::OPERATOR` | remembered cases, edge cases, and drawn cases within a time budget |
 //! | `golden::OPERATOR` | oracle and kernels against the golden files |
 //! | `refusals::OPERATOR` | every argument of its launchers, spoilt in every way, is refused by name |
 //! | `mutant::ID` | a planted bug is seen by the check that was expected to see it, and by nobody where it is not planted |

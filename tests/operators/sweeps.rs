@@ -1,4 +1,4 @@
-//! `sweep::OPERATOR`: its remembered cases, its corners, and drawn ones.
+//! `sweep::OPERATOR`: its remembered cases, its edge cases, and drawn ones.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -67,7 +67,7 @@ fn run(operator: &dyn Operator, time_budget: Option<Duration>) -> Result<String,
     everything_was_met(operator, &collected, &skips)?;
     let count = |origin| collected.records.iter().filter(|record| record.origin == origin).count();
     let mut done =
-        format!("{} remembered cases, {} corners and drawn ones", count(Origin::Regression), count(Origin::Drawn));
+        format!("{} remembered cases, {} edge cases and drawn ones", count(Origin::Regression), count(Origin::Drawn));
     for skip in &skips {
         done += &format!("; {}", skipped(skip));
     }

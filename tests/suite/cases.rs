@@ -52,8 +52,8 @@ fn special_numbers_reach_the_oracle_and_are_among_the_corners_of_whoever_clamps(
     };
     let special = truth(&swiglu(r#""limit":1.0,"magnitude":1.0,"special":"not_finite""#));
     assert!(special.exact[0].values.iter().any(|value| value.is_nan()));
-    let corners = registry::find("swiglu").unwrap().corner_cases(Profile::Quick);
-    let named: BTreeSet<_> = corners.iter().filter_map(|case| case.fields.get("special")?.as_str()).collect();
+    let edge_cases = registry::find("swiglu").unwrap().edge_cases(Profile::Quick);
+    let named: BTreeSet<_> = edge_cases.iter().filter_map(|case| case.fields.get("special")?.as_str()).collect();
     assert_eq!(named, ["at_the_limit", "not_finite"].into());
     let drawn = truth(&swiglu(r#""limit":1.0,"magnitude":1.0"#));
     assert!(drawn.exact[0].values.iter().all(|value| value.is_finite()));

@@ -106,9 +106,9 @@ fn fails(record: &CaseRecord, check: &str, tensor: &str) -> bool {
 #[test]
 fn our_own_kernels_agree_from_outside_for_every_operator_and_what_cannot_be_seen_is_counted() {
     for operator in registry::OPERATORS {
-        let corners = operator.corner_cases(Profile::Quick);
-        // Every operator's laws need inputs of other shapes somewhere among its corners.
-        for case in corners.iter().step_by(corners.len().div_ceil(5)) {
+        let edge_cases = operator.edge_cases(Profile::Quick);
+        // Every operator's laws need inputs of other shapes somewhere among its edge cases.
+        for case in edge_cases.iter().step_by(edge_cases.len().div_ceil(5)) {
             let record = run(&case.line(), ExternalOptions::default(), Kernel(honest));
             assert_agrees(&record);
             let skipped = |what: &str| record.skips.iter().any(|skip| skip.what == what && skip.count > 0);
@@ -521,7 +521,7 @@ fn a_command_that_always_dies_fails_every_case_and_loses_none() {
     let output = parity(dir.path(), &["--cmd", "echo broken >&2; exit 3 # {dir}", "--cases", "0"]);
     output.assert_code(1);
     let report = report(&dir.path().join("out"));
-    assert_eq!(report.cases.len(), registry::find("rms_norm").unwrap().corner_cases(Profile::Quick).len());
+    assert_eq!(report.cases.len(), registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len());
     for case in &report.cases {
         assert_no_outputs(case, Verdict::Error, &["exit code 3", "broken"]);
         assert!(case.replay.starts_with("parity external --op rms_norm --cmd 'echo broken >&2; exit 3 # {dir}'"));

@@ -21,56 +21,64 @@ fn folder(name: &str, text: &str) -> TempDir {
 
 fn mutants(mutants: &Path, arguments: &[&str]) -> Output {
     let dir = mutants.to_str().expect("UTF-8");
-    let mut all = vec!["mutants", "--backend", "emulator", "--ops", "rope", "--schedules", "1", "--mutants", dir];
+    let mut all =
+        vec!["mutants", "--backend", "emulator", "--ops", "kv_cache_write", "--schedules", "1", "--mutants", dir];
     all.extend(arguments);
     Parity::new(&all).env("PARITY_FIXTURES", fixtures().to_str().expect("UTF-8")).run()
 }
 
-/// A mutant of rope that is planted in one line, with one case.
+/// A mutant of kv_cache_write, whose cases are the cheapest, that is planted in one line, with one case.
 fn planted(find: &str, replace: &str) -> String {
     format!(
         r#"[[mutant]]
-id = "rope_bug"
-catalogue = "FM-52"
-operator = "rope"
-file = "rope.cu"
+id = "cache_bug"
+catalogue = "derived"
+operator = "kv_cache_write"
+file = "kv_cache_write.cu"
 summary = "One line is another."
 find = '{find}'
 replace = '{replace}'
 expected = "forward"
-cases = ['{{"operator":"rope","num_tokens":5,"num_heads":3,"head_dim":64,"rope_dim":16,"dtype":"bf16","inverse":false,"frequencies":"compress","table":"row_per_token","table_rows":0,"aliasing":"out_of_place","padding":0,"distribution":"normal","magnitude":1.0,"seed":1}}']
+cases = ['{{"operator":"kv_cache_write","num_tokens":11,"nope_dim":128,"rope_dim":32,"num_pages":3,"page_size":5,"slots":"hostile","contents":"drawn","distribution":"normal","magnitude":1.0,"padding":0,"page_padding":152,"seed":1}}']
 "#
     )
 }
 
-const ROTATION: &str = "odd = fused_multiply_add(x0, by.sin, __fmul_rn(x1, by.cos));";
+const SCALE: &str = "return to_e8m0(__fmul_rn(maximum_f32(amax, AMAX_FLOOR), 1.0f / 448.0f));";
 
 #[test]
 fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
-    let (out, replaced) = (tempfile::tempdir().expect("a scratch directory"), format!("/* as it was */ {ROTATION}"));
-    let bugs = folder("rope.toml", &planted(ROTATION, &replaced));
+    let (out, replaced) = (tempfile::tempdir().expect("a scratch directory"), format!("/* as it was */ {SCALE}"));
+    let bugs = folder("kv_cache_write.toml", &planted(SCALE, &replaced));
     let path = out.path().to_str().expect("UTF-8");
     let output = mutants(bugs.path(), &["--sample", "0", "--out", path]);
     output.assert_code(1);
-    assert!(output.stdout.contains("below what is asked: rope: 1 planted mutant(s) not killed"), "{}", output.stdout);
+    assert!(
+        output.stdout.contains("below what is asked: kv_cache_write: 1 planted mutant(s) not killed"),
+        "{}",
+        output.stdout
+    );
     let read = |name: &str| std::fs::read_to_string(out.path().join(name)).expect(name);
     let report: Report = serde_json::from_str(&read("report.json")).expect("a report");
     let [mutant] = report.mutants.as_slice() else { panic!("{:?}", report.mutants) };
     assert_eq!((mutant.source, mutant.status()), (MutantSource::Planted, MutantStatus::Survived));
-    assert_eq!((mutant.original.as_str(), &mutant.mutated), (ROTATION, &replaced));
-    assert!(report.skips.iter().any(|skip| skip.what == "generated mutants of rope" && skip.count > 100));
-    assert!(read("index.html").contains("<span class=\"added\">+ /* as it was */ odd = "), "the page shows no diff");
-    assert!(read("summary.md").contains("**survived:** `rope_bug`"), "{}", read("summary.md"));
+    assert_eq!((mutant.original.as_str(), &mutant.mutated), (SCALE, &replaced));
+    assert!(report.skips.iter().any(|skip| skip.what == "generated mutants of kv_cache_write" && skip.count > 100));
+    assert!(
+        read("index.html").contains("<span class=\"added\">+ /* as it was */ return to_e8m0"),
+        "the page shows no diff"
+    );
+    assert!(read("summary.md").contains("**survived:** `cache_bug`"), "{}", read("summary.md"));
 }
 
 #[test]
 fn a_killed_mutant_exits_with_0_and_a_generated_survivor_shows_its_line() {
-    let bugs = folder("rope.toml", &planted(ROTATION, "odd = fused_multiply_add(x0, by.sin, x1);"));
-    mutants(bugs.path(), &["--only", "rope_bug"]).assert_code(0);
-    // The step beyond the last head touches nothing; the list that says so is not in this folder.
-    let output = mutants(bugs.path(), &["--only", "rope:rotate_heads:extent:cceb0e36"]);
+    let bugs = folder("kv_cache_write.toml", &planted(SCALE, "return to_e8m0(maximum_f32(amax, AMAX_FLOOR));"));
+    mutants(bugs.path(), &["--only", "cache_bug"]).assert_code(0);
+    // Any lane of a group may store its scale; the list that says so is not in this folder.
+    let output = mutants(bugs.path(), &["--only", "kv_cache_write:write_groups:comparison:27f30471"]);
     output.assert_code(1);
-    for needle in ["SURVIVED", "    - for (int i = 0; i < HEADS; ", "    + for (int i = 0; i <= HEADS; "] {
+    for needle in ["SURVIVED", "    - if (chunk % GROUP_LANES == 0) scales", "    + if (chunk % GROUP_LANES "] {
         assert!(output.stdout.contains(needle), "`{needle}` is not in\n{}", output.stdout);
     }
 }
@@ -81,19 +89,19 @@ fn mutants_that_the_time_budget_leaves_out_are_skips_and_no_kills() {
     let path = out.path().to_str().expect("UTF-8");
     let output = mutants(bugs.path(), &["--sample", "9", "--time-budget", "0", "--out", path]);
     output.assert_code(1);
-    assert!(output.stdout.contains("rope: no generated mutant was judged"), "{}", output.stdout);
+    assert!(output.stdout.contains("kv_cache_write: no generated mutant was judged"), "{}", output.stdout);
     let text = std::fs::read_to_string(out.path().join("report.json")).expect("a report");
     let report: Report = serde_json::from_str(&text).expect("a report");
     let skip = report.skips.iter().find(|skip| skip.why.contains("--time-budget")).expect("a skip");
-    assert_eq!((skip.what.as_str(), skip.count), ("generated mutants of rope", 9));
+    assert_eq!((skip.what.as_str(), skip.count), ("generated mutants of kv_cache_write", 9));
 }
 
-/// A seed whose sample of three holds a mutant of rope that changes nothing.
+/// A seed whose sample of three holds a mutant of kv_cache_write that changes nothing.
 fn seed_of_a_survivor() -> u64 {
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
-    let all = generated::generate(&SourceTree::embedded(), "rope").expect("mutants");
+    let all = generated::generate(&SourceTree::embedded(), "kv_cache_write").expect("mutants");
     let survives = |seed: &u64| generated::sample(all.clone(), 3, *seed).iter().any(|m| list.reason(&m.id).is_some());
-    (0..1000).find(survives).expect("rope has equivalent mutants")
+    (0..1000).find(survives).expect("some are equivalent")
 }
 
 #[test]
@@ -105,7 +113,7 @@ fn a_kill_rate_under_the_floor_exits_with_1_and_a_resumed_run_judges_no_mutant_a
         |more: &[&str]| mutants(bugs.path(), &[&["--sample", "3", "--seed", &seed, "--out", path], more].concat());
     let first = run(&["--floor", "1"]);
     first.assert_code(1);
-    for needle in ["SURVIVED", "below what is asked: rope: "] {
+    for needle in ["SURVIVED", "below what is asked: kv_cache_write: "] {
         assert!(first.stdout.contains(needle), "`{needle}` is not in\n{}", first.stdout);
     }
     let again = run(&["--floor", "0", "--resume"]);
@@ -118,16 +126,21 @@ fn a_kill_rate_under_the_floor_exits_with_1_and_a_resumed_run_judges_no_mutant_a
 
 #[test]
 fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
-    let stale = folder("equivalent.toml", "[[equivalent]]\nids = [\"rope:gone:scale:00000000\"]\nreason = \"None.\"\n");
-    mutants(stale.path(), &[]).assert_bad_input(&["equivalent.toml", "rope:gone:scale:00000000"]);
-    let anchor = folder("rope.toml", &planted("no kernel says this", ""));
-    mutants(anchor.path(), &[]).assert_bad_input(&["rope_bug", "0 times"]);
+    let stale = folder(
+        "equivalent.toml",
+        "[[equivalent]]\nids = [\"kv_cache_write:gone:scale:00000000\"]\nreason = \"None.\"\n",
+    );
+    mutants(stale.path(), &[]).assert_bad_input(&["equivalent.toml", "kv_cache_write:gone:scale:00000000"]);
+    let anchor = folder("kv_cache_write.toml", &planted("no kernel says this", ""));
+    mutants(anchor.path(), &[]).assert_bad_input(&["cache_bug", "0 times"]);
     let none = folder("none.txt", "");
     mutants(none.path(), &["--floor", "1.5"]).assert_bad_input(&["--floor 1.5"]);
     mutants(none.path(), &["--jobs", "0"]).assert_bad_input(&["--jobs 0"]);
-    mutants(none.path(), &["--only", "rope:gone"]).assert_bad_input(&["--only rope:gone", "no such mutant"]);
-    let stale = "rope:cosine_polynomial:constant:00000000";
-    mutants(none.path(), &["--only", stale]).assert_bad_input(&[stale, "there is rope:cosine_polynomial:constant:"]);
+    mutants(none.path(), &["--only", "kv_cache_write:gone"])
+        .assert_bad_input(&["--only kv_cache_write:gone", "no such mutant"]);
+    let stale = "kv_cache_write:largest_magnitude:constant:00000000";
+    mutants(none.path(), &["--only", stale])
+        .assert_bad_input(&[stale, "there is kv_cache_write:largest_magnitude:constant:"]);
 }
 
 #[test]

@@ -33,7 +33,7 @@ fn compare_until_every_path_ran(operator: &dyn Operator) -> BTreeSet<String> {
     let mut left: BTreeSet<String> = operator.describe().paths.into_iter().collect();
     let mut seen = BTreeSet::new();
     // Typical cases are the last ones.
-    for case in operator.corner_cases(Profile::Quick).into_iter().rev() {
+    for case in operator.edge_cases(Profile::Quick).into_iter().rev() {
         let [dense, spread] = operator.laid_out(&case).unwrap();
         let runs = [&dense, &spread].iter().all(|case| operator.cannot_run(case, device.environment()).is_none());
         if left.is_empty() || !runs || !seen.insert(dense.line()) {
@@ -66,6 +66,6 @@ fn a_tensor_that_is_read_at_the_stride_of_another_is_seen() {
     let wrong = tree.with_text(file, text.replace(own, "params.up + row * params.gate_row_stride"), "a wrong stride");
     let device = support::device().with_tree(wrong);
     let operator = registry::find("swiglu").unwrap();
-    let [dense, spread] = operator.laid_out(&operator.corner_cases(Profile::Quick)[3]).unwrap();
+    let [dense, spread] = operator.laid_out(&operator.edge_cases(Profile::Quick)[3]).unwrap();
     assert!(differing(&device, &run(&device, &dense), &spread).contains(&"y"));
 }

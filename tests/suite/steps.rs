@@ -232,7 +232,7 @@ fn outcomes(border: Border) -> Vec<Outcome> {
         let prepared = operator.prepare(&line).expect("a sound case");
         checks::run(&*prepared, support::device(), CheckOptions { schedules: 2, triangulate: false })
     };
-    operator.corner_cases(Profile::Quick).into_iter().map(check).collect()
+    operator.edge_cases(Profile::Quick).into_iter().map(check).collect()
 }
 
 fn failed(outcome: &Outcome) -> BTreeSet<&str> {

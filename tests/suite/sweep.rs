@@ -220,8 +220,8 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
 #[test]
 fn drawn_cases_beyond_the_time_budget_are_counted_and_corners_run_all_the_same() {
     let (collected, skips, _) = sweep_made_up(&[], Some(Duration::ZERO));
-    let corners = registry::find("rms_norm").unwrap().corner_cases(Profile::Quick).len();
-    assert_eq!((collected.planned, collected.records.len()), (corners + 12, corners));
+    let edge_cases = registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len();
+    assert_eq!((collected.planned, collected.records.len()), (edge_cases + 12, edge_cases));
     let [skip] = skips.as_slice() else { panic!("{skips:?}") };
     assert_eq!((skip.what.as_str(), skip.count), ("drawn cases of rms_norm", 12));
 }

@@ -294,7 +294,8 @@ mod tests {
             let headers = headers_of(&tree, file).expect("the tree is whole");
             for file in [file].into_iter().chain(headers) {
                 let source = Source::parse(&tree, file).unwrap_or_else(|error| panic!("{error}"));
-                assert!(!source.functions().is_empty(), "{file}");
+                // A header may hold constants alone.
+                assert!(!source.functions().is_empty() || !source.text.contains("\nDEVICE "), "{file}");
             }
         }
     }
@@ -303,7 +304,7 @@ mod tests {
     fn headers_are_those_with_one_body_for_all_backends() {
         let tree = SourceTree::embedded();
         let of = |file: &str| headers_of(&tree, file).expect("the tree is whole");
-        assert_eq!(of("rope.cu"), [""; 0]);
+        assert_eq!(of("rope.cu"), ["include/element.h"]);
         let hopper = of("decode_attention_hopper.cu");
         let ours = ["hopper_attention.h", "gather.h", "panels.h", "decode_attention.h", "kv_cache.h"];
         assert_eq!(hopper.len(), ours.len(), "{hopper:?}");

@@ -26,7 +26,7 @@ pub struct KnownCase {
     work: u64,
 }
 
-/// An operator's remembered cases, its corners, and the cases of its planted mutants, each once.
+/// An operator's remembered cases, its edge cases, and the cases of its planted mutants, each once.
 ///
 /// # Errors
 /// Cases that cannot be read.
@@ -37,8 +37,8 @@ pub fn collect(
 ) -> Result<Vec<(Case, Origin)>, crate::case::CaseError> {
     let name = operator.describe().name;
     let remembered = regressions.load(&name)?.into_iter().map(|case| (case, Origin::Regression));
-    let corners = operator.corner_cases(Profile::Quick).into_iter().map(|case| (case, Origin::Drawn));
-    let mut all: Vec<_> = remembered.chain(corners).collect();
+    let edge_cases = operator.edge_cases(Profile::Quick).into_iter().map(|case| (case, Origin::Drawn));
+    let mut all: Vec<_> = remembered.chain(edge_cases).collect();
     for line in planted.iter().filter(|mutant| mutant.operator == name).flat_map(|mutant| &mutant.cases) {
         all.push((Case::parse(line)?, Origin::Given));
     }
