@@ -9,7 +9,7 @@
 // payloads, which writes each lane's result in place; then all lanes go on.
 #pragma once
 
-// Not <cmath>, which takes longer to read than most kernels take to compile: the compiler knows the functions by itself.
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -445,9 +445,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
 inline int __ffs(int v) { return __builtin_ffs(v); }
-inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }

@@ -63,7 +63,7 @@ fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
     let [mutant] = report.mutants.as_slice() else { panic!("{:?}", report.mutants) };
     assert_eq!((mutant.source, mutant.status()), (MutantSource::Planted, MutantStatus::Survived));
     assert_eq!((mutant.original.as_str(), &mutant.mutated), (SCALE, &replaced));
-    assert!(report.skips.iter().any(|skip| skip.what == "generated mutants of kv_cache_write" && skip.count > 100));
+    assert!(report.skips.iter().any(|skip| skip.what == "generated mutants of kv_cache_write" && skip.count > 50));
     assert!(
         read("index.html").contains("<span class=\"added\">+ /* as it was */ return to_e8m0"),
         "the page shows no diff"

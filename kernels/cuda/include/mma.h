@@ -28,7 +28,7 @@ inline float bf16_half(uint32_t pair, int half) { return __uint_as_float(half ? 
 // Tensor cores cut the sum off instead of rounding it to nearest.
 inline float toward_zero(double x) {
     const float y = static_cast<float>(x);
-    if (!__builtin_isfinite(y) || __builtin_fabs(static_cast<double>(y)) <= __builtin_fabs(x)) return y;
+    if (!std::isfinite(y) || std::fabs(static_cast<double>(y)) <= std::fabs(x)) return y;
     return __uint_as_float(__float_as_uint(y) - 1);  // y is not 0: the next value towards it
 }
 
