@@ -3,7 +3,8 @@
 //! A mutant is concerned when one of the files changed that it is made of or judged by: the kernel files of its operator and
 //! every header that these include, its launcher, its oracle, its operator's file, its list of mutants. What changed is
 //! told by git, against the commit at which this branch left `origin/main`, or else against the parent commit. Where git
-//! cannot tell (a shallow clone of one commit, a binary far from its sources), every mutant runs.
+//! cannot tell (a shallow clone of one commit, a binary far from its sources), every mutant runs. Of very many ([`MOST`])
+//! a commit draws lots.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,6 +17,9 @@ use crate::operator::Operator;
 
 /// One in so many of the mutants that a commit does not concern runs all the same.
 pub const SHARE: u64 = 8;
+/// So many mutants run for a commit at most. A header that all kernels include concerns every mutant of every operator;
+/// then the commit draws lots, and what is left out is for the run of everything.
+pub const MOST: usize = 160;
 
 /// What a commit changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +54,15 @@ impl Change {
     pub fn selects(&self, mutant: &Mutant, files: &BTreeSet<String>) -> bool {
         !self.files.is_disjoint(files) || slot(&mutant.id) == slot(&self.commit)
     }
+}
+
+/// Of the mutants that a commit's run would have, by `selected`, the first [`MOST`] in an order that the commit draws.
+pub fn at_most(commit: &str, ids: &[&str], selected: &[bool]) -> Vec<bool> {
+    let lot = |at: &usize| *blake3::hash(format!("{commit} {}", ids[*at]).as_bytes()).as_bytes();
+    let mut order: Vec<usize> = (0..ids.len()).filter(|&at| selected[at]).collect();
+    order.sort_by_key(lot);
+    order.truncate(MOST);
+    (0..ids.len()).map(|at| order.contains(&at)).collect()
 }
 
 fn git(root: &Path, arguments: &[&str]) -> Result<String, String> {
@@ -179,6 +192,24 @@ mod tests {
         assert_eq!(concerned("kernels/cuda/include/combine.h"), ["decode_attention", "attention_combine"]);
         assert_eq!(concerned("kernels/cuda/sparse_attention_hopper_backward.cu"), ["sparse_attention"]);
         assert_eq!(concerned("README.md"), [""; 0]);
+    }
+
+    #[test]
+    fn a_commit_that_concerns_very_many_mutants_draws_lots_and_each_ones_turn_comes() {
+        let ids: Vec<String> = (0..3 * MOST).map(|number| format!("mutant {number}")).collect();
+        let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
+        let mut selected = vec![true; ids.len()];
+        selected[7] = false;
+        let drawn = |commit: &str| at_most(commit, &ids, &selected);
+        assert_eq!(drawn("a"), drawn("a"));
+        let mut seen = vec![false; ids.len()];
+        for commit in 0..64 {
+            let drawn = drawn(&format!("commit {commit}"));
+            assert_eq!(drawn.iter().filter(|drawn| **drawn).count(), MOST);
+            seen.iter_mut().zip(drawn).for_each(|(seen, drawn)| *seen |= drawn);
+        }
+        assert_eq!(seen, selected);
+        assert_eq!(at_most("a", &ids[..9], &selected[..9]), selected[..9], "a few all run");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
 use dsv4_parity::mutants::planted::{self, Mutant};
-use dsv4_parity::mutants::selection::{self, Change, SHARE};
+use dsv4_parity::mutants::selection::{self, Change, MOST, SHARE};
 use dsv4_parity::operator::registry;
 use libtest_mimic::{Arguments, Trial};
 
@@ -54,13 +54,19 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
     }
     let none = BTreeSet::new();
     let selects = |mutant: &Mutant| change.selects(mutant, files.get(&mutant.operator).unwrap_or(&none));
-    let chosen: Vec<bool> = mutants.iter().map(selects).collect();
+    let selected: Vec<bool> = mutants.iter().map(selects).collect();
+    let ids: Vec<&str> = mutants.iter().map(|mutant| mutant.id.as_str()).collect();
+    let chosen = selection::at_most(&change.commit, &ids, &selected);
+    let count = |flags: &[bool]| flags.iter().filter(|flag| **flag).count();
     eprintln!(
-        "{} of {} planted mutants are left out: nothing that they are made of or judged by changed since {:.12}, and it \
-         is not their turn (one in {SHARE}, by the commit's hash); PARITY_TESTS=all runs them",
-        chosen.iter().filter(|chosen| !**chosen).count(),
+        "{} of {} planted mutants are left out: of {} nothing that they are made of or judged by changed since {:.12}, and \
+         it is not their turn (one in {SHARE}, by the commit's hash); {} others drew no lot among the {MOST} that a commit \
+         runs; PARITY_TESTS=all runs them",
+        chosen.len() - count(&chosen),
         chosen.len(),
-        change.base
+        chosen.len() - count(&selected),
+        change.base,
+        count(&selected) - count(&chosen),
     );
     Ok(chosen)
 }
