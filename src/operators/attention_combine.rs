@@ -243,10 +243,7 @@ impl Declared for AttentionCombine {
     }
 
     /// The parts of a batch of decoded tokens: a few of many rows, and many of few.
-    fn benchmarks(
-        environment: &dsv4_kernels::runtime::Environment,
-    ) -> Vec<crate::operator::benchmarks::Benchmark<Self>> {
-        use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(2, 128, 128), (8, 128, 128), (18, 1, 128)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(4, 2, 8)] };
         let benchmark = |&(num_parts, num_tokens, num_heads): &(usize, usize, usize)| {

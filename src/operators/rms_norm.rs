@@ -257,10 +257,8 @@ impl Declared for RmsNorm {
     }
 
     /// The widths of the model's hidden state and of its query heads.
-    fn benchmarks(
-        environment: &dsv4_kernels::runtime::Environment,
-    ) -> Vec<crate::operator::benchmarks::Benchmark<Self>> {
-        use crate::operator::benchmarks::{Benchmark, DRAWN, Direction::*, on_gpu};
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        use Direction::{Backward, Forward};
         let heads = 16384 * 128;
         let gpu = [
             (Forward, 4096, 7168, true),

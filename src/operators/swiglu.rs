@@ -164,10 +164,8 @@ impl Declared for Swiglu {
     }
 
     /// The model's experts: rows of a few thousand tokens, and of many.
-    fn benchmarks(
-        environment: &dsv4_kernels::runtime::Environment,
-    ) -> Vec<crate::operator::benchmarks::Benchmark<Self>> {
-        use crate::operator::benchmarks::{Benchmark, DRAWN, Direction::*, on_gpu};
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        use Direction::{Backward, Forward};
         let shapes = if on_gpu(environment) { &[(4096, 2048), (65536, 2048)][..] } else { &[(16, 2048)] };
         let benchmark = |direction, num_rows: usize, width: usize| {
             let case = SwigluCase { padding_rows: false, ..SwigluCase::plain(num_rows, width) };
