@@ -15,9 +15,7 @@
 // forward's time, and 0.24 of the backward's. Measured on one H200: 65536 rows of 2048 bf16 channels in 189 and 323 us,
 // 4.26 and 4.16 TB/s where a copy reaches 4.2 (4096 rows: 14.6 and 23.5 us, where launches and the last wave show).
 //
-// Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float
-//
-// Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
+// Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
 #include "element.h"
 #include "elements.h"
 #include "math.h"
@@ -25,21 +23,15 @@
 constexpr int ROWS_PER_BLOCK = 4, THREADS = ROWS_PER_BLOCK * WARP_SIZE;
 
 struct SwigluParams {
-    const ELEMENT* gate;               // [num_rows, width], as are up, y, dy, dgate and dup
-    int64_t gate_row_stride;           // all strides in elements
-    const ELEMENT* up;
-    int64_t up_row_stride;
-    const float* weight;               // [num_rows], or nullptr for ones
-    const int32_t* pos_to_token_topk;  // [num_rows], or nullptr where no row is padding
-    ELEMENT* y;                        // of the forward; nullptr in the backward
-    int64_t y_row_stride;
-    const ELEMENT* dy;                 // of the backward, as all below; nullptr in the forward
-    int64_t dy_row_stride;
-    ELEMENT* dgate;
-    int64_t dgate_row_stride;
-    ELEMENT* dup;
-    int64_t dup_row_stride;
-    float* dweight;                    // [num_rows], or nullptr
+    const ELEMENT* gate; int64_t gate_row_stride;    // [num_rows, width], as are up, y, dy, dgate and dup
+    const ELEMENT* up; int64_t up_row_stride;        // all strides in elements
+    const float* weight;                             // [num_rows], or nullptr for ones
+    const int32_t* pos_to_token_topk;                // [num_rows], or nullptr where no row is padding
+    ELEMENT* y; int64_t y_row_stride;                // of the forward; nullptr in the backward
+    const ELEMENT* dy; int64_t dy_row_stride;        // of the backward, as all below; nullptr in the forward
+    ELEMENT* dgate; int64_t dgate_row_stride;
+    ELEMENT* dup; int64_t dup_row_stride;
+    float* dweight;                                  // [num_rows], or nullptr
     int64_t num_rows;
     int32_t width;
     float limit;

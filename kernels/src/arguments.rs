@@ -3,16 +3,16 @@
 //! A launcher declares its tensors once, with named axes, and gets the extents of those axes back:
 //!
 //! ```text
-//! let [num_rows, width] = CHECK.signature([
-//!     read("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-//!     read("weight", weight).of(&FLOATS).axes(&["width"]),
-//!     write("y", y).like("x").rows().may_be("x"),
+//! let [num_rows, width] = CHECK.signature(views, [
+//!     read("x").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+//!     read("weight").of(&FLOATS).axes(&["width"]).optional(),
+//!     write("y").like("x").rows().may_be("x"),
 //! ]).extent("width", 1, MAX_WIDTH).bind(["num_rows", "width"])?;
 //! ```
 
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::Params;
-use crate::runtime::{DType, Result, RuntimeError, TensorView};
+use crate::runtime::{DType, Result, RuntimeError, TensorView, Views};
 
 /// The floating-point types of tensors.
 pub(crate) const FLOATS: [DType; 2] = [DType::Bf16, DType::F32];
@@ -46,10 +46,19 @@ impl Arguments {
         Err(RuntimeError::argument(self.operator, argument, reason))
     }
 
-    /// The tensors of a call; see [`Signature::bind`].
-    pub fn signature<'a>(self, tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
-        let tensors = tensors.into_iter().collect();
-        Signature { check: self, tensors, checked: 0, bound: Vec::new(), rules: Vec::new() }
+    /// The tensors of a call, found by name among `views`; see [`Signature::bind`].
+    pub fn signature<'a>(self, views: &'a Views, tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
+        let found = |tensor: Argument<'a>| {
+            let taken = |_: &&TensorView| tensor.presence != Presence::Ignored;
+            Argument { view: tensor.view.or(views.get(tensor.name).filter(taken)), ..tensor }
+        };
+        let tensors = tensors.into_iter().map(found).collect();
+        Signature { check: self, views, tensors, checked: 0, bound: Vec::new(), rules: Vec::new() }
+    }
+
+    pub fn signature_at<'a>(self, tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
+        static NONE: Views = Views::new();
+        self.signature(&NONE, tensors)
     }
 
     /// A parameter struct without fields.
@@ -101,7 +110,16 @@ enum Layout {
     AlignedRows,
 }
 
-/// One tensor of a signature. Dense and of f32, unless it is said to be otherwise.
+/// Whether a call has a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Presence {
+    Required,
+    Optional,
+    /// It may be among the views, and this call has no use for it.
+    Ignored,
+}
+
+/// One tensor of a signature. Dense, of f32 and required, unless it is said to be otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Argument<'a> {
     name: &'static str,
@@ -117,14 +135,15 @@ pub(crate) struct Argument<'a> {
     /// Bytes that the address is a multiple of, beside those of an element.
     alignment: u64,
     may_be: Option<&'static str>,
+    presence: Presence,
     with: &'static [&'static str],
 }
 
-/// A tensor that the kernels read; it may be absent.
-pub(crate) fn read<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
+/// A tensor that the kernels read.
+pub(crate) fn read<'a>(name: &'static str) -> Argument<'a> {
     Argument {
         name,
-        view: view.into(),
+        view: None,
         written: false,
         axes: None,
         types: &[DType::F32],
@@ -133,18 +152,35 @@ pub(crate) fn read<'a>(name: &'static str, view: impl Into<Option<&'a TensorView
         layout: Layout::Dense,
         alignment: 1,
         may_be: None,
+        presence: Presence::Required,
         with: &[],
     }
 }
 
-/// A tensor that the kernels write; it may be absent.
-pub(crate) fn write<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
-    Argument { written: true, ..read(name, view) }
+/// A tensor that the kernels write.
+pub(crate) fn write<'a>(name: &'static str) -> Argument<'a> {
+    Argument { written: true, ..read(name) }
 }
 
 /// Memory of any shape and type that the kernels write, at a multiple of `alignment` bytes; see [`Arguments::holds`].
-pub(crate) fn scratch<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>, alignment: u64) -> Argument<'a> {
-    Argument { types: &[], alignment, ..write(name, view) }
+pub(crate) fn scratch<'a>(name: &'static str, alignment: u64) -> Argument<'a> {
+    Argument { types: &[], alignment, ..write(name) }
+}
+
+pub(crate) fn read_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
+    Argument { view: view.into(), presence: Presence::Optional, ..read(name) }
+}
+
+pub(crate) fn write_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
+    Argument { written: true, ..read_at(name, view) }
+}
+
+pub(crate) fn scratch_at<'a>(
+    name: &'static str,
+    view: impl Into<Option<&'a TensorView>>,
+    alignment: u64,
+) -> Argument<'a> {
+    Argument { types: &[], alignment, ..write_at(name, view) }
 }
 
 impl Argument<'_> {
@@ -183,9 +219,19 @@ impl Argument<'_> {
         Self { may_be: Some(other), ..self }
     }
 
+    /// It may be absent.
+    pub fn optional(self) -> Self {
+        Self { presence: Presence::Optional, ..self }
+    }
+
     /// It is present exactly when other tensors all are.
     pub fn with(self, others: &'static [&'static str]) -> Self {
-        Self { with: others, ..self }
+        Self { with: others, ..self.optional() }
+    }
+
+    /// Unless `taken`, the call has no use for it, be it there or not.
+    pub fn when(self, taken: bool) -> Self {
+        if taken { self } else { Self { presence: Presence::Ignored, with: &[], ..self } }
     }
 }
 
@@ -200,6 +246,7 @@ struct Rule {
 /// The tensors of one call, and what their extents may be. Extents fit 32 bits unless [`Self::wide`] says otherwise.
 pub(crate) struct Signature<'a> {
     check: Arguments,
+    views: &'a Views,
     tensors: Vec<Argument<'a>>,
     /// So many of them are checked.
     checked: usize,
@@ -231,13 +278,16 @@ impl<'a> Signature<'a> {
         self
     }
 
-    /// Checks every tensor that is not checked yet: its number of axes, its extents against those of the same axes
+    /// Checks every tensor that is not checked yet: that it is there, its number of axes, its extents against those of the same axes
     /// elsewhere, its type, its alignment and its layout; then that none of them which is written shares memory with any
     /// other tensor. Returns the extents of these axes, 0 for one that no present tensor has.
     ///
     /// # Errors
     /// [`RuntimeError::Argument`] for the first tensor, in the order of the declarations, that breaks a rule.
     pub fn bind<const N: usize>(&mut self, axes: [&'static str; N]) -> Result<[usize; N]> {
+        if let Some((unknown, _)) = self.views.iter().find(|(name, _)| self.find(name).is_none()) {
+            return self.check.refuse(unknown, "there is no argument of this name");
+        }
         for number in self.checked..self.tensors.len() {
             let tensor = self.tensors[number];
             self.names(&tensor)?;
@@ -303,6 +353,9 @@ impl<'a> Signature<'a> {
     }
 
     fn presence(&self, tensor: &Argument<'_>) -> Result<()> {
+        if tensor.presence == Presence::Required && tensor.view.is_none() {
+            return self.check.refuse(tensor.name, "it must be present");
+        }
         let present = |other: &&str| self.find(other).is_some_and(|other| other.view.is_some());
         if tensor.with.is_empty() || tensor.view.is_some() == tensor.with.iter().all(present) {
             return Ok(());
@@ -489,7 +542,7 @@ mod tests {
 
     /// The refusal of a signature, `argument: reason`.
     fn refusal<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> String {
-        refusal_of(CHECK.signature(tensors))
+        refusal_of(CHECK.signature_at(tensors))
     }
 
     fn refusal_of(mut signature: Signature<'_>) -> String {
@@ -500,32 +553,33 @@ mod tests {
     }
 
     fn rows(view: &TensorView) -> Result<[usize; 0]> {
-        CHECK.signature([read("x", view).axes(&["a", "b", "c"]).rows()]).bind([])
+        CHECK.signature_at([read_at("x", view).axes(&["a", "b", "c"]).rows()]).bind([])
     }
 
     #[test]
     fn extents_come_back_by_name_and_those_of_absent_tensors_are_zero() {
         let (x, w) = (dense(0, &[3, 5]), dense(1024, &[5]));
-        let tensors = [read("x", &x).axes(&["n", "m"]), read("w", &w).axes(&["m"]), read("v", None).axes(&["k"])];
-        assert_eq!(CHECK.signature(tensors).bind(["m", "k", "n"]).unwrap(), [5, 0, 3]);
+        let tensors =
+            [read_at("x", &x).axes(&["n", "m"]), read_at("w", &w).axes(&["m"]), read_at("v", None).axes(&["k"])];
+        assert_eq!(CHECK.signature_at(tensors).bind(["m", "k", "n"]).unwrap(), [5, 0, 3]);
     }
 
     #[test]
     fn the_number_of_axes_and_extents_that_differ_are_refused() {
         let (x, w) = (dense(0, &[3, 5]), dense(1024, &[4]));
-        assert_eq!(refusal([read("x", &x).axes(&["n"])]), "x: shape [3, 5] has 2 axes, not 1 (n)");
-        let tensors = [read("x", &x).axes(&["n", "m"]), read("w", &w).axes(&["m"])];
+        assert_eq!(refusal([read_at("x", &x).axes(&["n"])]), "x: shape [3, 5] has 2 axes, not 1 (n)");
+        let tensors = [read_at("x", &x).axes(&["n", "m"]), read_at("w", &w).axes(&["m"])];
         assert_eq!(refusal(tensors), "w: shape [4] must be [5] (m)");
-        let given = CHECK.signature([read("x", &x).axes(&["n", "m"])]).given("m", 7);
+        let given = CHECK.signature_at([read_at("x", &x).axes(&["n", "m"])]).given("m", 7);
         assert_eq!(refusal_of(given), "x: shape [3, 5] must be [3, 7] (n, m)");
-        assert_eq!(refusal([read("x", &x).axes(&["n", "n"])]), "x: shape [3, 5] must be [3, 3] (n, n)");
+        assert_eq!(refusal([read_at("x", &x).axes(&["n", "n"])]), "x: shape [3, 5] must be [3, 3] (n, n)");
     }
 
     #[test]
     fn an_extent_beyond_its_rule_is_refused_with_the_rule() {
         let refused = |shape: &[usize], multiple, most| {
             let x = view(0, DType::U8, shape, &[1]);
-            refusal_of(CHECK.signature([read("x", &x).of(&[DType::U8]).axes(&["n"])]).extent("n", multiple, most))
+            refusal_of(CHECK.signature_at([read_at("x", &x).of(&[DType::U8]).axes(&["n"])]).extent("n", multiple, most))
         };
         assert_eq!(refused(&[0], 1, 8), "x: n 0 must be 1 to 8");
         assert_eq!(refused(&[9], 1, 8), "x: n 9 must be 1 to 8");
@@ -538,18 +592,18 @@ mod tests {
     #[test]
     fn extents_fit_32_bits_unless_the_kernel_counts_in_64() {
         let x = view(0, DType::U8, &[1 << 31], &[1]);
-        let tensors = || [read("x", &x).of(&[DType::U8]).axes(&["n"])];
+        let tensors = || [read_at("x", &x).of(&[DType::U8]).axes(&["n"])];
         assert_eq!(refusal(tensors()), "x: n 2147483648 must fit 32 bits");
-        assert_eq!(CHECK.signature(tensors()).wide("n").bind(["n"]).unwrap(), [1 << 31]);
+        assert_eq!(CHECK.signature_at(tensors()).wide("n").bind(["n"]).unwrap(), [1 << 31]);
     }
 
     #[test]
     fn another_element_type_is_refused() {
         let (x, y) = (view(0, DType::Bf16, &[4], &[1]), view(64, DType::F32, &[4], &[1]));
-        assert_eq!(refusal([read("x", &x).axes(&["n"])]), "x: element type bf16 must be f32");
-        let integers = read("x", &x).of(&[DType::I32, DType::U8]).axes(&["n"]);
+        assert_eq!(refusal([read_at("x", &x).axes(&["n"])]), "x: element type bf16 must be f32");
+        let integers = read_at("x", &x).of(&[DType::I32, DType::U8]).axes(&["n"]);
         assert_eq!(refusal([integers]), "x: element type bf16 must be i32 or u8");
-        let like = [read("x", &x).of(&FLOATS).axes(&["n"]), read("y", &y).like("x")];
+        let like = [read_at("x", &x).of(&FLOATS).axes(&["n"]), read_at("y", &y).like("x")];
         assert_eq!(refusal(like), "y: element type f32 must be bf16");
     }
 
@@ -580,22 +634,22 @@ mod tests {
         let x = view(0, DType::F32, &[2, 3, 4], &[24, 8, 2]);
         assert!(rows(&x).unwrap_err().to_string().contains("strides [24, 8, 2]: the last axis must be contiguous"));
         let x = view(0, DType::F32, &[2, 4], &[5, 1]);
-        assert_eq!(refusal([read("x", &x).axes(&["n", "m"])]), "x: strides [5, 1] of shape [2, 4] must be dense");
+        assert_eq!(refusal([read_at("x", &x).axes(&["n", "m"])]), "x: strides [5, 1] of shape [2, 4] must be dense");
     }
 
     #[test]
     fn rows_and_memory_off_their_alignment_are_refused() {
         let refused = |address, strides: [i64; 2]| {
             let x = view(address, DType::F32, &[2, 4], &strides);
-            refusal([read("x", &x).axes(&["n", "m"]).aligned_rows()])
+            refusal([read_at("x", &x).axes(&["n", "m"]).aligned_rows()])
         };
         assert_eq!(refused(8, [8, 1]), "x: address 0x8 and strides [8, 1] must be multiples of 16 bytes");
         assert_eq!(refused(16, [6, 1]), "x: address 0x10 and strides [6, 1] must be multiples of 16 bytes");
         let x = view(2, DType::F32, &[4], &[1]);
-        assert_eq!(refusal([read("x", &x).axes(&["n"])]), "x: address 0x2 must be a multiple of 4 bytes");
+        assert_eq!(refusal([read_at("x", &x).axes(&["n"])]), "x: address 0x2 must be a multiple of 4 bytes");
         let scratch_at_8 = view(8, DType::U8, &[64], &[1]);
-        assert_eq!(refusal([scratch("s", &scratch_at_8, 16)]), "s: address 0x8 must be 16-byte aligned");
-        CHECK.signature([scratch("s", &scratch_at_8, 8)]).bind([]).expect("any shape and type");
+        assert_eq!(refusal([scratch_at("s", &scratch_at_8, 16)]), "s: address 0x8 must be 16-byte aligned");
+        CHECK.signature_at([scratch_at("s", &scratch_at_8, 8)]).bind([]).expect("any shape and type");
     }
 
     #[test]
@@ -607,52 +661,58 @@ mod tests {
             view(u64::MAX - 3, DType::F32, &[1], &[1]),
             view(0, DType::F32, &[3, 3], &[i64::MIN, 1]),
         ] {
-            let reason = refusal([read("x", &x).axes(&["n", "m"]).rows()]);
+            let reason = refusal([read_at("x", &x).axes(&["n", "m"]).rows()]);
             assert!(reason.contains("must stay within 63 bits"), "{reason}");
         }
         let ragged = view(0, DType::F32, &[2, 4], &[1]);
-        assert!(refusal([read("x", &ragged)]).contains("as many as axes"));
+        assert!(refusal([read_at("x", &ragged)]).contains("as many as axes"));
     }
 
     #[test]
     fn a_written_tensor_shares_no_memory_with_any_other() {
         let (x, y, z) = (dense(0, &[8]), dense(16, &[8]), dense(64, &[8]));
         let axes: &[&str] = &["n"];
-        assert_eq!(refusal([read("x", &x).axes(axes), write("y", &y).axes(axes)]), "y: it overlaps `x`");
+        assert_eq!(refusal([read_at("x", &x).axes(axes), write_at("y", &y).axes(axes)]), "y: it overlaps `x`");
         // Declared before or behind what it overlaps; of two written ones the later is refused.
-        assert_eq!(refusal([write("y", &y).axes(axes), read("x", &x).axes(axes)]), "y: it overlaps `x`");
-        assert_eq!(refusal([write("x", &x).axes(axes), write("y", &y).axes(axes)]), "y: it overlaps `x`");
-        CHECK.signature([read("x", &x).axes(axes), read("y", &y).axes(axes)]).bind([]).expect("both are only read");
-        CHECK.signature([read("x", &x).axes(axes), write("z", &z).axes(axes)]).bind([]).expect("they are apart");
+        assert_eq!(refusal([write_at("y", &y).axes(axes), read_at("x", &x).axes(axes)]), "y: it overlaps `x`");
+        assert_eq!(refusal([write_at("x", &x).axes(axes), write_at("y", &y).axes(axes)]), "y: it overlaps `x`");
+        CHECK
+            .signature_at([read_at("x", &x).axes(axes), read_at("y", &y).axes(axes)])
+            .bind([])
+            .expect("both are only read");
+        CHECK
+            .signature_at([read_at("x", &x).axes(axes), write_at("z", &z).axes(axes)])
+            .bind([])
+            .expect("they are apart");
         // What is declared later is compared with what is checked already.
-        let mut signature = CHECK.signature([read("x", &x).axes(axes)]);
+        let mut signature = CHECK.signature_at([read_at("x", &x).axes(axes)]);
         signature.bind([]).expect("alone");
-        assert_eq!(refusal_of(signature.and([write("y", &y).axes(axes)])), "y: it overlaps `x`");
+        assert_eq!(refusal_of(signature.and([write_at("y", &y).axes(axes)])), "y: it overlaps `x`");
     }
 
     #[test]
     fn a_tensor_may_be_another_one_itself_only_where_that_is_declared() {
         let (x, shifted) = (dense(0, &[8]), dense(4, &[8]));
-        let pair = |y| [read("x", &x).axes(&["n"]), write("y", y).like("x").may_be("x")];
-        CHECK.signature(pair(&x)).bind([]).expect("in place");
+        let pair = |y| [read_at("x", &x).axes(&["n"]), write_at("y", y).like("x").may_be("x")];
+        CHECK.signature_at(pair(&x)).bind([]).expect("in place");
         assert_eq!(refusal(pair(&shifted)), "y: it overlaps `x` without being the same tensor");
-        assert_eq!(refusal([read("x", &x).axes(&["n"]), write("y", &x).like("x")]), "y: it overlaps `x`");
+        assert_eq!(refusal([read_at("x", &x).axes(&["n"]), write_at("y", &x).like("x")]), "y: it overlaps `x`");
     }
 
     #[test]
     fn a_tensor_that_comes_with_another_is_refused_without_it_and_alone() {
         let x = dense(0, &[8]);
-        let pair = |x, y| [read("x", x).axes(&["n"]), read("y", y).axes(&["n"]).with(&["x"])];
+        let pair = |x, y| [read_at("x", x).axes(&["n"]), read_at("y", y).axes(&["n"]).with(&["x"])];
         let message = "y: it must be present exactly when `x` is";
         assert_eq!(refusal(pair(None, Some(&x))), message);
         assert_eq!(refusal(pair(Some(&x), None)), message);
-        CHECK.signature(pair(None, None)).bind([]).expect("both absent");
+        CHECK.signature_at(pair(None, None)).bind([]).expect("both absent");
     }
 
     #[test]
     fn a_declaration_that_refers_to_nothing_is_refused() {
         let x = dense(0, &[8]);
-        assert!(refusal([read("x", &x).like("absent")]).contains("refers to `absent`"));
+        assert!(refusal([read_at("x", &x).like("absent")]).contains("refers to `absent`"));
     }
 
     #[test]
@@ -666,9 +726,9 @@ mod tests {
     #[test]
     fn a_tensor_that_others_together_bring_with_them_is_refused_without_one_of_them() {
         let (x, y, z) = (dense(0, &[4]), dense(64, &[4]), dense(128, &[4]));
-        let three = |x, y, z| [read("x", x), read("y", y), read("z", z).with(&["x", "y"])];
+        let three = |x, y, z| [read_at("x", x), read_at("y", y), read_at("z", z).with(&["x", "y"])];
         for (first, second, third) in [(Some(&x), Some(&y), Some(&z)), (Some(&x), None, None), (None, None, None)] {
-            CHECK.signature(three(first, second, third)).bind([]).expect("all or not all");
+            CHECK.signature_at(three(first, second, third)).bind([]).expect("all or not all");
         }
         let reason = "z: it must be present exactly when `x` and `y` are";
         assert_eq!(refusal(three(Some(&x), Some(&y), None)), reason);
@@ -678,10 +738,10 @@ mod tests {
     #[test]
     fn parameters_follow_from_the_axes_and_absent_tensors_keep_their_places() {
         let (x, w) = (view(64, DType::F32, &[2, 3, 4], &[40, 8, 1]), dense(1024, &[4]));
-        let signature = CHECK.signature([
-            read("x", &x).axes(&["num_tokens", "num_heads", "batch_dim"]).rows(),
-            read("w", &w).axes(&["batch_dim"]),
-            write("y", None).like("x").rows(),
+        let signature = CHECK.signature_at([
+            read_at("x", &x).axes(&["num_tokens", "num_heads", "batch_dim"]).rows(),
+            read_at("w", &w).axes(&["batch_dim"]),
+            write_at("y", None).like("x").rows(),
         ]);
         let by_hand = CHECK.params().ptr("w", &w).heads("x", &x).heads("y", None);
         let params = signature.params(&["w", "x", "y"]);
@@ -692,7 +752,7 @@ mod tests {
     fn accesses_are_wide_only_where_every_row_of_every_tensor_with_rows_takes_them() {
         let vectorised = |address, shape: &[usize], strides: &[i64]| {
             let (x, w) = (view(address, DType::Bf16, shape, strides), dense(4, &[3]));
-            CHECK.signature([read("x", &x).of(&FLOATS).axes(&["n", "m"]).rows(), read("w", &w)]).vectorised()
+            CHECK.signature_at([read_at("x", &x).of(&FLOATS).axes(&["n", "m"]).rows(), read_at("w", &w)]).vectorised()
         };
         assert!(vectorised(16, &[2, 8], &[24, 1]));
         assert!(!vectorised(8, &[2, 8], &[24, 1]) && !vectorised(16, &[2, 8], &[20, 1]));

@@ -1,6 +1,6 @@
 //! `attention_combine`: launcher of `kernels/cuda/attention_combine.cu` (inference 8.2).
 
-use crate::arguments::{Arguments, read, write};
+use crate::arguments::{Arguments, read_at, write_at};
 use crate::runtime::device::{Module, module};
 use crate::runtime::{DType, Device, Result, TensorView};
 
@@ -42,13 +42,13 @@ pub fn modules() -> Vec<Module> {
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str> {
     let Forward { partial_out, partial_lse, sink, out, lse } = *arguments;
     let tensors = [
-        read("partial_out", partial_out).axes(&["num_parts", "num_tokens", "num_heads", "v_dim"]).aligned_rows(),
-        read("partial_lse", partial_lse).axes(&["num_parts", "num_tokens", "num_heads"]),
-        read("sink", sink).axes(&["num_heads"]),
-        write("out", out).of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "v_dim"]).aligned_rows(),
-        write("lse", lse).axes(&["num_tokens", "num_heads"]),
+        read_at("partial_out", partial_out).axes(&["num_parts", "num_tokens", "num_heads", "v_dim"]).aligned_rows(),
+        read_at("partial_lse", partial_lse).axes(&["num_parts", "num_tokens", "num_heads"]),
+        read_at("sink", sink).axes(&["num_heads"]),
+        write_at("out", out).of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "v_dim"]).aligned_rows(),
+        write_at("lse", lse).axes(&["num_tokens", "num_heads"]),
     ];
-    let mut signature = CHECK.signature(tensors).extent("v_dim", 8, i32::MAX as usize).wide("num_tokens");
+    let mut signature = CHECK.signature_at(tensors).extent("v_dim", 8, i32::MAX as usize).wide("num_tokens");
     let [num_parts, num_tokens, num_heads, v_dim] =
         signature.bind(["num_parts", "num_tokens", "num_heads", "v_dim"])?;
     let params = signature.params(&["partial_out", "partial_lse", "sink", "out", "lse"]);

@@ -1,6 +1,6 @@
 //! `decode_attention`: launcher of `kernels/cuda/decode_attention.cu` (inference 8 to 8.4).
 
-use crate::arguments::{Argument, Arguments, Parts, read, scratch, write};
+use crate::arguments::{Argument, Arguments, Parts, read_at, scratch_at, write_at};
 pub use crate::implementation::Implementation;
 use crate::kv_cache::{Cache, RowFormat};
 use crate::runtime::device::{Module, module};
@@ -206,9 +206,9 @@ impl StoreNames {
     fn tensors<'a>(&'static self, store: Option<Store<'a>>) -> [Argument<'a>; 3] {
         let (pages, indices) = (store.map(|store| store.cache.pages), store.map(|store| store.indices));
         [
-            Cache::argument(read(self.argument, pages), &self.pages_axes),
-            read(self.indices, indices).of(&[DType::I32]).axes(&self.indices_axes).rows(),
-            read(self.length, store.and_then(|store| store.length)).of(&[DType::I32]).axes(&["batch"]),
+            Cache::argument(read_at(self.argument, pages), &self.pages_axes),
+            read_at(self.indices, indices).of(&[DType::I32]).axes(&self.indices_axes).rows(),
+            read_at(self.length, store.and_then(|store| store.length)).of(&[DType::I32]).axes(&["batch"]),
         ]
     }
 
@@ -236,8 +236,8 @@ fn check<'a>(
 ) -> Result<Extents> {
     let Inputs { q, format, window, compressed, sink, softmax_scale } = *inputs;
     format.check(CHECK)?;
-    let heads = read("q", q).of(&[DType::Bf16]).axes(&["batch", "s_q", "num_heads", "head_dim"]).aligned_rows();
-    let mut signature = CHECK.signature([heads]).extent("head_dim", 16, LARGEST_HEAD_DIM);
+    let heads = read_at("q", q).of(&[DType::Bf16]).axes(&["batch", "s_q", "num_heads", "head_dim"]).aligned_rows();
+    let mut signature = CHECK.signature_at([heads]).extent("head_dim", 16, LARGEST_HEAD_DIM);
     for (names, store) in [(&WINDOW, Some(window)), (&COMPRESSED, compressed)] {
         if let Some(Store { cache, .. }) = store {
             cache.check(CHECK, names.argument)?;
@@ -246,7 +246,7 @@ fn check<'a>(
         signature = signature.and(names.tensors(store));
     }
     let axes = ["batch", "s_q", "num_heads", "head_dim", WINDOW.topk, COMPRESSED.topk];
-    let mut signature = signature.and([read("sink", sink).axes(&["num_heads"])]);
+    let mut signature = signature.and([read_at("sink", sink).axes(&["num_heads"])]);
     let [batch, s_q, num_heads, head_dim, window_topk, compressed_topk] = signature.bind(axes)?;
     if head_dim != format.head_dim() {
         return CHECK.refuse("q", format!("head_dim {head_dim} must be the format's {}", format.head_dim()));
@@ -311,9 +311,9 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<Vec<String>> 
     let num_heads = inputs.q.shape.get(2).copied().unwrap_or_default();
     let implementation = resolve(device, inputs.format, num_heads, implementation)?;
     let written = [
-        write("out", out).like("q").aligned_rows(),
-        write("lse", lse).axes(&["batch", "s_q", "num_heads"]),
-        scratch("workspace", workspace, 16),
+        write_at("out", out).like("q").aligned_rows(),
+        write_at("lse", lse).axes(&["batch", "s_q", "num_heads"]),
+        scratch_at("workspace", workspace, 16),
     ];
     let extents = check(&inputs, num_blocks, implementation, written)?;
     let params = params_of(arguments, extents)?;

@@ -1,6 +1,6 @@
 //! `kv_cache_write`: launcher of `kernels/cuda/kv_cache_write.cu` (inference 5.4, 8.3, 13.2).
 
-use crate::arguments::{Arguments, read, write};
+use crate::arguments::{Arguments, read_at, write_at};
 use crate::kv_cache::{Cache, RowFormat};
 use crate::runtime::device::{Module, module};
 use crate::runtime::{DType, Device, Result, TensorView};
@@ -44,11 +44,11 @@ pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str>
     format.check(CHECK)?;
     cache.check(CHECK, "cache")?;
     let tensors = [
-        read("kv", kv).of(&[DType::Bf16]).axes(&["num_tokens", "width"]).aligned_rows(),
-        read("slots", slots).of(&[DType::I32]).axes(&["num_tokens"]),
-        Cache::argument(write("cache", cache.pages), &["num_pages", "page_bytes"]),
+        read_at("kv", kv).of(&[DType::Bf16]).axes(&["num_tokens", "width"]).aligned_rows(),
+        read_at("slots", slots).of(&[DType::I32]).axes(&["num_tokens"]),
+        Cache::argument(write_at("cache", cache.pages), &["num_pages", "page_bytes"]),
     ];
-    let mut signature = CHECK.signature(tensors).given("page_bytes", cache.page_bytes(format));
+    let mut signature = CHECK.signature_at(tensors).given("page_bytes", cache.page_bytes(format));
     let [num_tokens, width] = signature.bind(["num_tokens", "width"])?;
     if width != format.head_dim() {
         return CHECK.refuse("kv", format!("width {width} must be the format's {}", format.head_dim()));

@@ -1,7 +1,7 @@
 //! `rms_norm`: launchers of `kernels/cuda/rms_norm.cu` (inference 3, training 11.3).
 
 use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats};
-use crate::arguments::{read, scratch, write};
+use crate::arguments::{read_at, scratch_at, write_at};
 use crate::runtime::device::Module;
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
 
@@ -67,7 +67,7 @@ pub fn modules() -> Vec<Module> {
 
 /// Checks the tensors of a call, and returns them with its rows and their width.
 fn bind<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> Result<(Signature<'a>, [usize; 2])> {
-    let mut signature = CHECK.signature(tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
+    let mut signature = CHECK.signature_at(tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
     let extents = signature.bind(["num_rows", "width"])?;
     Ok((signature, extents))
 }
@@ -98,10 +98,10 @@ fn rows_per_block(x: DType, width: usize) -> usize {
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str> {
     let Forward { x, weight, y, rstd, eps } = *arguments;
     let (signature, [num_rows, width]) = bind([
-        read("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-        read("weight", weight).of(&FLOATS).axes(&["width"]),
-        write("y", y).like("x").rows().may_be("x"),
-        write("rstd", rstd).axes(&["num_rows"]),
+        read_at("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+        read_at("weight", weight).of(&FLOATS).axes(&["width"]),
+        write_at("y", y).like("x").rows().may_be("x"),
+        write_at("rstd", rstd).axes(&["num_rows"]),
     ])?;
     CHECK.positive("eps", eps)?;
     let (name, blocks, threads) = forward_launch(x.dtype, num_rows, width, vectorised(&signature, weight));
@@ -159,13 +159,13 @@ pub fn workspace_bytes(device: &Device, x: DType, num_rows: usize, width: usize)
 pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<&'static str>> {
     let Backward { dy, x, weight, rstd, dx, dweight, workspace } = *arguments;
     let (signature, [num_rows, width]) = bind([
-        read("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-        read("dy", dy).like("x").rows(),
-        read("weight", weight).of(&FLOATS).axes(&["width"]),
-        read("rstd", rstd).axes(&["num_rows"]),
-        write("dx", dx).like("x").rows(),
-        write("dweight", dweight).axes(&["width"]).with(&["weight"]),
-        scratch("workspace", workspace, 4).with(&["weight"]),
+        read_at("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+        read_at("dy", dy).like("x").rows(),
+        read_at("weight", weight).of(&FLOATS).axes(&["width"]),
+        read_at("rstd", rstd).axes(&["num_rows"]),
+        write_at("dx", dx).like("x").rows(),
+        write_at("dweight", dweight).axes(&["width"]).with(&["weight"]),
+        scratch_at("workspace", workspace, 4).with(&["weight"]),
     ])?;
     if let Some(workspace) = workspace {
         CHECK.holds("workspace", workspace, workspace_bytes(device, x.dtype, num_rows, width))?;

@@ -1,6 +1,6 @@
 //! `rope`: launchers of `kernels/cuda/rope.cu` (inference 4, training 8).
 
-use crate::arguments::{Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read, write};
+use crate::arguments::{Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read_at, write_at};
 use crate::runtime::device::Module;
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
 
@@ -82,13 +82,13 @@ fn launch_config(units: usize, num_tokens: usize, num_heads: usize) -> Result<La
 fn check(arguments: &Forward<'_>) -> Result<[usize; 5]> {
     let Forward { x, y, cos, sin, positions, .. } = *arguments;
     let tensors = [
-        read("x", x).of(&FLOATS).axes(&["num_tokens", "num_heads", "head_dim"]).rows(),
-        read("cos", cos).axes(&["table_rows", "half"]).rows(),
-        read("sin", sin).like("cos").rows(),
-        read("positions", positions).of(&[DType::I32]).axes(&["num_tokens"]),
-        write("y", y).like("x").rows().may_be("x"),
+        read_at("x", x).of(&FLOATS).axes(&["num_tokens", "num_heads", "head_dim"]).rows(),
+        read_at("cos", cos).axes(&["table_rows", "half"]).rows(),
+        read_at("sin", sin).like("cos").rows(),
+        read_at("positions", positions).of(&[DType::I32]).axes(&["num_tokens"]),
+        write_at("y", y).like("x").rows().may_be("x"),
     ];
-    let mut signature = CHECK.signature(tensors).wide("num_tokens").wide("table_rows");
+    let mut signature = CHECK.signature_at(tensors).wide("num_tokens").wide("table_rows");
     let extents = signature.bind(["num_tokens", "num_heads", "head_dim", "table_rows", "half"])?;
     let [num_tokens, _, head_dim, table_rows, half] = extents;
     if half == 0 || 2 * half > head_dim {
@@ -121,12 +121,12 @@ pub struct Table<'a> {
 pub fn table(device: &Device, arguments: &Table<'_>) -> Result<&'static str> {
     let Table { inv_freq, positions, cos, sin } = *arguments;
     let tensors = [
-        read("inv_freq", inv_freq).axes(&["half"]),
-        read("positions", positions).of(&[DType::I32]).axes(&["num_positions"]),
-        write("cos", cos).axes(&["num_positions", "half"]),
-        write("sin", sin).like("cos"),
+        read_at("inv_freq", inv_freq).axes(&["half"]),
+        read_at("positions", positions).of(&[DType::I32]).axes(&["num_positions"]),
+        write_at("cos", cos).axes(&["num_positions", "half"]),
+        write_at("sin", sin).like("cos"),
     ];
-    let [num_positions, half] = CHECK.signature(tensors).wide("num_positions").bind(["num_positions", "half"])?;
+    let [num_positions, half] = CHECK.signature_at(tensors).wide("num_positions").bind(["num_positions", "half"])?;
     let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", DType::F32)]), "rope_table")?;
     let params = CHECK.params().ptr("inv_freq", inv_freq).ptr("positions", positions).ptr("cos", cos).ptr("sin", sin);
     let params = params.i64("num_positions", num_positions)?.i32("half", half)?;

@@ -1,6 +1,6 @@
 //! `score_recompute`: launchers of `kernels/cuda/score_recompute.cu` and `score_recompute_hopper.cu` (training 5).
 
-use crate::arguments::{Argument, Arguments, Signature, read, write};
+use crate::arguments::{Argument, Arguments, Signature, read_at, write_at};
 pub use crate::implementation::Implementation;
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::Params;
@@ -201,7 +201,7 @@ impl<'a> Lists<'a> {
     }
 
     fn tensors(self) -> [Argument<'a>; 5] {
-        let integers = |name, view| read(name, view).of(&[DType::I32]);
+        let integers = |name, view| read_at(name, view).of(&[DType::I32]);
         [
             integers("cu_q", self.cu_q).axes(&["ends"]),
             integers("cu_k", self.cu_k).axes(&["ends"]),
@@ -216,12 +216,12 @@ impl<'a> Lists<'a> {
 fn check_inputs<'a>(inputs: &Inputs<'a>) -> Result<(Extents, Signature<'a>)> {
     let lists = Lists::of(inputs);
     let heads = [
-        read("q", inputs.q).of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
-        read("k", inputs.k).of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
+        read_at("q", inputs.q).of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
+        read_at("k", inputs.k).of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
     ];
     let ends = lists.cu_q.and_then(|cu_q| cu_q.shape.first().copied());
     let num_sequences = ends.map_or(1, |ends| ends.saturating_sub(1));
-    let signature = CHECK.signature(heads).and(lists.tensors()).given("num_sequences", num_sequences);
+    let signature = CHECK.signature_at(heads).and(lists.tensors()).given("num_sequences", num_sequences);
     let mut signature = signature.extent("head_dim", 16, 576).extent("num_heads", 1, LARGEST_HEADS);
     let axes = ["num_tokens", "num_heads", "head_dim", "num_keys", "topk"];
     let [num_tokens, num_heads, head_dim, num_keys, topk] = signature.bind(axes)?;
@@ -257,11 +257,11 @@ impl<'a> ScoreCall<'a> {
     /// Checks the tensors beside the inputs; `argument` is what the scores are called.
     fn check(&self, argument: &'static str, signature: Signature<'a>) -> Result<()> {
         let tensors = [
-            per_head(read("lse", self.normaliser.lse)),
-            read("sink", self.normaliser.sink).axes(&["num_heads"]),
-            write(argument, self.scores).axes(&["num_tokens", "columns"]).rows(),
-            write("l1", self.l1).axes(&["num_tokens"]),
-            write("shift", self.shift).axes(&["num_tokens"]),
+            per_head(read_at("lse", self.normaliser.lse)),
+            read_at("sink", self.normaliser.sink).axes(&["num_heads"]),
+            write_at(argument, self.scores).axes(&["num_tokens", "columns"]).rows(),
+            write_at("l1", self.l1).axes(&["num_tokens"]),
+            write_at("shift", self.shift).axes(&["num_tokens"]),
         ];
         signature.and(tensors).bind([]).map(|[]| ())
     }
@@ -332,7 +332,7 @@ pub fn scores(device: &Device, arguments: &Scores<'_>) -> Result<String> {
 pub fn lse(device: &Device, arguments: &Lse<'_>) -> Result<String> {
     let Lse { inputs, lse_beside, lse } = *arguments;
     let (extents, signature) = check_inputs(&inputs)?;
-    signature.and([per_head(read("lse_beside", lse_beside)), per_head(write("lse", lse))]).bind([])?;
+    signature.and([per_head(read_at("lse_beside", lse_beside)), per_head(write_at("lse", lse))]).bind([])?;
     let params = CHECK.params().heads("q", inputs.q).rows("k", inputs.k).ptr("lse_beside", lse_beside);
     let params = list_params(params, Lists::of(&inputs)).ptr("lse", lse);
     let params = extents.params(params, extents.slots, &inputs)?;

@@ -1,6 +1,6 @@
 //! `sparse_attention`: launchers of `kernels/cuda/sparse_attention*.cu` (inference 8, training 3 and 4).
 
-use crate::arguments::{Argument, Arguments, FLOATS, Parts, Signature, read, scratch, write};
+use crate::arguments::{Argument, Arguments, FLOATS, Parts, Signature, read_at, scratch_at, write_at};
 pub use crate::implementation::Implementation;
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::{DeviceAddress, Params};
@@ -86,12 +86,12 @@ impl<'a> Inputs<'a> {
 
     fn tensors(&self) -> [Argument<'a>; 6] {
         [
-            read("q", self.q).of(&BF16).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
-            read("k", self.k).of(&BF16).axes(&["num_keys", "head_dim"]).aligned_rows(),
-            read("v", self.v()).of(&BF16).axes(&["num_keys", "v_dim"]).aligned_rows(),
-            read("sink", self.sink).axes(&["num_heads"]),
-            read("indices", self.indices).of(&[DType::I32]).axes(&["num_tokens", "topk"]).rows(),
-            read("topk_length", self.topk_length).of(&[DType::I32]).axes(&["num_tokens"]),
+            read_at("q", self.q).of(&BF16).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
+            read_at("k", self.k).of(&BF16).axes(&["num_keys", "head_dim"]).aligned_rows(),
+            read_at("v", self.v()).of(&BF16).axes(&["num_keys", "v_dim"]).aligned_rows(),
+            read_at("sink", self.sink).axes(&["num_heads"]),
+            read_at("indices", self.indices).of(&[DType::I32]).axes(&["num_tokens", "topk"]).rows(),
+            read_at("topk_length", self.topk_length).of(&[DType::I32]).axes(&["num_tokens"]),
         ]
     }
 }
@@ -236,7 +236,7 @@ pub fn modules() -> Vec<Module> {
 
 /// Checks what forward and backward read; the signature is to be given what they write.
 fn check_inputs<'a>(inputs: &Inputs<'a>) -> Result<(Extents, Signature<'a>)> {
-    let mut signature = CHECK.signature(inputs.tensors()).extent("head_dim", 16, 576);
+    let mut signature = CHECK.signature_at(inputs.tensors()).extent("head_dim", 16, 576);
     let axes = ["num_tokens", "num_heads", "head_dim", "num_keys", "topk", "v_dim"];
     let [num_tokens, num_heads, head_dim, num_keys, topk, own_dim] = signature.bind(axes)?;
     let (v_dim, separate) = match inputs.value {
@@ -268,7 +268,8 @@ fn per_head(tensor: Argument<'_>) -> Argument<'_> {
 pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
     let Forward { inputs, out, lse, max_logits, .. } = *arguments;
     let (extents, signature) = check_inputs(&inputs)?;
-    let written = [values(write("out", out)), per_head(write("lse", lse)), per_head(write("max_logits", max_logits))];
+    let written =
+        [values(write_at("out", out)), per_head(write_at("lse", lse)), per_head(write_at("max_logits", max_logits))];
     signature.and(written).bind([])?;
     let params = CHECK.params().heads("q", inputs.q).rows("k", inputs.k).rows("v", inputs.v()).ptr("sink", inputs.sink);
     let params = params.rows("indices", inputs.indices).ptr("topk_length", inputs.topk_length);
@@ -410,15 +411,15 @@ fn check_backward(arguments: &Backward<'_>) -> Result<(Extents, Workspace)> {
         *arguments;
     let (extents, signature) = check_inputs(&inputs)?;
     let tensors = [
-        values(read("out", out)),
-        per_head(read("lse", lse)),
-        values(read("dout", dout)),
-        per_head(read("dlse", dlse)),
-        write("dq", dq).like("q").aligned_rows(),
-        write("dk", dk).of(&FLOATS).axes(&["num_keys", "head_dim"]).aligned_rows(),
-        write("dv", dv).axes(&["num_keys", "v_dim"]).typed("dk").aligned_rows().with(&["v"]),
-        write("dsink", dsink).axes(&["num_heads"]).with(&["sink"]),
-        scratch("workspace", workspace, 16),
+        values(read_at("out", out)),
+        per_head(read_at("lse", lse)),
+        values(read_at("dout", dout)),
+        per_head(read_at("dlse", dlse)),
+        write_at("dq", dq).like("q").aligned_rows(),
+        write_at("dk", dk).of(&FLOATS).axes(&["num_keys", "head_dim"]).aligned_rows(),
+        write_at("dv", dv).axes(&["num_keys", "v_dim"]).typed("dk").aligned_rows().with(&["v"]),
+        write_at("dsink", dsink).axes(&["num_heads"]).with(&["sink"]),
+        scratch_at("workspace", workspace, 16),
     ];
     signature.and(tensors).bind([])?;
     let parts = Workspace::of(extents, dk.dtype, inputs.sink.is_some(), key_gradients)?;

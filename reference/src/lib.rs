@@ -27,6 +27,7 @@ pub mod error;
 pub mod format;
 pub mod kv_cache;
 pub mod kv_cache_write;
+pub mod named;
 pub mod precision;
 pub mod products;
 pub mod rms_norm;
@@ -41,5 +42,6 @@ mod testing;
 
 pub use error::{Error, Result};
 pub use format::Format;
+pub use named::Named;
 pub use precision::{Accumulator, Precision, Rounding};
 pub use products::Products;

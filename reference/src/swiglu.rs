@@ -18,48 +18,27 @@
 
 use candle_core::Tensor;
 
-use crate::error::{Result, extents, require, require_that};
+use crate::error::{Result, require_that};
+use crate::named::Named;
 use crate::precision::Rounding;
 use crate::select::{clamp, unless};
 
-/// What SwiGLU reads, widened to f64.
-#[derive(Debug, Clone)]
-pub struct Inputs {
-    /// `[num_rows, width]`, stored in bf16 or f32.
-    pub gate: Tensor,
-    /// `[num_rows, width]`, stored in the type of `gate`.
-    pub up: Tensor,
-    /// `[num_rows]`, stored in f32: the routing weight; absent for the shared expert.
-    pub weight: Option<Tensor>,
-    /// `[num_rows]`, stored in i32: where a row comes from; negative for a padding row. Absent where no row is padding.
-    pub pos_to_token_topk: Option<Tensor>,
-    /// Where gate and up are clamped; positive.
-    pub limit: f64,
-}
-
-/// Gradients with respect to [`Inputs`].
-#[derive(Debug, Clone)]
-pub struct Gradients {
-    /// `[num_rows, width]`, stored in the type of `gate`.
-    pub dgate: Tensor,
-    /// `[num_rows, width]`, stored in the type of `gate`.
-    pub dup: Tensor,
-    /// `[num_rows]`, stored in f32; present when there is a weight.
-    pub dweight: Option<Tensor>,
-}
-
-/// `y` `[num_rows, width]`, stored in the type of `gate`.
-pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Tensor> {
-    let Terms { b, silu, weight, .. } = Terms::new(inputs, rounding)?;
+/// `y` `[num_rows, width]`, stored in the type of `gate`, of these inputs:
+///
+/// - `gate`, `up` `[num_rows, width]`, stored in bf16 or f32, clamped by the positive `limit`;
+/// - `weight` `[num_rows]`, stored in f32: the routing weight; absent for the shared expert;
+/// - `pos_to_token_topk` `[num_rows]`, stored in i32: negative for a padding row; absent where there are none.
+pub fn forward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<Named> {
+    let [_, b, _, silu, weight] = terms(inputs, limit, rounding)?;
     let y = rounding.f32(&(silu * b)?)?;
-    rounding.f32(&y.broadcast_mul(&weight)?)
+    Ok(Named::new().with("y", rounding.f32(&y.broadcast_mul(&weight)?)?))
 }
 
-/// The gradients for the upstream gradient `dy` `[num_rows, width]` (stored in the type of `gate`).
-pub fn backward(inputs: &Inputs, dy: &Tensor, rounding: &mut Rounding) -> Result<Gradients> {
-    let Terms { a, b, s, silu, weight } = Terms::new(inputs, rounding)?;
-    require("dy", dy, inputs.gate.dims())?;
-    let dy = inputs.without_padding(dy)?;
+/// `dgate`, `dup` and, where there is a weight, `dweight`: of the shapes of what they are gradients of, the first two
+/// stored in the type of `gate`, the last in f32. The inputs are those of [`forward`] and `dy`, of the shape and type of y.
+pub fn backward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<Named> {
+    let [a, b, s, silu, weight] = terms(inputs, limit, rounding)?;
+    let dy = without_padding(inputs, inputs.tensor("dy")?)?;
     let g = rounding.f32(&dy.broadcast_mul(&weight)?)?;
     let rising = rounding.f32(&s.affine(-1.0, 1.0)?)?;
     let rising = rounding.f32(&(a * rising)?)?;
@@ -67,86 +46,62 @@ pub fn backward(inputs: &Inputs, dy: &Tensor, rounding: &mut Rounding) -> Result
     let slope = rounding.f32(&(s * rising)?)?;
     let dgate = rounding.f32(&(&g * &b)?)?;
     let dgate = rounding.f32(&(dgate * slope)?)?;
-    let dgate = unless(&inputs.gate.gt(inputs.limit)?, &dgate, 0.0)?;
+    let dgate = unless(&inputs.tensor("gate")?.gt(limit)?, &dgate, 0.0)?;
     let dup = rounding.f32(&(g * &silu)?)?;
-    let dup = unless(&inputs.up.abs()?.gt(inputs.limit)?, &dup, 0.0)?;
+    let dup = unless(&inputs.tensor("up")?.abs()?.gt(limit)?, &dup, 0.0)?;
     let activation = rounding.f32(&(silu * b)?)?;
     let terms = rounding.f32(&(dy * activation)?)?;
-    let dweight = inputs.weight.as_ref().map(|_| rounding.sum_f32(&terms, 1)).transpose()?;
-    Ok(Gradients { dgate, dup, dweight })
+    let dweight = inputs.get("weight").map(|_| rounding.sum_f32(&terms, 1)).transpose()?;
+    Ok(Named::new().with("dgate", dgate).with("dup", dup).maybe("dweight", dweight))
 }
 
-/// What both directions compute: `[num_rows, width]`, weight `[num_rows, 1]`; 0 in padding rows.
-struct Terms {
-    a: Tensor,
-    b: Tensor,
-    s: Tensor,
-    silu: Tensor,
-    weight: Tensor,
+/// What both directions compute: a, b, s and a s `[num_rows, width]` and the weight `[num_rows, 1]`; 0 in padding rows.
+fn terms(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<[Tensor; 5]> {
+    let rows: &[&str] = &["num_rows", "width"];
+    let (of_rows, of_row) = (["gate", "up", "dy"], ["weight", "pos_to_token_topk"]);
+    let axes = [&of_rows.map(|name| (name, rows))[..], &of_row.map(|name| (name, &rows[..1]))].concat();
+    let [_, width] = inputs.extents(["num_rows", "width"], &axes)?;
+    require_that("width", width, width > 0, "a row has at least one channel")?;
+    require_that("limit", limit, limit > 0.0 && limit.is_finite(), "it must be positive and finite")?;
+    let a = clamp(&without_padding(inputs, inputs.tensor("gate")?)?, f64::NEG_INFINITY, limit)?;
+    let b = clamp(&without_padding(inputs, inputs.tensor("up")?)?, -limit, limit)?;
+    let s = rounding.sigmoid_f32(&a)?;
+    let silu = rounding.f32(&(&a * &s)?)?;
+    let weight = inputs.get("weight").map_or_else(|| a.narrow(1, 0, 1)?.ones_like(), |w| w.unsqueeze(1))?;
+    Ok([a, b, s, silu, without_padding(inputs, &weight)?])
 }
 
-impl Terms {
-    fn new(inputs: &Inputs, rounding: &mut Rounding) -> Result<Self> {
-        inputs.check()?;
-        let a = clamp(&inputs.without_padding(&inputs.gate)?, f64::NEG_INFINITY, inputs.limit)?;
-        let b = clamp(&inputs.without_padding(&inputs.up)?, -inputs.limit, inputs.limit)?;
-        let s = rounding.sigmoid_f32(&a)?;
-        let silu = rounding.f32(&(&a * &s)?)?;
-        let weight = inputs.weight.as_ref().map_or_else(|| a.narrow(1, 0, 1)?.ones_like(), |w| w.unsqueeze(1))?;
-        Ok(Self { a, b, s, silu, weight: inputs.without_padding(&weight)? })
-    }
-}
-
-impl Inputs {
-    fn without_padding(&self, rows: &Tensor) -> Result<Tensor> {
-        let Some(positions) = &self.pos_to_token_topk else { return Ok(rows.clone()) };
-        unless(&positions.lt(0.0)?.unsqueeze(1)?.broadcast_as(rows.shape())?, rows, 0.0)
-    }
-
-    fn check(&self) -> Result<()> {
-        let rows = ["num_rows", "width"];
-        let of_rows = [("weight", &self.weight), ("pos_to_token_topk", &self.pos_to_token_topk)];
-        let of_rows = of_rows.map(|(name, tensor)| (name, tensor.as_ref(), &rows[..1]));
-        let of_elements = [("gate", Some(&self.gate), &rows[..]), ("up", Some(&self.up), &rows[..])];
-        let [_, width] = extents(rows, &[of_elements, of_rows].concat())?;
-        require_that("width", width, width > 0, "a row has at least one channel")?;
-        require_that("limit", self.limit, self.limit > 0.0 && self.limit.is_finite(), "it must be positive and finite")
-    }
+/// `rows` with zeros for those that are padding.
+fn without_padding(inputs: &Named, rows: &Tensor) -> Result<Tensor> {
+    let Some(positions) = inputs.get("pos_to_token_topk") else { return Ok(rows.clone()) };
+    unless(&positions.lt(0.0)?.unsqueeze(1)?.broadcast_as(rows.shape())?, rows, 0.0)
 }
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Var;
-
     use super::*;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, dot,
-        dot_of_magnitudes, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, differentiated,
+        dot, dot_of_magnitudes, f64_tensor,
     };
     use crate::{Error, Precision};
 
-    fn case(seed: u64, num_rows: usize, width: usize, weighted: bool) -> (Inputs, Tensor) {
+    const LIMIT: f64 = 2.5;
+
+    fn case(seed: u64, num_rows: usize, width: usize, weighted: bool) -> Named {
         let mut draw = Draw::new(seed);
-        let (gate, up) = (draw.bf16(&[num_rows, width], 2.0), draw.bf16(&[num_rows, width], 2.0));
-        let weight = weighted.then(|| draw.bf16(&[num_rows], 1.0));
-        let dy = draw.bf16(&[num_rows, width], 1.0);
-        (Inputs { gate, up, weight, pos_to_token_topk: None, limit: 2.5 }, dy)
+        let gate = draw.bf16(&[num_rows, width], 2.0);
+        let named = Named::new().with("gate", gate).with("up", draw.bf16(&[num_rows, width], 2.0));
+        let named = named.maybe("weight", weighted.then(|| draw.bf16(&[num_rows], 1.0)));
+        named.with("dy", draw.bf16(&[num_rows, width], 1.0))
     }
 
     /// Automatic differentiation of the exact [`forward`].
-    fn backward_autograd(inputs: &Inputs, dy: &Tensor) -> Result<Gradients> {
-        let [gate, up] = [&inputs.gate, &inputs.up].map(|tensor| Var::from_tensor(tensor).expect("a variable"));
-        let weight = inputs.weight.as_ref().map(Var::from_tensor).transpose()?;
-        let variables = Inputs {
-            gate: gate.as_tensor().clone(),
-            up: up.as_tensor().clone(),
-            weight: weight.as_ref().map(|weight| weight.as_tensor().clone()),
-            ..inputs.clone()
-        };
-        let gradients = (forward(&variables, &mut Rounding::exact())? * dy)?.sum_all()?.backward()?;
-        let of = |variable: &Var| gradients.get(variable).cloned().map_or_else(|| variable.zeros_like(), Ok);
-        Ok(Gradients { dgate: of(&gate)?, dup: of(&up)?, dweight: weight.as_ref().map(of).transpose()? })
+    fn backward_autograd(inputs: &Named) -> Result<Named> {
+        differentiated(inputs, &[("gate", "dgate"), ("up", "dup"), ("weight", "dweight")], |inputs| {
+            Ok((forward(inputs, LIMIT, &mut Rounding::exact())?.tensor("y")? * inputs.tensor("dy")?)?)
+        })
     }
 
     /// `count` roundings of f64 in each of two evaluations, relative to the magnitude of the largest intermediate.
@@ -156,39 +111,35 @@ mod tests {
 
     /// Of the gradients with every term by magnitude: `1 + |a| (1 - s)` instead of `1 + a (1 - s)`. An element takes
     /// fewer than 16 roundings, and dweight one more for each term of its sum.
-    fn bounds(inputs: &Inputs, dy: &Tensor) -> Result<Gradients> {
-        let Terms { a, b, s, silu, weight } = Terms::new(inputs, &mut Rounding::exact())?;
+    fn bounds(inputs: &Named) -> Result<Named> {
+        let [a, b, s, silu, weight] = terms(inputs, LIMIT, &mut Rounding::exact())?;
+        let dy = inputs.tensor("dy")?;
         let g = dy.broadcast_mul(&weight)?.abs()?;
         let slope = (&s * ((a.abs()? * s.affine(-1.0, 1.0)?)? + 1.0)?)?;
         let terms = ((dy * &silu)? * &b)?.abs()?.sum(1)?;
-        Ok(Gradients {
-            dgate: bound(&((&g * &b)? * slope)?, 16.0),
-            dup: bound(&(g * silu)?, 16.0),
-            dweight: Some(bound(&terms, 16.0 + a.dim(1)? as f64)),
-        })
+        let dgate = bound(&((&g * &b)? * slope)?, 16.0);
+        let dweight = bound(&terms, 16.0 + a.dim(1)? as f64);
+        Ok(Named::new().with("dgate", dgate).with("dup", bound(&(g * silu)?, 16.0)).with("dweight", dweight))
     }
 
     #[test]
     fn explicit_backward_equals_autograd_also_on_the_limit() -> Result<()> {
         for (seed, num_rows, width, weighted) in [(1, 1, 1, true), (2, 7, 37, true), (3, 5, 64, false)] {
-            let (mut inputs, dy) = case(seed, num_rows, width, weighted);
-            let mut gate = values(&inputs.gate)?;
-            let mut up = values(&inputs.up)?;
+            let inputs = case(seed, num_rows, width, weighted);
+            let mut gate = values(inputs.tensor("gate")?)?;
+            let mut up = values(inputs.tensor("up")?)?;
             let special = [2.5, -2.5, 2.5 + 2f64.powi(-50), 2.5 - 2f64.powi(-50), -1000.0, 1000.0, 0.0];
             gate.iter_mut().step_by(3).enumerate().for_each(|(i, x)| *x = special[i % 7]);
             up.iter_mut().step_by(2).enumerate().for_each(|(i, x)| *x = special[i % 7]);
-            inputs.gate = f64_tensor(&gate, &[num_rows, width]);
-            inputs.up = f64_tensor(&up, &[num_rows, width]);
             let positions: Vec<f64> = (0..num_rows).map(|row| if row % 3 == 2 { -1.0 } else { 7.0 }).collect();
-            inputs.pos_to_token_topk = Some(f64_tensor(&positions, &[num_rows]));
-            let explicit = backward(&inputs, &dy, &mut Rounding::exact())?;
-            let automatic = backward_autograd(&inputs, &dy)?;
-            let bound = bounds(&inputs, &dy)?;
-            assert_within("dgate", &explicit.dgate, &automatic.dgate, &bound.dgate);
-            assert_within("dup", &explicit.dup, &automatic.dup, &bound.dup);
-            assert_eq!(explicit.dweight.is_some(), weighted);
-            if let (Some(a), Some(b)) = (&explicit.dweight, &automatic.dweight) {
-                assert_within("dweight", a, b, &bound.dweight.unwrap());
+            let inputs = inputs.with("pos_to_token_topk", f64_tensor(&positions, &[num_rows]));
+            let inputs = inputs.with("gate", f64_tensor(&gate, &[num_rows, width]));
+            let inputs = inputs.with("up", f64_tensor(&up, &[num_rows, width]));
+            let explicit = backward(&inputs, LIMIT, &mut Rounding::exact())?;
+            let (automatic, bound) = (backward_autograd(&inputs)?, bounds(&inputs)?);
+            assert_eq!(explicit.get("dweight").is_some(), weighted);
+            for (name, gradient) in explicit.into_tensors() {
+                assert_within(name, &gradient, automatic.tensor(name)?, bound.tensor(name)?);
             }
         }
         Ok(())
@@ -196,34 +147,35 @@ mod tests {
 
     #[test]
     fn backward_equals_directional_finite_differences() -> Result<()> {
-        let (inputs, dy) = case(5, 6, 40, true);
+        let inputs = case(5, 6, 40, true);
         // Half way between two numbers of bf16: no element comes within a step of the limit, where the clamps bend.
-        let inputs = Inputs { limit: 2.5 + 2f64.powi(-7), ..inputs };
-        let gradients = backward(&inputs, &dy, &mut Rounding::exact())?;
+        let limit = LIMIT + 2f64.powi(-7);
+        let gradients = backward(&inputs, limit, &mut Rounding::exact())?;
         let mut draw = Draw::new(6);
-        let [vgate, vup] = [draw.normal(&[6, 40], 1.0), draw.normal(&[6, 40], 1.0)];
-        let vweight = draw.normal(&[6], 1.0);
-        let weight = inputs.weight.clone().unwrap();
+        let shapes = [("gate", "dgate", vec![6, 40]), ("up", "dup", vec![6, 40]), ("weight", "dweight", vec![6])];
+        let directions = shapes.map(|(name, gradient, shape)| (name, gradient, draw.normal(&shape, 1.0)));
         let objective = |h: f64| -> Result<f64> {
-            let (gate, up) = ((&inputs.gate + (&vgate * h)?)?, (&inputs.up + (&vup * h)?)?);
-            let moved = Inputs { gate, up, weight: Some((&weight + (&vweight * h)?)?), ..inputs.clone() };
-            Ok(dot(&forward(&moved, &mut Rounding::exact())?, &dy))
+            let moved = directions.iter().try_fold(inputs.clone(), |moved, (name, _, direction)| -> Result<_> {
+                Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
+            })?;
+            Ok(dot(forward(&moved, limit, &mut Rounding::exact())?.tensor("y")?, inputs.tensor("dy")?))
         };
-        let y = forward(&inputs, &mut Rounding::exact())?;
-        let noise = (16.0 + 240.0) * UNIT_ROUNDOFF * dot_of_magnitudes(&dy, &y);
-        let claimed =
-            dot(&gradients.dgate, &vgate) + dot(&gradients.dup, &vup) + dot(&gradients.dweight.unwrap(), &vweight);
+        let y = forward(&inputs, limit, &mut Rounding::exact())?;
+        let noise = (16.0 + 240.0) * UNIT_ROUNDOFF * dot_of_magnitudes(inputs.tensor("dy")?, y.tensor("y")?);
+        let along =
+            |(_, gradient, direction): &(_, &'static str, Tensor)| Ok(dot(gradients.tensor(gradient)?, direction));
+        let claimed = directions.iter().map(along).sum::<Result<f64>>()?;
         assert_directional_derivative("swiglu", objective, 1.0, noise, claimed)
     }
 
     /// One row of these gates and ups at limit 10, with `dy` of ones: y, dgate, dup.
     fn row(gate: &[f64], up: &[f64]) -> Result<[Vec<f64>; 3]> {
         let shape = [1, gate.len()];
-        let (gate, up) = (f64_tensor(gate, &shape), f64_tensor(up, &shape));
-        let inputs = Inputs { gate, up, weight: None, pos_to_token_topk: None, limit: 10.0 };
-        let y = forward(&inputs, &mut Rounding::exact())?;
-        let gradients = backward(&inputs, &y.ones_like()?, &mut Rounding::exact())?;
-        Ok([values(&y)?, values(&gradients.dgate)?, values(&gradients.dup)?])
+        let inputs = Named::new().with("gate", f64_tensor(gate, &shape)).with("up", f64_tensor(up, &shape));
+        let y = forward(&inputs, 10.0, &mut Rounding::exact())?;
+        let y = y.tensor("y")?;
+        let gradients = backward(&inputs.with("dy", y.ones_like()?), 10.0, &mut Rounding::exact())?;
+        Ok([values(y)?, values(gradients.tensor("dgate")?)?, values(gradients.tensor("dup")?)?])
     }
 
     #[test]
@@ -256,19 +208,16 @@ mod tests {
     #[test]
     fn padding_rows_are_zero_whatever_they_hold() -> Result<()> {
         let nan = |shape: &[usize]| Tensor::full(f64::NAN, shape, &candle_core::Device::Cpu);
-        let inputs = Inputs {
-            gate: nan(&[2, 3])?,
-            up: nan(&[2, 3])?,
-            weight: Some(nan(&[2])?),
-            pos_to_token_topk: Some(f64_tensor(&[-1.0, f64::from(i32::MIN)], &[2])),
-            limit: 10.0,
-        };
+        let inputs = Named::new().with("gate", nan(&[2, 3])?).with("up", nan(&[2, 3])?).with("weight", nan(&[2])?);
+        let inputs = inputs.with("pos_to_token_topk", f64_tensor(&[-1.0, f64::from(i32::MIN)], &[2]));
+        let inputs = inputs.with("dy", nan(&[2, 3])?);
         for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
             let rounding = &mut Rounding::new(precision);
-            assert_eq!(values(&forward(&inputs, rounding)?)?, [0.0; 6]);
-            let Gradients { dgate, dup, dweight } = backward(&inputs, &nan(&[2, 3])?, rounding)?;
-            assert_eq!((values(&dgate)?, values(&dup)?), (vec![0.0; 6], vec![0.0; 6]));
-            assert_eq!(values(&dweight.unwrap())?, [0.0; 2]);
+            assert_eq!(values(forward(&inputs, LIMIT, rounding)?.tensor("y")?)?, [0.0; 6]);
+            let gradients = backward(&inputs, LIMIT, rounding)?;
+            for (name, zeros) in [("dgate", 6), ("dup", 6), ("dweight", 2)] {
+                assert_eq!(values(gradients.tensor(name)?)?, vec![0.0; zeros], "{name}");
+            }
         }
         Ok(())
     }
@@ -276,46 +225,51 @@ mod tests {
     #[test]
     fn no_rows_are_a_legal_input_in_both_precisions() -> Result<()> {
         for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
-            let (inputs, dy) = case(7, 0, 8, true);
+            let inputs = case(7, 0, 8, true);
             let rounding = &mut Rounding::new(precision);
-            assert_eq!(forward(&inputs, rounding)?.dims(), [0, 8]);
-            assert_eq!(backward(&inputs, &dy, rounding)?.dweight.unwrap().dims(), [0]);
+            assert_eq!(forward(&inputs, LIMIT, rounding)?.tensor("y")?.dims(), [0, 8]);
+            assert_eq!(backward(&inputs, LIMIT, rounding)?.tensor("dweight")?.dims(), [0]);
         }
         Ok(())
     }
 
     #[test]
     fn bad_inputs_are_refused_by_name() {
-        let (inputs, dy) = case(10, 2, 4, true);
-        let exact = &mut Rounding::exact();
-        let flat = Inputs { gate: inputs.gate.flatten_all().unwrap(), ..inputs.clone() };
-        assert!(matches!(forward(&flat, exact), Err(Error::Shape { argument: "gate", .. })));
-        let narrow = Inputs { up: inputs.up.narrow(1, 0, 3).unwrap(), ..inputs.clone() };
-        assert!(matches!(forward(&narrow, exact), Err(Error::Shape { argument: "up", .. })));
-        let scalar = Inputs { weight: Some(f64_tensor(&[1.0], &[1])), ..inputs.clone() };
-        assert!(matches!(forward(&scalar, exact), Err(Error::Shape { argument: "weight", .. })));
-        let short = Inputs { pos_to_token_topk: Some(f64_tensor(&[0.0], &[1])), ..inputs.clone() };
-        assert!(matches!(forward(&short, exact), Err(Error::Shape { argument: "pos_to_token_topk", .. })));
-        for limit in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let wrong = Inputs { limit, ..inputs.clone() };
-            assert!(matches!(forward(&wrong, exact), Err(Error::Value { argument: "limit", .. })));
+        let inputs = case(10, 2, 4, true);
+        let gate = inputs.tensor("gate").unwrap();
+        for (argument, wrong) in [
+            ("gate", gate.flatten_all().unwrap()),
+            ("up", gate.narrow(1, 0, 3).unwrap()),
+            ("weight", f64_tensor(&[1.0], &[1])),
+            ("pos_to_token_topk", f64_tensor(&[0.0], &[1])),
+            ("dy", gate.narrow(0, 0, 1).unwrap()),
+        ] {
+            let refused = backward(&inputs.clone().with(argument, wrong), LIMIT, &mut Rounding::exact());
+            assert!(
+                matches!(refused, Err(Error::Shape { argument: a, .. }) if a == argument),
+                "{argument}: {refused:?}"
+            );
         }
-        let empty = Inputs { gate: f64_tensor(&[], &[2, 0]), up: f64_tensor(&[], &[2, 0]), ..inputs.clone() };
-        assert!(matches!(forward(&empty, exact), Err(Error::Value { argument: "width", .. })));
-        let half = dy.narrow(0, 0, 1).unwrap();
-        assert!(matches!(backward(&inputs, &half, exact), Err(Error::Shape { argument: "dy", .. })));
-        let single = Inputs { gate: inputs.gate.to_dtype(candle_core::DType::F32).unwrap(), ..inputs };
-        assert!(matches!(forward(&single, exact), Err(Error::DType { argument: "gate", .. })));
+        let refused = |inputs: Named, limit| forward(&inputs, limit, &mut Rounding::exact()).unwrap_err();
+        for limit in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            assert!(matches!(refused(inputs.clone(), limit), Error::Value { argument: "limit", .. }));
+        }
+        let empty = Named::new().with("gate", f64_tensor(&[], &[2, 0])).with("up", f64_tensor(&[], &[2, 0]));
+        assert!(matches!(refused(empty, LIMIT), Error::Value { argument: "width", .. }));
+        let gate_alone = Named::new().with("gate", gate.clone());
+        assert!(matches!(refused(gate_alone, LIMIT), Error::Value { argument: "up", .. }));
+        let single = inputs.clone().with("gate", gate.to_dtype(candle_core::DType::F32).unwrap());
+        assert!(matches!(refused(single, LIMIT), Error::DType { argument: "gate", .. }));
     }
 
     #[test]
     fn working_runs_scatter_around_the_exact_result() -> Result<()> {
-        let (inputs, dy) = case(11, 16, 24, true);
+        let inputs = case(11, 16, 24, true);
         let run = |precision| -> Result<[Tensor; 3]> {
             let rounding = &mut Rounding::new(precision);
-            let y = forward(&inputs, rounding)?;
-            let gradients = backward(&inputs, &dy, rounding)?;
-            Ok([y, gradients.dgate, gradients.dweight.unwrap()])
+            let y = forward(&inputs, LIMIT, rounding)?.tensor("y")?.clone();
+            let gradients = backward(&inputs, LIMIT, rounding)?;
+            Ok([y, gradients.tensor("dgate")?.clone(), gradients.tensor("dweight")?.clone()])
         };
         let runs = (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
         let exact = run(Precision::Exact)?;
@@ -347,15 +301,16 @@ mod tests {
         let width = down.dim(1)?;
         let both = hidden.matmul(&gate_up.t()?)?;
         let (gate, up) = (both.narrow(1, 0, width)?.contiguous()?, both.narrow(1, width, width)?.contiguous()?);
-        let inputs = Inputs { gate, up, weight: Some(weight.clone()), pos_to_token_topk: None, limit };
-        let y = forward(&inputs, &mut Rounding::exact())?;
-        let gradients = backward(&inputs, &dout.matmul(down)?, &mut Rounding::exact())?;
-        let dboth = Tensor::cat(&[&gradients.dgate, &gradients.dup], 1)?;
+        let inputs = Named::new().with("gate", gate).with("up", up).with("weight", weight.clone());
+        let inputs = inputs.with("dy", dout.matmul(down)?);
+        let y = forward(&inputs, limit, &mut Rounding::exact())?;
+        let gradients = backward(&inputs, limit, &mut Rounding::exact())?;
+        let dboth = Tensor::cat(&[gradients.tensor("dgate")?, gradients.tensor("dup")?], 1)?;
         Ok(Expert {
-            out: y.matmul(&down.t()?)?,
+            out: y.tensor("y")?.matmul(&down.t()?)?,
             dhidden: dboth.matmul(gate_up)?,
             dgate_up: dboth.t()?.matmul(hidden)?,
-            dweight: gradients.dweight.expect("there is a weight"),
+            dweight: gradients.tensor("dweight")?.clone(),
         })
     }
 

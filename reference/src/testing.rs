@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::precision::values;
-use crate::{Precision, Result, Rounding};
+use crate::{Named, Precision, Result, Rounding};
 
 /// Unit roundoff of f64.
 pub const UNIT_ROUNDOFF: f64 = f64::EPSILON / 2.0;
@@ -77,6 +77,29 @@ pub fn assert_within(what: &str, actual: &Tensor, expected: &Tensor, bound: &Ten
         let error = (a[i] - e[i]).abs();
         assert!(error <= b[i], "{what}[{i}]: {} is {error:e} from {}, allowed {:e}", a[i], e[i], b[i]);
     }
+}
+
+/// The gradients of the sum of what `f` returns, by automatic differentiation: each pair is the name of an input and
+/// that of its gradient. Absent inputs have none.
+pub fn differentiated(
+    inputs: &Named,
+    pairs: &[(&'static str, &'static str)],
+    f: impl Fn(&Named) -> Result<Tensor>,
+) -> Result<Named> {
+    let variable = |&(name, gradient)| Some((name, gradient, Var::from_tensor(inputs.get(name)?)));
+    let variables: Vec<_> = pairs.iter().filter_map(variable).collect();
+    let mut bound = inputs.clone();
+    let mut differentiable = Vec::new();
+    for (name, gradient, variable) in variables {
+        let variable = variable?;
+        bound = bound.with(name, variable.as_tensor().clone());
+        differentiable.push((gradient, variable));
+    }
+    let gradients = f(&bound)?.sum_all()?.backward()?;
+    differentiable.into_iter().try_fold(Named::new(), |all, (name, variable)| {
+        let gradient = gradients.get(&variable).cloned().map_or_else(|| variable.zeros_like(), Ok)?;
+        Ok(all.with(name, gradient))
+    })
 }
 
 /// Central difference of `f` along `direction`, compared with the `claimed` directional derivative.

@@ -15,12 +15,14 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
-use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment, HostTensor, RuntimeError, Views};
 use dsv4_reference::Products;
 use dsv4_reference::precision::Precision;
 
 use super::declaration::{Part, Specs, TensorSpec};
-use super::declared::{Choices, Declared, Inputs, Launches, Views, case_of, field_error, kernel_tensor, oracle_error};
+use super::declared::{
+    Choices, Declared, Inputs, Launches, case_of, checked, field_error, kernel_tensor, oracle_error,
+};
 use super::memory::Placed;
 use super::tensors::{Tensors, repeated_along};
 use super::{KernelRun, OracleTensor, Side};
@@ -106,10 +108,10 @@ pub struct Benchmark<K: Declared> {
 }
 
 impl<K: Declared> Benchmark<K> {
-    /// A benchmark whose tensors are drawn as they are and of which four entries along `axis` are sampled; what a call
-    /// moves and computes is still to be said.
+    /// A benchmark whose tensors are drawn for at most [`DRAWN`] elements of the largest, along `axis`, and of which four
+    /// entries along it are sampled; what a call moves and computes is still to be said.
     pub fn new(direction: Direction, name: impl Into<String>, case: K::Case, axis: &'static str) -> Self {
-        let (drawn, (bytes, flops)) = (case.clone(), (0.0, 0.0));
+        let (drawn, (bytes, flops)) = (shortened::<K>(&case, axis), (0.0, 0.0));
         Self {
             direction,
             name: name.into(),
@@ -127,6 +129,19 @@ impl<K: Declared> Benchmark<K> {
         }
     }
 
+    /// A call that moves each of its tensors once, and computes `flops` for each element of the largest. A backward's are
+    /// inputs, upstreams, gradients and, of the forward's outputs, those that were `saved` for it.
+    pub fn streaming(mut self, saved: &[&str], flops: f64) -> Self {
+        let specs = self.placed_specs();
+        let forward = self.direction == Direction::Forward;
+        let moved = |spec: &&TensorSpec| forward || spec.part != Part::Output || saved.contains(&spec.name);
+        let moved =
+            specs.present().filter(|spec| spec.part != Part::Observed && spec.part != Part::Scratch).filter(moved);
+        self.bytes = moved.clone().map(|spec| (spec.elements() * spec.dtype.size()) as f64).sum();
+        self.flops = flops * moved.map(TensorSpec::elements).max().unwrap_or(0) as f64;
+        self
+    }
+
     /// The tensors that a call needs: a forward has no gradients, and one of several launches has its own alone.
     fn placed_specs(&self) -> Specs {
         let others = |spec: &TensorSpec| self.only.is_some() && spec.only_in.is_some_and(|of| Some(of) != self.only);
@@ -137,8 +152,8 @@ impl<K: Declared> Benchmark<K> {
 
     /// The given tensors, some of them shorter than the case's.
     fn given(&self) -> Result<Tensors, CaseError> {
-        K::check(&self.drawn).map_err(field_error::<K>)?;
-        let mut tensors = Tensors::draw(&K::tensors(&self.drawn), None);
+        let specs = checked::<K>(&self.drawn).map_err(field_error::<K>)?;
+        let mut tensors = Tensors::draw(&specs, None);
         K::amend(&self.drawn, &mut tensors).map_err(oracle_error::<K>)?;
         (self.amend)(&self.case, &mut tensors);
         for spec in K::tensors(&self.case).present().filter(|spec| spec.is_given()) {
@@ -189,8 +204,8 @@ impl<K: Declared> Benchmark<K> {
             tensors.put(spec.name, tensor);
         }
         (self.sampled)(&Whole { case: &self.case, rows: &narrowed.rows }, &mut case, &mut tensors);
-        K::check(&case).map_err(field_error::<K>)?;
-        for spec in K::tensors(&case).present().filter(|spec| spec.is_given()) {
+        let specs = checked::<K>(&case).map_err(field_error::<K>)?;
+        for spec in specs.present().filter(|spec| spec.is_given()) {
             let shape = &tensors.tensor(spec.name).shape;
             if *shape != spec.shape() {
                 return Err(oracle_error::<K>(format!(
@@ -207,6 +222,20 @@ impl<K: Declared> Benchmark<K> {
         let reason = format!("the case of benchmark `{}` has no such axis, or no field of its name", self.name);
         CaseError::Field { operator: K::ABOUT.name, field: self.axis, reason }
     }
+}
+
+/// A case with as many entries along an axis as have [`DRAWN`] elements of the largest tensor, and at least one.
+fn shortened<K: Declared>(case: &K::Case, axis: &'static str) -> K::Case {
+    let specs = K::tensors(case);
+    let of_an_entry = |spec: &TensorSpec| spec.axis(axis).map(|at| spec.elements() / spec.axes[at].extent.max(1));
+    let largest = specs.present().filter(|spec| spec.is_given()).filter_map(of_an_entry).max().unwrap_or(1).max(1);
+    let mut line = case_of::<K>(case, &Choices::default());
+    if let Some(extent) = line.fields.get_mut(axis) {
+        let whole = extent.as_u64().unwrap_or(0);
+        *extent = whole.min((DRAWN / largest).max(1) as u64).into();
+    }
+    // A case that has no such field is refused when it is sampled.
+    line.fields().unwrap_or_else(|_| case.clone())
 }
 
 /// `count` entries spread over `0..total`, the last one among them.

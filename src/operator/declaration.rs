@@ -7,6 +7,7 @@
 use dsv4_kernels::runtime::DType;
 use serde::Serialize;
 
+use super::declared::{Refused, not_empty, positive};
 use super::{Comparison, Grid, Pooling};
 use crate::case::Distribution;
 use crate::operators::{Aliasing, Data};
@@ -18,11 +19,20 @@ pub struct Axis {
     pub name: &'static str,
     /// Its extent in this case.
     pub extent: usize,
+    /// The least that it may be.
+    pub least: usize,
+}
+
+impl Axis {
+    /// A case whose field of this name is 0 is refused.
+    pub fn not_empty(self) -> Self {
+        Self { least: 1, ..self }
+    }
 }
 
 /// An axis.
 pub fn axis(name: &'static str, extent: usize) -> Axis {
-    Axis { name, extent }
+    Axis { name, extent, least: 0 }
 }
 
 /// The part that a tensor plays.
@@ -369,6 +379,8 @@ pub struct Specs {
     /// Seed of everything that is drawn.
     pub seed: u64,
     all: Vec<TensorSpec>,
+    /// Numbers of the case that must be finite and above 0, by the names of its fields.
+    positive: Vec<(&'static str, f64)>,
 }
 
 impl Specs {
@@ -398,7 +410,29 @@ impl Specs {
                 spec.dtype = base.dtype;
             }
         }
-        Self { seed, all }
+        Self { seed, all, positive: Vec::new() }
+    }
+
+    /// A number of the case, by the name of its field, is finite and above 0.
+    pub fn positive(mut self, field: &'static str, value: impl Into<f64>) -> Self {
+        self.positive.push((field, value.into()));
+        self
+    }
+
+    /// Whether axes, magnitudes and numbers are what they were said to be.
+    ///
+    /// # Errors
+    /// The field, its value and the rule.
+    pub(super) fn check(&self) -> Result<(), Refused> {
+        for spec in &self.all {
+            for axis in spec.axes.iter().filter(|axis| axis.extent < axis.least) {
+                not_empty(axis.name, axis.extent)?;
+            }
+            if let Source::Drawn { magnitude, .. } = spec.source {
+                positive("magnitude", magnitude)?;
+            }
+        }
+        self.positive.iter().try_for_each(|&(field, value)| positive(field, value))
     }
 
     /// The same without some of them.

@@ -4,14 +4,13 @@
 //! [`Declared`] is what an operator's file implements; [`Op`] makes an entry of the registry of it.
 
 use std::marker::PhantomData;
-use std::ops::Index;
 use std::sync::Arc;
 
 use dsv4_kernels::runtime::{
-    BackendKind, Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView,
+    BackendKind, Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView, Views,
 };
-use dsv4_reference::Products;
 use dsv4_reference::precision::{Precision, Rounding};
+use dsv4_reference::{Named, Products};
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use serde::Serialize;
@@ -25,7 +24,7 @@ use super::layouts::{self, Layouts, TensorLayout};
 use super::memory::Placed;
 use super::probe::Probe;
 use super::special::{self, Special};
-use super::tensors::{Bound, Computed, Tensors};
+use super::tensors::{Bound, Tensors};
 use super::{
     GoldenCase, GradientProbe, KernelRun, KernelTensor, Law, ModuleSpecification, Operator, OracleTensor, Prepared,
     Profile, Side,
@@ -86,6 +85,17 @@ pub fn not_empty(field: &'static str, extent: usize) -> Result<(), Refused> {
     if extent > 0 { Ok(()) } else { refuse(field, "0: there must be at least one") }
 }
 
+/// The tensors of a case, where its fields are what they must be.
+///
+/// # Errors
+/// The field, its value and the rule.
+pub(super) fn checked<K: Declared>(case: &K::Case) -> Result<Specs, Refused> {
+    K::check(case)?;
+    let specs = K::tensors(case);
+    specs.check()?;
+    Ok(specs)
+}
+
 /// Elements of the largest input that finite differences are taken of, unless an operator says otherwise.
 const SMOOTH_ELEMENTS: usize = 4096;
 
@@ -107,11 +117,14 @@ pub trait Declared: Sized + Send + Sync + 'static {
     /// The tensors of a case. Called for cases that passed [`Declared::check`].
     fn tensors(case: &Self::Case) -> Specs;
 
-    /// Whether the fields of a case go together. Extents need no bound here: the layer bounds every tensor.
+    /// Whether the fields of a case go together, beside what its tensors say by themselves ([`super::declaration::Axis::not_empty`],
+    /// [`Specs::positive`]). Extents need no upper bound: the layer bounds every tensor.
     ///
     /// # Errors
     /// The field, its value and the rule.
-    fn check(case: &Self::Case) -> Result<(), Refused>;
+    fn check(_case: &Self::Case) -> Result<(), Refused> {
+        Ok(())
+    }
 
     /// Draws cases; shrinks towards the smallest.
     fn strategy(profile: Profile) -> BoxedStrategy<Self::Case>;
@@ -143,18 +156,14 @@ pub trait Declared: Sized + Send + Sync + 'static {
     ///
     /// # Errors
     /// What the oracle refuses.
-    fn forward(case: &Self::Case, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed>;
+    fn forward(case: &Self::Case, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named>;
 
     /// The oracle's gradients, by its written-out formulas; nothing where the operator has no backward.
     ///
     /// # Errors
     /// What the oracle refuses.
-    fn backward(
-        _case: &Self::Case,
-        _tensors: &Bound<'_>,
-        _rounding: &mut Rounding,
-    ) -> dsv4_reference::Result<Computed> {
-        Ok(Computed::new())
+    fn backward(_case: &Self::Case, _tensors: &Bound<'_>, _rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+        Ok(Named::new())
     }
 
     /// Bytes of the workspaces that the launches need, by name. They are placed after all other tensors.
@@ -215,40 +224,6 @@ pub trait Declared: Sized + Send + Sync + 'static {
     /// What is timed: on a GPU the shapes of the model, elsewhere some that the emulator can bear.
     fn benchmarks(_environment: &Environment) -> Vec<Benchmark<Self>> {
         Vec::new()
-    }
-}
-
-/// Views of a case's tensors on the device, by name.
-#[derive(Clone, Debug, Default)]
-pub struct Views(Vec<(&'static str, TensorView)>);
-
-impl Views {
-    /// The view of the tensor called `name`, if the case has it.
-    pub fn get(&self, name: &str) -> Option<&TensorView> {
-        self.0.iter().find(|(other, _)| *other == name).map(|(_, view)| view)
-    }
-
-    /// Puts a view in the place of its name's.
-    pub fn put(&mut self, name: &'static str, view: TensorView) {
-        match self.0.iter_mut().find(|(other, _)| *other == name) {
-            Some((_, old)) => *old = view,
-            None => self.0.push((name, view)),
-        }
-    }
-
-    /// Names and views, in the order of the declaration.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, &TensorView)> {
-        self.0.iter().map(|(name, view)| (*name, view))
-    }
-}
-
-impl Index<&str> for Views {
-    type Output = TensorView;
-
-    /// # Panics
-    /// Where the case has no such tensor: the operator asks for what it does not declare.
-    fn index(&self, name: &str) -> &TensorView {
-        self.get(name).unwrap_or_else(|| panic!("the case has no tensor `{name}`"))
     }
 }
 
@@ -383,8 +358,7 @@ fn read<K: Declared>(line: &Case) -> Result<(K::Case, Choices), CaseError> {
     let special = line.fields.remove(SPECIAL);
     let case: K::Case = line.fields()?;
     no_unknown_field::<K>(&line, &case)?;
-    K::check(&case).map_err(field_error::<K>)?;
-    let specs = K::tensors(&case);
+    let specs = checked::<K>(&case).map_err(field_error::<K>)?;
     bound_sizes::<K>(&specs)?;
     let layouts = match (layouts, padding) {
         (Some(value), None) => serde_json::from_value(value).map_err(|e| layout_error::<K>(e.to_string()))?,
@@ -498,10 +472,7 @@ impl<K: Declared> Operator for Op<K> {
         (K::strategy(profile), layouts::strategy(layouts::MOST_TENSORS), special::strategy())
             .prop_map(|(case, layouts, special)| {
                 // A case that is refused says so when it runs: it has no tensors to lay out.
-                if K::check(&case).is_err() {
-                    return case_of::<K>(&case, &Choices::default());
-                }
-                let specs = K::tensors(&case);
+                let Ok(specs) = checked::<K>(&case) else { return case_of::<K>(&case, &Choices::default()) };
                 let special = special.filter(|special| special.fits(&specs));
                 case_of::<K>(&case, &Choices { layouts: layouts::resolve(&specs, &layouts), special })
             })

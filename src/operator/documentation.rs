@@ -3,14 +3,14 @@
 use std::collections::BTreeSet;
 
 use super::declaration::{Part, Specs, Strides, TensorSpec};
-use super::declared::Declared;
+use super::declared::{Declared, checked};
 use super::{Comparison, Profile};
 use crate::record::TensorRecord;
 
 /// The tensors of an operator: what its typical cases and edge cases have.
 pub(super) fn tensors<K: Declared>() -> Vec<TensorRecord> {
     let cases = K::typical().into_iter().chain(K::edge_cases(Profile::Quick));
-    let all: Vec<Specs> = cases.filter(|case| K::check(case).is_ok()).map(|case| K::tensors(&case)).collect();
+    let all: Vec<Specs> = cases.filter_map(|case| checked::<K>(&case).ok()).collect();
     let mut names: Vec<&'static str> = Vec::new();
     for spec in all.iter().flat_map(Specs::present) {
         if !names.contains(&spec.name) {

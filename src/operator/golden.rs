@@ -3,7 +3,7 @@
 use dsv4_kernels::runtime::HostTensor;
 
 use super::declaration::Specs;
-use super::declared::{Choices, Declared, Inputs};
+use super::declared::{Choices, Declared, Inputs, checked};
 use super::tensors::Tensors;
 use super::{ExpectedTensor, GoldenCase};
 use crate::case::CaseError;
@@ -116,10 +116,10 @@ impl<C> Golden<C> {
     /// The case with its tensors, held to the operator's declaration.
     pub(super) fn finish<K: Declared<Case = C>>(self, file: &GoldenFile) -> Result<GoldenCase, CaseError> {
         let broken = |reason: String| CaseError::Malformed(format!("{}: {reason}", file.name));
-        match (K::check(&self.case), &self.kernel_skip) {
-            (Ok(()), None) | (Err(_), Some(_)) => {}
+        match (checked::<K>(&self.case), &self.kernel_skip) {
+            (Ok(_), None) | (Err(_), Some(_)) => {}
             (Err(refused), None) => return Err(broken(format!("field `{}`: {}", refused.field, refused.reason))),
-            (Ok(()), Some(why)) => return Err(broken(format!("left out of the kernels, which take it: {why}"))),
+            (Ok(_), Some(why)) => return Err(broken(format!("left out of the kernels, which take it: {why}"))),
         }
         let specs = K::tensors(&self.case);
         let mut tensors = Tensors::draw(&specs, None);

@@ -1,10 +1,10 @@
 //! The tensors of a case in a device's memory, placed as their layouts and aliasing say.
 
 use dsv4_kernels::runtime::arena::{Layout, Violation, ViolationKind};
-use dsv4_kernels::runtime::{Contract, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{Contract, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView, Views};
 
 use super::declaration::{Specs, TensorSpec};
-use super::declared::{Views, layout_of, role};
+use super::declared::{layout_of, role};
 use super::layouts::Layouts;
 use super::tensors::{Tensors, repeated_along};
 use crate::operators::Aliasing;

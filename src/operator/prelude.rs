@@ -1,6 +1,7 @@
 //! What the file of an operator needs: the vocabulary of declarations, fields that cases share, and strategies.
 
-pub use dsv4_kernels::runtime::{DType, Environment, RuntimeError};
+pub use dsv4_kernels::runtime::{DType, Environment, RuntimeError, Views};
+pub use dsv4_reference::Named;
 pub use dsv4_reference::Result as OracleResult;
 pub use dsv4_reference::precision::Rounding;
 pub use proptest::prelude::*;
@@ -8,10 +9,10 @@ pub use serde::{Deserialize, Serialize};
 
 pub use super::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
 pub use super::declaration::{Specs, axis, gradient, input, output, scratch, upstream};
-pub use super::declared::{About, Declared, Launches, Refused, Views, not_empty, positive, refuse};
+pub use super::declared::{About, Declared, Launches, Refused, not_empty, positive, refuse};
 pub use super::golden::{self, Golden};
 pub use super::laws::Laws;
-pub use super::tensors::{Bound, Computed, Tensors};
+pub use super::tensors::{Bound, Tensors};
 pub use super::{ModuleSpecification, Profile};
 pub use crate::case::Distribution;
 pub use crate::judge::golden::GoldenFile;

@@ -1,13 +1,14 @@
 //! The oracle of a declared operator as a differentiable function, for the triangulation of its gradients.
 
 use candle_core::{Device as Cpu, Tensor, Var};
+use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
 
 use super::GradientProbe;
 use super::declaration::{Specs, TensorSpec};
 use super::declared::{Declared, Inputs, oracle_error};
 use super::special;
-use super::tensors::{Bound, Computed};
+use super::tensors::Bound;
 use crate::case::CaseError;
 use crate::operators::elements;
 
@@ -44,7 +45,7 @@ impl<'i, K: Declared> Probe<'i, K> {
         self.widened(&values)
     }
 
-    fn forward(&self, tensors: Vec<Tensor>) -> dsv4_reference::Result<Computed> {
+    fn forward(&self, tensors: Vec<Tensor>) -> dsv4_reference::Result<Named> {
         K::forward(&self.inputs.case, &self.at(tensors), &mut Rounding::exact())
     }
 

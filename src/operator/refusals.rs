@@ -1,10 +1,10 @@
 //! Bad arguments, derived from the declaration: each tensor of a typical case is spoilt in every way, one at a time, and
 //! the launcher must refuse it, naming the argument, before anything runs.
 
-use dsv4_kernels::runtime::{Contract, DType, Device, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{Contract, DType, Device, RuntimeError, TensorView, Views};
 
 use super::declaration::{Part, Specs, Strides, TensorSpec};
-use super::declared::{Choices, Declared, Inputs, Launches, Views, oracle_error};
+use super::declared::{Choices, Declared, Inputs, Launches, oracle_error};
 use super::memory::Placed;
 use super::tensors::Tensors;
 use crate::case::CaseError;

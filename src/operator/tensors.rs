@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::runtime::HostTensor;
+use dsv4_reference::Named;
 
 use super::declaration::{Source, Specs, TensorSpec};
 use super::rows_of;
@@ -228,6 +229,15 @@ impl<'a> Bound<'a> {
         Ok(self.tensors.get(name).map(widened).transpose()?)
     }
 
+    /// All of them, by name.
+    ///
+    /// # Errors
+    /// The tensor library's.
+    pub fn named(&self) -> dsv4_reference::Result<Named> {
+        let names = self.tensors.iter().map(|(name, _)| name).chain(self.overrides.keys().copied());
+        names.into_iter().try_fold(Named::new(), |named, name| Ok(named.maybe(name, self.maybe(name)?)))
+    }
+
     /// The host's tensors: integers, bytes and scalars, which nobody differentiates by.
     pub fn host(&self) -> &'a Tensors {
         self.tensors
@@ -236,52 +246,5 @@ impl<'a> Bound<'a> {
     /// The number set under `name`, or `otherwise`.
     pub fn scalar(&self, name: &str, otherwise: f64) -> f64 {
         self.tensors.scalar(name, otherwise)
-    }
-}
-
-/// What an oracle computed, by name.
-#[derive(Clone, Default)]
-pub struct Computed(Vec<(&'static str, Tensor)>);
-
-impl Computed {
-    /// Nothing yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// With a tensor more.
-    pub fn with(mut self, name: &'static str, tensor: Tensor) -> Self {
-        self.0.push((name, tensor));
-        self
-    }
-
-    /// With a tensor more, where there is one.
-    pub fn maybe(self, name: &'static str, tensor: Option<Tensor>) -> Self {
-        match tensor {
-            Some(tensor) => self.with(name, tensor),
-            None => self,
-        }
-    }
-
-    /// The tensor called `name`, if there is one.
-    pub fn get(&self, name: &str) -> Option<&Tensor> {
-        self.0.iter().find(|(other, _)| *other == name).map(|(_, tensor)| tensor)
-    }
-
-    /// The tensor called `name`.
-    ///
-    /// # Errors
-    /// There is none.
-    pub fn tensor(&self, name: &'static str) -> dsv4_reference::Result<&Tensor> {
-        self.get(name).ok_or_else(|| dsv4_reference::Error::Value {
-            argument: name,
-            value: "absent".into(),
-            rule: "the oracle must compute it",
-        })
-    }
-
-    /// All of them, in the order in which they came.
-    pub fn into_tensors(self) -> Vec<(&'static str, Tensor)> {
-        self.0
     }
 }

@@ -198,11 +198,11 @@ impl Declared for AttentionCombine {
         Ok(())
     }
 
-    fn forward(_: &AttentionCombineCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
+    fn forward(_: &AttentionCombineCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let (partial_out, partial_lse) = (t.f64("partial_out")?, t.f64("partial_lse")?);
         let inputs = reference::Inputs { partial_out, partial_lse, sink: t.maybe("sink")? };
         let reference::Outputs { out, lse } = reference::forward(&inputs, rounding)?;
-        Ok(Computed::new().with("out", out).with("lse", lse))
+        Ok(Named::new().with("out", out).with("lse", lse))
     }
 
     fn launch(_: &AttentionCombineCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {

@@ -17,7 +17,8 @@
 //! kernels does what it was asked for.
 
 use dsv4_kernels::rope as launcher;
-use dsv4_kernels::runtime::{DType, Device, Environment, RuntimeError};
+use dsv4_kernels::runtime::{DType, Device, Environment, RuntimeError, Views};
+use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
 use dsv4_reference::rope::{self as reference, YarnParameters};
 use proptest::prelude::*;
@@ -29,9 +30,9 @@ use super::sinks::Sinks;
 use super::sparse_attention::{self, SparseAttention, SparseAttentionCase, Values};
 use super::{Aliasing, Float, elements};
 use crate::operator::declaration::{Specs, axis, gradient, input, output, upstream};
-use crate::operator::declared::{About, Declared, Launches, Refused, Views, refuse};
+use crate::operator::declared::{About, Declared, Launches, Refused, refuse};
 use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Computed, Tensors};
+use crate::operator::tensors::{Bound, Tensors};
 use crate::operator::{ModuleSpecification, Profile};
 
 /// Where the sequence of queries begins. At position 0 the rotation would be the identity.
@@ -84,7 +85,7 @@ fn rotation(
     c: &AttentionOutputRotationCase,
     t: &Bound<'_>,
     rounding: &mut Rounding,
-) -> dsv4_reference::Result<(Computed, reference::Inputs)> {
+) -> dsv4_reference::Result<(Named, reference::Inputs)> {
     let attended = SparseAttention::forward(&c.attention, t, rounding)?;
     // What one kernel hands to the next is stored in bf16.
     let x = rounding.bf16(attended.tensor("out")?)?;
@@ -196,7 +197,7 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         c: &AttentionOutputRotationCase,
         t: &Bound<'_>,
         rounding: &mut Rounding,
-    ) -> dsv4_reference::Result<Computed> {
+    ) -> dsv4_reference::Result<Named> {
         let (attended, inputs) = rotation(c, t, rounding)?;
         Ok(attended.with("y", reference::forward(&inputs, rounding)?.y))
     }
@@ -205,7 +206,7 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         c: &AttentionOutputRotationCase,
         t: &Bound<'_>,
         rounding: &mut Rounding,
-    ) -> dsv4_reference::Result<Computed> {
+    ) -> dsv4_reference::Result<Named> {
         let (_, inputs) = rotation(c, t, rounding)?;
         let dout = reference::backward(&inputs, &t.f64("dy")?, rounding)?.dx;
         let handed = t.clone().with("dout", rounding.bf16(&dout)?);

@@ -3,7 +3,8 @@
 
 use dsv4_kernels::decode_attention as launcher;
 use dsv4_kernels::kv_cache as launched;
-use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError, Views};
+use dsv4_reference::Named;
 use dsv4_reference::decode_attention as reference;
 use dsv4_reference::kv_cache::{RowFormat, SCALE_BYTES, SCALE_GROUP};
 use dsv4_reference::precision::Rounding;
@@ -22,10 +23,10 @@ use crate::judge::checks::permutation;
 use crate::judge::golden::GoldenFile;
 use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, on_gpu};
 use crate::operator::declaration::{Specs, TensorSpec, axis, input, output};
-use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
+use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
 use crate::operator::golden::Golden;
 use crate::operator::laws::{Laws, Variant};
-use crate::operator::tensors::{Bound, Computed, Tensors};
+use crate::operator::tensors::{Bound, Tensors};
 use crate::operator::{ModuleSpecification, Profile, Relation};
 
 /// The operator.
@@ -457,7 +458,7 @@ impl Declared for DecodeAttention {
         Ok(())
     }
 
-    fn forward(c: &DecodeAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn forward(c: &DecodeAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
         let inputs = reference::Inputs {
             q: t.f64("q")?,
             format: c.format(),
@@ -468,7 +469,7 @@ impl Declared for DecodeAttention {
             split: split(c, t.host()),
         };
         let reference::Outputs { out, lse } = reference::forward(&inputs, rounding)?;
-        Ok(Computed::new().with("out", out).with("lse", lse))
+        Ok(Named::new().with("out", out).with("lse", lse))
     }
 
     fn workspaces(c: &DecodeAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {

@@ -6,7 +6,8 @@
 
 use dsv4_kernels::kv_cache as launched;
 use dsv4_kernels::kv_cache_write as launcher;
-use dsv4_kernels::runtime::{DType, Environment, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{DType, Environment, HostTensor, RuntimeError, Views};
+use dsv4_reference::Named;
 use dsv4_reference::kv_cache::{RowFormat, SCALE_BYTES, SCALE_GROUP, e4m3_value};
 use dsv4_reference::kv_cache_write as reference;
 use dsv4_reference::precision::Rounding;
@@ -21,9 +22,9 @@ use super::{LARGEST_DRAWN, extent, magnitude, tensor};
 use crate::case::{Distribution, Draw};
 use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Whole, on_gpu};
 use crate::operator::declaration::{Axis, Specs, axis, input, observed, state};
-use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
+use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
 use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Computed, Tensors, permuted_along};
+use crate::operator::tensors::{Bound, Tensors, permuted_along};
 use crate::operator::{ModuleSpecification, Profile, Relation};
 
 /// Where amax is lifted to (inference 5.4).
@@ -260,7 +261,7 @@ impl Declared for KvCacheWrite {
     }
 
     /// Nothing is rounded but the result itself: all precisions give one answer.
-    fn forward(c: &KvCacheWriteCase, t: &Bound<'_>, _: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn forward(c: &KvCacheWriteCase, t: &Bound<'_>, _: &mut Rounding) -> dsv4_reference::Result<Named> {
         let cache = t.host().tensor("cache");
         let inputs = reference::Inputs {
             kv: t.f64("kv")?,
@@ -270,7 +271,7 @@ impl Declared for KvCacheWrite {
             pages: cache.bytes.clone(),
         };
         let pages = reference::forward(&inputs)?.into_iter().map(f64::from).collect();
-        Ok(Computed::new().with("cache", tensor(pages, &cache.shape)?))
+        Ok(Named::new().with("cache", tensor(pages, &cache.shape)?))
     }
 
     fn launch(c: &KvCacheWriteCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {

@@ -188,14 +188,14 @@ impl Declared for RmsNorm {
         Ok(())
     }
 
-    fn forward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
+    fn forward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let reference::Outputs { y, rstd } = reference::forward(&inputs(c, t)?, rounding)?;
-        Ok(Computed::new().with("y", y).with("rstd", rstd))
+        Ok(Named::new().with("y", y).with("rstd", rstd))
     }
 
-    fn backward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
+    fn backward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let reference::Gradients { dx, dweight } = reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?;
-        Ok(Computed::new().with("dx", dx).maybe("dweight", dweight))
+        Ok(Named::new().with("dx", dx).maybe("dweight", dweight))
     }
 
     fn workspaces(c: &RmsNormCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {

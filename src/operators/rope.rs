@@ -1,7 +1,8 @@
 //! `rope` (inference 4, training 8): `kernels/cuda/rope.cu` against `reference/src/rope.rs`.
 
 use dsv4_kernels::rope as launcher;
-use dsv4_kernels::runtime::{DType, Environment, RuntimeError};
+use dsv4_kernels::runtime::{DType, Environment, RuntimeError, Views};
+use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
 use dsv4_reference::rope as reference;
 use dsv4_reference::rope::YarnParameters;
@@ -15,10 +16,10 @@ use crate::case::{Distribution, Draw};
 use crate::judge::golden::GoldenFile;
 use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
 use crate::operator::declaration::{Specs, axis, gradient, input, output, upstream};
-use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
+use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
 use crate::operator::golden::Golden;
 use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Computed, Tensors};
+use crate::operator::tensors::{Bound, Tensors};
 use crate::operator::{ModuleSpecification, Profile};
 
 /// Longest context of the model: positions up to this one are tested.
@@ -287,16 +288,16 @@ impl Declared for Rope {
         Ok(())
     }
 
-    fn forward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn forward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
         let y = reference::forward(&inputs(c, t)?, rounding)?.y;
         let (cos, sin) = table(&t.host().values("inv_freq"), &t.host().i32s("table_positions"))?;
         // The table is stored in f32 and computed with a function that is good to a rounding of f32.
         let (cos, sin) = (rounding.f32(&cos)?, rounding.f32(&sin)?);
-        Ok(Computed::new().with("y", y).with("table_cos", cos).with("table_sin", sin))
+        Ok(Named::new().with("y", y).with("table_cos", cos).with("table_sin", sin))
     }
 
-    fn backward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
-        Ok(Computed::new().with("dx", reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?.dx))
+    fn backward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+        Ok(Named::new().with("dx", reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?.dx))
     }
 
     fn launch(c: &RopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {

@@ -1,8 +1,9 @@
 //! `score_recompute` (training 5): `kernels/cuda/score_recompute.cu` and `score_recompute_hopper.cu` against
 //! `reference/src/score_recompute.rs`.
 
-use dsv4_kernels::runtime::{DType, Environment, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{DType, Environment, HostTensor, RuntimeError, Views};
 use dsv4_kernels::score_recompute as launcher;
+use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
 use dsv4_reference::score_recompute as reference;
 use proptest::prelude::*;
@@ -17,9 +18,9 @@ use super::{Implementation, elements};
 use crate::case::{Distribution, Draw};
 use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, Whole, on_gpu};
 use crate::operator::declaration::{Specs, axis, input, output};
-use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
+use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
 use crate::operator::laws::{Laws, Variant};
-use crate::operator::tensors::{Bound, Computed, Tensors, permuted_along};
+use crate::operator::tensors::{Bound, Tensors, permuted_along};
 use crate::operator::{ModuleSpecification, Profile, Relation};
 
 /// A block of the kernel holds so many heads.
@@ -473,9 +474,9 @@ impl Declared for ScoreRecompute {
         Ok(())
     }
 
-    fn forward(c: &ScoreRecomputeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn forward(c: &ScoreRecomputeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
         let inputs = inputs(c, t)?;
-        let mut computed = Computed::new();
+        let mut computed = Named::new();
         let lse = if c.recomputed {
             let lse = reference::lse(&inputs, t.maybe("lse_beside")?.as_ref(), rounding)?;
             computed = computed.with("lse", lse.clone());

@@ -1,8 +1,9 @@
 //! `sparse_attention` (inference 8, training 3 and 4): `kernels/cuda/sparse_attention.cu` against
 //! `reference/src/sparse_attention.rs`.
 
-use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError};
+use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError, Views};
 use dsv4_kernels::sparse_attention as launcher;
+use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
 use dsv4_reference::sparse_attention as reference;
 use proptest::prelude::*;
@@ -17,10 +18,10 @@ use crate::case::{Distribution, Draw};
 use crate::judge::golden::GoldenFile;
 use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, on_gpu};
 use crate::operator::declaration::{Specs, TensorSpec, axis, gradient, input, output, upstream};
-use crate::operator::declared::{About, Declared, Launches, Refused, Views, positive, refuse};
+use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
 use crate::operator::golden::Golden;
 use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Computed, Tensors};
+use crate::operator::tensors::{Bound, Tensors};
 use crate::operator::{ModuleSpecification, Profile, Relation};
 
 /// The operator.
@@ -447,15 +448,15 @@ impl Declared for SparseAttention {
         Ok(())
     }
 
-    fn forward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn forward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
         let reference::Outputs { out, lse, max_logits } = reference::forward(&inputs(c, t)?, rounding)?;
-        Ok(Computed::new().with("out", out).with("lse", lse).with("max_logits", max_logits))
+        Ok(Named::new().with("out", out).with("lse", lse).with("max_logits", max_logits))
     }
 
-    fn backward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn backward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
         let upstream = reference::Upstream { dout: t.f64("dout")?, dlse: t.maybe("dlse")? };
         let reference::Gradients { dq, dk, dv, dsink } = reference::backward(&inputs(c, t)?, &upstream, rounding)?;
-        Ok(Computed::new().with("dq", dq).with("dk", dk).maybe("dv", dv).maybe("dsink", dsink))
+        Ok(Named::new().with("dq", dq).with("dk", dk).maybe("dv", dv).maybe("dsink", dsink))
     }
 
     fn workspaces(c: &SparseAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {

@@ -28,22 +28,10 @@ pub struct SwigluCase {
     pub data: Data,
 }
 
-impl SwigluCase {
-    fn plain(num_rows: usize, width: usize) -> Self {
-        let (dtype, weighted, padding_rows, limit, data) = (Float::Bf16, true, true, 10.0, Data::normal(8.0));
-        Self { num_rows, width, dtype, weighted, padding_rows, limit, data }
-    }
-}
-
-fn inputs(c: &SwigluCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
-    let (gate, up, weight) = (t.f64("gate")?, t.f64("up")?, t.maybe("weight")?);
-    let (pos_to_token_topk, limit) = (t.maybe("pos_to_token_topk")?, t.scalar("limit", f64::from(c.limit)));
-    Ok(reference::Inputs { gate, up, weight, pos_to_token_topk, limit })
-}
-
-fn views<'v>(c: &SwigluCase, v: &'v Views) -> launcher::Inputs<'v> {
-    let (gate, up, weight, pos_to_token_topk) = (&v["gate"], &v["up"], v.get("weight"), v.get("pos_to_token_topk"));
-    launcher::Inputs { gate, up, weight, pos_to_token_topk, limit: c.limit }
+/// bf16, weighted, with padding rows.
+fn plain(num_rows: usize, width: usize) -> SwigluCase {
+    let (dtype, weighted, padding_rows, limit, data) = (Float::Bf16, true, true, 10.0, Data::normal(8.0));
+    SwigluCase { num_rows, width, dtype, weighted, padding_rows, limit, data }
 }
 
 impl Declared for Swiglu {
@@ -62,7 +50,7 @@ impl Declared for Swiglu {
 
     fn tensors(c: &SwigluCase) -> Specs {
         let (dtype, limit) = (c.dtype.dtype(), f64::from(c.limit));
-        let rows = [axis("num_rows", c.num_rows), axis("width", c.width)];
+        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).not_empty()];
         // silu bends over 1.
         let element = |name| input(name, dtype, &rows).rows().drawn_as(c.data).bends_over(1.0);
         let weight = input("weight", DType::F32, &rows[..1]).drawn(Distribution::Normal, 1.0).with_zeros();
@@ -77,68 +65,55 @@ impl Declared for Swiglu {
             gradient("dup", "up", dtype),
             gradient("dweight", "weight", DType::F32),
         ];
-        Specs::new(c.data.seed, tensors)
-    }
-
-    fn check(c: &SwigluCase) -> Result<(), Refused> {
-        not_empty("width", c.width)?;
-        positive("limit", f64::from(c.limit))?;
-        c.data.check()
+        Specs::new(c.data.seed, tensors).positive("limit", c.limit)
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<SwigluCase> {
         let extents = matrix(profile.of([[12, 2100], [40, 5000], [600, 20000]]));
         let limit = prop::sample::select(vec![10.0f32, 1.0, 0.7]);
-        let case = (extents, Float::strategy(), any::<bool>(), any::<bool>(), limit, Data::strategy(-8..=8));
-        case.prop_map(|([num_rows, width], dtype, weighted, padding_rows, limit, data)| SwigluCase {
-            num_rows,
-            width,
-            dtype,
-            weighted,
-            padding_rows,
-            limit,
-            data,
-        })
-        .boxed()
+        (extents, Float::strategy(), any::<bool>(), any::<bool>(), limit, Data::strategy(-8..=8))
+            .prop_map(|([num_rows, width], dtype, weighted, padding_rows, limit, data)| SwigluCase {
+                num_rows,
+                width,
+                dtype,
+                weighted,
+                padding_rows,
+                limit,
+                data,
+            })
+            .boxed()
     }
 
     fn typical() -> Vec<SwigluCase> {
-        vec![SwigluCase::plain(5, 64), SwigluCase { dtype: Float::F32, ..SwigluCase::plain(5, 61) }]
+        vec![plain(5, 64), SwigluCase { dtype: Float::F32, ..plain(5, 61) }]
     }
 
     fn edge_cases(_: Profile) -> Vec<SwigluCase> {
-        let plain = SwigluCase::plain;
-        vec![
-            plain(0, 64),
-            // One channel; one more than a warp takes in a step, by either kernel.
-            SwigluCase { padding_rows: false, ..plain(6, 1) },
-            plain(9, 33),
-            plain(9, 264),
-            SwigluCase { weighted: false, ..plain(7, 2048) },
-            SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) },
-        ]
+        // One channel; one more than a warp takes in a step, by either kernel.
+        let extents = [(0, 64), (6, 1), (9, 33), (9, 264)].map(|(num_rows, width)| plain(num_rows, width));
+        let unweighted = SwigluCase { weighted: false, ..plain(7, 2048) };
+        let bare = SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) };
+        [&extents[..], &[unweighted, bare]].concat()
     }
 
     fn modules() -> Vec<ModuleSpecification> {
         launcher::modules()
     }
 
-    fn forward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
-        Ok(Computed::new().with("y", reference::forward(&inputs(c, t)?, rounding)?))
+    fn forward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::forward(&t.named()?, t.scalar("limit", c.limit.into()), rounding)
     }
 
-    fn backward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Computed> {
-        let to = reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?;
-        Ok(Computed::new().with("dgate", to.dgate).with("dup", to.dup).maybe("dweight", to.dweight))
+    fn backward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::backward(&t.named()?, t.scalar("limit", c.limit.into()), rounding)
     }
 
     fn launch(c: &SwigluCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::forward(device, &views(c, v), &v["y"]))
+        run.launch(|device| launcher::launch(device, v, c.limit, false))
     }
 
     fn launch_backward(c: &SwigluCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let gradients = launcher::Gradients { dgate: &v["dgate"], dup: &v["dup"], dweight: v.get("dweight") };
-        run.launch(|device| launcher::backward(device, &views(c, v), &v["dy"], &gradients))
+        run.launch(|device| launcher::launch(device, v, c.limit, true))
     }
 
     fn laws(_: &SwigluCase, laws: &mut Laws<'_, Self>) {
@@ -156,7 +131,7 @@ impl Declared for Swiglu {
         let gate_up = golden::routed(file, "in.hidden", chosen, "param.experts.gate_up_proj")?;
         let dy = golden::routed_back(file, "gout.y", chosen, "param.experts.down_proj")?;
         let (gate, up): (Vec<_>, Vec<_>) = gate_up.iter().map(|row| row.split_at(row.len() / 2)).unzip();
-        let plain = SwigluCase::plain(dy.len(), gate.first().map_or(0, |row| row.len()));
+        let plain = plain(dy.len(), gate.first().map_or(0, |row| row.len()));
         let case = SwigluCase { dtype: Float::F32, padding_rows: false, limit: limit as f32, ..plain };
         let golden = Golden::new(case).scalar("limit", limit).stored(file, "weight", "in.top_k_weights")?;
         let golden = golden.values("gate", gate.concat()).values("up", up.concat()).values("dy", dy.concat());
@@ -165,23 +140,14 @@ impl Declared for Swiglu {
 
     /// The model's experts: rows of a few thousand tokens, and of many.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        use Direction::{Backward, Forward};
-        let shapes = if on_gpu(environment) { &[(4096, 2048), (65536, 2048)][..] } else { &[(16, 2048)] };
-        let benchmark = |direction, num_rows: usize, width: usize| {
-            let case = SwigluCase { padding_rows: false, ..SwigluCase::plain(num_rows, width) };
-            let (elements, rows) = ((num_rows * width) as f64, num_rows as f64);
-            // Forward: gate, up and y once, and the weights; three bounds, three operations of silu, two products.
-            // Backward: dy, gate, up, dgate and dup once, the weights and their gradients; 18 operations an element.
-            let (bytes, flops) = match direction {
-                Forward => (6.0 * elements + 4.0 * rows, 8.0 * elements),
-                Backward => (10.0 * elements + 8.0 * rows, 18.0 * elements),
-            };
-            let drawn = SwigluCase { num_rows: num_rows.min(DRAWN / width), ..case.clone() };
-            let name = format!("{num_rows}x{width} bf16");
-            Benchmark { drawn, bytes, flops, ..Benchmark::new(direction, name, case, "num_rows") }
+        let extents = if on_gpu(environment) { &[4096, 65536][..] } else { &[16] };
+        let benchmark = |&num_rows: &usize| {
+            let case = SwigluCase { padding_rows: false, ..plain(num_rows, 2048) };
+            let benchmark =
+                |direction| Benchmark::new(direction, format!("{num_rows}x2048 bf16"), case.clone(), "num_rows");
+            // Three bounds, three operations of silu, two products; 18 in the backward.
+            [benchmark(Direction::Forward).streaming(&[], 8.0), benchmark(Direction::Backward).streaming(&[], 18.0)]
         };
-        let both =
-            shapes.iter().flat_map(|&(rows, width)| [Forward, Backward].map(|side| benchmark(side, rows, width)));
-        both.collect()
+        extents.iter().flat_map(benchmark).collect()
     }
 }

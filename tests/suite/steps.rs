@@ -6,16 +6,17 @@ use std::collections::BTreeSet;
 use candle_core::Tensor;
 use dsv4_kernels::kv_cache::{Cache, RowFormat};
 use dsv4_kernels::kv_cache_write as launcher;
-use dsv4_kernels::runtime::{DType, HostTensor, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{DType, HostTensor, RuntimeError, TensorView, Views};
 use dsv4_parity::case::{Distribution, Draw};
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::judge::golden::GoldenFile;
 use dsv4_parity::operator::declaration::{Specs, axis, input, observed, output, state};
-use dsv4_parity::operator::declared::{About, Declared, Launches, Op, Refused, Views, refuse};
+use dsv4_parity::operator::declared::{About, Declared, Launches, Op, Refused, refuse};
 use dsv4_parity::operator::golden::Golden;
 use dsv4_parity::operator::laws::Laws;
-use dsv4_parity::operator::tensors::{Bound, Computed, Tensors};
+use dsv4_parity::operator::tensors::{Bound, Tensors};
 use dsv4_parity::operator::{ModuleSpecification, Operator, Profile, Relation};
+use dsv4_reference::Named;
 use dsv4_reference::kv_cache_write as reference;
 use dsv4_reference::precision::Rounding;
 use proptest::prelude::*;
@@ -150,7 +151,7 @@ impl Declared for WriteInChunks {
     }
 
     /// All at once: the oracle knows no chunks.
-    fn forward(c: &Chunks, t: &Bound<'_>, _: &mut Rounding) -> dsv4_reference::Result<Computed> {
+    fn forward(c: &Chunks, t: &Bound<'_>, _: &mut Rounding) -> dsv4_reference::Result<Named> {
         let cache = t.host().tensor("cache");
         let inputs = reference::Inputs {
             kv: t.f64("kv")?,
@@ -161,7 +162,7 @@ impl Declared for WriteInChunks {
         };
         let pages: Vec<f64> = reference::forward(&inputs)?.into_iter().map(f64::from).collect();
         let pages = Tensor::from_vec(pages, cache.shape.as_slice(), &candle_core::Device::Cpu)?;
-        Ok(Computed::new().with("cache", pages.clone()).maybe("fresh", c.observes.then_some(pages)))
+        Ok(Named::new().with("cache", pages.clone()).maybe("fresh", c.observes.then_some(pages)))
     }
 
     fn launch(c: &Chunks, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {

@@ -16,6 +16,7 @@ pub mod process;
 pub mod recording;
 pub mod source;
 pub mod tensor;
+pub mod views;
 
 pub use arena::{Contract, DeviceArena, Role};
 pub use backend::{BackendKind, Environment, Placement};
@@ -23,3 +24,4 @@ pub use device::{Device, DeviceOptions, Kernel, LaunchConfig, NamedTensors};
 pub use error::{Result, RuntimeError};
 pub use source::SourceTree;
 pub use tensor::{DType, HostTensor, TensorView};
+pub use views::Views;
