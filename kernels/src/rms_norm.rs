@@ -1,9 +1,8 @@
 //! `rms_norm`: launchers of `kernels/cuda/rms_norm.cu` (inference 3, training 11.3).
 
-use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats};
-use crate::arguments::{read_at, scratch_at, write_at};
+use crate::arguments::{Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats, read, scratch, write};
 use crate::runtime::device::Module;
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView};
+use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "rms_norm.cu";
 const CHECK: Arguments = Arguments { operator: "rms_norm" };
@@ -20,41 +19,6 @@ const GRADIENT_HELD: usize = 16;
 /// Widest block of the backward block kernel; `BACKWARD_BLOCK_THREADS` in the kernel source.
 const BACKWARD_BLOCK_THREADS: usize = 896;
 
-/// Arguments of [`forward`]: `y = weight * (x * rstd)`, `rstd = 1 / sqrt(mean(x^2) + eps)`.
-#[derive(Clone, Copy, Debug)]
-pub struct Forward<'a> {
-    /// `[num_rows, width]`, bf16 or f32, rows contiguous.
-    pub x: &'a TensorView,
-    /// `[width]`, bf16 or f32; `None` is a weight of ones.
-    pub weight: Option<&'a TensorView>,
-    /// `[num_rows, width]`, the type of `x`; may be `x` itself.
-    pub y: &'a TensorView,
-    /// `[num_rows]` f32, for the backward.
-    pub rstd: Option<&'a TensorView>,
-    /// Added to the mean square, inside the root; above 0.
-    pub eps: f32,
-}
-
-/// Arguments of [`backward`]: `dx = r (g - x r^2 mean(g x))` with `g = dy * weight`, and
-/// `dweight = sum over rows of dy * x * r`.
-#[derive(Clone, Copy, Debug)]
-pub struct Backward<'a> {
-    /// `[num_rows, width]`, the type of `x`.
-    pub dy: &'a TensorView,
-    /// `[num_rows, width]`, bf16 or f32, as the forward read it.
-    pub x: &'a TensorView,
-    /// `[width]`, bf16 or f32; `None` is a weight of ones.
-    pub weight: Option<&'a TensorView>,
-    /// `[num_rows]` f32, saved by the forward.
-    pub rstd: &'a TensorView,
-    /// `[num_rows, width]`, the type of `x`; shares no memory with the inputs.
-    pub dx: &'a TensorView,
-    /// `[width]` f32; present exactly when `weight` is.
-    pub dweight: Option<&'a TensorView>,
-    /// Scratch memory of at least [`workspace_bytes`] bytes; present exactly when `weight` is.
-    pub workspace: Option<&'a TensorView>,
-}
-
 fn defines(x: DType, weight: Option<&TensorView>) -> Defines {
     // Without a weight its type is free: the type of x needs no second module.
     element_types(&[("ELEMENT", x), ("WEIGHT_ELEMENT", weight.map_or(x, |weight| weight.dtype))])
@@ -66,8 +30,19 @@ pub fn modules() -> Vec<Module> {
 }
 
 /// Checks the tensors of a call, and returns them with its rows and their width.
-fn bind<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> Result<(Signature<'a>, [usize; 2])> {
-    let mut signature = CHECK.signature_at(tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
+fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
+    let rstd = if backward { read("rstd") } else { write("rstd").optional() };
+    let tensors = [
+        read("x").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+        read("weight").of(&FLOATS).axes(&["width"]).optional(),
+        write("y").like("x").rows().may_be("x").when(!backward),
+        rstd.axes(&["num_rows"]),
+        read("dy").like("x").rows().when(backward),
+        write("dx").like("x").rows().when(backward),
+        write("dweight").axes(&["width"]).with(&["weight"]).when(backward),
+        scratch("workspace", 4).with(&["weight"]).when(backward),
+    ];
+    let mut signature = CHECK.signature(views, tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
     let extents = signature.bind(["num_rows", "width"])?;
     Ok((signature, extents))
 }
@@ -91,21 +66,21 @@ fn rows_per_block(x: DType, width: usize) -> usize {
     (WARP_KERNEL_THREADS / 32) as usize * (HELD / vector / vectors_per_lane).max(1)
 }
 
-/// Launches the forward; returns the kernel that ran.
+/// Launches the forward, `y = weight * (x * rstd)` with `rstd = 1 / sqrt(mean(x^2) + eps)`; returns the kernel that ran.
+///
+/// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous;
+/// - `weight` `[width]`, bf16 or f32; absent for a weight of ones;
+/// - `y` `[num_rows, width]`, the type of `x`; may be `x` itself;
+/// - `rstd` `[num_rows]` f32, for the backward; may be absent.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<&'static str> {
-    let Forward { x, weight, y, rstd, eps } = *arguments;
-    let (signature, [num_rows, width]) = bind([
-        read_at("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-        read_at("weight", weight).of(&FLOATS).axes(&["width"]),
-        write_at("y", y).like("x").rows().may_be("x"),
-        write_at("rstd", rstd).axes(&["num_rows"]),
-    ])?;
+/// A refused argument (`eps` is above 0), a compile error, a refused launch.
+pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str> {
+    let (signature, [num_rows, width]) = bind(views, false)?;
+    let (x, weight) = (views["x"].dtype, views.get("weight"));
     CHECK.positive("eps", eps)?;
-    let (name, blocks, threads) = forward_launch(x.dtype, num_rows, width, vectorised(&signature, weight));
-    let kernel = device.kernel(FILE, &defines(x.dtype, weight), name)?;
+    let (name, blocks, threads) = forward_launch(x, num_rows, width, vectorised(&signature, weight));
+    let kernel = device.kernel(FILE, &defines(x, weight), name)?;
     let params = signature.params(&["x", "y", "weight", "rstd"]);
     let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("eps", eps);
     kernel.launch(LaunchConfig::linear(CHECK.operator, "x", blocks as u64, threads)?, &params)?;
@@ -152,31 +127,28 @@ pub fn workspace_bytes(device: &Device, x: DType, num_rows: usize, width: usize)
     blocks[0].max(blocks[1]) * width * 4
 }
 
-/// Launches the backward; returns the kernels that ran.
+/// Launches the backward, `dx = r (g - x r^2 mean(g x))` with `g = dy * weight` and r the forward's `rstd`, and
+/// `dweight = sum over rows of dy * x * r`; returns the kernels that ran.
+///
+/// - `x`, `weight` and `rstd` as the forward read and saved them;
+/// - `dy`, `dx` `[num_rows, width]`, the type of `x`; `dx` shares no memory with the inputs;
+/// - `dweight` `[width]` f32, and `workspace`, scratch memory of [`workspace_bytes`] bytes: present exactly when `weight` is.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<&'static str>> {
-    let Backward { dy, x, weight, rstd, dx, dweight, workspace } = *arguments;
-    let (signature, [num_rows, width]) = bind([
-        read_at("x", x).of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-        read_at("dy", dy).like("x").rows(),
-        read_at("weight", weight).of(&FLOATS).axes(&["width"]),
-        read_at("rstd", rstd).axes(&["num_rows"]),
-        write_at("dx", dx).like("x").rows(),
-        write_at("dweight", dweight).axes(&["width"]).with(&["weight"]),
-        scratch_at("workspace", workspace, 4).with(&["weight"]),
-    ])?;
+pub fn backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
+    let (signature, [num_rows, width]) = bind(views, true)?;
+    let (x, weight, workspace) = (views["x"].dtype, views.get("weight"), views.get("workspace"));
     if let Some(workspace) = workspace {
-        CHECK.holds("workspace", workspace, workspace_bytes(device, x.dtype, num_rows, width))?;
+        CHECK.holds("workspace", workspace, workspace_bytes(device, x, num_rows, width))?;
     }
-    let (name, blocks, threads) = backward_launch(device, x.dtype, num_rows, width, vectorised(&signature, weight));
-    let defines = defines(x.dtype, weight);
+    let (name, blocks, threads) = backward_launch(device, x, num_rows, width, vectorised(&signature, weight));
+    let defines = defines(x, weight);
     let kernel = device.kernel(FILE, &defines, name)?;
     let params = signature.params(&["dy", "x", "weight", "rstd", "dx"]);
     let params = params.ptr("dweight_partials", workspace).i64("num_rows", num_rows)?.i32("width", width)?;
     kernel.launch(LaunchConfig::linear(CHECK.operator, "x", blocks as u64, threads)?, &params)?;
-    let (Some(dweight), Some(workspace)) = (dweight, workspace) else { return Ok(vec![name]) };
+    let (Some(dweight), Some(workspace)) = (views.get("dweight"), workspace) else { return Ok(vec![name]) };
     let reduce = device.kernel(FILE, &defines, "rms_norm_dweight")?;
     let params = CHECK.params().ptr("dweight_partials", workspace).ptr("dweight", dweight);
     let params = params.i32("num_partials", blocks)?.i32("width", width)?;

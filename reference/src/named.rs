@@ -45,17 +45,20 @@ impl Named {
     }
 
     /// Checks that those of these tensors that are present are f64 and have these axes, an axis of one name having one
-    /// extent. Returns the extents of the axes that are asked for, 0 for one that no present tensor has.
+    /// extent: each pair is names, and the axes of every tensor of these names. Returns the extents of the axes that are
+    /// asked for, 0 for one that no present tensor has.
     ///
     /// # Errors
     /// The tensor, and what is wrong with it.
     pub fn extents<const N: usize>(
         &self,
         axes: [&str; N],
-        tensors: &[(&'static str, &[&'static str])],
+        tensors: &[(&[&'static str], &[&'static str])],
     ) -> Result<[usize; N]> {
-        let tensors: Vec<_> = tensors.iter().map(|&(name, axes)| (name, self.get(name), axes)).collect();
-        extents(axes, &tensors)
+        let with_axes = |&(names, axes): &(&[&'static str], _)| -> Vec<_> {
+            names.iter().map(|&name| (name, self.get(name), axes)).collect()
+        };
+        extents(axes, &tensors.iter().flat_map(with_axes).collect::<Vec<_>>())
     }
 
     /// All of them, in the order in which they came.

@@ -57,10 +57,9 @@ pub fn backward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<N
 
 /// What both directions compute: a, b, s and a s `[num_rows, width]` and the weight `[num_rows, 1]`; 0 in padding rows.
 fn terms(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<[Tensor; 5]> {
-    let rows: &[&str] = &["num_rows", "width"];
-    let (of_rows, of_row) = (["gate", "up", "dy"], ["weight", "pos_to_token_topk"]);
-    let axes = [&of_rows.map(|name| (name, rows))[..], &of_row.map(|name| (name, &rows[..1]))].concat();
-    let [_, width] = inputs.extents(["num_rows", "width"], &axes)?;
+    let rows = ["num_rows", "width"];
+    let tensors: [(&[_], &[_]); 2] = [(&["gate", "up", "dy"], &rows), (&["weight", "pos_to_token_topk"], &rows[..1])];
+    let [_, width] = inputs.extents(rows, &tensors)?;
     require_that("width", width, width > 0, "a row has at least one channel")?;
     require_that("limit", limit, limit > 0.0 && limit.is_finite(), "it must be positive and finite")?;
     let a = clamp(&without_padding(inputs, inputs.tensor("gate")?)?, f64::NEG_INFINITY, limit)?;

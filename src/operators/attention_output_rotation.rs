@@ -93,9 +93,9 @@ fn rotation(
     Ok((attended, inputs))
 }
 
-/// The rotation of the tensor called `x` into the one called `y`.
-fn rotated<'v>(v: &'v Views, x: &str, y: &str) -> launcher::Forward<'v> {
-    launcher::Forward { x: &v[x], y: &v[y], cos: &v["cos"], sin: &v["sin"], positions: None, inverse: true }
+/// What the rotation of the tensor called `x` into the one called `y` takes.
+fn rotated(v: &Views, x: &'static str, y: &'static str) -> Views {
+    v.only(&[x, y, "cos", "sin"]).renamed(&[(x, "x"), (y, "y")])
 }
 
 impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
@@ -226,12 +226,12 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         // What the attention's backward will read.
         run.freeze(&v["out"])?;
         run.freeze(&v["lse"])?;
-        run.ran(launcher::forward(run.device(), &rotated(v, "out", "y"))?);
+        run.ran(launcher::forward(run.device(), &rotated(v, "out", "y"), true)?);
         Ok(())
     }
 
     fn launch_backward(c: &AttentionOutputRotationCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.ran(format!("backward {}", launcher::backward(run.device(), &rotated(v, "dy", "dout"))?));
+        run.ran(format!("backward {}", launcher::backward(run.device(), &rotated(v, "dy", "dout"), true)?));
         run.freeze(&v["dout"])?;
         SparseAttention::launch_backward(&c.attention, v, run)
     }

@@ -55,10 +55,6 @@ impl RmsNormCase {
     }
 }
 
-fn inputs(case: &RmsNormCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
-    Ok(reference::Inputs { x: t.f64("x")?, weight: t.maybe("weight")?, eps: t.scalar("eps", f64::from(case.eps)) })
-}
-
 impl Declared for RmsNorm {
     type Case = RmsNormCase;
 
@@ -95,27 +91,24 @@ impl Declared for RmsNorm {
     fn tensors(c: &RmsNormCase) -> Specs {
         let (dtype, weight) = (c.dtype.dtype(), c.weight.unwrap_or(c.dtype).dtype());
         let rows = [axis("num_rows", c.num_rows), axis("width", c.width)];
-        Specs::new(
-            c.data.seed,
-            [
-                input("x", dtype, &rows).rows().drawn_as(c.data),
-                input("weight", weight, &rows[1..]).when(c.weight.is_some()).drawn(Distribution::Normal, 1.0),
-                output("y", dtype, &rows).rows().placed(c.aliasing, "x").only_in("forward"),
-                output("rstd", DType::F32, &rows[..1]).only_in(if c.saves_rstd { "forward" } else { "saving forward" }),
-                upstream("dy", "y").drawn(c.data.distribution, 1.0),
-                gradient("dx", "x", dtype),
-                gradient("dweight", "weight", DType::F32),
-                scratch("y_of_saving_forward", dtype, &rows).rows().when(!c.saves_rstd).argument("y"),
-            ],
-        )
+        let tensors = [
+            input("x", dtype, &rows).rows().drawn_as(c.data),
+            input("weight", weight, &rows[1..]).when(c.weight.is_some()).drawn(Distribution::Normal, 1.0),
+            output("y", dtype, &rows).rows().placed(c.aliasing, "x").only_in("forward"),
+            output("rstd", DType::F32, &rows[..1]).only_in(if c.saves_rstd { "forward" } else { "saving forward" }),
+            upstream("dy", "y").drawn(c.data.distribution, 1.0),
+            gradient("dx", "x", dtype),
+            gradient("dweight", "weight", DType::F32),
+            scratch("y_of_saving_forward", dtype, &rows).rows().when(!c.saves_rstd).argument("y"),
+        ];
+        Specs::new(c.data.seed, tensors).positive("eps", c.eps)
     }
 
     fn check(c: &RmsNormCase) -> Result<(), Refused> {
         if !(1..=launcher::MAX_WIDTH).contains(&c.width) {
             return refuse("width", format!("{} must be 1 to {}", c.width, launcher::MAX_WIDTH));
         }
-        positive("eps", f64::from(c.eps))?;
-        c.data.check()
+        Ok(())
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<RmsNormCase> {
@@ -189,13 +182,11 @@ impl Declared for RmsNorm {
     }
 
     fn forward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        let reference::Outputs { y, rstd } = reference::forward(&inputs(c, t)?, rounding)?;
-        Ok(Named::new().with("y", y).with("rstd", rstd))
+        reference::forward(&t.named()?, t.scalar("eps", c.eps.into()), rounding)
     }
 
     fn backward(c: &RmsNormCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        let reference::Gradients { dx, dweight } = reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?;
-        Ok(Named::new().with("dx", dx).maybe("dweight", dweight))
+        reference::backward(&t.named()?, t.scalar("eps", c.eps.into()), rounding)
     }
 
     fn workspaces(c: &RmsNormCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
@@ -204,20 +195,16 @@ impl Declared for RmsNorm {
     }
 
     fn launch(c: &RmsNormCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let forward = |y, rstd| launcher::Forward { x: &v["x"], weight: v.get("weight"), y, rstd, eps: c.eps };
         if let Some(y) = v.get("y_of_saving_forward") {
-            launcher::forward(run.device(), &forward(y, Some(&v["rstd"])))?;
+            launcher::forward(run.device(), &v.only(&["x", "weight", "rstd"]).with("y", y), c.eps)?;
         }
-        let rstd = c.saves_rstd.then(|| &v["rstd"]);
-        run.ran(launcher::forward(run.device(), &forward(&v["y"], rstd))?);
-        Ok(())
+        let forward = if c.saves_rstd { &["x", "weight", "y", "rstd"][..] } else { &["x", "weight", "y"] };
+        run.launch(|device| launcher::forward(device, &v.only(forward), c.eps))
     }
 
     fn launch_backward(_: &RmsNormCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let (x, weight, rstd) = (&v["x"], v.get("weight"), &v["rstd"]);
-        let (dweight, workspace) = (v.get("dweight"), v.get("workspace"));
-        let backward = launcher::Backward { dy: &v["dy"], x, weight, rstd, dx: &v["dx"], dweight, workspace };
-        launcher::backward(run.device(), &backward)?.into_iter().for_each(|path| run.ran(path));
+        let paths = launcher::backward(run.device(), &v.without(&["y_of_saving_forward"]))?;
+        paths.into_iter().for_each(|path| run.ran(path));
         Ok(())
     }
 
@@ -273,17 +260,10 @@ impl Declared for RmsNorm {
         let benchmark = |&(direction, num_rows, width, weighted): &(_, usize, usize, bool)| {
             let weight = weighted.then_some(Float::F32);
             let case = RmsNormCase { weight, ..RmsNormCase::plain(num_rows, width) };
-            let (elements, rstd) = ((num_rows * width) as f64, 4.0 * num_rows as f64);
-            let weight = if weighted { 4.0 * width as f64 } else { 0.0 };
-            // Forward: x and y once, rstd, weight; a square, its sum and two products an element.
-            // Backward: dy, x, dx once, rstd, weight, dweight; nine operations an element.
-            let (bytes, flops) = match direction {
-                Forward => (4.0 * elements + rstd + weight, 4.0 * elements),
-                Backward => (6.0 * elements + rstd + 2.0 * weight, 9.0 * elements),
-            };
             let name = format!("{num_rows}x{width} bf16{}", if weighted { "" } else { " unweighted" });
-            let drawn = RmsNormCase { num_rows: num_rows.min(DRAWN / width), ..case.clone() };
-            Benchmark { drawn, bytes, flops, ..Benchmark::new(direction, name, case, "num_rows") }
+            // A square, its sum and two products an element; nine operations in the backward.
+            let flops = if direction == Forward { 4.0 } else { 9.0 };
+            Benchmark::new(direction, name, case, "num_rows").streaming(&["rstd"], flops)
         };
         shapes.iter().map(benchmark).collect()
     }

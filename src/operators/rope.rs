@@ -1,26 +1,13 @@
 //! `rope` (inference 4, training 8): `kernels/cuda/rope.cu` against `reference/src/rope.rs`.
 
 use dsv4_kernels::rope as launcher;
-use dsv4_kernels::runtime::{DType, Environment, RuntimeError, Views};
-use dsv4_reference::Named;
-use dsv4_reference::precision::Rounding;
 use dsv4_reference::rope as reference;
 use dsv4_reference::rope::YarnParameters;
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
 use rand::Rng;
-use serde::{Deserialize, Serialize};
 
-use super::{Aliasing, Float, LARGEST_DRAWN, elements, extent, magnitude};
-use crate::case::{Distribution, Draw};
-use crate::judge::golden::GoldenFile;
-use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
-use crate::operator::declaration::{Specs, axis, gradient, input, output, upstream};
-use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
-use crate::operator::golden::Golden;
-use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Tensors};
-use crate::operator::{ModuleSpecification, Profile};
+use super::{LARGEST_DRAWN, elements, extent, magnitude};
+use crate::case::Draw;
+use crate::operator::prelude::*;
 
 /// Longest context of the model: positions up to this one are tested.
 const LAST_POSITION: i64 = 1_048_575;
@@ -118,13 +105,13 @@ impl RopeCase {
     }
 }
 
-fn inputs(c: &RopeCase, t: &Bound<'_>) -> dsv4_reference::Result<reference::Inputs> {
+fn inputs(c: &RopeCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
     let positions = t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect());
     Ok(reference::Inputs { x: t.f64("x")?, cos: t.f64("cos")?, sin: t.f64("sin")?, positions, inverse: c.inverse })
 }
 
 /// cos and sin of the rows at these positions, before they are stored in f32.
-fn table(inv_freq: &[f64], positions: &[i32]) -> dsv4_reference::Result<(candle_core::Tensor, candle_core::Tensor)> {
+fn table(inv_freq: &[f64], positions: &[i32]) -> OracleResult<(candle_core::Tensor, candle_core::Tensor)> {
     let inv_freq: Vec<f32> = inv_freq.iter().map(|&frequency| frequency as f32).collect();
     let positions: Vec<i64> = positions.iter().map(|&position| i64::from(position)).collect();
     reference::table(&inv_freq, &positions)
@@ -189,7 +176,7 @@ impl Declared for Rope {
         if c.table != TableForm::RowPerToken && !(1..=1 << 24).contains(&c.table_rows) {
             return refuse("table_rows", format!("{}: a table with positions has 1 to 2^24 rows", c.table_rows));
         }
-        positive("magnitude", c.magnitude)
+        Ok(())
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<RopeCase> {
@@ -270,7 +257,7 @@ impl Declared for Rope {
         launcher::modules()
     }
 
-    fn amend(c: &RopeCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+    fn amend(c: &RopeCase, tensors: &mut Tensors) -> OracleResult<()> {
         let inv_freq: Vec<f64> = reference::inv_freq_f32(&c.yarn())?.into_iter().map(f64::from).collect();
         let rows = match c.table {
             TableForm::RowPerToken => far_positions(c),
@@ -288,7 +275,7 @@ impl Declared for Rope {
         Ok(())
     }
 
-    fn forward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn forward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let y = reference::forward(&inputs(c, t)?, rounding)?.y;
         let (cos, sin) = table(&t.host().values("inv_freq"), &t.host().i32s("table_positions"))?;
         // The table is stored in f32 and computed with a function that is good to a rounding of f32.
@@ -296,20 +283,20 @@ impl Declared for Rope {
         Ok(Named::new().with("y", y).with("table_cos", cos).with("table_sin", sin))
     }
 
-    fn backward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn backward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         Ok(Named::new().with("dx", reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?.dx))
     }
 
     fn launch(c: &RopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.ran(launcher::forward(run.device(), &rotation(c, v, "x", "y"))?);
-        let (cos, sin) = (&v["table_cos"], &v["table_sin"]);
-        let table = launcher::Table { inv_freq: &v["inv_freq"], positions: &v["table_positions"], cos, sin };
-        run.ran(launcher::table(run.device(), &table)?);
-        Ok(())
+        rotate(c, v, run)?;
+        let table = v.only(&["inv_freq", "table_positions", "table_cos", "table_sin"]);
+        let table = table.renamed(&[("table_positions", "positions"), ("table_cos", "cos"), ("table_sin", "sin")]);
+        run.launch(|device| launcher::table(device, &table))
     }
 
     fn launch_backward(c: &RopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.ran(format!("backward {}", launcher::backward(run.device(), &rotation(c, v, "dy", "dx"))?));
+        let gradient = v.only(&["dy", "dx", "cos", "sin", "positions"]).renamed(&[("dy", "x"), ("dx", "y")]);
+        run.ran(format!("backward {}", launcher::backward(run.device(), &gradient, c.inverse)?));
         Ok(())
     }
 
@@ -352,12 +339,8 @@ impl Declared for Rope {
             Benchmark {
                 bytes: (4 * heads * channels + 4 * num_tokens * rope_dim) as f64,
                 flops: (3 * heads * rope_dim) as f64,
-                drawn: RopeCase { num_tokens: num_tokens.min(DRAWN / (num_heads * head_dim)), ..case.clone() },
                 only: Some("rotation"),
-                call: |c, v, run| {
-                    run.ran(launcher::forward(run.device(), &rotation(c, v, "x", "y"))?);
-                    Ok(())
-                },
+                call: rotate,
                 ..Benchmark::new(Direction::Forward, name, case, "num_tokens")
             }
         };
@@ -366,10 +349,10 @@ impl Declared for Rope {
     }
 }
 
-/// The rotation of the tensor called `x` into the one called `y`.
-fn rotation<'v>(c: &RopeCase, v: &'v Views, x: &str, y: &str) -> launcher::Forward<'v> {
-    let (cos, sin, positions) = (&v["cos"], &v["sin"], v.get("positions"));
-    launcher::Forward { x: &v[x], y: &v[y], cos, sin, positions, inverse: c.inverse }
+/// The rotation of x alone.
+fn rotate(c: &RopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    let rotation = v.only(&["x", "y", "cos", "sin", "positions"]);
+    run.launch(|device| launcher::forward(device, &rotation, c.inverse))
 }
 
 fn positions(case: &RopeCase) -> Vec<i32> {

@@ -53,11 +53,10 @@ impl Declared for Swiglu {
         let rows = [axis("num_rows", c.num_rows), axis("width", c.width).not_empty()];
         // silu bends over 1.
         let element = |name| input(name, dtype, &rows).rows().drawn_as(c.data).bends_over(1.0);
-        let weight = input("weight", DType::F32, &rows[..1]).drawn(Distribution::Normal, 1.0).with_zeros();
         let tensors = [
             element("gate").clamped(f64::NEG_INFINITY, limit),
             element("up").clamped(-limit, limit),
-            weight.when(c.weighted),
+            input("weight", DType::F32, &rows[..1]).drawn(Distribution::Normal, 1.0).with_zeros().when(c.weighted),
             input("pos_to_token_topk", DType::I32, &rows[..1]).marks_padding().when(c.padding_rows),
             output("y", dtype, &rows).rows(),
             upstream("dy", "y"),
@@ -141,13 +140,12 @@ impl Declared for Swiglu {
     /// The model's experts: rows of a few thousand tokens, and of many.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let extents = if on_gpu(environment) { &[4096, 65536][..] } else { &[16] };
-        let benchmark = |&num_rows: &usize| {
+        let benchmark = |num_rows, (direction, flops)| {
             let case = SwigluCase { padding_rows: false, ..plain(num_rows, 2048) };
-            let benchmark =
-                |direction| Benchmark::new(direction, format!("{num_rows}x2048 bf16"), case.clone(), "num_rows");
-            // Three bounds, three operations of silu, two products; 18 in the backward.
-            [benchmark(Direction::Forward).streaming(&[], 8.0), benchmark(Direction::Backward).streaming(&[], 18.0)]
+            Benchmark::new(direction, format!("{num_rows}x2048 bf16"), case, "num_rows").streaming(&[], flops)
         };
-        extents.iter().flat_map(benchmark).collect()
+        // Three bounds, three operations of silu, two products; 18 in the backward.
+        let both = [(Direction::Forward, 8.0), (Direction::Backward, 18.0)];
+        extents.iter().flat_map(|&num_rows| both.map(|direction| benchmark(num_rows, direction))).collect()
     }
 }

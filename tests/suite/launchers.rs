@@ -4,7 +4,9 @@
 //! [`refusals`]: dsv4_parity::operator::refusals
 
 use dsv4_kernels::runtime::arena::Layout;
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{
+    Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView, Views,
+};
 use dsv4_kernels::{rms_norm, rope, sparse_attention};
 
 use crate::support;
@@ -60,212 +62,167 @@ fn at(view: &TensorView, other: &TensorView) -> TensorView {
     TensorView { address: other.address, ..view.clone() }
 }
 
-#[derive(Clone)]
-struct Norm {
-    x: TensorView,
-    weight: Option<TensorView>,
-    y: TensorView,
-    rstd: TensorView,
-    eps: f32,
-    dy: TensorView,
-    dx: TensorView,
-    dweight: Option<TensorView>,
-    workspace: Option<TensorView>,
+/// The same tensors, with `change` of the one called `name` in its place.
+fn changed(views: &Views, name: &'static str, change: impl FnOnce(&TensorView) -> TensorView) -> Views {
+    views.clone().with(name, &change(&views[name]))
 }
 
-impl Norm {
-    fn new(placed: &mut Placed) -> Self {
-        let mut rows = |name: &str| placed.tensor(name, DType::Bf16, &[4, 64]);
-        let [x, y, dy, dx] = ["x", "y", "dy", "dx"].map(&mut rows);
-        let workspace = rms_norm::workspace_bytes(support::device(), DType::Bf16, 4, 64);
-        Self {
-            x,
-            y,
-            dy,
-            dx,
-            weight: Some(placed.tensor("weight", DType::F32, &[64])),
-            rstd: placed.tensor("rstd", DType::F32, &[4]),
-            eps: 1e-6,
-            dweight: Some(placed.tensor("dweight", DType::F32, &[64])),
-            workspace: Some(placed.tensor("workspace", DType::U8, &[workspace])),
-        }
+/// The tensors of both directions of rms_norm.
+fn norm(placed: &mut Placed) -> Views {
+    let mut views = Views::new();
+    for (name, dtype, shape) in [
+        ("x", DType::Bf16, &[4, 64][..]),
+        ("y", DType::Bf16, &[4, 64]),
+        ("dy", DType::Bf16, &[4, 64]),
+        ("dx", DType::Bf16, &[4, 64]),
+        ("weight", DType::F32, &[64]),
+        ("rstd", DType::F32, &[4]),
+        ("dweight", DType::F32, &[64]),
+        ("workspace", DType::U8, &[rms_norm::workspace_bytes(support::device(), DType::Bf16, 4, 64)]),
+    ] {
+        views.put(name, placed.tensor(name, dtype, shape));
     }
-
-    fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
-        let mut changed = self.clone();
-        change(&mut changed);
-        changed
-    }
-
-    fn forward(&self) -> Result<&'static str> {
-        let arguments = rms_norm::Forward {
-            x: &self.x,
-            weight: self.weight.as_ref(),
-            y: &self.y,
-            rstd: Some(&self.rstd),
-            eps: self.eps,
-        };
-        rms_norm::forward(support::device(), &arguments)
-    }
-
-    fn backward(&self) -> Result<Vec<&'static str>> {
-        let arguments = rms_norm::Backward {
-            dy: &self.dy,
-            x: &self.x,
-            weight: self.weight.as_ref(),
-            rstd: &self.rstd,
-            dx: &self.dx,
-            dweight: self.dweight.as_ref(),
-            workspace: self.workspace.as_ref(),
-        };
-        rms_norm::backward(support::device(), &arguments)
-    }
+    views
 }
 
 #[test]
 fn the_launcher_of_rms_norms_forward_names_the_argument_that_it_refuses() {
     let mut placed = Placed::new();
-    let norm = Norm::new(&mut placed);
-    norm.forward().expect("the unchanged arguments are accepted");
-    norm.with(|n| n.y = at(&n.y, &n.x)).forward().expect("in place is accepted");
-    let refused = |argument, needle, change: &dyn Fn(&mut Norm)| {
-        assert_refused(norm.with(change).forward(), argument, needle);
-    };
-    refused("x", "1 axes", &|n| n.x = shaped(&n.x, &[256]));
-    refused("x", "i32", &|n| n.x = typed(&n.x, DType::I32));
-    refused("x", "width 0", &|n| n.x = shaped(&n.x, &[4, 0]));
-    refused("x", "width 32769", &|n| n.x = shaped(&n.x, &[1, 32769]));
-    refused("x", "overlaps itself", &|n| n.x = strided(&n.x, &[63, 1]));
-    refused("x", "overlaps itself", &|n| n.x = strided(&n.x, &[-64, 1]));
-    refused("x", "contiguous", &|n| n.x = strided(&n.x, &[128, 2]));
-    refused("y", "[4, 32]", &|n| n.y = shaped(&n.y, &[4, 32]));
-    refused("y", "f32", &|n| n.y = typed(&n.y, DType::F32));
-    refused("y", "overlaps `x`", &|n| n.y = shifted(&n.x, 128));
-    refused("y", "overlaps `weight`", &|n| n.y = at(&n.y, n.weight.as_ref().unwrap()));
-    refused("weight", "[63]", &|n| n.weight = Some(shaped(n.weight.as_ref().unwrap(), &[63])));
-    refused("weight", "i32", &|n| n.weight = Some(typed(n.weight.as_ref().unwrap(), DType::I32)));
-    refused("weight", "dense", &|n| n.weight = Some(strided(n.weight.as_ref().unwrap(), &[2])));
-    refused("rstd", "[5]", &|n| n.rstd = shaped(&n.rstd, &[5]));
-    refused("rstd", "bf16", &|n| n.rstd = typed(&n.rstd, DType::Bf16));
-    refused("rstd", "overlaps `x`", &|n| n.rstd = at(&n.rstd, &n.x));
-    refused("rstd", "overlaps `y`", &|n| n.rstd = at(&n.rstd, &n.y));
-    for (eps, needle) in [(0.0, "0"), (-1.5, "-1.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
-        refused("eps", needle, &|n| n.eps = eps);
+    let norm = norm(&mut placed);
+    let forward = |views: &Views, eps| rms_norm::forward(support::device(), views, eps);
+    forward(&norm, 1e-6).expect("the unchanged arguments are accepted");
+    forward(&changed(&norm, "y", |y| at(y, &norm["x"])), 1e-6).expect("in place is accepted");
+    forward(&norm.only(&["x", "y"]), 1e-6).expect("weight and rstd may be absent");
+    for (name, needle, view) in [
+        ("x", "1 axes", shaped(&norm["x"], &[256])),
+        ("x", "i32", typed(&norm["x"], DType::I32)),
+        ("x", "width 0", shaped(&norm["x"], &[4, 0])),
+        ("x", "width 32769", shaped(&norm["x"], &[1, 32769])),
+        ("x", "overlaps itself", strided(&norm["x"], &[63, 1])),
+        ("x", "overlaps itself", strided(&norm["x"], &[-64, 1])),
+        ("x", "contiguous", strided(&norm["x"], &[128, 2])),
+        ("y", "[4, 32]", shaped(&norm["y"], &[4, 32])),
+        ("y", "f32", typed(&norm["y"], DType::F32)),
+        ("y", "overlaps `x`", shifted(&norm["x"], 128)),
+        ("y", "overlaps `weight`", at(&norm["y"], &norm["weight"])),
+        ("weight", "[63]", shaped(&norm["weight"], &[63])),
+        ("weight", "i32", typed(&norm["weight"], DType::I32)),
+        ("weight", "dense", strided(&norm["weight"], &[2])),
+        ("rstd", "[5]", shaped(&norm["rstd"], &[5])),
+        ("rstd", "bf16", typed(&norm["rstd"], DType::Bf16)),
+        ("rstd", "overlaps `x`", at(&norm["rstd"], &norm["x"])),
+        ("rstd", "overlaps `y`", at(&norm["rstd"], &norm["y"])),
+    ] {
+        assert_refused(forward(&norm.clone().with(name, &view), 1e-6), name, needle);
     }
+    for (eps, needle) in [(0.0, "0"), (-1.5, "-1.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
+        assert_refused(forward(&norm, eps), "eps", needle);
+    }
+}
+
+#[test]
+fn a_tensor_that_is_needed_and_absent_is_refused_and_so_is_one_that_nobody_knows() {
+    let mut placed = Placed::new();
+    let norm = norm(&mut placed);
+    assert_refused(rms_norm::forward(support::device(), &norm.without(&["y"]), 1e-6), "y", "must be present");
+    assert_refused(rms_norm::backward(support::device(), &norm.without(&["rstd"])), "rstd", "must be present");
+    let misspelt = norm.renamed(&[("weight", "wieght")]);
+    assert_refused(rms_norm::forward(support::device(), &misspelt, 1e-6), "wieght", "no argument of this name");
 }
 
 #[test]
 fn the_launcher_of_rms_norms_backward_names_the_argument_that_it_refuses() {
     let mut placed = Placed::new();
-    let norm = Norm::new(&mut placed);
-    norm.backward().expect("the unchanged arguments are accepted");
-    let refused = |argument, needle, change: &dyn Fn(&mut Norm)| {
-        assert_refused(norm.with(change).backward(), argument, needle);
-    };
-    let bytes = norm.workspace.as_ref().unwrap().elements();
-    refused("dy", "[3, 64]", &|n| n.dy = shaped(&n.dy, &[3, 64]));
-    refused("dx", "f32", &|n| n.dx = typed(&n.dx, DType::F32));
-    refused("rstd", "[4, 1]", &|n| n.rstd = shaped(&n.rstd, &[4, 1]));
-    refused("dx", "overlaps `dy`", &|n| n.dx = shifted(&n.dy, 128));
-    refused("dx", "overlaps `x`", &|n| n.dx = n.x.clone());
-    refused("dweight", "present exactly", &|n| n.dweight = None);
-    refused("dweight", "present exactly", &|n| n.weight = None);
-    refused("dweight", "[32]", &|n| n.dweight = Some(shaped(n.dweight.as_ref().unwrap(), &[32])));
-    refused("workspace", "present exactly", &|n| n.workspace = None);
+    let norm = norm(&mut placed);
+    let backward = |views: &Views| rms_norm::backward(support::device(), views);
+    backward(&norm).expect("the unchanged arguments are accepted");
+    let bytes = norm["workspace"].elements();
     let short = format!("{} bytes; it must have {bytes}", bytes - 1);
-    refused("workspace", &short, &|n| n.workspace = Some(shaped(n.workspace.as_ref().unwrap(), &[bytes - 1])));
-    refused("workspace", "overlaps", &|n| n.workspace = Some(at(n.workspace.as_ref().unwrap(), &n.dx)));
-    refused("dweight", "overlaps", &|n| n.dweight = Some(at(n.dweight.as_ref().unwrap(), &n.x)));
-}
-
-#[derive(Clone)]
-struct Rotation {
-    x: TensorView,
-    y: TensorView,
-    cos: TensorView,
-    sin: TensorView,
-    positions: Option<TensorView>,
-}
-
-impl Rotation {
-    fn new(placed: &mut Placed) -> Self {
-        Self {
-            x: placed.tensor("x", DType::Bf16, &[3, 2, 64]),
-            y: placed.tensor("y", DType::Bf16, &[3, 2, 64]),
-            cos: placed.tensor("cos", DType::F32, &[5, 16]),
-            sin: placed.tensor("sin", DType::F32, &[5, 16]),
-            positions: Some(placed.tensor("positions", DType::I32, &[3])),
-        }
+    for (name, needle, view) in [
+        ("dy", "[3, 64]", shaped(&norm["dy"], &[3, 64])),
+        ("dx", "f32", typed(&norm["dx"], DType::F32)),
+        ("rstd", "[4, 1]", shaped(&norm["rstd"], &[4, 1])),
+        ("dx", "overlaps `dy`", shifted(&norm["dy"], 128)),
+        ("dx", "overlaps `x`", norm["x"].clone()),
+        ("dweight", "[32]", shaped(&norm["dweight"], &[32])),
+        ("workspace", &short, shaped(&norm["workspace"], &[bytes - 1])),
+        ("workspace", "overlaps", at(&norm["workspace"], &norm["dx"])),
+        ("dweight", "overlaps", at(&norm["dweight"], &norm["x"])),
+    ] {
+        assert_refused(backward(&norm.clone().with(name, &view)), name, needle);
     }
-
-    fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
-        let mut changed = self.clone();
-        change(&mut changed);
-        changed
-    }
-
-    fn forward(&self) -> Result<&'static str> {
-        let Self { x, y, cos, sin, positions } = self;
-        rope::forward(
-            support::device(),
-            &rope::Forward { x, y, cos, sin, positions: positions.as_ref(), inverse: false },
-        )
-    }
+    assert_refused(backward(&norm.without(&["dweight"])), "dweight", "present exactly");
+    assert_refused(backward(&norm.without(&["weight"])), "dweight", "present exactly");
+    assert_refused(backward(&norm.without(&["workspace"])), "workspace", "present exactly");
 }
 
 #[test]
 fn the_launcher_of_rope_names_the_argument_that_it_refuses() {
     let mut placed = Placed::new();
-    let rotation = Rotation::new(&mut placed);
-    rotation.forward().expect("the unchanged arguments are accepted");
-    rotation.with(|r| r.y = at(&r.y, &r.x)).forward().expect("in place is accepted");
-    rotation.with(|r| r.positions = None).forward().expect("positions may be absent");
-    let refused = |argument, needle, change: &dyn Fn(&mut Rotation)| {
-        assert_refused(rotation.with(change).forward(), argument, needle);
+    let mut rotation = Views::new();
+    for (name, dtype, shape) in [
+        ("x", DType::Bf16, &[3, 2, 64][..]),
+        ("y", DType::Bf16, &[3, 2, 64]),
+        ("cos", DType::F32, &[5, 16]),
+        ("sin", DType::F32, &[5, 16]),
+        ("positions", DType::I32, &[3]),
+    ] {
+        rotation.put(name, placed.tensor(name, dtype, shape));
+    }
+    let forward = |views: &Views| rope::forward(support::device(), views, false);
+    let tables = |shape: &[usize]| {
+        let cos = changed(&rotation, "cos", |cos| shaped(cos, shape));
+        changed(&cos, "sin", |sin| shaped(sin, shape))
     };
-    refused("x", "2 axes", &|r| r.x = shaped(&r.x, &[6, 64]));
-    refused("x", "i32", &|r| r.x = typed(&r.x, DType::I32));
-    refused("x", "overlaps itself", &|r| r.x = strided(&r.x, &[64, 64, 1]));
-    refused("y", "[3, 1, 64]", &|r| r.y = shaped(&r.y, &[3, 1, 64]));
-    refused("y", "f32", &|r| r.y = typed(&r.y, DType::F32));
-    refused("y", "without being the same tensor", &|r| r.y = shifted(&r.x, 128));
-    refused("y", "overlaps `cos`", &|r| r.y = at(&r.y, &r.cos));
-    refused("cos", "0 columns", &|r| (r.cos, r.sin) = (shaped(&r.cos, &[5, 0]), shaped(&r.sin, &[5, 0])));
-    refused("cos", "66 channels of 64", &|r| (r.cos, r.sin) = (shaped(&r.cos, &[1, 33]), shaped(&r.sin, &[1, 33])));
-    refused("cos", "bf16", &|r| r.cos = typed(&r.cos, DType::Bf16));
-    refused("sin", "[4, 16]", &|r| r.sin = shaped(&r.sin, &[4, 16]));
-    refused("sin", "axis 0 overlaps itself", &|r| r.sin = strided(&r.sin, &[15, 1]));
-    refused("positions", "[4]", &|r| r.positions = Some(shaped(r.positions.as_ref().unwrap(), &[4])));
-    refused("positions", "f32", &|r| r.positions = Some(typed(r.positions.as_ref().unwrap(), DType::F32)));
-    let two_rows = |r: &mut Rotation| (r.cos, r.sin) = (shaped(&r.cos, &[2, 16]), shaped(&r.sin, &[2, 16]));
-    rotation.with(two_rows).forward().expect("positions may reach fewer rows than there are tokens");
-    refused("cos", "2 rows must cover 3 tokens", &|r| {
-        two_rows(r);
-        r.positions = None;
-    });
+    forward(&rotation).expect("the unchanged arguments are accepted");
+    forward(&changed(&rotation, "y", |y| at(y, &rotation["x"]))).expect("in place is accepted");
+    forward(&rotation.without(&["positions"])).expect("positions may be absent");
+    for (name, needle, view) in [
+        ("x", "2 axes", shaped(&rotation["x"], &[6, 64])),
+        ("x", "i32", typed(&rotation["x"], DType::I32)),
+        ("x", "overlaps itself", strided(&rotation["x"], &[64, 64, 1])),
+        ("y", "[3, 1, 64]", shaped(&rotation["y"], &[3, 1, 64])),
+        ("y", "f32", typed(&rotation["y"], DType::F32)),
+        ("y", "without being the same tensor", shifted(&rotation["x"], 128)),
+        ("y", "overlaps `cos`", at(&rotation["y"], &rotation["cos"])),
+        ("cos", "bf16", typed(&rotation["cos"], DType::Bf16)),
+        ("sin", "[4, 16]", shaped(&rotation["sin"], &[4, 16])),
+        ("sin", "axis 0 overlaps itself", strided(&rotation["sin"], &[15, 1])),
+        ("positions", "[4]", shaped(&rotation["positions"], &[4])),
+        ("positions", "f32", typed(&rotation["positions"], DType::F32)),
+    ] {
+        assert_refused(forward(&rotation.clone().with(name, &view)), name, needle);
+    }
+    assert_refused(forward(&tables(&[5, 0])), "cos", "0 columns");
+    assert_refused(forward(&tables(&[1, 33])), "cos", "66 channels of 64");
+    forward(&tables(&[2, 16])).expect("positions may reach fewer rows than there are tokens");
+    let without = tables(&[2, 16]).without(&["positions"]);
+    assert_refused(forward(&without), "cos", "2 rows must cover 3 tokens");
 }
 
 #[test]
 fn the_launcher_of_ropes_table_names_the_argument_that_it_refuses() {
     let mut placed = Placed::new();
-    let inv_freq = placed.tensor("inv_freq", DType::F32, &[16]);
-    let positions = placed.tensor("positions", DType::I32, &[5]);
-    let cos = placed.tensor("cos", DType::F32, &[5, 16]);
-    let sin = placed.tensor("sin", DType::F32, &[5, 16]);
-    fn launch(
-        inv_freq: &TensorView,
-        positions: &TensorView,
-        cos: &TensorView,
-        sin: &TensorView,
-    ) -> Result<&'static str> {
-        rope::table(support::device(), &rope::Table { inv_freq, positions, cos, sin })
+    let mut table = Views::new();
+    for (name, dtype, shape) in [
+        ("inv_freq", DType::F32, &[16][..]),
+        ("positions", DType::I32, &[5]),
+        ("cos", DType::F32, &[5, 16]),
+        ("sin", DType::F32, &[5, 16]),
+    ] {
+        table.put(name, placed.tensor(name, dtype, shape));
     }
-    launch(&inv_freq, &positions, &cos, &sin).expect("the unchanged arguments are accepted");
-    assert_refused(launch(&typed(&inv_freq, DType::Bf16), &positions, &cos, &sin), "inv_freq", "bf16");
-    assert_refused(launch(&inv_freq, &typed(&positions, DType::F32), &cos, &sin), "positions", "f32");
-    assert_refused(launch(&inv_freq, &positions, &shaped(&cos, &[4, 16]), &sin), "cos", "[4, 16]");
-    assert_refused(launch(&inv_freq, &positions, &cos, &cos), "sin", "overlaps `cos`");
-    assert_refused(launch(&inv_freq, &positions, &at(&cos, &inv_freq), &sin), "cos", "overlaps `inv_freq`");
+    let launch = |views: &Views| rope::table(support::device(), views);
+    launch(&table).expect("the unchanged arguments are accepted");
+    for (name, needle, view) in [
+        ("inv_freq", "bf16", typed(&table["inv_freq"], DType::Bf16)),
+        ("positions", "f32", typed(&table["positions"], DType::F32)),
+        ("cos", "[4, 16]", shaped(&table["cos"], &[4, 16])),
+        ("sin", "overlaps `cos`", table["cos"].clone()),
+        ("cos", "overlaps `inv_freq`", at(&table["cos"], &table["inv_freq"])),
+    ] {
+        assert_refused(launch(&table.clone().with(name, &view)), name, needle);
+    }
 }
 
 /// Attention over 6 keys: 2 tokens, 4 heads of 64 channels, 5 slots.
