@@ -10,6 +10,7 @@
 //! - [`record`]: what one case leaves behind, and the journal of a run;
 //! - [`sweep`]: many cases, those that failed, and many workers that may be killed;
 //! - [`mutants`]: bugs planted on purpose, bugs by the hundred, and which checks see them;
+//! - [`change`]: what a commit has to run of all that;
 //! - [`report`]: what people read of a run, of two beside each other, and of many after one another;
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
 //! - [`specification`]: the sections that all of this cites;
@@ -17,6 +18,7 @@
 
 pub mod bisect;
 pub mod case;
+pub mod change;
 pub mod command;
 pub mod external;
 pub mod judge;

@@ -1,6 +1,6 @@
 //! `parity compile`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -9,6 +9,7 @@ use dsv4_kernels::runtime::cuda::Nvrtc;
 use rayon::prelude::*;
 
 use super::Exit;
+use crate::change::{self, Candidate, Change, MOST_MODULES};
 use crate::operator::ModuleSpecification;
 use crate::operator::registry;
 
@@ -24,6 +25,9 @@ pub struct CompileArguments {
     /// Directory laid out as kernels/cuda, instead of the embedded kernels
     #[arg(long, value_name = "DIR")]
     kernels: Option<PathBuf>,
+    /// Only what this commit may concern, and a rotating eighth of the rest: the current directory is its checkout
+    #[arg(long, conflicts_with = "kernels")]
+    changed: bool,
 }
 
 /// Compiles every specialisation that some operator launches, and the tests' own kernels; 1 where the compiler refuses one
@@ -37,6 +41,9 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     println!("{} ({})", nvrtc.name(), nvrtc.path().display());
     let mut modules: Vec<_> = registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
     modules.extend(test_modules(&tree));
+    if arguments.changed {
+        modules = concerned(modules, &tree)?;
+    }
     let jobs: Vec<Job> = arguments
         .arch
         .iter()
@@ -57,6 +64,26 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
         println!("{skipped} skipped, which need another target");
     }
     Ok(if failures == 0 { Exit::Agreed } else { Exit::Disagreed })
+}
+
+/// The modules that the commit of this checkout may concern; says what is left out.
+fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<Vec<ModuleSpecification>> {
+    let change = match Change::of_checkout(Path::new(".")) {
+        Ok(change) => change,
+        Err(why) => {
+            println!("every module is compiled: {why}");
+            return Ok(modules);
+        }
+    };
+    let named = |(file, defines): &ModuleSpecification| {
+        let sources = change::sources_of(file, tree)?;
+        Ok((format!("{file} {defines:?}"), format!("kernels/cuda/{file}"), sources))
+    };
+    let named = modules.iter().map(named).collect::<Result<Vec<_>>>()?;
+    let candidates: Vec<_> = named.iter().map(|(id, own, files)| Candidate { id, own, files }).collect();
+    let chosen = change.choose(&candidates, MOST_MODULES);
+    println!("{}", change.left_out(&chosen, "modules", MOST_MODULES));
+    Ok(modules.into_iter().zip(chosen.flags).filter_map(|(module, chosen)| chosen.then_some(module)).collect())
 }
 
 /// One source with its defines, for one target.

@@ -10,10 +10,10 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use dsv4_kernels::runtime::{Device, SourceTree};
 use dsv4_parity::case::Case;
+use dsv4_parity::change::{self, Candidate, Change, MOST_MUTANTS};
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
 use dsv4_parity::mutants::planted::{self, Mutant};
-use dsv4_parity::mutants::selection::{self, Change, MOST, SHARE};
 use dsv4_parity::operator::registry;
 use libtest_mimic::{Arguments, Trial};
 
@@ -49,26 +49,19 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
     for operator in registry::OPERATORS {
         let name = operator.describe().name;
         let lists = mutants.iter().filter(|mutant| mutant.operator == name).map(|mutant| mutant.list.clone());
-        let of = selection::files_of(*operator, &SourceTree::embedded(), &lists.collect());
+        let of = change::files_of(*operator, &SourceTree::embedded(), &lists.collect());
         files.insert(name, of.map_err(|error| error.to_string())?);
     }
     let none = BTreeSet::new();
-    let selects = |mutant: &Mutant| change.selects(mutant, files.get(&mutant.operator).unwrap_or(&none));
-    let selected: Vec<bool> = mutants.iter().map(selects).collect();
-    let ids: Vec<&str> = mutants.iter().map(|mutant| mutant.id.as_str()).collect();
-    let chosen = selection::at_most(&change.commit, &ids, &selected);
-    let count = |flags: &[bool]| flags.iter().filter(|flag| **flag).count();
-    eprintln!(
-        "{} of {} planted mutants are left out: of {} nothing that they are made of or judged by changed since {:.12}, and \
-         it is not their turn (one in {SHARE}, by the commit's hash); {} others drew no lot among the {MOST} that a commit \
-         runs; PARITY_TESTS=all runs them",
-        chosen.len() - count(&chosen),
-        chosen.len(),
-        chosen.len() - count(&selected),
-        change.base,
-        count(&selected) - count(&chosen),
-    );
-    Ok(chosen)
+    let own: Vec<String> = mutants.iter().map(|mutant| format!("kernels/cuda/{}", mutant.file)).collect();
+    let candidates: Vec<_> = mutants
+        .iter()
+        .zip(&own)
+        .map(|(Mutant { id, operator, .. }, own)| Candidate { id, own, files: files.get(operator).unwrap_or(&none) })
+        .collect();
+    let chosen = change.choose(&candidates, MOST_MUTANTS);
+    eprintln!("{}; PARITY_TESTS=all runs them", change.left_out(&chosen, "planted mutants", MOST_MUTANTS));
+    Ok(chosen.flags)
 }
 
 fn run(mutant: &Mutant) -> Result<String, String> {

@@ -1,10 +1,11 @@
-//! Which planted mutants a commit has to run: those that it may concern, and a rotating share of the others.
+//! What a commit has to run of the planted mutants and compile of the modules: those that it may concern, and a rotating
+//! share of the others.
 //!
-//! A mutant is concerned when one of the files changed that it is made of or judged by: the kernel files of its operator and
-//! every header that these include, its launcher, its oracle, its operator's file, its list of mutants. What changed is
-//! told by git, against the commit at which this branch left `origin/main`, or else against the parent commit. Where git
-//! cannot tell (a shallow clone of one commit, a binary far from its sources), every mutant runs. Of very many ([`MOST`])
-//! a commit draws lots.
+//! One is concerned when a file changed that it is made of or judged by: of a module its source and every header that this
+//! includes; of a mutant those of all modules of its operator, its launcher, its oracle, its operator's file, its list.
+//! What changed is told by git, against the commit at which this branch left `origin/main`, or else against the parent
+//! commit. Where git cannot tell (a shallow clone of one commit, a binary far from its sources), everything runs. Of very
+//! many a commit takes those whose own file changed first, and draws lots.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,14 +13,15 @@ use std::process::Command;
 
 use dsv4_kernels::runtime::{RuntimeError, SourceTree};
 
-use crate::mutants::planted::Mutant;
 use crate::operator::Operator;
 
-/// One in so many of the mutants that a commit does not concern runs all the same.
+/// One in so many of those that a commit does not concern runs all the same.
 pub const SHARE: u64 = 8;
 /// So many mutants run for a commit at most. A header that all kernels include concerns every mutant of every operator;
 /// then the commit draws lots, and what is left out is for the run of everything.
-pub const MOST: usize = 160;
+pub const MOST_MUTANTS: usize = 160;
+/// So many modules are compiled for a commit at most, for each target.
+pub const MOST_MODULES: usize = 40;
 
 /// What a commit changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +32,28 @@ pub struct Change {
     pub base: String,
     /// Files that differ, by their path from the root of the project; uncommitted and new ones, too.
     pub files: BTreeSet<String>,
+}
+
+/// What a commit may concern.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate<'a> {
+    /// What tells it from all others.
+    pub id: &'a str,
+    /// The one file that it is of, from the root of the project.
+    pub own: &'a str,
+    /// Every file that it is made of or judged by.
+    pub files: &'a BTreeSet<String>,
+}
+
+/// What a commit chose of its candidates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chosen {
+    /// Which ones, in the order of the candidates.
+    pub flags: Vec<bool>,
+    /// How many it does not concern, and whose turn it is not.
+    pub unconcerned: usize,
+    /// How many of the others drew no lot.
+    pub without_lot: usize,
 }
 
 impl Change {
@@ -50,19 +74,35 @@ impl Change {
         Ok(Self { commit, base, files })
     }
 
-    /// Whether a mutant runs: `files` are those of its operator ([`files_of`]).
-    pub fn selects(&self, mutant: &Mutant, files: &BTreeSet<String>) -> bool {
-        !self.files.is_disjoint(files) || slot(&mutant.id) == slot(&self.commit)
+    /// Those that the commit runs, at most `most`.
+    pub fn choose(&self, candidates: &[Candidate<'_>], most: usize) -> Chosen {
+        let mut order: Vec<usize> = (0..candidates.len()).filter(|&at| self.selects(&candidates[at])).collect();
+        let lot = |id: &str| *blake3::hash(format!("{} {id}", self.commit).as_bytes()).as_bytes();
+        order.sort_by_key(|&at| (!self.files.contains(candidates[at].own), lot(candidates[at].id)));
+        let (concerned, all) = (order.len(), candidates.len());
+        order.truncate(most);
+        let flags = (0..all).map(|at| order.contains(&at)).collect();
+        Chosen { flags, unconcerned: all - concerned, without_lot: concerned - order.len() }
     }
-}
 
-/// Of the mutants that a commit's run would have, by `selected`, the first [`MOST`] in an order that the commit draws.
-pub fn at_most(commit: &str, ids: &[&str], selected: &[bool]) -> Vec<bool> {
-    let lot = |at: &usize| *blake3::hash(format!("{commit} {}", ids[*at]).as_bytes()).as_bytes();
-    let mut order: Vec<usize> = (0..ids.len()).filter(|&at| selected[at]).collect();
-    order.sort_by_key(lot);
-    order.truncate(MOST);
-    (0..ids.len()).map(|at| order.contains(&at)).collect()
+    fn selects(&self, candidate: &Candidate<'_>) -> bool {
+        self.files.contains(candidate.own)
+            || !self.files.is_disjoint(candidate.files)
+            || slot(candidate.id) == slot(&self.commit)
+    }
+
+    /// What was left out, and why, in words; `what` they are.
+    pub fn left_out(&self, chosen: &Chosen, what: &str, most: usize) -> String {
+        let Chosen { flags, unconcerned, without_lot } = chosen;
+        format!(
+            "{} of {} {what} are left out: of {unconcerned} nothing that they are made of or judged by changed since \
+             {:.12}, and it is not their turn (one in {SHARE}, by the commit's hash); {without_lot} others drew no lot \
+             among the {most} that a commit runs",
+            unconcerned + without_lot,
+            flags.len(),
+            self.base,
+        )
+    }
 }
 
 fn git(root: &Path, arguments: &[&str]) -> Result<String, String> {
@@ -78,6 +118,15 @@ fn slot(name: &str) -> u64 {
     let mut bytes = [0; 8];
     bytes.copy_from_slice(&blake3::hash(name.as_bytes()).as_bytes()[..8]);
     u64::from_le_bytes(bytes) % SHARE
+}
+
+/// The source of a kernel and every header that it includes, from the root of the project.
+///
+/// # Errors
+/// A kernel file that the tree does not have.
+pub fn sources_of(kernel: &str, tree: &SourceTree) -> Result<BTreeSet<String>, RuntimeError> {
+    let files = [kernel].into_iter().chain(tree.headers_of(kernel)?);
+    Ok(files.map(|file| format!("kernels/cuda/{file}")).collect())
 }
 
 /// The files that an operator's mutants are made of or judged by, from the root of the project. `lists` are the names
@@ -97,8 +146,7 @@ pub fn files_of(
     files.extend([format!("src/operators/{name}.rs"), format!("kernels/src/{name}.rs")]);
     let kernels: BTreeSet<String> = operator.modules().into_iter().map(|(file, _)| file).collect();
     for kernel in &kernels {
-        files.insert(format!("kernels/cuda/{kernel}"));
-        files.extend(tree.headers_of(kernel)?.iter().map(|header| format!("kernels/cuda/{header}")));
+        files.extend(sources_of(kernel, tree)?);
     }
     Ok(files)
 }
@@ -161,22 +209,6 @@ mod tests {
         assert!(Change::of_checkout(&clone.path().join("gone")).is_err(), "a folder that is not there");
     }
 
-    fn mutant(id: &str) -> Mutant {
-        Mutant {
-            id: id.into(),
-            catalogue: String::new(),
-            operator: "rope".into(),
-            file: "rope.cu".into(),
-            summary: String::new(),
-            find: String::new(),
-            replace: String::new(),
-            expected: String::new(),
-            cases: Vec::new(),
-            list: String::new(),
-            hidden_on_gpu: None,
-        }
-    }
-
     #[test]
     fn a_change_concerns_the_operators_that_are_made_of_it() {
         let tree = SourceTree::embedded();
@@ -194,38 +226,64 @@ mod tests {
         assert_eq!(concerned("README.md"), [""; 0]);
     }
 
+    fn change(commit: &str, file: &str) -> Change {
+        Change { commit: commit.into(), base: String::new(), files: [file.to_owned()].into() }
+    }
+
+    /// Candidates of `rope.cu`, made of a header, too.
+    fn chosen(commit: &str, file: &str, ids: &[String], most: usize) -> Vec<bool> {
+        let files = ["kernels/cuda/rope.cu", "kernels/cuda/include/header.h"].map(str::to_owned).into();
+        let candidate = |id| Candidate { id, own: "kernels/cuda/rope.cu", files: &files };
+        let candidates: Vec<_> = ids.iter().map(|id| candidate(id.as_str())).collect();
+        change(commit, file).choose(&candidates, most).flags
+    }
+
+    fn ids(count: usize) -> Vec<String> {
+        (0..count).map(|number| format!("mutant {number}")).collect()
+    }
+
     #[test]
-    fn a_commit_that_concerns_very_many_mutants_draws_lots_and_each_ones_turn_comes() {
-        let ids: Vec<String> = (0..3 * MOST).map(|number| format!("mutant {number}")).collect();
-        let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-        let mut selected = vec![true; ids.len()];
-        selected[7] = false;
-        let drawn = |commit: &str| at_most(commit, &ids, &selected);
+    fn a_commit_that_concerns_very_many_draws_lots_and_each_ones_turn_comes() {
+        let ids = ids(480);
+        let drawn = |commit: &str| chosen(commit, "kernels/cuda/include/header.h", &ids, 160);
         assert_eq!(drawn("a"), drawn("a"));
         let mut seen = vec![false; ids.len()];
         for commit in 0..64 {
             let drawn = drawn(&format!("commit {commit}"));
-            assert_eq!(drawn.iter().filter(|drawn| **drawn).count(), MOST);
+            assert_eq!(drawn.iter().filter(|drawn| **drawn).count(), 160);
             seen.iter_mut().zip(drawn).for_each(|(seen, drawn)| *seen |= drawn);
         }
-        assert_eq!(seen, selected);
-        assert_eq!(at_most("a", &ids[..9], &selected[..9]), selected[..9], "a few all run");
+        assert!(seen.iter().all(|seen| *seen), "some one's turn never comes");
+        assert_eq!(chosen("a", "kernels/cuda/include/header.h", &ids[..9], 160), [true; 9], "a few all run");
     }
 
     #[test]
-    fn every_mutant_of_a_change_runs_and_of_the_others_a_share_that_another_commit_draws_anew() {
-        let ids: Vec<String> = (0..800).map(|number| format!("mutant {number}")).collect();
-        let own: BTreeSet<String> = ["kernels/cuda/rope.cu".to_owned()].into();
-        let selected = |commit: &str, file: &str| -> Vec<&String> {
-            let change = Change { commit: commit.into(), base: String::new(), files: [file.to_owned()].into() };
-            ids.iter().filter(|id| change.selects(&mutant(id), &own)).collect()
+    fn those_whose_own_file_changed_come_before_those_that_only_include_something() {
+        let (header, ids) = ("kernels/cuda/include/header.h", ids(100));
+        let files: BTreeSet<String> = [header.to_owned()].into();
+        let own = |at: usize| if at % 10 == 0 { "kernels/cuda/rope.cu" } else { "kernels/cuda/other.cu" };
+        let candidates: Vec<_> =
+            ids.iter().enumerate().map(|(at, id)| Candidate { id, own: own(at), files: &files }).collect();
+        let both = Change { files: [header, "kernels/cuda/rope.cu"].map(str::to_owned).into(), ..change("a", "") };
+        let chosen = both.choose(&candidates, 15);
+        assert_eq!((chosen.unconcerned, chosen.without_lot), (0, 85));
+        assert!((0..100).step_by(10).all(|at| chosen.flags[at]), "{:?}", chosen.flags);
+        assert!(both.left_out(&chosen, "mutants", 15).starts_with("85 of 100 mutants are left out: of 0 nothing"));
+    }
+
+    #[test]
+    fn every_one_that_a_change_concerns_runs_and_of_the_others_a_share_that_another_commit_draws_anew() {
+        let ids = ids(800);
+        let selected = |commit: &str, file: &str| -> BTreeSet<usize> {
+            let flags = chosen(commit, file, &ids, ids.len());
+            (0..ids.len()).filter(|&at| flags[at]).collect()
         };
         assert_eq!(selected("a", "kernels/cuda/rope.cu").len(), ids.len());
         let share = selected("a", "README.md");
         assert!((60..=140).contains(&share.len()), "{} of 800", share.len());
         assert_eq!(share, selected("a", "README.md"));
-        let seen: BTreeSet<&String> =
+        let seen: BTreeSet<usize> =
             (0..64).flat_map(|commit| selected(&format!("commit {commit}"), "README.md")).collect();
-        assert_eq!(seen.len(), ids.len(), "some mutant's turn never comes");
+        assert_eq!(seen.len(), ids.len(), "some one's turn never comes");
     }
 }
