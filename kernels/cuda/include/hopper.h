@@ -345,12 +345,9 @@ inline uint32_t wgmma_deliver(const WarpProduct* product, const float* values) {
     return touched;
 }
 
-// The compiler's own vectors, so that it uses the vector unit at every level of optimisation.
-typedef double Pair __attribute__((vector_size(16)));
-
 // values = A B or values += A B: products exact, one rounding of the whole sum, as in mma_bf16_op.
 template <int COLUMNS>
-inline void wgmma_multiply(const WarpProduct* product, const AsyncReads* reads, float* values) {
+WIDE_VECTORS inline void wgmma_multiply(const WarpProduct* product, const AsyncReads* reads, float* values) {
     double a[WGMMA_ROWS][WGMMA_K];
     if (product->a_in_registers) {
         for (int lane = 0; lane < 32; ++lane)
@@ -364,20 +361,15 @@ inline void wgmma_multiply(const WarpProduct* product, const AsyncReads* reads, 
     }
     const Operand operand(product->b_descriptor, product->b_transposed);
     for (int first = 0; first < COLUMNS; first += 8) {
-        Pair b[WGMMA_K][4];
-        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) { b[k][n / 2][n % 2] = x; });
+        Doubles b[WGMMA_K];
+        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) { b[k][n] = x; });
         for (int m = 0; m < WGMMA_ROWS; ++m) {
             float* c = values + m * COLUMNS + first;
-            const auto before = [&](int n) { return product->accumulate ? Pair{c[n], c[n + 1]} : Pair{}; };
-            Pair sum0 = before(0), sum1 = before(2), sum2 = before(4), sum3 = before(6);
-            for (int k = 0; k < WGMMA_K; ++k) {
-                sum0 += a[m][k] * b[k][0];
-                sum1 += a[m][k] * b[k][1];
-                sum2 += a[m][k] * b[k][2];
-                sum3 += a[m][k] * b[k][3];
-            }
-            const Pair sums[4] = {sum0, sum1, sum2, sum3};
-            for (int n = 0; n < 8; ++n) c[n] = toward_zero(sums[n / 2][n % 2]);
+            Doubles sum = {};
+            if (product->accumulate)
+                for (int n = 0; n < 8; ++n) sum[n] = c[n];
+            for (int k = 0; k < WGMMA_K; ++k) sum += a[m][k] * b[k];
+            toward_zero(sum, c);
         }
     }
 }

@@ -25,16 +25,31 @@ struct MmaPayload {
 
 inline float bf16_half(uint32_t pair, int half) { return __uint_as_float(half ? pair & 0xffff0000u : pair << 16); }
 
-// Tensor cores cut the sum off instead of rounding it to nearest.
-inline float toward_zero(double x) {
-    const float y = static_cast<float>(x);
-    if (!std::isfinite(y) || std::fabs(static_cast<double>(y)) <= std::fabs(x)) return y;
-    return __uint_as_float(__float_as_uint(y) - 1);  // y is not 0: the next value towards it
+// The compiler's own vectors, so that it uses the vector unit at every level of optimisation, in functions that are marked
+// for it the widest that the machine has. Each element is computed as a number by itself would be.
+#if defined(PARITY_VECTORS)
+#define WIDE_VECTORS __attribute__((target(PARITY_VECTORS)))
+#else
+#define WIDE_VECTORS
+#endif
+typedef double Doubles __attribute__((vector_size(64)));
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Words __attribute__((vector_size(32)));
+
+// Tensor cores cut the sum off instead of rounding it to nearest: to[i] is x[i] as a float, towards zero.
+WIDE_VECTORS inline void toward_zero(const Doubles& x, float* to) {
+    const Floats nearest = __builtin_convertvector(x, Floats);
+    const Doubles y = __builtin_convertvector(nearest, Doubles);
+    const auto beyond = ((y < 0 ? -y : y) > (x < 0 ? -x : x)) & (y - y == 0);
+    // Where y is finite and further from 0 than x, and so not 0: the next value towards it.
+    const Words bits = reinterpret_cast<const Words&>(nearest) + __builtin_convertvector(beyond, Words);
+    std::memcpy(to, &bits, sizeof(bits));
 }
 
 // C += A B, products exact, one rounding of the whole sum.
-inline void mma_bf16_op(void* const* payloads, uint32_t) {
-    double a[16][16], b[16][8], c[16][8];
+WIDE_VECTORS inline void mma_bf16_op(void* const* payloads, uint32_t) {
+    double a[16][16];
+    Doubles b[16], c[16];
     for (int lane = 0; lane < 32; ++lane) {
         const auto* p = static_cast<const MmaPayload*>(payloads[lane]);
         const int g = lane / 4, t = lane % 4;
@@ -45,13 +60,15 @@ inline void mma_bf16_op(void* const* payloads, uint32_t) {
             for (int half = 0; half < 2; ++half) b[2 * t + half + 8 * i][g] = bf16_half(p->b[i], half);
         for (int i = 0; i < 4; ++i) c[g + 8 * (i >> 1)][2 * t + (i & 1)] = p->c[i];
     }
-    for (int m = 0; m < 16; ++m)
-        for (int k = 0; k < 16; ++k)
-            for (int n = 0; n < 8; ++n) c[m][n] += a[m][k] * b[k][n];
+    float rounded[16][8];
+    for (int m = 0; m < 16; ++m) {
+        for (int k = 0; k < 16; ++k) c[m] += a[m][k] * b[k];
+        toward_zero(c[m], rounded[m]);
+    }
     for (int lane = 0; lane < 32; ++lane) {
         auto* p = static_cast<MmaPayload*>(payloads[lane]);
         const int g = lane / 4, t = lane % 4;
-        for (int i = 0; i < 4; ++i) p->c[i] = toward_zero(c[g + 8 * (i >> 1)][2 * t + (i & 1)]);
+        for (int i = 0; i < 4; ++i) p->c[i] = rounded[g + 8 * (i >> 1)][2 * t + (i & 1)];
     }
 }
 

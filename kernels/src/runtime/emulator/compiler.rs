@@ -28,10 +28,25 @@ const COMPILE_OPTIONS: &[&str] = &[
 const CHECKS_OF_GCC: &[&str] = &["-fsanitize=bounds-strict,shift-exponent,alignment", "-fno-sanitize-recover=all"];
 const CHECKS_OF_CLANG: &[&str] = &["-fsanitize=bounds,shift-exponent,alignment", "-fno-sanitize-recover=all"];
 
+/// Names the widest vectors of this machine, which hold eight elements of a matrix product at once. Only such products use
+/// them: mixed into everything else they cost more than they save, where coroutines switch.
+fn vector_options() -> &'static [&'static str] {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if std::arch::is_x86_feature_detected!("avx512f") {
+            return &["-DPARITY_VECTORS=\"avx512f\""];
+        }
+        if std::arch::is_x86_feature_detected!("avx2") {
+            return &["-DPARITY_VECTORS=\"avx2\""];
+        }
+    }
+    &[]
+}
+
 /// All options for a compiler that calls itself so.
 fn compile_options(compiler: &str) -> impl Iterator<Item = &'static str> + use<> {
     let checks = if compiler.contains("clang") { CHECKS_OF_CLANG } else { CHECKS_OF_GCC };
-    COMPILE_OPTIONS.iter().chain(checks).copied()
+    COMPILE_OPTIONS.iter().chain(vector_options()).chain(checks).copied()
 }
 
 /// The compiler, and the cache of what it built.
