@@ -12,7 +12,7 @@ const HOPPER_FILE: &str = "decode_attention_hopper.cu";
 /// Heads of one block of the Hopper kernel: the rows of a warpgroup's product.
 const HOPPER_HEADS: usize = 64;
 /// Rows that the Hopper kernel takes.
-const HOPPER_FORMATS: [RowFormat; 2] = [RowFormat::MODEL, RowFormat::bf16(512)];
+pub const HOPPER_FORMATS: [RowFormat; 2] = [RowFormat::MODEL, RowFormat::bf16(512)];
 const CHECK: Arguments = Arguments { operator: "decode_attention" };
 /// Slots of a tile, the least that is given to a block; `KEYS` in the kernel source.
 pub const TILE_SLOTS: usize = 64;
