@@ -39,6 +39,22 @@ pub struct Options {
     pub implementation: Implementation,
 }
 
+impl Options {
+    fn check(&self) -> Result<()> {
+        self.format.check(CHECK)?;
+        let head_dim = self.format.head_dim();
+        if !head_dim.is_multiple_of(16) || head_dim > LARGEST_HEAD_DIM {
+            let reason = format!("head_dim {head_dim} must be a multiple of 16 up to {LARGEST_HEAD_DIM}");
+            return CHECK.refuse("format", reason);
+        }
+        CHECK.positive("softmax_scale", self.softmax_scale)?;
+        if self.num_blocks == 0 {
+            return CHECK.refuse("num_blocks", "0: there must be a block");
+        }
+        Ok(())
+    }
+}
+
 /// As many blocks as the device has multiprocessors: one block fills one.
 pub fn natural_blocks(device: &Device) -> usize {
     (device.environment().processors as usize).max(1)
@@ -118,12 +134,9 @@ struct Store {
 }
 
 impl Extents {
-    fn topk(self) -> [usize; 2] {
-        [self.window.topk, self.compressed.topk]
-    }
-
     fn spread(self, num_blocks: usize, implementation: Implementation) -> Spread {
-        spread([self.batch, self.s_q, self.num_heads], &self.topk(), num_blocks, implementation)
+        let topk = [self.window.topk, self.compressed.topk];
+        spread([self.batch, self.s_q, self.num_heads], &topk, num_blocks, implementation)
     }
 }
 
@@ -147,19 +160,10 @@ pub fn modules() -> Vec<Module> {
     all.map(|defines| module(FILE, &defines)).chain(hopper).collect()
 }
 
-/// Checks the options and, those that only a launch is given among them, the tensors of [`forward`].
+/// Checks the options and the tensors of [`forward`], without those that are written unless it is `launching`.
 fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents> {
-    let Options { format, window_page_size, compressed_page_size, softmax_scale, num_blocks, .. } = *options;
-    format.check(CHECK)?;
-    let head_dim = format.head_dim();
-    if !head_dim.is_multiple_of(16) || head_dim > LARGEST_HEAD_DIM {
-        return CHECK
-            .refuse("format", format!("head_dim {head_dim} must be a multiple of 16 up to {LARGEST_HEAD_DIM}"));
-    }
-    CHECK.positive("softmax_scale", softmax_scale)?;
-    if num_blocks == 0 {
-        return CHECK.refuse("num_blocks", "0: there must be a block");
-    }
+    let Options { format, window_page_size, compressed_page_size, num_blocks, .. } = *options;
+    options.check()?;
     let (bytes, slots) = (&[DType::U8], &[DType::I32]);
     let tensors = [
         read("q").of(&[DType::Bf16]).axes(&["batch", "s_q", "num_heads", "head_dim"]).aligned_rows(),
@@ -178,7 +182,7 @@ fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents>
     let compressed_page_size = views.get("compressed").map_or(1, |_| compressed_page_size);
     let mut call = CHECK
         .signature(views, tensors)
-        .given("head_dim", head_dim)
+        .given("head_dim", format.head_dim())
         .given("window_page_bytes", format.page_bytes(CHECK, "window", window_page_size)?)
         .given("compressed_page_bytes", format.page_bytes(CHECK, "compressed", compressed_page_size)?);
     let [batch, s_q, num_heads] = call.bind(["batch", "s_q", "num_heads"])?;

@@ -86,8 +86,8 @@ impl<'i, K: Declared> Laws<'i, K> {
     }
 
     /// A law that binds all outputs and gradients alike.
-    pub fn alike(&mut self, name: &'static str, relation: impl Fn() -> Relation, change: impl FnOnce(&mut Variant<K>)) {
-        let relations: Vec<_> = self.specs.compared().map(|spec| (spec.name, relation())).collect();
+    pub fn alike(&mut self, name: &'static str, relation: Relation, change: impl FnOnce(&mut Variant<K>)) {
+        let relations: Vec<_> = self.specs.compared().map(|spec| (spec.name, relation.clone())).collect();
         self.law(name, change, relations);
     }
 

@@ -210,7 +210,7 @@ impl Declared for AttentionCombine {
             pick_parts(v, &twice);
             v.tensors.edit("partial_lse", |lse| lse[(parts - 1) * rows..].iter_mut().for_each(|e| *e -= 1.0));
         };
-        laws.alike("a part may be halved", || Relation::WithinBudget, halved);
+        laws.alike("a part may be halved", Relation::WithinBudget, halved);
         // Parts without keys at the end change no bit.
         let longer: Vec<usize> = (0..parts).chain([0, parts - 1]).collect();
         let padded = |v: &mut Variant<Self>| {
@@ -220,10 +220,10 @@ impl Declared for AttentionCombine {
                 lse[(parts + 1) * rows..].fill(f64::INFINITY);
             });
         };
-        laws.alike("a part without keys adds nothing", || Relation::Times(1.0), padded);
+        laws.alike("a part without keys adds nothing", Relation::Times(1.0), padded);
         if parts > 1 {
             let order = permutation(c.data.seed, parts);
-            laws.alike("parts may be permuted", || Relation::WithinBudget, |v| pick_parts(v, &order));
+            laws.alike("parts may be permuted", Relation::WithinBudget, |v| pick_parts(v, &order));
         }
     }
 

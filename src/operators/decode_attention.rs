@@ -114,35 +114,36 @@ const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 /// bf16 channels whose 16-byte pieces in a warp's rows are no multiple of its lanes.
 const ODD: RowFormat = RowFormat { nope_dim: 128, rope_dim: 48 };
 
-impl DecodeAttentionCase {
-    fn plain(batch: usize, s_q: usize, num_heads: usize, format: RowFormat, num_blocks: usize) -> Self {
-        let RowFormat { nope_dim, rope_dim } = format;
-        Self {
-            batch,
-            s_q,
-            num_heads,
-            nope_dim,
-            rope_dim,
-            window: StoreCase { topk: 70, num_pages: 3, page_size: 16 },
-            compressed: Some(StoreCase { topk: 130, num_pages: 20, page_size: 2 }),
-            indices: IndexClass::Hostile,
-            lengths: Lengths::Absent,
-            lengths_of: LengthsOf::Both,
-            sinks: Sinks::Normal,
-            softmax_scale: (format.head_dim() as f32).sqrt().recip(),
-            logit_deviation: 2.0,
-            logit_shift: 0.0,
-            row_magnitude: 1.0,
-            num_blocks,
-            page_padding: 0,
-            distribution: Distribution::Normal,
-            poison_unreferenced: true,
-            implementation: Implementation::Portable,
-            cuts: None,
-            seed: 1,
-        }
+/// Lists with slots that are not valid, over a window and compressed entries of small pages.
+fn plain(batch: usize, s_q: usize, num_heads: usize, format: RowFormat, num_blocks: usize) -> DecodeAttentionCase {
+    let RowFormat { nope_dim, rope_dim } = format;
+    DecodeAttentionCase {
+        batch,
+        s_q,
+        num_heads,
+        nope_dim,
+        rope_dim,
+        window: StoreCase { topk: 70, num_pages: 3, page_size: 16 },
+        compressed: Some(StoreCase { topk: 130, num_pages: 20, page_size: 2 }),
+        indices: IndexClass::Hostile,
+        lengths: Lengths::Absent,
+        lengths_of: LengthsOf::Both,
+        sinks: Sinks::Normal,
+        softmax_scale: (format.head_dim() as f32).sqrt().recip(),
+        logit_deviation: 2.0,
+        logit_shift: 0.0,
+        row_magnitude: 1.0,
+        num_blocks,
+        page_padding: 0,
+        distribution: Distribution::Normal,
+        poison_unreferenced: true,
+        implementation: Implementation::Portable,
+        cuts: None,
+        seed: 1,
     }
+}
 
+impl DecodeAttentionCase {
     fn format(&self) -> RowFormat {
         RowFormat { nope_dim: self.nope_dim, rope_dim: self.rope_dim }
     }
@@ -348,20 +349,18 @@ impl Declared for DecodeAttention {
                     poison_unreferenced,
                     implementation,
                     seed,
-                    ..DecodeAttentionCase::plain(batch, s_q, num_heads, format, num_blocks)
+                    ..plain(batch, s_q, num_heads, format, num_blocks)
                 }
             })
             .boxed()
     }
 
     fn typical() -> Vec<DecodeAttentionCase> {
-        let plain = DecodeAttentionCase::plain;
         let within = |case| DecodeAttentionCase { lengths: Lengths::Within, ..case };
         vec![within(plain(2, 2, 5, SMALL, 3)), plain(2, 2, 18, SMALL, 1), hopper(within(plain(1, 2, 3, MODEL, 2)))]
     }
 
     fn edge_cases(profile: Profile) -> Vec<DecodeAttentionCase> {
-        let plain = DecodeAttentionCase::plain;
         let store = |topk, num_pages, page_size| StoreCase { topk, num_pages, page_size };
         let mut cases = vec![
             plain(0, 1, 4, SMALL, 3),
@@ -531,7 +530,7 @@ fn timed(
         logit_deviation: 1.0,
         poison_unreferenced: false,
         implementation,
-        ..DecodeAttentionCase::plain(batch, 1, num_heads, format, num_blocks)
+        ..plain(batch, 1, num_heads, format, num_blocks)
     };
     let (slots, heads) = (batch * (window + compressed), batch * num_heads);
     let storage = if format.nope_dim > 0 { "fp8" } else { "bf16" };
@@ -577,7 +576,6 @@ fn hopper(case: DecodeAttentionCase) -> DecodeAttentionCase {
 
 /// Heads, stores and pages of the two production models, with as many requests as the oracle can bear.
 fn production_cases() -> Vec<DecodeAttentionCase> {
-    let plain = DecodeAttentionCase::plain;
     let window = StoreCase { topk: 128, num_pages: 4, page_size: 256 };
     let compressed = |topk| Some(StoreCase { topk, num_pages: 48, page_size: 64 });
     let model = DecodeAttentionCase { window, compressed: compressed(1024), ..plain(3, 2, 128, MODEL, 132) };
@@ -796,45 +794,33 @@ fn split(c: &DecodeAttentionCase, tensors: &Tensors) -> reference::Split {
 
 /// `(a q) · k · (scale / a)` is the same logit: the scale is applied once.
 fn scale_law(laws: &mut Laws<'_, DecodeAttention>) {
-    laws.alike(
-        "softmax_scale counts once",
-        || Relation::Times(1.0),
-        |v| {
-            v.tensors.scale("q", 4.0);
-            v.case.softmax_scale /= 4.0;
-            v.tensors.scale_scalar("softmax_scale", 0.25);
-        },
-    );
+    laws.alike("softmax_scale counts once", Relation::Times(1.0), |v| {
+        v.tensors.scale("q", 4.0);
+        v.case.softmax_scale /= 4.0;
+        v.tensors.scale_scalar("softmax_scale", 0.25);
+    });
 }
 
 /// Where a row lies, and in pages of what size, changes no bit.
 fn place_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
-    laws.alike(
-        "rows may lie anywhere",
-        || Relation::Times(1.0),
-        |v| {
-            for (number, (names, store)) in v.case.stores_mut().enumerate() {
-                names.relocate(c, store, c.seed + number as u64, &mut v.tensors);
-            }
-        },
-    );
+    laws.alike("rows may lie anywhere", Relation::Times(1.0), |v| {
+        for (number, (names, store)) in v.case.stores_mut().enumerate() {
+            names.relocate(c, store, c.seed + number as u64, &mut v.tensors);
+        }
+    });
 }
 
 /// The work may be split differently.
 fn split_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     let other = if c.num_blocks > 1 { 1 } else { 7 };
-    laws.alike("work may be split differently", || Relation::WithinBothBudgets, |v| v.case.num_blocks = other);
+    laws.alike("work may be split differently", Relation::WithinBothBudgets, |v| v.case.num_blocks = other);
 }
 
 /// The order of the slots does not matter.
 fn slot_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
-    laws.alike(
-        "slots may be permuted",
-        || Relation::WithinBothBudgets,
-        |v| {
-            c.stores().for_each(|(names, store)| names.shuffle_slots(c, store, &mut v.tensors));
-        },
-    );
+    laws.alike("slots may be permuted", Relation::WithinBothBudgets, |v| {
+        c.stores().for_each(|(names, store)| names.shuffle_slots(c, store, &mut v.tensors))
+    });
 }
 
 /// Both stores are attended to alike.
@@ -845,20 +831,16 @@ fn exchange_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     if has(WINDOW.length) != has(COMPRESSED.length) {
         return;
     }
-    laws.alike(
-        "stores may change places",
-        || Relation::WithinBothBudgets,
-        |v| {
-            (v.case.window, v.case.compressed) = (compressed, Some(c.window));
-            let names = |store: StoreNames| [store.pages, store.indices, store.length];
-            for (one, other) in names(WINDOW).into_iter().zip(names(COMPRESSED)) {
-                let taken = [v.tensors.remove(one), v.tensors.remove(other)];
-                taken.into_iter().zip([other, one]).for_each(|(tensor, name)| {
-                    tensor.into_iter().for_each(|tensor| v.tensors.put(name, tensor));
-                });
-            }
-        },
-    );
+    laws.alike("stores may change places", Relation::WithinBothBudgets, |v| {
+        (v.case.window, v.case.compressed) = (compressed, Some(c.window));
+        let names = |store: StoreNames| [store.pages, store.indices, store.length];
+        for (one, other) in names(WINDOW).into_iter().zip(names(COMPRESSED)) {
+            let taken = [v.tensors.remove(one), v.tensors.remove(other)];
+            taken.into_iter().zip([other, one]).for_each(|(tensor, name)| {
+                tensor.into_iter().for_each(|tensor| v.tensors.put(name, tensor));
+            });
+        }
+    });
 }
 
 /// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one share them otherwise,
@@ -869,7 +851,7 @@ fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     }
     let in_turn = c.implementation == Implementation::Hopper && c.compressed.is_some();
     let one = c.num_blocks == 1 && !in_turn;
-    let relation = || if one { Relation::Times(1.0) } else { Relation::WithinBothBudgets };
+    let relation = if one { Relation::Times(1.0) } else { Relation::WithinBothBudgets };
     laws.alike("invalid slots add nothing", relation, |v| {
         v.case.stores_mut().for_each(|(names, store)| names.lengthen(c, store, &mut v.tensors));
     });
@@ -892,7 +874,7 @@ fn golden_case(file: &GoldenFile) -> Result<Golden<DecodeAttentionCase>, String>
         compressed: entries.as_ref().map(width),
         softmax_scale: file.number("scale")? as f32,
         poison_unreferenced: false,
-        ..DecodeAttentionCase::plain(batch, tokens, heads, RowFormat::bf16(head_dim), (2 * tiles / 3).max(1))
+        ..plain(batch, tokens, heads, RowFormat::bf16(head_dim), (2 * tiles / 3).max(1))
     };
     let heads_last = |values: &[f64]| -> Vec<f64> {
         let at = |b: usize, t: usize, h: usize| ((b * heads + h) * tokens + t) * head_dim;

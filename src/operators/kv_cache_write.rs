@@ -4,6 +4,8 @@
 //! The bytes of a row follow from bf16 inputs without an intermediate rounding: the oracle's runs are all alike,
 //! every budget is zero, and every byte must be the oracle's.
 
+use std::rc::Rc;
+
 use dsv4_kernels::kv_cache::RowFormat;
 use dsv4_kernels::kv_cache_write as launcher;
 use dsv4_kernels::runtime::HostTensor;
@@ -85,24 +87,25 @@ pub struct KvCacheWriteCase {
     pub seed: u64,
 }
 
-impl KvCacheWriteCase {
-    fn plain(num_tokens: usize, format: RowFormat, num_pages: usize, page_size: usize) -> Self {
-        let RowFormat { nope_dim, rope_dim } = format;
-        Self {
-            num_tokens,
-            nope_dim,
-            rope_dim,
-            num_pages,
-            page_size,
-            slots: SlotClass::Hostile,
-            contents: Contents::Drawn,
-            distribution: Distribution::Normal,
-            magnitude: 1.0,
-            page_padding: page_gap(format, page_size),
-            seed: 1,
-        }
+/// Drawn numbers, and slots that there are not.
+fn plain(num_tokens: usize, format: RowFormat, num_pages: usize, page_size: usize) -> KvCacheWriteCase {
+    let RowFormat { nope_dim, rope_dim } = format;
+    KvCacheWriteCase {
+        num_tokens,
+        nope_dim,
+        rope_dim,
+        num_pages,
+        page_size,
+        slots: SlotClass::Hostile,
+        contents: Contents::Drawn,
+        distribution: Distribution::Normal,
+        magnitude: 1.0,
+        page_padding: page_gap(format, page_size),
+        seed: 1,
     }
+}
 
+impl KvCacheWriteCase {
     fn format(&self) -> RowFormat {
         RowFormat { nope_dim: self.nope_dim, rope_dim: self.rope_dim }
     }
@@ -192,20 +195,18 @@ impl Declared for KvCacheWrite {
             .prop_map(|((num_tokens, format, num_pages, page_size), slots, contents, more_page_padding, data)| {
                 let (distribution, magnitude, seed) = data;
                 let num_pages = num_pages.min((LARGEST_DRAWN / (page_size * format.row_bytes())).max(1));
-                let plain = KvCacheWriteCase::plain(num_tokens, format, num_pages, page_size);
-                let page_padding = plain.page_padding + more_page_padding;
+                let page_padding = page_gap(format, page_size) + more_page_padding;
+                let plain = plain(num_tokens, format, num_pages, page_size);
                 KvCacheWriteCase { slots, contents, distribution, magnitude, page_padding, seed, ..plain }
             })
             .boxed()
     }
 
     fn typical() -> Vec<KvCacheWriteCase> {
-        let plain = KvCacheWriteCase::plain;
         vec![plain(9, SMALL, 3, 4), plain(5, RowFormat::bf16(512), 3, 2)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<KvCacheWriteCase> {
-        let plain = KvCacheWriteCase::plain;
         let model = RowFormat::MODEL;
         let mut cases = vec![
             plain(0, model, 2, 4),
@@ -287,7 +288,7 @@ impl Declared for KvCacheWrite {
         let gpu = [(4096, 64, model), (65536, 64, model), (65536, 64, bf16)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(64, 16, model)] };
         let benchmark = |&(num_tokens, page_size, format): &(usize, usize, RowFormat)| {
-            let plain = KvCacheWriteCase::plain(num_tokens, format, num_tokens / page_size, page_size);
+            let plain = plain(num_tokens, format, num_tokens / page_size, page_size);
             let case = KvCacheWriteCase { slots: SlotClass::Scattered, ..plain };
             let rows = DRAWN / format.head_dim();
             let num_pages = case.num_pages.min(rows / page_size);
@@ -342,7 +343,7 @@ fn writers(c: &KvCacheWriteCase, tensors: &Tensors) -> Vec<Option<usize>> {
 
 /// All that is observed is equal in the slots that are bound.
 fn equal_where(bound: impl Fn(usize) -> bool + Clone + 'static) -> [(&'static str, Relation); 3] {
-    ["codes", "rope", "scales"].map(|name| (name, Relation::EqualRows(Box::new(bound.clone()))))
+    ["codes", "rope", "scales"].map(|name| (name, Relation::EqualRows(Rc::new(bound.clone()))))
 }
 
 /// Pages only say where a row is.
@@ -393,7 +394,7 @@ fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     };
     let bound: Vec<bool> = writers(c, laws.tensors()).into_iter().map(|writer| writer.is_some_and(free)).collect();
     if bound.contains(&true) {
-        let codes = Relation::EqualRows(Box::new(move |slot| bound[slot]));
+        let codes = Relation::EqualRows(Rc::new(move |slot| bound[slot]));
         laws.law("a power of two moves the scale alone", |v| v.tensors.scale("kv", 4.0), [("codes", codes)]);
     }
 }

@@ -186,7 +186,7 @@ impl Declared for WriteInChunks {
 
     fn laws(c: &Chunks, laws: &mut Laws<'_, Self>) {
         let whole = vec![c.num_tokens()];
-        laws.alike("in chunks equals at once", || Relation::Times(1.0), |v| v.case.chunks = whole);
+        laws.alike("in chunks equals at once", Relation::Times(1.0), |v| v.case.chunks = whole);
     }
 
     fn golden(file: &GoldenFile) -> Result<Vec<Golden<Chunks>>, String> {
