@@ -115,6 +115,8 @@ enum Layout {
 enum Presence {
     Required,
     Optional,
+    /// Absent where one of the tensors that it goes `with` is, and otherwise optional.
+    Dependent,
     /// It may be among the views, and this call has no use for it.
     Ignored,
 }
@@ -227,6 +229,11 @@ impl Argument<'_> {
     /// It is present exactly when other tensors all are.
     pub fn with(self, others: &'static [&'static str]) -> Self {
         Self { with: others, ..self.optional() }
+    }
+
+    /// It may be absent, and is unless other tensors all are present.
+    pub fn only_with(self, others: &'static [&'static str]) -> Self {
+        Self { with: others, presence: Presence::Dependent, ..self }
     }
 
     /// Unless `taken`, the call has no use for it, be it there or not.
@@ -357,11 +364,14 @@ impl<'a> Signature<'a> {
             return self.check.refuse(tensor.name, "it must be present");
         }
         let present = |other: &&str| self.find(other).is_some_and(|other| other.view.is_some());
-        if tensor.with.is_empty() || tensor.view.is_some() == tensor.with.iter().all(present) {
+        let (there, others) = (tensor.view.is_some(), tensor.with.iter().all(present));
+        let dependent = tensor.presence == Presence::Dependent;
+        if tensor.with.is_empty() || there == others || dependent && !there {
             return Ok(());
         }
         let (others, are) = (tensor.with.join("` and `"), if tensor.with.len() > 1 { "are" } else { "is" });
-        self.check.refuse(tensor.name, format!("it must be present exactly when `{others}` {are}"))
+        let rule = if dependent { "may be present only" } else { "must be present exactly" };
+        self.check.refuse(tensor.name, format!("it {rule} when `{others}` {are}"))
     }
 
     /// Every offset within the tensor fits 64 bits, and so does every address.
@@ -707,6 +717,18 @@ mod tests {
         assert_eq!(refusal(pair(None, Some(&x))), message);
         assert_eq!(refusal(pair(Some(&x), None)), message);
         CHECK.signature_at(pair(None, None)).bind([]).expect("both absent");
+    }
+
+    #[test]
+    fn a_tensor_that_is_only_there_with_another_may_be_absent_and_is_refused_without_it() {
+        let (x, y) = (dense(0, &[8]), dense(64, &[8]));
+        let pair = [read("x").axes(&["n"]).optional(), read("y").axes(&["n"]).only_with(&["x"])];
+        let bound = |views: &Views| CHECK.signature(views, pair).bind([]).map_err(|error| error.to_string());
+        for views in [Views::from([("x", &x), ("y", &y)]), Views::from([("x", &x)]), Views::new()] {
+            assert_eq!(bound(&views), Ok([]));
+        }
+        let message = "test: argument `y`: it may be present only when `x` is";
+        assert_eq!(bound(&Views::from([("y", &y)])), Err(message.into()));
     }
 
     #[test]

@@ -1,18 +1,18 @@
 //! `decode_attention`: launcher of `kernels/cuda/decode_attention.cu` (inference 8 to 8.4).
 
-use crate::arguments::{Argument, Arguments, Parts, read_at, scratch_at, write_at};
+use crate::arguments::{Arguments, Parts, read, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::kv_cache::{Cache, RowFormat};
+use crate::kv_cache::{RowFormat, num_slots};
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::{DeviceAddress, Params};
-use crate::runtime::{DType, Device, Result, TensorView};
+use crate::runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "decode_attention.cu";
 const HOPPER_FILE: &str = "decode_attention_hopper.cu";
 /// Heads of one block of the Hopper kernel: the rows of a warpgroup's product.
 const HOPPER_HEADS: usize = 64;
 /// Rows that the Hopper kernel takes.
-const HOPPER_FORMATS: [RowFormat; 2] = [RowFormat::MODEL, RowFormat::bf16(512)];
+pub const HOPPER_FORMATS: [RowFormat; 2] = [RowFormat::MODEL, RowFormat::bf16(512)];
 const CHECK: Arguments = Arguments { operator: "decode_attention" };
 /// Slots of a tile, the least that is given to a block; `KEYS` in the kernel source.
 pub const TILE_SLOTS: usize = 64;
@@ -21,51 +21,38 @@ const COMBINE_HEADS: usize = 8;
 /// Largest head that the output's accumulators hold.
 const LARGEST_HEAD_DIM: usize = 512;
 
-/// One store of rows and the lists that point into it.
+/// What a call is told beside its tensors.
 #[derive(Clone, Copy, Debug)]
-pub struct Store<'a> {
-    /// The rows.
-    pub cache: Cache<'a>,
-    /// `[batch, s_q, topk]` i32: slots of the cache, `page * page_size + row`. Slot `j` of a list is valid when
-    /// `j < length` and its index is in `[0, num_slots)`; others contribute nothing and are never dereferenced.
-    pub indices: &'a TensorView,
-    /// `[batch]` i32, clamped to `[0, topk]`: the request's, for all its tokens; `None` is `topk` everywhere.
-    pub length: Option<&'a TensorView>,
-}
-
-/// What the attention reads.
-#[derive(Clone, Copy, Debug)]
-pub struct Inputs<'a> {
-    /// `[batch, s_q, num_heads, head_dim]` bf16; the tokens of all requests are evenly spaced.
-    pub q: &'a TensorView,
+pub struct Options {
     /// How the rows of both stores are stored; `head_dim` is a multiple of 16 up to 512.
     pub format: RowFormat,
-    /// The raw rows of the window.
-    pub window: Store<'a>,
-    /// The compressed entries; `None` where the layer has none.
-    pub compressed: Option<Store<'a>>,
-    /// `[num_heads]` f32: a logit, not scaled; `None` is no sink.
-    pub sink: Option<&'a TensorView>,
+    /// Rows of a page of the window, at least 1.
+    pub window_page_size: usize,
+    /// Rows of a page of the compressed entries, at least 1; of no account where there are none.
+    pub compressed_page_size: usize,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
-}
-
-/// Arguments of [`forward`].
-#[derive(Clone, Copy, Debug)]
-pub struct Forward<'a> {
-    /// What it reads.
-    pub inputs: Inputs<'a>,
     /// Blocks that the work is spread over, at least 1: [`natural_blocks`] of the device. The result depends on it
     /// within rounding, and on nothing else of the launch.
     pub num_blocks: usize,
     /// Which implementation runs. The Hopper kernel takes heads of 512 channels: the model's rows, or bf16 ones.
     pub implementation: Implementation,
-    /// `[batch, s_q, num_heads, head_dim]` bf16; 0 for a token without a valid slot.
-    pub out: &'a TensorView,
-    /// `[batch, s_q, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a token.
-    pub lse: &'a TensorView,
-    /// Scratch memory of at least [`workspace_bytes`] bytes, 16-byte aligned.
-    pub workspace: &'a TensorView,
+}
+
+impl Options {
+    fn check(&self) -> Result<()> {
+        self.format.check(CHECK)?;
+        let head_dim = self.format.head_dim();
+        if !head_dim.is_multiple_of(16) || head_dim > LARGEST_HEAD_DIM {
+            let reason = format!("head_dim {head_dim} must be a multiple of 16 up to {LARGEST_HEAD_DIM}");
+            return CHECK.refuse("format", reason);
+        }
+        CHECK.positive("softmax_scale", self.softmax_scale)?;
+        if self.num_blocks == 0 {
+            return CHECK.refuse("num_blocks", "0: there must be a block");
+        }
+        Ok(())
+    }
 }
 
 /// As many blocks as the device has multiprocessors: one block fills one.
@@ -128,19 +115,28 @@ pub fn stretch(total: usize, unit: Option<usize>, num_blocks: usize) -> usize {
     whole.filter(|whole| whole - even <= even / 16).unwrap_or(even)
 }
 
-/// The extents of a call.
+/// What a call's tensors say of it.
 #[derive(Clone, Copy, Debug)]
 struct Extents {
     batch: usize,
     s_q: usize,
     num_heads: usize,
-    format: RowFormat,
-    spread: Spread,
+    window: Store,
+    compressed: Store,
+}
+
+/// A store, and the width of the lists that point into it.
+#[derive(Clone, Copy, Debug)]
+struct Store {
+    page_size: usize,
+    num_slots: usize,
+    topk: usize,
 }
 
 impl Extents {
-    fn defines(self) -> Vec<(&'static str, String)> {
-        defines(self.format, self.spread.heads_per_block)
+    fn spread(self, num_blocks: usize, implementation: Implementation) -> Spread {
+        let topk = [self.window.topk, self.compressed.topk];
+        spread([self.batch, self.s_q, self.num_heads], &topk, num_blocks, implementation)
     }
 }
 
@@ -164,106 +160,43 @@ pub fn modules() -> Vec<Module> {
     all.map(|defines| module(FILE, &defines)).chain(hopper).collect()
 }
 
-/// What a store's tensors are called.
-struct StoreNames {
-    argument: &'static str,
-    indices: &'static str,
-    length: &'static str,
-    /// Axes of the pages and of the lists.
-    pages_axes: [&'static str; 2],
-    indices_axes: [&'static str; 3],
-    /// Fields of the parameters.
-    pages: &'static str,
-    page_size: &'static str,
-    num_slots: &'static str,
-    topk: &'static str,
-}
-
-static WINDOW: StoreNames = StoreNames {
-    argument: "window",
-    indices: "window_indices",
-    length: "window_length",
-    pages_axes: ["window_num_pages", "window_page_bytes"],
-    indices_axes: ["batch", "s_q", "window_topk"],
-    pages: "window_pages",
-    page_size: "window_page_size",
-    num_slots: "window_num_slots",
-    topk: "window_topk",
-};
-static COMPRESSED: StoreNames = StoreNames {
-    argument: "compressed",
-    indices: "compressed_indices",
-    length: "compressed_length",
-    pages_axes: ["compressed_num_pages", "compressed_page_bytes"],
-    indices_axes: ["batch", "s_q", "compressed_topk"],
-    pages: "compressed_pages",
-    page_size: "compressed_page_size",
-    num_slots: "compressed_num_slots",
-    topk: "compressed_topk",
-};
-
-impl StoreNames {
-    fn tensors<'a>(&'static self, store: Option<Store<'a>>) -> [Argument<'a>; 3] {
-        let (pages, indices) = (store.map(|store| store.cache.pages), store.map(|store| store.indices));
-        [
-            Cache::argument(read_at(self.argument, pages), &self.pages_axes),
-            read_at(self.indices, indices).of(&[DType::I32]).axes(&self.indices_axes).rows(),
-            read_at(self.length, store.and_then(|store| store.length)).of(&[DType::I32]).axes(&["batch"]),
-        ]
-    }
-
-    /// Where the rows and the lists are.
-    fn places(&self, params: Params, store: Option<Store<'_>>) -> Result<Params> {
-        let indices = store.map(|store| CHECK.tokens(self.indices, store.indices)).transpose()?;
-        let params = params.rows(self.pages, store.map(|store| store.cache.pages)).rows(self.indices, indices.as_ref());
-        Ok(params.ptr(self.length, store.and_then(|store| store.length)))
-    }
-
-    fn sizes(&self, params: Params, store: Option<Store<'_>>) -> Result<Params> {
-        // The kernel divides by the size of a page, if only to find that it holds no row.
-        let of_store = |store: Store<'_>| (store.cache.page_size, store.cache.num_slots(), store.indices.shape[2]);
-        let (page_size, num_slots, topk) = store.map_or((1, 0, 0), of_store);
-        params.i32(self.page_size, page_size)?.i32(self.num_slots, num_slots)?.i32(self.topk, topk)
-    }
-}
-
-/// Checks the inputs and, where they are given, the tensors that the kernels write.
-fn check<'a>(
-    inputs: &Inputs<'a>,
-    num_blocks: usize,
-    implementation: Implementation,
-    written: impl IntoIterator<Item = Argument<'a>>,
-) -> Result<Extents> {
-    let Inputs { q, format, window, compressed, sink, softmax_scale } = *inputs;
-    format.check(CHECK)?;
-    let heads = read_at("q", q).of(&[DType::Bf16]).axes(&["batch", "s_q", "num_heads", "head_dim"]).aligned_rows();
-    let mut signature = CHECK.signature_at([heads]).extent("head_dim", 16, LARGEST_HEAD_DIM);
-    for (names, store) in [(&WINDOW, Some(window)), (&COMPRESSED, compressed)] {
-        if let Some(Store { cache, .. }) = store {
-            cache.check(CHECK, names.argument)?;
-            signature = signature.given(names.pages_axes[1], cache.page_bytes(format));
-        }
-        signature = signature.and(names.tensors(store));
-    }
-    let axes = ["batch", "s_q", "num_heads", "head_dim", WINDOW.topk, COMPRESSED.topk];
-    let mut signature = signature.and([read_at("sink", sink).axes(&["num_heads"])]);
-    let [batch, s_q, num_heads, head_dim, window_topk, compressed_topk] = signature.bind(axes)?;
-    if head_dim != format.head_dim() {
-        return CHECK.refuse("q", format!("head_dim {head_dim} must be the format's {}", format.head_dim()));
-    }
-    CHECK.tokens("q", q)?;
-    CHECK.positive("softmax_scale", softmax_scale)?;
-    if num_blocks == 0 {
-        return CHECK.refuse("num_blocks", "0: there must be a block");
-    }
-    signature.and(written).bind([])?;
+/// Checks the options and the tensors of [`forward`], without those that are written unless it is `launching`.
+fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents> {
+    let Options { format, window_page_size, compressed_page_size, num_blocks, .. } = *options;
+    options.check()?;
+    let (bytes, slots) = (&[DType::U8], &[DType::I32]);
+    let tensors = [
+        read("q").of(&[DType::Bf16]).axes(&["batch", "s_q", "num_heads", "head_dim"]).aligned_rows(),
+        read("window").of(bytes).axes(&["window_num_pages", "window_page_bytes"]).aligned_rows(),
+        read("window_indices").of(slots).axes(&["batch", "s_q", "window_topk"]).rows(),
+        read("window_length").of(slots).axes(&["batch"]).optional(),
+        read("compressed").of(bytes).axes(&["compressed_num_pages", "compressed_page_bytes"]).aligned_rows().optional(),
+        read("compressed_indices").of(slots).axes(&["batch", "s_q", "compressed_topk"]).rows().with(&["compressed"]),
+        read("compressed_length").of(slots).axes(&["batch"]).only_with(&["compressed"]),
+        read("sink").axes(&["num_heads"]).optional(),
+        write("out").like("q").aligned_rows().when(launching),
+        write("lse").axes(&["batch", "s_q", "num_heads"]).when(launching),
+        scratch("workspace", 16).when(launching),
+    ];
+    // The kernel divides by the size of a page, if only to find that it holds no row.
+    let compressed_page_size = views.get("compressed").map_or(1, |_| compressed_page_size);
+    let mut call = CHECK
+        .signature(views, tensors)
+        .given("head_dim", format.head_dim())
+        .given("window_page_bytes", format.page_bytes(CHECK, "window", window_page_size)?)
+        .given("compressed_page_bytes", format.page_bytes(CHECK, "compressed", compressed_page_size)?);
+    let [batch, s_q, num_heads] = call.bind(["batch", "s_q", "num_heads"])?;
+    let mut store = |name, page_size, axes| -> Result<Store> {
+        let [num_pages, topk] = call.bind(axes)?;
+        Ok(Store { page_size, num_slots: num_slots(CHECK, name, num_pages, page_size)?, topk })
+    };
+    let window = store("window", window_page_size, ["window_num_pages", "window_topk"])?;
+    let compressed = store("compressed", compressed_page_size, ["compressed_num_pages", "compressed_topk"])?;
     // The kernel counts tiles, those of all blocks together and the parts that blocks leave in 32 bits.
-    let topk = [window_topk, compressed_topk];
-    let tiles = topk.iter().map(|slots| slots / TILE_SLOTS + 1).sum::<usize>();
+    let tiles = [window, compressed].iter().map(|store| store.topk / TILE_SLOTS + 1).sum::<usize>();
     let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
     CHECK.int32("q", all_tiles.saturating_add(num_blocks.saturating_mul(2)))?;
-    let spread = spread([batch, s_q, num_heads], &topk, num_blocks, implementation);
-    Ok(Extents { batch, s_q, num_heads, format, spread })
+    Ok(Extents { batch, s_q, num_heads, window, compressed })
 }
 
 /// Parts of the scratch memory, as byte offsets; each part starts at a multiple of 16.
@@ -275,73 +208,89 @@ struct Workspace {
 }
 
 impl Workspace {
-    fn of(extents: Extents) -> Self {
-        let Spread { num_blocks, heads_per_block } = extents.spread;
+    fn of(format: RowFormat, Spread { num_blocks, heads_per_block }: Spread) -> Self {
         let mut parts = Parts::default();
         // A block leaves two parts at most.
-        let partial_out = parts.words(&[2, num_blocks, heads_per_block, extents.format.head_dim()]);
+        let partial_out = parts.words(&[2, num_blocks, heads_per_block, format.head_dim()]);
         let partial_lse = parts.words(&[2, num_blocks, heads_per_block]);
         let spans = parts.words(&[2, num_blocks]);
         Self { partial_out, partial_lse, spans, bytes: parts.bytes }
     }
 }
 
-/// Bytes of scratch memory that [`forward`] needs for `num_blocks` blocks: for each block two parts of a block of
-/// heads, in f32, their log-sum-exp, and which unit it leaves unfinished.
+/// Bytes of scratch memory that [`forward`] needs with these options: for each block two parts of a block of heads, in
+/// f32, their log-sum-exp, and which unit it leaves unfinished.
 ///
 /// # Errors
 /// Inputs that the launcher refuses.
-pub fn workspace_bytes(inputs: &Inputs<'_>, num_blocks: usize, implementation: Implementation) -> Result<usize> {
-    let of = |implementation| Ok(Workspace::of(check(inputs, num_blocks, implementation, [])?).bytes);
-    match implementation {
+pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
+    let extents = extents(views, options, false)?;
+    let of = |implementation| Workspace::of(options.format, extents.spread(options.num_blocks, implementation)).bytes;
+    Ok(match options.implementation {
         // Which one runs is the device's to say: enough for either.
-        Implementation::Auto if HOPPER_FORMATS.contains(&inputs.format) => {
-            Ok(of(Implementation::Portable)?.max(of(Implementation::Hopper)?))
+        Implementation::Auto if HOPPER_FORMATS.contains(&options.format) => {
+            of(Implementation::Portable).max(of(Implementation::Hopper))
         }
         resolved => of(resolved),
-    }
+    })
 }
 
-/// Launches the attention and, where work was split, the merge; returns the kernels that ran.
+/// Launches the attention and, where work was split, the merge; returns the kernels that ran. Its tensors:
+///
+/// - `q` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned; the tokens of all requests are evenly spaced, as
+///   are those of `window_indices`, `compressed_indices` and `out`;
+/// - `window` `[num_pages, page_size * row_bytes]` u8, pages 16-byte aligned: the raw rows of the window. Bytes between
+///   pages belong to nobody;
+/// - `window_indices` `[batch, s_q, topk]` i32: slots of the window, `page * page_size + row`. Slot `j` of a list is valid
+///   when `j < length` and its index is in `[0, num_slots)`; others contribute nothing and are never dereferenced;
+/// - `window_length` `[batch]` i32, clamped to `[0, topk]`: the request's, for all its tokens; absent for `topk` everywhere;
+/// - `compressed`, `compressed_indices`, `compressed_length`: the same of the compressed entries, with pages, a number of
+///   them and a `topk` of their own; absent where the layer has none;
+/// - `sink` `[num_heads]` f32: a logit, not scaled; absent where there is no sink;
+/// - `out` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned: 0 for a token without a valid slot;
+/// - `lse` `[batch, s_q, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a token;
+/// - `workspace`: scratch memory of at least [`workspace_bytes`] bytes, 16-byte aligned.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<Vec<String>> {
-    let Forward { inputs, num_blocks, implementation, out, lse, workspace } = *arguments;
-    let num_heads = inputs.q.shape.get(2).copied().unwrap_or_default();
-    let implementation = resolve(device, inputs.format, num_heads, implementation)?;
-    let written = [
-        write_at("out", out).like("q").aligned_rows(),
-        write_at("lse", lse).axes(&["batch", "s_q", "num_heads"]),
-        scratch_at("workspace", workspace, 16),
-    ];
-    let extents = check(&inputs, num_blocks, implementation, written)?;
-    let params = params_of(arguments, extents)?;
+pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Vec<String>> {
+    let extents = extents(views, options, true)?;
+    let implementation = resolve(device, options.format, extents.num_heads, options.implementation)?;
+    let spread = extents.spread(options.num_blocks, implementation);
+    let params = params(views, options, extents, spread)?;
     let hopper = implementation == Implementation::Hopper;
     let (file, name) = if hopper { (HOPPER_FILE, "decode_attention_hopper") } else { (FILE, "decode_attention") };
-    let Spread { num_blocks, heads_per_block } = extents.spread;
-    device.kernel(file, &extents.defines(), name)?.launch_blocks("num_blocks", num_blocks, &params)?;
+    let Spread { num_blocks, heads_per_block } = spread;
+    let defines = defines(options.format, heads_per_block);
+    device.kernel(file, &defines, name)?.launch_blocks("num_blocks", num_blocks, &params)?;
     let mut paths = vec![if hopper { name.to_owned() } else { format!("{name}<{heads_per_block}>") }];
     if num_blocks > 1 {
         let name = "decode_attention_combine";
         let blocks = num_blocks * heads_per_block / COMBINE_HEADS;
-        device.kernel(FILE, &extents.defines(), name)?.launch_blocks("num_blocks", blocks, &params)?;
+        device.kernel(FILE, &defines, name)?.launch_blocks("num_blocks", blocks, &params)?;
         paths.push(name.into());
     }
     Ok(paths)
 }
 
-fn params_of(arguments: &Forward<'_>, extents: Extents) -> Result<Params> {
-    let Forward { inputs, out, lse, workspace, .. } = *arguments;
-    let Inputs { q, window, compressed, sink, softmax_scale, .. } = inputs;
-    let parts = Workspace::of(extents);
+fn params(views: &Views, options: &Options, extents: Extents, spread: Spread) -> Result<Params> {
+    let Extents { batch, s_q, num_heads, window, compressed } = extents;
+    let (workspace, parts) = (&views["workspace"], Workspace::of(options.format, spread));
     CHECK.holds("workspace", workspace, parts.bytes)?;
     let part = |offset: usize| DeviceAddress(workspace.address + offset as u64);
-    let params = CHECK.params().heads("q", &CHECK.tokens("q", q)?);
-    let params = COMPRESSED.places(WINDOW.places(params, Some(window))?, compressed)?;
-    let params = params.ptr("sink", sink).heads("out", &CHECK.tokens("out", out)?).ptr("lse", lse);
+    let tokens = |name| views.get(name).map(|view| CHECK.tokens(name, view)).transpose();
+    let params = CHECK.params().heads("q", &tokens("q")?);
+    let params = params.rows("window_pages", &views["window"]).rows("window_indices", &tokens("window_indices")?);
+    let params =
+        params.ptr("window_length", views.get("window_length")).rows("compressed_pages", views.get("compressed"));
+    let params = params.rows("compressed_indices", &tokens("compressed_indices")?);
+    let params = params.ptr("compressed_length", views.get("compressed_length")).ptr("sink", views.get("sink"));
+    let params = params.heads("out", &tokens("out")?).ptr("lse", &views["lse"]);
     let params = params.ptr("partial_out", part(parts.partial_out)).ptr("partial_lse", part(parts.partial_lse));
-    let params = params.ptr("spans", part(parts.spans)).i32("batch", extents.batch)?.i32("s_q", extents.s_q)?;
-    let params = WINDOW.sizes(params.i32("num_heads", extents.num_heads)?, Some(window))?;
-    Ok(COMPRESSED.sizes(params, compressed)?.f32("softmax_scale", softmax_scale))
+    let params = params.ptr("spans", part(parts.spans)).i32("batch", batch)?.i32("s_q", s_q)?;
+    let params = params.i32("num_heads", num_heads)?.i32("window_page_size", window.page_size)?;
+    let params = params.i32("window_num_slots", window.num_slots)?.i32("window_topk", window.topk)?;
+    let params = params.i32("compressed_page_size", compressed.page_size)?;
+    let params = params.i32("compressed_num_slots", compressed.num_slots)?.i32("compressed_topk", compressed.topk)?;
+    Ok(params.f32("softmax_scale", options.softmax_scale))
 }

@@ -1,7 +1,7 @@
 //! The paged KV cache that kernels share (inference 8.3): the format of a row, and what launchers check of a store.
 
-use crate::arguments::{Argument, Arguments};
-use crate::runtime::{DType, Result, TensorView};
+use crate::arguments::Arguments;
+use crate::runtime::Result;
 
 /// Channels of the first part that share a scale.
 const SCALE_GROUP: usize = 64;
@@ -66,38 +66,25 @@ impl RowFormat {
         }
         Ok(())
     }
-}
 
-/// A store of rows. Slot `page * page_size + row` names one.
-#[derive(Clone, Copy, Debug)]
-pub struct Cache<'a> {
-    /// `[num_pages, page_size * row_bytes]` u8, pages 16-byte aligned; bytes between pages belong to nobody.
-    pub pages: &'a TensorView,
-    /// Rows of a page, at least 1.
-    pub page_size: usize,
-}
-
-impl Cache<'_> {
-    /// Rows of all pages.
-    pub fn num_slots(&self) -> usize {
-        self.pages.shape.first().copied().unwrap_or(0).saturating_mul(self.page_size)
-    }
-
-    /// Bytes of a page that belong to its rows.
-    pub(crate) fn page_bytes(&self, format: RowFormat) -> usize {
-        self.page_size.saturating_mul(format.row_bytes())
-    }
-
-    /// What its pages are, `axes` being the names of their number and of their bytes.
-    pub(crate) fn argument<'a>(pages: Argument<'a>, axes: &'static [&'static str]) -> Argument<'a> {
-        pages.of(&[DType::U8]).axes(axes).aligned_rows()
-    }
-
-    pub(crate) fn check(&self, operator: Arguments, argument: &'static str) -> Result<()> {
-        if self.page_size == 0 {
+    /// Bytes of a page of `page_size` rows, which are at least 1; `argument` is the store that is refused.
+    pub(crate) fn page_bytes(self, operator: Arguments, argument: &'static str, page_size: usize) -> Result<usize> {
+        if page_size == 0 {
             return operator.refuse(argument, "a page of 0 rows holds nothing");
         }
-        operator.int32(argument, self.page_size)?;
-        operator.int32(argument, self.num_slots())
+        operator.int32(argument, page_size)?;
+        Ok(page_size.saturating_mul(self.row_bytes()))
     }
+}
+
+/// Rows of all pages of a store; slot `page * page_size + row` names one.
+pub(crate) fn num_slots(
+    operator: Arguments,
+    argument: &'static str,
+    num_pages: usize,
+    page_size: usize,
+) -> Result<usize> {
+    let num_slots = num_pages.saturating_mul(page_size);
+    operator.int32(argument, num_slots)?;
+    Ok(num_slots)
 }

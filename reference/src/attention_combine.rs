@@ -19,41 +19,30 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::error::{Result, extents};
+use crate::error::Result;
+use crate::named::Named;
 use crate::precision::{Rounding, values};
 use crate::select::select;
 
-/// What the merge reads, widened to f64.
-#[derive(Debug, Clone)]
-pub struct Inputs {
-    /// `[num_parts, num_tokens, num_heads, v_dim]`, stored in f32. Rows of parts without keys may hold anything.
-    pub partial_out: Tensor,
-    /// `[num_parts, num_tokens, num_heads]`, stored in f32: base 2.
-    pub partial_lse: Tensor,
-    /// `[num_heads]`, stored in f32: a natural logit. Any value, infinities included.
-    pub sink: Option<Tensor>,
-}
-
-/// What the merge writes.
-#[derive(Debug, Clone)]
-pub struct Outputs {
-    /// `[num_tokens, num_heads, v_dim]`, stored in bf16.
-    pub out: Tensor,
-    /// `[num_tokens, num_heads]`, stored in f32.
-    pub lse: Tensor,
-}
-
-/// `out` and `lse`.
-pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
-    let [num_parts, num_tokens, num_heads, v_dim] = inputs.check()?;
+/// `out` `[num_tokens, num_heads, v_dim]`, stored in bf16, and `lse` `[num_tokens, num_heads]`, stored in f32, of these
+/// inputs:
+///
+/// - `partial_out` `[num_parts, num_tokens, num_heads, v_dim]`, stored in f32; rows of parts without keys may hold
+///   anything;
+/// - `partial_lse` `[num_parts, num_tokens, num_heads]`, stored in f32: base 2;
+/// - `sink` `[num_heads]`, stored in f32: a natural logit, of any value, infinities included; absent for no sink.
+pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
+    let (out, lse) = (inputs.tensor("partial_out")?, inputs.tensor("partial_lse")?);
+    let axes: &[&str] = &["num_parts", "num_tokens", "num_heads", "v_dim"];
+    let tensors = [("partial_out", axes), ("partial_lse", &axes[..3]), ("sink", &axes[2..3])];
+    let extents = inputs.extents(["num_parts", "num_tokens", "num_heads", "v_dim"], &tensors)?;
+    let [num_parts, num_tokens, num_heads, v_dim] = extents;
     if num_parts * num_tokens * num_heads == 0 {
-        let full = |value: f64, shape: &[usize]| Tensor::full(value, shape, &Device::Cpu);
-        return Ok(Outputs {
-            out: full(0.0, &[num_tokens, num_heads, v_dim])?,
-            lse: full(f64::INFINITY, &[num_tokens, num_heads])?,
-        });
+        let out = Tensor::full(0.0, &[num_tokens, num_heads, v_dim], &Device::Cpu)?;
+        let lse = Tensor::full(f64::INFINITY, &[num_tokens, num_heads], &Device::Cpu)?;
+        return Ok(Named::new().with("out", out).with("lse", lse));
     }
-    let parts = Parts::new(inputs)?;
+    let parts = Parts::new(out, lse)?;
     // m cancels out of both results but for rounding.
     let m = select(&parts.any, &parts.exponents.max(0)?, 0.0)?;
     let shifted = rounding.f32(&parts.exponents.broadcast_sub(&m)?)?;
@@ -64,21 +53,21 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     let e = rounding.f32(&(&m + log2)?)?;
     let ln_2 = rounding.constant_f32(std::f64::consts::LN_2);
     let lse = select(&parts.any, &(e * ln_2)?, f64::INFINITY)?;
-    let shares = shares(inputs, &parts, &m, &weights, &sum, rounding)?;
+    let shares = shares(inputs.get("sink"), &parts, &m, &weights, &sum, rounding)?;
     let terms = shares.unsqueeze(3)?.broadcast_mul(&parts.out)?;
-    Ok(Outputs { out: rounding.sum_f32(&terms, 0)?, lse })
+    Ok(Named::new().with("out", rounding.sum_f32(&terms, 0)?).with("lse", lse))
 }
 
 /// `2^(e_s - m) / (Z + exp(sink) 2^-m)`, `[num_parts, num_tokens, num_heads]`: 0 for parts without keys.
 fn shares(
-    inputs: &Inputs,
+    sink: Option<&Tensor>,
     parts: &Parts,
     m: &Tensor,
     weights: &Tensor,
     sum: &Tensor,
     rounding: &mut Rounding,
 ) -> Result<Tensor> {
-    let Some(sink) = &inputs.sink else {
+    let Some(sink) = sink else {
         let sum = select(&parts.any, sum, 1.0)?;
         let inverse = rounding.f32(&sum.recip()?)?;
         return rounding.f32(&weights.broadcast_mul(&inverse)?);
@@ -105,17 +94,12 @@ struct Parts {
 }
 
 impl Parts {
-    fn new(inputs: &Inputs) -> Result<Self> {
-        let shape = inputs.partial_lse.dims();
-        let lse = values(&inputs.partial_lse)?;
-        let has_keys: Vec<u8> = lse.iter().map(|e| u8::from(!e.is_infinite())).collect();
-        let has_keys = Tensor::from_vec(has_keys, shape, &Device::Cpu)?;
-        let of_rows = has_keys.unsqueeze(3)?.broadcast_as(inputs.partial_out.shape())?;
-        Ok(Self {
-            exponents: select(&has_keys, &inputs.partial_lse, f64::NEG_INFINITY)?,
-            out: select(&of_rows, &inputs.partial_out, 0.0)?,
-            any: has_keys.max(0)?,
-        })
+    fn new(out: &Tensor, lse: &Tensor) -> Result<Self> {
+        let has_keys: Vec<u8> = values(lse)?.iter().map(|e| u8::from(!e.is_infinite())).collect();
+        let has_keys = Tensor::from_vec(has_keys, lse.shape(), &Device::Cpu)?;
+        let of_rows = has_keys.unsqueeze(3)?.broadcast_as(out.shape())?;
+        let (exponents, out) = (select(&has_keys, lse, f64::NEG_INFINITY)?, select(&of_rows, out, 0.0)?);
+        Ok(Self { exponents, out, any: has_keys.max(0)? })
     }
 }
 
@@ -123,26 +107,12 @@ fn exp2(tensor: &Tensor) -> Result<Tensor> {
     Ok((tensor * std::f64::consts::LN_2)?.exp()?)
 }
 
-impl Inputs {
-    fn check(&self) -> Result<[usize; 4]> {
-        let axes = ["num_parts", "num_tokens", "num_heads", "v_dim"];
-        extents(
-            axes,
-            &[
-                ("partial_out", Some(&self.partial_out), &axes),
-                ("partial_lse", Some(&self.partial_lse), &axes[..3]),
-                ("sink", self.sink.as_ref(), &axes[2..3]),
-            ],
-        )
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::sparse_attention as attention;
     use crate::testing::{Draw, UNIT_ROUNDOFF, assert_unbiased, assert_within, f64_tensor};
-    use crate::{Precision, Result};
+    use crate::{Error, Precision, Result};
 
     const LOG2_E: f64 = std::f64::consts::LOG2_E;
 
@@ -178,14 +148,14 @@ mod tests {
         Ok((outputs.out, (outputs.lse * LOG2_E)?))
     }
 
-    fn split(whole: &attention::Inputs, at: &[usize]) -> Result<Inputs> {
+    fn named(partial_out: Tensor, partial_lse: Tensor, sink: Option<Tensor>) -> Named {
+        Named::new().with("partial_out", partial_out).with("partial_lse", partial_lse).maybe("sink", sink)
+    }
+
+    fn split(whole: &attention::Inputs, at: &[usize]) -> Result<Named> {
         let parts: Vec<_> = at.windows(2).map(|ends| part(whole, ends[0]..ends[1])).collect::<Result<_>>()?;
-        let stack = |tensors: Vec<&Tensor>| Tensor::stack(&tensors, 0);
-        Ok(Inputs {
-            partial_out: stack(parts.iter().map(|(out, _)| out).collect())?,
-            partial_lse: stack(parts.iter().map(|(_, lse)| lse).collect())?,
-            sink: whole.sink.clone(),
-        })
+        let (out, lse): (Vec<Tensor>, Vec<Tensor>) = parts.into_iter().unzip();
+        Ok(named(Tensor::stack(&out, 0)?, Tensor::stack(&lse, 0)?, whole.sink.clone()))
     }
 
     #[test]
@@ -195,8 +165,8 @@ mod tests {
         for at in [&[0, 40][..], &[0, 20, 40], &[0, 1, 13, 14, 39, 40]] {
             let merged = forward(&split(&whole, at)?, &mut Rounding::exact())?;
             let bound = (expected.out.ones_like()? * (64.0 * UNIT_ROUNDOFF))?;
-            assert_within("out", &merged.out, &expected.out, &bound);
-            let (lse, expected_lse) = (values(&merged.lse)?, values(&expected.lse)?);
+            assert_within("out", merged.tensor("out")?, &expected.out, &bound);
+            let (lse, expected_lse) = (values(merged.tensor("lse")?)?, values(&expected.lse)?);
             for (merged, expected) in lse.iter().zip(&expected_lse) {
                 let equal = merged == expected || (merged - expected).abs() <= 64.0 * UNIT_ROUNDOFF * expected.abs();
                 assert!(equal, "lse {merged} against {expected}");
@@ -208,39 +178,34 @@ mod tests {
     #[test]
     fn a_part_without_keys_counts_for_nothing_whatever_it_holds() -> Result<()> {
         let numbers = [1.0, 2.0, f64::NAN, f64::NAN];
-        let merge = |e: f64, sink: f64| {
-            let inputs = Inputs {
-                partial_out: f64_tensor(&numbers, &[2, 1, 1, 2]),
-                partial_lse: f64_tensor(&[3.0, e], &[2, 1, 1]),
-                sink: Some(f64_tensor(&[sink], &[1])),
-            };
-            forward(&inputs, &mut Rounding::exact())
+        let merge = |e: f64, sink: f64| -> Result<[Vec<f64>; 2]> {
+            let (out, lse) = (f64_tensor(&numbers, &[2, 1, 1, 2]), f64_tensor(&[3.0, e], &[2, 1, 1]));
+            let merged = forward(&named(out, lse, Some(f64_tensor(&[sink], &[1]))), &mut Rounding::exact())?;
+            Ok([values(merged.tensor("out")?)?, values(merged.tensor("lse")?)?])
         };
         for infinity in [f64::INFINITY, f64::NEG_INFINITY] {
-            let merged = merge(infinity, f64::NEG_INFINITY)?;
-            assert_eq!(values(&merged.out)?, [1.0, 2.0]);
-            assert!((values(&merged.lse)?[0] - 8f64.ln()).abs() < 1e-15);
-            assert_eq!(values(&merge(infinity, f64::INFINITY)?.out)?, [0.0, 0.0]);
+            let [out, lse] = merge(infinity, f64::NEG_INFINITY)?;
+            assert_eq!(out, [1.0, 2.0]);
+            assert!((lse[0] - 8f64.ln()).abs() < 1e-15);
+            assert_eq!(merge(infinity, f64::INFINITY)?[0], [0.0, 0.0]);
             // exp(sink) = 8, as much as the keys.
-            let halved = values(&merge(infinity, 8f64.ln())?.out)?;
+            let [halved, _] = merge(infinity, 8f64.ln())?;
             assert!((halved[0] - 0.5).abs() < 1e-15 && (halved[1] - 1.0).abs() < 1e-15);
         }
-        assert!(values(&merge(0.0, 0.0)?.out)?.iter().all(|x| x.is_nan()), "a part with keys that is NaN shows");
+        assert!(merge(0.0, 0.0)?[0].iter().all(|x| x.is_nan()), "a part with keys that is NaN shows");
         Ok(())
     }
 
     #[test]
     fn rows_without_any_key_are_zero_and_their_lse_infinite() -> Result<()> {
         for num_parts in [0, 1, 3] {
-            let inputs = Inputs {
-                partial_out: Tensor::full(f64::NAN, (num_parts, 2, 3, 8), &Device::Cpu)?,
-                partial_lse: Tensor::full(f64::NEG_INFINITY, (num_parts, 2, 3), &Device::Cpu)?,
-                sink: Some(f64_tensor(&[0.0, f64::INFINITY, f64::NEG_INFINITY], &[3])),
-            };
+            let out = Tensor::full(f64::NAN, (num_parts, 2, 3, 8), &Device::Cpu)?;
+            let lse = Tensor::full(f64::NEG_INFINITY, (num_parts, 2, 3), &Device::Cpu)?;
+            let inputs = named(out, lse, Some(f64_tensor(&[0.0, f64::INFINITY, f64::NEG_INFINITY], &[3])));
             for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
                 let merged = forward(&inputs, &mut Rounding::new(precision))?;
-                assert!(values(&merged.out)?.iter().all(|&x| x == 0.0));
-                assert!(values(&merged.lse)?.iter().all(|&x| x == f64::INFINITY));
+                assert!(values(merged.tensor("out")?)?.iter().all(|&x| x == 0.0));
+                assert!(values(merged.tensor("lse")?)?.iter().all(|&x| x == f64::INFINITY));
             }
         }
         Ok(())
@@ -249,28 +214,24 @@ mod tests {
     #[test]
     fn working_runs_have_the_exact_result_as_their_mean() -> Result<()> {
         let inputs = split(&whole(), &[0, 7, 20, 40])?;
-        let exact = forward(&inputs, &mut Rounding::exact())?.out;
-        let runs: Vec<Tensor> = (0..256)
-            .map(|seed| Ok(forward(&inputs, &mut Rounding::new(Precision::Working { seed }))?.out))
-            .collect::<Result<_>>()?;
+        let run = |rounding: &mut Rounding| Ok(forward(&inputs, rounding)?.tensor("out")?.narrow(1, 0, 2)?);
+        let working = (0..256).map(|seed| run(&mut Rounding::new(Precision::Working { seed })));
         // Of 15 rows a third has an infinite sink and one token no key: 8 rows err, each by its own shares.
-        assert_unbiased("out", &exact.narrow(1, 0, 2)?, &narrowed(&runs)?, 8);
+        assert_unbiased("out", &run(&mut Rounding::exact())?, &working.collect::<Result<Vec<_>>>()?, 8);
         Ok(())
-    }
-
-    fn narrowed(runs: &[Tensor]) -> Result<Vec<Tensor>> {
-        Ok(runs.iter().map(|run| run.narrow(1, 0, 2)).collect::<std::result::Result<_, _>>()?)
     }
 
     #[test]
     fn inputs_that_do_not_fit_are_refused() {
-        let inputs = |parts: usize, heads: usize| Inputs {
-            partial_out: f64_tensor(&[0.0; 48], &[2, 1, 3, 8]),
-            partial_lse: f64_tensor(&vec![0.0; parts * 3], &[parts, 1, 3]),
-            sink: Some(f64_tensor(&vec![0.0; heads], &[heads])),
+        let merge = |parts: usize, heads: usize| {
+            let (out, lse) = (f64_tensor(&[0.0; 48], &[2, 1, 3, 8]), f64_tensor(&vec![0.0; parts * 3], &[parts, 1, 3]));
+            forward(&named(out, lse, Some(f64_tensor(&vec![0.0; heads], &[heads]))), &mut Rounding::exact())
         };
-        assert!(forward(&inputs(2, 3), &mut Rounding::exact()).is_ok());
-        assert!(forward(&inputs(1, 3), &mut Rounding::exact()).is_err());
-        assert!(forward(&inputs(2, 2), &mut Rounding::exact()).is_err());
+        assert!(merge(2, 3).is_ok());
+        assert!(matches!(merge(1, 3), Err(Error::Shape { argument: "partial_lse", .. })));
+        assert!(matches!(merge(2, 2), Err(Error::Shape { argument: "sink", .. })));
+        let lse = Named::new().with("partial_lse", f64_tensor(&[], &[0, 1, 3]));
+        let refused = forward(&lse, &mut Rounding::exact());
+        assert!(matches!(refused, Err(Error::Value { argument: "partial_out", .. })), "{refused:?}");
     }
 }

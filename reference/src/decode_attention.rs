@@ -19,13 +19,13 @@
 //! it does, for a few dominant keys as much as the rounding itself, since it decides which weights are 1.
 //!
 //! [`sparse_attention`]: crate::sparse_attention
-//! [`attention_combine`]: crate::attention_combine
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::attention_combine as combine;
+use crate::attention_combine;
 use crate::error::{Error, Result, require_f64, wrong_shape, wrong_value};
 use crate::kv_cache::RowFormat;
+use crate::named::Named;
 use crate::precision::Rounding;
 use crate::sparse_attention as attention;
 
@@ -116,9 +116,9 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
         };
         let parts: Vec<Vec<&[i32]>> =
             lists.iter().enumerate().map(|(token, list)| inputs.split.parts(token * blocks + block, list)).collect();
-        let merged = block_inputs.forward(&parts, rounding)?;
-        out.push(merged.out);
-        lse.push(merged.lse);
+        let [block_out, block_lse] = block_inputs.forward(&parts, rounding)?;
+        out.push(block_out);
+        lse.push(block_lse);
     }
     Ok(Outputs {
         out: Tensor::cat(&out, 1)?.reshape((batch, s_q, num_heads, head_dim))?,
@@ -135,12 +135,12 @@ struct BlockInputs {
 }
 
 impl BlockInputs {
-    /// Attention over the parts of each token's list, merged.
-    fn forward(&self, parts: &[Vec<&[i32]>], rounding: &mut Rounding) -> Result<combine::Outputs> {
+    /// Attention over the parts of each token's list, merged: `out` and `lse`.
+    fn forward(&self, parts: &[Vec<&[i32]>], rounding: &mut Rounding) -> Result<[Tensor; 2]> {
         let most = parts.iter().map(Vec::len).max().unwrap_or(0);
         if most <= 1 {
             let whole = attention::forward(&self.part(parts, 0, self.sink.clone()), rounding)?;
-            return Ok(combine::Outputs { out: whole.out, lse: whole.lse });
+            return Ok([whole.out, whole.lse]);
         }
         let (mut partial_out, mut partial_lse) = (Vec::new(), Vec::new());
         for number in 0..most {
@@ -148,12 +148,10 @@ impl BlockInputs {
             partial_out.push(rounding.f32(&outputs.out)?);
             partial_lse.push(rounding.f32(&(outputs.lse * std::f64::consts::LOG2_E)?)?);
         }
-        let merged = combine::Inputs {
-            partial_out: Tensor::stack(&partial_out, 0)?,
-            partial_lse: Tensor::stack(&partial_lse, 0)?,
-            sink: self.sink.clone(),
-        };
-        combine::forward(&merged, rounding)
+        let (partial_out, partial_lse) = (Tensor::stack(&partial_out, 0)?, Tensor::stack(&partial_lse, 0)?);
+        let parts = Named::new().with("partial_out", partial_out).with("partial_lse", partial_lse);
+        let merged = attention_combine::forward(&parts.maybe("sink", self.sink.clone()), rounding)?;
+        Ok([merged.tensor("out")?.clone(), merged.tensor("lse")?.clone()])
     }
 
     /// Part `number` of every token's list; those that have fewer parts have no slot there.

@@ -7,7 +7,7 @@
 use dsv4_kernels::runtime::DType;
 use serde::Serialize;
 
-use super::declared::{Refused, not_empty, positive};
+use super::declared::{Refused, not_empty, positive, refuse};
 use super::{Comparison, Grid, Pooling};
 use crate::case::Distribution;
 use crate::operators::{Aliasing, Data};
@@ -21,6 +21,8 @@ pub struct Axis {
     pub extent: usize,
     /// The least that it may be.
     pub least: usize,
+    /// What it must be a multiple of.
+    pub multiple: usize,
 }
 
 impl Axis {
@@ -28,11 +30,24 @@ impl Axis {
     pub fn not_empty(self) -> Self {
         Self { least: 1, ..self }
     }
+
+    /// A case whose field of this name is 0, or no multiple of this, is refused.
+    pub fn multiple_of(self, multiple: usize) -> Self {
+        Self { multiple, ..self.not_empty() }
+    }
+
+    fn check(self) -> Result<(), Refused> {
+        let Self { name, extent, least, multiple } = self;
+        if !extent.is_multiple_of(multiple) {
+            return refuse(name, format!("{extent} must be a multiple of {multiple}"));
+        }
+        if extent < least { not_empty(name, extent) } else { Ok(()) }
+    }
 }
 
 /// An axis.
 pub fn axis(name: &'static str, extent: usize) -> Axis {
-    Axis { name, extent, least: 0 }
+    Axis { name, extent, least: 0, multiple: 1 }
 }
 
 /// The part that a tensor plays.
@@ -381,6 +396,8 @@ pub struct Specs {
     all: Vec<TensorSpec>,
     /// Numbers of the case that must be finite and above 0, by the names of its fields.
     positive: Vec<(&'static str, f64)>,
+    /// Numbers that must be finite.
+    finite: Vec<(&'static str, f64)>,
 }
 
 impl Specs {
@@ -410,7 +427,7 @@ impl Specs {
                 spec.dtype = base.dtype;
             }
         }
-        Self { seed, all, positive: Vec::new() }
+        Self { seed, all, positive: Vec::new(), finite: Vec::new() }
     }
 
     /// A number of the case, by the name of its field, is finite and above 0.
@@ -419,20 +436,29 @@ impl Specs {
         self
     }
 
-    /// Whether axes, magnitudes and numbers are what they were said to be.
+    /// A number of the case, by the name of its field, is finite.
+    pub fn finite(mut self, field: &'static str, value: impl Into<f64>) -> Self {
+        self.finite.push((field, value.into()));
+        self
+    }
+
+    /// Whether numbers, axes and magnitudes are what they were said to be.
     ///
     /// # Errors
     /// The field, its value and the rule.
     pub(super) fn check(&self) -> Result<(), Refused> {
+        // Magnitudes may follow from numbers.
+        self.positive.iter().try_for_each(|&(field, value)| positive(field, value))?;
+        if let Some((field, value)) = self.finite.iter().find(|(_, value)| !value.is_finite()) {
+            return refuse(field, format!("{value} must be finite"));
+        }
         for spec in &self.all {
-            for axis in spec.axes.iter().filter(|axis| axis.extent < axis.least) {
-                not_empty(axis.name, axis.extent)?;
-            }
+            spec.axes.iter().try_for_each(|axis| axis.check())?;
             if let Source::Drawn { magnitude, .. } = spec.source {
                 positive("magnitude", magnitude)?;
             }
         }
-        self.positive.iter().try_for_each(|&(field, value)| positive(field, value))
+        Ok(())
     }
 
     /// The same without some of them.
@@ -525,6 +551,25 @@ mod tests {
         assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
         assert_eq!(specs.upstreams().map(|(of, dy)| (of.name, dy.name)).collect::<Vec<_>>(), [("y", "dy")]);
         assert_eq!(specs.extent("width"), Some(8));
+    }
+
+    #[test]
+    fn the_first_number_and_the_first_axis_that_are_not_what_they_were_said_to_be_are_refused_by_name() {
+        let refused = |width: usize, scale: f64, shift: f64| {
+            let x = input("x", DType::F32, &[axis("width", width).multiple_of(8)]).drawn(Distribution::Normal, scale);
+            Specs::new(1, [x])
+                .positive("scale", scale)
+                .finite("shift", shift)
+                .check()
+                .map_err(|no| (no.field, no.reason))
+        };
+        let error = |field, reason: &str| Err((field, reason.to_owned()));
+        assert_eq!(refused(16, 1.0, -3.0), Ok(()));
+        assert_eq!(refused(0, 1.0, 0.0), error("width", "0: there must be at least one"));
+        assert_eq!(refused(12, 1.0, 0.0), error("width", "12 must be a multiple of 8"));
+        // Not the magnitude, which is no field of the case.
+        assert_eq!(refused(12, 0.0, 0.0), error("scale", "0 must be finite and above 0"));
+        assert_eq!(refused(12, 1.0, f64::INFINITY), error("shift", "inf must be finite"));
     }
 
     #[test]

@@ -266,6 +266,18 @@ impl<'r> Launches<'r> {
         Ok(())
     }
 
+    /// Launches several kernels, and takes down what ran.
+    ///
+    /// # Errors
+    /// The launcher's.
+    pub fn launch_all<P: Into<String>>(
+        &mut self,
+        launch: impl FnOnce(&'r Device) -> Result<Vec<P>, RuntimeError>,
+    ) -> Result<(), RuntimeError> {
+        launch(self.device)?.into_iter().for_each(|path| self.ran(path));
+        Ok(())
+    }
+
     /// Takes down what ran: one of [`About::paths`].
     pub fn ran(&mut self, path: impl Into<String>) {
         self.paths.push(path.into());

@@ -85,6 +85,12 @@ impl<'i, K: Declared> Laws<'i, K> {
         self.laws.push(Law { name, variant: Box::new(variant), relations });
     }
 
+    /// A law that binds all outputs and gradients alike.
+    pub fn alike(&mut self, name: &'static str, relation: Relation, change: impl FnOnce(&mut Variant<K>)) {
+        let relations: Vec<_> = self.specs.compared().map(|spec| (spec.name, relation.clone())).collect();
+        self.law(name, change, relations);
+    }
+
     /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large. No law of
     /// cases in which that moves an intermediate out of fp32's range, or within what lies outside of it: there a power of
     /// two is rounded too.

@@ -5,6 +5,7 @@
 //! all of them ([`crate::judge::checks`]). The [`registry`] lists all operators.
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use dsv4_kernels::runtime::arena::Violation;
 use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
@@ -345,11 +346,12 @@ pub struct Law {
 }
 
 /// What must hold between a tensor of the case and the same tensor of the variant.
+#[derive(Clone)]
 pub enum Relation {
     /// `variant == factor * case`, bit for bit; `factor` is a power of two.
     Times(f64),
     /// Rows (all axes but the last, flattened) for which this says `true` are bit-equal.
-    EqualRows(Box<dyn Fn(usize) -> bool>),
+    EqualRows(Rc<dyn Fn(usize) -> bool>),
     /// `variant[i] == case[map[i]]` for each row `i`, bit for bit.
     PermutedRows(Vec<usize>),
     /// Entry `i` along an axis of the variant is entry `order[i]` of the case, bit for bit.

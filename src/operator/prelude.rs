@@ -5,6 +5,7 @@ pub use dsv4_reference::Named;
 pub use dsv4_reference::Result as OracleResult;
 pub use dsv4_reference::precision::Rounding;
 pub use proptest::prelude::*;
+pub use proptest::sample::select;
 pub use serde::{Deserialize, Serialize};
 
 pub use super::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};

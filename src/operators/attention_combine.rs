@@ -53,19 +53,18 @@ pub struct AttentionCombineCase {
     pub data: Data,
 }
 
-impl AttentionCombineCase {
-    fn plain(num_parts: usize, num_tokens: usize, num_heads: usize, v_dim: usize) -> Self {
-        Self {
-            num_parts,
-            num_tokens,
-            num_heads,
-            v_dim,
-            empty: EmptyParts::WholeRows,
-            sinks: Sinks::Normal,
-            lse_deviation: 2.0,
-            lse_shift: 4.0,
-            data: Data::normal(1.0),
-        }
+/// With a sink, and rows that have seen no key.
+fn plain(num_parts: usize, num_tokens: usize, num_heads: usize, v_dim: usize) -> AttentionCombineCase {
+    AttentionCombineCase {
+        num_parts,
+        num_tokens,
+        num_heads,
+        v_dim,
+        empty: EmptyParts::WholeRows,
+        sinks: Sinks::Normal,
+        lse_deviation: 2.0,
+        lse_shift: 4.0,
+        data: Data::normal(1.0),
     }
 }
 
@@ -90,29 +89,23 @@ impl Declared for AttentionCombine {
     };
 
     fn tensors(c: &AttentionCombineCase) -> Specs {
-        let (tokens, heads) = (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads));
-        let (parts, v_dim) = (axis("num_parts", c.num_parts), axis("v_dim", c.v_dim));
-        Specs::new(
-            c.data.seed,
-            [
-                input("partial_out", DType::F32, &[parts, tokens, heads, v_dim]).aligned_rows().drawn_as(c.data),
-                input("partial_lse", DType::F32, &[parts, tokens, heads]),
-                input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent),
-                output("out", DType::Bf16, &[tokens, heads, v_dim]).aligned_rows(),
-                output("lse", DType::F32, &[tokens, heads]),
-            ],
-        )
+        let (parts, tokens) = (axis("num_parts", c.num_parts), axis("num_tokens", c.num_tokens));
+        let (heads, v_dim) = (axis("num_heads", c.num_heads).not_empty(), axis("v_dim", c.v_dim).multiple_of(8));
+        let tensors = [
+            input("partial_out", DType::F32, &[parts, tokens, heads, v_dim]).aligned_rows().drawn_as(c.data),
+            input("partial_lse", DType::F32, &[parts, tokens, heads]),
+            input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent),
+            output("out", DType::Bf16, &[tokens, heads, v_dim]).aligned_rows(),
+            output("lse", DType::F32, &[tokens, heads]),
+        ];
+        Specs::new(c.data.seed, tensors).finite("lse_shift", c.lse_shift)
     }
 
     fn check(c: &AttentionCombineCase) -> Result<(), Refused> {
-        if c.v_dim == 0 || !c.v_dim.is_multiple_of(8) {
-            return refuse("v_dim", format!("{} must be a multiple of 8", c.v_dim));
-        }
-        not_empty("num_heads", c.num_heads)?;
-        if !(c.lse_deviation.is_finite() && c.lse_deviation >= 0.0 && c.lse_shift.is_finite()) {
+        if !(c.lse_deviation.is_finite() && c.lse_deviation >= 0.0) {
             return refuse("lse_deviation", format!("{} must be finite and not negative", c.lse_deviation));
         }
-        c.data.check()
+        Ok(())
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<AttentionCombineCase> {
@@ -121,12 +114,11 @@ impl Declared for AttentionCombine {
             prop_oneof![1 => Just(1usize), 4 => 1..=parts],
             extent(tokens, 4),
             extent(heads, 16),
-            prop::sample::select(vec![512usize, 64, 40]),
+            select(vec![512usize, 64, 40]),
         );
-        let empty = prop::sample::select(vec![EmptyParts::None, EmptyParts::Some, EmptyParts::WholeRows]);
-        let sinks = prop::sample::select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]);
-        let lse =
-            (prop::sample::select(vec![0.0, 0.5, 2.0, 10.0]), prop::sample::select(vec![0.0, 6.0, -200.0, 300.0]));
+        let empty = select(vec![EmptyParts::None, EmptyParts::Some, EmptyParts::WholeRows]);
+        let sinks = select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]);
+        let lse = (select(vec![0.0, 0.5, 2.0, 10.0]), select(vec![0.0, 6.0, -200.0, 300.0]));
         (shape, empty, sinks, lse, Data::strategy(-18..=18))
             .prop_map(|(shape, empty, sinks, (lse_deviation, lse_shift), data)| {
                 let (num_parts, num_tokens, num_heads, v_dim) = shape;
@@ -137,18 +129,17 @@ impl Declared for AttentionCombine {
                     lse_deviation,
                     lse_shift,
                     data,
-                    ..AttentionCombineCase::plain(num_parts, num_tokens, num_heads, v_dim)
+                    ..plain(num_parts, num_tokens, num_heads, v_dim)
                 }
             })
             .boxed()
     }
 
     fn typical() -> Vec<AttentionCombineCase> {
-        vec![AttentionCombineCase::plain(3, 4, 5, 64)]
+        vec![plain(3, 4, 5, 64)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<AttentionCombineCase> {
-        let plain = AttentionCombineCase::plain;
         let mut cases = vec![
             plain(3, 0, 4, 64),
             plain(0, 2, 5, 64),
@@ -199,17 +190,11 @@ impl Declared for AttentionCombine {
     }
 
     fn forward(_: &AttentionCombineCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        let (partial_out, partial_lse) = (t.f64("partial_out")?, t.f64("partial_lse")?);
-        let inputs = reference::Inputs { partial_out, partial_lse, sink: t.maybe("sink")? };
-        let reference::Outputs { out, lse } = reference::forward(&inputs, rounding)?;
-        Ok(Named::new().with("out", out).with("lse", lse))
+        reference::forward(&t.named()?, rounding)
     }
 
     fn launch(_: &AttentionCombineCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let (partial_out, partial_lse, sink) = (&v["partial_out"], &v["partial_lse"], v.get("sink"));
-        let arguments = launcher::Forward { partial_out, partial_lse, sink, out: &v["out"], lse: &v["lse"] };
-        run.ran(launcher::forward(run.device(), &arguments)?);
-        Ok(())
+        run.launch(|device| launcher::forward(device, v))
     }
 
     fn laws(c: &AttentionCombineCase, laws: &mut Laws<'_, Self>) {
@@ -225,7 +210,7 @@ impl Declared for AttentionCombine {
             pick_parts(v, &twice);
             v.tensors.edit("partial_lse", |lse| lse[(parts - 1) * rows..].iter_mut().for_each(|e| *e -= 1.0));
         };
-        laws.law("a part may be halved", halved, both(|| Relation::WithinBudget));
+        laws.alike("a part may be halved", Relation::WithinBudget, halved);
         // Parts without keys at the end change no bit.
         let longer: Vec<usize> = (0..parts).chain([0, parts - 1]).collect();
         let padded = |v: &mut Variant<Self>| {
@@ -235,10 +220,10 @@ impl Declared for AttentionCombine {
                 lse[(parts + 1) * rows..].fill(f64::INFINITY);
             });
         };
-        laws.law("a part without keys adds nothing", padded, both(|| Relation::Times(1.0)));
+        laws.alike("a part without keys adds nothing", Relation::Times(1.0), padded);
         if parts > 1 {
             let order = permutation(c.data.seed, parts);
-            laws.law("parts may be permuted", |v| pick_parts(v, &order), both(|| Relation::WithinBudget));
+            laws.alike("parts may be permuted", Relation::WithinBudget, |v| pick_parts(v, &order));
         }
     }
 
@@ -247,23 +232,17 @@ impl Declared for AttentionCombine {
         let gpu = [(2, 128, 128), (8, 128, 128), (18, 1, 128)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(4, 2, 8)] };
         let benchmark = |&(num_parts, num_tokens, num_heads): &(usize, usize, usize)| {
-            let plain = AttentionCombineCase::plain(num_parts, num_tokens, num_heads, 512);
-            let case = AttentionCombineCase { empty: EmptyParts::None, lse_deviation: 1.0, ..plain };
+            let whole = plain(num_parts, num_tokens, num_heads, 512);
+            let case = AttentionCombineCase { empty: EmptyParts::None, lse_deviation: 1.0, ..whole };
             let (parts, rows) = (num_parts as f64, (num_tokens * num_heads) as f64);
             // Every part read, the merged row written; a product and a sum for each element read.
             let bytes = rows * (parts * (4 * case.v_dim + 4) as f64 + (2 * case.v_dim + 4) as f64);
             let flops = 2.0 * parts * rows * case.v_dim as f64;
-            let token = num_parts * num_heads * case.v_dim;
-            let drawn = AttentionCombineCase { num_tokens: num_tokens.min((DRAWN / token).max(1)), ..case.clone() };
             let name = format!("{num_parts} parts {num_tokens}x{num_heads}x{}", case.v_dim);
-            Benchmark { drawn, bytes, flops, ..Benchmark::new(Direction::Forward, name, case, "num_tokens") }
+            Benchmark { bytes, flops, ..Benchmark::new(Direction::Forward, name, case, "num_tokens") }
         };
         shapes.iter().map(benchmark).collect()
     }
-}
-
-fn both(relation: impl Fn() -> Relation) -> [(&'static str, Relation); 2] {
-    [("out", relation()), ("lse", relation())]
 }
 
 /// Parts in the given order; a part may occur more than once.

@@ -2,32 +2,22 @@
 //! `reference/src/decode_attention.rs`.
 
 use dsv4_kernels::decode_attention as launcher;
-use dsv4_kernels::kv_cache as launched;
-use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError, Views};
-use dsv4_reference::Named;
+use dsv4_kernels::kv_cache::RowFormat;
+use dsv4_kernels::runtime::{Device, HostTensor};
 use dsv4_reference::decode_attention as reference;
-use dsv4_reference::kv_cache::{RowFormat, SCALE_BYTES, SCALE_GROUP};
-use dsv4_reference::precision::Rounding;
 use half::bf16;
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
 use rand::seq::SliceRandom;
-use serde::{Deserialize, Serialize};
 
 use super::Implementation;
 use super::lists::{IndexClass, Lengths, compact, distinct};
-use super::paged::{page_bytes, page_gap, pages_of, rows_of};
+use super::paged::{check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of};
 use super::sinks::Sinks;
-use crate::case::{Distribution, Draw};
+use crate::case::Draw;
 use crate::judge::checks::permutation;
-use crate::judge::golden::GoldenFile;
-use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, on_gpu};
-use crate::operator::declaration::{Specs, TensorSpec, axis, input, output};
-use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
-use crate::operator::golden::Golden;
-use crate::operator::laws::{Laws, Variant};
-use crate::operator::tensors::{Bound, Tensors};
-use crate::operator::{ModuleSpecification, Profile, Relation};
+use crate::operator::Relation;
+use crate::operator::benchmarks::Rate;
+use crate::operator::declaration::TensorSpec;
+use crate::operator::prelude::*;
 
 /// The operator.
 pub struct DecodeAttention;
@@ -119,46 +109,54 @@ pub struct DecodeAttentionCase {
 
 /// Slots of the longest list: behind it, lengths that reach beyond it still fit an i32.
 const MOST_SLOTS: usize = 1 << 30;
-const MODEL: launched::RowFormat = launched::RowFormat::MODEL;
-const SMALL: launched::RowFormat = launched::RowFormat { nope_dim: 64, rope_dim: 64 };
+const MODEL: RowFormat = RowFormat::MODEL;
+const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 /// bf16 channels whose 16-byte pieces in a warp's rows are no multiple of its lanes.
-const ODD: launched::RowFormat = launched::RowFormat { nope_dim: 128, rope_dim: 48 };
+const ODD: RowFormat = RowFormat { nope_dim: 128, rope_dim: 48 };
+
+/// Lists with slots that are not valid, over a window and compressed entries of small pages.
+fn plain(batch: usize, s_q: usize, num_heads: usize, format: RowFormat, num_blocks: usize) -> DecodeAttentionCase {
+    let RowFormat { nope_dim, rope_dim } = format;
+    DecodeAttentionCase {
+        batch,
+        s_q,
+        num_heads,
+        nope_dim,
+        rope_dim,
+        window: StoreCase { topk: 70, num_pages: 3, page_size: 16 },
+        compressed: Some(StoreCase { topk: 130, num_pages: 20, page_size: 2 }),
+        indices: IndexClass::Hostile,
+        lengths: Lengths::Absent,
+        lengths_of: LengthsOf::Both,
+        sinks: Sinks::Normal,
+        softmax_scale: (format.head_dim() as f32).sqrt().recip(),
+        logit_deviation: 2.0,
+        logit_shift: 0.0,
+        row_magnitude: 1.0,
+        num_blocks,
+        page_padding: 0,
+        distribution: Distribution::Normal,
+        poison_unreferenced: true,
+        implementation: Implementation::Portable,
+        cuts: None,
+        seed: 1,
+    }
+}
 
 impl DecodeAttentionCase {
-    fn plain(batch: usize, s_q: usize, num_heads: usize, format: launched::RowFormat, num_blocks: usize) -> Self {
-        let launched::RowFormat { nope_dim, rope_dim } = format;
-        Self {
-            batch,
-            s_q,
-            num_heads,
-            nope_dim,
-            rope_dim,
-            window: StoreCase { topk: 70, num_pages: 3, page_size: 16 },
-            compressed: Some(StoreCase { topk: 130, num_pages: 20, page_size: 2 }),
-            indices: IndexClass::Hostile,
-            lengths: Lengths::Absent,
-            lengths_of: LengthsOf::Both,
-            sinks: Sinks::Normal,
-            softmax_scale: (format.head_dim() as f32).sqrt().recip(),
-            logit_deviation: 2.0,
-            logit_shift: 0.0,
-            row_magnitude: 1.0,
-            num_blocks,
-            page_padding: 0,
-            distribution: Distribution::Normal,
-            poison_unreferenced: true,
-            implementation: Implementation::Portable,
-            cuts: None,
-            seed: 1,
-        }
-    }
-
     fn format(&self) -> RowFormat {
         RowFormat { nope_dim: self.nope_dim, rope_dim: self.rope_dim }
     }
 
-    fn launched_format(&self) -> launched::RowFormat {
-        launched::RowFormat { nope_dim: self.nope_dim, rope_dim: self.rope_dim }
+    fn options(&self) -> launcher::Options {
+        launcher::Options {
+            format: self.format(),
+            window_page_size: self.window.page_size,
+            compressed_page_size: self.compressed.map_or(1, |store| store.page_size),
+            softmax_scale: self.softmax_scale,
+            num_blocks: self.num_blocks,
+            implementation: self.implementation.launcher(),
+        }
     }
 
     fn tokens(&self) -> usize {
@@ -215,7 +213,7 @@ impl StoreNames {
     fn tensors(self, c: &DecodeAttentionCase, store: Option<StoreCase>) -> [TensorSpec; 3] {
         let StoreCase { topk, num_pages, page_size } =
             store.unwrap_or(StoreCase { topk: 0, num_pages: 0, page_size: 1 });
-        let (format, [pages, bytes, slots]) = (c.launched_format(), self.axes);
+        let (format, [pages, bytes, slots]) = (c.format(), self.axes);
         let lengths = c.lengths != Lengths::Absent && [LengthsOf::Both, self.alone].contains(&c.lengths_of);
         let gap = page_gap(format, page_size).saturating_add(c.page_padding);
         let pages = [axis(pages, num_pages), axis(bytes, page_size * format.row_bytes())];
@@ -258,8 +256,8 @@ impl Declared for DecodeAttention {
     const GOLDEN: &'static [&'static str] = &["attn_core"];
 
     fn tensors(c: &DecodeAttentionCase) -> Specs {
-        let [batch, s_q] = [axis("batch", c.batch), axis("s_q", c.s_q)];
-        let num_heads = axis("num_heads", c.num_heads);
+        let [batch, s_q] = [axis("batch", c.batch), axis("s_q", c.s_q).not_empty()];
+        let num_heads = axis("num_heads", c.num_heads).not_empty();
         let heads = [batch, s_q, num_heads, axis("head_dim", c.head_dim())];
         let first = [
             input("q", DType::Bf16, &heads).aligned_rows().joined().drawn(c.distribution, query_size(c)),
@@ -268,29 +266,20 @@ impl Declared for DecodeAttention {
         let stores = [WINDOW.tensors(c, Some(c.window)), COMPRESSED.tensors(c, c.compressed)];
         let last = [output("out", DType::Bf16, &heads).aligned_rows().joined(), output("lse", DType::F32, &heads[..3])];
         Specs::new(c.seed, first.into_iter().chain(stores.into_iter().flatten()).chain(last))
+            .positive("softmax_scale", c.softmax_scale)
+            .positive("logit_deviation", c.logit_deviation)
+            .positive("row_magnitude", c.row_magnitude)
+            .finite("logit_shift", c.logit_shift)
     }
 
     fn check(c: &DecodeAttentionCase) -> Result<(), Refused> {
-        if !c.nope_dim.is_multiple_of(SCALE_GROUP) || c.nope_dim > SCALE_GROUP * SCALE_BYTES {
-            return refuse("nope_dim", format!("{} must be a multiple of 64 up to 512", c.nope_dim));
-        }
+        check_nope_dim(c.nope_dim)?;
         if c.rope_dim == 0 || c.rope_dim > 512 || !c.head_dim().is_multiple_of(16) || c.head_dim() > 512 {
             let reason = format!("{}: with {} others it makes no multiple of 16 up to 512", c.rope_dim, c.nope_dim);
             return refuse("rope_dim", reason);
         }
-        for (field, extent) in [("s_q", c.s_q), ("num_heads", c.num_heads), ("num_blocks", c.num_blocks)] {
-            if extent == 0 {
-                return refuse(field, "0: there must be one");
-            }
-        }
-        positive("softmax_scale", f64::from(c.softmax_scale))?;
-        positive("logit_deviation", c.logit_deviation)?;
-        positive("row_magnitude", c.row_magnitude)?;
-        if !c.logit_shift.is_finite() {
-            return refuse("logit_shift", format!("{} must be finite", c.logit_shift));
-        }
-        let hopper = c.head_dim() == 512 && [0, 448].contains(&c.nope_dim);
-        if c.implementation == Implementation::Hopper && !hopper {
+        not_empty("num_blocks", c.num_blocks)?;
+        if c.implementation == Implementation::Hopper && !launcher::HOPPER_FORMATS.contains(&c.format()) {
             let reason = format!("hopper takes 448 + 64 channels or 512 in bf16, not {} + {}", c.nope_dim, c.rope_dim);
             return refuse("implementation", reason);
         }
@@ -298,7 +287,7 @@ impl Declared for DecodeAttention {
             return refuse("page_padding", format!("{}: pages are 16-byte aligned", c.page_padding));
         }
         for (names, store) in c.stores() {
-            page_bytes(c.launched_format(), store.page_size).or_else(|reason| refuse(names.pages, reason))?;
+            page_bytes(c.format(), store.page_size).or_else(|reason| refuse(names.pages, reason))?;
             if store.topk > MOST_SLOTS {
                 return refuse(names.pages, format!("lists of {} slots; {MOST_SLOTS} at most", store.topk));
             }
@@ -308,27 +297,27 @@ impl Declared for DecodeAttention {
 
     fn strategy(profile: Profile) -> BoxedStrategy<DecodeAttentionCase> {
         let lists = (
-            prop::sample::select(vec![
+            select(vec![
                 IndexClass::Valid,
                 IndexClass::Duplicates,
                 IndexClass::Hostile,
                 IndexClass::LeadingMasked,
                 IndexClass::EmptyRows,
             ]),
-            prop::sample::select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]),
-            prop::sample::select(vec![LengthsOf::Both, LengthsOf::Both, LengthsOf::Window, LengthsOf::Compressed]),
-            prop::sample::select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]),
+            select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]),
+            select(vec![LengthsOf::Both, LengthsOf::Both, LengthsOf::Window, LengthsOf::Compressed]),
+            select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]),
         );
-        let scale = prop::sample::select(vec![0.044_194_174f32, 0.125, 0.3, 1.0]);
+        let scale = select(vec![0.044_194_174f32, 0.125, 0.3, 1.0]);
         let logits = (
             scale,
-            prop::sample::select(vec![0.5, 2.0, 4.0]),
+            select(vec![0.5, 2.0, 4.0]),
             prop_oneof![4 => Just(0.0), 1 => Just(-200.0)],
-            prop::sample::select(vec![1.0, 1.0, 0.001, 300.0, 40000.0]),
+            select(vec![1.0, 1.0, 0.001, 300.0, 40000.0]),
         );
         let data = (
             prop_oneof![2 => Just(0usize), 1 => Just(32usize)],
-            prop::sample::select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
+            select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
             any::<bool>(),
             prop_oneof![1 => Just(Implementation::Portable), 2 => Just(Implementation::Hopper)],
             0..1000u64,
@@ -340,7 +329,7 @@ impl Declared for DecodeAttention {
                 let (softmax_scale, logit_deviation, logit_shift, row_magnitude) = logits;
                 let (page_padding, distribution, poison_unreferenced, implementation, seed) = data;
                 // Hopper's formats are few; the others have the portable kernel only.
-                let hopper = format.head_dim() == 512 && [0, 448].contains(&format.nope_dim);
+                let hopper = launcher::HOPPER_FORMATS.contains(&format);
                 let implementation = if hopper { implementation } else { Implementation::Portable };
                 // Rows of unlike size scale logits by as much: they start smaller.
                 let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
@@ -360,20 +349,18 @@ impl Declared for DecodeAttention {
                     poison_unreferenced,
                     implementation,
                     seed,
-                    ..DecodeAttentionCase::plain(batch, s_q, num_heads, format, num_blocks)
+                    ..plain(batch, s_q, num_heads, format, num_blocks)
                 }
             })
             .boxed()
     }
 
     fn typical() -> Vec<DecodeAttentionCase> {
-        let plain = DecodeAttentionCase::plain;
         let within = |case| DecodeAttentionCase { lengths: Lengths::Within, ..case };
         vec![within(plain(2, 2, 5, SMALL, 3)), plain(2, 2, 18, SMALL, 1), hopper(within(plain(1, 2, 3, MODEL, 2)))]
     }
 
     fn edge_cases(profile: Profile) -> Vec<DecodeAttentionCase> {
-        let plain = DecodeAttentionCase::plain;
         let store = |topk, num_pages, page_size| StoreCase { topk, num_pages, page_size };
         let mut cases = vec![
             plain(0, 1, 4, SMALL, 3),
@@ -416,7 +403,7 @@ impl Declared for DecodeAttention {
             DecodeAttentionCase { indices: IndexClass::EmptyRows, ..plain(3, 4, 6, SMALL, 7) },
             plain(1, 2, 5, MODEL, 3),
             DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 17, MODEL, 2) },
-            plain(1, 2, 5, launched::RowFormat::bf16(512), 3),
+            plain(1, 2, 5, RowFormat::bf16(512), 3),
             hopper(plain(1, 2, 5, MODEL, 3)),
             hopper(DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 66, MODEL, 2) }),
             // Rows of few weights: the largest is exactly 1 and rounds nothing.
@@ -426,7 +413,7 @@ impl Declared for DecodeAttention {
                 sinks: Sinks::Extreme,
                 ..plain(8, 1, 7, MODEL, 5)
             }),
-            hopper(plain(2, 2, 5, launched::RowFormat::bf16(512), 3)),
+            hopper(plain(2, 2, 5, RowFormat::bf16(512), 3)),
             // Units of one tile, one after another through one block.
             hopper(DecodeAttentionCase { window: store(5, 1, 64), compressed: None, ..plain(9, 1, 1, MODEL, 1) }),
             // A head that stands alone among its warp's rows, over eight tiles.
@@ -446,7 +433,7 @@ impl Declared for DecodeAttention {
         c.implementation.launcher().cannot_run_on(environment)
     }
 
-    fn amend(c: &DecodeAttentionCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+    fn amend(c: &DecodeAttentionCase, tensors: &mut Tensors) -> OracleResult<()> {
         if c.logit_shift != 0.0 {
             let (width, shift) = (c.head_dim(), shift_size(c) * c.logit_shift.signum());
             tensors.edit("q", |q| q.chunks_mut(width).for_each(|head| head[width - 1] = shift));
@@ -458,10 +445,10 @@ impl Declared for DecodeAttention {
         Ok(())
     }
 
-    fn forward(c: &DecodeAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn forward(c: &DecodeAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let inputs = reference::Inputs {
             q: t.f64("q")?,
-            format: c.format(),
+            format: oracle(c.format()),
             window: WINDOW.reference(c.window, t.host()),
             compressed: c.compressed.map(|store| COMPRESSED.reference(store, t.host())),
             sink: t.maybe("sink")?,
@@ -473,21 +460,11 @@ impl Declared for DecodeAttention {
     }
 
     fn workspaces(c: &DecodeAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        let bytes = launcher::workspace_bytes(&launched_inputs(c, v), c.num_blocks, c.implementation.launcher())?;
-        Ok(vec![("workspace", bytes)])
+        Ok(vec![("workspace", launcher::workspace_bytes(v, &c.options())?)])
     }
 
     fn launch(c: &DecodeAttentionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let arguments = launcher::Forward {
-            inputs: launched_inputs(c, v),
-            num_blocks: c.num_blocks,
-            implementation: c.implementation.launcher(),
-            out: &v["out"],
-            lse: &v["lse"],
-            workspace: &v["workspace"],
-        };
-        launcher::forward(run.device(), &arguments)?.into_iter().for_each(|path| run.ran(path));
-        Ok(())
+        run.launch_all(|device| launcher::forward(device, v, &c.options()))
     }
 
     fn laws(c: &DecodeAttentionCase, laws: &mut Laws<'_, Self>) {
@@ -524,7 +501,7 @@ impl Declared for DecodeAttention {
         }
         let of_model = |(num_heads, compressed)| {
             let model = move |batch| timed(batch, num_heads, [128, compressed], MODEL, fastest, num_blocks);
-            let bf16 = timed(128, num_heads, [128, compressed], launched::RowFormat::bf16(512), fastest, num_blocks);
+            let bf16 = timed(128, num_heads, [128, compressed], RowFormat::bf16(512), fastest, num_blocks);
             let portable = timed(128, num_heads, [128, compressed], MODEL, portable, num_blocks);
             let name = format!("{}{}", portable.name, Implementation::suffix(true));
             [1, 32, 128].map(model).into_iter().chain([bf16, Benchmark { name, ..portable }])
@@ -537,7 +514,7 @@ fn timed(
     batch: usize,
     num_heads: usize,
     [window, compressed]: [usize; 2],
-    format: launched::RowFormat,
+    format: RowFormat,
     implementation: Implementation,
     num_blocks: usize,
 ) -> Benchmark<DecodeAttention> {
@@ -553,17 +530,16 @@ fn timed(
         logit_deviation: 1.0,
         poison_unreferenced: false,
         implementation,
-        ..DecodeAttentionCase::plain(batch, 1, num_heads, format, num_blocks)
+        ..plain(batch, 1, num_heads, format, num_blocks)
     };
-    let mut drawn = DecodeAttentionCase { batch: batch.min(DRAWN / (num_heads * format.head_dim())), ..case.clone() };
-    for (_, store) in drawn.stores_mut() {
-        store.num_pages = store.num_pages.min(DRAWN / (store.page_size * format.head_dim()));
-    }
     let (slots, heads) = (batch * (window + compressed), batch * num_heads);
     let storage = if format.nope_dim > 0 { "fp8" } else { "bf16" };
     let name = format!("b{batch} H{num_heads} w{window}+{compressed} {storage}");
+    let mut benchmark = Benchmark::<DecodeAttention>::new(Direction::Forward, name, case, "batch");
+    for (_, store) in benchmark.drawn.stores_mut() {
+        store.num_pages = store.num_pages.min(DRAWN / (store.page_size * format.head_dim()));
+    }
     Benchmark {
-        drawn,
         // q, out, lse and the lists once; every listed row once.
         bytes: (slots * (format.row_bytes() + 4) + heads * (4 * format.head_dim() + 4)) as f64,
         // Two products of 2·H·slots·D FLOP for each token.
@@ -587,7 +563,7 @@ fn timed(
                 store.num_pages = compact(tensors, names.indices, &[names.pages], store.page_size);
             }
         },
-        ..Benchmark::new(Direction::Forward, name, case, "batch")
+        ..benchmark
     }
 }
 
@@ -600,7 +576,6 @@ fn hopper(case: DecodeAttentionCase) -> DecodeAttentionCase {
 
 /// Heads, stores and pages of the two production models, with as many requests as the oracle can bear.
 fn production_cases() -> Vec<DecodeAttentionCase> {
-    let plain = DecodeAttentionCase::plain;
     let window = StoreCase { topk: 128, num_pages: 4, page_size: 256 };
     let compressed = |topk| Some(StoreCase { topk, num_pages: 48, page_size: 64 });
     let model = DecodeAttentionCase { window, compressed: compressed(1024), ..plain(3, 2, 128, MODEL, 132) };
@@ -615,18 +590,18 @@ fn production_cases() -> Vec<DecodeAttentionCase> {
             window,
             compressed: Some(StoreCase { topk: 1024, num_pages: 700, page_size: 2 }),
             lengths: Lengths::Within,
-            ..plain(5, 1, 64, launched::RowFormat::bf16(512), 50)
+            ..plain(5, 1, 64, RowFormat::bf16(512), 50)
         },
     ]
 }
 
-type Shape = (usize, usize, usize, launched::RowFormat, usize);
+type Shape = (usize, usize, usize, RowFormat, usize);
 
 /// Requests, tokens of each, heads, format, blocks. The formats are few because each is a module of its own.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let heads = |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
-    let small = prop::sample::select(vec![SMALL, ODD, launched::RowFormat::bf16(64)]);
-    let wide = prop::sample::select(vec![MODEL, launched::RowFormat::bf16(512)]);
+    let small = select(vec![SMALL, ODD, RowFormat::bf16(64)]);
+    let wide = select(vec![MODEL, RowFormat::bf16(512)]);
     let blocks = || prop_oneof![1 => Just(1usize), 4 => 1..=12usize];
     let few = (1..=5usize, 1..=3usize, heads(24), small.clone(), blocks());
     match profile {
@@ -649,12 +624,14 @@ fn stores_strategy(profile: Profile) -> BoxedStrategy<(StoreCase, Option<StoreCa
         Profile::Quick | Profile::Ci => (150, 60),
         Profile::Full => (600, 900),
     };
-    let store =
-        move || {
-            let slots = prop_oneof![1 => Just(0usize), 2 => Just(64usize), 1 => Just(1usize), 6 => 1..=topk];
-            (slots, prop::sample::select(vec![1usize, 2, 7, 64]), 1..=rows)
-                .prop_map(|(topk, page_size, rows)| StoreCase { topk, num_pages: rows.div_ceil(page_size), page_size })
-        };
+    let store = move || {
+        let slots = prop_oneof![1 => Just(0usize), 2 => Just(64usize), 1 => Just(1usize), 6 => 1..=topk];
+        (slots, select(vec![1usize, 2, 7, 64]), 1..=rows).prop_map(|(topk, page_size, rows)| StoreCase {
+            topk,
+            num_pages: rows.div_ceil(page_size),
+            page_size,
+        })
+    };
     (store(), prop::option::weighted(0.8, store())).boxed()
 }
 
@@ -670,7 +647,7 @@ impl StoreNames {
         let mut rows = self.draw_rows(c, store);
         if c.poison_unreferenced {
             let referenced = self.referenced(c, store, tensors);
-            let rows = rows.chunks_mut(c.launched_format().row_bytes());
+            let rows = rows.chunks_mut(c.format().row_bytes());
             // NaN in e4m3, in bf16 and as a scale.
             rows.zip(referenced).filter(|(_, referenced)| !referenced).for_each(|(row, _)| row.fill(0xff));
         }
@@ -684,7 +661,7 @@ impl StoreNames {
 
     /// Slot by slot: data, then scales.
     fn draw_rows(self, c: &DecodeAttentionCase, store: StoreCase) -> Vec<u8> {
-        let (format, width) = (c.format(), c.head_dim());
+        let (format, width) = (oracle(c.format()), c.head_dim());
         let rows = Draw::new(c.seed, self.pages).values(c.distribution, store.num_slots(), width, c.row_magnitude);
         let encoded = rows.chunks(width).flat_map(|row| {
             let mut row: Vec<f64> = row.iter().map(|&x| bf16::from_f64(x).to_f64()).collect();
@@ -700,7 +677,7 @@ impl StoreNames {
 
     /// Puts rows that lie slot by slot into the pages of the store.
     fn put_rows(self, c: &DecodeAttentionCase, store: StoreCase, rows: &[u8], tensors: &mut Tensors) {
-        let shape = vec![store.num_pages, store.page_size * c.launched_format().row_bytes()];
+        let shape = vec![store.num_pages, store.page_size * c.format().row_bytes()];
         let bytes = pages_of(c.format(), store.page_size, rows);
         tensors.put(self.pages, HostTensor { dtype: DType::U8, shape, bytes });
     }
@@ -734,17 +711,9 @@ impl StoreNames {
         }
     }
 
-    fn launched(self, store: StoreCase, v: &Views) -> launcher::Store<'_> {
-        launcher::Store {
-            cache: launched::Cache { pages: &v[self.pages], page_size: store.page_size },
-            indices: &v[self.indices],
-            length: v.get(self.length),
-        }
-    }
-
     /// The same rows in pages of one, in another order.
     fn relocate(self, c: &DecodeAttentionCase, store: &mut StoreCase, seed: u64, tensors: &mut Tensors) {
-        let (slots, row_bytes) = (store.num_slots(), c.launched_format().row_bytes());
+        let (slots, row_bytes) = (store.num_slots(), c.format().row_bytes());
         let order = permutation(seed, slots);
         let mut place = vec![0; slots];
         order.iter().enumerate().for_each(|(to, &from)| place[from] = to as i32);
@@ -793,17 +762,6 @@ fn shift_size(case: &DecodeAttentionCase) -> f64 {
     (case.logit_shift.abs() / (f64::from(case.softmax_scale) * case.row_magnitude)).sqrt()
 }
 
-fn launched_inputs<'v>(c: &DecodeAttentionCase, v: &'v Views) -> launcher::Inputs<'v> {
-    launcher::Inputs {
-        q: &v["q"],
-        format: c.launched_format(),
-        window: WINDOW.launched(c.window, v),
-        compressed: c.compressed.map(|store| COMPRESSED.launched(store, v)),
-        sink: v.get("sink"),
-        softmax_scale: c.softmax_scale,
-    }
-}
-
 /// Where the kernel's schedule cuts the lists: all tiles of all units, one behind the other, in equal stretches.
 fn split(c: &DecodeAttentionCase, tensors: &Tensors) -> reference::Split {
     if let Some((unit_heads, cuts)) = c.cuts.clone() {
@@ -834,60 +792,35 @@ fn split(c: &DecodeAttentionCase, tensors: &Tensors) -> reference::Split {
     reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads: spread.heads_per_block, cuts }
 }
 
-/// A law that binds both outputs alike.
-fn law(
-    laws: &mut Laws<'_, DecodeAttention>,
-    name: &'static str,
-    relation: impl Fn() -> Relation,
-    change: impl FnOnce(&mut Variant<DecodeAttention>),
-) {
-    laws.law(name, change, ["out", "lse"].map(|output| (output, relation())));
-}
-
 /// `(a q) · k · (scale / a)` is the same logit: the scale is applied once.
 fn scale_law(laws: &mut Laws<'_, DecodeAttention>) {
-    law(
-        laws,
-        "softmax_scale counts once",
-        || Relation::Times(1.0),
-        |v| {
-            v.tensors.scale("q", 4.0);
-            v.case.softmax_scale /= 4.0;
-            v.tensors.scale_scalar("softmax_scale", 0.25);
-        },
-    );
+    laws.alike("softmax_scale counts once", Relation::Times(1.0), |v| {
+        v.tensors.scale("q", 4.0);
+        v.case.softmax_scale /= 4.0;
+        v.tensors.scale_scalar("softmax_scale", 0.25);
+    });
 }
 
 /// Where a row lies, and in pages of what size, changes no bit.
 fn place_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
-    law(
-        laws,
-        "rows may lie anywhere",
-        || Relation::Times(1.0),
-        |v| {
-            for (number, (names, store)) in v.case.stores_mut().enumerate() {
-                names.relocate(c, store, c.seed + number as u64, &mut v.tensors);
-            }
-        },
-    );
+    laws.alike("rows may lie anywhere", Relation::Times(1.0), |v| {
+        for (number, (names, store)) in v.case.stores_mut().enumerate() {
+            names.relocate(c, store, c.seed + number as u64, &mut v.tensors);
+        }
+    });
 }
 
 /// The work may be split differently.
 fn split_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     let other = if c.num_blocks > 1 { 1 } else { 7 };
-    law(laws, "work may be split differently", || Relation::WithinBothBudgets, |v| v.case.num_blocks = other);
+    laws.alike("work may be split differently", Relation::WithinBothBudgets, |v| v.case.num_blocks = other);
 }
 
 /// The order of the slots does not matter.
 fn slot_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
-    law(
-        laws,
-        "slots may be permuted",
-        || Relation::WithinBothBudgets,
-        |v| {
-            c.stores().for_each(|(names, store)| names.shuffle_slots(c, store, &mut v.tensors));
-        },
-    );
+    laws.alike("slots may be permuted", Relation::WithinBothBudgets, |v| {
+        c.stores().for_each(|(names, store)| names.shuffle_slots(c, store, &mut v.tensors))
+    });
 }
 
 /// Both stores are attended to alike.
@@ -898,21 +831,16 @@ fn exchange_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     if has(WINDOW.length) != has(COMPRESSED.length) {
         return;
     }
-    law(
-        laws,
-        "stores may change places",
-        || Relation::WithinBothBudgets,
-        |v| {
-            (v.case.window, v.case.compressed) = (compressed, Some(c.window));
-            let names = |store: StoreNames| [store.pages, store.indices, store.length];
-            for (one, other) in names(WINDOW).into_iter().zip(names(COMPRESSED)) {
-                let taken = [v.tensors.remove(one), v.tensors.remove(other)];
-                taken.into_iter().zip([other, one]).for_each(|(tensor, name)| {
-                    tensor.into_iter().for_each(|tensor| v.tensors.put(name, tensor));
-                });
-            }
-        },
-    );
+    laws.alike("stores may change places", Relation::WithinBothBudgets, |v| {
+        (v.case.window, v.case.compressed) = (compressed, Some(c.window));
+        let names = |store: StoreNames| [store.pages, store.indices, store.length];
+        for (one, other) in names(WINDOW).into_iter().zip(names(COMPRESSED)) {
+            let taken = [v.tensors.remove(one), v.tensors.remove(other)];
+            taken.into_iter().zip([other, one]).for_each(|(tensor, name)| {
+                tensor.into_iter().for_each(|tensor| v.tensors.put(name, tensor));
+            });
+        }
+    });
 }
 
 /// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one share them otherwise,
@@ -923,8 +851,8 @@ fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     }
     let in_turn = c.implementation == Implementation::Hopper && c.compressed.is_some();
     let one = c.num_blocks == 1 && !in_turn;
-    let relation = || if one { Relation::Times(1.0) } else { Relation::WithinBothBudgets };
-    law(laws, "invalid slots add nothing", relation, |v| {
+    let relation = if one { Relation::Times(1.0) } else { Relation::WithinBothBudgets };
+    laws.alike("invalid slots add nothing", relation, |v| {
         v.case.stores_mut().for_each(|(names, store)| names.lengthen(c, store, &mut v.tensors));
     });
 }
@@ -946,7 +874,7 @@ fn golden_case(file: &GoldenFile) -> Result<Golden<DecodeAttentionCase>, String>
         compressed: entries.as_ref().map(width),
         softmax_scale: file.number("scale")? as f32,
         poison_unreferenced: false,
-        ..DecodeAttentionCase::plain(batch, tokens, heads, launched::RowFormat::bf16(head_dim), (2 * tiles / 3).max(1))
+        ..plain(batch, tokens, heads, RowFormat::bf16(head_dim), (2 * tiles / 3).max(1))
     };
     let heads_last = |values: &[f64]| -> Vec<f64> {
         let at = |b: usize, t: usize, h: usize| ((b * heads + h) * tokens + t) * head_dim;

@@ -4,32 +4,28 @@
 //! The bytes of a row follow from bf16 inputs without an intermediate rounding: the oracle's runs are all alike,
 //! every budget is zero, and every byte must be the oracle's.
 
-use dsv4_kernels::kv_cache as launched;
+use std::rc::Rc;
+
+use dsv4_kernels::kv_cache::RowFormat;
 use dsv4_kernels::kv_cache_write as launcher;
-use dsv4_kernels::runtime::{DType, Environment, HostTensor, RuntimeError, Views};
-use dsv4_reference::Named;
-use dsv4_reference::kv_cache::{RowFormat, SCALE_BYTES, SCALE_GROUP, e4m3_value};
+use dsv4_kernels::runtime::HostTensor;
+use dsv4_reference::kv_cache::{SCALE_GROUP, e4m3_value};
 use dsv4_reference::kv_cache_write as reference;
-use dsv4_reference::precision::Rounding;
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
 use rand::Rng;
 use rand::seq::SliceRandom;
-use serde::{Deserialize, Serialize};
 
-use super::paged::{page_bytes, page_gap, pages_of, rows_of};
+use super::paged::{check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of};
 use super::{LARGEST_DRAWN, extent, magnitude, tensor};
-use crate::case::{Distribution, Draw};
-use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Whole, on_gpu};
-use crate::operator::declaration::{Axis, Specs, axis, input, observed, state};
-use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
-use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Tensors, permuted_along};
-use crate::operator::{ModuleSpecification, Profile, Relation};
+use crate::case::Draw;
+use crate::operator::Relation;
+use crate::operator::benchmarks::Whole;
+use crate::operator::declaration::{Axis, observed, state};
+use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
 
 /// Where amax is lifted to (inference 5.4).
 const AMAX_FLOOR: f64 = 1e-4;
-const SMALL: launched::RowFormat = launched::RowFormat { nope_dim: 64, rope_dim: 64 };
+const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 
 /// The operator.
 pub struct KvCacheWrite;
@@ -91,30 +87,27 @@ pub struct KvCacheWriteCase {
     pub seed: u64,
 }
 
-impl KvCacheWriteCase {
-    fn plain(num_tokens: usize, format: launched::RowFormat, num_pages: usize, page_size: usize) -> Self {
-        let launched::RowFormat { nope_dim, rope_dim } = format;
-        Self {
-            num_tokens,
-            nope_dim,
-            rope_dim,
-            num_pages,
-            page_size,
-            slots: SlotClass::Hostile,
-            contents: Contents::Drawn,
-            distribution: Distribution::Normal,
-            magnitude: 1.0,
-            page_padding: page_gap(format, page_size),
-            seed: 1,
-        }
+/// Drawn numbers, and slots that there are not.
+fn plain(num_tokens: usize, format: RowFormat, num_pages: usize, page_size: usize) -> KvCacheWriteCase {
+    let RowFormat { nope_dim, rope_dim } = format;
+    KvCacheWriteCase {
+        num_tokens,
+        nope_dim,
+        rope_dim,
+        num_pages,
+        page_size,
+        slots: SlotClass::Hostile,
+        contents: Contents::Drawn,
+        distribution: Distribution::Normal,
+        magnitude: 1.0,
+        page_padding: page_gap(format, page_size),
+        seed: 1,
     }
+}
 
+impl KvCacheWriteCase {
     fn format(&self) -> RowFormat {
         RowFormat { nope_dim: self.nope_dim, rope_dim: self.rope_dim }
-    }
-
-    fn launched_format(&self) -> launched::RowFormat {
-        launched::RowFormat { nope_dim: self.nope_dim, rope_dim: self.rope_dim }
     }
 
     fn num_slots(&self) -> usize {
@@ -152,55 +145,43 @@ impl Declared for KvCacheWrite {
 
     fn tensors(c: &KvCacheWriteCase) -> Specs {
         let tokens = [axis("num_tokens", c.num_tokens), axis("head_dim", c.format().head_dim())];
-        let page_bytes = c.page_size.saturating_mul(c.launched_format().row_bytes());
+        let page_bytes = c.page_size.saturating_mul(c.format().row_bytes());
         let pages = [axis("num_pages", c.num_pages), axis("page_bytes", page_bytes)];
         let [codes, rope, scales] = c.observed().map(|(name, bytes)| {
             observed(name, DType::U8, &[axis("num_slots", c.num_slots()), bytes]).exact().when(bytes.extent > 0)
         });
-        Specs::new(
-            c.seed,
-            [
-                input("kv", DType::Bf16, &tokens).aligned_rows(),
-                input("slots", DType::I32, &tokens[..1]),
-                state("cache", DType::U8, &pages).aligned_rows().with_gap(c.page_padding),
-                codes,
-                rope,
-                scales,
-            ],
-        )
+        let tensors = [
+            input("kv", DType::Bf16, &tokens).aligned_rows(),
+            input("slots", DType::I32, &tokens[..1]),
+            state("cache", DType::U8, &pages).aligned_rows().with_gap(c.page_padding),
+            codes,
+            rope,
+            scales,
+        ];
+        Specs::new(c.seed, tensors).positive("magnitude", c.magnitude)
     }
 
     fn check(c: &KvCacheWriteCase) -> Result<(), Refused> {
-        if !c.nope_dim.is_multiple_of(SCALE_GROUP) || c.nope_dim > SCALE_GROUP * SCALE_BYTES {
-            return refuse("nope_dim", format!("{} must be a multiple of 64 up to 512", c.nope_dim));
-        }
+        check_nope_dim(c.nope_dim)?;
         if c.rope_dim == 0 || !c.rope_dim.is_multiple_of(8) || c.rope_dim > 1 << 24 {
             return refuse("rope_dim", format!("{} must be a multiple of 8, 8 to 2^24", c.rope_dim));
         }
-        let page = page_bytes(c.launched_format(), c.page_size).or_else(|reason| refuse("page_size", reason))?;
+        let page = page_bytes(c.format(), c.page_size).or_else(|reason| refuse("page_size", reason))?;
         if !c.page_padding.saturating_add(page).is_multiple_of(16) {
             let reason = format!("{} and a page's {page} bytes must be a multiple of 16", c.page_padding);
             return refuse("page_padding", reason);
         }
-        positive("magnitude", c.magnitude)
+        Ok(())
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<KvCacheWriteCase> {
-        let (tokens, pages): (usize, usize) = match profile {
-            Profile::Quick => (40, 6),
-            Profile::Ci => (90, 12),
-            Profile::Full => (700, 40),
-        };
-        let format = prop::sample::select(vec![
-            launched::RowFormat::MODEL,
-            launched::RowFormat::bf16(512),
-            SMALL,
-            launched::RowFormat { nope_dim: 128, rope_dim: 32 },
-        ]);
-        let page_size = prop::sample::select(vec![1usize, 2, 3, 7, 32, 64]);
+        let [tokens, pages] = profile.of([[40, 6], [90, 12], [700, 40usize]]);
+        let format =
+            select(vec![RowFormat::MODEL, RowFormat::bf16(512), SMALL, RowFormat { nope_dim: 128, rope_dim: 32 }]);
+        let page_size = select(vec![1usize, 2, 3, 7, 32, 64]);
         let shape = (extent(tokens, 8), format, 1..=pages, page_size);
-        let slots = prop::sample::select(vec![SlotClass::Consecutive, SlotClass::Scattered, SlotClass::Hostile]);
-        let contents = prop::sample::select(vec![
+        let slots = select(vec![SlotClass::Consecutive, SlotClass::Scattered, SlotClass::Hostile]);
+        let contents = select(vec![
             Contents::Drawn,
             Contents::Drawn,
             Contents::Ties,
@@ -209,26 +190,24 @@ impl Declared for KvCacheWrite {
             Contents::NotFinite,
         ]);
         let more_page_padding = prop_oneof![Just(0usize), Just(32usize)];
-        let data = (prop::sample::select(Distribution::ALL.to_vec()), magnitude(-40..=40), 0..1000u64);
+        let data = (select(Distribution::ALL.to_vec()), magnitude(-40..=40), 0..1000u64);
         (shape, slots, contents, more_page_padding, data)
             .prop_map(|((num_tokens, format, num_pages, page_size), slots, contents, more_page_padding, data)| {
                 let (distribution, magnitude, seed) = data;
                 let num_pages = num_pages.min((LARGEST_DRAWN / (page_size * format.row_bytes())).max(1));
-                let plain = KvCacheWriteCase::plain(num_tokens, format, num_pages, page_size);
-                let page_padding = plain.page_padding + more_page_padding;
+                let page_padding = page_gap(format, page_size) + more_page_padding;
+                let plain = plain(num_tokens, format, num_pages, page_size);
                 KvCacheWriteCase { slots, contents, distribution, magnitude, page_padding, seed, ..plain }
             })
             .boxed()
     }
 
     fn typical() -> Vec<KvCacheWriteCase> {
-        let plain = KvCacheWriteCase::plain;
-        vec![plain(9, SMALL, 3, 4), plain(5, launched::RowFormat::bf16(512), 3, 2)]
+        vec![plain(9, SMALL, 3, 4), plain(5, RowFormat::bf16(512), 3, 2)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<KvCacheWriteCase> {
-        let plain = KvCacheWriteCase::plain;
-        let model = launched::RowFormat::MODEL;
+        let model = RowFormat::MODEL;
         let mut cases = vec![
             plain(0, model, 2, 4),
             plain(5, model, 0, 64),
@@ -236,10 +215,10 @@ impl Declared for KvCacheWrite {
             KvCacheWriteCase { contents: Contents::Corners, slots: SlotClass::Scattered, ..plain(11, model, 7, 2) },
             KvCacheWriteCase { contents: Contents::NotFinite, ..plain(9, model, 12, 1) },
             KvCacheWriteCase { contents: Contents::Amax, slots: SlotClass::Consecutive, ..plain(885, SMALL, 28, 32) },
-            plain(17, launched::RowFormat::bf16(512), 2, 16),
+            plain(17, RowFormat::bf16(512), 2, 16),
         ];
         if profile == Profile::Full {
-            cases.extend([plain(4000, model, 90, 64), plain(3000, launched::RowFormat::bf16(512), 20, 256)]);
+            cases.extend([plain(4000, model, 90, 64), plain(3000, RowFormat::bf16(512), 20, 256)]);
         }
         cases
     }
@@ -248,9 +227,9 @@ impl Declared for KvCacheWrite {
         launcher::modules()
     }
 
-    fn amend(c: &KvCacheWriteCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+    fn amend(c: &KvCacheWriteCase, tensors: &mut Tensors) -> OracleResult<()> {
         let mut draw = Draw::new(c.seed, "before");
-        let row_bytes = c.launched_format().row_bytes();
+        let row_bytes = c.format().row_bytes();
         let before: Vec<u8> = (0..c.num_slots() * row_bytes).map(|_| draw.rng().random()).collect();
         let shape = tensors.tensor("cache").shape.clone();
         let bytes = pages_of(c.format(), c.page_size, &before);
@@ -261,12 +240,12 @@ impl Declared for KvCacheWrite {
     }
 
     /// Nothing is rounded but the result itself: all precisions give one answer.
-    fn forward(c: &KvCacheWriteCase, t: &Bound<'_>, _: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn forward(c: &KvCacheWriteCase, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
         let cache = t.host().tensor("cache");
         let inputs = reference::Inputs {
             kv: t.f64("kv")?,
             slots: t.host().i32s("slots"),
-            format: c.format(),
+            format: oracle(c.format()),
             page_size: c.page_size,
             pages: cache.bytes.clone(),
         };
@@ -275,10 +254,7 @@ impl Declared for KvCacheWrite {
     }
 
     fn launch(c: &KvCacheWriteCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let cache = launched::Cache { pages: &v["cache"], page_size: c.page_size };
-        let arguments = launcher::Forward { kv: &v["kv"], slots: &v["slots"], format: c.launched_format(), cache };
-        run.ran(launcher::forward(run.device(), &arguments)?);
-        Ok(())
+        run.launch(|device| launcher::forward(device, v, c.format(), c.page_size))
     }
 
     /// The pages as three tensors of bytes, each with a row for each slot.
@@ -288,7 +264,7 @@ impl Declared for KvCacheWrite {
         let part = |(name, Axis { extent, .. })| {
             let columns = from..from + extent;
             from = columns.end;
-            let all = rows.chunks(c.launched_format().row_bytes()).flat_map(|row| row[columns.clone()].to_vec());
+            let all = rows.chunks(c.format().row_bytes()).flat_map(|row| row[columns.clone()].to_vec());
             (name, HostTensor { dtype: DType::U8, shape: vec![c.num_slots(), extent], bytes: all.collect() })
         };
         c.observed().into_iter().filter(|(_, bytes)| bytes.extent > 0).map(part).collect()
@@ -308,20 +284,18 @@ impl Declared for KvCacheWrite {
 
     /// The rows of a long prefill, scattered over a cache that holds just as many; pages are what is sampled.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        let (model, bf16) = (launched::RowFormat::MODEL, launched::RowFormat::bf16(512));
+        let (model, bf16) = (RowFormat::MODEL, RowFormat::bf16(512));
         let gpu = [(4096, 64, model), (65536, 64, model), (65536, 64, bf16)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(64, 16, model)] };
-        let benchmark = |&(num_tokens, page_size, format): &(usize, usize, launched::RowFormat)| {
-            let plain = KvCacheWriteCase::plain(num_tokens, format, num_tokens / page_size, page_size);
+        let benchmark = |&(num_tokens, page_size, format): &(usize, usize, RowFormat)| {
+            let plain = plain(num_tokens, format, num_tokens / page_size, page_size);
             let case = KvCacheWriteCase { slots: SlotClass::Scattered, ..plain };
             let rows = DRAWN / format.head_dim();
             let num_pages = case.num_pages.min(rows / page_size);
             let storage = if format.nope_dim > 0 { "fp8" } else { "bf16" };
             Benchmark {
                 drawn: KvCacheWriteCase { num_tokens: num_tokens.min(rows), num_pages, ..case.clone() },
-                // Each row read in bf16 and written as it is stored, with its slot; amax, product, rounding and a
-                // comparison for each quantised channel.
-                bytes: (num_tokens * (2 * format.head_dim() + format.row_bytes() + 4)) as f64,
+                // Amax, product, rounding and a comparison for each quantised channel.
                 flops: (4 * num_tokens * format.nope_dim) as f64,
                 rows: 2,
                 amend: |c: &KvCacheWriteCase, tensors| {
@@ -334,6 +308,7 @@ impl Declared for KvCacheWrite {
                     case,
                     "num_pages",
                 )
+                .streaming(&[], 0.0)
             }
         };
         shapes.iter().map(benchmark).collect()
@@ -368,18 +343,18 @@ fn writers(c: &KvCacheWriteCase, tensors: &Tensors) -> Vec<Option<usize>> {
 
 /// All that is observed is equal in the slots that are bound.
 fn equal_where(bound: impl Fn(usize) -> bool + Clone + 'static) -> [(&'static str, Relation); 3] {
-    ["codes", "rope", "scales"].map(|name| (name, Relation::EqualRows(Box::new(bound.clone()))))
+    ["codes", "rope", "scales"].map(|name| (name, Relation::EqualRows(Rc::new(bound.clone()))))
 }
 
 /// Pages only say where a row is.
 fn page_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let single_rows = |cache: &HostTensor| {
         let rows = rows_of(c.format(), c.page_size, &cache.bytes);
-        let shape = vec![c.num_slots(), c.launched_format().row_bytes()];
+        let shape = vec![c.num_slots(), c.format().row_bytes()];
         HostTensor { dtype: DType::U8, shape, bytes: pages_of(c.format(), 1, &rows) }
     };
     let cache = single_rows(laws.tensors().tensor("cache"));
-    let page_padding = page_gap(c.launched_format(), 1);
+    let page_padding = page_gap(c.format(), 1);
     laws.law(
         "pages only place rows",
         |v| {
@@ -419,7 +394,7 @@ fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     };
     let bound: Vec<bool> = writers(c, laws.tensors()).into_iter().map(|writer| writer.is_some_and(free)).collect();
     if bound.contains(&true) {
-        let codes = Relation::EqualRows(Box::new(move |slot| bound[slot]));
+        let codes = Relation::EqualRows(Rc::new(move |slot| bound[slot]));
         laws.law("a power of two moves the scale alone", |v| v.tensors.scale("kv", 4.0), [("codes", codes)]);
     }
 }

@@ -1,9 +1,9 @@
 //! What the operators of the paged cache stand on: launchers that name the argument that they refuse, and the
 //! conversion of pairs of codes.
 
-use dsv4_kernels::kv_cache::{Cache, RowFormat};
+use dsv4_kernels::kv_cache::RowFormat;
 use dsv4_kernels::runtime::params::Params;
-use dsv4_kernels::runtime::{Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView};
+use dsv4_kernels::runtime::{Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView, Views};
 use dsv4_kernels::{attention_combine, decode_attention, kv_cache_write};
 use dsv4_reference::kv_cache::e4m3_value;
 
@@ -28,6 +28,11 @@ fn arena() -> DeviceArena<'static> {
 
 fn place(arena: &mut DeviceArena<'_>, name: &str, dtype: DType, shape: &[usize]) -> TensorView {
     arena.output(name, dtype, shape).expect("memory")
+}
+
+fn placed(arena: &mut DeviceArena<'_>, tensors: &[(&'static str, DType, &[usize])]) -> Views {
+    let placed = tensors.iter().map(|&(name, dtype, shape)| (name, place(arena, name, dtype, shape)));
+    placed.fold(Views::new(), |views, (name, view)| views.with(name, &view))
 }
 
 fn shaped(view: &TensorView, shape: &[usize]) -> TensorView {
@@ -71,11 +76,11 @@ fn the_launcher_of_kv_cache_write_names_the_argument_that_it_refuses() {
     let slots = place(&mut arena, "slots", DType::I32, &[3]);
     let pages = place(&mut arena, "cache", DType::U8, &[4, PAGE_SIZE * FORMAT.row_bytes()]);
     let write = |kv: &TensorView, slots: &TensorView, format: RowFormat, pages: &TensorView, page_size: usize| {
-        let cache = Cache { pages, page_size };
-        kv_cache_write::forward(support::device(), &kv_cache_write::Forward { kv, slots, format, cache })
+        let views = Views::from([("kv", kv), ("slots", slots), ("cache", pages)]);
+        kv_cache_write::forward(support::device(), &views, format, page_size)
     };
     write(&kv, &slots, FORMAT, &pages, PAGE_SIZE).expect("the unchanged arguments are accepted");
-    assert_refused(write(&shaped(&kv, &[3, 64]), &slots, FORMAT, &pages, PAGE_SIZE), "kv", "width 64");
+    assert_refused(write(&shaped(&kv, &[3, 64]), &slots, FORMAT, &pages, PAGE_SIZE), "kv", "[3, 64] must be [3, 128]");
     assert_refused(write(&typed(&kv, DType::F32), &slots, FORMAT, &pages, PAGE_SIZE), "kv", "f32");
     assert_refused(write(&kv, &shaped(&slots, &[2]), FORMAT, &pages, PAGE_SIZE), "slots", "[2]");
     assert_refused(write(&kv, &typed(&slots, DType::F32), FORMAT, &pages, PAGE_SIZE), "slots", "f32");
@@ -94,97 +99,86 @@ fn the_launcher_of_kv_cache_write_names_the_argument_that_it_refuses() {
 #[test]
 fn the_launcher_of_attention_combine_names_the_argument_that_it_refuses() {
     let mut arena = arena();
-    let partial_out = place(&mut arena, "partial_out", DType::F32, &[2, 3, 4, 64]);
-    let partial_lse = place(&mut arena, "partial_lse", DType::F32, &[2, 3, 4]);
-    let sink = place(&mut arena, "sink", DType::F32, &[4]);
-    let out = place(&mut arena, "out", DType::Bf16, &[3, 4, 64]);
-    let lse = place(&mut arena, "lse", DType::F32, &[3, 4]);
-    let merge = |[partial_out, partial_lse, sink, out, lse]: [&TensorView; 5]| {
-        let arguments = attention_combine::Forward { partial_out, partial_lse, sink: Some(sink), out, lse };
-        attention_combine::forward(support::device(), &arguments)
+    let all = placed(
+        &mut arena,
+        &[
+            ("partial_out", DType::F32, &[2, 3, 4, 64]),
+            ("partial_lse", DType::F32, &[2, 3, 4]),
+            ("sink", DType::F32, &[4]),
+            ("out", DType::Bf16, &[3, 4, 64]),
+            ("lse", DType::F32, &[3, 4]),
+        ],
+    );
+    attention_combine::forward(support::device(), &all).expect("the unchanged arguments are accepted");
+    attention_combine::forward(support::device(), &all.without(&["sink"])).expect("without a sink as well");
+    let refused = |name: &'static str, needle: &str, changed: &dyn Fn(&TensorView) -> TensorView| {
+        let views = all.clone().with(name, &changed(&all[name]));
+        assert_refused(attention_combine::forward(support::device(), &views), name, needle);
     };
-    let all = [&partial_out, &partial_lse, &sink, &out, &lse];
-    merge(all).expect("the unchanged arguments are accepted");
-    let refused = |number: usize, changed: TensorView, argument: &str, needle: &str| {
-        let mut arguments = all;
-        arguments[number] = &changed;
-        assert_refused(merge(arguments), argument, needle);
-    };
-    refused(0, shaped(&partial_out, &[2, 3, 4, 60]), "partial_out", "v_dim 60");
-    refused(0, typed(&partial_out, DType::Bf16), "partial_out", "bf16");
-    refused(0, shaped(&partial_out, &[6, 4, 64]), "partial_out", "3 axes");
-    refused(1, shaped(&partial_lse, &[2, 4, 3]), "partial_lse", "[2, 4, 3]");
-    refused(2, shaped(&sink, &[3]), "sink", "[3]");
-    refused(3, shaped(&out, &[4, 3, 64]), "out", "[4, 3, 64]");
-    refused(3, at(&out, &partial_out), "out", "overlaps `partial_out`");
-    refused(4, typed(&lse, DType::Bf16), "lse", "bf16");
-    refused(4, at(&lse, &out), "lse", "overlaps `out`");
+    refused("partial_out", "v_dim 60", &|view| shaped(view, &[2, 3, 4, 60]));
+    refused("partial_out", "bf16", &|view| typed(view, DType::Bf16));
+    refused("partial_out", "3 axes", &|view| shaped(view, &[6, 4, 64]));
+    refused("partial_lse", "[2, 4, 3]", &|view| shaped(view, &[2, 4, 3]));
+    refused("sink", "[3]", &|view| shaped(view, &[3]));
+    refused("out", "[4, 3, 64]", &|view| shaped(view, &[4, 3, 64]));
+    refused("out", "overlaps `partial_out`", &|view| at(view, &all["partial_out"]));
+    refused("lse", "bf16", &|view| typed(view, DType::Bf16));
+    refused("lse", "overlaps `out`", &|view| at(view, &all["out"]));
+    let without = attention_combine::forward(support::device(), &all.without(&["lse"]));
+    assert_refused(without, "lse", "must be present");
 }
 
 /// Two requests of two tokens over one store of 8 rows, in both of its roles.
 #[derive(Clone)]
 struct Decode {
-    q: TensorView,
-    pages: TensorView,
-    indices: TensorView,
-    length: TensorView,
-    sink: TensorView,
-    softmax_scale: f32,
-    num_blocks: usize,
-    out: TensorView,
-    lse: TensorView,
-    workspace: TensorView,
+    views: Views,
+    options: decode_attention::Options,
 }
 
 impl Decode {
     fn new(arena: &mut DeviceArena<'_>) -> Self {
-        Self {
-            q: place(arena, "q", DType::Bf16, &[2, 2, 4, 128]),
-            pages: place(arena, "pages", DType::U8, &[4, PAGE_SIZE * FORMAT.row_bytes()]),
-            indices: place(arena, "indices", DType::I32, &[2, 2, 5]),
-            length: place(arena, "length", DType::I32, &[2]),
-            sink: place(arena, "sink", DType::F32, &[4]),
+        let views = placed(
+            arena,
+            &[
+                ("q", DType::Bf16, &[2, 2, 4, 128]),
+                ("window", DType::U8, &[4, PAGE_SIZE * FORMAT.row_bytes()]),
+                ("window_indices", DType::I32, &[2, 2, 5]),
+                ("window_length", DType::I32, &[2]),
+                ("sink", DType::F32, &[4]),
+                ("out", DType::Bf16, &[2, 2, 4, 128]),
+                ("lse", DType::F32, &[2, 2, 4]),
+                ("workspace", DType::U8, &[1 << 17]),
+            ],
+        );
+        let roles = [
+            ("window", "compressed"),
+            ("window_indices", "compressed_indices"),
+            ("window_length", "compressed_length"),
+        ];
+        let views = roles.iter().fold(views.clone(), |all, (one, other)| all.with(other, &views[one]));
+        let options = decode_attention::Options {
+            format: FORMAT,
+            window_page_size: PAGE_SIZE,
+            compressed_page_size: PAGE_SIZE,
             softmax_scale: 0.125,
             num_blocks: 3,
-            out: place(arena, "out", DType::Bf16, &[2, 2, 4, 128]),
-            lse: place(arena, "lse", DType::F32, &[2, 2, 4]),
-            workspace: place(arena, "workspace", DType::U8, &[1 << 17]),
-        }
-    }
-
-    fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
-        let mut changed = self.clone();
-        change(&mut changed);
-        changed
-    }
-
-    fn inputs(&self) -> decode_attention::Inputs<'_> {
-        let store = decode_attention::Store {
-            cache: Cache { pages: &self.pages, page_size: PAGE_SIZE },
-            indices: &self.indices,
-            length: Some(&self.length),
+            implementation: decode_attention::Implementation::Portable,
         };
-        decode_attention::Inputs {
-            q: &self.q,
-            format: FORMAT,
-            window: store,
-            compressed: Some(store),
-            sink: Some(&self.sink),
-            softmax_scale: self.softmax_scale,
-        }
+        Self { views, options }
+    }
+
+    fn with(&self, name: &'static str, change: impl FnOnce(&TensorView) -> TensorView) -> Self {
+        Self { views: self.views.clone().with(name, &change(&self.views[name])), ..self.clone() }
+    }
+
+    fn told(&self, change: impl FnOnce(&mut decode_attention::Options)) -> Self {
+        let mut told = self.clone();
+        change(&mut told.options);
+        told
     }
 
     fn forward(&self) -> Result<Vec<String>> {
-        let Self { out, lse, workspace, num_blocks, .. } = self;
-        let arguments = decode_attention::Forward {
-            inputs: self.inputs(),
-            num_blocks: *num_blocks,
-            implementation: decode_attention::Implementation::Portable,
-            out,
-            lse,
-            workspace,
-        };
-        decode_attention::forward(support::device(), &arguments)
+        decode_attention::forward(support::device(), &self.views, &self.options)
     }
 }
 
@@ -193,34 +187,68 @@ fn the_launcher_of_decode_attention_names_the_argument_that_it_refuses() {
     let mut arena = arena();
     let decode = Decode::new(&mut arena);
     decode.forward().expect("the unchanged arguments are accepted");
-    let bytes = decode_attention::workspace_bytes(
-        &decode.inputs(),
-        decode.num_blocks,
-        decode_attention::Implementation::Portable,
-    )
-    .expect("sound inputs");
-    decode.with(|d| d.workspace = shaped(&d.workspace, &[bytes])).forward().expect("so many bytes are enough");
-    let refused = |argument, needle: &str, change: &dyn Fn(&mut Decode)| {
-        assert_refused(decode.with(change).forward(), argument, needle);
+    let bytes = decode_attention::workspace_bytes(&decode.views, &decode.options).expect("sound inputs");
+    decode.with("workspace", |view| shaped(view, &[bytes])).forward().expect("so many bytes are enough");
+    let refused = |name, needle: &str, change: &dyn Fn(&TensorView) -> TensorView| {
+        assert_refused(decode.with(name, change).forward(), name, needle);
     };
-    refused("q", "3 axes", &|d| d.q = shaped(&d.q, &[4, 4, 128]));
-    refused("q", "head_dim 64", &|d| d.q = shaped(&d.q, &[2, 2, 4, 64]));
-    refused("q", "i32", &|d| d.q = typed(&d.q, DType::I32));
-    refused("q", "evenly spaced", &|d| d.q.strides[0] = 2048);
-    refused("window", "must be [3, ", &|d| d.pages = shaped(&d.pages, &[3, 5]));
-    refused("window_indices", "[2, 1, 5]", &|d| d.indices = shaped(&d.indices, &[2, 1, 5]));
-    refused("window_indices", "f32", &|d| d.indices = typed(&d.indices, DType::F32));
-    refused("window_length", "[4]", &|d| d.length = shaped(&d.length, &[4]));
-    refused("sink", "[5]", &|d| d.sink = shaped(&d.sink, &[5]));
-    refused("num_blocks", "0", &|d| d.num_blocks = 0);
-    refused("out", "[2, 2, 4, 64]", &|d| d.out = shaped(&d.out, &[2, 2, 4, 64]));
-    refused("out", "overlaps `q`", &|d| d.out = at(&d.out, &d.q));
-    refused("lse", "[4, 4]", &|d| d.lse = shaped(&d.lse, &[4, 4]));
-    refused("workspace", "it must have", &|d| d.workspace = shaped(&d.workspace, &[bytes - 1]));
-    refused("workspace", "overlaps `out`", &|d| d.workspace = at(&d.workspace, &d.out));
-    for (scale, needle) in [(0.0, "0"), (-1.5, "-1.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
-        refused("softmax_scale", needle, &|d| d.softmax_scale = scale);
+    refused("q", "3 axes", &|view| shaped(view, &[4, 4, 128]));
+    refused("q", "[2, 2, 4, 64] must be [2, 2, 4, 128]", &|view| shaped(view, &[2, 2, 4, 64]));
+    refused("q", "i32", &|view| typed(view, DType::I32));
+    refused("q", "evenly spaced", &|view| TensorView { strides: vec![1040, 512, 128, 1], ..view.clone() });
+    for store in ["window", "compressed"] {
+        refused(store, "must be [3, ", &|view| shaped(view, &[3, 5]));
     }
+    for indices in ["window_indices", "compressed_indices"] {
+        refused(indices, "[2, 1, 5]", &|view| shaped(view, &[2, 1, 5]));
+        refused(indices, "f32", &|view| typed(view, DType::F32));
+    }
+    refused("window_length", "[4]", &|view| shaped(view, &[4]));
+    refused("compressed_length", "[4]", &|view| shaped(view, &[4]));
+    refused("sink", "[5]", &|view| shaped(view, &[5]));
+    refused("out", "[2, 2, 4, 64]", &|view| shaped(view, &[2, 2, 4, 64]));
+    refused("out", "overlaps `q`", &|view| at(view, &decode.views["q"]));
+    refused("lse", "[4, 4]", &|view| shaped(view, &[4, 4]));
+    refused("workspace", "it must have", &|view| shaped(view, &[bytes - 1]));
+    refused("workspace", "overlaps `out`", &|view| at(view, &decode.views["out"]));
+}
+
+#[test]
+fn the_launcher_of_decode_attention_names_the_option_that_it_refuses() {
+    let mut arena = arena();
+    let decode = Decode::new(&mut arena);
+    let refused = |name, needle: &str, change: &dyn Fn(&mut decode_attention::Options)| {
+        let told = decode.told(change);
+        assert_refused(told.forward(), name, needle);
+        assert_refused(decode_attention::workspace_bytes(&told.views, &told.options), name, needle);
+    };
+    refused("num_blocks", "0", &|options| options.num_blocks = 0);
+    refused("window", "0 rows", &|options| options.window_page_size = 0);
+    refused("compressed", "0 rows", &|options| options.compressed_page_size = 0);
+    refused("compressed", "must be [4, ", &|options| options.compressed_page_size = 3);
+    refused("format", "head_dim 72", &|options| options.format.rope_dim = 8);
+    refused("format", "head_dim 528", &|options| options.format.rope_dim = 464);
+    for (scale, needle) in [(0.0, "0"), (-1.5, "-1.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
+        refused("softmax_scale", needle, &|options| options.softmax_scale = scale);
+    }
+}
+
+#[test]
+fn a_store_of_compressed_entries_is_given_as_a_whole_or_not_at_all() {
+    let mut arena = arena();
+    let decode = Decode::new(&mut arena);
+    let without = |names: &[&'static str]| {
+        let mut left = Decode { views: decode.views.without(names), ..decode.clone() };
+        left.options.compressed_page_size = 0;
+        left.forward()
+    };
+    without(&["compressed", "compressed_indices", "compressed_length"]).expect("a layer that has none");
+    assert_refused(without(&["compressed", "compressed_length"]), "compressed_indices", "exactly when `compressed`");
+    assert_refused(without(&["compressed", "compressed_indices"]), "compressed_length", "only when `compressed`");
+    let alone = Decode { views: decode.views.without(&["compressed_indices"]), ..decode.clone() };
+    assert_refused(alone.forward(), "compressed_indices", "exactly when `compressed`");
+    let full = Decode { views: decode.views.without(&["window_length", "compressed_length"]), ..decode.clone() };
+    full.forward().expect("lists that all count");
 }
 
 #[test]

@@ -4,25 +4,17 @@
 use std::collections::BTreeSet;
 
 use candle_core::Tensor;
-use dsv4_kernels::kv_cache::{Cache, RowFormat};
+use dsv4_kernels::kv_cache::RowFormat;
 use dsv4_kernels::kv_cache_write as launcher;
-use dsv4_kernels::runtime::{DType, HostTensor, RuntimeError, TensorView, Views};
-use dsv4_parity::case::{Distribution, Draw};
+use dsv4_kernels::runtime::{HostTensor, TensorView};
+use dsv4_parity::case::Draw;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
-use dsv4_parity::judge::golden::GoldenFile;
-use dsv4_parity::operator::declaration::{Specs, axis, input, observed, output, state};
-use dsv4_parity::operator::declared::{About, Declared, Launches, Op, Refused, refuse};
-use dsv4_parity::operator::golden::Golden;
-use dsv4_parity::operator::laws::Laws;
-use dsv4_parity::operator::tensors::{Bound, Tensors};
-use dsv4_parity::operator::{ModuleSpecification, Operator, Profile, Relation};
-use dsv4_reference::Named;
+use dsv4_parity::operator::declaration::{observed, state};
+use dsv4_parity::operator::declared::Op;
+use dsv4_parity::operator::prelude::*;
+use dsv4_parity::operator::{Operator, Relation};
 use dsv4_reference::kv_cache_write as reference;
-use dsv4_reference::precision::Rounding;
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
 use rand::Rng;
-use serde::{Deserialize, Serialize};
 
 use crate::support;
 
@@ -143,7 +135,7 @@ impl Declared for WriteInChunks {
         launcher::modules()
     }
 
-    fn amend(c: &Chunks, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+    fn amend(c: &Chunks, tensors: &mut Tensors) -> OracleResult<()> {
         tensors.set_i32s("slots", &(0..c.num_tokens() as i32).collect::<Vec<_>>());
         let mut draw = Draw::new(c.seed, "before");
         tensors.bytes_mut("cache").into_iter().flatten().for_each(|byte| *byte = draw.rng().random());
@@ -151,7 +143,7 @@ impl Declared for WriteInChunks {
     }
 
     /// All at once: the oracle knows no chunks.
-    fn forward(c: &Chunks, t: &Bound<'_>, _: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn forward(c: &Chunks, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
         let cache = t.host().tensor("cache");
         let inputs = reference::Inputs {
             kv: t.f64("kv")?,
@@ -170,18 +162,16 @@ impl Declared for WriteInChunks {
         for &len in &c.chunks {
             let [token, slot, count] = c.step(written, len);
             let (kv, slots) = (v["kv"].narrow(0, token, count)?, v["slots"].narrow(0, slot, count)?);
-            let cache = Cache { pages: &v["cache"], page_size: c.page_size };
-            let step = launcher::Forward { kv: &kv, slots: &slots, format: FORMAT, cache };
-            run.ran(launcher::forward(run.device(), &step)?);
+            let step = Views::from([("kv", &kv), ("slots", &slots), ("cache", &v["cache"])]);
+            run.launch(|device| launcher::forward(device, &step, FORMAT, c.page_size))?;
             written += len;
             for view in c.finished(&v["cache"], written)? {
                 run.freeze(&view)?;
             }
         }
         if let Some(fresh) = v.get("fresh") {
-            let cache = Cache { pages: fresh, page_size: c.page_size };
-            let (kv, slots) = (&v["kv"], &v["slots"]);
-            run.ran(launcher::forward(run.device(), &launcher::Forward { kv, slots, format: FORMAT, cache })?);
+            let all = v.only(&["kv", "slots"]).with("cache", fresh);
+            run.launch(|device| launcher::forward(device, &all, FORMAT, c.page_size))?;
         }
         Ok(())
     }
@@ -196,8 +186,7 @@ impl Declared for WriteInChunks {
 
     fn laws(c: &Chunks, laws: &mut Laws<'_, Self>) {
         let whole = vec![c.num_tokens()];
-        let relations = laws.compared().into_iter().map(|name| (name, Relation::Times(1.0)));
-        laws.law("in chunks equals at once", |v| v.case.chunks = whole, relations.collect::<Vec<_>>());
+        laws.alike("in chunks equals at once", Relation::Times(1.0), |v| v.case.chunks = whole);
     }
 
     fn golden(file: &GoldenFile) -> Result<Vec<Golden<Chunks>>, String> {
