@@ -365,11 +365,14 @@ WIDE_VECTORS inline void wgmma_multiply(const WarpProduct* product, const AsyncR
         read_operand<8>(*reads, operand, first, [&](int n, int k, float x) { b[k][n] = x; });
         for (int m = 0; m < WGMMA_ROWS; ++m) {
             float* c = values + m * COLUMNS + first;
-            Doubles sum = {};
-            if (product->accumulate)
-                for (int n = 0; n < 8; ++n) sum[n] = c[n];
-            for (int k = 0; k < WGMMA_K; ++k) sum += a[m][k] * b[k];
-            toward_zero(sum, c);
+            Floats before = {};
+            if (product->accumulate) std::memcpy(&before, c, sizeof(before));
+            // One that nothing refers to, so that it stays in a register.
+            Doubles sum = __builtin_convertvector(before, Doubles);
+            const double* row = a[m];
+            for (int k = 0; k < WGMMA_K; ++k) sum += row[k] * b[k];
+            const Doubles done = sum;
+            toward_zero(done, c);
         }
     }
 }

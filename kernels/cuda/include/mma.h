@@ -62,8 +62,10 @@ WIDE_VECTORS inline void mma_bf16_op(void* const* payloads, uint32_t) {
     }
     float rounded[16][8];
     for (int m = 0; m < 16; ++m) {
-        for (int k = 0; k < 16; ++k) c[m] += a[m][k] * b[k];
-        toward_zero(c[m], rounded[m]);
+        Doubles sum = c[m];  // in a register
+        for (int k = 0; k < 16; ++k) sum += a[m][k] * b[k];
+        const Doubles done = sum;
+        toward_zero(done, rounded[m]);
     }
     for (int lane = 0; lane < 32; ++lane) {
         auto* p = static_cast<MmaPayload*>(payloads[lane]);
