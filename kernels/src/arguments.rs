@@ -162,6 +162,11 @@ pub(crate) fn write<'a>(name: &'static str) -> Argument<'a> {
     Argument { written: true, ..read(name) }
 }
 
+/// A tensor that one launch writes and a `later` one, such as the backward, reads.
+pub(crate) fn saved<'a>(name: &'static str, later: bool) -> Argument<'a> {
+    Argument { written: !later, ..read(name) }
+}
+
 /// Memory of any shape and type that the kernels write, at a multiple of `alignment` bytes; see [`Arguments::holds`].
 pub(crate) fn scratch<'a>(name: &'static str, alignment: u64) -> Argument<'a> {
     Argument { types: &[], alignment, ..write(name) }
