@@ -176,6 +176,23 @@ mod tests {
     }
 
     #[test]
+    fn slots_that_are_appended_lie_beyond_every_length() {
+        let mut tensors = Tensors::default();
+        tensors.put("indices", HostTensor::from_i32(&[4, 2], &[0, 1, 2, 3, 4, 5, 6, 7]));
+        assert_eq!(within_lengths(&tensors, "topk_length", [4, 2]), [2; 4]);
+        tensors.put("topk_length", HostTensor::from_i32(&[4], &[-3, 1, 2, i32::MAX]));
+        let within = [0, 1, 2, 2];
+        assert_eq!(within_lengths(&tensors, "topk_length", [4, 2]), within);
+        append(&mut tensors, ("indices", "topk_length"), [4, 2], &[-1]);
+        assert_eq!(tensors.i32s("indices"), [0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1]);
+        assert_eq!(
+            (tensors.tensor("indices").shape.clone(), tensors.i32s("topk_length")),
+            (vec![4, 3], vec![0, 1, 2, 2])
+        );
+        assert_eq!(within_lengths(&tensors, "topk_length", [4, 3]), within);
+    }
+
+    #[test]
     fn what_lists_name_keeps_its_content_and_what_they_do_not_is_left_out() {
         // Five pages of two keys; key 2 of page 1 is byte 2.
         let bytes = |shape: &[usize]| HostTensor { dtype: DType::U8, shape: shape.to_vec(), bytes: (0..10).collect() };
