@@ -407,8 +407,8 @@ impl BackwardCall<'_> {
         self.views.get("sink").map(|_| self.address(self.workspace.sink_terms)).unwrap_or_default()
     }
 
-    /// What a tensor has of the tokens from `first` on.
-    fn from_token(&self, first: usize, name: &str) -> Option<TensorView> {
+    /// The entries of a tensor for the tokens from `first` on.
+    fn tokens_from(&self, first: usize, name: &str) -> Option<TensorView> {
         self.views.get(name).map(|view| view.skip(first))
     }
 
@@ -484,7 +484,7 @@ impl BackwardCall<'_> {
     fn index(&self, chunk: Chunk, first: usize, tokens: usize) -> Result<Vec<String>> {
         let Extents { num_keys, topk, .. } = self.extents;
         self.zero(&self.scratch(chunk.counts, &[Chunk::count_rows(num_keys), COUNTS_PER_ROW]))?;
-        let of_chunk = |name| self.from_token(first, name);
+        let of_chunk = |name| self.tokens_from(first, name);
         let params = CHECK.params().rows("indices", of_chunk("indices").as_ref());
         let params = params.ptr("topk_length", of_chunk("topk_length").as_ref());
         let params = params.ptr("counts", self.address(chunk.counts)).ptr("ends", self.address(chunk.ends));
@@ -538,7 +538,7 @@ impl BackwardCall<'_> {
 
     /// dq of `tokens` tokens from `first` on, and what their slots give to `dk` and `dv`.
     fn backward(&self, first: usize, tokens: usize, dk: &TensorView, dv: Option<&TensorView>) -> Result<String> {
-        let (views, of_chunk) = (self.views, |name| self.from_token(first, name));
+        let (views, of_chunk) = (self.views, |name| self.tokens_from(first, name));
         let chunk = Extents { num_tokens: tokens, ..self.extents };
         let delta = self.scratch(self.workspace.delta, &[self.extents.num_tokens, chunk.num_heads]);
         let params = CHECK.params().heads("q", of_chunk("q").as_ref()).rows("k", &views["k"]).rows("v", views.get("v"));
