@@ -50,15 +50,10 @@ impl Arguments {
     pub fn signature<'a>(self, views: &'a Views, tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
         let found = |tensor: Argument<'a>| {
             let taken = |_: &&TensorView| tensor.presence != Presence::Ignored;
-            Argument { view: tensor.view.or(views.get(tensor.name).filter(taken)), ..tensor }
+            Argument { view: views.get(tensor.name).filter(taken), ..tensor }
         };
         let tensors = tensors.into_iter().map(found).collect();
-        Signature { check: self, views, tensors, checked: 0, bound: Vec::new(), rules: Vec::new() }
-    }
-
-    pub fn signature_at<'a>(self, tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
-        static NONE: Views = Views::new();
-        self.signature(&NONE, tensors)
+        Signature { check: self, views, tensors, bound: Vec::new(), rules: Vec::new() }
     }
 
     /// A parameter struct without fields.
@@ -164,25 +159,14 @@ pub(crate) fn write<'a>(name: &'static str) -> Argument<'a> {
     Argument { written: true, ..read(name) }
 }
 
+/// A tensor that one launch writes and a `later` one, such as the backward, reads.
+pub(crate) fn saved<'a>(name: &'static str, later: bool) -> Argument<'a> {
+    Argument { written: !later, ..read(name) }
+}
+
 /// Memory of any shape and type that the kernels write, at a multiple of `alignment` bytes; see [`Arguments::holds`].
 pub(crate) fn scratch<'a>(name: &'static str, alignment: u64) -> Argument<'a> {
     Argument { types: &[], alignment, ..write(name) }
-}
-
-pub(crate) fn read_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
-    Argument { view: view.into(), presence: Presence::Optional, ..read(name) }
-}
-
-pub(crate) fn write_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
-    Argument { written: true, ..read_at(name, view) }
-}
-
-pub(crate) fn scratch_at<'a>(
-    name: &'static str,
-    view: impl Into<Option<&'a TensorView>>,
-    alignment: u64,
-) -> Argument<'a> {
-    Argument { types: &[], alignment, ..write_at(name, view) }
 }
 
 impl Argument<'_> {
@@ -255,8 +239,6 @@ pub(crate) struct Signature<'a> {
     check: Arguments,
     views: &'a Views,
     tensors: Vec<Argument<'a>>,
-    /// So many of them are checked.
-    checked: usize,
     bound: Vec<(&'static str, usize)>,
     rules: Vec<Rule>,
 }
@@ -279,13 +261,7 @@ impl<'a> Signature<'a> {
         self.extent(axis, 0, usize::MAX)
     }
 
-    /// Further tensors of the call.
-    pub fn and(mut self, tensors: impl IntoIterator<Item = Argument<'a>>) -> Self {
-        self.tensors.extend(tensors);
-        self
-    }
-
-    /// Checks every tensor that is not checked yet: that it is there, its number of axes, its extents against those of the same axes
+    /// Checks every tensor: that it is there, its number of axes, its extents against those of the same axes
     /// elsewhere, its type, its alignment and its layout; then that none of them which is written shares memory with any
     /// other tensor. Returns the extents of these axes, 0 for one that no present tensor has.
     ///
@@ -295,7 +271,7 @@ impl<'a> Signature<'a> {
         if let Some((unknown, _)) = self.views.iter().find(|(name, _)| self.find(name).is_none()) {
             return self.check.refuse(unknown, "there is no argument of this name");
         }
-        for number in self.checked..self.tensors.len() {
+        for number in 0..self.tensors.len() {
             let tensor = self.tensors[number];
             self.names(&tensor)?;
             self.presence(&tensor)?;
@@ -307,7 +283,6 @@ impl<'a> Signature<'a> {
             self.layout(&tensor, view)?;
         }
         self.overlaps()?;
-        self.checked = self.tensors.len();
         Ok(axes.map(|axis| self.bound(axis).unwrap_or(0)))
     }
 
@@ -474,7 +449,7 @@ impl<'a> Signature<'a> {
 
     fn overlaps(&self) -> Result<()> {
         let written = |number: usize| self.tensors[number].written;
-        for number in (self.checked..self.tensors.len()).filter(|&number| written(number)) {
+        for number in (0..self.tensors.len()).filter(|&number| written(number)) {
             // Two written tensors are compared once: the later one is refused.
             for other in (0..self.tensors.len()).filter(|&other| !written(other) || other < number) {
                 self.overlap(&self.tensors[number], &self.tensors[other])?;
@@ -550,9 +525,29 @@ mod tests {
         TensorView::dense("a view", address, DType::F32, shape)
     }
 
+    /// A tensor that is read, found or absent already.
+    fn read_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
+        Argument { view: view.into(), ..read(name).optional() }
+    }
+
+    fn write_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
+        Argument { view: view.into(), ..write(name).optional() }
+    }
+
+    fn scratch_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>, alignment: u64) -> Argument<'a> {
+        Argument { view: view.into(), ..scratch(name, alignment).optional() }
+    }
+
+    /// A signature of tensors that are found or absent already.
+    fn signature_at<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
+        static NONE: Views = Views::new();
+        let tensors = tensors.into_iter().collect();
+        Signature { check: CHECK, views: &NONE, tensors, bound: Vec::new(), rules: Vec::new() }
+    }
+
     /// The refusal of a signature, `argument: reason`.
     fn refusal<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> String {
-        refusal_of(CHECK.signature_at(tensors))
+        refusal_of(signature_at(tensors))
     }
 
     fn refusal_of(mut signature: Signature<'_>) -> String {
@@ -563,7 +558,7 @@ mod tests {
     }
 
     fn rows(view: &TensorView) -> Result<[usize; 0]> {
-        CHECK.signature_at([read_at("x", view).axes(&["a", "b", "c"]).rows()]).bind([])
+        signature_at([read_at("x", view).axes(&["a", "b", "c"]).rows()]).bind([])
     }
 
     #[test]
@@ -571,7 +566,7 @@ mod tests {
         let (x, w) = (dense(0, &[3, 5]), dense(1024, &[5]));
         let tensors =
             [read_at("x", &x).axes(&["n", "m"]), read_at("w", &w).axes(&["m"]), read_at("v", None).axes(&["k"])];
-        assert_eq!(CHECK.signature_at(tensors).bind(["m", "k", "n"]).unwrap(), [5, 0, 3]);
+        assert_eq!(signature_at(tensors).bind(["m", "k", "n"]).unwrap(), [5, 0, 3]);
     }
 
     #[test]
@@ -580,7 +575,7 @@ mod tests {
         assert_eq!(refusal([read_at("x", &x).axes(&["n"])]), "x: shape [3, 5] has 2 axes, not 1 (n)");
         let tensors = [read_at("x", &x).axes(&["n", "m"]), read_at("w", &w).axes(&["m"])];
         assert_eq!(refusal(tensors), "w: shape [4] must be [5] (m)");
-        let given = CHECK.signature_at([read_at("x", &x).axes(&["n", "m"])]).given("m", 7);
+        let given = signature_at([read_at("x", &x).axes(&["n", "m"])]).given("m", 7);
         assert_eq!(refusal_of(given), "x: shape [3, 5] must be [3, 7] (n, m)");
         assert_eq!(refusal([read_at("x", &x).axes(&["n", "n"])]), "x: shape [3, 5] must be [3, 3] (n, n)");
     }
@@ -589,7 +584,7 @@ mod tests {
     fn an_extent_beyond_its_rule_is_refused_with_the_rule() {
         let refused = |shape: &[usize], multiple, most| {
             let x = view(0, DType::U8, shape, &[1]);
-            refusal_of(CHECK.signature_at([read_at("x", &x).of(&[DType::U8]).axes(&["n"])]).extent("n", multiple, most))
+            refusal_of(signature_at([read_at("x", &x).of(&[DType::U8]).axes(&["n"])]).extent("n", multiple, most))
         };
         assert_eq!(refused(&[0], 1, 8), "x: n 0 must be 1 to 8");
         assert_eq!(refused(&[9], 1, 8), "x: n 9 must be 1 to 8");
@@ -604,7 +599,7 @@ mod tests {
         let x = view(0, DType::U8, &[1 << 31], &[1]);
         let tensors = || [read_at("x", &x).of(&[DType::U8]).axes(&["n"])];
         assert_eq!(refusal(tensors()), "x: n 2147483648 must fit 32 bits");
-        assert_eq!(CHECK.signature_at(tensors()).wide("n").bind(["n"]).unwrap(), [1 << 31]);
+        assert_eq!(signature_at(tensors()).wide("n").bind(["n"]).unwrap(), [1 << 31]);
     }
 
     #[test]
@@ -659,7 +654,7 @@ mod tests {
         assert_eq!(refusal([read_at("x", &x).axes(&["n"])]), "x: address 0x2 must be a multiple of 4 bytes");
         let scratch_at_8 = view(8, DType::U8, &[64], &[1]);
         assert_eq!(refusal([scratch_at("s", &scratch_at_8, 16)]), "s: address 0x8 must be 16-byte aligned");
-        CHECK.signature_at([scratch_at("s", &scratch_at_8, 8)]).bind([]).expect("any shape and type");
+        signature_at([scratch_at("s", &scratch_at_8, 8)]).bind([]).expect("any shape and type");
     }
 
     #[test]
@@ -686,25 +681,15 @@ mod tests {
         // Declared before or behind what it overlaps; of two written ones the later is refused.
         assert_eq!(refusal([write_at("y", &y).axes(axes), read_at("x", &x).axes(axes)]), "y: it overlaps `x`");
         assert_eq!(refusal([write_at("x", &x).axes(axes), write_at("y", &y).axes(axes)]), "y: it overlaps `x`");
-        CHECK
-            .signature_at([read_at("x", &x).axes(axes), read_at("y", &y).axes(axes)])
-            .bind([])
-            .expect("both are only read");
-        CHECK
-            .signature_at([read_at("x", &x).axes(axes), write_at("z", &z).axes(axes)])
-            .bind([])
-            .expect("they are apart");
-        // What is declared later is compared with what is checked already.
-        let mut signature = CHECK.signature_at([read_at("x", &x).axes(axes)]);
-        signature.bind([]).expect("alone");
-        assert_eq!(refusal_of(signature.and([write_at("y", &y).axes(axes)])), "y: it overlaps `x`");
+        signature_at([read_at("x", &x).axes(axes), read_at("y", &y).axes(axes)]).bind([]).expect("both are only read");
+        signature_at([read_at("x", &x).axes(axes), write_at("z", &z).axes(axes)]).bind([]).expect("they are apart");
     }
 
     #[test]
     fn a_tensor_may_be_another_one_itself_only_where_that_is_declared() {
         let (x, shifted) = (dense(0, &[8]), dense(4, &[8]));
         let pair = |y| [read_at("x", &x).axes(&["n"]), write_at("y", y).like("x").may_be("x")];
-        CHECK.signature_at(pair(&x)).bind([]).expect("in place");
+        signature_at(pair(&x)).bind([]).expect("in place");
         assert_eq!(refusal(pair(&shifted)), "y: it overlaps `x` without being the same tensor");
         assert_eq!(refusal([read_at("x", &x).axes(&["n"]), write_at("y", &x).like("x")]), "y: it overlaps `x`");
     }
@@ -716,7 +701,7 @@ mod tests {
         let message = "y: it must be present exactly when `x` is";
         assert_eq!(refusal(pair(None, Some(&x))), message);
         assert_eq!(refusal(pair(Some(&x), None)), message);
-        CHECK.signature_at(pair(None, None)).bind([]).expect("both absent");
+        signature_at(pair(None, None)).bind([]).expect("both absent");
     }
 
     #[test]
@@ -750,7 +735,7 @@ mod tests {
         let (x, y, z) = (dense(0, &[4]), dense(64, &[4]), dense(128, &[4]));
         let three = |x, y, z| [read_at("x", x), read_at("y", y), read_at("z", z).with(&["x", "y"])];
         for (first, second, third) in [(Some(&x), Some(&y), Some(&z)), (Some(&x), None, None), (None, None, None)] {
-            CHECK.signature_at(three(first, second, third)).bind([]).expect("all or not all");
+            signature_at(three(first, second, third)).bind([]).expect("all or not all");
         }
         let reason = "z: it must be present exactly when `x` and `y` are";
         assert_eq!(refusal(three(Some(&x), Some(&y), None)), reason);
@@ -760,7 +745,7 @@ mod tests {
     #[test]
     fn parameters_follow_from_the_axes_and_absent_tensors_keep_their_places() {
         let (x, w) = (view(64, DType::F32, &[2, 3, 4], &[40, 8, 1]), dense(1024, &[4]));
-        let signature = CHECK.signature_at([
+        let signature = signature_at([
             read_at("x", &x).axes(&["num_tokens", "num_heads", "batch_dim"]).rows(),
             read_at("w", &w).axes(&["batch_dim"]),
             write_at("y", None).like("x").rows(),
@@ -774,7 +759,7 @@ mod tests {
     fn accesses_are_wide_only_where_every_row_of_every_tensor_with_rows_takes_them() {
         let vectorised = |address, shape: &[usize], strides: &[i64]| {
             let (x, w) = (view(address, DType::Bf16, shape, strides), dense(4, &[3]));
-            CHECK.signature_at([read_at("x", &x).of(&FLOATS).axes(&["n", "m"]).rows(), read_at("w", &w)]).vectorised()
+            signature_at([read_at("x", &x).of(&FLOATS).axes(&["n", "m"]).rows(), read_at("w", &w)]).vectorised()
         };
         assert!(vectorised(16, &[2, 8], &[24, 1]));
         assert!(!vectorised(8, &[2, 8], &[24, 1]) && !vectorised(16, &[2, 8], &[20, 1]));

@@ -1,10 +1,10 @@
 //! `sparse_attention`: launchers of `kernels/cuda/sparse_attention*.cu` (inference 8, training 3 and 4).
 
-use crate::arguments::{Argument, Arguments, FLOATS, Parts, Signature, read_at, scratch_at, write_at};
+use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::{DeviceAddress, Params};
-use crate::runtime::{DType, Device, Kernel, LaunchConfig, Result, TensorView};
+use crate::runtime::{DType, Device, Kernel, LaunchConfig, Result, TensorView, Views};
 
 const FORWARD_FILE: &str = "sparse_attention.cu";
 const BACKWARD_FILE: &str = "sparse_attention_backward.cu";
@@ -28,6 +28,8 @@ const DEFAULT_ROW_BYTES: usize = 1 << 30;
 /// Widths of q and k that the Hopper kernels take: forward, backward.
 const HOPPER_HEAD_DIMS: [usize; 2] = [512, 576];
 const HOPPER_BACKWARD_HEAD_DIMS: [usize; 1] = [512];
+/// Width of the widest values.
+const LARGEST_V_DIM: usize = 512;
 
 /// How the gradients of a key's slots are summed into `dk` (and `dv`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,102 +45,28 @@ pub enum KeyGradients {
     },
 }
 
-/// Where the values come from.
+/// What a call is told beside its tensors.
 #[derive(Clone, Copy, Debug)]
-pub enum Value<'a> {
-    /// The first `v_dim` columns of the keys: all of them (K = V), or a prefix (576/512).
-    Prefix {
-        /// Columns, at most `head_dim`.
-        v_dim: usize,
-    },
-    /// A tensor of its own: `[num_keys, v_dim]` bf16.
-    Separate(&'a TensorView),
-}
-
-/// What forward and backward read.
-#[derive(Clone, Copy, Debug)]
-pub struct Inputs<'a> {
-    /// `[num_tokens, num_heads, head_dim]` bf16.
-    pub q: &'a TensorView,
-    /// `[num_keys, head_dim]` bf16; one key head, shared by all query heads.
-    pub k: &'a TensorView,
-    /// The values.
-    pub value: Value<'a>,
-    /// `[num_heads]` f32: a logit, not scaled; `None` is no sink.
-    pub sink: Option<&'a TensorView>,
-    /// `[num_tokens, topk]` i32: rows of `k`. Slot `j` is valid when `j < topk_length` and the index is in
-    /// `[0, num_keys)`; invalid slots contribute nothing and are never dereferenced.
-    pub indices: &'a TensorView,
-    /// `[num_tokens]` i32, clamped to `[0, topk]`; `None` is `topk` everywhere.
-    pub topk_length: Option<&'a TensorView>,
+pub struct Options {
+    /// The values are the first so many columns of the keys: all of them (K = V), or a prefix (576/512). A multiple of 16
+    /// up to 512; `None` exactly where there is a `v`.
+    pub v_dim: Option<usize>,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
-}
-
-impl<'a> Inputs<'a> {
-    /// V where it is a tensor of its own.
-    fn v(&self) -> Option<&'a TensorView> {
-        match self.value {
-            Value::Prefix { .. } => None,
-            Value::Separate(v) => Some(v),
-        }
-    }
-
-    fn tensors(&self) -> [Argument<'a>; 6] {
-        [
-            read_at("q", self.q).of(&BF16).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
-            read_at("k", self.k).of(&BF16).axes(&["num_keys", "head_dim"]).aligned_rows(),
-            read_at("v", self.v()).of(&BF16).axes(&["num_keys", "v_dim"]).aligned_rows(),
-            read_at("sink", self.sink).axes(&["num_heads"]),
-            read_at("indices", self.indices).of(&[DType::I32]).axes(&["num_tokens", "topk"]).rows(),
-            read_at("topk_length", self.topk_length).of(&[DType::I32]).axes(&["num_tokens"]),
-        ]
-    }
-}
-
-/// Arguments of [`forward`].
-#[derive(Clone, Copy, Debug)]
-pub struct Forward<'a> {
-    /// What it reads.
-    pub inputs: Inputs<'a>,
-    /// Which implementation runs. The Hopper kernel takes V as the first 512 columns of K, `head_dim` 512 or 576.
+    /// Which implementation runs. The Hopper kernels take V as the first 512 columns of K, the forward of keys that are 512
+    /// or 576 wide, the backward of 512.
     pub implementation: Implementation,
-    /// `[num_tokens, num_heads, v_dim]` bf16; 0 for a row without a valid slot.
-    pub out: &'a TensorView,
-    /// `[num_tokens, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a row.
-    pub lse: &'a TensorView,
-    /// `[num_tokens, num_heads]` f32: largest logit, without the sink; `-inf` for such a row.
-    pub max_logits: &'a TensorView,
-}
-
-/// Arguments of [`backward`].
-#[derive(Clone, Copy, Debug)]
-pub struct Backward<'a> {
-    /// What the forward read.
-    pub inputs: Inputs<'a>,
-    /// Which implementation runs. The Hopper kernel takes V that is K, both 512 wide.
-    pub implementation: Implementation,
-    /// How `dk` and `dv` are summed.
+    /// How the backward sums `dk` and `dv`.
     pub key_gradients: KeyGradients,
-    /// `[num_tokens, num_heads, v_dim]` bf16: the forward's output, untouched.
-    pub out: &'a TensorView,
-    /// `[num_tokens, num_heads]` f32: the forward's; an infinity of either sign is a row without a
-    /// valid slot.
-    pub lse: &'a TensorView,
-    /// `[num_tokens, num_heads, v_dim]` bf16: gradient of `out`.
-    pub dout: &'a TensorView,
-    /// `[num_tokens, num_heads]` f32: gradient of `lse`; `None` is zero.
-    pub dlse: Option<&'a TensorView>,
-    /// `[num_tokens, num_heads, head_dim]` bf16.
-    pub dq: &'a TensorView,
-    /// `[num_keys, head_dim]`, bf16 or f32; with [`Value::Prefix`] it holds the values' gradient too.
-    pub dk: &'a TensorView,
-    /// `[num_keys, v_dim]`, the type of `dk`; present exactly with [`Value::Separate`].
-    pub dv: Option<&'a TensorView>,
-    /// `[num_heads]` f32; present exactly when there is a sink.
-    pub dsink: Option<&'a TensorView>,
-    /// Scratch memory of at least [`workspace_bytes`] bytes, 16-byte aligned.
-    pub workspace: &'a TensorView,
+}
+
+/// What arguments are checked for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// To say what a backward needs.
+    Sizes,
+    Forward,
+    Backward,
 }
 
 /// The extents of a call.
@@ -234,48 +162,84 @@ pub fn modules() -> Vec<Module> {
     portable.chain(hopper).chain(sums).collect()
 }
 
-/// Checks what forward and backward read; the signature is to be given what they write.
-fn check_inputs<'a>(inputs: &Inputs<'a>) -> Result<(Extents, Signature<'a>)> {
-    let mut signature = CHECK.signature_at(inputs.tensors()).extent("head_dim", 16, 576);
-    let axes = ["num_tokens", "num_heads", "head_dim", "num_keys", "topk", "v_dim"];
-    let [num_tokens, num_heads, head_dim, num_keys, topk, own_dim] = signature.bind(axes)?;
-    let (v_dim, separate) = match inputs.value {
-        Value::Prefix { v_dim } => (v_dim, false),
-        Value::Separate(_) => (own_dim, true),
+/// Checks the arguments of a call.
+fn check(views: &Views, options: Options, purpose: Purpose) -> Result<Extents> {
+    let (forward, backward) = (purpose == Purpose::Forward, purpose == Purpose::Backward);
+    let per_head = |tensor: Argument<'static>| tensor.axes(&["num_tokens", "num_heads"]);
+    let values = |tensor: Argument<'static>| {
+        tensor.of(&BF16).axes(&["num_tokens", "num_heads", "v_dim"]).aligned_rows().when(forward || backward)
     };
-    if v_dim == 0 || !v_dim.is_multiple_of(16) || v_dim > 512 || (!separate && v_dim > head_dim) {
-        return CHECK
-            .refuse("v", format!("v_dim {v_dim} must be a multiple of 16 up to 512, and within k if it is part of k"));
+    let tensors = [
+        read("q").of(&BF16).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
+        read("k").of(&BF16).axes(&["num_keys", "head_dim"]).aligned_rows(),
+        read("v").of(&BF16).axes(&["num_keys", "v_dim"]).aligned_rows().optional(),
+        read("sink").axes(&["num_heads"]).optional(),
+        read("indices").of(&[DType::I32]).axes(&["num_tokens", "topk"]).rows(),
+        read("topk_length").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
+        values(saved("out", backward)),
+        per_head(saved("lse", backward)).when(forward || backward),
+        per_head(write("max_logits")).when(forward),
+        values(read("dout")).when(backward),
+        per_head(read("dlse")).optional().when(backward),
+        write("dq").like("q").aligned_rows().when(backward),
+        write("dk").of(&FLOATS).axes(&["num_keys", "head_dim"]).aligned_rows().when(backward),
+        write("dv").axes(&["num_keys", "v_dim"]).typed("dk").aligned_rows().with(&["v"]).when(backward),
+        write("dsink").axes(&["num_heads"]).with(&["sink"]).when(backward),
+        scratch("workspace", 16).when(backward),
+    ];
+    let part_of_k = check_values(views, options)?;
+    let call = CHECK.signature(views, tensors).extent("head_dim", 16, 576).extent("v_dim", 16, LARGEST_V_DIM);
+    let mut call = part_of_k.into_iter().fold(call, |call, v_dim| call.given("v_dim", v_dim));
+    let axes = ["num_tokens", "num_heads", "head_dim", "v_dim", "num_keys", "topk"];
+    let [num_tokens, num_heads, head_dim, v_dim, num_keys, topk] = call.bind(axes)?;
+    CHECK.positive("softmax_scale", options.softmax_scale)?;
+    Ok(Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate: part_of_k.is_none() })
+}
+
+/// The values are either a tensor or a part of the keys: then so many columns of them.
+fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
+    let width = |name: &str| views.get(name).and_then(|view| view.shape.last().copied());
+    match (views.get("v"), options.v_dim) {
+        (Some(_), None) => Ok(None),
+        (Some(_), Some(v_dim)) => {
+            CHECK.refuse("v", format!("it must be absent where v_dim {v_dim} says that k has it"))
+        }
+        (None, None) => CHECK.refuse("v", "it must be present where no v_dim says how much of k it is"),
+        (None, Some(v_dim)) => {
+            // If q and k are not of one width, the wrong one is still to be refused.
+            let most = width("q").max(width("k")).map_or(LARGEST_V_DIM, |width| width.min(LARGEST_V_DIM));
+            if v_dim > 0 && v_dim.is_multiple_of(16) && v_dim <= most {
+                return Ok(Some(v_dim));
+            }
+            CHECK.refuse("v", format!("v_dim {v_dim} must be a multiple of 16 up to {most}, as a part of k"))
+        }
     }
-    CHECK.positive("softmax_scale", inputs.softmax_scale)?;
-    Ok((Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate }, signature.given("v_dim", v_dim)))
 }
 
-/// A bf16 tensor `[num_tokens, num_heads, v_dim]`.
-fn values(tensor: Argument<'_>) -> Argument<'_> {
-    tensor.of(&BF16).axes(&["num_tokens", "num_heads", "v_dim"]).aligned_rows()
-}
-
-/// An f32 tensor `[num_tokens, num_heads]`.
-fn per_head(tensor: Argument<'_>) -> Argument<'_> {
-    tensor.axes(&["num_tokens", "num_heads"])
-}
-
-/// Launches the forward; returns the kernel that ran.
+/// Launches the forward; returns the kernel that ran. Tensors of the operator, of which it writes `out`, `lse` and
+/// `max_logits` and takes none of the backward's:
+///
+/// - `q` `[num_tokens, num_heads, head_dim]` bf16;
+/// - `k` `[num_keys, head_dim]` bf16: one key head, shared by all query heads;
+/// - `v` `[num_keys, v_dim]` bf16; absent where the values are the first columns of the keys ([`Options::v_dim`]);
+/// - `sink` `[num_heads]` f32: a logit, not scaled; absent without sinks;
+/// - `indices` `[num_tokens, topk]` i32: rows of `k`. Slot `j` is valid when `j < topk_length` and the index is in
+///   `[0, num_keys)`; invalid slots contribute nothing and are never dereferenced;
+/// - `topk_length` `[num_tokens]` i32, clamped to `[0, topk]`; absent where it is `topk` everywhere;
+/// - `out` `[num_tokens, num_heads, v_dim]` bf16; 0 for a row without a valid slot;
+/// - `lse` `[num_tokens, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a row;
+/// - `max_logits` `[num_tokens, num_heads]` f32: largest logit, without the sink; `-inf` for such a row.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, arguments: &Forward<'_>) -> Result<String> {
-    let Forward { inputs, out, lse, max_logits, .. } = *arguments;
-    let (extents, signature) = check_inputs(&inputs)?;
-    let written =
-        [values(write_at("out", out)), per_head(write_at("lse", lse)), per_head(write_at("max_logits", max_logits))];
-    signature.and(written).bind([])?;
-    let params = CHECK.params().heads("q", inputs.q).rows("k", inputs.k).rows("v", inputs.v()).ptr("sink", inputs.sink);
-    let params = params.rows("indices", inputs.indices).ptr("topk_length", inputs.topk_length);
-    let params = params.heads("out", out).ptr("lse", lse).ptr("max_logits", max_logits);
-    let params = extents.params(params)?.f32("softmax_scale", inputs.softmax_scale);
-    if extents.hopper(device, arguments.implementation, &HOPPER_HEAD_DIMS)? {
+pub fn forward(device: &Device, views: &Views, options: Options) -> Result<String> {
+    let extents = check(views, options, Purpose::Forward)?;
+    let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("v", views.get("v"));
+    let params = params.ptr("sink", views.get("sink")).rows("indices", &views["indices"]);
+    let params = params.ptr("topk_length", views.get("topk_length")).heads("out", &views["out"]);
+    let params = params.ptr("lse", &views["lse"]).ptr("max_logits", &views["max_logits"]);
+    let params = extents.params(params)?.f32("softmax_scale", options.softmax_scale);
+    if extents.hopper(device, options.implementation, &HOPPER_HEAD_DIMS)? {
         let name = "sparse_attention_hopper_forward";
         let defines = defines(extents.head_dim, extents.v_dim, HOPPER_HEADS, false, false);
         let kernel = device.kernel(HOPPER_FORWARD_FILE, &defines, name)?;
@@ -372,65 +336,57 @@ impl Workspace {
     }
 }
 
-/// Bytes of scratch memory that [`backward`] needs: `delta` and, with a sink, its terms, 4 bytes for
-/// each `(token, head)`; where `dk` is bf16 the fp32 rows of `dk` (and of a separate `dv`) as well. With
-/// [`KeyGradients::Deterministic`] also an fp32 row of `dk` (and of a separate `dv`) for each slot of a chunk of tokens
-/// and each block of 64 heads, and an index of those slots.
+/// Bytes of scratch memory that [`backward`] needs where `dk` is of type `dk`, from what the forward reads: `delta` and, with
+/// a sink, its terms, 4 bytes for each `(token, head)`; where `dk` is bf16 the fp32 rows of `dk` (and of a separate `dv`)
+/// as well. With [`KeyGradients::Deterministic`] also an fp32 row of `dk` (and of a separate `dv`) for each slot of a
+/// chunk of tokens and each block of 64 heads, and an index of those slots.
 ///
 /// # Errors
-/// Inputs that the launcher refuses, and a chunk of 0 tokens.
-pub fn workspace_bytes(inputs: &Inputs<'_>, dk: DType, key_gradients: KeyGradients) -> Result<usize> {
-    Ok(Workspace::of(check_inputs(inputs)?.0, dk, inputs.sink.is_some(), key_gradients)?.bytes)
+/// Tensors and options that the launcher refuses, and a chunk of 0 tokens.
+pub fn workspace_bytes(views: &Views, options: Options, dk: DType) -> Result<usize> {
+    let extents = check(views, options, Purpose::Sizes)?;
+    Ok(Workspace::of(extents, dk, views.get("sink").is_some(), options.key_gradients)?.bytes)
 }
 
 /// As many tokens as have their own rows in 1 GiB, and at least one: what [`KeyGradients::Deterministic`] is best given.
 ///
 /// # Errors
-/// Inputs that the launcher refuses.
-pub fn default_chunk_tokens(inputs: &Inputs<'_>) -> Result<usize> {
-    let (extents, _) = check_inputs(inputs)?;
+/// Tensors and options that the launcher refuses.
+pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
+    let extents = check(views, options, Purpose::Sizes)?;
     Ok((DEFAULT_ROW_BYTES / extents.row_bytes().max(1)).clamp(1, extents.num_tokens.max(1)))
 }
 
-/// Launches the backward; returns the kernels that ran.
+/// Launches the backward; returns the kernels that ran. It reads what [`forward`] read, and:
+///
+/// - `out` and `lse`, the forward's, untouched; an infinite `lse` of either sign is a row without a valid slot;
+/// - `dout` `[num_tokens, num_heads, v_dim]` bf16: gradient of `out`;
+/// - `dlse` `[num_tokens, num_heads]` f32: gradient of `lse`; absent where it is zero;
+/// - `dq` `[num_tokens, num_heads, head_dim]` bf16;
+/// - `dk` `[num_keys, head_dim]`, bf16 or f32; without a `v` it holds the values' gradient too;
+/// - `dv` `[num_keys, v_dim]`, the type of `dk`, with `v`;
+/// - `dsink` `[num_heads]` f32, with `sink`;
+/// - `workspace`: at least [`workspace_bytes`] bytes, 16-byte aligned.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn backward(device: &Device, arguments: &Backward<'_>) -> Result<Vec<String>> {
-    let (extents, workspace) = check_backward(arguments)?;
-    let hopper = extents.hopper(device, arguments.implementation, &HOPPER_BACKWARD_HEAD_DIMS)?;
-    let call = BackwardCall { device, arguments, extents, workspace, hopper };
+pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<String>> {
+    let extents = check(views, options, Purpose::Backward)?;
+    let workspace = Workspace::of(extents, views["dk"].dtype, views.get("sink").is_some(), options.key_gradients)?;
+    CHECK.holds("workspace", &views["workspace"], workspace.bytes)?;
+    let hopper = extents.hopper(device, options.implementation, &HOPPER_BACKWARD_HEAD_DIMS)?;
+    let call = BackwardCall { device, views, softmax_scale: options.softmax_scale, extents, workspace, hopper };
     let mut paths = vec![call.delta()?];
     paths.extend(call.dsink()?);
     paths.extend(call.gradients()?);
     Ok(paths)
 }
 
-fn check_backward(arguments: &Backward<'_>) -> Result<(Extents, Workspace)> {
-    let Backward { inputs, implementation: _, key_gradients, out, lse, dout, dlse, dq, dk, dv, dsink, workspace } =
-        *arguments;
-    let (extents, signature) = check_inputs(&inputs)?;
-    let tensors = [
-        values(read_at("out", out)),
-        per_head(read_at("lse", lse)),
-        values(read_at("dout", dout)),
-        per_head(read_at("dlse", dlse)),
-        write_at("dq", dq).like("q").aligned_rows(),
-        write_at("dk", dk).of(&FLOATS).axes(&["num_keys", "head_dim"]).aligned_rows(),
-        write_at("dv", dv).axes(&["num_keys", "v_dim"]).typed("dk").aligned_rows().with(&["v"]),
-        write_at("dsink", dsink).axes(&["num_heads"]).with(&["sink"]),
-        scratch_at("workspace", workspace, 16),
-    ];
-    signature.and(tensors).bind([])?;
-    let parts = Workspace::of(extents, dk.dtype, inputs.sink.is_some(), key_gradients)?;
-    CHECK.holds("workspace", workspace, parts.bytes)?;
-    Ok((extents, parts))
-}
-
 /// One checked call of the backward.
 struct BackwardCall<'a> {
     device: &'a Device,
-    arguments: &'a Backward<'a>,
+    views: &'a Views,
+    softmax_scale: f32,
     extents: Extents,
     workspace: Workspace,
     /// Whether the gradients of q and k come from the Hopper kernel.
@@ -440,18 +396,20 @@ struct BackwardCall<'a> {
 impl BackwardCall<'_> {
     /// A dense part of the scratch memory.
     fn scratch(&self, offset: usize, shape: &[usize]) -> TensorView {
-        TensorView::dense("workspace", self.arguments.workspace.address + offset as u64, DType::F32, shape)
+        TensorView::dense("workspace", self.address(offset).0, DType::F32, shape)
     }
 
     fn address(&self, offset: usize) -> DeviceAddress {
-        DeviceAddress(self.arguments.workspace.address + offset as u64)
+        DeviceAddress(self.views["workspace"].address + offset as u64)
     }
 
     fn sink_terms(&self) -> DeviceAddress {
-        if self.arguments.inputs.sink.is_none() {
-            return DeviceAddress::default();
-        }
-        self.address(self.workspace.sink_terms)
+        self.views.get("sink").map(|_| self.address(self.workspace.sink_terms)).unwrap_or_default()
+    }
+
+    /// The entries of a tensor for the tokens from `first` on.
+    fn tokens_from(&self, first: usize, name: &str) -> Option<TensorView> {
+        self.views.get(name).map(|view| view.skip(first))
     }
 
     /// A kernel of the sums.
@@ -460,10 +418,10 @@ impl BackwardCall<'_> {
     }
 
     fn delta(&self) -> Result<String> {
-        let Backward { inputs, out, dout, lse, .. } = *self.arguments;
-        let Extents { num_tokens, num_heads, .. } = self.extents;
+        let (views, Extents { num_tokens, num_heads, .. }) = (self.views, self.extents);
         let name = "sparse_attention_delta";
-        let params = CHECK.params().heads("out", out).heads("dout", dout).ptr("lse", lse).ptr("sink", inputs.sink);
+        let params = CHECK.params().heads("out", &views["out"]).heads("dout", &views["dout"]);
+        let params = params.ptr("lse", &views["lse"]).ptr("sink", views.get("sink"));
         let params = params.ptr("delta", self.address(self.workspace.delta)).ptr("sink_terms", self.sink_terms());
         let params = params.i32("num_tokens", num_tokens)?.i32("num_heads", num_heads)?;
         self.kernel(name)?.launch_blocks("q", (num_tokens * num_heads).div_ceil(ROWS_PER_BLOCK), &params)?;
@@ -471,7 +429,7 @@ impl BackwardCall<'_> {
     }
 
     fn dsink(&self) -> Result<Option<String>> {
-        let Some(dsink) = self.arguments.dsink else { return Ok(None) };
+        let Some(dsink) = self.views.get("dsink") else { return Ok(None) };
         let Extents { num_tokens, num_heads, .. } = self.extents;
         let name = "sparse_attention_dsink";
         let params = CHECK.params().ptr("sink_terms", self.sink_terms()).ptr("dsink", dsink);
@@ -482,7 +440,7 @@ impl BackwardCall<'_> {
 
     /// Zero-fills the accumulators, adds the gradients, rounds them where they are stored narrow.
     fn gradients(&self) -> Result<Vec<String>> {
-        let Backward { dk, dv, .. } = *self.arguments;
+        let (dk, dv) = (&self.views["dk"], self.views.get("dv"));
         let dk_rows = self.accumulator(dk, self.workspace.dk);
         let dv_rows = dv.map(|dv| self.accumulator(dv, self.workspace.dv));
         for rows in [Some(&dk_rows), dv_rows.as_ref()].into_iter().flatten() {
@@ -524,11 +482,11 @@ impl BackwardCall<'_> {
 
     /// Lists the slots of `tokens` tokens from `first` on, by key and in ascending order.
     fn index(&self, chunk: Chunk, first: usize, tokens: usize) -> Result<Vec<String>> {
-        let Inputs { indices, topk_length, .. } = self.arguments.inputs;
         let Extents { num_keys, topk, .. } = self.extents;
         self.zero(&self.scratch(chunk.counts, &[Chunk::count_rows(num_keys), COUNTS_PER_ROW]))?;
-        let params = CHECK.params().rows("indices", &indices.skip(first));
-        let params = params.ptr("topk_length", topk_length.map(|length| length.skip(first)).as_ref());
+        let of_chunk = |name| self.tokens_from(first, name);
+        let params = CHECK.params().rows("indices", of_chunk("indices").as_ref());
+        let params = params.ptr("topk_length", of_chunk("topk_length").as_ref());
         let params = params.ptr("counts", self.address(chunk.counts)).ptr("ends", self.address(chunk.ends));
         let params = params.ptr("entries", self.address(chunk.entries)).ptr("ordered", self.address(chunk.ordered));
         let params = params.i32("num_tokens", tokens)?.i32("num_keys", num_keys)?.i32("topk", topk)?;
@@ -580,17 +538,16 @@ impl BackwardCall<'_> {
 
     /// dq of `tokens` tokens from `first` on, and what their slots give to `dk` and `dv`.
     fn backward(&self, first: usize, tokens: usize, dk: &TensorView, dv: Option<&TensorView>) -> Result<String> {
-        let Backward { inputs, lse, dout, dlse, dq, .. } = *self.arguments;
+        let (views, of_chunk) = (self.views, |name| self.tokens_from(first, name));
         let chunk = Extents { num_tokens: tokens, ..self.extents };
-        let from_first = |view: Option<&TensorView>| view.map(|view| view.skip(first));
         let delta = self.scratch(self.workspace.delta, &[self.extents.num_tokens, chunk.num_heads]);
-        let params = CHECK.params().heads("q", &inputs.q.skip(first)).rows("k", inputs.k).rows("v", inputs.v());
-        let params = params.heads("dout", &dout.skip(first)).ptr("sink", inputs.sink).ptr("lse", &lse.skip(first));
-        let params = params.ptr("delta", &delta.skip(first)).ptr("dlse", from_first(dlse).as_ref());
-        let params = params.rows("indices", &inputs.indices.skip(first));
-        let params = params.ptr("topk_length", from_first(inputs.topk_length).as_ref());
-        let params = params.heads("dq", &dq.skip(first)).rows("dk", dk).rows("dv", dv);
-        let params = chunk.params(params)?.f32("softmax_scale", inputs.softmax_scale);
+        let params = CHECK.params().heads("q", of_chunk("q").as_ref()).rows("k", &views["k"]).rows("v", views.get("v"));
+        let params = params.heads("dout", of_chunk("dout").as_ref()).ptr("sink", views.get("sink"));
+        let params = params.ptr("lse", of_chunk("lse").as_ref()).ptr("delta", &delta.skip(first));
+        let params = params.ptr("dlse", of_chunk("dlse").as_ref()).rows("indices", of_chunk("indices").as_ref());
+        let params = params.ptr("topk_length", of_chunk("topk_length").as_ref());
+        let params = params.heads("dq", of_chunk("dq").as_ref()).rows("dk", dk).rows("dv", dv);
+        let params = chunk.params(params)?.f32("softmax_scale", self.softmax_scale);
         let deterministic = self.workspace.chunk.is_some();
         if self.hopper {
             let name = "sparse_attention_hopper_backward";

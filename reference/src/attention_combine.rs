@@ -34,7 +34,8 @@ use crate::select::select;
 pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let (out, lse) = (inputs.tensor("partial_out")?, inputs.tensor("partial_lse")?);
     let axes: &[&str] = &["num_parts", "num_tokens", "num_heads", "v_dim"];
-    let tensors = [("partial_out", axes), ("partial_lse", &axes[..3]), ("sink", &axes[2..3])];
+    let tensors: [(&[_], &[_]); 3] =
+        [(&["partial_out"], axes), (&["partial_lse"], &axes[..3]), (&["sink"], &axes[2..3])];
     let extents = inputs.extents(["num_parts", "num_tokens", "num_heads", "v_dim"], &tensors)?;
     let [num_parts, num_tokens, num_heads, v_dim] = extents;
     if num_parts * num_tokens * num_heads == 0 {

@@ -142,6 +142,16 @@ impl<K: Declared> Benchmark<K> {
         self
     }
 
+    /// A call that computes so many floating-point operations, which are what limits it.
+    pub fn computing(self, flops: f64) -> Self {
+        Self { flops, rate: Rate::Flops, ..self }
+    }
+
+    /// Draws no more than [`DRAWN`] elements of the largest tensor that has `axis`, along that axis, too.
+    pub fn also_drawn_along(self, axis: &'static str) -> Self {
+        Self { drawn: shortened::<K>(&self.drawn, axis), ..self }
+    }
+
     /// The tensors that a call needs: a forward has no gradients, and one of several launches has its own alone.
     fn placed_specs(&self) -> Specs {
         let others = |spec: &TensorSpec| self.only.is_some() && spec.only_in.is_some_and(|of| Some(of) != self.only);

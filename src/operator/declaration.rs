@@ -7,7 +7,7 @@
 use dsv4_kernels::runtime::DType;
 use serde::Serialize;
 
-use super::declared::{Refused, not_empty, positive, refuse};
+use super::declared::{Refused, finite, not_empty, positive, refuse};
 use super::{Comparison, Grid, Pooling};
 use crate::case::Distribution;
 use crate::operators::{Aliasing, Data};
@@ -19,35 +19,39 @@ pub struct Axis {
     pub name: &'static str,
     /// Its extent in this case.
     pub extent: usize,
-    /// The least that it may be.
-    pub least: usize,
-    /// What it must be a multiple of.
+    /// What it must be a multiple of, and then not 0; 0 is any extent.
     pub multiple: usize,
+    /// The most that it may be.
+    pub most: usize,
 }
 
 impl Axis {
     /// A case whose field of this name is 0 is refused.
     pub fn not_empty(self) -> Self {
-        Self { least: 1, ..self }
+        self.multiples(1, usize::MAX)
     }
 
-    /// A case whose field of this name is 0, or no multiple of this, is refused.
-    pub fn multiple_of(self, multiple: usize) -> Self {
-        Self { multiple, ..self.not_empty() }
+    /// A case is refused whose field of this name is no multiple of `multiple`, 0, or more than `most`.
+    pub fn multiples(self, multiple: usize, most: usize) -> Self {
+        Self { multiple, most, ..self }
     }
 
     fn check(self) -> Result<(), Refused> {
-        let Self { name, extent, least, multiple } = self;
-        if !extent.is_multiple_of(multiple) {
-            return refuse(name, format!("{extent} must be a multiple of {multiple}"));
+        let Self { name, extent, multiple, most } = self;
+        match multiple {
+            0 => Ok(()),
+            _ if extent > 0 && extent.is_multiple_of(multiple) && extent <= most => Ok(()),
+            1 if extent == 0 => not_empty(name, extent),
+            1 => refuse(name, format!("{extent} must be 1 to {most}")),
+            _ if most == usize::MAX => refuse(name, format!("{extent} must be a multiple of {multiple}, not 0")),
+            _ => refuse(name, format!("{extent} must be a multiple of {multiple} up to {most}")),
         }
-        if extent < least { not_empty(name, extent) } else { Ok(()) }
     }
 }
 
 /// An axis.
 pub fn axis(name: &'static str, extent: usize) -> Axis {
-    Axis { name, extent, least: 0, multiple: 1 }
+    Axis { name, extent, multiple: 0, most: usize::MAX }
 }
 
 /// The part that a tensor plays.
@@ -394,10 +398,8 @@ pub struct Specs {
     /// Seed of everything that is drawn.
     pub seed: u64,
     all: Vec<TensorSpec>,
-    /// Numbers of the case that must be finite and above 0, by the names of its fields.
-    positive: Vec<(&'static str, f64)>,
-    /// Numbers that must be finite.
-    finite: Vec<(&'static str, f64)>,
+    /// Numbers of the case that are not what they must be.
+    refused: Vec<Refused>,
 }
 
 impl Specs {
@@ -427,30 +429,37 @@ impl Specs {
                 spec.dtype = base.dtype;
             }
         }
-        Self { seed, all, positive: Vec::new(), finite: Vec::new() }
+        Self { seed, all, refused: Vec::new() }
     }
 
     /// A number of the case, by the name of its field, is finite and above 0.
     pub fn positive(mut self, field: &'static str, value: impl Into<f64>) -> Self {
-        self.positive.push((field, value.into()));
+        self.refused.extend(positive(field, value.into()).err());
         self
     }
 
     /// A number of the case, by the name of its field, is finite.
     pub fn finite(mut self, field: &'static str, value: impl Into<f64>) -> Self {
-        self.finite.push((field, value.into()));
+        self.refused.extend(finite(field, value.into()).err());
         self
     }
 
-    /// Whether numbers, axes and magnitudes are what they were said to be.
+    /// Further tensors, of the operators that follow in a chain. One takes the place of another of its name: what was given
+    /// to one operator is then what another hands to it.
+    pub fn with(self, tensors: impl IntoIterator<Item = TensorSpec>) -> Self {
+        let (mut all, further) = (self.all, tensors.into_iter().collect::<Vec<_>>());
+        all.retain(|spec| further.iter().all(|other| other.name != spec.name));
+        Self { refused: self.refused, ..Self::new(self.seed, all.into_iter().chain(further)) }
+    }
+
+    /// Whether axes, magnitudes and numbers are what they were said to be.
     ///
     /// # Errors
     /// The field, its value and the rule.
     pub(super) fn check(&self) -> Result<(), Refused> {
-        // Magnitudes may follow from numbers.
-        self.positive.iter().try_for_each(|&(field, value)| positive(field, value))?;
-        if let Some((field, value)) = self.finite.iter().find(|(_, value)| !value.is_finite()) {
-            return refuse(field, format!("{value} must be finite"));
+        // Before magnitudes, which may follow from them.
+        if let Some(refused) = self.refused.first() {
+            return Err(refused.clone());
         }
         for spec in &self.all {
             spec.axes.iter().try_for_each(|axis| axis.check())?;
@@ -556,7 +565,8 @@ mod tests {
     #[test]
     fn the_first_number_and_the_first_axis_that_are_not_what_they_were_said_to_be_are_refused_by_name() {
         let refused = |width: usize, scale: f64, shift: f64| {
-            let x = input("x", DType::F32, &[axis("width", width).multiple_of(8)]).drawn(Distribution::Normal, scale);
+            let x = input("x", DType::F32, &[axis("width", width).multiples(8, usize::MAX)])
+                .drawn(Distribution::Normal, scale);
             Specs::new(1, [x])
                 .positive("scale", scale)
                 .finite("shift", shift)
@@ -580,6 +590,41 @@ mod tests {
         let specs = Specs::new(1, [x, mid].into_iter().chain(gradients));
         assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
         assert_eq!(specs.find("dmid").map(TensorSpec::shape), Some(vec![3]));
+    }
+
+    #[test]
+    fn a_chain_has_the_tensors_of_both_and_what_one_hands_to_the_other_once() {
+        let rows = [axis("num_rows", 3)];
+        let first =
+            Specs::new(1, [input("x", DType::F32, &rows), output("mid", DType::F32, &rows), upstream("dmid", "mid")]);
+        let own = [output("y", DType::F32, &rows), gradient("dmid", "mid", DType::Bf16)];
+        let chain = first.finite("shift", f64::NAN).with(own);
+        assert_eq!(chain.present().map(|spec| spec.name).collect::<Vec<_>>(), ["x", "mid", "y", "dmid"]);
+        let dmid = chain.find("dmid").unwrap();
+        assert_eq!((dmid.part, dmid.dtype, dmid.shape()), (Part::Gradient { of: "mid" }, DType::Bf16, vec![3]));
+        assert_eq!(chain.check().unwrap_err().field, "shift");
+    }
+
+    #[test]
+    fn an_extent_or_a_number_beyond_its_rule_is_refused_by_its_field() {
+        let refused = |extent: usize, magnitude: f64, shift: f64| {
+            let x = input("x", DType::F32, &[axis("width", extent).multiples(16, 64)]);
+            let refused = Specs::new(1, [x.drawn(Distribution::Normal, 1.0 / magnitude)]).positive("scale", magnitude);
+            refused.finite("shift", shift).check().err().map(|refused| format!("{}: {}", refused.field, refused.reason))
+        };
+        assert_eq!(refused(48, 1.0, -2.0), None);
+        for extent in [0, 24, 80] {
+            let reason = format!("width: {extent} must be a multiple of 16 up to 64");
+            assert_eq!(refused(extent, 1.0, 0.0), Some(reason));
+        }
+        // Not the magnitude that follows from it.
+        assert_eq!(refused(48, 0.0, 0.0).as_deref(), Some("scale: 0 must be finite and above 0"));
+        assert_eq!(refused(48, 1.0, f64::INFINITY).as_deref(), Some("shift: inf must be finite"));
+        let heads =
+            |extent: usize| axis("num_heads", extent).multiples(1, 128).check().err().map(|refused| refused.reason);
+        assert_eq!(heads(129).as_deref(), Some("129 must be 1 to 128"));
+        assert_eq!(heads(0).as_deref(), Some("0: there must be at least one"));
+        assert_eq!(heads(128), None);
     }
 
     #[test]

@@ -77,6 +77,14 @@ pub fn positive(field: &'static str, value: f64) -> Result<(), Refused> {
     if value.is_finite() && value > 0.0 { Ok(()) } else { refuse(field, format!("{value} must be finite and above 0")) }
 }
 
+/// A number of a case that must be finite.
+///
+/// # Errors
+/// It is not.
+pub fn finite(field: &'static str, value: f64) -> Result<(), Refused> {
+    if value.is_finite() { Ok(()) } else { refuse(field, format!("{value} must be finite")) }
+}
+
 /// An extent of a case that may not be 0.
 ///
 /// # Errors
@@ -230,6 +238,27 @@ pub trait Declared: Sized + Send + Sync + 'static {
 /// A tensor that may not change any more, and what it was when that was said.
 pub(super) type Frozen = (TensorView, HostTensor);
 
+/// What a launcher says ran: one or several of [`About::paths`].
+pub struct Ran(Vec<String>);
+
+impl From<&str> for Ran {
+    fn from(path: &str) -> Self {
+        Self(vec![path.to_owned()])
+    }
+}
+
+impl From<String> for Ran {
+    fn from(path: String) -> Self {
+        Self(vec![path])
+    }
+}
+
+impl<T: Into<String>> From<Vec<T>> for Ran {
+    fn from(paths: Vec<T>) -> Self {
+        Self(paths.into_iter().map(T::into).collect())
+    }
+}
+
 /// The launches of one run: on which device, what ran, and what may not change any more.
 pub struct Launches<'r> {
     device: &'r Device,
@@ -258,29 +287,17 @@ impl<'r> Launches<'r> {
     ///
     /// # Errors
     /// The launcher's.
-    pub fn launch(
+    pub fn launch<R: Into<Ran>>(
         &mut self,
-        launch: impl FnOnce(&'r Device) -> Result<&'static str, RuntimeError>,
+        launch: impl FnOnce(&'r Device) -> Result<R, RuntimeError>,
     ) -> Result<(), RuntimeError> {
         self.ran(launch(self.device)?);
         Ok(())
     }
 
-    /// Launches several kernels, and takes down what ran.
-    ///
-    /// # Errors
-    /// The launcher's.
-    pub fn launch_all<P: Into<String>>(
-        &mut self,
-        launch: impl FnOnce(&'r Device) -> Result<Vec<P>, RuntimeError>,
-    ) -> Result<(), RuntimeError> {
-        launch(self.device)?.into_iter().for_each(|path| self.ran(path));
-        Ok(())
-    }
-
-    /// Takes down what ran: one of [`About::paths`].
-    pub fn ran(&mut self, path: impl Into<String>) {
-        self.paths.push(path.into());
+    /// Takes down what ran.
+    pub fn ran(&mut self, ran: impl Into<Ran>) {
+        self.paths.extend(ran.into().0);
     }
 
     /// What was written so far to `view` is final: it is compared as it is now, and a later launch that changes it is

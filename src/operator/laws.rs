@@ -87,7 +87,7 @@ impl<'i, K: Declared> Laws<'i, K> {
 
     /// A law that binds all outputs and gradients alike.
     pub fn alike(&mut self, name: &'static str, relation: Relation, change: impl FnOnce(&mut Variant<K>)) {
-        let relations: Vec<_> = self.specs.compared().map(|spec| (spec.name, relation.clone())).collect();
+        let relations = self.all(relation);
         self.law(name, change, relations);
     }
 
@@ -130,6 +130,29 @@ impl<'i, K: Declared> Laws<'i, K> {
         K::forward(&self.inputs.case, &bound, &mut rounding).ok()?;
         K::backward(&self.inputs.case, &bound, &mut rounding).ok()?;
         Some(rounding.outside_f32())
+    }
+
+    /// This relation binds every output and gradient.
+    pub fn all(&self, relation: Relation) -> Vec<(&'static str, Relation)> {
+        self.compared().into_iter().map(|name| (name, relation.clone())).collect()
+    }
+
+    /// `number`, the case's field called `field`, multiplies what tensor `scaled` does, once: these relations hold where
+    /// the number is a quarter and the tensor four times as large.
+    pub fn exchange(
+        &mut self,
+        name: &'static str,
+        scaled: &'static str,
+        field: &'static str,
+        number: fn(&mut K::Case) -> &mut f32,
+        relations: impl IntoIterator<Item = (&'static str, Relation)>,
+    ) {
+        let change = |v: &mut Variant<K>| {
+            v.tensors.scale(scaled, 4.0);
+            v.tensors.scale_scalar(field, 0.25);
+            *number(&mut v.case) /= 4.0;
+        };
+        self.law(name, change, relations);
     }
 
     /// Entries along `axis` know nothing of each other: [`Self::permute`], under this name, and [`Self::independent`].

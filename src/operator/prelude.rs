@@ -1,6 +1,6 @@
 //! What the file of an operator needs: the vocabulary of declarations, fields that cases share, and strategies.
 
-pub use dsv4_kernels::runtime::{DType, Environment, RuntimeError, Views};
+pub use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError, Views};
 pub use dsv4_reference::Named;
 pub use dsv4_reference::Result as OracleResult;
 pub use dsv4_reference::precision::Rounding;
@@ -10,11 +10,11 @@ pub use serde::{Deserialize, Serialize};
 
 pub use super::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
 pub use super::declaration::{Specs, axis, gradient, input, output, scratch, upstream};
-pub use super::declared::{About, Declared, Launches, Refused, not_empty, positive, refuse};
+pub use super::declared::{About, Declared, Launches, Refused, finite, not_empty, positive, refuse};
 pub use super::golden::{self, Golden};
-pub use super::laws::Laws;
+pub use super::laws::{Laws, Variant};
 pub use super::tensors::{Bound, Tensors};
-pub use super::{ModuleSpecification, Profile};
-pub use crate::case::Distribution;
+pub use super::{ModuleSpecification, Profile, Relation};
+pub use crate::case::{Distribution, Draw};
 pub use crate::judge::golden::GoldenFile;
 pub use crate::operators::{Aliasing, Data, Float, matrix};

@@ -90,7 +90,8 @@ impl Declared for AttentionCombine {
 
     fn tensors(c: &AttentionCombineCase) -> Specs {
         let (parts, tokens) = (axis("num_parts", c.num_parts), axis("num_tokens", c.num_tokens));
-        let (heads, v_dim) = (axis("num_heads", c.num_heads).not_empty(), axis("v_dim", c.v_dim).multiple_of(8));
+        let (heads, v_dim) =
+            (axis("num_heads", c.num_heads).not_empty(), axis("v_dim", c.v_dim).multiples(8, usize::MAX));
         let tensors = [
             input("partial_out", DType::F32, &[parts, tokens, heads, v_dim]).aligned_rows().drawn_as(c.data),
             input("partial_lse", DType::F32, &[parts, tokens, heads]),

@@ -17,28 +17,21 @@
 //! kernels does what it was asked for.
 
 use dsv4_kernels::rope as launcher;
-use dsv4_kernels::runtime::{DType, Device, Environment, RuntimeError, Views};
-use dsv4_reference::Named;
-use dsv4_reference::precision::Rounding;
 use dsv4_reference::rope::{self as reference, YarnParameters};
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
-use serde::{Deserialize, Serialize};
 
+use super::elements;
 use super::lists::Lengths;
 use super::sinks::Sinks;
 use super::sparse_attention::{self, SparseAttention, SparseAttentionCase, Values};
-use super::{Aliasing, Float, elements};
-use crate::operator::declaration::{Specs, axis, gradient, input, output, upstream};
-use crate::operator::declared::{About, Declared, Launches, Refused, refuse};
-use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Tensors};
-use crate::operator::{ModuleSpecification, Profile};
+use crate::operator::prelude::*;
 
 /// Where the sequence of queries begins. At position 0 the rotation would be the identity.
 const FIRST_POSITION: i64 = 4096;
 /// Positions between one query and the next; odd, so that no power of two of a frequency repeats.
 const POSITION_STEP: i64 = 37;
+
+/// Tensors that the attention does not know.
+const OF_THE_ROTATION: [&str; 4] = ["cos", "sin", "y", "dy"];
 
 /// The paths of the rotation, there and back.
 const ROTATIONS: [&str; 4] =
@@ -73,7 +66,7 @@ fn plain(attention: SparseAttentionCase, rope_dim: usize) -> AttentionOutputRota
 }
 
 /// cos and sin of the queries' positions, `[num_tokens, rope_dim / 2]`, before they are stored in f32.
-fn table(c: &AttentionOutputRotationCase) -> dsv4_reference::Result<(candle_core::Tensor, candle_core::Tensor)> {
+fn table(c: &AttentionOutputRotationCase) -> OracleResult<(candle_core::Tensor, candle_core::Tensor)> {
     let frequencies = reference::inv_freq_f32(&YarnParameters { rope_dim: c.rope_dim, ..YarnParameters::compress() })?;
     let tokens = 0..c.attention.num_tokens as i64;
     let positions: Vec<i64> = tokens.map(|token| FIRST_POSITION + POSITION_STEP * token).collect();
@@ -85,7 +78,7 @@ fn rotation(
     c: &AttentionOutputRotationCase,
     t: &Bound<'_>,
     rounding: &mut Rounding,
-) -> dsv4_reference::Result<(Named, reference::Inputs)> {
+) -> OracleResult<(Named, reference::Inputs)> {
     let attended = SparseAttention::forward(&c.attention, t, rounding)?;
     // What one kernel hands to the next is stored in bf16.
     let x = rounding.bf16(attended.tensor("out")?)?;
@@ -116,7 +109,6 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         let table = [axis("num_tokens", c.attention.num_tokens), axis("half_rope_dim", c.rope_dim / 2)];
         let rotated = [table[0], axis("num_heads", c.attention.num_heads), axis("v_dim", c.attention.v_dim)];
         let aliasing = if IN_PLACE { Aliasing::InPlace } else { Aliasing::OutOfPlace };
-        let attention = sparse_attention::tensors(&c.attention).into_iter().filter(|spec| spec.name != "dout");
         let own = [
             input("cos", DType::F32, &table).rows(),
             input("sin", DType::F32, &table).rows(),
@@ -124,7 +116,7 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
             upstream("dy", "y").drawn(c.attention.distribution, 1.0),
             gradient("dout", "out", DType::Bf16),
         ];
-        Specs::new(c.attention.seed, attention.chain(own))
+        SparseAttention::tensors(&c.attention).with(own)
     }
 
     fn check(c: &AttentionOutputRotationCase) -> Result<(), Refused> {
@@ -184,7 +176,7 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         SparseAttention::cannot_run(&c.attention, environment)
     }
 
-    fn amend(c: &AttentionOutputRotationCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+    fn amend(c: &AttentionOutputRotationCase, tensors: &mut Tensors) -> OracleResult<()> {
         SparseAttention::amend(&c.attention, tensors)?;
         let (cos, sin) = table(c)?;
         // As a kernel would store them.
@@ -193,20 +185,12 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         Ok(())
     }
 
-    fn forward(
-        c: &AttentionOutputRotationCase,
-        t: &Bound<'_>,
-        rounding: &mut Rounding,
-    ) -> dsv4_reference::Result<Named> {
+    fn forward(c: &AttentionOutputRotationCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let (attended, inputs) = rotation(c, t, rounding)?;
         Ok(attended.with("y", reference::forward(&inputs, rounding)?.y))
     }
 
-    fn backward(
-        c: &AttentionOutputRotationCase,
-        t: &Bound<'_>,
-        rounding: &mut Rounding,
-    ) -> dsv4_reference::Result<Named> {
+    fn backward(c: &AttentionOutputRotationCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let (_, inputs) = rotation(c, t, rounding)?;
         let dout = reference::backward(&inputs, &t.f64("dy")?, rounding)?.dx;
         let handed = t.clone().with("dout", rounding.bf16(&dout)?);
@@ -218,11 +202,11 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         v: &Views,
         device: &Device,
     ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        SparseAttention::workspaces(&c.attention, v, device)
+        SparseAttention::workspaces(&c.attention, &v.without(&OF_THE_ROTATION), device)
     }
 
     fn launch(c: &AttentionOutputRotationCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        SparseAttention::launch(&c.attention, v, run)?;
+        SparseAttention::launch(&c.attention, &v.without(&OF_THE_ROTATION), run)?;
         // What the attention's backward will read.
         run.freeze(&v["out"])?;
         run.freeze(&v["lse"])?;
@@ -233,7 +217,7 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
     fn launch_backward(c: &AttentionOutputRotationCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         run.ran(format!("backward {}", launcher::backward(run.device(), &rotated(v, "dy", "dout"), true)?));
         run.freeze(&v["dout"])?;
-        SparseAttention::launch_backward(&c.attention, v, run)
+        SparseAttention::launch_backward(&c.attention, &v.without(&OF_THE_ROTATION), run)
     }
 
     fn laws(_: &AttentionOutputRotationCase, laws: &mut Laws<'_, Self>) {

@@ -464,7 +464,7 @@ impl Declared for DecodeAttention {
     }
 
     fn launch(c: &DecodeAttentionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch_all(|device| launcher::forward(device, v, &c.options()))
+        run.launch(|device| launcher::forward(device, v, &c.options()))
     }
 
     fn laws(c: &DecodeAttentionCase, laws: &mut Laws<'_, Self>) {

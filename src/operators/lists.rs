@@ -2,6 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use dsv4_kernels::runtime::HostTensor;
+use proptest::sample::select;
+use proptest::strategy::Strategy;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
@@ -38,6 +41,11 @@ pub enum Lengths {
 }
 
 impl IndexClass {
+    /// Draws any of them.
+    pub(crate) fn strategy() -> impl Strategy<Value = Self> {
+        select(&[Self::Valid, Self::Duplicates, Self::Hostile, Self::LeadingMasked, Self::EmptyRows][..])
+    }
+
     /// `num_tokens` lists of `topk` slots, each naming one of `num_keys` rows or none; `name` is the random stream.
     pub(crate) fn draw(self, seed: u64, name: &str, num_tokens: usize, topk: usize, num_keys: usize) -> Vec<i32> {
         let mut draw = Draw::new(seed, name);
@@ -106,7 +114,32 @@ pub(crate) fn compact(tensors: &mut Tensors, lists: &'static str, stores: &[&'st
     named.len()
 }
 
+/// How many slots of each of `count` lists of `topk` are within the list's length, if there are lengths.
+pub(crate) fn within_lengths(tensors: &Tensors, lengths: &str, [count, topk]: [usize; 2]) -> Vec<usize> {
+    let within = |length: i32| length.clamp(0, topk as i32) as usize;
+    tensors.maybe_i32s(lengths).map_or(vec![topk; count], |all| all.into_iter().map(within).collect())
+}
+
+/// Appends `extra` slots to each of `count` lists of `topk`, beyond all lengths: a length that would now reach them is
+/// clamped to the old list.
+pub(crate) fn append(
+    tensors: &mut Tensors,
+    (indices, lengths): (&'static str, &'static str),
+    [count, topk]: [usize; 2],
+    extra: &[i32],
+) {
+    let old = tensors.i32s(indices);
+    let longer: Vec<i32> = old.chunks(topk).flat_map(|list| list.iter().chain(extra).copied()).collect();
+    tensors.put(indices, HostTensor::from_i32(&[count, topk + extra.len()], &longer));
+    tensors.edit_i32s(lengths, |all| all.iter_mut().for_each(|length| *length = (*length).clamp(0, topk as i32)));
+}
+
 impl Lengths {
+    /// Draws any of them.
+    pub(crate) fn strategy() -> impl Strategy<Value = Self> {
+        select(&[Self::Absent, Self::Within, Self::Hostile][..])
+    }
+
     /// How many of `topk` slots count in each of `count` lists; `name` is the random stream.
     pub(crate) fn draw(self, seed: u64, name: &str, count: usize, topk: usize) -> Option<Vec<i32>> {
         let mut draw = Draw::new(seed, name);
@@ -140,6 +173,23 @@ mod tests {
             seen.insert(list.iter().map(|key| key % 9).collect::<Vec<_>>());
         }
         assert!(seen.len() > 45, "lists repeat one another");
+    }
+
+    #[test]
+    fn slots_that_are_appended_lie_beyond_every_length() {
+        let mut tensors = Tensors::default();
+        tensors.put("indices", HostTensor::from_i32(&[4, 2], &[0, 1, 2, 3, 4, 5, 6, 7]));
+        assert_eq!(within_lengths(&tensors, "topk_length", [4, 2]), [2; 4]);
+        tensors.put("topk_length", HostTensor::from_i32(&[4], &[-3, 1, 2, i32::MAX]));
+        let within = [0, 1, 2, 2];
+        assert_eq!(within_lengths(&tensors, "topk_length", [4, 2]), within);
+        append(&mut tensors, ("indices", "topk_length"), [4, 2], &[-1]);
+        assert_eq!(tensors.i32s("indices"), [0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1]);
+        assert_eq!(
+            (tensors.tensor("indices").shape.clone(), tensors.i32s("topk_length")),
+            (vec![4, 3], vec![0, 1, 2, 2])
+        );
+        assert_eq!(within_lengths(&tensors, "topk_length", [4, 3]), within);
     }
 
     #[test]

@@ -5,6 +5,7 @@ pub mod attention_output_rotation;
 pub mod decode_attention;
 pub mod kv_cache_write;
 pub mod lists;
+mod logits;
 mod paged;
 pub mod rms_norm;
 pub mod rope;

@@ -203,9 +203,7 @@ impl Declared for RmsNorm {
     }
 
     fn launch_backward(_: &RmsNormCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let paths = launcher::backward(run.device(), &v.without(&["y_of_saving_forward"]))?;
-        paths.into_iter().for_each(|path| run.ran(path));
-        Ok(())
+        run.launch(|device| launcher::backward(device, &v.without(&["y_of_saving_forward"])))
     }
 
     fn laws(_: &RmsNormCase, laws: &mut Laws<'_, Self>) {

@@ -1,27 +1,17 @@
 //! `score_recompute` (training 5): `kernels/cuda/score_recompute.cu` and `score_recompute_hopper.cu` against
 //! `reference/src/score_recompute.rs`.
 
-use dsv4_kernels::runtime::{DType, Environment, HostTensor, RuntimeError, Views};
 use dsv4_kernels::score_recompute as launcher;
-use dsv4_reference::Named;
-use dsv4_reference::precision::Rounding;
 use dsv4_reference::score_recompute as reference;
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
 use rand::Rng;
 use rand::seq::SliceRandom;
-use serde::{Deserialize, Serialize};
 
-use super::lists::{IndexClass, Lengths, compact, distinct};
+use super::lists::{self, IndexClass, Lengths, compact, distinct};
 use super::sinks::Sinks;
-use super::{Implementation, elements};
-use crate::case::{Distribution, Draw};
-use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, Whole, on_gpu};
-use crate::operator::declaration::{Specs, axis, input, output};
-use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
-use crate::operator::laws::{Laws, Variant};
-use crate::operator::tensors::{Bound, Tensors, permuted_along};
-use crate::operator::{ModuleSpecification, Profile, Relation};
+use super::{Implementation, elements, logits};
+use crate::operator::benchmarks::Whole;
+use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
 
 /// A block of the kernel holds so many heads.
 const LARGEST_HEADS: usize = 128;
@@ -147,6 +137,11 @@ impl ScoreRecomputeCase {
         Self { ranking, ratio, q_off: true, ..Self::selected(num_tokens, num_heads, head_dim, num_keys, 0) }
     }
 
+    /// How many lists there are, and how many slots each has.
+    fn lists(&self) -> [usize; 2] {
+        [self.num_tokens, self.topk]
+    }
+
     fn is_selected(&self) -> bool {
         self.ranking == RankingClass::Selected
     }
@@ -228,49 +223,44 @@ impl Declared for ScoreRecompute {
     };
 
     fn tensors(c: &ScoreRecomputeCase) -> Specs {
-        let (tokens, heads) = (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads));
-        let (keys, head_dim) = (axis("num_keys", c.num_keys), axis("head_dim", c.head_dim));
+        let (tokens, heads) =
+            (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).multiples(1, LARGEST_HEADS));
+        let (keys, head_dim) = (axis("num_keys", c.num_keys), axis("head_dim", c.head_dim).multiples(16, 576));
         let (topk, columns) = (axis("topk", c.topk), axis("columns", c.columns()));
         let ends = c.sequences().map_or(0, |s| s.cu_q.len());
         let (packed, selected, per_head) = (ends > 0, c.is_selected(), [tokens, heads]);
         let ends = [axis("num_sequences_and_one", ends)];
         let sequences = axis("num_sequences", if packed { ends[0].extent - 1 } else { 1 });
-        let q_size = c.logit_deviation / (f64::from(c.softmax_scale) * (c.head_dim as f64).sqrt());
+        let q_size = logits::query_size(c.logit_deviation, c.softmax_scale, c.head_dim);
         let lse = |axes: &[_]| match c.recomputed {
             true => output("lse", DType::F32, axes).only_in("lse"),
             false => input("lse", DType::F32, axes),
         };
         let joint = c.recomputed && c.normaliser == NormaliserClass::Joint;
-        Specs::new(
-            c.seed,
-            [
-                input("q", DType::Bf16, &[tokens, heads, head_dim]).aligned_rows().drawn(c.distribution, q_size),
-                input("k", DType::Bf16, &[keys, head_dim]).aligned_rows().drawn(c.distribution, 1.0),
-                input("indices", DType::I32, &[tokens, topk]).rows().when(selected),
-                input("topk_length", DType::I32, &[tokens]).when(selected && c.lengths != Lengths::Absent),
-                input("q_off", DType::I32, &[sequences]).when(!selected && c.q_off),
-                input("cu_q", DType::I32, &ends).when(packed),
-                input("cu_k", DType::I32, &ends).when(packed),
-                input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent).only_in("scores"),
-                input("lse_beside", DType::F32, &per_head).when(joint).only_in("lse"),
-                lse(&per_head),
-                output("target", DType::F32, &[tokens, topk]).rows().only_in("scores").when(selected),
-                output("scores", DType::F32, &[tokens, columns]).rows().only_in("scores").when(!selected),
-                output("l1", DType::F32, &[tokens]).when(!selected).only_in("scores"),
-                output("shift", DType::F32, &[tokens]).when(!selected).only_in("scores"),
-            ],
-        )
+        let tensors = [
+            input("q", DType::Bf16, &[tokens, heads, head_dim]).aligned_rows().drawn(c.distribution, q_size),
+            input("k", DType::Bf16, &[keys, head_dim]).aligned_rows().drawn(c.distribution, 1.0),
+            input("indices", DType::I32, &[tokens, topk]).rows().when(selected),
+            input("topk_length", DType::I32, &[tokens]).when(selected && c.lengths != Lengths::Absent),
+            input("q_off", DType::I32, &[sequences]).when(!selected && c.q_off),
+            input("cu_q", DType::I32, &ends).when(packed),
+            input("cu_k", DType::I32, &ends).when(packed),
+            input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent).only_in("scores"),
+            input("lse_beside", DType::F32, &per_head).when(joint).only_in("lse"),
+            lse(&per_head),
+            output("target", DType::F32, &[tokens, topk]).rows().only_in("scores").when(selected),
+            output("scores", DType::F32, &[tokens, columns]).rows().only_in("scores").when(!selected),
+            output("l1", DType::F32, &[tokens]).when(!selected).only_in("scores"),
+            output("shift", DType::F32, &[tokens]).when(!selected).only_in("scores"),
+        ];
+        let specs = Specs::new(c.seed, tensors).positive("softmax_scale", c.softmax_scale);
+        let specs = specs.positive("logit_deviation", c.logit_deviation);
+        specs.finite("logit_shift", c.logit_shift).finite("outside", c.outside)
     }
 
     fn check(c: &ScoreRecomputeCase) -> Result<(), Refused> {
-        if c.head_dim == 0 || !c.head_dim.is_multiple_of(16) || c.head_dim > 576 {
-            return refuse("head_dim", format!("{} must be a multiple of 16 up to 576", c.head_dim));
-        }
         if c.implementation == Implementation::Hopper && !c.head_dim.is_multiple_of(64) {
             return refuse("implementation", format!("hopper takes multiples of 64, not head_dim {}", c.head_dim));
-        }
-        if c.num_heads == 0 || c.num_heads > LARGEST_HEADS {
-            return refuse("num_heads", format!("{} must be 1 to {LARGEST_HEADS}", c.num_heads));
         }
         if c.padding_heads > c.num_heads || c.recomputed && c.padding_heads > 0 {
             let reason = "it exceeds num_heads, or lse is recomputed, which knows of no padding";
@@ -282,11 +272,6 @@ impl Declared for ScoreRecompute {
         if c.ratio == 0 || i32::try_from(c.ratio).is_err() {
             return refuse("ratio", format!("{} must be at least 1 and fit 32 bits", c.ratio));
         }
-        positive("softmax_scale", f64::from(c.softmax_scale))?;
-        positive("logit_deviation", c.logit_deviation)?;
-        if !(c.logit_shift.is_finite() && c.outside.is_finite()) {
-            return refuse("logit_shift", format!("{} and outside {} must be finite", c.logit_shift, c.outside));
-        }
         let gathered = c.num_tokens.saturating_mul(c.slots()).saturating_mul(c.head_dim.max(c.num_heads));
         if gathered > 1 << 31 {
             return refuse("num_tokens", "the oracle gathers more than 2^31 elements");
@@ -295,23 +280,13 @@ impl Declared for ScoreRecompute {
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<ScoreRecomputeCase> {
-        let lists = (
-            prop::sample::select(vec![
-                IndexClass::Valid,
-                IndexClass::Duplicates,
-                IndexClass::Hostile,
-                IndexClass::LeadingMasked,
-                IndexClass::EmptyRows,
-            ]),
-            prop::sample::select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]),
-            any::<bool>(),
-        );
+        let lists = (IndexClass::strategy(), Lengths::strategy(), any::<bool>());
         let causal = (prop::sample::select(vec![1usize, 4, 128, 3]), prop_oneof![3 => Just(true), 1 => Just(false)]);
         let normaliser = (
             prop::sample::select(vec![NormaliserClass::Joint, NormaliserClass::RankedKeys]),
             any::<bool>(),
             prop_oneof![3 => Just(0.0), 1 => Just(8.0), 1 => Just(300.0)],
-            prop::sample::select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]),
+            Sinks::strategy(),
             prop_oneof![2 => Just(0usize), 1 => 1..=3usize],
         );
         // Powers of two and not; the model's own are 512^-1/2 and 192^-1/2.
@@ -443,8 +418,8 @@ impl Declared for ScoreRecompute {
         c.implementation.launcher().cannot_run_on(environment)
     }
 
-    fn amend(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
-        shift_logits(c, tensors);
+    fn amend(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> OracleResult<()> {
+        logits::shift(tensors, c.logit_shift, c.softmax_scale, c.head_dim);
         tensors.edit("q", |q| {
             let rows = q.chunks_mut(c.head_dim.max(1)).enumerate();
             rows.filter(|(row, _)| c.is_padding(*row)).for_each(|(_, row)| row.fill(0.0));
@@ -474,7 +449,7 @@ impl Declared for ScoreRecompute {
         Ok(())
     }
 
-    fn forward(c: &ScoreRecomputeCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn forward(c: &ScoreRecomputeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let inputs = inputs(c, t)?;
         let mut computed = Named::new();
         let lse = if c.recomputed {
@@ -494,34 +469,15 @@ impl Declared for ScoreRecompute {
     }
 
     fn launch(c: &ScoreRecomputeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let topk_length = v.get("topk_length");
-        let ranking = match v.get("indices") {
-            Some(indices) => launcher::Ranking::Selected { indices, topk_length, global: c.global },
-            None => launcher::Ranking::Causal { ratio: c.ratio, q_off: v.get("q_off") },
-        };
-        let sequences = v.get("cu_q").map(|cu_q| launcher::Sequences { cu_q, cu_k: &v["cu_k"] });
-        let (q, k, softmax_scale) = (&v["q"], &v["k"], c.softmax_scale);
-        let inputs = launcher::Inputs { q, k, ranking, sequences, softmax_scale };
-        let lse = &v["lse"];
-        if c.recomputed {
-            let arguments = launcher::Lse { inputs, lse_beside: v.get("lse_beside"), lse };
-            run.ran(launcher::lse(run.device(), &arguments)?);
-            run.freeze(lse)?;
-        }
-        let normaliser = launcher::Normaliser { lse, sink: v.get("sink") };
+        let ScoreRecomputeCase { global, ratio, softmax_scale, .. } = *c;
         let implementation = c.implementation.launcher();
-        run.ran(match v.get("target") {
-            Some(target) => {
-                let arguments = launcher::Target { inputs, normaliser, implementation, target };
-                launcher::target(run.device(), &arguments)?
-            }
-            None => {
-                let (scores, l1, shift) = (&v["scores"], &v["l1"], &v["shift"]);
-                let arguments = launcher::Scores { inputs, normaliser, implementation, scores, l1, shift };
-                launcher::scores(run.device(), &arguments)?
-            }
-        });
-        Ok(())
+        let options = launcher::Options { global, ratio, softmax_scale, implementation };
+        if c.recomputed {
+            run.launch(|device| launcher::lse(device, v, options))?;
+            run.freeze(&v["lse"])?;
+        }
+        let launch = if c.is_selected() { launcher::target } else { launcher::scores };
+        run.launch(|device| launch(device, v, options))
     }
 
     fn laws(c: &ScoreRecomputeCase, laws: &mut Laws<'_, Self>) {
@@ -590,6 +546,7 @@ fn timed(case: ScoreRecomputeCase, portable: bool) -> Benchmark<ScoreRecompute> 
     // One product of 2·H·D FLOP a slot. Every tensor once; rows of K once for each key.
     let (heads, rows) = (num_tokens * num_heads, 4 * num_tokens * case.slots());
     let lists = if case.is_selected() { rows } else { 0 };
+    let flops = 2.0 * (ranked * num_heads * head_dim) as f64;
     Benchmark {
         drawn: ScoreRecomputeCase {
             num_tokens: num_tokens.min(DRAWN_TOKENS),
@@ -597,8 +554,6 @@ fn timed(case: ScoreRecomputeCase, portable: bool) -> Benchmark<ScoreRecompute> 
             ..case.clone()
         },
         bytes: (2 * heads * head_dim + 4 * heads + 2 * num_keys.min(ranked) * head_dim + lists + rows) as f64,
-        flops: 2.0 * (ranked * num_heads * head_dim) as f64,
-        rate: Rate::Flops,
         amend: |c, tensors| {
             if c.is_selected() {
                 let lists = distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
@@ -610,7 +565,7 @@ fn timed(case: ScoreRecomputeCase, portable: bool) -> Benchmark<ScoreRecompute> 
             tensors.edit("lse", |lse| lse.iter_mut().for_each(|lse| *lse = LSE + draw.normal()));
         },
         sampled: set_apart,
-        ..Benchmark::new(Direction::Forward, name, case, "num_tokens")
+        ..Benchmark::new(Direction::Forward, name, case, "num_tokens").computing(flops)
     }
 }
 
@@ -637,7 +592,7 @@ fn set_apart(whole: &Whole<'_, ScoreRecompute>, c: &mut ScoreRecomputeCase, tens
     }
 }
 
-fn inputs(c: &ScoreRecomputeCase, t: &Bound<'_>) -> dsv4_reference::Result<reference::Inputs> {
+fn inputs(c: &ScoreRecomputeCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
     let host = t.host();
     let ranking = if c.is_selected() {
         let (indices, topk_length) = (host.i32s("indices"), host.maybe_i32s("topk_length"));
@@ -723,7 +678,7 @@ fn sequence(cu_q: Option<&[i32]>, token: usize) -> Option<usize> {
 }
 
 /// lse of the ranked keys, and of a window beside them, as a forward pass would have stored them.
-fn draw_normaliser(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+fn draw_normaliser(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> OracleResult<()> {
     let shape = [c.num_tokens, c.num_heads];
     let lse_of = |tensors: &Tensors, beside: Option<&HostTensor>| {
         let bound = Bound::new(tensors);
@@ -785,8 +740,7 @@ fn ranked_keys(c: &ScoreRecomputeCase, tensors: &Tensors, token: usize) -> Vec<u
         None => (0, 0, c.num_keys),
         Some(s) => (s.cu_q[sequence] as usize, s.cu_k[sequence] as usize, s.cu_k[sequence + 1] as usize),
     };
-    let lengths = tensors.maybe_i32s("topk_length");
-    let length = lengths.map_or(c.topk, |lengths| lengths[token].clamp(0, c.topk as i32) as usize);
+    let length = lists::within_lengths(tensors, "topk_length", c.lists())[token];
     let indices = tensors.maybe_i32s("indices").unwrap_or_default();
     let named = |key: usize| {
         let name = if c.global { key } else { key - first } as i32;
@@ -797,17 +751,6 @@ fn ranked_keys(c: &ScoreRecomputeCase, tensors: &Tensors, token: usize) -> Vec<u
     // The last token that a key covers is not after this one.
     let visible = |key: usize| ((key - first + 1) * c.ratio) as i64 - 1 <= position;
     (first..last).filter(|&key| if c.is_selected() { named(key) } else { visible(key) }).collect()
-}
-
-/// Moves every logit by `logit_shift`, through one channel: q's is constant and so is k's.
-fn shift_logits(c: &ScoreRecomputeCase, tensors: &mut Tensors) {
-    if c.logit_shift == 0.0 {
-        return;
-    }
-    let size = (c.logit_shift.abs() / f64::from(c.softmax_scale)).sqrt();
-    let set = |values: &mut [f64], to: f64| values.iter_mut().step_by(c.head_dim).for_each(|value| *value = to);
-    tensors.edit("q", |q| set(q, size * c.logit_shift.signum()));
-    tensors.edit("k", |k| set(k, size));
 }
 
 /// Five sequences: the second has no token, the fourth no key. A token in two cases of three belongs to none.
@@ -842,25 +785,15 @@ const EXTRA_HEADS: usize = 3;
 
 type ScoreLaws<'l> = Laws<'l, ScoreRecompute>;
 
-/// A law that binds every output in one way.
-fn all(laws: &ScoreLaws<'_>, relation: impl Fn() -> Relation) -> Vec<(&'static str, Relation)> {
-    laws.compared().into_iter().map(|name| (name, relation())).collect()
-}
-
 /// `(a q) · k · (scale / a)` is the same logit: the scale is applied once, everywhere.
 fn scale_law(laws: &mut ScoreLaws<'_>) {
-    let relations = all(laws, || Relation::Times(1.0));
-    let change = |v: &mut Variant<ScoreRecompute>| {
-        v.tensors.scale("q", 4.0);
-        v.tensors.scale_scalar("softmax_scale", 0.25);
-        v.case.softmax_scale /= 4.0;
-    };
-    laws.law("softmax_scale counts once", change, relations);
+    let relations = laws.all(Relation::Times(1.0));
+    laws.exchange("softmax_scale counts once", "q", "softmax_scale", |case| &mut case.softmax_scale, relations);
 }
 
 /// One packed sequence of everything is no packing.
 fn packing_law(laws: &mut ScoreLaws<'_>) {
-    let relations = all(laws, || Relation::Times(1.0));
+    let relations = laws.all(Relation::Times(1.0));
     let change = |v: &mut Variant<ScoreRecompute>| {
         v.case.whole = true;
         v.unsaid();
@@ -877,12 +810,11 @@ fn packing_law(laws: &mut ScoreLaws<'_>) {
 
 /// The order of the slots does not matter: each key keeps its target. Slots beyond a length stay beyond it.
 fn slot_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
-    let (topk, relations) = (c.topk, all(laws, || Relation::WithinBudget));
+    let (topk, relations) = (c.topk, laws.all(Relation::WithinBudget));
     let change = |v: &mut Variant<ScoreRecompute>| {
-        let (before, lengths) = (v.tensors.i32s("indices"), v.tensors.maybe_i32s("topk_length"));
+        let before = v.tensors.i32s("indices");
         let (mut after, mut shown) = (before.clone(), vec![0; before.len()]);
-        for token in 0..c.num_tokens {
-            let length = lengths.as_ref().map_or(topk, |l| l[token].clamp(0, topk as i32) as usize);
+        for (token, length) in lists::within_lengths(&v.tensors, "topk_length", c.lists()).into_iter().enumerate() {
             let mut order: Vec<usize> = (0..topk).collect();
             order[..length].shuffle(Draw::new(c.seed + token as u64, "slots").rng());
             for (slot, &from) in order.iter().enumerate() {
@@ -898,18 +830,12 @@ fn slot_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
 
 /// Invalid slots at the end of a list change no bit.
 fn padding_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
-    let (topk, relations) = (c.topk, all(laws, || Relation::Times(1.0)));
+    let (topk, relations) = (c.topk, laws.all(Relation::Times(1.0)));
     let extra = [-1, c.num_keys as i32, i32::MIN, i32::MAX, -1].repeat(28);
     let change = |v: &mut Variant<ScoreRecompute>| {
         let longer = topk + extra.len();
         v.case.topk = longer;
-        let before = v.tensors.i32s("indices");
-        let lists: Vec<i32> = before.chunks(topk).flat_map(|list| list.iter().chain(&extra).copied()).collect();
-        v.tensors.put("indices", HostTensor::from_i32(&[c.num_tokens, longer], &lists));
-        // A length beyond the old list would now reach the new slots: it stays clamped to the old.
-        let clamp =
-            |lengths: &mut [i32]| lengths.iter_mut().for_each(|length| *length = (*length).clamp(0, topk as i32));
-        v.tensors.edit_i32s("topk_length", clamp);
+        lists::append(&mut v.tensors, ("indices", "topk_length"), c.lists(), &extra);
         let shown = (0..c.num_tokens).flat_map(|token| (0..topk).map(move |slot| token * longer + slot)).collect();
         v.show("target", &[c.num_tokens, topk], shown);
     };
@@ -924,7 +850,7 @@ fn padding_heads_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
     let blocks = if hopper { &[64, LARGEST_HEADS][..] } else { &[16, 64, LARGEST_HEADS] };
     let block = |heads: usize| blocks.iter().position(|&block| heads <= block);
     let same = block(heads) == block(heads + EXTRA_HEADS);
-    let relations = all(laws, || if same { Relation::Times(1.0) } else { Relation::WithinBudget });
+    let relations = laws.all(if same { Relation::Times(1.0) } else { Relation::WithinBudget });
     // The first head once more for each of them.
     let order: Vec<usize> = (0..heads).chain([0; EXTRA_HEADS]).collect();
     let change = |v: &mut Variant<ScoreRecompute>| {

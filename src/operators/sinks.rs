@@ -1,6 +1,8 @@
 //! Sinks of attention: a logit of each head that has no value.
 
 use dsv4_kernels::runtime::{DType, HostTensor};
+use proptest::sample::select;
+use proptest::strategy::Strategy;
 use serde::{Deserialize, Serialize};
 
 use crate::case::Draw;
@@ -18,6 +20,11 @@ pub enum Sinks {
 }
 
 impl Sinks {
+    /// Draws any of them.
+    pub(crate) fn strategy() -> impl Strategy<Value = Self> {
+        select(&[Self::Normal, Self::Absent, Self::Extreme][..])
+    }
+
     /// `[num_heads]` f32 around `mean`, which is of the order of lse: the shift of logits moves both.
     pub(crate) fn draw(self, seed: u64, num_heads: usize, mean: f64) -> Option<HostTensor> {
         let mut draw = Draw::new(seed, "sink");

@@ -1,28 +1,15 @@
 //! `sparse_attention` (inference 8, training 3 and 4): `kernels/cuda/sparse_attention.cu` against
 //! `reference/src/sparse_attention.rs`.
 
-use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError, Views};
 use dsv4_kernels::sparse_attention as launcher;
-use dsv4_reference::Named;
-use dsv4_reference::precision::Rounding;
 use dsv4_reference::sparse_attention as reference;
-use proptest::prelude::*;
-use proptest::strategy::BoxedStrategy;
 use rand::seq::SliceRandom;
-use serde::{Deserialize, Serialize};
 
-use super::lists::{IndexClass, Lengths, compact, distinct};
+use super::lists::{self, IndexClass, Lengths, compact, distinct};
 use super::sinks::Sinks;
-use super::{Float, Implementation};
-use crate::case::{Distribution, Draw};
-use crate::judge::golden::GoldenFile;
-use crate::operator::benchmarks::{Benchmark, DRAWN, Direction, Rate, on_gpu};
-use crate::operator::declaration::{Specs, TensorSpec, axis, gradient, input, output, upstream};
-use crate::operator::declared::{About, Declared, Launches, Refused, positive, refuse};
-use crate::operator::golden::Golden;
-use crate::operator::laws::Laws;
-use crate::operator::tensors::{Bound, Tensors};
-use crate::operator::{ModuleSpecification, Profile, Relation};
+use super::{Implementation, logits};
+use crate::operator::declaration::TensorSpec;
+use crate::operator::prelude::*;
 
 /// The operator.
 pub struct SparseAttention;
@@ -126,13 +113,25 @@ impl SparseAttentionCase {
         }
     }
 
-    fn key_gradients(&self, v: &Views) -> Result<launcher::KeyGradients, RuntimeError> {
-        let chunk_tokens = match self.key_gradients {
-            KeyGradients::Atomic => return Ok(launcher::KeyGradients::Atomic),
-            KeyGradients::Deterministic => self.num_tokens.div_ceil(3).max(1),
-            KeyGradients::DeterministicAsAdvised => launcher::default_chunk_tokens(&on_device(self, v))?,
+    /// How many lists there are, and how many slots each has.
+    fn lists(&self) -> [usize; 2] {
+        [self.num_tokens, self.topk]
+    }
+
+    /// What launchers are told beside the tensors.
+    fn options(&self, v: &Views) -> Result<launcher::Options, RuntimeError> {
+        let options = launcher::Options {
+            v_dim: (self.values != Values::Separate).then_some(self.v_dim),
+            softmax_scale: self.softmax_scale,
+            implementation: self.implementation.launcher(),
+            key_gradients: launcher::KeyGradients::Atomic,
         };
-        Ok(launcher::KeyGradients::Deterministic { chunk_tokens })
+        let chunk_tokens = match self.key_gradients {
+            KeyGradients::Atomic => return Ok(options),
+            KeyGradients::Deterministic => self.num_tokens.div_ceil(3).max(1),
+            KeyGradients::DeterministicAsAdvised => launcher::default_chunk_tokens(v, options)?,
+        };
+        Ok(launcher::Options { key_gradients: launcher::KeyGradients::Deterministic { chunk_tokens }, ..options })
     }
 }
 
@@ -158,37 +157,7 @@ pub(super) const PATHS: &[&str] = &[
     "sparse_attention_sum",
 ];
 
-/// The tensors of a case, in the order of the launchers' arguments.
-pub(super) fn tensors(c: &SparseAttentionCase) -> Vec<TensorSpec> {
-    let (tokens, heads) = (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads));
-    let (width, v_dim) = (axis("head_dim", c.head_dim), axis("v_dim", c.v_dim));
-    let (keys, slots) = (axis("num_keys", c.num_keys), axis("topk", c.topk));
-    let (per_head, gathered) = ([tokens, heads], c.key_gradient.dtype());
-    let atomic = c.key_gradients == KeyGradients::Atomic;
-    let q_size = c.logit_deviation / (f64::from(c.softmax_scale) * (c.head_dim as f64).sqrt());
-    vec![
-        input("q", DType::Bf16, &[tokens, heads, width]).aligned_rows().drawn(c.distribution, q_size),
-        input("k", DType::Bf16, &[keys, width]).aligned_rows().drawn(c.distribution, 1.0),
-        input("v", DType::Bf16, &[keys, v_dim])
-            .aligned_rows()
-            .when(c.values == Values::Separate)
-            .drawn(c.distribution, 1.0),
-        input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent),
-        input("indices", DType::I32, &[tokens, slots]).rows(),
-        input("topk_length", DType::I32, &[tokens]).when(c.lengths != Lengths::Absent),
-        output("out", DType::Bf16, &[tokens, heads, v_dim]).aligned_rows(),
-        output("lse", DType::F32, &per_head),
-        output("max_logits", DType::F32, &per_head),
-        upstream("dout", "out").drawn(c.distribution, 1.0),
-        upstream("dlse", "lse").when(c.dlse),
-        gradient("dq", "q", DType::Bf16),
-        gradient("dk", "k", gathered).atomic_if(atomic),
-        gradient("dv", "v", gathered).atomic_if(atomic),
-        gradient("dsink", "sink", DType::F32),
-    ]
-}
-
-fn inputs(c: &SparseAttentionCase, t: &Bound<'_>) -> dsv4_reference::Result<reference::Inputs> {
+fn inputs(c: &SparseAttentionCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
     let value = match t.maybe("v")? {
         Some(v) => reference::Value::Separate(v),
         None if c.v_dim == c.head_dim => reference::Value::Shared,
@@ -204,19 +173,6 @@ fn inputs(c: &SparseAttentionCase, t: &Bound<'_>) -> dsv4_reference::Result<refe
         topk_length: t.host().maybe_i32s("topk_length"),
         softmax_scale: t.scalar("softmax_scale", f64::from(c.softmax_scale)),
     })
-}
-
-/// What the launchers read.
-fn on_device<'v>(c: &SparseAttentionCase, v: &'v Views) -> launcher::Inputs<'v> {
-    launcher::Inputs {
-        q: &v["q"],
-        k: &v["k"],
-        value: v.get("v").map_or(launcher::Value::Prefix { v_dim: c.v_dim }, launcher::Value::Separate),
-        sink: v.get("sink"),
-        indices: &v["indices"],
-        topk_length: v.get("topk_length"),
-        softmax_scale: c.softmax_scale,
-    }
 }
 
 impl Declared for SparseAttention {
@@ -246,32 +202,46 @@ impl Declared for SparseAttention {
     const GOLDEN: &'static [&'static str] = &["attn_core"];
 
     fn tensors(c: &SparseAttentionCase) -> Specs {
-        Specs::new(c.seed, tensors(c))
+        let (tokens, heads) = (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).not_empty());
+        let (width, v_dim) =
+            (axis("head_dim", c.head_dim).multiples(16, 576), axis("v_dim", c.v_dim).multiples(16, 512));
+        let (keys, slots) = (axis("num_keys", c.num_keys), axis("topk", c.topk));
+        let (per_head, gathered) = ([tokens, heads], c.key_gradient.dtype());
+        let atomic = c.key_gradients == KeyGradients::Atomic;
+        let drawn = |spec: TensorSpec, size| spec.aligned_rows().drawn(c.distribution, size);
+        let q_size = logits::query_size(c.logit_deviation, c.softmax_scale, c.head_dim);
+        let tensors = [
+            drawn(input("q", DType::Bf16, &[tokens, heads, width]), q_size),
+            drawn(input("k", DType::Bf16, &[keys, width]), 1.0),
+            drawn(input("v", DType::Bf16, &[keys, v_dim]), 1.0).when(c.values == Values::Separate),
+            input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent),
+            input("indices", DType::I32, &[tokens, slots]).rows(),
+            input("topk_length", DType::I32, &[tokens]).when(c.lengths != Lengths::Absent),
+            output("out", DType::Bf16, &[tokens, heads, v_dim]).aligned_rows(),
+            output("lse", DType::F32, &per_head),
+            output("max_logits", DType::F32, &per_head),
+            upstream("dout", "out").drawn(c.distribution, 1.0),
+            upstream("dlse", "lse").when(c.dlse),
+            gradient("dq", "q", DType::Bf16),
+            gradient("dk", "k", gathered).atomic_if(atomic),
+            gradient("dv", "v", gathered).atomic_if(atomic),
+            gradient("dsink", "sink", DType::F32),
+        ];
+        let specs = Specs::new(c.seed, tensors).positive("softmax_scale", c.softmax_scale);
+        specs.positive("logit_deviation", c.logit_deviation).finite("logit_shift", c.logit_shift)
     }
 
     fn check(c: &SparseAttentionCase) -> Result<(), Refused> {
-        let width = |value: usize, largest: usize| value > 0 && value.is_multiple_of(16) && value <= largest;
-        if !width(c.head_dim, 576) {
-            return refuse("head_dim", format!("{} must be a multiple of 16 up to 576", c.head_dim));
-        }
         let v_fits = match c.values {
-            Values::Shared => c.v_dim == c.head_dim && width(c.v_dim, 512),
-            Values::Prefix => c.v_dim <= c.head_dim && width(c.v_dim, 512),
-            Values::Separate => width(c.v_dim, 512),
+            Values::Shared => c.v_dim == c.head_dim,
+            Values::Prefix => c.v_dim <= c.head_dim,
+            Values::Separate => true,
         };
         if !v_fits {
             return refuse(
                 "v_dim",
                 format!("{} does not fit {:?} values of head_dim {}", c.v_dim, c.values, c.head_dim),
             );
-        }
-        if c.num_heads == 0 {
-            return refuse("num_heads", "0: there must be a head");
-        }
-        positive("softmax_scale", f64::from(c.softmax_scale))?;
-        positive("logit_deviation", c.logit_deviation)?;
-        if !c.logit_shift.is_finite() {
-            return refuse("logit_shift", format!("{} must be finite", c.logit_shift));
         }
         let fits_hopper = c.values != Values::Separate && c.v_dim == 512 && [512, 576].contains(&c.head_dim);
         if c.implementation == Implementation::Hopper && !fits_hopper {
@@ -286,17 +256,7 @@ impl Declared for SparseAttention {
 
     fn strategy(profile: Profile) -> BoxedStrategy<SparseAttentionCase> {
         let shape = shape_strategy(profile);
-        let lists = (
-            prop::sample::select(vec![
-                IndexClass::Valid,
-                IndexClass::Duplicates,
-                IndexClass::Hostile,
-                IndexClass::LeadingMasked,
-                IndexClass::EmptyRows,
-            ]),
-            prop::sample::select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]),
-            prop::sample::select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]),
-        );
+        let lists = (IndexClass::strategy(), Lengths::strategy(), Sinks::strategy());
         // Powers of two and not; the model's own are 512^-1/2 and 192^-1/2.
         let scale = prop::sample::select(vec![0.044_194_174f32, 0.072_168_78, 0.125, 0.3, 1.0]);
         let logits = (scale, prop::sample::select(vec![0.5, 2.0, 4.0]), prop_oneof![4 => Just(0.0), 1 => Just(-200.0)]);
@@ -433,8 +393,8 @@ impl Declared for SparseAttention {
         c.implementation.launcher().cannot_run_on(environment)
     }
 
-    fn amend(c: &SparseAttentionCase, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
-        shift_logits(c, tensors);
+    fn amend(c: &SparseAttentionCase, tensors: &mut Tensors) -> OracleResult<()> {
+        logits::shift(tensors, c.logit_shift, c.softmax_scale, c.head_dim);
         tensors.set_i32s("indices", &c.indices.draw(c.seed, "indices", c.num_tokens, c.topk, c.num_keys));
         if let Some(lengths) = c.lengths.draw(c.seed, "topk_length", c.num_tokens, c.topk) {
             tensors.set_i32s("topk_length", &lengths);
@@ -448,53 +408,31 @@ impl Declared for SparseAttention {
         Ok(())
     }
 
-    fn forward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn forward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let reference::Outputs { out, lse, max_logits } = reference::forward(&inputs(c, t)?, rounding)?;
         Ok(Named::new().with("out", out).with("lse", lse).with("max_logits", max_logits))
     }
 
-    fn backward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn backward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let upstream = reference::Upstream { dout: t.f64("dout")?, dlse: t.maybe("dlse")? };
         let reference::Gradients { dq, dk, dv, dsink } = reference::backward(&inputs(c, t)?, &upstream, rounding)?;
         Ok(Named::new().with("dq", dq).with("dk", dk).maybe("dv", dv).maybe("dsink", dsink))
     }
 
     fn workspaces(c: &SparseAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        let bytes = launcher::workspace_bytes(&on_device(c, v), c.key_gradient.dtype(), c.key_gradients(v)?)?;
-        Ok(vec![("workspace", bytes)])
+        Ok(vec![("workspace", launcher::workspace_bytes(v, c.options(v)?, c.key_gradient.dtype())?)])
     }
 
     fn launch(c: &SparseAttentionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let forward = launcher::Forward {
-            inputs: on_device(c, v),
-            implementation: c.implementation.launcher(),
-            out: &v["out"],
-            lse: &v["lse"],
-            max_logits: &v["max_logits"],
-        };
-        run.ran(launcher::forward(run.device(), &forward)?);
-        Ok(())
+        let options = c.options(v)?;
+        run.launch(|device| launcher::forward(device, v, options))
     }
 
     fn launch_backward(c: &SparseAttentionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         // The Hopper backward has one geometry less than the forward.
         let implementation = if c.head_dim == 512 { c.implementation } else { Implementation::Portable };
-        let backward = launcher::Backward {
-            inputs: on_device(c, v),
-            implementation: implementation.launcher(),
-            key_gradients: c.key_gradients(v)?,
-            out: &v["out"],
-            lse: &v["lse"],
-            dout: &v["dout"],
-            dlse: v.get("dlse"),
-            dq: &v["dq"],
-            dk: &v["dk"],
-            dv: v.get("dv"),
-            dsink: v.get("dsink"),
-            workspace: &v["workspace"],
-        };
-        launcher::backward(run.device(), &backward)?.into_iter().for_each(|path| run.ran(path));
-        Ok(())
+        let options = launcher::Options { implementation: implementation.launcher(), ..c.options(v)? };
+        run.launch(|device| launcher::backward(device, v, options))
     }
 
     fn laws(c: &SparseAttentionCase, laws: &mut Laws<'_, Self>) {
@@ -558,28 +496,12 @@ fn timed(case: SparseAttentionCase, direction: Direction, portable: bool) -> Ben
     let value = if separate { " V" } else { "" };
     let (portable, order) = (Implementation::suffix(portable), if atomic { "" } else { " deterministic" });
     let name = format!("q{num_tokens} k{num_keys} H{num_heads} D{head_dim} topk{topk}{value}{portable}{order}");
-    // Two products forward, five backward, of 2·T·H·topk·D FLOP each. Every tensor once; rows of K (and V) once for each
-    // key, since lists of so many random slots name every one of them.
+    // Two products forward, five backward, of 2·T·H·topk·D FLOP each. Lists of so many random slots name every row of K
+    // (and V).
+    let products = if direction == Direction::Forward { 2.0 } else { 5.0 };
     let product = 2.0 * (num_tokens * num_heads * topk * head_dim) as f64;
-    let (heads, per_head) = (2 * num_tokens * num_heads * head_dim, 4 * num_tokens * num_heads);
-    let keys = 2 * num_keys.min(num_tokens * topk) * head_dim * if separate { 2 } else { 1 };
-    let inputs = heads + keys + 4 * (num_tokens * topk + num_heads);
-    let (bytes, products) = match direction {
-        // out; lse and max_logits
-        Direction::Forward => (inputs + heads + 2 * per_head, 2.0),
-        // out, dout, lse; dq, dk (and dv), dsink
-        Direction::Backward => (inputs + 3 * heads + per_head + keys + 4 * num_heads, 5.0),
-    };
-    let drawn = SparseAttentionCase {
-        num_tokens: num_tokens.min(DRAWN / (num_heads * head_dim)),
-        num_keys: num_keys.min(DRAWN / head_dim),
-        ..case.clone()
-    };
+    let benchmark = Benchmark::new(direction, name, case, "num_tokens").also_drawn_along("num_keys");
     Benchmark {
-        drawn,
-        bytes: bytes as f64,
-        flops: products * product,
-        rate: Rate::Flops,
         amend: |c, tensors| {
             let lists = distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
             tensors.put("indices", HostTensor::from_i32(&[c.num_tokens, c.topk], &lists));
@@ -588,23 +510,16 @@ fn timed(case: SparseAttentionCase, direction: Direction, portable: bool) -> Ben
             let rows = if c.values == Values::Separate { &["k", "v"][..] } else { &["k"] };
             c.num_keys = compact(tensors, "indices", rows, 1);
         },
-        ..Benchmark::new(direction, name, case, "num_tokens")
+        ..benchmark.streaming(&["out", "lse"], 0.0).computing(products * product)
     }
 }
 
 /// `(a q) · k · (scale / a)` is the same logit: the scale is applied once, everywhere.
 fn scale_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
     let kept = ["out", "lse", "max_logits", "dsink"].map(|name| (name, Relation::Times(1.0)));
-    let keys = ["dk", "dv"].map(|name| (name, same_sum(c)));
-    laws.law(
-        "softmax_scale counts once",
-        |v| {
-            v.tensors.scale("q", 4.0);
-            v.tensors.scale_scalar("softmax_scale", 0.25);
-            v.case.softmax_scale /= 4.0;
-        },
-        kept.into_iter().chain(keys).chain([("dq", Relation::Times(0.25))]),
-    );
+    let gradients = [("dk", same_sum(c)), ("dv", same_sum(c)), ("dq", Relation::Times(0.25))];
+    let relations = kept.into_iter().chain(gradients);
+    laws.exchange("softmax_scale counts once", "q", "softmax_scale", |case| &mut case.softmax_scale, relations);
 }
 
 /// What binds dk and dv where the terms of their sums are the same, in the same order of tokens and slots.
@@ -617,8 +532,8 @@ fn same_sum(c: &SparseAttentionCase) -> Relation {
 
 /// The order of the slots does not matter. Slots beyond a length stay beyond it.
 fn slot_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
-    let counts = slots_that_count(c, laws.tensors());
-    let relations = laws.compared().into_iter().map(|name| (name, Relation::WithinBudget));
+    let counts = lists::within_lengths(laws.tensors(), "topk_length", c.lists());
+    let relations = laws.all(Relation::WithinBudget);
     let shuffle = |lists: &mut [i32]| {
         for (token, (list, &count)) in lists.chunks_mut(c.topk).zip(&counts).enumerate() {
             list[..count].shuffle(Draw::new(c.seed + token as u64, "slots").rng());
@@ -632,16 +547,11 @@ fn padding_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
     let extra = [-1, c.num_keys as i32, i32::MIN, i32::MAX, -1].repeat(14);
     let kept = ["out", "lse", "max_logits", "dq"].map(|name| (name, Relation::Times(1.0)));
     let keys = ["dk", "dv"].map(|name| (name, same_sum(c)));
-    let indices = laws.tensors().i32s("indices");
     laws.law(
         "invalid slots add nothing",
         |v| {
-            v.case.topk = c.topk + extra.len();
-            let longer: Vec<i32> = indices.chunks(c.topk).flat_map(|list| list.iter().chain(&extra).copied()).collect();
-            v.tensors.put("indices", HostTensor::from_i32(&[c.num_tokens, v.case.topk], &longer));
-            // A length beyond the old list would now reach the new slots: it stays clamped to the old.
-            let clamp = |lengths: &mut [i32]| lengths.iter_mut().for_each(|l| *l = (*l).clamp(0, c.topk as i32));
-            v.tensors.edit_i32s("topk_length", clamp);
+            v.case.topk += extra.len();
+            lists::append(&mut v.tensors, ("indices", "topk_length"), c.lists(), &extra);
         },
         kept.into_iter().chain(keys),
     );
@@ -698,20 +608,12 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     }
 }
 
-/// How many slots of each token's list count, valid or not.
-fn slots_that_count(c: &SparseAttentionCase, tensors: &Tensors) -> Vec<usize> {
-    match tensors.maybe_i32s("topk_length") {
-        Some(lengths) => lengths.into_iter().map(|length| length.clamp(0, c.topk as i32) as usize).collect(),
-        None => vec![c.topk; c.num_tokens],
-    }
-}
-
 /// Keys that some valid slot names.
 fn referenced(c: &SparseAttentionCase, tensors: &Tensors) -> Vec<bool> {
     let mut referenced = vec![false; c.num_keys];
-    let indices = tensors.i32s("indices");
-    for (token, count) in slots_that_count(c, tensors).into_iter().enumerate() {
-        for &index in &indices[token * c.topk..token * c.topk + count] {
+    let (indices, counts) = (tensors.i32s("indices"), lists::within_lengths(tensors, "topk_length", c.lists()));
+    for (token, count) in counts.into_iter().enumerate() {
+        for &index in &indices[token * c.topk..][..count] {
             if let Some(key) = usize::try_from(index).ok().and_then(|index| referenced.get_mut(index)) {
                 *key = true;
             }
@@ -730,18 +632,6 @@ fn poison_unreferenced(c: &SparseAttentionCase, tensors: &mut Tensors) {
             row.fill(0xff);
         }
     }
-}
-
-/// Moves every logit by `logit_shift`, through one channel: q's is constant and so is k's.
-fn shift_logits(case: &SparseAttentionCase, tensors: &mut Tensors) {
-    if case.logit_shift == 0.0 {
-        return;
-    }
-    let size = (case.logit_shift.abs() / f64::from(case.softmax_scale)).sqrt();
-    let set =
-        |value: f64| move |rows: &mut [f64]| rows.iter_mut().step_by(case.head_dim).for_each(|first| *first = value);
-    tensors.edit("q", set(size * case.logit_shift.signum()));
-    tensors.edit("k", set(size));
 }
 
 /// `attn_core`: every visible key of a row is a slot of its list; batches are stacked.

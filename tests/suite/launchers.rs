@@ -7,7 +7,7 @@ use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::{
     Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView, Views,
 };
-use dsv4_kernels::{rms_norm, rope, sparse_attention};
+use dsv4_kernels::{rms_norm, rope, score_recompute, sparse_attention};
 
 use crate::support;
 
@@ -225,126 +225,90 @@ fn the_launcher_of_ropes_table_names_the_argument_that_it_refuses() {
     }
 }
 
-/// Attention over 6 keys: 2 tokens, 4 heads of 64 channels, 5 slots.
+/// The tensors of a call, and what it is told beside them.
 #[derive(Clone)]
-struct Attention {
-    q: TensorView,
-    k: TensorView,
-    v: Option<TensorView>,
-    v_dim: usize,
-    sink: Option<TensorView>,
-    indices: TensorView,
-    topk_length: Option<TensorView>,
-    softmax_scale: f32,
-    out: TensorView,
-    lse: TensorView,
-    max_logits: TensorView,
-    dout: TensorView,
-    dlse: Option<TensorView>,
-    dq: TensorView,
-    dk: TensorView,
-    dv: Option<TensorView>,
-    dsink: Option<TensorView>,
-    key_gradients: sparse_attention::KeyGradients,
-    workspace: TensorView,
+struct Call<O> {
+    views: Views,
+    options: O,
 }
 
-impl Attention {
-    fn new(placed: &mut Placed) -> Self {
-        let [q, out, dout, dq] = ["q", "out", "dout", "dq"].map(|name| placed.tensor(name, DType::Bf16, &[2, 4, 64]));
-        let [k, dk] = ["k", "dk"].map(|name| placed.tensor(name, DType::Bf16, &[6, 64]));
-        let [lse, max_logits, dlse] =
-            ["lse", "max_logits", "dlse"].map(|name| placed.tensor(name, DType::F32, &[2, 4]));
-        let [sink, dsink] = ["sink", "dsink"].map(|name| Some(placed.tensor(name, DType::F32, &[4])));
-        let mut attention = Self {
-            indices: placed.tensor("indices", DType::I32, &[2, 5]),
-            topk_length: Some(placed.tensor("topk_length", DType::I32, &[2])),
-            // Until the inputs are there to say how much it needs.
-            workspace: q.clone(),
-            q,
-            k,
-            sink,
-            out,
-            lse,
-            max_logits,
-            dout,
-            dq,
-            dk,
-            dsink,
-            v: None,
-            v_dim: 64,
-            softmax_scale: 0.125,
-            dlse: Some(dlse),
-            dv: None,
-            key_gradients: sparse_attention::KeyGradients::Atomic,
-        };
-        attention.workspace = placed.tensor("workspace", DType::U8, &[attention.workspace_bytes()]);
-        attention
-    }
-
-    /// With dk and dv summed in one order, `chunk_tokens` tokens at a time.
-    fn deterministic(placed: &mut Placed, chunk_tokens: usize) -> Self {
-        let mut attention = Self::new(placed);
-        attention.key_gradients = sparse_attention::KeyGradients::Deterministic { chunk_tokens };
-        attention.workspace = placed.tensor("workspace", DType::U8, &[attention.workspace_bytes()]);
-        attention
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        sparse_attention::workspace_bytes(&self.inputs(), DType::Bf16, self.key_gradients).unwrap()
-    }
-
+impl<O: Clone> Call<O> {
     fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
         let mut changed = self.clone();
         change(&mut changed);
         changed
     }
 
-    fn inputs(&self) -> sparse_attention::Inputs<'_> {
-        sparse_attention::Inputs {
-            q: &self.q,
-            k: &self.k,
-            value: match &self.v {
-                Some(v) => sparse_attention::Value::Separate(v),
-                None => sparse_attention::Value::Prefix { v_dim: self.v_dim },
-            },
-            sink: self.sink.as_ref(),
-            indices: &self.indices,
-            topk_length: self.topk_length.as_ref(),
-            softmax_scale: self.softmax_scale,
+    fn set(&mut self, name: &'static str, change: impl FnOnce(&TensorView) -> TensorView) {
+        let changed = change(&self.views[name]);
+        self.views.put(name, changed);
+    }
+
+    fn reshape(&mut self, name: &'static str, shape: &[usize]) {
+        self.set(name, |view| shaped(view, shape));
+    }
+
+    fn retype(&mut self, name: &'static str, dtype: DType) {
+        self.set(name, |view| typed(view, dtype));
+    }
+
+    /// Puts a tensor at another one's address.
+    fn put_at(&mut self, name: &'static str, other: &str) {
+        let other = self.views[other].clone();
+        self.set(name, |view| at(view, &other));
+    }
+
+    fn remove(&mut self, name: &'static str) {
+        self.views = self.views.without(&[name]);
+    }
+}
+
+/// Attention over 6 keys: 2 tokens, 4 heads of 64 channels, 5 slots.
+type Attention = Call<sparse_attention::Options>;
+
+impl Attention {
+    fn new(placed: &mut Placed) -> Self {
+        Self::summed(placed, sparse_attention::KeyGradients::Atomic)
+    }
+
+    fn summed(placed: &mut Placed, key_gradients: sparse_attention::KeyGradients) -> Self {
+        let mut views = Views::new();
+        let tensors: [(DType, &[usize], &[&'static str]); 6] = [
+            (DType::Bf16, &[2, 4, 64], &["q", "out", "dout", "dq"]),
+            (DType::Bf16, &[6, 64], &["k", "dk"]),
+            (DType::F32, &[2, 4], &["lse", "max_logits", "dlse"]),
+            (DType::F32, &[4], &["sink", "dsink"]),
+            (DType::I32, &[2, 5], &["indices"]),
+            (DType::I32, &[2], &["topk_length"]),
+        ];
+        for (dtype, shape, names) in tensors {
+            names.iter().for_each(|name| views.put(name, placed.tensor(name, dtype, shape)));
         }
+        let implementation = sparse_attention::Implementation::Auto;
+        let options =
+            sparse_attention::Options { v_dim: Some(64), softmax_scale: 0.125, implementation, key_gradients };
+        let mut attention = Self { views, options };
+        let workspace = placed.tensor("workspace", DType::U8, &[attention.workspace_bytes()]);
+        attention.views.put("workspace", workspace);
+        attention
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        sparse_attention::workspace_bytes(&self.views, self.options, DType::Bf16).unwrap()
+    }
+
+    /// With the first keys as values of their own.
+    fn separate(&mut self, change: impl FnOnce(&TensorView) -> TensorView) {
+        self.views.put("v", change(&self.views["k"]));
+        self.options.v_dim = None;
     }
 
     fn forward(&self) -> Result<String> {
-        let (out, lse, max_logits) = (&self.out, &self.lse, &self.max_logits);
-        sparse_attention::forward(
-            support::device(),
-            &sparse_attention::Forward {
-                inputs: self.inputs(),
-                implementation: sparse_attention::Implementation::Auto,
-                out,
-                lse,
-                max_logits,
-            },
-        )
+        sparse_attention::forward(support::device(), &self.views, self.options)
     }
 
     fn backward(&self) -> Result<Vec<String>> {
-        let arguments = sparse_attention::Backward {
-            inputs: self.inputs(),
-            implementation: sparse_attention::Implementation::Auto,
-            key_gradients: self.key_gradients,
-            out: &self.out,
-            lse: &self.lse,
-            dout: &self.dout,
-            dlse: self.dlse.as_ref(),
-            dq: &self.dq,
-            dk: &self.dk,
-            dv: self.dv.as_ref(),
-            dsink: self.dsink.as_ref(),
-            workspace: &self.workspace,
-        };
-        sparse_attention::backward(support::device(), &arguments)
+        sparse_attention::backward(support::device(), &self.views, self.options)
     }
 }
 
@@ -353,34 +317,40 @@ fn the_launcher_of_attentions_forward_names_the_argument_that_it_refuses() {
     let mut placed = Placed::new();
     let attention = Attention::new(&mut placed);
     attention.forward().expect("the unchanged arguments are accepted");
+    attention.with(|a| a.separate(TensorView::clone)).forward().expect("values of their own are accepted");
     let refused = |argument, needle, change: &dyn Fn(&mut Attention)| {
         assert_refused(attention.with(change).forward(), argument, needle);
     };
-    refused("q", "2 axes", &|a| a.q = shaped(&a.q, &[8, 64]));
-    refused("q", "f32", &|a| a.q = typed(&a.q, DType::F32));
-    refused("q", "head_dim 24", &|a| a.q = shaped(&a.q, &[2, 4, 24]));
-    refused("q", "head_dim 592", &|a| a.q = shaped(&a.q, &[2, 4, 592]));
-    refused("q", "multiples of 16", &|a| a.q = shifted(&a.q, 2));
-    refused("k", "[6, 48]", &|a| a.k = shaped(&a.k, &[6, 48]));
-    refused("k", "multiples of 16", &|a| a.k = strided(&a.k, &[68, 1]));
-    refused("v", "v_dim 80", &|a| a.v_dim = 80);
-    refused("v", "v_dim 0", &|a| a.v_dim = 0);
-    refused("v", "v_dim 24", &|a| a.v_dim = 24);
-    refused("v", "[7, 64]", &|a| a.v = Some(shaped(&a.k, &[7, 64])));
-    refused("v", "f32", &|a| a.v = Some(typed(&a.k, DType::F32)));
-    refused("indices", "[3, 5]", &|a| a.indices = shaped(&a.indices, &[3, 5]));
-    refused("indices", "f32", &|a| a.indices = typed(&a.indices, DType::F32));
-    refused("sink", "[5]", &|a| a.sink = Some(shaped(a.sink.as_ref().unwrap(), &[5])));
-    refused("sink", "bf16", &|a| a.sink = Some(typed(a.sink.as_ref().unwrap(), DType::Bf16)));
-    refused("topk_length", "[3]", &|a| a.topk_length = Some(shaped(a.topk_length.as_ref().unwrap(), &[3])));
+    refused("q", "2 axes", &|a| a.reshape("q", &[8, 64]));
+    refused("q", "f32", &|a| a.retype("q", DType::F32));
+    refused("q", "head_dim 24", &|a| a.reshape("q", &[2, 4, 24]));
+    refused("q", "head_dim 592", &|a| a.reshape("q", &[2, 4, 592]));
+    refused("q", "multiples of 16", &|a| a.set("q", |view| shifted(view, 2)));
+    refused("k", "[6, 48]", &|a| a.reshape("k", &[6, 48]));
+    refused("k", "multiples of 16", &|a| a.set("k", |view| strided(view, &[68, 1])));
+    refused("v", "v_dim 80", &|a| a.options.v_dim = Some(80));
+    refused("v", "v_dim 0", &|a| a.options.v_dim = Some(0));
+    refused("v", "v_dim 24", &|a| a.options.v_dim = Some(24));
+    refused("v", "[7, 64]", &|a| a.separate(|k| shaped(k, &[7, 64])));
+    refused("v", "f32", &|a| a.separate(|k| typed(k, DType::F32)));
+    refused("v", "must be absent where v_dim 64", &|a| a.views.put("v", a.views["k"].clone()));
+    refused("v", "must be present", &|a| a.options.v_dim = None);
+    refused("v", "v_dim 24", &|a| a.separate(|k| shaped(k, &[6, 24])));
+    refused("k", "must be present", &|a| a.remove("k"));
+    refused("window", "no argument of this name", &|a| a.views.put("window", a.views["k"].clone()));
+    refused("indices", "[3, 5]", &|a| a.reshape("indices", &[3, 5]));
+    refused("indices", "f32", &|a| a.retype("indices", DType::F32));
+    refused("sink", "[5]", &|a| a.reshape("sink", &[5]));
+    refused("sink", "bf16", &|a| a.retype("sink", DType::Bf16));
+    refused("topk_length", "[3]", &|a| a.reshape("topk_length", &[3]));
     for (scale, needle) in [(f32::NAN, "NaN"), (0.0, "0"), (-0.5, "-0.5"), (f32::INFINITY, "inf")] {
-        refused("softmax_scale", needle, &|a| a.softmax_scale = scale);
+        refused("softmax_scale", needle, &|a| a.options.softmax_scale = scale);
     }
-    refused("out", "[2, 4, 32]", &|a| a.out = shaped(&a.out, &[2, 4, 32]));
-    refused("out", "overlaps `q`", &|a| a.out = at(&a.out, &a.q));
-    refused("out", "multiples of 16", &|a| a.out = shifted(&a.out, 8));
-    refused("lse", "bf16", &|a| a.lse = typed(&a.lse, DType::Bf16));
-    refused("max_logits", "overlaps `lse`", &|a| a.max_logits = at(&a.max_logits, &a.lse));
+    refused("out", "[2, 4, 32]", &|a| a.reshape("out", &[2, 4, 32]));
+    refused("out", "overlaps `q`", &|a| a.put_at("out", "q"));
+    refused("out", "multiples of 16", &|a| a.set("out", |view| shifted(view, 8)));
+    refused("lse", "bf16", &|a| a.retype("lse", DType::Bf16));
+    refused("max_logits", "overlaps `lse`", &|a| a.put_at("max_logits", "lse"));
 }
 
 #[test]
@@ -391,44 +361,45 @@ fn the_launcher_of_attentions_backward_names_the_argument_that_it_refuses() {
     let refused = |argument, needle, change: &dyn Fn(&mut Attention)| {
         assert_refused(attention.with(change).backward(), argument, needle);
     };
-    let bytes = attention.workspace.elements();
-    refused("softmax_scale", "NaN", &|a| a.softmax_scale = f32::NAN);
-    refused("dout", "[2, 4, 32]", &|a| a.dout = shaped(&a.dout, &[2, 4, 32]));
-    refused("dq", "[1, 4, 64]", &|a| a.dq = shaped(&a.dq, &[1, 4, 64]));
-    refused("lse", "[8]", &|a| a.lse = shaped(&a.lse, &[8]));
-    refused("dlse", "[4, 2]", &|a| a.dlse = Some(shaped(a.dlse.as_ref().unwrap(), &[4, 2])));
-    refused("dk", "i32", &|a| a.dk = typed(&a.dk, DType::I32));
-    refused("dk", "[5, 64]", &|a| a.dk = shaped(&a.dk, &[5, 64]));
-    refused("dv", "present exactly", &|a| a.dv = Some(a.dk.clone()));
-    refused("dsink", "present exactly", &|a| a.dsink = None);
-    refused("dsink", "present exactly", &|a| a.sink = None);
+    let bytes = attention.views["workspace"].elements();
+    refused("softmax_scale", "NaN", &|a| a.options.softmax_scale = f32::NAN);
+    refused("dout", "[2, 4, 32]", &|a| a.reshape("dout", &[2, 4, 32]));
+    refused("dq", "[1, 4, 64]", &|a| a.reshape("dq", &[1, 4, 64]));
+    refused("lse", "[8]", &|a| a.reshape("lse", &[8]));
+    refused("dlse", "[4, 2]", &|a| a.reshape("dlse", &[4, 2]));
+    refused("dk", "i32", &|a| a.retype("dk", DType::I32));
+    refused("dk", "[5, 64]", &|a| a.reshape("dk", &[5, 64]));
+    refused("dv", "present exactly", &|a| a.views.put("dv", a.views["dk"].clone()));
+    refused("dsink", "present exactly", &|a| a.remove("dsink"));
+    refused("dsink", "present exactly", &|a| a.remove("sink"));
     let short = format!("{} bytes", bytes - 1);
-    refused("workspace", &short, &|a| a.workspace = shaped(&a.workspace, &[bytes - 1]));
-    refused("workspace", "16-byte aligned", &|a| a.workspace = shifted(&a.workspace, 8));
-    refused("dq", "overlaps `q`", &|a| a.dq = at(&a.dq, &a.q));
-    refused("dk", "overlaps `k`", &|a| a.dk = at(&a.dk, &a.k));
-    refused("dk", "overlaps `dq`", &|a| a.dk = at(&a.dk, &a.dq));
-    refused("workspace", "overlaps `dout`", &|a| a.workspace = at(&a.workspace, &a.dout));
+    refused("workspace", &short, &|a| a.reshape("workspace", &[bytes - 1]));
+    refused("workspace", "16-byte aligned", &|a| a.set("workspace", |view| shifted(view, 8)));
+    refused("dq", "overlaps `q`", &|a| a.put_at("dq", "q"));
+    refused("dk", "overlaps `k`", &|a| a.put_at("dk", "k"));
+    refused("dk", "overlaps `dq`", &|a| a.put_at("dk", "dq"));
+    refused("workspace", "overlaps `dout`", &|a| a.put_at("workspace", "dout"));
 }
 
 #[test]
 fn the_launcher_of_the_deterministic_backward_refuses_one_byte_less_and_no_chunk() {
     let mut placed = Placed::new();
     let atomic = Attention::new(&mut placed).workspace_bytes();
-    let attention = Attention::deterministic(&mut placed, 1);
+    let attention = Attention::summed(&mut placed, chunks_of(1));
     attention.backward().expect("the unchanged arguments are accepted");
     let refused = |argument, needle, change: &dyn Fn(&mut Attention)| {
         assert_refused(attention.with(change).backward(), argument, needle);
     };
     // 4 heads are one block: a row of 64 floats for each of 5 slots of one token at least.
-    let bytes = attention.workspace.elements();
+    let bytes = attention.views["workspace"].elements();
     assert!(bytes >= atomic + 5 * 64 * 4, "{bytes} bytes, {atomic} with atomics");
     let short = format!("{} bytes", bytes - 1);
-    refused("workspace", &short, &|a| a.workspace = shaped(&a.workspace, &[bytes - 1]));
+    refused("workspace", &short, &|a| a.reshape("workspace", &[bytes - 1]));
     let held = format!("{bytes} bytes");
-    refused("workspace", &held, &|a| a.key_gradients = chunks_of(2));
-    refused("key_gradients", "chunk_tokens 0", &|a| a.key_gradients = chunks_of(0));
-    let none = sparse_attention::workspace_bytes(&attention.inputs(), DType::Bf16, chunks_of(0));
+    refused("workspace", &held, &|a| a.options.key_gradients = chunks_of(2));
+    refused("key_gradients", "chunk_tokens 0", &|a| a.options.key_gradients = chunks_of(0));
+    let options = sparse_attention::Options { key_gradients: chunks_of(0), ..attention.options };
+    let none = sparse_attention::workspace_bytes(&attention.views, options, DType::Bf16);
     assert_refused(none, "key_gradients", "chunk_tokens 0");
 }
 
@@ -439,12 +410,10 @@ fn chunks_of(chunk_tokens: usize) -> sparse_attention::KeyGradients {
 #[test]
 fn more_tokens_in_a_chunk_than_there_are_need_no_more_memory() {
     let mut placed = Placed::new();
-    let whole = Attention::deterministic(&mut placed, 2);
-    assert_eq!(
-        Attention { key_gradients: chunks_of(usize::MAX), ..whole.clone() }.workspace_bytes(),
-        whole.workspace_bytes()
-    );
-    assert_eq!(sparse_attention::default_chunk_tokens(&whole.inputs()).unwrap(), 2);
+    let whole = Attention::summed(&mut placed, chunks_of(2));
+    let more = whole.with(|a| a.options.key_gradients = chunks_of(usize::MAX));
+    assert_eq!(more.workspace_bytes(), whole.workspace_bytes());
+    assert_eq!(sparse_attention::default_chunk_tokens(&whole.views, whole.options).unwrap(), 2);
 }
 
 /// dk in f32, of 5 tokens, 70 heads (two blocks), 7 keys, and 19 slots a token of which some are invalid.
@@ -455,45 +424,29 @@ fn summed_key_gradient(device: &Device, key_gradients: sparse_attention::KeyGrad
             (0..shape.iter().product::<usize>()).map(|i| (i * step % 1009) as f64 / 504.0 - 1.0).collect();
         arena.input(name, &HostTensor::from_f64(DType::Bf16, shape, &values)).unwrap()
     };
-    let (q, k, dout) = (input("q", &[5, 70, 64], 37), input("k", &[7, 64], 53), input("dout", &[5, 70, 64], 71));
+    let given: [(&'static str, &[usize], usize); 3] =
+        [("q", &[5, 70, 64], 37), ("k", &[7, 64], 53), ("dout", &[5, 70, 64], 71)];
+    let mut views = Views::new();
+    given.into_iter().for_each(|(name, shape, step)| views.put(name, input(name, shape, step)));
     let slots: Vec<i32> = (0..5 * 19).map(|slot| slot * 5 % 9 - 1).collect();
-    let indices = arena.input("indices", &HostTensor::from_i32(&[5, 19], &slots)).unwrap();
-    let [out, dq] = ["out", "dq"].map(|name| arena.output(name, DType::Bf16, &[5, 70, 64]).unwrap());
-    let [lse, max_logits] = ["lse", "max_logits"].map(|name| arena.output(name, DType::F32, &[5, 70]).unwrap());
-    let dk = arena.output("dk", DType::F32, &[7, 64]).unwrap();
-    let inputs = sparse_attention::Inputs {
-        q: &q,
-        k: &k,
-        value: sparse_attention::Value::Prefix { v_dim: 64 },
-        sink: None,
-        indices: &indices,
-        topk_length: None,
-        softmax_scale: 0.125,
-    };
-    let bytes = sparse_attention::workspace_bytes(&inputs, DType::F32, key_gradients).unwrap();
-    let workspace = arena.workspace("workspace", bytes).unwrap();
+    views.put("indices", arena.input("indices", &HostTensor::from_i32(&[5, 19], &slots)).unwrap());
+    for name in ["out", "dq"] {
+        views.put(name, arena.output(name, DType::Bf16, &[5, 70, 64]).unwrap());
+    }
+    for name in ["lse", "max_logits"] {
+        views.put(name, arena.output(name, DType::F32, &[5, 70]).unwrap());
+    }
+    views.put("dk", arena.output("dk", DType::F32, &[7, 64]).unwrap());
     let implementation = sparse_attention::Implementation::Portable;
+    let options = sparse_attention::Options { v_dim: Some(64), softmax_scale: 0.125, implementation, key_gradients };
+    let bytes = sparse_attention::workspace_bytes(&views, options, DType::F32).unwrap();
+    views.put("workspace", arena.workspace("workspace", bytes).unwrap());
     let violations = arena.run(|device| {
-        let (out, lse, max_logits) = (&out, &lse, &max_logits);
-        sparse_attention::forward(device, &sparse_attention::Forward { inputs, implementation, out, lse, max_logits })?;
-        let backward = sparse_attention::Backward {
-            inputs,
-            implementation,
-            key_gradients,
-            out,
-            lse,
-            dout: &dout,
-            dlse: None,
-            dq: &dq,
-            dk: &dk,
-            dv: None,
-            dsink: None,
-            workspace: &workspace,
-        };
-        sparse_attention::backward(device, &backward).map(|_| ())
+        sparse_attention::forward(device, &views, options)?;
+        sparse_attention::backward(device, &views, options).map(|_| ())
     });
     assert!(violations.unwrap().is_empty());
-    arena.download(&dk).unwrap()
+    arena.download(&views["dk"]).unwrap()
 }
 
 #[test]
@@ -504,4 +457,98 @@ fn the_deterministic_sum_of_key_gradients_has_the_same_bits_for_every_chunk() {
         assert!(summed_key_gradient(device, chunks_of(chunk_tokens)) == whole, "chunks of {chunk_tokens} tokens");
     }
     assert!(whole.to_f64().iter().all(|value| value.is_finite() && *value != 0.0), "a sum of something: {whole:?}");
+}
+
+/// Scores of 6 keys in two sequences: 3 tokens, 2 heads of 64 channels, lists of 5 slots.
+type Recompute = Call<score_recompute::Options>;
+
+impl Recompute {
+    fn new(placed: &mut Placed) -> Self {
+        let mut views = Views::new();
+        let tensors: [(&'static str, DType, &[usize]); 13] = [
+            ("q", DType::Bf16, &[3, 2, 64]),
+            ("k", DType::Bf16, &[6, 64]),
+            ("indices", DType::I32, &[3, 5]),
+            ("topk_length", DType::I32, &[3]),
+            ("cu_q", DType::I32, &[3]),
+            ("cu_k", DType::I32, &[3]),
+            ("lse", DType::F32, &[3, 2]),
+            ("lse_beside", DType::F32, &[3, 2]),
+            ("sink", DType::F32, &[2]),
+            ("target", DType::F32, &[3, 5]),
+            ("scores", DType::F32, &[3, 4]),
+            ("l1", DType::F32, &[3]),
+            ("shift", DType::F32, &[3]),
+        ];
+        tensors.into_iter().for_each(|(name, dtype, shape)| views.put(name, placed.tensor(name, dtype, shape)));
+        let implementation = score_recompute::Implementation::Auto;
+        Self {
+            views,
+            options: score_recompute::Options { global: false, ratio: 4, softmax_scale: 0.125, implementation },
+        }
+    }
+
+    /// With the causal ranking in place of lists.
+    fn causal(&self) -> Self {
+        Self { views: self.views.without(&["indices", "topk_length"]), options: self.options }
+    }
+
+    fn target(&self) -> Result<String> {
+        score_recompute::target(support::device(), &self.views, self.options)
+    }
+
+    fn scores(&self) -> Result<String> {
+        score_recompute::scores(support::device(), &self.views, self.options)
+    }
+
+    fn lse(&self) -> Result<String> {
+        score_recompute::lse(support::device(), &self.views, self.options)
+    }
+}
+
+#[test]
+fn the_launchers_of_score_recompute_refuse_tensors_of_the_other_ranking_and_name_them() {
+    let mut placed = Placed::new();
+    let selected = Recompute::new(&mut placed);
+    let q_off = placed.tensor("q_off", DType::I32, &[2]);
+    let causal = selected.causal().with(|r| r.views.put("q_off", q_off.clone()));
+    selected.target().expect("lists are accepted");
+    causal.scores().expect("the causal ranking is accepted");
+    for either in [&selected, &causal] {
+        either.lse().expect("either ranking is accepted");
+    }
+    assert_refused(causal.target(), "indices", "must be present");
+    assert_refused(selected.scores(), "indices", "must be absent");
+    let with_q_off = selected.with(|r| r.views.put("q_off", q_off.clone()));
+    let with_lengths = causal.with(|r| r.views.put("topk_length", selected.views["topk_length"].clone()));
+    for (offsets, lengths) in [(with_q_off.target(), with_lengths.scores()), (with_q_off.lse(), with_lengths.lse())] {
+        assert_refused(offsets, "q_off", "must be absent");
+        assert_refused(lengths, "topk_length", "must be absent");
+    }
+}
+
+#[test]
+fn the_launchers_of_score_recompute_name_the_argument_that_they_refuse() {
+    let mut placed = Placed::new();
+    let selected = Recompute::new(&mut placed);
+    let causal = selected.causal();
+    let refused = |argument, needle, change: &dyn Fn(&mut Recompute)| {
+        assert_refused(causal.with(change).scores(), argument, needle);
+    };
+    refused("cu_k", "present exactly when `cu_q` is", &|r| r.remove("cu_k"));
+    refused("cu_k", "present exactly when `cu_q` is", &|r| r.remove("cu_q"));
+    refused("cu_q", "an entry more", &|r| ["cu_q", "cu_k"].into_iter().for_each(|name| r.reshape(name, &[0])));
+    // One sequence has a column for each key.
+    refused("scores", "[3, 4] must be [3, 6]", &|r| r.views = r.views.without(&["cu_q", "cu_k"]));
+    refused("ratio", "0 must be at least 1", &|r| r.options.ratio = 0);
+    refused("ratio", "must fit 32 bits", &|r| r.options.ratio = 1 << 31);
+    for (scale, needle) in [(f32::NAN, "NaN"), (0.0, "0"), (-0.5, "-0.5"), (f32::INFINITY, "inf")] {
+        refused("softmax_scale", needle, &|r| r.options.softmax_scale = scale);
+    }
+    refused("lse", "must be present", &|r| r.remove("lse"));
+    refused("shift", "overlaps `l1`", &|r| r.put_at("shift", "l1"));
+    assert_refused(selected.with(|r| r.remove("target")).target(), "target", "must be present");
+    // What a launch writes alone may lie where another one's tensors do.
+    assert_refused(selected.with(|r| r.put_at("lse", "lse_beside")).lse(), "lse", "overlaps `lse_beside`");
+    selected.with(|r| r.put_at("lse", "lse_beside")).target().expect("the target is not given `lse_beside`");
 }
