@@ -6,7 +6,6 @@
 //
 // The gate has no lower clamp. What equals the limit passes its gradient on; a NaN is not clamped and stays one. A
 // padding row, one whose entry of pos_to_token_topk is negative, is not read and gets zeros.
-//
 // fp32 from load to store, so that each output is rounded once. One warp takes a row, 16 bytes an access where
 // width, strides and addresses allow it, one element otherwise. A row's sum depends on its width alone.
 //
@@ -65,16 +64,12 @@ DEVICE void swiglu_row(const SwigluParams& params) {
             dup[e] = absolute_f32(up[e]) > limit ? 0.0f : g * silu;
             dweight += dy[e] * (silu * b);
         }
-        if (BACKWARD) {
-            store_elements(params.dgate + row * params.dgate_row_stride + column, dgate);
-            store_elements(params.dup + row * params.dup_row_stride + column, dup);
-        } else {
-            store_elements(params.y + row * params.y_row_stride + column, y);
-        }
+        if (!BACKWARD) store_elements(params.y + row * params.y_row_stride + column, y);
+        if (BACKWARD) store_elements(params.dgate + row * params.dgate_row_stride + column, dgate);
+        if (BACKWARD) store_elements(params.dup + row * params.dup_row_stride + column, dup);
     }
-    if (!BACKWARD || params.dweight == nullptr) return;
-    dweight = warp_sum(dweight);
-    if (lane_id() == 0) params.dweight[row] = dweight;
+    if (BACKWARD && params.dweight) dweight = warp_sum(dweight);
+    if (BACKWARD && params.dweight && lane_id() == 0) params.dweight[row] = dweight;
 }
 
 KERNEL(swiglu_forward_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false>(params); }

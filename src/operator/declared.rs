@@ -44,10 +44,10 @@ pub struct About {
     pub summary: &'static str,
     /// Sections of the specification.
     pub specification: &'static [&'static str],
-    /// What its cases differ in, beside the layouts of tensors.
-    pub axes: &'static [&'static str],
     /// Every path that a record may say ran.
     pub paths: &'static [&'static str],
+    /// Every module that its launchers may compile.
+    pub modules: fn() -> Vec<ModuleSpecification>,
     /// How many cases a sweep draws: quick, ci, full.
     pub cases: [usize; 3],
 }
@@ -143,9 +143,6 @@ pub trait Declared: Sized + Send + Sync + 'static {
 
     /// Cases that every sweep runs, because chance must not leave them out.
     fn edge_cases(profile: Profile) -> Vec<Self::Case>;
-
-    /// Every module that its launchers may compile.
-    fn modules() -> Vec<ModuleSpecification>;
 
     /// Why a case cannot run on a device like this one; `None` where it can.
     fn cannot_run(_case: &Self::Case, _environment: &Environment) -> Option<String> {
@@ -473,7 +470,7 @@ pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
 impl<K: Declared> Operator for Op<K> {
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
-        let About { name, summary, specification, axes, paths, .. } = K::ABOUT;
+        let About { name, summary, specification, paths, .. } = K::ABOUT;
         let tensors = super::documentation::tensors::<K>();
         let files = |file: &dyn Fn(&str) -> String| {
             let of = if K::CHAIN.is_empty() { &[name] } else { K::CHAIN };
@@ -486,7 +483,7 @@ impl<K: Declared> Operator for Op<K> {
             kernel_file: files(&|name| format!("kernels/cuda/{name}.cu")),
             oracle_file: files(&|name| format!("reference/src/{name}.rs")),
             dtypes: tensors.iter().map(|tensor| format!("{} {}", tensor.name, tensor.dtypes.join("|"))).collect(),
-            axes: list(axes).into_iter().chain(special_axis::<K>()).chain(["layouts".to_owned()]).collect(),
+            axes: super::documentation::axes::<K>(),
             has_backward: tensors.iter().any(|tensor| tensor.part == "gradient"),
             paths: list(paths),
             tensors,
@@ -538,7 +535,7 @@ impl<K: Declared> Operator for Op<K> {
     }
 
     fn modules(&self) -> Vec<ModuleSpecification> {
-        K::modules()
+        (K::ABOUT.modules)()
     }
 
     fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
@@ -579,11 +576,6 @@ impl<K: Declared> Operator for Op<K> {
         let erased = |benchmark| Box::new(Arc::new(benchmark)) as Box<dyn Timed>;
         K::benchmarks(environment).into_iter().map(erased).collect()
     }
-}
-
-fn special_axis<K: Declared>() -> Option<String> {
-    let special = |case: &K::Case| Special::ALL.iter().any(|special| special.fits(&K::tensors(case)));
-    K::typical().iter().any(special).then(|| "special values".to_owned())
 }
 
 /// What of a variant's tensor is looked at: its elements at these places, in this shape.

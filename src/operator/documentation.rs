@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use super::declaration::{Part, Specs, Strides, TensorSpec};
 use super::declared::{Declared, checked};
+use super::special::Special;
 use super::{Comparison, Profile};
+use crate::case::Case;
 use crate::record::TensorRecord;
 
 /// The tensors of an operator: what its typical cases and edge cases have.
@@ -18,6 +20,17 @@ pub(super) fn tensors<K: Declared>() -> Vec<TensorRecord> {
         }
     }
     names.into_iter().map(|name| record(name, &all)).collect()
+}
+
+/// What its cases differ in: the fields of a line, and what this layer chooses beside them.
+pub(super) fn axes<K: Declared>() -> Vec<String> {
+    let cases = || K::typical().into_iter().chain(K::edge_cases(Profile::Quick));
+    let lines = cases().map(|case| Case::new(K::ABOUT.name, &case));
+    let fields: BTreeSet<String> = lines.flat_map(|line| line.fields.keys().cloned().collect::<Vec<_>>()).collect();
+    let special = |case: K::Case| Special::ALL.iter().any(|special| special.fits(&K::tensors(&case)));
+    let special = K::typical().into_iter().any(special).then_some("special values");
+    let chosen = special.into_iter().chain(["layouts"]).map(str::to_owned);
+    fields.into_iter().filter(|field| field != "seed").chain(chosen).collect()
 }
 
 fn record(name: &'static str, all: &[Specs]) -> TensorRecord {

@@ -36,7 +36,7 @@ pub mod tensors;
 /// How large a sweep's cases are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Profile {
-    /// A minute on two cores.
+    /// Some minutes on two cores.
     Quick,
     /// What a merge waits for.
     Ci,

@@ -75,16 +75,8 @@ impl Declared for AttentionCombine {
         name: "attention_combine",
         summary: "merges partial attention results over disjoint keys and applies the sink once",
         specification: &["inference 8.1", "inference 8.2"],
-        axes: &[
-            "extents",
-            "number of parts",
-            "empty parts",
-            "sinks",
-            "size and spread of lse",
-            "distribution",
-            "magnitude",
-        ],
         paths: &["attention_combine"],
+        modules: launcher::modules,
         cases: [16, 40, 100],
     };
 
@@ -157,10 +149,6 @@ impl Declared for AttentionCombine {
             cases.extend([plain(8, 32, 64, 512), plain(18, 8, 128, 512)]);
         }
         cases
-    }
-
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
     }
 
     fn amend(c: &AttentionCombineCase, tensors: &mut Tensors) -> OracleResult<()> {

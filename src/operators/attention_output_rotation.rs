@@ -98,8 +98,8 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         name: "attention_output_rotation",
         summary: "sparse_attention, the inverse rope of its output, and the backward of both on what was saved",
         specification: &["training 4", "training 8"],
-        axes: &["those of sparse_attention", "rotated channels"],
         paths: &PATHS,
+        modules: Vec::new,
         cases: [8, 20, 40],
     };
 
@@ -168,10 +168,6 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
     }
 
     /// None but those of the operators, which list them.
-    fn modules() -> Vec<ModuleSpecification> {
-        Vec::new()
-    }
-
     fn cannot_run(c: &AttentionOutputRotationCase, environment: &Environment) -> Option<String> {
         SparseAttention::cannot_run(&c.attention, environment)
     }

@@ -233,23 +233,8 @@ impl Declared for DecodeAttention {
         name: "decode_attention",
         summary: "attention of decoded tokens over two stores of a paged cache, with a sink per head",
         specification: &["inference 8", "inference 8.1", "inference 8.2", "inference 8.3", "inference 8.4"],
-        axes: &[
-            "extents",
-            "row format",
-            "stores and page sizes",
-            "page stride",
-            "tokens of a request",
-            "index classes",
-            "lengths",
-            "sinks",
-            "scale",
-            "logit size",
-            "size of the rows",
-            "number of blocks",
-            "distribution",
-            "unreferenced NaN",
-        ],
         paths: &["decode_attention<16>", "decode_attention<64>", "decode_attention_hopper", "decode_attention_combine"],
+        modules: launcher::modules,
         cases: [12, 36, 100],
     };
 
@@ -423,10 +408,6 @@ impl Declared for DecodeAttention {
             cases.extend(production_cases());
         }
         cases
-    }
-
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
     }
 
     fn cannot_run(c: &DecodeAttentionCase, environment: &Environment) -> Option<String> {

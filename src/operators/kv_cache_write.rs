@@ -129,17 +129,8 @@ impl Declared for KvCacheWrite {
         name: "kv_cache_write",
         summary: "quantises rows of K = V and scatters them to slots of the paged cache",
         specification: &["inference 5.4", "inference 8.3", "inference 13.2"],
-        axes: &[
-            "extents",
-            "row format",
-            "page size",
-            "page stride",
-            "slot classes",
-            "ties and corners of the formats",
-            "distribution",
-            "magnitude",
-        ],
         paths: &["kv_cache_write"],
+        modules: launcher::modules,
         cases: [16, 40, 120],
     };
 
@@ -221,10 +212,6 @@ impl Declared for KvCacheWrite {
             cases.extend([plain(4000, model, 90, 64), plain(3000, RowFormat::bf16(512), 20, 256)]);
         }
         cases
-    }
-
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
     }
 
     fn amend(c: &KvCacheWriteCase, tensors: &mut Tensors) -> OracleResult<()> {

@@ -62,17 +62,6 @@ impl Declared for RmsNorm {
         name: "rms_norm",
         summary: "y = weight · x / sqrt(mean(x²) + eps), row by row, weighted or not",
         specification: &["inference 3", "training 11.3"],
-        axes: &[
-            "extents",
-            "aliasing",
-            "dtype",
-            "weight",
-            "eps",
-            "distribution",
-            "magnitude",
-            "zero rows",
-            "rstd saved",
-        ],
         paths: &[
             "rms_norm_forward_warp",
             "rms_norm_forward_block",
@@ -83,6 +72,7 @@ impl Declared for RmsNorm {
             "rms_norm_backward_scalar",
             "rms_norm_dweight",
         ],
+        modules: launcher::modules,
         cases: [24, 60, 120],
     };
 
@@ -168,10 +158,6 @@ impl Declared for RmsNorm {
             cases.extend([plain(512, 7168), plain(2048, 512), RmsNormCase { weight: None, ..plain(4096, 512) }]);
         }
         cases
-    }
-
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
     }
 
     fn amend(c: &RmsNormCase, tensors: &mut Tensors) -> OracleResult<()> {

@@ -124,16 +124,6 @@ impl Declared for Rope {
         name: "rope",
         summary: "rotates the last channels of each head by position, in adjacent pairs; builds the tables",
         specification: &["inference 4", "training 8"],
-        axes: &[
-            "extents",
-            "aliasing",
-            "dtype",
-            "direction",
-            "table form",
-            "hostile positions",
-            "distribution",
-            "magnitude",
-        ],
         paths: &[
             "rope_forward",
             "rope_forward_scalar",
@@ -141,6 +131,7 @@ impl Declared for Rope {
             "backward rope_forward_scalar",
             "rope_table",
         ],
+        modules: launcher::modules,
         cases: [24, 60, 120],
     };
 
@@ -251,10 +242,6 @@ impl Declared for Rope {
             cases.extend([plain(64, 128, 512, 64), RopeCase { inverse: true, ..plain(128, 64, 512, 64) }]);
         }
         cases
-    }
-
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
     }
 
     fn amend(c: &RopeCase, tensors: &mut Tensors) -> OracleResult<()> {

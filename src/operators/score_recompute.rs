@@ -182,25 +182,6 @@ impl Declared for ScoreRecompute {
         name: "score_recompute",
         summary: "the indexer's distillation target: attention scores summed over the heads, sparse or dense",
         specification: &["training 5"],
-        axes: &[
-            "extents",
-            "sparse or dense",
-            "index classes",
-            "lengths",
-            "local or global indices",
-            "ratio and offsets",
-            "packed sequences",
-            "normaliser",
-            "lse given or recomputed",
-            "mass outside",
-            "sinks",
-            "padding heads",
-            "scale",
-            "logit size",
-            "distribution",
-            "unreferenced NaN",
-            "implementation",
-        ],
         paths: &[
             "score_recompute<16, selected>",
             "score_recompute<16, causal>",
@@ -219,6 +200,7 @@ impl Declared for ScoreRecompute {
             "score_recompute_lse<128, selected>",
             "score_recompute_lse<128, causal>",
         ],
+        modules: launcher::modules,
         cases: [24, 60, 100],
     };
 
@@ -408,10 +390,6 @@ impl Declared for ScoreRecompute {
             cases.extend(production_cases());
         }
         cases
-    }
-
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
     }
 
     fn cannot_run(c: &ScoreRecomputeCase, environment: &Environment) -> Option<String> {

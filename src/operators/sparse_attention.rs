@@ -182,20 +182,8 @@ impl Declared for SparseAttention {
         name: "sparse_attention",
         summary: "attention of each query over a list of gathered keys, with a sink per head",
         specification: &["inference 8", "inference 8.1", "training 3", "training 4"],
-        axes: &[
-            "extents",
-            "value storage",
-            "index classes",
-            "lengths",
-            "sinks",
-            "scale",
-            "logit size",
-            "dlse",
-            "distribution",
-            "unreferenced NaN",
-            "sums of key gradients",
-        ],
         paths: PATHS,
+        modules: launcher::modules,
         cases: [24, 60, 100],
     };
 
@@ -383,10 +371,6 @@ impl Declared for SparseAttention {
             cases.extend(production_cases());
         }
         cases
-    }
-
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
     }
 
     fn cannot_run(c: &SparseAttentionCase, environment: &Environment) -> Option<String> {

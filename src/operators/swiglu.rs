@@ -41,8 +41,8 @@ impl Declared for Swiglu {
         name: "swiglu",
         summary: "y = weight · silu(min(gate, limit)) · clamp(up, ±limit), row by row, weighted or not",
         specification: &["inference 11.1", "training 11.2"],
-        axes: &["extents", "dtype", "weight", "padding rows", "limit", "distribution", "magnitude"],
         paths: &["swiglu_forward_vector", "swiglu_forward_scalar", "swiglu_backward_vector", "swiglu_backward_scalar"],
+        modules: launcher::modules,
         cases: [24, 60, 120],
     };
 
@@ -51,8 +51,7 @@ impl Declared for Swiglu {
     fn tensors(c: &SwigluCase) -> Specs {
         let (dtype, limit) = (c.dtype.dtype(), f64::from(c.limit));
         let rows = [axis("num_rows", c.num_rows), axis("width", c.width).not_empty()];
-        // silu bends over 1.
-        let element = |name| input(name, dtype, &rows).rows().drawn_as(c.data).bends_over(1.0);
+        let element = |name| input(name, dtype, &rows).rows().drawn_as(c.data).bends_over(1.0); // as silu does
         let tensors = [
             element("gate").clamped(f64::NEG_INFINITY, limit),
             element("up").clamped(-limit, limit),
@@ -95,10 +94,6 @@ impl Declared for Swiglu {
         [&extents[..], &[unweighted, bare]].concat()
     }
 
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
-    }
-
     fn forward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         reference::forward(&t.named()?, t.scalar("limit", c.limit.into()), rounding)
     }
@@ -116,8 +111,7 @@ impl Declared for Swiglu {
     }
 
     fn laws(_: &SwigluCase, laws: &mut Laws<'_, Self>) {
-        let halved = [("y", 0.5), ("dgate", 0.5), ("dup", 0.5), ("dweight", 1.0)];
-        laws.scale("weight counts once", "weight", 0.5, &halved);
+        laws.scale("weight counts once", "weight", 0.5, &[("y", 0.5), ("dgate", 0.5), ("dup", 0.5), ("dweight", 1.0)]);
         laws.scale_upstreams();
         laws.separate("num_rows", "rows may be permuted");
         laws.separate("width", "channels may be permuted");

@@ -65,7 +65,7 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
 }
 
 fn run(mutant: &Mutant) -> Result<String, String> {
-    shared::on_emulator(|device| {
+    shared::on_emulator_for_mutants(|device| {
         for line in &mutant.cases {
             clean(device, line)?;
         }

@@ -87,8 +87,8 @@ impl Declared for WriteInChunks {
         name: "write_in_chunks",
         summary: "a sequence written to the paged cache chunk by chunk",
         specification: &["inference 8.3"],
-        axes: &["chunks", "page size"],
         paths: &["kv_cache_write"],
+        modules: launcher::modules,
         cases: [0, 0, 0],
     };
 
@@ -129,10 +129,6 @@ impl Declared for WriteInChunks {
     fn edge_cases(_: Profile) -> Vec<Chunks> {
         let full = Chunks { observes: true, ..Chunks::plain(&[7, 5, 8], 4) };
         vec![Chunks::plain(&[1; 7], 2), Chunks::plain(&[4, 4, 5], 4), Chunks::plain(&[17, 14], 7), full]
-    }
-
-    fn modules() -> Vec<ModuleSpecification> {
-        launcher::modules()
     }
 
     fn amend(c: &Chunks, tensors: &mut Tensors) -> OracleResult<()> {

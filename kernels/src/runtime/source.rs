@@ -16,6 +16,8 @@ pub struct SourceTree {
     origin: String,
     directory: Option<PathBuf>,
     files: BTreeMap<String, String>,
+    /// Whether a text was replaced in memory.
+    patched: bool,
 }
 
 impl SourceTree {
@@ -23,7 +25,7 @@ impl SourceTree {
     pub fn embedded() -> Self {
         let mut files = BTreeMap::new();
         collect_embedded(&EMBEDDED_KERNELS, &mut files);
-        Self { origin: "the embedded kernels".into(), directory: None, files }
+        Self { origin: "the embedded kernels".into(), directory: None, files, patched: false }
     }
 
     /// The sources in a directory laid out as `kernels/cuda` is.
@@ -49,7 +51,7 @@ impl SourceTree {
         if !files.keys().any(|name| name.ends_with(".cu")) {
             return Err(RuntimeError::SourceMissing { file: "*.cu".into(), tree: origin });
         }
-        Ok(Self { origin, directory: None, files })
+        Ok(Self { origin, directory: None, files, patched: false })
     }
 
     /// Where the tree comes from, for messages.
@@ -82,7 +84,12 @@ impl SourceTree {
     pub fn with_text(&self, file: &str, text: String, change: &str) -> Self {
         let mut files = self.files.clone();
         files.insert(file.into(), text);
-        Self { origin: format!("{} with {change}", self.origin), directory: None, files }
+        Self { origin: format!("{} with {change}", self.origin), directory: None, files, patched: true }
+    }
+
+    /// Whether it exists in this process alone, as a mutant's does: what is built of it runs a few times.
+    pub fn is_patched(&self) -> bool {
+        self.patched
     }
 
     /// The headers, by the name that `#include` uses.
