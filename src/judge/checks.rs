@@ -633,7 +633,7 @@ fn law_checks(
     outcome: &mut Outcome,
 ) {
     let check = if law.name == "independence" { law.name.to_owned() } else { format!("law: {}", law.name) };
-    if let Some(why) = runner.cannot_vary(&*law.variant) {
+    if let Some(why) = law.left_out.or_else(|| runner.cannot_vary(&*law.variant)) {
         outcome.skip(check, why, 1);
         return;
     }

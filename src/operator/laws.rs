@@ -82,7 +82,7 @@ impl<'i, K: Declared> Laws<'i, K> {
         }
         let Variant { case, tensors, shown, said } = variant;
         let variant = Inputs::<K> { shown, said, ..Inputs::of(case, choices.clone(), tensors) };
-        self.laws.push(Law { name, variant: Box::new(variant), relations });
+        self.laws.push(Law { name, variant: Box::new(variant), relations, left_out: None });
     }
 
     /// A law that binds all outputs and gradients alike.
@@ -91,9 +91,8 @@ impl<'i, K: Declared> Laws<'i, K> {
         self.law(name, change, relations);
     }
 
-    /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large. No law of
-    /// cases in which that moves an intermediate out of fp32's range, or within what lies outside of it: there a power of
-    /// two is rounded too.
+    /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large. Cases in which
+    /// that moves an intermediate out of fp32's range, or within what lies outside of it, are left out, which is counted.
     pub fn scale(&mut self, name: &'static str, scaled: &'static str, factor: f64, outputs: &[(&'static str, f64)]) {
         self.scale_all(name, &[scaled], factor, outputs);
     }
@@ -118,7 +117,9 @@ impl<'i, K: Declared> Laws<'i, K> {
         scaled.iter().for_each(|name| tensors.scale(name, factor));
         let own = self.outside_f32.get_or_init(|| self.outside_f32_of(self.tensors()));
         if *own != self.outside_f32_of(&tensors) {
-            return;
+            let why = "an intermediate leaves fp32's range or comes into it, where powers of two are rounded, too";
+            let variant = Box::new(self.inputs.clone());
+            return self.laws.push(Law { name, variant, relations: Vec::new(), left_out: Some(why) });
         }
         let relations: Vec<_> = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
         self.law(name, |v| v.tensors = tensors, relations);

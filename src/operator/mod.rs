@@ -343,6 +343,8 @@ pub struct Law {
     pub variant: Box<dyn Prepared>,
     /// For each tensor that is bound by it, what must hold.
     pub relations: Vec<(&'static str, Relation)>,
+    /// Why this case is not held to it, where it is not: a counted skip.
+    pub left_out: Option<&'static str>,
 }
 
 /// What must hold between a tensor of the case and the same tensor of the variant.

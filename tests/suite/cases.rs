@@ -3,8 +3,11 @@
 use std::collections::BTreeSet;
 
 use dsv4_parity::case::Case;
+use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
 use dsv4_parity::operator::{Prepared, Profile, registry};
+
+use crate::support;
 
 const RMS_NORM: &str = r#"{"operator":"rms_norm","num_rows":4,"width":32,"dtype":"f32","weight":"f32","eps":1e-6,
     "aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":3}"#;
@@ -22,7 +25,7 @@ fn prepare(line: &str) -> Result<Box<dyn Prepared>, String> {
 }
 
 fn laws(line: &str) -> BTreeSet<&'static str> {
-    prepare(line).unwrap().laws().into_iter().map(|law| law.name).collect()
+    prepare(line).unwrap().laws().into_iter().filter(|law| law.left_out.is_none()).map(|law| law.name).collect()
 }
 
 #[test]
@@ -71,5 +74,11 @@ fn scaling_is_a_law_where_fp32_scales_exactly_and_none_where_something_underflow
     assert_eq!(of(r#""limit":10.0,"magnitude":11.0"#), BTreeSet::new());
     // The other laws do not scale.
     let others: BTreeSet<_> = ["independence", "rows may be permuted", "channels may be permuted"].into();
-    assert_eq!(laws(&swiglu(r#""limit":10.0,"magnitude":11.0"#)), others);
+    let subnormal = swiglu(r#""limit":10.0,"magnitude":11.0"#);
+    assert_eq!(laws(&subnormal), others);
+    // What is left out is counted.
+    let options = CheckOptions { schedules: 0, triangulate: false };
+    let outcome = checks::run(&*prepare(&subnormal).unwrap(), support::device(), options);
+    let skipped: BTreeSet<_> = outcome.skips.iter().filter_map(|skip| skip.what.strip_prefix("law: ")).collect();
+    assert_eq!(skipped, scaling);
 }

@@ -506,7 +506,7 @@ fn a_comparison_of_no_element_is_an_error() {
 fn with_law(variant: Vec<f64>, relation: fn() -> Relation) -> Fake {
     let laws = move || {
         let variant = Box::new(fake(variant.clone()));
-        vec![Law { name: "made up", variant, relations: vec![("y", relation())] }]
+        vec![Law { name: "made up", variant, relations: vec![("y", relation())], left_out: None }]
     };
     Fake { laws: Box::new(laws), ..fake(exact()) }
 }
@@ -552,7 +552,12 @@ fn a_law_up_to_rounding_allows_the_budgets_of_both_runs_and_no_more() {
 #[test]
 fn a_law_about_a_tensor_that_the_kernel_does_not_return_is_an_error() {
     let laws = || {
-        vec![Law { name: "made up", variant: Box::new(fake(exact())), relations: vec![("z", Relation::Times(1.0))] }]
+        vec![Law {
+            name: "made up",
+            variant: Box::new(fake(exact())),
+            relations: vec![("z", Relation::Times(1.0))],
+            left_out: None,
+        }]
     };
     assert_fails(&Fake { laws: Box::new(laws), ..fake(exact()) }, &[("law: made up", Verdict::Error)]);
 }
