@@ -261,7 +261,7 @@ mod tests {
     fn those_whose_own_file_changed_come_before_those_that_only_include_something() {
         let (header, ids) = ("kernels/cuda/include/header.h", ids(100));
         let files: BTreeSet<String> = [header.to_owned()].into();
-        let own = |at: usize| if at % 10 == 0 { "kernels/cuda/rope.cu" } else { "kernels/cuda/other.cu" };
+        let own = |at: usize| if at.is_multiple_of(10) { "kernels/cuda/rope.cu" } else { "kernels/cuda/other.cu" };
         let candidates: Vec<_> =
             ids.iter().enumerate().map(|(at, id)| Candidate { id, own: own(at), files: &files }).collect();
         let both = Change { files: [header, "kernels/cuda/rope.cu"].map(str::to_owned).into(), ..change("a", "") };

@@ -52,7 +52,8 @@ PARAMS_LAYOUT(AttentionCombineParams, partial_out, partial_out_part_stride, part
 KERNEL(attention_combine, AttentionCombineParams, THREADS) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / WARP_SIZE;
     if (row >= params.num_rows) return;
-    const int64_t token = row / params.num_heads, head = row % params.num_heads;
+    // Rows fit 32 bits: a division of 64 takes as long as all else in a short row.
+    const int64_t token = static_cast<int32_t>(row) / params.num_heads, head = row - token * params.num_heads;
     const float* partial_out =
         params.partial_out + token * params.partial_out_token_stride + head * params.partial_out_head_stride;
     const StridedParts parts{partial_out, params.partial_lse + row, params.partial_out_part_stride, params.num_rows,

@@ -7,7 +7,7 @@ use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::{
     Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView, Views,
 };
-use dsv4_kernels::{rms_norm, rope, score_recompute, sparse_attention};
+use dsv4_kernels::{attention_combine, rms_norm, rope, score_recompute, sparse_attention};
 
 use crate::support;
 
@@ -551,4 +551,18 @@ fn the_launchers_of_score_recompute_name_the_argument_that_they_refuse() {
     // What a launch writes alone may lie where another one's tensors do.
     assert_refused(selected.with(|r| r.put_at("lse", "lse_beside")).lse(), "lse", "overlaps `lse_beside`");
     selected.with(|r| r.put_at("lse", "lse_beside")).target().expect("the target is not given `lse_beside`");
+}
+
+#[test]
+fn more_rows_to_merge_than_32_bits_count_are_refused() {
+    // Nothing is read or written before the refusal: the tensors lie nowhere.
+    let (tokens, heads) = (1 << 24, 1 << 7);
+    let shaped = |address, dtype, shape: &[usize]| TensorView::dense("nowhere", address, dtype, shape);
+    let views = Views::from([
+        ("partial_out", &shaped(1 << 40, DType::F32, &[1, tokens, heads, 8])),
+        ("partial_lse", &shaped(1 << 50, DType::F32, &[1, tokens, heads])),
+        ("out", &shaped(1 << 51, DType::Bf16, &[tokens, heads, 8])),
+        ("lse", &shaped(1 << 52, DType::F32, &[tokens, heads])),
+    ]);
+    assert_refused(attention_combine::forward(support::device(), &views), "partial_out", "2147483648 must fit 32 bits");
 }
