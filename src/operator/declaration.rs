@@ -563,26 +563,6 @@ mod tests {
     }
 
     #[test]
-    fn the_first_number_and_the_first_axis_that_are_not_what_they_were_said_to_be_are_refused_by_name() {
-        let refused = |width: usize, scale: f64, shift: f64| {
-            let x = input("x", DType::F32, &[axis("width", width).multiples(8, usize::MAX)])
-                .drawn(Distribution::Normal, scale);
-            Specs::new(1, [x])
-                .positive("scale", scale)
-                .finite("shift", shift)
-                .check()
-                .map_err(|no| (no.field, no.reason))
-        };
-        let error = |field, reason: &str| Err((field, reason.to_owned()));
-        assert_eq!(refused(16, 1.0, -3.0), Ok(()));
-        assert_eq!(refused(0, 1.0, 0.0), error("width", "0: there must be at least one"));
-        assert_eq!(refused(12, 1.0, 0.0), error("width", "12 must be a multiple of 8"));
-        // Not the magnitude, which is no field of the case.
-        assert_eq!(refused(12, 0.0, 0.0), error("scale", "0 must be finite and above 0"));
-        assert_eq!(refused(12, 1.0, f64::INFINITY), error("shift", "inf must be finite"));
-    }
-
-    #[test]
     fn what_a_chain_hands_back_is_the_gradient_of_no_input() {
         let rows = [axis("num_rows", 3)];
         let (x, mid) = (input("x", DType::F32, &rows), output("mid", DType::F32, &rows));
@@ -625,6 +605,8 @@ mod tests {
         assert_eq!(heads(129).as_deref(), Some("129 must be 1 to 128"));
         assert_eq!(heads(0).as_deref(), Some("0: there must be at least one"));
         assert_eq!(heads(128), None);
+        let bytes = axis("page_bytes", 24).multiples(16, usize::MAX).check().unwrap_err();
+        assert_eq!(bytes.reason, "24 must be a multiple of 16, not 0");
     }
 
     #[test]

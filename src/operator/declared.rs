@@ -125,8 +125,8 @@ pub trait Declared: Sized + Send + Sync + 'static {
     /// The tensors of a case. Called for cases that passed [`Declared::check`].
     fn tensors(case: &Self::Case) -> Specs;
 
-    /// Whether the fields of a case go together, beside what its tensors say by themselves ([`super::declaration::Axis::not_empty`],
-    /// [`Specs::positive`]). Extents need no upper bound: the layer bounds every tensor.
+    /// Whether the fields of a case go together, beside what its tensors say by themselves (what an axis may be, numbers
+    /// that are positive or finite). Extents need no upper bound: the layer bounds every tensor.
     ///
     /// # Errors
     /// The field, its value and the rule.
