@@ -275,9 +275,26 @@ impl<'r> Launches<'r> {
         Self { device, arena: None, paths: Vec::new(), frozen: Vec::new() }
     }
 
-    /// The device to launch on. One rank; operators of several ranks will ask for others by number.
+    /// The device to launch on, where an operator knows of one alone: that of rank 0.
     pub fn device(&self) -> &'r Device {
         self.device
+    }
+
+    /// How many ranks the launches are spread over.
+    pub fn world_size(&self) -> usize {
+        1
+    }
+
+    /// The device of a rank.
+    ///
+    /// # Errors
+    /// A rank that the world does not have.
+    pub fn rank(&self, rank: usize) -> Result<&'r Device, RuntimeError> {
+        if rank < self.world_size() {
+            return Ok(self.device);
+        }
+        let reason = format!("{rank} must be below {}, the number of ranks", self.world_size());
+        Err(RuntimeError::argument("launches", "rank", reason))
     }
 
     /// Launches, and takes down what ran.
