@@ -137,8 +137,12 @@ impl Budget {
     /// Whether zeros would pass although the truth is not zero: such a budget says nothing.
     ///
     /// A truth that is zero up to the rounding of f64 (by cancellation: a lone key's dS) is no such
-    /// case: there the budget bounds what the kernel may leave over.
-    pub fn is_vacuous(&self, exact: &OracleTensor) -> bool {
+    /// case: there the budget bounds what the kernel may leave over. Nor is one that is `stored` as zeros.
+    pub fn is_vacuous(&self, exact: &OracleTensor, stored: &Steps) -> bool {
+        let stays = |(index, value): (usize, &f64)| value.is_finite() && value.abs() > stored.half_ulp(index, 0.0);
+        if !exact.values.iter().enumerate().any(stays) {
+            return false;
+        }
         let finite = || exact.values.iter().zip(&self.allowed).filter(|(value, _)| value.is_finite());
         let largest_value = finite().map(|(value, _)| value.abs()).fold(0.0, f64::max);
         let largest_allowed = finite().map(|(_, allowed)| *allowed).fold(0.0, f64::max);
@@ -314,8 +318,21 @@ mod tests {
     fn a_budget_that_zeros_would_pass_is_vacuous() {
         let mut draw = Draw::new(4, "vacuous");
         let exact = tensor(&[1, 64], (0..64).map(|_| 0.1 * draw.normal()).collect());
-        assert!(budget_of(&exact, |_| 1.0, &mut draw).is_vacuous(&exact));
-        assert!(!budget_of(&exact, |_| 1e-3, &mut draw).is_vacuous(&exact));
+        let stored = Steps::Float(Format::BF16);
+        assert!(budget_of(&exact, |_| 1.0, &mut draw).is_vacuous(&exact, &stored));
+        assert!(!budget_of(&exact, |_| 1e-3, &mut draw).is_vacuous(&exact, &stored));
+    }
+
+    #[test]
+    fn a_truth_that_its_type_stores_as_zeros_makes_no_budget_vacuous() {
+        let exact = tensor(&[1, 2], vec![0.0, -1.5e-48]);
+        let vacuous = |exact: &OracleTensor, format| {
+            let stored = Steps::Float(format);
+            Budget::derive(exact, &[exact, exact], stored.clone()).is_vacuous(exact, &stored)
+        };
+        assert!(!vacuous(&exact, Format::BF16) && !vacuous(&exact, Format::F32));
+        // The smallest step of f32 is 1.4e-45, that of bf16 9.2e-41: what is half of it or more is a number to be got right.
+        assert!(vacuous(&tensor(&[1, 2], vec![0.0, 1e-45]), Format::F32));
     }
 
     #[test]

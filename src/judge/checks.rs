@@ -397,7 +397,7 @@ fn agreement_checks(truth: &Truth, exact: &OracleTensor, found: &KernelTensor, b
     let metrics = agreement::measure(&kernel, exact, budget, &steps);
     agreement_verdict(exact, &kernel, budget, metrics, outcome);
     special_values(exact, &kernel, budget, outcome);
-    let vacuous = budget.is_vacuous(exact).then(|| "zeros would pass: the budget says nothing here".to_owned());
+    let vacuous = budget.is_vacuous(exact, &steps).then(|| "zeros would pass: the budget says nothing here".to_owned());
     outcome.verdict("budget", exact.name, exact.values.len() as u64, vacuous);
 }
 
