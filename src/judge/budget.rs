@@ -325,14 +325,16 @@ mod tests {
 
     #[test]
     fn a_truth_that_its_type_stores_as_zeros_makes_no_budget_vacuous() {
-        let exact = tensor(&[1, 2], vec![0.0, -1.5e-48]);
-        let vacuous = |exact: &OracleTensor, format| {
-            let stored = Steps::Float(format);
-            Budget::derive(exact, &[exact, exact], stored.clone()).is_vacuous(exact, &stored)
+        // Runs that scatter by a hundred times the value say nothing of it.
+        let vacuous = |value: f64, format| {
+            let of = |value: f64| tensor(&[1, 2], vec![0.0, value]);
+            let (exact, stored) = (of(value), Steps::Float(format));
+            let runs = [of(-99.0 * value), of(101.0 * value)];
+            Budget::derive(&exact, &[&runs[0], &runs[1]], stored.clone()).is_vacuous(&exact, &stored)
         };
-        assert!(!vacuous(&exact, Format::BF16) && !vacuous(&exact, Format::F32));
-        // The smallest step of f32 is 1.4e-45, that of bf16 9.2e-41: what is half of it or more is a number to be got right.
-        assert!(vacuous(&tensor(&[1, 2], vec![0.0, 1e-45]), Format::F32));
+        assert!(!vacuous(-1.5e-48, Format::BF16) && !vacuous(-1.5e-48, Format::F32));
+        // The smallest step of f32 is 1.4e-45, that of bf16 9.2e-41.
+        assert!(!vacuous(1e-45, Format::BF16) && vacuous(1e-45, Format::F32) && vacuous(1e-40, Format::BF16));
     }
 
     #[test]
