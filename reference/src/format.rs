@@ -123,10 +123,18 @@ impl Format {
         self.round_by(x, f64::round_ties_even)
     }
 
-    /// One of the two neighbours: up in magnitude exactly when `uniform`, drawn from [0, 1), is below the distance
-    /// from the neighbour beneath in units of the gap.
-    pub fn stochastic(self, x: f64, uniform: f64) -> f64 {
-        self.round_by(x, |in_gaps| in_gaps.floor() + f64::from(uniform < in_gaps.fract()))
+    /// `x` with the error that rounding has on a grid displaced by `phase`, drawn from [0, 1), gaps between neighbours:
+    /// uniform in half a gap either way, whatever `x` is. Numbers of the format, and what overflows, are rounded as
+    /// [`Self::nearest`] rounds them.
+    pub fn dithered(self, x: f64, phase: f64) -> f64 {
+        let nearest = self.nearest(x);
+        if nearest == x || !nearest.is_finite() || !x.is_finite() {
+            return nearest;
+        }
+        let gap = self.gap(x);
+        let displaced = x.abs() / gap + phase;
+        let error = (displaced + 0.5).floor() - displaced;
+        ((x.abs() / gap + error).max(0.0) * gap).min(self.largest).copysign(x)
     }
 
     /// The least number whose magnitude is not below that of `x`.
@@ -371,15 +379,19 @@ mod tests {
     }
 
     #[test]
-    fn stochastic_rounding_takes_each_neighbour_with_its_probability() {
+    fn dithered_numbers_err_by_half_a_gap_at_most_and_by_nothing_where_the_format_holds_them() {
         for format in NARROW {
             for pair in magnitudes(format).windows(2) {
-                let x = pair[0] + 0.375 * (pair[1] - pair[0]);
-                for (uniform, expected) in [(0.0, pair[1]), (0.3749, pair[1]), (0.3751, pair[0]), (0.9999, pair[0])] {
-                    assert_eq!(format.stochastic(x, uniform), expected, "{format} {x:e}");
+                let (gap, x) = (pair[1] - pair[0], pair[0] + 0.375 * (pair[1] - pair[0]));
+                // Phase 0 is the format's own grid; the error falls by the phase, and wraps round at half a gap.
+                for (phase, error) in [(0.0, -0.375), (0.0625, -0.4375), (0.25, 0.375), (0.625, 0.0), (0.75, -0.125)] {
+                    let expected = (0.375 + error) * gap + pair[0];
+                    assert_eq!(format.dithered(x, phase), expected.max(0.0), "{format} {x:e} {phase}");
                 }
-                assert!([0.0, 0.5, 0.9999].iter().all(|&uniform| format.stochastic(pair[1], uniform) == pair[1]));
+                assert!([0.0, 0.5, 0.9999].iter().all(|&phase| format.dithered(pair[1], phase) == pair[1]));
             }
+            let beyond = 4.0 * format.largest;
+            assert_eq!(format.dithered(beyond, 0.5).to_bits(), format.nearest(beyond).to_bits(), "{format}");
         }
     }
 

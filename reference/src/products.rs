@@ -1,10 +1,11 @@
-//! Matrix products that several runs of one oracle share.
+//! Matrix products that several runs of one oracle share, and everything that only scales their noise.
 //!
-//! A `Working` run needs of each product the sum and the sum of squares (and, for a narrow accumulator, that of signs).
-//! Where the operands are inputs, which lie on their grid already, all runs have the same. [`Products`] remembers those
-//! of the exact run. Every later run compares its own operands with them, by content, so that no answer depends on who
-//! made a tensor; where they are equal, it takes what is there. Nothing of a later run is remembered: memory is that of
-//! one run, and no run waits for another.
+//! Where the operands of a product are inputs, which lie on their grid already, all runs have the same. [`Products`] remembers
+//! those of the exact run. Every later run compares its own operands with them, by content, so that no answer depends on who
+//! made a tensor; where they are equal, it takes what is there. The size of the noise of a sum (the sum of its terms' squares,
+//! say) is that of the exact run wherever it is asked for: rounding moves it by a few parts in a hundred at most, and
+//! it costs as much as the product. Nothing of a later run is remembered: memory is that of one run, and no run waits for
+//! another.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,48 +22,66 @@ pub struct Products(Arc<Shared>);
 #[derive(Debug, Default)]
 struct Shared {
     entries: Mutex<Vec<Entry>>,
+    noise_scales: Mutex<Vec<Tensor>>,
     multiplied: AtomicUsize,
-}
-
-/// What a `Working` run needs of `a @ b`.
-#[derive(Debug, Clone)]
-pub(crate) struct Product {
-    /// The product.
-    pub sum: Tensor,
-    /// Sums of the squares of its terms.
-    pub squares: Tensor,
-    /// Sums of the signs of its terms, where they were asked for.
-    pub signs: Option<Tensor>,
+    lanes: usize,
+    unknown_scales: bool,
 }
 
 #[derive(Debug, Clone)]
 struct Entry {
     a: Tensor,
     b: Tensor,
-    product: Product,
+    product: Tensor,
 }
 
 impl Products {
-    /// What there is of `a @ b`, remembered or made.
-    pub(crate) fn of(&self, a: &Tensor, b: &Tensor, with_signs: bool) -> Result<Product> {
+    /// Nothing so far, for the runs of a kernel that adds in so many lanes
+    /// ([`Rounding::with_lanes`](crate::precision::Rounding::with_lanes)), and of whose scales nothing may be known
+    /// ([`Rounding::with_unknown_scales`](crate::precision::Rounding::with_unknown_scales)).
+    pub fn of_kernel(lanes: usize, unknown_scales: bool) -> Self {
+        Self(Arc::new(Shared { lanes, unknown_scales, ..Shared::default() }))
+    }
+
+    /// Whether nothing is known of the scales at which the kernel that the runs are of rounds.
+    pub fn has_unknown_scales(&self) -> bool {
+        self.0.unknown_scales
+    }
+
+    /// The lanes of the kernel that the runs are of.
+    pub fn lanes(&self) -> usize {
+        self.0.lanes.max(1)
+    }
+
+    /// `a @ b`, remembered or made.
+    pub(crate) fn of(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         // A clone of handles: comparing takes long, and may not happen under the lock.
         let entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).clone();
         for Entry { a: known_a, b: known_b, product } in entries {
-            if (product.signs.is_some() || !with_signs) && same(&known_a, a)? && same(&known_b, b)? {
+            if same(&known_a, a)? && same(&known_b, b)? {
                 return Ok(product);
             }
         }
-        self.0.multiplied.fetch_add(2 + usize::from(with_signs), Ordering::Relaxed);
-        let signs = if with_signs { Some(a.sign()?.matmul(&b.sign()?)?) } else { None };
-        Ok(Product { sum: a.matmul(b)?, squares: a.sqr()?.matmul(&b.sqr()?)?, signs })
+        self.0.multiplied.fetch_add(1, Ordering::Relaxed);
+        Ok(a.matmul(b)?)
     }
 
     /// As [`Self::of`], and it is there from then on.
-    pub(crate) fn remember(&self, a: &Tensor, b: &Tensor, with_signs: bool) -> Result<Product> {
-        let product = self.of(a, b, with_signs)?;
+    pub(crate) fn remember(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+        let product = self.of(a, b)?;
         let entry = Entry { a: a.clone(), b: b.clone(), product: product.clone() };
         self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).push(entry);
         Ok(product)
+    }
+
+    /// Keeps the next quantity that scales noise.
+    pub(crate) fn keep_noise_scale(&self, scale: Tensor) {
+        self.0.noise_scales.lock().unwrap_or_else(PoisonError::into_inner).push(scale);
+    }
+
+    /// The one that was kept with this number.
+    pub(crate) fn noise_scale(&self, number: usize) -> Option<Tensor> {
+        self.0.noise_scales.lock().unwrap_or_else(PoisonError::into_inner).get(number).cloned()
     }
 
     /// How many products were multiplied out so far.

@@ -556,9 +556,9 @@ fn key_gradients(
     ds: &Tensor,
     rounding: &mut Rounding,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let scatter = Scatter { gathered, dims, with_squares: !rounding.is_exact() };
-    let from_keys = scatter.terms(ds, &inputs.q, inputs.softmax_scale)?;
-    let from_values = scatter.terms(p, &upstream.dout, 1.0)?;
+    let scatter = Scatter { gathered, dims };
+    let from_keys = scatter.terms(ds, &inputs.q, inputs.softmax_scale, rounding)?;
+    let from_values = scatter.terms(p, &upstream.dout, 1.0, rounding)?;
     if let Value::Separate(_) = inputs.value {
         let dk = from_keys.accumulate(rounding)?;
         return Ok((dk, Some(from_values.accumulate(rounding)?)));
@@ -576,8 +576,6 @@ fn key_gradients(
 struct Scatter<'a> {
     gathered: &'a Gathered,
     dims: &'a Dims,
-    /// Whether the sums of squares are needed, which cost as much as the sums.
-    with_squares: bool,
 }
 
 /// Per key row and channel `[num_keys, width]`: the sum, the sum of squares and the count of its terms.
@@ -589,14 +587,12 @@ struct SlotSums {
 
 impl Scatter<'_> {
     /// The terms `scale * coefficients[t, h, j] * rows[t, h, :]` of key `indices[t, j]`.
-    fn terms(&self, coefficients: &Tensor, rows: &Tensor, scale: f64) -> Result<SlotSums> {
+    fn terms(&self, coefficients: &Tensor, rows: &Tensor, scale: f64, rounding: &mut Rounding) -> Result<SlotSums> {
         let sum = (self.scattered(coefficients, rows)? * scale)?;
-        let (sum_of_squares, num_terms) = if self.with_squares {
-            let squares = self.scattered(&coefficients.sqr()?, &rows.sqr()?)?;
-            let counts = self.counts()?.broadcast_as(sum.shape())?.contiguous()?;
-            ((squares * (scale * scale))?, counts)
-        } else {
-            (sum.zeros_like()?, sum.zeros_like()?)
+        let squares = || Ok((self.scattered(&coefficients.sqr()?, &rows.sqr()?)? * (scale * scale))?);
+        let (sum_of_squares, num_terms) = match rounding.noise_scale(squares)? {
+            Some(squares) => (squares, self.counts()?.broadcast_as(sum.shape())?.contiguous()?),
+            None => (sum.zeros_like()?, sum.zeros_like()?),
         };
         Ok(SlotSums { sum, sum_of_squares, num_terms })
     }

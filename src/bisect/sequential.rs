@@ -16,10 +16,8 @@
 
 use statrs::distribution::{Beta, ContinuousCDF};
 
-use crate::judge::budget::CAMPAIGN;
-
-/// Chance of a wrong decision: one in as many decisions as a campaign has verdicts.
-pub const ALPHA: f64 = 1.0 / CAMPAIGN;
+/// Chance of a wrong decision: one in a thousand bisections.
+pub const ALPHA: f64 = 1.0 / 1024.0;
 
 /// Trials of the first look at the endpoints; fewer could not separate 0 % from 100 %.
 const FIRST_LOOK: u64 = 8;

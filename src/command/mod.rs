@@ -11,6 +11,7 @@ mod history;
 mod merge;
 mod mutants;
 mod ops;
+mod power;
 mod replay;
 mod report;
 mod run;
@@ -84,6 +85,8 @@ pub enum Command {
     Golden(golden::GoldenArguments),
     /// Plant bugs in the kernels, by hand and by the hundred, and say which check sees each
     Mutants(mutants::MutantsArguments),
+    /// Say which errors the verdicts of a sweep would see, without running a kernel
+    Power(power::PowerArguments),
     /// Write the pages of a report.json anew
     Report(report::ReportArguments),
     /// Run one case verbosely: a JSON line, or a file of them
@@ -112,6 +115,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::ExternalWorker(arguments) => external::answer(&arguments),
         Command::Golden(arguments) => golden::execute(&arguments),
         Command::Mutants(arguments) => mutants::execute(&arguments),
+        Command::Power(arguments) => power::execute(&arguments),
         Command::Report(arguments) => report::execute(&arguments),
         Command::Replay(arguments) => replay::execute(&arguments),
         Command::Bisect(arguments) => bisect::execute(&arguments),

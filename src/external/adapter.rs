@@ -1,6 +1,9 @@
 //! Conventions that differ: a TOML file that says how another kernel's tensors relate to ours.
 //!
 //! ```toml
+//! rounding = "specification"                # it rounds where the specification says, and is held to runs that do
+//! lanes = 32                                # it adds the numbers of a row in so many lanes at least, and these as a tree
+//!
 //! [tensor.lse]                              # a table for each tensor, under its name here
 //! rename = "softmax_lse"                    # its name there
 //! base = 2                                  # a logarithm to this base: ours = theirs · ln 2
@@ -30,6 +33,7 @@ use dsv4_kernels::runtime::HostTensor;
 use serde::Deserialize;
 
 use super::wire::{WireTensor, WireType};
+use crate::operator::{Arithmetic, RoundingPoints};
 
 /// The conventions of another kernel.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
@@ -38,6 +42,11 @@ pub struct Adapter {
     /// By the tensor's name here.
     #[serde(default)]
     tensor: BTreeMap<String, Convention>,
+    /// Where the kernel rounds.
+    #[serde(default)]
+    rounding: RoundingPoints,
+    /// In how many lanes it adds the numbers of a row.
+    lanes: Option<usize>,
 }
 
 /// How one tensor differs.
@@ -165,6 +174,9 @@ impl Adapter {
     /// The parser's words, or the tensor and field that cannot be.
     pub fn parse(text: &str) -> Result<Self, String> {
         let adapter: Self = toml::from_str(text).map_err(|e| e.to_string().trim().replace('\n', " "))?;
+        if adapter.lanes == Some(0) {
+            return Err("field `lanes`: 0: a sum needs one at least".into());
+        }
         let mut names = BTreeSet::new();
         for (name, convention) in &adapter.tensor {
             convention.check().map_err(|reason| format!("tensor `{name}`: {reason}"))?;
@@ -174,6 +186,11 @@ impl Adapter {
             }
         }
         Ok(adapter)
+    }
+
+    /// What the kernel says of its arithmetic.
+    pub fn arithmetic(&self) -> Arithmetic {
+        Arithmetic { points: self.rounding, lanes: self.lanes.unwrap_or(1) }
     }
 
     /// Names of the tensors that it speaks of.

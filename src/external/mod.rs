@@ -38,7 +38,7 @@ use self::wire::{WireTensor, WireTensors, WireType};
 use crate::case::{Case, CaseError};
 use crate::judge::runner::{RunError, Runner};
 use crate::operator::registry;
-use crate::operator::{KernelRun, KernelTensor, OracleTensor, Prepared, Side};
+use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, Prepared, Side};
 use crate::record::Verdict;
 
 /// The case.
@@ -247,6 +247,10 @@ impl Runner for External {
 
     fn environment(&self) -> &Environment {
         &self.environment
+    }
+
+    fn arithmetic(&self, _prepared: &dyn Prepared) -> Arithmetic {
+        self.options.adapter.arithmetic()
     }
 
     fn kernels(&self) -> (String, String) {

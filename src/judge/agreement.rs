@@ -40,6 +40,8 @@ pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: &S
         budget_multiple: budget.multiple,
         worst_row,
         worst_row_relative_l2,
+        whole: None,
+        power: None,
         worst: worst_element(kernel, exact, budget, worst),
         use_histogram: histogram(finite.iter().map(|&i| uses[i])),
         heat: heat_map(&uses, &exact.shape),

@@ -1,28 +1,24 @@
 //! Every check of a case: runs the oracle and the kernels, compares, and says what it found.
 
 use std::cell::OnceCell;
-use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::Arc;
 use std::time::Instant;
 
 use dsv4_kernels::runtime::arena::ViolationKind;
 use dsv4_kernels::runtime::{Contract, DType, HostTensor};
-use dsv4_reference::Products;
-use dsv4_reference::precision::Precision;
-use rayon::prelude::*;
 
-use crate::case::{CaseError, Draw};
+use crate::case::Draw;
 use crate::judge::agreement;
-use crate::judge::budget::{Budget, working_precisions};
-use crate::judge::grid::Steps;
+use crate::judge::budget::Budget;
 use crate::judge::runner::Runner;
 use crate::judge::selection::{self, Scores};
 use crate::judge::triangulation;
+use crate::judge::truth::{Held, Truth};
 use crate::operator::tensors::permuted_along;
 use crate::operator::{
-    Comparison, KernelRun, KernelTensor, Law, OracleTensor, Pooling, Prepared, Relation, Side, rows_of,
+    Comparison, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, RoundingPoints, Side, rows_of,
 };
-use crate::record::{CheckRecord, Metrics, Skip, Verdict};
+use crate::record::{CheckRecord, Metrics, Skip, Verdict, WholeTensor, agreement_of};
 
 /// What a sweep asks of each case beyond the checks that always run.
 #[derive(Clone, Copy, Debug)]
@@ -101,81 +97,6 @@ impl Outcome {
     }
 }
 
-/// The oracle's runs of a case, and the budgets that follow from them.
-pub struct Truth {
-    /// `Exact`.
-    pub exact: Vec<OracleTensor>,
-    /// The runs of [`working_precisions`].
-    pub working: Vec<Vec<OracleTensor>>,
-    /// Those that were derived, by the tensor's number and type: many kernels may be held to one truth.
-    budgets: Mutex<HashMap<(usize, DType), Budget>>,
-}
-
-impl Truth {
-    /// Runs the oracle, in all precisions at once: each has its own seed, so the order does not matter.
-    ///
-    /// # Errors
-    /// What the oracle refuses.
-    pub fn of(prepared: &dyn Prepared) -> Result<Self, CaseError> {
-        Self::of_runs(|precision, products| prepared.oracle_sharing(precision, products))
-    }
-
-    /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows, or of the forward alone.
-    ///
-    /// # Errors
-    /// What the oracle refuses.
-    pub fn of_runs<O>(oracle: O) -> Result<Self, CaseError>
-    where
-        O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
-    {
-        let products = Products::default();
-        let run = |precision| oracle(precision, &products);
-        let exact = run(Precision::Exact)?;
-        let precisions: Vec<Precision> = working_precisions().collect();
-        let working = precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
-        Ok(Self { exact, working, budgets: Mutex::default() })
-    }
-
-    /// The budget of exact tensor number `index`, stored as `dtype`.
-    pub fn budget(&self, index: usize, dtype: DType) -> Budget {
-        let derive = || Budget::derive(&self.exact[index], &self.runs(index), dtype);
-        let mut budgets = self.budgets.lock().unwrap_or_else(|e| e.into_inner());
-        budgets.entry((index, dtype)).or_insert_with(derive).clone()
-    }
-
-    /// The budget of exact tensor number `index` as the kernel's tensor declares itself: its grid, what pools, and
-    /// nothing at all where it is not compared within rounding.
-    ///
-    /// # Errors
-    /// Scales that the oracle does not have, or that do not fit.
-    pub fn budget_of(&self, index: usize, found: &KernelTensor) -> Result<Budget, String> {
-        let exact = &self.exact[index];
-        if found.comparison != Comparison::Rounded {
-            return Ok(Budget::nothing(exact));
-        }
-        if found.grid.is_none() && found.pooling == Pooling::default() {
-            return Ok(self.budget(index, found.tensor.dtype));
-        }
-        let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
-        Ok(Budget::derive_pooled(exact, &self.runs(index), &steps, found.pooling))
-    }
-
-    fn runs(&self, index: usize) -> Vec<&OracleTensor> {
-        self.working.iter().map(|run| &run[index]).collect()
-    }
-
-    /// The scores called `name`, and their budget: as the kernel returns them, or in fp32, where kernels hold them.
-    fn scores(&self, name: &str, run: &KernelRun) -> Result<(&OracleTensor, Budget), String> {
-        let index = self.exact.iter().position(|exact| exact.name == name);
-        let index = index.ok_or_else(|| format!("the oracle has no scores `{name}`"))?;
-        let budget = match run.tensors.iter().find(|tensor| tensor.name == name) {
-            Some(found) => self.budget_of(index, found)?,
-            None => self.budget(index, DType::F32),
-        };
-        Ok((&self.exact[index], budget))
-    }
-}
-
 /// Runs every check of a case.
 pub fn run(prepared: &dyn Prepared, runner: &dyn Runner, options: CheckOptions) -> Outcome {
     run_until(prepared, runner, options, |_| false)
@@ -189,7 +110,7 @@ pub fn run_until(
     enough: impl Fn(&Outcome) -> bool,
 ) -> Outcome {
     let start = Instant::now();
-    match Truth::of(prepared) {
+    match Truth::of(prepared, runner.arithmetic(prepared)) {
         Ok(truth) => {
             let seconds = start.elapsed().as_secs_f64();
             let outcome = run_by(&truth, prepared, runner, options, enough);
@@ -265,10 +186,10 @@ fn run_kernels(
             }
             continue;
         };
-        match truth.budget_of(index, found) {
-            Ok(budget) => {
-                compare(truth, exact, found, &first, &budget, outcome);
-                budgets.push((exact, budget));
+        match truth.held(index, found) {
+            Ok(held) => {
+                compare(truth, index, found, &first, &held, outcome);
+                budgets.push((exact, held.budget.clone()));
             }
             Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
         }
@@ -292,8 +213,8 @@ pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
     for found in &run.tensors {
         let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else { continue };
         let exact = &truth.exact[index];
-        match truth.budget_of(index, found) {
-            Ok(budget) => compare(truth, exact, found, run, &budget, &mut outcome),
+        match truth.held(index, found) {
+            Ok(held) => compare(truth, index, found, run, &held, &mut outcome),
             Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
         }
     }
@@ -367,12 +288,13 @@ fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
 /// Holds a tensor to the oracle's in the way that it declares.
 fn compare(
     truth: &Truth,
-    exact: &OracleTensor,
+    index: usize,
     found: &KernelTensor,
     run: &KernelRun,
-    budget: &Budget,
+    held: &Arc<Held>,
     outcome: &mut Outcome,
 ) {
+    let exact = &truth.exact[index];
     if found.tensor.shape != exact.shape {
         let message = format!("the kernel's shape is {:?}, the oracle's {:?}", found.tensor.shape, exact.shape);
         outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
@@ -382,23 +304,25 @@ fn compare(
         return;
     }
     match found.comparison {
-        Comparison::Rounded => agreement_checks(truth, exact, found, budget, outcome),
-        Comparison::Exact => exact_check(exact, found, budget, outcome),
+        Comparison::Rounded => agreement_checks(truth, index, found, held, outcome),
+        Comparison::Exact => exact_check(exact, found, &held.budget, outcome),
         Comparison::Selection { scores } => selection_check(truth, exact, found, scores, run, outcome),
     }
 }
 
-fn agreement_checks(truth: &Truth, exact: &OracleTensor, found: &KernelTensor, budget: &Budget, outcome: &mut Outcome) {
-    let steps = match Steps::of(found.grid(), &exact.shape, &truth.exact) {
-        Ok(steps) => steps,
-        Err(message) => return outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
-    };
+fn agreement_checks(truth: &Truth, index: usize, found: &KernelTensor, held: &Held, outcome: &mut Outcome) {
+    let exact = &truth.exact[index];
     let kernel = found.tensor.to_f64();
-    let metrics = agreement::measure(&kernel, exact, budget, &steps);
-    agreement_verdict(exact, &kernel, budget, metrics, outcome);
-    special_values(exact, &kernel, budget, outcome);
-    let vacuous = budget.is_vacuous(exact, &steps).then(|| "zeros would pass: the budget says nothing here".to_owned());
-    outcome.verdict("budget", exact.name, exact.values.len() as u64, vacuous);
+    let compared = exact.values.iter().filter(|value| value.is_finite()).count() as u64;
+    if compared > 0 {
+        // Where nothing is finite (all rows empty) the special values carry the case.
+        let metrics = Metrics {
+            power: truth.power(index, held),
+            ..agreement::measure(&kernel, exact, &held.budget, &held.steps)
+        };
+        agreement_verdict(exact, &kernel, held, metrics, compared, outcome);
+    }
+    special_values(exact, &kernel, &held.budget, outcome);
 }
 
 /// Equal or wrong: what the oracle's runs differ by is no tolerance.
@@ -429,24 +353,29 @@ fn selection_check(
     run: &KernelRun,
     outcome: &mut Outcome,
 ) {
-    let problem = truth.scores(scores, run).and_then(|(of, budget)| {
-        selection::problem(&found.tensor, exact, Scores { exact: of, allowed: &budget.allowed })
-    });
+    let problem = truth
+        .scores(scores, run)
+        .and_then(|(of, allowed)| selection::problem(&found.tensor, exact, Scores { exact: of, allowed: &allowed }));
     match problem {
         Ok(problem) => outcome.verdict(side_name(exact.side), exact.name, exact.values.len() as u64, problem),
         Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
     }
 }
 
-fn agreement_verdict(exact: &OracleTensor, kernel: &[f64], budget: &Budget, metrics: Metrics, outcome: &mut Outcome) {
-    let check = side_name(exact.side);
+/// What is said of a tensor that agrees with the oracle within bounds that a tenth of it would pass, too.
+pub const POWERLESS: &str = "rounding is as large as the values: an error of 10 % would pass";
+
+fn agreement_verdict(
+    exact: &OracleTensor,
+    kernel: &[f64],
+    held: &Held,
+    metrics: Metrics,
+    compared: u64,
+    outcome: &mut Outcome,
+) {
     let finite = || (0..kernel.len()).filter(|&i| exact.values[i].is_finite());
-    let compared = finite().count() as u64;
-    if compared == 0 {
-        // Nothing finite to compare (all rows empty): the special values carry the case.
-        return;
-    }
-    let over = finite().filter(|&i| agreement::budget_use(kernel[i], exact.values[i], budget.allowed[i]) > 1.0).count();
+    let allowed = &held.budget.allowed;
+    let over = finite().filter(|&i| agreement::budget_use(kernel[i], exact.values[i], allowed[i]) > 1.0).count();
     let worst = &metrics.worst;
     let problem = (over > 0).then(|| {
         format!(
@@ -454,18 +383,49 @@ fn agreement_verdict(exact: &OracleTensor, kernel: &[f64], budget: &Budget, metr
             worst.index, worst.kernel, worst.oracle, worst.allowed
         )
     });
-    outcome.verdict(check, exact.name, compared, problem);
-    if let Some(record) = outcome.checks.last_mut() {
-        record.metrics = Some(metrics);
+    let powerless = metrics.power.as_ref().is_some_and(|power| power.powerless);
+    if powerless && problem.is_none() {
+        outcome.skip(agreement_of(exact.name), POWERLESS, 1);
+    } else {
+        outcome.verdict(side_name(exact.side), exact.name, compared, problem);
     }
     let not_finite = finite().filter(|&i| !kernel[i].is_finite()).count();
     let problem = (not_finite > 0).then(|| format!("{not_finite} of {compared} elements are no finite number"));
+    let whole = whole_tensor(exact, kernel, held);
+    if let (Some(record), false) = (outcome.checks.last_mut(), powerless) {
+        record.metrics = Some(Metrics { whole: whole.clone(), ..metrics });
+    }
     outcome.verdict("finite", exact.name, compared, problem);
-    let energy: f64 = finite().map(|i| (kernel[i] - exact.values[i]).powi(2)).sum();
-    // NaN must fail, so the comparison is written as what passes.
-    let within = energy <= budget.energy;
-    let problem = (!within).then(|| format!("sum of squared errors {energy:.3e} exceeds {:.3e}", budget.energy));
-    outcome.verdict("precision", exact.name, compared, problem);
+    whole_verdict(exact, kernel, held, compared, outcome);
+}
+
+fn whole_tensor(exact: &OracleTensor, kernel: &[f64], held: &Held) -> Option<WholeTensor> {
+    let yardstick = held.yardstick.as_ref()?;
+    let numbers = yardstick.numbers(exact, kernel);
+    Some(WholeTensor {
+        rounding: yardstick.points,
+        bias: numbers.bias,
+        bias_low: yardstick.bias[0],
+        bias_high: yardstick.bias[1],
+        energy: numbers.energy,
+        energy_allowed: yardstick.energy,
+        equal: numbers.equal,
+        equal_required: yardstick.equal.max(0.0),
+    })
+}
+
+/// The tensor as a whole: its bias, where the kernel says how it rounds, and its precision.
+fn whole_verdict(exact: &OracleTensor, kernel: &[f64], held: &Held, compared: u64, outcome: &mut Outcome) {
+    let Some(yardstick) = &held.yardstick else { return };
+    let problem = yardstick.problem(yardstick.numbers(exact, kernel));
+    for check in ["bias", "precision"] {
+        if check == "bias" && yardstick.points == RoundingPoints::Undeclared {
+            outcome.skip(format!("bias of {}", exact.name), "the kernel does not say where it rounds", 1);
+            continue;
+        }
+        let message = problem.as_ref().filter(|(of, _)| *of == check).map(|(_, message)| message.clone());
+        outcome.verdict(check, exact.name, compared, message);
+    }
 }
 
 /// NaN, infinities and structural zeros stand exactly where the oracle has them, and nowhere else.
@@ -663,7 +623,7 @@ fn law_checks(
         let budget = budgets.iter().find(|(exact, _)| exact.name == *name);
         let both = match (relation, budget) {
             (Relation::WithinBothBudgets, Some((exact, budget))) => {
-                let own = variants_truth.get_or_init(|| Truth::of(&*law.variant));
+                let own = variants_truth.get_or_init(|| Truth::of(&*law.variant, runner.arithmetic(&*law.variant)));
                 match own.as_ref().map_err(|e| e.to_string()).and_then(|own| with_variants(own, exact, budget, &b)) {
                     Ok(both) => Some((*exact, both)),
                     Err(message) => {
@@ -697,8 +657,8 @@ fn with_variants(
 ) -> Result<Budget, String> {
     let mut both = budget.clone();
     if let Some(index) = variant.exact.iter().position(|tensor| tensor.name == exact.name) {
-        let own = variant.budget_of(index, found)?;
-        both.allowed.iter_mut().zip(&own.allowed).for_each(|(allowed, own)| *allowed += own);
+        let own = variant.held(index, found)?;
+        both.allowed.iter_mut().zip(&own.budget.allowed).for_each(|(allowed, own)| *allowed += own);
     }
     Ok(both)
 }

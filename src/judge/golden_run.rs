@@ -13,15 +13,16 @@ use dsv4_kernels::runtime::{DType, Device};
 use crate::case::{Case, CaseError};
 use crate::judge::agreement;
 use crate::judge::budget::Budget;
-use crate::judge::checks::{self, CheckOptions, Outcome, Truth};
+use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::golden::GoldenFile;
+use crate::judge::truth::Truth;
 use crate::operator::{ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use crate::record::{CaseRecord, CheckRecord, Origin, Verdict};
 
 /// Runs every check that a golden case allows. `device` is `None` where only oracles are asked for.
 pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
     let start = Instant::now();
-    match Truth::of(&*golden.prepared) {
+    match Truth::of(&*golden.prepared, golden.prepared.arithmetic()) {
         Ok(truth) => {
             let seconds = start.elapsed().as_secs_f64();
             let record = run_by(&truth, file, golden, device);

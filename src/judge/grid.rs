@@ -47,6 +47,19 @@ impl Steps {
         }
     }
 
+    /// What is left of a tensor's elements when it is stored on this grid. What overflows there stays as it is.
+    pub fn store(&self, values: &[f64]) -> Vec<f64> {
+        let nearest = |(index, &value): (usize, &f64)| {
+            let stored = match self {
+                Self::Exact => value,
+                Self::Float(format) => format.nearest(value),
+                Self::Scaled { format, scales } => format.nearest(value / scales[index]) * scales[index],
+            };
+            if stored.is_finite() { stored } else { value }
+        };
+        values.iter().enumerate().map(nearest).collect()
+    }
+
     /// Half a unit in the last place of element number `index` at magnitude `value`.
     pub fn half_ulp(&self, index: usize, value: f64) -> f64 {
         match self {

@@ -4,11 +4,14 @@
 //! | --- | --- |
 //! | `runner` | who runs a kernel: a device of ours, or somebody else's process |
 //! | `budget` | the error allowed to each element, derived from the oracle's scatter |
+//! | `yardstick` | bounds on a tensor as a whole: bias, energy, share of equal bits |
+//! | `power` | the smallest defects that a verdict would have seen, and what other rules see |
 //! | `grid` | the numbers that a compared tensor can hold, and what its last rounding is worth |
 //! | `agreement` | a kernel's tensor beside the oracle's, in numbers |
 //! | `selection` | indices of a selection, held to the scores that were selected from |
 //! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
 //! | `checks` | every check of a case |
+//! | `truth` | what the oracle says of a case, and the bounds that follow |
 //! | `truths` | what the oracle says of a case, worked out once for many kernels |
 //! | `golden` | what an independent implementation computed: the files |
 //! | `golden_run` | the same, compared |
@@ -19,7 +22,10 @@ pub mod checks;
 pub mod golden;
 pub mod golden_run;
 pub mod grid;
+pub mod power;
 pub mod runner;
 pub mod selection;
 pub mod triangulation;
+pub mod truth;
 pub mod truths;
+pub mod yardstick;

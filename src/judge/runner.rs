@@ -3,7 +3,7 @@
 use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
-use crate::operator::{KernelRun, OracleTensor, Prepared};
+use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared};
 use crate::record::Verdict;
 
 /// Why there are no outputs to check.
@@ -61,6 +61,11 @@ pub trait Runner {
 
     /// The command that runs a case again, also under so many random schedules where a runner takes them.
     fn replay_command(&self, case: &Case, schedules: u32) -> String;
+
+    /// What the kernels of a case say of their arithmetic: those of ours what their operator says.
+    fn arithmetic(&self, prepared: &dyn Prepared) -> Arithmetic {
+        prepared.arithmetic()
+    }
 
     /// Chooses the schedule of later runs; see [`dsv4_kernels::runtime::backend::Backend::set_schedule_seed`].
     fn set_schedule_seed(&self, _seed: Option<u64>) {}

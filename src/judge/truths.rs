@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::case::{Case, CaseError};
-use crate::judge::checks::Truth;
+use crate::judge::truth::Truth;
 use crate::operator::Prepared;
 
 /// Bytes that are kept by default: many small cases, or a few dozen large ones.
@@ -49,9 +49,9 @@ impl Truths {
         if let Some(truth) = &*slot {
             return Ok(truth.clone());
         }
-        let truth = Arc::new(Truth::of(prepared)?);
+        let truth = Arc::new(Truth::of(prepared, prepared.arithmetic())?);
         *slot = Some(truth.clone());
-        self.store().keep(line, size_of(&truth), self.kept_bytes);
+        self.store().keep(line, truth.size(), self.kept_bytes);
         Ok(truth)
     }
 
@@ -71,11 +71,6 @@ impl Store {
     }
 }
 
-fn size_of(truth: &Truth) -> usize {
-    let tensors = truth.exact.iter().chain(truth.working.iter().flatten());
-    tensors.map(|tensor| tensor.values.len() * size_of_val(&0.0f64)).sum()
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -84,7 +79,7 @@ mod tests {
     use dsv4_reference::precision::Precision;
 
     use super::*;
-    use crate::judge::budget::working_precisions;
+    use crate::judge::yardstick::working_precisions;
     use crate::operator::{KernelRun, OracleTensor, Side};
 
     /// Counts how often its oracle runs.

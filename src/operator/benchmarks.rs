@@ -25,9 +25,10 @@ use super::declared::{
 };
 use super::memory::Placed;
 use super::tensors::{Tensors, repeated_along};
-use super::{KernelRun, OracleTensor, Side};
+use super::{Arithmetic, KernelRun, OracleTensor, RoundingPoints, Side};
 use crate::case::CaseError;
-use crate::judge::checks::{self, Truth};
+use crate::judge::checks;
+use crate::judge::truth::Truth;
 use crate::operators::Aliasing;
 use crate::report::benchmarks::Work;
 
@@ -468,7 +469,8 @@ impl<'d, K: Declared> OnDevice<'d, K> {
     fn compare(&self, placed: &Placed<'_>) -> Result<u64> {
         let sample = self.benchmark.sample(&self.given)?;
         let run = sample.written(&self.benchmark.placed_specs(), placed)?;
-        let truth = Truth::of_runs(|precision, products| sample.oracle(precision, products))?;
+        let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes: K::SUM_LANES };
+        let truth = Truth::of_runs(arithmetic, |precision, products| sample.oracle(precision, products))?;
         let outcome = checks::hold(&truth, &run);
         if let Some(failure) = outcome.failures().next() {
             return Err(anyhow!(

@@ -26,8 +26,8 @@ use super::probe::Probe;
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{
-    GoldenCase, GradientProbe, KernelRun, KernelTensor, Law, ModuleSpecification, Operator, OracleTensor, Prepared,
-    Profile, Side,
+    Arithmetic, GoldenCase, GradientProbe, KernelRun, KernelTensor, Law, ModuleSpecification, Operator, OracleTensor,
+    Prepared, Profile, RoundingPoints, Side,
 };
 use crate::case::{Case, CaseError};
 use crate::judge::golden::GoldenFile;
@@ -121,6 +121,10 @@ pub trait Declared: Sized + Send + Sync + 'static {
     /// The operators whose launches it composes, in their order, where it is a chain and has no kernel of its own. Their
     /// kernels are mutated, and their launchers given bad arguments, as theirs.
     const CHAIN: &'static [&'static str] = &[];
+
+    /// In how many lanes its kernels add the numbers of a row, at least: these are then added as a tree
+    /// ([`dsv4_reference::precision`]). 1 says nothing.
+    const SUM_LANES: usize = 1;
 
     /// The tensors of a case. Called for cases that passed [`Declared::check`].
     fn tensors(case: &Self::Case) -> Specs;
@@ -658,8 +662,9 @@ impl<K: Declared> Inputs<K> {
         let specs = self.specs();
         let bound = Bound::new(&self.tensors);
         let mut tensors = Vec::new();
+        // One for all sides: runs that share products ask for them in one order.
+        let mut rounding = products.map_or_else(|| Rounding::new(precision), |p| Rounding::sharing(precision, p));
         for &side in sides {
-            let mut rounding = products.map_or_else(|| Rounding::new(precision), |p| Rounding::sharing(precision, p));
             let computed = match side {
                 Side::Forward => K::forward(&self.case, &bound, &mut rounding)?,
                 Side::Gradient => K::backward(&self.case, &bound, &mut rounding)?,
@@ -758,6 +763,10 @@ impl<K: Declared> Prepared for Inputs<K> {
 
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
         self.run_oracle(precision, None, &Side::BOTH).map_err(oracle_error::<K>)
+    }
+
+    fn arithmetic(&self) -> Arithmetic {
+        Arithmetic { points: RoundingPoints::Specification, lanes: K::SUM_LANES }
     }
 
     fn oracle_sharing(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {

@@ -292,6 +292,32 @@ pub struct KernelRun {
     pub paths: Vec<String>,
 }
 
+/// Where a kernel rounds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RoundingPoints {
+    /// Where the specification says: the oracle's rounding points.
+    Specification,
+    /// Nobody said.
+    #[default]
+    Undeclared,
+}
+
+/// What a kernel says of its arithmetic; by default nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Arithmetic {
+    /// Where it rounds.
+    pub points: RoundingPoints,
+    /// In how many lanes it adds the numbers of a row, at least; these are added as a tree.
+    pub lanes: usize,
+}
+
+impl Default for Arithmetic {
+    fn default() -> Self {
+        Self { points: RoundingPoints::Undeclared, lanes: 1 }
+    }
+}
+
 /// A case with its inputs. Its oracle may run on several threads at once.
 pub trait Prepared: Sync {
     /// The operator.
@@ -303,13 +329,18 @@ pub trait Prepared: Sync {
     /// What the oracle refuses.
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError>;
 
-    /// As [`Self::oracle`], bit for bit, as one of several runs: products of operands that all runs have in common may be
+    /// As [`Self::oracle`], as one of several runs: what all runs have in common may be
     /// taken from `products` (a run by [`Rounding::sharing`](dsv4_reference::Rounding::sharing)). The exact run is first.
     ///
     /// # Errors
     /// What the oracle refuses.
     fn oracle_sharing(&self, precision: Precision, _products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
         self.oracle(precision)
+    }
+
+    /// The arithmetic of the operator's own kernels.
+    fn arithmetic(&self) -> Arithmetic {
+        Arithmetic { points: RoundingPoints::Specification, lanes: 1 }
     }
 
     /// Runs the kernels, forward and backward, under a memory contract.

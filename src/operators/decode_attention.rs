@@ -228,6 +228,7 @@ impl StoreNames {
 
 impl Declared for DecodeAttention {
     type Case = DecodeAttentionCase;
+    const SUM_LANES: usize = 4;
 
     const ABOUT: About = About {
         name: "decode_attention",

@@ -57,6 +57,7 @@ impl RmsNormCase {
 
 impl Declared for RmsNorm {
     type Case = RmsNormCase;
+    const SUM_LANES: usize = 32;
 
     const ABOUT: About = About {
         name: "rms_norm",

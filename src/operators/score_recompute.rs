@@ -177,6 +177,7 @@ impl ScoreRecomputeCase {
 
 impl Declared for ScoreRecompute {
     type Case = ScoreRecomputeCase;
+    const SUM_LANES: usize = 4;
 
     const ABOUT: About = About {
         name: "score_recompute",

@@ -177,6 +177,7 @@ fn inputs(c: &SparseAttentionCase, t: &Bound<'_>) -> OracleResult<reference::Inp
 
 impl Declared for SparseAttention {
     type Case = SparseAttentionCase;
+    const SUM_LANES: usize = 4;
 
     const ABOUT: About = About {
         name: "sparse_attention",

@@ -36,6 +36,7 @@ fn plain(num_rows: usize, width: usize) -> SwigluCase {
 
 impl Declared for Swiglu {
     type Case = SwigluCase;
+    const SUM_LANES: usize = 32;
 
     const ABOUT: About = About {
         name: "swiglu",

@@ -7,6 +7,8 @@
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
+use crate::operator::RoundingPoints;
+
 pub mod journal;
 
 /// Version of the schema. Readers refuse another major version.
@@ -179,14 +181,28 @@ pub enum Origin {
     Given,
 }
 
+/// What a skip of a tensor's agreement is called before its name.
+const AGREEMENT_OF: &str = "agreement of ";
+
+/// What a skip of a tensor's agreement is called.
+pub fn agreement_of(tensor: &str) -> String {
+    format!("{AGREEMENT_OF}{tensor}")
+}
+
+impl CaseRecord {
+    /// Tensors whose verdicts had no power, and how often.
+    pub fn powerless(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.skips.iter().filter_map(|skip| Some((skip.what.strip_prefix(AGREEMENT_OF)?, skip.count)))
+    }
+}
+
 /// One check of one case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckRecord {
-    /// Name of the check: `forward` and `gradient` (each element within its budget), `precision` (the sum
-    /// of squared errors within its own), `finite`, `special_values` (infinities, NaN and structural
+    /// Name of the check: `forward` and `gradient` (each element within its budget), `bias` (no uniform relative error),
+    /// `precision` (as much error as rounding explains, and as many elements equal to it), `finite`, `special_values` (infinities, NaN and structural
     /// zeros where the oracle has them), `inputs_unchanged`, `guards`, `fully_written`, `repeatable`,
-    /// `poison_independent`, `schedule_independent`, `independence`, `oracle_gradients`, `budget` (not
-    /// vacuous), `launch`, `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
+    /// `poison_independent`, `schedule_independent`, `independence`, `oracle_gradients`, `launch`, `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
     pub check: String,
     /// Tensor that it looked at; empty for checks of the whole case.
     pub tensor: String,
@@ -252,10 +268,65 @@ pub struct Metrics {
     pub worst_row_relative_l2: f64,
     /// The element that used most of its budget.
     pub worst: Worst,
+    /// The tensor as a whole; absent where it is not compared within rounding, and in reports written before it was judged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole: Option<WholeTensor>,
+    /// What the verdict could have seen; absent where there is nothing to see, and in older reports.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub power: Option<Power>,
     /// Counts of elements by share of budget used: 16 bins of 1/8 each from 0, the last one open.
     pub use_histogram: Vec<u64>,
     /// Error over budget, largest of each cell, over the tensor as rows × last axis.
     pub heat: HeatMap,
+}
+
+/// A tensor as a whole, beside runs of the oracle that round as the kernel does ([`crate::judge::yardstick`]).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WholeTensor {
+    /// Where the kernel says that it rounds.
+    pub rounding: RoundingPoints,
+    /// The uniform relative error that explains it best.
+    #[serde(with = "number")]
+    pub bias: f64,
+    /// The least that is allowed.
+    #[serde(with = "number")]
+    pub bias_low: f64,
+    /// The most that is allowed.
+    #[serde(with = "number")]
+    pub bias_high: f64,
+    /// Mean square of errors in units of what is modelled.
+    #[serde(with = "number")]
+    pub energy: f64,
+    /// The most that is allowed.
+    #[serde(with = "number")]
+    pub energy_allowed: f64,
+    /// Share of elements that are equal to those of a run to nearest.
+    #[serde(with = "number")]
+    pub equal: f64,
+    /// The least that is allowed.
+    #[serde(with = "number")]
+    pub equal_required: f64,
+}
+
+/// The smallest defects that a verdict would have failed ([`crate::judge::power`]). Each number `k` stands for a uniform
+/// relative bias of `2^-k`; none where half of the value would pass.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Power {
+    /// Of this verdict.
+    pub bias: Option<u32>,
+    /// Whether an error of 10 % would pass: then the verdict is no agreement.
+    pub powerless: bool,
+    /// Error of a single element that is failed wherever it stands, over the root mean square of the tensor.
+    #[serde(with = "number")]
+    pub element: f64,
+    /// What the defaults of `torch.testing.assert_close` see.
+    pub assert_close: Option<u32>,
+    /// What a cosine similarity of 0.999 sees.
+    pub cosine: Option<u32>,
+    /// What FlashMLA's test of attention outputs sees.
+    pub flash_mla: Option<u32>,
+    /// What FlashAttention's rule sees.
+    pub flash_attention: Option<u32>,
 }
 
 /// One element.

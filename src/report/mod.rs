@@ -13,6 +13,7 @@
 //! | `html` | the page: verdict, matrix, skips, environment, glossary |
 //! | `failures` | the page's cards of failing cases |
 //! | `operators` | the page's sections of operators |
+//! | `power` | what verdicts could have seen |
 //! | `mutants` | the page's kill matrix |
 //! | `specification` | the page's citations, and the sections that they cite |
 //! | `markdown` | `summary.md` |
@@ -37,6 +38,7 @@ mod mutants;
 pub(crate) mod numbers;
 mod operators;
 mod picture;
+pub mod power;
 #[cfg(test)]
 mod sample;
 mod specification;

@@ -1,0 +1,136 @@
+//! What a verdict could have seen: the smallest defects that it would have failed.
+//!
+//! A correct kernel's tensor, that of an oracle run to nearest, is spoilt before it is stored, and judged again. The *bias* is a
+//! uniform relative error: every element times `1 + 2^-k` and times `1 - 2^-k`, and the largest `k` at which both are failed
+//! counts. The *element* is the error of a single element that is failed wherever it stands.
+//!
+//! The same spoilt tensors are shown to rules that others go by, so that a report says what these would have said:
+//!
+//! - `assert_close`: `|y - e| <= atol + rtol |e|` with the defaults of `torch.testing.assert_close` for the type;
+//! - `cosine`: `<y, e> / (|y| |e|) >= 0.999`;
+//! - `flash_mla`: FlashMLA's tests of attention outputs: each element within 8e-4 or a relative 2.01/128, and
+//!   `1 - 2 <y, e> / (|y|² + |e|²) <= 5e-6`;
+//! - `flash_attention`: FlashAttention's tests: the largest error is at most twice that of a plain implementation in the same types.
+
+use dsv4_reference::Format;
+
+use crate::judge::agreement::budget_use;
+use crate::judge::grid::Steps;
+use crate::judge::truth::Held;
+use crate::operator::OracleTensor;
+use crate::record::Power;
+
+/// A relative error that every verdict has to see, to count as agreement.
+pub const FLOOR: f64 = 0.1;
+
+/// Biases below `2^-30` are no concern of fp32.
+const SMALLEST_BIAS: u32 = 30;
+
+/// The power of the verdict over one tensor. `run` is that of the oracle to nearest, not stored yet; `None` where a bias
+/// changes nothing that is stored.
+pub fn of(exact: &OracleTensor, held: &Held, run: &[f64]) -> Option<Power> {
+    let stays = |(i, e): (usize, &f64)| e.is_finite() && e.abs() > held.steps.half_ulp(i, 0.0);
+    held.yardstick.as_ref()?;
+    if !exact.values.iter().enumerate().any(stays) {
+        return None;
+    }
+    let tensor = Tensor { exact, held, run };
+    let plain = held.steps.store(run);
+    let rules = Rules { exact: &exact.values, steps: &held.steps, plain_error: largest_error(&plain, &exact.values) };
+    Some(Power {
+        bias: tensor.smallest_bias(|y| fails(exact, held, y)),
+        powerless: !tensor.sees(FLOOR, &|y| fails(exact, held, y)),
+        element: relative_element(exact, held),
+        assert_close: tensor.smallest_bias(|y| rules.assert_close(y)),
+        cosine: tensor.smallest_bias(|y| rules.cosine(y)),
+        flash_mla: tensor.smallest_bias(|y| rules.flash_mla(y)),
+        flash_attention: tensor.smallest_bias(|y| rules.flash_attention(y)),
+    })
+}
+
+/// Whether a tensor is failed, by an element's budget or as a whole.
+pub fn fails(exact: &OracleTensor, held: &Held, written: &[f64]) -> bool {
+    let over = |i: usize| budget_use(written[i], exact.values[i], held.budget.allowed[i]) > 1.0;
+    let whole =
+        |yardstick: &crate::judge::yardstick::Yardstick| yardstick.problem(yardstick.numbers(exact, written)).is_some();
+    (0..written.len()).any(over) || held.yardstick.as_ref().is_some_and(whole)
+}
+
+struct Tensor<'a> {
+    exact: &'a OracleTensor,
+    held: &'a Held,
+    run: &'a [f64],
+}
+
+impl Tensor<'_> {
+    fn sees(&self, bias: f64, fails: &dyn Fn(&[f64]) -> bool) -> bool {
+        [1.0 + bias, 1.0 - bias].iter().all(|factor| {
+            let spoilt: Vec<f64> = self.run.iter().map(|value| value * factor).collect();
+            let mut spoilt = self.held.steps.store(&spoilt);
+            // Infinities and NaN are no matter of a bias.
+            for (y, e) in spoilt.iter_mut().zip(&self.exact.values).filter(|(_, e)| !e.is_finite()) {
+                *y = *e;
+            }
+            fails(&spoilt)
+        })
+    }
+
+    /// The largest `k` for which `2^-k` is seen, by halving: what sees an error sees a larger one.
+    fn smallest_bias(&self, fails: impl Fn(&[f64]) -> bool) -> Option<u32> {
+        let seen = |k: u32| self.sees(0.5f64.powi(k as i32), &fails);
+        if !seen(1) {
+            return None;
+        }
+        let (mut sees, mut misses) = (1, SMALLEST_BIAS + 1);
+        while misses - sees > 1 {
+            let middle = (sees + misses) / 2;
+            if seen(middle) { sees = middle } else { misses = middle }
+        }
+        Some(sees)
+    }
+}
+
+/// The error that is failed at any element, over the tensor's root mean square.
+fn relative_element(exact: &OracleTensor, held: &Held) -> f64 {
+    let finite = || exact.values.iter().zip(&held.budget.allowed).filter(|(e, _)| e.is_finite());
+    let rms = (finite().map(|(e, _)| e * e).sum::<f64>() / finite().count().max(1) as f64).sqrt();
+    finite().map(|(_, allowed)| *allowed).fold(0.0, f64::max) / rms
+}
+
+fn largest_error(written: &[f64], exact: &[f64]) -> f64 {
+    written.iter().zip(exact).filter(|(_, e)| e.is_finite()).map(|(y, e)| (y - e).abs()).fold(0.0, f64::max)
+}
+
+/// What others go by; each says whether it fails a tensor.
+struct Rules<'a> {
+    exact: &'a [f64],
+    steps: &'a Steps,
+    plain_error: f64,
+}
+
+impl Rules<'_> {
+    fn pairs<'b>(&'b self, written: &'b [f64]) -> impl Iterator<Item = (f64, f64)> + 'b {
+        written.iter().copied().zip(self.exact.iter().copied()).filter(|(_, e)| e.is_finite())
+    }
+
+    fn assert_close(&self, written: &[f64]) -> bool {
+        let (relative, absolute) =
+            if *self.steps == Steps::Float(Format::F32) { (1.3e-6, 1e-5) } else { (1.6e-2, 1e-5) };
+        self.pairs(written).any(|(y, e)| (y - e).abs() > absolute + relative * e.abs())
+    }
+
+    fn cosine(&self, written: &[f64]) -> bool {
+        let sums = self.pairs(written).fold([0.0; 3], |[ye, yy, ee], (y, e)| [ye + y * e, yy + y * y, ee + e * e]);
+        sums[0] / (sums[1] * sums[2]).sqrt() < 0.999
+    }
+
+    fn flash_mla(&self, written: &[f64]) -> bool {
+        let far = |(y, e): (f64, f64)| (y - e).abs() > 8e-4 && (y - e).abs() > 2.01 / 128.0 * e.abs();
+        let sums = self.pairs(written).fold([0.0; 2], |[ye, both], (y, e)| [ye + y * e, both + y * y + e * e]);
+        self.pairs(written).any(far) || 1.0 - 2.0 * sums[0] / sums[1] > 5e-6
+    }
+
+    fn flash_attention(&self, written: &[f64]) -> bool {
+        largest_error(written, self.exact) > 2.0 * self.plain_error + 1e-5
+    }
+}

@@ -1,0 +1,146 @@
+//! What the oracle says of one case, and the bounds that follow from it.
+
+use std::sync::{Arc, Mutex, OnceLock};
+
+use dsv4_kernels::runtime::DType;
+use dsv4_reference::Products;
+use dsv4_reference::precision::Precision;
+use rayon::prelude::*;
+
+use crate::case::CaseError;
+use crate::judge::budget::Budget;
+use crate::judge::grid::Steps;
+use crate::judge::power;
+use crate::judge::yardstick::{NEAREST_RUNS, WORKING_RUNS, Yardstick, working_precisions};
+use crate::operator::{
+    Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, Prepared, RoundingPoints,
+};
+use crate::record::Power;
+
+/// The oracle's runs of a case for kernels of one arithmetic, and the bounds that follow from them.
+pub struct Truth {
+    /// `Exact`.
+    pub exact: Vec<OracleTensor>,
+    /// The runs of [`working_precisions`].
+    pub working: Vec<Vec<OracleTensor>>,
+    arithmetic: Arithmetic,
+    /// Bounds that were derived: many kernels may be held to one truth.
+    held: Mutex<Vec<(Stored, Arc<Held>)>>,
+}
+
+/// How a kernel stores an exact tensor.
+#[derive(Clone, Copy, PartialEq)]
+struct Stored {
+    index: usize,
+    dtype: DType,
+    grid: Option<Grid>,
+    pooling: Pooling,
+    comparison: Comparison,
+}
+
+/// What a tensor of a kernel is held to.
+pub struct Held {
+    /// The grid of its numbers.
+    pub steps: Steps,
+    /// What each element is allowed.
+    pub budget: Budget,
+    /// Bounds on it as a whole, where it is compared within rounding.
+    pub yardstick: Option<Yardstick>,
+    power: OnceLock<Option<Power>>,
+}
+
+impl Truth {
+    /// Runs the oracle, in all precisions at once: each has its own seed, so the order does not matter.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn of(prepared: &dyn Prepared, arithmetic: Arithmetic) -> Result<Self, CaseError> {
+        Self::of_runs(arithmetic, |precision, products| prepared.oracle_sharing(precision, products))
+    }
+
+    /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows, or of the forward alone.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn of_runs<O>(arithmetic: Arithmetic, oracle: O) -> Result<Self, CaseError>
+    where
+        O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
+    {
+        let unknown = arithmetic.points == RoundingPoints::Undeclared;
+        let products = Products::of_kernel(arithmetic.lanes, unknown);
+        let run = |precision| oracle(precision, &products);
+        let exact = run(Precision::Exact)?;
+        let precisions: Vec<Precision> = working_precisions().collect();
+        let working = precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
+        Ok(Self { exact, working, arithmetic, held: Mutex::default() })
+    }
+
+    /// The budget of exact tensor number `index`, stored as `dtype`.
+    pub fn budget(&self, index: usize, dtype: DType) -> Budget {
+        Budget::derive(&self.exact[index], &self.runs(index), dtype)
+    }
+
+    /// What exact tensor number `index` is held to as the kernel's tensor declares itself: its grid, what pools, and
+    /// nothing at all is allowed where it is not compared within rounding.
+    ///
+    /// # Errors
+    /// Scales that the oracle does not have, or that do not fit.
+    pub fn held(&self, index: usize, found: &KernelTensor) -> Result<Arc<Held>, String> {
+        let KernelTensor { grid, pooling, comparison, .. } = *found;
+        let stored = Stored { index, dtype: found.tensor.dtype, grid, pooling, comparison };
+        let mut known = self.held.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some((_, held)) = known.iter().find(|(of, _)| *of == stored) {
+            return Ok(held.clone());
+        }
+        let held = Arc::new(self.derive(index, found)?);
+        known.push((stored, held.clone()));
+        Ok(held)
+    }
+
+    fn derive(&self, index: usize, found: &KernelTensor) -> Result<Held, String> {
+        let exact = &self.exact[index];
+        let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
+        if found.comparison != Comparison::Rounded {
+            return Ok(Held { steps, budget: Budget::nothing(exact), yardstick: None, power: OnceLock::new() });
+        }
+        let runs = self.runs(index);
+        let budget = Budget::derive_pooled(exact, &runs, &steps, found.pooling);
+        let yardstick = Yardstick::derive(exact, &runs, &steps, &budget, self.arithmetic.points);
+        Ok(Held { steps, budget, yardstick: Some(yardstick), power: OnceLock::new() })
+    }
+
+    /// What the verdict over exact tensor number `index` can see; `None` where there is nothing to see: it is not
+    /// compared within rounding, or holds zeros.
+    pub fn power(&self, index: usize, held: &Held) -> Option<Power> {
+        let of_run = || {
+            let run = self.working.get(WORKING_RUNS)?;
+            power::of(&self.exact[index], held, &run[index].values)
+        };
+        held.power.get_or_init(of_run).clone()
+    }
+
+    fn runs(&self, index: usize) -> Vec<&OracleTensor> {
+        self.working.iter().map(|run| &run[index]).collect()
+    }
+
+    /// The scores called `name`, and what each may be off by: as the kernel returns them, or in fp32, where kernels
+    /// hold them.
+    ///
+    /// # Errors
+    /// Scores that the oracle does not have.
+    pub fn scores(&self, name: &str, run: &KernelRun) -> Result<(&OracleTensor, Vec<f64>), String> {
+        let index = self.exact.iter().position(|exact| exact.name == name);
+        let index = index.ok_or_else(|| format!("the oracle has no scores `{name}`"))?;
+        let allowed = match run.tensors.iter().find(|tensor| tensor.name == name) {
+            Some(found) => self.held(index, found)?.budget.allowed.clone(),
+            None => self.budget(index, DType::F32).allowed,
+        };
+        Ok((&self.exact[index], allowed))
+    }
+
+    /// Bytes of the oracle's tensors, and of the copies of them that bounds keep.
+    pub fn size(&self) -> usize {
+        let elements: usize = self.exact.iter().map(|tensor| tensor.values.len()).sum();
+        elements * (1 + self.working.len() + NEAREST_RUNS + 3) * size_of::<f64>()
+    }
+}

@@ -1,0 +1,330 @@
+//! A whole tensor held to oracle runs that round where the kernel says that it rounds.
+//!
+//! Budgets of single elements ([`crate::judge::budget`]) forgive a kernel that is a little off everywhere. Three numbers of
+//! the whole tensor do not. With `e` the exact values, `y` what was written, and weights `w_i = 1 / (sigma_i² + ulp_i²/12)`
+//! of the elements' own variances and that of their last rounding:
+//!
+//! ```text
+//! bias   = sum w e (y - e) / sum w e²      the uniform relative error that explains y best
+//! energy = sum w (y - e)² / count          1 where errors are as large as modelled
+//! equal  = the largest share of elements that are bit for bit those of a run to nearest
+//! ```
+//!
+//! Every run of the oracle, stored on the kernel's grid, has these three numbers, too. A kernel that rounds at the same points is one
+//! more draw. Two kinds of runs say where it may lie; the narrower radius `r` counts:
+//!
+//! ```text
+//! min over nearest runs - r  <=  bias  <=  max over nearest runs + r
+//! energy <= max(nearest runs, mean of working runs) + r
+//! equal  >= min over nearest runs - r
+//!
+//! r = t(K - 1) s sqrt(1 + 1/K) + flips               s: of the K working runs
+//! r = t(N - C) s sqrt(1 + C/N) + jumps + flips       s: of the N nearest runs, within their C choices
+//! ```
+//!
+//! Runs to nearest round the very numbers of the case by the hardware's rule, each with one of the choices that are the kernel's own
+//! business. Among those of one choice nothing varies but the errors of fp32, which carry a number over the middle of two steps now and then. `t`
+//! is Student's quantile for one false alarm in [`CAMPAIGN`] verdicts.
+//!
+//! **jumps.** What happens now and then need not have happened in `N` runs. A rounding that goes the other way moves a row by its gap; a
+//! rounding error that is uniform in that gap, as in the working runs, has a variance of a twelfth of the square. So no jump is
+//! larger than `sqrt(12)` times the deviation of a row's part of the number over the working runs, and [`JUMPS`] of the
+//! row that moves it most are allowed.
+//!
+//! **flips.** Where errors are far smaller than the grid's steps, all runs store the same bits, and so does a kernel, but for an
+//! element now and then that lies next to the middle of two steps. `E|error| / ulp` of an element is the probability of that, the sum of
+//! these the mean of a Poisson distribution, whose quantile bounds how many elements flip in one of [`CAMPAIGN`] verdicts; each moves a
+//! number by no more than the element that moves it most.
+//!
+//! A kernel that does not say where it rounds is held to the budgets of its elements and to the energy of runs that round once
+//! more ([`RoundingPoints::Undeclared`]).
+
+use dsv4_reference::precision::{CHOICES, Precision};
+use statrs::distribution::{DiscreteCDF, Poisson};
+
+use crate::judge::budget::{Budget, CAMPAIGN, expected_maximum, student};
+use crate::judge::grid::Steps;
+use crate::operator::{OracleTensor, RoundingPoints};
+
+/// Oracle runs whose rounding errors have random phases.
+pub const WORKING_RUNS: usize = 24;
+
+/// Oracle runs that round to nearest: four of each choice.
+pub const NEAREST_RUNS: usize = 4 * CHOICES;
+
+/// Jumps of the largest size that are allowed: of two that both happen, both are that large and add up, hardly ever.
+const JUMPS: f64 = 2.0;
+
+/// The runs around `Exact`: [`WORKING_RUNS`], then [`NEAREST_RUNS`]. Their seeds are fixed, so that a case always has the
+/// same yardstick.
+pub fn working_precisions() -> impl Iterator<Item = Precision> {
+    let nearest = (0..NEAREST_RUNS as u64).map(|seed| Precision::Nearest { seed });
+    (0..WORKING_RUNS as u64).map(|seed| Precision::Working { seed }).chain(nearest)
+}
+
+/// Bounds on one tensor of one case.
+#[derive(Clone, Debug)]
+pub struct Yardstick {
+    /// Where the kernel is taken to round.
+    pub points: RoundingPoints,
+    /// Least and largest bias.
+    pub bias: [f64; 2],
+    /// Largest energy.
+    pub energy: f64,
+    /// Least share of elements that are equal to those of a run to nearest.
+    pub equal: f64,
+    scale: Scale,
+    /// The first run to nearest of each choice, stored.
+    nearest: Vec<Vec<f64>>,
+}
+
+/// The numbers of one tensor as a whole.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Numbers {
+    /// The uniform relative error that explains it best.
+    pub bias: f64,
+    /// Mean square of errors in units of what is modelled.
+    pub energy: f64,
+    /// Share of elements that are equal to those of a run to nearest.
+    pub equal: f64,
+}
+
+/// How much each element counts.
+#[derive(Clone, Debug)]
+struct Scale {
+    /// Elements of which the oracle has a finite value.
+    finite: Vec<usize>,
+    /// `w_i`, of these.
+    weights: Vec<f64>,
+    /// `sum w e²`.
+    signal: f64,
+}
+
+impl Yardstick {
+    /// Derives the bounds of one tensor from the oracle's runs, those of [`working_precisions`].
+    ///
+    /// # Panics
+    /// When a run has another shape than the exact one.
+    pub fn derive(
+        exact: &OracleTensor,
+        runs: &[&OracleTensor],
+        steps: &Steps,
+        budget: &Budget,
+        points: RoundingPoints,
+    ) -> Self {
+        let stored: Vec<Vec<f64>> = runs.iter().map(|run| steps.store(&run.values)).collect();
+        let (working, nearest) = stored.split_at(WORKING_RUNS.min(stored.len()));
+        let scale = Scale::of(exact, budget, steps);
+        let mut yardstick = Self {
+            points,
+            bias: [f64::NEG_INFINITY, f64::INFINITY],
+            energy: f64::INFINITY,
+            equal: 0.0,
+            scale,
+            nearest: nearest[..nearest.len().min(CHOICES)].to_vec(),
+        };
+        if yardstick.scale.finite.is_empty() || working.len() < 2 {
+            return yardstick;
+        }
+        let scattered: Vec<Numbers> = working.iter().map(|run| yardstick.numbers(exact, run)).collect();
+        let ruled: Vec<Numbers> = nearest.iter().map(|run| yardstick.numbers(exact, run)).collect();
+        let flips = yardstick.scale.flips(exact, budget, steps);
+        let jumps = yardstick.scale.jumps(exact, working);
+        yardstick.bound(&flips, &jumps, &scattered, &ruled);
+        yardstick
+    }
+
+    fn bound(&mut self, flips: &Flips, jumps: &Jumps, scattered: &[Numbers], ruled: &[Numbers]) {
+        let bias = Spread::of(scattered, ruled, jumps.bias, |n| n.bias);
+        let energy = Spread::of(scattered, ruled, f64::INFINITY, |n| n.energy);
+        // The first run of each choice equals itself.
+        let equal = Spread::of(scattered, ruled.get(CHOICES..).unwrap_or_default(), jumps.share, |n| n.equal);
+        if self.points == RoundingPoints::Undeclared {
+            // One more rounding at every point has the variance of the roundings themselves.
+            self.energy = 2.0 * energy.high.max(energy.mean) + 2.0 * energy.radius + flips.energy;
+            return;
+        }
+        let radius = bias.radius + flips.bias;
+        self.bias = [bias.low - radius, bias.high + radius];
+        self.energy = energy.high.max(energy.mean) + energy.radius + flips.energy;
+        self.equal = equal.low - equal.radius - flips.share;
+    }
+
+    /// The numbers of what a kernel wrote.
+    pub fn numbers(&self, exact: &OracleTensor, written: &[f64]) -> Numbers {
+        let Scale { finite, weights, signal } = &self.scale;
+        let (mut projection, mut energy) = (0.0, 0.0);
+        for (&i, w) in finite.iter().zip(weights) {
+            let error = written[i] - exact.values[i];
+            // Zero errors of elements that are allowed none count nothing, whatever their weight is.
+            if error != 0.0 {
+                projection += w * exact.values[i] * error;
+                energy += w * error * error;
+            }
+        }
+        let equal_to = |run: &Vec<f64>| finite.iter().filter(|&&i| run[i] == written[i]).count();
+        let equal = self.nearest.iter().map(equal_to).max().unwrap_or(0);
+        let count = finite.len() as f64;
+        Numbers {
+            bias: if *signal > 0.0 { projection / signal } else { 0.0 },
+            energy: energy / count,
+            equal: equal as f64 / count,
+        }
+    }
+
+    /// The first of the whole tensor's numbers that is out of bounds, and by how much. NaN is.
+    pub fn problem(&self, numbers: Numbers) -> Option<(&'static str, String)> {
+        let Numbers { bias, energy, equal } = numbers;
+        // NaN must fail, so each comparison is written as what passes.
+        let fits = (self.bias[0]..=self.bias[1]).contains(&bias);
+        if !fits {
+            let [low, high] = self.bias;
+            return Some(("bias", format!("a uniform relative error of {bias:.3e}, allowed {low:.3e} to {high:.3e}")));
+        }
+        let fits = energy <= self.energy;
+        if !fits {
+            return Some((
+                "precision",
+                format!("errors of {energy:.3} times the modelled energy, allowed {:.3}", self.energy),
+            ));
+        }
+        let fits = equal >= self.equal;
+        (!fits).then(|| {
+            (
+                "precision",
+                format!(
+                    "{:.2} % of the elements equal those of a run to nearest, at least {:.2} % must",
+                    100.0 * equal,
+                    100.0 * self.equal
+                ),
+            )
+        })
+    }
+}
+
+/// Where a number lies and how it scatters.
+struct Spread {
+    low: f64,
+    high: f64,
+    mean: f64,
+    radius: f64,
+}
+
+impl Spread {
+    fn of(scattered: &[Numbers], ruled: &[Numbers], jump: f64, number: impl Fn(&Numbers) -> f64) -> Self {
+        let scattered: Vec<f64> = scattered.iter().map(&number).collect();
+        let mean = scattered.iter().sum::<f64>() / scattered.len() as f64;
+        let choices: Vec<Vec<f64>> =
+            (0..CHOICES).map(|choice| ruled.iter().skip(choice).step_by(CHOICES).map(&number).collect()).collect();
+        let radius = radius(&[scattered]).min(radius(&choices) + JUMPS * jump);
+        let ruled = || ruled.iter().map(&number);
+        let (low, high) = if ruled().count() == 0 {
+            (mean, mean)
+        } else {
+            (ruled().fold(f64::INFINITY, f64::min), ruled().fold(f64::NEG_INFINITY, f64::max))
+        };
+        Self { low, high, mean, radius }
+    }
+}
+
+/// How far one more draw may lie from the mean of its group, groups being of one variance: infinitely far where nothing
+/// can be said of that.
+fn radius(groups: &[Vec<f64>]) -> f64 {
+    let count: usize = groups.iter().map(Vec::len).sum();
+    let freedom = count as f64 - groups.len() as f64;
+    if freedom < 1.0 || groups.iter().any(Vec::is_empty) {
+        return f64::INFINITY;
+    }
+    let of_group = |group: &Vec<f64>| {
+        let mean = group.iter().sum::<f64>() / group.len() as f64;
+        group.iter().map(|number| (number - mean).powi(2)).sum::<f64>()
+    };
+    let variance = groups.iter().map(of_group).sum::<f64>() / freedom;
+    let of_mean = groups.len() as f64 / count as f64;
+    student(expected_maximum(CAMPAIGN), freedom) * (variance * (1.0 + of_mean)).sqrt()
+}
+
+/// The most that one rounding to the other side may move.
+struct Jumps {
+    bias: f64,
+    share: f64,
+}
+
+/// What elements that are stored one step off may move.
+struct Flips {
+    bias: f64,
+    energy: f64,
+    share: f64,
+}
+
+impl Scale {
+    fn of(exact: &OracleTensor, budget: &Budget, steps: &Steps) -> Self {
+        let finite: Vec<usize> = (0..exact.values.len()).filter(|&i| exact.values[i].is_finite()).collect();
+        let weight = |i: usize| {
+            let ulp = 2.0 * steps.half_ulp(i, exact.values[i]);
+            let variance = budget.variance[i] + ulp * ulp / 12.0;
+            // What may not err at all is held to by its budget alone.
+            if variance > 0.0 { variance.recip() } else { 0.0 }
+        };
+        let weights: Vec<f64> = finite.iter().map(|&i| weight(i)).collect();
+        let signal = finite.iter().zip(&weights).map(|(&i, w)| w * exact.values[i].powi(2)).sum();
+        Self { finite, weights, signal }
+    }
+
+    fn jumps(&self, exact: &OracleTensor, working: &[Vec<f64>]) -> Jumps {
+        // What one rounding moves is a row, and of a vector an element.
+        let row_len = if exact.shape.len() > 1 { exact.rows().1.max(1) } else { 1 };
+        let rows = exact.values.len() / row_len;
+        let parts = working.iter().map(|run| {
+            let mut parts = vec![0.0; rows];
+            for (&i, w) in self.finite.iter().zip(&self.weights) {
+                parts[i / row_len] += w * exact.values[i] * (run[i] - exact.values[i]);
+            }
+            parts
+        });
+        let (mut sums, mut squares) = (vec![0.0; rows], vec![0.0; rows]);
+        for parts in parts {
+            for (row, part) in parts.into_iter().enumerate() {
+                sums[row] += part;
+                squares[row] += part * part;
+            }
+        }
+        let count = working.len() as f64;
+        let variance = |row: usize| ((squares[row] - sums[row] * sums[row] / count) / (count - 1.0)).max(0.0);
+        let largest = (0..rows).map(variance).fold(0.0, f64::max);
+        Jumps {
+            bias: if self.signal > 0.0 { (12.0 * largest).sqrt() / self.signal } else { 0.0 },
+            share: row_len as f64 / self.finite.len() as f64,
+        }
+    }
+
+    fn flips(&self, exact: &OracleTensor, budget: &Budget, steps: &Steps) -> Flips {
+        let (mut mean, mut bias, mut energy) = (0.0f64, 0.0f64, 0.0f64);
+        for (&i, w) in self.finite.iter().zip(&self.weights) {
+            let ulp = 2.0 * steps.half_ulp(i, exact.values[i]);
+            if ulp > 0.0 && budget.variance[i] > 0.0 {
+                // E|x| of a normal number is sqrt(2/pi) sigma, and two runs differ by sqrt(2) of that.
+                mean += (2.0 * (budget.variance[i] / std::f64::consts::PI).sqrt() / ulp).min(1.0);
+                bias = bias.max(w * exact.values[i].abs() * ulp);
+                energy = energy.max(w * ulp * ulp);
+            }
+        }
+        let count = flips_quantile(mean);
+        let all = self.finite.len() as f64;
+        Flips {
+            bias: if self.signal > 0.0 { count * bias / self.signal } else { 0.0 },
+            energy: count * energy / all,
+            share: count / all,
+        }
+    }
+}
+
+/// How many of rare flips happen at most in one of [`CAMPAIGN`] verdicts, given their mean. Where they are not rare, the
+/// runs themselves have them, and scatter by them.
+fn flips_quantile(mean: f64) -> f64 {
+    let mean = mean.min(1.0);
+    if mean <= 0.0 {
+        return 0.0;
+    }
+    Poisson::new(mean).map_or(f64::INFINITY, |flips| flips.inverse_cdf(1.0 - 0.5 / CAMPAIGN) as f64)
+}

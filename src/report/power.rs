@@ -1,0 +1,123 @@
+//! What verdicts could have seen, tensor by tensor over the cases of a sweep.
+
+use std::collections::BTreeMap;
+
+use crate::record::{Power, Report};
+
+/// The power of all verdicts over one tensor of an operator.
+#[derive(Clone, Debug, Default)]
+pub struct TensorPower {
+    /// Operator.
+    pub operator: String,
+    /// Tensor.
+    pub tensor: String,
+    /// One for each case in which there was something to see.
+    pub cases: Vec<Power>,
+    /// Cases that count as no agreement: an error of 10 % would have passed.
+    pub powerless: u64,
+}
+
+/// A rule and what it sees.
+pub type Rule = (&'static str, fn(&Power) -> Option<u32>);
+
+/// The harness and the rules that others go by.
+pub const RULES: [Rule; 5] = [
+    ("parity", |power| power.bias),
+    ("assert_close", |power| power.assert_close),
+    ("cosine 0.999", |power| power.cosine),
+    ("FlashMLA", |power| power.flash_mla),
+    ("FlashAttention", |power| power.flash_attention),
+];
+
+impl TensorPower {
+    /// Takes in the verdict of one case.
+    pub fn add(&mut self, power: Power) {
+        self.powerless += u64::from(power.powerless);
+        self.cases.push(power);
+    }
+
+    /// The exponent `k` of the bias `2^-k` that is seen in so large a share of the cases, at least; `None` where half of
+    /// the value would pass.
+    pub fn seen_in(&self, share: f64, rule: fn(&Power) -> Option<u32>) -> Option<u32> {
+        let mut seen: Vec<u32> = self.cases.iter().map(|power| rule(power).unwrap_or(0)).collect();
+        seen.sort_unstable_by(|a, b| b.cmp(a));
+        let needed = (share * seen.len() as f64).ceil().max(1.0) as usize;
+        seen.get(needed - 1).copied().filter(|&k| k > 0)
+    }
+
+    /// The error of a single element, over the root mean square of its tensor, that is seen in half of the cases.
+    pub fn element(&self) -> f64 {
+        let mut elements: Vec<f64> = self.cases.iter().map(|power| power.element).collect();
+        elements.sort_by(f64::total_cmp);
+        elements.get(elements.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+}
+
+/// Gathers by operator and tensor, in the order in which they come.
+#[derive(Debug, Default)]
+pub struct Gathered {
+    places: BTreeMap<(String, String), usize>,
+    /// What was gathered.
+    pub tensors: Vec<TensorPower>,
+}
+
+impl Gathered {
+    /// What was gathered of one tensor.
+    pub fn of(&mut self, operator: &str, tensor: &str) -> &mut TensorPower {
+        let next = self.tensors.len();
+        let place = *self.places.entry((operator.to_owned(), tensor.to_owned())).or_insert(next);
+        if place == next {
+            let (operator, tensor) = (operator.to_owned(), tensor.to_owned());
+            self.tensors.push(TensorPower { operator, tensor, ..TensorPower::default() });
+        }
+        &mut self.tensors[place]
+    }
+}
+
+/// The power of a report's verdicts. Those without power are counted, not gathered: they left no metrics.
+pub fn of_report(report: &Report) -> Vec<TensorPower> {
+    let mut gathered = Gathered::default();
+    for case in &report.cases {
+        for check in &case.checks {
+            if let Some(power) = check.metrics.as_ref().and_then(|metrics| metrics.power.clone()) {
+                gathered.of(&case.operator, &check.tensor).add(power);
+            }
+        }
+    }
+    for case in &report.cases {
+        for (tensor, count) in case.powerless() {
+            gathered.of(&case.operator, tensor).powerless += count;
+        }
+    }
+    gathered.tensors
+}
+
+/// `2^-k`, or what stands for none.
+pub fn bias(exponent: Option<u32>) -> String {
+    exponent.map_or_else(|| "none".to_owned(), |k| format!("2^-{k}"))
+}
+
+/// The table as text: for each tensor what is seen in half of its cases, by the harness and by others.
+pub fn table(tensors: &[TensorPower]) -> String {
+    let mut rows = vec![
+        ["operator", "tensor", "cases", "powerless", "best", "half of them", "9 of 10", "element"]
+            .iter()
+            .chain(RULES[1..].iter().map(|(name, _)| name))
+            .map(|title| (*title).to_owned())
+            .collect::<Vec<_>>(),
+    ];
+    for tensor in tensors {
+        let ours = |share: f64| bias(tensor.seen_in(share, RULES[0].1));
+        let row = [tensor.operator.clone(), tensor.tensor.clone(), tensor.cases.len().to_string()];
+        let row = row.into_iter().chain([tensor.powerless.to_string(), ours(0.0), ours(0.5), ours(0.9)]);
+        let others = RULES[1..].iter().map(|(_, rule)| bias(tensor.seen_in(0.5, *rule)));
+        rows.push(row.chain([format!("{:.1e}", tensor.element())]).chain(others).collect());
+    }
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
+    };
+    rows.iter().map(line).collect()
+}
