@@ -245,6 +245,9 @@ pub(super) fn summarise(report: &Report, out: &Path) {
     for (operator, missing) in report.paths_never_run() {
         println!("never ran: {} of {operator}", missing.join(", "));
     }
+    for (operator, tensor) in report.without_power() {
+        println!("nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen");
+    }
     println!("report: {}", out.join("index.html").display());
 }
 

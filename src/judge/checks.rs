@@ -417,15 +417,13 @@ fn whole_tensor(exact: &OracleTensor, kernel: &[f64], held: &Held) -> Option<Who
 /// The tensor as a whole: its bias, where the kernel says how it rounds, and its precision.
 fn whole_verdict(exact: &OracleTensor, kernel: &[f64], held: &Held, compared: u64, outcome: &mut Outcome) {
     let Some(yardstick) = &held.yardstick else { return };
-    let problem = yardstick.problem(yardstick.numbers(exact, kernel));
-    for check in ["bias", "precision"] {
-        if check == "bias" && yardstick.points == RoundingPoints::Undeclared {
-            outcome.skip(format!("bias of {}", exact.name), "the kernel does not say where it rounds", 1);
-            continue;
-        }
-        let message = problem.as_ref().filter(|(of, _)| *of == check).map(|(_, message)| message.clone());
-        outcome.verdict(check, exact.name, compared, message);
+    let [bias, precision] = yardstick.problems(yardstick.numbers(exact, kernel));
+    if yardstick.points == RoundingPoints::Undeclared {
+        outcome.skip(format!("bias of {}", exact.name), "the kernel does not say where it rounds", 1);
+    } else {
+        outcome.verdict("bias", exact.name, compared, bias);
     }
+    outcome.verdict("precision", exact.name, compared, precision);
 }
 
 /// NaN, infinities and structural zeros stand exactly where the oracle has them, and nowhere else.

@@ -17,8 +17,9 @@ use dsv4_reference::Format;
 use crate::judge::agreement::budget_use;
 use crate::judge::grid::Steps;
 use crate::judge::truth::Held;
+use crate::judge::yardstick::Yardstick;
 use crate::operator::OracleTensor;
-use crate::record::Power;
+use crate::record::{Power, Seen};
 
 /// A relative error that every verdict has to see, to count as agreement.
 pub const FLOOR: f64 = 0.1;
@@ -52,7 +53,7 @@ pub fn of(exact: &OracleTensor, held: &Held, run: &[f64]) -> Option<Power> {
 pub fn fails(exact: &OracleTensor, held: &Held, written: &[f64]) -> bool {
     let over = |i: usize| budget_use(written[i], exact.values[i], held.budget.allowed[i]) > 1.0;
     let whole =
-        |yardstick: &crate::judge::yardstick::Yardstick| yardstick.problem(yardstick.numbers(exact, written)).is_some();
+        |yardstick: &Yardstick| yardstick.problems(yardstick.numbers(exact, written)).iter().any(Option::is_some);
     (0..written.len()).any(over) || held.yardstick.as_ref().is_some_and(whole)
 }
 
@@ -76,17 +77,20 @@ impl Tensor<'_> {
     }
 
     /// The largest `k` for which `2^-k` is seen, by halving: what sees an error sees a larger one.
-    fn smallest_bias(&self, fails: impl Fn(&[f64]) -> bool) -> Option<u32> {
+    fn smallest_bias(&self, fails: impl Fn(&[f64]) -> bool) -> Seen {
         let seen = |k: u32| self.sees(0.5f64.powi(k as i32), &fails);
+        if self.sees(0.0, &fails) {
+            return Seen::FalseAlarm;
+        }
         if !seen(1) {
-            return None;
+            return Seen::Nothing;
         }
         let (mut sees, mut misses) = (1, SMALLEST_BIAS + 1);
         while misses - sees > 1 {
             let middle = (sees + misses) / 2;
             if seen(middle) { sees = middle } else { misses = middle }
         }
-        Some(sees)
+        Seen::Bias(sees)
     }
 }
 

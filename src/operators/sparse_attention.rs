@@ -302,9 +302,9 @@ impl Declared for SparseAttention {
     fn typical() -> Vec<SparseAttentionCase> {
         let plain = SparseAttentionCase::plain;
         vec![
-            SparseAttentionCase { lengths: Lengths::Within, dlse: true, ..plain(3, 5, 64, 23, 37) },
+            SparseAttentionCase { lengths: Lengths::Within, dlse: true, ..plain(3, 21, 64, 23, 37) },
             // Sums of dk go straight to its rows, and not to dense ones that are rounded into them.
-            SparseAttentionCase { key_gradient: Float::F32, ..plain(3, 5, 64, 23, 37) },
+            SparseAttentionCase { key_gradient: Float::F32, ..plain(3, 21, 64, 23, 37) },
             SparseAttentionCase {
                 values: Values::Separate,
                 v_dim: 32,
@@ -312,7 +312,7 @@ impl Declared for SparseAttention {
                 key_gradients: KeyGradients::Deterministic,
                 ..plain(4, 20, 64, 19, 21)
             },
-            hopper(SparseAttentionCase { dlse: true, key_gradient: Float::F32, ..plain(2, 3, 512, 20, 70) }),
+            hopper(SparseAttentionCase { dlse: true, key_gradient: Float::F32, ..plain(2, 35, 512, 20, 70) }),
         ]
     }
 

@@ -4,6 +4,8 @@
 //! is one [`Report`], `records.jsonl` one [`CaseRecord`] a line, written as they come ([`journal`]). Numbers that
 //! JSON cannot hold are the strings `"NaN"`, `"inf"` and `"-inf"`.
 
+use std::collections::BTreeSet;
+
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
@@ -308,25 +310,36 @@ pub struct WholeTensor {
     pub equal_required: f64,
 }
 
-/// The smallest defects that a verdict would have failed ([`crate::judge::power`]). Each number `k` stands for a uniform
-/// relative bias of `2^-k`; none where half of the value would pass.
+/// The smallest defects that a verdict would have failed ([`crate::judge::power`]).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Power {
     /// Of this verdict.
-    pub bias: Option<u32>,
+    pub bias: Seen,
     /// Whether an error of 10 % would pass: then the verdict is no agreement.
     pub powerless: bool,
     /// Error of a single element that is failed wherever it stands, over the root mean square of the tensor.
     #[serde(with = "number")]
     pub element: f64,
     /// What the defaults of `torch.testing.assert_close` see.
-    pub assert_close: Option<u32>,
+    pub assert_close: Seen,
     /// What a cosine similarity of 0.999 sees.
-    pub cosine: Option<u32>,
+    pub cosine: Seen,
     /// What FlashMLA's test of attention outputs sees.
-    pub flash_mla: Option<u32>,
+    pub flash_mla: Seen,
     /// What FlashAttention's rule sees.
-    pub flash_attention: Option<u32>,
+    pub flash_attention: Seen,
+}
+
+/// What a rule sees of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Seen {
+    /// It fails a tensor that is right.
+    FalseAlarm,
+    /// It passes half and one and a half of the right value.
+    Nothing,
+    /// A uniform relative bias of `2^-k`.
+    Bias(u32),
 }
 
 /// One element.
@@ -522,6 +535,18 @@ impl CaseRecord {
     }
 }
 
+/// Operators and tensors that cases left without agreement, since rounding was as large as the values, and that no case
+/// agreed about.
+pub fn without_power(cases: &[CaseRecord]) -> Vec<(&str, &str)> {
+    let powerless = cases.iter().flat_map(|case| case.powerless().map(|(tensor, _)| (case.operator.as_str(), tensor)));
+    let powerless: BTreeSet<_> = powerless.collect();
+    let compared = |&(operator, tensor): &(&str, &str)| {
+        let of_operator = cases.iter().filter(|case| case.operator == operator);
+        of_operator.flat_map(|case| &case.checks).any(|check| check.tensor == tensor && check.metrics.is_some())
+    };
+    powerless.into_iter().filter(|of| !compared(of)).collect()
+}
+
 impl MutantRecord {
     /// What became of it.
     pub fn status(&self) -> MutantStatus {
@@ -549,9 +574,17 @@ impl Report {
         never
     }
 
-    /// The worst verdict of the run. A run that compared nothing is an error.
+    /// Tensors of which no case of the whole run had a verdict with power: nothing was shown of them.
+    pub fn without_power(&self) -> Vec<(&str, &str)> {
+        let is_part = matches!(self.shards[..], [ShardRecord { count: 2.., .. }]);
+        if is_part { Vec::new() } else { without_power(&self.cases) }
+    }
+
+    /// The worst verdict of the run. A run that compared nothing is an error, and one in which no verdict over some tensor
+    /// had power has failed.
     pub fn verdict(&self) -> Verdict {
-        self.cases.iter().map(CaseRecord::verdict).max().unwrap_or(Verdict::Error)
+        let floor = if self.without_power().is_empty() { Verdict::Pass } else { Verdict::Fail };
+        self.cases.iter().map(|case| case.verdict().max(floor)).max().unwrap_or(Verdict::Error)
     }
 }
 

@@ -63,6 +63,9 @@ fn warnings(report: &Report, counts: &Counts) -> Markup {
             @for (operator, missing) in report.paths_never_run() {
                 li { strong { (counted(missing.len() as u64, "path")) " of " (operator) " never ran" } ": " (missing.join(", ")) "." }
             }
+            @for (operator, tensor) in report.without_power() {
+                li { strong { "Nothing was shown of " (tensor) " of " (operator) } ": no case would have seen an error of 10 %." }
+            }
             @if counts.skipped > 0 { li { strong { (count(counts.skipped)) " skipped" } " — " a href="#skips" { "what and why" } } }
             @if report.ceilings.is_none() && !report.benchmarks.is_empty() { li { "Benchmarks without measured device rates: no share of the limit is known." } }
         }
@@ -207,10 +210,10 @@ fn environment(report: &Report) -> Markup {
 }
 
 /// Terms of the page and what they do not say.
-const GLOSSARY: [(&str, &str); 9] = [
+const GLOSSARY: [(&str, &str); 11] = [
     (
         "budget",
-        "The error allowed to each element. It is derived, not chosen: a multiple of how far the oracle's own results scatter when every narrow type of the specification rounds at random, plus half an ulp of the output type.",
+        "The error allowed to each element. It is derived, not chosen: a multiple of how far the oracle's own results scatter when every rounding of the specification errs at random within half a gap, plus half an ulp of the output type.",
     ),
     (
         "budget used",
@@ -219,6 +222,14 @@ const GLOSSARY: [(&str, &str); 9] = [
     (
         "relative budget",
         "Rms of the budget over rms of the oracle's tensor: how much the check could have overlooked. Near 1 or above, it would accept zeros. Where the truth itself is zero (a lone key's dq), nothing can be relative to it: such cases are counted as \"zero\" and judged by their budget alone.",
+    ),
+    (
+        "bias",
+        "The uniform relative error that explains a tensor best. It is held to oracle runs that round to nearest where the kernel says that it rounds; of a kernel that does not say, it is not judged.",
+    ),
+    (
+        "power",
+        "The smallest uniform relative bias, and the smallest error of a single element, that a verdict would have failed, beside what other rules would have said about the same spoilt tensor. A verdict that would pass an error of 10 % is a skip and no agreement.",
     ),
     (
         "ulp",

@@ -7,6 +7,7 @@ use crate::record::{BenchmarkRecord, OperatorRecord, Report};
 use super::elements::{breakable, number, scroller};
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
 use super::picture;
+use super::power;
 use super::specification::linked;
 use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops, within, worse_first};
 
@@ -34,6 +35,7 @@ fn section(report: &Report, operator: &OperatorRecord) -> Markup {
             } @else {
                 h3 { "Agreement with the oracle" }
                 (tensor_table(operator, &tensors))
+                (power_table(report, operator))
                 h3 { "Worst cases" }
                 (picture::legend())
                 (worst_cases(&tensors))
@@ -146,6 +148,51 @@ fn tensor_row(tensor: &TensorSummary) -> Markup {
             (measure(tensor.largest(|metrics| metrics.ulp_p99), |value| significant(value, 3)))
             (measure(tensor.largest(|metrics| metrics.ulp_max), |value| significant(value, 3)))
         }
+    }
+}
+
+/// What the verdicts could have seen; nothing in reports that do not say.
+fn power_table(report: &Report, operator: &OperatorRecord) -> Markup {
+    let tensors: Vec<_> =
+        power::of_report(report).into_iter().filter(|tensor| tensor.operator == operator.name).collect();
+    if tensors.is_empty() {
+        return html! {};
+    }
+    let [(_, ours), others @ ..] = power::RULES;
+    let table = html! {
+        table .tensors {
+            thead {
+                tr {
+                    th rowspan="2" scope="col" { "tensor" }
+                    th .count rowspan="2" scope="col" { "cases" }
+                    th .count rowspan="2" scope="col" { "without power" }
+                    th .spread colspan="3" scope="colgroup" { "bias seen" }
+                    th .count rowspan="2" scope="col" { "element seen, median" }
+                    th .spread colspan=(others.len()) scope="colgroup" { "bias seen in half of the cases by" }
+                }
+                tr {
+                    @for label in ["best", "median", "worst"] { th .count scope="col" { (label) } }
+                    @for (name, _) in &others { th .count scope="col" { (name) } }
+                }
+            }
+            tbody {
+                @for tensor in &tensors {
+                    tr {
+                        th scope="row" { code { (tensor.tensor) } }
+                        td .count { (count(tensor.cases.len() as u64)) }
+                        td .count { (count(tensor.powerless)) }
+                        @for share in [0.0, 0.5, 1.0] { td .count { (power::words(tensor.seen_in(share, ours))) } }
+                        td .count { (scientific(tensor.element())) }
+                        @for (_, rule) in &others { td .count { (power::words(tensor.seen_in(0.5, *rule))) } }
+                    }
+                }
+            }
+        }
+    };
+    html! {
+        h3 { "Power" }
+        p .note { "The smallest uniform relative error, and the smallest error of a single element (over the tensor's rms), that these verdicts would have failed. An alarm is a case in which a rule fails a tensor that is right." }
+        (scroller("Power", table))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::record::{Power, Report};
+use crate::record::{Power, Report, Seen};
 
 /// The power of all verdicts over one tensor of an operator.
 #[derive(Clone, Debug, Default)]
@@ -18,7 +18,7 @@ pub struct TensorPower {
 }
 
 /// A rule and what it sees.
-pub type Rule = (&'static str, fn(&Power) -> Option<u32>);
+pub type Rule = (&'static str, fn(&Power) -> Seen);
 
 /// The harness and the rules that others go by.
 pub const RULES: [Rule; 5] = [
@@ -36,13 +36,19 @@ impl TensorPower {
         self.cases.push(power);
     }
 
-    /// The exponent `k` of the bias `2^-k` that is seen in so large a share of the cases, at least; `None` where half of
-    /// the value would pass.
-    pub fn seen_in(&self, share: f64, rule: fn(&Power) -> Option<u32>) -> Option<u32> {
-        let mut seen: Vec<u32> = self.cases.iter().map(|power| rule(power).unwrap_or(0)).collect();
+    /// What a rule sees in so large a share of the cases, at least, those apart in which it fails what is right; and how many
+    /// these are.
+    pub fn seen_in(&self, share: f64, rule: fn(&Power) -> Seen) -> (Seen, usize) {
+        let mut seen: Vec<Seen> = self.cases.iter().map(rule).filter(|&seen| seen != Seen::FalseAlarm).collect();
         seen.sort_unstable_by(|a, b| b.cmp(a));
         let needed = (share * seen.len() as f64).ceil().max(1.0) as usize;
-        seen.get(needed - 1).copied().filter(|&k| k > 0)
+        (seen.get(needed - 1).copied().unwrap_or(Seen::Nothing), self.cases.len() - seen.len())
+    }
+
+    /// Share of the cases in which the harness sees a bias of `2^-exponent`.
+    pub fn share_seeing(&self, exponent: u32) -> f64 {
+        let sees = |power: &&Power| matches!(power.bias, Seen::Bias(k) if k >= exponent);
+        self.cases.iter().filter(sees).count() as f64 / self.cases.len().max(1) as f64
     }
 
     /// The error of a single element, over the root mean square of its tensor, that is seen in half of the cases.
@@ -92,9 +98,13 @@ pub fn of_report(report: &Report) -> Vec<TensorPower> {
     gathered.tensors
 }
 
-/// `2^-k`, or what stands for none.
-pub fn bias(exponent: Option<u32>) -> String {
-    exponent.map_or_else(|| "none".to_owned(), |k| format!("2^-{k}"))
+/// `2^-k`, or what stands for nothing, and the number of false alarms.
+pub fn words((seen, alarms): (Seen, usize)) -> String {
+    let seen = match seen {
+        Seen::Bias(k) => format!("2^-{k}"),
+        Seen::Nothing | Seen::FalseAlarm => "-".to_owned(),
+    };
+    if alarms == 0 { seen } else { format!("{seen} ({alarms} alarms)") }
 }
 
 /// The table as text: for each tensor what is seen in half of its cases, by the harness and by others.
@@ -107,10 +117,10 @@ pub fn table(tensors: &[TensorPower]) -> String {
             .collect::<Vec<_>>(),
     ];
     for tensor in tensors {
-        let ours = |share: f64| bias(tensor.seen_in(share, RULES[0].1));
+        let ours = |share: f64| words(tensor.seen_in(share, RULES[0].1));
         let row = [tensor.operator.clone(), tensor.tensor.clone(), tensor.cases.len().to_string()];
         let row = row.into_iter().chain([tensor.powerless.to_string(), ours(0.0), ours(0.5), ours(0.9)]);
-        let others = RULES[1..].iter().map(|(_, rule)| bias(tensor.seen_in(0.5, *rule)));
+        let others = RULES[1..].iter().map(|(_, rule)| words(tensor.seen_in(0.5, *rule)));
         rows.push(row.chain([format!("{:.1e}", tensor.element())]).chain(others).collect());
     }
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);

@@ -4,8 +4,8 @@ use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde_json::json;
 
 use crate::record::{
-    BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Report,
-    Revision, SCHEMA_VERSION, Skip, Verdict, Worst,
+    BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Power,
+    Report, Revision, SCHEMA_VERSION, Seen, Skip, Verdict, Worst,
 };
 
 /// Operators with their forward and gradient tensors.
@@ -151,7 +151,7 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         let compared = 1 << (8 + number % 11);
         checks.push(CheckRecord { metrics: Some(metrics(compared, dice)), ..pass(name, tensor, compared) });
         checks.push(pass("special_values", tensor, 12));
-        checks.push(pass("budget", tensor, compared));
+        checks.push(pass("bias", tensor, compared));
     }
     let case = json!({
         "operator": operator, "num_tokens": 1 + number % 97, "num_heads": 64, "head_dim": 512, "topk": 128, "num_keys": 1031,
@@ -192,6 +192,16 @@ fn metrics(compared: u64, dice: &mut Dice) -> Metrics {
     use_histogram.iter_mut().skip((used * 8.0) as usize + 1).for_each(|bin| *bin = 0);
     use_histogram[0] += compared - use_histogram.iter().sum::<u64>();
     Metrics {
+        whole: None,
+        power: Some(Power {
+            bias: Seen::Bias(11),
+            powerless: false,
+            element: 4.3e-2,
+            assert_close: Seen::FalseAlarm,
+            cosine: Seen::Nothing,
+            flash_mla: Seen::Bias(9),
+            flash_attention: Seen::Bias(8),
+        }),
         cosine: 1.0 - 1e-6 * dice.roll(),
         norm_ratio: 1.0 + 2e-4 * (dice.roll() - 0.5),
         relative_l2: 1.6e-3 * dice.roll(),

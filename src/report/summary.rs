@@ -17,7 +17,7 @@ pub(super) const CHECKS: [&str; 15] = [
     "gradient",
     "finite",
     "special_values",
-    "budget",
+    "bias",
     "oracle_gradients",
     "inputs_unchanged",
     "guards",

@@ -2,9 +2,9 @@
 //! matter: a changed value in it is noticed.
 
 use dsv4_kernels::runtime::DType;
-use dsv4_parity::judge::checks::Truth;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
+use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::operator::{ExpectedTensor, GoldenCase, Operator, OracleTensor, half_ulp};
 use dsv4_parity::record::{CheckRecord, Verdict};
 use libtest_mimic::Trial;
@@ -20,7 +20,8 @@ fn run(operator: &'static dyn Operator) -> Result<String, String> {
     let (files, mut skips, mut by_kernels, mut changed) = (found.len(), Vec::new(), 0, 0);
     for (file, cases) in found {
         for mut case in cases {
-            let truth = Truth::of(&*case.prepared).map_err(|error| format!("{}: {error}", file.name))?;
+            let truth = Truth::of(&*case.prepared, case.prepared.arithmetic())
+                .map_err(|error| format!("{}: {error}", file.name))?;
             agrees(&truth, &file, &case)?;
             by_kernels += usize::from(case.kernel_skip.is_none());
             skips.extend(case.kernel_skip.clone());

@@ -16,6 +16,8 @@ const CASES: u64 = 24;
 
 fn metrics(budget_used: f64) -> Metrics {
     Metrics {
+        whole: None,
+        power: None,
         cosine: 1.0,
         norm_ratio: 1.0,
         relative_l2: 1e-3,

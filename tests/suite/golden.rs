@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_parity::judge::checks::Truth;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
+use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::operator::GoldenCase;
 use dsv4_parity::operator::registry;
 use dsv4_parity::record::{CheckRecord, Verdict};
@@ -22,7 +22,7 @@ fn first_file() -> (GoldenFile, GoldenCase, Truth) {
         Some((file, case))
     });
     let (file, case) = found.expect("a file about rms_norm");
-    let truth = Truth::of(&*case.prepared).unwrap();
+    let truth = Truth::of(&*case.prepared, case.prepared.arithmetic()).unwrap();
     (file, case, truth)
 }
 

@@ -11,12 +11,15 @@ use std::time::{Duration, Instant};
 use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
 use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_parity::case::{Case, CaseError, Draw};
-use dsv4_parity::judge::budget::{Budget, WORKING_RUNS, working_precisions};
-use dsv4_parity::judge::checks::{self, CheckOptions, Outcome, Truth};
+use dsv4_parity::judge::budget::Budget;
+use dsv4_parity::judge::checks::{self, CheckOptions, Outcome, POWERLESS};
 use dsv4_parity::judge::runner::{RunError, Runner};
+use dsv4_parity::judge::truth::Truth;
+use dsv4_parity::judge::yardstick::working_precisions;
 use dsv4_parity::operator::registry;
 use dsv4_parity::operator::{
-    Comparison, GradientProbe, Grid, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Profile, Relation, Side,
+    Arithmetic, Comparison, GradientProbe, Grid, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Profile,
+    Relation, Side,
 };
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
@@ -334,8 +337,12 @@ fn with_element(index: usize, value: f64) -> Vec<f64> {
     values
 }
 
+fn truth(of: &dyn Prepared) -> Truth {
+    Truth::of(of, of.arithmetic()).unwrap()
+}
+
 fn allowed() -> Budget {
-    Truth::of(&fake(exact())).unwrap().budget(0, DType::F32)
+    truth(&fake(exact())).budget(0, DType::F32)
 }
 
 #[test]
@@ -354,12 +361,12 @@ fn no_check_at_all_is_no_pass() {
 #[test]
 fn a_nan_or_infinity_of_the_kernel_fails() {
     for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        let expected = ["forward", "finite", "precision", "special_values"].map(|check| (check, Verdict::Fail));
+        let expected = ["forward", "finite", "bias", "precision", "special_values"].map(|check| (check, Verdict::Fail));
         assert_fails(&fake(with_element(37, value)), &expected);
     }
     assert_fails(
         &fake(vec![f64::NAN; ROWS * WIDTH]),
-        &["forward", "finite", "precision", "special_values"].map(|c| (c, Verdict::Fail)),
+        &["forward", "finite", "bias", "precision", "special_values"].map(|c| (c, Verdict::Fail)),
     );
 }
 
@@ -410,9 +417,50 @@ fn many_elements_within_their_budgets_fail_when_together_they_are_too_far_off() 
 }
 
 #[test]
-fn a_budget_that_zeros_would_pass_fails_even_a_kernel_that_is_right() {
-    let vacuous = Fake { spread: WORKING_RUNS as f64, ..fake(exact()) };
-    assert_fails(&vacuous, &[("budget", Verdict::Fail)]);
+fn a_uniform_relative_error_within_every_budget_is_a_bias() {
+    // Each element is off by a fifth of what the runs scatter, all of them to one side.
+    let biased = |sign: f64| fake(exact().iter().map(|value| value * (1.0 + sign * SPREAD)).collect());
+    for sign in [-1.0, 1.0] {
+        assert_fails(&biased(sign), &[("bias", Verdict::Fail)]);
+        assert!(check(&biased(0.05 * sign)).passed());
+    }
+}
+
+#[test]
+fn a_tensor_that_an_error_of_a_tenth_would_pass_counts_as_no_agreement() {
+    let powerless = check(&Fake { spread: 1.0, ..fake(exact()) });
+    assert!(powerless.passed() && !powerless.checks.iter().any(|check| check.check == "forward"));
+    assert!(powerless.skips.iter().any(|skip| skip.what == "agreement of y" && skip.why == POWERLESS));
+    // What is beyond even such a budget is still wrong.
+    let far = Fake { spread: 1.0, ..fake(with_element(37, 1e6)) };
+    assert!(check(&far).failures().any(|check| check.check == "forward"));
+}
+
+#[test]
+fn a_kernel_that_does_not_say_where_it_rounds_is_held_to_its_elements_and_to_a_wider_energy() {
+    struct Undeclared(Fake);
+    impl Prepared for Undeclared {
+        fn operator(&self) -> &'static str {
+            "fake"
+        }
+        fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
+            self.0.oracle(precision)
+        }
+        fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
+            self.0.kernel(device, contract)
+        }
+        fn arithmetic(&self) -> Arithmetic {
+            Arithmetic::default()
+        }
+    }
+    let check = |values: Vec<f64>| {
+        let options = CheckOptions { schedules: 0, triangulate: true };
+        checks::run(&Undeclared(fake(values)), support::device(), options)
+    };
+    let biased = check(exact().iter().map(|value| value * (1.0 + SPREAD)).collect());
+    assert!(biased.passed() && biased.skips.iter().any(|skip| skip.what == "bias of y"));
+    let noisy = check(exact().iter().map(|value| value * (1.0 + 4.0 * SPREAD)).collect());
+    assert!(noisy.failures().any(|check| check.check == "precision"));
 }
 
 #[test]
@@ -789,8 +837,8 @@ impl Prepared for Multiplied {
 #[test]
 fn the_oracles_runs_share_the_products_of_inputs_and_the_budget_is_the_same_bit_for_bit() {
     let operator = Multiplied { products: AtomicU32::new(0) };
-    let shared = Truth::of(&operator).unwrap();
-    assert_eq!(operator.products.load(Ordering::Relaxed), 2, "one product and one of squares for all runs");
+    let shared = truth(&operator);
+    assert_eq!(operator.products.load(Ordering::Relaxed), 1, "one product for all runs");
     assert_eq!(shared.exact[0].values, operator.oracle(Precision::Exact).unwrap()[0].values);
     for (precision, run) in working_precisions().zip(&shared.working) {
         assert_eq!(run[0].values, operator.oracle(precision).unwrap()[0].values, "{precision:?}");
