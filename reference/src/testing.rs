@@ -33,7 +33,7 @@ impl Draw {
     pub fn bf16(&mut self, shape: &[usize], deviation: f64) -> Tensor {
         let numbers = self.normal(shape, deviation);
         let seed = self.0.random();
-        let mut rounding = Rounding::new(Precision::Working { seed });
+        let mut rounding = Rounding::new(Precision::Nearest { seed });
         rounding.bf16(&numbers).expect("rounding a test tensor")
     }
 

@@ -419,7 +419,7 @@ fn whole_verdict(exact: &OracleTensor, kernel: &[f64], held: &Held, compared: u6
     let Some(yardstick) = &held.yardstick else { return };
     let [bias, precision] = yardstick.problems(yardstick.numbers(exact, kernel));
     if yardstick.points == RoundingPoints::Undeclared {
-        outcome.skip(format!("bias of {}", exact.name), "the kernel does not say where it rounds", 1);
+        outcome.skip("bias", "the kernel does not say where it rounds", 1);
     } else {
         outcome.verdict("bias", exact.name, compared, bias);
     }

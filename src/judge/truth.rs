@@ -4,14 +4,14 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use dsv4_kernels::runtime::DType;
 use dsv4_reference::Products;
-use dsv4_reference::precision::Precision;
+use dsv4_reference::precision::{CHOICES, Precision};
 use rayon::prelude::*;
 
 use crate::case::CaseError;
 use crate::judge::budget::Budget;
 use crate::judge::grid::Steps;
 use crate::judge::power;
-use crate::judge::yardstick::{NEAREST_RUNS, WORKING_RUNS, Yardstick, working_precisions};
+use crate::judge::yardstick::{WORKING_RUNS, Yardstick, working_precisions};
 use crate::operator::{
     Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, Prepared, RoundingPoints,
 };
@@ -24,6 +24,7 @@ pub struct Truth {
     /// The runs of [`working_precisions`].
     pub working: Vec<Vec<OracleTensor>>,
     arithmetic: Arithmetic,
+    products: Products,
     /// Bounds that were derived: many kernels may be held to one truth.
     held: Mutex<Vec<(Stored, Arc<Held>)>>,
 }
@@ -72,7 +73,15 @@ impl Truth {
         let exact = run(Precision::Exact)?;
         let precisions: Vec<Precision> = working_precisions().collect();
         let working = precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
-        Ok(Self { exact, working, arithmetic, held: Mutex::default() })
+        Ok(Self { exact, working, arithmetic, products, held: Mutex::default() })
+    }
+
+    /// One more run of the oracle that this is the truth of, in the same arithmetic.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn fresh(&self, prepared: &dyn Prepared, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
+        prepared.oracle_sharing(precision, &self.products)
     }
 
     /// The budget of exact tensor number `index`, stored as `dtype`.
@@ -141,6 +150,7 @@ impl Truth {
     /// Bytes of the oracle's tensors, and of the copies of them that bounds keep.
     pub fn size(&self) -> usize {
         let elements: usize = self.exact.iter().map(|tensor| tensor.values.len()).sum();
-        elements * (1 + self.working.len() + NEAREST_RUNS + 3) * size_of::<f64>()
+        // Of each tensor that was asked for: what is allowed, variances, weights, and a run of each choice.
+        elements * (1 + self.working.len() + 3 + CHOICES) * size_of::<f64>()
     }
 }

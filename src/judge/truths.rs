@@ -104,7 +104,6 @@ mod tests {
         Case::parse(&format!("{{\"operator\":\"counting\",\"seed\":{seed}}}")).expect("a case")
     }
 
-    /// Truths of which each takes `8 * truth()` bytes.
     fn runs_of_one_truth() -> usize {
         1 + working_precisions().count()
     }
@@ -124,7 +123,9 @@ mod tests {
 
     #[test]
     fn the_oldest_makes_room() {
-        let (truths, counting) = (Truths::keeping(2 * 8 * runs_of_one_truth()), Counting(AtomicUsize::new(0)));
+        let counting = Counting(AtomicUsize::new(0));
+        let size = Truth::of(&counting, counting.arithmetic()).expect("a truth").size();
+        let truths = Truths::keeping(2 * size);
         let runs = |seed: u64| {
             let before = counting.0.load(Ordering::Relaxed);
             truths.of(&case(seed), &counting).expect("a truth");

@@ -16,7 +16,7 @@
 //! ```text
 //! min over nearest runs - r  <=  bias  <=  max over nearest runs + r
 //! energy <= max(nearest runs, mean of working runs) + r
-//! equal  >= min over nearest runs - r
+//! equal  >= min over nearest runs - r - two rows          (an error that a row has in common moves all of it)
 //!
 //! r = t(K - 1) s sqrt(1 + 1/K) + flips               s: of the K working runs
 //! r = t(N - C) s sqrt(1 + C/N) + jumps + flips       s: of the N nearest runs, within their C choices
@@ -138,7 +138,7 @@ impl Yardstick {
         let bias = Spread::of(scattered, ruled, jumps.bias, |n| n.bias);
         let energy = Spread::of(scattered, ruled, f64::INFINITY, |n| n.energy);
         // The first run of each choice equals itself.
-        let equal = Spread::of(scattered, ruled.get(CHOICES..).unwrap_or_default(), jumps.share, |n| n.equal);
+        let equal = Spread::of(scattered, ruled.get(CHOICES..).unwrap_or_default(), 0.0, |n| n.equal);
         if self.points == RoundingPoints::Undeclared {
             // One more rounding at every point has the variance of the roundings themselves.
             self.energy = 2.0 * energy.high.max(energy.mean) + 2.0 * energy.radius + flips.energy;
@@ -147,7 +147,7 @@ impl Yardstick {
         let radius = bias.radius + flips.bias;
         self.bias = [bias.low - radius, bias.high + radius];
         self.energy = energy.high.max(energy.mean) + energy.radius + flips.energy;
-        self.equal = equal.low - equal.radius - flips.share;
+        self.equal = equal.low - equal.radius - flips.share - JUMPS * jumps.share;
     }
 
     /// The numbers of what a kernel wrote.
@@ -317,4 +317,136 @@ fn flips_quantile(mean: f64) -> f64 {
         return 0.0;
     }
     Poisson::new(mean).map_or(f64::INFINITY, |flips| flips.inverse_cdf(1.0 - 0.5 / CAMPAIGN) as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use dsv4_kernels::runtime::DType;
+    use rand::Rng;
+
+    use super::*;
+    use crate::case::Draw;
+    use crate::operator::{Pooling, Side};
+
+    const SHAPE: [usize; 2] = [64, 48];
+    /// A little less than a bf16 step, as of an operand that was rounded.
+    const NOISE: f64 = 1.0 / 512.0;
+    /// As of fp32.
+    const FINE: f64 = 1e-6;
+
+    /// An oracle whose kernels all make one error that follows from the numbers, and a fine one of their own.
+    struct Model {
+        exact: OracleTensor,
+        ruled: Vec<f64>,
+        draw: Draw,
+    }
+
+    impl Model {
+        fn new(seed: u64) -> Self {
+            let mut draw = Draw::new(seed, "yardstick");
+            let values: Vec<f64> = (0..SHAPE[0] * SHAPE[1]).map(|_| draw.normal()).collect();
+            let ruled = values.iter().map(|value| value + NOISE * draw.rng().random_range(-0.5..0.5)).collect();
+            Self { exact: OracleTensor { name: "t", side: Side::Forward, shape: SHAPE.to_vec(), values }, ruled, draw }
+        }
+
+        fn kernel(&mut self) -> Vec<f64> {
+            let draw = &mut self.draw;
+            self.ruled.iter().map(|value| value * (1.0 + FINE * draw.normal())).collect()
+        }
+
+        fn yardstick(&mut self, points: RoundingPoints) -> Yardstick {
+            let of = |model: &Self, values| OracleTensor { values, ..model.exact.clone() };
+            let mut runs = Vec::new();
+            for _ in 0..WORKING_RUNS {
+                let draw = &mut self.draw;
+                let error = |value: &f64| value + NOISE * draw.rng().random_range(-0.5..0.5);
+                let values = self.exact.values.iter().map(error).collect();
+                runs.push(of(self, values));
+            }
+            for _ in 0..NEAREST_RUNS {
+                let values = self.kernel();
+                runs.push(of(self, values));
+            }
+            let runs: Vec<_> = runs.iter().collect();
+            let steps = Steps::from(DType::Bf16);
+            let budget = Budget::derive_pooled(&self.exact, &runs, &steps, Pooling::LastAxis);
+            Yardstick::derive(&self.exact, &runs, &steps, &budget, points)
+        }
+
+        fn problems(&self, yardstick: &Yardstick, written: &[f64]) -> [bool; 2] {
+            let stored = Steps::from(DType::Bf16).store(written);
+            yardstick.problems(yardstick.numbers(&self.exact, &stored)).map(|problem| problem.is_some())
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_rounds_as_the_runs_to_nearest_do_passes_every_time() {
+        for seed in 0..40 {
+            let mut model = Model::new(seed);
+            let yardstick = model.yardstick(RoundingPoints::Specification);
+            for _ in 0..20 {
+                let written = model.kernel();
+                assert_eq!(model.problems(&yardstick, &written), [false; 2]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_bias_far_below_a_step_of_the_type_is_seen_on_both_sides() {
+        let mut model = Model::new(1);
+        let yardstick = model.yardstick(RoundingPoints::Specification);
+        for bias in [2f64.powi(-12), -2f64.powi(-12)] {
+            let written: Vec<f64> = model.kernel().iter().map(|value| value * (1.0 + bias)).collect();
+            assert!(model.problems(&yardstick, &written)[0], "{bias}");
+        }
+    }
+
+    #[test]
+    fn errors_that_are_larger_everywhere_and_have_no_bias_lack_precision() {
+        let mut model = Model::new(2);
+        let yardstick = model.yardstick(RoundingPoints::Specification);
+        let noisy: Vec<f64> = (0..model.exact.values.len())
+            .map(|i| model.ruled[i] + 4.0 * NOISE * model.draw.rng().random_range(-0.5..0.5))
+            .collect();
+        assert!(model.problems(&yardstick, &noisy)[1]);
+    }
+
+    #[test]
+    fn errors_that_are_as_large_but_others_than_those_of_the_rule_have_other_bits() {
+        let mut model = Model::new(3);
+        let yardstick = model.yardstick(RoundingPoints::Specification);
+        let other: Vec<f64> =
+            model.exact.values.clone().iter().map(|e| e + NOISE * model.draw.rng().random_range(-0.5..0.5)).collect();
+        assert!(yardstick.equal > 0.8, "{}", yardstick.equal);
+        assert!(model.problems(&yardstick, &other)[1]);
+    }
+
+    #[test]
+    fn nothing_is_said_of_the_bias_of_a_kernel_that_does_not_say_where_it_rounds() {
+        let mut model = Model::new(4);
+        let declared = model.yardstick(RoundingPoints::Specification);
+        let yardstick = model.yardstick(RoundingPoints::Undeclared);
+        assert!(yardstick.energy > declared.energy && yardstick.equal == 0.0);
+        let biased: Vec<f64> = model.ruled.iter().map(|value| value * (1.0 + 2f64.powi(-11))).collect();
+        assert_eq!(model.problems(&yardstick, &biased), [false; 2]);
+        let noisy: Vec<f64> = model.ruled.iter().map(|value| value * (1.0 + 2f64.powi(-6))).collect();
+        assert_eq!(model.problems(&yardstick, &noisy), [false, true]);
+    }
+
+    #[test]
+    fn nan_is_a_problem_of_both() {
+        let mut model = Model::new(5);
+        let yardstick = model.yardstick(RoundingPoints::Specification);
+        let mut written = model.kernel();
+        written[7] = f64::NAN;
+        assert_eq!(model.problems(&yardstick, &written), [true; 2]);
+    }
+
+    #[test]
+    fn rare_flips_are_counted_by_poissons_quantile() {
+        assert_eq!(flips_quantile(0.0), 0.0);
+        let [rare, seldom, often] = [1e-6, 1e-2, 1.0].map(flips_quantile);
+        assert!(rare <= 1.0 && rare < seldom && seldom < often && often < 20.0, "{rare} {seldom} {often}");
+        assert_eq!(often, flips_quantile(1e6));
+    }
 }

@@ -82,7 +82,8 @@ fn in_place_rotation_of_the_saved_output_is_reported_as_an_overwritten_input_and
         // delta = <out, dout> alone is spoilt: y, dout, and (by its absence here) dv, stay right.
         let wrong = ["dk", "dq", "dsink"];
         let mut expected = BTreeSet::from([("inputs_unchanged", "out")]);
-        expected.extend(wrong.iter().flat_map(|tensor| [("gradient", *tensor), ("precision", *tensor)]));
+        expected
+            .extend(wrong.iter().flat_map(|tensor| ["gradient", "bias", "precision"].map(|check| (check, *tensor))));
         assert_eq!(failed(&outcome), expected, "{values:?}");
         let compared = |tensor: &str| {
             let passes = |check: &&CheckRecord| check.tensor == tensor && check.verdict == Verdict::Pass;
