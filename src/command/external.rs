@@ -12,6 +12,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::run::{self, RecordWriter};
+use super::seed::Seed;
 use super::{DeviceArguments, Exit, replay};
 use crate::external::adapter::Adapter;
 use crate::external::process::{Call, OneShot, Worker};
@@ -60,9 +61,9 @@ pub struct ExternalArguments {
     /// Drawn cases; the profile's number when absent
     #[arg(long)]
     cases: Option<usize>,
-    /// Seed of the sweep
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
+    /// Seed of the sweep; `fresh` draws one, prints it and records it
+    #[arg(long, default_value = "0", value_name = "N|fresh")]
+    seed: Seed,
     /// Run these instead of a sweep: a case as one line of JSON, or a file with one case a line
     #[arg(long, value_name = "CASE|FILE", conflicts_with_all = ["cases", "seed"])]
     case: Option<String>,
@@ -79,6 +80,7 @@ pub struct ExternalArguments {
 
 /// Sweeps somebody else's kernel and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
+    arguments.seed.announce(None)?;
     let operator = registry::find(&arguments.op)?;
     let external = open(arguments)?;
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
@@ -86,7 +88,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let options = SweepOptions {
         profile: arguments.profile,
         cases: arguments.cases,
-        seed: arguments.seed,
+        seed: arguments.seed.number(),
         // Nobody schedules another process at random: the checks say so, and count it.
         checks: CheckOptions { schedules: arguments.profile.schedules(), triangulate: true },
         regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
@@ -103,13 +105,13 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let seconds = start.elapsed().as_secs_f64();
     let report = Report {
         schema_version: SCHEMA_VERSION,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
+        command: arguments.seed.command(),
         started_unix,
         seconds,
         revision: record.identity.revision.clone(),
         environment: external.environment().clone(),
         profile: arguments.profile.name().to_owned(),
-        seed: arguments.seed,
+        seed: arguments.seed.number(),
         schedules: 0,
         operators: vec![operator.describe()],
         skips: skips(&cases).into_iter().chain(left_out).collect(),

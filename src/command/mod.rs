@@ -15,6 +15,7 @@ mod power;
 mod replay;
 mod report;
 mod run;
+mod seed;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -9,6 +9,7 @@ use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions};
 use dsv4_reference::precision::Precision;
 
 use super::Exit;
+use super::seed::Seed;
 use crate::bisect::sequential::{lower_bound, upper_bound};
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
@@ -32,9 +33,9 @@ pub struct PowerArguments {
     /// Drawn cases for each operator; the profile's number when absent
     #[arg(long)]
     cases: Option<usize>,
-    /// Seed of the sweep
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
+    /// Seed of the sweep; `fresh` draws one, prints it and records it
+    #[arg(long, default_value = "0", value_name = "N|fresh")]
+    seed: Seed,
     /// Also judge so many fresh runs of each oracle, which round as the kernels do, as if kernels had written them, and
     /// count the false alarms
     #[arg(long, default_value_t = 0, value_name = "N")]
@@ -46,6 +47,7 @@ pub struct PowerArguments {
 
 /// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No kernel runs.
 pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
+    arguments.seed.announce(None)?;
     let device = Device::open(BackendKind::Emulator, DeviceOptions::default())?;
     let recorder = Device::recording(device.environment().clone());
     let mut gathered = Gathered::default();
@@ -132,7 +134,7 @@ fn of_operator(
     let options = SweepOptions {
         profile: arguments.profile,
         cases: arguments.cases,
-        seed: arguments.seed,
+        seed: arguments.seed.number(),
         checks: CheckOptions { schedules: 0, triangulate: false },
         regressions: Regressions::new(Regressions::default_dir()),
         remember: false,

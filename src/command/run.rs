@@ -10,6 +10,7 @@ use dsv4_kernels::runtime::{BackendKind, Device};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::benchmarks::{self, Measured};
+use super::seed::Seed;
 use super::{DeviceArguments, Exit};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
@@ -35,9 +36,9 @@ pub struct RunArguments {
     /// Drawn cases for each operator; the profile's number when absent
     #[arg(long)]
     cases: Option<usize>,
-    /// Seed of the sweep
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
+    /// Seed of the sweep; `fresh` draws one, prints it and records it
+    #[arg(long, default_value = "0", value_name = "N|fresh")]
+    seed: Seed,
     /// Random schedules to run each case under, beyond the deterministic one (emulator); 2 with profile quick and
     /// otherwise 4 when absent, 0 for none
     #[arg(long)]
@@ -77,6 +78,8 @@ pub struct RunArguments {
 
 /// Sweeps and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &RunArguments) -> Result<Exit> {
+    let shard = arguments.shard.map(|_| "--shard");
+    arguments.seed.announce(shard.or(arguments.resume.then_some("--resume")))?;
     let operators = registry::select(arguments.ops.as_deref())?;
     let device = arguments.device.open()?;
     // Before anything else runs: what cannot be understood must not cost a finished sweep its report.
@@ -106,13 +109,13 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let seconds = start.elapsed().as_secs_f64() + taken_over;
     let report = Report {
         schema_version: SCHEMA_VERSION,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
+        command: arguments.seed.command(),
         started_unix,
         seconds,
         revision: record.identity.revision.clone(),
         environment: device.environment().clone(),
         profile: arguments.profile.name().to_owned(),
-        seed: arguments.seed,
+        seed: arguments.seed.number(),
         schedules: options.checks.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
         cases,
@@ -137,7 +140,7 @@ fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
     SweepOptions {
         profile: arguments.profile,
         cases: arguments.cases,
-        seed: arguments.seed,
+        seed: arguments.seed.number(),
         checks: CheckOptions { schedules, triangulate: true },
         regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
         // A shard that remembered would change the plan of those that start later: the merge does it.

@@ -539,3 +539,23 @@ fn every_command_has_a_help_and_it_is_the_one_in_the_snapshots() {
     snapshots.env("PARITY_BACKEND", "").env("PARITY_KERNELS", "").env("COLUMNS", "40");
     snapshots.register_bin("parity", binary()).case(folder.join("*.trycmd"));
 }
+
+#[test]
+fn a_fresh_seed_is_printed_recorded_and_repeated_by_the_reports_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out").display().to_string();
+    let sweep = ["run", "--ops", "kv_cache_write", "--cases", "1", "--schedules", "0", "--out", &out];
+    let output = parity(&[&sweep[..], &["--seed", "fresh"]].concat());
+    output.assert_code(0);
+    let drawn: u64 = output.stdout.lines().find_map(|line| line.strip_prefix("seed ")?.parse().ok()).unwrap();
+    let report: Report = serde_json::from_str(&std::fs::read_to_string(format!("{out}/report.json")).unwrap()).unwrap();
+    assert_eq!(report.seed, drawn);
+    assert!(report.command.contains(&format!("--seed {drawn}")) && !report.command.contains("fresh"));
+    for several in [&["--shard", "0/2"][..], &["--resume"]] {
+        let refused = parity(&[&sweep[..], &["--seed", "fresh"], several].concat());
+        refused.assert_bad_input(&["--seed fresh", several[0]]);
+    }
+    let misspelt = parity(&["run", "--seed", "fresch"]);
+    misspelt.assert_code(2);
+    assert!(misspelt.stderr.contains("fresch") && misspelt.stderr.contains("`fresh`"), "{}", misspelt.stderr);
+}

@@ -16,7 +16,7 @@ use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::runner::RunError;
 use dsv4_parity::operator::Profile;
 use dsv4_parity::operator::registry;
-use dsv4_parity::record::{CaseRecord, Origin, Report, Verdict};
+use dsv4_parity::record::{CaseRecord, Origin, Report, Seen, Verdict};
 use dsv4_parity::sweep;
 
 use crate::command_line::{Parity, binary};
@@ -478,7 +478,12 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
     let one_shot = report(&dir.path().join("out"));
     assert_eq!((one_shot.verdict(), one_shot.cases[0].origin), (Verdict::Pass, Origin::Given));
     // The operator whose sweep is shortest.
-    let output = parity_about("swiglu", dir.path(), &["--worker", &reference(), "--cases", "1"]);
+    // It says of its arithmetic what the operator says of ours, so it is held to the same bounds.
+    let adapter = dir.path().join("adapter.toml");
+    std::fs::write(&adapter, "rounding = \"specification\"\nlanes = 32\n").unwrap();
+    let adapter = ["--adapter", &adapter.display().to_string()];
+    let output =
+        parity_about("swiglu", dir.path(), &[&["--worker", &reference(), "--cases", "1"][..], &adapter].concat());
     output.assert_code(0);
     assert!(output.stdout.contains("skipped") && output.stdout.contains("guards"), "{}", output.stdout);
     let external = report(&dir.path().join("out"));
@@ -488,10 +493,26 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
     let page = std::fs::read_to_string(dir.path().join("out/index.html")).unwrap();
     assert!(page.contains("external-worker") && page.contains("cannot be prepared"));
 
+    let of_power = |report: &Report| {
+        let checks = report.cases.iter().flat_map(|case| &case.checks);
+        checks.filter_map(|check| Some(check.metrics.as_ref()?.power.as_ref()?.bias)).collect::<Vec<_>>()
+    };
+    let powers = of_power(&external);
+    assert!(!powers.is_empty());
+
     let (ours, none) = (dir.path().join("ours").display().to_string(), dir.path().join("none").display().to_string());
     let backend = support::backend().to_string();
     let run = ["run", "--ops", "swiglu", "--cases", "1", "--backend", &backend, "--out", &ours, "--regressions", &none];
     Parity::new(&run).run().assert_code(0);
+    assert_eq!(of_power(&report(&dir.path().join("ours"))), powers);
+    // Of a kernel that says nothing the bias is not judged, and verdicts have less power.
+    let other = folder();
+    parity_about("swiglu", other.path(), &["--worker", &reference(), "--cases", "1"]).assert_code(0);
+    let silent = report(&other.path().join("out"));
+    assert!(silent.skips.iter().any(|skip| skip.what == "bias"));
+    let seen = |powers: &[Seen]| powers.iter().map(|seen| if let Seen::Bias(k) = seen { *k } else { 0 }).sum::<u32>();
+    let (told, untold) = (seen(&powers), seen(&of_power(&silent)));
+    assert!(untold < told, "{untold} against {told}");
     let [ours, theirs] = [ours, dir.path().join("out").display().to_string()].map(|dir| format!("{dir}/report.json"));
     for sides in [[&ours, &theirs], [&theirs, &ours]] {
         let output = Parity::new(&["diff", sides[0], sides[1]]).run();
