@@ -1,6 +1,6 @@
 //! `parity power`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -15,10 +15,11 @@ use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::judge::power::fails;
 use crate::judge::truth::Truth;
+use crate::mutants::planted::{self, Mutant};
 use crate::operator::{Comparison, KernelRun, Operator, Prepared, Profile, registry};
 use crate::record::Power;
 use crate::report::power::{self, Gathered};
-use crate::sweep::regressions::Regressions;
+use crate::sweep::regressions::{Regressions, fixtures_dir};
 use crate::sweep::{self, SweepOptions};
 
 /// Options of `parity power`.
@@ -40,12 +41,17 @@ pub struct PowerArguments {
     /// count the false alarms
     #[arg(long, default_value_t = 0, value_name = "N")]
     draws: u32,
+    /// Also run the kernels with these planted bugs, comma-separated, once on each case of their operators, and say in which
+    /// share of the cases in which they change anything each tensor is failed
+    #[arg(long, value_name = "ID,ID", value_delimiter = ',')]
+    mutants: Vec<String>,
     /// Also write what each case could see, a line of JSON for each tensor
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
 
-/// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No kernel runs.
+/// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No kernel runs but those of
+/// mutants that are asked for.
 pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     arguments.seed.announce(None)?;
     let device = Device::open(BackendKind::Emulator, DeviceOptions::default())?;
@@ -53,8 +59,9 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     let mut gathered = Gathered::default();
     let mut lines = String::new();
     let mut alarms = Alarms::default();
+    let mut bugs = Bugs::plant(&arguments.mutants, &device)?;
     for operator in registry::select(arguments.ops.as_deref())? {
-        for (line, tensor, allowed, power) in of_operator(operator, arguments, &recorder, &mut alarms)? {
+        for (line, tensor, allowed, power) in of_operator(operator, arguments, &recorder, &mut alarms, &mut bugs)? {
             let seen = serde_json::json!({ "case": line, "tensor": tensor, "bias_allowed": allowed, "power": power });
             lines += &seen.to_string();
             lines.push('\n');
@@ -65,6 +72,7 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
         std::fs::write(path, lines).with_context(|| format!("writing {}", path.display()))?;
     }
     print!("{}", power::table(&gathered.tensors));
+    bugs.print();
     if alarms.draws > 0 {
         println!("{alarms}");
     }
@@ -125,11 +133,63 @@ impl Alarms {
     }
 }
 
+/// Kernels with bugs, and in how many cases each tensor of theirs was failed.
+struct Bugs {
+    right: Device,
+    planted: Vec<(Mutant, Device)>,
+    /// By mutant and tensor: cases in which the bug changed it, and those of them in which it was failed.
+    seen: BTreeMap<(String, String), [u64; 2]>,
+}
+
+impl Bugs {
+    fn plant(ids: &[String], device: &Device) -> Result<Self> {
+        let known = if ids.is_empty() { Vec::new() } else { planted::load(&fixtures_dir().join("mutants"))? };
+        let plant = |id: &String| {
+            let mutant = known.iter().find(|mutant| mutant.id == *id);
+            let mutant = mutant.with_context(|| format!("--mutants: no planted mutant is called `{id}`"))?;
+            Ok((mutant.clone(), device.with_tree(mutant.plant(device.tree())?)))
+        };
+        let planted = ids.iter().map(plant).collect::<Result<_>>()?;
+        Ok(Self { right: device.with_tree(device.tree().clone()), planted, seen: BTreeMap::new() })
+    }
+
+    fn run(&mut self, prepared: &dyn Prepared, truth: &Truth) -> Result<()> {
+        let of_operator = |(mutant, _): &&(Mutant, Device)| mutant.operator == prepared.operator();
+        if !self.planted.iter().any(|one| of_operator(&one)) {
+            return Ok(());
+        }
+        let right = prepared.kernel(&self.right, Contract::NAN)?;
+        for (mutant, device) in self.planted.iter().filter(of_operator) {
+            let wrong = prepared.kernel(device, Contract::NAN)?;
+            for (found, right) in wrong.tensors.iter().zip(&right.tensors) {
+                let index = truth.exact.iter().position(|exact| exact.name == found.name);
+                // What sums by atomics leave differs from run to run, with a bug and without.
+                let rounded = found.comparison == Comparison::Rounded && found.deterministic;
+                let changed = found.tensor.bytes != right.tensor.bytes;
+                let (Some(index), true) = (index, rounded && changed) else { continue };
+                let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
+                let [cases, failed] = self.seen.entry((mutant.id.clone(), found.name.to_owned())).or_default();
+                *cases += 1;
+                *failed += u64::from(fails(&truth.exact[index], &held, &found.tensor.to_f64()));
+            }
+        }
+        Ok(())
+    }
+
+    fn print(&self) {
+        for ((mutant, tensor), [cases, failed]) in &self.seen {
+            let share = 100.0 * *failed as f64 / *cases as f64;
+            println!("{mutant}: {tensor} failed in {failed} of the {cases} cases that it changes ({share:.0} %)");
+        }
+    }
+}
+
 fn of_operator(
     operator: &dyn Operator,
     arguments: &PowerArguments,
     recorder: &Device,
     alarms: &mut Alarms,
+    bugs: &mut Bugs,
 ) -> Result<Vec<Seen>> {
     let options = SweepOptions {
         profile: arguments.profile,
@@ -147,6 +207,7 @@ fn of_operator(
         let truth = Truth::of(&*prepared, prepared.arithmetic())?;
         let written = prepared.kernel(recorder, Contract::NAN)?;
         recorder.take_recorded();
+        bugs.run(&*prepared, &truth)?;
         alarms.count(&planned.case, &*prepared, &truth, &written, arguments.draws)?;
         let mut known = BTreeSet::new();
         for found in written.tensors.iter().filter(|found| found.comparison == Comparison::Rounded) {

@@ -136,7 +136,7 @@ impl Yardstick {
 
     fn bound(&mut self, flips: &Flips, jumps: &Jumps, scattered: &[Numbers], ruled: &[Numbers]) {
         let bias = Spread::of(scattered, ruled, jumps.bias, |n| n.bias);
-        let energy = Spread::of(scattered, ruled, f64::INFINITY, |n| n.energy);
+        let energy = Spread::of(scattered, ruled, jumps.energy, |n| n.energy);
         // The first run of each choice equals itself.
         let equal = Spread::of(scattered, ruled.get(CHOICES..).unwrap_or_default(), 0.0, |n| n.equal);
         if self.points == RoundingPoints::Undeclared {
@@ -164,7 +164,8 @@ impl Yardstick {
         }
         let equal_to = |run: &Vec<f64>| finite.iter().filter(|&&i| run[i] == written[i]).count();
         let equal = self.nearest.iter().map(equal_to).max().unwrap_or(0);
-        let count = finite.len() as f64;
+        // Of nothing finite nothing is said.
+        let count = finite.len().max(1) as f64;
         Numbers {
             bias: if *signal > 0.0 { projection / signal } else { 0.0 },
             energy: energy / count,
@@ -237,6 +238,7 @@ fn radius(groups: &[Vec<f64>]) -> f64 {
 /// The most that one rounding to the other side may move.
 struct Jumps {
     bias: f64,
+    energy: f64,
     share: f64,
 }
 
@@ -265,26 +267,23 @@ impl Scale {
         // What one rounding moves is a row, and of a vector an element.
         let row_len = if exact.shape.len() > 1 { exact.rows().1.max(1) } else { 1 };
         let rows = exact.values.len() / row_len;
-        let parts = working.iter().map(|run| {
-            let mut parts = vec![0.0; rows];
+        let mut bias = vec![Moments::default(); rows];
+        let mut energy = vec![Moments::default(); rows];
+        for run in working {
+            let (mut projections, mut energies) = (vec![0.0; rows], vec![0.0; rows]);
             for (&i, w) in self.finite.iter().zip(&self.weights) {
-                parts[i / row_len] += w * exact.values[i] * (run[i] - exact.values[i]);
+                let error = run[i] - exact.values[i];
+                projections[i / row_len] += w * exact.values[i] * error;
+                energies[i / row_len] += w * error * error;
             }
-            parts
-        });
-        let (mut sums, mut squares) = (vec![0.0; rows], vec![0.0; rows]);
-        for parts in parts {
-            for (row, part) in parts.into_iter().enumerate() {
-                sums[row] += part;
-                squares[row] += part * part;
-            }
+            bias.iter_mut().zip(projections).for_each(|(row, part)| row.add(part));
+            energy.iter_mut().zip(energies).for_each(|(row, part)| row.add(part));
         }
-        let count = working.len() as f64;
-        let variance = |row: usize| ((squares[row] - sums[row] * sums[row] / count) / (count - 1.0)).max(0.0);
-        let largest = (0..rows).map(variance).fold(0.0, f64::max);
+        let count = self.finite.len() as f64;
         Jumps {
-            bias: if self.signal > 0.0 { (12.0 * largest).sqrt() / self.signal } else { 0.0 },
-            share: row_len as f64 / self.finite.len() as f64,
+            bias: if self.signal > 0.0 { Moments::largest_jump(&bias) / self.signal } else { 0.0 },
+            energy: Moments::largest_jump(&energy) / count,
+            share: row_len as f64 / count,
         }
     }
 
@@ -306,6 +305,31 @@ impl Scale {
             energy: count * energy / all,
             share: count / all,
         }
+    }
+}
+
+/// Mean and variance of a row's part of a number, over the working runs.
+#[derive(Clone, Copy, Default)]
+struct Moments {
+    count: f64,
+    sum: f64,
+    squares: f64,
+}
+
+impl Moments {
+    fn add(&mut self, part: f64) {
+        self.count += 1.0;
+        self.sum += part;
+        self.squares += part * part;
+    }
+
+    fn variance(&self) -> f64 {
+        ((self.squares - self.sum * self.sum / self.count) / (self.count - 1.0)).max(0.0)
+    }
+
+    /// `sqrt(12)` deviations of the row that scatters most.
+    fn largest_jump(rows: &[Self]) -> f64 {
+        (12.0 * rows.iter().map(Self::variance).fold(0.0, f64::max)).sqrt()
     }
 }
 
