@@ -7,7 +7,7 @@
 //! ```text
 //! bias   = sum w e (y - e) / sum w e²      the uniform relative error that explains y best
 //! energy = sum w (y - e)² / count          1 where errors are as large as modelled
-//! equal  = the largest share of elements that are bit for bit those of a run to nearest
+//! equal  = the largest share of elements that are bit for bit those of a run to nearest, or of the exact one
 //! ```
 //!
 //! Every run of the oracle, stored on the kernel's grid, has these three numbers, too. A kernel that rounds at the same points is one
@@ -74,7 +74,8 @@ pub struct Yardstick {
     /// Least share of elements that are equal to those of a run to nearest.
     pub equal: f64,
     scale: Scale,
-    /// The first run to nearest of each choice, stored.
+    /// The first run to nearest of each choice, stored, and the exact one: a kernel whose fp32 has no error at all breaks
+    /// ties as no other run does.
     nearest: Vec<Vec<f64>>,
 }
 
@@ -121,7 +122,7 @@ impl Yardstick {
             energy: f64::INFINITY,
             equal: 0.0,
             scale,
-            nearest: nearest[..nearest.len().min(CHOICES)].to_vec(),
+            nearest: nearest.iter().take(CHOICES).cloned().chain([steps.store(&exact.values)]).collect(),
         };
         if yardstick.scale.finite.is_empty() || working.len() < 2 {
             return yardstick;
