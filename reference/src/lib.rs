@@ -11,8 +11,8 @@
 //!
 //! [`Precision::Exact`] evaluates the formula. [`Precision::Working`] additionally rounds, at random and
 //! without bias, wherever a kernel stores or multiplies in a narrower type, and adds to every sum the
-//! noise of its fp32 accumulation. The spread of a few `Working` runs around `Exact` is what a kernel of
-//! that precision may be wrong by.
+//! noise of its fp32 accumulation. The spread of `Working` runs around `Exact` is what a kernel of
+//! that precision may be wrong by. [`Precision::Nearest`] rounds there as the hardware does.
 //!
 //! Results of a `Working` run are the values **before** the last rounding to the type of the output: a
 //! comparison adds half a unit in the last place of that type itself. A narrow tensor that is read again
@@ -20,6 +20,7 @@
 //!
 //! [`Precision::Exact`]: precision::Precision::Exact
 //! [`Precision::Working`]: precision::Precision::Working
+//! [`Precision::Nearest`]: precision::Precision::Nearest
 
 pub mod attention_combine;
 pub mod decode_attention;

@@ -138,3 +138,84 @@ impl Rules<'_> {
         largest_error(written, self.exact) > 2.0 * self.plain_error + 1e-5
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use dsv4_kernels::runtime::{DType, HostTensor};
+    use dsv4_reference::precision::Precision;
+
+    use super::*;
+    use crate::case::Draw;
+    use crate::judge::truth::Truth;
+    use crate::judge::yardstick::WORKING_RUNS;
+    use crate::operator::{Arithmetic, KernelTensor, RoundingPoints, Side};
+
+    const SHAPE: [usize; 2] = [32, 64];
+
+    /// An oracle whose runs scatter by so much of each value.
+    fn truth(spread: f64) -> Truth {
+        let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes: 1 };
+        let run = |precision: Precision| {
+            let (seed, spread) = match precision {
+                Precision::Exact => (0, 0.0),
+                Precision::Working { seed } => (seed, spread),
+                Precision::Nearest { seed } => (1000 + seed, spread),
+            };
+            let (mut values, mut errors) = (Draw::new(7, "values"), Draw::new(seed, "errors"));
+            let values = (0..SHAPE[0] * SHAPE[1]).map(|_| values.normal() * (1.0 + spread * errors.normal()));
+            OracleTensor { name: "t", side: Side::Forward, shape: SHAPE.to_vec(), values: values.collect() }
+        };
+        Truth::of_runs(arithmetic, |precision, _| Ok(vec![run(precision)])).expect("a truth")
+    }
+
+    fn power(truth: &Truth, dtype: DType) -> Power {
+        let found = KernelTensor::new("t", HostTensor::from_f64(dtype, &SHAPE, &truth.exact[0].values));
+        truth.power(0, &truth.held(0, &found).expect("bounds")).expect("a power")
+    }
+
+    #[test]
+    fn the_smallest_bias_is_failed_and_half_of_it_is_not() {
+        let truth = truth(1e-4);
+        let found = KernelTensor::new("t", HostTensor::from_f64(DType::F32, &SHAPE, &truth.exact[0].values));
+        let held = truth.held(0, &found).expect("bounds");
+        let Seen::Bias(smallest) = power(&truth, DType::F32).bias else { panic!("no bias is seen") };
+        let failed = |k: u32, sign: f64| {
+            let factor = 1.0 + sign * 0.5f64.powi(k as i32);
+            let biased = truth.working[WORKING_RUNS][0].values.iter().map(|value| value * factor).collect::<Vec<_>>();
+            fails(&truth.exact[0], &held, &held.steps.store(&biased))
+        };
+        assert!(failed(smallest, 1.0) && failed(smallest, -1.0));
+        assert!(!(failed(smallest + 1, 1.0) && failed(smallest + 1, -1.0)));
+        // The mean of so many elements is known far better than each of them.
+        assert!(smallest > 14, "2^-{smallest}");
+    }
+
+    #[test]
+    fn less_is_seen_where_runs_scatter_more_until_nothing_is() {
+        let powers = [1e-6, 1e-4, 1e-2, 1.0].map(|spread| power(&truth(spread), DType::F32));
+        assert!(powers.windows(2).all(|pair| pair[0].bias > pair[1].bias && pair[0].element < pair[1].element));
+        assert_eq!(powers.map(|power| power.powerless), [false, false, false, true]);
+    }
+
+    #[test]
+    fn the_rules_of_others_see_what_their_words_say() {
+        let power = power(&truth(1e-6), DType::Bf16);
+        // 1.6 % of an element, with half a bf16 step of its own; 2.01/128 of an element, or 8e-4.
+        assert!([Seen::Bias(6), Seen::Bias(7)].contains(&power.assert_close), "{:?}", power.assert_close);
+        assert_eq!(power.cosine, Seen::Nothing, "a factor moves no angle");
+        assert!((Seen::Bias(6)..=Seen::Bias(9)).contains(&power.flash_mla), "{:?}", power.flash_mla);
+        assert!((Seen::Bias(7)..=Seen::Bias(9)).contains(&power.flash_attention), "{:?}", power.flash_attention);
+        assert!(power.bias > power.flash_mla, "{:?}", power.bias);
+        // Where runs differ by more than the rule allows, it fails what is right.
+        assert_eq!(super::tests::power(&truth(1e-1), DType::F32).assert_close, Seen::FalseAlarm);
+    }
+
+    #[test]
+    fn zeros_have_no_power_to_speak_of() {
+        let mut zeros = truth(1e-4);
+        zeros.exact[0].values.fill(0.0);
+        zeros.working.iter_mut().for_each(|run| run[0].values.fill(0.0));
+        let found = KernelTensor::new("t", HostTensor::from_f64(DType::F32, &SHAPE, &zeros.exact[0].values));
+        assert_eq!(zeros.power(0, &zeros.held(0, &found).expect("bounds")), None);
+    }
+}
