@@ -168,7 +168,8 @@ pub enum Precision {
     /// does. What is left to chance is the kernel's own business: the order of its sums, products that it adds without rounding
     /// them, and the tiles over which it takes its running maximum ([`Rounding::bf16_of_any_scale`]).
     Nearest {
-        /// Seed of the accumulation noise, and the number of the choice.
+        /// Seed of the accumulation noise, and the number of the choice. The first [`CHOICES`] seeds have no noise: they are
+    /// kernels whose every result in fp32 is the nearest one, which break ties as no other run does.
         seed: u64,
     },
 }
@@ -317,7 +318,8 @@ impl Rounding {
         let Some(noise) = &mut self.noise else {
             return Ok(tensor.clone());
         };
-        let (phase, to_nearest) = (noise.next().phase(), noise.to_nearest && format != Format::F32);
+        let fine = format == Format::F32;
+        let (phase, to_nearest) = (noise.next().phase(), if fine { noise.is_ideal() } else { noise.to_nearest });
         let mut rounded = values(tensor)?;
         for x in &mut rounded {
             *x = if to_nearest { format.nearest(*x) } else { format.dithered(*x, phase) };
@@ -370,7 +372,7 @@ impl Rounding {
         let Some(noise) = &mut self.noise else {
             return Ok(tensor.clone());
         };
-        let (toss, bound) = (noise.next(), power_of_two(APPROXIMATE_ERROR_EXPONENT));
+        let (toss, bound) = (noise.next(), noise.unless_ideal(power_of_two(APPROXIMATE_ERROR_EXPONENT)));
         let common = toss.phase();
         let mut approximated = values(tensor)?;
         for x in &mut approximated {
@@ -558,13 +560,15 @@ impl Rounding {
 
     /// Which way the truncation of a product goes in this run; `None` in the exact one.
     fn truncation_sign(&mut self) -> Option<f64> {
-        self.noise.as_mut().map(|noise| if noise.next().uniform(1.0) < 0.5 { -1.0 } else { 1.0 })
+        let sign = |noise: &mut Noise| if noise.next().uniform(1.0) < 0.5 { -1.0 } else { 1.0 };
+        self.noise.as_mut().map(|noise| noise.unless_ideal(sign(noise)))
     }
 
     /// A constant that every element is multiplied by, rounded to f32 once for all of them.
     pub fn constant_f32(&mut self, constant: f64) -> f64 {
         match &mut self.noise {
             None => constant,
+            Some(noise) if noise.is_ideal() => Format::F32.nearest(constant),
             Some(noise) => Format::F32.dithered(constant, noise.next().phase()),
         }
     }
@@ -587,7 +591,7 @@ impl Rounding {
         let Some(noise) = &mut self.noise else {
             return Ok(sum.clone());
         };
-        let toss = noise.next();
+        let (toss, is_ideal) = (noise.next(), noise.is_ideal());
         let squares = values(sum_of_squares)?;
         let counts = values(num_terms)?;
         let mut sums = values(sum)?;
@@ -598,7 +602,7 @@ impl Rounding {
             let sigma = wider * accumulation_sigma(*s, q, n, lanes);
             // An overflowing or NaN sum is that already; noise would turn an infinity into NaN.
             if sigma > 0.0 && sigma.is_finite() {
-                *s += sigma * toss.normal(*s, q);
+                *s = if is_ideal { Format::F32.nearest(*s) } else { *s + sigma * toss.normal(*s, q) };
             }
         }
         Ok(Tensor::from_vec(sums, sum.shape(), sum.device())?)
@@ -689,6 +693,16 @@ struct Noise {
 impl Noise {
     fn new(seed: u64, to_nearest: bool) -> Self {
         Self { seed, to_nearest, rounding_points: 0 }
+    }
+
+    /// Whether this is the run of a kernel without noise.
+    fn is_ideal(&self) -> bool {
+        self.to_nearest && self.seed < CHOICES as u64
+    }
+
+    /// A size of errors, zero in the run of a kernel without noise.
+    fn unless_ideal(&self, size: f64) -> f64 {
+        if self.is_ideal() { 0.0 } else { size }
     }
 
     /// The function of the next rounding point.
@@ -1112,12 +1126,16 @@ mod tests {
 
     #[test]
     fn rounding_to_nearest_is_that_of_the_type() -> Result<()> {
-        let run = || Rounding::new(Precision::Nearest { seed: 0 });
+        let run = |seed: usize| Rounding::new(Precision::Nearest { seed: seed as u64 });
         let x = Draw::new(11).normal(&[1000], 1e-2);
-        let nearest = values(&run().bf16(&x)?)?;
+        let nearest = values(&run(CHOICES).bf16(&x)?)?;
         assert!(values(&x)?.iter().zip(nearest).all(|(&x, y)| half::bf16::from_f64(x).to_f64() == y));
-        // In fp32 the kernel's business remains.
-        assert_ne!(values(&run().f32(&x)?)?, values(&Rounding::new(Precision::Nearest { seed: 1 }).f32(&x)?)?);
+        // In fp32 the kernel's business remains, but for the runs without noise.
+        assert_ne!(values(&run(CHOICES).f32(&x)?)?, values(&run(CHOICES + 1).f32(&x)?)?);
+        let ideal = |x: f64| f64::from(x as f32);
+        for fine in [run(0).f32(&x)?, run(1).approximate_f32(&x)?, run(2).accumulated_f32(&x, &x.sqr()?, &x.ones_like()?)?] {
+            assert!(values(&x)?.iter().zip(values(&fine)?).all(|(&x, y)| ideal(x) == y));
+        }
         let ties = f64_tensor(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0], &[2]);
         let even = [1.0, 1.0 + 4.0 / 256.0];
         assert_eq!(values(&Rounding::new(Precision::Nearest { seed: 0 }).bf16(&ties)?)?, even);

@@ -150,7 +150,7 @@ impl Truth {
     /// Bytes of the oracle's tensors, and of the copies of them that bounds keep.
     pub fn size(&self) -> usize {
         let elements: usize = self.exact.iter().map(|tensor| tensor.values.len()).sum();
-        // Of each tensor that was asked for: what is allowed, variances, weights, a run of each choice, and the exact one.
-        elements * (1 + self.working.len() + 4 + CHOICES) * size_of::<f64>()
+        // Of each tensor that was asked for: what is allowed, variances, weights, and a run of each choice.
+        elements * (1 + self.working.len() + 3 + CHOICES) * size_of::<f64>()
     }
 }

@@ -7,7 +7,7 @@
 //! ```text
 //! bias   = sum w e (y - e) / sum w e²      the uniform relative error that explains y best
 //! energy = sum w (y - e)² / count          1 where errors are as large as modelled
-//! equal  = the largest share of elements that are bit for bit those of a run to nearest, or of the exact one
+//! equal  = the largest share of elements that are bit for bit those of a run to nearest without noise in fp32
 //! ```
 //!
 //! Every run of the oracle, stored on the kernel's grid, has these three numbers, too. A kernel that rounds at the same points is one
@@ -19,7 +19,7 @@
 //! equal  >= min over nearest runs - r - two rows          (an error that a row has in common moves all of it)
 //!
 //! r = t(K - 1) s sqrt(1 + 1/K) + flips               s: of the K working runs
-//! r = t(N - C) s sqrt(1 + C/N) + jumps + flips       s: of the N nearest runs, within their C choices
+//! r = t(N - C) s sqrt(1 + C/N) + jumps + flips       s: of the N nearest runs with noise, within their C choices
 //! ```
 //!
 //! Runs to nearest round the very numbers of the case by the hardware's rule, each with one of the choices that are the kernel's own
@@ -49,8 +49,8 @@ use crate::operator::{OracleTensor, RoundingPoints};
 /// Oracle runs whose rounding errors have random phases.
 pub const WORKING_RUNS: usize = 24;
 
-/// Oracle runs that round to nearest: four of each choice.
-pub const NEAREST_RUNS: usize = 4 * CHOICES;
+/// Oracle runs that round to nearest: of each choice one without noise in fp32, and four with.
+pub const NEAREST_RUNS: usize = 5 * CHOICES;
 
 /// Jumps of the largest size that are allowed: of two that both happen, both are that large and add up, hardly ever.
 const JUMPS: f64 = 2.0;
@@ -74,8 +74,8 @@ pub struct Yardstick {
     /// Least share of elements that are equal to those of a run to nearest.
     pub equal: f64,
     scale: Scale,
-    /// The first run to nearest of each choice, stored, and the exact one: a kernel whose fp32 has no error at all breaks
-    /// ties as no other run does.
+    /// The run to nearest of each choice that has no noise in fp32, stored: kernels whose results there are the nearest ones
+    /// break ties as it does.
     nearest: Vec<Vec<f64>>,
 }
 
@@ -122,7 +122,7 @@ impl Yardstick {
             energy: f64::INFINITY,
             equal: 0.0,
             scale,
-            nearest: nearest.iter().take(CHOICES).cloned().chain([steps.store(&exact.values)]).collect(),
+            nearest: nearest.iter().take(CHOICES).cloned().collect(),
         };
         if yardstick.scale.finite.is_empty() || working.len() < 2 {
             return yardstick;
@@ -138,7 +138,7 @@ impl Yardstick {
     fn bound(&mut self, flips: &Flips, jumps: &Jumps, scattered: &[Numbers], ruled: &[Numbers]) {
         let bias = Spread::of(scattered, ruled, jumps.bias, |n| n.bias);
         let energy = Spread::of(scattered, ruled, jumps.energy, |n| n.energy);
-        // The first run of each choice equals itself.
+        // The run without noise of each choice equals itself.
         let equal = Spread::of(scattered, ruled.get(CHOICES..).unwrap_or_default(), 0.0, |n| n.equal);
         if self.points == RoundingPoints::Undeclared {
             // One more rounding at every point has the variance of the roundings themselves.
@@ -206,8 +206,10 @@ impl Spread {
     fn of(scattered: &[Numbers], ruled: &[Numbers], jump: f64, number: impl Fn(&Numbers) -> f64) -> Self {
         let scattered: Vec<f64> = scattered.iter().map(&number).collect();
         let mean = scattered.iter().sum::<f64>() / scattered.len() as f64;
+        // Those without noise lie where the others do, and scatter not at all.
+        let noisy = if ruled.len() == NEAREST_RUNS { &ruled[CHOICES..] } else { ruled };
         let choices: Vec<Vec<f64>> =
-            (0..CHOICES).map(|choice| ruled.iter().skip(choice).step_by(CHOICES).map(&number).collect()).collect();
+            (0..CHOICES).map(|choice| noisy.iter().skip(choice).step_by(CHOICES).map(&number).collect()).collect();
         let radius = radius(&[scattered]).min(radius(&choices) + JUMPS * jump);
         let ruled = || ruled.iter().map(&number);
         let (low, high) = if ruled().count() == 0 {
