@@ -47,8 +47,8 @@ struct Copy {
     fault: Fault,
     /// Whose launches are counted together.
     id: u64,
-    /// Whether another seed means another number of rows.
-    grows: bool,
+    /// There are as many more rows as the seed modulo this number.
+    grows: u64,
     seed: Seed,
 }
 
@@ -75,10 +75,10 @@ impl Copy {
     }
 
     fn rows(&self) -> usize {
-        self.num_rows + if self.grows { self.number() as usize % 2 } else { 0 }
+        self.num_rows + (self.number() % self.grows) as usize
     }
 
-    /// Whether this call finds something that it keeps to, and what the launcher knows by now.
+    /// What the launcher has kept of the calls of this case and of those with other seeds.
     fn kept<R>(&self, use_it: impl FnOnce(&mut Kept) -> R) -> R {
         let mut all = KEPT.lock().unwrap_or_else(|e| e.into_inner());
         use_it(all.get_or_insert_default().entry(self.id).or_default())
@@ -151,7 +151,7 @@ impl Declared for Copied {
 fn case(fault: Fault) -> Copy {
     static IDS: AtomicU64 = AtomicU64::new(0);
     let id = IDS.fetch_add(1, Ordering::Relaxed);
-    Copy { num_rows: 5, fault, id, grows: false, seed: Seed::Number(7) }
+    Copy { num_rows: 5, fault, id, grows: 1, seed: Seed::Number(7) }
 }
 
 fn check(case: &Copy) -> Outcome {
@@ -208,9 +208,9 @@ fn a_workspace_that_is_filled_by_its_first_call_alone_is_noticed() {
 }
 
 #[test]
-fn where_no_other_seed_goes_with_the_buffers_the_data_are_negated_and_that_is_counted() {
+fn where_no_other_seed_goes_with_the_buffers_other_numbers_do_and_that_is_counted() {
     let fixed = Copy { seed: Seed::Text("seven".into()), ..case(Fault::None) };
-    let grows = Copy { grows: true, ..case(Fault::None) };
+    let grows = Copy { grows: 64, ..case(Fault::None) };
     for (case, why) in [(fixed, "no field `seed`"), (grows, "of other extents")] {
         let outcome = check(&case);
         assert!(outcome.passed(), "{:#?}", failures(&outcome));
@@ -219,4 +219,10 @@ fn where_no_other_seed_goes_with_the_buffers_the_data_are_negated_and_that_is_co
         let faulty = Copy { fault: Fault::FillsWorkspaceOnce, id: case.id + 1000, ..case };
         assert!(!failures(&check(&faulty)).is_empty());
     }
+}
+
+#[test]
+fn seeds_are_tried_until_one_goes_with_the_buffers() {
+    let outcome = check(&Copy { grows: 4, ..case(Fault::None) });
+    assert!(outcome.passed() && skipped(&outcome, "another draw").is_none(), "{:?}", outcome.skips);
 }

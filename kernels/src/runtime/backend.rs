@@ -139,6 +139,15 @@ pub trait Recorded {
     fn launch(&self) -> Result<()>;
 }
 
+/// A backend that records work before it runs.
+pub trait Recorder {
+    /// Records what `work` enqueues; none of it runs. `work` must not wait for the device, nor allocate or compile.
+    ///
+    /// # Errors
+    /// Those of `work` and of the device.
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>>;
+}
+
 /// A device of either kind. Addresses are device addresses; on the emulator they are host pointers.
 pub trait Backend: Send + Sync {
     /// What this is.
@@ -217,13 +226,9 @@ pub trait Backend: Send + Sync {
         self.time(work)
     }
 
-    /// Records what `work` enqueues; none of it runs. `work` must not wait for the device, nor allocate or compile. `None`
-    /// from a backend that records nothing: then `work` is not called.
-    ///
-    /// # Errors
-    /// Those of `work` and of the device.
-    fn record(&self, _work: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Recorded + '_>>> {
-        Ok(None)
+    /// What records work to be run later, any number of times; `None` where nothing does.
+    fn recorder(&self) -> Option<&dyn Recorder> {
+        None
     }
 }
 

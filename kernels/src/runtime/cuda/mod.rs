@@ -23,7 +23,7 @@ use self::graph::Graph;
 pub use self::module::CudaModule;
 pub use self::nvrtc::{Compiled, Nvrtc};
 use super::backend::{
-    Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Recorded, Reservation, granules,
+    Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Recorded, Recorder, Reservation, granules,
 };
 use super::cache::ModuleCache;
 use super::error::{Result, RuntimeError};
@@ -237,8 +237,14 @@ impl Backend for CudaBackend {
         end.elapsed_since(&start)
     }
 
-    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Recorded + '_>>> {
-        Ok(Some(Box::new(Graph::record(&self.context, work)?)))
+    fn recorder(&self) -> Option<&dyn Recorder> {
+        Some(self)
+    }
+}
+
+impl Recorder for CudaBackend {
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>> {
+        Ok(Box::new(Graph::record(&self.context, work)?))
     }
 }
 
