@@ -169,7 +169,7 @@ pub enum Precision {
     /// them, and the tiles over which it takes its running maximum ([`Rounding::bf16_of_any_scale`]).
     Nearest {
         /// Seed of the accumulation noise, and the number of the choice. The first [`CHOICES`] seeds have no noise: they are
-    /// kernels whose every result in fp32 is the nearest one, which break ties as no other run does.
+        /// kernels whose every result in fp32 is the nearest one, which break ties as no other run does.
         seed: u64,
     },
 }
@@ -561,7 +561,10 @@ impl Rounding {
     /// Which way the truncation of a product goes in this run; `None` in the exact one.
     fn truncation_sign(&mut self) -> Option<f64> {
         let sign = |noise: &mut Noise| if noise.next().uniform(1.0) < 0.5 { -1.0 } else { 1.0 };
-        self.noise.as_mut().map(|noise| noise.unless_ideal(sign(noise)))
+        self.noise.as_mut().map(|noise| {
+            let sign = sign(noise);
+            noise.unless_ideal(sign)
+        })
     }
 
     /// A constant that every element is multiplied by, rounded to f32 once for all of them.
@@ -1133,7 +1136,9 @@ mod tests {
         // In fp32 the kernel's business remains, but for the runs without noise.
         assert_ne!(values(&run(CHOICES).f32(&x)?)?, values(&run(CHOICES + 1).f32(&x)?)?);
         let ideal = |x: f64| f64::from(x as f32);
-        for fine in [run(0).f32(&x)?, run(1).approximate_f32(&x)?, run(2).accumulated_f32(&x, &x.sqr()?, &x.ones_like()?)?] {
+        for fine in
+            [run(0).f32(&x)?, run(1).approximate_f32(&x)?, run(2).accumulated_f32(&x, &x.sqr()?, &x.ones_like()?)?]
+        {
             assert!(values(&x)?.iter().zip(values(&fine)?).all(|(&x, y)| ideal(x) == y));
         }
         let ties = f64_tensor(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0], &[2]);

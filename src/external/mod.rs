@@ -270,6 +270,7 @@ impl Runner for External {
                 Some("the memory of another process cannot be prepared")
             }
             "schedule_independent" => Some("another process schedules by itself"),
+            "sequence" => Some("another process has buffers of its own, new ones for each call"),
             _ => None,
         }
     }

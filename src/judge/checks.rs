@@ -16,7 +16,8 @@ use crate::judge::triangulation;
 use crate::judge::truth::{Held, Truth};
 use crate::operator::tensors::permuted_along;
 use crate::operator::{
-    Comparison, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, RoundingPoints, Side, rows_of,
+    Comparison, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Repeat, RoundingPoints, Sequence, Side,
+    rows_of,
 };
 use crate::record::{CheckRecord, Metrics, Skip, Verdict, WholeTensor, agreement_of};
 
@@ -84,10 +85,10 @@ impl Outcome {
         why.inspect(|why| self.skip(check, why, count)).is_some()
     }
 
-    /// Says of whatever failed since there were `before` checks that it did so under this schedule.
-    fn name_schedule(&mut self, before: usize, schedule: u64) {
+    /// Says of whatever failed since there were `before` checks when it did so.
+    fn name_run(&mut self, before: usize, when: &str) {
         for check in self.checks[before..].iter_mut().filter(|check| check.verdict != Verdict::Pass) {
-            check.message = format!("under schedule {schedule}: {}", check.message);
+            check.message = format!("{when}: {}", check.message);
         }
     }
 
@@ -445,7 +446,7 @@ fn special_values(exact: &OracleTensor, kernel: &[f64], budget: &Budget, outcome
     outcome.verdict("special_values", exact.name, kernel.len() as u64, problem);
 }
 
-/// Runs again: the same way, under another poison, under random schedules.
+/// Runs again: the same way, under another poison, after other data, under random schedules.
 fn repeat_checks(
     prepared: &dyn Prepared,
     runner: &dyn Runner,
@@ -466,6 +467,7 @@ fn repeat_checks(
         same_results("poison_independent", runner, first, &other, budgets, outcome);
         fully_written(first, &other, outcome);
     }
+    sequence_check(prepared, runner, first, budgets, outcome);
     let schedules = u64::from(options.schedules);
     if schedules > 0 && outcome.is_blind(runner, "schedule_independent", schedules) {
         return;
@@ -478,7 +480,39 @@ fn repeat_checks(
         if let Some(run) = run {
             same_results("schedule_independent", runner, first, &run, budgets, outcome);
         }
-        outcome.name_schedule(before, schedule);
+        outcome.name_run(before, &format!("under schedule {schedule}"));
+    }
+}
+
+/// Runs again after calls with other data, of which nothing may be left.
+fn sequence_check(
+    prepared: &dyn Prepared,
+    runner: &dyn Runner,
+    first: &KernelRun,
+    budgets: &[(&OracleTensor, Budget)],
+    outcome: &mut Outcome,
+) {
+    const CHECK: &str = "sequence";
+    if outcome.is_blind(runner, CHECK, 1) {
+        return;
+    }
+    let Sequence { repeats, stray_writes, skips } = match runner.sequence(prepared, Contract::NAN) {
+        Ok(Some(sequence)) => sequence,
+        Ok(None) => return,
+        Err(error) if error.skipped => return outcome.skip(CHECK, &error.message, 1),
+        Err(error) => return outcome.push(CHECK, "", error.verdict, 0, error.message),
+    };
+    outcome.skips.extend(skips);
+    for Repeat { when, run } in &repeats {
+        let before = outcome.checks.len();
+        memory_checks(runner, run, outcome);
+        same_results(CHECK, runner, first, run, budgets, outcome);
+        outcome.name_run(before, when);
+    }
+    for write in stray_writes {
+        let at = write.first_offset;
+        let message = format!("{} byte(s) of an earlier call's buffer changed, the first at byte {at}", write.bytes);
+        outcome.verdict(CHECK, &write.buffer, write.bytes as u64, Some(message));
     }
 }
 
@@ -491,10 +525,8 @@ fn same_results(
     budgets: &[(&OracleTensor, Budget)],
     outcome: &mut Outcome,
 ) {
-    for (a, b) in first.tensors.iter().zip(&second.tensors) {
-        if a.tensor.elements() == 0 {
-            continue;
-        }
+    for b in &second.tensors {
+        let Some(a) = first.tensors.iter().find(|a| a.name == b.name && a.tensor.elements() > 0) else { continue };
         let freely = runner.rounds_freely(a.name);
         freely.inspect(|why| outcome.skip(format!("bit equality of {}", a.name), why, 1));
         let problem = if a.deterministic && freely.is_none() {

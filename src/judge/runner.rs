@@ -3,7 +3,7 @@
 use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
-use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared};
+use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared, Sequence};
 use crate::record::Verdict;
 
 /// Why there are no outputs to check.
@@ -53,6 +53,14 @@ pub trait Runner {
     /// Whatever leaves no outputs to check.
     fn run(&self, prepared: &dyn Prepared, exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError>;
 
+    /// Runs the kernels of a case again after calls with other data. None where the case says of none.
+    ///
+    /// # Errors
+    /// Whatever leaves no outputs to check.
+    fn sequence(&self, _prepared: &dyn Prepared, _contract: Contract) -> Result<Option<Sequence>, RunError> {
+        Ok(None)
+    }
+
     /// What this is.
     fn environment(&self) -> &Environment;
 
@@ -95,6 +103,10 @@ pub trait Runner {
 impl Runner for Device {
     fn run(&self, prepared: &dyn Prepared, _exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError> {
         Ok(prepared.kernel(self, contract)?)
+    }
+
+    fn sequence(&self, prepared: &dyn Prepared, contract: Contract) -> Result<Option<Sequence>, RunError> {
+        Ok(prepared.sequence(self, contract)?)
     }
 
     fn environment(&self) -> &Environment {

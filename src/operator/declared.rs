@@ -23,11 +23,12 @@ use super::laws::Laws;
 use super::layouts::{self, Layouts, TensorLayout};
 use super::memory::Placed;
 use super::probe::Probe;
+use super::sequence;
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{
     Arithmetic, GoldenCase, GradientProbe, KernelRun, KernelTensor, Law, ModuleSpecification, Operator, OracleTensor,
-    Prepared, Profile, RoundingPoints, Side,
+    Prepared, Profile, RoundingPoints, Sequence, Side,
 };
 use crate::case::{Case, CaseError};
 use crate::judge::golden::GoldenFile;
@@ -398,7 +399,7 @@ pub(super) fn case_of<K: Declared>(case: &K::Case, choices: &Choices) -> Case {
 }
 
 /// Reads a line; lines written before layouts had a field of their own say `padding`.
-fn read<K: Declared>(line: &Case) -> Result<(K::Case, Choices), CaseError> {
+pub(super) fn read<K: Declared>(line: &Case) -> Result<(K::Case, Choices), CaseError> {
     let mut line = line.clone();
     let layouts = line.fields.remove(LAYOUTS);
     let padding = line.fields.remove(PADDING);
@@ -472,15 +473,20 @@ fn check_layouts<K: Declared>(specs: &Specs, layouts: &Layouts) -> Result<(), Ca
 /// Memory that the tensors of one case may take together on a GPU, where even what nobody touches is allocated.
 const LARGEST_CASE: usize = 40 << 30;
 
-/// Why a case does not fit a GPU: huge steps are memory there.
-fn too_large_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> Option<String> {
+/// Why a case does not fit a GPU so many times over: huge steps are memory there.
+pub(super) fn too_large_on(
+    environment: &Environment,
+    specs: &Specs,
+    layouts: &Layouts,
+    times: usize,
+) -> Option<String> {
     let bytes = |spec: &TensorSpec| {
         let elements = layout_of(spec, layouts).place(spec).map_or(0, |layout| layout.elements);
         elements.saturating_mul(spec.dtype.size())
     };
     let stored = specs.present().filter(|spec| spec.is_stored() && spec.placed.is_none());
     let total = stored.map(bytes).fold(0usize, usize::saturating_add);
-    (environment.backend == BackendKind::Cuda && total > LARGEST_CASE)
+    (environment.backend == BackendKind::Cuda && total.saturating_mul(times) > LARGEST_CASE)
         .then(|| format!("its layouts take more than the {} GiB that a case may have on a GPU", LARGEST_CASE >> 30))
 }
 
@@ -562,7 +568,7 @@ impl<K: Declared> Operator for Op<K> {
     fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
         // A case that is not understood is no skip: to prepare it will say what is wrong.
         let (case, choices) = read::<K>(case).ok()?;
-        K::cannot_run(&case, environment).or_else(|| too_large_on(environment, &K::tensors(&case), &choices.layouts))
+        K::cannot_run(&case, environment).or_else(|| too_large_on(environment, &K::tensors(&case), &choices.layouts, 1))
     }
 
     fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
@@ -638,7 +644,7 @@ impl<K: Declared> Clone for Inputs<K> {
 
 impl<K: Declared> Inputs<K> {
     /// Draws the tensors of a case that was checked.
-    fn draw(case: K::Case, choices: Choices) -> Result<Self, CaseError> {
+    pub(super) fn draw(case: K::Case, choices: Choices) -> Result<Self, CaseError> {
         let mut tensors = Tensors::draw(&K::tensors(&case), choices.special);
         K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
         Ok(Self::of(case, choices, tensors))
@@ -703,8 +709,42 @@ impl<K: Declared> Inputs<K> {
         tensors.extend(observed);
     }
 
+    /// Its tensors on a device, and the workspaces that its launches need.
+    pub(super) fn placed<'d>(
+        &self,
+        device: &'d Device,
+        contract: Contract,
+        specs: &Specs,
+    ) -> Result<Placed<'d>, RuntimeError> {
+        let mut placed = Placed::place(device, contract, specs, &self.choices.layouts, &self.tensors)?;
+        for (name, bytes) in K::workspaces(&self.case, placed.views(), device)? {
+            placed.workspace(name, bytes)?;
+        }
+        Ok(placed)
+    }
+
+    /// Launches forward and backward on what was placed, and reads back what they wrote.
+    pub(super) fn launched(&self, specs: &Specs, placed: &Placed<'_>) -> Result<KernelRun, RuntimeError> {
+        let (mut paths, mut frozen, mut changed) = (Vec::new(), Vec::new(), Vec::new());
+        let mut violations = placed.arena().run(|device| {
+            let mut run = Launches::new(device, placed.arena());
+            K::launch(&self.case, placed.views(), &mut run)?;
+            if specs.gradients().next().is_some() {
+                for spec in specs.present().filter(|spec| spec.part == Part::Output) {
+                    run.freeze(&placed.views()[spec.name])?;
+                }
+                K::launch_backward(&self.case, placed.backward_views(), &mut run)?;
+            }
+            (paths, frozen) = run.finish();
+            changed = placed.changed(&frozen)?;
+            Ok(())
+        })?;
+        violations.extend(changed);
+        Ok(KernelRun { tensors: self.collect(specs, placed, &frozen)?, violations, paths })
+    }
+
     /// What was written: what was frozen as it was then, since a change of it is a matter of its own.
-    fn collect(
+    pub(super) fn collect(
         &self,
         specs: &Specs,
         placed: &Placed<'_>,
@@ -775,26 +815,11 @@ impl<K: Declared> Prepared for Inputs<K> {
 
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
         let specs = self.specs();
-        let mut placed = Placed::place(device, contract, &specs, &self.choices.layouts, &self.tensors)?;
-        for (name, bytes) in K::workspaces(&self.case, placed.views(), device)? {
-            placed.workspace(name, bytes)?;
-        }
-        let (mut paths, mut frozen, mut changed) = (Vec::new(), Vec::new(), Vec::new());
-        let mut violations = placed.arena().run(|device| {
-            let mut run = Launches::new(device, placed.arena());
-            K::launch(&self.case, placed.views(), &mut run)?;
-            if specs.gradients().next().is_some() {
-                for spec in specs.present().filter(|spec| spec.part == Part::Output) {
-                    run.freeze(&placed.views()[spec.name])?;
-                }
-                K::launch_backward(&self.case, placed.backward_views(), &mut run)?;
-            }
-            (paths, frozen) = run.finish();
-            changed = placed.changed(&frozen)?;
-            Ok(())
-        })?;
-        violations.extend(changed);
-        Ok(KernelRun { tensors: self.collect(&specs, &placed, &frozen)?, violations, paths })
+        self.launched(&specs, &self.placed(device, contract, &specs)?)
+    }
+
+    fn sequence(&self, device: &Device, contract: Contract) -> Result<Option<Sequence>, RuntimeError> {
+        sequence::of(self, device, contract).map(Some)
     }
 
     fn laws(&self) -> Vec<Law> {

@@ -145,6 +145,20 @@ impl<'d> Placed<'d> {
         Ok(view)
     }
 
+    /// Puts other given tensors, of the same types and extents, where the given ones were: also where the backward reads
+    /// what the forward overwrites. All else stays as the last launches left it.
+    pub fn rewrite(&mut self, specs: &Specs, tensors: &Tensors) -> Result<(), RuntimeError> {
+        for spec in specs.present().filter(|spec| spec.is_given()) {
+            let Some(host) = tensors.get(spec.name) else { continue };
+            let (view, saved) = (&self.views[spec.name], &self.backward[spec.name]);
+            self.arena.rewrite(view, host)?;
+            if saved.address != view.address {
+                self.arena.rewrite(saved, host)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Puts a view in the place of its name's, for forward and backward.
     pub fn put(&mut self, name: &'static str, view: TensorView) {
         self.views.put(name, view.clone());

@@ -30,8 +30,11 @@ pub mod prelude;
 mod probe;
 pub mod refusals;
 pub mod registry;
+mod sequence;
 pub mod special;
 pub mod tensors;
+
+pub use sequence::{Repeat, Sequence};
 
 /// How large a sweep's cases are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -348,6 +351,15 @@ pub trait Prepared: Sync {
     /// # Errors
     /// What the launcher refuses, and what the kernel did wrong.
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError>;
+
+    /// Runs the kernels again after calls with other data, in the same buffers and beside them. None where nobody says
+    /// what other data would be.
+    ///
+    /// # Errors
+    /// Those of [`Self::kernel`].
+    fn sequence(&self, _device: &Device, _contract: Contract) -> Result<Option<Sequence>, RuntimeError> {
+        Ok(None)
+    }
 
     /// The case whose scalars and extents these inputs go with, in particular those of a law's variant. Where
     /// it is absent, a kernel from elsewhere is not held to the operator's laws ([`crate::external`]).

@@ -204,7 +204,7 @@ pub struct CheckRecord {
     /// Name of the check: `forward` and `gradient` (each element within its budget), `bias` (no uniform relative error),
     /// `precision` (as much error as rounding explains, and as many elements equal to it), `finite`, `special_values` (infinities, NaN and structural
     /// zeros where the oracle has them), `inputs_unchanged`, `guards`, `fully_written`, `repeatable`,
-    /// `poison_independent`, `schedule_independent`, `independence`, `oracle_gradients`, `launch`, `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
+    /// `poison_independent`, `sequence` (nothing of an earlier call with other data), `schedule_independent`, `independence`, `oracle_gradients`, `launch`, `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
     pub check: String,
     /// Tensor that it looked at; empty for checks of the whole case.
     pub tensor: String,

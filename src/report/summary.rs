@@ -11,7 +11,7 @@ use crate::record::{
 use super::numbers::{counted, significant};
 
 /// The checks that a full run holds, in the order of the matrix's columns.
-pub(super) const CHECKS: [&str; 15] = [
+pub(super) const CHECKS: [&str; 16] = [
     "launch",
     "forward",
     "gradient",
@@ -24,6 +24,7 @@ pub(super) const CHECKS: [&str; 15] = [
     "fully_written",
     "repeatable",
     "poison_independent",
+    "sequence",
     "schedule_independent",
     "independence",
     LAWS,

@@ -166,7 +166,7 @@ fn paths_that_no_case_took_are_named() {
 
 #[test]
 fn checks_that_no_case_ran_are_named() {
-    let missing = "Checks that no case ran: oracle_gradients, schedule_independent.";
+    let missing = "Checks that no case ran: oracle_gradients, sequence, schedule_independent.";
     assert!(html(&sample::passing(9)).contains(missing));
     assert!(markdown(&sample::passing(9)).contains(missing));
 }

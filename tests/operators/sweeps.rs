@@ -17,13 +17,14 @@ use crate::{Extent, shared, support};
 const SEED: u64 = 11;
 
 /// Checks that some case of every operator must come to.
-const OF_EVERY_OPERATOR: [&str; 7] = [
+const OF_EVERY_OPERATOR: [&str; 8] = [
     "forward",
     "guards",
     "inputs_unchanged",
     "fully_written",
     "repeatable",
     "poison_independent",
+    "sequence",
     "schedule_independent",
 ];
 /// The same where some tensor is compared within a budget, and not exactly.

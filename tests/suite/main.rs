@@ -21,6 +21,7 @@ mod layouts;
 mod mutants;
 mod scenario;
 mod selftest;
+mod sequence;
 mod shard;
 mod slurm;
 mod specification;

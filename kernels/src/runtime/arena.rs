@@ -112,6 +112,21 @@ impl Buffer {
         self.allocation.address..self.allocation.address + self.allocation.bytes as u64
     }
 
+    /// Uploads a tensor into its view, which is all of the buffer that is not poison then.
+    fn hold(&mut self, view: &TensorView, tensor: &HostTensor, poison: u8, backend: &dyn Backend) -> Result<()> {
+        let mut bytes = vec![poison; self.touched.bytes()];
+        let (offsets, piece) = view.pieces();
+        for (offset, source) in offsets.iter().zip(tensor.bytes.chunks(piece.max(1))) {
+            let at = self.touched.locate(view.address + *offset as u64, piece);
+            bytes[at.ok_or_else(|| untouched(view))?].copy_from_slice(source);
+        }
+        for part in &self.touched.parts {
+            backend.upload(part.address, &bytes[part.at.clone()])?;
+        }
+        self.initial = Some(bytes);
+        Ok(())
+    }
+
     /// Whether something between the buffer's first and last byte is untouched.
     fn is_sparse(&self) -> bool {
         self.touched.locate(self.allocation.address, self.allocation.bytes).is_none()
@@ -308,18 +323,68 @@ impl<'d> DeviceArena<'d> {
         let tensor = &*self.device.exchanged(name, tensor)?;
         let view = self.place(name, tensor.dtype, &tensor.shape, layout, role)?;
         let backend = self.device.backend();
-        let Some(buffer) = self.buffers.last_mut() else { return Ok(view) };
-        let mut bytes = vec![self.contract.poison; buffer.touched.bytes()];
-        let (offsets, piece) = view.pieces();
-        for (offset, source) in offsets.iter().zip(tensor.bytes.chunks(piece.max(1))) {
-            let at = buffer.touched.locate(view.address + *offset as u64, piece);
-            bytes[at.ok_or_else(|| untouched(&view))?].copy_from_slice(source);
+        if let Some(buffer) = self.buffers.last_mut() {
+            buffer.hold(&view, tensor, self.contract.poison, backend)?;
         }
-        for part in &buffer.touched.parts {
-            backend.upload(part.address, &bytes[part.at.clone()])?;
-        }
-        buffer.initial = Some(bytes);
         Ok(view)
+    }
+
+    /// Puts other numbers in the place of an uploaded tensor's, in the same memory; the rest of its buffer is poison again.
+    /// The next [`DeviceArena::run`] begins with these.
+    ///
+    /// # Errors
+    /// A tensor of another type or shape, and a view that was not uploaded; the device's.
+    pub fn rewrite(&mut self, view: &TensorView, tensor: &HostTensor) -> Result<()> {
+        let refused = |reason| Err(RuntimeError::argument("DeviceArena::rewrite", "tensor", reason));
+        if (tensor.dtype, &tensor.shape) != (view.dtype, &view.shape) {
+            return refused(format!("{tensor:?} in the place of {} {:?} `{}`", view.dtype, view.shape, view.name));
+        }
+        if view.elements() == 0 {
+            return Ok(());
+        }
+        let (poison, backend) = (self.contract.poison, self.device.backend());
+        let uploaded = |buffer: &&mut Buffer| buffer.initial.is_some() && buffer.addresses().contains(&view.address);
+        match self.buffers.iter_mut().find(uploaded) {
+            Some(buffer) => buffer.hold(view, tensor, poison, backend),
+            None => refused(format!("`{}` was not uploaded here", view.name)),
+        }
+    }
+
+    /// Poisons whatever was not uploaded, as it was before the first call.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn poison_again(&self) -> Result<()> {
+        self.buffers.iter().filter(|buffer| buffer.initial.is_none()).try_for_each(|buffer| self.poison(buffer))
+    }
+
+    /// Bytes that changed since everything was uploaded and poisoned, where no call has used this arena since: writes of a
+    /// call that has buffers elsewhere.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn stray_writes(&self) -> Result<Vec<Violation>> {
+        self.device.backend().synchronize()?;
+        let (mut violations, poison) = (Vec::new(), self.contract.poison);
+        for buffer in &self.buffers {
+            let now = buffer.touched.download(self.device.backend(), &(0..u64::MAX))?;
+            // All at once: buffers are large, and almost none has changed.
+            let as_before = match &buffer.initial {
+                Some(initial) => now == *initial,
+                None => now == vec![poison; now.len()],
+            };
+            if as_before {
+                continue;
+            }
+            let before = |at: usize| buffer.initial.as_ref().map_or(poison, |initial| initial[at]);
+            let from_start = |part: &Part, at| (part.address + at as u64) as i64 - buffer.allocation.address as i64;
+            let changed = buffer.touched.parts.iter().flat_map(|part| {
+                let bytes = part.at.clone().enumerate().filter(|&(_, at)| now[at] != before(at));
+                bytes.map(move |(offset, _)| from_start(part, offset))
+            });
+            report(&mut violations, buffer, ViolationKind::Guard, changed);
+        }
+        Ok(violations)
     }
 
     /// Allocates an output or a workspace, filled with poison.
@@ -335,7 +400,7 @@ impl<'d> DeviceArena<'d> {
         role: Role,
     ) -> Result<TensorView> {
         let view = self.place(name, dtype, shape, layout, role)?;
-        self.poison_last()?;
+        self.buffers.last().map_or(Ok(()), |buffer| self.poison(buffer))?;
         Ok(view)
     }
 
@@ -386,9 +451,9 @@ impl<'d> DeviceArena<'d> {
         Ok(view)
     }
 
-    fn poison_last(&self) -> Result<()> {
-        let parts = self.buffers.last().map_or(&[][..], |buffer| &buffer.touched.parts);
-        parts.iter().try_for_each(|part| self.device.backend().fill(part.address, self.contract.poison, part.at.len()))
+    fn poison(&self, buffer: &Buffer) -> Result<()> {
+        let (backend, poison) = (self.device.backend(), self.contract.poison);
+        buffer.touched.parts.iter().try_for_each(|part| backend.fill(part.address, poison, part.at.len()))
     }
 
     /// Runs the call and waits for it; returns every forbidden write. A device that only records

@@ -130,6 +130,24 @@ pub trait LoadedModule: Send + Sync {
     fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()>;
 }
 
+/// Work that was recorded, to be run any number of times: each time on what its memory holds then.
+pub trait Recorded {
+    /// Enqueues all of it. Keep `self`, and the memory that the work uses, until it was waited for.
+    ///
+    /// # Errors
+    /// The device's.
+    fn launch(&self) -> Result<()>;
+}
+
+/// A backend that records work before it runs.
+pub trait Recorder {
+    /// Records what `work` enqueues; none of it runs. `work` must not wait for the device, nor allocate or compile.
+    ///
+    /// # Errors
+    /// Those of `work` and of the device.
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>>;
+}
+
 /// A device of either kind. Addresses are device addresses; on the emulator they are host pointers.
 pub trait Backend: Send + Sync {
     /// What this is.
@@ -206,6 +224,11 @@ pub trait Backend: Send + Sync {
     /// Those of `work` and of the device.
     fn time_recorded(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
         self.time(work)
+    }
+
+    /// What records work to be run later, any number of times; `None` where nothing does.
+    fn recorder(&self) -> Option<&dyn Recorder> {
+        None
     }
 }
 

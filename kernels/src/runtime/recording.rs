@@ -211,4 +211,32 @@ mod tests {
         assert_eq!(arena.download(&y).unwrap().bytes, [0x7b; 24]);
         assert_eq!(device.take_recorded(), [("x".to_owned(), x)]);
     }
+
+    #[test]
+    fn a_rewritten_tensor_lies_where_it_lay_and_whatever_else_changes_is_a_stray_write() {
+        let device = recorder();
+        let x = HostTensor::from_i32(&[2, 3], &[1, 2, 3, 4, 5, 6]);
+        let y = HostTensor::from_i32(&[2, 3], &[7, 8, 9, 10, 11, 12]);
+        let mut arena = DeviceArena::new(&device, Contract::NAN);
+        let given = arena.upload("x", &x, &Layout::padded(&[2, 3], 2), Role::Input).unwrap();
+        let written = arena.output("out", DType::I32, &[4]).unwrap();
+        arena.rewrite(&given, &y).unwrap();
+        assert_eq!((arena.download(&given).unwrap(), arena.stray_writes().unwrap()), (y.clone(), vec![]));
+
+        device.backend().upload(given.address + 20, &[5; 8]).unwrap();
+        device.backend().upload(written.address + 4, &[0; 4]).unwrap();
+        let strays = arena.stray_writes().unwrap();
+        let found: Vec<_> = strays.iter().map(|v| (v.buffer.as_str(), v.bytes, v.first_offset)).collect();
+        assert_eq!(found, [("x", 8, 20), ("out", 4, 4)]);
+        arena.rewrite(&given, &x).unwrap();
+        arena.poison_again().unwrap();
+        assert_eq!((arena.download(&given).unwrap(), arena.stray_writes().unwrap()), (x, vec![]));
+
+        let wide = HostTensor::from_i32(&[2, 4], &[0; 8]);
+        for (view, tensor, why) in [(&given, &wide, "in the place of"), (&written, &wide, "in the place of")] {
+            assert!(arena.rewrite(view, tensor).unwrap_err().to_string().contains(why));
+        }
+        let four = HostTensor::from_i32(&[4], &[0; 4]);
+        assert!(arena.rewrite(&written, &four).unwrap_err().to_string().contains("`out` was not uploaded here"));
+    }
 }

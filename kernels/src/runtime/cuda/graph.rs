@@ -3,6 +3,7 @@
 use cudarc::driver::sys;
 
 use super::driver::Context;
+use crate::runtime::backend::Recorded;
 use crate::runtime::error::Result;
 
 /// Recorded work, on the device and ready to run. Borrows its context, so that it cannot outlive it.
@@ -35,12 +36,10 @@ impl<'a> Graph<'a> {
         context.check(unsafe { sys::cuGraphUpload(recorded.executable, context.stream()) }, "cuGraphUpload")?;
         Ok(recorded)
     }
+}
 
-    /// Enqueues everything recorded. Keep `self` until it was waited for.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn launch(&self) -> Result<()> {
+impl Recorded for Graph<'_> {
+    fn launch(&self) -> Result<()> {
         self.context.enter()?;
         // SAFETY: executable and stream are of this context; what the recorded work uses is the caller's to keep.
         self.context.check(unsafe { sys::cuGraphLaunch(self.executable, self.context.stream()) }, "cuGraphLaunch")

@@ -22,7 +22,9 @@ use self::driver::{Context, Event, Properties};
 use self::graph::Graph;
 pub use self::module::CudaModule;
 pub use self::nvrtc::{Compiled, Nvrtc};
-use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Reservation, granules};
+use super::backend::{
+    Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Recorded, Recorder, Reservation, granules,
+};
 use super::cache::ModuleCache;
 use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
@@ -233,6 +235,16 @@ impl Backend for CudaBackend {
         })?;
         graph.launch()?;
         end.elapsed_since(&start)
+    }
+
+    fn recorder(&self) -> Option<&dyn Recorder> {
+        Some(self)
+    }
+}
+
+impl Recorder for CudaBackend {
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>> {
+        Ok(Box::new(Graph::record(&self.context, work)?))
     }
 }
 

@@ -1,0 +1,241 @@
+//! A call after another one: what a launcher, a module or a workspace keeps of the first must not show in the second.
+//!
+//! The case's kernels run on other data; then on the case's own in the same buffers, with workspaces and outputs as the
+//! first call left them; then in buffers elsewhere, while the first ones, still there, hold the other data again. Where
+//! launches can be recorded, they are, once, and replayed on other data and the case's own in turn. Each run on the case's
+//! own data must write what a run by itself wrote. What the very first call of all leaves for good, such as a length by
+//! which a module goes from then on, is right for this case, and seen by the next one instead.
+//!
+//! The other data are the case's with other seeds: other numbers, lists and lengths. Where these make tensors or
+//! workspaces of other extents, or the case has no seed, only floating-point numbers are others: those of a distribution
+//! drawn anew, all others negated, which is exact. Integers and bytes are then the same, and that is a counted skip.
+
+use dsv4_kernels::runtime::arena::Violation;
+use dsv4_kernels::runtime::{Contract, Device, RuntimeError};
+use serde_json::Value;
+
+use super::declaration::{Source, Specs, TensorSpec};
+use super::declared::{Choices, Declared, Inputs, Launches, case_of, read, too_large_on};
+use super::memory::Placed;
+use super::tensors::Tensors;
+use super::{KernelRun, format_of};
+use crate::operators::Aliasing;
+use crate::record::Skip;
+
+/// How often recorded launches are replayed, on the case's own data and on other data in turn.
+const REPLAYS: usize = 11;
+
+/// How many other seeds are tried, until one goes with the case's buffers.
+const SEEDS: u64 = 32;
+
+/// What the kernels of a case wrote after calls with other data.
+#[derive(Clone, Debug, Default)]
+pub struct Sequence {
+    /// Runs on the case's own data.
+    pub repeats: Vec<Repeat>,
+    /// What was written into the buffers of an earlier call.
+    pub stray_writes: Vec<Violation>,
+    /// What could not be done, and why.
+    pub skips: Vec<Skip>,
+}
+
+/// A run on the case's own data, and what came before it.
+#[derive(Clone, Debug)]
+pub struct Repeat {
+    /// Such as `after other data in the same buffers`.
+    pub when: String,
+    /// What was written.
+    pub run: KernelRun,
+}
+
+impl Sequence {
+    fn push(&mut self, when: impl Into<String>, run: KernelRun) {
+        self.repeats.push(Repeat { when: when.into(), run });
+    }
+
+    fn skip(&mut self, what: &str, why: impl Into<String>) {
+        self.skips.push(Skip { what: format!("sequence: {what}"), why: why.into(), count: 1 });
+    }
+}
+
+/// Runs the sequence of a case.
+pub(super) fn of<K: Declared>(
+    inputs: &Inputs<K>,
+    device: &Device,
+    contract: Contract,
+) -> Result<Sequence, RuntimeError> {
+    let (specs, mut sequence) = (inputs.specs(), Sequence::default());
+    let (mut here, mut elsewhere) = buffers(inputs, &specs, device, contract, &mut sequence)?;
+    let other = drawn_anew(inputs, &specs, &here, device).unwrap_or_else(|why| {
+        sequence.skip("another draw", why);
+        with_other_numbers(inputs, &specs)
+    });
+    // Who has kept an address finds other numbers there, and what it writes there is found.
+    for placed in elsewhere.iter_mut().chain([&mut here]) {
+        placed.rewrite(&specs, &other.tensors)?;
+    }
+    let before = other.launched(&specs, &here)?;
+    here.rewrite(&specs, &inputs.tensors)?;
+    let mut again = inputs.launched(&specs, &here)?;
+    again.violations.extend(before.violations);
+    sequence.push("after other data in the same buffers", again);
+    let last = match &mut elsewhere {
+        None => &mut here,
+        Some(elsewhere) => {
+            sequence.stray_writes.extend(elsewhere.arena().stray_writes()?);
+            here.rewrite(&specs, &other.tensors)?;
+            here.arena().poison_again()?;
+            elsewhere.rewrite(&specs, &inputs.tensors)?;
+            sequence.push("in buffers beside those of earlier calls", inputs.launched(&specs, elsewhere)?);
+            sequence.stray_writes.extend(here.arena().stray_writes()?);
+            elsewhere
+        }
+    };
+    replays(inputs, &other, &specs, last, &mut sequence)?;
+    Ok(sequence)
+}
+
+/// Buffers to call in twice, and others beside them where there is memory for both.
+fn buffers<'d, K: Declared>(
+    inputs: &Inputs<K>,
+    specs: &Specs,
+    device: &'d Device,
+    contract: Contract,
+    sequence: &mut Sequence,
+) -> Result<(Placed<'d>, Option<Placed<'d>>), RuntimeError> {
+    const WHAT: &str = "buffers elsewhere";
+    let first = inputs.placed(device, contract, specs)?;
+    if let Some(why) = too_large_on(device.environment(), specs, &inputs.choices.layouts, 2) {
+        sequence.skip(WHAT, format!("twice, {why}"));
+        return Ok((first, None));
+    }
+    match inputs.placed(device, contract, specs) {
+        // The first ones may well lie where those of the runs before this lay, which are gone, and so are not first here.
+        Ok(second) => Ok((second, Some(first))),
+        Err(error @ RuntimeError::TooLarge { .. }) => {
+            sequence.skip(WHAT, error.to_string());
+            Ok((first, None))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Records the launches while their buffers hold other data, and replays them.
+fn replays<K: Declared>(
+    inputs: &Inputs<K>,
+    other: &Inputs<K>,
+    specs: &Specs,
+    placed: &mut Placed<'_>,
+    sequence: &mut Sequence,
+) -> Result<(), RuntimeError> {
+    let device = placed.arena().device();
+    let Some(recorder) = device.backend().recorder() else {
+        sequence.skip("recorded launches", format!("the {} records no graphs", device.environment().backend));
+        return Ok(());
+    };
+    placed.rewrite(specs, &other.tensors)?;
+    let recorded = recorder.record(&mut || {
+        let mut run = Launches::timed(device);
+        K::launch(&inputs.case, placed.views(), &mut run)?;
+        if specs.gradients().next().is_some() {
+            K::launch_backward(&inputs.case, placed.backward_views(), &mut run)?;
+        }
+        Ok(())
+    })?;
+    for replay in 1..=REPLAYS {
+        let own = replay % 2 == 1;
+        placed.rewrite(specs, if own { &inputs.tensors } else { &other.tensors })?;
+        let violations = placed.arena().run(|_| recorded.launch())?;
+        let mut tensors = if own { inputs.collect(specs, placed, &[])? } else { Vec::new() };
+        // Nothing reads it back between the launches: another output lies over it by now.
+        tensors.retain(|tensor| !is_overwritten(specs, tensor.name));
+        sequence
+            .push(format!("in replay {replay} of recorded launches"), KernelRun { tensors, violations, paths: vec![] });
+    }
+    Ok(())
+}
+
+/// Whether another tensor is written in this one's place.
+fn is_overwritten(specs: &Specs, name: &str) -> bool {
+    let over = |spec: &TensorSpec| matches!(spec.placed, Some((Aliasing::InPlace, of)) if of == name);
+    specs.present().any(over)
+}
+
+/// The case with other seeds, the first that go with the buffers of this one, or why none does.
+fn drawn_anew<K: Declared>(
+    inputs: &Inputs<K>,
+    specs: &Specs,
+    placed: &Placed<'_>,
+    device: &Device,
+) -> Result<Inputs<K>, String> {
+    let mut why = String::new();
+    for change in 1..=SEEDS {
+        match drawn_with(inputs, specs, placed, device, change) {
+            Ok(other) => return Ok(other),
+            Err(reason) => why = reason,
+        }
+    }
+    Err(why)
+}
+
+/// The case with seeds changed by `change`, or why that does not go with the buffers of this one.
+fn drawn_with<K: Declared>(
+    inputs: &Inputs<K>,
+    specs: &Specs,
+    placed: &Placed<'_>,
+    device: &Device,
+    change: u64,
+) -> Result<Inputs<K>, String> {
+    // Special numbers lie where they lie, whatever the seed: the other data have none.
+    let choices = Choices { layouts: inputs.choices.layouts.clone(), special: None };
+    let mut line = case_of::<K>(&inputs.case, &choices);
+    let seeds: usize = line.fields.iter_mut().map(|(name, value)| reseed(name, value, change)).sum();
+    if seeds == 0 {
+        return Err("the case has no field `seed`".into());
+    }
+    let (case, choices) = read::<K>(&line).map_err(|error| error.to_string())?;
+    let mut others_specs = K::tensors(&case);
+    others_specs.seed = specs.seed;
+    if others_specs != *specs {
+        return Err("tensors drawn by other seeds are of other extents".into());
+    }
+    let workspaces = |case| K::workspaces(case, placed.views(), device).map_err(|error| error.to_string());
+    if workspaces(&case)? != workspaces(&inputs.case)? {
+        return Err("workspaces of other seeds are of other sizes".into());
+    }
+    let other = Inputs::<K>::draw(case, choices).map_err(|error| error.to_string())?;
+    let form = |tensors: &Tensors| -> Vec<_> {
+        tensors.iter().map(|(name, tensor)| (name, tensor.dtype, tensor.shape.clone())).collect()
+    };
+    if form(&other.tensors) != form(&inputs.tensors) {
+        return Err("tensors drawn by other seeds are of other extents".into());
+    }
+    Ok(other)
+}
+
+/// Changes every field `seed` of a case, also those of cases within it; how many there are.
+fn reseed(name: &str, value: &mut Value, change: u64) -> usize {
+    match value {
+        Value::Object(fields) => fields.iter_mut().map(|(name, value)| reseed(name, value, change)).sum(),
+        Value::Number(seed) if name == "seed" => {
+            let Some(old) = seed.as_u64() else { return 0 };
+            *value = (old ^ change).into();
+            1
+        }
+        _ => 0,
+    }
+}
+
+/// The case's own data with other floating-point numbers. All negated would be too little: products of two would stay.
+fn with_other_numbers<K: Declared>(inputs: &Inputs<K>, specs: &Specs) -> Inputs<K> {
+    let mut reseeded = specs.clone();
+    reseeded.seed ^= 1;
+    let (mut tensors, drawn) = (Tensors::clone(&inputs.tensors), Tensors::draw(&reseeded, None));
+    for spec in specs.present().filter(|spec| spec.is_given() && format_of(spec.dtype).is_some()) {
+        match (spec.source, drawn.get(spec.name)) {
+            (Source::Drawn { .. }, Some(other)) => tensors.put(spec.name, other.clone()),
+            _ => tensors.edit(spec.name, |values| values.iter_mut().for_each(|value| *value = -*value)),
+        }
+    }
+    Inputs::of(inputs.case.clone(), inputs.choices.clone(), tensors)
+}
