@@ -36,6 +36,7 @@ pub mod rope;
 pub mod score_recompute;
 mod select;
 pub mod sparse_attention;
+pub mod statistics;
 pub mod swiglu;
 
 #[cfg(test)]

@@ -37,6 +37,7 @@
 //! [`WORKING_RUNS`]: crate::judge::yardstick::WORKING_RUNS
 //! [`NEAREST_RUNS`]: crate::judge::yardstick::NEAREST_RUNS
 
+use dsv4_reference::statistics;
 use statrs::distribution::{ContinuousCDF, Normal};
 
 use crate::judge::grid::Steps;
@@ -92,8 +93,10 @@ impl Budget {
         let elements = exact.values.len();
         let (allowed, variance) = (Vec::with_capacity(elements), Vec::with_capacity(elements));
         let mut budget = Self { allowed, multiple: 0.0, variance };
+        let runs: Vec<&[f64]> = working.iter().map(|run| run.values.as_slice()).collect();
+        let own = statistics::mean_squares(&exact.values, &runs);
         for pooled in pooling.ranges(&exact.shape) {
-            budget.derive_row(exact, working, stored, pooled, z);
+            budget.derive_row(exact, &own, runs.len(), stored, pooled, z);
         }
         budget
     }
@@ -108,15 +111,15 @@ impl Budget {
     fn derive_row(
         &mut self,
         exact: &OracleTensor,
-        working: &[&OracleTensor],
+        own: &[f64],
+        runs: usize,
         stored: &Steps,
         range: std::ops::Range<usize>,
         z: f64,
     ) {
-        let own: Vec<f64> = range.clone().map(|i| own_variance(exact.values[i], working, i)).collect();
-        let pool = Pool::of(&own, working.len() as f64);
-        for (i, own) in range.zip(own) {
-            let value = exact.values[i];
+        let pool = Pool::of(&own[range.clone()], runs as f64);
+        for i in range {
+            let (value, own) = (exact.values[i], own[i]);
             if !value.is_finite() {
                 self.allowed.push(f64::NAN);
                 self.variance.push(f64::NAN);
@@ -167,13 +170,6 @@ impl Pool {
             (self.prior * self.mean + self.runs * own) / (self.prior + self.runs)
         }
     }
-}
-
-fn own_variance(exact: f64, working: &[&OracleTensor], index: usize) -> f64 {
-    if !exact.is_finite() {
-        return f64::NAN;
-    }
-    working.iter().map(|run| (run.values[index] - exact).powi(2)).sum::<f64>() / working.len() as f64
 }
 
 #[cfg(test)]

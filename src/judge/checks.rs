@@ -27,6 +27,9 @@ pub struct CheckOptions {
     /// Random schedules to run each case under, beyond the deterministic one (emulator only): those of the seeds 1 to
     /// this number. [`crate::operator::Profile::schedules`] is what a sweep asks for.
     pub schedules: u32,
+    /// Whether verdicts say what they could have seen ([`crate::judge::power`]); whether they have power at all is asked of
+    /// each.
+    pub power: bool,
     /// Whether to triangulate the oracle's gradients. It concerns the oracle alone, so once per case
     /// is enough, and a kernel's mutants need it never.
     pub triangulate: bool,
@@ -189,7 +192,7 @@ fn run_kernels(
         };
         match truth.held(index, found) {
             Ok(held) => {
-                compare(truth, index, found, &first, &held, outcome);
+                compare(truth, index, found, &first, (&held, options.power), outcome);
                 budgets.push((exact, held.budget.clone()));
             }
             Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
@@ -215,7 +218,7 @@ pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
         let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else { continue };
         let exact = &truth.exact[index];
         match truth.held(index, found) {
-            Ok(held) => compare(truth, index, found, run, &held, &mut outcome),
+            Ok(held) => compare(truth, index, found, run, (&held, false), &mut outcome),
             Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
         }
     }
@@ -292,7 +295,7 @@ fn compare(
     index: usize,
     found: &KernelTensor,
     run: &KernelRun,
-    held: &Arc<Held>,
+    (held, power): (&Arc<Held>, bool),
     outcome: &mut Outcome,
 ) {
     let exact = &truth.exact[index];
@@ -305,23 +308,30 @@ fn compare(
         return;
     }
     match found.comparison {
-        Comparison::Rounded => agreement_checks(truth, index, found, held, outcome),
+        Comparison::Rounded => agreement_checks(truth, index, found, (held, power), outcome),
         Comparison::Exact => exact_check(exact, found, &held.budget, outcome),
         Comparison::Selection { scores } => selection_check(truth, exact, found, scores, run, outcome),
     }
 }
 
-fn agreement_checks(truth: &Truth, index: usize, found: &KernelTensor, held: &Held, outcome: &mut Outcome) {
+fn agreement_checks(
+    truth: &Truth,
+    index: usize,
+    found: &KernelTensor,
+    (held, power): (&Held, bool),
+    outcome: &mut Outcome,
+) {
     let exact = &truth.exact[index];
     let kernel = found.tensor.to_f64();
     let compared = exact.values.iter().filter(|value| value.is_finite()).count() as u64;
     if compared > 0 {
         // Where nothing is finite (all rows empty) the special values carry the case.
         let metrics = Metrics {
-            power: truth.power(index, held),
+            power: if power { truth.power(index, held) } else { None },
             ..agreement::measure(&kernel, exact, &held.budget, &held.steps)
         };
-        agreement_verdict(exact, &kernel, held, metrics, compared, outcome);
+        let powerless = truth.is_powerless(index, held);
+        agreement_verdict(exact, &kernel, (held, powerless), metrics, compared, outcome);
     }
     special_values(exact, &kernel, &held.budget, outcome);
 }
@@ -369,7 +379,7 @@ pub const POWERLESS: &str = "rounding is as large as the values: an error of 10 
 fn agreement_verdict(
     exact: &OracleTensor,
     kernel: &[f64],
-    held: &Held,
+    (held, powerless): (&Held, bool),
     metrics: Metrics,
     compared: u64,
     outcome: &mut Outcome,
@@ -384,7 +394,6 @@ fn agreement_verdict(
             worst.index, worst.kernel, worst.oracle, worst.allowed
         )
     });
-    let powerless = metrics.power.as_ref().is_some_and(|power| power.powerless);
     if powerless && problem.is_none() {
         outcome.skip(agreement_of(exact.name), POWERLESS, 1);
     } else {

@@ -1,7 +1,7 @@
 //! The grid on which a kernel's numbers lie, element by element: what the last rounding is worth.
 
 use dsv4_kernels::runtime::DType;
-use dsv4_reference::Format;
+use dsv4_reference::{Format, statistics};
 
 use crate::operator::{Grid, OracleTensor};
 
@@ -49,15 +49,18 @@ impl Steps {
 
     /// What is left of a tensor's elements when it is stored on this grid. What overflows there stays as it is.
     pub fn store(&self, values: &[f64]) -> Vec<f64> {
-        let nearest = |(index, &value): (usize, &f64)| {
-            let stored = match self {
-                Self::Exact => value,
-                Self::Float(format) => format.nearest(value),
-                Self::Scaled { format, scales } => format.nearest(value / scales[index]) * scales[index],
-            };
-            if stored.is_finite() { stored } else { value }
-        };
-        values.iter().enumerate().map(nearest).collect()
+        match self {
+            Self::Exact => values.to_vec(),
+            Self::Float(format) => statistics::stored(*format, values),
+            Self::Scaled { format, scales } => {
+                let in_scales: Vec<f64> = values.iter().zip(scales).map(|(value, scale)| value / scale).collect();
+                let stored = statistics::stored(*format, &in_scales);
+                let of = |((stored, scale), value): ((f64, &f64), &f64)| {
+                    if stored.is_finite() { stored * scale } else { *value }
+                };
+                stored.into_iter().zip(scales).zip(values).map(of).collect()
+            }
+        }
     }
 
     /// Half a unit in the last place of element number `index` at magnitude `value`.

@@ -30,9 +30,7 @@ const SMALLEST_BIAS: u32 = 30;
 /// The power of the verdict over one tensor. `run` is that of the oracle to nearest, not stored yet; `None` where a bias
 /// changes nothing that is stored.
 pub fn of(exact: &OracleTensor, held: &Held, run: &[f64]) -> Option<Power> {
-    let stays = |(i, e): (usize, &f64)| e.is_finite() && e.abs() > held.steps.half_ulp(i, 0.0);
-    held.yardstick.as_ref()?;
-    if !exact.values.iter().enumerate().any(stays) {
+    if !can_be_biased(exact, held) {
         return None;
     }
     let tensor = Tensor { exact, held, run };
@@ -47,6 +45,17 @@ pub fn of(exact: &OracleTensor, held: &Held, run: &[f64]) -> Option<Power> {
         flash_mla: tensor.smallest_bias(|y| rules.flash_mla(y)),
         flash_attention: tensor.smallest_bias(|y| rules.flash_attention(y)),
     })
+}
+
+/// Whether the verdict over one tensor would pass an error of 10 %, where that changes anything.
+pub fn is_missing(exact: &OracleTensor, held: &Held, run: &[f64]) -> bool {
+    can_be_biased(exact, held) && !Tensor { exact, held, run }.sees(FLOOR, &|y| fails(exact, held, y))
+}
+
+/// Whether something is compared within rounding, and not stored as zero.
+fn can_be_biased(exact: &OracleTensor, held: &Held) -> bool {
+    let stays = |(i, e): (usize, &f64)| e.is_finite() && e.abs() > held.steps.half_ulp(i, 0.0);
+    held.yardstick.is_some() && exact.values.iter().enumerate().any(stays)
 }
 
 /// Whether a tensor is failed, by an element's budget or as a whole.

@@ -48,6 +48,7 @@ pub struct Held {
     /// Bounds on it as a whole, where it is compared within rounding.
     pub yardstick: Option<Yardstick>,
     power: OnceLock<Option<Power>>,
+    powerless: OnceLock<bool>,
 }
 
 impl Truth {
@@ -110,12 +111,18 @@ impl Truth {
         let exact = &self.exact[index];
         let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
         if found.comparison != Comparison::Rounded {
-            return Ok(Held { steps, budget: Budget::nothing(exact), yardstick: None, power: OnceLock::new() });
+            return Ok(Held {
+                steps,
+                budget: Budget::nothing(exact),
+                yardstick: None,
+                power: OnceLock::new(),
+                powerless: OnceLock::new(),
+            });
         }
         let runs = self.runs(index);
         let budget = Budget::derive_pooled(exact, &runs, &steps, found.pooling);
         let yardstick = Yardstick::derive(exact, &runs, &steps, &budget, self.arithmetic.points);
-        Ok(Held { steps, budget, yardstick: Some(yardstick), power: OnceLock::new() })
+        Ok(Held { steps, budget, yardstick: Some(yardstick), power: OnceLock::new(), powerless: OnceLock::new() })
     }
 
     /// What the verdict over exact tensor number `index` can see; `None` where there is nothing to see: it is not
@@ -126,6 +133,15 @@ impl Truth {
             power::of(&self.exact[index], held, &run[index].values)
         };
         held.power.get_or_init(of_run).clone()
+    }
+
+    /// Whether the verdict over exact tensor number `index` would pass an error of 10 %.
+    pub fn is_powerless(&self, index: usize, held: &Held) -> bool {
+        let of_run = || {
+            let run = self.working.get(WORKING_RUNS);
+            run.is_some_and(|run| power::is_missing(&self.exact[index], held, &run[index].values))
+        };
+        *held.powerless.get_or_init(of_run)
     }
 
     fn runs(&self, index: usize) -> Vec<&OracleTensor> {

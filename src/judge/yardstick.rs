@@ -40,6 +40,7 @@
 //! more ([`RoundingPoints::Undeclared`]).
 
 use dsv4_reference::precision::{CHOICES, Precision};
+use dsv4_reference::statistics::{self, WeightedErrors};
 use statrs::distribution::{DiscreteCDF, Poisson};
 
 use crate::judge::budget::{Budget, CAMPAIGN, expected_maximum, student};
@@ -95,7 +96,7 @@ pub struct Numbers {
 struct Scale {
     /// Elements of which the oracle has a finite value.
     finite: Vec<usize>,
-    /// `w_i`, of these.
+    /// `w_i`, zero where the oracle has no finite value.
     weights: Vec<f64>,
     /// `sum w e²`.
     signal: f64,
@@ -154,22 +155,14 @@ impl Yardstick {
     /// The numbers of what a kernel wrote.
     pub fn numbers(&self, exact: &OracleTensor, written: &[f64]) -> Numbers {
         let Scale { finite, weights, signal } = &self.scale;
-        let (mut projection, mut energy) = (0.0, 0.0);
-        for (&i, w) in finite.iter().zip(weights) {
-            let error = written[i] - exact.values[i];
-            // Zero errors of elements that are allowed none count nothing, whatever their weight is.
-            if error != 0.0 {
-                projection += w * exact.values[i] * error;
-                energy += w * error * error;
-            }
-        }
-        let equal_to = |run: &Vec<f64>| finite.iter().filter(|&&i| run[i] == written[i]).count();
+        let errors = WeightedErrors::of(&exact.values, written, weights);
+        let equal_to = |run: &Vec<f64>| statistics::count_equal(&exact.values, run, written);
         let equal = self.nearest.iter().map(equal_to).max().unwrap_or(0);
         // Of nothing finite nothing is said.
         let count = finite.len().max(1) as f64;
         Numbers {
-            bias: if *signal > 0.0 { projection / signal } else { 0.0 },
-            energy: energy / count,
+            bias: if *signal > 0.0 { errors.projection / signal } else { 0.0 },
+            energy: errors.energy / count,
             equal: equal as f64 / count,
         }
     }
@@ -261,8 +254,9 @@ impl Scale {
             // What may not err at all is held to by its budget alone.
             if variance > 0.0 { variance.recip() } else { 0.0 }
         };
-        let weights: Vec<f64> = finite.iter().map(|&i| weight(i)).collect();
-        let signal = finite.iter().zip(&weights).map(|(&i, w)| w * exact.values[i].powi(2)).sum();
+        let mut weights = vec![0.0; exact.values.len()];
+        finite.iter().for_each(|&i| weights[i] = weight(i));
+        let signal = finite.iter().map(|&i| weights[i] * exact.values[i].powi(2)).sum();
         Self { finite, weights, signal }
     }
 
@@ -273,14 +267,12 @@ impl Scale {
         let mut bias = vec![Moments::default(); rows];
         let mut energy = vec![Moments::default(); rows];
         for run in working {
-            let (mut projections, mut energies) = (vec![0.0; rows], vec![0.0; rows]);
-            for (&i, w) in self.finite.iter().zip(&self.weights) {
-                let error = run[i] - exact.values[i];
-                projections[i / row_len] += w * exact.values[i] * error;
-                energies[i / row_len] += w * error * error;
+            let rows = exact.values.chunks(row_len).zip(run.chunks(row_len)).zip(self.weights.chunks(row_len));
+            for (row, ((exact, run), weights)) in rows.enumerate() {
+                let errors = WeightedErrors::of(exact, run, weights);
+                bias[row].add(errors.projection);
+                energy[row].add(errors.energy);
             }
-            bias.iter_mut().zip(projections).for_each(|(row, part)| row.add(part));
-            energy.iter_mut().zip(energies).for_each(|(row, part)| row.add(part));
         }
         let count = self.finite.len() as f64;
         Jumps {
@@ -292,7 +284,8 @@ impl Scale {
 
     fn flips(&self, exact: &OracleTensor, budget: &Budget, steps: &Steps) -> Flips {
         let (mut mean, mut bias, mut energy) = (0.0f64, 0.0f64, 0.0f64);
-        for (&i, w) in self.finite.iter().zip(&self.weights) {
+        for &i in &self.finite {
+            let w = self.weights[i];
             let ulp = 2.0 * steps.half_ulp(i, exact.values[i]);
             if ulp > 0.0 && budget.variance[i] > 0.0 {
                 // E|x| of a normal number is sqrt(2/pi) sigma, and two runs differ by sqrt(2) of that.
