@@ -122,6 +122,8 @@ pub(crate) struct Counts {
     pub(super) compared: u64,
     /// Mutants that no check saw.
     pub(super) survivors: u64,
+    /// Tensors of which no verdict had power.
+    without_power: u64,
     /// Things skipped.
     pub(super) skipped: u64,
 }
@@ -133,6 +135,7 @@ impl Counts {
             cases: report.cases.len() as u64,
             failing_cases: report.cases.iter().filter(|case| !agrees(case)).count() as u64,
             unchecked_cases: report.cases.iter().filter(|case| case.checks.is_empty()).count() as u64,
+            without_power: report.without_power().len() as u64,
             survivors: report.mutants.iter().filter(|mutant| survived(mutant)).count() as u64,
             skipped: report.skips.iter().map(|skip| skip.count).sum(),
             ..Self::default()
@@ -165,6 +168,10 @@ impl Counts {
         trouble(self.standing(Standing::Error), "check", "could not be decided");
         trouble(self.standing(Standing::Unfounded), "check", "passed without ground");
         trouble(self.unchecked_cases, "case", "ran no check");
+        if troubles.is_empty() && self.without_power > 0 {
+            let tensors = counted(self.without_power, "tensor");
+            return ("fail", format!("No check failed, but nothing was shown of {tensors}"));
+        }
         match (troubles.is_empty(), self.survivors) {
             (false, _) => ("fail", format!("{}, in {}", troubles.join(", "), counted(self.failing_cases, "case"))),
             (true, 0) => {

@@ -4,10 +4,10 @@ use std::fs;
 
 use dsv4_kernels::runtime::BackendKind;
 
-use crate::record::{Report, Verdict};
+use crate::record::{CheckRecord, Report, Seen, ShardRecord, Skip, Verdict, agreement_of};
 
 use super::numbers::{duration, element, one_minus_cosine, significant, time, utc};
-use super::{html, markdown, sample, write_all};
+use super::{html, markdown, power, sample, write_all};
 
 fn place(page: &str, part: &str) -> usize {
     page.find(part).unwrap_or_else(|| panic!("`{part}` is not on the page"))
@@ -162,6 +162,51 @@ fn paths_that_no_case_took_are_named() {
     report.environment.backend = BackendKind::Cuda;
     report.cases.retain(|case| case.operator != "rope");
     assert!(report.paths_never_run().is_empty(), "an operator without cases was not swept");
+}
+
+#[test]
+fn a_tensor_of_which_no_verdict_had_power_fails_the_run_and_is_named() {
+    let mut report = sample::passing(9);
+    assert_eq!((report.verdict(), report.without_power()), (Verdict::Pass, vec![]));
+    let skip = |tensor: &str| Skip { what: agreement_of(tensor), why: "too coarse".into(), count: 1 };
+    let first = report.cases.iter().position(|case| case.operator == "rope").unwrap();
+    report.cases[first].skips.push(skip("y"));
+    assert!(report.without_power().is_empty(), "other cases have power");
+    let strip = |check: &mut CheckRecord| {
+        if check.tensor == "y" {
+            check.metrics = None;
+        }
+    };
+    let of_rope = report.cases.iter_mut().filter(|case| case.operator == "rope");
+    of_rope.for_each(|case| case.checks.iter_mut().for_each(strip));
+    assert_eq!((report.verdict(), report.without_power()), (Verdict::Fail, vec![("rope", "y")]));
+    let (page, summary) = (html(&report), markdown(&report));
+    assert!(page.contains("Nothing was shown of y of rope") && summary.contains("nothing was shown of 1 tensor"));
+    // A part of a run need not have what the whole has.
+    report.shards = vec![ShardRecord {
+        index: 0,
+        count: 2,
+        planned_cases: 1,
+        plan_digest: String::new(),
+        executable_digest: String::new(),
+        device: String::new(),
+        seconds: 0.0,
+    }];
+    assert!(report.without_power().is_empty());
+}
+
+#[test]
+fn the_power_of_verdicts_is_gathered_by_tensor_and_alarms_are_counted() {
+    let report = sample::passing(9);
+    let tensors = power::of_report(&report);
+    let tensor = tensors.iter().find(|tensor| tensor.operator == "rope").unwrap();
+    let [ours, assert_close, cosine, ..] = power::RULES.map(|(_, rule)| tensor.seen_in(0.5, rule));
+    assert_eq!((ours, cosine), ((Seen::Bias(11), 0), (Seen::Nothing, 0)));
+    assert_eq!(assert_close, (Seen::Nothing, tensor.cases.len()), "an alarm is nothing seen");
+    assert_eq!((tensor.share_seeing(11), tensor.share_seeing(12)), (1.0, 0.0));
+    let table = power::table(&tensors);
+    assert!(table.contains("2^-11") && table.contains("alarms)"), "{table}");
+    assert!(html(&report).contains("bias seen in half of the cases by"));
 }
 
 #[test]
