@@ -90,7 +90,12 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
         cases: arguments.cases,
         seed: arguments.seed.number(),
         // Nobody schedules another process at random: the checks say so, and count it.
-        checks: CheckOptions { schedules: arguments.profile.schedules(), power: true, triangulate: true },
+        checks: CheckOptions {
+            schedules: arguments.profile.schedules(),
+            power: true,
+            sequence: true,
+            triangulate: true,
+        },
         regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
         // What breaks somebody else's kernel is not for ours to remember.
         remember: false,

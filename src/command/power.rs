@@ -195,7 +195,7 @@ fn of_operator(
         profile: arguments.profile,
         cases: arguments.cases,
         seed: arguments.seed.number(),
-        checks: CheckOptions { schedules: 0, power: false, triangulate: false },
+        checks: CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false },
         regressions: Regressions::new(Regressions::default_dir()),
         remember: false,
         time_budget: None,

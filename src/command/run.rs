@@ -141,7 +141,7 @@ fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
         profile: arguments.profile,
         cases: arguments.cases,
         seed: arguments.seed.number(),
-        checks: CheckOptions { schedules, power: true, triangulate: true },
+        checks: CheckOptions { schedules, power: true, sequence: true, triangulate: true },
         regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
         // A shard that remembered would change the plan of those that start later: the merge does it.
         remember: arguments.shard.is_none(),

@@ -27,6 +27,9 @@ pub struct CheckOptions {
     /// Random schedules to run each case under, beyond the deterministic one (emulator only): those of the seeds 1 to
     /// this number. [`crate::operator::Profile::schedules`] is what a sweep asks for.
     pub schedules: u32,
+    /// Whether calls in sequence are checked. They take three launches of everything; a sweep on the emulator checks
+    /// every third case ([`crate::sweep::run_planned`]).
+    pub sequence: bool,
     /// Whether verdicts say what they could have seen ([`crate::judge::power`]); whether they have power at all is asked of
     /// each.
     pub power: bool,
@@ -476,7 +479,11 @@ fn repeat_checks(
         same_results("poison_independent", runner, first, &other, budgets, outcome);
         fully_written(first, &other, outcome);
     }
-    sequence_check(prepared, runner, first, budgets, outcome);
+    if options.sequence {
+        sequence_check(prepared, runner, first, budgets, outcome);
+    } else {
+        outcome.skip("sequence", "of a sweep on the emulator every third case is called in sequence", 1);
+    }
     let schedules = u64::from(options.schedules);
     if schedules > 0 && outcome.is_blind(runner, "schedule_independent", schedules) {
         return;
