@@ -203,23 +203,34 @@ fn shrink(
     allowed: Duration,
 ) -> CaseRecord {
     let start = Instant::now();
-    let mut smallest = CaseRecord { origin: Origin::Shrunk, ..record.clone() };
+    // On the way only what failed is asked again, and what costs little; what is left of the case is checked like any other.
+    let asked = CheckOptions {
+        power: false,
+        sequence: checks.sequence && failing.check == "sequence",
+        triangulate: checks.triangulate && failing.check == "oracle_gradients",
+        ..checks
+    };
+    let mut smallest = None;
     let mut longest = Duration::ZERO;
     let mut moved = tree.simplify();
     // Nothing is begun that would not end in time, as far as one can know.
     while moved && start.elapsed() + longest < allowed {
         let begun = Instant::now();
-        let smaller = run_case(&tree.current(), Origin::Shrunk, runner, checks);
+        let case = tree.current();
+        let smaller = run_case(&case, Origin::Shrunk, runner, asked);
         longest = longest.max(begun.elapsed());
         let same = |c: &CheckRecord| c.verdict != Verdict::Pass && c.check == failing.check;
         moved = if smaller.checks.iter().any(same) {
-            smallest = CaseRecord { plan_number: record.plan_number, ..smaller };
+            smallest = Some(case);
             tree.simplify()
         } else {
             tree.complicate()
         };
     }
-    smallest
+    match smallest {
+        Some(case) => CaseRecord { plan_number: record.plan_number, ..run_case(&case, Origin::Shrunk, runner, checks) },
+        None => CaseRecord { origin: Origin::Shrunk, ..record.clone() },
+    }
 }
 
 /// Runs one case of any operator and writes its record.
