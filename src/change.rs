@@ -21,7 +21,7 @@ pub const SHARE: u64 = 8;
 /// then the commit draws lots, and what is left out is for the run of everything.
 pub const MOST_MUTANTS: usize = 96;
 /// So many modules are compiled for a commit at most, for each target.
-pub const MOST_MODULES: usize = 16;
+pub const MOST_MODULES: usize = 10;
 
 /// What a commit changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
