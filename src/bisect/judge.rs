@@ -128,8 +128,7 @@ pub struct AgreeJudge {
 
 impl AgreeJudge {
     fn judge(&self, device: &Device) -> Trial {
-        let options =
-            CheckOptions { schedules: self.effort.schedules, power: false, sequence: true, triangulate: false };
+        let options = CheckOptions::of_kernels(self.effort.schedules);
         let outcome = checks::run(&*self.prepared, device, options);
         let note = outcome.failures().next().map_or("every check passes".to_owned(), |failure| {
             format!("{} {}: {}", failure.check, failure.tensor, failure.message)

@@ -12,19 +12,18 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::run::{self, RecordWriter};
-use super::seed::Seed;
+use super::sweep::SweepArguments;
 use super::{DeviceArguments, Exit, replay};
 use crate::external::adapter::Adapter;
 use crate::external::process::{Call, OneShot, Worker};
 use crate::external::{self, External, ExternalOptions};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
+use crate::operator::Operator;
 use crate::operator::registry;
-use crate::operator::{Operator, Profile};
 use crate::record::journal::{Remembered, Shard};
 use crate::record::{CaseRecord, Report, SCHEMA_VERSION, Skip, Verdict};
 use crate::report;
-use crate::sweep::regressions::Regressions;
 use crate::sweep::shard::{Costs, Plan};
 use crate::sweep::{PlannedCase, SweepOptions};
 
@@ -55,15 +54,8 @@ pub struct ExternalArguments {
     /// Seconds that one run of a case may take
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     time_limit: f64,
-    /// Size of the sweep
-    #[arg(long, value_enum, default_value = "quick")]
-    profile: Profile,
-    /// Drawn cases; the profile's number when absent
-    #[arg(long)]
-    cases: Option<usize>,
-    /// Seed of the sweep; `fresh` draws one, prints it and records it
-    #[arg(long, default_value = "0", value_name = "N|fresh")]
-    seed: Seed,
+    #[command(flatten)]
+    sweep: SweepArguments,
     /// Run these instead of a sweep: a case as one line of JSON, or a file with one case a line
     #[arg(long, value_name = "CASE|FILE", conflicts_with_all = ["cases", "seed"])]
     case: Option<String>,
@@ -80,27 +72,15 @@ pub struct ExternalArguments {
 
 /// Sweeps somebody else's kernel and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
-    arguments.seed.announce(None)?;
+    arguments.sweep.seed.announce(None)?;
     let operator = registry::find(&arguments.op)?;
     let external = open(arguments)?;
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let start = Instant::now();
-    let options = SweepOptions {
-        profile: arguments.profile,
-        cases: arguments.cases,
-        seed: arguments.seed.number(),
-        // Nobody schedules another process at random: the checks say so, and count it.
-        checks: CheckOptions {
-            schedules: arguments.profile.schedules(),
-            power: true,
-            sequence: true,
-            triangulate: true,
-        },
-        regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
-        // What breaks somebody else's kernel is not for ours to remember.
-        remember: false,
-        time_budget: None,
-    };
+    // Nobody schedules another process at random: the checks say so, and count it. And what breaks somebody else's kernel
+    // is not for ours to remember.
+    let checks = CheckOptions::everything(arguments.sweep.profile.schedules());
+    let options = arguments.sweep.options(checks, arguments.regressions.as_deref());
     let (plan, remembered) = plan(arguments, operator, &options, external.environment())?;
     external.check_adapter(plan.cases.iter().map(|planned| &planned.case)).with_context(|| adapter_name(arguments))?;
     let record = run::plan_record(&plan, Shard::WHOLE, remembered, &external);
@@ -110,13 +90,13 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let seconds = start.elapsed().as_secs_f64();
     let report = Report {
         schema_version: SCHEMA_VERSION,
-        command: arguments.seed.command(),
+        command: arguments.sweep.seed.command(),
         started_unix,
         seconds,
         revision: record.identity.revision.clone(),
         environment: external.environment().clone(),
-        profile: arguments.profile.name().to_owned(),
-        seed: arguments.seed.number(),
+        profile: arguments.sweep.profile.name().to_owned(),
+        seed: arguments.sweep.seed.number(),
         schedules: 0,
         operators: vec![operator.describe()],
         skips: skips(&cases).into_iter().chain(left_out).collect(),

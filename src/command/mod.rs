@@ -15,7 +15,7 @@ mod power;
 mod replay;
 mod report;
 mod run;
-mod seed;
+mod sweep;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -380,7 +380,7 @@ fn know_cases(
 ) -> Result<Vec<Vec<KnownCase>>> {
     let on_gpu = device.environment().backend == BackendKind::Cuda;
     let schedules = if on_gpu { 0 } else { arguments.schedules };
-    let options = CheckOptions { schedules, power: false, sequence: true, triangulate: false };
+    let options = CheckOptions::of_kernels(schedules);
     let mut known = Vec::new();
     for operator in operators {
         if !needs_cases(&operator.describe().name) {

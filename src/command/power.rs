@@ -9,18 +9,18 @@ use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions};
 use dsv4_reference::precision::Precision;
 
 use super::Exit;
-use super::seed::Seed;
+use super::sweep::SweepArguments;
 use crate::bisect::sequential::{lower_bound, upper_bound};
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::judge::power::fails;
 use crate::judge::truth::Truth;
 use crate::mutants::planted::{self, Mutant};
-use crate::operator::{Comparison, KernelRun, Operator, Prepared, Profile, registry};
+use crate::operator::{Comparison, KernelRun, Operator, Prepared, registry};
 use crate::record::Power;
 use crate::report::power::{self, Gathered};
-use crate::sweep::regressions::{Regressions, fixtures_dir};
-use crate::sweep::{self, SweepOptions};
+use crate::sweep;
+use crate::sweep::regressions::fixtures_dir;
 
 /// Options of `parity power`.
 #[derive(Debug, Args)]
@@ -28,15 +28,8 @@ pub struct PowerArguments {
     /// Operators, comma-separated; all when absent
     #[arg(long, value_name = "A,B")]
     ops: Option<String>,
-    /// Size of the sweep
-    #[arg(long, value_enum, default_value = "quick")]
-    profile: Profile,
-    /// Drawn cases for each operator; the profile's number when absent
-    #[arg(long)]
-    cases: Option<usize>,
-    /// Seed of the sweep; `fresh` draws one, prints it and records it
-    #[arg(long, default_value = "0", value_name = "N|fresh")]
-    seed: Seed,
+    #[command(flatten)]
+    sweep: SweepArguments,
     /// Also judge so many fresh runs of each oracle, which round as the kernels do, as if kernels had written them, and
     /// count the false alarms
     #[arg(long, default_value_t = 0, value_name = "N")]
@@ -53,7 +46,7 @@ pub struct PowerArguments {
 /// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No kernel runs but those of
 /// mutants that are asked for.
 pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
-    arguments.seed.announce(None)?;
+    arguments.sweep.seed.announce(None)?;
     let device = Device::open(BackendKind::Emulator, DeviceOptions::default())?;
     let recorder = Device::recording(device.environment().clone());
     let mut gathered = Gathered::default();
@@ -191,15 +184,7 @@ fn of_operator(
     alarms: &mut Alarms,
     bugs: &mut Bugs,
 ) -> Result<Vec<Seen>> {
-    let options = SweepOptions {
-        profile: arguments.profile,
-        cases: arguments.cases,
-        seed: arguments.seed.number(),
-        checks: CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false },
-        regressions: Regressions::new(Regressions::default_dir()),
-        remember: false,
-        time_budget: None,
-    };
+    let options = arguments.sweep.options(CheckOptions::of_kernels(0), None);
     let (planned, _) = sweep::plan(operator, Vec::new(), &options, recorder.environment())?;
     let mut seen = Vec::new();
     for planned in planned {

@@ -54,7 +54,7 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
         Err(error) => return Err(error),
     };
     let schedules = super::schedules(arguments.schedules, Profile::Ci, &device);
-    let options = CheckOptions { schedules, power: true, sequence: true, triangulate: true };
+    let options = CheckOptions::everything(schedules);
     let may_be_a_race = device.environment().backend == BackendKind::Emulator && schedules < MANY_SCHEDULES;
     let mut exit = Exit::Agreed;
     for Given { case, has_failed } in &given {

@@ -10,12 +10,12 @@ use dsv4_kernels::runtime::{BackendKind, Device};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::benchmarks::{self, Measured};
-use super::seed::Seed;
+use super::sweep::SweepArguments;
 use super::{DeviceArguments, Exit};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
+use crate::operator::Operator;
 use crate::operator::registry;
-use crate::operator::{Operator, Profile};
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Shard};
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
 use crate::report::{self, history};
@@ -30,15 +30,8 @@ pub struct RunArguments {
     /// Operators, comma-separated; all when absent
     #[arg(long, value_name = "A,B")]
     ops: Option<String>,
-    /// Size of the sweep
-    #[arg(long, value_enum, default_value = "quick")]
-    profile: Profile,
-    /// Drawn cases for each operator; the profile's number when absent
-    #[arg(long)]
-    cases: Option<usize>,
-    /// Seed of the sweep; `fresh` draws one, prints it and records it
-    #[arg(long, default_value = "0", value_name = "N|fresh")]
-    seed: Seed,
+    #[command(flatten)]
+    sweep: SweepArguments,
     /// Random schedules to run each case under, beyond the deterministic one (emulator); 2 with profile quick and
     /// otherwise 4 when absent, 0 for none
     #[arg(long)]
@@ -79,7 +72,7 @@ pub struct RunArguments {
 /// Sweeps and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let shard = arguments.shard.map(|_| "--shard");
-    arguments.seed.announce(shard.or(arguments.resume.then_some("--resume")))?;
+    arguments.sweep.seed.announce(shard.or(arguments.resume.then_some("--resume")))?;
     let operators = registry::select(arguments.ops.as_deref())?;
     let device = arguments.device.open()?;
     // Before anything else runs: what cannot be understood must not cost a finished sweep its report.
@@ -109,13 +102,13 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let seconds = start.elapsed().as_secs_f64() + taken_over;
     let report = Report {
         schema_version: SCHEMA_VERSION,
-        command: arguments.seed.command(),
+        command: arguments.sweep.seed.command(),
         started_unix,
         seconds,
         revision: record.identity.revision.clone(),
         environment: device.environment().clone(),
-        profile: arguments.profile.name().to_owned(),
-        seed: arguments.seed.number(),
+        profile: arguments.sweep.profile.name().to_owned(),
+        seed: arguments.sweep.seed.number(),
         schedules: options.checks.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
         cases,
@@ -136,16 +129,12 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
 }
 
 fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
-    let schedules = super::schedules(arguments.schedules, arguments.profile, device);
+    let schedules = super::schedules(arguments.schedules, arguments.sweep.profile, device);
     SweepOptions {
-        profile: arguments.profile,
-        cases: arguments.cases,
-        seed: arguments.seed.number(),
-        checks: CheckOptions { schedules, power: true, sequence: true, triangulate: true },
-        regressions: Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir)),
         // A shard that remembered would change the plan of those that start later: the merge does it.
         remember: arguments.shard.is_none(),
         time_budget: arguments.time_budget.map(Duration::from_secs),
+        ..arguments.sweep.options(CheckOptions::everything(schedules), arguments.regressions.as_deref())
     }
 }
 
@@ -224,7 +213,7 @@ pub(super) fn revision(runner: &dyn Runner) -> Revision {
 fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
     let skip =
         |why: &str, count: u32| vec![Skip { what: "random schedules".into(), why: why.into(), count: count.into() }];
-    match (device.environment().backend, arguments.schedules.unwrap_or(arguments.profile.schedules())) {
+    match (device.environment().backend, arguments.schedules.unwrap_or(arguments.sweep.profile.schedules())) {
         (BackendKind::Emulator, 0) => skip("turned off (--schedules 0)", 1),
         (BackendKind::Cuda, asked) if asked > 0 => {
             skip("a GPU schedules by itself; only the emulator takes a seed", asked)

@@ -38,6 +38,18 @@ pub struct CheckOptions {
     pub triangulate: bool,
 }
 
+impl CheckOptions {
+    /// Everything.
+    pub const fn everything(schedules: u32) -> Self {
+        Self { schedules, sequence: true, power: true, triangulate: true }
+    }
+
+    /// Everything that says whether kernels are right; the oracle is taken as it is.
+    pub const fn of_kernels(schedules: u32) -> Self {
+        Self { power: false, triangulate: false, ..Self::everything(schedules) }
+    }
+}
+
 /// Everything that was learnt about one case.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {

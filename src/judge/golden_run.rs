@@ -39,7 +39,7 @@ pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> C
 pub fn run_by(truth: &Truth, file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
     let mut outcome = against_golden(golden, truth);
     if let (Some(device), None) = (device, &golden.kernel_skip) {
-        let options = CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false };
+        let options = CheckOptions::of_kernels(0);
         let kernels = checks::run_by(truth, &*golden.prepared, device, options, |_| false);
         outcome.checks.extend(kernels.checks);
         outcome = Outcome { checks: outcome.checks, ..kernels };

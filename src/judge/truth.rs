@@ -110,19 +110,15 @@ impl Truth {
     fn derive(&self, index: usize, found: &KernelTensor) -> Result<Held, String> {
         let exact = &self.exact[index];
         let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
-        if found.comparison != Comparison::Rounded {
-            return Ok(Held {
-                steps,
-                budget: Budget::nothing(exact),
-                yardstick: None,
-                power: OnceLock::new(),
-                powerless: OnceLock::new(),
-            });
-        }
-        let runs = self.runs(index);
-        let budget = Budget::derive_pooled(exact, &runs, &steps, found.pooling);
-        let yardstick = Yardstick::derive(exact, &runs, &steps, &budget, self.arithmetic.points);
-        Ok(Held { steps, budget, yardstick: Some(yardstick), power: OnceLock::new(), powerless: OnceLock::new() })
+        let (budget, yardstick) = if found.comparison == Comparison::Rounded {
+            let runs = self.runs(index);
+            let budget = Budget::derive_pooled(exact, &runs, &steps, found.pooling);
+            let yardstick = Yardstick::derive(exact, &runs, &steps, &budget, self.arithmetic.points);
+            (budget, Some(yardstick))
+        } else {
+            (Budget::nothing(exact), None)
+        };
+        Ok(Held { steps, budget, yardstick, power: OnceLock::new(), powerless: OnceLock::new() })
     }
 
     /// What the verdict over exact tensor number `index` can see; `None` where there is nothing to see: it is not
@@ -130,7 +126,7 @@ impl Truth {
     pub fn power(&self, index: usize, held: &Held) -> Option<Power> {
         let of_run = || {
             let run = self.working.get(WORKING_RUNS)?;
-            power::of(&self.exact[index], held, &run[index].values)
+            power::of(&self.exact[index], held, &run[index].values, self.is_powerless(index, held))
         };
         held.power.get_or_init(of_run).clone()
     }

@@ -196,7 +196,7 @@ impl Mutant {
         enough: &dyn Fn(&Outcome) -> bool,
     ) -> Result<MutantRecord, MutantError> {
         let mutated = device.with_tree(self.plant(device.tree())?);
-        let options = CheckOptions { schedules, power: false, sequence: true, triangulate: false };
+        let options = CheckOptions::of_kernels(schedules);
         let mut killed_by = BTreeSet::new();
         let (mut killing_case, mut reason) = (String::new(), String::new());
         let mut cases_run = 0;

@@ -95,7 +95,7 @@ fn run_clean(device: &Device, case: &Case) -> Result<(), String> {
     let refused = |error| format!("{}: {error}", case.line());
     let prepared = registry::prepare(case).map_err(refused)?;
     let truth = TRUTHS.of(case, &*prepared).map_err(refused)?;
-    let options = CheckOptions { schedules: SCHEDULES, power: false, sequence: true, triangulate: false };
+    let options = CheckOptions::of_kernels(SCHEDULES);
     let outcome = checks::run_by(&truth, &*prepared, device, options, |_| false);
     if outcome.passed() {
         return Ok(());

@@ -22,7 +22,7 @@ use dsv4_parity::sweep;
 use crate::command_line::{Parity, binary};
 use crate::support;
 
-const OPTIONS: CheckOptions = CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false };
+const OPTIONS: CheckOptions = CheckOptions::of_kernels(0);
 /// No test waits longer for a process that is alive.
 const LIMIT: Duration = Duration::from_secs(60);
 

@@ -17,7 +17,7 @@ use crate::support::device;
 
 const NAME: &str = "attention_output_rotation";
 
-const OPTIONS: CheckOptions = CheckOptions { schedules: 1, power: false, sequence: true, triangulate: false };
+const OPTIONS: CheckOptions = CheckOptions::of_kernels(1);
 
 /// Hostile lists, sinks of the order of lse, a gradient of lse.
 fn case(values: Values, v_dim: usize) -> SparseAttentionCase {

@@ -156,11 +156,7 @@ fn case(fault: Fault) -> Copy {
 
 fn check(case: &Copy) -> Outcome {
     let prepared = Op::<Copied>::new().prepare(&Case::new("copied", case)).expect("a sound case");
-    checks::run(
-        &*prepared,
-        support::device(),
-        CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false },
-    )
+    checks::run(&*prepared, support::device(), CheckOptions::of_kernels(0))
 }
 
 /// Whether a check of the sequence failed, and no other.

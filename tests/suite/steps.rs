@@ -220,11 +220,7 @@ fn outcomes(border: Border) -> Vec<Outcome> {
     let check = |mut line: dsv4_parity::case::Case| {
         line.fields.insert("border".into(), serde_json::json!(border));
         let prepared = operator.prepare(&line).expect("a sound case");
-        checks::run(
-            &*prepared,
-            support::device(),
-            CheckOptions { schedules: 2, power: false, sequence: true, triangulate: false },
-        )
+        checks::run(&*prepared, support::device(), CheckOptions::of_kernels(2))
     };
     operator.edge_cases(Profile::Quick).into_iter().map(check).collect()
 }

@@ -48,7 +48,7 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
 
 #[test]
 fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
-    let options = options(20, 1, CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false });
+    let options = options(20, 1, CheckOptions::of_kernels(0));
     let gpu = |target: &str| Environment {
         backend: BackendKind::Cuda,
         target: target.into(),
@@ -97,7 +97,7 @@ fn every_case_that_a_strategy_draws_or_shrinks_to_replays_from_its_line() {
 fn the_same_seed_draws_the_same_cases_and_another_seed_others() {
     let operator = registry::find("rope").unwrap();
     let drawn = |seed| -> Vec<Case> {
-        let options = options(2, seed, CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false });
+        let options = options(2, seed, CheckOptions::of_kernels(0));
         let (planned, _) = sweep::plan(operator, Vec::new(), &options, support::device().environment()).unwrap();
         planned.into_iter().map(|planned| planned.case).collect()
     };
@@ -114,10 +114,7 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
     assert_eq!(text.matches(mean).count(), 1);
     let wrong = tree.with_text(file, text.replace(mean, &mean.replace("(width)", "(width + 1)")), "a wrong mean");
     let device = support::device().with_tree(wrong);
-    let (options, mut collected) = (
-        options(1, 3, CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false }),
-        Collected::default(),
-    );
+    let (options, mut collected) = (options(1, 3, CheckOptions::of_kernels(0)), Collected::default());
     sweep::sweep(registry::find("rms_norm").unwrap(), &device, &options, &mut collected).unwrap();
     let records = collected.records;
     let [drawn, small] = &records[records.len() - 2..] else { panic!("nothing was shrunk") };
@@ -184,10 +181,7 @@ impl Runner for MadeUp<'_> {
 /// how long it took.
 fn sweep_made_up(spoilt: &[&'static str], time_budget: Option<Duration>) -> (Collected, Vec<Skip>, (u32, Duration)) {
     let start = Instant::now();
-    let options = SweepOptions {
-        time_budget,
-        ..options(12, 3, CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false })
-    };
+    let options = SweepOptions { time_budget, ..options(12, 3, CheckOptions::of_kernels(0)) };
     let (runner, mut collected) = (MadeUp { spoilt, cases: Cell::new(0) }, Collected::default());
     let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, &options, &mut collected).unwrap();
     (collected, skips, (runner.cases.get(), start.elapsed()))
@@ -324,7 +318,7 @@ fn fake_with(kernel: impl Fn(Contract) -> Result<KernelRun, RuntimeError> + Sync
 }
 
 fn check(fake: &Fake) -> Outcome {
-    checks::run(fake, support::device(), CheckOptions { schedules: 0, power: false, sequence: true, triangulate: true })
+    checks::run(fake, support::device(), CheckOptions { power: false, ..CheckOptions::everything(0) })
 }
 
 /// The checks that did not pass must be exactly these.
@@ -463,7 +457,7 @@ fn a_kernel_that_does_not_say_where_it_rounds_is_held_to_its_elements_and_to_a_w
         }
     }
     let check = |values: Vec<f64>| {
-        let options = CheckOptions { schedules: 0, power: false, sequence: true, triangulate: true };
+        let options = CheckOptions { power: false, ..CheckOptions::everything(0) };
         checks::run(&Undeclared(fake(values)), support::device(), options)
     };
     let biased = check(exact().iter().map(|value| value * (1.0 + SPREAD)).collect());
@@ -657,11 +651,7 @@ fn of_oracle(name: &'static str, shape: &[usize], values: &[f64]) -> OracleTenso
 
 /// The checks of a tensor that did not pass, with their messages.
 fn failures_of(operator: &Declared, tensor: &str) -> Vec<(String, Verdict, String)> {
-    let outcome = checks::run(
-        operator,
-        support::device(),
-        CheckOptions { schedules: 0, power: false, sequence: true, triangulate: false },
-    );
+    let outcome = checks::run(operator, support::device(), CheckOptions::of_kernels(0));
     assert!(outcome.checks.iter().any(|c| c.check == "launch" && c.verdict == Verdict::Pass));
     let failures = outcome.failures().filter(|c| c.tensor == tensor);
     failures.map(|c| (c.check.clone(), c.verdict, c.message.clone())).collect()

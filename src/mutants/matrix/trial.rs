@@ -89,7 +89,7 @@ pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result
             let refused = |source| MutantError::Case { id: mutant.id.clone(), source };
             let planted = mutant.plant(device.tree()).map_err(|e| refused(CaseError::Malformed(e.to_string())))?;
             let mutated = device.with_tree(planted);
-            let options = CheckOptions { schedules: trial.schedules, power: false, sequence: true, triangulate: false };
+            let options = CheckOptions::of_kernels(trial.schedules);
             let mut record = unjudged(mutant);
             let mut killed_by = BTreeSet::new();
             for case in cases {

@@ -1,7 +1,46 @@
-//! `--seed`: a number, or `fresh`.
+//! What commands that sweep have in common: the size, the number of cases, and `--seed`, a number or `fresh`.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::path::Path;
 use std::str::FromStr;
+
+use clap::Args;
+
+use crate::judge::checks::CheckOptions;
+use crate::operator::Profile;
+use crate::sweep::SweepOptions;
+use crate::sweep::regressions::Regressions;
+
+/// Which cases a sweep draws.
+#[derive(Debug, Args)]
+pub struct SweepArguments {
+    /// Size of the sweep
+    #[arg(long, value_enum, default_value = "quick")]
+    pub profile: Profile,
+    /// Drawn cases for each operator; the profile's number when absent
+    #[arg(long)]
+    pub cases: Option<usize>,
+    /// Seed of the sweep; `fresh` draws one, prints it and records it
+    #[arg(long, default_value = "0", value_name = "N|fresh")]
+    pub seed: Seed,
+}
+
+impl SweepArguments {
+    /// The sweep of these cases and of those remembered in a folder, the project's own when absent. What fails is not
+    /// remembered, and all are run.
+    pub fn options(&self, checks: CheckOptions, regressions: Option<&Path>) -> SweepOptions {
+        let folder = regressions.map_or_else(Regressions::default_dir, Path::to_path_buf);
+        SweepOptions {
+            profile: self.profile,
+            cases: self.cases,
+            seed: self.seed.number(),
+            checks,
+            regressions: Regressions::new(folder),
+            remember: false,
+            time_budget: None,
+        }
+    }
+}
 
 /// The seed of a sweep.
 #[derive(Clone, Copy, Debug)]
