@@ -681,7 +681,8 @@ fn law_checks(
         let budget = budgets.iter().find(|(exact, _)| exact.name == *name);
         let both = match (relation, budget) {
             (Relation::WithinBothBudgets, Some((exact, budget))) => {
-                let own = variants_truth.get_or_init(|| Truth::of(&*law.variant, runner.arithmetic(&*law.variant)));
+                let own =
+                    variants_truth.get_or_init(|| Truth::of_elements(&*law.variant, runner.arithmetic(&*law.variant)));
                 match own.as_ref().map_err(|e| e.to_string()).and_then(|own| with_variants(own, exact, budget, &b)) {
                     Ok(both) => Some((*exact, both)),
                     Err(message) => {
@@ -715,8 +716,8 @@ fn with_variants(
 ) -> Result<Budget, String> {
     let mut both = budget.clone();
     if let Some(index) = variant.exact.iter().position(|tensor| tensor.name == exact.name) {
-        let own = variant.held(index, found)?;
-        both.allowed.iter_mut().zip(&own.budget.allowed).for_each(|(allowed, own)| *allowed += own);
+        let (_, own) = variant.of_each_element(index, found)?;
+        both.allowed.iter_mut().zip(&own.allowed).for_each(|(allowed, own)| *allowed += own);
     }
     Ok(both)
 }

@@ -17,6 +17,9 @@ use crate::operator::{
 };
 use crate::record::Power;
 
+/// Oracle runs where elements alone are held to them: Student's quantile knows that they are few.
+const ELEMENT_RUNS: usize = 8;
+
 /// The oracle's runs of a case for kernels of one arithmetic, and the bounds that follow from them.
 pub struct Truth {
     /// `Exact`.
@@ -60,6 +63,15 @@ impl Truth {
         Self::of_runs(arithmetic, |precision, products| prepared.oracle_sharing(precision, products))
     }
 
+    /// As [`Self::of`], of so few runs that nothing but elements can be held to them.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn of_elements(prepared: &dyn Prepared, arithmetic: Arithmetic) -> Result<Self, CaseError> {
+        let precisions = working_precisions().take(ELEMENT_RUNS).collect();
+        Self::of_precisions(arithmetic, precisions, |precision, products| prepared.oracle_sharing(precision, products))
+    }
+
     /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows, or of the forward alone.
     ///
     /// # Errors
@@ -68,11 +80,17 @@ impl Truth {
     where
         O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
     {
+        Self::of_precisions(arithmetic, working_precisions().collect(), oracle)
+    }
+
+    fn of_precisions<O>(arithmetic: Arithmetic, precisions: Vec<Precision>, oracle: O) -> Result<Self, CaseError>
+    where
+        O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
+    {
         let unknown = arithmetic.points == RoundingPoints::Undeclared;
         let products = Products::of_kernel(arithmetic.lanes, unknown);
         let run = |precision| oracle(precision, &products);
         let exact = run(Precision::Exact)?;
-        let precisions: Vec<Precision> = working_precisions().collect();
         let working = precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
         Ok(Self { exact, working, arithmetic, products, held: Mutex::default() })
     }
@@ -109,16 +127,24 @@ impl Truth {
 
     fn derive(&self, index: usize, found: &KernelTensor) -> Result<Held, String> {
         let exact = &self.exact[index];
-        let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
-        let (budget, yardstick) = if found.comparison == Comparison::Rounded {
-            let runs = self.runs(index);
-            let budget = Budget::derive_pooled(exact, &runs, &steps, found.pooling);
-            let yardstick = Yardstick::derive(exact, &runs, &steps, &budget, self.arithmetic.points);
-            (budget, Some(yardstick))
-        } else {
-            (Budget::nothing(exact), None)
-        };
+        let (steps, budget) = self.of_each_element(index, found)?;
+        let yardstick = (found.comparison == Comparison::Rounded)
+            .then(|| Yardstick::derive(exact, &self.runs(index), &steps, &budget, self.arithmetic.points));
         Ok(Held { steps, budget, yardstick, power: OnceLock::new(), powerless: OnceLock::new() })
+    }
+
+    /// What each element of exact tensor number `index` is held to: its grid, and what it is allowed.
+    ///
+    /// # Errors
+    /// Scales that the oracle does not have, or that do not fit.
+    pub fn of_each_element(&self, index: usize, found: &KernelTensor) -> Result<(Steps, Budget), String> {
+        let exact = &self.exact[index];
+        let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
+        let budget = match found.comparison {
+            Comparison::Rounded => Budget::derive_pooled(exact, &self.runs(index), &steps, found.pooling),
+            _ => Budget::nothing(exact),
+        };
+        Ok((steps, budget))
     }
 
     /// What the verdict over exact tensor number `index` can see; `None` where there is nothing to see: it is not
