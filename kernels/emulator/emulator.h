@@ -24,6 +24,11 @@
 // One operating-system thread runs one block at a time, so a block's static shared memory is that
 // thread's storage. The runtime poisons it before each block (emulator_poison_static_shared).
 #define __shared__ static thread_local
+// A function whose accesses to memory nobody is told of (below).
+#define UNWATCHED __attribute__((no_sanitize("thread")))
+// What becomes a part of such functions, and of others.
+#define EMULATOR_INLINE __attribute__((always_inline)) inline
+#define EMULATOR_LAMBDA __attribute__((always_inline))
 
 namespace emulator {
 
@@ -38,7 +43,11 @@ struct ThreadContext {
     uint8_t* dynamic_shared;
     uint64_t dynamic_shared_bytes;
     void* scheduler;
+    uint32_t watched;  // whether somebody asks what this thread accesses in global memory
 };
+
+// What an access to global memory does; mirrored by `AccessKind` in kernels/src/runtime/emulator.
+enum class AccessKind : uint32_t { read, write, atomic };
 
 using CollectiveOp = void (*)(void* const* payloads, uint32_t mask);
 
@@ -51,7 +60,7 @@ struct AsyncReads {
     uint64_t issuer_fence;
 
     // Copies the aligned 16 bytes at `offset`; bytes of 0xff, NaN in every format, where they are not seen.
-    void chunk(uint32_t offset, void* target) const {
+    EMULATOR_INLINE void chunk(uint32_t offset, void* target) const {
         const uint64_t write = writes ? writes[offset / 16] : 0, time = write >> 10;
         if (write && fences[write & 1023] <= time && issuer_fence <= time)
             std::memset(target, 0xff, 16);
@@ -101,6 +110,8 @@ struct HostApi {
     void (*stop)(ThreadContext*, const Place*, const char* message);
     // `what` accesses `bytes` bytes at once at an address that is no multiple of them.
     void (*misaligned)(ThreadContext*, const Place*, const void* address, uint32_t bytes, const char* what);
+    // This thread accesses these bytes, of which some buffer's may not be another block's.
+    void (*accessed)(ThreadContext*, const void* address, uint64_t bytes, AccessKind);
     // Offsets here and below are from the start of the dynamic shared memory. This thread stores these bytes.
     void (*shared_store)(ThreadContext*, uint32_t offset, uint32_t bytes);
     void (*fence_async_proxy)(ThreadContext*);
@@ -151,15 +162,15 @@ inline void require_aligned(const void* address, uint32_t bytes, const char* wha
 // the runtime looks up is exported by name.
 #define EMULATOR_EXPORT extern "C" __attribute__((used, visibility("default")))
 
-EMULATOR_EXPORT void emulator_attach(const emulator::HostApi* api) { emulator::host = api; }
-EMULATOR_EXPORT void emulator_enter(emulator::ThreadContext* thread) { emulator::context = thread; }
+EMULATOR_EXPORT UNWATCHED void emulator_attach(const emulator::HostApi* api) { emulator::host = api; }
+EMULATOR_EXPORT UNWATCHED void emulator_enter(emulator::ThreadContext* thread) { emulator::context = thread; }
 
 namespace emulator {
 struct PoisonRequest {
     uintptr_t inside;  // an address within this library
     uint8_t byte;
 };
-inline int poison_library_tls(dl_phdr_info* info, size_t, void* data) {
+UNWATCHED inline int poison_library_tls(dl_phdr_info* info, size_t, void* data) {
     const auto* request = static_cast<PoisonRequest*>(data);
     size_t tls_size = 0;
     bool here = false;
@@ -180,7 +191,7 @@ inline int poison_library_tls(dl_phdr_info* info, size_t, void* data) {
 }
 }  // namespace emulator
 
-EMULATOR_EXPORT void emulator_poison_static_shared(uint8_t byte) {
+EMULATOR_EXPORT UNWATCHED void emulator_poison_static_shared(uint8_t byte) {
     // Its address makes the loader allocate the thread's storage, which it has not done before the thread's first block.
     asm volatile("" ::"r"(&emulator::context));
     emulator::PoisonRequest request{reinterpret_cast<uintptr_t>(&emulator_attach), byte};
@@ -246,6 +257,37 @@ EMULATOR_CHECK __ubsan_handle_type_mismatch_v1_abort(void* data, void* address) 
     emulator::host->misaligned(emulator::context, &check->place, address, 1u << check->log_alignment, text);
     __builtin_unreachable();
 }
+
+// ---------------------------------------------------------------- accesses to global memory
+
+// Code built with -fsanitize=thread says what it is about to load and store; names are that library's.
+namespace emulator {
+// Where buffers of global memory lie (kernels/src/runtime/emulator/memory.rs), and neither stacks nor shared memory.
+constexpr uintptr_t GLOBAL_START = uintptr_t{1} << 44, GLOBAL_END = uintptr_t{5} << 44;
+
+EMULATOR_INLINE void accessed(const void* address, uint64_t bytes, AccessKind kind) {
+    // Nearly all accesses are to stacks and shared memory.
+    if (reinterpret_cast<uintptr_t>(address) - GLOBAL_START >= GLOBAL_END - GLOBAL_START) return;
+    if (context->watched) host->accessed(context, address, bytes, kind);
+}
+}  // namespace emulator
+
+#define EMULATOR_ACCESS extern "C" __attribute__((used)) UNWATCHED void
+#define EMULATOR_ACCESSES(BYTES)                                                                                                    \
+    EMULATOR_ACCESS __tsan_read##BYTES(void* address) { emulator::accessed(address, BYTES, emulator::AccessKind::read); }             \
+    EMULATOR_ACCESS __tsan_write##BYTES(void* address) { emulator::accessed(address, BYTES, emulator::AccessKind::write); }           \
+    EMULATOR_ACCESS __tsan_unaligned_read##BYTES(void* address) { emulator::accessed(address, BYTES, emulator::AccessKind::read); }   \
+    EMULATOR_ACCESS __tsan_unaligned_write##BYTES(void* address) { emulator::accessed(address, BYTES, emulator::AccessKind::write); }
+EMULATOR_ACCESSES(1)
+EMULATOR_ACCESSES(2)
+EMULATOR_ACCESSES(4)
+EMULATOR_ACCESSES(8)
+EMULATOR_ACCESSES(16)
+EMULATOR_ACCESS __tsan_read_range(void* address, uint64_t bytes) { emulator::accessed(address, bytes, emulator::AccessKind::read); }
+EMULATOR_ACCESS __tsan_write_range(void* address, uint64_t bytes) { emulator::accessed(address, bytes, emulator::AccessKind::write); }
+EMULATOR_ACCESS __tsan_func_entry(void*) {}
+EMULATOR_ACCESS __tsan_func_exit() {}
+EMULATOR_ACCESS __tsan_init() {}
 
 #define threadIdx (emulator::context->thread_idx)
 #define blockIdx (emulator::context->block_idx)
@@ -398,9 +440,10 @@ inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) { return emulator::
 
 namespace emulator {
 template <typename T, typename Change>
-inline T atomic_update(T* address, Change change) {
+UNWATCHED inline T atomic_update(T* address, Change change) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics are 4 or 8 bytes wide");
     require_aligned(address, sizeof(T), "atomic operation");
+    accessed(address, sizeof(T), AccessKind::atomic);
     T old;
     __atomic_load(address, &old, __ATOMIC_RELAXED);
     for (;;) {
@@ -431,10 +474,10 @@ inline T atomicCAS(T* address, T expected, T value) { return emulator::atomic_up
 
 // ---------------------------------------------------------------- bit casts and integer intrinsics
 
-inline unsigned __float_as_uint(float v) { unsigned r; std::memcpy(&r, &v, 4); return r; }
-inline int __float_as_int(float v) { int r; std::memcpy(&r, &v, 4); return r; }
-inline float __uint_as_float(unsigned v) { float r; std::memcpy(&r, &v, 4); return r; }
-inline float __int_as_float(int v) { float r; std::memcpy(&r, &v, 4); return r; }
+EMULATOR_INLINE unsigned __float_as_uint(float v) { unsigned r; std::memcpy(&r, &v, 4); return r; }
+EMULATOR_INLINE int __float_as_int(float v) { int r; std::memcpy(&r, &v, 4); return r; }
+EMULATOR_INLINE float __uint_as_float(unsigned v) { float r; std::memcpy(&r, &v, 4); return r; }
+EMULATOR_INLINE float __int_as_float(int v) { float r; std::memcpy(&r, &v, 4); return r; }
 // Byte i of the result is byte `selector >> 4 * i & 7` of the eight that a and, above them, b hold. (Bit 3 would copy a sign.)
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;

@@ -155,6 +155,50 @@ impl Format {
         ((in_gaps + error).max(0.0) * gap).min(self.largest).copysign(x)
     }
 
+    /// [`Self::nearest`] of all numbers, in place.
+    pub fn round_all(self, numbers: &mut [f64]) {
+        self.in_gaps_all(numbers, |in_gaps| (in_gaps + TO_INTEGERS) - TO_INTEGERS, |x| self.nearest(x));
+    }
+
+    /// [`Self::dithered`] of all numbers, in place; but that of two equally near numbers the other one may be taken.
+    pub fn dither_all(self, numbers: &mut [f64], phase: f64) {
+        let rule = |in_gaps: f64| {
+            let displaced = in_gaps + phase;
+            let error = ((displaced + TO_INTEGERS) - TO_INTEGERS) - displaced;
+            // Numbers of the format are no gaps apart from themselves.
+            let stays = (in_gaps + TO_INTEGERS) - TO_INTEGERS == in_gaps;
+            let rounded = in_gaps + if stays { 0.0 } else { error };
+            if rounded > 0.0 { rounded } else { 0.0 }
+        };
+        self.in_gaps_all(numbers, rule, |x| self.dithered(x, phase));
+    }
+
+    /// Applies a rule to magnitudes in units of the gap between neighbours; what lies where that is not all (too large, or
+    /// no number) is left to `otherwise`. Without branches in the loop: this is what an oracle does most.
+    fn in_gaps_all(self, numbers: &mut [f64], rule: impl Fn(f64) -> f64, otherwise: impl Fn(f64) -> f64) {
+        const AT_ONCE: usize = 64;
+        const EXPONENT: u64 = 0x7ff << 52;
+        // Below the largest number's own power of two rounding leads to numbers of the format.
+        let top = power_of_two(exponent_of(self.largest));
+        let regular = |x: &f64| x.abs() < top && self.signed && self.subnormals && self.fraction_bits < 52;
+        let least = power_of_two(self.min_exponent);
+        let (to_gap, to_inverse) = (power_of_two(-self.fraction_bits), power_of_two(self.fraction_bits));
+        for numbers in numbers.chunks_mut(AT_ONCE) {
+            if !numbers.iter().all(regular) {
+                numbers.iter_mut().for_each(|x| *x = otherwise(*x));
+                continue;
+            }
+            for x in numbers {
+                let magnitude = x.abs();
+                let normal = if magnitude > least { magnitude } else { least };
+                let power = normal.to_bits() & EXPONENT;
+                let gap = f64::from_bits(power) * to_gap;
+                let inverse = f64::from_bits((2046 << 52) - power) * to_inverse;
+                *x = (rule(magnitude * inverse) * gap).copysign(*x);
+            }
+        }
+    }
+
     /// The least number whose magnitude is not below that of `x`.
     pub fn round_up(self, x: f64) -> f64 {
         self.round_by(x, f64::ceil)
@@ -274,6 +318,9 @@ impl std::fmt::Display for Format {
     }
 }
 
+/// `(x + TO_INTEGERS) - TO_INTEGERS` is the integer next to x, ties to even: f64 has units there.
+const TO_INTEGERS: f64 = 1.5 * (1u64 << 52) as f64;
+
 /// Packs codes of four bits along the last axis, two to a byte: the even one in the low nibble.
 ///
 /// # Errors
@@ -329,6 +376,27 @@ mod tests {
                     assert_eq!(format.code(value), code, "{format} {code:#x}");
                     assert!(format.holds(value));
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_round_together_as_they_round_alone() {
+        let inf = f64::INFINITY;
+        for format in
+            [Format::F32, Format::TF32, Format::BF16, Format::E4M3, Format::E2M1, Format::E8M0, Format::INTEGER]
+        {
+            let sizes = (-160..140).flat_map(|e| [1.0, 1.25, 1.3, 1.5, 1.999].map(|m| m * 2f64.powi(e)));
+            let mut numbers: Vec<f64> = sizes.flat_map(|x| [x, -x]).collect();
+            // Some chunks with what is no number, some without.
+            numbers.extend([0.0, -0.0, f64::NAN, inf, -inf, format.largest, -format.largest]);
+            let (mut rounded, mut dithered) = (numbers.clone(), numbers.clone());
+            format.round_all(&mut rounded);
+            format.dither_all(&mut dithered, 0.3);
+            for ((x, rounded), dithered) in numbers.iter().zip(rounded).zip(dithered) {
+                let same = |a: f64, b: f64| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+                assert!(same(rounded, format.nearest(*x)), "{format} {x:e}: {rounded:e}");
+                assert!(same(dithered, format.dithered(*x, 0.3)), "{format} {x:e}: {dithered:e}");
             }
         }
     }

@@ -321,8 +321,10 @@ impl Rounding {
         let fine = format == Format::F32;
         let (phase, to_nearest) = (noise.next().phase(), if fine { noise.is_ideal() } else { noise.to_nearest });
         let mut rounded = values(tensor)?;
-        for x in &mut rounded {
-            *x = if to_nearest { format.nearest(*x) } else { format.dithered(*x, phase) };
+        if to_nearest {
+            format.round_all(&mut rounded);
+        } else {
+            format.dither_all(&mut rounded, phase);
         }
         Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
     }

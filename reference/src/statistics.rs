@@ -48,11 +48,12 @@ pub fn mean_squares(exact: &[f64], runs: &[&[f64]]) -> Vec<f64> {
 
 /// The nearest numbers of a format; what overflows there stays as it is.
 pub fn stored(format: Format, values: &[f64]) -> Vec<f64> {
-    let nearest = |&value: &f64| {
-        let stored = format.nearest(value);
-        if stored.is_finite() { stored } else { value }
-    };
-    values.iter().map(nearest).collect()
+    let mut stored = values.to_vec();
+    format.round_all(&mut stored);
+    for (stored, value) in stored.iter_mut().zip(values) {
+        *stored = if stored.is_finite() { *stored } else { *value };
+    }
+    stored
 }
 
 #[cfg(test)]

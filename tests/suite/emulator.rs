@@ -286,6 +286,104 @@ fn static_shared_memory_that_no_thread_writes_holds_poison_in_the_first_block_an
     }
 }
 
+// ---------------------------------------------------------------- accesses of several blocks
+
+const BULK_COPIES: &str = "
+        DEVICE void bulk_in(SharedAddress target, const void* source) {
+            mbarrier_init(1024, 1);
+            mbarrier_arrive_expect(1024, 32);
+            bulk_copy_in(target, source, 32, 1024);
+            mbarrier_wait(1024, 0);
+        }
+        DEVICE void bulk_out(float* target, SharedAddress source) {
+            bulk_add_f32(target, source, 32);
+            bulk_commit();
+            bulk_wait<0>();
+        }
+";
+
+/// What block 0 does to memory at `at`, what blocks 1 to 3 do, and what is said of it if they may not both. `own` is each block's
+/// own place.
+const SHARED_ACCESSES: &[(&str, &str, Option<[&str; 2]>)] = &[
+    // A lost update: no addition is missed while blocks happen to run one after the other.
+    ("*at += 1;", "*at += 1;", Some(["reads", "stores"])),
+    ("*at = 1;", "sink = *at;", Some(["reads", "stores"])),
+    ("sink = *at;", "*at = 1;", Some(["stores", "reads"])),
+    ("*at = 1;", "*at = 1;", Some(["stores", "stores"])),
+    ("atomicAdd(at, 1);", "*at = 1;", Some(["stores", "updates"])),
+    ("*at = 1;", "atomicMax(at, 1);", Some(["updates", "stores"])),
+    ("atomicAdd(at, 1);", "sink = *at;", Some(["reads", "updates"])),
+    ("store_vec16(at, Vec16{});", "sink = load_vec16_readonly(at).w[3];", Some(["reads", "stores"])),
+    ("*at = 1;", "copy_async_16(64, at, true); copy_commit(); copy_wait<0>();", Some(["reads", "stores"])),
+    ("*at = 1;", "bulk_in(64, at);", Some(["reads", "stores"])),
+    ("*at = 1;", "bulk_out(reinterpret_cast<float*>(at), 64);", Some(["updates", "stores"])),
+    (
+        "for (int i = 0; i < 4; ++i) at[i] = i;",
+        "std::memcpy(&copy, at, 16); sink = copy[3];",
+        Some(["reads", "stores"]),
+    ),
+    // These may.
+    ("atomicAdd(at, 1);", "atomicAdd(at, 1); bulk_out(reinterpret_cast<float*>(at), 64);", None),
+    ("sink = *at;", "sink = load_vec16(at).w[0];", None),
+    ("*own += 1;", "*own += 1; sink = *own;", None),
+    ("half[0] = 1;", "if (blockIdx.x == 1) half[1] = 1;", None),
+    ("in_static[0] = 1; sink = in_static[0];", "in_static[0] = 2; store_shared(64, 1);", None),
+    ("if (params.count < 0) *at = 1;", "*own = *at;", None),
+];
+
+fn shared_accesses_source() -> String {
+    let cases = (0..).zip(SHARED_ACCESSES).map(|(number, (first, others, _))| {
+        format!("case {number}: if (blockIdx.x == 0) {{ {first} }} else {{ {others} }} break;\n")
+    });
+    format!(
+        r#"#include "hopper.h"
+        struct ProbeParams {{ int32_t* y; int32_t count; }};
+        PARAMS_LAYOUT(ProbeParams, y, count)
+        {BULK_COPIES}
+        SHARED_MEMORY(probe, 2048)
+        KERNEL(probe, ProbeParams, 32) {{
+            __shared__ int32_t in_static[4];
+            int32_t* const at = params.y + 8;
+            int32_t* const own = params.y + 16 + blockIdx.x;
+            int16_t* const half = reinterpret_cast<int16_t*>(params.y);
+            int32_t copy[4] = {{}};
+            volatile int sink = copy[0];
+            if (threadIdx.x != 5) return;
+            switch (params.count) {{ {} }}
+        }}"#,
+        cases.collect::<String>()
+    )
+}
+
+#[test]
+fn a_byte_that_one_block_stores_may_not_be_accessed_by_another_under_any_schedule() {
+    let Some(device) = emulator() else { return };
+    let device = device.with_tree(SourceTree::embedded().with_text("probe.cu", shared_accesses_source(), "a probe"));
+    for (number, &(first, others, said)) in SHARED_ACCESSES.iter().enumerate() {
+        for seed in 1..4 {
+            device.backend().set_schedule_seed(Some(seed));
+            let mut arena = DeviceArena::new(&device, Contract::NAN);
+            let y = arena.output("y", DType::I32, &[64]).unwrap();
+            let params = Params::new("probe").ptr("y", &y).i32("count", number).unwrap();
+            let config = LaunchConfig { grid: [4, 1, 1], block: [32, 1, 1], shared_bytes: 0 };
+            let ran = arena.run(|device| device.kernel("probe.cu", &[], "probe")?.launch(config, &params));
+            let Some([what_is_done, before]) = said else {
+                ran.unwrap_or_else(|error| panic!("`{first}` and `{others}` under schedule {seed}: {error}"));
+                continue;
+            };
+            let (_, block, thread, what) = fault(ran);
+            assert_eq!(thread, "(5, 0, 0)", "{what}");
+            // Which of two blocks comes second is the machine's business.
+            let either = [[what_is_done, before], [before, what_is_done]];
+            let told = either.iter().any(|[this, other]| {
+                what.starts_with(&format!("{this} byte 32 of `y`, which block ("))
+                    && what.contains(&format!(") {other}:"))
+            });
+            assert!(told && !what.contains(&format!("block {block} ")), "`{first}`, `{others}`: {block} {what}");
+        }
+    }
+}
+
 // ---------------------------------------------------------------- misaligned accesses
 
 /// Accesses of several bytes at once, each with the bytes that must divide its address, and the memory that it concerns.
@@ -342,17 +440,7 @@ fn wide_accesses_source() -> String {
         PARAMS_LAYOUT(ProbeParams, y, count)
         struct alignas(8) Pair {{ int32_t first, second; }};
         struct alignas(16) Quad {{ int32_t word[4]; }};
-        DEVICE void bulk_in(SharedAddress target, const void* source) {{
-            mbarrier_init(1024, 1);
-            mbarrier_arrive_expect(1024, 32);
-            bulk_copy_in(target, source, 32, 1024);
-            mbarrier_wait(1024, 0);
-        }}
-        DEVICE void bulk_out(float* target, SharedAddress source) {{
-            bulk_add_f32(target, source, 32);
-            bulk_commit();
-            bulk_wait<0>();
-        }}
+        {BULK_COPIES}
         SHARED_MEMORY(probe, 2048)
         KERNEL(probe, ProbeParams, 64) {{
             __shared__ __align__(16) uint8_t in_static[64];

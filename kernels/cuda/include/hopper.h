@@ -259,7 +259,7 @@ struct Operand {
     uint32_t start, block_stride, group_stride;
     bool transposed;
 
-    Operand(uint64_t descriptor, bool transposed)
+    EMULATOR_INLINE Operand(uint64_t descriptor, bool transposed)
         : start((descriptor & 0x3fff) << 4),
           block_stride((descriptor >> 16 & 0x3fff) << 4),
           group_stride((descriptor >> 32 & 0x3fff) << 4),
@@ -267,7 +267,7 @@ struct Operand {
 
     // Where the 16 bytes begin that hold 8 elements from (mn, k) on, along the direction that is
     // contiguous; that one of mn and k is a multiple of 8.
-    uint32_t chunk(uint32_t mn, uint32_t k) const {
+    EMULATOR_INLINE uint32_t chunk(uint32_t mn, uint32_t k) const {
         const uint32_t linear = transposed
             ? start + mn % 64 * 2 + mn / 64 * block_stride + k % 8 * 128 + k / 8 * group_stride
             : start + mn % 8 * 128 + mn / 8 * group_stride + k * 2;
@@ -291,7 +291,7 @@ inline const char* descriptor_fault(uint64_t descriptor, bool transposed, uint32
 }
 
 // elements[i] is element i of the 16 bytes at `offset`.
-inline void read_bf16(const AsyncReads& reads, uint32_t offset, float (&elements)[8]) {
+EMULATOR_INLINE void read_bf16(const AsyncReads& reads, uint32_t offset, float (&elements)[8]) {
     uint32_t pairs[4];
     reads.chunk(offset, pairs);
     for (int i = 0; i < 8; ++i) elements[i] = bf16_half(pairs[i / 2], i % 2);
@@ -299,7 +299,7 @@ inline void read_bf16(const AsyncReads& reads, uint32_t offset, float (&elements
 
 // Calls put(mn, k, element) for EXTENT elements of m or n, of which `first` is number 0, and all k.
 template <int EXTENT, typename Put>
-inline void read_operand(const AsyncReads& reads, const Operand& operand, int first, Put put) {
+EMULATOR_INLINE void read_operand(const AsyncReads& reads, const Operand& operand, int first, Put put) {
     float elements[8];
     if (operand.transposed) {
         for (int k = 0; k < WGMMA_K; ++k)
@@ -318,7 +318,7 @@ inline void read_operand(const AsyncReads& reads, const Operand& operand, int fi
 
 // Calls visit(lane's accumulator, its place in values [16, COLUMNS]) for all of them.
 template <int COLUMNS, typename Visit>
-inline void each_accumulator(const WarpProduct& product, Visit visit) {
+EMULATOR_INLINE void each_accumulator(const WarpProduct& product, Visit visit) {
     for (int lane = 0; lane < 32; ++lane) {
         const int g = lane / 4, t = lane % 4;
         for (int n = 0; n < COLUMNS / 8; ++n)
@@ -328,17 +328,17 @@ inline void each_accumulator(const WarpProduct& product, Visit visit) {
 }
 
 template <int COLUMNS>
-inline void wgmma_capture(const WarpProduct* product, float* values) {
-    each_accumulator<COLUMNS>(*product, [&](float& accumulator, int place) {
+UNWATCHED inline void wgmma_capture(const WarpProduct* product, float* values) {
+    each_accumulator<COLUMNS>(*product, [&](float& accumulator, int place) EMULATOR_LAMBDA {
         values[place] = accumulator;
         accumulator = __uint_as_float(POISON);
     });
 }
 
 template <int COLUMNS>
-inline uint32_t wgmma_deliver(const WarpProduct* product, const float* values) {
+UNWATCHED inline uint32_t wgmma_deliver(const WarpProduct* product, const float* values) {
     uint32_t touched = 0;
-    each_accumulator<COLUMNS>(*product, [&](float& accumulator, int place) {
+    each_accumulator<COLUMNS>(*product, [&](float& accumulator, int place) EMULATOR_LAMBDA {
         touched |= __float_as_uint(accumulator) != POISON;
         accumulator = values[place];
     });
@@ -357,12 +357,12 @@ WIDE_VECTORS inline void wgmma_multiply(const WarpProduct* product, const AsyncR
                         bf16_half(product->a_registers[lane][i], half);
     } else {
         const Operand operand(product->a_descriptor, product->a_transposed);
-        read_operand<WGMMA_ROWS>(*reads, operand, WGMMA_ROWS * product->warp, [&](int m, int k, float x) { a[m][k] = x; });
+        read_operand<WGMMA_ROWS>(*reads, operand, WGMMA_ROWS * product->warp, [&](int m, int k, float x) EMULATOR_LAMBDA { a[m][k] = x; });
     }
     const Operand operand(product->b_descriptor, product->b_transposed);
     for (int first = 0; first < COLUMNS; first += 8) {
         Doubles b[WGMMA_K];
-        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) { b[k][n] = x; });
+        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) EMULATOR_LAMBDA { b[k][n] = x; });
         for (int m = 0; m < WGMMA_ROWS; ++m) {
             float* c = values + m * COLUMNS + first;
             Floats before = {};
@@ -385,7 +385,7 @@ struct WgmmaPayload {
 };
 
 template <int COLUMNS, bool A_IN_REGISTERS, bool A_TRANSPOSED, bool B_TRANSPOSED>
-inline void wgmma_op(void* const* payloads, uint32_t) {
+UNWATCHED inline void wgmma_op(void* const* payloads, uint32_t) {
     const auto& first = *static_cast<const WgmmaPayload*>(payloads[0]);
     WarpProduct product{first.a_descriptor, first.b_descriptor, COLUMNS, context->warp % WGMMA_WARPS, A_IN_REGISTERS,
                         A_TRANSPOSED, B_TRANSPOSED, first.accumulate, {}, {}, wgmma_capture<COLUMNS>,

@@ -23,14 +23,14 @@ struct MmaPayload {
     float c[4];
 };
 
-inline float bf16_half(uint32_t pair, int half) { return __uint_as_float(half ? pair & 0xffff0000u : pair << 16); }
+EMULATOR_INLINE float bf16_half(uint32_t pair, int half) { return __uint_as_float(half ? pair & 0xffff0000u : pair << 16); }
 
 // The compiler's own vectors, so that it uses the vector unit at every level of optimisation, in functions that are marked
 // for it the widest that the machine has. Each element is computed as a number by itself would be.
 #if defined(PARITY_VECTORS)
-#define WIDE_VECTORS __attribute__((target(PARITY_VECTORS)))
+#define WIDE_VECTORS UNWATCHED __attribute__((target(PARITY_VECTORS)))
 #else
-#define WIDE_VECTORS
+#define WIDE_VECTORS UNWATCHED
 #endif
 typedef double Doubles __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(32)));
@@ -80,7 +80,7 @@ struct LdmatrixPayload {
 };
 
 template <int COUNT, bool TRANSPOSED>
-inline void ldmatrix_op(void* const* payloads, uint32_t) {
+UNWATCHED inline void ldmatrix_op(void* const* payloads, uint32_t) {
     for (int matrix = 0; matrix < COUNT; ++matrix) {
         uint16_t elements[8][8];
         for (int row = 0; row < 8; ++row)

@@ -2,10 +2,12 @@
 //! away, fail.
 
 use std::ffi::{CStr, c_char, c_void};
+use std::sync::Arc;
 
 use corosensei::Yielder;
 use rand::Rng;
 
+use super::accesses::{AccessKind, Accesses, Conflict};
 use super::async_proxy::AsyncProxy;
 use super::bulk::BulkWork;
 use super::copies::AsyncCopies;
@@ -39,6 +41,12 @@ impl Dim3 {
         Self { x: (linear % x) as u32, y: (linear / x % y) as u32, z: (linear / (x * y)) as u32 }
     }
 
+    /// The number of an index within this extent.
+    pub fn flatten(self, index: Self) -> u64 {
+        let (x, y) = (u64::from(self.x), u64::from(self.y));
+        u64::from(index.x) + x * (u64::from(index.y) + y * u64::from(index.z))
+    }
+
     /// Number of indices.
     pub fn count(self) -> u64 {
         u64::from(self.x) * u64::from(self.y) * u64::from(self.z)
@@ -63,6 +71,7 @@ pub struct ThreadContext {
     pub(super) dynamic_shared: *mut u8,
     pub(super) dynamic_shared_bytes: u64,
     pub(super) scheduler: *mut Block,
+    pub(super) watched: u32,
 }
 
 /// What went wrong in a block.
@@ -100,6 +109,8 @@ pub(super) struct BarrierState {
 
 /// One block; lives on the worker's own stack while the block runs.
 pub struct Block {
+    /// What all blocks of the launch accessed, and the number of this one, where somebody asks.
+    pub(super) accesses: Option<(Arc<Accesses>, u32)>,
     pub(super) contexts: Vec<ThreadContext>,
     pub(super) states: Vec<State>,
     /// By warp.
@@ -129,6 +140,16 @@ impl Block {
     /// Whether a matrix product is to read its operands in the moment of its issue.
     pub(super) fn draw_product_at_once(&mut self) -> bool {
         self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(random.products_at_once, 16))
+    }
+
+    /// Takes down that this block accesses global memory.
+    pub(super) fn accessed(&self, kind: AccessKind, address: usize, bytes: usize) -> Result<(), BadAccess> {
+        let Some((accesses, block)) = &self.accesses else { return Ok(()) };
+        accesses.see(*block, kind, address, bytes).map_err(|conflict| {
+            let Conflict { address, kind, other_block, other_kind } = conflict;
+            let other = self.contexts[0].grid_dim.unflatten(u64::from(other_block));
+            BadAccess::Unordered { address, kind, other, other_kind }
+        })
     }
 
     /// Records a fault of this thread, unless there is one already.

@@ -23,8 +23,21 @@ const COMPILE_OPTIONS: &[&str] = &[
 /// What ends a launch beside a wild address: an index outside an array whose size the compiler knows (a GPU reads or
 /// spoils the neighbour in silence), a shift by more bits than there are, and an access through a pointer that is not
 /// aligned to its type, on which a GPU faults. `emulator.h` defines what a failed check calls.
-const CHECKS_OF_GCC: &[&str] = &["-fsanitize=bounds-strict,shift-exponent,alignment", "-fno-sanitize-recover=all"];
-const CHECKS_OF_CLANG: &[&str] = &["-fsanitize=bounds,shift-exponent,alignment", "-fno-sanitize-recover=all"];
+/// And loads and stores are reported, for `accesses`: by the instrumentation of the compiler's detector of races, whose library is
+/// left out.
+const CHECKS_OF_GCC: &[&str] = &[
+    "-fsanitize=bounds-strict,shift-exponent,alignment,thread",
+    "-fno-sanitize-recover=all",
+    "--param=tsan-instrument-func-entry-exit=0",
+];
+const CHECKS_OF_CLANG: &[&str] = &[
+    "-fsanitize=bounds,shift-exponent,alignment,thread",
+    "-fno-sanitize-recover=all",
+    "-mllvm",
+    "-tsan-instrument-func-entry-exit=0",
+    "-mllvm",
+    "-tsan-instrument-memintrinsics=0",
+];
 
 /// Names the widest vectors of this machine, which hold eight elements of a matrix product at once. Only such products use
 /// them: mixed into everything else they cost more than they save, where coroutines switch.

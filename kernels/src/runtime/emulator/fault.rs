@@ -10,6 +10,9 @@ use std::sync::Once;
 
 use corosensei::trap::CoroutineTrapHandler;
 
+use super::accesses::AccessKind;
+use super::block::Dim3;
+
 /// How a coroutine ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
@@ -48,6 +51,17 @@ pub enum BadAccess {
         bytes: u32,
         /// The instruction, or the type that was read or written, and where that stands in the source.
         what: String,
+    },
+    /// Of a byte that another block accesses, too, with no order between the two.
+    Unordered {
+        /// The address.
+        address: usize,
+        /// What it does.
+        kind: AccessKind,
+        /// The other block.
+        other: Dim3,
+        /// What that one did.
+        other_kind: AccessKind,
     },
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use super::fault::BadAccess;
@@ -29,13 +30,34 @@ struct Mapping {
     bytes: usize,
 }
 
+/// Where global memory lies, so that code can tell its accesses from those to stacks and shared memory at a glance
+/// (`emulator.h`). Systems place nothing there unless they are asked to.
+const GLOBAL: Range<usize> = 1 << 44..5 << 44;
+
+/// Where the next buffer of global memory is asked for.
+static NEXT_GLOBAL: AtomicUsize = AtomicUsize::new(GLOBAL.start);
+
 impl Mapping {
-    /// Maps `bytes` inaccessible bytes.
-    fn new(bytes: usize) -> io::Result<Self> {
-        // SAFETY: an anonymous private mapping at an address of the system's choice.
+    /// Maps `bytes` inaccessible bytes for global memory. Where the system has no room in [`GLOBAL`] they lie elsewhere, and
+    /// who accesses them is not seen.
+    fn global(bytes: usize) -> io::Result<Self> {
+        for _ in 0..2 {
+            let start = NEXT_GLOBAL.fetch_add(bytes.next_multiple_of(GUARD_BYTES), Ordering::Relaxed);
+            if start.checked_add(bytes).is_some_and(|end| end <= GLOBAL.end) {
+                return Self::at(start, bytes);
+            }
+            // All of it was used once: from the start again, where buffers are long gone.
+            NEXT_GLOBAL.store(GLOBAL.start, Ordering::Relaxed);
+        }
+        Self::at(0, bytes)
+    }
+
+    /// Maps `bytes` inaccessible bytes at an address, or where the system prefers to.
+    fn at(start: usize, bytes: usize) -> io::Result<Self> {
+        // SAFETY: an anonymous private mapping; without MAP_FIXED the address is a wish, and replaces nothing.
         let start = unsafe {
             libc::mmap(
-                std::ptr::null_mut(),
+                start as *mut _,
                 bytes,
                 libc::PROT_NONE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
@@ -95,7 +117,15 @@ impl GuardedMemory {
 
     /// Maps a buffer of `bytes` bytes; see [`Placement`] for which of its ends touches a guard page.
     pub fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
-        self.map(name, bytes, placement, GUARD_BYTES, |pages, _| vec![pages]).map(|reservation| reservation.allocation)
+        let mapping = Mapping::global;
+        self.map(name, bytes, placement, mapping, GUARD_BYTES, |pages, _| vec![pages]).map(|made| made.allocation)
+    }
+
+    /// Maps the dynamic shared memory of a block: its end touches a guard page, and where it begins matters to nobody.
+    pub fn allocate_shared(&self, bytes: usize) -> Result<Allocation> {
+        let (placement, mapping) = (Placement::FlushBack, |bytes| Mapping::at(0, bytes));
+        let made = self.map("dynamic shared memory", bytes, placement, mapping, GUARD_BYTES, |pages, _| vec![pages])?;
+        Ok(made.allocation)
     }
 
     /// Maps a buffer of which only the pages that hold some of `touched` can be accessed; see
@@ -116,7 +146,10 @@ impl GuardedMemory {
             return Err(too_large(touched.len(), MOST_RANGES, "ranges of memory far apart"));
         }
         let page = page_bytes() as u64;
-        self.map(name, bytes, placement, RESERVED_GUARD_BYTES, |pages, data| granules(touched, data, &pages, page))
+        let mapping = Mapping::global;
+        self.map(name, bytes, placement, mapping, RESERVED_GUARD_BYTES, |pages, data| {
+            granules(touched, data, &pages, page)
+        })
     }
 
     /// Maps a buffer and makes those of its pages accessible that `choose` names, given all of them and the address of
@@ -126,6 +159,7 @@ impl GuardedMemory {
         name: &str,
         bytes: usize,
         placement: Placement,
+        make: impl FnOnce(usize) -> io::Result<Mapping>,
         guard: usize,
         choose: impl FnOnce(Range<u64>, u64) -> Vec<Range<u64>>,
     ) -> Result<Reservation> {
@@ -134,7 +168,7 @@ impl GuardedMemory {
         let usable = bytes.max(1).checked_next_multiple_of(page);
         let sizes = usable.and_then(|usable| Some((usable, usable.checked_add(2 * guard)?)));
         let (usable, mapped) = sizes.ok_or_else(|| failed(io::ErrorKind::OutOfMemory.into()))?;
-        let mapping = Mapping::new(mapped).map_err(failed)?;
+        let mapping = make(mapped).map_err(failed)?;
         let start = mapping.start + guard;
         let front_band = match placement {
             // Kernels may rely on 16-byte alignment, so up to 15 bytes behind the end stay a band.
@@ -165,6 +199,9 @@ impl GuardedMemory {
     pub fn describe(&self, access: &BadAccess) -> String {
         match access {
             BadAccess::Outside { address } => self.describe_outside(*address),
+            BadAccess::Unordered { address, .. } => {
+                self.describe_unordered(access).unwrap_or_else(|| self.describe_outside(*address))
+            }
             BadAccess::Misaligned { address, bytes, what } => {
                 let misaligned = format!(
                     "misaligned {bytes}-byte access ({what}): {} past a multiple of {bytes}",
@@ -176,6 +213,21 @@ impl GuardedMemory {
                 }
             }
         }
+    }
+
+    fn describe_unordered(&self, access: &BadAccess) -> Option<String> {
+        let BadAccess::Unordered { address, kind, other, other_kind } = access else { return None };
+        let (name, offset, _) = self.place(*address)?;
+        let (kind, other_kind) = (kind.verb(), other_kind.verb());
+        Some(format!(
+            "{kind} byte {offset} of `{name}`, which block {other} {other_kind}: blocks have no order, and what one stores the \
+             other may miss or undo"
+        ))
+    }
+
+    /// The buffers, in the order of their addresses.
+    pub fn buffers(&self) -> Vec<Range<usize>> {
+        self.regions().values().map(|region| region.data..region.data + region.data_bytes).collect()
     }
 
     fn describe_outside(&self, address: usize) -> String {

@@ -9,10 +9,12 @@
 //! - `host_api`: what a thread calls when it has to wait for others or asks for asynchronous work.
 //! - `block`: the state of a block, of which `copies`, `mbarrier`, `async_proxy`, `bulk` and `wgmma` hold a part each:
 //!   asynchronous copies, and Hopper's machinery, that of `include/hopper.h`.
+//! - `accesses`: who accessed which bytes of global memory, so that no two blocks do without an order.
 //! - [`memory`]: buffers between guard pages; [`fault`]: signals and bad accesses.
 //!
 //! Each imports only what stands below it in this list.
 
+mod accesses;
 mod async_proxy;
 pub mod block;
 mod bulk;

@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex};
 use corosensei::stack::DefaultStack;
 use libloading::os::unix::Library;
 
+use super::accesses::Accesses;
 use super::block::{Block, BlockFault, Dim3, ThreadContext};
 use super::host_api::{HOST_API, HostApi};
 use super::schedule::{BlockLaunch, STOPPED, TIME_LIMIT};
 use super::shared::{SHARED_BYTES_PER_BLOCK, Shared};
 use super::watchdog::Watchdog;
-use crate::runtime::backend::{KernelExports, LoadedModule, Placement};
+use crate::runtime::backend::{KernelExports, LoadedModule};
 use crate::runtime::error::{Result, RuntimeError};
 
 /// CUDA's limit of threads in a block.
@@ -94,8 +95,7 @@ impl EmulatorModule {
         first_fault: &Mutex<Option<(u64, BlockFault)>>,
     ) {
         let memory = &self.shared.memory;
-        // Its end touches a guard page; where it begins matters to nobody, since swizzles and descriptors go by offsets.
-        let dynamic = memory.allocate("dynamic shared memory", shared_bytes, Placement::FlushBack);
+        let dynamic = memory.allocate_shared(shared_bytes);
         let Ok(dynamic) = dynamic else {
             launch.cancelled.store(true, Ordering::Relaxed);
             return;
@@ -218,6 +218,7 @@ impl LoadedModule for EmulatorModule {
             code: self.code,
             grid: Dim3::new(grid),
             block: Dim3::new(block),
+            accesses: Arc::new(Accesses::new(self.shared.memory.buffers())),
             params: &aligned,
             schedule_seed,
             cancelled: &cancelled,

@@ -11,11 +11,13 @@
 
 use std::ffi::c_void;
 use std::fmt::Write as _;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 
+use super::accesses::Accesses;
 use super::async_proxy::AsyncProxy;
 use super::block::{Block, BlockFault, Dim3, State, ThreadContext, name};
 use super::bulk::BulkWork;
@@ -45,6 +47,8 @@ pub struct BlockLaunch<'a> {
     pub grid: Dim3,
     /// Extent of a block.
     pub block: Dim3,
+    /// What its blocks access in global memory.
+    pub accesses: Arc<Accesses>,
     /// Parameter struct, as bytes aligned to 16.
     pub params: &'a [u128],
     /// Seed of the schedule; `None` for the deterministic one.
@@ -66,7 +70,11 @@ impl Block {
     ) -> Result<(), BlockFault> {
         let threads = launch.block.count() as u32;
         let seed = launch.schedule_seed.map(|seed| block_seed(seed, block_idx));
+        // Accesses of a lone block have an order. What the others access is the same under every schedule.
+        let asked = seed.is_some() && launch.grid.count() > 1;
+        let accesses = asked.then(|| (launch.accesses.clone(), launch.grid.flatten(block_idx) as u32));
         let mut block = Box::new(Self {
+            accesses,
             contexts: Vec::with_capacity(threads as usize),
             states: vec![State::Ready; threads as usize],
             meetings: vec![Meeting::default(); threads.div_ceil(32) as usize],
@@ -96,6 +104,7 @@ impl Block {
                 dynamic_shared: shared.0,
                 dynamic_shared_bytes: shared.1 as u64,
                 scheduler,
+                watched: asked.into(),
             });
         }
         let mut coroutines: Vec<_> = (0..threads).map(|thread| spawn(launch, scheduler, thread, stacks)).collect();

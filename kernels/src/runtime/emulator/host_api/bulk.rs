@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use super::super::accesses::AccessKind;
 use super::super::async_proxy::CHUNK_BYTES;
 use super::super::block::{Block, ThreadContext, abandon, abandon_access, maybe_yield, scheduler};
 use super::super::bulk::{BulkAdd, BulkCopy};
@@ -64,6 +65,9 @@ pub unsafe extern "C" fn bulk_copy_in(
         source.read_volatile();
         source.add(bytes as usize - 1).read_volatile();
     }
+    if let Err(access) = block.accessed(AccessKind::Read, source as usize, bytes as usize) {
+        unsafe { abandon_access(context, access) };
+    }
     block.bulk.copies.push(BulkCopy { source, target, bytes, barrier, thread });
     unsafe { maybe_yield(context) };
 }
@@ -79,6 +83,9 @@ pub unsafe extern "C" fn bulk_add(context: *mut ThreadContext, target: *mut f32,
         for end in [0, bytes as usize / 4 - 1] {
             AtomicU32::from_ptr(target.add(end).cast()).fetch_or(0, Ordering::Relaxed);
         }
+    }
+    if let Err(access) = block.accessed(AccessKind::Atomic, target as usize, bytes as usize) {
+        unsafe { abandon_access(context, access) };
     }
     let (group, issuer_fence) = (block.bulk.committed(thread), block.proxy.warp_fence(thread));
     block.bulk.adds.push(BulkAdd { target, source, bytes, thread, group, issuer_fence });

@@ -2,7 +2,8 @@
 
 use std::ffi::c_void;
 
-use super::super::block::{ThreadContext, abandon, scheduler};
+use super::super::accesses::AccessKind;
+use super::super::block::{ThreadContext, abandon, abandon_access, scheduler};
 use super::super::copies::PendingCopy;
 
 // SAFETY of the functions below: see `scheduler`.
@@ -26,6 +27,9 @@ pub unsafe extern "C" fn copy_async(
         target.add(bytes as usize - 1).read_volatile();
     }
     let block = unsafe { scheduler(context) };
+    if let Err(access) = block.accessed(AccessKind::Read, source as usize, source_bytes as usize) {
+        unsafe { abandon_access(context, access) };
+    }
     if let Some(what) = block.mbarriers.overlap(block.proxy.offset_of(target), bytes) {
         unsafe { abandon(context, what) };
     }

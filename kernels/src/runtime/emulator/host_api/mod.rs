@@ -15,6 +15,7 @@ use self::collective::{CollectiveOp, barrier, collective};
 use self::copies::{copy_arrive, copy_async, copy_commit, copy_wait};
 use self::mbarrier::{mbarrier_arrive, mbarrier_init, mbarrier_wait};
 use self::wgmma::{wgmma_commit, wgmma_fence, wgmma_issue, wgmma_wait};
+use super::accesses::AccessKind;
 use super::block::{ThreadContext, abandon, abandon_access, name, scheduler};
 use super::fault::BadAccess;
 use super::wgmma::WarpProduct;
@@ -31,6 +32,7 @@ pub struct HostApi {
     fail: unsafe extern "C" fn(*mut ThreadContext, *const c_char),
     stop: unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_char),
     misaligned: unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_void, u32, *const c_char),
+    accessed: unsafe extern "C" fn(*mut ThreadContext, *const c_void, u64, AccessKind),
     shared_store: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
     fence_async_proxy: unsafe extern "C" fn(*mut ThreadContext),
     mbarrier_init: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
@@ -57,6 +59,7 @@ pub static HOST_API: HostApi = HostApi {
     fail,
     stop,
     misaligned,
+    accessed,
     shared_store,
     fence_async_proxy,
     mbarrier_init,
@@ -111,4 +114,11 @@ unsafe extern "C" fn misaligned(
 ) {
     let what = unsafe { format!("{}{}", name(what), *place) };
     unsafe { abandon_access(context, BadAccess::Misaligned { address: address as usize, bytes, what }) }
+}
+
+unsafe extern "C" fn accessed(context: *mut ThreadContext, address: *const c_void, bytes: u64, kind: AccessKind) {
+    let seen = unsafe { scheduler(context) }.accessed(kind, address as usize, bytes as usize);
+    if let Err(access) = seen {
+        unsafe { abandon_access(context, access) }
+    }
 }
