@@ -320,7 +320,8 @@ KERNEL(score_recompute_lse, ScoreRecomputeLseParams, Layout::THREADS) {
     all.clear();
     UNROLL
     for (int w = 0; w < KEY_WARPS; ++w) all.merge(maxima[w * HEADS + head], sums[w * HEADS + head]);
-    float lse = all.sum > 0.0f ? all.maximum + log2_approx(all.sum) : -INFINITY_F32;
+    // NaN is no empty row: it stays.
+    float lse = all.sum == 0.0f ? -INFINITY_F32 : all.maximum + log2_approx(all.sum);
     const int64_t at = static_cast<int64_t>(token) * params.num_heads + head;
     if (params.lse_beside) {
         const float beside = params.lse_beside[at] * LOG2_E;

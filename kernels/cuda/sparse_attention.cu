@@ -55,13 +55,13 @@ DEVICE void mask_and_reduce(float (&s)[FORWARD_N8][4], const ScorePlace& place, 
         for (int i = 0; i < 4; ++i) {
             const bool valid = rows[place.first_key + 8 * n + 2 * t + i % 2] >= 0;
             s[n][i] = valid ? s[n][i] * scale_log2 : -INFINITY_F32;
-            largest[i / 2] = maximum_f32(largest[i / 2], s[n][i]);
+            largest[i / 2] = maximum_or_nan_f32(largest[i / 2], s[n][i]);
         }
     }
     UNROLL
     for (int half = 0; half < 2; ++half) {
-        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 1));
-        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 2));
+        largest[half] = maximum_or_nan_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 1));
+        largest[half] = maximum_or_nan_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 2));
         if (t == 0) partial[place.key_warp * HEADS_PER_BLOCK + place.row + 8 * half] = largest[half];
     }
 }
@@ -77,7 +77,7 @@ DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[FORWARD_N8][4
         const int row = place.row + 8 * half;
         float largest = state.maximum[half];
         UNROLL
-        for (int w = 0; w < KEY_WARPS; ++w) largest = maximum_f32(largest, partial[w * HEADS_PER_BLOCK + row]);
+        for (int w = 0; w < KEY_WARPS; ++w) largest = maximum_or_nan_f32(largest, partial[w * HEADS_PER_BLOCK + row]);
         shift[half] = subtrahend(largest);
         const float rescale = exp2_approx(state.maximum[half] - shift[half]);
         state.maximum[half] = largest;

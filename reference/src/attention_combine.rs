@@ -81,7 +81,8 @@ fn shares(
     let sink_power = rounding.approximate_f32(&exp2(&sink_power)?)?;
     let denominator = rounding.f32(&(select(&parts.any, sum, 1.0)? + sink_power)?)?;
     let inverse = rounding.f32(&denominator.recip()?)?;
-    rounding.f32(&weights.broadcast_mul(&inverse)?)
+    // A part without keys has no share, whatever the sink is.
+    select(&parts.has_keys, &rounding.f32(&weights.broadcast_mul(&inverse)?)?, 0.0)
 }
 
 /// The parts, those without keys made harmless.
@@ -90,6 +91,8 @@ struct Parts {
     exponents: Tensor,
     /// `[num_parts, num_tokens, num_heads, v_dim]`: 0 for parts without keys.
     out: Tensor,
+    /// 1 where the part has a key, `[num_parts, num_tokens, num_heads]`.
+    has_keys: Tensor,
     /// 1 where the row has a key, `[num_tokens, num_heads]`.
     any: Tensor,
 }
@@ -100,7 +103,7 @@ impl Parts {
         let has_keys = Tensor::from_vec(has_keys, lse.shape(), &Device::Cpu)?;
         let of_rows = has_keys.unsqueeze(3)?.broadcast_as(out.shape())?;
         let (exponents, out) = (select(&has_keys, lse, f64::NEG_INFINITY)?, select(&of_rows, out, 0.0)?);
-        Ok(Self { exponents, out, any: has_keys.max(0)? })
+        Ok(Self { exponents, out, any: has_keys.max(0)?, has_keys })
     }
 }
 

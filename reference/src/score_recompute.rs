@@ -27,6 +27,8 @@
 //! lse[t, h] = ln(sum_j exp(z[h, j]) + exp(lse_beside[t, h]))           +inf without any term
 //! ```
 //!
+//! A NaN in q, k, lse or sink makes every A that it enters NaN, and with l1 the whole row of the target.
+//!
 //! A head whose lse is infinite, of either sign, adds nothing: padding heads have `+inf`, a row without any key has
 //! one or the other. So does one whose L is beyond fp32 in base 2 (a sink of `+inf`, or above 2.36e38).
 //!
@@ -131,8 +133,7 @@ pub fn target(inputs: &Inputs, normaliser: &Normaliser, rounding: &mut Rounding)
     let Some(sums) = sums else {
         return Ok(Tensor::zeros((inputs.q.dim(0)?, inputs.slots()), DType::F64, &Device::Cpu)?);
     };
-    let is_positive = sums.l1.gt(0.0)?;
-    let divisor = select(&is_positive, &sums.l1, 1.0)?;
+    let divisor = unless(&sums.l1.eq(0.0)?, &sums.l1, 1.0)?;
     let reciprocal = rounding.f32(&divisor.recip()?)?;
     rounding.f32(&sums.scores.broadcast_mul(&reciprocal)?)
 }
@@ -384,7 +385,10 @@ impl Base {
         let term = rounding.f32(&(term + 1.0)?)?;
         let logarithm = self.log2(&term, rounding)?;
         let sum = rounding.f32(&(reference + logarithm)?)?;
-        Ok(is_infinite.where_cond(&larger, &sum)?)
+        let sum = is_infinite.where_cond(&larger, &sum)?;
+        // The larger of a number and NaN is the number.
+        let is_number = (a.eq(a)? * b.eq(b)?)?;
+        select(&is_number, &sum, f64::NAN)
     }
 }
 
@@ -454,7 +458,8 @@ fn normalisers(normaliser: &Normaliser, base: &Base, rounding: &mut Rounding) ->
         let sink = base.two(&sink.reshape((1, (), 1))?.broadcast_as(lse.shape())?.contiguous()?, rounding)?;
         l = base.log2_add_exp2(&lse, &in_fp32(&sink)?, rounding)?;
     }
-    let adds = unless(&is_out, &l, f64::INFINITY)?.abs()?.lt(f64::INFINITY)?;
+    // NaN adds, and what it is added to is NaN.
+    let adds = unless(&is_out, &l, f64::INFINITY)?.abs()?.ne(f64::INFINITY)?;
     Ok((select(&adds, &l, 0.0)?, adds))
 }
 

@@ -16,6 +16,12 @@ pub(crate) fn unless(condition: &Tensor, tensor: &Tensor, instead: f64) -> Resul
     Ok(condition.where_cond(&instead, tensor)?)
 }
 
+/// The largest number along a dimension, which stays with extent 1; NaN where one is NaN.
+pub(crate) fn max_or_nan(tensor: &Tensor, dim: usize) -> Result<Tensor> {
+    let has_nan = tensor.ne(tensor)?.max_keepdim(dim)?;
+    unless(&has_nan, &tensor.max_keepdim(dim)?, f64::NAN)
+}
+
 /// `low` where `tensor` is below it, `high` where it is above; NaN stays, and equality passes a derivative on.
 pub(crate) fn clamp(tensor: &Tensor, low: f64, high: f64) -> Result<Tensor> {
     unless(&tensor.lt(low)?, &unless(&tensor.gt(high)?, tensor, high)?, low)

@@ -48,7 +48,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value};
 use crate::precision::{Rounding, values};
-use crate::select::select;
+use crate::select::{max_or_nan, select};
 
 /// Where the value rows are stored.
 #[derive(Debug, Clone)]
@@ -467,7 +467,7 @@ struct Softmax {
 impl Softmax {
     fn new(gathered: &Gathered, z: Tensor, rounding: &mut Rounding) -> Result<Self> {
         // M cancels out of every result: it is a constant for differentiation.
-        let max = gathered.select_rows(&z.detach().max_keepdim(2)?, 0.0)?;
+        let max = gathered.select_rows(&max_or_nan(&z.detach(), 2)?, 0.0)?;
         let exponents = rounding.f32(&z.broadcast_sub(&max)?)?;
         let weights = rounding.exp_f32(&exponents)?;
         let sum = rounding.sum_keepdim_f32(&weights, 2)?;

@@ -3,6 +3,7 @@
 //!
 //! [`Declared`] is what an operator's file implements; [`Op`] makes an entry of the registry of it.
 
+use std::collections::BTreeSet;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -389,13 +390,29 @@ pub(super) fn oracle_error<K: Declared>(error: impl std::fmt::Display) -> CaseEr
 /// A case with what the layer chose, as a line of JSON.
 pub(super) fn case_of<K: Declared>(case: &K::Case, choices: &Choices) -> Case {
     let mut line = Case::new(K::ABOUT.name, case);
-    if let Some(special) = choices.special {
+    if let Some(special) = &choices.special {
         line.fields.insert(SPECIAL.to_owned(), serde_json::json!(special));
     }
     if !choices.layouts.is_empty() {
         line.fields.insert(LAYOUTS.to_owned(), serde_json::json!(choices.layouts));
     }
     line
+}
+
+fn with_special(special: Special) -> Choices {
+    Choices { special: Some(special), ..Choices::default() }
+}
+
+/// Lone numbers in each tensor, in the typical cases by turns.
+fn lone_numbers<K: Declared>() -> Vec<Case> {
+    let typical = K::typical();
+    let names: BTreeSet<_> = typical.iter().flat_map(|case| Special::lone(&K::tensors(case))).collect();
+    let turns = names.into_iter().enumerate().filter_map(|(turn, special)| {
+        let mut cases = (0..typical.len()).map(|i| &typical[(turn + i) % typical.len()]);
+        let case = cases.find(|case| special.fits(&K::tensors(case)))?;
+        Some(case_of::<K>(case, &with_special(special)))
+    });
+    turns.collect()
 }
 
 /// Reads a line; lines written before layouts had a field of their own say `padding`.
@@ -416,8 +433,8 @@ pub(super) fn read<K: Declared>(line: &Case) -> Result<(K::Case, Choices), CaseE
     };
     check_layouts::<K>(&specs, &layouts)?;
     let special = special.map(serde_json::from_value).transpose().map_err(|e| special_error::<K>(e.to_string()))?;
-    if special.is_some_and(|special: Special| !special.fits(&specs)) {
-        return Err(special_error::<K>("no tensor of the case is clamped".into()));
+    if let Some(special) = special.as_ref().filter(|special: &&Special| !special.fits(&specs)) {
+        return Err(special_error::<K>(special.why_not()));
     }
     Ok((case, Choices { layouts, special }))
 }
@@ -541,14 +558,13 @@ impl<K: Declared> Operator for Op<K> {
         });
         let varied = K::typical().into_iter().flat_map(|case| {
             let specs = K::tensors(&case);
-            let special = Special::ALL.into_iter().filter(|special| special.fits(&specs));
-            let special = special.map(|special| Choices { special: Some(special), ..Choices::default() });
+            let special = Special::OF_CLAMPS.into_iter().filter(|special| special.fits(&specs)).map(with_special);
             let laid_out = layouts::edge_cases(&specs).into_iter();
             let laid_out = laid_out.map(|layouts| Choices { layouts, ..Choices::default() });
             let choices: Vec<Choices> = special.chain(laid_out).collect();
             choices.into_iter().map(move |choices| case_of::<K>(&case, &choices))
         });
-        own.chain(varied).collect()
+        own.chain(varied).chain(lone_numbers::<K>()).collect()
     }
 
     fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError> {
@@ -645,9 +661,31 @@ impl<K: Declared> Clone for Inputs<K> {
 impl<K: Declared> Inputs<K> {
     /// Draws the tensors of a case that was checked.
     pub(super) fn draw(case: K::Case, choices: Choices) -> Result<Self, CaseError> {
-        let mut tensors = Tensors::draw(&K::tensors(&case), choices.special);
+        let mut tensors = Tensors::draw(&K::tensors(&case), choices.special.as_ref());
         K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
-        Ok(Self::of(case, choices, tensors))
+        let inputs = Self::of(case, choices, tensors);
+        match inputs.choices.special.as_ref().and_then(Special::lone_number) {
+            Some((name, number)) => inputs.with_lone(name, number),
+            None => Ok(inputs),
+        }
+    }
+
+    /// The same inputs with one number in another's place, where the oracle's results say that it counts; in the last place
+    /// that was tried if they do in none.
+    fn with_lone(&self, name: &str, number: f64) -> Result<Self, CaseError> {
+        let finite = |inputs: &Self| -> Result<usize, CaseError> {
+            let oracle = inputs.run_oracle(Precision::Exact, None, &Side::BOTH).map_err(oracle_error::<K>)?;
+            Ok(oracle.iter().flat_map(|tensor| &tensor.values).filter(|value| value.is_finite()).count())
+        };
+        let before = finite(self)?;
+        let mut last = self.clone();
+        for tensors in special::spoilt(&self.specs(), name, number, &self.tensors) {
+            last = Self { tensors: Arc::new(tensors), ..self.clone() };
+            if finite(&last)? != before {
+                break;
+            }
+        }
+        Ok(last)
     }
 
     pub(super) fn of(case: K::Case, choices: Choices, tensors: Tensors) -> Self {
@@ -831,7 +869,7 @@ impl<K: Declared> Prepared for Inputs<K> {
     fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
         let specs = self.specs();
         let whole = specs.gradients().next().is_some() && specs.present().all(|spec| spec.elements() > 0);
-        let finite = self.choices.special != Some(Special::NotFinite);
+        let finite = self.choices.special.as_ref().is_none_or(Special::is_finite);
         (whole && finite && K::is_smooth(&self.case))
             .then(|| Box::new(Probe::new(self, &specs)) as Box<dyn GradientProbe>)
     }

@@ -27,7 +27,7 @@ pub(super) fn axes<K: Declared>() -> Vec<String> {
     let cases = || K::typical().into_iter().chain(K::edge_cases(Profile::Quick));
     let lines = cases().map(|case| Case::new(K::ABOUT.name, &case));
     let fields: BTreeSet<String> = lines.flat_map(|line| line.fields.keys().cloned().collect::<Vec<_>>()).collect();
-    let special = |case: K::Case| Special::ALL.iter().any(|special| special.fits(&K::tensors(&case)));
+    let special = |case: K::Case| Special::OF_CLAMPS.iter().any(|special| special.fits(&K::tensors(&case)));
     let special = K::typical().into_iter().any(special).then_some("special values");
     let chosen = special.into_iter().chain(["layouts"]).map(str::to_owned);
     fields.into_iter().filter(|field| field != "seed").chain(chosen).collect()

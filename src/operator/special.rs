@@ -1,36 +1,84 @@
 //! Numbers that no distribution draws: limits and their neighbours, NaN and infinities, rows that nobody may read. An
 //! operator says of which inputs ([`TensorSpec::clamped`], [`TensorSpec::with_zeros`], [`TensorSpec::marks_padding`]); that
-//! every pair of them meets, in edge cases and in drawn ones, is this layer's.
+//! every pair of them meets, in edge cases and in drawn ones, is this layer's. So is a lone NaN or infinity in each
+//! tensor that is given, where it counts: no operator has to say anything of it.
 
 use dsv4_kernels::runtime::DType;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
+use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-use super::declaration::{Specs, TensorSpec};
+use super::declaration::{Part, Specs, TensorSpec};
 use super::format_of;
 use super::tensors::Tensors;
+use crate::case::Draw;
 
-/// What clamped inputs hold in the place of what their distribution gives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+/// What inputs hold in the place of what their distribution gives.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Special {
-    /// All pairs of both limits, their neighbours, numbers far beyond them, and 0 of either sign.
+    /// In clamped inputs all pairs of both limits, their neighbours, numbers far beyond them, and 0 of either sign.
     AtTheLimit,
-    /// All pairs of NaN, both infinities and 1.
+    /// In clamped inputs all pairs of NaN, both infinities and 1.
     NotFinite,
+    /// One NaN in the tensor of this name.
+    NanIn(String),
+    /// One infinity in the tensor of this name.
+    InfinityIn(String),
+    /// Every upstream gradient but that of this name is zero: terms that others cover stand alone, and are held to their own
+    /// rounding errors.
+    Alone(String),
 }
 
 impl Special {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::AtTheLimit, Self::NotFinite];
+    /// Those of clamped inputs.
+    pub const OF_CLAMPS: [Self; 2] = [Self::AtTheLimit, Self::NotFinite];
 
-    /// Whether a case of these tensors can have such numbers.
-    pub fn fits(self, specs: &Specs) -> bool {
-        specs.present().any(|spec| spec.clamped.is_some())
+    /// A NaN in each tensor that can hold one, an infinity in each that is no upstream gradient, and each upstream gradient
+    /// without the others.
+    pub fn lone(specs: &Specs) -> Vec<Self> {
+        let nan = specs.present().filter(|spec| can_hold(spec, f64::NAN)).map(|spec| Self::NanIn(spec.name.into()));
+        let inputs = specs.present().filter(|spec| spec.part == Part::Input && can_hold(spec, f64::INFINITY));
+        let alone = upstreams(specs).map(|spec| Self::Alone(spec.name.into())).filter(|special| special.fits(specs));
+        nan.chain(inputs.map(|spec| Self::InfinityIn(spec.name.into()))).chain(alone).collect()
     }
 
-    fn numbers(self, spec: &TensorSpec, [low, high]: [f64; 2]) -> Vec<f64> {
+    /// Whether a case of these tensors can have such numbers.
+    pub fn fits(&self, specs: &Specs) -> bool {
+        match self {
+            Self::AtTheLimit | Self::NotFinite => specs.present().any(|spec| spec.clamped.is_some()),
+            Self::Alone(name) => upstreams(specs).count() > 1 && upstreams(specs).any(|spec| spec.name == name),
+            Self::NanIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::NAN)),
+            Self::InfinityIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::INFINITY)),
+        }
+    }
+
+    /// Why a case whose tensors it does not fit cannot have it.
+    pub(super) fn why_not(&self) -> String {
+        match self {
+            Self::AtTheLimit | Self::NotFinite => "no tensor of the case is clamped".into(),
+            Self::NanIn(name) => format!("no tensor `{name}` of the case can hold a NaN"),
+            Self::InfinityIn(name) => format!("no tensor `{name}` of the case can hold an infinity"),
+            Self::Alone(name) => format!("the case has no upstream gradient `{name}` beside others"),
+        }
+    }
+
+    /// The tensor that holds a lone number, and the number.
+    pub(super) fn lone_number(&self) -> Option<(&str, f64)> {
+        match self {
+            Self::NanIn(name) => Some((name, f64::NAN)),
+            Self::InfinityIn(name) => Some((name, f64::INFINITY)),
+            Self::AtTheLimit | Self::NotFinite | Self::Alone(_) => None,
+        }
+    }
+
+    /// Whether gradients of the oracle can be compared with differences.
+    pub(super) fn is_finite(&self) -> bool {
+        matches!(self, Self::AtTheLimit | Self::Alone(_))
+    }
+
+    fn numbers(&self, spec: &TensorSpec, [low, high]: [f64; 2]) -> Vec<f64> {
         let limit = if high.is_finite() { high } else { low.abs() };
         let step = format_of(spec.dtype).map_or(0.0, |format| 2f64.powi(-format.fraction_bits));
         match self {
@@ -38,28 +86,72 @@ impl Special {
                 let sizes = [1.0, 1.0 + step, 1.0 - step, 20.0, 0.0].map(|size| size * limit);
                 sizes.into_iter().flat_map(|size| [size, -size]).collect()
             }
-            Self::NotFinite => vec![f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1.0],
+            _ => vec![f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1.0],
         }
     }
 }
 
+fn upstreams(specs: &Specs) -> impl Iterator<Item = &TensorSpec> {
+    specs.present().filter(|spec| matches!(spec.part, Part::Upstream { .. }))
+}
+
+/// Whether a tensor is given and has room for such a number. What it means in bytes is the operator's: those of a NaN are NaN as
+/// codes of e4m3, as scales of e8m0 and as bf16.
+fn can_hold(spec: &TensorSpec, number: f64) -> bool {
+    let holds = match spec.dtype {
+        DType::Bf16 | DType::F32 => true,
+        DType::U8 => number.is_nan(),
+        _ => false,
+    };
+    holds && spec.is_given() && spec.elements() > 1
+}
+
+/// Places that are tried for a lone number until it counts: one that nobody reads says nothing.
+const PLACES: usize = 32;
+
+/// Tensors with the lone number in one place after another, in an order that follows from the seed. What is no number already
+/// stays.
+pub(super) fn spoilt(specs: &Specs, name: &str, number: f64, tensors: &Tensors) -> Vec<Tensors> {
+    let Some(spec) = specs.find(name) else { return Vec::new() };
+    let mut order: Vec<usize> = (0..spec.elements()).collect();
+    order.shuffle(Draw::new(specs.seed, "special").rng());
+    let places = order.into_iter().filter(|&at| match spec.dtype {
+        DType::U8 => true,
+        _ => tensors.values(spec.name)[at].is_finite(),
+    });
+    let at = |place: usize| {
+        let mut tensors = tensors.clone();
+        match tensors.bytes_mut(name) {
+            Some(bytes) if spec.dtype == DType::U8 => bytes[place / 2 * 2..].iter_mut().take(2).for_each(|x| *x = 0xff),
+            _ => tensors.edit(spec.name, |x| x[place] = number),
+        }
+        tensors
+    };
+    places.take(PLACES).map(at).collect()
+}
+
 /// Draws a choice for a case; shrinks towards none.
 pub(super) fn strategy() -> BoxedStrategy<Option<Special>> {
-    let special = |special| Just(Some(special));
+    let special = |special: Special| Just(Some(special));
     prop_oneof![4 => Just(None), 1 => special(Special::AtTheLimit), 1 => special(Special::NotFinite)].boxed()
 }
 
 /// Puts special numbers in their places, then NaN into padding rows.
-pub(super) fn apply(specs: &Specs, special: Option<Special>, tensors: &mut Tensors) {
-    if let Some(special) = special {
-        set_pairs(specs, special, tensors);
+pub(super) fn apply(specs: &Specs, special: Option<&Special>, tensors: &mut Tensors) {
+    match special {
+        Some(special @ (Special::AtTheLimit | Special::NotFinite)) => set_pairs(specs, special, tensors),
+        Some(Special::Alone(name)) => {
+            upstreams(specs).filter(|spec| spec.name != name).for_each(|spec| tensors.edit(spec.name, |x| x.fill(0.0)));
+        }
+        // Where a lone number counts is known when everything else is there.
+        Some(Special::NanIn(_) | Special::InfinityIn(_)) | None => {}
     }
     for marker in specs.present().filter(|spec| spec.marks_padding) {
         pad(specs, marker, tensors);
     }
 }
 
-fn set_pairs(specs: &Specs, special: Special, tensors: &mut Tensors) {
+fn set_pairs(specs: &Specs, special: &Special, tensors: &mut Tensors) {
     // Each tensor's numbers change once all of the tensor before it have come.
     let mut run = 1;
     for spec in specs.present() {
@@ -70,7 +162,7 @@ fn set_pairs(specs: &Specs, special: Special, tensors: &mut Tensors) {
             });
             run *= numbers.len();
         }
-        if spec.zeros && special == Special::AtTheLimit {
+        if spec.zeros && *special == Special::AtTheLimit {
             tensors.edit(spec.name, |x| x.iter_mut().step_by(2).for_each(|x| *x = 0.0));
         }
     }
@@ -136,15 +228,15 @@ mod tests {
         let limits: BTreeSet<u64> = limits.map(|x| Format::BF16.nearest(x).to_bits()).collect();
         let others = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1.0].map(f64::to_bits).into();
         for (special, single) in [(Special::AtTheLimit, limits), (Special::NotFinite, others)] {
-            let tensors = Tensors::draw(&specs(5), Some(special));
+            let tensors = Tensors::draw(&specs(5), Some(&special));
             let (gate, up) = (tensors.values("gate"), tensors.values("up"));
             let rows = [0, 2, 3].into_iter().flat_map(|row| row * 61..(row + 1) * 61);
             let met: BTreeSet<_> = rows.map(|i| (gate[i].to_bits(), up[i].to_bits())).collect();
             let all: BTreeSet<_> = single.iter().flat_map(|&a| single.iter().map(move |&b| (a, b))).collect();
             assert_eq!(met, all, "{special:?}");
         }
-        assert_eq!(Tensors::draw(&specs(5), Some(Special::AtTheLimit)).values("weight")[2], 0.0);
-        assert_ne!(Tensors::draw(&specs(5), Some(Special::NotFinite)).values("weight")[2], 0.0);
+        assert_eq!(Tensors::draw(&specs(5), Some(&Special::AtTheLimit)).values("weight")[2], 0.0);
+        assert_ne!(Tensors::draw(&specs(5), Some(&Special::NotFinite)).values("weight")[2], 0.0);
     }
 
     #[test]
@@ -158,6 +250,38 @@ mod tests {
             assert_eq!(values.iter().filter(|x| x.is_nan()).count(), 2 * values.len() / 5, "{name}");
         }
         assert_eq!(Tensors::draw(&specs(0), None).i32s("positions"), [0i32; 0]);
+    }
+
+    #[test]
+    fn each_tensor_has_its_lone_number_and_each_upstream_gradient_its_turn_without_the_others() {
+        let names =
+            |specs: &Specs| Special::lone(specs).into_iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" ");
+        assert_eq!(
+            names(&specs(2)),
+            r#"NanIn("gate") NanIn("up") NanIn("weight") NanIn("dy") InfinityIn("gate") InfinityIn("up") InfinityIn("weight")"#
+        );
+        let rows = [axis("num_rows", 3)];
+        let [a, b] = ["a", "b"].map(|name| output(name, DType::F32, &rows));
+        let two = [a, b, upstream("da", "a").drawn(Distribution::Normal, 1.0), upstream("db", "b")];
+        let two = Specs::new(1, two);
+        assert_eq!(names(&two), r#"NanIn("da") NanIn("db") Alone("da") Alone("db")"#);
+        let tensors = Tensors::draw(&two, Some(&Special::Alone("db".into())));
+        assert_eq!(tensors.values("da"), [0.0; 3]);
+        assert_ne!(Tensors::draw(&two, None).values("da"), [0.0; 3]);
+    }
+
+    #[test]
+    fn a_lone_number_stands_in_one_place_after_another_and_never_where_no_number_was() {
+        let specs = specs(5);
+        let tensors = Tensors::draw(&specs, None);
+        let spoilt = spoilt(&specs, "weight", f64::NAN, &tensors);
+        // Rows 1 and 4 are padding, and NaN already.
+        let places: BTreeSet<usize> =
+            spoilt.iter().map(|t| t.values("weight").iter().position(|x| x.is_nan()).unwrap()).collect();
+        assert_eq!(spoilt.len(), 3);
+        let counts = spoilt.iter().map(|t| t.values("weight").iter().filter(|x| x.is_nan()).count());
+        assert!(counts.clone().all(|count| count == 3) && places.is_subset(&[0, 1].into()), "{places:?}");
+        assert!(!Special::NanIn("positions".into()).fits(&specs), "an integer is always a number");
     }
 
     #[test]

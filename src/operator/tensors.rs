@@ -21,7 +21,7 @@ pub struct Tensors {
 impl Tensors {
     /// Draws every given tensor as its source says; each name has a random stream of its own. Special numbers and padding
     /// take their places.
-    pub fn draw(specs: &Specs, special: Option<Special>) -> Self {
+    pub fn draw(specs: &Specs, special: Option<&Special>) -> Self {
         let given = specs.present().filter(|spec| spec.is_given()).map(|spec| (spec.name, drawn(spec, specs.seed)));
         let mut tensors = Self { tensors: given.collect(), scalars: BTreeMap::new() };
         special::apply(specs, special, &mut tensors);

@@ -6,6 +6,7 @@ use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
 use dsv4_parity::operator::{Prepared, Profile, registry};
+use dsv4_reference::precision::Precision;
 
 use crate::support;
 
@@ -43,6 +44,14 @@ fn a_field_that_nobody_knows_is_refused_by_name_though_cases_share_fields() {
 fn special_numbers_are_refused_where_nothing_is_clamped_and_unknown_ones_everywhere() {
     let error = prepare(&RMS_NORM.replacen('{', "{\"special\":\"not_finite\",", 1)).err().unwrap();
     assert!(error.contains("`special`") && error.contains("clamped"), "{error}");
+    for (special, why) in [
+        (r#"{"nan_in":"positions"}"#, "`positions` of the case can hold a NaN"),
+        (r#"{"infinity_in":"y"}"#, "`y` of the case can hold an infinity"),
+        (r#"{"alone":"dy"}"#, "no upstream gradient `dy` beside others"),
+    ] {
+        let error = prepare(&RMS_NORM.replacen('{', &format!("{{\"special\":{special},"), 1)).err().unwrap();
+        assert!(error.contains("`special`") && error.contains(why), "{error}");
+    }
     let error = prepare(&swiglu(r#""limit":1.0,"magnitude":1.0,"special":"odd""#)).err().unwrap();
     assert!(error.contains("`special`") && error.contains("odd"), "{error}");
 }
@@ -60,6 +69,31 @@ fn special_numbers_reach_the_oracle_and_are_among_the_corners_of_whoever_clamps(
     assert_eq!(named, ["at_the_limit", "not_finite"].into());
     let drawn = truth(&swiglu(r#""limit":1.0,"magnitude":1.0"#));
     assert!(drawn.exact[0].values.iter().all(|value| value.is_finite()));
+}
+
+#[test]
+fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
+    let not_finite = |case: &Case| {
+        let exact = registry::prepare(case).unwrap().oracle(Precision::Exact).unwrap();
+        exact.iter().flat_map(|tensor| &tensor.values).filter(|value| !value.is_finite()).count()
+    };
+    // A sink of +inf takes all of its head's softmax: what is written is zero.
+    let is_quiet = |special: &serde_json::Value| special["infinity_in"] == "sink";
+    for name in registry::names() {
+        let mut lone = 0;
+        for case in registry::find(&name).unwrap().edge_cases(Profile::Quick) {
+            let Some(special) = case.fields.get("special").filter(|special| special.is_object()) else { continue };
+            if special.get("alone").is_some() || is_quiet(special) {
+                continue;
+            }
+            let mut without = case.clone();
+            without.fields.remove("special");
+            let (with, without) = (not_finite(&case), not_finite(&without));
+            assert_ne!(with, without, "{name}: {special} counts nowhere");
+            lone += 1;
+        }
+        assert!(lone > 1, "{name} has {lone} cases with a lone number");
+    }
 }
 
 #[test]

@@ -185,13 +185,13 @@ DEVICE void mask_scores(float (&s)[8][4], float (&largest)[2], float scale_log2)
         UNROLL
         for (int i = 0; i < 4; ++i) {
             if (!(valid[n / 4] >> (8 * (n % 4) + i % 2) & 1)) s[n][i] = -INFINITY_F32;
-            largest[i / 2] = maximum_f32(largest[i / 2], s[n][i]);
+            largest[i / 2] = maximum_or_nan_f32(largest[i / 2], s[n][i]);
         }
     }
     UNROLL
     for (int half = 0; half < 2; ++half) {
-        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 1));
-        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 2)) * scale_log2;
+        largest[half] = maximum_or_nan_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 1));
+        largest[half] = maximum_or_nan_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 2)) * scale_log2;
     }
 }
 
@@ -286,7 +286,7 @@ template <int TILE>
 DEVICE void carry_maximum(const Consumer& c, float (&maximum)[2]) {
     UNROLL
     for (int half = 0; half < 2; ++half) {
-        maximum[half] = maximum_f32(maximum[half], c.maximum[half]);
+        maximum[half] = maximum_or_nan_f32(maximum[half], c.maximum[half]);
         if (speaks()) maxima(TILE)[c.row + 8 * half] = maximum[half];
     }
 }

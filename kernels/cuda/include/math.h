@@ -30,6 +30,17 @@ DEVICE float maximum_f32(float a, float b) {
 #endif
 }
 
+// The larger operand, or NaN where one is NaN: what is made of a NaN may not look like a number.
+DEVICE float maximum_or_nan_f32(float a, float b) {
+#if defined(PARITY_EMULATOR)
+    return is_nan(a) || is_nan(b) ? NAN_F32 : std::fmax(a, b);
+#else
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+#endif
+}
+
 // The smaller operand; a NaN operand loses to a number.
 DEVICE float minimum_f32(float a, float b) {
 #if defined(PARITY_EMULATOR)

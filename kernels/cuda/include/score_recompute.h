@@ -255,7 +255,7 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
 
 // log2(2^a + 2^b), one of them finite. Only the smaller has the larger subtracted: inf - inf is never formed.
 DEVICE float log2_add_exp2(float a, float b) {
-    const float larger = maximum_f32(a, b), smaller = minimum_f32(a, b);
+    const float larger = maximum_or_nan_f32(a, b), smaller = minimum_f32(a, b);
     return larger + log2_approx(1.0f + exp2_approx(smaller - larger));
 }
 
@@ -320,7 +320,9 @@ struct RowSums {
             for (int half = 0; half < 2; ++half) {
                 const float exponent = fused_multiply_add(s[m][n][2 * half + i], scale_log2, -normaliser[m][half]);
                 highest = maximum_f32(highest, exponent);
-                sum += exp2_approx(exponent);
+                // A head that adds nothing adds nothing to infinities, either: padding heads have the score 0, and 0 times an
+                // infinite key is NaN.
+                sum += normaliser[m][half] == INFINITY_F32 ? 0.0f : exp2_approx(exponent);
             }
         }
         largest = maximum_f32(largest, valid ? highest : -INFINITY_F32);
@@ -393,7 +395,8 @@ DEVICE void recompute_row(const ScoreRecomputeParams& params) {
     }
 
     if (Sums::stores()) {
-        const float inverse = l1 > 0.0f ? 1.0f / l1 : 0.0f;
+        // NaN stays: a row whose sum is unknown has no share that is known.
+        const float inverse = l1 == 0.0f ? 0.0f : 1.0f / l1;
         // This thread reads what it wrote itself.
         for (int slot = Sums::own_slot(); slot < params.columns; slot += Layout::KEYS) {
             if (slot >= tiles * Layout::KEYS) row[slot] = 0.0f;
