@@ -107,7 +107,7 @@ fn can_hold(spec: &TensorSpec, number: f64) -> bool {
 }
 
 /// Places that are tried for a lone number until it counts: one that nobody reads says nothing.
-const PLACES: usize = 32;
+const PLACES: usize = 256;
 
 /// Tensors with the lone number in one place after another, in an order that follows from the seed. What is no number already
 /// stays.
