@@ -673,15 +673,15 @@ impl<K: Declared> Inputs<K> {
     /// The same inputs with one number in another's place, where the oracle's results say that it counts; in the last place
     /// that was tried if they do in none.
     fn with_lone(&self, name: &str, number: f64) -> Result<Self, CaseError> {
-        let finite = |inputs: &Self| -> Result<usize, CaseError> {
+        let results = |inputs: &Self| -> Result<Vec<u64>, CaseError> {
             let oracle = inputs.run_oracle(Precision::Exact, None, &Side::BOTH).map_err(oracle_error::<K>)?;
-            Ok(oracle.iter().flat_map(|tensor| &tensor.values).filter(|value| value.is_finite()).count())
+            Ok(oracle.iter().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect())
         };
-        let before = finite(self)?;
+        let before = results(self)?;
         let mut last = self.clone();
         for tensors in special::spoilt(&self.specs(), name, number, &self.tensors) {
             last = Self { tensors: Arc::new(tensors), ..self.clone() };
-            if finite(&last)? != before {
+            if results(&last)? != before {
                 break;
             }
         }
