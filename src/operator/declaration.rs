@@ -158,6 +158,8 @@ pub struct TensorSpec {
     pub bends_over: Option<f64>,
     /// Whether every second number is 0 where others are at their limits.
     pub zeros: bool,
+    /// Results are linear or homogeneous in it: cases make it as large and as small as fp32 allows.
+    pub any_size: bool,
     /// Whether its negative entries mark padding along its axis.
     pub marks_padding: bool,
 }
@@ -184,6 +186,7 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         clamped: None,
         bends_over: None,
         zeros: false,
+        any_size: false,
         marks_padding: false,
     }
 }
@@ -255,6 +258,13 @@ impl TensorSpec {
     /// Where others are at their limits, every second number is 0.
     pub fn with_zeros(mut self) -> Self {
         self.zeros = true;
+        self
+    }
+
+    /// Results scale as it does, or not at all: [`super::special::Special`] cases make it as large and as small as fp32 allows.
+    /// Upstream gradients are so by themselves; logits are not, whose differences are lost with their size.
+    pub fn of_any_size(mut self) -> Self {
+        self.any_size = true;
         self
     }
 

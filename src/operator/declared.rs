@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use super::benchmarks::{Benchmark, Timed};
 use super::declaration::{Part, Specs, TensorSpec};
-use super::laws::Laws;
+use super::laws::{self, Laws};
 use super::layouts::{self, Layouts, TensorLayout};
 use super::memory::Placed;
 use super::probe::Probe;
@@ -664,9 +664,31 @@ impl<K: Declared> Inputs<K> {
         let mut tensors = Tensors::draw(&K::tensors(&case), choices.special.as_ref());
         K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
         let inputs = Self::of(case, choices, tensors);
-        match inputs.choices.special.as_ref().and_then(Special::lone_number) {
-            Some((name, number)) => inputs.with_lone(name, number),
-            None => Ok(inputs),
+        let Some(special) = &inputs.choices.special else { return Ok(inputs) };
+        match (special.lone_number(), special.scaled()) {
+            (Some((name, number)), _) => inputs.with_lone(name, number),
+            (_, Some((name, exponents))) => Ok(inputs.scaled_by_the_first(name, exponents)),
+            (None, None) => Ok(inputs),
+        }
+    }
+
+    /// The same inputs with a tensor times the first of these powers of two that takes no intermediate out of fp32's range, nor
+    /// into it; as they are if each does.
+    fn scaled_by_the_first(&self, name: &str, mut exponents: impl Iterator<Item = i32>) -> Self {
+        let Some(spec) = self.specs().find(name).cloned() else { return self.clone() };
+        let of = |tensors: &Tensors| laws::outside_f32::<K>(&self.case, tensors);
+        let before = of(&self.tensors);
+        let scaled = |exponent: i32| {
+            let mut tensors = (*self.tensors).clone();
+            tensors.scale(spec.name, 2f64.powi(exponent));
+            // A type whose own range ends earlier loses numbers: scaled back they are others.
+            let back = tensors.values(spec.name).into_iter().map(|x| x / 2f64.powi(exponent));
+            let kept = back.zip(self.tensors.values(spec.name)).all(|(a, b)| a == b || a.is_nan() && b.is_nan());
+            (kept && of(&tensors) == before).then_some(tensors)
+        };
+        match exponents.find_map(scaled) {
+            Some(tensors) => Self { tensors: Arc::new(tensors), ..self.clone() },
+            None => self.clone(),
         }
     }
 

@@ -115,22 +115,14 @@ impl<'i, K: Declared> Laws<'i, K> {
         }
         let mut tensors = Tensors::clone(self.tensors());
         scaled.iter().for_each(|name| tensors.scale(name, factor));
-        let own = self.outside_f32.get_or_init(|| self.outside_f32_of(self.tensors()));
-        if *own != self.outside_f32_of(&tensors) {
+        let own = self.outside_f32.get_or_init(|| outside_f32::<K>(&self.inputs.case, self.tensors()));
+        if *own != outside_f32::<K>(&self.inputs.case, &tensors) {
             let why = "an intermediate leaves fp32's range or comes into it, where powers of two are rounded, too";
             let variant = Box::new(self.inputs.clone());
             return self.laws.push(Law { name, variant, relations: Vec::new(), left_out: Some(why) });
         }
         let relations: Vec<_> = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
         self.law(name, |v| v.tensors = tensors, relations);
-    }
-
-    /// What of the oracle's intermediates fp32 does not hold. An oracle that refuses its inputs says so elsewhere.
-    fn outside_f32_of(&self, tensors: &Tensors) -> Option<u64> {
-        let (bound, mut rounding) = (Bound::new(tensors), Rounding::watching());
-        K::forward(&self.inputs.case, &bound, &mut rounding).ok()?;
-        K::backward(&self.inputs.case, &bound, &mut rounding).ok()?;
-        Some(rounding.outside_f32())
     }
 
     /// This relation binds every output and gradient.
@@ -195,6 +187,14 @@ impl<'i, K: Declared> Laws<'i, K> {
         };
         self.law("independence", change, relations);
     }
+}
+
+/// What of the oracle's intermediates fp32 does not hold. An oracle that refuses its inputs says so elsewhere.
+pub(super) fn outside_f32<K: Declared>(case: &K::Case, tensors: &Tensors) -> Option<u64> {
+    let (bound, mut rounding) = (Bound::new(tensors), Rounding::watching());
+    K::forward(case, &bound, &mut rounding).ok()?;
+    K::backward(case, &bound, &mut rounding).ok()?;
+    Some(rounding.outside_f32())
 }
 
 /// The tensor with other numbers in entry `entry` along axis `at`: floating-point ones are taken from 3, lists of

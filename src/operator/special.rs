@@ -26,6 +26,10 @@ pub enum Special {
     NanIn(String),
     /// One infinity in the tensor of this name.
     InfinityIn(String),
+    /// The tensor of this name times the largest power of two that takes no intermediate out of fp32's range.
+    Large(String),
+    /// The same with the smallest power of two.
+    Small(String),
     /// Every upstream gradient but that of this name is zero: terms that others cover stand alone, and are held to their own
     /// rounding errors.
     Alone(String),
@@ -35,13 +39,18 @@ impl Special {
     /// Those of clamped inputs.
     pub const OF_CLAMPS: [Self; 2] = [Self::AtTheLimit, Self::NotFinite];
 
-    /// A NaN in each tensor that can hold one, an infinity in each that is no upstream gradient, and each upstream gradient
-    /// without the others.
+    /// A NaN in each tensor that can hold one, an infinity in each that is no upstream gradient, each tensor as large and as small
+    /// as fp32 allows, and each upstream gradient without the others.
     pub fn lone(specs: &Specs) -> Vec<Self> {
         let nan = specs.present().filter(|spec| can_hold(spec, f64::NAN)).map(|spec| Self::NanIn(spec.name.into()));
         let inputs = specs.present().filter(|spec| spec.part == Part::Input && can_hold(spec, f64::INFINITY));
         let alone = upstreams(specs).map(|spec| Self::Alone(spec.name.into())).filter(|special| special.fits(specs));
-        nan.chain(inputs.map(|spec| Self::InfinityIn(spec.name.into()))).chain(alone).collect()
+        let sized = |size: fn(String) -> Self| {
+            let numbers = specs.present().filter(|spec| can_scale(spec));
+            numbers.map(move |spec| size(spec.name.into()))
+        };
+        let infinities = inputs.map(|spec| Self::InfinityIn(spec.name.into()));
+        nan.chain(infinities).chain(sized(Self::Large)).chain(sized(Self::Small)).chain(alone).collect()
     }
 
     /// Whether a case of these tensors can have such numbers.
@@ -51,6 +60,7 @@ impl Special {
             Self::Alone(name) => upstreams(specs).count() > 1 && upstreams(specs).any(|spec| spec.name == name),
             Self::NanIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::NAN)),
             Self::InfinityIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::INFINITY)),
+            Self::Large(name) | Self::Small(name) => specs.find(name).is_some_and(can_scale),
         }
     }
 
@@ -60,6 +70,7 @@ impl Special {
             Self::AtTheLimit | Self::NotFinite => "no tensor of the case is clamped".into(),
             Self::NanIn(name) => format!("no tensor `{name}` of the case can hold a NaN"),
             Self::InfinityIn(name) => format!("no tensor `{name}` of the case can hold an infinity"),
+            Self::Large(name) | Self::Small(name) => format!("no tensor `{name}` of the case may have any size"),
             Self::Alone(name) => format!("the case has no upstream gradient `{name}` beside others"),
         }
     }
@@ -69,13 +80,23 @@ impl Special {
         match self {
             Self::NanIn(name) => Some((name, f64::NAN)),
             Self::InfinityIn(name) => Some((name, f64::INFINITY)),
-            Self::AtTheLimit | Self::NotFinite | Self::Alone(_) => None,
+            _ => None,
+        }
+    }
+
+    /// The tensor that is scaled, and the exponents that are tried, the furthest first.
+    pub(super) fn scaled(&self) -> Option<(&str, impl Iterator<Item = i32> + use<>)> {
+        let exponents = |sign: i32| (1..=12).rev().map(move |step| sign * 10 * step);
+        match self {
+            Self::Large(name) => Some((name, exponents(1))),
+            Self::Small(name) => Some((name, exponents(-1))),
+            _ => None,
         }
     }
 
     /// Whether gradients of the oracle can be compared with differences.
     pub(super) fn is_finite(&self) -> bool {
-        matches!(self, Self::AtTheLimit | Self::Alone(_))
+        matches!(self, Self::AtTheLimit | Self::Alone(_) | Self::Large(_) | Self::Small(_))
     }
 
     fn numbers(&self, spec: &TensorSpec, [low, high]: [f64; 2]) -> Vec<f64> {
@@ -93,6 +114,10 @@ impl Special {
 
 fn upstreams(specs: &Specs) -> impl Iterator<Item = &TensorSpec> {
     specs.present().filter(|spec| matches!(spec.part, Part::Upstream { .. }))
+}
+
+fn can_scale(spec: &TensorSpec) -> bool {
+    can_hold(spec, f64::INFINITY) && (spec.any_size || matches!(spec.part, Part::Upstream { .. }))
 }
 
 /// Whether a tensor is given and has room for such a number. What it means in bytes is the operator's: those of a NaN are NaN as
@@ -143,8 +168,8 @@ pub(super) fn apply(specs: &Specs, special: Option<&Special>, tensors: &mut Tens
         Some(Special::Alone(name)) => {
             upstreams(specs).filter(|spec| spec.name != name).for_each(|spec| tensors.edit(spec.name, |x| x.fill(0.0)));
         }
-        // Where a lone number counts is known when everything else is there.
-        Some(Special::NanIn(_) | Special::InfinityIn(_)) | None => {}
+        // Where a lone number counts, and what fp32 allows, is known when everything else is there.
+        Some(_) | None => {}
     }
     for marker in specs.present().filter(|spec| spec.marks_padding) {
         pad(specs, marker, tensors);
@@ -212,7 +237,7 @@ mod tests {
         Specs::new(
             1,
             [
-                element("gate").clamped(f64::NEG_INFINITY, 10.0),
+                element("gate").clamped(f64::NEG_INFINITY, 10.0).of_any_size(),
                 element("up").clamped(-10.0, 10.0).bends_over(1.0),
                 input("weight", DType::F32, &rows[..1]).drawn(Distribution::Normal, 1.0).with_zeros(),
                 input("positions", DType::I32, &rows[..1]).marks_padding(),
@@ -258,13 +283,16 @@ mod tests {
             |specs: &Specs| Special::lone(specs).into_iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" ");
         assert_eq!(
             names(&specs(2)),
-            r#"NanIn("gate") NanIn("up") NanIn("weight") NanIn("dy") InfinityIn("gate") InfinityIn("up") InfinityIn("weight")"#
+            r#"NanIn("gate") NanIn("up") NanIn("weight") NanIn("dy") InfinityIn("gate") InfinityIn("up") InfinityIn("weight") Large("gate") Large("dy") Small("gate") Small("dy")"#
         );
         let rows = [axis("num_rows", 3)];
         let [a, b] = ["a", "b"].map(|name| output(name, DType::F32, &rows));
         let two = [a, b, upstream("da", "a").drawn(Distribution::Normal, 1.0), upstream("db", "b")];
         let two = Specs::new(1, two);
-        assert_eq!(names(&two), r#"NanIn("da") NanIn("db") Alone("da") Alone("db")"#);
+        assert_eq!(
+            names(&two),
+            r#"NanIn("da") NanIn("db") Large("da") Large("db") Small("da") Small("db") Alone("da") Alone("db")"#
+        );
         let tensors = Tensors::draw(&two, Some(&Special::Alone("db".into())));
         assert_eq!(tensors.values("da"), [0.0; 3]);
         assert_ne!(Tensors::draw(&two, None).values("da"), [0.0; 3]);

@@ -85,7 +85,10 @@ impl Declared for AttentionCombine {
         let (heads, v_dim) =
             (axis("num_heads", c.num_heads).not_empty(), axis("v_dim", c.v_dim).multiples(8, usize::MAX));
         let tensors = [
-            input("partial_out", DType::F32, &[parts, tokens, heads, v_dim]).aligned_rows().drawn_as(c.data),
+            input("partial_out", DType::F32, &[parts, tokens, heads, v_dim])
+                .aligned_rows()
+                .of_any_size()
+                .drawn_as(c.data),
             input("partial_lse", DType::F32, &[parts, tokens, heads]),
             input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent),
             output("out", DType::Bf16, &[tokens, heads, v_dim]).aligned_rows(),

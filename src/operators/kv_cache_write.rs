@@ -142,7 +142,7 @@ impl Declared for KvCacheWrite {
             observed(name, DType::U8, &[axis("num_slots", c.num_slots()), bytes]).exact().when(bytes.extent > 0)
         });
         let tensors = [
-            input("kv", DType::Bf16, &tokens).aligned_rows(),
+            input("kv", DType::Bf16, &tokens).aligned_rows().of_any_size(),
             input("slots", DType::I32, &tokens[..1]),
             state("cache", DType::U8, &pages).aligned_rows().with_gap(c.page_padding),
             codes,

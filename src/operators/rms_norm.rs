@@ -83,8 +83,8 @@ impl Declared for RmsNorm {
         let (dtype, weight) = (c.dtype.dtype(), c.weight.unwrap_or(c.dtype).dtype());
         let rows = [axis("num_rows", c.num_rows), axis("width", c.width)];
         let tensors = [
-            input("x", dtype, &rows).rows().drawn_as(c.data),
-            input("weight", weight, &rows[1..]).when(c.weight.is_some()).drawn(Distribution::Normal, 1.0),
+            input("x", dtype, &rows).rows().of_any_size().drawn_as(c.data),
+            input("weight", weight, &rows[1..]).of_any_size().when(c.weight.is_some()).drawn(Distribution::Normal, 1.0),
             output("y", dtype, &rows).rows().placed(c.aliasing, "x").only_in("forward"),
             output("rstd", DType::F32, &rows[..1]).only_in(if c.saves_rstd { "forward" } else { "saving forward" }),
             upstream("dy", "y").drawn(c.data.distribution, 1.0),

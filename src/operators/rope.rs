@@ -145,9 +145,9 @@ impl Declared for Rope {
         Specs::new(
             c.seed,
             [
-                input("x", dtype, &heads).rows().drawn(c.distribution, c.magnitude).only_in("rotation"),
-                input("cos", DType::F32, &table).rows().only_in("rotation"),
-                input("sin", DType::F32, &table).rows().only_in("rotation"),
+                input("x", dtype, &heads).rows().of_any_size().drawn(c.distribution, c.magnitude).only_in("rotation"),
+                input("cos", DType::F32, &table).rows().of_any_size().only_in("rotation"),
+                input("sin", DType::F32, &table).rows().of_any_size().only_in("rotation"),
                 input("positions", DType::I32, &heads[..1]).when(c.table != TableForm::RowPerToken).only_in("rotation"),
                 input("inv_freq", DType::F32, &[half]).only_in("table"),
                 input("table_positions", DType::I32, &computed[..1]).argument("positions").only_in("table"),

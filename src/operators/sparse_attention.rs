@@ -202,7 +202,7 @@ impl Declared for SparseAttention {
         let tensors = [
             drawn(input("q", DType::Bf16, &[tokens, heads, width]), q_size),
             drawn(input("k", DType::Bf16, &[keys, width]), 1.0),
-            drawn(input("v", DType::Bf16, &[keys, v_dim]), 1.0).when(c.values == Values::Separate),
+            drawn(input("v", DType::Bf16, &[keys, v_dim]).of_any_size(), 1.0).when(c.values == Values::Separate),
             input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent),
             input("indices", DType::I32, &[tokens, slots]).rows(),
             input("topk_length", DType::I32, &[tokens]).when(c.lengths != Lengths::Absent),

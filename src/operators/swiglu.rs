@@ -56,7 +56,11 @@ impl Declared for Swiglu {
         let tensors = [
             element("gate").clamped(f64::NEG_INFINITY, limit),
             element("up").clamped(-limit, limit),
-            input("weight", DType::F32, &rows[..1]).drawn(Distribution::Normal, 1.0).with_zeros().when(c.weighted),
+            input("weight", DType::F32, &rows[..1])
+                .of_any_size()
+                .drawn(Distribution::Normal, 1.0)
+                .with_zeros()
+                .when(c.weighted),
             input("pos_to_token_topk", DType::I32, &rows[..1]).marks_padding().when(c.padding_rows),
             output("y", dtype, &rows).rows(),
             upstream("dy", "y"),
