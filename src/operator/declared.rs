@@ -403,11 +403,11 @@ fn with_special(special: Special) -> Choices {
     Choices { special: Some(special), ..Choices::default() }
 }
 
-/// Lone numbers in each tensor, in the typical cases by turns.
-fn lone_numbers<K: Declared>() -> Vec<Case> {
+/// What is special of each tensor, in the typical cases by turns.
+fn special_in_turn<K: Declared>() -> Vec<Case> {
     let typical = K::typical();
-    let names: BTreeSet<_> = typical.iter().flat_map(|case| Special::lone(&K::tensors(case))).collect();
-    let turns = names.into_iter().enumerate().filter_map(|(turn, special)| {
+    let all: BTreeSet<_> = typical.iter().flat_map(|case| Special::of_each_tensor(&K::tensors(case))).collect();
+    let turns = all.into_iter().enumerate().filter_map(|(turn, special)| {
         let mut cases = (0..typical.len()).map(|i| &typical[(turn + i) % typical.len()]);
         let case = cases.find(|case| special.fits(&K::tensors(case)))?;
         Some(case_of::<K>(case, &with_special(special)))
@@ -564,7 +564,7 @@ impl<K: Declared> Operator for Op<K> {
             let choices: Vec<Choices> = special.chain(laid_out).collect();
             choices.into_iter().map(move |choices| case_of::<K>(&case, &choices))
         });
-        own.chain(varied).chain(lone_numbers::<K>()).collect()
+        own.chain(varied).chain(special_in_turn::<K>()).collect()
     }
 
     fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError> {
@@ -665,28 +665,31 @@ impl<K: Declared> Inputs<K> {
         K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
         let inputs = Self::of(case, choices, tensors);
         let Some(special) = &inputs.choices.special else { return Ok(inputs) };
-        match (special.lone_number(), special.scaled()) {
-            (Some((name, number)), _) => inputs.with_lone(name, number),
-            (_, Some((name, exponents))) => Ok(inputs.scaled_by_the_first(name, exponents)),
-            (None, None) => Ok(inputs),
+        match special {
+            Special::NanIn(name) => inputs.with_lone(name, f64::NAN),
+            Special::InfinityIn(name) => inputs.with_lone(name, f64::INFINITY),
+            Special::Large(name) => Ok(inputs.scaled_as_far_as_fp32_allows(name, 2.0)),
+            Special::Small(name) => Ok(inputs.scaled_as_far_as_fp32_allows(name, 0.5)),
+            Special::AtTheLimit | Special::NotFinite | Special::Alone(_) => Ok(inputs),
         }
     }
 
-    /// The same inputs with a tensor times the first of these powers of two that takes no intermediate out of fp32's range, nor
-    /// into it; as they are if each does.
-    fn scaled_by_the_first(&self, name: &str, mut exponents: impl Iterator<Item = i32>) -> Self {
+    /// The same inputs with a tensor times the furthest power of a base, 2 or its inverse, that takes no intermediate out of
+    /// fp32's range, nor into it; as they are if each does.
+    fn scaled_as_far_as_fp32_allows(&self, name: &str, base: f64) -> Self {
         let Some(spec) = self.specs().find(name).cloned() else { return self.clone() };
         let of = |tensors: &Tensors| laws::outside_f32::<K>(&self.case, tensors);
-        let before = of(&self.tensors);
+        let (own, before) = (self.tensors.values(spec.name), of(&self.tensors));
         let scaled = |exponent: i32| {
+            let factor = base.powi(exponent);
             let mut tensors = (*self.tensors).clone();
-            tensors.scale(spec.name, 2f64.powi(exponent));
+            tensors.scale(spec.name, factor);
             // A type whose own range ends earlier loses numbers: scaled back they are others.
-            let back = tensors.values(spec.name).into_iter().map(|x| x / 2f64.powi(exponent));
-            let kept = back.zip(self.tensors.values(spec.name)).all(|(a, b)| a == b || a.is_nan() && b.is_nan());
+            let back = tensors.values(spec.name).into_iter().map(|x| x / factor);
+            let kept = back.zip(&own).all(|(a, b)| a == *b || a.is_nan() && b.is_nan());
             (kept && of(&tensors) == before).then_some(tensors)
         };
-        match exponents.find_map(scaled) {
+        match (1..=12).rev().find_map(|tens| scaled(10 * tens)) {
             Some(tensors) => Self { tensors: Arc::new(tensors), ..self.clone() },
             None => self.clone(),
         }
@@ -699,9 +702,11 @@ impl<K: Declared> Inputs<K> {
             let oracle = inputs.run_oracle(Precision::Exact, None, &Side::BOTH).map_err(oracle_error::<K>)?;
             Ok(oracle.iter().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect())
         };
+        let specs = self.specs();
+        let Some(spec) = specs.find(name) else { return Ok(self.clone()) };
         let before = results(self)?;
         let mut last = self.clone();
-        for tensors in special::spoilt(&self.specs(), name, number, &self.tensors) {
+        for tensors in special::spoilt(spec, specs.seed, number, &self.tensors) {
             last = Self { tensors: Arc::new(tensors), ..self.clone() };
             if results(&last)? != before {
                 break;

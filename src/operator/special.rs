@@ -41,23 +41,22 @@ impl Special {
 
     /// A NaN in each tensor that can hold one, an infinity in each that is no upstream gradient, each tensor as large and as small
     /// as fp32 allows, and each upstream gradient without the others.
-    pub fn lone(specs: &Specs) -> Vec<Self> {
-        let nan = specs.present().filter(|spec| can_hold(spec, f64::NAN)).map(|spec| Self::NanIn(spec.name.into()));
-        let inputs = specs.present().filter(|spec| spec.part == Part::Input && can_hold(spec, f64::INFINITY));
-        let alone = upstreams(specs).map(|spec| Self::Alone(spec.name.into())).filter(|special| special.fits(specs));
-        let sized = |size: fn(String) -> Self| {
-            let numbers = specs.present().filter(|spec| can_scale(spec));
-            numbers.map(move |spec| size(spec.name.into()))
+    pub fn of_each_tensor(specs: &Specs) -> Vec<Self> {
+        let kinds: [fn(String) -> Self; 5] = [Self::NanIn, Self::InfinityIn, Self::Large, Self::Small, Self::Alone];
+        let of = |kind: fn(String) -> Self| specs.present().map(move |spec| (spec, kind(spec.name.into())));
+        let wanted = |(spec, special): &(&TensorSpec, Self)| {
+            special.fits(specs) && (spec.part == Part::Input || !matches!(special, Self::InfinityIn(_)))
         };
-        let infinities = inputs.map(|spec| Self::InfinityIn(spec.name.into()));
-        nan.chain(infinities).chain(sized(Self::Large)).chain(sized(Self::Small)).chain(alone).collect()
+        kinds.into_iter().flat_map(of).filter(wanted).map(|(_, special)| special).collect()
     }
 
     /// Whether a case of these tensors can have such numbers.
     pub fn fits(&self, specs: &Specs) -> bool {
         match self {
             Self::AtTheLimit | Self::NotFinite => specs.present().any(|spec| spec.clamped.is_some()),
-            Self::Alone(name) => upstreams(specs).count() > 1 && upstreams(specs).any(|spec| spec.name == name),
+            Self::Alone(name) => {
+                specs.upstreams().count() > 1 && specs.upstreams().any(|(_, upstream)| upstream.name == name)
+            }
             Self::NanIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::NAN)),
             Self::InfinityIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::INFINITY)),
             Self::Large(name) | Self::Small(name) => specs.find(name).is_some_and(can_scale),
@@ -75,28 +74,9 @@ impl Special {
         }
     }
 
-    /// The tensor that holds a lone number, and the number.
-    pub(super) fn lone_number(&self) -> Option<(&str, f64)> {
-        match self {
-            Self::NanIn(name) => Some((name, f64::NAN)),
-            Self::InfinityIn(name) => Some((name, f64::INFINITY)),
-            _ => None,
-        }
-    }
-
-    /// The tensor that is scaled, and the exponents that are tried, the furthest first.
-    pub(super) fn scaled(&self) -> Option<(&str, impl Iterator<Item = i32> + use<>)> {
-        let exponents = |sign: i32| (1..=12).rev().map(move |step| sign * 10 * step);
-        match self {
-            Self::Large(name) => Some((name, exponents(1))),
-            Self::Small(name) => Some((name, exponents(-1))),
-            _ => None,
-        }
-    }
-
     /// Whether gradients of the oracle can be compared with differences.
     pub(super) fn is_finite(&self) -> bool {
-        matches!(self, Self::AtTheLimit | Self::Alone(_) | Self::Large(_) | Self::Small(_))
+        !matches!(self, Self::NotFinite | Self::NanIn(_) | Self::InfinityIn(_))
     }
 
     fn numbers(&self, spec: &TensorSpec, [low, high]: [f64; 2]) -> Vec<f64> {
@@ -110,10 +90,6 @@ impl Special {
             _ => vec![f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1.0],
         }
     }
-}
-
-fn upstreams(specs: &Specs) -> impl Iterator<Item = &TensorSpec> {
-    specs.present().filter(|spec| matches!(spec.part, Part::Upstream { .. }))
 }
 
 fn can_scale(spec: &TensorSpec) -> bool {
@@ -134,25 +110,23 @@ fn can_hold(spec: &TensorSpec, number: f64) -> bool {
 /// Places that are tried for a lone number until it counts: one that nobody reads says nothing.
 const PLACES: usize = 256;
 
-/// Tensors with the lone number in one place after another, in an order that follows from the seed. What is no number already
-/// stays.
-pub(super) fn spoilt(specs: &Specs, name: &str, number: f64, tensors: &Tensors) -> Vec<Tensors> {
-    let Some(spec) = specs.find(name) else { return Vec::new() };
-    let mut order: Vec<usize> = (0..spec.elements()).collect();
-    order.shuffle(Draw::new(specs.seed, "special").rng());
-    let places = order.into_iter().filter(|&at| match spec.dtype {
-        DType::U8 => true,
-        _ => tensors.values(spec.name)[at].is_finite(),
-    });
-    let at = |place: usize| {
+/// Tensors with the lone number in one place of a tensor after another, in an order that follows from the seed. What is no number
+/// already stays.
+pub(super) fn spoilt(spec: &TensorSpec, seed: u64, number: f64, tensors: &Tensors) -> impl Iterator<Item = Tensors> {
+    // Bytes are no numbers yet.
+    let values = if spec.dtype == DType::U8 { Vec::new() } else { tensors.values(spec.name) };
+    let mut places: Vec<usize> = (0..spec.elements()).collect();
+    places.shuffle(Draw::new(seed, "special").rng());
+    places.retain(|&at| values.get(at).is_none_or(|value| value.is_finite()));
+    let at = move |place: usize| {
         let mut tensors = tensors.clone();
-        match tensors.bytes_mut(name) {
+        match tensors.bytes_mut(spec.name) {
             Some(bytes) if spec.dtype == DType::U8 => bytes[place / 2 * 2..].iter_mut().take(2).for_each(|x| *x = 0xff),
             _ => tensors.edit(spec.name, |x| x[place] = number),
         }
         tensors
     };
-    places.take(PLACES).map(at).collect()
+    places.into_iter().take(PLACES).map(at)
 }
 
 /// Draws a choice for a case; shrinks towards none.
@@ -166,7 +140,8 @@ pub(super) fn apply(specs: &Specs, special: Option<&Special>, tensors: &mut Tens
     match special {
         Some(special @ (Special::AtTheLimit | Special::NotFinite)) => set_pairs(specs, special, tensors),
         Some(Special::Alone(name)) => {
-            upstreams(specs).filter(|spec| spec.name != name).for_each(|spec| tensors.edit(spec.name, |x| x.fill(0.0)));
+            let others = specs.upstreams().filter(|(_, upstream)| upstream.name != name);
+            others.for_each(|(_, upstream)| tensors.edit(upstream.name, |x| x.fill(0.0)));
         }
         // Where a lone number counts, and what fp32 allows, is known when everything else is there.
         Some(_) | None => {}
@@ -279,8 +254,9 @@ mod tests {
 
     #[test]
     fn each_tensor_has_its_lone_number_and_each_upstream_gradient_its_turn_without_the_others() {
-        let names =
-            |specs: &Specs| Special::lone(specs).into_iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" ");
+        let names = |specs: &Specs| {
+            Special::of_each_tensor(specs).into_iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" ")
+        };
         assert_eq!(
             names(&specs(2)),
             r#"NanIn("gate") NanIn("up") NanIn("weight") NanIn("dy") InfinityIn("gate") InfinityIn("up") InfinityIn("weight") Large("gate") Large("dy") Small("gate") Small("dy")"#
@@ -302,7 +278,7 @@ mod tests {
     fn a_lone_number_stands_in_one_place_after_another_and_never_where_no_number_was() {
         let specs = specs(5);
         let tensors = Tensors::draw(&specs, None);
-        let spoilt = spoilt(&specs, "weight", f64::NAN, &tensors);
+        let spoilt: Vec<_> = spoilt(specs.find("weight").unwrap(), 1, f64::NAN, &tensors).collect();
         // Rows 1 and 4 are padding, and NaN already.
         let places: BTreeSet<usize> =
             spoilt.iter().map(|t| t.values("weight").iter().position(|x| x.is_nan()).unwrap()).collect();

@@ -47,8 +47,8 @@ pub struct BlockLaunch<'a> {
     pub grid: Dim3,
     /// Extent of a block.
     pub block: Dim3,
-    /// What its blocks access in global memory.
-    pub accesses: Arc<Accesses>,
+    /// What its blocks access in global memory, where that is asked for.
+    pub accesses: Option<Arc<Accesses>>,
     /// Parameter struct, as bytes aligned to 16.
     pub params: &'a [u128],
     /// Seed of the schedule; `None` for the deterministic one.
@@ -70,9 +70,8 @@ impl Block {
     ) -> Result<(), BlockFault> {
         let threads = launch.block.count() as u32;
         let seed = launch.schedule_seed.map(|seed| block_seed(seed, block_idx));
-        // Accesses of a lone block have an order. What the others access is the same under every schedule.
-        let asked = seed.is_some() && launch.grid.count() > 1;
-        let accesses = asked.then(|| (launch.accesses.clone(), launch.grid.flatten(block_idx) as u32));
+        let accesses = launch.accesses.clone().map(|accesses| (accesses, launch.grid.flatten(block_idx) as u32));
+        let watched = accesses.is_some().into();
         let mut block = Box::new(Self {
             accesses,
             contexts: Vec::with_capacity(threads as usize),
@@ -104,7 +103,7 @@ impl Block {
                 dynamic_shared: shared.0,
                 dynamic_shared_bytes: shared.1 as u64,
                 scheduler,
-                watched: asked.into(),
+                watched,
             });
         }
         let mut coroutines: Vec<_> = (0..threads).map(|thread| spawn(launch, scheduler, thread, stacks)).collect();

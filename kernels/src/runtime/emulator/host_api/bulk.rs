@@ -7,6 +7,7 @@ use super::super::async_proxy::CHUNK_BYTES;
 use super::super::block::{Block, ThreadContext, abandon, abandon_access, maybe_yield, scheduler};
 use super::super::bulk::{BulkAdd, BulkCopy};
 use super::super::fault::BadAccess;
+use super::accessed;
 
 impl Block {
     /// What is wrong with bulk work between these two addresses, whatever it is called.
@@ -65,9 +66,7 @@ pub unsafe extern "C" fn bulk_copy_in(
         source.read_volatile();
         source.add(bytes as usize - 1).read_volatile();
     }
-    if let Err(access) = block.accessed(AccessKind::Read, source as usize, bytes as usize) {
-        unsafe { abandon_access(context, access) };
-    }
+    unsafe { accessed(context, source.cast(), bytes.into(), AccessKind::Read) };
     block.bulk.copies.push(BulkCopy { source, target, bytes, barrier, thread });
     unsafe { maybe_yield(context) };
 }
@@ -84,9 +83,7 @@ pub unsafe extern "C" fn bulk_add(context: *mut ThreadContext, target: *mut f32,
             AtomicU32::from_ptr(target.add(end).cast()).fetch_or(0, Ordering::Relaxed);
         }
     }
-    if let Err(access) = block.accessed(AccessKind::Atomic, target as usize, bytes as usize) {
-        unsafe { abandon_access(context, access) };
-    }
+    unsafe { accessed(context, target.cast_const().cast(), bytes.into(), AccessKind::Atomic) };
     let (group, issuer_fence) = (block.bulk.committed(thread), block.proxy.warp_fence(thread));
     block.bulk.adds.push(BulkAdd { target, source, bytes, thread, group, issuer_fence });
     unsafe { maybe_yield(context) };

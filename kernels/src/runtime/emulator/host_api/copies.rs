@@ -3,8 +3,9 @@
 use std::ffi::c_void;
 
 use super::super::accesses::AccessKind;
-use super::super::block::{ThreadContext, abandon, abandon_access, scheduler};
+use super::super::block::{ThreadContext, abandon, scheduler};
 use super::super::copies::PendingCopy;
+use super::accessed;
 
 // SAFETY of the functions below: see `scheduler`.
 
@@ -15,6 +16,7 @@ pub unsafe extern "C" fn copy_async(
     bytes: u32,
     source_bytes: u32,
 ) {
+    unsafe { accessed(context, source, source_bytes.into(), AccessKind::Read) };
     let (target, source) = (target.cast::<u8>(), source.cast::<u8>());
     // Touch both ends of both ranges here, on the issuing thread, so that a bad address is its fault.
     // SAFETY: a bad address raises a signal on this coroutine's stack, which ends it with an error.
@@ -27,9 +29,6 @@ pub unsafe extern "C" fn copy_async(
         target.add(bytes as usize - 1).read_volatile();
     }
     let block = unsafe { scheduler(context) };
-    if let Err(access) = block.accessed(AccessKind::Read, source as usize, source_bytes as usize) {
-        unsafe { abandon_access(context, access) };
-    }
     if let Some(what) = block.mbarriers.overlap(block.proxy.offset_of(target), bytes) {
         unsafe { abandon(context, what) };
     }
