@@ -1,5 +1,5 @@
-//! What a commit has to run of the planted mutants and compile of the modules: those that it may concern, and a rotating
-//! share of the others.
+//! What a commit has to run of the planted mutants, the edge cases and the golden files, and compile of the modules: those
+//! that it may concern, and a rotating share of the others.
 //!
 //! One is concerned when a file changed that it is made of or judged by: of a module its source and every header that this
 //! includes; of a mutant those of all modules of its operator, its launcher, its oracle, its operator's file, its list.
@@ -23,6 +23,15 @@ pub const MOST_MUTANTS: usize = 96;
 /// So many modules are compiled for a commit at most, for each target.
 pub const MOST_MODULES: usize = 10;
 
+/// So many edge cases of sweeps run for a commit at most, of all operators that it concerns together.
+pub const MOST_EDGE_CASES: usize = 96;
+/// The same for pairs of a golden file and an operator that it is about.
+pub const MOST_GOLDEN_FILES: usize = 12;
+
+/// Folders and files that judge every operator: a change there concerns all of them.
+const HARNESS: [&str; 7] =
+    ["kernels/src/", "reference/src/", "src/case/", "src/judge/", "src/operator/", "src/sweep/", "tests/operators/"];
+
 /// What a commit changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
@@ -43,6 +52,15 @@ pub struct Candidate<'a> {
     pub own: &'a str,
     /// Every file that it is made of or judged by.
     pub files: &'a BTreeSet<String>,
+}
+
+/// What an operator has of some kind, all of which is made of or judged by the same files.
+#[derive(Clone, Debug)]
+pub struct Stock {
+    /// How many.
+    pub count: usize,
+    /// Every file that they are made of or judged by.
+    pub files: BTreeSet<String>,
 }
 
 /// What a commit chose of its candidates.
@@ -77,7 +95,7 @@ impl Change {
     /// Those that the commit runs, at most `most`.
     pub fn choose(&self, candidates: &[Candidate<'_>], most: usize) -> Chosen {
         let mut order: Vec<usize> = (0..candidates.len()).filter(|&at| self.selects(&candidates[at])).collect();
-        let lot = |id: &str| *blake3::hash(format!("{} {id}", self.commit).as_bytes()).as_bytes();
+        let lot = |id: &str| lot(self.seed(), id);
         order.sort_by_key(|&at| (!self.files.contains(candidates[at].own), lot(candidates[at].id)));
         let (concerned, all) = (order.len(), candidates.len());
         order.truncate(most);
@@ -89,6 +107,27 @@ impl Change {
         self.files.contains(candidate.own)
             || !self.files.is_disjoint(candidate.files)
             || slot(candidate.id) == slot(&self.commit)
+    }
+
+    /// How much of each operator's stock the commit runs: all of those that it concerns, or together `most`, and a
+    /// [`SHARE`]th, rounded up, of each of the others. A change of the harness concerns every operator.
+    pub fn shares(&self, stocks: &[Stock], most: usize) -> Vec<usize> {
+        let of_operators: BTreeSet<&String> = stocks.iter().flat_map(|stock| &stock.files).collect();
+        let judges = |file: &String| HARNESS.iter().any(|harness| file.starts_with(harness));
+        let harness = self.files.iter().any(|file| judges(file) && !of_operators.contains(file));
+        let concerned = |stock: &Stock| harness || !self.files.is_disjoint(&stock.files);
+        let all: usize = stocks.iter().filter(|stock| concerned(stock)).map(|stock| stock.count).sum();
+        let share = |stock: &Stock| match (concerned(stock), all <= most) {
+            (true, true) => stock.count,
+            (true, false) => (stock.count * most).div_ceil(all),
+            (false, _) => stock.count.div_ceil(SHARE as usize),
+        };
+        stocks.iter().map(share).collect()
+    }
+
+    /// What lots are drawn from: the commit's hash, so that each commit draws others and a rerun the same.
+    pub fn seed(&self) -> u64 {
+        number(&self.commit)
     }
 
     /// What was left out, and why, in words; `what` they are.
@@ -114,10 +153,19 @@ fn git(root: &Path, arguments: &[&str]) -> Result<String, String> {
     Err(format!("git {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
 }
 
-fn slot(name: &str) -> u64 {
+/// The lot of what has this name: of many those with the lowest are drawn.
+pub fn lot(seed: u64, name: &str) -> [u8; 32] {
+    *blake3::hash(format!("{seed} {name}").as_bytes()).as_bytes()
+}
+
+fn number(name: &str) -> u64 {
     let mut bytes = [0; 8];
     bytes.copy_from_slice(&blake3::hash(name.as_bytes()).as_bytes()[..8]);
-    u64::from_le_bytes(bytes) % SHARE
+    u64::from_le_bytes(bytes)
+}
+
+fn slot(name: &str) -> u64 {
+    number(name) % SHARE
 }
 
 /// The source of a kernel and every header that it includes, from the root of the project.
@@ -236,6 +284,21 @@ mod tests {
         let candidate = |id| Candidate { id, own: "kernels/cuda/rope.cu", files: &files };
         let candidates: Vec<_> = ids.iter().map(|id| candidate(id.as_str())).collect();
         change(commit, file).choose(&candidates, most).flags
+    }
+
+    #[test]
+    fn operators_that_a_change_concerns_share_what_a_commit_runs_and_the_others_give_an_eighth() {
+        let stock = |name: &str, count| Stock { count, files: [format!("kernels/src/{name}.rs"), "a.h".into()].into() };
+        let stocks = [stock("rope", 30), stock("swiglu", 50), stock("rms_norm", 1)];
+        let shares = |file: &str, most| change("a", file).shares(&stocks, most);
+        assert_eq!(shares("kernels/src/rope.rs", 100), [30, 7, 1], "one operator");
+        assert_eq!(shares("kernels/src/rope.rs", 20), [20, 7, 1], "one with very many");
+        for everything in ["a.h", "kernels/src/runtime/emulator/emulator.h", "src/judge/checks.rs"] {
+            assert_eq!(shares(everything, 81), [30, 50, 1], "{everything}");
+            assert_eq!(shares(everything, 27), [10, 17, 1], "{everything}");
+        }
+        assert_eq!(shares("README.md", 100), [4, 7, 1]);
+        assert_ne!(change("a", "").seed(), change("b", "").seed());
     }
 
     fn ids(count: usize) -> Vec<String> {

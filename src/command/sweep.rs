@@ -8,8 +8,8 @@ use clap::Args;
 
 use crate::judge::checks::CheckOptions;
 use crate::operator::Profile;
-use crate::sweep::SweepOptions;
 use crate::sweep::regressions::Regressions;
+use crate::sweep::{EdgeCases, SweepOptions};
 
 /// Which cases a sweep draws.
 #[derive(Debug, Args)]
@@ -20,6 +20,9 @@ pub struct SweepArguments {
     /// Drawn cases for each operator; the profile's number when absent
     #[arg(long)]
     pub cases: Option<usize>,
+    /// Edge cases of each operator, drawn by lot from the seed; all when absent. Those left out are counted as skipped
+    #[arg(long, value_name = "N")]
+    pub edge_cases: Option<usize>,
     /// Seed of the sweep; `fresh` draws one, prints it and records it
     #[arg(long, default_value = "0", value_name = "N|fresh")]
     pub seed: Seed,
@@ -33,6 +36,9 @@ impl SweepArguments {
         SweepOptions {
             profile: self.profile,
             cases: self.cases,
+            edge_cases: self
+                .edge_cases
+                .map_or(EdgeCases::All, |most| EdgeCases::Lots { most, seed: self.seed.number() }),
             seed: self.seed.number(),
             checks,
             regressions: Regressions::new(folder),

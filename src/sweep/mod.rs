@@ -14,6 +14,7 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use crate::case::{Case, CaseError};
+use crate::change::lot;
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::runner::Runner;
 use crate::operator::registry;
@@ -37,6 +38,8 @@ pub struct SweepOptions {
     pub profile: Profile,
     /// How many to draw; `None` is the operator's own number.
     pub cases: Option<usize>,
+    /// Which edge cases run.
+    pub edge_cases: EdgeCases,
     /// Seed of the drawing.
     pub seed: u64,
     /// What to check.
@@ -48,6 +51,35 @@ pub struct SweepOptions {
     /// Seconds of an operator's cases after which no drawn one begins; all are run where it is absent. Remembered cases
     /// and edge cases always run.
     pub time_budget: Option<Duration>,
+}
+
+/// Which edge cases of an operator a sweep runs; the others are skips.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EdgeCases {
+    /// All of them.
+    #[default]
+    All,
+    /// So many, drawn by lot from a seed: another seed takes others.
+    Lots {
+        /// How many.
+        most: usize,
+        /// What they are drawn from.
+        seed: u64,
+    },
+}
+
+impl EdgeCases {
+    /// Those of these cases that run, in their order.
+    fn of(self, mut cases: Vec<Case>) -> Vec<Case> {
+        if let Self::Lots { most, seed } = self {
+            let lot = |case: &Case| lot(seed, &case.line());
+            let mut lots: Vec<_> = cases.iter().map(lot).collect();
+            lots.sort_unstable();
+            lots.truncate(most);
+            cases.retain(|case| lots.binary_search(&lot(case)).is_ok());
+        }
+        cases
+    }
 }
 
 /// Who listens to a sweep.
@@ -86,16 +118,24 @@ pub fn plan(
     options: &SweepOptions,
     environment: &Environment,
 ) -> Result<(Vec<PlannedCase>, Vec<Skip>), CaseError> {
-    let edge_cases = operator.edge_cases(options.profile).into_iter().map(|case| (case, Origin::Drawn));
+    let name = operator.describe().name;
+    let all = operator.edge_cases(options.profile);
+    let declared = all.len();
+    let edge_cases = options.edge_cases.of(all);
+    let mut skips = Vec::new();
+    if edge_cases.len() < declared {
+        let why = format!("{} of {declared} were drawn by lot", edge_cases.len());
+        skips.push(Skip { what: format!("edge cases of {name}"), why, count: (declared - edge_cases.len()) as u64 });
+    }
+    let edge_cases = edge_cases.into_iter().map(|case| (case, Origin::Drawn));
     let given = remembered.into_iter().map(|case| (case, Origin::Regression)).chain(edge_cases);
     let mut planned: Vec<_> = given.map(|(case, origin)| PlannedCase { case, origin, tree: None }).collect();
     let strategy = operator.strategy(options.profile);
-    let mut runner = runner(options.seed, &operator.describe().name);
+    let mut runner = runner(options.seed, &name);
     for _ in 0..options.cases.unwrap_or_else(|| operator.default_cases(options.profile)) {
         let tree = strategy.new_tree(&mut runner).map_err(|reason| CaseError::Malformed(reason.to_string()))?;
         planned.push(PlannedCase { case: tree.current(), origin: Origin::Drawn, tree: Some(tree) });
     }
-    let mut skips = Vec::new();
     planned.retain(|planned| match operator.cannot_run(&planned.case, environment) {
         Some(why) => {
             Skip::count(&mut skips, format!("cases of {}", planned.case.operator), &why);

@@ -1,7 +1,10 @@
 //! `golden::OPERATOR`: oracle and kernels against what an independent implementation computed, and every file is seen to
 //! matter: a changed value in it is noticed.
 
+use std::path::PathBuf;
+
 use dsv4_kernels::runtime::DType;
+use dsv4_parity::change::{MOST_GOLDEN_FILES, lot};
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
@@ -11,12 +14,15 @@ use libtest_mimic::Trial;
 
 use crate::{Extent, shared, support};
 
-pub fn trial(operator: &'static dyn Operator, _extent: Extent) -> Option<Trial> {
-    Some(crate::trial(format!("golden::{}", operator.describe().name), move || run(operator)))
+pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
+    Some(crate::trial(format!("golden::{}", operator.describe().name), move || run(operator, extent)))
 }
 
-fn run(operator: &'static dyn Operator) -> Result<String, String> {
-    let found = files_of(operator)?;
+/// Files and their cases.
+type Files = Vec<(GoldenFile, Vec<GoldenCase>)>;
+
+fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String> {
+    let (found, left_out) = chosen(operator, extent, files_of(operator)?)?;
     let (files, mut skips, mut by_kernels, mut changed) = (found.len(), Vec::new(), 0, 0);
     for (file, cases) in found {
         for mut case in cases {
@@ -32,18 +38,40 @@ fn run(operator: &'static dyn Operator) -> Result<String, String> {
         return Ok("no golden file is about it".to_owned());
     }
     // What the kernels are spared, their own declaration refuses (the layer holds a skip to that); most they must run.
-    if by_kernels <= skips.len() {
+    if left_out == 0 && by_kernels <= skips.len() {
         return Err(format!("the kernels ran {by_kernels} cases, and were spared {skips:?}"));
     }
     let oracle_only = skips.iter().map(|why| format!("; oracle only: {why}")).collect::<String>();
-    Ok(format!("{files} files, {changed} tensors{oracle_only}"))
+    let left_out = if left_out == 0 { String::new() } else { format!("; {left_out} files drew no lot") };
+    Ok(format!("{files} files, {changed} tensors{oracle_only}{left_out}"))
+}
+
+/// Those that the commit may concern and some of the others, and how many are left out.
+fn chosen(operator: &'static dyn Operator, extent: Extent, mut files: Files) -> Result<(Files, usize), String> {
+    let names = golden::index(&folder()).map_err(|error| error.to_string())?;
+    let kind = |name: &str| name.split("__").next().unwrap_or_default().to_owned();
+    let count = |operator: &dyn Operator| {
+        names.iter().filter(|name| operator.golden_kinds().contains(&kind(name).as_str())).count()
+    };
+    let all = files.len();
+    let share = if extent == Extent::Commit { shared::share(operator, count, MOST_GOLDEN_FILES)? } else { None };
+    if let Some((most, seed)) = share {
+        files.sort_by_key(|(file, _)| lot(seed, &file.name));
+        files.truncate(most);
+    }
+    let left_out = all - files.len();
+    Ok((files, left_out))
+}
+
+fn folder() -> PathBuf {
+    support::fixtures().join("golden")
 }
 
 /// Every golden file that is about an operator, as that operator's cases: all files of each kind that it declares, each
 /// of which the layer holds to be cases of it, and no other.
-fn files_of(operator: &'static dyn Operator) -> Result<Vec<(GoldenFile, Vec<GoldenCase>)>, String> {
-    let dir = support::fixtures().join("golden");
-    let mut files: Vec<(GoldenFile, Vec<GoldenCase>)> = Vec::new();
+fn files_of(operator: &'static dyn Operator) -> Result<Files, String> {
+    let dir = folder();
+    let mut files = Files::new();
     for name in golden::index(&dir).map_err(|error| error.to_string())? {
         let file = golden::read(&dir.join(name)).map_err(|error| error.to_string())?;
         let cases = golden_run::cases_of(&file, &[operator]).map_err(|error| error.to_string())?;

@@ -7,9 +7,9 @@
 //! | `refusals::OPERATOR` | every argument of its launchers, spoilt in every way, is refused by name |
 //! | `mutant::ID` | a planted bug is seen by the check that was expected to see it, and by nobody where it is not planted |
 //!
-//! `cargo test --test operators NAME` runs those whose names contain NAME. Without a filter the mutants that a commit
-//! cannot concern are ignored, but for a rotating share ([`dsv4_parity::mutants::selection`]), and sweeps end early;
-//! `PARITY_TESTS=all` runs everything. What is left out is counted and said.
+//! `cargo test --test operators NAME` runs those whose names contain NAME. Without a filter the mutants, edge cases and
+//! golden files that a commit cannot concern are left out, but for a rotating share ([`dsv4_parity::change`]), and sweeps
+//! end early; `PARITY_TESTS=all` runs everything. What is left out is counted and said.
 
 mod golden;
 mod mutants;
@@ -30,15 +30,18 @@ use libtest_mimic::{Arguments, Failed, Trial};
 enum Extent {
     /// What each commit pays for.
     Commit,
+    /// What the command line names: whatever the commit changed, and drawn cases in the time that a commit has for them.
+    Named,
     /// Everything.
     All,
 }
 
 impl Extent {
-    /// What `PARITY_TESTS` says.
-    fn demanded() -> Result<Self, String> {
+    /// What `PARITY_TESTS` and the command line say.
+    fn demanded(arguments: &Arguments) -> Result<Self, String> {
         match std::env::var("PARITY_TESTS").as_deref() {
             Ok("all") => Ok(Self::All),
+            Ok("commit" | "") | Err(_) if arguments.filter.is_some() => Ok(Self::Named),
             Ok("commit" | "") | Err(_) => Ok(Self::Commit),
             Ok(other) => Err(format!("PARITY_TESTS is `{other}`, not commit or all")),
         }
@@ -62,10 +65,10 @@ fn main() -> ExitCode {
 
 /// The dearest first, so that no core waits for the last one.
 fn trials(arguments: &Arguments) -> Result<Vec<Trial>, String> {
-    let extent = Extent::demanded()?;
+    let extent = Extent::demanded(arguments)?;
     let of = |make: Make| registry::OPERATORS.iter().filter_map(move |operator| make(*operator, extent));
     let mut trials: Vec<Trial> = OF_EACH_OPERATOR.into_iter().flat_map(of).collect();
-    trials.extend(mutants::trials(extent, arguments)?);
+    trials.extend(mutants::trials(extent)?);
     Ok(trials)
 }
 

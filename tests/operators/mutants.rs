@@ -5,17 +5,16 @@
 //! GPU its context and with it the other tests.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::Path;
 use std::sync::{Arc, LazyLock, Mutex};
 
 use dsv4_kernels::runtime::{Device, SourceTree};
 use dsv4_parity::case::Case;
-use dsv4_parity::change::{self, Candidate, Change, MOST_MUTANTS};
+use dsv4_parity::change::{self, Candidate, MOST_MUTANTS};
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
 use dsv4_parity::mutants::planted::{self, Mutant};
 use dsv4_parity::operator::registry;
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::Trial;
 
 use crate::{Extent, shared, support};
 
@@ -25,11 +24,9 @@ const SCHEDULES: u32 = 4;
 static TRUTHS: LazyLock<Truths> = LazyLock::new(Truths::default);
 
 /// A test of every planted mutant; those that the commit leaves out are ignored, which is said.
-pub fn trials(extent: Extent, arguments: &Arguments) -> Result<Vec<Trial>, String> {
+pub fn trials(extent: Extent) -> Result<Vec<Trial>, String> {
     let mutants = planted::load(&support::fixtures().join("mutants")).map_err(|error| error.to_string())?;
-    // Who names tests means them.
-    let chosen =
-        if extent == Extent::All || arguments.filter.is_some() { vec![true; mutants.len()] } else { choose(&mutants)? };
+    let chosen = if extent == Extent::Commit { choose(&mutants)? } else { vec![true; mutants.len()] };
     let trial = |(mutant, chosen): (Mutant, bool)| {
         crate::trial(format!("mutant::{}", mutant.id), move || run(&mutant)).with_ignored_flag(!chosen)
     };
@@ -38,13 +35,7 @@ pub fn trials(extent: Extent, arguments: &Arguments) -> Result<Vec<Trial>, Strin
 
 /// Which mutants this commit runs; says what is left out, and why.
 fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
-    let change = match Change::of_checkout(Path::new(env!("CARGO_MANIFEST_DIR"))) {
-        Ok(change) => change,
-        Err(why) => {
-            eprintln!("every planted mutant runs: {why}");
-            return Ok(vec![true; mutants.len()]);
-        }
-    };
+    let Some(change) = shared::change() else { return Ok(vec![true; mutants.len()]) };
     let mut files = BTreeMap::new();
     for operator in registry::OPERATORS {
         let name = operator.describe().name;

@@ -1,11 +1,16 @@
-//! The devices of the tests: an emulator for each thread, since a schedule is a setting of the device, and since a device
-//! compiles one module at a time.
+//! What tests of all kinds share: what the commit changed, and devices: an emulator for each thread, since a schedule is a
+//! setting of the device, and since a device compiles one module at a time.
 
 use std::cell::OnceCell;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, SourceTree};
+use dsv4_parity::change::{self, Change, Stock};
+use dsv4_parity::operator::{Operator, registry};
 
 use crate::support;
 
@@ -36,4 +41,36 @@ pub fn on_device<R>(work: impl FnOnce(&Device) -> R) -> R {
 pub fn on_emulator_for_mutants<R>(work: impl FnOnce(&Device) -> R) -> R {
     let options = EmulatorOptions { time_limit: LIMIT_OF_MUTANTS, ..EmulatorOptions::default() };
     OF_MUTANTS.with(|device| work(device.get_or_init(|| emulator(options))))
+}
+
+/// What the commit changed; where git cannot tell, that is said, and everything runs.
+pub fn change() -> Option<&'static Change> {
+    static CHANGE: LazyLock<Result<Change, String>> =
+        LazyLock::new(|| Change::of_checkout(Path::new(env!("CARGO_MANIFEST_DIR"))));
+    static SAID: LazyLock<()> = LazyLock::new(|| {
+        if let Err(why) = &*CHANGE {
+            eprintln!("nothing is left out: {why}");
+        }
+    });
+    LazyLock::force(&SAID);
+    CHANGE.as_ref().ok()
+}
+
+/// How many of what an operator has the commit runs, and the seed of their lots; nothing where all of them do. `count` says
+/// how many each operator has, `most` how many run for a commit at most.
+pub fn share(
+    operator: &dyn Operator,
+    count: impl Fn(&dyn Operator) -> usize,
+    most: usize,
+) -> Result<Option<(usize, u64)>, String> {
+    let Some(change) = change() else { return Ok(None) };
+    let mut stocks = Vec::new();
+    for operator in registry::OPERATORS {
+        let files = change::files_of(*operator, &SourceTree::embedded(), &BTreeSet::new());
+        stocks.push(Stock { count: count(*operator), files: files.map_err(|error| error.to_string())? });
+    }
+    let name = operator.describe().name;
+    let at = registry::OPERATORS.iter().position(|other| other.describe().name == name).ok_or("unknown operator")?;
+    let share = change.shares(&stocks, most)[at];
+    Ok((share < stocks[at].count).then_some((share, change.seed())))
 }

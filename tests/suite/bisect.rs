@@ -238,11 +238,11 @@ fn a_missing_barrier_is_found_by_runs_that_differ() {
 #[test]
 fn wasted_time_is_found_by_paired_runs() {
     let spin = || {
-        let waste = "    volatile float spin = 0.0f;\n    for (int i = 0; i < 4000; ++i) spin = spin + 1.0f;\n";
+        let waste = "    volatile float spin = 0.0f;\n    for (int i = 0; i < 2000; ++i) spin = spin + 1.0f;\n";
         ("    return rsqrt_approx(", format!("{waste}    return rsqrt_approx("))
     };
     let repository = Scripted::new(8, |at| if at >= 6 { vec![spin()] } else { vec![] }, no_files);
-    let output = repository.bisect(7, &["--case", &case(64, 256), "--metric", "time"]);
+    let output = repository.bisect(7, &["--case", &case(16, 256), "--metric", "time"]);
     println!("{}", output.stdout);
     found(&output, &repository, 6);
 }

@@ -222,7 +222,7 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     let runs: Vec<_> = [("7", "3"), ("7", "3"), ("8", "3")]
         .map(|(seed, cases)| {
             let dir = tempfile::tempdir().unwrap();
-            run(dir.path(), &["--ops", "swiglu", "--cases", cases, "--seed", seed]).assert_code(0);
+            run(dir.path(), &["--ops", "swiglu", "--cases", cases, "--edge-cases", "2", "--seed", seed]).assert_code(0);
             dir
         })
         .into_iter()
@@ -282,8 +282,8 @@ fn one_command_measures_sweeps_and_reports_both() {
     for (code, expected) in [(0, 0), (1, 1)] {
         let dir = tempfile::tempdir().unwrap();
         let executable = benchmarks_that_end_with(dir.path(), code);
-        run(dir.path(), &["--ops", "attention_combine", "--cases", "1", "--benchmarks", &executable])
-            .assert_code(expected);
+        let sweep = ["--ops", "attention_combine", "--cases", "1", "--edge-cases", "2"];
+        run(dir.path(), &[&sweep[..], &["--benchmarks", &executable]].concat()).assert_code(expected);
         let out = dir.path().join("out");
         let report: Report = serde_json::from_str(&read(out.join("report.json"))).expect("the report parses");
         let measured: Vec<_> = report.benchmarks.iter().map(|b| (b.id.as_str(), b.median_ns)).collect();
@@ -350,7 +350,8 @@ fn run_with_kernels_that_do_not_compile_fails_with_the_log_and_keeps_earlier_rec
     let dir = tempfile::tempdir().unwrap();
     let kernels = changed_kernels(dir.path(), "swiglu.cu", PRODUCT, "silu * b * undeclared_weight");
     let kernels = kernels.display().to_string();
-    let output = run(dir.path(), &["--ops", "kv_cache_write,swiglu", "--cases", "0", "--kernels", &kernels]);
+    let sweep = ["--ops", "kv_cache_write,swiglu", "--cases", "0", "--edge-cases", "4"];
+    let output = run(dir.path(), &[&sweep[..], &["--kernels", &kernels]].concat());
     output.assert_code(1);
     assert!(output.stderr.contains("undeclared_weight"), "{}", output.stderr);
     let records = records(&dir.path().join("out"));
@@ -366,7 +367,7 @@ fn run_with_kernels_that_do_not_compile_fails_with_the_log_and_keeps_earlier_rec
 fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
     let dir = tempfile::tempdir().unwrap();
     let kernels = changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT).display().to_string();
-    let arguments = ["--ops", "swiglu", "--cases", "1", "--seed", "5", "--kernels", &kernels];
+    let arguments = ["--ops", "swiglu", "--cases", "1", "--edge-cases", "4", "--seed", "5", "--kernels", &kernels];
     let output = run(dir.path(), &arguments);
     output.assert_code(1);
     for needle in ["swiglu failed: {", "forward y: ", "worst at [", "replay: parity replay --backend "] {
@@ -415,7 +416,8 @@ fn schedules_of(record: &CaseRecord) -> usize {
 fn run_and_replay_take_random_schedules_on_the_emulator_unless_they_are_told_not_to() {
     let dir = tempfile::tempdir().unwrap();
     let run = |arguments: &[&str]| {
-        run(dir.path(), &[&["--ops", "swiglu", "--cases", "0"][..], arguments].concat()).assert_code(0);
+        run(dir.path(), &[&["--ops", "swiglu", "--cases", "0", "--edge-cases", "2"][..], arguments].concat())
+            .assert_code(0);
         let report: Report = serde_json::from_str(&read(dir.path().join("out/report.json"))).expect("a report");
         let skips = report.skips.iter().filter(|skip| skip.what == "random schedules").count();
         (report.schedules as usize, report.cases.iter().map(schedules_of).max().unwrap_or(0), skips)
@@ -447,7 +449,7 @@ fn a_race_is_shrunk_under_the_schedules_that_showed_it_and_its_replay_names_them
     let mean = "sum_of_squares / static_cast<float>(width) + eps";
     let racing = format!("__uint_as_float(__float_as_uint({mean}) + 2 * {turn})");
     let kernels = changed_kernels(dir.path(), "rms_norm.cu", mean, &racing).display().to_string();
-    run(dir.path(), &["--ops", "rms_norm", "--kernels", &kernels, "--cases", "1"]).assert_code(1);
+    run(dir.path(), &["--ops", "rms_norm", "--kernels", &kernels, "--cases", "1", "--edge-cases", "0"]).assert_code(1);
     let records = records(&dir.path().join("out"));
     let only_by_schedule = |record: &&CaseRecord| {
         let failing = || record.checks.iter().filter(|check| check.verdict != Verdict::Pass);

@@ -482,8 +482,8 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
     let adapter = dir.path().join("adapter.toml");
     std::fs::write(&adapter, "rounding = \"specification\"\nlanes = 32\n").unwrap();
     let adapter = ["--adapter", &adapter.display().to_string()];
-    let output =
-        parity_about("swiglu", dir.path(), &[&["--worker", &reference(), "--cases", "1"][..], &adapter].concat());
+    let sweep = ["--cases", "1", "--edge-cases", "8"];
+    let output = parity_about("swiglu", dir.path(), &[&["--worker", &reference()][..], &sweep, &adapter].concat());
     output.assert_code(0);
     assert!(output.stdout.contains("skipped") && output.stdout.contains("guards"), "{}", output.stdout);
     let external = report(&dir.path().join("out"));
@@ -502,12 +502,12 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
 
     let (ours, none) = (dir.path().join("ours").display().to_string(), dir.path().join("none").display().to_string());
     let backend = support::backend().to_string();
-    let run = ["run", "--ops", "swiglu", "--cases", "1", "--backend", &backend, "--out", &ours, "--regressions", &none];
-    Parity::new(&run).run().assert_code(0);
+    let run = ["run", "--ops", "swiglu", "--backend", &backend, "--out", &ours, "--regressions", &none];
+    Parity::new(&[&run[..], &sweep].concat()).run().assert_code(0);
     assert_eq!(of_power(&report(&dir.path().join("ours"))), powers);
     // Of a kernel that says nothing the bias is not judged, and verdicts have less power.
     let other = folder();
-    parity_about("swiglu", other.path(), &["--worker", &reference(), "--cases", "1"]).assert_code(0);
+    parity_about("swiglu", other.path(), &[&["--worker", &reference()][..], &sweep].concat()).assert_code(0);
     let silent = report(&other.path().join("out"));
     assert!(silent.skips.iter().any(|skip| skip.what == "bias"));
     let seen = |powers: &[Seen]| powers.iter().map(|seen| if let Seen::Bias(k) = seen { *k } else { 0 }).sum::<u32>();

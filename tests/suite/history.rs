@@ -170,7 +170,8 @@ fn run_appends_its_measures_to_the_history() {
     let path = |name: &str| dir.path().join(name).display().to_string();
     let (out, regressions, file) = (path("out"), path("regressions"), path("history.jsonl"));
     let backend = crate::support::backend().to_string();
-    let arguments = ["run", "--backend", &backend, "--ops", "swiglu", "--cases", "0", "--out", &out];
+    let arguments =
+        ["run", "--backend", &backend, "--ops", "swiglu", "--cases", "0", "--edge-cases", "4", "--out", &out];
     let more = ["--regressions", &regressions, "--history", &file];
     for _ in 0..2 {
         parity(&[&arguments[..], &more].concat()).assert_code(0);

@@ -65,7 +65,7 @@ fn divided() -> &'static Path {
     static DIVIDED: OnceLock<TempDir> = OnceLock::new();
     let dir = DIVIDED.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
-        let arguments = ["--ops", "swiglu,kv_cache_write", "--cases", "2", "--seed", "5"];
+        let arguments = ["--ops", "swiglu,kv_cache_write", "--cases", "2", "--edge-cases", "6", "--seed", "5"];
         run(dir.path(), "whole", &arguments).assert_code(0);
         let costs = text(&dir.path().join("whole/report.json"));
         for shard in ["0/3", "1/3", "2/3"] {
@@ -307,7 +307,7 @@ pub fn wait_for_lines(path: &PathBuf, lines: usize, limit: Duration) {
 #[test]
 fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     let dir = tempfile::tempdir().unwrap();
-    let arguments = ["--ops", "swiglu", "--cases", "120", "--seed", "9", "--shard", "1/2"];
+    let arguments = ["--ops", "swiglu", "--cases", "60", "--edge-cases", "0", "--seed", "9", "--shard", "1/2"];
     let resume = [&arguments[..], &["--resume"]].concat();
     let records = dir.path().join("out/records.jsonl");
     // A first --resume begins: a job array passes it always.
@@ -324,7 +324,7 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     merge_into(dir.path(), "merged", &["out"]).assert_bad_input(&["shard 1/2 is unfinished", "--resume"]);
     let other = [&resume[..], &["--schedules", "1"]].concat();
     run(dir.path(), "out", &other).assert_bad_input(&["cannot be resumed", "other arguments"]);
-    let other = ["--ops", "swiglu", "--cases", "120", "--seed", "9", "--shard", "0/2", "--resume"];
+    let other: Vec<_> = resume.iter().map(|&argument| if argument == "1/2" { "0/2" } else { argument }).collect();
     run(dir.path(), "out", &other).assert_bad_input(&["it is shard 1/2, not 0/2"]);
 
     run(dir.path(), "out", &resume).assert_code(0);
@@ -341,7 +341,7 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
 fn a_run_that_is_begun_anew_leaves_nothing_of_the_old_one() {
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--ops", "swiglu", "--cases", "120"];
-    run(dir.path(), "out", &["--ops", "kv_cache_write", "--cases", "0"]).assert_code(0);
+    run(dir.path(), "out", &["--ops", "kv_cache_write", "--cases", "0", "--edge-cases", "2"]).assert_code(0);
     let plan = dir.path().join("out/plan.json");
     let old = std::fs::read_to_string(&plan).unwrap();
     let mut worker = Worker::start(&run_arguments(dir.path(), "out", &arguments));
@@ -361,7 +361,7 @@ fn a_run_that_is_begun_anew_leaves_nothing_of_the_old_one() {
 fn a_failure_is_shrunk_after_a_kill_and_the_plan_stays_as_it_was() {
     let dir = tempfile::tempdir().unwrap();
     let kernels = text(&command_line::changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT));
-    let arguments = ["--ops", "swiglu", "--cases", "1", "--seed", "5", "--kernels", &kernels];
+    let arguments = ["--ops", "swiglu", "--cases", "1", "--edge-cases", "4", "--seed", "5", "--kernels", &kernels];
     run(dir.path(), "out", &arguments).assert_code(1);
     let remembered = read(&dir.path().join("regressions/swiglu.jsonl"));
     let records = dir.path().join("out/records.jsonl");
@@ -383,7 +383,7 @@ fn a_failure_is_shrunk_after_a_kill_and_the_plan_stays_as_it_was() {
 fn shards_remember_nothing_and_the_merge_remembers_their_failures() {
     let dir = tempfile::tempdir().unwrap();
     let kernels = text(&command_line::changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT));
-    let arguments = ["--ops", "swiglu", "--cases", "1", "--seed", "5", "--kernels", &kernels];
+    let arguments = ["--ops", "swiglu", "--cases", "1", "--edge-cases", "4", "--seed", "5", "--kernels", &kernels];
     for shard in ["0/2", "1/2"] {
         run(dir.path(), &shard[..1], &[&arguments[..], &["--shard", shard]].concat()).assert_code(1);
     }

@@ -23,7 +23,7 @@ use dsv4_parity::operator::{
 };
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, PlannedCase, SweepOptions};
+use dsv4_parity::sweep::{self, EdgeCases, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
 use dsv4_reference::{Format, Products, Rounding};
 use proptest::strategy::{Strategy, ValueTree};
@@ -38,12 +38,18 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
     SweepOptions {
         profile: Profile::Quick,
         cases: Some(cases),
+        edge_cases: EdgeCases::All,
         seed,
         checks,
         regressions: Regressions::new(Path::new("none")),
         remember: false,
         time_budget: None,
     }
+}
+
+/// A sweep without edge cases either.
+fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
+    SweepOptions { edge_cases: EdgeCases::Lots { most: 0, seed }, ..options(cases, seed, CheckOptions::of_kernels(0)) }
 }
 
 #[test]
@@ -79,7 +85,7 @@ fn every_case_that_a_strategy_draws_or_shrinks_to_replays_from_its_line() {
     for operator in registry::OPERATORS {
         let mut runner = TestRunner::deterministic();
         let strategy = operator.strategy(Profile::Quick);
-        for _ in 0..16 {
+        for _ in 0..8 {
             let mut tree = strategy.new_tree(&mut runner).unwrap();
             for _ in 0..16 {
                 let case = tree.current();
@@ -107,6 +113,26 @@ fn the_same_seed_draws_the_same_cases_and_another_seed_others() {
 }
 
 #[test]
+fn edge_cases_are_drawn_by_lot_in_their_order_and_the_others_are_counted() {
+    let operator = registry::find("rope").unwrap();
+    let all: Vec<Case> = operator.edge_cases(Profile::Quick);
+    let drawn = |edge_cases| {
+        let options = SweepOptions { edge_cases, ..options(0, 1, CheckOptions::of_kernels(0)) };
+        let (planned, skips) = sweep::plan(operator, Vec::new(), &options, support::device().environment()).unwrap();
+        let cases: Vec<Case> = planned.into_iter().map(|planned| planned.case).collect();
+        (cases, skips.iter().filter(|skip| skip.what == "edge cases of rope").map(|skip| skip.count).sum::<u64>())
+    };
+    let lots = |most, seed| drawn(EdgeCases::Lots { most, seed });
+    assert_eq!(drawn(EdgeCases::All), (all.clone(), 0));
+    assert_eq!(lots(all.len(), 1), (all.clone(), 0));
+    assert_eq!(lots(0, 1), (vec![], all.len() as u64));
+    let (five, left_out) = lots(5, 1);
+    assert_eq!((five.len(), left_out), (5, all.len() as u64 - 5));
+    assert!(all.iter().filter(|case| five.contains(case)).eq(&five), "in another order");
+    assert_ne!(lots(5, 2).0, five);
+}
+
+#[test]
 fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
     let (file, mean) = ("rms_norm.cu", "sum_of_squares / static_cast<float>(width) + eps");
     let tree = support::device().tree();
@@ -114,7 +140,7 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
     assert_eq!(text.matches(mean).count(), 1);
     let wrong = tree.with_text(file, text.replace(mean, &mean.replace("(width)", "(width + 1)")), "a wrong mean");
     let device = support::device().with_tree(wrong);
-    let (options, mut collected) = (options(1, 3, CheckOptions::of_kernels(0)), Collected::default());
+    let (options, mut collected) = (drawn_alone(1, 3), Collected::default());
     sweep::sweep(registry::find("rms_norm").unwrap(), &device, &options, &mut collected).unwrap();
     let records = collected.records;
     let [drawn, small] = &records[records.len() - 2..] else { panic!("nothing was shrunk") };
@@ -179,11 +205,10 @@ impl Runner for MadeUp<'_> {
 
 /// Sweeps the made-up kernels of rms_norm; also returns how many cases ran, those that were made smaller among them, and
 /// how long it took.
-fn sweep_made_up(spoilt: &[&'static str], time_budget: Option<Duration>) -> (Collected, Vec<Skip>, (u32, Duration)) {
+fn sweep_made_up(spoilt: &[&'static str], options: &SweepOptions) -> (Collected, Vec<Skip>, (u32, Duration)) {
     let start = Instant::now();
-    let options = SweepOptions { time_budget, ..options(12, 3, CheckOptions::of_kernels(0)) };
     let (runner, mut collected) = (MadeUp { spoilt, cases: Cell::new(0) }, Collected::default());
-    let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, &options, &mut collected).unwrap();
+    let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, options, &mut collected).unwrap();
     (collected, skips, (runner.cases.get(), start.elapsed()))
 }
 
@@ -201,8 +226,11 @@ fn shrunk(collected: &Collected) -> Vec<(&str, &str)> {
 
 #[test]
 fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lists_the_rest() {
-    let (failing, skips, cases) = sweep_made_up(&["y"], None);
-    let (passing, _, of_a_pass) = sweep_made_up(&[], None);
+    let edge_cases = EdgeCases::Lots { most: 20, seed: 3 };
+    let options = SweepOptions { edge_cases, ..options(12, 3, CheckOptions::of_kernels(0)) };
+    let (failing, mut skips, cases) = sweep_made_up(&["y"], &options);
+    skips.retain(|skip| !skip.what.starts_with("edge cases"));
+    let (passing, _, of_a_pass) = sweep_made_up(&[], &options);
     let failed = |record: &&CaseRecord| record.verdict() != Verdict::Pass;
     if let Some(record) = passing.records.iter().find(failed) {
         panic!("what is not spoilt fails: {}", sweep::failure_text(record));
@@ -222,9 +250,12 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
 
 #[test]
 fn drawn_cases_beyond_the_time_budget_are_counted_and_corners_run_all_the_same() {
-    let (collected, skips, _) = sweep_made_up(&[], Some(Duration::ZERO));
-    let edge_cases = registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len();
-    assert_eq!((collected.planned, collected.records.len()), (edge_cases + 12, edge_cases));
+    let edge_cases = EdgeCases::Lots { most: 5, seed: 3 };
+    let options = options(12, 3, CheckOptions::of_kernels(0));
+    let options = SweepOptions { time_budget: Some(Duration::ZERO), edge_cases, ..options };
+    let (collected, mut skips, _) = sweep_made_up(&[], &options);
+    assert_eq!((collected.planned, collected.records.len()), (5 + 12, 5));
+    skips.retain(|skip| !skip.what.starts_with("edge cases"));
     let [skip] = skips.as_slice() else { panic!("{skips:?}") };
     assert_eq!((skip.what.as_str(), skip.count), ("drawn cases of rms_norm", 12));
 }
