@@ -22,6 +22,7 @@ use super::benchmarks::{Benchmark, Timed};
 use super::declaration::{Part, Specs, TensorSpec};
 use super::laws::{self, Laws};
 use super::layouts::{self, Layouts, TensorLayout};
+use super::limits;
 use super::memory::Placed;
 use super::probe::Probe;
 use super::sequence;
@@ -552,7 +553,7 @@ impl<K: Declared> Operator for Op<K> {
     fn edge_cases(&self, profile: Profile) -> Vec<Case> {
         // Rows with gaps, so that every kernel that an edge case reaches meets strides that are no extents, and no two
         // tensors with the same ones.
-        let own = K::edge_cases(profile).into_iter().map(|case| {
+        let own = K::edge_cases(profile).into_iter().chain(limits::edge_cases::<K>(profile)).map(|case| {
             let layouts = layouts::unlike_gaps(&K::tensors(&case));
             case_of::<K>(&case, &Choices { layouts, ..Choices::default() })
         });

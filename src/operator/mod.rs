@@ -25,6 +25,7 @@ pub mod documentation;
 pub mod golden;
 pub mod laws;
 pub mod layouts;
+mod limits;
 mod memory;
 pub mod prelude;
 mod probe;

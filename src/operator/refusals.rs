@@ -1,9 +1,11 @@
 //! Bad arguments, derived from the declaration: each tensor of a typical case is spoilt in every way, one at a time, and
 //! the launcher must refuse it, naming the argument, before anything runs.
 
+use std::collections::BTreeMap;
+
 use dsv4_kernels::runtime::{Contract, DType, Device, RuntimeError, TensorView, Views};
 
-use super::declaration::{Part, Specs, Strides, TensorSpec};
+use super::declaration::{Axis, Part, Specs, Strides, TensorSpec};
 use super::declared::{Choices, Declared, Inputs, Launches, oracle_error};
 use super::memory::Placed;
 use super::tensors::Tensors;
@@ -18,11 +20,10 @@ pub struct Refusal {
     pub problem: Option<String>,
 }
 
-/// A view in the place of a tensor's, and the names that a refusal of it may give.
+/// Views in the place of tensors', and the names that a refusal of them may give.
 struct Spoilt {
     what: String,
-    name: &'static str,
-    view: TensorView,
+    views: Vec<(&'static str, TensorView)>,
     blamed: Vec<&'static str>,
 }
 
@@ -56,7 +57,7 @@ fn of_case<K: Declared>(inputs: &Inputs<K>, specs: &Specs, device: &Device) -> R
     launch(placed.views())?;
     let refusal = |spoilt: Spoilt| {
         let mut views = placed.views().clone();
-        views.put(spoilt.name, spoilt.view);
+        spoilt.views.into_iter().for_each(|(name, view)| views.put(name, view));
         Refusal {
             what: format!("{}: {}", K::ABOUT.name, spoilt.what),
             problem: problem(launch(&views), &spoilt.blamed),
@@ -87,11 +88,12 @@ fn spoil(specs: &Specs, views: &Views) -> Vec<Spoilt> {
         all.extend(laid_out_otherwise(spec, view));
         all.extend(overlapping(specs, spec, views));
     }
+    all.extend(beyond_the_limits(specs, views));
     all
 }
 
 fn spoilt(spec: &TensorSpec, how: &str, view: TensorView) -> Spoilt {
-    Spoilt { what: format!("`{}` {how}", spec.name), name: spec.name, view, blamed: vec![spec.argument] }
+    Spoilt { what: format!("`{}` {how}", spec.name), views: vec![(spec.name, view)], blamed: vec![spec.argument] }
 }
 
 fn with_another_type(spec: &TensorSpec, view: &TensorView) -> Option<Spoilt> {
@@ -107,7 +109,7 @@ fn with_another_rank(spec: &TensorSpec, view: &TensorView) -> Option<Spoilt> {
 
 /// One entry less along each axis that another tensor of the case has as well.
 fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
-    let less = |(at, axis): (usize, &super::declaration::Axis)| {
+    let less = |(at, axis): (usize, &Axis)| {
         let sharing: Vec<&'static str> = specs
             .present()
             .filter(|other| other.name != spec.name && other.is_stored() && other.axis(axis.name).is_some())
@@ -122,6 +124,26 @@ fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Ve
         Some(Spoilt { blamed: [one.blamed.clone(), sharing].concat(), ..one })
     };
     spec.axes.iter().enumerate().filter_map(less).collect()
+}
+
+/// All tensors that have an axis whose extent is limited, with one step more along it than it may have.
+fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Spoilt> {
+    let stored = || specs.present().filter(|spec| spec.is_stored());
+    let limited = |axis: &&Axis| axis.multiple > 0 && axis.most < i32::MAX as usize;
+    let axes: BTreeMap<_, _> =
+        stored().flat_map(|spec| &spec.axes).filter(limited).map(|axis| (axis.name, axis)).collect();
+    let beyond = |axis: &Axis| {
+        let extent = axis.most + axis.multiple;
+        let having = || stored().filter_map(|spec| Some((spec, spec.axis(axis.name)?)));
+        let wider = |(spec, at): (&TensorSpec, usize)| {
+            let mut view = views[spec.name].clone();
+            view.shape[at] = extent;
+            (spec.name, view)
+        };
+        let what = format!("{} of {extent}, its limit being {}", axis.name, axis.most);
+        Spoilt { what, views: having().map(wider).collect(), blamed: having().map(|(spec, _)| spec.argument).collect() }
+    };
+    axes.into_values().map(beyond).collect()
 }
 
 fn misaligned(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {

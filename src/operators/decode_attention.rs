@@ -10,6 +10,7 @@ use rand::seq::SliceRandom;
 
 use super::Implementation;
 use super::lists::{IndexClass, Lengths, compact, distinct};
+use super::logits::DEVIATIONS;
 use super::paged::{check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of};
 use super::sinks::Sinks;
 use crate::case::Draw;
@@ -244,7 +245,7 @@ impl Declared for DecodeAttention {
     fn tensors(c: &DecodeAttentionCase) -> Specs {
         let [batch, s_q] = [axis("batch", c.batch), axis("s_q", c.s_q).not_empty()];
         let num_heads = axis("num_heads", c.num_heads).not_empty();
-        let heads = [batch, s_q, num_heads, axis("head_dim", c.head_dim())];
+        let heads = [batch, s_q, num_heads, axis("head_dim", c.head_dim()).multiples(16, 512)];
         let first = [
             input("q", DType::Bf16, &heads).aligned_rows().joined().drawn(c.distribution, query_size(c)),
             input("sink", DType::F32, &[num_heads]).when(c.sinks != Sinks::Absent),
@@ -297,7 +298,7 @@ impl Declared for DecodeAttention {
         let scale = select(vec![0.044_194_174f32, 0.125, 0.3, 1.0]);
         let logits = (
             scale,
-            select(vec![0.5, 2.0, 4.0]),
+            select(DEVIATIONS.to_vec()),
             prop_oneof![4 => Just(0.0), 1 => Just(-200.0)],
             select(vec![1.0, 1.0, 0.001, 300.0, 40000.0]),
         );

@@ -81,7 +81,7 @@ impl Declared for RmsNorm {
 
     fn tensors(c: &RmsNormCase) -> Specs {
         let (dtype, weight) = (c.dtype.dtype(), c.weight.unwrap_or(c.dtype).dtype());
-        let rows = [axis("num_rows", c.num_rows), axis("width", c.width)];
+        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).multiples(1, launcher::MAX_WIDTH)];
         let tensors = [
             input("x", dtype, &rows).rows().of_any_size().drawn_as(c.data),
             input("weight", weight, &rows[1..]).of_any_size().when(c.weight.is_some()).drawn(Distribution::Normal, 1.0),
@@ -93,13 +93,6 @@ impl Declared for RmsNorm {
             scratch("y_of_saving_forward", dtype, &rows).rows().when(!c.saves_rstd).argument("y"),
         ];
         Specs::new(c.data.seed, tensors).positive("eps", c.eps)
-    }
-
-    fn check(c: &RmsNormCase) -> Result<(), Refused> {
-        if !(1..=launcher::MAX_WIDTH).contains(&c.width) {
-            return refuse("width", format!("{} must be 1 to {}", c.width, launcher::MAX_WIDTH));
-        }
-        Ok(())
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<RmsNormCase> {

@@ -248,7 +248,8 @@ impl Declared for SparseAttention {
         let lists = (IndexClass::strategy(), Lengths::strategy(), Sinks::strategy());
         // Powers of two and not; the model's own are 512^-1/2 and 192^-1/2.
         let scale = prop::sample::select(vec![0.044_194_174f32, 0.072_168_78, 0.125, 0.3, 1.0]);
-        let logits = (scale, prop::sample::select(vec![0.5, 2.0, 4.0]), prop_oneof![4 => Just(0.0), 1 => Just(-200.0)]);
+        let logits =
+            (scale, prop::sample::select(logits::DEVIATIONS.to_vec()), prop_oneof![4 => Just(0.0), 1 => Just(-200.0)]);
         let sums = prop_oneof![Just(KeyGradients::Atomic), Just(KeyGradients::Deterministic)];
         let gradients = (prop_oneof![Just(Float::Bf16), Just(Float::F32)], any::<bool>(), sums);
         let data = (
