@@ -19,7 +19,7 @@ struct Room {
 }
 
 fn room(profile: Profile) -> Room {
-    let [to_a_limit, without] = profile.of([[1 << 18, 1 << 12], [1 << 18, 1 << 14], [1 << 20, 1 << 20]]);
+    let [to_a_limit, without] = profile.of([[1 << 18, 1 << 12], [1 << 18, 1 << 14], [1 << 18, 1 << 16]]);
     Room { to_a_limit, without }
 }
 
