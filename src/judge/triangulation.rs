@@ -11,7 +11,8 @@
 //! Bounds are derived. Central differences with step `h` err by `h² |F'''|/6`, estimated by the
 //! difference between steps `h` and `2h` (which is three times that), plus the rounding of `F` over `h`:
 //! a sum of `n` products rounds by `sqrt(n) · eps · |terms|` or less, and the oracle's own depth is
-//! covered by counting the terms of its longest sum as well.
+//! covered by counting the terms of its longest sum as well. The two ways to a gradient differ by as much over the size of
+//! the input, `sqrt(n) · eps · |g f| / |x|`: a gradient that is zero because its terms cancel is that much in either.
 
 use crate::case::{CaseError, Draw};
 use crate::operator::GradientProbe;
@@ -50,7 +51,8 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
         if values.is_empty() {
             continue;
         }
-        findings.push(compare_formula(name, &autograd[index], &formula[index]));
+        let cancelled = rounding_of_terms(&upstream, &outputs, values);
+        findings.push(compare_formula(name, &autograd[index], &formula[index], cancelled));
         let direction = direction_of(values, scales[index].as_deref(), name);
         let line = Line { probe, inputs: &inputs, index, direction: &direction };
         let slope = line.slope(&upstream)?;
@@ -73,18 +75,32 @@ fn direction_of(values: &[f64], scales: Option<&[f64]>, name: &str) -> Vec<f64> 
         let mut draw = Draw::new(0, name);
         return scales.iter().map(|scale| scale * draw.normal()).collect();
     }
-    let finite = || values.iter().filter(|v| v.is_finite() && v.abs() < f64::from(f32::MAX) / 2.0f64.powi(64));
-    let rms = (finite().map(|v| v * v).sum::<f64>() / finite().count().max(1) as f64).sqrt();
-    let scale = if rms > 0.0 { rms } else { 1.0 };
+    let scale = size_of(values);
     let mut draw = Draw::new(0, name);
     values.iter().map(|v| if v.is_finite() { scale * draw.normal() } else { 0.0 }).collect()
 }
 
-fn compare_formula(name: &str, autograd: &[f64], formula: &[f64]) -> Finding {
+/// The root mean square of an input's finite numbers, but for sentinels; 1 where they are zero.
+fn size_of(values: &[f64]) -> f64 {
+    let finite = || values.iter().filter(|v| v.is_finite() && v.abs() < f64::from(f32::MAX) / 2.0f64.powi(64));
+    let rms = (finite().map(|v| v * v).sum::<f64>() / finite().count().max(1) as f64).sqrt();
+    if rms > 0.0 { rms } else { 1.0 }
+}
+
+/// By how much the sums of f64 that make a gradient round where all of their terms cancel: those are of the size of the
+/// weighted outputs over that of the input.
+fn rounding_of_terms(upstream: &[Vec<f64>], outputs: &[Vec<f64>], values: &[f64]) -> f64 {
+    let products = || upstream.iter().flatten().zip(outputs.iter().flatten()).map(|(g, y)| g * y);
+    let finite = || products().filter(|product| product.is_finite());
+    let terms = (finite().count() + values.len()) as f64;
+    finite().map(|product| product * product).sum::<f64>().sqrt() / size_of(values) * f64::EPSILON * terms.sqrt()
+}
+
+fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: f64) -> Finding {
     let norm = autograd.iter().map(|v| v * v).sum::<f64>().sqrt();
     // Half way, in digits, between the rounding of f32 and that of f64: two orders of f64 sums stay far
     // below it, whatever cancels in them, and anything that slipped into f32 lies far above.
-    let bound = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt();
+    let bound = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt() + cancelled;
     let worst = autograd
         .iter()
         .zip(formula)
