@@ -10,17 +10,13 @@ use super::Profile;
 use super::declaration::Specs;
 use super::declared::{Declared, checked};
 
-/// Elements of a case's tensors beyond those of the small case that it grew from: to reach a declared limit, and where
-/// there is none within that.
-#[derive(Clone, Copy)]
-struct Room {
-    to_a_limit: usize,
-    without: usize,
-}
+/// Elements that the tensors of a case may have beyond those of the small case that it grew from, where that takes an extent
+/// to its declared limit.
+const ROOM_TO_A_LIMIT: usize = 1 << 18;
 
-fn room(profile: Profile) -> Room {
-    let [to_a_limit, without] = profile.of([[1 << 18, 1 << 12], [1 << 18, 1 << 14], [1 << 18, 1 << 16]]);
-    Room { to_a_limit, without }
+/// The same where there is no limit within that.
+fn room(profile: Profile) -> usize {
+    profile.of([1 << 12, 1 << 14, 1 << 16])
 }
 
 /// By how much an extent may grow at least: formats and tiles come in these.
@@ -99,7 +95,7 @@ fn with_small_others<K: Declared>(case: &Value, field: &str) -> Value {
 }
 
 /// The case with the largest extent in a field that there is room for; `None` where it is that already.
-fn grown<K: Declared>(case: &Value, field: &str, room: Room) -> Option<K::Case> {
+fn grown<K: Declared>(case: &Value, field: &str, room: usize) -> Option<K::Case> {
     let small = with_small_others::<K>(case, field);
     let (step, _) = step::<K>(&small, field)?;
     let (own, now) = (number(&small, field)?, size::<K>(&small)?);
@@ -115,8 +111,8 @@ fn grown<K: Declared>(case: &Value, field: &str, room: Room) -> Option<K::Case> 
         }
         Some(most)
     };
-    let at_the_limit = within(room.to_a_limit).filter(|most| size::<K>(&after(most + 1)).is_none());
-    let most = at_the_limit.or_else(|| within(room.without)).filter(|&most| most > 0)?;
+    let at_the_limit = within(ROOM_TO_A_LIMIT).filter(|most| size::<K>(&after(most + 1)).is_none());
+    let most = at_the_limit.or_else(|| within(room)).filter(|&most| most > 0)?;
     case_of::<K>(&after(most)).map(|(case, _)| case)
 }
 

@@ -54,10 +54,9 @@ pub struct SweepOptions {
 }
 
 /// Which edge cases of an operator a sweep runs; the others are skips.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EdgeCases {
     /// All of them.
-    #[default]
     All,
     /// So many, drawn by lot from a seed: another seed takes others.
     Lots {

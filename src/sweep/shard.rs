@@ -11,6 +11,9 @@
 //! average, and without a file all cost the same. Every worker must be given the same file: the
 //! division is part of the plan's digest, and a merge of different plans is refused.
 //!
+//! A GPU takes one shard at a time: a case with huge steps between its rows may have 40 GiB of it, and where another
+//! process holds what it needs, the launch is an error of that case.
+//!
 //! # On a Slurm cluster
 //!
 //! `fixtures/sharding/parity.sbatch` is a job array, one task for each shard; what stands after the

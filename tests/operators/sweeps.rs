@@ -38,9 +38,9 @@ pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
     Some(crate::trial(name, move || run(operator, budget(extent)?, edge_cases(operator, extent)?)))
 }
 
-/// Those that the commit may concern, and some of the others.
+/// Those that the commit may concern, and some of the others; on a GPU all.
 fn edge_cases(operator: &dyn Operator, extent: Extent) -> Result<EdgeCases, String> {
-    if extent != Extent::Commit {
+    if extent != Extent::Commit || support::backend() == BackendKind::Cuda {
         return Ok(EdgeCases::All);
     }
     let count = |operator: &dyn Operator| operator.edge_cases(Profile::Quick).len();
