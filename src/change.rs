@@ -24,9 +24,9 @@ pub const MOST_MUTANTS: usize = 96;
 pub const MOST_MODULES: usize = 10;
 
 /// So many edge cases of sweeps run for a commit at most, of all operators that it concerns together.
-pub const MOST_EDGE_CASES: usize = 96;
+pub const MOST_EDGE_CASES: usize = 72;
 /// The same for pairs of a golden file and an operator that it is about.
-pub const MOST_GOLDEN_FILES: usize = 12;
+pub const MOST_GOLDEN_FILES: usize = 6;
 
 /// Folders and files that judge every operator: a change there concerns all of them.
 const HARNESS: [&str; 7] =
