@@ -96,6 +96,11 @@ pub fn index(dir: &Path) -> Result<Vec<String>, GoldenError> {
         .collect()
 }
 
+/// The kind of a file ([`GoldenFile::operator`]): its name up to `__`.
+pub fn kind_of(name: &str) -> &str {
+    name.split("__").next().unwrap_or_default()
+}
+
 /// Reads one file.
 ///
 /// # Errors
@@ -109,7 +114,7 @@ pub fn read(path: &Path) -> Result<GoldenFile, GoldenError> {
     let description = description.ok_or_else(|| broken("its header has no `golden` description".into()))?;
     let description: Value = serde_json::from_str(description).map_err(|e| broken(e.to_string()))?;
     let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    let operator = name.split("__").next().unwrap_or_default().to_owned();
+    let operator = kind_of(&name).to_owned();
     let mut read = BTreeMap::new();
     for (tensor_name, view) in tensors.tensors() {
         let values = widen(view.dtype(), view.data())

@@ -2,6 +2,7 @@
 //! matter: a changed value in it is noticed.
 
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use dsv4_kernels::runtime::DType;
 use dsv4_parity::change::{MOST_GOLDEN_FILES, lot};
@@ -12,6 +13,7 @@ use dsv4_parity::operator::{ExpectedTensor, GoldenCase, Operator, OracleTensor, 
 use dsv4_parity::record::{CheckRecord, Verdict};
 use libtest_mimic::Trial;
 
+use crate::shared::Shares;
 use crate::{Extent, shared, support};
 
 pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
@@ -48,19 +50,22 @@ fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String
 
 /// Those that the commit may concern and some of the others, and how many are left out.
 fn chosen(operator: &'static dyn Operator, extent: Extent, mut files: Files) -> Result<(Files, usize), String> {
-    let names = golden::index(&folder()).map_err(|error| error.to_string())?;
-    let kind = |name: &str| name.split("__").next().unwrap_or_default().to_owned();
-    let count = |operator: &dyn Operator| {
-        names.iter().filter(|name| operator.golden_kinds().contains(&kind(name).as_str())).count()
-    };
+    static SHARES: LazyLock<Shares> = LazyLock::new(shares);
     let all = files.len();
-    let share = if extent == Extent::Commit { shared::share(operator, count, MOST_GOLDEN_FILES)? } else { None };
-    if let Some((most, seed)) = share {
+    if extent == Extent::Commit
+        && let Some(&(most, seed)) = SHARES.as_ref().map_err(Clone::clone)?.get(&operator.describe().name)
+    {
         files.sort_by_key(|(file, _)| lot(seed, &file.name));
         files.truncate(most);
     }
     let left_out = all - files.len();
     Ok((files, left_out))
+}
+
+fn shares() -> Shares {
+    let names = golden::index(&folder()).map_err(|error| error.to_string())?;
+    let is_about = |operator: &dyn Operator, name: &str| operator.golden_kinds().contains(&golden::kind_of(name));
+    shared::shares(|operator| names.iter().filter(|name| is_about(operator, name)).count(), MOST_GOLDEN_FILES)
 }
 
 fn folder() -> PathBuf {

@@ -2,7 +2,7 @@
 //! setting of the device, and since a device compiles one module at a time.
 
 use std::cell::OnceCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -56,21 +56,18 @@ pub fn change() -> Option<&'static Change> {
     CHANGE.as_ref().ok()
 }
 
-/// How many of what an operator has the commit runs, and the seed of their lots; nothing where all of them do. `count` says
-/// how many each operator has, `most` how many run for a commit at most.
-pub fn share(
-    operator: &dyn Operator,
-    count: impl Fn(&dyn Operator) -> usize,
-    most: usize,
-) -> Result<Option<(usize, u64)>, String> {
-    let Some(change) = change() else { return Ok(None) };
+/// By operator, how much of what it has the commit runs, and the seed of the lots; operators that run all have no entry.
+pub type Shares = Result<BTreeMap<String, (usize, u64)>, String>;
+
+/// The shares where `count` says how many each operator has, and `most` run for a commit at most.
+pub fn shares(count: impl Fn(&dyn Operator) -> usize, most: usize) -> Shares {
+    let Some(change) = change() else { return Ok(BTreeMap::new()) };
     let mut stocks = Vec::new();
     for operator in registry::OPERATORS {
         let files = change::files_of(*operator, &SourceTree::embedded(), &BTreeSet::new());
         stocks.push(Stock { count: count(*operator), files: files.map_err(|error| error.to_string())? });
     }
-    let name = operator.describe().name;
-    let at = registry::OPERATORS.iter().position(|other| other.describe().name == name).ok_or("unknown operator")?;
-    let share = change.shares(&stocks, most)[at];
-    Ok((share < stocks[at].count).then_some((share, change.seed())))
+    let of = registry::OPERATORS.iter().zip(change.shares(&stocks, most)).zip(&stocks);
+    let in_part = of.filter(|((_, share), stock)| *share < stock.count);
+    Ok(in_part.map(|((operator, share), _)| (operator.describe().name, (share, change.seed()))).collect())
 }

@@ -1,6 +1,7 @@
 //! `sweep::OPERATOR`: its remembered cases, its edge cases, and drawn ones.
 
 use std::collections::BTreeSet;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use dsv4_kernels::runtime::BackendKind;
@@ -12,6 +13,7 @@ use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, EMULATOR_BUDGET, EdgeCases, SweepOptions};
 use libtest_mimic::Trial;
 
+use crate::shared::Shares;
 use crate::support::Collected;
 use crate::{Extent, shared, support};
 
@@ -43,9 +45,10 @@ fn edge_cases(operator: &dyn Operator, extent: Extent) -> Result<EdgeCases, Stri
     if extent != Extent::Commit || support::backend() == BackendKind::Cuda {
         return Ok(EdgeCases::All);
     }
-    let count = |operator: &dyn Operator| operator.edge_cases(Profile::Quick).len();
-    let share = shared::share(operator, count, MOST_EDGE_CASES)?;
-    Ok(share.map_or(EdgeCases::All, |(most, seed)| EdgeCases::Lots { most, seed }))
+    static SHARES: LazyLock<Shares> =
+        LazyLock::new(|| shared::shares(|operator| operator.edge_cases(Profile::Quick).len(), MOST_EDGE_CASES));
+    let share = SHARES.as_ref().map_err(Clone::clone)?.get(&operator.describe().name);
+    Ok(share.map_or(EdgeCases::All, |&(most, seed)| EdgeCases::Lots { most, seed }))
 }
 
 /// Seconds for the drawn cases: on a GPU they take none worth counting.

@@ -53,7 +53,7 @@ fn the_index_lists_every_file_of_the_golden_folder_and_no_other() {
 
 /// The operator that makes cases of a file of this name, whose tensors are those of `file`; what becomes of it.
 fn made_of(file: &GoldenFile, name: &str) -> Result<usize, String> {
-    let operator = name.split("__").next().unwrap().to_owned();
+    let operator = golden::kind_of(name).to_owned();
     let file = GoldenFile { name: name.to_owned(), operator, ..file.clone() };
     let cases = registry::find("rms_norm").unwrap().golden(&file).map_err(|error| error.to_string())?;
     Ok(cases.len())
