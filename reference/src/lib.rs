@@ -38,6 +38,7 @@ mod select;
 pub mod sparse_attention;
 pub mod statistics;
 pub mod swiglu;
+pub mod tensor_core;
 
 #[cfg(test)]
 mod testing;
@@ -47,3 +48,4 @@ pub use format::Format;
 pub use named::Named;
 pub use precision::{Accumulator, Precision, Rounding};
 pub use products::Products;
+pub use tensor_core::TensorCore;

@@ -105,6 +105,15 @@ pub struct Upstream {
     pub dlse: Option<Tensor>,
 }
 
+/// What a forward saves for its backward, as it stored it.
+#[derive(Debug, Clone)]
+pub struct Saved {
+    /// `[num_tokens, num_heads, v_dim]`, stored in bf16.
+    pub out: Tensor,
+    /// `[num_tokens, num_heads]`, stored in f32.
+    pub lse: Tensor,
+}
+
 /// Gradients with respect to [`Inputs`].
 #[derive(Debug, Clone)]
 pub struct Gradients {
@@ -157,10 +166,7 @@ pub fn backward(inputs: &Inputs, upstream: &Upstream, rounding: &mut Rounding) -
     let p = rounding.f32(&z.broadcast_sub(&normaliser.l)?)?;
     let p = rounding.exp_f32(&p)?;
     let dp = rounding.matmul_f32(&upstream.dout, &gathered.v.transpose(1, 2)?)?;
-    // delta = sum_d out dout, of rows that have an output
-    let delta = rounding.f32(&(saved_out * &upstream.dout)?)?;
-    let delta = rounding.sum_keepdim_f32(&delta, 2)?;
-    let delta = gathered.select_rows(&delta, 0.0)?;
+    let delta = delta(&gathered, &saved_out, &upstream.dout, rounding)?;
     // dS = P (dP - delta) + exp(z - lse) dlse
     let ds = rounding.f32(&dp.broadcast_sub(&delta)?)?;
     let mut ds = rounding.f32(&(&p * ds)?)?;
@@ -177,15 +183,40 @@ pub fn backward(inputs: &Inputs, upstream: &Upstream, rounding: &mut Rounding) -
     let dq = rounding.matmul_f32_of(&ds, &gathered.k, &gathered.num_valid)?;
     let dq = rounding.f32(&(dq * inputs.softmax_scale)?)?;
     let (dk, dv) = key_gradients(inputs, upstream, &dims, &gathered, &p, &ds, rounding)?;
-    let dsink = match &normaliser.sink_probability {
-        Some(probability) => {
-            let terms = rounding.f32(&(probability * delta)?)?;
-            // - sum_t exp(sink - L) delta, `[num_tokens, num_heads, 1]` -> `[num_heads]`
-            Some(rounding.sum_f32(&terms, 0)?.squeeze(1)?.neg()?)
-        }
-        None => None,
-    };
+    let dsink = sink_gradient(&normaliser, &delta, rounding)?;
     Ok(Gradients { dq, dk, dv, dsink })
+}
+
+/// dsink, `[num_heads]`, as it follows from the very `out` and `lse` that a forward saved: the errors of these are no errors of
+/// it. `None` without a sink.
+pub fn sink_gradient_of_saved(
+    inputs: &Inputs,
+    saved: &Saved,
+    dout: &Tensor,
+    rounding: &mut Rounding,
+) -> Result<Option<Tensor>> {
+    let dims = inputs.check()?;
+    if dims.has_no_rows() {
+        return inputs.sink.as_ref().map(|s| Ok(s.zeros_like()?)).transpose();
+    }
+    let gathered = Gathered::new(inputs, &dims)?;
+    let normaliser = Normaliser::new(inputs, &gathered, &saved.lse.unsqueeze(2)?, rounding)?;
+    let delta = delta(&gathered, &saved.out, dout, rounding)?;
+    sink_gradient(&normaliser, &delta, rounding)
+}
+
+/// `delta = sum_d out dout`, of rows that have an output; `[num_tokens, num_heads, 1]`.
+fn delta(gathered: &Gathered, out: &Tensor, dout: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+    let delta = rounding.f32(&(out * dout)?)?;
+    let delta = rounding.sum_keepdim_f32(&delta, 2)?;
+    gathered.select_rows(&delta, 0.0)
+}
+
+/// `dsink = - sum_t exp(sink - L) delta`, `[num_tokens, num_heads, 1] -> [num_heads]`.
+fn sink_gradient(normaliser: &Normaliser, delta: &Tensor, rounding: &mut Rounding) -> Result<Option<Tensor>> {
+    let Some(probability) = &normaliser.sink_probability else { return Ok(None) };
+    let terms = rounding.f32(&(probability * delta)?)?;
+    Ok(Some(rounding.sum_f32(&terms, 0)?.squeeze(1)?.neg()?))
 }
 
 /// The same gradients by automatic differentiation of the exact [`forward`]. Indices get none.

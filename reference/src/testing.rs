@@ -188,3 +188,33 @@ impl Golden {
         (self.f64(key).abs().expect("abs") * relative).expect("scaling")
     }
 }
+
+/// One sum that a GPU formed.
+pub struct MeasuredSum {
+    pub a: Vec<f64>,
+    pub b: Vec<f64>,
+    pub c: f64,
+    pub d: f64,
+}
+
+/// What `fixtures/tensor_cores` says of an instruction.
+pub fn tensor_core_measurements(instruction: &str) -> Vec<MeasuredSum> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/tensor_cores/hopper.safetensors");
+    let file = candle_core::safetensors::load(path, &Device::Cpu).expect("the measurements");
+    let tensor = |name: &str| {
+        let stored = &file[&format!("{instruction}.{name}")];
+        let numbers = values(&stored.to_dtype(DType::F64).expect("numbers")).expect("numbers");
+        let decode = |code: &f64| crate::Format::E4M3.value(*code as u64);
+        let numbers = if stored.dtype() == DType::U8 { numbers.iter().map(decode).collect() } else { numbers };
+        (stored.dims().to_vec(), numbers)
+    };
+    let [(shape, a), (_, b), (_, c), (_, d)] = ["a", "b", "c", "d"].map(tensor);
+    let (rows, columns, k) = (shape[1], 8, shape[2]);
+    let sum = |i: usize| {
+        let (step, row, column) = (i / (rows * columns), i / columns % rows, i % columns);
+        let (a_row, b_row) = (step * rows + row, step * columns + column);
+        let of = |numbers: &[f64], row: usize| numbers[row * k..(row + 1) * k].to_vec();
+        MeasuredSum { a: of(&a, a_row), b: of(&b, b_row), c: c[i], d: d[i] }
+    };
+    (0..c.len()).map(sum).collect()
+}

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions};
+use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions, HostTensor};
 use dsv4_reference::precision::Precision;
 
 use super::Exit;
@@ -15,8 +15,9 @@ use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::judge::power::fails;
 use crate::judge::truth::Truth;
+use crate::judge::yardstick::WORKING_RUNS;
 use crate::mutants::planted::{self, Mutant};
-use crate::operator::{Comparison, KernelRun, Operator, Prepared, registry};
+use crate::operator::{Comparison, KernelRun, KernelTensor, Operator, OracleTensor, Prepared, registry};
 use crate::record::Power;
 use crate::report::power::{self, Gathered};
 use crate::sweep;
@@ -193,19 +194,47 @@ fn of_operator(
     for planned in planned {
         let prepared = registry::prepare(&planned.case)?;
         let truth = Truth::of(&*prepared, prepared.arithmetic())?;
-        let written = prepared.kernel(recorder, Contract::NAN)?;
+        let mut written = prepared.kernel(recorder, Contract::NAN)?;
         recorder.take_recorded();
         bugs.run(&*prepared, &truth)?;
         alarms.count(&planned.case, &*prepared, &truth, &written, arguments.draws)?;
-        let mut known = BTreeSet::new();
-        for found in written.tensors.iter().filter(|found| found.comparison == Comparison::Rounded) {
-            let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else { continue };
-            let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
-            if let (true, Some(power)) = (known.insert(found.name), truth.power(index, &held)) {
-                let allowed = held.yardstick.as_ref().map_or([f64::NAN; 2], |yardstick| yardstick.bias);
-                seen.push((serde_json::to_value(&planned.case)?, found.name.to_owned(), allowed, power));
-            }
+        let line = serde_json::to_value(&planned.case)?;
+        seen_by(&truth, &written, (&line, &str::to_owned), &mut seen)?;
+        // Saved as a kernel would that rounds as the oracle does.
+        for (found, run) in matching(&mut written, &truth.working[WORKING_RUNS]) {
+            found.tensor = HostTensor::from_f64(found.tensor.dtype, &found.tensor.shape, &run.values);
+        }
+        if let Some(truth) = Truth::of_saved(&*prepared, &written, prepared.arithmetic())? {
+            seen_by(&truth, &written, (&line, &power::given_what_was_saved), &mut seen)?;
         }
     }
     Ok(seen)
+}
+
+/// The floating-point tensors of a run, each with the oracle's.
+fn matching<'r>(
+    written: &'r mut KernelRun,
+    oracle: &'r [OracleTensor],
+) -> impl Iterator<Item = (&'r mut KernelTensor, &'r OracleTensor)> {
+    let rounded = written.tensors.iter_mut().filter(|found| found.comparison == Comparison::Rounded);
+    rounded.filter_map(|found| oracle.iter().find(|of| of.name == found.name).map(|of| (found, of)))
+}
+
+/// What the verdicts of a truth see, each tensor under the name that `called` makes of its own.
+fn seen_by(
+    truth: &Truth,
+    written: &KernelRun,
+    (line, called): (&serde_json::Value, &dyn Fn(&str) -> String),
+    seen: &mut Vec<Seen>,
+) -> Result<()> {
+    let mut known = BTreeSet::new();
+    for found in written.tensors.iter().filter(|found| found.comparison == Comparison::Rounded) {
+        let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else { continue };
+        let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
+        if let (true, Some(power)) = (known.insert(found.name), truth.power(index, &held)) {
+            let allowed = held.yardstick.as_ref().map_or([f64::NAN; 2], |yardstick| yardstick.bias);
+            seen.push((line.clone(), called(found.name), allowed, power));
+        }
+    }
+    Ok(())
 }

@@ -213,6 +213,7 @@ fn run_kernels(
             Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
         }
     }
+    saved_checks(prepared, runner, &first, options.power, outcome);
     if enough(outcome) {
         return;
     }
@@ -349,6 +350,45 @@ fn agreement_checks(
         agreement_verdict(exact, &kernel, (held, powerless), metrics, compared, outcome);
     }
     special_values(exact, &kernel, &held.budget, outcome);
+}
+
+/// What a gradient that follows from saved tensors is held to these by.
+pub const GRADIENT_OF_SAVED: &str = "gradient_of_saved";
+
+/// Gradients against what follows from the kernels' own saved outputs, whose rounding no longer hides anything.
+fn saved_checks(prepared: &dyn Prepared, runner: &dyn Runner, run: &KernelRun, power: bool, outcome: &mut Outcome) {
+    let arithmetic = runner.arithmetic(prepared);
+    let truth = match Truth::of_saved(prepared, run, arithmetic) {
+        Ok(None) => return,
+        Ok(Some(truth)) => truth,
+        Err(error) => return outcome.push(GRADIENT_OF_SAVED, "", Verdict::Error, 0, error.to_string()),
+    };
+    if arithmetic.points == RoundingPoints::Undeclared {
+        return outcome.skip(GRADIENT_OF_SAVED, "the kernel does not say where it rounds", truth.exact.len() as u64);
+    }
+    for (index, exact) in truth.exact.iter().enumerate() {
+        let Some(found) = run.tensors.iter().find(|tensor| tensor.name == exact.name) else { continue };
+        // Of another shape it has been found wrong already.
+        if found.tensor.shape != exact.shape || exact.values.is_empty() {
+            continue;
+        }
+        let held = match truth.held(index, found) {
+            Ok(held) => held,
+            Err(message) => {
+                outcome.push(GRADIENT_OF_SAVED, exact.name, Verdict::Error, 0, message);
+                continue;
+            }
+        };
+        // All that is said of a gradient, in one verdict of its own.
+        let mut of_gradient = Outcome::default();
+        agreement_checks(&truth, index, found, (&held, power), &mut of_gradient);
+        let problem = of_gradient.failures().map(|check| check.message.clone()).next();
+        let metrics = of_gradient.checks.iter_mut().find_map(|check| check.metrics.take());
+        outcome.verdict(GRADIENT_OF_SAVED, exact.name, exact.values.len() as u64, problem);
+        if let Some(record) = outcome.checks.last_mut() {
+            record.metrics = metrics;
+        }
+    }
 }
 
 /// Equal or wrong: what the oracle's runs differ by is no tolerance.

@@ -83,6 +83,22 @@ impl Truth {
         Self::of_precisions(arithmetic, working_precisions().collect(), oracle)
     }
 
+    /// What gradients are that follow from what these kernels saved ([`Prepared::oracle_of_saved`]); `None` where none does.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn of_saved(
+        prepared: &dyn Prepared,
+        written: &KernelRun,
+        arithmetic: Arithmetic,
+    ) -> Result<Option<Self>, CaseError> {
+        if prepared.oracle_of_saved(written, Precision::Exact, &Products::default())?.is_empty() {
+            return Ok(None);
+        }
+        let oracle = |precision, products: &Products| prepared.oracle_of_saved(written, precision, products);
+        Self::of_runs(arithmetic, oracle).map(Some)
+    }
+
     fn of_precisions<O>(arithmetic: Arithmetic, precisions: Vec<Precision>, oracle: O) -> Result<Self, CaseError>
     where
         O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,

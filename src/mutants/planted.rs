@@ -41,12 +41,35 @@ pub struct Mutant {
     pub expected: String,
     /// Cases, as JSON lines, that are enough to see it: the smallest input class.
     pub cases: Vec<String>,
+    /// The class of bugs that it stands for, where it stands for one that sweeps were once blind to.
+    #[serde(default)]
+    pub class: Option<Class>,
     /// Name of the file that lists it.
     #[serde(skip)]
     pub list: String,
     /// Why a GPU may compute the right results all the same, where it may: then the emulator alone plants it.
     #[serde(default)]
     pub hidden_on_gpu: Option<String>,
+}
+
+/// Classes of bugs that sweeps were once blind to: each operator that can have them has some of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// A NaN or an infinity that is swallowed, or made up.
+    SpecialNumbers,
+    /// Right for the usual exponents alone: squares that overflow, scales that vanish, constants that stand for infinity.
+    Range,
+    /// Right up to some extent below the declared limit.
+    Limit,
+    /// Right for the first item of a block, or while a running value moves far enough to be rescaled.
+    Persistence,
+    /// Terms of gradients that larger ones cover.
+    SmallTerms,
+    /// Something of an earlier call shows.
+    Sequence,
+    /// Two threads or blocks that update the same number without an atomic.
+    LostUpdate,
 }
 
 /// Why mutants cannot be run.

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
+use candle_core::Tensor;
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView, Views,
 };
@@ -175,6 +176,20 @@ pub trait Declared: Sized + Send + Sync + 'static {
     /// # Errors
     /// What the oracle refuses.
     fn backward(_case: &Self::Case, _tensors: &Bound<'_>, _rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+        Ok(Named::new())
+    }
+
+    /// Gradients that follow at small cost from what kernels saved: the tensors hold everything that they wrote, beside the
+    /// inputs. Held to these, a gradient shows errors that lie far below the rounding of what was saved, such as those of a
+    /// small sink. Rounding points are those of [`Declared::backward`].
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn backward_of_saved(
+        _case: &Self::Case,
+        _tensors: &Bound<'_>,
+        _rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named> {
         Ok(Named::new())
     }
 
@@ -877,6 +892,26 @@ impl<K: Declared> Prepared for Inputs<K> {
 
     fn oracle_sharing(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
         self.run_oracle(precision, Some(products), &Side::BOTH).map_err(oracle_error::<K>)
+    }
+
+    fn oracle_of_saved(
+        &self,
+        written: &KernelRun,
+        precision: Precision,
+        products: &Products,
+    ) -> Result<Vec<OracleTensor>, CaseError> {
+        let mut tensors = (*self.tensors).clone();
+        for saved in &written.tensors {
+            tensors.put(saved.name, saved.tensor.clone());
+        }
+        let mut rounding = Rounding::sharing(precision, products);
+        let computed = K::backward_of_saved(&self.case, &Bound::new(&tensors), &mut rounding);
+        let side = Side::Gradient;
+        let of = |(name, tensor): (&'static str, Tensor)| {
+            Ok(OracleTensor { name, side, shape: tensor.dims().to_vec(), values: elements(&tensor)? })
+        };
+        let tensors = computed.and_then(|named| named.into_tensors().into_iter().map(of).collect());
+        tensors.map_err(oracle_error::<K>)
     }
 
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {

@@ -342,6 +342,20 @@ pub trait Prepared: Sync {
         self.oracle(precision)
     }
 
+    /// Gradients as they follow from what kernels wrote before them, for those of which the operator says how; computed as
+    /// [`Self::oracle_sharing`] computes.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    fn oracle_of_saved(
+        &self,
+        _written: &KernelRun,
+        _precision: Precision,
+        _products: &Products,
+    ) -> Result<Vec<OracleTensor>, CaseError> {
+        Ok(Vec::new())
+    }
+
     /// The arithmetic of the operator's own kernels.
     fn arithmetic(&self) -> Arithmetic {
         Arithmetic { points: RoundingPoints::Specification, lanes: 1 }

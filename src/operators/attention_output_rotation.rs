@@ -193,6 +193,14 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         Ok(SparseAttention::backward(&c.attention, &handed, rounding)?.with("dout", dout))
     }
 
+    fn backward_of_saved(
+        c: &AttentionOutputRotationCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
+        SparseAttention::backward_of_saved(&c.attention, t, rounding)
+    }
+
     fn workspaces(
         c: &AttentionOutputRotationCase,
         v: &Views,

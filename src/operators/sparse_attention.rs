@@ -405,6 +405,12 @@ impl Declared for SparseAttention {
         Ok(Named::new().with("dq", dq).with("dk", dk).maybe("dv", dv).maybe("dsink", dsink))
     }
 
+    fn backward_of_saved(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        let saved = reference::Saved { out: t.f64("out")?, lse: t.f64("lse")? };
+        let dsink = reference::sink_gradient_of_saved(&inputs(c, t)?, &saved, &t.f64("dout")?, rounding)?;
+        Ok(Named::new().maybe("dsink", dsink))
+    }
+
     fn workspaces(c: &SparseAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         Ok(vec![("workspace", launcher::workspace_bytes(v, c.options(v)?, c.key_gradient.dtype())?)])
     }

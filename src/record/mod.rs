@@ -201,7 +201,8 @@ impl CaseRecord {
 /// One check of one case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckRecord {
-    /// Name of the check: `forward` and `gradient` (each element within its budget), `bias` (no uniform relative error),
+    /// Name of the check: `forward` and `gradient` (each element within its budget), `gradient_of_saved` (the same, of a gradient as it
+    /// follows from what the kernels themselves saved), `bias` (no uniform relative error),
     /// `precision` (as much error as rounding explains, and as many elements equal to it), `finite`, `special_values` (infinities, NaN and structural
     /// zeros where the oracle has them), `inputs_unchanged`, `guards`, `fully_written`, `repeatable`,
     /// `poison_independent`, `sequence` (nothing of an earlier call with other data), `schedule_independent`, `independence`, `oracle_gradients`, `launch`, `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.

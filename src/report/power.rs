@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{Power, Report, Seen};
 
 /// The power of all verdicts over one tensor of an operator.
@@ -80,13 +81,20 @@ impl Gathered {
     }
 }
 
+/// What the verdicts of [`GRADIENT_OF_SAVED`] over a gradient are called beside those over the gradient itself.
+pub fn given_what_was_saved(gradient: &str) -> String {
+    format!("{gradient} (saved)")
+}
+
 /// The power of a report's verdicts. Those without power are counted, not gathered: they left no metrics.
 pub fn of_report(report: &Report) -> Vec<TensorPower> {
     let mut gathered = Gathered::default();
     for case in &report.cases {
         for check in &case.checks {
             if let Some(power) = check.metrics.as_ref().and_then(|metrics| metrics.power.clone()) {
-                gathered.of(&case.operator, &check.tensor).add(power);
+                let of_saved = check.check == GRADIENT_OF_SAVED;
+                let tensor = if of_saved { given_what_was_saved(&check.tensor) } else { check.tensor.clone() };
+                gathered.of(&case.operator, &tensor).add(power);
             }
         }
     }

@@ -3,6 +3,7 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
+use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{
     BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report,
     Verdict,
@@ -11,10 +12,11 @@ use crate::record::{
 use super::numbers::{counted, significant};
 
 /// The checks that a full run holds, in the order of the matrix's columns.
-pub(super) const CHECKS: [&str; 16] = [
+pub(super) const CHECKS: [&str; 17] = [
     "launch",
     "forward",
     "gradient",
+    GRADIENT_OF_SAVED,
     "finite",
     "special_values",
     "bias",

@@ -12,7 +12,10 @@ use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
     RuntimeError, SourceTree,
 };
+use dsv4_reference::TensorCore;
 use dsv4_reference::kv_cache::e4m3_value;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use crate::support;
 
@@ -130,6 +133,29 @@ fn warpgroup_products_of_small_integers_are_exact_for_every_shape_and_source() {
     for way in ways() {
         let [a, b, c, expected] = product(way);
         assert_same(&format!("{way:?}"), &multiply(device, way, &a, &b, &c).expect("a product"), &expected);
+    }
+}
+
+#[test]
+fn warpgroup_products_have_the_bits_that_an_h100_gave() {
+    let Some(device) = hopper_device() else { return };
+    let n = 64;
+    for (seed, binades) in [(0, 1), (1, 6), (2, 20), (3, 60)] {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let mut numbers = |count: usize| -> Vec<f64> {
+            let mut number = || random.random_range(-1.0..1.0) * 2f64.powi(random.random_range(-binades..=0));
+            (0..count).map(|_| half::bf16::from_f64(number()).to_f64()).collect()
+        };
+        let (a, b, c) = (numbers(M * K), numbers(K * n), numbers(M * n));
+        let sum = |i: usize| {
+            let column: Vec<f64> = (0..K).map(|k| b[k * n + i % n]).collect();
+            TensorCore::HOPPER_BF16.sum(&a[i / n * K..][..K], &column, c[i])
+        };
+        let expected: Vec<f64> = (0..M * n).map(sum).collect();
+        for way in [[64, 0, 0, 1], [64, 1, 1, 1], [64, 2, 0, 1]] {
+            let found = multiply(device, way, &a, &b, &c).expect("a product");
+            assert_same(&format!("{binades} binades, {way:?}"), &found, &expected);
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use dsv4_kernels::runtime::params::{DeviceAddress, Params};
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Role,
 };
+use dsv4_reference::TensorCore;
 use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -396,6 +397,34 @@ fn matrix_products_stay_within_the_bound_of_truncated_sums() {
         }
         let (first, others) = found.split_at(M * N);
         others.chunks(M * N).for_each(|other| assert_same("the same product by other loads", other, first));
+    }
+}
+
+/// Numbers that bf16 holds, of so many binades.
+fn wide_values(seed: u64, count: usize, binades: i32) -> Vec<f64> {
+    let mut random = random(seed);
+    let value = |r: &mut ChaCha8Rng| r.random_range(-1.0..1.0) * 2f64.powi(r.random_range(-binades..=0));
+    (0..count).map(|_| bf16::from_f64(value(&mut random)).to_f64()).collect()
+}
+
+#[test]
+fn matrix_products_have_the_bits_that_an_h100_gave() {
+    let device = support::device();
+    // Other generations add in other blocks.
+    if support::backend() == BackendKind::Cuda && device.environment().target != "sm_90a" {
+        return;
+    }
+    for (seed, binades) in [(0, 1), (1, 6), (2, 20), (3, 60), (4, 125)] {
+        let (a, b) = (wide_values(3 * seed, M * K, binades), wide_values(3 * seed + 1, K * N, binades));
+        let c = wide_values(3 * seed + 2, M * N, 2 * binades);
+        let sum = |i: usize| {
+            let column: Vec<f64> = (0..K).map(|k| b[k * N + i % N]).collect();
+            TensorCore::HOPPER_BF16.sum(&a[i / N * K..][..K], &column, c[i])
+        };
+        let expected: Vec<f64> = (0..M * N).map(sum).collect();
+        for found in multiply(device, &a, &b, &c).chunks(M * N) {
+            assert_same(&format!("{binades} binades"), found, &expected);
+        }
     }
 }
 

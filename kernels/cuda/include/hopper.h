@@ -345,34 +345,32 @@ UNWATCHED inline uint32_t wgmma_deliver(const WarpProduct* product, const float*
     return touched;
 }
 
-// values = A B or values += A B: products exact, one rounding of the whole sum, as in mma_bf16_op.
+// values = A B or values += A B, as block_sum adds.
 template <int COLUMNS>
 WIDE_VECTORS inline void wgmma_multiply(const WarpProduct* product, const AsyncReads* reads, float* values) {
-    double a[WGMMA_ROWS][WGMMA_K];
+    Scaled a[WGMMA_ROWS][WGMMA_K];
+    bool finite = true;
+    const auto seen = [&](float x) EMULATOR_LAMBDA { finite &= is_finite(x); return x; };
     if (product->a_in_registers) {
         for (int lane = 0; lane < 32; ++lane)
             for (int i = 0; i < 4; ++i)
                 for (int half = 0; half < 2; ++half)
-                    a[lane / 4 + 8 * (i & 1)][lane % 4 * 2 + half + 8 * (i >> 1)] =
-                        bf16_half(product->a_registers[lane][i], half);
+                    a[lane / 4 + 8 * (i & 1)][lane % 4 * 2 + half + 8 * (i >> 1)].set(
+                        seen(bf16_half(product->a_registers[lane][i], half)));
     } else {
         const Operand operand(product->a_descriptor, product->a_transposed);
-        read_operand<WGMMA_ROWS>(*reads, operand, WGMMA_ROWS * product->warp, [&](int m, int k, float x) EMULATOR_LAMBDA { a[m][k] = x; });
+        read_operand<WGMMA_ROWS>(*reads, operand, WGMMA_ROWS * product->warp, [&](int m, int k, float x) EMULATOR_LAMBDA { a[m][k].set(seen(x)); });
     }
+    const bool finite_rows = finite;
     const Operand operand(product->b_descriptor, product->b_transposed);
     for (int first = 0; first < COLUMNS; first += 8) {
-        Doubles b[WGMMA_K];
-        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) EMULATOR_LAMBDA { b[k][n] = x; });
+        ScaledColumns b[WGMMA_K];
+        finite = finite_rows;
+        read_operand<8>(*reads, operand, first, [&](int n, int k, float x) EMULATOR_LAMBDA { b[k].set(n, seen(x)); });
         for (int m = 0; m < WGMMA_ROWS; ++m) {
-            float* c = values + m * COLUMNS + first;
-            Floats before = {};
-            if (product->accumulate) std::memcpy(&before, c, sizeof(before));
-            // One that nothing refers to, so that it stays in a register.
-            Doubles sum = __builtin_convertvector(before, Doubles);
-            const double* row = a[m];
-            for (int k = 0; k < WGMMA_K; ++k) sum += row[k] * b[k];
-            const Doubles done = sum;
-            toward_zero(done, c);
+            float* row = values + m * COLUMNS + first;
+            if (!product->accumulate) std::memset(row, 0, 8 * sizeof(float));
+            block_sum(a[m], b, finite, row);
         }
     }
 }

@@ -36,7 +36,27 @@ typedef double Doubles __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(32)));
 typedef int32_t Words __attribute__((vector_size(32)));
 
-// Tensor cores cut the sum off instead of rounding it to nearest: to[i] is x[i] as a float, towards zero.
+// 2^exponent of a number, that of the smallest normal one where it is subnormal; 0 of a zero, and infinity of what is not finite.
+UNWATCHED inline float scale_of(float x) {
+    const uint32_t bits = __float_as_uint(x), exponent = bits & 0x7f800000u;
+    return __uint_as_float((bits & 0x7fffffffu) == 0 ? 0 : exponent == 0 ? 0x00800000u : exponent);
+}
+
+UNWATCHED inline bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+
+// An element of A with its scale.
+struct Scaled {
+    double value, scale;
+    UNWATCHED void set(float x) { value = x, scale = scale_of(x); }
+};
+
+// Eight columns of B, or of C.
+struct ScaledColumns {
+    Doubles value, scale;
+    UNWATCHED void set(int n, float x) { value[n] = x, scale[n] = scale_of(x); }
+};
+
+// to[i] is x[i] as a float, towards zero.
 WIDE_VECTORS inline void toward_zero(const Doubles& x, float* to) {
     const Floats nearest = __builtin_convertvector(x, Floats);
     const Doubles y = __builtin_convertvector(nearest, Doubles);
@@ -46,31 +66,71 @@ WIDE_VECTORS inline void toward_zero(const Doubles& x, float* to) {
     std::memcpy(to, &bits, sizeof(bits));
 }
 
-// C += A B, products exact, one rounding of the whole sum.
+WIDE_VECTORS inline bool any(const Words& words) {
+    uint64_t parts[4];
+    std::memcpy(parts, &words, sizeof(parts));
+    return (parts[0] | parts[1] | parts[2] | parts[3]) != 0;
+}
+
+// Products of bf16 numbers that Hopper's tensor cores add in one step, and 2^bits that they keep below the exponent of the
+// largest term.
+constexpr int BLOCK_TERMS = 16;
+constexpr double ALIGNED = 1 << 25;
+
+// Eight columns of a row of C + A B as Hopper's tensor cores compute it (reference/src/tensor_core.rs, which is held to an H100
+// bit for bit): all terms are cut off at one power of two, that of the largest term's exponent over ALIGNED, where the exponent of
+// a product is the sum of its factors' exponents; their sum is exact, and cut off to fp32. Where an operand is infinite or NaN,
+// so is the sum, and nothing is cut off.
+WIDE_VECTORS inline void block_sum(const Scaled* a, const ScaledColumns* b, bool finite, float* row) {
+    Words bits;
+    std::memcpy(&bits, row, sizeof(bits));
+    const Words exponent = bits & 0x7f800000, zero = (bits & 0x7fffffff) == 0;
+    const Words smallest = {0x00800000, 0x00800000, 0x00800000, 0x00800000, 0x00800000, 0x00800000, 0x00800000, 0x00800000};
+    const Words scale_bits = (exponent == 0 ? smallest : exponent) & ~zero;
+    const Doubles c = __builtin_convertvector(reinterpret_cast<const Floats&>(bits), Doubles);
+    if (!finite || any(exponent == 0x7f800000)) {
+        Doubles sum = c;
+        for (int k = 0; k < BLOCK_TERMS; ++k) sum += a[k].value * b[k].value;
+        const Doubles done = sum;
+        return toward_zero(done, row);
+    }
+    Doubles largest = __builtin_convertvector(reinterpret_cast<const Floats&>(scale_bits), Doubles);
+    for (int k = 0; k < BLOCK_TERMS; ++k) {
+        const Doubles scale = a[k].scale * b[k].scale;
+        largest = largest > scale ? largest : scale;
+    }
+    // A block of zeros has no exponent: any will do.
+    largest = largest > 0 ? largest : largest + 1;
+    const Doubles finest = largest * (1 / ALIGNED), steps = 1 / finest;
+    // In units of the finest bit no term reaches 2^27.
+    Doubles sum = __builtin_convertvector(__builtin_convertvector(c * steps, Words), Doubles);
+    for (int k = 0; k < BLOCK_TERMS; ++k)
+        sum += __builtin_convertvector(__builtin_convertvector(a[k].value * steps * b[k].value, Words), Doubles);
+    const Doubles done = sum * finest;
+    toward_zero(done, row);
+}
+
 WIDE_VECTORS inline void mma_bf16_op(void* const* payloads, uint32_t) {
-    double a[16][16];
-    Doubles b[16], c[16];
+    Scaled a[16][BLOCK_TERMS];
+    ScaledColumns b[BLOCK_TERMS];
+    float c[16][8];
+    bool finite = true;
+    const auto seen = [&](float x) EMULATOR_LAMBDA { finite &= is_finite(x); return x; };
     for (int lane = 0; lane < 32; ++lane) {
         const auto* p = static_cast<const MmaPayload*>(payloads[lane]);
         const int g = lane / 4, t = lane % 4;
         for (int i = 0; i < 4; ++i)
             for (int half = 0; half < 2; ++half)
-                a[g + 8 * (i & 1)][2 * t + half + 8 * (i >> 1)] = bf16_half(p->a[i], half);
+                a[g + 8 * (i & 1)][2 * t + half + 8 * (i >> 1)].set(seen(bf16_half(p->a[i], half)));
         for (int i = 0; i < 2; ++i)
-            for (int half = 0; half < 2; ++half) b[2 * t + half + 8 * i][g] = bf16_half(p->b[i], half);
+            for (int half = 0; half < 2; ++half) b[2 * t + half + 8 * i].set(g, seen(bf16_half(p->b[i], half)));
         for (int i = 0; i < 4; ++i) c[g + 8 * (i >> 1)][2 * t + (i & 1)] = p->c[i];
     }
-    float rounded[16][8];
-    for (int m = 0; m < 16; ++m) {
-        Doubles sum = c[m];  // in a register
-        for (int k = 0; k < 16; ++k) sum += a[m][k] * b[k];
-        const Doubles done = sum;
-        toward_zero(done, rounded[m]);
-    }
+    for (int m = 0; m < 16; ++m) block_sum(a[m], b, finite, c[m]);
     for (int lane = 0; lane < 32; ++lane) {
         auto* p = static_cast<MmaPayload*>(payloads[lane]);
         const int g = lane / 4, t = lane % 4;
-        for (int i = 0; i < 4; ++i) p->c[i] = rounded[g + 8 * (i >> 1)][2 * t + (i & 1)];
+        for (int i = 0; i < 4; ++i) p->c[i] = c[g + 8 * (i >> 1)][2 * t + (i & 1)];
     }
 }
 
