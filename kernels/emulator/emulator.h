@@ -9,10 +9,12 @@
 // payloads, which writes each lane's result in place; then all lanes go on.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+// Mathematics without C++17's special functions, which libstdc++ takes longer to read than most kernels take to compile.
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+#include <cmath>
 #include <link.h>
 
 #define __device__
