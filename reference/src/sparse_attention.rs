@@ -133,7 +133,7 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     if dims.has_no_rows() {
         return Outputs::empty(&dims);
     }
-    let gathered = Gathered::new(inputs, &dims)?;
+    let mut gathered = Gathered::new(inputs, &dims)?;
     let z = gathered.logits(inputs, rounding)?;
     let softmax = Softmax::new(&gathered, z, rounding)?;
     let lse = gathered.select_rows(&softmax.lse, f64::INFINITY)?;
@@ -153,7 +153,7 @@ pub fn backward(inputs: &Inputs, upstream: &Upstream, rounding: &mut Rounding) -
     if dims.has_no_rows() {
         return Gradients::zeros(inputs, &dims);
     }
-    let gathered = Gathered::new(inputs, &dims)?;
+    let mut gathered = Gathered::new(inputs, &dims)?;
     let z = gathered.logits(inputs, rounding)?;
     let softmax = Softmax::new(&gathered, z, rounding)?;
     let out = output(inputs, &gathered, &softmax, rounding)?;
@@ -199,8 +199,11 @@ pub fn sink_gradient_of_saved(
     if dims.has_no_rows() {
         return inputs.sink.as_ref().map(|s| Ok(s.zeros_like()?)).transpose();
     }
-    let gathered = Gathered::new(inputs, &dims)?;
-    let normaliser = Normaliser::new(inputs, &gathered, &saved.lse.unsqueeze(2)?, rounding)?;
+    let mut gathered = Gathered::new(inputs, &dims)?;
+    let lse = saved.lse.unsqueeze(2)?;
+    // How a forward says that no slot of a row has a weight.
+    gathered.only_rows(&lse.ne(f64::INFINITY)?)?;
+    let normaliser = Normaliser::new(inputs, &gathered, &lse, rounding)?;
     let delta = delta(&gathered, &saved.out, dout, rounding)?;
     sink_gradient(&normaliser, &delta, rounding)
 }
@@ -209,7 +212,7 @@ pub fn sink_gradient_of_saved(
 fn delta(gathered: &Gathered, out: &Tensor, dout: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     let delta = rounding.f32(&(out * dout)?)?;
     let delta = rounding.sum_keepdim_f32(&delta, 2)?;
-    gathered.select_rows(&delta, 0.0)
+    gathered.select_valid_rows(&delta, 0.0)
 }
 
 /// `dsink = - sum_t exp(sink - L) delta`, `[num_tokens, num_heads, 1] -> [num_heads]`.
@@ -246,7 +249,7 @@ pub fn backward_autograd(inputs: &Inputs, upstream: &Upstream) -> Result<Gradien
     };
 
     let rounding = &mut Rounding::exact();
-    let gathered = Gathered::new(&variables, &dims)?;
+    let mut gathered = Gathered::new(&variables, &dims)?;
     let z = gathered.logits(&variables, rounding)?;
     let softmax = Softmax::new(&gathered, z, rounding)?;
     let out = output(&variables, &gathered, &softmax, rounding)?;
@@ -396,6 +399,8 @@ struct Gathered {
     valid: Tensor,
     /// 1 where the row has a valid slot, `[num_tokens, num_heads, 1]`.
     has_valid: Tensor,
+    /// The same where a valid slot has a logit above `-inf`, or NaN; `has_valid` before there are logits.
+    has_weight: Tensor,
     /// Valid slots of each token, `[num_tokens, 1, 1]`.
     num_valid: Tensor,
     /// `[num_tokens, slots, head_dim]`.
@@ -440,8 +445,10 @@ impl Gathered {
             Value::Prefix { v_dim } => k.narrow(2, 0, *v_dim)?,
             Value::Separate(v) => gather(v)?,
         };
+        let has_valid = num_valid.gt(0.0)?.broadcast_as((tokens, heads, 1))?.contiguous()?;
         Ok(Self {
-            has_valid: num_valid.gt(0.0)?.broadcast_as((tokens, heads, 1))?.contiguous()?,
+            has_weight: has_valid.clone(),
+            has_valid,
             valid: valid.broadcast_as((tokens, heads, slots))?.contiguous()?,
             num_valid,
             rows,
@@ -451,17 +458,29 @@ impl Gathered {
     }
 
     /// `z = softmax_scale q . k`, `[num_tokens, num_heads, slots]`; `-inf` for invalid slots.
-    fn logits(&self, inputs: &Inputs, rounding: &mut Rounding) -> Result<Tensor> {
+    fn logits(&mut self, inputs: &Inputs, rounding: &mut Rounding) -> Result<Tensor> {
         let products = rounding.matmul_f32(&inputs.q, &self.k.transpose(1, 2)?)?;
         let scale = base_two_scale(inputs.softmax_scale, rounding);
         let z = rounding.f32(&(products * scale)?)?;
-        select(&self.valid, &z, f64::NEG_INFINITY)
+        let z = select(&self.valid, &z, f64::NEG_INFINITY)?;
+        self.only_rows(&max_or_nan(&z.detach(), 2)?.ne(f64::NEG_INFINITY)?)?;
+        Ok(z)
     }
 
-    /// `per_row` `[num_tokens, num_heads, ..]`, but `otherwise` in the rows that have no valid slot.
+    /// Rows without a weight are those without a valid slot, and those of which this says 0.
+    fn only_rows(&mut self, has_weight: &Tensor) -> Result<()> {
+        self.has_weight = (&self.has_valid * has_weight)?;
+        Ok(())
+    }
+
+    /// `per_row` `[num_tokens, num_heads, ..]`, but `otherwise` in the rows in which no slot has a weight.
     fn select_rows(&self, per_row: &Tensor, otherwise: f64) -> Result<Tensor> {
-        let has_valid = self.has_valid.broadcast_as(per_row.shape())?;
-        select(&has_valid, per_row, otherwise)
+        select(&self.has_weight.broadcast_as(per_row.shape())?, per_row, otherwise)
+    }
+
+    /// The same in the rows without a valid slot: others may be NaN, where a weight of 0 meets what is not finite.
+    fn select_valid_rows(&self, per_row: &Tensor, otherwise: f64) -> Result<Tensor> {
+        select(&self.has_valid.broadcast_as(per_row.shape())?, per_row, otherwise)
     }
 }
 
@@ -519,7 +538,7 @@ fn output(inputs: &Inputs, gathered: &Gathered, softmax: &Softmax, rounding: &mu
         let denominator = gathered.select_rows(&softmax.sum, 1.0)?;
         let reciprocal = rounding.f32(&denominator.recip()?)?;
         let out = rounding.f32(&weighted.broadcast_mul(&reciprocal)?)?;
-        return gathered.select_rows(&out, 0.0);
+        return gathered.select_valid_rows(&out, 0.0);
     };
     let rows = softmax.max.shape();
     let sink = sink.reshape((1, (), 1))?.broadcast_as(rows)?;
@@ -534,7 +553,7 @@ fn output(inputs: &Inputs, gathered: &Gathered, softmax: &Softmax, rounding: &mu
     let denominator = gathered.select_rows(&denominator, 1.0)?;
     let reciprocal = rounding.f32(&(shrink / denominator)?)?;
     let out = rounding.f32(&weighted.broadcast_mul(&reciprocal)?)?;
-    let out = gathered.select_rows(&out, 0.0)?;
+    let out = gathered.select_valid_rows(&out, 0.0)?;
     let takes_all = takes_all.broadcast_as(out.shape())?;
     Ok(takes_all.where_cond(&out.zeros_like()?, &out)?)
 }
@@ -871,7 +890,7 @@ mod tests {
     fn bounds(inputs: &Inputs, upstream: &Upstream) -> Result<Bounds> {
         let dims = inputs.check()?;
         let rounding = &mut Rounding::exact();
-        let gathered = Gathered::new(inputs, &dims)?;
+        let mut gathered = Gathered::new(inputs, &dims)?;
         let z = gathered.logits(inputs, rounding)?;
         let softmax = Softmax::new(&gathered, z.clone(), rounding)?;
         let normaliser = Normaliser::new(inputs, &gathered, &softmax.lse, rounding)?;

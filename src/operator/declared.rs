@@ -686,8 +686,17 @@ impl<K: Declared> Inputs<K> {
             Special::InfinityIn(name) => inputs.with_lone(name, f64::INFINITY),
             Special::Large(name) => Ok(inputs.scaled_as_far_as_fp32_allows(name, 2.0)),
             Special::Small(name) => Ok(inputs.scaled_as_far_as_fp32_allows(name, 0.5)),
+            Special::Subnormal(name) => Ok(inputs.subnormal(name)),
             Special::AtTheLimit | Special::NotFinite | Special::Alone(_) => Ok(inputs),
         }
+    }
+
+    /// The same inputs with a tensor of subnormal numbers.
+    fn subnormal(&self, name: &str) -> Self {
+        let Some(spec) = self.specs().find(name).cloned() else { return self.clone() };
+        let mut tensors = (*self.tensors).clone();
+        tensors.scale(spec.name, special::to_subnormal(&self.tensors.values(spec.name)));
+        Self { tensors: Arc::new(tensors), ..self.clone() }
     }
 
     /// The same inputs with a tensor times the furthest power of a base, 2 or its inverse, that takes no intermediate out of

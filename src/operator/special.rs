@@ -4,6 +4,7 @@
 //! tensor that is given, where it counts: no operator has to say anything of it.
 
 use dsv4_kernels::runtime::DType;
+use dsv4_reference::Format;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use rand::seq::SliceRandom;
@@ -30,6 +31,8 @@ pub enum Special {
     Large(String),
     /// The same with the smallest power of two.
     Small(String),
+    /// The tensor of this name times the power of two that makes its largest number, and so all of them, subnormal.
+    Subnormal(String),
     /// Every upstream gradient but that of this name is zero: terms that others cover stand alone, and are held to their own
     /// rounding errors.
     Alone(String),
@@ -40,9 +43,10 @@ impl Special {
     pub const OF_CLAMPS: [Self; 2] = [Self::AtTheLimit, Self::NotFinite];
 
     /// A NaN in each tensor that can hold one, an infinity in each that is no upstream gradient, each tensor as large and as small
-    /// as fp32 allows, and each upstream gradient without the others.
+    /// as fp32 allows, and subnormal, and each upstream gradient without the others.
     pub fn of_each_tensor(specs: &Specs) -> Vec<Self> {
-        let kinds: [fn(String) -> Self; 5] = [Self::NanIn, Self::InfinityIn, Self::Large, Self::Small, Self::Alone];
+        let kinds: [fn(String) -> Self; 6] =
+            [Self::NanIn, Self::InfinityIn, Self::Large, Self::Small, Self::Subnormal, Self::Alone];
         let of = |kind: fn(String) -> Self| specs.present().map(move |spec| (spec, kind(spec.name.into())));
         let wanted = |(spec, special): &(&TensorSpec, Self)| {
             special.fits(specs) && (spec.part == Part::Input || !matches!(special, Self::InfinityIn(_)))
@@ -58,7 +62,9 @@ impl Special {
                 specs.upstreams().count() > 1 && specs.upstreams().any(|(_, upstream)| upstream.name == name)
             }
             Self::NanIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::NAN)),
-            Self::InfinityIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::INFINITY)),
+            Self::InfinityIn(name) | Self::Subnormal(name) => {
+                specs.find(name).is_some_and(|spec| can_hold(spec, f64::INFINITY))
+            }
             Self::Large(name) | Self::Small(name) => specs.find(name).is_some_and(can_scale),
         }
     }
@@ -69,6 +75,7 @@ impl Special {
             Self::AtTheLimit | Self::NotFinite => "no tensor of the case is clamped".into(),
             Self::NanIn(name) => format!("no tensor `{name}` of the case can hold a NaN"),
             Self::InfinityIn(name) => format!("no tensor `{name}` of the case can hold an infinity"),
+            Self::Subnormal(name) => format!("no tensor `{name}` of the case can hold subnormal numbers"),
             Self::Large(name) | Self::Small(name) => format!("no tensor `{name}` of the case may have any size"),
             Self::Alone(name) => format!("the case has no upstream gradient `{name}` beside others"),
         }
@@ -90,6 +97,14 @@ impl Special {
             _ => vec![f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1.0],
         }
     }
+}
+
+/// The power of two by which the largest of these numbers becomes the largest subnormal power of two of fp32 and bf16; 1 where
+/// there is none.
+pub(super) fn to_subnormal(values: &[f64]) -> f64 {
+    let largest =
+        values.iter().filter(|value| value.is_finite()).fold(0.0, |largest: f64, value| largest.max(value.abs()));
+    if largest > 0.0 { 2f64.powi(Format::F32.min_exponent - 1 - largest.log2().floor() as i32) } else { 1.0 }
 }
 
 fn can_scale(spec: &TensorSpec) -> bool {
@@ -259,7 +274,7 @@ mod tests {
         };
         assert_eq!(
             names(&specs(2)),
-            r#"NanIn("gate") NanIn("up") NanIn("weight") NanIn("dy") InfinityIn("gate") InfinityIn("up") InfinityIn("weight") Large("gate") Large("dy") Small("gate") Small("dy")"#
+            r#"NanIn("gate") NanIn("up") NanIn("weight") NanIn("dy") InfinityIn("gate") InfinityIn("up") InfinityIn("weight") Large("gate") Large("dy") Small("gate") Small("dy") Subnormal("gate") Subnormal("up") Subnormal("weight") Subnormal("dy")"#
         );
         let rows = [axis("num_rows", 3)];
         let [a, b] = ["a", "b"].map(|name| output(name, DType::F32, &rows));
@@ -267,7 +282,7 @@ mod tests {
         let two = Specs::new(1, two);
         assert_eq!(
             names(&two),
-            r#"NanIn("da") NanIn("db") Large("da") Large("db") Small("da") Small("db") Alone("da") Alone("db")"#
+            r#"NanIn("da") NanIn("db") Large("da") Large("db") Small("da") Small("db") Subnormal("da") Subnormal("db") Alone("da") Alone("db")"#
         );
         let tensors = Tensors::draw(&two, Some(&Special::Alone("db".into())));
         assert_eq!(tensors.values("da"), [0.0; 3]);

@@ -2,6 +2,7 @@
 
 use maud::{Markup, html};
 
+use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{BenchmarkRecord, OperatorRecord, Report};
 
 use super::elements::{breakable, number, scroller};
@@ -95,6 +96,9 @@ fn group_title(check: &str) -> String {
     match check {
         "forward" => "Forward agreement — kernel against oracle".to_owned(),
         "gradient" => "Gradient agreement — backward kernel against the oracle's autograd".to_owned(),
+        GRADIENT_OF_SAVED => {
+            "Gradients given what was saved — against what follows from the kernel's own outputs".to_owned()
+        }
         other => other.to_owned(),
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::change::MOST_EDGE_CASES;
-use dsv4_parity::judge::checks::CheckOptions;
+use dsv4_parity::judge::checks::{CheckOptions, GRADIENT_OF_SAVED};
 use dsv4_parity::operator::{Operator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict, without_power};
 use dsv4_parity::sweep::regressions::Regressions;
@@ -34,6 +34,9 @@ const OF_EVERY_OPERATOR: [&str; 8] = [
 const OF_ROUNDED_TENSORS: [&str; 3] = ["precision", "bias", "special_values"];
 /// The same where there is a backward kernel.
 const OF_GRADIENTS: [&str; 2] = ["gradient", "oracle_gradients"];
+
+/// The same where a gradient follows from what was saved at small cost.
+const OF_SINK_GRADIENTS: [&str; 1] = [GRADIENT_OF_SAVED];
 
 pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
     let name = format!("sweep::{}", operator.describe().name);
@@ -135,7 +138,9 @@ fn everything_was_met(operator: &dyn Operator, records: &[CaseRecord]) -> Result
     let of_gradients = if described.has_backward { &OF_GRADIENTS[..] } else { &[] };
     let rounded = |tensor: &TensorRecord| tensor.compared.as_ref().is_some_and(|how| how.contains("budget"));
     let of_rounded = if described.tensors.iter().any(rounded) { &OF_ROUNDED_TENSORS[..] } else { &[] };
-    let demanded = OF_EVERY_OPERATOR.iter().chain(of_gradients).chain(of_rounded);
+    let has_sink_gradient = described.tensors.iter().any(|tensor| tensor.name == "dsink");
+    let of_sinks = if has_sink_gradient { &OF_SINK_GRADIENTS[..] } else { &[] };
+    let demanded = OF_EVERY_OPERATOR.iter().chain(of_gradients).chain(of_rounded).chain(of_sinks);
     let missing: Vec<_> = demanded.filter(|check| !made.contains(*check)).collect();
     if !missing.is_empty() {
         return Err(format!("no case came to the checks {missing:?}"));
