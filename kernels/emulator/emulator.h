@@ -453,10 +453,21 @@ UNWATCHED inline T atomic_update(T* address, Change change) {
         if (__atomic_compare_exchange(address, &old, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return old;
     }
 }
+
+// Additions of fp32 numbers in global memory take subnormal operands for zeros, and leave zeros of subnormal results, each of its
+// own sign (PTX ISA, atom and red); those in shared memory do not.
+UNWATCHED inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+template <typename T>
+inline T atomic_sum(const T*, T old, T value) { return wrapping_add(old, value); }
+template <>
+inline float atomic_sum(const float* address, float old, float value) {
+    if (reinterpret_cast<uintptr_t>(address) - GLOBAL_START >= GLOBAL_END - GLOBAL_START) return old + value;
+    return flushed(flushed(old) + flushed(value));
+}
 }  // namespace emulator
 
 template <typename T>
-inline T atomicAdd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::wrapping_add(old, value); }); }
+inline T atomicAdd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::atomic_sum(address, old, value); }); }
 template <typename T>
 inline T atomicSub(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::wrapping_subtract(old, value); }); }
 template <typename T>

@@ -535,17 +535,24 @@ impl Rounding {
         let num_terms = num_terms.broadcast_as(sum.shape())?;
         let rounded = self.accumulated(&sum, &sum_of_squares, &num_terms, accumulator, 1)?;
         let sign = sign.or_else(|| self.truncation_sign()).unwrap_or(0.0);
-        let factor = sign * accumulator.unit_roundoff() / (2.0 * std::f64::consts::LN_2);
+        let unit = accumulator.unit_roundoff() / (2.0 * std::f64::consts::LN_2);
         let bias = match signs {
             None => {
-                let blocks = (num_terms / accumulator.block_terms as f64)?.ceil()?;
-                (&sum * blocks)?.affine(factor, 0.0)?
+                let block_terms = accumulator.block_terms as f64;
+                let of = |(sum, terms): (f64, f64)| {
+                    // No gap is smaller than that of subnormal numbers.
+                    let of_one =
+                        if sum == 0.0 { 0.0 } else { (unit * sum.abs()).max(SUBNORMAL_GAP / 2.0).copysign(sum) };
+                    sign * of_one * (terms / block_terms).ceil()
+                };
+                let biases = values(&sum)?.into_iter().zip(values(&num_terms)?).map(of);
+                Tensor::from_iter(biases, sum.device())?.reshape(sum.shape())?
             }
             Some(signs) => {
                 let size = (sum.sqr()? + (&sum_of_squares / 6.0)?)?.sqrt()?;
                 // No more can be lost than there is.
                 let bound = (num_terms * &sum_of_squares)?.sqrt()?;
-                (size * signs)?.affine(factor, 0.0)?.minimum(&bound)?.maximum(&bound.neg()?)?
+                (size * signs)?.affine(sign * unit, 0.0)?.minimum(&bound)?.maximum(&bound.neg()?)?
             }
         };
         // Not where the sum is no finite number: its bias would be NaN.
@@ -615,6 +622,9 @@ impl Rounding {
     }
 }
 
+/// Between two subnormal fp32 numbers: 2^-149.
+const SUBNORMAL_GAP: f64 = f64::from_bits((1023 - 149) << 52);
+
 /// Standard deviation of the error of an fp32 sum of `n` terms with sum `s` and sum of squares `q`, in so many lanes: in one
 /// `u sqrt((n + 1) (s^2/3 + q/6) / (4 ln 2))`, `u = 2^-24`. Zero when there is nothing to add.
 pub fn accumulation_sigma(s: f64, q: f64, n: f64, lanes: usize) -> f64 {
@@ -625,7 +635,9 @@ pub fn accumulation_sigma(s: f64, q: f64, n: f64, lanes: usize) -> f64 {
     let sequential = (n + 1.0) * (s * s / 3.0 + q / 6.0);
     let squared_partial_sums =
         if lanes == 1 { sequential } else { squared_partial_sums(s, q, n, lanes as f64).min(sequential) };
-    unit_roundoff * (squared_partial_sums / (4.0 * std::f64::consts::LN_2)).sqrt()
+    // A term that is cut off at the gap g of subnormal numbers errs by g^2/3; their sums are exact.
+    let subnormal = if s == 0.0 && q == 0.0 { 0.0 } else { n * SUBNORMAL_GAP * SUBNORMAL_GAP / 3.0 };
+    (unit_roundoff * unit_roundoff * squared_partial_sums / (4.0 * std::f64::consts::LN_2) + subnormal).sqrt()
 }
 
 /// Sum over all partial sums of their expected squares, where lanes add one term after the other and a tree adds the lanes

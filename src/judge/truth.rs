@@ -1,5 +1,6 @@
 //! What the oracle says of one case, and the bounds that follow from it.
 
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use dsv4_kernels::runtime::DType;
@@ -16,6 +17,9 @@ use crate::operator::{
     Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, Prepared, RoundingPoints,
 };
 use crate::record::Power;
+
+/// What sums of 2^30 terms by fp32 atomics in global memory may lose, which take each number below 2^-126 for zero (inference 0).
+const LOST_BY_ATOMICS: f64 = f64::from_bits((1023 - 96) << 52);
 
 /// Oracle runs where elements alone are held to them: Student's quantile knows that they are few.
 const ELEMENT_RUNS: usize = 8;
@@ -40,6 +44,7 @@ struct Stored {
     grid: Option<Grid>,
     pooling: Pooling,
     comparison: Comparison,
+    deterministic: bool,
 }
 
 /// What a tensor of a kernel is held to.
@@ -130,8 +135,8 @@ impl Truth {
     /// # Errors
     /// Scales that the oracle does not have, or that do not fit.
     pub fn held(&self, index: usize, found: &KernelTensor) -> Result<Arc<Held>, String> {
-        let KernelTensor { grid, pooling, comparison, .. } = *found;
-        let stored = Stored { index, dtype: found.tensor.dtype, grid, pooling, comparison };
+        let KernelTensor { grid, pooling, comparison, deterministic, .. } = *found;
+        let stored = Stored { index, dtype: found.tensor.dtype, grid, pooling, comparison, deterministic };
         let mut known = self.held.lock().unwrap_or_else(|e| e.into_inner());
         if let Some((_, held)) = known.iter().find(|(of, _)| *of == stored) {
             return Ok(held.clone());
@@ -144,8 +149,10 @@ impl Truth {
     fn derive(&self, index: usize, found: &KernelTensor) -> Result<Held, String> {
         let exact = &self.exact[index];
         let (steps, budget) = self.of_each_element(index, found)?;
+        let runs = self.runs_of(index, found);
+        let runs: Vec<_> = runs.iter().map(|run| &**run).collect();
         let yardstick = (found.comparison == Comparison::Rounded)
-            .then(|| Yardstick::derive(exact, &self.runs(index), &steps, &budget, self.arithmetic.points));
+            .then(|| Yardstick::derive(exact, &runs, &steps, &budget, self.arithmetic.points));
         Ok(Held { steps, budget, yardstick, power: OnceLock::new(), powerless: OnceLock::new() })
     }
 
@@ -156,8 +163,10 @@ impl Truth {
     pub fn of_each_element(&self, index: usize, found: &KernelTensor) -> Result<(Steps, Budget), String> {
         let exact = &self.exact[index];
         let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
+        let runs = self.runs_of(index, found);
+        let runs: Vec<_> = runs.iter().map(|run| &**run).collect();
         let budget = match found.comparison {
-            Comparison::Rounded => Budget::derive_pooled(exact, &self.runs(index), &steps, found.pooling),
+            Comparison::Rounded => Budget::derive_pooled(exact, &runs, &steps, found.pooling),
             _ => Budget::nothing(exact),
         };
         Ok((steps, budget))
@@ -180,6 +189,22 @@ impl Truth {
             run.is_some_and(|run| power::is_missing(&self.exact[index], held, &run[index].values))
         };
         *held.powerless.get_or_init(of_run)
+    }
+
+    /// The runs of a tensor as the kernel sums it: atomics lose what is subnormal ([`LOST_BY_ATOMICS`]), which every other run
+    /// does.
+    fn runs_of(&self, index: usize, found: &KernelTensor) -> Vec<Cow<'_, OracleTensor>> {
+        let may_be_lost = |value: &f64| *value != 0.0 && value.abs() < LOST_BY_ATOMICS;
+        let runs = self.runs(index).into_iter().map(Cow::Borrowed);
+        if found.deterministic || !self.exact[index].values.iter().any(may_be_lost) {
+            return runs.collect();
+        }
+        let lost = |run: Cow<'_, OracleTensor>| {
+            let mut run = run.into_owned();
+            run.values.iter_mut().filter(|value| may_be_lost(value)).for_each(|value| *value = 0.0);
+            Cow::Owned(run)
+        };
+        runs.enumerate().map(|(number, run)| if number % 2 == 0 { lost(run) } else { run }).collect()
     }
 
     fn runs(&self, index: usize) -> Vec<&OracleTensor> {

@@ -72,6 +72,19 @@ pub enum Class {
     LostUpdate,
 }
 
+impl Class {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::SpecialNumbers,
+        Self::Range,
+        Self::Limit,
+        Self::Persistence,
+        Self::SmallTerms,
+        Self::Sequence,
+        Self::LostUpdate,
+    ];
+}
+
 /// Why mutants cannot be run.
 #[derive(Debug, Error)]
 pub enum MutantError {

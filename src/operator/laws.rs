@@ -115,14 +115,23 @@ impl<'i, K: Declared> Laws<'i, K> {
         }
         let mut tensors = Tensors::clone(self.tensors());
         scaled.iter().for_each(|name| tensors.scale(name, factor));
-        let own = self.outside_f32.get_or_init(|| outside_f32::<K>(&self.inputs.case, self.tensors()));
-        if *own != outside_f32::<K>(&self.inputs.case, &tensors) {
-            let why = "an intermediate leaves fp32's range or comes into it, where powers of two are rounded, too";
-            let variant = Box::new(self.inputs.clone());
-            return self.laws.push(Law { name, variant, relations: Vec::new(), left_out: Some(why) });
+        if self.leaves_f32(&self.inputs.case, &tensors) {
+            return self.leave_out(name);
         }
         let relations: Vec<_> = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
         self.law(name, |v| v.tensors = tensors, relations);
+    }
+
+    /// Whether these numbers move an intermediate out of fp32's range, or within what lies outside of it.
+    fn leaves_f32(&self, case: &K::Case, tensors: &Tensors) -> bool {
+        let own = self.outside_f32.get_or_init(|| outside_f32::<K>(&self.inputs.case, self.tensors()));
+        *own != outside_f32::<K>(case, tensors)
+    }
+
+    fn leave_out(&mut self, name: &'static str) {
+        let why = "an intermediate leaves fp32's range or comes into it, where powers of two are rounded, too";
+        let variant = Box::new(self.inputs.clone());
+        self.laws.push(Law { name, variant, relations: Vec::new(), left_out: Some(why) });
     }
 
     /// This relation binds every output and gradient.
@@ -145,6 +154,13 @@ impl<'i, K: Declared> Laws<'i, K> {
             v.tensors.scale_scalar(field, 0.25);
             *number(&mut v.case) /= 4.0;
         };
+        let Inputs { case, tensors, .. } = self.inputs;
+        let mut variant =
+            Variant { case: case.clone(), tensors: Tensors::clone(tensors), shown: Vec::new(), said: true };
+        change(&mut variant);
+        if self.leaves_f32(&variant.case, &variant.tensors) {
+            return self.leave_out(name);
+        }
         self.law(name, change, relations);
     }
 

@@ -3,6 +3,7 @@
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde_json::json;
 
+use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{
     BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Power,
     Report, Revision, SCHEMA_VERSION, Seen, Skip, Verdict, Worst,
@@ -152,6 +153,10 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         checks.push(CheckRecord { metrics: Some(metrics(compared, dice)), ..pass(name, tensor, compared) });
         checks.push(pass("special_values", tensor, 12));
         checks.push(pass("bias", tensor, compared));
+        if tensor == "dsink" {
+            let metrics = Some(metrics(compared, dice));
+            checks.push(CheckRecord { metrics, ..pass(GRADIENT_OF_SAVED, tensor, compared) });
+        }
     }
     let case = json!({
         "operator": operator, "num_tokens": 1 + number % 97, "num_heads": 64, "head_dim": 512, "topk": 128, "num_keys": 1031,

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use dsv4_parity::case::Case;
-use dsv4_parity::mutants::planted::{self, Mutant, MutantError};
+use dsv4_parity::mutants::planted::{self, Class, Mutant, MutantError};
 use dsv4_parity::operator::{Profile, registry};
 use dsv4_parity::record::MutantStatus;
 
@@ -53,6 +53,31 @@ fn the_catalogue_is_covered_and_no_id_is_used_twice() {
         let own = |line: &String| Case::parse(line).expect("a case").operator == mutant.operator;
         assert!(mutant.cases.iter().all(own), "`{}` has a case of another operator", mutant.id);
     }
+}
+
+/// Operators that no two threads of which ever touch one number.
+const WITHOUT_SHARED_NUMBERS: [&str; 1] = ["rope"];
+
+#[test]
+fn every_operator_has_three_bugs_of_each_class_that_it_can_have() {
+    let mut lacking = Vec::new();
+    for operator in registry::select(None).expect("all operators").iter().filter(|operator| operator.chain().is_empty())
+    {
+        let described = operator.describe();
+        let can_have = |class: Class| match class {
+            Class::SmallTerms => described.has_backward,
+            Class::LostUpdate => !WITHOUT_SHARED_NUMBERS.contains(&described.name.as_str()),
+            _ => true,
+        };
+        for class in Class::ALL.into_iter().filter(|&class| can_have(class)) {
+            let of_class = |mutant: &&Mutant| mutant.operator == described.name && mutant.class == Some(class);
+            let count = all().iter().filter(of_class).count();
+            if count < 3 {
+                lacking.push(format!("{}: {count} of {class:?}", described.name));
+            }
+        }
+    }
+    assert!(lacking.is_empty(), "{}", lacking.join(", "));
 }
 
 #[test]
