@@ -14,7 +14,7 @@ pub use draw::{Distribution, Draw};
 /// One comparison: the operator, and what the operator's own case type says.
 ///
 /// As JSON: the operator's fields, with `"operator"` beside them.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Case {
     /// Operator name.
     pub operator: String,

@@ -148,9 +148,9 @@ impl Truth {
 
     fn derive(&self, index: usize, found: &KernelTensor) -> Result<Held, String> {
         let exact = &self.exact[index];
-        let (steps, budget) = self.of_each_element(index, found)?;
         let runs = self.runs_of(index, found);
         let runs: Vec<_> = runs.iter().map(|run| &**run).collect();
+        let (steps, budget) = self.allowed(index, found, &runs)?;
         let yardstick = (found.comparison == Comparison::Rounded)
             .then(|| Yardstick::derive(exact, &runs, &steps, &budget, self.arithmetic.points));
         Ok(Held { steps, budget, yardstick, power: OnceLock::new(), powerless: OnceLock::new() })
@@ -161,12 +161,15 @@ impl Truth {
     /// # Errors
     /// Scales that the oracle does not have, or that do not fit.
     pub fn of_each_element(&self, index: usize, found: &KernelTensor) -> Result<(Steps, Budget), String> {
+        let runs = self.runs_of(index, found);
+        self.allowed(index, found, &runs.iter().map(|run| &**run).collect::<Vec<_>>())
+    }
+
+    fn allowed(&self, index: usize, found: &KernelTensor, runs: &[&OracleTensor]) -> Result<(Steps, Budget), String> {
         let exact = &self.exact[index];
         let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
-        let runs = self.runs_of(index, found);
-        let runs: Vec<_> = runs.iter().map(|run| &**run).collect();
         let budget = match found.comparison {
-            Comparison::Rounded => Budget::derive_pooled(exact, &runs, &steps, found.pooling),
+            Comparison::Rounded => Budget::derive_pooled(exact, runs, &steps, found.pooling),
             _ => Budget::nothing(exact),
         };
         Ok((steps, budget))

@@ -2,7 +2,8 @@
 //! whose kernel does exactly what a test wants. The sweeps of the real operators are tests of their own
 //! (`tests/operators`).
 
-use std::cell::Cell;
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -159,15 +160,15 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
 /// Runs no kernel: what it returns of rms_norm is the oracle's own, but for the tensors that are spoilt.
 struct MadeUp<'a> {
     spoilt: &'a [&'static str],
-    cases: Cell<u32>,
+    cases: RefCell<Vec<Case>>,
 }
 
 /// How long the made-up kernels take: more than the oracle does.
 const LAUNCH: Duration = Duration::from_millis(10);
 
 impl Runner for MadeUp<'_> {
-    fn begin(&self, _case: &Case) {
-        self.cases.set(self.cases.get() + 1);
+    fn begin(&self, case: &Case) {
+        self.cases.borrow_mut().push(case.clone());
     }
 
     fn run(
@@ -203,13 +204,13 @@ impl Runner for MadeUp<'_> {
     }
 }
 
-/// Sweeps the made-up kernels of rms_norm; also returns how many cases ran, those that were made smaller among them, and
+/// Sweeps the made-up kernels of rms_norm; also returns the cases that ran, those that were made smaller among them, and
 /// how long it took.
-fn sweep_made_up(spoilt: &[&'static str], options: &SweepOptions) -> (Collected, Vec<Skip>, (u32, Duration)) {
+fn sweep_made_up(spoilt: &[&'static str], options: &SweepOptions) -> (Collected, Vec<Skip>, (Vec<Case>, Duration)) {
     let start = Instant::now();
-    let (runner, mut collected) = (MadeUp { spoilt, cases: Cell::new(0) }, Collected::default());
+    let (runner, mut collected) = (MadeUp { spoilt, cases: RefCell::default() }, Collected::default());
     let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, options, &mut collected).unwrap();
-    (collected, skips, (runner.cases.get(), start.elapsed()))
+    (collected, skips, (runner.cases.into_inner(), start.elapsed()))
 }
 
 /// Check and tensor at which each case that was made smaller fails first.
@@ -244,8 +245,21 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
     let [skip] = skips.as_slice() else { panic!("{skips:?}") };
     assert_eq!((skip.what.as_str(), skip.count), ("failing cases of rms_norm made smaller", drawn - 1));
     // A case that fails is made smaller no longer than the cases took until then, but for the last one that ran.
-    assert!(cases.0 > of_a_pass.0, "{cases:?} cases ran where a sweep that passes runs {of_a_pass:?}");
-    assert!(cases.1 <= 3 * of_a_pass.1, "{cases:?} where a sweep that passes takes {of_a_pass:?}");
+    assert!(cases.0.len() > of_a_pass.0.len(), "{cases:?} ran where a sweep that passes runs {of_a_pass:?}");
+    assert!(cases.1 <= 3 * of_a_pass.1, "{:?} where a sweep that passes takes {:?}", cases.1, of_a_pass.1);
+}
+
+#[test]
+fn shrinking_runs_no_case_twice_and_ends_where_nothing_smaller_fails() {
+    let options = drawn_alone(1, 3);
+    let (collected, _, (ran, time)) = sweep_made_up(&["y"], &options);
+    let small = collected.records.last().expect("a record");
+    assert_eq!((&small.case["num_rows"], &small.case["width"]), (&1.into(), &1.into()), "{}", small.case);
+    assert!(time < Duration::from_secs(5), "it ended with its time: {time:?}");
+    // What is left of the case is checked once more, like any other.
+    let (last, tried) = ran.split_last().expect("cases ran");
+    assert_eq!(serde_json::to_value(last).unwrap(), small.case);
+    assert_eq!(tried.iter().collect::<HashSet<_>>().len(), tried.len());
 }
 
 #[test]
