@@ -11,7 +11,9 @@
 //! Bounds are derived. Central differences with step `h` err by `h² |F'''|/6`, estimated by the
 //! difference between steps `h` and `2h` (which is three times that), plus the rounding of `F` over `h`:
 //! a sum of `n` products rounds by `sqrt(n) · eps · |terms|` or less, and the oracle's own depth is
-//! covered by counting the terms of its longest sum as well. The two ways to a gradient differ by as much over the size of
+//! covered by counting the terms of its longest sum as well. A moved number `x + t v` is rounded, and again by the first
+//! operation on it: `eps |x|` in each of two evaluations, which the gradient carries over, `eps |gradient x| / h` (a gate
+//! of -190, moved by 1 where the function bends over 1). The two ways to a gradient differ by as much over the size of
 //! the input, `sqrt(n) · eps · |g f| / |x|`: a gradient that is zero because its terms cancel is that much in either.
 
 use crate::case::{CaseError, Draw};
@@ -56,9 +58,9 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
         let direction = direction_of(values, scales[index].as_deref(), name);
         let line = Line { probe, inputs: &inputs, index, direction: &direction };
         let slope = line.slope(&upstream)?;
-        findings.push(compare_slope(name, "directional derivative", &autograd[index], &direction, slope));
+        findings.push(line.compare("directional derivative", name, &autograd[index], slope));
         let slope = line.slope(&fresh)?;
-        findings.push(compare_slope(name, "adjoint identity", &formula_fresh[index], &direction, slope));
+        findings.push(line.compare("adjoint identity", name, &formula_fresh[index], slope));
     }
     Ok(findings)
 }
@@ -115,25 +117,6 @@ fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: f64
     }
 }
 
-fn compare_slope(name: &str, way: &str, gradient: &[f64], direction: &[f64], slope: Slope) -> Finding {
-    let terms = || gradient.iter().zip(direction).map(|(g, d)| g * d);
-    let along: f64 = terms().sum();
-    let magnitude: f64 = terms().map(f64::abs).sum();
-    let bound = slope.error + magnitude * f64::EPSILON * gradient.len() as f64;
-    let error = (along - slope.value).abs();
-    let agrees = error <= bound;
-    Finding {
-        input: format!("{name} ({way})"),
-        compared: gradient.len() as u64,
-        problem: (!agrees).then(|| {
-            format!(
-                "gradient says {along:e}, finite differences {:e}: {error:.3e} apart, bound {bound:.3e}",
-                slope.value
-            )
-        }),
-    }
-}
-
 struct Slope {
     value: f64,
     error: f64,
@@ -178,5 +161,30 @@ impl Line<'_> {
         let terms = (weights.iter().map(Vec::len).sum::<usize>() + self.direction.len()) as f64;
         let rounding = magnitude * f64::EPSILON * terms.sqrt() / h;
         Ok(Slope { value: fine, error: truncation + rounding })
+    }
+
+    fn compare(&self, way: &str, name: &str, gradient: &[f64], slope: Slope) -> Finding {
+        let terms = || gradient.iter().zip(self.direction).map(|(g, d)| g * d);
+        let along: f64 = terms().sum();
+        let magnitude: f64 = terms().map(f64::abs).sum();
+        let error = (along - slope.value).abs();
+        let bound = slope.error + magnitude * f64::EPSILON * gradient.len() as f64 + self.rounding_of_inputs(gradient);
+        let agrees = error <= bound;
+        Finding {
+            input: format!("{name} ({way})"),
+            compared: gradient.len() as u64,
+            problem: (!agrees).then(|| {
+                format!(
+                    "gradient says {along:e}, finite differences {:e}: {error:.3e} apart, bound {bound:.3e}",
+                    slope.value
+                )
+            }),
+        }
+    }
+
+    /// What the rounding of the moved numbers makes of the slope.
+    fn rounding_of_inputs(&self, gradient: &[f64]) -> f64 {
+        let moved = self.inputs[self.index].iter().zip(gradient).zip(self.direction).filter(|(_, v)| **v != 0.0);
+        moved.map(|((x, g), _)| (x * g).abs()).sum::<f64>() * f64::EPSILON / step()
     }
 }
