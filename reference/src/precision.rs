@@ -388,7 +388,7 @@ impl Rounding {
         self.f32(&approximated)
     }
 
-    /// `exp(x)` as kernels evaluate it: `2^(x log2 e)`, the exponent held in fp32 and the power approximated.
+    /// `exp(x)` of an exponent that stands in base two: `x log2 e`, held in fp32, and the power approximated.
     pub fn exp_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         if self.is_exact() {
             let power = tensor.exp()?;
@@ -399,14 +399,32 @@ impl Rounding {
         self.approximate_f32(&(binary_exponent * std::f64::consts::LN_2)?.exp()?)
     }
 
+    /// What kernels make of an exponent on its way to base two, in natural units: `log2 e` is one constant in fp32, and its
+    /// product with `x` is rounded to fp32, so that a large x moves its power, or a small difference from another.
+    pub fn in_base_two(&mut self, x: &Tensor) -> Result<Tensor> {
+        if self.is_exact() {
+            return Ok(x.clone());
+        }
+        let log2_e = self.constant_f32(std::f64::consts::LOG2_E);
+        let exponent = self.f32(&(x * log2_e)?)?;
+        Ok((exponent * std::f64::consts::LN_2)?)
+    }
+
     /// `1 / (1 + exp(-x))` as kernels evaluate it, power and quotient approximated. The power is that of `-|x|`, which
-    /// overflows nowhere and has a finite derivative everywhere.
+    /// overflows nowhere and has a finite derivative everywhere. Kernels that take the power of `-x` get zero where it
+    /// overflows, at x below -88.7, and a subnormal result just above: one of the choices of runs to nearest does.
     pub fn sigmoid_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         let negative = tensor.lt(0.0)?;
-        let power = self.exp_f32(&negative.where_cond(tensor, &tensor.neg()?)?)?;
+        let exponent = self.in_base_two(&negative.where_cond(tensor, &tensor.neg()?)?)?;
+        let power = self.exp_f32(&exponent)?;
         let numerator = negative.where_cond(&power, &power.ones_like()?)?;
         let denominator = self.f32(&(power + 1.0)?)?;
-        self.approximate_f32(&(numerator / denominator)?)
+        let quotient = self.approximate_f32(&(numerator / denominator)?)?;
+        if !self.noise.as_ref().is_some_and(Noise::overflows) {
+            return Ok(quotient);
+        }
+        let overflows = tensor.lt(-f64::from(f32::MAX).ln())?;
+        Ok(overflows.where_cond(&quotient.zeros_like()?, &quotient)?)
     }
 
     /// `sum` over dimension `dim` with fp32 accumulation; the dimension disappears.
@@ -721,6 +739,11 @@ impl Noise {
     /// Whether subnormal results of approximations become zero.
     fn flushes(&self) -> bool {
         !self.to_nearest || (self.seed % CHOICES as u64).is_multiple_of(2)
+    }
+
+    /// Whether powers are taken where they may overflow; of the choices that keep subnormal results one does.
+    fn overflows(&self) -> bool {
+        self.to_nearest && self.seed % CHOICES as u64 == CHOICES as u64 - 1
     }
 
     /// A size of errors, zero in the run of a kernel without noise.
@@ -1194,6 +1217,26 @@ mod tests {
         let bound = power_of_two(APPROXIMATE_ERROR_EXPONENT) + power_of_two(-Format::F32.fraction_bits);
         assert!(errors.iter().all(|error| error.abs() <= bound));
         assert!(errors.iter().any(|&error| error > 0.0) && errors.iter().any(|&error| error < 0.0));
+        Ok(())
+    }
+
+    #[test]
+    fn small_sigmoids_are_flushed_kept_or_lost_to_an_overflow_by_choice() -> Result<()> {
+        // e^-88 is subnormal and e^88 no overflow; e^89 is one.
+        let x = f64_tensor(&[-87.0, -88.0, -89.0, 0.0, 200.0], &[5]);
+        let is_zero = |precision| -> Result<Vec<bool>> {
+            Ok(values(&Rounding::new(precision).sigmoid_f32(&x)?)?.iter().map(|&s| s == 0.0).collect())
+        };
+        let of_choice = |seed| is_zero(Precision::Nearest { seed });
+        let (flushed, kept) = ([false, true, true, false, false], [false; 5]);
+        assert_eq!(of_choice(0)?, flushed);
+        assert_eq!(of_choice(1)?, kept);
+        assert_eq!(of_choice(3)?, [false, false, true, false, false]);
+        assert_eq!(of_choice(CHOICES as u64 + 3)?, of_choice(3)?, "with noise, by the same choice");
+        assert_eq!(
+            (is_zero(Precision::Working { seed: 3 })?, is_zero(Precision::Exact)?),
+            (flushed.into(), kept.into())
+        );
         Ok(())
     }
 

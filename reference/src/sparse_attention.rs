@@ -493,16 +493,6 @@ fn base_two_scale(softmax_scale: f64, rounding: &mut Rounding) -> f64 {
     if rounding.is_exact() { softmax_scale } else { to_base_two * ln_2 }
 }
 
-/// What kernels make of an exponent before they subtract another: `x log2 e` is rounded to fp32, so that a large x moves a small
-/// difference.
-fn in_base_two(x: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
-    if rounding.is_exact() {
-        return Ok(x.clone());
-    }
-    let exponent = rounding.f32(&(x * std::f64::consts::LOG2_E)?)?;
-    Ok((exponent * std::f64::consts::LN_2)?)
-}
-
 /// `source` with one row of zeros behind its last.
 fn with_null_row(source: &Tensor) -> Result<Tensor> {
     let null_row = Tensor::zeros((1, source.dim(1)?), DType::F64, source.device())?;
@@ -551,7 +541,7 @@ fn output(inputs: &Inputs, gathered: &Gathered, softmax: &Softmax, rounding: &mu
         return gathered.select_valid_rows(&out, 0.0);
     };
     let rows = softmax.max.shape();
-    let sink = in_base_two(&sink.reshape((1, (), 1))?, rounding)?.broadcast_as(rows)?;
+    let sink = rounding.in_base_two(&sink.reshape((1, (), 1))?)?.broadcast_as(rows)?;
     let takes_all = sink.eq(f64::INFINITY)?;
     let finite_sink = takes_all.where_cond(&sink.zeros_like()?, &sink)?;
     let m = softmax.max.maximum(&finite_sink.detach())?;
@@ -582,8 +572,8 @@ impl Normaliser {
             let l = gathered.select_rows(lse, f64::INFINITY)?;
             return Ok(Self { l, sink_probability: None });
         };
-        let sink = in_base_two(&sink.reshape((1, (), 1))?, rounding)?.broadcast_as(lse.shape())?;
-        let lse = &in_base_two(lse, rounding)?;
+        let sink = rounding.in_base_two(&sink.reshape((1, (), 1))?)?.broadcast_as(lse.shape())?;
+        let lse = &rounding.in_base_two(lse)?;
         // L = m + ln(exp(lse - m) + exp(sink - m)), m the larger of the two: nothing overflows. An infinite
         // sink gives inf - inf, which the select below replaces.
         let m = lse.maximum(&sink)?;
