@@ -12,10 +12,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-// Mathematics without C++17's special functions, which libstdc++ takes longer to read than most kernels take to compile.
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS
-#include <cmath>
 #include <link.h>
+#include "functions.h"
 
 #define __device__
 #define __global__
@@ -456,7 +454,7 @@ UNWATCHED inline T atomic_update(T* address, Change change) {
 
 // Additions of fp32 numbers in global memory take subnormal operands for zeros, and leave zeros of subnormal results, each of its
 // own sign (PTX ISA, atom and red); those in shared memory do not.
-UNWATCHED inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+UNWATCHED inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 template <typename T>
 inline T atomic_sum(const T*, T old, T value) { return wrapping_add(old, value); }
 template <>
@@ -501,9 +499,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
 inline int __ffs(int v) { return __builtin_ffs(v); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __fsqrt_rn(float a) { return sqrtf(a); }

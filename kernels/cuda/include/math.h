@@ -22,7 +22,7 @@ DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a,
 // The larger operand; a NaN operand loses to a number.
 DEVICE float maximum_f32(float a, float b) {
 #if defined(PARITY_EMULATOR)
-    return std::fmax(a, b);
+    return fmaxf(a, b);
 #else
     float y;
     asm("max.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -33,7 +33,7 @@ DEVICE float maximum_f32(float a, float b) {
 // The larger operand, or NaN where one is NaN: what is made of a NaN may not look like a number.
 DEVICE float maximum_or_nan_f32(float a, float b) {
 #if defined(PARITY_EMULATOR)
-    return is_nan(a) || is_nan(b) ? NAN_F32 : std::fmax(a, b);
+    return is_nan(a) || is_nan(b) ? NAN_F32 : fmaxf(a, b);
 #else
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -44,7 +44,7 @@ DEVICE float maximum_or_nan_f32(float a, float b) {
 // The smaller operand; a NaN operand loses to a number.
 DEVICE float minimum_f32(float a, float b) {
 #if defined(PARITY_EMULATOR)
-    return std::fmin(a, b);
+    return fminf(a, b);
 #else
     float y;
     asm("min.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -58,7 +58,7 @@ DEVICE float absolute_f32(float x) { return __uint_as_float(__float_as_uint(x) &
 // 2^x, relative error at most 2^-22.5; subnormal arguments and results are flushed to 0.
 DEVICE float exp2_approx(float x) {
 #if defined(PARITY_EMULATOR)
-    const float y = std::exp2(x);
+    const float y = exp2f(x);
     return y < 1.17549435e-38f ? 0.0f : y;
 #else
     float y;
@@ -70,7 +70,7 @@ DEVICE float exp2_approx(float x) {
 // log2(x), relative error 2^-22 away from 1 and absolute error 2^-22 near it; 0 gives -inf.
 DEVICE float log2_approx(float x) {
 #if defined(PARITY_EMULATOR)
-    return std::log2(x);
+    return log2f(x);
 #else
     float y;
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -81,7 +81,7 @@ DEVICE float log2_approx(float x) {
 // 1/sqrt(x), relative error at most 2^-22.4.
 DEVICE float rsqrt_approx(float x) {
 #if defined(PARITY_EMULATOR)
-    return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x)));
+    return static_cast<float>(1.0 / sqrt(static_cast<double>(x)));
 #else
     float y;
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
