@@ -15,6 +15,7 @@ mod external;
 mod golden;
 mod history;
 mod hopper;
+mod hostile;
 mod kill_matrix;
 mod launchers;
 mod layouts;

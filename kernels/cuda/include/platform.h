@@ -40,7 +40,7 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
     __attribute__((visibility("default"))) uint64_t name##_layout[3] = {                         \
         sizeof(Params), layout_hash(static_cast<Params*>(nullptr)), (max_threads)};              \
     }                                                                                            \
-    EMULATOR_EXPORT void name##_entry(const void* params) {                                      \
+    EMULATOR_EXPORT void name##_entry(const void* params) noexcept {                             \
         name##_body(*static_cast<const Params*>(params));                                        \
     }                                                                                            \
     static void name##_body(const Params& params)

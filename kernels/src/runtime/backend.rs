@@ -51,7 +51,7 @@ pub struct Environment {
 }
 
 /// At which end of an allocation an access outside of it is caught at once (emulator only).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Placement {
     /// A guard page follows the last byte (within alignment).
     FlushBack,
@@ -60,7 +60,7 @@ pub enum Placement {
 }
 
 /// A device allocation with bands of known bytes on both sides.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Allocation {
     /// Device address of the first usable byte, 16-byte aligned at least.
     pub address: u64,
@@ -73,7 +73,7 @@ pub struct Allocation {
 }
 
 /// An allocation of which only some parts are memory to work with.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Reservation {
     /// As [`Backend::allocate`] gives it; `bytes` counts the untouched parts, too.
     pub allocation: Allocation,
@@ -101,7 +101,7 @@ pub(super) fn granules(ranges: &[Range<i64>], address: u64, within: &Range<u64>,
 }
 
 /// What a compiled module exports for one kernel, next to its code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelExports {
     /// Size of the parameter struct in bytes.
     pub params_size: u64,

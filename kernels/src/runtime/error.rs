@@ -1,5 +1,7 @@
 //! The one error type of the runtime and the launchers.
 
+use std::borrow::Cow;
+
 use thiserror::Error;
 
 /// What can go wrong between a launcher's arguments and its outputs.
@@ -70,6 +72,14 @@ pub enum RuntimeError {
         /// The first field that differs, as the kernel's source declares it.
         difference: String,
     },
+    /// A module did something to its process when it was loaded, before any of its kernels ran.
+    #[error("loading `{file}`: a static constructor {what}")]
+    Load {
+        /// Source file of the module.
+        file: String,
+        /// What it did, or how long it took.
+        what: String,
+    },
     /// A launch configuration outside of what the kernel or the device allows.
     #[error("kernel `{kernel}`: launch refused: {reason}")]
     Launch {
@@ -111,7 +121,7 @@ pub enum RuntimeError {
         /// How many it may have.
         limit: usize,
         /// Of what, in the plural, such as `bytes of device memory`.
-        of: &'static str,
+        of: Cow<'static, str>,
     },
     /// The operating system refused something (memory, files, processes).
     #[error("{doing}: {source}")]

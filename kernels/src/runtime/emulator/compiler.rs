@@ -16,6 +16,9 @@ const COMPILE_OPTIONS: &[&str] = &[
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
+    // A local array that is overrun into its function's frame is an abort, and a frame that is larger than the stack's guard a fault.
+    "-fstack-protector-all",
+    "-fstack-clash-protection",
     "-DPARITY_EMULATOR",
     "-DPARITY_SM=90",
 ];

@@ -27,6 +27,8 @@ pub enum Ending {
     },
     /// An integer division by zero.
     DivisionByZero,
+    /// `abort`: a failed assertion, an exception that nobody catches, a local array overrun as far as its function's frame.
+    Aborted,
     /// An instruction that the compiler put where control never comes.
     IllegalInstruction,
     /// The launch's time ran out while it ran.
@@ -87,10 +89,38 @@ pub fn set_running(running: Option<Running>) {
 /// The signal that the watchdog sends. Ignored by default, so a late one harms nobody.
 pub const INTERRUPT: libc::c_int = libc::SIGURG;
 
+/// Bytes of the stack on which a thread's handlers run: its own may be what overflowed.
+const SIGNAL_STACK_BYTES: usize = 64 * 1024;
+
+/// The stack of the calling thread's handlers, as long as this lives.
+pub struct SignalStack {
+    _memory: Box<[u8]>,
+}
+
+impl SignalStack {
+    /// Gives the calling thread one.
+    pub fn of_this_thread() -> Self {
+        let mut memory = vec![0; SIGNAL_STACK_BYTES].into_boxed_slice();
+        let stack = libc::stack_t { ss_sp: memory.as_mut_ptr().cast(), ss_flags: 0, ss_size: memory.len() };
+        // SAFETY: the memory lives until `drop` has taken it away from the thread.
+        unsafe { libc::sigaltstack(&stack, ptr::null_mut()) };
+        Self { _memory: memory }
+    }
+}
+
+impl Drop for SignalStack {
+    fn drop(&mut self) {
+        let none = libc::stack_t { ss_sp: ptr::null_mut(), ss_flags: libc::SS_DISABLE, ss_size: 0 };
+        // SAFETY: no handler runs on it: this is ordinary code of the same thread.
+        unsafe { libc::sigaltstack(&none, ptr::null_mut()) };
+    }
+}
+
 static INSTALL: Once = Once::new();
-static mut PREVIOUS: [Option<libc::sigaction>; 5] = [None; 5];
+static mut PREVIOUS: [Option<libc::sigaction>; 6] = [None; 6];
 // What the compiler puts where control never comes is an illegal instruction on x86 and a breakpoint on Arm.
-const HANDLED: [libc::c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
+const HANDLED: [libc::c_int; 6] =
+    [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT];
 
 /// Installs the handlers, once for the process.
 pub fn install_handlers() {
@@ -184,6 +214,7 @@ extern "C" fn on_signal(signal: libc::c_int, info: *mut libc::siginfo_t, context
             Ending::Segfault { address, stack_overflow: address.abs_diff(stack_pointer) < 64 * 1024 }
         }
         libc::SIGFPE => Ending::DivisionByZero,
+        libc::SIGABRT => Ending::Aborted,
         _ => Ending::IllegalInstruction,
     };
     // SAFETY: called from the handler with its own context.

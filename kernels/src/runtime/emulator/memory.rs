@@ -110,7 +110,23 @@ fn page_bytes() -> usize {
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
+/// Bytes of memory that the machine has.
+pub fn of_machine() -> u64 {
+    // SAFETY: sysconf has no preconditions.
+    let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };
+    u64::try_from(pages).map_or(u64::MAX, |pages| pages.saturating_mul(page_bytes() as u64))
+}
+
 impl GuardedMemory {
+    /// The memory of a device's process number `generation`: it begins elsewhere than those of the last few before it, so that an
+    /// address of one is none of another.
+    pub fn from_generation(generation: u64) -> Self {
+        let places = (GLOBAL.end - GLOBAL.start) as u64 / MOST_RESERVED_BYTES as u64;
+        let start = GLOBAL.start + (generation % places) as usize * MOST_RESERVED_BYTES;
+        NEXT_GLOBAL.store(start, Ordering::Relaxed);
+        Self::default()
+    }
+
     fn regions(&self) -> MutexGuard<'_, BTreeMap<usize, Region>> {
         self.regions.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -137,7 +153,12 @@ impl GuardedMemory {
         touched: &[Range<i64>],
         placement: Placement,
     ) -> Result<Reservation> {
-        let too_large = |needed, limit, of| RuntimeError::TooLarge { name: name.to_owned(), needed, limit, of };
+        let too_large = |needed, limit, of: &'static str| RuntimeError::TooLarge {
+            name: name.to_owned(),
+            needed,
+            limit,
+            of: of.into(),
+        };
         if bytes > MOST_RESERVED_BYTES {
             return Err(too_large(bytes, MOST_RESERVED_BYTES, "bytes of addresses"));
         }

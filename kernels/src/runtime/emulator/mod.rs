@@ -11,8 +11,10 @@
 //!   asynchronous copies, and Hopper's machinery, that of `include/hopper.h`.
 //! - `accesses`: who accessed which bytes of global memory, so that no two blocks do without an order.
 //! - [`memory`]: buffers between guard pages; [`fault`]: signals and bad accesses.
+//! - `worker`: kernels run in a process of their own, which a device starts, asks (`message`) and replaces when a kernel ends it;
+//!   `serve` is that process, `host` what it works on, `progress` where it stood.
 //!
-//! Each imports only what stands below it in this list.
+//! But for the last, each imports only what stands below it in this list.
 
 mod accesses;
 mod async_proxy;
@@ -21,25 +23,29 @@ mod bulk;
 mod compiler;
 mod copies;
 pub mod fault;
+mod host;
 mod host_api;
 mod mbarrier;
 pub mod memory;
+mod message;
 mod module;
 mod order;
+mod progress;
 pub mod schedule;
+mod serve;
 mod shared;
 mod watchdog;
 mod wgmma;
 mod work;
+mod worker;
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::compiler::Compiler;
-use self::memory::GuardedMemory;
-use self::module::EmulatorModule;
-use self::shared::{SHARED_BYTES_PER_BLOCK, Schedule, Shared};
+use self::shared::SHARED_BYTES_PER_BLOCK;
+use self::worker::{Limits, Worker, WorkerModule};
 use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Reservation};
 use super::cache::ModuleCache;
 use super::error::Result;
@@ -49,37 +55,38 @@ use super::source::SourceTree;
 /// second turn, and what a case exercises is the same on every machine.
 const MULTIPROCESSORS: u32 = 5;
 
-/// How launches are scheduled and how long they may take.
+/// How launches are scheduled, how long they may take, and how much memory they may use.
 #[derive(Clone, Debug)]
 pub struct EmulatorOptions {
     /// Seed of a random, reproducible schedule; `None` for the deterministic one.
     pub schedule_seed: Option<u64>,
     /// A launch that takes longer ends with an error.
     pub time_limit: Duration,
+    /// Bytes that the process of the kernels may have for data: buffers, stacks, and what a kernel allocates. All that the
+    /// machine has, unless said otherwise.
+    pub memory: u64,
 }
 
 impl Default for EmulatorOptions {
     fn default() -> Self {
-        Self { schedule_seed: None, time_limit: Duration::from_secs(120) }
+        Self { schedule_seed: None, time_limit: Duration::from_secs(120), memory: memory::of_machine() }
     }
 }
 
-/// Device that runs kernels on the host's cores.
+/// Device that runs kernels on the host's cores, in a process of their own.
 pub struct EmulatorBackend {
     environment: Environment,
     compiler: Compiler,
-    shared: Arc<Shared>,
+    worker: Arc<Worker>,
 }
 
 impl EmulatorBackend {
     /// A device that compiles with `PARITY_CXX`, or `c++`.
     ///
     /// # Errors
-    /// [`RuntimeError::BackendMissing`] when there is no C++ compiler.
+    /// [`RuntimeError::BackendMissing`](super::RuntimeError::BackendMissing) when there is no C++ compiler.
     pub fn new(cache: ModuleCache, options: EmulatorOptions) -> Result<Self> {
         let compiler = Compiler::new(cache)?;
-        fault::install_handlers();
-        let workers = std::thread::available_parallelism().map_or(1, usize::from);
         let environment = Environment {
             backend: BackendKind::Emulator,
             device: processor_name(),
@@ -89,14 +96,9 @@ impl EmulatorBackend {
             processors: MULTIPROCESSORS,
             shared_bytes_per_block: SHARED_BYTES_PER_BLOCK,
         };
-        let shared = Shared {
-            memory: GuardedMemory::default(),
-            time_limit: options.time_limit,
-            schedule: Mutex::new(Schedule { seed: options.schedule_seed, launches: 0 }),
-            workers,
-            stacks: Mutex::default(),
-        };
-        Ok(Self { environment, compiler, shared: Arc::new(shared) })
+        let worker = Worker::new(Limits { time: options.time_limit, memory: options.memory });
+        worker.set_schedule_seed(options.schedule_seed);
+        Ok(Self { environment, compiler, worker })
     }
 }
 
@@ -121,41 +123,35 @@ impl Backend for EmulatorBackend {
 
     fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
         let path = self.compiler.build(tree, file, defines)?;
-        Ok(Box::new(EmulatorModule::load(&path, file, self.shared.clone())?))
+        Ok(Box::new(WorkerModule::load(&self.worker, &path, file)?))
     }
 
     fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
-        self.shared.memory.allocate(name, bytes, placement)
+        self.worker.allocate(name, bytes, None, placement).map(|made| made.allocation)
     }
 
     fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
-        self.shared.memory.reserve(name, bytes, touched, placement)
+        self.worker.allocate(name, bytes, Some(touched), placement)
     }
 
     fn free(&self, allocation: &Allocation) {
-        self.shared.memory.free(allocation);
+        self.worker.free(allocation);
     }
 
-    // SAFETY of the four below: addresses come from `allocate`, whose memory the caller keeps alive,
-    // and launches are over when they return, so no kernel runs meanwhile.
     fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
-        unsafe { std::ptr::write_bytes(address as *mut u8, byte, bytes) };
-        Ok(())
+        self.worker.fill(address, byte, bytes)
     }
 
     fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
-        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), address as *mut u8, source.len()) };
-        Ok(())
+        self.worker.upload(address, source)
     }
 
     fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
-        unsafe { std::ptr::copy_nonoverlapping(address as *const u8, target.as_mut_ptr(), target.len()) };
-        Ok(())
+        self.worker.download(address, target)
     }
 
     fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
-        unsafe { std::ptr::copy(source as *const u8, target as *mut u8, bytes) };
-        Ok(())
+        self.worker.copy(target, source, bytes)
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -163,7 +159,7 @@ impl Backend for EmulatorBackend {
     }
 
     fn set_schedule_seed(&self, seed: Option<u64>) {
-        *self.shared.schedule.lock().unwrap_or_else(|e| e.into_inner()) = Schedule { seed, launches: 0 };
+        self.worker.set_schedule_seed(seed);
     }
 
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {

@@ -10,11 +10,13 @@ use libloading::os::unix::Library;
 
 use super::accesses::Accesses;
 use super::block::{Block, BlockFault, Dim3, ThreadContext};
+use super::fault;
 use super::host_api::{HOST_API, HostApi};
+use super::progress;
 use super::schedule::{BlockLaunch, STOPPED, TIME_LIMIT};
 use super::shared::{SHARED_BYTES_PER_BLOCK, Shared};
 use super::watchdog::Watchdog;
-use crate::runtime::backend::{KernelExports, LoadedModule};
+use crate::runtime::backend::KernelExports;
 use crate::runtime::error::{Result, RuntimeError};
 
 /// CUDA's limit of threads in a block.
@@ -67,10 +69,13 @@ impl EmulatorModule {
         let watchdog = Watchdog::new(workers);
         std::thread::scope(|scope| {
             let handles: Vec<_> = (0..workers)
-                .map(|_| {
-                    scope.spawn(|| {
+                .map(|number| {
+                    let (watchdog, next, first_fault) = (&watchdog, &next, &first_fault);
+                    scope.spawn(move || {
                         let _counted = watchdog.enter();
-                        self.work(launch, shared_bytes, &next, &first_fault);
+                        let _stack = fault::SignalStack::of_this_thread();
+                        progress::take_slot(number);
+                        self.work(launch, shared_bytes, next, first_fault);
                     })
                 })
                 .collect();
@@ -113,7 +118,9 @@ impl EmulatorModule {
                 (self.poison_static_shared)(SHARED_POISON);
             }
             let block = launch.grid.unflatten(index);
+            progress::enter_block(block, launch.block);
             let ran = Block::run(launch, block, (dynamic.address as *mut u8, shared_bytes), &mut stacks);
+            progress::leave_block();
             if let Err(mut fault) = ran {
                 launch.cancelled.store(true, Ordering::Relaxed);
                 // Here, because the shared memory is among the buffers for as long as this worker has it.
@@ -185,8 +192,9 @@ fn code_range(address: usize) -> (usize, usize) {
         .unwrap_or((0, 0))
 }
 
-impl LoadedModule for EmulatorModule {
-    fn exports(&self, kernel: &str) -> Result<KernelExports> {
+impl EmulatorModule {
+    /// Reads what the module exports for a kernel.
+    pub fn exports(&self, kernel: &str) -> Result<KernelExports> {
         // SAFETY: KERNEL and SHARED_MEMORY define these symbols with these types.
         let layout = unsafe { **symbol::<*const [u64; 3]>(&self.library, &self.file, &format!("{kernel}_layout"))? };
         let shared = unsafe {
@@ -200,7 +208,15 @@ impl LoadedModule for EmulatorModule {
         })
     }
 
-    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
+    /// Runs one launch to its end.
+    pub fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        params: &[u8],
+    ) -> Result<()> {
         self.check_launch(kernel, grid, block, shared_bytes)?;
         // SAFETY: KERNEL defines `<kernel>_entry` with this type.
         let entry = unsafe { *symbol::<Entry>(&self.library, &self.file, &format!("{kernel}_entry"))? };

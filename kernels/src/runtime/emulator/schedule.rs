@@ -26,12 +26,17 @@ use super::fault::{self, BadAccess, Ending, Running};
 use super::host_api::collective::Meeting;
 use super::mbarrier::Mbarriers;
 use super::order::ReadySet;
+use super::progress;
 use super::wgmma::Products;
 
 /// Why a block that did nothing wrong was abandoned.
 pub const STOPPED: &str = "the launch was stopped";
 /// Why a launch was stopped.
 pub const TIME_LIMIT: &str = "did not end within the time limit";
+
+/// What a thread did that called `abort`; what it says about it stands on the standard error stream.
+const ABORTED: &str =
+    "aborted: a failed assertion, an exception that nobody catches, or a local array written beyond its end";
 
 /// What a block needs of its module and launch.
 pub struct BlockLaunch<'a> {
@@ -126,6 +131,7 @@ impl Block {
         // coroutine runs, and no reference from here is alive across `resume`.
         let mut exited = 0;
         while let Some(thread) = unsafe { (*scheduler).next_thread() } {
+            progress::run_thread(thread);
             unsafe { (launch.enter)(&mut (&mut (*scheduler).contexts)[thread as usize]) };
             let coroutine = &mut coroutines[thread as usize];
             fault::set_running(Some(Running { trap: coroutine.trap_handler(), code: launch.code }));
@@ -189,6 +195,7 @@ impl Block {
             Ending::Segfault { stack_overflow: true, .. } => "overflowed its stack".to_owned(),
             Ending::Segfault { address, .. } => return self.fail_access(thread, BadAccess::Outside { address }),
             Ending::DivisionByZero => "divided an integer by zero".to_owned(),
+            Ending::Aborted => ABORTED.to_owned(),
             Ending::IllegalInstruction => "came to where the compiler knows that control never comes".to_owned(),
             Ending::Interrupted => TIME_LIMIT.to_owned(),
         };
@@ -244,12 +251,12 @@ impl Block {
 /// A coroutine that is one CUDA thread.
 type Thread = Coroutine<(), (), Ending, DefaultStack>;
 
-/// Bytes of stack for one CUDA thread; mapped lazily, with a guard page.
-const STACK_BYTES: usize = 256 * 1024;
+/// Bytes of stack for one CUDA thread; mapped lazily, with a guard page. CUDA gives a thread 512 KiB of local memory.
+const STACK_BYTES: usize = 1024 * 1024;
 
 fn spawn(launch: &BlockLaunch<'_>, scheduler: *mut Block, thread: u32, stacks: &mut Vec<DefaultStack>) -> Thread {
     let stack = stacks.pop().unwrap_or_else(|| {
-        DefaultStack::new(STACK_BYTES).expect("the system has no memory for a 256 KiB coroutine stack")
+        DefaultStack::new(STACK_BYTES).expect("the system has no memory for a 1 MiB coroutine stack")
     });
     let (entry, params) = (launch.entry, launch.params.as_ptr().cast::<c_void>());
     Coroutine::with_stack(stack, move |yielder: &Yielder<(), ()>, ()| {

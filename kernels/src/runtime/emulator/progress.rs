@@ -1,0 +1,150 @@
+//! Where a worker process stands, in memory that its device can read when the process is gone: which block each of its threads
+//! runs, and which thread of it.
+
+use std::cell::Cell;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::block::Dim3;
+
+/// Most threads whose blocks are told.
+const SLOTS: usize = 256;
+
+/// What a thread of the worker runs.
+#[repr(C)]
+#[derive(Default)]
+struct Slot {
+    state: AtomicU32,
+    block: [AtomicU32; 3],
+    block_dim: [AtomicU32; 3],
+    /// Number of the thread within its block.
+    thread: AtomicU32,
+}
+
+const IDLE: u32 = 0;
+const RUNNING: u32 = 1;
+/// It is this thread that ends the process.
+const ENDING: u32 = 2;
+
+/// Memory that a device shares with its worker.
+pub struct Page {
+    slots: NonNull<Slot>,
+}
+
+// SAFETY: slots are atomics in a mapping that lives as long as the page.
+unsafe impl Send for Page {}
+// SAFETY: as above.
+unsafe impl Sync for Page {}
+
+impl Page {
+    /// A file in memory for one; it goes with its last descriptor.
+    pub fn file() -> io::Result<File> {
+        // SAFETY: the name is a C string; the descriptor that comes back is owned by nobody else.
+        let file = match unsafe { libc::memfd_create(c"parity-worker".as_ptr(), libc::MFD_CLOEXEC) } {
+            -1 => return Err(io::Error::last_os_error()),
+            descriptor => File::from(unsafe { OwnedFd::from_raw_fd(descriptor) }),
+        };
+        file.set_len(size_of::<[Slot; SLOTS]>() as u64)?;
+        Ok(file)
+    }
+
+    /// Maps the file.
+    pub fn of(file: &File) -> io::Result<Self> {
+        let (bytes, protection) = (size_of::<[Slot; SLOTS]>(), libc::PROT_READ | libc::PROT_WRITE);
+        // SAFETY: a new mapping of an open file; nothing is replaced.
+        let start =
+            unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+        match NonNull::new(start.cast()) {
+            Some(slots) if start != libc::MAP_FAILED => Ok(Self { slots }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    fn slots(&self) -> &[Slot] {
+        // SAFETY: the file was made with room for so many, zero bytes are idle slots, and the mapping lives as long as `self`.
+        unsafe { std::slice::from_raw_parts(self.slots.as_ptr(), SLOTS) }
+    }
+
+    /// The blocks that ran when the worker ended, each with its thread: that of the thread which ended it, where one says so.
+    pub fn running(&self) -> Vec<(Dim3, Dim3)> {
+        let in_state = |state| self.slots().iter().filter(move |slot| slot.state.load(Ordering::Relaxed) == state);
+        let known: Vec<_> = in_state(ENDING).map(Slot::place).collect();
+        if known.is_empty() { in_state(RUNNING).map(Slot::place).collect() } else { known }
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `of`, unmapped once, here.
+        unsafe { libc::munmap(self.slots.as_ptr().cast(), size_of::<[Slot; SLOTS]>()) };
+    }
+}
+
+impl Slot {
+    fn place(&self) -> (Dim3, Dim3) {
+        let load = |index: &[AtomicU32; 3]| Dim3::new([0, 1, 2].map(|i| index[i].load(Ordering::Relaxed)));
+        let thread = self.thread.load(Ordering::Relaxed);
+        (load(&self.block), load(&self.block_dim).unflatten(u64::from(thread)))
+    }
+}
+
+/// The page of this process, where it is a worker.
+static PAGE: OnceLock<Page> = OnceLock::new();
+
+thread_local! {
+    static SLOT: Cell<Option<&'static Slot>> = const { Cell::new(None) };
+}
+
+/// Makes this process's progress known on a page.
+pub fn tell(page: Page) {
+    let _ = PAGE.set(page);
+    // SAFETY: both functions take a handler without arguments; this one stores to memory that is never unmapped here.
+    unsafe {
+        libc::atexit(on_exit);
+        at_quick_exit(on_exit);
+    }
+}
+
+unsafe extern "C" {
+    fn at_quick_exit(handler: extern "C" fn()) -> libc::c_int;
+}
+
+extern "C" fn on_exit() {
+    if let Some(slot) = SLOT.get() {
+        slot.state.store(ENDING, Ordering::Relaxed);
+    }
+}
+
+/// What the calling thread, number `number` of the launch's, runs from now on is told in a slot of its own.
+pub fn take_slot(number: usize) {
+    SLOT.set(PAGE.get().and_then(|page| page.slots().get(number)));
+}
+
+/// The calling thread runs this block.
+pub fn enter_block(block: Dim3, block_dim: Dim3) {
+    let Some(slot) = SLOT.get() else { return };
+    let store = |to: &[AtomicU32; 3], Dim3 { x, y, z }: Dim3| {
+        to.iter().zip([x, y, z]).for_each(|(to, extent)| to.store(extent, Ordering::Relaxed));
+    };
+    store(&slot.block, block);
+    store(&slot.block_dim, block_dim);
+    slot.state.store(RUNNING, Ordering::Relaxed);
+}
+
+/// The calling thread runs this thread of its block.
+pub fn run_thread(thread: u32) {
+    if let Some(slot) = SLOT.get() {
+        slot.thread.store(thread, Ordering::Relaxed);
+    }
+}
+
+/// The calling thread runs no block.
+pub fn leave_block() {
+    if let Some(slot) = SLOT.get() {
+        slot.state.store(IDLE, Ordering::Relaxed);
+    }
+}

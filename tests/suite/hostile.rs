@@ -1,0 +1,182 @@
+//! Kernels that end, stall or deceive the process that they run in: each is its own launch's fault, and the device goes on.
+
+use std::time::{Duration, Instant};
+
+use dsv4_kernels::runtime::arena::Violation;
+use dsv4_kernels::runtime::params::Params;
+use dsv4_kernels::runtime::{
+    Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig, Result, RuntimeError, SourceTree,
+};
+
+use crate::emulator::{emulator, probe_tree};
+
+/// The C library's functions that hostile kernels call; static constructors stand here, too.
+const DECLARATIONS: &str = "
+    #include <cassert>
+    #include <pthread.h>
+    #include <signal.h>
+    #include <stdlib.h>
+    #include <unistd.h>
+";
+
+/// The probe with declarations before it.
+fn hostile(before: &str, body: &str) -> SourceTree {
+    let tree = probe_tree(body);
+    let text = format!("{DECLARATIONS}{before}\n{}", tree.text("probe.cu").unwrap());
+    tree.with_text("probe.cu", text, "a hostile kernel")
+}
+
+/// Runs a probe of one block of 64 threads; y, an i32 `[64]`, comes back unless the launch failed.
+fn run(device: &Device, tree: SourceTree) -> Result<Vec<i32>> {
+    let device = device.with_tree(tree);
+    let mut arena = DeviceArena::new(&device, Contract::NAN);
+    let y = arena.output("y", DType::I32, &[64])?;
+    let params = Params::new("probe").ptr("y", &y).i32("count", 0)?;
+    let violations: Vec<Violation> = arena.run(|device| {
+        let config = LaunchConfig { grid: [1; 3], block: [64, 1, 1], shared_bytes: 0 };
+        device.kernel("probe.cu", &[], "probe")?.launch(config, &params)
+    })?;
+    assert_eq!(violations, []);
+    arena.download(&y).map(|y: HostTensor| y.to_i32())
+}
+
+/// The device still runs what is right.
+fn assert_works(device: &Device, after: &str) {
+    let ran = run(device, probe_tree("params.y[threadIdx.x] = threadIdx.x;"));
+    assert_eq!(ran.unwrap_or_else(|e| panic!("after {after}: {e}")), (0..64).collect::<Vec<_>>(), "after {after}");
+}
+
+/// What is said of a kernel whose thread 5 does this, and of which thread.
+fn said(device: &Device, before: &str, statement: &str) -> (String, String) {
+    let start = Instant::now();
+    let body = format!("if (threadIdx.x == 5) {{ {statement} }} params.y[threadIdx.x] = 1;");
+    let error = run(device, hostile(before, &body)).expect_err(statement);
+    // A limit of a second, what a launch may take beyond it, and a compiler on a busy machine.
+    assert!(start.elapsed() < Duration::from_secs(20), "{statement} took {:?}", start.elapsed());
+    assert_works(device, statement);
+    match error {
+        RuntimeError::Fault { kernel, block, thread, what } => {
+            assert_eq!(kernel, "probe");
+            // What a kernel does to its files shows when it is over.
+            assert!(block == "(0, 0, 0)" || what.contains("files"), "{statement}: {what} in block {block}");
+            (thread, what)
+        }
+        other => panic!("{statement}: expected a fault, not {other}"),
+    }
+}
+
+#[test]
+fn a_kernel_that_ends_its_process_fails_its_own_launch_with_block_and_thread_and_no_other() {
+    let Some(device) = emulator() else { return };
+    for (statement, needle) in [
+        ("exit(0);", "ended its process, with code 0"),
+        ("exit(3);", "ended its process, with code 3"),
+        ("quick_exit(0);", "ended its process, with code 0"),
+        ("_exit(0);", "ended its process, with code 0"),
+        ("execl(\"/bin/true\", \"true\", nullptr);", "ended its process, with code 0"),
+        ("kill(getpid(), SIGKILL);", "was killed by signal 9 (SIGKILL)"),
+        ("kill(0, SIGTERM);", "was killed by signal 15"),
+        ("signal(SIGSEGV, SIG_DFL); *(volatile int*)8 = 1;", "was killed by signal 11 (SIGSEGV)"),
+        ("pthread_exit(nullptr);", ""),
+    ] {
+        let (thread, what) = said(&device, "", statement);
+        assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
+        assert!(what.contains(needle), "{statement}: `{needle}` is not in `{what}`");
+    }
+}
+
+#[test]
+fn a_kernel_that_closes_the_files_of_its_process_is_a_fault() {
+    let Some(device) = emulator() else { return };
+    let (_, what) = said(&device, "", "for (int i = 0; i < 4096; ++i) close(i);");
+    assert_eq!(what, "closed the files of its process");
+}
+
+#[test]
+fn an_abort_a_failed_assertion_and_an_exception_are_faults_of_their_thread() {
+    let Some(device) = emulator() else { return };
+    for (before, statement) in [
+        ("", "abort();"),
+        ("", "assert(params.count == 1);"),
+        ("", "throw 1;"),
+        ("struct Thrown { ~Thrown() noexcept(false) { throw 2; } };", "Thrown thrown;"),
+        (
+            "__attribute__((noinline)) void beyond(volatile char* x, int n) { for (int i = 0; i < n; ++i) x[i] = 1; }",
+            "volatile char x[64]; beyond(x, 128 + params.count); params.y[0] = x[0];",
+        ),
+    ] {
+        let (thread, what) = said(&device, before, statement);
+        assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
+        assert!(what.contains("aborted"), "{statement}: {what}");
+    }
+}
+
+#[test]
+fn a_wait_without_end_is_stopped_wherever_it_waits() {
+    let Some(device) = emulator() else { return };
+    for statement in [
+        "for (;;) usleep(100000);",
+        "pthread_mutex_t m = PTHREAD_MUTEX_INITIALIZER; pthread_mutex_lock(&m); pthread_mutex_lock(&m);",
+        "for (;;) pause();",
+        "raise(SIGSTOP);",
+        "sigset_t all; sigfillset(&all); pthread_sigmask(SIG_BLOCK, &all, nullptr); for (;;) usleep(1000);",
+    ] {
+        let (thread, what) = said(&device, "", statement);
+        assert_eq!((thread.as_str(), what.as_str()), ("(5, 0, 0)", "did not end within the time limit"), "{statement}");
+    }
+}
+
+#[test]
+fn a_static_constructor_that_ends_its_process_is_an_error_of_its_module() {
+    let Some(device) = emulator() else { return };
+    for (constructor, needle) in [
+        ("exit(0);", "ended its process, with code 0"),
+        ("_exit(7);", "ended its process, with code 7"),
+        ("abort();", "was killed by signal 6 (SIGABRT)"),
+        ("for (;;) pause();", "did not end within the time limit"),
+    ] {
+        let before = format!("struct Begin {{ Begin() {{ {constructor} }} }} begin;\n");
+        let error = run(&device, hostile(&before, "params.y[threadIdx.x] = 1;")).expect_err(constructor).to_string();
+        let expected = format!("loading `probe.cu`: a static constructor {needle}");
+        assert_eq!(error, expected);
+        assert_works(&device, constructor);
+    }
+}
+
+#[test]
+fn a_kernel_that_writes_to_every_file_of_its_process_deceives_nobody() {
+    let Some(device) = emulator() else { return };
+    let answer = r#"{\"Exports\":{\"params_size\":1,\"params_hash\":1,\"max_threads\":1,\"shared_bytes\":null}}"#;
+    let statement = format!(
+        "char text[] = \"{answer}\"; for (int i = 3; i < 64; ++i) {{ long zero = 0, n = sizeof text - 1;
+             write(i, &n, 8); write(i, &zero, 8); write(i, text, n); }}"
+    );
+    let (_, what) = said(&device, "", &statement);
+    assert!(what.contains("wrote to the files of its process"), "{what}");
+}
+
+#[test]
+fn a_kernel_may_print_fork_and_use_half_a_megabyte_of_local_memory() {
+    let Some(device) = emulator() else { return };
+    for (before, statement) in [
+        ("", "printf(\"of a kernel\\n\"); fflush(stdout);"),
+        ("", "if (fork() == 0) _exit(0);"),
+        (
+            "__attribute__((noinline)) int filled(int n) { volatile int x[125000]; for (int i = 0; i < 125000; ++i) x[i] = n; return x[7]; }",
+            "params.y[5] = filled(3);",
+        ),
+    ] {
+        let body = format!("if (threadIdx.x == 5) {{ {statement} }} params.y[threadIdx.x] = 1;");
+        assert_eq!(run(&device, hostile(before, &body)).expect(statement), [1; 64]);
+    }
+}
+
+#[test]
+fn a_kernel_that_takes_all_memory_gets_none_and_the_machine_keeps_its_own() {
+    let Some(device) = emulator() else { return };
+    // A page of each is used, so that it is not mapped in vain.
+    let statement = "for (;;) *static_cast<volatile char*>(malloc(1 << 30)) = 1;";
+    let (thread, what) = said(&device, "", statement);
+    assert_eq!(thread, "(5, 0, 0)");
+    assert!(what.contains("null pointer"), "{what}");
+}
