@@ -1,10 +1,17 @@
 //! Buffers between guard pages, and the names by which a bad address is reported.
+//!
+//! A device and its worker process map the same file of memory at the same addresses: the device fills and reads what kernels
+//! of the worker work on. Only the device places buffers; the worker is told where they are ([`Placed`]).
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
+
+use serde::{Deserialize, Serialize};
 
 use super::fault::BadAccess;
 use crate::runtime::backend::{Allocation, Placement, Reservation, granules};
@@ -38,33 +45,37 @@ const GLOBAL: Range<usize> = 1 << 44..5 << 44;
 static NEXT_GLOBAL: AtomicUsize = AtomicUsize::new(GLOBAL.start);
 
 impl Mapping {
-    /// Maps `bytes` inaccessible bytes for global memory. Where the system has no room in [`GLOBAL`] they lie elsewhere, and
-    /// who accesses them is not seen.
-    fn global(bytes: usize) -> io::Result<Self> {
+    /// Inaccessible bytes of the private memory of this process, wherever the system has room.
+    fn private(bytes: usize) -> io::Result<Self> {
+        Self::new(0, bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+    }
+
+    /// Inaccessible bytes of global memory, in a place that nobody had for long.
+    fn global(bytes: usize, file: &File) -> io::Result<Self> {
         for _ in 0..2 {
             let start = NEXT_GLOBAL.fetch_add(bytes.next_multiple_of(GUARD_BYTES), Ordering::Relaxed);
             if start.checked_add(bytes).is_some_and(|end| end <= GLOBAL.end) {
-                return Self::at(start, bytes);
+                return Self::of_file(start, bytes, file);
             }
             // All of it was used once: from the start again, where buffers are long gone.
             NEXT_GLOBAL.store(GLOBAL.start, Ordering::Relaxed);
         }
-        Self::at(0, bytes)
+        Err(io::ErrorKind::OutOfMemory.into())
     }
 
-    /// Maps `bytes` inaccessible bytes at an address, or where the system prefers to.
-    fn at(start: usize, bytes: usize) -> io::Result<Self> {
-        // SAFETY: an anonymous private mapping; without MAP_FIXED the address is a wish, and replaces nothing.
-        let start = unsafe {
-            libc::mmap(
-                start as *mut _,
-                bytes,
-                libc::PROT_NONE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
+    /// Inaccessible bytes of global memory at this address: those of the file that lie as far behind its start.
+    fn of_file(start: usize, bytes: usize, file: &File) -> io::Result<Self> {
+        let offset = start.checked_sub(GLOBAL.start).ok_or(io::ErrorKind::InvalidInput)?;
+        let how = libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE;
+        let mapping = Self::new(start, bytes, how, file.as_raw_fd(), offset as libc::off_t)?;
+        // Systems that do not know the flag take the address for a wish.
+        if mapping.start == start { Ok(mapping) } else { Err(io::ErrorKind::AddrInUse.into()) }
+    }
+
+    fn new(start: usize, bytes: usize, how: i32, file: i32, offset: libc::off_t) -> io::Result<Self> {
+        let how = how | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping, of nothing or of an open file, that replaces none.
+        let start = unsafe { libc::mmap(start as *mut _, bytes, libc::PROT_NONE, how, file, offset) };
         if start == libc::MAP_FAILED {
             Err(io::Error::last_os_error())
         } else {
@@ -92,17 +103,47 @@ impl Drop for Mapping {
 }
 
 struct Region {
-    name: String,
+    placed: Placed,
     mapping: Mapping,
-    data: usize,
-    data_bytes: usize,
 }
 
-/// All buffers of one emulated device.
-#[derive(Default)]
+/// Where a buffer lies.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Placed {
+    name: String,
+    /// Its mapping, guard pages and all.
+    mapped: Range<usize>,
+    /// Its first byte, and how many it has.
+    data: usize,
+    data_bytes: usize,
+    /// Pages that can be accessed.
+    open: Vec<Range<u64>>,
+}
+
+/// All buffers of one emulated device, in one of its two processes.
 pub struct GuardedMemory {
+    /// What global memory is.
+    file: File,
     /// By mapping start.
     regions: Mutex<BTreeMap<usize, Region>>,
+}
+
+/// A file for the global memory of a device. It takes the memory that is written to, and is gone with its last process. A kernel
+/// that finds it cannot make it shorter than what is mapped of it.
+pub fn new_file() -> io::Result<File> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // SAFETY: the name is a C string; the descriptor that comes back is owned by nobody else.
+    let file = match unsafe { libc::memfd_create(c"parity-memory".as_ptr(), flags) } {
+        -1 => return Err(io::Error::last_os_error()),
+        descriptor => File::from(unsafe { OwnedFd::from_raw_fd(descriptor) }),
+    };
+    file.set_len((GLOBAL.end - GLOBAL.start) as u64)?;
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: fcntl with F_ADD_SEALS takes integers.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(file),
+    }
 }
 
 fn page_bytes() -> usize {
@@ -118,28 +159,51 @@ pub fn of_machine() -> u64 {
 }
 
 impl GuardedMemory {
-    /// The memory of a device's process number `generation`: it begins elsewhere than those of the last few before it, so that an
-    /// address of one is none of another.
-    pub fn from_generation(generation: u64) -> Self {
-        let places = (GLOBAL.end - GLOBAL.start) as u64 / MOST_RESERVED_BYTES as u64;
-        let start = GLOBAL.start + (generation % places) as usize * MOST_RESERVED_BYTES;
-        NEXT_GLOBAL.store(start, Ordering::Relaxed);
-        Self::default()
+    /// Without buffers; the file is [`new_file`]'s.
+    pub fn of(file: File) -> Self {
+        Self { file, regions: Mutex::default() }
+    }
+
+    /// What global memory is.
+    pub fn file(&self) -> &File {
+        &self.file
     }
 
     fn regions(&self) -> MutexGuard<'_, BTreeMap<usize, Region>> {
         self.regions.lock().unwrap_or_else(|e| e.into_inner())
     }
 
+    /// Where all buffers lie.
+    pub fn placed(&self) -> Vec<Placed> {
+        self.regions().values().map(|region| region.placed.clone()).collect()
+    }
+
+    /// Where the buffer at this address lies.
+    pub fn placed_at(&self, allocation: &Allocation) -> Option<Placed> {
+        let data = allocation.address as usize;
+        let regions = self.regions();
+        let (_, region) = regions.range(..=data).next_back()?;
+        (region.placed.data == data).then(|| region.placed.clone())
+    }
+
+    /// Maps a buffer that the other process has placed.
+    pub fn adopt(&self, placed: Placed) -> Result<()> {
+        let failed = |error| RuntimeError::system(format!("mapping `{}` for kernels", placed.name), error);
+        let mapping = Mapping::of_file(placed.mapped.start, placed.mapped.len(), &self.file).map_err(failed)?;
+        placed.open.iter().try_for_each(|pages| mapping.open(pages)).map_err(failed)?;
+        self.regions().insert(mapping.start, Region { placed, mapping });
+        Ok(())
+    }
+
     /// Maps a buffer of `bytes` bytes; see [`Placement`] for which of its ends touches a guard page.
     pub fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
-        let mapping = Mapping::global;
+        let mapping = |bytes| Mapping::global(bytes, &self.file);
         self.map(name, bytes, placement, mapping, GUARD_BYTES, |pages, _| vec![pages]).map(|made| made.allocation)
     }
 
     /// Maps the dynamic shared memory of a block: its end touches a guard page, and where it begins matters to nobody.
     pub fn allocate_shared(&self, bytes: usize) -> Result<Allocation> {
-        let (placement, mapping) = (Placement::FlushBack, |bytes| Mapping::at(0, bytes));
+        let (placement, mapping) = (Placement::FlushBack, Mapping::private);
         let made = self.map("dynamic shared memory", bytes, placement, mapping, GUARD_BYTES, |pages, _| vec![pages])?;
         Ok(made.allocation)
     }
@@ -167,7 +231,7 @@ impl GuardedMemory {
             return Err(too_large(touched.len(), MOST_RANGES, "ranges of memory far apart"));
         }
         let page = page_bytes() as u64;
-        let mapping = Mapping::global;
+        let mapping = |bytes| Mapping::global(bytes, &self.file);
         self.map(name, bytes, placement, mapping, RESERVED_GUARD_BYTES, |pages, data| {
             granules(touched, data, &pages, page)
         })
@@ -199,20 +263,40 @@ impl GuardedMemory {
         let data = start + front_band;
         let touched = choose(start as u64..(start + usable) as u64, data as u64);
         touched.iter().try_for_each(|pages| mapping.open(pages)).map_err(failed)?;
-        let region = Region { name: name.to_owned(), mapping, data, data_bytes: bytes };
-        self.regions().insert(region.mapping.start, region);
+        let mapped = mapping.start..mapping.start + mapping.bytes;
+        let placed = Placed { name: name.to_owned(), mapped, data, data_bytes: bytes, open: touched.clone() };
+        self.regions().insert(mapping.start, Region { placed, mapping });
         let back_band = usable - bytes - front_band;
         Ok(Reservation { allocation: Allocation { address: data as u64, bytes, front_band, back_band }, touched })
     }
 
     /// Unmaps a buffer.
     pub fn free(&self, allocation: &Allocation) {
-        let data = allocation.address as usize;
-        let mut regions = self.regions();
-        let found = regions.range(..=data).next_back().filter(|(_, region)| region.data == data).map(|(&key, _)| key);
-        let region = found.and_then(|key| regions.remove(&key));
+        if let Some(placed) = self.placed_at(allocation) {
+            self.forget(&placed);
+        }
+    }
+
+    /// Unmaps a buffer, and gives its memory back, which is both processes'.
+    pub fn release(&self, placed: &Placed) {
+        self.forget(placed);
+        let Range { start, end } = placed.mapped;
+        let (offset, bytes) = ((start - GLOBAL.start) as libc::off_t, (end - start) as libc::off_t);
+        // SAFETY: of an open file; nobody uses these bytes any more.
+        unsafe {
+            libc::fallocate(
+                self.file.as_raw_fd(),
+                libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+                offset,
+                bytes,
+            )
+        };
+    }
+
+    /// Unmaps a buffer.
+    pub fn forget(&self, placed: &Placed) {
+        let region = self.regions().remove(&placed.mapped.start);
         // Unmapped without the lock.
-        drop(regions);
         drop(region);
     }
 
@@ -248,7 +332,7 @@ impl GuardedMemory {
 
     /// The buffers, in the order of their addresses.
     pub fn buffers(&self) -> Vec<Range<usize>> {
-        self.regions().values().map(|region| region.data..region.data + region.data_bytes).collect()
+        self.regions().values().map(|Region { placed, .. }| placed.data..placed.data + placed.data_bytes).collect()
     }
 
     fn describe_outside(&self, address: usize) -> String {
@@ -273,8 +357,9 @@ impl GuardedMemory {
     fn place(&self, address: usize) -> Option<(String, i128, usize)> {
         let regions = self.regions();
         let (_, near) = regions.range(..=address).next_back()?;
+        let Placed { name, data, data_bytes, .. } = &near.placed;
         (address - near.mapping.start < near.mapping.bytes)
-            .then(|| (near.name.clone(), address as i128 - near.data as i128, near.data_bytes))
+            .then(|| (name.clone(), address as i128 - *data as i128, *data_bytes))
     }
 }
 
@@ -284,7 +369,7 @@ mod tests {
 
     #[test]
     fn a_wrapped_offset_from_either_end_of_a_reserved_buffer_has_the_buffers_name() {
-        let memory = GuardedMemory::default();
+        let memory = GuardedMemory::of(new_file().unwrap());
         let bytes = 5usize << 32;
         let ends = [0..64, bytes as i64 - 64..bytes as i64];
         for placement in [Placement::FlushBack, Placement::FlushFront] {
@@ -307,7 +392,7 @@ mod tests {
 
     #[test]
     fn what_no_process_can_map_is_refused_by_name() {
-        let memory = GuardedMemory::default();
+        let memory = GuardedMemory::of(new_file().unwrap());
         let refused = |bytes, ranges: &[Range<i64>]| match memory.reserve("x", bytes, ranges, Placement::FlushBack) {
             Err(RuntimeError::TooLarge { name, needed, limit, .. }) => (name, needed, limit),
             other => panic!("expected a refusal, not {other:?}"),

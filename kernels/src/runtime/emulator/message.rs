@@ -1,22 +1,21 @@
 //! What a device and its worker process say to each other, over a socket: a request or an answer as JSON, and beside it the
-//! bytes that it carries.
+//! bytes that it carries, the parameters of a launch.
 
 use std::borrow::Cow;
 use std::io::{self, Read, Write};
-use std::ops::Range;
 use std::path::PathBuf;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::runtime::backend::{Allocation, KernelExports, Placement, Reservation};
+use super::memory::Placed;
+use crate::runtime::backend::KernelExports;
 use crate::runtime::error::RuntimeError;
 
 /// The longest message without its bytes: what is longer is no message of ours.
 const LONGEST: usize = 1 << 24;
 
-/// What a worker is asked for. The first five are answered; the others are done in their order, and what they do wrong ends
-/// the worker.
+/// What a worker is asked for. The first three are answered; what went wrong with another is what the next of them says.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
     /// Loads a compiled module; answered by [`Answer::Module`].
@@ -25,18 +24,10 @@ pub enum Request {
     Exports { module: u64, kernel: String },
     /// Runs a kernel; the bytes are its parameters.
     Launch { module: u64, kernel: String, grid: [u32; 3], block: [u32; 3], shared_bytes: u32 },
-    /// Sets memory apart, of which `touched` is used where that is said.
-    Allocate { name: String, bytes: usize, touched: Option<Vec<Range<i64>>>, placement: Placement },
-    /// The bytes at an address.
-    Download { address: u64, bytes: usize },
-    /// Gives an allocation back.
-    Free(Allocation),
-    /// Sets bytes.
-    Fill { address: u64, byte: u8, bytes: usize },
-    /// Stores the bytes that come along.
-    Upload { address: u64 },
-    /// Copies bytes.
-    Copy { target: u64, source: u64, bytes: usize },
+    /// Maps a buffer.
+    Map(Placed),
+    /// Unmaps it.
+    Unmap(Placed),
     /// Gives a module back.
     Unload { module: u64 },
     /// The schedule of later launches.
@@ -47,21 +38,19 @@ impl Request {
     /// Whether the worker answers.
     pub fn is_answered(&self) -> bool {
         use Request::*;
-        matches!(self, Load { .. } | Exports { .. } | Launch { .. } | Allocate { .. } | Download { .. })
+        matches!(self, Load { .. } | Exports { .. } | Launch { .. })
     }
 }
 
 /// What a worker answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Answer {
-    /// It is done; the bytes of a download come along.
+    /// It is done.
     Done,
     /// A module is loaded under this number.
     Module(u64),
     /// Of a kernel.
     Exports(KernelExports),
-    /// Memory.
-    Memory(Reservation),
     /// It could not be done.
     Failed(Failure),
 }
@@ -142,7 +131,7 @@ mod tests {
     #[test]
     fn a_message_comes_back_with_the_length_of_its_bytes_and_half_of_one_or_another_is_an_error() {
         let mut sent = Vec::new();
-        let request = Request::Copy { target: u64::MAX, source: 1, bytes: 3 };
+        let request = Request::Schedule { seed: Some(u64::MAX) };
         write(&mut sent, 7, &request, b"bytes").unwrap();
         let mut stream = &sent[..];
         let (read_back, bytes) = read::<Request>(&mut stream, 7).unwrap();

@@ -96,7 +96,7 @@ impl EmulatorBackend {
             processors: MULTIPROCESSORS,
             shared_bytes_per_block: SHARED_BYTES_PER_BLOCK,
         };
-        let worker = Worker::new(Limits { time: options.time_limit, memory: options.memory });
+        let worker = Worker::new(Limits { time: options.time_limit, memory: options.memory })?;
         worker.set_schedule_seed(options.schedule_seed);
         Ok(Self { environment, compiler, worker })
     }
@@ -127,31 +127,37 @@ impl Backend for EmulatorBackend {
     }
 
     fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
-        self.worker.allocate(name, bytes, None, placement).map(|made| made.allocation)
+        self.worker.place(|memory| memory.allocate(name, bytes, placement), |made| *made)
     }
 
     fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
-        self.worker.allocate(name, bytes, Some(touched), placement)
+        self.worker.place(|memory| memory.reserve(name, bytes, touched, placement), |made| made.allocation)
     }
 
     fn free(&self, allocation: &Allocation) {
         self.worker.free(allocation);
     }
 
+    // SAFETY of the four below: addresses come from `allocate`, whose memory the caller keeps alive,
+    // and launches are over when they return, so no kernel runs meanwhile.
     fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
-        self.worker.fill(address, byte, bytes)
+        unsafe { std::ptr::write_bytes(address as *mut u8, byte, bytes) };
+        Ok(())
     }
 
     fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
-        self.worker.upload(address, source)
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), address as *mut u8, source.len()) };
+        Ok(())
     }
 
     fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
-        self.worker.download(address, target)
+        unsafe { std::ptr::copy_nonoverlapping(address as *const u8, target.as_mut_ptr(), target.len()) };
+        Ok(())
     }
 
     fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
-        self.worker.copy(target, source, bytes)
+        unsafe { std::ptr::copy(source as *const u8, target as *mut u8, bytes) };
+        Ok(())
     }
 
     fn synchronize(&self) -> Result<()> {

@@ -32,8 +32,8 @@ pub struct Start {
     pub page: i32,
     /// The time limit of launches.
     pub time_limit: Duration,
-    /// How many workers the device had before.
-    pub generation: u64,
+    /// Descriptor of the file of global memory.
+    pub memory: i32,
     /// The tag of the first message, in either direction; each has the next number. A kernel that writes to the files of its
     /// process does not know it.
     pub tag: u64,
@@ -74,14 +74,14 @@ fn end(code: i32) -> ! {
 /// Works until the device closes the connection.
 fn serve(start: Start) -> io::Result<Infallible> {
     // SAFETY: the device made these descriptors for this process, and nothing else here knows them.
-    let (connection, page) = unsafe {
-        (UnixStream::from(OwnedFd::from_raw_fd(start.connection)), File::from(OwnedFd::from_raw_fd(start.page)))
-    };
+    let [connection, page, memory] =
+        unsafe { [start.connection, start.page, start.memory].map(|descriptor| OwnedFd::from_raw_fd(descriptor)) };
+    let (connection, page) = (UnixStream::from(connection), File::from(page));
     progress::tell(Page::of(&page)?);
     die_with(connection.as_raw_fd());
     let mut requests = BufReader::with_capacity(1 << 16, connection.try_clone()?);
     let mut answers = BufWriter::with_capacity(1 << 16, connection);
-    let mut host = Host::new(start.time_limit, start.generation);
+    let mut host = Host::new(start.time_limit, memory.into());
     match work(&mut host, start.tag, &mut requests, &mut answers) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => end(0),
         // Before anything is closed that a kernel has closed already.
@@ -91,19 +91,23 @@ fn serve(start: Start) -> io::Result<Infallible> {
 
 /// Does what is asked for, until nobody asks any more, which is an error.
 fn work(host: &mut Host, first_tag: u64, requests: &mut impl Read, answers: &mut impl Write) -> io::Result<Infallible> {
-    let mut bytes = Vec::new();
+    let (mut bytes, mut failed) = (Vec::new(), None);
     for number in 0.. {
         let tag = first_tag.wrapping_add(number);
         let (request, count) = message::read::<Request>(requests, tag)?;
         bytes.resize(count as usize, 0);
         requests.read_exact(&mut bytes)?;
         let is_answered = request.is_answered();
-        let carries = matches!(request, Request::Download { .. });
-        let answer = host.serve(request, &mut bytes).unwrap_or_else(|error| Answer::Failed(error.into()));
+        let done = match failed.take() {
+            // What was asked for relies on what could not be done.
+            Some(earlier) if is_answered => Err(earlier),
+            earlier => host.serve(request, &bytes).map_err(|error| earlier.unwrap_or(error)),
+        };
         if is_answered {
-            let carried = if carries && matches!(answer, Answer::Done) { &bytes[..] } else { &[] };
-            message::write(answers, tag, &answer, carried)?;
+            message::write(answers, tag, &done.unwrap_or_else(|error| Answer::Failed(error.into())), &[])?;
             answers.flush()?;
+        } else {
+            failed = done.err();
         }
     }
     unreachable!("more messages than there are numbers")

@@ -1,9 +1,7 @@
 //! A device's side of its worker process ([`super::serve`]): starts it, asks it, and starts another when it is gone.
 
-use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read as _, Write as _};
-use std::ops::Range;
+use std::io::{self, BufReader, BufWriter, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -12,10 +10,11 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use super::memory::{self, GuardedMemory};
 use super::message::{self, Answer, Request};
 use super::progress::Page;
 use super::serve::{self, DISCONNECTED, Start, VARIABLE};
-use crate::runtime::backend::{Allocation, KernelExports, LoadedModule, Placement, Reservation};
+use crate::runtime::backend::{Allocation, KernelExports, LoadedModule};
 use crate::runtime::error::{Result, RuntimeError};
 use crate::runtime::process::kill_group;
 
@@ -37,6 +36,7 @@ pub struct Limits {
 /// A worker process, and those that follow it.
 pub struct Worker {
     limits: Limits,
+    memory: GuardedMemory,
     state: Mutex<State>,
 }
 
@@ -45,8 +45,6 @@ struct State {
     process: Option<Process>,
     /// Processes started so far.
     started: u64,
-    /// Allocations of the process that runs, from the first byte of the front band to the last of the back band.
-    memory: BTreeMap<u64, u64>,
     schedule: Option<u64>,
 }
 
@@ -62,8 +60,12 @@ struct Process {
 
 impl Worker {
     /// None runs before it is needed.
-    pub fn new(limits: Limits) -> Arc<Self> {
-        Arc::new(Self { limits, state: Mutex::default() })
+    ///
+    /// # Errors
+    /// Memory that cannot be had.
+    pub fn new(limits: Limits) -> Result<Arc<Self>> {
+        let file = memory::new_file().map_err(|e| RuntimeError::system("making a file for global memory", e))?;
+        Ok(Arc::new(Self { limits, memory: GuardedMemory::of(file), state: Mutex::default() }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -71,104 +73,68 @@ impl Worker {
     }
 
     /// Asks the process that runs, or a new one.
-    fn ask(&self, state: &mut State, request: &Request, bytes: &[u8], target: &mut [u8]) -> Result<Answer> {
-        if state.process.is_none() {
-            let doing = |error| RuntimeError::system("starting a worker process of the emulator", error);
-            state.started += 1;
-            state.process = Some(Process::start(self.limits, state.started).map_err(doing)?);
-            if state.schedule.is_some() {
-                self.ask(state, &Request::Schedule { seed: state.schedule }, &[], &mut [])?;
+    fn ask(&self, state: &mut State, request: &Request, bytes: &[u8]) -> Result<Answer> {
+        let process = match &mut state.process {
+            Some(process) => process,
+            None => {
+                let doing = |error| RuntimeError::system("starting a worker process of the emulator", error);
+                state.started += 1;
+                let mut process = Process::start(self.limits, self.memory.file()).map_err(doing)?;
+                for placed in self.memory.placed() {
+                    process.ask(&Request::Map(placed), &[]).map_err(doing)?;
+                }
+                process.ask(&Request::Schedule { seed: state.schedule }, &[]).map_err(doing)?;
+                state.process.insert(process)
             }
-        }
-        let Some(process) = &mut state.process else { unreachable!("one was started") };
-        match process.ask(request, bytes, target) {
+        };
+        match process.ask(request, bytes) {
             Ok(Answer::Failed(failure)) => Err(failure.into()),
             Ok(answer) => Ok(answer),
-            Err(error) => {
-                let process = state.process.take();
-                state.memory.clear();
-                Err(match process {
-                    Some(process) => process.end(request, &error),
-                    None => RuntimeError::system("asking a worker", error),
-                })
-            }
+            Err(error) => Err(match state.process.take() {
+                Some(process) => process.end(request, &error),
+                None => RuntimeError::system("asking a worker", error),
+            }),
         }
     }
 
-    /// Asks for what concerns `bytes` bytes of memory at `address`, if these are an allocation's.
-    fn ask_about(&self, places: &[(u64, usize)], request: &Request, bytes: &[u8], target: &mut [u8]) -> Result<()> {
-        let mut state = self.state();
-        for &(address, bytes) in places {
-            let end = state.memory.range(..=address).next_back().map(|(_, &end)| end);
-            if bytes > 0 && end.is_none_or(|end| address.checked_add(bytes as u64).is_none_or(|last| last > end)) {
-                let gone = io::Error::other("its process ended, by an earlier launch");
-                return Err(RuntimeError::system(format!("using memory at {address:#x}"), gone));
-            }
+    /// Tells the process that runs, if one does: a later one is told all that holds then.
+    fn tell(&self, state: &mut State, request: &Request) {
+        if state.process.is_some() {
+            // Should the process have ended, the next request starts another.
+            let _ = self.ask(state, request, &[]);
         }
-        self.ask(&mut state, request, bytes, target).map(drop)
     }
 
-    /// See [`Backend::allocate`](crate::runtime::backend::Backend::allocate) and its `reserve`.
-    pub fn allocate(
+    /// Places a buffer, and tells the process of it.
+    pub fn place<M>(
         &self,
-        name: &str,
-        bytes: usize,
-        touched: Option<&[Range<i64>]>,
-        placement: Placement,
-    ) -> Result<Reservation> {
-        let touched = touched.map(<[_]>::to_vec);
+        make: impl FnOnce(&GuardedMemory) -> Result<M>,
+        at: impl FnOnce(&M) -> Allocation,
+    ) -> Result<M> {
+        // Held for both: a process that starts in between would be told twice.
         let mut state = self.state();
-        let request = Request::Allocate { name: name.to_owned(), bytes, touched, placement };
-        let Answer::Memory(made) = self.ask(&mut state, &request, &[], &mut [])? else { return Err(unexpected()) };
-        let Range { start, end } = with_bands(&made.allocation);
-        state.memory.insert(start, end);
+        let made = make(&self.memory)?;
+        if let Some(placed) = self.memory.placed_at(&at(&made)) {
+            self.tell(&mut state, &Request::Map(placed));
+        }
         Ok(made)
     }
 
-    /// See [`Backend::free`](crate::runtime::backend::Backend::free); memory of a process that is gone is gone with it.
+    /// See [`Backend::free`](crate::runtime::backend::Backend::free).
     pub fn free(&self, allocation: &Allocation) {
         let mut state = self.state();
-        if state.memory.remove(&with_bands(allocation).start).is_some() {
-            // Should the process have ended, the next request finds out.
-            let _ = self.ask(&mut state, &Request::Free(*allocation), &[], &mut []);
+        if let Some(placed) = self.memory.placed_at(allocation) {
+            self.memory.release(&placed);
+            self.tell(&mut state, &Request::Unmap(placed));
         }
-    }
-
-    /// Sets bytes.
-    pub fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
-        self.ask_about(&[(address, bytes)], &Request::Fill { address, byte, bytes }, &[], &mut [])
-    }
-
-    /// Copies to the device.
-    pub fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
-        self.ask_about(&[(address, source.len())], &Request::Upload { address }, source, &mut [])
-    }
-
-    /// Copies from the device.
-    pub fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
-        let bytes = target.len();
-        self.ask_about(&[(address, bytes)], &Request::Download { address, bytes }, &[], target)
-    }
-
-    /// Copies on the device.
-    pub fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
-        let places = [(target, bytes), (source, bytes)];
-        self.ask_about(&places, &Request::Copy { target, source, bytes }, &[], &mut [])
     }
 
     /// The schedule of launches from now on, of processes to come as well.
     pub fn set_schedule_seed(&self, seed: Option<u64>) {
         let mut state = self.state();
         state.schedule = seed;
-        if state.process.is_some() {
-            let _ = self.ask(&mut state, &Request::Schedule { seed }, &[], &mut []);
-        }
+        self.tell(&mut state, &Request::Schedule { seed });
     }
-}
-
-fn with_bands(allocation: &Allocation) -> Range<u64> {
-    let Allocation { address, bytes, front_band, back_band } = *allocation;
-    address - front_band as u64..address + (bytes + back_band) as u64
 }
 
 fn unexpected() -> RuntimeError {
@@ -176,13 +142,13 @@ fn unexpected() -> RuntimeError {
 }
 
 impl Process {
-    fn start(limits: Limits, generation: u64) -> io::Result<Self> {
+    fn start(limits: Limits, memory: &File) -> io::Result<Self> {
         assert!(serve::is_linked(), "a program without its initialiser");
         let (ours, theirs) = UnixStream::pair()?;
         let page = Page::file()?;
-        let passed = [theirs.as_raw_fd(), page.as_raw_fd()];
-        let start =
-            Start { connection: passed[0], page: passed[1], time_limit: limits.time, generation, tag: rand::random() };
+        let passed = [theirs.as_raw_fd(), page.as_raw_fd(), memory.as_raw_fd()];
+        let [connection, page_file, memory] = passed;
+        let start = Start { connection, page: page_file, memory, time_limit: limits.time, tag: rand::random() };
         let mut command = Command::new("/proc/self/exe");
         command.env(VARIABLE, serde_json::to_string(&start)?).process_group(0).stdin(Stdio::null());
         // What a kernel prints is no output of this program.
@@ -201,7 +167,7 @@ impl Process {
         })
     }
 
-    fn ask(&mut self, request: &Request, bytes: &[u8], target: &mut [u8]) -> io::Result<Answer> {
+    fn ask(&mut self, request: &Request, bytes: &[u8]) -> io::Result<Answer> {
         let tag = self.tag;
         self.tag = tag.wrapping_add(1);
         message::write(&mut self.requests, tag, request, bytes)?;
@@ -209,12 +175,7 @@ impl Process {
             return Ok(Answer::Done);
         }
         self.requests.flush()?;
-        let (answer, count) = message::read(&mut self.answers, tag)?;
-        if count != target.len() as u64 && count != 0 {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "other bytes than were asked for"));
-        }
-        self.answers.read_exact(&mut target[..count as usize])?;
-        Ok(answer)
+        message::read(&mut self.answers, tag).map(|(answer, _)| answer)
     }
 
     /// What becomes of a process that did not answer: it ends, if it has not, and what it did is an error.
@@ -265,7 +226,7 @@ impl Drop for Process {
 }
 
 /// Between fork and exec: lets the descriptors through, and bounds memory. A kernel that crashes leaves no image of it on disk.
-fn prepare(passed: [i32; 2], memory: u64) -> io::Result<()> {
+fn prepare(passed: [i32; 3], memory: u64) -> io::Result<()> {
     let limit = |of, bytes| {
         let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
         // SAFETY: a valid limit of this process.
@@ -323,7 +284,7 @@ impl WorkerModule {
         let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
         if state.process.is_none() || loaded.0 != state.started {
             let request = Request::Load { path: self.path.clone(), file: self.file.clone() };
-            let Answer::Module(number) = self.worker.ask(state, &request, &[], &mut [])? else {
+            let Answer::Module(number) = self.worker.ask(state, &request, &[])? else {
                 return Err(unexpected());
             };
             *loaded = (state.started, number);
@@ -337,7 +298,7 @@ impl Drop for WorkerModule {
         let (started, module) = *self.loaded.lock().unwrap_or_else(|e| e.into_inner());
         let mut state = self.worker.state();
         if state.process.is_some() && state.started == started {
-            let _ = self.worker.ask(&mut state, &Request::Unload { module }, &[], &mut []);
+            let _ = self.worker.ask(&mut state, &Request::Unload { module }, &[]);
         }
     }
 }
@@ -346,7 +307,7 @@ impl LoadedModule for WorkerModule {
     fn exports(&self, kernel: &str) -> Result<KernelExports> {
         self.with(&mut self.worker.state(), |state, module| {
             let request = Request::Exports { module, kernel: kernel.to_owned() };
-            match self.worker.ask(state, &request, &[], &mut [])? {
+            match self.worker.ask(state, &request, &[])? {
                 Answer::Exports(exports) => Ok(exports),
                 _ => Err(unexpected()),
             }
@@ -356,7 +317,7 @@ impl LoadedModule for WorkerModule {
     fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
         self.with(&mut self.worker.state(), |state, module| {
             let request = Request::Launch { module, kernel: kernel.to_owned(), grid, block, shared_bytes };
-            self.worker.ask(state, &request, params, &mut []).map(drop)
+            self.worker.ask(state, &request, params).map(drop)
         })
     }
 }
