@@ -47,6 +47,14 @@ pub enum CaseError {
         /// Value and rule.
         reason: String,
     },
+    /// Kernels that do not compile, or cannot be run on this machine.
+    #[error("the kernels of `{operator}` cannot be run: {why}")]
+    Untestable {
+        /// Operator.
+        operator: String,
+        /// The compiler's or the system's words.
+        why: String,
+    },
     /// The oracle refused the inputs.
     #[error("oracle of `{operator}`: {reason}")]
     Oracle {

@@ -22,7 +22,7 @@ use crate::judge::runner::Runner;
 use crate::operator::Operator;
 use crate::operator::registry;
 use crate::record::journal::{Remembered, Shard};
-use crate::record::{CaseRecord, Report, SCHEMA_VERSION, Skip, Verdict};
+use crate::record::{CaseRecord, Report, SCHEMA_VERSION, Skip};
 use crate::report;
 use crate::sweep::shard::{Costs, Plan};
 use crate::sweep::{PlannedCase, SweepOptions};
@@ -85,7 +85,8 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     external.check_adapter(plan.cases.iter().map(|planned| &planned.case)).with_context(|| adapter_name(arguments))?;
     let record = run::plan_record(&plan, Shard::WHOLE, remembered, &external);
     let mut writer = RecordWriter::open(&arguments.out, None, &record)?;
-    let left_out = run::run_shard(plan, Shard::WHOLE, &external, &options, &mut writer);
+    let progress = run::run_shard(plan, Shard::WHOLE, &external, &options, &mut writer);
+    let left_out = progress.skips(options.time_budget);
     let cases = writer.finish()?;
     let seconds = start.elapsed().as_secs_f64();
     let report = Report {
@@ -113,7 +114,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     for skip in &report.skips {
         println!("skipped {} times: {}: {}", skip.count, skip.what, skip.why);
     }
-    Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
+    run::exit_of(&report, &progress, true)
 }
 
 fn adapter_name(arguments: &ExternalArguments) -> String {

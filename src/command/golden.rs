@@ -50,6 +50,9 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
         for case in golden_run::cases_of(&file, &operators)? {
             files += 1;
             let record = golden_run::run(&file, &case, device.as_ref());
+            if let Some(why) = record.untestable {
+                bail!("the kernels of {} cannot be run: {why}", record.operator);
+            }
             let failures: Vec<_> = record.checks.iter().filter(|c| c.verdict != Verdict::Pass).collect();
             let compared: u64 = record.checks.iter().map(|c| c.compared).sum();
             let kernel = case.kernel_skip.as_ref().map_or(String::new(), |why| format!(" (oracle only: {why})"));

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_kernels::runtime::{BackendKind, Device};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -97,7 +97,8 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let record = plan_record(&plan, shard, remembered, &device);
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    let left_out = run_shard(plan, shard, &device, &options, &mut writer);
+    let progress = run_shard(plan, shard, &device, &options, &mut writer);
+    let left_out = progress.skips(options.time_budget);
     let cases = writer.finish()?;
     let seconds = start.elapsed().as_secs_f64() + taken_over;
     let report = Report {
@@ -125,7 +126,29 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         history::append(&report, file)?;
     }
     summarise(&report, &arguments.out);
-    Ok(if agreed && report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
+    let exit = exit_of(&report, &progress, arguments.shard.is_none())?;
+    Ok(if agreed { exit } else { Exit::Disagreed })
+}
+
+/// What a sweep ends with: 1 where something disagrees, 2 where kernels could not be run or nothing at all was compared
+/// although something `should` have been.
+pub(super) fn exit_of(report: &Report, progress: &Progress, should: bool) -> Result<Exit> {
+    let mut untestable = progress.untestable().peekable();
+    let is_testable = untestable.peek().is_none();
+    for (operator, why) in untestable {
+        eprintln!("parity: the kernels of {operator} cannot be run: {why}");
+    }
+    if report.cases.iter().any(|case| case.verdict() != Verdict::Pass) {
+        return Ok(Exit::Disagreed);
+    }
+    if !is_testable {
+        return Ok(Exit::BadInput);
+    }
+    let compared = report.cases.iter().flat_map(|case| &case.checks).any(|check| check.compared > 0);
+    if should && !compared {
+        bail!("nothing was compared: {} case(s) ran", report.cases.len());
+    }
+    Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
 }
 
 fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
@@ -171,14 +194,14 @@ pub(super) fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
     }
 }
 
-/// Runs what is missing of a shard, in the order of the plan; returns what was left out, counted by the reason.
+/// Runs what is missing of a shard, in the order of the plan; returns what was left out, and why.
 pub(super) fn run_shard(
     plan: Plan,
     shard: Shard,
     runner: &dyn Runner,
     options: &SweepOptions,
     writer: &mut RecordWriter,
-) -> Vec<Skip> {
+) -> Progress {
     let mut progress = Progress::resumed(&writer.cases);
     let done: HashSet<u64> = writer.cases.iter().filter_map(|case| case.plan_number).collect();
     // A kill between a failing case and what shrinking makes of it leaves the case as the last record.
@@ -201,7 +224,7 @@ pub(super) fn run_shard(
         }
         sweep::run_planned(planned, number, runner, options, &mut progress, writer);
     }
-    progress.skips(options.time_budget)
+    progress
 }
 
 /// What is tested: this build's commit, and the kernels.
@@ -226,7 +249,12 @@ fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
 pub(super) fn summarise(report: &Report, out: &Path) {
     let failed = report.cases.iter().filter(|case| case.verdict() != Verdict::Pass).count();
     let checks: usize = report.cases.iter().map(|case| case.checks.len()).sum();
-    let verdict = if failed == 0 { "all agreed".to_owned() } else { format!("{failed} case(s) disagreed") };
+    let not_run: Vec<_> = report.not_run().map(|(operator, _)| operator).collect();
+    let verdict = match (failed, &not_run[..]) {
+        (0, []) => "all agreed".to_owned(),
+        (0, _) => format!("{} could not be run, the others agreed", not_run.join(", ")),
+        _ => format!("{failed} case(s) disagreed"),
+    };
     println!(
         "{verdict}: {} cases, {checks} checks, {:.1} s on {} ({})",
         report.cases.len(),

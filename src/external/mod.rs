@@ -321,7 +321,7 @@ fn read_outputs(folder: &Path, expected: &[ExpectedOutput]) -> Result<WireTensor
     }
     let names: Vec<_> = written.keys().map(String::as_str).collect();
     let message = format!("outputs: {}; written: {}", problems.join(", "), names.join(", "));
-    Err(RunError { verdict, message, skipped: false })
+    Err(RunError { verdict, message, skipped: false, untestable: false })
 }
 
 /// Inputs that are not what was given: the file, or what the kernel says of them.

@@ -10,7 +10,7 @@ use dsv4_kernels::runtime::{Contract, DType, HostTensor};
 use crate::case::Draw;
 use crate::judge::agreement;
 use crate::judge::budget::Budget;
-use crate::judge::runner::Runner;
+use crate::judge::runner::{RunError, Runner};
 use crate::judge::selection::{self, Scores};
 use crate::judge::triangulation;
 use crate::judge::truth::{Held, Truth};
@@ -59,6 +59,8 @@ pub struct Outcome {
     pub skips: Vec<Skip>,
     /// Kernel paths that ran.
     pub paths: Vec<String>,
+    /// Why these kernels cannot be run here at all, if they cannot.
+    pub untestable: Option<String>,
     /// Seconds in kernels.
     pub kernel_seconds: f64,
     /// Seconds in the oracle.
@@ -74,6 +76,14 @@ impl Outcome {
     /// Whether every check passed, and there was at least one.
     pub fn passed(&self) -> bool {
         !self.checks.is_empty() && self.failures().next().is_none()
+    }
+
+    /// A launch that came to nothing.
+    fn failed(&mut self, check: &str, error: RunError) {
+        if error.untestable {
+            self.untestable.get_or_insert(error.message.clone());
+        }
+        self.push(check, "", error.verdict, 0, error.message);
     }
 
     fn push(&mut self, check: &str, tensor: &str, verdict: Verdict, compared: u64, message: String) {
@@ -277,7 +287,7 @@ fn launch(
             None
         }
         Err(error) => {
-            outcome.push(check, "", error.verdict, 0, error.message);
+            outcome.failed(check, error);
             None
         }
     }
@@ -568,7 +578,7 @@ fn sequence_check(
         Ok(Some(sequence)) => sequence,
         Ok(None) => return,
         Err(error) if error.skipped => return outcome.skip(CHECK, &error.message, 1),
-        Err(error) => return outcome.push(CHECK, "", error.verdict, 0, error.message),
+        Err(error) => return outcome.failed(CHECK, error),
     };
     outcome.skips.extend(skips);
     for Repeat { when, run } in &repeats {

@@ -60,6 +60,7 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
         replay: format!("parity golden DIR --ops {operator} --files {}", file.name),
         skips: outcome.skips,
         plan_number: None,
+        untestable: outcome.untestable,
     }
 }
 

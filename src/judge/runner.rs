@@ -15,25 +15,35 @@ pub struct RunError {
     pub message: String,
     /// Whether the run was impossible here, through no fault of anybody's: then it is a counted skip.
     pub skipped: bool,
+    /// Whether these kernels cannot be run here at all: they do not compile, or the machine lacks what a run takes.
+    pub untestable: bool,
 }
 
 impl RunError {
     /// The kernel did something wrong.
     pub fn fail(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Fail, message: message.into(), skipped: false }
+        Self { verdict: Verdict::Fail, message: message.into(), skipped: false, untestable: false }
     }
 
     /// Nothing was learnt about the kernel.
     pub fn error(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Error, message: message.into(), skipped: false }
+        Self { verdict: Verdict::Error, message: message.into(), skipped: false, untestable: false }
     }
 }
 
-/// A fault is the kernel's failure; a missing device or a refused argument is an error of the run.
+/// A fault is the kernel's failure; a missing device or a refused argument is an error of the run. Kernels that do not compile
+/// and a machine that lacks memory, disk or processes say nothing about any case.
 impl From<RuntimeError> for RunError {
     fn from(error: RuntimeError) -> Self {
         match error {
-            RuntimeError::Fault { .. } | RuntimeError::Cuda { .. } => Self::fail(error.to_string()),
+            RuntimeError::Fault { .. } | RuntimeError::Load { .. } | RuntimeError::Cuda { .. } => {
+                Self::fail(error.to_string())
+            }
+            RuntimeError::Compile { .. }
+            | RuntimeError::SourceMissing { .. }
+            | RuntimeError::SymbolMissing { .. }
+            | RuntimeError::BackendMissing { .. }
+            | RuntimeError::System { .. } => Self { untestable: true, ..Self::error(error.to_string()) },
             // A law's variant may need more memory than its case, whose layouts it keeps.
             RuntimeError::TooLarge { .. } => Self { skipped: true, ..Self::error(error.to_string()) },
             _ => Self::error(error.to_string()),

@@ -167,6 +167,9 @@ pub struct CaseRecord {
     /// case it came from. Absent where there was no plan: replays, golden files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan_number: Option<u64>,
+    /// Why the kernels cannot be run here at all, if they cannot: then nothing was learnt, and the record is not kept.
+    #[serde(skip)]
+    pub untestable: Option<String>,
 }
 
 /// Where a case came from.
@@ -181,6 +184,14 @@ pub enum Origin {
     Shrunk,
     /// Given on the command line.
     Given,
+}
+
+/// What the skip of an operator's cases is called, before its name, whose kernels cannot be run.
+const ALL_CASES_OF: &str = "all cases of ";
+
+/// What the skip of an operator's cases is called whose kernels cannot be run.
+pub fn all_cases_of(operator: &str) -> String {
+    format!("{ALL_CASES_OF}{operator}")
 }
 
 /// What a skip of a tensor's agreement is called before its name.
@@ -581,10 +592,24 @@ impl Report {
         if is_part { Vec::new() } else { without_power(&self.cases) }
     }
 
-    /// The worst verdict of the run. A run that compared nothing is an error, and one in which no verdict over some tensor
-    /// had power has failed.
+    /// Operators whose kernels could not be run, each with the reason.
+    pub fn not_run(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.skips.iter().filter_map(|skip| Some((skip.what.strip_prefix(ALL_CASES_OF)?, skip.why.as_str())))
+    }
+
+    /// The worst verdict of the run. One that compared nothing, or in which an operator's kernels could not be run, is an error,
+    /// and one in which no verdict over some tensor had power has failed.
     pub fn verdict(&self) -> Verdict {
-        let floor = if self.without_power().is_empty() { Verdict::Pass } else { Verdict::Fail };
+        let floor = match (self.not_run().next(), self.without_power().is_empty()) {
+            (Some(_), _) => Verdict::Error,
+            (None, powerful) => {
+                if powerful {
+                    Verdict::Pass
+                } else {
+                    Verdict::Fail
+                }
+            }
+        };
         self.cases.iter().map(|case| case.verdict().max(floor)).max().unwrap_or(Verdict::Error)
     }
 }

@@ -177,6 +177,7 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         oracle_seconds: 0.31,
         skips: Vec::new(),
         plan_number: Some(number as u64),
+        untestable: None,
     }
 }
 

@@ -126,6 +126,8 @@ pub(crate) struct Counts {
     pub(super) survivors: u64,
     /// Tensors of which no verdict had power.
     without_power: u64,
+    /// Operators whose kernels could not be run.
+    not_run: u64,
     /// Things skipped.
     pub(super) skipped: u64,
 }
@@ -138,6 +140,7 @@ impl Counts {
             failing_cases: report.cases.iter().filter(|case| !agrees(case)).count() as u64,
             unchecked_cases: report.cases.iter().filter(|case| case.checks.is_empty()).count() as u64,
             without_power: report.without_power().len() as u64,
+            not_run: report.not_run().count() as u64,
             survivors: report.mutants.iter().filter(|mutant| survived(mutant)).count() as u64,
             skipped: report.skips.iter().map(|skip| skip.count).sum(),
             ..Self::default()
@@ -170,6 +173,10 @@ impl Counts {
         trouble(self.standing(Standing::Error), "check", "could not be decided");
         trouble(self.standing(Standing::Unfounded), "check", "passed without ground");
         trouble(self.unchecked_cases, "case", "ran no check");
+        if self.not_run > 0 {
+            troubles.insert(0, format!("{} could not be run", counted(self.not_run, "operator")));
+            return ("fail", troubles.join(", "));
+        }
         if troubles.is_empty() && self.without_power > 0 {
             let tensors = counted(self.without_power, "tensor");
             return ("fail", format!("No check failed, but nothing was shown of {tensors}"));

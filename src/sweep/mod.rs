@@ -149,7 +149,7 @@ pub fn plan(
 /// Sweeps one operator; returns what did not run, or was not made smaller, counted by the reason.
 ///
 /// # Errors
-/// Remembered cases that cannot be read. A case that fails is no error: its record says so.
+/// Remembered cases that cannot be read, and kernels that cannot be run. A case that fails is no error: its record says so.
 pub fn sweep(
     operator: &dyn Operator,
     runner: &dyn Runner,
@@ -163,12 +163,15 @@ pub fn sweep(
     for (number, planned) in (0..).zip(planned) {
         run_planned(planned, number, runner, options, &mut progress, observer);
     }
+    if let Some((_, why)) = progress.untestable().next() {
+        return Err(CaseError::Untestable { operator: name, why: why.to_owned() });
+    }
     skips.extend(progress.skips(options.time_budget));
     Ok(skips)
 }
 
 /// Runs case `number` of a plan, and makes it smaller if it was drawn and fails. A drawn case for which the time budget
-/// leaves no time is left out, and counted.
+/// leaves no time is left out, and counted; so are all of an operator whose kernels cannot be run.
 pub fn run_planned(
     planned: PlannedCase,
     number: u64,
@@ -177,6 +180,9 @@ pub fn run_planned(
     progress: &mut Progress,
     observer: &mut dyn Observer,
 ) {
+    if !progress.is_testable(&planned.case.operator) {
+        return;
+    }
     if planned.tree.is_some() && !progress.has_time(&planned.case.operator, options.time_budget) {
         return;
     }
@@ -185,6 +191,10 @@ pub fn run_planned(
     let checks =
         CheckOptions { sequence: options.checks.sequence && (cheap || number.is_multiple_of(3)), ..options.checks };
     let record = run_case(&planned.case, planned.origin, runner, checks);
+    if let Some(why) = record.untestable {
+        // Nothing was learnt about this case, nor would be of the operator's others: no record says that it ran.
+        return progress.stop(&planned.case.operator, first_lines(&why));
+    }
     progress.ran(&planned.case.operator, start.elapsed());
     let record = CaseRecord { plan_number: Some(number), ..record };
     observer.done(record.clone());
@@ -215,6 +225,18 @@ pub fn shrink_planned(
             observer.done(small);
         }
     }
+}
+
+/// As much of a compiler's log as says what is wrong.
+fn first_lines(log: &str) -> String {
+    const LINES: usize = 12;
+    let mut lines = log.lines();
+    let mut text = lines.by_ref().take(LINES).collect::<Vec<_>>().join("\n");
+    let others = lines.count();
+    if others > 0 {
+        text += &format!("\n… and {others} more lines");
+    }
+    text
 }
 
 fn runner(seed: u64, operator: &str) -> TestRunner {
@@ -313,6 +335,7 @@ fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOption
         replay: runner.replay_command(case, options.schedules),
         skips: outcome.skips,
         plan_number: None,
+        untestable: outcome.untestable,
     }
 }
 

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
+use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, all_cases_of};
 
 /// How many different failures of an operator are made smaller.
 const SHRUNK_FAILURES: usize = 3;
@@ -31,6 +31,10 @@ struct Used {
     failures: BTreeSet<(String, String)>,
     left_out: u64,
     not_shrunk: u64,
+    /// Why its kernels cannot be run, if they cannot.
+    untestable: Option<String>,
+    /// Cases that did not run for it.
+    not_run: u64,
 }
 
 /// What becomes of a failing case.
@@ -78,6 +82,25 @@ impl Progress {
         has_time
     }
 
+    /// Whether one more case of an operator is worth running; counts it as not run where its kernels cannot be.
+    pub fn is_testable(&mut self, operator: &str) -> bool {
+        let used = self.of(operator);
+        used.not_run += u64::from(used.untestable.is_some());
+        used.untestable.is_none()
+    }
+
+    /// The kernels of an operator cannot be run: `why` is what its first case met.
+    pub fn stop(&mut self, operator: &str, why: String) {
+        let used = self.of(operator);
+        used.untestable = Some(why);
+        used.not_run += 1;
+    }
+
+    /// The operators whose kernels cannot be run, each with the reason.
+    pub fn untestable(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.operators.iter().filter_map(|(operator, used)| Some((operator.as_str(), used.untestable.as_deref()?)))
+    }
+
     /// A case took so long.
     pub fn ran(&mut self, operator: &str, time: Duration) {
         self.of(operator).cases += time;
@@ -107,6 +130,9 @@ impl Progress {
     pub fn skips(&self, budget: Option<Duration>) -> Vec<Skip> {
         let mut skips = Vec::new();
         for (operator, used) in &self.operators {
+            if let Some(why) = &used.untestable {
+                skips.push(Skip { what: all_cases_of(operator), why: why.clone(), count: used.not_run });
+            }
             if used.left_out > 0 {
                 let seconds = budget.unwrap_or_default().as_secs_f64();
                 let why = format!("the time budget of {seconds} s was used ({:.1} s)", used.cases.as_secs_f64());
@@ -197,6 +223,21 @@ mod tests {
     }
 
     #[test]
+    fn an_operator_whose_kernels_cannot_be_run_is_tried_once_and_the_rest_of_its_cases_counted() {
+        let mut progress = Progress::default();
+        assert!(progress.is_testable("rope") && progress.is_testable("swiglu"));
+        progress.stop("rope", "they do not compile".into());
+        assert!(!progress.is_testable("rope") && !progress.is_testable("rope") && progress.is_testable("swiglu"));
+        assert_eq!(progress.untestable().collect::<Vec<_>>(), [("rope", "they do not compile")]);
+        let skips = progress.skips(None);
+        let [skip] = skips.as_slice() else { panic!("{skips:?}") };
+        assert_eq!(
+            (skip.what.as_str(), skip.why.as_str(), skip.count),
+            ("all cases of rope", "they do not compile", 3)
+        );
+    }
+
+    #[test]
     fn a_run_that_is_continued_knows_what_was_made_smaller_and_how_long_it_took() {
         let record = |origin, check: Option<CheckRecord>, seconds| CaseRecord {
             operator: "rope".into(),
@@ -209,6 +250,7 @@ mod tests {
             replay: String::new(),
             skips: Vec::new(),
             plan_number: None,
+            untestable: None,
         };
         let (y, dx) = (failing("forward", "y"), failing("gradient", "dx"));
         let mut progress = Progress::resumed(&[

@@ -346,21 +346,49 @@ pub const PRODUCT: &str = "silu * b * weight";
 pub const WRONG_PRODUCT: &str = "1.5f * silu * b * weight";
 
 #[test]
-fn run_with_kernels_that_do_not_compile_fails_with_the_log_and_keeps_earlier_records() {
+fn kernels_that_do_not_compile_are_compiled_once_and_not_run_while_other_operators_are() {
     let dir = tempfile::tempdir().unwrap();
     let kernels = changed_kernels(dir.path(), "swiglu.cu", PRODUCT, "silu * b * undeclared_weight");
     let kernels = kernels.display().to_string();
-    let sweep = ["--ops", "kv_cache_write,swiglu", "--cases", "0", "--edge-cases", "4"];
+    let sweep = ["--ops", "kv_cache_write,swiglu", "--cases", "2", "--edge-cases", "4"];
     let output = run(dir.path(), &[&sweep[..], &["--kernels", &kernels]].concat());
-    output.assert_code(1);
-    assert!(output.stderr.contains("undeclared_weight"), "{}", output.stderr);
+    // No disagreement: nothing was compared.
+    output.assert_code(2);
+    assert_eq!(output.stderr.matches("error: ‘undeclared_weight’ was not declared").count(), 1, "{}", output.stderr);
     let records = records(&dir.path().join("out"));
-    let verdicts = |operator: &str| -> Vec<Verdict> {
-        records.iter().filter(|r| r.operator == operator).map(CaseRecord::verdict).collect()
-    };
-    assert!(!verdicts("kv_cache_write").is_empty() && verdicts("kv_cache_write").iter().all(|&v| v == Verdict::Pass));
-    assert!(verdicts("swiglu").iter().all(|&v| v == Verdict::Error), "{:?}", verdicts("swiglu"));
-    assert!(dir.path().join("out/report.json").is_file());
+    assert!(records.iter().all(|r| r.operator == "kv_cache_write" && r.verdict() == Verdict::Pass), "{records:?}");
+    assert!(!records.is_empty() && !dir.path().join("regressions").exists());
+    let report: Report = serde_json::from_str(&read(dir.path().join("out/report.json"))).unwrap();
+    let skip = report.skips.iter().find(|skip| skip.what == "all cases of swiglu").expect("a counted skip");
+    assert!(skip.count >= 6 && skip.why.contains("undeclared_weight"), "{skip:?}");
+    assert!(output.stdout.starts_with("swiglu could not be run, the others agreed: "), "{}", output.stdout);
+    let summary = read(dir.path().join("out/summary.md"));
+    assert!(summary.starts_with("## ❌ 1 operator could not be run"), "{}", &summary[..80]);
+
+    // The same command with kernels that compile.
+    let kernels = changed_kernels(dir.path(), "swiglu.cu", PRODUCT, PRODUCT).display().to_string();
+    run(dir.path(), &[&sweep[..], &["--kernels", &kernels]].concat()).assert_code(0);
+}
+
+#[test]
+fn a_cache_that_cannot_be_written_costs_time_and_no_verdict() {
+    let dir = tempfile::tempdir().unwrap();
+    let blocked = dir.path().join("a file");
+    std::fs::write(&blocked, "").unwrap();
+    let arguments = ["run", "--ops", "kv_cache_write", "--cases", "0", "--edge-cases", "2", "--schedules", "0"];
+    let out = dir.path().join("out").display().to_string();
+    let arguments = [&arguments[..], &["--backend", "emulator", "--out", &out, "--regressions", &out]].concat();
+    let output = Parity::new(&arguments).env("PARITY_CACHE_DIR", &blocked.join("within").display().to_string()).run();
+    output.assert_code(0);
+    assert_eq!(output.stderr.matches("writing the module cache").count(), 1, "{}", output.stderr);
+}
+
+#[test]
+fn a_run_that_compares_nothing_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = run(dir.path(), &["--ops", "kv_cache_write", "--cases", "0", "--edge-cases", "0"]);
+    output.assert_code(2);
+    assert!(output.stderr.contains("nothing was compared"), "{}", output.stderr);
 }
 
 #[test]

@@ -48,6 +48,7 @@ fn case(number: u64) -> CaseRecord {
         operator: "rms_norm".into(),
         case: serde_json::json!({ "operator": "rms_norm", "num_rows": number + 1, "seed": number }),
         plan_number: Some(number),
+        untestable: None,
         origin: Origin::Drawn,
         paths: vec![if number.is_multiple_of(2) { "forward_block" } else { "forward_warp" }.into()],
         checks: vec![

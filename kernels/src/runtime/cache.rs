@@ -1,20 +1,24 @@
 //! Compiled modules on disk, keyed by everything that went into them.
 
 use std::collections::HashMap;
+use std::io::{self, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock};
 
 use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
 
-/// A directory of compiled modules. Two processes may share it: files appear whole or not at all.
+/// A directory of compiled modules. Two processes may share it: files appear whole or not at all, and what is not as it was
+/// stored is built again.
 #[derive(Clone, Debug)]
 pub struct ModuleCache {
     dir: PathBuf,
 }
 
 impl ModuleCache {
-    /// `PARITY_CACHE_DIR`, or `dsv4-parity` in the user's cache directory.
+    /// `PARITY_CACHE_DIR`, or `dsv4-parity` in the user's cache directory, or a folder of the user's own in the one for temporary
+    /// files.
     pub fn default_dir() -> PathBuf {
         if let Some(dir) = std::env::var_os("PARITY_CACHE_DIR") {
             return dir.into();
@@ -22,8 +26,8 @@ impl ModuleCache {
         let base = std::env::var_os("XDG_CACHE_HOME")
             .map(PathBuf::from)
             .or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")))
-            .unwrap_or_else(std::env::temp_dir);
-        base.join("dsv4-parity")
+            .filter(|base| base.is_absolute());
+        base.map_or_else(|| own_dir(&std::env::temp_dir()), |base| base.join("dsv4-parity"))
     }
 
     /// A cache in `dir`, created when first written.
@@ -62,17 +66,26 @@ impl ModuleCache {
         Ok(hasher.finalize().to_hex().to_string())
     }
 
-    /// The path under which `key` is stored, if it is.
+    /// The path under which `key` is stored, if it is, and as it was stored.
     pub fn find(&self, key: &str, extension: &str) -> Option<PathBuf> {
         let path = self.path(key, extension);
-        path.is_file().then_some(path)
+        let bytes = std::fs::read(&path).ok()?;
+        if std::fs::read_to_string(digest_path(&path)).is_ok_and(|digest| digest == digest_of(&bytes)) {
+            return Some(path);
+        }
+        static SAID: Once = Once::new();
+        SAID.call_once(|| {
+            tracing::warn!("{} is not what was stored there: it is built again, as every such module", path.display());
+        });
+        None
     }
 
     /// The path of the module under `key`, which `build` makes where there is none: once, however many threads of this
-    /// process want it. Different modules are built at the same time.
+    /// process want it. Different modules are built at the same time. One that cannot be stored lies in a folder of this
+    /// process, for as long as it runs.
     ///
     /// # Errors
-    /// Those of `build` and of [`Self::store`]; the next call builds again.
+    /// Those of `build`, after which the next call builds again; those of the folder for temporary files.
     pub fn find_or_build(
         &self,
         key: &str,
@@ -89,7 +102,9 @@ impl ModuleCache {
         let held = turn.lock().unwrap_or_else(|e| e.into_inner());
         let built = match self.find(key, extension) {
             Some(path) => Ok(path),
-            None => build().and_then(|bytes| self.store(key, extension, &bytes)),
+            None => build().and_then(|bytes| {
+                self.store(key, extension, &bytes).or_else(|e| keep_here(key, extension, &bytes, &e))
+            }),
         };
         drop(held);
         building().remove(&path);
@@ -106,14 +121,65 @@ impl ModuleCache {
     /// [`RuntimeError::System`] when the directory cannot be written.
     pub fn store(&self, key: &str, extension: &str, bytes: &[u8]) -> Result<PathBuf> {
         let path = self.path(key, extension);
-        let doing = || format!("writing the module cache {}", self.dir.display());
-        std::fs::create_dir_all(&self.dir).map_err(|e| RuntimeError::system(doing(), e))?;
-        // Written beside and renamed, so that another process never loads half a file.
-        let mut file = tempfile::NamedTempFile::new_in(&self.dir).map_err(|e| RuntimeError::system(doing(), e))?;
-        std::io::Write::write_all(&mut file, bytes).map_err(|e| RuntimeError::system(doing(), e))?;
-        file.persist(&path).map_err(|e| RuntimeError::system(doing(), e.error))?;
+        let doing = |e| RuntimeError::system(format!("writing the module cache {}", self.dir.display()), e);
+        std::fs::create_dir_all(&self.dir).map_err(doing)?;
+        // The digest first: who finds the module finds what it must be.
+        write_whole(&self.dir, &digest_path(&path), digest_of(bytes).as_bytes()).map_err(doing)?;
+        write_whole(&self.dir, &path, bytes).map_err(doing)?;
         Ok(path)
     }
+}
+
+/// Written beside and renamed, so that another process never loads half a file.
+fn write_whole(dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = tempfile::NamedTempFile::new_in(dir)?;
+    file.write_all(bytes)?;
+    file.persist(path).map_err(|e| e.error).map(drop)
+}
+
+/// Where the digest of a stored module lies.
+fn digest_path(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".blake3");
+    name.into()
+}
+
+fn digest_of(bytes: &[u8]) -> String {
+    blake3::hash(bytes).to_hex().to_string()
+}
+
+/// Keeps a module that cannot be stored for as long as this process runs.
+fn keep_here(key: &str, extension: &str, bytes: &[u8], why: &RuntimeError) -> Result<PathBuf> {
+    static SAID: Once = Once::new();
+    SAID.call_once(|| tracing::warn!("{why}; modules that cannot be kept are compiled again by the next run"));
+    let doing = |e| RuntimeError::system("keeping a compiled module", e);
+    // Taken away with the process: its files are named by nobody else.
+    static DIR: OnceLock<tempfile::TempDir> = OnceLock::new();
+    let dir = match DIR.get() {
+        Some(dir) => dir,
+        None => {
+            let made = tempfile::tempdir().map_err(doing)?;
+            DIR.get_or_init(|| made)
+        }
+    };
+    let path = dir.path().join(format!("{key}.{extension}"));
+    write_whole(dir.path(), &path, bytes).map_err(doing)?;
+    Ok(path)
+}
+
+/// A folder in one that everybody may write to, which is this user's alone: another's could hold anything.
+fn own_dir(shared: &Path) -> PathBuf {
+    // SAFETY: geteuid has no preconditions.
+    let user = unsafe { libc::geteuid() };
+    let dir = shared.join(format!("dsv4-parity-{user}"));
+    let made = std::fs::DirBuilder::new().mode(0o700).create(&dir);
+    let is_own = |found: std::fs::Metadata| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0;
+    if made.is_ok() || std::fs::symlink_metadata(&dir).is_ok_and(is_own) {
+        return dir;
+    }
+    tracing::warn!("{} is not this user's alone: modules are kept as long as this process runs", dir.display());
+    // Where none can be made, storing fails, and says so.
+    tempfile::tempdir().map_or(dir, tempfile::TempDir::keep)
 }
 
 #[cfg(test)]
@@ -145,6 +211,65 @@ mod tests {
     }
 
     #[test]
+    fn a_module_that_is_not_as_it_was_stored_is_built_again_whatever_became_of_it() {
+        let dir = tempfile::tempdir().expect("a scratch directory");
+        let cache = ModuleCache::new(dir.path().to_owned());
+        let module: Vec<u8> = (0..200).collect();
+        let build = || cache.find_or_build("key", "so", || Ok(module.clone())).expect("a module");
+        let path = build();
+        let unused = || -> Result<Vec<u8>> { panic!("it is there") };
+        assert_eq!(cache.find_or_build("key", "so", unused).expect("a module"), path);
+        let spoilt: [&dyn Fn(); 5] = [
+            &|| std::fs::write(&path, &module[..100]).unwrap(),
+            &|| std::fs::write(&path, b"").unwrap(),
+            &|| std::fs::write(&path, module.iter().map(|byte| byte ^ 1).collect::<Vec<_>>()).unwrap(),
+            &|| std::fs::remove_file(digest_path(&path)).unwrap(),
+            &|| std::fs::write(digest_path(&path), "no digest").unwrap(),
+        ];
+        for (number, spoil) in spoilt.iter().enumerate() {
+            spoil();
+            assert_eq!(cache.find("key", "so"), None, "spoilt in way {number}");
+            assert_eq!(std::fs::read(build()).unwrap(), module);
+        }
+        for at in 0..module.len() {
+            let mut damaged = module.clone();
+            damaged[at] ^= 1;
+            std::fs::write(&path, damaged).unwrap();
+            assert_eq!(cache.find("key", "so"), None, "byte {at}");
+        }
+    }
+
+    #[test]
+    fn a_module_that_cannot_be_kept_is_there_all_the_same() {
+        let dir = tempfile::tempdir().expect("a scratch directory");
+        let blocked = dir.path().join("a file");
+        std::fs::write(&blocked, b"").unwrap();
+        let cache = ModuleCache::new(blocked.join("within a file"));
+        assert!(cache.store("key", "so", b"module").is_err());
+        let path = cache.find_or_build("key", "so", || Ok(b"module".into())).expect("a module");
+        assert_eq!(std::fs::read(path).unwrap(), b"module");
+    }
+
+    #[test]
+    fn a_folder_that_is_not_the_users_own_is_not_used() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let shared = tempfile::tempdir().expect("a scratch directory");
+        let own = own_dir(shared.path());
+        assert!(own.starts_with(shared.path()), "{}", own.display());
+        assert_eq!(std::fs::metadata(&own).unwrap().mode() & 0o777, 0o700);
+        assert_eq!(own_dir(shared.path()), own);
+        std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o770)).unwrap();
+        let other = own_dir(shared.path());
+        assert!(!other.starts_with(shared.path()), "{}", other.display());
+        std::fs::remove_dir(&other).unwrap();
+        std::fs::remove_dir(&own).unwrap();
+        std::os::unix::fs::symlink("/", &own).unwrap();
+        let other = own_dir(shared.path());
+        assert!(!other.starts_with(shared.path()), "{}", other.display());
+        std::fs::remove_dir(&other).unwrap();
+    }
+
+    #[test]
     fn a_header_changes_the_key_of_those_that_include_it_and_of_no_other() {
         let text = |text: &str| text.to_owned();
         let tree = SourceTree::from_files(
@@ -152,7 +277,16 @@ mod tests {
             [
                 (text("direct.cu"), text("#include \"inner.h\"\n")),
                 (text("through.cu"), text("#include \"outer.h\"\n")),
-                (text("without.cu"), text("// as inner.h has it\n#include <cstdint>\n")),
+                (text("without.cu"), text("// as inner.h has it\n#include <cstdint>\n/*\n#include \"inner.h\"\n*/ // \\\n#include \"inner.h\"\n")),
+                (text("spaced.cu"), text("#  include \"inner.h\"\n")),
+                (text("angles.cu"), text("#include <inner.h>\n")),
+                (text("behind.cu"), text("/* a\n comment */ # /* another */ include/**/\"inner.h\"\n")),
+                (text("macro.cu"), text("#define HEADER \"inner.h\"\n#include HEADER\n")),
+                (text("digraph.cu"), text("%: include \"inner.h\"\n")),
+                (text("broken.cu"), text("#inc\\\nlude \"in\\\nner.h\"\n")),
+                (text("folder.cu"), text("#include \"./inner.h\"\n")),
+                (text("quotes.cu"), text("const char* open = \"/*\"; char quote = '\"';\nint n = 1'000;\n#include \"inner.h\"\n")),
+                (text("raw.cu"), text("const char* raw = R\"x(\" /* )\" )x\";\n#include \"inner.h\"\n")),
                 (text("include/outer.h"), text("#pragma once\n  #include \"inner.h\"\n")),
                 (text("include/inner.h"), text("constexpr int N = 1;\n")),
             ]
@@ -161,7 +295,10 @@ mod tests {
         .expect("a tree");
         let changed = tree.with_text("include/inner.h", text("constexpr int N = 2;\n"), "a header");
         let key = |tree, file| ModuleCache::key(tree, file, &[], std::iter::empty(), "compiler").expect("a key");
-        for (file, is_other) in [("direct.cu", true), ("through.cu", true), ("without.cu", false)] {
+        let files: Vec<_> = tree.kernel_files().collect();
+        assert_eq!(files.len(), 12);
+        for file in files {
+            let is_other = file != "without.cu";
             assert_eq!(key(&tree, file) != key(&changed, file), is_other, "{file}");
         }
     }

@@ -98,7 +98,8 @@ impl SourceTree {
     }
 
     /// The headers of this tree that `file` includes, itself or through others, by their path within the tree and in
-    /// the order in which they are met.
+    /// the order in which they are met; whether a condition leaves an inclusion out is not asked. A file that includes what a
+    /// macro names includes all of them.
     ///
     /// # Errors
     /// [`RuntimeError::SourceMissing`] for a `file` that is not in the tree. Headers from elsewhere are passed over.
@@ -106,13 +107,17 @@ impl SourceTree {
         let mut found: Vec<&str> = Vec::new();
         let mut pending = vec![self.text(file)?];
         while let Some(text) = pending.pop() {
-            let directives = text.lines().filter_map(|line| line.trim_start().strip_prefix("#include"));
-            for name in directives.filter_map(|directive| directive.split('"').nth(1)) {
-                if let Some((path, text)) = self.files.get_key_value(&format!("include/{name}"))
-                    && !found.contains(&path.as_str())
-                {
-                    found.push(path);
-                    pending.push(text);
+            for inclusion in inclusions(text) {
+                let is_meant = |path: &str| match (&inclusion, path.strip_prefix("include/")) {
+                    (Inclusion::Named(name), Some(header)) => name.rsplit('/').next() == Some(header),
+                    (Inclusion::ByMacro, header) => header.is_some(),
+                    _ => false,
+                };
+                for (path, text) in self.files.iter().filter(|(path, _)| is_meant(path)) {
+                    if !found.contains(&path.as_str()) {
+                        found.push(path);
+                        pending.push(text);
+                    }
                 }
             }
         }
@@ -132,6 +137,79 @@ impl SourceTree {
         }
         hasher.finalize().to_hex().to_string()
     }
+}
+
+/// What an `#include` names.
+enum Inclusion {
+    Named(String),
+    ByMacro,
+}
+
+/// The inclusions of a source, as the preprocessor finds them: behind comments and over continued lines, with any spacing.
+fn inclusions(text: &str) -> Vec<Inclusion> {
+    let text = without_comments(&text.replace("\\\r\n", "").replace("\\\n", ""));
+    let directives = text.lines().filter_map(|line| {
+        let line = line.trim_start();
+        line.strip_prefix('#').or_else(|| line.strip_prefix("%:"))
+    });
+    let argument = |directive: &str| {
+        let directive = directive.trim_start();
+        let names = ["include_next", "include", "import", "embed"];
+        let argument = names.iter().find_map(|name| directive.strip_prefix(name))?.trim_start();
+        let closing = match argument.chars().next()? {
+            '"' => '"',
+            '<' => '>',
+            _ => return Some(Inclusion::ByMacro),
+        };
+        Some(
+            argument[1..].split_once(closing).map_or(Inclusion::ByMacro, |(name, _)| Inclusion::Named(name.to_owned())),
+        )
+    };
+    directives.filter_map(argument).collect()
+}
+
+/// C++ with a space for each comment. What stands in quotes is no comment; a quote between digits is none.
+fn without_comments(text: &str) -> String {
+    let mut rest = text;
+    let mut kept = String::with_capacity(text.len());
+    while let Some(at) = rest.find(['/', '"', '\'']) {
+        let (before, from) = rest.split_at(at);
+        kept.push_str(before);
+        let length = match from.as_bytes() {
+            [b'/', b'/', ..] => from.find('\n').unwrap_or(from.len()),
+            [b'/', b'*', ..] => from[2..].find("*/").map_or(from.len(), |end| end + 4),
+            [b'"', ..] if kept.ends_with('R') => raw_string_length(from),
+            [b'\'', ..] if kept.ends_with(|before: char| before.is_ascii_alphanumeric()) => 1,
+            [quote @ (b'"' | b'\''), ..] => quoted_length(from, *quote),
+            _ => 1,
+        };
+        let (token, after) = from.split_at(length);
+        kept.push_str(if token.starts_with("//") || token.starts_with("/*") { " " } else { token });
+        rest = after;
+    }
+    kept + rest
+}
+
+/// Bytes of a literal in these quotes, at the end of the line at the latest.
+fn quoted_length(text: &str, quote: u8) -> usize {
+    let mut escaped = false;
+    for (at, byte) in text.bytes().enumerate().skip(1) {
+        match byte {
+            b'\n' => return at,
+            _ if escaped => escaped = false,
+            b'\\' => escaped = true,
+            _ if byte == quote => return at + 1,
+            _ => {}
+        }
+    }
+    text.len()
+}
+
+/// Bytes of `"delimiter(…)delimiter"`.
+fn raw_string_length(text: &str) -> usize {
+    let Some((delimiter, _)) = text[1..].split_once('(') else { return 1 };
+    let end = format!("){delimiter}\"");
+    text.find(&end).map_or(text.len(), |at| at + end.len())
 }
 
 /// The emulator's own headers, which belong to the runtime and not to a kernel tree.

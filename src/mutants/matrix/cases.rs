@@ -105,6 +105,7 @@ mod tests {
             oracle_seconds: 0.0,
             replay: String::new(),
             plan_number: None,
+            untestable: None,
             skips: Vec::new(),
         };
         KnownCase { case, record, kernels: set(kernels), modules: set(modules), work }

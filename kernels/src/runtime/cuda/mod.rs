@@ -41,9 +41,6 @@ const RESERVED_PART: usize = 4;
 /// Touched ranges of a reserved buffer are rounded up to this, bytes.
 const TOUCHED_GRANULE: u64 = 16;
 
-/// Length of the digest that ends a stored cubin, bytes.
-const DIGEST: usize = blake3::OUT_LEN;
-
 /// A GPU.
 pub struct CudaBackend {
     context: Arc<Context>,
@@ -79,9 +76,8 @@ impl CudaBackend {
     }
 
     fn load_stored(&self, path: &Path, file: &str) -> std::result::Result<CudaModule, String> {
-        let stored = std::fs::read(path).map_err(|error| error.to_string())?;
-        let cubin = unseal(&stored).ok_or("its digest does not match")?;
-        CudaModule::load(&self.context, file, cubin).map_err(|error| error.to_string())
+        let cubin = std::fs::read(path).map_err(|error| error.to_string())?;
+        CudaModule::load(&self.context, file, &cubin).map_err(|error| error.to_string())
     }
 }
 
@@ -93,17 +89,6 @@ fn chosen_device() -> Result<u32> {
         backend: "cuda",
         reason: format!("PARITY_CUDA_DEVICE is {value:?}, which is not a device's number"),
     })
-}
-
-/// A cubin followed by its blake3: the driver takes no length, so that it must never be handed a
-/// damaged file. Tools that read ELF files ignore what follows the last section.
-fn seal(cubin: &[u8]) -> Vec<u8> {
-    [cubin, blake3::hash(cubin).as_bytes()].concat()
-}
-
-fn unseal(stored: &[u8]) -> Option<&[u8]> {
-    let (cubin, digest) = stored.split_at_checked(stored.len().checked_sub(DIGEST)?)?;
-    (blake3::hash(cubin).as_bytes().as_slice() == digest).then_some(cubin)
 }
 
 /// Where the usable bytes lie within an allocation: total bytes, and bytes of the back band.
@@ -137,7 +122,7 @@ impl Backend for CudaBackend {
         }
         let cubin = self.nvrtc.compile(tree, file, defines, target)?.cubin;
         let module = CudaModule::load(&self.context, file, &cubin)?;
-        if let Err(error) = self.cache.store(&key, "cubin", &seal(&cubin)) {
+        if let Err(error) = self.cache.store(&key, "cubin", &cubin) {
             // Without a cache the next process compiles again, and nothing else changes.
             tracing::warn!("{error}");
         }
@@ -282,19 +267,6 @@ fn describe(device: &Properties) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_damaged_cubin_is_not_unsealed() {
-        let sealed = seal(b"\x7fELF and so on");
-        assert_eq!(unseal(&sealed), Some(b"\x7fELF and so on".as_slice()));
-        assert_eq!(unseal(&sealed[..sealed.len() - 1]), None);
-        assert_eq!(unseal(&[]), None);
-        for at in 0..sealed.len() {
-            let mut damaged = sealed.clone();
-            damaged[at] ^= 1;
-            assert_eq!(unseal(&damaged), None, "byte {at}");
-        }
-    }
 
     #[test]
     fn guard_bands_surround_every_size() {

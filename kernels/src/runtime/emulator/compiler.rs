@@ -123,7 +123,22 @@ impl Compiler {
         write(file, tree.text(file)?)?;
         let options: Vec<_> = compile_options(&self.version, tree).collect();
         let library = self.run_compiler(scratch.path(), &options, file, defines)?;
-        std::fs::read(&library).map_err(|e| RuntimeError::system("reading the compiled module", e))
+        let module = std::fs::read(&library).map_err(|e| RuntimeError::system("reading the compiled module", e))?;
+        if !module.starts_with(b"\x7fELF") {
+            let log =
+                format!("it reported success, and the {} bytes that it wrote are no shared library", module.len());
+            return Err(self.refused(file, defines, log));
+        }
+        Ok(module)
+    }
+
+    fn refused(&self, file: &str, defines: &[(String, String)], log: String) -> RuntimeError {
+        RuntimeError::Compile {
+            compiler: self.version.clone(),
+            file: file.to_owned(),
+            defines: defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect(),
+            log,
+        }
     }
 
     /// Compiles, then links without the options of the checks, so that the compiler adds no library of its own to them.
@@ -142,12 +157,7 @@ impl Compiler {
             if output.status.success() {
                 return Ok(());
             }
-            Err(RuntimeError::Compile {
-                compiler: self.version.clone(),
-                file: file.to_owned(),
-                defines: defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect(),
-                log: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-            })
+            Err(self.refused(file, defines, String::from_utf8_lossy(&output.stderr).trim().to_owned()))
         };
         let defines = defines.iter().map(|(name, value)| format!("-D{name}={value}"));
         run(Command::new(&self.path)
