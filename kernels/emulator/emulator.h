@@ -253,7 +253,12 @@ EMULATOR_CHECK __ubsan_handle_type_mismatch_v1_abort(void* data, void* address) 
     const auto* check = static_cast<const emulator::AlignmentCheck*>(data);
     const char* const kinds[] = {"load of", "store to", "reference to", "member of"};
     char text[emulator::CHECK_TEXT];
-    std::snprintf(text, sizeof text, "%s %s", check->kind < 4 ? kinds[check->kind] : "access to", check->type->name);
+    const char* const kind = check->kind < 4 ? kinds[check->kind] : "access to";
+    if (reinterpret_cast<uintptr_t>(address) % (uintptr_t{1} << check->log_alignment) == 0) {
+        std::snprintf(text, sizeof text, "%s %s outside of the variable that its pointer points to", kind, check->type->name);
+        emulator::stop(check->place, text);
+    }
+    std::snprintf(text, sizeof text, "%s %s", kind, check->type->name);
     emulator::host->misaligned(emulator::context, &check->place, address, 1u << check->log_alignment, text);
     __builtin_unreachable();
 }

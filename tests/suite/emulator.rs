@@ -250,7 +250,7 @@ fn null_pointers_wild_addresses_deep_stacks_and_division_by_zero_are_reported() 
 }
 
 #[test]
-fn an_index_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_many_bits_are_reported() {
+fn an_index_or_pointer_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_many_bits_are_reported() {
     let Some(device) = emulator() else { return };
     let on_thread_5 = |declaration: &str, statement: &str| {
         format!("{declaration} const int at = params.count + 4; if (threadIdx.x == 5) {{ {statement} }}")
@@ -261,6 +261,12 @@ fn an_index_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_many_bits_a
         ("__shared__ int x[4];", "x[at] = 1;", index),
         ("struct { int before[4], after; } x{};", "params.y[0] = x.before[at];", index),
         ("int x[4] = {1, 2, 3, 4};", "params.y[0] = x[3 - at];", "index -1 is beyond the end of an array 'int [4]'"),
+        (
+            "__shared__ int x[4];",
+            "int* p = x; p[at] = 1; params.y[1] = p[0];",
+            "outside of the variable that its pointer points to",
+        ),
+        ("int x[4] = {1, 2, 3, 4};", "const int* p = x; params.y[0] = p[at];", "outside of the variable that its"),
         ("", "params.y[0] = 1 << (8 * at);", "a shift of 'int' by 32: more bits than there are, probe.cu:"),
     ] {
         let (_, _, thread, what) =

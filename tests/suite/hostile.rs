@@ -1,11 +1,14 @@
 //! Kernels that end, stall or deceive the process that they run in: each is its own launch's fault, and the device goes on.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, Instant};
 
 use dsv4_kernels::runtime::arena::Violation;
+use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::params::Params;
 use dsv4_kernels::runtime::{
-    Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig, Result, RuntimeError, SourceTree,
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, RuntimeError,
+    SourceTree,
 };
 
 use crate::emulator::{emulator, probe_tree};
@@ -179,4 +182,36 @@ fn a_kernel_that_takes_all_memory_gets_none_and_the_machine_keeps_its_own() {
     let (thread, what) = said(&device, "", statement);
     assert_eq!(thread, "(5, 0, 0)");
     assert!(what.contains("null pointer"), "{what}");
+}
+
+#[test]
+fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
+    let Some(device) = emulator() else { return };
+    let compilers = tempfile::tempdir().unwrap();
+    for (name, does, needle) in [
+        ("hangs", "sleep 1000", "it did not end within 1 s"),
+        (
+            "garbage",
+            "touch module.o; echo garbage > module.so",
+            "it reported success, and the 8 bytes that it wrote are no",
+        ),
+        ("dies", "kill -9 $$", "could not compile `probe.cu`"),
+    ] {
+        let path = compilers.path().join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n[ \"$1\" = --version ] && echo {name} 1 && exit\n{does}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let cache = tempfile::tempdir().unwrap();
+        let emulator = EmulatorOptions {
+            compile_limit: Duration::from_secs(1),
+            compiler: Some(path),
+            ..EmulatorOptions::default()
+        };
+        let options = DeviceOptions { emulator, cache_dir: cache.path().to_owned(), ..DeviceOptions::default() };
+        let broken = Device::open(BackendKind::Emulator, options).unwrap();
+        let start = Instant::now();
+        let error = run(&broken, probe_tree("params.y[threadIdx.x] = 1;")).expect_err(name);
+        assert!(matches!(error, RuntimeError::Compile { .. }) && error.to_string().contains(needle), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(20), "{name}");
+    }
+    assert_works(&device, "compilers that do not");
 }

@@ -1,8 +1,10 @@
 //! Child processes that can be ended with everything that they started.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _};
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 /// Lets the command lead a process group of its own, and die with the thread that starts it: neither a
 /// time limit nor the end of this process leaves anything behind.
@@ -17,6 +19,44 @@ pub fn isolate(command: &mut Command) {
     }
 }
 
+/// What a command that ended in time left behind.
+#[derive(Debug)]
+pub struct Ended {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// What it wrote to both streams.
+    pub words: String,
+}
+
+/// Runs a command, [`isolate`]d, to its end; `None` where that does not come within the limit: then the command and all that it
+/// started are killed.
+///
+/// # Errors
+/// A command that cannot be started, and the file for its words.
+pub fn run_within(command: &mut Command, limit: Duration) -> io::Result<Option<Ended>> {
+    // A file takes whatever is written; a pipe that nobody empties would hold the command up.
+    let mut words: File = tempfile::tempfile()?;
+    isolate(command);
+    command.stdin(Stdio::null()).stdout(words.try_clone()?).stderr(words.try_clone()?);
+    let (mut child, start) = (command.spawn()?, Instant::now());
+    let status = loop {
+        match child.try_wait()? {
+            Some(status) => break Some(status),
+            None if start.elapsed() >= limit => break None,
+            None => std::thread::sleep(Duration::from_millis(2)),
+        }
+    };
+    kill_group(child.id());
+    let Some(status) = status else {
+        child.wait()?;
+        return Ok(None);
+    };
+    let mut bytes = Vec::new();
+    words.rewind()?;
+    words.read_to_end(&mut bytes)?;
+    Ok(Some(Ended { status, words: String::from_utf8_lossy(&bytes).into_owned() }))
+}
+
 /// Kills every process of the group that `leader` leads; one that is gone already is no error.
 ///
 /// The id of a leader that was waited for is not given to another process while its group has members;
@@ -27,5 +67,28 @@ pub fn kill_group(leader: u32) {
         // SAFETY: kill takes two integers; the group is positive and not 1, so neither "every process" nor
         // this process's own group can be meant.
         unsafe { libc::kill(-leader, libc::SIGKILL) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_that_does_not_end_is_killed_with_what_it_started() {
+        let shell = |script: &str| {
+            let mut shell = Command::new("sh");
+            shell.args(["-c", script]);
+            shell
+        };
+        let ended = run_within(&mut shell("echo out; echo err >&2; exit 3"), Duration::from_secs(10));
+        let ended = ended.expect("it runs").expect("in time");
+        assert_eq!((ended.status.code(), ended.words.as_str()), (Some(3), "out\nerr\n"));
+        let dir = tempfile::tempdir().expect("a scratch directory");
+        let file = dir.path().join("late");
+        let late = format!("(sleep 1; touch {}) & sleep 100", file.display());
+        assert!(run_within(&mut shell(&late), Duration::from_millis(200)).expect("it runs").is_none());
+        std::thread::sleep(Duration::from_millis(1500));
+        assert!(!file.exists(), "what it started went on");
     }
 }

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use crate::runtime::cache::ModuleCache;
 use crate::runtime::error::{Result, RuntimeError};
+use crate::runtime::process::run_within;
 use crate::runtime::source::{SourceTree, emulator_headers};
 
 /// Options for g++ and clang++ alike. No contraction: an fma happens where the source says so.
@@ -24,17 +26,18 @@ const COMPILE_OPTIONS: &[&str] = &[
 ];
 
 /// What ends a launch beside a wild address: an index outside an array whose size the compiler knows (a GPU reads or
-/// spoils the neighbour in silence), a shift by more bits than there are, and an access through a pointer that is not
-/// aligned to its type, on which a GPU faults. `emulator.h` defines what a failed check calls.
+/// spoils the neighbour in silence), an access through a pointer to a variable beyond its end, as far as the compiler sees which
+/// variable it is, a shift by more bits than there are, and an access through a pointer that is not aligned to its type, on
+/// which a GPU faults. `emulator.h` defines what a failed check calls.
 /// And loads and stores are reported, for `accesses`: by the instrumentation of the compiler's detector of races, whose library is
 /// left out.
 const CHECKS_OF_GCC: &[&str] = &[
-    "-fsanitize=bounds-strict,shift-exponent,alignment,thread",
+    "-fsanitize=bounds-strict,object-size,shift-exponent,alignment,thread",
     "-fno-sanitize-recover=all",
     "--param=tsan-instrument-func-entry-exit=0",
 ];
 const CHECKS_OF_CLANG: &[&str] = &[
-    "-fsanitize=bounds,shift-exponent,alignment,thread",
+    "-fsanitize=bounds,object-size,shift-exponent,alignment,thread",
     "-fno-sanitize-recover=all",
     "-mllvm",
     "-tsan-instrument-func-entry-exit=0",
@@ -75,17 +78,19 @@ pub struct Compiler {
     /// What it calls itself.
     pub version: String,
     cache: ModuleCache,
+    time_limit: Duration,
 }
 
 impl Compiler {
-    /// `PARITY_CXX`, or `c++`.
+    /// The one at `path`, or `PARITY_CXX`, or `c++`; a module that takes it longer than the limit does not compile.
     ///
     /// # Errors
     /// [`RuntimeError::BackendMissing`] where it cannot be run.
-    pub fn new(cache: ModuleCache) -> Result<Self> {
-        let path = PathBuf::from(std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into()));
+    pub fn new(cache: ModuleCache, path: Option<PathBuf>, time_limit: Duration) -> Result<Self> {
+        let usual = || PathBuf::from(std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into()));
+        let path = path.unwrap_or_else(usual);
         let version = compiler_version(&path)?;
-        Ok(Self { path, version, cache })
+        Ok(Self { path, version, cache, time_limit })
     }
 
     /// The shared library of a kernel file, built if it is not in the cache.
@@ -150,14 +155,16 @@ impl Compiler {
         defines: &[(String, String)],
     ) -> Result<PathBuf> {
         let run = |command: &mut Command| {
-            let output = command
-                .current_dir(scratch)
-                .output()
+            let ended = run_within(command.current_dir(scratch), self.time_limit)
                 .map_err(|e| RuntimeError::system(format!("running {}", self.path.display()), e))?;
-            if output.status.success() {
-                return Ok(());
+            match ended {
+                Some(ended) if ended.status.success() => Ok(()),
+                Some(ended) => Err(self.refused(file, defines, ended.words.trim().to_owned())),
+                None => {
+                    let seconds = self.time_limit.as_secs_f64();
+                    Err(self.refused(file, defines, format!("it did not end within {seconds} s")))
+                }
             }
-            Err(self.refused(file, defines, String::from_utf8_lossy(&output.stderr).trim().to_owned()))
         };
         let defines = defines.iter().map(|(name, value)| format!("-D{name}={value}"));
         run(Command::new(&self.path)

@@ -40,6 +40,7 @@ mod work;
 mod worker;
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -62,6 +63,10 @@ pub struct EmulatorOptions {
     pub schedule_seed: Option<u64>,
     /// A launch that takes longer ends with an error.
     pub time_limit: Duration,
+    /// The C++ compiler; `None` for `PARITY_CXX`, or `c++`.
+    pub compiler: Option<PathBuf>,
+    /// A module that takes the compiler longer does not compile.
+    pub compile_limit: Duration,
     /// Bytes that the process of the kernels may have for data: buffers, stacks, and what a kernel allocates. All that the
     /// machine has, unless said otherwise.
     pub memory: u64,
@@ -69,7 +74,13 @@ pub struct EmulatorOptions {
 
 impl Default for EmulatorOptions {
     fn default() -> Self {
-        Self { schedule_seed: None, time_limit: Duration::from_secs(120), memory: memory::of_machine() }
+        Self {
+            schedule_seed: None,
+            time_limit: Duration::from_secs(120),
+            compiler: None,
+            compile_limit: Duration::from_secs(600),
+            memory: memory::of_machine(),
+        }
     }
 }
 
@@ -86,7 +97,7 @@ impl EmulatorBackend {
     /// # Errors
     /// [`RuntimeError::BackendMissing`](super::RuntimeError::BackendMissing) when there is no C++ compiler.
     pub fn new(cache: ModuleCache, options: EmulatorOptions) -> Result<Self> {
-        let compiler = Compiler::new(cache)?;
+        let compiler = Compiler::new(cache, options.compiler, options.compile_limit)?;
         let environment = Environment {
             backend: BackendKind::Emulator,
             device: processor_name(),
