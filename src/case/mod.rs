@@ -37,6 +37,12 @@ pub enum CaseError {
         /// What there is.
         known: String,
     },
+    /// A list names an operator twice.
+    #[error("operator `{name}` is named twice")]
+    NamedTwice {
+        /// The operator.
+        name: String,
+    },
     /// A field has a value that the operator cannot take.
     #[error("case of `{operator}`: field `{field}`: {reason}")]
     Field {

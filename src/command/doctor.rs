@@ -1,36 +1,67 @@
 //! `parity doctor`.
 
-use dsv4_kernels::runtime::emulator::EmulatorOptions;
+use std::path::{Path, PathBuf};
+
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, cuda};
 
 use super::Exit;
+use crate::judge::checks::CheckOptions;
+use crate::operator::{Profile, registry};
+use crate::record::{Origin, Verdict};
+use crate::sweep;
 
 /// Says which backends work here; succeeds when one does.
 pub fn execute() -> Exit {
-    let cuda_works = match cuda::probe() {
-        Ok(found) => {
-            println!("cuda      works: {found}");
-            true
+    let cuda = cuda::probe()
+        .map_err(|reason| reason.to_string())
+        .and_then(|found| try_out(BackendKind::Cuda).map(|tried| format!("{found} {tried}")));
+    let emulator = try_out(BackendKind::Emulator);
+    let mut works = false;
+    for (name, found) in [("cuda", cuda), ("emulator", emulator)] {
+        works |= found.is_ok();
+        match found {
+            Ok(found) => println!("{name:9} works: {found}"),
+            Err(reason) => println!("{name:9} does not work: {reason}"),
         }
-        Err(reason) => {
-            println!("cuda      does not work: {reason}");
-            false
+    }
+    if works { Exit::Agreed } else { Exit::BackendMissing }
+}
+
+/// Compiles the kernels of an operator on a backend, runs its first edge case, and compares: a compiler that answers and a
+/// device that is there are not enough.
+fn try_out(kind: BackendKind) -> Result<String, String> {
+    let device = Device::open(kind, DeviceOptions::default()).map_err(|error| error.to_string())?;
+    let operator = registry::OPERATORS[0];
+    let case = operator.edge_cases(Profile::Quick).into_iter().next().ok_or("there is no case to try")?;
+    let record = sweep::run_case(&case, Origin::Given, &device, CheckOptions::of_kernels(0));
+    if let Some(check) = record.checks.iter().find(|check| check.verdict != Verdict::Pass) {
+        return Err(format!(
+            "a case of {} came to this: {} {}: {}",
+            case.operator, check.check, check.tensor, check.message
+        ));
+    }
+    let environment = device.environment();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let place = match kind {
+        BackendKind::Emulator => {
+            let compiler = compiler().map_or_else(String::new, |path| format!(", {}", path.display()));
+            format!("{} ({cores} cores), by {}{compiler}. ", environment.device, environment.compiler)
         }
+        _ => String::new(),
     };
-    let options = DeviceOptions { emulator: EmulatorOptions::default(), ..DeviceOptions::default() };
-    let emulator_works = match Device::open(BackendKind::Emulator, options) {
-        Ok(device) => {
-            let environment = device.environment();
-            println!(
-                "emulator  works: {} on {} ({} cores)",
-                environment.compiler, environment.device, environment.processors
-            );
-            true
-        }
-        Err(reason) => {
-            println!("emulator  does not work: {reason}");
-            false
-        }
+    Ok(format!("{place}A case of {} was compiled, run and compared", case.operator))
+}
+
+/// Where the emulator's compiler lies.
+fn compiler() -> Option<PathBuf> {
+    let name = std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into());
+    let folders = std::env::var_os("PATH")?;
+    // A path with a folder in it is taken from here; a name alone is looked for.
+    let given = Path::new(&name).components().nth(1).is_some();
+    let candidates = if given {
+        vec![PathBuf::from(&name)]
+    } else {
+        std::env::split_paths(&folders).map(|f| f.join(&name)).collect()
     };
-    if cuda_works || emulator_works { Exit::Agreed } else { Exit::BackendMissing }
+    candidates.into_iter().filter(|path| path.is_file()).find_map(|path| std::path::absolute(path).ok())
 }

@@ -18,7 +18,7 @@ pub struct SweepArguments {
     #[arg(long, value_enum, default_value = "quick")]
     pub profile: Profile,
     /// Drawn cases for each operator; the profile's number when absent
-    #[arg(long)]
+    #[arg(long, value_parser = number_of_cases)]
     pub cases: Option<usize>,
     /// Edge cases of each operator, drawn by lot from the seed; all when absent. Those left out are counted as skipped
     #[arg(long, value_name = "N")]
@@ -45,6 +45,17 @@ impl SweepArguments {
             remember: false,
             time_budget: None,
         }
+    }
+}
+
+/// Most cases that are drawn of an operator: all of them are planned, and lie in memory, before the first one runs.
+const MOST_CASES: usize = 1_000_000;
+
+fn number_of_cases(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(cases) if cases <= MOST_CASES => Ok(cases),
+        Ok(_) => Err(format!("at most {MOST_CASES} cases are drawn of an operator")),
+        Err(error) => Err(format!("{error}")),
     }
 }
 

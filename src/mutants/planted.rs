@@ -162,8 +162,12 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
     for path in paths {
         let text = std::fs::read_to_string(&path).map_err(read_error(&path))?;
         let list = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        let file: MutantFile =
-            toml::from_str(&text).map_err(|e| MutantError::Malformed { path, reason: e.to_string() })?;
+        let malformed = |reason: String| MutantError::Malformed { path: path.clone(), reason };
+        let file: MutantFile = toml::from_str(&text).map_err(|e| malformed(e.to_string()))?;
+        // A mutant of an operator that nobody sweeps would be run by nobody, and missed by nobody.
+        if let Some((id, error)) = file.mutant.iter().find_map(|m| Some((&m.id, registry::find(&m.operator).err()?))) {
+            return Err(malformed(format!("mutant `{id}`: {error}")));
+        }
         mutants.extend(file.mutant.into_iter().map(|mutant| Mutant { list: list.clone(), ..mutant }));
     }
     Ok(mutants)

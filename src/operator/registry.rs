@@ -39,12 +39,14 @@ pub fn find(name: &str) -> Result<&'static dyn Operator, CaseError> {
 /// The operators of a comma-separated list; all of them when there is none.
 ///
 /// # Errors
-/// [`CaseError::UnknownOperator`].
+/// [`CaseError::UnknownOperator`]; [`CaseError::NamedTwice`], since what runs twice would count twice.
 pub fn select(list: Option<&str>) -> Result<Vec<&'static dyn Operator>, CaseError> {
-    match list {
-        None => Ok(OPERATORS.to_vec()),
-        Some(list) => list.split(',').map(|name| find(name.trim())).collect(),
+    let Some(list) = list else { return Ok(OPERATORS.to_vec()) };
+    let names: Vec<&str> = list.split(',').map(str::trim).collect();
+    if let Some(at) = (1..names.len()).find(|&at| names[..at].contains(&names[at])) {
+        return Err(CaseError::NamedTwice { name: names[at].to_owned() });
     }
+    names.into_iter().map(find).collect()
 }
 
 /// Makes the inputs of any case.

@@ -123,6 +123,22 @@ fn doctor_says_which_backends_work_and_fails_when_none_does() {
     output.assert_code(0);
     let works = |name: &str| output.stdout.lines().any(|l| l.starts_with(name) && l.contains(" works: "));
     assert!(works(&backend()), "{}", output.stdout);
+    assert!(output.stdout.contains("A case of rms_norm was compiled, run and compared"), "{}", output.stdout);
+    let path = output.stdout.split_whitespace().find(|word| word.starts_with('/') && word.ends_with("c++."));
+    assert!(path.is_some_and(|path| Path::new(path.trim_end_matches('.')).is_file()), "{}", output.stdout);
+    // A compiler that says its version and compiles nothing does not work.
+    let dir = tempfile::tempdir().unwrap();
+    let broken = dir.path().join("c++");
+    std::fs::write(&broken, "#!/bin/sh\n[ \"$1\" = --version ] && echo broken 1 && exit\nexit 7\n").unwrap();
+    std::fs::set_permissions(&broken, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let broken = broken.display().to_string();
+    let output = Parity::new(&["doctor"]).env("CUDA_VISIBLE_DEVICES", "-1").env("PARITY_CXX", &broken).run();
+    output.assert_code(3);
+    assert!(
+        output.stdout.contains("emulator  does not work: a case of rms_norm came to this: launch"),
+        "{}",
+        output.stdout
+    );
     let output = Parity::new(&["doctor"]).env("CUDA_VISIBLE_DEVICES", "-1").env("PARITY_CXX", "/nonexistent").run();
     output.assert_code(3);
     assert_eq!(output.stdout.matches("does not work: ").count(), 2, "{}", output.stdout);
@@ -130,7 +146,12 @@ fn doctor_says_which_backends_work_and_fails_when_none_does() {
 
 #[test]
 fn bad_usage_ends_with_2() {
-    for arguments in [&["frobnicate"][..], &["run", "--profile", "huge"], &["run", "--cases", "many"], &[]] {
+    let runs = ["huge profile", "many cases", "99999999999 cases", "an operator twice"];
+    let run = [["--profile", "huge"], ["--cases", "many"], ["--cases", "99999999999"], ["--ops", "rope, rope"]];
+    for (what, arguments) in runs.into_iter().zip(run) {
+        assert_eq!(parity(&[&["run"], &arguments[..]].concat()).code, Some(2), "{what}");
+    }
+    for arguments in [&["frobnicate"][..], &[]] {
         assert_eq!(parity(arguments).code, Some(2), "{arguments:?}");
     }
 }

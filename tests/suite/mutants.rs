@@ -55,6 +55,19 @@ fn the_catalogue_is_covered_and_no_id_is_used_twice() {
     }
 }
 
+#[test]
+fn a_mutant_of_an_operator_that_there_is_not_is_refused_with_its_id() {
+    let dir = tempfile::tempdir().unwrap();
+    let list = std::fs::read_to_string(fixtures().join("mutants/swiglu.toml")).unwrap();
+    let misspelt = list.replacen("operator = \"swiglu\"", "operator = \"swigul\"", 1);
+    std::fs::write(dir.path().join("swiglu.toml"), misspelt).unwrap();
+    let error = planted::load(dir.path()).expect_err("nobody would run it").to_string();
+    assert!(
+        error.contains("swiglu.toml: mutant `swiglu_gate_clamped_from_below`: unknown operator `swigul`"),
+        "{error}"
+    );
+}
+
 /// Operators that no two threads of which ever touch one number.
 const WITHOUT_SHARED_NUMBERS: [&str; 1] = ["rope"];
 
