@@ -1,6 +1,7 @@
 //! Kernels that end, stall or deceive the process that they run in: each is its own launch's fault, and the device goes on.
 
 use std::os::unix::fs::PermissionsExt as _;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dsv4_kernels::runtime::arena::Violation;
@@ -11,7 +12,11 @@ use dsv4_kernels::runtime::{
     SourceTree,
 };
 
+use dsv4_parity::record::{Report, Verdict};
+
+use crate::command_line::{Parity, binary, changed_kernels};
 use crate::emulator::{emulator, probe_tree};
+use crate::support::fixtures;
 
 /// The C library's functions that hostile kernels call; static constructors stand here, too.
 const DECLARATIONS: &str = "
@@ -214,4 +219,90 @@ fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
         assert!(start.elapsed() < Duration::from_secs(20), "{name}");
     }
     assert_works(&device, "compilers that do not");
+}
+
+/// Whether a process is there that is no mere entry of one that has ended.
+fn runs(process: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{process}/stat"));
+    status.is_ok_and(|status| !status.rsplit(')').next().unwrap_or_default().trim_start().starts_with('Z'))
+}
+
+#[test]
+fn a_harness_that_is_killed_leaves_no_worker_behind_even_in_the_midst_of_a_launch() {
+    if emulator().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let pid = dir.path().join("pid");
+    let sigmoid = "DEVICE float sigmoid(float x) {";
+    let waits = format!(
+        "extern \"C\" {{ int getpid(); int usleep(unsigned); }}
+         static void wait_for_ever() {{
+             FILE* file = fopen(\"{0}.new\", \"w\");
+             fprintf(file, \"%d\", getpid());
+             fclose(file);
+             rename(\"{0}.new\", \"{0}\");
+             for (;;) usleep(1000);
+         }}
+         {sigmoid} wait_for_ever();",
+        pid.display()
+    );
+    let kernels = changed_kernels(dir.path(), "swiglu.cu", sigmoid, &waits);
+    let mut harness = Command::new(binary())
+        .args(["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "0", "--edge-cases", "1", "--kernels"])
+        .arg(kernels)
+        .current_dir(dir.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    let worker = loop {
+        if let Some(worker) = std::fs::read_to_string(&pid).ok().and_then(|text| text.parse().ok()) {
+            break worker;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "the kernel never ran");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert!(worker != harness.id() && runs(worker), "the kernel runs in the harness itself");
+    harness.kill().unwrap();
+    harness.wait().unwrap();
+    let killed = Instant::now();
+    while runs(worker) {
+        assert!(killed.elapsed() < Duration::from_secs(10), "the worker outlives its harness");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_kernel_that_exits_fails_its_cases_in_run_replay_and_golden_and_the_sweep_goes_on() {
+    if emulator().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let sigmoid = "DEVICE float sigmoid(float x) {";
+    let exits = format!("extern \"C\" void _exit(int) noexcept;\n{sigmoid} _exit(0);");
+    let kernels = changed_kernels(dir.path(), "swiglu.cu", sigmoid, &exits).display().to_string();
+    let folder = |name: &str| dir.path().join(name).display().to_string();
+    let on_emulator = ["--backend", "emulator", "--kernels", &kernels];
+    let (out, regressions) = (folder("out"), folder("regressions"));
+    let sweep = ["run", "--ops", "swiglu,kv_cache_write", "--cases", "1", "--edge-cases", "3", "--schedules", "0"];
+    let places = ["--out", &out, "--regressions", &regressions];
+    let output = Parity::new(&[&sweep[..], &on_emulator, &places].concat()).run();
+    output.assert_code(1);
+    assert!(output.stderr.contains("launch : kernel `swiglu_forward_"), "{}", output.stderr);
+    assert!(output.stderr.contains("ended its process, with code 0"), "{}", output.stderr);
+    let report = std::fs::read_to_string(dir.path().join("out/report.json")).unwrap();
+    let report: Report = serde_json::from_str(&report).unwrap();
+    let of = |name: &str| report.cases.iter().filter(|case| case.operator == name).collect::<Vec<_>>();
+    assert!(of("swiglu").len() >= 4 && of("swiglu").iter().any(|case| case.verdict() == Verdict::Fail));
+    assert!(!of("kv_cache_write").is_empty());
+    assert!(of("kv_cache_write").iter().all(|case| case.verdict() == Verdict::Pass));
+
+    let failing = of("swiglu").into_iter().find(|case| case.verdict() == Verdict::Fail).expect("a case");
+    Parity::new(&[&["replay", &failing.case.to_string()], &on_emulator[..]].concat()).run().assert_code(1);
+    let golden = fixtures().join("golden").display().to_string();
+    let output = Parity::new(&[&["golden", &golden, "--ops", "swiglu"], &on_emulator[..]].concat()).run();
+    output.assert_code(1);
+    assert!(output.stdout.contains("ended its process, with code 0"), "{}", output.stdout);
 }
