@@ -41,6 +41,9 @@ struct Mapping {
 /// (`emulator.h`). Systems place nothing there unless they are asked to.
 const GLOBAL: Range<usize> = 1 << 44..5 << 44;
 
+/// How many places are tried for a buffer, some of which others still have.
+const MOST_PLACES: usize = 10_000;
+
 /// Where the next buffer of global memory is asked for.
 static NEXT_GLOBAL: AtomicUsize = AtomicUsize::new(GLOBAL.start);
 
@@ -52,13 +55,17 @@ impl Mapping {
 
     /// Inaccessible bytes of global memory, in a place that nobody had for long.
     fn global(bytes: usize, file: &File) -> io::Result<Self> {
-        for _ in 0..2 {
+        for _ in 0..MOST_PLACES {
             let start = NEXT_GLOBAL.fetch_add(bytes.next_multiple_of(GUARD_BYTES), Ordering::Relaxed);
-            if start.checked_add(bytes).is_some_and(|end| end <= GLOBAL.end) {
-                return Self::of_file(start, bytes, file);
+            if start.checked_add(bytes).is_none_or(|end| end > GLOBAL.end) {
+                // All of it was used once: from the start again, where most buffers are long gone.
+                NEXT_GLOBAL.store(GLOBAL.start, Ordering::Relaxed);
+                continue;
             }
-            // All of it was used once: from the start again, where buffers are long gone.
-            NEXT_GLOBAL.store(GLOBAL.start, Ordering::Relaxed);
+            match Self::of_file(start, bytes, file) {
+                Err(error) if matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::AddrInUse) => {}
+                made => return made,
+            }
         }
         Err(io::ErrorKind::OutOfMemory.into())
     }
@@ -388,6 +395,18 @@ mod tests {
             memory.free(&allocation);
             assert!(said(start + (1 << 32)).contains("no buffer's"));
         }
+    }
+
+    #[test]
+    fn a_place_that_another_buffer_still_has_is_passed_over() {
+        let (memory, other) = (GuardedMemory::of(new_file().unwrap()), GuardedMemory::of(new_file().unwrap()));
+        let first = memory.allocate("first", 100, Placement::FlushBack).unwrap();
+        // As if all addresses had been used since.
+        NEXT_GLOBAL.store(memory.placed()[0].mapped.start, Ordering::Relaxed);
+        let second = other.allocate("second", 100, Placement::FlushBack).unwrap();
+        assert_ne!(first.address, second.address);
+        memory.free(&first);
+        other.free(&second);
     }
 
     #[test]

@@ -143,7 +143,9 @@ fn unexpected() -> RuntimeError {
 
 impl Process {
     fn start(limits: Limits, memory: &File) -> io::Result<Self> {
-        assert!(serve::is_linked(), "a program without its initialiser");
+        if !serve::is_linked() {
+            return Err(io::Error::other("this program was linked without the initialiser of workers"));
+        }
         let (ours, theirs) = UnixStream::pair()?;
         let page = Page::file()?;
         let passed = [theirs.as_raw_fd(), page.as_raw_fd(), memory.as_raw_fd()];
