@@ -1,7 +1,8 @@
 //! `parity doctor`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use dsv4_kernels::runtime::emulator::usual_compiler;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, cuda};
 
 use super::Exit;
@@ -54,14 +55,10 @@ fn try_out(kind: BackendKind) -> Result<String, String> {
 
 /// Where the emulator's compiler lies.
 fn compiler() -> Option<PathBuf> {
-    let name = std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into());
+    let name = usual_compiler();
     let folders = std::env::var_os("PATH")?;
     // A path with a folder in it is taken from here; a name alone is looked for.
-    let given = Path::new(&name).components().nth(1).is_some();
-    let candidates = if given {
-        vec![PathBuf::from(&name)]
-    } else {
-        std::env::split_paths(&folders).map(|f| f.join(&name)).collect()
-    };
+    let given = name.components().nth(1).is_some();
+    let candidates = if given { vec![name] } else { std::env::split_paths(&folders).map(|f| f.join(&name)).collect() };
     candidates.into_iter().filter(|path| path.is_file()).find_map(|path| std::path::absolute(path).ok())
 }

@@ -85,8 +85,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     external.check_adapter(plan.cases.iter().map(|planned| &planned.case)).with_context(|| adapter_name(arguments))?;
     let record = run::plan_record(&plan, Shard::WHOLE, remembered, &external);
     let mut writer = RecordWriter::open(&arguments.out, None, &record)?;
-    let progress = run::run_shard(plan, Shard::WHOLE, &external, &options, &mut writer);
-    let left_out = progress.skips(options.time_budget);
+    let left_out = run::run_shard(plan, Shard::WHOLE, &external, &options, &mut writer);
     let cases = writer.finish()?;
     let seconds = start.elapsed().as_secs_f64();
     let report = Report {
@@ -114,7 +113,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     for skip in &report.skips {
         println!("skipped {} times: {}: {}", skip.count, skip.what, skip.why);
     }
-    run::exit_of(&report, &progress, true)
+    run::exit_of(&report, true)
 }
 
 fn adapter_name(arguments: &ExternalArguments) -> String {

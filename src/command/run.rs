@@ -97,8 +97,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let record = plan_record(&plan, shard, remembered, &device);
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    let progress = run_shard(plan, shard, &device, &options, &mut writer);
-    let left_out = progress.skips(options.time_budget);
+    let left_out = run_shard(plan, shard, &device, &options, &mut writer);
     let cases = writer.finish()?;
     let seconds = start.elapsed().as_secs_f64() + taken_over;
     let report = Report {
@@ -126,22 +125,20 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         history::append(&report, file)?;
     }
     summarise(&report, &arguments.out);
-    let exit = exit_of(&report, &progress, arguments.shard.is_none())?;
+    let exit = exit_of(&report, arguments.shard.is_none())?;
     Ok(if agreed { exit } else { Exit::Disagreed })
 }
 
 /// What a sweep ends with: 1 where something disagrees, 2 where kernels could not be run or nothing at all was compared
 /// although something `should` have been.
-pub(super) fn exit_of(report: &Report, progress: &Progress, should: bool) -> Result<Exit> {
-    let mut untestable = progress.untestable().peekable();
-    let is_testable = untestable.peek().is_none();
-    for (operator, why) in untestable {
+pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
+    for (operator, why) in report.not_run() {
         eprintln!("parity: the kernels of {operator} cannot be run: {why}");
     }
     if report.cases.iter().any(|case| case.verdict() != Verdict::Pass) {
         return Ok(Exit::Disagreed);
     }
-    if !is_testable {
+    if report.not_run().next().is_some() {
         return Ok(Exit::BadInput);
     }
     let compared = report.cases.iter().flat_map(|case| &case.checks).any(|check| check.compared > 0);
@@ -194,14 +191,14 @@ pub(super) fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
     }
 }
 
-/// Runs what is missing of a shard, in the order of the plan; returns what was left out, and why.
+/// Runs what is missing of a shard, in the order of the plan; returns what was left out, counted by the reason.
 pub(super) fn run_shard(
     plan: Plan,
     shard: Shard,
     runner: &dyn Runner,
     options: &SweepOptions,
     writer: &mut RecordWriter,
-) -> Progress {
+) -> Vec<Skip> {
     let mut progress = Progress::resumed(&writer.cases);
     let done: HashSet<u64> = writer.cases.iter().filter_map(|case| case.plan_number).collect();
     // A kill between a failing case and what shrinking makes of it leaves the case as the last record.
@@ -224,7 +221,7 @@ pub(super) fn run_shard(
         }
         sweep::run_planned(planned, number, runner, options, &mut progress, writer);
     }
-    progress
+    progress.skips(options.time_budget)
 }
 
 /// What is tested: this build's commit, and the kernels.

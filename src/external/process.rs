@@ -8,9 +8,9 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use dsv4_kernels::runtime::process::{isolate, kill_group};
+use dsv4_kernels::runtime::process::{isolate, kill_group, wait_within};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -22,9 +22,6 @@ const WORDS: usize = 12;
 const LINE: u64 = 1 << 16;
 /// How long the words of an ended process are waited for: its children may hold its output open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
-/// How often an ended process is looked for.
-const POLL: Duration = Duration::from_millis(2);
-
 /// Whoever answers a request.
 pub trait Call {
     /// Has the folder's `outputs.safetensors` written.
@@ -136,7 +133,7 @@ impl Call for OneShot {
             child.stderr.take().map(|s| Box::new(s) as Box<dyn Read + Send>),
         ];
         let words = Words::of(streams.into_iter().flatten().collect());
-        let status = wait(&mut child, self.time_limit);
+        let status = wait_within(&mut child, self.time_limit);
         // Whatever the command left running is ended, too.
         end(&mut child);
         match status {
@@ -150,20 +147,6 @@ impl Call for OneShot {
             }
             Err(error) => Err(RunError::error(format!("waiting for the command: {error}"))),
         }
-    }
-}
-
-/// Waits for a process; `None` when the time is over.
-fn wait(child: &mut Child, time_limit: Duration) -> std::io::Result<Option<ExitStatus>> {
-    let start = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(Some(status));
-        }
-        if start.elapsed() >= time_limit {
-            return Ok(None);
-        }
-        std::thread::sleep(POLL);
     }
 }
 
@@ -202,7 +185,7 @@ impl Running {
     /// What went wrong, with how the worker ended (if it did by itself) and its last words. It is ended here.
     fn failed(mut self, what: &str) -> RunError {
         // A worker that closed its output is about to end by itself, and its status says why.
-        let status = wait(&mut self.child, LAST_WORDS).ok().flatten();
+        let status = wait_within(&mut self.child, LAST_WORDS).ok().flatten();
         end(&mut self.child);
         let ending = status.map(|status| format!(" with {}", ending(status))).unwrap_or_default();
         RunError::error(format!("the worker {what}{ending}{}", self.words.last()))

@@ -81,8 +81,8 @@ impl ModuleCache {
     }
 
     /// The path of the module under `key`, which `build` makes where there is none: once, however many threads of this
-    /// process want it. Different modules are built at the same time. One that cannot be stored lies in a folder of this
-    /// process, for as long as it runs.
+    /// process want it. Different modules are built at the same time. One that cannot be stored lies in a folder that
+    /// only this process uses.
     ///
     /// # Errors
     /// Those of `build`, after which the next call builds again; those of the folder for temporary files.
@@ -148,12 +148,12 @@ fn digest_of(bytes: &[u8]) -> String {
     blake3::hash(bytes).to_hex().to_string()
 }
 
-/// Keeps a module that cannot be stored for as long as this process runs.
+/// Keeps a module that cannot be stored, for this process alone.
 fn keep_here(key: &str, extension: &str, bytes: &[u8], why: &RuntimeError) -> Result<PathBuf> {
     static SAID: Once = Once::new();
     SAID.call_once(|| tracing::warn!("{why}; modules that cannot be kept are compiled again by the next run"));
     let doing = |e| RuntimeError::system("keeping a compiled module", e);
-    // Taken away with the process: its files are named by nobody else.
+    // Statics are not dropped: the folder stays behind until the system clears temporary files away.
     static DIR: OnceLock<tempfile::TempDir> = OnceLock::new();
     let dir = match DIR.get() {
         Some(dir) => dir,
@@ -177,7 +177,7 @@ fn own_dir(shared: &Path) -> PathBuf {
     if made.is_ok() || std::fs::symlink_metadata(&dir).is_ok_and(is_own) {
         return dir;
     }
-    tracing::warn!("{} is not this user's alone: modules are kept as long as this process runs", dir.display());
+    tracing::warn!("{} is not this user's alone: modules are compiled again by the next run", dir.display());
     // Where none can be made, storing fails, and says so.
     tempfile::tempdir().map_or(dir, tempfile::TempDir::keep)
 }

@@ -1,7 +1,5 @@
 //! The one error type of the runtime and the launchers.
 
-use std::borrow::Cow;
-
 use thiserror::Error;
 
 /// What can go wrong between a launcher's arguments and its outputs.
@@ -121,7 +119,7 @@ pub enum RuntimeError {
         /// How many it may have.
         limit: usize,
         /// Of what, in the plural, such as `bytes of device memory`.
-        of: Cow<'static, str>,
+        of: &'static str,
     },
     /// The operating system refused something (memory, files, processes).
     #[error("{doing}: {source}")]

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
 use std::os::unix::process::CommandExt;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Lets the command lead a process group of its own, and die with the thread that starts it: neither a
@@ -38,16 +38,10 @@ pub fn run_within(command: &mut Command, limit: Duration) -> io::Result<Option<E
     let mut words: File = tempfile::tempfile()?;
     isolate(command);
     command.stdin(Stdio::null()).stdout(words.try_clone()?).stderr(words.try_clone()?);
-    let (mut child, start) = (command.spawn()?, Instant::now());
-    let status = loop {
-        match child.try_wait()? {
-            Some(status) => break Some(status),
-            None if start.elapsed() >= limit => break None,
-            None => std::thread::sleep(Duration::from_millis(2)),
-        }
-    };
+    let mut child = command.spawn()?;
+    let status = wait_within(&mut child, limit);
     kill_group(child.id());
-    let Some(status) = status else {
+    let Some(status) = status? else {
         child.wait()?;
         return Ok(None);
     };
@@ -55,6 +49,21 @@ pub fn run_within(command: &mut Command, limit: Duration) -> io::Result<Option<E
     words.rewind()?;
     words.read_to_end(&mut bytes)?;
     Ok(Some(Ended { status, words: String::from_utf8_lossy(&bytes).into_owned() }))
+}
+
+/// Waits for a process; `None` when the time is over.
+///
+/// # Errors
+/// The system's.
+pub fn wait_within(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
+    let start = Instant::now();
+    loop {
+        match child.try_wait()? {
+            Some(status) => return Ok(Some(status)),
+            None if start.elapsed() >= limit => return Ok(None),
+            None => std::thread::sleep(Duration::from_millis(2)),
+        }
+    }
 }
 
 /// Kills every process of the group that `leader` leads; one that is gone already is no error.

@@ -47,7 +47,7 @@ impl Memory {
             name: name.to_owned(),
             needed: bytes,
             limit: (u64::MAX - self.next) as usize,
-            of: "bytes of addresses".into(),
+            of: "bytes of addresses",
         })?;
         let start = std::mem::replace(&mut self.next, next);
         Ok(start..start + bytes as u64)

@@ -151,7 +151,7 @@ impl Backend for CudaBackend {
         let limit = self.context.free_memory()? / RESERVED_PART;
         if total > limit {
             let of = "bytes of device memory";
-            return Err(RuntimeError::TooLarge { name: name.to_owned(), needed: total, limit, of: of.into() });
+            return Err(RuntimeError::TooLarge { name: name.to_owned(), needed: total, limit, of });
         }
         let allocation = self.allocate(name, bytes, placement)?;
         let touched = touched_of(&allocation, touched);

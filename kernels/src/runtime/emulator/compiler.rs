@@ -72,6 +72,11 @@ fn compile_options(compiler: &str, tree: &SourceTree) -> impl Iterator<Item = &'
     [optimisation(tree)].into_iter().chain(COMPILE_OPTIONS.iter().chain(vector_options()).chain(checks).copied())
 }
 
+/// `PARITY_CXX`, or `c++`.
+pub fn usual_compiler() -> PathBuf {
+    std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into()).into()
+}
+
 /// The compiler, and the cache of what it built.
 pub struct Compiler {
     path: PathBuf,
@@ -87,8 +92,7 @@ impl Compiler {
     /// # Errors
     /// [`RuntimeError::BackendMissing`] where it cannot be run.
     pub fn new(cache: ModuleCache, path: Option<PathBuf>, time_limit: Duration) -> Result<Self> {
-        let usual = || PathBuf::from(std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into()));
-        let path = path.unwrap_or_else(usual);
+        let path = path.unwrap_or_else(usual_compiler);
         let version = compiler_version(&path)?;
         Ok(Self { path, version, cache, time_limit })
     }

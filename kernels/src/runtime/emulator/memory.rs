@@ -135,16 +135,22 @@ pub struct GuardedMemory {
     regions: Mutex<BTreeMap<usize, Region>>,
 }
 
-/// A file for the global memory of a device. It takes the memory that is written to, and is gone with its last process. A kernel
-/// that finds it cannot make it shorter than what is mapped of it.
-pub fn new_file() -> io::Result<File> {
+/// A file of zeros in memory, which takes only what is written to, and is gone with its last descriptor.
+pub fn file_of_memory(bytes: u64) -> io::Result<File> {
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: the name is a C string; the descriptor that comes back is owned by nobody else.
-    let file = match unsafe { libc::memfd_create(c"parity-memory".as_ptr(), flags) } {
+    let file = match unsafe { libc::memfd_create(c"parity".as_ptr(), flags) } {
         -1 => return Err(io::Error::last_os_error()),
         descriptor => File::from(unsafe { OwnedFd::from_raw_fd(descriptor) }),
     };
-    file.set_len((GLOBAL.end - GLOBAL.start) as u64)?;
+    file.set_len(bytes)?;
+    Ok(file)
+}
+
+/// A file for the global memory of a device. It takes the memory that is written to, and is gone with its last process. A kernel
+/// that finds it cannot make it shorter than what is mapped of it.
+pub fn new_file() -> io::Result<File> {
+    let file = file_of_memory((GLOBAL.end - GLOBAL.start) as u64)?;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     // SAFETY: fcntl with F_ADD_SEALS takes integers.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
@@ -224,12 +230,8 @@ impl GuardedMemory {
         touched: &[Range<i64>],
         placement: Placement,
     ) -> Result<Reservation> {
-        let too_large = |needed, limit, of: &'static str| RuntimeError::TooLarge {
-            name: name.to_owned(),
-            needed,
-            limit,
-            of: of.into(),
-        };
+        let too_large =
+            |needed, limit, of: &'static str| RuntimeError::TooLarge { name: name.to_owned(), needed, limit, of };
         if bytes > MOST_RESERVED_BYTES {
             return Err(too_large(bytes, MOST_RESERVED_BYTES, "bytes of addresses"));
         }

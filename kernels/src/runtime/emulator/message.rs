@@ -1,7 +1,6 @@
 //! What a device and its worker process say to each other, over a socket: a request or an answer as JSON, and beside it the
 //! bytes that it carries, the parameters of a launch.
 
-use std::borrow::Cow;
 use std::io::{self, Read, Write};
 use std::path::PathBuf;
 
@@ -61,7 +60,6 @@ pub enum Failure {
     Fault { kernel: String, block: String, thread: String, what: String },
     Launch { kernel: String, reason: String },
     SymbolMissing { file: String, symbol: String },
-    TooLarge { name: String, needed: usize, limit: usize, of: String },
     System { doing: String, message: String, out_of_memory: bool },
 }
 
@@ -71,9 +69,6 @@ impl From<RuntimeError> for Failure {
             RuntimeError::Fault { kernel, block, thread, what } => Self::Fault { kernel, block, thread, what },
             RuntimeError::Launch { kernel, reason } => Self::Launch { kernel, reason },
             RuntimeError::SymbolMissing { file, symbol } => Self::SymbolMissing { file, symbol },
-            RuntimeError::TooLarge { name, needed, limit, of } => {
-                Self::TooLarge { name, needed, limit, of: of.into_owned() }
-            }
             RuntimeError::System { doing, source } => {
                 let out_of_memory = source.kind() == io::ErrorKind::OutOfMemory;
                 Self::System { doing, message: source.to_string(), out_of_memory }
@@ -91,7 +86,6 @@ impl From<Failure> for RuntimeError {
             Failure::Fault { kernel, block, thread, what } => Self::Fault { kernel, block, thread, what },
             Failure::Launch { kernel, reason } => Self::Launch { kernel, reason },
             Failure::SymbolMissing { file, symbol } => Self::SymbolMissing { file, symbol },
-            Failure::TooLarge { name, needed, limit, of } => Self::TooLarge { name, needed, limit, of: Cow::Owned(of) },
             Failure::System { doing, message, out_of_memory } => {
                 let kind = if out_of_memory { io::ErrorKind::OutOfMemory } else { io::ErrorKind::Other };
                 Self::system(doing, io::Error::new(kind, message))
@@ -148,12 +142,11 @@ mod tests {
     #[test]
     fn errors_keep_their_kind_and_words() {
         let out_of_memory = io::Error::from(io::ErrorKind::OutOfMemory);
-        let (kernel, name) = (|| "copy".to_owned(), || "x".to_owned());
+        let kernel = || "copy".to_owned();
         let errors = [
             RuntimeError::Fault { kernel: kernel(), block: "b".into(), thread: "t".into(), what: "w".into() },
             RuntimeError::Launch { kernel: kernel(), reason: "r".into() },
             RuntimeError::SymbolMissing { file: "f".into(), symbol: "s".into() },
-            RuntimeError::TooLarge { name: name(), needed: 2, limit: 1, of: "bytes".into() },
             RuntimeError::system("mapping", out_of_memory),
         ];
         for error in errors {

@@ -45,6 +45,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::compiler::Compiler;
+pub use self::compiler::usual_compiler;
 use self::shared::SHARED_BYTES_PER_BLOCK;
 use self::worker::{Limits, Worker, WorkerModule};
 use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Reservation};

@@ -4,12 +4,13 @@
 use std::cell::Cell;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::block::Dim3;
+use super::memory::file_of_memory;
 
 /// Most threads whose blocks are told.
 const SLOTS: usize = 256;
@@ -43,13 +44,7 @@ unsafe impl Sync for Page {}
 impl Page {
     /// A file in memory for one; it goes with its last descriptor.
     pub fn file() -> io::Result<File> {
-        // SAFETY: the name is a C string; the descriptor that comes back is owned by nobody else.
-        let file = match unsafe { libc::memfd_create(c"parity-worker".as_ptr(), libc::MFD_CLOEXEC) } {
-            -1 => return Err(io::Error::last_os_error()),
-            descriptor => File::from(unsafe { OwnedFd::from_raw_fd(descriptor) }),
-        };
-        file.set_len(size_of::<[Slot; SLOTS]>() as u64)?;
-        Ok(file)
+        file_of_memory(size_of::<[Slot; SLOTS]>() as u64)
     }
 
     /// Maps the file.

@@ -16,7 +16,7 @@ use super::progress::Page;
 use super::serve::{self, DISCONNECTED, Start, VARIABLE};
 use crate::runtime::backend::{Allocation, KernelExports, LoadedModule};
 use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::process::kill_group;
+use crate::runtime::process::{kill_group, wait_within};
 
 /// What a launch may take beyond its time limit: its worker's own watchdog, which names block and thread, comes first.
 const GRACE: Duration = Duration::from_secs(2);
@@ -183,7 +183,8 @@ impl Process {
     /// What becomes of a process that did not answer: it ends, if it has not, and what it did is an error.
     fn end(mut self, request: &Request, error: &io::Error) -> RuntimeError {
         let is_late = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
-        let what = match self.wait(if is_late { Duration::ZERO } else { LAST_WORDS }) {
+        let limit = if is_late { Duration::ZERO } else { LAST_WORDS };
+        let what = match wait_within(&mut self.child, limit).ok().flatten() {
             Some(status) => describe(status),
             None if is_late => super::schedule::TIME_LIMIT.to_owned(),
             None => "wrote to the files of its process".to_owned(),
@@ -202,19 +203,6 @@ impl Process {
             _ => {
                 RuntimeError::system("asking a worker process of the emulator", io::Error::other(format!("it {what}")))
             }
-        }
-    }
-
-    /// How the process ended, if it does within this time.
-    fn wait(&mut self, limit: Duration) -> Option<ExitStatus> {
-        let (step, mut waited) = (Duration::from_millis(2), Duration::ZERO);
-        loop {
-            match self.child.try_wait() {
-                Ok(Some(status)) => return Some(status),
-                _ if waited >= limit => return None,
-                _ => std::thread::sleep(step),
-            }
-            waited += step;
         }
     }
 }
