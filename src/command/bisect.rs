@@ -72,7 +72,9 @@ pub fn execute(arguments: &BisectArguments) -> Result<Exit> {
         registry::prepare(case)?;
     }
     let repository = Repository::open(&arguments.repo)?;
-    let open = || -> Result<Device> { DeviceArguments { backend: arguments.backend, kernels: None }.open() };
+    let open = || -> Result<Device> {
+        DeviceArguments { backend: arguments.backend, kernels: None, in_process: false }.open()
+    };
     let effort = Effort { schedules: arguments.schedules, most_runs: arguments.most_runs };
     let ends = [arguments.good.as_str(), arguments.bad.as_str()];
     match bisect(&repository, ends, &cases, arguments.metric, effort, &open, &mut print_trial)? {

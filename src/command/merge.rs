@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::{Exit, run};
-use crate::record::{Origin, Verdict};
+use crate::record::Verdict;
 use crate::sweep::merge::{self, Part};
 use crate::sweep::regressions::Regressions;
 
@@ -37,10 +37,7 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
     // Shards remember nothing themselves: that would change the plan of those that start later.
     let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
-    let regressions = Regressions::new(regressions);
-    for record in report.cases.iter().filter(|record| record.origin == Origin::Shrunk) {
-        regressions.append_record(record).context("remembering a failing case")?;
-    }
+    run::remember_shrunk(&report, &Regressions::new(regressions))?;
     run::summarise(&report, &arguments.out);
     Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
 }

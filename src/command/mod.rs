@@ -16,6 +16,7 @@ mod replay;
 mod report;
 mod run;
 mod sweep;
+mod workers;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -146,6 +147,10 @@ pub struct DeviceArguments {
     /// Directory laid out as kernels/cuda to take the kernels from, instead of the embedded ones
     #[arg(long, value_name = "DIR", env = "PARITY_KERNELS")]
     pub kernels: Option<PathBuf>,
+    /// Keep the GPU's context in this process, where compute-sanitizer, ncu and debuggers look for it; a kernel that ruins it
+    /// then fails all cases that follow
+    #[arg(long)]
+    pub in_process: bool,
 }
 
 impl DeviceArguments {
@@ -167,7 +172,8 @@ impl DeviceArguments {
                 Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
                 None => SourceTree::embedded(),
             };
-            Ok(DeviceOptions { tree, ..other.clone() })
+            let remote = other.remote.filter(|_| !self.in_process);
+            Ok(DeviceOptions { tree, remote, ..other.clone() })
         };
         match self.backend {
             BackendChoice::Cuda => Ok(Device::open(BackendKind::Cuda, options()?)?),

@@ -11,7 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::benchmarks::{self, Measured};
 use super::sweep::SweepArguments;
-use super::{DeviceArguments, Exit};
+use super::{DeviceArguments, Exit, workers};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::Operator;
@@ -19,6 +19,7 @@ use crate::operator::registry;
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Shard};
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
 use crate::report::{self, history};
+use crate::sweep::merge;
 use crate::sweep::progress::Progress;
 use crate::sweep::regressions::Regressions;
 use crate::sweep::shard::{Costs, Plan};
@@ -29,20 +30,20 @@ use crate::sweep::{self, Observer, PlannedCase, SweepOptions};
 pub struct RunArguments {
     /// Operators, comma-separated; all when absent
     #[arg(long, value_name = "A,B")]
-    ops: Option<String>,
+    pub(super) ops: Option<String>,
     #[command(flatten)]
-    sweep: SweepArguments,
+    pub(super) sweep: SweepArguments,
     /// Random schedules to run each case under, beyond the deterministic one (emulator); 2 with profile quick and
     /// otherwise 4 when absent, 0 for none
     #[arg(long)]
-    schedules: Option<u32>,
+    pub(super) schedules: Option<u32>,
     /// Draw no case of an operator after this time; those left out are counted as skipped. Remembered cases and edge cases
     /// always run
     #[arg(long, value_name = "SECONDS", conflicts_with = "shard")]
     time_budget: Option<u64>,
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/latest", value_name = "DIR")]
-    out: PathBuf,
+    pub(super) out: PathBuf,
     /// Criterion's directory, whose results join the report; target/criterion, if there are any, when absent
     #[arg(long, value_name = "DIR")]
     criterion: Option<PathBuf>,
@@ -52,27 +53,34 @@ pub struct RunArguments {
     benchmarks: Option<PathBuf>,
     /// Folder of remembered failing cases
     #[arg(long, value_name = "DIR")]
-    regressions: Option<PathBuf>,
+    pub(super) regressions: Option<PathBuf>,
     /// Run part I of N, counted from 0; `parity merge` puts the parts together
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
-    /// A report.json or records.jsonl whose costs balance the shards; the same file for each of them
-    #[arg(long, value_name = "FILE", requires = "shard")]
-    costs: Option<PathBuf>,
+    /// Divide the sweep over N processes, on as many GPUs as there are, and put it together again; a case of profile full may
+    /// have 40 GiB of a GPU, of which each takes its share
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), conflicts_with_all = ["shard", "time_budget"])]
+    workers: Option<u32>,
+    /// A report.json or records.jsonl whose costs balance shards or workers; the same file for each shard
+    #[arg(long, value_name = "FILE")]
+    pub(super) costs: Option<PathBuf>,
     /// Continue the run that was interrupted in --out; begin one if there is none
     #[arg(long)]
-    resume: bool,
+    pub(super) resume: bool,
     /// History file to append this run's measures to (parity history)
     #[arg(long, value_name = "FILE", conflicts_with = "shard")]
     history: Option<PathBuf>,
     #[command(flatten)]
-    device: DeviceArguments,
+    pub(super) device: DeviceArguments,
 }
 
 /// Sweeps and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let shard = arguments.shard.map(|_| "--shard");
     arguments.sweep.seed.announce(shard.or(arguments.resume.then_some("--resume")))?;
+    if arguments.costs.is_some() && arguments.shard.is_none() && arguments.workers.is_none() {
+        bail!("--costs: it balances shards or workers, and neither --shard nor --workers is given");
+    }
     let operators = registry::select(arguments.ops.as_deref())?;
     let device = arguments.device.open()?;
     // Before anything else runs: what cannot be understood must not cost a finished sweep its report.
@@ -83,24 +91,51 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let Measured { found: measured, agreed } = measured;
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let start = Instant::now();
-    let options = sweep_options(arguments, &device);
+    let workers = arguments.workers.filter(|&workers| workers > 1);
+    let swept = match workers {
+        Some(workers) => {
+            let environment = device.environment().clone();
+            // Its memory is for the workers.
+            drop(device);
+            let report = workers::sweep(arguments, workers, &environment)?;
+            // They ran at the same time, on one machine.
+            Report { seconds: start.elapsed().as_secs_f64(), started_unix, ..report }
+        }
+        None => sweep_here(arguments, &operators, &device, started_unix, start)?,
+    };
+    let skips = swept.skips.into_iter().chain(measured.skip).collect();
+    let report = Report { benchmarks: measured.benchmarks, ceilings: measured.ceilings, skips, ..swept };
+    finish(&report, arguments, workers.is_some())?;
+    let exit = exit_of(&report, arguments.shard.is_none())?;
+    Ok(if agreed { exit } else { Exit::Disagreed })
+}
+
+/// Runs the cases in this process: all of them, or those of `--shard`.
+fn sweep_here(
+    arguments: &RunArguments,
+    operators: &[&dyn Operator],
+    device: &Device,
+    started_unix: u64,
+    start: Instant,
+) -> Result<Report> {
+    let options = sweep_options(arguments, device);
     let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
     let remembered = match &begun {
         Some(begun) => begun.remembered.clone(),
-        None => load_remembered(&operators, &options.regressions)?,
+        None => load_remembered(operators, &options.regressions)?,
     };
     let shard = arguments.shard.unwrap_or(Shard::WHOLE);
     let costs = arguments.costs.as_deref().map(Costs::read).transpose()?.unwrap_or_default();
-    let plan = Plan::new(&operators, &remembered, &options, device.environment(), shard.count, &costs)?;
+    let plan = Plan::new(operators, &remembered, &options, device.environment(), shard.count, &costs)?;
     // They are skips of the run, not of each shard: the first one says so.
     let not_run = if shard.index == 0 { plan.skips.clone() } else { Vec::new() };
-    let record = plan_record(&plan, shard, remembered, &device);
+    let record = plan_record(&plan, shard, remembered, device);
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    let left_out = run_shard(plan, shard, &device, &options, &mut writer);
+    let left_out = run_shard(plan, shard, device, &options, &mut writer);
     let cases = writer.finish()?;
     let seconds = start.elapsed().as_secs_f64() + taken_over;
-    let report = Report {
+    Ok(Report {
         schema_version: SCHEMA_VERSION,
         command: arguments.sweep.seed.command(),
         started_unix,
@@ -112,21 +147,41 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         schedules: options.checks.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
         cases,
-        benchmarks: measured.benchmarks,
-        ceilings: measured.ceilings,
+        benchmarks: Vec::new(),
+        ceilings: None,
         mutants: Vec::new(),
         kill_matrix: None,
-        skips: skips(&device, arguments).into_iter().chain(not_run).chain(left_out).chain(measured.skip).collect(),
+        skips: skips(device, arguments).into_iter().chain(not_run).chain(left_out).collect(),
         shards: vec![shard_record(record, seconds)],
-    };
-    report::write_all(&report, &arguments.out)
-        .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
-    if let Some(file) = &arguments.history {
-        history::append(&report, file)?;
+    })
+}
+
+/// Writes what a run leaves behind, and says what it found.
+fn finish(report: &Report, arguments: &RunArguments, by_workers: bool) -> Result<()> {
+    let out = &arguments.out;
+    let writing = || format!("writing the report to {}", out.display());
+    if by_workers {
+        merge::write(report, out).with_context(writing)?;
+        // Those of a plan that others still follow must not change it, so that workers remember nothing themselves.
+        let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
+        remember_shrunk(report, &Regressions::new(regressions))?;
+        workers::clear(out)?;
+    } else {
+        report::write_all(report, out).with_context(writing)?;
     }
-    summarise(&report, &arguments.out);
-    let exit = exit_of(&report, arguments.shard.is_none())?;
-    Ok(if agreed { exit } else { Exit::Disagreed })
+    if let Some(file) = &arguments.history {
+        history::append(report, file)?;
+    }
+    summarise(report, out);
+    Ok(())
+}
+
+/// Remembers what shrinking made of the failing cases of all shards.
+pub(super) fn remember_shrunk(report: &Report, regressions: &Regressions) -> Result<()> {
+    for record in report.cases.iter().filter(|record| record.origin == Origin::Shrunk) {
+        regressions.append_record(record).context("remembering a failing case")?;
+    }
+    Ok(())
 }
 
 /// What a sweep ends with: 1 where something disagrees, 2 where kernels could not be run or nothing at all was compared

@@ -11,8 +11,9 @@
 //! average, and without a file all cost the same. Every worker must be given the same file: the
 //! division is part of the plan's digest, and a merge of different plans is refused.
 //!
-//! A GPU takes one shard at a time: a case with huge steps between its rows may have 40 GiB of it, and where another
-//! process holds what it needs, the launch is an error of that case.
+//! On one machine `parity run --workers N` does all of this with one command, over the GPUs that there are. How many go on
+//! one GPU is a matter of its memory: a case with huge steps between its rows may have a quarter of what is free, and where
+//! others hold what it needs, it is skipped, or its launch is an error of that case.
 //!
 //! # On a Slurm cluster
 //!

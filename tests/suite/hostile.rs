@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use dsv4_kernels::runtime::arena::Violation;
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::params::Params;
+use dsv4_kernels::runtime::remote::RemoteOptions;
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, RuntimeError,
     SourceTree,
@@ -16,7 +17,7 @@ use dsv4_parity::record::{Report, Verdict};
 
 use crate::command_line::{Parity, binary, changed_kernels};
 use crate::emulator::{emulator, probe_tree};
-use crate::support::fixtures;
+use crate::support::{backend, fixtures};
 
 /// The C library's functions that hostile kernels call; static constructors stand here, too.
 const DECLARATIONS: &str = "
@@ -46,6 +47,34 @@ fn run(device: &Device, tree: SourceTree) -> Result<Vec<i32>> {
     })?;
     assert_eq!(violations, []);
     arena.download(&y).map(|y: HostTensor| y.to_i32())
+}
+
+/// A GPU with a short time limit; `None` where another backend is under test.
+fn gpu() -> Option<Device> {
+    if backend() != BackendKind::Cuda {
+        eprintln!("skipped: this test is about a GPU, and PARITY_BACKEND does not demand one");
+        return None;
+    }
+    let remote = Some(RemoteOptions { time_limit: Duration::from_secs(10) });
+    Some(Device::open(backend(), DeviceOptions { remote, ..DeviceOptions::default() }).expect("the GPU opens"))
+}
+
+#[test]
+fn a_fault_on_a_gpu_fails_its_own_launch_and_the_next_one_gets_a_new_context() {
+    let Some(device) = gpu() else { return };
+    for (statement, needle) in [
+        ("*(volatile int*)8 = 1;", "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("*(volatile int*)((char*)params.y + 1) = 1;", "CUDA_ERROR_MISALIGNED_ADDRESS"),
+        ("asm volatile(\"trap;\");", "CUDA_ERROR_"),
+        ("for (volatile int i = 0; ; i = 0) {}", "did not end within 10 s"),
+    ] {
+        let body = format!("if (threadIdx.x == 5) {{ {statement} }} params.y[threadIdx.x] = 1;");
+        let error = run(&device, probe_tree(&body)).expect_err(statement);
+        let is_its_own = matches!(&error, RuntimeError::Cuda { .. } | RuntimeError::Fault { .. });
+        let words = error.to_string();
+        assert!(is_its_own && words.contains(needle) && words.contains("probe"), "{statement}: {words}");
+        assert_works(&device, statement);
+    }
 }
 
 /// The device still runs what is right.

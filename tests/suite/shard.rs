@@ -187,6 +187,23 @@ fn merged_shards_are_the_run_that_was_not_divided() {
 }
 
 #[test]
+fn workers_make_the_run_that_was_not_divided_with_one_command_and_leave_nothing_else() {
+    let dir = divided();
+    let costs = text(&dir.join("whole/report.json"));
+    let arguments = ["--ops", "swiglu,kv_cache_write", "--cases", "2", "--edge-cases", "6", "--seed", "5"];
+    let output = run(dir, "workers", &[&arguments[..], &["--workers", "2", "--costs", &costs]].concat());
+    output.assert_code(0);
+    let (whole, workers) = (report(&dir.join("whole")), report(&dir.join("workers")));
+    assert_eq!(without_times(&workers.cases), without_times(&whole.cases));
+    assert_eq!((workers.skips, workers.shards.len()), (whole.skips, 2));
+    let summed: f64 = workers.shards.iter().map(|shard| shard.seconds).sum();
+    assert!(workers.seconds > 0.4 * summed, "{} s for shards of {summed} s", workers.seconds);
+    assert!(output.stdout.contains("all agreed: "), "{}", output.stdout);
+    assert!(!dir.join("workers/workers").exists() && dir.join("workers/index.html").is_file());
+    run(dir, "x", &["--costs", &costs]).assert_bad_input(&["--costs", "--workers"]);
+}
+
+#[test]
 fn a_merge_refuses_missing_and_repeated_shards() {
     let gap = refusal(|parts| drop(parts.remove(1)));
     assert!(matches!(&gap, MergeError::Gap(what) if what == "1 of 3 shards are missing: 1"), "{gap}");
@@ -335,6 +352,29 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     assert_eq!(without_times(&resumed.cases), without_times(&whole.cases));
     run(dir.path(), "out", &resume).assert_code(0);
     assert_eq!(std::fs::read(&records).unwrap(), after, "a finished run ran something again");
+}
+
+#[test]
+fn a_run_whose_worker_is_killed_ends_with_all_of_them_and_resumes_where_they_were() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--ops", "swiglu", "--cases", "80", "--edge-cases", "0", "--seed", "9", "--workers", "2"];
+    let mut harness = Worker::start(&run_arguments(dir.path(), "out", &arguments));
+    let records = |worker: &str| dir.path().join("out/workers").join(worker).join("records.jsonl");
+    for worker in ["0", "1"] {
+        wait_for_lines(&records(worker), 2, Duration::from_secs(60));
+    }
+    let id = harness.0.id();
+    let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).expect("Linux lists them");
+    let [first, second] = children.split_whitespace().collect::<Vec<_>>()[..] else { panic!("{children}") };
+    assert!(Command::new("kill").args(["-9", first]).status().expect("kill runs").success());
+    assert_eq!(harness.0.wait().expect("it ends").code(), Some(2));
+    assert!(!Path::new("/proc").join(second).exists(), "the other one goes on without it");
+    assert!(!dir.path().join("out/report.json").exists());
+    let begun = ["0", "1"].map(|worker| read(&records(worker)).lines().count());
+
+    run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(0);
+    let report = report(&dir.path().join("out"));
+    assert!(begun.iter().all(|&lines| lines >= 2) && report.cases.len() >= 80, "{begun:?}, {}", report.cases.len());
 }
 
 #[test]

@@ -7,11 +7,12 @@ use std::sync::{Arc, Mutex};
 
 use super::backend::{Backend, BackendKind, Environment, KernelExports, LoadedModule};
 use super::cache::ModuleCache;
-use super::cuda::CudaBackend;
+use super::cuda::{self, CudaBackend};
 use super::emulator::{EmulatorBackend, EmulatorOptions};
 use super::error::{Result, RuntimeError};
 use super::params::Params;
 use super::recording::RecordingBackend;
+use super::remote::{RemoteBackend, RemoteOptions};
 use super::source::SourceTree;
 use super::tensor::HostTensor;
 
@@ -24,6 +25,9 @@ pub struct DeviceOptions {
     pub cache_dir: PathBuf,
     /// What the emulator needs to know.
     pub emulator: EmulatorOptions,
+    /// The process that a GPU's context is in, so that a kernel that ruins it ruins no more than one case; `None` has it in
+    /// this one, where a debugger or a profiler looks for it.
+    pub remote: Option<RemoteOptions>,
 }
 
 impl Default for DeviceOptions {
@@ -32,6 +36,7 @@ impl Default for DeviceOptions {
             tree: SourceTree::embedded(),
             cache_dir: ModuleCache::default_dir(),
             emulator: EmulatorOptions::default(),
+            remote: Some(RemoteOptions::default()),
         }
     }
 }
@@ -73,16 +78,26 @@ impl Device {
     /// # Errors
     /// [`RuntimeError::BackendMissing`] with what was looked for.
     pub fn open(kind: BackendKind, options: DeviceOptions) -> Result<Self> {
-        let cache = ModuleCache::new(options.cache_dir);
-        let backend: Arc<dyn Backend> = match kind {
-            BackendKind::Cuda => Arc::new(CudaBackend::new(cache)?),
-            BackendKind::Emulator => Arc::new(EmulatorBackend::new(cache, options.emulator)?),
-            BackendKind::External => {
+        let cache = ModuleCache::new(options.cache_dir.clone());
+        let backend: Arc<dyn Backend> = match (kind, options.remote) {
+            (BackendKind::Cuda, Some(remote)) => {
+                // No process is started to find that there is no driver.
+                cuda::require_driver()?;
+                Arc::new(RemoteBackend::open(kind, options.cache_dir, remote)?)
+            }
+            (BackendKind::Cuda, None) => Arc::new(CudaBackend::new(cache)?),
+            (BackendKind::Emulator, _) => Arc::new(EmulatorBackend::new(cache, options.emulator)?),
+            (BackendKind::External, _) => {
                 let reason = "a kernel from elsewhere has no device of ours".to_owned();
                 return Err(RuntimeError::BackendMissing { backend: "external", reason });
             }
         };
-        Ok(Self { backend, tree: Arc::new(options.tree), modules: Modules::default(), exchange: Exchange::None })
+        Ok(Self::of(backend, options.tree))
+    }
+
+    /// This backend, with these kernels.
+    pub(super) fn of(backend: Arc<dyn Backend>, tree: SourceTree) -> Self {
+        Self { backend, tree: Arc::new(tree), modules: Modules::default(), exchange: Exchange::None }
     }
 
     /// A device that launches nothing and takes down what is uploaded ([`super::recording`]).

@@ -14,9 +14,11 @@ pub mod error;
 pub mod params;
 pub mod process;
 pub mod recording;
+pub mod remote;
 pub mod source;
 pub mod tensor;
 pub mod views;
+pub mod worker;
 
 pub use arena::{Contract, DeviceArena, Role};
 pub use backend::{BackendKind, Environment, Placement};

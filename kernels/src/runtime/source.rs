@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use include_dir::{Dir, include_dir};
+use serde::{Deserialize, Serialize};
 
 use super::error::{Result, RuntimeError};
 
@@ -11,7 +12,7 @@ static EMBEDDED_KERNELS: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/cuda")
 static EMBEDDED_EMULATOR: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/emulator");
 
 /// The sources of `kernels/cuda`: `*.cu` and `include/*.h`, by their path within that folder.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SourceTree {
     origin: String,
     directory: Option<PathBuf>,
@@ -122,6 +123,16 @@ impl SourceTree {
             }
         }
         Ok(found)
+    }
+
+    /// `file` and the headers that it includes, which are all that its compilation reads of this tree.
+    ///
+    /// # Errors
+    /// [`RuntimeError::SourceMissing`].
+    pub fn part_of(&self, file: &str) -> Result<Self> {
+        let names = self.headers_of(file)?.into_iter().chain([file]);
+        let files = names.map(|name| Ok((name.to_owned(), self.text(name)?.to_owned()))).collect::<Result<_>>()?;
+        Ok(Self { files, origin: self.origin.clone(), directory: self.directory.clone(), patched: self.patched })
     }
 
     /// The kernel files (`*.cu`), sorted.

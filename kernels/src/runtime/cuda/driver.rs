@@ -279,19 +279,30 @@ impl Drop for Context {
     }
 }
 
-fn find_device(ordinal: u32) -> Result<sys::CUdevice> {
-    // SAFETY: only asks the loader for libcuda by the names that cudarc uses later; without this
-    // question cudarc's first call would panic where there is none.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(missing("no CUDA driver: libcuda.so.1 is not on the loader's search path"));
+/// That there is a driver: without this question cudarc's first call would panic where there is none.
+pub(super) fn require() -> Result<()> {
+    // SAFETY: only asks the loader for libcuda by the names that cudarc uses later.
+    if unsafe { sys::is_culib_present() } {
+        return Ok(());
     }
+    Err(missing("no CUDA driver: libcuda.so.1 is not on the loader's search path"))
+}
+
+/// How many devices the driver sees.
+pub(super) fn device_count() -> Result<u32> {
+    require()?;
     let unusable = |error: RuntimeError| missing(format!("the CUDA driver does not work here: {error}"));
     // SAFETY: no preconditions.
     check(unsafe { sys::cuInit(0) }, "cuInit").map_err(unusable)?;
     let mut count = 0;
     // SAFETY: writes one live integer.
     check(unsafe { sys::cuDeviceGetCount(&mut count) }, "cuDeviceGetCount").map_err(unusable)?;
-    let index = c_int::try_from(ordinal).ok().filter(|index| *index < count);
+    Ok(u32::try_from(count).unwrap_or(0))
+}
+
+fn find_device(ordinal: u32) -> Result<sys::CUdevice> {
+    let count = device_count()?;
+    let index = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
     let index = index.ok_or_else(|| missing(format!("no CUDA device {ordinal}: the driver sees {count}")))?;
     let mut device = 0;
     // SAFETY: `index` is below the count.

@@ -81,6 +81,22 @@ impl CudaBackend {
     }
 }
 
+/// Looks for the driver, and no further.
+///
+/// # Errors
+/// [`RuntimeError::BackendMissing`] where there is none.
+pub fn require_driver() -> Result<()> {
+    driver::require()
+}
+
+/// How many devices there are.
+///
+/// # Errors
+/// [`RuntimeError::BackendMissing`] where there is no driver, or none that works.
+pub fn device_count() -> Result<u32> {
+    driver::device_count()
+}
+
 fn chosen_device() -> Result<u32> {
     let Some(value) = std::env::var_os("PARITY_CUDA_DEVICE").filter(|value| !value.is_empty()) else {
         return Ok(0);

@@ -11,8 +11,8 @@
 //!   asynchronous copies, and Hopper's machinery, that of `include/hopper.h`.
 //! - `accesses`: who accessed which bytes of global memory, so that no two blocks do without an order.
 //! - [`memory`]: buffers between guard pages; [`fault`]: signals and bad accesses.
-//! - `worker`: kernels run in a process of their own, which a device starts, asks (`message`) and replaces when a kernel ends it;
-//!   `serve` is that process, `host` what it works on, `progress` where it stood.
+//! - `worker`: kernels run in a process of their own ([`super::worker`]), which a device starts, asks (`message`) and replaces when a
+//!   kernel ends it; `serve` is its side, `host` what it works on, `progress` where it stood.
 //!
 //! But for the last, each imports only what stands below it in this list.
 
@@ -32,7 +32,7 @@ mod module;
 mod order;
 mod progress;
 pub mod schedule;
-mod serve;
+pub mod serve;
 mod shared;
 mod watchdog;
 mod wgmma;

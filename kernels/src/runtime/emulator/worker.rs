@@ -1,28 +1,23 @@
-//! A device's side of its worker process ([`super::serve`]): starts it, asks it, and starts another when it is gone.
+//! A device's side of its worker process ([`super::serve`]): asks it, and starts another when it is gone.
 
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Write as _};
-use std::os::fd::{AsFd as _, AsRawFd as _};
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::io;
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::memory::{self, GuardedMemory};
-use super::message::{self, Answer, Request};
+use super::message::{Answer, Request};
 use super::progress::Page;
-use super::serve::{self, DISCONNECTED, Start, VARIABLE};
+use super::serve::Start;
 use crate::runtime::backend::{Allocation, KernelExports, LoadedModule};
 use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::process::{kill_group, wait_within};
+use crate::runtime::worker::process::Process;
+use crate::runtime::worker::program::Work;
 
 /// What a launch may take beyond its time limit: its worker's own watchdog, which names block and thread, comes first.
 const GRACE: Duration = Duration::from_secs(2);
-
-/// What a worker that ends by itself may take for it.
-const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What does not depend on which process it is.
 #[derive(Clone, Copy, Debug)]
@@ -42,20 +37,17 @@ pub struct Worker {
 
 #[derive(Default)]
 struct State {
-    process: Option<Process>,
+    process: Option<Running>,
     /// Processes started so far.
     started: u64,
     schedule: Option<u64>,
 }
 
 /// A process that runs.
-struct Process {
-    child: Child,
-    requests: BufWriter<UnixStream>,
-    answers: BufReader<UnixStream>,
+struct Running {
+    process: Process,
     page: Page,
-    /// Of the next message.
-    tag: u64,
+    time_limit: Duration,
 }
 
 impl Worker {
@@ -79,7 +71,7 @@ impl Worker {
             None => {
                 let doing = |error| RuntimeError::system("starting a worker process of the emulator", error);
                 state.started += 1;
-                let mut process = Process::start(self.limits, self.memory.file()).map_err(doing)?;
+                let mut process = Running::start(self.limits, self.memory.file()).map_err(doing)?;
                 for placed in self.memory.placed() {
                     process.ask(&Request::Map(placed), &[]).map_err(doing)?;
                 }
@@ -141,54 +133,26 @@ fn unexpected() -> RuntimeError {
     RuntimeError::system("asking a worker process", io::Error::other("it answered something else"))
 }
 
-impl Process {
+impl Running {
     fn start(limits: Limits, memory: &File) -> io::Result<Self> {
-        if !serve::is_linked() {
-            return Err(io::Error::other("this program was linked without the initialiser of workers"));
-        }
-        let (ours, theirs) = UnixStream::pair()?;
         let page = Page::file()?;
-        let passed = [theirs.as_raw_fd(), page.as_raw_fd(), memory.as_raw_fd()];
-        let [connection, page_file, memory] = passed;
-        let start = Start { connection, page: page_file, memory, time_limit: limits.time, tag: rand::random() };
-        let mut command = Command::new("/proc/self/exe");
-        command.env(VARIABLE, serde_json::to_string(&start)?).process_group(0).stdin(Stdio::null());
-        // What a kernel prints is no output of this program.
-        command.stdout(Stdio::from(File::from(io::stderr().as_fd().try_clone_to_owned()?)));
-        // SAFETY: between fork and exec only fcntl and setrlimit are called, which are async-signal-safe.
-        unsafe { command.pre_exec(move || prepare(passed, limits.memory)) };
-        let child = command.spawn()?;
-        let answers = BufReader::with_capacity(1 << 16, ours.try_clone()?);
-        ours.set_read_timeout(Some(limits.time + GRACE))?;
-        Ok(Self {
-            child,
-            requests: BufWriter::with_capacity(1 << 16, ours),
-            answers,
-            page: Page::of(&page)?,
-            tag: start.tag,
-        })
+        let passed = [page.as_raw_fd(), memory.as_raw_fd()];
+        let [page_file, memory] = passed;
+        let work = Work::Emulator(Start { page: page_file, memory, time_limit: limits.time });
+        let process = Process::start(work, &passed, Some(limits.memory))?;
+        Ok(Self { process, page: Page::of(&page)?, time_limit: limits.time + GRACE })
     }
 
     fn ask(&mut self, request: &Request, bytes: &[u8]) -> io::Result<Answer> {
-        let tag = self.tag;
-        self.tag = tag.wrapping_add(1);
-        message::write(&mut self.requests, tag, request, bytes)?;
         if !request.is_answered() {
-            return Ok(Answer::Done);
+            return self.process.tell(request, bytes).map(|()| Answer::Done);
         }
-        self.requests.flush()?;
-        message::read(&mut self.answers, tag).map(|(answer, _)| answer)
+        self.process.ask(request, bytes, self.time_limit).map(|(answer, _)| answer)
     }
 
     /// What becomes of a process that did not answer: it ends, if it has not, and what it did is an error.
     fn end(mut self, request: &Request, error: &io::Error) -> RuntimeError {
-        let is_late = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
-        let limit = if is_late { Duration::ZERO } else { LAST_WORDS };
-        let what = match wait_within(&mut self.child, limit).ok().flatten() {
-            Some(status) => describe(status),
-            None if is_late => super::schedule::TIME_LIMIT.to_owned(),
-            None => "wrote to the files of its process".to_owned(),
-        };
+        let what = self.process.fate(error, super::schedule::TIME_LIMIT);
         let blocks = self.page.running();
         drop(self);
         let (mut block, mut thread) = ("unknown".to_owned(), "unknown".to_owned());
@@ -204,50 +168,6 @@ impl Process {
                 RuntimeError::system("asking a worker process of the emulator", io::Error::other(format!("it {what}")))
             }
         }
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        kill_group(self.child.id());
-        // What was killed is waited for, so that nothing is left of it.
-        let _ = self.child.wait();
-    }
-}
-
-/// Between fork and exec: lets the descriptors through, and bounds memory. A kernel that crashes leaves no image of it on disk.
-fn prepare(passed: [i32; 3], memory: u64) -> io::Result<()> {
-    let limit = |of, bytes| {
-        let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-        // SAFETY: a valid limit of this process.
-        unsafe { libc::setrlimit(of, &limit) }
-    };
-    // SAFETY: fcntl with F_SETFD takes integers.
-    let kept = passed.map(|descriptor| unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) });
-    // Where a lower limit stands already, that one holds.
-    limit(libc::RLIMIT_DATA, memory);
-    limit(libc::RLIMIT_CORE, 0);
-    if kept.contains(&-1) { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-fn describe(status: ExitStatus) -> String {
-    match (status.code(), status.signal()) {
-        (Some(DISCONNECTED), _) => "closed the files of its process".to_owned(),
-        (Some(code), _) => format!("ended its process, with code {code}"),
-        (_, Some(signal)) => format!("was killed by signal {signal}{}", name_of(signal)),
-        _ => format!("ended: {status}"),
-    }
-}
-
-fn name_of(signal: i32) -> &'static str {
-    match signal {
-        libc::SIGABRT => " (SIGABRT)",
-        libc::SIGSEGV => " (SIGSEGV)",
-        libc::SIGBUS => " (SIGBUS)",
-        libc::SIGILL => " (SIGILL)",
-        libc::SIGKILL => " (SIGKILL)",
-        libc::SIGTRAP => " (SIGTRAP)",
-        _ => "",
     }
 }
 

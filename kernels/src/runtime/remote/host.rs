@@ -1,0 +1,181 @@
+//! The process that the device is in.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::io;
+
+use serde::{Deserialize, Serialize};
+
+use super::message::{Answer, Request, Span};
+use crate::runtime::backend::{Backend, BackendKind, LoadedModule, Recorded};
+use crate::runtime::cache::ModuleCache;
+use crate::runtime::cuda::CudaBackend;
+use crate::runtime::emulator::{EmulatorBackend, EmulatorOptions};
+use crate::runtime::error::{Result, RuntimeError};
+use crate::runtime::worker::link::Link;
+
+/// What such a process starts with: all that it needs to know comes with the first request.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Start;
+
+/// Does what is asked for, until nobody asks any more, which is an error.
+///
+/// # Errors
+/// A connection that is closed.
+pub fn serve(_: Start, mut link: Link) -> io::Result<Infallible> {
+    let backend = match link.receive()?.0 {
+        Request::Open { kind, cache_dir } => open(kind, ModuleCache::new(cache_dir)),
+        _ => Err(out_of_turn("nothing was opened")),
+    };
+    let backend = match backend {
+        Ok(backend) => backend,
+        Err(error) => {
+            link.answer(&Answer::Failed { failure: error.into(), lost: true }, &[])?;
+            // Its device has no use for it.
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    };
+    let (environment, records) = (backend.environment().clone(), backend.recorder().is_some());
+    link.answer(&Answer::Opened { environment, records }, &[])?;
+    let mut host =
+        Host { backend: &*backend, modules: HashMap::new(), recorded: HashMap::new(), numbers: 0, within: 0 };
+    loop {
+        let (request, bytes) = link.receive()?;
+        host.serve(request, &bytes, &mut link)?;
+    }
+}
+
+fn open(kind: BackendKind, cache: ModuleCache) -> Result<Box<dyn Backend>> {
+    match kind {
+        BackendKind::Cuda => Ok(Box::new(CudaBackend::new(cache)?)),
+        BackendKind::Emulator => Ok(Box::new(EmulatorBackend::new(cache, EmulatorOptions::default())?)),
+        BackendKind::External => Err(out_of_turn("a kernel from elsewhere has no device of ours")),
+    }
+}
+
+fn out_of_turn(what: &str) -> RuntimeError {
+    RuntimeError::system("working for a device", io::Error::other(what))
+}
+
+/// What the process works on.
+struct Host<'b> {
+    backend: &'b dyn Backend,
+    modules: HashMap<u64, Box<dyn LoadedModule>>,
+    recorded: HashMap<u64, Box<dyn Recorded + 'b>>,
+    /// Given out so far, to either.
+    numbers: u64,
+    /// Spans of work that have begun and not ended.
+    within: u32,
+}
+
+impl Host<'_> {
+    /// Does what is asked for, and answers.
+    fn serve(&mut self, request: Request, bytes: &[u8], link: &mut Link) -> io::Result<()> {
+        let mut downloaded = Vec::new();
+        let done = match request {
+            Request::Begin(span) => self.span(span, link)?,
+            Request::Download { address, bytes } => {
+                downloaded = vec![0; bytes];
+                self.backend.download(address, &mut downloaded).map(|()| Answer::Done)
+            }
+            other => self.work(other, bytes),
+        };
+        let answer = done.unwrap_or_else(|error| {
+            // After a fault every call says so, and waiting for nothing does, too.
+            let lost = self.within == 0 && self.backend.synchronize().is_err();
+            downloaded.clear();
+            Answer::Failed { failure: error.into(), lost }
+        });
+        link.answer(&answer, &downloaded)
+    }
+
+    fn work(&mut self, request: Request, bytes: &[u8]) -> Result<Answer> {
+        let backend = self.backend;
+        match request {
+            Request::Load { tree, file, defines } => {
+                let module = backend.load(&tree, &file, &defines)?;
+                let number = self.number();
+                self.modules.insert(number, module);
+                return Ok(Answer::Module(number));
+            }
+            Request::Exports { module, kernel } => return self.module(module)?.exports(&kernel).map(Answer::Exports),
+            Request::Allocate { name, bytes, placement } => {
+                return backend.allocate(&name, bytes, placement).map(Answer::Allocated);
+            }
+            Request::Reserve { name, bytes, touched, placement } => {
+                return backend.reserve(&name, bytes, &touched, placement).map(Answer::Reserved);
+            }
+            Request::Launch { module, kernel, grid, block, shared_bytes } => {
+                self.module(module)?.launch(&kernel, grid, block, shared_bytes, bytes)?;
+            }
+            Request::Unload { module } => drop(self.modules.remove(&module)),
+            Request::Free(allocation) => backend.free(&allocation),
+            Request::Fill { address, byte, bytes } => backend.fill(address, byte, bytes)?,
+            Request::Upload { address } => backend.upload(address, bytes)?,
+            Request::Copy { target, source, bytes } => backend.copy(target, source, bytes)?,
+            Request::Synchronize => backend.synchronize()?,
+            Request::Schedule { seed } => backend.set_schedule_seed(seed),
+            Request::Replay { recorded } => {
+                self.recorded
+                    .get(&recorded)
+                    .ok_or_else(|| out_of_turn("nothing of this number was recorded"))?
+                    .launch()?;
+            }
+            Request::Forget { recorded } => drop(self.recorded.remove(&recorded)),
+            Request::Open { .. } | Request::Begin(_) | Request::Download { .. } | Request::End { .. } => {
+                return Err(out_of_turn("a request came out of its turn"));
+            }
+        }
+        Ok(Answer::Done)
+    }
+
+    /// Does what is asked for until the span ends, in the midst of what measures or records it; what is left to answer is the
+    /// end, or the beginning where it could not begin.
+    fn span(&mut self, span: Span, link: &mut Link) -> io::Result<Result<Answer>> {
+        let backend = self.backend;
+        let mut broken = Ok(());
+        self.within += 1;
+        let mut work = || {
+            let ended = link.answer(&Answer::Done, &[]).and_then(|()| self.until_end(link));
+            match ended {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) => broken = Err(error),
+            }
+            Err(out_of_turn("what was to be measured or recorded could not be done"))
+        };
+        let done = match span {
+            Span::Time => backend.time(&mut work).map(Answer::Taken),
+            Span::TimeRecorded => backend.time_recorded(&mut work).map(Answer::Taken),
+            Span::Record => match backend.recorder() {
+                Some(recorder) => recorder.record(&mut work).map(|recorded| {
+                    let number = self.number();
+                    self.recorded.insert(number, recorded);
+                    Answer::Recorded(number)
+                }),
+                None => Err(out_of_turn("the device records nothing")),
+            },
+        };
+        self.within -= 1;
+        broken.map(|()| done)
+    }
+
+    /// Whether the work of the span went well.
+    fn until_end(&mut self, link: &mut Link) -> io::Result<bool> {
+        loop {
+            match link.receive()? {
+                (Request::End { failed }, _) => return Ok(!failed),
+                (request, bytes) => self.serve(request, &bytes, link)?,
+            }
+        }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.numbers += 1;
+        self.numbers
+    }
+
+    fn module(&self, number: u64) -> Result<&dyn LoadedModule> {
+        self.modules.get(&number).map(|module| &**module).ok_or_else(|| out_of_turn("a module is not loaded"))
+    }
+}

@@ -1,0 +1,127 @@
+//! What a device in another process is asked for, and what it answers.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::runtime::backend::{Allocation, BackendKind, Environment, KernelExports, Placement, Reservation};
+use crate::runtime::source::SourceTree;
+use crate::runtime::worker::failure::Failure;
+
+/// The methods of [`Backend`](crate::runtime::backend::Backend) and of what it loads and records. Each is answered.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Request {
+    /// The first one: opens the device; answered by [`Answer::Opened`].
+    Open {
+        kind: BackendKind,
+        cache_dir: PathBuf,
+    },
+    /// Answered by [`Answer::Module`].
+    Load {
+        tree: SourceTree,
+        file: String,
+        defines: Vec<(String, String)>,
+    },
+    Unload {
+        module: u64,
+    },
+    /// Answered by [`Answer::Exports`].
+    Exports {
+        module: u64,
+        kernel: String,
+    },
+    /// Its bytes are the parameters.
+    Launch {
+        module: u64,
+        kernel: String,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+    },
+    /// Answered by [`Answer::Allocated`].
+    Allocate {
+        name: String,
+        bytes: usize,
+        placement: Placement,
+    },
+    /// Answered by [`Answer::Reserved`].
+    Reserve {
+        name: String,
+        bytes: usize,
+        touched: Vec<Range<i64>>,
+        placement: Placement,
+    },
+    Free(Allocation),
+    Fill {
+        address: u64,
+        byte: u8,
+        bytes: usize,
+    },
+    /// Its bytes are the source.
+    Upload {
+        address: u64,
+    },
+    /// The answer's bytes are what was copied.
+    Download {
+        address: u64,
+        bytes: usize,
+    },
+    Copy {
+        target: u64,
+        source: u64,
+        bytes: usize,
+    },
+    Synchronize,
+    Schedule {
+        seed: Option<u64>,
+    },
+    /// What comes from here to [`Request::End`] is timed or recorded.
+    Begin(Span),
+    /// Answered by [`Answer::Taken`] or [`Answer::Recorded`]; `failed` where the work went wrong on the device's side of the
+    /// connection.
+    End {
+        failed: bool,
+    },
+    /// Launches what was recorded.
+    Replay {
+        recorded: u64,
+    },
+    Forget {
+        recorded: u64,
+    },
+}
+
+/// What happens to a span of work.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub enum Span {
+    /// [`Backend::time`](crate::runtime::backend::Backend::time).
+    Time,
+    /// [`Backend::time_recorded`](crate::runtime::backend::Backend::time_recorded).
+    TimeRecorded,
+    /// [`Recorder::record`](crate::runtime::backend::Recorder::record).
+    Record,
+}
+
+/// Answers to [`Request`]s.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Answer {
+    Done,
+    /// The device is open, and may be one that records work.
+    Opened {
+        environment: Environment,
+        records: bool,
+    },
+    Module(u64),
+    Exports(KernelExports),
+    Allocated(Allocation),
+    Reserved(Reservation),
+    Taken(Duration),
+    Recorded(u64),
+    /// It could not be done; `lost` where nothing can be, from now on.
+    Failed {
+        failure: Failure,
+        lost: bool,
+    },
+}

@@ -1,0 +1,408 @@
+//! A device in a process of its own.
+//!
+//! An illegal address or instruction of a kernel leaves a GPU's context unusable for the rest of its process, and a kernel
+//! that never ends holds it up for ever. So the context is in a [worker process](super::worker): `host` is its side, which has
+//! the actual device, and [`RemoteBackend`] the one that looks like it. A fault fails the launch that made it, with what the
+//! driver says; a request that takes too long ends the process, and is the fault of what was launched last. The next
+//! case gets a new process, once everything that lay in the memory of the old one was given back.
+
+pub mod host;
+mod message;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashSet;
+use std::io;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use self::message::{Answer, Request, Span};
+use super::backend::{
+    Allocation, Backend, BackendKind, Environment, KernelExports, LoadedModule, Placement, Recorded, Recorder,
+    Reservation,
+};
+use super::error::{Result, RuntimeError};
+use super::source::SourceTree;
+use super::worker::process::Process;
+use super::worker::program::Work;
+
+/// How long a compiler may take for a module.
+const COMPILE_LIMIT: Duration = Duration::from_secs(600);
+
+/// How many kernels an error names at most.
+const NAMED: usize = 8;
+
+/// How a device in another process is treated.
+#[derive(Clone, Copy, Debug)]
+pub struct RemoteOptions {
+    /// What takes longer, a launch and all that waits for it included, ends with an error.
+    pub time_limit: Duration,
+}
+
+impl Default for RemoteOptions {
+    fn default() -> Self {
+        Self { time_limit: Duration::from_secs(120) }
+    }
+}
+
+/// A device in a process of its own.
+pub struct RemoteBackend {
+    remote: Arc<Remote>,
+    environment: Environment,
+    records: bool,
+}
+
+/// The process, and those that follow it.
+struct Remote {
+    kind: BackendKind,
+    cache_dir: PathBuf,
+    options: RemoteOptions,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    process: Option<Process>,
+    /// Processes started so far.
+    started: u64,
+    schedule: Option<u64>,
+    /// Addresses of what is allocated in the process that runs.
+    live: HashSet<u64>,
+    /// Addresses of what was allocated in one that is gone, and not given back yet.
+    stale: HashSet<u64>,
+    /// Kernels launched since the device was last waited for, the latest last.
+    launched: Vec<String>,
+}
+
+impl RemoteBackend {
+    /// A device of this kind, in a new process.
+    ///
+    /// # Errors
+    /// [`RuntimeError::BackendMissing`] where there is none, and a process that cannot be started.
+    pub fn open(kind: BackendKind, cache_dir: PathBuf, options: RemoteOptions) -> Result<Self> {
+        let remote = Arc::new(Remote { kind, cache_dir, options, state: Mutex::default() });
+        let (environment, records) = remote.start(&mut remote.state())?;
+        Ok(Self { remote, environment, records })
+    }
+
+    /// The process that runs.
+    #[cfg(test)]
+    fn process(&self) -> Option<u32> {
+        self.remote.state().process.as_ref().map(Process::id)
+    }
+
+    fn ask(&self, request: Request, bytes: &[u8]) -> Result<(Answer, Vec<u8>)> {
+        self.remote.ask(&mut self.remote.state(), &request, bytes)
+    }
+
+    fn done(&self, request: Request, bytes: &[u8]) -> Result<()> {
+        self.ask(request, bytes).map(drop)
+    }
+
+    /// Has the other process measure or record what `work` asks it for.
+    fn span(&self, span: Span, work: &mut dyn FnMut() -> Result<()>) -> Result<Answer> {
+        self.done(Request::Begin(span), &[])?;
+        let worked = work();
+        let ended = self.ask(Request::End { failed: worked.is_err() }, &[]);
+        worked?;
+        ended.map(|(answer, _)| answer)
+    }
+
+    fn taken(&self, span: Span, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        match self.span(span, work)? {
+            Answer::Taken(time) => Ok(time),
+            _ => Err(unexpected()),
+        }
+    }
+}
+
+fn unexpected() -> RuntimeError {
+    RuntimeError::system("asking the process that the device is in", io::Error::other("it answered something else"))
+}
+
+impl Remote {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Starts a process, and opens the device in it.
+    fn start(&self, state: &mut State) -> Result<(Environment, bool)> {
+        let doing = |error| RuntimeError::system("starting a process for the device", error);
+        state.started += 1;
+        state.process = Some(Process::start(Work::Device(host::Start), &[], None).map_err(doing)?);
+        let open = Request::Open { kind: self.kind, cache_dir: self.cache_dir.clone() };
+        let (Answer::Opened { environment, records }, _) = self.ask_running(state, &open, &[])? else {
+            return Err(unexpected());
+        };
+        if state.schedule.is_some() {
+            self.ask_running(state, &Request::Schedule { seed: state.schedule }, &[])?;
+        }
+        Ok((environment, records))
+    }
+
+    /// Asks the process that runs, or a new one.
+    fn ask(&self, state: &mut State, request: &Request, bytes: &[u8]) -> Result<(Answer, Vec<u8>)> {
+        if state.process.is_none() {
+            // A new process may give out their addresses again.
+            if !state.stale.is_empty() {
+                return Err(self.gone("the process that the device was in has ended, and its memory with it"));
+            }
+            self.start(state)?;
+        }
+        self.ask_running(state, request, bytes)
+    }
+
+    fn ask_running(&self, state: &mut State, request: &Request, bytes: &[u8]) -> Result<(Answer, Vec<u8>)> {
+        let Some(process) = &mut state.process else { return Err(self.gone("it does not run")) };
+        let limit = match request {
+            Request::Load { .. } => COMPILE_LIMIT.max(self.options.time_limit),
+            _ => self.options.time_limit,
+        };
+        match process.ask(request, bytes, limit) {
+            Ok((Answer::Failed { failure, lost }, _)) => {
+                if lost {
+                    state.lose();
+                }
+                Err(failure.into())
+            }
+            Ok(answered) => {
+                state.note(request, &answered.0);
+                Ok(answered)
+            }
+            Err(error) => {
+                let late = format!("did not end within {} s", limit.as_secs_f64());
+                let what = process.fate(&error, &late);
+                let error = self.fault(state, request, what);
+                state.lose();
+                Err(error)
+            }
+        }
+    }
+
+    /// What a process did that did not answer: the fault of the kernels that it ran, if it ran any.
+    fn fault(&self, state: &State, request: &Request, what: String) -> RuntimeError {
+        let own = match request {
+            Request::Launch { kernel, .. } => Some(kernel),
+            _ => None,
+        };
+        let kernels: Vec<&str> = state.launched.iter().chain(own).map(String::as_str).collect();
+        match (request, kernels.is_empty()) {
+            (Request::Load { file, .. }, _) => {
+                RuntimeError::system(format!("compiling `{file}`"), io::Error::other(format!("its process {what}")))
+            }
+            (_, true) => self.gone(&format!("it {what}")),
+            _ => {
+                let kernel = kernels.join(", ");
+                RuntimeError::Fault { kernel, block: "unknown".into(), thread: "unknown".into(), what }
+            }
+        }
+    }
+
+    fn gone(&self, what: &str) -> RuntimeError {
+        let doing = format!("asking the process of the {} device", self.kind);
+        RuntimeError::system(doing, io::Error::new(io::ErrorKind::NotConnected, what))
+    }
+}
+
+impl State {
+    /// Remembers what an answer changes.
+    fn note(&mut self, request: &Request, answer: &Answer) {
+        match (request, answer) {
+            (_, Answer::Allocated(allocation) | Answer::Reserved(Reservation { allocation, .. })) => {
+                self.live.insert(allocation.address);
+            }
+            (Request::Free(allocation), _) => {
+                self.live.remove(&allocation.address);
+            }
+            (Request::Launch { kernel, .. }, _) if self.launched.last() != Some(kernel) => {
+                if self.launched.len() == NAMED {
+                    self.launched.remove(0);
+                }
+                self.launched.push(kernel.clone());
+            }
+            // Each of them waits for the device.
+            (Request::Synchronize | Request::Download { .. } | Request::Upload { .. }, _) => self.launched.clear(),
+            _ => {}
+        }
+    }
+
+    /// The process is of no use any more.
+    fn lose(&mut self) {
+        self.process = None;
+        self.launched.clear();
+        self.stale.extend(self.live.drain());
+    }
+}
+
+impl Backend for RemoteBackend {
+    fn environment(&self) -> &Environment {
+        &self.environment
+    }
+
+    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+        let request = Request::Load { tree: tree.part_of(file)?, file: file.to_owned(), defines: defines.to_vec() };
+        let module = RemoteModule { remote: self.remote.clone(), request, loaded: Mutex::default() };
+        module.with(&mut self.remote.state(), |_, _| Ok(()))?;
+        Ok(Box::new(module))
+    }
+
+    fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
+        match self.ask(Request::Allocate { name: name.to_owned(), bytes, placement }, &[])? {
+            (Answer::Allocated(allocation), _) => Ok(allocation),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
+        let request = Request::Reserve { name: name.to_owned(), bytes, touched: touched.to_vec(), placement };
+        match self.ask(request, &[])? {
+            (Answer::Reserved(reservation), _) => Ok(reservation),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn free(&self, allocation: &Allocation) {
+        let mut state = self.remote.state();
+        if !state.stale.remove(&allocation.address) && state.process.is_some() {
+            // What cannot be given back goes with the process.
+            let _ = self.remote.ask(&mut state, &Request::Free(*allocation), &[]);
+        }
+    }
+
+    fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
+        self.done(Request::Fill { address, byte, bytes }, &[])
+    }
+
+    fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
+        self.done(Request::Upload { address }, source)
+    }
+
+    fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
+        let (_, bytes) = self.ask(Request::Download { address, bytes: target.len() }, &[])?;
+        if bytes.len() != target.len() {
+            return Err(unexpected());
+        }
+        target.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
+        self.done(Request::Copy { target, source, bytes }, &[])
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.done(Request::Synchronize, &[])
+    }
+
+    fn set_schedule_seed(&self, seed: Option<u64>) {
+        let mut state = self.remote.state();
+        state.schedule = seed;
+        if state.process.is_some() {
+            // A process to come is told when it starts.
+            let _ = self.remote.ask(&mut state, &Request::Schedule { seed }, &[]);
+        }
+    }
+
+    fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        self.taken(Span::Time, work)
+    }
+
+    fn time_recorded(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        self.taken(Span::TimeRecorded, work)
+    }
+
+    fn recorder(&self) -> Option<&dyn Recorder> {
+        self.records.then_some(self)
+    }
+}
+
+impl Recorder for RemoteBackend {
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>> {
+        match self.span(Span::Record, work)? {
+            Answer::Recorded(number) => {
+                Ok(Box::new(RemoteRecorded { remote: &self.remote, started: self.remote.state().started, number }))
+            }
+            _ => Err(unexpected()),
+        }
+    }
+}
+
+/// Work that the process has recorded.
+struct RemoteRecorded<'r> {
+    remote: &'r Remote,
+    /// The process that has it, by when it was started.
+    started: u64,
+    number: u64,
+}
+
+impl Recorded for RemoteRecorded<'_> {
+    fn launch(&self) -> Result<()> {
+        let mut state = self.remote.state();
+        if state.started != self.started || state.process.is_none() {
+            return Err(self.remote.gone("the process that recorded the work has ended"));
+        }
+        self.remote.ask(&mut state, &Request::Replay { recorded: self.number }, &[]).map(drop)
+    }
+}
+
+impl Drop for RemoteRecorded<'_> {
+    fn drop(&mut self) {
+        let mut state = self.remote.state();
+        if state.started == self.started && state.process.is_some() {
+            let _ = self.remote.ask(&mut state, &Request::Forget { recorded: self.number }, &[]);
+        }
+    }
+}
+
+/// A module that the process has loaded, or loads again where it is another.
+struct RemoteModule {
+    remote: Arc<Remote>,
+    /// Loads it.
+    request: Request,
+    /// The process that has it, by when it was started, and its number there.
+    loaded: Mutex<(u64, u64)>,
+}
+
+impl RemoteModule {
+    /// Does something with the module's number in the process that runs.
+    fn with<T>(&self, state: &mut State, ask: impl FnOnce(&mut State, u64) -> Result<T>) -> Result<T> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
+        if state.process.is_none() || loaded.0 != state.started {
+            let (Answer::Module(number), _) = self.remote.ask(state, &self.request, &[])? else {
+                return Err(unexpected());
+            };
+            *loaded = (state.started, number);
+        }
+        ask(state, loaded.1)
+    }
+}
+
+impl LoadedModule for RemoteModule {
+    fn exports(&self, kernel: &str) -> Result<KernelExports> {
+        self.with(&mut self.remote.state(), |state, module| {
+            match self.remote.ask(state, &Request::Exports { module, kernel: kernel.to_owned() }, &[])? {
+                (Answer::Exports(exports), _) => Ok(exports),
+                _ => Err(unexpected()),
+            }
+        })
+    }
+
+    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
+        self.with(&mut self.remote.state(), |state, module| {
+            let request = Request::Launch { module, kernel: kernel.to_owned(), grid, block, shared_bytes };
+            self.remote.ask(state, &request, params).map(drop)
+        })
+    }
+}
+
+impl Drop for RemoteModule {
+    fn drop(&mut self) {
+        let (started, module) = *self.loaded.lock().unwrap_or_else(|e| e.into_inner());
+        let mut state = self.remote.state();
+        if state.process.is_some() && state.started == started {
+            let _ = self.remote.ask(&mut state, &Request::Unload { module }, &[]);
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! `parity run --workers N`: the sweep divided over processes of this program, each a shard of it on one of the machine's GPUs,
+//! and put together again.
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Read as _, Seek as _, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use dsv4_kernels::runtime::process::{isolate, kill_group};
+use dsv4_kernels::runtime::{BackendKind, Environment, cuda};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::run::RunArguments;
+use crate::record::Report;
+use crate::record::journal::{self, Shard};
+use crate::sweep::merge::{self, Part};
+
+/// The folder, within that of the report, in which each worker has its own for as long as the run is unfinished.
+const FOLDER: &str = "workers";
+
+/// The variable that names the GPU of a process.
+const GPU: &str = "PARITY_CUDA_DEVICE";
+
+/// How often the records are counted.
+const PACE: Duration = Duration::from_millis(500);
+
+/// Sweeps with so many workers. What they wrote is gone when the report is whole, and is what `--resume` goes on with until
+/// then.
+pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Environment) -> Result<Report> {
+    let folder = arguments.out.join(FOLDER);
+    if !arguments.resume && folder.exists() {
+        std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+    }
+    let gpus = if environment.backend == BackendKind::Cuda { cuda::device_count()? } else { 0 };
+    let shards = (0..workers).map(|index| Shard { index, count: workers });
+    let mut running = shards
+        .map(|shard| Worker::start(arguments, shard, gpus, environment.backend, &folder))
+        .collect::<Result<Vec<_>>>()?;
+    watch(&mut running)?;
+    let parts = running
+        .iter_mut()
+        .map(|worker| {
+            let status = worker.child.wait()?;
+            let ended = || format!("worker {} ended with {status}; --resume continues the run", worker.shard);
+            Part::read(&worker.dir).with_context(ended)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    drop(running);
+    let report = merge::merge(parts, arguments.sweep.seed.command())?;
+    Ok(report)
+}
+
+/// Takes away what the workers left, once the report is written.
+pub(super) fn clear(out: &Path) -> Result<()> {
+    let folder = out.join(FOLDER);
+    std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))
+}
+
+/// A worker that runs, or has run. Dropped, it is killed.
+struct Worker {
+    shard: Shard,
+    dir: PathBuf,
+    child: Child,
+    /// Passes on what it says of failures.
+    words: Option<JoinHandle<()>>,
+    /// Bytes of its records that were counted.
+    counted: u64,
+}
+
+impl Worker {
+    fn start(arguments: &RunArguments, shard: Shard, gpus: u32, backend: BackendKind, folder: &Path) -> Result<Self> {
+        let dir = folder.join(shard.index.to_string());
+        let program = std::env::current_exe().context("finding this program, to start workers")?;
+        let mut command = Command::new(program);
+        command.args(shard_arguments(arguments, shard, backend, &dir));
+        if gpus > 0 && std::env::var_os(GPU).is_none() {
+            command.env(GPU, (shard.index % gpus).to_string());
+        }
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        command.env("RAYON_NUM_THREADS", cores.div_ceil(shard.count as usize).to_string());
+        isolate(&mut command);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().with_context(|| format!("starting worker {shard}"))?;
+        let words = child.stderr.take().map(|words| {
+            std::thread::spawn(move || {
+                for line in BufReader::new(words).lines().map_while(Result::ok) {
+                    eprintln!("{line}");
+                }
+            })
+        });
+        Ok(Self { shard, dir, child, words, counted: 0 })
+    }
+
+    /// Whether it still runs.
+    fn runs(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait().with_context(|| format!("waiting for worker {}", self.shard))?.is_none())
+    }
+
+    /// How many records it has written since the last call.
+    fn newly_recorded(&mut self) -> u64 {
+        let mut new = Vec::new();
+        // Nothing is there before it begins, and nothing depends on this number.
+        let read = std::fs::File::open(self.dir.join(journal::RECORDS)).and_then(|mut file| {
+            file.seek(SeekFrom::Start(self.counted))?;
+            file.read_to_end(&mut new)
+        });
+        self.counted += read.unwrap_or_default() as u64;
+        new.iter().filter(|&&byte| byte == b'\n').count() as u64
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        kill_group(self.child.id());
+        let _ = self.child.wait();
+        if let Some(words) = self.words.take() {
+            let _ = words.join();
+        }
+    }
+}
+
+/// Shows how far the workers are until all have ended. One that ends without a report ends the others, too.
+fn watch(workers: &mut [Worker]) -> Result<()> {
+    let bar = ProgressBar::new_spinner();
+    if let Ok(style) = ProgressStyle::with_template("{msg} {pos} cases {elapsed}") {
+        bar.set_style(style);
+    }
+    bar.set_message(format!("{} workers", workers.len()));
+    loop {
+        let mut runs = false;
+        for worker in workers.iter_mut() {
+            bar.inc(worker.newly_recorded());
+            if worker.runs()? {
+                runs = true;
+            } else if !worker.dir.join("report.json").is_file() {
+                let status = worker.child.wait()?;
+                bail!("worker {} ended with {status}; --resume continues the run", worker.shard);
+            }
+        }
+        if !runs {
+            bar.finish_and_clear();
+            return Ok(());
+        }
+        std::thread::sleep(PACE);
+    }
+}
+
+/// The arguments of the `parity run` that is one shard of this one.
+fn shard_arguments(arguments: &RunArguments, shard: Shard, backend: BackendKind, dir: &Path) -> Vec<OsString> {
+    let RunArguments { ops, sweep, schedules, regressions, costs, device, .. } = arguments;
+    let text = |text: String| Some(OsString::from(text));
+    let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.clone().into_os_string());
+    let valued = [
+        ("--ops", ops.clone().and_then(text)),
+        ("--profile", text(sweep.profile.name().to_owned())),
+        ("--cases", sweep.cases.and_then(|number| text(number.to_string()))),
+        ("--edge-cases", sweep.edge_cases.and_then(|number| text(number.to_string()))),
+        ("--seed", text(sweep.seed.number().to_string())),
+        ("--schedules", schedules.and_then(|number| text(number.to_string()))),
+        ("--regressions", path(regressions)),
+        ("--costs", path(costs)),
+        ("--backend", text(backend.to_string())),
+        ("--kernels", path(&device.kernels)),
+        ("--out", Some(dir.into())),
+        ("--shard", text(shard.to_string())),
+    ];
+    let flags = [("--resume", arguments.resume), ("--in-process", device.in_process)];
+    let valued = valued.into_iter().filter_map(|(name, value)| Some([OsString::from(name), value?])).flatten();
+    let flags = flags.into_iter().filter(|(_, set)| *set).map(|(name, _)| name.into());
+    [OsString::from("run")].into_iter().chain(valued).chain(flags).collect()
+}
