@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::fs::File;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::time::Duration;
 
@@ -28,12 +29,14 @@ pub struct Start {
 ///
 /// # Errors
 /// A connection that is closed, by the device or by a kernel.
-pub fn serve(start: Start, mut link: Link) -> io::Result<Infallible> {
+pub fn serve(start: Start, link: &mut Link) -> io::Result<Infallible> {
     // SAFETY: the device made these descriptors for this process, and nothing else here knows them.
     let [page, memory] =
         unsafe { [start.page, start.memory].map(|descriptor| File::from(OwnedFd::from_raw_fd(descriptor))) };
     progress::tell(Page::of(&page)?);
-    let mut host = Host::new(start.time_limit, memory);
+    drop(page);
+    // A kernel may have closed its files: the process ends without closing them again.
+    let mut host = ManuallyDrop::new(Host::new(start.time_limit, memory));
     let mut failed = None;
     loop {
         let (request, bytes) = link.receive::<Request>()?;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
+use std::mem::ManuallyDrop;
 
 use serde::{Deserialize, Serialize};
 
@@ -22,13 +23,14 @@ pub struct Start;
 ///
 /// # Errors
 /// A connection that is closed.
-pub fn serve(_: Start, mut link: Link) -> io::Result<Infallible> {
+pub fn serve(_: Start, link: &mut Link) -> io::Result<Infallible> {
     let backend = match link.receive()?.0 {
         Request::Open { kind, cache_dir } => open(kind, ModuleCache::new(cache_dir)),
         _ => Err(out_of_turn("nothing was opened")),
     };
     let backend = match backend {
-        Ok(backend) => backend,
+        // A GPU's context goes with the process: what hangs in it is not waited for.
+        Ok(backend) => ManuallyDrop::new(backend),
         Err(error) => {
             link.answer(&Answer::Failed { failure: error.into(), lost: true }, &[])?;
             // Its device has no use for it.
@@ -37,11 +39,11 @@ pub fn serve(_: Start, mut link: Link) -> io::Result<Infallible> {
     };
     let (environment, records) = (backend.environment().clone(), backend.recorder().is_some());
     link.answer(&Answer::Opened { environment, records }, &[])?;
-    let mut host =
-        Host { backend: &*backend, modules: HashMap::new(), recorded: HashMap::new(), numbers: 0, within: 0 };
+    let host = Host { backend: &**backend, modules: HashMap::new(), recorded: HashMap::new(), numbers: 0, within: 0 };
+    let mut host = ManuallyDrop::new(host);
     loop {
         let (request, bytes) = link.receive()?;
-        host.serve(request, &bytes, &mut link)?;
+        host.serve(request, &bytes, link)?;
     }
 }
 

@@ -77,10 +77,10 @@ fn serve(start: Start) -> io::Result<Infallible> {
     // SAFETY: the device made the descriptor for this process, and nothing else here knows it.
     let connection = UnixStream::from(unsafe { OwnedFd::from_raw_fd(start.connection) });
     die_with(connection.as_raw_fd());
-    let link = Link::new(connection, start.tag)?;
+    let mut link = Link::new(connection, start.tag)?;
     let worked = match start.work {
-        Work::Emulator(start) => emulator::serve::serve(start, link),
-        Work::Device(start) => remote::host::serve(start, link),
+        Work::Emulator(start) => emulator::serve::serve(start, &mut link),
+        Work::Device(start) => remote::host::serve(start, &mut link),
     };
     match worked {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => end(0),
