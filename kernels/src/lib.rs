@@ -6,6 +6,7 @@
 mod arguments;
 pub mod attention_combine;
 pub mod decode_attention;
+pub mod hadamard;
 pub mod implementation;
 pub mod kv_cache;
 pub mod kv_cache_write;

@@ -10,20 +10,17 @@
 //! ```
 //!
 //! so that `|x / s| <= 448`. The specification multiplies by fp32(1/448) and takes the exponent from the bits of
-//! the product; for every bf16 amax that is the same power (a test below runs through them). A group with a NaN
+//! the product; for every bf16 amax that is the same power ([`crate::quantise`]). A group with a NaN
 //! or an infinity has the scale byte 255, which decodes to NaN, and NaN codes. Bytes that pad the scales are 0.
 
 use crate::error::{Result, wrong_value};
 use crate::format::Format;
+use crate::quantise::{Quantised, quantise};
 
 /// Channels that share a scale.
 pub const SCALE_GROUP: usize = 64;
 /// Bytes of scales of a row that has quantised channels.
 pub const SCALE_BYTES: usize = 8;
-/// Byte of the e8m0 NaN.
-const E8M0_NAN: u8 = 255;
-/// Least amax: groups of smaller numbers are scaled as if they held this one.
-const AMAX_FLOOR: f64 = 1e-4;
 
 /// How a row is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,9 +78,9 @@ impl RowFormat {
         let (nope, rope) = row.split_at(self.nope_dim);
         let (mut data, mut scales) = (Vec::with_capacity(self.data_bytes()), Vec::with_capacity(self.scale_bytes()));
         for group in nope.chunks(SCALE_GROUP) {
-            let byte = scale_byte(group);
-            scales.push(byte);
-            data.extend(group.iter().map(|x| e4m3_code(x / e8m0_value(byte))));
+            let Quantised { codes, scale_bytes } = quantise(group, SCALE_GROUP, Format::E4M3);
+            scales.extend(scale_bytes);
+            data.extend(codes);
         }
         scales.resize(self.scale_bytes(), 0);
         data.extend(rope.iter().flat_map(|&x| bf16_bits(x).to_ne_bytes()));
@@ -101,15 +98,6 @@ impl RowFormat {
         let rope = rope.chunks_exact(2).map(|pair| bf16_value(u16::from_ne_bytes([pair[0], pair[1]])));
         nope.chain(rope).collect()
     }
-}
-
-/// The scale of a group: 127 plus the least e with `amax <= 448 * 2^e`.
-fn scale_byte(group: &[f64]) -> u8 {
-    if group.iter().any(|x| !x.is_finite()) {
-        return E8M0_NAN;
-    }
-    let amax = group.iter().fold(AMAX_FLOOR, |amax, x| amax.max(x.abs()));
-    (0..E8M0_NAN).find(|&byte| amax <= Format::E4M3.largest * e8m0_value(byte)).unwrap_or(E8M0_NAN)
 }
 
 /// The value of an e8m0 byte.
@@ -174,16 +162,6 @@ mod tests {
             assert_eq!(e4m3_code(-middle * (1.0 + 1e-12)), 0x80 | (code + 1), "beyond -{middle}");
         }
         assert_eq!((e4m3_code(2f64.powi(-10)), e4m3_code(-0.0), e4m3_code(1e9)), (0, 0x80, 0x7e));
-    }
-
-    #[test]
-    fn the_scale_by_bits_of_an_f32_product_is_the_least_power_for_every_bf16_amax() {
-        for bits in 1..0x7f80u16 {
-            let amax = f32::from_bits(u32::from(bits) << 16).max(1e-4);
-            let product = (amax * (1.0f32 / 448.0)).to_bits();
-            let by_bits = (product >> 23) as u8 + u8::from(product & 0x7f_ffff != 0);
-            assert_eq!(scale_byte(&[-bf16_value(bits)]), by_bits, "{amax:e}");
-        }
     }
 
     #[test]

@@ -51,7 +51,7 @@ fn of_case<K: Declared>(inputs: &Inputs<K>, specs: &Specs, device: &Device) -> R
     let launch = |views: &Views| {
         let mut run = Launches::new(device, placed.arena());
         K::launch(&inputs.case, views, &mut run)?;
-        K::launch_backward(&inputs.case, views, &mut run)
+        if specs.gradients().next().is_some() { K::launch_backward(&inputs.case, views, &mut run) } else { Ok(()) }
     };
     // Unspoilt, it runs: otherwise every refusal would be right for the wrong reason.
     launch(placed.views())?;

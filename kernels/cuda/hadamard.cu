@@ -1,0 +1,198 @@
+// The orthonormal Walsh-Hadamard transform of rows of 128, stored or quantised (inference 5.4, 7, 7.1).
+//
+//     y[i] = 128^-0.5 sum over j of (-1)^popcount(i AND j) x[j]
+//
+// as seven steps of butterflies, h = 1, 2, 4 ... 64: (a, b) = (a + b, a - b) for each pair of elements h apart. The order is
+// part of the definition: every sum is an fp32 number, so that the result, and each code made of it, has one value. The
+// transform is symmetric and its own inverse: the backward is the forward of dy.
+//
+// STORED 0 writes y. Otherwise y is rounded to bf16 and quantised, amax being the largest magnitude of a group,
+//
+//     1  e2m1 in groups of 32, two codes a byte, the even one in the low nibble, with an e8m0 byte a group:
+//            s = 2^ceil(log2(max(amax, 6 * 2^-126) * fp32(1/6)))
+//     2  e4m3, the row being one group, with an fp32 scale a row:
+//            s = 2^ceil(log2(max(amax, 1e-4) * fp32(1/448)))
+//
+// A group with a NaN or an infinity has a scale of NaN, and its codes are those of NaN (of e2m1, which has none, +6).
+//
+// Eight lanes take a row, so that four of the seven steps (five of f32) stay within a lane. Floor for bf16: 256 bytes read and
+// 256, 68 or 132 written a row, and 3 shuffles an element. At 4.24 TB/s a row of the e2m1 form takes 0.076 ns; its shuffles, at
+// one instruction a clock and multiprocessor, 0.052 ns: limited by memory, with shuffles close behind. To be measured.
+//
+// Defines: ELEMENT  type of x and y: bf16 or float; STORED  0, 1 or 2. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
+#include "element.h"
+#include "elements.h"
+#include "math.h"
+#include "memory.h"
+
+#ifndef STORED
+#error "define STORED as 0 (y), 1 (e2m1) or 2 (e4m3)"
+#endif
+
+constexpr int DIM = 128, LANES = 8, THREADS = 128;
+constexpr int ROWS_PER_BLOCK = THREADS / LANES;
+constexpr int PARTS = DIM / (LANES * VECTOR);  // a lane has VECTOR consecutive elements of each part of a row
+constexpr float INVERSE_ROOT = 0.08838834764831845f;  // 128^-0.5
+constexpr int E2M1_GROUP = 32, E2M1_GROUPS = DIM / E2M1_GROUP;
+constexpr float E2M1_FLOOR = 6.0f * 0x1p-126f, E4M3_FLOOR = 1e-4f;
+
+struct HadamardParams {
+    const ELEMENT* x; int64_t x_row_stride;        // [num_rows, 128]; strides in elements
+    ELEMENT* y; int64_t y_row_stride;              // [num_rows, 128], or nullptr
+    uint8_t* codes; int64_t codes_row_stride;      // [num_rows, 64 or 128], or nullptr
+    uint8_t* scale_bytes;                          // [num_rows, 4] e8m0, or nullptr
+    float* scales;                                 // [num_rows], or nullptr
+    int64_t num_rows;
+};
+PARAMS_LAYOUT(HadamardParams, x, x_row_stride, y, y_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows)
+
+using Row = float[PARTS][VECTOR];
+
+DEVICE void butterfly(float& a, float& b) {
+    const float sum = __fadd_rn(a, b), difference = __fadd_rn(a, -b);
+    a = sum;
+    b = difference;
+}
+
+DEVICE void transform(Row& x, int lane) {
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+        UNROLL
+        for (int h = 1; h < VECTOR; h *= 2) {
+            UNROLL
+            for (int i = 0; i < VECTOR; ++i)
+                if (!(i & h)) butterfly(x[part][i], x[part][i | h]);
+        }
+        UNROLL
+        for (int h = 1; h < LANES; h *= 2) {
+            UNROLL
+            for (int i = 0; i < VECTOR; ++i) {
+                const float other = __shfl_xor_sync(FULL_WARP, x[part][i], h);
+                x[part][i] = lane & h ? __fadd_rn(other, -x[part][i]) : __fadd_rn(x[part][i], other);
+            }
+        }
+    }
+    UNROLL
+    for (int h = 1; h < PARTS; h *= 2) {
+        UNROLL
+        for (int part = 0; part < PARTS; ++part) {
+            UNROLL
+            for (int i = 0; i < VECTOR; ++i)
+                if (!(part & h)) butterfly(x[part][i], x[part | h][i]);
+        }
+    }
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+        UNROLL
+        for (int i = 0; i < VECTOR; ++i) x[part][i] = __fmul_rn(x[part][i], INVERSE_ROOT);
+    }
+}
+
+// The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes are ordered as they are, NaN above infinity.
+DEVICE float largest(uint32_t magnitude, int lanes) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2)
+        magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
+    return __uint_as_float(magnitude);
+}
+
+DEVICE uint32_t magnitude_of(const float (&x)[VECTOR]) {
+    uint32_t magnitude = 0;
+    UNROLL
+    for (int i = 0; i < VECTOR; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
+    return magnitude;
+}
+
+DEVICE uint8_t group_scale(float amax, float floor, float inverse_of_largest) {
+    return is_finite(amax) ? to_e8m0(__fmul_rn(maximum_f32(amax, floor), inverse_of_largest)) : 255;
+}
+
+// 1 / s: s is a power of two, and so is its inverse, whose byte is 254 - that of s.
+DEVICE float inverse_of(uint8_t scale) {
+    return scale == 255 ? NAN_F32 : e8m0_to_float(static_cast<uint8_t>(254 - scale));
+}
+
+// Bytes that lie one behind the other, the first in the lowest bits: in one access, or one by one.
+template <bool WIDE, int BYTES>
+DEVICE void store_bytes(uint8_t* target, uint64_t bytes) {
+    if constexpr (WIDE && BYTES == 8) {
+        *reinterpret_cast<uint64_t*>(target) = bytes;
+    } else if constexpr (WIDE && BYTES == 4) {
+        *reinterpret_cast<uint32_t*>(target) = static_cast<uint32_t>(bytes);
+    } else {
+        for (int i = 0; i < BYTES; ++i) target[i] = static_cast<uint8_t>(bytes >> 8 * i);
+    }
+}
+
+template <bool WIDE>
+DEVICE void store_e2m1(const HadamardParams& params, int64_t row, int lane, bool exists, const Row& y) {
+    constexpr int GROUP_LANES = E2M1_GROUP / VECTOR;
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+        const uint8_t scale = group_scale(largest(magnitude_of(y[part]), GROUP_LANES), E2M1_FLOOR, 1.0f / 6.0f);
+        const float inverse = inverse_of(scale);
+        if (!exists) continue;
+        const int first = (part * LANES + lane) * VECTOR;
+        if (first % E2M1_GROUP == 0) params.scale_bytes[row * E2M1_GROUPS + first / E2M1_GROUP] = scale;
+        uint64_t codes = 0;
+        UNROLL
+        for (int i = 0; i < VECTOR; ++i) codes |= static_cast<uint64_t>(to_e2m1(y[part][i] * inverse)) << 4 * i;
+        store_bytes<WIDE, VECTOR / 2>(params.codes + row * params.codes_row_stride + first / 2, codes);
+    }
+}
+
+template <bool WIDE>
+DEVICE void store_e4m3(const HadamardParams& params, int64_t row, int lane, bool exists, const Row& y) {
+    uint32_t magnitude = 0;
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, magnitude_of(y[part]));
+    const uint8_t scale = group_scale(largest(magnitude, LANES), E4M3_FLOOR, 1.0f / 448.0f);
+    const float inverse = inverse_of(scale);
+    if (!exists) return;
+    if (lane == 0) params.scales[row] = e8m0_to_float(scale);
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+        uint64_t codes = 0;
+        UNROLL
+        for (int i = 0; i < VECTOR; ++i)
+            codes |= static_cast<uint64_t>(to_e4m3(y[part][i] * inverse).bits) << 8 * i;
+        const int first = (part * LANES + lane) * VECTOR;
+        store_bytes<WIDE, VECTOR>(params.codes + row * params.codes_row_stride + first, codes);
+    }
+}
+
+template <bool WIDE>
+DEVICE void hadamard_row(const HadamardParams& params) {
+    constexpr int COUNT = WIDE ? VECTOR : 1;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / LANES;
+    const int lane = threadIdx.x % LANES;
+    // A row that is not there is a row of zeros: its lanes take part in the shuffles of their warp.
+    const bool exists = row < params.num_rows;
+    Row x = {};
+    for (int part = 0; part < PARTS && exists; ++part) {
+        const ELEMENT* source = params.x + row * params.x_row_stride + (part * LANES + lane) * VECTOR;
+        UNROLL
+        for (int i = 0; i < VECTOR; i += COUNT)
+            load_elements<COUNT>(source + i, *reinterpret_cast<float(*)[COUNT]>(&x[part][i]));
+    }
+    transform(x, lane);
+    if constexpr (STORED != 0) {
+        UNROLL
+        for (int part = 0; part < PARTS; ++part) {
+            UNROLL
+            for (int i = 0; i < VECTOR; ++i) x[part][i] = to_float(to_bf16(x[part][i]));
+        }
+    }
+    if constexpr (STORED == 1) store_e2m1<WIDE>(params, row, lane, exists, x);
+    if constexpr (STORED == 2) store_e4m3<WIDE>(params, row, lane, exists, x);
+    if constexpr (STORED == 0) {
+        for (int part = 0; part < PARTS && exists; ++part) {
+            ELEMENT* target = params.y + row * params.y_row_stride + (part * LANES + lane) * VECTOR;
+            UNROLL
+            for (int i = 0; i < VECTOR; i += COUNT)
+                store_elements(target + i, *reinterpret_cast<const float(*)[COUNT]>(&x[part][i]));
+        }
+    }
+}
+
+KERNEL(hadamard_vector, HadamardParams, THREADS) { hadamard_row<true>(params); }
+KERNEL(hadamard_scalar, HadamardParams, THREADS) { hadamard_row<false>(params); }

@@ -1,0 +1,79 @@
+//! Groups of numbers as codes with a power-of-two scale (inference 5.3, 5.4).
+//!
+//! ```text
+//! amax = max(max |x|, floor)      s = the least power of two with amax <= largest * s      code = nearest(x / s)
+//! ```
+//!
+//! The specification multiplies amax by fp32(1/448), or fp32(1/6), and takes the exponent from the bits of the product; for every
+//! bf16 amax that is the same power. A group with a NaN or an infinity has the scale byte 255, which is NaN, and the codes of NaN.
+
+use crate::format::Format;
+
+/// Byte of the e8m0 NaN.
+const E8M0_NAN: u8 = 255;
+
+/// Codes, one a byte, and the e8m0 byte of each group's scale.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Quantised {
+    /// One for each number.
+    pub codes: Vec<u8>,
+    /// One for each group.
+    pub scale_bytes: Vec<u8>,
+}
+
+/// The least amax of a format: groups of smaller numbers are scaled as if they held this one.
+pub fn floor_of(format: Format) -> f64 {
+    // That of e2m1 keeps the scale a normal fp32 number.
+    if format == Format::E2M1 { 6.0 * 2f64.powi(-126) } else { 1e-4 }
+}
+
+/// Consecutive groups of so many numbers in this format.
+pub fn quantise(numbers: &[f64], group: usize, format: Format) -> Quantised {
+    let (mut codes, mut scale_bytes) = (Vec::with_capacity(numbers.len()), Vec::new());
+    for group in numbers.chunks(group) {
+        let byte = scale_byte(group, format);
+        let scale = Format::E8M0.value(byte.into());
+        scale_bytes.push(byte);
+        codes.extend(group.iter().map(|x| format.code(x / scale) as u8));
+    }
+    Quantised { codes, scale_bytes }
+}
+
+/// The scale of a group: 127 plus the least e with `amax <= largest * 2^e`.
+pub fn scale_byte(group: &[f64], format: Format) -> u8 {
+    if group.iter().any(|x| !x.is_finite()) {
+        return E8M0_NAN;
+    }
+    let amax = group.iter().fold(floor_of(format), |amax, x| amax.max(x.abs()));
+    (0..E8M0_NAN).find(|&byte| amax <= format.largest * Format::E8M0.value(byte.into())).unwrap_or(E8M0_NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The specification's way to the scale, from the bits of an fp32 product.
+    fn from_bits(amax: f64, format: Format) -> u8 {
+        let inverse = format.largest.recip() as f32;
+        let u = amax.max(floor_of(format)) as f32 * inverse;
+        (u.to_bits() >> 23) as u8 + u8::from(u.to_bits() & 0x7f_ffff != 0)
+    }
+
+    #[test]
+    fn the_least_power_is_that_of_the_bits_for_every_bf16_amax() {
+        for bits in 1..0x7f80u32 {
+            let amax = f64::from(f32::from_bits(bits << 16));
+            for format in [Format::E2M1, Format::E4M3] {
+                assert_eq!(scale_byte(&[0.0, -amax], format), from_bits(amax, format), "{amax} {format}");
+            }
+        }
+    }
+
+    #[test]
+    fn groups_that_are_not_finite_have_no_scale_and_zeros_that_of_the_floor() {
+        let not_finite = quantise(&[1.0, f64::NAN, f64::NEG_INFINITY, 0.0], 2, Format::E4M3);
+        assert_eq!(not_finite, Quantised { codes: vec![0x7f; 4], scale_bytes: vec![255; 2] });
+        let zeros = quantise(&[0.0, -0.0], 2, Format::E2M1);
+        assert_eq!(zeros, Quantised { codes: vec![0, 8], scale_bytes: vec![1] });
+    }
+}
