@@ -16,3 +16,4 @@ pub mod runtime;
 pub mod score_recompute;
 pub mod sparse_attention;
 pub mod swiglu;
+pub mod topk;

@@ -41,6 +41,7 @@ pub mod sparse_attention;
 pub mod statistics;
 pub mod swiglu;
 pub mod tensor_core;
+pub mod topk;
 
 #[cfg(test)]
 mod testing;

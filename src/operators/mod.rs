@@ -14,6 +14,7 @@ pub mod score_recompute;
 pub mod sinks;
 pub mod sparse_attention;
 pub mod swiglu;
+pub mod topk;
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::runtime::{DType, Environment, HostTensor};

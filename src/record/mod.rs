@@ -219,14 +219,17 @@ pub struct CheckRecord {
     /// `poison_independent`, `sequence` (nothing of an earlier call with other data), `schedule_independent`, `independence`, `oracle_gradients`, `launch`, `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
     pub check: String,
     /// Tensor that it looked at; empty for checks of the whole case.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub tensor: String,
     /// What it says.
     pub verdict: Verdict,
     /// Elements that were really compared. A pass has at least one.
     pub compared: u64,
     /// One sentence on failure or error; empty on a pass.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
     /// Agreement measures, for forward and gradient checks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metrics: Option<Metrics>,
 }
 

@@ -18,6 +18,7 @@
 //! | `specification` | the page's citations, and the sections that they cite |
 //! | `markdown` | `summary.md` |
 //! | `benchmarks` | measured times, read from criterion's folders |
+//! | `drawn` | what a report is written without |
 //! | `diff` | two reports compared |
 //! | `history` | many reports, one after another |
 
@@ -29,6 +30,7 @@ use crate::record::Report;
 
 pub mod benchmarks;
 pub mod diff;
+mod drawn;
 pub(crate) mod elements;
 mod failures;
 pub mod history;
@@ -63,7 +65,7 @@ pub fn markdown(report: &Report) -> String {
 pub fn write_all(report: &Report, dir: &Path) -> io::Result<()> {
     fs::create_dir_all(dir)?;
     let mut json = BufWriter::new(fs::File::create(dir.join("report.json"))?);
-    serde_json::to_writer(&mut json, report)?;
+    serde_json::to_writer(&mut json, &drawn::with_drawn_heat_maps(report))?;
     json.write_all(b"\n")?;
     json.flush()?;
     fs::write(dir.join("index.html"), html(report))?;

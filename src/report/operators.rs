@@ -13,7 +13,7 @@ use super::specification::linked;
 use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops, within, worse_first};
 
 /// Worst cases shown for each tensor.
-const WORST: usize = 3;
+pub(super) const WORST: usize = 3;
 /// Most rows and columns of the worst case's heat map; the others' are thumbnails, for the page's size.
 const FULL: (usize, usize) = (48, 64);
 const THUMBNAIL: (usize, usize) = (24, 32);

@@ -132,6 +132,23 @@ fn a_heat_map_of_the_wrong_size_is_said_to_be_missing() {
 }
 
 #[test]
+fn a_report_is_written_with_the_heat_maps_that_its_pages_draw_and_reads_back_to_the_same_pages() {
+    let dir = tempfile::tempdir().unwrap();
+    for report in [sample::passing(40), sample::failing(40)] {
+        super::write_all(&report, dir.path()).unwrap();
+        let text = std::fs::read_to_string(dir.path().join("report.json")).unwrap();
+        let read: crate::record::Report = serde_json::from_str(&text).unwrap();
+        assert_eq!((html(&read), markdown(&read)), (html(&report), markdown(&report)));
+        let maps = |report: &crate::record::Report| {
+            let metrics = report.cases.iter().flat_map(|case| &case.checks).filter_map(|check| check.metrics.as_ref());
+            metrics.filter(|metrics| !metrics.heat.cells.is_empty()).count()
+        };
+        assert!(maps(&read) < maps(&report), "{} of {}", maps(&read), maps(&report));
+        assert!(text.len() * 3 < serde_json::to_string(&report).unwrap().len() * 2);
+    }
+}
+
+#[test]
 fn skips_and_a_dirty_tree_are_never_hidden() {
     let report = sample::failing(30);
     let (page, summary) = (html(&report), markdown(&report));
