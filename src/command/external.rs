@@ -149,6 +149,7 @@ fn open(arguments: &ExternalArguments) -> Result<External> {
         arguments: replayed(arguments),
         adapter,
         forward_only: arguments.forward_only,
+        time: false,
         keep: arguments.keep.clone(),
     };
     Ok(External::new(call, options))

@@ -61,6 +61,8 @@ pub struct Outcome {
     pub paths: Vec<String>,
     /// Why these kernels cannot be run here at all, if they cannot.
     pub untestable: Option<String>,
+    /// Why whoever runs them says that they are not for such a case, if so.
+    pub unsupported: Option<String>,
     /// Seconds in kernels.
     pub kernel_seconds: f64,
     /// Seconds in the oracle.
@@ -194,7 +196,15 @@ fn run_kernels(
     enough: &dyn Fn(&Outcome) -> bool,
     outcome: &mut Outcome,
 ) {
-    let Some(first) = launch(prepared, runner, truth, Contract::NAN, "launch", outcome) else { return };
+    let first = match runner.run(prepared, &truth.exact, Contract::NAN) {
+        Err(error) if error.unsupported => {
+            // Of a case that its kernel is not for, nothing else counts, what is known of the oracle included.
+            *outcome = Outcome { unsupported: Some(error.message), ..Outcome::default() };
+            return;
+        }
+        run => run,
+    };
+    let Some(first) = launched(first, "launch", outcome) else { return };
     outcome.paths.clone_from(&first.paths);
     memory_checks(runner, &first, outcome);
     if truth.exact.is_empty() {
@@ -275,7 +285,12 @@ fn launch(
     check: &str,
     outcome: &mut Outcome,
 ) -> Option<KernelRun> {
-    match runner.run(prepared, &truth.exact, contract) {
+    launched(runner.run(prepared, &truth.exact, contract), check, outcome)
+}
+
+/// What came of a launch.
+fn launched(run: Result<KernelRun, RunError>, check: &str, outcome: &mut Outcome) -> Option<KernelRun> {
+    match run {
         Ok(run) => {
             let written = run.tensors.iter().map(|t| t.tensor.elements() as u64).sum();
             // A case of extent zero launches nothing and writes nothing, rightly.

@@ -4,7 +4,7 @@ use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared, Sequence};
-use crate::record::Verdict;
+use crate::record::{Seconds, Verdict};
 
 /// Why there are no outputs to check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,17 +17,25 @@ pub struct RunError {
     pub skipped: bool,
     /// Whether these kernels cannot be run here at all: they do not compile, or the machine lacks what a run takes.
     pub untestable: bool,
+    /// Whether whoever runs the kernel says that it is not for such a case: then the case is a counted skip.
+    pub unsupported: bool,
 }
 
 impl RunError {
     /// The kernel did something wrong.
     pub fn fail(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Fail, message: message.into(), skipped: false, untestable: false }
+        Self { verdict: Verdict::Fail, ..Self::error(message) }
     }
 
     /// Nothing was learnt about the kernel.
     pub fn error(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Error, message: message.into(), skipped: false, untestable: false }
+        let message = message.into();
+        Self { verdict: Verdict::Error, message, skipped: false, untestable: false, unsupported: false }
+    }
+
+    /// The kernel is not for such a case, as its owner says.
+    pub fn unsupported(why: impl Into<String>) -> Self {
+        Self { skipped: true, unsupported: true, ..Self::error(why) }
     }
 }
 
@@ -69,6 +77,11 @@ pub trait Runner {
     /// Whatever leaves no outputs to check.
     fn sequence(&self, _prepared: &dyn Prepared, _contract: Contract) -> Result<Option<Sequence>, RunError> {
         Ok(None)
+    }
+
+    /// How long the kernels of the case took by their own clock, where they were asked and said so.
+    fn seconds(&self) -> Option<Seconds> {
+        None
     }
 
     /// What this is.

@@ -158,6 +158,15 @@ pub struct CaseRecord {
     pub kernel_seconds: f64,
     /// Seconds spent in the oracle's runs.
     pub oracle_seconds: f64,
+    /// How long a kernel from elsewhere took by its own clock, where it was asked and said so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<Seconds>,
+    /// How long ours took of the same case on the same device, where they were measured beside it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub our_seconds: Option<Seconds>,
+    /// Why whoever runs the kernel says that it is not for such a case: then nothing was compared, and it is a counted skip.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unsupported: Option<String>,
     /// Command that runs this case again.
     pub replay: String,
     /// Checks that could not be made of this case, where there are any: of a kernel from elsewhere.
@@ -170,6 +179,25 @@ pub struct CaseRecord {
     /// Why the kernels cannot be run here at all, if they cannot: then nothing was learnt, and the record is not kept.
     #[serde(skip)]
     pub untestable: Option<String>,
+}
+
+/// Times of one call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Seconds {
+    /// Of the forward.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forward: Option<f64>,
+    /// Of the backward.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backward: Option<f64>,
+}
+
+impl Seconds {
+    /// Whether they can be times at all.
+    pub fn are_times(&self) -> bool {
+        [self.forward, self.backward].into_iter().flatten().all(|time| time.is_finite() && time >= 0.0)
+    }
 }
 
 /// Where a case came from.

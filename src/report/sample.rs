@@ -178,6 +178,9 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         skips: Vec::new(),
         plan_number: Some(number as u64),
         untestable: None,
+        seconds: None,
+        our_seconds: None,
+        unsupported: None,
     }
 }
 

@@ -336,6 +336,9 @@ fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOption
         skips: outcome.skips,
         plan_number: None,
         untestable: outcome.untestable,
+        seconds: runner.seconds(),
+        our_seconds: None,
+        unsupported: outcome.unsupported,
     }
 }
 

@@ -2,14 +2,15 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use dsv4_parity::case::Case;
 use dsv4_parity::external::adapter::Adapter;
-use dsv4_parity::external::process::{Call, OneShot, Worker};
+use dsv4_parity::external::process::{Call, OneShot, Reply, Worker};
 use dsv4_parity::external::wire::{self, WireTensors, WireType};
 use dsv4_parity::external::{self, External, ExternalOptions, INPUTS, OUTPUTS};
 use dsv4_parity::judge::checks::CheckOptions;
@@ -34,8 +35,8 @@ const ATTENTION: &str = r#"{"operator":"sparse_attention","num_tokens":4,"num_he
 struct Kernel<F>(F);
 
 impl<F: FnMut(&Path) -> Result<(), RunError>> Call for Kernel<F> {
-    fn call(&mut self, folder: &Path) -> Result<(), RunError> {
-        (self.0)(folder)
+    fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
+        (self.0)(folder).map(|()| Reply::default())
     }
 }
 
@@ -61,7 +62,7 @@ fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Ca
     let mut runs = 0;
     Kernel(move |folder: &Path| {
         honest(folder)?;
-        let mut outputs = wire::read(&folder.join(OUTPUTS)).map_err(RunError::error)?;
+        let mut outputs = wire::read(&folder.join(OUTPUTS), u64::MAX).map_err(RunError::error)?;
         change(&mut outputs, runs);
         runs += 1;
         std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs).unwrap()).unwrap();
@@ -172,13 +173,45 @@ fn wrong_shapes_types_and_missing_tensors_are_named() {
 }
 
 #[test]
+fn only_a_regular_file_of_the_expected_size_is_read_and_nothing_else_hangs_or_takes_memory() {
+    let put = |name: &'static str, script: &'static str| {
+        Kernel(move |folder: &Path| {
+            honest(folder)?;
+            let script = format!("cp {name} kept && rm {name} && {script}");
+            let status = Command::new("sh").args(["-c", &script]).current_dir(folder).status().expect("sh runs");
+            assert!(status.success(), "{script}");
+            Ok(())
+        })
+    };
+    for (script, needle) in [
+        ("mkfifo outputs.safetensors", "outputs.safetensors is a FIFO, no regular file"),
+        ("mkdir outputs.safetensors", "outputs.safetensors is a directory, no regular file"),
+        ("ln -s /dev/zero outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
+        ("ln -s nowhere outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
+        ("ln -s kept outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
+        (
+            "truncate -s 6G outputs.safetensors",
+            "outputs.safetensors has 6442450944 bytes; what is expected has at most",
+        ),
+    ] {
+        let record = run(RMS_NORM, ExternalOptions::default(), put("outputs.safetensors", script));
+        assert_no_outputs(&record, Verdict::Error, &[needle]);
+    }
+    for (script, needle) in [("mkfifo", "is a FIFO"), ("truncate -s 6G", "has 6442450944 bytes")] {
+        let script: &'static str = format!("{script} inputs.safetensors").leak();
+        let record = run(RMS_NORM, ExternalOptions::default(), put("inputs.safetensors", script));
+        assert_no_outputs(&record, Verdict::Fail, &["inputs.safetensors", needle]);
+    }
+}
+
+#[test]
 fn a_kernel_that_writes_to_its_inputs_is_found_by_the_file_and_by_its_echo() {
     let echo = |factor: f64| {
         Kernel(move |folder: &Path| {
             honest(folder)?;
-            let mut inputs = wire::read(&folder.join(INPUTS)).unwrap();
+            let mut inputs = wire::read(&folder.join(INPUTS), u64::MAX).unwrap();
             map(&mut inputs, "x", |i, value| if i == 5 { factor * value } else { value });
-            let mut outputs = wire::read(&folder.join(OUTPUTS)).unwrap();
+            let mut outputs = wire::read(&folder.join(OUTPUTS), u64::MAX).unwrap();
             outputs.insert("input.x".into(), inputs.remove("x").unwrap());
             std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs).unwrap()).unwrap();
             Ok(())
@@ -239,7 +272,7 @@ fn a_base_2_lse_in_another_layout_agrees_through_its_adapter_only() {
             let path = folder.join(external::EXPECTED);
             let text = std::fs::read_to_string(&path).unwrap().replace("softmax_lse", "lse");
             std::fs::write(path, text).unwrap();
-            call.call(folder)
+            call.call(folder).map(drop)
         });
         run(ATTENTION, adapter(text), kernel)
     };
@@ -258,7 +291,7 @@ fn masked_slots_carry_the_declared_sentinel() {
     let kernel = {
         let seen = seen.clone();
         Kernel(move |folder: &Path| {
-            let mut inputs = wire::read(&folder.join(INPUTS)).unwrap();
+            let mut inputs = wire::read(&folder.join(INPUTS), u64::MAX).unwrap();
             let indices = &inputs["indices"];
             seen.borrow_mut().extend(indices.dtype.decode(&indices.bytes));
             // What stands for no key there is above every key here, and so no key either.
@@ -395,7 +428,9 @@ fn a_worker_lives_on_between_requests_and_ends_with_its_owner() {
     let dir = folder();
     let script = r#"while request; do echo $$ >> "$dir/pids"; echo '{"ok":true}'; done"#;
     let mut worker = worker(script, LIMIT);
-    (0..3).for_each(|_| worker.call(dir.path()).expect("it answers"));
+    for _ in 0..3 {
+        worker.call(dir.path()).expect("it answers");
+    }
     let pids = std::fs::read_to_string(dir.path().join("pids")).unwrap();
     let pids: Vec<_> = pids.lines().collect();
     assert!(pids.len() == 3 && pids.iter().all(|pid| pid == &pids[0]), "{pids:?}");
@@ -447,6 +482,82 @@ fn a_worker_that_hangs_is_killed_and_one_that_babbles_is_not_believed() {
     // It may be on its way through the pipe still.
     std::thread::sleep(Duration::from_millis(100));
     assert_says(&twice.call(dir.path()).expect_err("it said too much"), &["without a request"]);
+}
+
+/// Starts processes that would live on: of its group, of a session of their own, and one whose parent has ended; each says its
+/// number in `pids`.
+const LINGER: &str = r#"
+    echo $$ >> "$PIDS"
+    sleep 300 & echo $! >> "$PIDS"
+    (trap '' TERM INT HUP; exec setsid sh -c 'echo $$ >> "$PIDS"; sleep 300; :') &
+    (setsid sh -c 'echo $$ >> "$PIDS"; setsid sh -c "echo \$\$ >> \"\$PIDS\"; sleep 300; :" & exit' &)
+    while [ "$(wc -l < "$PIDS")" -lt 5 ]; do sleep 0.02; done
+"#;
+
+/// Ends the harness in this way while what it has started lingers: none of it runs then, and no temporary file is left.
+fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end: &str) {
+    let dir = folder();
+    let (pids, temporary) = (dir.path().join("pids"), dir.path().join("temporary"));
+    std::fs::create_dir(&temporary).unwrap();
+    let mut harness = Command::new(binary())
+        .args(arguments)
+        .envs(environment.iter().copied())
+        .envs([("PIDS", &pids), ("TMPDIR", &temporary), ("PARITY_CACHE_DIR", &dir.path().join("modules"))])
+        .current_dir(dir.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let lines = || std::fs::read_to_string(&pids).unwrap_or_default().lines().map(str::to_owned).collect::<Vec<_>>();
+    let start = Instant::now();
+    while lines().len() < 5 {
+        assert!(start.elapsed() < LIMIT, "{end}: {:?} linger", lines());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    if end != "normal" {
+        let number = harness.id().to_string();
+        assert!(lines().iter().any(|pid| is_alive(pid)), "{end}");
+        assert!(std::fs::read_dir(&temporary).unwrap().count() > 0, "{end}: there is nothing to remove");
+        assert!(Command::new("kill").args([end, &number]).status().unwrap().success());
+    }
+    harness.wait().unwrap();
+    lines().iter().for_each(|pid| assert_dies(pid));
+    let start = Instant::now();
+    while std::fs::read_dir(&temporary).unwrap().count() > 0 {
+        let left: Vec<_> = std::fs::read_dir(&temporary).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert!(start.elapsed() < Duration::from_secs(10), "{end}: {left:?} are left");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn nothing_of_a_worker_or_a_compiler_is_left_after_any_end_of_the_harness() {
+    let dir = folder();
+    let script = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    };
+    let hanging = script("hanging", &format!("{LINGER}\nsleep 300"));
+    let ending = script("ending", LINGER);
+    let of = |option: &'static str, command: &Path, dir: &str| -> Vec<String> {
+        let fixed = ["external", "--op", "rms_norm", "--case", RMS_NORM, option];
+        fixed.iter().map(|word| (*word).to_owned()).chain([format!("{}{dir}", command.display())]).collect()
+    };
+    for (arguments, ends) in [
+        (of("--worker", &hanging, ""), &["-INT", "-TERM", "-KILL"][..]),
+        (of("--worker", &ending, ""), &["normal"]),
+        (of("--cmd", &hanging, " {dir}"), &["-KILL"]),
+        (of("--cmd", &ending, " {dir}"), &["normal"]),
+    ] {
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        ends.iter().for_each(|end| assert_leaves_nothing(&arguments, &[], end));
+    }
+    let compiler =
+        script("compiler", &format!("[ \"$1\" = --version ] && echo hanging 1 && exit\n{LINGER}\nsleep 300"));
+    let run = ["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "0", "--edge-cases", "1"];
+    ["-INT", "-KILL"].iter().for_each(|end| assert_leaves_nothing(&run, &[("PARITY_CXX", &compiler)], end));
 }
 
 // ---------------------------------------------------------------- the command

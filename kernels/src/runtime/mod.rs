@@ -11,10 +11,12 @@ pub mod cuda;
 pub mod device;
 pub mod emulator;
 pub mod error;
+pub mod files;
 pub mod params;
 pub mod process;
 pub mod recording;
 pub mod source;
+pub mod supervisor;
 pub mod tensor;
 pub mod views;
 
