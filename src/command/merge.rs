@@ -4,16 +4,17 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use dsv4_kernels::runtime::BackendKind;
 
 use super::{Exit, run};
-use crate::record::{Origin, Verdict};
+use crate::record::Origin;
 use crate::sweep::merge::{self, Part};
 use crate::sweep::regressions::Regressions;
 
 /// Options of `parity merge`.
 #[derive(Debug, Args)]
 pub struct MergeArguments {
-    /// Folders that `parity run --shard I/N --out DIR` wrote, one for each shard
+    /// Folders that `parity run --shard I/N --out DIR` wrote, or `parity external` likewise, one for each shard
     #[arg(value_name = "SHARD_DIR", required = true)]
     shards: Vec<PathBuf>,
     /// Folder for report.json, index.html, summary.md and records.jsonl
@@ -38,11 +39,13 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     // Shards remember nothing themselves: that would change the plan of those that start later.
     let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
     let regressions = Regressions::new(regressions);
-    for record in report.cases.iter().filter(|record| record.origin == Origin::Shrunk) {
+    // What breaks somebody else's kernel is not for ours to remember.
+    let is_ours = report.environment.backend != BackendKind::External;
+    for record in report.cases.iter().filter(|record| is_ours && record.origin == Origin::Shrunk) {
         regressions.append_record(record).context("remembering a failing case")?;
     }
     run::summarise(&report, &arguments.out);
-    Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
+    run::exit_of(&report, true)
 }
 
 fn same_folder(one: &Path, other: &Path) -> bool {

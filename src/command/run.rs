@@ -16,8 +16,8 @@ use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::Operator;
 use crate::operator::registry;
-use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Shard};
-use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
+use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
+use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Skip, Verdict};
 use crate::report::{self, history};
 use crate::sweep::progress::Progress;
 use crate::sweep::regressions::Regressions;
@@ -94,31 +94,23 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let plan = Plan::new(&operators, &remembered, &options, device.environment(), shard.count, &costs)?;
     // They are skips of the run, not of each shard: the first one says so.
     let not_run = if shard.index == 0 { plan.skips.clone() } else { Vec::new() };
-    let record = plan_record(&plan, shard, remembered, &device);
-    let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
-    let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    let left_out = run_shard(plan, shard, &device, &options, &mut writer);
-    let cases = writer.finish()?;
-    let seconds = start.elapsed().as_secs_f64() + taken_over;
-    let report = Report {
-        schema_version: SCHEMA_VERSION,
+    let run = RunDescription {
         command: arguments.sweep.seed.command(),
         started_unix,
-        seconds,
-        revision: record.identity.revision.clone(),
-        environment: device.environment().clone(),
         profile: arguments.sweep.profile.name().to_owned(),
         seed: arguments.sweep.seed.number(),
         schedules: options.checks.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
-        cases,
-        benchmarks: measured.benchmarks,
-        ceilings: measured.ceilings,
-        mutants: Vec::new(),
-        kill_matrix: None,
-        skips: skips(&device, arguments).into_iter().chain(not_run).chain(left_out).chain(measured.skip).collect(),
-        shards: vec![shard_record(record, seconds)],
+        skips: skips(&device, arguments).into_iter().chain(not_run).collect(),
     };
+    let record = plan_record(&plan, shard, remembered, &device, run);
+    let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
+    let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
+    let left_out = run_shard(plan, shard, &device, &options, &mut writer);
+    let cases = writer.finish()?;
+    let mut report = record.report(cases, start.elapsed().as_secs_f64() + taken_over);
+    (report.benchmarks, report.ceilings) = (measured.benchmarks, measured.ceilings);
+    report.skips.extend(left_out.into_iter().chain(measured.skip));
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
     if let Some(file) = &arguments.history {
@@ -143,7 +135,12 @@ pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
     }
     let compared = report.cases.iter().flat_map(|case| &case.checks).any(|check| check.compared > 0);
     if should && !compared {
-        bail!("nothing was compared: {} case(s) ran", report.cases.len());
+        let skipped: u64 = report.skips.iter().map(|skip| skip.count).sum();
+        bail!("nothing was compared: {} case(s) ran, {skipped} skips", report.cases.len());
+    }
+    if report.cases.is_empty() && !report.unsupported.is_empty() {
+        // A shard's kernel may be for none of its cases; whether it is for any is asked of the whole.
+        return Ok(Exit::Agreed);
     }
     Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
 }
@@ -163,7 +160,13 @@ pub(super) fn load_remembered(operators: &[&dyn Operator], regressions: &Regress
     Ok(names.map(|name| regressions.load(&name).map(|cases| (name, cases))).collect::<Result<_, _>>()?)
 }
 
-pub(super) fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, runner: &dyn Runner) -> PlanRecord {
+pub(super) fn plan_record(
+    plan: &Plan,
+    shard: Shard,
+    remembered: Remembered,
+    runner: &dyn Runner,
+    run: RunDescription,
+) -> PlanRecord {
     PlanRecord {
         schema_version: SCHEMA_VERSION,
         shard,
@@ -176,18 +179,7 @@ pub(super) fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, run
             environment: runner.environment().clone(),
         },
         remembered,
-    }
-}
-
-pub(super) fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
-    ShardRecord {
-        index: plan.shard.index,
-        count: plan.shard.count,
-        planned_cases: plan.planned_cases,
-        plan_digest: plan.plan_digest,
-        executable_digest: plan.identity.executable_digest,
-        device: plan.identity.environment.device,
-        seconds,
+        run,
     }
 }
 
@@ -248,6 +240,7 @@ pub(super) fn summarise(report: &Report, out: &Path) {
     let checks: usize = report.cases.iter().map(|case| case.checks.len()).sum();
     let not_run: Vec<_> = report.not_run().map(|(operator, _)| operator).collect();
     let verdict = match (failed, &not_run[..]) {
+        (0, []) if report.cases.is_empty() => "nothing was compared".to_owned(),
         (0, []) => "all agreed".to_owned(),
         (0, _) => format!("{} could not be run, the others agreed", not_run.join(", ")),
         _ => format!("{failed} case(s) disagreed"),
@@ -311,7 +304,7 @@ impl Observer for RecordWriter {
         if self.broken.is_none() {
             self.broken = self.journal.append(&record).err();
         }
-        if record.verdict() != Verdict::Pass {
+        if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
             self.bar.suspend(|| eprintln!("{}", sweep::failure_text(&record)));
         }
         self.cases.push(record);

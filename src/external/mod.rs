@@ -290,7 +290,10 @@ impl Runner for External {
     fn kernels(&self) -> (String, String) {
         (
             format!("external: {}", self.options.name),
-            blake3::hash(self.options.arguments.as_bytes()).to_hex().to_string(),
+            // What the adapter says decides, too, whatever its file is called.
+            blake3::hash(format!("{}\n{}", self.options.arguments, self.options.adapter.text()).as_bytes())
+                .to_hex()
+                .to_string(),
         )
     }
 
@@ -322,6 +325,12 @@ impl Runner for External {
     fn rounds_freely(&self, tensor: &str) -> Option<&'static str> {
         let why = "the adapter declares that its bits vary (bitwise = false): held within the budget";
         (!self.options.adapter.is_bitwise(tensor)).then_some(why)
+    }
+
+    fn may_round_freely(&self) -> Option<&'static str> {
+        Some(
+            "all within the budget: where sums run in an order that may change, the adapter says so with `bitwise = false`",
+        )
     }
 
     fn cannot_vary(&self, variant: &dyn Prepared) -> Option<&'static str> {

@@ -622,15 +622,23 @@ fn same_results(
         let Some(a) = first.tensors.iter().find(|a| a.name == b.name && a.tensor.elements() > 0) else { continue };
         let freely = runner.rounds_freely(a.name);
         freely.inspect(|why| outcome.skip(format!("bit equality of {}", a.name), why, 1));
+        let budget = budgets.iter().find(|(exact, _)| exact.name == a.name);
+        let beyond = || budget.and_then(|(exact, budget)| difference_beyond(&a.tensor, &b.tensor, exact, budget, 1.0));
         let problem = if a.deterministic && freely.is_none() {
-            first_difference(&a.tensor, &b.tensor)
+            let last_bits = || budget.is_some() && beyond().is_none();
+            first_difference(&a.tensor, &b.tensor).map(|problem| with_hint(problem, runner, last_bits))
         } else {
-            budgets
-                .iter()
-                .find(|(exact, _)| exact.name == a.name)
-                .and_then(|(exact, budget)| difference_beyond(&a.tensor, &b.tensor, exact, budget, 1.0))
+            beyond()
         };
         outcome.verdict(check, a.name, a.tensor.elements() as u64, problem);
+    }
+}
+
+/// A difference of bits, with what its owner may declare if that is all.
+fn with_hint(problem: String, runner: &dyn Runner, last_bits: impl FnOnce() -> bool) -> String {
+    match runner.may_round_freely() {
+        Some(hint) if last_bits() => format!("{problem} ({hint})"),
+        _ => problem,
     }
 }
 
@@ -760,8 +768,12 @@ fn law_checks(
         };
         let budget = both.as_ref().or(budget);
         let (compared, problem) = match (runner.rounds_freely(name), relation) {
-            (None, _) | (_, Relation::WithinBudget | Relation::WithinBothBudgets) => {
-                relate(&a.tensor, &b.tensor, relation, budget)
+            (_, Relation::WithinBudget | Relation::WithinBothBudgets) => relate(&a.tensor, &b.tensor, relation, budget),
+            (None, _) => {
+                let (compared, problem) = relate(&a.tensor, &b.tensor, relation, budget);
+                let last_bits =
+                    || budget.is_some() && relate_freely(&a.tensor, &b.tensor, relation, budget).1.is_none();
+                (compared, problem.map(|problem| with_hint(problem, runner, last_bits)))
             }
             (Some(why), _) => {
                 outcome.skip(format!("bit equality of {name}"), why, 1);

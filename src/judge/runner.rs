@@ -117,6 +117,11 @@ pub trait Runner {
         None
     }
 
+    /// What to say where bits differ that its budget would forgive; `None` where bits must be equal in any case.
+    fn may_round_freely(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Why the variant of a law cannot be run here; `None` where it can.
     fn cannot_vary(&self, _variant: &dyn Prepared) -> Option<&'static str> {
         None

@@ -64,6 +64,8 @@ pub fn passing(cases: usize) -> Report {
         mutants: mutants(),
         kill_matrix: None,
         skips: Vec::new(),
+        unsupported: Vec::new(),
+        unfinished: None,
         shards: Vec::new(),
     }
 }

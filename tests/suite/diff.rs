@@ -135,6 +135,8 @@ pub fn report() -> Report {
         mutants: vec![mutant("eps_outside_root", &["forward"])],
         kill_matrix: None,
         skips: Vec::new(),
+        unsupported: Vec::new(),
+        unfinished: None,
         shards: Vec::new(),
     }
 }

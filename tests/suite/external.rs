@@ -17,7 +17,7 @@ use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::runner::RunError;
 use dsv4_parity::operator::Profile;
 use dsv4_parity::operator::registry;
-use dsv4_parity::record::{CaseRecord, Origin, Report, Seen, Verdict};
+use dsv4_parity::record::{CaseRecord, CheckRecord, Origin, Report, Seen, Skip, Verdict};
 use dsv4_parity::sweep;
 
 use crate::command_line::{Parity, binary};
@@ -319,7 +319,15 @@ fn bits_that_vary_fail_unless_declared_and_then_the_budget_still_holds_them() {
     };
     let free = || adapter("[tensor.rstd]\nbitwise = false");
     let ulp = 1.0 + f64::from(f32::EPSILON);
-    assert!(fails(&run(RMS_NORM, ExternalOptions::default(), jitter(ulp)), "repeatable", "rstd"));
+    // The hint is there where the last bits alone differ, and in no other case.
+    let hinted = |record: &CaseRecord, check: &str| {
+        let of = |c: &&CheckRecord| c.check == check && c.tensor == "rstd" && c.verdict == Verdict::Fail;
+        record.checks.iter().find(of).map(|c| c.message.contains("`bitwise = false`"))
+    };
+    let record = run(RMS_NORM, ExternalOptions::default(), jitter(ulp));
+    assert_eq!([hinted(&record, "repeatable"), hinted(&record, "law: weight scales once")], [Some(true); 2]);
+    let record = run(RMS_NORM, ExternalOptions::default(), jitter(1.001));
+    assert_eq!([hinted(&record, "repeatable"), hinted(&record, "law: weight scales once")], [Some(false); 2]);
     let record = run(RMS_NORM, free(), jitter(ulp));
     assert_agrees(&record);
     let skipped = record.skips.iter().filter(|skip| skip.what == "bit equality of rstd").count();
@@ -664,6 +672,153 @@ fn a_command_that_always_dies_fails_every_case_and_loses_none() {
     }
     assert!(output.stderr.contains("broken"), "{}", output.stderr);
     assert!(!dir.path().join("none").exists(), "somebody else's failure was remembered");
+}
+
+/// A command that takes cases with fp32 weights alone.
+fn with_f32_weights() -> String {
+    let unsupported = r#"{"unsupported":"bf16 weights"}"#;
+    format!("if grep -q 'weight.*f32' {{dir}}/case.json; then {} {{dir}}; else echo '{unsupported}'; fi", reference())
+}
+
+#[test]
+fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_error() {
+    let unsupported = Kernel(|_: &Path| Err(RunError::unsupported("64 heads only")));
+    let record = run(ATTENTION, ExternalOptions::default(), unsupported);
+    assert_eq!((record.unsupported.as_deref(), record.checks.len()), (Some("64 heads only"), 0));
+    let mut worker = worker(r#"while request; do echo '{"unsupported":"64 heads only"}'; done"#, LIMIT);
+    let dir = folder();
+    for _ in 0..2 {
+        assert_eq!(worker.call(dir.path()).expect_err("it refuses"), RunError::unsupported("64 heads only"));
+    }
+    // A kernel that has run a case cannot be for none of its kind afterwards.
+    let mut runs = 0;
+    let fickle = Kernel(move |folder: &Path| {
+        runs += 1;
+        if runs == 2 { Err(RunError::unsupported("not any more")) } else { honest(folder) }
+    });
+    let record = run(RMS_NORM, ExternalOptions::default(), fickle);
+    assert!(record.unsupported.is_none() && record.verdict() == Verdict::Error, "{:?}", failures(&record));
+
+    let sweep = ["--cases", "6", "--edge-cases", "4"];
+    let all = parity(
+        dir.path(),
+        &[&["--worker", r#"while read -r l; do echo '{"unsupported":"all"}'; done"#][..], &sweep].concat(),
+    );
+    all.assert_code(2);
+    assert!(all.stderr.contains("parity: nothing was compared: 0 case(s) ran, "), "{}", all.stderr);
+    assert!(
+        all.stdout.contains("skipped 10 times: cases of rms_norm: the kernel does not support them: all"),
+        "{}",
+        all.stdout
+    );
+    assert!(
+        all.stdout.contains("nothing was compared: 0 cases, 0 checks") && !all.stdout.contains("agreed"),
+        "{}",
+        all.stdout
+    );
+
+    let command = with_f32_weights();
+    let some = parity(dir.path(), &[&["--cmd", &command][..], &sweep].concat());
+    some.assert_code(0);
+    let report = report(&dir.path().join("out"));
+    let (ran, not) = (report.cases.len(), report.unsupported.len());
+    assert!(ran > 0 && not > 0 && ran + not == 10, "{ran} and {not}");
+    let why = "the kernel does not support them: bf16 weights";
+    assert!(report.skips.iter().any(|skip| skip.why == why && skip.count == not as u64), "{:?}", report.skips);
+    let last: Vec<_> = some.stdout.lines().rev().take(2).collect();
+    assert!(last[0].starts_with("report: ") && last[1].starts_with(&format!("all agreed: {ran} cases, ")), "{last:?}");
+}
+
+#[test]
+fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet_it_is_counted() {
+    let dir = folder();
+    let adapter = dir.path().join("adapter.toml");
+    std::fs::write(&adapter, "where = \"width % 8 = 0 and width > 8\"\n").unwrap();
+    let adapter = adapter.display().to_string();
+    let condition = "dtype = 'bf16' and num_rows % 2 = 0";
+    let sweep = ["--cmd", "exit 3 # {dir}", "--cases", "10", "--adapter", &adapter, "--where", condition];
+    parity(dir.path(), &sweep).assert_code(1);
+    let report = report(&dir.path().join("out"));
+    let of = |case: &CaseRecord, field: &str| case.case[field].as_u64().expect("a number");
+    for case in &report.cases {
+        assert_eq!(
+            (case.case["dtype"].as_str(), of(case, "num_rows") % 2, of(case, "width") % 8),
+            (Some("bf16"), 0, 0)
+        );
+        assert!(of(case, "width") > 8);
+    }
+    let count = |origin| report.cases.iter().filter(|case| case.origin == origin).count();
+    let edge_cases = registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len();
+    let skipped = report.skips.iter().find(|skip| skip.what == "cases of rms_norm").expect("they are counted");
+    assert_eq!(count(Origin::Shrunk), 1);
+    assert_eq!(count(Origin::Drawn) + skipped.count as usize, edge_cases + 10);
+    assert!(skipped.why.contains(condition) && skipped.why.contains("width > 8"), "{}", skipped.why);
+
+    let with = |condition: &str| parity(dir.path(), &["--worker", "true", "--cases", "3", "--where", condition]);
+    let rare = with("width = -1");
+    rare.assert_code(2);
+    let said = "skipped 3 times: drawn cases of rms_norm: of 20000 tries 0 drew a case where width = -1";
+    assert!(rare.stdout.contains(said) && rare.stderr.contains("nothing was compared"), "{}", rare.stdout);
+    with("wdith = 64").assert_bad_input(&["wdith = 64", "`wdith`", "num_rows"]);
+    with("width = 'x'").assert_bad_input(&["`width`", "\"x\""]);
+    let syntax = with("width = = 64");
+    assert!(syntax.code == Some(2) && syntax.stderr.contains("at character 9, `=`"), "{}", syntax.stderr);
+}
+
+#[test]
+fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_one_left() {
+    let dir = folder();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let command = with_f32_weights();
+    let adapter = dir.path().join("adapter.toml");
+    std::fs::write(&adapter, "lanes = 2\n").unwrap();
+    let adapter = adapter.display().to_string();
+    let sweep = |out: &str, more: &[&str]| {
+        let (out, none) = (path(out), path("none"));
+        let fixed = ["external", "--op", "rms_norm", "--cmd", &command, "--cases", "4", "--edge-cases", "4"];
+        let places = ["--out", &out, "--regressions", &none, "--adapter", &adapter];
+        Parity::new(&[&fixed[..], &places, more].concat()).run()
+    };
+    sweep("whole", &[]).assert_code(0);
+    for (out, shard) in [("one", "0/2"), ("two", "1/2")] {
+        sweep(out, &["--shard", shard]).assert_code(0);
+    }
+    // A kill in the midst of a record.
+    let records = std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap();
+    let (first, rest) = records.split_once('\n').expect("two records at least");
+    assert!(rest.lines().count() >= 2);
+    std::fs::write(dir.path().join("two/records.jsonl"), format!("{first}\n{}", &rest[..40])).unwrap();
+    std::fs::remove_file(dir.path().join("two/report.json")).unwrap();
+    let merge = || Parity::new(&["merge", &path("one"), &path("two"), "--out", &path("merged")]).run();
+    let missing = rest.lines().count();
+    for _ in 0..2 {
+        let output = Parity::new(&["report", &path("two")]).run();
+        output.assert_code(0);
+        let said = format!("unfinished: 1 cases are recorded, {missing} of the plan's are missing; --resume continues");
+        assert!(output.stdout.contains(&said), "{}", output.stdout);
+        let left = report(&dir.path().join("two"));
+        assert_eq!((left.unfinished, left.verdict(), left.seed), (Some(missing as u64), Verdict::Error, 0));
+        assert_eq!(left.cases.len() + left.unsupported.len(), 1);
+        assert!(std::fs::read_to_string(dir.path().join("two/summary.md")).unwrap().contains("Cut short: "));
+        merge().assert_bad_input(&["two: shard 1/2 is unfinished"]);
+    }
+    std::fs::write(&adapter, "lanes = 4\n").unwrap();
+    sweep("two", &["--shard", "1/2", "--resume"]).assert_bad_input(&["cannot be resumed", "kernels"]);
+    std::fs::write(&adapter, "lanes = 2\n").unwrap();
+    sweep("two", &["--shard", "1/2", "--resume"]).assert_code(0);
+    assert!(std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap().starts_with(first), "it ran again");
+    merge().assert_code(0);
+    let (whole, merged) = (report(&dir.path().join("whole")), report(&dir.path().join("merged")));
+    let lines = |cases: &[CaseRecord]| cases.iter().map(|case| case.case.to_string()).collect::<Vec<_>>();
+    assert_eq!((lines(&whole.cases), lines(&whole.unsupported)), (lines(&merged.cases), lines(&merged.unsupported)));
+    assert!(!whole.cases.is_empty() && !whole.unsupported.is_empty());
+    let sorted = |mut skips: Vec<Skip>| {
+        skips.sort_by_key(|skip| (skip.what.clone(), skip.why.clone()));
+        skips
+    };
+    assert_eq!(sorted(whole.skips), sorted(merged.skips));
+    let regressions = dir.path().join("none");
+    assert!(!regressions.exists(), "somebody else's failure was remembered");
 }
 
 #[test]
