@@ -98,6 +98,47 @@ impl Condition {
         holds(&self.root, case).map_err(|why| format!("`{self}`: {why}"))
     }
 
+    /// The case with what the condition alone decides: fields that must equal a value, or leave a remainder, in all cases that
+    /// meet it. Drawn cases would rarely meet these by chance. Whether the rest holds, and whether there is such a case, is
+    /// still to be asked.
+    pub fn steered(&self, mut case: Case) -> Case {
+        let required = match &self.root {
+            Node::All(nodes) => &nodes[..],
+            node => std::slice::from_ref(node),
+        };
+        let mut pending: Vec<&Node> = required.iter().collect();
+        while let Some(node) = pending.pop() {
+            match node {
+                Node::All(nodes) => pending.extend(nodes),
+                // One of several ways, another one in another case.
+                Node::Any(nodes) if holds(node, &case) != Ok(true) => {
+                    let seed = case.fields.get("seed").and_then(Value::as_u64).unwrap_or_default();
+                    pending.push(&nodes[seed as usize % nodes.len()]);
+                }
+                node if holds(node, &case) == Ok(true) => {}
+                Node::Field(name) => set(&mut case, name, Value::Bool(true)),
+                Node::Not(inner) => {
+                    if let Node::Field(name) = &**inner {
+                        set(&mut case, name, Value::Bool(false));
+                    }
+                }
+                Node::Compared(Relation::Equal, a, b) => match (&**a, &**b) {
+                    (Node::Field(name), Node::Value(value)) | (Node::Value(value), Node::Field(name)) => {
+                        set(&mut case, name, value.clone());
+                    }
+                    (Node::Remainder(a, b), Node::Value(rest)) => {
+                        if let (Node::Field(name), Node::Value(by)) = (&**a, &**b) {
+                            round_up(&mut case, name, by, rest);
+                        }
+                    }
+                    _ => {}
+                },
+                _ => {}
+            }
+        }
+        case
+    }
+
     /// The first field that it names and that none of the cases has.
     pub fn unknown<'a>(&self, cases: impl Iterator<Item = &'a Case> + Clone) -> Option<&str> {
         let mut names = Vec::new();
@@ -124,6 +165,32 @@ fn field<'a>(case: &'a Case, name: &str) -> Option<&'a Value> {
     let mut parts = name.split('.');
     let first = case.fields.get(parts.next()?)?;
     parts.try_fold(first, |value, part| value.get(part))
+}
+
+/// Gives a field that the case has another value of its kind.
+fn set(case: &mut Case, name: &str, value: Value) {
+    let mut parts = name.split('.');
+    let first = parts.next().and_then(|part| case.fields.get_mut(part));
+    let Some(place) = parts.fold(first, |place, part| place?.get_mut(part)) else { return };
+    let whole = value.as_f64().filter(|number| number.fract() == 0.0 && (0.0..9e15).contains(number));
+    *place = match whole {
+        Some(number) if !place.is_f64() => Value::from(number as u64),
+        _ => value,
+    };
+}
+
+/// Makes a field the next number that leaves `rest` when it is divided, and is not 0 itself.
+fn round_up(case: &mut Case, name: &str, by: &Value, rest: &Value) {
+    let (Some(now), Some(by), Some(rest)) = (field(case, name).and_then(Value::as_u64), by.as_f64(), rest.as_f64())
+    else {
+        return;
+    };
+    let whole = |number: f64| number.fract() == 0.0 && (0.0..9e15).contains(&number);
+    if whole(by) && whole(rest) && rest < by {
+        let (by, rest) = (by as u64, rest as u64);
+        let next = now.saturating_sub(rest).div_ceil(by).saturating_mul(by).saturating_add(rest);
+        set(case, name, Value::from(if next == 0 { by } else { next }));
+    }
 }
 
 fn holds(node: &Node, case: &Case) -> Result<bool, String> {
@@ -421,6 +488,31 @@ mod tests {
         assert_eq!((both.to_string().as_str(), both.holds(&case())), ("(dlse) and (topk = 1 or dlse)", Ok(true)));
         let (cases, condition) = ([case()], Condition::parse("topk = 1 and hed_dim = 2").expect("a condition"));
         assert_eq!(condition.unknown(cases.iter()), Some("hed_dim"));
+    }
+
+    #[test]
+    fn fields_that_a_condition_fixes_are_set_and_nothing_else() {
+        let text = "head_dim = 64 and topk % 128 = 0 and (not dlse and 'f32' = dtype) and values.separate.v_dim = 32 and scale < 1";
+        let condition = Condition::parse(text).expect("a condition");
+        let mut case = case();
+        case.fields["topk"] = 129.into();
+        let steered = condition.steered(case.clone());
+        assert_eq!(condition.holds(&steered), Ok(true), "{}", steered.line());
+        let fields: Vec<_> = steered.fields.iter().filter(|(name, value)| case.fields[*name] != **value).collect();
+        let said: Vec<String> = fields.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        assert_eq!(
+            said.join(", "),
+            r#"dlse false, dtype "f32", head_dim 64, topk 256, values {"separate":{"v_dim":32}}"#
+        );
+        let either = Condition::parse("head_dim = 64 or topk = 1 and head_dim = 64").expect("a condition");
+        for seed in 0..4 {
+            case.fields.insert("seed".into(), seed.into());
+            let steered = either.steered(case.clone());
+            assert_eq!((steered.fields["head_dim"].as_u64(), steered.fields["topk"] == 1), (Some(64), seed % 2 == 1));
+        }
+        for kept in ["absent = 1", "topk % 0 = 0", "scale % 2 = 1"] {
+            assert_eq!(Condition::parse(kept).expect("a condition").steered(case.clone()), case, "{kept}");
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dsv4_kernels::runtime::Environment;
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -22,7 +22,7 @@ use crate::judge::runner::Runner;
 use crate::operator::Operator;
 use crate::operator::registry;
 use crate::record::journal::{self, PlanRecord, Remembered, RunDescription, Shard};
-use crate::report;
+use crate::report::{self, times};
 use crate::sweep::shard::{Costs, Plan};
 use crate::sweep::{self, PlannedCase, SweepOptions};
 
@@ -54,6 +54,9 @@ pub struct ExternalArguments {
     /// The kernel has no gradients
     #[arg(long)]
     forward_only: bool,
+    /// Ask the worker for its own times, and report them beside those of our kernels where there is a GPU
+    #[arg(long)]
+    time: bool,
     /// Seconds that one run of a case may take
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     time_limit: f64,
@@ -124,6 +127,9 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     for skip in &report.skips {
         println!("skipped {} times: {}: {}", skip.count, skip.what, skip.why);
     }
+    if let Some(line) = times::line(&report) {
+        println!("{line}");
+    }
     run::summarise(&report, &arguments.out);
     run::exit_of(&report, arguments.shard.is_none())
 }
@@ -162,7 +168,12 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
         arguments: replayed(arguments),
         adapter,
         forward_only: arguments.forward_only,
-        time: false,
+        time: arguments.time,
+        ours: arguments.time.then(|| {
+            // Of the emulator's times nothing follows.
+            let ours = Device::open(BackendKind::Cuda, DeviceOptions::default());
+            ours.map_err(|error| format!("there is no GPU for them, and the emulator's times say nothing: {error}"))
+        }),
         keep: arguments.keep.clone(),
     };
     Ok((External::new(call, options), condition))

@@ -45,10 +45,10 @@ use self::adapter::Adapter;
 use self::process::Call;
 use self::wire::{WireTensor, WireTensors, WireType};
 use crate::case::{Case, CaseError};
-use crate::judge::runner::{RunError, Runner};
+use crate::judge::runner::{RunError, Runner, Times};
 use crate::operator::registry;
 use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, Prepared, Side};
-use crate::record::{Seconds, Verdict};
+use crate::record::{Seconds, Skip, Verdict};
 
 /// The case.
 pub const CASE: &str = "case.json";
@@ -94,12 +94,12 @@ pub struct External {
     case: RefCell<Option<Case>>,
     /// Whether the next run is to say how long it takes: the first one of a case.
     asks_time: Cell<bool>,
-    seconds: Cell<Option<Seconds>>,
+    times: RefCell<Times>,
     folders: RefCell<u64>,
 }
 
 /// How a kernel from elsewhere is judged and reported.
-#[derive(Clone, Debug, Default)]
+#[derive(Default)]
 pub struct ExternalOptions {
     /// What names it in reports: its command.
     pub name: String,
@@ -111,6 +111,8 @@ pub struct ExternalOptions {
     pub forward_only: bool,
     /// Whether it is asked how long it takes.
     pub time: bool,
+    /// Where ours are timed beside it, or why nowhere.
+    pub ours: Option<Result<Device, String>>,
     /// Where the folders of the runs stay; in a temporary place for as long as they are needed otherwise.
     pub keep: Option<PathBuf>,
 }
@@ -136,7 +138,7 @@ impl External {
             recorder,
             case,
             asks_time: Cell::default(),
-            seconds: Cell::default(),
+            times: RefCell::default(),
             folders,
         }
     }
@@ -178,6 +180,23 @@ impl External {
         let all: BTreeMap<_, _> = inputs.iter().cloned().collect();
         inputs.retain(|(name, tensor)| name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor));
         Ok(Recorded { inputs, outputs: run?.tensors })
+    }
+
+    /// What the kernel said of its time, with ours of the same case.
+    fn times_of(&self, prepared: &dyn Prepared, theirs: Option<Seconds>) -> Times {
+        let skip = |what: &str, why: String| Some(Skip { what: what.into(), why, count: 1 });
+        if theirs.is_none() {
+            return Times { skip: skip("time", "the worker was asked and did not say".into()), ..Times::default() };
+        }
+        let ours = match &self.options.ours {
+            None => return Times { theirs, ..Times::default() },
+            Some(Err(why)) => Err(why.clone()),
+            Some(Ok(device)) => prepared.seconds(device).map_err(|error| error.to_string()),
+        };
+        match ours {
+            Ok(ours) => Times { theirs, ours: Some(ours), skip: None },
+            Err(why) => Times { theirs, ours: None, skip: skip("time of our kernels beside it", why) },
+        }
     }
 
     fn folder(&self) -> Result<Folder, RunError> {
@@ -231,11 +250,11 @@ impl Runner for External {
     fn begin(&self, case: &Case) {
         self.case.replace(Some(case.clone()));
         self.asks_time.set(self.options.time);
-        self.seconds.set(None);
+        self.times.take();
     }
 
-    fn seconds(&self) -> Option<Seconds> {
-        self.seconds.get()
+    fn times(&self) -> Times {
+        self.times.borrow().clone()
     }
 
     fn run(&self, prepared: &dyn Prepared, exact: &[OracleTensor], _contract: Contract) -> Result<KernelRun, RunError> {
@@ -268,7 +287,7 @@ impl Runner for External {
         write(folder.path(), EXPECTED, &to_json(&Expected { tensors: expected.clone(), time })?)?;
         let reply = self.call.borrow_mut().call(folder.path())?;
         if time {
-            self.seconds.set(reply.seconds);
+            self.times.replace(self.times_of(prepared, reply.seconds));
         }
         let written = read_outputs(folder.path(), &expected, &given)?;
         let violations = changed_inputs(folder.path(), &input_bytes, &given, &written).map_err(RunError::fail)?;

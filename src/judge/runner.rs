@@ -4,7 +4,7 @@ use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared, Sequence};
-use crate::record::{Seconds, Verdict};
+use crate::record::{Seconds, Skip, Verdict};
 
 /// Why there are no outputs to check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,6 +59,17 @@ impl From<RuntimeError> for RunError {
     }
 }
 
+/// How long a kernel from elsewhere took by its own clock, and ours beside it.
+#[derive(Clone, Debug, Default)]
+pub struct Times {
+    /// What it said.
+    pub theirs: Option<Seconds>,
+    /// Of the same case, on a device of ours.
+    pub ours: Option<Seconds>,
+    /// Why there is none, where it was asked for.
+    pub skip: Option<Skip>,
+}
+
 /// What the checks ask of whoever runs the kernels.
 pub trait Runner {
     /// A case begins: what follows is about it and its variants.
@@ -79,9 +90,9 @@ pub trait Runner {
         Ok(None)
     }
 
-    /// How long the kernels of the case took by their own clock, where they were asked and said so.
-    fn seconds(&self) -> Option<Seconds> {
-        None
+    /// How long the kernels of the case took, where that was asked.
+    fn times(&self) -> Times {
+        Times::default()
     }
 
     /// What this is.

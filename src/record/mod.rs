@@ -140,6 +140,9 @@ pub struct TensorRecord {
     pub dtypes: Vec<String>,
     /// Whether every case has it.
     pub always: bool,
+    /// Which cases have it, where not all do: a field and its values, or the fields that decide.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub when: Option<String>,
     /// Layouts that the kernels take.
     pub layouts: String,
     /// How it is compared, where it is.

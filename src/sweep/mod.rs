@@ -18,7 +18,7 @@ use crate::case::condition::Condition;
 use crate::case::{Case, CaseError};
 use crate::change::lot;
 use crate::judge::checks::{self, CheckOptions, Outcome};
-use crate::judge::runner::Runner;
+use crate::judge::runner::{Runner, Times};
 use crate::operator::registry;
 use crate::operator::{Operator, Profile};
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
@@ -66,6 +66,14 @@ impl SweepOptions {
         self.condition.as_ref().map_or(Ok(true), |condition| condition.holds(case).map_err(CaseError::Condition))
     }
 
+    /// A drawn case with what the condition fixes, and so each that is smaller.
+    fn steered(&self, tree: Box<dyn ValueTree<Value = Case>>) -> Box<dyn ValueTree<Value = Case>> {
+        match self.condition.clone() {
+            None => tree,
+            Some(condition) => Box::new(Steered { tree, condition }),
+        }
+    }
+
     /// How often a case is drawn at most, to have so many that the sweep takes.
     fn most_tries(&self, wanted: usize) -> usize {
         match self.condition {
@@ -74,6 +82,28 @@ impl SweepOptions {
             // A thousand each, and enough for a few of a rare kind.
             Some(_) => wanted.saturating_mul(1_000).clamp(20_000, 1_000_000).max(wanted),
         }
+    }
+}
+
+/// The cases of a strategy with what a condition fixes.
+struct Steered {
+    tree: Box<dyn ValueTree<Value = Case>>,
+    condition: Condition,
+}
+
+impl ValueTree for Steered {
+    type Value = Case;
+
+    fn current(&self) -> Case {
+        self.condition.steered(self.tree.current())
+    }
+
+    fn simplify(&mut self) -> bool {
+        self.tree.simplify()
+    }
+
+    fn complicate(&mut self) -> bool {
+        self.tree.complicate()
     }
 }
 
@@ -165,8 +195,9 @@ pub fn plan(
     while planned.len() - before < wanted && tries < most {
         let tree = strategy.new_tree(&mut runner).map_err(|reason| CaseError::Malformed(reason.to_string()))?;
         tries += 1;
+        let tree = options.steered(tree);
         let case = tree.current();
-        if options.takes(&case)? {
+        if options.takes(&case)? && (options.condition.is_none() || operator.check(&case).is_ok()) {
             planned.push(PlannedCase { case, origin: Origin::Drawn, tree: Some(tree) });
         }
     }
@@ -410,6 +441,7 @@ fn refused(error: &CaseError) -> Outcome {
 }
 
 fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOptions, outcome: Outcome) -> CaseRecord {
+    let Times { theirs, ours, skip } = runner.times();
     CaseRecord {
         operator: case.operator.clone(),
         case: serde_json::to_value(case).unwrap_or_default(),
@@ -419,11 +451,11 @@ fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOption
         kernel_seconds: outcome.kernel_seconds,
         oracle_seconds: outcome.oracle_seconds,
         replay: runner.replay_command(case, options.schedules),
-        skips: outcome.skips,
+        skips: outcome.skips.into_iter().chain(skip).collect(),
         plan_number: None,
         untestable: outcome.untestable,
-        seconds: runner.seconds(),
-        our_seconds: None,
+        seconds: theirs,
+        our_seconds: ours,
         unsupported: outcome.unsupported,
     }
 }
