@@ -103,7 +103,8 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let options = SweepOptions { condition, ..arguments.sweep.options(checks, arguments.regressions.as_deref()) };
     let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
     let (plan, remembered) = plan(arguments, operator, &options, external.environment(), begun.as_ref())?;
-    external.check_adapter(plan.cases.iter().map(|planned| &planned.case)).with_context(|| adapter_name(arguments))?;
+    let planned = plan.cases.iter().map(|planned| &planned.case);
+    external.check_adapter(&operator.describe(), planned).with_context(|| adapter_name(arguments))?;
     let shard = arguments.shard.unwrap_or(Shard::WHOLE);
     let run = RunDescription {
         command: arguments.sweep.seed.command(),

@@ -48,7 +48,7 @@ use crate::case::{Case, CaseError};
 use crate::judge::runner::{RunError, Runner, Times};
 use crate::operator::registry;
 use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, Prepared, Side};
-use crate::record::{Seconds, Skip, Verdict};
+use crate::record::{OperatorRecord, Seconds, Skip, Verdict};
 
 /// The case.
 pub const CASE: &str = "case.json";
@@ -143,33 +143,38 @@ impl External {
         }
     }
 
-    /// Holds the adapter to the tensors of these cases: one that none of them has is an error, as is a
-    /// convention that does not fit its tensor.
+    /// Holds the adapter to the tensors of an operator and of these cases of it: one that the operator does not have is an
+    /// error, as is a convention that does not fit its tensor.
     ///
     /// # Errors
     /// The tensor's name, and what is wrong.
-    pub fn check_adapter<'a>(&self, cases: impl Iterator<Item = &'a Case>) -> Result<(), CaseError> {
-        let mut unknown: BTreeSet<&str> = self.options.adapter.names().collect();
-        let mut known = BTreeSet::new();
+    pub fn check_adapter<'a>(
+        &self,
+        operator: &OperatorRecord,
+        cases: impl Iterator<Item = &'a Case>,
+    ) -> Result<(), CaseError> {
+        let adapter = &self.options.adapter;
+        let has = |name: &&str| operator.tensors.iter().any(|tensor| tensor.name == **name);
+        if let Some(name) = adapter.names().find(|name| !has(name)) {
+            let known = operator.tensors.iter().map(|tensor| tensor.name.as_str()).collect::<Vec<_>>().join(", ");
+            return Err(CaseError::Malformed(format!(
+                "adapter: unknown tensor `{name}`; {} has {known}",
+                operator.name
+            )));
+        }
+        let mut unmet: BTreeSet<&str> = adapter.names().collect();
         for case in cases {
-            if unknown.is_empty() {
+            if unmet.is_empty() {
                 return Ok(());
             }
             let recorded = self.record(&*registry::prepare(case)?).map_err(|e| CaseError::Malformed(e.message))?;
             let outputs = recorded.outputs.iter().map(|output| (output.name, &output.tensor));
             for (name, tensor) in recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).chain(outputs) {
-                self.options.adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
-                unknown.remove(name);
-                known.insert(name.to_owned());
+                adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
+                unmet.remove(name);
             }
         }
-        match unknown.first() {
-            None => Ok(()),
-            Some(name) => {
-                let known = known.into_iter().collect::<Vec<_>>().join(", ");
-                Err(CaseError::Malformed(format!("adapter: unknown tensor `{name}`; the cases have {known}")))
-            }
-        }
+        Ok(())
     }
 
     /// What our kernel would read and write.

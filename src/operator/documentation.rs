@@ -50,16 +50,25 @@ fn cases<K: Declared>() -> Vec<(Specs, Kinds)> {
 type Kinds = BTreeMap<String, String>;
 
 fn kinds(case: &Case) -> Kinds {
-    let kind = |value: &Value| match value {
+    let mut kinds = Kinds::new();
+    case.fields.iter().for_each(|(name, value)| add_kind(&mut kinds, name.clone(), value));
+    kinds
+}
+
+fn add_kind(kinds: &mut Kinds, name: String, value: &Value) {
+    let kind = match value {
         Value::Null => "absent".to_owned(),
         Value::Bool(value) => value.to_string(),
         Value::Number(number) if number.as_f64() == Some(0.0) => "0".to_owned(),
         Value::Number(_) => "not 0".to_owned(),
         Value::String(word) => word.clone(),
         Value::Object(fields) if fields.len() == 1 => fields.keys().cloned().collect(),
-        _ => "present".to_owned(),
+        Value::Object(_) | Value::Array(_) => "present".to_owned(),
     };
-    case.fields.iter().map(|(name, value)| (name.clone(), kind(value))).collect()
+    if let Value::Object(fields) = value {
+        fields.iter().for_each(|(within, value)| add_kind(kinds, format!("{name}.{within}"), value));
+    }
+    kinds.insert(name, kind);
 }
 
 /// Which cases have a tensor that not all have: the values of a field that says so alone, or else the fewest fields that do

@@ -918,6 +918,98 @@ fn a_python_kernel_that_overwrites_an_input_prints_or_raises_is_told_so() {
 }
 
 #[test]
+fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_beside_it_on_a_gpu() {
+    let prepared = registry::prepare(&case(RMS_NORM)).unwrap();
+    let ours = prepared.seconds(support::device()).expect("it runs");
+    assert!(ours.forward.is_some_and(|time| time > 0.0) && ours.backward.is_some_and(|time| time > 0.0), "{ours:?}");
+    for (seconds, refused) in [
+        (r#"{"forward":2e-5,"backward":0.5}"#, false),
+        (r#"{"forward":-1}"#, true),
+        (r#"{"forward":"fast"}"#, true),
+        (r#"{"sideways":1}"#, true),
+    ] {
+        let dir = folder();
+        let said = worker(&format!(r#"while request; do echo '{{"ok":true,"seconds":{seconds}}}'; done"#), LIMIT)
+            .call(dir.path());
+        assert_eq!(said.is_err(), refused, "{seconds}");
+    }
+    if !python("", "a Python kernel that is timed") {
+        return;
+    }
+    let dir = folder();
+    let (script, path) = (dir.path().join("kernel.py"), examples().display().to_string());
+    let text = std::fs::read_to_string(examples().join("python_rms_norm.py")).unwrap();
+    let timed = text.replace(
+        "serve(rms_norm)",
+        "from dsv4_external import timed\nserve(lambda case, inputs: timed('forward', lambda: rms_norm(case, inputs)))",
+    );
+    assert_ne!(text, timed);
+    std::fs::write(&script, format!("import sys; sys.path.insert(0, {path:?})\n{timed}")).unwrap();
+    let command = format!("python3 '{}'", script.display());
+    for arguments in [["--worker", &command], ["--cmd", &format!("{command} {{dir}}")]] {
+        let output = parity(dir.path(), &[&arguments[..], &["--case", RMS_NORM, "--time"]].concat());
+        output.assert_code(0);
+        let report = report(&dir.path().join("out"));
+        let case = &report.cases[0];
+        assert!(case.seconds.is_some_and(|times| times.forward > Some(0.0) && times.backward.is_none()), "{case:?}");
+        let beside = case.skips.iter().any(|skip| skip.what == "time of our kernels beside it");
+        assert_eq!(case.our_seconds.is_none(), beside);
+        assert!(output.stdout.contains("times: forward of 1 cases"), "{}", output.stdout);
+        let summary = std::fs::read_to_string(dir.path().join("out/summary.md")).unwrap();
+        assert!(summary.contains("### Times") && summary.contains("theirs / ours"), "{summary}");
+    }
+    let unasked = parity(dir.path(), &["--worker", &command, "--case", RMS_NORM]);
+    unasked.assert_code(0);
+    assert!(report(&dir.path().join("out")).cases[0].seconds.is_none() && !unasked.stdout.contains("\ntimes: "));
+}
+
+/// Lists of 37 slots and lengths of any kind, over keys of which those that no slot names are NaN.
+const PREFILL: &str = r#"{"operator":"sparse_attention","num_tokens":3,"num_heads":3,"head_dim":576,"values":"prefix","v_dim":512,"num_keys":11,"topk":37,"indices":"hostile","lengths":"hostile","sinks":"extreme","softmax_scale":0.0417,"logit_deviation":1.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":false,"distribution":"normal","poison_unreferenced":true,"seed":3}"#;
+/// Two stores of small pages.
+const DECODE: &str = r#"{"operator":"decode_attention","batch":3,"s_q":2,"num_heads":2,"nope_dim":448,"rope_dim":64,"window":{"topk":6,"num_pages":3,"page_size":2},"compressed":{"topk":9,"num_pages":2,"page_size":3},"indices":"hostile","lengths":"hostile","sinks":"normal","softmax_scale":0.0442,"logit_deviation":1.0,"logit_shift":0.0,"row_magnitude":1.0,"num_blocks":2,"page_padding":0,"distribution":"normal","poison_unreferenced":true,"seed":2}"#;
+
+#[test]
+fn workers_for_flash_mla_give_its_kernels_what_they_ask_for_and_say_what_they_are_not_for() {
+    if !python("", "workers for FlashMLA") {
+        return;
+    }
+    let dir = folder();
+    let modules =
+        [("torch.py", include_str!("flash_mla/torch.py")), ("flash_mla.py", include_str!("flash_mla/flash_mla.py"))];
+    for (name, text) in modules {
+        std::fs::write(dir.path().join(name), text).unwrap();
+    }
+    let run = |operator: &str, script: &str, case: &str| {
+        let name = |extension: &str| examples().join(format!("{script}.{extension}")).display().to_string();
+        let (command, adapter) = (format!("python3 '{}'", name("py")), name("toml"));
+        let [out, none] = ["out", "none"].map(|name| dir.path().join(name).display().to_string());
+        let fixed = ["external", "--op", operator, "--out", &out, "--regressions", &none, "--forward-only"];
+        let output =
+            Parity::new(&[&fixed[..], &["--worker", &command, "--adapter", &adapter, "--case", case]].concat())
+                .env("PYTHONPATH", &dir.path().display().to_string())
+                .run();
+        (output, report(Path::new(&out)))
+    };
+    for (operator, script, case, other, why) in [
+        (
+            "sparse_attention",
+            "flash_mla_sparse_prefill",
+            PREFILL,
+            ["\"num_keys\":11", "\"num_keys\":0"],
+            "num_keys > 0",
+        ),
+        ("decode_attention", "flash_mla_decode", DECODE, ["\"num_heads\":2", "\"num_heads\":129"], "num_heads <= 128"),
+    ] {
+        let (output, agreed) = run(operator, script, case);
+        output.assert_code(0);
+        assert!(agreed.cases[0].checks.iter().any(|check| check.check == "forward" && check.tensor == "out"));
+        let (output, skipped) = run(operator, script, &case.replace(other[0], other[1]));
+        output.assert_code(2);
+        assert!(skipped.skips.iter().any(|skip| skip.why.contains(why)), "{:?}", skipped.skips);
+    }
+}
+
+#[test]
 fn the_examples_for_libraries_agree_where_the_library_is() {
     if python("import numpy", "numpy_rms_norm.py") {
         assert_example_agrees("numpy_rms_norm.py", &["--cases", "0", "--forward-only"]);
