@@ -699,7 +699,7 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
     let record = run(RMS_NORM, ExternalOptions::default(), fickle);
     assert!(record.unsupported.is_none() && record.verdict() == Verdict::Error, "{:?}", failures(&record));
 
-    let sweep = ["--cases", "6", "--edge-cases", "4"];
+    let sweep = ["--cases", "6", "--edge-cases", "0"];
     let all = parity(
         dir.path(),
         &[&["--worker", r#"while read -r l; do echo '{"unsupported":"all"}'; done"#][..], &sweep].concat(),
@@ -707,7 +707,7 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
     all.assert_code(2);
     assert!(all.stderr.contains("parity: nothing was compared: 0 case(s) ran, "), "{}", all.stderr);
     assert!(
-        all.stdout.contains("skipped 10 times: cases of rms_norm: the kernel does not support them: all"),
+        all.stdout.contains("skipped 6 times: cases of rms_norm: the kernel does not support them: all"),
         "{}",
         all.stdout
     );
@@ -722,7 +722,7 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
     some.assert_code(0);
     let report = report(&dir.path().join("out"));
     let (ran, not) = (report.cases.len(), report.unsupported.len());
-    assert!(ran > 0 && not > 0 && ran + not == 10, "{ran} and {not}");
+    assert!(ran > 0 && not > 0 && ran + not == 6, "{ran} and {not}");
     let why = "the kernel does not support them: bf16 weights";
     assert!(report.skips.iter().any(|skip| skip.why == why && skip.count == not as u64), "{:?}", report.skips);
     let last: Vec<_> = some.stdout.lines().rev().take(2).collect();
@@ -775,7 +775,7 @@ fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_o
     let adapter = adapter.display().to_string();
     let sweep = |out: &str, more: &[&str]| {
         let (out, none) = (path(out), path("none"));
-        let fixed = ["external", "--op", "rms_norm", "--cmd", &command, "--cases", "4", "--edge-cases", "4"];
+        let fixed = ["external", "--op", "rms_norm", "--cmd", &command, "--cases", "5", "--edge-cases", "0"];
         let places = ["--out", &out, "--regressions", &none, "--adapter", &adapter];
         Parity::new(&[&fixed[..], &places, more].concat()).run()
     };
@@ -786,7 +786,7 @@ fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_o
     // A kill in the midst of a record.
     let records = std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap();
     let (first, rest) = records.split_once('\n').expect("two records at least");
-    assert!(rest.lines().count() >= 2);
+    assert!(rest.lines().count() >= 1);
     std::fs::write(dir.path().join("two/records.jsonl"), format!("{first}\n{}", &rest[..40])).unwrap();
     std::fs::remove_file(dir.path().join("two/report.json")).unwrap();
     let merge = || Parity::new(&["merge", &path("one"), &path("two"), "--out", &path("merged")]).run();
