@@ -37,7 +37,7 @@ into it; fixtures/external has a Python package that does so, and examples. A wo
 standard input and answers each with {\"ok\":true}, {\"error\": \"why\"}, or {\"unsupported\": \"why\"} for a case that its kernel
 is not for, which is a counted skip, on standard output.
 
-Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input.")]
+Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, or nothing compared.")]
 pub struct ExternalArguments {
     /// Operator that the kernel implements
     #[arg(long, value_name = "NAME")]
