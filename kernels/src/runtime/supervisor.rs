@@ -14,7 +14,7 @@
 use std::convert::Infallible;
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsRawFd as _, FromRawFd as _};
+use std::os::fd::{AsRawFd as _, FromRawFd as _, RawFd};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -41,6 +41,9 @@ struct Start {
     /// Where to make a folder; then it is the folder's keeper, and has no command.
     #[serde(default)]
     folder: Option<PathBuf>,
+    /// Descriptors that are its command's alone.
+    #[serde(default)]
+    passed: Vec<RawFd>,
 }
 
 /// What a supervisor says.
@@ -103,8 +106,16 @@ impl Supervised {
     ///
     /// # Errors
     /// The system's: the program cannot be started, or its supervisor cannot.
-    pub fn spawn(command: &Command, [stdin, stdout, stderr]: [Stdio; 3]) -> io::Result<Self> {
-        let (mut supervisor, connection) = start(None, |supervisor| {
+    pub fn spawn(command: &Command, streams: [Stdio; 3]) -> io::Result<Self> {
+        Self::spawn_passing(command, streams, &[])
+    }
+
+    /// As [`Self::spawn`], for a command that also gets these descriptors, under the same numbers.
+    ///
+    /// # Errors
+    /// Those of [`Self::spawn`].
+    pub fn spawn_passing(command: &Command, [stdin, stdout, stderr]: [Stdio; 3], passed: &[RawFd]) -> io::Result<Self> {
+        let (mut supervisor, connection) = start(None, passed, |supervisor| {
             supervisor.arg(command.get_program()).args(command.get_args());
             for (name, value) in command.get_envs() {
                 match value {
@@ -176,19 +187,24 @@ impl Drop for Supervised {
 }
 
 /// Starts this program again as a supervisor, or as the keeper of a folder that it makes.
-fn start(folder: Option<&Path>, set_up: impl FnOnce(&mut Command)) -> io::Result<(Child, UnixStream)> {
+fn start(
+    folder: Option<&Path>,
+    passed: &[RawFd],
+    set_up: impl FnOnce(&mut Command),
+) -> io::Result<(Child, UnixStream)> {
     let (ours, theirs) = UnixStream::pair()?;
     let connection = theirs.as_raw_fd();
     // The initialiser stays in the program because it is named here: what nobody refers to is left out by the linker.
     std::hint::black_box(&INITIALISER);
     let mut supervisor = Command::new("/proc/self/exe");
     set_up(&mut supervisor);
-    supervisor.env(VARIABLE, serde_json::to_string(&Start { connection, folder: folder.map(Path::to_owned) })?);
-    // SAFETY: between fork and exec only fcntl is called, which is async-signal-safe and touches no memory.
+    let start = Start { connection, folder: folder.map(Path::to_owned), passed: passed.to_vec() };
+    supervisor.env(VARIABLE, serde_json::to_string(&start)?);
+    let kept: Vec<RawFd> = passed.iter().copied().chain([connection]).collect();
+    // SAFETY: between fork and exec only fcntl is called, which is async-signal-safe; the list is the closure's.
     unsafe {
-        supervisor.pre_exec(move || match libc::fcntl(connection, libc::F_SETFD, 0) {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
+        supervisor.pre_exec(move || {
+            kept.iter().try_for_each(|&descriptor| checked(libc::fcntl(descriptor, libc::F_SETFD, 0)).map(drop))
         });
     }
     Ok((supervisor.spawn()?, ours))
@@ -211,7 +227,7 @@ pub fn temporary_folder(prefix: &str) -> io::Result<tempfile::TempDir> {
 
 /// A folder with a keeper, which removes it when the connection ends.
 fn kept_folder(parent: &Path) -> io::Result<(PathBuf, UnixStream)> {
-    let (_keeper, connection) = start(Some(parent), |keeper| {
+    let (_keeper, connection) = start(Some(parent), &[], |keeper| {
         keeper.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     })?;
     match Message::read(&connection)? {
@@ -245,7 +261,7 @@ extern "C" fn become_supervisor() {
     let connection = unsafe { UnixStream::from_raw_fd(start.connection) };
     let failed = match &start.folder {
         Some(parent) => keep_folder(&connection, parent),
-        None => supervise(&connection),
+        None => supervise(&connection, &start.passed),
     };
     let Err(error) = failed;
     // Whom it may concern is gone where this cannot be said.
@@ -278,7 +294,7 @@ fn withdraw(connection: &UnixStream) -> io::Result<libc::sigset_t> {
 }
 
 /// Runs the command of this process's arguments to its end, or to that of the connection.
-fn supervise(connection: &UnixStream) -> io::Result<Infallible> {
+fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible> {
     let unblocked = withdraw(connection)?;
     // SAFETY: prctl and signalfd with integers, and with a signal set of this function.
     let children = unsafe {
@@ -300,6 +316,10 @@ fn supervise(connection: &UnixStream) -> io::Result<Infallible> {
     }
     let leader = command.spawn()?.id() as i32;
     leave_streams();
+    for &descriptor in passed {
+        // SAFETY: these descriptors were passed through for the command, and nobody here uses them.
+        unsafe { libc::close(descriptor) };
+    }
     let told = Message::Started(leader).write(connection);
     let status = if told.is_ok() { status_of(leader, connection, &children) } else { None };
     end_children();

@@ -32,6 +32,8 @@ pub struct Start {
     pub page: i32,
     /// The time limit of launches.
     pub time_limit: Duration,
+    /// Bytes that the process may have for data.
+    pub memory_limit: u64,
     /// Descriptor of the file of global memory.
     pub memory: i32,
     /// The tag of the first message, in either direction; each has the next number. A kernel that writes to the files of its
@@ -71,8 +73,19 @@ fn end(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
+/// Bounds what this process may take. A kernel that crashes leaves no image of it on disk. Where a lower limit stands already,
+/// that one holds.
+fn limit(memory: u64) {
+    for (of, bytes) in [(libc::RLIMIT_DATA, memory), (libc::RLIMIT_CORE, 0)] {
+        let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+        // SAFETY: a valid limit of this process.
+        unsafe { libc::setrlimit(of, &limit) };
+    }
+}
+
 /// Works until the device closes the connection.
 fn serve(start: Start) -> io::Result<Infallible> {
+    limit(start.memory_limit);
     // SAFETY: the device made these descriptors for this process, and nothing else here knows them.
     let [connection, page, memory] =
         unsafe { [start.connection, start.page, start.memory].map(|descriptor| OwnedFd::from_raw_fd(descriptor)) };

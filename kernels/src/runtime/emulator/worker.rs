@@ -4,9 +4,9 @@ use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use super::progress::Page;
 use super::serve::{self, DISCONNECTED, Start, VARIABLE};
 use crate::runtime::backend::{Allocation, KernelExports, LoadedModule};
 use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::process::{kill_group, wait_within};
+use crate::runtime::supervisor::Supervised;
 
 /// What a launch may take beyond its time limit: its worker's own watchdog, which names block and thread, comes first.
 const GRACE: Duration = Duration::from_secs(2);
@@ -50,7 +50,7 @@ struct State {
 
 /// A process that runs.
 struct Process {
-    child: Child,
+    process: Supervised,
     requests: BufWriter<UnixStream>,
     answers: BufReader<UnixStream>,
     page: Page,
@@ -150,18 +150,17 @@ impl Process {
         let page = Page::file()?;
         let passed = [theirs.as_raw_fd(), page.as_raw_fd(), memory.as_raw_fd()];
         let [connection, page_file, memory] = passed;
-        let start = Start { connection, page: page_file, memory, time_limit: limits.time, tag: rand::random() };
+        let Limits { time: time_limit, memory: memory_limit } = limits;
+        let start = Start { connection, page: page_file, memory, time_limit, memory_limit, tag: rand::random() };
         let mut command = Command::new("/proc/self/exe");
-        command.env(VARIABLE, serde_json::to_string(&start)?).process_group(0).stdin(Stdio::null());
+        command.env(VARIABLE, serde_json::to_string(&start)?);
         // What a kernel prints is no output of this program.
-        command.stdout(Stdio::from(File::from(io::stderr().as_fd().try_clone_to_owned()?)));
-        // SAFETY: between fork and exec only fcntl and setrlimit are called, which are async-signal-safe.
-        unsafe { command.pre_exec(move || prepare(passed, limits.memory)) };
-        let child = command.spawn()?;
+        let errors = || io::stderr().as_fd().try_clone_to_owned().map(Stdio::from);
+        let process = Supervised::spawn_passing(&command, [Stdio::null(), errors()?, errors()?], &passed)?;
         let answers = BufReader::with_capacity(1 << 16, ours.try_clone()?);
         ours.set_read_timeout(Some(limits.time + GRACE))?;
         Ok(Self {
-            child,
+            process,
             requests: BufWriter::with_capacity(1 << 16, ours),
             answers,
             page: Page::of(&page)?,
@@ -184,7 +183,7 @@ impl Process {
     fn end(mut self, request: &Request, error: &io::Error) -> RuntimeError {
         let is_late = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
         let limit = if is_late { Duration::ZERO } else { LAST_WORDS };
-        let what = match wait_within(&mut self.child, limit).ok().flatten() {
+        let what = match self.process.wait_within(limit).ok().flatten() {
             Some(status) => describe(status),
             None if is_late => super::schedule::TIME_LIMIT.to_owned(),
             None => "wrote to the files of its process".to_owned(),
@@ -205,29 +204,6 @@ impl Process {
             }
         }
     }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        kill_group(self.child.id());
-        // What was killed is waited for, so that nothing is left of it.
-        let _ = self.child.wait();
-    }
-}
-
-/// Between fork and exec: lets the descriptors through, and bounds memory. A kernel that crashes leaves no image of it on disk.
-fn prepare(passed: [i32; 3], memory: u64) -> io::Result<()> {
-    let limit = |of, bytes| {
-        let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-        // SAFETY: a valid limit of this process.
-        unsafe { libc::setrlimit(of, &limit) }
-    };
-    // SAFETY: fcntl with F_SETFD takes integers.
-    let kept = passed.map(|descriptor| unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) });
-    // Where a lower limit stands already, that one holds.
-    limit(libc::RLIMIT_DATA, memory);
-    limit(libc::RLIMIT_CORE, 0);
-    if kept.contains(&-1) { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 fn describe(status: ExitStatus) -> String {
