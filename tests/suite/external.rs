@@ -507,7 +507,10 @@ fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end:
     let dir = folder();
     let (pids, temporary) = (dir.path().join("pids"), dir.path().join("temporary"));
     std::fs::create_dir(&temporary).unwrap();
-    let mut harness = Command::new(binary())
+    // Who runs these tests in the background of a script may ignore the signal, and so would all that they start.
+    let mut harness = Command::new("env")
+        .arg("--default-signal=INT")
+        .arg(binary())
         .args(arguments)
         .envs(environment.iter().copied())
         .envs([("PIDS", &pids), ("TMPDIR", &temporary), ("PARITY_CACHE_DIR", &dir.path().join("modules"))])
