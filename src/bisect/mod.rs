@@ -23,8 +23,10 @@ pub mod sequential;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
+use std::time::Duration;
 
+use dsv4_kernels::runtime::process::run_within;
 use dsv4_kernels::runtime::{BackendKind, Contract, Device, RuntimeError};
 use thiserror::Error;
 
@@ -254,23 +256,20 @@ impl Bench<'_> {
             return Ok(Ready::Elsewhere(binary));
         }
         let worktree = self.repository.worktree(commit, self.scratch.dir()?.join(commit.short()))?;
-        let output = Command::new("cargo")
-            .args(["build", "--quiet", "--release", "--bin", "parity"])
-            .current_dir(worktree.dir())
-            .env("CARGO_TARGET_DIR", &target)
-            .stdout(Stdio::null())
-            .output();
-        let output = match output {
-            Ok(output) => output,
+        let mut cargo = Command::new("cargo");
+        cargo.args(["build", "--quiet", "--release", "--bin", "parity"]).current_dir(worktree.dir());
+        cargo.env("CARGO_TARGET_DIR", &target);
+        let ended = match run_within(&cargo, Duration::MAX) {
+            Ok(Some(ended)) => ended,
+            Ok(None) => return Ok(Ready::Broken("its parameter structs differ, and cargo did not end".into())),
             Err(error) => {
                 return Ok(Ready::Broken(format!("its parameter structs differ, and cargo did not start: {error}")));
             }
         };
-        if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
+        if !ended.status.success() {
             return Ok(Ready::Broken(format!(
                 "its parameter structs differ, and its harness does not build: {}",
-                first_line(&said)
+                first_line(&ended.words)
             )));
         }
         std::fs::copy(target.join("release/parity"), &binary)?;

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use thiserror::Error;
 
+pub mod condition;
 mod draw;
 
 pub use draw::{Distribution, Draw};
@@ -53,6 +54,9 @@ pub enum CaseError {
         /// Value and rule.
         reason: String,
     },
+    /// A condition on cases that none can meet, or that cannot be asked.
+    #[error("the condition {0}")]
+    Condition(String),
     /// Kernels that do not compile, or cannot be run on this machine.
     #[error("the kernels of `{operator}` cannot be run: {why}")]
     Untestable {

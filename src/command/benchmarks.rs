@@ -3,9 +3,11 @@
 use std::fs::File;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use dsv4_kernels::runtime::Device;
+use dsv4_kernels::runtime::supervisor::{Supervised, temporary_folder};
 
 use super::DeviceArguments;
 use crate::record::Skip;
@@ -49,7 +51,7 @@ pub(super) fn run(
     let path = out.join(LOG);
     std::fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
     let log = File::create(&path).with_context(|| format!("writing {}", path.display()))?;
-    let results = tempfile::tempdir().context("a folder for the benchmarks' results")?;
+    let results = temporary_folder("benchmarks-").context("a folder for the benchmarks' results")?;
     // A name without a folder is a file here, not one to be looked for on the path.
     let program = executable.canonicalize().with_context(|| format!("--benchmarks {}", executable.display()))?;
     let mut command = Command::new(&program);
@@ -63,9 +65,12 @@ pub(super) fn run(
     if let Some(kernels) = &arguments.kernels {
         command.env("PARITY_KERNELS", kernels);
     }
-    command.stdin(Stdio::null()).stderr(log.try_clone()?).stdout(log);
+    let streams = [Stdio::null(), log.try_clone()?.into(), log.into()];
     eprintln!("benchmarks: {}", path.display());
-    let status = command.status().with_context(|| format!("--benchmarks {}", program.display()))?;
+    // However this ends, they end with it.
+    let ended = Supervised::spawn(&command, streams).and_then(|mut running| running.wait_within(Duration::MAX));
+    let status = ended.with_context(|| format!("--benchmarks {}", program.display()))?;
+    let Some(status) = status else { bail!("--benchmarks {}: it did not end", program.display()) };
     // 1 is a disagreement, which the report is made with; what else ends so has measured nothing to rely on.
     if !matches!(status.code(), Some(0 | 1)) {
         bail!("--benchmarks {}: {status}; what it printed is in {}", program.display(), path.display());

@@ -1,19 +1,19 @@
 //! `parity external` and `parity external-worker`.
 
-use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dsv4_kernels::runtime::Environment;
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
 use serde::Deserialize;
 use serde_json::json;
 
 use super::run::{self, RecordWriter};
 use super::sweep::SweepArguments;
 use super::{DeviceArguments, Exit, replay};
+use crate::case::condition::Condition;
 use crate::external::adapter::Adapter;
 use crate::external::process::{Call, OneShot, Worker};
 use crate::external::{self, External, ExternalOptions};
@@ -21,20 +21,23 @@ use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::Operator;
 use crate::operator::registry;
-use crate::record::journal::{Remembered, Shard};
-use crate::record::{CaseRecord, Report, SCHEMA_VERSION, Skip};
-use crate::report;
+use crate::record::journal::{self, PlanRecord, Remembered, RunDescription, Shard};
+use crate::report::{self, times};
 use crate::sweep::shard::{Costs, Plan};
-use crate::sweep::{PlannedCase, SweepOptions};
+use crate::sweep::{self, PlannedCase, SweepOptions};
+
+/// Random schedules of a process that is not ours.
+const SCHEDULES: u32 = 0;
 
 /// Options of `parity external`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 The command gets a folder with case.json, inputs.safetensors and expected.json, and writes outputs.safetensors
 into it; fixtures/external has a Python package that does so, and examples. A worker reads {\"dir\": …} lines from
-standard input and answers each with {\"ok\":true} or {\"error\": …} on standard output.
+standard input and answers each with {\"ok\":true}, {\"error\": \"why\"}, or {\"unsupported\": \"why\"} for a case that its kernel
+is not for, which is a counted skip, on standard output.
 
-Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input.")]
+Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, or nothing compared.")]
 pub struct ExternalArguments {
     /// Operator that the kernel implements
     #[arg(long, value_name = "NAME")]
@@ -51,6 +54,9 @@ pub struct ExternalArguments {
     /// The kernel has no gradients
     #[arg(long)]
     forward_only: bool,
+    /// Ask the worker for its own times, and report them beside those of our kernels where there is a GPU
+    #[arg(long)]
+    time: bool,
     /// Seconds that one run of a case may take
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     time_limit: f64,
@@ -62,6 +68,19 @@ pub struct ExternalArguments {
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/external", value_name = "DIR")]
     out: PathBuf,
+    /// Sweep the cases alone that meet this condition on their fields, such as 'head_dim = 512 and topk % 128 = 0'; with
+    /// where = "…" in the adapter both must hold. Drawn cases are drawn until enough do
+    #[arg(long = "where", value_name = "CONDITION")]
+    condition: Option<Condition>,
+    /// Run part I of N, counted from 0; `parity merge` puts the parts together
+    #[arg(long, value_name = "I/N")]
+    shard: Option<Shard>,
+    /// A report.json or records.jsonl whose costs balance the shards; the same file for each of them
+    #[arg(long, value_name = "FILE", requires = "shard")]
+    costs: Option<PathBuf>,
+    /// Continue the sweep that was interrupted in --out; begin one if there is none
+    #[arg(long)]
+    resume: bool,
     /// Keep the folder of every run of a case there
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
@@ -72,55 +91,55 @@ pub struct ExternalArguments {
 
 /// Sweeps somebody else's kernel and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
-    arguments.sweep.seed.announce(None)?;
+    let one_of_several = arguments.shard.map(|_| "--shard").or(arguments.resume.then_some("--resume"));
+    arguments.sweep.seed.announce(one_of_several)?;
     let operator = registry::find(&arguments.op)?;
-    let external = open(arguments)?;
+    let (external, condition) = open(arguments)?;
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let start = Instant::now();
     // Nobody schedules another process at random: the checks say so, and count it. And what breaks somebody else's kernel
     // is not for ours to remember.
     let checks = CheckOptions::everything(arguments.sweep.profile.schedules());
-    let options = arguments.sweep.options(checks, arguments.regressions.as_deref());
-    let (plan, remembered) = plan(arguments, operator, &options, external.environment())?;
-    external.check_adapter(plan.cases.iter().map(|planned| &planned.case)).with_context(|| adapter_name(arguments))?;
-    let record = run::plan_record(&plan, Shard::WHOLE, remembered, &external);
-    let mut writer = RecordWriter::open(&arguments.out, None, &record)?;
-    let left_out = run::run_shard(plan, Shard::WHOLE, &external, &options, &mut writer);
-    let cases = writer.finish()?;
-    let seconds = start.elapsed().as_secs_f64();
-    let report = Report {
-        schema_version: SCHEMA_VERSION,
+    let options = SweepOptions { condition, ..arguments.sweep.options(checks, arguments.regressions.as_deref()) };
+    let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
+    let (plan, remembered) = plan(arguments, operator, &options, external.environment(), begun.as_ref())?;
+    let planned = plan.cases.iter().map(|planned| &planned.case);
+    external.check_adapter(&operator.describe(), planned).with_context(|| adapter_name(arguments))?;
+    let shard = arguments.shard.unwrap_or(Shard::WHOLE);
+    let run = RunDescription {
         command: arguments.sweep.seed.command(),
         started_unix,
-        seconds,
-        revision: record.identity.revision.clone(),
-        environment: external.environment().clone(),
         profile: arguments.sweep.profile.name().to_owned(),
         seed: arguments.sweep.seed.number(),
-        schedules: 0,
+        schedules: SCHEDULES,
         operators: vec![operator.describe()],
-        skips: skips(&cases).into_iter().chain(left_out).collect(),
-        cases,
-        benchmarks: Vec::new(),
-        ceilings: None,
-        mutants: Vec::new(),
-        kill_matrix: None,
-        shards: vec![run::shard_record(record, seconds)],
+        // They are skips of the run, not of each shard: the first one says so.
+        skips: if shard.index == 0 { plan.skips.clone() } else { Vec::new() },
     };
+    let record = run::plan_record(&plan, shard, remembered, &external, run);
+    let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
+    let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
+    let left_out = run::run_shard(plan, shard, &external, &options, &mut writer);
+    let cases = writer.finish()?;
+    let mut report = record.report(cases, start.elapsed().as_secs_f64() + taken_over);
+    report.skips.extend(left_out);
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
-    run::summarise(&report, &arguments.out);
     for skip in &report.skips {
         println!("skipped {} times: {}: {}", skip.count, skip.what, skip.why);
     }
-    run::exit_of(&report, true)
+    if let Some(line) = times::line(&report) {
+        println!("{line}");
+    }
+    run::summarise(&report, &arguments.out);
+    run::exit_of(&report, arguments.shard.is_none())
 }
 
 fn adapter_name(arguments: &ExternalArguments) -> String {
     arguments.adapter.as_deref().map_or("the cases".into(), |path| format!("--adapter {}", path.display()))
 }
 
-fn open(arguments: &ExternalArguments) -> Result<External> {
+fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> {
     let seconds = arguments.time_limit;
     let time_limit = Duration::try_from_secs_f64(seconds).ok().filter(|limit| !limit.is_zero());
     let Some(time_limit) = time_limit else { bail!("--time-limit {seconds} must be finite and above 0") };
@@ -144,14 +163,21 @@ fn open(arguments: &ExternalArguments) -> Result<External> {
     if name.trim().is_empty() {
         bail!("--worker is empty");
     }
+    let condition = Condition::both(arguments.condition.clone(), adapter.condition().cloned());
     let options = ExternalOptions {
         name: name.clone(),
         arguments: replayed(arguments),
         adapter,
         forward_only: arguments.forward_only,
+        time: arguments.time,
+        ours: arguments.time.then(|| {
+            // Of the emulator's times nothing follows.
+            let ours = Device::open(BackendKind::Cuda, DeviceOptions::default());
+            ours.map_err(|error| format!("there is no GPU for them, and the emulator's times say nothing: {error}"))
+        }),
         keep: arguments.keep.clone(),
     };
-    Ok(External::new(call, options))
+    Ok((External::new(call, options), condition))
 }
 
 /// The arguments that decide how a case is judged, quoted for a shell.
@@ -175,10 +201,18 @@ fn plan(
     operator: &'static dyn Operator,
     options: &SweepOptions,
     environment: &Environment,
+    begun: Option<&PlanRecord>,
 ) -> Result<(Plan, Remembered)> {
+    let costs = arguments.costs.as_deref().map(Costs::read).transpose()?.unwrap_or_default();
+    let count = arguments.shard.unwrap_or(Shard::WHOLE).count;
+    // The schedules of a plan are those that the report names.
+    let options = &SweepOptions { checks: CheckOptions { schedules: SCHEDULES, ..options.checks }, ..options.clone() };
     let Some(given) = &arguments.case else {
-        let remembered = run::load_remembered(&[operator], &options.regressions)?;
-        return Ok((Plan::new(&[operator], &remembered, options, environment, 1, &Costs::default())?, remembered));
+        let remembered = match begun {
+            Some(begun) => begun.remembered.clone(),
+            None => run::load_remembered(&[operator], &options.regressions)?,
+        };
+        return Ok((Plan::new(&[operator], &remembered, options, environment, count, &costs)?, remembered));
     };
     let cases = replay::cases_of(given)?;
     for case in &cases {
@@ -188,17 +222,9 @@ fn plan(
         // All are prepared before one is run: a malformed line is reported before minutes are spent.
         registry::prepare(case)?;
     }
-    let cases = cases.into_iter().map(PlannedCase::given).collect();
-    Ok((Plan::of(cases, options, 1, &Costs::default())?, Remembered::new()))
-}
-
-/// The cases' skips, added up.
-fn skips(cases: &[CaseRecord]) -> Vec<Skip> {
-    let mut counts: BTreeMap<(&str, &str), u64> = BTreeMap::new();
-    for skip in cases.iter().flat_map(|case| &case.skips) {
-        *counts.entry((&skip.what, &skip.why)).or_default() += skip.count;
-    }
-    counts.into_iter().map(|((what, why), count)| Skip { what: what.into(), why: why.into(), count }).collect()
+    let (mut cases, mut skips) = (cases.into_iter().map(PlannedCase::given).collect(), Vec::new());
+    sweep::retain_matching(&mut cases, options, &mut skips)?;
+    Ok((Plan { skips, ..Plan::of(cases, options, count, &costs)? }, Remembered::new()))
 }
 
 /// Options of `parity external-worker`.

@@ -6,14 +6,13 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::{Exit, run};
-use crate::record::Verdict;
 use crate::sweep::merge::{self, Part};
 use crate::sweep::regressions::Regressions;
 
 /// Options of `parity merge`.
 #[derive(Debug, Args)]
 pub struct MergeArguments {
-    /// Folders that `parity run --shard I/N --out DIR` wrote, one for each shard
+    /// Folders that `parity run --shard I/N --out DIR` wrote, or `parity external` likewise, one for each shard
     #[arg(value_name = "SHARD_DIR", required = true)]
     shards: Vec<PathBuf>,
     /// Folder for report.json, index.html, summary.md and records.jsonl
@@ -39,7 +38,7 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
     run::remember_shrunk(&report, &Regressions::new(regressions))?;
     run::summarise(&report, &arguments.out);
-    Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
+    run::exit_of(&report, true)
 }
 
 fn same_folder(one: &Path, other: &Path) -> bool {

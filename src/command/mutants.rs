@@ -322,6 +322,8 @@ impl<'a> Session<'a> {
             mutants: records,
             kill_matrix: Some(matrix),
             skips,
+            unsupported: Vec::new(),
+            unfinished: None,
             shards: Vec::new(),
         };
         let report = match self.target {

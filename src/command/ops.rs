@@ -56,7 +56,11 @@ fn with_title(citation: &str) -> String {
 /// A line for a tensor: what it is, its axes and types, the layouts that the kernels take, how it is compared.
 fn print_tensor(tensor: &TensorRecord) {
     let of = tensor.of.as_ref().map(|of| format!(" of {of}")).unwrap_or_default();
-    let sometimes = if tensor.always { "" } else { ", in some cases" };
+    let sometimes = match &tensor.when {
+        _ if tensor.always => String::new(),
+        Some(when) => format!(", in some cases ({when})"),
+        None => ", in some cases".to_owned(),
+    };
     let compared = tensor.compared.as_ref().map(|how| format!("; compared {how}")).unwrap_or_default();
     println!(
         "    {:<14} {} {}, {}{of}{sometimes}, {}{compared}",

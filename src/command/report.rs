@@ -1,28 +1,49 @@
 //! `parity report`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::Exit;
+use crate::record::{Report, journal};
 use crate::report::{self, diff};
 
 /// Options of `parity report`.
 #[derive(Debug, Args)]
 pub struct ReportArguments {
-    /// A report.json, or the folder that holds it
-    #[arg(value_name = "FILE")]
+    /// A report.json, or the folder that holds it; of a run that was cut short the folder with plan.json and records.jsonl
+    #[arg(value_name = "FILE|DIR")]
     file: PathBuf,
-    /// Folder for report.json, index.html and summary.md
+    /// Folder for report.json, index.html and summary.md; the folder that is read when absent
     #[arg(long, value_name = "DIR")]
-    out: PathBuf,
+    out: Option<PathBuf>,
 }
 
-/// Reads a report and writes its pages; runs nothing.
+/// Reads a report, or what a killed run left, and writes the pages; runs nothing.
 pub fn execute(arguments: &ReportArguments) -> Result<Exit> {
-    let report = diff::read(&arguments.file)?;
-    report::write_all(&report, &arguments.out).with_context(|| format!("writing to {}", arguments.out.display()))?;
-    println!("report: {}", arguments.out.join("index.html").display());
+    let out = match &arguments.out {
+        Some(out) => out,
+        None if arguments.file.is_dir() => &arguments.file,
+        None => bail!("--out is needed, since {} is no folder", arguments.file.display()),
+    };
+    let report = read(&arguments.file)?;
+    report::write_all(&report, out).with_context(|| format!("writing to {}", out.display()))?;
+    if let Some(missing) = report.unfinished {
+        let cases = report.cases.len() + report.unsupported.len();
+        println!(
+            "unfinished: {cases} cases are recorded, {missing} of the plan's are missing; --resume continues the run"
+        );
+    }
+    println!("report: {}", out.join("index.html").display());
     Ok(Exit::Agreed)
+}
+
+/// A finished run's report; what there is of one that was cut short, which may have been made a report before.
+fn read(path: &Path) -> Result<Report> {
+    let finished = || diff::read(path);
+    if !path.is_dir() || path.join("report.json").is_file() && finished()?.unfinished.is_none() {
+        return finished();
+    }
+    journal::read_unfinished(path)?.map_or_else(finished, Ok)
 }

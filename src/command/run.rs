@@ -16,8 +16,8 @@ use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::Operator;
 use crate::operator::registry;
-use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Shard};
-use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip, Verdict};
+use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
+use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Skip, Verdict};
 use crate::report::{self, history};
 use crate::sweep::merge;
 use crate::sweep::progress::Progress;
@@ -57,8 +57,8 @@ pub struct RunArguments {
     /// Run part I of N, counted from 0; `parity merge` puts the parts together
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
-    /// Divide the sweep over N processes, on as many GPUs as there are, and put it together again; a case of profile full may
-    /// have 40 GiB of a GPU, of which each takes its share
+    /// Divide the sweep over N processes, on as many GPUs as there are, and put it together again. Cases of profile full may
+    /// have a quarter of a GPU's memory: where too many processes share one, some lack it
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), conflicts_with_all = ["shard", "time_budget"])]
     workers: Option<u32>,
     /// A report.json or records.jsonl whose costs balance shards or workers; the same file for each shard
@@ -129,31 +129,23 @@ fn sweep_here(
     let plan = Plan::new(operators, &remembered, &options, device.environment(), shard.count, &costs)?;
     // They are skips of the run, not of each shard: the first one says so.
     let not_run = if shard.index == 0 { plan.skips.clone() } else { Vec::new() };
-    let record = plan_record(&plan, shard, remembered, device);
-    let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
-    let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    let left_out = run_shard(plan, shard, device, &options, &mut writer);
-    let cases = writer.finish()?;
-    let seconds = start.elapsed().as_secs_f64() + taken_over;
-    Ok(Report {
-        schema_version: SCHEMA_VERSION,
+    let run = RunDescription {
         command: arguments.sweep.seed.command(),
         started_unix,
-        seconds,
-        revision: record.identity.revision.clone(),
-        environment: device.environment().clone(),
         profile: arguments.sweep.profile.name().to_owned(),
         seed: arguments.sweep.seed.number(),
         schedules: options.checks.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
-        cases,
-        benchmarks: Vec::new(),
-        ceilings: None,
-        mutants: Vec::new(),
-        kill_matrix: None,
-        skips: skips(device, arguments).into_iter().chain(not_run).chain(left_out).collect(),
-        shards: vec![shard_record(record, seconds)],
-    })
+        skips: skips(device, arguments).into_iter().chain(not_run).collect(),
+    };
+    let record = plan_record(&plan, shard, remembered, device, run);
+    let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
+    let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
+    let left_out = run_shard(plan, shard, device, &options, &mut writer);
+    let cases = writer.finish()?;
+    let mut report = record.report(cases, start.elapsed().as_secs_f64() + taken_over);
+    report.skips.extend(left_out);
+    Ok(report)
 }
 
 /// Writes what a run leaves behind, and says what it found.
@@ -178,7 +170,9 @@ fn finish(report: &Report, arguments: &RunArguments, by_workers: bool) -> Result
 
 /// Remembers what shrinking made of the failing cases of all shards.
 pub(super) fn remember_shrunk(report: &Report, regressions: &Regressions) -> Result<()> {
-    for record in report.cases.iter().filter(|record| record.origin == Origin::Shrunk) {
+    // What breaks somebody else's kernel is not for ours to remember.
+    let is_ours = report.environment.backend != BackendKind::External;
+    for record in report.cases.iter().filter(|record| is_ours && record.origin == Origin::Shrunk) {
         regressions.append_record(record).context("remembering a failing case")?;
     }
     Ok(())
@@ -198,7 +192,12 @@ pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
     }
     let compared = report.cases.iter().flat_map(|case| &case.checks).any(|check| check.compared > 0);
     if should && !compared {
-        bail!("nothing was compared: {} case(s) ran", report.cases.len());
+        let skipped: u64 = report.skips.iter().map(|skip| skip.count).sum();
+        bail!("nothing was compared: {} case(s) ran, {skipped} skips", report.cases.len());
+    }
+    if report.cases.is_empty() && !report.unsupported.is_empty() {
+        // A shard's kernel may be for none of its cases; whether it is for any is asked of the whole.
+        return Ok(Exit::Agreed);
     }
     Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
 }
@@ -218,7 +217,13 @@ pub(super) fn load_remembered(operators: &[&dyn Operator], regressions: &Regress
     Ok(names.map(|name| regressions.load(&name).map(|cases| (name, cases))).collect::<Result<_, _>>()?)
 }
 
-pub(super) fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, runner: &dyn Runner) -> PlanRecord {
+pub(super) fn plan_record(
+    plan: &Plan,
+    shard: Shard,
+    remembered: Remembered,
+    runner: &dyn Runner,
+    run: RunDescription,
+) -> PlanRecord {
     PlanRecord {
         schema_version: SCHEMA_VERSION,
         shard,
@@ -231,18 +236,7 @@ pub(super) fn plan_record(plan: &Plan, shard: Shard, remembered: Remembered, run
             environment: runner.environment().clone(),
         },
         remembered,
-    }
-}
-
-pub(super) fn shard_record(plan: PlanRecord, seconds: f64) -> ShardRecord {
-    ShardRecord {
-        index: plan.shard.index,
-        count: plan.shard.count,
-        planned_cases: plan.planned_cases,
-        plan_digest: plan.plan_digest,
-        executable_digest: plan.identity.executable_digest,
-        device: plan.identity.environment.device,
-        seconds,
+        run,
     }
 }
 
@@ -303,6 +297,7 @@ pub(super) fn summarise(report: &Report, out: &Path) {
     let checks: usize = report.cases.iter().map(|case| case.checks.len()).sum();
     let not_run: Vec<_> = report.not_run().map(|(operator, _)| operator).collect();
     let verdict = match (failed, &not_run[..]) {
+        (0, []) if report.cases.is_empty() => "nothing was compared".to_owned(),
         (0, []) => "all agreed".to_owned(),
         (0, _) => format!("{} could not be run, the others agreed", not_run.join(", ")),
         _ => format!("{failed} case(s) disagreed"),
@@ -366,7 +361,7 @@ impl Observer for RecordWriter {
         if self.broken.is_none() {
             self.broken = self.journal.append(&record).err();
         }
-        if record.verdict() != Verdict::Pass {
+        if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
             self.bar.suspend(|| eprintln!("{}", sweep::failure_text(&record)));
         }
         self.cases.push(record);

@@ -43,6 +43,7 @@ impl SweepArguments {
             checks,
             regressions: Regressions::new(folder),
             remember: false,
+            condition: None,
             time_budget: None,
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! ```toml
 //! rounding = "specification"                # it rounds where the specification says, and is held to runs that do
+//! where = "head_dim = 512 and topk % 128 = 0"   # which cases it takes; see `crate::case::condition`
 //! lanes = 32                                # it adds the numbers of a row in so many lanes at least, and these as a tree
 //!
 //! [tensor.lse]                              # a table for each tensor, under its name here
@@ -33,6 +34,7 @@ use dsv4_kernels::runtime::HostTensor;
 use serde::Deserialize;
 
 use super::wire::{WireTensor, WireType};
+use crate::case::condition::Condition;
 use crate::operator::{Arithmetic, RoundingPoints};
 
 /// The conventions of another kernel.
@@ -47,6 +49,12 @@ pub struct Adapter {
     rounding: RoundingPoints,
     /// In how many lanes it adds the numbers of a row.
     lanes: Option<usize>,
+    /// Which cases it takes.
+    #[serde(rename = "where")]
+    condition: Option<Condition>,
+    /// The file's text: another text is another adapter.
+    #[serde(skip)]
+    text: String,
 }
 
 /// How one tensor differs.
@@ -173,7 +181,8 @@ impl Adapter {
     /// # Errors
     /// The parser's words, or the tensor and field that cannot be.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let adapter: Self = toml::from_str(text).map_err(|e| e.to_string().trim().replace('\n', " "))?;
+        let mut adapter: Self = toml::from_str(text).map_err(|e| e.to_string().trim().replace('\n', " "))?;
+        text.clone_into(&mut adapter.text);
         if adapter.lanes == Some(0) {
             return Err("field `lanes`: 0: a sum needs one at least".into());
         }
@@ -186,6 +195,16 @@ impl Adapter {
             }
         }
         Ok(adapter)
+    }
+
+    /// Which cases the kernel takes, if not all.
+    pub fn condition(&self) -> Option<&Condition> {
+        self.condition.as_ref()
+    }
+
+    /// The text that it was read from.
+    pub fn text(&self) -> &str {
+        &self.text
     }
 
     /// What the kernel says of its arithmetic.
@@ -364,6 +383,7 @@ mod tests {
     fn what_cannot_be_is_refused_with_its_name() {
         for (text, needles) in [
             ("[tensor.t]\nspeed = 3", ["speed", "unknown"]),
+            ("where = 'head_dim = '", ["where", "at character 11"]),
             ("[tensors.t]", ["tensors", "unknown"]),
             ("[tensor.t]\nbase = 1", ["`t`", "base"]),
             ("[tensor.t]\nscale = 0", ["`t`", "scale"]),

@@ -5,14 +5,21 @@
 //! - `case.json`: the operator and the case's fields, scalars such as `softmax_scale` among them;
 //! - `inputs.safetensors`: the inputs, upstream gradients included, dense and row-major, under the
 //!   operator's names;
-//! - `expected.json`: `{"tensors": [{"name", "dtype", "shape", "side"}]}`, what is to be written; `side` is
-//!   `forward` or `gradient`;
+//! - `expected.json`: `{"tensors": [{"name", "dtype", "shape", "side"}], "time": false}`, what is to be written;
+//!   `side` is `forward` or `gradient`; `time` asks how long the kernel takes;
 //!
-//! and writes `outputs.safetensors` into it. As `--cmd` it is run anew each time, with `{dir}` replaced by
-//! the folder. As `--worker` it is started once, gets `{"dir": …}` as a line on standard input and answers
-//! `{"ok":true}` or `{"error": …}` as a line on standard output, which holds nothing else; its standard
-//! input ends with the sweep. A worker that died is started again for the next run. Whatever goes wrong is
-//! the verdict of that case.
+//! and writes `outputs.safetensors` into it: a regular file, no larger than what is expected (inputs included)
+//! in the widest type. As `--cmd` it is run anew each time, with `{dir}` replaced by the folder. As `--worker`
+//! it is started once, gets `{"dir": …}` as a line on standard input and answers with a line on standard
+//! output, which holds nothing else; its standard input ends with the sweep. A worker that died is started again
+//! for the next run. Whatever goes wrong is the verdict of that case. The answer is one of
+//!
+//! - `{"ok":true}`, or `{"ok":true,"seconds":{"forward":1e-5,"backward":2e-5}}` where it was asked for the time and
+//!   has measured it, by the clock of the device;
+//! - `{"error":"why"}`: the case has failed;
+//! - `{"unsupported":"why"}`: the kernel is not for such cases, which is a counted skip.
+//!
+//! A command answers with its exit code; the last line of its standard output may be one of these, too.
 //!
 //! A tensor `input.NAME` in the outputs is an input as the kernel left it: it must be what was given,
 //! as must the file of the inputs.
@@ -24,11 +31,13 @@ pub mod adapter;
 pub mod process;
 pub mod wire;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
+use dsv4_kernels::runtime::files::read_regular;
+use dsv4_kernels::runtime::supervisor::temporary_folder;
 use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, NamedTensors, Placement};
 use serde::{Deserialize, Serialize};
 
@@ -36,10 +45,10 @@ use self::adapter::Adapter;
 use self::process::Call;
 use self::wire::{WireTensor, WireTensors, WireType};
 use crate::case::{Case, CaseError};
-use crate::judge::runner::{RunError, Runner};
+use crate::judge::runner::{RunError, Runner, Times};
 use crate::operator::registry;
 use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, Prepared, Side};
-use crate::record::Verdict;
+use crate::record::{OperatorRecord, Seconds, Skip, Verdict};
 
 /// The case.
 pub const CASE: &str = "case.json";
@@ -58,6 +67,9 @@ const RECORDING: Contract = Contract { poison: 0, placement: Placement::FlushBac
 pub struct Expected {
     /// Every tensor that is to be written.
     pub tensors: Vec<ExpectedOutput>,
+    /// Whether to say how long the kernel takes.
+    #[serde(default)]
+    pub time: bool,
 }
 
 /// A tensor that is to be written.
@@ -80,11 +92,14 @@ pub struct External {
     environment: Environment,
     recorder: Device,
     case: RefCell<Option<Case>>,
+    /// Whether the next run is to say how long it takes: the first one of a case.
+    asks_time: Cell<bool>,
+    times: RefCell<Times>,
     folders: RefCell<u64>,
 }
 
 /// How a kernel from elsewhere is judged and reported.
-#[derive(Clone, Debug, Default)]
+#[derive(Default)]
 pub struct ExternalOptions {
     /// What names it in reports: its command.
     pub name: String,
@@ -94,6 +109,10 @@ pub struct ExternalOptions {
     pub adapter: Adapter,
     /// Whether it returns no gradients.
     pub forward_only: bool,
+    /// Whether it is asked how long it takes.
+    pub time: bool,
+    /// Where ours are timed beside it, or why nowhere.
+    pub ours: Option<Result<Device, String>>,
     /// Where the folders of the runs stay; in a temporary place for as long as they are needed otherwise.
     pub keep: Option<PathBuf>,
 }
@@ -112,36 +131,50 @@ impl External {
         };
         let recorder = Device::recording(environment.clone());
         let (call, case, folders) = (RefCell::new(call), RefCell::default(), RefCell::default());
-        Self { call, options, environment, recorder, case, folders }
+        Self {
+            call,
+            options,
+            environment,
+            recorder,
+            case,
+            asks_time: Cell::default(),
+            times: RefCell::default(),
+            folders,
+        }
     }
 
-    /// Holds the adapter to the tensors of these cases: one that none of them has is an error, as is a
-    /// convention that does not fit its tensor.
+    /// Holds the adapter to the tensors of an operator and of these cases of it: one that the operator does not have is an
+    /// error, as is a convention that does not fit its tensor.
     ///
     /// # Errors
     /// The tensor's name, and what is wrong.
-    pub fn check_adapter<'a>(&self, cases: impl Iterator<Item = &'a Case>) -> Result<(), CaseError> {
-        let mut unknown: BTreeSet<&str> = self.options.adapter.names().collect();
-        let mut known = BTreeSet::new();
+    pub fn check_adapter<'a>(
+        &self,
+        operator: &OperatorRecord,
+        cases: impl Iterator<Item = &'a Case>,
+    ) -> Result<(), CaseError> {
+        let adapter = &self.options.adapter;
+        let has = |name: &&str| operator.tensors.iter().any(|tensor| tensor.name == **name);
+        if let Some(name) = adapter.names().find(|name| !has(name)) {
+            let known = operator.tensors.iter().map(|tensor| tensor.name.as_str()).collect::<Vec<_>>().join(", ");
+            return Err(CaseError::Malformed(format!(
+                "adapter: unknown tensor `{name}`; {} has {known}",
+                operator.name
+            )));
+        }
+        let mut unmet: BTreeSet<&str> = adapter.names().collect();
         for case in cases {
-            if unknown.is_empty() {
+            if unmet.is_empty() {
                 return Ok(());
             }
             let recorded = self.record(&*registry::prepare(case)?).map_err(|e| CaseError::Malformed(e.message))?;
             let outputs = recorded.outputs.iter().map(|output| (output.name, &output.tensor));
             for (name, tensor) in recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).chain(outputs) {
-                self.options.adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
-                unknown.remove(name);
-                known.insert(name.to_owned());
+                adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
+                unmet.remove(name);
             }
         }
-        match unknown.first() {
-            None => Ok(()),
-            Some(name) => {
-                let known = known.into_iter().collect::<Vec<_>>().join(", ");
-                Err(CaseError::Malformed(format!("adapter: unknown tensor `{name}`; the cases have {known}")))
-            }
-        }
+        Ok(())
     }
 
     /// What our kernel would read and write.
@@ -154,12 +187,27 @@ impl External {
         Ok(Recorded { inputs, outputs: run?.tensors })
     }
 
+    /// What the kernel said of its time, with ours of the same case.
+    fn times_of(&self, prepared: &dyn Prepared, theirs: Option<Seconds>) -> Times {
+        let skip = |what: &str, why: String| Some(Skip { what: what.into(), why, count: 1 });
+        if theirs.is_none() {
+            return Times { skip: skip("time", "the worker was asked and did not say".into()), ..Times::default() };
+        }
+        let ours = match &self.options.ours {
+            None => return Times { theirs, ..Times::default() },
+            Some(Err(why)) => Err(why.clone()),
+            Some(Ok(device)) => prepared.seconds(device).map_err(|error| error.to_string()),
+        };
+        match ours {
+            Ok(ours) => Times { theirs, ours: Some(ours), skip: None },
+            Err(why) => Times { theirs, ours: None, skip: skip("time of our kernels beside it", why) },
+        }
+    }
+
     fn folder(&self) -> Result<Folder, RunError> {
         let failed = |e: std::io::Error| RunError::error(format!("making a folder for the case: {e}"));
         match &self.options.keep {
-            None => {
-                tempfile::Builder::new().prefix("parity-external-").tempdir().map(Folder::Temporary).map_err(failed)
-            }
+            None => temporary_folder("external-").map(Folder::Temporary).map_err(failed),
             Some(dir) => {
                 let number = self.folders.replace_with(|number| *number + 1);
                 let dir = dir.join(format!("{number:06}"));
@@ -206,6 +254,12 @@ fn to_json(value: &impl Serialize) -> Result<Vec<u8>, RunError> {
 impl Runner for External {
     fn begin(&self, case: &Case) {
         self.case.replace(Some(case.clone()));
+        self.asks_time.set(self.options.time);
+        self.times.take();
+    }
+
+    fn times(&self) -> Times {
+        self.times.borrow().clone()
     }
 
     fn run(&self, prepared: &dyn Prepared, exact: &[OracleTensor], _contract: Contract) -> Result<KernelRun, RunError> {
@@ -229,15 +283,19 @@ impl Runner for External {
             .collect::<Result<Vec<_>, String>>()
             .map_err(RunError::error)?;
         let folder = self.folder()?;
+        let time = self.asks_time.take();
         let case = prepared.case().or_else(|| self.case.borrow().clone());
         let case = case.ok_or_else(|| RunError::error("nobody said which case this is"))?;
         let input_bytes = wire::to_bytes(&given).map_err(RunError::error)?;
         write(folder.path(), CASE, &to_json(&case)?)?;
         write(folder.path(), INPUTS, &input_bytes)?;
-        write(folder.path(), EXPECTED, &to_json(&Expected { tensors: expected.clone() })?)?;
-        self.call.borrow_mut().call(folder.path())?;
-        let written = read_outputs(folder.path(), &expected)?;
-        let violations = changed_inputs(folder.path(), &input_bytes, &given, &written);
+        write(folder.path(), EXPECTED, &to_json(&Expected { tensors: expected.clone(), time })?)?;
+        let reply = self.call.borrow_mut().call(folder.path())?;
+        if time {
+            self.times.replace(self.times_of(prepared, reply.seconds));
+        }
+        let written = read_outputs(folder.path(), &expected, &given)?;
+        let violations = changed_inputs(folder.path(), &input_bytes, &given, &written).map_err(RunError::fail)?;
         for (output, form) in outputs.iter_mut().zip(&expected) {
             let theirs = &written[&form.name];
             output.tensor = adapter.to_ours(output.name, theirs, &output.tensor).map_err(RunError::fail)?;
@@ -256,7 +314,10 @@ impl Runner for External {
     fn kernels(&self) -> (String, String) {
         (
             format!("external: {}", self.options.name),
-            blake3::hash(self.options.arguments.as_bytes()).to_hex().to_string(),
+            // What the adapter says decides, too, whatever its file is called.
+            blake3::hash(format!("{}\n{}", self.options.arguments, self.options.adapter.text()).as_bytes())
+                .to_hex()
+                .to_string(),
         )
     }
 
@@ -290,18 +351,27 @@ impl Runner for External {
         (!self.options.adapter.is_bitwise(tensor)).then_some(why)
     }
 
+    fn may_round_freely(&self) -> Option<&'static str> {
+        Some(
+            "all within the budget: where sums run in an order that may change, the adapter says so with `bitwise = false`",
+        )
+    }
+
     fn cannot_vary(&self, variant: &dyn Prepared) -> Option<&'static str> {
         variant.case().is_none().then_some("the operator does not say with which scalars the variant goes")
     }
 }
 
 /// Every expected tensor in its expected form, or all that is wrong in one message.
-fn read_outputs(folder: &Path, expected: &[ExpectedOutput]) -> Result<WireTensors, RunError> {
+fn read_outputs(folder: &Path, expected: &[ExpectedOutput], given: &WireTensors) -> Result<WireTensors, RunError> {
     let path = folder.join(OUTPUTS);
-    if !path.exists() {
+    // A link that leads nowhere is there, too.
+    if path.symlink_metadata().is_err() {
         return Err(RunError::error(format!("the kernel wrote no {OUTPUTS}")));
     }
-    let written = wire::read(&path).map_err(RunError::error)?;
+    let outputs = expected.iter().map(|output| (output.name.as_str(), &output.shape[..]));
+    let echoes = given.iter().map(|(name, tensor)| (name.as_str(), &tensor.shape[..]));
+    let written = wire::read(&path, wire::most_bytes(outputs.chain(echoes))).map_err(RunError::error)?;
     let (mut problems, mut verdict) = (Vec::new(), Verdict::Pass);
     for ExpectedOutput { name, dtype, shape, .. } in expected {
         match written.get(name) {
@@ -321,33 +391,39 @@ fn read_outputs(folder: &Path, expected: &[ExpectedOutput]) -> Result<WireTensor
     }
     let names: Vec<_> = written.keys().map(String::as_str).collect();
     let message = format!("outputs: {}; written: {}", problems.join(", "), names.join(", "));
-    Err(RunError { verdict, message, skipped: false, untestable: false })
+    Err(RunError { verdict, ..RunError::error(message) })
 }
 
 /// Inputs that are not what was given: the file, or what the kernel says of them.
-fn changed_inputs(folder: &Path, file: &[u8], given: &WireTensors, written: &WireTensors) -> Vec<Violation> {
-    let violation = |buffer: &str, differs: Vec<usize>| Violation {
-        buffer: buffer.to_owned(),
-        kind: ViolationKind::Input,
-        bytes: differs.len(),
-        first_offset: differs.first().map_or(0, |&at| at as i64),
-    };
+fn changed_inputs(
+    folder: &Path,
+    file: &[u8],
+    given: &WireTensors,
+    written: &WireTensors,
+) -> Result<Vec<Violation>, String> {
     let mut violations = Vec::new();
-    let now = std::fs::read(folder.join(INPUTS)).unwrap_or_default();
+    let now = read_regular(&folder.join(INPUTS), file.len() as u64)?;
     if now != file {
-        violations.push(violation(INPUTS, differing(&now, file)));
+        violations.push(violation(INPUTS, &now, file));
     }
     for (name, tensor) in given {
         let left = written.get(&format!("input.{name}"));
         if let Some(left) = left.filter(|left| *left != tensor) {
-            violations.push(violation(name, differing(&left.bytes, &tensor.bytes)));
+            violations.push(violation(name, &left.bytes, &tensor.bytes));
         }
     }
-    violations
+    Ok(violations)
 }
 
-fn differing(a: &[u8], b: &[u8]) -> Vec<usize> {
-    (0..a.len().max(b.len())).filter(|&at| a.get(at) != b.get(at)).collect()
+fn violation(buffer: &str, now: &[u8], before: &[u8]) -> Violation {
+    let differs = |&at: &usize| now.get(at) != before.get(at);
+    let bytes = 0..now.len().max(before.len());
+    Violation {
+        buffer: buffer.to_owned(),
+        kind: ViolationKind::Input,
+        bytes: bytes.clone().filter(differs).count(),
+        first_offset: bytes.clone().find(differs).map_or(0, |at| at as i64),
+    }
 }
 
 /// Reads a request's folder and answers it with our own kernel: the reference implementation of the
@@ -360,7 +436,7 @@ pub fn answer(folder: &Path, device: &Device) -> Result<(), String> {
     let case = Case::parse(&read(CASE)?).map_err(|e| e.to_string())?;
     let expected: Expected = serde_json::from_str(&read(EXPECTED)?).map_err(|e| format!("{EXPECTED}: {e}"))?;
     let prepared = registry::prepare(&case).map_err(|e| e.to_string())?;
-    let inputs = wire::read(&folder.join(INPUTS))?;
+    let inputs = wire::read(&folder.join(INPUTS), u64::MAX)?;
     let inputs =
         inputs.iter().map(|(name, tensor)| Ok((name.clone(), to_host(tensor)?))).collect::<Result<_, String>>()?;
     let run = prepared.kernel(&device.with_inputs(inputs), Contract::NAN).map_err(|e| e.to_string())?;

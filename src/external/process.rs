@@ -1,34 +1,47 @@
-//! Processes that answer requests: one for each case, or one that lives on. Neither outlives its time
-//! limit, and none leaves children behind: each leads a process group that is killed whole.
+//! Processes that answer requests: one for each run of a case, or one that lives on. Neither outlives its time limit, and
+//! nothing that they start outlives them or this process ([`dsv4_kernels::runtime::supervisor`]).
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::process::{ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use dsv4_kernels::runtime::process::{isolate, kill_group, wait_within};
+use dsv4_kernels::runtime::supervisor::Supervised;
 use serde::Deserialize;
 use serde_json::json;
 
 use crate::judge::runner::RunError;
+use crate::record::Seconds;
 
 /// Last lines of a process's own words that go into a failure.
 const WORDS: usize = 12;
 /// Longest line that is read at once, in bytes.
 const LINE: u64 = 1 << 16;
-/// How long the words of an ended process are waited for: its children may hold its output open.
+/// How long a process that closed its output, and the words of one that ended, are waited for.
 const LAST_WORDS: Duration = Duration::from_millis(500);
+/// Lines that a worker may write ahead of being read: what babbles waits, and takes no memory here.
+const AHEAD: usize = 4;
+/// Longest reason of a worker that is kept, in characters.
+const REASON: usize = 200;
+
 /// Whoever answers a request.
 pub trait Call {
     /// Has the folder's `outputs.safetensors` written.
     ///
     /// # Errors
     /// What happened instead.
-    fn call(&mut self, folder: &Path) -> Result<(), RunError>;
+    fn call(&mut self, folder: &Path) -> Result<Reply, RunError>;
+}
+
+/// What is said beside the outputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Reply {
+    /// How long the kernel took, by its own clock.
+    pub seconds: Option<Seconds>,
 }
 
 /// A command that is run once for each request, with `{dir}` replaced by the folder.
@@ -48,37 +61,52 @@ pub struct Worker {
 
 /// Reads lines until the end, keeping the last ones; drops its end of a channel when it is done.
 struct Words {
-    lines: Arc<Mutex<VecDeque<String>>>,
+    heard: Arc<Mutex<Heard>>,
     done: Receiver<()>,
+}
+
+#[derive(Default)]
+struct Heard {
+    /// The last lines of all streams.
+    lines: VecDeque<String>,
+    /// The last line of the first one.
+    answer: Option<String>,
 }
 
 impl Words {
     fn of(streams: Vec<Box<dyn Read + Send>>) -> Self {
-        let lines = Arc::new(Mutex::new(VecDeque::new()));
+        let heard = Arc::new(Mutex::new(Heard::default()));
         let (sender, done) = mpsc::channel::<()>();
-        for stream in streams {
-            let (lines, sender) = (lines.clone(), sender.clone());
+        for (number, stream) in streams.into_iter().enumerate() {
+            let (heard, sender) = (heard.clone(), sender.clone());
             std::thread::spawn(move || {
                 let _until_the_end = sender;
                 each_line(stream, |line| {
-                    let mut lines = lines.lock().unwrap_or_else(|e| e.into_inner());
-                    lines.push_back(line);
-                    if lines.len() > WORDS {
-                        lines.pop_front();
+                    let mut heard = heard.lock().unwrap_or_else(|e| e.into_inner());
+                    if number == 0 {
+                        heard.answer = Some(line.clone());
+                    }
+                    heard.lines.push_back(line);
+                    if heard.lines.len() > WORDS {
+                        heard.lines.pop_front();
                     }
                     true
                 });
             });
         }
-        Self { lines, done }
+        Self { heard, done }
+    }
+
+    /// Everything that an ended process said.
+    fn heard(&self) -> MutexGuard<'_, Heard> {
+        // Nobody sends: it is over when every reader has dropped its end.
+        let _ = self.done.recv_timeout(LAST_WORDS);
+        self.heard.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// The last lines, each after a line break; of an ended process.
     fn last(&self) -> String {
-        // Nobody sends: it is over when every reader has dropped its end.
-        let _ = self.done.recv_timeout(LAST_WORDS);
-        let lines = self.lines.lock().unwrap_or_else(|e| e.into_inner());
-        lines.iter().map(|line| format!("\n    {line}")).collect()
+        self.heard().lines.iter().map(|line| format!("\n    {line}")).collect()
     }
 }
 
@@ -95,15 +123,12 @@ fn each_line(stream: impl Read, mut take: impl FnMut(String) -> bool) {
     }
 }
 
-fn shell(command: &str) -> Command {
+/// Starts a command in a shell, with its output and its errors piped.
+fn start(command: &str, stdin: Stdio) -> Result<Supervised, RunError> {
     let mut shell = Command::new("sh");
-    shell.arg("-c").arg(command).stdout(Stdio::piped()).stderr(Stdio::piped());
-    isolate(&mut shell);
-    shell
-}
-
-fn start(shell: &mut Command) -> Result<Child, RunError> {
-    shell.spawn().map_err(|e| RunError::error(format!("starting sh: {e}")))
+    shell.arg("-c").arg(command);
+    Supervised::spawn(&shell, [stdin, Stdio::piped(), Stdio::piped()])
+        .map_err(|e| RunError::error(format!("starting sh: {e}")))
 }
 
 /// How a process ended, in words.
@@ -117,27 +142,56 @@ fn ending(status: ExitStatus) -> String {
     }
 }
 
-/// Kills the whole group and waits for its leader.
-fn end(child: &mut Child) {
-    kill_group(child.id());
-    // It is dead or dying; whether it was waited for before does not matter.
-    let _ = child.wait();
+/// A line of a worker, and the last line of a command's output where it is one.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Answer {
+    #[serde(default)]
+    ok: bool,
+    #[serde(default)]
+    seconds: Option<Seconds>,
+    #[serde(default)]
+    error: Option<String>,
+    #[serde(default)]
+    unsupported: Option<String>,
+}
+
+impl Answer {
+    /// What the line says; `None` where it is no answer.
+    fn read(line: &str) -> Option<Result<Reply, RunError>> {
+        match serde_json::from_str(line).ok()? {
+            Self { ok: true, seconds, error: None, unsupported: None } => Some(match seconds {
+                Some(seconds) if !seconds.are_times() => {
+                    Err(RunError::error(format!("the worker's seconds {seconds:?} are no times")))
+                }
+                seconds => Ok(Reply { seconds }),
+            }),
+            Self { ok: false, seconds: None, error: Some(error), unsupported: None } => {
+                Some(Err(RunError::error(format!("the worker reported: {error}"))))
+            }
+            Self { ok: false, seconds: None, error: None, unsupported: Some(why) } => {
+                Some(Err(RunError::unsupported(why.chars().take(REASON).collect::<String>())))
+            }
+            _ => None,
+        }
+    }
 }
 
 impl Call for OneShot {
-    fn call(&mut self, folder: &Path) -> Result<(), RunError> {
+    fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
         let folder = format!("'{}'", folder.display().to_string().replace('\'', "'\\''"));
-        let mut child = start(shell(&self.command.replace("{dir}", &folder)).stdin(Stdio::null()))?;
-        let streams: [Option<Box<dyn Read + Send>>; 2] = [
-            child.stdout.take().map(|s| Box::new(s) as Box<dyn Read + Send>),
-            child.stderr.take().map(|s| Box::new(s) as Box<dyn Read + Send>),
-        ];
+        let mut command = start(&self.command.replace("{dir}", &folder), Stdio::null())?;
+        let (_, stdout, stderr) = command.take_streams();
+        let streams: [Option<Box<dyn Read + Send>>; 2] =
+            [stdout.map(|s| Box::new(s) as Box<dyn Read + Send>), stderr.map(|s| Box::new(s) as Box<dyn Read + Send>)];
         let words = Words::of(streams.into_iter().flatten().collect());
-        let status = wait_within(&mut child, self.time_limit);
+        let status = command.wait_within(self.time_limit);
         // Whatever the command left running is ended, too.
-        end(&mut child);
+        command.end();
         match status {
-            Ok(Some(status)) if status.success() => Ok(()),
+            Ok(Some(status)) if status.success() => {
+                words.heard().answer.take().and_then(|line| Answer::read(&line)).unwrap_or_else(|| Ok(Reply::default()))
+            }
             Ok(Some(status)) => {
                 Err(RunError::error(format!("the command ended with {}{}", ending(status), words.last())))
             }
@@ -150,57 +204,38 @@ impl Call for OneShot {
     }
 }
 
-/// A worker that is up.
+/// A worker that is up; dropped, it is ended with all that it started.
 struct Running {
-    child: Child,
+    process: Supervised,
     requests: ChildStdin,
     answers: Receiver<String>,
     words: Words,
 }
 
-/// A line of a worker.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Answer {
-    #[serde(default)]
-    ok: bool,
-    #[serde(default)]
-    error: Option<String>,
-}
-
 impl Running {
     fn start(command: &str) -> Result<Self, RunError> {
-        let mut child = start(shell(command).stdin(Stdio::piped()))?;
-        let (Some(requests), Some(stdout), Some(stderr)) =
-            (child.stdin.take(), child.stdout.take(), child.stderr.take())
-        else {
-            end(&mut child);
+        let mut process = start(command, Stdio::piped())?;
+        let (Some(requests), Some(stdout), Some(stderr)) = process.take_streams() else {
             return Err(RunError::error("the worker has no standard streams"));
         };
-        let (sender, answers) = mpsc::channel();
+        let (sender, answers) = mpsc::sync_channel(AHEAD);
         std::thread::spawn(move || each_line(stdout, |line| sender.send(line).is_ok()));
-        Ok(Self { child, requests, answers, words: Words::of(vec![Box::new(stderr)]) })
+        Ok(Self { process, requests, answers, words: Words::of(vec![Box::new(stderr)]) })
     }
 
     /// What went wrong, with how the worker ended (if it did by itself) and its last words. It is ended here.
     fn failed(mut self, what: &str) -> RunError {
         // A worker that closed its output is about to end by itself, and its status says why.
-        let status = wait_within(&mut self.child, LAST_WORDS).ok().flatten();
-        end(&mut self.child);
+        let status = self.process.wait_within(LAST_WORDS).ok().flatten();
+        self.process.end();
         let ending = status.map(|status| format!(" with {}", ending(status))).unwrap_or_default();
         RunError::error(format!("the worker {what}{ending}{}", self.words.last()))
     }
 
     /// As [`Self::failed`], for a worker that would not end by itself.
     fn killed(mut self, what: &str) -> RunError {
-        end(&mut self.child);
+        self.process.end();
         RunError::error(format!("the worker {what}{}", self.words.last()))
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        end(&mut self.child);
     }
 }
 
@@ -210,7 +245,7 @@ impl Worker {
         Self { command, time_limit, running: None }
     }
 
-    fn request(&mut self, folder: &Path) -> Result<(), RunError> {
+    fn request(&mut self, folder: &Path) -> Result<Reply, RunError> {
         let mut worker = match self.running.take() {
             Some(worker) => worker,
             None => Running::start(&self.command)?,
@@ -232,27 +267,26 @@ impl Worker {
                 return Err(worker.killed(&format!("was killed at the time limit of {seconds} s")));
             }
         };
-        match serde_json::from_str(&line) {
-            Ok(Answer { ok: true, error: None }) => {
+        match Answer::read(&line) {
+            Some(answer) => {
                 self.running = Some(worker);
-                Ok(())
+                answer
             }
-            Ok(Answer { ok: false, error: Some(error) }) => {
-                self.running = Some(worker);
-                Err(RunError::error(format!("the worker reported: {error}")))
-            }
-            _ => {
-                let start: String = line.chars().take(200).collect();
-                Err(worker.killed(&format!("answered `{start}`, not {{\"ok\":true}} or {{\"error\":…}}")))
+            None => {
+                let start: String = line.chars().take(REASON).collect();
+                Err(worker.killed(&format!(
+                    "answered `{start}`, not {{\"ok\":true}}, {{\"error\":…}} or {{\"unsupported\":…}}"
+                )))
             }
         }
     }
 }
 
 impl Call for Worker {
-    fn call(&mut self, folder: &Path) -> Result<(), RunError> {
+    fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
         // One that ended between two requests, having answered the first, is no failure of the second.
-        if self.running.as_mut().is_some_and(|worker| matches!(worker.child.try_wait(), Ok(Some(_)))) {
+        if self.running.as_mut().is_some_and(|worker| matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_))))
+        {
             self.running = None;
         }
         self.request(folder)

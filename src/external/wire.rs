@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use dsv4_kernels::runtime::files::read_regular;
 use dsv4_kernels::runtime::{DType, HostTensor};
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
@@ -158,12 +159,29 @@ pub fn to_bytes(tensors: &WireTensors) -> Result<Vec<u8>, String> {
     safetensors::serialize(views, None).map_err(|e| e.to_string())
 }
 
-/// Reads a file.
+/// Bytes that a file of tensors of these names and shapes may have, whatever the types: with its header, and with room for
+/// as much beside them.
+pub fn most_bytes<'a>(tensors: impl Iterator<Item = (&'a str, &'a [usize])>) -> u64 {
+    /// Of the widest type.
+    const ELEMENT: u64 = 8;
+    /// Of an entry's words, and of a number.
+    const WORDS: u64 = 128;
+    const NUMBER: u64 = 24;
+    let entries = tensors.map(|(name, shape)| {
+        let elements = shape.iter().fold(1_u64, |product, &extent| product.saturating_mul(extent as u64));
+        // A byte of a name may be written as six.
+        let header = 6 * name.len() as u64 + WORDS + NUMBER * (shape.len() as u64 + 2);
+        elements.saturating_mul(ELEMENT).saturating_add(header)
+    });
+    entries.fold(1 << 16, u64::saturating_add)
+}
+
+/// Reads a regular file of at most so many bytes.
 ///
 /// # Errors
-/// A file that is missing or no safetensors file, or a tensor of a type that nothing here has.
-pub fn read(path: &Path) -> Result<WireTensors, String> {
-    let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?;
+/// A file that is missing, something else, larger, or no safetensors file, or a tensor of a type that nothing here has.
+pub fn read(path: &Path, most: u64) -> Result<WireTensors, String> {
+    let bytes = read_regular(path, most)?;
     let name_of = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let file = SafeTensors::deserialize(&bytes).map_err(|e| format!("{name_of} is no safetensors file: {e}"))?;
     file.tensors()
@@ -211,8 +229,10 @@ mod tests {
             .into();
         let bytes = to_bytes(&tensors).unwrap();
         std::fs::write(&path, &bytes).unwrap();
-        assert_eq!(read(&path).unwrap(), tensors);
+        assert_eq!(read(&path, bytes.len() as u64).unwrap(), tensors);
+        let shapes = || tensors.iter().map(|(name, tensor)| (name.as_str(), &tensor.shape[..]));
+        assert!(most_bytes(shapes()) >= bytes.len() as u64 && most_bytes(shapes()) < 1 << 17);
         std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-        assert!(read(&path).unwrap_err().contains("no safetensors file"));
+        assert!(read(&path, 1 << 20).unwrap_err().contains("no safetensors file"));
     }
 }

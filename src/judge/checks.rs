@@ -61,6 +61,8 @@ pub struct Outcome {
     pub paths: Vec<String>,
     /// Why these kernels cannot be run here at all, if they cannot.
     pub untestable: Option<String>,
+    /// Why whoever runs them says that they are not for such a case, if so.
+    pub unsupported: Option<String>,
     /// Seconds in kernels.
     pub kernel_seconds: f64,
     /// Seconds in the oracle.
@@ -194,7 +196,15 @@ fn run_kernels(
     enough: &dyn Fn(&Outcome) -> bool,
     outcome: &mut Outcome,
 ) {
-    let Some(first) = launch(prepared, runner, truth, Contract::NAN, "launch", outcome) else { return };
+    let first = match runner.run(prepared, &truth.exact, Contract::NAN) {
+        Err(error) if error.unsupported => {
+            // Of a case that its kernel is not for, nothing else counts, what is known of the oracle included.
+            *outcome = Outcome { unsupported: Some(error.message), ..Outcome::default() };
+            return;
+        }
+        run => run,
+    };
+    let Some(first) = launched(first, "launch", outcome) else { return };
     outcome.paths.clone_from(&first.paths);
     memory_checks(runner, &first, outcome);
     if truth.exact.is_empty() {
@@ -275,7 +285,12 @@ fn launch(
     check: &str,
     outcome: &mut Outcome,
 ) -> Option<KernelRun> {
-    match runner.run(prepared, &truth.exact, contract) {
+    launched(runner.run(prepared, &truth.exact, contract), check, outcome)
+}
+
+/// What came of a launch.
+fn launched(run: Result<KernelRun, RunError>, check: &str, outcome: &mut Outcome) -> Option<KernelRun> {
+    match run {
         Ok(run) => {
             let written = run.tensors.iter().map(|t| t.tensor.elements() as u64).sum();
             // A case of extent zero launches nothing and writes nothing, rightly.
@@ -607,15 +622,23 @@ fn same_results(
         let Some(a) = first.tensors.iter().find(|a| a.name == b.name && a.tensor.elements() > 0) else { continue };
         let freely = runner.rounds_freely(a.name);
         freely.inspect(|why| outcome.skip(format!("bit equality of {}", a.name), why, 1));
+        let budget = budgets.iter().find(|(exact, _)| exact.name == a.name);
+        let beyond = || budget.and_then(|(exact, budget)| difference_beyond(&a.tensor, &b.tensor, exact, budget, 1.0));
         let problem = if a.deterministic && freely.is_none() {
-            first_difference(&a.tensor, &b.tensor)
+            let last_bits = || budget.is_some() && beyond().is_none();
+            first_difference(&a.tensor, &b.tensor).map(|problem| with_hint(problem, runner, last_bits))
         } else {
-            budgets
-                .iter()
-                .find(|(exact, _)| exact.name == a.name)
-                .and_then(|(exact, budget)| difference_beyond(&a.tensor, &b.tensor, exact, budget, 1.0))
+            beyond()
         };
         outcome.verdict(check, a.name, a.tensor.elements() as u64, problem);
+    }
+}
+
+/// A difference of bits, with what its owner may declare if that is all.
+fn with_hint(problem: String, runner: &dyn Runner, last_bits: impl FnOnce() -> bool) -> String {
+    match runner.may_round_freely() {
+        Some(hint) if last_bits() => format!("{problem} ({hint})"),
+        _ => problem,
     }
 }
 
@@ -745,8 +768,12 @@ fn law_checks(
         };
         let budget = both.as_ref().or(budget);
         let (compared, problem) = match (runner.rounds_freely(name), relation) {
-            (None, _) | (_, Relation::WithinBudget | Relation::WithinBothBudgets) => {
-                relate(&a.tensor, &b.tensor, relation, budget)
+            (_, Relation::WithinBudget | Relation::WithinBothBudgets) => relate(&a.tensor, &b.tensor, relation, budget),
+            (None, _) => {
+                let (compared, problem) = relate(&a.tensor, &b.tensor, relation, budget);
+                let last_bits =
+                    || budget.is_some() && relate_freely(&a.tensor, &b.tensor, relation, budget).1.is_none();
+                (compared, problem.map(|problem| with_hint(problem, runner, last_bits)))
             }
             (Some(why), _) => {
                 outcome.skip(format!("bit equality of {name}"), why, 1);

@@ -61,6 +61,9 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
         skips: outcome.skips,
         plan_number: None,
         untestable: outcome.untestable,
+        seconds: None,
+        our_seconds: None,
+        unsupported: outcome.unsupported,
     }
 }
 

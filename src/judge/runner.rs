@@ -4,7 +4,7 @@ use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared, Sequence};
-use crate::record::Verdict;
+use crate::record::{Seconds, Skip, Verdict};
 
 /// Why there are no outputs to check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,17 +17,25 @@ pub struct RunError {
     pub skipped: bool,
     /// Whether these kernels cannot be run here at all: they do not compile, or the machine lacks what a run takes.
     pub untestable: bool,
+    /// Whether whoever runs the kernel says that it is not for such a case: then the case is a counted skip.
+    pub unsupported: bool,
 }
 
 impl RunError {
     /// The kernel did something wrong.
     pub fn fail(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Fail, message: message.into(), skipped: false, untestable: false }
+        Self { verdict: Verdict::Fail, ..Self::error(message) }
     }
 
     /// Nothing was learnt about the kernel.
     pub fn error(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Error, message: message.into(), skipped: false, untestable: false }
+        let message = message.into();
+        Self { verdict: Verdict::Error, message, skipped: false, untestable: false, unsupported: false }
+    }
+
+    /// The kernel is not for such a case, as its owner says.
+    pub fn unsupported(why: impl Into<String>) -> Self {
+        Self { skipped: true, unsupported: true, ..Self::error(why) }
     }
 }
 
@@ -51,6 +59,17 @@ impl From<RuntimeError> for RunError {
     }
 }
 
+/// How long a kernel from elsewhere took by its own clock, and ours beside it.
+#[derive(Clone, Debug, Default)]
+pub struct Times {
+    /// What it said.
+    pub theirs: Option<Seconds>,
+    /// Of the same case, on a device of ours.
+    pub ours: Option<Seconds>,
+    /// Why there is none, where it was asked for.
+    pub skip: Option<Skip>,
+}
+
 /// What the checks ask of whoever runs the kernels.
 pub trait Runner {
     /// A case begins: what follows is about it and its variants.
@@ -69,6 +88,11 @@ pub trait Runner {
     /// Whatever leaves no outputs to check.
     fn sequence(&self, _prepared: &dyn Prepared, _contract: Contract) -> Result<Option<Sequence>, RunError> {
         Ok(None)
+    }
+
+    /// How long the kernels of the case took, where that was asked.
+    fn times(&self) -> Times {
+        Times::default()
     }
 
     /// What this is.
@@ -101,6 +125,11 @@ pub trait Runner {
     /// Why the bits of this tensor depend on more than its values; then equality holds within its budget.
     /// `None` where bits must be equal.
     fn rounds_freely(&self, _tensor: &str) -> Option<&'static str> {
+        None
+    }
+
+    /// What to say where bits differ that its budget would forgive; `None` where bits must be equal in any case.
+    fn may_round_freely(&self) -> Option<&'static str> {
         None
     }
 

@@ -37,7 +37,7 @@ use crate::case::{Case, CaseError};
 use crate::judge::golden::GoldenFile;
 use crate::operator::golden::Golden;
 use crate::operators::elements;
-use crate::record::OperatorRecord;
+use crate::record::{OperatorRecord, Seconds};
 
 /// What is said of an operator apart from any case.
 #[derive(Clone, Copy, Debug)]
@@ -589,6 +589,10 @@ impl<K: Declared> Operator for Op<K> {
         Ok([Layouts::new(), spread].map(|layouts| case_of::<K>(&case, &Choices { layouts, ..choices.clone() })))
     }
 
+    fn check(&self, case: &Case) -> Result<(), CaseError> {
+        read::<K>(case).map(drop)
+    }
+
     fn default_cases(&self, profile: Profile) -> usize {
         profile.of(K::ABOUT.cases)
     }
@@ -926,6 +930,10 @@ impl<K: Declared> Prepared for Inputs<K> {
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
         let specs = self.specs();
         self.launched(&specs, &self.placed(device, contract, &specs)?)
+    }
+
+    fn seconds(&self, device: &Device) -> Result<Seconds, RuntimeError> {
+        super::timing::of(self, device)
     }
 
     fn sequence(&self, device: &Device, contract: Contract) -> Result<Option<Sequence>, RuntimeError> {

@@ -1,6 +1,11 @@
 //! What `parity ops` says of an operator's tensors: the union over its cases.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
+
+use proptest::strategy::{Strategy as _, ValueTree as _};
+use proptest::test_runner::TestRunner;
+use serde_json::Value;
 
 use super::declaration::{Part, Specs, Strides, TensorSpec};
 use super::declared::{Declared, checked};
@@ -9,17 +14,82 @@ use super::{Comparison, Profile};
 use crate::case::Case;
 use crate::record::TensorRecord;
 
-/// The tensors of an operator: what its typical cases and edge cases have.
+/// The tensors of an operator: what its typical cases, edge cases and some drawn ones have.
 pub(super) fn tensors<K: Declared>() -> Vec<TensorRecord> {
-    let cases = K::typical().into_iter().chain(K::edge_cases(Profile::Quick));
-    let all: Vec<Specs> = cases.filter_map(|case| checked::<K>(&case).ok()).collect();
+    /// By operator: who asks for a name is told all of it each time.
+    static KNOWN: Mutex<BTreeMap<&str, Vec<TensorRecord>>> = Mutex::new(BTreeMap::new());
+    let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
+    known.entry(K::ABOUT.name).or_insert_with(found::<K>).clone()
+}
+
+fn found<K: Declared>() -> Vec<TensorRecord> {
+    let (all, kinds) = cases::<K>().into_iter().unzip();
+    let (all, kinds): (Vec<Specs>, Vec<Kinds>) = (all, kinds);
     let mut names: Vec<&'static str> = Vec::new();
     for spec in all.iter().flat_map(Specs::present) {
         if !names.contains(&spec.name) {
             names.push(spec.name);
         }
     }
-    names.into_iter().map(|name| record(name, &all)).collect()
+    names.into_iter().map(|name| record(name, &all, &kinds)).collect()
+}
+
+/// Drawn cases that are looked at, beyond typical ones and edge cases: choices that exclude one another meet there.
+const DRAWN: usize = 200;
+
+/// The tensors of many cases, and the fields of each as far as they can decide whether a tensor is there.
+fn cases<K: Declared>() -> Vec<(Specs, Kinds)> {
+    let strategy = K::strategy(Profile::Full);
+    let mut runner = TestRunner::deterministic();
+    let drawn = (0..DRAWN).filter_map(|_| Some(strategy.new_tree(&mut runner).ok()?.current()));
+    let cases = K::typical().into_iter().chain(K::edge_cases(Profile::Quick)).chain(drawn);
+    cases.filter_map(|case| Some((checked::<K>(&case).ok()?, kinds(&Case::new(K::ABOUT.name, &case))))).collect()
+}
+
+/// What each field of a case is: its word, whether it is true, or what kind of thing it holds.
+type Kinds = BTreeMap<String, String>;
+
+fn kinds(case: &Case) -> Kinds {
+    let mut kinds = Kinds::new();
+    case.fields.iter().for_each(|(name, value)| add_kind(&mut kinds, name.clone(), value));
+    kinds
+}
+
+fn add_kind(kinds: &mut Kinds, name: String, value: &Value) {
+    let kind = match value {
+        Value::Null => "absent".to_owned(),
+        Value::Bool(value) => value.to_string(),
+        Value::Number(number) if number.as_f64() == Some(0.0) => "0".to_owned(),
+        Value::Number(_) => "not 0".to_owned(),
+        Value::String(word) => word.clone(),
+        Value::Object(fields) if fields.len() == 1 => fields.keys().cloned().collect(),
+        Value::Object(_) | Value::Array(_) => "present".to_owned(),
+    };
+    if let Value::Object(fields) = value {
+        fields.iter().for_each(|(within, value)| add_kind(kinds, format!("{name}.{within}"), value));
+    }
+    kinds.insert(name, kind);
+}
+
+/// Which cases have a tensor that not all have: the values of a field that says so alone, or else the fewest fields that do
+/// together.
+fn when(has: &[bool], kinds: &[Kinds]) -> Option<String> {
+    let fields: BTreeSet<&String> = kinds.iter().flat_map(Kinds::keys).collect();
+    let of = |names: &[&String], present: bool| -> BTreeSet<Vec<&str>> {
+        let cases = kinds.iter().zip(has).filter(|(_, has)| **has == present);
+        cases
+            .map(|(kinds, _)| names.iter().map(|name| kinds.get(*name).map_or("absent", String::as_str)).collect())
+            .collect()
+    };
+    let decide = |names: &[&String]| of(names, true).is_disjoint(&of(names, false));
+    if let Some(field) = fields.iter().find(|field| decide(&[field])) {
+        let values: Vec<&str> = of(&[field], true).into_iter().flatten().collect();
+        return Some(format!("{field}: {}", values.join(", ")));
+    }
+    let pairs = fields.iter().flat_map(|a| fields.iter().map(move |b| [*a, *b])).filter(|[a, b]| a < b);
+    let threes = pairs.clone().flat_map(|[a, b]| fields.iter().map(move |c| [a, b, *c])).filter(|[_, b, c]| b < c);
+    let decisive = pairs.map(Vec::from).chain(threes.map(Vec::from)).find(|names| decide(names))?;
+    Some(format!("decided by {}", decisive.into_iter().map(String::as_str).collect::<Vec<_>>().join(", ")))
 }
 
 /// What its cases differ in: the fields of a line, and what this layer chooses beside them.
@@ -33,7 +103,8 @@ pub(super) fn axes<K: Declared>() -> Vec<String> {
     fields.into_iter().filter(|field| field != "seed").chain(chosen).collect()
 }
 
-fn record(name: &'static str, all: &[Specs]) -> TensorRecord {
+fn record(name: &'static str, all: &[Specs], kinds: &[Kinds]) -> TensorRecord {
+    let has: Vec<bool> = all.iter().map(|specs| specs.find(name).is_some()).collect();
     let found: Vec<&TensorSpec> = all.iter().filter_map(|specs| specs.find(name)).collect();
     let (part, of) = match found[0].part {
         Part::Input => ("input", None),
@@ -52,6 +123,7 @@ fn record(name: &'static str, all: &[Specs]) -> TensorRecord {
         axes: found[0].axes.iter().map(|axis| axis.name.to_owned()).collect(),
         dtypes: dtypes.into_iter().collect(),
         always: found.len() == all.len(),
+        when: if found.len() == all.len() { None } else { when(&has, kinds) },
         layouts: layouts(found[0]),
         compared: all.iter().any(|specs| specs.compares(name)).then(|| compared(found[0])),
     }

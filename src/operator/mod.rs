@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use crate::case::{Case, CaseError};
 use crate::judge::golden::GoldenFile;
-use crate::record::OperatorRecord;
+use crate::record::{OperatorRecord, Seconds};
 
 pub mod benchmarks;
 pub mod declaration;
@@ -34,6 +34,7 @@ pub mod registry;
 mod sequence;
 pub mod special;
 pub mod tensors;
+mod timing;
 
 pub use sequence::{Repeat, Sequence};
 
@@ -97,6 +98,12 @@ pub trait Operator: Sync {
     /// # Errors
     /// A field that the operator cannot take.
     fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError>;
+
+    /// Whether there is such a case, without its data.
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    fn check(&self, case: &Case) -> Result<(), CaseError>;
 
     /// How many cases a sweep draws unless told otherwise.
     fn default_cases(&self, profile: Profile) -> usize;
@@ -366,6 +373,14 @@ pub trait Prepared: Sync {
     /// # Errors
     /// What the launcher refuses, and what the kernel did wrong.
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError>;
+
+    /// How long one call of the kernels takes by the device's clock, forward and backward.
+    ///
+    /// # Errors
+    /// Those of [`Self::kernel`].
+    fn seconds(&self, _device: &Device) -> Result<Seconds, RuntimeError> {
+        Ok(Seconds::default())
+    }
 
     /// Runs the kernels again after calls with other data, in the same buffers and beside them. None where nobody says
     /// what other data would be.

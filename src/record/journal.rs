@@ -17,7 +17,7 @@ use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
 use crate::case::Case;
-use crate::record::{CaseRecord, Revision, SCHEMA_VERSION};
+use crate::record::{CaseRecord, OperatorRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip};
 
 /// Name of the plan's file.
 pub const PLAN: &str = "plan.json";
@@ -116,6 +116,25 @@ pub fn executable_digest() -> String {
     }
 }
 
+/// What the report of a run says beside its cases: with it the records that a killed run left make one, too.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunDescription {
+    /// The command line.
+    pub command: String,
+    /// Start of the run, seconds since 1970-01-01 UTC.
+    pub started_unix: u64,
+    /// `quick`, `ci` or `full`.
+    pub profile: String,
+    /// Seed of the sweep.
+    pub seed: u64,
+    /// Random schedules for each case.
+    pub schedules: u32,
+    /// The operators that are swept.
+    pub operators: Vec<OperatorRecord>,
+    /// What is left out from the start.
+    pub skips: Vec<Skip>,
+}
+
 /// `plan.json`: what has to be the same when a run is resumed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanRecord {
@@ -134,6 +153,71 @@ pub struct PlanRecord {
     /// The remembered cases of which the plan was made. What the run itself remembers while it goes on
     /// must not change its plan, so a resumed run takes them from here.
     pub remembered: Remembered,
+    /// What the report says of the run; empty in plans written before it was kept.
+    #[serde(default)]
+    pub run: RunDescription,
+}
+
+impl PlanRecord {
+    /// The report of these cases, which took so long.
+    pub fn report(&self, records: Vec<CaseRecord>, seconds: f64) -> Report {
+        let (unsupported, cases) = records.into_iter().partition(|record| record.unsupported.is_some());
+        let RunDescription { command, started_unix, profile, seed, schedules, operators, skips } = self.run.clone();
+        let mut report = Report {
+            schema_version: SCHEMA_VERSION,
+            command,
+            started_unix,
+            seconds,
+            revision: self.identity.revision.clone(),
+            environment: self.identity.environment.clone(),
+            profile,
+            seed,
+            schedules,
+            operators,
+            cases,
+            unsupported,
+            unfinished: None,
+            benchmarks: Vec::new(),
+            ceilings: None,
+            mutants: Vec::new(),
+            kill_matrix: None,
+            skips: Vec::new(),
+            shards: vec![self.shard_record(seconds)],
+        };
+        report.skips = report.skips_of_cases().into_iter().chain(skips).collect();
+        report
+    }
+
+    fn shard_record(&self, seconds: f64) -> ShardRecord {
+        ShardRecord {
+            index: self.shard.index,
+            count: self.shard.count,
+            planned_cases: self.planned_cases,
+            plan_digest: self.plan_digest.clone(),
+            executable_digest: self.identity.executable_digest.clone(),
+            device: self.identity.environment.device.clone(),
+            seconds,
+        }
+    }
+}
+
+/// The report of what a run that was cut short left in a folder; `None` where no run has begun.
+///
+/// # Errors
+/// Files that cannot be read, or that do not say what the report needs.
+pub fn read_unfinished(dir: &Path) -> Result<Option<Report>> {
+    let Some(plan) = read_plan(dir)? else { return Ok(None) };
+    if plan.run.profile.is_empty() {
+        bail!("{} was written by a version that kept too little for a report", dir.join(PLAN).display());
+    }
+    let path = dir.join(RECORDS);
+    let mut file = File::open(&path).with_context(|| format!("reading {}", path.display()))?;
+    let records = complete_lines(&mut file).and_then(|text| parse_records(&text));
+    let records = records.with_context(|| path.display().to_string())?.records;
+    let done = records.iter().filter(|record| record.origin != Origin::Shrunk).count() as u64;
+    let seconds = records.iter().map(|record| record.kernel_seconds + record.oracle_seconds).sum();
+    let missing = plan.shard_cases.saturating_sub(done);
+    Ok(Some(Report { unfinished: Some(missing), ..plan.report(records, seconds) }))
 }
 
 /// Records of a file, and where they end.

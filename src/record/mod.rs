@@ -4,7 +4,7 @@
 //! is one [`Report`], `records.jsonl` one [`CaseRecord`] a line, written as they come ([`journal`]). Numbers that
 //! JSON cannot hold are the strings `"NaN"`, `"inf"` and `"-inf"`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
@@ -40,8 +40,14 @@ pub struct Report {
     pub schedules: u32,
     /// One entry for each operator that was swept, in the registry's order.
     pub operators: Vec<OperatorRecord>,
-    /// Every case, in the order of the plan.
+    /// Every case that ran, in the order of the plan.
     pub cases: Vec<CaseRecord>,
+    /// Cases that whoever runs the kernel says it is not for; counted among the skips.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unsupported: Vec<CaseRecord>,
+    /// Cases of the plan that had not run when the run was cut short, where this was made of what one left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unfinished: Option<u64>,
     /// Criterion measurements found beside the run.
     pub benchmarks: Vec<BenchmarkRecord>,
     /// Rates of the device, measured in the same run as the benchmarks.
@@ -134,6 +140,9 @@ pub struct TensorRecord {
     pub dtypes: Vec<String>,
     /// Whether every case has it.
     pub always: bool,
+    /// Which cases have it, where not all do: a field and its values, or the fields that decide.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub when: Option<String>,
     /// Layouts that the kernels take.
     pub layouts: String,
     /// How it is compared, where it is.
@@ -158,6 +167,15 @@ pub struct CaseRecord {
     pub kernel_seconds: f64,
     /// Seconds spent in the oracle's runs.
     pub oracle_seconds: f64,
+    /// How long a kernel from elsewhere took by its own clock, where it was asked and said so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<Seconds>,
+    /// How long ours took of the same case on the same device, where they were measured beside it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub our_seconds: Option<Seconds>,
+    /// Why whoever runs the kernel says that it is not for such a case: then nothing was compared, and it is a counted skip.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unsupported: Option<String>,
     /// Command that runs this case again.
     pub replay: String,
     /// Checks that could not be made of this case, where there are any: of a kernel from elsewhere.
@@ -170,6 +188,25 @@ pub struct CaseRecord {
     /// Why the kernels cannot be run here at all, if they cannot: then nothing was learnt, and the record is not kept.
     #[serde(skip)]
     pub untestable: Option<String>,
+}
+
+/// Times of one call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Seconds {
+    /// Of the forward.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forward: Option<f64>,
+    /// Of the backward.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backward: Option<f64>,
+}
+
+impl Seconds {
+    /// Whether they can be times at all.
+    pub fn are_times(&self) -> bool {
+        [self.forward, self.backward].into_iter().flatten().all(|time| time.is_finite() && time >= 0.0)
+    }
 }
 
 /// Where a case came from.
@@ -595,23 +632,36 @@ impl Report {
         if is_part { Vec::new() } else { without_power(&self.cases) }
     }
 
+    /// Skips that follow from the cases: those that the kernel is not for, and of a kernel from elsewhere the checks that could
+    /// not be made.
+    pub fn skips_of_cases(&self) -> Vec<Skip> {
+        let is_external = self.environment.backend == BackendKind::External;
+        let mut counts: BTreeMap<(String, String), u64> = BTreeMap::new();
+        for record in &self.unsupported {
+            let why =
+                format!("the kernel does not support them: {}", record.unsupported.as_deref().unwrap_or_default());
+            *counts.entry((format!("cases of {}", record.operator), why)).or_default() += 1;
+        }
+        for skip in self.cases.iter().filter(|_| is_external).flat_map(|case| &case.skips) {
+            *counts.entry((skip.what.clone(), skip.why.clone())).or_default() += skip.count;
+        }
+        counts.into_iter().map(|((what, why), count)| Skip { what, why, count }).collect()
+    }
+
     /// Operators whose kernels could not be run, each with the reason.
     pub fn not_run(&self) -> impl Iterator<Item = (&str, &str)> {
         self.skips.iter().filter_map(|skip| Some((skip.what.strip_prefix(ALL_CASES_OF)?, skip.why.as_str())))
     }
 
-    /// The worst verdict of the run. One that compared nothing, or in which an operator's kernels could not be run, is an error,
-    /// and one in which no verdict over some tensor had power has failed.
+    /// The worst verdict of the run. One that compared nothing, that was cut short, or in which an operator's kernels could not be
+    /// run, is an error, and one in which no verdict over some tensor had power has failed.
     pub fn verdict(&self) -> Verdict {
-        let floor = match (self.not_run().next(), self.without_power().is_empty()) {
-            (Some(_), _) => Verdict::Error,
-            (None, powerful) => {
-                if powerful {
-                    Verdict::Pass
-                } else {
-                    Verdict::Fail
-                }
-            }
+        let floor = if self.unfinished.is_some() || self.not_run().next().is_some() {
+            Verdict::Error
+        } else if self.without_power().is_empty() {
+            Verdict::Pass
+        } else {
+            Verdict::Fail
         };
         self.cases.iter().map(|case| case.verdict().max(floor)).max().unwrap_or(Verdict::Error)
     }

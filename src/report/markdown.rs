@@ -10,6 +10,7 @@ use super::summary::{
     Cell, Counts, Matrix, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators,
     survived, teraflops, worse_first,
 };
+use super::times;
 
 /// Failing cases that are written out.
 const FAILURES: usize = 10;
@@ -32,6 +33,7 @@ pub(super) fn page(report: &Report) -> String {
     page += &failures(report);
     page += &matrix(report);
     page += &tightest(report);
+    page += &times::markdown(report);
     page += &benchmarks(report);
     page += &mutants(report);
     page += &paths_never_run(report);

@@ -16,6 +16,7 @@
 //! | `power` | what verdicts could have seen |
 //! | `mutants` | the page's kill matrix |
 //! | `specification` | the page's citations, and the sections that they cite |
+//! | `times` | times of a kernel from elsewhere, beside ours |
 //! | `markdown` | `summary.md` |
 //! | `benchmarks` | measured times, read from criterion's folders |
 //! | `drawn` | what a report is written without |
@@ -47,6 +48,7 @@ mod specification;
 pub(crate) mod summary;
 #[cfg(test)]
 mod tests;
+pub(crate) mod times;
 
 /// The report as one HTML page that refers to nothing outside itself.
 pub fn html(report: &Report) -> String {

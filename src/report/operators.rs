@@ -11,6 +11,7 @@ use super::picture;
 use super::power;
 use super::specification::linked;
 use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops, within, worse_first};
+use super::times;
 
 /// Worst cases shown for each tensor.
 pub(super) const WORST: usize = 3;
@@ -41,6 +42,7 @@ fn section(report: &Report, operator: &OperatorRecord) -> Markup {
                 (picture::legend())
                 (worst_cases(&tensors))
             }
+            (times::section(report, &operator.name))
             @if !benchmarks.is_empty() { h3 { "Speed" } (benchmark_table(&benchmarks)) }
         }
     }

@@ -64,6 +64,8 @@ pub fn passing(cases: usize) -> Report {
         mutants: mutants(),
         kill_matrix: None,
         skips: Vec::new(),
+        unsupported: Vec::new(),
+        unfinished: None,
         shards: Vec::new(),
     }
 }
@@ -178,6 +180,9 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         skips: Vec::new(),
         plan_number: Some(number as u64),
         untestable: None,
+        seconds: None,
+        our_seconds: None,
+        unsupported: None,
     }
 }
 

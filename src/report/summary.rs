@@ -130,6 +130,8 @@ pub(crate) struct Counts {
     not_run: u64,
     /// Things skipped.
     pub(super) skipped: u64,
+    /// Cases that a run which was cut short left out.
+    unfinished: Option<u64>,
 }
 
 impl Counts {
@@ -143,6 +145,7 @@ impl Counts {
             not_run: report.not_run().count() as u64,
             survivors: report.mutants.iter().filter(|mutant| survived(mutant)).count() as u64,
             skipped: report.skips.iter().map(|skip| skip.count).sum(),
+            unfinished: report.unfinished,
             ..Self::default()
         };
         for check in report.cases.iter().flat_map(|case| &case.checks) {
@@ -160,6 +163,14 @@ impl Counts {
 
     /// How the whole run counts: a class of the style sheet and a sentence.
     pub(crate) fn headline(&self) -> (&'static str, String) {
+        if let Some(missing) = self.unfinished {
+            let troubles = if self.failing_cases == 0 { "none" } else { "some" };
+            let ran = counted(self.cases, "case");
+            return (
+                "error",
+                format!("Cut short: {ran} ran, {missing} did not; of those that ran {troubles} disagreed"),
+            );
+        }
         if self.cases == 0 {
             return ("error", "Nothing was compared: the run holds no case".to_owned());
         }

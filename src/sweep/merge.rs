@@ -93,6 +93,9 @@ impl Part {
         }
         let text = std::fs::read_to_string(&path).map_err(|e| unreadable(format!("report.json: {e}")))?;
         let report: Report = serde_json::from_str(&text).map_err(|e| unreadable(format!("report.json: {e}")))?;
+        if report.unfinished.is_some() {
+            return Err(unfinished(dir).unwrap_or_else(|| unreadable("the report of a run that was cut short".into())));
+        }
         if report.schema_version != SCHEMA_VERSION {
             return Err(unreadable(format!("schema version {}, not {SCHEMA_VERSION}", report.schema_version)));
         }
@@ -110,6 +113,11 @@ impl Part {
             several => format!("{} shards have been merged here already", several.len()),
         };
         Err(MergeError::Unreadable { dir: dir.to_owned(), reason })
+    }
+
+    /// Of every case of it, those that the kernel is not for included.
+    fn records(&self) -> impl Iterator<Item = &CaseRecord> {
+        self.report.cases.iter().chain(&self.report.unsupported)
     }
 
     fn identity(&self) -> Identity {
@@ -199,7 +207,7 @@ fn refuse_gaps_and_overlaps_of_cases(parts: &[Part]) -> Result<(), MergeError> {
     let planned = parts[0].shard.planned_cases;
     let mut numbers = Vec::new();
     for part in parts {
-        for record in &part.report.cases {
+        for record in part.records() {
             match record.plan_number {
                 Some(number) if number < planned => {
                     if record.origin != Origin::Shrunk {
@@ -234,7 +242,7 @@ fn refuse_changed_cases(parts: &[Part]) -> Result<(), MergeError> {
     let ShardRecord { count, plan_digest, .. } = &parts[0].shard;
     let mut cases: Vec<_> = parts
         .iter()
-        .flat_map(|part| part.report.cases.iter().map(|record| (part.shard.index, record)))
+        .flat_map(|part| part.records().map(|record| (part.shard.index, record)))
         .filter(|(_, record)| record.origin != Origin::Shrunk)
         .collect();
     cases.sort_by_key(|(_, record)| record.plan_number);
@@ -256,17 +264,27 @@ fn join(parts: &[Part], command: String) -> Report {
         seconds: parts.iter().map(|part| part.report.seconds).sum(),
         shards: parts.iter().map(|part| part.shard.clone()).collect(),
         cases: parts.iter().flat_map(|part| part.report.cases.iter().cloned()).collect(),
+        unsupported: parts.iter().flat_map(|part| part.report.unsupported.iter().cloned()).collect(),
+        skips: skips_of_the_run(&parts[0].report),
         ..parts[0].report.clone()
     };
     // Stable: a shrunk case stays behind the one that it came from.
     report.cases.sort_by_key(|record| record.plan_number);
+    report.unsupported.sort_by_key(|record| record.plan_number);
     for other in parts[1..].iter().map(|part| &part.report) {
         report.ceilings = report.ceilings.or(other.ceilings);
         add_absent(&mut report.benchmarks, &other.benchmarks, |one, other| one.id == other.id);
         add_absent(&mut report.mutants, &other.mutants, |one, other| one.id == other.id);
-        add_skips(&mut report.skips, &other.skips);
+        add_skips(&mut report.skips, &skips_of_the_run(other));
     }
+    report.skips = report.skips_of_cases().into_iter().chain(std::mem::take(&mut report.skips)).collect();
     report
+}
+
+/// Skips that do not follow from the cases.
+fn skips_of_the_run(report: &Report) -> Vec<Skip> {
+    let of_cases = report.skips_of_cases();
+    report.skips.iter().filter(|skip| !of_cases.contains(skip)).cloned().collect()
 }
 
 fn add_absent<T: Clone>(items: &mut Vec<T>, others: &[T], same: impl Fn(&T, &T) -> bool) {
@@ -293,7 +311,9 @@ fn add_skips(skips: &mut Vec<Skip>, others: &[Skip]) {
 /// The file system's.
 pub fn write(report: &Report, dir: &Path) -> std::io::Result<()> {
     report::write_all(report, dir)?;
-    write_records(&report.cases, &dir.join(journal::RECORDS))?;
+    let mut records: Vec<_> = report.cases.iter().chain(&report.unsupported).collect();
+    records.sort_by_key(|record| record.plan_number);
+    write_records(&records, &dir.join(journal::RECORDS))?;
     // A plan that an earlier run left here is not that of these records.
     match std::fs::remove_file(dir.join(journal::PLAN)) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
@@ -301,7 +321,7 @@ pub fn write(report: &Report, dir: &Path) -> std::io::Result<()> {
     }
 }
 
-fn write_records(records: &[CaseRecord], path: &Path) -> std::io::Result<()> {
+fn write_records(records: &[&CaseRecord], path: &Path) -> std::io::Result<()> {
     let mut file = BufWriter::new(std::fs::File::create(path)?);
     for record in records {
         serde_json::to_writer(&mut file, record)?;

@@ -7,17 +7,18 @@
 //! | `shard` | one sweep over many workers |
 //! | `merge` | shards put together again |
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
+use crate::case::condition::Condition;
 use crate::case::{Case, CaseError};
 use crate::change::lot;
 use crate::judge::checks::{self, CheckOptions, Outcome};
-use crate::judge::runner::Runner;
+use crate::judge::runner::{Runner, Times};
 use crate::operator::registry;
 use crate::operator::{Operator, Profile};
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
@@ -49,9 +50,61 @@ pub struct SweepOptions {
     pub regressions: Regressions,
     /// Whether a drawn case that fails is remembered.
     pub remember: bool,
+    /// What cases must meet: drawn ones are drawn until so many do, the others are skips.
+    pub condition: Option<Condition>,
     /// Seconds of an operator's cases after which no drawn one begins; all are run where it is absent. Remembered cases
     /// and edge cases always run.
     pub time_budget: Option<Duration>,
+}
+
+impl SweepOptions {
+    /// Whether a case meets the condition, if there is one.
+    ///
+    /// # Errors
+    /// A condition that cannot be asked of the case.
+    pub fn takes(&self, case: &Case) -> Result<bool, CaseError> {
+        self.condition.as_ref().map_or(Ok(true), |condition| condition.holds(case).map_err(CaseError::Condition))
+    }
+
+    /// A drawn case with what the condition fixes, and so each that is smaller.
+    fn steered(&self, tree: Box<dyn ValueTree<Value = Case>>) -> Box<dyn ValueTree<Value = Case>> {
+        match self.condition.clone() {
+            None => tree,
+            Some(condition) => Box::new(Steered { tree, condition }),
+        }
+    }
+
+    /// How often a case is drawn at most, to have so many that the sweep takes.
+    fn most_tries(&self, wanted: usize) -> usize {
+        match self.condition {
+            None => wanted,
+            Some(_) if wanted == 0 => 0,
+            // A thousand each, and enough for a few of a rare kind.
+            Some(_) => wanted.saturating_mul(1_000).clamp(20_000, 1_000_000).max(wanted),
+        }
+    }
+}
+
+/// The cases of a strategy with what a condition fixes.
+struct Steered {
+    tree: Box<dyn ValueTree<Value = Case>>,
+    condition: Condition,
+}
+
+impl ValueTree for Steered {
+    type Value = Case;
+
+    fn current(&self) -> Case {
+        self.condition.steered(self.tree.current())
+    }
+
+    fn simplify(&mut self) -> bool {
+        self.tree.simplify()
+    }
+
+    fn complicate(&mut self) -> bool {
+        self.tree.complicate()
+    }
 }
 
 /// Which edge cases of an operator a sweep runs; the others are skips.
@@ -127,14 +180,31 @@ pub fn plan(
         let why = format!("{} of {declared} were drawn by lot", edge_cases.len());
         skips.push(Skip { what: format!("edge cases of {name}"), why, count: (declared - edge_cases.len()) as u64 });
     }
+    if let Some(condition) = &options.condition {
+        refuse_unknown_fields(condition, operator, &edge_cases, options)?;
+    }
     let edge_cases = edge_cases.into_iter().map(|case| (case, Origin::Drawn));
     let given = remembered.into_iter().map(|case| (case, Origin::Regression)).chain(edge_cases);
     let mut planned: Vec<_> = given.map(|(case, origin)| PlannedCase { case, origin, tree: None }).collect();
     let strategy = operator.strategy(options.profile);
     let mut runner = runner(options.seed, &name);
-    for _ in 0..options.cases.unwrap_or_else(|| operator.default_cases(options.profile)) {
+    retain_matching(&mut planned, options, &mut skips)?;
+    let wanted = options.cases.unwrap_or_else(|| operator.default_cases(options.profile));
+    let (before, most) = (planned.len(), options.most_tries(wanted));
+    let mut tries = 0;
+    while planned.len() - before < wanted && tries < most {
         let tree = strategy.new_tree(&mut runner).map_err(|reason| CaseError::Malformed(reason.to_string()))?;
-        planned.push(PlannedCase { case: tree.current(), origin: Origin::Drawn, tree: Some(tree) });
+        tries += 1;
+        let tree = options.steered(tree);
+        let case = tree.current();
+        if options.takes(&case)? && (options.condition.is_none() || operator.check(&case).is_ok()) {
+            planned.push(PlannedCase { case, origin: Origin::Drawn, tree: Some(tree) });
+        }
+    }
+    let matched = planned.len() - before;
+    if let (true, Some(condition)) = (matched < wanted, &options.condition) {
+        let why = format!("of {tries} tries {matched} drew a case where {condition}");
+        skips.push(Skip { what: format!("drawn cases of {name}"), why, count: (wanted - matched) as u64 });
     }
     planned.retain(|planned| match operator.cannot_run(&planned.case, environment) {
         Some(why) => {
@@ -144,6 +214,49 @@ pub fn plan(
         None => true,
     });
     Ok((planned, skips))
+}
+
+/// Leaves out the cases that the sweep's condition does not take, and counts them.
+///
+/// # Errors
+/// A condition that cannot be asked of one of them.
+pub fn retain_matching(
+    planned: &mut Vec<PlannedCase>,
+    options: &SweepOptions,
+    skips: &mut Vec<Skip>,
+) -> Result<(), CaseError> {
+    let Some(condition) = &options.condition else { return Ok(()) };
+    let taken = planned.iter().map(|planned| options.takes(&planned.case)).collect::<Result<Vec<_>, _>>()?;
+    let mut taken = taken.into_iter();
+    planned.retain(|planned| {
+        let takes = taken.next() == Some(true);
+        if !takes {
+            Skip::count(skips, format!("cases of {}", planned.case.operator), &format!("not where {condition}"));
+        }
+        takes
+    });
+    Ok(())
+}
+
+/// A name that no case has is a slip of the pen, which would leave all cases out.
+fn refuse_unknown_fields(
+    condition: &Condition,
+    operator: &dyn Operator,
+    edge_cases: &[Case],
+    options: &SweepOptions,
+) -> Result<(), CaseError> {
+    /// What some cases alone have is among so many drawn ones.
+    const DRAWN: usize = 256;
+    let name = operator.describe().name;
+    let (strategy, mut runner) = (operator.strategy(options.profile), runner(options.seed, &name));
+    let drawn = (0..DRAWN).map_while(|_| strategy.new_tree(&mut runner).ok().map(|tree| tree.current()));
+    let cases: Vec<Case> = edge_cases.iter().cloned().chain(drawn).collect();
+    let Some(unknown) = condition.unknown(cases.iter()) else { return Ok(()) };
+    let fields: BTreeSet<&str> = cases.iter().flat_map(|case| case.fields.keys()).map(String::as_str).collect();
+    let fields = fields.into_iter().collect::<Vec<_>>().join(", ");
+    Err(CaseError::Condition(format!(
+        "`{condition}` names `{unknown}`, which no case of {name} has; they have {fields}"
+    )))
 }
 
 /// Sweeps one operator; returns what did not run, or was not made smaller, counted by the reason.
@@ -219,7 +332,7 @@ pub fn shrink_planned(
         Shrinks::Not => remember(record, options),
         Shrinks::For(allowed) => {
             let start = Instant::now();
-            let small = shrink(&mut *tree, record, failing, runner, options.checks, allowed);
+            let small = shrink(&mut *tree, record, failing, runner, options, allowed);
             progress.shrank(&record.operator, start.elapsed());
             remember(&small, options);
             observer.done(small);
@@ -261,10 +374,10 @@ fn shrink(
     record: &CaseRecord,
     failing: &CheckRecord,
     runner: &dyn Runner,
-    checks: CheckOptions,
+    options: &SweepOptions,
     allowed: Duration,
 ) -> CaseRecord {
-    let start = Instant::now();
+    let (start, checks) = (Instant::now(), options.checks);
     // On the way only what failed is asked again, and what costs little; what is left of the case is checked like any other.
     let asked = CheckOptions {
         power: false,
@@ -282,6 +395,10 @@ fn shrink(
     while moved && start.elapsed() + longest < allowed {
         let case = tree.current();
         let fails = *failed.entry(case.clone()).or_insert_with(|| {
+            // What is no case of this sweep is no smaller one either.
+            if !options.takes(&case).unwrap_or(false) {
+                return false;
+            }
             let begun = Instant::now();
             let smaller = run_case(&case, Origin::Shrunk, runner, asked);
             longest = longest.max(begun.elapsed());
@@ -324,6 +441,7 @@ fn refused(error: &CaseError) -> Outcome {
 }
 
 fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOptions, outcome: Outcome) -> CaseRecord {
+    let Times { theirs, ours, skip } = runner.times();
     CaseRecord {
         operator: case.operator.clone(),
         case: serde_json::to_value(case).unwrap_or_default(),
@@ -333,9 +451,12 @@ fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOption
         kernel_seconds: outcome.kernel_seconds,
         oracle_seconds: outcome.oracle_seconds,
         replay: runner.replay_command(case, options.schedules),
-        skips: outcome.skips,
+        skips: outcome.skips.into_iter().chain(skip).collect(),
         plan_number: None,
         untestable: outcome.untestable,
+        seconds: theirs,
+        our_seconds: ours,
+        unsupported: outcome.unsupported,
     }
 }
 

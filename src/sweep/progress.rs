@@ -251,6 +251,9 @@ mod tests {
             skips: Vec::new(),
             plan_number: None,
             untestable: None,
+            seconds: None,
+            our_seconds: None,
+            unsupported: None,
         };
         let (y, dx) = (failing("forward", "y"), failing("gradient", "dx"));
         let mut progress = Progress::resumed(&[

@@ -78,6 +78,7 @@ fn run(operator: &dyn Operator, time_budget: Option<Duration>, edge_cases: EdgeC
         checks: CheckOptions { power: false, ..CheckOptions::everything(Profile::Quick.schedules()) },
         regressions: Regressions::new(support::fixtures().join("regressions")),
         remember: false,
+        condition: None,
         time_budget,
     };
     let mut collected = Collected::default();

@@ -118,6 +118,31 @@ fn ops_as_json_is_a_list_of_operator_records() {
 }
 
 #[test]
+fn ops_as_json_says_of_each_tensor_what_a_kernel_from_elsewhere_must_know() {
+    let output = parity(&["ops", "decode_attention", "--json"]);
+    output.assert_code(0);
+    let described: Vec<OperatorRecord> = serde_json::from_str(&output.stdout).expect("records");
+    let of = |name: &str| described[0].tensors.iter().find(|tensor| tensor.name == name).expect(name);
+    let q = of("q");
+    assert_eq!((q.part.as_str(), q.always, q.axes.join(" ")), ("input", true, "batch s_q num_heads head_dim".into()));
+    assert_eq!((q.dtypes.join(" ").as_str(), q.layouts.starts_with("rows anywhere")), ("bf16", true));
+    let when = |name: &str| of(name).when.as_deref();
+    assert_eq!(when("sink"), Some("sinks: extreme, normal"));
+    assert_eq!(when("compressed"), Some("compressed: present"));
+    assert_eq!(when("window_length"), Some("decided by lengths, lengths_of"));
+    for operator in dsv4_parity::operator::registry::OPERATORS {
+        for tensor in operator.describe().tensors {
+            assert!(
+                tensor.always || tensor.when.is_some(),
+                "{}: nobody says when `{}` is there",
+                operator.describe().name,
+                tensor.name
+            );
+        }
+    }
+}
+
+#[test]
 fn doctor_says_which_backends_work_and_fails_when_none_does() {
     let output = parity(&["doctor"]);
     output.assert_code(0);

@@ -49,6 +49,9 @@ fn case(number: u64) -> CaseRecord {
         case: serde_json::json!({ "operator": "rms_norm", "num_rows": number + 1, "seed": number }),
         plan_number: Some(number),
         untestable: None,
+        seconds: None,
+        our_seconds: None,
+        unsupported: None,
         origin: Origin::Drawn,
         paths: vec![if number.is_multiple_of(2) { "forward_block" } else { "forward_warp" }.into()],
         checks: vec![
@@ -132,6 +135,8 @@ pub fn report() -> Report {
         mutants: vec![mutant("eps_outside_root", &["forward"])],
         kill_matrix: None,
         skips: Vec::new(),
+        unsupported: Vec::new(),
+        unfinished: None,
         shards: Vec::new(),
     }
 }

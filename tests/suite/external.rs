@@ -2,21 +2,22 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use dsv4_parity::case::Case;
 use dsv4_parity::external::adapter::Adapter;
-use dsv4_parity::external::process::{Call, OneShot, Worker};
+use dsv4_parity::external::process::{Call, OneShot, Reply, Worker};
 use dsv4_parity::external::wire::{self, WireTensors, WireType};
 use dsv4_parity::external::{self, External, ExternalOptions, INPUTS, OUTPUTS};
 use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::runner::RunError;
 use dsv4_parity::operator::Profile;
 use dsv4_parity::operator::registry;
-use dsv4_parity::record::{CaseRecord, Origin, Report, Seen, Verdict};
+use dsv4_parity::record::{CaseRecord, CheckRecord, Origin, Report, Seen, Skip, Verdict};
 use dsv4_parity::sweep;
 
 use crate::command_line::{Parity, binary};
@@ -34,8 +35,8 @@ const ATTENTION: &str = r#"{"operator":"sparse_attention","num_tokens":4,"num_he
 struct Kernel<F>(F);
 
 impl<F: FnMut(&Path) -> Result<(), RunError>> Call for Kernel<F> {
-    fn call(&mut self, folder: &Path) -> Result<(), RunError> {
-        (self.0)(folder)
+    fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
+        (self.0)(folder).map(|()| Reply::default())
     }
 }
 
@@ -61,7 +62,7 @@ fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Ca
     let mut runs = 0;
     Kernel(move |folder: &Path| {
         honest(folder)?;
-        let mut outputs = wire::read(&folder.join(OUTPUTS)).map_err(RunError::error)?;
+        let mut outputs = wire::read(&folder.join(OUTPUTS), u64::MAX).map_err(RunError::error)?;
         change(&mut outputs, runs);
         runs += 1;
         std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs).unwrap()).unwrap();
@@ -172,13 +173,45 @@ fn wrong_shapes_types_and_missing_tensors_are_named() {
 }
 
 #[test]
+fn only_a_regular_file_of_the_expected_size_is_read_and_nothing_else_hangs_or_takes_memory() {
+    let put = |name: &'static str, script: &'static str| {
+        Kernel(move |folder: &Path| {
+            honest(folder)?;
+            let script = format!("cp {name} kept && rm {name} && {script}");
+            let status = Command::new("sh").args(["-c", &script]).current_dir(folder).status().expect("sh runs");
+            assert!(status.success(), "{script}");
+            Ok(())
+        })
+    };
+    for (script, needle) in [
+        ("mkfifo outputs.safetensors", "outputs.safetensors is a FIFO, no regular file"),
+        ("mkdir outputs.safetensors", "outputs.safetensors is a directory, no regular file"),
+        ("ln -s /dev/zero outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
+        ("ln -s nowhere outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
+        ("ln -s kept outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
+        (
+            "truncate -s 6G outputs.safetensors",
+            "outputs.safetensors has 6442450944 bytes; what is expected has at most",
+        ),
+    ] {
+        let record = run(RMS_NORM, ExternalOptions::default(), put("outputs.safetensors", script));
+        assert_no_outputs(&record, Verdict::Error, &[needle]);
+    }
+    for (script, needle) in [("mkfifo", "is a FIFO"), ("truncate -s 6G", "has 6442450944 bytes")] {
+        let script: &'static str = format!("{script} inputs.safetensors").leak();
+        let record = run(RMS_NORM, ExternalOptions::default(), put("inputs.safetensors", script));
+        assert_no_outputs(&record, Verdict::Fail, &["inputs.safetensors", needle]);
+    }
+}
+
+#[test]
 fn a_kernel_that_writes_to_its_inputs_is_found_by_the_file_and_by_its_echo() {
     let echo = |factor: f64| {
         Kernel(move |folder: &Path| {
             honest(folder)?;
-            let mut inputs = wire::read(&folder.join(INPUTS)).unwrap();
+            let mut inputs = wire::read(&folder.join(INPUTS), u64::MAX).unwrap();
             map(&mut inputs, "x", |i, value| if i == 5 { factor * value } else { value });
-            let mut outputs = wire::read(&folder.join(OUTPUTS)).unwrap();
+            let mut outputs = wire::read(&folder.join(OUTPUTS), u64::MAX).unwrap();
             outputs.insert("input.x".into(), inputs.remove("x").unwrap());
             std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs).unwrap()).unwrap();
             Ok(())
@@ -239,7 +272,7 @@ fn a_base_2_lse_in_another_layout_agrees_through_its_adapter_only() {
             let path = folder.join(external::EXPECTED);
             let text = std::fs::read_to_string(&path).unwrap().replace("softmax_lse", "lse");
             std::fs::write(path, text).unwrap();
-            call.call(folder)
+            call.call(folder).map(drop)
         });
         run(ATTENTION, adapter(text), kernel)
     };
@@ -258,7 +291,7 @@ fn masked_slots_carry_the_declared_sentinel() {
     let kernel = {
         let seen = seen.clone();
         Kernel(move |folder: &Path| {
-            let mut inputs = wire::read(&folder.join(INPUTS)).unwrap();
+            let mut inputs = wire::read(&folder.join(INPUTS), u64::MAX).unwrap();
             let indices = &inputs["indices"];
             seen.borrow_mut().extend(indices.dtype.decode(&indices.bytes));
             // What stands for no key there is above every key here, and so no key either.
@@ -286,7 +319,15 @@ fn bits_that_vary_fail_unless_declared_and_then_the_budget_still_holds_them() {
     };
     let free = || adapter("[tensor.rstd]\nbitwise = false");
     let ulp = 1.0 + f64::from(f32::EPSILON);
-    assert!(fails(&run(RMS_NORM, ExternalOptions::default(), jitter(ulp)), "repeatable", "rstd"));
+    // The hint is there where the last bits alone differ, and in no other case.
+    let hinted = |record: &CaseRecord, check: &str| {
+        let of = |c: &&CheckRecord| c.check == check && c.tensor == "rstd" && c.verdict == Verdict::Fail;
+        record.checks.iter().find(of).map(|c| c.message.contains("`bitwise = false`"))
+    };
+    let record = run(RMS_NORM, ExternalOptions::default(), jitter(ulp));
+    assert_eq!([hinted(&record, "repeatable"), hinted(&record, "law: weight scales once")], [Some(true); 2]);
+    let record = run(RMS_NORM, ExternalOptions::default(), jitter(1.001));
+    assert_eq!([hinted(&record, "repeatable"), hinted(&record, "law: weight scales once")], [Some(false); 2]);
     let record = run(RMS_NORM, free(), jitter(ulp));
     assert_agrees(&record);
     let skipped = record.skips.iter().filter(|skip| skip.what == "bit equality of rstd").count();
@@ -395,7 +436,9 @@ fn a_worker_lives_on_between_requests_and_ends_with_its_owner() {
     let dir = folder();
     let script = r#"while request; do echo $$ >> "$dir/pids"; echo '{"ok":true}'; done"#;
     let mut worker = worker(script, LIMIT);
-    (0..3).for_each(|_| worker.call(dir.path()).expect("it answers"));
+    for _ in 0..3 {
+        worker.call(dir.path()).expect("it answers");
+    }
     let pids = std::fs::read_to_string(dir.path().join("pids")).unwrap();
     let pids: Vec<_> = pids.lines().collect();
     assert!(pids.len() == 3 && pids.iter().all(|pid| pid == &pids[0]), "{pids:?}");
@@ -447,6 +490,85 @@ fn a_worker_that_hangs_is_killed_and_one_that_babbles_is_not_believed() {
     // It may be on its way through the pipe still.
     std::thread::sleep(Duration::from_millis(100));
     assert_says(&twice.call(dir.path()).expect_err("it said too much"), &["without a request"]);
+}
+
+/// Starts processes that would live on: of its group, of a session of their own, and one whose parent has ended; each says its
+/// number in `pids`.
+const LINGER: &str = r#"
+    echo $$ >> "$PIDS"
+    sleep 300 & echo $! >> "$PIDS"
+    (trap '' TERM INT HUP; exec setsid sh -c 'echo $$ >> "$PIDS"; sleep 300; :') &
+    (setsid sh -c 'echo $$ >> "$PIDS"; setsid sh -c "echo \$\$ >> \"\$PIDS\"; sleep 300; :" & exit' &)
+    while [ "$(wc -l < "$PIDS")" -lt 5 ]; do sleep 0.02; done
+"#;
+
+/// Ends the harness in this way while what it has started lingers: none of it runs then, and no temporary file is left.
+fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end: &str) {
+    let dir = folder();
+    let (pids, temporary) = (dir.path().join("pids"), dir.path().join("temporary"));
+    std::fs::create_dir(&temporary).unwrap();
+    // Who runs these tests in the background of a script may ignore the signal, and so would all that they start.
+    let mut harness = Command::new("env")
+        .arg("--default-signal=INT")
+        .arg(binary())
+        .args(arguments)
+        .envs(environment.iter().copied())
+        .envs([("PIDS", &pids), ("TMPDIR", &temporary), ("PARITY_CACHE_DIR", &dir.path().join("modules"))])
+        .current_dir(dir.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let lines = || std::fs::read_to_string(&pids).unwrap_or_default().lines().map(str::to_owned).collect::<Vec<_>>();
+    let start = Instant::now();
+    while lines().len() < 5 {
+        assert!(start.elapsed() < LIMIT, "{end}: {:?} linger", lines());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    if end != "normal" {
+        let number = harness.id().to_string();
+        assert!(lines().iter().any(|pid| is_alive(pid)), "{end}");
+        assert!(std::fs::read_dir(&temporary).unwrap().count() > 0, "{end}: there is nothing to remove");
+        assert!(Command::new("kill").args([end, &number]).status().unwrap().success());
+    }
+    harness.wait().unwrap();
+    lines().iter().for_each(|pid| assert_dies(pid));
+    let start = Instant::now();
+    while std::fs::read_dir(&temporary).unwrap().count() > 0 {
+        let left: Vec<_> = std::fs::read_dir(&temporary).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert!(start.elapsed() < Duration::from_secs(10), "{end}: {left:?} are left");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn nothing_of_a_worker_or_a_compiler_is_left_after_any_end_of_the_harness() {
+    let dir = folder();
+    let script = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    };
+    let hanging = script("hanging", &format!("{LINGER}\nsleep 300"));
+    let ending = script("ending", LINGER);
+    let of = |option: &'static str, command: &Path, dir: &str| -> Vec<String> {
+        let fixed = ["external", "--op", "rms_norm", "--case", RMS_NORM, option];
+        fixed.iter().map(|word| (*word).to_owned()).chain([format!("{}{dir}", command.display())]).collect()
+    };
+    for (arguments, ends) in [
+        (of("--worker", &hanging, ""), &["-INT", "-TERM", "-KILL"][..]),
+        (of("--worker", &ending, ""), &["normal"]),
+        (of("--cmd", &hanging, " {dir}"), &["-KILL"]),
+        (of("--cmd", &ending, " {dir}"), &["normal"]),
+    ] {
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        ends.iter().for_each(|end| assert_leaves_nothing(&arguments, &[], end));
+    }
+    let compiler =
+        script("compiler", &format!("[ \"$1\" = --version ] && echo hanging 1 && exit\n{LINGER}\nsleep 300"));
+    let run = ["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "0", "--edge-cases", "1"];
+    ["-INT", "-KILL"].iter().for_each(|end| assert_leaves_nothing(&run, &[("PARITY_CXX", &compiler)], end));
 }
 
 // ---------------------------------------------------------------- the command
@@ -555,6 +677,153 @@ fn a_command_that_always_dies_fails_every_case_and_loses_none() {
     assert!(!dir.path().join("none").exists(), "somebody else's failure was remembered");
 }
 
+/// A command that takes cases with fp32 weights alone.
+fn with_f32_weights() -> String {
+    let unsupported = r#"{"unsupported":"bf16 weights"}"#;
+    format!("if grep -q 'weight.*f32' {{dir}}/case.json; then {} {{dir}}; else echo '{unsupported}'; fi", reference())
+}
+
+#[test]
+fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_error() {
+    let unsupported = Kernel(|_: &Path| Err(RunError::unsupported("64 heads only")));
+    let record = run(ATTENTION, ExternalOptions::default(), unsupported);
+    assert_eq!((record.unsupported.as_deref(), record.checks.len()), (Some("64 heads only"), 0));
+    let mut worker = worker(r#"while request; do echo '{"unsupported":"64 heads only"}'; done"#, LIMIT);
+    let dir = folder();
+    for _ in 0..2 {
+        assert_eq!(worker.call(dir.path()).expect_err("it refuses"), RunError::unsupported("64 heads only"));
+    }
+    // A kernel that has run a case cannot be for none of its kind afterwards.
+    let mut runs = 0;
+    let fickle = Kernel(move |folder: &Path| {
+        runs += 1;
+        if runs == 2 { Err(RunError::unsupported("not any more")) } else { honest(folder) }
+    });
+    let record = run(RMS_NORM, ExternalOptions::default(), fickle);
+    assert!(record.unsupported.is_none() && record.verdict() == Verdict::Error, "{:?}", failures(&record));
+
+    let sweep = ["--cases", "6", "--edge-cases", "0"];
+    let all = parity(
+        dir.path(),
+        &[&["--worker", r#"while read -r l; do echo '{"unsupported":"all"}'; done"#][..], &sweep].concat(),
+    );
+    all.assert_code(2);
+    assert!(all.stderr.contains("parity: nothing was compared: 0 case(s) ran, "), "{}", all.stderr);
+    assert!(
+        all.stdout.contains("skipped 6 times: cases of rms_norm: the kernel does not support them: all"),
+        "{}",
+        all.stdout
+    );
+    assert!(
+        all.stdout.contains("nothing was compared: 0 cases, 0 checks") && !all.stdout.contains("agreed"),
+        "{}",
+        all.stdout
+    );
+
+    let command = with_f32_weights();
+    let some = parity(dir.path(), &[&["--cmd", &command][..], &sweep].concat());
+    some.assert_code(0);
+    let report = report(&dir.path().join("out"));
+    let (ran, not) = (report.cases.len(), report.unsupported.len());
+    assert!(ran > 0 && not > 0 && ran + not == 6, "{ran} and {not}");
+    let why = "the kernel does not support them: bf16 weights";
+    assert!(report.skips.iter().any(|skip| skip.why == why && skip.count == not as u64), "{:?}", report.skips);
+    let last: Vec<_> = some.stdout.lines().rev().take(2).collect();
+    assert!(last[0].starts_with("report: ") && last[1].starts_with(&format!("all agreed: {ran} cases, ")), "{last:?}");
+}
+
+#[test]
+fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet_it_is_counted() {
+    let dir = folder();
+    let adapter = dir.path().join("adapter.toml");
+    std::fs::write(&adapter, "where = \"width % 8 = 0 and width > 8\"\n").unwrap();
+    let adapter = adapter.display().to_string();
+    let condition = "dtype = 'bf16' and num_rows % 2 = 0";
+    let sweep = ["--cmd", "exit 3 # {dir}", "--cases", "10", "--adapter", &adapter, "--where", condition];
+    parity(dir.path(), &sweep).assert_code(1);
+    let report = report(&dir.path().join("out"));
+    let of = |case: &CaseRecord, field: &str| case.case[field].as_u64().expect("a number");
+    for case in &report.cases {
+        assert_eq!(
+            (case.case["dtype"].as_str(), of(case, "num_rows") % 2, of(case, "width") % 8),
+            (Some("bf16"), 0, 0)
+        );
+        assert!(of(case, "width") > 8);
+    }
+    let count = |origin| report.cases.iter().filter(|case| case.origin == origin).count();
+    let edge_cases = registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len();
+    let skipped = report.skips.iter().find(|skip| skip.what == "cases of rms_norm").expect("they are counted");
+    assert_eq!(count(Origin::Shrunk), 1);
+    assert_eq!(count(Origin::Drawn) + skipped.count as usize, edge_cases + 10);
+    assert!(skipped.why.contains(condition) && skipped.why.contains("width > 8"), "{}", skipped.why);
+
+    let with = |condition: &str| parity(dir.path(), &["--worker", "true", "--cases", "3", "--where", condition]);
+    let rare = with("width = -1");
+    rare.assert_code(2);
+    let said = "skipped 3 times: drawn cases of rms_norm: of 20000 tries 0 drew a case where width = -1";
+    assert!(rare.stdout.contains(said) && rare.stderr.contains("nothing was compared"), "{}", rare.stdout);
+    with("wdith = 64").assert_bad_input(&["wdith = 64", "`wdith`", "num_rows"]);
+    with("width = 'x'").assert_bad_input(&["`width`", "\"x\""]);
+    let syntax = with("width = = 64");
+    assert!(syntax.code == Some(2) && syntax.stderr.contains("at character 9, `=`"), "{}", syntax.stderr);
+}
+
+#[test]
+fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_one_left() {
+    let dir = folder();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let command = with_f32_weights();
+    let adapter = dir.path().join("adapter.toml");
+    std::fs::write(&adapter, "lanes = 2\n").unwrap();
+    let adapter = adapter.display().to_string();
+    let sweep = |out: &str, more: &[&str]| {
+        let (out, none) = (path(out), path("none"));
+        let fixed = ["external", "--op", "rms_norm", "--cmd", &command, "--cases", "5", "--edge-cases", "0"];
+        let places = ["--out", &out, "--regressions", &none, "--adapter", &adapter];
+        Parity::new(&[&fixed[..], &places, more].concat()).run()
+    };
+    sweep("whole", &[]).assert_code(0);
+    for (out, shard) in [("one", "0/2"), ("two", "1/2")] {
+        sweep(out, &["--shard", shard]).assert_code(0);
+    }
+    // A kill in the midst of a record.
+    let records = std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap();
+    let (first, rest) = records.split_once('\n').expect("two records at least");
+    assert!(rest.lines().count() >= 1);
+    std::fs::write(dir.path().join("two/records.jsonl"), format!("{first}\n{}", &rest[..40])).unwrap();
+    std::fs::remove_file(dir.path().join("two/report.json")).unwrap();
+    let merge = || Parity::new(&["merge", &path("one"), &path("two"), "--out", &path("merged")]).run();
+    let missing = rest.lines().count();
+    for _ in 0..2 {
+        let output = Parity::new(&["report", &path("two")]).run();
+        output.assert_code(0);
+        let said = format!("unfinished: 1 cases are recorded, {missing} of the plan's are missing; --resume continues");
+        assert!(output.stdout.contains(&said), "{}", output.stdout);
+        let left = report(&dir.path().join("two"));
+        assert_eq!((left.unfinished, left.verdict(), left.seed), (Some(missing as u64), Verdict::Error, 0));
+        assert_eq!(left.cases.len() + left.unsupported.len(), 1);
+        assert!(std::fs::read_to_string(dir.path().join("two/summary.md")).unwrap().contains("Cut short: "));
+        merge().assert_bad_input(&["two: shard 1/2 is unfinished"]);
+    }
+    std::fs::write(&adapter, "lanes = 4\n").unwrap();
+    sweep("two", &["--shard", "1/2", "--resume"]).assert_bad_input(&["cannot be resumed", "kernels"]);
+    std::fs::write(&adapter, "lanes = 2\n").unwrap();
+    sweep("two", &["--shard", "1/2", "--resume"]).assert_code(0);
+    assert!(std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap().starts_with(first), "it ran again");
+    merge().assert_code(0);
+    let (whole, merged) = (report(&dir.path().join("whole")), report(&dir.path().join("merged")));
+    let lines = |cases: &[CaseRecord]| cases.iter().map(|case| case.case.to_string()).collect::<Vec<_>>();
+    assert_eq!((lines(&whole.cases), lines(&whole.unsupported)), (lines(&merged.cases), lines(&merged.unsupported)));
+    assert!(!whole.cases.is_empty() && !whole.unsupported.is_empty());
+    let sorted = |mut skips: Vec<Skip>| {
+        skips.sort_by_key(|skip| (skip.what.clone(), skip.why.clone()));
+        skips
+    };
+    assert_eq!(sorted(whole.skips), sorted(merged.skips));
+    let regressions = dir.path().join("none");
+    assert!(!regressions.exists(), "somebody else's failure was remembered");
+}
+
 #[test]
 fn external_refuses_bad_usage_in_one_line() {
     let dir = folder();
@@ -649,6 +918,98 @@ fn a_python_kernel_that_overwrites_an_input_prints_or_raises_is_told_so() {
     let output = kernel("raise ValueError('no such width')");
     output.assert_code(1);
     assert!(output.stderr.contains("ValueError: no such width"), "{}", output.stderr);
+}
+
+#[test]
+fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_beside_it_on_a_gpu() {
+    let prepared = registry::prepare(&case(RMS_NORM)).unwrap();
+    let ours = prepared.seconds(support::device()).expect("it runs");
+    assert!(ours.forward.is_some_and(|time| time > 0.0) && ours.backward.is_some_and(|time| time > 0.0), "{ours:?}");
+    for (seconds, refused) in [
+        (r#"{"forward":2e-5,"backward":0.5}"#, false),
+        (r#"{"forward":-1}"#, true),
+        (r#"{"forward":"fast"}"#, true),
+        (r#"{"sideways":1}"#, true),
+    ] {
+        let dir = folder();
+        let said = worker(&format!(r#"while request; do echo '{{"ok":true,"seconds":{seconds}}}'; done"#), LIMIT)
+            .call(dir.path());
+        assert_eq!(said.is_err(), refused, "{seconds}");
+    }
+    if !python("", "a Python kernel that is timed") {
+        return;
+    }
+    let dir = folder();
+    let (script, path) = (dir.path().join("kernel.py"), examples().display().to_string());
+    let text = std::fs::read_to_string(examples().join("python_rms_norm.py")).unwrap();
+    let timed = text.replace(
+        "serve(rms_norm)",
+        "from dsv4_external import timed\nserve(lambda case, inputs: timed('forward', lambda: rms_norm(case, inputs)))",
+    );
+    assert_ne!(text, timed);
+    std::fs::write(&script, format!("import sys; sys.path.insert(0, {path:?})\n{timed}")).unwrap();
+    let command = format!("python3 '{}'", script.display());
+    for arguments in [["--worker", &command], ["--cmd", &format!("{command} {{dir}}")]] {
+        let output = parity(dir.path(), &[&arguments[..], &["--case", RMS_NORM, "--time"]].concat());
+        output.assert_code(0);
+        let report = report(&dir.path().join("out"));
+        let case = &report.cases[0];
+        assert!(case.seconds.is_some_and(|times| times.forward > Some(0.0) && times.backward.is_none()), "{case:?}");
+        let beside = case.skips.iter().any(|skip| skip.what == "time of our kernels beside it");
+        assert_eq!(case.our_seconds.is_none(), beside);
+        assert!(output.stdout.contains("times: forward of 1 cases"), "{}", output.stdout);
+        let summary = std::fs::read_to_string(dir.path().join("out/summary.md")).unwrap();
+        assert!(summary.contains("### Times") && summary.contains("theirs / ours"), "{summary}");
+    }
+    let unasked = parity(dir.path(), &["--worker", &command, "--case", RMS_NORM]);
+    unasked.assert_code(0);
+    assert!(report(&dir.path().join("out")).cases[0].seconds.is_none() && !unasked.stdout.contains("\ntimes: "));
+}
+
+/// Lists of 37 slots and lengths of any kind, over keys of which those that no slot names are NaN.
+const PREFILL: &str = r#"{"operator":"sparse_attention","num_tokens":3,"num_heads":3,"head_dim":576,"values":"prefix","v_dim":512,"num_keys":11,"topk":37,"indices":"hostile","lengths":"hostile","sinks":"extreme","softmax_scale":0.0417,"logit_deviation":1.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":false,"distribution":"normal","poison_unreferenced":true,"seed":3}"#;
+/// Two stores of small pages.
+const DECODE: &str = r#"{"operator":"decode_attention","batch":3,"s_q":2,"num_heads":2,"nope_dim":448,"rope_dim":64,"window":{"topk":6,"num_pages":3,"page_size":2},"compressed":{"topk":9,"num_pages":2,"page_size":3},"indices":"hostile","lengths":"hostile","sinks":"normal","softmax_scale":0.0442,"logit_deviation":1.0,"logit_shift":0.0,"row_magnitude":1.0,"num_blocks":2,"page_padding":0,"distribution":"normal","poison_unreferenced":true,"seed":2}"#;
+
+#[test]
+fn workers_for_flash_mla_give_its_kernels_what_they_ask_for_and_say_what_they_are_not_for() {
+    if !python("", "workers for FlashMLA") {
+        return;
+    }
+    let dir = folder();
+    let modules =
+        [("torch.py", include_str!("flash_mla/torch.py")), ("flash_mla.py", include_str!("flash_mla/flash_mla.py"))];
+    for (name, text) in modules {
+        std::fs::write(dir.path().join(name), text).unwrap();
+    }
+    let run = |operator: &str, script: &str, case: &str| {
+        let name = |extension: &str| examples().join(format!("{script}.{extension}")).display().to_string();
+        let (command, adapter) = (format!("python3 '{}'", name("py")), name("toml"));
+        let [out, none] = ["out", "none"].map(|name| dir.path().join(name).display().to_string());
+        let fixed = ["external", "--op", operator, "--out", &out, "--regressions", &none, "--forward-only"];
+        let output =
+            Parity::new(&[&fixed[..], &["--worker", &command, "--adapter", &adapter, "--case", case]].concat())
+                .env("PYTHONPATH", &dir.path().display().to_string())
+                .run();
+        (output, report(Path::new(&out)))
+    };
+    for (operator, script, case, other, why) in [
+        (
+            "sparse_attention",
+            "flash_mla_sparse_prefill",
+            PREFILL,
+            ["\"num_keys\":11", "\"num_keys\":0"],
+            "num_keys > 0",
+        ),
+        ("decode_attention", "flash_mla_decode", DECODE, ["\"num_heads\":2", "\"num_heads\":129"], "num_heads <= 128"),
+    ] {
+        let (output, agreed) = run(operator, script, case);
+        output.assert_code(0);
+        assert!(agreed.cases[0].checks.iter().any(|check| check.check == "forward" && check.tensor == "out"));
+        let (output, skipped) = run(operator, script, &case.replace(other[0], other[1]));
+        output.assert_code(2);
+        assert!(skipped.skips.iter().any(|skip| skip.why.contains(why)), "{:?}", skipped.skips);
+    }
 }
 
 #[test]

@@ -257,6 +257,39 @@ fn runs(process: u32) -> bool {
 }
 
 #[test]
+fn what_a_kernel_forks_off_ends_with_its_device() {
+    let Some(device) = emulator() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let pid = dir.path().join("pid");
+    let statement = format!(
+        "if (fork() == 0) {{
+            setsid();
+            FILE* file = fopen(\"{0}.new\", \"w\");
+            fprintf(file, \"%d\", getpid());
+            fclose(file);
+            rename(\"{0}.new\", \"{0}\");
+            for (;;) pause();
+        }}",
+        pid.display()
+    );
+    let body = format!("if (threadIdx.x == 5) {{ {statement} }} params.y[threadIdx.x] = 1;");
+    assert_eq!(run(&device, hostile("", &body)).expect("it runs"), [1; 64]);
+    let start = Instant::now();
+    while !pid.exists() {
+        assert!(start.elapsed() < Duration::from_secs(20), "the fork never ran");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let forked = std::fs::read_to_string(&pid).unwrap().parse().expect("a number");
+    assert!(runs(forked), "it ended by itself");
+    drop(device);
+    let start = Instant::now();
+    while runs(forked) {
+        assert!(start.elapsed() < Duration::from_secs(10), "what the kernel forked off outlives its device");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
 fn a_harness_that_is_killed_leaves_no_worker_behind_even_in_the_midst_of_a_launch() {
     if emulator().is_none() {
         return;

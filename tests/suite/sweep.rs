@@ -44,6 +44,7 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
         checks,
         regressions: Regressions::new(Path::new("none")),
         remember: false,
+        condition: None,
         time_budget: None,
     }
 }

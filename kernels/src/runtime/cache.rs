@@ -8,6 +8,7 @@ use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock};
 
 use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
+use super::supervisor::temporary_folder;
 
 /// A directory of compiled modules. Two processes may share it: files appear whole or not at all, and what is not as it was
 /// stored is built again.
@@ -153,12 +154,11 @@ fn keep_here(key: &str, extension: &str, bytes: &[u8], why: &RuntimeError) -> Re
     static SAID: Once = Once::new();
     SAID.call_once(|| tracing::warn!("{why}; modules that cannot be kept are compiled again by the next run"));
     let doing = |e| RuntimeError::system("keeping a compiled module", e);
-    // Statics are not dropped: the folder stays behind until the system clears temporary files away.
     static DIR: OnceLock<tempfile::TempDir> = OnceLock::new();
     let dir = match DIR.get() {
         Some(dir) => dir,
         None => {
-            let made = tempfile::tempdir().map_err(doing)?;
+            let made = temporary_folder("modules-").map_err(doing)?;
             DIR.get_or_init(|| made)
         }
     };
@@ -179,7 +179,7 @@ fn own_dir(shared: &Path) -> PathBuf {
     }
     tracing::warn!("{} is not this user's alone: modules are compiled again by the next run", dir.display());
     // Where none can be made, storing fails, and says so.
-    tempfile::tempdir().map_or(dir, tempfile::TempDir::keep)
+    temporary_folder("modules-").map_or(dir, tempfile::TempDir::keep)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Child processes that can be ended with everything that they started.
+//! Child processes: groups of them, how long they are waited for, and commands that are run to their end.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
@@ -6,8 +6,9 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Lets the command lead a process group of its own, and die with the thread that starts it: neither a
-/// time limit nor the end of this process leaves anything behind.
+use super::supervisor::Supervised;
+
+/// Lets the command lead a process group of its own, and die with the thread that starts it.
 pub fn isolate(command: &mut Command) {
     command.process_group(0);
     // SAFETY: between fork and exec only prctl is called, which is async-signal-safe and touches no memory.
@@ -28,23 +29,16 @@ pub struct Ended {
     pub words: String,
 }
 
-/// Runs a command, [`isolate`]d, to its end; `None` where that does not come within the limit: then the command and all that it
-/// started are killed.
+/// Runs a command to its end, supervised; `None` where that does not come within the limit. Either way nothing that it started is
+/// left.
 ///
 /// # Errors
 /// A command that cannot be started, and the file for its words.
-pub fn run_within(command: &mut Command, limit: Duration) -> io::Result<Option<Ended>> {
+pub fn run_within(command: &Command, limit: Duration) -> io::Result<Option<Ended>> {
     // A file takes whatever is written; a pipe that nobody empties would hold the command up.
     let mut words: File = tempfile::tempfile()?;
-    isolate(command);
-    command.stdin(Stdio::null()).stdout(words.try_clone()?).stderr(words.try_clone()?);
-    let mut child = command.spawn()?;
-    let status = wait_within(&mut child, limit);
-    kill_group(child.id());
-    let Some(status) = status? else {
-        child.wait()?;
-        return Ok(None);
-    };
+    let streams = [Stdio::null(), words.try_clone()?.into(), words.try_clone()?.into()];
+    let Some(status) = Supervised::spawn(command, streams)?.wait_within(limit)? else { return Ok(None) };
     let mut bytes = Vec::new();
     words.rewind()?;
     words.read_to_end(&mut bytes)?;
@@ -90,13 +84,16 @@ mod tests {
             shell.args(["-c", script]);
             shell
         };
-        let ended = run_within(&mut shell("echo out; echo err >&2; exit 3"), Duration::from_secs(10));
+        let ended = run_within(&shell("echo out; echo err >&2; exit 3"), Duration::from_secs(10));
         let ended = ended.expect("it runs").expect("in time");
         assert_eq!((ended.status.code(), ended.words.as_str()), (Some(3), "out\nerr\n"));
         let dir = tempfile::tempdir().expect("a scratch directory");
         let file = dir.path().join("late");
-        let late = format!("(sleep 1; touch {}) & sleep 100", file.display());
-        assert!(run_within(&mut shell(&late), Duration::from_millis(200)).expect("it runs").is_none());
+        // One of its group, and one that left the group, the session and its parent.
+        let late = format!("(sleep 1; touch {0}) & (setsid sh -c 'sleep 1; touch {0}' &) ; sleep 100", file.display());
+        assert!(run_within(&shell(&late), Duration::from_millis(200)).expect("it runs").is_none());
+        let missing = run_within(&Command::new("no-such-program"), Duration::from_secs(10)).expect_err("there is none");
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
         std::thread::sleep(Duration::from_millis(1500));
         assert!(!file.exists(), "what it started went on");
     }

@@ -106,6 +106,9 @@ mod tests {
             replay: String::new(),
             plan_number: None,
             untestable: None,
+            seconds: None,
+            our_seconds: None,
+            unsupported: None,
             skips: Vec::new(),
         };
         KnownCase { case, record, kernels: set(kernels), modules: set(modules), work }

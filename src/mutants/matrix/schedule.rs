@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use dsv4_kernels::runtime::SourceTree;
+use dsv4_kernels::runtime::process::isolate;
 
 use super::trial::{Answer, Subject, Trial, unjudged};
 use crate::record::{MutantRecord, MutantStatus};
@@ -67,13 +68,11 @@ pub fn run(schedule: &Schedule, trials: &[Trial], tree: &SourceTree, done: &Done
 /// One trial in a child process.
 fn attempt(schedule: &Schedule, trial: &Trial, tree: &SourceTree) -> Result<MutantRecord> {
     let id = trial.subject.id();
-    let mut child = Command::new(&schedule.executable)
-        .args(&schedule.arguments)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("starting {}", schedule.executable.display()))?;
+    let mut command = Command::new(&schedule.executable);
+    command.args(&schedule.arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // It dies with this thread, which waits for it.
+    isolate(&mut command);
+    let mut child = command.spawn().with_context(|| format!("starting {}", schedule.executable.display()))?;
     let mut input = child.stdin.take().context("the child has no standard input")?;
     let line = serde_json::to_string(trial)?;
     // A child that ended early says why by its status.

@@ -9,6 +9,7 @@ use crate::runtime::cache::ModuleCache;
 use crate::runtime::error::{Result, RuntimeError};
 use crate::runtime::process::run_within;
 use crate::runtime::source::{SourceTree, emulator_headers};
+use crate::runtime::supervisor::temporary_folder;
 
 /// Options for g++ and clang++ alike. No contraction: an fma happens where the source says so.
 const COMPILE_OPTIONS: &[&str] = &[
@@ -118,7 +119,8 @@ impl Compiler {
         defines: &[(String, String)],
         headers: &BTreeMap<String, String>,
     ) -> Result<Vec<u8>> {
-        let scratch = tempfile::tempdir().map_err(|e| RuntimeError::system("making a scratch directory", e))?;
+        let scratch =
+            temporary_folder("compile-").map_err(|e| RuntimeError::system("making a scratch directory", e))?;
         let write = |name: &str, text: &str| {
             std::fs::write(scratch.path().join(name), text)
                 .map_err(|e| RuntimeError::system(format!("writing {name} for the compiler"), e))

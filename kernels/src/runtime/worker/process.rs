@@ -1,11 +1,10 @@
 //! A device's side of a worker process ([`super::program`]).
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -13,14 +12,14 @@ use serde::de::DeserializeOwned;
 
 use super::link::Link;
 use super::program::{self, DISCONNECTED, Start, VARIABLE, Work};
-use crate::runtime::process::{kill_group, wait_within};
+use crate::runtime::supervisor::Supervised;
 
 /// What a worker that ends by itself may take for it.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// A worker process that runs. Dropped, it is killed with everything that it started, and waited for.
 pub struct Process {
-    child: Child,
+    process: Supervised,
     link: Link,
 }
 
@@ -35,21 +34,19 @@ impl Process {
             return Err(io::Error::other("this program was linked without the initialiser of workers"));
         }
         let (ours, theirs) = UnixStream::pair()?;
-        let start = Start { connection: theirs.as_raw_fd(), tag: rand::random(), work };
+        let start = Start { connection: theirs.as_raw_fd(), tag: rand::random(), memory_limit: memory, work };
         let mut command = Command::new("/proc/self/exe");
-        command.env(VARIABLE, serde_json::to_string(&start)?).process_group(0).stdin(Stdio::null());
+        command.env(VARIABLE, serde_json::to_string(&start)?);
         // What a kernel prints is no output of this program.
-        command.stdout(Stdio::from(File::from(io::stderr().as_fd().try_clone_to_owned()?)));
+        let errors = || io::stderr().as_fd().try_clone_to_owned().map(Stdio::from);
         let passed: Vec<i32> = passed.iter().copied().chain([theirs.as_raw_fd()]).collect();
-        // SAFETY: between fork and exec only fcntl and setrlimit are called, which are async-signal-safe.
-        unsafe { command.pre_exec(move || prepare(&passed, memory)) };
-        let child = command.spawn()?;
-        Ok(Self { child, link: Link::new(ours, start.tag)? })
+        let process = Supervised::spawn_passing(&command, [Stdio::null(), errors()?, errors()?], &passed)?;
+        Ok(Self { process, link: Link::new(ours, start.tag)? })
     }
 
     /// Its number.
     pub fn id(&self) -> u32 {
-        self.child.id()
+        self.process.id()
     }
 
     /// See [`Link::tell`].
@@ -79,37 +76,12 @@ impl Process {
     pub fn fate(&mut self, error: &io::Error, late: &str) -> String {
         let is_late = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
         let limit = if is_late { Duration::ZERO } else { LAST_WORDS };
-        match wait_within(&mut self.child, limit).ok().flatten() {
+        match self.process.wait_within(limit).ok().flatten() {
             Some(status) => describe(status),
             None if is_late => late.to_owned(),
             None => "wrote to the files of its process".to_owned(),
         }
     }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        kill_group(self.child.id());
-        // What was killed is waited for, so that nothing is left of it.
-        let _ = self.child.wait();
-    }
-}
-
-/// Between fork and exec: lets the descriptors through, and bounds memory. A kernel that crashes leaves no image of it on disk.
-fn prepare(passed: &[i32], memory: Option<u64>) -> io::Result<()> {
-    let limit = |of, bytes| {
-        let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-        // SAFETY: a valid limit of this process.
-        unsafe { libc::setrlimit(of, &limit) }
-    };
-    // Where a lower limit stands already, that one holds.
-    if let Some(memory) = memory {
-        limit(libc::RLIMIT_DATA, memory);
-    }
-    limit(libc::RLIMIT_CORE, 0);
-    // SAFETY: fcntl with F_SETFD takes integers.
-    let kept = passed.iter().all(|&descriptor| unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) } != -1);
-    if kept { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn describe(status: ExitStatus) -> String {

@@ -27,6 +27,8 @@ pub struct Start {
     pub connection: i32,
     /// The tag of the first message.
     pub tag: u64,
+    /// Bytes that the process may have for data, where that is bounded.
+    pub memory_limit: Option<u64>,
     /// What it is for.
     pub work: Work,
 }
@@ -72,8 +74,20 @@ fn end(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
+/// Bounds what this process may take. A kernel that crashes leaves no image of it on disk. Where a lower limit stands already,
+/// that one holds.
+fn limit(memory: Option<u64>) {
+    let memory = memory.map(|bytes| (libc::RLIMIT_DATA, bytes));
+    for (of, bytes) in memory.into_iter().chain([(libc::RLIMIT_CORE, 0)]) {
+        let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+        // SAFETY: a valid limit of this process.
+        unsafe { libc::setrlimit(of, &limit) };
+    }
+}
+
 /// Works until the device closes the connection.
 fn serve(start: Start) -> io::Result<Infallible> {
+    limit(start.memory_limit);
     // SAFETY: the device made the descriptor for this process, and nothing else here knows it.
     let connection = UnixStream::from(unsafe { OwnedFd::from_raw_fd(start.connection) });
     die_with(connection.as_raw_fd());
