@@ -24,7 +24,7 @@ use crate::mutants::matrix::schedule::{self, Schedule};
 use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial::{self, Subject, Trial};
 use crate::mutants::planted::{self, Mutant};
-use crate::operator::{Operator, registry};
+use crate::operator::{Operator, registry, size};
 use crate::record::{
     KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
 };
@@ -272,7 +272,9 @@ impl<'a> Session<'a> {
 
     fn child_arguments(&self) -> Vec<String> {
         let backend = self.device.environment().backend.to_string();
-        let mut arguments = ["mutants", "--trial", "--backend", &backend].map(str::to_owned).to_vec();
+        let memory = size::limit().number().to_string();
+        let arguments = ["mutants", "--trial", "--backend", &backend, "--memory", &memory];
+        let mut arguments = arguments.map(str::to_owned).to_vec();
         if let Some(kernels) = &self.arguments.device.kernels {
             arguments.extend(["--kernels".to_owned(), kernels.display().to_string()]);
         }
