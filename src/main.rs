@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use dsv4_parity::command::{self, Command};
 use dsv4_parity::operator::size::{self, Limit};
+use dsv4_parity::record::words;
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -32,7 +33,7 @@ fn main() -> ExitCode {
     match command::execute(arguments.command) {
         Ok(code) => code.into(),
         Err(error) => {
-            eprintln!("parity: {error:#}");
+            eprintln!("parity: {}", words::printable(&words::of_error(&error)));
             command::exit_code_of(&error).into()
         }
     }

@@ -10,6 +10,7 @@ use crate::judge::golden::GoldenFile;
 use crate::judge::{golden, golden_run};
 use crate::operator::{GoldenCase, Operator, registry};
 use crate::record::Verdict;
+use crate::record::words::{self, printable};
 
 /// Options of `parity golden`.
 #[derive(Debug, Args)]
@@ -43,7 +44,7 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
         let (file, cases) = match read(&arguments.dir.join(name), &operators) {
             Ok(read) => read,
             Err(error) => {
-                eprintln!("parity: {error:#}");
+                eprintln!("parity: {}", printable(&words::of_error(&error)));
                 broken.push(name.clone());
                 continue;
             }
@@ -64,7 +65,7 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
                 record.checks.len()
             );
             for check in &failures {
-                println!("          {} {}: {}", check.check, check.tensor, check.message);
+                println!("          {} {}: {}", check.check, check.tensor, printable(&check.message));
                 exit = Exit::Disagreed;
             }
         }

@@ -25,6 +25,7 @@ use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial::{self, Subject, Trial};
 use crate::mutants::planted::{self, Mutant};
 use crate::operator::{Operator, registry, size};
+use crate::record::words::printable;
 use crate::record::{
     KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
 };
@@ -193,7 +194,7 @@ impl<'a> Session<'a> {
     fn cases_fail(&self) -> bool {
         let records = self.known.iter().flatten().map(|known| &known.record);
         let failing: Vec<_> = records.filter(|record| record.verdict() != Verdict::Pass).collect();
-        failing.iter().for_each(|record| eprintln!("without any mutant, {}", sweep::failure_text(record)));
+        failing.iter().for_each(|record| eprintln!("without any mutant, {}", printable(&sweep::failure_text(record))));
         !failing.is_empty()
     }
 
@@ -255,7 +256,7 @@ impl<'a> Session<'a> {
             if !matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent)
                 || !self.arguments.only.is_empty()
             {
-                bar.suspend(|| println!("{}", fate_text(record)));
+                bar.suspend(|| println!("{}", printable(&fate_text(record))));
             }
             bar.inc(1);
             Ok(())

@@ -17,7 +17,7 @@ use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::golden::GoldenFile;
 use crate::judge::truth::Truth;
 use crate::operator::{ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
-use crate::record::{CaseRecord, CheckRecord, Origin, Verdict};
+use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, words};
 
 /// Runs every check that a golden case allows. `device` is `None` where only oracles are asked for.
 pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
@@ -85,7 +85,7 @@ fn failed(check: &str, tensor: &str, message: String) -> CheckRecord {
         tensor: tensor.to_owned(),
         verdict: Verdict::Error,
         compared: 0,
-        message,
+        message: words::message(message),
         metrics: None,
     }
 }

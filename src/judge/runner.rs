@@ -4,7 +4,7 @@ use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared, Sequence};
-use crate::record::Verdict;
+use crate::record::{Verdict, words};
 
 /// Why there are no outputs to check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,12 +22,12 @@ pub struct RunError {
 impl RunError {
     /// The kernel did something wrong.
     pub fn fail(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Fail, message: message.into(), skipped: false, untestable: false }
+        Self { verdict: Verdict::Fail, message: words::message(message), skipped: false, untestable: false }
     }
 
     /// Nothing was learnt about the kernel.
     pub fn error(message: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Error, message: message.into(), skipped: false, untestable: false }
+        Self { verdict: Verdict::Error, message: words::message(message), skipped: false, untestable: false }
     }
 }
 

@@ -472,13 +472,14 @@ pub(super) fn read<K: Declared>(line: &Case) -> Result<(K::Case, Choices), CaseE
     no_unknown_field::<K>(&line, &case)?;
     let specs = checked::<K>(&case).map_err(field_error::<K>)?;
     bound_sizes::<K>(&specs)?;
+    let said = if padding.is_some() { PADDING } else { LAYOUTS };
     let layouts = match (layouts, padding) {
         (Some(value), None) => serde_json::from_value(value).map_err(|e| layout_error::<K>(e.to_string()))?,
         (None, Some(value)) => layouts::padded(&specs, padding_of::<K>(&value)?),
         (None, None) => Layouts::new(),
         (Some(_), Some(_)) => return Err(layout_error::<K>("`padding` beside `layouts`: say it there".into())),
     };
-    check_layouts::<K>(&specs, &layouts)?;
+    check_layouts(&specs, &layouts, said).map_err(field_error::<K>)?;
     let special = special.map(serde_json::from_value).transpose().map_err(|e| special_error::<K>(e.to_string()))?;
     if let Some(special) = special.as_ref().filter(|special: &&Special| !special.fits(&specs)) {
         return Err(special_error::<K>(special.why_not()));
@@ -536,6 +537,17 @@ pub(super) fn within<K: Declared>(
         return Ok(());
     }
     let largest = size::largest(specs);
+    // Where the tensors alone would fit, it is what lies between their rows.
+    let dense = size::bytes_of(&specs.clone().without_gaps(), &Layouts::new(), K::oracle_elements(case));
+    if limit.allows(dense) {
+        let own =
+            specs.present().find(|spec| spec.gap_of.is_some() && spec.minimum_gap > 0).and_then(|spec| spec.gap_of);
+        let field = if layouts.is_empty() { own.unwrap_or(LAYOUTS) } else { LAYOUTS };
+        let takes = [bytes, dense].map(size::in_words);
+        let [takes, dense] = takes;
+        let reason = format!("the case takes up to {takes} of memory, dense {dense}; {limit} are allowed (--memory)");
+        return refuse(field, reason);
+    }
     let longest = largest.and_then(|spec| spec.axes.iter().max_by_key(|axis| axis.extent));
     let takes = size::in_words(bytes);
     let shape = largest.map_or_else(String::new, |spec| format!(", with `{}` {:?}", spec.name, spec.shape()));
@@ -545,21 +557,24 @@ pub(super) fn within<K: Declared>(
     )
 }
 
-fn check_layouts<K: Declared>(specs: &Specs, layouts: &Layouts) -> Result<(), CaseError> {
+/// Refuses layouts, which the field `said` says, that the case's tensors do not take or no device can hold.
+fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result<(), Refused> {
     for name in layouts.keys() {
         if specs.find(name).is_none() {
             let names: Vec<_> = specs.present().map(|spec| spec.name).collect();
-            return Err(layout_error::<K>(format!("no tensor `{name}`; the case has {}", names.join(", "))));
+            return refuse(said, format!("no tensor `{name}`; the case has {}", names.join(", ")));
         }
     }
     let mut addresses = 0usize;
     for spec in specs.present().filter(|spec| spec.is_stored()) {
-        let placed = layout_of(spec, layouts).place(spec).map_err(layout_error::<K>)?;
-        addresses = addresses.saturating_add(layouts::bounded(spec, &placed).map_err(layout_error::<K>)?);
+        // A gap may also be the operator's own, which another field says.
+        let field = spec.gap_of.filter(|_| !layouts.contains_key(spec.name)).unwrap_or(said);
+        let placed = layout_of(spec, layouts).place(spec).and_then(|placed| layouts::bounded(spec, &placed));
+        addresses = addresses.saturating_add(placed.or_else(|reason| refuse(field, reason))?);
     }
     let most = 4 * layouts::MOST_ADDRESSES;
     if addresses > most {
-        return Err(layout_error::<K>(format!("they spread the case over {addresses} bytes; {most} at most")));
+        return refuse(said, format!("they spread the case over {addresses} bytes; {most} at most"));
     }
     Ok(())
 }

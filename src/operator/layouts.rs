@@ -398,7 +398,9 @@ mod tests {
 
     #[test]
     fn gaps_that_no_address_can_hold_are_refused() {
-        for spec in [q(TensorSpec::rows), q(TensorSpec::aligned_rows), q(TensorSpec::aligned_rows).with_gap(8)] {
+        for spec in
+            [q(TensorSpec::rows), q(TensorSpec::aligned_rows), q(TensorSpec::aligned_rows).with_gap("padding", 8)]
+        {
             assert!(TensorLayout::gap("head_dim", usize::MAX).place(&spec).is_err());
             assert!(TensorLayout::gap("num_heads", usize::MAX - 7).place(&spec).is_err());
         }

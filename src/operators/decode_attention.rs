@@ -220,7 +220,7 @@ impl StoreNames {
         let pages = [axis(pages, num_pages), axis(bytes, page_size * format.row_bytes())];
         let lists = [axis("batch", c.batch), axis("s_q", c.s_q), axis(slots, topk)];
         [
-            input(self.pages, DType::U8, &pages).aligned_rows().with_gap(gap).when(store.is_some()),
+            input(self.pages, DType::U8, &pages).aligned_rows().with_gap("page_padding", gap).when(store.is_some()),
             input(self.indices, DType::I32, &lists).rows().joined().when(store.is_some()),
             input(self.length, DType::I32, &lists[..1]).when(store.is_some() && lengths),
         ]

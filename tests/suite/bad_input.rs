@@ -285,3 +285,27 @@ fn a_case_beyond_the_memory_that_is_allowed_is_refused_before_anything_is_alloca
     let report = std::fs::read_to_string(folder.path().join("report.json")).unwrap();
     assert!(report.contains("it takes more than the 1.0 MiB of memory that a case may"), "{}", run.stdout);
 }
+
+#[test]
+fn a_padding_that_cannot_be_is_refused_as_padding() {
+    let case = |operator: &str, field: &str, value: u64| {
+        let mut case = registry::find(operator).unwrap().edge_cases(Profile::Quick).remove(1);
+        case.fields.remove("layouts");
+        case.fields.insert(field.to_owned(), value.into());
+        let refused = registry::prepare(&case).err().unwrap_or_else(|| panic!("{}", case.line()));
+        refused.to_string()
+    };
+    for value in [1 << 40, i64::MAX as u64, u64::MAX] {
+        let said = case("rms_norm", "padding", value);
+        assert!(said.contains("field `padding`") && said.contains(&value.to_string()), "{said}");
+        let said = case("kv_cache_write", "page_padding", value);
+        assert!(said.contains("field `page_padding`") && said.contains(&value.to_string()), "{said}");
+    }
+    // Each is what it may be, and together they are not.
+    let mut many = registry::find("decode_attention").unwrap().edge_cases(Profile::Quick).remove(1);
+    many.fields.remove("layouts");
+    many.fields["window"]["num_pages"] = 200.into();
+    many.fields["page_padding"] = ((1 << 30) - 16).into();
+    let said = registry::prepare(&many).err().expect("a refusal").to_string();
+    assert!(said.contains("field `page_padding`: `window` is spread over 2136"), "{said}");
+}

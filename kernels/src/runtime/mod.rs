@@ -11,6 +11,7 @@ pub mod cuda;
 pub mod device;
 pub mod emulator;
 pub mod error;
+pub mod interrupt;
 pub mod params;
 pub mod process;
 pub mod recording;
