@@ -13,6 +13,7 @@ mod dependencies;
 mod diff;
 mod emulator;
 mod external;
+mod fuzz;
 mod golden;
 mod history;
 mod hopper;

@@ -11,7 +11,7 @@ use super::memory::Placed;
 use crate::runtime::backend::KernelExports;
 use crate::runtime::error::RuntimeError;
 
-/// The longest message without its bytes: what is longer is no message of ours.
+/// The longest message, and the most bytes that it carries: what is longer is no message of ours.
 const LONGEST: usize = 1 << 24;
 
 /// What a worker is asked for. The first three are answered; what went wrong with another is what the next of them says.
@@ -111,7 +111,8 @@ pub fn read<M: DeserializeOwned>(stream: &mut impl Read, tag: u64) -> io::Result
         stream.read_exact(&mut bytes).map(|()| u64::from_le_bytes(bytes))
     };
     let (found, text, bytes) = (length()?, length()?, length()?);
-    let length = usize::try_from(text).ok().filter(|&length| length <= LONGEST && found == tag);
+    let fits = |length: &usize| *length <= LONGEST && bytes <= LONGEST as u64 && found == tag;
+    let length = usize::try_from(text).ok().filter(fits);
     let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no message of a worker"))?;
     let mut text = vec![0; length];
     stream.read_exact(&mut text)?;
@@ -137,6 +138,64 @@ mod tests {
         assert_eq!(kind(&sent, 8), io::ErrorKind::InvalidData, "another message was expected");
         sent[15] = 1;
         assert_eq!(kind(&sent, 7), io::ErrorKind::InvalidData, "of such a length there is none");
+    }
+
+    /// Messages of both kinds, as they are sent.
+    fn sent() -> Vec<Vec<u8>> {
+        let requests = [
+            Request::Load { path: "/tmp/module.so".into(), file: "rope.cu".into() },
+            Request::Launch {
+                module: 3,
+                kernel: "k".into(),
+                grid: [1, 2, 3],
+                block: [64, 1, 1],
+                shared_bytes: 48 << 10,
+            },
+            Request::Schedule { seed: Some(7) },
+        ];
+        let fault = RuntimeError::Fault { kernel: "k".into(), block: "b".into(), thread: "t".into(), what: "w".into() };
+        let answers = [Answer::Done, Answer::Module(u64::MAX), Answer::Failed(fault.into())];
+        let mut all = Vec::new();
+        for request in requests {
+            let mut bytes = Vec::new();
+            write(&mut bytes, 7, &request, b"parameters").unwrap();
+            all.push(bytes);
+        }
+        for answer in answers {
+            let mut bytes = Vec::new();
+            write(&mut bytes, 7, &answer, &[]).unwrap();
+            all.push(bytes);
+        }
+        all
+    }
+
+    #[test]
+    fn whatever_a_worker_or_its_device_sends_is_a_message_or_an_error() {
+        use proptest::prelude::*;
+        use proptest::sample::Index;
+        let everything = std::env::var("PARITY_TESTS").is_ok_and(|extent| extent == "all");
+        let config = ProptestConfig {
+            cases: if everything { 11_000 } else { 300 },
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        };
+        let changes = prop::collection::vec((any::<Index>(), any::<u8>(), 0..4u8), 0..4);
+        proptest!(config, |(which in any::<Index>(), changes in changes, end in any::<Index>(), whole in any::<bool>())| {
+            let mut bytes = which.get(&sent()).clone();
+            for (at, byte, kind) in changes {
+                // Mostly in the text: the tag is another one at once.
+                let at = if kind == 0 { at.index(bytes.len()) } else { 24.min(bytes.len() - 1) + at.index(bytes.len().saturating_sub(24).max(1)) };
+                let at = at.min(bytes.len() - 1);
+                if kind == 1 { bytes.insert(at, byte) } else { bytes[at] = byte }
+            }
+            if !whole {
+                bytes.truncate(end.index(bytes.len()));
+            }
+            let _ = read::<Request>(&mut &bytes[..], 7);
+            if let Ok((Answer::Failed(failure), _)) = read::<Answer>(&mut &bytes[..], 7) {
+                let _ = RuntimeError::from(failure).to_string();
+            }
+        });
     }
 
     #[test]
