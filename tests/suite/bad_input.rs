@@ -67,7 +67,9 @@ impl Parts {
     fn mutate(&mut self, draw: &mut Draw) -> String {
         let names: Vec<String> = self.tensors.keys().cloned().collect();
         let name = names.choose(draw.rng()).expect("a file with tensors").clone();
-        let choice = draw.rng().random_range(0..10);
+        // Of what is empty already, nothing is left to change.
+        let empty = self.tensors[&name].bytes.is_empty();
+        let choice = if empty { 0 } else { draw.rng().random_range(0..10) };
         let stored = self.tensors.get_mut(&name).expect("one of its names");
         let what = match choice {
             0 => {
