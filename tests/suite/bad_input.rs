@@ -7,11 +7,14 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use dsv4_parity::case::{Case, Draw};
+use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::operator::size::Limit;
 use dsv4_parity::operator::{Operator, Profile, registry};
 use dsv4_parity::record::Verdict;
+use dsv4_parity::sweep::regressions::Regressions;
+use dsv4_parity::sweep::{self, EdgeCases, SweepOptions};
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
@@ -310,4 +313,29 @@ fn a_padding_that_cannot_be_is_refused_as_padding() {
     many.fields["page_padding"] = ((1 << 30) - 16).into();
     let said = registry::prepare(&many).err().expect("a refusal").to_string();
     assert!(said.contains("field `page_padding`: `window` is spread over 2136"), "{said}");
+}
+
+#[test]
+fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
+    let half = Limit::bytes(4 << 30);
+    let environment = support::device().environment();
+    for operator in registry::OPERATORS {
+        for profile in [Profile::Quick, Profile::Ci] {
+            let options = SweepOptions {
+                profile,
+                cases: None,
+                edge_cases: EdgeCases::All,
+                seed: 3,
+                checks: CheckOptions::everything(0),
+                regressions: Regressions::new("none"),
+                remember: false,
+                time_budget: None,
+            };
+            let (planned, _) = sweep::plan(*operator, Vec::new(), &options, environment).unwrap();
+            let sized = planned.iter().map(|planned| (operator.bytes(&planned.case).unwrap(), planned.case.line()));
+            let (bytes, line) = sized.max().expect("a case");
+            println!("{}: {} MiB", operator.describe().name, bytes >> 20);
+            assert!(half.allows(bytes), "{bytes} bytes: {line}");
+        }
+    }
 }
