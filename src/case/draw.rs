@@ -39,6 +39,11 @@ impl Draw {
         Self { rng: ChaCha8Rng::from_seed(*hasher.finalize().as_bytes()) }
     }
 
+    /// Stream `number` of several of one name.
+    pub fn numbered(seed: u64, name: &str, number: usize) -> Self {
+        Self::new(seed.wrapping_add(number as u64), name)
+    }
+
     /// The generator itself.
     pub fn rng(&mut self) -> &mut ChaCha8Rng {
         &mut self.rng

@@ -1,6 +1,8 @@
 //! A case: one fully determined comparison, one line of JSON that replays anywhere; and how its inputs are drawn
 //! ([`Draw`]).
 
+use std::borrow::Cow;
+
 use dsv4_kernels::runtime::{BackendKind, Device};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -49,8 +51,8 @@ pub enum CaseError {
     Field {
         /// Operator.
         operator: &'static str,
-        /// Field.
-        field: &'static str,
+        /// Field; those of a part of the case with the part's name before them.
+        field: Cow<'static, str>,
         /// Value and rule.
         reason: String,
     },

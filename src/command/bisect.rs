@@ -17,6 +17,7 @@ use crate::bisect::{Bisection, Found, bisect, page};
 use crate::case::Case;
 use crate::operator::registry;
 use crate::operator::{Operator, Profile};
+use crate::record::words::printable;
 
 /// Options of `parity bisect`.
 #[derive(Debug, Args)]
@@ -114,7 +115,8 @@ fn cases_of_operator(operator: &dyn Operator, count: Option<usize>, seed: u64) -
 }
 
 fn print_trial(commit: &Commit, trial: &Trial) {
-    println!("{:5} {} {}: {}", page::word(trial.answer), commit.short(), commit.subject, trial.note);
+    let line = format!("{:5} {} {}: {}", page::word(trial.answer), commit.short(), commit.subject, trial.note);
+    println!("{}", printable(&line));
 }
 
 fn print_found(found: &Bisection, repository: &Repository) {
@@ -122,19 +124,20 @@ fn print_found(found: &Bisection, repository: &Repository) {
     println!("case {}", found.case.line());
     let first_bad = &found.line[found.turn.first_bad];
     if found.turn.is_exact() {
-        println!("first bad commit: {} {}\n  {}", first_bad.id, first_bad.subject, first_bad.signature);
+        let signature = printable(&first_bad.signature);
+        println!("first bad commit: {} {}\n  {signature}", first_bad.id, printable(&first_bad.subject));
     } else {
         println!("the first bad commit is one of these; all but the last were skipped:");
         for at in found.turn.last_good + 1..=found.turn.first_bad {
             let note = found.trials.get(&at).filter(|trial| trial.answer == Answer::Skip);
             let note = note.map_or(String::new(), |trial| format!(" ({})", trial.note));
-            println!("  {} {}{note}", found.line[at].id, found.line[at].subject);
+            println!("{}", printable(&format!("  {} {}{note}", found.line[at].id, found.line[at].subject)));
         }
     }
     if let Some(base) = repository.merge_base(first_bad) {
         println!("it is a merge; its branch: parity bisect --good {base} --bad {}", first_bad.parents[1]);
     }
-    println!("\n{}", found.diff);
+    println!("\n{}", printable(&found.diff));
 }
 
 fn write_page(found: &Bisection, out: &Path) -> Result<()> {

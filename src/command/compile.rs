@@ -12,6 +12,7 @@ use super::Exit;
 use crate::change::{self, Candidate, Change, MOST_MODULES};
 use crate::operator::ModuleSpecification;
 use crate::operator::registry;
+use crate::record::words::printable;
 
 /// The header whose instructions one target alone has, and that target.
 const HOPPER: (&str, &str) = ("hopper.h", "sm_90a");
@@ -55,7 +56,7 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
         let outcomes: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree)).collect();
         for outcome in outcomes {
             let (Outcome::Compiled(line) | Outcome::Failed(line) | Outcome::Skipped(line)) = &outcome;
-            println!("{line}");
+            println!("{}", printable(line));
             failures += usize::from(matches!(outcome, Outcome::Failed(_)));
             skipped += usize::from(matches!(outcome, Outcome::Skipped(_)));
         }

@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use super::Exit;
+use crate::record::words::printable;
 use crate::report::diff;
 
 /// Options of `parity diff`.
@@ -38,6 +39,6 @@ pub fn execute(arguments: &DiffArguments) -> Result<Exit> {
             std::fs::write(path, page(&base, &head, &found)).with_context(|| format!("writing {}", path.display()))?;
         }
     }
-    print!("{}", diff::terminal(&base, &head, &found));
+    print!("{}", printable(&diff::terminal(&base, &head, &found)));
     Ok(if found.regressions().next().is_none() { Exit::Agreed } else { Exit::Disagreed })
 }

@@ -8,6 +8,7 @@ use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, cuda};
 use super::Exit;
 use crate::judge::checks::CheckOptions;
 use crate::operator::{Profile, registry};
+use crate::record::words::printable;
 use crate::record::{Origin, Verdict};
 use crate::sweep;
 
@@ -22,7 +23,7 @@ pub fn execute() -> Exit {
         works |= found.is_ok();
         match found {
             Ok(found) => println!("{name:9} works: {found}"),
-            Err(reason) => println!("{name:9} does not work: {reason}"),
+            Err(reason) => println!("{name:9} does not work: {}", printable(&reason)),
         }
     }
     if works { Exit::Agreed } else { Exit::BackendMissing }

@@ -116,8 +116,11 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
         // They are skips of the run, not of each shard: the first one says so.
         skips: if shard.index == 0 { plan.skips.clone() } else { Vec::new() },
     };
-    let record = run::plan_record(&plan, shard, remembered, &external, run);
+    let settings = run::settings(&arguments.op, &arguments.sweep, arguments.costs.as_deref(), &options, &remembered)?;
+    let record = PlanRecord { settings, ..run::plan_record(&plan, shard, remembered, &external, run) };
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
+    writer.hold_to(&plan, shard)?;
+    writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
     let left_out = run::run_shard(plan, shard, &external, &options, &mut writer);
     let cases = writer.finish()?;

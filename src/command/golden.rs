@@ -1,14 +1,16 @@
 //! `parity golden`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use clap::Args;
 
 use super::{DeviceArguments, Exit};
+use crate::judge::golden::GoldenFile;
 use crate::judge::{golden, golden_run};
-use crate::operator::registry;
+use crate::operator::{GoldenCase, Operator, registry};
 use crate::record::Verdict;
+use crate::record::words::{self, printable};
 
 /// Options of `parity golden`.
 #[derive(Debug, Args)]
@@ -35,19 +37,19 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
     let names = golden::index(&arguments.dir)?;
     let device = if arguments.oracles_only { None } else { Some(arguments.device.open()?) };
     let mut files = 0;
-    let mut unread = Vec::new();
+    let mut broken = Vec::new();
     let mut exit = Exit::Agreed;
     for name in names.iter().filter(|name| arguments.files.is_empty() || arguments.files.contains(name)) {
         // One bad file does not lose the others.
-        let file = match golden::read(&arguments.dir.join(name)) {
-            Ok(file) => file,
+        let (file, cases) = match read(&arguments.dir.join(name), &operators) {
+            Ok(read) => read,
             Err(error) => {
-                eprintln!("parity: {error}");
-                unread.push(name.clone());
+                eprintln!("parity: {}", printable(&words::of_error(&error)));
+                broken.push(name.clone());
                 continue;
             }
         };
-        for case in golden_run::cases_of(&file, &operators)? {
+        for case in cases {
             files += 1;
             let record = golden_run::run(&file, &case, device.as_ref());
             if let Some(why) = record.untestable {
@@ -63,17 +65,28 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
                 record.checks.len()
             );
             for check in &failures {
-                println!("          {} {}: {}", check.check, check.tensor, check.message);
+                println!("          {} {}: {}", check.check, check.tensor, printable(&check.message));
                 exit = Exit::Disagreed;
             }
         }
     }
-    if !unread.is_empty() {
-        bail!("{} golden file(s) could not be read: {}", unread.len(), unread.join(", "));
+    if !broken.is_empty() {
+        let why = format!("{} golden file(s) could not be judged: {}", broken.len(), broken.join(", "));
+        if exit == Exit::Agreed {
+            bail!(why);
+        }
+        eprintln!("parity: {why}");
     }
-    if files == 0 {
+    if files == 0 && broken.is_empty() {
         bail!("no file of {} is about {}", arguments.dir.display(), arguments.ops.as_deref().unwrap_or("any operator"));
     }
     println!("{files} golden cases");
     Ok(exit)
+}
+
+/// A file, and the cases that it is.
+fn read(path: &Path, operators: &[&'static dyn Operator]) -> Result<(GoldenFile, Vec<GoldenCase>)> {
+    let file = golden::read(path)?;
+    let cases = golden_run::cases_of(&file, operators)?;
+    Ok((file, cases))
 }

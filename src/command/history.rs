@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::Exit;
+use crate::record::words::printable;
 use crate::report::{diff, history};
 
 /// Options of `parity history`.
@@ -48,6 +49,6 @@ pub fn execute(arguments: &HistoryArguments) -> Result<Exit> {
     if let Some(path) = &arguments.html {
         std::fs::write(path, history::page(&series)).with_context(|| format!("writing {}", path.display()))?;
     }
-    print!("{}", history::terminal(&series));
+    print!("{}", printable(&history::terminal(&series)));
     Ok(Exit::Agreed)
 }

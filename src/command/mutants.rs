@@ -24,7 +24,8 @@ use crate::mutants::matrix::schedule::{self, Schedule};
 use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial::{self, Subject, Trial};
 use crate::mutants::planted::{self, Mutant};
-use crate::operator::{Operator, registry};
+use crate::operator::{Operator, registry, size};
+use crate::record::words::printable;
 use crate::record::{
     KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
 };
@@ -193,7 +194,7 @@ impl<'a> Session<'a> {
     fn cases_fail(&self) -> bool {
         let records = self.known.iter().flatten().map(|known| &known.record);
         let failing: Vec<_> = records.filter(|record| record.verdict() != Verdict::Pass).collect();
-        failing.iter().for_each(|record| eprintln!("without any mutant, {}", sweep::failure_text(record)));
+        failing.iter().for_each(|record| eprintln!("without any mutant, {}", printable(&sweep::failure_text(record))));
         !failing.is_empty()
     }
 
@@ -255,7 +256,7 @@ impl<'a> Session<'a> {
             if !matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent)
                 || !self.arguments.only.is_empty()
             {
-                bar.suspend(|| println!("{}", fate_text(record)));
+                bar.suspend(|| println!("{}", printable(&fate_text(record))));
             }
             bar.inc(1);
             Ok(())
@@ -272,7 +273,9 @@ impl<'a> Session<'a> {
 
     fn child_arguments(&self) -> Vec<String> {
         let backend = self.device.environment().backend.to_string();
-        let mut arguments = ["mutants", "--trial", "--backend", &backend].map(str::to_owned).to_vec();
+        let memory = size::limit().number().to_string();
+        let arguments = ["mutants", "--trial", "--backend", &backend, "--memory", &memory];
+        let mut arguments = arguments.map(str::to_owned).to_vec();
         if let Some(kernels) = &self.arguments.device.kernels {
             arguments.extend(["--kernels".to_owned(), kernels.display().to_string()]);
         }

@@ -10,6 +10,7 @@ use super::{DeviceArguments, Exit};
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::operator::{Profile, registry};
+use crate::record::words::{self, printable};
 use crate::record::{CaseRecord, Origin, Verdict};
 use crate::sweep;
 use crate::sweep::regressions::Regressions;
@@ -48,7 +49,7 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     let device = match arguments.device.open() {
         Ok(device) => device,
         Err(error) if has_no_kernels(&error) => {
-            eprintln!("parity: {error:#}");
+            eprintln!("parity: {}", printable(&words::of_error(&error)));
             return Ok(Exit::Untestable);
         }
         Err(error) => return Err(error),
@@ -141,7 +142,7 @@ fn given(argument: &str) -> Result<Vec<Given>> {
 }
 
 fn print_record(record: &CaseRecord) {
-    println!("{}", record.case);
+    println!("{}", printable(&record.case.to_string()));
     println!("  paths {}", record.paths.join(", "));
     for check in &record.checks {
         let verdict = match check.verdict {
@@ -151,7 +152,10 @@ fn print_record(record: &CaseRecord) {
         };
         println!(
             "  {verdict:5} {:22} {:12} {:>9} compared  {}",
-            check.check, check.tensor, check.compared, check.message
+            check.check,
+            check.tensor,
+            check.compared,
+            printable(&check.message)
         );
         if let Some(m) = &check.metrics {
             println!(
@@ -175,5 +179,5 @@ fn print_record(record: &CaseRecord) {
         }
     }
     println!("  kernel {:.3} s, oracle {:.3} s", record.kernel_seconds, record.oracle_seconds);
-    println!("  {}", record.replay);
+    println!("  {}", printable(&record.replay));
 }

@@ -2,10 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use dsv4_kernels::runtime::interrupt::on_interrupt;
 use dsv4_kernels::runtime::{BackendKind, Device};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -14,10 +17,10 @@ use super::sweep::SweepArguments;
 use super::{DeviceArguments, Exit, workers};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
-use crate::operator::Operator;
-use crate::operator::registry;
+use crate::operator::{Operator, registry, size};
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
-use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Skip, Verdict};
+use crate::record::words::printable;
+use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip, Verdict};
 use crate::report::{self, history};
 use crate::sweep::merge;
 use crate::sweep::progress::Progress;
@@ -82,6 +85,7 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         bail!("--costs: it balances shards or workers, and neither --shard nor --workers is given");
     }
     let operators = registry::select(arguments.ops.as_deref())?;
+    journal::refuse_foreign(&arguments.out)?;
     let device = arguments.device.open()?;
     // Before anything else runs: what cannot be understood must not cost a finished sweep its report.
     let measured = match &arguments.benchmarks {
@@ -138,8 +142,12 @@ fn sweep_here(
         operators: operators.iter().map(|operator| operator.describe()).collect(),
         skips: skips(device, arguments).into_iter().chain(not_run).collect(),
     };
-    let record = plan_record(&plan, shard, remembered, device, run);
+    let names = arguments.ops.as_deref().unwrap_or("all");
+    let settings = settings(names, &arguments.sweep, arguments.costs.as_deref(), &options, &remembered)?;
+    let record = PlanRecord { settings, ..plan_record(&plan, shard, remembered, device, run) };
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
+    writer.hold_to(&plan, shard)?;
+    writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
     let left_out = run_shard(plan, shard, device, &options, &mut writer);
     let cases = writer.finish()?;
@@ -182,7 +190,7 @@ pub(super) fn remember_shrunk(report: &Report, regressions: &Regressions) -> Res
 /// although something `should` have been.
 pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
     for (operator, why) in report.not_run() {
-        eprintln!("parity: the kernels of {operator} cannot be run: {why}");
+        eprintln!("parity: the kernels of {operator} cannot be run: {}", printable(why));
     }
     if report.cases.iter().any(|case| case.verdict() != Verdict::Pass) {
         return Ok(Exit::Disagreed);
@@ -235,9 +243,38 @@ pub(super) fn plan_record(
             executable_digest: journal::executable_digest(),
             environment: runner.environment().clone(),
         },
+        settings: Settings::new(),
         remembered,
         run,
     }
+}
+
+/// What a plan is made of, by the option that says it.
+pub(super) fn settings(
+    operators: &str,
+    sweep: &SweepArguments,
+    costs: Option<&Path>,
+    options: &SweepOptions,
+    remembered: &Remembered,
+) -> Result<Settings> {
+    let digest = |bytes: &[u8]| blake3::hash(bytes).to_hex()[..16].to_owned();
+    let number = |number: Option<usize>, otherwise: &str| number.map_or(otherwise.to_owned(), |n| n.to_string());
+    let costs = match costs {
+        Some(file) => digest(&std::fs::read(file).with_context(|| format!("reading costs from {}", file.display()))?),
+        None => "none".to_owned(),
+    };
+    let settings = [
+        ("--ops", operators.to_owned()),
+        ("--profile", options.profile.name().to_owned()),
+        ("--cases", number(sweep.cases, "those of the profile")),
+        ("--edge-cases", number(sweep.edge_cases, "all")),
+        ("--seed", options.seed.to_string()),
+        ("--schedules", options.checks.schedules.to_string()),
+        ("--costs", costs),
+        ("--memory", size::limit().to_string()),
+        ("--regressions", digest(&serde_json::to_vec(remembered)?)),
+    ];
+    Ok(settings.map(|(name, value)| (name.to_owned(), value)).into())
 }
 
 /// Runs what is missing of a shard, in the order of the plan; returns what was left out, counted by the reason.
@@ -318,11 +355,31 @@ pub(super) fn summarise(report: &Report, out: &Path) {
     println!("report: {}", out.join("index.html").display());
 }
 
+/// What a process ends with that was interrupted: 128 and the number of the signal.
+const INTERRUPTED: i32 = 130;
+
+/// An interrupt says how many cases are recorded in `out`, of how many where that is known, and ends the process.
+pub(super) fn say_when_interrupted(recorded: Arc<AtomicU64>, planned: Option<u64>, out: &Path) -> Result<()> {
+    let out = out.display().to_string();
+    let say = move || {
+        let done = recorded.load(Ordering::Relaxed);
+        let of = planned.map_or(String::new(), |planned| format!(" of {planned}"));
+        // What the bar left of its line.
+        eprintln!(
+            "\nparity: interrupted: {done}{of} cases are recorded in {out}; the same command with --resume goes on"
+        );
+        std::process::exit(INTERRUPTED);
+    };
+    on_interrupt(say).context("listening for interrupts")
+}
+
 /// Writes records as they come, shows progress, keeps them for the report.
 pub(super) struct RecordWriter {
     journal: Journal,
     bar: ProgressBar,
     pub(super) cases: Vec<CaseRecord>,
+    /// How many planned cases are in the journal.
+    recorded: Arc<AtomicU64>,
     broken: Option<std::io::Error>,
 }
 
@@ -333,7 +390,20 @@ impl RecordWriter {
             Some(begun) => Journal::resume(dir, begun, plan)?,
             None => (Journal::start(dir, plan)?, Vec::new()),
         };
-        Ok(Self { journal, bar: ProgressBar::hidden(), cases, broken: None })
+        let planned = cases.iter().filter(|case| case.origin != Origin::Shrunk).count();
+        let recorded = Arc::new(AtomicU64::new(planned as u64));
+        Ok(Self { journal, bar: ProgressBar::hidden(), cases, recorded, broken: None })
+    }
+
+    /// An interrupt ends this process with code 130, and says how far it came and how to go on.
+    pub(super) fn say_when_interrupted(&self, out: &Path, planned: u64) -> Result<()> {
+        say_when_interrupted(self.recorded.clone(), Some(planned), out)
+    }
+
+    /// Refuses what was recorded before, where it is not of this plan.
+    pub(super) fn hold_to(&self, plan: &Plan, shard: Shard) -> Result<()> {
+        let held = plan.refuse_other_records(shard, &self.cases);
+        held.with_context(|| format!("{} cannot be resumed", self.journal.path().display()))
     }
 
     /// The records of every case, if all were written.
@@ -360,9 +430,11 @@ impl Observer for RecordWriter {
         // After a failed write the last line may be cut, and nothing may follow it.
         if self.broken.is_none() {
             self.broken = self.journal.append(&record).err();
+            let counts = self.broken.is_none() && record.origin != Origin::Shrunk;
+            self.recorded.fetch_add(counts.into(), Ordering::Relaxed);
         }
         if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
-            self.bar.suspend(|| eprintln!("{}", sweep::failure_text(&record)));
+            self.bar.suspend(|| eprintln!("{}", printable(&sweep::failure_text(&record))));
         }
         self.cases.push(record);
         self.bar.inc(1);

@@ -5,6 +5,8 @@ use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -13,7 +15,8 @@ use dsv4_kernels::runtime::process::{isolate, kill_group};
 use dsv4_kernels::runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::run::RunArguments;
+use super::run::{self, RunArguments};
+use crate::operator::size;
 use crate::record::Report;
 use crate::record::journal::{self, Shard};
 use crate::sweep::merge::{self, Part};
@@ -39,7 +42,7 @@ pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Enviro
     let mut running = shards
         .map(|shard| Worker::start(arguments, shard, gpus, environment.backend, &folder))
         .collect::<Result<Vec<_>>>()?;
-    watch(&mut running)?;
+    watch(&mut running, &arguments.out)?;
     let parts = running
         .iter_mut()
         .map(|worker| {
@@ -76,6 +79,8 @@ impl Worker {
         let program = std::env::current_exe().context("finding this program, to start workers")?;
         let mut command = Command::new(program);
         command.args(shard_arguments(arguments, shard, backend, &dir));
+        // All of them together have what one would have.
+        command.arg("--memory").arg((size::limit().number() / u64::from(shard.count)).to_string());
         if gpus > 0 && std::env::var_os(GPU).is_none() {
             command.env(GPU, (shard.index % gpus).to_string());
         }
@@ -123,7 +128,9 @@ impl Drop for Worker {
 }
 
 /// Shows how far the workers are until all have ended. One that ends without a report ends the others, too.
-fn watch(workers: &mut [Worker]) -> Result<()> {
+fn watch(workers: &mut [Worker], out: &Path) -> Result<()> {
+    let recorded = Arc::<AtomicU64>::default();
+    run::say_when_interrupted(recorded.clone(), None, out)?;
     let bar = ProgressBar::new_spinner();
     if let Ok(style) = ProgressStyle::with_template("{msg} {pos} cases {elapsed}") {
         bar.set_style(style);
@@ -132,7 +139,8 @@ fn watch(workers: &mut [Worker]) -> Result<()> {
     loop {
         let mut runs = false;
         for worker in workers.iter_mut() {
-            bar.inc(worker.newly_recorded());
+            recorded.fetch_add(worker.newly_recorded(), Ordering::Relaxed);
+            bar.set_position(recorded.load(Ordering::Relaxed));
             if worker.runs()? {
                 runs = true;
             } else if !worker.dir.join("report.json").is_file() {

@@ -8,6 +8,8 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use thiserror::Error;
 
+use crate::operator::size;
+
 /// Why a golden folder or file cannot be read.
 #[derive(Debug, Error)]
 pub enum GoldenError {
@@ -38,6 +40,17 @@ pub enum GoldenError {
     },
 }
 
+/// What a golden tensor's elements are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Floating-point numbers.
+    Float,
+    /// Signed integers.
+    Integer,
+    /// Bytes: masks.
+    Byte,
+}
+
 /// A tensor of a golden file, widened to f64 (exactly, for every type that occurs).
 #[derive(Clone, Debug)]
 pub struct GoldenTensor {
@@ -45,6 +58,8 @@ pub struct GoldenTensor {
     pub shape: Vec<usize>,
     /// Elements, row-major.
     pub values: Vec<f64>,
+    /// What the file holds.
+    pub kind: Kind,
     /// Whether the file holds f32.
     pub stored_f32: bool,
 }
@@ -68,7 +83,7 @@ impl GoldenFile {
     /// # Errors
     /// The missing name.
     pub fn tensor(&self, name: &str) -> Result<&GoldenTensor, String> {
-        self.tensors.get(name).ok_or_else(|| format!("{} has no tensor `{name}`", self.name))
+        self.tensors.get(name).ok_or_else(|| format!("there is no tensor `{name}`"))
     }
 
     /// A number of the configuration.
@@ -76,7 +91,7 @@ impl GoldenFile {
     /// # Errors
     /// The missing or non-numeric name.
     pub fn number(&self, name: &str) -> Result<f64, String> {
-        self.config[name].as_f64().ok_or_else(|| format!("{}: config has no number `{name}`", self.name))
+        self.config[name].as_f64().ok_or_else(|| format!("config has no number `{name}`"))
     }
 }
 
@@ -101,12 +116,30 @@ pub fn kind_of(name: &str) -> &str {
     name.split("__").next().unwrap_or_default()
 }
 
+/// Times the bytes of a file that reading it takes: it, and its elements widened from one byte to eight.
+const WIDENED: u128 = 10;
+
+/// The bytes of a regular file that is no larger than a case may be.
+fn bytes_of(path: &Path) -> Result<Vec<u8>, GoldenError> {
+    let unread = |source| GoldenError::Read { path: path.to_owned(), source };
+    let file = std::fs::metadata(path).map_err(unread)?;
+    if !file.is_file() {
+        return Err(GoldenError::File { path: path.to_owned(), reason: "it is no regular file".into() });
+    }
+    let limit = size::limit();
+    if !limit.allows(u128::from(file.len()) * WIDENED) {
+        let reason = format!("{} bytes take more than the {limit} of memory that are allowed (--memory)", file.len());
+        return Err(GoldenError::File { path: path.to_owned(), reason });
+    }
+    std::fs::read(path).map_err(unread)
+}
+
 /// Reads one file.
 ///
 /// # Errors
 /// [`GoldenError::Read`], [`GoldenError::File`].
 pub fn read(path: &Path) -> Result<GoldenFile, GoldenError> {
-    let bytes = std::fs::read(path).map_err(|source| GoldenError::Read { path: path.to_owned(), source })?;
+    let bytes = bytes_of(path)?;
     let broken = |reason: String| GoldenError::File { path: path.to_owned(), reason };
     let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|e| broken(e.to_string()))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;
@@ -119,10 +152,18 @@ pub fn read(path: &Path) -> Result<GoldenFile, GoldenError> {
     for (tensor_name, view) in tensors.tensors() {
         let values = widen(view.dtype(), view.data())
             .ok_or_else(|| broken(format!("`{tensor_name}` has the unknown type {:?}", view.dtype())))?;
-        let stored_f32 = view.dtype() == Dtype::F32;
-        read.insert(tensor_name, GoldenTensor { shape: view.shape().to_vec(), values, stored_f32 });
+        let (kind, stored_f32) = (kind_of_elements(view.dtype()), view.dtype() == Dtype::F32);
+        read.insert(tensor_name, GoldenTensor { shape: view.shape().to_vec(), values, kind, stored_f32 });
     }
     Ok(GoldenFile { name, operator, config: description["config"].clone(), tensors: read })
+}
+
+fn kind_of_elements(dtype: Dtype) -> Kind {
+    match dtype {
+        Dtype::I64 | Dtype::I32 => Kind::Integer,
+        Dtype::U8 | Dtype::BOOL => Kind::Byte,
+        _ => Kind::Float,
+    }
 }
 
 fn widen(dtype: Dtype, data: &[u8]) -> Option<Vec<f64>> {

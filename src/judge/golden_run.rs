@@ -17,7 +17,7 @@ use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::golden::GoldenFile;
 use crate::judge::truth::Truth;
 use crate::operator::{ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
-use crate::record::{CaseRecord, CheckRecord, Origin, Verdict};
+use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, words};
 
 /// Runs every check that a golden case allows. `device` is `None` where only oracles are asked for.
 pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
@@ -88,7 +88,7 @@ fn failed(check: &str, tensor: &str, message: String) -> CheckRecord {
         tensor: tensor.to_owned(),
         verdict: Verdict::Error,
         compared: 0,
-        message,
+        message: words::message(message),
         metrics: None,
     }
 }
@@ -110,6 +110,10 @@ fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) ->
     let mut record = failed("golden", expected.name, String::new());
     if expected.values.len() != exact.values.len() {
         record.message = format!("the file has {} elements, the oracle {}", expected.values.len(), exact.values.len());
+        return record;
+    }
+    if expected.values.is_empty() {
+        record.message = "compared no element".to_owned();
         return record;
     }
     let narrower = f64::EPSILON / f64::from(f32::EPSILON);

@@ -4,7 +4,7 @@ use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared, Sequence};
-use crate::record::{Seconds, Skip, Verdict};
+use crate::record::{Seconds, Skip, Verdict, words};
 
 /// Why there are no outputs to check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ impl RunError {
 
     /// Nothing was learnt about the kernel.
     pub fn error(message: impl Into<String>) -> Self {
-        let message = message.into();
+        let message = words::message(message);
         Self { verdict: Verdict::Error, message, skipped: false, untestable: false, unsupported: false }
     }
 

@@ -231,7 +231,7 @@ impl<K: Declared> Benchmark<K> {
 
     fn no_axis(&self) -> CaseError {
         let reason = format!("the case of benchmark `{}` has no such axis, or no field of its name", self.name);
-        CaseError::Field { operator: K::ABOUT.name, field: self.axis, reason }
+        CaseError::Field { operator: K::ABOUT.name, field: self.axis.into(), reason }
     }
 }
 

@@ -150,6 +150,8 @@ pub struct TensorSpec {
     pub only_in: Option<&'static str>,
     /// Elements behind each row that belong to nobody, whatever the layout.
     pub minimum_gap: usize,
+    /// The field of the case that says so, where a case does.
+    pub gap_of: Option<&'static str>,
     /// Whether the kernel takes its first two axes as one: entries of both together are evenly spaced.
     pub joined: bool,
     /// Between which limits its numbers are clamped; an infinity where there is none.
@@ -182,6 +184,7 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         argument: name,
         only_in: None,
         minimum_gap: 0,
+        gap_of: None,
         joined: false,
         clamped: None,
         bends_over: None,
@@ -310,9 +313,9 @@ impl TensorSpec {
         self
     }
 
-    /// At least so many elements lie between the rows, which belong to nobody.
-    pub fn with_gap(mut self, elements: usize) -> Self {
-        self.minimum_gap = elements;
+    /// At least so many elements lie between the rows, which belong to nobody, as a field of the case says.
+    pub fn with_gap(mut self, field: &'static str, elements: usize) -> Self {
+        (self.minimum_gap, self.gap_of) = (elements, Some(field));
         self
     }
 
@@ -478,6 +481,12 @@ impl Specs {
             }
         }
         Ok(())
+    }
+
+    /// The same with nothing between rows but what layouts put there.
+    pub(super) fn without_gaps(mut self) -> Self {
+        self.all.iter_mut().for_each(|spec| spec.minimum_gap = 0);
+        self
     }
 
     /// The same without some of them.

@@ -3,6 +3,7 @@
 //!
 //! [`Declared`] is what an operator's file implements; [`Op`] makes an entry of the registry of it.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use super::limits;
 use super::memory::Placed;
 use super::probe::Probe;
 use super::sequence;
+use super::size::{self, Limit};
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{
@@ -35,7 +37,7 @@ use super::{
 };
 use crate::case::{Case, CaseError};
 use crate::judge::golden::GoldenFile;
-use crate::operator::golden::Golden;
+use crate::operator::golden::{Golden, Reading};
 use crate::operators::elements;
 use crate::record::{OperatorRecord, Seconds};
 
@@ -59,8 +61,8 @@ pub struct About {
 /// A field of a case that its operator cannot take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
-    /// The field.
-    pub field: &'static str,
+    /// The field; those of a part of the case with the part's name before them.
+    pub field: Cow<'static, str>,
     /// Its value, and the rule.
     pub reason: String,
 }
@@ -70,7 +72,7 @@ pub struct Refused {
 /// # Errors
 /// Always.
 pub fn refuse<T>(field: &'static str, reason: impl Into<String>) -> Result<T, Refused> {
-    Err(Refused { field, reason: reason.into() })
+    Err(Refused { field: field.into(), reason: reason.into() })
 }
 
 /// A number of a case that must be finite and above 0.
@@ -102,10 +104,33 @@ pub fn not_empty(field: &'static str, extent: usize) -> Result<(), Refused> {
 /// # Errors
 /// The field, its value and the rule.
 pub(super) fn checked<K: Declared>(case: &K::Case) -> Result<Specs, Refused> {
+    bound_numbers(&Value::Object(Case::new(K::ABOUT.name, case).fields), "")?;
     K::check(case)?;
     let specs = K::tensors(case);
     specs.check()?;
     Ok(specs)
+}
+
+/// Largest whole number of a case but its seed: a sum of two of them fits an i32, and a product of two 64 bits, so that no
+/// operator has to think of numbers that wrap.
+const LARGEST_NUMBER: u64 = (1 << 30) - 1;
+
+/// What may be any number of 64 bits.
+const SEED: &str = "seed";
+
+/// Refuses whole numbers above [`LARGEST_NUMBER`], wherever they stand in a case.
+fn bound_numbers(value: &Value, path: &str) -> Result<(), Refused> {
+    match value {
+        Value::Object(fields) => fields.iter().filter(|(name, _)| *name != SEED).try_for_each(|(name, value)| {
+            let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+            bound_numbers(value, &path)
+        }),
+        Value::Array(values) => values.iter().try_for_each(|value| bound_numbers(value, path)),
+        Value::Number(number) if number.as_u64().is_some_and(|number| number > LARGEST_NUMBER) => {
+            Err(Refused { field: path.to_owned().into(), reason: format!("{number} is more than {LARGEST_NUMBER}") })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Elements of the largest input that finite differences are taken of, unless an operator says otherwise.
@@ -225,6 +250,12 @@ pub trait Declared: Sized + Send + Sync + 'static {
         Vec::new()
     }
 
+    /// Elements that one run of the oracle holds at the same time beside the tensors of the case, such as the rows that lists
+    /// name: a case is refused before that takes too much memory. None where it is not said.
+    fn oracle_elements(_case: &Self::Case) -> u128 {
+        0
+    }
+
     /// Relations between the case and variants of it that need no oracle.
     fn laws(_case: &Self::Case, _laws: &mut Laws<'_, Self>) {}
 
@@ -244,7 +275,7 @@ pub trait Declared: Sized + Send + Sync + 'static {
     ///
     /// # Errors
     /// A file that does not fit.
-    fn golden(_file: &GoldenFile) -> Result<Vec<Golden<Self::Case>>, String> {
+    fn golden(_file: &mut Reading<'_>) -> Result<Vec<Golden<Self::Case>>, String> {
         Ok(Vec::new())
     }
 
@@ -391,11 +422,11 @@ pub(super) fn field_error<K: Declared>(refused: Refused) -> CaseError {
 }
 
 fn layout_error<K: Declared>(reason: String) -> CaseError {
-    field_error::<K>(Refused { field: LAYOUTS, reason })
+    field_error::<K>(Refused { field: LAYOUTS.into(), reason })
 }
 
 fn special_error<K: Declared>(reason: String) -> CaseError {
-    field_error::<K>(Refused { field: SPECIAL, reason })
+    field_error::<K>(Refused { field: SPECIAL.into(), reason })
 }
 
 /// The oracle's error as a case's.
@@ -441,13 +472,14 @@ pub(super) fn read<K: Declared>(line: &Case) -> Result<(K::Case, Choices), CaseE
     no_unknown_field::<K>(&line, &case)?;
     let specs = checked::<K>(&case).map_err(field_error::<K>)?;
     bound_sizes::<K>(&specs)?;
+    let said = if padding.is_some() { PADDING } else { LAYOUTS };
     let layouts = match (layouts, padding) {
         (Some(value), None) => serde_json::from_value(value).map_err(|e| layout_error::<K>(e.to_string()))?,
         (None, Some(value)) => layouts::padded(&specs, padding_of::<K>(&value)?),
         (None, None) => Layouts::new(),
         (Some(_), Some(_)) => return Err(layout_error::<K>("`padding` beside `layouts`: say it there".into())),
     };
-    check_layouts::<K>(&specs, &layouts)?;
+    check_layouts(&specs, &layouts, said).map_err(field_error::<K>)?;
     let special = special.map(serde_json::from_value).transpose().map_err(|e| special_error::<K>(e.to_string()))?;
     if let Some(special) = special.as_ref().filter(|special: &&Special| !special.fits(&specs)) {
         return Err(special_error::<K>(special.why_not()));
@@ -472,7 +504,7 @@ fn padding_of<K: Declared>(value: &Value) -> Result<usize, CaseError> {
     let number = value.as_u64().and_then(|number| usize::try_from(number).ok());
     number.ok_or_else(|| CaseError::Field {
         operator: K::ABOUT.name,
-        field: PADDING,
+        field: PADDING.into(),
         reason: format!("{value} is no number of elements"),
     })
 }
@@ -485,20 +517,64 @@ fn bound_sizes<K: Declared>(specs: &Specs) -> Result<(), CaseError> {
     let longest = large.axes.iter().max_by_key(|axis| axis.extent);
     Err(CaseError::Field {
         operator: K::ABOUT.name,
-        field: longest.map_or("extents", |axis| axis.name),
+        field: longest.map_or("extents", |axis| axis.name).into(),
         reason: format!("`{}` {:?} has more than 2^31 elements", large.name, large.shape()),
     })
 }
 
-fn check_layouts<K: Declared>(specs: &Specs, layouts: &Layouts) -> Result<(), CaseError> {
+/// Refuses a case that takes more memory than it may.
+///
+/// # Errors
+/// The longest axis of the largest tensor, and what the case takes.
+pub(super) fn within<K: Declared>(
+    case: &K::Case,
+    specs: &Specs,
+    layouts: &Layouts,
+    limit: Limit,
+) -> Result<(), Refused> {
+    let bytes = size::bytes_of(specs, layouts, K::oracle_elements(case));
+    if limit.allows(bytes) {
+        return Ok(());
+    }
+    let largest = size::largest(specs);
+    // Where the tensors alone would fit, it is what lies between their rows.
+    let dense = size::bytes_of(&specs.clone().without_gaps(), &Layouts::new(), K::oracle_elements(case));
+    if limit.allows(dense) {
+        let own =
+            specs.present().find(|spec| spec.gap_of.is_some() && spec.minimum_gap > 0).and_then(|spec| spec.gap_of);
+        let field = if layouts.is_empty() { own.unwrap_or(LAYOUTS) } else { LAYOUTS };
+        let takes = [bytes, dense].map(size::in_words);
+        let [takes, dense] = takes;
+        let reason = format!("the case takes up to {takes} of memory, dense {dense}; {limit} are allowed (--memory)");
+        return refuse(field, reason);
+    }
+    let longest = largest.and_then(|spec| spec.axes.iter().max_by_key(|axis| axis.extent));
+    let takes = size::in_words(bytes);
+    let shape = largest.map_or_else(String::new, |spec| format!(", with `{}` {:?}", spec.name, spec.shape()));
+    refuse(
+        longest.map_or("extents", |axis| axis.name),
+        format!("the case takes up to {takes} of memory{shape}; {limit} are allowed (--memory)"),
+    )
+}
+
+/// Refuses layouts, which the field `said` says, that the case's tensors do not take or no device can hold.
+fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result<(), Refused> {
     for name in layouts.keys() {
         if specs.find(name).is_none() {
             let names: Vec<_> = specs.present().map(|spec| spec.name).collect();
-            return Err(layout_error::<K>(format!("no tensor `{name}`; the case has {}", names.join(", "))));
+            return refuse(said, format!("no tensor `{name}`; the case has {}", names.join(", ")));
         }
     }
+    let mut addresses = 0usize;
     for spec in specs.present().filter(|spec| spec.is_stored()) {
-        layout_of(spec, layouts).place(spec).map_err(layout_error::<K>)?;
+        // A gap may also be the operator's own, which another field says.
+        let field = spec.gap_of.filter(|_| !layouts.contains_key(spec.name)).unwrap_or(said);
+        let placed = layout_of(spec, layouts).place(spec).and_then(|placed| layouts::bounded(spec, &placed));
+        addresses = addresses.saturating_add(placed.or_else(|reason| refuse(field, reason))?);
+    }
+    let most = 4 * layouts::MOST_ADDRESSES;
+    if addresses > most {
+        return refuse(said, format!("they spread the case over {addresses} bytes; {most} at most"));
     }
     Ok(())
 }
@@ -604,12 +680,24 @@ impl<K: Declared> Operator for Op<K> {
     fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
         // A case that is not understood is no skip: to prepare it will say what is wrong.
         let (case, choices) = read::<K>(case).ok()?;
-        K::cannot_run(&case, environment).or_else(|| too_large_on(environment, &K::tensors(&case), &choices.layouts, 1))
+        let too_large = |specs: &Specs| {
+            let of_this_process = within::<K>(&case, specs, &choices.layouts, size::limit());
+            // Its own words name the numbers of this case: skips are counted by their reason.
+            let why = || format!("it takes more than the {} of memory that a case may (--memory)", size::limit());
+            too_large_on(environment, specs, &choices.layouts, 1).or_else(|| of_this_process.err().map(|_| why()))
+        };
+        K::cannot_run(&case, environment).or_else(|| too_large(&K::tensors(&case)))
     }
 
-    fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
+    fn prepare_within(&self, case: &Case, limit: Limit) -> Result<Box<dyn Prepared>, CaseError> {
         let (case, choices) = read::<K>(case)?;
+        within::<K>(&case, &K::tensors(&case), &choices.layouts, limit).map_err(field_error::<K>)?;
         Ok(Box::new(Inputs::<K>::draw(case, choices)?))
+    }
+
+    fn bytes(&self, case: &Case) -> Result<u128, CaseError> {
+        let (case, choices) = read::<K>(case)?;
+        Ok(size::bytes_of(&K::tensors(&case), &choices.layouts, K::oracle_elements(&case)))
     }
 
     fn golden_kinds(&self) -> &'static [&'static str] {
@@ -620,7 +708,8 @@ impl<K: Declared> Operator for Op<K> {
         if !K::GOLDEN.contains(&file.operator.as_str()) {
             return Ok(Vec::new());
         }
-        let cases = K::golden(file).map_err(CaseError::Malformed)?;
+        let cases = K::golden(&mut Reading::of(file));
+        let cases = cases.map_err(|reason| CaseError::Malformed(format!("{}: {reason}", file.name)))?;
         if cases.is_empty() {
             let (name, file) = (K::ABOUT.name, &file.name);
             return Err(CaseError::Malformed(format!("{file} is about `{name}`, which makes no case of it")));

@@ -1,13 +1,153 @@
 //! What a golden file means to a declared operator: tensors of the file by the operator's names.
+//!
+//! An operator reads a file through [`Reading`] alone, which knows its axes by name: an axis has one extent in all tensors of
+//! a file, no tensor is empty, and what is read as numbers, integers or a mask is stored as such. So no operator can index
+//! beyond what a file holds.
+
+use std::collections::BTreeMap;
 
 use dsv4_kernels::runtime::HostTensor;
 
 use super::declaration::Specs;
-use super::declared::{Choices, Declared, Inputs, checked};
+use super::declared::{Choices, Declared, Inputs, Refused, checked, within};
+use super::layouts::Layouts;
+use super::size;
 use super::tensors::Tensors;
 use super::{ExpectedTensor, GoldenCase};
 use crate::case::CaseError;
-use crate::judge::golden::GoldenFile;
+use crate::judge::golden::{GoldenFile, GoldenTensor, Kind};
+
+/// Axes of a stored tensor, outermost first, by the file's names of them: `1` is an axis of one entry, and a first one that
+/// begins with `..` is any number of axes, taken as one.
+pub type Axes<'a> = &'a [&'a str];
+
+/// A golden file as an operator reads it.
+pub struct Reading<'f> {
+    file: &'f GoldenFile,
+    /// Extents by the names of axes, and what they were learnt from.
+    extents: BTreeMap<String, (usize, String)>,
+}
+
+impl<'f> Reading<'f> {
+    /// Nothing of it is known yet.
+    pub fn of(file: &'f GoldenFile) -> Self {
+        Self { file, extents: BTreeMap::new() }
+    }
+
+    /// Its kind ([`GoldenFile::operator`]).
+    pub fn kind(&self) -> &'f str {
+        &self.file.operator
+    }
+
+    /// A floating-point tensor, row-major.
+    ///
+    /// # Errors
+    /// The file has none, or one of other axes or another type.
+    pub fn floats(&mut self, name: &str, axes: Axes<'_>) -> Result<&'f [f64], String> {
+        Ok(&self.tensor(name, axes, Kind::Float)?.values)
+    }
+
+    /// A tensor of integers that fit 32 bits, row-major.
+    ///
+    /// # Errors
+    /// As [`Self::floats`]; one that does not fit.
+    pub fn integers(&mut self, name: &str, axes: Axes<'_>) -> Result<Vec<i32>, String> {
+        let tensor = self.tensor(name, axes, Kind::Integer)?;
+        let fitting = |&value: &f64| {
+            let fits = (f64::from(i32::MIN)..=f64::from(i32::MAX)).contains(&value);
+            fits.then_some(value as i32).ok_or_else(|| format!("`{name}` holds {value}, beyond 32 bits"))
+        };
+        tensor.values.iter().map(fitting).collect()
+    }
+
+    /// A mask, row-major.
+    ///
+    /// # Errors
+    /// As [`Self::floats`].
+    pub fn mask(&mut self, name: &str, axes: Axes<'_>) -> Result<Vec<bool>, String> {
+        Ok(self.tensor(name, axes, Kind::Byte)?.values.iter().map(|&value| value != 0.0).collect())
+    }
+
+    /// The extent of an axis of what was read.
+    ///
+    /// # Errors
+    /// Nothing that was read has such an axis.
+    pub fn extent(&self, axis: &str) -> Result<usize, String> {
+        let known = self.extents.get(axis).map(|(extent, _)| *extent);
+        known.ok_or_else(|| format!("nothing that was read has an axis {axis}"))
+    }
+
+    /// Says the extent of an axis, as `of` has it.
+    ///
+    /// # Errors
+    /// It is another one in what was read.
+    pub fn hold(&mut self, axis: &str, extent: usize, of: &str) -> Result<(), String> {
+        let axis = axis.trim_start_matches('.');
+        let known = self.extents.get(axis).map(|(known, by)| (*known, by.clone()));
+        match known {
+            Some((known, by)) if known != extent => Err(format!("{axis} is {extent} in `{of}` and {known} in `{by}`")),
+            Some(_) => Ok(()),
+            None => {
+                self.extents.insert(axis.to_owned(), (extent, of.to_owned()));
+                Ok(())
+            }
+        }
+    }
+
+    /// A number of the configuration.
+    ///
+    /// # Errors
+    /// The missing or non-numeric name.
+    pub fn number(&self, name: &str) -> Result<f64, String> {
+        self.file.number(name)
+    }
+
+    /// A whole number of the configuration, not negative, that fits 31 bits.
+    ///
+    /// # Errors
+    /// As [`Self::number`]; another number.
+    pub fn whole(&self, name: &str) -> Result<usize, String> {
+        let number = self.number(name)?;
+        let fits = number.fract() == 0.0 && (0.0..=f64::from(i32::MAX)).contains(&number);
+        fits.then_some(number as usize).ok_or_else(|| format!("config: {name} {number} is no extent"))
+    }
+
+    /// What the configuration says under a name; nothing where it says nothing.
+    pub fn config(&self, name: &str) -> &'f serde_json::Value {
+        &self.file.config[name]
+    }
+
+    fn tensor(&mut self, name: &str, axes: Axes<'_>, kind: Kind) -> Result<&'f GoldenTensor, String> {
+        let tensor = self.file.tensor(name)?;
+        let shape = tensor.shape.as_slice();
+        if tensor.kind != kind {
+            return Err(format!("`{name}` holds elements of kind {:?}, not {kind:?}", tensor.kind));
+        }
+        if tensor.values.is_empty() {
+            return Err(format!("`{name}` {shape:?} has no element"));
+        }
+        let misfit = || format!("`{name}` {shape:?} does not have the axes [{}]", axes.join(", "));
+        let leading = match axes.first() {
+            Some(first) if first.starts_with("..") => (shape.len() + 1).checked_sub(axes.len()),
+            _ => (shape.len() == axes.len()).then_some(1.min(shape.len())),
+        };
+        let (leading, inner) = shape.split_at_checked(leading.ok_or_else(misfit)?).ok_or_else(misfit)?;
+        let extents: Vec<usize> = match axes.is_empty() {
+            true => Vec::new(),
+            false => std::iter::once(leading.iter().product()).chain(inner.iter().copied()).collect(),
+        };
+        for (&axis, extent) in axes.iter().zip(extents) {
+            match (axis, extent) {
+                ("1", 1) => {}
+                ("1", other) => {
+                    return Err(format!("`{name}` {shape:?} has {other} entries along an axis of one"));
+                }
+                _ => self.hold(axis, extent, name)?,
+            }
+        }
+        Ok(tensor)
+    }
+}
 
 /// How a tensor's elements are reordered between the file and the operator.
 pub type Reorder<'r> = &'r dyn Fn(&[f64]) -> Vec<f64>;
@@ -18,7 +158,7 @@ pub struct Golden<C> {
     given: Vec<(&'static str, Given)>,
     scalars: Vec<(&'static str, f64)>,
     expected: Vec<ExpectedTensor>,
-    kernel_skip: Option<String>,
+    kernel_skip: Option<(String, C)>,
 }
 
 enum Given {
@@ -54,12 +194,18 @@ impl<C> Golden<C> {
         self
     }
 
-    /// Tensor `name` has the elements of `stored` in the file.
+    /// Tensor `name` has the elements of `stored` in the file, which has these axes.
     ///
     /// # Errors
-    /// The file has none.
-    pub fn stored(self, file: &GoldenFile, name: &'static str, stored: &str) -> Result<Self, String> {
-        Ok(self.values(name, file.tensor(stored)?.values.clone()))
+    /// Those of [`Reading::floats`].
+    pub fn stored(
+        self,
+        file: &mut Reading<'_>,
+        name: &'static str,
+        stored: &str,
+        axes: Axes<'_>,
+    ) -> Result<Self, String> {
+        Ok(self.values(name, file.floats(stored, axes)?.to_vec()))
     }
 
     /// The oracle takes this number in place of the case's rounded one.
@@ -69,26 +215,33 @@ impl<C> Golden<C> {
         self
     }
 
-    /// The oracle's tensor `name` must be `stored` of the file, up to rounding.
+    /// The oracle's tensor `name` must be `stored` of the file, which has these axes, up to rounding.
     ///
     /// # Errors
-    /// The file has none.
-    pub fn expect(self, file: &GoldenFile, name: &'static str, stored: &str) -> Result<Self, String> {
-        self.expect_reordered(file, name, stored, &<[f64]>::to_vec)
+    /// Those of [`Reading::floats`].
+    pub fn expect(
+        self,
+        file: &mut Reading<'_>,
+        name: &'static str,
+        stored: &str,
+        axes: Axes<'_>,
+    ) -> Result<Self, String> {
+        self.expect_reordered(file, name, stored, axes, &<[f64]>::to_vec)
     }
 
     /// The same with its elements reordered.
     ///
     /// # Errors
-    /// The file has none.
+    /// Those of [`Reading::floats`].
     pub fn expect_reordered(
         mut self,
-        file: &GoldenFile,
+        file: &mut Reading<'_>,
         name: &'static str,
         stored_as: &str,
+        axes: Axes<'_>,
         reorder: Reorder<'_>,
     ) -> Result<Self, String> {
-        let stored = file.tensor(stored_as)?;
+        let stored = file.tensor(stored_as, axes, Kind::Float)?;
         self.expected.push(ExpectedTensor {
             name,
             stored_as: stored_as.to_owned(),
@@ -106,9 +259,9 @@ impl<C> Golden<C> {
         self
     }
 
-    /// Why the kernel cannot run this case, if it cannot.
+    /// Why the kernel cannot run this case, if it cannot: as it is, it takes only cases like this other one.
     #[must_use]
-    pub fn kernel_skips(mut self, why: Option<String>) -> Self {
+    pub fn kernel_skips(mut self, why: Option<(String, C)>) -> Self {
         self.kernel_skip = why;
         self
     }
@@ -116,12 +269,15 @@ impl<C> Golden<C> {
     /// The case with its tensors, held to the operator's declaration.
     pub(super) fn finish<K: Declared<Case = C>>(self, file: &GoldenFile) -> Result<GoldenCase, CaseError> {
         let broken = |reason: String| CaseError::Malformed(format!("{}: {reason}", file.name));
+        let refused = |refused: Refused| broken(format!("field `{}`: {}", refused.field, refused.reason));
         match (checked::<K>(&self.case), &self.kernel_skip) {
-            (Ok(_), None) | (Err(_), Some(_)) => {}
-            (Err(refused), None) => return Err(broken(format!("field `{}`: {}", refused.field, refused.reason))),
-            (Ok(_), Some(why)) => return Err(broken(format!("left out of the kernels, which take it: {why}"))),
+            // What is wrong with the case is nothing but what its like has not.
+            (Err(_), Some((_, like))) => checked::<K>(like).map(|_| ()).map_err(refused)?,
+            (Ok(_), Some((why, _))) => return Err(broken(format!("left out of the kernels, which take it: {why}"))),
+            (found, None) => found.map(|_| ()).map_err(refused)?,
         }
         let specs = K::tensors(&self.case);
+        within::<K>(&self.case, &specs, &Layouts::new(), size::limit()).map_err(refused)?;
         let mut tensors = Tensors::draw(&specs, None);
         K::amend(&self.case, &mut tensors).map_err(|e| broken(e.to_string()))?;
         for (name, given) in self.given {
@@ -130,50 +286,83 @@ impl<C> Golden<C> {
         for (name, value) in self.scalars {
             tensors.set_scalar(name, value);
         }
+        for expected in &self.expected {
+            filled(&specs, expected.name, expected.values.len()).map_err(broken)?;
+        }
+        let kernel_skip = self.kernel_skip.map(|(why, _)| why);
         let inputs = Inputs::<K>::of(self.case, Choices::default(), tensors);
-        Ok(GoldenCase { prepared: Box::new(inputs), expected: self.expected, kernel_skip: self.kernel_skip })
+        Ok(GoldenCase { prepared: Box::new(inputs), expected: self.expected, kernel_skip })
     }
 }
 
-/// Of each slot of `chosen` `[.., topk]` the product of its expert's matrix of `experts` `[num_experts, m, n]` with its
-/// token's row of `rows` `[.., n]`: m numbers.
+/// Of each slot of `chosen` `[..tokens, topk]` the product of its expert's matrix of `experts` with its token's row of `rows`
+/// `[..tokens, n]`: m numbers. The matrices' axes are `[experts, m, n]`.
 ///
 /// # Errors
-/// A tensor that the file has not, or whose extents do not fit.
-pub fn routed(file: &GoldenFile, rows: &str, chosen: &str, experts: &str) -> Result<Vec<Vec<f64>>, String> {
+/// A tensor that the file has not, or whose extents do not fit; an expert that there is not.
+pub fn routed(
+    file: &mut Reading<'_>,
+    rows: &str,
+    chosen: &str,
+    experts: (&str, [&str; 2]),
+) -> Result<Vec<Vec<f64>>, String> {
     of_slots(file, rows, chosen, experts, false)
 }
 
-/// [`routed`] the other way, as gradients go: rows `[.., m]` times the matrix, n numbers.
+/// [`routed`] the other way, as gradients go: rows `[..tokens, m]` times the matrix, n numbers.
 ///
 /// # Errors
 /// As [`routed`].
-pub fn routed_back(file: &GoldenFile, rows: &str, chosen: &str, experts: &str) -> Result<Vec<Vec<f64>>, String> {
+pub fn routed_back(
+    file: &mut Reading<'_>,
+    rows: &str,
+    chosen: &str,
+    experts: (&str, [&str; 2]),
+) -> Result<Vec<Vec<f64>>, String> {
     of_slots(file, rows, chosen, experts, true)
 }
 
-fn of_slots(file: &GoldenFile, rows: &str, chosen: &str, experts: &str, back: bool) -> Result<Vec<Vec<f64>>, String> {
-    let misfit = || format!("{}: `{rows}` and `{chosen}` do not fit `{experts}`", file.name);
-    let (rows, chosen, experts) = (file.tensor(rows)?, file.tensor(chosen)?, file.tensor(experts)?);
-    let (&[_, m, n], Some(&topk)) = (experts.shape.as_slice(), chosen.shape.last()) else { return Err(misfit()) };
-    let length = if back { m } else { n };
-    let product = |(slot, &expert): (usize, &f64)| {
-        let row = rows.values.chunks_exact(length.max(1)).nth(slot / topk)?;
-        let matrix = experts.values.chunks_exact((m * n).max(1)).nth(expert as usize)?;
+fn of_slots(
+    file: &mut Reading<'_>,
+    rows: &str,
+    chosen: &str,
+    (matrices, [m_axis, n_axis]): (&str, [&str; 2]),
+    back: bool,
+) -> Result<Vec<Vec<f64>>, String> {
+    let experts = file.floats(matrices, &["experts", m_axis, n_axis])?;
+    let rows = file.floats(rows, &["..tokens", if back { m_axis } else { n_axis }])?;
+    let slots = file.integers(chosen, &["..tokens", "topk"])?;
+    let (m, n, topk) = (file.extent(m_axis)?, file.extent(n_axis)?, file.extent("topk")?);
+    let (length, width) = if back { (m, n) } else { (n, m) };
+    let bytes = slots.len() as u128 * width as u128 * size_of::<f64>() as u128;
+    if !size::limit().allows(bytes * COPIES_OF_PRODUCTS) {
+        return Err(format!("`{chosen}` and `{matrices}` make products of {}", size::in_words(bytes)));
+    }
+    let product = |(slot, &expert): (usize, &i32)| {
+        let matrix = usize::try_from(expert).ok().and_then(|expert| experts.chunks_exact(m * n).nth(expert));
+        let matrix = matrix.ok_or_else(|| format!("`{chosen}`: there is no expert {expert}"))?;
+        let row = &rows[slot / topk * length..(slot / topk + 1) * length];
         let at = |out: usize, i: usize| if back { matrix[i * n + out] } else { matrix[out * n + i] };
         let sum = |out: usize| row.iter().enumerate().map(|(i, x)| x * at(out, i)).sum();
-        Some((0..m + n - length).map(sum).collect())
+        Ok((0..width).map(sum).collect())
     };
-    let products: Option<Vec<_>> = chosen.values.iter().enumerate().map(product).collect();
-    products.filter(|_| rows.shape.last() == Some(&length)).ok_or_else(misfit)
+    slots.iter().enumerate().map(product).collect()
+}
+
+/// How often the products of slots are held until they are a case's tensors.
+const COPIES_OF_PRODUCTS: u128 = 6;
+
+/// Refuses so many elements for a tensor that has others.
+fn filled(specs: &Specs, name: &str, count: usize) -> Result<(), String> {
+    let spec = specs.find(name).ok_or_else(|| format!("the case has no tensor `{name}`"))?;
+    let shape = spec.shape();
+    if count == spec.elements() { Ok(()) } else { Err(format!("{count} elements do not fill `{name}` {shape:?}")) }
 }
 
 fn fitted(specs: &Specs, name: &'static str, given: Given) -> Result<HostTensor, String> {
     let spec = specs.find(name).ok_or_else(|| format!("the case has no tensor `{name}`"))?;
     let shape = spec.shape();
-    let fits = |count: usize| {
-        if count == spec.elements() { Ok(()) } else { Err(format!("{count} elements do not fill `{name}` {shape:?}")) }
-    };
+    let fits = |count: usize| filled(specs, name, count);
     Ok(match given {
         Given::Values(values) => {
             fits(values.len())?;

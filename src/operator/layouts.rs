@@ -29,6 +29,10 @@ const MOST_WITH_GAPS: usize = 1 << 22;
 /// ([`super::declared`]), the others among them.
 const MOST_HUGE_BYTES: usize = 36 << 30;
 
+/// Bytes from the first to the last of a tensor, and four times as many of all tensors of a case: what a device sets apart of
+/// its addresses holds them twice.
+pub(super) const MOST_ADDRESSES: usize = 1 << 37;
+
 /// So many elements of any type are a multiple of the 16 bytes that the widest access takes.
 const WHOLE_VECTOR: usize = 16;
 
@@ -62,6 +66,9 @@ impl TensorLayout {
         let order = self.axes_of(spec)?;
         let mut gaps = vec![0; spec.axes.len()];
         for (name, &gap) in &self.gaps {
+            if gap > MOST_ADDRESSES {
+                return Err(format!("`{}`: a gap of {gap} elements; at most {MOST_ADDRESSES}", spec.name));
+            }
             gaps[spec.axis(name).ok_or_else(|| unknown(spec, name))?] = gap;
         }
         if let Some(last) = gaps.last_mut() {
@@ -124,6 +131,18 @@ impl TensorLayout {
     }
 }
 
+/// The bytes over which a tensor is spread.
+///
+/// # Errors
+/// More than [`MOST_ADDRESSES`].
+pub(super) fn bounded(spec: &TensorSpec, layout: &Layout) -> Result<usize, String> {
+    let bytes = layout.elements.saturating_mul(spec.dtype.size());
+    if bytes <= MOST_ADDRESSES {
+        return Ok(bytes);
+    }
+    Err(format!("`{}` is spread over {bytes} bytes; at most {MOST_ADDRESSES}", spec.name))
+}
+
 fn unknown(spec: &TensorSpec, axis: &str) -> String {
     let axes: Vec<_> = spec.axes.iter().map(|axis| axis.name).collect();
     format!("`{}` has no axis `{axis}`; it has {}", spec.name, axes.join(", "))
@@ -180,7 +199,8 @@ fn lay_out(specs: &Specs, whole_vectors: bool, choices: &[Choice]) -> Layouts {
     chosen
         .filter_map(|(spec, &choice)| {
             let layout = resolve_one(spec, choice, whole_vectors)?;
-            layout.place(spec).is_ok().then(|| (spec.name.to_owned(), layout))
+            let placed = layout.place(spec).ok()?;
+            bounded(spec, &placed).ok().map(|_| (spec.name.to_owned(), layout))
         })
         .collect()
 }
@@ -378,7 +398,9 @@ mod tests {
 
     #[test]
     fn gaps_that_no_address_can_hold_are_refused() {
-        for spec in [q(TensorSpec::rows), q(TensorSpec::aligned_rows), q(TensorSpec::aligned_rows).with_gap(8)] {
+        for spec in
+            [q(TensorSpec::rows), q(TensorSpec::aligned_rows), q(TensorSpec::aligned_rows).with_gap("padding", 8)]
+        {
             assert!(TensorLayout::gap("head_dim", usize::MAX).place(&spec).is_err());
             assert!(TensorLayout::gap("num_heads", usize::MAX - 7).place(&spec).is_err());
         }

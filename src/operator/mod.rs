@@ -32,6 +32,7 @@ mod probe;
 pub mod refusals;
 pub mod registry;
 mod sequence;
+pub mod size;
 pub mod special;
 pub mod tensors;
 mod timing;
@@ -117,11 +118,26 @@ pub trait Operator: Sync {
         None
     }
 
-    /// Makes the inputs of a case.
+    /// Makes the inputs of a case, if it takes no more memory than a case of this process may ([`size::limit`]).
+    ///
+    /// # Errors
+    /// A field that the operator cannot take; a case that takes more.
+    fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
+        self.prepare_within(case, size::limit())
+    }
+
+    /// Makes the inputs of a case, if it takes no more memory than this in all: on the host, on the emulator and in the
+    /// oracle. Nothing is allocated before that is known.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    fn prepare_within(&self, case: &Case, limit: size::Limit) -> Result<Box<dyn Prepared>, CaseError>;
+
+    /// Bytes that the case takes of the machine's memory, at the most.
     ///
     /// # Errors
     /// A field that the operator cannot take.
-    fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError>;
+    fn bytes(&self, case: &Case) -> Result<u128, CaseError>;
 
     /// The kinds of golden files that are about it ([`GoldenFile::operator`]).
     fn golden_kinds(&self) -> &'static [&'static str] {

@@ -127,6 +127,10 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
         Ok(())
     }
 
+    fn oracle_elements(c: &AttentionOutputRotationCase) -> u128 {
+        SparseAttention::oracle_elements(&c.attention)
+    }
+
     fn strategy(profile: Profile) -> BoxedStrategy<AttentionOutputRotationCase> {
         // Multiples of 8 rotate whole vectors; the model's own is 64.
         let rope_dim = prop_oneof![2 => Just(64usize), 1 => Just(16), 1 => (1..=24usize).prop_map(|half| 2 * half)];

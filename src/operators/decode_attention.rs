@@ -9,7 +9,7 @@ use half::bf16;
 use rand::seq::SliceRandom;
 
 use super::Implementation;
-use super::lists::{IndexClass, Lengths, compact, distinct};
+use super::lists::{IndexClass, Lengths, compact, distinct, gathered};
 use super::logits::DEVIATIONS;
 use super::paged::{check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of};
 use super::sinks::Sinks;
@@ -220,7 +220,7 @@ impl StoreNames {
         let pages = [axis(pages, num_pages), axis(bytes, page_size * format.row_bytes())];
         let lists = [axis("batch", c.batch), axis("s_q", c.s_q), axis(slots, topk)];
         [
-            input(self.pages, DType::U8, &pages).aligned_rows().with_gap(gap).when(store.is_some()),
+            input(self.pages, DType::U8, &pages).aligned_rows().with_gap("page_padding", gap).when(store.is_some()),
             input(self.indices, DType::I32, &lists).rows().joined().when(store.is_some()),
             input(self.length, DType::I32, &lists[..1]).when(store.is_some() && lengths),
         ]
@@ -280,6 +280,13 @@ impl Declared for DecodeAttention {
             }
         }
         Ok(())
+    }
+
+    fn oracle_elements(c: &DecodeAttentionCase) -> u128 {
+        // The stores in bf16, slot by slot, and both lists of a token as one.
+        let slots = c.stores().map(|(_, store)| store.num_slots() as u128).sum::<u128>();
+        let topk = c.stores().map(|(_, store)| store.topk).sum();
+        (slots * c.head_dim() as u128).saturating_add(gathered(c.tokens(), topk, c.head_dim(), c.num_heads))
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<DecodeAttentionCase> {
@@ -471,7 +478,7 @@ impl Declared for DecodeAttention {
 
     /// The golden attention, its window in one store and its compressed entries in the other, both in bf16: the golden
     /// set's implementation has no FP8 rows. The lists are cut, so that the merge is held to it as well.
-    fn golden(file: &GoldenFile) -> Result<Vec<Golden<DecodeAttentionCase>>, String> {
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<DecodeAttentionCase>>, String> {
         Ok(vec![golden_case(file)?])
     }
 
@@ -716,7 +723,7 @@ impl StoreNames {
         let lengths: Vec<usize> = (0..c.batch).map(|request| self.length_of(store, tensors, request)).collect();
         tensors.edit_i32s(self.indices, |indices| {
             for (token, list) in indices.chunks_mut(store.topk.max(1)).enumerate() {
-                list[..lengths[token / c.s_q]].shuffle(Draw::new(c.seed + token as u64, "slots").rng());
+                list[..lengths[token / c.s_q]].shuffle(Draw::numbered(c.seed, "slots", token).rng());
             }
         });
     }
@@ -788,7 +795,7 @@ fn scale_law(laws: &mut Laws<'_, DecodeAttention>) {
 fn place_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     laws.alike("rows may lie anywhere", Relation::Times(1.0), |v| {
         for (number, (names, store)) in v.case.stores_mut().enumerate() {
-            names.relocate(c, store, c.seed + number as u64, &mut v.tensors);
+            names.relocate(c, store, c.seed.wrapping_add(number as u64), &mut v.tensors);
         }
     });
 }
@@ -842,20 +849,25 @@ fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
 
 /// `attn_core`: the visible raw rows of a token are its window, the visible compressed entries its other list; the
 /// tokens of a batch entry are one request.
-fn golden_case(file: &GoldenFile) -> Result<Golden<DecodeAttentionCase>, String> {
-    let (q, kv) = (file.tensor("in.q")?, file.tensor("in.kv")?);
-    let [batch, heads, tokens, head_dim] = <[usize; 4]>::try_from(q.shape.as_slice()).map_err(|_| "in.q: 4 axes")?;
-    let keys = *kv.shape.get(2).filter(|&&keys| keys >= tokens).ok_or("in.kv: a row for each token, and more")?;
+fn golden_case(file: &mut Reading<'_>) -> Result<Golden<DecodeAttentionCase>, String> {
+    let q = file.floats("in.q", &["batch", "heads", "tokens", "channels"])?;
+    file.floats("in.kv", &OF_KV)?;
+    let [batch, heads, tokens] = [file.extent("batch")?, file.extent("heads")?, file.extent("tokens")?];
+    let [keys, head_dim] = [file.extent("keys")?, file.extent("channels")?];
+    if keys < tokens {
+        return Err("in.kv: a row for each token, and more".into());
+    }
     let width =
         |range: &std::ops::Range<usize>| StoreCase { topk: range.len(), num_pages: batch * range.len(), page_size: 1 };
     let (raw, entries) = (0..tokens, (keys > tokens).then_some(tokens..keys));
     // Two blocks for every three tiles: lists are cut.
     let tiles =
         batch * tokens * (tokens.div_ceil(launcher::TILE_SLOTS) + (keys - tokens).div_ceil(launcher::TILE_SLOTS));
-    let case = DecodeAttentionCase {
+    let softmax_scale = file.number("scale")?;
+    let of_width = |head_dim: usize| DecodeAttentionCase {
         window: width(&raw),
         compressed: entries.as_ref().map(width),
-        softmax_scale: file.number("scale")? as f32,
+        softmax_scale: softmax_scale as f32,
         poison_unreferenced: false,
         ..plain(batch, tokens, heads, RowFormat::bf16(head_dim), (2 * tiles / 3).max(1))
     };
@@ -864,32 +876,35 @@ fn golden_case(file: &GoldenFile) -> Result<Golden<DecodeAttentionCase>, String>
         let rows = (0..batch).flat_map(|b| (0..tokens).flat_map(move |t| (0..heads).map(move |h| (b, t, h))));
         rows.flat_map(|(b, t, h)| values[at(b, t, h)..at(b, t, h) + head_dim].iter().copied()).collect()
     };
-    let mut golden = Golden::new(case)
-        .values("q", heads_last(&q.values))
-        .stored(file, "sink", "in.sinks")?
-        .scalar("softmax_scale", file.number("scale")?);
+    let skip = (!head_dim.is_multiple_of(16)).then(|| {
+        let why = format!("head_dim {head_dim} is no multiple of 16, which the kernel needs");
+        (why, of_width(head_dim.next_multiple_of(16)))
+    });
+    let mut golden = Golden::new(of_width(head_dim))
+        .values("q", heads_last(q))
+        .stored(file, "sink", "in.sinks", &["heads"])?
+        .scalar("softmax_scale", softmax_scale)
+        .kernel_skips(skip);
     for (names, range) in [(WINDOW, Some(raw)), (COMPRESSED, entries)] {
         let Some(range) = range else { continue };
-        let (rows, lists) = golden_store(file, [batch, tokens, keys, head_dim], range)?;
+        let (rows, lists) = golden_store(file, range)?;
         golden = golden.tensor(names.pages, rows).integers(names.indices, lists);
     }
-    let misfit = !head_dim.is_multiple_of(16);
-    let skip = misfit.then(|| format!("head_dim {head_dim} is no multiple of 16, which the kernel needs"));
-    Ok(golden.expect(file, "out", "out.y")?.kernel_skips(skip))
+    golden.expect(file, "out", "out.y", &["batch", "tokens", "heads", "channels"])
 }
 
+/// Axes of a golden file's rows: those of tokens, then compressed entries.
+const OF_KV: [&str; 4] = ["batch", "1", "keys", "channels"];
+
 /// Rows `range` of every batch entry, one to a page, and which of them each token sees.
-fn golden_store(
-    file: &GoldenFile,
-    [batch, tokens, keys, head_dim]: [usize; 4],
-    range: std::ops::Range<usize>,
-) -> Result<(HostTensor, Vec<i32>), String> {
-    let (kv, visible) = (file.tensor("in.kv")?, file.tensor("mid.visible")?);
-    let width = range.len();
-    let row = |b: usize, key: usize| &kv.values[(b * keys + key) * head_dim..(b * keys + key + 1) * head_dim];
+fn golden_store(file: &mut Reading<'_>, range: std::ops::Range<usize>) -> Result<(HostTensor, Vec<i32>), String> {
+    let kv = file.floats("in.kv", &OF_KV)?;
+    let visible = file.mask("mid.visible", &["batch", "1", "tokens", "keys"])?;
+    let [batch, tokens, keys] = [file.extent("batch")?, file.extent("tokens")?, file.extent("keys")?];
+    let (head_dim, width) = (file.extent("channels")?, range.len());
+    let row = |b: usize, key: usize| &kv[(b * keys + key) * head_dim..(b * keys + key + 1) * head_dim];
     let slot = |b: usize, t: usize, key: usize| {
-        let seen = visible.values[(b * tokens + t) * keys + key] != 0.0;
-        if seen { (b * width + key - range.start) as i32 } else { -1 }
+        if visible[(b * tokens + t) * keys + key] { (b * width + key - range.start) as i32 } else { -1 }
     };
     let all_rows = (0..batch).flat_map(|b| range.clone().map(move |key| (b, key)));
     let bytes = all_rows.flat_map(|(b, key)| row(b, key)).flat_map(|&x| bf16::from_f64(x).to_ne_bytes()).collect();

@@ -144,7 +144,7 @@ impl Declared for KvCacheWrite {
         let tensors = [
             input("kv", DType::Bf16, &tokens).aligned_rows().of_any_size(),
             input("slots", DType::I32, &tokens[..1]),
-            state("cache", DType::U8, &pages).aligned_rows().with_gap(c.page_padding),
+            state("cache", DType::U8, &pages).aligned_rows().with_gap("page_padding", c.page_padding),
             codes,
             rope,
             scales,

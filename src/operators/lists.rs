@@ -75,6 +75,12 @@ impl IndexClass {
     }
 }
 
+/// Elements that an oracle holds which gathers the rows of `count` lists of `topk` slots: of each slot a row of `width` numbers,
+/// and one number for each of `heads` heads.
+pub(crate) fn gathered(count: usize, topk: usize, width: usize, heads: usize) -> u128 {
+    (count as u128 * topk as u128).saturating_mul(width as u128 + heads as u128)
+}
+
 /// `count` lists of `topk` distinct keys in random order; list `i` has some of the `own` keys from `first(i)` on. `name` is
 /// the random stream.
 pub(crate) fn distinct(
@@ -144,7 +150,7 @@ impl Lengths {
     pub(crate) fn draw(self, seed: u64, name: &str, count: usize, topk: usize) -> Option<Vec<i32>> {
         let mut draw = Draw::new(seed, name);
         let topk = topk as i32;
-        let hostile = [0, -1, topk + 5, i32::MIN, i32::MAX, topk];
+        let hostile = [0, -1, topk.saturating_add(5), i32::MIN, i32::MAX, topk];
         let within = |draw: &mut Draw| draw.rng().random_range(0..=topk);
         match self {
             Self::Absent => None,

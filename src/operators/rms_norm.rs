@@ -202,23 +202,23 @@ impl Declared for RmsNorm {
         (input == "x").then(|| rows(tensors.values("x")))
     }
 
-    fn golden(file: &GoldenFile) -> Result<Vec<Golden<RmsNormCase>>, String> {
-        let x = file.tensor("in.x")?;
-        let width = x.shape.last().copied().filter(|&width| width > 0).ok_or("in.x has no channels")?;
-        let weighted = file.config["weighted"].as_bool().ok_or("config has no `weighted`")?;
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<RmsNormCase>>, String> {
+        let rows = &["..rows", "width"];
+        let x = file.floats("in.x", rows)?.to_vec();
+        let weighted = file.config("weighted").as_bool().ok_or("config has no `weighted`")?;
         let case = RmsNormCase {
             weight: weighted.then_some(Float::Bf16),
             eps: file.number("eps")? as f32,
-            ..RmsNormCase::plain(x.values.len() / width, width)
+            ..RmsNormCase::plain(file.extent("rows")?, file.extent("width")?)
         };
-        let golden = Golden::new(case).scalar("eps", file.number("eps")?).stored(file, "x", "in.x")?;
-        let golden =
-            golden.stored(file, "dy", "gout.y")?.expect(file, "y", "out.y")?.expect(file, "dx", "grad.in.x")?;
+        let golden = Golden::new(case).scalar("eps", file.number("eps")?).values("x", x);
+        let golden = golden.stored(file, "dy", "gout.y", rows)?.expect(file, "y", "out.y", rows)?;
+        let golden = golden.expect(file, "dx", "grad.in.x", rows)?;
         if !weighted {
             return Ok(vec![golden]);
         }
-        let golden = golden.stored(file, "weight", "param.norm.weight")?;
-        Ok(vec![golden.expect(file, "dweight", "grad.param.norm.weight")?])
+        let golden = golden.stored(file, "weight", "param.norm.weight", &["width"])?;
+        Ok(vec![golden.expect(file, "dweight", "grad.param.norm.weight", &["width"])?])
     }
 
     /// The widths of the model's hidden state and of its query heads.

@@ -297,8 +297,8 @@ impl Declared for Rope {
         c.num_tokens * c.num_heads * c.head_dim <= 4096 && c.table != TableForm::HostilePositions
     }
 
-    fn golden(file: &GoldenFile) -> Result<Vec<Golden<RopeCase>>, String> {
-        match file.operator.as_str() {
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<RopeCase>>, String> {
+        match file.kind() {
             "rotary" => [false, true].into_iter().map(|inverse| rotary_case(file, inverse)).collect(),
             "rope_table" => ["main", "compress"].into_iter().map(|table| table_case(file, table)).collect(),
             other => Err(format!("{other} is about something else")),
@@ -374,8 +374,7 @@ fn far_positions(case: &RopeCase) -> Vec<i32> {
 }
 
 /// `[batch, heads, tokens, channels]` as `[batch · tokens, heads, channels]`.
-fn tokens_first(values: &[f64], shape: &[usize]) -> Vec<f64> {
-    let [batches, heads, tokens, channels] = [shape[0], shape[1], shape[2], shape[3]];
+fn tokens_first(values: &[f64], [batches, heads, tokens, channels]: [usize; 4]) -> Vec<f64> {
     let mut out = Vec::with_capacity(values.len());
     for batch in 0..batches {
         for token in 0..tokens {
@@ -390,11 +389,17 @@ fn tokens_first(values: &[f64], shape: &[usize]) -> Vec<f64> {
 
 /// `rotary`: one file holds the forward and the inverse rotation of the same x: two cases. Its gradient
 /// is that of both outputs together, `R^T gout.forward + R gout.inverse`, so neither case's alone.
-fn rotary_case(file: &GoldenFile, inverse: bool) -> Result<Golden<RopeCase>, String> {
-    let x = file.tensor("in.x")?;
-    let [batches, heads, tokens, channels] = <[usize; 4]>::try_from(x.shape.as_slice()).map_err(|_| "in.x: 4 axes")?;
-    let cos = file.tensor("mid.cos")?;
-    let half = cos.shape.last().copied().unwrap_or(0);
+fn rotary_case(file: &mut Reading<'_>, inverse: bool) -> Result<Golden<RopeCase>, String> {
+    let (of_x, table) = (["batch", "heads", "tokens", "channels"], ["1", "tokens", "half"]);
+    let x = file.floats("in.x", &of_x)?;
+    let (cos, sin) = (file.floats("mid.cos", &table)?.to_vec(), file.floats("mid.sin", &table)?.to_vec());
+    let [batches, heads, tokens, channels, half] = [
+        file.extent("batch")?,
+        file.extent("heads")?,
+        file.extent("tokens")?,
+        file.extent("channels")?,
+        file.extent("half")?,
+    ];
     let case = RopeCase {
         inverse,
         table: TableForm::Positions,
@@ -402,18 +407,18 @@ fn rotary_case(file: &GoldenFile, inverse: bool) -> Result<Golden<RopeCase>, Str
         ..RopeCase::plain(batches * tokens, heads, channels, 2 * half)
     };
     let direction = if inverse { "inverse" } else { "forward" };
-    let tokens_first = |values: &[f64]| tokens_first(values, &x.shape);
-    let upstream = file.tensor(&format!("gout.{direction}"))?;
-    let inv_freq = golden_frequencies(&file.config["rope_parameters"], 2 * half)?;
+    let tokens_first = |values: &[f64]| tokens_first(values, [batches, heads, tokens, channels]);
+    let upstream = file.floats(&format!("gout.{direction}"), &of_x)?;
+    let inv_freq = golden_frequencies(file.config("rope_parameters"), 2 * half)?;
     let golden = Golden::new(case)
-        .values("x", tokens_first(&x.values))
-        .values("dy", tokens_first(&upstream.values))
+        .values("x", tokens_first(x))
+        .values("dy", tokens_first(upstream))
         // Batch rows share positions, so the table of one row serves all, by position.
         .integers("positions", (0..batches).flat_map(|_| 0..tokens as i32).collect())
-        .integers("table_positions", file.tensor("in.positions")?.values.iter().map(|&p| p as i32).collect())
+        .integers("table_positions", file.integers("in.positions", &["1", "tokens"])?)
         .values("inv_freq", inv_freq.into_iter().map(f64::from).collect());
-    let golden = golden.stored(file, "cos", "mid.cos")?.stored(file, "sin", "mid.sin")?;
-    golden.expect_reordered(file, "y", &format!("out.{direction}"), &tokens_first)
+    let golden = golden.values("cos", cos).values("sin", sin);
+    golden.expect_reordered(file, "y", &format!("out.{direction}"), &of_x, &tokens_first)
 }
 
 /// Frequencies from a golden file's rope parameters.
@@ -432,13 +437,14 @@ fn golden_frequencies(parameters: &serde_json::Value, rope_dim: usize) -> Result
 }
 
 /// `rope_table`: the table `main` or `compress` at some positions.
-fn table_case(file: &GoldenFile, name: &str) -> Result<Golden<RopeCase>, String> {
-    let positions: Vec<i32> = file.tensor("in.positions")?.values.iter().map(|&p| p as i32).collect();
-    let rope_dim = file.number("rope_dim")? as usize;
-    let inv_freq = golden_frequencies(&file.config["rope_parameters"][name], rope_dim)?;
+fn table_case(file: &mut Reading<'_>, name: &str) -> Result<Golden<RopeCase>, String> {
+    let positions = file.integers("in.positions", &["1", "positions"])?;
+    let (rope_dim, stored) = (file.whole("rope_dim")?, file.floats(&format!("out.{name}.inv_freq"), &["half"])?);
+    file.hold("half", rope_dim / 2, "half of config rope_dim")?;
+    let inv_freq = golden_frequencies(&file.config("rope_parameters")[name], rope_dim)?;
     let inv_freq: Vec<f64> = inv_freq.into_iter().map(f64::from).collect();
-    if inv_freq != file.tensor(&format!("out.{name}.inv_freq"))?.values {
-        return Err(format!("{}: out.{name}.inv_freq differs from the oracle's frequencies", file.name));
+    if inv_freq != stored {
+        return Err(format!("out.{name}.inv_freq differs from the oracle's frequencies"));
     }
     let run = || {
         let (cos, sin) = table(&inv_freq, &positions)?;
@@ -450,6 +456,7 @@ fn table_case(file: &GoldenFile, name: &str) -> Result<Golden<RopeCase>, String>
         .values("sin", sin)
         .values("inv_freq", inv_freq)
         .integers("table_positions", positions);
-    let golden = golden.expect(file, "table_cos", &format!("out.{name}.cos"))?;
-    Ok(golden.expect(file, "table_sin", &format!("out.{name}.sin"))?.computed_in_f32())
+    let table = ["1", "positions", "half"];
+    let golden = golden.expect(file, "table_cos", &format!("out.{name}.cos"), &table)?;
+    Ok(golden.expect(file, "table_sin", &format!("out.{name}.sin"), &table)?.computed_in_f32())
 }

@@ -255,11 +255,11 @@ impl Declared for ScoreRecompute {
         if c.ratio == 0 || i32::try_from(c.ratio).is_err() {
             return refuse("ratio", format!("{} must be at least 1 and fit 32 bits", c.ratio));
         }
-        let gathered = c.num_tokens.saturating_mul(c.slots()).saturating_mul(c.head_dim.max(c.num_heads));
-        if gathered > 1 << 31 {
-            return refuse("num_tokens", "the oracle gathers more than 2^31 elements");
-        }
         Ok(())
+    }
+
+    fn oracle_elements(c: &ScoreRecomputeCase) -> u128 {
+        lists::gathered(c.num_tokens, c.slots(), c.head_dim, c.num_heads)
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<ScoreRecomputeCase> {
@@ -757,7 +757,7 @@ fn draw_offsets(case: &ScoreRecomputeCase, sequences: Option<&reference::Sequenc
         None => vec![case.num_keys as i32],
         Some(sequences) => sequences.cu_k.windows(2).map(|ends| ends[1] - ends[0]).collect(),
     };
-    lengths.into_iter().map(|keys| draw.rng().random_range(-ratio..=ratio * keys)).collect()
+    lengths.into_iter().map(|keys| draw.rng().random_range(-ratio..=ratio.saturating_mul(keys))).collect()
 }
 
 /// Heads that the law of padding heads adds.
@@ -796,7 +796,7 @@ fn slot_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
         let (mut after, mut shown) = (before.clone(), vec![0; before.len()]);
         for (token, length) in lists::within_lengths(&v.tensors, "topk_length", c.lists()).into_iter().enumerate() {
             let mut order: Vec<usize> = (0..topk).collect();
-            order[..length].shuffle(Draw::new(c.seed + token as u64, "slots").rng());
+            order[..length].shuffle(Draw::numbered(c.seed, "slots", token).rng());
             for (slot, &from) in order.iter().enumerate() {
                 after[token * topk + slot] = before[token * topk + from];
                 shown[token * topk + from] = token * topk + slot;

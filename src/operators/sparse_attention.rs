@@ -243,6 +243,11 @@ impl Declared for SparseAttention {
         Ok(())
     }
 
+    fn oracle_elements(c: &SparseAttentionCase) -> u128 {
+        let width = c.head_dim + if c.values == Values::Separate { c.v_dim } else { 0 };
+        lists::gathered(c.num_tokens, c.topk, width, c.num_heads)
+    }
+
     fn strategy(profile: Profile) -> BoxedStrategy<SparseAttentionCase> {
         let shape = shape_strategy(profile);
         let lists = (IndexClass::strategy(), Lengths::strategy(), Sinks::strategy());
@@ -446,7 +451,7 @@ impl Declared for SparseAttention {
         c.sinks != Sinks::Extreme && work <= 1 << 18
     }
 
-    fn golden(file: &GoldenFile) -> Result<Vec<Golden<SparseAttentionCase>>, String> {
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<SparseAttentionCase>>, String> {
         Ok(vec![golden_case(file)?])
     }
 
@@ -528,7 +533,7 @@ fn slot_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
     let relations = laws.all(Relation::WithinBudget);
     let shuffle = |lists: &mut [i32]| {
         for (token, (list, &count)) in lists.chunks_mut(c.topk).zip(&counts).enumerate() {
-            list[..count].shuffle(Draw::new(c.seed + token as u64, "slots").rng());
+            list[..count].shuffle(Draw::numbered(c.seed, "slots", token).rng());
         }
     };
     laws.law("slots may be permuted", |v| v.tensors.edit_i32s("indices", shuffle), relations);
@@ -627,33 +632,40 @@ fn poison_unreferenced(c: &SparseAttentionCase, tensors: &mut Tensors) {
 }
 
 /// `attn_core`: every visible key of a row is a slot of its list; batches are stacked.
-fn golden_case(file: &GoldenFile) -> Result<Golden<SparseAttentionCase>, String> {
-    let (q, kv, visible) = (file.tensor("in.q")?, file.tensor("in.kv")?, file.tensor("mid.visible")?);
-    let [batches, heads, tokens, head_dim] = <[usize; 4]>::try_from(q.shape.as_slice()).map_err(|_| "in.q: 4 axes")?;
-    let keys = kv.shape[2];
+fn golden_case(file: &mut Reading<'_>) -> Result<Golden<SparseAttentionCase>, String> {
+    let (of_q, of_kv) = (["batch", "heads", "tokens", "channels"], ["batch", "1", "keys", "channels"]);
+    let of_out = ["batch", "tokens", "heads", "channels"];
+    let q = file.floats("in.q", &of_q)?;
+    let k = file.floats("in.kv", &of_kv)?.to_vec();
+    let visible = file.mask("mid.visible", &["batch", "1", "tokens", "keys"])?;
+    let [batches, heads, tokens] = [file.extent("batch")?, file.extent("heads")?, file.extent("tokens")?];
+    let [keys, head_dim] = [file.extent("keys")?, file.extent("channels")?];
     let heads_last = |values: &[f64]| -> Vec<f64> {
         let at = |b: usize, t: usize, h: usize| ((b * heads + h) * tokens + t) * head_dim;
         let rows = (0..batches).flat_map(|b| (0..tokens).flat_map(move |t| (0..heads).map(move |h| (b, t, h))));
         rows.flat_map(|(b, t, h)| values[at(b, t, h)..at(b, t, h) + head_dim].iter().copied()).collect()
     };
     let slot = |b: usize, t: usize, key: usize| {
-        if visible.values[(b * tokens + t) * keys + key] != 0.0 { (b * keys + key) as i32 } else { -1 }
+        if visible[(b * tokens + t) * keys + key] { (b * keys + key) as i32 } else { -1 }
     };
     let indices = (0..batches)
         .flat_map(|b| (0..tokens).flat_map(move |t| (0..keys).map(move |key| (b, t, key))))
         .map(|(b, t, key)| slot(b, t, key))
         .collect();
-    let case = SparseAttentionCase {
-        softmax_scale: file.number("scale")? as f32,
+    let softmax_scale = file.number("scale")?;
+    let of_width = |head_dim: usize| SparseAttentionCase {
+        softmax_scale: softmax_scale as f32,
         poison_unreferenced: false,
         ..SparseAttentionCase::plain(batches * tokens, heads, head_dim, batches * keys, keys)
     };
-    let skip = (!head_dim.is_multiple_of(16))
-        .then(|| format!("head_dim {head_dim} is no multiple of 16, which the kernel needs"));
-    let golden = Golden::new(case).kernel_skips(skip).scalar("softmax_scale", file.number("scale")?);
-    let golden = golden.values("q", heads_last(&q.values)).stored(file, "k", "in.kv")?;
-    let golden =
-        golden.stored(file, "sink", "in.sinks")?.integers("indices", indices).stored(file, "dout", "gout.y")?;
-    let golden = golden.expect(file, "out", "out.y")?.expect_reordered(file, "dq", "grad.in.q", &heads_last)?;
-    golden.expect(file, "dk", "grad.in.kv")?.expect(file, "dsink", "grad.in.sinks")
+    let skip = (!head_dim.is_multiple_of(16)).then(|| {
+        let why = format!("head_dim {head_dim} is no multiple of 16, which the kernel needs");
+        (why, of_width(head_dim.next_multiple_of(16)))
+    });
+    let golden = Golden::new(of_width(head_dim)).kernel_skips(skip).scalar("softmax_scale", softmax_scale);
+    let golden = golden.values("q", heads_last(q)).values("k", k).integers("indices", indices);
+    let golden = golden.stored(file, "sink", "in.sinks", &["heads"])?.stored(file, "dout", "gout.y", &of_out)?;
+    let golden = golden.expect(file, "out", "out.y", &of_out)?;
+    let golden = golden.expect_reordered(file, "dq", "grad.in.q", &of_q, &heads_last)?;
+    golden.expect(file, "dk", "grad.in.kv", &of_kv)?.expect(file, "dsink", "grad.in.sinks", &["heads"])
 }

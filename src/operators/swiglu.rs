@@ -124,16 +124,19 @@ impl Declared for Swiglu {
 
     /// The weights' gradients of the experts' files, which stand behind the products with the experts' matrices: gate, up
     /// and dy are computed from those, and rounded to f32 where the file's authors rounded nothing.
-    fn golden(file: &GoldenFile) -> Result<Vec<Golden<SwigluCase>>, String> {
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<SwigluCase>>, String> {
         let (chosen, limit) = ("in.top_k_index", file.number("swiglu_limit")?);
-        let gate_up = golden::routed(file, "in.hidden", chosen, "param.experts.gate_up_proj")?;
-        let dy = golden::routed_back(file, "gout.y", chosen, "param.experts.down_proj")?;
-        let (gate, up): (Vec<_>, Vec<_>) = gate_up.iter().map(|row| row.split_at(row.len() / 2)).unzip();
-        let plain = plain(dy.len(), gate.first().map_or(0, |row| row.len()));
+        let gate_up = ("param.experts.gate_up_proj", ["gate_and_up", "hidden"]);
+        let gate_up = golden::routed(file, "in.hidden", chosen, gate_up)?;
+        let dy = golden::routed_back(file, "gout.y", chosen, ("param.experts.down_proj", ["hidden", "width"]))?;
+        let (width, topk) = (file.extent("width")?, ["..tokens", "topk"]);
+        file.hold("gate_and_up", 2 * width, "two of param.experts.down_proj")?;
+        let (gate, up): (Vec<_>, Vec<_>) = gate_up.iter().map(|row| row.split_at(width)).unzip();
+        let plain = plain(dy.len(), width);
         let case = SwigluCase { dtype: Float::F32, padding_rows: false, limit: limit as f32, ..plain };
-        let golden = Golden::new(case).scalar("limit", limit).stored(file, "weight", "in.top_k_weights")?;
+        let golden = Golden::new(case).scalar("limit", limit).stored(file, "weight", "in.top_k_weights", &topk)?;
         let golden = golden.values("gate", gate.concat()).values("up", up.concat()).values("dy", dy.concat());
-        Ok(vec![golden.expect(file, "dweight", "grad.in.top_k_weights")?.computed_in_f32()])
+        Ok(vec![golden.expect(file, "dweight", "grad.in.top_k_weights", &topk)?.computed_in_f32()])
     }
 
     /// The model's experts: rows of a few thousand tokens, and of many.

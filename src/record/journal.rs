@@ -17,7 +17,10 @@ use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
 use crate::case::Case;
-use crate::record::{CaseRecord, OperatorRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Skip};
+use crate::record::words::brief;
+use crate::record::{
+    CaseRecord, OperatorRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, ShardRecord, Skip, other_setting,
+};
 
 /// Name of the plan's file.
 pub const PLAN: &str = "plan.json";
@@ -150,6 +153,9 @@ pub struct PlanRecord {
     pub plan_digest: String,
     /// Source, executable and machine.
     pub identity: Identity,
+    /// What else the plan was made of, by the option that says it; none where an earlier version planned.
+    #[serde(default)]
+    pub settings: Settings,
     /// The remembered cases of which the plan was made. What the run itself remembers while it goes on
     /// must not change its plan, so a resumed run takes them from here.
     pub remembered: Remembered,
@@ -197,6 +203,7 @@ impl PlanRecord {
             executable_digest: self.identity.executable_digest.clone(),
             device: self.identity.environment.device.clone(),
             seconds,
+            settings: self.settings.clone(),
         }
     }
 }
@@ -273,8 +280,9 @@ impl Journal {
     /// interrupted run cannot pass for a finished one.
     ///
     /// # Errors
-    /// The file system's, or another run that is writing here.
+    /// The file system's, another run that is writing here, or a folder that holds what no run of ours left.
     pub fn start(dir: &Path, plan: &PlanRecord) -> Result<Self> {
+        refuse_foreign(dir)?;
         std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         let journal = Self::open(dir)?;
         for name in [PLAN, "report.json", "index.html", "summary.md"] {
@@ -325,6 +333,54 @@ impl Journal {
     }
 }
 
+/// Name of the records of mutants.
+pub(crate) const MUTANTS: &str = "mutants.jsonl";
+
+/// What a run writes to its folder, its log of benchmarks included, which is there before the plan is.
+const OURS: [&str; 6] = [PLAN, RECORDS, "report.json", "index.html", "summary.md", "benchmarks.txt"];
+
+/// Refuses a folder for a report that holds something, and no plan or report of ours: it would be overwritten. One that is
+/// not there, or empty, is as good as ours.
+///
+/// # Errors
+/// What was found there, or a file in the folder's place.
+pub fn refuse_foreign(dir: &Path) -> Result<()> {
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error).with_context(|| format!("{} is no folder for a report", dir.display())),
+    };
+    let mut names: Vec<String> =
+        entries.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned())).collect();
+    names.sort();
+    // A run that was killed at once left an empty journal, or a plan half written; benchmarks run before.
+    let just_begun = |name: &String| match name.as_str() {
+        RECORDS => std::fs::metadata(dir.join(RECORDS)).is_ok_and(|file| file.len() == 0),
+        name => name.starts_with(PLAN) || ["benchmarks.txt", MUTANTS].contains(&name),
+    };
+    if is_ours(dir) || names.iter().all(just_begun) {
+        return Ok(());
+    }
+    let found = names.iter().find(|name| OURS.contains(&name.as_str())).or(names.first());
+    let found = found.map(String::as_str).unwrap_or_default();
+    bail!(
+        "{} holds {} file(s), such as `{}`, and no report or plan of a run: give an empty folder, or take them away",
+        dir.display(),
+        names.len(),
+        brief(found)
+    )
+}
+
+/// Whether a run of ours has left a plan or a report here.
+fn is_ours(dir: &Path) -> bool {
+    let says = |name: &str, field: &str| {
+        let file = std::fs::File::open(dir.join(name)).ok().filter(|file| file.metadata().is_ok_and(|m| m.is_file()));
+        let read = file.and_then(|file| serde_json::from_reader::<_, serde_json::Value>(io::BufReader::new(file)).ok());
+        read.is_some_and(|value| value.get("schema_version").is_some() && value.get(field).is_some())
+    };
+    says(PLAN, "plan_digest") || says("report.json", "environment")
+}
+
 /// Opens a journal for one run alone, without changing it: the lock goes with the file.
 pub(crate) fn open_alone(dir: &Path, name: &str) -> Result<(PathBuf, File)> {
     let path = dir.join(name);
@@ -365,6 +421,11 @@ fn refuse_another_plan(before: &PlanRecord, now: &PlanRecord) -> Result<()> {
     }
     if let Some((what, there, here)) = before.identity.difference(&now.identity) {
         bail!("its {what} was {there}, and is {here} now");
+    }
+    if before.plan_digest != now.plan_digest
+        && let Some((option, there, here)) = other_setting(&before.settings, &now.settings)
+    {
+        bail!("it was planned with {option} {there}, and not with {here}");
     }
     if before.plan_digest != now.plan_digest {
         bail!(

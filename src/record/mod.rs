@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::operator::RoundingPoints;
 
 pub mod journal;
+pub mod words;
 
 /// Version of the schema. Readers refuse another major version.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -82,6 +83,21 @@ pub struct ShardRecord {
     pub device: String,
     /// Duration of this shard in seconds.
     pub seconds: f64,
+    /// What the plan was made of, by the option that says it; none in reports written before it was recorded.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub settings: Settings,
+}
+
+/// What a plan was made of, by the option that says it.
+pub type Settings = BTreeMap<String, String>;
+
+/// The first setting that is not the same, with both of its values; nothing where one of both does not say.
+pub fn other_setting<'a>(one: &'a Settings, other: &'a Settings) -> Option<(&'a str, &'a str, &'a str)> {
+    let different = |(name, value): (&'a String, &'a String)| {
+        let there = other.get(name)?;
+        (value != there).then_some((name.as_str(), value.as_str(), there.as_str()))
+    };
+    one.iter().find_map(different)
 }
 
 /// The source that was tested.

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use crate::mutants::matrix::tally::Tally;
+use crate::record::words::printable;
 use crate::record::{MutantSource, Report};
 
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
@@ -275,22 +276,34 @@ fn environment(report: &Report) -> String {
     )
 }
 
-/// Text that neither breaks a table row nor turns into markup.
+/// Text that neither breaks a table row nor turns into markup, links, mentions or control characters.
 pub(crate) fn text(raw: &str) -> String {
+    let raw = printable(raw);
+    let raw = raw.split_whitespace().collect::<Vec<_>>().join(" ");
     let mut line = String::new();
-    for character in raw.split_whitespace().collect::<Vec<_>>().join(" ").chars() {
+    let mut before = ' ';
+    let mut characters = raw.chars().peekable();
+    while let Some(character) = characters.next() {
+        let after = characters.peek().copied().unwrap_or(' ');
         match character {
             '<' => line.push_str("&lt;"),
-            '|' | '*' | '`' | '\\' | '[' => line.extend(['\\', character]),
+            '>' => line.push_str("&gt;"),
+            '&' => line.push_str("&amp;"),
+            '@' => line.push_str("&#64;"),
+            ':' if after == '/' => line.push_str("&#58;"),
+            // Within a word it is a letter like others.
+            '_' if before.is_alphanumeric() && after.is_alphanumeric() => line.push('_'),
+            '|' | '*' | '`' | '\\' | '[' | ']' | '_' | '~' | '#' => line.extend(['\\', character]),
             other => line.push(other),
         }
+        before = character;
     }
     line
 }
 
 /// A code span. A vertical line would end a table's cell even inside it.
 pub(crate) fn code(raw: &str) -> String {
-    format!("`{}`", raw.replace('`', "'").replace('|', "¦").split_whitespace().collect::<Vec<_>>().join(" "))
+    format!("`{}`", printable(raw).replace('`', "'").replace('|', "¦").split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
 /// A fenced block whose fence is longer than any in the text.

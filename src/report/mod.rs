@@ -27,7 +27,8 @@ use std::fs;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-use crate::record::Report;
+use crate::record::journal::refuse_foreign;
+use crate::record::{Report, words};
 
 pub mod benchmarks;
 pub mod diff;
@@ -63,8 +64,9 @@ pub fn markdown(report: &Report) -> String {
 /// Writes `report.json`, `index.html` and `summary.md` into `dir`, which is created if need be.
 ///
 /// # Errors
-/// Those of the file system.
+/// Those of the file system, and a folder that holds what is not ours ([`refuse_foreign`]).
 pub fn write_all(report: &Report, dir: &Path) -> io::Result<()> {
+    refuse_foreign(dir).map_err(|error| io::Error::other(words::of_error(&error)))?;
     fs::create_dir_all(dir)?;
     let mut json = BufWriter::new(fs::File::create(dir.join("report.json"))?);
     serde_json::to_writer(&mut json, &drawn::with_drawn_heat_maps(report))?;

@@ -207,6 +207,7 @@ fn a_tensor_of_which_no_verdict_had_power_fails_the_run_and_is_named() {
         plan_digest: String::new(),
         executable_digest: String::new(),
         device: String::new(),
+        settings: Default::default(),
         seconds: 0.0,
     }];
     assert!(report.without_power().is_empty());
@@ -299,7 +300,7 @@ fn text_from_records_cannot_become_markup() {
     report.command = "parity '```' <b>".into();
     assert!(!html(&report).contains("<script") && !html(&report).contains("<b>"));
     let summary = markdown(&report);
-    assert!(!summary.contains("<script") && summary.contains("a\\|b # heading"));
+    assert!(!summary.contains("<script") && summary.contains("a\\|b \\# heading"));
     assert!(summary.contains("\n````sh\nparity '```' <b>\n````\n"));
 }
 
@@ -377,4 +378,15 @@ fn cases_whose_truth_is_zero_are_counted_and_kept_out_of_relative_measures() {
     assert!(page.contains(", 1 zero"));
     let table = &page[place(&page, "Agreement with the oracle")..place(&page, "Worst cases")];
     assert!(!table.contains("NaN") && !table.contains("inf"), "{table}");
+}
+
+#[test]
+fn words_from_elsewhere_are_no_markup_link_mention_or_control_character_in_a_summary() {
+    use super::markdown::{code, text};
+    assert_eq!(
+        text("<b> & [x](http://y) *z* _w_ ~~v~~ #1 @me a|b"),
+        "&lt;b&gt; &amp; \\[x\\](http&#58;//y) \\*z\\* \\_w\\_ \\~\\~v\\~\\~ \\#1 &#64;me a\\|b"
+    );
+    assert_eq!(text("rms_norm at [1, 2]"), "rms_norm at \\[1, 2\\]");
+    assert_eq!((text("a\u{1b}[2J"), code("a\u{1b}`b")), ("a\\\\u{1b}\\[2J".into(), "`a\\u{1b}'b`".into()));
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use crate::record::journal::{self, Identity, Shard};
-use crate::record::{CaseRecord, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip};
+use crate::record::{CaseRecord, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip, other_setting};
 use crate::report;
 use crate::sweep::shard::{self, RunArguments};
 
@@ -47,8 +47,8 @@ pub enum MergeError {
     /// Parts of unlike runs.
     #[error("shards of unlike runs: the {what} is {first} in {} and {second} in {}", first_dir.display(), second_dir.display())]
     Mixed {
-        /// What is unlike.
-        what: &'static str,
+        /// What is unlike: an option, or a part of the machine or the source.
+        what: String,
         /// One value.
         first: String,
         /// Where.
@@ -156,17 +156,28 @@ pub fn merge(mut parts: Vec<Part>, command: String) -> Result<Report, MergeError
 }
 
 fn refuse_another_run(first: &Part, second: &Part) -> Result<(), MergeError> {
-    let entry = |what, one: &dyn ToString, other: &dyn ToString| (what, one.to_string(), other.to_string());
+    let entry =
+        |what: &str, one: &dyn ToString, other: &dyn ToString| (what.to_owned(), one.to_string(), other.to_string());
     let (one, other) = (&first.shard, &second.shard);
-    let difference = first.identity().difference(&second.identity()).or_else(|| {
-        let entries = [
+    let identity = first.identity().difference(&second.identity());
+    let identity = identity.map(|(what, one, other)| (what.to_owned(), one, other));
+    let setting = || {
+        // Those that change no plan, such as the memory of machines that can hold all cases, may differ.
+        let set = other_setting(&one.settings, &other.settings).filter(|_| one.plan_digest != other.plan_digest);
+        let reports = [
+            entry("--profile", &first.report.profile, &second.report.profile),
+            entry("--seed", &first.report.seed, &second.report.seed),
+            entry("--schedules", &first.report.schedules, &second.report.schedules),
             entry("number of shards", &one.count, &other.count),
+        ];
+        let shards = [
             entry("plan", &one.plan_digest, &other.plan_digest),
             entry("number of planned cases", &one.planned_cases, &other.planned_cases),
         ];
-        entries.into_iter().find(|(_, one, other)| one != other)
-    });
-    match difference {
+        let set = set.map(|(what, one, other)| entry(what, &one, &other));
+        reports.into_iter().chain(set).chain(shards).find(|(_, one, other)| one != other)
+    };
+    match identity.or_else(setting) {
         None => Ok(()),
         Some((what, one, other)) => Err(MergeError::Mixed {
             what,
@@ -187,20 +198,26 @@ fn refuse_gaps_and_overlaps_of_shards(parts: &[Part]) -> Result<(), MergeError> 
         }
     }
     let count = parts[0].shard.count;
-    let present = |index: &u32| parts.binary_search_by_key(index, |part| part.shard.index).is_ok();
-    let missing: Vec<String> = (0..count).filter(|index| !present(index)).map(|index| index.to_string()).collect();
-    match missing.len() {
-        0 if parts.len() == count as usize => Ok(()),
-        0 => Err(MergeError::Overlap(format!("{} shards of {count}", parts.len()))),
-        number => {
-            let named = missing[..number.min(NAMED)].join(", ");
-            Err(MergeError::Gap(format!("{number} of {count} shards are missing: {named}{}", more(number))))
-        }
+    let present: Vec<u64> = parts.iter().map(|part| part.shard.index.into()).collect();
+    match missing(count.into(), &present) {
+        None if parts.len() == count as usize => Ok(()),
+        None => Err(MergeError::Overlap(format!("{} shards of {count}", parts.len()))),
+        Some((number, named)) => Err(MergeError::Gap(format!("{number} of {count} shards are missing: {named}"))),
     }
 }
 
-fn more(number: usize) -> String {
-    if number > NAMED { format!(" and {} more", number - NAMED) } else { String::new() }
+/// How many of the numbers below `count` are not among these, which ascend, and the first of them in words; `None` where all
+/// are. What a report says of its plan may be any number: nothing is as long as that.
+fn missing(count: u64, present: &[u64]) -> Option<(u64, String)> {
+    let mut present = present.to_vec();
+    present.retain(|&number| number < count);
+    present.dedup();
+    let number = count - present.len() as u64;
+    let absent = |number: &u64| present.binary_search(number).is_err();
+    // Of the first ones so many are there at the most.
+    let named: Vec<String> = (0..count).filter(absent).take(NAMED).map(|number| number.to_string()).collect();
+    let more = if number > NAMED as u64 { format!(" and {} more", number - NAMED as u64) } else { String::new() };
+    (number > 0).then(|| (number, named.join(", ") + &more))
 }
 
 fn refuse_gaps_and_overlaps_of_cases(parts: &[Part]) -> Result<(), MergeError> {
@@ -227,14 +244,10 @@ fn refuse_gaps_and_overlaps_of_cases(parts: &[Part]) -> Result<(), MergeError> {
         let (one, other) = (pair[0].1.display(), pair[1].1.display());
         return Err(MergeError::Overlap(format!("case {} ran in {one} and in {other}", pair[0].0)));
     }
-    let ran = |number: &u64| numbers.binary_search_by_key(number, |&(number, _)| number).is_ok();
-    let missing: Vec<String> = (0..planned).filter(|number| !ran(number)).map(|number| number.to_string()).collect();
-    match missing.len() {
-        0 => Ok(()),
-        number => {
-            let named = missing[..number.min(NAMED)].join(", ");
-            Err(MergeError::Gap(format!("{number} of {planned} cases did not run: {named}{}", more(number))))
-        }
+    let ran: Vec<u64> = numbers.iter().map(|&(number, _)| number).collect();
+    match missing(planned, &ran) {
+        None => Ok(()),
+        Some((number, named)) => Err(MergeError::Gap(format!("{number} of {planned} cases did not run: {named}"))),
     }
 }
 

@@ -21,7 +21,7 @@ use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::runner::{Runner, Times};
 use crate::operator::registry;
 use crate::operator::{Operator, Profile};
-use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict};
+use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, words};
 use crate::sweep::progress::{Progress, Shrinks};
 use crate::sweep::regressions::Regressions;
 
@@ -434,7 +434,7 @@ fn refused(error: &CaseError) -> Outcome {
         tensor: String::new(),
         verdict: Verdict::Error,
         compared: 0,
-        message: error.to_string(),
+        message: words::message(error.to_string()),
         metrics: None,
     };
     Outcome { checks: vec![check], ..Outcome::default() }

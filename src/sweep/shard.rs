@@ -40,14 +40,15 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use dsv4_kernels::runtime::Environment;
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::case::{Case, CaseError};
 use crate::operator::Operator;
-use crate::record::journal::{self, Remembered};
+use crate::record::journal::{self, Remembered, Shard};
+use crate::record::words::brief;
 use crate::record::{CaseRecord, Origin, Skip};
 use crate::sweep::{self, PlannedCase, SweepOptions};
 
@@ -103,6 +104,58 @@ impl Plan {
             RunArguments { profile: options.profile.name(), seed: options.seed, schedules: options.checks.schedules };
         let digest = plan_digest(run, count, entries);
         Ok(Self { cases, shard_of, digest, skips: Vec::new() })
+    }
+}
+
+impl Plan {
+    /// Refuses what a run that is continued has recorded, one record a line, unless each record is of a case that this plan
+    /// has for the shard, as the plan has it, and no case is recorded twice.
+    ///
+    /// # Errors
+    /// The first line that is not so.
+    pub fn refuse_other_records(&self, shard: Shard, records: &[CaseRecord]) -> Result<()> {
+        let mut recorded = HashMap::new();
+        for (line, record) in (1usize..).zip(records) {
+            let shrunk_from = line.checked_sub(2).and_then(|before| records.get(before));
+            self.refuse_another_record(shard, record, shrunk_from).with_context(|| format!("line {line}"))?;
+            if let Some(first) = recorded.insert((record.plan_number, record.origin == Origin::Shrunk), line) {
+                bail!("line {line}: it is of the same case as line {first}");
+            }
+        }
+        Ok(())
+    }
+
+    fn refuse_another_record(&self, shard: Shard, record: &CaseRecord, before: Option<&CaseRecord>) -> Result<()> {
+        let place = record.plan_number.and_then(|number| usize::try_from(number).ok());
+        let planned = place.and_then(|place| self.cases.get(place).zip(self.shard_of.get(place)));
+        let Some((planned, &index)) = planned else {
+            let number = record.plan_number.map_or("none".to_owned(), |number| number.to_string());
+            bail!("its plan number is {number}, and the plan has {} cases", self.cases.len());
+        };
+        if index != shard.index {
+            bail!("its case is of shard {index}, not of {}", shard.index);
+        }
+        let named = record.case.get("operator").and_then(Value::as_str);
+        if record.operator != planned.case.operator || named != Some(&record.operator) {
+            bail!("its operator is {}, and the plan has a case of {}", record.operator, planned.case.operator);
+        }
+        if record.origin == Origin::Shrunk {
+            // What is smaller stands behind what it was made of.
+            let follows = before.is_some_and(|before| before.plan_number == record.plan_number);
+            return if follows {
+                Ok(())
+            } else {
+                Err(anyhow!("the case that it was made of is not in the line before"))
+            };
+        }
+        if record.origin != planned.origin {
+            bail!("its case is {:?}, and that of the plan {:?}", record.origin, planned.origin);
+        }
+        let case = json(&planned.case)?;
+        if record.case != case {
+            bail!("its case is not that of the plan, {}", brief(&case.to_string()));
+        }
+        Ok(())
     }
 }
 

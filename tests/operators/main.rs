@@ -5,6 +5,7 @@
 //! | `sweep::OPERATOR` | remembered cases, edge cases, and drawn cases within a time budget |
 //! | `golden::OPERATOR` | oracle and kernels against the golden files |
 //! | `refusals::OPERATOR` | every argument of its launchers, spoilt in every way, is refused by name |
+//! | `numbers::OPERATOR` | every whole number of a case, set to what wraps or takes all memory, is refused or judged |
 //! | `mutant::ID` | a planted bug is seen by the check that was expected to see it, and by nobody where it is not planted |
 //!
 //! `cargo test --test operators NAME` runs those whose names contain NAME. Without a filter the mutants, edge cases and
@@ -13,6 +14,7 @@
 
 mod golden;
 mod mutants;
+mod numbers;
 mod refusals;
 mod shared;
 #[path = "../suite/support.rs"]
@@ -50,7 +52,7 @@ impl Extent {
 
 /// What is asked of every operator; a new kind of test is one more line.
 type Make = fn(&'static dyn Operator, Extent) -> Option<Trial>;
-const OF_EACH_OPERATOR: [Make; 3] = [sweeps::trial, golden::trial, refusals::trial];
+const OF_EACH_OPERATOR: [Make; 4] = [sweeps::trial, golden::trial, refusals::trial, numbers::trial];
 
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();

@@ -397,7 +397,7 @@ fn diff_ends_with_0_when_nothing_got_worse_and_with_1_when_something_did() {
             assert!(text.contains(needle), "`{needle}` is not in the {place}");
         }
     }
-    assert!(comment.contains("a \\| b &lt;script>") && !page.contains("<script"), "unescaped");
+    assert!(comment.contains("a \\| b &lt;script&gt;") && !page.contains("<script"), "unescaped");
     assert!(!page.contains("http"), "the page refers to something outside itself");
     assert!(comment.len() < 65_536, "too long for a comment");
 }
@@ -443,6 +443,7 @@ fn diff_refuses_other_schemas_unreadable_files_parts_of_runs_and_strangers() {
             plan_digest: String::new(),
             executable_digest: String::new(),
             device: String::new(),
+            settings: Default::default(),
             seconds: 1.0,
         }];
     };

@@ -3,6 +3,7 @@
 //! Everything runs on the emulator, or on a GPU with `PARITY_BACKEND=cuda`; a demanded backend that is
 //! missing is an error, never a skip.
 
+mod bad_input;
 mod benchmarks;
 mod bisect;
 mod cases;
@@ -12,6 +13,7 @@ mod dependencies;
 mod diff;
 mod emulator;
 mod external;
+mod fuzz;
 mod golden;
 mod history;
 mod hopper;

@@ -256,6 +256,21 @@ fn a_merge_refuses_shards_of_unlike_runs() {
     mixed("plan", |part| part.shard.plan_digest = "another".into());
     mixed("number of shards", |part| part.shard.count = 4);
     mixed("number of planned cases", |part| part.shard.planned_cases += 1);
+    // Which setting it is that made another plan; one that made no other is nobody's concern.
+    mixed("--seed", |part| part.report.seed += 1);
+    mixed("--schedules", |part| part.report.schedules += 1);
+    mixed("--profile", |part| part.report.profile = "full".into());
+    for setting in ["--ops", "--cases", "--edge-cases", "--costs", "--regressions", "--memory"] {
+        let error = refusal(|parts| {
+            *parts[1].shard.settings.get_mut(setting).expect(setting) = "another".into();
+            parts[1].shard.plan_digest = "another".into();
+        });
+        let said = error.to_string();
+        assert!(said.contains(&format!("the {setting} is ")) && said.contains(" and another in "), "{said}");
+    }
+    let mut parts = parts();
+    parts[1].shard.settings.insert("--memory".into(), "another".into());
+    assert!(merge::merge(parts, String::new()).is_ok());
 }
 
 #[test]
@@ -269,7 +284,7 @@ fn executables_are_compared_where_the_commit_does_not_name_the_source() {
         parts[1].shard.executable_digest = "another".into();
         merge::merge(parts, String::new())
     };
-    assert!(matches!(with(true), Err(MergeError::Mixed { what: "executable", .. })));
+    assert!(matches!(with(true), Err(MergeError::Mixed { what, .. }) if what == "executable"));
     assert!(with(false).is_ok());
 }
 
@@ -340,7 +355,7 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     std::fs::write(&records, [&left[..], b"{\"operator\":\"swiglu\",\"case\":\"\xc3"].concat()).unwrap();
     merge_into(dir.path(), "merged", &["out"]).assert_bad_input(&["shard 1/2 is unfinished", "--resume"]);
     let other = [&resume[..], &["--schedules", "1"]].concat();
-    run(dir.path(), "out", &other).assert_bad_input(&["cannot be resumed", "other arguments"]);
+    run(dir.path(), "out", &other).assert_bad_input(&["cannot be resumed", "--schedules 2, and not with 1"]);
     let other: Vec<_> = resume.iter().map(|&argument| if argument == "1/2" { "0/2" } else { argument }).collect();
     run(dir.path(), "out", &other).assert_bad_input(&["it is shard 1/2, not 0/2"]);
 
@@ -375,6 +390,91 @@ fn a_run_whose_worker_is_killed_ends_with_all_of_them_and_resumes_where_they_wer
     run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(0);
     let report = report(&dir.path().join("out"));
     assert!(begun.iter().all(|&lines| lines >= 2) && report.cases.len() >= 80, "{begun:?}, {}", report.cases.len());
+}
+
+#[test]
+fn a_resumed_run_believes_no_record_that_its_plan_does_not_have() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--ops", "swiglu,rope", "--cases", "1", "--edge-cases", "2", "--resume"];
+    run(dir.path(), "out", &arguments).assert_code(0);
+    let records = dir.path().join("out/records.jsonl");
+    let sound = read(&records);
+    let lines: Vec<Value> = sound.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let changed = |at: usize, pointer: &str, value: Value| {
+        let mut lines = lines.clone();
+        *lines[at].pointer_mut(pointer).expect("a field of a record") = value;
+        lines
+    };
+    let twice = [&lines[..], &lines[1..2]].concat();
+    for (left, line, why) in [
+        (changed(1, "/case/seed", json!(77)), 2, "its case is not that of the plan"),
+        (changed(0, "/case/operator", json!("rope")), 1, "its operator is swiglu"),
+        (changed(2, "/operator", json!("rms_norm")), 3, "its operator is rms_norm"),
+        (changed(2, "/origin", json!("regression")), 3, "its case is Regression, and that of the plan Drawn"),
+        (changed(2, "/origin", json!("shrunk")), 3, "the case that it was made of is not in the line before"),
+        (changed(1, "/plan_number", json!(3)), 2, "operator"),
+        (changed(1, "/plan_number", json!(2)), 2, "its case is not that of the plan"),
+        (changed(0, "/plan_number", json!(1_000_000)), 1, "its plan number is 1000000"),
+        (twice, 7, "it is of the same case as line 2"),
+    ] {
+        let text: String = left.iter().map(|record| format!("{record}\n")).collect();
+        std::fs::write(&records, &text).unwrap();
+        let refused = run(dir.path(), "out", &arguments);
+        refused.assert_bad_input(&["records.jsonl cannot be resumed", &format!("line {line}"), why]);
+        assert_eq!(read(&records), text, "a refused run changes nothing");
+    }
+    std::fs::write(&records, &sound).unwrap();
+    run(dir.path(), "out", &arguments).assert_code(0);
+    assert_eq!(read(&records), sound);
+}
+
+#[test]
+fn an_interrupted_run_says_how_far_it_came_and_how_to_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--ops", "swiglu", "--cases", "60", "--edge-cases", "0", "--seed", "9"];
+    let mut command = Command::new(command_line::binary());
+    command.args(run_arguments(dir.path(), "out", &arguments)).stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.spawn().expect("the binary runs");
+    let records = dir.path().join("out/records.jsonl");
+    wait_for_lines(&records, 3, Duration::from_secs(30));
+    let interrupt = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill runs");
+    assert!(interrupt.success());
+    let ended = child.wait_with_output().expect("the run ended");
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(130), "{said}");
+    let recorded = read(&records).matches('\n').count();
+    assert!(said.contains(&format!("interrupted: {recorded} of 6")), "{recorded} lines, and it says: {said}");
+    assert!(said.contains("--resume"), "{said}");
+    run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(0);
+}
+
+#[test]
+fn a_folder_that_holds_what_is_not_ours_is_refused_by_what_was_found_and_left_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--ops", "swiglu", "--cases", "0", "--edge-cases", "1"];
+    for name in ["index.html", "report.json", "plan.json", "thesis.tex"] {
+        let folder = dir.path().join(name.replace('.', "_"));
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(folder.join(name), "{\"mine\": 1}").unwrap();
+        if name == "plan.json" {
+            std::fs::write(folder.join("more.json"), "{}").unwrap();
+        }
+        let out = folder.file_name().unwrap().to_str().unwrap();
+        run(dir.path(), out, &arguments).assert_bad_input(&[out, name, "empty folder"]);
+        merge_into(
+            dir.path(),
+            out,
+            &[&text(&divided().join("0")), &text(&divided().join("1")), &text(&divided().join("2"))],
+        )
+        .assert_bad_input(&[name, "empty folder"]);
+        assert_eq!(read(&folder.join(name)), "{\"mine\": 1}");
+    }
+    std::fs::write(dir.path().join("file"), "mine").unwrap();
+    run(dir.path(), "file", &arguments).assert_bad_input(&["file is no folder"]);
+    run(dir.path(), "ours", &arguments).assert_code(0);
+    std::fs::write(dir.path().join("ours/notes.txt"), "mine").unwrap();
+    run(dir.path(), "ours", &arguments).assert_code(0);
+    assert_eq!(read(&dir.path().join("ours/notes.txt")), "mine");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use dsv4_kernels::kv_cache_write as launcher;
 use dsv4_kernels::runtime::{HostTensor, TensorView};
 use dsv4_parity::case::Draw;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
+use dsv4_parity::judge::golden::GoldenFile;
 use dsv4_parity::operator::declaration::{observed, state};
 use dsv4_parity::operator::declared::Op;
 use dsv4_parity::operator::prelude::*;
@@ -189,11 +190,12 @@ impl Declared for WriteInChunks {
         laws.alike("in chunks equals at once", Relation::Times(1.0), |v| v.case.chunks = whole);
     }
 
-    fn golden(file: &GoldenFile) -> Result<Vec<Golden<Chunks>>, String> {
-        let case = || Golden::new(Chunks::plain(&[3, 4], 4));
-        Ok(match file.name.as_str() {
-            "chunks__whole" => vec![case()],
-            "chunks__spared" => vec![case().kernel_skips(Some("it is too long".into()))],
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<Chunks>>, String> {
+        let plain = || Chunks::plain(&[3, 4], 4);
+        let case = || Golden::new(plain());
+        Ok(match file.config("made").as_str() {
+            Some("whole") => vec![case()],
+            Some("spared") => vec![case().kernel_skips(Some(("it is too long".into(), plain())))],
             _ => Vec::new(),
         })
     }
@@ -203,7 +205,8 @@ impl Declared for WriteInChunks {
 fn a_golden_file_of_a_declared_kind_is_a_case_that_the_kernels_run_unless_their_declaration_refuses_it() {
     let made_of = |name: &str| {
         let operator = dsv4_parity::judge::golden::kind_of(name).to_owned();
-        let (name, config, tensors) = (name.to_owned(), serde_json::Value::Null, Default::default());
+        let config = serde_json::json!({ "made": name.split_once("__").expect("a kind").1 });
+        let (name, tensors) = (name.to_owned(), Default::default());
         let made = Op::<WriteInChunks>::new().golden(&GoldenFile { name, operator, config, tensors });
         made.map(|cases| cases.len()).map_err(|error| error.to_string())
     };

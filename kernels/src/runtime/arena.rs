@@ -30,6 +30,9 @@ const SPARSE_RATIO: usize = 8;
 /// Bytes of poison on each side of every contiguous piece of a tensor in a sparse buffer.
 const BAND: i64 = 512;
 
+/// Memory is had in pieces of so many bytes, however few of them are touched.
+const PAGE: usize = 4096;
+
 /// Most elements of a buffer: their bytes can be counted in 64 bits, signed or not.
 const MOST_ELEMENTS: usize = 1 << 60;
 
@@ -253,6 +256,20 @@ impl Layout {
             return Err(too_large());
         }
         Ok(Self { offset: 0, strides, elements })
+    }
+
+    /// Most bytes of a buffer of this layout, holding a tensor of `shape`, that are filled, inspected and read back: all of
+    /// them, or of a sparse one the rows with the bands beside them, in whole pages.
+    pub fn touched_bytes(&self, shape: &[usize], dtype: DType) -> u128 {
+        let wide = |count: usize| count as u128 * dtype.size() as u128;
+        let elements = shape.iter().fold(1u128, |product, &extent| product.saturating_mul(extent as u128));
+        let (buffer, tensor) = (wide(self.elements), elements.saturating_mul(dtype.size() as u128));
+        if buffer <= SPARSE_BYTES as u128 || buffer / SPARSE_RATIO as u128 <= tensor {
+            return buffer;
+        }
+        let row = shape.last().copied().unwrap_or(1).max(1);
+        let of_a_row = wide(row) + 2 * (BAND as u128 + PAGE as u128);
+        (elements / row as u128).saturating_mul(of_a_row).min(buffer)
     }
 
     /// Refuses what does not describe a tensor of `shape` within the buffer.

@@ -12,6 +12,7 @@ pub mod device;
 pub mod emulator;
 pub mod error;
 pub mod files;
+pub mod interrupt;
 pub mod params;
 pub mod process;
 pub mod recording;

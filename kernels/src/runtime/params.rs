@@ -155,32 +155,68 @@ impl Params {
         (size as u64, hash)
     }
 
-    /// The first field that is another one in the struct that `tree` declares for a kernel of `file`, in words.
+    /// The first field, in the order of both, that is another one in the struct that `tree` declares for a kernel of `file`, in
+    /// words.
     pub(super) fn difference(&self, tree: &SourceTree, file: &str, kernel: &str) -> String {
-        let Some(declared) = declared_fields(tree, file, kernel) else {
+        let Some(Declared { listed, unlisted }) = declared(tree, file, kernel) else {
             return "the sources do not say which field differs".into();
         };
-        let differs = |at: &usize| {
-            let (own, declared) = (self.fields.get(*at), declared.get(*at));
-            own.map(|f| (&f.name, Some(f.size))) != declared.map(|(name, size)| (name, size.or(own.map(|f| f.size))))
+        let own: Vec<_> = self.fields.iter().map(Declaration::of).collect();
+        let differs = |at: &usize| match (own.get(*at), listed.get(*at)) {
+            (Some(own), Some(listed)) => !listed.may_be(own),
+            _ => true,
         };
-        let Some(at) = (0..self.fields.len().max(declared.len())).find(differs) else {
-            return "names and sizes of the fields agree".into();
+        let Some(at) = (0..own.len().max(listed.len())).find(differs) else {
+            return match unlisted.as_slice() {
+                [] => "names, sizes and places of the fields agree".into(),
+                names => {
+                    format!("the kernel's struct has fields that PARAMS_LAYOUT does not list: {}", names.join(", "))
+                }
+            };
         };
-        let own = self.fields.get(at).map(|field| in_words(&field.name, Some(field.size)));
-        let declared = declared.get(at).map(|(name, size)| in_words(name, *size));
+        // Where fields lie is said where they differ in nothing else.
+        let alike = |a: &Declaration, b: &Declaration| a.name == b.name && (a.size == b.size || a.size.is_none());
+        let placed = listed.get(at).zip(own.get(at)).is_some_and(|(listed, own)| alike(listed, own));
         let end = || "no further field".to_owned();
-        let (own, declared) = (own.unwrap_or_else(end), declared.unwrap_or_else(end));
-        format!("field {at} is {declared} in the kernel, {own} in the launcher")
+        let words = |fields: &[Declaration]| fields.get(at).map_or_else(end, |field| field.in_words(placed));
+        format!("field {at} is {} in the kernel, {} in the launcher", words(&listed), words(&own))
     }
 }
 
-fn in_words(name: &str, size: Option<usize>) -> String {
-    size.map_or_else(|| format!("`{name}`"), |size| format!("`{name}` of {size} bytes"))
+/// A field as far as it is known.
+struct Declaration {
+    name: String,
+    offset: Option<usize>,
+    size: Option<usize>,
 }
 
-/// Name and, where its type is known here, size of each field of a kernel's parameter struct.
-fn declared_fields(tree: &SourceTree, file: &str, kernel: &str) -> Option<Vec<(String, Option<usize>)>> {
+impl Declaration {
+    fn of(field: &Field) -> Self {
+        Self { name: field.name.clone(), offset: Some(field.offset), size: Some(field.size) }
+    }
+
+    /// Whether nothing that is known of it says that it is another one.
+    fn may_be(&self, own: &Self) -> bool {
+        let agrees = |a: Option<usize>, b: Option<usize>| a.is_none() || a == b;
+        self.name == own.name && agrees(self.size, own.size) && agrees(self.offset, own.offset)
+    }
+
+    fn in_words(&self, placed: bool) -> String {
+        let size = self.size.map_or_else(String::new, |size| format!(" of {size} bytes"));
+        let place = self.offset.filter(|_| placed).map_or_else(String::new, |offset| format!(" at byte {offset}"));
+        format!("`{}`{size}{place}", self.name)
+    }
+}
+
+/// A kernel's parameter struct as its sources declare it.
+struct Declared {
+    /// The fields that its PARAMS_LAYOUT lists, in that order.
+    listed: Vec<Declaration>,
+    /// Names of the others.
+    unlisted: Vec<String>,
+}
+
+fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
     let headers = tree.headers_of(file).ok()?;
     let texts: Vec<&str> = [file].into_iter().chain(headers).filter_map(|file| tree.text(file).ok()).collect();
     let behind = |needle: &str| texts.iter().find_map(|text| text.split_once(needle)).map(|(_, behind)| behind);
@@ -188,18 +224,33 @@ fn declared_fields(tree: &SourceTree, file: &str, kernel: &str) -> Option<Vec<(S
     let name = name.trim();
     let (names, _) = behind(&format!("PARAMS_LAYOUT({name},"))?.split_once(')')?;
     let (body, _) = behind(&format!("struct {name} {{"))?.split_once('}')?;
+    let mut fields = fields_of(body);
+    let of_list = |name: &str| {
+        let at = fields.iter().position(|field| field.name == name);
+        at.map_or(Declaration { name: name.to_owned(), offset: None, size: None }, |at| fields.remove(at))
+    };
+    let listed = names.split(',').map(str::trim).map(of_list).collect();
+    Some(Declared { listed, unlisted: fields.into_iter().map(|field| field.name).collect() })
+}
+
+/// The fields of a struct's body in their order, each where C puts it as long as all sizes before it are known.
+fn fields_of(body: &str) -> Vec<Declaration> {
     let code: String = body.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
-    let size = |name: &str| {
-        let mut declarations = code.split(';').map(str::trim);
-        let declared = declarations.find_map(|one| one.strip_suffix(name).filter(|kind| kind.ends_with([' ', '*'])))?;
-        match declared.trim() {
-            pointer if pointer.ends_with('*') => Some(8),
+    let mut end = Some(0usize);
+    let field = |declaration: &str| {
+        let (kind, name) = declaration.trim().rsplit_once([' ', '*'])?;
+        let is_pointer = declaration.contains('*');
+        let size = match kind.trim() {
+            _ if is_pointer => Some(8),
             "int64_t" | "uint64_t" | "double" => Some(8),
             "int32_t" | "uint32_t" | "float" => Some(4),
             _ => None,
-        }
+        };
+        let offset = end.zip(size).map(|(end, size)| end.next_multiple_of(size));
+        end = offset.zip(size).map(|(offset, size)| offset + size);
+        Some(Declaration { name: name.to_owned(), offset, size })
     };
-    Some(names.split(',').map(str::trim).map(|name| (name.to_owned(), size(name))).collect())
+    code.split(';').filter_map(field).collect()
 }
 
 #[cfg(test)]
@@ -292,7 +343,7 @@ mod tests {
         let none = None::<&TensorView>;
         let difference = |params: Params| params.difference(&tree, "probe.cu", "probe");
         let x = || Params::new("test").rows("x", none);
-        assert_eq!(difference(x().i32("n", 1).unwrap()), "names and sizes of the fields agree");
+        assert_eq!(difference(x().i32("n", 1).unwrap()), "names, sizes and places of the fields agree");
         let renamed = Params::new("test").rows("y", none).i32("n", 1).unwrap();
         assert_eq!(difference(renamed), "field 0 is `x` of 8 bytes in the kernel, `y` of 8 bytes in the launcher");
         let wider = difference(x().i64("n", 1).unwrap());
@@ -301,5 +352,19 @@ mod tests {
         let longer = difference(x().i32("n", 1).unwrap().f32("eps", 1.0));
         assert_eq!(longer, "field 3 is no further field in the kernel, `eps` of 4 bytes in the launcher");
         assert!(x().difference(&tree, "probe.cu", "absent").contains("do not say"));
+        // A list in another order than the struct's, and one that leaves a field out.
+        let of = |header: &str| {
+            let files = [("include/p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
+            let tree = SourceTree::from_files("a test".into(), BTreeMap::from(files)).unwrap();
+            x().i32("n", 1).unwrap().difference(&tree, "probe.cu", "probe")
+        };
+        let turned =
+            of("struct P {\n int32_t n;\n const float* x;\n int64_t x_stride;\n};\nPARAMS_LAYOUT(P, x, x_stride, n)\n");
+        let places = "field 0 is `x` of 8 bytes at byte 8 in the kernel, `x` of 8 bytes at byte 0 in the launcher";
+        assert_eq!(turned, places);
+        let more = of(
+            "struct P {\n float *x; int64_t x_stride; int32_t n; int32_t z;\n};\nPARAMS_LAYOUT(P, x, x_stride, n)\n",
+        );
+        assert_eq!(more, "the kernel's struct has fields that PARAMS_LAYOUT does not list: z");
     }
 }

@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use super::process::{isolate, kill_group, wait_within};
 
 /// Tells a program that it is a supervisor or a keeper: a [`Start`] as JSON.
-const VARIABLE: &str = "PARITY_SUPERVISOR";
+pub(super) const VARIABLE: &str = "PARITY_SUPERVISOR";
 
 /// How long what will not die, or a folder that will not go, is tried again.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -17,7 +17,7 @@ use super::trial::Trial;
 use crate::record::{MutantRecord, journal};
 
 /// Name of the journal's file.
-pub const JOURNAL: &str = "mutants.jsonl";
+pub const JOURNAL: &str = journal::MUTANTS;
 
 /// One line.
 #[derive(Debug, Serialize, Deserialize)]
@@ -55,6 +55,7 @@ impl Journal {
     }
 
     fn open_as(dir: &Path, identity: String, resume: bool) -> Result<Self> {
+        journal::refuse_foreign(dir)?;
         std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         let (path, file) = journal::open_alone(dir, JOURNAL)?;
         let mut journal = Self { path, file, identity, known: BTreeMap::new() };

@@ -108,6 +108,8 @@ fn read<M: DeserializeOwned>(stream: &mut impl Read, tag: u64) -> io::Result<(M,
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtime::error::RuntimeError;
+    use crate::runtime::worker::failure::Failure;
 
     #[test]
     fn a_message_comes_back_with_its_bytes_and_half_of_one_or_another_is_an_error() {
@@ -123,6 +125,34 @@ mod tests {
         assert_eq!(kind(&sent, 8), io::ErrorKind::InvalidData, "another message was expected");
         sent[15] = 1;
         assert_eq!(kind(&sent, 7), io::ErrorKind::InvalidData, "of such a length there is none");
+    }
+
+    #[test]
+    fn whatever_a_worker_or_its_device_sends_is_a_message_or_an_error() {
+        use proptest::prelude::*;
+        use proptest::sample::Index;
+        let everything = std::env::var("PARITY_TESTS").is_ok_and(|extent| extent == "all");
+        let cases = if everything { 11_000 } else { 300 };
+        let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+        let fault = RuntimeError::Fault { kernel: "k".into(), block: "b".into(), thread: "t".into(), what: "w".into() };
+        let mut sent = Vec::new();
+        write(&mut sent, 7, &Failure::from(fault), b"parameters").unwrap();
+        let changes = prop::collection::vec((any::<Index>(), any::<u8>(), 0..4u8), 0..4);
+        proptest!(config, |(changes in changes, end in any::<Index>(), whole in any::<bool>())| {
+            let mut bytes = sent.clone();
+            for (at, byte, kind) in changes {
+                // Mostly in the text: the tag is another one at once.
+                let first = if kind == 0 { 0 } else { 24 };
+                let at = first + at.index(bytes.len() - first);
+                if kind == 1 { bytes.insert(at, byte) } else { bytes[at] = byte }
+            }
+            if !whole {
+                bytes.truncate(end.index(bytes.len()));
+            }
+            if let Ok((failure, _)) = read::<Failure>(&mut &bytes[..], 7) {
+                let _ = RuntimeError::from(failure).to_string();
+            }
+        });
     }
 
     #[test]

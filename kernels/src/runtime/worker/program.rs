@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use serde::{Deserialize, Serialize};
 
 use super::link::Link;
-use crate::runtime::{emulator, remote};
+use crate::runtime::{emulator, remote, supervisor};
 
 /// Tells a program that it is a worker: a [`Start`] as JSON.
 pub const VARIABLE: &str = "PARITY_WORKER";
@@ -54,6 +54,10 @@ pub fn is_linked() -> bool {
 }
 
 extern "C" fn become_worker() {
+    // The supervisor of a worker is told what its worker is to do; which of the initialisers runs first, the linker decides.
+    if std::env::var_os(supervisor::VARIABLE).is_some() {
+        return;
+    }
     let Ok(start) = std::env::var(VARIABLE) else { return };
     // SAFETY: no other thread runs before `main`. What a kernel starts is no worker.
     unsafe { std::env::remove_var(VARIABLE) };

@@ -1,0 +1,140 @@
+//! `numbers::OPERATOR`: every whole number of its cases, alone and with another one, set to what wraps, to what takes all
+//! memory, and to what is no number. Each ends in an error that names what is wrong, or in a verdict, at once and within
+//! the memory that a case may take. A commit tries a share of them by lot.
+
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use dsv4_parity::case::{Case, Draw};
+use dsv4_parity::change::{SHARE, lot};
+use dsv4_parity::judge::checks::{self, CheckOptions};
+use dsv4_parity::operator::size::Limit;
+use dsv4_parity::operator::{Operator, Profile};
+use dsv4_parity::record::Verdict;
+use libtest_mimic::Trial;
+use rand::Rng;
+use serde_json::{Value, json};
+
+use crate::{Extent, shared};
+
+/// What a case may take here: its typical cases take a tenth.
+const LIMIT: Limit = Limit::bytes(64 << 20);
+/// A refusal takes microseconds, and a machine that is busy with other tests some more.
+const AT_ONCE: Duration = Duration::from_secs(5);
+/// Cases of the size that is allowed here take seconds at the most.
+const A_WHILE: Duration = Duration::from_secs(60);
+/// How many cases' numbers are tried.
+const CASES: usize = 4;
+/// Pairs of numbers that are tried of each case.
+const PAIRS: usize = 40;
+
+pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
+    Some(crate::trial(format!("numbers::{}", operator.describe().name), move || run(operator, extent)))
+}
+
+/// What a number is set to: the ends of what 31, 32, 53, 63 and 64 bits hold, and what is no whole number.
+fn hostile() -> Vec<Value> {
+    let whole = [0, 1, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 53, i64::MAX as u64, u64::MAX];
+    whole
+        .into_iter()
+        .map(Value::from)
+        .chain([json!(-1), json!(i64::MIN), json!(0.5), json!("7"), Value::Null])
+        .collect()
+}
+
+fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String> {
+    let mut tries = tries(operator);
+    let all = tries.len();
+    if extent == Extent::Commit
+        && let Some(change) = shared::change()
+    {
+        tries.retain(|case| u64::from(lot(change.seed(), &case.line())[0]).is_multiple_of(SHARE));
+    }
+    let (mut refused, mut judged, mut wrong) = (0, 0, Vec::new());
+    for case in &tries {
+        let ended = catch_unwind(AssertUnwindSafe(|| attempt(operator, case)));
+        match ended.unwrap_or_else(|_| Err("a panic".to_owned())) {
+            Ok(true) => judged += 1,
+            Ok(false) => refused += 1,
+            Err(why) => wrong.push(format!("{why}: {}", case.line())),
+        }
+    }
+    let tried = format!("{} of {all} tried: {refused} refused, {judged} judged", tries.len());
+    if wrong.is_empty() { Ok(tried) } else { Err(format!("{tried}, {} wrong:\n{}", wrong.len(), wrong.join("\n"))) }
+}
+
+/// Whether the case was judged; an error where it was neither judged nor refused in a way that helps.
+fn attempt(operator: &dyn Operator, case: &Case) -> Result<bool, String> {
+    let start = Instant::now();
+    let prepared = operator.prepare_within(case, LIMIT);
+    if start.elapsed() > AT_ONCE {
+        return Err(format!("took {:.1} s", start.elapsed().as_secs_f64()));
+    }
+    let prepared = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) if error.to_string().chars().count() > 1000 => return Err(format!("an endless message: {error}")),
+        Err(_) => return Ok(false),
+    };
+    let options = CheckOptions { sequence: false, ..CheckOptions::of_kernels(0) };
+    let outcome = shared::on_device(|device| checks::run(&*prepared, device, options));
+    if start.elapsed() > A_WHILE {
+        return Err(format!("was judged for {:.1} s", start.elapsed().as_secs_f64()));
+    }
+    match outcome.checks.iter().find(|check| check.verdict != Verdict::Pass) {
+        Some(check) => Err(format!("{} {}: {}", check.check, check.tensor, check.message)),
+        None => Ok(true),
+    }
+}
+
+/// Small cases with one or two of their numbers changed.
+fn tries(operator: &dyn Operator) -> Vec<Case> {
+    let mut tries = BTreeSet::new();
+    for (turn, case) in small_cases(operator).into_iter().enumerate() {
+        let whole = Value::Object(case.fields.clone());
+        let mut fields = Vec::new();
+        numbers(&whole, "", &mut fields);
+        let mut add = |changes: &[(&str, &Value)]| {
+            let mut changed = whole.clone();
+            for (field, value) in changes {
+                changed.pointer_mut(field).into_iter().for_each(|place| *place = (*value).clone());
+            }
+            if let Value::Object(fields) = changed {
+                tries.insert(Case { operator: case.operator.clone(), fields }.line());
+            }
+        };
+        let hostile = hostile();
+        for field in &fields {
+            hostile.iter().for_each(|value| add(&[(field, value)]));
+        }
+        let mut draw = Draw::new(turn as u64, &case.operator);
+        for _ in 0..PAIRS {
+            let mut pick = |count: usize| draw.rng().random_range(0..count);
+            let (one, other) = (&fields[pick(fields.len())], &fields[pick(fields.len())]);
+            add(&[(one, &hostile[pick(hostile.len())]), (other, &hostile[pick(8)])]);
+        }
+    }
+    tries.iter().map(|line| Case::parse(line).expect("a line of JSON")).collect()
+}
+
+/// Edge cases that fit, as unlike as their fields are; also some with layouts of their own.
+fn small_cases(operator: &dyn Operator) -> Vec<Case> {
+    let fits = |case: &Case| operator.bytes(case).is_ok_and(|bytes| LIMIT.allows(bytes * 4));
+    let mut cases: Vec<Case> = operator.edge_cases(Profile::Quick).into_iter().filter(fits).collect();
+    let of_fields = |case: &Case| case.fields.keys().cloned().collect::<BTreeSet<_>>();
+    let mut seen = BTreeSet::new();
+    cases.sort_by_key(|case| !seen.insert(of_fields(case)));
+    cases.truncate(CASES);
+    cases
+}
+
+/// The whole numbers of a case, by their JSON pointers.
+fn numbers(value: &Value, path: &str, found: &mut Vec<String>) {
+    match value {
+        Value::Object(fields) => {
+            fields.iter().for_each(|(name, value)| numbers(value, &format!("{path}/{name}"), found))
+        }
+        Value::Number(number) if number.is_u64() => found.push(path.to_owned()),
+        _ => {}
+    }
+}
