@@ -21,9 +21,6 @@ use crate::record::Report;
 use crate::record::journal::{self, Shard};
 use crate::sweep::merge::{self, Part};
 
-/// The folder, within that of the report, in which each worker has its own for as long as the run is unfinished.
-const FOLDER: &str = "workers";
-
 /// The variable that names the GPU of a process.
 const GPU: &str = "PARITY_CUDA_DEVICE";
 
@@ -33,7 +30,7 @@ const PACE: Duration = Duration::from_millis(500);
 /// Sweeps with so many workers. What they wrote is gone when the report is whole, and is what `--resume` goes on with until
 /// then.
 pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Environment) -> Result<Report> {
-    let folder = arguments.out.join(FOLDER);
+    let folder = arguments.out.join(journal::WORKERS);
     if !arguments.resume && folder.exists() {
         std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
     }
@@ -58,7 +55,7 @@ pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Enviro
 
 /// Takes away what the workers left, once the report is written.
 pub(super) fn clear(out: &Path) -> Result<()> {
-    let folder = out.join(FOLDER);
+    let folder = out.join(journal::WORKERS);
     std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))
 }
 

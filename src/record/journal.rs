@@ -28,6 +28,9 @@ pub const PLAN: &str = "plan.json";
 /// Name of the records' file.
 pub const RECORDS: &str = "records.jsonl";
 
+/// Name of the folder, within that of the report, in which each worker of a run has its own for as long as it is unfinished.
+pub const WORKERS: &str = "workers";
+
 /// Which part of a run: `index` of `count`, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
@@ -356,7 +359,7 @@ pub fn refuse_foreign(dir: &Path) -> Result<()> {
     // A run that was killed at once left an empty journal, or a plan half written; benchmarks run before.
     let just_begun = |name: &String| match name.as_str() {
         RECORDS => std::fs::metadata(dir.join(RECORDS)).is_ok_and(|file| file.len() == 0),
-        name => name.starts_with(PLAN) || ["benchmarks.txt", MUTANTS].contains(&name),
+        name => name.starts_with(PLAN) || ["benchmarks.txt", MUTANTS, WORKERS].contains(&name),
     };
     if is_ours(dir) || names.iter().all(just_begun) {
         return Ok(());

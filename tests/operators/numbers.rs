@@ -60,6 +60,7 @@ fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String
             Err(why) => wrong.push(format!("{why}: {}", case.line())),
         }
     }
+    println!("attack: {} cases whose numbers cannot be", tries.len());
     let tried = format!("{} of {all} tried: {refused} refused, {judged} judged", tries.len());
     if wrong.is_empty() { Ok(tried) } else { Err(format!("{tried}, {} wrong:\n{}", wrong.len(), wrong.join("\n"))) }
 }

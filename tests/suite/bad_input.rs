@@ -19,14 +19,11 @@ use rand::Rng;
 use rand::seq::IndexedRandom;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
+use crate::attacks::{attacked, everything};
 use crate::command_line::{Parity, binary};
 use crate::support;
 
 /// Whether everything runs, or what each commit pays for.
-pub fn everything() -> bool {
-    std::env::var("PARITY_TESTS").is_ok_and(|extent| extent == "all")
-}
-
 /// A tensor of a golden file as it is stored.
 #[derive(Clone)]
 struct Stored {
@@ -206,6 +203,7 @@ fn golden_files_of_any_shape_type_and_number_end_in_one_error_or_in_a_verdict_ov
             Ok((false, _)) => disagreed += 1,
         }
     }
+    attacked("malformed golden files", tries);
     println!("{tries} golden files: {refused} refused, {agreed} agreed, {disagreed} disagreed");
     assert!(refused > tries / 4 && agreed + disagreed > tries / 20, "{refused}, {agreed}, {disagreed}");
 }

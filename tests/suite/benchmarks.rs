@@ -12,18 +12,20 @@ use dsv4_parity::operator::declared::Declared;
 use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
+use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
 use dsv4_parity::operators::sparse_attention::SparseAttention;
 use dsv4_parity::operators::swiglu::Swiglu;
+use dsv4_parity::operators::topk::Topk;
 use serde_json::{Value, json};
 
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 11] = [
+const MUTANTS: [(&str, &str); 13] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -35,6 +37,8 @@ const MUTANTS: [(&str, &str); 11] = [
     ("score_recompute_forward", "recompute_scale_twice"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
+    ("hadamard_forward", "hadamard_normalised_twice"),
+    ("topk_forward", "topk_columns_beyond_256"),
 ];
 
 fn emulator() -> Device {
@@ -151,6 +155,11 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let rows = || (json!({"num_rows": 21, "width": 512}), json!({"num_rows": 4}));
     let rms_norm = |group, name| timed(reduced::<RmsNorm>(group, name, rows().0, rows().1));
     let swiglu = |group| timed(reduced::<Swiglu>(group, "4096x2048 bf16", rows().0, rows().1));
+    let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
+    let topk = |name| {
+        let whole = json!({"num_rows": 11, "num_columns": 300, "topk": 40});
+        timed(reduced::<Topk>("forward", name, whole, json!({"num_rows": 3})))
+    };
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let rope = |name| timed(reduced::<Rope>("forward", name, heads.clone(), json!({"num_tokens": 2})));
     let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
@@ -195,6 +204,9 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         dense("q4096 k2048 H64 D512 dense portable"),
         swiglu("forward"),
         swiglu("backward"),
+        hadamard("262144x128 bf16 to bf16"),
+        hadamard("262144x128 bf16 to e2m1"),
+        topk("512 of 16384, 4096 rows"),
     ]
 }
 

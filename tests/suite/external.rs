@@ -20,6 +20,7 @@ use dsv4_parity::operator::registry;
 use dsv4_parity::record::{CaseRecord, CheckRecord, Origin, Report, Seen, Skip, Verdict};
 use dsv4_parity::sweep;
 
+use crate::attacks::attacked;
 use crate::command_line::{Parity, binary};
 use crate::support;
 
@@ -564,11 +565,13 @@ fn nothing_of_a_worker_or_a_compiler_is_left_after_any_end_of_the_harness() {
     ] {
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         ends.iter().for_each(|end| assert_leaves_nothing(&arguments, &[], end));
+        attacked("ends of the harness with processes of others running", ends.len() as u64);
     }
     let compiler =
         script("compiler", &format!("[ \"$1\" = --version ] && echo hanging 1 && exit\n{LINGER}\nsleep 300"));
     let run = ["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "0", "--edge-cases", "1"];
     ["-INT", "-KILL"].iter().for_each(|end| assert_leaves_nothing(&run, &[("PARITY_CXX", &compiler)], end));
+    attacked("ends of the harness with processes of others running", 2);
 }
 
 // ---------------------------------------------------------------- the command

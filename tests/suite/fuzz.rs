@@ -30,7 +30,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-use crate::bad_input::everything;
+use crate::attacks::{attacked, everything};
 use crate::support;
 
 /// Inputs for each reader.
@@ -211,6 +211,7 @@ fn tried(reader: &str, valid: Vec<Vec<u8>>, safetensors: bool, read: impl Fn(&[u
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap().trim();
     let peak = peak.strip_suffix("kB").unwrap().trim().parse::<u64>().unwrap() << 10;
     assert!(peak < MOST_MEMORY, "{reader}: {peak} bytes");
+    attacked("malformed files and lines", cases.into());
     println!("{reader}: {cases} inputs, {} taken, {} MiB at the most", taken.get(), peak >> 20);
     assert!((1..cases).contains(&taken.get()), "{reader}: {} of {cases} were taken", taken.get());
 }

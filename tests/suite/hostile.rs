@@ -15,6 +15,7 @@ use dsv4_kernels::runtime::{
 
 use dsv4_parity::record::{Report, Verdict};
 
+use crate::attacks::{attacked, everything};
 use crate::command_line::{Parity, binary, changed_kernels};
 use crate::emulator::{emulator, probe_tree};
 use crate::support::{backend, fixtures};
@@ -37,12 +38,16 @@ fn hostile(before: &str, body: &str) -> SourceTree {
 
 /// Runs a probe of one block of 64 threads; y, an i32 `[64]`, comes back unless the launch failed.
 fn run(device: &Device, tree: SourceTree) -> Result<Vec<i32>> {
+    run_blocks(device, tree, 1)
+}
+
+fn run_blocks(device: &Device, tree: SourceTree, blocks: u32) -> Result<Vec<i32>> {
     let device = device.with_tree(tree);
     let mut arena = DeviceArena::new(&device, Contract::NAN);
     let y = arena.output("y", DType::I32, &[64])?;
     let params = Params::new("probe").ptr("y", &y).i32("count", 0)?;
     let violations: Vec<Violation> = arena.run(|device| {
-        let config = LaunchConfig { grid: [1; 3], block: [64, 1, 1], shared_bytes: 0 };
+        let config = LaunchConfig { grid: [blocks, 1, 1], block: [64, 1, 1], shared_bytes: 0 };
         device.kernel("probe.cu", &[], "probe")?.launch(config, &params)
     })?;
     assert_eq!(violations, []);
@@ -83,11 +88,27 @@ fn assert_works(device: &Device, after: &str) {
     assert_eq!(ran.unwrap_or_else(|e| panic!("after {after}: {e}")), (0..64).collect::<Vec<_>>(), "after {after}");
 }
 
-/// What is said of a kernel whose thread 5 does this, and of which thread.
+/// Where thread 5 does something, and the blocks of the launch, of which the last one has that thread: at the start; behind a
+/// barrier, in the last of three blocks; in the third step of a loop, while others wait for their warp.
+const PLACES: [(&str, &str, u32); 3] = [
+    ("if (threadIdx.x == 5) {", "}", 1),
+    ("__syncthreads(); if (blockIdx.x == 2 && threadIdx.x == 5) {", "} __syncthreads();", 3),
+    ("for (int step = 0; step < 4; ++step) { if (step == 2 && threadIdx.x == 5) {", "} __syncwarp(); }", 1),
+];
+
+/// What is said of a kernel whose thread 5 does this, and of which thread: the same at every place; a commit tries the first.
 fn said(device: &Device, before: &str, statement: &str) -> (String, String) {
+    let places = if everything() { &PLACES[..] } else { &PLACES[..1] };
+    let said: Vec<_> = places.iter().map(|place| said_at(device, before, statement, place)).collect();
+    assert!(said.windows(2).all(|pair| pair[0] == pair[1]), "{statement}: {said:?}");
+    said[0].clone()
+}
+
+fn said_at(device: &Device, before: &str, statement: &str, place: &(&str, &str, u32)) -> (String, String) {
     let start = Instant::now();
-    let body = format!("if (threadIdx.x == 5) {{ {statement} }} params.y[threadIdx.x] = 1;");
-    let error = run(device, hostile(before, &body)).expect_err(statement);
+    let (open, close, blocks) = place;
+    let body = format!("{open} {statement} {close} params.y[threadIdx.x] = 1;");
+    let error = run_blocks(device, hostile(before, &body), *blocks).expect_err(statement);
     // A limit of a second, what a launch may take beyond it, and a compiler on a busy machine.
     assert!(start.elapsed() < Duration::from_secs(20), "{statement} took {:?}", start.elapsed());
     assert_works(device, statement);
@@ -95,7 +116,9 @@ fn said(device: &Device, before: &str, statement: &str) -> (String, String) {
         RuntimeError::Fault { kernel, block, thread, what } => {
             assert_eq!(kernel, "probe");
             // What a kernel does to its files shows when it is over.
-            assert!(block == "(0, 0, 0)" || what.contains("files"), "{statement}: {what} in block {block}");
+            let its = format!("({}, 0, 0)", blocks - 1);
+            assert!(block == its || what.contains("files"), "{statement}: {what} in block {block}");
+            attacked("kernels that end, stall or deceive their process", 1);
             (thread, what)
         }
         other => panic!("{statement}: expected a fault, not {other}"),
@@ -176,6 +199,7 @@ fn a_static_constructor_that_ends_its_process_is_an_error_of_its_module() {
         let error = run(&device, hostile(&before, "params.y[threadIdx.x] = 1;")).expect_err(constructor).to_string();
         let expected = format!("loading `probe.cu`: a static constructor {needle}");
         assert_eq!(error, expected);
+        attacked("kernels that end, stall or deceive their process", 1);
         assert_works(&device, constructor);
     }
 }
@@ -246,6 +270,7 @@ fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
         let error = run(&broken, probe_tree("params.y[threadIdx.x] = 1;")).expect_err(name);
         assert!(matches!(error, RuntimeError::Compile { .. }) && error.to_string().contains(needle), "{error}");
         assert!(start.elapsed() < Duration::from_secs(20), "{name}");
+        attacked("compilers that hang, die or lie", 1);
     }
     assert_works(&device, "compilers that do not");
 }

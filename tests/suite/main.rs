@@ -3,6 +3,7 @@
 //! Everything runs on the emulator, or on a GPU with `PARITY_BACKEND=cuda`; a demanded backend that is
 //! missing is an error, never a skip.
 
+mod attacks;
 mod bad_input;
 mod benchmarks;
 mod bisect;

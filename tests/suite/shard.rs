@@ -13,6 +13,7 @@ use dsv4_parity::sweep::shard::{self, Costs};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::attacks::attacked;
 use crate::command_line::{self, Output, PRODUCT, Parity, WRONG_PRODUCT};
 use crate::support;
 
@@ -367,6 +368,7 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     assert_eq!(without_times(&resumed.cases), without_times(&whole.cases));
     run(dir.path(), "out", &resume).assert_code(0);
     assert_eq!(std::fs::read(&records).unwrap(), after, "a finished run ran something again");
+    attacked("runs killed or interrupted, then resumed", 1);
 }
 
 #[test]
@@ -389,6 +391,7 @@ fn a_run_whose_worker_is_killed_ends_with_all_of_them_and_resumes_where_they_wer
 
     run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(0);
     let report = report(&dir.path().join("out"));
+    attacked("runs killed or interrupted, then resumed", 1);
     assert!(begun.iter().all(|&lines| lines >= 2) && report.cases.len() >= 80, "{begun:?}, {}", report.cases.len());
 }
 
@@ -422,6 +425,7 @@ fn a_resumed_run_believes_no_record_that_its_plan_does_not_have() {
         let refused = run(dir.path(), "out", &arguments);
         refused.assert_bad_input(&["records.jsonl cannot be resumed", &format!("line {line}"), why]);
         assert_eq!(read(&records), text, "a refused run changes nothing");
+        attacked("records altered before a resume", 1);
     }
     std::fs::write(&records, &sound).unwrap();
     run(dir.path(), "out", &arguments).assert_code(0);
@@ -445,6 +449,7 @@ fn an_interrupted_run_says_how_far_it_came_and_how_to_go_on() {
     let recorded = read(&records).matches('\n').count();
     assert!(said.contains(&format!("interrupted: {recorded} of 6")), "{recorded} lines, and it says: {said}");
     assert!(said.contains("--resume"), "{said}");
+    attacked("runs killed or interrupted, then resumed", 1);
     run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(0);
 }
 

@@ -237,6 +237,7 @@ mod tests {
             std::fs::write(&path, damaged).unwrap();
             assert_eq!(cache.find("key", "so"), None, "byte {at}");
         }
+        println!("attack: {} corrupted modules", spoilt.len() + module.len());
     }
 
     #[test]
