@@ -20,7 +20,8 @@ attack --test operators -- numbers
 
 # A line of a test may begin behind another one's words.
 held() { grep -oE 'attack: [0-9]+ [a-z ,]+' "$LOG" | sed 's/^attack: //'; }
-failed() { grep -E '^test .*FAILED$' "$LOG" | sed -E 's/^test ([^ ]+) .*/\1/' | sort -u; }
+# Each binary lists its failures by name at its end.
+failed() { awk '/^failures:$/ { listed = 1 } /^test result:/ { listed = 0 } listed && /^    [a-z_0-9:]+$/ { print $1 }' "$LOG" | sort -u; }
 
 {
     echo "# What was tried against the harness"

@@ -107,7 +107,8 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
         }
         None => sweep_here(arguments, &operators, &device, started_unix, start)?,
     };
-    let skips = swept.skips.into_iter().chain(measured.skip).collect();
+    let is_first = arguments.shard.is_none_or(|shard| shard.index == 0);
+    let skips = swept.skips.into_iter().chain(measured.skip.filter(|_| is_first)).collect();
     let report = Report { benchmarks: measured.benchmarks, ceilings: measured.ceilings, skips, ..swept };
     finish(&report, arguments, workers.is_some())?;
     let exit = exit_of(&report, arguments.shard.is_none())?;
@@ -132,7 +133,8 @@ fn sweep_here(
     let costs = arguments.costs.as_deref().map(Costs::read).transpose()?.unwrap_or_default();
     let plan = Plan::new(operators, &remembered, &options, device.environment(), shard.count, &costs)?;
     // They are skips of the run, not of each shard: the first one says so.
-    let not_run = if shard.index == 0 { plan.skips.clone() } else { Vec::new() };
+    let of_the_run = || skips(device, arguments).into_iter().chain(plan.skips.clone()).collect();
+    let of_the_run: Vec<Skip> = if shard.index == 0 { of_the_run() } else { Vec::new() };
     let run = RunDescription {
         command: arguments.sweep.seed.command(),
         started_unix,
@@ -140,7 +142,7 @@ fn sweep_here(
         seed: arguments.sweep.seed.number(),
         schedules: options.checks.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
-        skips: skips(device, arguments).into_iter().chain(not_run).collect(),
+        skips: of_the_run,
     };
     let names = arguments.ops.as_deref().unwrap_or("all");
     let settings = settings(names, &arguments.sweep, arguments.costs.as_deref(), &options, &remembered)?;

@@ -308,11 +308,11 @@ fn add_absent<T: Clone>(items: &mut Vec<T>, others: &[T], same: impl Fn(&T, &T) 
     }
 }
 
-/// A skip says something of the run, so each shard says it again: it is counted once.
+/// What is a skip of the run, the first shard alone says; the others are of each shard's own cases.
 fn add_skips(skips: &mut Vec<Skip>, others: &[Skip]) {
     for other in others {
         match skips.iter_mut().find(|skip| (&skip.what, &skip.why) == (&other.what, &other.why)) {
-            Some(skip) => skip.count = skip.count.max(other.count),
+            Some(skip) => skip.count = skip.count.saturating_add(other.count),
             None => skips.push(other.clone()),
         }
     }

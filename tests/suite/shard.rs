@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::record::journal::Shard;
-use dsv4_parity::record::{CaseRecord, Origin, Report, Verdict};
+use dsv4_parity::record::{CaseRecord, Origin, Report, Skip, Verdict};
 use dsv4_parity::sweep::merge::{self, MergeError, Part};
 use dsv4_parity::sweep::shard::{self, Costs};
 use serde_json::{Value, json};
@@ -185,6 +185,17 @@ fn merged_shards_are_the_run_that_was_not_divided() {
     for file in ["index.html", "summary.md"] {
         assert!(read(&dir.join("merged").join(file)).contains("rope"), "{file} does not mention the operator");
     }
+}
+
+#[test]
+fn what_each_shard_left_out_of_its_own_is_counted_together() {
+    let mut parts = parts();
+    let skip = |count| Skip { what: "failing cases of rope made smaller".into(), why: "enough were".into(), count };
+    for (part, count) in parts.iter_mut().zip(1..) {
+        part.report.skips.push(skip(count));
+    }
+    let merged = merge::merge(parts, String::new()).unwrap();
+    assert!(merged.skips.contains(&skip(1 + 2 + 3)), "{:?}", merged.skips);
 }
 
 #[test]
