@@ -24,6 +24,7 @@
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
+#include "quantise.h"
 
 #ifndef STORED
 #error "define STORED as 0 (y), 1 (e2m1) or 2 (e4m3)"
@@ -33,8 +34,6 @@ constexpr int DIM = 128, LANES = 8, THREADS = 128;
 constexpr int ROWS_PER_BLOCK = THREADS / LANES;
 constexpr int PARTS = DIM / (LANES * VECTOR);  // a lane has VECTOR consecutive elements of each part of a row
 constexpr float INVERSE_ROOT = 0.08838834764831845f;  // 128^-0.5
-constexpr int E2M1_GROUP = 32, E2M1_GROUPS = DIM / E2M1_GROUP;
-constexpr float E2M1_FLOOR = 6.0f * 0x1p-126f, E4M3_FLOOR = 1e-4f;
 
 struct HadamardParams {
     const ELEMENT* x; int64_t x_row_stride;        // [num_rows, 128]; strides in elements
@@ -88,27 +87,12 @@ DEVICE void transform(Row& x, int lane) {
     }
 }
 
-// The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes are ordered as they are, NaN above infinity.
-DEVICE float largest(uint32_t magnitude, int lanes) {
-    for (int distance = lanes / 2; distance > 0; distance /= 2)
-        magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
-    return __uint_as_float(magnitude);
-}
-
-DEVICE uint32_t magnitude_of(const float (&x)[VECTOR]) {
+template <int COUNT>
+DEVICE uint32_t magnitude_of(const float (&x)[COUNT]) {
     uint32_t magnitude = 0;
     UNROLL
-    for (int i = 0; i < VECTOR; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
+    for (int i = 0; i < COUNT; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
     return magnitude;
-}
-
-DEVICE uint8_t group_scale(float amax, float floor, float inverse_of_largest) {
-    return is_finite(amax) ? to_e8m0(__fmul_rn(maximum_f32(amax, floor), inverse_of_largest)) : 255;
-}
-
-// 1 / s: s is a power of two, and so is its inverse, whose byte is 254 - that of s.
-DEVICE float inverse_of(uint8_t scale) {
-    return scale == 255 ? NAN_F32 : e8m0_to_float(static_cast<uint8_t>(254 - scale));
 }
 
 // Bytes that lie one behind the other, the first in the lowest bits: in one access, or one by one.
@@ -125,11 +109,12 @@ DEVICE void store_bytes(uint8_t* target, uint64_t bytes) {
 
 template <bool WIDE>
 DEVICE void store_e2m1(const HadamardParams& params, int64_t row, int lane, bool exists, const Row& y) {
+    constexpr int E2M1_GROUP = 32, E2M1_GROUPS = DIM / E2M1_GROUP;
     constexpr int GROUP_LANES = E2M1_GROUP / VECTOR;
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
         const uint8_t scale = group_scale(largest(magnitude_of(y[part]), GROUP_LANES), E2M1_FLOOR, 1.0f / 6.0f);
-        const float inverse = inverse_of(scale);
+        const float inverse = inverse_of_scale(scale);
         if (!exists) continue;
         const int first = (part * LANES + lane) * VECTOR;
         if (first % E2M1_GROUP == 0) params.scale_bytes[row * E2M1_GROUPS + first / E2M1_GROUP] = scale;
@@ -146,7 +131,7 @@ DEVICE void store_e4m3(const HadamardParams& params, int64_t row, int lane, bool
     UNROLL
     for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, magnitude_of(y[part]));
     const uint8_t scale = group_scale(largest(magnitude, LANES), E4M3_FLOOR, 1.0f / 448.0f);
-    const float inverse = inverse_of(scale);
+    const float inverse = inverse_of_scale(scale);
     if (!exists) return;
     if (lane == 0) params.scales[row] = e8m0_to_float(scale);
     UNROLL
