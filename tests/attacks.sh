@@ -11,6 +11,7 @@ LOG=$(mktemp)
 trap 'rm -f "$LOG"' EXIT
 export PARITY_TESTS=all
 START=$SECONDS
+REVISION=$(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo ' with changes')
 
 attack() { cargo test --locked "$@" 2>&1 | tee -a "$LOG" | grep -E '^test |panicked'; }
 
@@ -26,7 +27,7 @@ failed() { awk '/^failures:$/ { listed = 1 } /^test result:/ { listed = 0 } list
 {
     echo "# What was tried against the harness"
     echo
-    echo "By \`tests/attacks.sh\` at $(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo ' with changes'), in $((SECONDS - START)) s on $(nproc) cores ($(g++ --version | head -n 1))."
+    echo "By \`tests/attacks.sh\` at $REVISION, in $((SECONDS - START)) s on $(nproc) cores ($(g++ --version | head -n 1))."
     echo
     echo "| what | tried | held |"
     echo "| --- | --: | --: |"
