@@ -264,7 +264,7 @@ mod tests {
             let concerns = |operator: &&&dyn Operator| {
                 files_of(**operator, &tree, &BTreeSet::new()).expect("the kernels are there").contains(file)
             };
-            registry::OPERATORS.iter().filter(concerns).map(|operator| operator.describe().name).collect()
+            registry::OPERATORS.iter().filter(concerns).map(|operator| operator.name().to_owned()).collect()
         };
         assert_eq!(concerned("kernels/cuda/rope.cu"), ["rope"]);
         assert_eq!(concerned("reference/src/rope.rs"), ["rope"]);

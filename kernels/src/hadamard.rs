@@ -1,5 +1,7 @@
 //! `hadamard`: launcher of `kernels/cuda/hadamard.cu` (inference 5.4, 7, 7.1).
 
+use serde::{Deserialize, Serialize};
+
 use crate::arguments::{Arguments, Defines, FLOATS, element_types, modules_of_floats, read, write};
 use crate::runtime::device::Module;
 use crate::runtime::{DType, Device, Result, Views};
@@ -12,7 +14,8 @@ pub const DIM: usize = 128;
 const ROWS_PER_BLOCK: usize = 16;
 
 /// How the transform is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Stored {
     /// As numbers of the input's type.
     Values,
@@ -23,7 +26,8 @@ pub enum Stored {
 }
 
 impl Stored {
-    const ALL: [Self; 3] = [Self::Values, Self::E2m1, Self::E4m3];
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Values, Self::E2m1, Self::E4m3];
 
     fn define(self) -> (&'static str, String) {
         ("STORED", (self as usize).to_string())

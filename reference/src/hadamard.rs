@@ -53,15 +53,16 @@ pub fn forward(inputs: &Named, stored: Stored, rounding: &mut Rounding) -> Resul
     let y = transform(x, &mut Rounding::new(Precision::Nearest { seed: 0 }))?;
     let y: Vec<f64> = values(&y)?.into_iter().map(|y| Format::BF16.nearest(y)).collect();
     let Quantised { codes, scale_bytes } = quantise(&y, group, format);
-    let (codes, name, scales): (_, _, Vec<f64>) = match stored {
-        Stored::E2m1 => (pack_nibbles(&codes, DIM)?, "scale_bytes", scale_bytes.iter().map(|&b| b.into()).collect()),
-        _ => (codes, "scales", scale_bytes.iter().map(|&byte| Format::E8M0.value(byte.into())).collect()),
+    let rows = |bytes: Vec<u8>, width: usize| -> Result<Tensor> {
+        Ok(Tensor::from_vec(bytes.into_iter().map(f64::from).collect(), (num_rows, width), x.device())?)
     };
-    let scale_shape = if stored == Stored::E2m1 { vec![num_rows, DIM / group] } else { vec![num_rows] };
-    let bytes: Vec<f64> = codes.iter().map(|&code| code.into()).collect();
-    let row = bytes.len().checked_div(num_rows).unwrap_or(if stored == Stored::E2m1 { DIM / 2 } else { DIM });
-    let named = Named::new().with("codes", Tensor::from_vec(bytes, (num_rows, row), x.device())?);
-    Ok(named.with(name, Tensor::from_vec(scales, scale_shape, x.device())?))
+    if stored == Stored::E2m1 {
+        let codes = rows(pack_nibbles(&codes, DIM)?, DIM / 2)?;
+        return Ok(Named::new().with("codes", codes).with("scale_bytes", rows(scale_bytes, DIM / group)?));
+    }
+    let scales: Vec<f64> = scale_bytes.into_iter().map(|byte| Format::E8M0.value(byte.into())).collect();
+    let scales = Tensor::from_vec(scales, num_rows, x.device())?;
+    Ok(Named::new().with("codes", rows(codes, DIM)?).with("scales", scales))
 }
 
 /// `dx` `[num_rows, 128]` of `dy`, of the shape and type of y; nothing where there is no `dy`, since codes have no gradient.

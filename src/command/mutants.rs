@@ -134,7 +134,7 @@ fn with_kernels(list: Option<&str>) -> Result<Vec<&'static dyn Operator>> {
     let selected = registry::select(list)?;
     let is_chain = |operator: &&&'static dyn Operator| !operator.chain().is_empty();
     if let Some(chain) = selected.iter().find(is_chain).filter(|_| list.is_some()) {
-        let (name, of) = (chain.describe().name, chain.chain().join(","));
+        let (name, of) = (chain.name(), chain.chain().join(","));
         bail!("--ops {name}: it has no kernel of its own; the kernels that it launches are those of --ops {of}");
     }
     Ok(selected.into_iter().filter(|operator| !is_chain(&operator)).collect())
@@ -157,11 +157,11 @@ impl<'a> Session<'a> {
         let start = Instant::now();
         let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
         let operators = with_kernels(arguments.ops.as_deref())?;
-        let names: Vec<String> = operators.iter().map(|operator| operator.describe().name).collect();
+        let names: Vec<&str> = operators.iter().map(|operator| operator.name()).collect();
         let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
         let dir = arguments.mutants.clone().unwrap_or_else(|| fixtures_dir().join("mutants"));
         let planted: Vec<Mutant> =
-            planted::load(&dir)?.into_iter().filter(|mutant| names.contains(&mutant.operator)).collect();
+            planted::load(&dir)?.into_iter().filter(|mutant| names.contains(&mutant.operator.as_str())).collect();
         // An anchor that matches no longer is reported before minutes are spent.
         for mutant in &planted {
             mutant.plant(device.tree())?;
@@ -388,13 +388,13 @@ fn know_cases(
     let options = CheckOptions::of_kernels(schedules);
     let mut known = Vec::new();
     for operator in operators {
-        if !needs_cases(&operator.describe().name) {
+        if !needs_cases(operator.name()) {
             known.push(Vec::new());
             continue;
         }
         let mut collected = cases::collect(*operator, regressions, planted)?;
         collected.retain(|(case, _)| operator.cannot_run(case, device.environment()).is_none());
-        let bar = progress(collected.len(), &operator.describe().name);
+        let bar = progress(collected.len(), operator.name());
         let run = |(case, origin)| {
             let one = cases::know(case, origin, device, options);
             bar.inc(1);

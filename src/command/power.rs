@@ -59,7 +59,7 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
             let seen = serde_json::json!({ "case": line, "tensor": tensor, "bias_allowed": allowed, "power": power });
             lines += &seen.to_string();
             lines.push('\n');
-            gathered.of(&operator.describe().name, &tensor).add(power);
+            gathered.of(operator.name(), &tensor).add(power);
         }
     }
     if let Some(path) = &arguments.out {

@@ -223,8 +223,8 @@ fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
 }
 
 pub(super) fn load_remembered(operators: &[&dyn Operator], regressions: &Regressions) -> Result<Remembered> {
-    let names = operators.iter().map(|operator| operator.describe().name);
-    Ok(names.map(|name| regressions.load(&name).map(|cases| (name, cases))).collect::<Result<_, _>>()?)
+    let names = operators.iter().map(|operator| operator.name());
+    Ok(names.map(|name| regressions.load(name).map(|cases| (name.to_owned(), cases))).collect::<Result<_, _>>()?)
 }
 
 pub(super) fn plan_record(

@@ -604,6 +604,10 @@ pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
 }
 
 impl<K: Declared> Operator for Op<K> {
+    fn name(&self) -> &'static str {
+        K::ABOUT.name
+    }
+
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
         let About { name, summary, specification, paths, .. } = K::ABOUT;

@@ -80,7 +80,10 @@ pub type ModuleSpecification = (String, Vec<(String, String)>);
 
 /// An entry of the registry.
 pub trait Operator: Sync {
-    /// Name, files, types, axes.
+    /// What it is called.
+    fn name(&self) -> &'static str;
+
+    /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its name.
     fn describe(&self) -> OperatorRecord;
 
     /// The operators whose launches it composes, where it has no kernel of its own.

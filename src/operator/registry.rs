@@ -22,8 +22,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
 ];
 
 /// Names of all operators.
-pub fn names() -> Vec<String> {
-    OPERATORS.iter().map(|operator| operator.describe().name).collect()
+pub fn names() -> Vec<&'static str> {
+    OPERATORS.iter().map(|operator| operator.name()).collect()
 }
 
 /// The operator called `name`.
@@ -34,7 +34,7 @@ pub fn find(name: &str) -> Result<&'static dyn Operator, CaseError> {
     OPERATORS
         .iter()
         .copied()
-        .find(|operator| operator.describe().name == name)
+        .find(|operator| operator.name() == name)
         .ok_or_else(|| CaseError::UnknownOperator { name: name.to_owned(), known: names().join(", ") })
 }
 

@@ -2,49 +2,14 @@
 //!
 //! The order of the sums is part of the definition, so that codes and scales have one value: every byte must be the oracle's.
 
-use dsv4_kernels::hadamard as launcher;
+use dsv4_kernels::hadamard::{self as launcher, DIM, Stored};
 use dsv4_reference::hadamard as reference;
 
 use super::extent;
 use crate::operator::prelude::*;
 
-/// Length of a row.
-const DIM: usize = launcher::DIM;
-
 /// The operator.
 pub struct Hadamard;
-
-/// How the transform is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Stored {
-    /// As numbers of the input's type.
-    Values,
-    /// As e2m1 codes with an e8m0 scale for each 32 of them.
-    E2m1,
-    /// As e4m3 codes with an fp32 scale for each row.
-    E4m3,
-}
-
-impl Stored {
-    const ALL: [Self; 3] = [Self::Values, Self::E2m1, Self::E4m3];
-
-    fn launched(self) -> launcher::Stored {
-        match self {
-            Self::Values => launcher::Stored::Values,
-            Self::E2m1 => launcher::Stored::E2m1,
-            Self::E4m3 => launcher::Stored::E4m3,
-        }
-    }
-
-    fn computed(self) -> reference::Stored {
-        match self {
-            Self::Values => reference::Stored::Values,
-            Self::E2m1 => reference::Stored::E2m1,
-            Self::E4m3 => reference::Stored::E4m3,
-        }
-    }
-}
 
 /// A case: rows, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -79,7 +44,7 @@ impl Declared for Hadamard {
     fn tensors(c: &HadamardCase) -> Specs {
         let (dtype, values) = (c.dtype.dtype(), c.stored == Stored::Values);
         let rows = [axis("num_rows", c.num_rows), axis("head_dim", DIM)];
-        let codes = [rows[0], axis("code_bytes", c.stored.launched().code_bytes())];
+        let codes = [rows[0], axis("code_bytes", c.stored.code_bytes())];
         let scale_bytes = [rows[0], axis("num_groups", DIM / 32)];
         let tensors = [
             input("x", dtype, &rows).rows().drawn_as(c.data).of_any_size(),
@@ -126,7 +91,12 @@ impl Declared for Hadamard {
     }
 
     fn forward(c: &HadamardCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::forward(&t.named()?, c.stored.computed(), rounding)
+        let stored = match c.stored {
+            Stored::Values => reference::Stored::Values,
+            Stored::E2m1 => reference::Stored::E2m1,
+            Stored::E4m3 => reference::Stored::E4m3,
+        };
+        reference::forward(&t.named()?, stored, rounding)
     }
 
     fn backward(_: &HadamardCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
@@ -134,11 +104,11 @@ impl Declared for Hadamard {
     }
 
     fn launch(c: &HadamardCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::launch(device, v, c.stored.launched(), false))
+        run.launch(|device| launcher::launch(device, v, c.stored, false))
     }
 
     fn launch_backward(c: &HadamardCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::launch(device, v, c.stored.launched(), true))
+        run.launch(|device| launcher::launch(device, v, c.stored, true))
     }
 
     fn laws(c: &HadamardCase, laws: &mut Laws<'_, Self>) {

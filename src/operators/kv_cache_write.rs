@@ -9,8 +9,10 @@ use std::rc::Rc;
 use dsv4_kernels::kv_cache::RowFormat;
 use dsv4_kernels::kv_cache_write as launcher;
 use dsv4_kernels::runtime::HostTensor;
+use dsv4_reference::Format;
 use dsv4_reference::kv_cache::{SCALE_GROUP, e4m3_value};
 use dsv4_reference::kv_cache_write as reference;
+use dsv4_reference::quantise::floor_of;
 use rand::Rng;
 use rand::seq::SliceRandom;
 
@@ -23,8 +25,6 @@ use crate::operator::declaration::{Axis, observed, state};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 
-/// Where amax is lifted to (inference 5.4).
-const AMAX_FLOOR: f64 = 1e-4;
 const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 
 /// The operator.
@@ -376,7 +376,7 @@ fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let free = |token: usize| {
         kv[token * width..token * width + nope].chunks(SCALE_GROUP).all(|group| {
             let amax = group.iter().map(|x| x.abs()).fold(0.0, f64::max);
-            group.iter().all(|x| x.is_finite()) && amax >= AMAX_FLOOR && amax < 2f64.powi(125)
+            group.iter().all(|x| x.is_finite()) && amax >= floor_of(Format::E4M3) && amax < 2f64.powi(125)
         })
     };
     let bound: Vec<bool> = writers(c, laws.tensors()).into_iter().map(|writer| writer.is_some_and(free)).collect();

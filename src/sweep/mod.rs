@@ -171,7 +171,7 @@ pub fn plan(
     options: &SweepOptions,
     environment: &Environment,
 ) -> Result<(Vec<PlannedCase>, Vec<Skip>), CaseError> {
-    let name = operator.describe().name;
+    let name = operator.name();
     let all = operator.edge_cases(options.profile);
     let declared = all.len();
     let edge_cases = options.edge_cases.of(all);
@@ -187,7 +187,7 @@ pub fn plan(
     let given = remembered.into_iter().map(|case| (case, Origin::Regression)).chain(edge_cases);
     let mut planned: Vec<_> = given.map(|(case, origin)| PlannedCase { case, origin, tree: None }).collect();
     let strategy = operator.strategy(options.profile);
-    let mut runner = runner(options.seed, &name);
+    let mut runner = runner(options.seed, name);
     retain_matching(&mut planned, options, &mut skips)?;
     let wanted = options.cases.unwrap_or_else(|| operator.default_cases(options.profile));
     let (before, most) = (planned.len(), options.most_tries(wanted));
@@ -247,8 +247,8 @@ fn refuse_unknown_fields(
 ) -> Result<(), CaseError> {
     /// What some cases alone have is among so many drawn ones.
     const DRAWN: usize = 256;
-    let name = operator.describe().name;
-    let (strategy, mut runner) = (operator.strategy(options.profile), runner(options.seed, &name));
+    let name = operator.name();
+    let (strategy, mut runner) = (operator.strategy(options.profile), runner(options.seed, name));
     let drawn = (0..DRAWN).map_while(|_| strategy.new_tree(&mut runner).ok().map(|tree| tree.current()));
     let cases: Vec<Case> = edge_cases.iter().cloned().chain(drawn).collect();
     let Some(unknown) = condition.unknown(cases.iter()) else { return Ok(()) };
@@ -269,15 +269,15 @@ pub fn sweep(
     options: &SweepOptions,
     observer: &mut dyn Observer,
 ) -> Result<Vec<Skip>, CaseError> {
-    let name = operator.describe().name;
-    let (planned, mut skips) = plan(operator, options.regressions.load(&name)?, options, runner.environment())?;
-    observer.planned(&name, planned.len());
+    let name = operator.name();
+    let (planned, mut skips) = plan(operator, options.regressions.load(name)?, options, runner.environment())?;
+    observer.planned(name, planned.len());
     let mut progress = Progress::default();
     for (number, planned) in (0..).zip(planned) {
         run_planned(planned, number, runner, options, &mut progress, observer);
     }
     if let Some((_, why)) = progress.untestable().next() {
-        return Err(CaseError::Untestable { operator: name, why: why.to_owned() });
+        return Err(CaseError::Untestable { operator: name.to_owned(), why: why.to_owned() });
     }
     skips.extend(progress.skips(options.time_budget));
     Ok(skips)

@@ -79,7 +79,7 @@ impl Plan {
     ) -> Result<Self> {
         let (mut cases, mut skips) = (Vec::new(), Vec::new());
         for operator in operators {
-            let remembered = remembered.get(&operator.describe().name).cloned().unwrap_or_default();
+            let remembered = remembered.get(operator.name()).cloned().unwrap_or_default();
             let (planned, skipped) = sweep::plan(*operator, remembered, options, environment)?;
             cases.extend(planned);
             skips.extend(skipped);

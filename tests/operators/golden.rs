@@ -17,7 +17,7 @@ use crate::shared::Shares;
 use crate::{Extent, shared, support};
 
 pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
-    Some(crate::trial(format!("golden::{}", operator.describe().name), move || run(operator, extent)))
+    Some(crate::trial(format!("golden::{}", operator.name()), move || run(operator, extent)))
 }
 
 /// Files and their cases.
@@ -53,7 +53,7 @@ fn chosen(operator: &'static dyn Operator, extent: Extent, mut files: Files) -> 
     static SHARES: LazyLock<Shares> = LazyLock::new(shares);
     let all = files.len();
     if extent == Extent::Commit
-        && let Some(&(most, seed)) = SHARES.as_ref().map_err(Clone::clone)?.get(&operator.describe().name)
+        && let Some(&(most, seed)) = SHARES.as_ref().map_err(Clone::clone)?.get(operator.name())
     {
         files.sort_by_key(|(file, _)| lot(seed, &file.name));
         files.truncate(most);

@@ -38,7 +38,7 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
     let Some(change) = shared::change() else { return Ok(vec![true; mutants.len()]) };
     let mut files = BTreeMap::new();
     for operator in registry::OPERATORS {
-        let name = operator.describe().name;
+        let name = operator.name();
         let lists = mutants.iter().filter(|mutant| mutant.operator == name).map(|mutant| mutant.list.clone());
         let of = change::files_of(*operator, &SourceTree::embedded(), &lists.collect());
         files.insert(name, of.map_err(|error| error.to_string())?);
@@ -48,7 +48,11 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
     let candidates: Vec<_> = mutants
         .iter()
         .zip(&own)
-        .map(|(Mutant { id, operator, .. }, own)| Candidate { id, own, files: files.get(operator).unwrap_or(&none) })
+        .map(|(Mutant { id, operator, .. }, own)| Candidate {
+            id,
+            own,
+            files: files.get(operator.as_str()).unwrap_or(&none),
+        })
         .collect();
     let chosen = change.choose(&candidates, MOST_MUTANTS);
     eprintln!("{}; PARITY_TESTS=all runs them", change.left_out(&chosen, "planted mutants", MOST_MUTANTS));

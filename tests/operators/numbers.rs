@@ -30,7 +30,7 @@ const CASES: usize = 4;
 const PAIRS: usize = 40;
 
 pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
-    Some(crate::trial(format!("numbers::{}", operator.describe().name), move || run(operator, extent)))
+    Some(crate::trial(format!("numbers::{}", operator.name()), move || run(operator, extent)))
 }
 
 /// What a number is set to: the ends of what 31, 32, 53, 63 and 64 bits hold, and what is no whole number.

@@ -8,7 +8,7 @@ use crate::{Extent, shared};
 pub fn trial(operator: &'static dyn Operator, _: Extent) -> Option<Trial> {
     // The launchers of a chain are those of its operators.
     let own = operator.chain().is_empty();
-    own.then(|| crate::trial(format!("refusals::{}", operator.describe().name), move || run(operator)))
+    own.then(|| crate::trial(format!("refusals::{}", operator.name()), move || run(operator)))
 }
 
 fn run(operator: &dyn Operator) -> Result<String, String> {

@@ -69,5 +69,5 @@ pub fn shares(count: impl Fn(&dyn Operator) -> usize, most: usize) -> Shares {
     }
     let of = registry::OPERATORS.iter().zip(change.shares(&stocks, most)).zip(&stocks);
     let in_part = of.filter(|((_, share), stock)| *share < stock.count);
-    Ok(in_part.map(|((operator, share), _)| (operator.describe().name, (share, change.seed()))).collect())
+    Ok(in_part.map(|((operator, share), _)| (operator.name().to_owned(), (share, change.seed()))).collect())
 }

@@ -39,7 +39,7 @@ const OF_GRADIENTS: [&str; 2] = ["gradient", "oracle_gradients"];
 const OF_SINK_GRADIENTS: [&str; 1] = [GRADIENT_OF_SAVED];
 
 pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
-    let name = format!("sweep::{}", operator.describe().name);
+    let name = format!("sweep::{}", operator.name());
     Some(crate::trial(name, move || run(operator, budget(extent)?, edge_cases(operator, extent)?)))
 }
 
@@ -50,7 +50,7 @@ fn edge_cases(operator: &dyn Operator, extent: Extent) -> Result<EdgeCases, Stri
     }
     static SHARES: LazyLock<Shares> =
         LazyLock::new(|| shared::shares(|operator| operator.edge_cases(Profile::Quick).len(), MOST_EDGE_CASES));
-    let share = SHARES.as_ref().map_err(Clone::clone)?.get(&operator.describe().name);
+    let share = SHARES.as_ref().map_err(Clone::clone)?.get(operator.name());
     Ok(share.map_or(EdgeCases::All, |&(most, seed)| EdgeCases::Lots { most, seed }))
 }
 
@@ -115,7 +115,7 @@ fn nothing_failed(records: &[CaseRecord], skips: &[Skip]) -> Result<(), String> 
 
 /// Every planned case ran or was counted.
 fn every_case_ran(operator: &dyn Operator, collected: &Collected, skips: &[Skip]) -> Result<(), String> {
-    let drawn_out = format!("drawn cases of {}", operator.describe().name);
+    let drawn_out = format!("drawn cases of {}", operator.name());
     let left_out: u64 = skips.iter().filter(|skip| skip.what == drawn_out).map(|skip| skip.count).sum();
     let (ran, planned) = (collected.records.len() as u64, collected.planned as u64);
     if ran + left_out == planned {

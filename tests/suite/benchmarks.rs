@@ -79,11 +79,11 @@ fn every_operator_but_a_chain_is_timed_on_a_gpu_and_on_the_emulator_under_names_
         assert_eq!(ids.len(), all(environment).len(), "two benchmarks have one name");
         for operator in OPERATORS.iter().filter(|operator| operator.chain().is_empty()) {
             let benchmarks = operator.benchmarks(environment);
-            let (name, has_backward) = (operator.describe().name, operator.describe().has_backward);
+            let (name, has_backward) = (operator.name(), operator.describe().has_backward);
             assert!(!benchmarks.is_empty(), "`{name}` is not timed on {}", environment.device);
             for benchmark in benchmarks {
                 assert_eq!(benchmark.cannot_run(environment), None, "{}", benchmark.name());
-                assert!(benchmark.group().starts_with(&name) && benchmark.work().operator == name);
+                assert!(benchmark.group().starts_with(name) && benchmark.work().operator == name);
                 assert!(has_backward || benchmark.group().ends_with("_forward"));
                 assert!(benchmark.work().bytes > 0.0);
             }
@@ -215,9 +215,8 @@ fn repeated_tensors_and_samples_of_some_rows_agree_with_the_oracle_for_every_ope
     let device = emulator();
     let all = all_reduced();
     let timed: BTreeSet<String> = all.iter().map(|benchmark| benchmark.work().operator).collect();
-    let known =
-        OPERATORS.iter().filter(|operator| operator.chain().is_empty()).map(|operator| operator.describe().name);
-    assert_eq!(timed, known.collect());
+    let known = OPERATORS.iter().filter(|operator| operator.chain().is_empty()).map(|operator| operator.name());
+    assert_eq!(timed, known.map(str::to_owned).collect());
     for benchmark in all {
         let id = format!("{}/{}", benchmark.group(), benchmark.name());
         let compared = called(&*benchmark, &device).unwrap_or_else(|problem| panic!("{id}: {problem}"));

@@ -81,7 +81,7 @@ fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
     let is_quiet = |special: &serde_json::Value| special["nan_in"] == "cache";
     for name in registry::names() {
         let mut lone = 0;
-        for case in registry::find(&name).unwrap().edge_cases(Profile::Quick) {
+        for case in registry::find(name).unwrap().edge_cases(Profile::Quick) {
             let Some(special) = case.fields.get("special").filter(|special| special.is_object()) else { continue };
             if special.get("alone").is_some() || is_quiet(special) {
                 continue;

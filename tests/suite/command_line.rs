@@ -135,7 +135,7 @@ fn ops_as_json_says_of_each_tensor_what_a_kernel_from_elsewhere_must_know() {
             assert!(
                 tensor.always || tensor.when.is_some(),
                 "{}: nobody says when `{}` is there",
-                operator.describe().name,
+                operator.name(),
                 tensor.name
             );
         }

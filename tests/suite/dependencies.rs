@@ -154,7 +154,7 @@ fn every_kernel_source_is_some_operators() {
     let tree = SourceTree::embedded();
     let names = registry::names();
     for file in tree.kernel_files().filter(|file| !SELFTESTS.contains(file)) {
-        let of = |name: &String| *file == format!("{name}.cu") || generated::is_further_file(file, name);
+        let of = |name: &&str| *file == format!("{name}.cu") || generated::is_further_file(file, name);
         assert!(names.iter().any(of), "{file} belongs to no operator");
     }
 }

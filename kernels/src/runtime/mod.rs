@@ -21,7 +21,7 @@ pub mod source;
 pub mod supervisor;
 pub mod tensor;
 pub mod views;
-pub mod worker;
+mod worker;
 
 pub use arena::{Contract, DeviceArena, Role};
 pub use backend::{BackendKind, Environment, Placement};

@@ -143,7 +143,8 @@ impl Supervised {
     }
 
     /// The number of the command's process.
-    pub fn id(&self) -> u32 {
+    #[cfg(test)]
+    pub(super) fn id(&self) -> u32 {
         self.leader
     }
 

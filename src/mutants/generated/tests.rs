@@ -137,8 +137,8 @@ fn a_planted_change_is_the_one_that_is_shown() {
     let mut everywhere: BTreeSet<Class> = BTreeSet::new();
     // A chain has no kernel of its own.
     let own = crate::operator::registry::OPERATORS.iter().filter(|operator| operator.chain().is_empty());
-    for operator in own.map(|operator| operator.describe().name) {
-        let mutants = generate(&tree, &operator).expect("the kernel is understood");
+    for operator in own.map(|operator| operator.name()) {
+        let mutants = generate(&tree, operator).expect("the kernel is understood");
         let ids: BTreeSet<&str> = mutants.iter().map(|mutant| mutant.id.as_str()).collect();
         assert_eq!(ids.len(), mutants.len(), "an id of {operator} is used twice");
 

@@ -35,8 +35,8 @@ pub fn collect(
     regressions: &Regressions,
     planted: &[Mutant],
 ) -> Result<Vec<(Case, Origin)>, crate::case::CaseError> {
-    let name = operator.describe().name;
-    let remembered = regressions.load(&name)?.into_iter().map(|case| (case, Origin::Regression));
+    let name = operator.name();
+    let remembered = regressions.load(name)?.into_iter().map(|case| (case, Origin::Regression));
     let edge_cases = operator.edge_cases(Profile::Quick).into_iter().map(|case| (case, Origin::Drawn));
     let mut all: Vec<_> = remembered.chain(edge_cases).collect();
     for line in planted.iter().filter(|mutant| mutant.operator == name).flat_map(|mutant| &mutant.cases) {

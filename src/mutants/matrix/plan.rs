@@ -43,15 +43,15 @@ pub struct Plan {
 /// A kernel that is not understood; a list that is stale.
 pub fn generate(
     tree: &SourceTree,
-    operators: &[String],
+    operators: &[&str],
     equivalents: &Equivalents,
 ) -> Result<Vec<(String, Vec<GeneratedMutant>)>, PlanError> {
     let mut all = Vec::new();
     for operator in operators {
-        all.push((operator.clone(), generated::generate(tree, operator)?));
+        all.push(((*operator).to_owned(), generated::generate(tree, operator)?));
     }
     let ids: BTreeSet<&str> = all.iter().flat_map(|(_, mutants)| mutants).map(|mutant| mutant.id.as_str()).collect();
-    equivalents.check(&operators.iter().cloned().collect(), &ids)?;
+    equivalents.check(&operators.iter().map(|name| (*name).to_owned()).collect(), &ids)?;
     Ok(all)
 }
 
@@ -79,7 +79,7 @@ pub fn plan(
     choice: Choice,
     environment: &Environment,
 ) -> Result<Plan, CaseError> {
-    let name = operator.describe().name;
+    let name = operator.name();
     let backend = environment.backend;
     let mut plan = Plan::default();
     for mutant in planted.iter().filter(|mutant| mutant.operator == name) {
@@ -111,7 +111,7 @@ pub fn plan(
     let drawn = generated::sample(counting, choice.sample.unwrap_or(usize::MAX), choice.seed);
     let not_drawn = available - drawn.len();
     plan.counts = Some(GeneratedRecord {
-        operator: name.clone(),
+        operator: name.to_owned(),
         generated: total as u64,
         not_drawn: not_drawn as u64,
         not_run: 0,

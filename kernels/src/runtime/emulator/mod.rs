@@ -32,7 +32,7 @@ mod module;
 mod order;
 mod progress;
 pub mod schedule;
-pub mod serve;
+pub(super) mod serve;
 mod shared;
 mod watchdog;
 mod wgmma;

@@ -5,8 +5,6 @@ use std::convert::Infallible;
 use std::io;
 use std::mem::ManuallyDrop;
 
-use serde::{Deserialize, Serialize};
-
 use super::message::{Answer, Request, Span};
 use crate::runtime::backend::{Backend, BackendKind, LoadedModule, Recorded};
 use crate::runtime::cache::ModuleCache;
@@ -15,15 +13,11 @@ use crate::runtime::emulator::{EmulatorBackend, EmulatorOptions};
 use crate::runtime::error::{Result, RuntimeError};
 use crate::runtime::worker::link::Link;
 
-/// What such a process starts with: all that it needs to know comes with the first request.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Start;
-
 /// Does what is asked for, until nobody asks any more, which is an error.
 ///
 /// # Errors
 /// A connection that is closed.
-pub fn serve(_: Start, link: &mut Link) -> io::Result<Infallible> {
+pub fn serve(link: &mut Link) -> io::Result<Infallible> {
     let backend = match link.receive()?.0 {
         Request::Open { kind, cache_dir } => open(kind, ModuleCache::new(cache_dir)),
         _ => Err(out_of_turn("nothing was opened")),

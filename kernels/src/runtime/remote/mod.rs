@@ -6,7 +6,7 @@
 //! driver says; a request that takes too long ends the process, and is the fault of what was launched last. The next
 //! case gets a new process, once everything that lay in the memory of the old one was given back.
 
-pub mod host;
+pub(super) mod host;
 mod message;
 #[cfg(test)]
 mod tests;
@@ -131,7 +131,7 @@ impl Remote {
     fn start(&self, state: &mut State) -> Result<(Environment, bool)> {
         let doing = |error| RuntimeError::system("starting a process for the device", error);
         state.started += 1;
-        state.process = Some(Process::start(Work::Device(host::Start), &[], None).map_err(doing)?);
+        state.process = Some(Process::start(Work::Device, &[], None).map_err(doing)?);
         let open = Request::Open { kind: self.kind, cache_dir: self.cache_dir.clone() };
         let (Answer::Opened { environment, records }, _) = self.ask_running(state, &open, &[])? else {
             return Err(unexpected());

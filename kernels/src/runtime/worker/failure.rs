@@ -9,25 +9,15 @@ use crate::runtime::error::RuntimeError;
 /// A [`RuntimeError`] that a worker meets.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Failure {
-    #[allow(missing_docs)]
     Fault { kernel: String, block: String, thread: String, what: String },
-    #[allow(missing_docs)]
     Launch { kernel: String, reason: String },
-    #[allow(missing_docs)]
     SymbolMissing { file: String, symbol: String },
-    #[allow(missing_docs)]
     SourceMissing { file: String, tree: String },
-    #[allow(missing_docs)]
     Compile { compiler: String, file: String, defines: String, log: String },
-    #[allow(missing_docs)]
     Load { file: String, what: String },
-    #[allow(missing_docs)]
     Cuda { call: String, name: String, message: String },
-    #[allow(missing_docs)]
     TooLarge { name: String, needed: usize, limit: usize, of: String },
-    #[allow(missing_docs)]
     BackendMissing { backend: String, reason: String },
-    #[allow(missing_docs)]
     System { doing: String, message: String, out_of_memory: bool },
 }
 

@@ -45,6 +45,7 @@ impl Process {
     }
 
     /// Its number.
+    #[cfg(test)]
     pub fn id(&self) -> u32 {
         self.process.id()
     }

@@ -39,7 +39,7 @@ pub enum Work {
     /// It runs launches of the emulator.
     Emulator(emulator::serve::Start),
     /// It is a device.
-    Device(remote::host::Start),
+    Device,
 }
 
 // SAFETY of the section: its entries are functions without results that the loader calls before `main`, with arguments that
@@ -98,7 +98,7 @@ fn serve(start: Start) -> io::Result<Infallible> {
     let mut link = Link::new(connection, start.tag)?;
     let worked = match start.work {
         Work::Emulator(start) => emulator::serve::serve(start, &mut link),
-        Work::Device(start) => remote::host::serve(start, &mut link),
+        Work::Device => remote::host::serve(&mut link),
     };
     match worked {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => end(0),
