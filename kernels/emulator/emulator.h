@@ -166,36 +166,45 @@ EMULATOR_EXPORT UNWATCHED void emulator_attach(const emulator::HostApi* api) { e
 EMULATOR_EXPORT UNWATCHED void emulator_enter(emulator::ThreadContext* thread) { emulator::context = thread; }
 
 namespace emulator {
-struct PoisonRequest {
-    uintptr_t inside;  // an address within this library
-    uint8_t byte;
+// The calling thread's storage of the library that an address lies in.
+struct ThreadStorage {
+    uintptr_t inside;
+    void* start;
+    size_t bytes;
 };
-UNWATCHED inline int poison_library_tls(dl_phdr_info* info, size_t, void* data) {
-    const auto* request = static_cast<PoisonRequest*>(data);
+UNWATCHED inline int find_thread_storage(dl_phdr_info* info, size_t, void* data) {
+    auto* storage = static_cast<ThreadStorage*>(data);
     size_t tls_size = 0;
     bool here = false;
     for (int i = 0; i < info->dlpi_phnum; ++i) {
         const auto& segment = info->dlpi_phdr[i];
         if (segment.p_type == PT_TLS) tls_size = segment.p_memsz;
         const uintptr_t start = info->dlpi_addr + segment.p_vaddr;
-        if (segment.p_type == PT_LOAD && request->inside >= start && request->inside < start + segment.p_memsz)
+        if (segment.p_type == PT_LOAD && storage->inside >= start && storage->inside < start + segment.p_memsz)
             here = true;
     }
     if (!here) return 0;
-    if (info->dlpi_tls_data && tls_size) {
-        ThreadContext* kept = context;
-        std::memset(info->dlpi_tls_data, request->byte, tls_size);
-        context = kept;
+    if (info->dlpi_tls_data) {
+        storage->start = info->dlpi_tls_data;
+        storage->bytes = tls_size;
     }
     return 1;
 }
+UNWATCHED inline ThreadStorage thread_storage() {
+    // Its address makes the loader allocate the thread's storage, which it has not done before the thread's first block.
+    asm volatile("" ::"r"(&context));
+    ThreadStorage storage{reinterpret_cast<uintptr_t>(&host), nullptr, 0};
+    dl_iterate_phdr(find_thread_storage, &storage);
+    return storage;
+}
 }  // namespace emulator
 
+EMULATOR_EXPORT UNWATCHED void* emulator_thread_storage() { return emulator::thread_storage().start; }
 EMULATOR_EXPORT UNWATCHED void emulator_poison_static_shared(uint8_t byte) {
-    // Its address makes the loader allocate the thread's storage, which it has not done before the thread's first block.
-    asm volatile("" ::"r"(&emulator::context));
-    emulator::PoisonRequest request{reinterpret_cast<uintptr_t>(&emulator_attach), byte};
-    dl_iterate_phdr(emulator::poison_library_tls, &request);
+    const emulator::ThreadStorage storage = emulator::thread_storage();
+    emulator::ThreadContext* kept = emulator::context;
+    std::memset(storage.start, byte, storage.bytes);
+    emulator::context = kept;
 }
 
 // ---------------------------------------------------------------- the compiler's checks

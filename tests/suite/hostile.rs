@@ -172,6 +172,64 @@ fn an_abort_a_failed_assertion_and_an_exception_are_faults_of_their_thread() {
     }
 }
 
+/// Writes where the compiler does not see which array it is, and two static shared arrays.
+const BEYOND: &str = "
+    __attribute__((noinline)) void put(volatile int* array, int at, int value) { array[at] = value; }
+    __attribute__((noinline)) int get(volatile int* array, int at) { return array[at]; }
+";
+const SHARED_ARRAYS: &str = "
+    __shared__ int first[32]; __shared__ int second[40];
+    first[threadIdx.x % 32] = 1; second[threadIdx.x % 40] = 2; __syncthreads();
+";
+
+#[test]
+fn a_write_beyond_a_static_shared_array_is_a_fault_of_its_thread_that_names_the_array() {
+    let Some(device) = emulator() else { return };
+    for (statement, needle) in [
+        ("put(first, 32, 7);", "`first`, 0 bytes behind it"),
+        ("put(first, 33, -1);", "`first`, 4 bytes behind it"),
+        ("put(second, 40 + params.count, 7);", "`second`, 0 bytes behind it"),
+        ("put(first, -1, 7);", "`first`, 1 bytes before it"),
+        ("put(second, -3, 7);", "`second`, 9 bytes before it"),
+        // 1 KB at once, and 500 bytes further on, in the midst of the pad.
+        ("for (int i = 0; i < 256; ++i) put(first, 32 + i, i);", "`first`, 0 bytes behind it"),
+        ("put(second, 40 + 125, 0);", "`second`, 500 bytes behind it"),
+    ] {
+        let body = format!("{SHARED_ARRAYS} if (threadIdx.x == 5) {{ {statement} }} params.y[threadIdx.x] = first[0];");
+        let error = run(&device, hostile(BEYOND, &body)).expect_err(statement).to_string();
+        assert!(error.contains("static shared variable") && error.contains(needle), "{statement}: {error}");
+        // What lies far from the array is looked for when the block is over.
+        assert!(error.contains("thread (5, 0, 0)") || statement.contains("125"), "{statement}: {error}");
+        attacked("kernels that end, stall or deceive their process", 1);
+        assert_works(&device, statement);
+    }
+}
+
+#[test]
+fn what_is_read_beyond_a_static_shared_array_is_no_number_that_passes_for_one() {
+    let Some(device) = emulator() else { return };
+    let body = format!("{SHARED_ARRAYS} params.y[threadIdx.x] = get(threadIdx.x % 2 ? second : first, 40);");
+    let read = run(&device, hostile(BEYOND, &body)).expect("reads are no faults");
+    assert!(read.iter().all(|&bits| f32::from_bits(bits as u32).is_nan()), "{read:x?}");
+    attacked("kernels that end, stall or deceive their process", 1);
+}
+
+#[test]
+fn what_a_kernel_adds_to_a_local_variable_that_nobody_set_is_no_sum() {
+    let Some(device) = emulator() else { return };
+    for (declared, added) in [
+        ("float sum;", "sum += threadIdx.x;"),
+        ("float sums[8];", "sums[(threadIdx.x + params.count) % 8] += 1; float sum = sums[threadIdx.x % 8];"),
+        ("float sums[8];", "for (int i = 0; i < 8; ++i) put((int*)sums, i, get((int*)sums, i)); float sum = sums[3];"),
+    ] {
+        // What the stack held before is a zero on some machines.
+        let body = format!("{declared} {added} params.y[threadIdx.x] = __float_as_int(sum);");
+        let sums = run(&device, hostile(BEYOND, &body)).expect("it runs");
+        assert!(sums.iter().all(|&bits| f32::from_bits(bits as u32) < -1e38), "{declared} {added}: {sums:x?}");
+        attacked("kernels that end, stall or deceive their process", 1);
+    }
+}
+
 #[test]
 fn a_wait_without_end_is_stopped_wherever_it_waits() {
     let Some(device) = emulator() else { return };
@@ -251,7 +309,7 @@ fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
         ("hangs", "sleep 1000", "it did not end within 1 s"),
         (
             "garbage",
-            "touch module.o; echo garbage > module.so",
+            "touch module.s; echo garbage > module.so",
             "it reported success, and the 8 bytes that it wrote are no",
         ),
         ("dies", "kill -9 $$", "could not compile `probe.cu`"),

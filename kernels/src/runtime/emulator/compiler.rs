@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 use std::time::Duration;
 
+use super::pads::padded;
 use crate::runtime::cache::ModuleCache;
 use crate::runtime::error::{Result, RuntimeError};
 use crate::runtime::process::run_within;
@@ -46,6 +48,10 @@ const CHECKS_OF_CLANG: &[&str] = &[
     "-tsan-instrument-memintrinsics=0",
 ];
 
+/// Local variables without a value hold a pattern (-1.7e38 as a float) and not what the stack held, as a rule a zero: a sum that
+/// nobody set to zero shows in every run. Compilers older than g++ 12 do not know it.
+const LOCAL_POISON: &str = "-ftrivial-auto-var-init=pattern";
+
 /// Names the widest vectors of this machine, which hold eight elements of a matrix product at once. Only such products use
 /// them: mixed into everything else they cost more than they save, where coroutines switch.
 fn vector_options() -> &'static [&'static str] {
@@ -67,12 +73,6 @@ fn optimisation(tree: &SourceTree) -> &'static str {
     if tree.is_patched() { "-Og" } else { "-O1" }
 }
 
-/// All options of a module of `tree` for a compiler that calls itself so.
-fn compile_options(compiler: &str, tree: &SourceTree) -> impl Iterator<Item = &'static str> + use<> {
-    let checks = if compiler.contains("clang") { CHECKS_OF_CLANG } else { CHECKS_OF_GCC };
-    [optimisation(tree)].into_iter().chain(COMPILE_OPTIONS.iter().chain(vector_options()).chain(checks).copied())
-}
-
 /// `PARITY_CXX`, or `c++`.
 pub fn usual_compiler() -> PathBuf {
     std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into()).into()
@@ -85,6 +85,7 @@ pub struct Compiler {
     pub version: String,
     cache: ModuleCache,
     time_limit: Duration,
+    poisons_locals: OnceLock<bool>,
 }
 
 impl Compiler {
@@ -95,7 +96,7 @@ impl Compiler {
     pub fn new(cache: ModuleCache, path: Option<PathBuf>, time_limit: Duration) -> Result<Self> {
         let path = path.unwrap_or_else(usual_compiler);
         let version = compiler_version(&path)?;
-        Ok(Self { path, version, cache, time_limit })
+        Ok(Self { path, version, cache, time_limit, poisons_locals: OnceLock::new() })
     }
 
     /// The shared library of a kernel file, built if it is not in the cache.
@@ -104,11 +105,28 @@ impl Compiler {
     /// The compiler's, and the system's.
     pub fn build(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<PathBuf> {
         let headers = emulator_headers();
-        let compiler = &self.version;
-        let identity = format!("{compiler} {}", compile_options(compiler, tree).collect::<Vec<_>>().join(" "));
+        let identity = format!("{} {}", self.version, self.options(tree).join(" "));
         let extra = headers.iter().map(|(name, text)| (name.as_str(), text.as_str()));
         let key = ModuleCache::key(tree, file, defines, extra, &identity)?;
         self.cache.find_or_build(&key, "so", || self.compile(tree, file, defines, &headers))
+    }
+
+    /// All options of a module of `tree`.
+    fn options(&self, tree: &SourceTree) -> Vec<&'static str> {
+        let checks = if self.version.contains("clang") { CHECKS_OF_CLANG } else { CHECKS_OF_GCC };
+        let poison = self.poisons_locals().then_some(LOCAL_POISON);
+        let fixed = COMPILE_OPTIONS.iter().chain(vector_options()).chain(checks).copied();
+        [optimisation(tree)].into_iter().chain(fixed).chain(poison).collect()
+    }
+
+    /// Whether the compiler knows [`LOCAL_POISON`].
+    fn poisons_locals(&self) -> bool {
+        *self.poisons_locals.get_or_init(|| {
+            let Ok(scratch) = temporary_folder("compile-") else { return false };
+            let mut empty = Command::new(&self.path);
+            empty.args([LOCAL_POISON, "-fsyntax-only", "-x", "c++", "/dev/null"]).current_dir(scratch.path());
+            matches!(run_within(&empty, self.time_limit), Ok(Some(ended)) if ended.status.success())
+        })
     }
 
     /// Compiles a module in a directory of its own.
@@ -132,8 +150,7 @@ impl Compiler {
             write(name, text)?;
         }
         write(file, tree.text(file)?)?;
-        let options: Vec<_> = compile_options(&self.version, tree).collect();
-        let library = self.run_compiler(scratch.path(), &options, file, defines)?;
+        let library = self.run_compiler(scratch.path(), &self.options(tree), file, defines)?;
         let module = std::fs::read(&library).map_err(|e| RuntimeError::system("reading the compiled module", e))?;
         if !module.starts_with(b"\x7fELF") {
             let log =
@@ -152,7 +169,8 @@ impl Compiler {
         }
     }
 
-    /// Compiles, then links without the options of the checks, so that the compiler adds no library of its own to them.
+    /// Compiles, pads the static shared variables, assembles, and links without the options of the checks, so that the
+    /// compiler adds no library of its own to them.
     fn run_compiler(
         &self,
         scratch: &Path,
@@ -176,8 +194,12 @@ impl Compiler {
         run(Command::new(&self.path)
             .args(options)
             .args(defines)
-            .args(["-I.", "-x", "c++", "-c", file, "-o", "module.o"]))?;
-        run(Command::new(&self.path).args(["-shared", "module.o", "-o", "module.so"]))?;
+            .args(["-I.", "-x", "c++", "-S", file, "-o", "module.s"]))?;
+        let assembly = scratch.join("module.s");
+        std::fs::read_to_string(&assembly)
+            .and_then(|text| std::fs::write(&assembly, padded(&text)))
+            .map_err(|e| RuntimeError::system("padding what the compiler wrote", e))?;
+        run(Command::new(&self.path).args(["-shared", "module.s", "-o", "module.so"]))?;
         Ok(scratch.join("module.so"))
     }
 }

@@ -3,6 +3,7 @@
 //! From a kernel source to an error that names kernel, block and thread:
 //!
 //! - `compiler`: the host's C++ compiler builds a `.cu` file with `kernels/emulator/*.h` into a shared library.
+//! - `pads`: what lies between static shared arrays, so that who writes beyond one is seen.
 //! - `module`: loads it; a launch spreads its blocks over the cores, and `watchdog` ends it when it takes too long.
 //! - [`schedule`]: runs one block, each CUDA thread a coroutine; who runs next is `order`'s choice. `work` does what is
 //!   asynchronous at some moment that the rules allow.
@@ -30,6 +31,7 @@ pub mod memory;
 mod message;
 mod module;
 mod order;
+mod pads;
 mod progress;
 pub mod schedule;
 pub(super) mod serve;

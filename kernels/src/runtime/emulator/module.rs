@@ -12,6 +12,7 @@ use super::accesses::Accesses;
 use super::block::{Block, BlockFault, Dim3, ThreadContext};
 use super::fault;
 use super::host_api::{HOST_API, HostApi};
+use super::pads::{Pads, PadsOfThread};
 use super::progress;
 use super::schedule::{BlockLaunch, STOPPED, TIME_LIMIT};
 use super::shared::{SHARED_BYTES_PER_BLOCK, Shared};
@@ -27,6 +28,7 @@ const SHARED_POISON: u8 = 0xff;
 
 type Enter = unsafe extern "C" fn(*mut ThreadContext);
 type PoisonStaticShared = unsafe extern "C" fn(u8);
+type ThreadStorage = unsafe extern "C" fn() -> *mut u8;
 type Entry = unsafe extern "C" fn(*const c_void);
 
 /// A kernel file, compiled and loaded.
@@ -35,6 +37,8 @@ pub struct EmulatorModule {
     library: Library,
     enter: Enter,
     poison_static_shared: PoisonStaticShared,
+    thread_storage: ThreadStorage,
+    pads: Pads,
     code: (usize, usize),
     shared: Arc<Shared>,
 }
@@ -42,23 +46,25 @@ pub struct EmulatorModule {
 impl EmulatorModule {
     /// Loads a library that the compiler built from `file`.
     pub fn load(path: &Path, file: &str, shared: Arc<Shared>) -> Result<Self> {
+        let loading = |error: std::io::Error| RuntimeError::system(format!("loading {}", path.display()), error);
+        let pads = Pads::of(&std::fs::read(path).map_err(loading)?)
+            .ok_or_else(|| loading(std::io::Error::other("its symbols cannot be read")))?;
         // SAFETY: the library was built from a kernel source by this runtime; it has no initialisers
         // beyond those of plain variables.
-        let library = unsafe { Library::new(path) }.map_err(|e| {
-            RuntimeError::system(format!("loading {}", path.display()), std::io::Error::other(e.to_string()))
-        })?;
-        // SAFETY: the three functions are defined by emulator.h with these signatures.
-        let (attach, enter, poison_static_shared) = unsafe {
+        let library = unsafe { Library::new(path) }.map_err(|e| loading(std::io::Error::other(e.to_string())))?;
+        // SAFETY: the four functions are defined by emulator.h with these signatures.
+        let (attach, enter, poison_static_shared, thread_storage) = unsafe {
             (
                 *symbol::<unsafe extern "C" fn(*const HostApi)>(&library, file, "emulator_attach")?,
                 *symbol::<Enter>(&library, file, "emulator_enter")?,
                 *symbol::<PoisonStaticShared>(&library, file, "emulator_poison_static_shared")?,
+                *symbol::<ThreadStorage>(&library, file, "emulator_thread_storage")?,
             )
         };
         // SAFETY: HOST_API is static and has the layout that emulator.h declares.
         unsafe { attach(&HOST_API) };
         let code = code_range(enter as usize);
-        Ok(Self { file: file.to_owned(), library, enter, poison_static_shared, code, shared })
+        Ok(Self { file: file.to_owned(), library, enter, poison_static_shared, thread_storage, pads, code, shared })
     }
 
     fn run_blocks(&self, launch: &BlockLaunch<'_>, shared_bytes: usize) -> std::result::Result<(), BlockFault> {
@@ -105,6 +111,8 @@ impl EmulatorModule {
             launch.cancelled.store(true, Ordering::Relaxed);
             return;
         };
+        // SAFETY: the storage is this thread's own, and so is what is made of it.
+        let pads = unsafe { PadsOfThread::new(&self.pads, (self.thread_storage)()) };
         let mut stacks = Vec::new();
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
@@ -117,9 +125,10 @@ impl EmulatorModule {
                 std::ptr::write_bytes(dynamic.address as *mut u8, SHARED_POISON, dynamic.bytes);
                 (self.poison_static_shared)(SHARED_POISON);
             }
+            pads.fill();
             let block = launch.grid.unflatten(index);
             progress::enter_block(block, launch.block);
-            let ran = Block::run(launch, block, (dynamic.address as *mut u8, shared_bytes), &mut stacks);
+            let ran = Block::run(launch, block, (dynamic.address as *mut u8, shared_bytes), &pads, &mut stacks);
             progress::leave_block();
             if let Err(mut fault) = ran {
                 launch.cancelled.store(true, Ordering::Relaxed);
@@ -233,7 +242,6 @@ impl EmulatorModule {
         let launch = BlockLaunch {
             entry,
             enter: self.enter,
-            poison_static_shared: self.poison_static_shared,
             code: self.code,
             grid,
             block: Dim3::new(block),

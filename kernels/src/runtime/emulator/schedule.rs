@@ -26,6 +26,7 @@ use super::fault::{self, BadAccess, Ending, Running};
 use super::host_api::collective::Meeting;
 use super::mbarrier::Mbarriers;
 use super::order::ReadySet;
+use super::pads::PadsOfThread;
 use super::progress;
 use super::wgmma::Products;
 
@@ -44,8 +45,6 @@ pub struct BlockLaunch<'a> {
     pub entry: unsafe extern "C" fn(*const c_void),
     /// `emulator_enter`.
     pub enter: unsafe extern "C" fn(*mut ThreadContext),
-    /// `emulator_poison_static_shared`.
-    pub poison_static_shared: unsafe extern "C" fn(u8),
     /// Machine code of the module.
     pub code: (usize, usize),
     /// Extent of the grid.
@@ -71,6 +70,7 @@ impl Block {
         launch: &BlockLaunch<'_>,
         block_idx: Dim3,
         shared: (*mut u8, usize),
+        pads: &PadsOfThread<'_>,
         stacks: &mut Vec<DefaultStack>,
     ) -> Result<(), BlockFault> {
         let threads = launch.block.count() as u32;
@@ -112,7 +112,7 @@ impl Block {
             });
         }
         let mut coroutines: Vec<_> = (0..threads).map(|thread| spawn(launch, scheduler, thread, stacks)).collect();
-        let result = Self::drive(scheduler, launch, &mut coroutines);
+        let result = Self::drive(scheduler, launch, pads, &mut coroutines);
         for mut coroutine in coroutines {
             if !coroutine.done() {
                 // SAFETY: the coroutine holds only kernel code and the shallow frames of the host
@@ -125,7 +125,12 @@ impl Block {
     }
 
     /// Resumes ready threads until all have returned.
-    fn drive(scheduler: *mut Self, launch: &BlockLaunch<'_>, coroutines: &mut [Thread]) -> Result<(), BlockFault> {
+    fn drive(
+        scheduler: *mut Self,
+        launch: &BlockLaunch<'_>,
+        pads: &PadsOfThread<'_>,
+        coroutines: &mut [Thread],
+    ) -> Result<(), BlockFault> {
         // SAFETY (all dereferences of `scheduler` here): it points to the boxed block of `run`,
         // which outlives this call; the host API functions dereference it too, but only while a
         // coroutine runs, and no reference from here is alive across `resume`.
@@ -142,6 +147,9 @@ impl Block {
                 block.finish_thread(thread, ending);
                 exited += 1;
             }
+            if let Some(what) = pads.overrun(false) {
+                block.fail_at(thread, what);
+            }
             if let Some(failure) = block.failure.take() {
                 return Err(failure);
             }
@@ -151,6 +159,9 @@ impl Block {
         }
         let block = unsafe { &mut *scheduler };
         block.land_last_copies();
+        if let Some(what) = pads.overrun(true) {
+            block.fail_at(block.current, what);
+        }
         if let Some(failure) = block.failure.take() {
             return Err(failure);
         }
