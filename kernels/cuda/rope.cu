@@ -25,6 +25,7 @@
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
+#include "rotation.h"
 
 constexpr int HEADS = 8;                             // heads that one thread serves
 constexpr int THREADS = 256;
@@ -65,31 +66,6 @@ struct RopeTableParams {
 PARAMS_LAYOUT(RopeTableParams, inv_freq, positions, cos, sin, num_positions, half)
 
 // ---------------------------------------------------------------- rotation
-
-struct Rotation {
-    float cos, sin;
-};
-
-// PAIRS consecutive rotations of a token, from pair `first` on. A position outside the table reads
-// nothing and gives NaN, which no comparison mistakes for a value.
-template <int PAIRS>
-DEVICE void load_rotations(const RopeParams& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
-    const int64_t position = params.positions ? params.positions[token] : token;
-    const bool inside = position >= 0 && position < params.table_rows;
-    for (int i = 0; i < PAIRS; ++i) {
-        rotations[i] = Rotation{NAN_F32, NAN_F32};
-        if (!inside) continue;
-        const float cos = params.cos[position * params.cos_stride + first + i];
-        const float sin = params.sin[position * params.sin_stride + first + i];
-        rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
-    }
-}
-
-DEVICE void rotate(Rotation by, float& even, float& odd) {
-    const float x0 = even, x1 = odd;
-    even = fused_multiply_add(x0, by.cos, -__fmul_rn(x1, by.sin));
-    odd = fused_multiply_add(x0, by.sin, __fmul_rn(x1, by.cos));
-}
 
 DEVICE Vec16 rotate_vector(Vec16 vector, const Rotation (&rotations)[VECTOR / 2]) {
     constexpr int per_word = Element<ELEMENT>::per_word;

@@ -29,6 +29,15 @@ fn plain(num_rows: usize, dtype: Float, stored: Stored) -> HadamardCase {
     HadamardCase { num_rows, dtype, stored, data: Data::normal(1.0) }
 }
 
+/// The oracle's name of how rows are stored.
+pub(super) fn of_oracle(stored: Stored) -> reference::Stored {
+    match stored {
+        Stored::Values => reference::Stored::Values,
+        Stored::E2m1 => reference::Stored::E2m1,
+        Stored::E4m3 => reference::Stored::E4m3,
+    }
+}
+
 impl Declared for Hadamard {
     type Case = HadamardCase;
 
@@ -91,12 +100,7 @@ impl Declared for Hadamard {
     }
 
     fn forward(c: &HadamardCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        let stored = match c.stored {
-            Stored::Values => reference::Stored::Values,
-            Stored::E2m1 => reference::Stored::E2m1,
-            Stored::E4m3 => reference::Stored::E4m3,
-        };
-        reference::forward(&t.named()?, stored, rounding)
+        reference::forward(&t.named()?, of_oracle(c.stored), rounding)
     }
 
     fn backward(_: &HadamardCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {

@@ -13,6 +13,7 @@ use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
+use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
@@ -156,11 +157,12 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let rms_norm = |group, name| timed(reduced::<RmsNorm>(group, name, rows().0, rows().1));
     let swiglu = |group| timed(reduced::<Swiglu>(group, "4096x2048 bf16", rows().0, rows().1));
     let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
+    let heads = json!({"num_tokens": 11, "num_heads": 3});
+    let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
     let topk = |name| {
         let whole = json!({"num_rows": 11, "num_columns": 300, "topk": 40});
         timed(reduced::<Topk>("forward", name, whole, json!({"num_rows": 3})))
     };
-    let heads = json!({"num_tokens": 11, "num_heads": 3});
     let rope = |name| timed(reduced::<Rope>("forward", name, heads.clone(), json!({"num_tokens": 2})));
     let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
     let fewer = json!({"num_tokens": 2, "num_keys": 44});
@@ -206,6 +208,8 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         swiglu("backward"),
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
+        query("4096x64x128 to e2m1"),
+        query("4096x64x128 to e4m3"),
         topk("512 of 16384, 4096 rows"),
     ]
 }
