@@ -17,6 +17,10 @@ pub enum Implementation {
 }
 
 impl Implementation {
+    /// Heads up to which the portable kernels are the faster ones: a block of the others takes 64 rows, and wastes three
+    /// quarters of its products on so few.
+    pub const FEW_HEADS: usize = 16;
+
     /// Why these kernels cannot run on a device like this one, whatever the shape; `None` where they can.
     pub fn cannot_run_on(self, environment: &Environment) -> Option<String> {
         let other_gpu = environment.backend == BackendKind::Cuda && environment.target != "sm_90a";
@@ -40,8 +44,7 @@ impl Implementation {
             (Self::Portable, _) => Ok(false),
             (Self::Hopper, Some(reason)) => arguments.refuse("implementation", reason),
             (Self::Hopper, None) => Ok(true),
-            // A block of 64 rows wastes three quarters of the products of up to 16 heads.
-            (Self::Auto, refusal) => Ok(refusal.is_none() && num_heads > 16),
+            (Self::Auto, refusal) => Ok(refusal.is_none() && num_heads > Self::FEW_HEADS),
         }
     }
 }

@@ -60,8 +60,8 @@ pub struct RunArguments {
     /// Run part I of N, counted from 0; `parity merge` puts the parts together
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
-    /// Divide the sweep over N processes, on as many GPUs as there are, and put it together again. Cases of profile full may
-    /// have a quarter of a GPU's memory: where too many processes share one, some lack it
+    /// Divide the sweep over N processes, on as many GPUs as there are, and put it together again. Those on one GPU
+    /// take turns at cases that need much of its memory
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), conflicts_with_all = ["shard", "time_budget"])]
     workers: Option<u32>,
     /// A report.json or records.jsonl whose costs balance shards or workers; the same file for each shard

@@ -20,6 +20,7 @@ use crate::operator::size;
 use crate::record::Report;
 use crate::record::journal::{self, Shard};
 use crate::sweep::merge::{self, Part};
+use crate::sweep::turns::TURNS;
 
 /// The variable that names the GPU of a process.
 const GPU: &str = "PARITY_CUDA_DEVICE";
@@ -34,6 +35,7 @@ pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Enviro
     if !arguments.resume && folder.exists() {
         std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
     }
+    std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let gpus = if environment.backend == BackendKind::Cuda { cuda::device_count()? } else { 0 };
     let shards = (0..workers).map(|index| Shard { index, count: workers });
     let mut running = shards
@@ -78,8 +80,9 @@ impl Worker {
         command.args(shard_arguments(arguments, shard, backend, &dir));
         // All of them together have what one would have.
         command.arg("--memory").arg((size::limit().number() / u64::from(shard.count)).to_string());
-        if gpus > 0 && std::env::var_os(GPU).is_none() {
-            command.env(GPU, (shard.index % gpus).to_string());
+        if gpus > 0 {
+            let gpu = std::env::var_os(GPU).unwrap_or_else(|| (shard.index % gpus).to_string().into());
+            command.env(TURNS, folder.join("turns").with_extension(&gpu)).env(GPU, gpu);
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         command.env("RAYON_NUM_THREADS", cores.div_ceil(shard.count as usize).to_string());

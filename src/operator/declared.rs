@@ -182,6 +182,12 @@ pub trait Declared: Sized + Send + Sync + 'static {
         None
     }
 
+    /// The same call by the fastest kernels that there are for it on a device like this one, on as much of it as they can use:
+    /// what another kernel is timed beside. As the case says where it chooses nothing.
+    fn fastest(case: &Self::Case, _environment: &Environment) -> Self::Case {
+        case.clone()
+    }
+
     /// Sets what no distribution draws: lists, tables, zero rows, rows that nobody may read.
     ///
     /// # Errors
@@ -582,6 +588,9 @@ fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result
 /// Memory that the tensors of one case may take together on a GPU, where even what nobody touches is allocated.
 const LARGEST_CASE: usize = 40 << 30;
 
+/// A case takes much of a GPU where so many like it take more than one may.
+const MUCH: usize = 8;
+
 /// Why a case does not fit a GPU so many times over: huge steps are memory there.
 pub(super) fn too_large_on(
     environment: &Environment,
@@ -691,6 +700,11 @@ impl<K: Declared> Operator for Op<K> {
             too_large_on(environment, specs, &choices.layouts, 1).or_else(|| of_this_process.err().map(|_| why()))
         };
         K::cannot_run(&case, environment).or_else(|| too_large(&K::tensors(&case)))
+    }
+
+    fn takes_much(&self, case: &Case, environment: &Environment) -> bool {
+        let much = |specs: &Specs, layouts: &Layouts| too_large_on(environment, specs, layouts, MUCH).is_some();
+        read::<K>(case).is_ok_and(|(case, choices)| much(&K::tensors(&case), &choices.layouts))
     }
 
     fn prepare_within(&self, case: &Case, limit: Limit) -> Result<Box<dyn Prepared>, CaseError> {

@@ -121,6 +121,11 @@ pub trait Operator: Sync {
         None
     }
 
+    /// Whether a case takes so much of a GPU's memory that no other one of that kind may run on it meanwhile.
+    fn takes_much(&self, _case: &Case, _environment: &Environment) -> bool {
+        false
+    }
+
     /// Makes the inputs of a case, if it takes no more memory than a case of this process may ([`size::limit`]).
     ///
     /// # Errors

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use dsv4_kernels::runtime::{Contract, Device, RuntimeError};
+use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
-use super::declared::{Declared, Inputs, Launches};
+use super::declared::{Choices, Declared, Inputs, Launches, checked};
+use super::layouts::Layouts;
 use crate::record::Seconds;
 
 /// Calls before those that are timed.
@@ -14,6 +15,7 @@ const CALLS: usize = 11;
 
 /// The times of the forward and of the backward, where there is one.
 pub(super) fn of<K: Declared>(inputs: &Inputs<K>, device: &Device) -> Result<Seconds, RuntimeError> {
+    let inputs = at_best(inputs, device.environment());
     let specs = inputs.specs();
     let placed = inputs.placed(device, Contract::NAN, &specs)?;
     // What is recorded may not compile, and the backward reads what a forward saved.
@@ -27,6 +29,17 @@ pub(super) fn of<K: Declared>(inputs: &Inputs<K>, device: &Device) -> Result<Sec
     Ok(Seconds { forward: Some(forward), backward })
 }
 
+/// The same call by the fastest kernels for it, on dense tensors, as the other kernel gets them: which of ours run, and how
+/// their memory lies, is drawn to find bugs. As the case says where that cannot be.
+fn at_best<K: Declared>(inputs: &Inputs<K>, environment: &Environment) -> Inputs<K> {
+    let case = K::fastest(&inputs.case, environment);
+    if checked::<K>(&case).is_err() || K::cannot_run(&case, environment).is_some() {
+        return inputs.clone();
+    }
+    let choices = Choices { layouts: Layouts::new(), ..inputs.choices.clone() };
+    Inputs { case, choices, ..inputs.clone() }
+}
+
 fn median(device: &Device, mut call: impl FnMut() -> Result<(), RuntimeError>) -> Result<f64, RuntimeError> {
     for _ in 0..WARM_UPS {
         device.backend().time_recorded(&mut call)?;
@@ -35,4 +48,62 @@ fn median(device: &Device, mut call: impl FnMut() -> Result<(), RuntimeError>) -
     let mut times = times.collect::<Result<Vec<Duration>, _>>()?;
     times.sort_unstable();
     Ok(times[CALLS / 2].as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use dsv4_kernels::runtime::BackendKind;
+
+    use super::*;
+    use crate::operator::Profile;
+    use crate::operators::Implementation;
+    use crate::operators::attention_output_rotation::AttentionOutputRotation;
+    use crate::operators::decode_attention::DecodeAttention;
+    use crate::operators::score_recompute::ScoreRecompute;
+    use crate::operators::sparse_attention::SparseAttention;
+
+    fn gpu() -> Environment {
+        Environment {
+            backend: BackendKind::Cuda,
+            device: "a GPU".into(),
+            driver: String::new(),
+            compiler: String::new(),
+            target: "sm_90a".into(),
+            processors: 132,
+            shared_bytes_per_block: 227 << 10,
+        }
+    }
+
+    fn assert_the_same_call<K: Declared>() {
+        let form = |case: &K::Case| -> Vec<_> {
+            let specs = checked::<K>(case).unwrap_or_else(|refused| panic!("{refused:?}: {case:?}"));
+            specs.present().map(|spec| (spec.name, spec.shape(), spec.dtype)).collect()
+        };
+        for case in K::edge_cases(Profile::Quick) {
+            let fastest = K::fastest(&case, &gpu());
+            assert_eq!(form(&fastest), form(&case), "{case:?}");
+            assert_eq!(K::cannot_run(&fastest, &gpu()), None);
+        }
+    }
+
+    #[test]
+    fn the_fastest_kernels_are_called_with_the_same_tensors() {
+        assert_the_same_call::<AttentionOutputRotation>();
+        assert_the_same_call::<DecodeAttention>();
+        assert_the_same_call::<ScoreRecompute>();
+        assert_the_same_call::<SparseAttention>();
+    }
+
+    #[test]
+    fn ours_runs_on_all_multiprocessors_and_on_tensor_cores_where_heads_fill_them_whatever_the_case_says() {
+        let mut chosen = Vec::new();
+        for case in DecodeAttention::edge_cases(Profile::Quick) {
+            let fastest = DecodeAttention::fastest(&case, &gpu());
+            assert_eq!(fastest.num_blocks, 132);
+            let hopper = [(448, 64), (0, 512)].contains(&(case.nope_dim, case.rope_dim)) && case.num_heads > 16;
+            assert_eq!(fastest.implementation == Implementation::Hopper, hopper, "{case:?}");
+            chosen.push(hopper);
+        }
+        assert!(chosen.contains(&true) && chosen.contains(&false));
+    }
 }

@@ -172,6 +172,10 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
     }
 
     /// None but those of the operators, which list them.
+    fn fastest(c: &AttentionOutputRotationCase, environment: &Environment) -> AttentionOutputRotationCase {
+        plain(SparseAttention::fastest(&c.attention, environment), c.rope_dim)
+    }
+
     fn cannot_run(c: &AttentionOutputRotationCase, environment: &Environment) -> Option<String> {
         SparseAttention::cannot_run(&c.attention, environment)
     }

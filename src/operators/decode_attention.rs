@@ -419,6 +419,15 @@ impl Declared for DecodeAttention {
         cases
     }
 
+    fn fastest(c: &DecodeAttentionCase, environment: &Environment) -> DecodeAttentionCase {
+        let fits = launcher::HOPPER_FORMATS.contains(&c.format());
+        DecodeAttentionCase {
+            implementation: Implementation::fastest_for(environment, c.num_heads, fits),
+            num_blocks: (environment.processors as usize).max(1),
+            ..c.clone()
+        }
+    }
+
     fn cannot_run(c: &DecodeAttentionCase, environment: &Environment) -> Option<String> {
         c.implementation.launcher().cannot_run_on(environment)
     }

@@ -157,6 +157,12 @@ impl Implementation {
         if hopper { Self::Hopper } else { Self::Portable }
     }
 
+    /// The same for a shape of so many heads, which the kernels for Hopper take or do not.
+    pub(crate) fn fastest_for(environment: &Environment, num_heads: usize, hopper_takes_it: bool) -> Self {
+        let many = num_heads > dsv4_kernels::implementation::Implementation::FEW_HEADS;
+        if many && hopper_takes_it { Self::fastest_on(environment) } else { Self::Portable }
+    }
+
     /// What a benchmark of the portable kernels has in its name.
     pub(crate) fn suffix(portable: bool) -> &'static str {
         if portable { " portable" } else { "" }

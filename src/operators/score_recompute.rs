@@ -394,6 +394,11 @@ impl Declared for ScoreRecompute {
         cases
     }
 
+    fn fastest(c: &ScoreRecomputeCase, environment: &Environment) -> ScoreRecomputeCase {
+        let implementation = Implementation::fastest_for(environment, c.num_heads, c.head_dim.is_multiple_of(64));
+        ScoreRecomputeCase { implementation, ..c.clone() }
+    }
+
     fn cannot_run(c: &ScoreRecomputeCase, environment: &Environment) -> Option<String> {
         c.implementation.launcher().cannot_run_on(environment)
     }

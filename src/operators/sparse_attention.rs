@@ -232,8 +232,7 @@ impl Declared for SparseAttention {
                 format!("{} does not fit {:?} values of head_dim {}", c.v_dim, c.values, c.head_dim),
             );
         }
-        let fits_hopper = c.values != Values::Separate && c.v_dim == 512 && [512, 576].contains(&c.head_dim);
-        if c.implementation == Implementation::Hopper && !fits_hopper {
+        if c.implementation == Implementation::Hopper && !fits_hopper(c) {
             let shape = format!("{:?} values of {} in head_dim {}", c.values, c.v_dim, c.head_dim);
             return refuse(
                 "implementation",
@@ -378,6 +377,11 @@ impl Declared for SparseAttention {
             cases.extend(production_cases());
         }
         cases
+    }
+
+    fn fastest(c: &SparseAttentionCase, environment: &Environment) -> SparseAttentionCase {
+        let implementation = Implementation::fastest_for(environment, c.num_heads, fits_hopper(c));
+        SparseAttentionCase { implementation, ..c.clone() }
     }
 
     fn cannot_run(c: &SparseAttentionCase, environment: &Environment) -> Option<String> {
@@ -556,6 +560,11 @@ fn padding_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
 
 pub(super) fn summed(case: SparseAttentionCase) -> SparseAttentionCase {
     SparseAttentionCase { key_gradients: KeyGradients::Deterministic, ..case }
+}
+
+/// Whether V is 512 columns of keys of 512 or 576, which the kernels for Hopper are for.
+fn fits_hopper(c: &SparseAttentionCase) -> bool {
+    c.values != Values::Separate && c.v_dim == 512 && [512, 576].contains(&c.head_dim)
 }
 
 pub(super) fn hopper(case: SparseAttentionCase) -> SparseAttentionCase {

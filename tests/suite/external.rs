@@ -925,9 +925,12 @@ fn a_python_kernel_that_overwrites_an_input_prints_or_raises_is_told_so() {
 
 #[test]
 fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_beside_it_on_a_gpu() {
-    let prepared = registry::prepare(&case(RMS_NORM)).unwrap();
-    let ours = prepared.seconds(support::device()).expect("it runs");
-    assert!(ours.forward.is_some_and(|time| time > 0.0) && ours.backward.is_some_and(|time| time > 0.0), "{ours:?}");
+    let ours = |line: &str| registry::prepare(&case(line)).unwrap().seconds(support::device()).expect("it runs");
+    let both = ours(RMS_NORM);
+    assert!(both.forward.is_some_and(|time| time > 0.0) && both.backward.is_some_and(|time| time > 0.0), "{both:?}");
+    let laid_out = DECODE.replace("\"seed\"", r#""layouts":{"q":{"gaps":{"head_dim":8}}},"seed""#);
+    let forward = ours(&laid_out);
+    assert!(forward.forward.is_some_and(|time| time > 0.0) && forward.backward.is_none(), "{forward:?}");
     for (seconds, refused) in [
         (r#"{"forward":2e-5,"backward":0.5}"#, false),
         (r#"{"forward":-1}"#, true),
@@ -967,6 +970,105 @@ fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_besid
     let unasked = parity(dir.path(), &["--worker", &command, "--case", RMS_NORM]);
     unasked.assert_code(0);
     assert!(report(&dir.path().join("out")).cases[0].seconds.is_none() && !unasked.stdout.contains("\ntimes: "));
+}
+
+/// A `torch` whose GPU does what it is told in its own time, and of which nothing works once it is lost.
+const TORCH_WITH_GPU: &str = r#"
+import time
+
+class cuda:
+    free, lost = 0.0, False
+    is_available = staticmethod(lambda: True)
+
+    def synchronize():
+        if cuda.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        time.sleep(max(0.0, cuda.free - time.perf_counter()))
+
+    def work(seconds):
+        cuda.free = max(cuda.free, time.perf_counter()) + seconds
+
+    def _sleep(cycles):
+        cuda.work(cycles / 1.98e9)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            cuda.work(0.0)
+            self.at = cuda.free
+
+        def synchronize(self):
+            cuda.synchronize()
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e3
+"#;
+
+#[test]
+fn what_python_takes_to_launch_is_no_part_of_a_kernels_time_on_a_gpu() {
+    if !python("", "a Python kernel that is timed on a GPU") {
+        return;
+    }
+    let dir = folder();
+    std::fs::write(dir.path().join("torch.py"), TORCH_WITH_GPU).unwrap();
+    // 20 us of the GPU, 5 ms of Python.
+    let code = "
+import time, torch, dsv4_external as external
+external.Times.asked = True
+def call():
+    time.sleep(2.5e-3)
+    torch.cuda.work(2e-5)
+    time.sleep(2.5e-3)
+    return 7
+assert external.timed('forward', call) == 7
+print(external.Times.seconds['forward'])";
+    let path = std::env::join_paths([dir.path().to_owned(), examples()]).unwrap();
+    let output = Command::new("python3").args(["-c", code]).env("PYTHONPATH", path).output().expect("python3 runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let seconds: f64 = String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number");
+    assert!((1e-5..3e-5).contains(&seconds), "{seconds}");
+}
+
+#[test]
+fn a_python_kernel_that_loses_the_gpu_fails_its_own_case_alone() {
+    if !python("", "a Python kernel that loses its GPU") {
+        return;
+    }
+    let dir = folder();
+    std::fs::write(dir.path().join("torch.py"), TORCH_WITH_GPU).unwrap();
+    let path = std::env::join_paths([dir.path().to_owned(), examples()]).unwrap();
+    let kernel = "
+import sys; sys.path[:0] = sys.argv.pop().split(':')
+import os, torch
+from dsv4_external import serve
+def kernel(case, inputs):
+    torch.cuda.lost = torch.cuda.lost or case['bad'] == 'lost'
+    torch.cuda.synchronize()
+    if case['bad']:
+        raise ValueError('no such width')
+    print(os.getpid(), file=open('PIDS', 'a'))
+    return {}
+serve(kernel)";
+    let (script, pids) = (dir.path().join("kernel.py"), dir.path().join("pids"));
+    std::fs::write(&script, kernel.replace("PIDS", &pids.display().to_string())).unwrap();
+    let mut worker = Worker::new(format!("python3 '{}' '{}'", script.display(), path.display()), LIMIT);
+    let mut call = |bad: &str| {
+        let dir = folder();
+        std::fs::write(dir.path().join("case.json"), format!(r#"{{"bad":"{bad}"}}"#)).unwrap();
+        std::fs::write(dir.path().join("expected.json"), r#"{"tensors":[]}"#).unwrap();
+        std::fs::write(dir.path().join(INPUTS), b"\x02\0\0\0\0\0\0\0{}").unwrap();
+        worker.call(dir.path())
+    };
+    for (bad, needles) in [("raise", &["no such width"][..]), ("lost", &["illegal memory access", "exit code 1"])] {
+        call("").expect("it answers");
+        assert_says(&call(bad).expect_err("it fails"), needles);
+    }
+    call("").expect("it answers again");
+    let pids = std::fs::read_to_string(&pids).unwrap();
+    let pids: Vec<_> = pids.lines().collect();
+    assert!(pids.len() == 3 && pids[0] == pids[1] && pids[1] != pids[2], "{pids:?}");
 }
 
 /// Lists of 37 slots and lengths of any kind, over keys of which those that no slot names are NaN.

@@ -55,6 +55,26 @@ fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
 }
 
 #[test]
+fn processes_that_share_a_gpu_take_turns_at_cases_with_huge_steps_alone() {
+    let emulator = support::device().environment();
+    let gpu = Environment { backend: BackendKind::Cuda, ..emulator.clone() };
+    for operator in registry::OPERATORS {
+        let (mut large, mut others) = (0, 0);
+        for case in operator.edge_cases(Profile::Ci) {
+            let steps = |number: &serde_json::Value| number.as_u64().is_some_and(|gap| gap >= 1 << 24);
+            let gaps =
+                |layout: &serde_json::Value| layout["gaps"].as_object().is_some_and(|gaps| gaps.values().any(steps));
+            let layouts = case.fields.get("layouts").and_then(|layouts| layouts.as_object());
+            let huge = layouts.is_some_and(|layouts| layouts.values().any(gaps));
+            assert!(!operator.takes_much(&case, emulator));
+            assert!(huge || !operator.takes_much(&case, &gpu), "{}", case.line());
+            if operator.takes_much(&case, &gpu) { large += 1 } else { others += 1 }
+        }
+        assert!(large > 0 && others > large, "{}: {large} and {others}", operator.name());
+    }
+}
+
+#[test]
 fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
     let options = options(20, 1, CheckOptions::of_kernels(0));
     let gpu = |target: &str| Environment {
