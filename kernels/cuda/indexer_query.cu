@@ -14,10 +14,9 @@
 // The backward, of STORED 0: dq = R^-1 (128^-0.5 H dy), fp32 with one rounding at the store, and
 // dweights = dw * weights_scale.
 //
-// Eight lanes take a head, a block 16 heads of one token. The second part of a row is the one that turns: each lane has four
-// whole pairs of it. Floor: 256 bytes read and 68 (e2m1), 128 (e4m3) or 256 written a head, at 4.24 TB/s 21, 25 and 32 us for
-// 4096 tokens of 64 heads; 100 fp32 operations an element, 3 of them shuffles, 20 us at one shuffle a clock and
-// multiprocessor. Limited by memory, with shuffles close behind. To be measured.
+// Four lanes take a head, a block 32 heads of one token. The second part of a row is the one that turns: each lane has eight
+// whole pairs of it. Floor: 256 bytes read and 68 (e2m1), 128 (e4m3) or 256 written a head, at 4.24 TB/s 20, 24 and 32 us for
+// 4096 tokens of 64 heads; about 25 instructions an element, of which there is time for 18 to 28. To be measured.
 //
 // Defines: ELEMENT bf16, the type of q; WEIGHT  type of weights: bf16 or float; STORED  0, 1 or 2.
 // Launch: num_tokens * ceil(num_heads / HEADS_PER_BLOCK) blocks.
@@ -31,7 +30,7 @@
 constexpr int THREADS = 128;
 constexpr int HEADS_PER_BLOCK = THREADS / LANES;
 constexpr int TURNED_PART = PARTS / 2;
-static_assert(PARTS == 2 && VECTOR == 8, "the last 64 channels are the second part");
+static_assert(PARTS == 2, "the last 64 channels are the second part");
 
 struct IndexerQueryParams {
     const ELEMENT* q; int64_t q_token_stride; int64_t q_head_stride;        // [num_tokens, num_heads, 128]
@@ -83,13 +82,13 @@ DEVICE Head head_of_lane(int num_heads) {
     return Head{token, head, static_cast<int>(threadIdx.x % LANES), head < num_heads};
 }
 
-// Turns the lane's four pairs of the second part.
+// Turns the lane's eight pairs of the second part.
 template <typename Params>
 DEVICE void turn(const Params& params, const Head& at, Row& x) {
-    Rotation rotations[VECTOR / 2];
-    load_rotations(params, at.token, at.lane * (VECTOR / 2), rotations);
+    Rotation rotations[SPAN / 2];
+    load_rotations(params, at.token, at.lane * (SPAN / 2), rotations);
     UNROLL
-    for (int i = 0; i < VECTOR / 2; ++i) rotate(rotations[i], x[TURNED_PART][2 * i], x[TURNED_PART][2 * i + 1]);
+    for (int i = 0; i < SPAN / 2; ++i) rotate(rotations[i], x[TURNED_PART][2 * i], x[TURNED_PART][2 * i + 1]);
 }
 
 template <bool WIDE>
@@ -102,14 +101,14 @@ DEVICE void query(const IndexerQueryParams& params) {
     }
     round_to_bf16(x);
     transform(x, at.lane);
-    round_to_bf16(x);
+    const Magnitudes magnitudes = round_to_bf16(x);
     uint8_t* const codes = params.codes + at.token * params.codes_token_stride + at.head * params.codes_head_stride;
     uint8_t scale = 127;  // 1
     if constexpr (STORED == 1) {
         uint8_t* const scales = params.scale_bytes + (at.token * params.num_heads + at.head) * E2M1_GROUPS;
-        store_e2m1<WIDE>(codes, scales, at.lane, at.exists, x);
+        store_e2m1<WIDE>(codes, scales, at.lane, at.exists, x, magnitudes);
     }
-    if constexpr (STORED == 2) scale = store_e4m3<WIDE>(codes, at.lane, at.exists, x);
+    if constexpr (STORED == 2) scale = store_e4m3<WIDE>(codes, at.lane, at.exists, x, magnitudes);
     if (!at.exists) return;
     if constexpr (STORED == 0)
         store_row<WIDE>(params.y + at.token * params.y_token_stride + at.head * params.y_head_stride, at.lane, x);

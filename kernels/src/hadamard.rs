@@ -10,8 +10,8 @@ const FILE: &str = "hadamard.cu";
 const CHECK: Arguments = Arguments { operator: "hadamard" };
 /// Length of a row.
 pub const DIM: usize = 128;
-/// Rows of a block: one for eight lanes.
-const ROWS_PER_BLOCK: usize = 16;
+/// Rows of a block: one for four lanes.
+const ROWS_PER_BLOCK: usize = 32;
 
 /// How the transform is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

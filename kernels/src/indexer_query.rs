@@ -10,7 +10,7 @@ const CHECK: Arguments = Arguments { operator: "indexer_query" };
 /// Channels that turn: the last ones of a head.
 pub const ROPE_DIM: usize = 64;
 /// Heads of a block; `HEADS_PER_BLOCK` in the kernel source.
-const HEADS_PER_BLOCK: usize = 16;
+const HEADS_PER_BLOCK: usize = 32;
 
 fn defines(stored: Stored, weights: DType) -> Defines {
     let mut defines = element_types(&[("ELEMENT", DType::Bf16), ("WEIGHT", weights)]);

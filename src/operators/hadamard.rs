@@ -83,8 +83,8 @@ impl Declared for Hadamard {
     }
 
     fn edge_cases(profile: Profile) -> Vec<HadamardCase> {
-        // A block takes 16 rows, a warp 4.
-        let rows = [0, 1, 16, 17, 35].into_iter().flat_map(|num_rows| Stored::ALL.map(|stored| (num_rows, stored)));
+        // A block takes 32 rows, a warp 8.
+        let rows = [0, 1, 32, 33, 70].into_iter().flat_map(|num_rows| Stored::ALL.map(|stored| (num_rows, stored)));
         let mut cases: Vec<_> = rows.map(|(num_rows, stored)| plain(num_rows, Float::Bf16, stored)).collect();
         cases.extend(Stored::ALL.map(|stored| plain(19, Float::F32, stored)));
         // Around the floors of the scales, and where they are as large as they get.

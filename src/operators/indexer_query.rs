@@ -147,8 +147,8 @@ impl Declared for IndexerQuery {
     }
 
     fn edge_cases(profile: Profile) -> Vec<IndexerQueryCase> {
-        // A block takes 16 heads, a warp 4.
-        let heads = [(0, 3), (1, 1), (2, 16), (3, 17), (2, 64)];
+        // A block takes 32 heads, a warp 8.
+        let heads = [(0, 3), (1, 1), (2, 32), (3, 33), (2, 64)];
         let mut cases: Vec<_> = heads
             .into_iter()
             .flat_map(|(tokens, heads)| Stored::ALL.map(|stored| plain(tokens, heads, stored)))

@@ -1,7 +1,8 @@
-// Rows of 128 under the Walsh-Hadamard transform, eight lanes a row, and how they are quantised (inference 5.4, 7, 7.1).
+// Rows of 128 under the Walsh-Hadamard transform, four lanes a row, and how they are quantised (inference 5.4, 7, 7.1).
 // hadamard.cu has the formulas.
 //
-// The including file is compiled with ELEMENT defined: a lane has VECTOR consecutive elements of each part of a row.
+// The including file is compiled with ELEMENT defined. A lane has SPAN consecutive elements of each half of a row: five of the
+// seven steps of the transform stay within it.
 #pragma once
 
 #include "element.h"
@@ -10,12 +11,13 @@
 #include "memory.h"
 #include "quantise.h"
 
-constexpr int DIM = 128, LANES = 8;
-constexpr int PARTS = DIM / (LANES * VECTOR);
+constexpr int DIM = 128, LANES = 4, SPAN = 16;
+constexpr int PARTS = DIM / (LANES * SPAN);
 constexpr int E2M1_GROUP = 32, E2M1_GROUPS = DIM / E2M1_GROUP;
+constexpr int GROUP_LANES = E2M1_GROUP / SPAN;
 constexpr float INVERSE_ROOT = 0.08838834764831845f;  // 128^-0.5
 
-using Row = float[PARTS][VECTOR];
+using Row = float[PARTS][SPAN];
 
 // ---------------------------------------------------------------- the transform
 
@@ -29,17 +31,19 @@ DEVICE void transform(Row& x, int lane) {
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
         UNROLL
-        for (int h = 1; h < VECTOR; h *= 2) {
+        for (int h = 1; h < SPAN; h *= 2) {
             UNROLL
-            for (int i = 0; i < VECTOR; ++i)
+            for (int i = 0; i < SPAN; ++i)
                 if (!(i & h)) butterfly(x[part][i], x[part][i | h]);
         }
         UNROLL
         for (int h = 1; h < LANES; h *= 2) {
+            // The upper of two lanes has the difference; a product with 1 or -1 is exact, so each sum is rounded once.
+            const float sign = lane & h ? -1.0f : 1.0f;
             UNROLL
-            for (int i = 0; i < VECTOR; ++i) {
+            for (int i = 0; i < SPAN; ++i) {
                 const float other = __shfl_xor_sync(FULL_WARP, x[part][i], h);
-                x[part][i] = lane & h ? __fadd_rn(other, -x[part][i]) : __fadd_rn(x[part][i], other);
+                x[part][i] = fused_multiply_add(x[part][i], sign, other);
             }
         }
     }
@@ -48,23 +52,36 @@ DEVICE void transform(Row& x, int lane) {
         UNROLL
         for (int part = 0; part < PARTS; ++part) {
             UNROLL
-            for (int i = 0; i < VECTOR; ++i)
+            for (int i = 0; i < SPAN; ++i)
                 if (!(part & h)) butterfly(x[part][i], x[part | h][i]);
         }
     }
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
         UNROLL
-        for (int i = 0; i < VECTOR; ++i) x[part][i] = __fmul_rn(x[part][i], INVERSE_ROOT);
+        for (int i = 0; i < SPAN; ++i) x[part][i] = __fmul_rn(x[part][i], INVERSE_ROOT);
     }
 }
 
-DEVICE void round_to_bf16(Row& x) {
+// Rounds to bf16; returns of each part the largest magnitude, as the bits of the bf16: ordered as they are, NaN above infinity.
+struct Magnitudes {
+    uint32_t of[PARTS];
+};
+DEVICE Magnitudes round_to_bf16(Row& x) {
+    Magnitudes magnitudes;
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
+        uint32_t largest_pair = 0;
         UNROLL
-        for (int i = 0; i < VECTOR; ++i) x[part][i] = to_float(to_bf16(x[part][i]));
+        for (int i = 0; i < SPAN; i += 2) {
+            const uint32_t pair = pack_bf16(x[part][i], x[part][i + 1]);
+            largest_pair = maximum_u16x2(largest_pair, pair & 0x7fff7fffu);
+            x[part][i] = unpack_bf16_low(pair);
+            x[part][i + 1] = unpack_bf16_high(pair);
+        }
+        magnitudes.of[part] = maximum(largest_pair & 0xffffu, largest_pair >> 16);
     }
+    return magnitudes;
 }
 
 // ---------------------------------------------------------------- rows of memory: in wide accesses, or element by element
@@ -73,78 +90,67 @@ template <bool WIDE>
 DEVICE void load_row(const ELEMENT* row, int lane, Row& x) {
     constexpr int COUNT = WIDE ? VECTOR : 1;
     for (int part = 0; part < PARTS; ++part) {
-        const ELEMENT* source = row + (part * LANES + lane) * VECTOR;
+        const ELEMENT* source = row + (part * LANES + lane) * SPAN;
         UNROLL
-        for (int i = 0; i < VECTOR; i += COUNT)
+        for (int i = 0; i < SPAN; i += COUNT)
             load_elements<COUNT>(source + i, *reinterpret_cast<float(*)[COUNT]>(&x[part][i]));
     }
 }
 
 template <bool WIDE>
-DEVICE void store_row(ELEMENT* row, int lane, Row& x) {
+DEVICE void store_row(ELEMENT* row, int lane, const Row& x) {
     constexpr int COUNT = WIDE ? VECTOR : 1;
     for (int part = 0; part < PARTS; ++part) {
-        ELEMENT* target = row + (part * LANES + lane) * VECTOR;
+        ELEMENT* target = row + (part * LANES + lane) * SPAN;
         UNROLL
-        for (int i = 0; i < VECTOR; i += COUNT)
+        for (int i = 0; i < SPAN; i += COUNT)
             store_elements(target + i, *reinterpret_cast<const float(*)[COUNT]>(&x[part][i]));
     }
 }
 
-// Bytes that lie one behind the other, the first in the lowest bits: in one access, or one by one.
-template <bool WIDE, int BYTES>
-DEVICE void store_bytes(uint8_t* target, uint64_t bytes) {
-    if constexpr (WIDE && BYTES == 8) {
-        *reinterpret_cast<uint64_t*>(target) = bytes;
-    } else if constexpr (WIDE && BYTES == 4) {
-        *reinterpret_cast<uint32_t*>(target) = static_cast<uint32_t>(bytes);
+// Words that lie one behind the other: in one access, or byte by byte.
+template <bool WIDE, int WORDS>
+DEVICE void store_words(uint8_t* target, const uint32_t (&words)[WORDS]) {
+    if constexpr (WIDE && WORDS == 4) {
+        store_vec16(reinterpret_cast<uint32_t*>(target), Vec16{{words[0], words[1], words[2], words[3]}});
+    } else if constexpr (WIDE && WORDS == 2) {
+        *reinterpret_cast<uint64_t*>(target) = words[0] | static_cast<uint64_t>(words[1]) << 32;
     } else {
-        for (int i = 0; i < BYTES; ++i) target[i] = static_cast<uint8_t>(bytes >> 8 * i);
+        for (int i = 0; i < 4 * WORDS; ++i) target[i] = static_cast<uint8_t>(words[i / 4] >> 8 * (i % 4));
     }
 }
 
-// ---------------------------------------------------------------- codes
-
-template <int COUNT>
-DEVICE uint32_t magnitude_of(const float (&x)[COUNT]) {
-    uint32_t magnitude = 0;
-    UNROLL
-    for (int i = 0; i < COUNT; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
-    return magnitude;
-}
+// ---------------------------------------------------------------- codes, of numbers that are rounded to bf16
 
 // A row's 64 bytes of codes and 4 of scales. All lanes of a warp take part; what does not exist is not stored.
 template <bool WIDE>
-DEVICE void store_e2m1(uint8_t* row_codes, uint8_t* row_scales, int lane, bool exists, const Row& y) {
-    constexpr int GROUP_LANES = E2M1_GROUP / VECTOR;
+DEVICE void store_e2m1(uint8_t* row_codes, uint8_t* row_scales, int lane, bool exists, const Row& y, Magnitudes magnitudes) {
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
-        const uint8_t scale = group_scale(largest(magnitude_of(y[part]), GROUP_LANES), E2M1_FLOOR, 1.0f / 6.0f);
-        const float inverse = inverse_of_scale(scale);
+        const float amax = largest(magnitudes.of[part] << 16, GROUP_LANES);
+        const uint8_t scale = group_scale(amax, E2M1_FLOOR, 1.0f / 6.0f);
         if (!exists) continue;
-        const int first = (part * LANES + lane) * VECTOR;
+        const int first = (part * LANES + lane) * SPAN;
         if (first % E2M1_GROUP == 0) row_scales[first / E2M1_GROUP] = scale;
-        uint64_t codes = 0;
-        UNROLL
-        for (int i = 0; i < VECTOR; ++i) codes |= static_cast<uint64_t>(to_e2m1(y[part][i] * inverse)) << 4 * i;
-        store_bytes<WIDE, VECTOR / 2>(row_codes + first / 2, codes);
+        const uint32_t codes[] = {e2m1_codes(y[part], scale), e2m1_codes(y[part] + 8, scale)};
+        store_words<WIDE>(row_codes + first / 2, codes);
     }
 }
 
 // A row's 128 bytes of codes; returns the byte of its scale.
 template <bool WIDE>
-DEVICE uint8_t store_e4m3(uint8_t* row_codes, int lane, bool exists, const Row& y) {
+DEVICE uint8_t store_e4m3(uint8_t* row_codes, int lane, bool exists, const Row& y, Magnitudes magnitudes) {
     uint32_t magnitude = 0;
     UNROLL
-    for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, magnitude_of(y[part]));
-    const uint8_t scale = group_scale(largest(magnitude, LANES), E4M3_FLOOR, 1.0f / 448.0f);
+    for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, magnitudes.of[part]);
+    const uint8_t scale = group_scale(largest(magnitude << 16, LANES), E4M3_FLOOR, 1.0f / 448.0f);
     const float inverse = inverse_of_scale(scale);
     for (int part = 0; part < PARTS && exists; ++part) {
-        uint64_t codes = 0;
+        uint32_t codes[SPAN / 4] = {};
         UNROLL
-        for (int i = 0; i < VECTOR; ++i)
-            codes |= static_cast<uint64_t>(to_e4m3(y[part][i] * inverse).bits) << 8 * i;
-        store_bytes<WIDE, VECTOR>(row_codes + (part * LANES + lane) * VECTOR, codes);
+        for (int i = 0; i < SPAN; i += 2)
+            codes[i / 4] |= pack_e4m3(y[part][i] * inverse, y[part][i + 1] * inverse) << 8 * (i % 4);
+        store_words<WIDE>(row_codes + (part * LANES + lane) * SPAN, codes);
     }
     return scale;
 }

@@ -42,6 +42,39 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 DEVICE float unpack_bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 DEVICE float unpack_bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// Of either half, as unsigned integers.
+DEVICE uint32_t maximum_u16x2(uint32_t a, uint32_t b) {
+#if defined(PARITY_EMULATOR)
+    const uint32_t low_a = a & 0xffffu, low_b = b & 0xffffu, high_a = a >> 16, high_b = b >> 16;
+    return (low_a > low_b ? low_a : low_b) | (high_a > high_b ? high_a : high_b) << 16;
+#else
+    return __vmaxu2(a, b);
+#endif
+}
+
+#if defined(PARITY_EMULATOR)
+// Bits of the nearest binary16, ties to even.
+DEVICE uint32_t half_bits(float x) {
+    const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
+    if (magnitude > 0x7f800000u) return 0x7fff;
+    if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above
+    // Below 2^-14 the step is 2^-24, which is the spacing of floats from 0.5 on: the addition rounds.
+    if (magnitude < 0x38800000u) return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3f000000u);
+    return sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13);
+}
+#endif
+
+// Two binary16 in one register, `low` at the lower address.
+DEVICE uint32_t pack_half(float low, float high) {
+#if defined(PARITY_EMULATOR)
+    return half_bits(low) | half_bits(high) << 16;
+#else
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+
 #if defined(PARITY_EMULATOR) || __CUDA_ARCH__ >= 900
 // a * b of either half, rounded once. (On the host where fp32 holds the product: normal, or of a power of two.)
 DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
@@ -97,6 +130,17 @@ DEVICE fp8_e4m3 to_e4m3(float x) {
     uint16_t pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
     return fp8_e4m3{static_cast<uint8_t>(pair)};
+#endif
+}
+
+// Two of them, `low` in the lower byte.
+DEVICE uint32_t pack_e4m3(float low, float high) {
+#if defined(PARITY_EMULATOR) || __CUDA_ARCH__ < 890
+    return e4m3_bits(low) | static_cast<uint32_t>(e4m3_bits(high)) << 8;
+#else
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
 #endif
 }
 
