@@ -13,6 +13,7 @@ use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
+use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
@@ -25,7 +26,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 13] = [
+const MUTANTS: [(&str, &str); 15] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -39,6 +40,8 @@ const MUTANTS: [(&str, &str); 13] = [
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("hadamard_forward", "hadamard_normalised_twice"),
     ("topk_forward", "topk_columns_beyond_256"),
+    ("indexer_loss_forward", "loss_normalisation_term_missing"),
+    ("indexer_loss_backward", "loss_grad_loss_ignored"),
 ];
 
 fn emulator() -> Device {
@@ -168,6 +171,11 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let target = |name| timed(reduced::<ScoreRecompute>("forward", name, lists.clone(), fewer.clone()));
     let keys = json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30});
     let dense = |name| timed(reduced::<ScoreRecompute>("forward", name, keys.clone(), json!({"num_tokens": 2})));
+    let listed = json!({"num_tokens": 7, "num_keys": 90, "topk": 40});
+    let loss = |group| timed(reduced::<IndexerLoss>(group, "q4096 topk512", listed.clone(), json!({"num_tokens": 2})));
+    let rows = json!({"num_tokens": 9, "num_keys": 30});
+    let dense_loss =
+        |group| timed(reduced::<IndexerLoss>(group, "q4096 dense k4096", rows.clone(), json!({"num_tokens": 2})));
     let store = |topk, num_pages, page_size| json!({"topk": topk, "num_pages": num_pages, "page_size": page_size});
     let stores = json!({
         "batch": 6, "num_heads": 20, "num_blocks": 5, "window": store(70, 27, 16), "compressed": store(70, 210, 8),
@@ -207,6 +215,10 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         topk("512 of 16384, 4096 rows"),
+        loss("forward"),
+        loss("backward"),
+        dense_loss("forward"),
+        dense_loss("backward"),
     ]
 }
 
