@@ -22,18 +22,14 @@
 // Defines: ELEMENT  type of x and y: bf16 or float; STORED  0, 1 or 2. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
 #include "element.h"
 #include "elements.h"
-#include "math.h"
-#include "memory.h"
-#include "quantise.h"
+#include "hadamard.h"
 
 #ifndef STORED
 #error "define STORED as 0 (y), 1 (e2m1) or 2 (e4m3)"
 #endif
 
-constexpr int DIM = 128, LANES = 8, THREADS = 128;
+constexpr int THREADS = 128;
 constexpr int ROWS_PER_BLOCK = THREADS / LANES;
-constexpr int PARTS = DIM / (LANES * VECTOR);  // a lane has VECTOR consecutive elements of each part of a row
-constexpr float INVERSE_ROOT = 0.08838834764831845f;  // 128^-0.5
 
 struct HadamardParams {
     const ELEMENT* x; int64_t x_row_stride;        // [num_rows, 128]; strides in elements
@@ -44,106 +40,6 @@ struct HadamardParams {
     int64_t num_rows;
 };
 PARAMS_LAYOUT(HadamardParams, x, x_row_stride, y, y_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows)
-
-using Row = float[PARTS][VECTOR];
-
-DEVICE void butterfly(float& a, float& b) {
-    const float sum = __fadd_rn(a, b), difference = __fadd_rn(a, -b);
-    a = sum;
-    b = difference;
-}
-
-DEVICE void transform(Row& x, int lane) {
-    UNROLL
-    for (int part = 0; part < PARTS; ++part) {
-        UNROLL
-        for (int h = 1; h < VECTOR; h *= 2) {
-            UNROLL
-            for (int i = 0; i < VECTOR; ++i)
-                if (!(i & h)) butterfly(x[part][i], x[part][i | h]);
-        }
-        UNROLL
-        for (int h = 1; h < LANES; h *= 2) {
-            UNROLL
-            for (int i = 0; i < VECTOR; ++i) {
-                const float other = __shfl_xor_sync(FULL_WARP, x[part][i], h);
-                x[part][i] = lane & h ? __fadd_rn(other, -x[part][i]) : __fadd_rn(x[part][i], other);
-            }
-        }
-    }
-    UNROLL
-    for (int h = 1; h < PARTS; h *= 2) {
-        UNROLL
-        for (int part = 0; part < PARTS; ++part) {
-            UNROLL
-            for (int i = 0; i < VECTOR; ++i)
-                if (!(part & h)) butterfly(x[part][i], x[part | h][i]);
-        }
-    }
-    UNROLL
-    for (int part = 0; part < PARTS; ++part) {
-        UNROLL
-        for (int i = 0; i < VECTOR; ++i) x[part][i] = __fmul_rn(x[part][i], INVERSE_ROOT);
-    }
-}
-
-template <int COUNT>
-DEVICE uint32_t magnitude_of(const float (&x)[COUNT]) {
-    uint32_t magnitude = 0;
-    UNROLL
-    for (int i = 0; i < COUNT; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
-    return magnitude;
-}
-
-// Bytes that lie one behind the other, the first in the lowest bits: in one access, or one by one.
-template <bool WIDE, int BYTES>
-DEVICE void store_bytes(uint8_t* target, uint64_t bytes) {
-    if constexpr (WIDE && BYTES == 8) {
-        *reinterpret_cast<uint64_t*>(target) = bytes;
-    } else if constexpr (WIDE && BYTES == 4) {
-        *reinterpret_cast<uint32_t*>(target) = static_cast<uint32_t>(bytes);
-    } else {
-        for (int i = 0; i < BYTES; ++i) target[i] = static_cast<uint8_t>(bytes >> 8 * i);
-    }
-}
-
-template <bool WIDE>
-DEVICE void store_e2m1(const HadamardParams& params, int64_t row, int lane, bool exists, const Row& y) {
-    constexpr int E2M1_GROUP = 32, E2M1_GROUPS = DIM / E2M1_GROUP;
-    constexpr int GROUP_LANES = E2M1_GROUP / VECTOR;
-    UNROLL
-    for (int part = 0; part < PARTS; ++part) {
-        const uint8_t scale = group_scale(largest(magnitude_of(y[part]), GROUP_LANES), E2M1_FLOOR, 1.0f / 6.0f);
-        const float inverse = inverse_of_scale(scale);
-        if (!exists) continue;
-        const int first = (part * LANES + lane) * VECTOR;
-        if (first % E2M1_GROUP == 0) params.scale_bytes[row * E2M1_GROUPS + first / E2M1_GROUP] = scale;
-        uint64_t codes = 0;
-        UNROLL
-        for (int i = 0; i < VECTOR; ++i) codes |= static_cast<uint64_t>(to_e2m1(y[part][i] * inverse)) << 4 * i;
-        store_bytes<WIDE, VECTOR / 2>(params.codes + row * params.codes_row_stride + first / 2, codes);
-    }
-}
-
-template <bool WIDE>
-DEVICE void store_e4m3(const HadamardParams& params, int64_t row, int lane, bool exists, const Row& y) {
-    uint32_t magnitude = 0;
-    UNROLL
-    for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, magnitude_of(y[part]));
-    const uint8_t scale = group_scale(largest(magnitude, LANES), E4M3_FLOOR, 1.0f / 448.0f);
-    const float inverse = inverse_of_scale(scale);
-    if (!exists) return;
-    if (lane == 0) params.scales[row] = e8m0_to_float(scale);
-    UNROLL
-    for (int part = 0; part < PARTS; ++part) {
-        uint64_t codes = 0;
-        UNROLL
-        for (int i = 0; i < VECTOR; ++i)
-            codes |= static_cast<uint64_t>(to_e4m3(y[part][i] * inverse).bits) << 8 * i;
-        const int first = (part * LANES + lane) * VECTOR;
-        store_bytes<WIDE, VECTOR>(params.codes + row * params.codes_row_stride + first, codes);
-    }
-}
 
 template <bool WIDE>
 DEVICE void hadamard_row(const HadamardParams& params) {
@@ -167,8 +63,14 @@ DEVICE void hadamard_row(const HadamardParams& params) {
             for (int i = 0; i < VECTOR; ++i) x[part][i] = to_float(to_bf16(x[part][i]));
         }
     }
-    if constexpr (STORED == 1) store_e2m1<WIDE>(params, row, lane, exists, x);
-    if constexpr (STORED == 2) store_e4m3<WIDE>(params, row, lane, exists, x);
+    if constexpr (STORED == 1) {
+        uint8_t* codes = params.codes + row * params.codes_row_stride;
+        store_e2m1<WIDE>(codes, params.scale_bytes + row * E2M1_GROUPS, lane, exists, x);
+    }
+    if constexpr (STORED == 2) {
+        const uint8_t scale = store_e4m3<WIDE>(params.codes + row * params.codes_row_stride, lane, exists, x);
+        if (exists && lane == 0) params.scales[row] = e8m0_to_float(scale);
+    }
     if constexpr (STORED == 0) {
         for (int part = 0; part < PARTS && exists; ++part) {
             ELEMENT* target = params.y + row * params.y_row_stride + (part * LANES + lane) * VECTOR;

@@ -25,6 +25,7 @@
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
+#include "rotation.h"
 
 constexpr int HEADS = 8;                             // heads that one thread serves
 constexpr int THREADS = 256;
@@ -66,10 +67,6 @@ PARAMS_LAYOUT(RopeTableParams, inv_freq, positions, cos, sin, num_positions, hal
 
 // ---------------------------------------------------------------- rotation
 
-struct Rotation {
-    float cos, sin;
-};
-
 // PAIRS consecutive rotations of a token, from pair `first` on. A position outside the table reads
 // nothing and gives NaN, which no comparison mistakes for a value.
 template <int PAIRS>
@@ -83,12 +80,6 @@ DEVICE void load_rotations(const RopeParams& params, int64_t token, int first, R
         const float sin = params.sin[position * params.sin_stride + first + i];
         rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
     }
-}
-
-DEVICE void rotate(Rotation by, float& even, float& odd) {
-    const float x0 = even, x1 = odd;
-    even = fused_multiply_add(x0, by.cos, -__fmul_rn(x1, by.sin));
-    odd = fused_multiply_add(x0, by.sin, __fmul_rn(x1, by.cos));
 }
 
 DEVICE Vec16 rotate_vector(Vec16 vector, const Rotation (&rotations)[VECTOR / 2]) {

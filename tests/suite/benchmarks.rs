@@ -13,7 +13,9 @@ use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
+use dsv4_parity::operators::indexer_backward::IndexerBackward;
 use dsv4_parity::operators::indexer_loss::IndexerLoss;
+use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
@@ -26,7 +28,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 15] = [
+const MUTANTS: [(&str, &str); 17] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -42,6 +44,8 @@ const MUTANTS: [(&str, &str); 15] = [
     ("topk_forward", "topk_columns_beyond_256"),
     ("indexer_loss_forward", "loss_normalisation_term_missing"),
     ("indexer_loss_backward", "loss_grad_loss_ignored"),
+    ("indexer_backward_forward", "backward_dq_scale_twice"),
+    ("indexer_query_forward", "query_head_scale_twice"),
 ];
 
 fn emulator() -> Device {
@@ -176,6 +180,13 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let rows = json!({"num_tokens": 9, "num_keys": 30});
     let dense_loss =
         |group| timed(reduced::<IndexerLoss>(group, "q4096 dense k4096", rows.clone(), json!({"num_tokens": 2})));
+    let queries = |name| timed(reduced::<IndexerBackward>("forward", name, lists.clone(), fewer.clone()));
+    let dense_queries =
+        |name| timed(reduced::<IndexerBackward>("forward", name, keys.clone(), json!({"num_tokens": 2})));
+    let prepared = |name| {
+        let whole = json!({"num_tokens": 11, "num_heads": 3, "table_rows": 11});
+        timed(reduced::<IndexerQuery>("forward", name, whole, json!({"num_tokens": 3})))
+    };
     let store = |topk, num_pages, page_size| json!({"topk": topk, "num_pages": num_pages, "page_size": page_size});
     let stores = json!({
         "batch": 6, "num_heads": 20, "num_blocks": 5, "window": store(70, 27, 16), "compressed": store(70, 210, 8),
@@ -219,6 +230,12 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         loss("backward"),
         dense_loss("forward"),
         dense_loss("backward"),
+        queries("q4096 k8192 H64 D128 topk512"),
+        queries("q4096 k8192 H64 D128 topk512 deterministic"),
+        dense_queries("q4096 k2048 H64 D128 dense"),
+        prepared("4096x64x128 to bf16"),
+        prepared("4096x64x128 to e2m1"),
+        prepared("4096x64x128 to e4m3"),
     ]
 }
 
