@@ -8,6 +8,8 @@ pub mod attention_combine;
 pub mod decode_attention;
 pub mod hadamard;
 pub mod implementation;
+pub mod indexer_backward;
+pub mod indexer_loss;
 pub mod indexer_query;
 pub mod kv_cache;
 pub mod kv_cache_write;

@@ -51,46 +51,14 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value};
+use crate::error::{Result, require, require_f64, wrong_shape, wrong_value};
 use crate::precision::{Rounding, values};
+use crate::ranking::RankedKeys;
+pub use crate::ranking::{Ranking, Sequences};
 use crate::select::{select, unless};
 
 /// The largest exponent of a row, in base 2, that is left as it is.
 const LARGEST_EXPONENT: f64 = 64.0;
-
-/// The keys that a token ranks.
-#[derive(Debug, Clone)]
-pub enum Ranking {
-    /// A list for each token.
-    Selected {
-        /// `[num_tokens, topk]` in row-major order. Any value.
-        indices: Vec<i32>,
-        /// Slots per token; may be 0.
-        topk: usize,
-        /// `[num_tokens]`: leading slots that count. Any value; clamped to `0 ..= topk`.
-        topk_length: Option<Vec<i32>>,
-        /// Whether indices are rows of `k`; otherwise they count from the sequence's first key.
-        global: bool,
-    },
-    /// All keys of the sequence up to a causal limit.
-    Causal {
-        /// Tokens that one key covers, at least 1.
-        ratio: usize,
-        /// `[num_sequences]`: position of each sequence's first query. Any value.
-        q_off: Option<Vec<i32>>,
-        /// Columns of a row; keys beyond are left out.
-        columns: usize,
-    },
-}
-
-/// Packed sequences: sequence b has the tokens `cu_q[b] .. cu_q[b + 1]` and the keys `cu_k[b] .. cu_k[b + 1]`.
-#[derive(Debug, Clone)]
-pub struct Sequences {
-    /// `[num_sequences + 1]`, starting at 0, not falling, at most `num_tokens`. Tokens behind rank nothing.
-    pub cu_q: Vec<i32>,
-    /// The same for the keys.
-    pub cu_k: Vec<i32>,
-}
 
 /// What the operator reads, widened to f64.
 #[derive(Debug, Clone)]
@@ -131,7 +99,7 @@ pub struct Scores {
 pub fn target(inputs: &Inputs, normaliser: &Normaliser, rounding: &mut Rounding) -> Result<Tensor> {
     let sums = HeadSums::of(inputs, normaliser, rounding)?;
     let Some(sums) = sums else {
-        return Ok(Tensor::zeros((inputs.q.dim(0)?, inputs.slots()), DType::F64, &Device::Cpu)?);
+        return Ok(Tensor::zeros((inputs.q.dim(0)?, inputs.ranking.slots()), DType::F64, &Device::Cpu)?);
     };
     let divisor = unless(&sums.l1.eq(0.0)?, &sums.l1, 1.0)?;
     let reciprocal = rounding.f32(&divisor.recip()?)?;
@@ -145,7 +113,7 @@ pub fn scores(inputs: &Inputs, normaliser: &Normaliser, rounding: &mut Rounding)
         let tokens = inputs.q.dim(0)?;
         let zeros = Tensor::zeros(tokens, DType::F64, &Device::Cpu)?;
         return Ok(Scores {
-            scores: Tensor::zeros((tokens, inputs.slots()), DType::F64, &Device::Cpu)?,
+            scores: Tensor::zeros((tokens, inputs.ranking.slots()), DType::F64, &Device::Cpu)?,
             l1: zeros.clone(),
             shift: zeros,
         });
@@ -188,12 +156,8 @@ pub fn lse(inputs: &Inputs, lse_beside: Option<&Tensor>, rounding: &mut Rounding
 }
 
 impl Inputs {
-    /// Slots, or columns, of a row.
-    fn slots(&self) -> usize {
-        match &self.ranking {
-            Ranking::Selected { topk, .. } => *topk,
-            Ranking::Causal { columns, .. } => *columns,
-        }
+    fn ranked(&self, num_keys: usize) -> RankedKeys<'_> {
+        RankedKeys { ranking: &self.ranking, sequences: self.sequences.as_ref(), num_keys }
     }
 
     /// `(num_tokens, num_heads)`.
@@ -212,95 +176,9 @@ impl Inputs {
         if !self.softmax_scale.is_finite() {
             return Err(wrong_value("softmax_scale", self.softmax_scale, "it must be finite"));
         }
-        let num_sequences = self.check_sequences(num_tokens, num_keys)?;
-        self.check_ranking(num_tokens, num_sequences)?;
+        self.ranked(num_keys).check(num_tokens)?;
         Ok((num_tokens, num_heads))
     }
-
-    fn check_sequences(&self, num_tokens: usize, num_keys: usize) -> Result<usize> {
-        let Some(Sequences { cu_q, cu_k }) = &self.sequences else { return Ok(1) };
-        for (argument, ends, total) in [("cu_q", cu_q, num_tokens), ("cu_k", cu_k, num_keys)] {
-            let rises = ends.windows(2).all(|pair| pair[0] <= pair[1]);
-            let fits = ends.last().is_some_and(|&last| usize::try_from(last).is_ok_and(|last| last <= total));
-            if ends.first() != Some(&0) || !rises || !fits {
-                let rule = "it must start at 0, not fall, and end within the tensor";
-                return Err(wrong_value(argument, format!("{ends:?}"), rule));
-            }
-        }
-        require_length("cu_k", cu_k.len(), cu_q.len())?;
-        Ok(cu_q.len() - 1)
-    }
-
-    fn check_ranking(&self, num_tokens: usize, num_sequences: usize) -> Result<()> {
-        match &self.ranking {
-            Ranking::Selected { indices, topk, topk_length, .. } => {
-                if num_tokens.checked_mul(*topk) != Some(indices.len()) {
-                    return Err(Error::Shape {
-                        argument: "indices",
-                        expected: format!("[{num_tokens}, {topk}]"),
-                        actual: vec![indices.len()],
-                    });
-                }
-                topk_length.as_ref().map_or(Ok(()), |list| require_length("topk_length", list.len(), num_tokens))
-            }
-            Ranking::Causal { ratio: 0, .. } => Err(wrong_value("ratio", 0, "a key covers at least one token")),
-            Ranking::Causal { q_off, .. } => {
-                q_off.as_ref().map_or(Ok(()), |list| require_length("q_off", list.len(), num_sequences))
-            }
-        }
-    }
-
-    /// Sequence of a token, with its first token and its keys; `None` behind the last sequence.
-    fn sequence(&self, token: usize) -> Option<Sequence> {
-        let Some(Sequences { cu_q, cu_k }) = &self.sequences else {
-            return Some(Sequence { number: 0, first_token: 0, first_key: 0, num_keys: self.k.dims()[0] as i64 });
-        };
-        let number = (0..cu_q.len() - 1).find(|&b| (cu_q[b]..cu_q[b + 1]).contains(&(token as i32)))?;
-        let (first_key, last_key) = (i64::from(cu_k[number]), i64::from(cu_k[number + 1]));
-        Some(Sequence { number, first_token: i64::from(cu_q[number]), first_key, num_keys: last_key - first_key })
-    }
-
-    /// The key row of each slot of a token; `None` where the slot is invalid.
-    fn ranked_rows(&self, token: usize) -> Vec<Option<i64>> {
-        let mut rows = vec![None; self.slots()];
-        let Some(sequence) = self.sequence(token) else { return rows };
-        match &self.ranking {
-            Ranking::Selected { indices, topk, topk_length, global } => {
-                let length = match topk_length {
-                    Some(lengths) => usize::try_from(lengths[token]).unwrap_or(0),
-                    None => *topk,
-                };
-                let list = &indices[token * topk..][..*topk];
-                for (row, &index) in rows.iter_mut().zip(list).take(length) {
-                    let local = i64::from(index) - if *global { sequence.first_key } else { 0 };
-                    *row = (0 <= local && local < sequence.num_keys).then_some(sequence.first_key + local);
-                }
-            }
-            Ranking::Causal { ratio, q_off, .. } => {
-                let offset = q_off.as_ref().map_or(0, |q_off| i64::from(q_off[sequence.number]));
-                let covered = offset + token as i64 - sequence.first_token + 1;
-                let limit = covered.div_euclid(*ratio as i64).clamp(0, sequence.num_keys);
-                for (row, key) in rows.iter_mut().zip(0..limit) {
-                    *row = Some(sequence.first_key + key);
-                }
-            }
-        }
-        rows
-    }
-}
-
-struct Sequence {
-    number: usize,
-    first_token: i64,
-    first_key: i64,
-    num_keys: i64,
-}
-
-fn require_length(argument: &'static str, actual: usize, expected: usize) -> Result<()> {
-    if actual == expected {
-        return Ok(());
-    }
-    Err(Error::Shape { argument, expected: format!("[{expected}]"), actual: vec![actual] })
 }
 
 /// The keys of every slot.
@@ -315,11 +193,12 @@ impl Gathered {
     fn new(inputs: &Inputs) -> Result<Self> {
         let tokens = inputs.q.dim(0)?;
         // A row without slots has one invalid slot, so that no tensor is empty.
-        let slots = inputs.slots().max(1);
+        let slots = inputs.ranking.slots().max(1);
         let null_row = inputs.k.dim(0)? as i64;
         let mut rows = vec![null_row; tokens * slots];
+        let ranked = inputs.ranked(inputs.k.dim(0)?);
         for token in 0..tokens {
-            for (row, ranked) in rows[token * slots..].iter_mut().zip(inputs.ranked_rows(token)) {
+            for (row, ranked) in rows[token * slots..].iter_mut().zip(ranked.rows(token)) {
                 *row = ranked.unwrap_or(null_row);
             }
         }
@@ -410,7 +289,7 @@ impl HeadSums {
         if let Some(sink) = &normaliser.sink {
             require("sink", sink, &[heads])?;
         }
-        if tokens == 0 || heads == 0 || inputs.slots() == 0 {
+        if tokens == 0 || heads == 0 || inputs.ranking.slots() == 0 {
             return Ok(None);
         }
         let gathered = Gathered::new(inputs)?;

@@ -20,6 +20,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),
     &Op::<operators::topk::Topk>::new(),
+    &Op::<operators::indexer_loss::IndexerLoss>::new(),
+    &Op::<operators::indexer_backward::IndexerBackward>::new(),
 ];
 
 /// Names of all operators.

@@ -3,10 +3,10 @@
 
 use dsv4_kernels::score_recompute as launcher;
 use dsv4_reference::score_recompute as reference;
-use rand::Rng;
 use rand::seq::SliceRandom;
 
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
+use super::ranking::{Arrangement, RankedKeys, RankingClass};
 use super::sinks::Sinks;
 use super::{Implementation, elements, logits};
 use crate::operator::benchmarks::Whole;
@@ -18,16 +18,6 @@ const LARGEST_HEADS: usize = 128;
 
 /// The operator.
 pub struct ScoreRecompute;
-
-/// Which keys a token ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RankingClass {
-    /// A list of selected keys: the sparse target.
-    Selected,
-    /// All keys up to a causal limit: the dense scores.
-    Causal,
-}
 
 /// What the exponentials are divided by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -156,22 +146,36 @@ impl ScoreRecomputeCase {
         row % self.num_heads >= self.num_heads - self.padding_heads
     }
 
-    fn sequences(&self) -> Option<reference::Sequences> {
-        let (tokens, keys) = (self.num_tokens as i32, self.num_keys as i32);
-        if self.apart {
-            let ends = |length: i32| (0..=tokens).map(|end| end * length).collect();
-            return Some(reference::Sequences { cu_q: ends(1), cu_k: ends(keys / tokens.max(1)) });
+    /// Which keys the tokens rank.
+    fn ranked(&self) -> RankedKeys {
+        let arrangement = match (self.whole, self.apart) {
+            (true, _) => Arrangement::Whole,
+            (_, true) => Arrangement::Apart,
+            _ => Arrangement::AsDrawn,
+        };
+        RankedKeys {
+            num_tokens: self.num_tokens,
+            num_keys: self.num_keys,
+            ranking: self.ranking,
+            topk: self.topk,
+            indices: self.indices,
+            lengths: self.lengths,
+            global: self.global,
+            ratio: self.ratio,
+            q_off: self.q_off,
+            packed: self.packed,
+            arrangement,
+            seed: self.seed,
         }
-        let whole = || reference::Sequences { cu_q: vec![0, 0, tokens], cu_k: vec![0, 0, keys] };
-        if self.whole { Some(whole()) } else { self.packed.then(|| draw_sequences(self)) }
+    }
+
+    fn sequences(&self) -> Option<reference::Sequences> {
+        self.ranked().sequences()
     }
 
     /// Columns of the dense scores: the longest sequence's keys.
     fn columns(&self) -> usize {
-        match self.sequences() {
-            None => self.num_keys,
-            Some(s) => s.cu_k.windows(2).map(|ends| (ends[1] - ends[0]) as usize).max().unwrap_or(0),
-        }
+        self.ranked().columns()
     }
 }
 
@@ -210,24 +214,18 @@ impl Declared for ScoreRecompute {
             (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).multiples(1, LARGEST_HEADS));
         let (keys, head_dim) = (axis("num_keys", c.num_keys), axis("head_dim", c.head_dim).multiples(16, 576));
         let (topk, columns) = (axis("topk", c.topk), axis("columns", c.columns()));
-        let ends = c.sequences().map_or(0, |s| s.cu_q.len());
-        let (packed, selected, per_head) = (ends > 0, c.is_selected(), [tokens, heads]);
-        let ends = [axis("num_sequences_and_one", ends)];
-        let sequences = axis("num_sequences", if packed { ends[0].extent - 1 } else { 1 });
+        let (selected, per_head) = (c.is_selected(), [tokens, heads]);
         let q_size = logits::query_size(c.logit_deviation, c.softmax_scale, c.head_dim);
         let lse = |axes: &[_]| match c.recomputed {
             true => output("lse", DType::F32, axes).only_in("lse"),
             false => input("lse", DType::F32, axes),
         };
         let joint = c.recomputed && c.normaliser == NormaliserClass::Joint;
-        let tensors = [
+        let operands = [
             input("q", DType::Bf16, &[tokens, heads, head_dim]).aligned_rows().drawn(c.distribution, q_size),
             input("k", DType::Bf16, &[keys, head_dim]).aligned_rows().drawn(c.distribution, 1.0),
-            input("indices", DType::I32, &[tokens, topk]).rows().when(selected),
-            input("topk_length", DType::I32, &[tokens]).when(selected && c.lengths != Lengths::Absent),
-            input("q_off", DType::I32, &[sequences]).when(!selected && c.q_off),
-            input("cu_q", DType::I32, &ends).when(packed),
-            input("cu_k", DType::I32, &ends).when(packed),
+        ];
+        let tensors = [
             input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent).only_in("scores"),
             input("lse_beside", DType::F32, &per_head).when(joint).only_in("lse"),
             lse(&per_head),
@@ -236,6 +234,7 @@ impl Declared for ScoreRecompute {
             output("l1", DType::F32, &[tokens]).when(!selected).only_in("scores"),
             output("shift", DType::F32, &[tokens]).when(!selected).only_in("scores"),
         ];
+        let tensors = operands.into_iter().chain(c.ranked().tensors()).chain(tensors);
         let specs = Specs::new(c.seed, tensors).positive("softmax_scale", c.softmax_scale);
         let specs = specs.positive("logit_deviation", c.logit_deviation);
         specs.finite("logit_shift", c.logit_shift).finite("outside", c.outside)
@@ -249,13 +248,7 @@ impl Declared for ScoreRecompute {
             let reason = "it exceeds num_heads, or lse is recomputed, which knows of no padding";
             return refuse("padding_heads", format!("{}: {reason}", c.padding_heads));
         }
-        if c.ranking == RankingClass::Causal && c.topk > 0 {
-            return refuse("topk", format!("{}: a causal ranking has no lists", c.topk));
-        }
-        if c.ratio == 0 || i32::try_from(c.ratio).is_err() {
-            return refuse("ratio", format!("{} must be at least 1 and fit 32 bits", c.ratio));
-        }
-        Ok(())
+        c.ranked().check()
     }
 
     fn oracle_elements(c: &ScoreRecomputeCase) -> u128 {
@@ -409,24 +402,10 @@ impl Declared for ScoreRecompute {
             let rows = q.chunks_mut(c.head_dim.max(1)).enumerate();
             rows.filter(|(row, _)| c.is_padding(*row)).for_each(|(_, row)| row.fill(0.0));
         });
-        if c.is_selected() {
-            tensors.set_i32s("indices", &c.indices.draw(c.seed, "indices", c.num_tokens, c.topk, c.num_keys));
-            if let Some(lengths) = c.lengths.draw(c.seed, "topk_length", c.num_tokens, c.topk) {
-                tensors.set_i32s("topk_length", &lengths);
-            }
-        }
-        let sequences = c.sequences();
-        if let Some(offsets) = tensors.get("q_off").map(|_| draw_offsets(c, sequences.as_ref())) {
-            tensors.set_i32s("q_off", &offsets);
-        }
-        if let Some(reference::Sequences { cu_q, cu_k }) = &sequences {
-            tensors.set_i32s("cu_q", cu_q);
-            tensors.set_i32s("cu_k", cu_k);
-        }
+        c.ranked().amend(tensors);
         if let Some(sink) = c.sinks.draw(c.seed, c.num_heads, c.logit_shift) {
             tensors.put("sink", sink);
         }
-        name_own_sequences_keys(c, tensors);
         draw_normaliser(c, tensors)?;
         if c.poison_unreferenced {
             poison_unreferenced(c, tensors);
@@ -578,13 +557,7 @@ fn set_apart(whole: &Whole<'_, ScoreRecompute>, c: &mut ScoreRecomputeCase, tens
 }
 
 fn inputs(c: &ScoreRecomputeCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
-    let host = t.host();
-    let ranking = if c.is_selected() {
-        let (indices, topk_length) = (host.i32s("indices"), host.maybe_i32s("topk_length"));
-        reference::Ranking::Selected { indices, topk: c.topk, topk_length, global: c.global }
-    } else {
-        reference::Ranking::Causal { ratio: c.ratio, q_off: host.maybe_i32s("q_off"), columns: c.columns() }
-    };
+    let ranking = c.ranked().reference(t.host());
     let softmax_scale = t.scalar("softmax_scale", f64::from(c.softmax_scale));
     Ok(reference::Inputs { q: t.f64("q")?, k: t.f64("k")?, ranking, sequences: c.sequences(), softmax_scale })
 }
@@ -638,30 +611,6 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     }
 }
 
-/// Of packed sequences most slots name a key of their own; one in four stays what it was, some other's.
-fn name_own_sequences_keys(c: &ScoreRecomputeCase, tensors: &mut Tensors) {
-    let Some(reference::Sequences { cu_q, cu_k }) = c.sequences() else { return };
-    let mut draw = Draw::new(c.seed, "foreign");
-    tensors.edit_i32s("indices", |indices| {
-        for token in 0..c.num_tokens {
-            let Some(sequence) = sequence(Some(&cu_q), token) else { continue };
-            let (first, count) = (cu_k[sequence], cu_k[sequence + 1] - cu_k[sequence]);
-            for index in &mut indices[token * c.topk..][..c.topk] {
-                let foreign = draw.rng().random_ratio(1, 4);
-                if !foreign && count > 0 && (0..c.num_keys as i32).contains(index) {
-                    *index = *index % count + if c.global { first } else { 0 };
-                }
-            }
-        }
-    });
-}
-
-/// The sequence of a token, if it is of one.
-fn sequence(cu_q: Option<&[i32]>, token: usize) -> Option<usize> {
-    let Some(cu_q) = cu_q else { return Some(0) };
-    cu_q.windows(2).position(|ends| (ends[0]..ends[1]).contains(&(token as i32)))
-}
-
 /// lse of the ranked keys, and of a window beside them, as a forward pass would have stored them.
 fn draw_normaliser(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> OracleResult<()> {
     let shape = [c.num_tokens, c.num_heads];
@@ -705,7 +654,7 @@ fn draw_normaliser(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> OracleResul
 fn poison_unreferenced(c: &ScoreRecomputeCase, tensors: &mut Tensors) {
     let mut referenced = vec![false; c.num_keys];
     for token in 0..c.num_tokens {
-        for key in ranked_keys(c, tensors, token) {
+        for key in c.ranked().ranked_keys(tensors, token) {
             referenced[key] = true;
         }
     }
@@ -715,54 +664,6 @@ fn poison_unreferenced(c: &ScoreRecomputeCase, tensors: &mut Tensors) {
         // 0xffff is NaN in bf16.
         k[key * row..(key + 1) * row].fill(0xff);
     }
-}
-
-/// The keys that a token ranks, from the definition: every key is asked whether it is one.
-fn ranked_keys(c: &ScoreRecomputeCase, tensors: &Tensors, token: usize) -> Vec<usize> {
-    let sequences = c.sequences();
-    let Some(sequence) = sequence(sequences.as_ref().map(|s| &s.cu_q[..]), token) else { return Vec::new() };
-    let (first_token, first, last) = match &sequences {
-        None => (0, 0, c.num_keys),
-        Some(s) => (s.cu_q[sequence] as usize, s.cu_k[sequence] as usize, s.cu_k[sequence + 1] as usize),
-    };
-    let length = lists::within_lengths(tensors, "topk_length", c.lists())[token];
-    let indices = tensors.maybe_i32s("indices").unwrap_or_default();
-    let named = |key: usize| {
-        let name = if c.global { key } else { key - first } as i32;
-        indices[token * c.topk..][..length].contains(&name)
-    };
-    let offset = tensors.maybe_i32s("q_off").map_or(0, |offsets| i64::from(offsets[sequence]));
-    let position = offset + (token - first_token) as i64;
-    // The last token that a key covers is not after this one.
-    let visible = |key: usize| ((key - first + 1) * c.ratio) as i64 - 1 <= position;
-    (first..last).filter(|&key| if c.is_selected() { named(key) } else { visible(key) }).collect()
-}
-
-/// Five sequences: the second has no token, the fourth no key. A token in two cases of three belongs to none.
-fn draw_sequences(case: &ScoreRecomputeCase) -> reference::Sequences {
-    let mut draw = Draw::new(case.seed, "sequences");
-    let mut ends = |total: usize, empty: usize| {
-        let mut ends: Vec<i32> = (0..4).map(|_| draw.rng().random_range(0..=total as i32)).collect();
-        ends.sort_unstable();
-        ends.insert(0, 0);
-        ends.push(total as i32);
-        ends[empty + 1] = ends[empty];
-        ends
-    };
-    let unowned = usize::from(!case.seed.is_multiple_of(3));
-    let cu_q = ends(case.num_tokens.saturating_sub(unowned), 1);
-    reference::Sequences { cu_q, cu_k: ends(case.num_keys, 3) }
-}
-
-/// From before a sequence's first key to behind its last.
-fn draw_offsets(case: &ScoreRecomputeCase, sequences: Option<&reference::Sequences>) -> Vec<i32> {
-    let mut draw = Draw::new(case.seed, "q_off");
-    let ratio = case.ratio as i32;
-    let lengths = match sequences {
-        None => vec![case.num_keys as i32],
-        Some(sequences) => sequences.cu_k.windows(2).map(|ends| ends[1] - ends[0]).collect(),
-    };
-    lengths.into_iter().map(|keys| draw.rng().random_range(-ratio..=ratio.saturating_mul(keys))).collect()
 }
 
 /// Heads that the law of padding heads adds.

@@ -13,6 +13,8 @@ use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
+use dsv4_parity::operators::indexer_backward::IndexerBackward;
+use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::rms_norm::RmsNorm;
@@ -26,7 +28,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 13] = [
+const MUTANTS: [(&str, &str); 17] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -40,6 +42,10 @@ const MUTANTS: [(&str, &str); 13] = [
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("hadamard_forward", "hadamard_normalised_twice"),
     ("topk_forward", "topk_columns_beyond_256"),
+    ("indexer_loss_forward", "loss_normalisation_term_missing"),
+    ("indexer_loss_backward", "loss_grad_loss_ignored"),
+    ("indexer_backward_forward", "backward_dq_scale_twice"),
+    ("indexer_query_forward", "indexer_query_scale_twice"),
 ];
 
 fn emulator() -> Device {
@@ -170,6 +176,14 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let target = |name| timed(reduced::<ScoreRecompute>("forward", name, lists.clone(), fewer.clone()));
     let keys = json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30});
     let dense = |name| timed(reduced::<ScoreRecompute>("forward", name, keys.clone(), json!({"num_tokens": 2})));
+    let listed = json!({"num_tokens": 7, "num_keys": 90, "topk": 40});
+    let loss = |group| timed(reduced::<IndexerLoss>(group, "q4096 topk512", listed.clone(), json!({"num_tokens": 2})));
+    let rows = json!({"num_tokens": 9, "num_keys": 30});
+    let dense_loss =
+        |group| timed(reduced::<IndexerLoss>(group, "q4096 dense k4096", rows.clone(), json!({"num_tokens": 2})));
+    let queries = |name| timed(reduced::<IndexerBackward>("forward", name, lists.clone(), fewer.clone()));
+    let dense_queries =
+        |name| timed(reduced::<IndexerBackward>("forward", name, keys.clone(), json!({"num_tokens": 2})));
     let store = |topk, num_pages, page_size| json!({"topk": topk, "num_pages": num_pages, "page_size": page_size});
     let stores = json!({
         "batch": 6, "num_heads": 20, "num_blocks": 5, "window": store(70, 27, 16), "compressed": store(70, 210, 8),
@@ -211,6 +225,13 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         query("4096x64x128 to e2m1"),
         query("4096x64x128 to e4m3"),
         topk("512 of 16384, 4096 rows"),
+        loss("forward"),
+        loss("backward"),
+        dense_loss("forward"),
+        dense_loss("backward"),
+        queries("q4096 k8192 H64 D128 topk512"),
+        queries("q4096 k8192 H64 D128 topk512 deterministic"),
+        dense_queries("q4096 k2048 H64 D128 dense"),
     ]
 }
 

@@ -1,0 +1,63 @@
+// Which keys a token ranks (training 1, 2 and 5), as the operators of the indexer's training share it. SELECTED 1: slot j is the
+// key that a list names, valid iff j < clamp(topk_length, 0, topk) and the index is within the keys of the token's sequence.
+// SELECTED 0: slot j is key j of the token's sequence, valid iff j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)
+// with t counted within the sequence.
+//
+// The including file is compiled with SELECTED defined.
+#pragma once
+
+#include "platform.h"
+
+// One token's slots. Its sequence's keys are the rows [first_key, first_key + num_keys).
+struct Ranking {
+    const int32_t* indices;
+    int32_t length;      // slots beyond it do not count
+    int32_t first_key;
+    int32_t num_keys;
+    int32_t index_base;  // what an index of the sequence's first key is
+
+    // What is stored in a slot, -1 past the end.
+    int32_t stored_index(int slot) const {
+        if (slot >= length) return -1;
+        return SELECTED ? indices[slot] : index_base + slot;
+    }
+    // The key row of a stored index, -1 where it is none of the sequence's: tested before the sequence's first row is
+    // added.
+    int32_t valid_row(int32_t index) const {
+        const int64_t local = static_cast<int64_t>(index) - index_base;
+        return index >= 0 && local >= 0 && local < num_keys ? first_key + static_cast<int32_t>(local) : -1;
+    }
+};
+
+// The sequence of a token: the first whose end lies behind it. num_sequences where there is none.
+DEVICE int32_t sequence_of(const int32_t* cu_q, int32_t num_sequences, int32_t token) {
+    int32_t low = 0, high = num_sequences;
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2;
+        if (cu_q[middle + 1] <= token) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+template <typename Params>
+DEVICE Ranking ranking(const Params& params, int32_t token, int32_t columns) {
+    const int32_t sequence = params.cu_q ? sequence_of(params.cu_q, params.num_sequences, token) : 0;
+    if (params.cu_q && sequence == params.num_sequences) return Ranking{params.indices, 0, 0, 0, 0};
+    const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
+    // Bounded by the tensor, whatever cu_k says.
+    const int32_t first_key = params.cu_k ? minimum(maximum(params.cu_k[sequence], 0), params.num_keys) : 0;
+    const int32_t last_key = params.cu_k ? minimum(params.cu_k[sequence + 1], params.num_keys) : params.num_keys;
+    const int32_t num_keys = maximum(last_key - first_key, 0);
+    if (SELECTED) {
+        const int32_t listed = params.topk_length ? params.topk_length[token] : columns;
+        const int32_t length = maximum(minimum(listed, columns), 0);
+        return Ranking{params.indices + token * params.indices_stride, length, first_key, num_keys,
+                       params.indices_global ? first_key : 0};
+    }
+    // Key j covers the tokens j*ratio .. j*ratio + ratio - 1, and is visible from the last of them on.
+    const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
+    const int64_t position = maximum<int64_t>(offset + (token - first_token) + 1, 0);
+    const int64_t limit = minimum<int64_t>(position / params.ratio, minimum(num_keys, columns));
+    return Ranking{nullptr, static_cast<int32_t>(limit), first_key, num_keys, 0};
+}

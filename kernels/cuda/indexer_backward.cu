@@ -1,0 +1,374 @@
+// The backward of the indexer's logits (stage 2 of training 7), over lists of selected keys or all keys up to a causal limit
+// (ranking.h). With d[t,h,j] = q[t,h] . k[i] for the key i of slot j, G = dlogits, and over the valid slots of a token,
+//
+//     A[t,h,j] = G[t,j] w[t,h] [d > 0]                              rounded to bf16: an operand of the next two products
+//     dq[t,h]  = sm_scale sum_j A k[i]
+//     dk[i]   += sm_scale sum_h A q[t,h]
+//     dw[t,h]  = sm_scale sum_j G max(d, 0)
+//
+// sm_scale > 0 multiplies the fp32 sums, once each. A d that is NaN passes, so that what is unknown stays so. Slots that are not
+// valid are never dereferenced; a token without a valid one has dq = 0 and dw = 0, a key that nobody names has dk = 0.
+//
+// How the work is laid out. A block takes a token with all of its heads, up to 64, those that are missing being zeros. Keys come with
+// cp.async in tiles of 64 rows, two of them in flight. A warp has 16 heads: it multiplies them by the tile's keys, keeps A in
+// registers as the left operand of dq, whose sums stay in registers for the whole token, and leaves A in shared memory, from where
+// each warp multiplies all of it, transposed, by its quarter of q's columns: dk of the tile. That goes to memory by atomics of
+// four floats or, where the sums must come in one order, to a row of its own for each slot, which indexer_backward_sum adds.
+//
+// Floor, for one token, 64 heads, J slots: 3 products of 2*64*128*J FLOP: 103 GFLOP for 4096 tokens of 512 slots, 130 us at 790
+// TFLOP/s; 512*J bytes of atomics, 1.07 GB, and the gather of 256*J bytes, both in L2. A tile is 768 matrix instructions against
+// about 640 loads of ldmatrix, so that mma.sync stays near half of its rate; expected to limit: atomics, then shared memory. To be
+// measured.
+//
+// Defines: WEIGHT_ELEMENT  type of w and dw: float or bf16
+//          SELECTED        1: lists of selected keys. 0: all keys up to a causal limit
+// Launch: indexer_backward a block a token of a chunk; indexer_backward_zero a warp a key; indexer_backward_sum a warp 16 keys.
+#include "async_copy.h"
+#include "math.h"
+#include "memory.h"
+#include "numeric.h"
+#include "ranking.h"
+#include "tiles.h"
+
+#if !defined(WEIGHT_ELEMENT) || !defined(SELECTED)
+#error "define WEIGHT_ELEMENT and SELECTED"
+#endif
+
+constexpr int HEAD_DIM = 128, HEADS = 64, KEYS = 64;
+constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
+constexpr int STAGES = 2;
+constexpr int WARP_HEADS = HEADS / WARPS;        // 16: the rows of one matrix instruction
+constexpr int WARP_COLUMNS = HEAD_DIM / WARPS;   // of dk
+constexpr int CHUNKS = HEAD_DIM / 8;             // of 16 bytes in a row
+constexpr int SUM_KEYS = 16;                     // that a warp of the sum has
+constexpr int VECTORS = HEAD_DIM / 4 / WARP_SIZE;  // of four floats that a lane has of a row of dk
+
+static_assert(WARP_HEADS == 16, "a warp has the rows of one matrix instruction");
+static_assert(VECTORS == 1, "a warp covers a row of dk");
+
+using Rows = Tile<HEAD_DIM>;  // of q, and of k
+using Gates = Tile<KEYS>;     // of A: a row for each head
+
+// ---------------------------------------------------------------- parameters
+
+struct IndexerBackwardParams {
+    const bf16* q; int64_t q_token_stride; int64_t q_head_stride;    // [num_tokens, num_heads, 128]; strides in elements
+    const bf16* k; int64_t k_stride;                                 // [num_keys, 128]
+    const WEIGHT_ELEMENT* w; int64_t w_stride;                       // [num_tokens, num_heads]
+    const float* dlogits; int64_t dlogits_stride;                    // [num_tokens, slots]
+    const int32_t* indices; int64_t indices_stride;                  // [num_tokens, slots], or nullptr
+    const int32_t* topk_length;                                      // [num_tokens], or nullptr
+    const int32_t* cu_q;                                             // [num_sequences + 1], or nullptr
+    const int32_t* cu_k;                                             // [num_sequences + 1], or nullptr
+    const int32_t* q_off;                                            // [num_sequences], or nullptr
+    bf16* dq; int64_t dq_token_stride; int64_t dq_head_stride;       // [num_tokens, num_heads, 128]
+    float* dk; int64_t dk_stride;                                    // [num_keys, 128]
+    WEIGHT_ELEMENT* dw; int64_t dw_stride;                           // [num_tokens, num_heads]
+    float* slot_rows;                                                // [tokens of the chunk, slots, 128], or nullptr: by atomics
+    int32_t first_token;                                             // of the chunk
+    int32_t num_tokens;                                              // of the chunk
+    int32_t num_heads;
+    int32_t slots;
+    int32_t num_keys;
+    int32_t num_sequences;
+    int32_t ratio;
+    int32_t indices_global;
+    float sm_scale;
+};
+PARAMS_LAYOUT(IndexerBackwardParams, q, q_token_stride, q_head_stride, k, k_stride, w, w_stride, dlogits, dlogits_stride, indices,
+              indices_stride, topk_length, cu_q, cu_k, q_off, dq, dq_token_stride, dq_head_stride, dk, dk_stride, dw, dw_stride,
+              slot_rows, first_token, num_tokens, num_heads, slots, num_keys, num_sequences, ratio, indices_global, sm_scale)
+
+// Shared memory, byte offsets.
+constexpr int Q = 0;
+constexpr int K = Q + Rows::bytes(HEADS);
+constexpr int A = K + STAGES * Rows::bytes(KEYS);
+constexpr int KEY_ROWS = A + Gates::bytes(HEADS);             // int32 [STAGES][KEYS]: -1 where a slot is not valid
+constexpr int UPSTREAM = KEY_ROWS + STAGES * KEYS * 4;        // float [STAGES][KEYS]
+constexpr int SHARED_BYTES = UPSTREAM + STAGES * KEYS * 4;
+SHARED_MEMORY(indexer_backward, SHARED_BYTES)
+
+// ---------------------------------------------------------------- what comes
+
+// q of a token; heads that are missing become zeros.
+DEVICE void start_queries(const IndexerBackwardParams& params, int32_t token, SharedAddress shared) {
+    const bf16* q = params.q + token * params.q_token_stride;
+    for (int i = threadIdx.x; i < HEADS * CHUNKS; i += THREADS) {
+        const int head = i / CHUNKS, chunk = i % CHUNKS;
+        const bool wanted = head < params.num_heads;
+        copy_async_16(shared + Q + Rows::offset(head, chunk), q + (wanted ? head * params.q_head_stride : 0) + 8 * chunk, wanted);
+    }
+}
+
+// Of the slots of a tile that this warp brings, one a lane: 16 of them.
+struct Slot {
+    int32_t row;     // of k, -1 where it is not valid
+    float upstream;  // 0 there
+};
+
+constexpr int WARP_SLOTS = KEYS / WARPS;
+
+DEVICE Slot look_up(const IndexerBackwardParams& params, const Ranking& list, int32_t token, int tile) {
+    const int slot = tile * KEYS + warp_id() * WARP_SLOTS + lane_id();
+    if (lane_id() >= WARP_SLOTS || slot >= list.length) return Slot{-1, 0.0f};
+    const int32_t row = list.valid_row(list.stored_index(slot));
+    return Slot{row, row < 0 ? 0.0f : params.dlogits[token * params.dlogits_stride + slot]};
+}
+
+// Starts the arrival of a tile's rows; slots that are not valid become zeros.
+DEVICE void start_tile(const IndexerBackwardParams& params, const Slot& own, SharedAddress shared, int stage) {
+    const int first = warp_id() * WARP_SLOTS;
+    if (lane_id() < WARP_SLOTS) {
+        reinterpret_cast<int32_t*>(dynamic_shared() + KEY_ROWS)[stage * KEYS + first + lane_id()] = own.row;
+        reinterpret_cast<float*>(dynamic_shared() + UPSTREAM)[stage * KEYS + first + lane_id()] = own.upstream;
+    }
+    // Half a warp takes a row.
+    UNROLL
+    for (int i = 0; i < WARP_SLOTS; i += 2) {
+        const int slot = i + lane_id() / CHUNKS, chunk = lane_id() % CHUNKS;
+        const int32_t row = __shfl_sync(FULL_WARP, own.row, slot);
+        const bool wanted = row >= 0;
+        const SharedAddress to = shared + K + stage * Rows::bytes(KEYS) + Rows::offset(first + slot, chunk);
+        copy_async_16(to, params.k + (wanted ? row * params.k_stride : 0) + 8 * chunk, wanted);
+    }
+    copy_commit();
+}
+
+// ---------------------------------------------------------------- products
+
+// The weights of this lane's two heads, and what it has of their gradients.
+struct HeadWeights {
+    float w[2], dw[2];
+};
+
+DEVICE int lane_head(int half) { return warp_id() * WARP_HEADS + lane_id() / 4 + 8 * half; }
+
+// From products d to A, in the registers that are an operand of dq, and in shared memory; G max(d, 0) is added to dw.
+DEVICE void gate(const float (&d)[KEYS / 8][4], HeadWeights& heads, uint32_t (&a)[KEYS / 16][4], SharedAddress shared, int stage) {
+    const auto* rows = reinterpret_cast<const int32_t*>(dynamic_shared() + KEY_ROWS) + stage * KEYS;
+    const auto* upstream = reinterpret_cast<const float*>(dynamic_shared() + UPSTREAM) + stage * KEYS;
+    UNROLL
+    for (int n = 0; n < KEYS / 8; ++n) {
+        const int key = 8 * n + 2 * (lane_id() % 4);
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            float gated[2];
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+                const float product = d[n][2 * half + i];
+                // NaN passes; the row of zeros of a slot that is not valid does not, whatever q is.
+                const bool passes = rows[key + i] >= 0 && !(product <= 0.0f);
+                gated[i] = passes ? upstream[key + i] * heads.w[half] : 0.0f;
+                heads.dw[half] += passes ? upstream[key + i] * product : 0.0f;
+            }
+            const uint32_t pair = pack_bf16(gated[0], gated[1]);
+            a[n / 2][n % 2 * 2 + half] = pair;
+            store_shared(shared + A + Gates::offset(lane_head(half), n) + 4 * (lane_id() % 4), pair);
+        }
+    }
+}
+
+// dq += A k: 16 heads by all columns.
+DEVICE void add_query_gradients(float (&dq)[CHUNKS][4], const uint32_t (&a)[KEYS / 16][4], SharedAddress k) {
+    const int lane = lane_id();
+    UNROLL
+    for (int step = 0; step < KEYS / 16; ++step) {
+        UNROLL
+        for (int n = 0; n < CHUNKS; n += 2) {
+            uint32_t b[4];
+            ldmatrix_x4_transposed(b, k + Rows::offset(16 * step + lane % 16, n + lane / 16));
+            mma_bf16_16x8x16(dq[n], a[step], b[0], b[1]);
+            mma_bf16_16x8x16(dq[n + 1], a[step], b[2], b[3]);
+        }
+    }
+}
+
+// A^T q: the tile's keys by this warp's columns.
+DEVICE void key_gradients(float (&c)[KEYS / 16][WARP_COLUMNS / 8][4], SharedAddress shared) {
+    const int lane = lane_id();
+    UNROLL
+    for (int step = 0; step < HEADS / 16; ++step) {
+        uint32_t a[KEYS / 16][4];
+        UNROLL
+        for (int m = 0; m < KEYS / 16; ++m) {
+            const int head = 16 * step + lane % 8 + lane / 16 * 8;
+            ldmatrix_x4_transposed(a[m], shared + A + Gates::offset(head, 2 * m + lane / 8 % 2));
+        }
+        UNROLL
+        for (int n = 0; n < WARP_COLUMNS / 8; n += 2) {
+            uint32_t b[4];
+            const int chunk = warp_id() * (WARP_COLUMNS / 8) + n + lane / 16;
+            ldmatrix_x4_transposed(b, shared + Q + Rows::offset(16 * step + lane % 16, chunk));
+            UNROLL
+            for (int m = 0; m < KEYS / 16; ++m) {
+                mma_bf16_16x8x16(c[m][n], a[m], b[0], b[1]);
+                mma_bf16_16x8x16(c[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Four consecutive floats of a row of dk, or of a slot's own row.
+DEVICE void give(const IndexerBackwardParams& params, int32_t row, int64_t slot, int column, const float (&x)[4]) {
+    if (params.slot_rows) {
+        Vec16 vector;
+        for (int i = 0; i < 4; ++i) vector.w[i] = __float_as_uint(x[i]);
+        store_vec16(params.slot_rows + slot * HEAD_DIM + column, vector);
+    } else {
+        atomic_add_vec4(params.dk + row * params.dk_stride + column, x[0], x[1], x[2], x[3]);
+    }
+}
+
+// Two neighbouring lanes trade halves, so that each has four consecutive floats of one row.
+DEVICE void scatter(const IndexerBackwardParams& params, const float (&c)[KEYS / 16][WARP_COLUMNS / 8][4], int stage,
+                    int64_t first_slot) {
+    const auto* rows = reinterpret_cast<const int32_t*>(dynamic_shared() + KEY_ROWS) + stage * KEYS;
+    const int g = lane_id() / 4, t = lane_id() % 4;
+    const bool odd = t % 2 != 0;
+    UNROLL
+    for (int m = 0; m < KEYS / 16; ++m) {
+        const int slot = 16 * m + g + (odd ? 8 : 0);
+        const int32_t row = rows[slot];
+        UNROLL
+        for (int n = 0; n < WARP_COLUMNS / 8; ++n) {
+            const float(&own)[4] = c[m][n];
+            const float first = __shfl_xor_sync(FULL_WARP, odd ? own[0] : own[2], 1);
+            const float second = __shfl_xor_sync(FULL_WARP, odd ? own[1] : own[3], 1);
+            if (row < 0) continue;
+            float x[4] = {odd ? first : own[0], odd ? second : own[1], odd ? own[2] : first, odd ? own[3] : second};
+            UNROLL
+            for (int i = 0; i < 4; ++i) x[i] *= params.sm_scale;
+            give(params, row, first_slot + slot, warp_id() * WARP_COLUMNS + 8 * n + t / 2 * 4, x);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- what goes
+
+// Through this warp's rows of q, which nobody reads any more.
+DEVICE void store_query_gradients(const IndexerBackwardParams& params, const float (&dq)[CHUNKS][4], int32_t token,
+                                  SharedAddress shared) {
+    const int t = lane_id() % 4;
+    UNROLL
+    for (int n = 0; n < CHUNKS; ++n) {
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const float low = dq[n][2 * half] * params.sm_scale, high = dq[n][2 * half + 1] * params.sm_scale;
+            store_shared(shared + Q + Rows::offset(lane_head(half), n) + 4 * t, pack_bf16(low, high));
+        }
+    }
+    __syncwarp();
+    bf16* target = params.dq + token * params.dq_token_stride;
+    UNROLL
+    for (int i = 0; i < WARP_HEADS; i += 2) {
+        const int head = warp_id() * WARP_HEADS + i + lane_id() / CHUNKS, chunk = lane_id() % CHUNKS;
+        if (head >= params.num_heads) continue;
+        store_vec16(target + head * params.dq_head_stride + 8 * chunk, load_shared_vec16(shared + Q + Rows::offset(head, chunk)));
+    }
+}
+
+// The four lanes of a head have its sum in parts.
+DEVICE void store_weight_gradients(const IndexerBackwardParams& params, const HeadWeights& heads, int32_t token) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        float sum = heads.dw[half];
+        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        if (lane_id() % 4 == 0 && lane_head(half) < params.num_heads)
+            Element<WEIGHT_ELEMENT>::store(params.dw + token * params.dw_stride + lane_head(half), sum * params.sm_scale);
+    }
+}
+
+KERNEL(indexer_backward, IndexerBackwardParams, THREADS) {
+    // Without lists later tokens see more keys: they go first.
+    const int32_t place = static_cast<int32_t>(SELECTED ? blockIdx.x : params.num_tokens - 1 - blockIdx.x);
+    const int32_t token = params.first_token + place;
+    const Ranking list = ranking(params, token, params.slots);
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const int tiles = ceil_div(list.length, KEYS);
+
+    HeadWeights heads{};
+    UNROLL
+    for (int half = 0; half < 2; ++half)
+        if (lane_head(half) < params.num_heads)
+            heads.w[half] = Element<WEIGHT_ELEMENT>::load(params.w + token * params.w_stride + lane_head(half));
+    float dq[CHUNKS][4] = {};
+    Slot next{-1, 0.0f};
+    if (tiles > 0) {
+        start_queries(params, token, shared);
+        start_tile(params, look_up(params, list, token, 0), shared, 0);
+        next = look_up(params, list, token, 1);
+    }
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int stage = tile % STAGES;
+        copy_wait<0>();
+        // Past this barrier the tile is there for everyone, and nobody reads the one before it or its A any more.
+        __syncthreads();
+        if (tile + 1 < tiles) {
+            start_tile(params, next, shared, 1 - stage);
+            next = look_up(params, list, token, tile + 2);
+        }
+        const SharedAddress k = shared + K + stage * Rows::bytes(KEYS);
+        float d[KEYS / 8][4] = {};
+        multiply_rows<HEAD_DIM>(d, shared + Q, warp_id() * WARP_HEADS, k, 0, [](int) {});
+        uint32_t a[KEYS / 16][4];
+        gate(d, heads, a, shared, stage);
+        add_query_gradients(dq, a, k);
+        __syncthreads();  // A of all heads is there
+        float c[KEYS / 16][WARP_COLUMNS / 8][4] = {};
+        key_gradients(c, shared);
+        scatter(params, c, stage, static_cast<int64_t>(place) * params.slots + tile * KEYS);
+    }
+    __syncthreads();  // q is no longer read by anyone; dq is staged in its place
+    store_query_gradients(params, dq, token, shared);
+    store_weight_gradients(params, heads, token);
+}
+
+// ---------------------------------------------------------------- dk as a whole
+
+// Four floats a lane.
+DEVICE void store_row(float* row, const float (&x)[4]) {
+    Vec16 vector;
+    for (int i = 0; i < 4; ++i) vector.w[i] = __float_as_uint(x[i]);
+    store_vec16(row + 4 * lane_id(), vector);
+}
+
+// dk = 0, before atomics add to it.
+KERNEL(indexer_backward_zero, IndexerBackwardParams, THREADS) {
+    const int64_t key = static_cast<int64_t>(blockIdx.x) * WARPS + warp_id();
+    if (key < params.num_keys) store_row(params.dk + key * params.dk_stride, {0.0f, 0.0f, 0.0f, 0.0f});
+}
+
+SHARED_MEMORY(indexer_backward_sum, WARPS * SUM_KEYS * HEAD_DIM * 4)
+
+// Adds the slots' rows of a chunk to the keys that they name, in the order of tokens and slots. A warp has SUM_KEYS keys, whose sums
+// lie in shared memory, each lane's columns for itself, and looks for them in all lists of the chunk.
+KERNEL(indexer_backward_sum, IndexerBackwardParams, THREADS) {
+    auto* sums = reinterpret_cast<float*>(dynamic_shared()) + warp_id() * SUM_KEYS * HEAD_DIM + 4 * lane_id();
+    const int64_t first_key = (static_cast<int64_t>(blockIdx.x) * WARPS + warp_id()) * SUM_KEYS;
+    const int keys = static_cast<int>(maximum<int64_t>(minimum<int64_t>(params.num_keys - first_key, SUM_KEYS), 0));
+    for (int key = 0; key < keys; ++key) {
+        // The first chunk begins with 0, whatever dk holds.
+        const float* before = params.dk + (first_key + key) * params.dk_stride + 4 * lane_id();
+        for (int i = 0; i < 4; ++i) sums[key * HEAD_DIM + i] = params.first_token == 0 ? 0.0f : before[i];
+    }
+    for (int32_t place = 0; place < params.num_tokens && keys > 0; ++place) {
+        const Ranking list = ranking(params, params.first_token + place, params.slots);
+        for (int first = 0; first < list.length; first += WARP_SIZE) {
+            const int slot = first + lane_id();
+            const int32_t row = slot < list.length ? list.valid_row(list.stored_index(slot)) : -1;
+            const bool own = row >= first_key && row < first_key + keys;
+            for (uint32_t left = __ballot_sync(FULL_WARP, own); left != 0; left &= left - 1) {
+                const int lane = __popc((left & (0u - left)) - 1);
+                const int64_t key = __shfl_sync(FULL_WARP, row, lane) - first_key;
+                const int64_t from = static_cast<int64_t>(place) * params.slots + first + lane;
+                const Vec16 term = load_vec16(params.slot_rows + from * HEAD_DIM + 4 * lane_id());
+                for (int i = 0; i < 4; ++i) sums[key * HEAD_DIM + i] += __uint_as_float(term.w[i]);
+            }
+        }
+    }
+    for (int key = 0; key < keys; ++key) {
+        const float* sum = sums + key * HEAD_DIM;
+        store_row(params.dk + (first_key + key) * params.dk_stride, {sum[0], sum[1], sum[2], sum[3]});
+    }
+}
