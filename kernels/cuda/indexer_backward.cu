@@ -17,12 +17,13 @@
 //
 // Floor, for one token, 64 heads, J slots: 3 products of 2*64*128*J FLOP: 103 GFLOP for 4096 tokens of 512 slots, 130 us at 790
 // TFLOP/s; 512*J bytes of atomics, 1.07 GB, and the gather of 256*J bytes, both in L2. A tile is 768 matrix instructions against
-// about 640 loads of ldmatrix, so that mma.sync stays near half of its rate; expected to limit: atomics, then shared memory. To be
-// measured.
+// 416 loads of ldmatrix, four wavefronts each: 2.2 an instruction, so that mma.sync stays below half of its rate. Three blocks share a
+// multiprocessor (168 registers, 58 KiB), which hides one's barriers and atomics behind the others' products. Expected to limit:
+// atomics, then shared memory. To be measured.
 //
 // Defines: WEIGHT_ELEMENT  type of w and dw: float or bf16
 //          SELECTED        1: lists of selected keys. 0: all keys up to a causal limit
-// Launch: indexer_backward a block a token of a chunk; indexer_backward_zero a warp a key; indexer_backward_sum a warp 16 keys.
+// Launch, 128 threads a block: indexer_backward a block a token of a chunk; indexer_backward_zero a warp a key; indexer_backward_sum a warp 16 keys.
 #include "async_copy.h"
 #include "math.h"
 #include "memory.h"
@@ -40,6 +41,9 @@ constexpr int STAGES = 2;
 constexpr int WARP_HEADS = HEADS / WARPS;        // 16: the rows of one matrix instruction
 constexpr int WARP_COLUMNS = HEAD_DIM / WARPS;   // of dk
 constexpr int CHUNKS = HEAD_DIM / 8;             // of 16 bytes in a row
+constexpr int PART_M = 2;                        // rows of matrix instructions of dk that a warp has at a time
+// Declared above what is launched: it holds the compiler to 168 registers, so that three blocks share a multiprocessor.
+constexpr int REGISTER_BOUND = 384;
 constexpr int SUM_KEYS = 16;                     // that a warp of the sum has
 constexpr int VECTORS = HEAD_DIM / 4 / WARP_SIZE;  // of four floats that a lane has of a row of dk
 
@@ -183,16 +187,16 @@ DEVICE void add_query_gradients(float (&dq)[CHUNKS][4], const uint32_t (&a)[KEYS
     }
 }
 
-// A^T q: the tile's keys by this warp's columns.
-DEVICE void key_gradients(float (&c)[KEYS / 16][WARP_COLUMNS / 8][4], SharedAddress shared) {
+// A^T q: keys of a part of the tile by this warp's columns.
+DEVICE void key_gradients(float (&c)[PART_M][WARP_COLUMNS / 8][4], SharedAddress shared, int first_m) {
     const int lane = lane_id();
     UNROLL
     for (int step = 0; step < HEADS / 16; ++step) {
-        uint32_t a[KEYS / 16][4];
+        uint32_t a[PART_M][4];
         UNROLL
-        for (int m = 0; m < KEYS / 16; ++m) {
+        for (int m = 0; m < PART_M; ++m) {
             const int head = 16 * step + lane % 8 + lane / 16 * 8;
-            ldmatrix_x4_transposed(a[m], shared + A + Gates::offset(head, 2 * m + lane / 8 % 2));
+            ldmatrix_x4_transposed(a[m], shared + A + Gates::offset(head, 2 * (first_m + m) + lane / 8 % 2));
         }
         UNROLL
         for (int n = 0; n < WARP_COLUMNS / 8; n += 2) {
@@ -200,7 +204,7 @@ DEVICE void key_gradients(float (&c)[KEYS / 16][WARP_COLUMNS / 8][4], SharedAddr
             const int chunk = warp_id() * (WARP_COLUMNS / 8) + n + lane / 16;
             ldmatrix_x4_transposed(b, shared + Q + Rows::offset(16 * step + lane % 16, chunk));
             UNROLL
-            for (int m = 0; m < KEYS / 16; ++m) {
+            for (int m = 0; m < PART_M; ++m) {
                 mma_bf16_16x8x16(c[m][n], a[m], b[0], b[1]);
                 mma_bf16_16x8x16(c[m][n + 1], a[m], b[2], b[3]);
             }
@@ -220,14 +224,14 @@ DEVICE void give(const IndexerBackwardParams& params, int32_t row, int64_t slot,
 }
 
 // Two neighbouring lanes trade halves, so that each has four consecutive floats of one row.
-DEVICE void scatter(const IndexerBackwardParams& params, const float (&c)[KEYS / 16][WARP_COLUMNS / 8][4], int stage,
-                    int64_t first_slot) {
+DEVICE void scatter(const IndexerBackwardParams& params, const float (&c)[PART_M][WARP_COLUMNS / 8][4], int stage,
+                    int64_t first_slot, int first_m) {
     const auto* rows = reinterpret_cast<const int32_t*>(dynamic_shared() + KEY_ROWS) + stage * KEYS;
     const int g = lane_id() / 4, t = lane_id() % 4;
     const bool odd = t % 2 != 0;
     UNROLL
-    for (int m = 0; m < KEYS / 16; ++m) {
-        const int slot = 16 * m + g + (odd ? 8 : 0);
+    for (int m = 0; m < PART_M; ++m) {
+        const int slot = 16 * (first_m + m) + g + (odd ? 8 : 0);
         const int32_t row = rows[slot];
         UNROLL
         for (int n = 0; n < WARP_COLUMNS / 8; ++n) {
@@ -279,7 +283,7 @@ DEVICE void store_weight_gradients(const IndexerBackwardParams& params, const He
     }
 }
 
-KERNEL(indexer_backward, IndexerBackwardParams, THREADS) {
+KERNEL(indexer_backward, IndexerBackwardParams, REGISTER_BOUND) {
     // Without lists later tokens see more keys: they go first.
     const int32_t place = static_cast<int32_t>(SELECTED ? blockIdx.x : params.num_tokens - 1 - blockIdx.x);
     const int32_t token = params.first_token + place;
@@ -315,9 +319,12 @@ KERNEL(indexer_backward, IndexerBackwardParams, THREADS) {
         gate(d, heads, a, shared, stage);
         add_query_gradients(dq, a, k);
         __syncthreads();  // A of all heads is there
-        float c[KEYS / 16][WARP_COLUMNS / 8][4] = {};
-        key_gradients(c, shared);
-        scatter(params, c, stage, static_cast<int64_t>(place) * params.slots + tile * KEYS);
+        UNROLL_BY(1)
+        for (int first_m = 0; first_m < KEYS / 16; first_m += PART_M) {
+            float c[PART_M][WARP_COLUMNS / 8][4] = {};
+            key_gradients(c, shared, first_m);
+            scatter(params, c, stage, static_cast<int64_t>(place) * params.slots + tile * KEYS, first_m);
+        }
     }
     __syncthreads();  // q is no longer read by anyone; dq is staged in its place
     store_query_gradients(params, dq, token, shared);

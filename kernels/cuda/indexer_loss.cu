@@ -35,7 +35,7 @@
 #endif
 
 constexpr int WARPS = THREADS / WARP_SIZE;
-constexpr int HELD = 16;               // slots of a thread at a time
+constexpr int HELD = 8;                // slots of a thread at a time: the kernels take some 55 registers
 constexpr int TILE = THREADS * HELD;  // and of a block
 constexpr int REDUCTIONS = 4;
 
@@ -243,7 +243,8 @@ DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float
 template <int COUNT, bool RESIDENT>
 DEVICE void loss_of_row(const IndexerLossParams& params) {
     auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
-    const int32_t token = static_cast<int32_t>(blockIdx.x);
+    // Without lists later tokens see more keys: they go first.
+    const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
     const Row row = row_of(params, token);
     Held held;
     if (RESIDENT) load<COUNT>(row, 0, held);

@@ -12,8 +12,9 @@ const CHECK: Arguments = Arguments { operator: "indexer_backward" };
 pub const HEAD_DIM: usize = 128;
 /// The most heads: a block has all of a token's.
 pub const MAX_HEADS: usize = 64;
-/// Warps of a block: each zeroes a row of dk, or adds those of so many keys.
+/// Warps of a block: each has 16 heads, zeroes a row of dk, or adds those of so many keys.
 const WARPS: usize = 4;
+const THREADS: u32 = 32 * WARPS as u32;
 const SUM_KEYS: usize = 16;
 /// What [`default_chunk_tokens`] lets the rows of a chunk take.
 const DEFAULT_ROW_BYTES: usize = 1 << 30;
@@ -189,13 +190,17 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
         None => {}
     }
     let defines = defines(views["w"].dtype, extents.selected);
-    let kernel = |name: &str| device.kernel(FILE, &defines, name);
+    // Not the most that a kernel is declared for, which only bounds its registers.
+    let launch = |name: &str, argument: &'static str, blocks: usize, params: &Params| {
+        let config = LaunchConfig::linear(CHECK.operator, argument, blocks as u64, THREADS)?;
+        device.kernel(FILE, &defines, name)?.launch(config, params)
+    };
     let ranking = if extents.selected { "selected" } else { "causal" };
     let rows_of = |keys: usize| extents.num_keys.div_ceil(keys);
     let Some(chunk_tokens) = extents.chunk_tokens(options) else {
         let params = extents.params(views, options, None, [0, extents.num_tokens])?;
-        kernel("indexer_backward_zero")?.launch_blocks("k", rows_of(WARPS), &params)?;
-        kernel("indexer_backward")?.launch_blocks("q", extents.num_tokens, &params)?;
+        launch("indexer_backward_zero", "k", rows_of(WARPS), &params)?;
+        launch("indexer_backward", "q", extents.num_tokens, &params)?;
         return Ok(vec!["indexer_backward_zero".to_owned(), format!("indexer_backward<{ranking}>")]);
     };
     // Without a token there is one chunk all the same: dk is 0.
@@ -203,10 +208,8 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
         let count = chunk_tokens.min(extents.num_tokens - first_token);
         let slot_rows = workspace.filter(|_| needed > 0);
         let params = extents.params(views, options, slot_rows, [first_token, count])?;
-        kernel("indexer_backward")?.launch_blocks("q", count, &params)?;
-        let sum = kernel("indexer_backward_sum")?;
-        let blocks = rows_of(WARPS * SUM_KEYS) as u64;
-        sum.launch(LaunchConfig::linear(CHECK.operator, "k", blocks, sum.max_threads())?, &params)?;
+        launch("indexer_backward", "q", count, &params)?;
+        launch("indexer_backward_sum", "k", rows_of(WARPS * SUM_KEYS), &params)?;
     }
     Ok(vec![format!("indexer_backward<{ranking}, deterministic>"), "indexer_backward_sum".to_owned()])
 }

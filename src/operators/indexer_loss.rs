@@ -316,13 +316,14 @@ impl Declared for IndexerLoss {
             IndexerLossCase { with_kl: false, row_mask: true, lse_given: true, ..sparse(5, 70, 96) },
             // More rows than threads of the sum.
             IndexerLossCase { row_mask: true, ..sparse(1100, 9, 4) },
-            // Two and four of the widest blocks' warps, all of them, and rows that no block holds.
+            // Blocks of each size, rows that just fit, and rows that no block holds.
+            sparse(3, 900, 600),
             garbage(sparse(2, 3000, 1025)),
             garbage(dense(2, 1500, 1)),
             IndexerLossCase { together: true, ..dense(2, 4100, 1) },
-            sparse(1, 900, 16_384),
-            exact(dense(1, 16_385, 1)),
-            in_place(sparse(1, 900, 16_400)),
+            sparse(1, 900, 8192),
+            exact(dense(1, 8193, 1)),
+            in_place(sparse(1, 900, 8200)),
         ]
     }
 
