@@ -8,6 +8,7 @@ pub mod attention_combine;
 pub mod decode_attention;
 pub mod hadamard;
 pub mod implementation;
+pub mod indexer_logits;
 pub mod kv_cache;
 pub mod kv_cache_write;
 pub mod rms_norm;

@@ -27,6 +27,7 @@ pub mod decode_attention;
 pub mod error;
 pub mod format;
 pub mod hadamard;
+pub mod indexer_logits;
 pub mod kv_cache;
 pub mod kv_cache_write;
 pub mod named;

@@ -4,6 +4,7 @@ pub mod attention_combine;
 pub mod attention_output_rotation;
 pub mod decode_attention;
 pub mod hadamard;
+pub mod indexer_logits;
 pub mod kv_cache_write;
 pub mod lists;
 mod logits;
