@@ -122,3 +122,57 @@ KERNEL(selftest_wgmma, SelftestWgmmaParams, WGMMA_THREADS) {
     if (params.n == 128) whole_product<16>(params);
     if (params.n == 256) whole_product<32>(params);
 }
+
+// ---------------------------------------------------------------- e4m3
+
+struct SelftestWgmmaE4m3Params {
+    const uint8_t* a;      // e4m3 [M, K], 16-byte aligned
+    const uint8_t* b;      // e4m3 [n, K], 16-byte aligned
+    const float* c;        // [M, n]
+    float* y;              // [M, n], c + a b^T, or a b^T where `accumulate` is 0
+    int32_t n;             // 64 or 128
+    int32_t accumulate;    // 0 or 1
+};
+PARAMS_LAYOUT(SelftestWgmmaE4m3Params, a, b, c, y, n, accumulate)
+SHARED_MEMORY(selftest_wgmma_e4m3, (WGMMA_M + 128) * WGMMA_K)
+
+// A row of K codes is one swizzled row.
+DEVICE void fill_rows(SharedAddress operand, const uint8_t* source, int rows) {
+    for (int i = threadIdx.x; i < rows * 8; i += WGMMA_THREADS)
+        store_shared_vec16(operand + i / 8 * ROW_BYTES + 16 * (i % 8 ^ i / 8 % 8), load_vec16(source + 16 * i));
+}
+
+template <int N8>
+DEVICE void whole_product_e4m3(const SelftestWgmmaE4m3Params& params) {
+    const int first_row = threadIdx.x / WARPGROUP_SIZE * 64, lane = threadIdx.x % WARP_SIZE;
+    const int row = first_row + threadIdx.x % WARPGROUP_SIZE / WARP_SIZE * 16 + lane / 4;
+    const auto at = [&](int n, int i) { return (row + 8 * (i / 2)) * 8 * N8 + 8 * n + 2 * (lane % 4) + i % 2; };
+    const SharedAddress a = shared_address(dynamic_shared()), b = a + WGMMA_M * ROW_BYTES;
+    fill_rows(a, params.a, WGMMA_M);
+    fill_rows(b, params.b, 8 * N8);
+    float d[N8][4];
+    UNROLL
+    for (int n = 0; n < N8; ++n)
+        UNROLL
+        for (int i = 0; i < 4; ++i) d[n][i] = params.c[at(n, i)];
+    fence_async_proxy();
+    __syncthreads();
+    wgmma_fence();
+    UNROLL
+    for (int step = 0; step < WGMMA_K / 32; ++step)
+        wgmma_shared_e4m3(d, matrix_descriptor(a + first_row * ROW_BYTES + 32 * step, 0, GROUP_BYTES),
+                          matrix_descriptor(b + 32 * step, 0, GROUP_BYTES), step > 0 || params.accumulate);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(d);
+    UNROLL
+    for (int n = 0; n < N8; ++n)
+        UNROLL
+        for (int i = 0; i < 4; ++i) params.y[at(n, i)] = d[n][i];
+}
+
+// One block.
+KERNEL(selftest_wgmma_e4m3, SelftestWgmmaE4m3Params, WGMMA_THREADS) {
+    if (params.n == 64) whole_product_e4m3<8>(params);
+    if (params.n == 128) whole_product_e4m3<16>(params);
+}

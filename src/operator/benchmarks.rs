@@ -322,7 +322,7 @@ impl<K: Declared> Sample<K> {
         }
         if whole.present().any(|spec| spec.part == Part::Observed) {
             let specs = self.inputs.specs();
-            let observed = K::observe(&self.inputs.case, &written).into_iter();
+            let observed = K::observe(&self.inputs.case, &self.inputs.tensors, &written).into_iter();
             tensors.extend(observed.filter_map(|(name, tensor)| Some(kernel_tensor(specs.find(name)?, tensor))));
         }
         Ok(KernelRun { tensors, violations: Vec::new(), paths: Vec::new() })

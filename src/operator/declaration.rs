@@ -164,6 +164,8 @@ pub struct TensorSpec {
     pub any_size: bool,
     /// Whether its negative entries mark padding along its axis.
     pub marks_padding: bool,
+    /// Whether some of what is written is undefined, so that only what is observed of it is compared.
+    pub partly_undefined: bool,
 }
 
 fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Source) -> TensorSpec {
@@ -191,6 +193,7 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         zeros: false,
         any_size: false,
         marks_padding: false,
+        partly_undefined: false,
     }
 }
 
@@ -275,6 +278,13 @@ impl TensorSpec {
     /// whatever is given there holds NaN: nobody may read it.
     pub fn marks_padding(mut self) -> Self {
         self.marks_padding = true;
+        self
+    }
+
+    /// Some elements of this output are undefined if `undefined`: they may be anything, written or not, and what is compared
+    /// are the case's observed tensors ([`Part::Observed`]).
+    pub fn partly_undefined(mut self, undefined: bool) -> Self {
+        self.partly_undefined = undefined;
         self
     }
 
@@ -522,7 +532,8 @@ impl Specs {
     pub fn compared(&self) -> impl Iterator<Item = &TensorSpec> + Clone {
         let observes = self.present().any(|spec| spec.part == Part::Observed);
         self.present().filter(move |spec| match spec.part {
-            Part::Output | Part::Gradient { .. } | Part::Observed => true,
+            Part::Output => !spec.partly_undefined,
+            Part::Gradient { .. } | Part::Observed => true,
             Part::State => !observes,
             Part::Input | Part::Upstream { .. } | Part::Scratch => false,
         })
@@ -637,6 +648,17 @@ mod tests {
             specs.compared().map(|spec| spec.name).collect::<Vec<_>>()
         };
         assert_eq!((compared(false), compared(true)), (vec!["cache", "y"], vec!["y", "rows"]));
+    }
+
+    #[test]
+    fn an_output_that_is_undefined_in_part_is_compared_by_what_is_observed_of_it() {
+        let rows = [axis("num_rows", 3)];
+        let compared = |undefined: bool| {
+            let logits = output("logits", DType::F32, &rows).partly_undefined(undefined);
+            let specs = Specs::new(1, [logits, observed("seen", DType::F32, &rows).when(undefined)]);
+            specs.compared().map(|spec| spec.name).collect::<Vec<_>>()
+        };
+        assert_eq!((compared(false), compared(true)), (vec!["logits"], vec!["seen"]));
     }
 
     #[test]

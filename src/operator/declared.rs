@@ -250,9 +250,9 @@ pub trait Declared: Sized + Send + Sync + 'static {
         Ok(())
     }
 
-    /// What stored bytes mean: the tensors of [`Part::Observed`], from all that was written (by the kernels or the
-    /// oracle), in the order of their declaration.
-    fn observe(_case: &Self::Case, _written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+    /// What stored bytes mean: the tensors of [`Part::Observed`], from what was given and all that was written (by the kernels
+    /// or the oracle), in the order of their declaration.
+    fn observe(_case: &Self::Case, _given: &Tensors, _written: &Tensors) -> Vec<(&'static str, HostTensor)> {
         Vec::new()
     }
 
@@ -901,7 +901,7 @@ impl<K: Declared> Inputs<K> {
             }
         }
         tensors.retain(|tensor| written.get(tensor.name).is_none() || specs.compares(tensor.name));
-        let observed = K::observe(&self.case, &written).into_iter().map(|(name, tensor)| OracleTensor {
+        let observed = K::observe(&self.case, &self.tensors, &written).into_iter().map(|(name, tensor)| OracleTensor {
             name,
             side: Side::Forward,
             shape: tensor.shape.clone(),
@@ -964,7 +964,7 @@ impl<K: Declared> Inputs<K> {
             }
             written.put(spec.name, tensor);
         }
-        for (name, tensor) in K::observe(&self.case, &written) {
+        for (name, tensor) in K::observe(&self.case, &self.tensors, &written) {
             if let Some(spec) = specs.find(name) {
                 tensors.push(kernel_tensor(spec, tensor));
             }

@@ -245,7 +245,7 @@ impl Declared for KvCacheWrite {
     }
 
     /// The pages as three tensors of bytes, each with a row for each slot.
-    fn observe(c: &KvCacheWriteCase, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+    fn observe(c: &KvCacheWriteCase, _: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
         let rows = rows_of(c.format(), c.page_size, &written.tensor("cache").bytes);
         let mut from = 0;
         let part = |(name, Axis { extent, .. })| {

@@ -159,6 +159,82 @@ fn warpgroup_products_have_the_bits_that_an_h100_gave() {
     }
 }
 
+/// `c + a b^T`, or `a b^T`, of codes of e4m3: a `[M, K]`, b `[n, K]`.
+fn multiply_e4m3(device: &Device, accumulate: bool, a: &[u8], b: &[u8], c: &[f64]) -> Result<Vec<f64>> {
+    let n = b.len() / K;
+    let codes =
+        |rows: usize, bytes: &[u8]| HostTensor { dtype: DType::U8, shape: vec![rows, K], bytes: bytes.to_vec() };
+    let mut arena = DeviceArena::new(device, Contract::NAN);
+    let (a, b) = (arena.input("a", &codes(M, a))?, arena.input("b", &codes(n, b))?);
+    let c = arena.input("c", &HostTensor::from_f64(DType::F32, &[M, n], c))?;
+    let y = arena.output("y", DType::F32, &[M, n])?;
+    let params = Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("c", &c).ptr("y", &y).i32("n", n)?;
+    launch(&arena, (WGMMA, "selftest_wgmma_e4m3"), 1, &params.flag("accumulate", accumulate))?;
+    Ok(arena.download(&y)?.to_f64())
+}
+
+/// Random codes of e4m3 that are numbers, of exponents within so many binades below the largest.
+fn codes(random: &mut ChaCha8Rng, count: usize, binades: u8) -> Vec<u8> {
+    let code = |random: &mut ChaCha8Rng| {
+        let exponent = 14 - random.random_range(0..binades);
+        exponent << 3 | random.random_range(0..8) | random.random_range(0..2) << 7
+    };
+    (0..count).map(|_| code(random)).collect()
+}
+
+#[test]
+fn warpgroup_products_of_e4m3_have_the_bits_that_an_h100_gave_for_every_shape() {
+    let Some(device) = hopper_device() else { return };
+    for (seed, binades) in [(0, 1), (1, 4), (2, 9), (3, 15)] {
+        for (n, accumulate) in [(64, true), (128, true), (64, false), (128, false)] {
+            let mut random = ChaCha8Rng::seed_from_u64(seed);
+            let (a, b) = (codes(&mut random, M * K, binades), codes(&mut random, n * K, binades));
+            let mut number = || random.random_range(-1.0..1.0f32) * 2f32.powi(random.random_range(-8..=16));
+            let c: Vec<f64> = (0..M * n).map(|_| number().into()).collect();
+            let values = |codes: &[u8]| codes.iter().map(|&code| e4m3_value(code)).collect::<Vec<_>>();
+            let (a_values, b_values) = (values(&a), values(&b));
+            let sum = |i: usize| {
+                let (row, column) = (&a_values[i / n * K..][..K], &b_values[i % n * K..][..K]);
+                TensorCore::HOPPER_E4M3.sum(row, column, if accumulate { c[i] } else { 0.0 })
+            };
+            let expected: Vec<f64> = (0..M * n).map(sum).collect();
+            let found = multiply_e4m3(device, accumulate, &a, &b, &c).expect("a product");
+            assert_same(&format!("{binades} binades, n {n}, accumulate {accumulate}"), &found, &expected);
+        }
+    }
+}
+
+#[test]
+fn a_nan_among_codes_of_e4m3_is_one_in_its_row_and_nowhere_else() {
+    let Some(device) = hopper_device() else { return };
+    let mut random = ChaCha8Rng::seed_from_u64(9);
+    let (mut a, b) = (codes(&mut random, M * K, 3), codes(&mut random, 64 * K, 3));
+    let before = multiply_e4m3(device, false, &a, &b, &[0.0; M * 64]).expect("a product");
+    a[70 * K + 5] = 0x7f;
+    let found = multiply_e4m3(device, false, &a, &b, &[0.0; M * 64]).expect("a product");
+    let right = |(i, y): (usize, &f64)| if i / 64 == 70 { y.is_nan() } else { *y == before[i] };
+    assert!(found.iter().enumerate().all(right));
+}
+
+#[test]
+fn a_nan_in_one_row_of_bf16_moves_no_bit_of_another() {
+    let Some(device) = hopper_device() else { return };
+    let mut random = ChaCha8Rng::seed_from_u64(11);
+    let mut numbers = |count: usize| -> Vec<f64> {
+        let mut number = || random.random_range(-1.0..1.0) * 2f64.powi(random.random_range(-20..=0));
+        (0..count).map(|_| half::bf16::from_f64(number()).to_f64()).collect()
+    };
+    let (mut a, b, c) = (numbers(M * K), numbers(K * 64), numbers(M * 64));
+    for way in [[64, 0, 0, 1], [64, 2, 0, 1]] {
+        let before = multiply(device, way, &a, &b, &c).expect("a product");
+        let number = std::mem::replace(&mut a[70 * K + 5], f64::NAN);
+        let found = multiply(device, way, &a, &b, &c).expect("a product");
+        a[70 * K + 5] = number;
+        let right = |(i, y): (usize, &f64)| if i / 64 == 70 { y.is_nan() } else { *y == before[i] };
+        assert!(found.iter().enumerate().all(right), "{way:?}");
+    }
+}
+
 #[test]
 fn warpgroup_products_are_the_same_whenever_they_read_their_operands() {
     under_every_schedule(|device| {

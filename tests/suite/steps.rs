@@ -177,7 +177,7 @@ impl Declared for WriteInChunks {
         Ok(())
     }
 
-    fn observe(_: &Chunks, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+    fn observe(_: &Chunks, _: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
         let Some(fresh) = written.get("fresh") else { return Vec::new() };
         let cache = written.tensor("cache");
         let shape = vec![2 * cache.shape[0], cache.shape[1]];

@@ -21,7 +21,8 @@
 // the 128-byte swizzle: rows of 128 bytes, whose eight chunks of 16 bytes stand at chunk ^ (row % 8), in
 // groups of eight rows that start at multiples of 1024 bytes.
 // - K-major operand (a row holds 64 consecutive k of one m or n): `group_stride` is the distance of two
-//   groups of eight rows; steps of 16 along k add 32 bytes to the address.
+//   groups of eight rows; steps of 16 along k add 32 bytes to the address. Of e4m3 a row holds 128 consecutive k, and steps of
+//   32 add 32 bytes; there are no transposed operands of e4m3.
 // - Transposed operand (a row holds 64 consecutive m or n of one k): `group_stride` as above, over k;
 //   `block_stride` is the distance of two blocks of 64 along m or n; steps of 16 along k add 2048 bytes
 //   where groups follow one another.
@@ -33,6 +34,7 @@
 #include "async_copy.h"
 #include "memory.h"
 #include "mma.h"
+#include "numeric.h"
 
 #if !defined(PARITY_EMULATOR) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "hopper.h needs sm_90a"
@@ -375,6 +377,89 @@ WIDE_VECTORS inline void wgmma_multiply(const WarpProduct* product, const AsyncR
     }
 }
 
+// The exponent of a number of e4m3, as scale_of has it: that of the smallest normal one where it is subnormal.
+UNWATCHED inline float scale_of_e4m3(float x) {
+    const float scale = scale_of(x);
+    return scale > 0 && scale < 0x1p-6f ? 0x1p-6f : scale;
+}
+
+// Products of e4m3 numbers that Hopper adds in one step, 2^bits that they keep below the exponent of the largest term, and the
+// fraction bits of a sum.
+constexpr int E4M3_TERMS = 32;
+constexpr double E4M3_ALIGNED = 1 << 13;
+constexpr int E4M3_FRACTION_BITS = 13;
+
+// x with so many bits below its leading one, towards zero.
+UNWATCHED inline double cut_to_fraction(double x, int bits) {
+    uint64_t word;
+    std::memcpy(&word, &x, sizeof(word));
+    word &= ~((1ull << (52 - bits)) - 1);
+    std::memcpy(&x, &word, sizeof(word));
+    return x;
+}
+
+// As block_sum, of e4m3 numbers by wgmma: terms are cut off sooner, and so is their sum.
+WIDE_VECTORS OPTIMISED inline void block_sum_e4m3(const Scaled* a, const ScaledColumns* b, bool finite, float* row) {
+    Doubles c, largest;
+    for (int n = 0; n < 8; ++n) c[n] = row[n], largest[n] = scale_of(row[n]), finite &= is_finite(row[n]);
+    if (!finite) {
+        FiniteTerms<E4M3_TERMS> terms;
+        terms.take(a, b, row);
+        block_sum_e4m3(terms.a, terms.b, true, terms.row);
+        return terms.give(row);
+    }
+    for (int k = 0; k < E4M3_TERMS; ++k) {
+        const Doubles scale = a[k].scale * b[k].scale;
+        largest = largest > scale ? largest : scale;
+    }
+    // A block of zeros has no exponent: any will do.
+    largest = largest > 0 ? largest : largest + 1;
+    const Doubles finest = largest * (1 / E4M3_ALIGNED), steps = 1 / finest;
+    // In units of the finest bit no term reaches 2^16.
+    Doubles sum = __builtin_convertvector(__builtin_convertvector(c * steps, Words), Doubles);
+    for (int k = 0; k < E4M3_TERMS; ++k)
+        sum += __builtin_convertvector(__builtin_convertvector(a[k].value * steps * b[k].value, Words), Doubles);
+    Doubles done = sum * finest;
+    for (int n = 0; n < 8; ++n) done[n] = cut_to_fraction(done[n], E4M3_FRACTION_BITS);
+    toward_zero(done, row);
+}
+
+// Calls put(mn, k, element) for EXTENT elements of m or n, of which `first` is number 0, and all 32 k of an operand of e4m3.
+template <int EXTENT, typename Put>
+EMULATOR_INLINE void read_operand_e4m3(const AsyncReads& reads, const Operand& operand, int first, Put put) {
+    for (int mn = 0; mn < EXTENT; ++mn)
+        for (int k = 0; k < E4M3_TERMS; k += 16) {
+            uint32_t words[4];
+            // Two codes take the place of a number of bf16.
+            reads.chunk(operand.chunk(first + mn, k / 2), words);
+            for (int i = 0; i < 16; ++i)
+                put(mn, k + i, to_float(fp8_e4m3{static_cast<uint8_t>(words[i / 4] >> 8 * (i % 4))}));
+        }
+}
+
+// values = A B or values += A B, as block_sum_e4m3 adds.
+template <int COLUMNS>
+WIDE_VECTORS inline void wgmma_multiply_e4m3(const WarpProduct* product, const AsyncReads* reads, float* values) {
+    Scaled a[WGMMA_ROWS][E4M3_TERMS];
+    bool finite_rows = true;
+    const Operand rows(product->a_descriptor, false), columns(product->b_descriptor, false);
+    read_operand_e4m3<WGMMA_ROWS>(*reads, rows, WGMMA_ROWS * product->warp, [&](int m, int k, float x) EMULATOR_LAMBDA {
+        a[m][k].value = x, a[m][k].scale = scale_of_e4m3(x), finite_rows &= is_finite(x);
+    });
+    for (int first = 0; first < COLUMNS; first += 8) {
+        ScaledColumns b[E4M3_TERMS];
+        bool finite = finite_rows;
+        read_operand_e4m3<8>(*reads, columns, first, [&](int n, int k, float x) EMULATOR_LAMBDA {
+            b[k].value[n] = x, b[k].scale[n] = scale_of_e4m3(x), finite &= is_finite(x);
+        });
+        for (int m = 0; m < WGMMA_ROWS; ++m) {
+            float* row = values + m * COLUMNS + first;
+            if (!product->accumulate) std::memset(row, 0, 8 * sizeof(float));
+            block_sum_e4m3(a[m], b, finite, row);
+        }
+    }
+}
+
 struct WgmmaPayload {
     float* accumulators;
     uint32_t a[4];
@@ -382,12 +467,12 @@ struct WgmmaPayload {
     uint32_t accumulate;
 };
 
-template <int COLUMNS, bool A_IN_REGISTERS, bool A_TRANSPOSED, bool B_TRANSPOSED>
+template <int COLUMNS, bool A_IN_REGISTERS, bool A_TRANSPOSED, bool B_TRANSPOSED, bool OF_E4M3 = false>
 UNWATCHED inline void wgmma_op(void* const* payloads, uint32_t) {
     const auto& first = *static_cast<const WgmmaPayload*>(payloads[0]);
     WarpProduct product{first.a_descriptor, first.b_descriptor, COLUMNS, context->warp % WGMMA_WARPS, A_IN_REGISTERS,
                         A_TRANSPOSED, B_TRANSPOSED, first.accumulate, {}, {}, wgmma_capture<COLUMNS>,
-                        wgmma_multiply<COLUMNS>, wgmma_deliver<COLUMNS>};
+                        OF_E4M3 ? wgmma_multiply_e4m3<COLUMNS> : wgmma_multiply<COLUMNS>, wgmma_deliver<COLUMNS>};
     for (int lane = 0; lane < 32; ++lane) {
         const auto& payload = *static_cast<const WgmmaPayload*>(payloads[lane]);
         if (payload.a_descriptor != first.a_descriptor || payload.b_descriptor != first.b_descriptor ||
@@ -412,6 +497,12 @@ template <int COLUMNS, bool B_TRANSPOSED>
 inline void wgmma_registers(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
     WgmmaPayload payload{d, {a[0], a[1], a[2], a[3]}, 0, b, accumulate};
     collective(FULL_WARP, "wgmma", wgmma_op<COLUMNS, true, false, B_TRANSPOSED>, payload);
+}
+
+template <int COLUMNS>
+inline void wgmma_shared_e4m3(float* d, uint64_t a, uint64_t b, bool accumulate) {
+    WgmmaPayload payload{d, {}, a, b, accumulate};
+    collective(FULL_WARP, "wgmma", wgmma_op<COLUMNS, false, false, false, true>, payload);
 }
 
 template <int PENDING>
@@ -650,5 +741,50 @@ DEVICE void wgmma_registers(float (&d)[32][4], const uint32_t (&a)[4], uint64_t 
           "+f"(d[30][0]), "+f"(d[30][1]), "+f"(d[30][2]), "+f"(d[30][3]), "+f"(d[31][0]), "+f"(d[31][1]), "+f"(d[31][2]), "+f"(d[31][3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
           "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}
+
+// The same 32 deep, of e4m3 operands in shared memory. The accumulators are fp32 registers that hold 13 fraction bits: products
+// and sums are cut off there (reference/src/tensor_core.rs has the rule).
+
+DEVICE void wgmma_shared_e4m3(float (&d)[8][4], uint64_t a, uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_shared_e4m3<64>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, accumulate, 1, 1;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+#endif
+}
+
+DEVICE void wgmma_shared_e4m3(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_shared_e4m3<128>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, accumulate, 1, 1;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 #endif
 }

@@ -84,10 +84,36 @@ WIDE_VECTORS OPTIMISED inline bool any(const Words& words) {
 constexpr int BLOCK_TERMS = 16;
 constexpr double ALIGNED = 1 << 25;
 
+// A block in which some operand is infinite or NaN. A column that has none is added as any other, whatever stands beside it: the
+// others are the plain sum, and take zeros into that of the finite ones.
+template <int TERMS>
+struct FiniteTerms {
+    Doubles whole;
+    Scaled a[TERMS];
+    ScaledColumns b[TERMS];
+    float row[8];
+
+    WIDE_VECTORS void take(const Scaled* all_a, const ScaledColumns* all_b, const float* all_c) {
+        for (int n = 0; n < 8; ++n) whole[n] = all_c[n], row[n] = is_finite(all_c[n]) ? all_c[n] : 0;
+        for (int k = 0; k < TERMS; ++k) {
+            whole += all_a[k].value * all_b[k].value;
+            a[k] = all_a[k].value - all_a[k].value == 0 ? all_a[k] : Scaled{0, 0};
+            b[k] = all_b[k];
+            for (int n = 0; n < 8; ++n)
+                if (b[k].value[n] - b[k].value[n] != 0) b[k].value[n] = b[k].scale[n] = 0;
+        }
+    }
+    WIDE_VECTORS void give(float* to) const {
+        toward_zero(whole, to);
+        for (int n = 0; n < 8; ++n)
+            if (whole[n] - whole[n] == 0) to[n] = row[n];
+    }
+};
+
 // Eight columns of a row of C + A B as Hopper's tensor cores compute it (reference/src/tensor_core.rs, which is held to an H100
 // bit for bit): all terms are cut off at one power of two, that of the largest term's exponent over ALIGNED, where the exponent of
-// a product is the sum of its factors' exponents; their sum is exact, and cut off to fp32. Where an operand is infinite or NaN,
-// so is the sum, and nothing is cut off.
+// a product is the sum of its factors' exponents; their sum is exact, and cut off to fp32. Where an operand of a column is infinite
+// or NaN, so is its sum.
 WIDE_VECTORS OPTIMISED inline void block_sum(const Scaled* a, const ScaledColumns* b, bool finite, float* row) {
     Words bits;
     std::memcpy(&bits, row, sizeof(bits));
@@ -96,10 +122,10 @@ WIDE_VECTORS OPTIMISED inline void block_sum(const Scaled* a, const ScaledColumn
     const Words scale_bits = (exponent == 0 ? smallest : exponent) & ~zero;
     const Doubles c = __builtin_convertvector(reinterpret_cast<const Floats&>(bits), Doubles);
     if (!finite || any(exponent == 0x7f800000)) {
-        Doubles sum = c;
-        for (int k = 0; k < BLOCK_TERMS; ++k) sum += a[k].value * b[k].value;
-        const Doubles done = sum;
-        return toward_zero(done, row);
+        FiniteTerms<BLOCK_TERMS> terms;
+        terms.take(a, b, row);
+        block_sum(terms.a, terms.b, true, terms.row);
+        return terms.give(row);
     }
     Doubles largest = __builtin_convertvector(reinterpret_cast<const Floats&>(scale_bits), Doubles);
     for (int k = 0; k < BLOCK_TERMS; ++k) {

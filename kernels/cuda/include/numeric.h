@@ -213,6 +213,28 @@ DEVICE float e2m1_to_float(uint8_t code) {
     return __uint_as_float(sign | (magnitude < 2u ? small : normal));
 }
 
+#if defined(PARITY_EMULATOR) || __CUDA_ARCH__ >= 900
+// Eight codes, the first in the lowest bits, times a scale that is a power of two or NaN, in bf16: exactly, or infinite beyond
+// what bf16 holds.
+DEVICE void e2m1x8_to_bf16(uint32_t codes, bf16 scale, uint32_t (&pairs)[4]) {
+    constexpr uint32_t TWO_TO_126 = 0x7e807e80u;
+    const uint32_t scales = static_cast<uint32_t>(scale.bits) * 0x10001u;
+    const uint32_t even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
+    // The bytes of the bf16 with the code's bits: sign, six zeros, the upper bit of the exponent; its lower bit, mantissa.
+    const auto high = [](uint32_t code) { return (code << 4 & 0x80808080u) | (code >> 2 & 0x01010101u); };
+    const auto low = [](uint32_t code) { return code << 6 & 0xc0c0c0c0u; };
+    const uint32_t even_low = low(even), even_high = high(even), odd_low = low(odd), odd_high = high(odd);
+    const uint32_t evens[2] = {__byte_perm(even_low, even_high, 0x5140), __byte_perm(even_low, even_high, 0x7362)};
+    const uint32_t odds[2] = {__byte_perm(odd_low, odd_high, 0x5140), __byte_perm(odd_low, odd_high, 0x7362)};
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        // They are 2^(1-127) too small, subnormals included.
+        const uint32_t bits = __byte_perm(evens[i / 2], odds[i / 2], i % 2 ? 0x7632 : 0x5410);
+        pairs[i] = multiply_bf16x2(multiply_bf16x2(bits, TWO_TO_126), scales);
+    }
+}
+#endif
+
 // ---------------------------------------------------------------- e8m0: a scale 2^(byte - 127), 255 is NaN
 
 // The smallest power of two that is not below x: exponent + (mantissa != 0), on the bits (inference 5.4).

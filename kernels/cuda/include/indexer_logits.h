@@ -1,0 +1,298 @@
+// What the two implementations of indexer_logits share: parameters, which keys a token scores, where they lie, how codes
+// become bf16, the sum over the heads, what is stored. indexer_logits.cu has the formulas.
+//
+// The including file is compiled with OPERANDS and HEADS defined.
+#pragma once
+
+#include "math.h"
+#include "memory.h"
+#include "numeric.h"
+#include "panels.h"
+#include "platform.h"
+
+#if !defined(OPERANDS) || !defined(HEADS)
+#error "define OPERANDS as 0 (bf16), 1 (e4m3) or 2 (e2m1), and HEADS"
+#endif
+
+constexpr int BF16 = 0, E4M3 = 1, E2M1 = 2;
+static_assert(OPERANDS == BF16 || OPERANDS == E4M3 || OPERANDS == E2M1, "operands are bf16, e4m3 or e2m1");
+
+constexpr int HEAD_DIM = 128;
+constexpr int ROW_BYTES = OPERANDS == BF16 ? 2 * HEAD_DIM : OPERANDS == E4M3 ? HEAD_DIM : HEAD_DIM / 2;  // a head, a key
+constexpr int SCALE_BYTES = OPERANDS == BF16 ? 0 : 4;  // of a key; with e2m1 of a head as well
+constexpr int GROUP = 32;                              // numbers of e2m1 that share a scale
+
+// ---------------------------------------------------------------- parameters
+
+// q: [num_tokens, num_heads] rows of ROW_BYTES bytes. k: rows of keys, k_stride bytes apart, or, where there is a block
+// table, pages that are k_stride bytes apart: 2^page_shift rows and then their scales. Base and strides of both are multiples of
+// 16 bytes. The scales: q_scale_bytes [num_tokens, num_heads, 4] with e2m1; of keys that are no pages k_scales [num_keys] with
+// e4m3 and k_scale_bytes [num_keys, 4] with e2m1. w: [num_tokens, num_heads] bf16 or fp32.
+// Where the keys of a token are (exactly one of them): block_table and context_lens [num_tokens]; ks and ke [num_tokens];
+// otherwise a causal limit, with cu_q and cu_k [num_sequences + 1] or one sequence, and q_off [num_sequences] or 0.
+struct IndexerLogitsParams {
+    const uint8_t* q;
+    int64_t q_token_stride;  // bytes
+    int64_t q_head_stride;   // bytes
+    const uint8_t* q_scale_bytes;
+    const void* w;
+    int64_t w_token_stride;  // elements
+    const uint8_t* k;
+    int64_t k_stride;  // bytes
+    const float* k_scales;
+    const uint8_t* k_scale_bytes;
+    const int32_t* block_table;  // [num_tokens / next_n, table_pages]
+    int64_t block_table_stride;
+    const int32_t* context_lens;
+    const int32_t* ks;
+    const int32_t* ke;
+    const int32_t* cu_q;
+    const int32_t* cu_k;
+    const int32_t* q_off;
+    float* logits;  // [num_tokens, columns]
+    int64_t logits_stride;
+    int32_t num_tokens;
+    int32_t num_heads;
+    int32_t num_keys;  // rows of all pages where there is a block table
+    int32_t columns;
+    int32_t num_sequences;
+    int32_t ratio;
+    int32_t next_n;  // tokens of a request; num_tokens where there is no block table
+    int32_t page_shift;
+    int32_t table_pages;
+    int32_t num_pieces;  // that a tile's keys are dealt into
+    int32_t flags;
+    float sm_scale;
+};
+PARAMS_LAYOUT(IndexerLogitsParams, q, q_token_stride, q_head_stride, q_scale_bytes, w, w_token_stride, k, k_stride, k_scales,
+              k_scale_bytes, block_table, block_table_stride, context_lens, ks, ke, cu_q, cu_k, q_off, logits,
+              logits_stride, num_tokens, num_heads, num_keys, columns, num_sequences, ratio, next_n, page_shift,
+              table_pages, num_pieces, flags, sm_scale)
+
+DEVICE bool cleans(const IndexerLogitsParams& params) { return params.flags & 1; }
+DEVICE bool has_bf16_weights(const IndexerLogitsParams& params) { return params.flags & 2; }
+
+DEVICE float load_weight(const IndexerLogitsParams& params, int32_t token, int head) {
+    const int64_t at = token * params.w_token_stride + head;
+    return has_bf16_weights(params) ? to_float(static_cast<const bf16*>(params.w)[at])
+                                    : static_cast<const float*>(params.w)[at];
+}
+
+// ---------------------------------------------------------------- which keys a token scores
+
+// The keys at positions [first, first + length): column c of the token's row is the key at position first + c. A position is a
+// row of k, or counts the entries of a request's pages.
+struct KeyRange {
+    int32_t first, length;
+};
+
+// The sequence of a token: the first whose end lies behind it. num_sequences where there is none.
+DEVICE int32_t sequence_of(const IndexerLogitsParams& params, int32_t token) {
+    int32_t low = 0, high = params.num_sequences;
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2;
+        if (params.cu_q[middle + 1] <= token) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+DEVICE int32_t clamp(int64_t x, int32_t low, int32_t high) {
+    return static_cast<int32_t>(minimum<int64_t>(maximum<int64_t>(x, low), high));
+}
+
+// Key j of a sequence covers its tokens j * ratio .. j * ratio + ratio - 1, and is visible from the last of them on.
+DEVICE KeyRange causal_range(const IndexerLogitsParams& params, int32_t token) {
+    const int32_t sequence = params.cu_q ? sequence_of(params, token) : 0;
+    if (params.cu_q && sequence == params.num_sequences) return KeyRange{0, 0};
+    const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
+    // Bounded by the tensor, whatever cu_k says.
+    const int32_t first = params.cu_k ? clamp(params.cu_k[sequence], 0, params.num_keys) : 0;
+    const int32_t last = params.cu_k ? clamp(params.cu_k[sequence + 1], first, params.num_keys) : params.num_keys;
+    const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
+    const int64_t covered = maximum<int64_t>(offset + (token - first_token) + 1, 0);
+    return KeyRange{first, clamp(covered / params.ratio, 0, minimum(last - first, params.columns))};
+}
+
+// What is beyond the keys that there are, or beyond the columns, is left out.
+DEVICE KeyRange key_range(const IndexerLogitsParams& params, int32_t token) {
+    if (params.block_table) {
+        const int64_t entries = static_cast<int64_t>(params.table_pages) << params.page_shift;
+        return KeyRange{0, clamp(minimum<int64_t>(params.context_lens[token], entries), 0, params.columns)};
+    }
+    if (params.ks) {
+        const int32_t first = clamp(params.ks[token], 0, params.num_keys);
+        const int32_t last = clamp(params.ke[token], first, params.num_keys);
+        return KeyRange{first, minimum(last - first, params.columns)};
+    }
+    return causal_range(params, token);
+}
+
+// ---------------------------------------------------------------- where keys lie
+
+// The page of a request's entry, or -1: there is none, or it is not there, or keys are not paged.
+DEVICE int32_t page_of(const IndexerLogitsParams& params, int32_t request, int32_t position) {
+    if (!params.block_table) return -1;
+    const int32_t place = position >> params.page_shift;
+    if (place >= params.table_pages) return -1;
+    const int32_t page = params.block_table[request * params.block_table_stride + place];
+    if (page < 0 || page >= params.num_keys >> params.page_shift) return -1;
+    return page;
+}
+DEVICE int32_t entry_of(const IndexerLogitsParams& params, int32_t position) {
+    return position & ((1 << params.page_shift) - 1);
+}
+// Of a page: where its scales begin, behind its rows.
+DEVICE int32_t page_scales(const IndexerLogitsParams& params) { return ROW_BYTES << params.page_shift; }
+
+// A key's row and its scales, or null: there is no such position, or its page is not there.
+struct Key {
+    const uint8_t* row;
+    const uint8_t* scales;  // of operands that have some in bytes
+};
+
+// Of the entry at `position`, where keys are paged on `page`, which page_of has said.
+DEVICE Key key_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
+    if (!params.block_table) {
+        if (position >= params.num_keys) return Key{nullptr, nullptr};
+        return Key{params.k + position * params.k_stride,
+                   OPERANDS == E2M1 ? params.k_scale_bytes + static_cast<int64_t>(position) * SCALE_BYTES : nullptr};
+    }
+    if (page < 0) return Key{nullptr, nullptr};
+    const uint8_t* start = params.k + page * params.k_stride;
+    const int32_t entry = entry_of(params, position);
+    return Key{start + entry * ROW_BYTES, start + page_scales(params) + entry * SCALE_BYTES};
+}
+
+// What a key's sum over the heads is multiplied by, and whether there is such a key.
+struct Factor {
+    float scale;
+    bool exists;
+};
+
+DEVICE Factor factor_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
+    if (!params.block_table) {
+        const bool exists = position < params.num_keys;
+        return Factor{OPERANDS == E4M3 && exists ? params.k_scales[position] : 1.0f, exists};
+    }
+    if (OPERANDS != E4M3 || page < 0) return Factor{1.0f, page >= 0};
+    const uint8_t* scales = params.k + page * params.k_stride + page_scales(params);
+    return Factor{reinterpret_cast<const float*>(scales)[entry_of(params, position)], true};
+}
+
+// ---------------------------------------------------------------- units of work
+
+// At most MOST consecutive tokens, of one request where there are pages, that share the keys of one piece: the tiles [begin, end) of `keys`
+// keys from position `first` on, of which each token takes what lies in its range.
+template <int MOST>
+struct Unit {
+    int32_t first_token, count, request;
+    int32_t piece;
+    KeyRange ranges[MOST];  // of absent tokens without keys
+    int32_t first;
+    int32_t begin, end;
+};
+
+// How many units there are of tiles of MOST tokens.
+template <int MOST>
+DEVICE int64_t total_units(const IndexerLogitsParams& params) {
+    const int32_t requests = params.num_tokens / params.next_n;
+    return static_cast<int64_t>(requests) * ceil_div(params.next_n, MOST) * params.num_pieces;
+}
+
+// Unit `number`: the pieces of one tile follow each other. Under a causal limit later tokens see more keys: they go first.
+template <int MOST>
+DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int keys) {
+    const int32_t tiles = ceil_div(params.next_n, MOST);
+    const int32_t requests = params.num_tokens / params.next_n;
+    const int32_t tile = requests * tiles - 1 - static_cast<int32_t>(number / params.num_pieces);
+    Unit<MOST> unit;
+    unit.piece = static_cast<int32_t>(number % params.num_pieces);
+    unit.request = tile / tiles;
+    const int32_t within = tile % tiles * MOST;
+    unit.first_token = unit.request * params.next_n + within;
+    unit.count = minimum(MOST, params.next_n - within);
+    int32_t last = 0;
+    unit.first = params.num_keys;
+    UNROLL
+    for (int i = 0; i < MOST; ++i) {
+        unit.ranges[i] = i < unit.count ? key_range(params, unit.first_token + i) : KeyRange{0, 0};
+        if (unit.ranges[i].length == 0) continue;
+        unit.first = minimum(unit.first, unit.ranges[i].first);
+        last = maximum(last, unit.ranges[i].first + unit.ranges[i].length);
+    }
+    const int64_t total = last > unit.first ? ceil_div(last - unit.first, keys) : 0;
+    unit.begin = static_cast<int32_t>(total * unit.piece / params.num_pieces);
+    unit.end = static_cast<int32_t>(total * (unit.piece + 1) / params.num_pieces);
+    return unit;
+}
+
+// Where logits are clean: -inf behind the token's range, the piece's share of the columns. Thread `thread` of `threads`.
+DEVICE void clean_row(const IndexerLogitsParams& params, int32_t token, int32_t length, int32_t piece, int thread,
+                      int threads) {
+    float* row = params.logits + token * params.logits_stride;
+    for (int64_t c = static_cast<int64_t>(length) + piece * threads + thread; c < params.columns;
+         c += static_cast<int64_t>(params.num_pieces) * threads)
+        row[c] = -INFINITY_F32;
+}
+
+// ---------------------------------------------------------------- the sum over the heads
+
+// relu, which keeps NaN, times the head's weight. A head that is not there adds nothing, whatever its product with an infinite
+// key is.
+DEVICE float add_head(float sum, float product, float weight, bool exists) {
+    const float next = fused_multiply_add(maximum_or_nan_f32(product, 0.0f), weight, sum);
+    return exists ? next : sum;
+}
+
+// Adds the lane at this distance: one of the two keeps the first half, the other the second.
+template <int COUNT>
+DEVICE void add_halves(float (&kept)[COUNT / 2], const float (&x)[COUNT], int distance) {
+    const bool second = lane_id() & distance;
+    UNROLL
+    for (int i = 0; i < COUNT / 2; ++i) {
+        const float own = second ? x[COUNT / 2 + i] : x[i], other = second ? x[i] : x[COUNT / 2 + i];
+        kept[i] = own + __shfl_xor_sync(FULL_WARP, other, distance);
+    }
+}
+
+// Stores the logit of the key at `position` where it is in the token's range. Of a page that is not there it is -inf, where
+// logits are clean.
+DEVICE void store_logit(const IndexerLogitsParams& params, float* row, KeyRange range, int32_t position, Factor factor,
+                        float sum) {
+    const int32_t column = position - range.first;
+    if (column < 0 || column >= range.length || !(factor.exists || cleans(params))) return;
+    const float logit = (OPERANDS == E4M3 ? sum * factor.scale : sum) * params.sm_scale;
+    row[column] = factor.exists ? logit : -INFINITY_F32;
+}
+
+// ---------------------------------------------------------------- codes as bf16
+
+// Eight codes of e2m1 with one scale, exactly; beyond what bf16 holds they are infinite.
+DEVICE Vec16 e2m1_as_bf16(uint32_t codes, float scale) {
+    Vec16 numbers;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t pair = codes >> 8 * i;
+        numbers.w[i] = pack_bf16(e2m1_to_float(static_cast<uint8_t>(pair & 15)) * scale,
+                                 e2m1_to_float(static_cast<uint8_t>(pair >> 4 & 15)) * scale);
+    }
+    return numbers;
+}
+
+// Eight codes of e4m3, exactly.
+DEVICE Vec16 e4m3_as_bf16(uint32_t first, uint32_t second) {
+    Vec16 numbers;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        float low, high;
+        e4m3x2_to_float((i < 2 ? first : second) >> 16 * (i % 2) & 0xffffu, low, high);
+        numbers.w[i] = pack_bf16(low, high);
+    }
+    return numbers;
+}
+
+// Byte offset of chunk `chunk` (8 numbers) of a row of HEAD_DIM bf16 in two panels of so many rows.
+DEVICE constexpr int bf16_offset(int rows, int row, int chunk) {
+    return chunk / 8 * rows * 128 + panel_offset(row, chunk % 8);
+}

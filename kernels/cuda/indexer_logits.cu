@@ -1,0 +1,197 @@
+// Logits of the indexer (inference sections 7, 7.1; training section 1).
+//
+//     d[t,h,k]    = q[t,h] . k[k]                                        128 products, accumulated in fp32
+//     logits[t,c] = sm_scale * s[k] * sum_h w[t,h] * max(d[t,h,k], 0)    k = first(t) + c, for c < length(t)
+//
+// sums over the heads in fp32. With OPERANDS 1 q and k are e4m3, the scale of q is folded into w, and s is the scale of the key;
+// otherwise s is 1. With OPERANDS 2 both are e2m1 with a power of two for each 32 numbers, which stays with them: what they
+// decode to is a bf16 number. max keeps NaN.
+//
+// Which keys a token scores, [first, first + length):
+//     ranges   rows ks .. ke of k
+//     causal   of the token's sequence the first clamp(floor((q_off + t + 1) / ratio), 0, keys), t counted within the sequence
+//     paged    the first context_lens[t] entries of its request's pages, which block_table names. Entry i is row i % B of page
+//              block_table[i / B]; a page holds B rows and behind them their B scales
+// Whatever is beyond the keys, the pages or the columns of the output is left out. Columns from length(t) on, and those of pages
+// that are not there, are -inf if logits are to be clean, and else left as they were: then only what is in the range may be read.
+//
+// How the work is laid out. A block takes TOKENS consecutive tokens with all of their heads, and a piece of the keys that they
+// look at, tile after tile of 64. Keys are the rows of the products and heads their columns: what is summed over the heads lies
+// in the lane's own registers but for the last step over four lanes, and a tile of keys serves all tokens. Operands
+// pass through registers on their way to shared memory, where all are bf16 (every e4m3 and e2m1 number is one), the next tile's
+// while this one is multiplied. indexer_logits_hopper.cu has the same for sm_90a.
+//
+// Floors, for T tokens, H heads and V visible pairs of a token and a key: 2*H*128*V FLOP and 4*T*columns bytes written; keys
+// come from L2, once for each tile of tokens. 4096 queries of 64 heads that see 14336 keys on average: 962 TFLOP,
+// 641 us at about 1500 TFLOP/s of fp8; 268 MB written, 63 us at 4.24 TB/s. 8192 queries, ratio 4, 2048 keys: 137 TFLOP, 174 us
+// at 790 TFLOP/s. Decoding 128 requests of 65536 keys reads 132 bytes of each: 1.1 GB, 261 us. Expected to limit: the rate of
+// mma.sync with ldmatrix beside it; where one token decodes, memory.
+//
+// Defines
+//   OPERANDS   0: bf16, 1: e4m3, 2: e2m1
+//   HEADS      heads that a block holds for a token: 16, 32 or 64; those beyond num_heads add nothing
+//
+// Launch. The grid is total_units<TOKENS> blocks in x.
+#include "indexer_logits.h"
+#include "mma.h"
+
+static_assert(HEADS == 16 || HEADS == 32 || HEADS == 64, "a block holds 16, 32 or 64 heads");
+
+constexpr int TOKENS = 4, KEYS = 64, WARPS = 4, THREADS = WARPS * 32;
+constexpr int STEPS = HEAD_DIM / 16;  // of a product
+constexpr int Q_ROWS = TOKENS * HEADS;
+
+// Where everything lies in dynamic shared memory.
+struct Layout {
+    static constexpr int Q = 0;
+    static constexpr int K = Q + Q_ROWS * 2 * HEAD_DIM;        // two tiles
+    static constexpr int KEY_BYTES = KEYS * 2 * HEAD_DIM;
+    static constexpr int WEIGHTS = K + 2 * KEY_BYTES;          // float [TOKENS][HEADS]
+    static constexpr int BYTES = WEIGHTS + Q_ROWS * 4;
+};
+SHARED_MEMORY(indexer_logits, Layout::BYTES)
+
+// ---------------------------------------------------------------- operands on their way
+
+constexpr int ROW_CHUNKS = ROW_BYTES / 16;
+constexpr int CHUNK_NUMBERS = HEAD_DIM / ROW_CHUNKS;  // in 16 bytes
+
+// 16 bytes of a row, and the scale of its numbers.
+struct Chunk {
+    Vec16 codes;
+    float scale;
+};
+
+// Zeros where there is no row.
+DEVICE Chunk load_chunk(const uint8_t* row, const uint8_t* scales, int chunk) {
+    if (!row) return Chunk{{{0, 0, 0, 0}}, 1.0f};
+    const float scale = OPERANDS == E2M1 ? e8m0_to_float(scales[chunk * CHUNK_NUMBERS / GROUP]) : 1.0f;
+    return Chunk{load_vec16_readonly(row + 16 * chunk), scale};
+}
+
+// As bf16, in its place among so many rows.
+DEVICE void store_chunk(SharedAddress operand, int rows, int row, int chunk, const Chunk& x) {
+    const uint32_t(&w)[4] = x.codes.w;
+    UNROLL
+    for (int i = 0; i < CHUNK_NUMBERS / 8; ++i) {
+        Vec16 numbers = x.codes;
+        if constexpr (OPERANDS == E4M3) numbers = e4m3_as_bf16(w[2 * i], w[2 * i + 1]);
+        if constexpr (OPERANDS == E2M1) numbers = e2m1_as_bf16(w[i], x.scale);
+        store_shared_vec16(operand + bf16_offset(rows, row, chunk * CHUNK_NUMBERS / 8 + i), numbers);
+    }
+}
+
+// The heads of the unit's tokens and their weights; those that are not there are zeros.
+DEVICE void load_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress shared) {
+    auto* weights = reinterpret_cast<float*>(dynamic_shared() + Layout::WEIGHTS);
+    for (int i = threadIdx.x; i < Q_ROWS * ROW_CHUNKS; i += THREADS) {
+        const int row = i / ROW_CHUNKS, chunk = i % ROW_CHUNKS, token = row / HEADS, head = row % HEADS;
+        const int64_t at = unit.first_token + token;
+        const bool exists = token < unit.count && head < params.num_heads;
+        const uint8_t* source = exists ? params.q + at * params.q_token_stride + head * params.q_head_stride : nullptr;
+        const uint8_t* scales = OPERANDS == E2M1 ? params.q_scale_bytes + (at * params.num_heads + head) * 4 : nullptr;
+        store_chunk(shared + Layout::Q, Q_ROWS, row, chunk, load_chunk(source, scales, chunk));
+        if (chunk == 0) weights[row] = exists ? load_weight(params, static_cast<int32_t>(at), head) : 0.0f;
+    }
+}
+
+// This thread's part of a tile of keys.
+struct KeyTile {
+    static constexpr int LOADS = KEYS * ROW_CHUNKS / THREADS, ROW_STEP = THREADS / ROW_CHUNKS;
+    Chunk chunks[LOADS];
+
+    static int row(int i) { return static_cast<int>(threadIdx.x) / ROW_CHUNKS + i * ROW_STEP; }
+    static int chunk() { return static_cast<int>(threadIdx.x) % ROW_CHUNKS; }
+
+    void load(const IndexerLogitsParams& params, int32_t request, int32_t first) {
+        UNROLL
+        for (int i = 0; i < LOADS; ++i) {
+            const int32_t position = first + row(i);
+            const Key key = key_on(params, page_of(params, request, position), position);
+            chunks[i] = load_chunk(key.row, key.scales, chunk());
+        }
+    }
+    void store(SharedAddress tile) const {
+        UNROLL
+        for (int i = 0; i < LOADS; ++i) store_chunk(tile, KEYS, row(i), chunk(), chunks[i]);
+    }
+};
+
+// ---------------------------------------------------------------- the logits of a tile
+
+// d[n] = k q^T: this warp's 16 keys by the heads of one token.
+DEVICE void multiply(float (&d)[HEADS / 8][4], const uint32_t (&keys)[STEPS][4], SharedAddress q, int first_row) {
+    const int row = first_row + lane_id() % 8 + lane_id() / 16 * 8;
+    UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+        UNROLL
+        for (int n = 0; n < HEADS / 8; n += 2) {
+            uint32_t heads[4];
+            ldmatrix_x4(heads, q + bf16_offset(Q_ROWS, row + 8 * n, 2 * step + lane_id() / 8 % 2));
+            mma_bf16_16x8x16(d[n], keys[step], heads[0], heads[1]);
+            mma_bf16_16x8x16(d[n + 1], keys[step], heads[2], heads[3]);
+        }
+    }
+}
+
+// The sum over the heads of the key that this lane keeps: row lane / 4 of the warp's, or, with bit 1 of the lane, 8 rows further.
+DEVICE float sum_heads(const float (&d)[HEADS / 8][4], const float* weights, int num_heads) {
+    float sums[2] = {0.0f, 0.0f}, kept[1];
+    UNROLL
+    for (int n = 0; n < HEADS / 8; ++n) {
+        UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const int head = 8 * n + lane_id() % 4 * 2 + i;
+            UNROLL
+            for (int half = 0; half < 2; ++half)
+                sums[half] = add_head(sums[half], d[n][2 * half + i], weights[head], head < num_heads);
+        }
+    }
+    add_halves(kept, sums, 2);
+    return kept[0] + __shfl_xor_sync(FULL_WARP, kept[0], 1);
+}
+
+DEVICE void score_tile(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress shared,
+                       SharedAddress tile, int32_t first) {
+    const int lane = lane_id(), first_row = 16 * warp_id();
+    uint32_t keys[STEPS][4];
+    UNROLL
+    for (int step = 0; step < STEPS; ++step)
+        ldmatrix_x4(keys[step], tile + bf16_offset(KEYS, first_row + lane % 16, 2 * step + lane / 16));
+    const int32_t position = first + first_row + lane / 4 + lane / 2 % 2 * 8;
+    const Factor factor = factor_on(params, page_of(params, unit.request, position), position);
+    const auto* weights = reinterpret_cast<const float*>(dynamic_shared() + Layout::WEIGHTS);
+    UNROLL
+    for (int token = 0; token < TOKENS; ++token) {
+        const KeyRange range = unit.ranges[token];
+        if (first >= range.first + range.length || first + KEYS <= range.first) continue;
+        float d[HEADS / 8][4] = {};
+        multiply(d, keys, shared + Layout::Q, token * HEADS);
+        const float sum = sum_heads(d, weights + token * HEADS, params.num_heads);
+        float* row = params.logits + (unit.first_token + token) * params.logits_stride;
+        if (lane % 2 == 0) store_logit(params, row, range, position, factor, sum);
+    }
+}
+
+KERNEL(indexer_logits, IndexerLogitsParams, THREADS) {
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const Unit<TOKENS> unit = unit_of<TOKENS>(params, blockIdx.x, KEYS);
+    if (unit.begin < unit.end) {
+        KeyTile keys;
+        keys.load(params, unit.request, unit.first + unit.begin * KEYS);
+        load_queries(params, unit, shared);
+        for (int32_t tile = unit.begin; tile < unit.end; ++tile) {
+            const SharedAddress at = shared + Layout::K + tile % 2 * Layout::KEY_BYTES;
+            const int32_t first = unit.first + tile * KEYS;
+            keys.store(at);
+            // Past this barrier the tile is there for everyone, and nobody reads the one before it any more.
+            __syncthreads();
+            if (tile + 1 < unit.end) keys.load(params, unit.request, first + KEYS);
+            score_tile(params, unit, shared, at, first);
+        }
+    }
+    UNROLL
+    for (int token = 0; token < TOKENS; ++token)
+        if (token < unit.count && cleans(params))
+            clean_row(params, unit.first_token + token, unit.ranges[token].length, unit.piece, threadIdx.x, THREADS);
+}

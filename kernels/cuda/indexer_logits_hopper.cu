@@ -1,0 +1,370 @@
+// Logits of the indexer for sm_90a: the kernel of indexer_logits.cu, which has the formulas, with warpgroup matrix products.
+//
+// How the work is laid out. Keys are the rows of a product and the heads of TOKENS tokens its columns, as there: of a product of
+// 64 keys a lane holds two keys by a quarter of the heads, and a logit is a sum within the lane and over four lanes. As many
+// blocks as there are multiprocessors take units (a few tokens and a piece of their keys) in turn. Five warpgroups:
+//   0 to 3  consumers. Tiles of 64 keys go to them in turn, through a ring of STAGES: while one rectifies and adds, the others'
+//           products run. Nothing is exchanged among them.
+//   4       producer: brings the tiles, and the queries of the next unit while the last tiles of this one are multiplied.
+// bf16 and e4m3 come with cp.async in the swizzle that wgmma reads, and e4m3 is multiplied as it is. Codes of e2m1, for which
+// Hopper has no product, pass through the producer's registers and become bf16, exactly.
+//
+// The products of e4m3 are accumulated with 13 fraction bits (hopper.h), over the 128 numbers of a head: what the oracle allows
+// for follows from that.
+//
+// Floors as in indexer_logits.cu. Per tile of 64 keys and 128 columns: 256 cycles of products of e4m3, 512 of bf16, at 8192 and
+// 4096 FLOP a cycle; shared memory 4 x (16 + 32) + 64 for arriving rows = 256 cycles at 128 bytes a cycle (e4m3); 128
+// instructions of each consumer warp to rectify, weigh and add, some 40 more of it and as many of the producer's, of one warp
+// of either to a scheduler: some 220 of the 256 cycles in which it can issue. Keys from L2 once for each TOKENS tokens: 4096
+// queries with 14336 keys of 128 bytes 3.8 GB. Expected to limit: matrix units and issue about equally; with one token a
+// request, memory.
+//
+// Defines
+//   OPERANDS   0: bf16, 1: e4m3, 2: e2m1
+//   HEADS      heads that a block holds for a token: 32 or 64; those beyond num_heads add nothing
+//   TOKENS     tokens of a unit: TOKENS * HEADS is 64 or 128
+//
+// Launch. Any grid in x of at most total_units<TOKENS> blocks.
+#include "async_copy.h"
+#include "hopper.h"
+#include "indexer_logits.h"
+
+#ifndef TOKENS
+#error "define TOKENS"
+#endif
+
+constexpr int ROWS = TOKENS * HEADS;  // of the queries: columns of a product
+static_assert(HEADS == 32 || HEADS == 64, "a block holds 32 or 64 heads");
+static_assert(ROWS == 64 || ROWS == 128, "products have 64 or 128 columns");
+
+constexpr int KEYS = 64;  // the rows of a product
+constexpr int CONSUMERS = 4, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, PRODUCERS = WARPGROUP_SIZE;
+constexpr int THREADS = CONSUMER_THREADS + PRODUCERS;
+constexpr int PANELS = OPERANDS == E4M3 ? 1 : 2;  // rows of 128 bytes that hold a row of an operand
+constexpr int STAGES = OPERANDS == E4M3 ? 16 : 8;
+static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
+
+// Where everything lies in dynamic shared memory.
+struct Shared {
+    static constexpr int Q_BYTES = PANELS * ROWS * 128, STAGE_BYTES = PANELS * KEYS * 128;
+    static constexpr int Q = 0;  // of two units
+    static constexpr int K = Q + 2 * Q_BYTES;
+    static constexpr int WEIGHTS = K + STAGES * STAGE_BYTES;      // float [2][TOKENS][HEADS / 16][4 lanes][4]
+    static constexpr int UNITS = WEIGHTS + 2 * ROWS * 4;          // Unit [2]
+    static constexpr int UNIT_BYTES = (sizeof(Unit<TOKENS>) + 7) / 8 * 8;
+    static constexpr int FULL = UNITS + 2 * UNIT_BYTES;           // mbarriers [STAGES]
+    static constexpr int EMPTY = FULL + 8 * STAGES;
+    static constexpr int Q_FULL = EMPTY + 8 * STAGES;             // mbarriers [2]
+    static constexpr int Q_EMPTY = Q_FULL + 8 * 2;
+    static constexpr int BYTES = Q_EMPTY + 8 * 2;
+
+    static constexpr int q(uint32_t unit) { return Q + unit % 2 * Q_BYTES; }
+    static constexpr int k(uint32_t tile) { return K + tile % STAGES * STAGE_BYTES; }
+    static constexpr int full(uint32_t tile) { return FULL + 8 * (tile % STAGES); }
+    static constexpr int empty(uint32_t tile) { return EMPTY + 8 * (tile % STAGES); }
+    static constexpr int q_full(uint32_t unit) { return Q_FULL + 8 * (unit % 2); }
+    static constexpr int q_empty(uint32_t unit) { return Q_EMPTY + 8 * (unit % 2); }
+};
+static_assert(Shared::BYTES <= 227 * 1024, "tiles exceed shared memory");
+SHARED_MEMORY(indexer_logits_hopper, Shared::BYTES)
+
+// Parities of the phases in which tile (unit) number n has come, and in which what lay there before it was released.
+DEVICE uint32_t tile_phase(uint32_t tile) { return tile / STAGES & 1; }
+DEVICE uint32_t unit_phase(uint32_t unit) { return unit / 2 & 1; }
+
+// Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma.
+DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
+
+DEVICE Unit<TOKENS>& shared_unit(uint32_t unit) {
+    return *reinterpret_cast<Unit<TOKENS>*>(dynamic_shared() + Shared::UNITS + unit % 2 * Shared::UNIT_BYTES);
+}
+
+DEVICE float* unit_weights(uint32_t unit) {
+    return reinterpret_cast<float*>(dynamic_shared() + Shared::WEIGHTS) + unit % 2 * ROWS;
+}
+
+DEVICE void initialise_barriers(SharedAddress shared) {
+    if (threadIdx.x == 0) {
+        for (uint32_t stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(shared + Shared::full(stage), PRODUCERS);
+            mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
+        }
+        for (uint32_t unit = 0; unit < 2; ++unit) {
+            // Each producer's copies, and what it stored itself.
+            mbarrier_init(shared + Shared::q_full(unit), 2 * PRODUCERS);
+            mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+}
+
+// ---------------------------------------------------------------- producer
+
+DEVICE int producer_thread() { return static_cast<int>(threadIdx.x) - CONSUMER_THREADS; }
+
+// Starts the arrival of one row of an operand of `rows` rows, of which this thread takes a chunk in each panel; zeros where there
+// is no row.
+DEVICE void copy_row(SharedAddress operand, int rows, int row, const uint8_t* source, const uint8_t* anywhere) {
+    const int chunk = producer_thread() % 8;
+    UNROLL
+    for (int panel = 0; panel < PANELS; ++panel)
+        copy_async_16(operand + panel * rows * 128 + panel_offset(row, chunk),
+                      (source ? source : anywhere) + 16 * (8 * panel + chunk), source);
+}
+
+// Decodes one half of a row of e2m1, 64 numbers, which are one panel's.
+DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, const uint8_t* source, const uint8_t* scales) {
+    const SharedAddress panel = operand + half * rows * 128;
+    UNROLL
+    for (int group = 0; group < 2; ++group) {
+        const Vec16 codes = source ? load_vec16_readonly(source + 32 * half + 16 * group) : Vec16{{0, 0, 0, 0}};
+        const bf16 scale = e8m0_to_bf16(source ? scales[2 * half + group] : uint8_t{127});
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+            Vec16 numbers;
+            e2m1x8_to_bf16(codes.w[i], scale, numbers.w);
+            store_shared_vec16(panel + panel_offset(row, 4 * group + i), numbers);
+        }
+    }
+}
+
+DEVICE const uint8_t* query(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, int row) {
+    const int token = row / HEADS, head = row % HEADS;
+    if (token >= unit.count || head >= params.num_heads) return nullptr;
+    return params.q + (unit.first_token + token) * params.q_token_stride + head * params.q_head_stride;
+}
+
+DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress q, uint32_t number) {
+    const int thread = producer_thread();
+    if constexpr (OPERANDS == E2M1) {
+        for (int i = thread; i < 2 * ROWS; i += PRODUCERS) {
+            const int row = i / 2;
+            const int64_t head = (unit.first_token + row / HEADS) * static_cast<int64_t>(params.num_heads) + row % HEADS;
+            decode_half_row(q, ROWS, row, i % 2, query(params, unit, row), params.q_scale_bytes + 4 * head);
+        }
+        fence_async_proxy();
+    } else {
+        for (int row = thread / 8; row < ROWS; row += PRODUCERS / 8)
+            copy_row(q, ROWS, row, query(params, unit, row), params.q);
+    }
+    // A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one behind the other, and those of its neighbour behind them.
+    float* weights = unit_weights(number);
+    for (int row = thread; row < ROWS; row += PRODUCERS) {
+        const int token = row / HEADS, head = row % HEADS;
+        const bool exists = token < unit.count && head < params.num_heads;
+        const int place = token * HEADS + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;
+        weights[place] = exists ? load_weight(params, unit.first_token + token, head) : 0.0f;
+    }
+}
+
+// The pages of the next 16 tiles, one of each half of a tile to a lane, so that one load is waited for in 16 tiles.
+struct Pages {
+    int32_t own;
+    static constexpr int TILES = WARP_SIZE / 2;
+
+    void look_up(const IndexerLogitsParams& params, int32_t request, int32_t first) {
+        own = page_of(params, request, first + lane_id() * (KEYS / 2));
+    }
+    // Of a row of tile `tile` of these.
+    int32_t of(int32_t tile, int row) const { return __shfl_sync(FULL_WARP, own, tile * 2 + row / (KEYS / 2)); }
+};
+
+// Tile `tile` of those whose pages were looked up.
+DEVICE void produce_keys(const IndexerLogitsParams& params, const Pages& pages, int32_t tile, int32_t first,
+                         SharedAddress stage) {
+    const int thread = producer_thread();
+    if constexpr (OPERANDS == E2M1) {
+        const int row = thread / 2;
+        const Key key = key_on(params, pages.of(tile, row), first + row);
+        decode_half_row(stage, KEYS, row, thread % 2, key.row, key.scales);
+        fence_async_proxy();
+    } else {
+        UNROLL
+        for (int step = 0; step < KEYS; step += PRODUCERS / 8) {
+            const int row = step + thread / 8;
+            copy_row(stage, KEYS, row, key_on(params, pages.of(tile, row), first + row).row, params.k);
+        }
+    }
+}
+
+DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared) {
+    const int64_t units = total_units<TOKENS>(params);
+    uint32_t number = 0, tile = 0;  // how many units and tiles have come before
+    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
+        const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
+        mbarrier_wait(shared + Shared::q_empty(number), unit_phase(number) ^ 1);
+        if (producer_thread() == 0) shared_unit(number) = unit;
+        produce_queries(params, unit, shared + Shared::q(number), number);
+        copy_arrive(shared + Shared::q_full(number));
+        mbarrier_arrive(shared + Shared::q_full(number));
+        Pages pages;
+        for (int32_t own = 0; own < unit.end - unit.begin; ++own, ++tile) {
+            const int32_t first = unit.first + (unit.begin + own) * KEYS;
+            if (own % Pages::TILES == 0) pages.look_up(params, unit.request, first);
+            mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
+            produce_keys(params, pages, own % Pages::TILES, first, shared + Shared::k(tile));
+            copy_arrive(shared + Shared::full(tile));
+        }
+    }
+}
+
+// ---------------------------------------------------------------- consumers
+
+constexpr int N8 = ROWS / 8;
+// Logits of a tile that a lane keeps, and the token that they are of. Of one token two lanes keep the same logit.
+constexpr int KEPT = TOKENS == 4 ? 2 : 1;
+DEVICE int lane_token() { return TOKENS == 1 ? 0 : TOKENS == 2 ? lane_id() / 2 % 2 : lane_id() % 4; }
+DEVICE bool lane_stores() { return TOKENS > 1 || lane_id() % 2 == 0; }
+// Of the warp's keys the one that logit i of the lane is of.
+DEVICE int lane_key(int i) {
+    const int half = TOKENS == 4 ? i : TOKENS == 2 ? lane_id() % 2 : lane_id() / 2 % 2;
+    return lane_id() / 4 + 8 * half;
+}
+
+// d = k q^T, 64 keys by all columns.
+DEVICE void multiply(float (&d)[N8][4], uint64_t keys, uint64_t queries) {
+    wgmma_fence();
+    UNROLL
+    for (int panel = 0; panel < PANELS; ++panel) {
+        UNROLL
+        for (int step = 0; step < 4; ++step) {
+            const uint64_t a = descriptor_advance(keys, panel * KEYS * 128 + 32 * step);
+            const uint64_t b = descriptor_advance(queries, panel * ROWS * 128 + 32 * step);
+            if constexpr (OPERANDS == E4M3) wgmma_shared_e4m3(d, a, b, step > 0);
+            else wgmma_shared<false, false>(d, a, b, panel > 0 || step > 0);
+        }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(d);
+}
+
+// Over this lane's heads: sums[2 token + half]. PADDED: there are fewer heads than HEADS.
+template <bool PADDED>
+DEVICE void sum_own_heads(float (&sums)[2 * TOKENS], const float (&d)[N8][4], const float* weights, int num_heads) {
+    UNROLL
+    for (int token = 0; token < TOKENS; ++token) {
+        float total[2] = {0.0f, 0.0f};
+        UNROLL
+        for (int n = 0; n < HEADS / 8; n += 2) {
+            const Vec16 four = load_vec16(weights + token * HEADS + 8 * n + lane_id() % 4 * 4);
+            UNROLL
+            for (int i = 0; i < 4; ++i) {
+                const int head = 8 * (n + i / 2) + lane_id() % 4 * 2 + i % 2;
+                UNROLL
+                for (int half = 0; half < 2; ++half)
+                    total[half] = add_head(total[half], d[token * (HEADS / 8) + n + i / 2][2 * half + i % 2],
+                                           __uint_as_float(four.w[i]), !PADDED || head < num_heads);
+            }
+        }
+        sums[2 * token] = total[0];
+        sums[2 * token + 1] = total[1];
+    }
+}
+
+// Over the four lanes that hold the same keys: what this lane keeps.
+template <int COUNT>
+DEVICE void sum_lanes(float (&kept)[KEPT], const float (&sums)[COUNT]) {
+    if constexpr (COUNT == 2) {
+        add_halves(kept, sums, 2);
+        kept[0] += __shfl_xor_sync(FULL_WARP, kept[0], 1);
+    } else {
+        float halves[COUNT / 2];
+        add_halves(halves, sums, 2);
+        add_halves(kept, halves, 1);
+    }
+}
+
+// The tiles of a unit that are one consumer's, one of every CONSUMERS.
+struct Tiles {
+    const IndexerLogitsParams& params;
+    int32_t request;
+    int32_t first;  // position of this lane's first key in the unit's first tile
+    int32_t pages;  // of this warp's keys in the 32 of these tiles from tile `looked_up` on, one to a lane
+    Factor factor[KEPT];
+
+    // Tile `tile` is the first of 32.
+    void look_up(int32_t tile) {
+        const int32_t warp_keys = first - lane_id() / 4 + (tile + CONSUMERS * lane_id()) * KEYS;
+        pages = page_of(params, request, warp_keys);
+    }
+    // What multiplies the keys of the tile that is number `place` of 32.
+    void find_factors(int32_t tile, int32_t place) {
+        const int32_t page = __shfl_sync(FULL_WARP, pages, place);
+        UNROLL
+        for (int i = 0; i < KEPT; ++i) factor[i] = factor_on(params, page, position(tile, i));
+    }
+    int32_t position(int32_t tile, int i) const { return first + tile * KEYS + lane_key(i) - lane_id() / 4; }
+};
+
+// One tile: its product, its stage released. Meanwhile the factors of the next of this consumer's tiles are looked up, number
+// `place` of 32: their latency has the time of a product and of a sum.
+DEVICE void multiply_tile(float (&d)[N8][4], SharedAddress shared, uint32_t tile, uint32_t number, Tiles& tiles,
+                          int32_t next, int32_t place) {
+    mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
+    // What the producer decoded it has made visible itself.
+    if constexpr (OPERANDS != E2M1) fence_async_proxy();
+    if (place == 0) tiles.look_up(next);
+    tiles.find_factors(next, place);
+    multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), matrix_descriptor(shared + Shared::q(number), 0, 1024));
+    if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
+}
+
+// Those of the unit's tiles from tile `own` on that are this consumer's; `before` tiles have come before the unit.
+DEVICE void consume_tiles(const IndexerLogitsParams& params, SharedAddress shared, uint32_t number, uint32_t before,
+                          int32_t own, int32_t end, KeyRange range, float* row) {
+    const Unit<TOKENS>& unit = shared_unit(number);
+    const int32_t first = unit.first + unit.begin * KEYS + warp_id() % 4 * 16 + lane_id() / 4;
+    Tiles tiles{params, unit.request, first, -1, {}};
+    tiles.look_up(own);
+    tiles.find_factors(own, 0);
+    for (int32_t place = 1; own < end; own += CONSUMERS, place = (place + 1) % static_cast<int32_t>(WARP_SIZE)) {
+        float d[N8][4], sums[2 * TOKENS], kept[KEPT];
+        Factor factor[KEPT];
+        UNROLL
+        for (int i = 0; i < KEPT; ++i) factor[i] = tiles.factor[i];
+        multiply_tile(d, shared, before + own, number, tiles, own + CONSUMERS, place);
+        if (params.num_heads == HEADS) sum_own_heads<false>(sums, d, unit_weights(number), HEADS);
+        else sum_own_heads<true>(sums, d, unit_weights(number), params.num_heads);
+        sum_lanes(kept, sums);
+        UNROLL
+        for (int i = 0; i < KEPT; ++i)
+            if (lane_stores()) store_logit(params, row, range, tiles.position(own, i), factor[i], kept[i]);
+    }
+}
+
+DEVICE void consume(const IndexerLogitsParams& params, SharedAddress shared, uint32_t consumer) {
+    const int64_t units = total_units<TOKENS>(params);
+    uint32_t number = 0, before = 0;  // how many units and tiles have come before
+    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
+        mbarrier_wait(shared + Shared::q_full(number), unit_phase(number));
+        const Unit<TOKENS>& unit = shared_unit(number);
+        const int32_t tiles = uniform(unit.end - unit.begin);
+        const KeyRange range = unit.ranges[lane_token()];
+        float* row = params.logits + (unit.first_token + lane_token()) * params.logits_stride;
+        // Tiles of all units go to the consumers in turn.
+        const int32_t own = static_cast<int32_t>((consumer - before) % CONSUMERS);
+        if (own < tiles) consume_tiles(params, shared, number, before, own, tiles, range, row);
+        before += tiles;
+        for (int token = 0; token < unit.count && cleans(params); ++token)
+            clean_row(params, unit.first_token + token, unit.ranges[token].length, unit.piece, threadIdx.x,
+                      CONSUMER_THREADS);
+        // The warp has read all that the unit left in shared memory.
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared + Shared::q_empty(number));
+    }
+}
+
+KERNEL(indexer_logits_hopper, IndexerLogitsParams, THREADS) {
+    const SharedAddress shared = shared_address(dynamic_shared());
+    initialise_barriers(shared);
+    const int32_t warpgroup = uniform(warp_id() / 4);
+    if (warpgroup == CONSUMERS) {
+        registers_decrease<64>();
+        produce(params, shared);
+    } else {
+        registers_increase<104>();
+        consume(params, shared, warpgroup);
+    }
+}
