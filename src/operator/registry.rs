@@ -23,6 +23,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::topk::Topk>::new(),
     &Op::<operators::indexer_loss::IndexerLoss>::new(),
     &Op::<operators::indexer_backward::IndexerBackward>::new(),
+    &Op::<operators::indexer_distillation::IndexerDistillation>::new(),
 ];
 
 /// Names of all operators.

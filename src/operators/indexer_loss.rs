@@ -146,6 +146,23 @@ impl IndexerLossCase {
     }
 }
 
+/// The oracle's name of a definition of the loss.
+pub(super) fn of_oracle(form: Form) -> reference::Form {
+    match form {
+        Form::Exact => reference::Form::Exact,
+        Form::ClippedLog => reference::Form::ClippedLog,
+    }
+}
+
+/// The oracle's name of what the sum over the rows is divided by.
+pub(super) fn reduction_of_oracle(reduction: Reduction) -> reference::Reduction {
+    match reduction {
+        Reduction::MeanOfRows => reference::Reduction::MeanOfRows,
+        Reduction::MeanOfRealRows => reference::Reduction::MeanOfRealRows,
+        Reduction::Sum => reference::Reduction::Sum,
+    }
+}
+
 impl Declared for IndexerLoss {
     type Case = IndexerLossCase;
     const SUM_LANES: usize = 64;
@@ -503,15 +520,6 @@ fn inputs(c: &IndexerLossCase, t: &Bound<'_>) -> OracleResult<reference::Inputs>
     } else {
         reference::Teacher::Scores { scores: t.f64("scores")?, l1: t.f64("l1")? }
     };
-    let form = match c.form {
-        Form::Exact => reference::Form::Exact,
-        Form::ClippedLog => reference::Form::ClippedLog,
-    };
-    let reduction = match c.reduction {
-        Reduction::MeanOfRows => reference::Reduction::MeanOfRows,
-        Reduction::MeanOfRealRows => reference::Reduction::MeanOfRealRows,
-        Reduction::Sum => reference::Reduction::Sum,
-    };
     Ok(reference::Inputs {
         logits: t.f64("logits")?,
         teacher,
@@ -520,8 +528,8 @@ fn inputs(c: &IndexerLossCase, t: &Bound<'_>) -> OracleResult<reference::Inputs>
         sequences: c.keys.sequences(),
         row_mask: host.get("row_mask").map(|mask| mask.bytes.clone()),
         lse: if c.lse_given { t.maybe("idx_lse")? } else { None },
-        form,
-        reduction,
+        form: of_oracle(c.form),
+        reduction: reduction_of_oracle(c.reduction),
         loss_coeff: t.scalar("loss_coeff", f64::from(c.loss_coeff)),
     })
 }

@@ -1,0 +1,301 @@
+//! A step of the indexer's training, from its operands to their gradients (training 1, 2, 5, 6, 7).
+//!
+//! ```text
+//! logits = sm_scale sum_h w max(q . k, 0)          of every key up to the causal limit      (indexer_logits.rs)
+//! list   = the topk largest logits of each token                                            (topk.rs)
+//! target = what the attention's heads give the listed keys                                  (score_recompute.rs)
+//! loss   = s sum_t KL(target || softmax of the listed logits)                               (indexer_loss.rs)
+//! ```
+//!
+//! and the gradients of q, k and w: lists and target are constants, so that what flows back is that of the loss with respect to
+//! the listed logits, through these alone (indexer_backward.rs).
+//!
+//! # Rounding points
+//!
+//! Those of the operators, and one between them: what one hands to the next is an fp32 number. Lists follow from logits without any
+//! rounding, in every run: the operands of a case are such that fp32 holds each of their sums, or a run would differ by whole keys.
+
+use candle_core::{DType, Device, Tensor, Var};
+
+use crate::error::Result;
+use crate::indexer_backward::{self, Gradients};
+use crate::indexer_logits::{self, Keys};
+use crate::indexer_loss::{self, Form, Reduction, Teacher};
+use crate::named::Named;
+use crate::precision::{Accumulator, Rounding, values};
+use crate::ranking::{RankedKeys, Ranking, Sequences};
+use crate::score_recompute::{self, Normaliser};
+use crate::select::select;
+use crate::topk::{self, Index};
+
+/// What a step reads, widened to f64.
+#[derive(Debug, Clone)]
+pub struct Inputs {
+    /// The indexer's queries, `[num_tokens, index_heads, 128]`, stored in bf16.
+    pub index_q: Tensor,
+    /// Its keys, `[num_keys, 128]`, stored in bf16.
+    pub index_k: Tensor,
+    /// Weights of its heads, `[num_tokens, index_heads]`, stored in f32.
+    pub index_w: Tensor,
+    /// Tokens that one key covers, at least 1.
+    pub ratio: usize,
+    /// `[num_sequences]`: position of each sequence's first query; `None` where it is 0.
+    pub q_off: Option<Vec<i32>>,
+    /// `None` is one sequence of all tokens and keys.
+    pub sequences: Option<Sequences>,
+    /// Columns of the logits.
+    pub columns: usize,
+    /// Keys of a list.
+    pub topk: usize,
+    /// Multiplies the logits; above 0.
+    pub sm_scale: f64,
+    /// The attention's queries, `[num_tokens, num_heads, head_dim]`, stored in bf16.
+    pub q: Tensor,
+    /// Its keys, `[num_keys, head_dim]`, stored in bf16.
+    pub k: Tensor,
+    /// Multiplies their products.
+    pub softmax_scale: f64,
+    /// What the attention's exponentials are divided by.
+    pub normaliser: Normaliser,
+    /// Which definition of the loss.
+    pub form: Form,
+    /// What the sum over the rows is divided by.
+    pub reduction: Reduction,
+    /// Multiplies the loss.
+    pub loss_coeff: f64,
+}
+
+/// What the forward writes.
+#[derive(Debug, Clone)]
+pub struct Outputs {
+    /// `[num_tokens, columns]`, stored in f32; -infinity beyond the limit.
+    pub logits: Tensor,
+    /// `[num_tokens, topk]`, stored in i32: keys of the token's sequence, from the lowest up, then -1.
+    pub indices: Tensor,
+    /// `[num_tokens, topk]`, stored in f32: their logits, then -infinity.
+    pub values: Tensor,
+    /// `[num_tokens, topk]`, stored in f32.
+    pub target: Tensor,
+    /// The loss, each row's divergence, and the log-sum-exp of its listed logits.
+    pub loss: indexer_loss::Outputs,
+}
+
+/// The forward.
+///
+/// # Errors
+/// Tensors that do not fit.
+pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
+    let lists = inputs.lists()?;
+    let logits = indexer_logits::forward(&inputs.logits(), Accumulator::F32, rounding)?;
+    let (loss, values) = inputs.loss(&lists, &rounding.f32(&logits)?, rounding)?;
+    let Teacher::Target(target) = loss.teacher.clone() else { unreachable!("the lists are selected") };
+    let indices: Vec<f64> = lists.into_iter().map(f64::from).collect();
+    let indices = Tensor::from_vec(indices, values.dims(), &Device::Cpu)?;
+    Ok(Outputs { logits, indices, values, target, loss: indexer_loss::forward(&loss, rounding)? })
+}
+
+/// The gradient of the loss with respect to the listed logits, `[num_tokens, topk]`, stored in f32, and those of the indexer's
+/// queries, keys and weights. `grad_loss` is `[1]`.
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward(inputs: &Inputs, grad_loss: &Tensor, rounding: &mut Rounding) -> Result<(Tensor, Gradients)> {
+    let lists = inputs.lists()?;
+    let logits = indexer_logits::forward(&inputs.logits(), Accumulator::F32, rounding)?;
+    let (loss, _) = inputs.loss(&lists, &rounding.f32(&logits)?, rounding)?;
+    let dlogits = indexer_loss::backward(&loss, grad_loss, rounding)?;
+    let handed = indexer_backward::Inputs {
+        q: inputs.index_q.clone(),
+        k: inputs.index_k.clone(),
+        w: inputs.index_w.clone(),
+        dlogits: rounding.f32(&dlogits)?,
+        ranking: inputs.selected(lists),
+        sequences: inputs.sequences.clone(),
+        sm_scale: inputs.sm_scale,
+    };
+    Ok((dlogits, indexer_backward::backward(&handed, rounding)?))
+}
+
+/// The gradients by machine, of the exact form.
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward_autograd(inputs: &Inputs, grad_loss: &Tensor) -> Result<Gradients> {
+    let (lists, logits) =
+        (inputs.lists()?, indexer_logits::forward(&inputs.logits(), Accumulator::F32, &mut Rounding::exact())?);
+    let (loss, _) = inputs.loss(&lists, &logits, &mut Rounding::exact())?;
+    let Teacher::Target(target) = loss.teacher.clone() else { unreachable!("the lists are selected") };
+    let [q, k, w] = [&inputs.index_q, &inputs.index_k, &inputs.index_w].map(Var::from_tensor);
+    let (q, k, w) = (q?, k?, w?);
+    let (num_tokens, heads, head_dim) = q.dims3()?;
+    let num_keys = k.dim(0)?;
+    let products = q.reshape((num_tokens * heads, head_dim))?.matmul(&k.t()?)?;
+    // The derivative at 0 is 0, and such products there are: a library's own rectifier has another.
+    let rectified = products.mul(&products.gt(0.0)?.to_dtype(DType::F64)?)?;
+    let weighted = rectified.reshape((num_tokens, heads, num_keys))?.broadcast_mul(&w.unsqueeze(2)?)?;
+    let all = (weighted.sum(1)? * inputs.sm_scale)?;
+    let ranking = inputs.selected(lists);
+    let ranked = inputs.ranked(&ranking);
+    let rows: Vec<Option<i64>> = (0..num_tokens).flat_map(|token| ranked.rows(token)).collect();
+    let shape = (num_tokens, inputs.topk);
+    let valid = Tensor::from_vec(rows.iter().map(|row| u8::from(row.is_some())).collect(), shape, &Device::Cpu)?;
+    let rows = Tensor::from_vec(rows.into_iter().map(|row| row.unwrap_or(0) as u32).collect(), shape, &Device::Cpu)?;
+    // A number that adds nothing stands in slots that are not valid.
+    let x = select(&valid, &all.gather(&rows, 1)?, -1e4)?;
+    let largest = x.max_keepdim(1)?.detach();
+    let lse = (x.broadcast_sub(&largest)?.exp()?.sum_keepdim(1)?.log()? + largest)?;
+    let floored = target.maximum(1e-10)?;
+    let terms = (target * (floored.log()? - x.broadcast_sub(&lse)?)?)?;
+    let kl = select(&valid, &terms, 0.0)?.sum_all()?;
+    let scale = match inputs.reduction {
+        Reduction::Sum => inputs.loss_coeff,
+        _ => inputs.loss_coeff / num_tokens.max(1) as f64,
+    };
+    let gradients = ((kl * scale)? * grad_loss.squeeze(0)?)?.backward()?;
+    let of = |variable: &Var| gradients.get(variable).cloned().map_or_else(|| variable.zeros_like(), Ok);
+    Ok(Gradients { dq: of(&q)?, dk: of(&k)?, dw: of(&w)? })
+}
+
+impl Inputs {
+    fn logits(&self) -> indexer_logits::Inputs {
+        indexer_logits::Inputs {
+            q: self.index_q.clone(),
+            w: self.index_w.clone(),
+            k: self.index_k.clone(),
+            k_scales: None,
+            keys: Keys::Causal { ratio: self.ratio, q_off: self.q_off.clone(), sequences: self.sequences.clone() },
+            columns: self.columns,
+            sm_scale: self.sm_scale,
+        }
+    }
+
+    fn ranked<'a>(&'a self, ranking: &'a Ranking) -> RankedKeys<'a> {
+        let num_keys = self.index_k.dims().first().copied().unwrap_or(0);
+        RankedKeys { ranking, sequences: self.sequences.as_ref(), num_keys }
+    }
+
+    /// How many keys each token sees.
+    pub fn limits(&self) -> Result<Vec<i32>> {
+        let ranking = Ranking::Causal { ratio: self.ratio, q_off: self.q_off.clone(), columns: self.columns };
+        let num_tokens = self.index_q.dim(0)?;
+        self.ranked(&ranking).check(num_tokens)?;
+        let seen = |token| self.ranked(&ranking).rows(token).iter().flatten().count() as i32;
+        Ok((0..num_tokens).map(seen).collect())
+    }
+
+    /// The lists, `[num_tokens, topk]`: of exact logits.
+    fn lists(&self) -> Result<Vec<i32>> {
+        let exact = indexer_logits::forward(&self.logits(), Accumulator::F32, &mut Rounding::exact())?;
+        let limits: Vec<f64> = self.limits()?.into_iter().map(f64::from).collect();
+        let limits = Tensor::from_vec(limits, exact.dim(0)?, &Device::Cpu)?;
+        let chosen =
+            topk::forward(&Named::new().with("scores", exact).with("lengths", limits), self.topk, Index::Column)?;
+        Ok(values(chosen.tensor("indices")?)?.into_iter().map(|index| index as i32).collect())
+    }
+
+    fn selected(&self, indices: Vec<i32>) -> Ranking {
+        Ranking::Selected { indices, topk: self.topk, topk_length: None, global: false }
+    }
+
+    /// What the loss reads: the listed logits and their target. And the listed logits.
+    fn loss(&self, lists: &[i32], logits: &Tensor, rounding: &mut Rounding) -> Result<(indexer_loss::Inputs, Tensor)> {
+        let ranking = self.selected(lists.to_vec());
+        let shape = (logits.dim(0)?, self.topk);
+        let listed = lists.iter().map(|&index| u8::from(index >= 0)).collect::<Vec<_>>();
+        let columns = lists.iter().map(|&index| index.max(0) as u32).collect::<Vec<_>>();
+        let values = if self.columns == 0 {
+            Tensor::full(f64::NEG_INFINITY, shape, &Device::Cpu)?
+        } else {
+            let gathered = logits.gather(&Tensor::from_vec(columns, shape, &Device::Cpu)?, 1)?;
+            let listed = select(&Tensor::from_vec(listed, shape, &Device::Cpu)?, &gathered, f64::NEG_INFINITY)?;
+            // A logit that is no number is listed as -infinity.
+            select(&listed.eq(&listed)?, &listed, f64::NEG_INFINITY)?
+        };
+        let attention = score_recompute::Inputs {
+            q: self.q.clone(),
+            k: self.k.clone(),
+            ranking: ranking.clone(),
+            sequences: self.sequences.clone(),
+            softmax_scale: self.softmax_scale,
+        };
+        let target = score_recompute::target(&attention, &self.normaliser, rounding)?;
+        let inputs = indexer_loss::Inputs {
+            logits: values.clone(),
+            teacher: Teacher::Target(rounding.f32(&target)?),
+            ranking,
+            num_keys: self.index_k.dim(0)?,
+            sequences: self.sequences.clone(),
+            row_mask: None,
+            lse: None,
+            form: self.form,
+            reduction: self.reduction,
+            loss_coeff: self.loss_coeff,
+        };
+        Ok((inputs, values))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Draw, assert_within, f64_tensor};
+
+    fn grid(draw: &mut Draw, shape: &[usize]) -> Tensor {
+        let numbers = values(&draw.bf16(shape, 1.0)).expect("numbers");
+        f64_tensor(&numbers.into_iter().map(|x| (2.0 * x).round() / 2.0).collect::<Vec<_>>(), shape)
+    }
+
+    fn inputs(form: Form) -> Inputs {
+        let mut draw = Draw::new(5);
+        let (tokens, keys) = (11, 9);
+        Inputs {
+            index_q: grid(&mut draw, &[tokens, 3, 128]),
+            index_k: grid(&mut draw, &[keys, 128]),
+            index_w: grid(&mut draw, &[tokens, 3]),
+            ratio: 2,
+            q_off: Some(vec![1, 2]),
+            sequences: Some(Sequences { cu_q: vec![0, 4, 10], cu_k: vec![0, 3, 9] }),
+            columns: 6,
+            topk: 4,
+            sm_scale: 0.011,
+            q: draw.bf16(&[tokens, 2, 16], 1.0),
+            k: draw.bf16(&[keys, 16], 1.0),
+            softmax_scale: 0.25,
+            normaliser: Normaliser { lse: f64_tensor(&[1.5; 22], &[tokens, 2]), sink: None },
+            form,
+            reduction: Reduction::MeanOfRows,
+            loss_coeff: 0.3,
+        }
+    }
+
+    #[test]
+    fn the_chain_of_explicit_gradients_is_what_the_machine_differentiates() -> Result<()> {
+        for form in [Form::Exact, Form::ClippedLog] {
+            let (inputs, grad_loss) = (inputs(form), f64_tensor(&[1.75], &[1]));
+            let (_, explicit) = backward(&inputs, &grad_loss, &mut Rounding::exact())?;
+            let machine = backward_autograd(&inputs, &grad_loss)?;
+            for (name, explicit, machine) in
+                [("dq", explicit.dq, machine.dq), ("dk", explicit.dk, machine.dk), ("dw", explicit.dw, machine.dw)]
+            {
+                assert!(values(&machine)?.iter().any(|x| x.abs() > 1e-5), "{name} is nothing");
+                // Nothing is clipped: the two forms differ by e^-100.
+                let bound = (machine.abs()? * 1e-11)?.broadcast_add(&f64_tensor(&[1e-15], &[1]))?;
+                assert_within(name, &explicit, &machine, &bound);
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_token_lists_the_keys_that_it_sees_and_one_of_no_sequence_none() -> Result<()> {
+        let inputs = inputs(Form::Exact);
+        assert_eq!(inputs.limits()?, [1, 1, 2, 2, 1, 2, 2, 3, 3, 4, 0]);
+        let outputs = forward(&inputs, &mut Rounding::exact())?;
+        let indices = values(&outputs.indices)?;
+        assert_eq!(indices[..4], [0., -1., -1., -1.]);
+        assert_eq!(indices[36..], [0., 1., 2., 3., -1., -1., -1., -1.]);
+        let sums = values(&outputs.target.sum(1)?)?;
+        assert!(sums[..10].iter().all(|sum| (sum - 1.0).abs() < 1e-12) && sums[10] == 0.0, "{sums:?}");
+        Ok(())
+    }
+}
