@@ -31,18 +31,20 @@ pub fn head_scale(num_heads: usize) -> f32 {
     ((HEAD_DIM * num_heads) as f64).sqrt().recip() as f32
 }
 
-/// Launches the preparation of the indexer's queries: rotation, Hadamard transform, and what `stored` says; returns the kernel that
-/// ran. Its tensors:
+/// Launches the preparation of the indexer's queries: rotation, Hadamard transform, and what `stored` says; returns the
+/// kernel that ran. Its tensors:
 ///
 /// - `q` `[num_tokens, num_heads, 128]` bf16, rows contiguous: the projection;
-/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, for the last `rope_dim` channels of a row, up to all of them;
-/// - `positions` `[num_tokens]` i32: the table's row of each token, NaN being what turns by one outside; absent where token `t` has
-///   row `t`, and there are as many rows as tokens;
+/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, for the last `rope_dim` channels of a row, up to
+///   all of them;
+/// - `positions` `[num_tokens]` i32: the table's row of each token, NaN being what turns by one outside; absent where
+///   token `t` has row `t`, and there are as many rows as tokens;
 /// - `weights` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the projection of the head weights;
-/// - `y` `[num_tokens, num_heads, 128]` bf16, rows contiguous; or in its place `codes` `[num_tokens, num_heads, 64]` (e2m1, the even one of
-///   two in the low nibble) or `[num_tokens, num_heads, 128]` (e4m3) u8, rows contiguous, and with e2m1 `scale_bytes`
-///   `[num_tokens, num_heads, 4]` u8, e8m0;
-/// - `w` `[num_tokens, num_heads]` f32, rows contiguous: `weights` times [`head_scale`], with e4m3 times the scale of the row, too.
+/// - `y` `[num_tokens, num_heads, 128]` bf16, rows contiguous; or in its place `codes` `[num_tokens, num_heads, 64]`
+///   (e2m1, the even one of two in the low nibble) or `[num_tokens, num_heads, 128]` (e4m3) u8, rows contiguous, and
+///   with e2m1 `scale_bytes` `[num_tokens, num_heads, 4]` u8, e8m0;
+/// - `w` `[num_tokens, num_heads]` f32, rows contiguous: `weights` times [`head_scale`], with e4m3 times the scale of
+///   the row, too.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

@@ -1,21 +1,22 @@
-//! The indexer's queries, from their projection to the operands of its logits, and the weights of its heads (inference 7, 7.1).
+//! The indexer's queries, from their projection to the operands of its logits, and the weights of its heads (inference
+//! 7, 7.1).
 //!
-//! The last `rope_dim` channels of each head turn in adjacent pairs by the token's row of the tables and are rounded to bf16; the whole
-//! row is transformed ([`crate::hadamard`]), and stored as numbers, as e2m1 with a scale for each 32 channels, or as e4m3 with one scale s
-//! for the row. The head weights are
+//! The last `rope_dim` channels of each head turn in adjacent pairs by the token's row of the tables and are rounded to
+//! bf16; the whole row is transformed ([`crate::hadamard`]), and stored as numbers, as e2m1 with a scale for each 32
+//! channels, or as e4m3 with one scale s for the row. The head weights are
 //!
 //! ```text
 //! w[t, h] = weights[t, h] * 128^-0.5 * num_heads^-0.5           and, with e4m3, * s
 //! ```
 //!
-//! so that each scale counts once: what is stored as e4m3 has none of its own. A position outside of the table makes what turns NaN, so
-//! all of the row, its codes and scales, and with e4m3 its weight.
+//! so that each scale counts once: what is stored as e4m3 has none of its own. A position outside of the table makes
+//! what turns NaN, so all of the row, its codes and scales, and with e4m3 its weight.
 //!
 //! # Rounding points
 //!
-//! A rotation is two products: the one with the odd channel is rounded to fp32, the other is added to it without a rounding between
-//! (a fused multiply-add), and the sum is rounded to bf16. Codes and scales follow without a choice: every run gives the same. `w` is
-//! an fp32 product with one fp32 constant; the scale is a power of two.
+//! A rotation is two products: the one with the odd channel is rounded to fp32, the other is added to it without a
+//! rounding between (a fused multiply-add), and the sum is rounded to bf16. Codes and scales follow without a choice:
+//! every run gives the same. `w` is an fp32 product with one fp32 constant; the scale is a power of two.
 
 use candle_core::Tensor;
 
@@ -25,8 +26,8 @@ use crate::hadamard::{self, DIM, Stored};
 use crate::named::Named;
 use crate::precision::{Precision, Rounding, values};
 
-/// Of these inputs, as `stored` says, `y` `[num_tokens, num_heads, 128]`, or `codes` `[num_tokens, num_heads, 64 or 128]` and, of e2m1,
-/// `scale_bytes` `[num_tokens, num_heads, 4]`; and `w` `[num_tokens, num_heads]`, stored in f32:
+/// Of these inputs, as `stored` says, `y` `[num_tokens, num_heads, 128]`, or `codes` `[num_tokens, num_heads, 64 or
+/// 128]` and, of e2m1, `scale_bytes` `[num_tokens, num_heads, 4]`; and `w` `[num_tokens, num_heads]`, stored in f32:
 ///
 /// - `q` `[num_tokens, num_heads, 128]`, stored in bf16;
 /// - `cos`, `sin` `[table_rows, rope_dim / 2]`, stored in f32;

@@ -1,6 +1,7 @@
 //! `indexer_query` (inference 7, 7.1): `kernels/cuda/indexer_query.cu` against `reference/src/indexer_query.rs`.
 //!
-//! The order of the sums is part of the definition, so that codes and scales have one value: every byte must be the oracle's.
+//! The order of the sums is part of the definition, so that codes and scales have one value: every byte must be the
+//! oracle's.
 
 use dsv4_kernels::indexer_query::{self as launcher, HEAD_DIM, MAX_PAIRS, Stored};
 use dsv4_reference::{hadamard, indexer_query as reference};

@@ -1,5 +1,5 @@
-// The orthonormal Walsh-Hadamard transform of rows of 128, and its rows as codes (inference 5.4, 7, 7.1). hadamard.cu has the
-// formulas. Eight lanes have a row; all lanes of a warp take part, those of a row that does not exist too.
+// The orthonormal Walsh-Hadamard transform of rows of 128, and its rows as codes (inference 5.4, 7, 7.1). hadamard.cu
+// has the formulas. Eight lanes have a row; all lanes of a warp take part, those of a row that does not exist too.
 //
 // The including file is compiled with ELEMENT defined: a lane has as many consecutive elements as 16 bytes hold.
 #pragma once

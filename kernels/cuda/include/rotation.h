@@ -1,4 +1,5 @@
-// Rotations of pairs of channels (inference 4): each multiply-add is explicit, so that both backends give the same bits.
+// Rotations of pairs of channels (inference 4): each multiply-add is explicit, so that both backends give the same
+// bits.
 #pragma once
 
 #include "math.h"
