@@ -1,29 +1,33 @@
-// The backward of the indexer's logits (stage 2 of training 7), over lists of selected keys or all keys up to a causal limit
-// (ranking.h). With d[t,h,j] = q[t,h] . k[i] for the key i of slot j, G = dlogits, and over the valid slots of a token,
+// The backward of the indexer's logits (stage 2 of training 7), over lists of selected keys or all keys up to a causal
+// limit (ranking.h). With d[t,h,j] = q[t,h] . k[i] for the key i of slot j, G = dlogits, and over the valid slots of a
+// token,
 //
-//     A[t,h,j] = G[t,j] w[t,h] [d > 0]                              rounded to bf16: an operand of the next two products
+//     A[t,h,j] = G[t,j] w[t,h] [d > 0]                       rounded to bf16: an operand of the next two products
 //     dq[t,h]  = sm_scale sum_j A k[i]
 //     dk[i]   += sm_scale sum_h A q[t,h]
 //     dw[t,h]  = sm_scale sum_j G max(d, 0)
 //
-// sm_scale > 0 multiplies the fp32 sums, once each. A d that is NaN passes, so that what is unknown stays so. Slots that are not
-// valid are never dereferenced; a token without a valid one has dq = 0 and dw = 0, a key that nobody names has dk = 0.
+// sm_scale > 0 multiplies the fp32 sums, once each. A d that is NaN passes, so that what is unknown stays so. Slots
+// that are not valid are never dereferenced; a token without a valid one has dq = 0 and dw = 0, a key that nobody names
+// has dk = 0.
 //
-// How the work is laid out. A block takes a token with all of its heads, up to 64, those that are missing being zeros. Keys come with
-// cp.async in tiles of 64 rows, two of them in flight. A warp has 16 heads: it multiplies them by the tile's keys, keeps A in
-// registers as the left operand of dq, whose sums stay in registers for the whole token, and leaves A in shared memory, from where
-// each warp multiplies all of it, transposed, by its quarter of q's columns: dk of the tile. That goes to memory by atomics of
-// four floats or, where the sums must come in one order, to a row of its own for each slot, which indexer_backward_sum adds.
+// How the work is laid out. A block takes a token with all of its heads, up to 64, those that are missing being zeros.
+// Keys come with cp.async in tiles of 64 rows, two of them in flight. A warp has 16 heads: it multiplies them by the
+// tile's keys, keeps A in registers as the left operand of dq, whose sums stay in registers for the whole token, and
+// leaves A in shared memory, from where each warp multiplies all of it, transposed, by its quarter of q's columns: dk
+// of the tile. That goes to memory by atomics of four floats or, where the sums must come in one order, to a row of its
+// own for each slot, which indexer_backward_sum adds.
 //
-// Floor, for one token, 64 heads, J slots: 3 products of 2*64*128*J FLOP: 103 GFLOP for 4096 tokens of 512 slots, 130 us at 790
-// TFLOP/s; 512*J bytes of atomics, 1.07 GB, and the gather of 256*J bytes, both in L2. A tile is 768 matrix instructions against
-// 416 loads of ldmatrix, four wavefronts each: 2.2 an instruction, so that mma.sync stays below half of its rate. Three blocks share a
-// multiprocessor (168 registers, 58 KiB), which hides one's barriers and atomics behind the others' products. Expected to limit:
-// atomics, then shared memory. To be measured.
+// Floor, for one token, 64 heads, J slots: 3 products of 2*64*128*J FLOP: 103 GFLOP for 4096 tokens of 512 slots, 130
+// us at 790 TFLOP/s; 512*J bytes of atomics, 1.07 GB, and the gather of 256*J bytes, both in L2. A tile is 768 matrix
+// instructions against 416 loads of ldmatrix, four wavefronts each: 2.2 an instruction, so that mma.sync stays below
+// half of its rate. Three blocks share a multiprocessor (168 registers, 58 KiB), which hides one's barriers and atomics
+// behind the others' products. Expected to limit: atomics, then shared memory. To be measured.
 //
 // Defines: WEIGHT_ELEMENT  type of w and dw: float or bf16
 //          SELECTED        1: lists of selected keys. 0: all keys up to a causal limit
-// Launch, 128 threads a block: indexer_backward a block a token of a chunk; indexer_backward_zero a warp a key; indexer_backward_sum a warp 16 keys.
+// Launch, 128 threads a block: indexer_backward a block a token of a chunk; indexer_backward_zero a warp a key;
+// indexer_backward_sum a warp 16 keys.
 #include "async_copy.h"
 #include "math.h"
 #include "memory.h"
@@ -56,7 +60,7 @@ using Gates = Tile<KEYS>;     // of A: a row for each head
 // ---------------------------------------------------------------- parameters
 
 struct IndexerBackwardParams {
-    const bf16* q; int64_t q_token_stride; int64_t q_head_stride;    // [num_tokens, num_heads, 128]; strides in elements
+    const bf16* q; int64_t q_token_stride; int64_t q_head_stride;    // [num_tokens, num_heads, 128]; in elements
     const bf16* k; int64_t k_stride;                                 // [num_keys, 128]
     const WEIGHT_ELEMENT* w; int64_t w_stride;                       // [num_tokens, num_heads]
     const float* dlogits; int64_t dlogits_stride;                    // [num_tokens, slots]
@@ -68,7 +72,7 @@ struct IndexerBackwardParams {
     bf16* dq; int64_t dq_token_stride; int64_t dq_head_stride;       // [num_tokens, num_heads, 128]
     float* dk; int64_t dk_stride;                                    // [num_keys, 128]
     WEIGHT_ELEMENT* dw; int64_t dw_stride;                           // [num_tokens, num_heads]
-    float* slot_rows;                                                // [tokens of the chunk, slots, 128], or nullptr: by atomics
+    float* slot_rows;                                                // [num_tokens, slots, 128], or nullptr: atomics
     int32_t first_token;                                             // of the chunk
     int32_t num_tokens;                                              // of the chunk
     int32_t num_heads;
@@ -79,9 +83,10 @@ struct IndexerBackwardParams {
     int32_t indices_global;
     float sm_scale;
 };
-PARAMS_LAYOUT(IndexerBackwardParams, q, q_token_stride, q_head_stride, k, k_stride, w, w_stride, dlogits, dlogits_stride, indices,
-              indices_stride, topk_length, cu_q, cu_k, q_off, dq, dq_token_stride, dq_head_stride, dk, dk_stride, dw, dw_stride,
-              slot_rows, first_token, num_tokens, num_heads, slots, num_keys, num_sequences, ratio, indices_global, sm_scale)
+PARAMS_LAYOUT(IndexerBackwardParams, q, q_token_stride, q_head_stride, k, k_stride, w, w_stride, dlogits,
+              dlogits_stride, indices, indices_stride, topk_length, cu_q, cu_k, q_off, dq, dq_token_stride,
+              dq_head_stride, dk, dk_stride, dw, dw_stride, slot_rows, first_token, num_tokens, num_heads, slots,
+              num_keys, num_sequences, ratio, indices_global, sm_scale)
 
 // Shared memory, byte offsets.
 constexpr int Q = 0;
@@ -100,7 +105,8 @@ DEVICE void start_queries(const IndexerBackwardParams& params, int32_t token, Sh
     for (int i = threadIdx.x; i < HEADS * CHUNKS; i += THREADS) {
         const int head = i / CHUNKS, chunk = i % CHUNKS;
         const bool wanted = head < params.num_heads;
-        copy_async_16(shared + Q + Rows::offset(head, chunk), q + (wanted ? head * params.q_head_stride : 0) + 8 * chunk, wanted);
+        const bf16* from = q + (wanted ? head * params.q_head_stride : 0) + 8 * chunk;
+        copy_async_16(shared + Q + Rows::offset(head, chunk), from, wanted);
     }
 }
 
@@ -148,7 +154,8 @@ struct HeadWeights {
 DEVICE int lane_head(int half) { return warp_id() * WARP_HEADS + lane_id() / 4 + 8 * half; }
 
 // From products d to A, in the registers that are an operand of dq, and in shared memory; G max(d, 0) is added to dw.
-DEVICE void gate(const float (&d)[KEYS / 8][4], HeadWeights& heads, uint32_t (&a)[KEYS / 16][4], SharedAddress shared, int stage) {
+DEVICE void gate(const float (&d)[KEYS / 8][4], HeadWeights& heads, uint32_t (&a)[KEYS / 16][4], SharedAddress shared,
+                 int stage) {
     const auto* rows = reinterpret_cast<const int32_t*>(dynamic_shared() + KEY_ROWS) + stage * KEYS;
     const auto* upstream = reinterpret_cast<const float*>(dynamic_shared() + UPSTREAM) + stage * KEYS;
     UNROLL
@@ -267,7 +274,8 @@ DEVICE void store_query_gradients(const IndexerBackwardParams& params, const flo
     for (int i = 0; i < WARP_HEADS; i += 2) {
         const int head = warp_id() * WARP_HEADS + i + lane_id() / CHUNKS, chunk = lane_id() % CHUNKS;
         if (head >= params.num_heads) continue;
-        store_vec16(target + head * params.dq_head_stride + 8 * chunk, load_shared_vec16(shared + Q + Rows::offset(head, chunk)));
+        const Vec16 channels = load_shared_vec16(shared + Q + Rows::offset(head, chunk));
+        store_vec16(target + head * params.dq_head_stride + 8 * chunk, channels);
     }
 }
 
@@ -278,8 +286,9 @@ DEVICE void store_weight_gradients(const IndexerBackwardParams& params, const He
         float sum = heads.dw[half];
         sum += __shfl_xor_sync(FULL_WARP, sum, 1);
         sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        WEIGHT_ELEMENT* target = params.dw + token * params.dw_stride + lane_head(half);
         if (lane_id() % 4 == 0 && lane_head(half) < params.num_heads)
-            Element<WEIGHT_ELEMENT>::store(params.dw + token * params.dw_stride + lane_head(half), sum * params.sm_scale);
+            Element<WEIGHT_ELEMENT>::store(target, sum * params.sm_scale);
     }
 }
 
@@ -348,8 +357,8 @@ KERNEL(indexer_backward_zero, IndexerBackwardParams, THREADS) {
 
 SHARED_MEMORY(indexer_backward_sum, WARPS * SUM_KEYS * HEAD_DIM * 4)
 
-// Adds the slots' rows of a chunk to the keys that they name, in the order of tokens and slots. A warp has SUM_KEYS keys, whose sums
-// lie in shared memory, each lane's columns for itself, and looks for them in all lists of the chunk.
+// Adds the slots' rows of a chunk to the keys that they name, in the order of tokens and slots. A warp has SUM_KEYS
+// keys, whose sums lie in shared memory, each lane's columns for itself, and looks for them in all lists of the chunk.
 KERNEL(indexer_backward_sum, IndexerBackwardParams, THREADS) {
     auto* sums = reinterpret_cast<float*>(dynamic_shared()) + warp_id() * SUM_KEYS * HEAD_DIM + 4 * lane_id();
     const int64_t first_key = (static_cast<int64_t>(blockIdx.x) * WARPS + warp_id()) * SUM_KEYS;

@@ -1,5 +1,5 @@
-// The indexer's distillation loss, KL(target || prediction) of every row, and its score gradient (training 6; stage 1 of training 7).
-// Over the valid slots v of row t, of which a padding row has none,
+// The indexer's distillation loss, KL(target || prediction) of every row, and its score gradient (training 6; stage 1
+// of training 7). Over the valid slots v of row t, of which a padding row has none,
 //
 //     lse  = log sum_v exp x                 computed and stored, or given; +inf where the sum is 0
 //     ell  = x - lse                         Pred = exp ell
@@ -10,17 +10,20 @@
 //
 //     dlogits = grad_loss s (g - Pred sum_v g), 0 in all other slots     loss = s sum_t kl, s = loss_coeff / R
 //
-// T is `target` itself, or with l1 `min(target / l1, 1)`, 0 where l1 is 0. What is clipped is decided on ell: e^-100 is subnormal, and the
-// power is flushed to 0 below e^-87. ranking.h says which slots are valid. What is not valid is never used, whatever it holds.
+// T is `target` itself, or with l1 `min(target / l1, 1)`, 0 where l1 is 0. What is clipped is decided on ell: e^-100 is
+// subnormal, and the power is flushed to 0 below e^-87. ranking.h says which slots are valid. What is not valid is
+// never used, whatever it holds.
 //
-// One block takes one row: THREADS threads hold up to HELD slots each in registers, so that logits, target and list are read
-// once; a longer row is read again in each of up to four passes, out of the second-level cache. Powers, logarithms, sums: three
-// reductions over the block, each with one barrier. A thread reads and writes the same slots, so that the gradient may lie over logits
-// or target. Rows of kl are added in one order by indexer_loss_sum.cu: the loss is the same in every run.
+// One block takes one row: THREADS threads hold up to HELD slots each in registers, so that logits, target and list are
+// read once; a longer row is read again in each of up to four passes, out of the second-level cache. Powers,
+// logarithms, sums: three reductions over the block, each with one barrier. A thread reads and writes the same slots,
+// so that the gradient may lie over logits or target. Rows of kl are added in one order by indexer_loss_sum.cu: the
+// loss is the same in every run.
 //
-// Floor: 12 bytes a valid slot of a list (8 of a dense row) and 4 of every slot of the gradient: at 4.24 TB/s 7.9 us for 4096 lists of
-// 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; about 40 instructions a slot, which is a third of
-// that. Limited by memory; for lists of 512 the sum's launch, some 3 us, shows beside it. To be measured.
+// Floor: 12 bytes a valid slot of a list (8 of a dense row) and 4 of every slot of the gradient: at 4.24 TB/s 7.9 us
+// for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; about 40
+// instructions a slot, which is a third of that. Limited by memory; for lists of 512 the sum's launch, some 3 us, shows
+// beside it. To be measured.
 //
 // Defines: THREADS   threads of a block: a multiple of 32
 //          SELECTED  1: lists of selected keys. 0: all keys up to a causal limit
@@ -68,8 +71,9 @@ struct IndexerLossParams {
     int32_t divisor;
     float loss_coeff;
 };
-PARAMS_LAYOUT(IndexerLossParams, logits, logits_stride, target, target_stride, l1, row_mask, indices, indices_stride, topk_length,
-              cu_q, cu_k, q_off, idx_lse, grad_loss, real_rows, kl, dlogits, dlogits_stride, slots, num_keys, num_sequences,
+PARAMS_LAYOUT(IndexerLossParams, logits, logits_stride, target, target_stride, l1, row_mask, indices, indices_stride,
+              topk_length, cu_q, cu_k, q_off, idx_lse, grad_loss, real_rows, kl, dlogits, dlogits_stride, slots,
+              num_keys, num_sequences,
               ratio, indices_global, lse_given, clipped, divisor, loss_coeff)
 
 // Shared memory of a block: what its warps hand to each other, for each reduction anew.
@@ -133,7 +137,9 @@ struct Held {
 };
 
 template <int COUNT>
-DEVICE int first_slot(int tile, int access) { return tile + (access * THREADS + static_cast<int>(threadIdx.x)) * COUNT; }
+DEVICE int first_slot(int tile, int access) {
+    return tile + (access * THREADS + static_cast<int>(threadIdx.x)) * COUNT;
+}
 
 template <int COUNT>
 DEVICE void load_words(const int32_t* source, uint32_t (&words)[COUNT]) {

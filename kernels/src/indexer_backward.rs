@@ -165,18 +165,20 @@ impl Extents {
     }
 }
 
-/// Launches the backward of the indexer's logits; returns the kernels that ran. Slots are those of a list where there are `indices`,
-/// else columns, one for each key of a token's sequence:
+/// Launches the backward of the indexer's logits; returns the kernels that ran. Slots are those of a list where there
+/// are `indices`, else columns, one for each key of a token's sequence:
 ///
-/// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at multiples of 16 bytes;
-/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what [`Options::sm_scale`] has;
-/// - `dlogits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the gradient with respect to each slot's logit. It
-///   is not used where a slot is not valid;
+/// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at multiples of 16
+///   bytes;
+/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what [`Options::sm_scale`]
+///   has;
+/// - `dlogits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the gradient with respect to each
+///   slot's logit. It is not used where a slot is not valid;
 /// - `indices`, `topk_length`, `q_off`, `cu_q`, `cu_k` i32: which slots are valid, as in
-///   [`score_recompute::target`](crate::score_recompute::target) and [`score_recompute::scores`](crate::score_recompute::scores).
-///   Without sequences there are as many columns as keys;
-/// - `dq` of the type and shape of `q`, rows at multiples of 16 bytes; `dk` `[num_keys, 128]` f32, rows at multiples of 16 bytes, whatever it
-///   held before; `dw` of the type and shape of `w`, rows contiguous;
+///   [`score_recompute::target`](crate::score_recompute::target) and
+///   [`score_recompute::scores`](crate::score_recompute::scores). Without sequences there are as many columns as keys;
+/// - `dq` of the type and shape of `q`, rows at multiples of 16 bytes; `dk` `[num_keys, 128]` f32, rows at multiples of
+///   16 bytes, whatever it held before; `dw` of the type and shape of `w`, rows contiguous;
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes at a multiple of 16; absent where that is 0.
 ///
 /// # Errors

@@ -87,25 +87,25 @@ pub fn workspace_bytes(num_tokens: usize) -> usize {
     4 * num_tokens
 }
 
-/// Launches the loss, with `grad_loss` its gradient as well; returns the kernels that ran. Of a row, slots are those of a list
-/// (sparse, where there are `indices`) or columns, one for each key of its sequence (dense):
+/// Launches the loss, with `grad_loss` its gradient as well; returns the kernels that ran. Of a row, slots are those of
+/// a list (sparse, where there are `indices`) or columns, one for each key of its sequence (dense):
 ///
-/// - `logits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the indexer's logits, of the listed keys or of
-///   all. Neither they nor the target are used where a slot is not valid;
+/// - `logits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the indexer's logits, of the listed
+///   keys or of all. Neither they nor the target are used where a slot is not valid;
 /// - `target` `[num_tokens, topk]` f32, rows contiguous: the sparse target; or, in the dense form, `scores`
-///   `[num_tokens, columns]` f32, rows contiguous, with `l1` `[num_tokens]` f32, of which the target is `scores / l1`, and 0 where
-///   `l1` is 0. A factor that both have, such as `exp(-shift)` of `score_recompute`, cancels;
+///   `[num_tokens, columns]` f32, rows contiguous, with `l1` `[num_tokens]` f32, of which the target is `scores / l1`,
+///   and 0 where `l1` is 0. A factor that both have, such as `exp(-shift)` of `score_recompute`, cancels;
 /// - `indices`, `topk_length`, `q_off`, `cu_q`, `cu_k` i32: which slots are valid, as in
-///   [`score_recompute::target`](crate::score_recompute::target) and [`score_recompute::scores`](crate::score_recompute::scores).
-///   Without sequences there are as many columns as keys;
+///   [`score_recompute::target`](crate::score_recompute::target) and
+///   [`score_recompute::scores`](crate::score_recompute::scores). Without sequences there are as many columns as keys;
 /// - `row_mask` `[num_tokens]` u8: 0 for a padding row, which has no valid slot; absent where there is none;
-/// - `idx_lse` `[num_tokens]` f32, natural: log-sum-exp of the valid logits. Read where [`Options::lse_given`] says so, else written,
-///   `+inf` where a row has no valid slot;
+/// - `idx_lse` `[num_tokens]` f32, natural: log-sum-exp of the valid logits. Read where [`Options::lse_given`] says so,
+///   else written, `+inf` where a row has no valid slot;
 /// - `real_rows` `[1]` i32, written: how many rows are no padding; present exactly with [`Reduction::MeanOfRealRows`];
-/// - `loss` `[1]` f32; `kl` `[num_tokens]` f32: each row's divergence, neither scaled nor divided; in its place, where nobody asks,
-///   `workspace`, scratch memory of [`workspace_bytes`] bytes;
-/// - `grad_loss` `[1]` f32, read on the device, with `dlogits` of the shape of `logits`, rows contiguous: both or neither. `dlogits`
-///   may be `logits` (dense) or `target` (sparse) itself.
+/// - `loss` `[1]` f32; `kl` `[num_tokens]` f32: each row's divergence, neither scaled nor divided; in its place, where
+///   nobody asks, `workspace`, scratch memory of [`workspace_bytes`] bytes;
+/// - `grad_loss` `[1]` f32, read on the device, with `dlogits` of the shape of `logits`, rows contiguous: both or
+///   neither. `dlogits` may be `logits` (dense) or `target` (sparse) itself.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -128,8 +128,9 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<Vec<&
     Ok(ran)
 }
 
-/// Launches the gradient alone; returns the kernel that ran. Tensors as in [`forward`], of which it takes no `kl`, `loss` and
-/// `workspace`, reads `idx_lse` and `real_rows` as the forward stored them, and needs `grad_loss` and `dlogits`.
+/// Launches the gradient alone; returns the kernel that ran. Tensors as in [`forward`], of which it takes no `kl`,
+/// `loss` and `workspace`, reads `idx_lse` and `real_rows` as the forward stored them, and needs `grad_loss` and
+/// `dlogits`.
 ///
 /// # Errors
 /// As [`forward`].

@@ -1,6 +1,7 @@
 //! The backward of the indexer's logits (training 1; stage 2 of training 7).
 //!
-//! Row t has the valid slots that its ranking gives it ([`crate::ranking`]); slot j is of key `i(j)`. With G = dlogits, over valid slots,
+//! Row t has the valid slots that its ranking gives it ([`crate::ranking`]); slot j is of key `i(j)`. With G = dlogits,
+//! over valid slots,
 //!
 //! ```text
 //! d[t, h, j] = q[t, h] . k[i(j)]
@@ -10,13 +11,13 @@
 //! dw[t, h]   = sm_scale sum_j G[t, j] max(d[t, h, j], 0)
 //! ```
 //!
-//! which is the gradient of `sm_scale sum_h w[t, h] max(q[t, h] . k[i(j)], 0)` where none of the products is 0; at 0 it is 0. A product
-//! that is NaN passes. Invalid slots read nothing and give nothing.
+//! which is the gradient of `sm_scale sum_h w[t, h] max(q[t, h] . k[i(j)], 0)` where none of the products is 0; at 0 it
+//! is 0. A product that is NaN passes. Invalid slots read nothing and give nothing.
 //!
 //! # Rounding points
 //!
-//! Products accumulate in fp32. A is an fp32 product that is rounded to bf16, the operand of two products. `sm_scale` multiplies their
-//! fp32 sums, of dk that of each slot, which are added in fp32.
+//! Products accumulate in fp32. A is an fp32 product that is rounded to bf16, the operand of two products. `sm_scale`
+//! multiplies their fp32 sums, of dk that of each slot, which are added in fp32.
 
 use candle_core::{DType, Device, Tensor};
 

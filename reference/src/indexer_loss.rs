@@ -1,7 +1,7 @@
 //! The indexer's distillation loss and its score gradient (training 6; stage 1 of training 7).
 //!
-//! Row t has the valid slots v that its ranking gives it ([`crate::ranking`]), none if it is padding. Of its logits x and its
-//! target T, both read in valid slots alone,
+//! Row t has the valid slots v that its ranking gives it ([`crate::ranking`]), none if it is padding. Of its logits x
+//! and its target T, both read in valid slots alone,
 //!
 //! ```text
 //! lse  = ln sum_v exp x                  given, or computed; +inf where the sum is 0
@@ -17,18 +17,18 @@
 //! dlogits = grad_loss s dkl/dx
 //! ```
 //!
-//! T is given (sparse), or is `min(scores / l1, 1)`, 0 where `l1` is 0 (dense). R is the number of rows, or that of rows that are no padding,
-//! at least 1, or 1 (a sum over tokens). What is clipped is decided on logarithms: e^-100 is subnormal in fp32, where powers are
-//! flushed to 0. Equality passes the gradient on, and so does NaN.
+//! T is given (sparse), or is `min(scores / l1, 1)`, 0 where `l1` is 0 (dense). R is the number of rows, or that of
+//! rows that are no padding, at least 1, or 1 (a sum over tokens). What is clipped is decided on logarithms: e^-100 is
+//! subnormal in fp32, where powers are flushed to 0. Equality passes the gradient on, and so does NaN.
 //!
-//! Rows without a valid slot, and padding rows, have kl = 0 and no gradient, whatever they hold. What is not finite in a valid slot
-//! follows the formulas.
+//! Rows without a valid slot, and padding rows, have kl = 0 and no gradient, whatever they hold. What is not finite in
+//! a valid slot follows the formulas.
 //!
 //! # Rounding points
 //!
 //! Differences, products and quotients are fp32, sums accumulate in fp32. Powers and logarithms are taken in base 2 and
-//! approximated; that of a number near 1 errs by no less than one near 2. `lse` is an fp32 number before it is subtracted, since the
-//! forward stores it for the backward.
+//! approximated; that of a number near 1 errs by no less than one near 2. `lse` is an fp32 number before it is
+//! subtracted, since the forward stores it for the backward.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -308,8 +308,8 @@ fn log_sum_exp(x: &Tensor, valid: &Tensor, rounding: &mut Rounding) -> Result<Te
     unless(&empty, &rounding.f32(&(largest + logarithm)?)?, f64::INFINITY)
 }
 
-/// The natural logarithm, which kernels take in base 2. Its approximation errs by a share of the result, and near 1, where the result
-/// vanishes, by as much as where it is 1: so 1 is added to its magnitude while it is approximated.
+/// The natural logarithm, which kernels take in base 2. Its approximation errs by a share of the result, and near 1,
+/// where the result vanishes, by as much as where it is 1: so 1 is added to its magnitude while it is approximated.
 fn logarithm(x: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     if rounding.is_exact() {
         return Ok(x.log()?);

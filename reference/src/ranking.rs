@@ -1,8 +1,8 @@
 //! Which keys a token ranks (training 1, 2 and 5).
 //!
-//! Every token t ranks some keys of its sequence. *Selected*: slot j of a list names a key; it is valid when
-//! `j < clamp(topk_length[t], 0, topk)` and the key is one of the sequence's. *Causal*: slot j is key j of the sequence; it is
-//! valid when
+//! Every token t ranks some keys of its sequence. *Selected*: slot j of a list names a key; it is valid when `j <
+//! clamp(topk_length[t], 0, topk)` and the key is one of the sequence's. *Causal*: slot j is key j of the sequence; it
+//! is valid when
 //!
 //! ```text
 //! j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)          t counted within the sequence

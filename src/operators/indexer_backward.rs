@@ -34,13 +34,13 @@ pub struct IndexerBackwardCase {
     pub query_exponent: i32,
     /// Whether every product of q and k is negative or 0: nothing passes.
     pub nothing_passes: bool,
-    /// Whether queries of tokens without a valid slot, keys that no valid slot names, and upstream gradients of slots that are not
-    /// valid are NaN.
+    /// Whether queries of tokens without a valid slot, keys that no valid slot names, and upstream gradients of slots
+    /// that are not valid are NaN.
     pub poison_unreferenced: bool,
 }
 
-/// Numbers of q and k are multiples of this: so all their products are multiples of its square, in whatever order they are added, and
-/// whether one is above 0 is no matter of rounding. Some of them are 0.
+/// Numbers of q and k are multiples of this: so all their products are multiples of its square, in whatever order they
+/// are added, and whether one is above 0 is no matter of rounding. Some of them are 0.
 const GRID: f64 = 0.125;
 
 impl IndexerBackwardCase {
@@ -269,7 +269,8 @@ impl Declared for IndexerBackward {
         }
     }
 
-    /// 4096 queries of the model's 64 heads over lists of its two lengths, every slot valid, the slots of a token distinct.
+    /// 4096 queries of the model's 64 heads over lists of its two lengths, every slot valid, the slots of a token
+    /// distinct.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let form = |case: IndexerBackwardCase| IndexerBackwardCase {
             keys: RankedKeys { indices: IndexClass::Valid, global: true, ..case.keys },

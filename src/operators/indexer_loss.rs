@@ -81,7 +81,8 @@ pub struct IndexerLossCase {
     pub logit_deviation: f64,
     /// What the target looks like.
     pub target: TargetClass,
-    /// Dense scores and their sums are 2^this times as large: where window and sink take nearly all of a row, far below 1.
+    /// Dense scores and their sums are 2^this times as large: where window and sink take nearly all of a row, far below
+    /// 1.
     pub score_exponent: i32,
     /// What nobody may use.
     pub masked: Masked,
@@ -169,7 +170,7 @@ impl Declared for IndexerLoss {
 
     const ABOUT: About = About {
         name: "indexer_loss",
-        summary: "the indexer's distillation loss, KL(target || prediction) over lists or dense rows, and its score gradient",
+        summary: "the indexer's distillation loss, KL(target || prediction), sparse or dense, and its score gradient",
         specification: &["training 6", "training 7"],
         paths: &[
             "indexer_loss_vector",
@@ -419,8 +420,8 @@ impl Declared for IndexerLoss {
         }
     }
 
-    /// A given lse is no function of the logits, as the formula takes it for; and masked slots may not be infinite, since
-    /// nothing can be said of the rounding of a difference there.
+    /// A given lse is no function of the logits, as the formula takes it for; and masked slots may not be infinite,
+    /// since nothing can be said of the rounding of a difference there.
     fn is_smooth(c: &IndexerLossCase) -> bool {
         !c.lse_given && c.masked == Masked::Nan && c.rows().iter().product::<usize>() <= 1 << 12
     }
@@ -441,7 +442,8 @@ impl Declared for IndexerLoss {
         Some(rows.flat_map(|scale| std::iter::repeat_n(scale, slots)).collect())
     }
 
-    /// The score gradient with the value, of 4096 queries: lists of the model's two lengths, and dense rows up to the diagonal.
+    /// The score gradient with the value, of 4096 queries: lists of the model's two lengths, and dense rows up to the
+    /// diagonal.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let form = |case: IndexerLossCase| IndexerLossCase {
             keys: RankedKeys { indices: IndexClass::Valid, global: true, q_off: false, ..case.keys },

@@ -1,5 +1,5 @@
-//! Which keys the tokens of a case rank (training 1, 2 and 5): by lists of selected keys, or all of them up to a causal limit.
-//! What the operators of the indexer's training have in common.
+//! Which keys the tokens of a case rank (training 1, 2 and 5): by lists of selected keys, or all of them up to a causal
+//! limit. What the operators of the indexer's training have in common.
 
 use dsv4_reference::ranking as reference;
 use rand::Rng;

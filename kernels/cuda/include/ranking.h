@@ -1,7 +1,7 @@
-// Which keys a token ranks (training 1, 2 and 5), as the operators of the indexer's training share it. SELECTED 1: slot j is the
-// key that a list names, valid iff j < clamp(topk_length, 0, topk) and the index is within the keys of the token's sequence.
-// SELECTED 0: slot j is key j of the token's sequence, valid iff j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)
-// with t counted within the sequence.
+// Which keys a token ranks (training 1, 2 and 5), as the operators of the indexer's training share it. SELECTED 1: slot
+// j is the key that a list names, valid iff j < clamp(topk_length, 0, topk) and the index is within the keys of the
+// token's sequence. SELECTED 0: slot j is key j of the token's sequence, valid iff j < lim(t) = clamp(floor((q_off + t
+// + 1) / ratio), 0, keys) with t counted within the sequence.
 //
 // The including file is compiled with SELECTED defined.
 #pragma once
