@@ -159,7 +159,9 @@ DEVICE void score_tile(const IndexerLogitsParams& params, const Unit<TOKENS>& un
     for (int step = 0; step < STEPS; ++step)
         ldmatrix_x4(keys[step], tile + bf16_offset(KEYS, first_row + lane % 16, 2 * step + lane / 16));
     const int32_t position = first + first_row + lane / 4 + lane / 2 % 2 * 8;
-    const Factor factor = factor_on(params, page_of(params, unit.request, position), position);
+    const int32_t page = page_of(params, unit.request, position);
+    const float* scale = scale_on(params, page, position);
+    const Factor factor{scale ? *scale : 1.0f, exists_on(params, page, position)};
     const auto* weights = reinterpret_cast<const float*>(dynamic_shared() + Layout::WEIGHTS);
     UNROLL
     for (int token = 0; token < TOKENS; ++token) {

@@ -43,6 +43,7 @@ constexpr int THREADS = CONSUMER_THREADS + PRODUCERS;
 constexpr int PANELS = OPERANDS == E4M3 ? 1 : 2;  // rows of 128 bytes that hold a row of an operand
 constexpr int STAGES = OPERANDS == E4M3 ? 16 : 8;
 static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
+constexpr int LAG = STAGES / 2;  // tiles whose copies are under way before the producer waits for the oldest
 
 // Where everything lies in dynamic shared memory.
 struct Shared {
@@ -50,7 +51,8 @@ struct Shared {
     static constexpr int Q = 0;  // of two units
     static constexpr int K = Q + 2 * Q_BYTES;
     static constexpr int WEIGHTS = K + STAGES * STAGE_BYTES;      // float [2][TOKENS][HEADS / 16][4 lanes][4]
-    static constexpr int UNITS = WEIGHTS + 2 * ROWS * 4;          // Unit [2]
+    static constexpr int SCALES = WEIGHTS + 2 * ROWS * 4;         // float [STAGES][KEYS], of the keys of e4m3
+    static constexpr int UNITS = SCALES + (OPERANDS == E4M3 ? STAGES * KEYS * 4 : 0);  // Unit [2]
     static constexpr int UNIT_BYTES = (sizeof(Unit<TOKENS>) + 7) / 8 * 8;
     static constexpr int FULL = UNITS + 2 * UNIT_BYTES;           // mbarriers [STAGES]
     static constexpr int EMPTY = FULL + 8 * STAGES;
@@ -60,6 +62,7 @@ struct Shared {
 
     static constexpr int q(uint32_t unit) { return Q + unit % 2 * Q_BYTES; }
     static constexpr int k(uint32_t tile) { return K + tile % STAGES * STAGE_BYTES; }
+    static constexpr int scales(uint32_t tile) { return SCALES + tile % STAGES * KEYS * 4; }
     static constexpr int full(uint32_t tile) { return FULL + 8 * (tile % STAGES); }
     static constexpr int empty(uint32_t tile) { return EMPTY + 8 * (tile % STAGES); }
     static constexpr int q_full(uint32_t unit) { return Q_FULL + 8 * (unit % 2); }
@@ -90,8 +93,7 @@ DEVICE void initialise_barriers(SharedAddress shared) {
             mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
         }
         for (uint32_t unit = 0; unit < 2; ++unit) {
-            // Each producer's copies, and what it stored itself.
-            mbarrier_init(shared + Shared::q_full(unit), 2 * PRODUCERS);
+            mbarrier_init(shared + Shared::q_full(unit), PRODUCERS);
             mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
         }
         fence_mbarrier_init();
@@ -103,14 +105,13 @@ DEVICE void initialise_barriers(SharedAddress shared) {
 
 DEVICE int producer_thread() { return static_cast<int>(threadIdx.x) - CONSUMER_THREADS; }
 
-// Starts the arrival of one row of an operand of `rows` rows, of which this thread takes a chunk in each panel; zeros where there
-// is no row.
-DEVICE void copy_row(SharedAddress operand, int rows, int row, const uint8_t* source, const uint8_t* anywhere) {
+// Starts the arrival of one row of an operand of `rows` rows, of which this thread takes a chunk in each panel: zeros where it is
+// not wanted, and then `source` may be anything.
+DEVICE void copy_row(SharedAddress operand, int rows, int row, const uint8_t* source, bool wanted) {
     const int chunk = producer_thread() % 8;
     UNROLL
     for (int panel = 0; panel < PANELS; ++panel)
-        copy_async_16(operand + panel * rows * 128 + panel_offset(row, chunk),
-                      (source ? source : anywhere) + 16 * (8 * panel + chunk), source);
+        copy_async_16(operand + panel * rows * 128 + panel_offset(row, chunk), source + 16 * (8 * panel + chunk), wanted);
 }
 
 // Decodes one half of a row of e2m1, 64 numbers, which are one panel's.
@@ -143,10 +144,11 @@ DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS
             const int64_t head = (unit.first_token + row / HEADS) * static_cast<int64_t>(params.num_heads) + row % HEADS;
             decode_half_row(q, ROWS, row, i % 2, query(params, unit, row), params.q_scale_bytes + 4 * head);
         }
-        fence_async_proxy();
     } else {
-        for (int row = thread / 8; row < ROWS; row += PRODUCERS / 8)
-            copy_row(q, ROWS, row, query(params, unit, row), params.q);
+        for (int row = thread / 8; row < ROWS; row += PRODUCERS / 8) {
+            const uint8_t* source = query(params, unit, row);
+            copy_row(q, ROWS, row, source ? source : params.q, source);
+        }
     }
     // A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one behind the other, and those of its neighbour behind them.
     float* weights = unit_weights(number);
@@ -172,40 +174,83 @@ struct Pages {
 
 // Tile `tile` of those whose pages were looked up.
 DEVICE void produce_keys(const IndexerLogitsParams& params, const Pages& pages, int32_t tile, int32_t first,
-                         SharedAddress stage) {
+                         SharedAddress stage, SharedAddress scales) {
     const int thread = producer_thread();
     if constexpr (OPERANDS == E2M1) {
         const int row = thread / 2;
         const Key key = key_on(params, pages.of(tile, row), first + row);
         decode_half_row(stage, KEYS, row, thread % 2, key.row, key.scales);
-        fence_async_proxy();
     } else {
+        // Of the rows that this thread copies from, each half of a tile has two, one stride apart.
+        constexpr int STEP = PRODUCERS / 8;
         UNROLL
-        for (int step = 0; step < KEYS; step += PRODUCERS / 8) {
-            const int row = step + thread / 8;
-            copy_row(stage, KEYS, row, key_on(params, pages.of(tile, row), first + row).row, params.k);
+        for (int half = 0; half < KEYS; half += KEYS / 2) {
+            const int row = half + thread / 8;
+            const int32_t page = pages.of(tile, row);
+            const uint8_t* source = key_start(params, page, first + row);
+            const int64_t stride = params.block_table ? ROW_BYTES : params.k_stride;
+            copy_row(stage, KEYS, row, source, exists_on(params, page, first + row));
+            copy_row(stage, KEYS, row + STEP, source + STEP * stride, exists_on(params, page, first + row + STEP));
         }
+    }
+    if constexpr (OPERANDS == E4M3) {
+        const int row = thread % KEYS;
+        const float* scale = scale_on(params, pages.of(tile, row), first + row);
+        if (thread < KEYS) copy_async_4(scales + 4 * row, scale ? scale : params.k_scales, scale);
     }
 }
 
+// Tiles whose copies were issued, and tiles that were handed to the consumers, which is later: a fence behind the wait for a
+// thread's own copies makes them visible to the products. (A fence in the consumers waited for their stores of logits as well.)
+struct Handover {
+    SharedAddress shared;
+    uint32_t issued, handed, unit;
+    bool queries;  // those of `unit` are not handed over yet: they were issued before any tile that is not
+
+    void next() {
+        if (queries) mbarrier_arrive(shared + Shared::q_full(unit));
+        queries = false;
+    }
+    // One tile more was issued.
+    void issue() {
+        copy_commit();
+        if (++issued - handed <= LAG) return;
+        copy_wait<LAG>();
+        fence_async_proxy();
+        next();
+        mbarrier_arrive(shared + Shared::full(handed++));
+    }
+    // All of them.
+    void finish() {
+        copy_wait<0>();
+        fence_async_proxy();
+        next();
+        while (handed != issued) mbarrier_arrive(shared + Shared::full(handed++));
+    }
+};
+
 DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared) {
     const int64_t units = total_units<TOKENS>(params);
-    uint32_t number = 0, tile = 0;  // how many units and tiles have come before
-    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
+    Handover handover{shared, 0, 0, 0, false};
+    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++handover.unit) {
         const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
+        const uint32_t number = handover.unit;
         mbarrier_wait(shared + Shared::q_empty(number), unit_phase(number) ^ 1);
         if (producer_thread() == 0) shared_unit(number) = unit;
         produce_queries(params, unit, shared + Shared::q(number), number);
-        copy_arrive(shared + Shared::q_full(number));
-        mbarrier_arrive(shared + Shared::q_full(number));
+        copy_commit();
+        handover.queries = true;
         Pages pages;
-        for (int32_t own = 0; own < unit.end - unit.begin; ++own, ++tile) {
+        for (int32_t own = 0; own < unit.end - unit.begin; ++own) {
+            const uint32_t tile = handover.issued;
             const int32_t first = unit.first + (unit.begin + own) * KEYS;
             if (own % Pages::TILES == 0) pages.look_up(params, unit.request, first);
             mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
-            produce_keys(params, pages, own % Pages::TILES, first, shared + Shared::k(tile));
-            copy_arrive(shared + Shared::full(tile));
+            produce_keys(params, pages, own % Pages::TILES, first, shared + Shared::k(tile), shared + Shared::scales(tile));
+            handover.issue();
         }
+        // The consumers may not release the queries of the unit before until they have all of its tiles.
+        handover.finish();
     }
 }
 
@@ -276,61 +321,35 @@ DEVICE void sum_lanes(float (&kept)[KEPT], const float (&sums)[COUNT]) {
     }
 }
 
-// The tiles of a unit that are one consumer's, one of every CONSUMERS.
-struct Tiles {
-    const IndexerLogitsParams& params;
-    int32_t request;
-    int32_t first;  // position of this lane's first key in the unit's first tile
-    int32_t pages;  // of this warp's keys in the 32 of these tiles from tile `looked_up` on, one to a lane
-    Factor factor[KEPT];
-
-    // Tile `tile` is the first of 32.
-    void look_up(int32_t tile) {
-        const int32_t warp_keys = first - lane_id() / 4 + (tile + CONSUMERS * lane_id()) * KEYS;
-        pages = page_of(params, request, warp_keys);
-    }
-    // What multiplies the keys of the tile that is number `place` of 32.
-    void find_factors(int32_t tile, int32_t place) {
-        const int32_t page = __shfl_sync(FULL_WARP, pages, place);
-        UNROLL
-        for (int i = 0; i < KEPT; ++i) factor[i] = factor_on(params, page, position(tile, i));
-    }
-    int32_t position(int32_t tile, int i) const { return first + tile * KEYS + lane_key(i) - lane_id() / 4; }
-};
-
-// One tile: its product, its stage released. Meanwhile the factors of the next of this consumer's tiles are looked up, number
-// `place` of 32: their latency has the time of a product and of a sum.
-DEVICE void multiply_tile(float (&d)[N8][4], SharedAddress shared, uint32_t tile, uint32_t number, Tiles& tiles,
-                          int32_t next, int32_t place) {
-    mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
-    // What the producer decoded it has made visible itself.
-    if constexpr (OPERANDS != E2M1) fence_async_proxy();
-    if (place == 0) tiles.look_up(next);
-    tiles.find_factors(next, place);
-    multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), matrix_descriptor(shared + Shared::q(number), 0, 1024));
-    if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
-}
-
 // Those of the unit's tiles from tile `own` on that are this consumer's; `before` tiles have come before the unit.
 DEVICE void consume_tiles(const IndexerLogitsParams& params, SharedAddress shared, uint32_t number, uint32_t before,
                           int32_t own, int32_t end, KeyRange range, float* row) {
     const Unit<TOKENS>& unit = shared_unit(number);
-    const int32_t first = unit.first + unit.begin * KEYS + warp_id() % 4 * 16 + lane_id() / 4;
-    Tiles tiles{params, unit.request, first, -1, {}};
-    tiles.look_up(own);
-    tiles.find_factors(own, 0);
-    for (int32_t place = 1; own < end; own += CONSUMERS, place = (place + 1) % static_cast<int32_t>(WARP_SIZE)) {
-        float d[N8][4], sums[2 * TOKENS], kept[KEPT];
-        Factor factor[KEPT];
+    const int32_t warp_keys = warp_id() % 4 * 16, first = unit.first + unit.begin * KEYS + warp_keys;
+    const uint64_t queries = matrix_descriptor(shared + Shared::q(number), 0, 1024);
+    int32_t pages = -1;  // of this warp's keys in the next 32 of its tiles, one to a lane
+    for (int32_t place = 0; own < end; own += CONSUMERS, place = (place + 1) % static_cast<int32_t>(WARP_SIZE)) {
+        if (place == 0) pages = page_of(params, unit.request, first + (own + CONSUMERS * lane_id()) * KEYS);
+        const int32_t page = __shfl_sync(FULL_WARP, pages, place);
+        const uint32_t tile = before + own;
+        float d[N8][4], sums[2 * TOKENS], kept[KEPT], scale[KEPT];
+        mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
+        const auto* scales = reinterpret_cast<const float*>(dynamic_shared() + Shared::scales(tile)) + warp_keys;
         UNROLL
-        for (int i = 0; i < KEPT; ++i) factor[i] = tiles.factor[i];
-        multiply_tile(d, shared, before + own, number, tiles, own + CONSUMERS, place);
+        for (int i = 0; i < KEPT; ++i) scale[i] = OPERANDS == E4M3 ? scales[lane_key(i)] : 1.0f;
+        multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
+        // Every lane has its scales.
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
         if (params.num_heads == HEADS) sum_own_heads<false>(sums, d, unit_weights(number), HEADS);
         else sum_own_heads<true>(sums, d, unit_weights(number), params.num_heads);
         sum_lanes(kept, sums);
         UNROLL
-        for (int i = 0; i < KEPT; ++i)
-            if (lane_stores()) store_logit(params, row, range, tiles.position(own, i), factor[i], kept[i]);
+        for (int i = 0; i < KEPT; ++i) {
+            const int32_t position = first + own * KEYS + lane_key(i);
+            const Factor factor{scale[i], exists_on(params, page, position)};
+            if (lane_stores()) store_logit(params, row, range, position, factor, kept[i]);
+        }
     }
 }
 

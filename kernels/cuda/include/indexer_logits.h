@@ -145,6 +145,16 @@ DEVICE int32_t entry_of(const IndexerLogitsParams& params, int32_t position) {
 // Of a page: where its scales begin, behind its rows.
 DEVICE int32_t page_scales(const IndexerLogitsParams& params) { return ROW_BYTES << params.page_shift; }
 
+// Of the entry at `position`, where keys are paged on `page`, which page_of has said: whether there is such a key, and where it
+// would begin.
+DEVICE bool exists_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
+    return params.block_table ? page >= 0 : position < params.num_keys;
+}
+DEVICE const uint8_t* key_start(const IndexerLogitsParams& params, int32_t page, int32_t position) {
+    if (!params.block_table) return params.k + position * params.k_stride;
+    return params.k + page * params.k_stride + entry_of(params, position) * ROW_BYTES;
+}
+
 // A key's row and its scales, or null: there is no such position, or its page is not there.
 struct Key {
     const uint8_t* row;
@@ -153,15 +163,12 @@ struct Key {
 
 // Of the entry at `position`, where keys are paged on `page`, which page_of has said.
 DEVICE Key key_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
-    if (!params.block_table) {
-        if (position >= params.num_keys) return Key{nullptr, nullptr};
-        return Key{params.k + position * params.k_stride,
-                   OPERANDS == E2M1 ? params.k_scale_bytes + static_cast<int64_t>(position) * SCALE_BYTES : nullptr};
-    }
-    if (page < 0) return Key{nullptr, nullptr};
+    if (!exists_on(params, page, position)) return Key{nullptr, nullptr};
+    const uint8_t* row = key_start(params, page, position);
+    if (OPERANDS != E2M1) return Key{row, nullptr};
+    if (!params.block_table) return Key{row, params.k_scale_bytes + static_cast<int64_t>(position) * SCALE_BYTES};
     const uint8_t* start = params.k + page * params.k_stride;
-    const int32_t entry = entry_of(params, position);
-    return Key{start + entry * ROW_BYTES, start + page_scales(params) + entry * SCALE_BYTES};
+    return Key{row, start + page_scales(params) + entry_of(params, position) * SCALE_BYTES};
 }
 
 // What a key's sum over the heads is multiplied by, and whether there is such a key.
@@ -170,14 +177,13 @@ struct Factor {
     bool exists;
 };
 
-DEVICE Factor factor_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
-    if (!params.block_table) {
-        const bool exists = position < params.num_keys;
-        return Factor{OPERANDS == E4M3 && exists ? params.k_scales[position] : 1.0f, exists};
-    }
-    if (OPERANDS != E4M3 || page < 0) return Factor{1.0f, page >= 0};
+// Where the scale of the key at `position` is, or null: it has none, or there is no such key.
+DEVICE const float* scale_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
+    if (OPERANDS != E4M3) return nullptr;
+    if (!params.block_table) return position < params.num_keys ? params.k_scales + position : nullptr;
+    if (page < 0) return nullptr;
     const uint8_t* scales = params.k + page * params.k_stride + page_scales(params);
-    return Factor{reinterpret_cast<const float*>(scales)[entry_of(params, position)], true};
+    return reinterpret_cast<const float*>(scales) + entry_of(params, position);
 }
 
 // ---------------------------------------------------------------- units of work
