@@ -1,23 +1,33 @@
-// Logits of the indexer for sm_90a: the kernel of indexer_logits.cu, which has the formulas, with warpgroup matrix products.
+// Logits of the indexer for sm_90a: the kernel of indexer_logits.cu, which has the formulas, with warpgroup matrix
+// products.
 //
-// How the work is laid out. Keys are the rows of a product and the heads of TOKENS tokens its columns, as there: of a product of
-// 64 keys a lane holds two keys by a quarter of the heads, and a logit is a sum within the lane and over four lanes. As many
-// blocks as there are multiprocessors take units (a few tokens and a piece of their keys) in turn. Five warpgroups:
-//   0 to 3  consumers. Tiles of 64 keys go to them in turn, through a ring of STAGES: while one rectifies and adds, the others'
-//           products run. Nothing is exchanged among them.
-//   4       producer: brings the tiles, and the queries of the next unit while the last tiles of this one are multiplied.
-// bf16 and e4m3 come with cp.async in the swizzle that wgmma reads, and e4m3 is multiplied as it is. Codes of e2m1, for which
-// Hopper has no product, pass through the producer's registers and become bf16, exactly.
+// How the work is laid out. Keys are the rows of a product and the heads of TOKENS tokens its columns, as there: of a
+// product of 64 keys a lane holds two keys by a quarter of the heads, and a logit is a sum within the lane and over
+// four lanes. As many blocks as there are multiprocessors take units (a few tokens and a piece of their keys) in turn.
+// Five warpgroups:
+//   0 to 3  consumers. Tiles of 64 keys go to them in turn, through a ring of STAGES: while one rectifies and adds,
+//           the others' products run. Nothing is exchanged among them.
+//   4       producer: brings the tiles, each warp those of one consumer, and the queries of the next unit while the
+//           last tiles of this one are multiplied.
+// bf16 and e4m3 come with cp.async in the swizzle that wgmma reads, and e4m3 is multiplied as it is. Codes of e2m1, for
+// which Hopper has no product, pass through the producer's registers and become bf16, exactly.
 //
-// The products of e4m3 are accumulated with 13 fraction bits (hopper.h), over the 128 numbers of a head: what the oracle allows
-// for follows from that.
+// The products of e4m3 are accumulated with 13 fraction bits (hopper.h), over the 128 numbers of a head: what the
+// oracle allows for follows from that.
 //
-// Floors as in indexer_logits.cu. Per tile of 64 keys and 128 columns: 256 cycles of products of e4m3, 512 of bf16, at 8192 and
-// 4096 FLOP a cycle; shared memory 4 x (16 + 32) + 64 for arriving rows = 256 cycles at 128 bytes a cycle (e4m3); 128
-// instructions of each consumer warp to rectify, weigh and add, some 40 more of it and as many of the producer's, of one warp
-// of either to a scheduler: some 220 of the 256 cycles in which it can issue. Keys from L2 once for each TOKENS tokens: 4096
-// queries with 14336 keys of 128 bytes 3.8 GB. Expected to limit: matrix units and issue about equally; with one token a
-// request, memory.
+// Floors as in indexer_logits.cu. Per tile of 64 keys and 128 columns: 256 cycles of products of e4m3, 512 of bf16, at
+// 8192 and 4096 FLOP a cycle; shared memory 4 x (16 + 32) + 64 for arriving rows = 256 cycles at 128 bytes a cycle
+// (e4m3); 128 instructions of each consumer warp to rectify, weigh and add, and some 70 more. Keys from L2 once for
+// each TOKENS tokens: 4096 queries with 14336 keys of 128 bytes 3.8 GB. Expected to limit: matrix units and issue about
+// equally; with one token a request, memory.
+//
+// What limited it (one H200, before each of the producer's warps had tiles of its own): 614 TFLOP/s for 4096 queries
+// and 16384 keys of e4m3, 620 for 32768; 339 us for 8192 queries, 2048 keys, ratio 4 of bf16 (405 TFLOP/s); paged e4m3,
+// context 8192: 5.3, 18.1 and 58.2 us for 1, 32 and 128 requests, context 65536: 8.7, 111.6 and 430 us (2.65 TB/s).
+// ncu: half of all stalls were consumers that waited for a tile. All four warps of the producer worked on each tile,
+// some 190 instructions of each, most of them addresses, in 830 cycles; so now a warp brings whole tiles, a quarter of
+// them. That has not been measured yet. Before, with a fence in the consumers, which waited for their stores, and
+// scales loaded by them: 584 TFLOP/s, 367 us, 440 us.
 //
 // Defines
 //   OPERANDS   0: bf16, 1: e4m3, 2: e2m1
@@ -43,7 +53,8 @@ constexpr int THREADS = CONSUMER_THREADS + PRODUCERS;
 constexpr int PANELS = OPERANDS == E4M3 ? 1 : 2;  // rows of 128 bytes that hold a row of an operand
 constexpr int STAGES = OPERANDS == E4M3 ? 16 : 8;
 static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
-constexpr int LAG = STAGES / 2;  // tiles whose copies are under way before the producer waits for the oldest
+// Tiles of a producer's warp that are under way before it waits for the oldest.
+constexpr int LAG = STAGES / CONSUMERS / 2;
 
 // Where everything lies in dynamic shared memory.
 struct Shared {
@@ -89,11 +100,11 @@ DEVICE float* unit_weights(uint32_t unit) {
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + Shared::full(stage), PRODUCERS);
+            mbarrier_init(shared + Shared::full(stage), 1);
             mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
         }
         for (uint32_t unit = 0; unit < 2; ++unit) {
-            mbarrier_init(shared + Shared::q_full(unit), PRODUCERS);
+            mbarrier_init(shared + Shared::q_full(unit), PRODUCERS / WARP_SIZE);
             mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
         }
         fence_mbarrier_init();
@@ -105,17 +116,19 @@ DEVICE void initialise_barriers(SharedAddress shared) {
 
 DEVICE int producer_thread() { return static_cast<int>(threadIdx.x) - CONSUMER_THREADS; }
 
-// Starts the arrival of one row of an operand of `rows` rows, of which this thread takes a chunk in each panel: zeros where it is
-// not wanted, and then `source` may be anything.
+// Starts the arrival of one row of an operand of `rows` rows, of which this lane takes a chunk in each panel: zeros
+// where it is not wanted, and then `source` may be anything.
 DEVICE void copy_row(SharedAddress operand, int rows, int row, const uint8_t* source, bool wanted) {
-    const int chunk = producer_thread() % 8;
+    const int chunk = lane_id() % 8;
     UNROLL
     for (int panel = 0; panel < PANELS; ++panel)
-        copy_async_16(operand + panel * rows * 128 + panel_offset(row, chunk), source + 16 * (8 * panel + chunk), wanted);
+        copy_async_16(operand + panel * rows * 128 + panel_offset(row, chunk), source + 16 * (8 * panel + chunk),
+                      wanted);
 }
 
 // Decodes one half of a row of e2m1, 64 numbers, which are one panel's.
-DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, const uint8_t* source, const uint8_t* scales) {
+DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, const uint8_t* source,
+                            const uint8_t* scales) {
     const SharedAddress panel = operand + half * rows * 128;
     UNROLL
     for (int group = 0; group < 2; ++group) {
@@ -136,12 +149,13 @@ DEVICE const uint8_t* query(const IndexerLogitsParams& params, const Unit<TOKENS
     return params.q + (unit.first_token + token) * params.q_token_stride + head * params.q_head_stride;
 }
 
-DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress q, uint32_t number) {
+DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress q,
+                            uint32_t number) {
     const int thread = producer_thread();
     if constexpr (OPERANDS == E2M1) {
         for (int i = thread; i < 2 * ROWS; i += PRODUCERS) {
             const int row = i / 2;
-            const int64_t head = (unit.first_token + row / HEADS) * static_cast<int64_t>(params.num_heads) + row % HEADS;
+            const int64_t token = unit.first_token + row / HEADS, head = token * params.num_heads + row % HEADS;
             decode_half_row(q, ROWS, row, i % 2, query(params, unit, row), params.q_scale_bytes + 4 * head);
         }
     } else {
@@ -150,7 +164,8 @@ DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS
             copy_row(q, ROWS, row, source ? source : params.q, source);
         }
     }
-    // A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one behind the other, and those of its neighbour behind them.
+    // A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one behind the other, and those of its neighbour
+    // behind them.
     float* weights = unit_weights(number);
     for (int row = thread; row < ROWS; row += PRODUCERS) {
         const int token = row / HEADS, head = row % HEADS;
@@ -160,78 +175,94 @@ DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS
     }
 }
 
-// The pages of the next 16 tiles, one of each half of a tile to a lane, so that one load is waited for in 16 tiles.
+// The pages of a warp's next 16 tiles, of which every CONSUMERS-th tile is its own: one of each half of a tile to a
+// lane, so that one load is waited for in 16 tiles.
 struct Pages {
     int32_t own;
     static constexpr int TILES = WARP_SIZE / 2;
 
+    // `first` is the position at which the first of these tiles begins.
     void look_up(const IndexerLogitsParams& params, int32_t request, int32_t first) {
-        own = page_of(params, request, first + lane_id() * (KEYS / 2));
+        own = page_of(params, request, first + (lane_id() / 2 * 2 * CONSUMERS + lane_id() % 2) * (KEYS / 2));
     }
-    // Of a row of tile `tile` of these.
-    int32_t of(int32_t tile, int row) const { return __shfl_sync(FULL_WARP, own, tile * 2 + row / (KEYS / 2)); }
+    // Of a half of tile `place` of these.
+    int32_t of(int32_t place, int half) const { return __shfl_sync(FULL_WARP, own, place * 2 + half); }
 };
 
-// Tile `tile` of those whose pages were looked up.
-DEVICE void produce_keys(const IndexerLogitsParams& params, const Pages& pages, int32_t tile, int32_t first,
+// The keys of a tile that begins at `first`, whose halves lie on these pages: all of it by one warp.
+DEVICE void produce_keys(const IndexerLogitsParams& params, const int32_t (&page)[2], int32_t first,
                          SharedAddress stage, SharedAddress scales) {
-    const int thread = producer_thread();
-    if constexpr (OPERANDS == E2M1) {
-        const int row = thread / 2;
-        const Key key = key_on(params, pages.of(tile, row), first + row);
-        decode_half_row(stage, KEYS, row, thread % 2, key.row, key.scales);
-    } else {
-        // Of the rows that this thread copies from, each half of a tile has two, one stride apart.
-        constexpr int STEP = PRODUCERS / 8;
-        UNROLL
-        for (int half = 0; half < KEYS; half += KEYS / 2) {
-            const int row = half + thread / 8;
-            const int32_t page = pages.of(tile, row);
-            const uint8_t* source = key_start(params, page, first + row);
-            const int64_t stride = params.block_table ? ROW_BYTES : params.k_stride;
-            copy_row(stage, KEYS, row, source, exists_on(params, page, first + row));
-            copy_row(stage, KEYS, row + STEP, source + STEP * stride, exists_on(params, page, first + row + STEP));
+    constexpr int HALF = KEYS / 2, STEP = WARP_SIZE / 8;
+    const int lane = lane_id();
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        if constexpr (OPERANDS == E2M1) {
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+                const int row = half * HALF + i * WARP_SIZE / 2 + lane / 2;
+                const Key key = key_on(params, page[half], first + row);
+                decode_half_row(stage, KEYS, row, lane % 2, key.row, key.scales);
+            }
+        } else {
+            const int row = half * HALF + lane / 8;
+            const uint8_t* source = key_start(params, page[half], first + row);
+            const int64_t step = STEP * (params.block_table ? ROW_BYTES : params.k_stride);
+            UNROLL
+            for (int i = 0; i < HALF; i += STEP, source += step)
+                copy_row(stage, KEYS, row + i, source, exists_on(params, page[half], first + row + i));
         }
-    }
-    if constexpr (OPERANDS == E4M3) {
-        const int row = thread % KEYS;
-        const float* scale = scale_on(params, pages.of(tile, row), first + row);
-        if (thread < KEYS) copy_async_4(scales + 4 * row, scale ? scale : params.k_scales, scale);
+        if constexpr (OPERANDS == E4M3) {
+            const int row = half * HALF + lane;
+            const float* scale = scale_on(params, page[half], first + row);
+            copy_async_4(scales + 4 * row, scale ? scale : params.k_scales, scale);
+        }
     }
 }
 
-// Tiles whose copies were issued, and tiles that were handed to the consumers, which is later: a fence behind the wait for a
-// thread's own copies makes them visible to the products. (A fence in the consumers waited for their stores of logits as well.)
+// Tiles of a warp whose copies were issued, and those that were handed to their consumer, which is later: a fence
+// behind the wait for a lane's own copies makes them visible to the products. (A fence in the consumers waited for
+// their stores of logits as well.)
 struct Handover {
     SharedAddress shared;
-    uint32_t issued, handed, unit;
+    uint32_t tile;    // the next to be issued; every CONSUMERS-th is the warp's
+    uint32_t oldest;  // the next to be handed over
+    uint32_t unit;
     bool queries;  // those of `unit` are not handed over yet: they were issued before any tile that is not
 
-    void next() {
-        if (queries) mbarrier_arrive(shared + Shared::q_full(unit));
+    // Every lane's copies have come, and were made visible.
+    void hand_queries() {
+        __syncwarp();
+        if (queries && lane_id() == 0) mbarrier_arrive(shared + Shared::q_full(unit));
         queries = false;
+    }
+    void hand_oldest() {
+        if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(oldest));
+        oldest += CONSUMERS;
     }
     // One tile more was issued.
     void issue() {
         copy_commit();
-        if (++issued - handed <= LAG) return;
+        tile += CONSUMERS;
+        if (tile - oldest <= LAG * CONSUMERS) return;
         copy_wait<LAG>();
         fence_async_proxy();
-        next();
-        mbarrier_arrive(shared + Shared::full(handed++));
+        hand_queries();
+        hand_oldest();
     }
     // All of them.
     void finish() {
         copy_wait<0>();
         fence_async_proxy();
-        next();
-        while (handed != issued) mbarrier_arrive(shared + Shared::full(handed++));
+        hand_queries();
+        while (oldest != tile) hand_oldest();
     }
 };
 
-DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared) {
+// Warp `warp` of the producer brings the tiles of consumer `warp`; the queries are brought by all of its warps.
+DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared, uint32_t warp) {
     const int64_t units = total_units<TOKENS>(params);
-    Handover handover{shared, 0, 0, 0, false};
+    Handover handover{shared, warp, warp, 0, false};
+    uint32_t before = 0;  // how many tiles have come before the unit
     for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++handover.unit) {
         const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
         const uint32_t number = handover.unit;
@@ -241,14 +272,17 @@ DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared) {
         copy_commit();
         handover.queries = true;
         Pages pages;
-        for (int32_t own = 0; own < unit.end - unit.begin; ++own) {
-            const uint32_t tile = handover.issued;
+        const int32_t tiles = unit.end - unit.begin;
+        for (int32_t own = handover.tile - before, place = 0; own < tiles; own += CONSUMERS, ++place) {
             const int32_t first = unit.first + (unit.begin + own) * KEYS;
-            if (own % Pages::TILES == 0) pages.look_up(params, unit.request, first);
+            if (place % Pages::TILES == 0) pages.look_up(params, unit.request, first);
+            const int32_t page[2] = {pages.of(place % Pages::TILES, 0), pages.of(place % Pages::TILES, 1)};
+            const uint32_t tile = handover.tile;
             mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
-            produce_keys(params, pages, own % Pages::TILES, first, shared + Shared::k(tile), shared + Shared::scales(tile));
+            produce_keys(params, page, first, shared + Shared::k(tile), shared + Shared::scales(tile));
             handover.issue();
         }
+        before += tiles;
         // The consumers may not release the queries of the unit before until they have all of its tiles.
         handover.finish();
     }
@@ -381,7 +415,7 @@ KERNEL(indexer_logits_hopper, IndexerLogitsParams, THREADS) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
         registers_decrease<64>();
-        produce(params, shared);
+        produce(params, shared, uniform(warp_id() % 4));
     } else {
         registers_increase<104>();
         consume(params, shared, warpgroup);
