@@ -501,7 +501,7 @@ impl Declared for IndexerLogits {
             return vec![
                 timed(prefill(8, 128), fastest),
                 timed(decode(2, 128), fastest),
-                timed(training(8, 32), fastest),
+                timed(training(64, 16), fastest),
             ];
         }
         let mut cases = vec![prefill(4096, 16_384), prefill(4096, 32_768), training(8192, 2048)];

@@ -13,6 +13,7 @@ use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
+use dsv4_parity::operators::indexer_logits::IndexerLogits;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
@@ -160,6 +161,10 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         let whole = json!({"num_rows": 11, "num_columns": 300, "topk": 40});
         timed(reduced::<Topk>("forward", name, whole, json!({"num_rows": 3})))
     };
+    let logits = |name, whole, fewer| timed(reduced::<IndexerLogits>("forward", name, whole, fewer));
+    let prefill = json!({"num_tokens": 11, "num_heads": 5, "num_keys": 90, "columns": 90});
+    let training = json!({"num_tokens": 40, "num_heads": 5, "num_keys": 10, "columns": 10});
+    let paged = json!({"batch": 5, "num_heads": 5, "columns": 100, "num_pages": 10, "table_pages": 2});
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let rope = |name| timed(reduced::<Rope>("forward", name, heads.clone(), json!({"num_tokens": 2})));
     let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
@@ -207,6 +212,9 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         topk("512 of 16384, 4096 rows"),
+        logits("e4m3 prefill q4096 k16384 H64", prefill, json!({"num_tokens": 2})),
+        logits("bf16 dense q8192 k2048 ratio 4 H64", training, json!({"num_tokens": 2})),
+        logits("e4m3 paged batch 128 context 8192 H64", paged, json!({"batch": 2, "num_pages": 4})),
     ]
 }
 
