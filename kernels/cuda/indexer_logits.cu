@@ -3,29 +3,31 @@
 //     d[t,h,k]    = q[t,h] . k[k]                                        128 products, accumulated in fp32
 //     logits[t,c] = sm_scale * s[k] * sum_h w[t,h] * max(d[t,h,k], 0)    k = first(t) + c, for c < length(t)
 //
-// sums over the heads in fp32. With OPERANDS 1 q and k are e4m3, the scale of q is folded into w, and s is the scale of the key;
-// otherwise s is 1. With OPERANDS 2 both are e2m1 with a power of two for each 32 numbers, which stays with them: what they
-// decode to is a bf16 number. max keeps NaN.
+// sums over the heads in fp32. With OPERANDS 1 q and k are e4m3, the scale of q is folded into w, and s is the scale of
+// the key; otherwise s is 1. With OPERANDS 2 both are e2m1 with a power of two for each 32 numbers, which stays with
+// them: what they decode to is a bf16 number. max keeps NaN.
 //
 // Which keys a token scores, [first, first + length):
 //     ranges   rows ks .. ke of k
-//     causal   of the token's sequence the first clamp(floor((q_off + t + 1) / ratio), 0, keys), t counted within the sequence
-//     paged    the first context_lens[t] entries of its request's pages, which block_table names. Entry i is row i % B of page
-//              block_table[i / B]; a page holds B rows and behind them their B scales
-// Whatever is beyond the keys, the pages or the columns of the output is left out. Columns from length(t) on, and those of pages
-// that are not there, are -inf if logits are to be clean, and else left as they were: then only what is in the range may be read.
+//     causal   of the token's sequence the first clamp(floor((q_off + t + 1) / ratio), 0, keys), t counted within it
+//     paged    the first context_lens[t] entries of its request's pages, which block_table names: entry i is row i % B
+//              of page block_table[i / B]. A page holds B rows and behind them their B scales
+// Whatever is beyond the keys, the pages or the columns of the output is left out. Columns from length(t) on, and those
+// of pages that are not there, are -inf if logits are to be clean, and else left as they were: then only what is in the
+// range may be read.
 //
-// How the work is laid out. A block takes TOKENS consecutive tokens with all of their heads, and a piece of the keys that they
-// look at, tile after tile of 64. Keys are the rows of the products and heads their columns: what is summed over the heads lies
-// in the lane's own registers but for the last step over four lanes, and a tile of keys serves all tokens. Operands
-// pass through registers on their way to shared memory, where all are bf16 (every e4m3 and e2m1 number is one), the next tile's
-// while this one is multiplied. indexer_logits_hopper.cu has the same for sm_90a.
+// How the work is laid out. A block takes TOKENS consecutive tokens with all of their heads, and a piece of the keys
+// that they look at, tile after tile of 64. Keys are the rows of the products and heads their columns: what is summed
+// over the heads lies in the lane's own registers but for the last step over four lanes, and a tile of keys serves all
+// tokens. Operands pass through registers on their way to shared memory, where all are bf16 (every e4m3 and e2m1 number
+// is one), the next tile's while this one is multiplied. indexer_logits_hopper.cu has the same for sm_90a.
 //
-// Floors, for T tokens, H heads and V visible pairs of a token and a key: 2*H*128*V FLOP and 4*T*columns bytes written; keys
-// come from L2, once for each tile of tokens. 4096 queries of 64 heads that see 14336 keys on average: 962 TFLOP,
-// 641 us at about 1500 TFLOP/s of fp8; 268 MB written, 63 us at 4.24 TB/s. 8192 queries, ratio 4, 2048 keys: 137 TFLOP, 174 us
-// at 790 TFLOP/s. Decoding 128 requests of 65536 keys reads 132 bytes of each: 1.1 GB, 261 us. Expected to limit: the rate of
-// mma.sync with ldmatrix beside it; where one token decodes, memory.
+// Floors, for T tokens, H heads and V visible pairs of a token and a key: 2*H*128*V FLOP and 4*T*columns bytes written;
+// keys come from L2, once for each tile of tokens. 4096 queries of 64 heads that see 14336 keys on average: 962 TFLOP,
+// 641 us at about 1500 TFLOP/s of fp8; 268 MB written, 63 us at 4.24 TB/s. 8192 queries, ratio 4, 2048 keys: 137 TFLOP,
+// 174 us at 790 TFLOP/s. Decoding 128 requests of 65536 keys reads 132 bytes of each: 1.1 GB, 261 us. Expected to
+// limit: the rate of mma.sync with ldmatrix beside it; where one token decodes, memory. One H200: 755 us for the 8192
+// queries of bf16 (182 TFLOP/s).
 //
 // Defines
 //   OPERANDS   0: bf16, 1: e4m3, 2: e2m1
@@ -134,7 +136,8 @@ DEVICE void multiply(float (&d)[HEADS / 8][4], const uint32_t (&keys)[STEPS][4],
     }
 }
 
-// The sum over the heads of the key that this lane keeps: row lane / 4 of the warp's, or, with bit 1 of the lane, 8 rows further.
+// The sum over the heads of the key that this lane keeps: row lane / 4 of the warp's, or, with bit 1 of the lane, 8
+// rows further.
 DEVICE float sum_heads(const float (&d)[HEADS / 8][4], const float* weights, int num_heads) {
     float sums[2] = {0.0f, 0.0f}, kept[1];
     UNROLL
@@ -159,7 +162,9 @@ DEVICE void score_tile(const IndexerLogitsParams& params, const Unit<TOKENS>& un
     for (int step = 0; step < STEPS; ++step)
         ldmatrix_x4(keys[step], tile + bf16_offset(KEYS, first_row + lane % 16, 2 * step + lane / 16));
     const int32_t position = first + first_row + lane / 4 + lane / 2 % 2 * 8;
-    const Factor factor = factor_on(params, page_of(params, unit.request, position), position);
+    const int32_t page = page_of(params, unit.request, position);
+    const float* scale = scale_on(params, page, position);
+    const Factor factor{scale ? *scale : 1.0f, exists_on(params, page, position)};
     const auto* weights = reinterpret_cast<const float*>(dynamic_shared() + Layout::WEIGHTS);
     UNROLL
     for (int token = 0; token < TOKENS; ++token) {

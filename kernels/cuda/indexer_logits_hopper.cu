@@ -1,23 +1,33 @@
-// Logits of the indexer for sm_90a: the kernel of indexer_logits.cu, which has the formulas, with warpgroup matrix products.
+// Logits of the indexer for sm_90a: the kernel of indexer_logits.cu, which has the formulas, with warpgroup matrix
+// products.
 //
-// How the work is laid out. Keys are the rows of a product and the heads of TOKENS tokens its columns, as there: of a product of
-// 64 keys a lane holds two keys by a quarter of the heads, and a logit is a sum within the lane and over four lanes. As many
-// blocks as there are multiprocessors take units (a few tokens and a piece of their keys) in turn. Five warpgroups:
-//   0 to 3  consumers. Tiles of 64 keys go to them in turn, through a ring of STAGES: while one rectifies and adds, the others'
-//           products run. Nothing is exchanged among them.
-//   4       producer: brings the tiles, and the queries of the next unit while the last tiles of this one are multiplied.
-// bf16 and e4m3 come with cp.async in the swizzle that wgmma reads, and e4m3 is multiplied as it is. Codes of e2m1, for which
-// Hopper has no product, pass through the producer's registers and become bf16, exactly.
+// How the work is laid out. Keys are the rows of a product and the heads of TOKENS tokens its columns, as there: of a
+// product of 64 keys a lane holds two keys by a quarter of the heads, and a logit is a sum within the lane and over
+// four lanes. As many blocks as there are multiprocessors take units (a few tokens and a piece of their keys) in turn.
+// Five warpgroups:
+//   0 to 3  consumers. Tiles of 64 keys go to them in turn, through a ring of STAGES: while one rectifies and adds,
+//           the others' products run. Nothing is exchanged among them.
+//   4       producer: brings the tiles, each warp those of one consumer, and the queries of the next unit while the
+//           last tiles of this one are multiplied.
+// bf16 and e4m3 come with cp.async in the swizzle that wgmma reads, and e4m3 is multiplied as it is. Codes of e2m1, for
+// which Hopper has no product, pass through the producer's registers and become bf16, exactly.
 //
-// The products of e4m3 are accumulated with 13 fraction bits (hopper.h), over the 128 numbers of a head: what the oracle allows
-// for follows from that.
+// The products of e4m3 are accumulated with 13 fraction bits (hopper.h), over the 128 numbers of a head: what the
+// oracle allows for follows from that.
 //
-// Floors as in indexer_logits.cu. Per tile of 64 keys and 128 columns: 256 cycles of products of e4m3, 512 of bf16, at 8192 and
-// 4096 FLOP a cycle; shared memory 4 x (16 + 32) + 64 for arriving rows = 256 cycles at 128 bytes a cycle (e4m3); 128
-// instructions of each consumer warp to rectify, weigh and add, some 40 more of it and as many of the producer's, of one warp
-// of either to a scheduler: some 220 of the 256 cycles in which it can issue. Keys from L2 once for each TOKENS tokens: 4096
-// queries with 14336 keys of 128 bytes 3.8 GB. Expected to limit: matrix units and issue about equally; with one token a
-// request, memory.
+// Floors as in indexer_logits.cu. Per tile of 64 keys and 128 columns: 256 cycles of products of e4m3, 512 of bf16, at
+// 8192 and 4096 FLOP a cycle; shared memory 4 x (16 + 32) + 64 for arriving rows = 256 cycles at 128 bytes a cycle
+// (e4m3); 128 instructions of each consumer warp to rectify, weigh and add, and some 70 more. Keys from L2 once for
+// each TOKENS tokens: 4096 queries with 14336 keys of 128 bytes 3.8 GB. Expected to limit: matrix units and issue about
+// equally; with one token a request, memory.
+//
+// What limited it (one H200, before each of the producer's warps had tiles of its own): 614 TFLOP/s for 4096 queries
+// and 16384 keys of e4m3, 620 for 32768; 339 us for 8192 queries, 2048 keys, ratio 4 of bf16 (405 TFLOP/s); paged e4m3,
+// context 8192: 5.3, 18.1 and 58.2 us for 1, 32 and 128 requests, context 65536: 8.7, 111.6 and 430 us (2.65 TB/s).
+// ncu: half of all stalls were consumers that waited for a tile. All four warps of the producer worked on each tile,
+// some 190 instructions of each, most of them addresses, in 830 cycles; so now a warp brings whole tiles, a quarter of
+// them. That has not been measured yet. Before, with a fence in the consumers, which waited for their stores, and
+// scales loaded by them: 584 TFLOP/s, 367 us, 440 us.
 //
 // Defines
 //   OPERANDS   0: bf16, 1: e4m3, 2: e2m1
@@ -43,6 +53,8 @@ constexpr int THREADS = CONSUMER_THREADS + PRODUCERS;
 constexpr int PANELS = OPERANDS == E4M3 ? 1 : 2;  // rows of 128 bytes that hold a row of an operand
 constexpr int STAGES = OPERANDS == E4M3 ? 16 : 8;
 static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
+// Tiles of a producer's warp that are under way before it waits for the oldest.
+constexpr int LAG = STAGES / CONSUMERS / 2;
 
 // Where everything lies in dynamic shared memory.
 struct Shared {
@@ -50,7 +62,8 @@ struct Shared {
     static constexpr int Q = 0;  // of two units
     static constexpr int K = Q + 2 * Q_BYTES;
     static constexpr int WEIGHTS = K + STAGES * STAGE_BYTES;      // float [2][TOKENS][HEADS / 16][4 lanes][4]
-    static constexpr int UNITS = WEIGHTS + 2 * ROWS * 4;          // Unit [2]
+    static constexpr int SCALES = WEIGHTS + 2 * ROWS * 4;         // float [STAGES][KEYS], of the keys of e4m3
+    static constexpr int UNITS = SCALES + (OPERANDS == E4M3 ? STAGES * KEYS * 4 : 0);  // Unit [2]
     static constexpr int UNIT_BYTES = (sizeof(Unit<TOKENS>) + 7) / 8 * 8;
     static constexpr int FULL = UNITS + 2 * UNIT_BYTES;           // mbarriers [STAGES]
     static constexpr int EMPTY = FULL + 8 * STAGES;
@@ -60,6 +73,7 @@ struct Shared {
 
     static constexpr int q(uint32_t unit) { return Q + unit % 2 * Q_BYTES; }
     static constexpr int k(uint32_t tile) { return K + tile % STAGES * STAGE_BYTES; }
+    static constexpr int scales(uint32_t tile) { return SCALES + tile % STAGES * KEYS * 4; }
     static constexpr int full(uint32_t tile) { return FULL + 8 * (tile % STAGES); }
     static constexpr int empty(uint32_t tile) { return EMPTY + 8 * (tile % STAGES); }
     static constexpr int q_full(uint32_t unit) { return Q_FULL + 8 * (unit % 2); }
@@ -86,12 +100,11 @@ DEVICE float* unit_weights(uint32_t unit) {
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + Shared::full(stage), PRODUCERS);
+            mbarrier_init(shared + Shared::full(stage), 1);
             mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
         }
         for (uint32_t unit = 0; unit < 2; ++unit) {
-            // Each producer's copies, and what it stored itself.
-            mbarrier_init(shared + Shared::q_full(unit), 2 * PRODUCERS);
+            mbarrier_init(shared + Shared::q_full(unit), PRODUCERS / WARP_SIZE);
             mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
         }
         fence_mbarrier_init();
@@ -103,18 +116,19 @@ DEVICE void initialise_barriers(SharedAddress shared) {
 
 DEVICE int producer_thread() { return static_cast<int>(threadIdx.x) - CONSUMER_THREADS; }
 
-// Starts the arrival of one row of an operand of `rows` rows, of which this thread takes a chunk in each panel; zeros where there
-// is no row.
-DEVICE void copy_row(SharedAddress operand, int rows, int row, const uint8_t* source, const uint8_t* anywhere) {
-    const int chunk = producer_thread() % 8;
+// Starts the arrival of one row of an operand of `rows` rows, of which this lane takes a chunk in each panel: zeros
+// where it is not wanted, and then `source` may be anything.
+DEVICE void copy_row(SharedAddress operand, int rows, int row, const uint8_t* source, bool wanted) {
+    const int chunk = lane_id() % 8;
     UNROLL
     for (int panel = 0; panel < PANELS; ++panel)
-        copy_async_16(operand + panel * rows * 128 + panel_offset(row, chunk),
-                      (source ? source : anywhere) + 16 * (8 * panel + chunk), source);
+        copy_async_16(operand + panel * rows * 128 + panel_offset(row, chunk), source + 16 * (8 * panel + chunk),
+                      wanted);
 }
 
 // Decodes one half of a row of e2m1, 64 numbers, which are one panel's.
-DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, const uint8_t* source, const uint8_t* scales) {
+DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, const uint8_t* source,
+                            const uint8_t* scales) {
     const SharedAddress panel = operand + half * rows * 128;
     UNROLL
     for (int group = 0; group < 2; ++group) {
@@ -135,20 +149,23 @@ DEVICE const uint8_t* query(const IndexerLogitsParams& params, const Unit<TOKENS
     return params.q + (unit.first_token + token) * params.q_token_stride + head * params.q_head_stride;
 }
 
-DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress q, uint32_t number) {
+DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress q,
+                            uint32_t number) {
     const int thread = producer_thread();
     if constexpr (OPERANDS == E2M1) {
         for (int i = thread; i < 2 * ROWS; i += PRODUCERS) {
             const int row = i / 2;
-            const int64_t head = (unit.first_token + row / HEADS) * static_cast<int64_t>(params.num_heads) + row % HEADS;
+            const int64_t token = unit.first_token + row / HEADS, head = token * params.num_heads + row % HEADS;
             decode_half_row(q, ROWS, row, i % 2, query(params, unit, row), params.q_scale_bytes + 4 * head);
         }
-        fence_async_proxy();
     } else {
-        for (int row = thread / 8; row < ROWS; row += PRODUCERS / 8)
-            copy_row(q, ROWS, row, query(params, unit, row), params.q);
+        for (int row = thread / 8; row < ROWS; row += PRODUCERS / 8) {
+            const uint8_t* source = query(params, unit, row);
+            copy_row(q, ROWS, row, source ? source : params.q, source);
+        }
     }
-    // A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one behind the other, and those of its neighbour behind them.
+    // A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one behind the other, and those of its neighbour
+    // behind them.
     float* weights = unit_weights(number);
     for (int row = thread; row < ROWS; row += PRODUCERS) {
         const int token = row / HEADS, head = row % HEADS;
@@ -158,54 +175,116 @@ DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS
     }
 }
 
-// The pages of the next 16 tiles, one of each half of a tile to a lane, so that one load is waited for in 16 tiles.
+// The pages of a warp's next 16 tiles, of which every CONSUMERS-th tile is its own: one of each half of a tile to a
+// lane, so that one load is waited for in 16 tiles.
 struct Pages {
     int32_t own;
     static constexpr int TILES = WARP_SIZE / 2;
 
+    // `first` is the position at which the first of these tiles begins.
     void look_up(const IndexerLogitsParams& params, int32_t request, int32_t first) {
-        own = page_of(params, request, first + lane_id() * (KEYS / 2));
+        own = page_of(params, request, first + (lane_id() / 2 * 2 * CONSUMERS + lane_id() % 2) * (KEYS / 2));
     }
-    // Of a row of tile `tile` of these.
-    int32_t of(int32_t tile, int row) const { return __shfl_sync(FULL_WARP, own, tile * 2 + row / (KEYS / 2)); }
+    // Of a half of tile `place` of these.
+    int32_t of(int32_t place, int half) const { return __shfl_sync(FULL_WARP, own, place * 2 + half); }
 };
 
-// Tile `tile` of those whose pages were looked up.
-DEVICE void produce_keys(const IndexerLogitsParams& params, const Pages& pages, int32_t tile, int32_t first,
-                         SharedAddress stage) {
-    const int thread = producer_thread();
-    if constexpr (OPERANDS == E2M1) {
-        const int row = thread / 2;
-        const Key key = key_on(params, pages.of(tile, row), first + row);
-        decode_half_row(stage, KEYS, row, thread % 2, key.row, key.scales);
-        fence_async_proxy();
-    } else {
-        UNROLL
-        for (int step = 0; step < KEYS; step += PRODUCERS / 8) {
-            const int row = step + thread / 8;
-            copy_row(stage, KEYS, row, key_on(params, pages.of(tile, row), first + row).row, params.k);
+// The keys of a tile that begins at `first`, whose halves lie on these pages: all of it by one warp.
+DEVICE void produce_keys(const IndexerLogitsParams& params, const int32_t (&page)[2], int32_t first,
+                         SharedAddress stage, SharedAddress scales) {
+    constexpr int HALF = KEYS / 2, STEP = WARP_SIZE / 8;
+    const int lane = lane_id();
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        if constexpr (OPERANDS == E2M1) {
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+                const int row = half * HALF + i * WARP_SIZE / 2 + lane / 2;
+                const Key key = key_on(params, page[half], first + row);
+                decode_half_row(stage, KEYS, row, lane % 2, key.row, key.scales);
+            }
+        } else {
+            const int row = half * HALF + lane / 8;
+            const uint8_t* source = key_start(params, page[half], first + row);
+            const int64_t step = STEP * (params.block_table ? ROW_BYTES : params.k_stride);
+            UNROLL
+            for (int i = 0; i < HALF; i += STEP, source += step)
+                copy_row(stage, KEYS, row + i, source, exists_on(params, page[half], first + row + i));
+        }
+        if constexpr (OPERANDS == E4M3) {
+            const int row = half * HALF + lane;
+            const float* scale = scale_on(params, page[half], first + row);
+            copy_async_4(scales + 4 * row, scale ? scale : params.k_scales, scale);
         }
     }
 }
 
-DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared) {
+// Tiles of a warp whose copies were issued, and those that were handed to their consumer, which is later: a fence
+// behind the wait for a lane's own copies makes them visible to the products. (A fence in the consumers waited for
+// their stores of logits as well.)
+struct Handover {
+    SharedAddress shared;
+    uint32_t tile;    // the next to be issued; every CONSUMERS-th is the warp's
+    uint32_t oldest;  // the next to be handed over
+    uint32_t unit;
+    bool queries;  // those of `unit` are not handed over yet: they were issued before any tile that is not
+
+    // Every lane's copies have come, and were made visible.
+    void hand_queries() {
+        __syncwarp();
+        if (queries && lane_id() == 0) mbarrier_arrive(shared + Shared::q_full(unit));
+        queries = false;
+    }
+    void hand_oldest() {
+        if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(oldest));
+        oldest += CONSUMERS;
+    }
+    // One tile more was issued.
+    void issue() {
+        copy_commit();
+        tile += CONSUMERS;
+        if (tile - oldest <= LAG * CONSUMERS) return;
+        copy_wait<LAG>();
+        fence_async_proxy();
+        hand_queries();
+        hand_oldest();
+    }
+    // All of them.
+    void finish() {
+        copy_wait<0>();
+        fence_async_proxy();
+        hand_queries();
+        while (oldest != tile) hand_oldest();
+    }
+};
+
+// Warp `warp` of the producer brings the tiles of consumer `warp`; the queries are brought by all of its warps.
+DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared, uint32_t warp) {
     const int64_t units = total_units<TOKENS>(params);
-    uint32_t number = 0, tile = 0;  // how many units and tiles have come before
-    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
+    Handover handover{shared, warp, warp, 0, false};
+    uint32_t before = 0;  // how many tiles have come before the unit
+    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++handover.unit) {
         const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
+        const uint32_t number = handover.unit;
         mbarrier_wait(shared + Shared::q_empty(number), unit_phase(number) ^ 1);
         if (producer_thread() == 0) shared_unit(number) = unit;
         produce_queries(params, unit, shared + Shared::q(number), number);
-        copy_arrive(shared + Shared::q_full(number));
-        mbarrier_arrive(shared + Shared::q_full(number));
+        copy_commit();
+        handover.queries = true;
         Pages pages;
-        for (int32_t own = 0; own < unit.end - unit.begin; ++own, ++tile) {
+        const int32_t tiles = unit.end - unit.begin;
+        for (int32_t own = handover.tile - before, place = 0; own < tiles; own += CONSUMERS, ++place) {
             const int32_t first = unit.first + (unit.begin + own) * KEYS;
-            if (own % Pages::TILES == 0) pages.look_up(params, unit.request, first);
+            if (place % Pages::TILES == 0) pages.look_up(params, unit.request, first);
+            const int32_t page[2] = {pages.of(place % Pages::TILES, 0), pages.of(place % Pages::TILES, 1)};
+            const uint32_t tile = handover.tile;
             mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
-            produce_keys(params, pages, own % Pages::TILES, first, shared + Shared::k(tile));
-            copy_arrive(shared + Shared::full(tile));
+            produce_keys(params, page, first, shared + Shared::k(tile), shared + Shared::scales(tile));
+            handover.issue();
         }
+        before += tiles;
+        // The consumers may not release the queries of the unit before until they have all of its tiles.
+        handover.finish();
     }
 }
 
@@ -276,61 +355,35 @@ DEVICE void sum_lanes(float (&kept)[KEPT], const float (&sums)[COUNT]) {
     }
 }
 
-// The tiles of a unit that are one consumer's, one of every CONSUMERS.
-struct Tiles {
-    const IndexerLogitsParams& params;
-    int32_t request;
-    int32_t first;  // position of this lane's first key in the unit's first tile
-    int32_t pages;  // of this warp's keys in the 32 of these tiles from tile `looked_up` on, one to a lane
-    Factor factor[KEPT];
-
-    // Tile `tile` is the first of 32.
-    void look_up(int32_t tile) {
-        const int32_t warp_keys = first - lane_id() / 4 + (tile + CONSUMERS * lane_id()) * KEYS;
-        pages = page_of(params, request, warp_keys);
-    }
-    // What multiplies the keys of the tile that is number `place` of 32.
-    void find_factors(int32_t tile, int32_t place) {
-        const int32_t page = __shfl_sync(FULL_WARP, pages, place);
-        UNROLL
-        for (int i = 0; i < KEPT; ++i) factor[i] = factor_on(params, page, position(tile, i));
-    }
-    int32_t position(int32_t tile, int i) const { return first + tile * KEYS + lane_key(i) - lane_id() / 4; }
-};
-
-// One tile: its product, its stage released. Meanwhile the factors of the next of this consumer's tiles are looked up, number
-// `place` of 32: their latency has the time of a product and of a sum.
-DEVICE void multiply_tile(float (&d)[N8][4], SharedAddress shared, uint32_t tile, uint32_t number, Tiles& tiles,
-                          int32_t next, int32_t place) {
-    mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
-    // What the producer decoded it has made visible itself.
-    if constexpr (OPERANDS != E2M1) fence_async_proxy();
-    if (place == 0) tiles.look_up(next);
-    tiles.find_factors(next, place);
-    multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), matrix_descriptor(shared + Shared::q(number), 0, 1024));
-    if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
-}
-
 // Those of the unit's tiles from tile `own` on that are this consumer's; `before` tiles have come before the unit.
 DEVICE void consume_tiles(const IndexerLogitsParams& params, SharedAddress shared, uint32_t number, uint32_t before,
                           int32_t own, int32_t end, KeyRange range, float* row) {
     const Unit<TOKENS>& unit = shared_unit(number);
-    const int32_t first = unit.first + unit.begin * KEYS + warp_id() % 4 * 16 + lane_id() / 4;
-    Tiles tiles{params, unit.request, first, -1, {}};
-    tiles.look_up(own);
-    tiles.find_factors(own, 0);
-    for (int32_t place = 1; own < end; own += CONSUMERS, place = (place + 1) % static_cast<int32_t>(WARP_SIZE)) {
-        float d[N8][4], sums[2 * TOKENS], kept[KEPT];
-        Factor factor[KEPT];
+    const int32_t warp_keys = warp_id() % 4 * 16, first = unit.first + unit.begin * KEYS + warp_keys;
+    const uint64_t queries = matrix_descriptor(shared + Shared::q(number), 0, 1024);
+    int32_t pages = -1;  // of this warp's keys in the next 32 of its tiles, one to a lane
+    for (int32_t place = 0; own < end; own += CONSUMERS, place = (place + 1) % static_cast<int32_t>(WARP_SIZE)) {
+        if (place == 0) pages = page_of(params, unit.request, first + (own + CONSUMERS * lane_id()) * KEYS);
+        const int32_t page = __shfl_sync(FULL_WARP, pages, place);
+        const uint32_t tile = before + own;
+        float d[N8][4], sums[2 * TOKENS], kept[KEPT], scale[KEPT];
+        mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
+        const auto* scales = reinterpret_cast<const float*>(dynamic_shared() + Shared::scales(tile)) + warp_keys;
         UNROLL
-        for (int i = 0; i < KEPT; ++i) factor[i] = tiles.factor[i];
-        multiply_tile(d, shared, before + own, number, tiles, own + CONSUMERS, place);
+        for (int i = 0; i < KEPT; ++i) scale[i] = OPERANDS == E4M3 ? scales[lane_key(i)] : 1.0f;
+        multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
+        // Every lane has its scales.
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
         if (params.num_heads == HEADS) sum_own_heads<false>(sums, d, unit_weights(number), HEADS);
         else sum_own_heads<true>(sums, d, unit_weights(number), params.num_heads);
         sum_lanes(kept, sums);
         UNROLL
-        for (int i = 0; i < KEPT; ++i)
-            if (lane_stores()) store_logit(params, row, range, tiles.position(own, i), factor[i], kept[i]);
+        for (int i = 0; i < KEPT; ++i) {
+            const int32_t position = first + own * KEYS + lane_key(i);
+            const Factor factor{scale[i], exists_on(params, page, position)};
+            if (lane_stores()) store_logit(params, row, range, position, factor, kept[i]);
+        }
     }
 }
 
@@ -362,7 +415,7 @@ KERNEL(indexer_logits_hopper, IndexerLogitsParams, THREADS) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
         registers_decrease<64>();
-        produce(params, shared);
+        produce(params, shared, uniform(warp_id() % 4));
     } else {
         registers_increase<104>();
         consume(params, shared, warpgroup);

@@ -395,8 +395,8 @@ impl Declared for IndexerLogits {
             IndexerLogitsCase { page_size: 32, table_pages: 5, clean_logits: false, ..paged(3, 2, 64, 140, e2m1) },
             paged(2, 2, 12, 100, bf16),
             // One unit of many tiles: each consumer's stages are used again. Units of which some have no keys at all.
-            hopper(any(of(flat(2, 64, 2200, e4m3), Lengths::Absent))),
-            hopper(of(flat(2, 64, 1200, bf16), Lengths::Absent)),
+            hopper(any(of(flat(2, 64, 5200, e4m3), Lengths::Absent))),
+            hopper(of(flat(2, 64, 2600, bf16), Lengths::Absent)),
             hopper(any(of(flat(2, 33, 1200, e2m1), Lengths::Absent))),
             hopper(IndexerLogitsCase { packed: true, ..causal(33, 64, 140, bf16, 4) }),
             hopper(IndexerLogitsCase { q_off: false, ..causal(33, 17, 140, e4m3, 3) }),
@@ -501,7 +501,7 @@ impl Declared for IndexerLogits {
             return vec![
                 timed(prefill(8, 128), fastest),
                 timed(decode(2, 128), fastest),
-                timed(training(8, 32), fastest),
+                timed(training(64, 16), fastest),
             ];
         }
         let mut cases = vec![prefill(4096, 16_384), prefill(4096, 32_768), training(8192, 2048)];

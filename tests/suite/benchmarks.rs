@@ -14,6 +14,7 @@ use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
+use dsv4_parity::operators::indexer_logits::IndexerLogits;
 use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
@@ -169,6 +170,11 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         let whole = json!({"num_rows": 11, "num_columns": 300, "topk": 40});
         timed(reduced::<Topk>("forward", name, whole, json!({"num_rows": 3})))
     };
+    let logits = |name, whole, fewer| timed(reduced::<IndexerLogits>("forward", name, whole, fewer));
+    let prefill = json!({"num_tokens": 11, "num_heads": 5, "num_keys": 90, "columns": 90});
+    let training = json!({"num_tokens": 40, "num_heads": 5, "num_keys": 10, "columns": 10});
+    let paged = json!({"batch": 5, "num_heads": 5, "columns": 100, "num_pages": 10, "table_pages": 2});
+    let heads = json!({"num_tokens": 11, "num_heads": 3});
     let rope = |name| timed(reduced::<Rope>("forward", name, heads.clone(), json!({"num_tokens": 2})));
     let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
     let fewer = json!({"num_tokens": 2, "num_keys": 44});
@@ -232,6 +238,9 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         queries("q4096 k8192 H64 D128 topk512"),
         queries("q4096 k8192 H64 D128 topk512 deterministic"),
         dense_queries("q4096 k2048 H64 D128 dense"),
+        logits("e4m3 prefill q4096 k16384 H64", prefill, json!({"num_tokens": 2})),
+        logits("bf16 dense q8192 k2048 ratio 4 H64", training, json!({"num_tokens": 2})),
+        logits("e4m3 paged batch 128 context 8192 H64", paged, json!({"batch": 2, "num_pages": 4})),
     ]
 }
 

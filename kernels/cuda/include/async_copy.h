@@ -1,4 +1,4 @@
-// Asynchronous copies from global to shared memory (cp.async), 16 bytes each.
+// Asynchronous copies from global to shared memory (cp.async), 16 bytes each or 4.
 //
 // A copy lands at some moment before copy_wait returns in the thread that issued it; other threads
 // may read it only after a barrier that follows that wait.
@@ -52,6 +52,18 @@ DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted,
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
                  "r"(source_bytes), "l"(policy.bits)
                  : "memory");
+#endif
+}
+
+// The same of 4 bytes, through the L1 cache; both addresses are multiples of 4.
+DEVICE void copy_async_4(SharedAddress target, const void* source, bool wanted) {
+    const uint32_t source_bytes = wanted ? 4u : 0u;
+#if defined(PARITY_EMULATOR)
+    emulator::require_aligned(source, 4, "copy_async_4");
+    uint8_t* const shared = shared_pointer(target, 4, "copy_async_4");
+    emulator::host->copy_async(emulator::context, shared, source, 4, source_bytes);
+#else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(source_bytes) : "memory");
 #endif
 }
 

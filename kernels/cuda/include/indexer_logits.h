@@ -1,5 +1,5 @@
-// What the two implementations of indexer_logits share: parameters, which keys a token scores, where they lie, how codes
-// become bf16, the sum over the heads, what is stored. indexer_logits.cu has the formulas.
+// What the two implementations of indexer_logits share: parameters, which keys a token scores, where they lie, how
+// codes become bf16, the sum over the heads, what is stored. indexer_logits.cu has the formulas.
 //
 // The including file is compiled with OPERANDS and HEADS defined.
 #pragma once
@@ -18,18 +18,19 @@ constexpr int BF16 = 0, E4M3 = 1, E2M1 = 2;
 static_assert(OPERANDS == BF16 || OPERANDS == E4M3 || OPERANDS == E2M1, "operands are bf16, e4m3 or e2m1");
 
 constexpr int HEAD_DIM = 128;
-constexpr int ROW_BYTES = OPERANDS == BF16 ? 2 * HEAD_DIM : OPERANDS == E4M3 ? HEAD_DIM : HEAD_DIM / 2;  // a head, a key
+constexpr int ROW_BYTES = OPERANDS == BF16 ? 2 * HEAD_DIM : OPERANDS == E4M3 ? HEAD_DIM : HEAD_DIM / 2;  // of a key
 constexpr int SCALE_BYTES = OPERANDS == BF16 ? 0 : 4;  // of a key; with e2m1 of a head as well
 constexpr int GROUP = 32;                              // numbers of e2m1 that share a scale
 
 // ---------------------------------------------------------------- parameters
 
 // q: [num_tokens, num_heads] rows of ROW_BYTES bytes. k: rows of keys, k_stride bytes apart, or, where there is a block
-// table, pages that are k_stride bytes apart: 2^page_shift rows and then their scales. Base and strides of both are multiples of
-// 16 bytes. The scales: q_scale_bytes [num_tokens, num_heads, 4] with e2m1; of keys that are no pages k_scales [num_keys] with
-// e4m3 and k_scale_bytes [num_keys, 4] with e2m1. w: [num_tokens, num_heads] bf16 or fp32.
-// Where the keys of a token are (exactly one of them): block_table and context_lens [num_tokens]; ks and ke [num_tokens];
-// otherwise a causal limit, with cu_q and cu_k [num_sequences + 1] or one sequence, and q_off [num_sequences] or 0.
+// table, pages that are k_stride bytes apart: 2^page_shift rows and then their scales. Base and strides of both are
+// multiples of 16 bytes. The scales: q_scale_bytes [num_tokens, num_heads, 4] with e2m1; of keys that are no pages
+// k_scales [num_keys] with e4m3 and k_scale_bytes [num_keys, 4] with e2m1. w: [num_tokens, num_heads] bf16 or fp32.
+// Where the keys of a token are (exactly one of them): block_table and context_lens [num_tokens]; ks and ke
+// [num_tokens]; otherwise a causal limit, with cu_q and cu_k [num_sequences + 1] or one sequence, and q_off
+// [num_sequences] or 0.
 struct IndexerLogitsParams {
     const uint8_t* q;
     int64_t q_token_stride;  // bytes
@@ -64,8 +65,8 @@ struct IndexerLogitsParams {
     int32_t flags;
     float sm_scale;
 };
-PARAMS_LAYOUT(IndexerLogitsParams, q, q_token_stride, q_head_stride, q_scale_bytes, w, w_token_stride, k, k_stride, k_scales,
-              k_scale_bytes, block_table, block_table_stride, context_lens, ks, ke, cu_q, cu_k, q_off, logits,
+PARAMS_LAYOUT(IndexerLogitsParams, q, q_token_stride, q_head_stride, q_scale_bytes, w, w_token_stride, k, k_stride,
+              k_scales, k_scale_bytes, block_table, block_table_stride, context_lens, ks, ke, cu_q, cu_k, q_off, logits,
               logits_stride, num_tokens, num_heads, num_keys, columns, num_sequences, ratio, next_n, page_shift,
               table_pages, num_pieces, flags, sm_scale)
 
@@ -80,8 +81,8 @@ DEVICE float load_weight(const IndexerLogitsParams& params, int32_t token, int h
 
 // ---------------------------------------------------------------- which keys a token scores
 
-// The keys at positions [first, first + length): column c of the token's row is the key at position first + c. A position is a
-// row of k, or counts the entries of a request's pages.
+// The keys at positions [first, first + length): column c of the token's row is the key at position first + c. A
+// position is a row of k, or counts the entries of a request's pages.
 struct KeyRange {
     int32_t first, length;
 };
@@ -145,6 +146,16 @@ DEVICE int32_t entry_of(const IndexerLogitsParams& params, int32_t position) {
 // Of a page: where its scales begin, behind its rows.
 DEVICE int32_t page_scales(const IndexerLogitsParams& params) { return ROW_BYTES << params.page_shift; }
 
+// Of the entry at `position`, where keys are paged on `page`, which page_of has said: whether there is such a key, and
+// where it would begin.
+DEVICE bool exists_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
+    return params.block_table ? page >= 0 : position < params.num_keys;
+}
+DEVICE const uint8_t* key_start(const IndexerLogitsParams& params, int32_t page, int32_t position) {
+    if (!params.block_table) return params.k + position * params.k_stride;
+    return params.k + page * params.k_stride + entry_of(params, position) * ROW_BYTES;
+}
+
 // A key's row and its scales, or null: there is no such position, or its page is not there.
 struct Key {
     const uint8_t* row;
@@ -153,15 +164,12 @@ struct Key {
 
 // Of the entry at `position`, where keys are paged on `page`, which page_of has said.
 DEVICE Key key_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
-    if (!params.block_table) {
-        if (position >= params.num_keys) return Key{nullptr, nullptr};
-        return Key{params.k + position * params.k_stride,
-                   OPERANDS == E2M1 ? params.k_scale_bytes + static_cast<int64_t>(position) * SCALE_BYTES : nullptr};
-    }
-    if (page < 0) return Key{nullptr, nullptr};
+    if (!exists_on(params, page, position)) return Key{nullptr, nullptr};
+    const uint8_t* row = key_start(params, page, position);
+    if (OPERANDS != E2M1) return Key{row, nullptr};
+    if (!params.block_table) return Key{row, params.k_scale_bytes + static_cast<int64_t>(position) * SCALE_BYTES};
     const uint8_t* start = params.k + page * params.k_stride;
-    const int32_t entry = entry_of(params, position);
-    return Key{start + entry * ROW_BYTES, start + page_scales(params) + entry * SCALE_BYTES};
+    return Key{row, start + page_scales(params) + entry_of(params, position) * SCALE_BYTES};
 }
 
 // What a key's sum over the heads is multiplied by, and whether there is such a key.
@@ -170,20 +178,19 @@ struct Factor {
     bool exists;
 };
 
-DEVICE Factor factor_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
-    if (!params.block_table) {
-        const bool exists = position < params.num_keys;
-        return Factor{OPERANDS == E4M3 && exists ? params.k_scales[position] : 1.0f, exists};
-    }
-    if (OPERANDS != E4M3 || page < 0) return Factor{1.0f, page >= 0};
+// Where the scale of the key at `position` is, or null: it has none, or there is no such key.
+DEVICE const float* scale_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
+    if (OPERANDS != E4M3) return nullptr;
+    if (!params.block_table) return position < params.num_keys ? params.k_scales + position : nullptr;
+    if (page < 0) return nullptr;
     const uint8_t* scales = params.k + page * params.k_stride + page_scales(params);
-    return Factor{reinterpret_cast<const float*>(scales)[entry_of(params, position)], true};
+    return reinterpret_cast<const float*>(scales) + entry_of(params, position);
 }
 
 // ---------------------------------------------------------------- units of work
 
-// At most MOST consecutive tokens, of one request where there are pages, that share the keys of one piece: the tiles [begin, end) of `keys`
-// keys from position `first` on, of which each token takes what lies in its range.
+// At most MOST consecutive tokens, of one request where there are pages, that share the keys of one piece: the tiles
+// [begin, end) of `keys` keys from position `first` on, of which each token takes what lies in its range.
 template <int MOST>
 struct Unit {
     int32_t first_token, count, request;
@@ -200,7 +207,8 @@ DEVICE int64_t total_units(const IndexerLogitsParams& params) {
     return static_cast<int64_t>(requests) * ceil_div(params.next_n, MOST) * params.num_pieces;
 }
 
-// Unit `number`: the pieces of one tile follow each other. Under a causal limit later tokens see more keys: they go first.
+// Unit `number`: the pieces of one tile follow each other. Under a causal limit later tokens see more keys: they go
+// first.
 template <int MOST>
 DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int keys) {
     const int32_t tiles = ceil_div(params.next_n, MOST);
@@ -227,7 +235,8 @@ DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int
     return unit;
 }
 
-// Where logits are clean: -inf behind the token's range, the piece's share of the columns. Thread `thread` of `threads`.
+// Where logits are clean: -inf behind the token's range, the piece's share of the columns. Thread `thread` of
+// `threads`.
 DEVICE void clean_row(const IndexerLogitsParams& params, int32_t token, int32_t length, int32_t piece, int thread,
                       int threads) {
     float* row = params.logits + token * params.logits_stride;
@@ -238,8 +247,8 @@ DEVICE void clean_row(const IndexerLogitsParams& params, int32_t token, int32_t 
 
 // ---------------------------------------------------------------- the sum over the heads
 
-// relu, which keeps NaN, times the head's weight. A head that is not there adds nothing, whatever its product with an infinite
-// key is.
+// relu, which keeps NaN, times the head's weight. A head that is not there adds nothing, whatever its product with an
+// infinite key is.
 DEVICE float add_head(float sum, float product, float weight, bool exists) {
     const float next = fused_multiply_add(maximum_or_nan_f32(product, 0.0f), weight, sum);
     return exists ? next : sum;
@@ -256,8 +265,8 @@ DEVICE void add_halves(float (&kept)[COUNT / 2], const float (&x)[COUNT], int di
     }
 }
 
-// Stores the logit of the key at `position` where it is in the token's range. Of a page that is not there it is -inf, where
-// logits are clean.
+// Stores the logit of the key at `position` where it is in the token's range. Of a page that is not there it is -inf,
+// where logits are clean.
 DEVICE void store_logit(const IndexerLogitsParams& params, float* row, KeyRange range, int32_t position, Factor factor,
                         float sum) {
     const int32_t column = position - range.first;
