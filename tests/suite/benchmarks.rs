@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 13] = [
+const MUTANTS: [(&str, &str); 14] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -40,6 +40,7 @@ const MUTANTS: [(&str, &str); 13] = [
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("hadamard_forward", "hadamard_normalised_twice"),
     ("topk_forward", "topk_columns_beyond_256"),
+    ("indexer_logits_forward", "indexer_logits_relu_left_out"),
 ];
 
 fn emulator() -> Device {
