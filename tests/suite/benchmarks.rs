@@ -29,7 +29,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 17] = [
+const MUTANTS: [(&str, &str); 18] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -47,6 +47,7 @@ const MUTANTS: [(&str, &str); 17] = [
     ("indexer_loss_backward", "loss_grad_loss_ignored"),
     ("indexer_backward_forward", "backward_dq_scale_twice"),
     ("indexer_query_forward", "indexer_query_scale_twice"),
+    ("indexer_logits_forward", "indexer_logits_relu_left_out"),
 ];
 
 fn emulator() -> Device {
