@@ -15,7 +15,7 @@
 //! Those of the operators, and one between them: what one hands to the next is an fp32 number. Lists follow from logits without any
 //! rounding, in every run: the operands of a case are such that fp32 holds each of their sums, or a run would differ by whole keys.
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 
 use crate::error::Result;
 use crate::indexer_backward::{self, Gradients};
@@ -86,9 +86,8 @@ pub struct Outputs {
 /// Tensors that do not fit.
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     let lists = inputs.lists()?;
-    let logits = indexer_logits::forward(&inputs.logits(), Accumulator::F32, rounding)?;
-    let (loss, values) = inputs.loss(&lists, &rounding.f32(&logits)?, rounding)?;
-    let Teacher::Target(target) = loss.teacher.clone() else { unreachable!("the lists are selected") };
+    let logits = indexer_logits::forward(&inputs.logits(), Accumulator::F32, &mut rounding.clone())?;
+    let Handed { loss, values, target } = inputs.handed(&lists, rounding)?;
     let indices: Vec<f64> = lists.into_iter().map(f64::from).collect();
     let indices = Tensor::from_vec(indices, values.dims(), &Device::Cpu)?;
     Ok(Outputs { logits, indices, values, target, loss: indexer_loss::forward(&loss, rounding)? })
@@ -101,9 +100,7 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
 /// As [`forward`].
 pub fn backward(inputs: &Inputs, grad_loss: &Tensor, rounding: &mut Rounding) -> Result<(Tensor, Gradients)> {
     let lists = inputs.lists()?;
-    let logits = indexer_logits::forward(&inputs.logits(), Accumulator::F32, rounding)?;
-    let (loss, _) = inputs.loss(&lists, &rounding.f32(&logits)?, rounding)?;
-    let dlogits = indexer_loss::backward(&loss, grad_loss, rounding)?;
+    let dlogits = indexer_loss::backward(&inputs.handed(&lists, rounding)?.loss, grad_loss, rounding)?;
     let handed = indexer_backward::Inputs {
         q: inputs.index_q.clone(),
         k: inputs.index_k.clone(),
@@ -116,44 +113,28 @@ pub fn backward(inputs: &Inputs, grad_loss: &Tensor, rounding: &mut Rounding) ->
     Ok((dlogits, indexer_backward::backward(&handed, rounding)?))
 }
 
-/// The gradients by machine, of the exact form.
+/// The gradients by machine.
 ///
 /// # Errors
 /// As [`forward`].
 pub fn backward_autograd(inputs: &Inputs, grad_loss: &Tensor) -> Result<Gradients> {
-    let (lists, logits) =
-        (inputs.lists()?, indexer_logits::forward(&inputs.logits(), Accumulator::F32, &mut Rounding::exact())?);
-    let (loss, _) = inputs.loss(&lists, &logits, &mut Rounding::exact())?;
-    let Teacher::Target(target) = loss.teacher.clone() else { unreachable!("the lists are selected") };
-    let [q, k, w] = [&inputs.index_q, &inputs.index_k, &inputs.index_w].map(Var::from_tensor);
-    let (q, k, w) = (q?, k?, w?);
-    let (num_tokens, heads, head_dim) = q.dims3()?;
-    let num_keys = k.dim(0)?;
-    let products = q.reshape((num_tokens * heads, head_dim))?.matmul(&k.t()?)?;
-    // The derivative at 0 is 0, and such products there are: a library's own rectifier has another.
-    let rectified = products.mul(&products.gt(0.0)?.to_dtype(DType::F64)?)?;
-    let weighted = rectified.reshape((num_tokens, heads, num_keys))?.broadcast_mul(&w.unsqueeze(2)?)?;
-    let all = (weighted.sum(1)? * inputs.sm_scale)?;
-    let ranking = inputs.selected(lists);
-    let ranked = inputs.ranked(&ranking);
-    let rows: Vec<Option<i64>> = (0..num_tokens).flat_map(|token| ranked.rows(token)).collect();
-    let shape = (num_tokens, inputs.topk);
-    let valid = Tensor::from_vec(rows.iter().map(|row| u8::from(row.is_some())).collect(), shape, &Device::Cpu)?;
-    let rows = Tensor::from_vec(rows.into_iter().map(|row| row.unwrap_or(0) as u32).collect(), shape, &Device::Cpu)?;
-    // A number that adds nothing stands in slots that are not valid.
-    let x = select(&valid, &all.gather(&rows, 1)?, -1e4)?;
-    let largest = x.max_keepdim(1)?.detach();
-    let lse = (x.broadcast_sub(&largest)?.exp()?.sum_keepdim(1)?.log()? + largest)?;
-    let floored = target.maximum(1e-10)?;
-    let terms = (target * (floored.log()? - x.broadcast_sub(&lse)?)?)?;
-    let kl = select(&valid, &terms, 0.0)?.sum_all()?;
-    let scale = match inputs.reduction {
-        Reduction::Sum => inputs.loss_coeff,
-        _ => inputs.loss_coeff / num_tokens.max(1) as f64,
-    };
-    let gradients = ((kl * scale)? * grad_loss.squeeze(0)?)?.backward()?;
-    let of = |variable: &Var| gradients.get(variable).cloned().map_or_else(|| variable.zeros_like(), Ok);
-    Ok(Gradients { dq: of(&q)?, dk: of(&k)?, dw: of(&w)? })
+    let of = |tensor: &Tensor| Var::from_tensor(tensor);
+    let (q, k, w) = (of(&inputs.index_q)?, of(&inputs.index_k)?, of(&inputs.index_w)?);
+    let own = |variable: &Var| variable.as_tensor().clone();
+    let variables = Inputs { index_q: own(&q), index_k: own(&k), index_w: own(&w), ..inputs.clone() };
+    let loss = forward(&variables, &mut Rounding::exact())?.loss.loss;
+    let gradients = (loss * grad_loss)?.sum_all()?.backward()?;
+    let gradient = |variable: &Var| gradients.get(variable).cloned().map_or_else(|| variable.zeros_like(), Ok);
+    Ok(Gradients { dq: gradient(&q)?, dk: gradient(&k)?, dw: gradient(&w)? })
+}
+
+/// What the loss reads.
+struct Handed {
+    loss: indexer_loss::Inputs,
+    /// The listed logits, before they are stored.
+    values: Tensor,
+    /// The target, before it is stored.
+    target: Tensor,
 }
 
 impl Inputs {
@@ -197,17 +178,19 @@ impl Inputs {
         Ranking::Selected { indices, topk: self.topk, topk_length: None, global: false }
     }
 
-    /// What the loss reads: the listed logits and their target. And the listed logits.
-    fn loss(&self, lists: &[i32], logits: &Tensor, rounding: &mut Rounding) -> Result<(indexer_loss::Inputs, Tensor)> {
+    fn handed(&self, lists: &[i32], rounding: &mut Rounding) -> Result<Handed> {
         let ranking = self.selected(lists.to_vec());
-        let shape = (logits.dim(0)?, self.topk);
-        let listed = lists.iter().map(|&index| u8::from(index >= 0)).collect::<Vec<_>>();
-        let columns = lists.iter().map(|&index| index.max(0) as u32).collect::<Vec<_>>();
-        let values = if self.columns == 0 {
+        let (num_tokens, num_keys) = (self.index_q.dim(0)?, self.index_k.dim(0)?);
+        let shape = (num_tokens, self.topk);
+        let rows: Vec<Option<i64>> = (0..num_tokens).flat_map(|token| self.ranked(&ranking).rows(token)).collect();
+        let listed = Tensor::from_vec(rows.iter().map(|row| u8::from(row.is_some())).collect(), shape, &Device::Cpu)?;
+        let rows: Vec<u32> = rows.into_iter().map(|row| row.unwrap_or(0) as u32).collect();
+        let values = if num_keys == 0 || rows.is_empty() {
             Tensor::full(f64::NEG_INFINITY, shape, &Device::Cpu)?
         } else {
-            let gathered = logits.gather(&Tensor::from_vec(columns, shape, &Device::Cpu)?, 1)?;
-            let listed = select(&Tensor::from_vec(listed, shape, &Device::Cpu)?, &gathered, f64::NEG_INFINITY)?;
+            let all = self.logits().all_logits(Accumulator::F32, rounding)?;
+            let gathered = all.gather(&Tensor::from_vec(rows, shape, &Device::Cpu)?, 1)?;
+            let listed = select(&listed, &gathered, f64::NEG_INFINITY)?;
             // A logit that is no number is listed as -infinity.
             select(&listed.eq(&listed)?, &listed, f64::NEG_INFINITY)?
         };
@@ -219,11 +202,11 @@ impl Inputs {
             softmax_scale: self.softmax_scale,
         };
         let target = score_recompute::target(&attention, &self.normaliser, rounding)?;
-        let inputs = indexer_loss::Inputs {
-            logits: values.clone(),
+        let loss = indexer_loss::Inputs {
+            logits: rounding.f32(&values)?,
             teacher: Teacher::Target(rounding.f32(&target)?),
             ranking,
-            num_keys: self.index_k.dim(0)?,
+            num_keys,
             sequences: self.sequences.clone(),
             row_mask: None,
             lse: None,
@@ -231,7 +214,7 @@ impl Inputs {
             reduction: self.reduction,
             loss_coeff: self.loss_coeff,
         };
-        Ok((inputs, values))
+        Ok(Handed { loss, values, target })
     }
 }
 

@@ -119,7 +119,7 @@ pub fn forward(inputs: &Inputs, accumulator: Accumulator, rounding: &mut Roundin
 
 impl Inputs {
     /// Of every token with every key, `[num_tokens, num_keys]`.
-    fn all_logits(&self, accumulator: Accumulator, rounding: &mut Rounding) -> Result<Tensor> {
+    pub(crate) fn all_logits(&self, accumulator: Accumulator, rounding: &mut Rounding) -> Result<Tensor> {
         let (tokens, heads, head_dim) = self.q.dims3()?;
         let num_keys = self.k.dim(0)?;
         let q = self.q.reshape((tokens * heads, head_dim))?;

@@ -121,6 +121,7 @@ impl Declared for IndexerDistillation {
             "topk_resident",
             "score_recompute<16, selected>",
             "score_recompute<64, selected>",
+            "score_recompute<128, selected>",
             "indexer_loss_vector",
             "indexer_loss_scalar",
             "indexer_loss_sum",
@@ -230,8 +231,12 @@ impl Declared for IndexerDistillation {
             // Rows of which none is full, and lists longer than all keys.
             of(RankedKeys { q_off: false, ..causal(13, 13, 1) }, 16),
             of(RankedKeys { q_off: false, ..causal(9, 40, 4) }, 48),
-            IndexerDistillationCase { index_heads: 64, ..of(RankedKeys { packed: true, ..causal(14, 150, 1) }, 33) },
-            IndexerDistillationCase { index_heads: 32, num_heads: 17, form: Form::Exact, ..of(causal(7, 140, 2), 64) },
+            IndexerDistillationCase {
+                index_heads: 64,
+                num_heads: 17,
+                ..of(RankedKeys { packed: true, ..causal(14, 150, 1) }, 33)
+            },
+            IndexerDistillationCase { index_heads: 32, num_heads: 66, form: Form::Exact, ..of(causal(5, 70, 2), 32) },
         ];
         if profile == Profile::Full {
             cases.push(IndexerDistillationCase { index_heads: 64, num_heads: 64, ..of(causal(16, 2048, 1), 512) });
@@ -309,9 +314,9 @@ impl Declared for IndexerDistillation {
         laws.scale_upstreams();
     }
 
-    /// Lists jump, and operands off the grid have sums that fp32 does not hold.
-    fn is_smooth(_: &IndexerDistillationCase) -> bool {
-        false
+    /// Lists jump, unless all keys are listed.
+    fn is_smooth(c: &IndexerDistillationCase) -> bool {
+        c.listed >= c.keys.columns() && c.keys.num_tokens * c.index_heads <= 64
     }
 }
 
