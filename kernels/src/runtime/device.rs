@@ -121,6 +121,14 @@ impl Device {
         Self { backend: self.backend.clone(), tree: self.tree.clone(), modules: self.modules.clone(), exchange }
     }
 
+    /// What [`Self::with_inputs`] replaces the upload called `name` by.
+    pub fn replacement(&self, name: &str) -> Option<&HostTensor> {
+        match &self.exchange {
+            Exchange::Replace(inputs) => inputs.get(&name.replace(' ', "_")),
+            _ => None,
+        }
+    }
+
     /// The same device with another source tree (a mutant, another revision): nothing of this tree's
     /// compiled modules is shared but the disk cache.
     pub fn with_tree(&self, tree: SourceTree) -> Self {
