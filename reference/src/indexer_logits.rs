@@ -28,7 +28,7 @@ use candle_core::{Device, Tensor};
 use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value};
 use crate::format::{Format, unpack_nibbles};
 use crate::precision::{Accumulator, Rounding, values};
-use crate::ranking::Sequences;
+use crate::ranking::{RankedKeys, Ranking, Sequences};
 use crate::select::unless;
 
 /// Numbers of e2m1 that share a scale.
@@ -187,21 +187,15 @@ impl Keys {
 
     fn rows_of(&self, token: usize, tokens: usize, num_keys: usize, columns: usize) -> Vec<Option<usize>> {
         let mut rows: Vec<Option<usize>> = match self {
+            Self::Causal { ratio, q_off, sequences } => {
+                let ranking = Ranking::Causal { ratio: *ratio, q_off: q_off.clone(), columns };
+                let ranked = RankedKeys { ranking: &ranking, sequences: sequences.as_ref(), num_keys };
+                ranked.rows(token).into_iter().map(|row| row.map(|row| row as usize)).collect()
+            }
             Self::Ranges { ks, ke } => {
                 let range = i64::from(ks[token])..i64::from(ke[token]);
                 let from = usize::try_from(range.start.max(0)).unwrap_or(0);
                 (from..num_keys).take_while(|&key| range.contains(&(key as i64))).take(columns).map(Some).collect()
-            }
-            Self::Causal { ratio, q_off, sequences } => {
-                let whole = Sequences { cu_q: vec![0, tokens as i32], cu_k: vec![0, num_keys as i32] };
-                let Sequences { cu_q, cu_k } = sequences.as_ref().unwrap_or(&whole);
-                let own = (1..cu_q.len()).find(|&end| (cu_q[end - 1]..cu_q[end]).contains(&(token as i32)));
-                let Some(number) = own.map(|end| end - 1) else { return vec![None; columns] };
-                let offset = q_off.as_ref().map_or(0, |q_off| i64::from(q_off[number]));
-                let position = offset + token as i64 - i64::from(cu_q[number]);
-                let sees = |j: usize| (j * ratio + ratio - 1) as i64 <= position;
-                let keys = (cu_k[number]..cu_k[number + 1]).enumerate();
-                keys.take_while(|&(j, _)| sees(j)).take(columns).map(|(_, key)| Some(key as usize)).collect()
             }
             Self::Paged { block_table, table_pages, context_lens, page_size } => {
                 let next_n = (tokens * table_pages).checked_div(block_table.len()).unwrap_or(1).max(1);

@@ -944,6 +944,17 @@ impl<K: Declared> Inputs<K> {
         Ok(KernelRun { tensors: self.collect(specs, placed, &frozen)?, violations, paths })
     }
 
+    /// The given tensors as the device got them, where that is not what was drawn.
+    fn uploaded(&self, specs: &Specs, placed: &Placed<'_>) -> Cow<'_, Tensors> {
+        let mut given = Cow::Borrowed(&*self.tensors);
+        for spec in specs.present().filter(|spec| spec.is_given()) {
+            if let Some(tensor) = placed.replacement(spec.name) {
+                given.to_mut().put(spec.name, tensor.clone());
+            }
+        }
+        given
+    }
+
     /// What was written: what was frozen as it was then, since a change of it is a matter of its own.
     pub(super) fn collect(
         &self,
@@ -964,14 +975,11 @@ impl<K: Declared> Inputs<K> {
             }
             written.put(spec.name, tensor);
         }
-        // What was uploaded, where that is not what was drawn.
-        let mut given = Tensors::clone(&self.tensors);
-        for spec in specs.present().filter(|spec| spec.is_given()) {
-            placed.replacement(spec.name).into_iter().for_each(|tensor| given.put(spec.name, tensor.clone()));
-        }
-        for (name, tensor) in K::observe(&self.case, &given, &written) {
-            if let Some(spec) = specs.find(name) {
-                tensors.push(kernel_tensor(spec, tensor));
+        if specs.present().any(|spec| spec.part == Part::Observed) {
+            for (name, tensor) in K::observe(&self.case, &self.uploaded(specs, placed), &written) {
+                if let Some(spec) = specs.find(name) {
+                    tensors.push(kernel_tensor(spec, tensor));
+                }
             }
         }
         for shown in &self.shown {

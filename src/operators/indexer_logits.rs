@@ -11,6 +11,7 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 
 use super::lists::Lengths;
+use super::ranking::{draw_offsets, draw_sequences};
 use super::{Implementation, extent, tensor};
 use crate::judge::checks::permutation;
 use crate::operator::benchmarks::Whole;
@@ -177,7 +178,7 @@ impl IndexerLogitsCase {
     }
 
     fn sequences(&self) -> Option<Sequences> {
-        self.packed.then(|| draw_sequences(self))
+        self.packed.then(|| draw_sequences(self.data.seed, self.num_tokens, self.num_keys))
     }
 
     fn format(&self) -> Format {
@@ -427,7 +428,7 @@ impl Declared for IndexerLogits {
             Addressing::Causal => {
                 let sequences = c.sequences();
                 if c.q_off {
-                    tensors.set_i32s("q_off", &draw_offsets(c, sequences.as_ref()));
+                    tensors.set_i32s("q_off", &draw_offsets(c.data.seed, c.ratio, c.num_keys, sequences.as_ref()));
                 }
                 if let Some(Sequences { cu_q, cu_k }) = sequences {
                     tensors.set_i32s("cu_q", &cu_q);
@@ -682,32 +683,6 @@ fn draw_ranges(c: &IndexerLogitsCase) -> [Vec<i32>; 2] {
     };
     let ranges: Vec<_> = (0..c.num_tokens).map(range).collect();
     [ranges.iter().map(|range| range.0).collect(), ranges.iter().map(|range| range.1).collect()]
-}
-
-/// Five sequences: the second has no token, the fourth no key. The last token belongs to none in two cases of three.
-fn draw_sequences(c: &IndexerLogitsCase) -> Sequences {
-    let mut draw = Draw::new(c.data.seed, "sequences");
-    let mut ends = |total: usize, empty: usize| {
-        let mut ends: Vec<i32> = (0..4).map(|_| draw.rng().random_range(0..=total as i32)).collect();
-        ends.sort_unstable();
-        ends.insert(0, 0);
-        ends.push(total as i32);
-        ends[empty + 1] = ends[empty];
-        ends
-    };
-    let unowned = usize::from(!c.data.seed.is_multiple_of(3));
-    Sequences { cu_q: ends(c.num_tokens.saturating_sub(unowned), 1), cu_k: ends(c.num_keys, 3) }
-}
-
-/// From before a sequence's first key to behind its last.
-fn draw_offsets(c: &IndexerLogitsCase, sequences: Option<&Sequences>) -> Vec<i32> {
-    let mut draw = Draw::new(c.data.seed, "q_off");
-    let ratio = c.ratio as i32;
-    let lengths = match sequences {
-        None => vec![c.num_keys as i32],
-        Some(sequences) => sequences.cu_k.windows(2).map(|ends| ends[1] - ends[0]).collect(),
-    };
-    lengths.into_iter().map(|keys| draw.rng().random_range(-ratio..=ratio.saturating_mul(keys))).collect()
 }
 
 /// Distinct pages in any order; where lengths are hostile, every seventh is not there.

@@ -139,7 +139,7 @@ impl RankedKeys {
                 Some(reference::Sequences { cu_q: ends(1), cu_k: ends(keys / tokens.max(1)) })
             }
             Arrangement::Whole => Some(reference::Sequences { cu_q: vec![0, 0, tokens], cu_k: vec![0, 0, keys] }),
-            Arrangement::AsDrawn => self.packed.then(|| self.draw_sequences()),
+            Arrangement::AsDrawn => self.packed.then(|| draw_sequences(self.seed, self.num_tokens, self.num_keys)),
         }
     }
 
@@ -177,7 +177,9 @@ impl RankedKeys {
             }
         }
         let sequences = self.sequences();
-        if let Some(offsets) = tensors.get("q_off").map(|_| self.draw_offsets(sequences.as_ref())) {
+        if let Some(offsets) =
+            tensors.get("q_off").map(|_| draw_offsets(self.seed, self.ratio, self.num_keys, sequences.as_ref()))
+        {
             tensors.set_i32s("q_off", &offsets);
         }
         if let Some(reference::Sequences { cu_q, cu_k }) = &sequences {
@@ -234,33 +236,38 @@ impl RankedKeys {
             }
         });
     }
+}
 
-    /// Five sequences: the second has no token, the fourth no key. A token in two cases of three belongs to none.
-    fn draw_sequences(&self) -> reference::Sequences {
-        let mut draw = Draw::new(self.seed, "sequences");
-        let mut ends = |total: usize, empty: usize| {
-            let mut ends: Vec<i32> = (0..4).map(|_| draw.rng().random_range(0..=total as i32)).collect();
-            ends.sort_unstable();
-            ends.insert(0, 0);
-            ends.push(total as i32);
-            ends[empty + 1] = ends[empty];
-            ends
-        };
-        let unowned = usize::from(!self.seed.is_multiple_of(3));
-        let cu_q = ends(self.num_tokens.saturating_sub(unowned), 1);
-        reference::Sequences { cu_q, cu_k: ends(self.num_keys, 3) }
-    }
+/// Five sequences: the second has no token, the fourth no key. A token in two cases of three belongs to none.
+pub(super) fn draw_sequences(seed: u64, num_tokens: usize, num_keys: usize) -> reference::Sequences {
+    let mut draw = Draw::new(seed, "sequences");
+    let mut ends = |total: usize, empty: usize| {
+        let mut ends: Vec<i32> = (0..4).map(|_| draw.rng().random_range(0..=total as i32)).collect();
+        ends.sort_unstable();
+        ends.insert(0, 0);
+        ends.push(total as i32);
+        ends[empty + 1] = ends[empty];
+        ends
+    };
+    let unowned = usize::from(!seed.is_multiple_of(3));
+    let cu_q = ends(num_tokens.saturating_sub(unowned), 1);
+    reference::Sequences { cu_q, cu_k: ends(num_keys, 3) }
+}
 
-    /// From before a sequence's first key to behind its last.
-    fn draw_offsets(&self, sequences: Option<&reference::Sequences>) -> Vec<i32> {
-        let mut draw = Draw::new(self.seed, "q_off");
-        let ratio = self.ratio as i32;
-        let lengths = match sequences {
-            None => vec![self.num_keys as i32],
-            Some(sequences) => sequences.cu_k.windows(2).map(|ends| ends[1] - ends[0]).collect(),
-        };
-        lengths.into_iter().map(|keys| draw.rng().random_range(-ratio..=ratio.saturating_mul(keys))).collect()
-    }
+/// Positions of the sequences' first queries: from before a sequence's first key to behind its last.
+pub(super) fn draw_offsets(
+    seed: u64,
+    ratio: usize,
+    num_keys: usize,
+    sequences: Option<&reference::Sequences>,
+) -> Vec<i32> {
+    let mut draw = Draw::new(seed, "q_off");
+    let ratio = ratio as i32;
+    let lengths = match sequences {
+        None => vec![num_keys as i32],
+        Some(sequences) => sequences.cu_k.windows(2).map(|ends| ends[1] - ends[0]).collect(),
+    };
+    lengths.into_iter().map(|keys| draw.rng().random_range(-ratio..=ratio.saturating_mul(keys))).collect()
 }
 
 /// The sequence of a token, if it is of one.
