@@ -11,6 +11,7 @@ pub mod decode_attention;
 pub mod hadamard;
 pub mod implementation;
 pub mod indexer_backward;
+pub mod indexer_cache_write;
 pub mod indexer_logits;
 pub mod indexer_loss;
 pub mod indexer_query;

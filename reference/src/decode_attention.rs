@@ -188,7 +188,7 @@ fn decoded(format: RowFormat, stores: &[&Store]) -> Result<Tensor> {
     let mut count = 0;
     for store in stores {
         for slot in 0..store.num_slots(format) {
-            let (data_at, scales_at) = format.place(slot, store.page_size);
+            let (data_at, scales_at) = format.bytes().place(slot, store.page_size);
             let data = &store.pages[data_at..data_at + format.data_bytes()];
             let scales = &store.pages[scales_at..scales_at + format.scale_bytes()];
             rows.extend(format.decode(data, scales));
@@ -225,7 +225,7 @@ fn joined_lists(inputs: &Inputs, stores: &[&Store], tokens: usize, s_q: usize) -
 
 impl Store {
     fn num_slots(&self, format: RowFormat) -> usize {
-        self.pages.len() / format.page_bytes(self.page_size) * self.page_size
+        self.pages.len() / format.bytes().page_bytes(self.page_size) * self.page_size
     }
 
     fn check(&self, format: RowFormat, batch: usize, s_q: usize) -> Result<()> {
@@ -234,7 +234,7 @@ impl Store {
         if self.page_size == 0 {
             return Err(wrong_value("page_size", 0, "a page needs rows"));
         }
-        let page = format.page_bytes(self.page_size);
+        let page = format.bytes().page_bytes(self.page_size);
         if !self.pages.len().is_multiple_of(page) {
             return Err(unfit("pages", format!("[pages * {page}]"), self.pages.len()));
         }
@@ -284,10 +284,10 @@ mod tests {
     fn store(draw: &mut Draw, page_size: usize, num_pages: usize, topk: usize, length: Vec<i32>) -> Store {
         let num_slots = page_size * num_pages;
         let rows = values(&draw.bf16(&[num_slots, FORMAT.head_dim()], 1.0)).expect("values");
-        let mut pages = vec![0; num_pages * FORMAT.page_bytes(page_size)];
+        let mut pages = vec![0; num_pages * FORMAT.bytes().page_bytes(page_size)];
         for (slot, row) in rows.chunks(FORMAT.head_dim()).enumerate() {
             let (data, scales) = FORMAT.encode(row);
-            let (data_at, scales_at) = FORMAT.place(slot, page_size);
+            let (data_at, scales_at) = FORMAT.bytes().place(slot, page_size);
             pages[data_at..data_at + data.len()].copy_from_slice(&data);
             pages[scales_at..scales_at + scales.len()].copy_from_slice(&scales);
         }
@@ -318,7 +318,7 @@ mod tests {
             let length = store.length.as_ref().expect("lengths")[request].clamp(0, store.topk as i32) as usize;
             for &index in &store.indices[at * store.topk..][..length] {
                 if index >= 0 && (index as usize) < store.num_slots(FORMAT) {
-                    let (data_at, scales_at) = FORMAT.place(index as usize, store.page_size);
+                    let (data_at, scales_at) = FORMAT.bytes().place(index as usize, store.page_size);
                     let data = &store.pages[data_at..data_at + FORMAT.data_bytes()];
                     rows.push(FORMAT.decode(data, &store.pages[scales_at..scales_at + 8]));
                 }

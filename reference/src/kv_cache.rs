@@ -13,7 +13,7 @@
 //! the product; for every bf16 amax that is the same power ([`crate::quantise`]). A group with a NaN
 //! or an infinity has the scale byte 255, which decodes to NaN, and NaN codes. Bytes that pad the scales are 0.
 
-use crate::error::{Result, wrong_value};
+use crate::error::{Error, Result, wrong_value};
 use crate::format::Format;
 use crate::quantise::{Quantised, quantise};
 
@@ -21,6 +21,62 @@ use crate::quantise::{Quantised, quantise};
 pub const SCALE_GROUP: usize = 64;
 /// Bytes of scales of a row that has quantised channels.
 pub const SCALE_BYTES: usize = 8;
+
+/// Bytes of a row of a paged store: its data, and its scales, which lie behind the data of all rows of its page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowBytes {
+    /// Bytes of data.
+    pub data: usize,
+    /// Bytes of scales.
+    pub scales: usize,
+}
+
+impl RowBytes {
+    /// Bytes of a page: the data of its rows, then their scales.
+    pub fn page_bytes(self, page_size: usize) -> usize {
+        page_size * (self.data + self.scales)
+    }
+
+    /// Where in a dense store of pages a slot's data and scales begin.
+    pub fn place(self, slot: usize, page_size: usize) -> (usize, usize) {
+        let page = slot / page_size * self.page_bytes(page_size);
+        let row = slot % page_size;
+        (page + row * self.data, page + page_size * self.data + row * self.scales)
+    }
+
+    /// Writes the row of each token to its slot, as `encode` gives its data and its scales; a slot that is negative or beyond the
+    /// pages writes nothing, and every other byte stays.
+    ///
+    /// # Errors
+    /// Pages that are no whole ones, a slot that occurs twice.
+    pub fn scatter(
+        self,
+        pages: &mut [u8],
+        page_size: usize,
+        slots: &[i32],
+        encode: impl Fn(usize) -> (Vec<u8>, Vec<u8>),
+    ) -> Result<()> {
+        if page_size == 0 {
+            return Err(wrong_value("page_size", 0, "a page needs rows"));
+        }
+        let page = self.page_bytes(page_size);
+        if !pages.len().is_multiple_of(page) {
+            let (expected, actual) = (format!("[pages * {page}]"), vec![pages.len()]);
+            return Err(Error::Shape { argument: "pages", expected, actual });
+        }
+        let mut written = vec![false; pages.len() / page * page_size];
+        for (token, &slot) in slots.iter().enumerate() {
+            let Some(slot) = usize::try_from(slot).ok().filter(|&slot| slot < written.len()) else { continue };
+            if std::mem::replace(&mut written[slot], true) {
+                return Err(wrong_value("slots", slot, "a slot must not occur twice"));
+            }
+            let ((data, scales), (data_at, scales_at)) = (encode(token), self.place(slot, page_size));
+            pages[data_at..data_at + data.len()].copy_from_slice(&data);
+            pages[scales_at..scales_at + scales.len()].copy_from_slice(&scales);
+        }
+        Ok(())
+    }
+}
 
 /// How a row is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,16 +103,9 @@ impl RowFormat {
         if self.nope_dim > 0 { SCALE_BYTES } else { 0 }
     }
 
-    /// Bytes of a page: the data of its rows, then their scales.
-    pub fn page_bytes(self, page_size: usize) -> usize {
-        page_size * (self.data_bytes() + self.scale_bytes())
-    }
-
-    /// Where in a dense store of pages a slot's data and scales begin.
-    pub fn place(self, slot: usize, page_size: usize) -> (usize, usize) {
-        let page = slot / page_size * self.page_bytes(page_size);
-        let row = slot % page_size;
-        (page + row * self.data_bytes(), page + page_size * self.data_bytes() + row * self.scale_bytes())
+    /// The bytes of a row.
+    pub fn bytes(self) -> RowBytes {
+        RowBytes { data: self.data_bytes(), scales: self.scale_bytes() }
     }
 
     /// Refuses what is no format.
@@ -133,13 +182,13 @@ mod tests {
 
     #[test]
     fn the_models_row_has_584_bytes_and_its_pages_the_documented_size() {
-        assert_eq!((MODEL.data_bytes(), MODEL.page_bytes(1)), (576, 584));
+        assert_eq!((MODEL.data_bytes(), MODEL.bytes().page_bytes(1)), (576, 584));
         let strides = [(64, 37440), (32, 19008), (2, 1728), (1, 1152)];
         for (page_size, stride) in strides {
-            assert_eq!(MODEL.page_bytes(page_size).next_multiple_of(576), stride);
+            assert_eq!(MODEL.bytes().page_bytes(page_size).next_multiple_of(576), stride);
         }
         // Data of the second page's third row, and its scales.
-        assert_eq!(MODEL.place(4 + 2, 4), (4 * 584 + 2 * 576, 4 * 584 + 4 * 576 + 2 * 8));
+        assert_eq!(MODEL.bytes().place(4 + 2, 4), (4 * 584 + 2 * 576, 4 * 584 + 4 * 576 + 2 * 8));
     }
 
     #[test]

@@ -9,7 +9,7 @@
 
 use candle_core::Tensor;
 
-use crate::error::{Error, Result, require, wrong_shape, wrong_value};
+use crate::error::{Error, Result, require, wrong_shape};
 use crate::kv_cache::RowFormat;
 use crate::precision::values;
 
@@ -33,45 +33,27 @@ pub struct Inputs {
 /// # Errors
 /// Shapes that do not fit, a slot that occurs twice.
 pub fn forward(inputs: &Inputs) -> Result<Vec<u8>> {
-    let num_slots = inputs.check()?;
+    inputs.check()?;
     let head_dim = inputs.format.head_dim();
     let kv = values(&inputs.kv)?;
     let mut pages = inputs.pages.clone();
-    let mut written = vec![false; num_slots];
-    for (token, &slot) in inputs.slots.iter().enumerate() {
-        let Some(slot) = usize::try_from(slot).ok().filter(|&slot| slot < num_slots) else { continue };
-        if std::mem::replace(&mut written[slot], true) {
-            return Err(wrong_value("slots", slot, "a slot must not occur twice"));
-        }
-        let (data, scales) = inputs.format.encode(&kv[token * head_dim..(token + 1) * head_dim]);
-        let (data_at, scales_at) = inputs.format.place(slot, inputs.page_size);
-        pages[data_at..data_at + data.len()].copy_from_slice(&data);
-        pages[scales_at..scales_at + scales.len()].copy_from_slice(&scales);
-    }
+    let row = |token: usize| inputs.format.encode(&kv[token * head_dim..(token + 1) * head_dim]);
+    inputs.format.bytes().scatter(&mut pages, inputs.page_size, &inputs.slots, row)?;
     Ok(pages)
 }
 
 impl Inputs {
-    /// The slots that the pages hold.
-    fn check(&self) -> Result<usize> {
+    fn check(&self) -> Result<()> {
         self.format.check()?;
         let &[num_tokens, _] = self.kv.dims() else {
             return Err(wrong_shape("kv", "[num_tokens, head_dim]", &self.kv));
         };
         require("kv", &self.kv, &[num_tokens, self.format.head_dim()])?;
-        let unfit =
-            |argument, expected: String, actual: usize| Error::Shape { argument, expected, actual: vec![actual] };
         if self.slots.len() != num_tokens {
-            return Err(unfit("slots", format!("[{num_tokens}]"), self.slots.len()));
+            let (expected, actual) = (format!("[{num_tokens}]"), vec![self.slots.len()]);
+            return Err(Error::Shape { argument: "slots", expected, actual });
         }
-        if self.page_size == 0 {
-            return Err(wrong_value("page_size", 0, "a page needs rows"));
-        }
-        let page = self.format.page_bytes(self.page_size);
-        if !self.pages.len().is_multiple_of(page) {
-            return Err(unfit("pages", format!("[pages * {page}]"), self.pages.len()));
-        }
-        Ok(self.pages.len() / page * self.page_size)
+        Ok(())
     }
 }
 
@@ -84,7 +66,7 @@ mod tests {
 
     fn inputs(slots: Vec<i32>) -> Inputs {
         let kv = Draw::new(1).bf16(&[slots.len(), FORMAT.head_dim()], 1.0);
-        Inputs { kv, slots, format: FORMAT, page_size: 3, pages: vec![0xa5; 2 * FORMAT.page_bytes(3)] }
+        Inputs { kv, slots, format: FORMAT, page_size: 3, pages: vec![0xa5; 2 * FORMAT.bytes().page_bytes(3)] }
     }
 
     #[test]
@@ -93,7 +75,7 @@ mod tests {
         let pages = forward(&inputs)?;
         let kv = values(&inputs.kv)?;
         for slot in 0..6 {
-            let (data_at, scales_at) = FORMAT.place(slot, 3);
+            let (data_at, scales_at) = FORMAT.bytes().place(slot, 3);
             let (data, scales) = (&pages[data_at..data_at + 80], &pages[scales_at..scales_at + 8]);
             match inputs.slots.iter().position(|&s| s == slot as i32) {
                 Some(token) => {

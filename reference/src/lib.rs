@@ -28,6 +28,7 @@ pub mod error;
 pub mod format;
 pub mod hadamard;
 pub mod indexer_backward;
+pub mod indexer_cache_write;
 pub mod indexer_distillation;
 pub mod indexer_logits;
 pub mod indexer_loss;

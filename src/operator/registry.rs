@@ -19,6 +19,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::swiglu::Swiglu>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),
+    &Op::<operators::indexer_cache_write::IndexerCacheWrite>::new(),
     &Op::<operators::indexer_logits::IndexerLogits>::new(),
     &Op::<operators::topk::Topk>::new(),
     &Op::<operators::indexer_loss::IndexerLoss>::new(),

@@ -677,7 +677,7 @@ impl StoreNames {
     /// Puts rows that lie slot by slot into the pages of the store.
     fn put_rows(self, c: &DecodeAttentionCase, store: StoreCase, rows: &[u8], tensors: &mut Tensors) {
         let shape = vec![store.num_pages, store.page_size * c.format().row_bytes()];
-        let bytes = pages_of(c.format(), store.page_size, rows);
+        let bytes = pages_of(oracle(c.format()).bytes(), store.page_size, rows);
         tensors.put(self.pages, HostTensor { dtype: DType::U8, shape, bytes });
     }
 
@@ -716,7 +716,7 @@ impl StoreNames {
         let order = permutation(seed, slots);
         let mut place = vec![0; slots];
         order.iter().enumerate().for_each(|(to, &from)| place[from] = to as i32);
-        let rows = rows_of(c.format(), store.page_size, &tensors.tensor(self.pages).bytes);
+        let rows = rows_of(oracle(c.format()).bytes(), store.page_size, &tensors.tensor(self.pages).bytes);
         let moved = order.iter().flat_map(|&from| rows[from * row_bytes..(from + 1) * row_bytes].iter().copied());
         *store = StoreCase { num_pages: slots, page_size: 1, ..*store };
         self.put_rows(c, *store, &moved.collect::<Vec<_>>(), tensors);

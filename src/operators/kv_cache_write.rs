@@ -10,37 +10,26 @@ use dsv4_kernels::kv_cache::RowFormat;
 use dsv4_kernels::kv_cache_write as launcher;
 use dsv4_kernels::runtime::HostTensor;
 use dsv4_reference::Format;
-use dsv4_reference::kv_cache::{SCALE_GROUP, e4m3_value};
+use dsv4_reference::kv_cache::{RowBytes, SCALE_GROUP, e4m3_value};
 use dsv4_reference::kv_cache_write as reference;
 use dsv4_reference::quantise::floor_of;
 use rand::Rng;
-use rand::seq::SliceRandom;
 
-use super::paged::{check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of};
+use super::paged::{
+    self, SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of, parts_of, rows_of, turn_signs_of_bf16,
+    writers,
+};
 use super::{LARGEST_DRAWN, extent, magnitude, tensor};
 use crate::case::Draw;
 use crate::operator::Relation;
 use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::{Axis, observed, state};
 use crate::operator::prelude::*;
-use crate::operator::tensors::permuted_along;
 
 const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 
 /// The operator.
 pub struct KvCacheWrite;
-
-/// Where tokens are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SlotClass {
-    /// Consecutive slots from 0 on: what a prefill writes.
-    Consecutive,
-    /// Distinct slots anywhere.
-    Scattered,
-    /// The same, every third token having none, or one beyond the cache, or `i32::MIN` or `i32::MAX`.
-    Hostile,
-}
 
 /// What the rows hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -110,6 +99,10 @@ impl KvCacheWriteCase {
         RowFormat { nope_dim: self.nope_dim, rope_dim: self.rope_dim }
     }
 
+    fn stored(&self) -> RowBytes {
+        oracle(self.format()).bytes()
+    }
+
     fn num_slots(&self) -> usize {
         self.num_pages.saturating_mul(self.page_size)
     }
@@ -171,7 +164,7 @@ impl Declared for KvCacheWrite {
             select(vec![RowFormat::MODEL, RowFormat::bf16(512), SMALL, RowFormat { nope_dim: 128, rope_dim: 32 }]);
         let page_size = select(vec![1usize, 2, 3, 7, 32, 64]);
         let shape = (extent(tokens, 8), format, 1..=pages, page_size);
-        let slots = select(vec![SlotClass::Consecutive, SlotClass::Scattered, SlotClass::Hostile]);
+        let slots = select(SlotClass::ALL.to_vec());
         let contents = select(vec![
             Contents::Drawn,
             Contents::Drawn,
@@ -219,7 +212,7 @@ impl Declared for KvCacheWrite {
         let row_bytes = c.format().row_bytes();
         let before: Vec<u8> = (0..c.num_slots() * row_bytes).map(|_| draw.rng().random()).collect();
         let shape = tensors.tensor("cache").shape.clone();
-        let bytes = pages_of(c.format(), c.page_size, &before);
+        let bytes = pages_of(c.stored(), c.page_size, &before);
         tensors.put("cache", HostTensor { dtype: DType::U8, shape, bytes });
         tensors.set_i32s("slots", &draw_slots(c));
         tensors.set("kv", &draw_rows(c));
@@ -246,15 +239,8 @@ impl Declared for KvCacheWrite {
 
     /// The pages as three tensors of bytes, each with a row for each slot.
     fn observe(c: &KvCacheWriteCase, _: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
-        let rows = rows_of(c.format(), c.page_size, &written.tensor("cache").bytes);
-        let mut from = 0;
-        let part = |(name, Axis { extent, .. })| {
-            let columns = from..from + extent;
-            from = columns.end;
-            let all = rows.chunks(c.format().row_bytes()).flat_map(|row| row[columns.clone()].to_vec());
-            (name, HostTensor { dtype: DType::U8, shape: vec![c.num_slots(), extent], bytes: all.collect() })
-        };
-        c.observed().into_iter().filter(|(_, bytes)| bytes.extent > 0).map(part).collect()
+        let parts: Vec<_> = c.observed().into_iter().filter(|(_, bytes)| bytes.extent > 0).collect();
+        parts_of(c.stored(), c.page_size, &parts, &written.tensor("cache").bytes)
     }
 
     fn laws(c: &KvCacheWriteCase, laws: &mut Laws<'_, Self>) {
@@ -302,30 +288,8 @@ impl Declared for KvCacheWrite {
     }
 }
 
-/// Keeps the tokens that are written to sampled pages, at the slots that these have in the sample.
 fn keep_writers(whole: &Whole<'_, KvCacheWrite>, c: &mut KvCacheWriteCase, tensors: &mut Tensors) {
-    let place = |slot: i32| {
-        let slot = usize::try_from(slot).ok()?;
-        let page = whole.rows.iter().position(|&page| page == slot / c.page_size)?;
-        Some((page * c.page_size + slot % c.page_size) as i32)
-    };
-    let slots = tensors.i32s("slots").into_iter().enumerate();
-    let (tokens, slots): (Vec<usize>, Vec<i32>) = slots.filter_map(|(token, s)| Some((token, place(s)?))).unzip();
-    let kv = permuted_along(tensors.tensor("kv"), 0, &tokens);
-    tensors.put("kv", kv);
-    tensors.put("slots", HostTensor::from_i32(&[slots.len()], &slots));
-    c.num_tokens = slots.len();
-}
-
-/// For each slot the token that is written there.
-fn writers(c: &KvCacheWriteCase, tensors: &Tensors) -> Vec<Option<usize>> {
-    let mut writers = vec![None; c.num_slots()];
-    for (token, slot) in tensors.i32s("slots").into_iter().enumerate() {
-        if let Some(writer) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
-            *writer = Some(token);
-        }
-    }
-    writers
+    c.num_tokens = paged::keep_writers(whole.rows, c.page_size, "kv", tensors);
 }
 
 /// All that is observed is equal in the slots that are bound.
@@ -336,9 +300,9 @@ fn equal_where(bound: impl Fn(usize) -> bool + Clone + 'static) -> [(&'static st
 /// Pages only say where a row is.
 fn page_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let single_rows = |cache: &HostTensor| {
-        let rows = rows_of(c.format(), c.page_size, &cache.bytes);
+        let rows = rows_of(c.stored(), c.page_size, &cache.bytes);
         let shape = vec![c.num_slots(), c.format().row_bytes()];
-        HostTensor { dtype: DType::U8, shape, bytes: pages_of(c.format(), 1, &rows) }
+        HostTensor { dtype: DType::U8, shape, bytes: pages_of(c.stored(), 1, &rows) }
     };
     let cache = single_rows(laws.tensors().tensor("cache"));
     let page_padding = page_gap(c.format(), 1);
@@ -355,15 +319,10 @@ fn page_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
 /// Other numbers in one token change no other token's row, and nothing of the rows that no token writes.
 fn independence_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let (width, middle) = (c.format().head_dim(), c.num_tokens / 2);
-    let writers = writers(c, laws.tensors());
+    let writers = writers(c.num_slots(), &laws.tensors().i32s("slots"));
     laws.law(
         "independence",
-        // Every sign is turned, that of a NaN as well.
-        |v| {
-            let row =
-                v.tensors.bytes_mut("kv").into_iter().flat_map(|kv| kv.chunks_mut(2 * width).skip(middle).take(1));
-            row.flatten().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
-        },
+        |v| turn_signs_of_bf16(&mut v.tensors, "kv", width, middle),
         equal_where(move |slot| writers[slot] != Some(middle)),
     );
 }
@@ -379,7 +338,10 @@ fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
             group.iter().all(|x| x.is_finite()) && amax >= floor_of(Format::E4M3) && amax < 2f64.powi(125)
         })
     };
-    let bound: Vec<bool> = writers(c, laws.tensors()).into_iter().map(|writer| writer.is_some_and(free)).collect();
+    let bound: Vec<bool> = writers(c.num_slots(), &laws.tensors().i32s("slots"))
+        .into_iter()
+        .map(|writer| writer.is_some_and(free))
+        .collect();
     if bound.contains(&true) {
         let codes = Relation::EqualRows(Rc::new(move |slot| bound[slot]));
         laws.law("a power of two moves the scale alone", |v| v.tensors.scale("kv", 4.0), [("codes", codes)]);
@@ -387,21 +349,7 @@ fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
 }
 
 fn draw_slots(case: &KvCacheWriteCase) -> Vec<i32> {
-    let mut draw = Draw::new(case.seed, "slots");
-    let num_slots = case.num_slots() as i32;
-    let hostile = [-1, num_slots, i32::MIN, i32::MAX, num_slots.saturating_add(5), -num_slots.max(1)];
-    let mut order: Vec<i32> = (0..num_slots).collect();
-    if case.slots != SlotClass::Consecutive {
-        order.shuffle(draw.rng());
-    }
-    let slot = |token: usize| {
-        if case.slots == SlotClass::Hostile && token % 3 == 1 {
-            hostile[token / 3 % hostile.len()]
-        } else {
-            order.get(token).copied().unwrap_or(-1)
-        }
-    };
-    (0..case.num_tokens).map(slot).collect()
+    case.slots.draw(case.seed, case.num_tokens, case.num_slots())
 }
 
 fn draw_rows(case: &KvCacheWriteCase) -> Vec<f64> {

@@ -5,6 +5,7 @@ pub mod attention_output_rotation;
 pub mod decode_attention;
 pub mod hadamard;
 pub mod indexer_backward;
+pub mod indexer_cache_write;
 pub mod indexer_distillation;
 pub mod indexer_logits;
 pub mod indexer_loss;

@@ -2,12 +2,54 @@
 //! in (inference 8.3).
 
 use dsv4_kernels::kv_cache::RowFormat;
-use dsv4_reference::kv_cache::{self as reference, SCALE_BYTES, SCALE_GROUP};
+use dsv4_kernels::runtime::{DType, HostTensor};
+use dsv4_reference::kv_cache::{self as reference, RowBytes, SCALE_BYTES, SCALE_GROUP};
+use rand::seq::SliceRandom;
+use serde::{Deserialize, Serialize};
 
+use crate::case::Draw;
+use crate::operator::declaration::Axis;
 use crate::operator::declared::{Refused, refuse};
+use crate::operator::tensors::{Tensors, permuted_along};
 
 /// Largest page of a case, in bytes: what the pages of a store have together is bounded by the layer.
 const LARGEST_PAGE: usize = 1 << 31;
+
+/// Where tokens are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SlotClass {
+    /// Consecutive slots from 0 on: what a prefill writes.
+    Consecutive,
+    /// Distinct slots anywhere.
+    Scattered,
+    /// The same, every third token having none, or one beyond the cache, or `i32::MIN` or `i32::MAX`.
+    Hostile,
+}
+
+impl SlotClass {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Consecutive, Self::Scattered, Self::Hostile];
+
+    /// A slot for each token, distinct where they are slots of the store; -1 where there are too few.
+    pub(crate) fn draw(self, seed: u64, num_tokens: usize, num_slots: usize) -> Vec<i32> {
+        let mut draw = Draw::new(seed, "slots");
+        let num_slots = num_slots as i32;
+        let hostile = [-1, num_slots, i32::MIN, i32::MAX, num_slots.saturating_add(5), -num_slots.max(1)];
+        let mut order: Vec<i32> = (0..num_slots).collect();
+        if self != Self::Consecutive {
+            order.shuffle(draw.rng());
+        }
+        let slot = |token: usize| {
+            if self == Self::Hostile && token % 3 == 1 {
+                hostile[token / 3 % hostile.len()]
+            } else {
+                order.get(token).copied().unwrap_or(-1)
+            }
+        };
+        (0..num_tokens).map(slot).collect()
+    }
+}
 
 /// The format as the oracle knows it.
 pub(crate) fn oracle(format: RowFormat) -> reference::RowFormat {
@@ -41,11 +83,11 @@ pub(crate) fn page_gap(format: RowFormat, page_size: usize) -> usize {
 }
 
 /// The pages, one behind the other, of rows that lie slot by slot: a row's data, then its scales.
-pub(crate) fn pages_of(format: RowFormat, page_size: usize, rows: &[u8]) -> Vec<u8> {
+pub(crate) fn pages_of(bytes: RowBytes, page_size: usize, rows: &[u8]) -> Vec<u8> {
     let mut pages = vec![0; rows.len()];
-    for (slot, row) in rows.chunks(format.row_bytes()).enumerate() {
-        let (data, scales) = row.split_at(format.data_bytes());
-        let (data_at, scales_at) = oracle(format).place(slot, page_size);
+    for (slot, row) in rows.chunks(bytes.page_bytes(1)).enumerate() {
+        let (data, scales) = row.split_at(bytes.data);
+        let (data_at, scales_at) = bytes.place(slot, page_size);
         pages[data_at..data_at + data.len()].copy_from_slice(data);
         pages[scales_at..scales_at + scales.len()].copy_from_slice(scales);
     }
@@ -53,14 +95,66 @@ pub(crate) fn pages_of(format: RowFormat, page_size: usize, rows: &[u8]) -> Vec<
 }
 
 /// The rows of pages that lie one behind the other, slot by slot: [`pages_of`] undone.
-pub(crate) fn rows_of(format: RowFormat, page_size: usize, pages: &[u8]) -> Vec<u8> {
+pub(crate) fn rows_of(bytes: RowBytes, page_size: usize, pages: &[u8]) -> Vec<u8> {
     let mut rows = Vec::with_capacity(pages.len());
-    for slot in 0..pages.len() / format.row_bytes() {
-        let (data_at, scales_at) = oracle(format).place(slot, page_size);
-        rows.extend_from_slice(&pages[data_at..data_at + format.data_bytes()]);
-        rows.extend_from_slice(&pages[scales_at..scales_at + format.scale_bytes()]);
+    for slot in 0..pages.len() / bytes.page_bytes(1) {
+        let (data_at, scales_at) = bytes.place(slot, page_size);
+        rows.extend_from_slice(&pages[data_at..data_at + bytes.data]);
+        rows.extend_from_slice(&pages[scales_at..scales_at + bytes.scales]);
     }
     rows
+}
+
+/// Each of these parts of the rows as a tensor of bytes with a row for each slot: names, and of each row so many bytes.
+pub(crate) fn parts_of(
+    bytes: RowBytes,
+    page_size: usize,
+    parts: &[(&'static str, Axis)],
+    pages: &[u8],
+) -> Vec<(&'static str, HostTensor)> {
+    let rows = rows_of(bytes, page_size, pages);
+    let num_slots = rows.len() / bytes.page_bytes(1);
+    let mut from = 0;
+    let part = |&(name, Axis { extent, .. }): &(&'static str, Axis)| {
+        let columns = from..from + extent;
+        from = columns.end;
+        let all = rows.chunks(bytes.page_bytes(1)).flat_map(|row| row[columns.clone()].to_vec());
+        (name, HostTensor { dtype: DType::U8, shape: vec![num_slots, extent], bytes: all.collect() })
+    };
+    parts.iter().map(part).collect()
+}
+
+/// For each slot the token that is written there.
+pub(crate) fn writers(num_slots: usize, slots: &[i32]) -> Vec<Option<usize>> {
+    let mut writers = vec![None; num_slots];
+    for (token, &slot) in slots.iter().enumerate() {
+        if let Some(writer) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
+            *writer = Some(token);
+        }
+    }
+    writers
+}
+
+/// Keeps of `rows`, and of their slots, what is written to these pages, at the slots that it has where they are all pages; returns
+/// how many rows that are.
+pub(crate) fn keep_writers(pages: &[usize], page_size: usize, rows: &'static str, tensors: &mut Tensors) -> usize {
+    let place = |slot: i32| {
+        let slot = usize::try_from(slot).ok()?;
+        let page = pages.iter().position(|&page| page == slot / page_size)?;
+        Some((page * page_size + slot % page_size) as i32)
+    };
+    let slots = tensors.i32s("slots").into_iter().enumerate();
+    let (tokens, slots): (Vec<usize>, Vec<i32>) = slots.filter_map(|(token, s)| Some((token, place(s)?))).unzip();
+    let kept = permuted_along(tensors.tensor(rows), 0, &tokens);
+    tensors.put(rows, kept);
+    tensors.put("slots", HostTensor::from_i32(&[slots.len()], &slots));
+    slots.len()
+}
+
+/// Turns every sign in the row of one token, that of a NaN as well.
+pub(crate) fn turn_signs_of_bf16(tensors: &mut Tensors, rows: &'static str, width: usize, token: usize) {
+    let row = tensors.bytes_mut(rows).into_iter().flat_map(|rows| rows.chunks_mut(2 * width).skip(token).take(1));
+    row.flatten().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
 }
 
 #[cfg(test)]
@@ -69,12 +163,12 @@ mod tests {
 
     #[test]
     fn rows_are_what_pages_were_made_of_and_scales_lie_behind_the_data_of_a_page() {
-        let format = RowFormat { nope_dim: 64, rope_dim: 8 };
+        let bytes = oracle(RowFormat { nope_dim: 64, rope_dim: 8 }).bytes();
         let rows: Vec<u8> = (0..6 * 88).map(|at| (at / 88) as u8 * 16 + u8::from(at % 88 >= 80)).collect();
         for page_size in [1, 2, 3, 6] {
-            assert_eq!(rows_of(format, page_size, &pages_of(format, page_size, &rows)), rows);
+            assert_eq!(rows_of(bytes, page_size, &pages_of(bytes, page_size, &rows)), rows);
         }
-        let pages = pages_of(format, 3, &rows);
+        let pages = pages_of(bytes, 3, &rows);
         assert_eq!((pages[0], pages[160], pages[3 * 80], pages[3 * 88 - 1], pages[3 * 88]), (0, 32, 1, 33, 48));
     }
 

@@ -14,6 +14,7 @@ use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
+use dsv4_parity::operators::indexer_cache_write::IndexerCacheWrite;
 use dsv4_parity::operators::indexer_logits::IndexerLogits;
 use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
@@ -29,7 +30,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 18] = [
+const MUTANTS: [(&str, &str); 19] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -48,6 +49,7 @@ const MUTANTS: [(&str, &str); 18] = [
     ("indexer_backward_forward", "backward_dq_scale_twice"),
     ("indexer_query_forward", "indexer_query_scale_twice"),
     ("indexer_logits_forward", "indexer_logits_relu_left_out"),
+    ("indexer_cache_write_forward", "indexer_cache_without_transform"),
 ];
 
 fn emulator() -> Device {
@@ -201,6 +203,10 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": padding});
         timed(reduced::<KvCacheWrite>("forward", name, whole, json!({"num_tokens": 32, "num_pages": 2})))
     };
+    let keys_of_pages = |name| {
+        let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 64});
+        timed(reduced::<IndexerCacheWrite>("forward", name, whole, json!({"num_tokens": 32, "num_pages": 2})))
+    };
     let parts = json!({"num_tokens": 9, "num_heads": 3});
     let parts = reduced::<AttentionCombine>("forward", "8 parts 128x128x512", parts, json!({"num_tokens": 2}));
     vec![
@@ -221,6 +227,8 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         timed(parts),
         cache("65536x512 page 64 fp8", 448),
         cache("65536x512 page 64 bf16", 0),
+        keys_of_pages("32768x128 page 32 e2m1"),
+        keys_of_pages("32768x128 page 32 e4m3"),
         target("q4096 k8192 H64 D512 topk512"),
         target("q4096 k8192 H64 D512 topk512 portable"),
         dense("q4096 k2048 H64 D512 dense"),

@@ -7,6 +7,7 @@ mod attacks;
 mod bad_input;
 mod benchmarks;
 mod bisect;
+mod caches;
 mod cases;
 mod command_line;
 mod decode;

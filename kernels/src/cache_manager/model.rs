@@ -80,12 +80,13 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
     proptest::collection::vec(operation, 1..60)
 }
 
-/// A token of a text: texts have their first one or two pages in common, but for a token in some.
+/// A token of a text: texts have their first one or two pages in common, but for a token in some; the last one has another first
+/// page than the first one, and the same second one.
 fn token(text: usize, position: usize) -> u32 {
     let page = position / TOKENS_PER_PAGE;
     let own = match (text, page) {
         (_, 0) => usize::from(text == 5 && position == 77),
-        (0..=2, 1) => usize::from(text == 2 && position == 255),
+        (0..=2 | 5, 1) => usize::from(text == 2 && position == 255),
         _ => text,
     };
     (own * 1_000_003 + position) as u32
@@ -274,6 +275,9 @@ impl Model {
 
     /// What each sequence reads is of its own tokens, or what differs.
     fn check(&self) -> Result<(), String> {
+        let CacheManager { cached, free_snapshots, capacity, .. } = &self.manager;
+        let saved = cached.values().filter(|cached| cached.snapshot.is_some()).count();
+        assert_eq!(saved + free_snapshots.len(), capacity.num_snapshots, "a snapshot is lost");
         let mut owners: HashMap<i32, (usize, u64)> = HashMap::new();
         for running in &self.running {
             let Running { id, tokens, .. } = running;
@@ -406,7 +410,7 @@ fn saved(model: &mut Model, tokens: &[u32]) -> SequenceId {
 
 #[test]
 fn a_difference_at_any_position_of_a_prefix_is_another_prefix() {
-    let mut model = Model::new(Capacity { num_pages: 12, num_sequences: 2, num_snapshots: 4 }, Fault::None);
+    let mut model = Model::new(Capacity { num_pages: 12, num_sequences: 3, num_snapshots: 4 }, Fault::None);
     let tokens: Vec<u32> = (0..3 * 128).collect();
     saved(&mut model, &tokens);
     for differs in 0..tokens.len() {
@@ -418,6 +422,12 @@ fn a_difference_at_any_position_of_a_prefix_is_another_prefix() {
         assert_eq!(admitted.restore.is_some(), differs >= 128);
         model.manager.release(admitted.sequence).expect("a sequence");
     }
+    // A page that follows another one is another page, whatever its own tokens.
+    let first: Vec<u32> = (1000..1128).collect();
+    saved(&mut model, &first);
+    let admitted = model.manager.admit(&[&first[..], &tokens[128..]].concat()).expect("a sequence");
+    assert_eq!(admitted.cached_tokens, 128);
+    model.manager.release(admitted.sequence).expect("a sequence");
     // The last token is computed again, so that there are logits: a prompt of just two pages reuses one.
     let admitted = model.manager.admit(&tokens[..256]).expect("a sequence");
     assert_eq!(admitted.cached_tokens, 128);
@@ -439,6 +449,28 @@ fn a_cache_that_is_full_refuses_without_losing_anything_and_serves_again_after_a
     let mapping = model.manager.step(admitted.sequence, &[9; 200], 0).expect("pages");
     assert_eq!(mapping.csa.iter().filter(|&&slot| slot >= 0).count(), 50);
     assert_eq!(model.manager.available_pages(), 1);
+}
+
+#[test]
+fn a_prefix_that_a_running_sequence_continues_is_not_given_up() {
+    let mut model = Model::new(Capacity { num_pages: 4, num_sequences: 3, num_snapshots: 3 }, Fault::None);
+    let tokens: Vec<u32> = (0..256).collect();
+    // Both compute the first page; the first one's is known, and the second one's second page continues it.
+    let first = model.manager.admit(&tokens[..129]).expect("a sequence").sequence;
+    let second = model.manager.admit(&tokens).expect("a sequence").sequence;
+    for id in [first, second] {
+        model.manager.step(id, &tokens[..128], 0).expect("a page");
+        model.manager.snapshot(id).expect("a snapshot");
+    }
+    model.manager.step(second, &tokens[128..], 0).expect("a page");
+    model.manager.snapshot(second).expect("a snapshot");
+    model.manager.release(first).expect("a sequence");
+    let third = model.manager.admit(&[1]).expect("a sequence").sequence;
+    let refused = model.manager.step(third, &[1; 256], 0);
+    assert_eq!(refused, Err(CacheError::OutOfPages { needed: 2, available: 1 }));
+    model.manager.release(second).expect("a sequence");
+    assert_eq!(model.manager.available_pages(), 4);
+    model.manager.step(third, &[1; 512], 0).expect("all pages");
 }
 
 #[test]
