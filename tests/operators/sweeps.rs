@@ -7,10 +7,11 @@ use std::time::Duration;
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::change::MOST_EDGE_CASES;
 use dsv4_parity::judge::checks::{CheckOptions, GRADIENT_OF_SAVED};
+use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operator::{Operator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict, without_power};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, EMULATOR_BUDGET, EdgeCases, SweepOptions};
+use dsv4_parity::sweep::{self, EMULATOR_BUDGET, EMULATOR_BUDGET_OF_ALL, EdgeCases, SweepOptions};
 use libtest_mimic::Trial;
 
 use crate::shared::Shares;
@@ -60,6 +61,9 @@ fn budget(extent: Extent) -> Result<Option<Duration>, String> {
         return Ok(None);
     }
     match std::env::var("PARITY_SWEEP_SECONDS") {
+        Err(_) if extent == Extent::Commit => {
+            Ok(Some(EMULATOR_BUDGET.min(EMULATOR_BUDGET_OF_ALL / OPERATORS.len() as u32)))
+        }
         Err(_) => Ok(Some(EMULATOR_BUDGET)),
         Ok(text) => {
             let seconds =
