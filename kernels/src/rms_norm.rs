@@ -1,7 +1,7 @@
 //! `rms_norm`: launchers of `kernels/cuda/rms_norm.cu` (inference 3, training 11.3).
 
 use crate::arguments::{Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats, read, scratch, write};
-use crate::runtime::device::Module;
+use crate::runtime::device::{Module, module};
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "rms_norm.cu";
@@ -149,9 +149,37 @@ pub fn backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
     let params = params.ptr("dweight_partials", workspace).i64("num_rows", num_rows)?.i32("width", width)?;
     kernel.launch(LaunchConfig::linear(CHECK.operator, "x", blocks as u64, threads)?, &params)?;
     let (Some(dweight), Some(workspace)) = (views.get("dweight"), workspace) else { return Ok(vec![name]) };
-    let reduce = device.kernel(FILE, &defines, "rms_norm_dweight")?;
-    let params = CHECK.params().ptr("dweight_partials", workspace).ptr("dweight", dweight);
-    let params = params.i32("num_partials", blocks)?.i32("width", width)?;
+    Ok(vec![name, sum_partials(device, &defines, workspace, dweight, [blocks, width])?])
+}
+
+/// Adds up `num_partials` rows of partial dweights in a fixed order; returns the kernel that ran.
+fn sum_partials(
+    device: &Device,
+    defines: &Defines,
+    partials: &TensorView,
+    dweight: &TensorView,
+    [num_partials, width]: [usize; 2],
+) -> Result<&'static str> {
+    let reduce = device.kernel(FILE, defines, "rms_norm_dweight")?;
+    let params = CHECK.params().ptr("dweight_partials", partials).ptr("dweight", dweight);
+    let params = params.i32("num_partials", num_partials)?.i32("width", width)?;
     reduce.launch_blocks("x", width.div_ceil(32), &params)?;
-    Ok(vec![name, "rms_norm_dweight"])
+    Ok("rms_norm_dweight")
+}
+
+/// The sum of partial dweights for another operator that ends in a norm of rows of `element` with an f32 weight.
+pub(crate) fn sum_dweight(
+    device: &Device,
+    element: DType,
+    partials: &TensorView,
+    dweight: &TensorView,
+    num_partials: usize,
+    width: usize,
+) -> Result<&'static str> {
+    sum_partials(device, &defines(element, Some(dweight)), partials, dweight, [num_partials, width])
+}
+
+/// The module of [`sum_dweight`].
+pub(crate) fn dweight_module(element: DType) -> Module {
+    module(FILE, &element_types(&[("ELEMENT", element), ("WEIGHT_ELEMENT", DType::F32)]))
 }

@@ -8,6 +8,8 @@ use crate::operators;
 /// The operators, in the order of the specification.
 #[rustfmt::skip]
 pub static OPERATORS: &[&dyn Operator] = &[
+    &Op::<operators::mhc_post::MhcPost>::new(),
+    &Op::<operators::mhc_pre::MhcPre>::new(),
     &Op::<operators::rms_norm::RmsNorm>::new(),
     &Op::<operators::rope::Rope>::new(),
     &Op::<operators::sparse_attention::SparseAttention>::new(),

@@ -13,6 +13,8 @@ pub mod indexer_query;
 pub mod kv_cache_write;
 pub mod lists;
 mod logits;
+pub mod mhc_post;
+pub mod mhc_pre;
 mod paged;
 pub mod ranking;
 pub mod rms_norm;

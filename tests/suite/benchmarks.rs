@@ -19,6 +19,8 @@ use dsv4_parity::operators::indexer_logits::IndexerLogits;
 use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
+use dsv4_parity::operators::mhc_post::MhcPost;
+use dsv4_parity::operators::mhc_pre::MhcPre;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
@@ -30,7 +32,11 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 19] = [
+const MUTANTS: &[(&str, &str)] = &[
+    ("mhc_pre_forward", "mhc_pre_stream_left_out"),
+    ("mhc_pre_backward", "mhc_pre_dstreams_unweighted"),
+    ("mhc_post_forward", "mhc_post_comb_transposed"),
+    ("mhc_post_backward", "mhc_post_dstreams_transposed"),
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -166,6 +172,10 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let rows = || (json!({"num_rows": 21, "width": 512}), json!({"num_rows": 4}));
     let rms_norm = |group, name| timed(reduced::<RmsNorm>(group, name, rows().0, rows().1));
     let swiglu = |group| timed(reduced::<Swiglu>(group, "4096x2048 bf16", rows().0, rows().1));
+    let tokens = json!({"num_tokens": 11, "hidden_size": 72});
+    let mhc_post =
+        |group| timed(reduced::<MhcPost>(group, "4096x4x7168 bf16", tokens.clone(), json!({"num_tokens": 2})));
+    let mhc_pre = |group, name| timed(reduced::<MhcPre>(group, name, tokens.clone(), json!({"num_tokens": 2})));
     let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
@@ -235,6 +245,12 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         dense("q4096 k2048 H64 D512 dense portable"),
         swiglu("forward"),
         swiglu("backward"),
+        mhc_post("forward"),
+        mhc_post("backward"),
+        mhc_pre("forward", "4096x4x7168 bf16"),
+        mhc_pre("forward", "4096x4x7168 bf16 norm"),
+        mhc_pre("backward", "4096x4x7168 bf16"),
+        mhc_pre("backward", "4096x4x7168 bf16 norm"),
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         query("4096x64x128 to e2m1"),

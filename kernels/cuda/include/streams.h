@@ -1,0 +1,57 @@
+// The residual streams of a token (inference 2): STREAMS rows of hidden_size elements, their mix in front of a sublayer, and sums
+// over a block's threads of the products that the gradients of their coefficients are made of.
+#pragma once
+
+#include "elements.h"
+
+constexpr int STREAMS = 4;
+
+// COUNT elements of each stream of a token, which begins at `first`, as floats.
+template <int COUNT, typename T>
+DEVICE void load_streams(const T* first, int64_t stream_stride, float (&x)[STREAMS][COUNT]) {
+    UNROLL
+    for (int i = 0; i < STREAMS; ++i) load_elements<COUNT>(first + i * stream_stride, x[i]);
+}
+
+// COUNT coefficients of a token. All threads read the same ones, so that a warp's read is one access to the cache.
+template <int COUNT>
+DEVICE void load_coefficients(const float* source, float (&coefficients)[COUNT]) {
+    UNROLL
+    for (int c = 0; c < COUNT; ++c) coefficients[c] = source[c];
+}
+
+// Of VALUES numbers of each thread the sums over the block, sum v in thread v: over the lanes of each warp, then over the warps
+// in their order, so that equal launches give equal bits. `partials` has a row for each warp; it is read until the block's next
+// barrier.
+template <int VALUES>
+DEVICE float block_sums(const float (&values)[VALUES], float (*partials)[VALUES]) {
+    UNROLL
+    for (int v = 0; v < VALUES; ++v) {
+        const float sum = warp_sum(values[v]);
+        if (lane_id() == 0) partials[warp_id()][v] = sum;
+    }
+    __syncthreads();
+    float total = 0.0f;
+    if (threadIdx.x < VALUES)
+        for (uint32_t warp = 0; warp < blockDim.x / WARP_SIZE; ++warp) total += partials[warp][threadIdx.x];
+    return total;
+}
+
+// pre[0] x[0] + pre[1] x[1] + ..., in the order of the streams.
+template <int COUNT>
+DEVICE void mix_streams(const float (&x)[STREAMS][COUNT], const float (&pre)[STREAMS], float (&h)[COUNT]) {
+    UNROLL
+    for (int e = 0; e < COUNT; ++e) {
+        h[e] = pre[0] * x[0][e];
+        UNROLL
+        for (int i = 1; i < STREAMS; ++i) h[e] += pre[i] * x[i][e];
+    }
+}
+
+// A number as it is once it is stored as T.
+template <typename T>
+DEVICE float as_stored(float x) {
+    T stored;
+    Element<T>::store(&stored, x);
+    return Element<T>::load(&stored);
+}

@@ -1,0 +1,313 @@
+// What a sublayer reads of the residual streams, and the RMSNorm of it (inference 2.3 and 3, training 11.1 and 11.3). With X the
+// STREAMS streams of a token, pre its coefficients and w the norm's weight in fp32, and stored() the rounding to ELEMENT,
+//
+//     h    = stored(sum over i of pre[i] X[i])           y = w (h rstd),  rstd = 1 / sqrt(mean(h^2) + eps)
+//
+//     g    = dy w          dh      = rstd (g - h rstd^2 mean(g h))                                      stays in fp32
+//     dX[i] = pre[i] dh    dpre[i] = sum over the channels of X[i] dh    dw = sum over tokens of dy (h rstd)
+//
+// The rounding of h is part of the definition. Only rstd is saved for the backward, which reads X for dpre in any case and so has h
+// again for nothing. NaN and infinities go wherever products take them, by rstd to the whole token.
+//
+// Forward: one block a token, which holds h in registers between the sum of squares and y, 32 elements a thread; blocks that wait at
+// their one barrier leave the memory to others. Backward: blocks stay for many tokens, since dw is a sum over them, of which each
+// thread keeps its channels in registers; each block leaves one row of partial sums, which rms_norm's kernel adds in a fixed
+// order. dh needs mean(g h) of the whole token, so that what is read is used twice: the five rows of the next token come into
+// shared memory by cp.async while a token is computed. A thread copies what it will read itself, so that no barrier waits
+// for a copy. Rows too wide for that are read twice, the second time from the cache, and partial dw lie in memory.
+//
+// Floors for a bf16 token of d channels: forward 10 d bytes, backward 18 d. At 4.24 TB/s and 32768 tokens of 7168 channels 554 and
+// 997 us. Expected to be limited by memory; in the backward 320 instructions a piece of 16 bytes are a third of what the
+// schedulers issue while its 144 bytes move, and two barriers a token cost some 0.5 us of the 4 us that its bytes take. Not
+// measured yet.
+//
+// Defines: ELEMENT  type of X, y and their gradients: bf16 or float.
+// Launch: forward num_tokens blocks of so many threads that HELD pieces each cover a row (scalar: any); backward any number of
+// blocks, staged with STAGES * ROWS rows of dynamic shared memory and so many threads that GRADIENT_HELD pieces each cover a row.
+#include "async_copy.h"
+#include "element.h"
+#include "math.h"
+#include "streams.h"
+
+constexpr int THREADS = 512;
+constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int HELD = 32 / VECTOR;          // pieces of h that a thread of the forward holds
+constexpr int GRADIENT_HELD = 2;           // pieces of a token that a thread of the staged backward takes
+constexpr int STAGES = 2;
+constexpr int ROWS = STREAMS + 1;          // rows of a stage: the streams and dy
+
+struct MhcPreNormForwardParams {
+    const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_stream_stride;   // [num_tokens, STREAMS, hidden_size]
+    const float* pre;                                                                      // [num_tokens, STREAMS]
+    const float* weight;                                                                   // [hidden_size]
+    ELEMENT* y; int64_t y_token_stride;                                                    // [num_tokens, hidden_size]
+    float* rstd;                                                                           // [num_tokens], or nullptr
+    int32_t hidden_size;
+    float eps;
+};
+PARAMS_LAYOUT(MhcPreNormForwardParams, streams, streams_token_stride, streams_stream_stride, pre, weight, y, y_token_stride, rstd,
+              hidden_size, eps)
+
+struct MhcPreNormBackwardParams {
+    const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_stream_stride;
+    const float* pre;
+    const float* weight;
+    const float* rstd;                                                                     // as the forward saved it
+    const ELEMENT* dy; int64_t dy_token_stride;
+    ELEMENT* dstreams; int64_t dstreams_token_stride; int64_t dstreams_stream_stride;
+    float* dpre;
+    float* dweight_partials;                                                               // [gridDim.x, hidden_size]
+    int64_t num_tokens;
+    int32_t hidden_size;
+};
+PARAMS_LAYOUT(MhcPreNormBackwardParams, streams, streams_token_stride, streams_stream_stride, pre, weight, rstd, dy,
+              dy_token_stride, dstreams, dstreams_token_stride, dstreams_stream_stride, dpre, dweight_partials, num_tokens,
+              hidden_size)
+
+// The sum over the block, in every thread. `partials` may be written again after the block's next barrier.
+DEVICE float block_sum(float value, float (&partials)[WARPS]) {
+    value = warp_sum(value);
+    if (lane_id() == 0) partials[warp_id()] = value;
+    __syncthreads();
+    return warp_sum(lane_id() < static_cast<int>(blockDim.x / WARP_SIZE) ? partials[lane_id()] : 0.0f);
+}
+
+DEVICE float reciprocal_rms(float sum_of_squares, int32_t hidden_size, float eps) {
+    return rsqrt_approx(sum_of_squares / static_cast<float>(hidden_size) + eps);
+}
+
+// h of these elements as it is once it is stored.
+template <int COUNT>
+DEVICE void stored_mix(const float (&x)[STREAMS][COUNT], const float (&pre)[STREAMS], float (&h)[COUNT]) {
+    mix_streams(x, pre, h);
+    UNROLL
+    for (int e = 0; e < COUNT; ++e) h[e] = as_stored<ELEMENT>(h[e]);
+}
+
+template <int COUNT>
+DEVICE void store_normalised(const MhcPreNormForwardParams& params, int64_t token, int64_t column, float rstd,
+                             const float (&h)[COUNT]) {
+    float weight[COUNT], y[COUNT];
+    load_elements<COUNT>(params.weight + column, weight);
+    for (int e = 0; e < COUNT; ++e) y[e] = weight[e] * (h[e] * rstd);
+    store_elements(params.y + token * params.y_token_stride + column, y);
+}
+
+KERNEL(mhc_pre_norm_forward_vector, MhcPreNormForwardParams, THREADS) {
+    __shared__ float partials[WARPS];
+    const int64_t token = blockIdx.x;
+    const ELEMENT* const streams = params.streams + token * params.streams_token_stride;
+    float pre[STREAMS], h[VECTOR], sum = 0.0f;
+    load_coefficients(params.pre + token * STREAMS, pre);
+    Vec16 held[HELD];
+    UNROLL
+    for (int v = 0; v < HELD; ++v) {
+        const int64_t column = static_cast<int64_t>(threadIdx.x + v * blockDim.x) * VECTOR;
+        held[v] = Vec16{};
+        if (column >= params.hidden_size) continue;
+        float x[STREAMS][VECTOR];
+        load_streams(streams + column, params.streams_stream_stride, x);
+        stored_mix(x, pre, h);
+        for (int e = 0; e < VECTOR; ++e) sum += h[e] * h[e];
+        held[v] = pack<ELEMENT>(h);
+    }
+    const float rstd = reciprocal_rms(block_sum(sum, partials), params.hidden_size, params.eps);
+    if (params.rstd && threadIdx.x == 0) params.rstd[token] = rstd;
+    UNROLL
+    for (int v = 0; v < HELD; ++v) {
+        const int64_t column = static_cast<int64_t>(threadIdx.x + v * blockDim.x) * VECTOR;
+        if (column >= params.hidden_size) continue;
+        unpack<ELEMENT>(held[v], h);
+        store_normalised(params, token, column, rstd, h);
+    }
+}
+
+// Any width, stride and alignment. The second read comes from a cache.
+KERNEL(mhc_pre_norm_forward_scalar, MhcPreNormForwardParams, THREADS) {
+    __shared__ float partials[WARPS];
+    const int64_t token = blockIdx.x;
+    const ELEMENT* const streams = params.streams + token * params.streams_token_stride;
+    float pre[STREAMS], x[STREAMS][1], h[1], sum = 0.0f;
+    load_coefficients(params.pre + token * STREAMS, pre);
+    for (int64_t column = threadIdx.x; column < params.hidden_size; column += blockDim.x) {
+        load_streams(streams + column, params.streams_stream_stride, x);
+        stored_mix(x, pre, h);
+        sum += h[0] * h[0];
+    }
+    const float rstd = reciprocal_rms(block_sum(sum, partials), params.hidden_size, params.eps);
+    if (params.rstd && threadIdx.x == 0) params.rstd[token] = rstd;
+    for (int64_t column = threadIdx.x; column < params.hidden_size; column += blockDim.x) {
+        load_streams(streams + column, params.streams_stream_stride, x);
+        stored_mix(x, pre, h);
+        store_normalised(params, token, column, rstd, h);
+    }
+}
+
+// ---------------------------------------------------------------- backward
+
+// COUNT channels of a token: what is read of it, and h and g of that.
+template <int COUNT>
+struct Channels {
+    float x[STREAMS][COUNT], dy[COUNT], h[COUNT], g[COUNT];
+};
+
+// h and g = dy w, where x and dy are there.
+template <int COUNT>
+DEVICE void complete(Channels<COUNT>& own, const float* weight, int64_t column, const float (&pre)[STREAMS]) {
+    float w[COUNT];
+    load_elements<COUNT>(weight + column, w);
+    stored_mix(own.x, pre, own.h);
+    for (int e = 0; e < COUNT; ++e) own.g[e] = own.dy[e] * w[e];
+}
+
+// sum + the part of sum(g h) that these channels give.
+template <int COUNT>
+DEVICE float dot_sum(const Channels<COUNT>& own, float sum) {
+    for (int e = 0; e < COUNT; ++e) sum += own.g[e] * own.h[e];
+    return sum;
+}
+
+// rstd^2 mean(g h), the factor of h in dh.
+DEVICE float mean_term(float dot, float rstd, int32_t hidden_size) {
+    return rstd * rstd * (dot / static_cast<float>(hidden_size));
+}
+
+// Stores dX of these channels, and adds their parts of dpre and dweight.
+template <int COUNT>
+DEVICE void gradients(const MhcPreNormBackwardParams& params, ELEMENT* to, const Channels<COUNT>& own,
+                      const float (&pre)[STREAMS], float rstd, float mean, float (&dpre)[STREAMS], float (&dweight)[COUNT]) {
+    float dh[COUNT], dx[COUNT];
+    for (int e = 0; e < COUNT; ++e) {
+        dh[e] = rstd * (own.g[e] - own.h[e] * mean);
+        dweight[e] += own.dy[e] * (own.h[e] * rstd);
+    }
+    UNROLL
+    for (int i = 0; i < STREAMS; ++i) {
+        UNROLL
+        for (int e = 0; e < COUNT; ++e) {
+            dx[e] = pre[i] * dh[e];
+            dpre[i] += own.x[i][e] * dh[e];
+        }
+        store_elements(to + i * params.dstreams_stream_stride, dx);
+    }
+}
+
+// A thread's pieces of the tokens that its block takes, in two stages of shared memory: row 0 is dy, the others are the streams.
+struct Stages {
+    SharedAddress first;
+    int32_t pieces;   // of a row
+};
+
+DEVICE int piece_of(int v) { return static_cast<int>(threadIdx.x + v * blockDim.x); }
+
+DEVICE SharedAddress place(const Stages& stages, int stage, int row, int piece) {
+    return stages.first + static_cast<SharedAddress>((stage * ROWS + row) * stages.pieces + piece) * 16;
+}
+
+// Starts the copies of this thread's pieces of a token, if there is such a token, and closes their group.
+DEVICE void request(const MhcPreNormBackwardParams& params, const Stages& stages, int64_t token, int stage) {
+    for (int v = 0; v < GRADIENT_HELD && token < params.num_tokens; ++v) {
+        const int piece = piece_of(v);
+        if (piece >= stages.pieces) break;
+        const int64_t column = static_cast<int64_t>(piece) * VECTOR;
+        const ELEMENT* const streams = params.streams + token * params.streams_token_stride + column;
+        copy_async_16(place(stages, stage, 0, piece), params.dy + token * params.dy_token_stride + column, true);
+        for (int i = 0; i < STREAMS; ++i)
+            copy_async_16(place(stages, stage, 1 + i, piece), streams + i * params.streams_stream_stride, true);
+    }
+    copy_commit();
+}
+
+DEVICE void load_piece(const MhcPreNormBackwardParams& params, const Stages& stages, int stage, int piece,
+                       const float (&pre)[STREAMS], Channels<VECTOR>& own) {
+    unpack<ELEMENT>(load_shared_vec16(place(stages, stage, 0, piece)), own.dy);
+    UNROLL
+    for (int i = 0; i < STREAMS; ++i) unpack<ELEMENT>(load_shared_vec16(place(stages, stage, 1 + i, piece)), own.x[i]);
+    complete(own, params.weight, static_cast<int64_t>(piece) * VECTOR, pre);
+}
+
+// The tokens blockIdx.x, blockIdx.x + gridDim.x, ... of which GRADIENT_HELD pieces a thread cover a row.
+KERNEL(mhc_pre_norm_backward_staged, MhcPreNormBackwardParams, THREADS) {
+    __shared__ float dots[WARPS], sums[WARPS][STREAMS];
+    const Stages stages{shared_address(dynamic_shared()), params.hidden_size / VECTOR};
+    float dweight[GRADIENT_HELD][VECTOR] = {}, pre[STREAMS];
+    Channels<VECTOR> own;
+    request(params, stages, blockIdx.x, 0);
+    int stage = 0;
+    for (int64_t token = blockIdx.x; token < params.num_tokens; token += gridDim.x, stage ^= 1) {
+        request(params, stages, token + gridDim.x, stage ^ 1);
+        const float rstd = params.rstd[token];
+        load_coefficients(params.pre + token * STREAMS, pre);
+        copy_wait<1>();
+        float dot = 0.0f, dpre[STREAMS] = {};
+        for (int v = 0; v < GRADIENT_HELD; ++v) {
+            if (piece_of(v) >= stages.pieces) break;
+            load_piece(params, stages, stage, piece_of(v), pre, own);
+            dot = dot_sum(own, dot);
+        }
+        const float mean = mean_term(block_sum(dot, dots), rstd, params.hidden_size);
+        ELEMENT* const to = params.dstreams + token * params.dstreams_token_stride;
+        UNROLL
+        for (int v = 0; v < GRADIENT_HELD; ++v) {
+            if (piece_of(v) >= stages.pieces) break;
+            load_piece(params, stages, stage, piece_of(v), pre, own);
+            gradients(params, to + static_cast<int64_t>(piece_of(v)) * VECTOR, own, pre, rstd, mean, dpre, dweight[v]);
+        }
+        const float sum = block_sums(dpre, sums);
+        if (threadIdx.x < STREAMS) params.dpre[token * STREAMS + threadIdx.x] = sum;
+    }
+    float* const partial = params.dweight_partials + static_cast<int64_t>(blockIdx.x) * params.hidden_size;
+    UNROLL
+    for (int v = 0; v < GRADIENT_HELD; ++v) {
+        if (piece_of(v) >= stages.pieces) break;
+        UNROLL
+        for (int e = 0; e < VECTOR; ++e) partial[static_cast<int64_t>(piece_of(v)) * VECTOR + e] = dweight[v][e];
+    }
+}
+
+template <int COUNT>
+DEVICE void load_channels(const MhcPreNormBackwardParams& params, int64_t token, int64_t column, const float (&pre)[STREAMS],
+                          Channels<COUNT>& own) {
+    load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, own.x);
+    load_elements<COUNT>(params.dy + token * params.dy_token_stride + column, own.dy);
+    complete(own, params.weight, column, pre);
+}
+
+// Rows too wide for shared memory, or that 16-byte accesses do not fit: they are read twice, and each channel's partial dweight
+// lies in memory that one thread alone touches.
+template <int COUNT>
+DEVICE void backward_reread(const MhcPreNormBackwardParams& params, float (&dots)[WARPS], float (*sums)[STREAMS]) {
+    const int64_t step = static_cast<int64_t>(blockDim.x) * COUNT;
+    float* const partial = params.dweight_partials + static_cast<int64_t>(blockIdx.x) * params.hidden_size;
+    for (int64_t column = threadIdx.x * COUNT; column < params.hidden_size; column += step)
+        for (int e = 0; e < COUNT; ++e) partial[column + e] = 0.0f;
+    Channels<COUNT> own;
+    for (int64_t token = blockIdx.x; token < params.num_tokens; token += gridDim.x) {
+        const float rstd = params.rstd[token];
+        float pre[STREAMS], dpre[STREAMS] = {}, dot = 0.0f;
+        load_coefficients(params.pre + token * STREAMS, pre);
+        for (int64_t column = threadIdx.x * COUNT; column < params.hidden_size; column += step) {
+            load_channels(params, token, column, pre, own);
+            dot = dot_sum(own, dot);
+        }
+        const float mean = mean_term(block_sum(dot, dots), rstd, params.hidden_size);
+        ELEMENT* const to = params.dstreams + token * params.dstreams_token_stride;
+        for (int64_t column = threadIdx.x * COUNT; column < params.hidden_size; column += step) {
+            float dweight[COUNT] = {};
+            load_channels(params, token, column, pre, own);
+            gradients(params, to + column, own, pre, rstd, mean, dpre, dweight);
+            for (int e = 0; e < COUNT; ++e) partial[column + e] += dweight[e];
+        }
+        const float sum = block_sums(dpre, sums);
+        if (threadIdx.x < STREAMS) params.dpre[token * STREAMS + threadIdx.x] = sum;
+    }
+}
+
+KERNEL(mhc_pre_norm_backward_wide, MhcPreNormBackwardParams, THREADS) {
+    __shared__ float dots[WARPS], sums[WARPS][STREAMS];
+    backward_reread<VECTOR>(params, dots, sums);
+}
+KERNEL(mhc_pre_norm_backward_scalar, MhcPreNormBackwardParams, THREADS) {
+    __shared__ float dots[WARPS], sums[WARPS][STREAMS];
+    backward_reread<1>(params, dots, sums);
+}
