@@ -12,6 +12,7 @@
 //! * ranges: rows `ks .. ke`, of those that there are;
 //! * causal: of its sequence those keys j whose last token, `j * ratio + ratio - 1`, is not behind its own position, `q_off` + t,
 //!   t counted within the sequence; of no sequence, none;
+//! * selected: the keys that its list names ([`crate::ranking`]);
 //! * paged: the first `context_lens` entries of its request: entry i is row `i % page_size` of page `block_table[i / page_size]`.
 //!   Of a page that is not there, which a negative number or one beyond the store names, every entry is none.
 //!
@@ -50,6 +51,13 @@ pub enum Keys {
         ratio: usize,
         /// `[num_sequences]`: position of each sequence's first query. Any value.
         q_off: Option<Vec<i32>>,
+        /// `None` is one sequence of all tokens and keys.
+        sequences: Option<Sequences>,
+    },
+    /// Those that a list of the token names.
+    Selected {
+        /// The lists: [`Ranking::Selected`].
+        ranking: Ranking,
         /// `None` is one sequence of all tokens and keys.
         sequences: Option<Sequences>,
     },
@@ -150,13 +158,13 @@ impl Inputs {
         if !(self.sm_scale.is_finite() && self.sm_scale > 0.0) {
             return Err(wrong_value("sm_scale", self.sm_scale, "it must be finite and above 0"));
         }
-        self.keys.check(tokens)?;
+        self.keys.check(tokens, num_keys)?;
         Ok((tokens, heads, num_keys))
     }
 }
 
 impl Keys {
-    fn check(&self, tokens: usize) -> Result<()> {
+    fn check(&self, tokens: usize, num_keys: usize) -> Result<()> {
         let length = |argument: &'static str, actual: usize, expected: usize| {
             let error = || Error::Shape { argument, expected: format!("[{expected}]"), actual: vec![actual] };
             if actual == expected { Ok(()) } else { Err(error()) }
@@ -168,6 +176,9 @@ impl Keys {
                 let ends = sequences.as_ref().map_or(2, |s| s.cu_q.len());
                 length("cu_k", sequences.as_ref().map_or(2, |s| s.cu_k.len()), ends)?;
                 q_off.as_ref().map_or(Ok(()), |q_off| length("q_off", q_off.len(), ends.saturating_sub(1)))
+            }
+            Self::Selected { ranking, sequences } => {
+                RankedKeys { ranking, sequences: sequences.as_ref(), num_keys }.check(tokens)
             }
             Self::Paged { page_size: 0, .. } => Err(wrong_value("page_size", 0, "a page needs entries")),
             Self::Paged { block_table, table_pages, context_lens, .. } => {
@@ -190,6 +201,10 @@ impl Keys {
             Self::Causal { ratio, q_off, sequences } => {
                 let ranking = Ranking::Causal { ratio: *ratio, q_off: q_off.clone(), columns };
                 let ranked = RankedKeys { ranking: &ranking, sequences: sequences.as_ref(), num_keys };
+                ranked.rows(token).into_iter().map(|row| row.map(|row| row as usize)).collect()
+            }
+            Self::Selected { ranking, sequences } => {
+                let ranked = RankedKeys { ranking, sequences: sequences.as_ref(), num_keys };
                 ranked.rows(token).into_iter().map(|row| row.map(|row| row as usize)).collect()
             }
             Self::Ranges { ks, ke } => {

@@ -24,6 +24,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::indexer_cache_write::IndexerCacheWrite>::new(),
     &Op::<operators::indexer_logits::IndexerLogits>::new(),
     &Op::<operators::topk::Topk>::new(),
+    &Op::<operators::indexer_recompute::IndexerRecompute>::new(),
     &Op::<operators::indexer_loss::IndexerLoss>::new(),
     &Op::<operators::indexer_backward::IndexerBackward>::new(),
     &Op::<operators::indexer_distillation::IndexerDistillation>::new(),

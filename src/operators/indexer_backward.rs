@@ -221,7 +221,7 @@ impl Declared for IndexerBackward {
         tensors.edit("k", |k| k.chunks_mut(HEAD_DIM).skip(3).step_by(7).for_each(|row| row.fill(0.0)));
         c.keys.amend(tensors);
         if c.poison_unreferenced {
-            poison_unreferenced(c, tensors);
+            c.keys.poison_unreferenced(tensors, c.num_heads * HEAD_DIM, HEAD_DIM);
         }
         Ok(())
     }
@@ -341,31 +341,6 @@ fn set_apart(whole: &Whole<'_, IndexerBackward>, c: &mut IndexerBackwardCase, te
 
 fn summed(case: IndexerBackwardCase) -> IndexerBackwardCase {
     IndexerBackwardCase { key_gradients: KeyGradients::Deterministic, ..case }
-}
-
-/// Turns into NaN what no valid slot is about: queries, keys, upstream gradients.
-fn poison_unreferenced(c: &IndexerBackwardCase, tensors: &mut Tensors) {
-    let (ranking, sequences) = (c.keys.reference(tensors), c.keys.sequences());
-    let ranked = dsv4_reference::ranking::RankedKeys {
-        ranking: &ranking,
-        sequences: sequences.as_ref(),
-        num_keys: c.keys.num_keys,
-    };
-    let rows: Vec<Option<i64>> = (0..c.keys.num_tokens).flat_map(|token| ranked.rows(token)).collect();
-    let mut referenced = vec![false; c.keys.num_keys];
-    rows.iter().flatten().for_each(|&row| referenced[row as usize] = true);
-    tensors.edit("dlogits", |all| {
-        all.iter_mut().zip(&rows).filter(|(_, row)| row.is_none()).for_each(|(x, _)| *x = f64::NAN);
-    });
-    let (slots, queries) = (c.keys.slots().max(1), c.num_heads * HEAD_DIM);
-    tensors.edit("q", |all| {
-        let idle = all.chunks_mut(queries).zip(rows.chunks(slots)).filter(|(_, rows)| rows.iter().all(Option::is_none));
-        idle.for_each(|(token, _)| token.fill(f64::NAN));
-    });
-    tensors.edit("k", |all| {
-        let unnamed = all.chunks_mut(HEAD_DIM).zip(&referenced).filter(|(_, named)| !**named);
-        unnamed.for_each(|(row, _)| row.fill(f64::NAN));
-    });
 }
 
 /// Tokens may come in another order: what is theirs follows, and dk stays what it is but for the order of its sums.

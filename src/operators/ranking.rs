@@ -219,6 +219,28 @@ impl RankedKeys {
         (first..last).filter(|&key| if self.is_selected() { named(key) } else { visible(key) }).collect()
     }
 
+    /// Turns into NaN what no valid slot is about: queries `q` of so many numbers each, keys `k`, upstream gradients `dlogits`.
+    pub(crate) fn poison_unreferenced(&self, tensors: &mut Tensors, query_width: usize, key_width: usize) {
+        let (ranking, sequences) = (self.reference(tensors), self.sequences());
+        let ranked =
+            reference::RankedKeys { ranking: &ranking, sequences: sequences.as_ref(), num_keys: self.num_keys };
+        let rows: Vec<Option<i64>> = (0..self.num_tokens).flat_map(|token| ranked.rows(token)).collect();
+        let mut referenced = vec![false; self.num_keys];
+        rows.iter().flatten().for_each(|&row| referenced[row as usize] = true);
+        tensors.edit("dlogits", |all| {
+            all.iter_mut().zip(&rows).filter(|(_, row)| row.is_none()).for_each(|(x, _)| *x = f64::NAN);
+        });
+        let rows = rows.chunks(self.slots().max(1));
+        tensors.edit("q", |all| {
+            let idle = all.chunks_mut(query_width).zip(rows).filter(|(_, rows)| rows.iter().all(Option::is_none));
+            idle.for_each(|(token, _)| token.fill(f64::NAN));
+        });
+        tensors.edit("k", |all| {
+            let unnamed = all.chunks_mut(key_width).zip(&referenced).filter(|(_, named)| !**named);
+            unnamed.for_each(|(row, _)| row.fill(f64::NAN));
+        });
+    }
+
     /// Of packed sequences most slots name a key of their own; one in four stays what it was, some other's.
     fn name_own_sequences_keys(&self, tensors: &mut Tensors) {
         let Some(reference::Sequences { cu_q, cu_k }) = self.sequences() else { return };

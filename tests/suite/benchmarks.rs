@@ -18,6 +18,7 @@ use dsv4_parity::operators::indexer_cache_write::IndexerCacheWrite;
 use dsv4_parity::operators::indexer_logits::IndexerLogits;
 use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
+use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::mhc_post::MhcPost;
 use dsv4_parity::operators::mhc_pre::MhcPre;
@@ -55,6 +56,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("indexer_backward_forward", "backward_dq_scale_twice"),
     ("indexer_query_forward", "indexer_query_scale_twice"),
     ("indexer_logits_forward", "indexer_logits_relu_left_out"),
+    ("indexer_recompute_forward", "indexer_recompute_weight_inside_relu"),
     ("indexer_cache_write_forward", "indexer_cache_without_transform"),
 ];
 
@@ -138,7 +140,7 @@ fn a_planted_bug_of_every_timed_direction_is_seen_by_the_recheck() {
     let mutants = planted::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants");
     let groups: BTreeSet<String> = all(device.environment()).iter().map(|benchmark| benchmark.group()).collect();
     assert_eq!(groups, MUTANTS.iter().map(|(group, _)| (*group).to_owned()).collect());
-    for (group, id) in MUTANTS {
+    for &(group, id) in MUTANTS {
         let mutant = mutants.iter().find(|mutant| mutant.id == id).unwrap_or_else(|| panic!("no mutant `{id}`"));
         let mutated = device.with_tree(mutant.plant(device.tree()).expect("an anchor that matches"));
         let of_group = all(device.environment()).into_iter().filter(|benchmark| benchmark.group() == group);
@@ -200,6 +202,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let rows = json!({"num_tokens": 9, "num_keys": 30});
     let dense_loss =
         |group| timed(reduced::<IndexerLoss>(group, "q4096 dense k4096", rows.clone(), json!({"num_tokens": 2})));
+    let recompute = |name| timed(reduced::<IndexerRecompute>("forward", name, lists.clone(), fewer.clone()));
     let queries = |name| timed(reduced::<IndexerBackward>("forward", name, lists.clone(), fewer.clone()));
     let dense_queries =
         |name| timed(reduced::<IndexerBackward>("forward", name, keys.clone(), json!({"num_tokens": 2})));
@@ -260,6 +263,8 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         loss("backward"),
         dense_loss("forward"),
         dense_loss("backward"),
+        recompute("q4096 k8192 H64 D128 topk512"),
+        recompute("q4096 k8192 H64 D128 topk1024"),
         queries("q4096 k8192 H64 D128 topk512"),
         queries("q4096 k8192 H64 D128 topk512 deterministic"),
         dense_queries("q4096 k2048 H64 D128 dense"),

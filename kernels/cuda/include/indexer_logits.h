@@ -4,6 +4,7 @@
 // The including file is compiled with OPERANDS and HEADS defined.
 #pragma once
 
+#include "indexer_heads.h"
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
@@ -245,25 +246,7 @@ DEVICE void clean_row(const IndexerLogitsParams& params, int32_t token, int32_t 
         row[c] = -INFINITY_F32;
 }
 
-// ---------------------------------------------------------------- the sum over the heads
-
-// relu, which keeps NaN, times the head's weight. A head that is not there adds nothing, whatever its product with an
-// infinite key is.
-DEVICE float add_head(float sum, float product, float weight, bool exists) {
-    const float next = fused_multiply_add(maximum_or_nan_f32(product, 0.0f), weight, sum);
-    return exists ? next : sum;
-}
-
-// Adds the lane at this distance: one of the two keeps the first half, the other the second.
-template <int COUNT>
-DEVICE void add_halves(float (&kept)[COUNT / 2], const float (&x)[COUNT], int distance) {
-    const bool second = lane_id() & distance;
-    UNROLL
-    for (int i = 0; i < COUNT / 2; ++i) {
-        const float own = second ? x[COUNT / 2 + i] : x[i], other = second ? x[i] : x[COUNT / 2 + i];
-        kept[i] = own + __shfl_xor_sync(FULL_WARP, other, distance);
-    }
-}
+// ---------------------------------------------------------------- what goes
 
 // Stores the logit of the key at `position` where it is in the token's range. Of a page that is not there it is -inf,
 // where logits are clean.

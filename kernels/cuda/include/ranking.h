@@ -44,20 +44,21 @@ template <typename Params>
 DEVICE Ranking ranking(const Params& params, int32_t token, int32_t columns) {
     const int32_t sequence = params.cu_q ? sequence_of(params.cu_q, params.num_sequences, token) : 0;
     if (params.cu_q && sequence == params.num_sequences) return Ranking{params.indices, 0, 0, 0, 0};
-    const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
     // Bounded by the tensor, whatever cu_k says.
     const int32_t first_key = params.cu_k ? minimum(maximum(params.cu_k[sequence], 0), params.num_keys) : 0;
     const int32_t last_key = params.cu_k ? minimum(params.cu_k[sequence + 1], params.num_keys) : params.num_keys;
     const int32_t num_keys = maximum(last_key - first_key, 0);
-    if (SELECTED) {
+    if constexpr (SELECTED != 0) {
         const int32_t listed = params.topk_length ? params.topk_length[token] : columns;
         const int32_t length = maximum(minimum(listed, columns), 0);
         return Ranking{params.indices + token * params.indices_stride, length, first_key, num_keys,
                        params.indices_global ? first_key : 0};
+    } else {
+        // Key j covers the tokens j*ratio .. j*ratio + ratio - 1, and is visible from the last of them on.
+        const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
+        const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
+        const int64_t position = maximum<int64_t>(offset + (token - first_token) + 1, 0);
+        const int64_t limit = minimum<int64_t>(position / params.ratio, minimum(num_keys, columns));
+        return Ranking{nullptr, static_cast<int32_t>(limit), first_key, num_keys, 0};
     }
-    // Key j covers the tokens j*ratio .. j*ratio + ratio - 1, and is visible from the last of them on.
-    const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
-    const int64_t position = maximum<int64_t>(offset + (token - first_token) + 1, 0);
-    const int64_t limit = minimum<int64_t>(position / params.ratio, minimum(num_keys, columns));
-    return Ranking{nullptr, static_cast<int32_t>(limit), first_key, num_keys, 0};
 }

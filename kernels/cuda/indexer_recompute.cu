@@ -1,0 +1,189 @@
+// The indexer's logits of selected keys, computed anew for its loss (training 1, 6). For the key i of slot j of token t (ranking.h),
+//
+//     logits[t,j] = sm_scale sum_h w[t,h] max(q[t,h] . k[i], 0)
+//
+// and -infinity in slots that are not valid, which are never dereferenced. max keeps NaN; a head that is not there adds nothing.
+//
+// How the work is laid out. A block takes a token with all of its heads, up to 64, those that are missing being zeros. Its queries
+// stay in shared memory, the B side of a product whose A side are keys. A warp has every fourth tile of 32 slots for itself: its
+// keys come with cp.async, STAGES - 1 tiles in flight, and no other warp waits for them. It multiplies two rows of matrix
+// instructions by all heads, so that the sums over the heads stay within four lanes: 16 heads in a lane, in their order, then two
+// exchanges, which leave each lane with one slot.
+//
+// Floor, for one token, 64 heads, J slots: 2*64*128*J FLOP and 256*J bytes gathered: at 4096 tokens and topk 512 34 GFLOP, 43 us at
+// 790 TFLOP/s, and 537 MB out of L2, 101 us at 5.3 TB/s, where 8192 keys stay; q, lists and logits are 84 MB from and to memory, 20
+// us. Per tile 128 matrix instructions against 16 + 32 loads of ldmatrix: 2.7 each, so that mma.sync runs at about its half rate, 80
+// us. Expected to limit: the gather, about 115 us, twice that at topk 1024. Not measured yet.
+//
+// Defines: WEIGHT_ELEMENT  type of w: float or bf16; SELECTED  1
+// Launch: num_tokens blocks of THREADS threads.
+#include "async_copy.h"
+#include "elements.h"
+#include "indexer_heads.h"
+#include "memory.h"
+#include "numeric.h"
+#include "ranking.h"
+#include "tiles.h"
+
+#if !defined(WEIGHT_ELEMENT) || !defined(SELECTED)
+#error "define WEIGHT_ELEMENT and SELECTED"
+#endif
+static_assert(SELECTED == 1, "all keys up to a causal limit are those of indexer_logits");
+
+constexpr int HEAD_DIM = 128, HEADS = 64;
+constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
+constexpr int STAGES = 3;
+constexpr int SLOTS = WARP_SIZE;       // of a tile: one a lane
+constexpr int CHUNKS = HEAD_DIM / 8;   // of 16 bytes in a row
+constexpr int STEPS = HEAD_DIM / 16;   // of a product
+constexpr int M = SLOTS / 16;          // rows of matrix instructions
+static_assert(M == 2, "two exchanges leave each lane with one slot");
+
+using Rows = Tile<HEAD_DIM>;  // of q, and of k
+
+struct IndexerRecomputeParams {
+    const bf16* q; int64_t q_token_stride; int64_t q_head_stride;  // [num_tokens, num_heads, 128]; in elements
+    const bf16* k; int64_t k_stride;                               // [num_keys, 128]
+    const WEIGHT_ELEMENT* w; int64_t w_stride;                     // [num_tokens, num_heads]
+    const int32_t* indices; int64_t indices_stride;                // [num_tokens, topk]
+    const int32_t* topk_length;                                    // [num_tokens], or nullptr
+    const int32_t* cu_q;                                           // [num_sequences + 1], or nullptr
+    const int32_t* cu_k;                                           // [num_sequences + 1], or nullptr
+    float* logits; int64_t logits_stride;                          // [num_tokens, topk]
+    int32_t num_heads;
+    int32_t topk;
+    int32_t num_keys;
+    int32_t num_sequences;
+    int32_t indices_global;
+    float sm_scale;
+};
+PARAMS_LAYOUT(IndexerRecomputeParams, q, q_token_stride, q_head_stride, k, k_stride, w, w_stride, indices, indices_stride,
+              topk_length, cu_q, cu_k, logits, logits_stride, num_heads, topk, num_keys, num_sequences, indices_global, sm_scale)
+
+// Shared memory, byte offsets.
+constexpr int Q = 0;
+constexpr int WEIGHTS = Q + Rows::bytes(HEADS);                  // float [HEADS]
+constexpr int K = WEIGHTS + HEADS * 4;
+constexpr int SHARED_BYTES = K + WARPS * STAGES * Rows::bytes(SLOTS);
+SHARED_MEMORY(indexer_recompute, SHARED_BYTES)
+
+// q of a token, and its heads' weights; heads that are missing become zeros.
+DEVICE void load_queries(const IndexerRecomputeParams& params, int32_t token, SharedAddress shared) {
+    const bf16* q = params.q + token * params.q_token_stride;
+    for (int i = threadIdx.x; i < HEADS * CHUNKS; i += THREADS) {
+        const int head = i / CHUNKS, chunk = i % CHUNKS;
+        const bool wanted = head < params.num_heads;
+        const bf16* from = q + (wanted ? head * params.q_head_stride : 0) + 8 * chunk;
+        copy_async_16(shared + Q + Rows::offset(head, chunk), from, wanted);
+    }
+    copy_commit();
+    if (threadIdx.x < HEADS) {
+        const int head = threadIdx.x;
+        const float weight =
+            head < params.num_heads ? Element<WEIGHT_ELEMENT>::load(params.w + token * params.w_stride + head) : 0.0f;
+        reinterpret_cast<float*>(dynamic_shared() + WEIGHTS)[head] = weight;
+    }
+}
+
+// Slots of this warp's tile of this number.
+DEVICE int first_slot(int tile) { return (tile * WARPS + warp_id()) * SLOTS; }
+
+// The row of k of this lane's slot, -1 where it is not valid.
+DEVICE int32_t look_up(const Ranking& list, int tile) {
+    const int slot = first_slot(tile) + lane_id();
+    return slot < list.length ? list.valid_row(list.stored_index(slot)) : -1;
+}
+
+// Starts the arrival of a tile's rows, half a warp a row; slots that are not valid become zeros.
+DEVICE void start_tile(const IndexerRecomputeParams& params, int32_t own_row, SharedAddress tile) {
+    UNROLL
+    for (int i = 0; i < SLOTS; i += 2) {
+        const int slot = i + lane_id() / CHUNKS, chunk = lane_id() % CHUNKS;
+        const int32_t row = __shfl_sync(FULL_WARP, own_row, slot);
+        const bool wanted = row >= 0;
+        copy_async_16(tile + Rows::offset(slot, chunk), params.k + (wanted ? row * params.k_stride : 0) + 8 * chunk, wanted);
+    }
+}
+
+// d[m][n] = k q^T: the tile's keys by all heads.
+DEVICE void multiply(float (&d)[M][HEADS / 8][4], SharedAddress keys, SharedAddress q) {
+    const int lane = lane_id();
+    UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+        uint32_t a[M][4];
+        UNROLL
+        for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], keys + Rows::offset(16 * m + lane % 16, 2 * step + lane / 16));
+        UNROLL
+        for (int n = 0; n < HEADS / 8; n += 2) {
+            uint32_t b[4];
+            ldmatrix_x4(b, q + Rows::offset(8 * n + lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
+            UNROLL
+            for (int m = 0; m < M; ++m) {
+                mma_bf16_16x8x16(d[m][n], a[m], b[0], b[1]);
+                mma_bf16_16x8x16(d[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// The sum over the heads of the slot of this lane.
+DEVICE float sum_heads(const float (&d)[M][HEADS / 8][4], int num_heads) {
+    const auto* weights = reinterpret_cast<const float*>(dynamic_shared() + WEIGHTS);
+    float sums[2 * M] = {}, pair[M], kept[1];  // of rows g and g + 8 of each m
+    UNROLL
+    for (int n = 0; n < HEADS / 8; ++n) {
+        UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const int head = 8 * n + lane_id() % 4 * 2 + i;
+            UNROLL
+            for (int row = 0; row < 2 * M; ++row)
+                sums[row] = add_head(sums[row], d[row / 2][n][row % 2 * 2 + i], weights[head], head < num_heads);
+        }
+    }
+    add_halves(pair, sums, 2);
+    add_halves(kept, pair, 1);
+    // Lane 4g + r has row g + 8r of the tile.
+    return __shfl_sync(FULL_WARP, kept[0], lane_id() % 8 * 4 + lane_id() / 8);
+}
+
+KERNEL(indexer_recompute, IndexerRecomputeParams, THREADS) {
+    const auto token = static_cast<int32_t>(blockIdx.x);
+    const Ranking list = ranking(params, token, params.topk);
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const SharedAddress ring = shared + K + warp_id() * STAGES * Rows::bytes(SLOTS);
+    float* logits = params.logits + token * params.logits_stride;
+    const int tiles = ceil_div(maximum(list.length - first_slot(0), 0), WARPS * SLOTS);
+
+    if (list.length > 0) load_queries(params, token, shared);
+    // Rows of the tiles under way, the one to be multiplied first, and of the one behind them.
+    int32_t rows[STAGES];
+    UNROLL
+    for (int stage = 0; stage < STAGES; ++stage) {
+        rows[stage] = look_up(list, stage);
+        if (stage + 1 < STAGES && stage < tiles) start_tile(params, rows[stage], ring + stage * Rows::bytes(SLOTS));
+        if (stage + 1 < STAGES) copy_commit();
+    }
+    if (list.length > 0) {
+        // The queries came before the keys.
+        copy_wait<STAGES - 1>();
+        __syncthreads();
+    }
+    for (int tile = 0; tile < tiles; ++tile) {
+        copy_wait<STAGES - 2>();
+        // Past this point the tile is there for every lane, and none reads the one before it any more.
+        __syncwarp();
+        if (tile + STAGES - 1 < tiles)
+            start_tile(params, rows[STAGES - 1], ring + (tile + STAGES - 1) % STAGES * Rows::bytes(SLOTS));
+        copy_commit();
+        float d[M][HEADS / 8][4] = {};
+        multiply(d, ring + tile % STAGES * Rows::bytes(SLOTS), shared + Q);
+        const float sum = sum_heads(d, params.num_heads);
+        const int slot = first_slot(tile) + lane_id();
+        if (slot < list.length) logits[slot] = rows[0] < 0 ? -INFINITY_F32 : sum * params.sm_scale;
+        UNROLL
+        for (int stage = 0; stage + 1 < STAGES; ++stage) rows[stage] = rows[stage + 1];
+        rows[STAGES - 1] = look_up(list, tile + STAGES);
+    }
+    for (int slot = list.length + static_cast<int>(threadIdx.x); slot < params.topk; slot += THREADS)
+        logits[slot] = -INFINITY_F32;
+}
