@@ -70,7 +70,7 @@ fn a_mutant_of_an_operator_that_there_is_not_is_refused_with_its_id() {
 }
 
 /// Operators that no two threads of which ever touch one number.
-const WITHOUT_SHARED_NUMBERS: [&str; 3] = ["rope", "hadamard", "indexer_query"];
+const WITHOUT_SHARED_NUMBERS: [&str; 4] = ["rope", "router", "hadamard", "indexer_query"];
 
 #[test]
 fn every_operator_has_three_bugs_of_each_class_that_it_can_have() {
