@@ -23,6 +23,7 @@
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
+#include "selection.h"
 
 #ifndef THREADS
 #error "define THREADS as the threads of a block"
@@ -56,23 +57,8 @@ struct Shared {
 SHARED_MEMORY(topk_resident, sizeof(Shared))
 SHARED_MEMORY(topk_streamed, sizeof(Shared))
 
-// Ordered as scores are.
-DEVICE uint32_t key_of(float score) {
-    // Adding 0 makes 0 of -0.
-    const uint32_t bits = __float_as_uint(is_nan(score) ? -INFINITY_F32 : __fadd_rn(score, 0.0f));
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
+// The score of a key.
 DEVICE float score_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
-// Of the lanes before this one and itself.
-DEVICE uint32_t inclusive_sum(uint32_t value) {
-    UNROLL
-    for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
-        const uint32_t before = __shfl_up_sync(FULL_WARP, value, distance);
-        if (lane_id() >= distance) value += before;
-    }
-    return value;
-}
 
 // Finds the bin of the histogram, counted from the last one down, in which the sum reaches `wanted`, and what is left of it there.
 DEVICE void find_bin(Shared& shared, uint32_t wanted) {

@@ -73,7 +73,7 @@ pub fn forward(inputs: &Named, topk: usize, index: Index) -> Result<Named> {
 }
 
 /// The number that a score is ordered as.
-fn ordered(score: f64) -> f64 {
+pub(crate) fn ordered(score: f64) -> f64 {
     // Adding 0 makes 0 of -0.
     if score.is_nan() { f64::NEG_INFINITY } else { score + 0.0 }
 }

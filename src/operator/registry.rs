@@ -18,6 +18,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::attention_combine::AttentionCombine>::new(),
     &Op::<operators::kv_cache_write::KvCacheWrite>::new(),
     &Op::<operators::score_recompute::ScoreRecompute>::new(),
+    &Op::<operators::router::Router>::new(),
+    &Op::<operators::moe_map::MoeMap>::new(),
     &Op::<operators::swiglu::Swiglu>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),

@@ -22,8 +22,10 @@ use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::mhc_post::MhcPost;
 use dsv4_parity::operators::mhc_pre::MhcPre;
+use dsv4_parity::operators::moe_map::MoeMap;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
+use dsv4_parity::operators::router::Router;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
 use dsv4_parity::operators::sparse_attention::SparseAttention;
 use dsv4_parity::operators::swiglu::Swiglu;
@@ -47,6 +49,9 @@ const MUTANTS: &[(&str, &str)] = &[
     ("attention_combine_forward", "combine_lse_in_base_2"),
     ("kv_cache_write_forward", "cache_write_scale_rounded_down"),
     ("score_recompute_forward", "recompute_scale_twice"),
+    ("router_forward", "router_scale_left_out"),
+    ("router_backward", "router_scale_not_in_the_gradient"),
+    ("moe_map_forward", "moe_map_not_aligned"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("hadamard_forward", "hadamard_normalised_twice"),
@@ -178,6 +183,12 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let mhc_post =
         |group| timed(reduced::<MhcPost>(group, "4096x4x7168 bf16", tokens.clone(), json!({"num_tokens": 2})));
     let mhc_pre = |group, name| timed(reduced::<MhcPre>(group, name, tokens.clone(), json!({"num_tokens": 2})));
+    let tokens = json!({"num_tokens": 21, "num_experts": 40});
+    let router = |group, name| timed(reduced::<Router>(group, name, tokens.clone(), json!({"num_tokens": 4})));
+    let table = json!({"num_tokens": 21, "num_experts": 40, "vocab_size": 30});
+    let hashed = reduced::<Router>("forward", "6 of 384, 32768 tokens hashed", table, json!({"num_tokens": 4}));
+    let all_tokens = json!({"num_tokens": 21, "num_experts": 40});
+    let map = reduced::<MoeMap>("forward", "32768 tokens of 256 experts", all_tokens, json!({}));
     let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
@@ -246,6 +257,10 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         target("q4096 k8192 H64 D512 topk512 portable"),
         dense("q4096 k2048 H64 D512 dense"),
         dense("q4096 k2048 H64 D512 dense portable"),
+        router("forward", "6 of 256, 32768 tokens"),
+        router("backward", "6 of 256, 32768 tokens"),
+        timed(hashed),
+        timed(map),
         swiglu("forward"),
         swiglu("backward"),
         mhc_post("forward"),

@@ -1,0 +1,21 @@
+// What selections by score are made of: scores as integers that are ordered as they are, and running sums over a warp.
+#pragma once
+
+#include "math.h"
+
+// Ordered as scores are: -0 equals 0, and NaN counts as -infinity. Never 0.
+DEVICE uint32_t key_of(float score) {
+    // Adding 0 makes 0 of -0.
+    const uint32_t bits = __float_as_uint(is_nan(score) ? -INFINITY_F32 : __fadd_rn(score, 0.0f));
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Of the lanes before this one and itself.
+DEVICE uint32_t inclusive_sum(uint32_t value) {
+    UNROLL
+    for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+        const uint32_t before = __shfl_up_sync(FULL_WARP, value, distance);
+        if (lane_id() >= distance) value += before;
+    }
+    return value;
+}

@@ -1,0 +1,231 @@
+// The router: which experts a token goes to, and with which weights (inference 10, training 11.4).
+//
+//     s       = sqrt(softplus(logits)),  softplus(x) = max(x, 0) + log1p(exp(-|x|));  s = exp(x / 2) below x = -18
+//     learned : topk_indices = the topk experts with the largest s + bias, from the lowest id up
+//     hashed  : topk_indices = tid2eid[token id], in the table's order
+//     Z       = max(sum of s over the slots, 1e-20)
+//     topk_weights = route_scale s / Z
+//
+// Of equal s + bias the lower id is chosen; a NaN counts as -infinity, so that ids are distinct and valid whatever the logits
+// hold. Of a token whose id is negative, or, hashed, beyond the table, nothing is read: its ids are -1, its weights 0. A slot of
+// the table that names no expert is -1 with weight 0 and no part of the sum; an expert that it names twice counts in each slot.
+//
+//     ds_j         = route_scale / Z (dtopk_weights_j - sum_k dtopk_weights_k s_k / Z)       without the sum where Z is the floor
+//     dlogits[e]   = sum over the slots j of e, in their order, of ds_j sigmoid(x) / (2 s)   0 without a slot
+//
+// log(1 + exp(x)) rounds to 0 below -16 and overflows above 88; below -18 log1p(e) is e to the last bit of fp32, so that the root
+// is taken of the exponent instead of a number that is no longer representable, and the derivative is s / 2.
+//
+// One warp takes a token and holds its scores in registers as ordered keys. Each of topk rounds finds the largest key of the
+// warp by one reduction and the lowest id that has it by another; the keys behind the last expert are 0, below every score's. The
+// chosen logits are read again, from a cache, by a lane each. Sums over slots are those of 32 lanes in one order.
+//
+// Floors: forward 4 bytes an expert, and the backward writes as many; at 4.24 TB/s 32768 tokens of 256 experts take 7.9 us,
+// of 384 11.9 us. Expected to limit the forward: instructions, some 60 an expert for its score and 3 an expert and round of selection,
+// about 25 and 38 us for these. Not measured yet.
+//
+// Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks.
+#include "elements.h"
+#include "math.h"
+#include "memory.h"
+#include "numeric.h"
+#include "selection.h"
+
+constexpr int LANES = WARP_SIZE, TOKENS_PER_BLOCK = 4, THREADS = TOKENS_PER_BLOCK * LANES;
+constexpr int FLOATS = 4;                 // of a 16-byte access
+constexpr int STEP = LANES * FLOATS;      // experts that a warp takes at once
+constexpr float SUM_FLOOR = 1e-20f;
+constexpr float SMALL_LOGIT = -18.0f;
+constexpr int32_t NO_EXPERT = -1;
+
+struct RouterForwardParams {
+    const float* logits; int64_t logits_token_stride;              // [num_tokens, num_experts]; strides in elements
+    const float* bias;                                             // [num_experts], or nullptr where there is a table
+    const int32_t* tid2eid; int64_t tid2eid_vocab_size_stride;     // [vocab_size, topk], or nullptr
+    const int32_t* token_ids;                                      // [num_tokens], or nullptr where every token is one
+    int32_t* topk_indices; int64_t topk_indices_token_stride;      // [num_tokens, topk]
+    float* topk_weights; int64_t topk_weights_token_stride;        // [num_tokens, topk]
+    int64_t num_tokens;
+    int64_t vocab_size;
+    int32_t num_experts;
+    int32_t topk;
+    float route_scale;
+};
+PARAMS_LAYOUT(RouterForwardParams, logits, logits_token_stride, bias, tid2eid, tid2eid_vocab_size_stride, token_ids, topk_indices,
+              topk_indices_token_stride, topk_weights, topk_weights_token_stride, num_tokens, vocab_size, num_experts, topk,
+              route_scale)
+
+struct RouterBackwardParams {
+    const float* logits; int64_t logits_token_stride;                // [num_tokens, num_experts]
+    const int32_t* topk_indices; int64_t topk_indices_token_stride;  // [num_tokens, topk]
+    const float* dtopk_weights; int64_t dtopk_weights_token_stride;  // [num_tokens, topk]
+    float* dlogits; int64_t dlogits_token_stride;                    // [num_tokens, num_experts]
+    int64_t num_tokens;
+    int32_t num_experts;
+    int32_t topk;
+    float route_scale;
+};
+PARAMS_LAYOUT(RouterBackwardParams, logits, logits_token_stride, topk_indices, topk_indices_token_stride, dtopk_weights,
+              dtopk_weights_token_stride, dlogits, dlogits_token_stride, num_tokens, num_experts, topk, route_scale)
+
+DEVICE int64_t own_token() { return static_cast<int64_t>(blockIdx.x) * TOKENS_PER_BLOCK + warp_id(); }
+
+// sqrt(softplus(logit)); NaN stays.
+DEVICE float score_of(float logit) {
+    if (logit < SMALL_LOGIT) return expf(0.5f * logit);
+    return __fsqrt_rn((logit < 0.0f ? 0.0f : logit) + log1pf(expf(-absolute_f32(logit))));
+}
+
+// Its derivative, sigmoid(logit) / (2 score).
+DEVICE float slope_of(float logit, float score) {
+    if (logit < SMALL_LOGIT) return 0.5f * score;
+    const float power = expf(-absolute_f32(logit));
+    return (logit < 0.0f ? power : 1.0f) / ((1.0f + power) * (2.0f * score));
+}
+
+// What the sum of a token's scores is divided by: no less than the floor, and NaN where it is.
+DEVICE float divisor_of(float sum) { return sum < SUM_FLOOR ? SUM_FLOOR : sum; }
+
+// The expert that element `i` of this lane's keys is of.
+template <bool WIDE>
+DEVICE int expert_of(int i) {
+    return WIDE ? i / FLOATS * STEP + lane_id() * FLOATS + i % FLOATS : i * LANES + lane_id();
+}
+
+// The keys of a token's biased scores; 0 behind the last expert.
+template <bool WIDE, int KEYS>
+DEVICE void load_keys(const RouterForwardParams& params, int64_t token, uint32_t (&keys)[KEYS]) {
+    constexpr int COUNT = WIDE ? FLOATS : 1;
+    const float* logits = params.logits + token * params.logits_token_stride;
+    UNROLL
+    for (int i = 0; i < KEYS; i += COUNT) {
+        const int expert = expert_of<WIDE>(i);
+        float logit[COUNT], bias[COUNT];
+        if (expert < params.num_experts) {
+            load_elements<COUNT>(logits + expert, logit);
+            load_elements<COUNT>(params.bias + expert, bias);
+        }
+        for (int e = 0; e < COUNT; ++e)
+            keys[i + e] = expert < params.num_experts ? key_of(score_of(logit[e]) + bias[e]) : 0;
+    }
+}
+
+// The expert of slot j in lane j, from the lowest id up. Clears the keys that it takes.
+template <bool WIDE, int KEYS>
+DEVICE int32_t chosen_experts(uint32_t (&keys)[KEYS], int topk) {
+    int32_t expert = NO_EXPERT;
+    for (int round = 0; round < topk; ++round) {
+        uint32_t best = 0;
+        int at = 0;
+        UNROLL
+        for (int i = 0; i < KEYS; ++i) {
+            if (keys[i] > best) {
+                best = keys[i];
+                at = i;
+            }
+        }
+        const bool is_highest = best == __reduce_max_sync(FULL_WARP, best);
+        const uint32_t own = is_highest ? static_cast<uint32_t>(expert_of<WIDE>(at)) : FULL_WARP;
+        const uint32_t taken = __reduce_min_sync(FULL_WARP, own);
+        UNROLL
+        for (int i = 0; i < KEYS; ++i) keys[i] = own == taken && i == at ? 0 : keys[i];
+        if (lane_id() == round) expert = static_cast<int32_t>(taken);
+    }
+    int place = 0;
+    for (int slot = 0; slot < topk; ++slot) place += __shfl_sync(FULL_WARP, expert, slot) < expert;
+    int32_t ordered = NO_EXPERT;
+    for (int slot = 0; slot < topk; ++slot) {
+        const int32_t other = __shfl_sync(FULL_WARP, expert, slot);
+        if (__shfl_sync(FULL_WARP, place, slot) == lane_id()) ordered = other;
+    }
+    return ordered;
+}
+
+// Writes the slots of a token, whose experts are in the lanes.
+DEVICE void write_slots(const RouterForwardParams& params, int64_t token, int32_t expert) {
+    const bool used = expert != NO_EXPERT;
+    const float score = used ? score_of(params.logits[token * params.logits_token_stride + expert]) : 0.0f;
+    const float divisor = divisor_of(warp_sum(score));
+    if (lane_id() >= params.topk) return;
+    params.topk_indices[token * params.topk_indices_token_stride + lane_id()] = expert;
+    params.topk_weights[token * params.topk_weights_token_stride + lane_id()] =
+        used ? params.route_scale * (score / divisor) : 0.0f;
+}
+
+template <bool WIDE, int STEPS>
+DEVICE void route_token(const RouterForwardParams& params, int64_t token) {
+    uint32_t keys[STEPS * FLOATS];
+    load_keys<WIDE>(params, token, keys);
+    write_slots(params, token, chosen_experts<WIDE>(keys, params.topk));
+}
+
+template <bool WIDE>
+DEVICE void route_learned(const RouterForwardParams& params) {
+    const int64_t token = own_token();
+    if (token >= params.num_tokens) return;
+    if (params.token_ids && params.token_ids[token] < 0) {
+        write_slots(params, token, NO_EXPERT);
+    } else if (params.num_experts <= STEP) {
+        route_token<WIDE, 1>(params, token);
+    } else if (params.num_experts <= 2 * STEP) {
+        route_token<WIDE, 2>(params, token);
+    } else if (params.num_experts <= 3 * STEP) {
+        route_token<WIDE, 3>(params, token);
+    } else {
+        route_token<WIDE, 4>(params, token);
+    }
+}
+
+KERNEL(router_learned_vector, RouterForwardParams, THREADS) { route_learned<true>(params); }
+KERNEL(router_learned_scalar, RouterForwardParams, THREADS) { route_learned<false>(params); }
+
+KERNEL(router_hashed, RouterForwardParams, THREADS) {
+    const int64_t token = own_token();
+    if (token >= params.num_tokens) return;
+    const int64_t id = params.token_ids[token];
+    int32_t expert = NO_EXPERT;
+    if (id >= 0 && id < params.vocab_size && lane_id() < params.topk) {
+        const int32_t listed = params.tid2eid[id * params.tid2eid_vocab_size_stride + lane_id()];
+        if (listed >= 0 && listed < params.num_experts) expert = listed;
+    }
+    write_slots(params, token, expert);
+}
+
+// The gradient of the logit of this lane's slot, by itself.
+DEVICE float slot_gradient(const RouterBackwardParams& params, int64_t token, int32_t expert) {
+    const bool used = expert != NO_EXPERT;
+    const float logit = used ? params.logits[token * params.logits_token_stride + expert] : 0.0f;
+    const float score = used ? score_of(logit) : 0.0f;
+    const float upstream = used ? params.dtopk_weights[token * params.dtopk_weights_token_stride + lane_id()] : 0.0f;
+    const float sum = warp_sum(score), divisor = divisor_of(sum);
+    const float along = warp_sum(used ? upstream * (score / divisor) : 0.0f);
+    const float common = sum < SUM_FLOOR ? 0.0f : along;
+    return params.route_scale / divisor * (upstream - common) * slope_of(logit, score);
+}
+
+template <int COUNT>
+DEVICE void router_backward(const RouterBackwardParams& params) {
+    const int64_t token = own_token();
+    if (token >= params.num_tokens) return;
+    int32_t expert = NO_EXPERT;
+    if (lane_id() < params.topk) {
+        const int32_t listed = params.topk_indices[token * params.topk_indices_token_stride + lane_id()];
+        if (listed >= 0 && listed < params.num_experts) expert = listed;
+    }
+    const float gradient = slot_gradient(params, token, expert);
+    // All lanes take every step: the slots come by shuffles.
+    for (int step = 0; step < params.num_experts; step += LANES * COUNT) {
+        const int first = step + lane_id() * COUNT;
+        float dlogits[COUNT] = {};
+        for (int slot = 0; slot < params.topk; ++slot) {
+            const int at = __shfl_sync(FULL_WARP, expert, slot) - first;
+            const float term = __shfl_sync(FULL_WARP, gradient, slot);
+            UNROLL
+            for (int e = 0; e < COUNT; ++e) dlogits[e] += at == e ? term : 0.0f;
+        }
+        if (first < params.num_experts) store_elements(params.dlogits + token * params.dlogits_token_stride + first, dlogits);
+    }
+}
+
+KERNEL(router_backward_vector, RouterBackwardParams, THREADS) { router_backward<FLOATS>(params); }
+KERNEL(router_backward_scalar, RouterBackwardParams, THREADS) { router_backward<1>(params); }
