@@ -33,6 +33,7 @@ pub mod indexer_distillation;
 pub mod indexer_logits;
 pub mod indexer_loss;
 pub mod indexer_query;
+pub mod indexer_recompute;
 pub mod kv_cache;
 pub mod kv_cache_write;
 pub mod mhc_post;

@@ -1,8 +1,8 @@
-//! `indexer_recompute` (training 1, 6): `kernels/cuda/indexer_recompute.cu` against `reference/src/indexer_logits.rs`.
+//! `indexer_recompute` (training 1, 6): `kernels/cuda/indexer_recompute.cu` against
+//! `reference/src/indexer_recompute.rs`.
 
 use dsv4_kernels::indexer_recompute::{self as launcher, HEAD_DIM, MAX_HEADS};
-use dsv4_reference::indexer_logits as reference;
-use dsv4_reference::precision::Accumulator;
+use dsv4_reference::indexer_recompute as reference;
 
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
 use super::ranking::RankedKeys;
@@ -164,12 +164,11 @@ impl Declared for IndexerRecompute {
             q: t.f64("q")?,
             w: t.f64("w")?,
             k: t.f64("k")?,
-            k_scales: None,
-            keys: reference::Keys::Selected { ranking: c.keys.reference(t.host()), sequences: c.keys.sequences() },
-            columns: c.keys.topk,
+            ranking: c.keys.reference(t.host()),
+            sequences: c.keys.sequences(),
             sm_scale: t.scalar("sm_scale", f64::from(c.sm_scale)),
         };
-        Ok(Named::new().with("logits", reference::forward(&inputs, Accumulator::F32, rounding)?))
+        Ok(Named::new().with("logits", reference::forward(&inputs, rounding)?))
     }
 
     fn launch(c: &IndexerRecomputeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
