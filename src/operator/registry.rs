@@ -17,6 +17,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::kv_cache_write::KvCacheWrite>::new(),
     &Op::<operators::score_recompute::ScoreRecompute>::new(),
     &Op::<operators::swiglu::Swiglu>::new(),
+    &Op::<operators::swiglu_quantize::SwigluQuantize>::new(),
+    &Op::<operators::quantize_fp8::QuantizeFp8>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),
     &Op::<operators::indexer_logits::IndexerLogits>::new(),

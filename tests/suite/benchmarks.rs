@@ -18,18 +18,20 @@ use dsv4_parity::operators::indexer_logits::IndexerLogits;
 use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
+use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
 use dsv4_parity::operators::sparse_attention::SparseAttention;
 use dsv4_parity::operators::swiglu::Swiglu;
+use dsv4_parity::operators::swiglu_quantize::SwigluQuantize;
 use dsv4_parity::operators::topk::Topk;
 use serde_json::{Value, json};
 
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 18] = [
+const MUTANTS: [(&str, &str); 21] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -41,6 +43,9 @@ const MUTANTS: [(&str, &str); 18] = [
     ("score_recompute_forward", "recompute_scale_twice"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
+    ("swiglu_quantize_forward", "swiglu_quantize_weight_left_out"),
+    ("swiglu_quantize_backward", "swiglu_quantize_gradient_through_the_clamp"),
+    ("quantize_fp8_forward", "fp8_scale_without_its_ceiling"),
     ("hadamard_forward", "hadamard_normalised_twice"),
     ("topk_forward", "topk_columns_beyond_256"),
     ("indexer_loss_forward", "loss_normalisation_term_missing"),
@@ -164,6 +169,15 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let rows = || (json!({"num_rows": 21, "width": 512}), json!({"num_rows": 4}));
     let rms_norm = |group, name| timed(reduced::<RmsNorm>(group, name, rows().0, rows().1));
     let swiglu = |group| timed(reduced::<Swiglu>(group, "4096x2048 bf16", rows().0, rows().1));
+    let gated = |group, name| {
+        let whole = json!({"num_rows": 20, "width": 512});
+        timed(reduced::<SwigluQuantize>(group, name, whole, rows().1))
+    };
+    let fp8 = |name| timed(reduced::<QuantizeFp8>("forward", name, rows().0, rows().1));
+    let squares = |name| {
+        let whole = json!({"num_rows": 261, "width": 256});
+        timed(reduced::<QuantizeFp8>("forward", name, whole, json!({"num_rows": 1})))
+    };
     let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
@@ -227,6 +241,14 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         dense("q4096 k2048 H64 D512 dense portable"),
         swiglu("forward"),
         swiglu("backward"),
+        gated("forward", "24576x2048 bf16 groups of 128"),
+        gated("forward", "24576x2048 bf16 groups of 32"),
+        gated("backward", "24576x2048 bf16"),
+        fp8("quantize 32768x4096 1x128 fp32 mnmajor"),
+        fp8("quantize 32768x4096 1x128 e8m0 mnmajor"),
+        fp8("dequantize 32768x4096 1x128 e8m0 plain"),
+        squares("quantize 32768x4096 128x128 e8m0 plain"),
+        squares("dequantize 32768x4096 128x128 e8m0 plain"),
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         query("4096x64x128 to e2m1"),
