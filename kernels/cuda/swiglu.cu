@@ -17,7 +17,7 @@
 // Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
 #include "element.h"
 #include "elements.h"
-#include "math.h"
+#include "swiglu.h"
 
 constexpr int ROWS_PER_BLOCK = 4, THREADS = ROWS_PER_BLOCK * WARP_SIZE;
 
@@ -37,10 +37,6 @@ struct SwigluParams {
 };
 PARAMS_LAYOUT(SwigluParams, gate, gate_row_stride, up, up_row_stride, weight, pos_to_token_topk, y, y_row_stride, dy,
               dy_row_stride, dgate, dgate_row_stride, dup, dup_row_stride, dweight, num_rows, width, limit)
-
-DEVICE float clamp_gate(float gate, float limit) { return gate > limit ? limit : gate; }
-DEVICE float clamp_up(float up, float limit) { return up > limit ? limit : up < -limit ? -limit : up; }
-DEVICE float sigmoid(float x) { return reciprocal_approx(1.0f + exp2_approx(-LOG2_E * x)); }
 
 template <int COUNT, bool BACKWARD>
 DEVICE void swiglu_row(const SwigluParams& params) {

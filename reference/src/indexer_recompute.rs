@@ -90,8 +90,23 @@ mod tests {
     fn logits_are_those_of_the_listed_keys_and_minus_infinity_where_a_slot_is_not_valid() -> Result<()> {
         let lists = vec![6, 0, 0, 3, -1, 2, 7, 1, i32::MIN, 5, 5, i32::MAX, 4, 2, 1];
         let inputs = inputs(lists, Some(vec![3, 2, 9, -1, 1]), None);
-        let rows =
-            [Some(6), Some(0), Some(0), Some(3), None, None, None, Some(1), None, None, None, None, Some(4), None, None];
+        let rows = [
+            Some(6),
+            Some(0),
+            Some(0),
+            Some(3),
+            None,
+            None,
+            None,
+            Some(1),
+            None,
+            None,
+            None,
+            None,
+            Some(4),
+            None,
+            None,
+        ];
         let logits = forward(&inputs, &mut Rounding::exact())?;
         assert_eq!(values(&logits)?, by_definition(&inputs, &rows)?);
         Ok(())

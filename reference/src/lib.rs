@@ -43,15 +43,18 @@ pub mod named;
 pub mod precision;
 pub mod products;
 pub mod quantise;
+pub mod quantize_fp8;
 pub mod ranking;
 pub mod rms_norm;
 pub mod rope;
 pub mod router;
+pub mod scale_layout;
 pub mod score_recompute;
 mod select;
 pub mod sparse_attention;
 pub mod statistics;
 pub mod swiglu;
+pub mod swiglu_quantize;
 pub mod tensor_core;
 pub mod topk;
 

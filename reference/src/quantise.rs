@@ -4,8 +4,10 @@
 //! amax = max(max |x|, floor)      s = the least power of two with amax <= largest * s      code = nearest(x / s)
 //! ```
 //!
-//! The specification multiplies amax by fp32(1/448), or fp32(1/6), and takes the exponent from the bits of the product; for every
-//! bf16 amax that is the same power. A group with a NaN or an infinity has the scale byte 255, which is NaN, and the codes of NaN.
+//! The specification multiplies amax by fp32(1/448), or fp32(1/6), and takes the exponent from the bits of the
+//! product; for every bf16 amax that is the same power. Scales that are no powers of two are this product itself
+//! ([`ScaleType::Fp32`]), and x / s is rounded to fp32 before it is rounded to a code. A group with a NaN or an
+//! infinity has the scale NaN (byte 255), and the codes of NaN.
 
 use crate::format::Format;
 
@@ -21,6 +23,17 @@ pub struct Quantised {
     pub scale_bytes: Vec<u8>,
 }
 
+/// What the scale of a group is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScaleType {
+    /// A power of two, stored as an e8m0 byte.
+    E8m0,
+    /// A power of two, stored in fp32.
+    PowerOfTwo,
+    /// `amax * fp32(1/largest)`, an fp32 number.
+    Fp32,
+}
+
 /// The least amax of a format: groups of smaller numbers are scaled as if they held this one.
 pub fn floor_of(format: Format) -> f64 {
     // That of e2m1 keeps the scale a normal fp32 number.
@@ -34,12 +47,29 @@ pub fn quantise(numbers: &[f64], group: usize, format: Format) -> Quantised {
         let byte = scale_byte(group, format);
         let scale = Format::E8M0.value(byte.into());
         scale_bytes.push(byte);
-        codes.extend(group.iter().map(|x| format.code(x / scale) as u8));
+        codes.extend(codes_of(group, scale, format));
     }
     Quantised { codes, scale_bytes }
 }
 
-/// The scale of a group: 127 plus the least e with `amax <= largest * 2^e`.
+/// The codes of numbers divided by the scale of their group: one fp32 quotient each, exact where the scale is a power
+/// of two.
+pub fn codes_of(group: &[f64], scale: f64, format: Format) -> impl Iterator<Item = u8> {
+    group.iter().map(move |x| format.code(Format::F32.nearest(x / scale)) as u8)
+}
+
+/// The scale of a group; NaN where one of its numbers is not finite.
+pub fn scale_of(group: &[f64], format: Format, scale_type: ScaleType) -> f64 {
+    let byte = scale_byte(group, format);
+    let power = Format::E8M0.value(byte.into());
+    if scale_type != ScaleType::Fp32 || power.is_nan() {
+        return power;
+    }
+    let amax = group.iter().fold(Format::F32.nearest(floor_of(format)), |amax, x| amax.max(x.abs()));
+    Format::F32.nearest(amax * Format::F32.nearest(format.largest.recip()))
+}
+
+/// The scale of a group as a byte: 127 plus the least e with `amax <= largest * 2^e`.
 pub fn scale_byte(group: &[f64], format: Format) -> u8 {
     if group.iter().any(|x| !x.is_finite()) {
         return E8M0_NAN;
@@ -67,6 +97,35 @@ mod tests {
                 assert_eq!(scale_byte(&[0.0, -amax], format), from_bits(amax, format), "{amax} {format}");
             }
         }
+    }
+
+    #[test]
+    fn around_the_largest_number_times_a_power_every_fp32_amax_has_the_power_of_the_bits() {
+        for (format, exponent) in [Format::E2M1, Format::E4M3].into_iter().flat_map(|f| (-10..=10).map(move |e| (f, e)))
+        {
+            let bits = ((format.largest * 2f64.powi(exponent)) as f32).to_bits();
+            for bits in bits - 4..=bits + 4 {
+                let amax = f64::from(f32::from_bits(bits));
+                assert_eq!(scale_byte(&[amax], format), from_bits(amax, format), "{amax} {format}");
+            }
+        }
+    }
+
+    #[test]
+    fn scales_of_fp32_take_the_largest_magnitude_next_to_the_largest_code_and_never_above() {
+        let mut bits = 7u32;
+        for _ in 0..20_000 {
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            // From a little above the floor to the end of fp32.
+            let amax = f64::from(f32::from_bits((bits >> 1).clamp(0x38d2_0000, 0x7f7f_ffff)));
+            let scale = scale_of(&[0.0, -amax], Format::E4M3, ScaleType::Fp32);
+            assert!(Format::F32.holds(scale) && (amax / scale / 448.0 - 1.0).abs() <= 2.0 * f64::from(f32::EPSILON));
+            assert_eq!(codes_of(&[-amax], scale, Format::E4M3).collect::<Vec<_>>(), [0xfe], "{amax}");
+        }
+        let zeros = scale_of(&[0.0], Format::E4M3, ScaleType::Fp32);
+        assert_eq!(zeros, f64::from(1e-4f32 * (1.0 / 448.0)));
+        assert!(scale_of(&[1.0, f64::INFINITY], Format::E4M3, ScaleType::Fp32).is_nan());
+        assert_eq!(scale_of(&[449.0], Format::E4M3, ScaleType::PowerOfTwo), 2.0);
     }
 
     #[test]

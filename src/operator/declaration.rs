@@ -166,6 +166,8 @@ pub struct TensorSpec {
     pub marks_padding: bool,
     /// Whether some of what is written is undefined, so that only what is observed of it is compared.
     pub partly_undefined: bool,
+    /// Whether an upstream gradient has a type of its own, and not that of its output.
+    pub own_type: bool,
 }
 
 fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Source) -> TensorSpec {
@@ -194,6 +196,7 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         any_size: false,
         marks_padding: false,
         partly_undefined: false,
+        own_type: false,
     }
 }
 
@@ -285,6 +288,12 @@ impl TensorSpec {
     /// are the case's observed tensors ([`Part::Observed`]).
     pub fn partly_undefined(mut self, undefined: bool) -> Self {
         self.partly_undefined = undefined;
+        self
+    }
+
+    /// An upstream gradient that is stored in this type, whatever its output is stored in.
+    pub fn stored_in(mut self, dtype: DType) -> Self {
+        (self.dtype, self.own_type) = (dtype, true);
         self
     }
 
@@ -448,7 +457,7 @@ impl Specs {
             if spec.strides == Strides::Dense {
                 (spec.strides, spec.joined) = (base.strides, base.joined);
             }
-            if matches!(spec.part, Part::Upstream { .. }) {
+            if matches!(spec.part, Part::Upstream { .. }) && !spec.own_type {
                 spec.dtype = base.dtype;
             }
         }
@@ -590,6 +599,15 @@ mod tests {
         assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
         assert_eq!(specs.upstreams().map(|(of, dy)| (of.name, dy.name)).collect::<Vec<_>>(), [("y", "dy")]);
         assert_eq!(specs.extent("width"), Some(8));
+    }
+
+    #[test]
+    fn an_upstream_gradient_has_its_outputs_type_unless_it_has_one_of_its_own() {
+        let rows = [axis("num_rows", 3)];
+        let decoded = || observed("decoded", DType::F32, &rows);
+        let of = |dy| Specs::new(1, [decoded(), dy]).find("dy").map(|spec| spec.dtype);
+        assert_eq!(of(upstream("dy", "decoded")), Some(DType::F32));
+        assert_eq!(of(upstream("dy", "decoded").stored_in(DType::Bf16)), Some(DType::Bf16));
     }
 
     #[test]

@@ -21,6 +21,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::router::Router>::new(),
     &Op::<operators::moe_map::MoeMap>::new(),
     &Op::<operators::swiglu::Swiglu>::new(),
+    &Op::<operators::swiglu_quantize::SwigluQuantize>::new(),
+    &Op::<operators::quantize_fp8::QuantizeFp8>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),
     &Op::<operators::indexer_cache_write::IndexerCacheWrite>::new(),

@@ -10,11 +10,12 @@ use dsv4_kernels::kv_cache::RowFormat;
 use dsv4_kernels::kv_cache_write as launcher;
 use dsv4_kernels::runtime::HostTensor;
 use dsv4_reference::Format;
-use dsv4_reference::kv_cache::{RowBytes, SCALE_GROUP, e4m3_value};
+use dsv4_reference::kv_cache::{RowBytes, SCALE_GROUP};
 use dsv4_reference::kv_cache_write as reference;
-use dsv4_reference::quantise::floor_of;
+use dsv4_reference::quantise::{ScaleType, floor_of};
 use rand::Rng;
 
+use super::contents::{Contents, Groups};
 use super::paged::{
     self, SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of, parts_of, rows_of, turn_signs_of_bf16,
     writers,
@@ -30,23 +31,6 @@ const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 
 /// The operator.
 pub struct KvCacheWrite;
-
-/// What the rows hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Contents {
-    /// Numbers of the case's distribution and magnitude.
-    Drawn,
-    /// Numbers midway between two codes.
-    Ties,
-    /// Groups of zeros, of -0, below the floor, at and just above 448 times a power of two, of subnormal and of the
-    /// largest bf16 numbers.
-    Corners,
-    /// Each group's largest is another bf16 number, spread over all of them.
-    Amax,
-    /// Some channels are NaN or infinite.
-    NotFinite,
-}
 
 /// A case: extents, format, slots, contents.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -354,66 +338,12 @@ fn draw_slots(case: &KvCacheWriteCase) -> Vec<i32> {
 
 fn draw_rows(case: &KvCacheWriteCase) -> Vec<f64> {
     let format = case.format();
-    let width = format.head_dim();
-    let mut draw = Draw::new(case.seed, "kv");
-    let mut rows = draw.values(case.distribution, case.num_tokens, width, case.magnitude);
-    if case.contents == Contents::NotFinite {
-        let bad = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
-        for value in rows.iter_mut() {
-            if draw.rng().random_ratio(1, 150) {
-                *value = bad[draw.rng().random_range(0..bad.len())];
-            }
-        }
-    }
-    let mut number = 0;
-    for row in rows.chunks_mut(width) {
-        for group in row[..format.nope_dim].chunks_mut(SCALE_GROUP) {
-            match case.contents {
-                Contents::Ties => fill_with_ties(group, &mut draw),
-                Contents::Corners => fill_with_corner(group, number),
-                Contents::Amax => {
-                    // The step is prime to the count of positive bf16: it reaches all of them, far apart.
-                    let bits = ((number as u64 * 10007 + case.seed) % 0x7f80).max(1) as u32;
-                    let amax = f64::from(f32::from_bits(bits << 16));
-                    group.iter_mut().enumerate().for_each(|(i, x)| *x = -amax / (1 + i) as f64);
-                }
-                Contents::Drawn | Contents::NotFinite => {}
-            }
-            number += 1;
-        }
-    }
+    let (width, seed) = (format.head_dim(), case.seed);
+    let (codes, stored, scale) = (Format::E4M3, Format::BF16, ScaleType::E8m0);
+    let groups = Groups { contents: case.contents, format: codes, stored, scale, group: SCALE_GROUP, seed };
+    let mut draw = Draw::new(seed, "kv");
+    let mut rows = groups.draw(&mut draw, [case.num_tokens, width], case.distribution, case.magnitude);
+    let all = rows.chunks_mut(width).flat_map(|row| row[..format.nope_dim].chunks_mut(SCALE_GROUP));
+    all.enumerate().for_each(|(number, group)| groups.fill(group, number, &mut draw));
     rows
-}
-
-/// The largest code, so that the scale is known, and midpoints of neighbouring codes.
-fn fill_with_ties(group: &mut [f64], draw: &mut Draw) {
-    let scale = 2f64.powi(draw.rng().random_range(-12..=12));
-    for (channel, x) in group.iter_mut().enumerate() {
-        let code: u8 = draw.rng().random_range(0..0x7e);
-        let middle = (e4m3_value(code) + e4m3_value(code + 1)) / 2.0;
-        let sign = if draw.rng().random() { 1.0 } else { -1.0 };
-        *x = scale * if channel == 0 { 448.0 } else { sign * middle };
-    }
-}
-
-/// Groups at the ends of the formats, in turn.
-fn fill_with_corner(group: &mut [f64], number: usize) {
-    let power = 2f64.powi(number as i32 % 20 - 10);
-    match number % 9 {
-        0 => group.fill(0.0),
-        1 => group.fill(-0.0),
-        // Below the floor; the least subnormal code of the floor's scale is 2^-31.
-        2 => group.iter_mut().enumerate().for_each(|(i, x)| *x = 1e-5 * (-0.6f64).powi(i as i32)),
-        3 => group[7] = -448.0 * power,
-        // The bf16 number that follows 448.
-        4 => group[9] = 450.0 * power,
-        5 => group.iter_mut().enumerate().for_each(|(i, x)| *x = 2f64.powi(-133) * (i as f64 - 30.0)),
-        6 => group[63] = f64::from(f32::from_bits(0xff7f_0000)),
-        // The two bf16 numbers around the floor.
-        7 => group.fill(f64::from(f32::from_bits(0x38d1_0000))),
-        _ => group.fill(f64::from(f32::from_bits(0x38d2_0000))),
-    }
-    if matches!(number % 9, 3 | 4) {
-        group.iter_mut().for_each(|x| *x = x.clamp(-450.0 * power, 450.0 * power));
-    }
 }

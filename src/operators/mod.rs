@@ -2,6 +2,7 @@
 
 pub mod attention_combine;
 pub mod attention_output_rotation;
+pub mod contents;
 pub mod decode_attention;
 pub mod hadamard;
 pub mod indexer_backward;
@@ -18,6 +19,7 @@ pub mod mhc_post;
 pub mod mhc_pre;
 pub mod moe_map;
 mod paged;
+pub mod quantize_fp8;
 pub mod ranking;
 pub mod rms_norm;
 pub mod rope;
@@ -26,6 +28,7 @@ pub mod score_recompute;
 pub mod sinks;
 pub mod sparse_attention;
 pub mod swiglu;
+pub mod swiglu_quantize;
 pub mod topk;
 
 use candle_core::{Device as Cpu, Tensor};

@@ -125,18 +125,12 @@ impl Declared for Swiglu {
     /// The weights' gradients of the experts' files, which stand behind the products with the experts' matrices: gate, up
     /// and dy are computed from those, and rounded to f32 where the file's authors rounded nothing.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<SwigluCase>>, String> {
-        let (chosen, limit) = ("in.top_k_index", file.number("swiglu_limit")?);
-        let gate_up = ("param.experts.gate_up_proj", ["gate_and_up", "hidden"]);
-        let gate_up = golden::routed(file, "in.hidden", chosen, gate_up)?;
-        let dy = golden::routed_back(file, "gout.y", chosen, ("param.experts.down_proj", ["hidden", "width"]))?;
-        let (width, topk) = (file.extent("width")?, ["..tokens", "topk"]);
-        file.hold("gate_and_up", 2 * width, "two of param.experts.down_proj")?;
-        let (gate, up): (Vec<_>, Vec<_>) = gate_up.iter().map(|row| row.split_at(width)).unzip();
-        let plain = plain(dy.len(), width);
-        let case = SwigluCase { dtype: Float::F32, padding_rows: false, limit: limit as f32, ..plain };
-        let golden = Golden::new(case).scalar("limit", limit).stored(file, "weight", "in.top_k_weights", &topk)?;
-        let golden = golden.values("gate", gate.concat()).values("up", up.concat()).values("dy", dy.concat());
-        Ok(vec![golden.expect(file, "dweight", "grad.in.top_k_weights", &topk)?.computed_in_f32()])
+        Ok(vec![routed_experts(file, |num_rows, width, limit| SwigluCase {
+            dtype: Float::F32,
+            padding_rows: false,
+            limit,
+            ..plain(num_rows, width)
+        })?])
     }
 
     /// The model's experts: rows of a few thousand tokens, and of many.
@@ -150,4 +144,23 @@ impl Declared for Swiglu {
         let both = [(Direction::Forward, 8.0), (Direction::Backward, 18.0)];
         extents.iter().flat_map(|&num_rows| both.map(|direction| benchmark(num_rows, direction))).collect()
     }
+}
+
+/// The golden case that an experts' file is of an operator whose gate, up, weight, dy and dweight are those of `swiglu`, made of
+/// the rows, the width and the limit.
+pub(super) fn routed_experts<C>(
+    file: &mut Reading<'_>,
+    case: impl FnOnce(usize, usize, f32) -> C,
+) -> Result<Golden<C>, String> {
+    let (chosen, limit) = ("in.top_k_index", file.number("swiglu_limit")?);
+    let gate_up = ("param.experts.gate_up_proj", ["gate_and_up", "hidden"]);
+    let gate_up = golden::routed(file, "in.hidden", chosen, gate_up)?;
+    let dy = golden::routed_back(file, "gout.y", chosen, ("param.experts.down_proj", ["hidden", "width"]))?;
+    let (width, topk) = (file.extent("width")?, ["..tokens", "topk"]);
+    file.hold("gate_and_up", 2 * width, "two of param.experts.down_proj")?;
+    let (gate, up): (Vec<_>, Vec<_>) = gate_up.iter().map(|row| row.split_at(width)).unzip();
+    let golden = Golden::new(case(dy.len(), width, limit as f32)).scalar("limit", limit);
+    let golden = golden.stored(file, "weight", "in.top_k_weights", &topk)?;
+    let golden = golden.values("gate", gate.concat()).values("up", up.concat()).values("dy", dy.concat());
+    Ok(golden.expect(file, "dweight", "grad.in.top_k_weights", &topk)?.computed_in_f32())
 }

@@ -23,12 +23,14 @@ use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::mhc_post::MhcPost;
 use dsv4_parity::operators::mhc_pre::MhcPre;
 use dsv4_parity::operators::moe_map::MoeMap;
+use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
 use dsv4_parity::operators::sparse_attention::SparseAttention;
 use dsv4_parity::operators::swiglu::Swiglu;
+use dsv4_parity::operators::swiglu_quantize::SwigluQuantize;
 use dsv4_parity::operators::topk::Topk;
 use serde_json::{Value, json};
 
@@ -54,6 +56,9 @@ const MUTANTS: &[(&str, &str)] = &[
     ("moe_map_forward", "moe_map_not_aligned"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
+    ("swiglu_quantize_forward", "swiglu_quantize_weight_left_out"),
+    ("swiglu_quantize_backward", "swiglu_quantize_gradient_through_the_clamp"),
+    ("quantize_fp8_forward", "fp8_scale_without_its_ceiling"),
     ("hadamard_forward", "hadamard_normalised_twice"),
     ("topk_forward", "topk_columns_beyond_256"),
     ("indexer_loss_forward", "loss_normalisation_term_missing"),
@@ -189,6 +194,15 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let hashed = reduced::<Router>("forward", "6 of 384, 32768 tokens hashed", table, json!({"num_tokens": 4}));
     let all_tokens = json!({"num_tokens": 21, "num_experts": 40});
     let map = reduced::<MoeMap>("forward", "32768 tokens of 256 experts", all_tokens, json!({}));
+    let gated = |group, name| {
+        let whole = json!({"num_rows": 20, "width": 512});
+        timed(reduced::<SwigluQuantize>(group, name, whole, rows().1))
+    };
+    let fp8 = |name| timed(reduced::<QuantizeFp8>("forward", name, rows().0, rows().1));
+    let squares = |name| {
+        let whole = json!({"num_rows": 261, "width": 256});
+        timed(reduced::<QuantizeFp8>("forward", name, whole, json!({"num_rows": 1})))
+    };
     let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
@@ -269,6 +283,14 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         mhc_pre("forward", "4096x4x7168 bf16 norm"),
         mhc_pre("backward", "4096x4x7168 bf16"),
         mhc_pre("backward", "4096x4x7168 bf16 norm"),
+        gated("forward", "24576x2048 bf16 groups of 128"),
+        gated("forward", "24576x2048 bf16 groups of 32"),
+        gated("backward", "24576x2048 bf16"),
+        fp8("quantize 32768x4096 1x128 fp32 mnmajor"),
+        fp8("quantize 32768x4096 1x128 e8m0 mnmajor"),
+        fp8("dequantize 32768x4096 1x128 e8m0 plain"),
+        squares("quantize 32768x4096 128x128 e8m0 plain"),
+        squares("dequantize 32768x4096 128x128 e8m0 plain"),
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         query("4096x64x128 to e2m1"),

@@ -108,18 +108,6 @@ DEVICE void store_row(ELEMENT* row, int lane, const Row& x) {
     }
 }
 
-// Words that lie one behind the other: in one access, or byte by byte.
-template <bool WIDE, int WORDS>
-DEVICE void store_words(uint8_t* target, const uint32_t (&words)[WORDS]) {
-    if constexpr (WIDE && WORDS == 4) {
-        store_vec16(reinterpret_cast<uint32_t*>(target), Vec16{{words[0], words[1], words[2], words[3]}});
-    } else if constexpr (WIDE && WORDS == 2) {
-        *reinterpret_cast<uint64_t*>(target) = words[0] | static_cast<uint64_t>(words[1]) << 32;
-    } else {
-        for (int i = 0; i < 4 * WORDS; ++i) target[i] = static_cast<uint8_t>(words[i / 4] >> 8 * (i % 4));
-    }
-}
-
 // ---------------------------------------------------------------- codes, of numbers that are rounded to bf16
 
 // A row's 64 bytes of codes and 4 of scales. All lanes of a warp take part; what does not exist is not stored.
@@ -146,10 +134,8 @@ DEVICE uint8_t store_e4m3(uint8_t* row_codes, int lane, bool exists, const Row& 
     const uint8_t scale = group_scale(largest(magnitude << 16, LANES), E4M3_FLOOR, 1.0f / 448.0f);
     const float inverse = inverse_of_scale(scale);
     for (int part = 0; part < PARTS && exists; ++part) {
-        uint32_t codes[SPAN / 4] = {};
-        UNROLL
-        for (int i = 0; i < SPAN; i += 2)
-            codes[i / 4] |= pack_e4m3(y[part][i] * inverse, y[part][i + 1] * inverse) << 8 * (i % 4);
+        uint32_t codes[SPAN / 4];
+        e4m3_codes(y[part], inverse, codes);
         store_words<WIDE>(row_codes + (part * LANES + lane) * SPAN, codes);
     }
     return scale;

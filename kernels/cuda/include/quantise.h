@@ -2,19 +2,22 @@
 #pragma once
 
 #include "math.h"
+#include "memory.h"
 #include "numeric.h"
 
 constexpr float E2M1_FLOOR = 6.0f * 0x1p-126f;  // least amax of a group of e2m1: its scale stays a normal number
 constexpr float E4M3_FLOOR = 1e-4f;             // and of e4m3
 
-// The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes are ordered as they are, NaN above infinity.
+// The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes are ordered as they are, NaN above
+// infinity.
 DEVICE float largest(uint32_t magnitude, int lanes) {
     for (int distance = lanes / 2; distance > 0; distance /= 2)
         magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
     return __uint_as_float(magnitude);
 }
 
-// The scale of a group with this largest magnitude: 2^ceil(log2(max(amax, floor) / largest)), 255 (NaN) for what is not finite.
+// The scale of a group with this largest magnitude: 2^ceil(log2(max(amax, floor) / largest)), 255 (NaN) for what is
+// not finite.
 DEVICE uint8_t group_scale(float amax, float floor, float inverse_of_largest) {
     return is_finite(amax) ? to_e8m0(__fmul_rn(maximum_f32(amax, floor), inverse_of_largest)) : 255;
 }
@@ -24,9 +27,68 @@ DEVICE float inverse_of_scale(uint8_t scale) {
     return scale == 255 ? NAN_F32 : e8m0_to_float(static_cast<uint8_t>(254 - scale));
 }
 
-// Codes in e2m1 of eight numbers of bf16 divided by the scale of their group, at most 6 then, the first in the lowest nibble; of
-// the scale that is NaN, 7 (+6) each. A binary16 that is 2^14 times smaller has the code in its bits: 0 and 0.5 are subnormal, and
-// all but the highest bit of the mantissa is rounded away by an addition, of two numbers at a time.
+// The scale that is no power of two: amax / largest by a product, NaN for what is not finite.
+DEVICE float group_scale_f32(float amax, float floor, float inverse_of_largest) {
+    return is_finite(amax) ? __fmul_rn(maximum_f32(amax, floor), inverse_of_largest) : NAN_F32;
+}
+
+// x / divisor, rounded once, where inverse is 1 / divisor, rounded once, and neither of these is subnormal: two
+// corrections by the remainder, of which the second one starts within one unit of the last place. Zeros keep their
+// sign, which the remainder loses.
+DEVICE float divided(float x, float divisor, float inverse) {
+    float quotient = __fmul_rn(x, inverse);
+    UNROLL
+    for (int step = 0; step < 2; ++step)
+        quotient = fused_multiply_add(fused_multiply_add(-quotient, divisor, x), inverse, quotient);
+    return __uint_as_float((__float_as_uint(quotient) & 0x7fffffffu) | (__float_as_uint(x) & 0x80000000u));
+}
+
+// Codes in e4m3 of numbers times the inverse of their scale, four in a word, the first lowest.
+template <int COUNT>
+DEVICE void e4m3_codes(const float (&x)[COUNT], float inverse, uint32_t (&codes)[COUNT / 4]) {
+    UNROLL
+    for (int i = 0; i < COUNT; i += 4)
+        codes[i / 4] = pack_e4m3(x[i] * inverse, x[i + 1] * inverse) | pack_e4m3(x[i + 2] * inverse, x[i + 3] * inverse) << 16;
+}
+
+// Words that lie one behind the other: in one access, or the first `bytes` of them byte by byte.
+template <bool WIDE, int WORDS>
+DEVICE void store_words(uint8_t* target, const uint32_t (&words)[WORDS], int bytes = 4 * WORDS) {
+    if constexpr (WIDE && WORDS == 4) {
+        store_vec16(target, Vec16{{words[0], words[1], words[2], words[3]}});
+    } else if constexpr (WIDE && WORDS == 2) {
+        *reinterpret_cast<uint64_t*>(target) = words[0] | static_cast<uint64_t>(words[1]) << 32;
+    } else {
+        UNROLL
+        for (int i = 0; i < 4 * WORDS; ++i)
+            if (i < bytes) target[i] = static_cast<uint8_t>(words[i / 4] >> 8 * (i % 4));
+    }
+}
+
+// The same, read; bytes behind the first `bytes` are 0.
+template <bool WIDE, int WORDS>
+DEVICE void load_words(const uint8_t* source, uint32_t (&words)[WORDS], int bytes = 4 * WORDS) {
+    if constexpr (WIDE && WORDS == 4) {
+        const Vec16 vector = load_vec16_streaming(source);
+        UNROLL
+        for (int i = 0; i < WORDS; ++i) words[i] = vector.w[i];
+    } else if constexpr (WIDE && WORDS == 2) {
+        const uint64_t pair = *reinterpret_cast<const uint64_t*>(source);
+        words[0] = static_cast<uint32_t>(pair);
+        words[1] = static_cast<uint32_t>(pair >> 32);
+    } else {
+        UNROLL
+        for (int i = 0; i < WORDS; ++i) words[i] = 0;
+        UNROLL
+        for (int i = 0; i < 4 * WORDS; ++i)
+            if (i < bytes) words[i / 4] |= static_cast<uint32_t>(source[i]) << 8 * (i % 4);
+    }
+}
+
+// Codes in e2m1 of eight numbers of bf16 divided by the scale of their group, at most 6 then, the first in the lowest
+// nibble; of the scale that is NaN, 7 (+6) each. A binary16 that is 2^14 times smaller has the code in its bits: 0
+// and 0.5 are subnormal, and all but the highest bit of the mantissa is rounded away by an addition, of two numbers
+// at a time.
 DEVICE uint32_t e2m1_codes(const float* numbers, uint8_t scale) {
     const float factor = inverse_of_scale(scale) * 0x1p-14f;
     uint32_t codes = 0;
@@ -40,4 +102,18 @@ DEVICE uint32_t e2m1_codes(const float* numbers, uint8_t scale) {
         codes |= pair >> (12 - 4 * i) & 0x00080008u << 4 * i;
     }
     return scale == 255 ? 0x77777777u : codes;
+}
+
+// The same of sixteen numbers of any type, in two words.
+template <typename T>
+DEVICE void e2m1_codes_of(const float (&x)[16], uint8_t scale, uint32_t (&codes)[2]) {
+    if constexpr (sizeof(T) == 2) {
+        codes[0] = e2m1_codes(x, scale);
+        codes[1] = e2m1_codes(x + 8, scale);
+    } else {
+        const float inverse = inverse_of_scale(scale);
+        codes[0] = codes[1] = 0;
+        UNROLL
+        for (int i = 0; i < 16; ++i) codes[i / 8] |= static_cast<uint32_t>(to_e2m1(x[i] * inverse)) << 4 * (i % 8);
+    }
 }

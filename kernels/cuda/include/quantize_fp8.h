@@ -1,0 +1,56 @@
+// Groups of e4m3 codes with their scales (inference 5.4); quantize_fp8.cu has the formulas.
+//
+// Parameters of kernels that quantise have those of groups.h and scale_layout.h, codes and codes_row_stride
+// [num_rows, width], the logarithm of a group's elements log2_group, 16 at least, and scale_type, one of the
+// constants below.
+#pragma once
+
+#include "groups.h"
+#include "math.h"
+
+constexpr int E8M0 = 0, POWER_OF_TWO = 1, FP32 = 2;
+
+// The scale of a group with this largest magnitude.
+template <typename Params>
+DEVICE float scale_of(const Params& params, float amax) {
+    if (params.scale_type == FP32) return group_scale_f32(amax, E4M3_FLOOR, 1.0f / 448.0f);
+    return e8m0_to_float(group_scale(amax, E4M3_FLOOR, 1.0f / 448.0f));
+}
+
+// Stores it, of a group that there is, or 0 in the place of one that pads.
+template <typename Params>
+DEVICE void store_scale(const Params& params, int64_t place, float scale, bool exists) {
+    if (params.scale_type == E8M0) {
+        params.scales[place] = exists ? to_e8m0(scale) : 0;
+    } else {
+        reinterpret_cast<float*>(params.scales)[place] = exists ? scale : 0.0f;
+    }
+}
+
+// The codes of numbers x of a group with this scale, the first `count` of them.
+template <bool WIDE, typename Params>
+DEVICE void store_codes(const Params& params, const Span& span, float (&x)[SPAN], float scale) {
+    if (span.count == 0) return;
+    float inverse = __frcp_rn(scale);  // exact of a power of two, NaN of NaN
+    if (params.scale_type == FP32) {
+        UNROLL
+        for (int i = 0; i < SPAN; ++i) x[i] = divided(x[i], scale, inverse);
+        inverse = 1.0f;
+    }
+    uint32_t codes[SPAN / 4];
+    e4m3_codes(x, inverse, codes);
+    store_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column, codes, span.count);
+}
+
+// Quantises what the lanes of a warp have of a row of groups, each 16 elements; all lanes take part.
+template <bool WIDE, typename Params>
+DEVICE void quantize_span(const Params& params, const Span& span, float (&x)[SPAN]) {
+    const int group_lanes = (1 << params.log2_group) / SPAN;
+    const float scale = scale_of(params, largest(largest_magnitude(x), group_lanes));
+    store_codes<WIDE>(params, span, x, scale);
+    const int32_t group = span.column >> params.log2_group;
+    if (lane_id() % group_lanes == 0 && group < params.padded_groups) {
+        const bool exists = span.row < params.num_rows && group < params.num_groups;
+        store_scale(params, scale_place(params, span.row, group), scale, exists);
+    }
+}

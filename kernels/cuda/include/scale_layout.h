@@ -1,0 +1,28 @@
+// Where the scales of groups lie (inference 5.7).
+//
+// Parameters of kernels that write or read scales have
+//   scales         bytes or fp32 numbers, at the places below; padding holds 0
+//   scale_layout   one of the constants below
+//   num_groups     groups of a row
+//   padded_rows    rows of which there are scales, those of padding among them: num_rows, its multiple of 4 or of 128
+//   padded_groups  groups of which there are scales: num_groups or its multiple of 4
+#pragma once
+
+#include "numeric.h"
+
+constexpr int PLAIN = 0;     // row by row
+constexpr int MN_MAJOR = 1;  // group by group
+constexpr int PACKED = 2;    // bytes: group by group, four groups in a word
+constexpr int BLOCKED = 3;   // bytes: tiles of 128 rows by 4 groups
+
+// The place of a scale, counted in scales.
+template <typename Params>
+DEVICE int64_t scale_place(const Params& params, int64_t row, int32_t group) {
+    const int64_t rows = params.padded_rows;
+    if (params.scale_layout == PLAIN) return row * params.num_groups + group;
+    if (params.scale_layout == MN_MAJOR) return group * rows + row;
+    if (params.scale_layout == PACKED) return (group / 4 * rows + row) * 4 + group % 4;
+    const int64_t tile = row / 128 * (params.padded_groups / 4) + group / 4;
+    const int32_t in_tile = static_cast<int32_t>(row % 128);
+    return tile * 512 + in_tile % 32 * 16 + in_tile / 32 * 4 + group % 4;
+}

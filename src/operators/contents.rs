@@ -1,0 +1,139 @@
+//! What groups of numbers hold that share a scale: drawn numbers, and those at the ends and in the middles of a
+//! format's.
+
+use dsv4_reference::Format;
+use dsv4_reference::quantise::{ScaleType, floor_of, scale_of};
+use rand::Rng;
+use serde::{Deserialize, Serialize};
+
+use crate::case::{Distribution, Draw};
+
+/// What groups hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Contents {
+    /// Numbers of the case's distribution and magnitude.
+    Drawn,
+    /// Numbers midway between two codes.
+    Ties,
+    /// Groups of zeros, of -0, below the floor, at and just above the largest code times a power of two, of subnormal
+    /// and of the largest bf16 numbers, around the floor.
+    Corners,
+    /// Each group's largest is another bf16 number, spread over all of them.
+    Amax,
+    /// Some are NaN or infinite.
+    NotFinite,
+    /// Every bf16 number that is not above the format's largest, under the scale 1.
+    EveryNumber,
+}
+
+/// Numbers of rows of so many, and what is common to their groups.
+pub struct Groups {
+    /// What they hold.
+    pub contents: Contents,
+    /// The format of the codes.
+    pub format: Format,
+    /// The type in which the numbers are stored.
+    pub stored: Format,
+    /// What a scale is.
+    pub scale: ScaleType,
+    /// Numbers of a group; the last one of a row may have fewer.
+    pub group: usize,
+    /// The case's seed.
+    pub seed: u64,
+}
+
+impl Groups {
+    /// Drawn rows, some of whose numbers are NaN or infinite where the contents say so.
+    pub fn draw(&self, draw: &mut Draw, [rows, width]: [usize; 2], distribution: Distribution, size: f64) -> Vec<f64> {
+        let mut numbers = draw.values(distribution, rows, width, size);
+        if self.contents == Contents::NotFinite {
+            let bad = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
+            for value in numbers.iter_mut() {
+                if draw.rng().random_ratio(1, 150) {
+                    *value = bad[draw.rng().random_range(0..bad.len())];
+                }
+            }
+        }
+        numbers
+    }
+
+    /// Sets the numbers of group `number` of all; drawn ones stay.
+    pub fn fill(&self, group: &mut [f64], number: usize, draw: &mut Draw) {
+        match self.contents {
+            Contents::Ties => self.fill_with_ties(group, draw),
+            Contents::Corners => self.fill_with_corner(group, number),
+            Contents::Amax => {
+                // The step is prime to the count of positive bf16: it reaches all of them, far apart.
+                let bits = ((number as u64 * 10007 + self.seed) % 0x7f80).max(1) as u32;
+                let amax = f64::from(f32::from_bits(bits << 16));
+                group.iter_mut().enumerate().for_each(|(i, x)| *x = -amax / (1 + i) as f64);
+            }
+            Contents::EveryNumber => self.fill_with_numbers(group, number),
+            Contents::Drawn | Contents::NotFinite => {}
+        }
+    }
+
+    /// Sets all groups of rows of so many numbers.
+    pub fn fill_rows(&self, numbers: &mut [f64], width: usize, draw: &mut Draw) {
+        let groups = numbers.chunks_mut(width.max(1)).flat_map(|row| row.chunks_mut(self.group));
+        groups.enumerate().for_each(|(number, group)| self.fill(group, number, draw));
+    }
+
+    /// How many groups hold every bf16 number.
+    pub fn groups_of_every_number(format: Format, group: usize) -> usize {
+        (2 * (Format::BF16.code(format.largest) as usize + 1)).div_ceil(group - 1)
+    }
+
+    /// The largest code, so that the scale is known, and midpoints of neighbouring codes.
+    fn fill_with_ties(&self, group: &mut [f64], draw: &mut Draw) {
+        let format = self.format;
+        let power = 2f64.powi(draw.rng().random_range(-12..=12));
+        // Of numbers that have the bits for it: middles times any scale, whose quotient is the middle or next to it.
+        let any = self.scale == ScaleType::Fp32 && self.stored == Format::F32;
+        let largest = format.largest * if any { power * draw.rng().random_range(1.0..2.0) } else { power };
+        let scale = scale_of(&[self.stored.nearest(largest)], format, self.scale);
+        for (channel, x) in group.iter_mut().enumerate() {
+            let code: u64 = draw.rng().random_range(0..format.code(format.largest) as u8).into();
+            let middle = (format.value(code) + format.value(code + 1)) / 2.0;
+            let sign = if draw.rng().random() { 1.0 } else { -1.0 };
+            *x = if channel == 0 { largest } else { sign * middle * scale };
+        }
+    }
+
+    /// Groups at the ends of the formats, in turn.
+    fn fill_with_corner(&self, group: &mut [f64], number: usize) {
+        let power = 2f64.powi(number as i32 % 20 - 10);
+        let (largest, floor, len) = (self.format.largest, floor_of(self.format), group.len());
+        let above = self.stored.value(self.stored.code(largest) + 1);
+        match number % 9 {
+            0 => group.fill(0.0),
+            1 => group.fill(-0.0),
+            // Below the floor.
+            2 => group.iter_mut().enumerate().for_each(|(i, x)| *x = 0.1 * floor * (-0.6f64).powi(i as i32)),
+            3 => group[7 % len] = -largest * power,
+            4 => group[9 % len] = above * power,
+            5 => group.iter_mut().enumerate().for_each(|(i, x)| *x = 2f64.powi(-133) * (i as f64 - 30.0)),
+            6 => group[63 % len] = f64::from(f32::from_bits(0xff7f_0000)),
+            // The two numbers of the type around the floor, or the floor itself and its neighbour.
+            7 => group.fill(self.stored.value(self.stored.code(floor) - u64::from(self.stored.nearest(floor) > floor))),
+            _ => {
+                group.fill(self.stored.value(self.stored.code(floor) + u64::from(self.stored.nearest(floor) <= floor)))
+            }
+        }
+        if matches!(number % 9, 3 | 4) {
+            group.iter_mut().for_each(|x| *x = x.clamp(-above * power, above * power));
+        }
+    }
+
+    /// The largest number, and others from all of them in turn.
+    fn fill_with_numbers(&self, group: &mut [f64], number: usize) {
+        let magnitudes = Format::BF16.code(self.format.largest) + 1;
+        let first = (number * (self.group - 1)) as u64;
+        for (i, x) in group.iter_mut().enumerate() {
+            let at = (first + i as u64).wrapping_sub(1);
+            let sign = if (at / magnitudes).is_multiple_of(2) { 1.0 } else { -1.0 };
+            *x = if i == 0 { self.format.largest } else { sign * Format::BF16.value(at % magnitudes) };
+        }
+    }
+}
