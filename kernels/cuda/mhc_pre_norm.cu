@@ -23,7 +23,7 @@
 //
 // Defines: ELEMENT  type of X, y and their gradients: bf16 or float.
 // Launch: forward num_tokens blocks of so many threads that HELD pieces each cover a row (scalar: any); backward any number of
-// blocks, staged with STAGES * ROWS rows of dynamic shared memory and so many threads that GRADIENT_HELD pieces each cover a row.
+// blocks, staged with 2 ROWS rows of dynamic shared memory and so many threads that GRADIENT_HELD pieces each cover a row.
 #include "async_copy.h"
 #include "element.h"
 #include "math.h"
@@ -33,7 +33,6 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int HELD = 32 / VECTOR;          // pieces of h that a thread of the forward holds
 constexpr int GRADIENT_HELD = 2;           // pieces of a token that a thread of the staged backward takes
-constexpr int STAGES = 2;
 constexpr int ROWS = STREAMS + 1;          // rows of a stage: the streams and dy
 
 struct MhcPreNormForwardParams {

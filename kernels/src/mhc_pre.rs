@@ -23,7 +23,7 @@ const NORM_THREADS: usize = 512;
 const HELD: usize = 32;
 /// Pieces that a thread of its staged backward takes; `GRADIENT_HELD` in the kernel source.
 const GRADIENT_HELD: usize = 2;
-/// Rows in shared memory: `STAGES * ROWS` in the kernel source.
+/// Rows in shared memory: two stages of `ROWS` in the kernel source.
 const STAGED_ROWS: usize = 2 * (NUM_STREAMS + 1);
 /// An upper bound of the shared memory that the staged backward has beside them.
 const OWN_SHARED_BYTES: u64 = 1024;

@@ -8,6 +8,7 @@ use crate::operators;
 /// The operators, in the order of the specification.
 #[rustfmt::skip]
 pub static OPERATORS: &[&dyn Operator] = &[
+    &Op::<operators::mhc_mix::MhcMix>::new(),
     &Op::<operators::mhc_post::MhcPost>::new(),
     &Op::<operators::mhc_pre::MhcPre>::new(),
     &Op::<operators::rms_norm::RmsNorm>::new(),

@@ -15,6 +15,7 @@ pub mod indexer_recompute;
 pub mod kv_cache_write;
 pub mod lists;
 mod logits;
+pub mod mhc_mix;
 pub mod mhc_post;
 pub mod mhc_pre;
 pub mod moe_map;

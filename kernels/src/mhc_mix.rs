@@ -1,0 +1,236 @@
+//! `mhc_mix`: launcher of `kernels/cuda/mhc_mix.cu` and `mhc_mix_backward.cu` (inference 2.1 and 2.2, training 11.1).
+
+use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
+use crate::mhc_post::NUM_STREAMS;
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::DeviceAddress;
+use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
+
+const FILE: &str = "mhc_mix.cu";
+const BACKWARD_FILE: &str = "mhc_mix_backward.cu";
+const CHECK: Arguments = Arguments { operator: "mhc_mix" };
+/// Coefficients of a token: pre, post, and comb by sources.
+pub const NUM_COLUMNS: usize = 2 * NUM_STREAMS + NUM_STREAMS * NUM_STREAMS;
+/// Most iterations, whose matrices the backward keeps.
+pub const MAX_ITERATIONS: usize = 48;
+/// Tokens of a block of the projection, and channels of a step: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel source.
+const BLOCK_TOKENS: usize = 128;
+const STEP: usize = 64;
+/// Fewest steps of a part of the channels.
+const FEWEST_STEPS: usize = 4;
+/// Tokens of a block of the scalar projection: one a warp.
+const SCALAR_TOKENS: usize = 8;
+/// Floats that the projection leaves of a token.
+const PARTIAL_WIDTH: usize = 32;
+/// Tokens of a block of the coefficients, forward and backward.
+const COEFFICIENT_TOKENS: usize = 8;
+/// Threads of the backward's blocks, and the floats that it leaves of a token.
+const BACKWARD_THREADS: usize = 128;
+const NUMBERS: usize = NUM_COLUMNS + 4;
+/// Tokens of a part of them in the backward: two times what its blocks hold of their numbers at once.
+const FEWEST_TOKENS: usize = 64;
+
+/// Every module that the launchers compile.
+pub fn modules() -> Vec<Module> {
+    [FILE, BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
+}
+
+/// The numbers of a call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Numbers {
+    /// Iterations of the Sinkhorn normalisation, the softmax with its columns being the first: 1 to [`MAX_ITERATIONS`].
+    pub sinkhorn_iters: usize,
+    /// Added to the mean square of a token.
+    pub norm_eps: f32,
+    /// Added to pre, behind the softmax, and to each sum that the Sinkhorn iteration divides by.
+    pub hc_eps: f32,
+}
+
+impl Numbers {
+    fn check(self) -> Result<()> {
+        if !(1..=MAX_ITERATIONS).contains(&self.sinkhorn_iters) {
+            let reason = format!("{} must be 1 to {MAX_ITERATIONS}", self.sinkhorn_iters);
+            return CHECK.refuse("sinkhorn_iters", reason);
+        }
+        CHECK.positive("norm_eps", self.norm_eps)?;
+        CHECK.positive("hc_eps", self.hc_eps)
+    }
+}
+
+/// Checks the tensors of a call, and returns them with its tokens and their channels.
+fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
+    let gates = &["num_tokens", "num_streams"];
+    let matrix = &["num_tokens", "source", "destination"];
+    let tensors = [
+        read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]).rows(),
+        read("fn").axes(&["num_columns", "num_streams", "hidden_size"]),
+        read("scale").axes(&["num_groups"]),
+        read("base").axes(&["num_columns"]),
+        write("pre").axes(gates).when(!backward),
+        write("post").axes(gates).when(!backward),
+        write("comb").axes(matrix).when(!backward),
+        saved("mix", backward).axes(&["num_tokens", "num_columns"]),
+        saved("rstd", backward).axes(&["num_tokens"]),
+        read("dpre").axes(gates).when(backward),
+        read("dpost").axes(gates).when(backward),
+        read("dcomb").axes(matrix).when(backward),
+        write("dstreams").like("streams").rows().when(backward),
+        write("dfn").like("fn").when(backward),
+        write("dscale").like("scale").when(backward),
+        write("dbase").like("base").when(backward),
+        scratch("workspace", 16),
+    ];
+    let signature = CHECK.signature(views, tensors).given("num_streams", NUM_STREAMS).given("num_groups", 3);
+    let signature = signature.given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
+    let signature = signature.given("num_columns", NUM_COLUMNS).wide("num_tokens");
+    // All streams of a token together are counted in 32 bits.
+    let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize / NUM_STREAMS);
+    let extents = signature.bind(["num_tokens", "hidden_size"])?;
+    Ok((signature, extents))
+}
+
+/// Blocks of tokens and parts of the channels of the projection by tensor cores.
+fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
+    let (tiles, wanted) = (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
+    let most = (NUM_STREAMS * hidden_size).div_ceil(STEP).div_ceil(FEWEST_STEPS);
+    [tiles, (wanted / tiles.max(1)).clamp(1, most)]
+}
+
+/// Bytes of scratch memory that [`forward`] needs.
+pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
+    let [_, splits] = projection(device, num_tokens, hidden_size);
+    splits * num_tokens * PARTIAL_WIDTH * 4
+}
+
+/// Launches the forward; returns the kernels that ran. Its tensors:
+///
+/// - `streams` `[num_tokens, 4, hidden_size]` bf16, rows contiguous;
+/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32: 4 columns of pre, 4 of post, 16 of comb by sources;
+/// - `pre` and `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` (source, destination) f32;
+/// - `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for the backward;
+/// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
+    numbers.check()?;
+    let workspace = &views["workspace"];
+    CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let wide = signature.vectorised() && views["fn"].address.is_multiple_of(16);
+    let (name, [tiles, splits]) = match wide {
+        true => ("mhc_mix_project", projection(device, num_tokens, hidden_size)),
+        false => ("mhc_mix_project_scalar", [num_tokens.div_ceil(SCALAR_TOKENS), 1]),
+    };
+    let params = signature.params(&["streams", "fn"]).ptr("partials", workspace);
+    let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
+    device.kernel(FILE, &[], name)?.launch_blocks("streams", tiles.saturating_mul(splits), &params)?;
+    let params = CHECK.params().ptr("partials", workspace);
+    let params = ["scale", "base", "pre", "post", "comb", "mix", "rstd"]
+        .into_iter()
+        .fold(params, |params, name| params.ptr(name, &views[name]));
+    let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
+    let params = params.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
+    let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
+    let kernel = device.kernel(FILE, &[], "mhc_mix_coefficients")?;
+    kernel.launch_blocks("streams", num_tokens.div_ceil(COEFFICIENT_TOKENS), &params)?;
+    Ok(vec![name, "mhc_mix_coefficients"])
+}
+
+/// How the backward is spread over a device.
+struct Spread {
+    /// Blocks of the coefficients.
+    blocks: usize,
+    /// Parts of the tokens.
+    splits: usize,
+}
+
+impl Spread {
+    fn of(device: &Device, num_tokens: usize, hidden_size: usize) -> Self {
+        let processors = device.environment().processors as usize;
+        let columns = (NUM_STREAMS * hidden_size).div_ceil(2 * BACKWARD_THREADS);
+        // At least one block, so that no tokens give sums of zero.
+        let blocks = num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, 2 * processors);
+        let most = num_tokens.div_ceil(FEWEST_TOKENS).max(1);
+        Self { blocks, splits: (4 * processors).div_ceil(columns).clamp(1, most) }
+    }
+
+    /// Floats of each token's numbers, of the parts of dbase and dscale, and of dfn. Each begins at a multiple of 16 bytes.
+    fn floats(&self, num_tokens: usize, hidden_size: usize) -> [usize; 3] {
+        let dfn = self.splits * NUM_COLUMNS * NUM_STREAMS * hidden_size;
+        [num_tokens * NUMBERS, self.blocks * 2 * NUM_COLUMNS, dfn]
+    }
+}
+
+/// Bytes of scratch memory that [`backward`] needs.
+pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
+    4 * Spread::of(device, num_tokens, hidden_size).floats(num_tokens, hidden_size).iter().sum::<usize>()
+}
+
+/// Launches the backward; returns the kernels that ran. Its tensors:
+///
+/// - `streams`, `fn`, `scale`, `base`, `mix` and `rstd` as the forward read and saved them;
+/// - `dpre`, `dpost`, `dcomb` f32: the gradients of the forward's outputs;
+/// - `dstreams` like `streams`, rows contiguous: the gradient by way of these coefficients alone; `dfn`, `dscale` and `dbase` f32
+///   like `fn`, `scale` and `base`;
+/// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind(views, true)?;
+    numbers.check()?;
+    let workspace = &views["workspace"];
+    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let spread = Spread::of(device, num_tokens, hidden_size);
+    let [of_tokens, of_blocks, _] = spread.floats(num_tokens, hidden_size);
+    let [tokens, partials, dfn_partials] =
+        [0, of_tokens, of_tokens + of_blocks].map(|floats| workspace.address + 4 * floats as u64).map(DeviceAddress);
+    let params = signature.params(&["mix", "rstd", "scale", "base", "dpre", "dpost", "dcomb"]);
+    let params = params.ptr("numbers", tokens).ptr("partials", partials).i64("num_tokens", num_tokens)?;
+    let params = params.i32("hidden_size", hidden_size)?.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
+    let params = params.f32("hc_eps", numbers.hc_eps);
+    let passes = 2 * numbers.sinkhorn_iters - 1;
+    let shared_bytes = (passes * 2 * BACKWARD_THREADS * 4) as u32;
+    let config = LaunchConfig::linear(CHECK.operator, "streams", spread.blocks as u64, BACKWARD_THREADS as u32)?;
+    let kernel = device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_coefficients")?;
+    kernel.launch(LaunchConfig { shared_bytes, ..config }, &params)?;
+
+    let pairs = pairs(views, hidden_size);
+    let (name, channels) =
+        if pairs { ("mhc_mix_backward_streams_pairs", 2) } else { ("mhc_mix_backward_streams_scalar", 1) };
+    let params = signature.params(&["streams", "fn"]).ptr("numbers", tokens);
+    let params = params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
+    let params = params.ptr("dfn_partials", dfn_partials).i64("num_tokens", num_tokens)?;
+    let params = params.i32("hidden_size", hidden_size)?.i32("splits", spread.splits)?;
+    let columns = (NUM_STREAMS * hidden_size).div_ceil(channels * BACKWARD_THREADS);
+    let kernel = device.kernel(BACKWARD_FILE, &[], name)?;
+    kernel.launch_blocks("streams", columns.saturating_mul(spread.splits), &params)?;
+    sums(device, views, &spread, [partials, dfn_partials], hidden_size)?;
+    Ok(vec!["mhc_mix_backward_coefficients", name, "mhc_mix_backward_sums"])
+}
+
+/// Whether accesses of two neighbouring channels fit every row.
+fn pairs(views: &Views, hidden_size: usize) -> bool {
+    let even = |name: &str| {
+        let view = &views[name];
+        view.address.is_multiple_of(4) && view.strides[..2].iter().all(|stride| stride % 2 == 0)
+    };
+    hidden_size.is_multiple_of(2) && even("streams") && even("dstreams")
+}
+
+/// Adds up what the blocks left of dfn, dscale and dbase.
+fn sums(
+    device: &Device,
+    views: &Views,
+    spread: &Spread,
+    [partials, dfn_partials]: [DeviceAddress; 2],
+    hidden_size: usize,
+) -> Result<()> {
+    let channels = NUM_STREAMS * hidden_size;
+    let params = CHECK.params().ptr("dfn_partials", dfn_partials).ptr("dfn", &views["dfn"]).ptr("partials", partials);
+    let params = params.ptr("dscale", &views["dscale"]).ptr("dbase", &views["dbase"]).i64("channels", channels)?;
+    let params = params.i32("splits", spread.splits)?.i32("blocks", spread.blocks)?;
+    let kernel = device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_sums")?;
+    kernel.launch_blocks("streams", (NUM_COLUMNS * channels).div_ceil(BACKWARD_THREADS), &params)
+}

@@ -1,0 +1,266 @@
+//! `mhc_mix` (inference 2.1 and 2.2, training 11.1): `kernels/cuda/mhc_mix.cu` and `mhc_mix_backward.cu` against
+//! `reference/src/mhc_mix.rs`.
+
+use dsv4_kernels::mhc_mix::{self as launcher, NUM_COLUMNS};
+use dsv4_kernels::mhc_post::NUM_STREAMS;
+use dsv4_kernels::runtime::Device;
+use dsv4_reference::mhc_mix as reference;
+
+use super::mhc_post::near_equal;
+use crate::operator::prelude::*;
+
+/// The operator.
+pub struct MhcMix;
+
+/// A case: extents, numbers, data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MhcMixCase {
+    /// Tokens; 0 is legal.
+    pub num_tokens: usize,
+    /// Channels of a stream.
+    pub hidden_size: usize,
+    /// Iterations of the Sinkhorn normalisation, 1 to 48.
+    pub sinkhorn_iters: usize,
+    /// Added to the mean square of a token.
+    pub norm_eps: f32,
+    /// Added to pre, behind the softmax, and to each sum that the Sinkhorn iteration divides by.
+    pub hc_eps: f32,
+    /// `base` is uniform between this and its negative: how far logits lie apart.
+    pub logits: f32,
+    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
+    pub near_equal: bool,
+    /// The streams.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+fn plain(num_tokens: usize, hidden_size: usize) -> MhcMixCase {
+    let (sinkhorn_iters, norm_eps, hc_eps, logits) = (20, 1e-6, 1e-6, 2.0);
+    let (near_equal, data) = (false, Data::normal(1.0));
+    MhcMixCase { num_tokens, hidden_size, sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, data }
+}
+
+impl MhcMixCase {
+    fn of_oracle(&self, t: &Bound<'_>) -> reference::Numbers {
+        reference::Numbers {
+            sinkhorn_iters: self.sinkhorn_iters,
+            norm_eps: t.scalar("norm_eps", self.norm_eps.into()),
+            hc_eps: t.scalar("hc_eps", self.hc_eps.into()),
+        }
+    }
+
+    fn of_launcher(&self) -> launcher::Numbers {
+        let Self { sinkhorn_iters, norm_eps, hc_eps, .. } = *self;
+        launcher::Numbers { sinkhorn_iters, norm_eps, hc_eps }
+    }
+
+    fn channels(&self) -> usize {
+        NUM_STREAMS * self.hidden_size
+    }
+}
+
+impl Declared for MhcMix {
+    type Case = MhcMixCase;
+    const SUM_LANES: usize = 4;
+
+    const ABOUT: About = About {
+        name: "mhc_mix",
+        summary: "the coefficients pre, post and comb of the residual streams: projection, sigmoids, Sinkhorn iteration",
+        specification: &["inference 2.1", "inference 2.2", "training 11.1"],
+        paths: &[
+            "mhc_mix_project",
+            "mhc_mix_project_scalar",
+            "mhc_mix_coefficients",
+            "mhc_mix_backward_coefficients",
+            "mhc_mix_backward_streams_pairs",
+            "mhc_mix_backward_streams_scalar",
+            "mhc_mix_backward_sums",
+        ],
+        modules: launcher::modules,
+        cases: [16, 40, 80],
+    };
+
+    const GOLDEN: &'static [&'static str] = &["hc"];
+
+    fn tensors(c: &MhcMixCase) -> Specs {
+        let (tokens, streams) = (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
+        let channels = axis("hidden_size", c.hidden_size).multiples(1, i32::MAX as usize / NUM_STREAMS);
+        let (columns, groups) = (axis("num_columns", NUM_COLUMNS), axis("num_groups", 3));
+        let matrix = [tokens, axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS)];
+        let deviation = (c.channels().max(1) as f64).sqrt().recip();
+        let tensors = [
+            input("streams", DType::Bf16, &[tokens, streams, channels]).rows().drawn_as(c.data),
+            input("fn", DType::F32, &[columns, streams, channels]).drawn(Distribution::Normal, deviation),
+            input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
+            input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
+            output("pre", DType::F32, &[tokens, streams]),
+            output("post", DType::F32, &[tokens, streams]),
+            output("comb", DType::F32, &matrix),
+            output("mix", DType::F32, &[tokens, columns]),
+            output("rstd", DType::F32, &[tokens]),
+            upstream("dpre", "pre"),
+            upstream("dpost", "post"),
+            upstream("dcomb", "comb"),
+            gradient("dstreams", "streams", DType::Bf16),
+            gradient("dfn", "fn", DType::F32),
+            gradient("dscale", "scale", DType::F32),
+            gradient("dbase", "base", DType::F32),
+        ];
+        let specs = Specs::new(c.data.seed, tensors).positive("norm_eps", c.norm_eps).positive("hc_eps", c.hc_eps);
+        specs.positive("logits", c.logits)
+    }
+
+    fn check(c: &MhcMixCase) -> Result<(), Refused> {
+        if !(1..=launcher::MAX_ITERATIONS).contains(&c.sinkhorn_iters) {
+            let reason = format!("{} must be 1 to {}", c.sinkhorn_iters, launcher::MAX_ITERATIONS);
+            return refuse("sinkhorn_iters", reason);
+        }
+        Ok(())
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<MhcMixCase> {
+        let extents = matrix(profile.of([[12, 300], [40, 1100], [300, 7168]]));
+        let iterations = prop_oneof![3 => Just(20usize), 1 => Just(1), 1 => 2..=10usize];
+        let eps = (select(vec![1e-6f32, 1e-2]), select(vec![1e-6f32, 1e-2]));
+        let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
+        let logits = select(vec![0.5f32, 4.0, 20.0, 80.0]);
+        (extents, iterations, eps, logits, near_equal, Data::strategy(-8..=8))
+            .prop_map(|([num_tokens, hidden_size], sinkhorn_iters, (norm_eps, hc_eps), logits, near_equal, data)| {
+                MhcMixCase { num_tokens, hidden_size, sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, data }
+            })
+            .boxed()
+    }
+
+    fn typical() -> Vec<MhcMixCase> {
+        // 16 bytes at a time, and one element.
+        vec![plain(5, 16), MhcMixCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) }]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<MhcMixCase> {
+        let mut cases = vec![
+            plain(0, 16),
+            plain(0, 5),
+            plain(1, 8),
+            plain(1, 1),
+            // No multiple of a step of 64 channels: one ends within a stream.
+            plain(2, 24),
+            MhcMixCase { near_equal: true, ..plain(3, 40) },
+            MhcMixCase { logits: 80.0, ..plain(9, 16) },
+            MhcMixCase { sinkhorn_iters: 1, ..plain(2, 16) },
+            MhcMixCase { sinkhorn_iters: 48, logits: 8.0, ..plain(2, 16) },
+            // Tokens of a second warp, and of a second block.
+            plain(17, 8),
+            plain(130, 8),
+            // Channels in several parts, of unlike lengths.
+            plain(2, 520),
+            // More tokens than a block of the backward holds, in two parts.
+            plain(70, 10),
+            // More blocks of tokens than blocks of the coefficients.
+            plain(90, 2),
+        ];
+        if profile == Profile::Full {
+            cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64), plain(2048, 8)]);
+        }
+        cases
+    }
+
+    fn amend(c: &MhcMixCase, tensors: &mut Tensors) -> OracleResult<()> {
+        if c.near_equal {
+            tensors.edit("streams", |x| near_equal(x, c.hidden_size));
+        }
+        Ok(())
+    }
+
+    fn forward(c: &MhcMixCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::forward(&t.named()?, c.of_oracle(t), rounding)
+    }
+
+    fn backward(c: &MhcMixCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::backward(&t.named()?, c.of_oracle(t), rounding)
+    }
+
+    fn workspaces(c: &MhcMixCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        let forward = launcher::forward_workspace_bytes(device, c.num_tokens, c.hidden_size);
+        Ok(vec![("workspace", forward.max(launcher::backward_workspace_bytes(device, c.num_tokens, c.hidden_size)))])
+    }
+
+    fn launch(c: &MhcMixCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        let given = ["streams", "fn", "scale", "base"];
+        let written = ["pre", "post", "comb", "mix", "rstd", "workspace"];
+        let own = v.only(&[&given[..], &written].concat());
+        run.launch(|device| launcher::forward(device, &own, c.of_launcher()))
+    }
+
+    fn launch_backward(c: &MhcMixCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        let own = v.without(&["pre", "post", "comb"]);
+        run.launch(|device| launcher::backward(device, &own, c.of_launcher()))
+    }
+
+    fn laws(_: &MhcMixCase, laws: &mut Laws<'_, Self>) {
+        laws.scale_upstreams();
+        laws.separate("num_tokens", "tokens may be permuted");
+    }
+
+    /// Sigmoids and softmax bend over a logit of 1, a token over its own root mean square.
+    fn bends_over(c: &MhcMixCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
+        let scale = tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
+        let eps = tensors.scalar("norm_eps", f64::from(c.norm_eps));
+        let size = |v: &[f64]| (v.iter().map(|v| v * v).sum::<f64>() / c.channels() as f64 + eps).sqrt();
+        match input {
+            "streams" => {
+                let of_token = |v: &[f64]| vec![size(v) / scale; v.len()];
+                Some(tensors.values("streams").chunks(c.channels()).flat_map(of_token).collect())
+            }
+            "fn" => Some(vec![0.25 / scale; NUM_COLUMNS * c.channels()]),
+            "scale" => Some(vec![0.25; 3]),
+            _ => Some(vec![1.0; NUM_COLUMNS]),
+        }
+    }
+
+    /// The gradient of pre follows from that of what the streams collapse to; it is rounded to f32.
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcMixCase>>, String> {
+        let (streams, gates) = (["..tokens", "streams", "hidden"], ["..tokens", "streams"]);
+        let (x, dh) = (file.floats("in.streams", &streams)?, file.floats("gout.collapsed", &["..tokens", "hidden"])?);
+        let hidden_size = file.extent("hidden")?;
+        let num_tokens = dh.len() / hidden_size;
+        let of_stream = |(number, x): (usize, &[f64])| -> f64 {
+            let token = number / NUM_STREAMS;
+            x.iter().zip(&dh[token * hidden_size..]).map(|(x, dh)| x * dh).sum()
+        };
+        let dpre = x.chunks(hidden_size).enumerate().map(of_stream).collect();
+        let case = MhcMixCase {
+            sinkhorn_iters: file.whole("sinkhorn_iters")?,
+            norm_eps: file.number("rms_norm_eps")? as f32,
+            hc_eps: file.number("hc_eps")? as f32,
+            ..plain(num_tokens, hidden_size)
+        };
+        let golden = Golden::new(case).values("streams", x.to_vec()).values("dpre", dpre);
+        let golden = golden.scalar("norm_eps", file.number("rms_norm_eps")?).scalar("hc_eps", file.number("hc_eps")?);
+        let golden = golden.stored(file, "fn", "param.attn_hc.fn", &["columns", "channels"])?;
+        let golden = golden.stored(file, "scale", "param.attn_hc.scale", &["groups"])?;
+        let golden = golden.stored(file, "base", "param.attn_hc.base", &["columns"])?;
+        let golden = golden.stored(file, "dpost", "gout.post", &gates)?;
+        let matrix = ["..tokens", "streams", "destinations"];
+        let golden = golden.stored(file, "dcomb", "gout.comb", &matrix)?;
+        let golden = golden.expect(file, "post", "out.post", &gates)?.expect(file, "comb", "out.comb", &matrix)?;
+        let golden = golden.expect(file, "mix", "mid.mixes", &["..tokens", "columns"])?;
+        let golden = golden.expect(file, "dfn", "grad.param.attn_hc.fn", &["columns", "channels"])?;
+        let golden = golden.expect(file, "dscale", "grad.param.attn_hc.scale", &["groups"])?;
+        Ok(vec![golden.expect(file, "dbase", "grad.param.attn_hc.base", &["columns"])?.computed_in_f32()])
+    }
+
+    /// The streams of both models.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        use Direction::{Backward, Forward};
+        let gpu = [(8192, 4096), (8192, 7168), (32768, 4096), (32768, 7168), (1, 7168), (128, 7168)];
+        let extents = if on_gpu(environment) { &gpu[..] } else { &[(6, 64)] };
+        let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, flops)| {
+            let name = format!("{num_tokens}x4x{hidden_size} bf16");
+            let benchmark = Benchmark::new(direction, name, plain(num_tokens, hidden_size), "num_tokens");
+            benchmark.streaming(&["mix", "rstd"], flops)
+        };
+        // Of each element of the streams 24 products and sums, and its square; twice as many in the backward.
+        let both = [(Forward, 50.0), (Backward, 98.0)];
+        extents.iter().flat_map(|extents| both.map(|direction| benchmark(extents, direction))).collect()
+    }
+}
