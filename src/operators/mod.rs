@@ -15,6 +15,7 @@ pub mod lists;
 mod logits;
 mod paged;
 pub mod quantize_fp8;
+pub mod quantize_mxfp4;
 pub mod ranking;
 pub mod rms_norm;
 pub mod rope;
