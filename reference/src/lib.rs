@@ -45,6 +45,7 @@ pub mod precision;
 pub mod products;
 pub mod quantise;
 pub mod quantize_fp8;
+pub mod quantize_mxfp4;
 pub mod ranking;
 pub mod rms_norm;
 pub mod rope;

@@ -20,7 +20,7 @@ use crate::format::Format;
 use crate::named::Named;
 use crate::precision::values;
 use crate::quantise::{ScaleType, codes_of, scale_of};
-use crate::scale_layout::{ScaleLayout, Scales, bytes_of, words_of};
+use crate::scale_layout::{ScaleLayout, Scales};
 
 /// The rows of a square group.
 pub const SQUARE: usize = 128;
@@ -112,28 +112,19 @@ pub fn quantize(inputs: &Named, options: Options) -> Result<Named> {
 
 /// Scales, row by row, as the tensor that holds them: its shape and its numbers.
 pub fn stored_scales(scales: Scales, numbers: &[f64]) -> (Vec<usize>, Vec<f64>) {
-    let byte = |&scale: &f64| Format::E8M0.code(scale) as u8;
-    let stored = if scales.in_words() {
-        words_of(&scales.arranged(&numbers.iter().map(byte).collect::<Vec<_>>())).into_iter().map(f64::from).collect()
-    } else if scales.bytes {
-        scales.arranged(&numbers.iter().map(|scale| f64::from(byte(scale))).collect::<Vec<_>>())
-    } else {
-        scales.arranged(numbers)
-    };
-    (scales.shape(), stored)
+    if !scales.bytes {
+        return (scales.shape(), scales.arranged(numbers));
+    }
+    let bytes: Vec<u8> = numbers.iter().map(|&scale| Format::E8M0.code(scale) as u8).collect();
+    (scales.shape(), scales.stored_bytes(&bytes))
 }
 
 /// The scales, row by row, that a tensor holds: the inverse of [`stored_scales`].
 pub fn read_scales(scales: Scales, stored: &[f64]) -> Vec<f64> {
-    let value = |byte: u8| Format::E8M0.value(byte.into());
-    if scales.in_words() {
-        let words: Vec<i32> = stored.iter().map(|&word| word as i32).collect();
-        scales.gathered(&bytes_of(&words)).into_iter().map(value).collect()
-    } else if scales.bytes {
-        scales.gathered(stored).into_iter().map(|byte| value(byte as u8)).collect()
-    } else {
-        scales.gathered(stored)
+    if !scales.bytes {
+        return scales.gathered(stored);
     }
+    scales.read_bytes(stored).into_iter().map(|byte| Format::E8M0.value(byte.into())).collect()
 }
 
 /// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize`] returns them.

@@ -90,6 +90,25 @@ impl Scales {
     }
 }
 
+impl Scales {
+    /// Bytes, row by row, as the numbers of the tensor that holds them: bytes, or words of four of them.
+    pub fn stored_bytes(self, bytes: &[u8]) -> Vec<f64> {
+        let placed = self.arranged(bytes);
+        if self.in_words() {
+            return words_of(&placed).into_iter().map(f64::from).collect();
+        }
+        placed.into_iter().map(f64::from).collect()
+    }
+
+    /// The inverse of [`Self::stored_bytes`].
+    pub fn read_bytes(self, stored: &[f64]) -> Vec<u8> {
+        if self.in_words() {
+            return self.gathered(&bytes_of(&stored.iter().map(|&word| word as i32).collect::<Vec<_>>()));
+        }
+        self.gathered(stored).into_iter().map(|byte| byte as u8).collect()
+    }
+}
+
 /// Words of 32 bits of four bytes each, the first one lowest.
 pub fn words_of(bytes: &[u8]) -> Vec<i32> {
     bytes.as_chunks().0.iter().map(|&bytes| i32::from_le_bytes(bytes)).collect()

@@ -21,6 +21,7 @@ pub mod mhc_pre;
 pub mod moe_map;
 mod paged;
 pub mod quantize_fp8;
+pub mod quantize_mxfp4;
 pub mod ranking;
 pub mod rms_norm;
 pub mod rope;

@@ -25,6 +25,7 @@ use dsv4_parity::operators::mhc_post::MhcPost;
 use dsv4_parity::operators::mhc_pre::MhcPre;
 use dsv4_parity::operators::moe_map::MoeMap;
 use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
+use dsv4_parity::operators::quantize_mxfp4::QuantizeMxfp4;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
@@ -62,6 +63,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("swiglu_quantize_forward", "swiglu_quantize_weight_left_out"),
     ("swiglu_quantize_backward", "swiglu_quantize_gradient_through_the_clamp"),
     ("quantize_fp8_forward", "fp8_scale_without_its_ceiling"),
+    ("quantize_mxfp4_forward", "mxfp4_scale_without_its_ceiling"),
     ("hadamard_forward", "hadamard_normalised_twice"),
     ("topk_forward", "topk_columns_beyond_256"),
     ("indexer_loss_forward", "loss_normalisation_term_missing"),
@@ -202,6 +204,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         timed(reduced::<SwigluQuantize>(group, name, whole, rows().1))
     };
     let fp8 = |name| timed(reduced::<QuantizeFp8>("forward", name, rows().0, rows().1));
+    let mxfp4 = |name| timed(reduced::<QuantizeMxfp4>("forward", name, rows().0, rows().1));
     let squares = |name| {
         let whole = json!({"num_rows": 261, "width": 256});
         timed(reduced::<QuantizeFp8>("forward", name, whole, json!({"num_rows": 1})))
@@ -297,6 +300,8 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         fp8("dequantize 32768x4096 1x128 e8m0 plain"),
         squares("quantize 32768x4096 128x128 e8m0 plain"),
         squares("dequantize 32768x4096 128x128 e8m0 plain"),
+        mxfp4("quantize 32768x4096 plain"),
+        mxfp4("dequantize 32768x4096 plain"),
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         query("4096x64x128 to e2m1"),
