@@ -5,6 +5,7 @@
 
 mod arguments;
 pub mod attention_combine;
+pub mod compressor;
 pub mod decode_attention;
 pub mod hadamard;
 pub mod implementation;

@@ -11,6 +11,7 @@ use dsv4_parity::operator::benchmarks::{Benchmark, Timed};
 use dsv4_parity::operator::declared::Declared;
 use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
+use dsv4_parity::operators::compressor::Compressor;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
@@ -29,7 +30,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 18] = [
+const MUTANTS: [(&str, &str); 20] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -39,6 +40,8 @@ const MUTANTS: [(&str, &str); 18] = [
     ("attention_combine_forward", "combine_lse_in_base_2"),
     ("kv_cache_write_forward", "cache_write_scale_rounded_down"),
     ("score_recompute_forward", "recompute_scale_twice"),
+    ("compressor_forward", "compressor_halves_swapped"),
+    ("compressor_backward", "compressor_mean_term_missing"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("hadamard_forward", "hadamard_normalised_twice"),
@@ -201,6 +204,11 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": padding});
         timed(reduced::<KvCacheWrite>("forward", name, whole, json!({"num_tokens": 32, "num_pages": 2})))
     };
+    let groups = |group, name, ratio: usize| {
+        let whole = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 64, "table_rows": 4 * ratio});
+        let fewer = json!({"num_tokens": 6 * ratio, "num_entries": 5});
+        timed(reduced::<Compressor>(group, name, whole, fewer))
+    };
     let parts = json!({"num_tokens": 9, "num_heads": 3});
     let parts = reduced::<AttentionCombine>("forward", "8 parts 128x128x512", parts, json!({"num_tokens": 2}));
     vec![
@@ -221,6 +229,10 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         timed(parts),
         cache("65536x512 page 64 fp8", 448),
         cache("65536x512 page 64 bf16", 0),
+        groups("forward", "32768x512 ratio 4", 4),
+        groups("backward", "32768x512 ratio 4", 4),
+        groups("forward", "32768x512 ratio 128", 128),
+        groups("backward", "32768x512 ratio 128", 128),
         target("q4096 k8192 H64 D512 topk512"),
         target("q4096 k8192 H64 D512 topk512 portable"),
         dense("q4096 k2048 H64 D512 dense"),
