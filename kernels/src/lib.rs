@@ -7,6 +7,7 @@ mod arguments;
 pub mod attention_combine;
 pub mod cache_layout;
 pub mod cache_manager;
+pub mod compressor;
 pub mod decode_attention;
 pub mod hadamard;
 pub mod implementation;

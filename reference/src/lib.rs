@@ -23,6 +23,7 @@
 //! [`Precision::Nearest`]: precision::Precision::Nearest
 
 pub mod attention_combine;
+pub mod compressor;
 pub mod decode_attention;
 pub mod error;
 pub mod format;

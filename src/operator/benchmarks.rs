@@ -97,6 +97,8 @@ pub struct Benchmark<K: Declared> {
     pub axis: &'static str,
     /// So many of its entries are compared with the oracle.
     pub rows: usize,
+    /// Which they are, of how many and how many: [`spread`], or the [`last`] ones where only neighbours make a case.
+    pub chosen: fn(usize, usize) -> Vec<usize>,
     /// Puts what must be drawn for the whole case, such as lists of keys, in the place of what was drawn for the smaller.
     pub amend: fn(&K::Case, &mut Tensors),
     /// Completes a sample where narrowing the axis does not: leaves out keys that nobody names, says where a token stands.
@@ -123,6 +125,7 @@ impl<K: Declared> Benchmark<K> {
             rate: Rate::Bytes,
             axis,
             rows: 4,
+            chosen: spread,
             amend: |_, _| {},
             sampled: |_, _, _| {},
             only: None,
@@ -198,7 +201,7 @@ impl<K: Declared> Benchmark<K> {
     fn sample(&self, given: &Tensors) -> Result<Sample<K>, CaseError> {
         let whole = K::tensors(&self.case);
         let extent = whole.extent(self.axis).ok_or_else(|| self.no_axis())?;
-        let rows = spread(extent, self.rows);
+        let rows = (self.chosen)(extent, self.rows);
         let mut line = case_of::<K>(&self.case, &Choices::default());
         *line.fields.get_mut(self.axis).ok_or_else(|| self.no_axis())? = rows.len().into();
         let mut case: K::Case = line.fields()?;
@@ -250,9 +253,14 @@ fn shortened<K: Declared>(case: &K::Case, axis: &'static str) -> K::Case {
 }
 
 /// `count` entries spread over `0..total`, the last one among them.
-fn spread(total: usize, count: usize) -> Vec<usize> {
+pub fn spread(total: usize, count: usize) -> Vec<usize> {
     let count = count.min(total);
     (1..=count).map(|i| i * total / count - 1).collect()
+}
+
+/// The last `count` entries of `0..total`.
+pub fn last(total: usize, count: usize) -> Vec<usize> {
+    (total - count.min(total)..total).collect()
 }
 
 /// Which axes of a case are narrowed in a sample of it, and to what.

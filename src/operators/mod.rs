@@ -2,6 +2,7 @@
 
 pub mod attention_combine;
 pub mod attention_output_rotation;
+pub mod compressor;
 pub mod contents;
 pub mod decode_attention;
 pub mod hadamard;

@@ -11,6 +11,7 @@ use dsv4_parity::operator::benchmarks::{Benchmark, Timed};
 use dsv4_parity::operator::declared::Declared;
 use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
+use dsv4_parity::operators::compressor::Compressor;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
@@ -58,6 +59,8 @@ const MUTANTS: &[(&str, &str)] = &[
     ("router_forward", "router_scale_left_out"),
     ("router_backward", "router_scale_not_in_the_gradient"),
     ("moe_map_forward", "moe_map_not_aligned"),
+    ("compressor_forward", "compressor_halves_swapped"),
+    ("compressor_backward", "compressor_mean_term_missing"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("swiglu_quantize_forward", "swiglu_quantize_weight_left_out"),
@@ -251,6 +254,10 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let keys_of_pages = |name| {
         let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 64});
         timed(reduced::<IndexerCacheWrite>("forward", name, whole, json!({"num_tokens": 32, "num_pages": 2})))
+    let groups = |group, name, ratio: usize| {
+        let whole = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 64, "table_rows": 4 * ratio});
+        let fewer = json!({"num_tokens": 6 * ratio, "num_entries": 5});
+        timed(reduced::<Compressor>(group, name, whole, fewer))
     };
     let parts = json!({"num_tokens": 9, "num_heads": 3});
     let parts = reduced::<AttentionCombine>("forward", "8 parts 128x128x512", parts, json!({"num_tokens": 2}));
@@ -274,6 +281,10 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         cache("65536x512 page 64 bf16", 0),
         keys_of_pages("32768x128 page 32 e2m1"),
         keys_of_pages("32768x128 page 32 e4m3"),
+        groups("forward", "32768x512 ratio 4", 4),
+        groups("backward", "32768x512 ratio 4", 4),
+        groups("forward", "32768x512 ratio 128", 128),
+        groups("backward", "32768x512 ratio 128", 128),
         target("q4096 k8192 H64 D512 topk512"),
         target("q4096 k8192 H64 D512 topk512 portable"),
         dense("q4096 k2048 H64 D512 dense"),

@@ -1,0 +1,548 @@
+// Tokens pooled into compressed entries (inference 6, training 9). With C = kv and Z = gate of a token, t its position,
+//
+//     S[t] = Z[t] + ape[t mod ratio]
+//     p    = softmax over the entry's slots, of each channel apart        u = sum of p C
+//     y    = norm_weight u r        r = 1/sqrt(mean(u^2) + eps)
+//     z    = y with its last rope_dim channels turned by j ratio
+//
+// where u, y and z are rounded to ELEMENT, and everything else is fp32. Entry j of a sequence has the slots of its
+// own tokens, [j ratio, (j + 1) ratio). With overlap (width 2 head_dim) it has those with their second half, and
+// before them the tokens of group j - 1 with their first half; entry 0 has no such slots. A group that is not
+// complete in its sequence makes no entry. Row e of `entries` is entry e - cu_entries[i] of sequence i; a row that
+// has no such entry is zero. Of the backward, with dy = dz turned back and g = dy norm_weight,
+//
+//     du = r (g - u r^2 mean(g u))        dC = p du        dS = p du (C - u)        dnorm_weight = sum of dy u r
+//     dZ = dS                             dape = sum of dS over entries
+//
+// where u in the norm is the rounded one, which the forward saved, and u in dS the one that is not. Halves of tokens
+// that no entry pools get zeros. An absent slot is chosen by a select and takes part in no sum.
+//
+// Work. With overlap a thread has four channels of all eight slots: 256 bytes in flight, and an entry is one read of
+// its rows; norm and rotation follow from registers. Without overlap an entry of 128 slots is half a megabyte: a
+// block takes 32 channels of it, a full line of each row, so that one entry fills 16 blocks of 512 channels; u goes
+// through memory, at a 256th of the bytes read. Each half of a token is read once. Sums over entries are in blocks
+// first, then over their rows.
+//
+// Floors: forward 8 bytes a number of kv read, 2 bytes of entries and of u for 2 ratio (with overlap) or ratio of
+// these. 32768 tokens of width 1024: 285 MB, 67 us at 4.24 TB/s; of width 512 at ratio 128: 135 MB, 32 us. Backward
+// twice that. A power and about ten operations a number: limited by memory. Not measured yet. Expected
+// to limit the backward with overlap: registers (64 of rows, 36 of sums), hence two blocks of 256 threads on a
+// multiprocessor.
+//
+// Defines: ELEMENT  type of pooled, entries and dentries: bf16 or float
+#include "compressor.h"
+
+constexpr int FORWARD_THREADS = 128, BACKWARD_THREADS = 256;
+constexpr int MAX_WARPS = BACKWARD_THREADS / static_cast<int>(WARP_SIZE);
+constexpr int MAX_HEAD_DIM = 512;
+constexpr int SUM_GROUPS = 16, SUM_THREADS = SUM_GROUPS * static_cast<int>(WARP_SIZE);
+
+struct CompressorParams {
+    const float* kv; int64_t kv_stride;            // [num_tokens, width]
+    const float* gate; int64_t gate_stride;        // as kv
+    const float* ape;                              // [ratio, width]
+    const float* norm_weight;                      // [head_dim]
+    const int32_t* cu_seqlens;                     // [num_sequences + 1]: a sequence's first token, and the end
+    const int32_t* cu_entries;                     // [num_sequences + 1]: its first row of entries, and the end
+    const float* cos; int64_t cos_stride;          // [table_rows, rope_dim / 2]
+    const float* sin; int64_t sin_stride;
+    ELEMENT* pooled;                               // [num_entries, head_dim]; nullptr where nobody needs it
+    ELEMENT* entries; int64_t entries_stride;   // [num_entries, head_dim]
+    int64_t table_rows;
+    int32_t num_entries;
+    int32_t num_sequences;
+    int32_t ratio;
+    int32_t head_dim;
+    int32_t rope_dim;
+    int32_t entry_threads;  // of an entry: whole warps that hold head_dim, QUAD channels a thread
+    float eps;
+};
+PARAMS_LAYOUT(CompressorParams, kv, kv_stride, gate, gate_stride, ape, norm_weight, cu_seqlens, cu_entries, cos,
+              cos_stride, sin, sin_stride, pooled, entries, entries_stride, table_rows, num_entries, num_sequences,
+              ratio, head_dim, rope_dim, entry_threads, eps)
+
+struct CompressorBackwardParams {
+    const float* kv; int64_t kv_stride;
+    const float* gate; int64_t gate_stride;
+    const float* ape;
+    const float* norm_weight;
+    const int32_t* cu_seqlens;
+    const int32_t* cu_entries;
+    const float* cos; int64_t cos_stride;
+    const float* sin; int64_t sin_stride;
+    const ELEMENT* pooled;                                    // as the forward saved it
+    const ELEMENT* dentries; int64_t dentries_stride;      // [num_entries, head_dim]
+    float* dkv; int64_t dkv_stride;                     // [num_tokens, width]
+    float* dgate; int64_t dgate_stride;
+    float* dpooled;               // [num_entries, head_dim], between two kernels without overlap
+    float* dape_partials;                                     // [a row for each block, ratio * width]
+    float* dnorm_weight_partials;                             // [a row for each block, head_dim]
+    int64_t table_rows;
+    int32_t num_entries;
+    int32_t num_sequences;
+    int32_t ratio;
+    int32_t head_dim;
+    int32_t rope_dim;
+    int32_t entry_threads;
+    float eps;
+};
+PARAMS_LAYOUT(CompressorBackwardParams, kv, kv_stride, gate, gate_stride, ape, norm_weight, cu_seqlens, cu_entries,
+              cos, cos_stride, sin, sin_stride, pooled, dentries, dentries_stride, dkv, dkv_stride, dgate,
+              dgate_stride, dpooled, dape_partials, dnorm_weight_partials, table_rows, num_entries, num_sequences,
+              ratio, head_dim, rope_dim, entry_threads, eps)
+
+struct CompressorSumsParams {
+    const float* dape_partials;          // [num_dape_partials, num_ape]
+    const float* dnorm_weight_partials;  // [num_dnorm_weight_partials, head_dim]
+    float* dape;                         // [num_ape]
+    float* dnorm_weight;                 // [head_dim]
+    float* dkv; int64_t dkv_stride;
+    float* dgate; int64_t dgate_stride;
+    const int32_t* cu_seqlens;
+    const int32_t* cu_entries;
+    int32_t num_tokens;
+    int32_t num_sequences;
+    int32_t num_dape_partials;
+    int32_t num_dnorm_weight_partials;
+    int32_t num_ape;  // ratio * width
+    int32_t ratio;
+    int32_t width;
+    int32_t head_dim;
+};
+PARAMS_LAYOUT(CompressorSumsParams, dape_partials, dnorm_weight_partials, dape, dnorm_weight, dkv, dkv_stride, dgate,
+              dgate_stride, cu_seqlens, cu_entries, num_tokens, num_sequences, num_dape_partials,
+              num_dnorm_weight_partials, num_ape, ratio, width, head_dim)
+
+// ---------------------------------------------------------------- which tokens an entry has
+
+// The last of the sequences that starts at or before `at`, which is the one that holds it if any does: sequences
+// without anything come before it. -1 where all start behind it.
+DEVICE int sequence_of(const int32_t* starts, int num_sequences, int64_t at) {
+    int low = 0, high = num_sequences;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (starts[middle] <= at) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low - 1;
+}
+
+// How many entries a sequence has: complete groups for which there are rows.
+template <typename Params>
+DEVICE int entries_of(const Params& params, int sequence) {
+    const int tokens = params.cu_seqlens[sequence + 1] - params.cu_seqlens[sequence];
+    const int rows = params.cu_entries[sequence + 1] - params.cu_entries[sequence];
+    return minimum(tokens / params.ratio, rows);
+}
+
+struct Place {
+    int64_t token;     // the first one of the entry's own group
+    int64_t position;  // of that token in its sequence
+    bool exists;
+    bool has_previous;
+};
+
+template <typename Params>
+DEVICE Place place_of(const Params& params, int64_t entry) {
+    Place place{0, 0, false, false};
+    if (entry >= params.num_entries) return place;
+    const int sequence = sequence_of(params.cu_entries, params.num_sequences, entry);
+    if (sequence < 0) return place;
+    const int64_t number = entry - params.cu_entries[sequence];
+    if (number >= entries_of(params, sequence)) return place;
+    place.position = number * params.ratio;
+    place.token = params.cu_seqlens[sequence] + place.position;
+    place.exists = true;
+    place.has_previous = number > 0;
+    return place;
+}
+
+// Reads a token's values and scores, of four columns. `row` is that of ape.
+template <bool WIDE, int SLOTS, typename Params>
+DEVICE void load_slot(const Params& params, int64_t token, int row, int64_t width, int64_t column, int slot,
+                      Slots<SLOTS>& slots) {
+    Channels ape;
+    load_quad_streaming<WIDE>(params.kv + token * params.kv_stride + column, slots.value[slot]);
+    load_quad_streaming<WIDE>(params.gate + token * params.gate_stride + column, slots.score[slot]);
+    load_quad<WIDE>(params.ape + row * width + column, ape);
+    for (int i = 0; i < QUAD; ++i) slots.score[slot][i] += ape[i];
+}
+
+// ---------------------------------------------------------------- with overlap
+
+// The group and the half of a slot: the tokens of the previous group come first.
+DEVICE int64_t overlap_token(const Place& place, int slot) { return place.token + slot - OVERLAP_RATIO; }
+DEVICE int64_t overlap_column(int head_dim, int channel, int slot) {
+    return slot < OVERLAP_RATIO ? channel : head_dim + channel;
+}
+
+template <bool WIDE, typename Params>
+DEVICE void load_overlap(const Params& params, const Place& place, int channel, Slots<OVERLAP_SLOTS>& slots) {
+    UNROLL
+    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
+        const bool there = place.exists && (place.has_previous || slot >= OVERLAP_RATIO);
+        if (!there || channel >= params.head_dim) {
+            leave_empty(slots, slot);
+            continue;
+        }
+        const int64_t width = 2 * static_cast<int64_t>(params.head_dim);
+        load_slot<WIDE>(params, overlap_token(place, slot), slot % OVERLAP_RATIO, width,
+                        overlap_column(params.head_dim, channel, slot), slot, slots);
+    }
+}
+
+// Stores an entry and, where it is wanted, what was pooled; zeros where there is none.
+template <bool WIDE>
+DEVICE void store_entry(const CompressorParams& params, int64_t entry, bool exists, int channel, Channels& x) {
+    if (entry >= params.num_entries || channel >= params.head_dim) return;
+    for (int i = 0; i < QUAD; ++i) x[i] = exists ? x[i] : 0.0f;
+    store_quad<WIDE>(params.entries + entry * params.entries_stride + channel, x);
+}
+
+template <bool WIDE>
+DEVICE void store_pooled(const CompressorParams& params, int64_t entry, int channel, const Channels& x) {
+    if (!params.pooled || entry >= params.num_entries || channel >= params.head_dim) return;
+    store_quad<WIDE>(params.pooled + entry * params.head_dim + channel, x);
+}
+
+// The entry and the first channel of a thread, of blocks with several entries.
+struct Item {
+    int64_t entry;
+    int channel;
+};
+DEVICE Item item_of_thread(int64_t block, int entry_threads) {
+    const int entries = static_cast<int>(blockDim.x) / entry_threads;
+    return Item{block * entries + threadIdx.x / entry_threads, static_cast<int>(threadIdx.x % entry_threads) * QUAD};
+}
+
+template <bool WIDE>
+DEVICE void overlap(const CompressorParams& params) {
+    __shared__ float partials[MAX_WARPS][1];
+    const Item item = item_of_thread(blockIdx.x, params.entry_threads);
+    const Place place = place_of(params, item.entry);
+    Slots<OVERLAP_SLOTS> slots;
+    load_overlap<WIDE>(params, place, item.channel, slots);
+    Channels x, inverse;
+    pool(slots, nullptr, x, inverse);
+    const bool there = place.exists && item.channel < params.head_dim;
+    for (int i = 0; i < QUAD; ++i) x[i] = there ? x[i] : 0.0f;
+    round_to_stored(x);
+    store_pooled<WIDE>(params, item.entry, item.channel, x);
+    make_entry<WIDE>(params, place.position, item.channel, x, partials);
+    store_entry<WIDE>(params, item.entry, place.exists, item.channel, x);
+}
+
+KERNEL(compressor_overlap_vector, CompressorParams, FORWARD_THREADS) { overlap<true>(params); }
+KERNEL(compressor_overlap_scalar, CompressorParams, FORWARD_THREADS) { overlap<false>(params); }
+
+// ---------------------------------------------------------------- without overlap
+
+// A block's entry, and its threads' channels and slots: slot `group + i * slot_groups()` for i below GROUP_SLOTS.
+DEVICE int slot_groups() { return static_cast<int>(blockDim.x) / CHUNK_QUADS; }
+struct PoolItem {
+    int64_t entry;
+    int channel, group;
+};
+DEVICE PoolItem pool_item(int64_t block, int head_dim) {
+    const int chunks = ceil_div(head_dim, CHUNK);
+    const int64_t entry = block / chunks;
+    const int chunk = static_cast<int>(block - entry * chunks);
+    const int quad = static_cast<int>(threadIdx.x) % CHUNK_QUADS, group = static_cast<int>(threadIdx.x) / CHUNK_QUADS;
+    return PoolItem{entry, chunk * CHUNK + quad * QUAD, group};
+}
+
+template <bool WIDE, typename Params>
+DEVICE void load_group(const Params& params, const Place& place, const PoolItem& item, Slots<GROUP_SLOTS>& slots) {
+    UNROLL
+    for (int i = 0; i < GROUP_SLOTS; ++i) {
+        const int slot = item.group + i * slot_groups();
+        if (slot >= params.ratio || item.channel >= params.head_dim) {
+            leave_empty(slots, i);
+            continue;
+        }
+        load_slot<WIDE>(params, place.token + slot, slot, params.head_dim, item.channel, i, slots);
+    }
+}
+
+template <bool WIDE>
+DEVICE void pool_chunk(const CompressorParams& params) {
+    __shared__ PoolShared shared;
+    const PoolItem item = pool_item(blockIdx.x, params.head_dim);
+    const Place place = place_of(params, item.entry);
+    Channels x = {}, inverse;
+    if (place.exists) {
+        Slots<GROUP_SLOTS> slots;
+        load_group<WIDE>(params, place, item, slots);
+        pool(slots, &shared, x, inverse);
+    }
+    if (item.group == 0) store_pooled<WIDE>(params, item.entry, item.channel, x);
+}
+
+KERNEL(compressor_pool_vector, CompressorParams, POOL_THREADS) { pool_chunk<true>(params); }
+KERNEL(compressor_pool_scalar, CompressorParams, POOL_THREADS) { pool_chunk<false>(params); }
+
+template <bool WIDE>
+DEVICE void norm(const CompressorParams& params) {
+    __shared__ float partials[MAX_WARPS][1];
+    const Item item = item_of_thread(blockIdx.x, params.entry_threads);
+    const Place place = place_of(params, item.entry);
+    Channels x = {};
+    if (place.exists && item.channel < params.head_dim)
+        load_quad<WIDE>(params.pooled + item.entry * params.head_dim + item.channel, x);
+    make_entry<WIDE>(params, place.position, item.channel, x, partials);
+    store_entry<WIDE>(params, item.entry, place.exists, item.channel, x);
+}
+
+KERNEL(compressor_norm_vector, CompressorParams, FORWARD_THREADS) { norm<true>(params); }
+KERNEL(compressor_norm_scalar, CompressorParams, FORWARD_THREADS) { norm<false>(params); }
+
+// ---------------------------------------------------------------- backward
+//
+// Each block goes through entries at a distance of the grid, keeps its sums of dape and dnorm_weight and leaves one
+// row of each; compressor_sums adds the rows in their order. Nothing is atomic, so equal launches give equal bits.
+
+// The gradient of what was pooled; the terms of dnorm_weight are added to it. Zeros where there is no entry.
+template <bool WIDE>
+DEVICE void norm_gradient(const CompressorBackwardParams& params, const Place& place, const Item& item,
+                          float (*partials)[2], Channels& dpooled, Channels& dnorm_weight) {
+    const bool there = place.exists && item.channel < params.head_dim;
+    Channels pooled = {}, dy = {}, weight = {};
+    if (there) {
+        load_quad<WIDE>(params.pooled + item.entry * params.head_dim + item.channel, pooled);
+        load_quad<WIDE>(params.dentries + item.entry * params.dentries_stride + item.channel, dy);
+        load_quad<WIDE>(params.norm_weight + item.channel, weight);
+        turn<true>(params, place.position, item.channel, dy);
+    }
+    float sums[2] = {0.0f, 0.0f};  // of u^2 and of g u
+    for (int i = 0; i < QUAD; ++i) {
+        sums[0] += pooled[i] * pooled[i];
+        sums[1] += dy[i] * weight[i] * pooled[i];
+    }
+    entry_sums(sums, params.entry_threads, partials);
+    const float rstd = reciprocal_rms(sums[0], params.head_dim, params.eps);
+    const float factor = rstd * rstd * (sums[1] / static_cast<float>(params.head_dim));
+    for (int i = 0; i < QUAD; ++i) {
+        dpooled[i] = there ? rstd * (dy[i] * weight[i] - pooled[i] * factor) : 0.0f;
+        if (there) dnorm_weight[i] += dy[i] * (pooled[i] * rstd);
+    }
+}
+
+// dC and dS of one slot, of which the latter is returned.
+template <bool WIDE>
+DEVICE void store_slot_gradient(const CompressorBackwardParams& params, int64_t token, int64_t column,
+                                const Channels& value, const Channels& power, const Channels& inverse,
+                                const Channels& pooled, const Channels& dpooled, Channels& dscore) {
+    Channels dvalue;
+    for (int i = 0; i < QUAD; ++i) {
+        dvalue[i] = power[i] * inverse[i] * dpooled[i];
+        dscore[i] = dvalue[i] * (value[i] - pooled[i]);
+    }
+    store_quad<WIDE>(params.dkv + token * params.dkv_stride + column, dvalue);
+    store_quad<WIDE>(params.dgate + token * params.dgate_stride + column, dscore);
+}
+
+// The groups of threads of a block add what they have of one channel one after the other, so that the order is always
+// the same. `total` is in shared memory, of [slots, MAX_HEAD_DIM].
+template <int COUNT>
+DEVICE void add_in_turn(const float (&x)[COUNT][QUAD], int group, int num_groups, int channel, int head_dim,
+                        float (*total)[MAX_HEAD_DIM]) {
+    for (int turn = 0; turn < num_groups; ++turn) {
+        if (turn == group && channel < head_dim) {
+            for (int slot = 0; slot < COUNT; ++slot) {
+                for (int i = 0; i < QUAD; ++i)
+                    total[slot][channel + i] = (turn == 0 ? 0.0f : total[slot][channel + i]) + x[slot][i];
+            }
+        }
+        __syncthreads();
+    }
+}
+
+template <bool WIDE>
+DEVICE void overlap_gradient(const CompressorBackwardParams& params, const Place& place, const Item& item,
+                             float (*partials)[2], float (&sums)[OVERLAP_SLOTS + 1][QUAD]) {
+    Slots<OVERLAP_SLOTS> slots;
+    load_overlap<WIDE>(params, place, item.channel, slots);
+    Channels pooled, inverse, dpooled;
+    norm_gradient<WIDE>(params, place, item, partials, dpooled, sums[OVERLAP_SLOTS]);
+    pool(slots, nullptr, pooled, inverse);
+    UNROLL
+    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
+        const bool there = place.exists && (place.has_previous || slot >= OVERLAP_RATIO);
+        if (!there || item.channel >= params.head_dim) continue;
+        Channels dscore;
+        const int64_t column = overlap_column(params.head_dim, item.channel, slot);
+        store_slot_gradient<WIDE>(params, overlap_token(place, slot), column, slots.value[slot],
+                                  slots.score[slot], inverse, pooled, dpooled, dscore);
+        for (int i = 0; i < QUAD; ++i) sums[slot][i] += dscore[i];
+    }
+}
+
+template <bool WIDE>
+DEVICE void overlap_backward(const CompressorBackwardParams& params) {
+    __shared__ float partials[2][MAX_WARPS][2];
+    __shared__ float total[OVERLAP_SLOTS + 1][MAX_HEAD_DIM];
+    const int groups = static_cast<int>(blockDim.x) / params.entry_threads;
+    const int64_t blocks = ceil_div<int64_t>(params.num_entries, groups);
+    float sums[OVERLAP_SLOTS + 1][QUAD] = {};
+    int turn = 0;
+    for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x, turn ^= 1) {
+        const Item item = item_of_thread(block, params.entry_threads);
+        overlap_gradient<WIDE>(params, place_of(params, item.entry), item, partials[turn], sums);
+    }
+    const int group = static_cast<int>(threadIdx.x) / params.entry_threads;
+    const int channel = static_cast<int>(threadIdx.x) % params.entry_threads * QUAD;
+    add_in_turn(sums, group, groups, channel, params.head_dim, total);
+    // Slot s has row s mod OVERLAP_RATIO of ape and, of its row, the first half or the second.
+    const int head_dim = params.head_dim, num_ape = OVERLAP_SLOTS * head_dim;
+    float* const dape = params.dape_partials + static_cast<int64_t>(blockIdx.x) * num_ape;
+    float* const dnorm_weight = params.dnorm_weight_partials + static_cast<int64_t>(blockIdx.x) * head_dim;
+    for (int column = threadIdx.x; column < head_dim; column += blockDim.x) {
+        for (int slot = 0; slot < OVERLAP_SLOTS; ++slot)
+            dape[slot % OVERLAP_RATIO * 2 * head_dim + overlap_column(head_dim, column, slot)] = total[slot][column];
+        dnorm_weight[column] = total[OVERLAP_SLOTS][column];
+    }
+}
+
+KERNEL(compressor_overlap_backward_vector, CompressorBackwardParams, BACKWARD_THREADS) {
+    overlap_backward<true>(params);
+}
+KERNEL(compressor_overlap_backward_scalar, CompressorBackwardParams, BACKWARD_THREADS) {
+    overlap_backward<false>(params);
+}
+
+// Without overlap: dpooled first, of whole entries.
+template <bool WIDE>
+DEVICE void norm_backward(const CompressorBackwardParams& params) {
+    __shared__ float partials[2][MAX_WARPS][2];
+    __shared__ float total[1][MAX_HEAD_DIM];
+    const int groups = static_cast<int>(blockDim.x) / params.entry_threads;
+    const int64_t blocks = ceil_div<int64_t>(params.num_entries, groups);
+    float sums[1][QUAD] = {};
+    int turn = 0;
+    for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x, turn ^= 1) {
+        const Item item = item_of_thread(block, params.entry_threads);
+        Channels dpooled;
+        norm_gradient<WIDE>(params, place_of(params, item.entry), item, partials[turn], dpooled, sums[0]);
+        if (item.entry < params.num_entries && item.channel < params.head_dim)
+            store_quad<WIDE>(params.dpooled + item.entry * params.head_dim + item.channel, dpooled);
+    }
+    const Item own = item_of_thread(0, params.entry_threads);
+    add_in_turn(sums, static_cast<int>(own.entry), groups, own.channel, params.head_dim, total);
+    float* const dnorm_weight = params.dnorm_weight_partials + static_cast<int64_t>(blockIdx.x) * params.head_dim;
+    for (int column = threadIdx.x; column < params.head_dim; column += blockDim.x)
+        dnorm_weight[column] = total[0][column];
+}
+
+KERNEL(compressor_norm_backward_vector, CompressorBackwardParams, BACKWARD_THREADS) { norm_backward<true>(params); }
+KERNEL(compressor_norm_backward_scalar, CompressorBackwardParams, BACKWARD_THREADS) { norm_backward<false>(params); }
+
+// A block keeps its channels and its slots' sums of dape, and goes through every (grid / chunks)th entry.
+template <bool WIDE>
+DEVICE void pool_backward(const CompressorBackwardParams& params) {
+    __shared__ PoolShared shared;
+    const PoolItem item = pool_item(blockIdx.x, params.head_dim);
+    const int64_t step = gridDim.x / ceil_div(params.head_dim, CHUNK);
+    float sums[GROUP_SLOTS][QUAD] = {};
+    for (int64_t entry = item.entry; entry < params.num_entries; entry += step) {
+        const Place place = place_of(params, entry);
+        if (!place.exists) continue;
+        Slots<GROUP_SLOTS> slots;
+        load_group<WIDE>(params, place, item, slots);
+        Channels pooled, inverse, dpooled;
+        pool(slots, &shared, pooled, inverse);
+        if (item.channel >= params.head_dim) continue;
+        load_quad<WIDE>(params.dpooled + entry * params.head_dim + item.channel, dpooled);
+        UNROLL
+        for (int i = 0; i < GROUP_SLOTS; ++i) {
+            const int slot = item.group + i * slot_groups();
+            if (slot >= params.ratio) continue;
+            Channels dscore;
+            store_slot_gradient<WIDE>(params, place.token + slot, item.channel, slots.value[i], slots.score[i], inverse,
+                                      pooled, dpooled, dscore);
+            for (int c = 0; c < QUAD; ++c) sums[i][c] += dscore[c];
+        }
+    }
+    if (item.channel >= params.head_dim) return;
+    float* const dape = params.dape_partials + item.entry * params.ratio * params.head_dim;
+    for (int i = 0; i < GROUP_SLOTS; ++i) {
+        const int slot = item.group + i * slot_groups();
+        float* const row = dape + static_cast<int64_t>(slot) * params.head_dim;
+        if (slot < params.ratio) store_quad<WIDE>(row + item.channel, sums[i]);
+    }
+}
+
+KERNEL(compressor_pool_backward_vector, CompressorBackwardParams, POOL_THREADS) { pool_backward<true>(params); }
+KERNEL(compressor_pool_backward_scalar, CompressorBackwardParams, POOL_THREADS) { pool_backward<false>(params); }
+
+// ---------------------------------------------------------------- sums over blocks, and tokens that no entry pools
+
+// The sum of a column of `partials`, one column a lane: SUM_GROUPS strided sums, then those in their order.
+DEVICE void sum_column(const float* partials, int num_partials, int64_t width, int64_t column, float* result,
+                       float (*sums)[WARP_SIZE]) {
+    const int lane = lane_id(), group = warp_id();
+    float sum = 0.0f;
+    if (column < width) {
+        for (int64_t row = group; row < num_partials; row += SUM_GROUPS) sum += partials[row * width + column];
+    }
+    sums[group][lane] = sum;
+    __syncthreads();
+    if (group != 0 || column >= width) return;
+    for (int g = 1; g < SUM_GROUPS; ++g) sum += sums[g][lane];
+    result[column] = sum;
+}
+
+// Whether an entry pools the first half (as part of the previous group), or the second (or only one), of a token.
+struct Pooled {
+    bool first, own;
+};
+DEVICE Pooled pooled_halves(const CompressorSumsParams& params, int64_t token) {
+    const int sequence = sequence_of(params.cu_seqlens, params.num_sequences, token);
+    if (sequence < 0 || token >= params.cu_seqlens[sequence + 1]) return Pooled{false, false};
+    const int group = static_cast<int>(token - params.cu_seqlens[sequence]) / params.ratio;
+    const int entries = entries_of(params, sequence);
+    return Pooled{group + 1 < entries, group < entries};
+}
+
+// A warp's 32 tokens: zeros for those of them, or their halves, that get no gradient. The lane that holds a token
+// knows it.
+template <bool WIDE>
+DEVICE void zero_unpooled(const CompressorSumsParams& params, int64_t first_token) {
+    const int64_t own = first_token + lane_id();
+    const Pooled pooled = own < params.num_tokens ? pooled_halves(params, own) : Pooled{true, true};
+    const bool has_overlap = params.width > params.head_dim;
+    const Channels zeros = {};
+    for (int number = 0; number < static_cast<int>(WARP_SIZE); ++number) {
+        const bool first = __shfl_sync(FULL_WARP, static_cast<int>(pooled.first), number) != 0;
+        const bool own_half = __shfl_sync(FULL_WARP, static_cast<int>(pooled.own), number) != 0;
+        const int64_t token = first_token + number;
+        for (int column = lane_id() * QUAD; column < params.width; column += WARP_SIZE * QUAD) {
+            if (has_overlap && column < params.head_dim ? first : own_half) continue;
+            store_quad<WIDE>(params.dkv + token * params.dkv_stride + column, zeros);
+            store_quad<WIDE>(params.dgate + token * params.dgate_stride + column, zeros);
+        }
+    }
+}
+
+template <bool WIDE>
+DEVICE void sums(const CompressorSumsParams& params) {
+    __shared__ float shared[SUM_GROUPS][WARP_SIZE];
+    const int ape_blocks = ceil_div(params.num_ape, static_cast<int>(WARP_SIZE));
+    const int weight_blocks = ceil_div(params.head_dim, static_cast<int>(WARP_SIZE));
+    const int block = static_cast<int>(blockIdx.x);
+    if (block < ape_blocks) {
+        sum_column(params.dape_partials, params.num_dape_partials, params.num_ape,
+                   static_cast<int64_t>(block) * WARP_SIZE + lane_id(), params.dape, shared);
+    } else if (block < ape_blocks + weight_blocks) {
+        sum_column(params.dnorm_weight_partials, params.num_dnorm_weight_partials, params.head_dim,
+                   static_cast<int64_t>(block - ape_blocks) * WARP_SIZE + lane_id(), params.dnorm_weight, shared);
+    } else {
+        const int64_t first = static_cast<int64_t>(block - ape_blocks - weight_blocks) * SUM_THREADS;
+        zero_unpooled<WIDE>(params, first + warp_id() * static_cast<int>(WARP_SIZE));
+    }
+}
+
+KERNEL(compressor_sums_vector, CompressorSumsParams, SUM_THREADS) { sums<true>(params); }
+KERNEL(compressor_sums_scalar, CompressorSumsParams, SUM_THREADS) { sums<false>(params); }

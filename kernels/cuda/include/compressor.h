@@ -1,0 +1,213 @@
+// Tokens pooled into entries, their norm and their rotation (inference 6, training 9). compressor.cu has the formulas.
+//
+// A thread has QUAD consecutive channels of an entry and some of its slots, a slot being a token's half that the
+// entry pools. The functions here fix the order of every sum: kernels that find the rows of an entry in different
+// places, but call these, write the same bits. The including file is compiled with ELEMENT defined, the type of what
+// is stored of an entry.
+#pragma once
+
+#include "element.h"
+#include "elements.h"
+#include "math.h"
+#include "memory.h"
+#include "numeric.h"
+#include "rotation.h"
+
+constexpr int QUAD = 4;  // channels of a thread: 16 bytes of fp32
+constexpr int OVERLAP_RATIO = 4, OVERLAP_SLOTS = 2 * OVERLAP_RATIO;
+// Entries without overlap: a block of up to POOL_THREADS pools CHUNK channels of one. CHUNK_QUADS threads have a
+// group of slots, of which there are as many as slots, where the block has so many; else each thread has up to
+// GROUP_SLOTS slots.
+constexpr int POOL_THREADS = 256, POOL_WARPS = POOL_THREADS / static_cast<int>(WARP_SIZE);
+constexpr int CHUNK_QUADS = 8, CHUNK = CHUNK_QUADS * QUAD;
+constexpr int GROUP_SLOTS = 4, MAX_RATIO = POOL_THREADS / CHUNK_QUADS * GROUP_SLOTS;
+
+using Channels = float[QUAD];
+
+// ---------------------------------------------------------------- rows: in wide accesses, or element by element
+
+template <bool WIDE, typename T>
+DEVICE void load_quad(const T* source, Channels& x) {
+    if constexpr (WIDE) {
+        load_elements<QUAD>(source, x);
+    } else {
+        for (int i = 0; i < QUAD; ++i) x[i] = Element<T>::load(source + i);
+    }
+}
+
+// Of what is read once.
+template <bool WIDE>
+DEVICE void load_quad_streaming(const float* source, Channels& x) {
+    if constexpr (WIDE) {
+        unpack<float>(load_vec16_streaming(source), x);
+    } else {
+        for (int i = 0; i < QUAD; ++i) x[i] = source[i];
+    }
+}
+
+template <bool WIDE>
+DEVICE void store_quad(float* target, const Channels& x) {
+    if constexpr (WIDE) {
+        store_elements(target, x);
+    } else {
+        for (int i = 0; i < QUAD; ++i) target[i] = x[i];
+    }
+}
+
+template <bool WIDE>
+DEVICE void store_quad(bf16* target, const Channels& x) {
+    if constexpr (WIDE) {
+        const uint64_t high = pack_bf16(x[2], x[3]);
+        *reinterpret_cast<uint64_t*>(target) = high << 32 | pack_bf16(x[0], x[1]);
+    } else {
+        for (int i = 0; i < QUAD; ++i) target[i] = to_bf16(x[i]);
+    }
+}
+
+// The numbers as they are stored.
+DEVICE float stored_as(float, float x) { return x; }
+DEVICE float stored_as(bf16, float x) { return to_float(to_bf16(x)); }
+DEVICE void round_to_stored(Channels& x) {
+    for (int i = 0; i < QUAD; ++i) x[i] = stored_as(ELEMENT{}, x[i]);
+}
+
+// ---------------------------------------------------------------- pooling
+
+// Of SLOTS tokens the values and the scores of a thread's channels. A slot without a token has the value 0 and the
+// score -inf, which is chosen, not computed: whatever lies where its token would be is not read.
+template <int SLOTS>
+struct Slots {
+    float value[SLOTS][QUAD], score[SLOTS][QUAD];
+};
+
+template <int SLOTS>
+DEVICE void leave_empty(Slots<SLOTS>& slots, int slot) {
+    for (int i = 0; i < QUAD; ++i) {
+        slots.value[slot][i] = 0.0f;
+        slots.score[slot][i] = -INFINITY_F32;
+    }
+}
+
+// What the warps of a block hand to each other, once for each of the three numbers of a channel.
+struct PoolShared {
+    float of_warp[3][POOL_WARPS][CHUNK];
+};
+
+// The sum (or the largest) of what all threads of the block with the same channels hold, in each of them.
+template <bool SUM>
+DEVICE void across_groups(Channels& x, float (&of_warp)[POOL_WARPS][CHUNK]) {
+    const int column = lane_id() % CHUNK_QUADS * QUAD, warps = static_cast<int>(blockDim.x / WARP_SIZE);
+    UNROLL
+    for (int i = 0; i < QUAD; ++i) {
+        UNROLL
+        for (int distance = CHUNK_QUADS; distance < static_cast<int>(WARP_SIZE); distance *= 2) {
+            const float other = __shfl_xor_sync(FULL_WARP, x[i], distance);
+            x[i] = SUM ? x[i] + other : maximum_f32(x[i], other);
+        }
+        if (lane_id() < CHUNK_QUADS) of_warp[warp_id()][column + i] = x[i];
+    }
+    __syncthreads();
+    UNROLL
+    for (int i = 0; i < QUAD; ++i) {
+        x[i] = of_warp[0][column + i];
+        for (int warp = 1; warp < warps; ++warp)
+            x[i] = SUM ? x[i] + of_warp[warp][column + i] : maximum_f32(x[i], of_warp[warp][column + i]);
+    }
+}
+
+// Turns scores into exp(score - the channel's largest). Returns for each channel the pooled value, and the inverse of
+// the sum of these, with which they become the weights of the softmax. `shared` is nullptr where a thread has all
+// slots.
+template <int SLOTS>
+DEVICE void pool(Slots<SLOTS>& slots, PoolShared* shared, Channels& pooled, Channels& inverse) {
+    Channels largest, total, sum;
+    UNROLL
+    for (int i = 0; i < QUAD; ++i) {
+        largest[i] = slots.score[0][i];
+        UNROLL
+        for (int slot = 1; slot < SLOTS; ++slot) largest[i] = maximum_f32(largest[i], slots.score[slot][i]);
+    }
+    if (shared) across_groups<false>(largest, shared->of_warp[0]);
+    UNROLL
+    for (int i = 0; i < QUAD; ++i) {
+        total[i] = 0.0f;
+        sum[i] = 0.0f;
+        UNROLL
+        for (int slot = 0; slot < SLOTS; ++slot) {
+            const float power = exp2_approx((slots.score[slot][i] - largest[i]) * LOG2_E);
+            slots.score[slot][i] = power;
+            total[i] += power;
+            sum[i] = fused_multiply_add(power, slots.value[slot][i], sum[i]);
+        }
+    }
+    if (shared) across_groups<true>(total, shared->of_warp[1]);
+    if (shared) across_groups<true>(sum, shared->of_warp[2]);
+    UNROLL
+    for (int i = 0; i < QUAD; ++i) {
+        inverse[i] = 1.0f / total[i];
+        pooled[i] = sum[i] * inverse[i];
+    }
+}
+
+// ---------------------------------------------------------------- norm and rotation
+//
+// An entry belongs to entry_threads threads, whole warps of one block, each of which has the QUAD channels from
+// `channel` on; threads beyond the last channel have zeros.
+
+// Sums over the threads of an entry, in each of them. All threads of the block take part. `partials` has room for
+// each warp; a caller may pass it again only after another barrier.
+template <int COUNT>
+DEVICE void entry_sums(float (&x)[COUNT], int entry_threads, float (*partials)[COUNT]) {
+    for (int i = 0; i < COUNT; ++i) x[i] = warp_sum(x[i]);
+    const int warps = entry_threads / static_cast<int>(WARP_SIZE);
+    if (warps == 1) return;
+    const int first = warp_id() / warps * warps;
+    for (int i = 0; i < COUNT; ++i)
+        if (lane_id() == 0) partials[warp_id()][i] = x[i];
+    __syncthreads();
+    for (int i = 0; i < COUNT; ++i) {
+        x[i] = partials[first][i];
+        for (int warp = 1; warp < warps; ++warp) x[i] += partials[first + warp][i];
+    }
+}
+
+DEVICE float reciprocal_rms(float sum_of_squares, int head_dim, float eps) {
+    return rsqrt_approx(sum_of_squares / static_cast<float>(head_dim) + eps);
+}
+
+// The rows of the table, by position.
+struct RotationTable {
+    const float* cos; int64_t cos_stride;
+    const float* sin; int64_t sin_stride;
+    const int32_t* positions;  // nullptr
+    int64_t table_rows;
+    bool inverse;
+};
+
+// Turns the channels that turn, the last rope_dim of an entry: two pairs of a thread.
+template <bool INVERSE, typename Params>
+DEVICE void turn(const Params& params, int64_t position, int channel, Channels& x) {
+    const int first = channel - (params.head_dim - params.rope_dim);
+    if (first < 0) return;
+    const RotationTable table{params.cos, params.cos_stride,  params.sin, params.sin_stride,
+                              nullptr,    params.table_rows, INVERSE};
+    Rotation rotations[QUAD / 2];
+    load_rotations(table, position, first / 2, rotations);
+    for (int pair = 0; pair < QUAD / 2; ++pair) rotate(rotations[pair], x[2 * pair], x[2 * pair + 1]);
+}
+
+// Makes an entry of what was pooled and rounded: norm, rounded as it would be stored, rotation, rounded again.
+template <bool WIDE, typename Params>
+DEVICE void make_entry(const Params& params, int64_t position, int channel, Channels& x, float (*partials)[1]) {
+    float squares[1] = {0.0f};
+    for (int i = 0; i < QUAD; ++i) squares[0] += x[i] * x[i];
+    entry_sums(squares, params.entry_threads, partials);
+    const float rstd = reciprocal_rms(squares[0], params.head_dim, params.eps);
+    if (channel >= params.head_dim) return;
+    Channels weight;
+    load_quad<WIDE>(params.norm_weight + channel, weight);
+    for (int i = 0; i < QUAD; ++i) x[i] = weight[i] * (x[i] * rstd);
+    round_to_stored(x);
+    turn<false>(params, position, channel, x);
+    round_to_stored(x);
+}

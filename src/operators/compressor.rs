@@ -1,0 +1,568 @@
+//! `compressor` (inference 6, training 9): `kernels/cuda/compressor.cu` against `reference/src/compressor.rs`.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use dsv4_kernels::compressor::{self as launcher, Extents, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
+use dsv4_reference::compressor::{self as reference, Entry};
+use dsv4_reference::rope::{YarnParameters, inv_freq_f32, table};
+use rand::Rng;
+
+use super::{LARGEST_DRAWN, elements};
+use crate::operator::benchmarks::{Whole, last};
+use crate::operator::declaration::Axis;
+use crate::operator::format_of;
+use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
+
+/// The operator.
+pub struct Compressor;
+
+/// How long sequences are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Packing {
+    /// Of any length, some of them empty or shorter than a group; some tokens at the end are padding.
+    Drawn,
+    /// All equally long.
+    Equal,
+}
+
+/// A case: extents, sequences, types, data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CompressorCase {
+    /// Tokens, padding included; 0 is legal.
+    pub num_tokens: usize,
+    /// Packed sequences; 0 is legal.
+    pub num_sequences: usize,
+    /// Rows of entries: those beyond the entries that there are become zero, entries beyond the rows are left out.
+    pub num_entries: usize,
+    /// Tokens of a group, 1 to 128; 4 where groups overlap.
+    pub ratio: usize,
+    /// Whether an entry has the group before its own as well.
+    pub overlaps: bool,
+    /// Channels of an entry, a multiple of 4 up to 512.
+    pub head_dim: usize,
+    /// Channels that turn, the last ones: a multiple of 4.
+    pub rope_dim: usize,
+    /// Positions of the table; entries beyond are NaN.
+    pub table_rows: usize,
+    /// Type of entries, and of what is saved of them.
+    pub dtype: Float,
+    /// How long sequences are.
+    pub packing: Packing,
+    /// Whether what no entry pools is NaN.
+    pub poison: bool,
+    /// Whether the forward saves what it pooled. If not, as in inference, a forward of its own saves it for the
+    /// backward.
+    pub saves_pooled: bool,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Deviation of gate and ape: near-equal weights, or a single one.
+    pub scores: f64,
+    /// kv.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+/// As many rows as sequences have, and one more.
+fn plain(lengths: [usize; 2], ratio: usize, overlaps: bool, [head_dim, rope_dim]: [usize; 2]) -> CompressorCase {
+    let [num_tokens, num_sequences] = lengths;
+    let case = CompressorCase {
+        num_tokens,
+        num_sequences,
+        num_entries: usize::MAX,
+        ratio,
+        overlaps,
+        head_dim,
+        rope_dim,
+        table_rows: num_tokens.max(1),
+        dtype: Float::Bf16,
+        packing: Packing::Drawn,
+        poison: false,
+        saves_pooled: true,
+        eps: 1e-6,
+        scores: 2.0,
+        data: Data::normal(1.0),
+    };
+    CompressorCase { num_entries: case.num_rows() + 1, ..case }
+}
+
+/// Groups of 4 that overlap.
+fn overlapping(num_tokens: usize, num_sequences: usize, head: [usize; 2]) -> CompressorCase {
+    plain([num_tokens, num_sequences], OVERLAP_RATIO, true, head)
+}
+
+impl CompressorCase {
+    fn width(&self) -> usize {
+        if self.overlaps { 2 * self.head_dim } else { self.head_dim }
+    }
+
+    fn lengths(&self) -> Vec<usize> {
+        if self.packing == Packing::Equal {
+            return vec![self.num_tokens / self.num_sequences.max(1); self.num_sequences];
+        }
+        let mut draw = Draw::new(self.data.seed, "lengths");
+        let mut left = self.num_tokens - (self.num_tokens / 8).min(self.ratio + 1);
+        let length = |number: usize| {
+            let groups = left / self.ratio / (self.num_sequences - number).max(1);
+            let of_groups = draw.rng().random_range(0..=2 * groups) * self.ratio;
+            let drawn = match draw.rng().random_range(0..8) {
+                0 => 0,
+                1 => draw.rng().random_range(0..self.ratio),
+                2 => of_groups,
+                _ => of_groups + draw.rng().random_range(0..self.ratio),
+            };
+            let length = if number + 1 == self.num_sequences { left } else { drawn.min(left) };
+            left -= length;
+            length
+        };
+        (0..self.num_sequences).map(length).collect()
+    }
+
+    /// Ends of the sequences' tokens, and of their rows of entries: drawn sequences have a row for a group that is
+    /// not complete.
+    fn ends(&self) -> [Vec<i32>; 2] {
+        let (mut ends, mut tokens, mut entries) = ([vec![0], vec![0]], 0, 0);
+        for length in self.lengths() {
+            tokens += length;
+            let (ratio, drawn) = (self.ratio.max(1), self.packing == Packing::Drawn);
+            let rows = if drawn { length.div_ceil(ratio) } else { length / ratio };
+            entries = (entries + rows).min(self.num_entries);
+            ends[0].push(tokens as i32);
+            ends[1].push(entries as i32);
+        }
+        ends
+    }
+
+    /// Rows that the sequences have.
+    fn num_rows(&self) -> usize {
+        self.ends()[1].last().map_or(0, |&end| end as usize)
+    }
+
+    fn entries(&self) -> Vec<Entry> {
+        let [cu_seqlens, cu_entries] = self.ends();
+        reference::entries_of(&cu_seqlens, &cu_entries, self.ratio)
+    }
+
+    /// For each half of a token, row by row, whether an entry pools it.
+    fn pooled_halves(&self) -> Vec<bool> {
+        let halves = self.width() / self.head_dim;
+        let mut pooled = vec![false; self.num_tokens * halves];
+        for entry in self.entries() {
+            for token in entry.token..entry.token + self.ratio {
+                pooled[token * halves + halves - 1] = true;
+                if self.overlaps && entry.position > 0 {
+                    pooled[(token - self.ratio) * halves] = true;
+                }
+            }
+        }
+        pooled
+    }
+
+    fn extents(&self) -> Extents {
+        let Self { num_tokens, num_entries, ratio, head_dim, .. } = *self;
+        Extents { num_tokens, num_entries, ratio, width: self.width(), head_dim }
+    }
+}
+
+fn inputs(c: &CompressorCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
+    Ok(reference::Inputs {
+        kv: t.f64("kv")?,
+        gate: t.f64("gate")?,
+        ape: t.f64("ape")?,
+        norm_weight: t.f64("norm_weight")?,
+        cos: t.f64("cos")?,
+        sin: t.f64("sin")?,
+        cu_seqlens: t.host().i32s("cu_seqlens"),
+        cu_entries: t.host().i32s("cu_entries"),
+        num_entries: c.num_entries,
+        eps: t.scalar("eps", c.eps.into()),
+        stored: format_of(c.dtype.dtype()).expect("a floating-point type"),
+    })
+}
+
+/// Of each sequence first token and first row of entries, and the ends.
+fn set_ends(c: &CompressorCase, tensors: &mut Tensors) {
+    let [cu_seqlens, cu_entries] = c.ends();
+    tensors.put("cu_seqlens", HostTensor::from_i32(&[cu_seqlens.len()], &cu_seqlens));
+    tensors.put("cu_entries", HostTensor::from_i32(&[cu_entries.len()], &cu_entries));
+}
+
+impl Declared for Compressor {
+    type Case = CompressorCase;
+    // A thread adds four numbers of a row.
+    const SUM_LANES: usize = 4;
+
+    const ABOUT: About = About {
+        name: "compressor",
+        summary: "tokens pooled into entries by a softmax of each channel, which are normed and turned by position",
+        specification: &["inference 6", "training 9"],
+        paths: &[
+            "compressor_overlap_vector",
+            "compressor_overlap_scalar",
+            "compressor_pool_vector",
+            "compressor_pool_scalar",
+            "compressor_norm_vector",
+            "compressor_norm_scalar",
+            "compressor_overlap_backward_vector",
+            "compressor_overlap_backward_scalar",
+            "compressor_norm_backward_vector",
+            "compressor_norm_backward_scalar",
+            "compressor_pool_backward_vector",
+            "compressor_pool_backward_scalar",
+            "compressor_sums_vector",
+            "compressor_sums_scalar",
+        ],
+        modules: launcher::modules,
+        cases: [24, 60, 120],
+    };
+
+    const GOLDEN: &'static [&'static str] = &["compressor_csa", "compressor_hca"];
+
+    fn tensors(c: &CompressorCase) -> Specs {
+        let head_dim = axis("head_dim", c.head_dim).multiples(QUAD, MAX_HEAD_DIM);
+        let tokens = [axis("num_tokens", c.num_tokens), axis("width", c.width())];
+        let ape = [axis("ratio", c.ratio).multiples(1, MAX_RATIO), tokens[1]];
+        let entries = [axis("num_entries", c.num_entries), head_dim];
+        let ends: [Axis; 1] = [axis("num_sequences_and_one", c.num_sequences + 1)];
+        let positions = [axis("table_rows", c.table_rows), axis("half_rope_dim", c.rope_dim / 2)];
+        let scores =
+            |name, axes: &[Axis]| input(name, DType::F32, axes).drawn(Distribution::Normal, c.scores).bends_over(1.0);
+        let dtype = c.dtype.dtype();
+        let tensors = [
+            input("kv", DType::F32, &tokens).rows().of_any_size().drawn_as(c.data),
+            scores("gate", &tokens).rows(),
+            scores("ape", &ape),
+            input("norm_weight", DType::F32, &entries[1..]).of_any_size().drawn(Distribution::Normal, 1.0),
+            input("cu_seqlens", DType::I32, &ends),
+            input("cu_entries", DType::I32, &ends),
+            input("cos", DType::F32, &positions).rows(),
+            input("sin", DType::F32, &positions).rows(),
+            output("entries", dtype, &entries).rows().only_in("forward"),
+            output("pooled", dtype, &entries).only_in(if c.saves_pooled { "forward" } else { "saving forward" }),
+            upstream("dentries", "entries"),
+            gradient("dkv", "kv", DType::F32),
+            gradient("dgate", "gate", DType::F32),
+            gradient("dape", "ape", DType::F32),
+            gradient("dnorm_weight", "norm_weight", DType::F32),
+            scratch("entries_of_saving_forward", dtype, &entries).rows().when(!c.saves_pooled).argument("entries"),
+        ];
+        Specs::new(c.data.seed, tensors).positive("eps", c.eps)
+    }
+
+    fn check(c: &CompressorCase) -> Result<(), Refused> {
+        if c.ratio == 0 || c.overlaps && c.ratio != OVERLAP_RATIO {
+            return refuse("ratio", format!("{} must be 1 to 128, {OVERLAP_RATIO} where groups overlap", c.ratio));
+        }
+        if !c.rope_dim.is_multiple_of(QUAD) || c.rope_dim > c.head_dim {
+            return refuse("rope_dim", format!("{} must be a multiple of {QUAD} up to head_dim", c.rope_dim));
+        }
+        if !c.overlaps && !c.saves_pooled {
+            return refuse("saves_pooled", "without overlap what was pooled goes through memory");
+        }
+        not_empty("head_dim", c.head_dim)?;
+        c.data.check()
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<CompressorCase> {
+        let tokens = profile.of([60usize, 150, 1500]);
+        let heads = vec![[16usize, 8], [12, 12], [24, 4], [36, 0], [128, 64], [512, 64]];
+        let ratio = prop_oneof![Just(128usize), 1..=9usize];
+        let form = (any::<bool>(), ratio, select(heads), Float::strategy());
+        let shape = (0..=tokens, 0..=6usize, -1..=2i64);
+        let flags = (any::<bool>(), any::<bool>(), prop_oneof![6 => Just(1usize), 1 => Just(2)]);
+        let numbers = (prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32)], select(vec![2.0, 2.0, 0.3, 60.0]));
+        (form, shape, flags, numbers, Data::strategy(-18..=18))
+            .prop_map(|((overlaps, ratio, head, dtype), (tokens, sequences, more), flags, numbers, data)| {
+                let ((poison, saves_pooled, shorter), (eps, scores)) = (flags, numbers);
+                let ratio = if overlaps { OVERLAP_RATIO } else { ratio };
+                let tokens = tokens.max(if ratio == MAX_RATIO { 2 * tokens } else { 0 });
+                let tokens = tokens.min(LARGEST_DRAWN / 8 / head[0]);
+                let drawn = CompressorCase {
+                    data,
+                    num_entries: usize::MAX,
+                    ..plain([tokens, sequences], ratio, overlaps, head)
+                };
+                let num_entries = (drawn.num_rows() as i64 + more).max(0) as usize;
+                let (table_rows, saves_pooled) = (drawn.table_rows.div_ceil(shorter), saves_pooled || !overlaps);
+                CompressorCase { num_entries, dtype, poison, saves_pooled, table_rows, eps, scores, ..drawn }
+            })
+            .boxed()
+    }
+
+    fn typical() -> Vec<CompressorCase> {
+        let f32 = |case| CompressorCase { dtype: Float::F32, ..case };
+        vec![
+            overlapping(26, 3, [16, 8]),
+            plain([23, 3], 3, false, [24, 8]),
+            // Rows that are no multiple of 16 bytes: the scalar kernels'.
+            overlapping(19, 2, [12, 4]),
+            f32(plain([13, 2], 2, false, [8, 4])),
+        ]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<CompressorCase> {
+        let poisoned = |case| CompressorCase { poison: true, ..case };
+        let mut cases = vec![
+            overlapping(0, 0, [16, 8]),
+            plain([0, 1], 2, false, [8, 4]),
+            // Shorter than a group; just one; the table ends before the last entries.
+            poisoned(overlapping(3, 1, [16, 8])),
+            CompressorCase { packing: Packing::Equal, ..overlapping(8, 2, [16, 8]) },
+            CompressorCase { table_rows: 9, scores: 100.0, ..overlapping(30, 2, [16, 8]) },
+            // The model's: several warps an entry, one warp an entry.
+            poisoned(overlapping(26, 3, [512, 64])),
+            poisoned(overlapping(70, 5, [128, 64])),
+            poisoned(plain([300, 2], 128, false, [72, 8])),
+            CompressorCase { packing: Packing::Equal, ..plain([20, 1], 10, false, [512, 64]) },
+            // As in inference.
+            CompressorCase { saves_pooled: false, ..overlapping(21, 2, [16, 8]) },
+            // An entry is two warps; more entries than blocks; rows that are too few.
+            poisoned(overlapping(30, 4, [140, 8])),
+            overlapping(400, 7, [8, 4]),
+            CompressorCase { num_entries: 3, ..overlapping(41, 4, [16, 0]) },
+            plain([60, 3], 1, false, [8, 8]),
+            CompressorCase { num_entries: 2, ..plain([40, 3], 5, false, [132, 4]) },
+        ];
+        if profile == Profile::Full {
+            cases
+                .extend([poisoned(overlapping(2000, 9, [512, 64])), poisoned(plain([3000, 5], 128, false, [512, 64]))]);
+        }
+        cases
+    }
+
+    fn amend(c: &CompressorCase, tensors: &mut Tensors) -> OracleResult<()> {
+        set_ends(c, tensors);
+        let parameters = YarnParameters { rope_dim: c.rope_dim, ..YarnParameters::compress() };
+        let (cos, sin) = table(&inv_freq_f32(&parameters)?, &(0..c.table_rows as i64).collect::<Vec<_>>())?;
+        // As a kernel would store them.
+        tensors.set("cos", &elements(&cos)?);
+        tensors.set("sin", &elements(&sin)?);
+        if c.poison {
+            let pooled = c.pooled_halves();
+            for name in ["kv", "gate"] {
+                let spoil = |(half, pooled): (&mut [f64], &bool)| {
+                    if !pooled {
+                        half.fill(f64::NAN)
+                    }
+                };
+                tensors.edit(name, |x| x.chunks_mut(c.head_dim).zip(&pooled).for_each(spoil));
+            }
+        }
+        Ok(())
+    }
+
+    fn forward(c: &CompressorCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::forward(&inputs(c, t)?, rounding)
+    }
+
+    fn backward(c: &CompressorCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::backward(&inputs(c, t)?, &t.f64("dentries")?, None, rounding)
+    }
+
+    fn backward_of_saved(c: &CompressorCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::backward(&inputs(c, t)?, &t.f64("dentries")?, Some(&t.f64("pooled")?), rounding)
+    }
+
+    fn workspaces(c: &CompressorCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        Ok(vec![("workspace", launcher::workspace_bytes(device, &c.extents()))])
+    }
+
+    fn launch(c: &CompressorCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        let given = ["kv", "gate", "ape", "norm_weight", "cu_seqlens", "cu_entries", "cos", "sin"];
+        let own = v.only(&given);
+        if let Some(entries) = v.get("entries_of_saving_forward") {
+            launcher::forward(run.device(), &own.clone().with("entries", entries).with("pooled", &v["pooled"]), c.eps)?;
+        }
+        let own = own.with("entries", &v["entries"]);
+        let own = if c.saves_pooled { own.with("pooled", &v["pooled"]) } else { own };
+        run.launch(|device| launcher::forward(device, &own, c.eps))
+    }
+
+    fn launch_backward(c: &CompressorCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        let own = v.without(&["entries", "entries_of_saving_forward"]);
+        run.launch(|device| launcher::backward(device, &own, c.eps))
+    }
+
+    fn oracle_elements(c: &CompressorCase) -> u128 {
+        // Values, scores, powers and their gradients, of every slot.
+        16 * c.num_entries as u128 * (2 * c.ratio * c.head_dim) as u128
+    }
+
+    fn laws(c: &CompressorCase, laws: &mut Laws<'_, Self>) {
+        let halved =
+            [("entries", 0.5), ("pooled", 1.0), ("dkv", 0.5), ("dgate", 0.5), ("dape", 0.5), ("dnorm_weight", 1.0)];
+        laws.scale("the norm's weight scales once", "norm_weight", 0.5, &halved);
+        laws.scale("what is pooled is linear in kv", "kv", 4.0, &[("pooled", 4.0)]);
+        laws.scale_upstreams();
+        independence_law(c, laws);
+    }
+
+    fn is_smooth(c: &CompressorCase) -> bool {
+        let within_table = c.entries().last().is_none_or(|_| c.entries().iter().all(|e| e.position < c.table_rows));
+        let small = Self::tensors(c).gradients().all(|(input, _)| input.elements() <= SMOOTH_ELEMENTS);
+        small && within_table && !c.poison && c.entries().len() <= SMOOTH_ENTRIES
+    }
+
+    /// An entry bends over its own root mean square, or over the root of eps where that is larger.
+    fn bends_over(c: &CompressorCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
+        let kv = (input == "kv").then(|| tensors.values("kv"))?;
+        let mean_square = kv.iter().map(|x| x * x).sum::<f64>() / kv.len().max(1) as f64;
+        let scale = (mean_square + tensors.scalar("eps", c.eps.into())).sqrt();
+        Some(vec![scale; kv.len()])
+    }
+
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<CompressorCase>>, String> {
+        let main = golden_case(file, "param.compressor", "out.compressed_kv", &["batch", "1", "entries", "head_dim"])?;
+        let golden = main.stored(file, "dentries", "gout.compressed_kv", &["batch", "1", "entries", "head_dim"])?;
+        let of = |name| format!("grad.param.compressor.{name}");
+        let golden = golden.expect(file, "dape", &of("position_bias"), &["ratio", "width"])?;
+        let golden = golden.expect(file, "dnorm_weight", &of("kv_norm.weight"), &["head_dim"])?;
+        let mut all = vec![golden.computed_in_f32()];
+        if file.kind() == "compressor_csa" {
+            let axes = ["batch", "index_entries", "index_head_dim"];
+            all.push(golden_case(file, "param.compressor.indexer", "mid.indexer.scorer.k", &axes)?.computed_in_f32());
+        }
+        Ok(all)
+    }
+
+    /// The model's three: the entries of the two kinds of layers, and the indexer's.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        let lengths = if on_gpu(environment) { &[[4096, 8], [32768, 64]][..] } else { &[[256, 2]] };
+        let forms = [(OVERLAP_RATIO, true, 512), (OVERLAP_RATIO, true, 128), (MAX_RATIO, false, 512)];
+        let all = lengths.iter().flat_map(|&lengths| forms.map(|form| (lengths, form)));
+        let both = [Direction::Forward, Direction::Backward];
+        all.flat_map(|(lengths, form)| both.map(|direction| benchmark(lengths, form, direction))).collect()
+    }
+}
+
+/// Finite differences run the oracle dozens of times.
+const SMOOTH_ELEMENTS: usize = 4096;
+const SMOOTH_ENTRIES: usize = 64;
+
+/// Sequences of one length, of which the last one is sampled.
+fn benchmark(
+    lengths: [usize; 2],
+    (ratio, overlaps, head_dim): (usize, bool, usize),
+    direction: Direction,
+) -> Benchmark<Compressor> {
+    let [num_tokens, num_sequences] = lengths;
+    let packed = CompressorCase { packing: Packing::Equal, ..plain(lengths, ratio, overlaps, [head_dim, 64]) };
+    let (num_entries, table_rows) = (num_tokens / ratio, num_tokens / num_sequences);
+    let saves_pooled = direction == Direction::Backward || !overlaps;
+    let case = CompressorCase { num_entries, table_rows, saves_pooled, ..packed };
+    let (axis, rows) = match direction {
+        Direction::Forward => ("num_entries", num_entries / num_sequences),
+        Direction::Backward => ("num_tokens", num_tokens / num_sequences),
+    };
+    // Score, largest, power, two sums; in the backward two products and a difference more, and a sum.
+    let flops = if direction == Direction::Forward { 6.0 } else { 12.0 };
+    let name = format!("{num_tokens}x{head_dim} ratio {ratio}");
+    let benchmark = Benchmark::new(direction, name, case, axis).streaming(&["pooled"], flops);
+    let other = if direction == Direction::Forward { "num_tokens" } else { "num_entries" };
+    Benchmark { rows, chosen: last, amend: set_ends, sampled: last_sequences, ..benchmark.also_drawn_along(other) }
+}
+
+/// The last of equally long sequences by themselves: as many as have the entries, or the tokens, that are sampled.
+fn last_sequences(whole: &Whole<'_, Compressor>, c: &mut CompressorCase, tensors: &mut Tensors) {
+    let length = whole.case.num_tokens / whole.case.num_sequences;
+    let of_tokens = c.num_tokens < whole.case.num_tokens;
+    c.num_sequences = if of_tokens { c.num_tokens / length } else { c.num_entries / (length / c.ratio) };
+    (c.num_tokens, c.num_entries) = (c.num_sequences * length, c.num_sequences * (length / c.ratio));
+    for (name, count) in [("kv", c.num_tokens), ("gate", c.num_tokens), ("dentries", c.num_entries)] {
+        let tensor = tensors.tensor(name);
+        let rows = tensor.shape[0];
+        let narrowed = permuted_along(tensor, 0, &(rows - count.min(rows)..rows).collect::<Vec<_>>());
+        tensors.put(name, narrowed);
+    }
+    set_ends(c, tensors);
+}
+
+/// Other numbers in the tokens of one sequence change nothing of another one.
+fn independence_law(c: &CompressorCase, laws: &mut Laws<'_, Compressor>) {
+    let [cu_seqlens, cu_entries] = c.ends();
+    let lengths = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]);
+    let longest = lengths.enumerate().max_by_key(|&(_, length)| length).filter(|&(_, length)| length > 0);
+    let Some((sequence, _)) = longest else { return };
+    let range = |ends: &[i32]| ends[sequence] as usize..ends[sequence + 1] as usize;
+    let (tokens, rows, width) = (range(&cu_seqlens), range(&cu_entries), c.width());
+    // Where all are of the one sequence, nothing is bound.
+    let others = |own: Range<usize>, extent: usize, names: [&'static str; 2]| {
+        let some = own.len() < extent;
+        let relation = Relation::EqualRows(Rc::new(move |row| !own.contains(&row)));
+        let bound = some.then(|| names.map(|name| (name, relation.clone())));
+        bound.into_iter().flatten()
+    };
+    let relations = others(rows, c.num_entries, ["entries", "pooled"]).chain(others(
+        tokens.clone(),
+        c.num_tokens,
+        ["dkv", "dgate"],
+    ));
+    let changed = tokens.start * width..tokens.end * width;
+    laws.law(
+        "sequences know nothing of each other",
+        |v| {
+            for name in ["kv", "gate"] {
+                v.tensors.edit(name, |x| x[changed.clone()].iter_mut().for_each(|x| *x = 3.0 - *x));
+            }
+        },
+        relations.collect::<Vec<_>>(),
+    );
+}
+
+/// A compressor of a golden file: its projections of the hidden states, rounded to f32.
+fn golden_case(
+    file: &mut Reading<'_>,
+    parameters: &str,
+    entries: &str,
+    axes: golden::Axes<'_>,
+) -> Result<Golden<CompressorCase>, String> {
+    let hidden = file.floats("in.hidden", &["batch", "tokens", "hidden"])?;
+    let (head, [rows, width]) =
+        (*axes.last().unwrap_or(&"head_dim"), ["rows", "columns"].map(|axis| format!("{parameters} {axis}")));
+    let project = |file: &mut Reading<'_>, name: &str| -> Result<Vec<f64>, String> {
+        let weight = file.floats(&format!("{parameters}.{name}.weight"), &[&width, "hidden"])?;
+        let hidden_size = file.extent("hidden")?;
+        let of_token = |token: &[f64]| weight.chunks(hidden_size).map(|row| dot(row, token)).collect::<Vec<_>>();
+        Ok(hidden.chunks(hidden_size).flat_map(of_token).collect())
+    };
+    let (kv, gate) = (project(file, "kv_proj")?, project(file, "gate_proj")?);
+    let ape = file.floats(&format!("{parameters}.position_bias"), &[&rows, &width])?.to_vec();
+    let weight = file.floats(&format!("{parameters}.kv_norm.weight"), &[head])?.to_vec();
+    let (ratio, head_dim, overlaps) =
+        (file.extent(&rows)?, file.extent(head)?, file.extent(&width)? > file.extent(head)?);
+    let (batch, tokens) = (file.extent("batch")?, file.extent("tokens")?);
+    let (num_entries, rope_dim) = (batch * (tokens / ratio), file.whole("qk_rope_head_dim")?);
+    let (cos, sin) = golden_table(file, rope_dim, tokens)?;
+    let eps = file.number("rms_norm_eps")?;
+    let plain = plain([batch * tokens, batch], ratio, overlaps, [head_dim, rope_dim]);
+    let packing = Packing::Equal;
+    let case = CompressorCase { num_entries, packing, table_rows: tokens, dtype: Float::F32, eps: eps as f32, ..plain };
+    let golden = Golden::new(case).scalar("eps", eps).values("kv", kv).values("gate", gate).values("ape", ape);
+    let golden = golden.values("norm_weight", weight).values("cos", cos).values("sin", sin);
+    golden.expect(file, "entries", entries, axes)
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// cos and sin of the positions from 0 on, by the file's parameters.
+fn golden_table(file: &Reading<'_>, rope_dim: usize, positions: usize) -> Result<(Vec<f64>, Vec<f64>), String> {
+    let parameters = &file.config("rope_parameters")["compress"];
+    let number = |name: &str| parameters[name].as_f64().ok_or_else(|| format!("rope_parameters have no `{name}`"));
+    let parameters = YarnParameters {
+        theta: number("rope_theta")?,
+        rope_dim,
+        factor: Some(number("factor")?),
+        original_max_position: number("original_max_position_embeddings")?,
+        beta_fast: number("beta_fast")?,
+        beta_slow: number("beta_slow")?,
+    };
+    let made = || {
+        let (cos, sin) = table(&inv_freq_f32(&parameters)?, &(0..positions as i64).collect::<Vec<_>>())?;
+        Ok((elements(&cos)?, elements(&sin)?))
+    };
+    made().map_err(|error: dsv4_reference::Error| error.to_string())
+}
