@@ -196,6 +196,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let mhc_post =
         |group| timed(reduced::<MhcPost>(group, "4096x4x7168 bf16", tokens.clone(), json!({"num_tokens": 2})));
     let mhc_pre = |group, name| timed(reduced::<MhcPre>(group, name, tokens.clone(), json!({"num_tokens": 2})));
+    let mhc_mix = |group| timed(reduced::<MhcMix>(group, "8192x4x4096 bf16", tokens.clone(), json!({"num_tokens": 2})));
     let tokens = json!({"num_tokens": 21, "num_experts": 40});
     let router = |group, name| timed(reduced::<Router>(group, name, tokens.clone(), json!({"num_tokens": 4})));
     let table = json!({"num_tokens": 21, "num_experts": 40, "vocab_size": 30});
@@ -212,7 +213,6 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         let whole = json!({"num_rows": 261, "width": 256});
         timed(reduced::<QuantizeFp8>("forward", name, whole, json!({"num_rows": 1})))
     };
-    let mhc_mix = |group| timed(reduced::<MhcMix>(group, "8192x4x4096 bf16", tokens.clone(), json!({"num_tokens": 2})));
     let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
@@ -254,6 +254,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     let keys_of_pages = |name| {
         let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 64});
         timed(reduced::<IndexerCacheWrite>("forward", name, whole, json!({"num_tokens": 32, "num_pages": 2})))
+    };
     let groups = |group, name, ratio: usize| {
         let whole = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 64, "table_rows": 4 * ratio});
         let fewer = json!({"num_tokens": 6 * ratio, "num_entries": 5});
