@@ -1,64 +1,65 @@
-// The gradients of the coefficients of the residual streams (training 11.1). With v the STREAMS streams of a token one behind the other,
-// mix and rstd as the forward saved them, z = mix scale + base, and s = sigmoid(z),
+// The gradients of the coefficients of the residual streams (training 11.1). With v the STREAMS streams of a token one
+// behind the other, mix and rstd as the forward saved them, z = mix scale + base, and s = sigmoid(z),
 //
-//     dz = dpre s (1 - s)    2 dpost s (1 - s)    the gradient of the Sinkhorn iteration (sinkhorn.h)      dbase = sum over tokens of dz
+//     dz = dpre s (1 - s), 2 dpost s (1 - s), the gradient of the Sinkhorn iteration (sinkhorn.h)
+//     dbase = sum over tokens of dz
 //     dmix = dz scale                           dscale[g] = sum over tokens and the columns of group g of dz mix
 //     dfn[q,e] = sum over tokens of (rstd dmix[q]) v[e]
-//     dv[e]    = sum over q of fn[q,e] (rstd dmix[q]) - v[e] rstd^2 / (STREAMS hidden_size) (sum over q of dmix[q] mix[q])
+//     dv[e] = sum over q of fn[q,e] (rstd dmix[q])
+//             - v[e] rstd^2 / (STREAMS hidden_size) (sum over q of dmix[q] mix[q])
 //
 // 1 - s is computed as sigmoid(-z), so that it keeps its digits where s is 1.
 //
-// mhc_mix_backward_coefficients takes 16 lanes a token as the forward does; the matrices of all passes stay in shared memory for the
-// way back. It leaves rstd dmix and the factor of v, 25 numbers a token, and of each block its part of dbase and dscale.
-// mhc_mix_backward_streams reads v once for both dv and dfn: a thread owns two neighbouring channels, whose 48 weights and 48 sums
-// stay in registers, and goes over the tokens of its part, 8 at a time, whose 25 numbers come from shared memory; a block is 256
-// channels. Its sums are one row for each part of the tokens, which mhc_mix_backward_sums adds in their order, as it does those of
-// dbase and dscale. Everything is fp32. Nothing is atomic, so that equal launches give equal bits.
+// mhc_mix_backward_coefficients takes 16 lanes a token as the forward does; the matrices of all passes stay in shared
+// memory for the way back. It leaves rstd dmix and the factor of v, 25 numbers a token, and of each block its part of
+// dbase and dscale. mhc_mix_backward_streams (projection_backward.h, which mhc_head shares) reads v once for both dv
+// and dfn: a thread owns two neighbouring channels, whose 48 weights and 48 sums stay in registers, and goes over the
+// tokens of its part, 8 at a time, whose 25 numbers come from shared memory; a block is 256 channels. Its sums are one
+// row for each part of the tokens, which mhc_mix_backward_sums adds in their order, as it does those of dbase and
+// dscale. Everything is fp32. Nothing is atomic, so that equal launches give equal bits.
 //
-// Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s; and 384 d FLOPs of fp32 that is not the tensor
-// cores', 41 ns at 67 TFLOP/s. Limited by these: 7168 channels and 32768 tokens 1350 us. Expected are some 75 % of that, since a
-// seventh of the instructions are other ones. Both products by tensor cores would need dmix and fn split into three bf16 parts
-// each, six of nine products of them. Not measured yet.
+// Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s; and 384 d FLOPs of fp32 that is
+// not the tensor cores', 41 ns at 67 TFLOP/s. Limited by these: 7168 channels and 32768 tokens 1350 us. Expected are
+// some 75 % of that, since a seventh of the instructions are other ones. Both products by tensor cores would need dmix
+// and fn split into three bf16 parts each, six of nine products of them. Not measured yet.
 //
 // Launch: coefficients any number of blocks, with 2 THREADS floats of dynamic shared memory for each pass; streams
-// ceil(STREAMS * hidden_size / (THREADS * CHANNELS)) blocks for each of `splits` parts, where CHANNELS is 2, in the scalar kernel 1;
-// sums ceil(numbers / THREADS) blocks.
-#include "memory.h"
-#include "numeric.h"
+// ceil(STREAMS * hidden_size / (STREAMS_THREADS * CHANNELS)) blocks for each of `splits` parts, where CHANNELS is 2, in
+// the scalar kernel 1; sums ceil(numbers / THREADS) blocks.
+#include "projection_backward.h"
 #include "sinkhorn.h"
 
-constexpr int COLUMNS = 24;                         // pre, post, comb
+constexpr int COLUMNS = 24;  // pre, post, comb
 constexpr int GROUPS = 3;
 constexpr int THREADS = 128;
-constexpr int TOKENS = THREADS / MATRIX_LANES;      // that a block of the coefficients takes at a time
-constexpr int NUMBERS = COLUMNS + 4;                // of a token: rstd dmix, the factor of v, nothing
-constexpr int STAGED_TOKENS = 32;                   // whose numbers a block holds
-constexpr int AT_ONCE = 8;                          // tokens whose channels a thread has under way
+constexpr int TOKENS = THREADS / MATRIX_LANES;  // that a block of the coefficients takes at a time
+constexpr int NUMBERS = COLUMNS + 4;  // of a token: rstd dmix, the factor of v, nothing
 
 struct MhcMixBackwardCoefficientsParams {
-    const float* mix;      // [num_tokens, COLUMNS]
-    const float* rstd;     // [num_tokens]
-    const float* scale;    // [GROUPS]
-    const float* base;     // [COLUMNS]
-    const float* dpre;     // [num_tokens, STREAMS]
-    const float* dpost;    // [num_tokens, STREAMS]
-    const float* dcomb;    // [num_tokens, source, destination]
-    float* numbers;        // [num_tokens, NUMBERS]
-    float* partials;       // [gridDim.x, 2 COLUMNS]: of dz, of dz mix
+    const float* mix;  // [num_tokens, COLUMNS]
+    const float* rstd;  // [num_tokens]
+    const float* scale;  // [GROUPS]
+    const float* base;  // [COLUMNS]
+    const float* dpre;  // [num_tokens, STREAMS]
+    const float* dpost;  // [num_tokens, STREAMS]
+    const float* dcomb;  // [num_tokens, source, destination]
+    float* numbers;  // [num_tokens, NUMBERS]
+    float* partials;  // [gridDim.x, 2 COLUMNS]: of dz, of dz mix
     int64_t num_tokens;
     int32_t hidden_size;
     int32_t sinkhorn_iters;
     float hc_eps;
 };
-PARAMS_LAYOUT(MhcMixBackwardCoefficientsParams, mix, rstd, scale, base, dpre, dpost, dcomb, numbers, partials, num_tokens,
-              hidden_size, sinkhorn_iters, hc_eps)
+PARAMS_LAYOUT(MhcMixBackwardCoefficientsParams, mix, rstd, scale, base, dpre, dpost, dcomb, numbers, partials,
+              num_tokens, hidden_size, sinkhorn_iters, hc_eps)
 
 struct MhcMixBackwardStreamsParams {
-    const bf16* streams; int64_t streams_token_stride; int64_t streams_stream_stride;      // [num_tokens, STREAMS, hidden_size]
-    const float* fn;                                                                       // [COLUMNS, STREAMS * hidden_size]
+    const bf16* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_stream_stride;
+    const float* fn;  // [COLUMNS, STREAMS * hidden_size]
     const float* numbers;
     bf16* dstreams; int64_t dstreams_token_stride; int64_t dstreams_stream_stride;
-    float* dfn_partials;                                                                   // [splits, COLUMNS, STREAMS * hidden_size]
+    float* dfn_partials;  // [splits, COLUMNS, STREAMS * hidden_size]
     int64_t num_tokens;
     int32_t hidden_size;
     int32_t splits;
@@ -69,9 +70,9 @@ PARAMS_LAYOUT(MhcMixBackwardStreamsParams, streams, streams_token_stride, stream
 struct MhcMixBackwardSumsParams {
     const float* dfn_partials; float* dfn;
     const float* partials; float* dscale; float* dbase;
-    int64_t channels;      // STREAMS * hidden_size
+    int64_t channels;  // STREAMS * hidden_size
     int32_t splits;
-    int32_t blocks;        // rows of partials
+    int32_t blocks;  // rows of partials
 };
 PARAMS_LAYOUT(MhcMixBackwardSumsParams, dfn_partials, dfn, partials, dscale, dbase, channels, splits, blocks)
 
@@ -82,7 +83,8 @@ struct Part {
     float comb, gate;
 };
 
-// The gradient of a lane's logit. `passes` has room for what M was behind each pass and what it was multiplied by there.
+// The gradient of a lane's logit. `passes` has room for what M was behind each pass and what it was multiplied by
+// there.
 DEVICE float comb_gradient(float logit, float dcomb, int iterations, float eps, float* passes) {
     const float p = row_softmax(logit);
     float m = p + eps;
@@ -158,93 +160,19 @@ KERNEL(mhc_mix_backward_coefficients, MhcMixBackwardCoefficientsParams, THREADS)
 
 // ---------------------------------------------------------------- streams
 
-// The numbers of STAGED_TOKENS tokens from `first` on, and zeros for tokens that are not of the block's part.
-DEVICE void stage(const MhcMixBackwardStreamsParams& params, int64_t first, int64_t end, Vec16 (&staged)[STAGED_TOKENS][NUMBERS / 4]) {
-    __syncthreads();
-    for (int at = threadIdx.x; at < STAGED_TOKENS * (NUMBERS / 4); at += THREADS) {
-        const int64_t token = first + at / (NUMBERS / 4);
-        Vec16 four{};
-        if (token < end) four = load_vec16(params.numbers + token * NUMBERS + at % (NUMBERS / 4) * 4);
-        staged[at / (NUMBERS / 4)][at % (NUMBERS / 4)] = four;
-    }
-    __syncthreads();
-}
+// Nothing but these terms.
+template <typename... Others>
+DEVICE void load_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
+template <typename... Others>
+DEVICE void add_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
 
-// Channels that a thread owns, or none where they lie beyond the last one.
-template <int CHANNELS>
-struct Owned {
-    bool exists;
-    int64_t channel, stream, within;
-    float fn[COLUMNS][CHANNELS], dfn[COLUMNS][CHANNELS];
-};
-
-// dv of a token's channels, and its part of dfn.
-template <int CHANNELS>
-DEVICE void add_token(Owned<CHANNELS>& own, const Vec16 (&numbers)[NUMBERS / 4], const float (&v)[CHANNELS], float (&dv)[CHANNELS]) {
-    float four[4];
-    unpack<float>(numbers[COLUMNS / 4], four);
-    UNROLL
-    for (int c = 0; c < CHANNELS; ++c) dv[c] = -(four[0] * v[c]);
-    UNROLL
-    for (int q = 0; q < COLUMNS; q += 4) {
-        unpack<float>(numbers[q / 4], four);
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            UNROLL
-            for (int c = 0; c < CHANNELS; ++c) {
-                dv[c] += own.fn[q + i][c] * four[i];
-                own.dfn[q + i][c] += v[c] * four[i];
-            }
-        }
-    }
-}
-
-// One channel, or two neighbouring ones at a multiple of 4 bytes.
-template <int CHANNELS>
-DEVICE void store_channels(bf16* target, const float (&dv)[CHANNELS]) {
-    if constexpr (CHANNELS == 2) *reinterpret_cast<uint32_t*>(target) = pack_bf16(dv[0], dv[1]);
-    if constexpr (CHANNELS == 1) *target = to_bf16(dv[0]);
-}
-
-template <int CHANNELS>
-DEVICE void mhc_mix_backward_streams(const MhcMixBackwardStreamsParams& params, Vec16 (&staged)[STAGED_TOKENS][NUMBERS / 4]) {
-    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size, split = blockIdx.x % params.splits;
-    const int64_t begin = params.num_tokens * split / params.splits, end = params.num_tokens * (split + 1) / params.splits;
-    Owned<CHANNELS> own = {};
-    own.channel = (static_cast<int64_t>(blockIdx.x / params.splits) * THREADS + threadIdx.x) * CHANNELS;
-    own.exists = own.channel < channels;
-    own.stream = own.channel / params.hidden_size, own.within = own.channel % params.hidden_size;
-    for (int q = 0; q < COLUMNS && own.exists; ++q)
-        for (int c = 0; c < CHANNELS; ++c) own.fn[q][c] = params.fn[q * channels + own.channel + c];
-    const bf16* const from = params.streams + own.stream * params.streams_stream_stride + own.within;
-    bf16* const to = params.dstreams + own.stream * params.dstreams_stream_stride + own.within;
-    for (int64_t first = begin; first < end; first += STAGED_TOKENS) {
-        stage(params, first, end, staged);
-        for (int at = 0; at < STAGED_TOKENS && first + at < end && own.exists; at += AT_ONCE) {
-            float v[AT_ONCE][CHANNELS] = {}, dv[CHANNELS];
-            UNROLL
-            for (int i = 0; i < AT_ONCE; ++i)
-                if (first + at + i < end) load_elements<CHANNELS>(from + (first + at + i) * params.streams_token_stride, v[i]);
-            UNROLL
-            for (int i = 0; i < AT_ONCE; ++i) {
-                if (first + at + i >= end) continue;
-                add_token(own, staged[at + i], v[i], dv);
-                store_channels(to + (first + at + i) * params.dstreams_token_stride, dv);
-            }
-        }
-    }
-    float* const partial = params.dfn_partials + split * COLUMNS * channels + own.channel;
-    for (int q = 0; q < COLUMNS && own.exists; ++q)
-        for (int c = 0; c < CHANNELS; ++c) partial[q * channels + c] = own.dfn[q][c];
-}
-
-KERNEL(mhc_mix_backward_streams_pairs, MhcMixBackwardStreamsParams, THREADS) {
+KERNEL(mhc_mix_backward_streams_pairs, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    mhc_mix_backward_streams<2>(params, staged);
+    backward_streams<COLUMNS, 2>(params, staged);
 }
-KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, THREADS) {
+KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    mhc_mix_backward_streams<1>(params, staged);
+    backward_streams<COLUMNS, 1>(params, staged);
 }
 
 // ---------------------------------------------------------------- sums over blocks

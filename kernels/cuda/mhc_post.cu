@@ -1,46 +1,49 @@
-// The streams behind a sublayer (inference 2.4, training 11.1). With X the STREAMS streams before it, y its output, and post and
-// comb the coefficients of a token in fp32,
+// The streams behind a sublayer (inference 2.4, training 11.1). With X the STREAMS streams before it, y its output, and
+// post and comb the coefficients of a token in fp32,
 //
-//     out[j]     = post[j] y + sum over i of comb[i,j] X[i]         i the source, the first index of comb; j the destination
+//     out[j]     = post[j] y + sum over i of comb[i,j] X[i]      i the source, comb's first index; j the destination
 //
 //     dX[i]      = sum over j of comb[i,j] dout[j]                  dy        = sum over j of post[j] dout[j]
 //     dcomb[i,j] = sum over the channels of X[i] dout[j]            dpost[j]  = sum over the channels of y dout[j]
 //
-// fp32 from load to store, y's product first and sources in their order, so that each output is rounded once. NaN and infinities
-// go wherever a product takes them: 0 times an infinity is NaN.
+// fp32 from load to store, y's product first and sources in their order, so that each output is rounded once. NaN and
+// infinities go wherever a product takes them: 0 times an infinity is NaN.
 //
-// Forward: a thread takes the same 16 bytes of y and of the four streams, 80 bytes in flight, and stores 16 bytes of each output;
-// a block of 128 threads takes a piece of a token, so that one token of 7168 channels is 7 blocks and 19 fill 132
-// multiprocessors. All reads of a thread come before its writes: out may be X. Backward: one block a token, since 20 sums run
-// over its channels. A thread takes up to 8 times 16 bytes of each of the nine tensors' rows (144 bytes in flight), adds up its
-// part of the 20 sums in registers on the way, and a block has one barrier. A token's sums depend on hidden_size and the
-// kernel alone. The scalar kernels take one element at a time, at any stride and alignment.
+// Forward: a thread takes the same 16 bytes of y and of the four streams, 80 bytes in flight, and stores 16 bytes of
+// each output; a block of 128 threads takes a piece of a token, so that one token of 7168 channels is 7 blocks and 19
+// fill 132 multiprocessors. All reads of a thread come before its writes: out may be X. Backward: one block a token,
+// since 20 sums run over its channels. A thread takes up to 8 times 16 bytes of each of the nine tensors' rows (144
+// bytes in flight), adds up its part of the 20 sums in registers on the way, and a block has one barrier. A token's
+// sums depend on hidden_size and the kernel alone. The scalar kernels take one element at a time, at any stride and
+// alignment.
 //
-// Floors for a bf16 token of d channels: forward 18 d bytes read and written for 40 d FLOPs, backward 28 d for 96 d. At 4.24 TB/s
-// and 32768 tokens of 7168 channels 997 and 1551 us. Expected to be limited by memory: an access of the forward comes with some
-// 250 instructions, a quarter of what the schedulers issue meanwhile, one of the backward with 420, a third. Not measured yet.
+// Floors for a bf16 token of d channels: forward 18 d bytes read and written for 40 d FLOPs, backward 28 d for 96 d. At
+// 4.24 TB/s and 32768 tokens of 7168 channels 997 and 1551 us. Expected to be limited by memory: an access of the
+// forward comes with some 250 instructions, a quarter of what the schedulers issue meanwhile, one of the backward with
+// 420, a third. Not measured yet.
 //
 // Defines: ELEMENT  type of X, y, out and their gradients: bf16 or float.
-// Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads, in the forward so many that
-// `chunks` blocks cover a row.
+// Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads, in the forward so many
+// that `chunks` blocks cover a row.
 #include "element.h"
 #include "streams.h"
 
 constexpr int FORWARD_THREADS = 128;
 constexpr int BACKWARD_THREADS = 256;
-constexpr int COEFFICIENTS = STREAMS + STREAMS * STREAMS;   // post, then comb by sources
+constexpr int COEFFICIENTS = STREAMS + STREAMS * STREAMS;  // post, then comb by sources
 
 struct MhcPostForwardParams {
-    const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_source_stride;   // [num_tokens, STREAMS, hidden_size]
-    const ELEMENT* y; int64_t y_token_stride;                                              // [num_tokens, hidden_size]
-    const float* post;                                                                     // [num_tokens, STREAMS]
-    const float* comb;                                                                     // [num_tokens, source, destination]
-    ELEMENT* out; int64_t out_token_stride; int64_t out_destination_stride;                // as streams, which it may be
+    const ELEMENT* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_source_stride;
+    const ELEMENT* y; int64_t y_token_stride;  // [num_tokens, hidden_size]
+    const float* post;  // [num_tokens, STREAMS]
+    const float* comb;  // [num_tokens, source, destination]
+    ELEMENT* out; int64_t out_token_stride; int64_t out_destination_stride;  // as streams, which it may be
     int32_t hidden_size;
-    int32_t chunks;                                                                        // blocks of a token
+    int32_t chunks;  // blocks of a token
 };
-PARAMS_LAYOUT(MhcPostForwardParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post, comb, out,
-              out_token_stride, out_destination_stride, hidden_size, chunks)
+PARAMS_LAYOUT(MhcPostForwardParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post, comb,
+              out, out_token_stride, out_destination_stride, hidden_size, chunks)
 
 struct MhcPostBackwardParams {
     const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_source_stride;
@@ -54,9 +57,9 @@ struct MhcPostBackwardParams {
     float* dcomb;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(MhcPostBackwardParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post, comb, dout,
-              dout_token_stride, dout_destination_stride, dstreams, dstreams_token_stride, dstreams_source_stride, dy,
-              dy_token_stride, dpost, dcomb, hidden_size)
+PARAMS_LAYOUT(MhcPostBackwardParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post,
+              comb, dout, dout_token_stride, dout_destination_stride, dstreams, dstreams_token_stride,
+              dstreams_source_stride, dy, dy_token_stride, dpost, dcomb, hidden_size)
 
 template <int COUNT>
 DEVICE void mhc_post_forward(const MhcPostForwardParams& params) {
@@ -88,8 +91,9 @@ KERNEL(mhc_post_forward_scalar, MhcPostForwardParams, FORWARD_THREADS) { mhc_pos
 
 // Stores dy and dX of these elements.
 template <int COUNT>
-DEVICE void store_gradients(const MhcPostBackwardParams& params, int64_t token, int64_t column, const float (&post)[STREAMS],
-                            const float (&comb)[STREAMS * STREAMS], const float (&dout)[STREAMS][COUNT]) {
+DEVICE void store_gradients(const MhcPostBackwardParams& params, int64_t token, int64_t column,
+                            const float (&post)[STREAMS], const float (&comb)[STREAMS * STREAMS],
+                            const float (&dout)[STREAMS][COUNT]) {
     float gradient[COUNT] = {};
     UNROLL
     for (int j = 0; j < STREAMS; ++j) {

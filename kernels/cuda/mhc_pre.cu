@@ -1,25 +1,27 @@
-// What a sublayer reads of the residual streams (inference 2.3, training 11.1). With X the STREAMS streams of a token and pre its
-// coefficients in fp32,
+// What a sublayer reads of the residual streams (inference 2.3, training 11.1). With X the STREAMS streams of a token
+// and pre its coefficients in fp32,
 //
 //     h     = sum over i of pre[i] X[i]
 //
 //     dX[i] = pre[i] dh                           dpre[i] = sum over the channels of X[i] dh
 //
-// fp32 from load to store, streams in their order, so that each output is rounded once. NaN and infinities go wherever a product
-// takes them. mhc_pre_norm.cu has the same with the RMSNorm that follows.
+// fp32 from load to store, streams in their order, so that each output is rounded once. NaN and infinities go wherever
+// a product takes them. mhc_pre_norm.cu has the same with the RMSNorm that follows.
 //
-// Forward: a thread takes the same 16 bytes of each stream (64 bytes in flight) and stores 16 bytes; a block of 128 threads takes a
-// piece of a token, so that one token of 7168 channels is 7 blocks. Backward: one block a token, since four sums run over its
-// channels; a thread takes up to 8 times 16 bytes of each of the five rows, and a block has one barrier. A token's sums depend on
-// hidden_size and the kernel alone. The scalar kernels take one element at a time, at any stride and alignment.
+// Forward: a thread takes the same 16 bytes of each stream (64 bytes in flight) and stores 16 bytes; a block of 128
+// threads takes a piece of a token, so that one token of 7168 channels is 7 blocks. Backward: one block a token, since
+// four sums run over its channels; a thread takes up to 8 times 16 bytes of each of the five rows, and a block has one
+// barrier. A token's sums depend on hidden_size and the kernel alone. The scalar kernels take one element at a time, at
+// any stride and alignment.
 //
-// Floors for a bf16 token of d channels: forward 10 d bytes for 7 d FLOPs, backward 18 d for 12 d. At 4.24 TB/s and 32768 tokens of
-// 7168 channels 554 and 997 us. Expected to be limited by memory: an access comes with some 110 instructions in the forward and
-// 150 in the backward, below a quarter of what the schedulers issue meanwhile. Not measured yet.
+// Floors for a bf16 token of d channels: forward 10 d bytes for 7 d FLOPs, backward 18 d for 12 d. At 4.24 TB/s and
+// 32768 tokens of 7168 channels 554 and 997 us. Expected to be limited by memory: an access comes with some 110
+// instructions in the forward and 150 in the backward, below a quarter of what the schedulers issue meanwhile. Not
+// measured yet.
 //
 // Defines: ELEMENT  type of X, h and their gradients: bf16 or float.
-// Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads, in the forward so many that
-// `chunks` blocks cover a row.
+// Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads, in the forward so many
+// that `chunks` blocks cover a row.
 #include "element.h"
 #include "streams.h"
 
@@ -27,14 +29,15 @@ constexpr int FORWARD_THREADS = 128;
 constexpr int BACKWARD_THREADS = 256;
 
 struct MhcPreForwardParams {
-    const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_stream_stride;   // [num_tokens, STREAMS, hidden_size]
-    const float* pre;                                                                      // [num_tokens, STREAMS]
-    ELEMENT* h; int64_t h_token_stride;                                                    // [num_tokens, hidden_size]
+    const ELEMENT* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_stream_stride;
+    const float* pre;  // [num_tokens, STREAMS]
+    ELEMENT* h; int64_t h_token_stride;  // [num_tokens, hidden_size]
     int32_t hidden_size;
-    int32_t chunks;                                                                        // blocks of a token
+    int32_t chunks;  // blocks of a token
 };
-PARAMS_LAYOUT(MhcPreForwardParams, streams, streams_token_stride, streams_stream_stride, pre, h, h_token_stride, hidden_size,
-              chunks)
+PARAMS_LAYOUT(MhcPreForwardParams, streams, streams_token_stride, streams_stream_stride, pre, h, h_token_stride,
+              hidden_size, chunks)
 
 struct MhcPreBackwardParams {
     const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_stream_stride;
@@ -44,8 +47,8 @@ struct MhcPreBackwardParams {
     float* dpre;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(MhcPreBackwardParams, streams, streams_token_stride, streams_stream_stride, pre, dh, dh_token_stride, dstreams,
-              dstreams_token_stride, dstreams_stream_stride, dpre, hidden_size)
+PARAMS_LAYOUT(MhcPreBackwardParams, streams, streams_token_stride, streams_stream_stride, pre, dh, dh_token_stride,
+              dstreams, dstreams_token_stride, dstreams_stream_stride, dpre, hidden_size)
 
 template <int COUNT>
 DEVICE void mhc_pre_forward(const MhcPreForwardParams& params) {

@@ -1,29 +1,32 @@
-// What a sublayer reads of the residual streams, and the RMSNorm of it (inference 2.3 and 3, training 11.1 and 11.3). With X the
-// STREAMS streams of a token, pre its coefficients and w the norm's weight in fp32, and stored() the rounding to ELEMENT,
+// What a sublayer reads of the residual streams, and the RMSNorm of it (inference 2.3 and 3, training 11.1 and 11.3).
+// With X the STREAMS streams of a token, pre its coefficients and w the norm's weight in fp32, and stored() the
+// rounding to ELEMENT,
 //
 //     h    = stored(sum over i of pre[i] X[i])           y = w (h rstd),  rstd = 1 / sqrt(mean(h^2) + eps)
 //
 //     g    = dy w          dh      = rstd (g - h rstd^2 mean(g h))                                      stays in fp32
 //     dX[i] = pre[i] dh    dpre[i] = sum over the channels of X[i] dh    dw = sum over tokens of dy (h rstd)
 //
-// The rounding of h is part of the definition. Only rstd is saved for the backward, which reads X for dpre in any case and so has h
-// again for nothing. NaN and infinities go wherever products take them, by rstd to the whole token.
+// The rounding of h is part of the definition. Only rstd is saved for the backward, which reads X for dpre in any case
+// and so has h again for nothing. NaN and infinities go wherever products take them, by rstd to the whole token.
 //
-// Forward: one block a token, which holds h in registers between the sum of squares and y, 32 elements a thread; blocks that wait at
-// their one barrier leave the memory to others. Backward: blocks stay for many tokens, since dw is a sum over them, of which each
-// thread keeps its channels in registers; each block leaves one row of partial sums, which rms_norm's kernel adds in a fixed
-// order. dh needs mean(g h) of the whole token, so that what is read is used twice: the five rows of the next token come into
-// shared memory by cp.async while a token is computed. A thread copies what it will read itself, so that no barrier waits
-// for a copy. Rows too wide for that are read twice, the second time from the cache, and partial dw lie in memory.
+// Forward: one block a token, which holds h in registers between the sum of squares and y, 32 elements a thread; blocks
+// that wait at their one barrier leave the memory to others. Backward: blocks stay for many tokens, since dw is a sum
+// over them, of which each thread keeps its channels in registers; each block leaves one row of partial sums, which
+// rms_norm's kernel adds in a fixed order. dh needs mean(g h) of the whole token, so that what is read is used twice:
+// the five rows of the next token come into shared memory by cp.async while a token is computed. A thread copies what
+// it will read itself, so that no barrier waits for a copy. Rows too wide for that are read twice, the second time from
+// the cache, and partial dw lie in memory.
 //
-// Floors for a bf16 token of d channels: forward 10 d bytes, backward 18 d. At 4.24 TB/s and 32768 tokens of 7168 channels 554 and
-// 997 us. Expected to be limited by memory; in the backward 320 instructions a piece of 16 bytes are a third of what the
-// schedulers issue while its 144 bytes move, and two barriers a token cost some 0.5 us of the 4 us that its bytes take. Not
-// measured yet.
+// Floors for a bf16 token of d channels: forward 10 d bytes, backward 18 d. At 4.24 TB/s and 32768 tokens of 7168
+// channels 554 and 997 us. Expected to be limited by memory; in the backward 320 instructions a piece of 16 bytes are a
+// third of what the schedulers issue while its 144 bytes move, and two barriers a token cost some 0.5 us of the 4 us
+// that its bytes take. Not measured yet.
 //
 // Defines: ELEMENT  type of X, y and their gradients: bf16 or float.
-// Launch: forward num_tokens blocks of so many threads that HELD pieces each cover a row (scalar: any); backward any number of
-// blocks, staged with 2 ROWS rows of dynamic shared memory and so many threads that GRADIENT_HELD pieces each cover a row.
+// Launch: forward num_tokens blocks of so many threads that HELD pieces each cover a row (scalar: any); backward any
+// number of blocks, staged with 2 ROWS rows of dynamic shared memory and so many threads that GRADIENT_HELD pieces each
+// cover a row.
 #include "async_copy.h"
 #include "element.h"
 #include "math.h"
@@ -31,37 +34,38 @@
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP_SIZE;
-constexpr int HELD = 32 / VECTOR;          // pieces of h that a thread of the forward holds
-constexpr int GRADIENT_HELD = 2;           // pieces of a token that a thread of the staged backward takes
-constexpr int ROWS = STREAMS + 1;          // rows of a stage: the streams and dy
+constexpr int HELD = 32 / VECTOR;  // pieces of h that a thread of the forward holds
+constexpr int GRADIENT_HELD = 2;  // pieces of a token that a thread of the staged backward takes
+constexpr int ROWS = STREAMS + 1;  // rows of a stage: the streams and dy
 
 struct MhcPreNormForwardParams {
-    const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_stream_stride;   // [num_tokens, STREAMS, hidden_size]
-    const float* pre;                                                                      // [num_tokens, STREAMS]
-    const float* weight;                                                                   // [hidden_size]
-    ELEMENT* y; int64_t y_token_stride;                                                    // [num_tokens, hidden_size]
-    float* rstd;                                                                           // [num_tokens], or nullptr
+    const ELEMENT* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_stream_stride;
+    const float* pre;  // [num_tokens, STREAMS]
+    const float* weight;  // [hidden_size]
+    ELEMENT* y; int64_t y_token_stride;  // [num_tokens, hidden_size]
+    float* rstd;  // [num_tokens], or nullptr
     int32_t hidden_size;
     float eps;
 };
-PARAMS_LAYOUT(MhcPreNormForwardParams, streams, streams_token_stride, streams_stream_stride, pre, weight, y, y_token_stride, rstd,
-              hidden_size, eps)
+PARAMS_LAYOUT(MhcPreNormForwardParams, streams, streams_token_stride, streams_stream_stride, pre, weight, y,
+              y_token_stride, rstd, hidden_size, eps)
 
 struct MhcPreNormBackwardParams {
     const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_stream_stride;
     const float* pre;
     const float* weight;
-    const float* rstd;                                                                     // as the forward saved it
+    const float* rstd;  // as the forward saved it
     const ELEMENT* dy; int64_t dy_token_stride;
     ELEMENT* dstreams; int64_t dstreams_token_stride; int64_t dstreams_stream_stride;
     float* dpre;
-    float* dweight_partials;                                                               // [gridDim.x, hidden_size]
+    float* dweight_partials;  // [gridDim.x, hidden_size]
     int64_t num_tokens;
     int32_t hidden_size;
 };
 PARAMS_LAYOUT(MhcPreNormBackwardParams, streams, streams_token_stride, streams_stream_stride, pre, weight, rstd, dy,
-              dy_token_stride, dstreams, dstreams_token_stride, dstreams_stream_stride, dpre, dweight_partials, num_tokens,
-              hidden_size)
+              dy_token_stride, dstreams, dstreams_token_stride, dstreams_stream_stride, dpre, dweight_partials,
+              num_tokens, hidden_size)
 
 // The sum over the block, in every thread. `partials` may be written again after the block's next barrier.
 DEVICE float block_sum(float value, float (&partials)[WARPS]) {
@@ -174,7 +178,8 @@ DEVICE float mean_term(float dot, float rstd, int32_t hidden_size) {
 // Stores dX of these channels, and adds their parts of dpre and dweight.
 template <int COUNT>
 DEVICE void gradients(const MhcPreNormBackwardParams& params, ELEMENT* to, const Channels<COUNT>& own,
-                      const float (&pre)[STREAMS], float rstd, float mean, float (&dpre)[STREAMS], float (&dweight)[COUNT]) {
+                      const float (&pre)[STREAMS], float rstd, float mean, float (&dpre)[STREAMS],
+                      float (&dweight)[COUNT]) {
     float dh[COUNT], dx[COUNT];
     for (int e = 0; e < COUNT; ++e) {
         dh[e] = rstd * (own.g[e] - own.h[e] * mean);
@@ -191,10 +196,11 @@ DEVICE void gradients(const MhcPreNormBackwardParams& params, ELEMENT* to, const
     }
 }
 
-// A thread's pieces of the tokens that its block takes, in two stages of shared memory: row 0 is dy, the others are the streams.
+// A thread's pieces of the tokens that its block takes, in two stages of shared memory: row 0 is dy, the others are the
+// streams.
 struct Stages {
     SharedAddress first;
-    int32_t pieces;   // of a row
+    int32_t pieces;  // of a row
 };
 
 DEVICE int piece_of(int v) { return static_cast<int>(threadIdx.x + v * blockDim.x); }
@@ -265,15 +271,15 @@ KERNEL(mhc_pre_norm_backward_staged, MhcPreNormBackwardParams, THREADS) {
 }
 
 template <int COUNT>
-DEVICE void load_channels(const MhcPreNormBackwardParams& params, int64_t token, int64_t column, const float (&pre)[STREAMS],
-                          Channels<COUNT>& own) {
+DEVICE void load_channels(const MhcPreNormBackwardParams& params, int64_t token, int64_t column,
+                          const float (&pre)[STREAMS], Channels<COUNT>& own) {
     load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, own.x);
     load_elements<COUNT>(params.dy + token * params.dy_token_stride + column, own.dy);
     complete(own, params.weight, column, pre);
 }
 
-// Rows too wide for shared memory, or that 16-byte accesses do not fit: they are read twice, and each channel's partial dweight
-// lies in memory that one thread alone touches.
+// Rows too wide for shared memory, or that 16-byte accesses do not fit: they are read twice, and each channel's partial
+// dweight lies in memory that one thread alone touches.
 template <int COUNT>
 DEVICE void backward_reread(const MhcPreNormBackwardParams& params, float (&dots)[WARPS], float (*sums)[STREAMS]) {
     const int64_t step = static_cast<int64_t>(blockDim.x) * COUNT;

@@ -13,7 +13,8 @@ const CHECK: Arguments = Arguments { operator: "mhc_mix" };
 pub const NUM_COLUMNS: usize = 2 * NUM_STREAMS + NUM_STREAMS * NUM_STREAMS;
 /// Most iterations, whose matrices the backward keeps.
 pub const MAX_ITERATIONS: usize = 48;
-/// Tokens of a block of the projection, and channels of a step: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel source.
+/// Tokens of a block of the projection, and channels of a step: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel
+/// source.
 const BLOCK_TOKENS: usize = 128;
 const STEP: usize = 64;
 /// Fewest steps of a part of the channels.
@@ -90,10 +91,16 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
 }
 
 /// Blocks of tokens and parts of the channels of the projection by tensor cores.
-fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
+pub(crate) fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, wanted) = (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
     let most = (NUM_STREAMS * hidden_size).div_ceil(STEP).div_ceil(FEWEST_STEPS);
     [tiles, (wanted / tiles.max(1)).clamp(1, most)]
+}
+
+/// Blocks of the projection, and parts of the channels.
+pub(crate) fn projection_blocks(device: &Device, num_tokens: usize, hidden_size: usize, wide: bool) -> [usize; 2] {
+    let [tiles, splits] = projection(device, num_tokens, hidden_size);
+    if wide { [tiles.saturating_mul(splits), splits] } else { [num_tokens.div_ceil(SCALAR_TOKENS), 1] }
 }
 
 /// Bytes of scratch memory that [`forward`] needs.
@@ -105,7 +112,8 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// Launches the forward; returns the kernels that ran. Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` bf16, rows contiguous;
-/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32: 4 columns of pre, 4 of post, 16 of comb by sources;
+/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32: 4 columns of pre, 4 of post, 16 of comb by
+///   sources;
 /// - `pre` and `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` (source, destination) f32;
 /// - `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for the backward;
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
@@ -118,13 +126,11 @@ pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
     let wide = signature.vectorised() && views["fn"].address.is_multiple_of(16);
-    let (name, [tiles, splits]) = match wide {
-        true => ("mhc_mix_project", projection(device, num_tokens, hidden_size)),
-        false => ("mhc_mix_project_scalar", [num_tokens.div_ceil(SCALAR_TOKENS), 1]),
-    };
+    let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, wide);
+    let name = if wide { "mhc_mix_project" } else { "mhc_mix_project_scalar" };
     let params = signature.params(&["streams", "fn"]).ptr("partials", workspace);
     let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
-    device.kernel(FILE, &[], name)?.launch_blocks("streams", tiles.saturating_mul(splits), &params)?;
+    device.kernel(FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
     let params = CHECK.params().ptr("partials", workspace);
     let params = ["scale", "base", "pre", "post", "comb", "mix", "rstd"]
         .into_iter()
@@ -135,6 +141,13 @@ pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&
     let kernel = device.kernel(FILE, &[], "mhc_mix_coefficients")?;
     kernel.launch_blocks("streams", num_tokens.div_ceil(COEFFICIENT_TOKENS), &params)?;
     Ok(vec![name, "mhc_mix_coefficients"])
+}
+
+/// Parts of the tokens, each of which has blocks of its own for all channels.
+pub(crate) fn parts_of_tokens(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
+    let columns = (NUM_STREAMS * hidden_size).div_ceil(2 * BACKWARD_THREADS);
+    let wanted = (4 * device.environment().processors as usize).div_ceil(columns);
+    wanted.clamp(1, num_tokens.div_ceil(FEWEST_TOKENS).max(1))
 }
 
 /// How the backward is spread over a device.
@@ -148,14 +161,13 @@ struct Spread {
 impl Spread {
     fn of(device: &Device, num_tokens: usize, hidden_size: usize) -> Self {
         let processors = device.environment().processors as usize;
-        let columns = (NUM_STREAMS * hidden_size).div_ceil(2 * BACKWARD_THREADS);
         // At least one block, so that no tokens give sums of zero.
         let blocks = num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, 2 * processors);
-        let most = num_tokens.div_ceil(FEWEST_TOKENS).max(1);
-        Self { blocks, splits: (4 * processors).div_ceil(columns).clamp(1, most) }
+        Self { blocks, splits: parts_of_tokens(device, num_tokens, hidden_size) }
     }
 
-    /// Floats of each token's numbers, of the parts of dbase and dscale, and of dfn. Each begins at a multiple of 16 bytes.
+    /// Floats of each token's numbers, of the parts of dbase and dscale, and of dfn. Each begins at a multiple of 16
+    /// bytes.
     fn floats(&self, num_tokens: usize, hidden_size: usize) -> [usize; 3] {
         let dfn = self.splits * NUM_COLUMNS * NUM_STREAMS * hidden_size;
         [num_tokens * NUMBERS, self.blocks * 2 * NUM_COLUMNS, dfn]
@@ -171,7 +183,8 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 ///
 /// - `streams`, `fn`, `scale`, `base`, `mix` and `rstd` as the forward read and saved them;
 /// - `dpre`, `dpost`, `dcomb` f32: the gradients of the forward's outputs;
-/// - `dstreams` like `streams`, rows contiguous: the gradient by way of these coefficients alone; `dfn`, `dscale` and `dbase` f32
+/// - `dstreams` like `streams`, rows contiguous: the gradient by way of these coefficients alone; `dfn`, `dscale` and
+///   `dbase` f32
 ///   like `fn`, `scale` and `base`;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
@@ -196,7 +209,7 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     let kernel = device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_coefficients")?;
     kernel.launch(LaunchConfig { shared_bytes, ..config }, &params)?;
 
-    let pairs = pairs(views, hidden_size);
+    let pairs = pairs(views, &["streams", "dstreams"], hidden_size);
     let (name, channels) =
         if pairs { ("mhc_mix_backward_streams_pairs", 2) } else { ("mhc_mix_backward_streams_scalar", 1) };
     let params = signature.params(&["streams", "fn"]).ptr("numbers", tokens);
@@ -210,13 +223,14 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     Ok(vec!["mhc_mix_backward_coefficients", name, "mhc_mix_backward_sums"])
 }
 
-/// Whether accesses of two neighbouring channels fit every row.
-fn pairs(views: &Views, hidden_size: usize) -> bool {
-    let even = |name: &str| {
-        let view = &views[name];
-        view.address.is_multiple_of(4) && view.strides[..2].iter().all(|stride| stride % 2 == 0)
+/// Whether accesses of two neighbouring channels fit every row of these tensors.
+pub(crate) fn pairs(views: &Views, names: &[&str], hidden_size: usize) -> bool {
+    let even = |name: &&str| {
+        let view = &views[*name];
+        let (_, outer) = view.strides.split_last().unwrap_or((&1, &[]));
+        view.address.is_multiple_of(4) && outer.iter().all(|stride| stride % 2 == 0)
     };
-    hidden_size.is_multiple_of(2) && even("streams") && even("dstreams")
+    hidden_size.is_multiple_of(2) && names.iter().all(even)
 }
 
 /// Adds up what the blocks left of dfn, dscale and dbase.

@@ -1,4 +1,5 @@
-//! `mhc_pre`: launcher of `kernels/cuda/mhc_pre.cu` and `mhc_pre_norm.cu` (inference 2.3 and 3, training 11.1 and 11.3).
+//! `mhc_pre`: launcher of `kernels/cuda/mhc_pre.cu` and `mhc_pre_norm.cu` (inference 2.3 and 3, training 11.1 and
+//! 11.3).
 
 use crate::arguments::{Arguments, FLOATS, Signature, element_types, modules_of_floats, read, saved, scratch, write};
 use crate::mhc_post::{NUM_STREAMS, threads};
@@ -71,12 +72,13 @@ fn vectorised(signature: &Signature<'_>, views: &Views) -> bool {
     signature.vectorised() && views.get("weight").is_none_or(|weight| weight.address.is_multiple_of(16))
 }
 
-/// Launches the forward, `h = sum over i of pre[i] streams[i]`, or with a `norm` `y = weight (h rstd)`; returns the kernel that
-/// ran. Its tensors:
+/// Launches the forward, `h = sum over i of pre[i] streams[i]`, or with a `norm` `y = weight (h rstd)`; returns the
+/// kernel that ran. Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, bf16 or f32, rows contiguous; `pre` `[num_tokens, 4]` f32;
 /// - without a norm `h` `[num_tokens, hidden_size]`, the type of `streams`, rows contiguous;
-/// - with one `y` of that type and shape, `weight` `[hidden_size]` f32, and `rstd` `[num_tokens]` f32, for the backward, which may
+/// - with one `y` of that type and shape, `weight` `[hidden_size]` f32, and `rstd` `[num_tokens]` f32, for the
+///   backward, which may
 ///   be absent; `hidden_size` is then at most [`MAX_NORMALISED`].
 ///
 /// # Errors

@@ -1,5 +1,5 @@
-//! The coefficients of the residual streams (inference 2.1 and 2.2, training 11.1). Of each token, with v its four streams one behind
-//! the other,
+//! The coefficients of the residual streams (inference 2.1 and 2.2, training 11.1). Of each token, with v its four
+//! streams one behind the other,
 //!
 //! ```text
 //! rstd = 1 / sqrt(mean(v^2) + norm_eps)       mix[q] = rstd (sum over e of fn[q,e] v[e])          q = 0 .. 23
@@ -8,10 +8,12 @@
 //! pre[i]    = sigmoid(z[i]) + hc_eps          post[j] = 2 sigmoid(z[4 + j])
 //! P         = softmax over j of z[8 + 4 i + j]                              i the source, j the destination
 //! comb      = M behind the last of 2 sinkhorn_iters - 1 passes, from M = P + hc_eps on:
-//!             M /= (sum over i of M) + hc_eps in the first, third, ... last one, M /= (sum over j of M) + hc_eps in the others
+//!             M /= (sum over i of M) + hc_eps in the first, third, ... last one,
+//!             M /= (sum over j of M) + hc_eps in the others
 //!
 //! dz    = dpre s (1 - s), 2 dpost s (1 - s) with s = sigmoid(z), and of comb's logits, from the last pass back,
-//!         dM = (dM' - sum of dM' M') / s over the same elements as the sum s + hc_eps that divided, and P (dP - sum over j of dP P)
+//!         dM = (dM' - sum of dM' M') / s, s being the sum and hc_eps that divided, over its elements,
+//!         and P (dP - sum over j of dP P)
 //! dbase = sum over tokens of dz               dscale[g] = sum over tokens and columns of group g of dz mix
 //! dmix  = dz scale                            dfn[q,e] = sum over tokens of (rstd dmix[q]) v[e]
 //! dv[e] = sum over q of fn[q,e] (rstd dmix[q]) - v[e] rstd^2 / (4 hidden_size) (sum over q of dmix[q] mix[q])
@@ -19,8 +21,9 @@
 //!
 //! # Rounding points
 //!
-//! All is fp32, the streams are stored in bf16. Products of v and fn are exact: tensor cores multiply v by three parts of fn, add 64
-//! channels from zero, truncating each 16 products, and fp32 adds those sums. Powers, quotients and the root are approximated.
+//! All is fp32, the streams are stored in bf16. Products of v and fn are exact: tensor cores multiply v by three parts
+//! of fn, add 64 channels from zero, truncating each 16 products, and fp32 adds those sums. Powers, quotients and the
+//! root are approximated.
 
 use candle_core::Tensor;
 
@@ -74,8 +77,8 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
     Ok(outputs.with("mix", mix).with("rstd", rstd.squeeze(1)?))
 }
 
-/// `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in f32, by the formulas of the module documentation. The inputs
-/// are those of [`forward`] and `dpre`, `dpost` and `dcomb`, of the shapes of its outputs.
+/// `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in f32, by the formulas of the module documentation.
+/// The inputs are those of [`forward`] and `dpre`, `dpost` and `dcomb`, of the shapes of its outputs.
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     check(inputs, numbers)?;
     if inputs.tensor("streams")?.dim(0)? == 0 {
@@ -312,7 +315,8 @@ mod tests {
                 (case(seed, num_tokens, hidden_size), Numbers { sinkhorn_iters, hc_eps, ..NUMBERS });
             let explicit = backward(&inputs, numbers, &mut Rounding::exact())?;
             let automatic = differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, numbers))?;
-            // Each of the passes, and each of the sums' terms, rounds once; no intermediate is larger than all numbers together.
+            // Each of the passes, and each of the sums' terms, rounds once; no intermediate is larger than all numbers
+            // together.
             let roundings = 2.0 * (64.0 * sinkhorn_iters as f64 + 8.0 * hidden_size as f64 + 64.0);
             for (name, gradient) in explicit.into_tensors() {
                 let size: f64 = 1.0 + values(&gradient)?.iter().map(|x| x.abs()).sum::<f64>();

@@ -162,8 +162,8 @@ impl Declared for MhcPost {
         laws.separate("hidden_size", "channels may be permuted");
     }
 
-    /// The second site of the file's layer, whose sublayer adds `mlp_add` to its input; the streams before it are computed from
-    /// what the file says of the first site, and rounded to f32.
+    /// The second site of the file's layer, whose sublayer adds `mlp_add` to its input; the streams before it are
+    /// computed from what the file says of the first site, and rounded to f32.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcPostCase>>, String> {
         let [post, comb] = coefficients(file, "attn")?;
         let y = sublayer(file, "mid.attn_in", "in.attn_add")?;

@@ -117,7 +117,8 @@ impl Declared for MhcPre {
         let eps = select(vec![1e-6f32, 1e-2, 1e-12]);
         (extents, Float::strategy(), norm, eps, Data::strategy(-12..=12))
             .prop_map(|([num_tokens, hidden_size], dtype, (norm, saves_rstd), eps, data)| {
-                // A norm of one channel has dh = w dy r eps r^2, which vanishes under the rounding of its two terms unless eps counts.
+                // A norm of one channel has dh = w dy r eps r^2, which vanishes under the rounding of its two terms
+                // unless eps counts.
                 let magnitude = if norm && hidden_size == 1 { f64::from(eps).sqrt() } else { data.magnitude };
                 let data = Data { magnitude, ..data };
                 MhcPreCase { num_tokens, hidden_size, dtype, norm, saves_rstd, eps, data }
@@ -240,8 +241,8 @@ impl Declared for MhcPre {
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), norm: bool, direction| {
             let case = MhcPreCase { norm, ..plain(num_tokens, hidden_size) };
             let name = format!("{num_tokens}x4x{hidden_size} bf16{}", if norm { " norm" } else { "" });
-            // Of each of the four streams' elements: a product and a sum, in the backward two products and a sum; the norm has
-            // four operations a channel, in the backward nine beside the mix of the streams.
+            // Of each of the four streams' elements: a product and a sum, in the backward two products and a sum; the
+            // norm has four operations a channel, in the backward nine beside the mix of the streams.
             let flops = match (direction, norm) {
                 (Forward, false) => 1.75,
                 (Forward, true) => 2.75,

@@ -21,6 +21,7 @@ use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
+use dsv4_parity::operators::mhc_head::MhcHead;
 use dsv4_parity::operators::mhc_mix::MhcMix;
 use dsv4_parity::operators::mhc_post::MhcPost;
 use dsv4_parity::operators::mhc_pre::MhcPre;
@@ -41,6 +42,8 @@ use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
 const MUTANTS: &[(&str, &str)] = &[
+    ("mhc_head_forward", "mhc_head_base_of_the_first_stream"),
+    ("mhc_head_backward", "mhc_head_direct_term_missing"),
     ("mhc_mix_forward", "mhc_mix_comb_transposed"),
     ("mhc_mix_backward", "mhc_mix_radial_term_missing"),
     ("mhc_pre_forward", "mhc_pre_stream_left_out"),
@@ -213,6 +216,8 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         let whole = json!({"num_rows": 261, "width": 256});
         timed(reduced::<QuantizeFp8>("forward", name, whole, json!({"num_rows": 1})))
     };
+    let mhc_head =
+        |group| timed(reduced::<MhcHead>(group, "4096x4x7168 bf16", tokens.clone(), json!({"num_tokens": 2})));
     let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
@@ -296,6 +301,8 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         timed(map),
         swiglu("forward"),
         swiglu("backward"),
+        mhc_head("forward"),
+        mhc_head("backward"),
         mhc_mix("forward"),
         mhc_mix("backward"),
         mhc_post("forward"),

@@ -1,16 +1,17 @@
-// The normalisation of mixing matrices of STREAMS x STREAMS numbers (inference 2.2, training 11.1): 16 lanes hold one, lane 4 i + j of
-// them element (source i, destination j), so that a warp holds two.
+// The normalisation of mixing matrices of STREAMS x STREAMS numbers (inference 2.2, training 11.1): 16 lanes hold one,
+// lane 4 i + j of them element (source i, destination j), so that a warp holds two.
 //
 //     P = softmax over j of the logits          M = P + eps
 //     pass 1, 3, 5, ...   M /= (sum over i of M) + eps        columns
 //     pass 2, 4, ...      M /= (sum over j of M) + eps        rows
 //
-// `iterations` iterations are 2 iterations - 1 passes: the first one begins with the softmax instead of rows, and the last pass is
-// one over columns. With M' = M / s the gradient of a pass is dM = (dM' - sum of dM' M') / s over the same elements as s, and
-// that of the softmax dlogit = P (dP - sum over j of dP P).
+// `iterations` iterations are 2 iterations - 1 passes: the first one begins with the softmax instead of rows, and the
+// last pass is one over columns. With M' = M / s the gradient of a pass is dM = (dM' - sum of dM' M') / s over the same
+// elements as s, and that of the softmax dlogit = P (dP - sum over j of dP P).
 #pragma once
 
 #include "math.h"
+#include "sigmoid.h"
 #include "streams.h"
 
 constexpr int MATRIX_LANES = STREAMS * STREAMS;
@@ -45,5 +46,3 @@ DEVICE float sinkhorn_gradient(float gradient, float m, float factor, int pass) 
     const float product = gradient * m;
     return factor * (gradient - (is_of_columns(pass) ? column_sum(product) : row_sum(product)));
 }
-
-DEVICE float sigmoid(float x) { return reciprocal_approx(1.0f + exp2_approx(-LOG2_E * x)); }

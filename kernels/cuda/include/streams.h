@@ -1,5 +1,5 @@
-// The residual streams of a token (inference 2): STREAMS rows of hidden_size elements, their mix in front of a sublayer, and sums
-// over a block's threads of the products that the gradients of their coefficients are made of.
+// The residual streams of a token (inference 2): STREAMS rows of hidden_size elements, their mix in front of a
+// sublayer, and sums over a block's threads of the products that the gradients of their coefficients are made of.
 #pragma once
 
 #include "elements.h"
@@ -20,9 +20,9 @@ DEVICE void load_coefficients(const float* source, float (&coefficients)[COUNT])
     for (int c = 0; c < COUNT; ++c) coefficients[c] = source[c];
 }
 
-// Of VALUES numbers of each thread the sums over the block, sum v in thread v: over the lanes of each warp, then over the warps
-// in their order, so that equal launches give equal bits. `partials` has a row for each warp; it is read until the block's next
-// barrier.
+// Of VALUES numbers of each thread the sums over the block, sum v in thread v: over the lanes of each warp, then over
+// the warps in their order, so that equal launches give equal bits. `partials` has a row for each warp; it is read
+// until the block's next barrier.
 template <int VALUES>
 DEVICE float block_sums(const float (&values)[VALUES], float (*partials)[VALUES]) {
     UNROLL

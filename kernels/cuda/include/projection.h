@@ -1,0 +1,239 @@
+// The projection of a token's residual streams, one behind the other, to COLUMNS numbers, and the sum of their squares
+// (inference 2.1 and 2.5). mhc_mix.cu says how it is computed and laid out.
+//
+// Of each part of the channels and each token PARTIAL_WIDTH<COLUMNS> floats are left: the products, the sum of squares,
+// nothing.
+#pragma once
+
+#include "math.h"
+#include "mma.h"
+#include "numeric.h"
+#include "streams.h"
+
+constexpr int PROJECTION_THREADS = 256;
+constexpr int WARP_TOKENS = 16;
+constexpr int BLOCK_TOKENS = PROJECTION_THREADS / WARP_SIZE * WARP_TOKENS;
+constexpr int PIECE = 8;  // channels of 16 bytes
+constexpr int BLOCK_PIECES = 8;  // of a row, in a step
+constexpr int PARTS = 3;  // bf16 numbers of a weight
+
+template <int COLUMNS>
+constexpr int TILES = (COLUMNS + 7) / 8;  // of eight columns, as the instructions take them
+template <int COLUMNS>
+constexpr int PARTIAL_WIDTH = (COLUMNS + 8) / 8 * 8;
+
+struct ProjectionParams {
+    const bf16* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_stream_stride;
+    const float* fn;  // [COLUMNS, STREAMS * hidden_size]
+    float* partials;  // [splits, num_tokens, PARTIAL_WIDTH]
+    int64_t num_tokens;
+    int32_t hidden_size;
+    int32_t splits;  // of the channels
+};
+PARAMS_LAYOUT(ProjectionParams, streams, streams_token_stride, streams_stream_stride, fn, partials, num_tokens,
+              hidden_size, splits)
+
+// The leading 8 bits of a number, as they stand in a bf16; a NaN stays one whatever bits it has.
+DEVICE float leading_part(float x) {
+    return __uint_as_float((__float_as_uint(x) & 0xffff0000u) | (is_nan(x) ? 0x00400000u : 0u));
+}
+
+// Two weights as PARTS words of two bf16 each, `low` in the low halves. What is not finite has no rest.
+DEVICE void split_pair(float low, float high, uint32_t (&words)[PARTS]) {
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+        const float low_part = leading_part(low), high_part = leading_part(high);
+        words[part] = __float_as_uint(low_part) >> 16 | __float_as_uint(high_part);
+        low = is_finite(low) ? low - low_part : 0.0f;
+        high = is_finite(high) ? high - high_part : 0.0f;
+    }
+}
+
+// Eight weights of one column: where this thread has a part in them, and what it has read.
+struct Weights {
+    float values[PIECE];
+};
+
+// Where the 16 bytes of a column's piece lie: rows of 128 bytes, of which odd ones have their halves exchanged, so that
+// the lanes of an access, four of each of two rows, meet in no bank.
+DEVICE int swizzled(int column, int piece) { return piece ^ (column & 1) << 2; }
+
+template <int COLUMNS>
+using WeightParts = Vec16[PARTS][8 * TILES<COLUMNS>][BLOCK_PIECES];
+
+template <int COLUMNS>
+DEVICE void load_weights(const ProjectionParams& params, int64_t step, Weights& weights) {
+    const int column = threadIdx.x / BLOCK_PIECES;
+    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size;
+    const int64_t channel = (step * BLOCK_PIECES + threadIdx.x % BLOCK_PIECES) * PIECE;
+    for (int e = 0; e < PIECE; ++e) weights.values[e] = 0.0f;
+    if (column < COLUMNS && channel < channels)
+        load_elements<PIECE>(params.fn + column * channels + channel, weights.values);
+}
+
+template <int COLUMNS>
+DEVICE void store_weights(const Weights& weights, WeightParts<COLUMNS>& parts) {
+    const int column = threadIdx.x / BLOCK_PIECES, piece = swizzled(column, threadIdx.x % BLOCK_PIECES);
+    if (column >= 8 * TILES<COLUMNS>) return;
+    Vec16 vectors[PARTS];
+    UNROLL
+    for (int pair = 0; pair < PIECE / 2; ++pair) {
+        uint32_t words[PARTS];
+        split_pair(weights.values[2 * pair], weights.values[2 * pair + 1], words);
+        UNROLL
+        for (int part = 0; part < PARTS; ++part) vectors[part].w[pair] = words[part];
+    }
+    for (int part = 0; part < PARTS; ++part) parts[part][column][piece] = vectors[part];
+}
+
+// What a lane reads of its two tokens in a step: piece t of the first half and of the second.
+struct Fragments {
+    Vec16 of[2][2];  // half, token
+};
+
+// Where a lane reads: its piece of the row of streams, as stream and piece of that.
+struct Cursor {
+    int64_t first_token;
+    int32_t stream, piece;
+};
+
+DEVICE void load_fragments(const ProjectionParams& params, Cursor cursor, Fragments& fragments) {
+    const int32_t pieces = params.hidden_size / PIECE;
+    for (int half = 0; half < 2; ++half, cursor.piece += BLOCK_PIECES / 2) {
+        for (; cursor.piece >= pieces; ++cursor.stream) cursor.piece -= pieces;
+        for (int row = 0; row < 2; ++row) {
+            const int64_t token = cursor.first_token + row * (WARP_TOKENS / 2);
+            fragments.of[half][row] = Vec16{};
+            if (token >= params.num_tokens || cursor.stream >= STREAMS) continue;
+            const bf16* const x = params.streams + token * params.streams_token_stride;
+            fragments.of[half][row] =
+                load_vec16_streaming(x + cursor.stream * params.streams_stream_stride + cursor.piece * PIECE);
+        }
+    }
+}
+
+// The parts of 16 tokens' sums that one step gives, from zero.
+template <int COLUMNS>
+struct Sums {
+    float products[TILES<COLUMNS>][4];  // C fragments (mma.h)
+    float squares[2];
+};
+
+template <int COLUMNS>
+DEVICE void add_step(const Fragments& fragments, const WeightParts<COLUMNS>& parts, Sums<COLUMNS>& sums) {
+    const int column = lane_id() / 4;
+    float products[TILES<COLUMNS>][4] = {};
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const Vec16 &low = fragments.of[half][0], &high = fragments.of[half][1];
+        UNROLL
+        for (int row = 0; row < 2; ++row) {
+            float x[PIECE];
+            unpack<bf16>(fragments.of[half][row], x);
+            for (int e = 0; e < PIECE; ++e) sums.squares[row] += x[e] * x[e];
+        }
+        UNROLL
+        for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
+            UNROLL
+            for (int part = 0; part < PARTS; ++part) {
+                const Vec16 b = parts[part][8 * tile + column][swizzled(column, 4 * half + lane_id() % 4)];
+                UNROLL
+                for (int k = 0; k < 4; k += 2)
+                    mma_bf16_16x8x16(products[tile], {low.w[k], high.w[k], low.w[k + 1], high.w[k + 1]}, b.w[k],
+                                     b.w[k + 1]);
+            }
+        }
+    }
+    UNROLL
+    for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
+        UNROLL
+        for (int c = 0; c < 4; ++c) sums.products[tile][c] += products[tile][c];
+    }
+}
+
+template <int COLUMNS>
+DEVICE void store_sums(const ProjectionParams& params, int64_t split, int64_t first_token, const Sums<COLUMNS>& sums) {
+    UNROLL
+    for (int row = 0; row < 2; ++row) {
+        float squares = sums.squares[row];
+        for (int distance = 1; distance < 4; distance *= 2) squares += __shfl_xor_sync(FULL_WARP, squares, distance);
+        const int64_t token = first_token + row * (WARP_TOKENS / 2);
+        if (token >= params.num_tokens) continue;
+        float* const to = params.partials + (split * params.num_tokens + token) * PARTIAL_WIDTH<COLUMNS>;
+        UNROLL
+        for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
+            const int column = 8 * tile + 2 * (lane_id() % 4);
+            if (column >= COLUMNS) continue;
+            store_pair(to + column, sums.products[tile][2 * row], sums.products[tile][2 * row + 1]);
+        }
+        if (lane_id() % 4 == 0) to[COLUMNS] = squares;
+    }
+}
+
+template <int COLUMNS>
+DEVICE void project(const ProjectionParams& params, WeightParts<COLUMNS> (&parts)[2]) {
+    const int64_t tile = blockIdx.x / params.splits, split = blockIdx.x % params.splits;
+    const int64_t steps = ceil_div(static_cast<int64_t>(STREAMS) * params.hidden_size, int64_t{PIECE * BLOCK_PIECES});
+    const int64_t begin = steps * split / params.splits, end = steps * (split + 1) / params.splits;
+    const int64_t first_token = tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS + lane_id() / 4;
+    const bool has_tokens = tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS < params.num_tokens;
+    const int32_t pieces = params.hidden_size / PIECE;
+    const int64_t piece = begin * BLOCK_PIECES + lane_id() % 4;
+    Cursor cursor{first_token, static_cast<int32_t>(piece / pieces), static_cast<int32_t>(piece % pieces)};
+    Sums<COLUMNS> sums = {};
+    Weights weights;
+    Fragments next;
+    load_weights<COLUMNS>(params, begin, weights);
+    load_fragments(params, cursor, next);
+    for (int64_t step = begin; step < end; ++step) {
+        WeightParts<COLUMNS>& own = parts[(step - begin) % 2];
+        store_weights<COLUMNS>(weights, own);
+        __syncthreads();
+        const Fragments fragments = next;
+        if (step + 1 < end) {
+            for (cursor.piece += BLOCK_PIECES; cursor.piece >= pieces; ++cursor.stream) cursor.piece -= pieces;
+            load_weights<COLUMNS>(params, step + 1, weights);
+            load_fragments(params, cursor, next);
+        }
+        if (has_tokens) add_step<COLUMNS>(fragments, own, sums);
+    }
+    if (has_tokens) store_sums<COLUMNS>(params, split, first_token, sums);
+}
+
+// Any width, stride and alignment: a warp a token, in plain fp32.
+template <int COLUMNS>
+DEVICE void project_scalar(const ProjectionParams& params) {
+    const int64_t token = static_cast<int64_t>(blockIdx.x) * (PROJECTION_THREADS / WARP_SIZE) + warp_id();
+    if (token >= params.num_tokens) return;
+    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size;
+    float products[COLUMNS] = {}, squares = 0.0f;
+    for (int stream = 0; stream < STREAMS; ++stream) {
+        const bf16* const x =
+            params.streams + token * params.streams_token_stride + stream * params.streams_stream_stride;
+        const float* const fn = params.fn + static_cast<int64_t>(stream) * params.hidden_size;
+        for (int64_t channel = lane_id(); channel < params.hidden_size; channel += WARP_SIZE) {
+            const float value = to_float(x[channel]);
+            squares += value * value;
+            UNROLL
+            for (int q = 0; q < COLUMNS; ++q) products[q] += fn[q * channels + channel] * value;
+        }
+    }
+    float* const to = params.partials + token * PARTIAL_WIDTH<COLUMNS>;
+    UNROLL
+    for (int q = 0; q < COLUMNS; ++q) {
+        const float sum = warp_sum(products[q]);
+        if (lane_id() == 0) to[q] = sum;
+    }
+    squares = warp_sum(squares);
+    if (lane_id() == 0) to[COLUMNS] = squares;
+}
+
+// A token's number at `place` of what is left of it, all parts of the channels added in their order.
+template <int COLUMNS>
+DEVICE float projected(const float* partials, int64_t num_tokens, int32_t splits, int64_t token, int place) {
+    float sum = 0.0f;
+    for (int64_t split = 0; split < splits; ++split)
+        sum += partials[(split * num_tokens + token) * PARTIAL_WIDTH<COLUMNS> + place];
+    return sum;
+}

@@ -1,0 +1,73 @@
+// The residual streams collapsed to one in front of the final norm (inference 2.5). With v the STREAMS streams X of a
+// token one behind the other,
+//
+//     rstd = 1 / sqrt(mean(v^2) + norm_eps)          mix[i] = rstd (sum over e of fn[i,e] v[e])
+//     w[i] = sigmoid(mix[i] scale + base[i]) + hc_eps            out = sum over i of w[i] X[i]
+//
+// The weights keep all bits of fp32, as those of mhc_mix do, whose projection (projection.h) this is with four columns.
+// fp32 up to the store of out, which is rounded once, streams in their order.
+//
+// w is known once a whole token is read, so that X is read twice, the second time by mhc_head_mix: a block of it is a
+// piece of a token as in mhc_pre, and each of its threads makes w of the token's five sums, which all of them read from
+// the cache. The one of the first piece saves mix and rstd for the backward.
+//
+// Floor for a bf16 token of d channels: 10 d bytes, with the second reading 18 d; 32768 tokens of 7168 channels 997 us
+// at 4.24 TB/s. Up to some 400 tokens of them stay in the second-level cache between the readings. Expected to be
+// limited by memory. Not measured yet.
+//
+// Launch: mhc_head_project token_tiles * splits blocks; mhc_head_project_scalar a warp a token, splits 1;
+// mhc_head_mix_* num_tokens * chunks blocks of any multiple of 32 threads that cover a row.
+#include "projection.h"
+#include "sigmoid.h"
+
+constexpr int MIX_THREADS = 128;
+
+struct MhcHeadMixParams {
+    const bf16* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_stream_stride;
+    const float* partials;  // of the projection
+    const float* scale;  // [1]
+    const float* base;  // [STREAMS]
+    bf16* out; int64_t out_token_stride;  // [num_tokens, hidden_size]
+    float* mix;  // [num_tokens, STREAMS]
+    float* rstd;  // [num_tokens]
+    int64_t num_tokens;
+    int32_t hidden_size;
+    int32_t splits;
+    int32_t chunks;  // blocks of a token
+    float norm_eps;
+    float hc_eps;
+};
+PARAMS_LAYOUT(MhcHeadMixParams, streams, streams_token_stride, streams_stream_stride, partials, scale, base, out,
+              out_token_stride, mix, rstd, num_tokens, hidden_size, splits, chunks, norm_eps, hc_eps)
+
+KERNEL(mhc_head_project, ProjectionParams, PROJECTION_THREADS) {
+    __shared__ WeightParts<STREAMS> parts[2];
+    project<STREAMS>(params, parts);
+}
+KERNEL(mhc_head_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<STREAMS>(params); }
+
+template <int COUNT>
+DEVICE void mhc_head_mix(const MhcHeadMixParams& params) {
+    const uint32_t chunks = static_cast<uint32_t>(params.chunks), chunk = blockIdx.x % chunks;
+    const int64_t token = blockIdx.x / chunks;
+    const int64_t column = (static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x) * COUNT;
+    if (column >= params.hidden_size) return;
+    float x[STREAMS][COUNT], w[STREAMS], out[COUNT];
+    load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
+    const float squares = projected<STREAMS>(params.partials, params.num_tokens, params.splits, token, STREAMS);
+    const float rstd = rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
+    const bool saves = chunk == 0 && threadIdx.x == 0;
+    UNROLL
+    for (int i = 0; i < STREAMS; ++i) {
+        const float mix = rstd * projected<STREAMS>(params.partials, params.num_tokens, params.splits, token, i);
+        w[i] = sigmoid(mix * params.scale[0] + params.base[i]) + params.hc_eps;
+        if (saves) params.mix[token * STREAMS + i] = mix;
+    }
+    if (saves) params.rstd[token] = rstd;
+    mix_streams(x, w, out);
+    store_elements(params.out + token * params.out_token_stride + column, out);
+}
+
+KERNEL(mhc_head_mix_vector, MhcHeadMixParams, MIX_THREADS) { mhc_head_mix<Element<bf16>::per_vec16>(params); }
+KERNEL(mhc_head_mix_scalar, MhcHeadMixParams, MIX_THREADS) { mhc_head_mix<1>(params); }

@@ -1,0 +1,170 @@
+// The gradients of the collapse of the residual streams (inference 2.5, training 11.1). With X the STREAMS streams of a
+// token, v the same one behind the other, mix and rstd as the forward saved them, s = sigmoid(mix scale + base) and w =
+// s + hc_eps,
+//
+//     dw[i] = sum over the channels of X[i] dout        dz = dw s (1 - s)        dbase = sum over tokens of dz
+//     dmix = dz scale                                   dscale = sum over tokens and i of dz mix
+//     dfn[i,e] = sum over tokens of (rstd dmix[i]) v[e]
+//     dX[i] = w[i] dout + sum over q of fn[q,e] (rstd dmix[q])
+//             - v[e] rstd^2 / (STREAMS hidden_size) (sum over q of dmix[q] mix[q])
+//
+// 1 - s is computed as sigmoid(-z). mhc_head_backward_coefficients takes a block a token, makes dw of all its channels
+// and leaves 12 numbers: rstd dmix, the factor of v, w; and dz and dz mix. dmix stands behind a sum over the whole
+// token, so that mhc_head_backward_streams reads X and dout again: it is that of mhc_mix (projection_backward.h) with
+// one more term. mhc_head_backward_sums adds what its blocks left of dfn, mhc_head_backward_parameters dz and dz mix,
+// all in a fixed order.
+//
+// Floor for a bf16 token of d channels: 18 d bytes, with the second reading 28 d, and 96 d FLOPs; 32768 tokens of 7168
+// channels 1551 us at 4.24 TB/s. Expected to be limited by memory. Not measured yet.
+//
+// Launch: coefficients num_tokens blocks of any multiple of 32 threads; streams as mhc_mix's; sums ceil(numbers /
+// THREADS) blocks; parameters one block.
+#include "projection_backward.h"
+#include "sigmoid.h"
+
+constexpr int THREADS = 128;
+constexpr int COEFFICIENT_THREADS = 256;
+constexpr int PARAMETER_THREADS = 1024;
+constexpr int NUMBERS = 3 * STREAMS;  // of a token: rstd dmix; the factor of v, nothing; w
+constexpr int PRODUCTS = 2 * STREAMS;  // of a token: dz, dz mix
+constexpr int GROUPS = PARAMETER_THREADS / PRODUCTS;
+
+struct MhcHeadBackwardCoefficientsParams {
+    const bf16* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_stream_stride;
+    const bf16* dout; int64_t dout_token_stride;  // [num_tokens, hidden_size]
+    const float* mix;  // [num_tokens, STREAMS]
+    const float* rstd;  // [num_tokens]
+    const float* scale;  // [1]
+    const float* base;  // [STREAMS]
+    float* numbers;  // [num_tokens, NUMBERS]
+    float* products;  // [num_tokens, PRODUCTS]
+    int32_t hidden_size;
+    float hc_eps;
+};
+PARAMS_LAYOUT(MhcHeadBackwardCoefficientsParams, streams, streams_token_stride, streams_stream_stride, dout,
+              dout_token_stride, mix, rstd, scale, base, numbers, products, hidden_size, hc_eps)
+
+struct MhcHeadBackwardStreamsParams {
+    const bf16* streams; int64_t streams_token_stride; int64_t streams_stream_stride;
+    const bf16* dout; int64_t dout_token_stride;
+    const float* fn;  // [STREAMS, STREAMS * hidden_size]
+    const float* numbers;
+    bf16* dstreams; int64_t dstreams_token_stride; int64_t dstreams_stream_stride;
+    float* dfn_partials;  // [splits, STREAMS, STREAMS * hidden_size]
+    int64_t num_tokens;
+    int32_t hidden_size;
+    int32_t splits;
+};
+PARAMS_LAYOUT(MhcHeadBackwardStreamsParams, streams, streams_token_stride, streams_stream_stride, dout,
+              dout_token_stride, fn, numbers, dstreams, dstreams_token_stride, dstreams_stream_stride, dfn_partials,
+              num_tokens, hidden_size, splits)
+
+struct MhcHeadBackwardSumsParams {
+    const float* dfn_partials; float* dfn;
+    int64_t numbers;  // of dfn
+    int32_t splits;
+};
+PARAMS_LAYOUT(MhcHeadBackwardSumsParams, dfn_partials, dfn, numbers, splits)
+
+struct MhcHeadBackwardParametersParams {
+    const float* products; float* dscale; float* dbase;
+    int64_t num_tokens;
+};
+PARAMS_LAYOUT(MhcHeadBackwardParametersParams, products, dscale, dbase, num_tokens)
+
+template <int COUNT>
+DEVICE void mhc_head_backward_coefficients(const MhcHeadBackwardCoefficientsParams& params,
+                                           float (*partials)[STREAMS]) {
+    const int64_t token = blockIdx.x;
+    float sums[STREAMS] = {};
+    for (int64_t column = threadIdx.x * COUNT; column < params.hidden_size; column += blockDim.x * COUNT) {
+        float x[STREAMS][COUNT], dout[COUNT];
+        load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
+        load_elements<COUNT>(params.dout + token * params.dout_token_stride + column, dout);
+        UNROLL
+        for (int i = 0; i < STREAMS; ++i) {
+            UNROLL
+            for (int e = 0; e < COUNT; ++e) sums[i] += x[i][e] * dout[e];
+        }
+    }
+    const float dw = block_sums(sums, partials);
+    if (warp_id() != 0) return;
+    // Lanes beyond the streams repeat the fourth one's part, so that all take part in the shuffles.
+    const int stream = minimum(lane_id(), STREAMS - 1);
+    const float own = __shfl_sync(FULL_WARP, dw, stream), mix = params.mix[token * STREAMS + stream];
+    const float z = mix * params.scale[0] + params.base[stream], rstd = params.rstd[token];
+    const float dz = own * (sigmoid(z) * sigmoid(-z)), dmix = dz * params.scale[0];
+    float radial = lane_id() < STREAMS ? dmix * mix : 0.0f;
+    radial += __shfl_xor_sync(FULL_WARP, radial, 1);
+    radial += __shfl_xor_sync(FULL_WARP, radial, 2);
+    if (lane_id() >= STREAMS) return;
+    float* const numbers = params.numbers + token * NUMBERS;
+    const float channels = static_cast<float>(STREAMS) * params.hidden_size;
+    numbers[stream] = rstd * dmix;
+    numbers[STREAMS + stream] = stream == 0 ? rstd * (rstd * (radial / channels)) : 0.0f;
+    numbers[2 * STREAMS + stream] = sigmoid(z) + params.hc_eps;
+    params.products[token * PRODUCTS + stream] = dz;
+    params.products[token * PRODUCTS + STREAMS + stream] = dz * mix;
+}
+
+KERNEL(mhc_head_backward_coefficients_vector, MhcHeadBackwardCoefficientsParams, COEFFICIENT_THREADS) {
+    __shared__ float partials[COEFFICIENT_THREADS / WARP_SIZE][STREAMS];
+    mhc_head_backward_coefficients<Element<bf16>::per_vec16>(params, partials);
+}
+KERNEL(mhc_head_backward_coefficients_scalar, MhcHeadBackwardCoefficientsParams, COEFFICIENT_THREADS) {
+    __shared__ float partials[COEFFICIENT_THREADS / WARP_SIZE][STREAMS];
+    mhc_head_backward_coefficients<1>(params, partials);
+}
+
+template <int CHANNELS>
+DEVICE void load_other(const MhcHeadBackwardStreamsParams& params, const Owned<STREAMS, CHANNELS>& own, int64_t token,
+                       float (&dout)[CHANNELS]) {
+    load_elements<CHANNELS>(params.dout + token * params.dout_token_stride + own.within, dout);
+}
+
+// w dout of the stream that the thread's channels belong to.
+template <int CHANNELS>
+DEVICE void add_other(const MhcHeadBackwardStreamsParams&, const Owned<STREAMS, CHANNELS>& own, const Vec16* numbers,
+                      const float (&dout)[CHANNELS], float (&dv)[CHANNELS]) {
+    float w[STREAMS];
+    unpack<float>(numbers[2], w);
+    const float weight = own.stream < 2 ? (own.stream == 0 ? w[0] : w[1]) : (own.stream == 2 ? w[2] : w[3]);
+    UNROLL
+    for (int c = 0; c < CHANNELS; ++c) dv[c] += weight * dout[c];
+}
+
+KERNEL(mhc_head_backward_streams_pairs, MhcHeadBackwardStreamsParams, STREAMS_THREADS) {
+    __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
+    backward_streams<STREAMS, 2>(params, staged);
+}
+KERNEL(mhc_head_backward_streams_scalar, MhcHeadBackwardStreamsParams, STREAMS_THREADS) {
+    __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
+    backward_streams<STREAMS, 1>(params, staged);
+}
+
+KERNEL(mhc_head_backward_sums, MhcHeadBackwardSumsParams, THREADS) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    if (at >= params.numbers) return;
+    float sum = 0.0f;
+    for (int64_t split = 0; split < params.splits; ++split) sum += params.dfn_partials[split * params.numbers + at];
+    params.dfn[at] = sum;
+}
+
+// GROUPS strided sums of each of the PRODUCTS columns, then those one after the other.
+KERNEL(mhc_head_backward_parameters, MhcHeadBackwardParametersParams, PARAMETER_THREADS) {
+    __shared__ float sums[GROUPS][PRODUCTS];
+    const int column = threadIdx.x % PRODUCTS, group = threadIdx.x / PRODUCTS;
+    float sum = 0.0f;
+    for (int64_t token = group; token < params.num_tokens; token += GROUPS)
+        sum += params.products[token * PRODUCTS + column];
+    sums[group][column] = sum;
+    __syncthreads();
+    if (threadIdx.x >= WARP_SIZE) return;
+    sum = 0.0f;
+    for (int row = 0; row < GROUPS && threadIdx.x < PRODUCTS; ++row) sum += sums[row][column];
+    if (threadIdx.x < STREAMS) params.dbase[threadIdx.x] = sum;
+    // dz mix of all streams.
+    const float first = sum + __shfl_xor_sync(FULL_WARP, sum, 1), all = first + __shfl_xor_sync(FULL_WARP, first, 2);
+    if (threadIdx.x == STREAMS) params.dscale[0] = all;
+}
