@@ -16,6 +16,7 @@ pub mod kv_cache;
 pub mod kv_cache_write;
 pub mod quantize_fp8;
 pub mod quantize_mxfp4;
+pub mod quantize_nvfp4;
 pub mod rms_norm;
 pub mod rope;
 pub mod runtime;

@@ -20,6 +20,7 @@ use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::quantize_mxfp4::QuantizeMxfp4;
+use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
@@ -32,7 +33,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 22] = [
+const MUTANTS: [(&str, &str); 23] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -48,6 +49,7 @@ const MUTANTS: [(&str, &str); 22] = [
     ("swiglu_quantize_backward", "swiglu_quantize_gradient_through_the_clamp"),
     ("quantize_fp8_forward", "fp8_scale_without_its_ceiling"),
     ("quantize_mxfp4_forward", "mxfp4_scale_without_its_ceiling"),
+    ("quantize_nvfp4_forward", "nvfp4_global_scale_missing"),
     ("hadamard_forward", "hadamard_normalised_twice"),
     ("topk_forward", "topk_columns_beyond_256"),
     ("indexer_loss_forward", "loss_normalisation_term_missing"),
@@ -177,6 +179,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     };
     let fp8 = |name| timed(reduced::<QuantizeFp8>("forward", name, rows().0, rows().1));
     let mxfp4 = |name| timed(reduced::<QuantizeMxfp4>("forward", name, rows().0, rows().1));
+    let nvfp4 = |name| timed(reduced::<QuantizeNvfp4>("forward", name, rows().0, rows().1));
     let squares = |name| {
         let whole = json!({"num_rows": 261, "width": 256});
         timed(reduced::<QuantizeFp8>("forward", name, whole, json!({"num_rows": 1})))
@@ -254,6 +257,8 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         squares("dequantize 32768x4096 128x128 e8m0 plain"),
         mxfp4("quantize 32768x4096 plain"),
         mxfp4("dequantize 32768x4096 plain"),
+        nvfp4("quantize 32768x4096 plain"),
+        nvfp4("dequantize 32768x4096 plain"),
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         query("4096x64x128 to e2m1"),

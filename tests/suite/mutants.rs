@@ -16,13 +16,13 @@ use crate::support::fixtures;
 const SCHEDULES: u32 = 4;
 
 /// Catalogue entries that must be planted: those of the catalogue's own proposal that concern these operators.
-const REQUIRED: [&str; 70] = [
+const REQUIRED: [&str; 71] = [
     "FM-01", "FM-02", "FM-03", "FM-04", "FM-05", "FM-06", "FM-07", "FM-08", "FM-09", "FM-10", "FM-11", "FM-12",
     "FM-13", "FM-14", "FM-15", "FM-16", "FM-17", "FM-18", "FM-19", "FM-20", "FM-22", "FM-23", "FM-29", "FM-30",
     "FM-32", "FM-33", "FM-34", "FM-37", "FM-38", "FM-39", "FM-40", "FM-41", "FM-42", "FM-43", "FM-44", "FM-45",
     "FM-46", "FM-47", "FM-52", "FM-53", "FM-54", "FM-58", "FM-63", "FM-66", "FM-68", "FM-70", "FM-71", "FM-75",
     "FM-78", "FM-80", "FM-81", "FM-83", "FM-87", "FM-88", "FM-89", "FM-90", "FM-91", "FM-95", "FM-96", "FM-97",
-    "FM-106", "FM-108", "FM-109", "FM-111", "FM-112", "FM-113", "FM-114", "FM-115", "FM-117", "FM-118",
+    "FM-106", "FM-108", "FM-109", "FM-111", "FM-112", "FM-113", "FM-114", "FM-115", "FM-116", "FM-117", "FM-118",
 ];
 
 fn all() -> &'static [Mutant] {
