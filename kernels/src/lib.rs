@@ -26,6 +26,7 @@ pub mod mhc_pre;
 pub mod moe_map;
 pub mod quantize_fp8;
 pub mod quantize_mxfp4;
+pub mod quantize_nvfp4;
 pub mod rms_norm;
 pub mod rope;
 pub mod router;

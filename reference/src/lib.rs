@@ -48,6 +48,7 @@ pub mod products;
 pub mod quantise;
 pub mod quantize_fp8;
 pub mod quantize_mxfp4;
+pub mod quantize_nvfp4;
 pub mod ranking;
 pub mod rms_norm;
 pub mod rope;

@@ -24,6 +24,7 @@ pub mod moe_map;
 mod paged;
 pub mod quantize_fp8;
 pub mod quantize_mxfp4;
+pub mod quantize_nvfp4;
 pub mod ranking;
 pub mod rms_norm;
 pub mod rope;

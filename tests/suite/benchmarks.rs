@@ -28,6 +28,7 @@ use dsv4_parity::operators::mhc_pre::MhcPre;
 use dsv4_parity::operators::moe_map::MoeMap;
 use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::quantize_mxfp4::QuantizeMxfp4;
+use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
@@ -70,6 +71,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("swiglu_quantize_backward", "swiglu_quantize_gradient_through_the_clamp"),
     ("quantize_fp8_forward", "fp8_scale_without_its_ceiling"),
     ("quantize_mxfp4_forward", "mxfp4_scale_without_its_ceiling"),
+    ("quantize_nvfp4_forward", "nvfp4_global_scale_missing"),
     ("hadamard_forward", "hadamard_normalised_twice"),
     ("topk_forward", "topk_columns_beyond_256"),
     ("indexer_loss_forward", "loss_normalisation_term_missing"),
@@ -212,6 +214,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     };
     let fp8 = |name| timed(reduced::<QuantizeFp8>("forward", name, rows().0, rows().1));
     let mxfp4 = |name| timed(reduced::<QuantizeMxfp4>("forward", name, rows().0, rows().1));
+    let nvfp4 = |name| timed(reduced::<QuantizeNvfp4>("forward", name, rows().0, rows().1));
     let squares = |name| {
         let whole = json!({"num_rows": 261, "width": 256});
         timed(reduced::<QuantizeFp8>("forward", name, whole, json!({"num_rows": 1})))
@@ -321,6 +324,8 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         squares("dequantize 32768x4096 128x128 e8m0 plain"),
         mxfp4("quantize 32768x4096 plain"),
         mxfp4("dequantize 32768x4096 plain"),
+        nvfp4("quantize 32768x4096 plain"),
+        nvfp4("dequantize 32768x4096 plain"),
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         query("4096x64x128 to e2m1"),

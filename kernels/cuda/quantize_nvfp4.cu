@@ -1,0 +1,167 @@
+// Rows as e2m1 codes with scales of two levels, and back (inference 5.3, 5.6, 5.7). With s2 of the tensor, and of
+// each group of 16 neighbours in a row its largest magnitude amax,
+//
+//     s2    = max(amax of the tensor / 2688, 2^-126)    1 where all numbers are 0, NaN where one is not finite
+//     sb    = e4m3(fp32(fp32(amax / 6) / s2))           nearest even, 448 at most
+//     code  = e2m1(fp32(x / fp32(sb * s2)))             nearest even; 0 where sb * s2 is; two a byte, low first
+//     y     = fp32(value(code) * sb * s2)               rounded once more to bf16; the first product is exact
+//
+// The last group of a row may be smaller. A group with a NaN or an infinity has sb = NaN (0x7f) and the codes 7: it
+// decodes to NaN. Scales lie as scale_layout.h says, and what pads them is 0.
+//
+// A lane takes 16 elements (groups.h), which are a group, and stores their codes in one access of 8 bytes. s2 is
+// found by two kernels: the largest of what each block of a grid that fills the machine goes over, and the largest of
+// these.
+//
+// Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 82 us for 32768 x 4096;
+// for s2 the elements are read once more, 64 us. Quantising is expected to be limited by instructions: about 30 an
+// element, for a division that is rounded once and seven ties to compare with, where there is time for 17. Not
+// measured yet.
+//
+// Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks; of the
+// largest at most AMAX_BLOCKS, and one for all of them.
+#include "groups.h"
+#include "math.h"
+
+constexpr int GROUP = 16;
+constexpr uint8_t E4M3_NAN = 0x7f;
+static_assert(GROUP == SPAN, "a lane takes a group");
+
+struct Nvfp4AmaxParams {
+    const ELEMENT* x; int64_t x_row_stride;  // [num_rows, width]; strides in elements
+    uint32_t* workspace;                     // [gridDim.x]: bits of magnitudes
+    int64_t num_rows;
+    int32_t width, row_warps;
+};
+PARAMS_LAYOUT(Nvfp4AmaxParams, x, x_row_stride, workspace, num_rows, width, row_warps)
+
+struct Nvfp4GlobalScaleParams {
+    const uint32_t* workspace;  // [num_blocks]
+    float* global_scale;        // [1]
+    int32_t num_blocks;
+};
+PARAMS_LAYOUT(Nvfp4GlobalScaleParams, workspace, global_scale, num_blocks)
+
+struct QuantizeNvfp4Params {
+    const ELEMENT* x; int64_t x_row_stride;      // [num_rows, width]
+    uint8_t* codes; int64_t codes_row_stride;    // [num_rows, width / 2]
+    const float* global_scale;                   // [1]
+    uint8_t* scales;                             // scale_layout.h
+    int64_t num_rows, padded_rows;
+    int32_t width, row_warps, num_groups, padded_groups, scale_layout;
+};
+PARAMS_LAYOUT(QuantizeNvfp4Params, x, x_row_stride, codes, codes_row_stride, global_scale, scales, num_rows,
+              padded_rows, width, row_warps, num_groups, padded_groups, scale_layout)
+
+struct DequantizeNvfp4Params {
+    const uint8_t* codes; int64_t codes_row_stride;  // [num_rows, width / 2]
+    ELEMENT* y; int64_t y_row_stride;                // [num_rows, width]
+    const float* global_scale;                       // [1]
+    const uint8_t* scales;                           // scale_layout.h
+    int64_t num_rows, padded_rows;
+    int32_t width, row_warps, num_groups, padded_groups, scale_layout;
+};
+PARAMS_LAYOUT(DequantizeNvfp4Params, codes, codes_row_stride, y, y_row_stride, global_scale, scales, num_rows,
+              padded_rows, width, row_warps, num_groups, padded_groups, scale_layout)
+
+// ---------------------------------------------------------------- the scale of the tensor
+
+// The largest of what the threads of a block have, in its first thread.
+DEVICE uint32_t largest_of_block(uint32_t magnitude) {
+    __shared__ uint32_t of_warp[WARPS];
+    magnitude = __reduce_max_sync(FULL_WARP, magnitude);
+    if (lane_id() == 0) of_warp[warp_id()] = magnitude;
+    __syncthreads();
+    UNROLL
+    for (int warp = 0; warp < WARPS; ++warp) magnitude = maximum(magnitude, of_warp[warp]);
+    return magnitude;
+}
+
+template <bool WIDE>
+DEVICE void find_amax(const Nvfp4AmaxParams& params) {
+    const int64_t warps = params.num_rows * params.row_warps, step = static_cast<int64_t>(gridDim.x) * WARPS;
+    uint32_t magnitude = 0;
+    for (int64_t warp = static_cast<int64_t>(blockIdx.x) * WARPS + warp_id(); warp < warps; warp += step) {
+        const int64_t row = static_cast<uint32_t>(warp) / static_cast<uint32_t>(params.row_warps);
+        const int32_t in_row = static_cast<int32_t>(warp - row * params.row_warps);
+        const int32_t column = (in_row * static_cast<int32_t>(WARP_SIZE) + lane_id()) * SPAN;
+        const int32_t count = minimum(maximum(params.width - column, 0), SPAN);
+        float x[SPAN] = {};
+        if (count > 0) load_span<WIDE>(params.x + row * params.x_row_stride + column, count, x);
+        magnitude = maximum(magnitude, largest_magnitude(x));
+    }
+    magnitude = largest_of_block(magnitude);
+    if (threadIdx.x == 0) params.workspace[blockIdx.x] = magnitude;
+}
+
+DEVICE float global_scale_of(float amax) {
+    if (!is_finite(amax)) return NAN_F32;
+    return amax == 0.0f ? 1.0f : maximum_f32(__fdiv_rn(amax, 6.0f * 448.0f), 0x1p-126f);
+}
+
+KERNEL(nvfp4_global_scale, Nvfp4GlobalScaleParams, THREADS) {
+    uint32_t magnitude = 0;
+    for (int32_t block = static_cast<int32_t>(threadIdx.x); block < params.num_blocks; block += THREADS)
+        magnitude = maximum(magnitude, params.workspace[block]);
+    magnitude = largest_of_block(magnitude);
+    if (threadIdx.x == 0) params.global_scale[0] = global_scale_of(__uint_as_float(magnitude));
+}
+
+// ---------------------------------------------------------------- codes
+
+// The scale of a group with this largest magnitude, as a code of e4m3.
+DEVICE uint8_t block_scale(float amax, float global_scale) {
+    if (!is_finite(amax)) return E4M3_NAN;
+    return to_e4m3(__fdiv_rn(__fdiv_rn(amax, 6.0f), global_scale)).bits;
+}
+
+// The codes of a group with this scale, eight in a word.
+DEVICE void codes_of(const float (&x)[SPAN], uint8_t scale, float global_scale, uint32_t (&codes)[SPAN / 8]) {
+    const float divisor = __fmul_rn(to_float(fp8_e4m3{scale}), global_scale);
+    codes[0] = codes[1] = 0;
+    if (divisor == 0.0f) return;
+    UNROLL
+    for (int i = 0; i < SPAN; ++i)
+        codes[i / 8] |= static_cast<uint32_t>(to_e2m1(__fdiv_rn(x[i], divisor))) << 4 * (i % 8);
+}
+
+template <bool WIDE>
+DEVICE void quantize(const QuantizeNvfp4Params& params) {
+    const Span span = span_of(params);
+    if (span.row >= params.padded_rows) return;
+    float x[SPAN] = {};
+    if (span.count > 0) load_span<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, x);
+    const float global_scale = params.global_scale[0];
+    const uint8_t scale = block_scale(__uint_as_float(largest_magnitude(x)), global_scale);
+    if (span.count > 0) {
+        uint32_t codes[SPAN / 8];
+        codes_of(x, scale, global_scale, codes);
+        store_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column / 2, codes, span.count / 2);
+    }
+    const int32_t group = span.column / GROUP;
+    if (group < params.padded_groups) params.scales[scale_place(params, span.row, group)] = span.count > 0 ? scale : 0;
+}
+
+template <bool WIDE>
+DEVICE void dequantize(const DequantizeNvfp4Params& params) {
+    const Span span = span_of(params);
+    if (span.count == 0) return;
+    uint32_t codes[SPAN / 8];
+    load_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column / 2, codes, span.count / 2);
+    const uint8_t stored = params.scales[scale_place(params, span.row, span.column / GROUP)];
+    const float scale = to_float(fp8_e4m3{stored}), global_scale = params.global_scale[0];
+    float y[SPAN];
+    UNROLL
+    for (int i = 0; i < SPAN; ++i) {
+        const float value = e2m1_to_float(static_cast<uint8_t>(codes[i / 8] >> 4 * (i % 8) & 15u));
+        y[i] = __fmul_rn(__fmul_rn(value, scale), global_scale);
+    }
+    store_span<WIDE>(params.y + span.row * params.y_row_stride + span.column, span.count, y);
+}
+
+KERNEL(nvfp4_amax_vector, Nvfp4AmaxParams, THREADS) { find_amax<true>(params); }
+KERNEL(nvfp4_amax_scalar, Nvfp4AmaxParams, THREADS) { find_amax<false>(params); }
+KERNEL(quantize_nvfp4_vector, QuantizeNvfp4Params, THREADS) { quantize<true>(params); }
+KERNEL(quantize_nvfp4_scalar, QuantizeNvfp4Params, THREADS) { quantize<false>(params); }
+KERNEL(dequantize_nvfp4_vector, DequantizeNvfp4Params, THREADS) { dequantize<true>(params); }
+KERNEL(dequantize_nvfp4_scalar, DequantizeNvfp4Params, THREADS) { dequantize<false>(params); }
