@@ -6,6 +6,7 @@
 mod arguments;
 pub mod attention_combine;
 pub mod decode_attention;
+pub mod embed_streams;
 pub mod hadamard;
 pub mod implementation;
 pub mod indexer_backward;
@@ -14,7 +15,9 @@ pub mod indexer_loss;
 pub mod indexer_query;
 pub mod kv_cache;
 pub mod kv_cache_write;
+pub mod moe_expand;
 pub mod moe_map;
+pub mod moe_reduce;
 pub mod rms_norm;
 pub mod rope;
 pub mod router;

@@ -24,6 +24,7 @@
 
 pub mod attention_combine;
 pub mod decode_attention;
+pub mod embed_streams;
 pub mod error;
 pub mod format;
 pub mod hadamard;
@@ -34,7 +35,9 @@ pub mod indexer_loss;
 pub mod indexer_query;
 pub mod kv_cache;
 pub mod kv_cache_write;
+pub mod moe_expand;
 pub mod moe_map;
+pub mod moe_reduce;
 pub mod named;
 pub mod precision;
 pub mod products;

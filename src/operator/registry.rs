@@ -8,6 +8,7 @@ use crate::operators;
 /// The operators, in the order of the specification.
 #[rustfmt::skip]
 pub static OPERATORS: &[&dyn Operator] = &[
+    &Op::<operators::embed_streams::EmbedStreams>::new(),
     &Op::<operators::rms_norm::RmsNorm>::new(),
     &Op::<operators::rope::Rope>::new(),
     &Op::<operators::sparse_attention::SparseAttention>::new(),
@@ -18,6 +19,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::score_recompute::ScoreRecompute>::new(),
     &Op::<operators::router::Router>::new(),
     &Op::<operators::moe_map::MoeMap>::new(),
+    &Op::<operators::moe_expand::MoeExpand>::new(),
+    &Op::<operators::moe_reduce::MoeReduce>::new(),
     &Op::<operators::swiglu::Swiglu>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),

@@ -3,6 +3,7 @@
 pub mod attention_combine;
 pub mod attention_output_rotation;
 pub mod decode_attention;
+pub mod embed_streams;
 pub mod hadamard;
 pub mod indexer_backward;
 pub mod indexer_distillation;
@@ -12,7 +13,10 @@ pub mod indexer_query;
 pub mod kv_cache_write;
 pub mod lists;
 mod logits;
+pub mod moe_expand;
 pub mod moe_map;
+pub mod moe_reduce;
+pub mod moe_rows;
 mod paged;
 pub mod ranking;
 pub mod rms_norm;
