@@ -307,8 +307,12 @@ impl<'a> Signature<'a> {
     /// Whether accesses of 16 bytes fit every row of every tensor that has rows.
     pub fn vectorised(&self) -> bool {
         let rows = self.tensors.iter().filter(|tensor| tensor.layout != Layout::Dense).filter_map(|rows| rows.view);
-        let whole = |view: &TensorView| view.shape.last().is_some_and(|&w| (w * view.dtype.size()).is_multiple_of(16));
-        rows.into_iter().all(|view| whole(view) && is_aligned(view))
+        rows.into_iter().all(holds_wide_rows)
+    }
+
+    /// The same of the tensors of these names, of those that there are: others are no rows of elements.
+    pub fn vectorised_rows(&self, names: &[&str]) -> bool {
+        names.iter().filter_map(|name| self.find(name)?.view).all(holds_wide_rows)
     }
 
     fn axes_of(&self, tensor: &Argument<'_>) -> Option<&'static [&'static str]> {
@@ -490,6 +494,17 @@ pub(crate) fn is_aligned(view: &TensorView) -> bool {
     let axes = view.shape.len();
     view.address.is_multiple_of(16)
         && (0..axes.saturating_sub(1)).all(|axis| view.shape[axis] <= 1 || view.strides[axis] % elements == 0)
+}
+
+/// Whether accesses of 16 bytes fit every row, up to its end.
+fn holds_wide_rows(view: &TensorView) -> bool {
+    view.shape.last().is_some_and(|&w| (w * view.dtype.size()).is_multiple_of(16)) && is_aligned(view)
+}
+
+/// Blocks of so many threads that take a row, by 16-byte accesses or one element a thread.
+pub(crate) fn pieces(width: usize, dtype: DType, vectorised: bool, threads: usize) -> usize {
+    let count = if vectorised { 16 / dtype.size() } else { 1 };
+    width.div_ceil(threads * count)
 }
 
 /// Parts of a scratch memory, one behind the other, each at a multiple of 16 bytes.

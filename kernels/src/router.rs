@@ -1,8 +1,8 @@
 //! `router`: launcher of `kernels/cuda/router.cu` (inference 10, training 11.4).
 
-use crate::arguments::{Arguments, is_aligned, read, saved, write};
+use crate::arguments::{Arguments, read, saved, write};
 use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, TensorView, Views};
+use crate::runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "router.cu";
 const CHECK: Arguments = Arguments { operator: "router" };
@@ -60,10 +60,9 @@ pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'sta
     let params = call.params(&["logits", "bias", "tid2eid", "token_ids", "topk_indices", "topk_weights"]);
     let params = params.i64("num_tokens", num_tokens)?.i64("vocab_size", vocab_size)?;
     let params = params.i32("num_experts", num_experts)?.i32("topk", topk)?.f32("route_scale", route_scale);
-    let wide = |name: &str| views.get(name).is_some_and(holds_wide_rows);
     let name = match hashed {
         true => "router_hashed",
-        false if wide("logits") && wide("bias") => "router_learned_vector",
+        false if call.vectorised_rows(&["logits", "bias"]) => "router_learned_vector",
         false => "router_learned_scalar",
     };
     device.kernel(FILE, &[], name)?.launch_blocks("logits", num_tokens.div_ceil(TOKENS_PER_BLOCK), &params)?;
@@ -97,15 +96,10 @@ pub fn backward(device: &Device, views: &Views, route_scale: f32) -> Result<&'st
     CHECK.positive("route_scale", route_scale)?;
     let params = call.params(&["logits", "topk_indices", "dtopk_weights", "dlogits"]);
     let params = params.i64("num_tokens", num_tokens)?.i32("num_experts", num_experts)?.i32("topk", topk)?;
-    let wide = holds_wide_rows(&views["dlogits"]);
+    let wide = call.vectorised_rows(&["dlogits"]);
     let name = if wide { "router_backward_vector" } else { "router_backward_scalar" };
     let kernel = device.kernel(FILE, &[], name)?;
     let params = params.f32("route_scale", route_scale);
     kernel.launch_blocks("logits", num_tokens.div_ceil(TOKENS_PER_BLOCK), &params)?;
     Ok(name)
-}
-
-/// Whether 16-byte accesses fit every row of f32, up to its end.
-fn holds_wide_rows(view: &TensorView) -> bool {
-    is_aligned(view) && view.shape.last().is_some_and(|extent| extent.is_multiple_of(4))
 }

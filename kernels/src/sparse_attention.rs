@@ -138,6 +138,52 @@ fn sums_defines(v_dim: usize) -> Vec<(&'static str, String)> {
     vec![("V_DIM", v_dim.to_string())]
 }
 
+/// The module of the index of slots by key, for operators other than this one.
+pub(crate) fn index_module() -> Module {
+    module(SUMS_FILE, &sums_defines(512))
+}
+
+/// A kernel of that module.
+pub(crate) fn index_kernel(device: &Device, name: &str) -> Result<Kernel> {
+    device.kernel(SUMS_FILE, &sums_defines(512), name)
+}
+
+/// Memory of an index of slots by key: `counts` of `num_keys + 1` integers that are 0 before, `ends` of `num_keys`, `entries` and
+/// `ordered` of as many as there are slots.
+pub(crate) struct KeyIndex {
+    pub counts: DeviceAddress,
+    pub ends: DeviceAddress,
+    pub entries: DeviceAddress,
+    pub ordered: DeviceAddress,
+}
+
+impl KeyIndex {
+    /// Lists the slots of `tokens` tokens by key, in ascending order: `counts` says how many each has, `ends` where its list in
+    /// `ordered` ends. Of the lists, the indices come first and then their lengths, if there are any. Returns the kernels that ran.
+    pub fn launch(
+        &self,
+        check: Arguments,
+        kernel: impl Fn(&str) -> Result<Kernel>,
+        [indices, topk_length]: [Option<&TensorView>; 2],
+        [tokens, topk, num_keys]: [usize; 3],
+    ) -> Result<[&'static str; 4]> {
+        let params = check.params().rows("indices", indices).ptr("topk_length", topk_length);
+        let params = params.ptr("counts", self.counts).ptr("ends", self.ends);
+        let params = params.ptr("entries", self.entries).ptr("ordered", self.ordered);
+        let params = params.i32("num_tokens", tokens)?.i32("num_keys", num_keys)?.i32("topk", topk)?;
+        let steps = [
+            ("sparse_attention_count", (tokens * topk).div_ceil(INDEX_THREADS)),
+            ("sparse_attention_reserve", num_keys.div_ceil(INDEX_THREADS)),
+            ("sparse_attention_fill", (tokens * topk).div_ceil(INDEX_THREADS)),
+            ("sparse_attention_order", num_keys.div_ceil(ROWS_PER_BLOCK)),
+        ];
+        for (name, blocks) in steps {
+            kernel(name)?.launch_blocks("indices", blocks, &params)?;
+        }
+        Ok(steps.map(|(name, _)| name))
+    }
+}
+
 /// The modules of the model's head geometries, and of a small one.
 pub fn modules() -> Vec<Module> {
     let geometries = [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
@@ -485,21 +531,16 @@ impl BackwardCall<'_> {
         let Extents { num_keys, topk, .. } = self.extents;
         self.zero(&self.scratch(chunk.counts, &[Chunk::count_rows(num_keys), COUNTS_PER_ROW]))?;
         let of_chunk = |name| self.tokens_from(first, name);
-        let params = CHECK.params().rows("indices", of_chunk("indices").as_ref());
-        let params = params.ptr("topk_length", of_chunk("topk_length").as_ref());
-        let params = params.ptr("counts", self.address(chunk.counts)).ptr("ends", self.address(chunk.ends));
-        let params = params.ptr("entries", self.address(chunk.entries)).ptr("ordered", self.address(chunk.ordered));
-        let params = params.i32("num_tokens", tokens)?.i32("num_keys", num_keys)?.i32("topk", topk)?;
-        let steps = [
-            ("sparse_attention_count", (tokens * topk).div_ceil(INDEX_THREADS)),
-            ("sparse_attention_reserve", num_keys.div_ceil(INDEX_THREADS)),
-            ("sparse_attention_fill", (tokens * topk).div_ceil(INDEX_THREADS)),
-            ("sparse_attention_order", num_keys.div_ceil(ROWS_PER_BLOCK)),
-        ];
-        for (name, blocks) in steps {
-            self.kernel(name)?.launch_blocks("indices", blocks, &params)?;
-        }
-        Ok(steps.map(|(name, _)| name.into()).into())
+        let index = KeyIndex {
+            counts: self.address(chunk.counts),
+            ends: self.address(chunk.ends),
+            entries: self.address(chunk.entries),
+            ordered: self.address(chunk.ordered),
+        };
+        let (indices, topk_length) = (of_chunk("indices"), of_chunk("topk_length"));
+        let lists = [indices.as_ref(), topk_length.as_ref()];
+        let ran = index.launch(CHECK, |name| self.kernel(name), lists, [tokens, topk, num_keys])?;
+        Ok(ran.map(Into::into).into())
     }
 
     /// Adds the rows of a chunk of `tokens` tokens to those of their keys.

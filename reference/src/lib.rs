@@ -25,6 +25,7 @@
 pub mod attention_combine;
 pub mod compressor;
 pub mod decode_attention;
+pub mod embed_streams;
 pub mod error;
 pub mod format;
 pub mod hadamard;
@@ -41,7 +42,9 @@ pub mod mhc_head;
 pub mod mhc_mix;
 pub mod mhc_post;
 pub mod mhc_pre;
+pub mod moe_expand;
 pub mod moe_map;
+pub mod moe_reduce;
 pub mod named;
 pub mod precision;
 pub mod products;

@@ -6,7 +6,7 @@ use dsv4_kernels::moe_map as launcher;
 use dsv4_reference::moe_map as reference;
 use rand::Rng;
 
-use super::extent;
+use super::{extent, tensor};
 use crate::operator::prelude::*;
 
 /// The operator.
@@ -28,6 +28,12 @@ pub enum Experts {
     Skewed,
     /// None at all.
     None,
+}
+
+impl Experts {
+    /// All of them.
+    pub(super) const ALL: [Self; 6] =
+        [Self::Distinct, Self::Repeated, Self::Hostile, Self::One, Self::Skewed, Self::None];
 }
 
 /// A case: extents and data.
@@ -56,11 +62,18 @@ fn plain(num_tokens: usize, topk: usize, num_experts: usize, alignment: usize) -
 }
 
 impl MoeMapCase {
+    pub(super) fn check_alignment(alignment: usize) -> Result<(), Refused> {
+        match alignment {
+            1..=launcher::MAX_ALIGNMENT => Ok(()),
+            other => refuse("alignment", format!("{other} must be 1 to {}", launcher::MAX_ALIGNMENT)),
+        }
+    }
+
     fn num_slots(&self) -> usize {
         self.num_tokens.saturating_mul(self.topk)
     }
 
-    fn num_positions(&self) -> usize {
+    pub(super) fn num_positions(&self) -> usize {
         launcher::positions(self.num_slots(), self.num_experts, self.alignment).saturating_add(self.spare_positions)
     }
 }
@@ -97,10 +110,7 @@ impl Declared for MoeMap {
     }
 
     fn check(c: &MoeMapCase) -> Result<(), Refused> {
-        match c.alignment {
-            1..=launcher::MAX_ALIGNMENT => Ok(()),
-            other => refuse("alignment", format!("{other} must be 1 to {}", launcher::MAX_ALIGNMENT)),
-        }
+        MoeMapCase::check_alignment(c.alignment)
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<MoeMapCase> {
@@ -108,14 +118,7 @@ impl Declared for MoeMap {
         let topk = prop_oneof![2 => Just(6usize), 1 => 1..=8usize, 1 => 1..=launcher::MAX_TOPK];
         let num_experts = prop_oneof![2 => 1..=64usize, 1 => select(vec![256usize, 384, 512])];
         let alignment = select(vec![1usize, 2, 8, 16, 64, 128, 37]);
-        let experts = select(vec![
-            Experts::Distinct,
-            Experts::Repeated,
-            Experts::Hostile,
-            Experts::One,
-            Experts::Skewed,
-            Experts::None,
-        ]);
+        let experts = select(Experts::ALL.to_vec());
         (extent(tokens, 8), topk, num_experts, alignment, 0..40usize, experts, 0..1000u64)
             .prop_map(|(num_tokens, topk, num_experts, alignment, spare_positions, experts, seed)| MoeMapCase {
                 num_tokens,
@@ -201,6 +204,15 @@ impl Declared for MoeMap {
             Benchmark { rows: num_tokens, ..benchmark }
         };
         shapes.iter().map(benchmark).collect()
+    }
+}
+
+impl MoeMapCase {
+    /// The maps of its slots, by the oracle.
+    pub(super) fn maps(&self) -> OracleResult<Named> {
+        let experts: Vec<f64> = draw_experts(self).into_iter().map(f64::from).collect();
+        let slots = Named::new().with("topk_indices", tensor(experts, &[self.num_tokens, self.topk])?);
+        reference::forward(&slots, self.num_experts, self.alignment, self.num_positions())
     }
 }
 

@@ -13,6 +13,7 @@ use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::compressor::Compressor;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
+use dsv4_parity::operators::embed_streams::EmbedStreams;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
 use dsv4_parity::operators::indexer_cache_write::IndexerCacheWrite;
@@ -25,7 +26,10 @@ use dsv4_parity::operators::mhc_head::MhcHead;
 use dsv4_parity::operators::mhc_mix::MhcMix;
 use dsv4_parity::operators::mhc_post::MhcPost;
 use dsv4_parity::operators::mhc_pre::MhcPre;
+use dsv4_parity::operators::moe_expand::MoeExpand;
 use dsv4_parity::operators::moe_map::MoeMap;
+use dsv4_parity::operators::moe_map::MoeMap;
+use dsv4_parity::operators::moe_reduce::MoeReduce;
 use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::quantize_mxfp4::QuantizeMxfp4;
 use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
@@ -60,11 +64,17 @@ const MUTANTS: &[(&str, &str)] = &[
     ("attention_combine_forward", "combine_lse_in_base_2"),
     ("kv_cache_write_forward", "cache_write_scale_rounded_down"),
     ("score_recompute_forward", "recompute_scale_twice"),
+    ("embed_streams_forward", "embed_streams_first_stream_alone"),
+    ("embed_streams_backward", "embed_streams_gradient_of_the_first_stream"),
     ("router_forward", "router_scale_left_out"),
     ("router_backward", "router_scale_not_in_the_gradient"),
     ("moe_map_forward", "moe_map_not_aligned"),
     ("compressor_forward", "compressor_halves_swapped"),
     ("compressor_backward", "compressor_mean_term_missing"),
+    ("moe_expand_forward", "moe_expand_first_slot_alone"),
+    ("moe_expand_backward", "moe_expand_gradient_of_the_first_slot"),
+    ("moe_reduce_forward", "moe_reduce_shared_row_left_out"),
+    ("moe_reduce_backward", "moe_reduce_gradient_without_the_weight"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("swiglu_quantize_forward", "swiglu_quantize_weight_left_out"),
@@ -221,6 +231,14 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
     };
     let mhc_head =
         |group| timed(reduced::<MhcHead>(group, "4096x4x7168 bf16", tokens.clone(), json!({"num_tokens": 2})));
+    let named = json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96});
+    let fewer_rows = json!({"num_tokens": 5, "vocab_size": 3});
+    let of_model = "32768 of 129280 rows of 7168 bf16";
+    let embed = |group| timed(reduced::<EmbedStreams>(group, of_model, named.clone(), fewer_rows.clone()));
+    let sorted = json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4});
+    let name = "32768x7168 to 6 of 256 experts bf16";
+    let expand = |group| timed(reduced::<MoeExpand>(group, name, sorted.clone(), json!({"num_tokens": 5})));
+    let reduce = |group| timed(reduced::<MoeReduce>(group, name, sorted.clone(), json!({"num_tokens": 5})));
     let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
@@ -298,10 +316,16 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         target("q4096 k8192 H64 D512 topk512 portable"),
         dense("q4096 k2048 H64 D512 dense"),
         dense("q4096 k2048 H64 D512 dense portable"),
+        embed("forward"),
+        embed("backward"),
         router("forward", "6 of 256, 32768 tokens"),
         router("backward", "6 of 256, 32768 tokens"),
         timed(hashed),
         timed(map),
+        expand("forward"),
+        expand("backward"),
+        reduce("forward"),
+        reduce("backward"),
         swiglu("forward"),
         swiglu("backward"),
         mhc_head("forward"),

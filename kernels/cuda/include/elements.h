@@ -47,3 +47,7 @@ DEVICE float warp_sum(float value) {
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
     return value;
 }
+
+// Pieces of a row of `width` elements that blocks of BLOCK_THREADS threads take, COUNT elements a thread.
+template <int BLOCK_THREADS, int COUNT>
+DEVICE int64_t pieces_of(int64_t width) { return ceil_div<int64_t>(width, BLOCK_THREADS * COUNT); }

@@ -1,0 +1,106 @@
+// The residual streams of a token, each its embedding (inference 1).
+//
+//     out[t][s] = table[token_ids[t]] for every stream s;  0 where the id is none of 0 .. vocab_size - 1
+//     dtable[v] = sum over the tokens t with token_ids[t] = v, in their order, and over their streams s of dout[t][s]
+//
+// Rows are copied bit for bit, and an id that names no row is never looked up. Sums are fp32, token after token and stream after
+// stream, so that a gradient has the same bits in every run; rows of the table that no token names are zeros.
+//
+// The forward reads a token's row once, 16 bytes a thread, and writes it to each stream. The backward needs the tokens of each id:
+// the index kernels of sparse_attention_sums.cu list them, with ids as keys and tokens as slots, ascending; embed_streams_clear
+// sets their counts to zero. Then a block takes a piece of a row of the gradient, with up to HELD streams of a token under way.
+//
+// Floors, with s = sizeof(ELEMENT): forward s (1 + num_streams) bytes a token and channel, 0.56 ms for 32768 tokens of 7168 bf16 channels
+// and 4 streams at 4.24 TB/s; backward s num_streams bytes a token and channel and 4 a channel of the table, 1.3 ms with 129280 rows. Expected to be
+// limited by memory; a backward in which one id has most tokens by the latency of one sum after another. Not measured yet.
+//
+// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each piece of a row, backward
+// vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
+#include "element.h"
+#include "elements.h"
+#include "memory.h"
+
+constexpr int THREADS = 128;
+constexpr int HELD = 4;    // streams that a thread has under way
+constexpr int FLOATS = 4;  // of a 16-byte access
+
+struct EmbedStreamsForwardParams {
+    const ELEMENT* table; int64_t table_vocab_size_stride;              // [vocab_size, hidden_size]; strides in elements
+    const int32_t* token_ids;                                           // [num_tokens]
+    ELEMENT* out; int64_t out_token_stride; int64_t out_stream_stride;  // [num_tokens, num_streams, hidden_size]
+    int32_t vocab_size;
+    int32_t num_streams;
+    int32_t hidden_size;
+};
+PARAMS_LAYOUT(EmbedStreamsForwardParams, table, table_vocab_size_stride, token_ids, out, out_token_stride, out_stream_stride,
+              vocab_size, num_streams, hidden_size)
+
+struct EmbedStreamsBackwardParams {
+    const ELEMENT* dout; int64_t dout_token_stride; int64_t dout_stream_stride;  // [num_tokens, num_streams, hidden_size]
+    float* dtable; int64_t dtable_vocab_size_stride;                             // [vocab_size, hidden_size]
+    int32_t* counts;                                                             // [vocab_size + 1], the tokens of each id
+    const int32_t* ends;                                                         // [vocab_size], where their list ends
+    const int32_t* ordered;                                                      // [num_tokens], the lists
+    int32_t vocab_size;
+    int32_t num_streams;
+    int32_t hidden_size;
+};
+PARAMS_LAYOUT(EmbedStreamsBackwardParams, dout, dout_token_stride, dout_stream_stride, dtable, dtable_vocab_size_stride, counts,
+              ends, ordered, vocab_size, num_streams, hidden_size)
+
+template <int COUNT>
+DEVICE void embed_forward(const EmbedStreamsForwardParams& params) {
+    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), token = blockIdx.x / pieces;
+    const int64_t column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
+    if (column >= params.hidden_size) return;
+    const int64_t id = params.token_ids[token];
+    float row[COUNT] = {};
+    if (id >= 0 && id < params.vocab_size) load_elements<COUNT>(params.table + id * params.table_vocab_size_stride + column, row);
+    ELEMENT* out = params.out + token * params.out_token_stride + column;
+    for (int stream = 0; stream < params.num_streams; ++stream) store_elements(out + stream * params.out_stream_stride, row);
+}
+
+// Adds a token's streams to the sum, one after the other.
+template <int COUNT>
+DEVICE void add_streams(const ELEMENT* streams, int64_t stride, int num_streams, float (&sum)[COUNT]) {
+    for (int first = 0; first < num_streams; first += HELD) {
+        float held[HELD][COUNT];
+        UNROLL
+        for (int i = 0; i < HELD; ++i)
+            if (first + i < num_streams) load_elements<COUNT>(streams + (first + i) * stride, held[i]);
+        UNROLL
+        for (int i = 0; i < HELD; ++i)
+            for (int e = 0; e < COUNT; ++e) sum[e] += first + i < num_streams ? held[i][e] : 0.0f;
+    }
+}
+
+template <int COUNT>
+DEVICE void embed_backward(const EmbedStreamsBackwardParams& params) {
+    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), id = blockIdx.x / pieces;
+    const int64_t column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
+    if (column >= params.hidden_size) return;
+    const int32_t count = params.counts[id];
+    const int32_t* tokens = params.ordered + (params.ends[id] - count);
+    float sum[COUNT] = {};
+    for (int32_t i = 0; i < count; ++i) {
+        const int64_t token = tokens[i];
+        add_streams(params.dout + token * params.dout_token_stride + column, params.dout_stream_stride, params.num_streams, sum);
+    }
+    float* target = params.dtable + id * params.dtable_vocab_size_stride + column;
+    if constexpr (COUNT == 1) {
+        *target = sum[0];
+    } else {
+        for (int e = 0; e < COUNT; e += FLOATS)
+            store_elements(target + e, *reinterpret_cast<const float(*)[FLOATS]>(&sum[e]));
+    }
+}
+
+KERNEL(embed_streams_clear, EmbedStreamsBackwardParams, THREADS) {
+    const int64_t id = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    if (id <= params.vocab_size) params.counts[id] = 0;
+}
+
+KERNEL(embed_streams_forward_vector, EmbedStreamsForwardParams, THREADS) { embed_forward<VECTOR>(params); }
+KERNEL(embed_streams_forward_scalar, EmbedStreamsForwardParams, THREADS) { embed_forward<1>(params); }
+KERNEL(embed_streams_backward_vector, EmbedStreamsBackwardParams, THREADS) { embed_backward<VECTOR>(params); }
+KERNEL(embed_streams_backward_scalar, EmbedStreamsBackwardParams, THREADS) { embed_backward<1>(params); }

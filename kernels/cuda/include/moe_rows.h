@@ -1,0 +1,71 @@
+// Rows of tokens and rows of experts (inference 11.3), as moe_expand and moe_reduce share them: a token's row written to the
+// positions of its slots, the rows there added to one, and zeros for positions that no slot has.
+//
+// The including file is compiled with ELEMENT defined.
+#pragma once
+
+#include "element.h"
+#include "elements.h"
+#include "math.h"
+#include "memory.h"
+
+constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
+constexpr int HELD = 8;               // slots whose rows a thread has under way
+constexpr int ROWS_PER_BLOCK = THREADS;  // positions that a block looks at for those that no slot has
+constexpr int32_t NONE = -1;
+
+// The positions of a token's slots.
+struct Positions {
+    const int32_t* token_topk_to_pos;  // of the token
+    int64_t num_positions;
+    int32_t topk;
+
+    // Of a slot; NONE where there is no such slot, or it has none.
+    int64_t operator[](int slot) const {
+        const int32_t position = slot < topk ? token_topk_to_pos[slot] : NONE;
+        return position >= 0 && position < num_positions ? position : NONE;
+    }
+};
+
+template <typename Params>
+DEVICE Positions positions_of(const Params& params, int64_t token) {
+    return Positions{params.token_topk_to_pos + token * params.token_topk_to_pos_token_stride, params.num_positions,
+                     params.topk};
+}
+
+// Zeros for the rows among ROWS_PER_BLOCK positions that no slot has.
+template <int COUNT>
+DEVICE void clear_rows(const int32_t* pos_to_token, int64_t first, int64_t num_positions, ELEMENT* rows, int64_t stride,
+                       int32_t hidden_size) {
+    const float zeros[COUNT] = {};
+    const int64_t end = minimum<int64_t>(first + ROWS_PER_BLOCK, num_positions);
+    for (int64_t row = first; row < end; ++row) {
+        if (pos_to_token[row] >= 0) continue;
+        for (int64_t column = threadIdx.x * COUNT; column < hidden_size; column += THREADS * COUNT)
+            store_elements(rows + row * stride + column, zeros);
+    }
+}
+
+// The sum over a token's slots of their rows' elements from `column` on, each times its weight where there are weights: products
+// and sums in fp32, fused, in the order of the slots.
+template <int COUNT>
+DEVICE void add_rows(const Positions& positions, const float* weights, const ELEMENT* rows, int64_t stride, int64_t column,
+                     float (&sum)[COUNT]) {
+    for (int first = 0; first < positions.topk; first += HELD) {
+        float row[HELD][COUNT];
+        bool has[HELD];
+        UNROLL
+        for (int i = 0; i < HELD; ++i) {
+            const int64_t position = positions[first + i];
+            has[i] = position != NONE;
+            if (has[i]) load_elements<COUNT>(rows + position * stride + column, row[i]);
+        }
+        UNROLL
+        for (int i = 0; i < HELD; ++i) {
+            if (!has[i]) continue;
+            const float weight = weights ? weights[first + i] : 1.0f;
+            UNROLL
+            for (int e = 0; e < COUNT; ++e) sum[e] = fused_multiply_add(weight, row[i][e], sum[e]);
+        }
+    }
+}

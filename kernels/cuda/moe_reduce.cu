@@ -1,0 +1,139 @@
+// Rows of experts added to rows of tokens (inference 11.2, 11.3).
+//
+//     out[t] = sum over the slots k of t that have a position p = token_topk_to_pos[t][k] of w y[p]  +  shared[t]
+//     dy[p]  = w dout[t] for every such slot;  0 in rows whose pos_to_token is negative
+//     dtopk_weights[t][k] = sum over the channels of dout[t] y[p];  0 for a slot without a position
+//
+// w is the slot's weight, or 1 where there are no weights (where the experts applied them); shared[t] is left out where there is
+// none, is added once, last and with weight 1, and its gradient is dout itself. Sums over slots are fp32, fused and in the order
+// of the slots, those over channels fp32, in an order that follows from hidden_size alone, and each result is rounded once; nothing
+// depends on the other tokens. Rows that no slot has and weights of slots without a position are not read.
+//
+// Forward: a block takes a piece of a token's row, 16 bytes a thread, with up to HELD rows under way. Backward: a block takes a
+// token, whose weights' gradients its threads add up, each its own channels, then by shuffles and over the warps; further
+// blocks look for rows that nobody has, 128 positions each.
+//
+// Floors, with s = sizeof(ELEMENT): forward s (num_slots + num_tokens) bytes a channel, backward s (num_tokens + num_positions), and
+// weighted s num_slots more. 32768 tokens of 7168 bf16 channels with 6 slots each: 3.3 GB forward, 0.78 ms at 4.24 TB/s; 3.5 and, weighted,
+// 6.3 GB backward, 0.83 and 1.5 ms. Expected to be limited by memory. Not measured yet.
+//
+// Defines: ELEMENT  type of y, shared, out, dout and dy: bf16 or float. Launch: forward num_tokens blocks for each piece of a row;
+// backward num_tokens + ceil(num_positions / ROWS_PER_BLOCK).
+#include "moe_rows.h"
+
+struct MoeReduceForwardParams {
+    const ELEMENT* y; int64_t y_position_stride;                               // [num_positions, hidden_size]; strides in elements
+    const int32_t* token_topk_to_pos; int64_t token_topk_to_pos_token_stride;  // [num_tokens, topk]
+    const float* topk_weights; int64_t topk_weights_token_stride;              // [num_tokens, topk], or nullptr for ones
+    const ELEMENT* shared; int64_t shared_token_stride;                        // [num_tokens, hidden_size], or nullptr
+    ELEMENT* out; int64_t out_token_stride;                                    // [num_tokens, hidden_size]
+    int64_t num_tokens;
+    int64_t num_positions;
+    int32_t topk;
+    int32_t hidden_size;
+};
+PARAMS_LAYOUT(MoeReduceForwardParams, y, y_position_stride, token_topk_to_pos, token_topk_to_pos_token_stride, topk_weights,
+              topk_weights_token_stride, shared, shared_token_stride, out, out_token_stride, num_tokens, num_positions, topk,
+              hidden_size)
+
+struct MoeReduceBackwardParams {
+    const ELEMENT* dout; int64_t dout_token_stride;                            // [num_tokens, hidden_size]
+    const ELEMENT* y; int64_t y_position_stride;                               // [num_positions, hidden_size]
+    const int32_t* token_topk_to_pos; int64_t token_topk_to_pos_token_stride;  // [num_tokens, topk]
+    const int32_t* pos_to_token;                                               // [num_positions]
+    const float* topk_weights; int64_t topk_weights_token_stride;              // [num_tokens, topk], or nullptr for ones
+    ELEMENT* dy; int64_t dy_position_stride;                                   // [num_positions, hidden_size]
+    float* dtopk_weights; int64_t dtopk_weights_token_stride;                  // [num_tokens, topk], or nullptr
+    int64_t num_tokens;
+    int64_t num_positions;
+    int32_t topk;
+    int32_t hidden_size;
+};
+PARAMS_LAYOUT(MoeReduceBackwardParams, dout, dout_token_stride, y, y_position_stride, token_topk_to_pos,
+              token_topk_to_pos_token_stride, pos_to_token, topk_weights, topk_weights_token_stride, dy, dy_position_stride,
+              dtopk_weights, dtopk_weights_token_stride, num_tokens, num_positions, topk, hidden_size)
+
+template <int COUNT>
+DEVICE void reduce_forward(const MoeReduceForwardParams& params) {
+    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), token = blockIdx.x / pieces;
+    const int64_t column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
+    if (column >= params.hidden_size) return;
+    float sum[COUNT] = {}, shared[COUNT] = {};
+    if (params.shared) load_elements<COUNT>(params.shared + token * params.shared_token_stride + column, shared);
+    const float* weights = params.topk_weights ? params.topk_weights + token * params.topk_weights_token_stride : nullptr;
+    add_rows<COUNT>(positions_of(params, token), weights, params.y, params.y_position_stride, column, sum);
+    if (params.shared)
+        for (int e = 0; e < COUNT; ++e) sum[e] += shared[e];
+    store_elements(params.out + token * params.out_token_stride + column, sum);
+}
+
+// The gradients of up to HELD slots of a token: rows written, and what each thread's channels add to those of the weights.
+template <int COUNT>
+DEVICE void slot_gradients(const MoeReduceBackwardParams& params, int64_t token, const int64_t (&positions)[HELD],
+                           const float (&weights)[HELD], float (&dots)[HELD]) {
+    for (int64_t column = threadIdx.x * COUNT; column < params.hidden_size; column += THREADS * COUNT) {
+        float dout[COUNT], y[HELD][COUNT];
+        load_elements<COUNT>(params.dout + token * params.dout_token_stride + column, dout);
+        UNROLL
+        for (int i = 0; i < HELD; ++i)
+            if (params.dtopk_weights && positions[i] != NONE)
+                load_elements<COUNT>(params.y + positions[i] * params.y_position_stride + column, y[i]);
+        UNROLL
+        for (int i = 0; i < HELD; ++i) {
+            if (positions[i] == NONE) continue;
+            float dy[COUNT];
+            UNROLL
+            for (int e = 0; e < COUNT; ++e) {
+                dy[e] = weights[i] * dout[e];
+                if (params.dtopk_weights) dots[i] += dout[e] * y[i][e];
+            }
+            store_elements(params.dy + positions[i] * params.dy_position_stride + column, dy);
+        }
+    }
+}
+
+// The sums over the block, of `first` and the slots after it, written by one thread each.
+DEVICE void write_dots(const MoeReduceBackwardParams& params, int64_t token, int first, const float (&dots)[HELD]) {
+    __shared__ float parts[WARPS][HELD];
+    UNROLL
+    for (int i = 0; i < HELD; ++i) {
+        const float of_warp = warp_sum(dots[i]);
+        if (lane_id() == 0) parts[warp_id()][i] = of_warp;
+    }
+    __syncthreads();
+    const int slot = first + threadIdx.x;
+    if (threadIdx.x < HELD && slot < params.topk) {
+        float sum = 0.0f;
+        for (int warp = 0; warp < WARPS; ++warp) sum += parts[warp][threadIdx.x];
+        params.dtopk_weights[token * params.dtopk_weights_token_stride + slot] = sum;
+    }
+    __syncthreads();
+}
+
+template <int COUNT>
+DEVICE void reduce_backward(const MoeReduceBackwardParams& params) {
+    const int64_t token = blockIdx.x;
+    if (token >= params.num_tokens) {
+        clear_rows<COUNT>(params.pos_to_token, (token - params.num_tokens) * ROWS_PER_BLOCK, params.num_positions, params.dy,
+                          params.dy_position_stride, params.hidden_size);
+        return;
+    }
+    const Positions all = positions_of(params, token);
+    for (int first = 0; first < params.topk; first += HELD) {
+        int64_t positions[HELD];
+        float weights[HELD], dots[HELD] = {};
+        UNROLL
+        for (int i = 0; i < HELD; ++i) {
+            positions[i] = all[first + i];
+            const bool weighted = params.topk_weights && positions[i] != NONE;
+            weights[i] = weighted ? params.topk_weights[token * params.topk_weights_token_stride + first + i] : 1.0f;
+        }
+        slot_gradients<COUNT>(params, token, positions, weights, dots);
+        if (params.dtopk_weights) write_dots(params, token, first, dots);
+    }
+}
+
+KERNEL(moe_reduce_forward_vector, MoeReduceForwardParams, THREADS) { reduce_forward<VECTOR>(params); }
+KERNEL(moe_reduce_forward_scalar, MoeReduceForwardParams, THREADS) { reduce_forward<1>(params); }
+KERNEL(moe_reduce_backward_vector, MoeReduceBackwardParams, THREADS) { reduce_backward<VECTOR>(params); }
+KERNEL(moe_reduce_backward_scalar, MoeReduceBackwardParams, THREADS) { reduce_backward<1>(params); }
