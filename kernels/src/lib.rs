@@ -6,6 +6,7 @@
 mod arguments;
 pub mod attention_combine;
 pub mod compressor;
+pub mod compressor_stream;
 pub mod decode_attention;
 pub mod hadamard;
 pub mod implementation;

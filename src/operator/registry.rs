@@ -18,6 +18,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::score_recompute::ScoreRecompute>::new(),
     &Op::<operators::swiglu::Swiglu>::new(),
     &Op::<operators::compressor::Compressor>::new(),
+    &Op::<operators::compressor_stream::CompressorStream>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),
     &Op::<operators::indexer_logits::IndexerLogits>::new(),

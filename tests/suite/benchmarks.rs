@@ -12,6 +12,7 @@ use dsv4_parity::operator::declared::Declared;
 use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::compressor::Compressor;
+use dsv4_parity::operators::compressor_stream::CompressorStream;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
@@ -30,7 +31,7 @@ use serde_json::{Value, json};
 use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
-const MUTANTS: [(&str, &str); 20] = [
+const MUTANTS: [(&str, &str); 21] = [
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -42,6 +43,7 @@ const MUTANTS: [(&str, &str); 20] = [
     ("score_recompute_forward", "recompute_scale_twice"),
     ("compressor_forward", "compressor_halves_swapped"),
     ("compressor_backward", "compressor_mean_term_missing"),
+    ("compressor_stream_forward", "compressor_stream_halves_swapped"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("hadamard_forward", "hadamard_normalised_twice"),
@@ -209,6 +211,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         let fewer = json!({"num_tokens": 6 * ratio, "num_entries": 5});
         timed(reduced::<Compressor>(group, name, whole, fewer))
     };
+    let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 64});
     let parts = json!({"num_tokens": 9, "num_heads": 3});
     let parts = reduced::<AttentionCombine>("forward", "8 parts 128x128x512", parts, json!({"num_tokens": 2}));
     vec![
@@ -229,6 +232,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         timed(parts),
         cache("65536x512 page 64 fp8", 448),
         cache("65536x512 page 64 bf16", 0),
+        timed(reduced::<CompressorStream>("forward", "128 sequences x512 ratio 4", sequences, json!({}))),
         groups("forward", "32768x512 ratio 4", 4),
         groups("backward", "32768x512 ratio 4", 4),
         groups("forward", "32768x512 ratio 128", 128),
