@@ -115,21 +115,6 @@ PARAMS_LAYOUT(CompressorSumsParams, dape_partials, dnorm_weight_partials, dape, 
 
 // ---------------------------------------------------------------- which tokens an entry has
 
-// The last of the sequences that starts at or before `at`, which is the one that holds it if any does: sequences
-// without anything come before it. -1 where all start behind it.
-DEVICE int sequence_of(const int32_t* starts, int num_sequences, int64_t at) {
-    int low = 0, high = num_sequences;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (starts[middle] <= at) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low - 1;
-}
-
 // How many entries a sequence has: complete groups for which there are rows.
 template <typename Params>
 DEVICE int entries_of(const Params& params, int sequence) {
@@ -175,10 +160,6 @@ DEVICE void load_slot(const Params& params, int64_t token, int row, int64_t widt
 
 // The group and the half of a slot: the tokens of the previous group come first.
 DEVICE int64_t overlap_token(const Place& place, int slot) { return place.token + slot - OVERLAP_RATIO; }
-DEVICE int64_t overlap_column(int head_dim, int channel, int slot) {
-    return slot < OVERLAP_RATIO ? channel : head_dim + channel;
-}
-
 template <bool WIDE, typename Params>
 DEVICE void load_overlap(const Params& params, const Place& place, int channel, Slots<OVERLAP_SLOTS>& slots) {
     UNROLL
@@ -192,30 +173,6 @@ DEVICE void load_overlap(const Params& params, const Place& place, int channel, 
         load_slot<WIDE>(params, overlap_token(place, slot), slot % OVERLAP_RATIO, width,
                         overlap_column(params.head_dim, channel, slot), slot, slots);
     }
-}
-
-// Stores an entry and, where it is wanted, what was pooled; zeros where there is none.
-template <bool WIDE>
-DEVICE void store_entry(const CompressorParams& params, int64_t entry, bool exists, int channel, Channels& x) {
-    if (entry >= params.num_entries || channel >= params.head_dim) return;
-    for (int i = 0; i < QUAD; ++i) x[i] = exists ? x[i] : 0.0f;
-    store_quad<WIDE>(params.entries + entry * params.entries_stride + channel, x);
-}
-
-template <bool WIDE>
-DEVICE void store_pooled(const CompressorParams& params, int64_t entry, int channel, const Channels& x) {
-    if (!params.pooled || entry >= params.num_entries || channel >= params.head_dim) return;
-    store_quad<WIDE>(params.pooled + entry * params.head_dim + channel, x);
-}
-
-// The entry and the first channel of a thread, of blocks with several entries.
-struct Item {
-    int64_t entry;
-    int channel;
-};
-DEVICE Item item_of_thread(int64_t block, int entry_threads) {
-    const int entries = static_cast<int>(blockDim.x) / entry_threads;
-    return Item{block * entries + threadIdx.x / entry_threads, static_cast<int>(threadIdx.x % entry_threads) * QUAD};
 }
 
 template <bool WIDE>
@@ -239,20 +196,6 @@ KERNEL(compressor_overlap_vector, CompressorParams, FORWARD_THREADS) { overlap<t
 KERNEL(compressor_overlap_scalar, CompressorParams, FORWARD_THREADS) { overlap<false>(params); }
 
 // ---------------------------------------------------------------- without overlap
-
-// A block's entry, and its threads' channels and slots: slot `group + i * slot_groups()` for i below GROUP_SLOTS.
-DEVICE int slot_groups() { return static_cast<int>(blockDim.x) / CHUNK_QUADS; }
-struct PoolItem {
-    int64_t entry;
-    int channel, group;
-};
-DEVICE PoolItem pool_item(int64_t block, int head_dim) {
-    const int chunks = ceil_div(head_dim, CHUNK);
-    const int64_t entry = block / chunks;
-    const int chunk = static_cast<int>(block - entry * chunks);
-    const int quad = static_cast<int>(threadIdx.x) % CHUNK_QUADS, group = static_cast<int>(threadIdx.x) / CHUNK_QUADS;
-    return PoolItem{entry, chunk * CHUNK + quad * QUAD, group};
-}
 
 template <bool WIDE, typename Params>
 DEVICE void load_group(const Params& params, const Place& place, const PoolItem& item, Slots<GROUP_SLOTS>& slots) {

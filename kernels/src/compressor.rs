@@ -20,7 +20,7 @@ pub const MAX_RATIO: usize = 128;
 /// Channels of a thread: extents of channels are multiples of it. `QUAD` in the kernel source.
 pub const QUAD: usize = 4;
 /// Threads of a block that makes entries, and of one of the backward.
-const FORWARD_THREADS: usize = 128;
+pub(crate) const FORWARD_THREADS: usize = 128;
 const BACKWARD_THREADS: usize = 256;
 /// Channels of a block that pools without overlap, and its most warps; `CHUNK` and `POOL_WARPS` in the kernel source.
 const CHUNK: usize = 32;
@@ -53,12 +53,12 @@ pub struct Extents {
 }
 
 impl Extents {
-    fn overlaps(&self) -> bool {
+    pub(crate) fn overlaps(&self) -> bool {
         self.width > self.head_dim
     }
 
     /// Threads of an entry: whole warps that hold it.
-    fn entry_threads(&self) -> usize {
+    pub(crate) fn entry_threads(&self) -> usize {
         (self.head_dim / QUAD).next_power_of_two().max(32)
     }
 
@@ -67,9 +67,28 @@ impl Extents {
     }
 
     /// A launch of the kernels that pool without overlap: blocks for each chunk of so many entries.
-    fn pool_launch(&self, argument: &'static str, entries: usize) -> Result<LaunchConfig> {
+    pub(crate) fn pool_launch(&self, check: Arguments, argument: &'static str, entries: usize) -> Result<LaunchConfig> {
         let warps = self.ratio.div_ceil(WARP_SLOTS).min(POOL_WARPS);
-        LaunchConfig::linear(CHECK.operator, argument, (entries * self.chunks()) as u64, 32 * warps as u32)
+        LaunchConfig::linear(check.operator, argument, (entries * self.chunks()) as u64, 32 * warps as u32)
+    }
+
+    /// Refuses extents that do not go together.
+    pub(crate) fn check(&self, check: Arguments, half_rope_dim: usize) -> Result<()> {
+        let Self { ratio, width, head_dim, .. } = *self;
+        if width != head_dim && width != 2 * head_dim {
+            return check.refuse("kv", format!("width {width} must be head_dim {head_dim} or twice that"));
+        }
+        if self.overlaps() && ratio != OVERLAP_RATIO {
+            return check.refuse("ape", format!("ratio {ratio} must be {OVERLAP_RATIO} where groups overlap"));
+        }
+        let rope_dim = 2 * half_rope_dim;
+        if !rope_dim.is_multiple_of(QUAD) || rope_dim > head_dim {
+            let reason = format!(
+                "{half_rope_dim} columns turn {rope_dim} channels of {head_dim}: a multiple of {QUAD} must fit"
+            );
+            return check.refuse("cos", reason);
+        }
+        Ok(())
     }
 
     /// Blocks of the backward's kernels, whose sums are of whole entries, and of a chunk's channels without overlap.
@@ -142,19 +161,7 @@ impl<'a> Call<'a> {
         ])?;
         let extents = Extents { num_tokens, num_entries, ratio, width, head_dim };
         CHECK.positive("eps", eps)?;
-        if width != head_dim && width != 2 * head_dim {
-            return CHECK.refuse("kv", format!("width {width} must be head_dim {head_dim} or twice that"));
-        }
-        if extents.overlaps() && ratio != OVERLAP_RATIO {
-            return CHECK.refuse("ape", format!("ratio {ratio} must be {OVERLAP_RATIO} where groups overlap"));
-        }
-        if !(2 * half_rope_dim).is_multiple_of(QUAD) || 2 * half_rope_dim > head_dim {
-            let reason = format!(
-                "{half_rope_dim} columns turn {} channels of {head_dim}: they must be even and fit",
-                2 * half_rope_dim
-            );
-            return CHECK.refuse("cos", reason);
-        }
+        extents.check(CHECK, half_rope_dim)?;
         let moved = ["kv", "gate", "ape", "norm_weight", "pooled", "entries", "dentries", "dkv", "dgate"];
         let vectorised = moved.iter().filter_map(|name| views.get(name)).all(is_aligned);
         let stored = views.get("entries").or_else(|| views.get("pooled")).map_or(DType::Bf16, |stored| stored.dtype);
@@ -223,7 +230,7 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static 
         return CHECK.refuse("pooled", "it must be present where groups do not overlap");
     }
     let pool = call.name(["compressor_pool_scalar", "compressor_pool_vector"]);
-    let config = call.extents.pool_launch("entries", num_entries)?;
+    let config = call.extents.pool_launch(CHECK, "entries", num_entries)?;
     device.kernel(FILE, &call.defines, pool)?.launch(config, &params)?;
     let norm = call.name(["compressor_norm_scalar", "compressor_norm_vector"]);
     launch(norm, blocks)?;
@@ -273,7 +280,7 @@ pub fn backward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static
         ran.push(call.name(["compressor_norm_backward_scalar", "compressor_norm_backward_vector"]));
         ran.push(call.name(["compressor_pool_backward_scalar", "compressor_pool_backward_vector"]));
         launch(ran[0], of_entries)?;
-        let config = call.extents.pool_launch("dentries", of_chunks)?;
+        let config = call.extents.pool_launch(CHECK, "dentries", of_chunks)?;
         device.kernel(FILE, &call.defines, ran[1])?.launch(config, &params)?;
     }
     let rows_of_dape = if call.extents.overlaps() { of_entries } else { of_chunks };

@@ -8,6 +8,7 @@ pub mod attention_combine;
 pub mod cache_layout;
 pub mod cache_manager;
 pub mod compressor;
+pub mod compressor_stream;
 pub mod decode_attention;
 pub mod embed_streams;
 pub mod hadamard;

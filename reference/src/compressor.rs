@@ -45,22 +45,50 @@ pub struct Inputs {
     pub gate: Tensor,
     /// `[ratio, width]`, stored in f32.
     pub ape: Tensor,
-    /// `[head_dim]`, stored in f32.
-    pub norm_weight: Tensor,
-    /// `[table_rows, rope_dim / 2]`, stored in f32; see [`rope::Inputs`].
-    pub cos: Tensor,
-    /// As `cos`.
-    pub sin: Tensor,
     /// First token of each sequence, and the end of the last one: tokens behind it are padding.
     pub cu_seqlens: Vec<i32>,
     /// First row of each sequence's entries, and the end of the last one's.
     pub cu_entries: Vec<i32>,
     /// Rows of `entries`.
     pub num_entries: usize,
+    /// Norm and rotation.
+    pub finish: Finish,
+}
+
+/// What becomes of a pooled entry.
+#[derive(Debug, Clone)]
+pub struct Finish {
+    /// `[head_dim]`, stored in f32.
+    pub norm_weight: Tensor,
+    /// `[table_rows, rope_dim / 2]`, stored in f32; see [`rope::Inputs`].
+    pub cos: Tensor,
+    /// As `cos`.
+    pub sin: Tensor,
     /// Added to the mean square.
     pub eps: f64,
     /// What entries, and u before the norm, are stored in: bf16 or f32.
     pub stored: Format,
+}
+
+impl Finish {
+    /// z of u `[num_entries, head_dim]` at these positions.
+    pub(crate) fn entries(&self, u: &Tensor, positions: Vec<i64>, rounding: &mut Rounding) -> Result<Tensor> {
+        let stored = rounding.to(self.stored, u)?;
+        let normed = Named::new().with("x", stored).with("weight", self.norm_weight.clone());
+        let y = rms_norm::forward(&normed, self.eps, rounding)?.tensor("y")?.clone();
+        let rotation = self.rotation(rounding.to(self.stored, &y)?, positions)?;
+        let turned = rope::forward(&rotation, rounding)?.y.squeeze(1)?;
+        // What does not turn is rounded once.
+        let (head_dim, rope_dim) = (u.dim(1)?, 2 * self.cos.dim(1)?);
+        let leading = head_dim - rope_dim;
+        Ok(Tensor::cat(&[y.narrow(1, 0, leading)?, turned.narrow(1, leading, rope_dim)?], 1)?)
+    }
+
+    /// The rotation of entries `[num_entries, head_dim]`.
+    fn rotation(&self, x: Tensor, positions: Vec<i64>) -> Result<rope::Inputs> {
+        let (cos, sin) = (self.cos.clone(), self.sin.clone());
+        Ok(rope::Inputs { x: x.unsqueeze(1)?, cos, sin, positions: Some(positions), inverse: false })
+    }
 }
 
 /// An entry that there is.
@@ -99,13 +127,7 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
         return Ok(Named::new().with("entries", all_rows(&none)?).with("pooled", all_rows(&none)?));
     }
     let u = Pooling::of(inputs, &dims, &entries, rounding)?.pooled;
-    let stored = rounding.to(inputs.stored, &u)?;
-    let normed = Named::new().with("x", stored).with("weight", inputs.norm_weight.clone());
-    let y = rms_norm::forward(&normed, inputs.eps, rounding)?.tensor("y")?.clone();
-    let turned = rope::forward(&inputs.rotation(rounding.to(inputs.stored, &y)?, &entries)?, rounding)?.y.squeeze(1)?;
-    // What does not turn is rounded once.
-    let leading = dims.head_dim - 2 * dims.half_rope_dim;
-    let z = Tensor::cat(&[y.narrow(1, 0, leading)?, turned.narrow(1, leading, 2 * dims.half_rope_dim)?], 1)?;
+    let z = inputs.finish.entries(&u, positions(&entries), rounding)?;
     Ok(Named::new().with("entries", all_rows(&z)?).with("pooled", all_rows(&u)?))
 }
 
@@ -121,18 +143,20 @@ pub fn backward(inputs: &Inputs, dentries: &Tensor, pooled: Option<&Tensor>, rou
     if entries.is_empty() {
         let zeros = |of: &Tensor| of.zeros_like();
         let named = Named::new().with("dkv", zeros(&inputs.kv)?).with("dgate", zeros(&inputs.gate)?);
-        return Ok(named.with("dape", zeros(&inputs.ape)?).with("dnorm_weight", zeros(&inputs.norm_weight)?));
+        return Ok(named.with("dape", zeros(&inputs.ape)?).with("dnorm_weight", zeros(&inputs.finish.norm_weight)?));
     }
     let rows = indices(entries.iter().map(|entry| entry.row), inputs)?;
     let pooling = Pooling::of(inputs, &dims, &entries, rounding)?;
     let stored = match pooled {
         Some(pooled) => pooled.index_select(&rows, 0)?,
-        None => rounding.to(inputs.stored, &pooling.pooled)?,
+        None => rounding.to(inputs.finish.stored, &pooling.pooled)?,
     };
     let dz = dentries.index_select(&rows, 0)?;
-    let dy = rope::backward(&inputs.rotation(dz.clone(), &entries)?, &dz.unsqueeze(1)?, rounding)?.dx.squeeze(1)?;
-    let normed = Named::new().with("x", stored).with("weight", inputs.norm_weight.clone()).with("dy", dy);
-    let normed = rms_norm::backward(&normed, inputs.eps, rounding)?;
+    let dy = rope::backward(&inputs.finish.rotation(dz.clone(), positions(&entries))?, &dz.unsqueeze(1)?, rounding)?
+        .dx
+        .squeeze(1)?;
+    let normed = Named::new().with("x", stored).with("weight", inputs.finish.norm_weight.clone()).with("dy", dy);
+    let normed = rms_norm::backward(&normed, inputs.finish.eps, rounding)?;
     let gradients = pooling.backward(normed.tensor("dx")?, rounding)?;
     let of_tokens = |of_slots: &Tensor| of_tokens(of_slots, &dims, &entries);
     let named = Named::new().with("dkv", of_tokens(&gradients.value)?).with("dgate", of_tokens(&gradients.score)?);
@@ -146,7 +170,6 @@ struct Dims {
     head_dim: usize,
     ratio: usize,
     overlaps: bool,
-    half_rope_dim: usize,
 }
 
 impl Dims {
@@ -171,17 +194,18 @@ impl Dims {
 
 impl Inputs {
     fn check(&self) -> Result<Dims> {
-        let of = [("kv", &self.kv), ("gate", &self.gate), ("ape", &self.ape), ("norm_weight", &self.norm_weight)];
+        let of = [("kv", &self.kv), ("gate", &self.gate), ("ape", &self.ape)];
         let named = of.into_iter().fold(Named::new(), |named, (name, tensor)| named.with(name, tensor.clone()));
-        let named = named.with("cos", self.cos.clone()).with("sin", self.sin.clone());
-        let axes = ["num_tokens", "width", "ratio", "head_dim", "half_rope_dim"];
+        let Finish { norm_weight, cos, sin, .. } = &self.finish;
+        let named = named.with("norm_weight", norm_weight.clone()).with("cos", cos.clone()).with("sin", sin.clone());
+        let axes = ["num_tokens", "width", "ratio", "head_dim"];
         let tensors: [(&[_], &[_]); 4] = [
             (&["kv", "gate"], &["num_tokens", "width"]),
             (&["ape"], &["ratio", "width"]),
             (&["norm_weight"], &["head_dim"]),
             (&["cos", "sin"], &["table_rows", "half_rope_dim"]),
         ];
-        let [num_tokens, width, ratio, head_dim, half_rope_dim] = named.extents(axes, &tensors)?;
+        let [num_tokens, width, ratio, head_dim] = named.extents(axes, &tensors)?;
         require_that("ratio", ratio, ratio > 0, "a group has at least one token")?;
         require_that("head_dim", head_dim, head_dim > 0, "an entry without channels has no mean")?;
         if width != head_dim && width != 2 * head_dim {
@@ -196,25 +220,23 @@ impl Inputs {
         let within = "ends do not decrease and stay within the tensor";
         require_that("cu_seqlens", ends, ordered(&self.cu_seqlens, num_tokens), within)?;
         require_that("cu_entries", ends, ordered(&self.cu_entries, self.num_entries), within)?;
-        Ok(Dims { num_tokens, head_dim, ratio, overlaps: width > head_dim, half_rope_dim })
-    }
-
-    /// The rotation of entries `[num_entries, head_dim]`.
-    fn rotation(&self, x: Tensor, entries: &[Entry]) -> Result<rope::Inputs> {
-        let positions = Some(entries.iter().map(|entry| entry.position as i64).collect());
-        Ok(rope::Inputs { x: x.unsqueeze(1)?, cos: self.cos.clone(), sin: self.sin.clone(), positions, inverse: false })
+        Ok(Dims { num_tokens, head_dim, ratio, overlaps: width > head_dim })
     }
 }
 
+fn positions(entries: &[Entry]) -> Vec<i64> {
+    entries.iter().map(|entry| entry.position as i64).collect()
+}
+
 /// A softmax over the slots of entries; all tensors but `pooled` and `inverse` are `[num_entries, slots, head_dim]`.
-struct Pooling {
+pub(crate) struct Pooling {
     value: Tensor,
     /// exp(score - the largest of the channel).
     power: Tensor,
     /// One over the sum of the powers, `[num_entries, 1, head_dim]`.
     inverse: Tensor,
-    /// `[num_entries, head_dim]`.
-    pooled: Tensor,
+    /// u before it is rounded, `[num_entries, head_dim]`.
+    pub pooled: Tensor,
     /// Whether a slot has a token.
     there: Tensor,
 }
@@ -227,16 +249,22 @@ struct PoolingGradients {
 
 impl Pooling {
     fn of(inputs: &Inputs, dims: &Dims, entries: &[Entry], rounding: &mut Rounding) -> Result<Self> {
-        let slots = dims.slots();
-        let there =
-            |entry: &Entry| (0..slots).map(|slot| u8::from(dims.slot(entry, slot).is_some())).collect::<Vec<_>>();
-        let there: Vec<u8> = entries.iter().flat_map(there).collect();
-        let there = Tensor::from_vec(there, (entries.len(), slots, 1), inputs.kv.device())?;
-        let there = there.broadcast_as((entries.len(), slots, dims.head_dim))?.contiguous()?;
-        let value = select(&there, &gathered(&inputs.kv, dims, entries)?, 0.0)?;
+        let there = |entry: &Entry| {
+            (0..dims.slots()).map(|slot| u8::from(dims.slot(entry, slot).is_some())).collect::<Vec<_>>()
+        };
+        let there = entries.iter().flat_map(there).collect();
         let gate = gathered(&inputs.gate, dims, entries)?;
-        let score = rounding.f32(&gate.broadcast_add(&one_below_the_other(&inputs.ape, dims)?)?)?;
-        let score = select(&there, &score, f64::NEG_INFINITY)?;
+        let score = rounding.f32(&gate.broadcast_add(&halves_below_each_other(&inputs.ape, dims.head_dim)?)?)?;
+        Self::of_slots(there, &gathered(&inputs.kv, dims, entries)?, &score, rounding)
+    }
+
+    /// Of the values and the scores of slots, `[num_entries, slots, head_dim]`; anything where there is no token.
+    pub fn of_slots(there: Vec<u8>, value: &Tensor, score: &Tensor, rounding: &mut Rounding) -> Result<Self> {
+        let (entries, slots, head_dim) = value.dims3()?;
+        let there = Tensor::from_vec(there, (entries, slots, 1), value.device())?;
+        let there = there.broadcast_as((entries, slots, head_dim))?.contiguous()?;
+        let value = select(&there, value, 0.0)?;
+        let score = select(&there, score, f64::NEG_INFINITY)?;
         // Whatever is subtracted, the weights are the same.
         let largest = max_or_nan(&score, 1)?.detach();
         let exponent = rounding.f32(&score.broadcast_sub(&largest)?)?;
@@ -264,12 +292,12 @@ fn indices(list: impl Iterator<Item = usize>, inputs: &Inputs) -> Result<Tensor>
     Ok(Tensor::from_vec(list, count, inputs.kv.device())?)
 }
 
-/// The halves of a tensor `[.., width]` below each other, `[halves * .., head_dim]`.
-fn one_below_the_other(tensor: &Tensor, dims: &Dims) -> Result<Tensor> {
-    if !dims.overlaps {
+/// The halves of a tensor `[rows, width]` below each other, `[halves * rows, head_dim]`.
+pub(crate) fn halves_below_each_other(tensor: &Tensor, head_dim: usize) -> Result<Tensor> {
+    if tensor.dim(D::Minus1)? == head_dim {
         return Ok(tensor.clone());
     }
-    let half = |number: usize| tensor.narrow(D::Minus1, number * dims.head_dim, dims.head_dim);
+    let half = |number: usize| tensor.narrow(D::Minus1, number * head_dim, head_dim);
     Ok(Tensor::cat(&[half(0)?, half(1)?], 0)?)
 }
 
@@ -290,12 +318,12 @@ fn gathered(tensor: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor> {
     let places: Vec<i64> = entries.iter().flat_map(of_entry).collect();
     let count = places.len();
     let places = Tensor::from_vec(places, count, tensor.device())?;
-    let halves = one_below_the_other(tensor, dims)?.index_select(&places, 0)?;
+    let halves = halves_below_each_other(tensor, dims.head_dim)?.index_select(&places, 0)?;
     Ok(halves.reshape((entries.len(), dims.slots(), dims.head_dim))?)
 }
 
 /// Rows `[.., head_dim]` at places of a tensor with `extent` rows, zero elsewhere: pairs of a place and a row.
-fn scattered(rows: &Tensor, places: impl Iterator<Item = (usize, usize)>, extent: usize) -> Result<Tensor> {
+pub(crate) fn scattered(rows: &Tensor, places: impl Iterator<Item = (usize, usize)>, extent: usize) -> Result<Tensor> {
     let (count, width) = rows.dims2()?;
     let mut sources = vec![count as i64; extent];
     places.for_each(|(place, row)| sources[place] = row as i64);
@@ -355,14 +383,10 @@ mod tests {
             kv: draw.normal(&[tokens, width], 2.0),
             gate: draw.normal(&[tokens, width], 2.0),
             ape: draw.normal(&[ratio, width], 1.0),
-            norm_weight: draw.normal(&[head_dim], 1.0),
-            cos,
-            sin,
+            finish: Finish { norm_weight: draw.normal(&[head_dim], 1.0), cos, sin, eps: 1e-6, stored: Format::BF16 },
             cu_seqlens,
             cu_entries,
             num_entries,
-            eps: 1e-6,
-            stored: Format::BF16,
         }
     }
 
@@ -370,12 +394,13 @@ mod tests {
 
     fn named(inputs: &Inputs) -> Named {
         let named = Named::new().with("kv", inputs.kv.clone()).with("gate", inputs.gate.clone());
-        named.with("ape", inputs.ape.clone()).with("norm_weight", inputs.norm_weight.clone())
+        named.with("ape", inputs.ape.clone()).with("norm_weight", inputs.finish.norm_weight.clone())
     }
 
     fn with(inputs: &Inputs, named: &Named) -> Inputs {
         let of = |name| named.tensor(name).expect("a tensor").clone();
-        Inputs { kv: of("kv"), gate: of("gate"), ape: of("ape"), norm_weight: of("norm_weight"), ..inputs.clone() }
+        let finish = Finish { norm_weight: of("norm_weight"), ..inputs.finish.clone() };
+        Inputs { kv: of("kv"), gate: of("gate"), ape: of("ape"), finish, ..inputs.clone() }
     }
 
     const GRADIENTS: [(&str, &str); 4] =
@@ -494,7 +519,13 @@ mod tests {
         let refused = |inputs: Inputs| forward(&inputs, &mut Rounding::exact()).unwrap_err().to_string();
         assert!(refused(Inputs { cu_seqlens: vec![0, 99], ..inputs.clone() }).contains("cu_seqlens"));
         assert!(refused(Inputs { cu_entries: vec![0], ..inputs.clone() }).contains("cu_entries"));
-        assert!(refused(Inputs { norm_weight: f64_tensor(&[1.0; 3], &[3]), ..inputs.clone() }).contains("kv"));
+        assert!(
+            refused(Inputs {
+                finish: Finish { norm_weight: f64_tensor(&[1.0; 3], &[3]), ..inputs.finish.clone() },
+                ..inputs.clone()
+            })
+            .contains("kv")
+        );
         assert!(refused(Inputs { gate: inputs.kv.narrow(0, 0, 1)?, ..inputs }).contains("gate"));
         Ok(())
     }

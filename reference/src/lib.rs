@@ -24,6 +24,7 @@
 
 pub mod attention_combine;
 pub mod compressor;
+pub mod compressor_stream;
 pub mod decode_attention;
 pub mod embed_streams;
 pub mod error;

@@ -31,6 +31,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::quantize_mxfp4::QuantizeMxfp4>::new(),
     &Op::<operators::compressor::Compressor>::new(),
     &Op::<operators::quantize_nvfp4::QuantizeNvfp4>::new(),
+    &Op::<operators::compressor_stream::CompressorStream>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),
     &Op::<operators::indexer_cache_write::IndexerCacheWrite>::new(),

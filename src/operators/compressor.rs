@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use dsv4_kernels::compressor::{self as launcher, Extents, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
-use dsv4_reference::compressor::{self as reference, Entry};
+use dsv4_reference::compressor::{self as reference, Entry, Finish};
 use dsv4_reference::rope::{YarnParameters, inv_freq_f32, table};
 use rand::Rng;
 
@@ -167,18 +167,21 @@ impl CompressorCase {
 }
 
 fn inputs(c: &CompressorCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
+    let finish = Finish {
+        norm_weight: t.f64("norm_weight")?,
+        cos: t.f64("cos")?,
+        sin: t.f64("sin")?,
+        eps: t.scalar("eps", c.eps.into()),
+        stored: format_of(c.dtype.dtype()).expect("a floating-point type"),
+    };
     Ok(reference::Inputs {
         kv: t.f64("kv")?,
         gate: t.f64("gate")?,
         ape: t.f64("ape")?,
-        norm_weight: t.f64("norm_weight")?,
-        cos: t.f64("cos")?,
-        sin: t.f64("sin")?,
         cu_seqlens: t.host().i32s("cu_seqlens"),
         cu_entries: t.host().i32s("cu_entries"),
         num_entries: c.num_entries,
-        eps: t.scalar("eps", c.eps.into()),
-        stored: format_of(c.dtype.dtype()).expect("a floating-point type"),
+        finish,
     })
 }
 
@@ -511,16 +514,30 @@ fn independence_law(c: &CompressorCase, laws: &mut Laws<'_, Compressor>) {
     );
 }
 
-/// A compressor of a golden file: its projections of the hidden states, rounded to f32.
-fn golden_case(
-    file: &mut Reading<'_>,
-    parameters: &str,
-    entries: &str,
-    axes: golden::Axes<'_>,
-) -> Result<Golden<CompressorCase>, String> {
+/// What a golden file says of a compressor.
+pub(super) struct Projections {
+    /// Projections of the hidden states, `[batch, tokens, width]`.
+    pub kv: Vec<f64>,
+    /// As `kv`.
+    pub gate: Vec<f64>,
+    /// `[ratio, width]`.
+    pub ape: Vec<f64>,
+    /// `[head_dim]`.
+    pub norm_weight: Vec<f64>,
+    /// Tokens of a group.
+    pub ratio: usize,
+    /// Whether groups overlap.
+    pub overlaps: bool,
+    /// Channels of an entry, and those that turn.
+    pub head: [usize; 2],
+    /// Added to the mean square.
+    pub eps: f64,
+}
+
+/// The compressor whose parameters begin so, of entries along the axis `head`.
+pub(super) fn golden_projections(file: &mut Reading<'_>, parameters: &str, head: &str) -> Result<Projections, String> {
     let hidden = file.floats("in.hidden", &["batch", "tokens", "hidden"])?;
-    let (head, [rows, width]) =
-        (*axes.last().unwrap_or(&"head_dim"), ["rows", "columns"].map(|axis| format!("{parameters} {axis}")));
+    let [rows, width] = ["rows", "columns"].map(|axis| format!("{parameters} {axis}"));
     let project = |file: &mut Reading<'_>, name: &str| -> Result<Vec<f64>, String> {
         let weight = file.floats(&format!("{parameters}.{name}.weight"), &[&width, "hidden"])?;
         let hidden_size = file.extent("hidden")?;
@@ -529,19 +546,33 @@ fn golden_case(
     };
     let (kv, gate) = (project(file, "kv_proj")?, project(file, "gate_proj")?);
     let ape = file.floats(&format!("{parameters}.position_bias"), &[&rows, &width])?.to_vec();
-    let weight = file.floats(&format!("{parameters}.kv_norm.weight"), &[head])?.to_vec();
-    let (ratio, head_dim, overlaps) =
-        (file.extent(&rows)?, file.extent(head)?, file.extent(&width)? > file.extent(head)?);
+    let norm_weight = file.floats(&format!("{parameters}.kv_norm.weight"), &[head])?.to_vec();
+    let (ratio, width, head_dim) = (file.extent(&rows)?, file.extent(&width)?, file.extent(head)?);
+    let (head, eps) = ([head_dim, file.whole("qk_rope_head_dim")?], file.number("rms_norm_eps")?);
+    Ok(Projections { kv, gate, ape, norm_weight, ratio, overlaps: width > head_dim, head, eps })
+}
+
+/// A compressor of a golden file, whose projections are rounded to f32.
+fn golden_case(
+    file: &mut Reading<'_>,
+    parameters: &str,
+    entries: &str,
+    axes: golden::Axes<'_>,
+) -> Result<Golden<CompressorCase>, String> {
+    let given = golden_projections(file, parameters, axes.last().copied().unwrap_or("head_dim"))?;
     let (batch, tokens) = (file.extent("batch")?, file.extent("tokens")?);
-    let (num_entries, rope_dim) = (batch * (tokens / ratio), file.whole("qk_rope_head_dim")?);
-    let (cos, sin) = golden_table(file, rope_dim, tokens)?;
-    let eps = file.number("rms_norm_eps")?;
-    let plain = plain([batch * tokens, batch], ratio, overlaps, [head_dim, rope_dim]);
-    let packing = Packing::Equal;
-    let case = CompressorCase { num_entries, packing, table_rows: tokens, dtype: Float::F32, eps: eps as f32, ..plain };
-    let golden = Golden::new(case).scalar("eps", eps).values("kv", kv).values("gate", gate).values("ape", ape);
-    let golden = golden.values("norm_weight", weight).values("cos", cos).values("sin", sin);
-    golden.expect(file, "entries", entries, axes)
+    let (cos, sin) = golden_table(file, given.head[1], tokens)?;
+    let case = CompressorCase {
+        num_entries: batch * (tokens / given.ratio),
+        packing: Packing::Equal,
+        table_rows: tokens,
+        dtype: Float::F32,
+        eps: given.eps as f32,
+        ..plain([batch * tokens, batch], given.ratio, given.overlaps, given.head)
+    };
+    let golden = Golden::new(case).scalar("eps", given.eps).values("kv", given.kv).values("gate", given.gate);
+    let golden = golden.values("ape", given.ape).values("norm_weight", given.norm_weight);
+    golden.values("cos", cos).values("sin", sin).expect(file, "entries", entries, axes)
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
@@ -549,7 +580,11 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 }
 
 /// cos and sin of the positions from 0 on, by the file's parameters.
-fn golden_table(file: &Reading<'_>, rope_dim: usize, positions: usize) -> Result<(Vec<f64>, Vec<f64>), String> {
+pub(super) fn golden_table(
+    file: &Reading<'_>,
+    rope_dim: usize,
+    positions: usize,
+) -> Result<(Vec<f64>, Vec<f64>), String> {
     let parameters = &file.config("rope_parameters")["compress"];
     let number = |name: &str| parameters[name].as_f64().ok_or_else(|| format!("rope_parameters have no `{name}`"));
     let parameters = YarnParameters {

@@ -3,6 +3,7 @@
 pub mod attention_combine;
 pub mod attention_output_rotation;
 pub mod compressor;
+pub mod compressor_stream;
 pub mod contents;
 pub mod decode_attention;
 pub mod embed_streams;

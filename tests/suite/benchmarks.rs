@@ -12,6 +12,7 @@ use dsv4_parity::operator::declared::Declared;
 use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::compressor::Compressor;
+use dsv4_parity::operators::compressor_stream::CompressorStream;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::embed_streams::EmbedStreams;
 use dsv4_parity::operators::hadamard::Hadamard;
@@ -75,6 +76,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("moe_expand_backward", "moe_expand_gradient_of_the_first_slot"),
     ("moe_reduce_forward", "moe_reduce_shared_row_left_out"),
     ("moe_reduce_backward", "moe_reduce_gradient_without_the_weight"),
+    ("compressor_stream_forward", "compressor_stream_halves_swapped"),
     ("swiglu_forward", "swiglu_weight_not_applied"),
     ("swiglu_backward", "swiglu_weight_applied_twice"),
     ("swiglu_quantize_forward", "swiglu_quantize_weight_left_out"),
@@ -286,6 +288,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         let fewer = json!({"num_tokens": 6 * ratio, "num_entries": 5});
         timed(reduced::<Compressor>(group, name, whole, fewer))
     };
+    let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 64});
     let parts = json!({"num_tokens": 9, "num_heads": 3});
     let parts = reduced::<AttentionCombine>("forward", "8 parts 128x128x512", parts, json!({"num_tokens": 2}));
     vec![
@@ -308,6 +311,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         cache("65536x512 page 64 bf16", 0),
         keys_of_pages("32768x128 page 32 e2m1"),
         keys_of_pages("32768x128 page 32 e4m3"),
+        timed(reduced::<CompressorStream>("forward", "128 sequences x512 ratio 4", sequences, json!({}))),
         groups("forward", "32768x512 ratio 4", 4),
         groups("backward", "32768x512 ratio 4", 4),
         groups("forward", "32768x512 ratio 128", 128),

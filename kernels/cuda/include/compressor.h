@@ -211,3 +211,63 @@ DEVICE void make_entry(const Params& params, int64_t position, int channel, Chan
     turn<false>(params, position, channel, x);
     round_to_stored(x);
 }
+
+// ---------------------------------------------------------------- which sequence, entry, channels and slots are whose
+
+// The last of the sequences that starts at or before `at`, which is the one that holds it if any does: sequences
+// without anything come before it. -1 where all start behind it.
+DEVICE int sequence_of(const int32_t* starts, int num_sequences, int64_t at) {
+    int low = 0, high = num_sequences;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (starts[middle] <= at) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low - 1;
+}
+
+// The column of a slot with overlap: the first slots have the first half of their tokens, the others the second.
+DEVICE int64_t overlap_column(int head_dim, int channel, int slot) {
+    return slot < OVERLAP_RATIO ? channel : head_dim + channel;
+}
+
+// A block's entry, and its threads' channels and slots: slot `group + i * slot_groups()` for i below GROUP_SLOTS.
+DEVICE int slot_groups() { return static_cast<int>(blockDim.x) / CHUNK_QUADS; }
+struct PoolItem {
+    int64_t entry;
+    int channel, group;
+};
+DEVICE PoolItem pool_item(int64_t block, int head_dim) {
+    const int chunks = ceil_div(head_dim, CHUNK);
+    const int64_t entry = block / chunks;
+    const int chunk = static_cast<int>(block - entry * chunks);
+    const int quad = static_cast<int>(threadIdx.x) % CHUNK_QUADS, group = static_cast<int>(threadIdx.x) / CHUNK_QUADS;
+    return PoolItem{entry, chunk * CHUNK + quad * QUAD, group};
+}
+
+// Stores an entry and, where it is wanted, what was pooled; zeros where there is none.
+template <bool WIDE, typename Params>
+DEVICE void store_entry(const Params& params, int64_t entry, bool exists, int channel, Channels& x) {
+    if (entry >= params.num_entries || channel >= params.head_dim) return;
+    for (int i = 0; i < QUAD; ++i) x[i] = exists ? x[i] : 0.0f;
+    store_quad<WIDE>(params.entries + entry * params.entries_stride + channel, x);
+}
+
+template <bool WIDE, typename Params>
+DEVICE void store_pooled(const Params& params, int64_t entry, int channel, const Channels& x) {
+    if (!params.pooled || entry >= params.num_entries || channel >= params.head_dim) return;
+    store_quad<WIDE>(params.pooled + entry * params.head_dim + channel, x);
+}
+
+// The entry and the first channel of a thread, of blocks with several entries.
+struct Item {
+    int64_t entry;
+    int channel;
+};
+DEVICE Item item_of_thread(int64_t block, int entry_threads) {
+    const int entries = static_cast<int>(blockDim.x) / entry_threads;
+    return Item{block * entries + threadIdx.x / entry_threads, static_cast<int>(threadIdx.x % entry_threads) * QUAD};
+}
