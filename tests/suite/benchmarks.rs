@@ -201,96 +201,21 @@ fn reduced<K: Declared>(group: &str, name: &str, whole: Value, drawn: Value) -> 
     Benchmark { drawn: with(&case, &drawn), case, ..benchmark }
 }
 
+fn timed<K: Declared>(group: &str, name: &str, whole: &Value, drawn: Value) -> Box<dyn Timed> {
+    Box::new(Arc::new(reduced::<K>(group, name, whole.clone(), drawn)))
+}
+
 /// Benchmarks of every operator whose tensors are repeated and whose samples are a part of them.
 fn all_reduced() -> Vec<Box<dyn Timed>> {
-    fn timed<K: Declared>(benchmark: Benchmark<K>) -> Box<dyn Timed> {
-        Box::new(Arc::new(benchmark))
-    }
-    let rows = || (json!({"num_rows": 21, "width": 512}), json!({"num_rows": 4}));
-    let rms_norm = |group, name| timed(reduced::<RmsNorm>(group, name, rows().0, rows().1));
-    let swiglu = |group| timed(reduced::<Swiglu>(group, "4096x2048 bf16", rows().0, rows().1));
-    let tokens = json!({"num_tokens": 11, "hidden_size": 72});
-    let mhc_post =
-        |group| timed(reduced::<MhcPost>(group, "4096x4x7168 bf16", tokens.clone(), json!({"num_tokens": 2})));
-    let mhc_pre = |group, name| timed(reduced::<MhcPre>(group, name, tokens.clone(), json!({"num_tokens": 2})));
-    let mhc_mix = |group| timed(reduced::<MhcMix>(group, "8192x4x4096 bf16", tokens.clone(), json!({"num_tokens": 2})));
-    let tokens = json!({"num_tokens": 21, "num_experts": 40});
-    let router = |group, name| timed(reduced::<Router>(group, name, tokens.clone(), json!({"num_tokens": 4})));
-    let table = json!({"num_tokens": 21, "num_experts": 40, "vocab_size": 30});
-    let hashed = reduced::<Router>("forward", "6 of 384, 32768 tokens hashed", table, json!({"num_tokens": 4}));
-    let all_tokens = json!({"num_tokens": 21, "num_experts": 40});
-    let map = reduced::<MoeMap>("forward", "32768 tokens of 256 experts", all_tokens, json!({}));
-    let gated = |group, name| {
-        let whole = json!({"num_rows": 20, "width": 512});
-        timed(reduced::<SwigluQuantize>(group, name, whole, rows().1))
-    };
-    let fp8 = |name| timed(reduced::<QuantizeFp8>("forward", name, rows().0, rows().1));
-    let mxfp4 = |name| timed(reduced::<QuantizeMxfp4>("forward", name, rows().0, rows().1));
-    let nvfp4 = |name| timed(reduced::<QuantizeNvfp4>("forward", name, rows().0, rows().1));
-    let squares = |name| {
-        let whole = json!({"num_rows": 261, "width": 256});
-        timed(reduced::<QuantizeFp8>("forward", name, whole, json!({"num_rows": 1})))
-    };
-    let mhc_head =
-        |group| timed(reduced::<MhcHead>(group, "4096x4x7168 bf16", tokens.clone(), json!({"num_tokens": 2})));
-    let named = json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96});
-    let fewer_rows = json!({"num_tokens": 5, "vocab_size": 3});
-    let of_model = "32768 of 129280 rows of 7168 bf16";
-    let embed = |group| timed(reduced::<EmbedStreams>(group, of_model, named.clone(), fewer_rows.clone()));
-    let sorted = json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4});
-    let name = "32768x7168 to 6 of 256 experts bf16";
-    let expand = |group| timed(reduced::<MoeExpand>(group, name, sorted.clone(), json!({"num_tokens": 5})));
-    let reduce = |group| timed(reduced::<MoeReduce>(group, name, sorted.clone(), json!({"num_tokens": 5})));
-    let hadamard = |name| timed(reduced::<Hadamard>("forward", name, json!({"num_rows": 21}), json!({"num_rows": 4})));
-    let heads = json!({"num_tokens": 11, "num_heads": 3});
-    let query = |name| timed(reduced::<IndexerQuery>("forward", name, heads.clone(), json!({"num_tokens": 2})));
-    let topk = |name| {
-        let whole = json!({"num_rows": 11, "num_columns": 300, "topk": 40});
-        timed(reduced::<Topk>("forward", name, whole, json!({"num_rows": 3})))
-    };
-    let logits = |name, whole, fewer| timed(reduced::<IndexerLogits>("forward", name, whole, fewer));
-    let prefill = json!({"num_tokens": 11, "num_heads": 5, "num_keys": 90, "columns": 90});
-    let training = json!({"num_tokens": 40, "num_heads": 5, "num_keys": 10, "columns": 10});
-    let paged = json!({"batch": 5, "num_heads": 5, "columns": 100, "num_pages": 10, "table_pages": 2});
-    let heads = json!({"num_tokens": 11, "num_heads": 3});
-    let rope = |name| timed(reduced::<Rope>("forward", name, heads.clone(), json!({"num_tokens": 2})));
-    let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
-    let fewer = json!({"num_tokens": 2, "num_keys": 44});
-    let sparse = |group, name| timed(reduced::<SparseAttention>(group, name, lists.clone(), fewer.clone()));
-    let target = |name| timed(reduced::<ScoreRecompute>("forward", name, lists.clone(), fewer.clone()));
-    let keys = json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30});
-    let dense = |name| timed(reduced::<ScoreRecompute>("forward", name, keys.clone(), json!({"num_tokens": 2})));
-    let listed = json!({"num_tokens": 7, "num_keys": 90, "topk": 40});
-    let loss = |group| timed(reduced::<IndexerLoss>(group, "q4096 topk512", listed.clone(), json!({"num_tokens": 2})));
-    let rows = json!({"num_tokens": 9, "num_keys": 30});
-    let dense_loss =
-        |group| timed(reduced::<IndexerLoss>(group, "q4096 dense k4096", rows.clone(), json!({"num_tokens": 2})));
-    let recompute = |name| timed(reduced::<IndexerRecompute>("forward", name, lists.clone(), fewer.clone()));
-    let queries = |name| timed(reduced::<IndexerBackward>("forward", name, lists.clone(), fewer.clone()));
-    let dense_queries =
-        |name| timed(reduced::<IndexerBackward>("forward", name, keys.clone(), json!({"num_tokens": 2})));
-    let store = |topk, num_pages, page_size| json!({"topk": topk, "num_pages": num_pages, "page_size": page_size});
-    let stores = json!({
-        "batch": 6, "num_heads": 20, "num_blocks": 5, "window": store(70, 27, 16), "compressed": store(70, 210, 8),
-    });
-    let few_pages = json!({"batch": 2, "window": store(70, 5, 16), "compressed": store(70, 9, 8)});
-    let decode = |name| timed(reduced::<DecodeAttention>("forward", name, stores.clone(), few_pages.clone()));
-    let cache = |name, padding| {
-        let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": padding});
-        timed(reduced::<KvCacheWrite>("forward", name, whole, json!({"num_tokens": 32, "num_pages": 2})))
-    };
-    let keys_of_pages = |name| {
-        let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 64});
-        timed(reduced::<IndexerCacheWrite>("forward", name, whole, json!({"num_tokens": 32, "num_pages": 2})))
-    };
-    let groups = |group, name, ratio: usize| {
-        let whole = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 64, "table_rows": 4 * ratio});
-        let fewer = json!({"num_tokens": 6 * ratio, "num_entries": 5});
-        timed(reduced::<Compressor>(group, name, whole, fewer))
-    };
-    let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 64});
-    let parts = json!({"num_tokens": 9, "num_heads": 3});
-    let parts = reduced::<AttentionCombine>("forward", "8 parts 128x128x512", parts, json!({"num_tokens": 2}));
+    let families =
+        [norms_and_rotations(), attention(), caches(), streams(), experts(), quantisers(), indexer(), losses()];
+    families.into_iter().flatten().collect()
+}
+
+fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
+    let (rows, heads) = (json!({"num_rows": 21, "width": 512}), json!({"num_tokens": 11, "num_heads": 3}));
+    let rms_norm = |group, name| timed::<RmsNorm>(group, name, &rows, json!({"num_rows": 4}));
+    let rope = |name| timed::<Rope>("forward", name, &heads, json!({"num_tokens": 2}));
     vec![
         rms_norm("forward", "4096x7168 bf16"),
         rms_norm("forward", "2097152x512 bf16 unweighted"),
@@ -298,6 +223,24 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         rope("16384x128x512 bf16"),
         rope("16384x128x512 bf16 inverse"),
         rope("16384x128x512 bf16 in place"),
+    ]
+}
+
+fn attention() -> Vec<Box<dyn Timed>> {
+    let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
+    let fewer = json!({"num_tokens": 2, "num_keys": 44});
+    let sparse = |group, name| timed::<SparseAttention>(group, name, &lists, fewer.clone());
+    let target = |name| timed::<ScoreRecompute>("forward", name, &lists, fewer.clone());
+    let keys = json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30});
+    let dense = |name| timed::<ScoreRecompute>("forward", name, &keys, json!({"num_tokens": 2}));
+    let store = |topk, num_pages, page_size| json!({"topk": topk, "num_pages": num_pages, "page_size": page_size});
+    let stores = json!({
+        "batch": 6, "num_heads": 20, "num_blocks": 5, "window": store(70, 27, 16), "compressed": store(70, 210, 8),
+    });
+    let few_pages = json!({"batch": 2, "window": store(70, 5, 16), "compressed": store(70, 9, 8)});
+    let decode = |name| timed::<DecodeAttention>("forward", name, &stores, few_pages.clone());
+    let parts = json!({"num_tokens": 9, "num_heads": 3});
+    vec![
         sparse("forward", "q4096 k8192 H64 D512 topk512"),
         sparse("backward", "q4096 k8192 H64 D512 topk512"),
         sparse("forward", "q4096 k8192 H64 D512 topk512 V"),
@@ -306,32 +249,51 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         decode("b128 H64 w128+512 fp8"),
         decode("b128 H64 w128+512 bf16"),
         decode("b128 H64 w128+512 fp8 portable"),
-        timed(parts),
-        cache("65536x512 page 64 fp8", 448),
-        cache("65536x512 page 64 bf16", 0),
-        keys_of_pages("32768x128 page 32 e2m1"),
-        keys_of_pages("32768x128 page 32 e4m3"),
-        timed(reduced::<CompressorStream>("forward", "128 sequences x512 ratio 4", sequences, json!({}))),
-        groups("forward", "32768x512 ratio 4", 4),
-        groups("backward", "32768x512 ratio 4", 4),
-        groups("forward", "32768x512 ratio 128", 128),
-        groups("backward", "32768x512 ratio 128", 128),
+        timed::<AttentionCombine>("forward", "8 parts 128x128x512", &parts, json!({"num_tokens": 2})),
         target("q4096 k8192 H64 D512 topk512"),
         target("q4096 k8192 H64 D512 topk512 portable"),
         dense("q4096 k2048 H64 D512 dense"),
         dense("q4096 k2048 H64 D512 dense portable"),
+    ]
+}
+
+fn caches() -> Vec<Box<dyn Timed>> {
+    let pages = |padding| json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": padding});
+    let fewer = json!({"num_tokens": 32, "num_pages": 2});
+    let rows = |name, padding| timed::<KvCacheWrite>("forward", name, &pages(padding), fewer.clone());
+    let keys = |name| timed::<IndexerCacheWrite>("forward", name, &pages(64), fewer.clone());
+    let entries = |group, name, ratio: usize| {
+        let sizes = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 64});
+        let mut whole = sizes.as_object().expect("fields").clone();
+        whole.insert("table_rows".into(), json!(4 * ratio));
+        timed::<Compressor>(group, name, &whole.into(), json!({"num_tokens": 6 * ratio, "num_entries": 5}))
+    };
+    let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 64});
+    vec![
+        rows("65536x512 page 64 fp8", 448),
+        rows("65536x512 page 64 bf16", 0),
+        keys("32768x128 page 32 e2m1"),
+        keys("32768x128 page 32 e4m3"),
+        timed::<CompressorStream>("forward", "128 sequences x512 ratio 4", &sequences, json!({})),
+        entries("forward", "32768x512 ratio 4", 4),
+        entries("backward", "32768x512 ratio 4", 4),
+        entries("forward", "32768x512 ratio 128", 128),
+        entries("backward", "32768x512 ratio 128", 128),
+    ]
+}
+
+fn streams() -> Vec<Box<dyn Timed>> {
+    let (tokens, fewer) = (json!({"num_tokens": 11, "hidden_size": 72}), || json!({"num_tokens": 2}));
+    let mhc_post = |group| timed::<MhcPost>(group, "4096x4x7168 bf16", &tokens, fewer());
+    let mhc_pre = |group, name| timed::<MhcPre>(group, name, &tokens, fewer());
+    let mhc_mix = |group| timed::<MhcMix>(group, "8192x4x4096 bf16", &tokens, fewer());
+    let mhc_head = |group| timed::<MhcHead>(group, "4096x4x7168 bf16", &tokens, fewer());
+    let named = json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96});
+    let fewer_rows = json!({"num_tokens": 5, "vocab_size": 3});
+    let embed = |group| timed::<EmbedStreams>(group, "32768 of 129280 rows of 7168 bf16", &named, fewer_rows.clone());
+    vec![
         embed("forward"),
         embed("backward"),
-        router("forward", "6 of 256, 32768 tokens"),
-        router("backward", "6 of 256, 32768 tokens"),
-        timed(hashed),
-        timed(map),
-        expand("forward"),
-        expand("backward"),
-        reduce("forward"),
-        reduce("backward"),
-        swiglu("forward"),
-        swiglu("backward"),
         mhc_head("forward"),
         mhc_head("backward"),
         mhc_mix("forward"),
@@ -342,6 +304,41 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         mhc_pre("forward", "4096x4x7168 bf16 norm"),
         mhc_pre("backward", "4096x4x7168 bf16"),
         mhc_pre("backward", "4096x4x7168 bf16 norm"),
+    ]
+}
+
+fn experts() -> Vec<Box<dyn Timed>> {
+    let tokens = json!({"num_tokens": 21, "num_experts": 40});
+    let router = |group, name| timed::<Router>(group, name, &tokens, json!({"num_tokens": 4}));
+    let table = json!({"num_tokens": 21, "num_experts": 40, "vocab_size": 30});
+    let sorted = json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4});
+    let name = "32768x7168 to 6 of 256 experts bf16";
+    let expand = |group| timed::<MoeExpand>(group, name, &sorted, json!({"num_tokens": 5}));
+    let reduce = |group| timed::<MoeReduce>(group, name, &sorted, json!({"num_tokens": 5}));
+    vec![
+        router("forward", "6 of 256, 32768 tokens"),
+        router("backward", "6 of 256, 32768 tokens"),
+        timed::<Router>("forward", "6 of 384, 32768 tokens hashed", &table, json!({"num_tokens": 4})),
+        timed::<MoeMap>("forward", "32768 tokens of 256 experts", &tokens, json!({})),
+        expand("forward"),
+        expand("backward"),
+        reduce("forward"),
+        reduce("backward"),
+    ]
+}
+
+fn quantisers() -> Vec<Box<dyn Timed>> {
+    let (rows, fewer) = (json!({"num_rows": 21, "width": 512}), || json!({"num_rows": 4}));
+    let swiglu = |group| timed::<Swiglu>(group, "4096x2048 bf16", &rows, fewer());
+    let gated = |group, name| timed::<SwigluQuantize>(group, name, &json!({"num_rows": 20, "width": 512}), fewer());
+    let fp8 = |name| timed::<QuantizeFp8>("forward", name, &rows, fewer());
+    let mxfp4 = |name| timed::<QuantizeMxfp4>("forward", name, &rows, fewer());
+    let nvfp4 = |name| timed::<QuantizeNvfp4>("forward", name, &rows, fewer());
+    let squares =
+        |name| timed::<QuantizeFp8>("forward", name, &json!({"num_rows": 261, "width": 256}), json!({"num_rows": 1}));
+    vec![
+        swiglu("forward"),
+        swiglu("backward"),
         gated("forward", "24576x2048 bf16 groups of 128"),
         gated("forward", "24576x2048 bf16 groups of 32"),
         gated("backward", "24576x2048 bf16"),
@@ -354,11 +351,41 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         mxfp4("dequantize 32768x4096 plain"),
         nvfp4("quantize 32768x4096 plain"),
         nvfp4("dequantize 32768x4096 plain"),
+    ]
+}
+
+fn indexer() -> Vec<Box<dyn Timed>> {
+    let hadamard = |name| timed::<Hadamard>("forward", name, &json!({"num_rows": 21}), json!({"num_rows": 4}));
+    let heads = json!({"num_tokens": 11, "num_heads": 3});
+    let query = |name| timed::<IndexerQuery>("forward", name, &heads, json!({"num_tokens": 2}));
+    let rows = json!({"num_rows": 11, "num_columns": 300, "topk": 40});
+    let logits = |name, whole, fewer| timed::<IndexerLogits>("forward", name, &whole, fewer);
+    let prefill = json!({"num_tokens": 11, "num_heads": 5, "num_keys": 90, "columns": 90});
+    let training = json!({"num_tokens": 40, "num_heads": 5, "num_keys": 10, "columns": 10});
+    let paged = json!({"batch": 5, "num_heads": 5, "columns": 100, "num_pages": 10, "table_pages": 2});
+    vec![
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
         query("4096x64x128 to e2m1"),
         query("4096x64x128 to e4m3"),
-        topk("512 of 16384, 4096 rows"),
+        timed::<Topk>("forward", "512 of 16384, 4096 rows", &rows, json!({"num_rows": 3})),
+        logits("e4m3 prefill q4096 k16384 H64", prefill, json!({"num_tokens": 2})),
+        logits("bf16 dense q8192 k2048 ratio 4 H64", training, json!({"num_tokens": 2})),
+        logits("e4m3 paged batch 128 context 8192 H64", paged, json!({"batch": 2, "num_pages": 4})),
+    ]
+}
+
+fn losses() -> Vec<Box<dyn Timed>> {
+    let listed = json!({"num_tokens": 7, "num_keys": 90, "topk": 40});
+    let loss = |group| timed::<IndexerLoss>(group, "q4096 topk512", &listed, json!({"num_tokens": 2}));
+    let rows = json!({"num_tokens": 9, "num_keys": 30});
+    let dense_loss = |group| timed::<IndexerLoss>(group, "q4096 dense k4096", &rows, json!({"num_tokens": 2}));
+    let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
+    let fewer = json!({"num_tokens": 2, "num_keys": 44});
+    let recompute = |name| timed::<IndexerRecompute>("forward", name, &lists, fewer.clone());
+    let queries = |name| timed::<IndexerBackward>("forward", name, &lists, fewer.clone());
+    let keys = json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30});
+    vec![
         loss("forward"),
         loss("backward"),
         dense_loss("forward"),
@@ -367,10 +394,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         recompute("q4096 k8192 H64 D128 topk1024"),
         queries("q4096 k8192 H64 D128 topk512"),
         queries("q4096 k8192 H64 D128 topk512 deterministic"),
-        dense_queries("q4096 k2048 H64 D128 dense"),
-        logits("e4m3 prefill q4096 k16384 H64", prefill, json!({"num_tokens": 2})),
-        logits("bf16 dense q8192 k2048 ratio 4 H64", training, json!({"num_tokens": 2})),
-        logits("e4m3 paged batch 128 context 8192 H64", paged, json!({"batch": 2, "num_pages": 4})),
+        timed::<IndexerBackward>("forward", "q4096 k2048 H64 D128 dense", &keys, json!({"num_tokens": 2})),
     ]
 }
 
