@@ -158,8 +158,9 @@ DEVICE void load_slot(const Params& params, int64_t token, int row, int64_t widt
 
 // ---------------------------------------------------------------- with overlap
 
-// The group and the half of a slot: the tokens of the previous group come first.
+// The token of a slot: those of the previous group come first.
 DEVICE int64_t overlap_token(const Place& place, int slot) { return place.token + slot - OVERLAP_RATIO; }
+
 template <bool WIDE, typename Params>
 DEVICE void load_overlap(const Params& params, const Place& place, int channel, Slots<OVERLAP_SLOTS>& slots) {
     UNROLL
