@@ -27,7 +27,6 @@ pub mod mhc_post;
 pub mod mhc_pre;
 pub mod moe_expand;
 pub mod moe_map;
-pub mod moe_map;
 pub mod moe_reduce;
 pub mod quantize_fp8;
 pub mod quantize_mxfp4;

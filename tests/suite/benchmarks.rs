@@ -29,7 +29,6 @@ use dsv4_parity::operators::mhc_post::MhcPost;
 use dsv4_parity::operators::mhc_pre::MhcPre;
 use dsv4_parity::operators::moe_expand::MoeExpand;
 use dsv4_parity::operators::moe_map::MoeMap;
-use dsv4_parity::operators::moe_map::MoeMap;
 use dsv4_parity::operators::moe_reduce::MoeReduce;
 use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::quantize_mxfp4::QuantizeMxfp4;
