@@ -36,6 +36,7 @@ pub mod rope;
 pub mod router;
 pub mod runtime;
 pub mod scale_layout;
+pub mod scale_swizzle;
 pub mod score_recompute;
 pub mod sparse_attention;
 pub mod swiglu;

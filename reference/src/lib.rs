@@ -58,6 +58,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod router;
 pub mod scale_layout;
+pub mod scale_swizzle;
 pub mod score_recompute;
 mod select;
 pub mod sparse_attention;

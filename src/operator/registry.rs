@@ -20,6 +20,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::quantize_nvfp4::QuantizeNvfp4>::new(),
     &Op::<operators::compressor::Compressor>::new(),
     &Op::<operators::compressor_stream::CompressorStream>::new(),
+    &Op::<operators::scale_swizzle::ScaleSwizzle>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),
     &Op::<operators::indexer_query::IndexerQuery>::new(),
     &Op::<operators::indexer_logits::IndexerLogits>::new(),

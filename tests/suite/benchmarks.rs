@@ -36,6 +36,7 @@ use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
+use dsv4_parity::operators::scale_swizzle::ScaleSwizzle;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
 use dsv4_parity::operators::sparse_attention::SparseAttention;
 use dsv4_parity::operators::swiglu::Swiglu;
@@ -55,6 +56,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("mhc_pre_backward", "mhc_pre_dstreams_unweighted"),
     ("mhc_post_forward", "mhc_post_comb_transposed"),
     ("mhc_post_backward", "mhc_post_dstreams_transposed"),
+    ("scale_swizzle_forward", "swizzle_quarters_in_order"),
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -335,7 +337,9 @@ fn quantisers() -> Vec<Box<dyn Timed>> {
     let nvfp4 = |name| timed::<QuantizeNvfp4>("forward", name, &rows, fewer());
     let squares =
         |name| timed::<QuantizeFp8>("forward", name, &json!({"num_rows": 261, "width": 256}), json!({"num_rows": 1}));
+    let tiles = |name| timed::<ScaleSwizzle>("forward", name, &json!({"num_rows": 261, "num_groups": 35}), json!({}));
     vec![
+        tiles("32768x224 inverse"),
         swiglu("forward"),
         swiglu("backward"),
         gated("forward", "24576x2048 bf16 groups of 128"),
