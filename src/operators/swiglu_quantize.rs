@@ -141,7 +141,9 @@ impl Declared for SwigluQuantize {
                 .when(!powers),
             observed("group_scales", DType::F32, &groups).when(!powers),
             observed("scale_is_least", DType::U8, &groups).exact(),
-            observed("scale_padding", DType::F32, &[axis("padding", c.padding())]).exact().when(c.padding() > 0),
+            observed("scale_padding", DType::F32, &[axis("padding", c.padding())])
+                .exact()
+                .when(c.layout != ScaleLayout::Plain),
             upstream("dy", "decoded").stored_in(dtype).rows(),
             gradient("dgate", "gate", dtype).when(powers),
             gradient("dup", "up", dtype).when(powers),
@@ -216,7 +218,7 @@ impl Declared for SwigluQuantize {
             .with(compared, named.tensor(compared)?.clone())
             .with("group_scales", named.tensor("group_scales")?.clone())
             .with("scale_is_least", least)
-            .maybe("scale_padding", (c.padding() > 0).then_some(padding)))
+            .maybe("scale_padding", (c.layout != ScaleLayout::Plain).then_some(padding)))
     }
 
     fn backward(c: &SwigluQuantizeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
@@ -305,7 +307,7 @@ fn read(
     }
     let least = stored.least.iter().map(|&least| least.into()).collect();
     observed.push(("scale_is_least", HostTensor { dtype: DType::U8, shape: groups.to_vec(), bytes: least }));
-    if c.padding() > 0 {
+    if c.layout != ScaleLayout::Plain {
         observed.push(("scale_padding", numbers(&[c.padding()], &padding_of(c, scales))));
     }
     Ok(observed)

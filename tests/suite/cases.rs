@@ -91,7 +91,12 @@ fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
             assert!(results(&case) != results(&without), "{name}: {special} counts nowhere");
             lone += 1;
         }
-        assert!(lone > 1, "{name} has {lone} cases with a lone number");
+        // Integers have neither.
+        let tensors = registry::find(name).unwrap().describe().tensors;
+        let given = tensors.iter().filter(|tensor| tensor.part == "input");
+        let has_numbers =
+            given.flat_map(|tensor| &tensor.dtypes).any(|dtype| ["bf16", "f32"].contains(&dtype.as_str()));
+        assert!(lone > 1 || !has_numbers, "{name} has {lone} cases with a lone number");
     }
 }
 
