@@ -3,19 +3,21 @@
 //     out[t][s] = table[token_ids[t]] for every stream s;  0 where the id is none of 0 .. vocab_size - 1
 //     dtable[v] = sum over the tokens t with token_ids[t] = v, in their order, and over their streams s of dout[t][s]
 //
-// Rows are copied bit for bit, and an id that names no row is never looked up. Sums are fp32, token after token and stream after
-// stream, so that a gradient has the same bits in every run; rows of the table that no token names are zeros.
+// Rows are copied bit for bit, and an id that names no row is never looked up. Sums are fp32, token after token and stream
+// after stream, so that a gradient has the same bits in every run; rows of the table that no token names are zeros.
 //
-// The forward reads a token's row once, 16 bytes a thread, and writes it to each stream. The backward needs the tokens of each id:
-// the index kernels of sparse_attention_sums.cu list them, with ids as keys and tokens as slots, ascending; embed_streams_clear
-// sets their counts to zero. Then a block takes a piece of a row of the gradient, with up to HELD streams of a token under way.
+// The forward reads a token's row once, 16 bytes a thread, and writes it to each stream. The backward needs the tokens of
+// each id: the index kernels of sparse_attention_sums.cu list them, with ids as keys and tokens as slots, ascending;
+// embed_streams_clear sets their counts to zero. Then a block takes a piece of a row of the gradient, with up to HELD
+// streams of a token under way.
 //
-// Floors, with s = sizeof(ELEMENT): forward s (1 + num_streams) bytes a token and channel, 0.56 ms for 32768 tokens of 7168 bf16 channels
-// and 4 streams at 4.24 TB/s; backward s num_streams bytes a token and channel and 4 a channel of the table, 1.3 ms with 129280 rows. Expected to be
-// limited by memory; a backward in which one id has most tokens by the latency of one sum after another. Not measured yet.
+// Floors, with s = sizeof(ELEMENT): forward s (1 + num_streams) bytes a token and channel, 0.56 ms for 32768 tokens of 7168
+// bf16 channels and 4 streams at 4.24 TB/s; backward s num_streams bytes a token and channel and 4 a channel of the table,
+// 1.3 ms with 129280 rows. Expected to be limited by memory; a backward in which one id has most tokens by the latency of
+// one sum after another. Not measured yet.
 //
-// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each piece of a row, backward
-// vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
+// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each piece of a row,
+// backward vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
 #include "element.h"
 #include "elements.h"
 #include "memory.h"

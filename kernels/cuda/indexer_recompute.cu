@@ -1,19 +1,21 @@
-// The indexer's logits of selected keys, computed anew for its loss (training 1, 6). For the key i of slot j of token t (ranking.h),
+// The indexer's logits of selected keys, computed anew for its loss (training 1, 6). For the key i of slot j of token t
+// (ranking.h),
 //
 //     logits[t,j] = sm_scale sum_h w[t,h] max(q[t,h] . k[i], 0)
 //
-// and -infinity in slots that are not valid, which are never dereferenced. max keeps NaN; a head that is not there adds nothing.
+// and -infinity in slots that are not valid, which are never dereferenced. max keeps NaN; a head that is not there adds
+// nothing.
 //
-// How the work is laid out. A block takes a token with all of its heads, up to 64, those that are missing being zeros. Its queries
-// stay in shared memory, the B side of a product whose A side are keys. A warp has every fourth tile of 32 slots for itself: its
-// keys come with cp.async, STAGES - 1 tiles in flight, and no other warp waits for them. It multiplies two rows of matrix
-// instructions by all heads, so that the sums over the heads stay within four lanes: 16 heads in a lane, in their order, then two
-// exchanges, which leave each lane with one slot.
+// How the work is laid out. A block takes a token with all of its heads, up to 64, those that are missing being zeros. Its
+// queries stay in shared memory, the B side of a product whose A side are keys. A warp has every fourth tile of 32 slots
+// for itself: its keys come with cp.async, STAGES - 1 tiles in flight, and no other warp waits for them. It multiplies two
+// rows of matrix instructions by all heads, so that the sums over the heads stay within four lanes: 16 heads in a lane, in
+// their order, then two exchanges, which leave each lane with one slot.
 //
-// Floor, for one token, 64 heads, J slots: 2*64*128*J FLOP and 256*J bytes gathered: at 4096 tokens and topk 512 34 GFLOP, 43 us at
-// 790 TFLOP/s, and 537 MB out of L2, 101 us at 5.3 TB/s, where 8192 keys stay; q, lists and logits are 84 MB from and to memory, 20
-// us. Per tile 128 matrix instructions against 16 + 32 loads of ldmatrix: 2.7 each, so that mma.sync runs at about its half rate, 80
-// us. Expected to limit: the gather, about 115 us, twice that at topk 1024. Not measured yet.
+// Floor, for one token, 64 heads, J slots: 2*64*128*J FLOP and 256*J bytes gathered: at 4096 tokens and topk 512 34 GFLOP,
+// 43 us at 790 TFLOP/s, and 537 MB out of L2, 101 us at 5.3 TB/s, where 8192 keys stay; q, lists and logits are 84 MB from
+// and to memory, 20 us. Per tile 128 matrix instructions against 16 + 32 loads of ldmatrix: 2.7 each, so that mma.sync runs
+// at about its half rate, 80 us. Expected to limit: the gather, about 115 us, twice that at topk 1024. Not measured yet.
 //
 // Defines: WEIGHT_ELEMENT  type of w: float or bf16; SELECTED  1
 // Launch: num_tokens blocks of THREADS threads.

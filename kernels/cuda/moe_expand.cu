@@ -3,18 +3,19 @@
 //     y[token_topk_to_pos[t][k]] = x[t] for every slot that has a position;  0 in rows whose pos_to_token is negative
 //     dx[t] = sum over the slots k of t that have a position of dy[token_topk_to_pos[t][k]]
 //
-// The maps are those of moe_map: the positions of all slots and the rows that pos_to_token marks as nobody's are all positions
-// that there are. Rows are copied bit for bit. Sums are fp32, in the order of the slots, and rounded once; they do not depend on
-// the other tokens. A row of x that has no slot is not read, nor is a row of dy that no slot has.
+// The maps are those of moe_map: the positions of all slots and the rows that pos_to_token marks as nobody's are all
+// positions that there are. Rows are copied bit for bit. Sums are fp32, in the order of the slots, and rounded once; they
+// do not depend on the other tokens. A row of x that has no slot is not read, nor is a row of dy that no slot has.
 //
 // A block takes a piece of a token's row, 16 bytes a thread: the forward reads it once and writes it to each of its slots'
 // rows, the backward has up to HELD rows under way. Further blocks look for rows that nobody has, 128 positions each.
 //
-// Floors, with s = sizeof(ELEMENT): s (num_tokens + num_positions) bytes a channel either way. 32768 tokens of 7168 bf16 channels
-// with 6 slots each and some 16000 rows of padding: 3.5 GB, 0.83 ms at 4.24 TB/s. Expected to be limited by memory. Not measured yet.
+// Floors, with s = sizeof(ELEMENT): s (num_tokens + num_positions) bytes a channel either way. 32768 tokens of 7168 bf16
+// channels with 6 slots each and some 16000 rows of padding: 3.5 GB, 0.83 ms at 4.24 TB/s. Expected to be limited by
+// memory. Not measured yet.
 //
-// Defines: ELEMENT  type of x, y, dy and dx: bf16 or float. Launch: num_tokens blocks for each piece of a row, and, of the forward,
-// ceil(num_positions / ROWS_PER_BLOCK) more.
+// Defines: ELEMENT  type of x, y, dy and dx: bf16 or float. Launch: num_tokens blocks for each piece of a row, and, of the
+// forward, ceil(num_positions / ROWS_PER_BLOCK) more.
 #include "moe_rows.h"
 
 struct MoeExpandForwardParams {

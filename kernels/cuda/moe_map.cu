@@ -8,19 +8,22 @@
 //     token_topk_to_pos[token][place] = position, -1 where the slot does not count
 //     pos_to_token_topk, pos_to_token, pos_to_expert [position] = slot, token, expert; -1 in rows that no slot has
 //
-// Everything is an integer and has one value, whatever the order of blocks, warps and lanes: an expert's rows keep the order of
-// the slots. A warp finds the lanes that have one expert by a ballot for each bit of its number, so that a slot's rank among them
-// is a count of bits; counts of a warp lie in shared memory, those of the warps before it are summed once a round, and those of
-// the chunks before a block's own come from moe_map_count. No atomic decides an order.
+// Everything is an integer and has one value, whatever the order of blocks, warps and lanes: an expert's rows keep the
+// order of the slots. A warp finds the lanes that have one expert by a ballot for each bit of its number, so that a slot's
+// rank among them is a count of bits; counts of a warp lie in shared memory, those of the warps before it are summed once a
+// round, and those of the chunks before a block's own come from moe_map_count. No atomic decides an order.
 //
-// Up to a few thousand slots are one launch, moe_map_small: each block counts them all, the first places them, and all of them
-// share the rows that nobody has. Otherwise there are two: moe_map_count counts a chunk of slots a block, moe_map_place sums
-// what lies before its own, 4 bytes a chunk and expert from the second-level cache, and places the chunk.
+// Up to a few thousand slots are one launch, moe_map_small: each block counts them all, the first places them, and all of
+// them share the rows that nobody has. Otherwise there are two: moe_map_count counts a chunk of slots a block,
+// moe_map_place sums what lies before its own, 4 bytes a chunk and expert from the second-level cache, and places the
+// chunk.
 //
-// Floor: 4 bytes read and 4 written a slot, 12 written a position: 32768 tokens with 6 slots of 256 experts are some 4.6 MB,
-// 1.1 us at 4.24 TB/s. Expected to limit it: two launches, and in the second the latencies of some ten barriers. Not measured yet.
+// Floor: 4 bytes read and 4 written a slot, 12 written a position: 32768 tokens with 6 slots of 256 experts are some 4.6
+// MB, 1.1 us at 4.24 TB/s. Expected to limit it: two launches, and in the second the latencies of some ten barriers. Not
+// measured yet.
 //
-// Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small any number.
+// Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small any
+// number.
 #include "memory.h"
 #include "selection.h"
 

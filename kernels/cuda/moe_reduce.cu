@@ -4,21 +4,22 @@
 //     dy[p]  = w dout[t] for every such slot;  0 in rows whose pos_to_token is negative
 //     dtopk_weights[t][k] = sum over the channels of dout[t] y[p];  0 for a slot without a position
 //
-// w is the slot's weight, or 1 where there are no weights (where the experts applied them); shared[t] is left out where there is
-// none, is added once, last and with weight 1, and its gradient is dout itself. Sums over slots are fp32, fused and in the order
-// of the slots, those over channels fp32, in an order that follows from hidden_size alone, and each result is rounded once; nothing
-// depends on the other tokens. Rows that no slot has and weights of slots without a position are not read.
+// w is the slot's weight, or 1 where there are no weights (where the experts applied them); shared[t] is left out where
+// there is none, is added once, last and with weight 1, and its gradient is dout itself. Sums over slots are fp32, fused
+// and in the order of the slots, those over channels fp32, in an order that follows from hidden_size alone, and each result
+// is rounded once; nothing depends on the other tokens. Rows that no slot has and weights of slots without a position are
+// not read.
 //
-// Forward: a block takes a piece of a token's row, 16 bytes a thread, with up to HELD rows under way. Backward: a block takes a
-// token, whose weights' gradients its threads add up, each its own channels, then by shuffles and over the warps; further
-// blocks look for rows that nobody has, 128 positions each.
+// Forward: a block takes a piece of a token's row, 16 bytes a thread, with up to HELD rows under way. Backward: a block
+// takes a token, whose weights' gradients its threads add up, each its own channels, then by shuffles and over the warps;
+// further blocks look for rows that nobody has, 128 positions each.
 //
-// Floors, with s = sizeof(ELEMENT): forward s (num_slots + num_tokens) bytes a channel, backward s (num_tokens + num_positions), and
-// weighted s num_slots more. 32768 tokens of 7168 bf16 channels with 6 slots each: 3.3 GB forward, 0.78 ms at 4.24 TB/s; 3.5 and, weighted,
-// 6.3 GB backward, 0.83 and 1.5 ms. Expected to be limited by memory. Not measured yet.
+// Floors, with s = sizeof(ELEMENT): forward s (num_slots + num_tokens) bytes a channel, backward s (num_tokens +
+// num_positions), and weighted s num_slots more. 32768 tokens of 7168 bf16 channels with 6 slots each: 3.3 GB forward, 0.78
+// ms at 4.24 TB/s; 3.5 and, weighted, 6.3 GB backward, 0.83 and 1.5 ms. Expected to be limited by memory. Not measured yet.
 //
-// Defines: ELEMENT  type of y, shared, out, dout and dy: bf16 or float. Launch: forward num_tokens blocks for each piece of a row;
-// backward num_tokens + ceil(num_positions / ROWS_PER_BLOCK).
+// Defines: ELEMENT  type of y, shared, out, dout and dy: bf16 or float. Launch: forward num_tokens blocks for each piece of
+// a row; backward num_tokens + ceil(num_positions / ROWS_PER_BLOCK).
 #include "moe_rows.h"
 
 struct MoeReduceForwardParams {

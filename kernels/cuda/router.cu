@@ -6,23 +6,25 @@
 //     Z       = max(sum of s over the slots, 1e-20)
 //     topk_weights = route_scale s / Z
 //
-// Of equal s + bias the lower id is chosen; a NaN counts as -infinity, so that ids are distinct and valid whatever the logits
-// hold. Of a token whose id is negative, or, hashed, beyond the table, nothing is read: its ids are -1, its weights 0. A slot of
-// the table that names no expert is -1 with weight 0 and no part of the sum; an expert that it names twice counts in each slot.
+// Of equal s + bias the lower id is chosen; a NaN counts as -infinity, so that ids are distinct and valid whatever the
+// logits hold. Of a token whose id is negative, or, hashed, beyond the table, nothing is read: its ids are -1, its weights
+// 0. A slot of the table that names no expert is -1 with weight 0 and no part of the sum; an expert that it names twice
+// counts in each slot.
 //
 //     ds_j         = route_scale / Z (dtopk_weights_j - sum_k dtopk_weights_k s_k / Z)       without the sum where Z is the floor
 //     dlogits[e]   = sum over the slots j of e, in their order, of ds_j sigmoid(x) / (2 s)   0 without a slot
 //
-// log(1 + exp(x)) rounds to 0 below -16 and overflows above 88; below -18 log1p(e) is e to the last bit of fp32, so that the root
-// is taken of the exponent instead of a number that is no longer representable, and the derivative is s / 2.
+// log(1 + exp(x)) rounds to 0 below -16 and overflows above 88; below -18 log1p(e) is e to the last bit of fp32, so that
+// the root is taken of the exponent instead of a number that is no longer representable, and the derivative is s / 2.
 //
-// One warp takes a token and holds its scores in registers as ordered keys. Each of topk rounds finds the largest key of the
-// warp by one reduction and the lowest id that has it by another; the keys behind the last expert are 0, below every score's. The
-// chosen logits are read again, from a cache, by a lane each. Sums over slots are those of 32 lanes in one order.
+// One warp takes a token and holds its scores in registers as ordered keys. Each of topk rounds finds the largest key of
+// the warp by one reduction and the lowest id that has it by another; the keys behind the last expert are 0, below every
+// score's. The chosen logits are read again, from a cache, by a lane each. Sums over slots are those of 32 lanes in one
+// order.
 //
 // Floors: forward 4 bytes an expert, and the backward writes as many; at 4.24 TB/s 32768 tokens of 256 experts take 7.9 us,
-// of 384 11.9 us. Expected to limit the forward: instructions, some 60 an expert for its score and 3 an expert and round of selection,
-// about 25 and 38 us for these. Not measured yet.
+// of 384 11.9 us. Expected to limit the forward: instructions, some 60 an expert for its score and 3 an expert and round of
+// selection, about 25 and 38 us for these. Not measured yet.
 //
 // Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks.
 #include "elements.h"
