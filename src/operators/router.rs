@@ -265,9 +265,10 @@ impl Declared for Router {
         laws.exchange("route_scale counts once", "dtopk_weights", "route_scale", |c| &mut c.route_scale, unchanged);
     }
 
-    /// Where a step of a logit changes no choice: ties cannot be stepped from. The weight of a single slot is constant.
+    /// Where a step of a logit changes no choice: ties, which powers of two have, cannot be stepped from. The weight of a single slot is constant.
     fn is_smooth(c: &RouterCase) -> bool {
-        let choices_stay = !c.is_learned() || c.logits == Logits::Drawn && c.bias != Bias::NotFinite;
+        let no_ties = c.logits == Logits::Drawn && c.data.distribution != Distribution::PowersOfTwo;
+        let choices_stay = !c.is_learned() || no_ties && c.bias != Bias::NotFinite;
         choices_stay && c.topk > 1 && c.logits != Logits::NotFinite && c.num_tokens * c.num_experts <= 4096
     }
 
