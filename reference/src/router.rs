@@ -454,8 +454,8 @@ mod tests {
             let experts = found.to_dtype(candle_core::DType::U32)?;
             let zeros = logits.zeros_like()?;
             let weights = zeros.scatter_add(&experts, outputs.tensor("topk_weights")?, 1)?;
-            let allowed = (golden.f64("out.dense").abs()? * 1e-12)?;
-            assert_within(name, &weights, &golden.f64("out.dense"), &(allowed + 1e-15)?);
+            let allowed = (golden.f64("out.dense").abs()? * (1024.0 * UNIT_ROUNDOFF))?;
+            assert_within(name, &weights, &golden.f64("out.dense"), &allowed);
             let inputs = inputs.with("dtopk_weights", dense.gather(&experts, 1)?);
             let gradients = backward(&inputs, topk, 1.5, &mut Rounding::exact())?;
             let dlogits = gradients.tensor("dlogits")?;

@@ -6,7 +6,9 @@ use dsv4_reference::quantise::{ScaleType, floor_of, scale_of};
 use rand::Rng;
 use serde::{Deserialize, Serialize};
 
+use super::Data;
 use crate::case::{Distribution, Draw};
+use crate::operator::tensors::Tensors;
 
 /// What groups hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -56,6 +58,17 @@ impl Groups {
             }
         }
         numbers
+    }
+
+    /// Sets tensor `x`, of so many rows and columns, to rows that hold these contents; drawn ones stay.
+    pub(crate) fn set_rows(&self, tensors: &mut Tensors, [rows, width]: [usize; 2], data: Data) {
+        if self.contents == Contents::Drawn {
+            return;
+        }
+        let mut draw = Draw::new(self.seed, "contents");
+        let mut x = self.draw(&mut draw, [rows, width], data.distribution, data.magnitude);
+        self.fill_rows(&mut x, width, &mut draw);
+        tensors.set("x", &x);
     }
 
     /// Sets the numbers of group `number` of all; drawn ones stay.
@@ -135,5 +148,12 @@ impl Groups {
             let sign = if (at / magnitudes).is_multiple_of(2) { 1.0 } else { -1.0 };
             *x = if i == 0 { self.format.largest } else { sign * Format::BF16.value(at % magnitudes) };
         }
+    }
+}
+
+/// Draws tensor `codes`, bytes of two e2m1 codes each; where it is `every` one, each nibble of sixteen bytes has each code.
+pub(crate) fn draw_e2m1_codes(every: bool, draw: &mut Draw, tensors: &mut Tensors) {
+    for (i, code) in tensors.bytes_mut("codes").unwrap_or_default().iter_mut().enumerate() {
+        *code = if every { (i % 16 * 16 + 15 - i % 16) as u8 } else { draw.rng().random() };
     }
 }

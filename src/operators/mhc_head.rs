@@ -6,6 +6,7 @@ use dsv4_kernels::mhc_post::NUM_STREAMS;
 use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_head as reference;
 
+use super::mhc_mix::coefficients_bend_over;
 use super::mhc_post::near_equal;
 use crate::operator::prelude::*;
 
@@ -185,20 +186,8 @@ impl Declared for MhcHead {
         laws.separate("num_tokens", "tokens may be permuted");
     }
 
-    /// Sigmoids bend over a logit of 1, a token over its own root mean square.
     fn bends_over(c: &MhcHeadCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
-        let scale = tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
-        let eps = tensors.scalar("norm_eps", f64::from(c.norm_eps));
-        let size = |v: &[f64]| (v.iter().map(|v| v * v).sum::<f64>() / c.channels() as f64 + eps).sqrt();
-        match input {
-            "streams" => {
-                let of_token = |v: &[f64]| vec![size(v) / scale; v.len()];
-                Some(tensors.values("streams").chunks(c.channels()).flat_map(of_token).collect())
-            }
-            "fn" => Some(vec![0.25 / scale; NUM_STREAMS * c.channels()]),
-            "scale" => Some(vec![0.25]),
-            _ => Some(vec![1.0; NUM_STREAMS]),
-        }
+        Some(coefficients_bend_over(tensors, f64::from(c.norm_eps), c.channels(), input))
     }
 
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcHeadCase>>, String> {

@@ -201,20 +201,8 @@ impl Declared for MhcMix {
         laws.separate("num_tokens", "tokens may be permuted");
     }
 
-    /// Sigmoids and softmax bend over a logit of 1, a token over its own root mean square.
     fn bends_over(c: &MhcMixCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
-        let scale = tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
-        let eps = tensors.scalar("norm_eps", f64::from(c.norm_eps));
-        let size = |v: &[f64]| (v.iter().map(|v| v * v).sum::<f64>() / c.channels() as f64 + eps).sqrt();
-        match input {
-            "streams" => {
-                let of_token = |v: &[f64]| vec![size(v) / scale; v.len()];
-                Some(tensors.values("streams").chunks(c.channels()).flat_map(of_token).collect())
-            }
-            "fn" => Some(vec![0.25 / scale; NUM_COLUMNS * c.channels()]),
-            "scale" => Some(vec![0.25; 3]),
-            _ => Some(vec![1.0; NUM_COLUMNS]),
-        }
+        Some(coefficients_bend_over(tensors, f64::from(c.norm_eps), c.channels(), input))
     }
 
     /// The gradient of pre follows from that of what the streams collapse to; it is rounded to f32.
@@ -262,5 +250,23 @@ impl Declared for MhcMix {
         // Of each element of the streams 24 products and sums, and its square; twice as many in the backward.
         let both = [(Forward, 50.0), (Backward, 98.0)];
         extents.iter().flat_map(|extents| both.map(|direction| benchmark(extents, direction))).collect()
+    }
+}
+
+/// How far each element of an input of coefficients may move: sigmoids and softmax bend over a logit of 1, a token over its own root
+/// mean square.
+pub(super) fn coefficients_bend_over(tensors: &Tensors, norm_eps: f64, channels: usize, input: &str) -> Vec<f64> {
+    let scale = tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
+    let eps = tensors.scalar("norm_eps", norm_eps);
+    let size = |v: &[f64]| (v.iter().map(|v| v * v).sum::<f64>() / channels as f64 + eps).sqrt();
+    let all = |distance: f64| vec![distance; tensors.values(input).len()];
+    match input {
+        "streams" => {
+            let of_token = |v: &[f64]| vec![size(v) / scale; v.len()];
+            tensors.values("streams").chunks(channels).flat_map(of_token).collect()
+        }
+        "fn" => all(0.25 / scale),
+        "scale" => all(0.25),
+        _ => all(1.0),
     }
 }

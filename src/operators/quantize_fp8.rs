@@ -234,13 +234,7 @@ impl Declared for QuantizeFp8 {
 
     fn amend(c: &QuantizeFp8Case, tensors: &mut Tensors) -> OracleResult<()> {
         if c.quantizes() {
-            if c.contents != Contents::Drawn {
-                let (groups, mut draw) = (c.groups(), Draw::new(c.data.seed, "contents"));
-                let extents = [c.num_rows, c.width];
-                let mut x = groups.draw(&mut draw, extents, c.data.distribution, c.data.magnitude);
-                groups.fill_rows(&mut x, c.width, &mut draw);
-                tensors.set("x", &x);
-            }
+            c.groups().set_rows(tensors, [c.num_rows, c.width], c.data);
             return Ok(());
         }
         let mut draw = Draw::new(c.data.seed, "codes");

@@ -10,7 +10,7 @@ use dsv4_reference::quantise::ScaleType;
 use dsv4_reference::quantize_nvfp4 as reference;
 use rand::Rng;
 
-use super::contents::{Contents, Groups};
+use super::contents::{Contents, Groups, draw_e2m1_codes};
 use super::quantize_fp8::{format_of, layout_of_oracle, scale_axes};
 use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::prelude::*;
@@ -201,22 +201,12 @@ impl Declared for QuantizeNvfp4 {
             tensors.set("global_scale", &[c.global_scale.into()]);
         }
         if c.takes_numbers() {
-            if c.contents != Contents::Drawn {
-                let (groups, mut draw) = (c.groups(), Draw::new(c.data.seed, "contents"));
-                let extents = [c.num_rows, c.width];
-                let mut x = groups.draw(&mut draw, extents, c.data.distribution, c.data.magnitude);
-                groups.fill_rows(&mut x, c.width, &mut draw);
-                tensors.set("x", &x);
-            }
+            c.groups().set_rows(tensors, [c.num_rows, c.width], c.data);
             return Ok(());
         }
         let mut draw = Draw::new(c.data.seed, "codes");
         let every = c.contents == Contents::EveryNumber;
-        let codes = tensors.bytes_mut("codes").unwrap_or_default();
-        // Of sixteen bytes, which are two groups, every nibble has each code.
-        let byte =
-            |i: usize, draw: &mut Draw| if every { (i % 16 * 16 + 15 - i % 16) as u8 } else { draw.rng().random() };
-        codes.iter_mut().enumerate().for_each(|(i, code)| *code = byte(i, &mut draw));
+        draw_e2m1_codes(every, &mut draw, tensors);
         draw_scales(c, every, &mut draw, tensors);
         Ok(())
     }
