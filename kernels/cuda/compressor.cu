@@ -130,11 +130,12 @@ struct Place {
     bool has_previous;
 };
 
+// Of an entry that is the same in all lanes of a warp.
 template <typename Params>
 DEVICE Place place_of(const Params& params, int64_t entry) {
     Place place{0, 0, false, false};
     if (entry >= params.num_entries) return place;
-    const int sequence = sequence_of(params.cu_entries, params.num_sequences, entry);
+    const int sequence = sequence_of_warp(params.cu_entries, params.num_sequences, entry);
     if (sequence < 0) return place;
     const int64_t number = entry - params.cu_entries[sequence];
     if (number >= entries_of(params, sequence)) return place;
@@ -145,13 +146,18 @@ DEVICE Place place_of(const Params& params, int64_t entry) {
     return place;
 }
 
-// Reads a token's values and scores, of four columns. `row` is that of ape.
+// Reads a token's values and scores, of four columns. Scores lack their ape: a slot that added it at once would wait for
+// its loads before the next one's begin.
 template <bool WIDE, int SLOTS, typename Params>
-DEVICE void load_slot(const Params& params, int64_t token, int row, int64_t width, int64_t column, int slot,
-                      Slots<SLOTS>& slots) {
-    Channels ape;
+DEVICE void load_slot(const Params& params, int64_t token, int64_t column, int slot, Slots<SLOTS>& slots) {
     load_quad_streaming<WIDE>(params.kv + token * params.kv_stride + column, slots.value[slot]);
     load_quad_streaming<WIDE>(params.gate + token * params.gate_stride + column, slots.score[slot]);
+}
+
+// Adds a row of ape, of four columns.
+template <bool WIDE, int SLOTS, typename Params>
+DEVICE void add_ape(const Params& params, int row, int64_t width, int64_t column, int slot, Slots<SLOTS>& slots) {
+    Channels ape;
     load_quad<WIDE>(params.ape + row * width + column, ape);
     for (int i = 0; i < QUAD; ++i) slots.score[slot][i] += ape[i];
 }
@@ -163,16 +169,20 @@ DEVICE int64_t overlap_token(const Place& place, int slot) { return place.token 
 
 template <bool WIDE, typename Params>
 DEVICE void load_overlap(const Params& params, const Place& place, int channel, Slots<OVERLAP_SLOTS>& slots) {
+    const auto is_there = [&](int slot) {
+        return place.exists && (place.has_previous || slot >= OVERLAP_RATIO) && channel < params.head_dim;
+    };
     UNROLL
     for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
-        const bool there = place.exists && (place.has_previous || slot >= OVERLAP_RATIO);
-        if (!there || channel >= params.head_dim) {
-            leave_empty(slots, slot);
-            continue;
-        }
+        leave_empty(slots, slot);
+        if (is_there(slot))
+            load_slot<WIDE>(params, overlap_token(place, slot), overlap_column(params.head_dim, channel, slot), slot, slots);
+    }
+    UNROLL
+    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
         const int64_t width = 2 * static_cast<int64_t>(params.head_dim);
-        load_slot<WIDE>(params, overlap_token(place, slot), slot % OVERLAP_RATIO, width,
-                        overlap_column(params.head_dim, channel, slot), slot, slots);
+        if (is_there(slot))
+            add_ape<WIDE>(params, slot % OVERLAP_RATIO, width, overlap_column(params.head_dim, channel, slot), slot, slots);
     }
 }
 
@@ -200,14 +210,17 @@ KERNEL(compressor_overlap_scalar, CompressorParams, FORWARD_THREADS) { overlap<f
 
 template <bool WIDE, typename Params>
 DEVICE void load_group(const Params& params, const Place& place, const PoolItem& item, Slots<GROUP_SLOTS>& slots) {
+    const auto is_there = [&](int slot) { return slot < params.ratio && item.channel < params.head_dim; };
     UNROLL
     for (int i = 0; i < GROUP_SLOTS; ++i) {
         const int slot = item.group + i * slot_groups();
-        if (slot >= params.ratio || item.channel >= params.head_dim) {
-            leave_empty(slots, i);
-            continue;
-        }
-        load_slot<WIDE>(params, place.token + slot, slot, params.head_dim, item.channel, i, slots);
+        leave_empty(slots, i);
+        if (is_there(slot)) load_slot<WIDE>(params, place.token + slot, item.channel, i, slots);
+    }
+    UNROLL
+    for (int i = 0; i < GROUP_SLOTS; ++i) {
+        const int slot = item.group + i * slot_groups();
+        if (is_there(slot)) add_ape<WIDE>(params, slot, params.head_dim, item.channel, i, slots);
     }
 }
 

@@ -8,7 +8,7 @@
 //
 // The forward reads a token's row once, 16 bytes a thread, and writes it to each stream. The backward needs the tokens of
 // each id: the index kernels of sparse_attention_sums.cu list them, with ids as keys and tokens as slots, ascending;
-// embed_streams_clear sets their counts to zero. Then a block takes a piece of a row of the gradient, with up to HELD
+// embed_streams_clear sets their counts to zero. Then a block takes a part of a row of the gradient, with up to HELD
 // streams of a token under way.
 //
 // Floors, with s = sizeof(ELEMENT): forward s (1 + num_streams) bytes a token and channel, 0.56 ms for 32768 tokens of 7168
@@ -16,7 +16,7 @@
 // 1.3 ms with 129280 rows. Expected to be limited by memory; a backward in which one id has most tokens by the latency of
 // one sum after another. Not measured yet.
 //
-// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each piece of a row,
+// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each PIECES pieces of a row,
 // backward vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
 #include "element.h"
 #include "elements.h"
@@ -25,6 +25,7 @@
 constexpr int THREADS = 128;
 constexpr int HELD = 4;    // streams that a thread has under way
 constexpr int FLOATS = 4;  // of a 16-byte access
+constexpr int PIECES = 4;  // of a row that a thread has, so that blocks are few enough to be started in time
 
 struct EmbedStreamsForwardParams {
     const ELEMENT* table; int64_t table_vocab_size_stride;              // [vocab_size, hidden_size]; strides in elements
@@ -50,16 +51,34 @@ struct EmbedStreamsBackwardParams {
 PARAMS_LAYOUT(EmbedStreamsBackwardParams, dout, dout_token_stride, dout_stream_stride, dtable, dtable_vocab_size_stride, counts,
               ends, ordered, vocab_size, num_streams, hidden_size)
 
+// The columns of a thread: pieces of COUNT, at a distance of what the block's threads have of each, so that an access of a
+// warp is one stretch of memory.
+template <int COUNT>
+DEVICE int64_t first_column(int64_t part) { return (part * PIECES * THREADS + threadIdx.x) * COUNT; }
+template <int COUNT>
+constexpr int64_t NEXT_PIECE = THREADS * COUNT;
+
 template <int COUNT>
 DEVICE void embed_forward(const EmbedStreamsForwardParams& params) {
-    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), token = blockIdx.x / pieces;
-    const int64_t column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
-    if (column >= params.hidden_size) return;
+    const int64_t parts = pieces_of<THREADS * PIECES, COUNT>(params.hidden_size), token = blockIdx.x / parts;
+    const int64_t column = first_column<COUNT>(blockIdx.x % parts);
     const int64_t id = params.token_ids[token];
-    float row[COUNT] = {};
-    if (id >= 0 && id < params.vocab_size) load_elements<COUNT>(params.table + id * params.table_vocab_size_stride + column, row);
+    float held[PIECES][COUNT] = {};
+    UNROLL
+    for (int piece = 0; piece < PIECES; ++piece) {
+        const int64_t next = piece * NEXT_PIECE<COUNT>;
+        if (column + next >= params.hidden_size) break;
+        const ELEMENT* row = params.table + id * params.table_vocab_size_stride + column;
+        if (id >= 0 && id < params.vocab_size) load_elements<COUNT>(row + next, held[piece]);
+    }
     ELEMENT* out = params.out + token * params.out_token_stride + column;
-    for (int stream = 0; stream < params.num_streams; ++stream) store_elements(out + stream * params.out_stream_stride, row);
+    UNROLL
+    for (int piece = 0; piece < PIECES; ++piece) {
+        const int64_t next = piece * NEXT_PIECE<COUNT>;
+        if (column + next >= params.hidden_size) break;
+        for (int stream = 0; stream < params.num_streams; ++stream)
+            store_elements(out + stream * params.out_stream_stride + next, held[piece]);
+    }
 }
 
 // Adds a token's streams to the sum, one after the other.
@@ -76,24 +95,30 @@ DEVICE void add_streams(const ELEMENT* streams, int64_t stride, int num_streams,
     }
 }
 
+// Sums of four columns are 16 bytes of fp32: what a warp stores lies side by side.
 template <int COUNT>
 DEVICE void embed_backward(const EmbedStreamsBackwardParams& params) {
-    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), id = blockIdx.x / pieces;
-    const int64_t column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
-    if (column >= params.hidden_size) return;
+    const int64_t parts = pieces_of<THREADS * PIECES, COUNT>(params.hidden_size), id = blockIdx.x / parts;
+    const int64_t column = first_column<COUNT>(blockIdx.x % parts);
     const int32_t count = params.counts[id];
     const int32_t* tokens = params.ordered + (params.ends[id] - count);
-    float sum[COUNT] = {};
+    float sums[PIECES][COUNT] = {};
     for (int32_t i = 0; i < count; ++i) {
         const int64_t token = tokens[i];
-        add_streams(params.dout + token * params.dout_token_stride + column, params.dout_stream_stride, params.num_streams, sum);
+        const ELEMENT* dout = params.dout + token * params.dout_token_stride + column;
+        UNROLL
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int64_t next = piece * NEXT_PIECE<COUNT>;
+            if (column + next >= params.hidden_size) break;
+            float(&sum)[COUNT] = sums[piece];
+            add_streams(dout + next, params.dout_stream_stride, params.num_streams, sum);
+        }
     }
     float* target = params.dtable + id * params.dtable_vocab_size_stride + column;
-    if constexpr (COUNT == 1) {
-        *target = sum[0];
-    } else {
-        for (int e = 0; e < COUNT; e += FLOATS)
-            store_elements(target + e, *reinterpret_cast<const float(*)[FLOATS]>(&sum[e]));
+    UNROLL
+    for (int piece = 0; piece < PIECES; ++piece) {
+        const int64_t next = piece * NEXT_PIECE<COUNT>;
+        if (column + next < params.hidden_size) store_elements(target + next, sums[piece]);
     }
 }
 
@@ -104,5 +129,5 @@ KERNEL(embed_streams_clear, EmbedStreamsBackwardParams, THREADS) {
 
 KERNEL(embed_streams_forward_vector, EmbedStreamsForwardParams, THREADS) { embed_forward<VECTOR>(params); }
 KERNEL(embed_streams_forward_scalar, EmbedStreamsForwardParams, THREADS) { embed_forward<1>(params); }
-KERNEL(embed_streams_backward_vector, EmbedStreamsBackwardParams, THREADS) { embed_backward<VECTOR>(params); }
+KERNEL(embed_streams_backward_vector, EmbedStreamsBackwardParams, THREADS) { embed_backward<FLOATS>(params); }
 KERNEL(embed_streams_backward_scalar, EmbedStreamsBackwardParams, THREADS) { embed_backward<1>(params); }

@@ -108,7 +108,7 @@ DEVICE void initialise_barriers(SharedAddress shared) {
             mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
         }
         for (uint32_t unit = 0; unit < 2; ++unit) {
-            mbarrier_init(shared + Shared::q_full(unit), PRODUCERS / WARP_SIZE);
+            mbarrier_init(shared + Shared::q_full(unit), PRODUCERS);
             mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
         }
         fence_mbarrier_init();
@@ -233,13 +233,14 @@ struct Handover {
     uint32_t unit;
     bool queries;  // those of `unit` are not handed over yet: they were issued before any tile that is not
 
-    // Every lane's copies have come, and were made visible.
+    // This lane's copies have come, and were made visible. Each lane answers for its own: racecheck knows nothing of what
+    // a lane's arrival says of the others of its warp.
     void hand_queries() {
-        __syncwarp();
-        if (queries && lane_id() == 0) mbarrier_arrive(shared + Shared::q_full(unit));
+        if (queries) mbarrier_arrive(shared + Shared::q_full(unit));
         queries = false;
     }
     void hand_oldest() {
+        __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(oldest));
         oldest += CONSUMERS;
     }

@@ -41,10 +41,9 @@ struct MhcHeadMixParams {
 PARAMS_LAYOUT(MhcHeadMixParams, streams, streams_token_stride, streams_stream_stride, partials, scale, base, out,
               out_token_stride, mix, rstd, num_tokens, hidden_size, splits, chunks, norm_eps, hc_eps)
 
-KERNEL(mhc_head_project, ProjectionParams, PROJECTION_THREADS) {
-    __shared__ WeightParts<STREAMS> parts[2];
-    project<STREAMS>(params, parts);
-}
+SHARED_MEMORY(mhc_head_project, sizeof(ProjectionShared<STREAMS>))
+
+KERNEL(mhc_head_project, ProjectionParams, PROJECTION_THREADS) { project<STREAMS>(params); }
 KERNEL(mhc_head_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<STREAMS>(params); }
 
 template <int COUNT>
@@ -52,19 +51,24 @@ DEVICE void mhc_head_mix(const MhcHeadMixParams& params) {
     const uint32_t chunks = static_cast<uint32_t>(params.chunks), chunk = blockIdx.x % chunks;
     const int64_t token = blockIdx.x / chunks;
     const int64_t column = (static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x) * COUNT;
-    if (column >= params.hidden_size) return;
-    float x[STREAMS][COUNT], w[STREAMS], out[COUNT];
-    load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
-    const float squares = projected<STREAMS>(params.partials, params.num_tokens, params.splits, token, STREAMS);
+    const bool exists = column < params.hidden_size;
+    float x[STREAMS][COUNT] = {}, w[STREAMS], out[COUNT];
+    if (exists)
+        load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
+    // The first five lanes of every warp make a sum each, for all of its lanes.
+    const int place = minimum(lane_id(), STREAMS);
+    const float own = projected<STREAMS>(params.partials, params.num_tokens, params.splits, token, place);
+    const float squares = __shfl_sync(FULL_WARP, own, STREAMS);
     const float rstd = rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
     const bool saves = chunk == 0 && threadIdx.x == 0;
     UNROLL
     for (int i = 0; i < STREAMS; ++i) {
-        const float mix = rstd * projected<STREAMS>(params.partials, params.num_tokens, params.splits, token, i);
+        const float mix = rstd * __shfl_sync(FULL_WARP, own, i);
         w[i] = sigmoid(mix * params.scale[0] + params.base[i]) + params.hc_eps;
         if (saves) params.mix[token * STREAMS + i] = mix;
     }
     if (saves) params.rstd[token] = rstd;
+    if (!exists) return;
     mix_streams(x, w, out);
     store_elements(params.out + token * params.out_token_stride + column, out);
 }

@@ -117,10 +117,11 @@ KERNEL(mhc_head_backward_coefficients_scalar, MhcHeadBackwardCoefficientsParams,
     mhc_head_backward_coefficients<1>(params, partials);
 }
 
-template <int CHANNELS>
-DEVICE void load_other(const MhcHeadBackwardStreamsParams& params, const Owned<STREAMS, CHANNELS>& own, int64_t token,
-                       float (&dout)[CHANNELS]) {
-    load_elements<CHANNELS>(params.dout + token * params.dout_token_stride + own.within, dout);
+DEVICE const bf16* other_of(const MhcHeadBackwardStreamsParams& params) { return params.dout; }
+DEVICE int64_t other_stride(const MhcHeadBackwardStreamsParams& params) { return params.dout_token_stride; }
+DEVICE void load_other(const MhcHeadBackwardStreamsParams& params, const Owned<STREAMS, 1>& own, int64_t token,
+                       float (&dout)[1]) {
+    load_elements<1>(params.dout + token * params.dout_token_stride + own.within, dout);
 }
 
 // w dout of the stream that the thread's channels belong to.
@@ -134,13 +135,15 @@ DEVICE void add_other(const MhcHeadBackwardStreamsParams&, const Owned<STREAMS, 
     for (int c = 0; c < CHANNELS; ++c) dv[c] += weight * dout[c];
 }
 
-KERNEL(mhc_head_backward_streams_pairs, MhcHeadBackwardStreamsParams, STREAMS_THREADS) {
-    __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    backward_streams<STREAMS, 2>(params, staged);
+using OwnWide = Wide<8, 8, 1, NUMBERS / 4>;
+SHARED_MEMORY(mhc_head_backward_streams_wide, sizeof(OwnWide::Shared))
+
+KERNEL(mhc_head_backward_streams_wide, MhcHeadBackwardStreamsParams, STREAMS_THREADS) {
+    backward_wide<STREAMS, OwnWide>(params);
 }
 KERNEL(mhc_head_backward_streams_scalar, MhcHeadBackwardStreamsParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    backward_streams<STREAMS, 1>(params, staged);
+    backward_scalar<STREAMS>(params, staged);
 }
 
 KERNEL(mhc_head_backward_sums, MhcHeadBackwardSumsParams, THREADS) {

@@ -53,10 +53,9 @@ struct MhcMixCoefficientsParams {
 PARAMS_LAYOUT(MhcMixCoefficientsParams, partials, scale, base, pre, post, comb, mix, rstd, num_tokens, hidden_size,
               splits, sinkhorn_iters, norm_eps, hc_eps)
 
-KERNEL(mhc_mix_project, ProjectionParams, PROJECTION_THREADS) {
-    __shared__ WeightParts<COLUMNS> parts[2];
-    project<COLUMNS>(params, parts);
-}
+SHARED_MEMORY(mhc_mix_project, sizeof(ProjectionShared<COLUMNS>))
+
+KERNEL(mhc_mix_project, ProjectionParams, PROJECTION_THREADS) { project<COLUMNS>(params); }
 KERNEL(mhc_mix_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<COLUMNS>(params); }
 
 DEVICE float total(const MhcMixCoefficientsParams& params, int64_t token, int place) {
@@ -68,15 +67,18 @@ KERNEL(mhc_mix_coefficients, MhcMixCoefficientsParams, COEFFICIENT_THREADS) {
     const int lane = threadIdx.x % MATRIX_LANES;
     // The lanes of a token that is not there take part in the shuffles of their warp.
     const bool exists = token < params.num_tokens, has_gate = exists && lane < 2 * STREAMS;
-    const float squares = exists ? total(params, token, COLUMNS) : 0.0f;
+    // The upper eight lanes, which have no gate, add up the squares: two sums a lane, which its loads wait for at once.
+    const float of_comb = exists ? total(params, token, 2 * STREAMS + lane) : 0.0f;
+    const float of_gate = exists ? total(params, token, lane < 2 * STREAMS ? lane : COLUMNS) : 0.0f;
+    const float squares = __shfl_sync(FULL_WARP, of_gate, 2 * STREAMS, MATRIX_LANES);
     const float rstd = rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
-    const float mix = exists ? rstd * total(params, token, 2 * STREAMS + lane) : 0.0f;
+    const float mix = rstd * of_comb;
     const float m = row_softmax(mix * params.scale[2] + params.base[2 * STREAMS + lane]) + params.hc_eps;
     float comb = m;
     for (int pass = 1; pass <= sinkhorn_passes(params.sinkhorn_iters); ++pass)
         comb *= sinkhorn_factor(comb, pass, params.hc_eps);
     if (has_gate) {
-        const float gate = rstd * total(params, token, lane);
+        const float gate = rstd * of_gate;
         const float s = sigmoid(gate * params.scale[lane / STREAMS] + params.base[lane]);
         if (lane < STREAMS) params.pre[token * STREAMS + lane] = s + params.hc_eps;
         if (lane >= STREAMS) params.post[token * STREAMS + lane - STREAMS] = 2.0f * s;

@@ -79,7 +79,7 @@ PARAMS_LAYOUT(MhcMixBackwardSumsParams, dfn_partials, dfn, partials, dscale, dba
 // ---------------------------------------------------------------- coefficients
 
 // What a lane has of its token: its element of comb and, in the first eight lanes, a gate of pre or post.
-struct Part {
+struct Coefficients {
     float comb, gate;
 };
 
@@ -109,7 +109,7 @@ DEVICE float gate_gradient(const MhcMixBackwardCoefficientsParams& params, int64
 }
 
 // Sums over a block's tokens, by columns: of dz and of dz mix.
-DEVICE void store_partials(const MhcMixBackwardCoefficientsParams& params, const Part& dz, const Part& products) {
+DEVICE void store_partials(const MhcMixBackwardCoefficientsParams& params, const Coefficients& dz, const Coefficients& products) {
     __shared__ float sums[TOKENS][2 * COLUMNS];
     const int lane = threadIdx.x % MATRIX_LANES, row = threadIdx.x / MATRIX_LANES;
     sums[row][2 * STREAMS + lane] = dz.comb;
@@ -126,7 +126,7 @@ DEVICE void store_partials(const MhcMixBackwardCoefficientsParams& params, const
 KERNEL(mhc_mix_backward_coefficients, MhcMixBackwardCoefficientsParams, THREADS) {
     float* const passes = reinterpret_cast<float*>(dynamic_shared());
     const int lane = threadIdx.x % MATRIX_LANES;
-    Part sums = {}, products = {};
+    Coefficients sums = {}, products = {};
     // Whole blocks go round: the lanes of a token that is not there take part in the shuffles of their warp.
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * TOKENS; first < params.num_tokens;
          first += static_cast<int64_t>(gridDim.x) * TOKENS) {
@@ -134,7 +134,7 @@ KERNEL(mhc_mix_backward_coefficients, MhcMixBackwardCoefficientsParams, THREADS)
         const bool exists = token < params.num_tokens, has_gate = exists && lane < 2 * STREAMS;
         const float rstd = exists ? params.rstd[token] : 0.0f;
         const float dcomb = exists ? params.dcomb[token * MATRIX_LANES + lane] : 0.0f;
-        Part mix = {}, dz = {};
+        Coefficients mix = {}, dz = {};
         if (exists) mix.comb = params.mix[token * COLUMNS + 2 * STREAMS + lane];
         if (has_gate) mix.gate = params.mix[token * COLUMNS + lane];
         const float logit = mix.comb * params.scale[2] + params.base[2 * STREAMS + lane];
@@ -146,7 +146,7 @@ KERNEL(mhc_mix_backward_coefficients, MhcMixBackwardCoefficientsParams, THREADS)
         sums.gate += dz.gate;
         products.comb += dz.comb * mix.comb;
         products.gate += dz.gate * mix.gate;
-        const Part dmix{dz.comb * params.scale[2], has_gate ? dz.gate * gate_scale : 0.0f};
+        const Coefficients dmix{dz.comb * params.scale[2], has_gate ? dz.gate * gate_scale : 0.0f};
         const float radial = column_sum(row_sum(dmix.comb * mix.comb + (has_gate ? dmix.gate * mix.gate : 0.0f)));
         if (!exists) continue;
         float* const numbers = params.numbers + token * NUMBERS;
@@ -166,13 +166,15 @@ DEVICE void load_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
 template <typename... Others>
 DEVICE void add_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
 
-KERNEL(mhc_mix_backward_streams_pairs, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
-    __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    backward_streams<COLUMNS, 2>(params, staged);
+using OwnWide = Wide<4, 32, 0, NUMBERS / 4>;
+SHARED_MEMORY(mhc_mix_backward_streams_wide, sizeof(OwnWide::Shared))
+
+KERNEL(mhc_mix_backward_streams_wide, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
+    backward_wide<COLUMNS, OwnWide>(params);
 }
 KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    backward_streams<COLUMNS, 1>(params, staged);
+    backward_scalar<COLUMNS>(params, staged);
 }
 
 // ---------------------------------------------------------------- sums over blocks

@@ -79,5 +79,6 @@ DEVICE void expand_backward(const MoeExpandBackwardParams& params) {
 
 KERNEL(moe_expand_forward_vector, MoeExpandForwardParams, THREADS) { expand_forward<VECTOR>(params); }
 KERNEL(moe_expand_forward_scalar, MoeExpandForwardParams, THREADS) { expand_forward<1>(params); }
-KERNEL(moe_expand_backward_vector, MoeExpandBackwardParams, THREADS) { expand_backward<VECTOR>(params); }
+// As moe_reduce.cu's forward.
+KERNEL_OF(moe_expand_backward_vector, MoeExpandBackwardParams, THREADS, 8) { expand_backward<VECTOR>(params); }
 KERNEL(moe_expand_backward_scalar, MoeExpandBackwardParams, THREADS) { expand_backward<1>(params); }

@@ -31,7 +31,7 @@ constexpr int LANES = WARP_SIZE, THREADS = 512, WARPS = THREADS / LANES;
 constexpr int HELD = 4;                // slots of a round that a thread holds
 constexpr int ROUND = THREADS * HELD;  // slots that a block places at once
 constexpr int EXPERT_BITS = 9, MAX_EXPERTS = 1 << EXPERT_BITS;
-constexpr int LOADS = 8;               // counts of other chunks that a thread has under way
+constexpr int LOADS = 16;              // counts of other chunks that a thread has under way
 constexpr int32_t NONE = -1;
 static_assert(MAX_EXPERTS <= THREADS, "a thread for each expert");
 
@@ -70,11 +70,21 @@ SHARED_MEMORY(moe_map_small, sizeof(Shared))
 
 DEVICE Shared& shared_memory() { return *reinterpret_cast<Shared*>(dynamic_shared()); }
 
+// Whose slot it is, and its place there. Slots are counted in 31 bits: a division of 64 bits is ten times as long.
+struct Place {
+    int64_t token;
+    int32_t place;
+};
+DEVICE Place place_of(const MoeMapParams& params, int64_t slot) {
+    const uint32_t number = static_cast<uint32_t>(slot), topk = static_cast<uint32_t>(params.topk);
+    return Place{number / topk, static_cast<int32_t>(number % topk)};
+}
+
 // The expert of a slot; NONE where there is none, or no such slot before `end`.
 DEVICE int32_t expert_of(const MoeMapParams& params, int64_t slot, int64_t end) {
     if (slot >= end) return NONE;
-    const int64_t token = slot / params.topk;
-    const int32_t expert = params.topk_indices[token * params.topk_indices_token_stride + slot % params.topk];
+    const Place at = place_of(params, slot);
+    const int32_t expert = params.topk_indices[at.token * params.topk_indices_token_stride + at.place];
     return expert >= 0 && expert < params.num_experts ? expert : NONE;
 }
 
@@ -97,22 +107,28 @@ DEVICE void count_slots(const MoeMapParams& params, Shared& shared, int64_t begi
     __syncthreads();
 }
 
-// Adds the counts of all chunks, and to `next` those of the chunks before this block's own.
+// Adds the counts of all chunks, and to `next` those of the chunks before this block's own. As many groups of threads as
+// the block has, a thread an expert, take every so many-th chunk.
 DEVICE void sum_chunks(const MoeMapParams& params, Shared& shared) {
-    const int64_t all = static_cast<int64_t>(params.num_chunks) * params.num_experts;
-    const int64_t own = static_cast<int64_t>(blockIdx.x) * params.num_experts;
-    for (int64_t first = threadIdx.x; first < all; first += LOADS * THREADS) {
+    const int groups = THREADS / params.num_experts, group = static_cast<int>(threadIdx.x) / params.num_experts;
+    const int expert = static_cast<int>(threadIdx.x) - group * params.num_experts;
+    int32_t all = 0, before = 0;
+    for (int first = group; group < groups && first < params.num_chunks; first += LOADS * groups) {
         int32_t counts[LOADS];
         UNROLL
-        for (int i = 0; i < LOADS; ++i) counts[i] = first + i * THREADS < all ? params.chunk_counts[first + i * THREADS] : 0;
+        for (int i = 0; i < LOADS; ++i) {
+            const int chunk = first + i * groups;
+            const int64_t at = static_cast<int64_t>(chunk) * params.num_experts + expert;
+            counts[i] = chunk < params.num_chunks ? params.chunk_counts[at] : 0;
+        }
         UNROLL
         for (int i = 0; i < LOADS; ++i) {
-            if (counts[i] == 0) continue;
-            const int expert = static_cast<int>((first + i * THREADS) % params.num_experts);
-            atomicAdd(&shared.counts[expert], counts[i]);
-            if (first + i * THREADS < own) atomicAdd(&shared.next[expert], counts[i]);
+            all += counts[i];
+            before += first + i * groups < static_cast<int>(blockIdx.x) ? counts[i] : 0;
         }
     }
+    if (all != 0) atomicAdd(&shared.counts[expert], all);
+    if (before != 0) atomicAdd(&shared.next[expert], before);
     __syncthreads();
 }
 
@@ -145,11 +161,12 @@ DEVICE void write_row(const MoeMapParams& params, int64_t position, int32_t expe
     params.pos_to_token_topk[position] = slot;
 }
 
-// The rows behind an expert's last slot, and those behind the last expert's, divided over the blocks.
+// The rows behind an expert's last slot, divided over the warps of all blocks, and those behind the last expert's.
 DEVICE void clear_rows(const MoeMapParams& params, const Shared& shared) {
-    for (int expert = blockIdx.x; expert < params.num_experts; expert += gridDim.x) {
+    const int warps = static_cast<int>(gridDim.x) * WARPS;
+    for (int expert = static_cast<int>(blockIdx.x) * WARPS + warp_id(); expert < params.num_experts; expert += warps) {
         const int end = shared.offsets[expert + 1];
-        for (int row = shared.offsets[expert] + shared.counts[expert] + threadIdx.x; row < end; row += THREADS)
+        for (int row = shared.offsets[expert] + shared.counts[expert] + lane_id(); row < end; row += LANES)
             write_row(params, row, NONE, NONE, NONE);
     }
     const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
@@ -208,13 +225,13 @@ DEVICE void place_slots(const MoeMapParams& params, Shared& shared, int64_t begi
         for (int i = 0; i < HELD; ++i) {
             const int64_t slot = first + i * LANES;
             if (slot >= end) continue;
-            const int64_t token = slot / params.topk;
+            const auto [token, place] = place_of(params, slot);
             int32_t position = NONE;
             if (experts[i] != NONE) {
                 position = shared.next[experts[i]] + shared.before[warp_id()][experts[i]] + ranks[i];
                 write_row(params, position, experts[i], static_cast<int32_t>(token), static_cast<int32_t>(slot));
             }
-            params.token_topk_to_pos[token * params.token_topk_to_pos_token_stride + slot % params.topk] = position;
+            params.token_topk_to_pos[token * params.token_topk_to_pos_token_stride + place] = position;
         }
         __syncthreads();
         shared.next[threadIdx.x] += of_round;

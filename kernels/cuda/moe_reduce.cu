@@ -73,16 +73,18 @@ template <int COUNT>
 DEVICE void slot_gradients(const MoeReduceBackwardParams& params, int64_t token, const int64_t (&positions)[HELD],
                            const float (&weights)[HELD], float (&dots)[HELD]) {
     for (int64_t column = threadIdx.x * COUNT; column < params.hidden_size; column += THREADS * COUNT) {
-        float dout[COUNT], y[HELD][COUNT];
+        float dout[COUNT];
+        Stored<COUNT> stored[HELD];
         load_elements<COUNT>(params.dout + token * params.dout_token_stride + column, dout);
         UNROLL
         for (int i = 0; i < HELD; ++i)
             if (params.dtopk_weights && positions[i] != NONE)
-                load_elements<COUNT>(params.y + positions[i] * params.y_position_stride + column, y[i]);
+                load_stored(params.y + positions[i] * params.y_position_stride + column, stored[i]);
         UNROLL
         for (int i = 0; i < HELD; ++i) {
             if (positions[i] == NONE) continue;
-            float dy[COUNT];
+            float dy[COUNT], y[HELD][COUNT];
+            if (params.dtopk_weights) unpack_stored(stored[i], y[i]);
             UNROLL
             for (int e = 0; e < COUNT; ++e) {
                 dy[e] = weights[i] * dout[e];
@@ -134,7 +136,8 @@ DEVICE void reduce_backward(const MoeReduceBackwardParams& params) {
     }
 }
 
-KERNEL(moe_reduce_forward_vector, MoeReduceForwardParams, THREADS) { reduce_forward<VECTOR>(params); }
+// Rows wait for positions, and these for memory: the more blocks a multiprocessor has, the more rows are under way.
+KERNEL_OF(moe_reduce_forward_vector, MoeReduceForwardParams, THREADS, 8) { reduce_forward<VECTOR>(params); }
 KERNEL(moe_reduce_forward_scalar, MoeReduceForwardParams, THREADS) { reduce_forward<1>(params); }
-KERNEL(moe_reduce_backward_vector, MoeReduceBackwardParams, THREADS) { reduce_backward<VECTOR>(params); }
+KERNEL_OF(moe_reduce_backward_vector, MoeReduceBackwardParams, THREADS, 4) { reduce_backward<VECTOR>(params); }
 KERNEL(moe_reduce_backward_scalar, MoeReduceBackwardParams, THREADS) { reduce_backward<1>(params); }

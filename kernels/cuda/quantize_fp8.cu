@@ -49,7 +49,7 @@ DEVICE void quantize_rows(const QuantizeFp8Params& params) {
     const Span span = span_of(params);
     if (span.row >= params.padded_rows) return;
     float x[SPAN] = {};
-    if (span.count > 0) load_span<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, x);
+    load_span<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, x);
     quantize_span<WIDE>(params, span, x);
 }
 
@@ -65,15 +65,15 @@ DEVICE void quantize_square(const QuantizeFp8Params& params) {
     const int32_t square_column = static_cast<int32_t>(blockIdx.x % num_groups);
     const int32_t column = square_column * SQUARE + static_cast<int32_t>(threadIdx.x) % LANES * SPAN;
     const int32_t left = minimum(maximum(params.width - column, 0), SPAN);
-    float x[SPANS][SPAN] = {};
+    Raw<ELEMENT> raw[SPANS];
     uint32_t magnitude = 0;
     UNROLL
     for (int i = 0; i < SPANS; ++i) {
         const int64_t row = square_row * SQUARE + i * ROWS + threadIdx.x / LANES;
-        if (left > 0 && row < params.num_rows)
-            load_span<WIDE>(params.x + row * params.x_row_stride + column, left, x[i]);
-        magnitude = maximum(magnitude, largest_magnitude(x[i]));
+        load_raw<WIDE>(params.x + row * params.x_row_stride + column, row < params.num_rows ? left : 0, raw[i]);
     }
+    UNROLL
+    for (int i = 0; i < SPANS; ++i) magnitude = maximum(magnitude, largest_magnitude(raw[i]));
     const float amax_of_warp = largest(magnitude, WARP_SIZE);
     if (lane_id() == 0) of_warp[warp_id()] = amax_of_warp;
     __syncthreads();
@@ -84,7 +84,9 @@ DEVICE void quantize_square(const QuantizeFp8Params& params) {
     UNROLL
     for (int i = 0; i < SPANS; ++i) {
         const int64_t row = square_row * SQUARE + i * ROWS + threadIdx.x / LANES;
-        if (row < params.num_rows) store_codes<WIDE>(params, Span{row, column, left}, x[i], scale);
+        float x[SPAN];
+        unpack_span(raw[i], x);
+        if (row < params.num_rows) store_codes<WIDE>(params, Span{row, column, left}, x, scale);
     }
     if (threadIdx.x == 0) store_scale(params, scale_place(params, square_row, square_column), scale, true);
 }
@@ -92,12 +94,16 @@ DEVICE void quantize_square(const QuantizeFp8Params& params) {
 template <bool WIDE>
 DEVICE void dequantize(const DequantizeFp8Params& params) {
     const Span span = span_of(params);
-    if (span.count == 0) return;
-    uint32_t codes[SPAN / 4];
-    load_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column, codes, span.count);
-    const int64_t place = scale_place(params, span.row >> params.log2_group_rows, span.column >> params.log2_group);
-    const float scale = params.scale_type == E8M0 ? e8m0_to_float(params.scales[place])
-                                                  : reinterpret_cast<const float*>(params.scales)[place];
+    if (span.row >= params.num_rows) return;
+    // Lanes behind the row take part in its stores.
+    uint32_t codes[SPAN / 4] = {};
+    float scale = 1.0f;
+    if (span.count > 0) {
+        load_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column, codes, span.count);
+        const int64_t place = scale_place(params, span.row >> params.log2_group_rows, span.column >> params.log2_group);
+        scale = params.scale_type == E8M0 ? e8m0_to_float(params.scales[place])
+                                          : reinterpret_cast<const float*>(params.scales)[place];
+    }
     float y[SPAN];
     UNROLL
     for (int i = 0; i < SPAN; i += 2) {
@@ -108,7 +114,8 @@ DEVICE void dequantize(const DequantizeFp8Params& params) {
     store_span<WIDE>(params.y + span.row * params.y_row_stride + span.column, span.count, y);
 }
 
-KERNEL(quantize_fp8_vector, QuantizeFp8Params, THREADS) { quantize_rows<true>(params); }
+// As many blocks as there may be: what a block waits for its memory others use.
+KERNEL_OF(quantize_fp8_vector, QuantizeFp8Params, THREADS, 8) { quantize_rows<true>(params); }
 KERNEL(quantize_fp8_scalar, QuantizeFp8Params, THREADS) { quantize_rows<false>(params); }
 KERNEL(quantize_fp8_squares_vector, QuantizeFp8Params, THREADS) { quantize_square<true>(params); }
 KERNEL(quantize_fp8_squares_scalar, QuantizeFp8Params, THREADS) { quantize_square<false>(params); }

@@ -46,9 +46,11 @@ template <bool WIDE>
 DEVICE void quantize(const QuantizeMxfp4Params& params) {
     const Span span = span_of(params);
     if (span.row >= params.padded_rows) return;
-    float x[SPAN] = {};
-    if (span.count > 0) load_span<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, x);
-    const uint8_t scale = group_scale(largest(largest_magnitude(x), GROUP_LANES), E2M1_FLOOR, 1.0f / 6.0f);
+    Raw<ELEMENT> raw;
+    load_raw<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, raw);
+    float x[SPAN];
+    unpack_span(raw, x);
+    const uint8_t scale = group_scale(largest(largest_magnitude(raw), GROUP_LANES), E2M1_FLOOR, 1.0f / 6.0f);
     if (span.count > 0) {
         uint32_t codes[SPAN / 8];
         e2m1_codes_of<ELEMENT>(x, scale, codes);
@@ -64,14 +66,18 @@ DEVICE void quantize(const QuantizeMxfp4Params& params) {
 template <bool WIDE>
 DEVICE void dequantize(const DequantizeMxfp4Params& params) {
     const Span span = span_of(params);
-    if (span.count == 0) return;
-    uint32_t codes[SPAN / 8];
-    load_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column / 2, codes, span.count / 2);
-    const float scale = e8m0_to_float(params.scales[scale_place(params, span.row, span.column / GROUP)]);
+    if (span.row >= params.num_rows) return;
+    // Lanes behind the row take part in its stores.
+    uint32_t codes[SPAN / 8] = {};
+    float scale = 1.0f;
+    if (span.count > 0) {
+        load_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column / 2, codes, span.count / 2);
+        scale = e8m0_to_float(params.scales[scale_place(params, span.row, span.column / GROUP)]);
+    }
     float y[SPAN];
+    for (int i = 0; i < SPAN; i += 8) e2m1x8_to_float(codes[i / 8], y + i);
     UNROLL
-    for (int i = 0; i < SPAN; ++i)
-        y[i] = __fmul_rn(e2m1_to_float(static_cast<uint8_t>(codes[i / 8] >> 4 * (i % 8) & 15u)), scale);
+    for (int i = 0; i < SPAN; ++i) y[i] = __fmul_rn(y[i], scale);
     store_span<WIDE>(params.y + span.row * params.y_row_stride + span.column, span.count, y);
 }
 

@@ -86,9 +86,9 @@ DEVICE void find_amax(const Nvfp4AmaxParams& params) {
         const int32_t in_row = static_cast<int32_t>(warp - row * params.row_warps);
         const int32_t column = (in_row * static_cast<int32_t>(WARP_SIZE) + lane_id()) * SPAN;
         const int32_t count = minimum(maximum(params.width - column, 0), SPAN);
-        float x[SPAN] = {};
-        if (count > 0) load_span<WIDE>(params.x + row * params.x_row_stride + column, count, x);
-        magnitude = maximum(magnitude, largest_magnitude(x));
+        Raw<ELEMENT> raw;
+        load_raw<WIDE>(params.x + row * params.x_row_stride + column, count, raw);
+        magnitude = maximum(magnitude, largest_magnitude(raw));
     }
     magnitude = largest_of_block(magnitude);
     if (threadIdx.x == 0) params.workspace[blockIdx.x] = magnitude;
@@ -115,24 +115,41 @@ DEVICE uint8_t block_scale(float amax, float global_scale) {
     return to_e4m3(__fdiv_rn(__fdiv_rn(amax, 6.0f), global_scale)).bits;
 }
 
-// The codes of a group with this scale, eight in a word.
+// The codes of quotients, eight in a word.
+template <typename Divide>
+DEVICE void codes_of_quotients(const float (&x)[SPAN], Divide divide, uint32_t (&codes)[SPAN / 8]) {
+    UNROLL
+    for (int i = 0; i < SPAN; ++i) codes[i / 8] |= static_cast<uint32_t>(to_e2m1(divide(x[i]))) << 4 * (i % 8);
+}
+
+// The codes of a group with this scale.
 DEVICE void codes_of(const float (&x)[SPAN], uint8_t scale, float global_scale, uint32_t (&codes)[SPAN / 8]) {
     const float divisor = __fmul_rn(to_float(fp8_e4m3{scale}), global_scale);
     codes[0] = codes[1] = 0;
     if (divisor == 0.0f) return;
-    UNROLL
-    for (int i = 0; i < SPAN; ++i)
-        codes[i / 8] |= static_cast<uint32_t>(to_e2m1(__fdiv_rn(x[i], divisor))) << 4 * (i % 8);
+    // Far from what underflows a division is six instructions: numbers that underflow there have the code 0 anyway.
+    if (divisor >= 0x1p-90f && divisor <= 0x1p90f) {
+        // What is beyond the largest code by far is so in front of the division, too, and does not overflow in it.
+        const float inverse = __frcp_rn(divisor), most = 8.0f * divisor;
+        const auto divide = [&](float number) {
+            return divided(maximum_f32(minimum_f32(number, most), -most), divisor, inverse);
+        };
+        codes_of_quotients(x, divide, codes);
+    } else {
+        codes_of_quotients(x, [&](float number) { return __fdiv_rn(number, divisor); }, codes);
+    }
 }
 
 template <bool WIDE>
 DEVICE void quantize(const QuantizeNvfp4Params& params) {
     const Span span = span_of(params);
     if (span.row >= params.padded_rows) return;
-    float x[SPAN] = {};
-    if (span.count > 0) load_span<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, x);
+    Raw<ELEMENT> raw;
+    load_raw<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, raw);
+    float x[SPAN];
+    unpack_span(raw, x);
     const float global_scale = params.global_scale[0];
-    const uint8_t scale = block_scale(__uint_as_float(largest_magnitude(x)), global_scale);
+    const uint8_t scale = block_scale(__uint_as_float(largest_magnitude(raw)), global_scale);
     if (span.count > 0) {
         uint32_t codes[SPAN / 8];
         codes_of(x, scale, global_scale, codes);
@@ -145,17 +162,19 @@ DEVICE void quantize(const QuantizeNvfp4Params& params) {
 template <bool WIDE>
 DEVICE void dequantize(const DequantizeNvfp4Params& params) {
     const Span span = span_of(params);
-    if (span.count == 0) return;
-    uint32_t codes[SPAN / 8];
-    load_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column / 2, codes, span.count / 2);
-    const uint8_t stored = params.scales[scale_place(params, span.row, span.column / GROUP)];
-    const float scale = to_float(fp8_e4m3{stored}), global_scale = params.global_scale[0];
-    float y[SPAN];
-    UNROLL
-    for (int i = 0; i < SPAN; ++i) {
-        const float value = e2m1_to_float(static_cast<uint8_t>(codes[i / 8] >> 4 * (i % 8) & 15u));
-        y[i] = __fmul_rn(__fmul_rn(value, scale), global_scale);
+    if (span.row >= params.num_rows) return;
+    // Lanes behind the row take part in its stores.
+    uint32_t codes[SPAN / 8] = {};
+    float scale = 1.0f;
+    if (span.count > 0) {
+        load_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column / 2, codes, span.count / 2);
+        scale = to_float(fp8_e4m3{params.scales[scale_place(params, span.row, span.column / GROUP)]});
     }
+    const float global_scale = params.global_scale[0];
+    float y[SPAN];
+    for (int i = 0; i < SPAN; i += 8) e2m1x8_to_float(codes[i / 8], y + i);
+    UNROLL
+    for (int i = 0; i < SPAN; ++i) y[i] = __fmul_rn(__fmul_rn(y[i], scale), global_scale);
     store_span<WIDE>(params.y + span.row * params.y_row_stride + span.column, span.count, y);
 }
 

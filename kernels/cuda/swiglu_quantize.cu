@@ -41,9 +41,15 @@ DEVICE void load_products(const SwigluQuantizeParams& params, const Span& span, 
     UNROLL
     for (int i = 0; i < SPAN; ++i) {
         const float a = clamp_gate(gate[i], params.limit), b = clamp_up(up[i], params.limit);
-        // What lies behind the row is no part of its group, whatever the weight is.
-        x[i] = i < span.count ? a * sigmoid(a) * b * weight : 0.0f;
-        if (params.round_to_bf16) x[i] = to_float(to_bf16(x[i]));
+        // What lies behind the row is no part of its group, whatever the weight is. In wide accesses nothing does.
+        x[i] = WIDE || i < span.count ? a * sigmoid(a) * b * weight : 0.0f;
+    }
+    if (!params.round_to_bf16) return;
+    UNROLL
+    for (int i = 0; i < SPAN; i += 2) {
+        const uint32_t pair = pack_bf16(x[i], x[i + 1]);
+        x[i] = unpack_bf16_low(pair);
+        x[i + 1] = unpack_bf16_high(pair);
     }
 }
 
@@ -57,5 +63,6 @@ DEVICE void swiglu_quantize(const SwigluQuantizeParams& params) {
     quantize_span<WIDE>(params, span, x);
 }
 
-KERNEL(swiglu_quantize_vector, SwigluQuantizeParams, THREADS) { swiglu_quantize<true>(params); }
+// Six blocks of a multiprocessor: what one waits for its memory the others use.
+KERNEL_OF(swiglu_quantize_vector, SwigluQuantizeParams, THREADS, 6) { swiglu_quantize<true>(params); }
 KERNEL(swiglu_quantize_scalar, SwigluQuantizeParams, THREADS) { swiglu_quantize<false>(params); }

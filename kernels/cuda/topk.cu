@@ -9,17 +9,27 @@
 // block_table[row][column / page_size] * page_size + column % page_size; -1 where that entry is negative.
 //
 // Scores become 32-bit keys that are ordered as they are. A histogram of the first 11 bits finds the bin that the last of the
-// chosen falls into; histograms of the next 11 and of the last 10 bits of those in it find its key. Then every warp takes a
-// stretch of the row, counts what lies above that key and what equals it, and writes behind what the warps before it count:
-// the result has one value, whatever the order of blocks, warps and lanes.
+// chosen falls into; histograms of the next 11 and of the last 10 bits of those in it find its key. Of a row of many columns that
+// would be an atomic for each score, three times. Instead 1 / 16 of the row or more is ranked first, by 22 bits: with S of n
+// columns in the sample, k S / n of the k largest are expected in it, give or take the root of that, and the key of rank
 //
-// topk_resident keeps the keys of a row in shared memory, so that scores are read once; topk_streamed reads the row five times,
-// which a second-level cache holds. Floor: 4 bytes a score. Limited, where rows are short and many, by the histogram's atomics, one
-// a score, and by five barriers a pass. Measured on one H200: 289 us for 512 of 16384 in 4096 rows, 199 us for 1024 of 8192, with 80 % of
-// the issue slots taken and 20 % of the memory's rate; 60 us for 512 of 65536 in 32 rows, which use a quarter of the GPU.
+//     r = k S / n + 5 sqrt(k S / n) + 8
 //
-// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which topk_resident has
-// 4 bytes of shared memory a column beyond its own.
+// of the sample lies below the last of the chosen but for one row in a million. One pass over the row keeps the columns that reach
+// it, about r n / S: 900 for 512 of 16384. All that follows works on these candidates. A row whose candidates are too few, or more
+// than there is room for (ties, say), is ranked as a whole: slower, with the same result.
+//
+// What is chosen sets a bit of its column, of those above the last key and of those that equal it; sums over the bits tell every
+// column its place. Rows beyond MARKED_COLUMNS, and those ranked as a whole, take two passes instead, in which every warp counts and
+// then writes a stretch of the row. The result has one value, whatever the order of blocks, warps and lanes.
+//
+// Floor: 4 bytes a score, which is read once and a sixteenth to an eighth once more from the second-level cache. Expected to be
+// limited by the latency of some 30 barriers a row where rows are few, and by instructions (some 30 for each 128 scores) where they
+// are many. The form that this one replaces ranked all scores by their histogram: on one H200 289 us for 512 of 16384 in 4096 rows,
+// 199 us for 1024 of 8192, with 80 % of the issue slots taken; 60 us for 512 of 65536 in 32 rows. @MEASURED@
+//
+// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks with shared memory, beyond topk's own,
+// of 8 bytes a candidate and 2 bits a column up to MARKED_COLUMNS.
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
@@ -32,6 +42,9 @@
 constexpr int LANES = WARP_SIZE, WARPS = THREADS / LANES;
 constexpr int FIRST_BITS = 11, BINS = 1 << FIRST_BITS;
 constexpr int BINS_OF_A_THREAD = ceil_div(BINS, THREADS);
+constexpr int SAMPLE_PIECE = 4;     // consecutive scores of a sample
+constexpr int SAMPLE_SPARSITY = 64;  // at most so many columns for a piece of the sample
+constexpr int MARKED_COLUMNS = 1 << 17;
 
 struct TopkParams {
     const float* scores; int64_t scores_row_stride;              // [num_rows, num_columns]; strides in elements
@@ -43,85 +56,207 @@ struct TopkParams {
     int32_t num_columns;
     int32_t topk;
     int32_t page_size;
+    int32_t capacity;                                            // candidates that a block has room for
 };
 PARAMS_LAYOUT(TopkParams, scores, scores_row_stride, lengths, offsets, block_table, block_table_row_stride, indices,
-              indices_row_stride, values, values_row_stride, num_columns, topk, page_size)
+              indices_row_stride, values, values_row_stride, num_columns, topk, page_size, capacity)
 
-// Shared memory of a block; the keys of topk_resident follow.
+// Shared memory of a block; behind it the keys and the columns of its candidates, and the bits of the columns.
 struct Shared {
-    uint32_t histogram[BINS];
+    alignas(16) uint32_t histogram[BINS];
     uint32_t above[WARPS], equal[WARPS];  // of a warp: counts, or sums of bins
     uint32_t bin, left;                   // the bin that was found, and how many of it are chosen
+    uint32_t num_candidates;              // those without room among them
 };
 
-SHARED_MEMORY(topk_resident, sizeof(Shared))
-SHARED_MEMORY(topk_streamed, sizeof(Shared))
+SHARED_MEMORY(topk, sizeof(Shared))
 
 // The score of a key.
 DEVICE float score_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
-// Finds the bin of the histogram, counted from the last one down, in which the sum reaches `wanted`, and what is left of it there.
+// Finds the bin of the histogram, counted from the last one down, in which the sum reaches `wanted`, and what is left of it
+// there. A thread has neighbouring bins, which it reads as wide as it can: lanes that read one word each would meet in the
+// same banks.
 DEVICE void find_bin(Shared& shared, uint32_t wanted) {
     const int first = BINS - BINS_OF_A_THREAD * (static_cast<int>(threadIdx.x) + 1);
-    uint32_t own = 0;
-    for (int i = 0; i < BINS_OF_A_THREAD; ++i) own += first + i >= 0 ? shared.histogram[first + i] : 0;
+    uint32_t bins[BINS_OF_A_THREAD] = {}, own = 0;
+    if constexpr (BINS_OF_A_THREAD % 4 == 0) {
+        UNROLL
+        for (int i = 0; i < BINS_OF_A_THREAD; i += 4) {
+            const Vec16 four = load_vec16(&shared.histogram[first + i]);
+            UNROLL
+            for (int word = 0; word < 4; ++word) bins[i + word] = four.w[word];
+        }
+    } else {
+        for (int i = 0; i < BINS_OF_A_THREAD; ++i) bins[i] = first + i >= 0 ? shared.histogram[first + i] : 0;
+    }
+    UNROLL
+    for (int i = 0; i < BINS_OF_A_THREAD; ++i) own += bins[i];
     const uint32_t upto = inclusive_sum(own);
     if (lane_id() == WARP_SIZE - 1) shared.above[warp_id()] = upto;
     __syncthreads();
     const uint32_t of_warps = lane_id() < warp_id() ? shared.above[lane_id()] : 0;
     uint32_t before = __shfl_sync(FULL_WARP, inclusive_sum(of_warps), WARP_SIZE - 1) + upto - own;
     if (before < wanted && before + own >= wanted) {
-        int bin = first + BINS_OF_A_THREAD - 1;
-        while (before + shared.histogram[bin] < wanted) before += shared.histogram[bin--];
-        shared.bin = bin;
-        shared.left = wanted - before;
+        UNROLL
+        for (int i = BINS_OF_A_THREAD - 1; i >= 0; --i) {
+            if (before < wanted && before + bins[i] >= wanted) {
+                shared.bin = first + i;
+                shared.left = wanted - before;
+            }
+            before += bins[i];
+        }
     }
     __syncthreads();
 }
 
-// A row's keys, of which topk_resident keeps its own copy.
-template <bool RESIDENT>
-struct Keys {
+// What can be ranked, each by its number of keys and the key of a place: a row,
+struct Row {
     const float* scores;
-    uint32_t* kept;
+    int length;
 
-    uint32_t operator[](int column) const { return RESIDENT ? kept[column] : key_of(scores[column]); }
+    int size() const { return length; }
+    uint32_t key(int column) const { return key_of(scores[column]); }
+};
+// a sample of it, pieces of consecutive scores that lie evenly over the row,
+struct Sample {
+    Row row;
+    int pieces_log2;
+
+    explicit Sample(const Row& row) : row(row), pieces_log2(0) {
+        while ((SAMPLE_SPARSITY << pieces_log2) < row.length || 1 << pieces_log2 < THREADS) ++pieces_log2;
+    }
+    int size() const { return SAMPLE_PIECE << pieces_log2; }
+    uint32_t key(int place) const {
+        const uint64_t piece = static_cast<uint64_t>(place / SAMPLE_PIECE) * row.length >> pieces_log2;
+        return row.key((static_cast<int>(piece) & -SAMPLE_PIECE) + place % SAMPLE_PIECE);
+    }
+    // Of the key that less than one row in a million has more of its `wanted` largest above than the sample says.
+    int rank(int wanted) const {
+        const float expected = static_cast<float>(wanted) * size() / row.length;
+        return static_cast<int>(expected + 5.0f * __fsqrt_rn(expected)) + 8;
+    }
+};
+// and the columns of it that reach the key of the sample.
+struct Candidates {
+    uint32_t* keys;
+    int32_t* columns;
+    int count;
+
+    int size() const { return count; }
+    uint32_t key(int place) const { return keys[place]; }
 };
 
-// Counts the keys that agree with `prefix` in all bits from `above` up, by their `bits` bits from `shift` up.
-template <bool RESIDENT>
-DEVICE void count_keys(Shared& shared, const Keys<RESIDENT>& keys, int length, uint32_t prefix, int above, int shift, bool first) {
+// Counts the keys that agree with `prefix` in all bits from `above` up, by their bits from `shift` up. There is no prefix yet
+// where they are counted first.
+template <class Keys>
+DEVICE void count_keys(Shared& shared, const Keys& keys, uint32_t prefix, int above, int shift, bool first) {
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
     __syncthreads();
-    for (int column = threadIdx.x; column < length; column += THREADS) {
-        uint32_t key;
-        if (first) {
-            key = key_of(keys.scores[column]);
-            if (RESIDENT) keys.kept[column] = key;
-        } else {
-            key = keys[column];
-        }
+    for (int place = threadIdx.x; place < keys.size(); place += THREADS) {
+        const uint32_t key = keys.key(place);
         if (first || key >> above == prefix >> above) atomicAdd(&shared.histogram[key >> shift & (BINS - 1)], 1u);
     }
     __syncthreads();
 }
 
-// The key of the last one chosen; `left` of those that equal it are.
-template <bool RESIDENT>
-DEVICE uint32_t last_key(Shared& shared, const Keys<RESIDENT>& keys, int length, uint32_t wanted, uint32_t& left) {
-    count_keys(shared, keys, length, 0, 31, 21, true);
+// The first 22 bits of the key of rank `wanted`; so many as `left` of those that agree with it are among the first `wanted`.
+template <class Keys>
+DEVICE uint32_t leading_bits(Shared& shared, const Keys& keys, uint32_t wanted, uint32_t& left) {
+    count_keys(shared, keys, 0, 31, 21, true);
     find_bin(shared, wanted);
     uint32_t key = shared.bin << 21;
     left = shared.left;
-    count_keys(shared, keys, length, key, 21, 10, false);
+    count_keys(shared, keys, key, 21, 10, false);
     find_bin(shared, left);
-    key |= shared.bin << 10;
     left = shared.left;
+    return key | shared.bin << 10;
+}
+
+// The key of the last one chosen; `left` of those that equal it are.
+template <class Keys>
+DEVICE uint32_t last_key(Shared& shared, const Keys& keys, uint32_t wanted, uint32_t& left) {
+    const uint32_t key = leading_bits(shared, keys, wanted, left);
     // The last digit has 10 bits: what is counted agrees in the eleventh.
-    count_keys(shared, keys, length, key, 10, 0, false);
+    count_keys(shared, keys, key, 10, 0, false);
     find_bin(shared, left);
     left = shared.left;
     return (key & ~(uint32_t{BINS} - 1)) | shared.bin;
+}
+
+// Puts those of a warp's scores that reach the pivot into the candidates: of each load WIDTH consecutive columns a lane,
+// from `first` on and a block's stretch further with every load.
+template <int LOADS, int WIDTH>
+DEVICE void keep(Shared& shared, const Candidates& candidates, int capacity, const float (&scores)[LOADS][WIDTH], float pivot,
+                 int first, int length) {
+    uint32_t lanes[LOADS][WIDTH], kept = 0;
+    UNROLL
+    for (int load = 0; load < LOADS; ++load) {
+        UNROLL
+        for (int i = 0; i < WIDTH; ++i) {
+            const int column = first + load * THREADS * WIDTH + i;
+            lanes[load][i] = __ballot_sync(FULL_WARP, column < length && scores[load][i] >= pivot);
+            kept += __popc(lanes[load][i]);
+        }
+    }
+    if (kept == 0) return;
+    uint32_t place = 0;
+    if (lane_id() == 0) place = atomicAdd(&shared.num_candidates, kept);
+    place = __shfl_sync(FULL_WARP, place, 0);
+    UNROLL
+    for (int load = 0; load < LOADS; ++load) {
+        UNROLL
+        for (int i = 0; i < WIDTH; ++i) {
+            const uint32_t own = place + __popc(lanes[load][i] & ((1u << lane_id()) - 1));
+            if ((lanes[load][i] >> lane_id() & 1) && own < static_cast<uint32_t>(capacity)) {
+                candidates.keys[own] = key_of(scores[load][i]);
+                candidates.columns[own] = first + load * THREADS * WIDTH + i;
+            }
+            place += __popc(lanes[load][i]);
+        }
+    }
+}
+
+// One pass over the row: every score that reaches the pivot, in no order. Several loads of a thread are under way at once.
+template <int WIDTH>
+DEVICE void collect(Shared& shared, const Candidates& candidates, int capacity, const Row& row, float pivot) {
+    constexpr int LOADS = 4, KEPT = 2;  // that are under way at once, and whose columns are placed together
+    for (int tile = 0; tile < row.length; tile += LOADS * THREADS * WIDTH) {
+        float scores[LOADS / KEPT][KEPT][WIDTH] = {};
+        UNROLL
+        for (int load = 0; load < LOADS; ++load) {
+            const int first = tile + (load * THREADS + static_cast<int>(threadIdx.x)) * WIDTH;
+            if (WIDTH > 1 && first + WIDTH <= row.length) {
+                const Vec16 loaded = load_vec16_readonly(row.scores + first);
+                for (int i = 0; i < WIDTH; ++i) scores[load / KEPT][load % KEPT][i] = __uint_as_float(loaded.w[i]);
+            } else {
+                for (int i = 0; i < WIDTH && first + i < row.length; ++i) scores[load / KEPT][load % KEPT][i] = row.scores[first + i];
+            }
+        }
+        UNROLL
+        for (int some = 0; some < LOADS / KEPT; ++some)
+            keep(shared, candidates, capacity, scores[some], pivot,
+                 tile + (some * KEPT * THREADS + static_cast<int>(threadIdx.x)) * WIDTH, row.length);
+    }
+}
+
+// The candidates of a row; whether the chosen are among them. What equals -infinity stays out: NaN would, too, and is its equal.
+DEVICE bool find_candidates(Shared& shared, Candidates& candidates, int capacity, const Row& row, int topk) {
+    uint32_t pivot = key_of(-INFINITY_F32) + 1;
+    if (row.length > capacity) {
+        const Sample sample(row);
+        uint32_t left = 0;
+        pivot = maximum(leading_bits(shared, sample, sample.rank(topk), left), pivot);
+    }
+    if (threadIdx.x == 0) shared.num_candidates = 0;
+    __syncthreads();
+    if (reinterpret_cast<uint64_t>(row.scores) % sizeof(Vec16) == 0)
+        collect<4>(shared, candidates, capacity, row, score_of(pivot));
+    else
+        collect<1>(shared, candidates, capacity, row, score_of(pivot));
+    __syncthreads();
+    candidates.count = minimum(static_cast<int>(shared.num_candidates), capacity);
+    return static_cast<int>(shared.num_candidates) <= capacity && candidates.count >= topk;
 }
 
 DEVICE int32_t index_of(const TopkParams& params, int64_t row, int column) {
@@ -136,65 +271,112 @@ DEVICE void write(const TopkParams& params, int64_t row, uint32_t place, int col
     if (params.values) params.values[row * params.values_row_stride + place] = score_of(key);
 }
 
-// Every warp takes a stretch of the row; `emit` is told of each column that is chosen, and of the place that it gets.
-template <bool RESIDENT>
-DEVICE void write_chosen(const TopkParams& params, Shared& shared, const Keys<RESIDENT>& keys, int64_t row, int length,
-                         uint32_t last, uint32_t left) {
-    const int stretch = ceil_div(ceil_div(length, WARPS), LANES) * LANES;
-    const int begin = minimum(warp_id() * stretch, length), end = minimum(begin + stretch, length);
-    uint32_t above = 0, equal = 0;
-    for (int tile = begin; tile < end; tile += LANES) {
-        const int column = tile + lane_id();
-        const uint32_t key = column < end ? keys[column] : 0;
-        above += column < end && key > last;
-        equal += column < end && key == last;
-    }
-    above = __shfl_sync(FULL_WARP, inclusive_sum(above), WARP_SIZE - 1);
-    equal = __shfl_sync(FULL_WARP, inclusive_sum(equal), WARP_SIZE - 1);
-    if (lane_id() == 0) {
+struct Counts {
+    uint32_t above, equal;
+};
+
+// The sums over the threads before this one.
+DEVICE Counts before_thread(Shared& shared, Counts own) {
+    const uint32_t above = inclusive_sum(own.above), equal = inclusive_sum(own.equal);
+    if (lane_id() == WARP_SIZE - 1) {
         shared.above[warp_id()] = above;
         shared.equal[warp_id()] = equal;
     }
     __syncthreads();
     const bool before_own = lane_id() < warp_id();
-    above = __shfl_sync(FULL_WARP, inclusive_sum(before_own ? shared.above[lane_id()] : 0), WARP_SIZE - 1);
-    equal = __shfl_sync(FULL_WARP, inclusive_sum(before_own ? shared.equal[lane_id()] : 0), WARP_SIZE - 1);
+    const uint32_t above_before = inclusive_sum(before_own ? shared.above[lane_id()] : 0);
+    const uint32_t equal_before = inclusive_sum(before_own ? shared.equal[lane_id()] : 0);
+    return {__shfl_sync(FULL_WARP, above_before, WARP_SIZE - 1) + above - own.above,
+            __shfl_sync(FULL_WARP, equal_before, WARP_SIZE - 1) + equal - own.equal};
+}
+
+// Every warp takes a stretch of the row.
+DEVICE void write_by_stretches(const TopkParams& params, Shared& shared, int64_t row, const Row& scores, uint32_t last,
+                               uint32_t left) {
+    const int stretch = ceil_div(ceil_div(scores.length, WARPS), LANES) * LANES;
+    const int begin = minimum(warp_id() * stretch, scores.length), end = minimum(begin + stretch, scores.length);
+    Counts own = {0, 0};
+    for (int column = begin + lane_id(); column < end; column += LANES) {
+        const uint32_t key = scores.key(column);
+        own.above += key > last;
+        own.equal += key == last;
+    }
+    Counts before = before_thread(shared, own);
+    before = {__shfl_sync(FULL_WARP, before.above, 0), __shfl_sync(FULL_WARP, before.equal, 0)};
     for (int tile = begin; tile < end; tile += LANES) {
         const int column = tile + lane_id();
-        const uint32_t key = column < end ? keys[column] : 0;
+        const uint32_t key = column < end ? scores.key(column) : 0;
         const bool is_above = column < end && key > last, is_equal = column < end && key == last;
         const uint32_t lanes_above = __ballot_sync(FULL_WARP, is_above), lanes_equal = __ballot_sync(FULL_WARP, is_equal);
         const uint32_t lanes_before = (1u << lane_id()) - 1;
-        const uint32_t equal_before = equal + __popc(lanes_equal & lanes_before);
-        if (is_above || (is_equal && equal_before < left))
-            write(params, row, above + __popc(lanes_above & lanes_before) + minimum(equal_before, left), column, key);
-        above += __popc(lanes_above);
-        equal += __popc(lanes_equal);
+        const uint32_t equal_before = before.equal + __popc(lanes_equal & lanes_before);
+        if (is_above || (is_equal && equal_before < left)) {
+            const uint32_t place = before.above + __popc(lanes_above & lanes_before) + minimum(equal_before, left);
+            write(params, row, place, column, key);
+        }
+        before.above += __popc(lanes_above);
+        before.equal += __popc(lanes_equal);
     }
 }
 
-template <bool RESIDENT>
-DEVICE void topk_row(const TopkParams& params) {
+// Every candidate that is chosen, or may be, sets its column's bit; every thread takes some words of bits.
+DEVICE void write_by_marks(const TopkParams& params, Shared& shared, int64_t row, const Row& scores, const Candidates& candidates,
+                           uint32_t last, uint32_t left) {
+    uint32_t* const above = candidates.keys + 2 * static_cast<int64_t>(params.capacity);
+    const int words = ceil_div(scores.length, 32);
+    uint32_t* const equal = above + words;
+    for (int word = threadIdx.x; word < 2 * words; word += THREADS) above[word] = 0;
+    __syncthreads();
+    for (int place = threadIdx.x; place < candidates.count; place += THREADS) {
+        const uint32_t key = candidates.keys[place];
+        const int column = candidates.columns[place];
+        if (key >= last) atomicOr(&(key > last ? above : equal)[column / 32], 1u << column % 32);
+    }
+    __syncthreads();
+    const int share = ceil_div(words, THREADS);
+    const int begin = minimum(static_cast<int>(threadIdx.x) * share, words), end = minimum(begin + share, words);
+    Counts own = {0, 0};
+    for (int word = begin; word < end; ++word) {
+        own.above += __popc(above[word]);
+        own.equal += __popc(equal[word]);
+    }
+    Counts before = before_thread(shared, own);
+    for (int word = begin; word < end; ++word) {
+        for (uint32_t bits = above[word] | equal[word]; bits; bits &= bits - 1) {
+            const int bit = __ffs(bits) - 1, column = word * 32 + bit;
+            const bool is_equal = equal[word] >> bit & 1;
+            if (!is_equal || before.equal < left) {
+                const uint32_t key = params.values ? scores.key(column) : 0;
+                write(params, row, before.above + minimum(before.equal, left), column, key);
+            }
+            before.above += !is_equal;
+            before.equal += is_equal;
+        }
+    }
+}
+
+// Few threads: four blocks of a multiprocessor wait for each other's barriers and memory.
+KERNEL_OF(topk, TopkParams, THREADS, THREADS <= 256 ? 4 : 1) {
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     const int64_t row = blockIdx.x;
     int length = params.num_columns;
     if (params.lengths) length = minimum(maximum(params.lengths[row], 0), length);
-    const Keys<RESIDENT> keys{params.scores + row * params.scores_row_stride,
-                              reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(Shared))};
+    const Row scores{params.scores + row * params.scores_row_stride, length};
     const int chosen = minimum(params.topk, length);
     if (length <= params.topk) {
         for (int column = threadIdx.x; column < length; column += THREADS)
-            write(params, row, column, column, key_of(keys.scores[column]));
+            write(params, row, column, column, scores.key(column));
     } else {
+        uint32_t* const keys = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(Shared));
+        Candidates candidates{keys, reinterpret_cast<int32_t*>(keys + params.capacity), 0};
+        const bool found = find_candidates(shared, candidates, params.capacity, scores, params.topk);
         uint32_t left = 0;
-        const uint32_t last = last_key(shared, keys, length, params.topk, left);
-        write_chosen(params, shared, keys, row, length, last, left);
+        const uint32_t last = found ? last_key(shared, candidates, params.topk, left) : last_key(shared, scores, params.topk, left);
+        if (found && params.num_columns <= MARKED_COLUMNS) write_by_marks(params, shared, row, scores, candidates, last, left);
+        else write_by_stretches(params, shared, row, scores, last, left);
     }
     for (int place = chosen + threadIdx.x; place < params.topk; place += THREADS) {
         params.indices[row * params.indices_row_stride + place] = -1;
         if (params.values) params.values[row * params.values_row_stride + place] = -INFINITY_F32;
     }
 }
-
-KERNEL(topk_resident, TopkParams, THREADS) { topk_row<true>(params); }
-KERNEL(topk_streamed, TopkParams, THREADS) { topk_row<false>(params); }

@@ -12,6 +12,8 @@ const CHECK: Arguments = Arguments { operator: "embed_streams" };
 pub const MAX_STREAMS: usize = 16;
 /// Threads of a block.
 const THREADS: usize = 128;
+/// Pieces of a row that a thread has: `PIECES` in the kernel source.
+const PIECES: usize = 4;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -64,7 +66,7 @@ pub fn forward(device: &Device, views: &Views, num_streams: usize) -> Result<&'s
     let params = params.i32("num_streams", num_streams)?.i32("hidden_size", hidden_size)?;
     let (dtype, vectorised) = (views["table"].dtype, call.vectorised());
     let name = if vectorised { "embed_streams_forward_vector" } else { "embed_streams_forward_scalar" };
-    let blocks = num_tokens.saturating_mul(pieces(hidden_size, dtype, vectorised, THREADS));
+    let blocks = num_tokens.saturating_mul(pieces(hidden_size, dtype, vectorised, PIECES * THREADS));
     device.kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?.launch_blocks("out", blocks, &params)?;
     Ok(name)
 }
@@ -107,7 +109,9 @@ pub fn backward(device: &Device, views: &Views, num_streams: usize) -> Result<Ve
     let kernel = |name: &str| sparse_attention::index_kernel(device, name);
     ran.extend(index.launch(CHECK, kernel, [Some(&views["token_ids"]), None], [num_tokens, 1, vocab_size])?);
     let name = if vectorised { "embed_streams_backward_vector" } else { "embed_streams_backward_scalar" };
-    ran.push(launch(name, vocab_size.saturating_mul(pieces(hidden_size, dtype, vectorised, THREADS)))?);
+    // Its pieces are 16 bytes of the gradient, which is fp32.
+    let parts = pieces(hidden_size, DType::F32, vectorised, PIECES * THREADS);
+    ran.push(launch(name, vocab_size.saturating_mul(parts))?);
     Ok(ran)
 }
 

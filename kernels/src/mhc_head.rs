@@ -1,7 +1,7 @@
 //! `mhc_head`: launcher of `kernels/cuda/mhc_head.cu` and `mhc_head_backward.cu` (inference 2.5, training 11.1).
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
-use crate::mhc_mix::{pairs, parts_of_tokens, projection, projection_blocks};
+use crate::mhc_mix::{Wide, fits_wide, parts_of_tokens, projection, projection_blocks};
 use crate::mhc_post::{NUM_STREAMS, threads};
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::DeviceAddress;
@@ -20,6 +20,8 @@ const COEFFICIENT_THREADS: usize = 256;
 const PIECES: usize = 8;
 /// Threads of the other kernels of the backward.
 const BACKWARD_THREADS: usize = 128;
+/// How its wide kernel works.
+const WIDE: Wide = Wide { channels: 8, blocks: 3 };
 /// Floats that the coefficients leave of a token: `NUMBERS` and `PRODUCTS` in the kernel source.
 const NUMBERS: usize = 3 * NUM_STREAMS;
 const PRODUCTS: usize = 2 * NUM_STREAMS;
@@ -117,7 +119,7 @@ pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&
 
 /// Floats of each token's numbers, of its products, and of the parts of dfn. Each begins at a multiple of 16 bytes.
 fn floats(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 3] {
-    let splits = parts_of_tokens(device, num_tokens, hidden_size);
+    let splits = parts_of_tokens(device, num_tokens, hidden_size, WIDE);
     [num_tokens * NUMBERS, num_tokens * PRODUCTS, splits * NUM_STREAMS * NUM_STREAMS * hidden_size]
 }
 
@@ -154,10 +156,11 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
     device.kernel(BACKWARD_FILE, &[], coefficients)?.launch(config, &params)?;
 
-    let pairs = pairs(views, &["streams", "dstreams", "dout"], hidden_size);
-    let (streams, channels) =
-        if pairs { ("mhc_head_backward_streams_pairs", 2) } else { ("mhc_head_backward_streams_scalar", 1) };
-    let splits = parts_of_tokens(device, num_tokens, hidden_size);
+    let (streams, channels) = match fits_wide(views, &["streams", "dstreams", "dout"], hidden_size) {
+        true => ("mhc_head_backward_streams_wide", WIDE.channels),
+        false => ("mhc_head_backward_streams_scalar", 1),
+    };
+    let splits = parts_of_tokens(device, num_tokens, hidden_size, WIDE);
     let params = signature.params(&["streams", "dout", "fn"]).ptr("numbers", tokens);
     let params = params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
     let params = params.ptr("dfn_partials", dfn_partials).i64("num_tokens", num_tokens)?;

@@ -30,6 +30,19 @@ const BACKWARD_THREADS: usize = 128;
 const NUMBERS: usize = NUM_COLUMNS + 4;
 /// Tokens of a part of them in the backward: two times what its blocks hold of their numbers at once.
 const FEWEST_TOKENS: usize = 64;
+/// Most parts, each of which leaves sums of its own for dfn.
+const MOST_PARTS: usize = 16;
+
+/// How the wide kernel of a backward works.
+#[derive(Clone, Copy)]
+pub(crate) struct Wide {
+    /// Channels that a thread owns.
+    pub channels: usize,
+    /// Blocks that a multiprocessor has at once: registers or shared memory allow no more.
+    pub blocks: usize,
+}
+
+const WIDE: Wide = Wide { channels: 4, blocks: 2 };
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -143,11 +156,19 @@ pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&
     Ok(vec![name, "mhc_mix_coefficients"])
 }
 
-/// Parts of the tokens, each of which has blocks of its own for all channels.
-pub(crate) fn parts_of_tokens(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
-    let columns = (NUM_STREAMS * hidden_size).div_ceil(2 * BACKWARD_THREADS);
-    let wanted = (4 * device.environment().processors as usize).div_ceil(columns);
-    wanted.clamp(1, num_tokens.div_ceil(FEWEST_TOKENS).max(1))
+/// Parts of the tokens, each of which has blocks of its own for all channels: as many as leave the fewest
+/// multiprocessors idle at the end.
+pub(crate) fn parts_of_tokens(device: &Device, num_tokens: usize, hidden_size: usize, wide: Wide) -> usize {
+    let columns = (NUM_STREAMS * hidden_size).div_ceil(wide.channels * BACKWARD_THREADS);
+    let at_once = wide.blocks * device.environment().processors as usize;
+    let most = num_tokens.div_ceil(FEWEST_TOKENS).clamp(1, MOST_PARTS);
+    // Of the places of whole rounds of blocks how many are empty, in 2^20ths; of equal ones the fewest parts.
+    let idle = |parts: &usize| {
+        let blocks = columns * parts;
+        let places = blocks.div_ceil(at_once) * at_once;
+        ((places - blocks) << 20) / places
+    };
+    (1..=most).min_by_key(idle).unwrap_or(1)
 }
 
 /// How the backward is spread over a device.
@@ -163,7 +184,7 @@ impl Spread {
         let processors = device.environment().processors as usize;
         // At least one block, so that no tokens give sums of zero.
         let blocks = num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, 2 * processors);
-        Self { blocks, splits: parts_of_tokens(device, num_tokens, hidden_size) }
+        Self { blocks, splits: parts_of_tokens(device, num_tokens, hidden_size, WIDE) }
     }
 
     /// Floats of each token's numbers, of the parts of dbase and dscale, and of dfn. Each begins at a multiple of 16
@@ -209,9 +230,10 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     let kernel = device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_coefficients")?;
     kernel.launch(LaunchConfig { shared_bytes, ..config }, &params)?;
 
-    let pairs = pairs(views, &["streams", "dstreams"], hidden_size);
-    let (name, channels) =
-        if pairs { ("mhc_mix_backward_streams_pairs", 2) } else { ("mhc_mix_backward_streams_scalar", 1) };
+    let (name, channels) = match fits_wide(views, &["streams", "dstreams"], hidden_size) {
+        true => ("mhc_mix_backward_streams_wide", WIDE.channels),
+        false => ("mhc_mix_backward_streams_scalar", 1),
+    };
     let params = signature.params(&["streams", "fn"]).ptr("numbers", tokens);
     let params = params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
     let params = params.ptr("dfn_partials", dfn_partials).i64("num_tokens", num_tokens)?;
@@ -223,14 +245,14 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     Ok(vec!["mhc_mix_backward_coefficients", name, "mhc_mix_backward_sums"])
 }
 
-/// Whether accesses of two neighbouring channels fit every row of these tensors.
-pub(crate) fn pairs(views: &Views, names: &[&str], hidden_size: usize) -> bool {
-    let even = |name: &&str| {
+/// Whether accesses of 16 bytes fit every row of these tensors.
+pub(crate) fn fits_wide(views: &Views, names: &[&str], hidden_size: usize) -> bool {
+    let fits = |name: &&str| {
         let view = &views[*name];
         let (_, outer) = view.strides.split_last().unwrap_or((&1, &[]));
-        view.address.is_multiple_of(4) && outer.iter().all(|stride| stride % 2 == 0)
+        view.address.is_multiple_of(16) && outer.iter().all(|stride| stride % 8 == 0)
     };
-    hidden_size.is_multiple_of(2) && names.iter().all(even)
+    hidden_size.is_multiple_of(8) && names.iter().all(fits)
 }
 
 /// Adds up what the blocks left of dfn, dscale and dbase.

@@ -10,16 +10,21 @@ const CHECK: Arguments = Arguments { operator: "topk" };
 pub const MAX_TOPK: usize = 4096;
 /// The most scores of a row.
 pub const MAX_COLUMNS: usize = 1 << 20;
-/// Threads of a block for rows up to [`SHORT_COLUMNS`], and beyond.
+/// Threads of a block: few where several share a multiprocessor, many where each has one to itself.
 const THREADS: [usize; 2] = [256, 1024];
-/// Rows up to here are short: several blocks share a multiprocessor.
+/// Rows up to here are short: more threads find nothing to do.
 const SHORT_COLUMNS: usize = 4096;
-/// Shared memory of a block apart from a row's keys, at most; bytes.
-const OWN_SHARED_BYTES: u64 = 10 << 10;
+/// `MARKED_COLUMNS` in the kernel source: rows up to here have two bits a column in shared memory.
+const MARKED_COLUMNS: usize = 1 << 17;
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
     THREADS.iter().map(|threads| module(FILE, &[("THREADS", threads.to_string())])).collect()
+}
+
+/// The candidates that a block has room for: twice what it is asked for, and what a sample misses by.
+fn candidates(topk: usize) -> usize {
+    2 * topk + 1024
 }
 
 /// Selects the `topk` largest scores of each row; returns the kernel that ran. Its tensors:
@@ -56,13 +61,14 @@ pub fn forward(device: &Device, views: &Views, page_size: usize) -> Result<&'sta
     }
     let params = call.params(&["scores", "lengths", "offsets", "block_table", "indices", "values"]);
     let params = params.i32("num_columns", num_columns)?.i32("topk", topk)?.i32("page_size", page_size)?;
-    let key_bytes = 4 * num_columns as u64;
-    let resident = key_bytes + OWN_SHARED_BYTES <= device.environment().shared_bytes_per_block;
-    let name = if resident { "topk_resident" } else { "topk_streamed" };
-    let threads = THREADS[usize::from(num_columns > SHORT_COLUMNS)];
-    let kernel = device.kernel(FILE, &[("THREADS", threads.to_string())], name)?;
+    let capacity = candidates(topk);
+    let params = params.i32("capacity", capacity)?;
+    let few = num_rows <= device.environment().processors as usize && num_columns > SHORT_COLUMNS;
+    let threads = THREADS[usize::from(few)];
+    let kernel = device.kernel(FILE, &[("THREADS", threads.to_string())], "topk")?;
+    let marks = if num_columns <= MARKED_COLUMNS { 2 * num_columns.div_ceil(32) } else { 0 };
+    let shared_bytes = (4 * (2 * capacity + marks)) as u32;
     let config = LaunchConfig::linear("topk", "scores", num_rows as u64, threads as u32)?;
-    let shared_bytes = if resident { key_bytes as u32 } else { 0 };
     kernel.launch(LaunchConfig { shared_bytes, ..config }, &params)?;
-    Ok(name)
+    Ok("topk")
 }

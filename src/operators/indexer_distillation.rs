@@ -118,7 +118,7 @@ impl Declared for IndexerDistillation {
             "indexer_logits<bf16, 16>",
             "indexer_logits<bf16, 32>",
             "indexer_logits<bf16, 64>",
-            "topk_resident",
+            "topk",
             "score_recompute<16, selected>",
             "score_recompute<64, selected>",
             "score_recompute<128, selected>",

@@ -71,7 +71,7 @@ impl Declared for MhcHead {
             "mhc_head_mix_scalar",
             "mhc_head_backward_coefficients_vector",
             "mhc_head_backward_coefficients_scalar",
-            "mhc_head_backward_streams_pairs",
+            "mhc_head_backward_streams_wide",
             "mhc_head_backward_streams_scalar",
             "mhc_head_backward_sums",
             "mhc_head_backward_parameters",

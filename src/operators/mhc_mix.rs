@@ -72,7 +72,7 @@ impl Declared for MhcMix {
             "mhc_mix_project_scalar",
             "mhc_mix_coefficients",
             "mhc_mix_backward_coefficients",
-            "mhc_mix_backward_streams_pairs",
+            "mhc_mix_backward_streams_wide",
             "mhc_mix_backward_streams_scalar",
             "mhc_mix_backward_sums",
         ],

@@ -87,7 +87,7 @@ impl Declared for Topk {
         name: "topk",
         summary: "the topk largest scores of each row, by index: columns, offset or mapped by pages",
         specification: &["inference 7", "inference 7.2"],
-        paths: &["topk_resident", "topk_streamed"],
+        paths: &["topk"],
         modules: launcher::modules,
         cases: [24, 60, 120],
     };
@@ -148,12 +148,22 @@ impl Declared for Topk {
     fn edge_cases(profile: Profile) -> Vec<TopkCase> {
         let all = TopkCase { lengths: Lengths::Absent, ..plain(2, 512, 512) };
         let hostile = TopkCase { lengths: Lengths::Hostile, ..plain(9, 300, 64) };
-        // More than any device keeps of a row, and rows of the longer blocks.
+        // More ties than there is room for, rows of the longer blocks, and rows of which a sample is ranked first.
         let long = TopkCase { lengths: Lengths::Absent, scores: Scores::Ties, ..plain(2, 60_000, 700) };
         let longer = TopkCase { index: Index::Paged, ..plain(3, 4500, 512) };
+        let sampled = TopkCase { lengths: Lengths::Absent, ..plain(2, 3001, 40) };
         let scores = [Scores::Ties, Scores::Close, Scores::Equal, Scores::Sorted, Scores::NotFinite];
-        let mut cases =
-            vec![plain(0, 64, 4), plain(4, 1, 1), plain(3, 65, 64), plain(3, 100, 300), all, hostile, long, longer];
+        let mut cases = vec![
+            plain(0, 64, 4),
+            plain(4, 1, 1),
+            plain(3, 65, 64),
+            plain(3, 100, 300),
+            all,
+            hostile,
+            long,
+            longer,
+            sampled,
+        ];
         cases.extend(scores.map(|scores| TopkCase { scores, index: Index::Offset, ..plain(5, 1030, 200) }));
         if profile == Profile::Full {
             cases.extend([plain(300, 16_384, 512), plain(2, launcher::MAX_COLUMNS, launcher::MAX_TOPK)]);

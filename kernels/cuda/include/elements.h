@@ -26,6 +26,10 @@ DEVICE void load_elements(const T* source, float (&out)[COUNT]) {
     } else if constexpr (bytes % 16 == 0) {
         for (int i = 0; i < bytes / 16; ++i)
             unpack<T>(load_vec16(source + i * Element<T>::per_vec16), out + i * Element<T>::per_vec16);
+    } else if constexpr (bytes == 8) {
+        const uint64_t pair = *reinterpret_cast<const uint64_t*>(source);
+        Element<T>::unpack(static_cast<uint32_t>(pair), out);
+        Element<T>::unpack(static_cast<uint32_t>(pair >> 32), out + Element<T>::per_word);
     } else {
         const uint32_t* words = reinterpret_cast<const uint32_t*>(source);
         for (int i = 0; i < bytes / 4; ++i) Element<T>::unpack(words[i], out + i * Element<T>::per_word);

@@ -31,8 +31,39 @@ DEVICE Span span_of(const Params& params) {
     return Span{row, column, minimum(left, SPAN)};
 }
 
-// The elements of a span in wide accesses, where it has all of them or none, or one by one; the others are as they
-// were.
+// The elements of a span as they lie in memory: those of bf16 take half the registers of floats.
+template <typename T>
+struct Raw {
+    static constexpr int VECTORS = SPAN / Element<T>::per_vec16;
+    Vec16 vectors[VECTORS];
+};
+
+// In wide accesses, where a span ends with one, or one by one; what it does not have is 0.
+template <bool WIDE, typename T>
+DEVICE void load_raw(const T* source, int count, Raw<T>& raw) {
+    if constexpr (WIDE) {
+        UNROLL
+        for (int i = 0; i < Raw<T>::VECTORS; ++i)
+            raw.vectors[i] = i * Element<T>::per_vec16 < count ? load_vec16(source + i * Element<T>::per_vec16) : Vec16{};
+    } else {
+        float x[SPAN] = {};
+        UNROLL
+        for (int i = 0; i < SPAN; ++i)
+            if (i < count) x[i] = Element<T>::load(source + i);
+        UNROLL
+        for (int i = 0; i < Raw<T>::VECTORS; ++i)
+            raw.vectors[i] =
+                pack<T>(reinterpret_cast<const float(&)[Element<T>::per_vec16]>(x[i * Element<T>::per_vec16]));
+    }
+}
+
+template <typename T>
+DEVICE void unpack_span(const Raw<T>& raw, float (&x)[SPAN]) {
+    UNROLL
+    for (int i = 0; i < Raw<T>::VECTORS; ++i) unpack<T>(raw.vectors[i], x + i * Element<T>::per_vec16);
+}
+
+// As floats; the others are as they were.
 template <bool WIDE, typename T>
 DEVICE void load_span(const T* source, int count, float (&x)[SPAN]) {
     constexpr int COUNT = WIDE ? Element<T>::per_vec16 : 1;
@@ -41,12 +72,36 @@ DEVICE void load_span(const T* source, int count, float (&x)[SPAN]) {
         if (i < count) load_elements<COUNT>(source + i, *reinterpret_cast<float(*)[COUNT]>(&x[i]));
 }
 
+// The 32 bytes of bf16 that a lane has, stored together with its neighbour, so that each access writes whole sectors of
+// 32 bytes: first the even lane's, then the odd one's. All lanes of a warp take part.
+DEVICE void store_span_pairs(bf16* target, int count, const float (&x)[SPAN]) {
+    const int odd = lane_id() & 1;
+    const Vec16 low = pack<bf16>(reinterpret_cast<const float(&)[8]>(x[0]));
+    const Vec16 high = pack<bf16>(reinterpret_cast<const float(&)[8]>(x[8]));
+    Vec16 first, second;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t received = __shfl_xor_sync(FULL_WARP, odd ? low.w[i] : high.w[i], 1);
+        first.w[i] = odd ? received : low.w[i];
+        second.w[i] = odd ? high.w[i] : received;
+    }
+    const int other_count = __shfl_xor_sync(FULL_WARP, count, 1);
+    bf16* const even_target = target - odd * SPAN + odd * 8;
+    if ((odd ? other_count : count) > 0) store_vec16(even_target, first);
+    if ((odd ? count : other_count) > 0) store_vec16(even_target + SPAN, second);
+}
+
+// All lanes of a warp take part.
 template <bool WIDE, typename T>
 DEVICE void store_span(T* target, int count, const float (&x)[SPAN]) {
     constexpr int COUNT = WIDE ? Element<T>::per_vec16 : 1;
-    UNROLL
-    for (int i = 0; i < SPAN; i += COUNT)
-        if (i < count) store_elements(target + i, *reinterpret_cast<const float(*)[COUNT]>(&x[i]));
+    if constexpr (WIDE && sizeof(T) == 2) {
+        store_span_pairs(target, count, x);
+    } else {
+        UNROLL
+        for (int i = 0; i < SPAN; i += COUNT)
+            if (i < count) store_elements(target + i, *reinterpret_cast<const float(*)[COUNT]>(&x[i]));
+    }
 }
 
 // The largest magnitude, as bits: those of NaN are above those of infinity, and those above all numbers'.
@@ -55,4 +110,18 @@ DEVICE uint32_t largest_magnitude(const float (&x)[SPAN]) {
     UNROLL
     for (int i = 0; i < SPAN; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
     return magnitude;
+}
+
+// The same of what lies in memory, two elements of bf16 at a time.
+DEVICE uint32_t largest_magnitude(const Raw<float>& raw) {
+    uint32_t magnitude = 0;
+    UNROLL
+    for (int i = 0; i < SPAN; ++i) magnitude = maximum(magnitude, raw.vectors[i / 4].w[i % 4] & 0x7fffffffu);
+    return magnitude;
+}
+DEVICE uint32_t largest_magnitude(const Raw<bf16>& raw) {
+    uint32_t pair = 0;
+    UNROLL
+    for (int i = 0; i < SPAN / 2; ++i) pair = maximum_u16x2(pair, raw.vectors[i / 4].w[i % 4] & 0x7fff7fffu);
+    return maximum(pair << 16, pair & 0xffff0000u);
 }

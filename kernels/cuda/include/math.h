@@ -52,6 +52,17 @@ DEVICE float minimum_f32(float a, float b) {
 #endif
 }
 
+// The smaller operand, or NaN where one is NaN.
+DEVICE float minimum_or_nan_f32(float a, float b) {
+#if defined(PARITY_EMULATOR)
+    return is_nan(a) || is_nan(b) ? NAN_F32 : fminf(a, b);
+#else
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+#endif
+}
+
 // |x|, the sign bit cleared (NaN stays NaN).
 DEVICE float absolute_f32(float x) { return __uint_as_float(__float_as_uint(x) & 0x7fffffffu); }
 

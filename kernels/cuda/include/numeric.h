@@ -191,17 +191,16 @@ DEVICE void e4m3x4_to_bf16(uint32_t codes, bf16 scale, uint32_t& first, uint32_t
 // ---------------------------------------------------------------- fp4 e2m1 (largest 6), in the low 4 bits
 
 // Nearest, ties to even; beyond +-6, infinities included, +-6; NaN becomes +6, as satfinite says.
-// The comparisons name the seven midpoints: where the lower neighbour is even, a tie stays there.
+// Numbers below 2 are multiples of 0.5, those below 4 of 1 and those up to 6 of 2: a sum with a large number rounds to
+// each of these, codes are what its last bits count, and the right one of three is the least.
 DEVICE uint8_t to_e2m1(float x) {
-    const uint32_t bits = __float_as_uint(x);
-    const uint32_t magnitude_bits = bits & 0x7fffffffu;
+    const uint32_t bits = __float_as_uint(x), magnitude_bits = bits & 0x7fffffffu;
     if (magnitude_bits > 0x7f800000u) return 7;
-    const float m = __uint_as_float(magnitude_bits);
-    const uint32_t code = static_cast<uint32_t>(m > 0.25f) + static_cast<uint32_t>(m >= 0.75f) +
-                          static_cast<uint32_t>(m > 1.25f) + static_cast<uint32_t>(m >= 1.75f) +
-                          static_cast<uint32_t>(m > 2.5f) + static_cast<uint32_t>(m >= 3.5f) +
-                          static_cast<uint32_t>(m > 5.0f);
-    return static_cast<uint8_t>(code | ((bits >> 28) & 8u));
+    const float m = magnitude_bits > 0x40c00000u ? 6.0f : __uint_as_float(magnitude_bits);
+    const uint32_t halves = __float_as_uint(__fadd_rn(m, 4194304.0f)) & 15u;
+    const uint32_t ones = __float_as_uint(__fadd_rn(m, 8388608.0f + 2.0f)) & 15u;
+    const uint32_t twos = __float_as_uint(__fadd_rn(m, 16777216.0f + 8.0f)) & 15u;
+    return static_cast<uint8_t>(minimum(minimum(halves, ones), twos) | ((bits >> 28) & 8u));
 }
 
 // Exact; the upper four bits of `code` are ignored. Code 8 is -0.

@@ -34,7 +34,7 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 // argument is `const Params& params`. Params must have a PARAMS_LAYOUT; its size and layout hash
 // are exported beside the kernel, and the launcher refuses to run when they differ from its own.
 #if defined(PARITY_EMULATOR)
-#define KERNEL(name, Params, max_threads)                                                        \
+#define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     static void name##_body(const Params& params);                                               \
     extern "C" {                                                                                 \
     __attribute__((visibility("default"))) uint64_t name##_layout[3] = {                         \
@@ -45,12 +45,14 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
     }                                                                                            \
     static void name##_body(const Params& params)
 #else
-#define KERNEL(name, Params, max_threads)                                                        \
+#define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     extern "C" __device__ uint64_t name##_layout[3] = {                                          \
         sizeof(Params), layout_hash(static_cast<Params*>(nullptr)), (max_threads)};              \
-    extern "C" __global__ void __launch_bounds__(max_threads, 1)                                 \
+    extern "C" __global__ void __launch_bounds__(max_threads, min_blocks)                        \
         name(const __grid_constant__ Params params)
 #endif
+
+#define KERNEL(name, Params, max_threads) KERNEL_OF(name, Params, max_threads, 1)
 
 // SHARED_MEMORY(name, bytes)
 //

@@ -5,6 +5,7 @@
 // nothing.
 #pragma once
 
+#include "async_copy.h"
 #include "math.h"
 #include "mma.h"
 #include "numeric.h"
@@ -16,6 +17,7 @@ constexpr int BLOCK_TOKENS = PROJECTION_THREADS / WARP_SIZE * WARP_TOKENS;
 constexpr int PIECE = 8;  // channels of 16 bytes
 constexpr int BLOCK_PIECES = 8;  // of a row, in a step
 constexpr int PARTS = 3;  // bf16 numbers of a weight
+constexpr int STAGES = 4;  // steps whose channels are in shared memory or on their way there
 
 template <int COLUMNS>
 constexpr int TILES = (COLUMNS + 7) / 8;  // of eight columns, as the instructions take them
@@ -50,6 +52,17 @@ DEVICE void split_pair(float low, float high, uint32_t (&words)[PARTS]) {
     }
 }
 
+// The same of finite weights, in half as many instructions.
+DEVICE void split_finite_pair(float low, float high, uint32_t (&words)[PARTS]) {
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+        const uint32_t low_bits = __float_as_uint(low), high_bits = __float_as_uint(high);
+        words[part] = low_bits >> 16 | (high_bits & 0xffff0000u);
+        low -= __uint_as_float(low_bits & 0xffff0000u);
+        high -= __uint_as_float(high_bits & 0xffff0000u);
+    }
+}
+
 // Eight weights of one column: where this thread has a part in them, and what it has read.
 struct Weights {
     float values[PIECE];
@@ -72,18 +85,27 @@ DEVICE void load_weights(const ProjectionParams& params, int64_t step, Weights& 
         load_elements<PIECE>(params.fn + column * channels + channel, weights.values);
 }
 
+template <void (*SPLIT)(float, float, uint32_t (&)[PARTS])>
+DEVICE void split(const Weights& weights, Vec16 (&vectors)[PARTS]) {
+    UNROLL
+    for (int pair = 0; pair < PIECE / 2; ++pair) {
+        uint32_t words[PARTS];
+        SPLIT(weights.values[2 * pair], weights.values[2 * pair + 1], words);
+        UNROLL
+        for (int part = 0; part < PARTS; ++part) vectors[part].w[pair] = words[part];
+    }
+}
+
 template <int COLUMNS>
 DEVICE void store_weights(const Weights& weights, WeightParts<COLUMNS>& parts) {
     const int column = threadIdx.x / BLOCK_PIECES, piece = swizzled(column, threadIdx.x % BLOCK_PIECES);
     if (column >= 8 * TILES<COLUMNS>) return;
-    Vec16 vectors[PARTS];
+    uint32_t largest = 0;
     UNROLL
-    for (int pair = 0; pair < PIECE / 2; ++pair) {
-        uint32_t words[PARTS];
-        split_pair(weights.values[2 * pair], weights.values[2 * pair + 1], words);
-        UNROLL
-        for (int part = 0; part < PARTS; ++part) vectors[part].w[pair] = words[part];
-    }
+    for (int e = 0; e < PIECE; ++e) largest = maximum(largest, __float_as_uint(weights.values[e]) & 0x7fffffffu);
+    Vec16 vectors[PARTS];
+    if (is_finite(__uint_as_float(largest))) split<split_finite_pair>(weights, vectors);
+    else split<split_pair>(weights, vectors);
     for (int part = 0; part < PARTS; ++part) parts[part][column][piece] = vectors[part];
 }
 
@@ -92,24 +114,62 @@ struct Fragments {
     Vec16 of[2][2];  // half, token
 };
 
-// Where a lane reads: its piece of the row of streams, as stream and piece of that.
-struct Cursor {
-    int64_t first_token;
-    int32_t stream, piece;
+// Shared memory of a block. A thread copies what it will read itself, so that nobody waits for another one's copies.
+template <int COLUMNS>
+struct ProjectionShared {
+    Vec16 fragments[STAGES][2][2][PROJECTION_THREADS];  // half, token
+    WeightParts<COLUMNS> parts[2];
 };
 
-DEVICE void load_fragments(const ProjectionParams& params, Cursor cursor, Fragments& fragments) {
-    const int32_t pieces = params.hidden_size / PIECE;
-    for (int half = 0; half < 2; ++half, cursor.piece += BLOCK_PIECES / 2) {
-        for (; cursor.piece >= pieces; ++cursor.stream) cursor.piece -= pieces;
-        for (int row = 0; row < 2; ++row) {
-            const int64_t token = cursor.first_token + row * (WARP_TOKENS / 2);
-            fragments.of[half][row] = Vec16{};
-            if (token >= params.num_tokens || cursor.stream >= STREAMS) continue;
-            const bf16* const x = params.streams + token * params.streams_token_stride;
-            fragments.of[half][row] =
-                load_vec16_streaming(x + cursor.stream * params.streams_stream_stride + cursor.piece * PIECE);
+// Where a lane reads of its first token: a piece of a stream.
+struct Cursor {
+    const bf16* source;
+    int32_t stream, piece;
+
+    void advance(const ProjectionParams& params, int32_t count) {
+        piece += count;
+        source += count * PIECE;
+        for (; piece >= params.hidden_size / PIECE; piece -= params.hidden_size / PIECE, ++stream)
+            source += params.streams_stream_stride - params.hidden_size;
+    }
+};
+
+// The halves of a lane's steps, and which of its tokens there are.
+struct Reader {
+    Cursor halves[2];
+    bool exists[2];
+
+    Reader(const ProjectionParams& params, int64_t first_token, int64_t step) {
+        const int64_t piece = step * BLOCK_PIECES + lane_id() % 4;
+        const int32_t pieces = params.hidden_size / PIECE;
+        const int32_t stream = static_cast<int32_t>(piece / pieces), within = static_cast<int32_t>(piece % pieces);
+        halves[0] = Cursor{params.streams + first_token * params.streams_token_stride +
+                               stream * params.streams_stream_stride + within * PIECE,
+                           stream, within};
+        halves[1] = halves[0];
+        halves[1].advance(params, BLOCK_PIECES / 2);
+        for (int row = 0; row < 2; ++row) exists[row] = first_token + row * (WARP_TOKENS / 2) < params.num_tokens;
+    }
+
+    // Starts the copies of a step to the thread's places of a stage, and goes on to the next one.
+    void start(const ProjectionParams& params, SharedAddress stage) {
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            UNROLL
+            for (int row = 0; row < 2; ++row)
+                copy_async_16(stage + (2 * half + row) * PROJECTION_THREADS * sizeof(Vec16),
+                              halves[half].source + row * (WARP_TOKENS / 2) * params.streams_token_stride,
+                              exists[row] && halves[half].stream < STREAMS);
+            halves[half].advance(params, BLOCK_PIECES);
         }
+    }
+};
+
+DEVICE void read_fragments(const Vec16 (&stage)[2][2][PROJECTION_THREADS], Fragments& fragments) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        UNROLL
+        for (int row = 0; row < 2; ++row) fragments.of[half][row] = load_vec16(&stage[half][row][threadIdx.x]);
     }
 }
 
@@ -120,6 +180,8 @@ struct Sums {
     float squares[2];
 };
 
+// The squares by fp32: as the diagonal of products of the tensor cores, which the projection has nearly filled, they
+// took 6 % longer.
 template <int COLUMNS>
 DEVICE void add_step(const Fragments& fragments, const WeightParts<COLUMNS>& parts, Sums<COLUMNS>& sums) {
     const int column = lane_id() / 4;
@@ -172,30 +234,34 @@ DEVICE void store_sums(const ProjectionParams& params, int64_t split, int64_t fi
 }
 
 template <int COLUMNS>
-DEVICE void project(const ProjectionParams& params, WeightParts<COLUMNS> (&parts)[2]) {
+DEVICE void project(const ProjectionParams& params) {
+    auto& shared = *reinterpret_cast<ProjectionShared<COLUMNS>*>(dynamic_shared());
     const int64_t tile = blockIdx.x / params.splits, split = blockIdx.x % params.splits;
-    const int64_t steps = ceil_div(static_cast<int64_t>(STREAMS) * params.hidden_size, int64_t{PIECE * BLOCK_PIECES});
-    const int64_t begin = steps * split / params.splits, end = steps * (split + 1) / params.splits;
+    const int64_t all = ceil_div(static_cast<int64_t>(STREAMS) * params.hidden_size, int64_t{PIECE * BLOCK_PIECES});
+    const int64_t begin = all * split / params.splits;
+    const uint32_t steps = static_cast<uint32_t>(all * (split + 1) / params.splits - begin);
     const int64_t first_token = tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS + lane_id() / 4;
     const bool has_tokens = tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS < params.num_tokens;
-    const int32_t pieces = params.hidden_size / PIECE;
-    const int64_t piece = begin * BLOCK_PIECES + lane_id() % 4;
-    Cursor cursor{first_token, static_cast<int32_t>(piece / pieces), static_cast<int32_t>(piece % pieces)};
+    Reader reader(params, first_token, begin);
+    const SharedAddress fragments_of_stages = shared_address(&shared.fragments[0][0][0][threadIdx.x]);
+    // Starts the copies of a step, in their order, or nothing behind the last one.
+    const auto start = [&](uint32_t step) {
+        if (step < steps) reader.start(params, fragments_of_stages + step % STAGES * sizeof(shared.fragments[0]));
+        copy_commit();
+    };
     Sums<COLUMNS> sums = {};
     Weights weights;
-    Fragments next;
     load_weights<COLUMNS>(params, begin, weights);
-    load_fragments(params, cursor, next);
-    for (int64_t step = begin; step < end; ++step) {
-        WeightParts<COLUMNS>& own = parts[(step - begin) % 2];
+    for (uint32_t step = 0; step < STAGES - 1; ++step) start(step);
+    for (uint32_t step = 0; step < steps; ++step) {
+        WeightParts<COLUMNS>& own = shared.parts[step % 2];
         store_weights<COLUMNS>(weights, own);
+        copy_wait<STAGES - 2>();
         __syncthreads();
-        const Fragments fragments = next;
-        if (step + 1 < end) {
-            for (cursor.piece += BLOCK_PIECES; cursor.piece >= pieces; ++cursor.stream) cursor.piece -= pieces;
-            load_weights<COLUMNS>(params, step + 1, weights);
-            load_fragments(params, cursor, next);
-        }
+        start(step + STAGES - 1);
+        if (step + 1 < steps) load_weights<COLUMNS>(params, begin + step + 1, weights);
+        Fragments fragments;
+        read_fragments(shared.fragments[step % STAGES], fragments);
         if (has_tokens) add_step<COLUMNS>(fragments, own, sums);
     }
     if (has_tokens) store_sums<COLUMNS>(params, split, first_token, sums);
@@ -229,11 +295,20 @@ DEVICE void project_scalar(const ProjectionParams& params) {
     if (lane_id() == 0) to[COLUMNS] = squares;
 }
 
-// A token's number at `place` of what is left of it, all parts of the channels added in their order.
+// A token's number at `place` of what is left of it, all parts of the channels added in their order. Many are read at
+// once: of few tokens there are a hundred parts.
 template <int COLUMNS>
 DEVICE float projected(const float* partials, int64_t num_tokens, int32_t splits, int64_t token, int place) {
+    constexpr int AT_ONCE = 32;
+    const float* const first = partials + token * PARTIAL_WIDTH<COLUMNS> + place;
     float sum = 0.0f;
-    for (int64_t split = 0; split < splits; ++split)
-        sum += partials[(split * num_tokens + token) * PARTIAL_WIDTH<COLUMNS> + place];
+    for (int32_t split = 0; split < splits; split += AT_ONCE) {
+        float parts[AT_ONCE];
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i)
+            parts[i] = split + i < splits ? first[(split + i) * num_tokens * PARTIAL_WIDTH<COLUMNS>] : 0.0f;
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i) sum += parts[i];
+    }
     return sum;
 }

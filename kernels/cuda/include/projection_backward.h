@@ -4,26 +4,15 @@
 // beside these terms, by what load_other has read.
 #pragma once
 
+#include "async_copy.h"
 #include "memory.h"
 #include "numeric.h"
 #include "streams.h"
 
 constexpr int STREAMS_THREADS = 128;
-constexpr int STAGED_TOKENS = 32;  // whose numbers a block holds
-constexpr int AT_ONCE = 8;  // tokens whose channels a thread has under way
-
-// The numbers of STAGED_TOKENS tokens from `first` on, and zeros for tokens that are not of the block's part.
-template <int NUMBERS>
-DEVICE void stage(const float* numbers, int64_t first, int64_t end, Vec16 (&staged)[STAGED_TOKENS][NUMBERS / 4]) {
-    __syncthreads();
-    for (int at = threadIdx.x; at < STAGED_TOKENS * (NUMBERS / 4); at += STREAMS_THREADS) {
-        const int64_t token = first + at / (NUMBERS / 4);
-        Vec16 four{};
-        if (token < end) four = load_vec16(numbers + token * NUMBERS + at % (NUMBERS / 4) * 4);
-        staged[at / (NUMBERS / 4)][at % (NUMBERS / 4)] = four;
-    }
-    __syncthreads();
-}
+constexpr int STAGED_TOKENS = 32;  // whose numbers a block of the scalar kernel has at a time
+constexpr int PIECE = 8;           // channels of 16 bytes
+constexpr int AT_ONCE = 8;         // tokens whose channels a thread of the scalar kernel has under way
 
 // Channels that a thread owns, or none where they lie beyond the last one.
 template <int COLUMNS, int CHANNELS>
@@ -55,46 +44,162 @@ DEVICE void add_token(Owned<COLUMNS, CHANNELS>& own, const Vec16* numbers, const
     }
 }
 
-// One channel, or two neighbouring ones at a multiple of 4 bytes.
+// One channel, or neighbouring ones at a multiple of their bytes.
 template <int CHANNELS>
 DEVICE void store_channels(bf16* target, const float (&dv)[CHANNELS]) {
-    if constexpr (CHANNELS == 2) *reinterpret_cast<uint32_t*>(target) = pack_bf16(dv[0], dv[1]);
+    if constexpr (CHANNELS == 8) store_vec16(target, pack<bf16>(dv));
+    if constexpr (CHANNELS == 4)
+        *reinterpret_cast<uint64_t*>(target) = pack_bf16(dv[0], dv[1]) | static_cast<uint64_t>(pack_bf16(dv[2], dv[3])) << 32;
     if constexpr (CHANNELS == 1) *target = to_bf16(dv[0]);
 }
 
-template <int COLUMNS, int CHANNELS, typename Params, int PLACES>
-DEVICE void backward_streams(const Params& params, Vec16 (&staged)[STAGED_TOKENS][PLACES]) {
-    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size, split = blockIdx.x % params.splits;
-    const int64_t begin = params.num_tokens * split / params.splits;
-    const int64_t end = params.num_tokens * (split + 1) / params.splits;
-    Owned<COLUMNS, CHANNELS> own = {};
-    own.channel = (static_cast<int64_t>(blockIdx.x / params.splits) * STREAMS_THREADS + threadIdx.x) * CHANNELS;
-    own.exists = own.channel < channels;
-    own.stream = own.channel / params.hidden_size, own.within = own.channel % params.hidden_size;
-    for (int q = 0; q < COLUMNS && own.exists; ++q)
-        for (int c = 0; c < CHANNELS; ++c) own.fn[q][c] = params.fn[q * channels + own.channel + c];
-    const bf16* const from = params.streams + own.stream * params.streams_stream_stride + own.within;
-    bf16* const to = params.dstreams + own.stream * params.dstreams_stream_stride + own.within;
-    for (int64_t first = begin; first < end; first += STAGED_TOKENS) {
-        stage<4 * PLACES>(params.numbers, first, end, staged);
-        for (int at = 0; at < STAGED_TOKENS && first + at < end && own.exists; at += AT_ONCE) {
-            float v[AT_ONCE][CHANNELS] = {}, other[AT_ONCE][CHANNELS] = {}, dv[CHANNELS];
+// What a block makes: which channels, and of which tokens.
+template <int COLUMNS, int CHANNELS>
+struct Part {
+    Owned<COLUMNS, CHANNELS> own;
+    int64_t channels, split, begin, end;
+
+    template <typename Params>
+    explicit Part(const Params& params) : own{} {
+        channels = static_cast<int64_t>(STREAMS) * params.hidden_size, split = blockIdx.x % params.splits;
+        begin = params.num_tokens * split / params.splits, end = params.num_tokens * (split + 1) / params.splits;
+        own.channel = (static_cast<int64_t>(blockIdx.x / params.splits) * STREAMS_THREADS + threadIdx.x) * CHANNELS;
+        own.exists = own.channel < channels;
+        own.stream = own.channel / params.hidden_size, own.within = own.channel % params.hidden_size;
+        for (int q = 0; q < COLUMNS && own.exists; ++q)
+            for (int c = 0; c < CHANNELS; ++c) own.fn[q][c] = params.fn[q * channels + own.channel + c];
+    }
+
+    template <typename Params>
+    void store(const Params& params) const {
+        float* const partial = params.dfn_partials + split * COLUMNS * channels + own.channel;
+        for (int q = 0; q < COLUMNS && own.exists; ++q)
+            for (int c = 0; c < CHANNELS; ++c) partial[q * channels + c] = own.dfn[q][c];
+    }
+};
+
+// How a block of backward_wide works: a thread owns CHANNELS channels, and TOKENS tokens are in shared memory while as
+// many are on their way there. Of each there are `channels`, something else of the same channels where OTHERS is 1, and
+// PLACES times four numbers.
+template <int CHANNELS_, int TOKENS_, int OTHERS_, int PLACES_>
+struct Wide {
+    static constexpr int CHANNELS = CHANNELS_, TOKENS = TOKENS_, OTHERS = OTHERS_, PLACES = PLACES_;
+    static constexpr int PIECES = STREAMS_THREADS * CHANNELS / PIECE;  // of a block's channels
+    static constexpr int ROWS = STREAMS_THREADS / PIECES;              // that its threads copy at a time
+    static_assert(PIECES <= STREAMS_THREADS, "a thread copies one piece of a row");
+
+    struct Shared {
+        Vec16 channels[2][1 + OTHERS][TOKENS][PIECES];
+        Vec16 numbers[2][TOKENS][PLACES];
+    };
+};
+
+// Copies to shared memory what a block needs of some tokens, 16 bytes a thread.
+template <typename W>
+struct Stager {
+    const bf16* sources[2];
+    int64_t strides[2];
+    bool exists;
+
+    template <typename Params>
+    explicit Stager(const Params& params) {
+        const int64_t channel =
+            (static_cast<int64_t>(blockIdx.x / params.splits) * W::PIECES + threadIdx.x % W::PIECES) * PIECE;
+        const int64_t stream = channel / params.hidden_size, within = channel % params.hidden_size;
+        exists = channel < static_cast<int64_t>(STREAMS) * params.hidden_size;
+        sources[0] = params.streams + stream * params.streams_stream_stride + within;
+        strides[0] = params.streams_token_stride;
+        if constexpr (W::OTHERS == 1) sources[1] = other_of(params) + within, strides[1] = other_stride(params);
+    }
+
+    // Tokens from `first` on; those behind `end` are zeros. Loops stay loops: their addresses, unrolled, would take the
+    // registers of the sums.
+    void start(const float* numbers, int64_t first, int64_t end, typename W::Shared& shared, int stage) const {
+        const int count = static_cast<int>(minimum<int64_t>(end - first, W::TOKENS));
+        const int row = threadIdx.x / W::PIECES;
+        UNROLL
+        for (int of = 0; of <= W::OTHERS; ++of) {
+            const bf16* source = sources[of] + (first + row) * strides[of];
+            SharedAddress target = shared_address(&shared.channels[stage][of][row][threadIdx.x % W::PIECES]);
+            UNROLL_BY(1)
+            for (int at = row; at < W::TOKENS; at += W::ROWS) {
+                copy_async_16(target, source, exists && at < count);
+                source += W::ROWS * strides[of];
+                target += W::ROWS * sizeof(shared.channels[0][0][0]);
+            }
+        }
+        UNROLL_BY(1)
+        for (int at = threadIdx.x; at < W::TOKENS * W::PLACES; at += STREAMS_THREADS)
+            copy_async_16(shared_address(&shared.numbers[stage][at / W::PLACES][at % W::PLACES]),
+                          numbers + first * 4 * W::PLACES + 4 * at, at / W::PLACES < count);
+        copy_commit();
+    }
+};
+
+// Neighbouring channels of a thread come by way of shared memory while the tokens before are multiplied. Rows are
+// multiples of 16 bytes at multiples of them. Numbers are the same for all threads, but each of them waits for 16 bytes
+// of every four: the more channels a thread owns, the less of its time goes there.
+template <int COLUMNS, typename W, typename Params>
+DEVICE void backward_wide(const Params& params) {
+    auto& shared = *reinterpret_cast<typename W::Shared*>(dynamic_shared());
+    Part<COLUMNS, W::CHANNELS> part(params);
+    const Stager<W> stager(params);
+    bf16* const to = params.dstreams + part.own.stream * params.dstreams_stream_stride + part.own.within;
+    int stage = 1;
+    for (int64_t first = part.begin - W::TOKENS; first < part.end; first += W::TOKENS, stage ^= 1) {
+        stager.start(params.numbers, first + W::TOKENS, part.end, shared, stage ^ 1);
+        if (first < part.begin) continue;
+        copy_wait<1>();
+        __syncthreads();
+        const int count = static_cast<int>(minimum<int64_t>(part.end - first, W::TOKENS));
+        const auto own = [&](int of, int at) {
+            return reinterpret_cast<const bf16*>(shared.channels[stage][of][at]) + threadIdx.x * W::CHANNELS;
+        };
+        UNROLL_BY(1)
+        for (int at = 0; at < (part.own.exists ? count : 0); ++at) {
+            float v[W::CHANNELS], other[W::CHANNELS] = {}, dv[W::CHANNELS];
+            load_elements<W::CHANNELS>(own(0, at), v);
+            if constexpr (W::OTHERS == 1) load_elements<W::CHANNELS>(own(1, at), other);
+            add_token(part.own, shared.numbers[stage][at], v, dv);
+            add_other(params, part.own, shared.numbers[stage][at], other, dv);
+            store_channels(to + (first + at) * params.dstreams_token_stride, dv);
+        }
+        // The stage is read: it may be written again.
+        __syncthreads();
+    }
+    part.store(params);
+}
+
+// Any width, stride and alignment: a channel a thread. The numbers of STAGED_TOKENS tokens are in shared memory, zeros
+// of those that are not of the block's part.
+template <int COLUMNS, int PLACES, typename Params>
+DEVICE void backward_scalar(const Params& params, Vec16 (&staged)[STAGED_TOKENS][PLACES]) {
+    Part<COLUMNS, 1> part(params);
+    const bf16* const from = params.streams + part.own.stream * params.streams_stream_stride + part.own.within;
+    bf16* const to = params.dstreams + part.own.stream * params.dstreams_stream_stride + part.own.within;
+    for (int64_t first = part.begin; first < part.end; first += STAGED_TOKENS) {
+        __syncthreads();
+        for (int at = threadIdx.x; at < STAGED_TOKENS * PLACES; at += STREAMS_THREADS)
+            staged[at / PLACES][at % PLACES] = first + at / PLACES < part.end
+                                                   ? load_vec16(params.numbers + first * 4 * PLACES + 4 * at)
+                                                   : Vec16{};
+        __syncthreads();
+        for (int at = 0; at < STAGED_TOKENS && first + at < part.end && part.own.exists; at += AT_ONCE) {
+            float v[AT_ONCE][1] = {}, other[AT_ONCE][1] = {}, dv[1];
             UNROLL
             for (int i = 0; i < AT_ONCE; ++i) {
-                if (first + at + i >= end) continue;
-                load_elements<CHANNELS>(from + (first + at + i) * params.streams_token_stride, v[i]);
-                load_other(params, own, first + at + i, other[i]);
+                if (first + at + i >= part.end) continue;
+                load_elements<1>(from + (first + at + i) * params.streams_token_stride, v[i]);
+                load_other(params, part.own, first + at + i, other[i]);
             }
             UNROLL
             for (int i = 0; i < AT_ONCE; ++i) {
-                if (first + at + i >= end) continue;
-                add_token(own, staged[at + i], v[i], dv);
-                add_other(params, own, staged[at + i], other[i], dv);
+                if (first + at + i >= part.end) continue;
+                add_token(part.own, staged[at + i], v[i], dv);
+                add_other(params, part.own, staged[at + i], other[i], dv);
                 store_channels(to + (first + at + i) * params.dstreams_token_stride, dv);
             }
         }
     }
-    float* const partial = params.dfn_partials + split * COLUMNS * channels + own.channel;
-    for (int q = 0; q < COLUMNS && own.exists; ++q)
-        for (int c = 0; c < CHANNELS; ++c) partial[q * channels + c] = own.dfn[q][c];
+    part.store(params);
 }

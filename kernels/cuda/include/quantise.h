@@ -16,15 +16,18 @@ DEVICE float largest(uint32_t magnitude, int lanes) {
     return __uint_as_float(magnitude);
 }
 
+// to_e8m0 of a positive normal number, in two instructions.
+DEVICE uint8_t normal_to_e8m0(float x) { return static_cast<uint8_t>((__float_as_uint(x) + 0x7fffffu) >> 23); }
+
 // The scale of a group with this largest magnitude: 2^ceil(log2(max(amax, floor) / largest)), 255 (NaN) for what is
-// not finite.
+// not finite. Floors are so large, and the largest codes too, that it is 1 to 253.
 DEVICE uint8_t group_scale(float amax, float floor, float inverse_of_largest) {
-    return is_finite(amax) ? to_e8m0(__fmul_rn(maximum_f32(amax, floor), inverse_of_largest)) : 255;
+    return is_finite(amax) ? normal_to_e8m0(__fmul_rn(maximum_f32(amax, floor), inverse_of_largest)) : 255;
 }
 
-// 1 / s: s is a power of two, and so is its inverse, whose byte is 254 - that of s. NaN of NaN.
+// 1 / s of the scale of a group: s is a power of two, and so is its inverse, whose byte is 254 - that of s. NaN of NaN.
 DEVICE float inverse_of_scale(uint8_t scale) {
-    return scale == 255 ? NAN_F32 : e8m0_to_float(static_cast<uint8_t>(254 - scale));
+    return scale == 255 ? NAN_F32 : __uint_as_float((254u - scale) << 23);
 }
 
 // The scale that is no power of two: amax / largest by a product, NaN for what is not finite.
@@ -115,5 +118,24 @@ DEVICE void e2m1_codes_of(const float (&x)[16], uint8_t scale, uint32_t (&codes)
         codes[0] = codes[1] = 0;
         UNROLL
         for (int i = 0; i < 16; ++i) codes[i / 8] |= static_cast<uint32_t>(to_e2m1(x[i] * inverse)) << 4 * (i % 8);
+    }
+}
+
+// The numbers of eight codes in e2m1, the first in the lowest nibble. The two bytes of a bf16 that is the magnitude are
+// looked up, of four codes at a time.
+DEVICE void e2m1x8_to_float(uint32_t codes, float* numbers) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const uint32_t four = codes >> 16 * half, magnitudes = four & 0x7777u;
+        // Of 0, 0.5, 1, 1.5; 2, 3, 4, 6.
+        const uint32_t high = __byte_perm(0x3f3f3f00u, 0x40404040u, magnitudes);
+        const uint32_t low = __byte_perm(0xc0800000u, 0xc0804000u, magnitudes);
+        UNROLL
+        for (int pair = 0; pair < 2; ++pair) {
+            const uint32_t signs = (four >> 8 * pair & 0x88u) * 0x01001000u & 0x80008000u;
+            const uint32_t two = __byte_perm(low, high, pair ? 0x7362 : 0x5140) | signs;
+            numbers[4 * half + 2 * pair] = unpack_bf16_low(two);
+            numbers[4 * half + 2 * pair + 1] = unpack_bf16_high(two);
+        }
     }
 }

@@ -14,14 +14,18 @@ constexpr int E8M0 = 0, POWER_OF_TWO = 1, FP32 = 2;
 template <typename Params>
 DEVICE float scale_of(const Params& params, float amax) {
     if (params.scale_type == FP32) return group_scale_f32(amax, E4M3_FLOOR, 1.0f / 448.0f);
-    return e8m0_to_float(group_scale(amax, E4M3_FLOOR, 1.0f / 448.0f));
+    const uint8_t scale = group_scale(amax, E4M3_FLOOR, 1.0f / 448.0f);
+    return scale == 255 ? NAN_F32 : __uint_as_float(uint32_t{scale} << 23);
 }
+
+// A scale that is a power of two, or NaN, as its byte of e8m0.
+DEVICE uint8_t scale_byte(float scale) { return static_cast<uint8_t>(is_nan(scale) ? 255u : __float_as_uint(scale) >> 23); }
 
 // Stores it, of a group that there is, or 0 in the place of one that pads.
 template <typename Params>
 DEVICE void store_scale(const Params& params, int64_t place, float scale, bool exists) {
     if (params.scale_type == E8M0) {
-        params.scales[place] = exists ? to_e8m0(scale) : 0;
+        params.scales[place] = exists ? scale_byte(scale) : 0;
     } else {
         reinterpret_cast<float*>(params.scales)[place] = exists ? scale : 0.0f;
     }
@@ -31,8 +35,10 @@ DEVICE void store_scale(const Params& params, int64_t place, float scale, bool e
 template <bool WIDE, typename Params>
 DEVICE void store_codes(const Params& params, const Span& span, float (&x)[SPAN], float scale) {
     if (span.count == 0) return;
-    float inverse = __frcp_rn(scale);  // exact of a power of two, NaN of NaN
+    // Of a power of two; what is NaN stays it.
+    float inverse = is_nan(scale) ? scale : __uint_as_float(0x7f000000u - __float_as_uint(scale));
     if (params.scale_type == FP32) {
+        inverse = __frcp_rn(scale);
         UNROLL
         for (int i = 0; i < SPAN; ++i) x[i] = divided(x[i], scale, inverse);
         inverse = 1.0f;

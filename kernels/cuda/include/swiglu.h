@@ -4,6 +4,6 @@
 
 #include "math.h"
 
-DEVICE float clamp_gate(float gate, float limit) { return gate > limit ? limit : gate; }
-DEVICE float clamp_up(float up, float limit) { return up > limit ? limit : up < -limit ? -limit : up; }
+DEVICE float clamp_gate(float gate, float limit) { return minimum_or_nan_f32(gate, limit); }
+DEVICE float clamp_up(float up, float limit) { return maximum_or_nan_f32(minimum_or_nan_f32(up, limit), -limit); }
 DEVICE float sigmoid(float x) { return reciprocal_approx(1.0f + exp2_approx(-LOG2_E * x)); }
