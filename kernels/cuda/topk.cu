@@ -57,9 +57,6 @@ struct Shared {
 SHARED_MEMORY(topk_resident, sizeof(Shared))
 SHARED_MEMORY(topk_streamed, sizeof(Shared))
 
-// The score of a key.
-DEVICE float score_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
 // Finds the bin of the histogram, counted from the last one down, in which the sum reaches `wanted`, and what is left of it there.
 DEVICE void find_bin(Shared& shared, uint32_t wanted) {
     const int first = BINS - BINS_OF_A_THREAD * (static_cast<int>(threadIdx.x) + 1);
@@ -133,7 +130,7 @@ DEVICE int32_t index_of(const TopkParams& params, int64_t row, int column) {
 
 DEVICE void write(const TopkParams& params, int64_t row, uint32_t place, int column, uint32_t key) {
     params.indices[row * params.indices_row_stride + place] = index_of(params, row, column);
-    if (params.values) params.values[row * params.values_row_stride + place] = score_of(key);
+    if (params.values) params.values[row * params.values_row_stride + place] = score_of_key(key);
 }
 
 // Every warp takes a stretch of the row; `emit` is told of each column that is chosen, and of the place that it gets.

@@ -35,6 +35,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod router;
 pub mod runtime;
+pub mod sampler;
 pub mod scale_layout;
 pub mod scale_swizzle;
 pub mod score_recompute;

@@ -57,6 +57,7 @@ pub mod ranking;
 pub mod rms_norm;
 pub mod rope;
 pub mod router;
+pub mod sampler;
 pub mod scale_layout;
 pub mod scale_swizzle;
 pub mod score_recompute;

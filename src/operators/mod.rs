@@ -34,6 +34,7 @@ pub mod ranking;
 pub mod rms_norm;
 pub mod rope;
 pub mod router;
+pub mod sampler;
 pub mod scale_swizzle;
 pub mod score_recompute;
 pub mod sinks;

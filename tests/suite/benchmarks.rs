@@ -36,6 +36,7 @@ use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
+use dsv4_parity::operators::sampler::Sampler;
 use dsv4_parity::operators::scale_swizzle::ScaleSwizzle;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
 use dsv4_parity::operators::sparse_attention::SparseAttention;
@@ -71,6 +72,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("router_forward", "router_scale_left_out"),
     ("router_backward", "router_scale_not_in_the_gradient"),
     ("moe_map_forward", "moe_map_not_aligned"),
+    ("sampler_forward", "sampler_unlikely_wins"),
     ("compressor_forward", "compressor_halves_swapped"),
     ("compressor_backward", "compressor_mean_term_missing"),
     ("moe_expand_forward", "moe_expand_first_slot_alone"),
@@ -208,8 +210,17 @@ fn timed<K: Declared>(group: &str, name: &str, whole: &Value, drawn: Value) -> B
 
 /// Benchmarks of every operator whose tensors are repeated and whose samples are a part of them.
 fn all_reduced() -> Vec<Box<dyn Timed>> {
-    let families =
-        [norms_and_rotations(), attention(), caches(), streams(), experts(), quantisers(), indexer(), losses()];
+    let families = [
+        norms_and_rotations(),
+        attention(),
+        caches(),
+        streams(),
+        experts(),
+        quantisers(),
+        indexer(),
+        losses(),
+        heads(),
+    ];
     families.into_iter().flatten().collect()
 }
 
@@ -376,6 +387,12 @@ fn indexer() -> Vec<Box<dyn Timed>> {
         logits("bf16 dense q8192 k2048 ratio 4 H64", training, json!({"num_tokens": 2})),
         logits("e4m3 paged batch 128 context 8192 H64", paged, json!({"batch": 2, "num_pages": 4})),
     ]
+}
+
+fn heads() -> Vec<Box<dyn Timed>> {
+    let rows = json!({"num_rows": 11, "vocab_size": 300});
+    let sampler = |name| timed::<Sampler>("forward", name, &rows, json!({"num_rows": 3}));
+    vec![sampler("top-p, 128 rows of 129280"), sampler("no filter, 128 rows of 129280")]
 }
 
 fn losses() -> Vec<Box<dyn Timed>> {
