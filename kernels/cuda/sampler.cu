@@ -5,36 +5,36 @@
 //     weight = 2^((logit - m) c);  1 at an infinite m, and 0 below it
 //     kept   = ids above -infinity and of nonzero share among the first n of the order, n the least of
 //              top_k, where that is above 0;
-//              the least number, 1 or more, whose weights reach top_p of the sum of all weights, where top_p is below 1;
+//              the least number, 1 or more, whose weights reach top_p of the sum of all, where top_p is below 1;
 //              the number of weights of at least min(min_p, 1), where min_p is above 0
 //     x      = word id % 4 of Philox of counter (id / 4, step low, step high, 0) and key seed
 //     v      = x 2^-32 + 2^-33 in fp32;  g = -log1p(-v)
 //     score  = logit c - log2(g), of an infinite logit -log2(g) above all others
-//     token  = the kept id with the largest score, the lowest of equals; where temperature > 0 does not hold, the first of
-//              the order; -1 where no logit is above -infinity
+//     token  = the kept id with the largest score, the lowest of equals; where temperature > 0 does not hold, the
+//              first of the order; -1 where no logit is above -infinity
 //
-// The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight. v rounds
-// to 1 at its upper end: g is infinite then, and the id loses (FM-154).
+// The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight.
+// v rounds to 1 at its upper end: g is infinite then, and the id loses (FM-154).
 //
-// A block takes a row. Without filters it reads the row once: g >= v, so that logit c - log2(v) is above an id's score, and both
-// exact logarithms are taken only where that is above the best score of the warp so far. With filters it reads the row once
-// for its largest logit and the sum of its weights, and keeps the upper halves of ordered keys in shared memory, 2 bytes a
-// logit. From both follows a logit below which nothing can be kept: weights of at most (1 - top_p) sum / vocab_size add up to
-// no more than what top_p leaves out, and what top_k leaves out lies below the k-th largest of the threads' maxima. What the
-// keys put above it, a few hundred ids of a model's logits, is read again and listed; the last one that is kept is found
-// by digits of its place in the order, with counts and sums in integers (weights in units of 2^-43), whose value no order of
-// additions changes; random words are drawn for the kept alone. Of rows too long for shared memory the rest is read twice, from a
-// second-level cache (22 MB of 128 rows of 129280); rows that list more than LIST ids, such as flat ones, are read once for
-// each digit, seven times in all.
+// A block takes a row. Without filters it reads the row once: g >= v, so that logit c - log2(v) is above an id's
+// score, and both exact logarithms are taken only where that is above the best score of the warp so far. With filters
+// it reads the row once for its largest logit and the sum of its weights, and keeps the upper halves of ordered keys
+// in shared memory, 2 bytes a logit. From both follows a logit below which nothing can be kept: weights of at
+// most (1 - top_p) sum / vocab_size add up to no more than what top_p leaves out, and what top_k leaves out lies below the
+// k-th largest of the threads' maxima. What the keys put above it, a few hundred ids of a model's logits, is read
+// again and listed; the last one that is kept is found by digits of its place in the order, with counts and sums in
+// integers (weights in units of 2^-43), whose value no order of additions changes; random words are drawn for the
+// kept alone. Of rows too long for shared memory the rest is read twice, from a second-level cache (18 MB of 128 rows
+// of 129280); rows that list more than LIST ids, such as flat ones, are read once for each digit, seven times in all at most.
 //
-// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. Expected with top-p on peaked logits: 21 us,
-// 15.6 for the row, 2 for the part that is read twice, 1 for the keys and 2 for listing, choosing and drawing, between which
-// a block waits: 74 % of the floor. Without filters instructions limit it, some 17 a logit, about 17 us. A few rows take no less than
-// 10 us, since a row is one block's: several blocks to a row would need further launches, which cost as much as they save.
-// Not measured yet.
+// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. Expected with top-p on peaked
+// logits: 21 us, 15.6 for the row, 2 for the part that is read twice, 1 for the keys and 2 for listing, choosing and
+// drawing, between which a block waits: 74 % of the floor. Without filters instructions limit it, some 17 a logit,
+// about 17 us. A few rows take no less than 10 us, since a row is one block's: several blocks to a row would need
+// further launches, which cost as much as they save. Not measured yet.
 //
-// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has 2 bytes of shared
-// memory for each resident column beyond its own.
+// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has 2 bytes
+// of shared memory for each resident column beyond its own.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -71,8 +71,8 @@ struct SamplerParams {
     int32_t vocab_size;
     int32_t resident;                                // columns whose keys are kept, a multiple of KEYS_OF_A_VECTOR
 };
-PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens, vocab_size,
-              resident)
+PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens,
+              vocab_size, resident)
 
 // Shared memory of a block; the upper halves of keys follow, in accesses of 16 bytes.
 struct alignas(16) Shared {
@@ -141,9 +141,9 @@ DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     return own;
 }
 
-// Calls visit(column, four logits from there on) for a row from column `begin` on, a multiple of IDS; behind the row logits are
-// -infinity. All threads of a warp call it together.
-template <bool WIDE, typename Visit>
+// Calls visit(column, four logits from there on) for a row from column `begin` on, a multiple of IDS; behind the row
+// logits are -infinity. All threads of a warp call it together. LOADS of four are on their way at once.
+template <bool WIDE, int LOADS, typename Visit>
 DEVICE void visit_columns(const Row& row, int begin, Visit visit) {
     for (int tile = begin; tile < row.vocab_size; tile += LOADS * STEP) {
         float logits[LOADS][IDS];
@@ -155,6 +155,7 @@ DEVICE void visit_columns(const Row& row, int begin, Visit visit) {
             if constexpr (WIDE) {
                 if (column < row.vocab_size) unpack<float>(load_vec16_streaming(row.logits + column), logits[load]);
             } else {
+                UNROLL
                 for (int e = 0; e < IDS; ++e)
                     if (column + e < row.vocab_size) logits[load][e] = row.logits[column + e];
             }
@@ -168,8 +169,8 @@ DEVICE void visit_columns(const Row& row, int begin, Visit visit) {
 // ---------------------------------------------------------------- the race
 
 DEVICE PhiloxWords words_of(const Row& row, int id) {
-    return philox(static_cast<uint32_t>(id / IDS), static_cast<uint32_t>(row.step), static_cast<uint32_t>(row.step >> 32), 0,
-                  row.seed);
+    return philox(static_cast<uint32_t>(id / IDS), static_cast<uint32_t>(row.step),
+                  static_cast<uint32_t>(row.step >> 32), 0, row.seed);
 }
 
 DEVICE float uniform(uint32_t word) { return fused_multiply_add(static_cast<float>(word), 0x1p-32f, 0x1p-33f); }
@@ -182,22 +183,33 @@ DEVICE uint64_t race(const Row& row, float logit, int id, uint32_t word, float& 
     return place_of(key_of(score), id) | static_cast<uint64_t>(infinite) << (32 + ID_BITS);
 }
 
+// The word and the logit of one of a thread's ids, by selects: indexed registers would lie in memory.
+template <typename T>
+DEVICE T one_of(const T (&values)[IDS], int at) {
+    const T low = at & 1 ? values[1] : values[0], high = at & 1 ? values[3] : values[2];
+    return at & 2 ? high : low;
+}
+
 // The winner of a whole row.
 template <bool WIDE>
 DEVICE uint64_t race_of_all(const Row& row) {
     uint64_t best = 0;
     float best_score = -INFINITY_F32;
-    visit_columns<WIDE>(row, 0, [&](int column, const float (&logits)[IDS]) {
+    visit_columns<WIDE, LOADS>(row, 0, [&](int column, const float (&logits)[IDS]) {
         const PhiloxWords words = words_of(row, column);
+        uint32_t in_front = 0;
         UNROLL
         for (int e = 0; e < IDS; ++e) {
             // log2(v) errs by 2^-22.
             const float most = fused_multiply_add(logits[e], row.factor, 0x1p-18f - log2_approx(uniform(words.w[e])));
-            if (logits[e] > -INFINITY_F32 && !(most < best_score)) {
-                float score;
-                best = maximum(best, race(row, logits[e], column + e, words.w[e], score));
-                best_score = maximum_f32(best_score, logits[e] == INFINITY_F32 ? INFINITY_F32 : score);
-            }
+            in_front |= static_cast<uint32_t>(logits[e] > -INFINITY_F32 && !(most < best_score)) << e;
+        }
+        for (; in_front; in_front &= in_front - 1) {
+            const int e = __ffs(static_cast<int>(in_front)) - 1;
+            const float logit = one_of(logits, e);
+            float score;
+            best = maximum(best, race(row, logit, column + e, one_of(words.w, e), score));
+            best_score = maximum_f32(best_score, logit == INFINITY_F32 ? INFINITY_F32 : score);
         }
         best_score = score_of_key(__reduce_max_sync(FULL_WARP, key_of(best_score)));
     });
@@ -209,7 +221,7 @@ template <bool WIDE>
 DEVICE uint64_t first_of_all(const Row& row) {
     uint32_t best = key_of(-INFINITY_F32);
     int id = -1;
-    visit_columns<WIDE>(row, 0, [&](int column, const float (&logits)[IDS]) {
+    visit_columns<WIDE, LOADS>(row, 0, [&](int column, const float (&logits)[IDS]) {
         UNROLL
         for (int e = 0; e < IDS; ++e) {
             const uint32_t key = key_of(logits[e]);
@@ -234,7 +246,7 @@ struct Bounds {
 template <bool WIDE>
 DEVICE Bounds bounds_of(const SamplerParams& params, Shared& shared, uint64_t* kept, const Row& row) {
     float most = -INFINITY_F32, sum = 0.0f;
-    visit_columns<WIDE>(row, 0, [&](int column, const float (&given)[IDS]) {
+    visit_columns<WIDE, LOADS>(row, 0, [&](int column, const float (&given)[IDS]) {
         float logits[IDS];
         uint64_t halves = 0;
         UNROLL
@@ -277,7 +289,8 @@ DEVICE Bounds bounds_of(const SamplerParams& params, Shared& shared, uint64_t* k
 
 // Lists the ids of a row whose keys reach the least; whether there was room for all.
 template <bool WIDE>
-DEVICE bool list_ids(const SamplerParams& params, Shared& shared, const uint64_t* kept, const Row& row, const Bounds& bounds) {
+DEVICE bool list_ids(const SamplerParams& params, Shared& shared, const uint64_t* kept, const Row& row,
+                     const Bounds& bounds) {
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
     const auto add = [&](float logit, int id) {
@@ -296,7 +309,7 @@ DEVICE bool list_ids(const SamplerParams& params, Shared& shared, const uint64_t
             if ((keys.w[e / 2] >> 16 * (e % 2) & 0xffffu) >= least && id < row.vocab_size) add(row.logits[id], id);
         }
     }
-    visit_columns<WIDE>(row, params.resident, [&](int column, const float (&logits)[IDS]) {
+    visit_columns<WIDE, LOADS>(row, params.resident, [&](int column, const float (&logits)[IDS]) {
         for (int e = 0; e < IDS; ++e) add(logits[e], column + e);
     });
     __syncthreads();
@@ -322,7 +335,7 @@ struct Streamed {
 
     template <typename Visit>
     void visit(Visit visit) const {
-        visit_columns<WIDE>(row, 0, [&](int column, const float (&logits)[IDS]) {
+        visit_columns<WIDE, 1>(row, 0, [&](int column, const float (&logits)[IDS]) {
             for (int e = 0; e < IDS; ++e) {
                 const uint32_t key = key_of(logits[e]);
                 if (key >= least_key) visit(place_of(key, column + e));
@@ -341,7 +354,8 @@ DEVICE T sum_before(T own, T* of_warps) {
     return __shfl_sync(FULL_WARP, before, WARP_SIZE - 1) + upto - own;
 }
 
-// Finds the bin, counted from the last one down, in which count or share reach what is wanted, beside what lies in front.
+// Finds the bin, counted from the last one down, in which count or share reach what is wanted, beside what lies in
+// front.
 DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wanted_count, uint64_t wanted_share) {
     const int first = BINS - BINS_OF_A_THREAD * (static_cast<int>(threadIdx.x) + 1);
     uint32_t own_count = 0;
@@ -370,21 +384,25 @@ DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wa
 // The place of the last id that top_k and top_p keep; 0 where they keep all.
 template <typename Ids>
 DEVICE uint64_t last_kept(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds) {
-    constexpr int LEVELS = 5;
-    constexpr int shifts[LEVELS] = {ID_BITS + 21, ID_BITS + 10, ID_BITS, ID_BITS / 2, 0};
-    constexpr int digits[LEVELS] = {11, 11, 10, ID_BITS / 2, ID_BITS / 2};
+    // Two digits of 11 bits and one of 10 of a key, two of 10 bits of an id.
+    constexpr int LEVELS = 5, LONG_LEVELS = 2, LONG = 11, SHORT = 10;
+    static_assert(LONG_LEVELS * LONG + (LEVELS - LONG_LEVELS) * SHORT == 32 + ID_BITS, "digits make up a place");
     // Exact: both numbers have 24 bits. No token is kept for a share of 0.
-    const double share_of_all = static_cast<double>(row.top_p) * static_cast<double>(bounds.sum) * static_cast<double>(UNITS);
-    const uint64_t wanted = row.top_p < 1.0f ? maximum<uint64_t>(static_cast<uint64_t>(ceil(share_of_all)), 1) : NO_SHARE;
+    const double share_of_all =
+        static_cast<double>(row.top_p) * static_cast<double>(bounds.sum) * static_cast<double>(UNITS);
+    const uint64_t wanted =
+        row.top_p < 1.0f ? maximum<uint64_t>(static_cast<uint64_t>(ceil(share_of_all)), 1) : NO_SHARE;
     uint64_t prefix = 0, share = 0;
     uint32_t count = 0;
     for (int level = 0; level < LEVELS; ++level) {
-        const int shift = shifts[level], upto = shift + digits[level];
+        const int digit = level < LONG_LEVELS ? LONG : SHORT;
+        const int shift = (LEVELS - 1 - level) * SHORT + maximum(LONG_LEVELS - 1 - level, 0) * (LONG - SHORT);
+        const int upto = shift + digit;
         for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.counts[bin] = shared.shares[bin] = 0;
         __syncthreads();
         ids.visit([&](uint64_t place) {
             if (level > 0 && place >> upto != prefix >> upto) return;
-            const uint32_t bin = static_cast<uint32_t>(place >> shift) & ((1u << digits[level]) - 1);
+            const uint32_t bin = static_cast<uint32_t>(place >> shift) & ((1u << digit) - 1);
             const float weight = weight_of(row, score_of_key(key_of_place(place)), bounds.most);
             atomicAdd(&shared.counts[bin], 1u);
             atomicAdd(&shared.shares[bin], static_cast<uint64_t>(weight * UNITS));

@@ -28,8 +28,9 @@ pub fn modules() -> Vec<Module> {
 ///
 /// - `logits` `[num_rows, vocab_size]` f32, rows contiguous, up to 1048576 columns;
 /// - `temperature` `[num_rows]` f32: where it is not above 0, the largest logit is taken;
-/// - `top_k` `[num_rows]` i32, `top_p` and `min_p` `[num_rows]` f32: what is kept, each absent where nobody limits. All three are
-///   of the whole row's probabilities; top_k of 0 or less, top_p of 1 or more and min_p of 0 or less keep all, and so does NaN;
+/// - `top_k` `[num_rows]` i32, `top_p` and `min_p` `[num_rows]` f32: what is kept, each absent where nobody limits.
+///   All three are of the whole row's probabilities; top_k of 0 or less, top_p of 1 or more and min_p of 0 or less
+///   keep all, and so does NaN;
 /// - `seed` and `step` `[num_rows]` i64: what the random words of a row follow from, beside the ids;
 /// - `tokens` `[num_rows]` i32: ids, -1 of a row without a logit above -infinity.
 ///

@@ -1,7 +1,7 @@
 //! One token of each row of logits: temperature, top-k, top-p and min-p by the exponential race (inference 12.3).
 //!
 //! ```text
-//! order  = ids from the largest logit down, of equal ones the lower id first; -0 equals 0, NaN and -infinity are never chosen
+//! order  = ids from the largest logit down, of equal ones the lower id first; -0 equals 0; NaN and -infinity never
 //! t      = max(temperature, 1e-5), at most the largest number of fp32
 //! weight = exp((logit - max) / t), 1 at an infinite maximum and 0 below it
 //! kept   = the ids of nonzero weight among the first n of the order, n the least of
@@ -11,11 +11,12 @@
 //! x      = word id % 4 of Philox4x32-10 of counter (id / 4, step low, step high, 0) and key (seed low, seed high)
 //! v      = (x + 0.5) / 2^32 in fp32;  g = -log1p(-v)
 //! score  = logit / (t ln 2) - log2(g) of what is kept, of an infinite logit -log2(g) alone; -infinity of what is not
-//! token  = the id with the largest score, the lowest of equals; where temperature > 0 does not hold the first of the order;
-//!          -1 where no logit is above -infinity
+//! token  = the id with the largest score, the lowest of equals; the first of the order where temperature > 0 does not
+//!          hold; -1 where no logit is above -infinity
 //! ```
 //!
-//! The largest `p / g` is the largest `log2 p - log2 g`, and the sum that makes `p` of a weight is one number for the row.
+//! The largest `p / g` is the largest `log2 p - log2 g`, and the sum that makes `p` of a weight is one number for the
+//! row.
 
 use candle_core::{Device, Tensor};
 
@@ -107,8 +108,8 @@ pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
     by_count.min(by_weight).min(by_share).min(nonzero)
 }
 
-/// `tokens` `[num_rows]`, stored in i32, and the `scores` `[num_rows, vocab_size]` that they are chosen by (of a row that takes the
-/// first of the order the negative places in it), of these inputs:
+/// `tokens` `[num_rows]`, stored in i32, and the `scores` `[num_rows, vocab_size]` that they are chosen by (of a row
+/// that takes the first of the order the negative places in it), of these inputs:
 ///
 /// - `logits` `[num_rows, vocab_size]`, stored in f32;
 /// - `temperature` `[num_rows]`, stored in f32;
@@ -164,7 +165,8 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(named.with("scores", Tensor::from_vec(scores, (num_rows, vocab_size), &Device::Cpu)?))
 }
 
-/// `logit / (t ln 2) - log2(g)` of all ids: the factor of a row in fp32, both logarithms, and the difference, rounded once.
+/// `logit / (t ln 2) - log2(g)` of all ids: the factor of a row in fp32, both logarithms, and the difference, rounded
+/// once.
 fn scores(
     logits: &[f64],
     temperature: &[f64],
@@ -259,8 +261,8 @@ mod tests {
         }
     }
 
-    /// The winner of the race among p and q = 1 - p is the first with probability p: the share of 4000 draws lies within five
-    /// standard deviations.
+    /// The winner of the race among p and q = 1 - p is the first with probability p: the share of 4000 draws lies
+    /// within five standard deviations.
     #[test]
     fn shares_of_draws_are_the_probabilities() {
         let draws = 4000;

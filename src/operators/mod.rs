@@ -17,6 +17,7 @@ pub mod indexer_query;
 pub mod indexer_recompute;
 pub mod kv_cache_write;
 pub mod lists;
+pub mod lm_head;
 mod logits;
 pub mod mhc_head;
 pub mod mhc_mix;

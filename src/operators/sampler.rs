@@ -1,8 +1,8 @@
 //! `sampler` (inference 12.3): `kernels/cuda/sampler.cu` against `reference/src/sampler.rs`.
 //!
-//! Which ids are kept hangs on sums that kernels round. So shares and least probabilities are moved between two ids that are
-//! apart by more than any rounding, unless all weights are equal, whose sums are exact; what is kept then has one right answer.
-//! The winner among it is held to the scores of the race, by margin.
+//! Which ids are kept hangs on sums that kernels round. So shares and least probabilities are moved between two ids
+//! that are apart by more than any rounding, unless all weights are equal, whose sums are exact; what is kept then
+//! has one right answer. The winner among it is held to the scores of the race, by margin.
 
 use dsv4_kernels::sampler as launcher;
 use dsv4_reference::sampler::{self as reference, Filters as Limits};

@@ -23,6 +23,7 @@ use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
+use dsv4_parity::operators::lm_head::LmHead;
 use dsv4_parity::operators::mhc_head::MhcHead;
 use dsv4_parity::operators::mhc_mix::MhcMix;
 use dsv4_parity::operators::mhc_post::MhcPost;
@@ -72,6 +73,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("router_forward", "router_scale_left_out"),
     ("router_backward", "router_scale_not_in_the_gradient"),
     ("moe_map_forward", "moe_map_not_aligned"),
+    ("lm_head_forward", "lm_head_halves_of_a_fragment_exchanged"),
     ("sampler_forward", "sampler_unlikely_wins"),
     ("compressor_forward", "compressor_halves_swapped"),
     ("compressor_backward", "compressor_mean_term_missing"),
@@ -392,7 +394,15 @@ fn indexer() -> Vec<Box<dyn Timed>> {
 fn heads() -> Vec<Box<dyn Timed>> {
     let rows = json!({"num_rows": 11, "vocab_size": 300});
     let sampler = |name| timed::<Sampler>("forward", name, &rows, json!({"num_rows": 3}));
-    vec![sampler("top-p, 128 rows of 129280"), sampler("no filter, 128 rows of 129280")]
+    let few = json!({"num_tokens": 3, "num_rows": 3, "vocab_size": 200, "hidden_size": 72});
+    let many = json!({"num_tokens": 20, "num_rows": 20, "vocab_size": 200, "hidden_size": 72});
+    let head = |name, whole: &Value| timed::<LmHead>("forward", name, whole, json!({"vocab_size": 50}));
+    vec![
+        head("1x129280x7168 bf16", &few),
+        head("128x129280x7168 bf16", &many),
+        sampler("top-p, 128 rows of 129280"),
+        sampler("no filter, 128 rows of 129280"),
+    ]
 }
 
 fn losses() -> Vec<Box<dyn Timed>> {
