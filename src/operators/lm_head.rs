@@ -94,7 +94,7 @@ impl Declared for LmHead {
     }
 
     fn typical() -> Vec<LmHeadCase> {
-        vec![listed(9, 5, 40, 72), all(3, 21, 13), all(19, 24, 64)]
+        vec![listed(9, 5, 40, 72), listed(6, 3, 21, 13), all(19, 24, 64)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<LmHeadCase> {
@@ -107,8 +107,8 @@ impl Declared for LmHead {
             listed(5, 0, 20, 64),
             // One row less than a tile, a tile, one more.
             listed(20, 16, 127, 264),
-            listed(20, 17, 129, 256),
-            all(129, 12, 320),
+            listed(20, 17, 129, 136),
+            all(129, 12, 72),
             listed(40, 20, 9, 33),
         ];
         if profile == Profile::Full {
