@@ -71,9 +71,6 @@ struct Shared {
 
 SHARED_MEMORY(topk, sizeof(Shared))
 
-// The score of a key.
-DEVICE float score_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
 // Finds the bin of the histogram, counted from the last one down, in which the sum reaches `wanted`, and what is left of it
 // there. A thread has neighbouring bins, which it reads as wide as it can: lanes that read one word each would meet in the
 // same banks.
@@ -251,9 +248,9 @@ DEVICE bool find_candidates(Shared& shared, Candidates& candidates, int capacity
     if (threadIdx.x == 0) shared.num_candidates = 0;
     __syncthreads();
     if (reinterpret_cast<uint64_t>(row.scores) % sizeof(Vec16) == 0)
-        collect<4>(shared, candidates, capacity, row, score_of(pivot));
+        collect<4>(shared, candidates, capacity, row, score_of_key(pivot));
     else
-        collect<1>(shared, candidates, capacity, row, score_of(pivot));
+        collect<1>(shared, candidates, capacity, row, score_of_key(pivot));
     __syncthreads();
     candidates.count = minimum(static_cast<int>(shared.num_candidates), capacity);
     return static_cast<int>(shared.num_candidates) <= capacity && candidates.count >= topk;
@@ -268,7 +265,7 @@ DEVICE int32_t index_of(const TopkParams& params, int64_t row, int column) {
 
 DEVICE void write(const TopkParams& params, int64_t row, uint32_t place, int column, uint32_t key) {
     params.indices[row * params.indices_row_stride + place] = index_of(params, row, column);
-    if (params.values) params.values[row * params.values_row_stride + place] = score_of(key);
+    if (params.values) params.values[row * params.values_row_stride + place] = score_of_key(key);
 }
 
 struct Counts {

@@ -33,7 +33,10 @@ pub struct Scores<'a> {
 /// A comparison that cannot be made: the tensor holds no integers, or the oracle's tensors do not fit together.
 pub fn problem(found: &HostTensor, exact: &OracleTensor, scores: Scores<'_>) -> Result<Option<String>, String> {
     let chosen = found.to_integers().ok_or_else(|| format!("{} holds no indices", found.dtype))?;
-    let ((rows, width), (score_rows, candidates)) = (exact.rows(), scores.exact.rows());
+    let (score_rows, candidates) = scores.exact.rows();
+    // One choice of each row has no axis of its own.
+    let is_single = scores.exact.shape.split_last().is_some_and(|(_, outer)| exact.shape == outer);
+    let (rows, width) = if is_single { (score_rows, 1) } else { exact.rows() };
     if rows != score_rows {
         let name = scores.exact.name;
         return Err(format!("{rows} rows of indices were selected from {score_rows} rows of scores `{name}`"));
@@ -116,4 +119,30 @@ pub fn unequal(found: &HostTensor, exact: &OracleTensor) -> Vec<usize> {
         }
     };
     (0..differs.len()).filter(|&i| differs[i]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operator::Side;
+
+    fn tensor(name: &'static str, shape: &[usize], values: &[f64]) -> OracleTensor {
+        OracleTensor { name, side: Side::Forward, shape: shape.to_vec(), values: values.to_vec() }
+    }
+
+    #[test]
+    fn one_choice_of_each_row_needs_no_axis_of_its_own() {
+        let scores = tensor("scores", &[2, 3], &[1.0, 3.0, 2.9, 5.0, f64::NEG_INFINITY, 1.0]);
+        let exact = tensor("tokens", &[2], &[1.0, 0.0]);
+        let scores = Scores { exact: &scores, allowed: &[0.1, 0.1, 0.1, 0.1, f64::NAN, 0.1] };
+        let found =
+            |tokens: [i32; 2]| problem(&HostTensor::from_i32(&[2], &tokens), &exact, scores).expect("a verdict");
+        assert_eq!(found([1, 0]), None);
+        // Within what both scores may be off by.
+        assert_eq!(found([2, 0]), None);
+        for (wrong, row) in [([0, 0], 0), ([1, 1], 1), ([1, 2], 1), ([-1, 0], 0), ([3, 0], 0)] {
+            let problem = found(wrong).expect("a wrong choice");
+            assert!(problem.starts_with(&format!("1 of 2 rows are wrong; first row {row}")), "{wrong:?}: {problem}");
+        }
+    }
 }

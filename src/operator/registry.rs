@@ -37,6 +37,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::swiglu::Swiglu>::new(),
     &Op::<operators::swiglu_quantize::SwigluQuantize>::new(),
     &Op::<operators::moe_reduce::MoeReduce>::new(),
+    &Op::<operators::lm_head::LmHead>::new(),
+    &Op::<operators::sampler::Sampler>::new(),
     &Op::<operators::score_recompute::ScoreRecompute>::new(),
     &Op::<operators::indexer_recompute::IndexerRecompute>::new(),
     &Op::<operators::indexer_loss::IndexerLoss>::new(),

@@ -23,6 +23,7 @@ use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
+use dsv4_parity::operators::lm_head::LmHead;
 use dsv4_parity::operators::mhc_head::MhcHead;
 use dsv4_parity::operators::mhc_mix::MhcMix;
 use dsv4_parity::operators::mhc_post::MhcPost;
@@ -36,6 +37,7 @@ use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
+use dsv4_parity::operators::sampler::Sampler;
 use dsv4_parity::operators::scale_swizzle::ScaleSwizzle;
 use dsv4_parity::operators::score_recompute::ScoreRecompute;
 use dsv4_parity::operators::sparse_attention::SparseAttention;
@@ -71,6 +73,8 @@ const MUTANTS: &[(&str, &str)] = &[
     ("router_forward", "router_scale_left_out"),
     ("router_backward", "router_scale_not_in_the_gradient"),
     ("moe_map_forward", "moe_map_not_aligned"),
+    ("lm_head_forward", "lm_head_halves_of_a_fragment_exchanged"),
+    ("sampler_forward", "sampler_unlikely_wins"),
     ("compressor_forward", "compressor_halves_swapped"),
     ("compressor_backward", "compressor_mean_term_missing"),
     ("moe_expand_forward", "moe_expand_first_slot_alone"),
@@ -208,8 +212,17 @@ fn timed<K: Declared>(group: &str, name: &str, whole: &Value, drawn: Value) -> B
 
 /// Benchmarks of every operator whose tensors are repeated and whose samples are a part of them.
 fn all_reduced() -> Vec<Box<dyn Timed>> {
-    let families =
-        [norms_and_rotations(), attention(), caches(), streams(), experts(), quantisers(), indexer(), losses()];
+    let families = [
+        norms_and_rotations(),
+        attention(),
+        caches(),
+        streams(),
+        experts(),
+        quantisers(),
+        indexer(),
+        losses(),
+        heads(),
+    ];
     families.into_iter().flatten().collect()
 }
 
@@ -375,6 +388,20 @@ fn indexer() -> Vec<Box<dyn Timed>> {
         logits("e4m3 prefill q4096 k16384 H64", prefill, json!({"num_tokens": 2})),
         logits("bf16 dense q8192 k2048 ratio 4 H64", training, json!({"num_tokens": 2})),
         logits("e4m3 paged batch 128 context 8192 H64", paged, json!({"batch": 2, "num_pages": 4})),
+    ]
+}
+
+fn heads() -> Vec<Box<dyn Timed>> {
+    let rows = json!({"num_rows": 11, "vocab_size": 300});
+    let sampler = |name| timed::<Sampler>("forward", name, &rows, json!({"num_rows": 3}));
+    let few = json!({"num_tokens": 3, "num_rows": 3, "vocab_size": 200, "hidden_size": 72});
+    let many = json!({"num_tokens": 20, "num_rows": 20, "vocab_size": 200, "hidden_size": 72});
+    let head = |name, whole: &Value| timed::<LmHead>("forward", name, whole, json!({"vocab_size": 50}));
+    vec![
+        head("1x129280x7168 bf16", &few),
+        head("128x129280x7168 bf16", &many),
+        sampler("top-p, 128 rows of 129280"),
+        sampler("no filter, 128 rows of 129280"),
     ]
 }
 

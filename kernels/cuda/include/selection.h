@@ -10,11 +10,15 @@ DEVICE uint32_t key_of(float score) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// The score of a key.
+DEVICE float score_of_key(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
 // Of the lanes before this one and itself.
-DEVICE uint32_t inclusive_sum(uint32_t value) {
+template <typename T>
+DEVICE T inclusive_sum(T value) {
     UNROLL
     for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
-        const uint32_t before = __shfl_up_sync(FULL_WARP, value, distance);
+        const T before = __shfl_up_sync(FULL_WARP, value, distance);
         if (lane_id() >= distance) value += before;
     }
     return value;

@@ -52,6 +52,32 @@ DEVICE void multiply_rows(float (&c)[N8][4], SharedAddress a_tile, int a_row, Sh
     }
 }
 
+// c[m][n] += A B^T: 16 M rows of tile A from a_row on, 8 N8 rows of tile B from b_row on, over all COLUMNS of both.
+// Each fragment of either is read once. N8 is even.
+template <int COLUMNS, int M, int N8>
+DEVICE void multiply_row_tiles(float (&c)[M][N8][4], SharedAddress a_tile, int a_row, SharedAddress b_tile, int b_row) {
+    using T = Tile<COLUMNS>;
+    static_assert(N8 % 2 == 0, "B is loaded 16 rows at a time");
+    const int lane = lane_id();
+    UNROLL
+    for (int k = 0; k < COLUMNS / 16; ++k) {
+        uint32_t a[M][4];
+        UNROLL
+        for (int m = 0; m < M; ++m)
+            ldmatrix_x4(a[m], a_tile + T::offset(a_row + 16 * m + lane % 16, 2 * k + lane / 16));
+        UNROLL
+        for (int n = 0; n < N8; n += 2) {
+            uint32_t b[4];
+            ldmatrix_x4(b, b_tile + T::offset(b_row + 8 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+            UNROLL
+            for (int m = 0; m < M; ++m) {
+                mma_bf16_16x8x16(c[m][n], a[m], b[0], b[1]);
+                mma_bf16_16x8x16(c[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
 // c[m][n] += A B for the columns of B's 8-wide tiles first_tile + n. DEPTH columns of A, rows of B; COLUMNS of B.
 // Tiles that B does not have are left out: where they do not divide evenly, the last warps own fewer.
 template <int DEPTH, int COLUMNS, bool RAGGED, int M, int N8>

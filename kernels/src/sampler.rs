@@ -1,0 +1,62 @@
+//! `sampler`: launcher of `kernels/cuda/sampler.cu` (inference 12.3).
+
+use crate::arguments::{Arguments, read, write};
+use crate::runtime::device::{Module, module};
+use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
+
+const FILE: &str = "sampler.cu";
+const CHECK: Arguments = Arguments { operator: "sampler" };
+/// The most logits of a row.
+pub const MAX_VOCAB_SIZE: usize = 1 << 20;
+/// Threads of a block for rows up to [`SHORT_ROW`], and beyond.
+const THREADS: [usize; 2] = [128, 1024];
+/// Rows up to here are short: several blocks share a multiprocessor.
+const SHORT_ROW: usize = 2048;
+/// Shared memory of a block apart from a row's keys, at most; bytes.
+const OWN_SHARED_BYTES: u64 = 42 << 10;
+/// Columns that a thread lists at once.
+const KEYS_OF_A_VECTOR: usize = 8;
+/// Bytes of what is kept of a key.
+const KEY_BYTES: usize = 2;
+
+/// Every module that the launcher compiles.
+pub fn modules() -> Vec<Module> {
+    THREADS.iter().map(|threads| module(FILE, &[("THREADS", threads.to_string())])).collect()
+}
+
+/// Draws one token of each row; returns the kernel that ran. Its tensors:
+///
+/// - `logits` `[num_rows, vocab_size]` f32, rows contiguous, up to 1048576 columns;
+/// - `temperature` `[num_rows]` f32: where it is not above 0, the largest logit is taken;
+/// - `top_k` `[num_rows]` i32, `top_p` and `min_p` `[num_rows]` f32: what is kept, each absent where nobody limits.
+///   All three are of the whole row's probabilities; top_k of 0 or less, top_p of 1 or more and min_p of 0 or less
+///   keep all, and so does NaN;
+/// - `seed` and `step` `[num_rows]` i64: what the random words of a row follow from, beside the ids;
+/// - `tokens` `[num_rows]` i32: ids, -1 of a row without a logit above -infinity.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
+    let tensors = [
+        read("logits").axes(&["num_rows", "vocab_size"]).rows(),
+        read("temperature").axes(&["num_rows"]),
+        read("top_k").of(&[DType::I32]).axes(&["num_rows"]).optional(),
+        read("top_p").axes(&["num_rows"]).optional(),
+        read("min_p").axes(&["num_rows"]).optional(),
+        read("seed").of(&[DType::I64]).axes(&["num_rows"]),
+        read("step").of(&[DType::I64]).axes(&["num_rows"]),
+        write("tokens").of(&[DType::I32]).axes(&["num_rows"]),
+    ];
+    let mut call = CHECK.signature(views, tensors).extent("vocab_size", 1, MAX_VOCAB_SIZE);
+    let [num_rows, vocab_size] = call.bind(["num_rows", "vocab_size"])?;
+    let room = device.environment().shared_bytes_per_block.saturating_sub(OWN_SHARED_BYTES) as usize / KEY_BYTES;
+    let resident = vocab_size.next_multiple_of(KEYS_OF_A_VECTOR).min(room / KEYS_OF_A_VECTOR * KEYS_OF_A_VECTOR);
+    let params = call.params(&["logits", "temperature", "top_k", "top_p", "min_p", "seed", "step", "tokens"]);
+    let params = params.i32("vocab_size", vocab_size)?.i32("resident", resident)?;
+    let threads = THREADS[usize::from(vocab_size > SHORT_ROW)];
+    let name = if call.vectorised_rows(&["logits"]) { "sampler_vector" } else { "sampler_scalar" };
+    let kernel = device.kernel(FILE, &[("THREADS", threads.to_string())], name)?;
+    let config = LaunchConfig::linear("sampler", "logits", num_rows as u64, threads as u32)?;
+    kernel.launch(LaunchConfig { shared_bytes: (KEY_BYTES * resident) as u32, ..config }, &params)?;
+    Ok(name)
+}

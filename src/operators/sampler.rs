@@ -1,0 +1,426 @@
+//! `sampler` (inference 12.3): `kernels/cuda/sampler.cu` against `reference/src/sampler.rs`.
+//!
+//! Which ids are kept hangs on sums that kernels round. So shares and least probabilities are moved between two ids
+//! that are apart by more than any rounding, unless all weights are equal, whose sums are exact; what is kept then
+//! has one right answer. The winner among it is held to the scores of the race, by margin.
+
+use dsv4_kernels::sampler as launcher;
+use dsv4_reference::sampler::{self as reference, Filters as Limits};
+use rand::Rng;
+
+use super::extent;
+use crate::operator::prelude::*;
+
+/// The operator.
+pub struct Sampler;
+
+/// What the rows hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Logits {
+    /// Numbers of the case's distribution and magnitude.
+    Drawn,
+    /// A few small integers, zeros of both signs among them: nearly all are ties.
+    Ties,
+    /// One number, the case's magnitude.
+    Equal,
+    /// One large number, and else -60.
+    OneHot,
+    /// Negative ones alone, the largest last.
+    Rising,
+    /// Some are NaN or infinite; of every fifth row all are NaN or -infinity.
+    NotFinite,
+}
+
+/// What the temperatures are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Temperature {
+    /// 0.
+    Zero,
+    /// 1.
+    One,
+    /// Another for each row: 0, negative ones, tiny, usual, large and infinite ones.
+    Mixed,
+}
+
+/// What limits the ids of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Filters {
+    /// Nothing.
+    Absent,
+    /// `top_k`, of some rows none.
+    TopK,
+    /// `top_p`, of some rows none.
+    TopP,
+    /// `min_p`, of some rows none.
+    MinP,
+    /// All three, of some rows none of them.
+    All,
+}
+
+/// What the random words are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Words {
+    /// Those of drawn seeds and steps.
+    Drawn,
+    /// Of every row one is 0, or has all bits set, at an id without a chance, with a tiny one or with a large one.
+    Extreme,
+}
+
+/// A case: extents, what rows hold, what is asked of them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SamplerCase {
+    /// Rows; 0 is legal.
+    pub num_rows: usize,
+    /// Logits of a row; 40 or more with extreme words.
+    pub vocab_size: usize,
+    /// What the rows hold.
+    pub logits: Logits,
+    /// What the temperatures are.
+    pub temperature: Temperature,
+    /// What limits the ids of a row.
+    pub filters: Filters,
+    /// What the random words are.
+    pub words: Words,
+    /// Drawn logits.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+fn plain(num_rows: usize, vocab_size: usize, filters: Filters) -> SamplerCase {
+    let (logits, temperature, words) = (Logits::Drawn, Temperature::One, Words::Drawn);
+    SamplerCase { num_rows, vocab_size, logits, temperature, filters, words, data: Data::normal(3.0) }
+}
+
+impl SamplerCase {
+    fn limits_by(&self, filter: Filters) -> bool {
+        self.filters == filter || self.filters == Filters::All
+    }
+}
+
+impl Declared for Sampler {
+    type Case = SamplerCase;
+
+    const ABOUT: About = About {
+        name: "sampler",
+        summary: "one token of each row of logits: temperature, top-k, top-p and min-p by the exponential race",
+        specification: &["inference 12.3"],
+        paths: &["sampler_vector", "sampler_scalar"],
+        modules: launcher::modules,
+        cases: [24, 60, 120],
+    };
+
+    fn tensors(c: &SamplerCase) -> Specs {
+        let rows = axis("num_rows", c.num_rows);
+        let vocabulary = axis("vocab_size", c.vocab_size).multiples(1, launcher::MAX_VOCAB_SIZE);
+        let tensors = [
+            input("logits", DType::F32, &[rows, vocabulary]).rows().drawn_as(c.data),
+            input("temperature", DType::F32, &[rows]),
+            input("top_k", DType::I32, &[rows]).when(c.limits_by(Filters::TopK)),
+            input("top_p", DType::F32, &[rows]).when(c.limits_by(Filters::TopP)),
+            input("min_p", DType::F32, &[rows]).when(c.limits_by(Filters::MinP)),
+            input("seed", DType::I64, &[rows]),
+            input("step", DType::I64, &[rows]),
+            output("tokens", DType::I32, &[rows]).selected_from("scores"),
+        ];
+        Specs::new(c.data.seed, tensors)
+    }
+
+    fn check(c: &SamplerCase) -> Result<(), Refused> {
+        if c.words == Words::Extreme && c.vocab_size < EXTREME_IDS {
+            return refuse("vocab_size", format!("{}: extreme words need {EXTREME_IDS} ids", c.vocab_size));
+        }
+        Ok(())
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<SamplerCase> {
+        let [rows, columns] = profile.of([[6usize, 600], [10, 3000], [40, 60_000]]);
+        let filters = select(vec![Filters::Absent, Filters::TopK, Filters::TopP, Filters::MinP, Filters::All]);
+        let logits = select(vec![
+            Logits::Drawn,
+            Logits::Drawn,
+            Logits::Ties,
+            Logits::Equal,
+            Logits::OneHot,
+            Logits::Rising,
+            Logits::NotFinite,
+        ]);
+        let temperature = select(vec![Temperature::Zero, Temperature::One, Temperature::Mixed]);
+        (extent(rows, 4), extent(columns, 64), filters, logits, temperature, any::<bool>(), Data::strategy(-6..=6))
+            .prop_map(|(num_rows, vocab_size, filters, logits, temperature, extreme, data)| {
+                let words = if extreme && vocab_size >= EXTREME_IDS { Words::Extreme } else { Words::Drawn };
+                SamplerCase { num_rows, vocab_size, logits, temperature, filters, words, data }
+            })
+            .boxed()
+    }
+
+    fn typical() -> Vec<SamplerCase> {
+        vec![plain(2, 64, Filters::Absent), plain(3, 61, Filters::All)]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<SamplerCase> {
+        let mixed = |num_rows, vocab_size, filters| SamplerCase {
+            temperature: Temperature::Mixed,
+            ..plain(num_rows, vocab_size, filters)
+        };
+        let extreme = |filters| SamplerCase { words: Words::Extreme, ..plain(6, 44, filters) };
+        let of = |logits, filters| SamplerCase { logits, ..plain(5, 41, filters) };
+        let mut cases = vec![
+            plain(0, 64, Filters::All),
+            plain(1, 1, Filters::All),
+            plain(4, 1, Filters::Absent),
+            SamplerCase { temperature: Temperature::Zero, ..plain(2, 61, Filters::Absent) },
+            mixed(9, 61, Filters::Absent),
+            mixed(9, 64, Filters::All),
+            plain(5, 300, Filters::TopK),
+            plain(6, 40, Filters::TopP),
+            plain(5, 300, Filters::MinP),
+            extreme(Filters::Absent),
+            extreme(Filters::TopK),
+            // More ids than a block lists, in blocks of either size.
+            SamplerCase { logits: Logits::Equal, ..plain(1, 2100, Filters::TopP) },
+            SamplerCase { logits: Logits::Ties, ..plain(2, 2049, Filters::TopK) },
+            // More than any device keeps of a row.
+            SamplerCase { data: Data::normal(6.0), ..plain(1, 129_280, Filters::TopP) },
+        ];
+        let logits = [Logits::Ties, Logits::Equal, Logits::OneHot, Logits::Rising, Logits::NotFinite];
+        cases.extend(logits.map(|logits| of(logits, Filters::All)));
+        cases.push(of(Logits::NotFinite, Filters::Absent));
+        if profile == Profile::Full {
+            cases.extend([Filters::Absent, Filters::TopP, Filters::All].map(|filters| mixed(128, 129_280, filters)));
+            cases.push(plain(1, launcher::MAX_VOCAB_SIZE, Filters::All));
+        }
+        cases
+    }
+
+    fn amend(c: &SamplerCase, tensors: &mut Tensors) -> OracleResult<()> {
+        let temperatures = draw_temperatures(c);
+        tensors.set("temperature", &temperatures);
+        let (seeds, steps) = draw_seeds(c);
+        for (name, numbers) in [("seed", seeds), ("step", steps)] {
+            tensors.put(name, HostTensor::from_f64(DType::I64, &[c.num_rows], &numbers));
+        }
+        tensors.set("logits", &draw_logits(c, &tensors.values("logits")));
+        // As they are stored, which is what is sampled from.
+        let (logits, temperatures) = (tensors.values("logits"), tensors.values("temperature"));
+        let mut limits = draw_limits(c);
+        for (row, limits) in limits.iter_mut().enumerate() {
+            let logits = &logits[row * c.vocab_size..][..c.vocab_size];
+            make_clear(&reference::ranked(logits, temperatures[row]).1, limits);
+        }
+        tensors.edit_i32s("top_k", |all| all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.top_k as i32));
+        tensors.edit("top_p", |all| all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.top_p));
+        tensors.edit("min_p", |all| all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.min_p));
+        Ok(())
+    }
+
+    fn forward(_: &SamplerCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::forward(&t.named()?, rounding)
+    }
+
+    fn launch(_: &SamplerCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        run.launch(|device| launcher::forward(device, v))
+    }
+
+    fn laws(c: &SamplerCase, laws: &mut Laws<'_, Self>) {
+        // Whatever the batch, and wherever in it a row stands.
+        laws.separate("num_rows", "rows may be permuted");
+        if c.num_rows == 0 {
+            return;
+        }
+        let equal = laws.all(Relation::Times(1.0));
+        if c.temperature != Temperature::Mixed {
+            let twice =
+                |v: &mut Variant<Self>| ["logits", "temperature"].iter().for_each(|name| v.tensors.scale(name, 2.0));
+            laws.law("logits are divided by the temperature", twice, equal.clone());
+        }
+        if c.vocab_size + UNREACHABLE <= launcher::MAX_VOCAB_SIZE {
+            laws.law("ids without a chance change nothing", add_unreachable_ids, equal);
+        }
+    }
+
+    /// The model's vocabulary: with the usual filters and without, for batches of decode steps.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        use Temperature::{One, Zero};
+        let gpu = [
+            ("top-p", 128, Filters::TopP, One),
+            ("top-p", 32, Filters::TopP, One),
+            ("top-p", 1, Filters::TopP, One),
+            ("top-k", 128, Filters::TopK, One),
+            ("all filters", 128, Filters::All, One),
+            ("no filter", 128, Filters::Absent, One),
+            ("no filter", 1, Filters::Absent, One),
+            ("argmax", 128, Filters::Absent, Zero),
+        ];
+        let (shapes, vocab_size) = if on_gpu(environment) { (&gpu[..], 129_280) } else { (&gpu[..1], 3000) };
+        let benchmark = |&(kind, num_rows, filters, temperature): &(&str, usize, Filters, Temperature)| {
+            let num_rows = if on_gpu(environment) { num_rows } else { 4 };
+            let case = SamplerCase { temperature, data: Data::normal(4.0), ..plain(num_rows, vocab_size, filters) };
+            // A difference, a product, a power and a sum of each logit.
+            Benchmark::new(Direction::Forward, format!("{kind}, {num_rows} rows of {vocab_size}"), case, "num_rows")
+                .streaming(&[], 4.0)
+        };
+        shapes.iter().map(benchmark).collect()
+    }
+}
+
+/// Ids that are added to rows.
+const UNREACHABLE: usize = 5;
+
+/// Ids behind the last whose logits are -infinity.
+fn add_unreachable_ids(v: &mut Variant<Sampler>) {
+    let (rows, width) = (v.case.num_rows, v.case.vocab_size);
+    let logits = v.tensors.values("logits");
+    let longer = |row: &[f64]| [row, &[f64::NEG_INFINITY; UNREACHABLE]].concat();
+    let longer: Vec<f64> = logits.chunks(width).flat_map(longer).collect();
+    v.case.vocab_size = width + UNREACHABLE;
+    v.tensors.put("logits", HostTensor::from_f64(DType::F32, &[rows, width + UNREACHABLE], &longer));
+}
+
+/// Seeds whose word of this id, at step 0, is 0 or has all bits set.
+const EXTREME: [(u64, usize, u32); 2] = [(1_343_428, 3, 0), (40_222_668, 38, u32::MAX)];
+/// Ids of a row that hold both.
+const EXTREME_IDS: usize = 40;
+
+/// Seed and step of each row: of more than 32 bits each, and of either sign.
+fn draw_seeds(c: &SamplerCase) -> (Vec<f64>, Vec<f64>) {
+    let mut draw = Draw::new(c.data.seed, "seed");
+    let drawn = |draw: &mut Draw| draw.rng().random_range(-(1i64 << 52)..1 << 52) as f64;
+    let seeds = (0..c.num_rows).map(|row| match c.words {
+        Words::Extreme => EXTREME[row % 2].0 as f64,
+        Words::Drawn => drawn(&mut draw),
+    });
+    let seeds = seeds.collect();
+    let step = |row: usize| match c.words {
+        Words::Drawn if row % 2 == 1 => drawn(&mut draw),
+        Words::Drawn => row as f64,
+        Words::Extreme => 0.0,
+    };
+    (seeds, (0..c.num_rows).map(step).collect())
+}
+
+fn draw_temperatures(c: &SamplerCase) -> Vec<f64> {
+    let mixed = [0.6, 0.0, 1.0, 1e-6, -1.0, 30.0, 2.0, f64::INFINITY, 1e-3];
+    let of_row = |row: usize| match c.temperature {
+        Temperature::Zero => 0.0,
+        Temperature::One => 1.0,
+        Temperature::Mixed => mixed[row % mixed.len()],
+    };
+    (0..c.num_rows).map(of_row).collect()
+}
+
+fn draw_logits(c: &SamplerCase, drawn: &[f64]) -> Vec<f64> {
+    let mut draw = Draw::new(c.data.seed, "logits");
+    let bad = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
+    let logit = |(at, &drawn): (usize, &f64)| {
+        let (row, id) = (at / c.vocab_size, at % c.vocab_size);
+        match c.logits {
+            Logits::Drawn => drawn,
+            Logits::Ties => [-0.0, 0.0, 1.0, -1.0, 2.0, 2.0][draw.rng().random_range(0..6)],
+            Logits::Equal => c.data.magnitude,
+            Logits::OneHot if id == (7 * row + 3) % c.vocab_size => 5.0,
+            Logits::OneHot => -60.0,
+            Logits::Rising => (id as f64 - c.vocab_size as f64) / 8.0,
+            Logits::NotFinite if row % 5 == 4 => bad[2 * (id % 2)],
+            Logits::NotFinite if draw.rng().random_ratio(1, if row % 2 == 0 { 4 } else { 400 }) => {
+                bad[draw.rng().random_range(0..bad.len())]
+            }
+            Logits::NotFinite => drawn,
+        }
+    };
+    let mut logits: Vec<f64> = drawn.iter().enumerate().map(logit).collect();
+    if c.words == Words::Extreme {
+        for (row, logits) in logits.chunks_mut(c.vocab_size).enumerate() {
+            let largest = logits.iter().copied().filter(|logit| logit.is_finite()).fold(0.0, f64::max);
+            logits[EXTREME[row % 2].1] = [f64::NEG_INFINITY, largest - 30.0, largest + 3.0][row / 2 % 3];
+        }
+    }
+    logits
+}
+
+/// What limits each row, before rows are looked at.
+fn draw_limits(c: &SamplerCase) -> Vec<Limits> {
+    let mut draw = Draw::new(c.data.seed, "limits");
+    let most = c.vocab_size.min(1 << 20) as f64;
+    let top_k = [1.0, 5.0, most, -1.0, most - 1.0, 0.0, f64::from(i32::MAX), 50.0];
+    let top_p = [0.9, 0.5, 0.999_999_9, 0.0, 1.0, 0.65, -1.0, 1.0 - 2f64.powi(-24), f64::NAN];
+    let min_p = [0.1, 0.0, 0.9, 1e-3, f64::NAN, 1.0, 0.3, -1.0, 5.0];
+    let mut of = |by: Filters, all: &[f64], row: usize, none: f64| match c.limits_by(by) {
+        true if c.filters == Filters::All => all[draw.rng().random_range(0..all.len())],
+        true => all[row % all.len()],
+        false => none,
+    };
+    let limits = |row: usize| Limits {
+        top_k: of(Filters::TopK, &top_k, row, 0.0),
+        top_p: of(Filters::TopP, &top_p, row, 1.0),
+        min_p: of(Filters::MinP, &min_p, row, 0.0),
+    };
+    (0..c.num_rows).map(limits).collect()
+}
+
+/// The least share of a row that an id at the end of what top_p keeps has: sums of 2^20 weights err by less than a
+/// hundredth of it.
+const CLEAR_SHARE: f64 = 1.0 / 65_536.0;
+/// By how much weights on either side of min_p differ, relatively, at least: powers err by less than a hundredth of it.
+const CLEAR_WEIGHT: f64 = 1.0 / 16_384.0;
+
+/// Moves limits between two ids that no rounding exchanges. Equal weights have exact sums.
+fn make_clear(weights: &[f64], limits: &mut Limits) {
+    if weights.iter().all(|&weight| weight == 1.0 || weight == 0.0) {
+        return;
+    }
+    let none = Limits { top_k: 0.0, top_p: 1.0, min_p: 0.0 };
+    if limits.top_p < 1.0 {
+        let sum: f64 = weights.iter().sum();
+        let mut kept = reference::num_kept(weights, Limits { top_p: limits.top_p, ..none });
+        while kept > 1 && weights[kept - 1] < CLEAR_SHARE * sum {
+            kept -= 1;
+        }
+        let before: f64 = weights[..kept - 1].iter().sum();
+        limits.top_p = (before + weights[kept - 1] / 2.0) / sum;
+    }
+    if limits.min_p > 0.0 {
+        let mut kept = reference::num_kept(weights, Limits { min_p: limits.min_p, ..none });
+        let is_clear =
+            |kept: usize| weights.get(kept).is_none_or(|next| *next < (1.0 - CLEAR_WEIGHT) * weights[kept - 1]);
+        while !is_clear(kept) {
+            kept += 1;
+        }
+        let next = weights.get(kept).copied().unwrap_or(0.0);
+        let beyond_the_largest = limits.min_p >= 1.0 && weights[kept - 1] == 1.0;
+        if !beyond_the_largest {
+            limits.min_p = if next > 0.0 { (weights[kept - 1] * next).sqrt() } else { weights[kept - 1] / 2.0 };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_words_of_extreme_seeds_are_extreme() {
+        for (seed, id, word) in EXTREME {
+            assert_eq!(reference::word(seed, 0, id), word);
+            assert!(id < EXTREME_IDS);
+        }
+    }
+
+    #[test]
+    fn limits_are_moved_away_from_every_sum_and_weight_unless_these_are_exact() {
+        let weights = [1.0, 0.5, 0.5 - 1e-7, 0.25, 1e-7];
+        let mut limits = Limits { top_k: 0.0, top_p: 0.999_999_99, min_p: 0.5 };
+        make_clear(&weights, &mut limits);
+        let sum: f64 = weights.iter().sum();
+        assert_eq!(reference::num_kept(&weights, Limits { min_p: 0.0, ..limits }), 4);
+        assert!((limits.top_p * sum - (2.0 - 1e-7 + 0.125)).abs() < 1e-9, "{}", limits.top_p);
+        assert!((limits.min_p - 0.125f64.sqrt()).abs() < 1e-6, "{}", limits.min_p);
+        let exact = Limits { top_k: 0.0, top_p: 0.5, min_p: 1.0 };
+        let mut moved = exact;
+        make_clear(&[1.0; 16], &mut moved);
+        assert_eq!(moved, exact);
+    }
+}
