@@ -264,12 +264,12 @@ fn caches() -> Vec<Box<dyn Timed>> {
     let rows = |name, padding| timed::<KvCacheWrite>("forward", name, &pages(padding), fewer.clone());
     let keys = |name| timed::<IndexerCacheWrite>("forward", name, &pages(64), fewer.clone());
     let entries = |group, name, ratio: usize| {
-        let sizes = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 64});
+        let sizes = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 128});
         let mut whole = sizes.as_object().expect("fields").clone();
         whole.insert("table_rows".into(), json!(4 * ratio));
         timed::<Compressor>(group, name, &whole.into(), json!({"num_tokens": 6 * ratio, "num_entries": 5}))
     };
-    let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 64});
+    let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 128});
     vec![
         rows("65536x512 page 64 fp8", 448),
         rows("65536x512 page 64 bf16", 0),

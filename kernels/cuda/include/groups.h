@@ -48,11 +48,3 @@ DEVICE void store_span(T* target, int count, const float (&x)[SPAN]) {
     for (int i = 0; i < SPAN; i += COUNT)
         if (i < count) store_elements(target + i, *reinterpret_cast<const float(*)[COUNT]>(&x[i]));
 }
-
-// The largest magnitude, as bits: those of NaN are above those of infinity, and those above all numbers'.
-DEVICE uint32_t largest_magnitude(const float (&x)[SPAN]) {
-    uint32_t magnitude = 0;
-    UNROLL
-    for (int i = 0; i < SPAN; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
-    return magnitude;
-}
