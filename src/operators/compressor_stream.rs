@@ -332,6 +332,9 @@ impl Declared for CompressorStream {
             plain(2, &[7, 1, 4], OVERLAP, [512, 64]),
             plain(3, &[9, 2], OVERLAP, [128, 64]),
             plain(1, &[130, 126], (128, false), [36, 8]),
+            // Powers of scores that no other slot's are near; the table ends just before an entry.
+            CompressorStreamCase { scores: 100.0, ..plain(1, &[40, 24], (32, false), [36, 8]) },
+            CompressorStreamCase { table_rows: 8, ..plain(1, &[7, 6], OVERLAP, [16, 8]) },
             // As attention and the indexer read them; in steps, of a group that ends early.
             stored(Epilogue::Fp8, poisoned(plain(2, &[7, 1, 4], OVERLAP, [512, 64]))),
             stored(Epilogue::HadamardFp4, poisoned(plain(3, &[9, 2], OVERLAP, [128, 64]))),
