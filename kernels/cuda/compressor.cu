@@ -17,11 +17,20 @@
 // where u in the norm is the rounded one, which the forward saved, and u in dS the one that is not. Halves of tokens
 // that no entry pools get zeros. An absent slot is chosen by a select and takes part in no sum.
 //
+// With an epilogue an entry is stored as its codes would decode it, and has no backward:
+//
+//     SIMULATED_E4M3    fp8-simulate(z) in groups of 64 of the channels that do not turn; the others are z
+//     TRANSFORMED_E2M1  fp4-simulate(128^-0.5 H z, rounded to ELEMENT) in groups of 32, of entries of 128 channels
+//
+// hadamard.cu says what H is, quantise.h how codes follow. The epilogue is an argument and no define: the same instructions
+// make z whatever it is stored for, so that entries with an epilogue are those without, bit for bit, put through it.
+//
 // Work. With overlap a thread has four channels of all eight slots: 256 bytes in flight, and an entry is one read of
 // its rows; norm and rotation follow from registers. Without overlap an entry of 128 slots is half a megabyte: a
 // block takes 32 channels of it, a full line of each row, so that one entry fills 16 blocks of 512 channels; u goes
 // through memory, at a 256th of the bytes read. Each half of a token is read once. Sums over entries are in blocks
-// first, then over their rows.
+// first, then over their rows. Epilogues stay in registers: 16 lanes share a scale of e4m3, 8 one of e2m1, and the transform
+// is five steps between the 32 lanes of an entry.
 //
 // Floors: forward 8 bytes a number of kv read, 2 bytes of entries and of u for 2 ratio (with overlap) or ratio of
 // these. 32768 tokens of width 1024: 285 MB, 67 us at 4.24 TB/s; of width 512 at ratio 128: 135 MB, 32 us. Backward
@@ -56,10 +65,11 @@ struct CompressorParams {
     int32_t rope_dim;
     int32_t entry_threads;  // of an entry: whole warps that hold head_dim, QUAD channels a thread
     float eps;
+    int32_t epilogue;  // what entries are stored for, of compressor.h
 };
 PARAMS_LAYOUT(CompressorParams, kv, kv_stride, gate, gate_stride, ape, norm_weight, cu_seqlens, cu_entries, cos,
               cos_stride, sin, sin_stride, pooled, entries, entries_stride, table_rows, num_entries, num_sequences,
-              ratio, head_dim, rope_dim, entry_threads, eps)
+              ratio, head_dim, rope_dim, entry_threads, eps, epilogue)
 
 struct CompressorBackwardParams {
     const float* kv; int64_t kv_stride;

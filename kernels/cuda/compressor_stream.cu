@@ -2,7 +2,7 @@
 // ratio] of the token at position t of its sequence, and R = num_rows,
 //
 //     state[slot][t mod R] = (C, S)                  of each token of the call
-//     entry j of a sequence, if its last token (j + 1) ratio - 1 is of the call: as compressor.cu has it
+//     entry j of a sequence, if its last token (j + 1) ratio - 1 is of the call: as compressor.cu has it, epilogue included
 //
 // Tokens of the call come from kv and gate, earlier ones from the state; those before position 0 are absent, chosen
 // by a select, so that a slot may hold anything of another sequence when one begins in it. A position that comes
@@ -51,11 +51,12 @@ struct CompressorStreamParams {
     int32_t rope_dim;
     int32_t entry_threads;
     float eps;
+    int32_t epilogue;  // what entries are stored for, of compressor.h
 };
 PARAMS_LAYOUT(CompressorStreamParams, kv, kv_stride, gate, gate_stride, ape, norm_weight, state, state_slot_stride,
               state_row_stride, cu_seqlens, cu_entries, first_positions, slots, cos, cos_stride, sin, sin_stride,
               pooled, entries, entries_stride, table_rows, num_entries, num_sequences, num_slots, num_rows,
-              ratio, width, head_dim, rope_dim, entry_threads, eps)
+              ratio, width, head_dim, rope_dim, entry_threads, eps, epilogue)
 
 // ---------------------------------------------------------------- where a sequence is
 

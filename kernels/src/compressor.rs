@@ -1,9 +1,12 @@
-//! `compressor`: launchers of `kernels/cuda/compressor.cu` (inference 6, training 9).
+//! `compressor`: launchers of `kernels/cuda/compressor.cu` (inference 5.4, 6, training 9).
+
+use serde::{Deserialize, Serialize};
 
 use crate::arguments::{
     Argument, Arguments, Defines, FLOATS, Parts, Signature, element_types, is_aligned, modules_of_floats, read, saved,
     scratch, write,
 };
+use crate::hadamard;
 use crate::runtime::device::Module;
 use crate::runtime::params::Params;
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
@@ -31,6 +34,33 @@ const WARP_SLOTS: usize = 4;
 const SUM_THREADS: usize = 512;
 /// Blocks of the backward for each multiprocessor: each leaves a row of partial sums.
 const BLOCKS_PER_PROCESSOR: usize = 2;
+
+/// What entries are stored for (inference 5.4, 6).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Epilogue {
+    /// As they are: what a backward is of.
+    #[default]
+    None,
+    /// As attention's: the channels that do not turn are what e4m3 codes with scales of 64 would decode to.
+    Fp8,
+    /// As the indexer's: transformed by Walsh and Hadamard, and what e2m1 codes with scales of 32 would decode to.
+    HadamardFp4,
+}
+
+impl Epilogue {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::None, Self::Fp8, Self::HadamardFp4];
+
+    /// `params.epilogue` in the kernel source.
+    fn number(self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Fp8 => 1,
+            Self::HadamardFp4 => 2,
+        }
+    }
+}
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -89,6 +119,15 @@ impl Extents {
             return check.refuse("cos", reason);
         }
         Ok(())
+    }
+
+    /// The number of an epilogue, which must be one that entries of this width have.
+    pub(crate) fn epilogue(&self, check: Arguments, epilogue: Epilogue) -> Result<usize> {
+        if epilogue == Epilogue::HadamardFp4 && self.head_dim != hadamard::DIM {
+            let reason = format!("the transform is one of {} channels, not of {}", hadamard::DIM, self.head_dim);
+            return check.refuse("epilogue", reason);
+        }
+        Ok(epilogue.number())
     }
 
     /// Blocks of the backward's kernels, whose sums are of whole entries, and of a chunk's channels without overlap.
@@ -208,15 +247,17 @@ impl<'a> Call<'a> {
 ///   may be absent where groups overlap.
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0), a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static str>> {
+/// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have 128 channels), a compile
+/// error, a refused launch.
+pub fn forward(device: &Device, views: &Views, eps: f32, epilogue: Epilogue) -> Result<Vec<&'static str>> {
     const ENTRIES: &[&str] = &["num_entries", "head_dim"];
     let tensors =
         [write("entries").of(&FLOATS).axes(ENTRIES).rows(), write("pooled").axes(ENTRIES).typed("entries").optional()];
     let call = Call::check(views, tensors, eps)?;
     let Extents { num_entries, .. } = call.extents;
+    let epilogue = call.extents.epilogue(CHECK, epilogue)?;
     let params = call.inputs().ptr("pooled", views.get("pooled")).rows("entries", &views["entries"]);
-    let params = call.extents(params, eps)?;
+    let params = call.extents(params, eps)?.i32("epilogue", epilogue)?;
     let launch = |name: &'static str, blocks: usize| {
         device.kernel(FILE, &call.defines, name)?.launch_blocks("entries", blocks, &params)
     };

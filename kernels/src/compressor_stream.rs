@@ -1,7 +1,7 @@
-//! `compressor_stream`: launcher of `kernels/cuda/compressor_stream.cu` (inference 6, 6.2).
+//! `compressor_stream`: launcher of `kernels/cuda/compressor_stream.cu` (inference 5.4, 6, 6.2).
 
 use crate::arguments::{Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read, scratch, write};
-use crate::compressor::{Extents, FORWARD_THREADS, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
+use crate::compressor::{Epilogue, Extents, FORWARD_THREADS, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
 use crate::runtime::device::{Kernel, Module};
 use crate::runtime::{DType, Device, Result, Views};
 
@@ -39,8 +39,9 @@ pub fn workspace_bytes(stored: DType, num_entries: usize, head_dim: usize) -> us
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes, where groups do not overlap.
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0), a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static str>> {
+/// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have 128 channels), a compile
+/// error, a refused launch.
+pub fn forward(device: &Device, views: &Views, eps: f32, epilogue: Epilogue) -> Result<Vec<&'static str>> {
     const ENDS: &[&str] = &["num_sequences_and_one"];
     let tensors = [
         read("kv").axes(&["num_tokens", "width"]).rows(),
@@ -73,6 +74,7 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static 
     let extents = Extents { num_tokens, num_entries, ratio, width, head_dim };
     extents.check(CHECK, half_rope_dim)?;
     CHECK.positive("eps", eps)?;
+    let epilogue = extents.epilogue(CHECK, epilogue)?;
     if ends != num_sequences + 1 {
         return CHECK.refuse("cu_seqlens", format!("{ends} ends must be one more than {num_sequences} sequences"));
     }
@@ -105,6 +107,7 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static 
     let params = params.i32("ratio", ratio)?.i32("width", width)?.i32("head_dim", head_dim)?;
     let params =
         params.i32("rope_dim", 2 * half_rope_dim)?.i32("entry_threads", extents.entry_threads())?.f32("eps", eps);
+    let params = params.i32("epilogue", epilogue)?;
     let defines = element_types(&[("ELEMENT", stored)]);
     let kernel = |names: [&'static str; 2]| -> Result<(&'static str, Kernel)> {
         let name = names[usize::from(wide)];

@@ -20,12 +20,13 @@
 //! dC = p du                  dZ = dS = dC (C - u)                dape = sum over entries of dS
 //! ```
 //!
-//! A half of a token that no entry pools has gradients of zero.
+//! A half of a token that no entry pools has gradients of zero. What [`Epilogue`] makes of entries has none.
 //!
 //! # Rounding points
 //!
 //! Scores, powers, sums and their quotient are fp32. u is rounded to the type of the entries before the norm, y
-//! before the rotation. The backward takes the rounded u in the norm, and the other one in `C - u`.
+//! before the rotation. The backward takes the rounded u in the norm, and the other one in `C - u`. With an epilogue z
+//! is rounded likewise before it, its transform before it is quantised, and what is quantised to codes.
 
 use candle_core::{D, Tensor};
 
@@ -34,7 +35,7 @@ use crate::format::Format;
 use crate::named::Named;
 use crate::precision::Rounding;
 use crate::select::{max_or_nan, select};
-use crate::{rms_norm, rope};
+use crate::{hadamard, quantise, rms_norm, rope};
 
 /// What the operator reads.
 #[derive(Debug, Clone)]
@@ -55,6 +56,41 @@ pub struct Inputs {
     pub finish: Finish,
 }
 
+/// What entries are stored for (inference 5.4).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Epilogue {
+    /// As they are.
+    None,
+    /// The channels that do not turn as e4m3 codes with scales of 64 would decode them.
+    Fp8,
+    /// All 128 channels transformed ([`crate::hadamard`]), and as e2m1 codes with scales of 32 would decode them.
+    HadamardFp4,
+}
+
+impl Epilogue {
+    /// What it makes of z `[num_entries, head_dim]`, of which the last `rope_dim` channels turned, stored as `stored`.
+    ///
+    /// # Errors
+    /// A transform of other than 128 channels.
+    pub fn of(self, z: &Tensor, rope_dim: usize, stored: Format, rounding: &mut Rounding) -> Result<Tensor> {
+        let leading = z.dim(1)? - rope_dim;
+        match self {
+            Self::None => Ok(z.clone()),
+            Self::Fp8 if leading == 0 => Ok(z.clone()),
+            Self::Fp8 => {
+                let z = rounding.to(stored, z)?;
+                let simulated = quantise::simulated(&z.narrow(1, 0, leading)?, 64, Format::E4M3, rounding)?;
+                Ok(Tensor::cat(&[simulated, z.narrow(1, leading, rope_dim)?], 1)?)
+            }
+            Self::HadamardFp4 => {
+                let z = Named::new().with("x", rounding.to(stored, z)?);
+                let y = hadamard::forward(&z, hadamard::Stored::Values, rounding)?.tensor("y")?.clone();
+                quantise::simulated(&rounding.to(stored, &y)?, 32, Format::E2M1, rounding)
+            }
+        }
+    }
+}
+
 /// What becomes of a pooled entry.
 #[derive(Debug, Clone)]
 pub struct Finish {
@@ -68,10 +104,12 @@ pub struct Finish {
     pub eps: f64,
     /// What entries, and u before the norm, are stored in: bf16 or f32.
     pub stored: Format,
+    /// What entries are stored for.
+    pub epilogue: Epilogue,
 }
 
 impl Finish {
-    /// z of u `[num_entries, head_dim]` at these positions.
+    /// What is stored of u `[num_entries, head_dim]` at these positions.
     pub(crate) fn entries(&self, u: &Tensor, positions: Vec<i64>, rounding: &mut Rounding) -> Result<Tensor> {
         let stored = rounding.to(self.stored, u)?;
         let normed = Named::new().with("x", stored).with("weight", self.norm_weight.clone());
@@ -81,7 +119,8 @@ impl Finish {
         // What does not turn is rounded once.
         let (head_dim, rope_dim) = (u.dim(1)?, 2 * self.cos.dim(1)?);
         let leading = head_dim - rope_dim;
-        Ok(Tensor::cat(&[y.narrow(1, 0, leading)?, turned.narrow(1, leading, rope_dim)?], 1)?)
+        let z = Tensor::cat(&[y.narrow(1, 0, leading)?, turned.narrow(1, leading, rope_dim)?], 1)?;
+        self.epilogue.of(&z, rope_dim, self.stored, rounding)
     }
 
     /// The rotation of entries `[num_entries, head_dim]`.
@@ -355,7 +394,9 @@ fn of_tokens(of_slots: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::precision::values;
+    use crate::format::unpack_nibbles;
+    use crate::precision::{Precision, values};
+    use crate::quantise::Quantised;
     use crate::rope::{YarnParameters, inv_freq_f32, table};
     use crate::testing::{
         Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, differentiated, dot, dot_of_magnitudes,
@@ -383,7 +424,7 @@ mod tests {
             kv: draw.normal(&[tokens, width], 2.0),
             gate: draw.normal(&[tokens, width], 2.0),
             ape: draw.normal(&[ratio, width], 1.0),
-            finish: Finish { norm_weight: draw.normal(&[head_dim], 1.0), cos, sin, eps: 1e-6, stored: Format::BF16 },
+            finish: Finish { norm_weight: draw.normal(&[head_dim], 1.0), cos, sin, ..finish() },
             cu_seqlens,
             cu_entries,
             num_entries,
@@ -391,6 +432,13 @@ mod tests {
     }
 
     const LENGTHS: [usize; 6] = [9, 0, 3, 4, 7, 13];
+
+    /// No weights and no table yet.
+    fn finish() -> Finish {
+        let none = f64_tensor(&[], &[0]);
+        let (norm_weight, cos, sin) = (none.clone(), none.clone(), none);
+        Finish { norm_weight, cos, sin, eps: 1e-6, stored: Format::BF16, epilogue: Epilogue::None }
+    }
 
     fn named(inputs: &Inputs) -> Named {
         let named = Named::new().with("kv", inputs.kv.clone()).with("gate", inputs.gate.clone());
@@ -488,6 +536,62 @@ mod tests {
         let rows = expected.chunks(8).map(|row| row.iter().all(|x| *x == 0.0)).collect::<Vec<_>>();
         // Entries of 9, 0, 3, 4, 7 and 13 tokens, and the row that is no entry's.
         assert_eq!(rows.iter().position(|&zero| zero), Some(2 + 1 + 1 + 3));
+        Ok(())
+    }
+
+    fn with_epilogue(inputs: &Inputs, epilogue: Epilogue) -> Inputs {
+        Inputs { finish: Finish { epilogue, ..inputs.finish.clone() }, ..inputs.clone() }
+    }
+
+    fn to_nearest(inputs: &Inputs) -> Vec<f64> {
+        let mut rounding = Rounding::new(Precision::Nearest { seed: 0 });
+        values(forward(inputs, &mut rounding).unwrap().tensor("entries").unwrap()).unwrap()
+    }
+
+    #[test]
+    fn the_channels_that_do_not_turn_are_what_their_e4m3_codes_decode_to_and_the_others_stay() -> Result<()> {
+        let plain = case(13, &LENGTHS, 4, 136, true);
+        let stored: Vec<f64> = to_nearest(&plain).into_iter().map(|z| Format::BF16.nearest(z)).collect();
+        let entries = to_nearest(&with_epilogue(&plain, Epilogue::Fp8));
+        // Groups of 64, 64 and 4.
+        for (z, entry) in stored.chunks(136).zip(entries.chunks(136)) {
+            let (leading, turned) = z.split_at(132);
+            let Quantised { codes, scale_bytes } = quantise::quantise(leading, 64, Format::E4M3);
+            let scale = |channel: usize| Format::E8M0.value(scale_bytes[channel / 64].into());
+            let decoded = codes.iter().enumerate().map(|(at, &code)| Format::E4M3.value(code.into()) * scale(at));
+            assert_eq!(decoded.chain(turned.iter().copied()).collect::<Vec<_>>(), entry);
+        }
+        assert_ne!(stored, entries);
+        Ok(())
+    }
+
+    #[test]
+    fn an_entry_of_the_indexer_is_what_the_codes_of_its_transform_decode_to() -> Result<()> {
+        let plain = case(14, &LENGTHS, 4, 128, true);
+        let stored: Vec<f64> = to_nearest(&plain).into_iter().map(|z| Format::BF16.nearest(z)).collect();
+        let entries = to_nearest(&with_epilogue(&plain, Epilogue::HadamardFp4));
+        let x = Named::new().with("x", f64_tensor(&stored, &[stored.len() / 128, 128]));
+        let coded = hadamard::forward(&x, hadamard::Stored::E2m1, &mut Rounding::exact())?;
+        let bytes: Vec<u8> = values(coded.tensor("codes")?)?.into_iter().map(|byte| byte as u8).collect();
+        let scales = values(coded.tensor("scale_bytes")?)?;
+        let decoded = unpack_nibbles(&bytes)
+            .into_iter()
+            .enumerate()
+            .map(|(at, code)| Format::E2M1.value(code.into()) * Format::E8M0.value(scales[at / 32] as u64));
+        assert_eq!(decoded.collect::<Vec<_>>(), entries);
+        Ok(())
+    }
+
+    #[test]
+    fn a_nan_makes_its_group_nan_and_the_transform_takes_it_to_all_groups() -> Result<()> {
+        let z = f64_tensor(&(0..128).map(|at| if at == 70 { f64::NAN } else { 1.0 }).collect::<Vec<_>>(), &[1, 128]);
+        let nan = |epilogue: Epilogue| -> Result<usize> {
+            let entry = epilogue.of(&z, 4, Format::BF16, &mut Rounding::exact())?;
+            Ok(values(&entry)?.iter().filter(|x| x.is_nan()).count())
+        };
+        assert_eq!([nan(Epilogue::None)?, nan(Epilogue::Fp8)?, nan(Epilogue::HadamardFp4)?], [1, 60, 128]);
+        let narrow = f64_tensor(&[1.0; 64], &[1, 64]);
+        assert!(Epilogue::HadamardFp4.of(&narrow, 4, Format::BF16, &mut Rounding::exact()).is_err());
         Ok(())
     }
 

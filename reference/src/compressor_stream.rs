@@ -207,7 +207,7 @@ impl Dims {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compressor;
+    use crate::compressor::{self, Epilogue};
     use crate::format::Format;
     use crate::precision::values;
     use crate::rope::{YarnParameters, inv_freq_f32, table};
@@ -273,7 +273,7 @@ mod tests {
             cu_seqlens: vec![0, num_tokens as i32],
             cu_entries: vec![0, (num_tokens / ratio) as i32],
             num_entries: num_tokens / ratio,
-            finish: Finish { norm_weight, cos, sin, eps: 1e-6, stored: Format::BF16 },
+            finish: Finish { norm_weight, cos, sin, eps: 1e-6, stored: Format::BF16, epilogue: Epilogue::None },
         }
     }
 

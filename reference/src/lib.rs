@@ -29,6 +29,7 @@ pub mod decode_attention;
 pub mod embed_streams;
 pub mod error;
 pub mod format;
+pub mod gate_up_interleave;
 pub mod hadamard;
 pub mod indexer_backward;
 pub mod indexer_cache_write;

@@ -9,7 +9,11 @@
 //! ([`ScaleType::Fp32`]), and x / s is rounded to fp32 before it is rounded to a code. A group with a NaN or an
 //! infinity has the scale NaN (byte 255), and the codes of NaN.
 
+use candle_core::Tensor;
+
+use crate::error::Result;
 use crate::format::Format;
+use crate::precision::{Rounding, values};
 
 /// Byte of the e8m0 NaN.
 const E8M0_NAN: u8 = 255;
@@ -56,6 +60,20 @@ pub fn quantise(numbers: &[f64], group: usize, format: Format) -> Quantised {
 /// of two.
 pub fn codes_of(group: &[f64], scale: f64, format: Format) -> impl Iterator<Item = u8> {
     group.iter().map(move |x| format.code(Format::F32.nearest(x / scale)) as u8)
+}
+
+/// What codes with scales of `group` neighbours would decode to, of `x` `[num_rows, width]`, whose width is not 0. The
+/// rounding to codes is a rounding point; in a run without any, x itself is left, but for the groups whose scale is NaN.
+///
+/// # Errors
+/// A tensor of another shape.
+pub fn simulated(x: &Tensor, group: usize, format: Format, rounding: &mut Rounding) -> Result<Tensor> {
+    let (_, width) = x.dims2()?;
+    let of_group = |group: &[f64]| vec![scale_of(group, format, ScaleType::E8m0); group.len()];
+    let scales = values(x)?.chunks(width).flat_map(|row| row.chunks(group)).flat_map(of_group).collect::<Vec<_>>();
+    let scales = Tensor::from_vec(scales, x.shape(), x.device())?;
+    let codes = rounding.to(format, &(x / &scales)?)?;
+    Ok((codes * scales)?)
 }
 
 /// The scale of a group; NaN where one of its numbers is not finite.

@@ -665,6 +665,18 @@ fn first_difference(a: &HostTensor, b: &HostTensor) -> Option<String> {
     ))
 }
 
+/// The first element whose number is another than it should be; zeros are equal, and so are NaN.
+fn value_difference(found: &[f64], expected: &[f64], shape: &[usize]) -> Option<String> {
+    if found.len() != expected.len() {
+        return Some(format!("{} elements against {}", found.len(), expected.len()));
+    }
+    let differs = |(x, y): (&f64, &f64)| x != y && !(x.is_nan() && y.is_nan());
+    let mut different = (0..found.len()).filter(|&i| differs((&found[i], &expected[i])));
+    let first = different.next()?;
+    let (count, at) = (1 + different.count(), agreement::unflatten(first, shape));
+    Some(format!("{count} element(s) differ; first at {at:?}: {:e} against {:e}", found[first], expected[first]))
+}
+
 /// The element by which two runs differ most, if that is more than `budgets` times its budget. The
 /// oracle's values only say which elements are numbers at all: what it thinks of them is another check.
 fn difference_beyond(
@@ -833,6 +845,7 @@ fn relate(
             let (bound, kept) = without_entry(a, b, *axis, *at);
             (bound, first_difference(a, &kept))
         }
+        Relation::MadeOf(made_of) => (elements, value_difference(&a.to_f64(), &made_of(b), &a.shape)),
         // Each of the two may be off by its budget.
         Relation::WithinBudget => {
             (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 2.0)))
@@ -859,6 +872,7 @@ fn relate_freely(
     let mut bound = rows;
     match relation {
         Relation::Times(factor) => back.iter_mut().for_each(|value| *value /= factor),
+        Relation::MadeOf(made_of) => back = made_of(b),
         Relation::EqualRows(is_bound) => {
             for row in (0..rows).filter(|&row| !is_bound(row)) {
                 back[row * row_len..(row + 1) * row_len].copy_from_slice(&case[row * row_len..(row + 1) * row_len]);

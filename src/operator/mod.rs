@@ -444,6 +444,9 @@ pub struct Law {
     pub left_out: Option<&'static str>,
 }
 
+/// What [`Relation::MadeOf`] makes of the variant's tensor: numbers of the case's, row-major.
+pub type MadeOf = dyn Fn(&HostTensor) -> Vec<f64>;
+
 /// What must hold between a tensor of the case and the same tensor of the variant.
 #[derive(Clone)]
 pub enum Relation {
@@ -467,6 +470,8 @@ pub enum Relation {
         /// The entry that may differ.
         at: usize,
     },
+    /// `case == made_of(variant)`, number by number (NaN where it says NaN): a further step of the kernel, done here.
+    MadeOf(Rc<MadeOf>),
     /// Equal up to rounding: they differ by no more than both may be off by.
     WithinBudget,
     /// The same where the variant rounds at other points than the case: its own oracle runs say by how much it may be

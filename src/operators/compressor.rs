@@ -1,19 +1,25 @@
-//! `compressor` (inference 6, training 9): `kernels/cuda/compressor.cu` against `reference/src/compressor.rs`.
+//! `compressor` (inference 5.4, 6, training 9): `kernels/cuda/compressor.cu` against `reference/src/compressor.rs`.
+//!
+//! Of entries with an epilogue the oracle's runs say that they are near the right numbers, as near as roundings to codes
+//! let them be; that they are what codes of the same entries without one decode to is a law, which holds to the bit.
 
 use std::ops::Range;
 use std::rc::Rc;
 
-use dsv4_kernels::compressor::{self as launcher, Extents, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
+use candle_core::{Device as Cpu, Tensor};
+use dsv4_kernels::compressor::{self as launcher, Epilogue, Extents, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
+use dsv4_kernels::hadamard;
 use dsv4_reference::compressor::{self as reference, Entry, Finish};
+use dsv4_reference::precision::Precision;
 use dsv4_reference::rope::{YarnParameters, inv_freq_f32, table};
 use rand::Rng;
 
 use super::{LARGEST_DRAWN, elements};
 use crate::operator::benchmarks::{Whole, last};
 use crate::operator::declaration::Axis;
-use crate::operator::format_of;
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
+use crate::operator::{Pooling, format_of};
 
 /// The operator.
 pub struct Compressor;
@@ -56,6 +62,9 @@ pub struct CompressorCase {
     /// Whether the forward saves what it pooled. If not, as in inference, a forward of its own saves it for the
     /// backward.
     pub saves_pooled: bool,
+    /// What entries are stored for; of any but `none` there is no backward.
+    #[serde(default)]
+    pub epilogue: Epilogue,
     /// Added to the mean square.
     pub eps: f32,
     /// Deviation of gate and ape: near-equal weights, or a single one.
@@ -81,6 +90,7 @@ fn plain(lengths: [usize; 2], ratio: usize, overlaps: bool, [head_dim, rope_dim]
         packing: Packing::Drawn,
         poison: false,
         saves_pooled: true,
+        epilogue: Epilogue::None,
         eps: 1e-6,
         scores: 2.0,
         data: Data::normal(1.0),
@@ -160,6 +170,10 @@ impl CompressorCase {
         pooled
     }
 
+    fn has_backward(&self) -> bool {
+        self.epilogue == Epilogue::None
+    }
+
     fn extents(&self) -> Extents {
         let Self { num_tokens, num_entries, ratio, head_dim, .. } = *self;
         Extents { num_tokens, num_entries, ratio, width: self.width(), head_dim }
@@ -173,6 +187,7 @@ fn inputs(c: &CompressorCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> 
         sin: t.f64("sin")?,
         eps: t.scalar("eps", c.eps.into()),
         stored: format_of(c.dtype.dtype()).expect("a floating-point type"),
+        epilogue: epilogue_of_oracle(c.epilogue),
     };
     Ok(reference::Inputs {
         kv: t.f64("kv")?,
@@ -183,6 +198,44 @@ fn inputs(c: &CompressorCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> 
         num_entries: c.num_entries,
         finish,
     })
+}
+
+/// As the oracle calls it.
+pub(super) fn epilogue_of_oracle(epilogue: Epilogue) -> reference::Epilogue {
+    match epilogue {
+        Epilogue::None => reference::Epilogue::None,
+        Epilogue::Fp8 => reference::Epilogue::Fp8,
+        Epilogue::HadamardFp4 => reference::Epilogue::HadamardFp4,
+    }
+}
+
+/// Whether entries of this width have the epilogue.
+pub(super) fn check_epilogue(epilogue: Epilogue, head_dim: usize) -> Result<(), Refused> {
+    if epilogue == Epilogue::HadamardFp4 && head_dim != hadamard::DIM {
+        return refuse("epilogue", format!("the transform is one of {} channels", hadamard::DIM));
+    }
+    Ok(())
+}
+
+/// Channels of an entry that are rounded alike: those of a scale.
+pub(super) fn pooling_of(epilogue: Epilogue) -> Pooling {
+    match epilogue {
+        Epilogue::None => Pooling::LastAxis,
+        Epilogue::Fp8 => Pooling::Group(64),
+        Epilogue::HadamardFp4 => Pooling::Group(32),
+    }
+}
+
+/// Entries with an epilogue are what it makes of those without, bit for bit.
+pub(super) fn made_by(epilogue: Epilogue, rope_dim: usize, dtype: Float) -> Relation {
+    let stored = format_of(dtype.dtype()).expect("a floating-point type");
+    let made = move |z: &HostTensor| -> OracleResult<Vec<f64>> {
+        // Every number is that of the hardware's rule, which leaves no choice.
+        let mut to_nearest = Rounding::new(Precision::Nearest { seed: 0 });
+        let z = Tensor::from_vec(z.to_f64(), z.shape.as_slice(), &Cpu::Cpu)?;
+        Ok(elements(&epilogue_of_oracle(epilogue).of(&z, rope_dim, stored, &mut to_nearest)?)?)
+    };
+    Relation::MadeOf(Rc::new(move |entries| made(entries).unwrap_or_default()))
 }
 
 /// Of each sequence first token and first row of entries, and the ends.
@@ -200,7 +253,7 @@ impl Declared for Compressor {
     const ABOUT: About = About {
         name: "compressor",
         summary: "tokens pooled into entries by a softmax of each channel, which are normed and turned by position",
-        specification: &["inference 6", "training 9"],
+        specification: &["inference 5.4", "inference 6", "training 9"],
         paths: &[
             "compressor_overlap_vector",
             "compressor_overlap_scalar",
@@ -242,14 +295,19 @@ impl Declared for Compressor {
             input("cu_entries", DType::I32, &ends),
             input("cos", DType::F32, &positions).rows(),
             input("sin", DType::F32, &positions).rows(),
-            output("entries", dtype, &entries).rows().only_in("forward"),
-            output("pooled", dtype, &entries).only_in(if c.saves_pooled { "forward" } else { "saving forward" }),
-            upstream("dentries", "entries"),
-            gradient("dkv", "kv", DType::F32),
-            gradient("dgate", "gate", DType::F32),
-            gradient("dape", "ape", DType::F32),
-            gradient("dnorm_weight", "norm_weight", DType::F32),
-            scratch("entries_of_saving_forward", dtype, &entries).rows().when(!c.saves_pooled).argument("entries"),
+            output("entries", dtype, &entries).rows().only_in("forward").pooled(pooling_of(c.epilogue)),
+            output("pooled", dtype, &entries)
+                .only_in(if c.saves_pooled { "forward" } else { "saving forward" })
+                .when(c.saves_pooled || c.has_backward()),
+            upstream("dentries", "entries").when(c.has_backward()),
+            gradient("dkv", "kv", DType::F32).when(c.has_backward()),
+            gradient("dgate", "gate", DType::F32).when(c.has_backward()),
+            gradient("dape", "ape", DType::F32).when(c.has_backward()),
+            gradient("dnorm_weight", "norm_weight", DType::F32).when(c.has_backward()),
+            scratch("entries_of_saving_forward", dtype, &entries)
+                .rows()
+                .when(!c.saves_pooled && c.has_backward())
+                .argument("entries"),
         ];
         Specs::new(c.data.seed, tensors).positive("eps", c.eps)
     }
@@ -265,6 +323,7 @@ impl Declared for Compressor {
             return refuse("saves_pooled", "without overlap what was pooled goes through memory");
         }
         not_empty("head_dim", c.head_dim)?;
+        check_epilogue(c.epilogue, c.head_dim)?;
         c.data.check()
     }
 
@@ -274,11 +333,12 @@ impl Declared for Compressor {
         let ratio = prop_oneof![Just(128usize), 1..=9usize];
         let form = (any::<bool>(), ratio, select(heads), Float::strategy());
         let shape = (0..=tokens, 0..=6usize, -1..=2i64);
-        let flags = (any::<bool>(), any::<bool>(), prop_oneof![6 => Just(1usize), 1 => Just(2)]);
+        let flags = (any::<bool>(), any::<bool>(), prop_oneof![6 => Just(1usize), 1 => Just(2)], drawn_epilogue());
         let numbers = (prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32)], select(vec![2.0, 2.0, 0.3, 60.0]));
         (form, shape, flags, numbers, Data::strategy(-18..=18))
             .prop_map(|((overlaps, ratio, head, dtype), (tokens, sequences, more), flags, numbers, data)| {
-                let ((poison, saves_pooled, shorter), (eps, scores)) = (flags, numbers);
+                let ((poison, saves_pooled, shorter, epilogue), (eps, scores)) = (flags, numbers);
+                let epilogue = of_width(epilogue, head[0]);
                 let ratio = if overlaps { OVERLAP_RATIO } else { ratio };
                 let tokens = tokens.max(if ratio == MAX_RATIO { 2 * tokens } else { 0 });
                 let tokens = tokens.min(LARGEST_DRAWN / 8 / head[0]);
@@ -289,7 +349,7 @@ impl Declared for Compressor {
                 };
                 let num_entries = (drawn.num_rows() as i64 + more).max(0) as usize;
                 let (table_rows, saves_pooled) = (drawn.table_rows.div_ceil(shorter), saves_pooled || !overlaps);
-                CompressorCase { num_entries, dtype, poison, saves_pooled, table_rows, eps, scores, ..drawn }
+                CompressorCase { num_entries, dtype, poison, saves_pooled, epilogue, table_rows, eps, scores, ..drawn }
             })
             .boxed()
     }
@@ -302,11 +362,14 @@ impl Declared for Compressor {
             // Rows that are no multiple of 16 bytes: the scalar kernels'.
             overlapping(19, 2, [12, 4]),
             f32(plain([13, 2], 2, false, [8, 4])),
+            CompressorCase { epilogue: Epilogue::Fp8, saves_pooled: false, ..overlapping(13, 2, [80, 8]) },
+            CompressorCase { epilogue: Epilogue::HadamardFp4, ..plain([9, 2], 2, false, [128, 8]) },
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<CompressorCase> {
         let poisoned = |case| CompressorCase { poison: true, ..case };
+        let stored = |epilogue, case| CompressorCase { epilogue, ..case };
         let mut cases = vec![
             overlapping(0, 0, [16, 8]),
             plain([0, 1], 2, false, [8, 4]),
@@ -327,6 +390,13 @@ impl Declared for Compressor {
             CompressorCase { num_entries: 3, ..overlapping(41, 4, [16, 0]) },
             plain([60, 3], 1, false, [8, 8]),
             CompressorCase { num_entries: 2, ..plain([40, 3], 5, false, [132, 4]) },
+            // The model's in inference; a group that ends early, and none at all; the table ends before the last entries.
+            stored(Epilogue::Fp8, CompressorCase { saves_pooled: false, ..poisoned(overlapping(26, 3, [512, 64])) }),
+            stored(Epilogue::HadamardFp4, CompressorCase { saves_pooled: false, ..overlapping(70, 5, [128, 64]) }),
+            stored(Epilogue::HadamardFp4, CompressorCase { table_rows: 9, ..plain([40, 3], 3, false, [128, 64]) }),
+            stored(Epilogue::Fp8, CompressorCase { table_rows: 9, ..plain([40, 3], 3, false, [140, 8]) }),
+            stored(Epilogue::Fp8, CompressorCase { dtype: Float::F32, ..overlapping(30, 2, [72, 4]) }),
+            stored(Epilogue::Fp8, overlapping(9, 1, [8, 8])),
         ];
         if profile == Profile::Full {
             cases
@@ -357,14 +427,22 @@ impl Declared for Compressor {
     }
 
     fn forward(c: &CompressorCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::forward(&inputs(c, t)?, rounding)
+        let named = reference::forward(&inputs(c, t)?, rounding)?;
+        let pooled = (c.saves_pooled || c.has_backward()).then(|| named.tensor("pooled").cloned()).transpose()?;
+        Ok(Named::new().with("entries", named.tensor("entries")?.clone()).maybe("pooled", pooled))
     }
 
     fn backward(c: &CompressorCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        if !c.has_backward() {
+            return Ok(Named::new());
+        }
         reference::backward(&inputs(c, t)?, &t.f64("dentries")?, None, rounding)
     }
 
     fn backward_of_saved(c: &CompressorCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        if !c.has_backward() {
+            return Ok(Named::new());
+        }
         reference::backward(&inputs(c, t)?, &t.f64("dentries")?, Some(&t.f64("pooled")?), rounding)
     }
 
@@ -376,11 +454,12 @@ impl Declared for Compressor {
         let given = ["kv", "gate", "ape", "norm_weight", "cu_seqlens", "cu_entries", "cos", "sin"];
         let own = v.only(&given);
         if let Some(entries) = v.get("entries_of_saving_forward") {
-            launcher::forward(run.device(), &own.clone().with("entries", entries).with("pooled", &v["pooled"]), c.eps)?;
+            let own = own.clone().with("entries", entries).with("pooled", &v["pooled"]);
+            launcher::forward(run.device(), &own, c.eps, c.epilogue)?;
         }
         let own = own.with("entries", &v["entries"]);
         let own = if c.saves_pooled { own.with("pooled", &v["pooled"]) } else { own };
-        run.launch(|device| launcher::forward(device, &own, c.eps))
+        run.launch(|device| launcher::forward(device, &own, c.eps, c.epilogue))
     }
 
     fn launch_backward(c: &CompressorCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
@@ -396,10 +475,23 @@ impl Declared for Compressor {
     fn laws(c: &CompressorCase, laws: &mut Laws<'_, Self>) {
         let halved =
             [("entries", 0.5), ("pooled", 1.0), ("dkv", 0.5), ("dgate", 0.5), ("dape", 0.5), ("dnorm_weight", 1.0)];
-        laws.scale("the norm's weight scales once", "norm_weight", 0.5, &halved);
+        // Of what is stored as e4m3 the floor of scales does not scale.
+        let halved = if c.epilogue == Epilogue::Fp8 { &halved[1..] } else { &halved[..] };
+        laws.scale("the norm's weight scales once", "norm_weight", 0.5, halved);
         laws.scale("what is pooled is linear in kv", "kv", 4.0, &[("pooled", 4.0)]);
         laws.scale_upstreams();
         independence_law(c, laws);
+        if !c.has_backward() {
+            let made = made_by(c.epilogue, c.rope_dim, c.dtype);
+            let change = |v: &mut Variant<Self>| {
+                v.case.epilogue = Epilogue::None;
+                // The variant has a backward, which nothing is asked of.
+                let entries = [c.num_entries, c.head_dim];
+                let dentries = HostTensor::from_f64(c.dtype.dtype(), &entries, &vec![0.0; c.num_entries * c.head_dim]);
+                v.tensors.put("dentries", dentries);
+            };
+            laws.law(EPILOGUE_LAW, change, [("entries", made)]);
+        }
     }
 
     fn is_smooth(c: &CompressorCase) -> bool {
@@ -440,6 +532,19 @@ impl Declared for Compressor {
     }
 }
 
+/// What [`made_by`] says.
+pub(super) const EPILOGUE_LAW: &str = "an epilogue's entries are what their codes decode to";
+
+/// Two of five cases have an epilogue.
+pub(super) fn drawn_epilogue() -> impl Strategy<Value = Epilogue> {
+    prop_oneof![3 => Just(Epilogue::None), 1 => Just(Epilogue::Fp8), 1 => Just(Epilogue::HadamardFp4)]
+}
+
+/// The epilogue, or the other one where entries of this width have it not.
+pub(super) fn of_width(epilogue: Epilogue, head_dim: usize) -> Epilogue {
+    if check_epilogue(epilogue, head_dim).is_ok() { epilogue } else { Epilogue::Fp8 }
+}
+
 /// Finite differences run the oracle dozens of times.
 const SMOOTH_ELEMENTS: usize = 4096;
 const SMOOTH_ENTRIES: usize = 64;
@@ -454,7 +559,10 @@ fn benchmark(
     let packed = CompressorCase { packing: Packing::Equal, ..plain(lengths, ratio, overlaps, [head_dim, 64]) };
     let (num_entries, table_rows) = (num_tokens / ratio, num_tokens / num_sequences);
     let saves_pooled = direction == Direction::Backward || !overlaps;
-    let case = CompressorCase { num_entries, table_rows, saves_pooled, ..packed };
+    // In inference an entry is stored as attention, or the indexer, reads it.
+    let as_read = if head_dim == hadamard::DIM { Epilogue::HadamardFp4 } else { Epilogue::Fp8 };
+    let epilogue = if direction == Direction::Forward { as_read } else { Epilogue::None };
+    let case = CompressorCase { num_entries, table_rows, saves_pooled, epilogue, ..packed };
     let (axis, rows) = match direction {
         Direction::Forward => ("num_entries", num_entries / num_sequences),
         Direction::Backward => ("num_tokens", num_tokens / num_sequences),
@@ -474,7 +582,8 @@ fn last_sequences(whole: &Whole<'_, Compressor>, c: &mut CompressorCase, tensors
     c.num_sequences = if of_tokens { c.num_tokens / length } else { c.num_entries / (length / c.ratio) };
     (c.num_tokens, c.num_entries) = (c.num_sequences * length, c.num_sequences * (length / c.ratio));
     for (name, count) in [("kv", c.num_tokens), ("gate", c.num_tokens), ("dentries", c.num_entries)] {
-        let tensor = tensors.tensor(name);
+        // Of the gradient, where there is a backward.
+        let Some(tensor) = tensors.get(name) else { continue };
         let rows = tensor.shape[0];
         let narrowed = permuted_along(tensor, 0, &(rows - count.min(rows)..rows).collect::<Vec<_>>());
         tensors.put(name, narrowed);

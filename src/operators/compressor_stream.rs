@@ -1,9 +1,9 @@
-//! `compressor_stream` (inference 6, 6.2): `kernels/cuda/compressor_stream.cu` against
+//! `compressor_stream` (inference 5.4, 6, 6.2): `kernels/cuda/compressor_stream.cu` against
 //! `reference/src/compressor_stream.rs`.
 //!
 //! A case is several steps of the same sequences on one state, each a call of its own.
 
-use dsv4_kernels::compressor::{MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
+use dsv4_kernels::compressor::{Epilogue, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
 use dsv4_kernels::compressor_stream as launcher;
 use dsv4_reference::compressor::Finish;
 use dsv4_reference::compressor_stream::{self as reference, Piece};
@@ -11,7 +11,10 @@ use dsv4_reference::rope::{YarnParameters, inv_freq_f32, table};
 use rand::Rng;
 use rand::seq::SliceRandom;
 
-use super::compressor::{golden_projections, golden_table};
+use super::compressor::{
+    EPILOGUE_LAW, check_epilogue, drawn_epilogue, epilogue_of_oracle, golden_projections, golden_table, made_by,
+    of_width, pooling_of,
+};
 use super::elements;
 use crate::operator::declaration::state;
 use crate::operator::format_of;
@@ -51,6 +54,9 @@ pub struct CompressorStreamCase {
     pub table_rows: usize,
     /// Type of entries.
     pub dtype: Float,
+    /// What entries are stored for.
+    #[serde(default)]
+    pub epilogue: Epilogue,
     /// Whether slots hold NaN of what was there before the sequences that begin.
     pub poison: bool,
     /// Added to the mean square.
@@ -92,6 +98,7 @@ fn plain(num_sequences: usize, chunks: &[usize], form: (usize, bool), head: [usi
         rope_dim: head[1],
         table_rows: chunks.iter().sum::<usize>() + num_sequences + 16,
         dtype: Float::Bf16,
+        epilogue: Epilogue::None,
         poison: false,
         eps: 1e-6,
         scores: 2.0,
@@ -196,7 +203,7 @@ impl Declared for CompressorStream {
     const ABOUT: About = About {
         name: "compressor_stream",
         summary: "entries of growing sequences from a state of their last tokens; rejected tokens are written again",
-        specification: &["inference 6", "inference 6.2"],
+        specification: &["inference 5.4", "inference 6", "inference 6.2"],
         paths: &[
             "compressor_stream_overlap_vector",
             "compressor_stream_overlap_scalar",
@@ -235,7 +242,9 @@ impl Declared for CompressorStream {
             input("slots", DType::I32, &[axis("num_sequences", c.num_sequences)]),
             input("cos", DType::F32, &positions).rows(),
             input("sin", DType::F32, &positions).rows(),
-            output("entries", c.dtype.dtype(), &[axis("num_entries", num_entries), head_dim]).rows(),
+            output("entries", c.dtype.dtype(), &[axis("num_entries", num_entries), head_dim])
+                .rows()
+                .pooled(pooling_of(c.epilogue)),
         ];
         Specs::new(c.data.seed, tensors).positive("eps", c.eps)
     }
@@ -254,6 +263,7 @@ impl Declared for CompressorStream {
             let least = c.slots_of_an_entry() + c.drafts;
             return refuse("num_rows", format!("{} must be at least {least}, of an entry and the drafts", c.num_rows));
         }
+        check_epilogue(c.epilogue, c.head_dim)?;
         let (steps, tokens) =
             (c.chunks.len(), c.chunks.iter().try_fold(c.position, |sum, &chunk| sum.checked_add(chunk)));
         let size =
@@ -270,16 +280,17 @@ impl Declared for CompressorStream {
         let form = (any::<bool>(), prop_oneof![4 => 1..=9usize, 1 => Just(40usize)], select(heads), Float::strategy());
         let chunks = prop::collection::vec(prop_oneof![2 => Just(1usize), 3 => 0..=most], 1..=steps);
         let shape = (0..=5usize, chunks, any::<bool>(), 0..=3usize, prop_oneof![2 => Just(0usize), 1 => 1..=20usize]);
-        let flags = (any::<bool>(), any::<bool>(), 0..=3usize, select(vec![2.0, 2.0, 0.3, 60.0]));
+        let flags = (any::<bool>(), any::<bool>(), 0..=3usize, select(vec![2.0, 2.0, 0.3, 60.0]), drawn_epilogue());
         (form, shape, flags, Data::strategy(-12..=12))
             .prop_map(|((overlaps, ratio, head, dtype), shape, flags, data)| {
                 let (sequences, chunks, staggered, drafts, position) = shape;
-                let (hostile, poison, more, scores) = flags;
+                let (hostile, poison, more, scores, epilogue) = flags;
+                let epilogue = of_width(epilogue, head[0]);
                 let ratio = if overlaps { OVERLAP_RATIO } else { ratio };
                 let plain = plain(sequences, &chunks, (ratio, overlaps), head);
                 let (num_rows, table_rows) = (plain.num_rows - 1 + drafts + more, plain.table_rows + position);
                 let choice = CompressorStreamCase { staggered, drafts, position, hostile, poison, dtype, ..plain };
-                CompressorStreamCase { num_rows, table_rows, scores, data, ..choice }
+                CompressorStreamCase { num_rows, table_rows, epilogue, scores, data, ..choice }
             })
             .boxed()
     }
@@ -288,15 +299,18 @@ impl Declared for CompressorStream {
         // One step each: of sequences that begin, and of others; by the scalar kernels.
         let further = |case| CompressorStreamCase { position: 5, ..case };
         let f32 = |case| CompressorStreamCase { dtype: Float::F32, ..case };
+        let stored = |epilogue, case| CompressorStreamCase { epilogue, ..case };
         vec![
             further(plain(3, &[6], OVERLAP, [16, 8])),
             f32(further(plain(3, &[4], (3, false), [24, 8]))),
             plain(2, &[9], OVERLAP, [12, 4]),
+            stored(Epilogue::HadamardFp4, further(plain(2, &[5], OVERLAP, [128, 8]))),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<CompressorStreamCase> {
         let poisoned = |case| CompressorStreamCase { poison: true, ..case };
+        let stored = |epilogue, case| CompressorStreamCase { epilogue, ..case };
         let rejecting = |case: CompressorStreamCase, drafts| {
             let num_rows = case.slots_of_an_entry() + drafts;
             CompressorStreamCase { drafts, num_rows, ..case }
@@ -318,6 +332,14 @@ impl Declared for CompressorStream {
             plain(2, &[7, 1, 4], OVERLAP, [512, 64]),
             plain(3, &[9, 2], OVERLAP, [128, 64]),
             plain(1, &[130, 126], (128, false), [36, 8]),
+            // Powers of scores that no other slot's are near; the table ends just before an entry.
+            CompressorStreamCase { scores: 100.0, ..plain(1, &[40, 24], (32, false), [36, 8]) },
+            CompressorStreamCase { table_rows: 8, ..plain(1, &[7, 6], OVERLAP, [16, 8]) },
+            // As attention and the indexer read them; in steps, of a group that ends early.
+            stored(Epilogue::Fp8, poisoned(plain(2, &[7, 1, 4], OVERLAP, [512, 64]))),
+            stored(Epilogue::HadamardFp4, poisoned(plain(3, &[9, 2], OVERLAP, [128, 64]))),
+            stored(Epilogue::HadamardFp4, poisoned(plain(1, &[3, 1, 5, 4], OVERLAP, [128, 64]))),
+            stored(Epilogue::Fp8, poisoned(plain(1, &[3, 1, 2, 1, 6], (3, false), [140, 8]))),
         ]);
         if profile == Profile::Full {
             cases.push(plain(3, &[700, 1, 5, 300, 1, 1], OVERLAP, [512, 64]));
@@ -355,6 +377,7 @@ impl Declared for CompressorStream {
             sin: t.f64("sin")?,
             eps: t.scalar("eps", c.eps.into()),
             stored: format_of(c.dtype.dtype()).expect("a floating-point type"),
+            epilogue: epilogue_of_oracle(c.epilogue),
         };
         let inputs = reference::Inputs {
             kv: t.f64("kv")?,
@@ -377,7 +400,7 @@ impl Declared for CompressorStream {
     fn launch(c: &CompressorStreamCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let steps = c.steps();
         if steps.len() == 1 {
-            return run.launch(|device| launcher::forward(device, v, c.eps));
+            return run.launch(|device| launcher::forward(device, v, c.eps, c.epilogue));
         }
         let ends = c.num_sequences + 1;
         for (number, step) in steps.iter().enumerate() {
@@ -389,14 +412,22 @@ impl Declared for CompressorStream {
             let own =
                 own.with("cu_seqlens", &lists("cu_seqlens", ends)?).with("cu_entries", &lists("cu_entries", ends)?);
             let own = own.with("first_positions", &lists("first_positions", c.num_sequences)?);
-            run.launch(|device| launcher::forward(device, &own, c.eps))?;
+            run.launch(|device| launcher::forward(device, &own, c.eps, c.epilogue))?;
             run.freeze(&entries)?;
         }
         Ok(())
     }
 
     fn laws(c: &CompressorStreamCase, laws: &mut Laws<'_, Self>) {
-        laws.scale("the norm's weight scales once", "norm_weight", 0.5, &[("entries", 0.5), ("state", 1.0)]);
+        // Of what is stored as e4m3 the floor of scales does not scale.
+        let halved =
+            if c.epilogue == Epilogue::Fp8 { &[("state", 1.0)][..] } else { &[("entries", 0.5), ("state", 1.0)] };
+        laws.scale("the norm's weight scales once", "norm_weight", 0.5, halved);
+        if c.epilogue != Epilogue::None {
+            let made = made_by(c.epilogue, c.rope_dim, c.dtype);
+            let change = |v: &mut Variant<Self>| v.case.epilogue = Epilogue::None;
+            laws.law(EPILOGUE_LAW, change, [("entries", made), ("state", Relation::Times(1.0))]);
+        }
         // Of one sequence the tokens of all steps lie one behind the other, and so do its entries.
         if c.num_sequences == 1 && c.drafts == 0 && !c.hostile && c.chunks.len() > 1 {
             let whole = CompressorStreamCase { chunks: vec![c.chunks.iter().sum()], ..c.clone() };
@@ -426,7 +457,9 @@ impl Declared for CompressorStream {
             // Positions are unlike each other: of the sequences with overlap a quarter completes an entry.
             let position = 2 * form.0 - 1;
             let (num_rows, table_rows) = (plain.slots_of_an_entry(), position + num_sequences + 1);
-            let aligned = CompressorStreamCase { position, num_rows, table_rows, num_slots: num_sequences, ..plain };
+            let epilogue = of_width(Epilogue::HadamardFp4, head_dim);
+            let slots = CompressorStreamCase { num_rows, num_slots: num_sequences, ..plain };
+            let aligned = CompressorStreamCase { position, table_rows, epilogue, ..slots };
             let name = format!("{num_sequences} sequences x{head_dim} ratio {}", form.0);
             let entries = aligned.totals()[1];
             let numbers = entries * aligned.slots_of_an_entry() * head_dim;

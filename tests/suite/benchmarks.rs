@@ -15,6 +15,7 @@ use dsv4_parity::operators::compressor::Compressor;
 use dsv4_parity::operators::compressor_stream::CompressorStream;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::embed_streams::EmbedStreams;
+use dsv4_parity::operators::gate_up_interleave::GateUpInterleave;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
 use dsv4_parity::operators::indexer_cache_write::IndexerCacheWrite;
@@ -59,6 +60,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("mhc_post_forward", "mhc_post_comb_transposed"),
     ("mhc_post_backward", "mhc_post_dstreams_transposed"),
     ("scale_swizzle_forward", "swizzle_quarters_in_order"),
+    ("gate_up_interleave_forward", "gate_up_swapped"),
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
@@ -277,12 +279,12 @@ fn caches() -> Vec<Box<dyn Timed>> {
     let rows = |name, padding| timed::<KvCacheWrite>("forward", name, &pages(padding), fewer.clone());
     let keys = |name| timed::<IndexerCacheWrite>("forward", name, &pages(64), fewer.clone());
     let entries = |group, name, ratio: usize| {
-        let sizes = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 64});
+        let sizes = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 128});
         let mut whole = sizes.as_object().expect("fields").clone();
         whole.insert("table_rows".into(), json!(4 * ratio));
         timed::<Compressor>(group, name, &whole.into(), json!({"num_tokens": 6 * ratio, "num_entries": 5}))
     };
-    let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 64});
+    let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 128});
     vec![
         rows("65536x512 page 64 fp8", 448),
         rows("65536x512 page 64 bf16", 0),
@@ -327,6 +329,8 @@ fn experts() -> Vec<Box<dyn Timed>> {
     let table = json!({"num_tokens": 21, "num_experts": 40, "vocab_size": 30});
     let sorted = json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4});
     let name = "32768x7168 to 6 of 256 experts bf16";
+    let rows = json!({"num_experts": 5, "num_rows": 48, "row_bytes": 48});
+    let weights = |name| timed::<GateUpInterleave>("forward", name, &rows, json!({"num_experts": 2}));
     let expand = |group| timed::<MoeExpand>(group, name, &sorted, json!({"num_tokens": 5}));
     let reduce = |group| timed::<MoeReduce>(group, name, &sorted, json!({"num_tokens": 5}));
     vec![
@@ -338,6 +342,8 @@ fn experts() -> Vec<Box<dyn Timed>> {
         expand("backward"),
         reduce("forward"),
         reduce("backward"),
+        weights("32x4096x2048"),
+        weights("32x4096x128 inverse"),
     ]
 }
 

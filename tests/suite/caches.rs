@@ -29,8 +29,19 @@ fn config() -> CacheConfig {
     CacheConfig { layers, row: ROW, head_dim, indexer_dim, indexer_row_bytes, max_draft_tokens: MAX_DRAFT_TOKENS }
 }
 
+/// What an engine can do wrong with the layout.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    /// Nothing.
+    None,
+    /// The writer of the indexer's keys adds a region's offset within its layer to the pool, and not to the layer's own
+    /// place in it (FM-141).
+    DropsLayerOffset,
+}
+
 /// The caches of a model on the device, and who manages them.
 struct Engine {
+    fault: Fault,
     manager: CacheManager,
     arena: DeviceArena<'static>,
     pool: TensorView,
@@ -51,7 +62,7 @@ impl Engine {
         let states = memory("states", CAPACITY.num_sequences, layout.state_stride);
         let snapshots = memory("snapshots", CAPACITY.num_snapshots, layout.state_stride);
         let manager = CacheManager::new(layout, CAPACITY).expect("a manager");
-        Self { manager, arena, pool, states, snapshots }
+        Self { fault: Fault::None, manager, arena, pool, states, snapshots }
     }
 
     /// A region of all pages, or of all states.
@@ -60,6 +71,16 @@ impl Engine {
         let whole = if of_pages { &self.pool } else { &self.states };
         let address = whole.address + region.offset as u64;
         TensorView { address, shape: vec![whole.shape[0], region.bytes], ..whole.clone() }
+    }
+
+    /// The view through which a region is written.
+    fn written_view(&self, region: &Region) -> TensorView {
+        if self.fault == Fault::None || region.contents != Contents::IndexerKeys {
+            return self.view(region);
+        }
+        let of_layer = self.manager.layout().page.iter().filter(|other| other.layer == region.layer);
+        let layer_offset = of_layer.map(|other| other.offset).min().expect("its own");
+        self.view(&Region { offset: region.offset - layer_offset, ..*region })
     }
 
     fn copy_state(&self, from: (&TensorView, usize), to: (&TensorView, usize)) {
@@ -105,7 +126,7 @@ impl Engine {
         let width = if region.contents == Contents::IndexerKeys { DIM } else { ROW.head_dim() };
         let rows = mapping.positions.clone().flat_map(|position| row_of(region, &tokens[..=position], width));
         let rows = HostTensor::from_f64(DType::Bf16, &[slots.len(), width], &rows.collect::<Vec<_>>());
-        let pages = self.view(region);
+        let pages = self.written_view(region);
         let rows = self.arena.input("rows", &rows).expect("rows");
         let slots = self.arena.input("slots", &HostTensor::from_i32(&[slots.len()], slots)).expect("slots");
         let views = Views::new().with("slots", &slots);
@@ -292,4 +313,23 @@ fn layers_of_one_pool_hold_unlike_rows_and_touch_no_byte_between_their_regions()
         let rows = engine.arena.download(&engine.view(region)).expect("memory").bytes;
         assert!(rows.iter().all(|&byte| byte == 0xa5), "{region:?}");
     }
+}
+
+/// Every kernel is right and every layer by itself is, too: what one layer reads is what another one wrote (FM-141).
+#[test]
+fn an_engine_that_drops_the_offset_of_a_layer_is_seen_in_the_layers_that_share_a_pool() {
+    let tokens = text(256, 0, 1);
+    let mut engine = Engine { fault: Fault::DropsLayerOffset, ..Engine::new() };
+    let (id, _) = engine.admit(&tokens);
+    engine.step(id, &tokens, 0, 0);
+    let (reads, expected) = (engine.reads(id), cold(&tokens));
+    let pairs = reads.iter().zip(&expected).filter(|(found, cold)| found != cold);
+    let wrong: Vec<_> = pairs.map(|((region, _), _)| (region.layer, region.contents)).collect();
+    assert_eq!(wrong, [(0, Contents::IndexerKeys), (3, Contents::IndexerKeys)]);
+    // The first one has the keys of the other, which has what lay there before.
+    let keys = |all: &[(Region, Vec<u8>)], layer: usize| {
+        let of = |region: &Region| region.layer == layer && region.contents == Contents::IndexerKeys;
+        all.iter().find(|(region, _)| of(region)).expect("a region").1.clone()
+    };
+    assert!(keys(&reads, 0) == keys(&expected, 3) && keys(&reads, 3).iter().all(|&byte| byte == 0xa5));
 }

@@ -638,6 +638,7 @@ fn a_law_that_holds_passes_and_one_that_is_broken_by_a_bit_fails() {
     let doubled: Vec<f64> = exact().iter().map(|v| 2.0 * v).collect();
     let times = || Relation::Times(2.0);
     let permuted = || Relation::PermutedRows((0..ROWS).rev().collect());
+    let halves = || Relation::MadeOf(Rc::new(|variant| variant.to_f64().iter().map(|v| v / 2.0).collect()));
     let first_rows = || Relation::EqualRows(Rc::new(|row| row < 4));
     let nudge = |values: &[f64], index: usize| {
         let mut values = values.to_vec();
@@ -646,7 +647,8 @@ fn a_law_that_holds_passes_and_one_that_is_broken_by_a_bit_fails() {
     };
     let broken = [("law: made up", Verdict::Fail)];
     type MakeRelation = fn() -> Relation;
-    let cases: [(Vec<f64>, MakeRelation); 3] = [(doubled, times), (reversed_rows(), permuted), (exact(), first_rows)];
+    let cases: [(Vec<f64>, MakeRelation); 4] =
+        [(doubled.clone(), times), (reversed_rows(), permuted), (exact(), first_rows), (doubled, halves)];
     for (right, relation) in cases {
         let outcome = check(&with_law(right.clone(), relation));
         assert!(outcome.passed(), "{:#?}", outcome.failures().collect::<Vec<_>>());
@@ -656,6 +658,7 @@ fn a_law_that_holds_passes_and_one_that_is_broken_by_a_bit_fails() {
     // Rows that the relation does not bind may differ.
     assert!(check(&with_law(nudge(&exact(), 5 * WIDTH), first_rows)).passed());
     assert_fails(&with_law(exact(), permuted), &broken);
+    assert_fails(&with_law(with_element(37, f64::NAN), halves), &broken);
 }
 
 #[test]

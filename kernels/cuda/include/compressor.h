@@ -6,11 +6,13 @@
 // is stored of an entry.
 #pragma once
 
+#include "butterflies.h"
 #include "element.h"
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
+#include "quantise.h"
 #include "rotation.h"
 
 constexpr int QUAD = 4;  // channels of a thread: 16 bytes of fp32
@@ -196,9 +198,9 @@ DEVICE void turn(const Params& params, int64_t position, int channel, Channels& 
     for (int pair = 0; pair < QUAD / 2; ++pair) rotate(rotations[pair], x[2 * pair], x[2 * pair + 1]);
 }
 
-// Makes an entry of what was pooled and rounded: norm, rounded as it would be stored, rotation, rounded again.
+// Norm, rounded as it would be stored, rotation, rounded again, of what was pooled and rounded.
 template <bool WIDE, typename Params>
-DEVICE void make_entry(const Params& params, int64_t position, int channel, Channels& x, float (*partials)[1]) {
+DEVICE void norm_and_turn(const Params& params, int64_t position, int channel, Channels& x, float (*partials)[1]) {
     float squares[1] = {0.0f};
     for (int i = 0; i < QUAD; ++i) squares[0] += x[i] * x[i];
     entry_sums(squares, params.entry_threads, partials);
@@ -210,6 +212,52 @@ DEVICE void make_entry(const Params& params, int64_t position, int channel, Chan
     round_to_stored(x);
     turn<false>(params, position, channel, x);
     round_to_stored(x);
+}
+
+// ---------------------------------------------------------------- what an entry is stored for (inference 5.4)
+//
+// Numbers become what their codes would mean. The threads of a warp have neighbouring channels, so that those that
+// share a scale are neighbouring lanes; all lanes of the warp take part.
+
+constexpr int SIMULATED_E4M3 = 1, TRANSFORMED_E2M1 = 2;  // of params.epilogue; anything else leaves an entry as it is
+constexpr int E4M3_GROUP = 64, E2M1_GROUP = 32;          // channels that share a scale
+
+// Of the channels that are `coded`; the others stay.
+DEVICE void simulate_e4m3(bool coded, Channels& x) {
+    const float amax = largest(coded ? largest_magnitude(x) : 0u, E4M3_GROUP / QUAD);
+    const uint8_t scale = group_scale(amax, E4M3_FLOOR, 1.0f / 448.0f);
+    if (!coded) return;
+    uint32_t codes[QUAD / 4];
+    e4m3_codes(x, inverse_of_scale(scale), codes);
+    e4m3x2_to_float(codes[0], x[0], x[1]);
+    e4m3x2_to_float(codes[0] >> 16, x[2], x[3]);
+    for (int i = 0; i < QUAD; ++i) x[i] *= e8m0_to_float(scale);
+}
+
+DEVICE void simulate_e2m1(Channels& x) {
+    const float amax = largest(largest_magnitude(x), E2M1_GROUP / QUAD);
+    const uint8_t scale = group_scale(amax, E2M1_FLOOR, 1.0f / 6.0f);
+    const float inverse = inverse_of_scale(scale);
+    for (int i = 0; i < QUAD; ++i) x[i] = e2m1_to_float(to_e2m1(x[i] * inverse)) * e8m0_to_float(scale);
+}
+
+// The channels that do not turn as e4m3; or all of an entry of 128, a warp's, transformed, rounded and as e2m1.
+template <typename Params>
+DEVICE void simulate_codes(const Params& params, int channel, Channels& x) {
+    if (params.epilogue == SIMULATED_E4M3) {
+        simulate_e4m3(channel < params.head_dim - params.rope_dim, x);
+    } else if (params.epilogue == TRANSFORMED_E2M1) {
+        walsh_hadamard<static_cast<int>(WARP_SIZE)>(*reinterpret_cast<float(*)[1][QUAD]>(&x), lane_id());
+        round_to_stored(x);
+        simulate_e2m1(x);
+    }
+}
+
+// Makes an entry of what was pooled and rounded.
+template <bool WIDE, typename Params>
+DEVICE void make_entry(const Params& params, int64_t position, int channel, Channels& x, float (*partials)[1]) {
+    norm_and_turn<WIDE>(params, position, channel, x, partials);
+    simulate_codes(params, channel, x);
 }
 
 // ---------------------------------------------------------------- which sequence, entry, channels and slots are whose

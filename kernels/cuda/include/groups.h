@@ -104,15 +104,7 @@ DEVICE void store_span(T* target, int count, const float (&x)[SPAN]) {
     }
 }
 
-// The largest magnitude, as bits: those of NaN are above those of infinity, and those above all numbers'.
-DEVICE uint32_t largest_magnitude(const float (&x)[SPAN]) {
-    uint32_t magnitude = 0;
-    UNROLL
-    for (int i = 0; i < SPAN; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
-    return magnitude;
-}
-
-// The same of what lies in memory, two elements of bf16 at a time.
+// The largest magnitude of what lies in memory, as bits (quantise.h), two elements of bf16 at a time.
 DEVICE uint32_t largest_magnitude(const Raw<float>& raw) {
     uint32_t magnitude = 0;
     UNROLL

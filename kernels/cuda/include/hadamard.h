@@ -5,63 +5,21 @@
 // seven steps of the transform stay within it.
 #pragma once
 
+#include "butterflies.h"
 #include "element.h"
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
 #include "quantise.h"
 
-constexpr int DIM = 128, LANES = 4, SPAN = 16;
+constexpr int LANES = 4, SPAN = 16;
 constexpr int PARTS = DIM / (LANES * SPAN);
 constexpr int E2M1_GROUP = 32, E2M1_GROUPS = DIM / E2M1_GROUP;
 constexpr int GROUP_LANES = E2M1_GROUP / SPAN;
-constexpr float INVERSE_ROOT = 0.08838834764831845f;  // 128^-0.5
 
 using Row = float[PARTS][SPAN];
 
-// ---------------------------------------------------------------- the transform
-
-DEVICE void butterfly(float& a, float& b) {
-    const float sum = __fadd_rn(a, b), difference = __fadd_rn(a, -b);
-    a = sum;
-    b = difference;
-}
-
-DEVICE void transform(Row& x, int lane) {
-    UNROLL
-    for (int part = 0; part < PARTS; ++part) {
-        UNROLL
-        for (int h = 1; h < SPAN; h *= 2) {
-            UNROLL
-            for (int i = 0; i < SPAN; ++i)
-                if (!(i & h)) butterfly(x[part][i], x[part][i | h]);
-        }
-        UNROLL
-        for (int h = 1; h < LANES; h *= 2) {
-            // The upper of two lanes has the difference; a product with 1 or -1 is exact, so each sum is rounded once.
-            const float sign = lane & h ? -1.0f : 1.0f;
-            UNROLL
-            for (int i = 0; i < SPAN; ++i) {
-                const float other = __shfl_xor_sync(FULL_WARP, x[part][i], h);
-                x[part][i] = fused_multiply_add(x[part][i], sign, other);
-            }
-        }
-    }
-    UNROLL
-    for (int h = 1; h < PARTS; h *= 2) {
-        UNROLL
-        for (int part = 0; part < PARTS; ++part) {
-            UNROLL
-            for (int i = 0; i < SPAN; ++i)
-                if (!(part & h)) butterfly(x[part][i], x[part | h][i]);
-        }
-    }
-    UNROLL
-    for (int part = 0; part < PARTS; ++part) {
-        UNROLL
-        for (int i = 0; i < SPAN; ++i) x[part][i] = __fmul_rn(x[part][i], INVERSE_ROOT);
-    }
-}
+DEVICE void transform(Row& x, int lane) { walsh_hadamard<LANES>(x, lane); }
 
 // Rounds to bf16; returns of each part the largest magnitude, as the bits of the bf16: ordered as they are, NaN above infinity.
 struct Magnitudes {

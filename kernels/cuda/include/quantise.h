@@ -8,6 +8,15 @@
 constexpr float E2M1_FLOOR = 6.0f * 0x1p-126f;  // least amax of a group of e2m1: its scale stays a normal number
 constexpr float E4M3_FLOOR = 1e-4f;             // and of e4m3
 
+// The largest magnitude, as bits: those of NaN are above those of infinity, and those above all numbers'.
+template <int COUNT>
+DEVICE uint32_t largest_magnitude(const float (&x)[COUNT]) {
+    uint32_t magnitude = 0;
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) magnitude = maximum(magnitude, __float_as_uint(x[i]) & 0x7fffffffu);
+    return magnitude;
+}
+
 // The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes are ordered as they are, NaN above
 // infinity.
 DEVICE float largest(uint32_t magnitude, int lanes) {

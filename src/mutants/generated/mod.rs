@@ -138,8 +138,8 @@ struct Edit {
     summary: String,
 }
 
-/// Every mutant of an operator's own kernel files and of their headers, in the order of the files. A chain has none: the
-/// kernels that it launches are its operators' own.
+/// Every mutant of an operator's own kernel files and of their headers, in the order of the files, in functions that its
+/// kernels call. A chain has none: the kernels that it launches are its operators' own.
 ///
 /// # Errors
 /// [`MutationError`]: a file that is missing or not understood completely.
@@ -204,6 +204,9 @@ fn generate_of(
         let name = source.name_of(function);
         let callers = units.iter().filter(|unit| unit.holds(source.file)).filter_map(|unit| unit.callers.get(name));
         let kernels: BTreeSet<String> = callers.flatten().map(|kernel| (*kernel).to_owned()).collect();
+        if kernels.is_empty() {
+            continue;
+        }
         for (class, edit) in classes::edits(source, function) {
             let (original, mutated) = changed_lines(source.text, &edit);
             let key = format!("{operator}:{name}:{}:{original}:{mutated}", class.name());

@@ -139,8 +139,9 @@ impl<'a> Source<'a> {
     }
 }
 
-/// For each function of a kernel file and its headers, the kernels that may call it. One that no kernel calls (a
-/// compile-time function) may concern all of them.
+/// For each function of a kernel file and its headers, the kernels that may call it: all of them where no kernel does and
+/// something outside of functions does, such as a constant that is computed, or where it is called by no name, as an operator
+/// is; none where nobody calls it, as much of a header that others share.
 pub(super) fn callers<'a>(unit: &[&Source<'a>]) -> BTreeMap<&'a str, BTreeSet<&'a str>> {
     let all = || unit.iter().flat_map(|source| source.functions().into_iter().map(move |function| (source, function)));
     let names: BTreeSet<&str> = all().map(|(source, function)| source.name_of(function)).collect();
@@ -164,8 +165,23 @@ pub(super) fn callers<'a>(unit: &[&Source<'a>]) -> BTreeMap<&'a str, BTreeSet<&'
             }
         }
     }
-    callers.values_mut().filter(|found| found.is_empty()).for_each(|found| found.clone_from(&kernels));
+    let mut pending: Vec<&str> = names.iter().copied().filter(|name| !is_identifier(name)).collect();
+    for source in unit {
+        descend_outside_functions(source.tree.root_node(), &mut |node| {
+            pending.extend(names.get(source.text_of(node)).filter(|_| node.kind().ends_with("identifier")));
+        });
+    }
+    while let Some(name) = pending.pop() {
+        if callers[name].is_empty() {
+            callers.insert(name, kernels.clone());
+            pending.extend(mentions[name].iter().copied());
+        }
+    }
     callers
+}
+
+fn is_identifier(name: &str) -> bool {
+    name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
 /// The headers that hold more of a kernel file's code: those that do not tell the backends apart.
@@ -185,6 +201,19 @@ pub(super) fn descend<'t>(node: Node<'t>, visit: &mut impl FnMut(Node<'t>)) {
     for index in 0..node.child_count() {
         if let Some(child) = node.child(index) {
             descend(child, visit);
+        }
+    }
+}
+
+/// [`descend`], but into no function that has a body.
+fn descend_outside_functions<'t>(node: Node<'t>, visit: &mut impl FnMut(Node<'t>)) {
+    if node.kind() == "function_definition" && node.child_by_field_name("body").is_some() {
+        return;
+    }
+    visit(node);
+    for index in 0..node.child_count() {
+        if let Some(child) = node.child(index) {
+            descend_outside_functions(child, visit);
         }
     }
 }
@@ -313,7 +342,9 @@ mod tests {
 
     #[test]
     fn a_function_belongs_to_the_kernels_that_reach_it() {
-        let text = "DEVICE int deep() { return 1; }\nDEVICE int f() { return deep(); }\nDEVICE int size() { return 2; }\n\
+        let text = "DEVICE int deep() { return 1; }\nDEVICE int f() { return deep(); }\nDEVICE int twice() { return 2; }\n\
+                    DEVICE int size() { return twice(); }\nconstexpr int SIZE = size();\n\
+                    DEVICE int least() { return 3; }\nDEVICE int nobodys() { return least(); }\n\
                     KERNEL(a, P, 32) { f(); }\nKERNEL(b, P, 32) { }\n";
         let files = [("k.cu".to_owned(), text.to_owned())];
         let tree = SourceTree::from_files("a test".into(), files.into()).expect("a tree");
@@ -321,6 +352,11 @@ mod tests {
         let callers = callers(&[&source]);
         assert_eq!(callers["deep"], ["a"].into());
         assert_eq!(callers["b"], ["b"].into());
-        assert_eq!(callers["size"], ["a", "b"].into());
+        for of_a_constant in ["size", "twice"] {
+            assert_eq!(callers[of_a_constant], ["a", "b"].into());
+        }
+        for of_nobody in ["nobodys", "least"] {
+            assert!(callers[of_nobody].is_empty());
+        }
     }
 }
