@@ -21,6 +21,7 @@ pub mod indexer_query;
 pub mod indexer_recompute;
 pub mod kv_cache;
 pub mod kv_cache_write;
+pub mod linear;
 pub mod mhc_head;
 pub mod mhc_mix;
 pub mod mhc_post;

@@ -18,6 +18,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::quantize_fp8::QuantizeFp8>::new(),
     &Op::<operators::quantize_mxfp4::QuantizeMxfp4>::new(),
     &Op::<operators::quantize_nvfp4::QuantizeNvfp4>::new(),
+    &Op::<operators::linear::Linear>::new(),
     &Op::<operators::compressor::Compressor>::new(),
     &Op::<operators::compressor_stream::CompressorStream>::new(),
     &Op::<operators::scale_swizzle::ScaleSwizzle>::new(),

@@ -16,6 +16,7 @@ pub mod indexer_loss;
 pub mod indexer_query;
 pub mod indexer_recompute;
 pub mod kv_cache_write;
+pub mod linear;
 pub mod lists;
 mod logits;
 pub mod mhc_head;
