@@ -16,14 +16,14 @@
 //
 // Floors: 2 rows columns depth FLOP at 790 TFLOP/s; of few rows the bytes of w at 4.24 TB/s, 67 us for [65536, 4096].
 // Expected to limit: the rate of mma.sync of the large tiles, about two thirds of wgmma's; memory of the small ones,
-// which keep 5 x 10 KB a block and three blocks a multiprocessor in flight. Not measured yet. Production calls
-// cuBLASLt where no epilogue is wanted; these kernels are what there is everywhere.
+// which keep 5 x 10 KB a block and three blocks a multiprocessor in flight (of large tiles it is 3 x 32 KB and one).
+// Not measured yet. Production calls cuBLASLt where no epilogue is wanted; these kernels are what there is everywhere.
 //
 // Launch. `splits` times the tiles of the result blocks; linear_sum: ceil(rows ceil(columns / 8) / SUM_THREADS).
 #include "async_copy.h"
 #include "linear.h"
 
-using Large = Shape<128, 128, 2, 4, 3>;
+using Large = Shape<128, 128, 2, 4, 4>;
 using Small = Shape<16, 64, 1, 4, 6>;
 using Scalar = Shape<64, 64, 2, 2, 2>;
 constexpr int SUM_THREADS = 256;
@@ -47,7 +47,7 @@ PARAMS_LAYOUT(LinearParams, a, a_stride, b, b_stride, before, before_stride, out
 DEVICE Result result_of(const LinearParams& params) {
     return Result{params.before, params.before_stride, params.out,     params.out_stride, params.partials,
                   params.rows,   params.columns,       params.depth,   params.splits,     params.out_is_f32,
-                  params.wide};
+                  params.wide,   1.0f};
 }
 
 // An operand: where its numbers lie, and how many rows of the result it has.

@@ -243,7 +243,16 @@ fn linears() -> Vec<Box<dyn Timed>> {
     let layer = json!({"num_tokens": 21, "out_features": 40, "in_features": 72});
     let fewer = json!({"num_tokens": 4, "out_features": 16});
     let linear = |group, name| timed::<Linear>(group, name, &layer, fewer.clone());
-    vec![linear("forward", "4096x65536x1536 bf16"), linear("backward", "4096x7168x16384 bf16")]
+    let coded = json!({"num_tokens": 21, "out_features": 40, "in_features": 160});
+    let quantised = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
+    vec![
+        linear("forward", "4096x65536x1536 bf16"),
+        linear("backward", "4096x7168x16384 bf16"),
+        quantised("4096x7168x16384 fp8"),
+        quantised("4096x7168x16384 fp8 portable"),
+        quantised("4096x7168x16384 mxfp4"),
+        quantised("4096x7168x16384 nvfp4"),
+    ]
 }
 
 fn attention() -> Vec<Box<dyn Timed>> {

@@ -1,6 +1,6 @@
 // Products of matrices in tiles of their result: what all kernels of linear layers share (inference 5.5).
 //
-//     out[i,j] = before[i,j] + sum over k of A(i,k) B(j,k)          i < rows, j < columns, k < depth
+//     out[i,j] = before[i,j] + factor sum over k of A(i,k) B(j,k)          i < rows, j < columns, k < depth
 //
 // sums in fp32, `before` (which may be absent) added to the whole sum, one rounding where out is bf16. Operands lie in
 // shared memory as bf16, a stage of DEPTH numbers of k at a time; tensor cores multiply them out of there (mma.h).
@@ -26,11 +26,13 @@ struct Result {
     int32_t splits;
     int32_t out_is_f32;
     int32_t wide;  // whether before and out take 16-byte accesses
+    float factor;  // of every sum, on its way out
 };
 
 template <int ROWS_OF_TILE, int COLUMNS_OF_TILE, int WARPS_OF_ROWS, int WARPS_OF_COLUMNS, int STAGES_OF_TILE>
 struct Shape {
     static constexpr int ROWS = ROWS_OF_TILE, COLUMNS = COLUMNS_OF_TILE, STAGES = STAGES_OF_TILE;
+    static constexpr int STAGE_DEPTH = DEPTH;
     static constexpr int WARPS_M = WARPS_OF_ROWS, THREADS = 32 * WARPS_OF_ROWS * WARPS_OF_COLUMNS;
     static constexpr int WARP_ROWS = ROWS / WARPS_OF_ROWS, WARP_COLUMNS = COLUMNS / WARPS_OF_COLUMNS;
     static constexpr int M16 = WARP_ROWS / 16, N8 = WARP_COLUMNS / 8;
@@ -49,7 +51,7 @@ struct Part {
     int32_t split;
 };
 
-// Tiles are taken in groups of TILE_GROUP rows of tiles, within one column by column.
+// Tiles are taken in groups of TILE_GROUP rows of tiles, within one column by column. S: ROWS, COLUMNS, STAGE_DEPTH.
 template <typename S>
 DEVICE Part part_of(const Result& result, int64_t block) {
     const int64_t row_tiles = ceil_div<int64_t>(result.rows, S::ROWS);
@@ -58,7 +60,7 @@ DEVICE Part part_of(const Result& result, int64_t block) {
     const int64_t group = tile / (TILE_GROUP * column_tiles), first = group * TILE_GROUP;
     const int64_t rows = minimum<int64_t>(TILE_GROUP, row_tiles - first);
     const int64_t within = tile - group * TILE_GROUP * column_tiles;
-    const int64_t stages = ceil_div<int64_t>(result.depth, DEPTH);
+    const int64_t stages = ceil_div<int64_t>(result.depth, S::STAGE_DEPTH);
     return Part{(first + within % rows) * S::ROWS, within / rows * S::COLUMNS, stages * split / result.splits,
                 stages * (split + 1) / result.splits, static_cast<int32_t>(split)};
 }
@@ -96,11 +98,11 @@ DEVICE int warp_row() { return warp_id() % S::WARPS_M * S::WARP_ROWS; }
 template <typename S>
 DEVICE int warp_column() { return warp_id() / S::WARPS_M * S::WARP_COLUMNS; }
 
-// sums += A B^T over one stage.
-template <typename S, bool A_TRANSPOSED, bool B_TRANSPOSED>
+// sums += A B^T over one stage, or over these of its numbers of k.
+template <typename S, bool A_TRANSPOSED, bool B_TRANSPOSED, int BEGIN = 0, int END = DEPTH>
 DEVICE void multiply_stage(Sums<S>& sums, SharedAddress stage) {
     UNROLL
-    for (int k = 0; k < DEPTH; k += 16) {
+    for (int k = BEGIN; k < END; k += 16) {
         uint32_t a[S::M16][4];
         UNROLL
         for (int m = 0; m < S::M16; ++m) load_a<S::ROWS, A_TRANSPOSED>(a[m], stage, warp_row<S>() + 16 * m, k);
@@ -146,6 +148,8 @@ DEVICE void finish_typed(const Result& result, int64_t row, int64_t column, floa
 }
 
 DEVICE void finish_chunk(const Result& result, int64_t row, int64_t column, float (&x)[CHUNK]) {
+    UNROLL
+    for (int e = 0; e < CHUNK; ++e) x[e] *= result.factor;
     if (result.out_is_f32) {
         finish_typed<float>(result, row, column, x);
     } else {
@@ -157,6 +161,14 @@ DEVICE void finish_chunk(const Result& result, int64_t row, int64_t column, floa
 DEVICE float* partial_sums(const Result& result, int64_t split, int64_t row, int64_t column) {
     const int64_t stride = ceil_div<int64_t>(result.columns, CHUNK) * CHUNK;
     return result.partials + (split * result.rows + row) * stride + column;
+}
+
+// The sums of CHUNK elements of a part of k, finished where it is the only one.
+DEVICE void store_chunk(const Result& result, int32_t split, int64_t row, int64_t column, float (&x)[CHUNK]) {
+    if (result.splits == 1) return finish_chunk(result, row, column, x);
+    float* const to = partial_sums(result, split, row, column);
+    store_vec16(to, pack<float>({x[0], x[1], x[2], x[3]}));
+    store_vec16(to + 4, pack<float>({x[4], x[5], x[6], x[7]}));
 }
 
 // The block's sums, by way of shared memory, which nobody may use any more.
@@ -182,13 +194,7 @@ DEVICE void store_sums(const Result& result, const Part& part, const Sums<S>& su
         if (row >= result.rows || column >= result.columns) continue;
         float x[CHUNK];
         load_elements<CHUNK>(shared + i / ROW_CHUNKS * S::SUM_STRIDE + i % ROW_CHUNKS * CHUNK, x);
-        if (result.splits == 1) {
-            finish_chunk(result, row, column, x);
-            continue;
-        }
-        float* const to = partial_sums(result, part.split, row, column);
-        store_vec16(to, pack<float>({x[0], x[1], x[2], x[3]}));
-        store_vec16(to + 4, pack<float>({x[4], x[5], x[6], x[7]}));
+        store_chunk(result, part.split, row, column, x);
     }
 }
 
