@@ -90,7 +90,7 @@ impl Scales {
     }
 
     /// The kernels' number of the layout.
-    fn number(self) -> usize {
+    pub(crate) fn number(self) -> usize {
         match (self.layout, self.bytes) {
             (ScaleLayout::Plain, _) => 0,
             (ScaleLayout::MnMajor, false) => 1,

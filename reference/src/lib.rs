@@ -40,6 +40,7 @@ pub mod indexer_query;
 pub mod indexer_recompute;
 pub mod kv_cache;
 pub mod kv_cache_write;
+pub mod linear;
 pub mod lm_head;
 pub mod mhc_head;
 pub mod mhc_mix;

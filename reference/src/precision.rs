@@ -477,26 +477,54 @@ impl Rounding {
     fn promoted_matmul(&mut self, a: &Tensor, b: &Tensor, accumulator: Accumulator, every: usize) -> Result<Tensor> {
         require_f64("b", b)?;
         let terms = a.dim(D::Minus1)?;
-        let pieces_of = |from: usize| -> Result<(Tensor, Tensor, f64)> {
-            let length = every.min(terms - from);
-            Ok((a.narrow(D::Minus1, from, length)?, b.narrow(D::Minus2, from, length)?, length as f64))
-        };
         if self.is_exact() {
             for from in (0..terms).step_by(every) {
-                let (a, b, _) = pieces_of(from)?;
+                let length = every.min(terms - from);
+                let (a, b) = (a.narrow(D::Minus1, from, length)?, b.narrow(D::Minus2, from, length)?);
                 self.keep_scales_of_product(&a, &b, accumulator)?;
             }
             let product = a.matmul(b)?;
             self.see(&product)?;
             return Ok(product);
         }
+        self.matmul_of_pieces(a, b, accumulator.promoted_every(every), |_, piece, _| Ok(piece))
+    }
+
+    /// `a @ b` in a promoted accumulator, where each piece is `scaled`, by its number, before it is added to the sum in
+    /// fp32: products of groups that have scales. One piece where nothing is promoted.
+    ///
+    /// # Errors
+    /// As [`Self::matmul`], and those of `scaled`.
+    pub fn matmul_of_pieces(
+        &mut self,
+        a: &Tensor,
+        b: &Tensor,
+        accumulator: Accumulator,
+        scaled: impl Fn(usize, Tensor, &mut Self) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        require_f64("a", a)?;
+        require_f64("b", b)?;
+        let terms = a.dim(D::Minus1)?;
+        let every = accumulator.promote_every.unwrap_or(terms.max(1));
+        if every == 0 {
+            return Err(wrong_value("promote_every", 0, "a promoted accumulator holds one term at least"));
+        }
         // The pieces of one kernel truncate alike: one toss for all of them.
         let sign = self.truncation_sign();
         let mut pieces: Option<(Tensor, Tensor)> = None;
-        for from in (0..terms).step_by(every) {
-            let (a, b, length) = pieces_of(from)?;
-            let count = Tensor::new(length, a.device())?;
-            let piece = self.accumulated_product(&a, &b, &count, accumulator, sign)?;
+        for (number, from) in (0..terms).step_by(every).enumerate() {
+            let length = every.min(terms - from);
+            let (a, b) = (a.narrow(D::Minus1, from, length)?, b.narrow(D::Minus2, from, length)?);
+            let piece = if self.is_exact() {
+                self.keep_scales_of_product(&a, &b, accumulator)?;
+                let piece = a.matmul(&b)?;
+                self.see(&piece)?;
+                piece
+            } else {
+                let count = Tensor::new(length as f64, a.device())?;
+                self.accumulated_product(&a, &b, &count, accumulator, sign)?
+            };
+            let piece = scaled(number, piece, self)?;
             let square = piece.sqr()?;
             pieces = Some(match pieces {
                 None => (piece, square),

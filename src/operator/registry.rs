@@ -20,6 +20,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::quantize_nvfp4::QuantizeNvfp4>::new(),
     &Op::<operators::scale_swizzle::ScaleSwizzle>::new(),
     &Op::<operators::gate_up_interleave::GateUpInterleave>::new(),
+    &Op::<operators::linear::Linear>::new(),
     &Op::<operators::compressor::Compressor>::new(),
     &Op::<operators::compressor_stream::CompressorStream>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),

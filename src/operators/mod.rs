@@ -17,6 +17,7 @@ pub mod indexer_loss;
 pub mod indexer_query;
 pub mod indexer_recompute;
 pub mod kv_cache_write;
+pub mod linear;
 pub mod lists;
 pub mod lm_head;
 mod logits;

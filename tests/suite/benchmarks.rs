@@ -24,6 +24,7 @@ use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
+use dsv4_parity::operators::linear::Linear;
 use dsv4_parity::operators::lm_head::LmHead;
 use dsv4_parity::operators::mhc_head::MhcHead;
 use dsv4_parity::operators::mhc_mix::MhcMix;
@@ -51,6 +52,8 @@ use crate::support::fixtures;
 
 /// For each group a bug that its recheck must see.
 const MUTANTS: &[(&str, &str)] = &[
+    ("linear_forward", "linear_tail_of_k_dropped"),
+    ("linear_backward", "linear_dx_halves_swapped"),
     ("mhc_head_forward", "mhc_head_base_of_the_first_stream"),
     ("mhc_head_backward", "mhc_head_direct_term_missing"),
     ("mhc_mix_forward", "mhc_mix_comb_transposed"),
@@ -216,6 +219,7 @@ fn timed<K: Declared>(group: &str, name: &str, whole: &Value, drawn: Value) -> B
 fn all_reduced() -> Vec<Box<dyn Timed>> {
     let families = [
         norms_and_rotations(),
+        linears(),
         attention(),
         caches(),
         streams(),
@@ -239,6 +243,22 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
         rope("16384x128x512 bf16"),
         rope("16384x128x512 bf16 inverse"),
         rope("16384x128x512 bf16 in place"),
+    ]
+}
+
+fn linears() -> Vec<Box<dyn Timed>> {
+    let layer = json!({"num_tokens": 21, "out_features": 40, "in_features": 72});
+    let fewer = json!({"num_tokens": 4, "out_features": 16});
+    let linear = |group, name| timed::<Linear>(group, name, &layer, fewer.clone());
+    let coded = json!({"num_tokens": 21, "out_features": 40, "in_features": 160});
+    let quantised = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
+    vec![
+        linear("forward", "4096x65536x1536 bf16"),
+        linear("backward", "4096x7168x16384 bf16"),
+        quantised("4096x7168x16384 fp8"),
+        quantised("4096x7168x16384 fp8 portable"),
+        quantised("4096x7168x16384 mxfp4"),
+        quantised("4096x7168x16384 nvfp4"),
     ]
 }
 

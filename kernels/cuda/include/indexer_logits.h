@@ -1,9 +1,10 @@
-// What the two implementations of indexer_logits share: parameters, which keys a token scores, where they lie, how
-// codes become bf16, the sum over the heads, what is stored. indexer_logits.cu has the formulas.
+// What the two implementations of indexer_logits share: parameters, which keys a token scores, where they lie, the sum
+// over the heads, what is stored. indexer_logits.cu has the formulas.
 //
 // The including file is compiled with OPERANDS and HEADS defined.
 #pragma once
 
+#include "codes.h"
 #include "indexer_heads.h"
 #include "math.h"
 #include "memory.h"
@@ -258,31 +259,7 @@ DEVICE void store_logit(const IndexerLogitsParams& params, float* row, KeyRange 
     row[column] = factor.exists ? logit : -INFINITY_F32;
 }
 
-// ---------------------------------------------------------------- codes as bf16
-
-// Eight codes of e2m1 with one scale, exactly; beyond what bf16 holds they are infinite.
-DEVICE Vec16 e2m1_as_bf16(uint32_t codes, float scale) {
-    Vec16 numbers;
-    UNROLL
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t pair = codes >> 8 * i;
-        numbers.w[i] = pack_bf16(e2m1_to_float(static_cast<uint8_t>(pair & 15)) * scale,
-                                 e2m1_to_float(static_cast<uint8_t>(pair >> 4 & 15)) * scale);
-    }
-    return numbers;
-}
-
-// Eight codes of e4m3, exactly.
-DEVICE Vec16 e4m3_as_bf16(uint32_t first, uint32_t second) {
-    Vec16 numbers;
-    UNROLL
-    for (int i = 0; i < 4; ++i) {
-        float low, high;
-        e4m3x2_to_float((i < 2 ? first : second) >> 16 * (i % 2) & 0xffffu, low, high);
-        numbers.w[i] = pack_bf16(low, high);
-    }
-    return numbers;
-}
+// ---------------------------------------------------------------- operands in shared memory
 
 // Byte offset of chunk `chunk` (8 numbers) of a row of HEAD_DIM bf16 in two panels of so many rows.
 DEVICE constexpr int bf16_offset(int rows, int row, int chunk) {

@@ -1,0 +1,73 @@
+// What the kernels of quantised linear layers share: their parameters, and where the scales are (linear_quantised.cu
+// has the formulas).
+#pragma once
+
+#include "linear.h"
+#include "math.h"
+#include "scale_layout.h"
+
+struct LinearQuantisedParams {
+    const uint8_t* x; int64_t x_stride;  // codes, [rows, bytes of depth]
+    const uint8_t* w; int64_t w_stride;  // codes, [columns, bytes of depth]
+    const void* x_scales;                // see scale_layout.h
+    const void* w_scales;
+    const float* x_global_scale;         // [1], of NVFP4
+    const float* w_global_scale;
+    const void* before; int64_t before_stride;
+    void* out; int64_t out_stride;
+    float* partials;
+    int64_t rows;
+    int64_t columns;
+    int64_t depth;
+    int64_t x_padded_rows;
+    int64_t w_padded_rows;
+    int32_t x_groups;
+    int32_t x_padded_groups;
+    int32_t x_scale_layout;
+    int32_t w_groups;
+    int32_t w_padded_groups;
+    int32_t w_scale_layout;
+    int32_t scale_bytes;  // whether scales are e8m0 bytes (of NVFP4: e4m3), and not fp32 numbers
+    int32_t splits;
+    int32_t out_is_f32;
+    int32_t wide;
+};
+PARAMS_LAYOUT(LinearQuantisedParams, x, x_stride, w, w_stride, x_scales, w_scales, x_global_scale, w_global_scale,
+              before, before_stride, out, out_stride, partials, rows, columns, depth, x_padded_rows, w_padded_rows,
+              x_groups, x_padded_groups, x_scale_layout, w_groups, w_padded_groups, w_scale_layout, scale_bytes,
+              splits, out_is_f32, wide)
+
+// The scales of one operand.
+struct Scales {
+    const void* scales;
+    int64_t padded_rows;
+    int32_t num_groups, padded_groups, scale_layout, bytes;
+};
+
+DEVICE Scales x_scales_of(const LinearQuantisedParams& params) {
+    return Scales{params.x_scales,        params.x_padded_rows,  params.x_groups,
+                  params.x_padded_groups, params.x_scale_layout, params.scale_bytes};
+}
+
+DEVICE Scales w_scales_of(const LinearQuantisedParams& params) {
+    return Scales{params.w_scales,        params.w_padded_rows,  params.w_groups,
+                  params.w_padded_groups, params.w_scale_layout, params.scale_bytes};
+}
+
+// The byte of a group's scale.
+DEVICE uint8_t scale_byte(const Scales& scales, int64_t row, int32_t group) {
+    return static_cast<const uint8_t*>(scales.scales)[scale_place(scales, row, group)];
+}
+
+// The scale of a group, a power of two or any fp32 number.
+DEVICE float scale_of_group(const Scales& scales, int64_t row, int32_t group) {
+    if (scales.bytes) return e8m0_to_float(scale_byte(scales, row, group));
+    return static_cast<const float*>(scales.scales)[scale_place(scales, row, group)];
+}
+
+// Every element is multiplied by `factor` on its way out.
+DEVICE Result result_of(const LinearQuantisedParams& params, float factor) {
+    return Result{params.before,  params.before_stride, params.out,    params.out_stride, params.partials,
+                  params.rows,    params.columns,       params.depth,  params.splits,     params.out_is_f32,
+                  params.wide,    factor};
+}

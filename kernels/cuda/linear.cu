@@ -1,0 +1,134 @@
+// Linear layers of bf16 weights and their gradients (inference 0, 5.2, 5.5).
+//
+//     y[t,o]  = y_before[t,o]  + sum over i of x[t,i] w[o,i]
+//     dx[t,i] =                  sum over o of dy[t,o] w[o,i]
+//     dw[o,i] = dw_before[o,i] + sum over t of dy[t,o] x[t,i]
+//
+// x, w, dy and dx are bf16, y and dw bf16 or fp32. Products are exact, sums are fp32; y_before and dw_before, which may
+// be y and dw themselves (sums over chunks of a sequence, say) or absent, are added to the whole sum with one rounding.
+//
+// How the work is laid out. All three are out = A B^T (linear.h), with A and B read as they lie: of dx the numbers of B
+// that are multiplied stand below one another in memory, of dw those of both, and ldmatrix transposes them. A block
+// takes a tile of the result, 128 x 128 or, of up to 16 rows, 16 x 64, and goes over k in stages of 64, of which
+// cp.async holds STAGES - 1 under way while the tensor cores multiply one. Where there are fewer tiles than the machine
+// takes blocks, k is divided among several, whose sums linear_sum adds in order: the same bits each time. The scalar
+// kernels take any stride and extent, element by element.
+//
+// Floors: 2 rows columns depth FLOP at 790 TFLOP/s; of few rows the bytes of w at 4.24 TB/s, 67 us for [65536, 4096].
+// Expected to limit: the rate of mma.sync of the large tiles, about two thirds of wgmma's; memory of the small ones,
+// which keep 5 x 10 KB a block and three blocks a multiprocessor in flight (of large tiles it is 3 x 32 KB and one).
+// Not measured yet. Production calls cuBLASLt where no epilogue is wanted; these kernels are what there is everywhere.
+//
+// Launch. `splits` times the tiles of the result blocks; linear_sum: ceil(rows ceil(columns / 8) / SUM_THREADS).
+#include "async_copy.h"
+#include "linear.h"
+
+using Large = Shape<128, 128, 2, 4, 4>;
+using Small = Shape<16, 64, 1, 4, 6>;
+using Scalar = Shape<64, 64, 2, 2, 2>;
+constexpr int SUM_THREADS = 256;
+
+struct LinearParams {
+    const bf16* a; int64_t a_stride;  // [rows, depth] or, transposed, [depth, rows]
+    const bf16* b; int64_t b_stride;  // [columns, depth] or, transposed, [depth, columns]
+    const void* before; int64_t before_stride;
+    void* out; int64_t out_stride;
+    float* partials;
+    int64_t rows;
+    int64_t columns;
+    int64_t depth;
+    int32_t splits;
+    int32_t out_is_f32;
+    int32_t wide;
+};
+PARAMS_LAYOUT(LinearParams, a, a_stride, b, b_stride, before, before_stride, out, out_stride, partials, rows, columns,
+              depth, splits, out_is_f32, wide)
+
+DEVICE Result result_of(const LinearParams& params) {
+    return Result{params.before, params.before_stride, params.out,     params.out_stride, params.partials,
+                  params.rows,   params.columns,       params.depth,   params.splits,     params.out_is_f32,
+                  params.wide,   1.0f};
+}
+
+// An operand: where its numbers lie, and how many rows of the result it has.
+struct Operand {
+    const bf16* numbers;
+    int64_t stride, extent, depth;
+};
+
+// EXTENT rows of an operand from `first` on, and the DEPTH numbers of k of a stage, into their tile; zeros where there
+// are none. WIDE: by copies of 16 bytes that land later.
+template <int EXTENT, int THREADS, bool TRANSPOSED, bool WIDE>
+DEVICE void load_operand(SharedAddress tile, const Operand& operand, int64_t first, int64_t stage) {
+    constexpr int LINE = TRANSPOSED ? EXTENT : DEPTH, LINE_CHUNKS = LINE / CHUNK;
+    const int64_t outer = TRANSPOSED ? stage * DEPTH : first, outer_end = TRANSPOSED ? operand.depth : operand.extent;
+    const int64_t inner = TRANSPOSED ? first : stage * DEPTH, inner_end = TRANSPOSED ? operand.extent : operand.depth;
+    UNROLL
+    for (int i = 0; i < EXTENT * DEPTH / CHUNK / THREADS; ++i) {
+        const int number = static_cast<int>(threadIdx.x) + i * THREADS, chunk = number % LINE_CHUNKS;
+        const int64_t line = outer + number / LINE_CHUNKS, from = inner + chunk * CHUNK;
+        const int64_t count = line < outer_end ? inner_end - from : 0;
+        const bf16* const source = operand.numbers + line * operand.stride + from;
+        const SharedAddress target = tile + Tile<LINE>::offset(number / LINE_CHUNKS, chunk);
+        if constexpr (WIDE) {
+            copy_async_16(target, count > 0 ? source : operand.numbers, count > 0);
+        } else {
+            Vec16 numbers = {};
+            UNROLL
+            for (int e = 0; e < CHUNK; ++e)
+                if (e < count) numbers.w[e / 2] |= static_cast<uint32_t>(source[e].bits) << 16 * (e % 2);
+            store_shared_vec16(target, numbers);
+        }
+    }
+}
+
+template <typename S, bool A_TRANSPOSED, bool B_TRANSPOSED, bool WIDE>
+DEVICE void linear(const LinearParams& params) {
+    const Result result = result_of(params);
+    const Part part = part_of<S>(result, blockIdx.x);
+    const Operand a{params.a, params.a_stride, params.rows, params.depth};
+    const Operand b{params.b, params.b_stride, params.columns, params.depth};
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const auto place = [&](int64_t stage) { return shared + static_cast<int>(stage % S::STAGES) * S::STAGE_BYTES; };
+    const auto load = [&](int64_t stage) {
+        if (stage < part.end) {
+            load_operand<S::ROWS, S::THREADS, A_TRANSPOSED, WIDE>(place(stage), a, part.row, stage);
+            load_operand<S::COLUMNS, S::THREADS, B_TRANSPOSED, WIDE>(place(stage) + S::A_BYTES, b, part.column, stage);
+        }
+        copy_commit();
+    };
+    for (int i = 0; i < S::STAGES - 1; ++i) load(part.begin + i);
+    // A warp without a row of the result has nothing to multiply.
+    const bool has_rows = part.row + warp_row<S>() < params.rows;
+    Sums<S> sums = {};
+    for (int64_t stage = part.begin; stage < part.end; ++stage) {
+        copy_wait<S::STAGES - 2>();
+        // Past this barrier the stage is there for everyone, and nobody reads the one before it any more.
+        __syncthreads();
+        load(stage + S::STAGES - 1);
+        if (has_rows) multiply_stage<S, A_TRANSPOSED, B_TRANSPOSED>(sums, place(stage));
+    }
+    __syncthreads();
+    store_sums<S>(result, part, sums);
+}
+
+KERNEL(linear_forward_large, LinearParams, Large::THREADS) { linear<Large, false, false, true>(params); }
+SHARED_MEMORY(linear_forward_large, Large::BYTES)
+KERNEL(linear_forward_small, LinearParams, Small::THREADS) { linear<Small, false, false, true>(params); }
+SHARED_MEMORY(linear_forward_small, Small::BYTES)
+KERNEL(linear_forward_scalar, LinearParams, Scalar::THREADS) { linear<Scalar, false, false, false>(params); }
+SHARED_MEMORY(linear_forward_scalar, Scalar::BYTES)
+KERNEL(linear_dx_large, LinearParams, Large::THREADS) { linear<Large, false, true, true>(params); }
+SHARED_MEMORY(linear_dx_large, Large::BYTES)
+KERNEL(linear_dx_small, LinearParams, Small::THREADS) { linear<Small, false, true, true>(params); }
+SHARED_MEMORY(linear_dx_small, Small::BYTES)
+KERNEL(linear_dx_scalar, LinearParams, Scalar::THREADS) { linear<Scalar, false, true, false>(params); }
+SHARED_MEMORY(linear_dx_scalar, Scalar::BYTES)
+KERNEL(linear_dw_large, LinearParams, Large::THREADS) { linear<Large, true, true, true>(params); }
+SHARED_MEMORY(linear_dw_large, Large::BYTES)
+KERNEL(linear_dw_scalar, LinearParams, Scalar::THREADS) { linear<Scalar, true, true, false>(params); }
+SHARED_MEMORY(linear_dw_scalar, Scalar::BYTES)
+
+KERNEL(linear_sum, LinearParams, SUM_THREADS) {
+    add_partials(result_of(params), static_cast<int64_t>(blockIdx.x) * SUM_THREADS + threadIdx.x);
+}
