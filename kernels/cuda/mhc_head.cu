@@ -56,7 +56,7 @@ DEVICE void mhc_head_mix(const MhcHeadMixParams& params) {
     float x[STREAMS][COUNT], w[STREAMS], out[COUNT];
     load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
     const float squares = projected<STREAMS>(params.partials, params.num_tokens, params.splits, token, STREAMS);
-    const float rstd = rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
+    const float rstd = streams_rstd(params, squares);
     const bool saves = chunk == 0 && threadIdx.x == 0;
     UNROLL
     for (int i = 0; i < STREAMS; ++i) {

@@ -29,7 +29,6 @@
 #include "projection_backward.h"
 #include "sinkhorn.h"
 
-constexpr int COLUMNS = 24;  // pre, post, comb
 constexpr int GROUPS = 3;
 constexpr int THREADS = 128;
 constexpr int TOKENS = THREADS / MATRIX_LANES;  // that a block of the coefficients takes at a time
