@@ -39,6 +39,7 @@ pub mod indexer_query;
 pub mod indexer_recompute;
 pub mod kv_cache;
 pub mod kv_cache_write;
+pub mod mhc_block;
 pub mod mhc_head;
 pub mod mhc_mix;
 pub mod mhc_post;

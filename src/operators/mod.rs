@@ -18,6 +18,7 @@ pub mod indexer_recompute;
 pub mod kv_cache_write;
 pub mod lists;
 mod logits;
+pub mod mhc_block;
 pub mod mhc_head;
 pub mod mhc_mix;
 pub mod mhc_post;
