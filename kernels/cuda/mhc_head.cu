@@ -59,7 +59,7 @@ DEVICE void mhc_head_mix(const MhcHeadMixParams& params) {
     const int place = minimum(lane_id(), STREAMS);
     const float own = projected<STREAMS>(params.partials, params.num_tokens, params.splits, token, place);
     const float squares = __shfl_sync(FULL_WARP, own, STREAMS);
-    const float rstd = rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
+    const float rstd = streams_rstd(params, squares);
     const bool saves = chunk == 0 && threadIdx.x == 0;
     UNROLL
     for (int i = 0; i < STREAMS; ++i) {

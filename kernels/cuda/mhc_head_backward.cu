@@ -78,16 +78,8 @@ DEVICE void mhc_head_backward_coefficients(const MhcHeadBackwardCoefficientsPara
                                            float (*partials)[STREAMS]) {
     const int64_t token = blockIdx.x;
     float sums[STREAMS] = {};
-    for (int64_t column = threadIdx.x * COUNT; column < params.hidden_size; column += blockDim.x * COUNT) {
-        float x[STREAMS][COUNT], dout[COUNT];
-        load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
-        load_elements<COUNT>(params.dout + token * params.dout_token_stride + column, dout);
-        UNROLL
-        for (int i = 0; i < STREAMS; ++i) {
-            UNROLL
-            for (int e = 0; e < COUNT; ++e) sums[i] += x[i][e] * dout[e];
-        }
-    }
+    add_products<COUNT>(params.streams + token * params.streams_token_stride, params.streams_stream_stride,
+                        params.dout + token * params.dout_token_stride, params.hidden_size, sums);
     const float dw = block_sums(sums, partials);
     if (warp_id() != 0) return;
     // Lanes beyond the streams repeat the fourth one's part, so that all take part in the shuffles.
@@ -143,7 +135,7 @@ KERNEL(mhc_head_backward_streams_wide, MhcHeadBackwardStreamsParams, STREAMS_THR
 }
 KERNEL(mhc_head_backward_streams_scalar, MhcHeadBackwardStreamsParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    backward_scalar<STREAMS>(params, staged);
+    backward_narrow<STREAMS, 1>(params, staged);
 }
 
 KERNEL(mhc_head_backward_sums, MhcHeadBackwardSumsParams, THREADS) {

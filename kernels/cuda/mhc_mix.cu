@@ -5,11 +5,11 @@
 //     z = mix scale + base                            scale[0] for q = 0..3, scale[1] for 4..7, scale[2] for 8..23
 //     pre[i] = sigmoid(z[i]) + hc_eps    post[j] = 2 sigmoid(z[4 + j])    comb = Sinkhorn(z[8 + 4 i + j]) (sinkhorn.h)
 //
-// The projection multiplies bf16 streams by fp32 weights. TF32 would round the weights to 11 bits; here each is split
-// into three bf16 numbers that are it exactly (where they are normal: above 2^-110), so that all products of the tensor
-// cores are exact. They add 64 channels at a time from zero, 12 steps that truncate, and fp32 adds these sums: left in
-// the accumulator, thousands of steps would pull every sum towards zero by some 2^-12 of itself. The sum of squares
-// rides on the same loads.
+// The projection multiplies bf16 streams by fp32 weights. TF32 would round the weights to 11 bits; here 2^16 times each
+// (which overflows beyond 2^111) is split into three bf16 numbers that are it exactly, subnormal ones as well, so that
+// all products of the tensor cores are exact. They add 64 channels at a time from zero, 12 steps that truncate, and fp32
+// adds these sums: left in the accumulator, thousands of steps would pull every sum towards zero by some 2^-12 of
+// itself. The sum of squares rides on the same loads.
 //
 // A block takes 128 tokens, 16 a warp, and a part of the channels, 64 at a time. A lane reads 16 bytes of each of two
 // tokens straight into its fragments of A: which 8 channels are its part of the sum is free as long as B's fragments
@@ -18,7 +18,8 @@
 // mhc_mix_coefficients in their order; their number depends on num_tokens, so that few tokens keep all multiprocessors
 // busy. There 16 lanes take a token, and a pass of the Sinkhorn iteration is two shuffles, a reciprocal and a product.
 //
-// The projection is in projection.h, which mhc_head shares.
+// The projection is in projection.h, which mhc_head shares, the coefficients are in coefficients.h, which
+// mhc_post_mix_pre shares.
 //
 // Floors for a token of d channels: 8 d bytes, and 576 d FLOPs of three products, a quarter of the time of the bytes at
 // 790 TFLOP/s; 8192 tokens of 7168 channels 111 us at 4.24 TB/s, of 4096 channels 63 us. Reads of the weights from the
@@ -28,10 +29,8 @@
 //
 // Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_scalar a warp a token, splits 1;
 // mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 16)) blocks.
-#include "projection.h"
-#include "sinkhorn.h"
+#include "coefficients.h"
 
-constexpr int COLUMNS = 24;  // pre, post, comb
 constexpr int COEFFICIENT_THREADS = 128;
 
 struct MhcMixCoefficientsParams {
@@ -66,26 +65,13 @@ KERNEL(mhc_mix_coefficients, MhcMixCoefficientsParams, COEFFICIENT_THREADS) {
     const int64_t token = (static_cast<int64_t>(blockIdx.x) * COEFFICIENT_THREADS + threadIdx.x) / MATRIX_LANES;
     const int lane = threadIdx.x % MATRIX_LANES;
     // The lanes of a token that is not there take part in the shuffles of their warp.
-    const bool exists = token < params.num_tokens, has_gate = exists && lane < 2 * STREAMS;
+    const bool exists = token < params.num_tokens;
     // The upper eight lanes, which have no gate, add up the squares: two sums a lane, which its loads wait for at once.
     const float of_comb = exists ? total(params, token, 2 * STREAMS + lane) : 0.0f;
     const float of_gate = exists ? total(params, token, lane < 2 * STREAMS ? lane : COLUMNS) : 0.0f;
-    const float squares = __shfl_sync(FULL_WARP, of_gate, 2 * STREAMS, MATRIX_LANES);
-    const float rstd = rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
-    const float mix = rstd * of_comb;
-    const float m = row_softmax(mix * params.scale[2] + params.base[2 * STREAMS + lane]) + params.hc_eps;
-    float comb = m;
-    for (int pass = 1; pass <= sinkhorn_passes(params.sinkhorn_iters); ++pass)
-        comb *= sinkhorn_factor(comb, pass, params.hc_eps);
-    if (has_gate) {
-        const float gate = rstd * of_gate;
-        const float s = sigmoid(gate * params.scale[lane / STREAMS] + params.base[lane]);
-        if (lane < STREAMS) params.pre[token * STREAMS + lane] = s + params.hc_eps;
-        if (lane >= STREAMS) params.post[token * STREAMS + lane - STREAMS] = 2.0f * s;
-        params.mix[token * COLUMNS + lane] = gate;
-    }
+    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, of_gate, 2 * STREAMS, MATRIX_LANES));
+    if (exists && lane < 2 * STREAMS) store_gate(params, token, lane, rstd * of_gate);
+    store_comb(params, token, lane, exists, rstd * of_comb);
     if (!exists) return;
-    params.comb[token * MATRIX_LANES + lane] = comb;
-    params.mix[token * COLUMNS + 2 * STREAMS + lane] = mix;
     if (lane == 0) params.rstd[token] = rstd;
 }

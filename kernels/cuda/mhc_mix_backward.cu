@@ -29,7 +29,6 @@
 #include "projection_backward.h"
 #include "sinkhorn.h"
 
-constexpr int COLUMNS = 24;  // pre, post, comb
 constexpr int GROUPS = 3;
 constexpr int THREADS = 128;
 constexpr int TOKENS = THREADS / MATRIX_LANES;  // that a block of the coefficients takes at a time
@@ -174,7 +173,7 @@ KERNEL(mhc_mix_backward_streams_wide, MhcMixBackwardStreamsParams, STREAMS_THREA
 }
 KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    backward_scalar<COLUMNS>(params, staged);
+    backward_narrow<COLUMNS, 1>(params, staged);
 }
 
 // ---------------------------------------------------------------- sums over blocks

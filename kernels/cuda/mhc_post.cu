@@ -76,12 +76,7 @@ DEVICE void mhc_post_forward(const MhcPostForwardParams& params) {
     UNROLL
     for (int j = 0; j < STREAMS; ++j) {
         float out[COUNT];
-        UNROLL
-        for (int e = 0; e < COUNT; ++e) {
-            out[e] = post[j] * y[e];
-            UNROLL
-            for (int i = 0; i < STREAMS; ++i) out[e] += comb[i * STREAMS + j] * x[i][e];
-        }
+        mix_destination(x, y, post, comb, j, out);
         store_elements(to + j * params.out_destination_stride, out);
     }
 }

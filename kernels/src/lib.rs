@@ -27,6 +27,7 @@ pub mod lm_head;
 pub mod mhc_head;
 pub mod mhc_mix;
 pub mod mhc_post;
+pub mod mhc_post_mix_pre;
 pub mod mhc_pre;
 pub mod moe_expand;
 pub mod moe_map;

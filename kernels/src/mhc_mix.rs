@@ -3,8 +3,8 @@
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 use crate::mhc_post::NUM_STREAMS;
 use crate::runtime::device::{Module, module};
-use crate::runtime::params::DeviceAddress;
-use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
+use crate::runtime::params::{DeviceAddress, Params};
+use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "mhc_mix.cu";
 const BACKWARD_FILE: &str = "mhc_mix_backward.cu";
@@ -61,13 +61,14 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    fn check(self) -> Result<()> {
+    /// As arguments of the operator `check`.
+    pub(crate) fn check(self, check: Arguments) -> Result<()> {
         if !(1..=MAX_ITERATIONS).contains(&self.sinkhorn_iters) {
             let reason = format!("{} must be 1 to {MAX_ITERATIONS}", self.sinkhorn_iters);
-            return CHECK.refuse("sinkhorn_iters", reason);
+            return check.refuse("sinkhorn_iters", reason);
         }
-        CHECK.positive("norm_eps", self.norm_eps)?;
-        CHECK.positive("hc_eps", self.hc_eps)
+        check.positive("norm_eps", self.norm_eps)?;
+        check.positive("hc_eps", self.hc_eps)
     }
 }
 
@@ -135,7 +136,7 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
-    numbers.check()?;
+    numbers.check(CHECK)?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
     let wide = signature.vectorised() && views["fn"].address.is_multiple_of(16);
@@ -195,6 +196,79 @@ impl Spread {
     }
 }
 
+/// The launches of a backward, one after the other, and the memory that they share.
+pub(crate) struct Backward<'a> {
+    device: &'a Device,
+    check: Arguments,
+    num_tokens: usize,
+    hidden_size: usize,
+    spread: Spread,
+    /// Each token's numbers, the parts of dbase and dscale, and of dfn.
+    numbers: DeviceAddress,
+    partials: DeviceAddress,
+    dfn_partials: DeviceAddress,
+}
+
+impl<'a> Backward<'a> {
+    /// Of the operator `check`, with [`backward_workspace_bytes`] bytes from `workspace` on, a multiple of 16.
+    pub fn of(
+        device: &'a Device,
+        check: Arguments,
+        workspace: DeviceAddress,
+        [num_tokens, hidden_size]: [usize; 2],
+    ) -> Self {
+        let spread = Spread::of(device, num_tokens, hidden_size);
+        let [of_tokens, of_blocks, _] = spread.floats(num_tokens, hidden_size);
+        let [numbers, partials, dfn_partials] =
+            [0, of_tokens, of_tokens + of_blocks].map(|floats| DeviceAddress(workspace.0 + 4 * floats as u64));
+        Self { device, check, num_tokens, hidden_size, spread, numbers, partials, dfn_partials }
+    }
+
+    /// From mix, rstd, scale, base, dpre, dpost and dcomb, which `params` has in this order, each token's numbers.
+    pub fn coefficients(&self, params: Params, numbers: Numbers) -> Result<&'static str> {
+        let params = params.ptr("numbers", self.numbers).ptr("partials", self.partials);
+        let params = params.i64("num_tokens", self.num_tokens)?.i32("hidden_size", self.hidden_size)?;
+        let params = params.i32("sinkhorn_iters", numbers.sinkhorn_iters)?.f32("hc_eps", numbers.hc_eps);
+        let passes = 2 * numbers.sinkhorn_iters - 1;
+        let shared_bytes = (passes * 2 * BACKWARD_THREADS * 4) as u32;
+        let blocks = self.spread.blocks as u64;
+        let config = LaunchConfig::linear(self.check.operator, "streams", blocks, BACKWARD_THREADS as u32)?;
+        let kernel = self.device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_coefficients")?;
+        kernel.launch(LaunchConfig { shared_bytes, ..config }, &params)?;
+        Ok("mhc_mix_backward_coefficients")
+    }
+
+    /// The gradient of `streams` and the parts of that of `projection`, by a kernel whose threads own so many channels.
+    /// `params` has what it takes beside these.
+    pub fn streams(
+        &self,
+        (file, kernel, channels): (&str, &str, usize),
+        params: Params,
+        [streams, projection, dstreams]: [&TensorView; 3],
+    ) -> Result<()> {
+        let params = params.strided("streams", streams, ["token_stride", "stream_stride"]).ptr("fn", projection);
+        let params = params.ptr("numbers", self.numbers);
+        let params = params.strided("dstreams", dstreams, ["token_stride", "stream_stride"]);
+        let params = params.ptr("dfn_partials", self.dfn_partials).i64("num_tokens", self.num_tokens)?;
+        let params = params.i32("hidden_size", self.hidden_size)?.i32("splits", self.spread.splits)?;
+        let columns = (NUM_STREAMS * self.hidden_size).div_ceil(channels * BACKWARD_THREADS);
+        let blocks = columns.saturating_mul(self.spread.splits);
+        self.device.kernel(file, &[], kernel)?.launch_blocks("streams", blocks, &params)
+    }
+
+    /// Adds up what the blocks left of dfn, dscale and dbase.
+    pub fn sums(&self, views: &Views) -> Result<&'static str> {
+        let channels = NUM_STREAMS * self.hidden_size;
+        let params = self.check.params().ptr("dfn_partials", self.dfn_partials).ptr("dfn", &views["dfn"]);
+        let params = params.ptr("partials", self.partials).ptr("dscale", &views["dscale"]);
+        let params = params.ptr("dbase", &views["dbase"]).i64("channels", channels)?;
+        let params = params.i32("splits", self.spread.splits)?.i32("blocks", self.spread.blocks)?;
+        let kernel = self.device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_sums")?;
+        kernel.launch_blocks("streams", (NUM_COLUMNS * channels).div_ceil(BACKWARD_THREADS), &params)?;
+        Ok("mhc_mix_backward_sums")
+    }
+}
+
 /// Bytes of scratch memory that [`backward`] needs.
 pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
     4 * Spread::of(device, num_tokens, hidden_size).floats(num_tokens, hidden_size).iter().sum::<usize>()
@@ -213,60 +287,37 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// A refused argument, a compile error, a refused launch.
 pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind(views, true)?;
-    numbers.check()?;
+    numbers.check(CHECK)?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
-    let spread = Spread::of(device, num_tokens, hidden_size);
-    let [of_tokens, of_blocks, _] = spread.floats(num_tokens, hidden_size);
-    let [tokens, partials, dfn_partials] =
-        [0, of_tokens, of_tokens + of_blocks].map(|floats| workspace.address + 4 * floats as u64).map(DeviceAddress);
+    let backward = Backward::of(device, CHECK, workspace.into(), [num_tokens, hidden_size]);
     let params = signature.params(&["mix", "rstd", "scale", "base", "dpre", "dpost", "dcomb"]);
-    let params = params.ptr("numbers", tokens).ptr("partials", partials).i64("num_tokens", num_tokens)?;
-    let params = params.i32("hidden_size", hidden_size)?.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
-    let params = params.f32("hc_eps", numbers.hc_eps);
-    let passes = 2 * numbers.sinkhorn_iters - 1;
-    let shared_bytes = (passes * 2 * BACKWARD_THREADS * 4) as u32;
-    let config = LaunchConfig::linear(CHECK.operator, "streams", spread.blocks as u64, BACKWARD_THREADS as u32)?;
-    let kernel = device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_coefficients")?;
-    kernel.launch(LaunchConfig { shared_bytes, ..config }, &params)?;
-
+    let coefficients = backward.coefficients(params, numbers)?;
     let (name, channels) = match fits_wide(views, &["streams", "dstreams"], hidden_size) {
         true => ("mhc_mix_backward_streams_wide", WIDE.channels),
         false => ("mhc_mix_backward_streams_scalar", 1),
     };
-    let params = signature.params(&["streams", "fn"]).ptr("numbers", tokens);
-    let params = params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
-    let params = params.ptr("dfn_partials", dfn_partials).i64("num_tokens", num_tokens)?;
-    let params = params.i32("hidden_size", hidden_size)?.i32("splits", spread.splits)?;
-    let columns = (NUM_STREAMS * hidden_size).div_ceil(channels * BACKWARD_THREADS);
-    let kernel = device.kernel(BACKWARD_FILE, &[], name)?;
-    kernel.launch_blocks("streams", columns.saturating_mul(spread.splits), &params)?;
-    sums(device, views, &spread, [partials, dfn_partials], hidden_size)?;
-    Ok(vec!["mhc_mix_backward_coefficients", name, "mhc_mix_backward_sums"])
+    let read = [&views["streams"], &views["fn"], &views["dstreams"]];
+    backward.streams((BACKWARD_FILE, name, channels), CHECK.params(), read)?;
+    Ok(vec![coefficients, name, backward.sums(views)?])
 }
 
 /// Whether accesses of 16 bytes fit every row of these tensors.
 pub(crate) fn fits_wide(views: &Views, names: &[&str], hidden_size: usize) -> bool {
+    fit(views, names, hidden_size, 8)
+}
+
+/// Whether accesses of two neighbouring channels fit every row of these tensors.
+pub(crate) fn fits_pairs(views: &Views, names: &[&str], hidden_size: usize) -> bool {
+    fit(views, names, hidden_size, 2)
+}
+
+/// Whether accesses of so many neighbouring channels of bf16 do.
+fn fit(views: &Views, names: &[&str], hidden_size: usize, channels: usize) -> bool {
     let fits = |name: &&str| {
         let view = &views[*name];
         let (_, outer) = view.strides.split_last().unwrap_or((&1, &[]));
-        view.address.is_multiple_of(16) && outer.iter().all(|stride| stride % 8 == 0)
+        view.address.is_multiple_of(2 * channels as u64) && outer.iter().all(|stride| stride % channels == 0)
     };
-    hidden_size.is_multiple_of(8) && names.iter().all(fits)
-}
-
-/// Adds up what the blocks left of dfn, dscale and dbase.
-fn sums(
-    device: &Device,
-    views: &Views,
-    spread: &Spread,
-    [partials, dfn_partials]: [DeviceAddress; 2],
-    hidden_size: usize,
-) -> Result<()> {
-    let channels = NUM_STREAMS * hidden_size;
-    let params = CHECK.params().ptr("dfn_partials", dfn_partials).ptr("dfn", &views["dfn"]).ptr("partials", partials);
-    let params = params.ptr("dscale", &views["dscale"]).ptr("dbase", &views["dbase"]).i64("channels", channels)?;
-    let params = params.i32("splits", spread.splits)?.i32("blocks", spread.blocks)?;
-    let kernel = device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_sums")?;
-    kernel.launch_blocks("streams", (NUM_COLUMNS * channels).div_ceil(BACKWARD_THREADS), &params)
+    hidden_size.is_multiple_of(channels) && names.iter().all(fits)
 }

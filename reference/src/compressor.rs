@@ -293,7 +293,7 @@ impl Pooling {
         };
         let there = entries.iter().flat_map(there).collect();
         let gate = gathered(&inputs.gate, dims, entries)?;
-        let score = rounding.f32(&gate.broadcast_add(&halves_below_each_other(&inputs.ape, dims.head_dim)?)?)?;
+        let score = rounding.f32_apart(&gate.broadcast_add(&halves_below_each_other(&inputs.ape, dims.head_dim)?)?)?;
         Self::of_slots(there, &gathered(&inputs.kv, dims, entries)?, &score, rounding)
     }
 

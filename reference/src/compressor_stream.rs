@@ -77,7 +77,7 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
     // Without tokens there is no row of ape to take.
     let (mut value, mut score) = (state.narrow(1, 0, dims.width)?, state.narrow(1, dims.width, dims.width)?);
     if dims.num_tokens > 0 {
-        let own = rounding.f32(&(&inputs.gate + inputs.ape.index_select(&ape, 0)?)?)?;
+        let own = rounding.f32_apart(&(&inputs.gate + inputs.ape.index_select(&ape, 0)?)?)?;
         (value, score) = (Tensor::cat(&[&inputs.kv, &value], 0)?, Tensor::cat(&[&own, &score], 0)?);
     }
     let state = Tensor::cat(&[&value, &score], 1)?;

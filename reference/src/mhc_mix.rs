@@ -154,7 +154,8 @@ pub(crate) fn gradients_of_projection(
 fn logits_of(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<(Projected, Tensor)> {
     let projected = project(inputs, numbers.norm_eps, rounding)?;
     let scaled = rounding.f32(&projected.mix.broadcast_mul(&by_columns(inputs.tensor("scale")?)?)?)?;
-    let z = rounding.f32(&scaled.broadcast_add(inputs.tensor("base")?)?)?;
+    // In rows of comb's logits differences count alone, and the sigmoids take one at a time.
+    let z = rounding.f32_apart(&scaled.broadcast_add(inputs.tensor("base")?)?)?;
     Ok((projected, z))
 }
 

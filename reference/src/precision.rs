@@ -17,6 +17,13 @@
 //! nearly the same. Here all numbers of a rounding point have one phase, so errors are a continuous function of the
 //! numbers but for the wrap at half a gap: alike where they are alike, and independent where they spread over gaps.
 //!
+//! **Numbers of which differences count** are the exception, such as the logits of a softmax: what all have in common, an
+//! offset of 80, drops out of it, and so does what their errors have in common. Beyond whole gaps let two of them be d gaps
+//! apart. By one phase the errors of both differ by d gaps with probability 1 - d, and by 1 - d with probability d, which
+//! is a whole gap that no run shows where d is small: but a kernel's rounding may be that one. There each number has a
+//! phase of its own ([`Rounding::f32_apart`]). The variance of a difference is then `g^2/6` whatever d is, and that is the
+//! mean of `d (1 - d) g^2` over all d.
+//!
 //! A `Nearest` run rounds to narrow types as the hardware does (phase 0, ties to even). It shows what a rule does to the very
 //! numbers of a case, such as a P just below 1 in every row. Its errors in fp32 have random phases as well: whether a product is
 //! rounded before it is added is the compiler's business.
@@ -362,6 +369,19 @@ impl Rounding {
     /// An intermediate held in fp32: a product, a quotient, a difference, a stored statistic.
     pub fn f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         self.to(Format::F32, tensor)
+    }
+
+    /// As [`Self::f32`], of numbers of which differences count, such as the logits of a softmax (module documentation):
+    /// each has a phase of its own. Equal numbers have one error all the same.
+    pub fn f32_apart(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        require_f64("tensor", tensor)?;
+        let Some(noise) = self.noise.as_mut().filter(|noise| !noise.is_ideal()) else {
+            return self.f32(tensor);
+        };
+        let toss = noise.next();
+        let mut rounded = values(tensor)?;
+        rounded.iter_mut().for_each(|x| *x = Format::F32.dithered(*x, toss.uniform(*x)));
+        Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
     }
 
     /// The result of a hardware approximation in fp32 (power, reciprocal square root, logarithm). It is no
@@ -1232,6 +1252,37 @@ mod tests {
             let rounded = values(&working(seed).bf16(&f64_tensor(&[x, 3.0, x], &[3]))?)?;
             assert_eq!(rounded[0], rounded[2]);
         }
+        Ok(())
+    }
+
+    #[test]
+    fn differences_of_numbers_that_are_rounded_apart_scatter_also_where_both_lie_equally_between_neighbours()
+    -> Result<()> {
+        // A gap is 2^-17 here; both lie 0.4 gaps above a number of the type, but for a hundredth of a gap.
+        let gap = power_of_two(-17);
+        let (x, y) = (67.0 + 0.40 * gap, 76.0 + 0.41 * gap);
+        let pair = f64_tensor(&[x, y, x], &[3]);
+        const RUNS: u64 = 400;
+        let mean_square = |round: &dyn Fn(&mut Rounding) -> Result<Tensor>| -> Result<f64> {
+            let error = |seed| -> Result<f64> {
+                let rounded = values(&round(&mut working(seed))?)?;
+                assert_eq!(rounded[0], rounded[2], "equal numbers err equally");
+                assert!((rounded[0] - x).abs() <= gap / 2.0 && (rounded[1] - y).abs() <= gap / 2.0);
+                Ok(((rounded[1] - rounded[0]) - (y - x)) / gap)
+            };
+            let errors = (0..RUNS).map(error).collect::<Result<Vec<_>>>()?;
+            Ok(errors.iter().map(|error| error * error).sum::<f64>() / RUNS as f64)
+        };
+        // Errors of a triangle's density: 1/6, and the square of that scatters by sqrt(1/15 - 1/36).
+        let apart = mean_square(&|rounding| rounding.f32_apart(&pair))?;
+        let scatter = ((1.0 / 15.0 - 1.0 / 36.0) / RUNS as f64).sqrt();
+        assert!((apart - 1.0 / 6.0).abs() < 5.0 * scatter, "{apart}");
+        // By one phase: 0.01 (1 - 0.01), in a few of all runs.
+        let together = mean_square(&|rounding| rounding.f32(&pair))?;
+        assert!(together < 0.05, "{together}");
+        let ideal = Rounding::new(Precision::Nearest { seed: 0 }).f32_apart(&pair)?;
+        assert!(values(&ideal)?.iter().zip([x, y, x]).all(|(rounded, x)| *rounded == f64::from(x as f32)));
+        assert_eq!(values(&Rounding::exact().f32_apart(&pair)?)?, values(&pair)?);
         Ok(())
     }
 

@@ -12,6 +12,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::mhc_mix::MhcMix>::new(),
     &Op::<operators::mhc_pre::MhcPre>::new(),
     &Op::<operators::mhc_post::MhcPost>::new(),
+    &Op::<operators::mhc_post_mix_pre::MhcPostMixPre>::new(),
+    &Op::<operators::mhc_block::MhcBlock>::new(),
     &Op::<operators::mhc_head::MhcHead>::new(),
     &Op::<operators::rms_norm::RmsNorm>::new(),
     &Op::<operators::rope::Rope>::new(),

@@ -111,11 +111,7 @@ impl Declared for MhcMix {
     }
 
     fn check(c: &MhcMixCase) -> Result<(), Refused> {
-        if !(1..=launcher::MAX_ITERATIONS).contains(&c.sinkhorn_iters) {
-            let reason = format!("{} must be 1 to {}", c.sinkhorn_iters, launcher::MAX_ITERATIONS);
-            return refuse("sinkhorn_iters", reason);
-        }
-        Ok(())
+        check_iterations(c.sinkhorn_iters)
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<MhcMixCase> {
@@ -251,6 +247,15 @@ impl Declared for MhcMix {
         let both = [(Forward, 50.0), (Backward, 98.0)];
         extents.iter().flat_map(|extents| both.map(|direction| benchmark(extents, direction))).collect()
     }
+}
+
+/// A case's number of Sinkhorn iterations is one that the launcher takes.
+pub(super) fn check_iterations(sinkhorn_iters: usize) -> Result<(), Refused> {
+    if !(1..=launcher::MAX_ITERATIONS).contains(&sinkhorn_iters) {
+        let reason = format!("{sinkhorn_iters} must be 1 to {}", launcher::MAX_ITERATIONS);
+        return refuse("sinkhorn_iters", reason);
+    }
+    Ok(())
 }
 
 /// How far each element of an input of coefficients may move: sigmoids and softmax bend over a logit of 1, a token over its own root

@@ -222,7 +222,7 @@ fn sublayer(file: &mut Reading<'_>, input: &str, added: &str) -> Result<Vec<f64>
 }
 
 /// The streams behind a sublayer, by the definition.
-fn mixed(streams: &[f64], y: &[f64], post: &[f64], comb: &[f64], hidden_size: usize) -> Vec<f64> {
+pub(super) fn mixed(streams: &[f64], y: &[f64], post: &[f64], comb: &[f64], hidden_size: usize) -> Vec<f64> {
     let element = |at: usize| {
         let (channel, destination) = (at % hidden_size, at / hidden_size % NUM_STREAMS);
         let token = at / hidden_size / NUM_STREAMS;

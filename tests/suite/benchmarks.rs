@@ -29,6 +29,7 @@ use dsv4_parity::operators::lm_head::LmHead;
 use dsv4_parity::operators::mhc_head::MhcHead;
 use dsv4_parity::operators::mhc_mix::MhcMix;
 use dsv4_parity::operators::mhc_post::MhcPost;
+use dsv4_parity::operators::mhc_post_mix_pre::MhcPostMixPre;
 use dsv4_parity::operators::mhc_pre::MhcPre;
 use dsv4_parity::operators::moe_expand::MoeExpand;
 use dsv4_parity::operators::moe_map::MoeMap;
@@ -62,6 +63,8 @@ const MUTANTS: &[(&str, &str)] = &[
     ("mhc_pre_backward", "mhc_pre_dstreams_unweighted"),
     ("mhc_post_forward", "mhc_post_comb_transposed"),
     ("mhc_post_backward", "mhc_post_dstreams_transposed"),
+    ("mhc_post_mix_pre_forward", "mhc_post_mix_pre_comb_transposed"),
+    ("mhc_post_mix_pre_backward", "mhc_post_mix_pre_out_gradient_dropped"),
     ("scale_swizzle_forward", "swizzle_quarters_in_order"),
     ("gate_up_interleave_forward", "gate_up_swapped"),
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
@@ -322,6 +325,7 @@ fn streams() -> Vec<Box<dyn Timed>> {
     let (tokens, fewer) = (json!({"num_tokens": 11, "hidden_size": 72}), || json!({"num_tokens": 2}));
     let mhc_post = |group| timed::<MhcPost>(group, "4096x4x7168 bf16", &tokens, fewer());
     let mhc_pre = |group, name| timed::<MhcPre>(group, name, &tokens, fewer());
+    let mhc_fused = |group, name| timed::<MhcPostMixPre>(group, name, &tokens, fewer());
     let mhc_mix = |group| timed::<MhcMix>(group, "8192x4x4096 bf16", &tokens, fewer());
     let mhc_head = |group| timed::<MhcHead>(group, "4096x4x7168 bf16", &tokens, fewer());
     let named = json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96});
@@ -340,6 +344,9 @@ fn streams() -> Vec<Box<dyn Timed>> {
         mhc_pre("forward", "4096x4x7168 bf16 norm"),
         mhc_pre("backward", "4096x4x7168 bf16"),
         mhc_pre("backward", "4096x4x7168 bf16 norm"),
+        mhc_fused("forward", "4096x4x7168 bf16"),
+        mhc_fused("forward", "4096x4x7168 bf16 separate"),
+        mhc_fused("backward", "4096x4x7168 bf16"),
     ]
 }
 

@@ -18,6 +18,8 @@ constexpr int PIECE = 8;  // channels of 16 bytes
 constexpr int BLOCK_PIECES = 8;  // of a row, in a step
 constexpr int PARTS = 3;  // bf16 numbers of a weight
 constexpr int STAGES = 4;  // steps whose channels are in shared memory or on their way there
+// A weight's last bit is 2^-149, a bf16 number's 2^-133: times this, subnormal weights have three parts as well.
+constexpr float WEIGHT_SCALE = 65536.0f;
 
 template <int COLUMNS>
 constexpr int TILES = (COLUMNS + 7) / 8;  // of eight columns, as the instructions take them
@@ -75,14 +77,18 @@ DEVICE int swizzled(int column, int piece) { return piece ^ (column & 1) << 2; }
 template <int COLUMNS>
 using WeightParts = Vec16[PARTS][8 * TILES<COLUMNS>][BLOCK_PIECES];
 
+// Those of the thread's column from `channel` on; zeros where that lies beyond the last one.
+template <int COLUMNS>
+DEVICE void load_weights_from(const float* fn, int64_t channels, int64_t channel, Weights& weights) {
+    const int column = threadIdx.x / BLOCK_PIECES;
+    for (int e = 0; e < PIECE; ++e) weights.values[e] = 0.0f;
+    if (column < COLUMNS && channel < channels) load_elements<PIECE>(fn + column * channels + channel, weights.values);
+}
+
 template <int COLUMNS>
 DEVICE void load_weights(const ProjectionParams& params, int64_t step, Weights& weights) {
-    const int column = threadIdx.x / BLOCK_PIECES;
-    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size;
-    const int64_t channel = (step * BLOCK_PIECES + threadIdx.x % BLOCK_PIECES) * PIECE;
-    for (int e = 0; e < PIECE; ++e) weights.values[e] = 0.0f;
-    if (column < COLUMNS && channel < channels)
-        load_elements<PIECE>(params.fn + column * channels + channel, weights.values);
+    load_weights_from<COLUMNS>(params.fn, static_cast<int64_t>(STREAMS) * params.hidden_size,
+                               (step * BLOCK_PIECES + threadIdx.x % BLOCK_PIECES) * PIECE, weights);
 }
 
 template <void (*SPLIT)(float, float, uint32_t (&)[PARTS])>
@@ -90,7 +96,7 @@ DEVICE void split(const Weights& weights, Vec16 (&vectors)[PARTS]) {
     UNROLL
     for (int pair = 0; pair < PIECE / 2; ++pair) {
         uint32_t words[PARTS];
-        SPLIT(weights.values[2 * pair], weights.values[2 * pair + 1], words);
+        SPLIT(WEIGHT_SCALE * weights.values[2 * pair], WEIGHT_SCALE * weights.values[2 * pair + 1], words);
         UNROLL
         for (int part = 0; part < PARTS; ++part) vectors[part].w[pair] = words[part];
     }
@@ -104,7 +110,7 @@ DEVICE void store_weights(const Weights& weights, WeightParts<COLUMNS>& parts) {
     UNROLL
     for (int e = 0; e < PIECE; ++e) largest = maximum(largest, __float_as_uint(weights.values[e]) & 0x7fffffffu);
     Vec16 vectors[PARTS];
-    if (is_finite(__uint_as_float(largest))) split<split_finite_pair>(weights, vectors);
+    if (is_finite(WEIGHT_SCALE * __uint_as_float(largest))) split<split_finite_pair>(weights, vectors);
     else split<split_pair>(weights, vectors);
     for (int part = 0; part < PARTS; ++part) parts[part][column][piece] = vectors[part];
 }
@@ -210,12 +216,12 @@ DEVICE void add_step(const Fragments& fragments, const WeightParts<COLUMNS>& par
     UNROLL
     for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
         UNROLL
-        for (int c = 0; c < 4; ++c) sums.products[tile][c] += products[tile][c];
+        for (int c = 0; c < 4; ++c) sums.products[tile][c] += 1.0f / WEIGHT_SCALE * products[tile][c];
     }
 }
 
-template <int COLUMNS>
-DEVICE void store_sums(const ProjectionParams& params, int64_t split, int64_t first_token, const Sums<COLUMNS>& sums) {
+template <int COLUMNS, typename Params>
+DEVICE void store_sums(const Params& params, int64_t split, int64_t first_token, const Sums<COLUMNS>& sums) {
     UNROLL
     for (int row = 0; row < 2; ++row) {
         float squares = sums.squares[row];
@@ -311,4 +317,10 @@ DEVICE float projected(const float* partials, int64_t num_tokens, int32_t splits
         for (int i = 0; i < AT_ONCE; ++i) sum += parts[i];
     }
     return sum;
+}
+
+// 1 / sqrt(mean(v^2) + norm_eps), of a token's sum of squares.
+template <typename Params>
+DEVICE float streams_rstd(const Params& params, float squares) {
+    return rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
 }

@@ -10,9 +10,9 @@
 #include "streams.h"
 
 constexpr int STREAMS_THREADS = 128;
-constexpr int STAGED_TOKENS = 32;  // whose numbers a block of the scalar kernel has at a time
+constexpr int STAGED_TOKENS = 32;  // whose numbers a block of the narrow kernels has at a time
 constexpr int PIECE = 8;           // channels of 16 bytes
-constexpr int AT_ONCE = 8;         // tokens whose channels a thread of the scalar kernel has under way
+constexpr int AT_ONCE = 8;         // tokens whose channels a thread of the narrow kernels has under way
 
 // Channels that a thread owns, or none where they lie beyond the last one.
 template <int COLUMNS, int CHANNELS>
@@ -50,6 +50,7 @@ DEVICE void store_channels(bf16* target, const float (&dv)[CHANNELS]) {
     if constexpr (CHANNELS == 8) store_vec16(target, pack<bf16>(dv));
     if constexpr (CHANNELS == 4)
         *reinterpret_cast<uint64_t*>(target) = pack_bf16(dv[0], dv[1]) | static_cast<uint64_t>(pack_bf16(dv[2], dv[3])) << 32;
+    if constexpr (CHANNELS == 2) *reinterpret_cast<uint32_t*>(target) = pack_bf16(dv[0], dv[1]);
     if constexpr (CHANNELS == 1) *target = to_bf16(dv[0]);
 }
 
@@ -170,11 +171,11 @@ DEVICE void backward_wide(const Params& params) {
     part.store(params);
 }
 
-// Any width, stride and alignment: a channel a thread. The numbers of STAGED_TOKENS tokens are in shared memory, zeros
-// of those that are not of the block's part.
-template <int COLUMNS, int PLACES, typename Params>
-DEVICE void backward_scalar(const Params& params, Vec16 (&staged)[STAGED_TOKENS][PLACES]) {
-    Part<COLUMNS, 1> part(params);
+// One channel a thread, of any width, stride and alignment, or two at a multiple of 4 bytes, with whatever load_other
+// reads. The numbers of STAGED_TOKENS tokens are in shared memory, zeros of those that are not of the block's part.
+template <int COLUMNS, int CHANNELS, int PLACES, typename Params>
+DEVICE void backward_narrow(const Params& params, Vec16 (&staged)[STAGED_TOKENS][PLACES]) {
+    Part<COLUMNS, CHANNELS> part(params);
     const bf16* const from = params.streams + part.own.stream * params.streams_stream_stride + part.own.within;
     bf16* const to = params.dstreams + part.own.stream * params.dstreams_stream_stride + part.own.within;
     for (int64_t first = part.begin; first < part.end; first += STAGED_TOKENS) {
@@ -185,11 +186,11 @@ DEVICE void backward_scalar(const Params& params, Vec16 (&staged)[STAGED_TOKENS]
                                                    : Vec16{};
         __syncthreads();
         for (int at = 0; at < STAGED_TOKENS && first + at < part.end && part.own.exists; at += AT_ONCE) {
-            float v[AT_ONCE][1] = {}, other[AT_ONCE][1] = {}, dv[1];
+            float v[AT_ONCE][CHANNELS] = {}, other[AT_ONCE][CHANNELS] = {}, dv[CHANNELS];
             UNROLL
             for (int i = 0; i < AT_ONCE; ++i) {
                 if (first + at + i >= part.end) continue;
-                load_elements<1>(from + (first + at + i) * params.streams_token_stride, v[i]);
+                load_elements<CHANNELS>(from + (first + at + i) * params.streams_token_stride, v[i]);
                 load_other(params, part.own, first + at + i, other[i]);
             }
             UNROLL

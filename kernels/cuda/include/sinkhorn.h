@@ -15,6 +15,7 @@
 #include "streams.h"
 
 constexpr int MATRIX_LANES = STREAMS * STREAMS;
+constexpr int COLUMNS = 2 * STREAMS + MATRIX_LANES;  // of a projection to pre, post and comb
 
 // Sums over the destinations of a source, and over the sources of a destination, in every lane that has a part in them.
 DEVICE float row_sum(float x) {

@@ -48,6 +48,35 @@ DEVICE void mix_streams(const float (&x)[STREAMS][COUNT], const float (&pre)[STR
     }
 }
 
+// Destination j behind a sublayer: post[j] y + comb[0,j] x[0] + comb[1,j] x[1] + ..., in this order; `comb` is by
+// sources.
+template <int COUNT>
+DEVICE void mix_destination(const float (&x)[STREAMS][COUNT], const float (&y)[COUNT], const float* post,
+                            const float* comb, int j, float (&out)[COUNT]) {
+    UNROLL
+    for (int e = 0; e < COUNT; ++e) {
+        out[e] = post[j] * y[e];
+        UNROLL
+        for (int i = 0; i < STREAMS; ++i) out[e] += comb[i * STREAMS + j] * x[i][e];
+    }
+}
+
+// What a thread of a block adds up of the products of each stream of a token and one row.
+template <int COUNT, typename T>
+DEVICE void add_products(const T* streams, int64_t stream_stride, const T* row, int64_t width,
+                         float (&sums)[STREAMS]) {
+    for (int64_t column = threadIdx.x * COUNT; column < width; column += blockDim.x * COUNT) {
+        float x[STREAMS][COUNT], dout[COUNT];
+        load_streams(streams + column, stream_stride, x);
+        load_elements<COUNT>(row + column, dout);
+        UNROLL
+        for (int i = 0; i < STREAMS; ++i) {
+            UNROLL
+            for (int e = 0; e < COUNT; ++e) sums[i] += x[i][e] * dout[e];
+        }
+    }
+}
+
 // A number as it is once it is stored as T.
 template <typename T>
 DEVICE float as_stored(float x) {

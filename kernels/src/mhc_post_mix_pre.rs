@@ -1,0 +1,249 @@
+//! `mhc_post_mix_pre`: launcher of `kernels/cuda/mhc_post_mix_pre.cu` and `mhc_post_mix_pre_backward.cu` (inference 2.1
+//! to 2.4, training 11.1).
+
+use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
+use crate::mhc_mix::{self, Backward, NUM_COLUMNS, Numbers};
+use crate::mhc_post::{self, NUM_STREAMS, threads};
+use crate::mhc_pre;
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::DeviceAddress;
+use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
+
+const FILE: &str = "mhc_post_mix_pre.cu";
+const BACKWARD_FILE: &str = "mhc_post_mix_pre_backward.cu";
+const CHECK: Arguments = Arguments { operator: "mhc_post_mix_pre" };
+/// Most threads that mix, and the warp of the coefficients: `MIX_THREADS` in the kernel source.
+const MIXING_THREADS: usize = 256;
+const COEFFICIENT_THREADS: usize = 32;
+/// Pieces of a row that a thread takes.
+const PIECES: usize = 8;
+/// Most threads of dpre's blocks; `DPRE_THREADS` in the kernel source.
+const DPRE_THREADS: usize = 256;
+/// What the forward writes for the next site, by this operator's names and by those of that site.
+const OF_NEXT_SITE: [(&str, &str); 3] = [("next_pre", "pre"), ("next_post", "post"), ("next_comb", "comb")];
+
+/// Every module that the launchers compile.
+pub fn modules() -> Vec<Module> {
+    let element = element_types(&[("ELEMENT", DType::Bf16)]);
+    let own = [FILE, BACKWARD_FILE].map(|file| module(file, &[]));
+    let others = ["mhc_post.cu", "mhc_pre.cu"].map(|file| module(file, &element));
+    own.into_iter().chain(mhc_mix::modules()).chain(others).collect()
+}
+
+/// Checks the tensors of a call, and returns them with its tokens and their channels.
+fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
+    let (gates, matrix) = (&["num_tokens", "destination"], &["num_tokens", "source", "destination"]);
+    let streams = &["num_tokens", "destination", "hidden_size"];
+    let bf16 = |name| read(name).of(&[DType::Bf16]).rows();
+    let tensors = [
+        bf16("streams").axes(&["num_tokens", "source", "hidden_size"]),
+        bf16("y").axes(&["num_tokens", "hidden_size"]),
+        read("post").axes(gates),
+        read("comb").axes(matrix),
+        read("fn").axes(&["num_columns", "destination", "hidden_size"]),
+        read("scale").axes(&["num_groups"]),
+        read("base").axes(&["num_columns"]),
+        saved("out", backward).of(&[DType::Bf16]).axes(streams).rows().may_be("streams"),
+        saved("next_pre", backward).axes(gates),
+        write("next_post").axes(gates).when(!backward),
+        write("next_comb").axes(matrix).when(!backward),
+        saved("mix", backward).axes(&["num_tokens", "num_columns"]),
+        saved("rstd", backward).axes(&["num_tokens"]),
+        write("h").like("y").rows().when(!backward),
+        bf16("dout").axes(streams).when(backward),
+        bf16("dh").axes(&["num_tokens", "hidden_size"]).when(backward),
+        read("dnext_post").axes(gates).when(backward),
+        read("dnext_comb").axes(matrix).when(backward),
+        write("dout_total").typed("dout").axes(streams).rows().when(backward),
+        write("dstreams").like("streams").rows().when(backward),
+        write("dy").like("y").rows().when(backward),
+        write("dpost").like("post").when(backward),
+        write("dcomb").like("comb").when(backward),
+        write("dfn").like("fn").when(backward),
+        write("dscale").like("scale").when(backward),
+        write("dbase").like("base").when(backward),
+        scratch("workspace", 16),
+    ];
+    let signature = CHECK.signature(views, tensors).given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
+    let signature = signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
+    // All streams of a token together are counted in 32 bits.
+    let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize / NUM_STREAMS);
+    let extents = signature.bind(["num_tokens", "hidden_size"])?;
+    Ok((signature, extents))
+}
+
+/// Bytes of scratch memory that [`forward`] and [`forward_separately`] need.
+pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
+    mhc_mix::forward_workspace_bytes(device, num_tokens, hidden_size)
+}
+
+/// Launches the forward; returns the kernels that ran. Its tensors:
+///
+/// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows contiguous: the streams in
+///   front of a sublayer and its output;
+/// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` (source, destination) f32, the coefficients of its site;
+/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32, the parameters of the next site;
+/// - `out` like `streams`, rows contiguous, which may be `streams` itself: the streams behind the sublayer;
+/// - `next_pre` and `next_post` `[num_tokens, 4]` and `next_comb` `[num_tokens, 4, 4]` f32, the coefficients of the next
+///   site, `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for the backward, and `h` like `y`, rows contiguous,
+///   which the next sublayer's norm reads;
+/// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
+    numbers.check(CHECK)?;
+    let workspace = &views["workspace"];
+    CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let vectorised = signature.vectorised();
+    let wide = vectorised && views["fn"].address.is_multiple_of(16);
+    let [blocks, splits] = mhc_mix::projection_blocks(device, num_tokens, hidden_size, wide);
+    let project = if wide { "mhc_post_mix_pre_project" } else { "mhc_post_mix_pre_project_scalar" };
+    let params = signature.params(&["streams", "y", "post", "comb", "fn", "out"]).ptr("partials", workspace);
+    let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
+    device.kernel(FILE, &[], project)?.launch_blocks("streams", blocks, &params)?;
+
+    let (mix, mixing) = match vectorised {
+        true => ("mhc_post_mix_pre_mix", threads(hidden_size / 8, PIECES, MIXING_THREADS)),
+        false => ("mhc_post_mix_pre_mix_scalar", threads(hidden_size, PIECES, MIXING_THREADS)),
+    };
+    let params = signature.params(&["out"]).ptr("partials", workspace);
+    let params = ["scale", "base"].into_iter().fold(params, |params, name| params.ptr(name, &views[name]));
+    let next = OF_NEXT_SITE.into_iter().fold(params, |params, (name, field)| params.ptr(field, &views[name]));
+    let params = next.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]);
+    let params = params.strided("h", &views["h"], ["token_stride"]).i64("num_tokens", num_tokens)?;
+    let params = params.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
+    let params = params.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
+    let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
+    let threads = (mixing + COEFFICIENT_THREADS) as u32;
+    let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
+    device.kernel(FILE, &[], mix)?.launch(config, &params)?;
+    Ok(vec![project, mix])
+}
+
+/// The same as [`forward`] by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the other; returns the
+/// kernels that ran.
+///
+/// # Errors
+/// Those of [`forward`].
+pub fn forward_separately(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    bind(views, false)?;
+    let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
+    let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
+    let mix = mhc_mix::forward(device, &site.renamed(&OF_NEXT_SITE), numbers)?;
+    let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
+    let pre = mhc_pre::forward(device, &mixed, None)?;
+    Ok([post].into_iter().chain(mix).chain([pre]).collect())
+}
+
+/// Bytes of each token's dpre, which lies in front of what `mhc_mix`'s kernels need. A multiple of 16.
+fn dpre_bytes(num_tokens: usize) -> usize {
+    4 * NUM_STREAMS * num_tokens
+}
+
+/// Bytes of scratch memory that [`backward`] needs.
+pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
+    dpre_bytes(num_tokens) + mhc_mix::backward_workspace_bytes(device, num_tokens, hidden_size)
+}
+
+/// Launches the backward; returns the kernels that ran. Its tensors:
+///
+/// - those that [`forward`] reads, and `out`, `next_pre`, `mix` and `rstd` as it wrote them;
+/// - `dout` like `out`, rows contiguous: its gradient by way of all but the next site's coefficients and `h`; `dh` like
+///   `h`, rows contiguous; `dnext_post` and `dnext_comb` f32 like `next_post` and `next_comb`;
+/// - `dout_total` like `out`, rows contiguous: the whole gradient of `out`;
+/// - `dstreams` like `streams` and `dy` like `y`, rows contiguous; `dpost`, `dcomb`, `dfn`, `dscale` and `dbase` f32 like
+///   what they are the gradients of;
+/// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    let (_, [num_tokens, hidden_size]) = bind(views, true)?;
+    numbers.check(CHECK)?;
+    let workspace = &views["workspace"];
+    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let site = ["out", "next_pre", "fn", "scale", "base", "mix", "rstd", "dout", "dh", "dnext_post", "dnext_comb"];
+    let written = ["dout_total", "dfn", "dscale", "dbase", "workspace"];
+    let site = views.only(&[&site[..], &written].concat()).renamed(&[
+        ("out", "streams"),
+        ("next_pre", "pre"),
+        ("dnext_post", "dpost"),
+        ("dnext_comb", "dcomb"),
+        ("dout_total", "dstreams"),
+    ]);
+    let mut ran = site_backward(device, &site, numbers)?;
+    let front = views.only(&["streams", "y", "post", "comb", "dout_total", "dstreams", "dy", "dpost", "dcomb"]);
+    ran.push(mhc_post::backward(device, &front.renamed(&[("dout_total", "dout")]))?);
+    Ok(ran)
+}
+
+/// Checks the tensors of a site's backward, and returns them with its tokens and their channels.
+fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
+    let (gates, streams) = (&["num_tokens", "destination"], &["num_tokens", "destination", "hidden_size"]);
+    let bf16 = |name| read(name).of(&[DType::Bf16]).rows();
+    let tensors = [
+        bf16("streams").axes(streams),
+        read("pre").axes(gates),
+        read("fn").axes(&["num_columns", "destination", "hidden_size"]),
+        read("scale").axes(&["num_groups"]),
+        read("base").axes(&["num_columns"]),
+        read("mix").axes(&["num_tokens", "num_columns"]),
+        read("rstd").axes(&["num_tokens"]),
+        bf16("dout").axes(streams),
+        bf16("dh").axes(&["num_tokens", "hidden_size"]),
+        read("dpost").axes(gates),
+        read("dcomb").axes(&["num_tokens", "source", "destination"]),
+        write("dstreams").like("streams").rows(),
+        write("dfn").like("fn"),
+        write("dscale").like("scale"),
+        write("dbase").like("base"),
+        scratch("workspace", 16),
+    ];
+    let signature = CHECK.signature(views, tensors).given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
+    let signature = signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
+    let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize / NUM_STREAMS);
+    let extents = signature.bind(["num_tokens", "hidden_size"])?;
+    Ok((signature, extents))
+}
+
+/// Launches the backward of a site alone, of its coefficients and of what its sublayer reads; returns the kernels that
+/// ran. Its tensors:
+///
+/// - `streams` `[num_tokens, 4, hidden_size]` bf16, rows contiguous, and `fn`, `scale` and `base`, which the site reads;
+///   `pre`, `mix` and `rstd` as its forward wrote them;
+/// - `dout` like `streams`, rows contiguous: the gradient of the streams by way of all but this site; `dh`
+///   `[num_tokens, hidden_size]` bf16, rows contiguous; `dpost` `[num_tokens, 4]` and `dcomb` `[num_tokens, 4, 4]` f32;
+/// - `dstreams` like `streams`, rows contiguous: the whole gradient of the streams; `dfn`, `dscale` and `dbase` f32;
+/// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn site_backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind_site(views)?;
+    numbers.check(CHECK)?;
+    let workspace = &views["workspace"];
+    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let (dpre, row) = match signature.vectorised_rows(&["streams", "dh"]) {
+        true => ("mhc_post_mix_pre_dpre_vector", hidden_size / 8),
+        false => ("mhc_post_mix_pre_dpre_scalar", hidden_size),
+    };
+    let params = signature.params(&["streams", "dh"]).ptr("dpre", workspace).i32("hidden_size", hidden_size)?;
+    let threads = threads(row, PIECES, DPRE_THREADS) as u32;
+    let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
+    device.kernel(BACKWARD_FILE, &[], dpre)?.launch(config, &params)?;
+
+    let rest = workspace.address + dpre_bytes(num_tokens) as u64;
+    let site = Backward::of(device, CHECK, DeviceAddress(rest), [num_tokens, hidden_size]);
+    let params = signature.params(&["mix", "rstd", "scale", "base"]).ptr("dpre", workspace);
+    let params = params.ptr("dpost", &views["dpost"]).ptr("dcomb", &views["dcomb"]);
+    let coefficients = site.coefficients(params, numbers)?;
+    let pairs = mhc_mix::fits_pairs(views, &["streams", "dh", "dout", "dstreams"], hidden_size);
+    let (total, channels) =
+        if pairs { ("mhc_post_mix_pre_total_pairs", 2) } else { ("mhc_post_mix_pre_total_scalar", 1) };
+    let params = signature.params(&["dh", "dout", "pre"]);
+    let streams = [&views["streams"], &views["fn"], &views["dstreams"]];
+    site.streams((BACKWARD_FILE, total, channels), params, streams)?;
+    Ok(vec![dpre, coefficients, total, site.sums(views)?])
+}
