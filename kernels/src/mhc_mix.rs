@@ -317,7 +317,7 @@ fn fit(views: &Views, names: &[&str], hidden_size: usize, channels: usize) -> bo
     let fits = |name: &&str| {
         let view = &views[*name];
         let (_, outer) = view.strides.split_last().unwrap_or((&1, &[]));
-        view.address.is_multiple_of(2 * channels as u64) && outer.iter().all(|stride| stride % channels == 0)
+        view.address.is_multiple_of(2 * channels as u64) && outer.iter().all(|stride| stride % channels as i64 == 0)
     };
     hidden_size.is_multiple_of(channels) && names.iter().all(fits)
 }
