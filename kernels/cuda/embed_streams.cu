@@ -14,7 +14,11 @@
 // Floors, with s = sizeof(ELEMENT): forward s (1 + num_streams) bytes a token and channel, 0.56 ms for 32768 tokens of 7168
 // bf16 channels and 4 streams at 4.24 TB/s; backward s num_streams bytes a token and channel and 4 a channel of the table,
 // 1.3 ms with 129280 rows. Expected to be limited by memory; a backward in which one id has most tokens by the latency of
-// one sum after another. Not measured yet.
+// one sum after another.
+// Measured on one H200, 7168 channels: forward of 32768 and 4096 tokens 596 and 78 us (93 and 88 % of a copy), of 128
+// 5.1 us; backward to 129280 rows of as many tokens 1573, 1106 and 1036 us (84 % of a copy). With a piece a block
+// instead of four it was 669, 86 and 4.5 us, and, of gradients stored 32 bytes a thread, which wrote half a sector at
+// a time, 2012, 1884 and 1919 us.
 //
 // Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each PIECES pieces of a row,
 // backward vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).

@@ -13,7 +13,10 @@
 //
 // Floor for a bf16 token of d channels: 10 d bytes, with the second reading 18 d; 32768 tokens of 7168 channels 997 us
 // at 4.24 TB/s. Up to some 400 tokens of them stay in the second-level cache between the readings. Expected to be
-// limited by memory. Not measured yet.
+// limited by memory.
+// Measured on one H200: 32768 tokens of 7168 channels 1178 us (85 % of a copy with the second reading), one token
+// 10.8 us, 128 tokens 19.8 us, where a hundred parts of each sum are added; 1253, 13.3 and 24.6 us when every thread
+// added up all sums itself.
 //
 // Launch: mhc_head_project token_tiles * splits blocks; mhc_head_project_scalar a warp a token, splits 1;
 // mhc_head_mix_* num_tokens * chunks blocks of any multiple of 32 threads that cover a row.

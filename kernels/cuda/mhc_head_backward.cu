@@ -15,7 +15,9 @@
 // all in a fixed order.
 //
 // Floor for a bf16 token of d channels: 18 d bytes, with the second reading 28 d, and 96 d FLOPs; 32768 tokens of 7168
-// channels 1551 us at 4.24 TB/s. Expected to be limited by memory. Not measured yet.
+// channels 1551 us at 4.24 TB/s. Expected to be limited by memory.
+// Measured on one H200: 32768 tokens of 7168 channels 1848 us (84 % of a copy with the second reading), 128 tokens
+// 29.8 us; 4530 and 36.4 us when channels came by two a thread, without shared memory.
 //
 // Launch: coefficients num_tokens blocks of any multiple of 32 threads; streams as mhc_mix's; sums ceil(numbers /
 // THREADS) blocks; parameters one block.

@@ -21,7 +21,10 @@
 // Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s; and 384 d FLOPs of fp32 that is
 // not the tensor cores', 41 ns at 67 TFLOP/s. Limited by these: 7168 channels and 32768 tokens 1350 us. Expected are
 // some 75 % of that, since a seventh of the instructions are other ones. Both products by tensor cores would need dmix
-// and fn split into three bf16 parts each, six of nine products of them. Not measured yet.
+// and fn split into three bf16 parts each, six of nine products of them.
+// Measured on one H200: 32768 tokens of 7168 channels 2525 us; 128 tokens 30 us, one 17 us. ncu, the streams of 8192
+// tokens: 608 us, 74 % of the issue slots taken, 33 % of the memory's rate, 243 registers. Two channels a thread 2778
+// us: each waited as long for its numbers from shared memory as it multiplied. Without copies ahead 4435 us.
 //
 // Launch: coefficients any number of blocks, with 2 THREADS floats of dynamic shared memory for each pass; streams
 // ceil(STREAMS * hidden_size / (STREAMS_THREADS * CHANNELS)) blocks for each of `splits` parts, where CHANNELS is 2, in

@@ -20,7 +20,9 @@
 // Floors for a bf16 token of d channels: forward 18 d bytes read and written for 40 d FLOPs, backward 28 d for 96 d. At
 // 4.24 TB/s and 32768 tokens of 7168 channels 997 and 1551 us. Expected to be limited by memory: an access of the
 // forward comes with some 250 instructions, a quarter of what the schedulers issue meanwhile, one of the backward with
-// 420, a third. Not measured yet.
+// 420, a third.
+// Measured on one H200, forward and backward: 32768 tokens of 7168 channels 1003 and 1573 us (99 and 98 % of a copy),
+// of 4096 channels 575 and 901 us, 4096 tokens of 7168 channels 126 and 198 us; one token 2.1 and 8.1 us.
 //
 // Defines: ELEMENT  type of X, y, out and their gradients: bf16 or float.
 // Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads, in the forward so many

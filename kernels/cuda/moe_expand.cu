@@ -12,7 +12,10 @@
 //
 // Floors, with s = sizeof(ELEMENT): s (num_tokens + num_positions) bytes a channel either way. 32768 tokens of 7168 bf16
 // channels with 6 slots each and some 16000 rows of padding: 3.5 GB, 0.83 ms at 4.24 TB/s. Expected to be limited by
-// memory. Not measured yet.
+// memory.
+// Measured on one H200, 32768 tokens of 7168 channels with 6 slots: forward 1127 us. The backward took 973 us with
+// 138 registers and three blocks on a multiprocessor; with rows held as they lie in memory and eight blocks it has
+// not been measured.
 //
 // Defines: ELEMENT  type of x, y, dy and dx: bf16 or float. Launch: num_tokens blocks for each piece of a row, and, of the
 // forward, ceil(num_positions / ROWS_PER_BLOCK) more.

@@ -19,8 +19,10 @@
 // chunk.
 //
 // Floor: 4 bytes read and 4 written a slot, 12 written a position: 32768 tokens with 6 slots of 256 experts are some 4.6
-// MB, 1.1 us at 4.24 TB/s. Expected to limit it: two launches, and in the second the latencies of some ten barriers. Not
-// measured yet.
+// MB, 1.1 us at 4.24 TB/s. Expected to limit it: two launches, and in the second the latencies of some ten barriers.
+// Measured on one H200: 32768 tokens of 256 and of 384 experts 21.7 and 23.1 us, 4096 tokens 16.1, 128 tokens 7.7,
+// one token 5.3 us. With divisions of 64 bits and a modulo for each count of a chunk 27.5, 31.7, 20.7 and 9.1 us; one
+// token 23.4 us, when one block cleared the rows of each expert in turn.
 //
 // Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small any
 // number.

@@ -15,8 +15,9 @@
 //
 // Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 82 us for 32768 x 4096;
 // for s2 the elements are read once more, 64 us. Quantising is expected to be limited by instructions: about 30 an
-// element, for a division that is rounded once and seven ties to compare with, where there is time for 17. Not
-// measured yet.
+// element, for a division that is rounded once and seven ties to compare with, where there is time for 17.
+// Measured on one H200, 32768 x 4096: 185 us, of which the scale of the tensor is a reading of 64 us at least; back
+// 88 us. 226 us with divisions by calls, back 147 us with half sectors and codes decoded one by one.
 //
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks; of the
 // largest at most AMAX_BLOCKS, and one for all of them.

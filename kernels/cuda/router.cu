@@ -24,7 +24,9 @@
 //
 // Floors: forward 4 bytes an expert, and the backward writes as many; at 4.24 TB/s 32768 tokens of 256 experts take 7.9 us,
 // of 384 11.9 us. Expected to limit the forward: instructions, some 60 an expert for its score and 3 an expert and round of
-// selection, about 25 and 38 us for these. Not measured yet.
+// selection, about 25 and 38 us for these.
+// Measured on one H200: 32768 tokens of 256 and of 384 experts 46 and 61 us, backward 24 and 29 us, hashed 10 us;
+// 4096 tokens 10.8, one token 5.4 us.
 //
 // Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks.
 #include "elements.h"

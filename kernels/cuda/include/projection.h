@@ -322,7 +322,7 @@ template <int COLUMNS>
 DEVICE float projected(const float* partials, int64_t num_tokens, int32_t splits, int64_t token, int place) {
     const float* const first = partials + token * PARTIAL_WIDTH<COLUMNS> + place;
     const int64_t apart = num_tokens * PARTIAL_WIDTH<COLUMNS>;
-    return splits <= 4 ? sum_of_parts<4>(first, apart, splits) : sum_of_parts<32>(first, apart, splits);
+    return splits <= 4 ? sum_of_parts<4>(first, apart, splits) : sum_of_parts<16>(first, apart, splits);
 }
 
 // 1 / sqrt(mean(v^2) + norm_eps), of a token's sum of squares.
