@@ -33,6 +33,9 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 // Defines the entry point `name`, launched with at most `max_threads` threads a block, whose one
 // argument is `const Params& params`. Params must have a PARAMS_LAYOUT; its size and layout hash
 // are exported beside the kernel, and the launcher refuses to run when they differ from its own.
+//
+// KERNEL_OF(name, Params, max_threads, min_blocks) { ... } besides takes no more registers than let a multiprocessor
+// have so many blocks at once.
 #if defined(PARITY_EMULATOR)
 #define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     static void name##_body(const Params& params);                                               \

@@ -16,8 +16,8 @@ const SPECIFIERS: [(&str, &str); 3] = [("DEVICE", "static"), ("__shared__", "sta
 const DECLARATIONS: [&str; 3] = ["PARAMS_LAYOUT", "SHARED_MEMORY", "UNROLL_BY"];
 /// What a header asks for that has a body of its own for the emulator.
 const BACKEND: &str = "PARITY_EMULATOR";
-/// The macro that begins a kernel.
-const KERNEL: &str = "KERNEL";
+/// The macros that begin a kernel.
+const KERNELS: [&str; 2] = ["KERNEL", "KERNEL_OF"];
 
 /// A parsed kernel file.
 pub(super) struct Source<'a> {
@@ -239,11 +239,11 @@ fn masked(text: &str) -> (String, BTreeSet<String>) {
         } else if let Some(close) = closing_parenthesis(text, end) {
             if DECLARATIONS.contains(&word) {
                 masked.replace_range(start..=close, &blank(&text[start..=close]));
-            } else if word == KERNEL {
+            } else if KERNELS.contains(&word) {
                 let name_end = text[end..close].find(',').map_or(close, |comma| end + comma);
                 kernels.insert(text[end + 1..name_end].trim().to_owned());
                 // KERNEL(name, Params, threads) becomes `void   name(               )`.
-                masked.replace_range(start..=end, "void   ");
+                masked.replace_range(start..=end, &format!("{:width$}", "void", width = word.len() + 1));
                 masked.replace_range(name_end..=name_end, "(");
                 masked.replace_range(name_end + 1..close, &blank(&text[name_end + 1..close]));
             }
@@ -314,6 +314,10 @@ mod tests {
         assert!(masked.starts_with("// DEVICE\nstatic float f() {        return 1.0f; }\n"), "{masked}");
         assert!(masked.contains("void   k(      ) { f(); }"), "{masked}");
         assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["k"]);
+        let text = "KERNEL_OF(k, P, 32, A <= 2 ? 4 : 1) { f(); }\n";
+        let (masked, kernels) = super::masked(text);
+        assert_eq!((masked.len(), kernels.len()), (text.len(), 1));
+        assert!(masked.starts_with("void      k(") && masked.ends_with(") { f(); }\n"), "{masked}");
     }
 
     #[test]
