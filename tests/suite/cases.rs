@@ -77,8 +77,12 @@ fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
         let exact = registry::prepare(case).unwrap().oracle(Precision::Exact).unwrap();
         exact.iter().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect::<Vec<_>>()
     };
-    // What a cache held before shows nowhere.
-    let is_quiet = |special: &serde_json::Value| special["nan_in"] == "cache";
+    // What a cache held before shows nowhere. A NaN in a filter of the sampler lifts it, which shows only where another
+    // id wins then: its own tests and planted bugs hold that.
+    let is_quiet = |special: &serde_json::Value| {
+        let of = special.as_object().into_iter().flatten().map(|(_, tensor)| tensor.as_str());
+        of.flatten().any(|tensor| ["cache", "top_p", "min_p"].contains(&tensor))
+    };
     for name in registry::names() {
         let mut lone = 0;
         for case in registry::find(name).unwrap().edge_cases(Profile::Quick) {
