@@ -77,7 +77,7 @@ DEVICE void slot_gradients(const MoeReduceBackwardParams& params, int64_t token,
                            const float (&weights)[HELD], float (&dots)[HELD]) {
     for (int64_t column = threadIdx.x * COUNT; column < params.hidden_size; column += THREADS * COUNT) {
         float dout[COUNT];
-        Stored<COUNT> stored[HELD];
+        Stored<COUNT, ELEMENT> stored[HELD];
         load_elements<COUNT>(params.dout + token * params.dout_token_stride + column, dout);
         UNROLL
         for (int i = 0; i < HELD; ++i)
@@ -86,12 +86,12 @@ DEVICE void slot_gradients(const MoeReduceBackwardParams& params, int64_t token,
         UNROLL
         for (int i = 0; i < HELD; ++i) {
             if (positions[i] == NONE) continue;
-            float dy[COUNT], y[HELD][COUNT];
-            if (params.dtopk_weights) unpack_stored(stored[i], y[i]);
+            float dy[COUNT], y[COUNT];
+            if (params.dtopk_weights) unpack_stored(stored[i], y);
             UNROLL
             for (int e = 0; e < COUNT; ++e) {
                 dy[e] = weights[i] * dout[e];
-                if (params.dtopk_weights) dots[i] += dout[e] * y[i][e];
+                if (params.dtopk_weights) dots[i] += dout[e] * y[e];
             }
             store_elements(params.dy + positions[i] * params.dy_position_stride + column, dy);
         }

@@ -89,7 +89,7 @@ DEVICE void quantize_square(const QuantizeFp8Params& params) {
     for (int i = 0; i < SPANS; ++i) {
         const int64_t row = square_row * SQUARE + i * ROWS + threadIdx.x / LANES;
         float x[SPAN];
-        unpack_span(raw[i], x);
+        unpack_stored(raw[i], x);
         if (row < params.num_rows) store_codes<WIDE>(params, Span{row, column, left}, x, scale);
     }
     if (threadIdx.x == 0) store_scale(params, scale_place(params, square_row, square_column), scale, true);

@@ -17,6 +17,7 @@
 // yet.
 //
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks.
+#include "codes.h"
 #include "groups.h"
 #include "math.h"
 
@@ -49,7 +50,7 @@ DEVICE void quantize(const QuantizeMxfp4Params& params) {
     Raw<ELEMENT> raw;
     load_raw<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, raw);
     float x[SPAN];
-    unpack_span(raw, x);
+    unpack_stored(raw, x);
     const uint8_t scale = group_scale(largest(largest_magnitude(raw), GROUP_LANES), E2M1_FLOOR, 1.0f / 6.0f);
     if (span.count > 0) {
         uint32_t codes[SPAN / 8];

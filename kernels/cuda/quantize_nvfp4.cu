@@ -21,6 +21,7 @@
 //
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks; of the
 // largest at most AMAX_BLOCKS, and one for all of them.
+#include "codes.h"
 #include "groups.h"
 #include "math.h"
 
@@ -148,7 +149,7 @@ DEVICE void quantize(const QuantizeNvfp4Params& params) {
     Raw<ELEMENT> raw;
     load_raw<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, raw);
     float x[SPAN];
-    unpack_span(raw, x);
+    unpack_stored(raw, x);
     const float global_scale = params.global_scale[0];
     const uint8_t scale = block_scale(__uint_as_float(largest_magnitude(raw)), global_scale);
     if (span.count > 0) {

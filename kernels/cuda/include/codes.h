@@ -1,19 +1,36 @@
-// Codes of narrow formats as bf16, eight at a time: every e4m3 and e2m1 number is one, and so is an e2m1 number times a
-// power of two or an e4m3 scale.
+// Codes of narrow formats as floats or bf16, eight at a time: every e4m3 and e2m1 number is a bf16, and so is an e2m1
+// number times a power of two or an e4m3 scale.
 #pragma once
 
 #include "memory.h"
 #include "numeric.h"
 
+// The numbers of eight codes in e2m1, the first in the lowest nibble. The two bytes of a bf16 that is the magnitude are
+// looked up, of four codes at a time.
+DEVICE void e2m1x8_to_float(uint32_t codes, float* numbers) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const uint32_t four = codes >> 16 * half, magnitudes = four & 0x7777u;
+        // Of 0, 0.5, 1, 1.5; 2, 3, 4, 6.
+        const uint32_t high = __byte_perm(0x3f3f3f00u, 0x40404040u, magnitudes);
+        const uint32_t low = __byte_perm(0xc0800000u, 0xc0804000u, magnitudes);
+        UNROLL
+        for (int pair = 0; pair < 2; ++pair) {
+            const uint32_t signs = (four >> 8 * pair & 0x88u) * 0x01001000u & 0x80008000u;
+            const uint32_t two = __byte_perm(low, high, pair ? 0x7362 : 0x5140) | signs;
+            numbers[4 * half + 2 * pair] = unpack_bf16_low(two);
+            numbers[4 * half + 2 * pair + 1] = unpack_bf16_high(two);
+        }
+    }
+}
+
 // Eight codes of e2m1 with one scale, exactly; beyond what bf16 holds they are infinite.
 DEVICE Vec16 e2m1_as_bf16(uint32_t codes, float scale) {
+    float x[8];
+    e2m1x8_to_float(codes, x);
     Vec16 numbers;
     UNROLL
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t pair = codes >> 8 * i;
-        numbers.w[i] = pack_bf16(e2m1_to_float(static_cast<uint8_t>(pair & 15)) * scale,
-                                 e2m1_to_float(static_cast<uint8_t>(pair >> 4 & 15)) * scale);
-    }
+    for (int i = 0; i < 4; ++i) numbers.w[i] = pack_bf16(x[2 * i] * scale, x[2 * i + 1] * scale);
     return numbers;
 }
 

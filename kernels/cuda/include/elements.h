@@ -46,6 +46,40 @@ DEVICE void store_elements(T* target, const float (&in)[COUNT]) {
     }
 }
 
+// COUNT elements as they lie in memory: those of bf16 take half the registers of floats, so that twice as many are under
+// way. More than one are whole 16-byte accesses.
+template <int COUNT, typename T>
+struct Stored {
+    static constexpr int VECTORS = COUNT / Element<T>::per_vec16;
+    Vec16 vectors[VECTORS];
+};
+template <typename T>
+struct Stored<1, T> {
+    float number;
+};
+
+template <int COUNT, typename T>
+DEVICE void load_stored(const T* source, Stored<COUNT, T>& stored) {
+    if constexpr (COUNT == 1) {
+        stored.number = Element<T>::load(source);
+    } else {
+        UNROLL
+        for (int i = 0; i < Stored<COUNT, T>::VECTORS; ++i)
+            stored.vectors[i] = load_vec16(source + i * Element<T>::per_vec16);
+    }
+}
+
+template <int COUNT, typename T>
+DEVICE void unpack_stored(const Stored<COUNT, T>& stored, float (&out)[COUNT]) {
+    if constexpr (COUNT == 1) {
+        out[0] = stored.number;
+    } else {
+        UNROLL
+        for (int i = 0; i < Stored<COUNT, T>::VECTORS; ++i)
+            unpack<T>(stored.vectors[i], out + i * Element<T>::per_vec16);
+    }
+}
+
 // In every lane, with the same bits.
 DEVICE float warp_sum(float value) {
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);

@@ -31,12 +31,9 @@ DEVICE Span span_of(const Params& params) {
     return Span{row, column, minimum(left, SPAN)};
 }
 
-// The elements of a span as they lie in memory: those of bf16 take half the registers of floats.
+// The elements of a span as they lie in memory.
 template <typename T>
-struct Raw {
-    static constexpr int VECTORS = SPAN / Element<T>::per_vec16;
-    Vec16 vectors[VECTORS];
-};
+using Raw = Stored<SPAN, T>;
 
 // In wide accesses, where a span ends with one, or one by one; what it does not have is 0.
 template <bool WIDE, typename T>
@@ -55,12 +52,6 @@ DEVICE void load_raw(const T* source, int count, Raw<T>& raw) {
             raw.vectors[i] =
                 pack<T>(reinterpret_cast<const float(&)[Element<T>::per_vec16]>(x[i * Element<T>::per_vec16]));
     }
-}
-
-template <typename T>
-DEVICE void unpack_span(const Raw<T>& raw, float (&x)[SPAN]) {
-    UNROLL
-    for (int i = 0; i < Raw<T>::VECTORS; ++i) unpack<T>(raw.vectors[i], x + i * Element<T>::per_vec16);
 }
 
 // As floats; the others are as they were.

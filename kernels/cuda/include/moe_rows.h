@@ -46,55 +46,30 @@ DEVICE void clear_rows(const int32_t* pos_to_token, int64_t first, int64_t num_p
     }
 }
 
-// COUNT elements as they lie in memory: those of bf16 take half the registers of floats, so that twice as many rows are
-// under way.
-template <int COUNT>
-struct Stored {
-    Vec16 vector;
-};
-template <>
-struct Stored<1> {
-    float number;
-};
-
-template <int COUNT>
-DEVICE void load_stored(const ELEMENT* source, Stored<COUNT>& stored) {
-    if constexpr (COUNT == 1) stored.number = Element<ELEMENT>::load(source);
-    else stored.vector = load_vec16(source);
-}
-template <int COUNT>
-DEVICE void unpack_stored(const Stored<COUNT>& stored, float (&out)[COUNT]) {
-    if constexpr (COUNT == 1) out[0] = stored.number;
-    else unpack<ELEMENT>(stored.vector, out);
-}
-
 // The sum over a token's slots of their rows' elements from `column` on, each times its weight where there are weights: products
 // and sums in fp32, fused, in the order of the slots.
 template <int COUNT>
 DEVICE void add_rows(const Positions& positions, const float* weights, const ELEMENT* rows, int64_t stride, int64_t column,
                      float (&sum)[COUNT]) {
     for (int first = 0; first < positions.topk; first += HELD) {
-        Stored<COUNT> stored[HELD];
-        float weight_of[HELD];
+        Stored<COUNT, ELEMENT> stored[HELD];
+        float weight[HELD] = {};
         bool has[HELD];
         UNROLL
         for (int i = 0; i < HELD; ++i) {
             const int64_t position = positions[first + i];
             has[i] = position != NONE;
-            weight_of[i] = 0.0f;
             if (!has[i]) continue;
             load_stored(rows + position * stride + column, stored[i]);
-            const float weight = weights ? weights[first + i] : 1.0f;
-            weight_of[i] = weight;
+            weight[i] = weights ? weights[first + i] : 1.0f;
         }
         UNROLL
         for (int i = 0; i < HELD; ++i) {
             if (!has[i]) continue;
-            const float weight = weight_of[i];
-            float row[HELD][COUNT];
-            unpack_stored(stored[i], row[i]);
+            float row[COUNT];
+            unpack_stored(stored[i], row);
             UNROLL
-            for (int e = 0; e < COUNT; ++e) sum[e] = fused_multiply_add(weight, row[i][e], sum[e]);
+            for (int e = 0; e < COUNT; ++e) sum[e] = fused_multiply_add(weight[i], row[e], sum[e]);
         }
     }
 }

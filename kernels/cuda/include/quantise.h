@@ -129,22 +129,3 @@ DEVICE void e2m1_codes_of(const float (&x)[16], uint8_t scale, uint32_t (&codes)
         for (int i = 0; i < 16; ++i) codes[i / 8] |= static_cast<uint32_t>(to_e2m1(x[i] * inverse)) << 4 * (i % 8);
     }
 }
-
-// The numbers of eight codes in e2m1, the first in the lowest nibble. The two bytes of a bf16 that is the magnitude are
-// looked up, of four codes at a time.
-DEVICE void e2m1x8_to_float(uint32_t codes, float* numbers) {
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        const uint32_t four = codes >> 16 * half, magnitudes = four & 0x7777u;
-        // Of 0, 0.5, 1, 1.5; 2, 3, 4, 6.
-        const uint32_t high = __byte_perm(0x3f3f3f00u, 0x40404040u, magnitudes);
-        const uint32_t low = __byte_perm(0xc0800000u, 0xc0804000u, magnitudes);
-        UNROLL
-        for (int pair = 0; pair < 2; ++pair) {
-            const uint32_t signs = (four >> 8 * pair & 0x88u) * 0x01001000u & 0x80008000u;
-            const uint32_t two = __byte_perm(low, high, pair ? 0x7362 : 0x5140) | signs;
-            numbers[4 * half + 2 * pair] = unpack_bf16_low(two);
-            numbers[4 * half + 2 * pair + 1] = unpack_bf16_high(two);
-        }
-    }
-}
