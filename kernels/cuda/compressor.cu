@@ -34,9 +34,8 @@
 //
 // Floors: forward 8 bytes a number of kv read, 2 bytes of entries and of u for 2 ratio (with overlap) or ratio of
 // these. 32768 tokens of width 1024: 285 MB, 67 us at 4.24 TB/s; of width 512 at ratio 128: 135 MB, 32 us. Backward
-// twice that. A power and about ten operations a number: limited by memory. Expected
-// to limit the backward with overlap: registers (64 of rows, 36 of sums), hence two blocks of 256 threads on a
-// multiprocessor.
+// twice that. A power and about ten operations a number: limited by memory. Expected to limit the backward with
+// overlap: registers, 181 (64 of rows, 36 of sums), hence one block of 256 threads on a multiprocessor.
 // Measured on one H200, 32768 tokens in 64 sequences, forward and backward: ratio 4 and 512 dims 146 and 198 us (46
 // and 68 % of a copy), 128 dims 47 and 56 us, ratio 128 55 and 134 us. ncu said 71 us and 79 % of the memory's rate
 // of the same forward without sequences to look up, so that sequences are found by a warp now, which has not been

@@ -19,8 +19,8 @@
 // Measured on one H200: 32768 tokens of 7168 channels 1848 us (84 % of a copy with the second reading), 128 tokens
 // 29.8 us; 4530 and 36.4 us when channels came by two a thread, without shared memory.
 //
-// Launch: coefficients num_tokens blocks of any multiple of 32 threads; streams as mhc_mix's; sums ceil(numbers /
-// THREADS) blocks; parameters one block.
+// Launch: coefficients num_tokens blocks of any multiple of 32 threads; streams as mhc_mix's with 8 channels a thread,
+// in the scalar kernel 1; sums ceil(numbers / THREADS) blocks; parameters one block.
 #include "projection_backward.h"
 #include "sigmoid.h"
 

@@ -13,10 +13,11 @@
 // mhc_mix_backward_coefficients takes 16 lanes a token as the forward does; the matrices of all passes stay in shared
 // memory for the way back. It leaves rstd dmix and the factor of v, 25 numbers a token, and of each block its part of
 // dbase and dscale. mhc_mix_backward_streams (projection_backward.h, which mhc_head shares) reads v once for both dv
-// and dfn: a thread owns two neighbouring channels, whose 48 weights and 48 sums stay in registers, and goes over the
-// tokens of its part, 8 at a time, whose 25 numbers come from shared memory; a block is 256 channels. Its sums are one
-// row for each part of the tokens, which mhc_mix_backward_sums adds in their order, as it does those of dbase and
-// dscale. Everything is fp32. Nothing is atomic, so that equal launches give equal bits.
+// and dfn: a thread owns four neighbouring channels, whose 96 weights and 96 sums stay in registers, and goes over the
+// tokens of its part, whose channels and 25 numbers come by way of shared memory, 32 tokens while the 32 before are
+// multiplied; a block is 512 channels. Its sums are one row for each part of the tokens, which mhc_mix_backward_sums
+// adds in their order, as it does those of dbase and dscale. Where 16 bytes do not fit, a thread owns one channel.
+// Everything is fp32. Nothing is atomic, so that equal launches give equal bits.
 //
 // Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s; and 384 d FLOPs of fp32 that is
 // not the tensor cores', 41 ns at 67 TFLOP/s. Limited by these: 7168 channels and 32768 tokens 1350 us. Expected are
@@ -27,7 +28,7 @@
 // us: each waited as long for its numbers from shared memory as it multiplied. Without copies ahead 4435 us.
 //
 // Launch: coefficients any number of blocks, with 2 THREADS floats of dynamic shared memory for each pass; streams
-// ceil(STREAMS * hidden_size / (STREAMS_THREADS * CHANNELS)) blocks for each of `splits` parts, where CHANNELS is 2, in
+// ceil(STREAMS * hidden_size / (STREAMS_THREADS * CHANNELS)) blocks for each of `splits` parts, where CHANNELS is 4, in
 // the scalar kernel 1; sums ceil(numbers / THREADS) blocks.
 #include "projection_backward.h"
 #include "sinkhorn.h"

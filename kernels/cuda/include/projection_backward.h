@@ -1,7 +1,8 @@
 // The gradients of the residual streams and of the weights of their projection (training 11.1), both of one reading of
 // the streams. mhc_mix_backward.cu has formulas and layout. Of each token there are numbers in memory, four at a time:
 // rstd dmix of COLUMNS columns, then the factor of v, and what else add_other wants. It adds to dv what a kernel has
-// beside these terms, by what load_other has read.
+// beside these terms: by what other_of points to in the wide kernels, whose channels come by way of shared memory, by
+// what load_other has read in the narrow ones.
 #pragma once
 
 #include "async_copy.h"
