@@ -78,7 +78,7 @@ mod tests {
     use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
-        Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, differentiated, dot,
+        Draw, UNIT_ROUNDOFF, assert_derivative_along_all, assert_unbiased, assert_within, differentiated, dot,
         dot_of_magnitudes, f64_tensor,
     };
 
@@ -136,21 +136,11 @@ mod tests {
     fn backward_equals_directional_finite_differences() -> Result<()> {
         let inputs = case(4, 3, 24);
         let gradients = backward(&inputs, &mut Rounding::exact())?;
-        let mut draw = Draw::new(5);
-        let along = GRADIENTS.map(|(name, gradient)| {
-            let shape = inputs.get(name).expect("an input").dims().to_vec();
-            (name, gradient, draw.normal(&shape, 1.0))
-        });
         let dout = inputs.tensor("dout")?;
-        let objective = |h: f64| -> Result<f64> {
-            let moved = along.iter().try_fold(inputs.clone(), |moved, (name, _, direction)| -> Result<_> {
-                Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
-            })?;
-            Ok(dot(&out(&moved)?, dout))
-        };
         let noise = (10.0 + 288.0) * UNIT_ROUNDOFF * dot_of_magnitudes(&out(&inputs)?, dout);
-        let claimed = along.iter().map(|(_, gradient, direction)| Ok(dot(gradients.tensor(gradient)?, direction)));
-        assert_directional_derivative("mhc_post", objective, 1.0, noise, claimed.sum::<Result<f64>>()?)
+        assert_derivative_along_all("mhc_post", [&inputs, &gradients], &GRADIENTS, 1.0, noise, |moved| {
+            Ok(dot(&out(moved)?, dout))
+        })
     }
 
     #[test]

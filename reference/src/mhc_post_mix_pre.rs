@@ -97,9 +97,7 @@ mod tests {
     use crate::mhc_mix::NUM_COLUMNS;
     use crate::mhc_post::NUM_STREAMS;
     use crate::precision::values;
-    use crate::testing::{
-        Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, differentiated, dot, f64_tensor,
-    };
+    use crate::testing::{Draw, UNIT_ROUNDOFF, assert_derivative_along_all, assert_within, differentiated, f64_tensor};
 
     const OUTPUTS: [(&str, &str); 4] =
         [("out", "dout"), ("h", "dh"), ("next_post", "dnext_post"), ("next_comb", "dnext_comb")];
@@ -177,19 +175,11 @@ mod tests {
     fn backward_equals_directional_finite_differences() -> Result<()> {
         let inputs = case(4, 3, 24);
         let gradients = backward(&inputs, NUMBERS, &mut Rounding::exact())?;
-        let mut draw = Draw::new(5);
-        let along = GRADIENTS
-            .map(|(name, gradient)| (name, gradient, draw.normal(inputs.get(name).expect("an input").dims(), 0.1)));
-        let at = |h: f64| -> Result<f64> {
-            let moved = along.iter().try_fold(inputs.clone(), |moved, (name, _, direction)| -> Result<_> {
-                Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
-            })?;
-            Ok(values(&objective(&moved)?)?.into_iter().sum())
-        };
         let size: f64 = values(&objective(&inputs)?)?.iter().map(|term| term.abs()).sum();
-        let claimed = along.iter().map(|(_, gradient, direction)| Ok(dot(gradients.tensor(gradient)?, direction)));
-        let claimed = claimed.sum::<Result<f64>>()?;
-        assert_directional_derivative("mhc_post_mix_pre", at, 1.0, 512.0 * UNIT_ROUNDOFF * size, claimed)
+        let noise = 512.0 * UNIT_ROUNDOFF * size;
+        assert_derivative_along_all("mhc_post_mix_pre", [&inputs, &gradients], &GRADIENTS, 0.1, noise, |moved| {
+            Ok(values(&objective(moved)?)?.into_iter().sum())
+        })
     }
 
     #[test]

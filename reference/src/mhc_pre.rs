@@ -93,8 +93,8 @@ mod tests {
     use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, differentiated, dot,
-        dot_of_magnitudes, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_derivative_along_all, assert_within, differentiated, dot_of_magnitudes,
+        f64_tensor,
     };
 
     const NORMS: [Option<Norm>; 2] = [None, Some(Norm { eps: 1e-2, stored: Format::BF16 })];
@@ -166,21 +166,11 @@ mod tests {
         for norm in NORMS {
             let inputs = case(4, 3, 24, norm.is_some());
             let gradients = backward(&inputs, norm, &mut Rounding::exact())?;
-            let mut draw = Draw::new(5);
-            let along: Vec<_> = GRADIENTS
-                .into_iter()
-                .filter_map(|(name, gradient)| Some((name, gradient, draw.normal(inputs.get(name)?.dims(), 1.0))))
-                .collect();
-            let at = |h: f64| -> Result<f64> {
-                let moved = along.iter().try_fold(inputs.clone(), |moved, (name, _, direction)| -> Result<_> {
-                    Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
-                })?;
-                Ok(values(&objective(&moved, norm)?)?.into_iter().sum())
-            };
             let terms = objective(&inputs, norm)?;
             let noise = 128.0 * UNIT_ROUNDOFF * dot_of_magnitudes(&terms, &terms.ones_like()?);
-            let claimed = along.iter().map(|(_, gradient, direction)| Ok(dot(gradients.tensor(gradient)?, direction)));
-            assert_directional_derivative("mhc_pre", at, 1.0, noise, claimed.sum::<Result<f64>>()?)?;
+            assert_derivative_along_all("mhc_pre", [&inputs, &gradients], &GRADIENTS, 1.0, noise, |moved| {
+                Ok(values(&objective(moved, norm)?)?.into_iter().sum())
+            })?;
         }
         Ok(())
     }

@@ -125,6 +125,31 @@ pub fn assert_directional_derivative(
     Ok(())
 }
 
+/// [`assert_directional_derivative`] of `f` where all inputs of `pairs` that there are move at once, each along a random
+/// direction of this deviation. A pair is an input's name and that of the gradient that claims its derivative.
+pub fn assert_derivative_along_all(
+    what: &str,
+    [inputs, gradients]: [&Named; 2],
+    pairs: &[(&'static str, &'static str)],
+    deviation: f64,
+    noise: f64,
+    f: impl Fn(&Named) -> Result<f64>,
+) -> Result<()> {
+    let mut draw = Draw::new(5);
+    let along: Vec<_> = pairs
+        .iter()
+        .filter_map(|&(name, gradient)| Some((name, gradient, draw.normal(inputs.get(name)?.dims(), deviation))))
+        .collect();
+    let at = |h: f64| -> Result<f64> {
+        let moved = along.iter().try_fold(inputs.clone(), |moved, (name, _, direction)| -> Result<_> {
+            Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
+        })?;
+        f(&moved)
+    };
+    let claimed = along.iter().map(|(_, gradient, direction)| Ok(dot(gradients.tensor(gradient)?, direction)));
+    assert_directional_derivative(what, at, 1.0, noise, claimed.sum::<Result<f64>>()?)
+}
+
 /// Fails unless runs of random error have `exact` as their mean.
 ///
 /// Over R runs the mean of an element misses by `s / sqrt(R)`, with `s` the deviation of one run, so the

@@ -21,7 +21,7 @@ use dsv4_kernels::runtime::Device;
 use dsv4_kernels::{mhc_mix, mhc_post, mhc_post_mix_pre, mhc_pre, moe_reduce, rms_norm};
 use dsv4_reference::mhc_block as reference;
 
-use super::mhc_mix::check_iterations;
+use super::mhc_mix::{check_iterations, of_oracle as numbers_of_oracle};
 use super::mhc_post::near_equal;
 use crate::operator::prelude::*;
 
@@ -57,14 +57,6 @@ fn plain(num_tokens: usize, hidden_size: usize) -> MhcBlockCase {
 }
 
 impl MhcBlockCase {
-    fn of_oracle(&self, t: &Bound<'_>) -> dsv4_reference::mhc_mix::Numbers {
-        dsv4_reference::mhc_mix::Numbers {
-            sinkhorn_iters: self.sinkhorn_iters,
-            norm_eps: t.scalar("norm_eps", self.norm_eps.into()),
-            hc_eps: t.scalar("hc_eps", self.hc_eps.into()),
-        }
-    }
-
     fn of_launcher(&self) -> mhc_mix::Numbers {
         let Self { sinkhorn_iters, norm_eps, hc_eps, .. } = *self;
         mhc_mix::Numbers { sinkhorn_iters, norm_eps, hc_eps }
@@ -249,11 +241,11 @@ impl Declared for MhcBlock {
     }
 
     fn forward(c: &MhcBlockCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::forward(&named(t)?, c.of_oracle(t), rounding)
+        reference::forward(&named(t)?, numbers_of_oracle(c.of_launcher(), t), rounding)
     }
 
     fn backward(c: &MhcBlockCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::backward(&named(t)?, c.of_oracle(t), rounding)
+        reference::backward(&named(t)?, numbers_of_oracle(c.of_launcher(), t), rounding)
     }
 
     /// One after the other in the same memory: launches are in one order.

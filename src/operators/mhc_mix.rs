@@ -41,14 +41,6 @@ fn plain(num_tokens: usize, hidden_size: usize) -> MhcMixCase {
 }
 
 impl MhcMixCase {
-    fn of_oracle(&self, t: &Bound<'_>) -> reference::Numbers {
-        reference::Numbers {
-            sinkhorn_iters: self.sinkhorn_iters,
-            norm_eps: t.scalar("norm_eps", self.norm_eps.into()),
-            hc_eps: t.scalar("hc_eps", self.hc_eps.into()),
-        }
-    }
-
     fn of_launcher(&self) -> launcher::Numbers {
         let Self { sinkhorn_iters, norm_eps, hc_eps, .. } = *self;
         launcher::Numbers { sinkhorn_iters, norm_eps, hc_eps }
@@ -56,6 +48,16 @@ impl MhcMixCase {
 
     fn channels(&self) -> usize {
         NUM_STREAMS * self.hidden_size
+    }
+}
+
+/// The oracle's numbers of a call: hc_eps and norm_eps as the case's scalars are bound.
+pub(super) fn of_oracle(numbers: launcher::Numbers, t: &Bound<'_>) -> reference::Numbers {
+    let launcher::Numbers { sinkhorn_iters, norm_eps, hc_eps } = numbers;
+    reference::Numbers {
+        sinkhorn_iters,
+        norm_eps: t.scalar("norm_eps", norm_eps.into()),
+        hc_eps: t.scalar("hc_eps", hc_eps.into()),
     }
 }
 
@@ -168,11 +170,11 @@ impl Declared for MhcMix {
     }
 
     fn forward(c: &MhcMixCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::forward(&t.named()?, c.of_oracle(t), rounding)
+        reference::forward(&t.named()?, of_oracle(c.of_launcher(), t), rounding)
     }
 
     fn backward(c: &MhcMixCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::backward(&t.named()?, c.of_oracle(t), rounding)
+        reference::backward(&t.named()?, of_oracle(c.of_launcher(), t), rounding)
     }
 
     fn workspaces(c: &MhcMixCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {

@@ -7,7 +7,7 @@ use dsv4_kernels::mhc_post_mix_pre as launcher;
 use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_post_mix_pre as reference;
 
-use super::mhc_mix::coefficients_bend_over;
+use super::mhc_mix::{coefficients_bend_over, of_oracle as numbers_of_oracle};
 use super::mhc_post::near_equal;
 use crate::operator::prelude::*;
 
@@ -57,14 +57,6 @@ fn plain(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
 }
 
 impl MhcPostMixPreCase {
-    fn of_oracle(&self, t: &Bound<'_>) -> dsv4_reference::mhc_mix::Numbers {
-        dsv4_reference::mhc_mix::Numbers {
-            sinkhorn_iters: self.sinkhorn_iters,
-            norm_eps: t.scalar("norm_eps", self.norm_eps.into()),
-            hc_eps: t.scalar("hc_eps", self.hc_eps.into()),
-        }
-    }
-
     fn of_launcher(&self) -> dsv4_kernels::mhc_mix::Numbers {
         let Self { sinkhorn_iters, norm_eps, hc_eps, .. } = *self;
         dsv4_kernels::mhc_mix::Numbers { sinkhorn_iters, norm_eps, hc_eps }
@@ -234,11 +226,11 @@ impl Declared for MhcPostMixPre {
     }
 
     fn forward(c: &MhcPostMixPreCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::forward(&t.named()?, c.of_oracle(t), rounding)
+        reference::forward(&t.named()?, numbers_of_oracle(c.of_launcher(), t), rounding)
     }
 
     fn backward(c: &MhcPostMixPreCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::backward(&t.named()?, c.of_oracle(t), rounding)
+        reference::backward(&t.named()?, numbers_of_oracle(c.of_launcher(), t), rounding)
     }
 
     fn workspaces(

@@ -416,8 +416,8 @@ mod tests {
         make_clear(&weights, &mut limits);
         let sum: f64 = weights.iter().sum();
         assert_eq!(reference::num_kept(&weights, Limits { min_p: 0.0, ..limits }), 4);
-        assert!((limits.top_p * sum - (2.0 - 1e-7 + 0.125)).abs() < 1e-9, "{}", limits.top_p);
-        assert!((limits.min_p - 0.125f64.sqrt()).abs() < 1e-6, "{}", limits.min_p);
+        assert_eq!(limits.top_p, (1.0 + 0.5 + (0.5 - 1e-7) + 0.125) / sum);
+        assert_eq!(limits.min_p, ((0.5 - 1e-7) * 0.25f64).sqrt());
         let exact = Limits { top_k: 0.0, top_p: 0.5, min_p: 1.0 };
         let mut moved = exact;
         make_clear(&[1.0; 16], &mut moved);
