@@ -86,8 +86,7 @@ pub struct Outputs {
 /// Tensors that do not fit.
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     let lists = inputs.lists()?;
-    let logits = indexer_logits::forward(&inputs.logits(), Accumulator::F32, &mut rounding.clone())?;
-    let Handed { loss, values, target } = inputs.handed(&lists, rounding)?;
+    let Handed { loss, logits, values, target } = inputs.handed(&lists, rounding)?;
     let indices: Vec<f64> = lists.into_iter().map(f64::from).collect();
     let indices = Tensor::from_vec(indices, values.dims(), &Device::Cpu)?;
     Ok(Outputs { logits, indices, values, target, loss: indexer_loss::forward(&loss, rounding)? })
@@ -131,6 +130,8 @@ pub fn backward_autograd(inputs: &Inputs, grad_loss: &Tensor) -> Result<Gradient
 /// What the loss reads.
 struct Handed {
     loss: indexer_loss::Inputs,
+    /// The logits of all keys that a token sees.
+    logits: Tensor,
     /// The listed logits, before they are stored.
     values: Tensor,
     /// The target, before it is stored.
@@ -185,14 +186,17 @@ impl Inputs {
         let rows: Vec<Option<i64>> = (0..num_tokens).flat_map(|token| self.ranked(&ranking).rows(token)).collect();
         let listed = Tensor::from_vec(rows.iter().map(|row| u8::from(row.is_some())).collect(), shape, &Device::Cpu)?;
         let rows: Vec<u32> = rows.into_iter().map(|row| row.unwrap_or(0) as u32).collect();
-        let values = if num_keys == 0 || rows.is_empty() {
-            Tensor::full(f64::NEG_INFINITY, shape, &Device::Cpu)?
-        } else {
-            let all = self.logits().all_logits(Accumulator::F32, rounding)?;
-            let gathered = all.gather(&Tensor::from_vec(rows, shape, &Device::Cpu)?, 1)?;
-            let listed = select(&listed, &gathered, f64::NEG_INFINITY)?;
-            // A logit that is no number is listed as -infinity.
-            select(&listed.eq(&listed)?, &listed, f64::NEG_INFINITY)?
+        // Made once: those that are listed are the very numbers that are stored as logits.
+        let some = num_tokens > 0 && num_keys > 0 && self.index_q.dim(1)? > 0;
+        let all = some.then(|| self.logits().all_logits(Accumulator::F32, rounding)).transpose()?;
+        let values = match &all {
+            Some(all) if !rows.is_empty() => {
+                let gathered = all.gather(&Tensor::from_vec(rows, shape, &Device::Cpu)?, 1)?;
+                let listed = select(&listed, &gathered, f64::NEG_INFINITY)?;
+                // A logit that is no number is listed as -infinity.
+                select(&listed.eq(&listed)?, &listed, f64::NEG_INFINITY)?
+            }
+            _ => Tensor::full(f64::NEG_INFINITY, shape, &Device::Cpu)?,
         };
         let attention = score_recompute::Inputs {
             q: self.q.clone(),
@@ -214,7 +218,7 @@ impl Inputs {
             reduction: self.reduction,
             loss_coeff: self.loss_coeff,
         };
-        Ok(Handed { loss, values, target })
+        Ok(Handed { loss, logits: self.logits().placed(all.as_ref())?, values, target })
     }
 }
 

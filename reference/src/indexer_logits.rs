@@ -110,22 +110,29 @@ pub fn numbers(codes: &[u8], scale_bytes: Option<&[u8]>, format: Format) -> Vec<
 /// Inputs that do not fit.
 pub fn forward(inputs: &Inputs, accumulator: Accumulator, rounding: &mut Rounding) -> Result<Tensor> {
     let (tokens, heads, num_keys) = inputs.check()?;
-    let rows = inputs.keys.rows(tokens, num_keys, inputs.columns);
-    let mut logits = vec![f64::NEG_INFINITY; tokens * inputs.columns];
-    if tokens > 0 && heads > 0 && num_keys > 0 {
-        let all = values(&inputs.all_logits(accumulator, rounding)?)?;
-        for (token, row) in rows.iter().enumerate() {
-            for (column, key) in row.iter().enumerate() {
-                if let Some(key) = key {
-                    logits[token * inputs.columns + column] = all[token * num_keys + key];
-                }
-            }
-        }
-    }
-    Ok(Tensor::from_vec(logits, (tokens, inputs.columns), &Device::Cpu)?)
+    let some = tokens > 0 && heads > 0 && num_keys > 0;
+    let all = some.then(|| inputs.all_logits(accumulator, rounding)).transpose()?;
+    inputs.placed(all.as_ref())
 }
 
 impl Inputs {
+    /// The logits of the keys that each token sees, `[num_tokens, columns]`, of those of all; `None` where there are none.
+    pub(crate) fn placed(&self, all: Option<&Tensor>) -> Result<Tensor> {
+        let (tokens, _, num_keys) = self.check()?;
+        let mut logits = vec![f64::NEG_INFINITY; tokens * self.columns];
+        if let Some(all) = all {
+            let all = values(all)?;
+            for (token, row) in self.keys.rows(tokens, num_keys, self.columns).iter().enumerate() {
+                for (column, key) in row.iter().enumerate() {
+                    if let Some(key) = key {
+                        logits[token * self.columns + column] = all[token * num_keys + key];
+                    }
+                }
+            }
+        }
+        Ok(Tensor::from_vec(logits, (tokens, self.columns), &Device::Cpu)?)
+    }
+
     /// Of every token with every key, `[num_tokens, num_keys]`.
     pub(crate) fn all_logits(&self, accumulator: Accumulator, rounding: &mut Rounding) -> Result<Tensor> {
         let (tokens, heads, head_dim) = self.q.dims3()?;

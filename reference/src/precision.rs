@@ -114,7 +114,7 @@
 
 use candle_core::{CpuStorage, D, Tensor};
 
-use crate::error::{Result, require_f64, wrong_value};
+use crate::error::{Result, require, require_f64, wrong_value};
 use crate::format::{Format, power_of_two};
 use crate::products::Products;
 
@@ -197,8 +197,9 @@ enum Maximum {
 
 const MAXIMA: [Maximum; 4] = [Maximum::Row, Maximum::Running(64), Maximum::Running(32), Maximum::Tile(64)];
 
-/// The rounding points of one oracle run; hand the same one to every operator of the run.
-#[derive(Debug, Clone)]
+/// The rounding points of one oracle run; hand the same one to every operator of the run. It is no `Clone`: two of one run would
+/// number what they ask for alike, and take the noise of one quantity for that of another.
+#[derive(Debug)]
 pub struct Rounding {
     noise: Option<Noise>,
     products: Option<Products>,
@@ -306,7 +307,7 @@ impl Rounding {
         match (&self.noise, &self.products) {
             (None, None) => Ok(None),
             (None, Some(products)) => {
-                products.keep_noise_scale(compute()?);
+                products.keep_noise_scale(number, compute()?);
                 Ok(None)
             }
             (Some(_), None) => Ok(Some(compute()?)),
@@ -667,6 +668,8 @@ impl Rounding {
         lanes: usize,
     ) -> Result<Tensor> {
         self.see(sum)?;
+        require("sum_of_squares", sum_of_squares, sum.dims())?;
+        require("num_terms", num_terms, sum.dims())?;
         let Some(noise) = &mut self.noise else {
             return Ok(sum.clone());
         };
@@ -1221,6 +1224,18 @@ mod tests {
             // A sum of squares of so many normal numbers, by five deviations.
             assert!(apart <= expected * (1.0 + 5.0 * (2.0 / alone[2].len() as f64).sqrt()), "{precision:?}");
             assert_eq!(products.multiplied(), multiplied, "{precision:?}");
+        }
+        Ok(())
+    }
+
+    /// A shorter one would leave all behind its end without noise.
+    #[test]
+    fn what_scales_the_noise_of_sums_has_their_shape() -> Result<()> {
+        let (sums, fewer) = (Draw::new(1).normal(&[3, 4], 1.0), Draw::new(2).normal(&[2, 4], 1.0));
+        let mut rounding = Rounding::new(Precision::Working { seed: 1 });
+        assert!(rounding.accumulated_f32(&sums, &sums.sqr()?, &sums.ones_like()?).is_ok());
+        for [squares, counts] in [[&fewer, &sums], [&sums, &fewer]] {
+            assert!(rounding.accumulated_f32(&sums, squares, counts).is_err());
         }
         Ok(())
     }

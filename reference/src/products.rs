@@ -74,9 +74,12 @@ impl Products {
         Ok(product)
     }
 
-    /// Keeps the next quantity that scales noise.
-    pub(crate) fn keep_noise_scale(&self, scale: Tensor) {
-        self.0.noise_scales.lock().unwrap_or_else(PoisonError::into_inner).push(scale);
+    /// Keeps a quantity that scales noise under the next number; a second exact run finds its own there already.
+    pub(crate) fn keep_noise_scale(&self, number: usize, scale: Tensor) {
+        let mut kept = self.0.noise_scales.lock().unwrap_or_else(PoisonError::into_inner);
+        if number == kept.len() {
+            kept.push(scale);
+        }
     }
 
     /// The one that was kept with this number.
