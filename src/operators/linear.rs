@@ -10,8 +10,11 @@ use rand::Rng;
 
 use super::quantize_fp8::{format_of, layout_of_oracle};
 use super::{Implementation, extent};
+use crate::case::NORMAL_WORDS;
+use crate::operator::benchmarks::{Whole, spread_blocks};
 use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
 
 /// The operator.
 pub struct Linear;
@@ -186,6 +189,18 @@ impl LinearCase {
 
     fn features(&self, name: &'static str, extent: usize) -> Axis {
         axis(name, extent).multiples(1, MAX_FEATURES)
+    }
+}
+
+/// Features of a benchmark's result that are compared with the oracle.
+const SAMPLED_FEATURES: usize = 256;
+
+/// The scales of the sampled blocks of weights.
+fn sample_scales(whole: &Whole<'_, Linear>, c: &mut LinearCase, tensors: &mut Tensors) {
+    if c.weights == Weights::Fp8 {
+        let firsts = whole.further.iter().filter(|out| out.is_multiple_of(reference::BLOCK));
+        let blocks: Vec<usize> = firsts.map(|out| out / reference::BLOCK).collect();
+        tensors.put("w_scales", permuted_along(tensors.tensor("w_scales"), 0, &blocks));
     }
 }
 
@@ -498,6 +513,10 @@ impl Declared for Linear {
             let flops = 2.0 * case.extents().map(|extent| extent as f64).iter().product::<f64>();
             // What no token has is drawn along its rows.
             let benchmark = Benchmark::new(direction, name, case, "num_tokens").also_drawn_along("out_features");
+            // A few tokens of a result take all weights but along the axis that nothing is added over.
+            let further = if direction == Forward { "out_features" } else { "in_features" };
+            let benchmark = benchmark.also_sampled_along(further, SAMPLED_FEATURES, spread_blocks);
+            let benchmark = Benchmark { sampled: sample_scales, ..benchmark };
             benchmark.streaming(&[], 0.0).computing(if direction == Forward { flops } else { 2.0 * flops })
         };
         let [projections, gradients]: [Vec<[usize; 3]>; 2] = if on_gpu(environment) {
@@ -648,16 +667,23 @@ fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
 fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors: &mut Tensors) {
     let mut draw = Draw::new(c.data.seed, name);
     let row = if e4m3 { c.in_features } else { c.in_features / 2 };
-    for (at, byte) in tensors.bytes_mut(name).unwrap_or_default().iter_mut().enumerate() {
-        *byte = if e4m3 { e4m3_code(c.codes, at % row, &mut draw) } else { e2m1_codes(c.codes, &mut draw) };
-    }
+    let bytes = tensors.bytes_mut(name).unwrap_or_default();
+    let drawn = match (e4m3, c.codes) {
+        // The sign takes a word.
+        (true, Codes::Drawn) => draw.each(bytes.len(), 1 + NORMAL_WORDS, |draw| e4m3_code(c.codes, 0, draw)),
+        (true, _) => (0..bytes.len()).map(|at| e4m3_code(c.codes, at % row, &mut draw)).collect(),
+        // Each of two codes of 16 takes one.
+        (false, Codes::Drawn | Codes::Any) => draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw)),
+        (false, _) => (0..bytes.len()).map(|_| e2m1_codes(c.codes, &mut draw)).collect(),
+    };
+    bytes.copy_from_slice(&drawn);
 }
 
 fn e4m3_code(codes: Codes, column: usize, draw: &mut Draw) -> u8 {
     let sign = u8::from(draw.rng().random::<bool>()) << 7;
     match codes {
         Codes::Drawn => {
-            let size = draw.values(Distribution::Normal, 1, 1, 120.0)[0].abs().min(448.0);
+            let size = (120.0 * draw.normal()).abs().min(448.0);
             sign | Format::E4M3.code(Format::E4M3.nearest(size)) as u8
         }
         Codes::Any => sign | draw.rng().random_range(0..0x7f),
