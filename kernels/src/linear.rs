@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, is_aligned, read, scratch, write};
 use crate::implementation::Implementation;
 use crate::runtime::device::{Module, module};
+use crate::runtime::matrix::{Matrix, MatrixProduct};
 use crate::runtime::params::{DeviceAddress, Params};
 use crate::runtime::{DType, Device, Result, TensorView, Views};
 use crate::scale_layout::extents_of;
@@ -53,6 +54,18 @@ pub enum Weights {
     Mxfp4,
     /// e2m1 with an e4m3 scale for each 16 numbers of a row and an fp32 one of the tensor, and x.
     Nvfp4,
+}
+
+/// Whose kernels multiply bf16 operands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Products {
+    /// Those of `linear.cu`.
+    #[default]
+    Own,
+    /// The device's library ([`Device::matrix_library`]), cublasLt on a GPU, wherever it takes the product: more than 16
+    /// rows of the result, none of its extents 0, and rows of all matrices at multiples of 16 bytes and within 2^31
+    /// elements. Those of `linear.cu` otherwise.
+    Library,
 }
 
 /// How the operands of a call are quantised, and which kernels run.
@@ -128,6 +141,9 @@ enum Product {
     Dx,
     Dw,
 }
+
+/// The paths of products by a library.
+const LIBRARY: [&str; 3] = ["linear_forward<library>", "linear_dx<library>", "linear_dw<library>"];
 
 /// The kernels of one tile: those of all products, blocks that a multiprocessor holds, rows and columns of the tile.
 struct Tiles {
@@ -263,9 +279,37 @@ struct Call<'a> {
     signature: Signature<'a>,
     views: &'a Views,
     extents: [usize; 3],
+    products: Products,
 }
 
 impl Call<'_> {
+    /// Has the device's library compute a product; whether it did.
+    fn launch_library(
+        &self,
+        product: Product,
+        operands: [&TensorView; 3],
+        before: Option<&TensorView>,
+    ) -> Result<bool> {
+        let library = self.device.matrix_library().filter(|_| self.products == Products::Library);
+        let Some(library) = library else { return Ok(false) };
+        // Of few rows the bytes of w are the floor, which our kernels are near.
+        if operands[2].shape[0] <= FEW_ROWS {
+            return Ok(false);
+        }
+        let [a, b, out] = operands.map(Matrix::of);
+        let (Some(a), Some(b), Some(out)) = (a, b, out) else { return Ok(false) };
+        let before = match before.map(Matrix::of) {
+            Some(None) => return Ok(false),
+            before => before.flatten(),
+        };
+        let transposed = match product {
+            Product::Forward => [false, true],
+            Product::Dx => [false, false],
+            Product::Dw => [true, false],
+        };
+        library.multiply(&MatrixProduct { a, b, transposed, before, out, dtype: operands[2].dtype })
+    }
+
     /// Launches a product of two of the call's tensors into a third; returns the kernels that ran.
     fn launch(
         &self,
@@ -273,6 +317,10 @@ impl Call<'_> {
         [a, b, out]: [&'static str; 3],
         before: &'static str,
     ) -> Result<Vec<&'static str>> {
+        let operands = [a, b, out].map(|name| &self.views[name]);
+        if self.launch_library(product, operands, self.views.get(before))? {
+            return Ok(vec![LIBRARY[product as usize]]);
+        }
         let [num_tokens, out_features, in_features] = self.extents;
         let extents = product.extents(num_tokens, out_features, in_features);
         let tiles = product.tiles(extents, self.signature.vectorised_rows(&[a, b]));
@@ -294,7 +342,7 @@ impl Call<'_> {
 }
 
 /// Checks the tensors of a call.
-fn bind<'a>(device: &'a Device, views: &'a Views, backward: bool) -> Result<Call<'a>> {
+fn bind<'a>(device: &'a Device, views: &'a Views, products: Products, backward: bool) -> Result<Call<'a>> {
     let (inputs, weights, outputs) =
         (&["num_tokens", "in_features"], &["out_features", "in_features"], &["num_tokens", "out_features"]);
     // What the other direction adds to is not read, and left as it is.
@@ -315,7 +363,7 @@ fn bind<'a>(device: &'a Device, views: &'a Views, backward: bool) -> Result<Call
     ];
     let signature = CHECK.signature(views, tensors).wide("num_tokens");
     let signature = signature.extent("out_features", 1, MAX_FEATURES).extent("in_features", 1, MAX_FEATURES);
-    let mut call = Call { device, signature, views, extents: [0; 3] };
+    let mut call = Call { device, signature, views, extents: [0; 3], products };
     call.extents = call.signature.bind(["num_tokens", "out_features", "in_features"])?;
     let [num_tokens, out_features, in_features] = call.extents;
     let needed = if backward { backward_workspace_bytes } else { forward_workspace_bytes };
@@ -331,9 +379,9 @@ fn bind<'a>(device: &'a Device, views: &'a Views, backward: bool) -> Result<Call
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
-    bind(device, views, false)?.launch(Product::Forward, ["x", "w", "y"], "y_before")
+/// A refused argument, a compile error, a refused launch, a library that fails.
+pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    bind(device, views, products, false)?.launch(Product::Forward, ["x", "w", "y"], "y_before")
 }
 
 /// Launches the gradients `dx = dy w` and `dw = dw_before + dy^T x`; returns the kernels that ran. Its tensors, all
@@ -347,8 +395,8 @@ pub fn forward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
-    let call = bind(device, views, true)?;
+pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    let call = bind(device, views, products, true)?;
     let dx = call.launch(Product::Dx, ["dy", "w", "dx"], "")?;
     Ok([dx, call.launch(Product::Dw, ["dy", "x", "dw"], "dw_before")?].concat())
 }

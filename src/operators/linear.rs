@@ -84,6 +84,9 @@ pub struct LinearCase {
     /// Which kernels run.
     #[serde(default)]
     pub implementation: Implementation,
+    /// Whether the device's library of matrix products computes those of bf16 that it takes, and not our kernels.
+    #[serde(default)]
+    pub library: bool,
     /// x; of quantised x the scales.
     #[serde(flatten)]
     pub data: Data,
@@ -104,8 +107,14 @@ fn plain(num_tokens: usize, out_features: usize, in_features: usize) -> LinearCa
         layout: ScaleLayout::Plain,
         codes: Codes::Drawn,
         implementation: Implementation::Portable,
+        library: false,
         data,
     }
+}
+
+/// As much of bf16 products as it takes by the device's library.
+fn library(case: LinearCase) -> LinearCase {
+    LinearCase { library: true, ..case }
 }
 
 /// Quantised operands with scales in bytes; `group` of x.
@@ -139,6 +148,10 @@ impl LinearCase {
         let Self { weights, group, scale_bytes, layout, .. } = *self;
         let implementation = self.implementation.launcher();
         launcher::Quantised { weights, group, scale_bytes, layout, implementation }
+    }
+
+    fn products(&self) -> launcher::Products {
+        if self.library { launcher::Products::Library } else { launcher::Products::Own }
     }
 
     fn of_oracle(&self) -> reference::Quantised {
@@ -225,6 +238,7 @@ impl Declared for Linear {
             "linear_forward_large",
             "linear_forward_small",
             "linear_forward_scalar",
+            "linear_forward<library>",
             "linear_sum",
             "linear_quantised_large<fp8>",
             "linear_quantised_small<fp8>",
@@ -244,6 +258,8 @@ impl Declared for Linear {
             "linear_quantised_sum<nvfp4>",
             "linear_hopper<64>",
             "linear_hopper<128>",
+            "backward linear_dx<library>",
+            "backward linear_dw<library>",
             "backward linear_dx_large",
             "backward linear_dx_small",
             "backward linear_dx_scalar",
@@ -303,6 +319,9 @@ impl Declared for Linear {
             }
             return c.data.check();
         }
+        if c.library {
+            return refuse("library", "true: a library's products are those of bf16 operands");
+        }
         let in_bytes = c.weights != Weights::Fp8;
         if !QUANTISED.contains(&(c.weights, c.group)) {
             return refuse("group", format!("{}: FP8 has groups of 128, MXFP4 of 128 or 32, NVFP4 of 16", c.group));
@@ -333,7 +352,7 @@ impl Declared for Linear {
     fn fastest(c: &LinearCase, environment: &Environment) -> LinearCase {
         let takes = c.weights == Weights::Fp8 && c.in_features.is_multiple_of(16);
         let implementation = if takes { Implementation::fastest_on(environment) } else { c.implementation };
-        LinearCase { implementation, ..c.clone() }
+        LinearCase { implementation, library: !c.is_quantised(), ..c.clone() }
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<LinearCase> {
@@ -346,11 +365,14 @@ impl Declared for Linear {
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact]);
         let kernels = (layout, any::<bool>(), codes, any::<bool>());
-        (tokens, features(), features(), types, (format, kernels), Data::strategy(-30..=30))
-            .prop_map(|(tokens, outs, ins, (output, weight_gradient, before), (format, kernels), data)| {
+        (tokens, features(), features(), types, (format, kernels, any::<bool>()), Data::strategy(-30..=30))
+            .prop_map(|(tokens, outs, ins, (output, weight_gradient, before), (format, kernels, library), data)| {
                 let num_tokens = tokens.min(LARGEST_PRODUCT / (outs * ins));
                 let case = LinearCase { output, weight_gradient, before, data, ..plain(num_tokens, outs, ins) };
-                format.map_or(case.clone(), |format| drawn_quantised(case, format, kernels))
+                match format {
+                    Some(format) => drawn_quantised(case, format, kernels),
+                    None => LinearCase { library, ..case },
+                }
             })
             .boxed()
     }
@@ -397,6 +419,14 @@ impl Declared for Linear {
             before(Before::InPlace, plain(17, 16, 584)),
             before(Before::InPlace, f32s(plain(600, 8, 8))),
             before(Before::Apart, plain(5, 7, 535)),
+            // What a library takes, with all that it adds to; one row too few for it; rows at no multiple of 16 bytes.
+            library(plain(17, 40, 72)),
+            library(before(Before::InPlace, plain(18, 24, 40))),
+            library(before(Before::Apart, f32s(plain(33, 20, 24)))),
+            library(before(Before::InPlace, f32s(plain(40, 8, 16)))),
+            library(plain(16, 24, 16)),
+            library(plain(18, 13, 21)),
+            library(plain(0, 24, 16)),
         ];
         cases.extend(quantised_edge_cases());
         if profile == Profile::Full {
@@ -458,14 +488,14 @@ impl Declared for Linear {
         if c.is_quantised() {
             return run.launch(|device| launcher::forward_quantised(device, v, c.of_launcher()));
         }
-        run.launch(|device| launcher::forward(device, &v.without(&["dy", "dx", "dw"])))
+        run.launch(|device| launcher::forward(device, &v.without(&["dy", "dx", "dw"]), c.products()))
     }
 
     fn launch_backward(c: &LinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         if c.is_quantised() {
             return Ok(());
         }
-        let ran = launcher::backward(run.device(), &v.without(&["y"]))?;
+        let ran = launcher::backward(run.device(), &v.without(&["y"]), c.products())?;
         run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
         Ok(())
     }
@@ -506,7 +536,11 @@ impl Declared for Linear {
         use Direction::{Backward, Forward};
         let of = |case: LinearCase, direction: Direction| {
             let [num_tokens, out_features, in_features] = case.extents();
-            let portable = case.weights == Weights::Fp8 && case.implementation == Implementation::Portable;
+            let portable = match case.weights {
+                Weights::Fp8 => case.implementation == Implementation::Portable,
+                Weights::Bf16 => !case.library,
+                Weights::Mxfp4 | Weights::Nvfp4 => false,
+            };
             let format = format!("{:?}", case.weights).to_lowercase();
             let name =
                 format!("{num_tokens}x{out_features}x{in_features} {format}{}", Implementation::suffix(portable));
@@ -527,8 +561,13 @@ impl Declared for Linear {
             [vec![[9, 64, 144]], vec![[40, 64, 72]]]
         };
         let bf16 = |&[num_tokens, outs, ins]: &[usize; 3]| plain(num_tokens, outs, ins);
-        let forward = projections.iter().map(bf16).map(|case| of(case, Forward));
-        let backward = gradients.iter().map(bf16).map(|case| of(case, Backward));
+        // Our own kernels beside those of a library, which takes no few rows.
+        let by_either = |case: LinearCase| {
+            let own = (case.num_tokens > 16).then(|| case.clone());
+            [Some(library(case)), own].into_iter().flatten()
+        };
+        let forward = projections.iter().map(bf16).flat_map(by_either).map(|case| of(case, Forward));
+        let backward = gradients.iter().map(bf16).flat_map(by_either).map(|case| of(case, Backward));
         let serving = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Nvfp4, 16)].into_iter();
         let serving = serving
             .flat_map(|(weights, group)| projections.iter().map(move |&extents| quantised(weights, group, extents)));

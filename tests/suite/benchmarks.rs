@@ -256,12 +256,14 @@ fn linears() -> Vec<Box<dyn Timed>> {
     let fewer = json!({"num_tokens": 4, "out_features": 16});
     let linear = |name| timed::<Linear>("forward", name, &layer, fewer.clone());
     let transposed = json!({"num_tokens": 21, "out_features": 40, "in_features": 400});
-    let gradients = timed::<Linear>("backward", "4096x7168x16384 bf16", &transposed, fewer.clone());
+    let gradients = |name| timed::<Linear>("backward", name, &transposed, fewer.clone());
     let coded = json!({"num_tokens": 21, "out_features": 400, "in_features": 160});
     let quantised = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
     vec![
         linear("4096x65536x1536 bf16"),
-        gradients,
+        linear("4096x65536x1536 bf16 portable"),
+        gradients("4096x7168x16384 bf16"),
+        gradients("4096x7168x16384 bf16 portable"),
         quantised("4096x7168x16384 fp8"),
         quantised("4096x7168x16384 fp8 portable"),
         quantised("4096x7168x16384 mxfp4"),
