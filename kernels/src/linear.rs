@@ -19,7 +19,7 @@ const CHECK: Arguments = Arguments { operator: "linear" };
 /// Most features of a row, in or out.
 pub const MAX_FEATURES: usize = 1 << 30;
 /// Rows up to which tiles of 16 rows are taken; `Small::ROWS` in the kernel source.
-const FEW_ROWS: usize = 16;
+pub(crate) const FEW_ROWS: usize = 16;
 /// Numbers of k of a stage, and stages of a part of k at least; `DEPTH` in the kernel source.
 const DEPTH: usize = 64;
 const FEWEST_STAGES: usize = 4;
@@ -109,28 +109,31 @@ impl Quantised {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// Refuses what no kernel computes.
+    pub(crate) fn check(&self, check: Arguments) -> Result<()> {
         let groups: &[usize] = match self.weights {
-            Weights::Bf16 => return CHECK.refuse("weights", "bf16 weights are not quantised"),
+            Weights::Bf16 => return check.refuse("weights", "bf16 weights are not quantised"),
             Weights::Fp8 => &[128],
             Weights::Mxfp4 => &[128, 32],
             Weights::Nvfp4 => &[16],
         };
         if !groups.contains(&self.group) {
-            return CHECK.refuse("group", format!("{} must be one of {groups:?} for these weights", self.group));
+            return check.refuse("group", format!("{} must be one of {groups:?} for these weights", self.group));
         }
         if self.weights != Weights::Fp8 && !self.scale_bytes {
-            return CHECK.refuse("scale_bytes", "scales of four-bit weights are bytes");
+            return check.refuse("scale_bytes", "scales of four-bit weights are bytes");
         }
-        self.x_scales(0, 1).check(CHECK)
+        self.x_scales(0, 1).check(check)
     }
 }
 
-fn quantised_defines(weights: Weights, group: usize) -> Defines {
+/// The defines of the portable kernels of a format.
+pub(crate) fn quantised_defines(weights: Weights, group: usize) -> Defines {
     vec![("FORMAT", (weights as usize).to_string()), ("GROUP", group.to_string())]
 }
 
-fn hopper_defines(tokens: usize) -> Defines {
+/// The defines of the Hopper kernels with so many tokens in a tile.
+pub(crate) fn hopper_defines(tokens: usize) -> Defines {
     vec![("TOKENS", tokens.to_string())]
 }
 
@@ -176,8 +179,8 @@ const QUANTISED: [Tiles; 3] = [
 ];
 /// Tokens of a tile of the Hopper kernel, one after the other the fewest that hold all tokens, or the most; its
 /// features, which are as many as numbers of k of a stage.
-const TOKEN_TILES: [usize; 2] = [64, 128];
-const FEATURE_TILE: usize = 128;
+pub(crate) const TOKEN_TILES: [usize; 2] = [64, 128];
+pub(crate) const FEATURE_TILE: usize = 128;
 
 /// Extents of a product: rows and columns of the result, numbers that are added for each element.
 #[derive(Clone, Copy)]
@@ -401,32 +404,36 @@ pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Ve
     Ok([dx, call.launch(Product::Dw, ["dy", "x", "dw"], "dw_before")?].concat())
 }
 
-/// What the axes of an operand's scales are called: row by row, words or numbers group by group, tiles.
-struct ScaleAxes {
-    plain: &'static [&'static str],
-    words: &'static [&'static str],
-    groups: &'static [&'static str],
-    tiles: &'static [&'static str],
+/// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by group,
+/// tiles.
+pub(crate) struct ScaleAxes {
+    pub plain: &'static [&'static str],
+    pub blocks: &'static [&'static str],
+    pub words: &'static [&'static str],
+    pub groups: &'static [&'static str],
+    pub tiles: &'static [&'static str],
 }
 
 const X_SCALES: ScaleAxes = ScaleAxes {
     plain: &["num_tokens", "x_groups"],
+    blocks: &[],
     words: &["x_words", "x_aligned_rows"],
     groups: &["x_groups", "x_aligned_rows"],
     tiles: &["x_row_tiles", "x_group_tiles", "tile_bytes"],
 };
 const W_SCALES: ScaleAxes = ScaleAxes {
     plain: &["out_features", "w_groups"],
+    blocks: &["w_row_blocks", "w_groups"],
     words: &["w_words", "w_aligned_rows"],
     groups: &["w_groups", "w_aligned_rows"],
     tiles: &["w_row_tiles", "w_group_tiles", "tile_bytes"],
 };
-const BLOCK_SCALES: &[&str] = &["w_row_blocks", "w_groups"];
 
 impl ScaleAxes {
-    fn of(&self, scales: Scales) -> &'static [&'static str] {
+    /// Of these scales.
+    pub fn of(&self, scales: Scales) -> &'static [&'static str] {
         match (scales.layout, scales.bytes) {
-            (ScaleLayout::Plain, _) if !scales.of_rows => BLOCK_SCALES,
+            (ScaleLayout::Plain, _) if !scales.of_rows => self.blocks,
             (ScaleLayout::Plain, _) => self.plain,
             (ScaleLayout::MnMajor, true) => self.words,
             (ScaleLayout::MnMajor, false) => self.groups,
@@ -451,7 +458,7 @@ impl Quantised {
     }
 
     /// Scales that are read, with these axes.
-    fn read_scales<'a>(name: &'static str, dtype: DType, axes: &'static [&'static str]) -> Argument<'a> {
+    pub(crate) fn read_scales<'a>(name: &'static str, dtype: DType, axes: &'static [&'static str]) -> Argument<'a> {
         let types: &[DType] = match dtype {
             DType::U8 => &[DType::U8],
             DType::I32 => &[DType::I32],
@@ -505,7 +512,7 @@ impl Quantised {
     }
 
     /// Why the Hopper kernel does not take a call.
-    fn hopper_misfit(&self, vectorised: bool) -> Option<String> {
+    pub(crate) fn hopper_misfit(&self, vectorised: bool) -> Option<String> {
         if self.weights != Weights::Fp8 {
             return Some("the Hopper kernel takes FP8 weights alone".into());
         }
@@ -514,7 +521,7 @@ impl Quantised {
     }
 
     /// What is in a path beside the kernel's name.
-    fn suffix(&self) -> String {
+    pub(crate) fn suffix(&self) -> String {
         match self.weights {
             Weights::Fp8 => "<fp8>".into(),
             Weights::Nvfp4 => "<nvfp4>".into(),
@@ -524,7 +531,7 @@ impl Quantised {
 }
 
 /// Tokens of a tile of the Hopper kernel.
-fn token_tile(num_tokens: usize) -> usize {
+pub(crate) fn token_tile(num_tokens: usize) -> usize {
     TOKEN_TILES.into_iter().find(|&tokens| num_tokens <= tokens).unwrap_or(TOKEN_TILES[1])
 }
 
@@ -561,7 +568,7 @@ pub fn quantised_workspace_bytes(device: &Device, num_tokens: usize, out_feature
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -> Result<Vec<String>> {
-    quantised.check()?;
+    quantised.check(CHECK)?;
     let (signature, [num_tokens, out_features, in_features]) = quantised.bind(views)?;
     let needed = quantised_workspace_bytes(device, num_tokens, out_features, in_features);
     CHECK.holds("workspace", &views["workspace"], needed)?;

@@ -118,7 +118,7 @@ fn library(case: LinearCase) -> LinearCase {
 }
 
 /// Quantised operands with scales in bytes; `group` of x.
-fn quantised(weights: Weights, group: usize, extents: [usize; 3]) -> LinearCase {
+pub(super) fn quantised(weights: Weights, group: usize, extents: [usize; 3]) -> LinearCase {
     let [num_tokens, out_features, in_features] = extents;
     LinearCase { weights, group, scale_bytes: true, ..plain(num_tokens, out_features, in_features) }
 }
@@ -144,7 +144,7 @@ impl LinearCase {
         [self.num_tokens, self.out_features, self.in_features]
     }
 
-    fn of_launcher(&self) -> launcher::Quantised {
+    pub(super) fn of_launcher(&self) -> launcher::Quantised {
         let Self { weights, group, scale_bytes, layout, .. } = *self;
         let implementation = self.implementation.launcher();
         launcher::Quantised { weights, group, scale_bytes, layout, implementation }
@@ -154,7 +154,7 @@ impl LinearCase {
         if self.library { launcher::Products::Library } else { launcher::Products::Own }
     }
 
-    fn of_oracle(&self) -> reference::Quantised {
+    pub(super) fn of_oracle(&self) -> reference::Quantised {
         let weights = match self.weights {
             Weights::Nvfp4 => reference::Weights::Nvfp4,
             Weights::Mxfp4 => reference::Weights::Mxfp4,
@@ -445,8 +445,8 @@ impl Declared for Linear {
             let oracle = c.of_oracle();
             // Large x has large scales.
             let exponent = c.data.magnitude.log2().round() as i32;
-            set_scales(c, "x_scales", oracle.x_scales(c.num_tokens, c.in_features), exponent, tensors);
-            set_scales(c, "w_scales", oracle.w_scales(c.out_features, c.in_features), 0, tensors);
+            set_scales(c, "x_scales", (oracle.x_scales(c.num_tokens, c.in_features), 1), exponent, tensors);
+            set_scales(c, "w_scales", (oracle.w_scales(c.out_features, c.in_features), 1), 0, tensors);
             for (name, scale) in [("x_global_scale", 0.011), ("w_global_scale", 0.37)] {
                 if tensors.get(name).is_some() {
                     tensors.set(name, &[if c.codes == Codes::Exact { 0.25 } else { scale }]);
@@ -692,7 +692,7 @@ fn law_of_doubled_bytes(c: &LinearCase, laws: &mut Laws<'_, Linear>, law: &'stat
 
 /// The scales of this name as bytes of powers of two that are twice as large; `None` where they are no bytes, or one of
 /// them would leave the range in which products of two stay normal fp32 numbers. Padding stays NaN.
-fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
+pub(super) fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
     let scales = tensors.get(name)?;
     let may = |byte: &u8| (32..=222).contains(byte) || *byte == 255;
     if scales.dtype == DType::F32 || !scales.bytes.iter().all(may) {
@@ -703,7 +703,7 @@ fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
 }
 
 /// Sets the codes of an operand, in e4m3 or, two in a byte, in e2m1.
-fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors: &mut Tensors) {
+pub(super) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors: &mut Tensors) {
     let mut draw = Draw::new(c.data.seed, name);
     let row = if e4m3 { c.in_features } else { c.in_features / 2 };
     let bytes = tensors.bytes_mut(name).unwrap_or_default();
@@ -747,8 +747,15 @@ fn e2m1_codes(codes: Codes, draw: &mut Draw) -> u8 {
     code() | code() << 4
 }
 
-/// Sets the scales of an operand, around a power of two; what pads them is NaN, which nobody may read.
-fn set_scales(c: &LinearCase, name: &'static str, scales: Scales, exponent: i32, tensors: &mut Tensors) {
+/// Sets the scales of an operand, or of so many operands one behind the other, around a power of two; what pads them is
+/// NaN, which nobody may read.
+pub(super) fn set_scales(
+    c: &LinearCase,
+    name: &'static str,
+    (scales, parts): (Scales, usize),
+    exponent: i32,
+    tensors: &mut Tensors,
+) {
     let mut draw = Draw::new(c.data.seed, name);
     let number = |at: usize, draw: &mut Draw| -> i32 {
         let (row, group) = ((at / scales.groups.max(1)) as i32, (at % scales.groups.max(1)) as i32);
@@ -761,7 +768,8 @@ fn set_scales(c: &LinearCase, name: &'static str, scales: Scales, exponent: i32,
             _ => exponent + draw.rng().random_range(-6..=6),
         }
     };
-    let exponents: Vec<i32> = (0..scales.rows * scales.groups).map(|at| number(at, &mut draw)).collect();
+    let of_part = (scales.rows * scales.groups).max(1);
+    let exponents: Vec<i32> = (0..parts * scales.rows * scales.groups).map(|at| number(at, &mut draw)).collect();
     if !c.scale_bytes {
         let factor = |draw: &mut Draw| match c.codes {
             Codes::Exact | Codes::OneLarge => 1.0,
@@ -769,8 +777,8 @@ fn set_scales(c: &LinearCase, name: &'static str, scales: Scales, exponent: i32,
         };
         let scale = |exponent: i32| Some(2f64.powi(exponent) * factor(&mut draw));
         let numbers: Vec<Option<f64>> = exponents.into_iter().map(scale).collect();
-        let placed: Vec<f64> = scales.arranged(&numbers).into_iter().map(|scale| scale.unwrap_or(f64::NAN)).collect();
-        return tensors.set(name, &placed);
+        let placed = numbers.chunks(of_part).flat_map(|part| scales.arranged(part));
+        return tensors.set(name, &placed.map(|scale| scale.unwrap_or(f64::NAN)).collect::<Vec<f64>>());
     }
     let byte = |exponent: i32| match (c.weights, c.codes) {
         // Powers of two of e4m3; otherwise any scale that is a number.
@@ -779,7 +787,8 @@ fn set_scales(c: &LinearCase, name: &'static str, scales: Scales, exponent: i32,
         _ => (127 + exponent).clamp(0, 254) as u8,
     };
     let bytes: Vec<Option<u8>> = exponents.into_iter().map(byte).map(Some).collect();
-    let placed: Vec<u8> = scales.arranged(&bytes).into_iter().map(|byte| byte.unwrap_or(255)).collect();
+    let placed = bytes.chunks(of_part).flat_map(|part| scales.arranged(part));
+    let placed: Vec<u8> = placed.map(|byte| byte.unwrap_or(255)).collect();
     if scales.in_words() {
         return tensors.set_i32s(name, &words_of(&placed));
     }

@@ -17,6 +17,7 @@ use dsv4_parity::operators::compressor_stream::CompressorStream;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::embed_streams::EmbedStreams;
 use dsv4_parity::operators::gate_up_interleave::GateUpInterleave;
+use dsv4_parity::operators::grouped_linear::GroupedLinear;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
 use dsv4_parity::operators::indexer_cache_write::IndexerCacheWrite;
@@ -88,6 +89,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("compressor_backward", "compressor_mean_term_missing"),
     ("moe_expand_forward", "moe_expand_first_slot_alone"),
     ("moe_expand_backward", "moe_expand_gradient_of_the_first_slot"),
+    ("grouped_linear_forward", "grouped_linear_scales_of_the_first_experts_weights"),
     ("moe_reduce_forward", "moe_reduce_shared_row_left_out"),
     ("moe_reduce_backward", "moe_reduce_gradient_without_the_weight"),
     ("compressor_stream_forward", "compressor_stream_halves_swapped"),
@@ -364,6 +366,9 @@ fn experts() -> Vec<Box<dyn Timed>> {
     let name = "32768x7168 to 6 of 256 experts bf16";
     let rows = json!({"num_experts": 5, "num_rows": 48, "row_bytes": 48});
     let weights = |name| timed::<GateUpInterleave>("forward", name, &rows, json!({"num_experts": 2}));
+    let slots = json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 144});
+    let contiguous = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "num_rows": 8}));
+    let masked = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "out_features": 8}));
     let expand = |group| timed::<MoeExpand>(group, name, &sorted, json!({"num_tokens": 5}));
     let reduce = |group| timed::<MoeReduce>(group, name, &sorted, json!({"num_tokens": 5}));
     vec![
@@ -373,6 +378,9 @@ fn experts() -> Vec<Box<dyn Timed>> {
         timed::<MoeMap>("forward", "32768 tokens of 256 experts", &tokens, json!({})),
         expand("forward"),
         expand("backward"),
+        contiguous("24576 contiguous 256x4096x4096 fp8"),
+        masked("192 masked 256x4096x4096 fp8"),
+        masked("192 masked 256x4096x4096 mxfp4"),
         reduce("forward"),
         reduce("backward"),
         weights("32x4096x2048"),
