@@ -10,10 +10,8 @@
 // both are e2m1 with e4m3 scales of 16, x and w their products, which bf16 holds; gx and gw are the scales of the whole
 // tensors. Products are exact and the sums of a group fp32; blocks are added in increasing order, in fp32.
 //
-// How the work is laid out. As in linear.cu: tiles of the result, parts of k, linear_quantised_sum. GPUs before sm_89
-// have no products of e4m3 and none has had any of e2m1 before sm_100, so codes become bf16, exactly, on their way from
-// global memory through registers to shared memory, the next stage's while this one is multiplied. The scale of a group
-// of x comes the same way. Where a group ends, its sums are multiplied by its scales and added to the result's.
+// How the work is laid out. As in linear.cu: tiles of the result, parts of k, linear_quantised_sum. quantised_tiles.h
+// says how codes become bf16 and where scales are applied.
 //
 // Floors: 2 rows columns depth FLOP at 790 TFLOP/s; of few rows the bytes of w at 4.24 TB/s: FP8 [65536, 1536] 24 us,
 // [7168, 16384] 28 us, half of that for four bits. Expected to limit: of many rows the decoding, some 3 instructions a
@@ -26,164 +24,13 @@
 //   GROUP    numbers of x that share a scale: 128, of MXFP4 also 32; of NVFP4 16
 //
 // Launch. As linear.cu.
-#include "codes.h"
-#include "linear_quantised.h"
-#include "quantise.h"
-
 #if !defined(FORMAT) || !defined(GROUP)
 #error "define FORMAT as 1 (FP8), 2 (MXFP4) or 3 (NVFP4), and GROUP"
 #endif
 
-constexpr int FP8 = 1, MXFP4 = 2, NVFP4 = 3;
-static_assert(FORMAT == FP8 || FORMAT == MXFP4 || FORMAT == NVFP4, "there are three formats");
-constexpr int W_GROUP = FORMAT == NVFP4 ? 16 : 32;  // numbers of w that share a scale, where rows have scales
-constexpr int BLOCK = 128;                          // rows of w that share one otherwise
-// Whether sums of groups are multiplied by a scale, and so many groups a stage has, or a part of one.
-constexpr bool SCALED = FORMAT != NVFP4;
-constexpr int STEP = SCALED && GROUP < DEPTH ? GROUP : DEPTH, STEPS = DEPTH / STEP;
+#include "quantised_tiles.h"
 
-using Large = Shape<128, 128, 2, 4, 2>;
-using Small = Shape<16, 64, 1, 4, 2>;
-using Scalar = Shape<64, 64, 2, 2, 2>;
 constexpr int SUM_THREADS = 256;
-
-// Behind the operands of both stages the scales of both: of the rows of x for each step, and of w.
-template <typename S>
-struct Layout {
-    static constexpr int SCALES = S::STAGES * S::STAGE_BYTES;
-    static constexpr int STAGE_SCALES = STEPS * S::ROWS + 4;  // floats
-    static constexpr int BYTES = maximum(S::BYTES, SCALES + S::STAGES * STAGE_SCALES * 4);
-};
-
-// ---------------------------------------------------------------- operands on their way
-
-struct Operand {
-    const uint8_t* codes;
-    int64_t stride, extent, bytes;  // of a row
-    Scales scales;                  // of e2m1
-};
-
-// This thread's part of the codes of a stage: 16 bytes of a row at a time, and the scales of e2m1 numbers.
-template <int EXTENT, int THREADS, bool E2M1, bool WIDE>
-struct Codes {
-    static constexpr int ROW_CHUNKS = (E2M1 ? DEPTH / 2 : DEPTH) / 16, TOTAL = EXTENT * ROW_CHUNKS;
-    static constexpr int COUNT = ceil_div(TOTAL, THREADS), CHUNK_NUMBERS = E2M1 ? 32 : 16;
-    static constexpr int SCALES = E2M1 ? CHUNK_NUMBERS / W_GROUP : 1;  // of a chunk
-    uint32_t words[COUNT][4];
-    float scales[COUNT][SCALES];
-
-    void load(const Operand& operand, int64_t first, int64_t stage) {
-        UNROLL
-        for (int i = 0; i < COUNT; ++i) {
-            const int number = static_cast<int>(threadIdx.x) + i * THREADS;
-            const int64_t row = first + number / ROW_CHUNKS, chunk = stage * ROW_CHUNKS + number % ROW_CHUNKS;
-            const int64_t bytes = number < TOTAL && row < operand.extent ? operand.bytes - 16 * chunk : 0;
-            UNROLL
-            for (int word = 0; word < 4; ++word) words[i][word] = 0;
-            if (bytes > 0)
-                load_words<WIDE>(operand.codes + row * operand.stride + 16 * chunk, words[i],
-                                 static_cast<int>(minimum<int64_t>(bytes, 16)));
-            if constexpr (E2M1) load_scales(operand.scales, row, static_cast<int32_t>(chunk) * SCALES, bytes > 0, i);
-        }
-    }
-    void load_scales(const Scales& from, int64_t row, int32_t group, bool exists, int i) {
-        UNROLL
-        for (int g = 0; g < SCALES; ++g) {
-            const bool has = exists && group + g < from.num_groups;
-            const uint8_t byte = has ? scale_byte(from, row, group + g) : uint8_t{0};
-            scales[i][g] = FORMAT == NVFP4 ? to_float(fp8_e4m3{byte}) : e8m0_to_float(byte);
-        }
-    }
-    // As bf16, in their places in a tile of rows.
-    void store(SharedAddress tile) const {
-        UNROLL
-        for (int i = 0; i < COUNT; ++i) {
-            const int number = static_cast<int>(threadIdx.x) + i * THREADS;
-            const int row = number / ROW_CHUNKS, chunk = number % ROW_CHUNKS * (CHUNK_NUMBERS / CHUNK);
-            if (number >= TOTAL) continue;
-            UNROLL
-            for (int c = 0; c < CHUNK_NUMBERS / CHUNK; ++c) {
-                const SharedAddress target = tile + Tile<DEPTH>::offset(row, chunk + c);
-                if constexpr (E2M1)
-                    store_shared_vec16(target, e2m1_as_bf16(words[i][c], scales[i][c * CHUNK / W_GROUP]));
-                else
-                    store_shared_vec16(target, e4m3_as_bf16(words[i][2 * c], words[i][2 * c + 1]));
-            }
-        }
-    }
-};
-
-// A stage on its way: codes of both operands, and the scale of x, or of the block of w, that this thread brings.
-template <typename S, bool WIDE>
-struct Stage {
-    Codes<S::ROWS, S::THREADS, FORMAT == NVFP4, WIDE> x;
-    Codes<S::COLUMNS, S::THREADS, FORMAT != FP8, WIDE> w;
-    float scale;
-    static_assert(STEPS * S::ROWS + (FORMAT == FP8) <= S::THREADS, "a thread brings one scale");
-
-    void load(const LinearQuantisedParams& params, const Part& part, int64_t stage) {
-        const Scales x_scales = x_scales_of(params), w_scales = w_scales_of(params);
-        const int64_t x_bytes = params.depth / (FORMAT == NVFP4 ? 2 : 1);
-        const int64_t w_bytes = params.depth / (FORMAT == FP8 ? 1 : 2);
-        x.load(Operand{params.x, params.x_stride, params.rows, x_bytes, x_scales}, part.row, stage);
-        w.load(Operand{params.w, params.w_stride, params.columns, w_bytes, w_scales}, part.column, stage);
-        if constexpr (SCALED) {
-            const int thread = static_cast<int>(threadIdx.x);
-            const int64_t row = part.row + thread % S::ROWS;
-            // That in which the thread's step of the stage lies.
-            const int step = minimum(thread / S::ROWS, STEPS - 1);
-            const auto group = static_cast<int32_t>((stage * DEPTH + step * STEP) / GROUP);
-            scale = 0.0f;
-            if (thread < STEPS * S::ROWS && row < params.rows && group < params.x_groups)
-                scale = scale_of_group(x_scales, row, group);
-            if (FORMAT == FP8 && thread == STEPS * S::ROWS)
-                scale = scale_of_group(w_scales, part.column / BLOCK, group);
-        }
-    }
-    void store(SharedAddress tiles, float* scales) const {
-        x.store(tiles);
-        w.store(tiles + S::A_BYTES);
-        if (SCALED && threadIdx.x < STEPS * S::ROWS + (FORMAT == FP8)) scales[threadIdx.x] = scale;
-    }
-};
-
-// ---------------------------------------------------------------- products
-
-// result += sums times the scales of their rows and of the block of w, and begins the sums anew.
-template <typename S>
-DEVICE void promote(Sums<S>& result, Sums<S>& sums, const float* x_scales, float w_scale) {
-    UNROLL
-    for (int m = 0; m < S::M16; ++m) {
-        const int row = warp_row<S>() + 16 * m + lane_id() / 4;
-        const float scales[2] = {x_scales[row], x_scales[row + 8]};
-        UNROLL
-        for (int n = 0; n < S::N8; ++n) {
-            UNROLL
-            for (int i = 0; i < 4; ++i) {
-                result[m][n][i] = fused_multiply_add(sums[m][n][i] * scales[i / 2], w_scale, result[m][n][i]);
-                sums[m][n][i] = 0.0f;
-            }
-        }
-    }
-}
-
-// Multiplies a stage. `last`: k ends with it, and with k the group.
-template <typename S>
-DEVICE void multiply_groups(Sums<S>& result, Sums<S>& sums, SharedAddress tiles, const float* scales, int64_t stage,
-                            bool last) {
-    if constexpr (!SCALED) {
-        multiply_stage<S, false, false>(result, tiles);
-    } else if constexpr (STEPS == 1) {
-        multiply_stage<S, false, false>(sums, tiles);
-        if (last || (stage + 1) * DEPTH % GROUP == 0)
-            promote<S>(result, sums, scales, FORMAT == FP8 ? scales[S::ROWS] : 1.0f);
-    } else {
-        multiply_stage<S, false, false, 0, STEP>(sums, tiles);
-        promote<S>(result, sums, scales, 1.0f);
-        multiply_stage<S, false, false, STEP, DEPTH>(sums, tiles);
-        promote<S>(result, sums, scales + S::ROWS, 1.0f);
-    }
-}
 
 DEVICE float factor_of(const LinearQuantisedParams& params) {
     return FORMAT == NVFP4 ? __fmul_rn(*params.x_global_scale, *params.w_global_scale) : 1.0f;
@@ -191,26 +38,8 @@ DEVICE float factor_of(const LinearQuantisedParams& params) {
 
 template <typename S, bool WIDE>
 DEVICE void linear_quantised(const LinearQuantisedParams& params) {
-    const Result result = result_of(params, factor_of(params));
-    const Part part = part_of<S>(result, blockIdx.x);
-    const SharedAddress shared = shared_address(dynamic_shared());
-    auto* const all_scales = reinterpret_cast<float*>(dynamic_shared() + Layout<S>::SCALES);
-    const bool has_rows = part.row + warp_row<S>() < params.rows;
-    Sums<S> total = {}, sums = {};
-    Stage<S, WIDE> next;
-    if (part.begin < part.end) next.load(params, part, part.begin);
-    for (int64_t stage = part.begin; stage < part.end; ++stage) {
-        const int place = static_cast<int>(stage % S::STAGES);
-        const SharedAddress tiles = shared + place * S::STAGE_BYTES;
-        float* const scales = all_scales + place * Layout<S>::STAGE_SCALES;
-        next.store(tiles, scales);
-        // Past this barrier the stage is there for everyone, and nobody reads the one before it any more.
-        __syncthreads();
-        if (stage + 1 < part.end) next.load(params, part, stage + 1);
-        if (has_rows) multiply_groups<S>(total, sums, tiles, scales, stage, stage + 1 == part.end);
-    }
-    __syncthreads();
-    store_sums<S>(result, part, total);
+    const QuantisedProduct product = product_of(params, factor_of(params));
+    multiply_tile<S, WIDE>(product, part_of<S>(product.result, blockIdx.x));
 }
 
 KERNEL(linear_quantised_large, LinearQuantisedParams, Large::THREADS) { linear_quantised<Large, true>(params); }

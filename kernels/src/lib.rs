@@ -12,6 +12,7 @@ pub mod compressor_stream;
 pub mod decode_attention;
 pub mod embed_streams;
 pub mod gate_up_interleave;
+pub mod grouped_linear;
 pub mod hadamard;
 pub mod implementation;
 pub mod indexer_backward;

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, is_aligned, read, scratch, write};
 use crate::implementation::Implementation;
 use crate::runtime::device::{Module, module};
+use crate::runtime::matrix::{Matrix, MatrixProduct};
 use crate::runtime::params::{DeviceAddress, Params};
 use crate::runtime::{DType, Device, Result, TensorView, Views};
 use crate::scale_layout::extents_of;
@@ -18,7 +19,7 @@ const CHECK: Arguments = Arguments { operator: "linear" };
 /// Most features of a row, in or out.
 pub const MAX_FEATURES: usize = 1 << 30;
 /// Rows up to which tiles of 16 rows are taken; `Small::ROWS` in the kernel source.
-const FEW_ROWS: usize = 16;
+pub(crate) const FEW_ROWS: usize = 16;
 /// Numbers of k of a stage, and stages of a part of k at least; `DEPTH` in the kernel source.
 const DEPTH: usize = 64;
 const FEWEST_STAGES: usize = 4;
@@ -53,6 +54,18 @@ pub enum Weights {
     Mxfp4,
     /// e2m1 with an e4m3 scale for each 16 numbers of a row and an fp32 one of the tensor, and x.
     Nvfp4,
+}
+
+/// Whose kernels multiply bf16 operands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Products {
+    /// Those of `linear.cu`.
+    #[default]
+    Own,
+    /// The device's library ([`Device::matrix_library`]), cublasLt on a GPU, wherever it takes the product: more than 16
+    /// rows of the result, none of its extents 0, and rows of all matrices at multiples of 16 bytes and within 2^31
+    /// elements. Those of `linear.cu` otherwise.
+    Library,
 }
 
 /// How the operands of a call are quantised, and which kernels run.
@@ -96,28 +109,31 @@ impl Quantised {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// Refuses what no kernel computes.
+    pub(crate) fn check(&self, check: Arguments) -> Result<()> {
         let groups: &[usize] = match self.weights {
-            Weights::Bf16 => return CHECK.refuse("weights", "bf16 weights are not quantised"),
+            Weights::Bf16 => return check.refuse("weights", "bf16 weights are not quantised"),
             Weights::Fp8 => &[128],
             Weights::Mxfp4 => &[128, 32],
             Weights::Nvfp4 => &[16],
         };
         if !groups.contains(&self.group) {
-            return CHECK.refuse("group", format!("{} must be one of {groups:?} for these weights", self.group));
+            return check.refuse("group", format!("{} must be one of {groups:?} for these weights", self.group));
         }
         if self.weights != Weights::Fp8 && !self.scale_bytes {
-            return CHECK.refuse("scale_bytes", "scales of four-bit weights are bytes");
+            return check.refuse("scale_bytes", "scales of four-bit weights are bytes");
         }
-        self.x_scales(0, 1).check(CHECK)
+        self.x_scales(0, 1).check(check)
     }
 }
 
-fn quantised_defines(weights: Weights, group: usize) -> Defines {
+/// The defines of the portable kernels of a format.
+pub(crate) fn quantised_defines(weights: Weights, group: usize) -> Defines {
     vec![("FORMAT", (weights as usize).to_string()), ("GROUP", group.to_string())]
 }
 
-fn hopper_defines(tokens: usize) -> Defines {
+/// The defines of the Hopper kernels with so many tokens in a tile.
+pub(crate) fn hopper_defines(tokens: usize) -> Defines {
     vec![("TOKENS", tokens.to_string())]
 }
 
@@ -128,6 +144,9 @@ enum Product {
     Dx,
     Dw,
 }
+
+/// The paths of products by a library.
+const LIBRARY: [&str; 3] = ["linear_forward<library>", "linear_dx<library>", "linear_dw<library>"];
 
 /// The kernels of one tile: those of all products, blocks that a multiprocessor holds, rows and columns of the tile.
 struct Tiles {
@@ -160,8 +179,8 @@ const QUANTISED: [Tiles; 3] = [
 ];
 /// Tokens of a tile of the Hopper kernel, one after the other the fewest that hold all tokens, or the most; its
 /// features, which are as many as numbers of k of a stage.
-const TOKEN_TILES: [usize; 2] = [64, 128];
-const FEATURE_TILE: usize = 128;
+pub(crate) const TOKEN_TILES: [usize; 2] = [64, 128];
+pub(crate) const FEATURE_TILE: usize = 128;
 
 /// Extents of a product: rows and columns of the result, numbers that are added for each element.
 #[derive(Clone, Copy)]
@@ -263,9 +282,37 @@ struct Call<'a> {
     signature: Signature<'a>,
     views: &'a Views,
     extents: [usize; 3],
+    products: Products,
 }
 
 impl Call<'_> {
+    /// Has the device's library compute a product; whether it did.
+    fn launch_library(
+        &self,
+        product: Product,
+        operands: [&TensorView; 3],
+        before: Option<&TensorView>,
+    ) -> Result<bool> {
+        let library = self.device.matrix_library().filter(|_| self.products == Products::Library);
+        let Some(library) = library else { return Ok(false) };
+        // Of few rows the bytes of w are the floor, which our kernels are near.
+        if operands[2].shape[0] <= FEW_ROWS {
+            return Ok(false);
+        }
+        let [a, b, out] = operands.map(Matrix::of);
+        let (Some(a), Some(b), Some(out)) = (a, b, out) else { return Ok(false) };
+        let before = match before.map(Matrix::of) {
+            Some(None) => return Ok(false),
+            before => before.flatten(),
+        };
+        let transposed = match product {
+            Product::Forward => [false, true],
+            Product::Dx => [false, false],
+            Product::Dw => [true, false],
+        };
+        library.multiply(&MatrixProduct { a, b, transposed, before, out, dtype: operands[2].dtype })
+    }
+
     /// Launches a product of two of the call's tensors into a third; returns the kernels that ran.
     fn launch(
         &self,
@@ -273,6 +320,10 @@ impl Call<'_> {
         [a, b, out]: [&'static str; 3],
         before: &'static str,
     ) -> Result<Vec<&'static str>> {
+        let operands = [a, b, out].map(|name| &self.views[name]);
+        if self.launch_library(product, operands, self.views.get(before))? {
+            return Ok(vec![LIBRARY[product as usize]]);
+        }
         let [num_tokens, out_features, in_features] = self.extents;
         let extents = product.extents(num_tokens, out_features, in_features);
         let tiles = product.tiles(extents, self.signature.vectorised_rows(&[a, b]));
@@ -294,7 +345,7 @@ impl Call<'_> {
 }
 
 /// Checks the tensors of a call.
-fn bind<'a>(device: &'a Device, views: &'a Views, backward: bool) -> Result<Call<'a>> {
+fn bind<'a>(device: &'a Device, views: &'a Views, products: Products, backward: bool) -> Result<Call<'a>> {
     let (inputs, weights, outputs) =
         (&["num_tokens", "in_features"], &["out_features", "in_features"], &["num_tokens", "out_features"]);
     // What the other direction adds to is not read, and left as it is.
@@ -315,7 +366,7 @@ fn bind<'a>(device: &'a Device, views: &'a Views, backward: bool) -> Result<Call
     ];
     let signature = CHECK.signature(views, tensors).wide("num_tokens");
     let signature = signature.extent("out_features", 1, MAX_FEATURES).extent("in_features", 1, MAX_FEATURES);
-    let mut call = Call { device, signature, views, extents: [0; 3] };
+    let mut call = Call { device, signature, views, extents: [0; 3], products };
     call.extents = call.signature.bind(["num_tokens", "out_features", "in_features"])?;
     let [num_tokens, out_features, in_features] = call.extents;
     let needed = if backward { backward_workspace_bytes } else { forward_workspace_bytes };
@@ -331,9 +382,9 @@ fn bind<'a>(device: &'a Device, views: &'a Views, backward: bool) -> Result<Call
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
-    bind(device, views, false)?.launch(Product::Forward, ["x", "w", "y"], "y_before")
+/// A refused argument, a compile error, a refused launch, a library that fails.
+pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    bind(device, views, products, false)?.launch(Product::Forward, ["x", "w", "y"], "y_before")
 }
 
 /// Launches the gradients `dx = dy w` and `dw = dw_before + dy^T x`; returns the kernels that ran. Its tensors, all
@@ -347,38 +398,42 @@ pub fn forward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
-    let call = bind(device, views, true)?;
+pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    let call = bind(device, views, products, true)?;
     let dx = call.launch(Product::Dx, ["dy", "w", "dx"], "")?;
     Ok([dx, call.launch(Product::Dw, ["dy", "x", "dw"], "dw_before")?].concat())
 }
 
-/// What the axes of an operand's scales are called: row by row, words or numbers group by group, tiles.
-struct ScaleAxes {
-    plain: &'static [&'static str],
-    words: &'static [&'static str],
-    groups: &'static [&'static str],
-    tiles: &'static [&'static str],
+/// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by group,
+/// tiles.
+pub(crate) struct ScaleAxes {
+    pub plain: &'static [&'static str],
+    pub blocks: &'static [&'static str],
+    pub words: &'static [&'static str],
+    pub groups: &'static [&'static str],
+    pub tiles: &'static [&'static str],
 }
 
 const X_SCALES: ScaleAxes = ScaleAxes {
     plain: &["num_tokens", "x_groups"],
+    blocks: &[],
     words: &["x_words", "x_aligned_rows"],
     groups: &["x_groups", "x_aligned_rows"],
     tiles: &["x_row_tiles", "x_group_tiles", "tile_bytes"],
 };
 const W_SCALES: ScaleAxes = ScaleAxes {
     plain: &["out_features", "w_groups"],
+    blocks: &["w_row_blocks", "w_groups"],
     words: &["w_words", "w_aligned_rows"],
     groups: &["w_groups", "w_aligned_rows"],
     tiles: &["w_row_tiles", "w_group_tiles", "tile_bytes"],
 };
-const BLOCK_SCALES: &[&str] = &["w_row_blocks", "w_groups"];
 
 impl ScaleAxes {
-    fn of(&self, scales: Scales) -> &'static [&'static str] {
+    /// Of these scales.
+    pub fn of(&self, scales: Scales) -> &'static [&'static str] {
         match (scales.layout, scales.bytes) {
-            (ScaleLayout::Plain, _) if !scales.of_rows => BLOCK_SCALES,
+            (ScaleLayout::Plain, _) if !scales.of_rows => self.blocks,
             (ScaleLayout::Plain, _) => self.plain,
             (ScaleLayout::MnMajor, true) => self.words,
             (ScaleLayout::MnMajor, false) => self.groups,
@@ -403,7 +458,7 @@ impl Quantised {
     }
 
     /// Scales that are read, with these axes.
-    fn read_scales<'a>(name: &'static str, dtype: DType, axes: &'static [&'static str]) -> Argument<'a> {
+    pub(crate) fn read_scales<'a>(name: &'static str, dtype: DType, axes: &'static [&'static str]) -> Argument<'a> {
         let types: &[DType] = match dtype {
             DType::U8 => &[DType::U8],
             DType::I32 => &[DType::I32],
@@ -457,7 +512,7 @@ impl Quantised {
     }
 
     /// Why the Hopper kernel does not take a call.
-    fn hopper_misfit(&self, vectorised: bool) -> Option<String> {
+    pub(crate) fn hopper_misfit(&self, vectorised: bool) -> Option<String> {
         if self.weights != Weights::Fp8 {
             return Some("the Hopper kernel takes FP8 weights alone".into());
         }
@@ -466,7 +521,7 @@ impl Quantised {
     }
 
     /// What is in a path beside the kernel's name.
-    fn suffix(&self) -> String {
+    pub(crate) fn suffix(&self) -> String {
         match self.weights {
             Weights::Fp8 => "<fp8>".into(),
             Weights::Nvfp4 => "<nvfp4>".into(),
@@ -476,7 +531,7 @@ impl Quantised {
 }
 
 /// Tokens of a tile of the Hopper kernel.
-fn token_tile(num_tokens: usize) -> usize {
+pub(crate) fn token_tile(num_tokens: usize) -> usize {
     TOKEN_TILES.into_iter().find(|&tokens| num_tokens <= tokens).unwrap_or(TOKEN_TILES[1])
 }
 
@@ -513,7 +568,7 @@ pub fn quantised_workspace_bytes(device: &Device, num_tokens: usize, out_feature
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -> Result<Vec<String>> {
-    quantised.check()?;
+    quantised.check(CHECK)?;
     let (signature, [num_tokens, out_features, in_features]) = quantised.bind(views)?;
     let needed = quantised_workspace_bytes(device, num_tokens, out_features, in_features);
     CHECK.holds("workspace", &views["workspace"], needed)?;

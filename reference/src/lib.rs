@@ -30,6 +30,7 @@ pub mod embed_streams;
 pub mod error;
 pub mod format;
 pub mod gate_up_interleave;
+pub mod grouped_linear;
 pub mod hadamard;
 pub mod indexer_backward;
 pub mod indexer_cache_write;

@@ -2,6 +2,7 @@
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 /// How a case's numbers are distributed.
@@ -25,8 +26,17 @@ impl Distribution {
     pub const ALL: [Self; 5] = [Self::Normal, Self::Uniform, Self::Outliers, Self::RowScaled, Self::PowersOfTwo];
 }
 
+/// Values that one thread draws at a time, where there are many ([`Draw::each`]).
+const AT_ONCE: usize = 1 << 14;
+
+/// Words of 32 bits of the stream that a normal deviate takes: two fractions of 64.
+pub const NORMAL_WORDS: u32 = 4;
+/// Words that a number between two takes.
+const UNIFORM_WORDS: u32 = 2;
+
 /// Reproducible random inputs: one stream for each tensor name, so that a change of one tensor's
 /// shape leaves the others as they were.
+#[derive(Clone)]
 pub struct Draw {
     rng: ChaCha8Rng,
 }
@@ -49,6 +59,30 @@ impl Draw {
         &mut self.rng
     }
 
+    /// `count` times `one`, which takes `words` words of the stream whatever it draws: the same as one after the other, and
+    /// many of them on several threads, each of which begins where its part of the stream does.
+    ///
+    /// # Panics
+    /// Where `one` takes more words or fewer.
+    pub fn each<T: Send>(&mut self, count: usize, words: u32, one: impl Fn(&mut Self) -> T + Sync) -> Vec<T> {
+        if count <= AT_ONCE {
+            return (0..count).map(|_| one(self)).collect();
+        }
+        let start = self.rng.get_word_pos();
+        let place = |number: usize| start + number as u128 * u128::from(words);
+        let part = |from: usize| {
+            let (mut draw, end) = (self.clone(), count.min(from + AT_ONCE));
+            draw.rng.set_word_pos(place(from));
+            let drawn: Vec<T> = (from..end).map(|_| one(&mut draw)).collect();
+            assert_eq!(draw.rng.get_word_pos(), place(end), "a value takes {words} words of the stream");
+            drawn
+        };
+        let parts: Vec<usize> = (0..count).step_by(AT_ONCE).collect();
+        let drawn = parts.into_par_iter().flat_map_iter(part).collect();
+        self.rng.set_word_pos(place(count));
+        drawn
+    }
+
     /// One standard normal deviate (Box-Muller).
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.rng.random::<f64>()).ln()).sqrt();
@@ -57,6 +91,15 @@ impl Draw {
 
     /// `rows × row_len` numbers of a distribution, times `magnitude`.
     pub fn values(&mut self, distribution: Distribution, rows: usize, row_len: usize, magnitude: f64) -> Vec<f64> {
+        let words = match distribution {
+            Distribution::Normal => Some(NORMAL_WORDS),
+            Distribution::Uniform => Some(UNIFORM_WORDS),
+            // These take more words now and then, or one for a row.
+            Distribution::Outliers | Distribution::RowScaled | Distribution::PowersOfTwo => None,
+        };
+        if let Some(words) = words {
+            return self.each(rows * row_len, words, |draw| magnitude * draw.value(distribution));
+        }
         let mut values = Vec::with_capacity(rows * row_len);
         for _ in 0..rows {
             let row_factor = match distribution {
@@ -83,5 +126,31 @@ impl Draw {
                 sign * 2f64.powi(self.rng.random_range(-3..=3))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_values_are_those_of_one_after_the_other_and_leave_the_stream_where_these_do() {
+        for distribution in Distribution::ALL {
+            let (rows, row_len) = (5, AT_ONCE / 2 + 7);
+            let (mut together, mut apart) = (Draw::new(3, "x"), Draw::new(3, "x"));
+            // Neither begins at a whole number of 64 bits.
+            assert_eq!(together.rng().random::<bool>(), apart.rng().random::<bool>());
+            let values = together.values(distribution, rows, row_len, 0.7);
+            // Of each row as many as one thread draws by itself; a row's own factor goes with its first value.
+            let one_by_one: Vec<f64> = (0..rows).flat_map(|_| apart.values(distribution, 1, row_len, 0.7)).collect();
+            assert!(values == one_by_one, "{distribution:?}");
+            assert_eq!(together.normal(), apart.normal(), "{distribution:?}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a value takes 1 words")]
+    fn values_that_take_other_words_than_they_say_are_found_out() {
+        Draw::new(1, "x").each(2 * AT_ONCE, 1, |draw| draw.normal());
     }
 }

@@ -10,7 +10,8 @@
 //!
 //! **Recheck.** Entries of one axis, spread over all of it, are compared with the oracle: given tensors with that axis are
 //! narrowed to them, and the oracle of the case that has so many entries says what must have been written. Tensors
-//! without the axis, such as gradients that sum over it, are left to the sweeps.
+//! without the axis, such as gradients that sum over it, are left to the sweeps. Of a product of matrices a second axis is
+//! sampled, too ([`Benchmark::also_sampled_along`]): a few rows of the result would still need all of the other operand.
 
 use std::sync::Arc;
 
@@ -24,7 +25,7 @@ use super::declared::{
     Choices, Declared, Inputs, Launches, case_of, checked, field_error, kernel_tensor, oracle_error,
 };
 use super::memory::Placed;
-use super::tensors::{Tensors, repeated_along};
+use super::tensors::{Tensors, permuted_along, repeated_along};
 use super::{Arithmetic, KernelRun, OracleTensor, RoundingPoints, Side};
 use crate::case::CaseError;
 use crate::judge::checks;
@@ -75,6 +76,20 @@ pub struct Whole<'a, K: Declared> {
     pub case: &'a K::Case,
     /// The entries of the sampled axis.
     pub rows: &'a [usize],
+    /// The entries of the further axis; none where there is no such one.
+    pub further: &'a [usize],
+}
+
+/// An axis that is sampled beside [`Benchmark::axis`]. What is written and lacks it, and so may be a sum over all of it, is
+/// left to the sweeps.
+#[derive(Clone, Copy, Debug)]
+pub struct Further {
+    /// Its name, and that of the case's field with its extent.
+    pub axis: &'static str,
+    /// So many of its entries are sampled.
+    pub entries: usize,
+    /// As [`Benchmark::chosen`].
+    pub chosen: fn(usize, usize) -> Vec<usize>,
 }
 
 /// A case whose call is timed.
@@ -99,6 +114,8 @@ pub struct Benchmark<K: Declared> {
     pub rows: usize,
     /// Which they are, of how many and how many: [`spread`], or the [`last`] ones where only neighbours make a case.
     pub chosen: fn(usize, usize) -> Vec<usize>,
+    /// A second axis that is sampled.
+    pub further: Option<Further>,
     /// Puts what must be drawn for the whole case, such as lists of keys, in the place of what was drawn for the smaller.
     pub amend: fn(&K::Case, &mut Tensors),
     /// Completes a sample where narrowing the axis does not: leaves out keys that nobody names, says where a token stands.
@@ -126,6 +143,7 @@ impl<K: Declared> Benchmark<K> {
             axis,
             rows: 4,
             chosen: spread,
+            further: None,
             amend: |_, _| {},
             sampled: |_, _, _| {},
             only: None,
@@ -154,6 +172,16 @@ impl<K: Declared> Benchmark<K> {
     /// Draws no more than [`DRAWN`] elements of the largest tensor that has `axis`, along that axis, too.
     pub fn also_drawn_along(self, axis: &'static str) -> Self {
         Self { drawn: shortened::<K>(&self.drawn, axis), ..self }
+    }
+
+    /// Compares no more than so many entries of another axis, too, of those tensors that have it.
+    pub fn also_sampled_along(
+        self,
+        axis: &'static str,
+        entries: usize,
+        chosen: fn(usize, usize) -> Vec<usize>,
+    ) -> Self {
+        Self { further: Some(Further { axis, entries, chosen }), ..self }
     }
 
     /// The tensors that a call needs: a forward has no gradients, and one of several launches has its own alone.
@@ -200,12 +228,19 @@ impl<K: Declared> Benchmark<K> {
     /// The sampled entries by themselves.
     fn sample(&self, given: &Tensors) -> Result<Sample<K>, CaseError> {
         let whole = K::tensors(&self.case);
-        let extent = whole.extent(self.axis).ok_or_else(|| self.no_axis())?;
-        let rows = (self.chosen)(extent, self.rows);
+        let entries = |axis, chosen: fn(usize, usize) -> Vec<usize>, count| {
+            let extent = whole.extent(axis).ok_or_else(|| self.no_axis(axis))?;
+            Ok::<_, CaseError>(SampledAxis { name: axis, extent, entries: chosen(extent, count) })
+        };
+        let axis = entries(self.axis, self.chosen, self.rows)?;
+        let further = self.further.map(|further| entries(further.axis, further.chosen, further.entries)).transpose()?;
         let mut line = case_of::<K>(&self.case, &Choices::default());
-        *line.fields.get_mut(self.axis).ok_or_else(|| self.no_axis())? = rows.len().into();
+        for axis in [Some(&axis), further.as_ref()].into_iter().flatten() {
+            let field = line.fields.get_mut(axis.name).ok_or_else(|| self.no_axis(axis.name))?;
+            *field = axis.entries.len().into();
+        }
         let mut case: K::Case = line.fields()?;
-        let narrowed = Narrowed { specs: K::tensors(&case), axis: self.axis, extent, rows };
+        let narrowed = Narrowed { specs: K::tensors(&case), axis, further };
         let mut tensors = Tensors::default();
         for spec in whole.present().filter(|spec| spec.is_given()) {
             let mut tensor = given.tensor(spec.name).clone();
@@ -217,7 +252,8 @@ impl<K: Declared> Benchmark<K> {
             }
             tensors.put(spec.name, tensor);
         }
-        (self.sampled)(&Whole { case: &self.case, rows: &narrowed.rows }, &mut case, &mut tensors);
+        let further = narrowed.further.as_ref().map_or(&[][..], |further| &further.entries);
+        (self.sampled)(&Whole { case: &self.case, rows: &narrowed.axis.entries, further }, &mut case, &mut tensors);
         let specs = checked::<K>(&case).map_err(field_error::<K>)?;
         for spec in specs.present().filter(|spec| spec.is_given()) {
             let shape = &tensors.tensor(spec.name).shape;
@@ -232,9 +268,9 @@ impl<K: Declared> Benchmark<K> {
         Ok(Sample { inputs: Inputs::of(case, Choices::default(), tensors), narrowed, direction: self.direction })
     }
 
-    fn no_axis(&self) -> CaseError {
+    fn no_axis(&self, axis: &str) -> CaseError {
         let reason = format!("the case of benchmark `{}` has no such axis, or no field of its name", self.name);
-        CaseError::Field { operator: K::ABOUT.name, field: self.axis.into(), reason }
+        CaseError::Field { operator: K::ABOUT.name, field: axis.to_owned().into(), reason }
     }
 }
 
@@ -258,6 +294,14 @@ pub fn spread(total: usize, count: usize) -> Vec<usize> {
     (1..=count).map(|i| i * total / count - 1).collect()
 }
 
+/// About `count` entries of `0..total` in whole runs of 128, spread over all of it, the last one among them, which may be
+/// shorter: rows of matrices whose blocks of 128 share a scale.
+pub fn spread_blocks(total: usize, count: usize) -> Vec<usize> {
+    const BLOCK: usize = 128;
+    let blocks = spread(total.div_ceil(BLOCK), count.div_ceil(BLOCK)).into_iter();
+    blocks.flat_map(|block| block * BLOCK..total.min((block + 1) * BLOCK)).collect()
+}
+
 /// The last `count` entries of `0..total`.
 pub fn last(total: usize, count: usize) -> Vec<usize> {
     (total - count.min(total)..total).collect()
@@ -267,32 +311,56 @@ pub fn last(total: usize, count: usize) -> Vec<usize> {
 struct Narrowed {
     /// The tensors of the sample before [`Benchmark::sampled`] saw it.
     specs: Specs,
-    axis: &'static str,
-    /// Of the axis, in the whole case.
+    axis: SampledAxis,
+    further: Option<SampledAxis>,
+}
+
+/// An axis, its extent in the whole case, and the entries that are sampled.
+struct SampledAxis {
+    name: &'static str,
     extent: usize,
-    rows: Vec<usize>,
+    entries: Vec<usize>,
 }
 
 impl Narrowed {
     /// For each axis of a tensor of the whole case the entries that the sample has; `None` is all of them. Beside the axis
     /// itself those are narrowed whose extent follows it, such as that of positions, one for each token.
     fn orders(&self, whole: &TensorSpec) -> Vec<Option<&[usize]>> {
+        let (axis, further) = self.places(whole);
+        let order = |at: usize| match &self.further {
+            _ if axis.contains(&at) => Some(&self.axis.entries[..]),
+            Some(own) if further == Some(at) => Some(&own.entries[..]),
+            _ => None,
+        };
+        (0..whole.axes.len()).map(order).collect()
+    }
+
+    /// Where a tensor of the whole case has the axis, or one that follows it; and where the further one.
+    fn places(&self, whole: &TensorSpec) -> (Vec<usize>, Option<usize>) {
         let small = self.specs.find(whole.name).map(TensorSpec::shape);
+        let further = self.further.as_ref().and_then(|further| whole.axis(further.name));
+        let follows = |at: usize, extent: usize| {
+            extent == self.axis.extent && further != Some(at) && small.as_ref().is_some_and(|small| small[at] != extent)
+        };
         let axes = whole.axes.iter().enumerate();
-        let follows =
-            |at: usize, extent: usize| extent == self.extent && small.as_ref().is_some_and(|small| small[at] != extent);
-        axes.map(|(at, axis)| (axis.name == self.axis || follows(at, axis.extent)).then_some(&self.rows[..])).collect()
+        let places = axes.filter(|(at, axis)| axis.name == self.axis.name || follows(*at, axis.extent));
+        (places.map(|(at, _)| at).collect(), further)
     }
 
     /// The sampled entries of what a kernel wrote; `None` where the tensor has no axis to sample.
     fn download(&self, whole: &TensorSpec, placed: &Placed<'_>) -> Result<Option<HostTensor>, RuntimeError> {
-        let Some(at) = self.orders(whole).iter().position(Option::is_some) else { return Ok(None) };
-        let view = &placed.views()[whole.name];
-        let entries = self.rows.iter().map(|&row| placed.arena().download(&view.narrow(at, row, 1)?));
+        let (places, further) = self.places(whole);
+        let Some(&at) = places.first().filter(|_| self.further.is_none() || further.is_some()) else { return Ok(None) };
+        let (view, rows) = (&placed.views()[whole.name], &self.axis.entries);
+        let entries = rows.iter().map(|&row| placed.arena().download(&view.narrow(at, row, 1)?));
         let bytes = interleaved(&entries.collect::<Result<Vec<_>, _>>()?, view.shape[..at].iter().product());
         let mut shape = view.shape.clone();
-        shape[at] = self.rows.len();
-        Ok(Some(HostTensor { dtype: view.dtype, shape, bytes }))
+        shape[at] = rows.len();
+        let rows = HostTensor { dtype: view.dtype, shape, bytes };
+        Ok(Some(match further.zip(self.further.as_ref()) {
+            Some((at, further)) => permuted_along(&rows, at, &further.entries),
+            None => rows,
+        }))
     }
 }
 
@@ -425,7 +493,7 @@ impl<K: Declared> Timed for Arc<Benchmark<K>> {
     }
 
     fn oracle(&self) -> Result<OracleCall> {
-        let whole = Benchmark { rows: usize::MAX, sampled: |_, _, _| {}, ..(**self).clone() };
+        let whole = Benchmark { rows: usize::MAX, further: None, sampled: |_, _, _| {}, ..(**self).clone() };
         let sample = whole.sample(&self.given()?)?;
         Ok(Box::new(move || {
             let tensors = sample.oracle(Precision::Exact, &Products::default())?;

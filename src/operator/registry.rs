@@ -38,6 +38,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::router::Router>::new(),
     &Op::<operators::moe_map::MoeMap>::new(),
     &Op::<operators::moe_expand::MoeExpand>::new(),
+    &Op::<operators::grouped_linear::GroupedLinear>::new(),
     &Op::<operators::swiglu::Swiglu>::new(),
     &Op::<operators::swiglu_quantize::SwigluQuantize>::new(),
     &Op::<operators::moe_reduce::MoeReduce>::new(),

@@ -10,8 +10,11 @@ use rand::Rng;
 
 use super::quantize_fp8::{format_of, layout_of_oracle};
 use super::{Implementation, extent};
+use crate::case::NORMAL_WORDS;
+use crate::operator::benchmarks::{Whole, spread_blocks};
 use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
 
 /// The operator.
 pub struct Linear;
@@ -81,6 +84,9 @@ pub struct LinearCase {
     /// Which kernels run.
     #[serde(default)]
     pub implementation: Implementation,
+    /// Whether the device's library of matrix products computes those of bf16 that it takes, and not our kernels.
+    #[serde(default)]
+    pub library: bool,
     /// x; of quantised x the scales.
     #[serde(flatten)]
     pub data: Data,
@@ -101,12 +107,18 @@ fn plain(num_tokens: usize, out_features: usize, in_features: usize) -> LinearCa
         layout: ScaleLayout::Plain,
         codes: Codes::Drawn,
         implementation: Implementation::Portable,
+        library: false,
         data,
     }
 }
 
+/// As much of bf16 products as it takes by the device's library.
+fn library(case: LinearCase) -> LinearCase {
+    LinearCase { library: true, ..case }
+}
+
 /// Quantised operands with scales in bytes; `group` of x.
-fn quantised(weights: Weights, group: usize, extents: [usize; 3]) -> LinearCase {
+pub(super) fn quantised(weights: Weights, group: usize, extents: [usize; 3]) -> LinearCase {
     let [num_tokens, out_features, in_features] = extents;
     LinearCase { weights, group, scale_bytes: true, ..plain(num_tokens, out_features, in_features) }
 }
@@ -132,13 +144,17 @@ impl LinearCase {
         [self.num_tokens, self.out_features, self.in_features]
     }
 
-    fn of_launcher(&self) -> launcher::Quantised {
+    pub(super) fn of_launcher(&self) -> launcher::Quantised {
         let Self { weights, group, scale_bytes, layout, .. } = *self;
         let implementation = self.implementation.launcher();
         launcher::Quantised { weights, group, scale_bytes, layout, implementation }
     }
 
-    fn of_oracle(&self) -> reference::Quantised {
+    fn products(&self) -> launcher::Products {
+        if self.library { launcher::Products::Library } else { launcher::Products::Own }
+    }
+
+    pub(super) fn of_oracle(&self) -> reference::Quantised {
         let weights = match self.weights {
             Weights::Nvfp4 => reference::Weights::Nvfp4,
             Weights::Mxfp4 => reference::Weights::Mxfp4,
@@ -189,6 +205,18 @@ impl LinearCase {
     }
 }
 
+/// Features of a benchmark's result that are compared with the oracle.
+const SAMPLED_FEATURES: usize = 256;
+
+/// The scales of the sampled blocks of weights.
+fn sample_scales(whole: &Whole<'_, Linear>, c: &mut LinearCase, tensors: &mut Tensors) {
+    if c.weights == Weights::Fp8 {
+        let firsts = whole.further.iter().filter(|out| out.is_multiple_of(reference::BLOCK));
+        let blocks: Vec<usize> = firsts.map(|out| out / reference::BLOCK).collect();
+        tensors.put("w_scales", permuted_along(tensors.tensor("w_scales"), 0, &blocks));
+    }
+}
+
 /// Products that a drawn case computes at most: ten runs of the oracle take a second or so.
 const LARGEST_PRODUCT: usize = 1 << 22;
 
@@ -210,6 +238,7 @@ impl Declared for Linear {
             "linear_forward_large",
             "linear_forward_small",
             "linear_forward_scalar",
+            "linear_forward<library>",
             "linear_sum",
             "linear_quantised_large<fp8>",
             "linear_quantised_small<fp8>",
@@ -229,6 +258,8 @@ impl Declared for Linear {
             "linear_quantised_sum<nvfp4>",
             "linear_hopper<64>",
             "linear_hopper<128>",
+            "backward linear_dx<library>",
+            "backward linear_dw<library>",
             "backward linear_dx_large",
             "backward linear_dx_small",
             "backward linear_dx_scalar",
@@ -288,6 +319,9 @@ impl Declared for Linear {
             }
             return c.data.check();
         }
+        if c.library {
+            return refuse("library", "true: a library's products are those of bf16 operands");
+        }
         let in_bytes = c.weights != Weights::Fp8;
         if !QUANTISED.contains(&(c.weights, c.group)) {
             return refuse("group", format!("{}: FP8 has groups of 128, MXFP4 of 128 or 32, NVFP4 of 16", c.group));
@@ -318,7 +352,7 @@ impl Declared for Linear {
     fn fastest(c: &LinearCase, environment: &Environment) -> LinearCase {
         let takes = c.weights == Weights::Fp8 && c.in_features.is_multiple_of(16);
         let implementation = if takes { Implementation::fastest_on(environment) } else { c.implementation };
-        LinearCase { implementation, ..c.clone() }
+        LinearCase { implementation, library: !c.is_quantised(), ..c.clone() }
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<LinearCase> {
@@ -331,11 +365,14 @@ impl Declared for Linear {
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact]);
         let kernels = (layout, any::<bool>(), codes, any::<bool>());
-        (tokens, features(), features(), types, (format, kernels), Data::strategy(-30..=30))
-            .prop_map(|(tokens, outs, ins, (output, weight_gradient, before), (format, kernels), data)| {
+        (tokens, features(), features(), types, (format, kernels, any::<bool>()), Data::strategy(-30..=30))
+            .prop_map(|(tokens, outs, ins, (output, weight_gradient, before), (format, kernels, library), data)| {
                 let num_tokens = tokens.min(LARGEST_PRODUCT / (outs * ins));
                 let case = LinearCase { output, weight_gradient, before, data, ..plain(num_tokens, outs, ins) };
-                format.map_or(case.clone(), |format| drawn_quantised(case, format, kernels))
+                match format {
+                    Some(format) => drawn_quantised(case, format, kernels),
+                    None => LinearCase { library, ..case },
+                }
             })
             .boxed()
     }
@@ -382,6 +419,14 @@ impl Declared for Linear {
             before(Before::InPlace, plain(17, 16, 584)),
             before(Before::InPlace, f32s(plain(600, 8, 8))),
             before(Before::Apart, plain(5, 7, 535)),
+            // What a library takes, with all that it adds to; one row too few for it; rows at no multiple of 16 bytes.
+            library(plain(17, 40, 72)),
+            library(before(Before::InPlace, plain(18, 24, 40))),
+            library(before(Before::Apart, f32s(plain(33, 20, 24)))),
+            library(before(Before::InPlace, f32s(plain(40, 8, 16)))),
+            library(plain(16, 24, 16)),
+            library(plain(18, 13, 21)),
+            library(plain(0, 24, 16)),
         ];
         cases.extend(quantised_edge_cases());
         if profile == Profile::Full {
@@ -400,8 +445,8 @@ impl Declared for Linear {
             let oracle = c.of_oracle();
             // Large x has large scales.
             let exponent = c.data.magnitude.log2().round() as i32;
-            set_scales(c, "x_scales", oracle.x_scales(c.num_tokens, c.in_features), exponent, tensors);
-            set_scales(c, "w_scales", oracle.w_scales(c.out_features, c.in_features), 0, tensors);
+            set_scales(c, "x_scales", (oracle.x_scales(c.num_tokens, c.in_features), 1), exponent, tensors);
+            set_scales(c, "w_scales", (oracle.w_scales(c.out_features, c.in_features), 1), 0, tensors);
             for (name, scale) in [("x_global_scale", 0.011), ("w_global_scale", 0.37)] {
                 if tensors.get(name).is_some() {
                     tensors.set(name, &[if c.codes == Codes::Exact { 0.25 } else { scale }]);
@@ -443,14 +488,14 @@ impl Declared for Linear {
         if c.is_quantised() {
             return run.launch(|device| launcher::forward_quantised(device, v, c.of_launcher()));
         }
-        run.launch(|device| launcher::forward(device, &v.without(&["dy", "dx", "dw"])))
+        run.launch(|device| launcher::forward(device, &v.without(&["dy", "dx", "dw"]), c.products()))
     }
 
     fn launch_backward(c: &LinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         if c.is_quantised() {
             return Ok(());
         }
-        let ran = launcher::backward(run.device(), &v.without(&["y"]))?;
+        let ran = launcher::backward(run.device(), &v.without(&["y"]), c.products())?;
         run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
         Ok(())
     }
@@ -491,13 +536,21 @@ impl Declared for Linear {
         use Direction::{Backward, Forward};
         let of = |case: LinearCase, direction: Direction| {
             let [num_tokens, out_features, in_features] = case.extents();
-            let portable = case.weights == Weights::Fp8 && case.implementation == Implementation::Portable;
+            let portable = match case.weights {
+                Weights::Fp8 => case.implementation == Implementation::Portable,
+                Weights::Bf16 => !case.library,
+                Weights::Mxfp4 | Weights::Nvfp4 => false,
+            };
             let format = format!("{:?}", case.weights).to_lowercase();
             let name =
                 format!("{num_tokens}x{out_features}x{in_features} {format}{}", Implementation::suffix(portable));
             let flops = 2.0 * case.extents().map(|extent| extent as f64).iter().product::<f64>();
             // What no token has is drawn along its rows.
             let benchmark = Benchmark::new(direction, name, case, "num_tokens").also_drawn_along("out_features");
+            // A few tokens of a result take all weights but along the axis that nothing is added over.
+            let further = if direction == Forward { "out_features" } else { "in_features" };
+            let benchmark = benchmark.also_sampled_along(further, SAMPLED_FEATURES, spread_blocks);
+            let benchmark = Benchmark { sampled: sample_scales, ..benchmark };
             benchmark.streaming(&[], 0.0).computing(if direction == Forward { flops } else { 2.0 * flops })
         };
         let [projections, gradients]: [Vec<[usize; 3]>; 2] = if on_gpu(environment) {
@@ -508,8 +561,13 @@ impl Declared for Linear {
             [vec![[9, 64, 144]], vec![[40, 64, 72]]]
         };
         let bf16 = |&[num_tokens, outs, ins]: &[usize; 3]| plain(num_tokens, outs, ins);
-        let forward = projections.iter().map(bf16).map(|case| of(case, Forward));
-        let backward = gradients.iter().map(bf16).map(|case| of(case, Backward));
+        // Our own kernels beside those of a library, which takes no few rows.
+        let by_either = |case: LinearCase| {
+            let own = (case.num_tokens > 16).then(|| case.clone());
+            [Some(library(case)), own].into_iter().flatten()
+        };
+        let forward = projections.iter().map(bf16).flat_map(by_either).map(|case| of(case, Forward));
+        let backward = gradients.iter().map(bf16).flat_map(by_either).map(|case| of(case, Backward));
         let serving = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Nvfp4, 16)].into_iter();
         let serving = serving
             .flat_map(|(weights, group)| projections.iter().map(move |&extents| quantised(weights, group, extents)));
@@ -634,7 +692,7 @@ fn law_of_doubled_bytes(c: &LinearCase, laws: &mut Laws<'_, Linear>, law: &'stat
 
 /// The scales of this name as bytes of powers of two that are twice as large; `None` where they are no bytes, or one of
 /// them would leave the range in which products of two stay normal fp32 numbers. Padding stays NaN.
-fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
+pub(super) fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
     let scales = tensors.get(name)?;
     let may = |byte: &u8| (32..=222).contains(byte) || *byte == 255;
     if scales.dtype == DType::F32 || !scales.bytes.iter().all(may) {
@@ -645,19 +703,26 @@ fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
 }
 
 /// Sets the codes of an operand, in e4m3 or, two in a byte, in e2m1.
-fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors: &mut Tensors) {
+pub(super) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors: &mut Tensors) {
     let mut draw = Draw::new(c.data.seed, name);
     let row = if e4m3 { c.in_features } else { c.in_features / 2 };
-    for (at, byte) in tensors.bytes_mut(name).unwrap_or_default().iter_mut().enumerate() {
-        *byte = if e4m3 { e4m3_code(c.codes, at % row, &mut draw) } else { e2m1_codes(c.codes, &mut draw) };
-    }
+    let bytes = tensors.bytes_mut(name).unwrap_or_default();
+    let drawn = match (e4m3, c.codes) {
+        // The sign takes a word.
+        (true, Codes::Drawn) => draw.each(bytes.len(), 1 + NORMAL_WORDS, |draw| e4m3_code(c.codes, 0, draw)),
+        (true, _) => (0..bytes.len()).map(|at| e4m3_code(c.codes, at % row, &mut draw)).collect(),
+        // Each of two codes of 16 takes one.
+        (false, Codes::Drawn | Codes::Any) => draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw)),
+        (false, _) => (0..bytes.len()).map(|_| e2m1_codes(c.codes, &mut draw)).collect(),
+    };
+    bytes.copy_from_slice(&drawn);
 }
 
 fn e4m3_code(codes: Codes, column: usize, draw: &mut Draw) -> u8 {
     let sign = u8::from(draw.rng().random::<bool>()) << 7;
     match codes {
         Codes::Drawn => {
-            let size = draw.values(Distribution::Normal, 1, 1, 120.0)[0].abs().min(448.0);
+            let size = (120.0 * draw.normal()).abs().min(448.0);
             sign | Format::E4M3.code(Format::E4M3.nearest(size)) as u8
         }
         Codes::Any => sign | draw.rng().random_range(0..0x7f),
@@ -682,8 +747,15 @@ fn e2m1_codes(codes: Codes, draw: &mut Draw) -> u8 {
     code() | code() << 4
 }
 
-/// Sets the scales of an operand, around a power of two; what pads them is NaN, which nobody may read.
-fn set_scales(c: &LinearCase, name: &'static str, scales: Scales, exponent: i32, tensors: &mut Tensors) {
+/// Sets the scales of an operand, or of so many operands one behind the other, around a power of two; what pads them is
+/// NaN, which nobody may read.
+pub(super) fn set_scales(
+    c: &LinearCase,
+    name: &'static str,
+    (scales, parts): (Scales, usize),
+    exponent: i32,
+    tensors: &mut Tensors,
+) {
     let mut draw = Draw::new(c.data.seed, name);
     let number = |at: usize, draw: &mut Draw| -> i32 {
         let (row, group) = ((at / scales.groups.max(1)) as i32, (at % scales.groups.max(1)) as i32);
@@ -696,7 +768,8 @@ fn set_scales(c: &LinearCase, name: &'static str, scales: Scales, exponent: i32,
             _ => exponent + draw.rng().random_range(-6..=6),
         }
     };
-    let exponents: Vec<i32> = (0..scales.rows * scales.groups).map(|at| number(at, &mut draw)).collect();
+    let of_part = (scales.rows * scales.groups).max(1);
+    let exponents: Vec<i32> = (0..parts * scales.rows * scales.groups).map(|at| number(at, &mut draw)).collect();
     if !c.scale_bytes {
         let factor = |draw: &mut Draw| match c.codes {
             Codes::Exact | Codes::OneLarge => 1.0,
@@ -704,8 +777,8 @@ fn set_scales(c: &LinearCase, name: &'static str, scales: Scales, exponent: i32,
         };
         let scale = |exponent: i32| Some(2f64.powi(exponent) * factor(&mut draw));
         let numbers: Vec<Option<f64>> = exponents.into_iter().map(scale).collect();
-        let placed: Vec<f64> = scales.arranged(&numbers).into_iter().map(|scale| scale.unwrap_or(f64::NAN)).collect();
-        return tensors.set(name, &placed);
+        let placed = numbers.chunks(of_part).flat_map(|part| scales.arranged(part));
+        return tensors.set(name, &placed.map(|scale| scale.unwrap_or(f64::NAN)).collect::<Vec<f64>>());
     }
     let byte = |exponent: i32| match (c.weights, c.codes) {
         // Powers of two of e4m3; otherwise any scale that is a number.
@@ -714,7 +787,8 @@ fn set_scales(c: &LinearCase, name: &'static str, scales: Scales, exponent: i32,
         _ => (127 + exponent).clamp(0, 254) as u8,
     };
     let bytes: Vec<Option<u8>> = exponents.into_iter().map(byte).map(Some).collect();
-    let placed: Vec<u8> = scales.arranged(&bytes).into_iter().map(|byte| byte.unwrap_or(255)).collect();
+    let placed = bytes.chunks(of_part).flat_map(|part| scales.arranged(part));
+    let placed: Vec<u8> = placed.map(|byte| byte.unwrap_or(255)).collect();
     if scales.in_words() {
         return tensors.set_i32s(name, &words_of(&placed));
     }

@@ -5,6 +5,7 @@ use dsv4_reference::lm_head as reference;
 use rand::Rng;
 
 use super::extent;
+use crate::operator::benchmarks::{Whole, spread};
 use crate::operator::prelude::*;
 
 /// The operator.
@@ -147,12 +148,22 @@ impl Declared for LmHead {
             let case = all(num_rows, vocab_size, hidden_size);
             let name = format!("{num_rows}x{vocab_size}x{hidden_size} bf16");
             let benchmark = Benchmark::new(Direction::Forward, name, case, "vocab_size").streaming(&[], 0.0);
+            let benchmark = benchmark.also_sampled_along("num_rows", SAMPLED_ROWS, spread);
+            let benchmark = Benchmark { sampled: sample_tokens, ..benchmark };
             let flops = 2.0 * (num_rows * vocab_size * hidden_size) as f64;
             // The weights' bytes are what limits few rows.
             if num_rows > 128 { benchmark.computing(flops) } else { Benchmark { flops, ..benchmark } }
         };
         shapes.iter().map(benchmark).collect()
     }
+}
+
+/// Rows of a benchmark's result that are compared with the oracle.
+const SAMPLED_ROWS: usize = 128;
+
+/// As many tokens as rows are sampled.
+fn sample_tokens(_: &Whole<'_, LmHead>, c: &mut LmHeadCase, _: &mut Tensors) {
+    c.num_tokens = c.num_rows;
 }
 
 /// Tokens in any order; of a hostile list every third entry names none.

@@ -216,7 +216,8 @@ impl MoeMapCase {
     }
 }
 
-fn draw_experts(c: &MoeMapCase) -> Vec<i32> {
+/// The experts that the slots name, of whatever kind they are.
+pub(super) fn draw_experts(c: &MoeMapCase) -> Vec<i32> {
     let mut draw = Draw::new(c.seed, "topk_indices");
     let experts = c.num_experts as i32;
     let bad = [-1, experts, i32::MIN, i32::MAX, experts + 3, -7];

@@ -7,15 +7,17 @@ use std::sync::Arc;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
 use dsv4_parity::case::Case;
 use dsv4_parity::mutants::planted;
-use dsv4_parity::operator::benchmarks::{Benchmark, Timed};
+use dsv4_parity::operator::benchmarks::{Benchmark, Call, Timed, Whole};
 use dsv4_parity::operator::declared::Declared;
 use dsv4_parity::operator::registry::OPERATORS;
+use dsv4_parity::operator::tensors::{Tensors, permuted_along};
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::compressor::Compressor;
 use dsv4_parity::operators::compressor_stream::CompressorStream;
 use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::embed_streams::EmbedStreams;
 use dsv4_parity::operators::gate_up_interleave::GateUpInterleave;
+use dsv4_parity::operators::grouped_linear::GroupedLinear;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
 use dsv4_parity::operators::indexer_cache_write::IndexerCacheWrite;
@@ -24,7 +26,7 @@ use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
-use dsv4_parity::operators::linear::Linear;
+use dsv4_parity::operators::linear::{Linear, LinearCase};
 use dsv4_parity::operators::lm_head::LmHead;
 use dsv4_parity::operators::mhc_head::MhcHead;
 use dsv4_parity::operators::mhc_mix::MhcMix;
@@ -87,6 +89,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("compressor_backward", "compressor_mean_term_missing"),
     ("moe_expand_forward", "moe_expand_first_slot_alone"),
     ("moe_expand_backward", "moe_expand_gradient_of_the_first_slot"),
+    ("grouped_linear_forward", "grouped_linear_scales_of_the_first_experts_weights"),
     ("moe_reduce_forward", "moe_reduce_shared_row_left_out"),
     ("moe_reduce_backward", "moe_reduce_gradient_without_the_weight"),
     ("compressor_stream_forward", "compressor_stream_halves_swapped"),
@@ -250,14 +253,19 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
 }
 
 fn linears() -> Vec<Box<dyn Timed>> {
-    let layer = json!({"num_tokens": 21, "out_features": 40, "in_features": 72});
+    // More features than are sampled, and a last block of them that is not whole.
+    let layer = json!({"num_tokens": 21, "out_features": 400, "in_features": 72});
     let fewer = json!({"num_tokens": 4, "out_features": 16});
-    let linear = |group, name| timed::<Linear>(group, name, &layer, fewer.clone());
-    let coded = json!({"num_tokens": 21, "out_features": 40, "in_features": 160});
+    let linear = |name| timed::<Linear>("forward", name, &layer, fewer.clone());
+    let transposed = json!({"num_tokens": 21, "out_features": 40, "in_features": 400});
+    let gradients = |name| timed::<Linear>("backward", name, &transposed, fewer.clone());
+    let coded = json!({"num_tokens": 21, "out_features": 400, "in_features": 160});
     let quantised = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
     vec![
-        linear("forward", "4096x65536x1536 bf16"),
-        linear("backward", "4096x7168x16384 bf16"),
+        linear("4096x65536x1536 bf16"),
+        linear("4096x65536x1536 bf16 portable"),
+        gradients("4096x7168x16384 bf16"),
+        gradients("4096x7168x16384 bf16 portable"),
         quantised("4096x7168x16384 fp8"),
         quantised("4096x7168x16384 fp8 portable"),
         quantised("4096x7168x16384 mxfp4"),
@@ -358,6 +366,9 @@ fn experts() -> Vec<Box<dyn Timed>> {
     let name = "32768x7168 to 6 of 256 experts bf16";
     let rows = json!({"num_experts": 5, "num_rows": 48, "row_bytes": 48});
     let weights = |name| timed::<GateUpInterleave>("forward", name, &rows, json!({"num_experts": 2}));
+    let slots = json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 144});
+    let contiguous = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "num_rows": 8}));
+    let masked = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "out_features": 8}));
     let expand = |group| timed::<MoeExpand>(group, name, &sorted, json!({"num_tokens": 5}));
     let reduce = |group| timed::<MoeReduce>(group, name, &sorted, json!({"num_tokens": 5}));
     vec![
@@ -367,6 +378,9 @@ fn experts() -> Vec<Box<dyn Timed>> {
         timed::<MoeMap>("forward", "32768 tokens of 256 experts", &tokens, json!({})),
         expand("forward"),
         expand("backward"),
+        contiguous("24576 contiguous 256x4096x4096 fp8"),
+        masked("192 masked 256x4096x4096 fp8"),
+        masked("192 masked 256x4096x4096 mxfp4"),
         reduce("forward"),
         reduce("backward"),
         weights("32x4096x2048"),
@@ -428,7 +442,7 @@ fn heads() -> Vec<Box<dyn Timed>> {
     let rows = json!({"num_rows": 11, "vocab_size": 300});
     let sampler = |name| timed::<Sampler>("forward", name, &rows, json!({"num_rows": 3}));
     let few = json!({"num_tokens": 3, "num_rows": 3, "vocab_size": 200, "hidden_size": 72});
-    let many = json!({"num_tokens": 20, "num_rows": 20, "vocab_size": 200, "hidden_size": 72});
+    let many = json!({"num_tokens": 140, "num_rows": 140, "vocab_size": 200, "hidden_size": 72});
     let head = |name, whole: &Value| timed::<LmHead>("forward", name, whole, json!({"vocab_size": 50}));
     vec![
         head("1x129280x7168 bf16", &few),
@@ -508,6 +522,34 @@ fn a_sample_that_its_operator_does_not_complete_disagrees() {
     let dense = reduced::<ScoreRecompute>("forward", "q4096 k2048 H64 D512 dense", keys, json!({}));
     // Sampled tokens do not follow one another.
     assert!(problem(Benchmark { sampled: |_, _, _| {}, ..dense }).contains("forward"));
+}
+
+#[test]
+fn scales_of_other_blocks_than_the_sampled_features_disagree() {
+    let whole = json!({"num_tokens": 21, "out_features": 400, "in_features": 160});
+    let drawn = json!({"num_tokens": 4, "out_features": 400});
+    let product = reduced::<Linear>("forward", "4096x7168x16384 fp8", whole, drawn);
+    let first_blocks = |_: &Whole<'_, Linear>, _: &mut LinearCase, tensors: &mut Tensors| {
+        let scales = tensors.tensor("w_scales").clone();
+        tensors.put("w_scales", permuted_along(&scales, 0, &[0, 1]));
+    };
+    assert!(problem(Benchmark { sampled: first_blocks, ..product }).contains("forward y"));
+}
+
+#[test]
+fn features_that_were_not_written_are_among_the_sampled_ones() {
+    let whole = json!({"num_tokens": 3, "out_features": 1000, "in_features": 72});
+    let product = reduced::<Linear>("forward", "4096x65536x1536 bf16", whole, json!({"num_tokens": 3}));
+    // As if the launch ended before the last block of features.
+    let shortened: Call<Linear> = |case, views, run| {
+        let narrow = |name: &str, axis| views[name].narrow(axis, 0, 896).expect("fewer features");
+        let mut fewer = views.clone();
+        fewer.put("w", narrow("w", 0));
+        fewer.put("y", narrow("y", 1));
+        let case = LinearCase { out_features: 896, ..case.clone() };
+        Linear::launch(&case, &fewer, run)
+    };
+    assert!(problem(Benchmark { call: shortened, ..product }).contains("forward y"));
 }
 
 #[test]

@@ -1,10 +1,39 @@
-// What the kernels of quantised linear layers share: their parameters, and where the scales are (linear_quantised.cu
-// has the formulas).
+// What the kernels of quantised linear layers share: a product of quantised operands, whose formulas linear_quantised.cu
+// has, where the scales are, and the parameters of one product.
 #pragma once
 
 #include "linear.h"
 #include "math.h"
 #include "scale_layout.h"
+
+// The scales of one operand.
+struct Scales {
+    const void* scales;
+    int64_t padded_rows;
+    int32_t num_groups, padded_groups, scale_layout, bytes;
+    int64_t first_row;  // the row of the scales that is the operand's first
+};
+
+// The byte of a group's scale.
+DEVICE uint8_t scale_byte(const Scales& scales, int64_t row, int32_t group) {
+    return static_cast<const uint8_t*>(scales.scales)[scale_place(scales, scales.first_row + row, group)];
+}
+
+// The scale of a group, a power of two or any fp32 number.
+DEVICE float scale_of_group(const Scales& scales, int64_t row, int32_t group) {
+    if (scales.bytes) return e8m0_to_float(scale_byte(scales, row, group));
+    return static_cast<const float*>(scales.scales)[scale_place(scales, scales.first_row + row, group)];
+}
+
+// A product of quantised operands.
+struct QuantisedProduct {
+    const uint8_t* x; int64_t x_stride;  // codes, [rows, bytes of depth]
+    const uint8_t* w; int64_t w_stride;  // codes, [columns, bytes of depth]
+    Scales x_scales, w_scales;
+    Result result;                       // and the extents
+};
+
+// ---------------------------------------------------------------- a kernel of one product
 
 struct LinearQuantisedParams {
     const uint8_t* x; int64_t x_stride;  // codes, [rows, bytes of depth]
@@ -37,32 +66,14 @@ PARAMS_LAYOUT(LinearQuantisedParams, x, x_stride, w, w_stride, x_scales, w_scale
               x_groups, x_padded_groups, x_scale_layout, w_groups, w_padded_groups, w_scale_layout, scale_bytes,
               splits, out_is_f32, wide)
 
-// The scales of one operand.
-struct Scales {
-    const void* scales;
-    int64_t padded_rows;
-    int32_t num_groups, padded_groups, scale_layout, bytes;
-};
-
 DEVICE Scales x_scales_of(const LinearQuantisedParams& params) {
     return Scales{params.x_scales,        params.x_padded_rows,  params.x_groups,
-                  params.x_padded_groups, params.x_scale_layout, params.scale_bytes};
+                  params.x_padded_groups, params.x_scale_layout, params.scale_bytes,    0};
 }
 
 DEVICE Scales w_scales_of(const LinearQuantisedParams& params) {
     return Scales{params.w_scales,        params.w_padded_rows,  params.w_groups,
-                  params.w_padded_groups, params.w_scale_layout, params.scale_bytes};
-}
-
-// The byte of a group's scale.
-DEVICE uint8_t scale_byte(const Scales& scales, int64_t row, int32_t group) {
-    return static_cast<const uint8_t*>(scales.scales)[scale_place(scales, row, group)];
-}
-
-// The scale of a group, a power of two or any fp32 number.
-DEVICE float scale_of_group(const Scales& scales, int64_t row, int32_t group) {
-    if (scales.bytes) return e8m0_to_float(scale_byte(scales, row, group));
-    return static_cast<const float*>(scales.scales)[scale_place(scales, row, group)];
+                  params.w_padded_groups, params.w_scale_layout, params.scale_bytes,    0};
 }
 
 // Every element is multiplied by `factor` on its way out.
@@ -70,4 +81,9 @@ DEVICE Result result_of(const LinearQuantisedParams& params, float factor) {
     return Result{params.before,  params.before_stride, params.out,    params.out_stride, params.partials,
                   params.rows,    params.columns,       params.depth,  params.splits,     params.out_is_f32,
                   params.wide,    factor};
+}
+
+DEVICE QuantisedProduct product_of(const LinearQuantisedParams& params, float factor) {
+    return QuantisedProduct{params.x,            params.x_stride,     params.w, params.w_stride, x_scales_of(params),
+                            w_scales_of(params), result_of(params, factor)};
 }

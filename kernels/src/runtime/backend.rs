@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::error::Result;
+use super::matrix::MatrixLibrary;
 use super::source::SourceTree;
 
 /// What ran a kernel: one of the two implementations of the runtime, or a process from elsewhere.
@@ -228,6 +229,11 @@ pub trait Backend: Send + Sync {
 
     /// What records work to be run later, any number of times; `None` where nothing does.
     fn recorder(&self) -> Option<&dyn Recorder> {
+        None
+    }
+
+    /// What multiplies matrices by other kernels than ours; `None` where nothing does.
+    fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
         None
     }
 }

@@ -10,6 +10,7 @@ use super::cache::ModuleCache;
 use super::cuda::{self, CudaBackend};
 use super::emulator::{EmulatorBackend, EmulatorOptions};
 use super::error::{Result, RuntimeError};
+use super::matrix::MatrixLibrary;
 use super::params::Params;
 use super::recording::RecordingBackend;
 use super::remote::{RemoteBackend, RemoteOptions};
@@ -180,6 +181,11 @@ impl Device {
     /// Memory, time and copies.
     pub fn backend(&self) -> &dyn Backend {
         &*self.backend
+    }
+
+    /// What multiplies matrices by other kernels than those of the tree; `None` where nothing does.
+    pub fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
+        self.backend.matrix_library()
     }
 
     /// Looks up kernel `name` of `file`, compiled with `defines`.

@@ -13,6 +13,7 @@ pub mod emulator;
 pub mod error;
 pub mod files;
 pub mod interrupt;
+pub mod matrix;
 pub mod params;
 pub mod process;
 pub mod recording;

@@ -1,15 +1,20 @@
-//! The rate of a bf16 matrix product through cublasLt: what the device can do, for rooflines.
+//! Matrix products of bf16 by cublasLt: what a user would call, and the rate that the device can do, for rooflines.
 
+use std::collections::HashMap;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::cublaslt::sys::{self as lt, cublasStatus_t};
+use cudarc::driver::sys as cuda;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::CudaBackend;
+use super::driver::{self, Context, locked};
 use super::library::{Places, Wanted, loader_reason, search};
-use crate::runtime::backend::{Allocation, Backend, Placement};
+use crate::runtime::backend::Backend;
 use crate::runtime::error::{Result, RuntimeError};
+use crate::runtime::matrix::{Matrix, MatrixProduct};
+use crate::runtime::tensor::DType;
 
 const CUBLASLT: Wanted = Wanted {
     file: "libcublasLt.so",
@@ -18,11 +23,20 @@ const CUBLASLT: Wanted = Wanted {
     wheel_folders: &["nvidia/cu13/lib", "nvidia/cublas/lib"],
 };
 
+/// What errors call a product.
+const CALL: &str = "cublasLtMatmul";
+
 /// Scratch memory that an algorithm may ask for, bytes; NVIDIA's advice for Hopper.
 const WORKSPACE: usize = 32 << 20;
 
 /// Untimed products first: the library loads its kernels, the clock rises.
 const WARM_UPS: usize = 3;
+
+/// Plans that are kept: a sweep has another shape in each case.
+const MOST_PLANS: usize = 256;
+
+/// Addresses that are multiples of more bytes than this say no more to the library.
+const LARGEST_ALIGNMENT: u32 = 256;
 
 /// Seconds of each of `repeats` products `c = a b^T` of row-major bf16 `[n, n]` matrices with fp32
 /// accumulation (2 n^3 FLOP each), by CUDA events. This is the layout of a linear layer. `a`, `b`
@@ -43,26 +57,41 @@ pub fn bf16_matmul_seconds(
     let rule = |name, value: &dyn std::fmt::Display, rule: &str| {
         RuntimeError::argument("bf16_matmul", name, format!("{value} is not {rule}"))
     };
-    if n == 0 || !n.is_multiple_of(8) || n > 1 << 20 {
-        return Err(rule("n", &n, "a multiple of 8 from 8 to 2^20"));
+    if n == 0 || !n.is_multiple_of(8) || n > 1 << 15 {
+        return Err(rule("n", &n, "a multiple of 8 from 8 to 2^15"));
     }
     for (name, address) in [("a", a), ("b", b), ("c", c)] {
         if address == 0 || !address.is_multiple_of(16) {
             return Err(rule(name, &address, "an address aligned to 16 bytes"));
         }
     }
-    load_library(backend.nvrtc().path())?;
-    backend.context.enter()?;
-    let product = Product::plan(backend, n)?;
+    load(backend.nvrtc().path())?;
+    let library = backend.blaslt()?;
+    let matrix = |address| Matrix { address, stride: n as i64, extents: [n, n] };
+    let product = MatrixProduct {
+        a: matrix(a),
+        b: matrix(b),
+        transposed: [false, true],
+        before: None,
+        out: matrix(c),
+        dtype: DType::Bf16,
+    };
+    let multiply = || match library.multiply(&product)? {
+        true => Ok(()),
+        false => check(cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED, CALL),
+    };
     for _ in 0..WARM_UPS {
-        product.enqueue(a, b, c)?;
+        multiply()?;
     }
-    let timed = || backend.time(&mut || product.enqueue(a, b, c)).map(|time| time.as_secs_f64());
+    let timed = || backend.time(&mut || multiply()).map(|time| time.as_secs_f64());
     (0..repeats).map(|_| timed()).collect()
 }
 
-/// Makes cublasLt findable for cudarc, whose first call would panic without it.
-fn load_library(nvrtc: &Path) -> Result<()> {
+/// Makes cublasLt findable for cudarc, whose first call would panic without it; `nvrtc` may lie beside it.
+///
+/// # Errors
+/// [`RuntimeError::BackendMissing`] where it is not to be found.
+pub(super) fn load(nvrtc: &Path) -> Result<()> {
     static FOUND: OnceLock<std::result::Result<(), String>> = OnceLock::new();
     // SAFETY: only asks the loader for the names that cudarc uses later.
     let present = || unsafe { lt::is_culib_present() };
@@ -122,141 +151,281 @@ impl<T: Copy> Drop for Owned<T> {
     }
 }
 
+type Operation = Owned<lt::cublasLtMatmulDesc_t>;
+type Layout = Owned<lt::cublasLtMatrixLayout_t>;
+
 /// Device memory of this module's own; freed when dropped.
-struct Scratch<'a> {
-    backend: &'a CudaBackend,
-    allocation: Allocation,
+struct Scratch {
+    context: Arc<Context>,
+    address: u64,
 }
 
-impl Drop for Scratch<'_> {
-    fn drop(&mut self) {
-        self.backend.free(&self.allocation);
+impl Scratch {
+    fn allocate(context: &Arc<Context>) -> Result<Self> {
+        context.enter()?;
+        let mut address = 0;
+        // SAFETY: the context is current; the memory is freed once, in `drop`.
+        let result = unsafe { cuda::cuMemAlloc_v2(&mut address, WORKSPACE) };
+        context.check(result, format_args!("cuMemAlloc(cublasLt workspace, {WORKSPACE} bytes)"))?;
+        Ok(Self { context: context.clone(), address })
     }
 }
 
-/// A chosen algorithm and everything that a call of it needs.
-struct Product<'a> {
-    handle: Owned<lt::cublasLtHandle_t>,
-    operation: Owned<lt::cublasLtMatmulDesc_t>,
-    layout: Owned<lt::cublasLtMatrixLayout_t>,
-    algorithm: lt::cublasLtMatmulAlgo_t,
-    workspace: Scratch<'a>,
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What is enqueued may still use it; after a fault there is nothing left to do.
+        let _ = self.context.synchronize();
+        // SAFETY: allocated in `allocate`, freed only here.
+        let result = unsafe { cuda::cuMemFree_v2(self.address) };
+        if let Err(error) = driver::check(result, "cuMemFree(cublasLt workspace)") {
+            tracing::debug!("{error}");
+        }
+    }
 }
 
-impl<'a> Product<'a> {
-    fn plan(backend: &'a CudaBackend, n: usize) -> Result<Self> {
-        let allocation = backend.allocate("cublasLt workspace", WORKSPACE, Placement::FlushBack)?;
-        let workspace = Scratch { backend, allocation };
+/// All that an algorithm is chosen by: a product without its addresses, but what they are multiples of.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Shape {
+    product: MatrixProduct,
+    alignments: [u32; 4],
+}
+
+impl Shape {
+    fn of(product: &MatrixProduct) -> Self {
+        let MatrixProduct { a, b, before, out, .. } = *product;
+        // Of the addresses of b, a, before and out, as cublasLt has them.
+        let alignments = [b, a, before.unwrap_or(out), out].map(|matrix| alignment(matrix.address));
+        let anywhere = |matrix: Matrix| Matrix { address: 0, ..matrix };
+        let (a, b, before, out) = (anywhere(a), anywhere(b), before.map(anywhere), anywhere(out));
+        Self { product: MatrixProduct { a, b, before, out, ..*product }, alignments }
+    }
+}
+
+fn alignment(address: u64) -> u32 {
+    1u32.checked_shl(address.trailing_zeros()).unwrap_or(LARGEST_ALIGNMENT).min(LARGEST_ALIGNMENT)
+}
+
+/// A matrix as cublasLt has it, column after column.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Columns {
+    rows: u64,
+    columns: u64,
+    /// Elements from a column to the next.
+    leading: i64,
+}
+
+impl Columns {
+    /// The transpose of a matrix: its rows are columns then.
+    fn of_transposed(matrix: Matrix) -> Self {
+        let [rows, columns] = matrix.extents.map(|extent| extent as u64);
+        Self { rows: columns, columns: rows, leading: matrix.stride }
+    }
+}
+
+/// The operands of `D = op(A) op(B) + C` that is the transpose of a product, `out^T = b^T a^T + before^T`: A, B, C and D,
+/// and whether op transposes A, and B.
+fn transposed_product(product: &MatrixProduct) -> ([Columns; 4], [bool; 2]) {
+    let MatrixProduct { a, b, transposed, before, out, .. } = *product;
+    let operands = [b, a, before.unwrap_or(out), out].map(Columns::of_transposed);
+    (operands, [transposed[1], transposed[0]])
+}
+
+/// A chosen algorithm and what it is described by.
+struct Plan {
+    operation: Operation,
+    layouts: [Layout; 4],
+    algorithm: lt::cublasLtMatmulAlgo_t,
+}
+
+/// cublasLt on one device.
+pub(super) struct Blaslt {
+    handle: Owned<lt::cublasLtHandle_t>,
+    /// Products follow one another on one stream, and take it in turn.
+    workspace: Scratch,
+    name: Arc<str>,
+    /// `None` where the library has no algorithm.
+    plans: Mutex<HashMap<Shape, Option<Arc<Plan>>>>,
+}
+
+// SAFETY: the handles belong to the process, not to a thread, cublasLt may be called from any number of threads, and
+// nobody changes a descriptor once it is part of a plan.
+unsafe impl Send for Blaslt {}
+// SAFETY: as above.
+unsafe impl Sync for Blaslt {}
+// SAFETY: as above; a plan's handles are read alone.
+unsafe impl Send for Plan {}
+// SAFETY: as above.
+unsafe impl Sync for Plan {}
+
+impl Blaslt {
+    /// Once [`load`] has found the library.
+    ///
+    /// # Errors
+    /// The library's, and the driver's: no memory.
+    pub fn new(context: &Arc<Context>) -> Result<Self> {
+        let workspace = Scratch::allocate(context)?;
         // SAFETY: the context is current, as cublasLt requires.
         let handle = Owned::create("cublasLtCreate", |h| unsafe { lt::cublasLtCreate(h) }, lt::cublasLtDestroy)?;
-        let operation = transposed_times_plain()?;
-        let side = n as u64;
-        // SAFETY: writes one live handle; one layout serves all three square matrices.
-        let make = |h: &mut _| unsafe {
-            lt::cublasLtMatrixLayoutCreate(h, lt::cudaDataType_t::CUDA_R_16BF, side, side, side.cast_signed())
-        };
-        let layout = Owned::create("cublasLtMatrixLayoutCreate", make, lt::cublasLtMatrixLayoutDestroy)?;
-        let algorithm = choose_algorithm(handle.handle, operation.handle, layout.handle)?;
-        Ok(Self { handle, operation, layout, algorithm, workspace })
+        Ok(Self { handle, workspace, name: CALL.into(), plans: Mutex::default() })
     }
 
-    /// cublasLt thinks in columns: the row-major `c = a b^T` is `c^T = b a^T` to it, where the
-    /// memory of `b` reads as `b^T` (hence transposed) and that of `a` as `a^T`.
-    fn enqueue(&self, a: u64, b: u64, c: u64) -> Result<()> {
-        self.workspace.backend.context.enter()?;
-        let (alpha, beta) = (1f32, 0f32);
-        let layout = self.layout.handle;
-        // SAFETY: handles and descriptors are alive; the scales are fp32 as the descriptor says;
-        // the caller's addresses hold [n, n] bf16 each; the workspace outlives the work, since its
-        // drop waits for the stream.
+    fn plan(&self, product: &MatrixProduct) -> Result<Option<Arc<Plan>>> {
+        let shape = Shape::of(product);
+        let mut plans = locked(&self.plans);
+        if let Some(plan) = plans.get(&shape) {
+            return Ok(plan.clone());
+        }
+        if plans.len() == MOST_PLANS {
+            plans.clear();
+        }
+        let plan = Plan::choose(&self.handle, &shape)?.map(Arc::new);
+        plans.insert(shape, plan.clone());
+        Ok(plan)
+    }
+
+    /// Enqueues a product; whether there is an algorithm for it.
+    pub fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
+        let context = &self.workspace.context;
+        context.enter()?;
+        let Some(plan) = self.plan(product)? else { return Ok(false) };
+        let [of_a, of_b, of_c, of_d] = plan.layouts.each_ref().map(|layout| layout.handle);
+        let MatrixProduct { a, b, before, out, .. } = *product;
+        // What there is no `before` of is not read.
+        let (alpha, beta) = (1f32, if before.is_some() { 1f32 } else { 0f32 });
+        // SAFETY: handles and descriptors are alive; the scales are fp32 as the descriptor says; the caller's addresses
+        // hold what the layouts describe; the workspace outlives the work, since its drop waits for the stream.
         let status = unsafe {
             lt::cublasLtMatmul(
                 self.handle.handle,
-                self.operation.handle,
+                plan.operation.handle,
                 (&raw const alpha).cast(),
-                b as *const _,
-                layout,
-                a as *const _,
-                layout,
+                b.address as *const _,
+                of_a,
+                a.address as *const _,
+                of_b,
                 (&raw const beta).cast(),
-                c as *const _,
-                layout,
-                c as *mut _,
-                layout,
-                &self.algorithm,
-                self.workspace.allocation.address as *mut _,
+                before.unwrap_or(out).address as *const _,
+                of_c,
+                out.address as *mut _,
+                of_d,
+                &plan.algorithm,
+                self.workspace.address as *mut _,
                 WORKSPACE,
-                self.workspace.backend.context.stream().cast(),
+                context.stream().cast(),
             )
         };
-        check(status, "cublasLtMatmul")
+        check(status, CALL)?;
+        context.note_launch(&self.name);
+        Ok(true)
     }
 }
 
-/// Left operand transposed, right one as it is; fp32 accumulation and scales.
-fn transposed_times_plain() -> Result<Owned<lt::cublasLtMatmulDesc_t>> {
+impl Plan {
+    /// The algorithm that cublasLt's heuristic puts first; `None` where it has none.
+    fn choose(handle: &Owned<lt::cublasLtHandle_t>, shape: &Shape) -> Result<Option<Self>> {
+        let (columns, transposed) = transposed_product(&shape.product);
+        let out_type = match shape.product.dtype {
+            DType::F32 => lt::cudaDataType_t::CUDA_R_32F,
+            _ => lt::cudaDataType_t::CUDA_R_16BF,
+        };
+        let [a, b, c, d] = columns;
+        let operand = lt::cudaDataType_t::CUDA_R_16BF;
+        let layouts = [layout(a, operand)?, layout(b, operand)?, layout(c, out_type)?, layout(d, out_type)?];
+        let operation = operation(transposed)?;
+        let algorithm = choose_algorithm(handle, &operation, &layouts, shape.alignments)?;
+        Ok(algorithm.map(|algorithm| Self { operation, layouts, algorithm }))
+    }
+}
+
+fn layout(columns: Columns, dtype: lt::cudaDataType_t) -> Result<Layout> {
+    let Columns { rows, columns, leading } = columns;
+    // SAFETY: writes one live handle.
+    let make = |h: &mut _| unsafe { lt::cublasLtMatrixLayoutCreate(h, dtype, rows, columns, leading) };
+    Owned::create("cublasLtMatrixLayoutCreate", make, lt::cublasLtMatrixLayoutDestroy)
+}
+
+/// fp32 accumulation and scales; whether A and B are transposed.
+fn operation(transposed: [bool; 2]) -> Result<Operation> {
     // SAFETY: writes one live handle.
     let make = |h: &mut _| unsafe {
         lt::cublasLtMatmulDescCreate(h, lt::cublasComputeType_t::CUBLAS_COMPUTE_32F, lt::cudaDataType_t::CUDA_R_32F)
     };
     let operation = Owned::create("cublasLtMatmulDescCreate", make, lt::cublasLtMatmulDescDestroy)?;
-    let transposed: i32 = 1; // CUBLAS_OP_T
-    // SAFETY: the attribute is an i32, which is live during the call.
-    let status = unsafe {
-        lt::cublasLtMatmulDescSetAttribute(
-            operation.handle,
-            lt::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
-            (&raw const transposed).cast(),
-            size_of_val(&transposed),
-        )
-    };
-    check(status, "cublasLtMatmulDescSetAttribute")?;
+    use lt::cublasLtMatmulDescAttributes_t as Attribute;
+    let attributes = [Attribute::CUBLASLT_MATMUL_DESC_TRANSA, Attribute::CUBLASLT_MATMUL_DESC_TRANSB];
+    for (attribute, transposed) in attributes.into_iter().zip(transposed) {
+        // CUBLAS_OP_N and CUBLAS_OP_T.
+        let value = i32::from(transposed);
+        // SAFETY: the attribute is an i32, which is live during the call.
+        let status = unsafe {
+            let at = (&raw const value).cast();
+            lt::cublasLtMatmulDescSetAttribute(operation.handle, attribute, at, size_of_val(&value))
+        };
+        check(status, "cublasLtMatmulDescSetAttribute")?;
+    }
     Ok(operation)
 }
 
-/// The algorithm that cublasLt's heuristic puts first.
-fn choose_algorithm(
-    handle: lt::cublasLtHandle_t,
-    operation: lt::cublasLtMatmulDesc_t,
-    layout: lt::cublasLtMatrixLayout_t,
-) -> Result<lt::cublasLtMatmulAlgo_t> {
+/// What an algorithm may do: take so much scratch memory, and add parts of k in fp32, each where it does not depend on
+/// chance; and what addresses it may rely on.
+fn preference(alignments: [u32; 4]) -> Result<Owned<lt::cublasLtMatmulPreference_t>> {
+    use lt::cublasLtMatmulPreferenceAttributes_t as Attribute;
     // SAFETY: writes one live handle.
     let make = |h: &mut _| unsafe { lt::cublasLtMatmulPreferenceCreate(h) };
     let preference = Owned::create("cublasLtMatmulPreferenceCreate", make, lt::cublasLtMatmulPreferenceDestroy)?;
-    let most = WORKSPACE;
-    // SAFETY: the attribute is a size_t, which is live during the call.
-    let status = unsafe {
-        lt::cublasLtMatmulPreferenceSetAttribute(
-            preference.handle,
-            lt::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-            (&raw const most).cast(),
-            size_of_val(&most),
-        )
+    let set = |attribute, at: *const std::ffi::c_void, bytes: usize| {
+        // SAFETY: `at` points to a live number of as many bytes, which is the attribute's type.
+        let status = unsafe { lt::cublasLtMatmulPreferenceSetAttribute(preference.handle, attribute, at, bytes) };
+        check(status, "cublasLtMatmulPreferenceSetAttribute")
     };
-    check(status, "cublasLtMatmulPreferenceSetAttribute")?;
+    let most = WORKSPACE;
+    set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (&raw const most).cast(), size_of_val(&most))?;
+    // Not in the output's type: parts of a sum would be rounded to bf16.
+    let schemes = lt::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+    set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const schemes).cast(), size_of_val(&schemes))?;
+    let attributes = [
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+    ];
+    for (attribute, alignment) in attributes.into_iter().zip(&alignments) {
+        set(attribute, std::ptr::from_ref(alignment).cast(), size_of_val(alignment))?;
+    }
+    Ok(preference)
+}
+
+fn choose_algorithm(
+    handle: &Owned<lt::cublasLtHandle_t>,
+    operation: &Operation,
+    layouts: &[Layout; 4],
+    alignments: [u32; 4],
+) -> Result<Option<lt::cublasLtMatmulAlgo_t>> {
+    let preference = preference(alignments)?;
+    let [a, b, c, d] = layouts.each_ref().map(|layout| layout.handle);
     // SAFETY: integers, floats and a status whose zero is success: all zeros are valid.
     let mut best: lt::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
     let mut count = 0;
     // SAFETY: all handles are alive, and one result is asked for, for which there is room.
     let status = unsafe {
         lt::cublasLtMatmulAlgoGetHeuristic(
-            handle,
-            operation,
-            layout,
-            layout,
-            layout,
-            layout,
+            handle.handle,
+            operation.handle,
+            a,
+            b,
+            c,
+            d,
             preference.handle,
             1,
             &mut best,
             &mut count,
         )
     };
-    check(status, "cublasLtMatmulAlgoGetHeuristic")?;
-    if count == 0 {
-        check(cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED, "cublasLtMatmulAlgoGetHeuristic")?;
+    if status == cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED {
+        return Ok(None);
     }
-    Ok(best.algo)
+    check(status, "cublasLtMatmulAlgoGetHeuristic")?;
+    Ok((count > 0).then_some(best.algo))
 }
 
 #[cfg(test)]
@@ -265,12 +434,70 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_named() {
-        match load_library(Path::new("/nonexistent/libnvrtc.so.13")) {
+        match load(Path::new("/nonexistent/libnvrtc.so.13")) {
             Ok(()) => eprintln!("skipped: this machine has cublasLt"),
             Err(error) => {
                 let text = error.to_string();
                 assert!(text.contains("cublasLt") && text.contains("/nonexistent"), "{text}");
             }
         }
+    }
+
+    /// A matrix of these extents, with a gap behind each row.
+    fn matrix(rows: usize, columns: usize) -> Matrix {
+        Matrix { address: 0, stride: columns as i64 + 3, extents: [rows, columns] }
+    }
+
+    /// A number for each place in memory.
+    fn number(operand: usize, at: i64) -> i64 {
+        (at * 7 + operand as i64 * 5) % 11 - 5
+    }
+
+    /// Element (i, j) of op of an operand that lies column after column.
+    fn element(operand: usize, columns: Columns, transposed: bool, i: u64, j: u64) -> i64 {
+        let (i, j) = if transposed { (j, i) } else { (i, j) };
+        assert!(i < columns.rows && j < columns.columns && columns.leading >= columns.rows as i64);
+        number(operand, i as i64 + j as i64 * columns.leading)
+    }
+
+    #[test]
+    fn what_cublaslt_is_told_is_the_transpose_of_the_product() {
+        let [rows, columns, depth] = [3usize, 4, 5];
+        for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
+            let a = if ta { matrix(depth, rows) } else { matrix(rows, depth) };
+            let b = if tb { matrix(columns, depth) } else { matrix(depth, columns) };
+            let out = matrix(rows, columns);
+            let product = MatrixProduct { a, b, transposed: [ta, tb], before: Some(out), out, dtype: DType::Bf16 };
+            assert_eq!(product.depth(), depth);
+            let ([of_a, of_b, of_c, of_d], [op_a, op_b]) = transposed_product(&product);
+            assert_eq!((of_c, of_d.rows, of_d.columns), (of_d, columns as u64, rows as u64));
+            let stored = |operand, matrix: Matrix, transposed, row: usize, column: usize| {
+                let (row, column) = if transposed { (column, row) } else { (row, column) };
+                number(operand, row as i64 * matrix.stride + column as i64)
+            };
+            for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
+                let terms = (0..depth).map(|k| stored(0, a, ta, row, k) * stored(1, b, tb, k, column));
+                // cublasLt's A is b, and its B is a.
+                let told = (0..depth as u64)
+                    .map(|k| element(1, of_a, op_a, column as u64, k) * element(0, of_b, op_b, k, row as u64));
+                assert_eq!(told.sum::<i64>(), terms.sum::<i64>(), "{ta} {tb} {row} {column}");
+            }
+        }
+    }
+
+    #[test]
+    fn products_of_one_shape_have_one_plan_wherever_they_lie_as_long_as_it_is_as_well_aligned() {
+        let at = |address| MatrixProduct {
+            a: Matrix { address, ..matrix(3, 5) },
+            b: Matrix { address: 256, ..matrix(5, 4) },
+            transposed: [false; 2],
+            before: None,
+            out: Matrix { address: 512, ..matrix(3, 4) },
+            dtype: DType::F32,
+        };
+        assert!(Shape::of(&at(1 << 20)) == Shape::of(&at(3 << 20)));
+        assert!(Shape::of(&at(1 << 20)) != Shape::of(&at((1 << 20) + 16)));
+        assert!(Shape::of(&at(256)) != Shape::of(&MatrixProduct { dtype: DType::Bf16, ..at(256) }));
+        assert_eq!([0, 16, 48, 256, 4096].map(alignment), [256, 16, 16, 256, 256]);
     }
 }

@@ -13,11 +13,12 @@ pub mod nvrtc;
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use cudarc::driver::sys;
 
+use self::blaslt::Blaslt;
 use self::driver::{Context, Event, Properties};
 use self::graph::Graph;
 pub use self::module::CudaModule;
@@ -27,6 +28,7 @@ use super::backend::{
 };
 use super::cache::ModuleCache;
 use super::error::{Result, RuntimeError};
+use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
 
 /// Bytes of guard band on each side of an allocation, at least; also keeps its address aligned.
@@ -47,6 +49,8 @@ pub struct CudaBackend {
     nvrtc: Nvrtc,
     cache: ModuleCache,
     environment: Environment,
+    /// Made when the first product is asked for.
+    blaslt: Mutex<Option<Arc<Blaslt>>>,
 }
 
 impl CudaBackend {
@@ -67,12 +71,23 @@ impl CudaBackend {
             processors: properties.multiprocessors,
             shared_bytes_per_block: properties.shared_opt_in,
         };
-        Ok(Self { context, nvrtc, cache, environment })
+        Ok(Self { context, nvrtc, cache, environment, blaslt: Mutex::default() })
     }
 
     /// The compiler in use.
     pub fn nvrtc(&self) -> &Nvrtc {
         &self.nvrtc
+    }
+
+    /// The library of matrix products, where [`blaslt::load`] has found one.
+    fn blaslt(&self) -> Result<Arc<Blaslt>> {
+        let mut made = driver::locked(&self.blaslt);
+        if let Some(library) = &*made {
+            return Ok(library.clone());
+        }
+        let library = Arc::new(Blaslt::new(&self.context)?);
+        *made = Some(library.clone());
+        Ok(library)
     }
 
     fn load_stored(&self, path: &Path, file: &str) -> std::result::Result<CudaModule, String> {
@@ -240,6 +255,16 @@ impl Backend for CudaBackend {
 
     fn recorder(&self) -> Option<&dyn Recorder> {
         Some(self)
+    }
+
+    fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
+        blaslt::load(self.nvrtc.path()).ok().map(|()| self as &dyn MatrixLibrary)
+    }
+}
+
+impl MatrixLibrary for CudaBackend {
+    fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
+        self.blaslt()?.multiply(product)
     }
 }
 

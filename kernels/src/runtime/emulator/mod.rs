@@ -53,6 +53,7 @@ use self::worker::{Limits, Worker, WorkerModule};
 use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Reservation};
 use super::cache::ModuleCache;
 use super::error::Result;
+use super::matrix::{MatrixLibrary, MatrixProduct, multiply_on_host};
 use super::source::SourceTree;
 
 /// Multiprocessors that launchers size their grids by, whatever the host: few, so that in a small case a block has a
@@ -186,5 +187,16 @@ impl Backend for EmulatorBackend {
         let start = Instant::now();
         work()?;
         Ok(start.elapsed())
+    }
+
+    fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
+        Some(self)
+    }
+}
+
+/// A product on the host in the place of a library's.
+impl MatrixLibrary for EmulatorBackend {
+    fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
+        multiply_on_host(self, product).map(|()| true)
     }
 }

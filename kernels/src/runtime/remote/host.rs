@@ -110,6 +110,11 @@ impl Host<'_> {
             Request::Upload { address } => backend.upload(address, bytes)?,
             Request::Copy { target, source, bytes } => backend.copy(target, source, bytes)?,
             Request::Synchronize => backend.synchronize()?,
+            Request::MatrixLibrary => return Ok(Answer::Has(backend.matrix_library().is_some())),
+            Request::Multiply(product) => {
+                let library = backend.matrix_library().ok_or_else(|| out_of_turn("there is no library of products"))?;
+                return library.multiply(&product).map(Answer::Has);
+            }
             Request::Schedule { seed } => backend.set_schedule_seed(seed),
             Request::Replay { recorded } => {
                 self.recorded

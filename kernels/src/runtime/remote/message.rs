@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::runtime::backend::{Allocation, BackendKind, Environment, KernelExports, Placement, Reservation};
+use crate::runtime::matrix::MatrixProduct;
 use crate::runtime::source::SourceTree;
 use crate::runtime::worker::failure::Failure;
 
@@ -74,6 +75,10 @@ pub enum Request {
         bytes: usize,
     },
     Synchronize,
+    /// Whether there is a library of matrix products; answered by [`Answer::Has`].
+    MatrixLibrary,
+    /// Has it multiply; answered by [`Answer::Has`].
+    Multiply(MatrixProduct),
     Schedule {
         seed: Option<u64>,
     },
@@ -119,6 +124,8 @@ pub enum Answer {
     Reserved(Reservation),
     Taken(Duration),
     Recorded(u64),
+    /// Whether there is what was asked for.
+    Has(bool),
     /// It could not be done; `lost` where nothing can be, from now on.
     Failed {
         failure: Failure,

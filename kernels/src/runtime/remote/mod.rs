@@ -15,7 +15,7 @@ use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use self::message::{Answer, Request, Span};
@@ -24,6 +24,7 @@ use super::backend::{
     Reservation,
 };
 use super::error::{Result, RuntimeError};
+use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
 use super::worker::process::Process;
 use super::worker::program::Work;
@@ -33,6 +34,9 @@ const COMPILE_LIMIT: Duration = Duration::from_secs(600);
 
 /// How many kernels an error names at most.
 const NAMED: usize = 8;
+
+/// What an error calls a product of the library.
+const LIBRARY: &str = "a library's matrix product";
 
 /// How a device in another process is treated.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +56,8 @@ pub struct RemoteBackend {
     remote: Arc<Remote>,
     environment: Environment,
     records: bool,
+    /// Whether the process has a library of matrix products: looking for it takes a while.
+    multiplies: OnceLock<bool>,
 }
 
 /// The process, and those that follow it.
@@ -84,7 +90,7 @@ impl RemoteBackend {
     pub fn open(kind: BackendKind, cache_dir: PathBuf, options: RemoteOptions) -> Result<Self> {
         let remote = Arc::new(Remote { kind, cache_dir, options, state: Mutex::default() });
         let (environment, records) = remote.start(&mut remote.state())?;
-        Ok(Self { remote, environment, records })
+        Ok(Self { remote, environment, records, multiplies: OnceLock::new() })
     }
 
     /// The process that runs.
@@ -113,6 +119,13 @@ impl RemoteBackend {
     fn taken(&self, span: Span, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
         match self.span(span, work)? {
             Answer::Taken(time) => Ok(time),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn has(&self, request: Request) -> Result<bool> {
+        match self.ask(request, &[])? {
+            (Answer::Has(has), _) => Ok(has),
             _ => Err(unexpected()),
         }
     }
@@ -184,10 +197,11 @@ impl Remote {
     /// What a process did that did not answer: the fault of the kernels that it ran, if it ran any.
     fn fault(&self, state: &State, request: &Request, what: String) -> RuntimeError {
         let own = match request {
-            Request::Launch { kernel, .. } => Some(kernel),
+            Request::Launch { kernel, .. } => Some(&kernel[..]),
+            Request::Multiply(_) => Some(LIBRARY),
             _ => None,
         };
-        let kernels: Vec<&str> = state.launched.iter().chain(own).map(String::as_str).collect();
+        let kernels: Vec<&str> = state.launched.iter().map(String::as_str).chain(own).collect();
         match (request, kernels.is_empty()) {
             (Request::Load { file, .. }, _) => {
                 RuntimeError::system(format!("compiling `{file}`"), io::Error::other(format!("its process {what}")))
@@ -216,16 +230,22 @@ impl State {
             (Request::Free(allocation), _) => {
                 self.live.remove(&allocation.address);
             }
-            (Request::Launch { kernel, .. }, _) if self.launched.last() != Some(kernel) => {
-                if self.launched.len() == NAMED {
-                    self.launched.remove(0);
-                }
-                self.launched.push(kernel.clone());
-            }
+            (Request::Launch { kernel, .. }, _) => self.note_launch(kernel),
+            (Request::Multiply(_), Answer::Has(true)) => self.note_launch(LIBRARY),
             // Each of them waits for the device.
             (Request::Synchronize | Request::Download { .. } | Request::Upload { .. }, _) => self.launched.clear(),
             _ => {}
         }
+    }
+
+    fn note_launch(&mut self, kernel: &str) {
+        if self.launched.last().is_some_and(|last| last == kernel) {
+            return;
+        }
+        if self.launched.len() == NAMED {
+            self.launched.remove(0);
+        }
+        self.launched.push(kernel.to_owned());
     }
 
     /// The process is of no use any more.
@@ -315,6 +335,20 @@ impl Backend for RemoteBackend {
 
     fn recorder(&self) -> Option<&dyn Recorder> {
         self.records.then_some(self)
+    }
+
+    fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
+        let known = self.multiplies.get().copied();
+        // A process that cannot answer says why when it is asked for a product.
+        let multiplies = known.or_else(|| self.has(Request::MatrixLibrary).ok());
+        multiplies.map(|multiplies| self.multiplies.get_or_init(|| multiplies));
+        multiplies.unwrap_or(true).then_some(self)
+    }
+}
+
+impl MatrixLibrary for RemoteBackend {
+    fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
+        self.has(Request::Multiply(*product))
     }
 }
 

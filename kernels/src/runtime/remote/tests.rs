@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::*;
+use crate::runtime::matrix::Matrix;
 use crate::runtime::params::{DeviceAddress, Params};
 use crate::runtime::{Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig};
 
@@ -63,7 +64,21 @@ fn a_device_elsewhere_loads_launches_copies_and_takes_time_as_one_in_this_proces
     assert_eq!(read[..4], [7; 4]);
     let huge = backend.reserve("huge", 1 << 40, &[0..8, (1 << 39)..(1 << 39) + 8], Placement::FlushFront).unwrap();
     assert_eq!((huge.allocation.bytes, huge.touched.len()), (1 << 40, 2));
-    for allocation in [x, y, huge.allocation] {
+    let row = |address| Matrix { address, stride: 8, extents: [1, 8] };
+    let [x, y] = [x, y].map(|allocation| (allocation, row(allocation.address)));
+    backend.upload(x.1.address, &HostTensor::from_f64(DType::Bf16, &[8], &[1.5; 8]).bytes).unwrap();
+    let product = MatrixProduct {
+        a: x.1,
+        b: x.1,
+        transposed: [false, true],
+        before: None,
+        out: Matrix { extents: [1, 1], ..y.1 },
+        dtype: DType::F32,
+    };
+    assert!(backend.matrix_library().unwrap().multiply(&product).unwrap());
+    backend.download(y.1.address, &mut read[..4]).unwrap();
+    assert_eq!(read[..4], 18f32.to_ne_bytes());
+    for allocation in [x.0, y.0, huge.allocation] {
         backend.free(&allocation);
     }
     assert!(backend.recorder().is_none() && backend.synchronize().is_ok());

@@ -1,0 +1,163 @@
+// What the kernels of grouped linear layers share: their parameters, which rows are an expert's, and which tiles of the
+// result there are (grouped_linear.cu has the formulas).
+#pragma once
+
+#include "linear_quantised.h"
+#include "selection.h"
+
+constexpr int MAX_EXPERTS = 512;
+
+struct GroupedLinearParams {
+    const uint8_t* x; int64_t x_expert_stride; int64_t x_stride;  // codes, [rows, depth] or [experts, rows, depth]
+    const uint8_t* w; int64_t w_expert_stride; int64_t w_stride;  // codes, [experts, columns, bytes of depth]
+    const void* x_scales;           // see scale_layout.h; where x has experts, of one after the other
+    const void* w_scales;           // of one expert after the other
+    const int32_t* counts;          // [experts]
+    const int32_t* expert_offsets;  // [experts + 1], or nullptr where x has experts
+    void* out; int64_t out_expert_stride; int64_t out_stride;     // [rows, columns] or [experts, rows, columns]
+    int64_t x_expert_scales;        // scales of an expert, those of padding among them
+    int64_t w_expert_scales;
+    int64_t rows;
+    int64_t columns;
+    int64_t depth;
+    int64_t x_padded_rows;
+    int64_t w_padded_rows;
+    int32_t x_groups;
+    int32_t x_padded_groups;
+    int32_t x_scale_layout;
+    int32_t w_groups;
+    int32_t w_padded_groups;
+    int32_t w_scale_layout;
+    int32_t scale_bytes;  // whether scales are e8m0 bytes, and not fp32 numbers
+    int32_t experts;
+    int32_t out_is_f32;
+    int32_t wide;         // whether out takes 16-byte accesses
+};
+PARAMS_LAYOUT(GroupedLinearParams, x, x_expert_stride, x_stride, w, w_expert_stride, w_stride, x_scales, w_scales,
+              counts, expert_offsets, out, out_expert_stride, out_stride, x_expert_scales, w_expert_scales, rows,
+              columns, depth, x_padded_rows, w_padded_rows, x_groups, x_padded_groups, x_scale_layout, w_groups,
+              w_padded_groups, w_scale_layout, scale_bytes, experts, out_is_f32, wide)
+
+// ---------------------------------------------------------------- rows of experts
+
+// An expert's rows: of x as a whole, or of the expert's own part of it.
+struct Rows {
+    int64_t first, count;
+};
+
+// Counts that are negative, or more than there is room for, are taken as the nearest that is possible.
+DEVICE Rows rows_of(const GroupedLinearParams& params, int32_t expert) {
+    const bool sorted = params.expert_offsets != nullptr;
+    const int64_t first = sorted ? params.expert_offsets[expert] : 0;
+    const int64_t end = sorted ? params.expert_offsets[expert + 1] : params.rows;
+    return Rows{first, minimum<int64_t>(maximum<int64_t>(params.counts[expert], 0), end - first)};
+}
+
+// Scales of an expert: so many of them behind the first one's.
+DEVICE const void* scales_behind(const GroupedLinearParams& params, const void* scales, int64_t count) {
+    return static_cast<const uint8_t*>(scales) + (params.scale_bytes ? 1 : 4) * count;
+}
+
+// The product of an expert's rows with its weights.
+DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert) {
+    const Rows rows = rows_of(params, expert);
+    // Where x has no experts the strides along them are 0.
+    const uint8_t* const x = params.x + expert * params.x_expert_stride + rows.first * params.x_stride;
+    const uint8_t* const w = params.w + expert * params.w_expert_stride;
+    const int64_t out = expert * params.out_expert_stride + rows.first * params.out_stride;
+    const Scales x_scales{scales_behind(params, params.x_scales, expert * params.x_expert_scales), params.x_padded_rows,
+                          params.x_groups, params.x_padded_groups, params.x_scale_layout, params.scale_bytes, rows.first};
+    const Scales w_scales{scales_behind(params, params.w_scales, expert * params.w_expert_scales), params.w_padded_rows,
+                          params.w_groups, params.w_padded_groups, params.w_scale_layout, params.scale_bytes, 0};
+    const Result result{nullptr, 0, static_cast<uint8_t*>(params.out) + (params.out_is_f32 ? 4 : 2) * out,
+                        params.out_stride, nullptr, rows.count, params.columns, params.depth, 1, params.out_is_f32,
+                        params.wide, 1.0f};
+    return QuantisedProduct{x, params.x_stride, w, params.w_stride, x_scales, w_scales, result};
+}
+
+// ---------------------------------------------------------------- tiles
+
+// Tiles of S::ROWS rows of all experts up to each of them and itself, by all threads of a block: ends has MAX_EXPERTS
+// places in shared memory.
+template <typename S>
+DEVICE void count_tiles(const GroupedLinearParams& params, int32_t* ends) {
+    if (warp_id() == 0) {
+        int32_t before = 0;
+        UNROLL_BY(4)
+        for (int32_t first = 0; first < params.experts; first += WARP_SIZE) {
+            const int32_t expert = first + lane_id();
+            const int64_t count = expert < params.experts ? rows_of(params, expert).count : 0;
+            const int32_t end = before + inclusive_sum(static_cast<int32_t>(ceil_div<int64_t>(count, S::ROWS)));
+            ends[expert] = end;
+            before = __shfl_sync(FULL_WARP, end, WARP_SIZE - 1);
+        }
+    }
+    __syncthreads();
+}
+
+// A tile of the result: whose it is, and which of them.
+struct ExpertTile {
+    int32_t expert;
+    int64_t number;
+};
+
+// The tiles of all experts, one expert after the other. Those of one come in the order of part_of, so that the blocks
+// that run at a time read few experts' weights.
+template <typename S>
+struct ExpertTiles {
+    const GroupedLinearParams& params;
+    const int32_t* ends;
+
+    int64_t column_tiles() const { return ceil_div<int64_t>(params.columns, S::COLUMNS); }
+    int64_t count() const { return ends[params.experts - 1] * column_tiles(); }
+
+    // The first expert whose tiles end beyond this one.
+    ExpertTile operator[](int64_t number) const {
+        const int64_t row_tile = number / column_tiles();
+        int32_t low = 0, high = params.experts - 1;
+        while (low < high) {
+            const int32_t middle = (low + high) / 2;
+            if (ends[middle] > row_tile) high = middle;
+            else low = middle + 1;
+        }
+        const int64_t before = low > 0 ? ends[low - 1] : 0;
+        return ExpertTile{low, number - before * column_tiles()};
+    }
+};
+
+// ---------------------------------------------------------------- rows of nobody
+
+// Whether no expert has a row of x.
+DEVICE bool is_padding(const GroupedLinearParams& params, int64_t row) {
+    int32_t low = 0, high = params.experts;
+    // The number of experts that begin at the row or before it.
+    while (low < high) {
+        const int32_t middle = (low + high) / 2;
+        if (params.expert_offsets[middle] <= row) low = middle + 1;
+        else high = middle;
+    }
+    if (low == 0) return true;
+    const Rows rows = rows_of(params, low - 1);
+    return row >= rows.first + rows.count;
+}
+
+// Zeros for the rows of out that no expert has, by the first `WARPS` warps of all blocks; none where x has experts.
+template <int WARPS>
+DEVICE void clear_padding(const GroupedLinearParams& params) {
+    if (params.expert_offsets == nullptr) return;
+    const Result result{nullptr, 0, params.out, params.out_stride, nullptr, params.rows, params.columns, params.depth, 1,
+                        params.out_is_f32, params.wide, 1.0f};
+    const int64_t step = static_cast<int64_t>(gridDim.x) * WARPS * WARP_SIZE;
+    int64_t first = (static_cast<int64_t>(blockIdx.x) * WARPS + warp_id()) * WARP_SIZE;
+    for (; first < params.rows; first += step) {
+        const int64_t own = first + lane_id();
+        uint32_t marked = __ballot_sync(FULL_WARP, own < params.rows && is_padding(params, own));
+        for (; marked != 0; marked &= marked - 1) {
+            const int64_t row = first + __ffs(static_cast<int>(marked)) - 1;
+            for (int64_t column = CHUNK * lane_id(); column < params.columns; column += CHUNK * WARP_SIZE) {
+                float zeros[CHUNK] = {};
+                finish_chunk(result, row, column, zeros);
+            }
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! Products of matrices of bf16 by a library, where a backend has one: cublasLt on a GPU, and on the emulator a product on
+//! the host that stands for it, so that what launchers hand to a library is tested without a GPU.
+
+use half::bf16;
+use serde::{Deserialize, Serialize};
+
+use super::backend::Backend;
+use super::error::Result;
+use super::tensor::{DType, HostTensor, TensorView};
+
+/// Bytes at whose multiples all rows of a product begin.
+const ALIGNMENT: u64 = 16;
+/// Elements that a matrix reaches over, gaps included, are fewer: libraries count them with 32 bits.
+const MOST_ELEMENTS: i64 = 1 << 31;
+
+/// A matrix in device memory: its rows are contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Matrix {
+    /// Device address of the first element.
+    pub address: u64,
+    /// Elements from a row to the next, no fewer than a row has.
+    pub stride: i64,
+    /// Rows, and elements of each.
+    pub extents: [usize; 2],
+}
+
+/// `out = before + a b`, sums in fp32, rounded once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct MatrixProduct {
+    /// bf16, `[rows, depth]`; stored the other way round where `transposed[0]`.
+    pub a: Matrix,
+    /// bf16, `[depth, columns]`; stored the other way round where `transposed[1]`.
+    pub b: Matrix,
+    /// Whether `a`, and `b`, are stored with columns as rows.
+    pub transposed: [bool; 2],
+    /// Like `out`, which it may be; absent for zeros.
+    pub before: Option<Matrix>,
+    /// `[rows, columns]`.
+    pub out: Matrix,
+    /// Of `out` and `before`: bf16 or f32.
+    pub dtype: DType,
+}
+
+/// A backend's library of matrix products.
+pub trait MatrixLibrary {
+    /// Enqueues a product; whether the library has it. The same product always gets the same answer, and the same sums in
+    /// the same order.
+    ///
+    /// # Errors
+    /// The library's, and the device's.
+    fn multiply(&self, product: &MatrixProduct) -> Result<bool>;
+}
+
+impl Matrix {
+    /// A matrix of two axes that libraries take: not empty, with rows that lie apart, begin at multiples of 16 bytes and
+    /// span fewer than 2^31 elements; `None` for any other.
+    pub fn of(view: &TensorView) -> Option<Self> {
+        let &[rows, columns] = &view.shape[..] else { return None };
+        let &[stride, step] = &view.strides[..] else { return None };
+        let width = i64::try_from(columns).ok().filter(|_| rows > 0 && columns > 0)?;
+        // The strides of axes of one entry say nothing.
+        let aligned = columns.checked_next_multiple_of(ALIGNMENT as usize / view.dtype.size())?;
+        let stride = if rows == 1 { i64::try_from(aligned).ok()? } else { stride };
+        let span = i64::try_from(rows).ok()?.checked_mul(stride)?;
+        let fits = stride >= width && span < MOST_ELEMENTS && (step == 1 || columns == 1);
+        let aligned = |bytes: u64| bytes.is_multiple_of(ALIGNMENT);
+        (fits && aligned(view.address) && aligned(stride as u64 * view.dtype.size() as u64)).then_some(Self {
+            address: view.address,
+            stride,
+            extents: [rows, columns],
+        })
+    }
+
+    fn row_address(&self, row: usize, dtype: DType) -> u64 {
+        self.address + row as u64 * self.stride as u64 * dtype.size() as u64
+    }
+
+    fn download(&self, backend: &dyn Backend, dtype: DType) -> Result<Vec<f64>> {
+        let [rows, columns] = self.extents;
+        let mut values = Vec::with_capacity(rows * columns);
+        for row in 0..rows {
+            let mut bytes = vec![0; columns * dtype.size()];
+            backend.download(self.row_address(row, dtype), &mut bytes)?;
+            values.extend(HostTensor { dtype, shape: vec![columns], bytes }.to_f64());
+        }
+        Ok(values)
+    }
+}
+
+impl MatrixProduct {
+    /// Numbers that are added for each element.
+    pub fn depth(&self) -> usize {
+        self.a.extents[usize::from(!self.transposed[0])]
+    }
+}
+
+/// A product on the host, of memory that the host reaches through `backend`: sums in f64, rounded to fp32, with what was
+/// before added in fp32.
+pub(super) fn multiply_on_host(backend: &dyn Backend, product: &MatrixProduct) -> Result<()> {
+    let MatrixProduct { a, b, transposed, before, out, dtype } = *product;
+    let ([rows, columns], depth) = (out.extents, product.depth());
+    let (numbers_a, numbers_b) = (a.download(backend, DType::Bf16)?, b.download(backend, DType::Bf16)?);
+    let before = before.map(|before| before.download(backend, dtype)).transpose()?;
+    let place = |matrix: Matrix, transposed: bool, row: usize, column: usize| {
+        if transposed { column * matrix.extents[1] + row } else { row * matrix.extents[1] + column }
+    };
+    let term = |row: usize, column: usize, k: usize| {
+        numbers_a[place(a, transposed[0], row, k)] * numbers_b[place(b, transposed[1], k, column)]
+    };
+    let element = |row: usize, column: usize| {
+        let sum = (0..depth).map(|k| term(row, column, k)).sum::<f64>() as f32;
+        before.as_ref().map_or(sum, |before| before[row * columns + column] as f32 + sum)
+    };
+    for row in 0..rows {
+        let written = (0..columns).map(|column| element(row, column));
+        let bytes: Vec<u8> = match dtype {
+            DType::F32 => written.flat_map(f32::to_ne_bytes).collect(),
+            _ => written.flat_map(|sum| bf16::from_f32(sum).to_ne_bytes()).collect(),
+        };
+        backend.upload(out.row_address(row, dtype), &bytes)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(address: u64, dtype: DType, shape: [usize; 2], strides: [i64; 2]) -> TensorView {
+        TensorView { strides: strides.to_vec(), ..TensorView::dense("a view", address, dtype, &shape) }
+    }
+
+    #[test]
+    fn matrices_that_a_library_could_misread_are_none_of_its_own() {
+        let of = |address, shape, strides| Matrix::of(&view(address, DType::Bf16, shape, strides));
+        let matrix = of(64, [3, 13], [16, 1]).expect("rows of 32 bytes");
+        assert_eq!((matrix.address, matrix.stride, matrix.extents), (64, 16, [3, 13]));
+        assert_eq!(of(64, [1, 13], [99, 1]).map(|matrix| matrix.stride), Some(16), "one row is nowhere else");
+        let refused = [
+            ("an odd address", of(66, [3, 13], [16, 1])),
+            ("rows between two multiples of 16 bytes", of(64, [3, 13], [13, 1])),
+            ("rows that overlap", of(64, [3, 13], [8, 1])),
+            ("rows backwards", of(64, [3, 13], [-16, 1])),
+            ("columns apart", of(64, [3, 13], [32, 2])),
+            ("no rows", of(64, [0, 13], [16, 1])),
+            ("no columns", of(64, [3, 0], [16, 1])),
+            ("more elements than 31 bits count", of(64, [3, 13], [1 << 30, 1])),
+        ];
+        for (what, matrix) in refused {
+            assert_eq!(matrix, None, "{what}");
+        }
+        assert!(Matrix::of(&view(64, DType::F32, [3, 13], [12, 1])).is_none());
+        assert!(Matrix::of(&TensorView::dense("x", 64, DType::Bf16, &[2, 3, 8])).is_none());
+    }
+}
