@@ -20,6 +20,7 @@ pub mod indexer_logits;
 pub mod indexer_loss;
 pub mod indexer_query;
 pub mod indexer_recompute;
+pub mod inverse_rope_quantize;
 pub mod kv_cache;
 pub mod kv_cache_write;
 pub mod linear;

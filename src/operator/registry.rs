@@ -33,6 +33,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::attention_output_rotation::AttentionOutputRotation>::new(),
     &Op::<operators::decode_attention::DecodeAttention>::new(),
     &Op::<operators::attention_combine::AttentionCombine>::new(),
+    &Op::<operators::inverse_rope_quantize::InverseRopeQuantize>::new(),
+    &Op::<operators::output_projection::OutputProjection>::new(),
     &Op::<operators::kv_cache_write::KvCacheWrite>::new(),
     &Op::<operators::indexer_cache_write::IndexerCacheWrite>::new(),
     &Op::<operators::router::Router>::new(),

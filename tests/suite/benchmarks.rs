@@ -23,6 +23,7 @@ use dsv4_parity::operators::indexer_logits::IndexerLogits;
 use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
+use dsv4_parity::operators::inverse_rope_quantize::InverseRopeQuantize;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::linear::Linear;
 use dsv4_parity::operators::lm_head::LmHead;
@@ -70,6 +71,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
+    ("inverse_rope_quantize_forward", "inverse_rope_quantize_turned_forward"),
     ("sparse_attention_forward", "attention_sink_dropped"),
     ("sparse_attention_backward", "attention_dq_scale_twice"),
     ("decode_attention_forward", "decode_scales_of_the_first_row"),
@@ -239,6 +241,8 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
     let (rows, heads) = (json!({"num_rows": 21, "width": 512}), json!({"num_tokens": 11, "num_heads": 3}));
     let rms_norm = |group, name| timed::<RmsNorm>(group, name, &rows, json!({"num_rows": 4}));
     let rope = |name| timed::<Rope>("forward", name, &heads, json!({"num_tokens": 2}));
+    let groups = json!({"num_tokens": 11, "num_heads": 6, "o_groups": 2, "head_dim": 128});
+    let output = |name| timed::<InverseRopeQuantize>("forward", name, &groups, json!({"num_tokens": 2}));
     vec![
         rms_norm("forward", "4096x7168 bf16"),
         rms_norm("forward", "2097152x512 bf16 unweighted"),
@@ -246,6 +250,8 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
         rope("16384x128x512 bf16"),
         rope("16384x128x512 bf16 inverse"),
         rope("16384x128x512 bf16 in place"),
+        output("4096x128x512 in 16 groups e8m0"),
+        output("4096x64x512 in 8 groups fp32"),
     ]
 }
 
@@ -253,11 +259,15 @@ fn linears() -> Vec<Box<dyn Timed>> {
     let layer = json!({"num_tokens": 21, "out_features": 40, "in_features": 72});
     let fewer = json!({"num_tokens": 4, "out_features": 16});
     let linear = |group, name| timed::<Linear>(group, name, &layer, fewer.clone());
+    let of_groups = json!({"num_tokens": 21, "num_groups": 3, "out_features": 40, "in_features": 72});
+    let groups = |group, name| timed::<Linear>(group, name, &of_groups, fewer.clone());
     let coded = json!({"num_tokens": 21, "out_features": 40, "in_features": 160});
     let quantised = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
     vec![
         linear("forward", "4096x65536x1536 bf16"),
         linear("backward", "4096x7168x16384 bf16"),
+        groups("forward", "4096x1024x4096 bf16 in 16 groups"),
+        groups("backward", "4096x1024x4096 bf16 in 16 groups"),
         quantised("4096x7168x16384 fp8"),
         quantised("4096x7168x16384 fp8 portable"),
         quantised("4096x7168x16384 mxfp4"),
