@@ -59,32 +59,6 @@ DEVICE Place place_of(const InverseRopeQuantizeParams& params) {
     return Place{row / rows, token, column, minimum(left, SPAN)};
 }
 
-// Turns those of a lane's channels that turn, and rounds all to bf16, which the others are.
-DEVICE void turn(const InverseRopeQuantizeParams& params, int64_t token, int32_t channel, float (&x)[SPAN]) {
-    const int32_t copied = params.head_dim - params.rope_dim;
-    if (channel + SPAN <= copied) return;
-    if (channel >= copied) {
-        Rotation rotations[SPAN / 2];
-        load_rotations(params, token, (channel - copied) / 2, rotations);
-        UNROLL
-        for (int i = 0; i < SPAN / 2; ++i) rotate(rotations[i], x[2 * i], x[2 * i + 1]);
-    } else {
-        UNROLL
-        for (int i = 0; i < SPAN / 2; ++i) {
-            if (channel + 2 * i < copied) continue;
-            Rotation rotation[1];
-            load_rotations(params, token, (channel + 2 * i - copied) / 2, rotation);
-            rotate(rotation[0], x[2 * i], x[2 * i + 1]);
-        }
-    }
-    UNROLL
-    for (int i = 0; i < SPAN; i += 2) {
-        const uint32_t pair = pack_bf16(x[i], x[i + 1]);
-        x[i] = unpack_bf16_low(pair);
-        x[i + 1] = unpack_bf16_high(pair);
-    }
-}
-
 template <bool WIDE>
 DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
     const Place at = place_of(all);
@@ -94,7 +68,8 @@ DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
         const int64_t head = at.group * all.group_heads + at.column / all.head_dim;
         const int32_t channel = at.column % all.head_dim;
         load_span<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, x);
-        turn(all, at.token, channel, x);
+        // What is copied is bf16 already.
+        if (turn_channels(all, at.token, channel, x)) round_to_bf16(x);
     }
     InverseRopeQuantizeParams params = all;
     params.codes += at.group * params.codes_group_stride;

@@ -36,6 +36,7 @@ pub mod moe_reduce;
 pub mod quantize_fp8;
 pub mod quantize_mxfp4;
 pub mod quantize_nvfp4;
+pub mod query_norm_rope;
 pub mod rms_norm;
 pub mod rope;
 pub mod router;

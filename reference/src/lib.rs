@@ -60,6 +60,8 @@ pub mod quantise;
 pub mod quantize_fp8;
 pub mod quantize_mxfp4;
 pub mod quantize_nvfp4;
+pub mod query_norm_rope;
+pub mod query_projection;
 pub mod ranking;
 pub mod rms_norm;
 pub mod rope;

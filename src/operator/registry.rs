@@ -23,6 +23,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::scale_swizzle::ScaleSwizzle>::new(),
     &Op::<operators::gate_up_interleave::GateUpInterleave>::new(),
     &Op::<operators::linear::Linear>::new(),
+    &Op::<operators::query_norm_rope::QueryNormRope>::new(),
+    &Op::<operators::query_projection::QueryProjection>::new(),
     &Op::<operators::compressor::Compressor>::new(),
     &Op::<operators::compressor_stream::CompressorStream>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),

@@ -90,6 +90,8 @@ fn plain(num_tokens: usize, extents: [usize; 5]) -> OutputProjectionCase {
     }
 }
 
+/// Its name.
+const NAME: &str = "output_projection";
 /// Numbers that share a scale.
 const BLOCK: usize = linear::BLOCK;
 
@@ -112,16 +114,16 @@ impl OutputProjectionCase {
         let scale = inverse_rope_quantize::ScaleType::E8m0;
         inverse_rope_quantize::Options { o_groups: self.o_groups, scale, layout: self.layout }
     }
-
-    /// The products of codes whose scales lie so.
-    fn of_linear(&self, layout: ScaleLayout) -> linear::Quantised {
-        let implementation = dsv4_kernels::implementation::Implementation::Portable;
-        linear::Quantised { weights: linear::Weights::Fp8, group: BLOCK, scale_bytes: true, layout, implementation }
-    }
 }
 
-/// How z is quantised.
-const OF_Z: quantize_fp8::Options = quantize_fp8::Options {
+/// Products of codes, of whose operand the scales lie so.
+pub(super) fn of_codes(layout: ScaleLayout) -> linear::Quantised {
+    let implementation = dsv4_kernels::implementation::Implementation::Portable;
+    linear::Quantised { weights: linear::Weights::Fp8, group: BLOCK, scale_bytes: true, layout, implementation }
+}
+
+/// How the operands of quantised weights are.
+pub(super) const OF_ROWS: quantize_fp8::Options = quantize_fp8::Options {
     group: quantize_fp8::Group::Row128,
     scale: quantize_fp8::ScaleType::E8m0,
     layout: quantize_fp8::ScaleLayout::Plain,
@@ -131,7 +133,7 @@ impl Declared for OutputProjection {
     type Case = OutputProjectionCase;
 
     const ABOUT: About = About {
-        name: "output_projection",
+        name: NAME,
         summary: "the inverse rope of the attention's output, grouped wo_a and wo_b, in bf16 with gradients or FP8",
         specification: &["inference 9", "training 8", "training 14"],
         paths: &[
@@ -259,7 +261,6 @@ impl Declared for OutputProjection {
             positions(plain(5, [4, 16, 2, 8, 24])),
             // Rows that no 16 bytes divide.
             plain(3, [3, 10, 3, 5, 7]),
-            of(Quantised::WoB, plain(5, [4, 16, 2, 72, 24])),
             of(Quantised::Both, positions(plain(5, [4, 128, 2, 16, 24]))),
         ]
     }
@@ -272,9 +273,12 @@ impl Declared for OutputProjection {
             plain(0, [4, 16, 2, 8, 24]),
             of(Quantised::Both, plain(0, [2, 128, 2, 8, 24])),
             plain(1, [1, 8, 1, 8, 8]),
+            // Parts of k in both products.
+            plain(2, [1, 584, 1, 584, 8]),
             // More tokens than small tiles have, more groups than heads of one.
             plain(18, [6, 16, 3, 24, 40]),
             OutputProjectionCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(7, [2, 8, 2, 8, 16]) },
+            of(Quantised::WoB, plain(5, [4, 16, 2, 72, 24])),
             of(Quantised::WoB, plain(3, [2, 12, 1, 131, 9])),
             of(Quantised::WoB, plain(18, [2, 8, 1, 32, 24])),
             in_layout(mn, of(Quantised::Both, plain(5, [6, 128, 3, 48, 24]))),
@@ -290,10 +294,15 @@ impl Declared for OutputProjection {
     fn amend(c: &OutputProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
         c.turning().amend(tensors)?;
         if c.quantised != Quantised::None {
-            set_weight(c, tensors, ["wo_b_codes", "wo_b_scales"], [1, c.hidden_size, c.latent()])?;
+            set_weight(c.data.seed, tensors, ["wo_b_codes", "wo_b_scales"], [1, c.hidden_size, c.latent()])?;
         }
         if c.quantised == Quantised::Both {
-            set_weight(c, tensors, ["wo_a_codes", "wo_a_scales"], [c.o_groups, c.o_lora_rank, c.group_width()])?;
+            set_weight(
+                c.data.seed,
+                tensors,
+                ["wo_a_codes", "wo_a_scales"],
+                [c.o_groups, c.o_lora_rank, c.group_width()],
+            )?;
         }
         Ok(())
     }
@@ -333,7 +342,7 @@ impl Declared for OutputProjection {
         if c.quantised == Quantised::Both {
             quantised_groups(c, v, run)?;
         } else {
-            let rotated = parted("rotated", &v["rotated"], c.num_heads)?;
+            let rotated = parted(NAME, "rotated", &v["rotated"], c.num_heads)?;
             let rotation = v.only(&["attn_out", "cos", "sin", "positions"]).renamed(&[("attn_out", "x")]);
             run.launch(|device| rope::forward(device, &rotation.with("y", &rotated), true))?;
             run.freeze(&v["rotated"])?;
@@ -348,10 +357,10 @@ impl Declared for OutputProjection {
         }
         let names = [("z", "x"), ("z_codes", "codes"), ("z_scales", "scales")];
         let coded = v.only(&["z", "z_codes", "z_scales"]).renamed(&names);
-        run.launch(|device| quantize_fp8::quantize(device, &coded, OF_Z))?;
+        run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
         let names = [("z_codes", "x"), ("z_scales", "x_scales"), ("wo_b_codes", "w"), ("wo_b_scales", "w_scales")];
         let second = v.only(&["z_codes", "z_scales", "wo_b_codes", "wo_b_scales", "y", "workspace"]).renamed(&names);
-        let quantised = c.of_linear(ScaleLayout::Plain);
+        let quantised = of_codes(ScaleLayout::Plain);
         run.launch(|device| linear::forward_quantised(device, &second, quantised))
     }
 
@@ -367,7 +376,7 @@ impl Declared for OutputProjection {
         let first = groups(c, v, &["wo_a", "dwo_a", "workspace"])?.without(&["z"]).renamed(&names);
         ran.extend(linear::grouped_backward(run.device(), &first)?);
         run.freeze(&v["drotated"])?;
-        let drotated = parted("drotated", &v["drotated"], c.num_heads)?;
+        let drotated = parted(NAME, "drotated", &v["drotated"], c.num_heads)?;
         let rotation = v.only(&["dattn_out", "cos", "sin", "positions"]).renamed(&[("dattn_out", "y")]);
         ran.push(rope::backward(run.device(), &rotation.with("x", &drotated), true)?);
         run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
@@ -421,10 +430,15 @@ fn named(t: &Bound<'_>) -> OracleResult<Named> {
 }
 
 /// A tensor of rows as one of heads, or of groups, side by side in them.
-fn parted(name: &'static str, view: &TensorView, parts: usize) -> Result<TensorView, RuntimeError> {
+pub(super) fn parted(
+    operator: &'static str,
+    name: &'static str,
+    view: &TensorView,
+    parts: usize,
+) -> Result<TensorView, RuntimeError> {
     view.parted(parts).ok_or_else(|| {
         let reason = format!("shape {:?} must have a last axis of {parts} equal parts", view.shape);
-        RuntimeError::argument("output_projection", name, reason)
+        RuntimeError::argument(operator, name, reason)
     })
 }
 
@@ -435,7 +449,7 @@ fn groups(c: &OutputProjectionCase, v: &Views, names: &[&'static str]) -> Result
     let taken = of_rows.into_iter().filter(|name| backward || ["rotated", "z"].contains(name));
     taken
         .filter_map(|name| Some((name, v.get(name)?)))
-        .try_fold(v.only(names), |all, (name, view)| Ok(all.with(name, &parted(name, view, c.o_groups)?)))
+        .try_fold(v.only(names), |all, (name, view)| Ok(all.with(name, &parted(NAME, name, view, c.o_groups)?)))
 }
 
 /// The output turned back and quantised in one pass, and z of its codes, a product for each group.
@@ -445,20 +459,20 @@ fn quantised_groups(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>)
     run.launch(|device| inverse_rope_quantize::forward(device, &rotation, c.of_the_output()))?;
     run.freeze(&v["codes"])?;
     run.freeze(&v["scales"])?;
-    let z = parted("z", &v["z"], c.o_groups)?;
+    let z = parted(NAME, "z", &v["z"], c.o_groups)?;
     for group in 0..c.o_groups {
         let views = v.only(&["workspace"]).with("y", &z.entry(1, group)?);
         let views = views.with("x", &v["codes"].entry(1, group)?).with("x_scales", &v["scales"].entry(0, group)?);
         let views = views.with("w", &v["wo_a_codes"].entry(0, group)?);
         let views = views.with("w_scales", &v["wo_a_scales"].entry(0, group)?);
-        run.launch(|device| linear::forward_quantised(device, &views, c.of_linear(c.layout)))?;
+        run.launch(|device| linear::forward_quantised(device, &views, of_codes(c.layout)))?;
     }
     Ok(())
 }
 
 /// Sets the codes and scales of weights in blocks, whose sizes differ from block to block and group to group.
-fn set_weight(
-    c: &OutputProjectionCase,
+pub(super) fn set_weight(
+    seed: u64,
     tensors: &mut Tensors,
     [codes_name, scales_name]: [&'static str; 2],
     [groups, rows, columns]: [usize; 3],
@@ -469,7 +483,7 @@ fn set_weight(
         layout: dsv4_reference::scale_layout::ScaleLayout::Plain,
     };
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
-    let mut draw = Draw::new(c.data.seed, codes_name);
+    let mut draw = Draw::new(seed, codes_name);
     for group in 0..groups {
         let mut numbers = draw.values(Distribution::Normal, rows, columns, (columns as f64).sqrt().recip());
         for (at, number) in numbers.iter_mut().enumerate() {

@@ -447,7 +447,7 @@ fn far_positions(case: &RopeCase) -> Vec<i32> {
 }
 
 /// `[batch, heads, tokens, channels]` as `[batch · tokens, heads, channels]`.
-fn tokens_first(values: &[f64], [batches, heads, tokens, channels]: [usize; 4]) -> Vec<f64> {
+pub(super) fn tokens_first(values: &[f64], [batches, heads, tokens, channels]: [usize; 4]) -> Vec<f64> {
     let mut out = Vec::with_capacity(values.len());
     for batch in 0..batches {
         for token in 0..tokens {

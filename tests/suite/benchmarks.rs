@@ -38,6 +38,7 @@ use dsv4_parity::operators::moe_reduce::MoeReduce;
 use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::quantize_mxfp4::QuantizeMxfp4;
 use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
+use dsv4_parity::operators::query_norm_rope::QueryNormRope;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
@@ -72,6 +73,8 @@ const MUTANTS: &[(&str, &str)] = &[
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
     ("inverse_rope_quantize_forward", "inverse_rope_quantize_turned_forward"),
+    ("query_norm_rope_forward", "query_norm_rope_without_the_mean"),
+    ("query_norm_rope_backward", "query_norm_rope_mean_term_missing"),
     ("sparse_attention_forward", "attention_sink_dropped"),
     ("sparse_attention_backward", "attention_dq_scale_twice"),
     ("decode_attention_forward", "decode_scales_of_the_first_row"),
@@ -241,6 +244,7 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
     let (rows, heads) = (json!({"num_rows": 21, "width": 512}), json!({"num_tokens": 11, "num_heads": 3}));
     let rms_norm = |group, name| timed::<RmsNorm>(group, name, &rows, json!({"num_rows": 4}));
     let rope = |name| timed::<Rope>("forward", name, &heads, json!({"num_tokens": 2}));
+    let query = |group| timed::<QueryNormRope>(group, "16384x128x512 bf16", &heads, json!({"num_tokens": 2}));
     let groups = json!({"num_tokens": 11, "num_heads": 6, "o_groups": 2, "head_dim": 128});
     let output = |name| timed::<InverseRopeQuantize>("forward", name, &groups, json!({"num_tokens": 2}));
     vec![
@@ -250,6 +254,8 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
         rope("16384x128x512 bf16"),
         rope("16384x128x512 bf16 inverse"),
         rope("16384x128x512 bf16 in place"),
+        query("forward"),
+        query("backward"),
         output("4096x128x512 in 16 groups e8m0"),
         output("4096x64x512 in 8 groups fp32"),
     ]
