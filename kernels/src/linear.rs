@@ -18,6 +18,8 @@ const HOPPER_FILE: &str = "linear_hopper.cu";
 const CHECK: Arguments = Arguments { operator: "linear" };
 /// Most features of a row, in or out.
 pub const MAX_FEATURES: usize = 1 << 30;
+/// Most groups of a layer.
+pub const MAX_GROUPS: usize = 1 << 16;
 /// Rows up to which tiles of 16 rows are taken; `Small::ROWS` in the kernel source.
 pub(crate) const FEW_ROWS: usize = 16;
 /// Numbers of k of a stage, and stages of a part of k at least; `DEPTH` in the kernel source.
@@ -182,9 +184,10 @@ const QUANTISED: [Tiles; 3] = [
 pub(crate) const TOKEN_TILES: [usize; 2] = [64, 128];
 pub(crate) const FEATURE_TILE: usize = 128;
 
-/// Extents of a product: rows and columns of the result, numbers that are added for each element.
+/// Extents of a product: groups, of each rows and columns of the result, numbers that are added for each element.
 #[derive(Clone, Copy)]
 struct Extents {
+    groups: usize,
     rows: usize,
     columns: usize,
     depth: usize,
@@ -197,7 +200,7 @@ impl Product {
             Self::Dx => [num_tokens, in_features, out_features],
             Self::Dw => [out_features, in_features, num_tokens],
         };
-        Extents { rows, columns, depth }
+        Extents { groups: 1, rows, columns, depth }
     }
 
     fn tiles(self, extents: Extents, vectorised: bool) -> &'static Tiles {
@@ -210,10 +213,15 @@ impl Product {
 }
 
 impl Extents {
+    /// The same of each of so many groups.
+    fn of_groups(self, groups: usize) -> Self {
+        Self { groups, ..self }
+    }
+
     /// Tiles of the result, and parts of k: as many as the device holds blocks, where tiles alone are fewer.
     fn grid(self, device: &Device, tiles: &Tiles) -> [usize; 2] {
         let [rows, columns] = tiles.extents;
-        let count = self.rows.div_ceil(rows).saturating_mul(self.columns.div_ceil(columns));
+        let count = self.rows.div_ceil(rows).saturating_mul(self.columns.div_ceil(columns)).saturating_mul(self.groups);
         let held = tiles.per_processor * device.environment().processors as usize;
         [count, (held / count.max(1)).clamp(1, self.depth.div_ceil(DEPTH * FEWEST_STAGES).max(1))]
     }
@@ -236,7 +244,7 @@ impl Extents {
 
     /// Bytes of the sums that parts of k leave.
     fn partial_bytes(self, splits: usize) -> usize {
-        let counts = [splits, self.rows, self.columns.next_multiple_of(CHUNK)];
+        let counts = [splits, self.groups, self.rows, self.columns.next_multiple_of(CHUNK)];
         let bytes = counts.into_iter().try_fold(4usize, usize::checked_mul);
         if splits > 1 { bytes.unwrap_or(usize::MAX) } else { 0 }
     }
@@ -248,14 +256,30 @@ impl Extents {
     }
 }
 
-/// Bytes of scratch memory that [`forward`] needs.
-pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, out_features: usize, in_features: usize) -> usize {
-    Product::Forward.extents(num_tokens, out_features, in_features).workspace_bytes(device, Product::Forward)
+/// Bytes of scratch memory that [`forward`] needs, or [`grouped_forward`] with so many groups; [`forward`] has one.
+pub fn forward_workspace_bytes(
+    device: &Device,
+    num_groups: usize,
+    num_tokens: usize,
+    out_features: usize,
+    in_features: usize,
+) -> usize {
+    let extents = Product::Forward.extents(num_tokens, out_features, in_features).of_groups(num_groups);
+    extents.workspace_bytes(device, Product::Forward)
 }
 
-/// Bytes of scratch memory that [`backward`] needs.
-pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, out_features: usize, in_features: usize) -> usize {
-    let of = |product: Product| product.extents(num_tokens, out_features, in_features).workspace_bytes(device, product);
+/// The same of [`backward`] and [`grouped_backward`].
+pub fn backward_workspace_bytes(
+    device: &Device,
+    num_groups: usize,
+    num_tokens: usize,
+    out_features: usize,
+    in_features: usize,
+) -> usize {
+    let of = |product: Product| {
+        let extents = product.extents(num_tokens, out_features, in_features).of_groups(num_groups);
+        extents.workspace_bytes(device, product)
+    };
     of(Product::Dx).max(of(Product::Dw))
 }
 
@@ -283,7 +307,12 @@ struct Call<'a> {
     views: &'a Views,
     extents: [usize; 3],
     products: Products,
+    /// Where tensors have an axis of groups.
+    num_groups: Option<usize>,
 }
+
+/// Tensors whose first axis is that of the groups, where there are any; of the others it is the second.
+const OF_WEIGHTS: [&str; 3] = ["w", "dw", "dw_before"];
 
 impl Call<'_> {
     /// Has the device's library compute a product; whether it did.
@@ -313,6 +342,19 @@ impl Call<'_> {
         library.multiply(&MatrixProduct { a, b, transposed, before, out, dtype: operands[2].dtype })
     }
 
+    /// A pointer to a tensor, the stride of its rows, and that of its groups.
+    fn rows(&self, params: Params, name: &str, tensor: &str) -> Params {
+        let axes = match (self.num_groups, OF_WEIGHTS.contains(&tensor)) {
+            (None, _) => [Some(0), None],
+            (Some(_), false) => [Some(0), Some(1)],
+            (Some(_), true) => [Some(1), Some(0)],
+        };
+        let view = self.views.get(tensor);
+        let stride = |axis: Option<usize>| view.zip(axis).map_or(0, |(view, axis)| view.strides[axis]);
+        let params = params.ptr(name, view).stride(format!("{name}_stride"), stride(axes[0]));
+        params.stride(format!("{name}_group_stride"), stride(axes[1]))
+    }
+
     /// Launches a product of two of the call's tensors into a third; returns the kernels that ran.
     fn launch(
         &self,
@@ -325,29 +367,43 @@ impl Call<'_> {
             return Ok(vec![LIBRARY[product as usize]]);
         }
         let [num_tokens, out_features, in_features] = self.extents;
-        let extents = product.extents(num_tokens, out_features, in_features);
+        let groups = self.num_groups.unwrap_or(1);
+        let extents = product.extents(num_tokens, out_features, in_features).of_groups(groups);
         let tiles = product.tiles(extents, self.signature.vectorised_rows(&[a, b]));
         let [count, splits] = extents.grid(self.device, tiles);
-        let (out, before) = (&self.views[out], self.views.get(before));
-        let params = CHECK.params().rows("a", &self.views[a]).rows("b", &self.views[b]);
-        let params = extents.params(params.rows("before", before).rows("out", out), self.views)?;
-        let params = how_stored(params, splits, out, before)?;
+        let params = self.rows(self.rows(CHECK.params(), "a", a), "b", b);
+        let params = extents.params(self.rows(self.rows(params, "before", before), "out", out), self.views)?;
+        let params = how_stored(params, splits, &self.views[out], self.views.get(before))?.i32("num_groups", groups)?;
         let name = tiles.names[product as usize];
         let kernel = self.device.kernel(FILE, &[], name)?;
         kernel.launch_blocks(a, count.saturating_mul(splits), &params)?;
         if splits == 1 {
             return Ok(vec![name]);
         }
-        let chunks = extents.rows.saturating_mul(extents.columns.div_ceil(CHUNK));
+        let chunks = extents.rows.saturating_mul(extents.columns.div_ceil(CHUNK)).saturating_mul(groups);
         self.device.kernel(FILE, &[], "linear_sum")?.launch_blocks(a, chunks.div_ceil(SUM_THREADS), &params)?;
         Ok(vec![name, "linear_sum"])
     }
 }
 
+/// The axes of inputs, weights and outputs of a layer, and of one that has groups.
+const AXES: [&[&str]; 3] =
+    [&["num_tokens", "in_features"], &["out_features", "in_features"], &["num_tokens", "out_features"]];
+const GROUPED_AXES: [&[&str]; 3] = [
+    &["num_tokens", "num_groups", "in_features"],
+    &["num_groups", "out_features", "in_features"],
+    &["num_tokens", "num_groups", "out_features"],
+];
+
 /// Checks the tensors of a call.
-fn bind<'a>(device: &'a Device, views: &'a Views, products: Products, backward: bool) -> Result<Call<'a>> {
-    let (inputs, weights, outputs) =
-        (&["num_tokens", "in_features"], &["out_features", "in_features"], &["num_tokens", "out_features"]);
+fn bind<'a>(
+    device: &'a Device,
+    views: &'a Views,
+    products: Products,
+    backward: bool,
+    grouped: bool,
+) -> Result<Call<'a>> {
+    let [inputs, weights, outputs] = if grouped { GROUPED_AXES } else { AXES };
     // What the other direction adds to is not read, and left as it is.
     let tensors = [
         read("x").of(&[DType::Bf16]).axes(inputs).rows(),
@@ -364,13 +420,16 @@ fn bind<'a>(device: &'a Device, views: &'a Views, products: Products, backward: 
             .optional(),
         scratch("workspace", 16),
     ];
-    let signature = CHECK.signature(views, tensors).wide("num_tokens");
+    let signature = CHECK.signature(views, tensors).wide("num_tokens").extent("num_groups", 1, MAX_GROUPS);
     let signature = signature.extent("out_features", 1, MAX_FEATURES).extent("in_features", 1, MAX_FEATURES);
-    let mut call = Call { device, signature, views, extents: [0; 3], products };
-    call.extents = call.signature.bind(["num_tokens", "out_features", "in_features"])?;
-    let [num_tokens, out_features, in_features] = call.extents;
+    let mut call = Call { device, signature, views, extents: [0; 3], products, num_groups: None };
+    let [num_tokens, out_features, in_features, num_groups] =
+        call.signature.bind(["num_tokens", "out_features", "in_features", "num_groups"])?;
+    call.extents = [num_tokens, out_features, in_features];
+    call.num_groups = grouped.then_some(num_groups);
     let needed = if backward { backward_workspace_bytes } else { forward_workspace_bytes };
-    CHECK.holds("workspace", &views["workspace"], needed(device, num_tokens, out_features, in_features))?;
+    let groups = call.num_groups.unwrap_or(1);
+    CHECK.holds("workspace", &views["workspace"], needed(device, groups, num_tokens, out_features, in_features))?;
     Ok(call)
 }
 
@@ -384,7 +443,18 @@ fn bind<'a>(device: &'a Device, views: &'a Views, products: Products, backward: 
 /// # Errors
 /// A refused argument, a compile error, a refused launch, a library that fails.
 pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
-    bind(device, views, products, false)?.launch(Product::Forward, ["x", "w", "y"], "y_before")
+    bind(device, views, products, false, false)?.forward()
+}
+
+/// [`forward`] of a layer of groups (inference 9), `y[:, g] = y_before[:, g] + x[:, g] w[g]^T` of each of them; returns
+/// the kernels that ran. Its tensors are those of [`forward`] with an axis of groups, of `x`, `y` and `y_before` the
+/// second, of `w` the first: `x` `[num_tokens, num_groups, in_features]`, `w` `[num_groups, out_features, in_features]`,
+/// `y` `[num_tokens, num_groups, out_features]`.
+///
+/// # Errors
+/// As [`forward`]; more than [`MAX_GROUPS`] groups, or none.
+pub fn grouped_forward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
+    bind(device, views, Products::Own, false, true)?.forward()
 }
 
 /// Launches the gradients `dx = dy w` and `dw = dw_before + dy^T x`; returns the kernels that ran. Its tensors, all
@@ -399,9 +469,26 @@ pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec
 /// # Errors
 /// As [`forward`].
 pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
-    let call = bind(device, views, products, true)?;
-    let dx = call.launch(Product::Dx, ["dy", "w", "dx"], "")?;
-    Ok([dx, call.launch(Product::Dw, ["dy", "x", "dw"], "dw_before")?].concat())
+    bind(device, views, products, true, false)?.backward()
+}
+
+/// [`backward`] of a layer of groups, with the axes of [`grouped_forward`]; returns the kernels that ran.
+///
+/// # Errors
+/// As [`grouped_forward`].
+pub fn grouped_backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
+    bind(device, views, Products::Own, true, true)?.backward()
+}
+
+impl Call<'_> {
+    fn forward(&self) -> Result<Vec<&'static str>> {
+        self.launch(Product::Forward, ["x", "w", "y"], "y_before")
+    }
+
+    fn backward(&self) -> Result<Vec<&'static str>> {
+        let dx = self.launch(Product::Dx, ["dy", "w", "dx"], "")?;
+        Ok([dx, self.launch(Product::Dw, ["dy", "x", "dw"], "dw_before")?].concat())
+    }
 }
 
 /// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by group,

@@ -11,17 +11,15 @@
 //! # Rounding points
 //!
 //! r and y are bf16. Codes and scales follow from fp32 numbers whose every operation is part of the definition, so that there
-//! is one right answer: rotated pairs are `fp32(x0 C - fp32(x1 S))` and `fp32(x0 S + fp32(x1 C))`, sums of the transform as
-//! hadamard.rs says. `y`, which has a gradient, is held to the formula instead.
+//! is one right answer: rotated pairs are those of [`rope::turned`], sums of the transform as hadamard.rs says. `y`, which has a gradient, is held to the formula instead.
 
 use candle_core::Tensor;
 
 use crate::error::{Result, require_that};
-use crate::format::Format;
 pub use crate::hadamard::Stored;
 use crate::hadamard::{self, DIM};
 use crate::named::Named;
-use crate::precision::{Rounding, values};
+use crate::precision::Rounding;
 use crate::rope;
 
 /// Channels that turn: the last ones of a head.
@@ -55,7 +53,7 @@ pub fn forward(inputs: &Inputs, stored: Stored, rounding: &mut Rounding) -> Resu
         let y = transformed(rounding.bf16(&r)?, rounding)?;
         return Ok(Named::new().with("y", y.tensor("y")?.reshape((num_tokens, num_heads, DIM))?).with("w", w));
     }
-    let turned = Tensor::from_vec(turned(inputs)?, (rows, DIM), inputs.weights.device())?;
+    let turned = Tensor::from_vec(rope::turned(&inputs.rotation)?, (rows, DIM), inputs.weights.device())?;
     let coded = transformed(turned, rounding)?;
     let by_head = |name: &'static str| -> Result<Tensor> {
         let tensor = coded.tensor(name)?;
@@ -100,49 +98,11 @@ impl Inputs {
     }
 }
 
-/// r, every number of it as it is stored: `[num_tokens * num_heads * 128]`.
-fn turned(inputs: &Inputs) -> Result<Vec<f64>> {
-    let rotation = &inputs.rotation;
-    let (num_heads, table_rows, half) = (rotation.x.dim(1)?, rotation.cos.dim(0)?, ROPE_DIM / 2);
-    let (mut x, cos, sin) = (values(&rotation.x)?, values(&rotation.cos)?, values(&rotation.sin)?);
-    for (row, x) in x.chunks_mut(DIM).enumerate() {
-        let token = row / num_heads;
-        let position = rotation.positions.as_ref().map_or(token as i64, |positions| positions[token]);
-        let inside = usize::try_from(position).ok().filter(|&position| position < table_rows);
-        for pair in 0..half {
-            let [cos, sin] = [&cos, &sin].map(|table| inside.map_or(f64::NAN, |row| table[row * half + pair]));
-            let at = DIM - ROPE_DIM + 2 * pair;
-            let [even, odd] = [x[at], x[at + 1]];
-            x[at] = Format::BF16.nearest(fused(even, cos, -f32_of(odd * sin)));
-            x[at + 1] = Format::BF16.nearest(fused(even, sin, f32_of(odd * cos)));
-        }
-    }
-    Ok(x)
-}
-
-fn f32_of(x: f64) -> f64 {
-    f64::from(x as f32)
-}
-
-/// `fp32(x c + p)` of bf16 x, fp32 c and p, rounded once: the product has 32 bits, and what the sum loses in f64 is kept in the
-/// last bit of it (rounding to odd), where it decides what would be a tie.
-fn fused(x: f64, c: f64, p: f64) -> f64 {
-    let product = x * c;
-    let sum = product + p;
-    let kept = sum - product;
-    let lost = (product - (sum - kept)) + (p - kept);
-    if lost == 0.0 || !lost.is_finite() || sum.to_bits() & 1 == 1 {
-        return f32_of(sum);
-    }
-    let away = (lost > 0.0) == (sum > 0.0);
-    f32_of(f64::from_bits(if away { sum.to_bits() + 1 } else { sum.to_bits() - 1 }))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::unpack_nibbles;
-    use crate::precision::Precision;
+    use crate::format::{Format, unpack_nibbles};
+    use crate::precision::{Precision, values};
     use crate::rope::{YarnParameters, inv_freq_f32, table};
     use crate::testing::{Draw, UNIT_ROUNDOFF, dot, dot_of_magnitudes, f64_tensor};
 
@@ -151,7 +111,8 @@ mod tests {
         let positions: Vec<i64> = (0..num_tokens as i64).map(|token| 4096 + 37 * token).collect();
         let (cos, sin) = table(&frequencies, &positions).expect("positions that there are");
         let stored = |table: &Tensor| {
-            let numbers: Vec<f64> = values(table).expect("numbers").into_iter().map(f32_of).collect();
+            let numbers: Vec<f64> = values(table).expect("numbers");
+            let numbers: Vec<f64> = numbers.into_iter().map(|x| Format::F32.nearest(x)).collect();
             f64_tensor(&numbers, table.dims())
         };
         let mut draw = Draw::new(7);
@@ -203,21 +164,6 @@ mod tests {
             assert!((forward - backward).abs() <= bound, "{output}: {forward} {backward}");
         }
         Ok(())
-    }
-
-    #[test]
-    fn a_fused_sum_is_rounded_once_where_f64_has_lost_the_bit_that_decides() {
-        // Ties go to even.
-        assert_eq!(fused(1.0, 1.0, 2f64.powi(-24)), 1.0);
-        assert_eq!(fused(1.0, 1.0 + 2f64.powi(-23), 2f64.powi(-24)), 1.0 + 2f64.powi(-22));
-        let tie = (1.0 + 2f64.powi(-7)) * (1.0 + 2f64.powi(-17));
-        // Half way between two fp32 numbers: what is added decides, however small.
-        assert_eq!(tie, 1.0 + 2f64.powi(-7) + 2f64.powi(-17) + 2f64.powi(-24));
-        let (below, above) = (tie - 2f64.powi(-24), tie + 2f64.powi(-24));
-        for (small, expected) in [(2f64.powi(-100), above), (-2f64.powi(-100), below)] {
-            assert_eq!(fused(1.0 + 2f64.powi(-7), 1.0 + 2f64.powi(-17), small), expected);
-        }
-        assert!(fused(1.0, 1.0, f64::NAN).is_nan() && fused(1.0, f64::INFINITY, 1.0) == f64::INFINITY);
     }
 
     #[test]

@@ -18,6 +18,8 @@
 //! with qx and qw numbers of codes, w (and x, of NVFP4) such numbers times the scales of their groups, in bf16:
 //! exactly, but that e2m1 numbers times the largest powers of two are infinite.
 //!
+//! [`grouped_forward`] is y of independent layers, each with its part of x (inference 9).
+//!
 //! `y_before` and `dw_before` are what the result is added to, such as the sum over earlier chunks of a sequence; zeros
 //! where they are absent.
 //!
@@ -35,6 +37,7 @@ use crate::format::{Format, unpack_nibbles};
 use crate::named::Named;
 use crate::precision::{Accumulator, Rounding, values};
 use crate::scale_layout::{ScaleLayout, Scales};
+use crate::select::entry;
 
 /// Rows and numbers of k of a block of FP8 weights that share a scale.
 pub const BLOCK: usize = 128;
@@ -230,6 +233,54 @@ pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let dx = matmul(dy, inputs.tensor("w")?, rounding)?;
     let dw = matmul(&dy.t()?, inputs.tensor("x")?, rounding)?;
     Ok(Named::new().with("dx", dx).with("dw", added(dw, inputs.get("dw_before"), rounding)?))
+}
+
+/// [`forward`] of each group of a layer of independent ones (inference 9): `y` `[num_tokens, num_groups, out_features]`
+/// of `x` `[num_tokens, num_groups, in_features]` and `w` `[num_groups, out_features, in_features]`; `y_before` as `y`.
+///
+/// # Errors
+/// Tensors that do not fit.
+pub fn grouped_forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
+    let groups = (0..check_groups(inputs)?).map(|group| forward(&group_of(inputs, group)?, rounding));
+    let y = groups.map(|y| Ok(y?.tensor("y")?.clone())).collect::<Result<Vec<_>>>()?;
+    Ok(Named::new().with("y", Tensor::stack(&y, 1)?))
+}
+
+/// [`backward`] of each group: `dx` as `x`, `dw` as `w`. The inputs are those of [`grouped_forward`], `dy` as `y`, and
+/// `dw_before` as `dw`.
+///
+/// # Errors
+/// As [`grouped_forward`].
+pub fn grouped_backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
+    let groups = (0..check_groups(inputs)?).map(|group| backward(&group_of(inputs, group)?, rounding));
+    let groups = groups.collect::<Result<Vec<_>>>()?;
+    let of =
+        |name: &'static str| groups.iter().map(|group| Ok(group.tensor(name)?.clone())).collect::<Result<Vec<_>>>();
+    Ok(Named::new().with("dx", Tensor::stack(&of("dx")?, 1)?).with("dw", Tensor::stack(&of("dw")?, 0)?))
+}
+
+/// Tensors of tokens, whose second axis is that of the groups, and of weights, whose first it is.
+const OF_TOKENS: [&str; 3] = ["x", "y_before", "dy"];
+const OF_WEIGHTS: [&str; 2] = ["w", "dw_before"];
+
+/// The number of groups.
+fn check_groups(inputs: &Named) -> Result<usize> {
+    let [groups, tokens, outs, ins] = ["num_groups", "num_tokens", "out_features", "in_features"];
+    let tensors: [(&[_], &[_]); 3] = [
+        (&["x"], &[tokens, groups, ins]),
+        (&OF_WEIGHTS, &[groups, outs, ins]),
+        (&["y_before", "dy"], &[tokens, groups, outs]),
+    ];
+    let [num_groups] = inputs.extents([groups], &tensors)?;
+    require_that("num_groups", num_groups, num_groups > 0, "a layer has at least one group")?;
+    Ok(num_groups)
+}
+
+/// The inputs of one group.
+fn group_of(inputs: &Named, group: usize) -> Result<Named> {
+    let axes = OF_TOKENS.map(|name| (name, 1)).into_iter().chain(OF_WEIGHTS.map(|name| (name, 0)));
+    axes.filter_map(|(name, axis)| Some((name, axis, inputs.get(name)?)))
+        .try_fold(Named::new(), |named, (name, axis, tensor)| Ok(named.with(name, entry(tensor, axis, group)?)))
 }
 
 /// `a @ b`, accumulated in fp32; zeros where there is nothing to add.
@@ -436,6 +487,34 @@ mod tests {
         let errors = runs.map(|run| Ok((run? - exact).abs())).collect::<Result<Vec<f64>>>()?;
         let largest = errors.into_iter().fold(0.0, f64::max);
         assert!((64.0..1000.0).contains(&largest), "{largest}");
+        Ok(())
+    }
+
+    #[test]
+    fn groups_are_layers_by_themselves() -> Result<()> {
+        let groups: Vec<Named> = (0..3).map(|_| inputs(4, 5, 7)).collect();
+        // Of one seed: another sign tells the groups apart.
+        let of = |name: &'static str| {
+            groups.iter().zip([1.0, -1.0, 0.5]).map(|(group, sign)| Ok((group.tensor(name)? * sign)?)).collect()
+        };
+        let stacked = |name: &'static str, axis: usize| -> Result<Tensor> {
+            let all: Result<Vec<Tensor>> = of(name);
+            Ok(Tensor::stack(&all?, axis)?)
+        };
+        let named = Named::new().with("x", stacked("x", 1)?).with("w", stacked("w", 0)?).with("dy", stacked("dy", 1)?);
+        let (y, gradients) =
+            (grouped_forward(&named, &mut Rounding::exact())?, grouped_backward(&named, &mut Rounding::exact())?);
+        for (group, factor) in [1.0, 1.0, 0.25].into_iter().enumerate() {
+            let own = forward(&groups[group], &mut Rounding::exact())?;
+            let found = entry(y.tensor("y")?, 1, group)?;
+            assert_eq!(values(&found)?, values(&(own.tensor("y")? * factor)?)?);
+            let own = backward(&groups[group], &mut Rounding::exact())?;
+            for (name, axis) in [("dx", 1), ("dw", 0)] {
+                let found = entry(gradients.tensor(name)?, axis, group)?;
+                assert_eq!(values(&found)?, values(&(own.tensor(name)? * factor)?)?, "{name}");
+            }
+        }
+        assert!(grouped_forward(&inputs(4, 5, 7), &mut Rounding::exact()).is_err());
         Ok(())
     }
 

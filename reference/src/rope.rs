@@ -29,7 +29,8 @@
 use candle_core::{Device, Tensor, Var};
 
 use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value};
-use crate::precision::Rounding;
+use crate::format::Format;
+use crate::precision::{Rounding, values};
 
 /// What the rotation reads, widened to f64.
 #[derive(Debug, Clone)]
@@ -155,6 +156,48 @@ fn rotate(inputs: &Inputs, dims: &Dims, x: &Tensor, inverse: bool, rounding: &mu
     Ok(Tensor::cat(&[&x.narrow(2, 0, leading)?, &turned], 2)?)
 }
 
+/// The rotation of `x`, stored in bf16, as kernels store it whose codes have one value: every operation is part of the
+/// definition. Pairs are `bf16(fp32(x0 C - fp32(x1 S)))` and `bf16(fp32(x0 S + fp32(x1 C)))`, with one rounding of each
+/// sum of a product; row by row.
+///
+/// # Errors
+/// As [`forward`].
+pub fn turned(inputs: &Inputs) -> Result<Vec<f64>> {
+    let Dims { num_heads, head_dim, table_rows, num_pairs, .. } = inputs.check()?;
+    let (mut x, cos, sin) = (values(&inputs.x)?, values(&inputs.cos)?, values(&inputs.sin)?);
+    for (row, x) in x.chunks_mut(head_dim.max(1)).enumerate() {
+        let token = row / num_heads;
+        let position = inputs.positions.as_ref().map_or(token as i64, |positions| positions[token]);
+        let inside = usize::try_from(position).ok().filter(|&position| position < table_rows);
+        for (pair, x) in x[head_dim - 2 * num_pairs..].chunks_mut(2).enumerate() {
+            let [cos, sin] = [&cos, &sin].map(|table| inside.map_or(f64::NAN, |row| table[row * num_pairs + pair]));
+            let sin = if inputs.inverse { -sin } else { sin };
+            let [even, odd] = [x[0], x[1]];
+            x[0] = Format::BF16.nearest(fused(even, cos, -f32_of(odd * sin)));
+            x[1] = Format::BF16.nearest(fused(even, sin, f32_of(odd * cos)));
+        }
+    }
+    Ok(x)
+}
+
+fn f32_of(x: f64) -> f64 {
+    f64::from(x as f32)
+}
+
+/// `fp32(x c + p)` of bf16 x, fp32 c and p, rounded once: the product has 32 bits, and what the sum loses in f64 is kept in the
+/// last bit of it (rounding to odd), where it decides what would be a tie.
+fn fused(x: f64, c: f64, p: f64) -> f64 {
+    let product = x * c;
+    let sum = product + p;
+    let kept = sum - product;
+    let lost = (product - (sum - kept)) + (p - kept);
+    if lost == 0.0 || !lost.is_finite() || sum.to_bits() & 1 == 1 {
+        return f32_of(sum);
+    }
+    let away = (lost > 0.0) == (sum > 0.0);
+    f32_of(f64::from_bits(if away { sum.to_bits() + 1 } else { sum.to_bits() - 1 }))
+}
+
 /// The table row of every token, `[num_tokens, 1, rope_dim / 2]`; a row of NaN for positions outside.
 fn table_rows(table: &Tensor, inputs: &Inputs, dims: &Dims) -> Result<Tensor> {
     let nan_row = Tensor::full(f64::NAN, (1, dims.num_pairs), table.device())?;
@@ -273,7 +316,6 @@ pub fn table(inv_freq: &[f32], positions: &[i64]) -> Result<(Tensor, Tensor)> {
 mod tests {
     use super::*;
     use crate::Precision;
-    use crate::precision::values;
     use crate::testing::{
         Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, dot, dot_of_magnitudes, f64_tensor,
     };
@@ -295,6 +337,21 @@ mod tests {
         let pairs = x.abs()?.reshape((num_tokens, num_heads, head_dim / 2, 2))?;
         let both = pairs.sum_keepdim(3)?.broadcast_as(pairs.shape())?.flatten_from(2)?;
         Ok((both * (2.0 * 3.0 * UNIT_ROUNDOFF))?)
+    }
+
+    #[test]
+    fn a_fused_sum_is_rounded_once_where_f64_has_lost_the_bit_that_decides() {
+        // Ties go to even.
+        assert_eq!(fused(1.0, 1.0, 2f64.powi(-24)), 1.0);
+        assert_eq!(fused(1.0, 1.0 + 2f64.powi(-23), 2f64.powi(-24)), 1.0 + 2f64.powi(-22));
+        let tie = (1.0 + 2f64.powi(-7)) * (1.0 + 2f64.powi(-17));
+        // Half way between two fp32 numbers: what is added decides, however small.
+        assert_eq!(tie, 1.0 + 2f64.powi(-7) + 2f64.powi(-17) + 2f64.powi(-24));
+        let (below, above) = (tie - 2f64.powi(-24), tie + 2f64.powi(-24));
+        for (small, expected) in [(2f64.powi(-100), above), (-2f64.powi(-100), below)] {
+            assert_eq!(fused(1.0 + 2f64.powi(-7), 1.0 + 2f64.powi(-17), small), expected);
+        }
+        assert!(fused(1.0, 1.0, f64::NAN).is_nan() && fused(1.0, f64::INFINITY, 1.0) == f64::INFINITY);
     }
 
     #[test]

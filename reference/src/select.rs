@@ -26,3 +26,13 @@ pub(crate) fn max_or_nan(tensor: &Tensor, dim: usize) -> Result<Tensor> {
 pub(crate) fn clamp(tensor: &Tensor, low: f64, high: f64) -> Result<Tensor> {
     unless(&tensor.lt(low)?, &unless(&tensor.gt(high)?, tensor, high)?, low)
 }
+
+/// The entry `index` along an axis, without that axis.
+pub(crate) fn entry(tensor: &Tensor, axis: usize, index: usize) -> Result<Tensor> {
+    let entry = tensor.narrow(axis, index, 1)?.squeeze(axis)?;
+    // candle copies nothing out of a tensor without elements, not even nothing.
+    if entry.elem_count() == 0 {
+        return Ok(Tensor::zeros(entry.shape(), entry.dtype(), entry.device())?);
+    }
+    Ok(entry.contiguous()?)
+}

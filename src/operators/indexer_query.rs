@@ -4,11 +4,9 @@
 
 use dsv4_kernels::indexer_query::{self as launcher, DIM, ROPE_DIM, Stored};
 use dsv4_reference::indexer_query as reference;
-use dsv4_reference::rope::{self, YarnParameters};
-use rand::Rng;
 
-use super::rope::TableForm;
-use super::{elements, extent};
+use super::extent;
+use super::rope::{TableForm, Turning, turned_by};
 use crate::operator::declaration::Axis;
 use crate::operator::prelude::*;
 
@@ -37,10 +35,6 @@ pub struct IndexerQueryCase {
     pub data: Data,
 }
 
-/// Where the table's rows are: far from position 0, where nothing turns, and no power of two apart.
-const FIRST_POSITION: i64 = 4093;
-const POSITION_STEP: i64 = 37;
-
 fn plain(num_tokens: usize, num_heads: usize, stored: Stored) -> IndexerQueryCase {
     let (table, table_rows, weights) = (TableForm::RowPerToken, 0, Float::Bf16);
     // Of 64 heads.
@@ -49,18 +43,14 @@ fn plain(num_tokens: usize, num_heads: usize, stored: Stored) -> IndexerQueryCas
 }
 
 impl IndexerQueryCase {
-    /// The axis of the table's rows: tokens where each has one of its own.
-    fn table_axis(&self) -> Axis {
-        match self.table {
-            TableForm::RowPerToken => axis("num_tokens", self.num_tokens),
-            _ => axis("table_rows", self.table_rows),
-        }
+    fn turning(&self) -> Turning {
+        let Self { num_tokens, table: form, table_rows, .. } = *self;
+        Turning { form, table_rows, num_tokens, rope_dim: ROPE_DIM, seed: self.data.seed }
     }
 }
 
 fn inputs(c: &IndexerQueryCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
-    let positions = t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect());
-    let rotation = rope::Inputs { x: t.f64("q")?, cos: t.f64("cos")?, sin: t.f64("sin")?, positions, inverse: false };
+    let rotation = turned_by(t, t.f64("q")?, false)?;
     Ok(reference::Inputs { rotation, weights: t.f64("weights")?, weights_scale: c.weights_scale })
 }
 
@@ -86,12 +76,12 @@ impl Declared for IndexerQuery {
         let heads = [axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads)];
         let of_heads = |width: Axis| [heads[0], heads[1], width];
         let q = of_heads(axis("head_dim", DIM));
-        let table = [c.table_axis(), axis("half_rope_dim", ROPE_DIM / 2)];
+        let [cos, sin, positions] = c.turning().tensors();
         let tensors = [
             input("q", DType::Bf16, &q).rows().drawn_as(c.data).of_any_size(),
-            input("cos", DType::F32, &table).rows(),
-            input("sin", DType::F32, &table).rows(),
-            input("positions", DType::I32, &heads[..1]).when(c.table != TableForm::RowPerToken),
+            cos,
+            sin,
+            positions,
             // Apart from the queries' size, since scales of large queries are folded into them.
             input("weights", c.weights.dtype(), &heads).rows().drawn(Distribution::Normal, 1.0).of_any_size(),
             output("y", DType::Bf16, &q).rows().may_be("q").when(values),
@@ -110,9 +100,7 @@ impl Declared for IndexerQuery {
     }
 
     fn check(c: &IndexerQueryCase) -> Result<(), Refused> {
-        if c.table != TableForm::RowPerToken && !(1..=1 << 20).contains(&c.table_rows) {
-            return refuse("table_rows", format!("{}: a table with positions has 1 to 2^20 rows", c.table_rows));
-        }
+        c.turning().check()?;
         c.data.check()
     }
 
@@ -168,16 +156,7 @@ impl Declared for IndexerQuery {
     }
 
     fn amend(c: &IndexerQueryCase, tensors: &mut Tensors) -> OracleResult<()> {
-        let rows = if c.table == TableForm::RowPerToken { c.num_tokens } else { c.table_rows };
-        let positions: Vec<i64> = (0..rows as i64).map(|row| FIRST_POSITION + POSITION_STEP * row).collect();
-        let (cos, sin) = rope::table(&rope::inv_freq_f32(&YarnParameters::compress())?, &positions)?;
-        // As a kernel would store them.
-        tensors.set("cos", &elements(&cos)?);
-        tensors.set("sin", &elements(&sin)?);
-        if c.table != TableForm::RowPerToken {
-            tensors.set_i32s("positions", &draw_positions(c));
-        }
-        Ok(())
+        c.turning().amend(tensors)
     }
 
     fn forward(c: &IndexerQueryCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
@@ -228,17 +207,4 @@ impl Declared for IndexerQuery {
         };
         Stored::ALL.map(benchmark).to_vec()
     }
-}
-
-/// A row of the table for each token; every third one is none of it where they are hostile.
-fn draw_positions(c: &IndexerQueryCase) -> Vec<i32> {
-    let mut draw = Draw::new(c.data.seed, "positions");
-    let rows = c.table_rows as i32;
-    let hostile = [-1, rows, i32::MIN, i32::MAX];
-    (0..c.num_tokens)
-        .map(|token| match (c.table, token % 3) {
-            (TableForm::HostilePositions, 1) => hostile[token / 3 % hostile.len()],
-            _ => draw.rng().random_range(0..rows),
-        })
-        .collect()
 }

@@ -1,7 +1,7 @@
 //! `linear` (inference 0, 5.2 to 5.7): `kernels/cuda/linear.cu`, `linear_quantised.cu` and `linear_hopper.cu` against
 //! `reference/src/linear.rs`.
 
-use dsv4_kernels::linear::{self as launcher, MAX_FEATURES, ScaleLayout, Weights};
+use dsv4_kernels::linear::{self as launcher, MAX_FEATURES, MAX_GROUPS, ScaleLayout, Weights};
 use dsv4_reference::Format;
 use dsv4_reference::linear as reference;
 use dsv4_reference::precision::Accumulator;
@@ -56,6 +56,9 @@ fn plain_layout() -> ScaleLayout {
 pub struct LinearCase {
     /// Tokens; 0 is legal.
     pub num_tokens: usize,
+    /// Independent layers of the same extents, each with a part of x; 0 is one layer whose tensors have no axis of groups.
+    #[serde(default)]
+    pub num_groups: usize,
     /// Features of a row of y.
     pub out_features: usize,
     /// Features of a row of x.
@@ -96,6 +99,7 @@ fn plain(num_tokens: usize, out_features: usize, in_features: usize) -> LinearCa
     let (output, weight_gradient, before, data) = (Float::Bf16, Float::F32, Before::Absent, Data::normal(1.0));
     LinearCase {
         num_tokens,
+        num_groups: 0,
         out_features,
         in_features,
         output,
@@ -115,6 +119,11 @@ fn plain(num_tokens: usize, out_features: usize, in_features: usize) -> LinearCa
 /// As much of bf16 products as it takes by the device's library.
 fn library(case: LinearCase) -> LinearCase {
     LinearCase { library: true, ..case }
+}
+
+/// Layers of groups: of tokens, groups, features out and in.
+fn grouped([num_tokens, num_groups, out_features, in_features]: [usize; 4]) -> LinearCase {
+    LinearCase { num_groups, ..plain(num_tokens, out_features, in_features) }
 }
 
 /// Quantised operands with scales in bytes; `group` of x.
@@ -142,6 +151,31 @@ impl LinearCase {
 
     fn extents(&self) -> [usize; 3] {
         [self.num_tokens, self.out_features, self.in_features]
+    }
+
+    fn is_grouped(&self) -> bool {
+        self.num_groups > 0
+    }
+
+    /// Groups, at least one.
+    fn layers(&self) -> usize {
+        self.num_groups.max(1)
+    }
+
+    /// The axes of inputs, weights and outputs.
+    fn axes(&self) -> [Vec<Axis>; 3] {
+        let (tokens, groups) = (axis("num_tokens", self.num_tokens), axis("num_groups", self.num_groups));
+        let groups = self.is_grouped().then(|| groups.multiples(1, MAX_GROUPS));
+        let outs = self.features("out_features", self.out_features);
+        let ins = self.features("in_features", self.in_features);
+        let of = |outer: Option<Axis>, middle: Option<Axis>, inner: [Option<Axis>; 2]| {
+            [outer, middle].into_iter().chain(inner).flatten().collect()
+        };
+        [
+            of(Some(tokens), groups, [Some(ins), None]),
+            of(groups, Some(outs), [Some(ins), None]),
+            of(Some(tokens), groups, [Some(outs), None]),
+        ]
     }
 
     pub(super) fn of_launcher(&self) -> launcher::Quantised {
@@ -233,6 +267,7 @@ impl Declared for Linear {
             "inference 5.5",
             "inference 5.6",
             "inference 5.7",
+            "inference 9",
         ],
         paths: &[
             "linear_forward_large",
@@ -274,8 +309,7 @@ impl Declared for Linear {
     const GOLDEN: &'static [&'static str] = &["router_topk", "router_hash"];
 
     fn tensors(c: &LinearCase) -> Specs {
-        let tokens = axis("num_tokens", c.num_tokens);
-        let (outs, ins) = (c.features("out_features", c.out_features), c.features("in_features", c.in_features));
+        let [inputs, weights, outputs] = c.axes();
         let (output_type, gradient_type) = (c.output.dtype(), c.weight_gradient.dtype());
         let added = c.before != Before::Absent;
         // What is added to something has no scale of its own.
@@ -285,18 +319,18 @@ impl Declared for Linear {
         };
         let before = |name, dtype, axes: &[_]| input(name, dtype, axes).rows().drawn_as(c.data).when(added);
         let aliasing = if c.before == Before::InPlace { Aliasing::InPlace } else { Aliasing::OutOfPlace };
-        let y = output("y", output_type, &[tokens, outs]).rows().placed(aliasing, "y_before").only_in("forward");
+        let y = output("y", output_type, &outputs).rows().placed(aliasing, "y_before").only_in("forward");
         let y = if c.codes == Codes::Exact { y.exact() } else { y };
-        let y_before = before("y_before", output_type, &[tokens, outs]);
+        let y_before = before("y_before", output_type, &outputs);
         if c.is_quantised() {
             let operands = c.quantised_operands();
             return Specs::new(c.data.seed, operands.into_iter().chain([y_before, y]));
         }
         let tensors = [
-            of("x", &[tokens, ins]).drawn_as(c.data),
-            of("w", &[outs, ins]).drawn(Distribution::Normal, 1.0),
+            of("x", &inputs).drawn_as(c.data),
+            of("w", &weights).drawn(Distribution::Normal, 1.0),
             y_before,
-            before("dw_before", gradient_type, &[outs, ins]),
+            before("dw_before", gradient_type, &weights),
             y,
             upstream("dy", "y").stored_in(DType::Bf16),
             gradient("dx", "x", DType::Bf16).rows(),
@@ -307,6 +341,9 @@ impl Declared for Linear {
 
     fn check(c: &LinearCase) -> Result<(), Refused> {
         if !c.is_quantised() {
+            if c.library && c.is_grouped() {
+                return refuse("library", "true: layers of groups have kernels of their own alone");
+            }
             let quantised = [
                 ("group", c.group > 0),
                 ("scale_bytes", c.scale_bytes),
@@ -321,6 +358,9 @@ impl Declared for Linear {
         }
         if c.library {
             return refuse("library", "true: a library's products are those of bf16 operands");
+        }
+        if c.is_grouped() {
+            return refuse("num_groups", format!("{}: layers of bf16 weights alone have groups", c.num_groups));
         }
         let in_bytes = c.weights != Weights::Fp8;
         if !QUANTISED.contains(&(c.weights, c.group)) {
@@ -361,17 +401,21 @@ impl Declared for Linear {
         let before = select(vec![Before::Absent, Before::Absent, Before::Apart, Before::InPlace]);
         let tokens = prop_oneof![2 => extent(tokens, 16), 1 => 0..=17usize];
         let types = (Float::strategy(), Float::strategy(), before);
-        let format = prop_oneof![2 => Just(None), 3 => select(QUANTISED.to_vec()).prop_map(Some)];
+        let groups = prop_oneof![2 => Just(0), 1 => 1..=5usize];
+        let format = prop_oneof![2 => groups.prop_map(|groups| (groups, None)),
+            3 => select(QUANTISED.to_vec()).prop_map(|format| (0, Some(format)))];
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact]);
         let kernels = (layout, any::<bool>(), codes, any::<bool>());
         (tokens, features(), features(), types, (format, kernels, any::<bool>()), Data::strategy(-30..=30))
             .prop_map(|(tokens, outs, ins, (output, weight_gradient, before), (format, kernels, library), data)| {
-                let num_tokens = tokens.min(LARGEST_PRODUCT / (outs * ins));
-                let case = LinearCase { output, weight_gradient, before, data, ..plain(num_tokens, outs, ins) };
+                let (groups, format) = format;
+                let num_tokens = tokens.min(LARGEST_PRODUCT / (outs * ins * groups.max(1)));
+                let plain = grouped([num_tokens, groups, outs, ins]);
+                let case = LinearCase { output, weight_gradient, before, data, ..plain };
                 match format {
                     Some(format) => drawn_quantised(case, format, kernels),
-                    None => LinearCase { library, ..case },
+                    None => LinearCase { library: library && groups == 0, ..case },
                 }
             })
             .boxed()
@@ -386,6 +430,8 @@ impl Declared for Linear {
             plain(18, 24, 40),
             added,
             narrow,
+            grouped([18, 3, 24, 40]),
+            LinearCase { before: Before::Apart, ..grouped([3, 2, 9, 13]) },
             fp8([18, 24, 144]),
             in_layout(ScaleLayout::MnMajor, fp32),
             hopper([5, 24, 144]),
@@ -428,12 +474,23 @@ impl Declared for Linear {
             library(plain(18, 13, 21)),
             library(plain(0, 24, 16)),
         ];
+        cases.extend([
+            grouped([0, 2, 24, 40]),
+            grouped([1, 1, 8, 16]),
+            // More groups than tokens; small tiles, large ones, scalar ones; parts of k, whose sums each group has.
+            grouped([3, 16, 72, 64]),
+            grouped([130, 2, 136, 72]),
+            grouped([5, 3, 7, 13]),
+            before(Before::InPlace, grouped([2, 3, 20, 584])),
+            before(Before::Apart, f32s(grouped([300, 2, 12, 8]))),
+        ]);
         cases.extend(quantised_edge_cases());
         if profile == Profile::Full {
             let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
             cases.extend([one_large(fp8([1, 2, 7168])), one_large(hopper([1, 2, 7168]))]);
             cases.extend([hopper([300, 1030, 4096]), hopper([1, 7168, 1536])]);
             cases.extend([plain(1, 7168, 1536), plain(300, 1030, 4096), f32s(plain(4096, 264, 520))]);
+            cases.extend([grouped([1, 16, 1024, 4096]), grouped([200, 4, 264, 1032])]);
         }
         cases
     }
@@ -457,6 +514,9 @@ impl Declared for Linear {
     }
 
     fn forward(c: &LinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        if c.is_grouped() {
+            return reference::grouped_forward(&t.named()?, rounding);
+        }
         if !c.is_quantised() {
             return reference::forward(&t.named()?, rounding);
         }
@@ -471,7 +531,13 @@ impl Declared for Linear {
     }
 
     fn backward(c: &LinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        if c.is_quantised() { Ok(Named::new()) } else { reference::backward(&t.named()?, rounding) }
+        if c.is_quantised() {
+            return Ok(Named::new());
+        }
+        if c.is_grouped() {
+            return reference::grouped_backward(&t.named()?, rounding);
+        }
+        reference::backward(&t.named()?, rounding)
     }
 
     fn workspaces(c: &LinearCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
@@ -479,8 +545,10 @@ impl Declared for Linear {
             let bytes = launcher::quantised_workspace_bytes(device, c.num_tokens, c.out_features, c.in_features);
             return Ok(vec![("workspace", bytes)]);
         }
-        let forward = launcher::forward_workspace_bytes(device, c.num_tokens, c.out_features, c.in_features);
-        let backward = launcher::backward_workspace_bytes(device, c.num_tokens, c.out_features, c.in_features);
+        let of = |bytes: fn(&Device, usize, usize, usize, usize) -> usize| {
+            bytes(device, c.layers(), c.num_tokens, c.out_features, c.in_features)
+        };
+        let (forward, backward) = (of(launcher::forward_workspace_bytes), of(launcher::backward_workspace_bytes));
         Ok(vec![("workspace", forward.max(backward))])
     }
 
@@ -488,14 +556,22 @@ impl Declared for Linear {
         if c.is_quantised() {
             return run.launch(|device| launcher::forward_quantised(device, v, c.of_launcher()));
         }
-        run.launch(|device| launcher::forward(device, &v.without(&["dy", "dx", "dw"]), c.products()))
+        let own = v.without(&["dy", "dx", "dw"]);
+        if c.is_grouped() {
+            return run.launch(|device| launcher::grouped_forward(device, &own));
+        }
+        run.launch(|device| launcher::forward(device, &own, c.products()))
     }
 
     fn launch_backward(c: &LinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         if c.is_quantised() {
             return Ok(());
         }
-        let ran = launcher::backward(run.device(), &v.without(&["y"]), c.products())?;
+        let (device, own) = (run.device(), v.without(&["y"]));
+        let ran = match c.is_grouped() {
+            true => launcher::grouped_backward(device, &own)?,
+            false => launcher::backward(device, &own, c.products())?,
+        };
         run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
         Ok(())
     }
@@ -512,11 +588,15 @@ impl Declared for Linear {
         laws.separate("num_tokens", "tokens may be permuted");
         laws.separate("out_features", "outputs may be permuted");
         laws.independent("in_features");
+        if c.is_grouped() {
+            laws.separate("num_groups", "groups may be permuted");
+        }
     }
 
     /// dw is no gradient where it is added to what was there.
     fn is_smooth(c: &LinearCase) -> bool {
-        !c.is_quantised() && c.before == Before::Absent && c.out_features.max(c.num_tokens) * c.in_features <= 4096
+        let elements = c.layers() * c.out_features.max(c.num_tokens) * c.in_features;
+        !c.is_quantised() && c.before == Before::Absent && elements <= 4096
     }
 
     /// The logits of a router.
@@ -538,13 +618,15 @@ impl Declared for Linear {
             let [num_tokens, out_features, in_features] = case.extents();
             let portable = match case.weights {
                 Weights::Fp8 => case.implementation == Implementation::Portable,
-                Weights::Bf16 => !case.library,
+                Weights::Bf16 => !case.library && !case.is_grouped(),
                 Weights::Mxfp4 | Weights::Nvfp4 => false,
             };
             let format = format!("{:?}", case.weights).to_lowercase();
-            let name =
-                format!("{num_tokens}x{out_features}x{in_features} {format}{}", Implementation::suffix(portable));
-            let flops = 2.0 * case.extents().map(|extent| extent as f64).iter().product::<f64>();
+            let groups = if case.is_grouped() { format!(" in {} groups", case.num_groups) } else { String::new() };
+            let suffix = Implementation::suffix(portable);
+            let name = format!("{num_tokens}x{out_features}x{in_features} {format}{groups}{suffix}");
+            let products = case.extents().map(|extent| extent as f64).iter().product::<f64>();
+            let flops = 2.0 * case.layers() as f64 * products;
             // What no token has is drawn along its rows.
             let benchmark = Benchmark::new(direction, name, case, "num_tokens").also_drawn_along("out_features");
             // A few tokens of a result take all weights but along the axis that nothing is added over.
@@ -553,12 +635,19 @@ impl Declared for Linear {
             let benchmark = Benchmark { sampled: sample_scales, ..benchmark };
             benchmark.streaming(&[], 0.0).computing(if direction == Forward { flops } else { 2.0 * flops })
         };
-        let [projections, gradients]: [Vec<[usize; 3]>; 2] = if on_gpu(environment) {
+        let gpu = on_gpu(environment);
+        let [projections, gradients]: [Vec<[usize; 3]>; 2] = if gpu {
             let projections = [[65536, 1536], [7168, 16384]].into_iter();
             let of_tokens = |[outs, ins]: [usize; 2]| [1, 64, 4096].map(|num_tokens| [num_tokens, outs, ins]);
             [projections.flat_map(of_tokens).collect(), vec![[4096, 7168, 16384], [4096, 1536, 7168]]]
         } else {
             [vec![[9, 64, 144]], vec![[40, 64, 72]]]
+        };
+        // The first half of the output projection.
+        let groups = if gpu {
+            vec![[1, 16, 1024, 4096], [64, 16, 1024, 4096], [4096, 16, 1024, 4096]]
+        } else {
+            vec![[9, 3, 40, 72]]
         };
         let bf16 = |&[num_tokens, outs, ins]: &[usize; 3]| plain(num_tokens, outs, ins);
         // Our own kernels beside those of a library, which takes no few rows.
@@ -568,13 +657,15 @@ impl Declared for Linear {
         };
         let forward = projections.iter().map(bf16).flat_map(by_either).map(|case| of(case, Forward));
         let backward = gradients.iter().map(bf16).flat_map(by_either).map(|case| of(case, Backward));
+        let in_groups = groups.iter().map(|&extents| of(grouped(extents), Forward));
+        let groups_backward = groups.last().map(|&extents| of(grouped(extents), Backward));
         let serving = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Nvfp4, 16)].into_iter();
         let serving = serving
             .flat_map(|(weights, group)| projections.iter().map(move |&extents| quantised(weights, group, extents)));
         let fastest = serving.map(|case| of(Self::fastest(&case, environment), Forward));
         let portable = projections.iter().filter(|_| Implementation::fastest_on(environment) == Implementation::Hopper);
         let portable = portable.map(|&extents| of(fp8(extents), Forward));
-        forward.chain(backward).chain(fastest).chain(portable).collect()
+        forward.chain(in_groups).chain(backward).chain(groups_backward).chain(fastest).chain(portable).collect()
     }
 }
 

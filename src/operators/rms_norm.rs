@@ -55,6 +55,12 @@ impl RmsNormCase {
     }
 }
 
+/// The distance over which a norm bends: each row's own root mean square, or the root of eps where that is larger.
+pub(super) fn sizes_of_rows(x: &[f64], width: usize, eps: f64) -> Vec<f64> {
+    let size = |row: &[f64]| (row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64 + eps).sqrt();
+    x.chunks(width).flat_map(|row| std::iter::repeat_n(size(row), row.len())).collect()
+}
+
 impl Declared for RmsNorm {
     type Case = RmsNormCase;
     const SUM_LANES: usize = 32;
@@ -196,10 +202,7 @@ impl Declared for RmsNorm {
     /// A row bends over its own root mean square, or over the root of eps where that is larger.
     fn bends_over(c: &RmsNormCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let eps = tensors.scalar("eps", f64::from(c.eps));
-        let row_scale = |row: &[f64]| (row.iter().map(|v| v * v).sum::<f64>() / c.width as f64 + eps).sqrt();
-        let rows =
-            |x: Vec<f64>| x.chunks(c.width).flat_map(|row| std::iter::repeat_n(row_scale(row), c.width)).collect();
-        (input == "x").then(|| rows(tensors.values("x")))
+        (input == "x").then(|| sizes_of_rows(&tensors.values("x"), c.width, eps))
     }
 
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<RmsNormCase>>, String> {

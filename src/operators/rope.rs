@@ -7,6 +7,7 @@ use rand::Rng;
 
 use super::{LARGEST_DRAWN, elements, extent, magnitude};
 use crate::case::Draw;
+use crate::operator::declaration::TensorSpec;
 use crate::operator::prelude::*;
 
 /// Longest context of the model: positions up to this one are tested.
@@ -35,6 +36,79 @@ pub enum TableForm {
     Positions,
     /// The same, some positions being negative or beyond the table.
     HostilePositions,
+}
+
+/// Where the rows of a table of [`Turning`] are: far from position 0, where nothing turns, and no power of two apart.
+const FIRST_POSITION: i64 = 4093;
+const POSITION_STEP: i64 = 37;
+
+/// The table by which an operator turns its tokens, by the compressed layers' frequencies, and their places in it.
+pub(super) struct Turning {
+    pub form: TableForm,
+    /// Of the table, where there are positions.
+    pub table_rows: usize,
+    pub num_tokens: usize,
+    pub rope_dim: usize,
+    pub seed: u64,
+}
+
+impl Turning {
+    /// `cos`, `sin` and `positions`.
+    pub fn tensors(&self) -> [TensorSpec; 3] {
+        let tokens = axis("num_tokens", self.num_tokens);
+        let rows = if self.form == TableForm::RowPerToken { tokens } else { axis("table_rows", self.table_rows) };
+        let table = [rows, axis("half_rope_dim", self.rope_dim / 2)];
+        [
+            input("cos", DType::F32, &table).rows(),
+            input("sin", DType::F32, &table).rows(),
+            input("positions", DType::I32, &[tokens]).when(self.form != TableForm::RowPerToken),
+        ]
+    }
+
+    /// Whether there is such a table.
+    pub fn check(&self) -> Result<(), Refused> {
+        if self.form != TableForm::RowPerToken && !(1..=1 << 20).contains(&self.table_rows) {
+            return refuse("table_rows", format!("{}: a table with positions has 1 to 2^20 rows", self.table_rows));
+        }
+        Ok(())
+    }
+
+    /// Sets the table, as a kernel would store it, and the positions.
+    pub fn amend(&self, tensors: &mut Tensors) -> OracleResult<()> {
+        let rows = if self.form == TableForm::RowPerToken { self.num_tokens } else { self.table_rows };
+        let positions: Vec<i64> = (0..rows as i64).map(|row| FIRST_POSITION + POSITION_STEP * row).collect();
+        let yarn = YarnParameters { rope_dim: self.rope_dim, ..YarnParameters::compress() };
+        let (cos, sin) = reference::table(&reference::inv_freq_f32(&yarn)?, &positions)?;
+        tensors.set("cos", &elements(&cos)?);
+        tensors.set("sin", &elements(&sin)?);
+        if self.form != TableForm::RowPerToken {
+            tensors.set_i32s("positions", &self.positions());
+        }
+        Ok(())
+    }
+
+    /// A row of the table for each token; every third one is none of it where they are hostile.
+    fn positions(&self) -> Vec<i32> {
+        let mut draw = Draw::new(self.seed, "positions");
+        let rows = self.table_rows as i32;
+        let hostile = [-1, rows, i32::MIN, i32::MAX];
+        (0..self.num_tokens)
+            .map(|token| match (self.form, token % 3) {
+                (TableForm::HostilePositions, 1) => hostile[token / 3 % hostile.len()],
+                _ => draw.rng().random_range(0..rows),
+            })
+            .collect()
+    }
+}
+
+/// What the rotation of `x` by the tensors of [`Turning`] reads.
+pub(super) fn turned_by(
+    t: &Bound<'_>,
+    x: candle_core::Tensor,
+    inverse: bool,
+) -> OracleResult<dsv4_reference::rope::Inputs> {
+    let positions = t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect());
+    Ok(reference::Inputs { x, cos: t.f64("cos")?, sin: t.f64("sin")?, positions, inverse })
 }
 
 /// A case: extents, types, table, layout, data.
@@ -106,8 +180,7 @@ impl RopeCase {
 }
 
 fn inputs(c: &RopeCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
-    let positions = t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect());
-    Ok(reference::Inputs { x: t.f64("x")?, cos: t.f64("cos")?, sin: t.f64("sin")?, positions, inverse: c.inverse })
+    turned_by(t, t.f64("x")?, c.inverse)
 }
 
 /// cos and sin of the rows at these positions, before they are stored in f32.
@@ -374,7 +447,7 @@ fn far_positions(case: &RopeCase) -> Vec<i32> {
 }
 
 /// `[batch, heads, tokens, channels]` as `[batch · tokens, heads, channels]`.
-fn tokens_first(values: &[f64], [batches, heads, tokens, channels]: [usize; 4]) -> Vec<f64> {
+pub(super) fn tokens_first(values: &[f64], [batches, heads, tokens, channels]: [usize; 4]) -> Vec<f64> {
     let mut out = Vec::with_capacity(values.len());
     for batch in 0..batches {
         for token in 0..tokens {

@@ -25,6 +25,7 @@ use dsv4_parity::operators::indexer_logits::IndexerLogits;
 use dsv4_parity::operators::indexer_loss::IndexerLoss;
 use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
+use dsv4_parity::operators::inverse_rope_quantize::InverseRopeQuantize;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
 use dsv4_parity::operators::linear::{Linear, LinearCase};
 use dsv4_parity::operators::lm_head::LmHead;
@@ -39,6 +40,7 @@ use dsv4_parity::operators::moe_reduce::MoeReduce;
 use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::quantize_mxfp4::QuantizeMxfp4;
 use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
+use dsv4_parity::operators::query_norm_rope::QueryNormRope;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
@@ -72,6 +74,9 @@ const MUTANTS: &[(&str, &str)] = &[
     ("rms_norm_forward", "rms_norm_sum_of_one_warp"),
     ("rms_norm_backward", "rms_norm_mean_term_missing"),
     ("rope_forward", "rope_sign_of_the_sine"),
+    ("inverse_rope_quantize_forward", "inverse_rope_quantize_turned_forward"),
+    ("query_norm_rope_forward", "query_norm_rope_without_the_mean"),
+    ("query_norm_rope_backward", "query_norm_rope_mean_term_missing"),
     ("sparse_attention_forward", "attention_sink_dropped"),
     ("sparse_attention_backward", "attention_dq_scale_twice"),
     ("decode_attention_forward", "decode_scales_of_the_first_row"),
@@ -242,6 +247,9 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
     let (rows, heads) = (json!({"num_rows": 21, "width": 512}), json!({"num_tokens": 11, "num_heads": 3}));
     let rms_norm = |group, name| timed::<RmsNorm>(group, name, &rows, json!({"num_rows": 4}));
     let rope = |name| timed::<Rope>("forward", name, &heads, json!({"num_tokens": 2}));
+    let query = |group| timed::<QueryNormRope>(group, "16384x128x512 bf16", &heads, json!({"num_tokens": 2}));
+    let groups = json!({"num_tokens": 11, "num_heads": 6, "o_groups": 2, "head_dim": 128});
+    let output = |name| timed::<InverseRopeQuantize>("forward", name, &groups, json!({"num_tokens": 2}));
     vec![
         rms_norm("forward", "4096x7168 bf16"),
         rms_norm("forward", "2097152x512 bf16 unweighted"),
@@ -249,6 +257,10 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
         rope("16384x128x512 bf16"),
         rope("16384x128x512 bf16 inverse"),
         rope("16384x128x512 bf16 in place"),
+        query("forward"),
+        query("backward"),
+        output("4096x128x512 in 16 groups e8m0"),
+        output("4096x64x512 in 8 groups fp32"),
     ]
 }
 
@@ -259,6 +271,8 @@ fn linears() -> Vec<Box<dyn Timed>> {
     let linear = |name| timed::<Linear>("forward", name, &layer, fewer.clone());
     let transposed = json!({"num_tokens": 21, "out_features": 40, "in_features": 400});
     let gradients = |name| timed::<Linear>("backward", name, &transposed, fewer.clone());
+    let of_groups = json!({"num_tokens": 21, "num_groups": 3, "out_features": 400, "in_features": 72});
+    let transposed_groups = json!({"num_tokens": 21, "num_groups": 3, "out_features": 40, "in_features": 400});
     let coded = json!({"num_tokens": 21, "out_features": 400, "in_features": 160});
     let quantised = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
     vec![
@@ -266,6 +280,8 @@ fn linears() -> Vec<Box<dyn Timed>> {
         linear("4096x65536x1536 bf16 portable"),
         gradients("4096x7168x16384 bf16"),
         gradients("4096x7168x16384 bf16 portable"),
+        timed::<Linear>("forward", "4096x1024x4096 bf16 in 16 groups", &of_groups, fewer.clone()),
+        timed::<Linear>("backward", "4096x1024x4096 bf16 in 16 groups", &transposed_groups, fewer.clone()),
         quantised("4096x7168x16384 fp8"),
         quantised("4096x7168x16384 fp8 portable"),
         quantised("4096x7168x16384 mxfp4"),

@@ -80,6 +80,17 @@ DEVICE void unpack_stored(const Stored<COUNT, T>& stored, float (&out)[COUNT]) {
     }
 }
 
+// An even number of floats, each rounded to bf16.
+template <int COUNT>
+DEVICE void round_to_bf16(float (&x)[COUNT]) {
+    UNROLL
+    for (int i = 0; i < COUNT; i += 2) {
+        const uint32_t pair = pack_bf16(x[i], x[i + 1]);
+        x[i] = unpack_bf16_low(pair);
+        x[i + 1] = unpack_bf16_high(pair);
+    }
+}
+
 // In every lane, with the same bits.
 DEVICE float warp_sum(float value) {
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);

@@ -31,3 +31,26 @@ DEVICE void rotate(Rotation by, float& even, float& odd) {
     even = fused_multiply_add(x0, by.cos, -__fmul_rn(x1, by.sin));
     odd = fused_multiply_add(x0, by.sin, __fmul_rn(x1, by.cos));
 }
+
+// Turns those of COUNT neighbouring channels of a head, from the even one `channel` on, that turn: the last rope_dim of
+// its head_dim. Parameters have these two as well. Returns whether any does.
+template <int COUNT, typename Params>
+DEVICE bool turn_channels(const Params& params, int64_t token, int32_t channel, float (&x)[COUNT]) {
+    const int32_t copied = params.head_dim - params.rope_dim;
+    if (channel + COUNT <= copied) return false;
+    if (channel >= copied) {
+        Rotation rotations[COUNT / 2];
+        load_rotations(params, token, (channel - copied) / 2, rotations);
+        UNROLL
+        for (int i = 0; i < COUNT / 2; ++i) rotate(rotations[i], x[2 * i], x[2 * i + 1]);
+    } else {
+        UNROLL
+        for (int i = 0; i < COUNT / 2; ++i) {
+            if (channel + 2 * i < copied) continue;
+            Rotation rotation[1];
+            load_rotations(params, token, (channel + 2 * i - copied) / 2, rotation);
+            rotate(rotation[0], x[2 * i], x[2 * i + 1]);
+        }
+    }
+    return true;
+}

@@ -308,6 +308,28 @@ impl TensorView {
         Ok(narrowed)
     }
 
+    /// The entry `index` along an axis, without that axis: one of the groups of a layer.
+    ///
+    /// # Errors
+    /// As [`Self::narrow`].
+    pub fn entry(&self, axis: usize, index: usize) -> Result<Self> {
+        let mut entry = self.narrow(axis, index, 1)?;
+        entry.shape.remove(axis);
+        entry.strides.remove(axis);
+        Ok(entry)
+    }
+
+    /// The view with its last axis seen as two, of `parts` entries and the rest; `None` where there is no such axis, or
+    /// they do not divide it.
+    pub fn parted(&self, parts: usize) -> Option<Self> {
+        let (&width, &stride) = (self.shape.last()?, self.strides.last()?);
+        let part = width.checked_div(parts).filter(|part| part * parts == width)?;
+        let mut parted = self.clone();
+        parted.shape.splice(self.shape.len() - 1.., [parts, part]);
+        parted.strides.splice(self.strides.len() - 1.., [part as i64 * stride, stride]);
+        Some(parted)
+    }
+
     /// The same elements with the axes from outermost to innermost in memory, without axes of one element.
     pub(super) fn in_memory_order(&self) -> Self {
         let mut axes: Vec<usize> = (0..self.shape.len()).filter(|&axis| self.shape[axis] != 1).collect();
@@ -366,6 +388,16 @@ mod tests {
                 offsets.iter().flat_map(|base| (0..extent).map(move |i| base + 2 * i * stride as usize)).collect();
         }
         offsets
+    }
+
+    #[test]
+    fn an_entry_loses_its_axis_and_a_parted_row_gains_one() {
+        let rows = TensorView { strides: vec![100, 1], ..TensorView::dense("rows", 64, DType::Bf16, &[3, 12]) };
+        let parted = rows.parted(4).expect("four of three");
+        assert_eq!((&parted.shape[..], &parted.strides[..]), (&[3, 4, 3][..], &[100, 3, 1][..]));
+        let entry = parted.entry(1, 2).expect("the third of four");
+        assert_eq!((entry.address, &entry.shape[..], &entry.strides[..]), (64 + 12, &[3, 3][..], &[100, 1][..]));
+        assert!(rows.parted(5).is_none() && rows.parted(0).is_none() && parted.entry(1, 4).is_err());
     }
 
     #[test]

@@ -1,0 +1,82 @@
+// The attention's output turned back by the query's position and quantised, in one pass (inference 4, 5.4, 9).
+//
+//     r[t,h,:]      = x[t,h,:] with its last rope_dim channels rotated backwards by the position of token t, in bf16
+//     codes, scales = those of quantize_fp8.cu for r, in groups of 128 channels of a head
+//
+// x is the output that the backward of the attention needs as it is, so nothing is written in place. The heads of one
+// group of the output projection, num_heads / o_groups neighbours, make a row of its product: codes are [num_tokens,
+// o_groups, group_width], and each group has scales of its own behind those of the group before it (scale_layout.h).
+// What pads them is 0. head_dim is a multiple of 128, so that no 128 channels are of two heads.
+//
+// The rotation is rotation.h's, fp32 and rounded once to bf16 before anything else: codes and scales have one value,
+// bit for bit that of rope.cu and quantize_fp8.cu one after the other. A position outside the table makes NaN of the
+// rotated channels, hence the scale NaN and codes of NaN for their 128 channels.
+//
+// How the work is laid out. A warp takes 512 channels of a token, which is one head of the model; a lane 16, in
+// accesses of 16 bytes, so that eight lanes share a scale (groups.h). Rows of padding have warps where their scales lie.
+//
+// Floor: 2 bytes read and 1 written a channel, and a scale for 128: at 4.24 TB/s 190 us for 4096 tokens of 128 heads of
+// 512, where rope.cu and quantize_fp8.cu move 7 bytes, 443 us. Not measured yet. Expected to be limited by memory: some
+// 6 instructions a channel for the codes (12 where scales are no powers of two) and 7 for the rotation, which a warp
+// of a head of the model spends for the four lanes that turn, of the 20 that there is time for.
+//
+// Defines: ELEMENT bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
+#include "quantize_fp8.h"
+#include "rotation.h"
+
+struct InverseRopeQuantizeParams {
+    const ELEMENT* x; int64_t x_token_stride; int64_t x_head_stride;         // [num_tokens, num_heads, head_dim]
+    uint8_t* codes; int64_t codes_row_stride; int64_t codes_group_stride;    // [num_tokens, o_groups, width]
+    uint8_t* scales; int64_t scale_group_bytes;                              // [o_groups] matrices of scale_layout.h
+    const float* cos; int64_t cos_stride;                                    // [table_rows, rope_dim / 2]
+    const float* sin; int64_t sin_stride;
+    const int32_t* positions;                                                // [num_tokens], or nullptr
+    int64_t table_rows;
+    // Tokens, and the width of a group's row, with its scales.
+    int64_t num_rows, padded_rows;
+    int32_t width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group;
+    int32_t o_groups, group_heads, head_dim, rope_dim;
+    int32_t inverse;  // 1
+};
+PARAMS_LAYOUT(InverseRopeQuantizeParams, x, x_token_stride, x_head_stride, codes, codes_row_stride, codes_group_stride,
+              scales, scale_group_bytes, cos, cos_stride, sin, sin_stride, positions, table_rows, num_rows, padded_rows,
+              width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group, o_groups, group_heads,
+              head_dim, rope_dim, inverse)
+
+// What a warp takes: a part of the row of a token in a group.
+struct Place {
+    int64_t group, token;
+    int32_t column, count;  // of the lane: elements column to column + count - 1 of the row
+};
+
+DEVICE Place place_of(const InverseRopeQuantizeParams& params) {
+    const uint32_t warp = blockIdx.x * WARPS + static_cast<uint32_t>(warp_id()), row_warps = params.row_warps;
+    const uint32_t row = warp / row_warps, rows = static_cast<uint32_t>(params.padded_rows);
+    const int32_t first = static_cast<int32_t>(warp % row_warps) * static_cast<int32_t>(WARP_SIZE);
+    const int32_t column = (first + lane_id()) * SPAN;
+    const int64_t token = row % rows;
+    const int32_t left = token < params.num_rows ? maximum(params.width - column, 0) : 0;
+    return Place{row / rows, token, column, minimum(left, SPAN)};
+}
+
+template <bool WIDE>
+DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
+    const Place at = place_of(all);
+    if (at.group >= all.o_groups) return;
+    float x[SPAN] = {};
+    if (at.count > 0) {
+        const int64_t head = at.group * all.group_heads + at.column / all.head_dim;
+        const int32_t channel = at.column % all.head_dim;
+        load_span<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, x);
+        // What is copied is bf16 already.
+        if (turn_channels(all, at.token, channel, x)) round_to_bf16(x);
+    }
+    InverseRopeQuantizeParams params = all;
+    params.codes += at.group * params.codes_group_stride;
+    params.scales += at.group * params.scale_group_bytes;
+    quantize_span<WIDE>(params, Span{at.token, at.column, at.count}, x);
+}
+
+// Six blocks of a multiprocessor: what one waits for its memory the others use.
+KERNEL_OF(inverse_rope_quantize_vector, InverseRopeQuantizeParams, THREADS, 6) { inverse_rope_quantize<true>(params); }
+KERNEL(inverse_rope_quantize_scalar, InverseRopeQuantizeParams, THREADS) { inverse_rope_quantize<false>(params); }
