@@ -11,7 +11,7 @@
 // has up to three stages of 24 KB under way. Not measured yet.
 //
 // Defines
-//   TOKENS   columns of a product, rows of y: 64 or 128
+//   TOKENS   columns of a product, rows of y: 16, 64 or 128
 //
 // Launch. Any grid in x.
 #ifndef TOKENS

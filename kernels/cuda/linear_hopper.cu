@@ -6,12 +6,12 @@
 // that all multiprocessors read weights.
 //
 // Floors: 2 rows columns depth FLOP at twice 790 TFLOP/s; of few tokens the bytes of w at 4.24 TB/s: [65536, 1536] 24
-// us, [7168, 16384] 28 us. Expected to limit: of many tokens promotion, 128 instructions of each warp beside 512 cycles
-// of products a stage and warpgroup pair, and the producer's addresses; of few memory, of which a block has up to three
-// stages of 24 KB under way. Not measured yet.
+// us, [7168, 16384] 28 us. Expected to limit: of many tokens shared memory (quantised_hopper.h), and the stores of a
+// unit's sums, some 800 cycles behind 6500 of products for 1536 numbers of k; of few memory, of which a block has up to
+// seven stages of 16 KB of w under way, each in rows of 128 bytes. Not measured yet.
 //
 // Defines
-//   TOKENS   columns of a product: 64 or 128
+//   TOKENS   columns of a product: 16, 64 or 128
 //
 // Launch. Any grid in x of at most `splits` times the tiles of the result.
 #ifndef TOKENS

@@ -181,7 +181,7 @@ const QUANTISED: [Tiles; 3] = [
 ];
 /// Tokens of a tile of the Hopper kernel, one after the other the fewest that hold all tokens, or the most; its
 /// features, which are as many as numbers of k of a stage.
-pub(crate) const TOKEN_TILES: [usize; 2] = [64, 128];
+pub(crate) const TOKEN_TILES: [usize; 3] = [16, 64, 128];
 pub(crate) const FEATURE_TILE: usize = 128;
 
 /// Extents of a product: groups, of each rows and columns of the result, numbers that are added for each element.
@@ -619,7 +619,7 @@ impl Quantised {
 
 /// Tokens of a tile of the Hopper kernel.
 pub(crate) fn token_tile(num_tokens: usize) -> usize {
-    TOKEN_TILES.into_iter().find(|&tokens| num_tokens <= tokens).unwrap_or(TOKEN_TILES[1])
+    TOKEN_TILES.into_iter().find(|&tokens| num_tokens <= tokens).unwrap_or(TOKEN_TILES[TOKEN_TILES.len() - 1])
 }
 
 /// The tiles of the portable kernels.

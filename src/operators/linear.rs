@@ -291,6 +291,7 @@ impl Declared for Linear {
             "linear_quantised_small<nvfp4>",
             "linear_quantised_scalar<nvfp4>",
             "linear_quantised_sum<nvfp4>",
+            "linear_hopper<16>",
             "linear_hopper<64>",
             "linear_hopper<128>",
             "backward linear_dx<library>",
@@ -710,6 +711,7 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
     let before = |before, case| LinearCase { before, ..case };
     let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
     let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
+    let small_scales = |case| LinearCase { data: Data::normal(2f64.powi(-142)), ..case };
     let mut cases = vec![
         fp8([0, 24, 144]),
         hopper([0, 24, 144]),
@@ -726,7 +728,12 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         before(Before::InPlace, fp8([2, 8, 584])),
         exact(hopper([3, 136, 144])),
         exact(fp32(hopper([65, 264, 272]))),
-        exact(in_layout(mn, hopper([5, 20, 1152]))),
+        exact(in_layout(mn, hopper([18, 20, 1152]))),
+        // Whole tiles.
+        exact(hopper([16, 128, 256])),
+        // Products of two scales that are no normal numbers, of sums that are.
+        small_scales(f32s(hopper([20, 12, 272]))),
+        small_scales(f32s(fp32(hopper([5, 260, 128])))),
         exact(in_layout(tiles, hopper([130, 12, 400]))),
         any(hopper([4, 20, 192])),
         before(Before::Apart, f32s(hopper([2, 8, 1168]))),
@@ -759,7 +766,7 @@ fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
         } else if c.scale_bytes {
             law_of_doubled_bytes(c, laws, "scales of x count once", "x_scales");
             law_of_doubled_bytes(c, laws, "scales of w count once", "w_scales");
-        } else {
+        } else if has_moderate_scales(c) {
             laws.scale("scales of x count once", "x_scales", 0.5, &halved);
             laws.scale("scales of w count once", "w_scales", 0.5, &halved);
         }
@@ -775,10 +782,15 @@ fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
 
 /// Scales in bytes, all of them twice as large, make y twice as large, where no number leaves fp32's range for it.
 fn law_of_doubled_bytes(c: &LinearCase, laws: &mut Laws<'_, Linear>, law: &'static str, name: &'static str) {
-    let moderate = (-40..=40).contains(&(c.data.magnitude.log2() as i32));
-    if let Some(scales) = doubled(laws.tensors(), name).filter(|_| moderate) {
+    if let Some(scales) = doubled(laws.tensors(), name).filter(|_| has_moderate_scales(c)) {
         laws.law(law, |v| v.tensors.put(name, scales), [("y", Relation::Times(2.0))]);
     }
+}
+
+/// Whether products of a token's scale and a weight's are normal fp32 numbers: a kernel may multiply them first, and sums
+/// scale exactly only where that is exact, too.
+fn has_moderate_scales(c: &LinearCase) -> bool {
+    (-40..=40).contains(&(c.data.magnitude.log2() as i32))
 }
 
 /// The scales of this name as bytes of powers of two that are twice as large; `None` where they are no bytes, or one of

@@ -43,6 +43,15 @@ DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted)
 #endif
 }
 
+// The same of 16 bytes that are wanted.
+DEVICE void copy_async_16(SharedAddress target, const void* source) {
+#if defined(PARITY_EMULATOR)
+    copy_async_16(target, source, true);
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+#endif
+}
+
 DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted, CachePolicy policy) {
 #if defined(PARITY_EMULATOR)
     static_cast<void>(policy);
