@@ -56,7 +56,7 @@ pub fn forward(
 
 /// For each slot of a cache whether it holds what it must: where a token wrote, a row whose scales are followed by zeros
 /// and that decodes to the token's of `y`; elsewhere what was there before. And for each slot and group whether no smaller
-/// scale would do, which is so wherever nobody wrote.
+/// scale would do and it is not below that of the least amax, which is so wherever nobody wrote.
 pub fn rows_that_hold(
     format: RowFormat,
     page_size: usize,
@@ -82,7 +82,8 @@ pub fn rows_that_hold(
         least.extend(data.chunks(SCALE_GROUP).zip(&scales[..groups]).map(|(codes, &scale)| {
             let largest = codes.iter().map(|&code| e4m3_value(code).abs()).fold(0.0, f64::max);
             // Twice the least scale passes where the largest number is rounded to half of the largest code.
-            largest >= Format::E4M3.largest / 2.0 || scale == least_byte || scale == 255
+            let no_less = largest >= Format::E4M3.largest / 2.0 || scale == least_byte || scale == 255;
+            no_less && scale >= least_byte
         }));
     }
     [rows, least]
@@ -139,6 +140,11 @@ mod tests {
         coarse[scales] += 1;
         coarse[data..data + 64].iter_mut().for_each(|code| *code = e4m3_code(e4m3_value(*code) / 2.0));
         assert!(!held(&coarse)[1][6]);
+        // Nor may it be less than that of the least amax, whatever the codes are.
+        let mut fine = after.clone();
+        fine[scales] = scale_byte(&[0.0], Format::E4M3) - 1;
+        fine[data] = 0x7e;
+        assert!(!held(&fine)[1][6]);
         Ok(())
     }
 

@@ -123,7 +123,7 @@ fn product_of_codes(inputs: &Named, rounding: &mut Rounding) -> Result<(Named, T
 mod tests {
     use super::*;
     use crate::precision::values;
-    use crate::testing::{Draw, UNIT_ROUNDOFF, assert_within, differentiated, f64_tensor};
+    use crate::testing::{Draw, Golden, UNIT_ROUNDOFF, assert_within, differentiated, f64_tensor};
 
     fn case(head_dim: usize, half: usize) -> (Turn, Named) {
         let mut draw = Draw::new(8);
@@ -149,6 +149,26 @@ mod tests {
             // Some hundred roundings of numbers of the size of the largest.
             let bound = (expected.ones_like()? * (4096.0 * UNIT_ROUNDOFF * (1.0 + largest)))?;
             assert_within(gradient, gradients.tensor(gradient)?, expected, &bound);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn rows_of_published_layers_are_those_of_their_hidden_states() -> Result<()> {
+        for (name, table) in [("attention_csa__all", "compress"), ("attention_swa__hd512", "main")] {
+            let golden = Golden::load(name);
+            let h = golden.f64("in.hidden").squeeze(0)?;
+            let of_table = |of: &str| golden.f64(&format!("mid.rope.{table}.{of}")).squeeze(0).expect("one sequence");
+            let turn = Turn { cos: of_table("cos"), sin: of_table("sin"), positions: None, eps: 1e-6 };
+            let named = Named::new().with("h", h.clone()).with("wkv", golden.f64("param.self_attn.kv_proj.weight"));
+            let named = named.with("kv_norm", golden.f64("param.self_attn.kv_norm.weight"));
+            let found = forward(&turn, &named, &mut Rounding::exact())?;
+            let all = golden.f64("mid.kv_all").squeeze(0)?.squeeze(0)?;
+            let expected = all.narrow(0, 0, h.dim(0)?)?.contiguous()?;
+            let largest = values(&expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
+            // What is stored in f32 is off by 2^-24 of it; eps is 1e-6 there as it is here, up to a rounding of f64.
+            let bound = (expected.ones_like()? * (2f64.powi(-24) * largest))?;
+            assert_within("kv", found.tensor("kv")?, &expected, &bound);
         }
         Ok(())
     }
