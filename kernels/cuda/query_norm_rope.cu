@@ -21,9 +21,7 @@
 // is time for; the lanes that turn have some 30 more for eight channels, once for each warp.
 //
 // Defines: ELEMENT bf16, the type of x. Launch: ceil(num_tokens * num_heads / WARPS) blocks.
-#include "element.h"
-#include "elements.h"
-#include "rotation.h"
+#include "channels.h"
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
 
@@ -69,58 +67,6 @@ DEVICE Head head_of(const Params& params) {
     const int64_t number = static_cast<int64_t>(blockIdx.x) * WARPS + warp_id();
     return Head{number / params.num_heads, static_cast<int32_t>(number % params.num_heads)};
 }
-
-// A lane's channels of a head: pieces of COUNT neighbours, WARP_SIZE pieces apart. Those that there are not are 0.
-template <bool WIDE>
-struct Channels {
-    static constexpr int COUNT = WIDE ? VECTOR : 2, PIECES = WIDE ? 2 : 16;
-    float x[PIECES][COUNT];
-
-    static int32_t first(int piece) { return (lane_id() + piece * static_cast<int32_t>(WARP_SIZE)) * COUNT; }
-
-    void load(const ELEMENT* head, int32_t head_dim) {
-        UNROLL
-        for (int p = 0; p < PIECES; ++p) {
-            UNROLL
-            for (int e = 0; e < COUNT; ++e) x[p][e] = 0.0f;
-            if (first(p) >= head_dim) continue;
-            if constexpr (WIDE) {
-                load_elements<COUNT>(head + first(p), x[p]);
-            } else {
-                x[p][0] = Element<ELEMENT>::load(head + first(p));
-                x[p][1] = Element<ELEMENT>::load(head + first(p) + 1);
-            }
-        }
-    }
-    void store(ELEMENT* head, int32_t head_dim) const {
-        UNROLL
-        for (int p = 0; p < PIECES; ++p) {
-            if (first(p) >= head_dim) continue;
-            if constexpr (WIDE) {
-                store_elements<COUNT>(head + first(p), x[p]);
-            } else {
-                Element<ELEMENT>::store(head + first(p), x[p][0]);
-                Element<ELEMENT>::store(head + first(p) + 1, x[p][1]);
-            }
-        }
-    }
-    // The sum over the head of the products with another one's channels, in every lane.
-    float dot(const Channels& other) const {
-        float sum = 0.0f;
-        UNROLL
-        for (int p = 0; p < PIECES; ++p) {
-            UNROLL
-            for (int e = 0; e < COUNT; ++e) sum += x[p][e] * other.x[p][e];
-        }
-        return warp_sum(sum);
-    }
-    template <typename Params>
-    void turn(const Params& params, int64_t token) {
-        UNROLL
-        for (int p = 0; p < PIECES; ++p)
-            if (first(p) < params.head_dim) turn_channels(params, token, first(p), x[p]);
-    }
-};
 
 template <bool WIDE>
 DEVICE void normalise_and_turn(const QueryNormRopeParams& params) {

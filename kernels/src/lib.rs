@@ -24,6 +24,7 @@ pub mod indexer_recompute;
 pub mod inverse_rope_quantize;
 pub mod kv_cache;
 pub mod kv_cache_write;
+pub mod kv_norm_rope_write;
 pub mod linear;
 pub mod lm_head;
 pub mod mhc_head;

@@ -25,6 +25,8 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::linear::Linear>::new(),
     &Op::<operators::query_norm_rope::QueryNormRope>::new(),
     &Op::<operators::query_projection::QueryProjection>::new(),
+    &Op::<operators::kv_norm_rope_write::KvNormRopeWrite>::new(),
+    &Op::<operators::kv_projection::KvProjection>::new(),
     &Op::<operators::compressor::Compressor>::new(),
     &Op::<operators::compressor_stream::CompressorStream>::new(),
     &Op::<operators::hadamard::Hadamard>::new(),

@@ -19,6 +19,8 @@ pub mod indexer_query;
 pub mod indexer_recompute;
 pub mod inverse_rope_quantize;
 pub mod kv_cache_write;
+pub mod kv_norm_rope_write;
+pub mod kv_projection;
 pub mod linear;
 pub mod lists;
 pub mod lm_head;

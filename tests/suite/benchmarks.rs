@@ -27,6 +27,7 @@ use dsv4_parity::operators::indexer_query::IndexerQuery;
 use dsv4_parity::operators::indexer_recompute::IndexerRecompute;
 use dsv4_parity::operators::inverse_rope_quantize::InverseRopeQuantize;
 use dsv4_parity::operators::kv_cache_write::KvCacheWrite;
+use dsv4_parity::operators::kv_norm_rope_write::KvNormRopeWrite;
 use dsv4_parity::operators::linear::{Linear, LinearCase};
 use dsv4_parity::operators::lm_head::LmHead;
 use dsv4_parity::operators::mhc_head::MhcHead;
@@ -77,6 +78,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("inverse_rope_quantize_forward", "inverse_rope_quantize_turned_forward"),
     ("query_norm_rope_forward", "query_norm_rope_without_the_mean"),
     ("query_norm_rope_backward", "query_norm_rope_mean_term_missing"),
+    ("kv_norm_rope_write_forward", "kv_norm_rope_write_without_the_mean"),
     ("sparse_attention_forward", "attention_sink_dropped"),
     ("sparse_attention_backward", "attention_dq_scale_twice"),
     ("decode_attention_forward", "decode_scales_of_the_first_row"),
@@ -247,6 +249,7 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
     let (rows, heads) = (json!({"num_rows": 21, "width": 512}), json!({"num_tokens": 11, "num_heads": 3}));
     let rms_norm = |group, name| timed::<RmsNorm>(group, name, &rows, json!({"num_rows": 4}));
     let rope = |name| timed::<Rope>("forward", name, &heads, json!({"num_tokens": 2}));
+    let keys = json!({"num_tokens": 32, "num_pages": 2, "page_size": 16, "page_padding": 64});
     let query = |group| timed::<QueryNormRope>(group, "16384x128x512 bf16", &heads, json!({"num_tokens": 2}));
     let groups = json!({"num_tokens": 11, "num_heads": 6, "o_groups": 2, "head_dim": 128});
     let output = |name| timed::<InverseRopeQuantize>("forward", name, &groups, json!({"num_tokens": 2}));
@@ -259,6 +262,7 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
         rope("16384x128x512 bf16 in place"),
         query("forward"),
         query("backward"),
+        timed::<KvNormRopeWrite>("forward", "65536x512 page 64", &keys, json!({"num_tokens": 8})),
         output("4096x128x512 in 16 groups e8m0"),
         output("4096x64x512 in 8 groups fp32"),
     ]
