@@ -356,8 +356,8 @@ pub fn backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
     Ok([dx, call.launch(Product::Dw, ["dy", "x", "dw"], "dw_before")?].concat())
 }
 
-/// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by group,
-/// tiles.
+/// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by
+/// group, tiles.
 pub(crate) struct ScaleAxes {
     pub plain: &'static [&'static str],
     pub blocks: &'static [&'static str],
