@@ -4,8 +4,8 @@
 //
 // of what codes and scales stand for: FP8 or MXFP4 of linear_quantised.cu, expert by expert, bit for bit where that one
 // does not divide k. Rows are
-//   sorted   [rows, depth]: those of expert e are the first counts[e] from expert_offsets[e] on, as moe_map writes both.
-//            Offsets may be any that ascend. All other rows are nobody's: they are not read, and y is 0 there
+//   sorted   [rows, depth]: those of expert e are the first counts[e] from expert_offsets[e] on, as moe_map writes
+//            both. Offsets may be any that ascend. All other rows are nobody's: they are not read, and y is 0 there
 //   masked   [experts, rows, depth]: those of expert e are the first counts[e] of its part. The others are neither read
 //            nor written
 // No number of rows is too small, and an expert without rows is not touched.
@@ -17,9 +17,9 @@
 //
 // Floors, 256 experts of [4096, 4096] FP8: 2 FLOP a number of w and row at 790 TFLOP/s, 24576 rows 1.04 ms, 196608 rows
 // 8.35 ms; of few rows the bytes of w of the experts that have any, at 4.24 TB/s: 4.3 GB, 1.01 ms, and half of that for
-// four bits. Expected to limit: what limits linear_quantised.cu, and of many experts with few rows the weights, of which
-// four blocks of small tiles have a stage of 4 to 5 KB under way each. Not measured yet. grouped_linear_hopper.cu is the
-// faster one for FP8 on sm_90a.
+// four bits. Expected to limit: what limits linear_quantised.cu, and of many experts with few rows the weights, of
+// which four blocks of small tiles have a stage of 4 to 5 KB under way each. Not measured yet. grouped_linear_hopper.cu
+// is the faster one for FP8 on sm_90a.
 //
 // Defines
 //   FORMAT   1: FP8, 2: MXFP4

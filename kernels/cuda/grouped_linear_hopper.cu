@@ -1,9 +1,9 @@
 // Linear layers of experts with FP8 weights and activations for sm_90a: grouped_linear.cu, which has the formulas, with
 // warpgroup matrix products of e4m3.
 //
-// How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which there are; as
-// many blocks as there are multiprocessors take them in turn. While the producer brings the first stages, the consumers
-// clear the rows of nobody.
+// How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which there are;
+// as many blocks as there are multiprocessors take them in turn. While the producer brings the first stages, the
+// consumers clear the rows of nobody.
 //
 // Floors: 2 FLOP a number of w and row at twice 790 TFLOP/s, or the bytes of w of the experts that have rows at 4.24
 // TB/s: 256 experts of [4096, 4096] 0.52 and 4.2 ms for 24576 and 196608 rows, 1.01 ms for few. Expected to limit: of

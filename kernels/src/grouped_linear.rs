@@ -40,13 +40,13 @@ pub enum Grouping {
 /// How the operands of a call are quantised, where the rows of experts are, and which kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grouped {
-    /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take FP8, rows of x and w at multiples
-    /// of 16 bytes and whole accesses long.
+    /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take FP8, rows of x and w at
+    /// multiples of 16 bytes and whole accesses long.
     pub quantised: Quantised,
     /// Where the rows of experts are.
     pub grouping: Grouping,
-    /// Rows that an expert has, more or less: the kernels with the tiles that suit so many run. No number that they write
-    /// depends on it.
+    /// Rows that an expert has, more or less: the kernels with the tiles that suit so many run. No number that they
+    /// write depends on it.
     pub expected_rows: usize,
 }
 
@@ -207,16 +207,17 @@ impl Grouped {
 /// Launches `y[p] = x[p] w[e]^T` for the rows p of each expert e; returns the kernel that ran. Its tensors:
 ///
 /// - `x` u8, e4m3 codes, `[num_rows, in_features]` or, masked, `[num_experts, num_rows, in_features]`; rows contiguous;
-/// - `w` `[num_experts, out_features, in_features]` u8, e4m3 codes, or `[num_experts, out_features, in_features / 2]`, two
-///   e2m1 codes in a byte, the even one in the low nibble; rows contiguous; up to 512 experts;
-/// - `x_scales` and `w_scales`, of the types and axes of [`Grouped::scale_tensors`], dense: as the `quantize_*` operators
-///   write them, of x (masked: of each expert's part), and of each expert's w; nobody reads their padding, nor the scales of
-///   rows of nobody;
-/// - `counts` `[num_experts]` i32: rows of each expert, those beyond the expert's room left out, none where it is negative;
-/// - `expert_offsets` `[num_experts + 1]` i32, unless masked: the first row of each expert, and the end of all; ascending,
-///   0 to num_rows, multiples of anything;
-/// - `y`, bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows, out_features]`; rows contiguous. Rows
-///   of nobody become 0; masked they stay as they were.
+/// - `w` `[num_experts, out_features, in_features]` u8, e4m3 codes, or `[num_experts, out_features, in_features / 2]`,
+///   two e2m1 codes in a byte, the even one in the low nibble; rows contiguous; up to 512 experts;
+/// - `x_scales` and `w_scales`, of the types and axes of [`Grouped::scale_tensors`], dense: as the `quantize_*`
+///   operators write them, of x (masked: of each expert's part), and of each expert's w; nobody reads their padding,
+///   nor the scales of rows of nobody;
+/// - `counts` `[num_experts]` i32: rows of each expert, those beyond the expert's room left out, none where it is
+///   negative;
+/// - `expert_offsets` `[num_experts + 1]` i32, unless masked: the first row of each expert, and the end of all;
+///   ascending, 0 to num_rows, multiples of anything;
+/// - `y`, bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows, out_features]`; rows contiguous.
+///   Rows of nobody become 0; masked they stay as they were.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

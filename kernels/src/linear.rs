@@ -495,8 +495,8 @@ impl Call<'_> {
     }
 }
 
-/// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by group,
-/// tiles.
+/// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by
+/// group, tiles.
 pub(crate) struct ScaleAxes {
     pub plain: &'static [&'static str],
     pub blocks: &'static [&'static str],

@@ -4,9 +4,10 @@
 //! y[p,o] = sum over i of x[p,i] w[e,o,i]      for the rows p of expert e
 //! ```
 //!
-//! of what codes and scales stand for, as [`crate::linear`] says for one expert. Rows are either *sorted*, `[num_rows, ..]`,
-//! those of expert e the first `counts[e]` from `expert_offsets[e]` on, and y is 0 in all others; or *masked*,
-//! `[num_experts, num_rows, ..]`, those of expert e the first `counts[e]` of its part, and y stays what it was in all others.
+//! of what codes and scales stand for, as [`crate::linear`] says for one expert. Rows are either *sorted*,
+//! `[num_rows, ..]`, those of expert e the first `counts[e]` from `expert_offsets[e]` on, and y is 0 in all others; or
+//! *masked*, `[num_experts, num_rows, ..]`, those of expert e the first `counts[e]` of its part, and y stays what it was
+//! in all others.
 //!
 //! # Rounding points
 //!
@@ -24,11 +25,12 @@ use crate::scale_layout::{ScaleLayout, Scales};
 /// inputs, codes and scales as the numbers of their bytes:
 ///
 /// - `x` `[num_rows, in_features]` or, masked, `[num_experts, num_rows, in_features]`;
-/// - `w` `[num_experts, out_features, ..]`, `..` as in [`linear::forward_quantised`]; `w_scales`, `[num_experts, ..]`, `..` as
-///   [`Quantised::w_scales`] has them stored;
+/// - `w` `[num_experts, out_features, ..]`, `..` as in [`linear::forward_quantised`]; `w_scales`, `[num_experts, ..]`,
+///   `..` as [`Quantised::w_scales`] has them stored;
 /// - `x_scales`, as [`Quantised::x_scales`] has them stored, or, masked, `[num_experts, ..]`;
 /// - `counts` `[num_experts]`: rows of each expert;
-/// - `expert_offsets` `[num_experts + 1]`: the first row of each expert, and the end of all; absent where rows are masked;
+/// - `expert_offsets` `[num_experts + 1]`: the first row of each expert, and the end of all; absent where rows are
+///   masked;
 /// - `y_before`, of the shape and type of `y`, where rows are masked: what lies there.
 ///
 /// # Errors

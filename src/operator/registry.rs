@@ -48,6 +48,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::swiglu::Swiglu>::new(),
     &Op::<operators::swiglu_quantize::SwigluQuantize>::new(),
     &Op::<operators::moe_reduce::MoeReduce>::new(),
+    &Op::<operators::moe::Moe>::new(),
     &Op::<operators::lm_head::LmHead>::new(),
     &Op::<operators::sampler::Sampler>::new(),
     &Op::<operators::score_recompute::ScoreRecompute>::new(),

@@ -157,7 +157,8 @@ impl GroupedLinearCase {
         rows
     }
 
-    /// What the kernel is told of the rows of experts: of hostile masked ones also less than none and more than there are.
+    /// What the kernel is told of the rows of experts: of hostile masked ones also less than none and more than there
+    /// are.
     fn counts(&self) -> Vec<i32> {
         let hostile = self.is_masked() && self.experts == Experts::Hostile;
         let count = |(expert, rows): (usize, usize)| match expert % 8 {
@@ -170,18 +171,22 @@ impl GroupedLinearCase {
         self.rows_of_experts().into_iter().enumerate().map(count).collect()
     }
 
-    /// The first row of each expert, and the end of all.
+    /// The first row of each expert, and the end of all. Of hostile ones not even the first begins with the rows, where
+    /// there are some to spare.
     fn offsets(&self) -> Vec<i32> {
-        let ends = self.rows_of_experts().into_iter().scan(0, |end, rows| {
-            *end += rows.next_multiple_of(self.alignment) as i32;
-            Some(*end)
+        let rows = self.rows_of_experts().into_iter().map(|rows| rows.next_multiple_of(self.alignment));
+        let spare = self.num_rows - rows.clone().sum::<usize>();
+        let first = if self.experts == Experts::Hostile { spare.min(2) } else { 0 };
+        let ends = rows.scan(first, |end, rows| {
+            *end += rows;
+            Some(*end as i32)
         });
-        [0].into_iter().chain(ends).collect()
+        [first as i32].into_iter().chain(ends).collect()
     }
 
     /// The expert of each row of x (masked: of each expert's part, one after the other); `None` of rows of nobody.
     fn experts_of_rows(&self) -> Vec<Option<usize>> {
-        let offsets = self.offsets();
+        let offsets = if self.is_masked() { Vec::new() } else { self.offsets() };
         let mut owners = vec![None; self.num_rows * if self.is_masked() { self.num_experts } else { 1 }];
         for (expert, count) in self.counts().into_iter().enumerate() {
             let first = if self.is_masked() { expert * self.num_rows } else { offsets[expert] as usize };
@@ -245,7 +250,7 @@ impl Declared for GroupedLinear {
 
     const ABOUT: About = About {
         name: "grouped_linear",
-        summary: "rows of experts times their FP8 or MXFP4 weights, rows sorted by expert or apart with a count for each",
+        summary: "rows of experts times their FP8 or MXFP4 weights, sorted by expert or apart with counts",
         specification: &["inference 5.5", "inference 5.7", "inference 11.1", "inference 11.3"],
         paths: &[
             "grouped_linear_large<fp8>",

@@ -31,6 +31,7 @@ pub mod mhc_mix;
 pub mod mhc_post;
 pub mod mhc_post_mix_pre;
 pub mod mhc_pre;
+pub mod moe;
 pub mod moe_expand;
 pub mod moe_map;
 pub mod moe_reduce;

@@ -386,7 +386,9 @@ fn experts() -> Vec<Box<dyn Timed>> {
     let name = "32768x7168 to 6 of 256 experts bf16";
     let rows = json!({"num_experts": 5, "num_rows": 48, "row_bytes": 48});
     let weights = |name| timed::<GateUpInterleave>("forward", name, &rows, json!({"num_experts": 2}));
-    let slots = json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 144});
+    let slots = json!({
+        "num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 144,
+    });
     let contiguous = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "num_rows": 8}));
     let masked = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "out_features": 8}));
     let expand = |group| timed::<MoeExpand>(group, name, &sorted, json!({"num_tokens": 5}));

@@ -66,7 +66,8 @@ DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int
     const uint8_t* const w = params.w + expert * params.w_expert_stride;
     const int64_t out = expert * params.out_expert_stride + rows.first * params.out_stride;
     const Scales x_scales{scales_behind(params, params.x_scales, expert * params.x_expert_scales), params.x_padded_rows,
-                          params.x_groups, params.x_padded_groups, params.x_scale_layout, params.scale_bytes, rows.first};
+                          params.x_groups, params.x_padded_groups, params.x_scale_layout,
+                          params.scale_bytes, rows.first};
     const Scales w_scales{scales_behind(params, params.w_scales, expert * params.w_expert_scales), params.w_padded_rows,
                           params.w_groups, params.w_padded_groups, params.w_scale_layout, params.scale_bytes, 0};
     const Result result{nullptr, 0, static_cast<uint8_t*>(params.out) + (params.out_is_f32 ? 4 : 2) * out,
@@ -145,8 +146,8 @@ DEVICE bool is_padding(const GroupedLinearParams& params, int64_t row) {
 template <int WARPS>
 DEVICE void clear_padding(const GroupedLinearParams& params) {
     if (params.expert_offsets == nullptr) return;
-    const Result result{nullptr, 0, params.out, params.out_stride, nullptr, params.rows, params.columns, params.depth, 1,
-                        params.out_is_f32, params.wide, 1.0f};
+    const Result result{nullptr, 0, params.out, params.out_stride, nullptr,
+                        params.rows, params.columns, params.depth, 1, params.out_is_f32, params.wide, 1.0f};
     const int64_t step = static_cast<int64_t>(gridDim.x) * WARPS * WARP_SIZE;
     int64_t first = (static_cast<int64_t>(blockIdx.x) * WARPS + warp_id()) * WARP_SIZE;
     for (; first < params.rows; first += step) {

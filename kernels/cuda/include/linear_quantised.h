@@ -1,5 +1,5 @@
-// What the kernels of quantised linear layers share: a product of quantised operands, whose formulas linear_quantised.cu
-// has, where the scales are, and the parameters of one product.
+// What the kernels of quantised linear layers share: a product of quantised operands, whose formulas
+// linear_quantised.cu has, where the scales are, and the parameters of one product.
 #pragma once
 
 #include "linear.h"

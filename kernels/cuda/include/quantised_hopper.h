@@ -2,8 +2,8 @@
 // grouped_linear_hopper.cu share. linear_quantised.cu has the formulas.
 //
 // Weights are the rows of a product and tokens its columns, so that few tokens leave the tensor cores little to do that
-// nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales. Blocks
-// take such units in turn. Three warpgroups:
+// nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales.
+// Blocks take such units in turn. Three warpgroups:
 //   0 and 1  consumers, 64 features each. Of each stage the products are accumulated from zero, multiplied by the
 //            scales of their tokens and of the block of weights, and added to sums in fp32: the tensor cores keep 13
 //            fraction bits (hopper.h), over the 128 numbers of a group and no more. While one promotes, the other's

@@ -2,9 +2,9 @@
 // grouped_linear.cu share.
 //
 // GPUs before sm_89 have no products of e4m3 and none has had any of e2m1 before sm_100, so codes become bf16, exactly,
-// on their way from global memory through registers to shared memory, the next stage's while this one is multiplied. The
-// scale of a group of x comes the same way. Where a group ends, its sums are multiplied by its scales and added to the
-// result's.
+// on their way from global memory through registers to shared memory, the next stage's while this one is multiplied.
+// The scale of a group of x comes the same way. Where a group ends, its sums are multiplied by its scales and added to
+// the result's.
 //
 // The including file is compiled with FORMAT and GROUP defined.
 #pragma once
