@@ -12,10 +12,11 @@
 //
 // Defines
 //   TOKENS   columns of a product, rows of y: 16, 64 or 128
+//   WEIGHTS  1: FP8
 //
 // Launch. Any grid in x.
-#ifndef TOKENS
-#error "define TOKENS"
+#if !defined(TOKENS) || !defined(WEIGHTS)
+#error "define TOKENS, and WEIGHTS as 1 (FP8) or 2 (MXFP4)"
 #endif
 #include "grouped_linear.h"
 #include "quantised_hopper.h"

@@ -12,10 +12,11 @@
 //
 // Defines
 //   TOKENS   columns of a product: 16, 64 or 128
+//   WEIGHTS  1: FP8, 2: MXFP4 with a scale for each 128 numbers of x
 //
 // Launch. Any grid in x of at most `splits` times the tiles of the result.
-#ifndef TOKENS
-#error "define TOKENS"
+#if !defined(TOKENS) || !defined(WEIGHTS)
+#error "define TOKENS, and WEIGHTS as 1 (FP8) or 2 (MXFP4)"
 #endif
 #include "quantised_hopper.h"
 

@@ -23,7 +23,7 @@ const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
-    let hopper = TOKEN_TILES.map(|tokens| module(HOPPER_FILE, &hopper_defines(tokens)));
+    let hopper = TOKEN_TILES.map(|tokens| module(HOPPER_FILE, &hopper_defines(tokens, Weights::Fp8)));
     [portable.to_vec(), hopper.to_vec()].concat()
 }
 
@@ -227,13 +227,15 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let quantised = &grouped.quantised;
     // No number of rows is too small for it.
-    let misfit = quantised.hopper_misfit(vectorised);
+    let others = quantised.weights != Weights::Fp8;
+    let misfit = others.then(|| "the Hopper kernel takes FP8 weights alone".into());
+    let misfit = misfit.or_else(|| quantised.hopper_misfit(vectorised));
     let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let params = params(views, &grouped, extents)?;
     let processors = device.environment().processors as usize;
     if hopper {
         let tokens = token_tile(grouped.expected_rows);
-        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens), "grouped_linear_hopper")?;
+        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, Weights::Fp8), "grouped_linear_hopper")?;
         kernel.launch_blocks("x", blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(processors), &params)?;
         return Ok(format!("grouped_linear_hopper<{tokens}>"));
     }

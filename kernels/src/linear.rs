@@ -38,9 +38,11 @@ pub const BLOCK: usize = 128;
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
     let of = |(weights, group): (Weights, usize)| module(QUANTISED_FILE, &quantised_defines(weights, group));
-    let hopper = TOKEN_TILES.map(|tokens| module(HOPPER_FILE, &hopper_defines(tokens)));
+    let hopper = [Weights::Fp8, Weights::Mxfp4]
+        .into_iter()
+        .flat_map(|weights| TOKEN_TILES.map(|tokens| module(HOPPER_FILE, &hopper_defines(tokens, weights))));
     let quantised = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)].map(of);
-    [vec![module(FILE, &[])], quantised.to_vec(), hopper.to_vec()].concat()
+    [vec![module(FILE, &[])], quantised.to_vec(), hopper.collect()].concat()
 }
 
 /// Formats of weights.
@@ -81,7 +83,8 @@ pub struct Quantised {
     pub scale_bytes: bool,
     /// Where the scales of rows lie; those of FP8's blocks of weights are plain.
     pub layout: ScaleLayout,
-    /// Which kernels run. Those for Hopper take FP8, rows of x and w at multiples of 16 bytes and whole accesses long.
+    /// Which kernels run. Those for Hopper take FP8, and MXFP4 with groups of 128 numbers of x, rows of x and w at multiples
+    /// of 16 bytes and whole accesses long.
     pub implementation: Implementation,
 }
 
@@ -135,8 +138,8 @@ pub(crate) fn quantised_defines(weights: Weights, group: usize) -> Defines {
 }
 
 /// The defines of the Hopper kernels with so many tokens in a tile.
-pub(crate) fn hopper_defines(tokens: usize) -> Defines {
-    vec![("TOKENS", tokens.to_string())]
+pub(crate) fn hopper_defines(tokens: usize, weights: Weights) -> Defines {
+    vec![("TOKENS", tokens.to_string()), ("WEIGHTS", (weights as usize).to_string())]
 }
 
 /// Which of the three products a launch computes.
@@ -589,10 +592,11 @@ impl Quantised {
             scratch("workspace", 16),
         ];
         let signature = CHECK.signature(views, tensors).wide("num_tokens").extent("out_features", 1, MAX_FEATURES);
-        // Two codes lie in a byte, and 16 in an access.
-        let multiple = if hopper { 16 } else { 1 + usize::from(self.weights == Weights::Mxfp4) };
-        let signature = signature.extent("in_features", multiple, MAX_FEATURES);
-        let signature = signature.extent("code_bytes", 1, MAX_FEATURES / 2).given("one", 1);
+        // Two codes lie in a byte, and 16 bytes in an access.
+        let codes = 1 + usize::from(self.weights == Weights::Mxfp4);
+        let bytes = if hopper { 16 } else { 1 };
+        let signature = signature.extent("in_features", codes * bytes, MAX_FEATURES);
+        let signature = signature.extent("code_bytes", bytes, MAX_FEATURES / 2).given("one", 1);
         let signature =
             if self.weights == Weights::Mxfp4 { signature.given("code_bytes", in_features / 2) } else { signature };
         let scales = self.scale_tensors(num_tokens, out_features, in_features).map(|(_, axes)| axes).concat();
@@ -604,8 +608,8 @@ impl Quantised {
 
     /// Why the Hopper kernel does not take a call.
     pub(crate) fn hopper_misfit(&self, vectorised: bool) -> Option<String> {
-        if self.weights != Weights::Fp8 {
-            return Some("the Hopper kernel takes FP8 weights alone".into());
+        if self.weights != Weights::Fp8 && (self.weights, self.group) != (Weights::Mxfp4, 128) {
+            return Some("the Hopper kernel takes FP8 weights, and MXFP4 with groups of 128".into());
         }
         let reason = "the Hopper kernel needs rows of x and w at multiples of 16 bytes, whole accesses long";
         (!vectorised).then(|| reason.into())
@@ -674,9 +678,12 @@ pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -
     let defines = quantised_defines(quantised.weights, quantised.group);
     let units = count.saturating_mul(splits);
     let path = if hopper {
-        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens), "linear_hopper")?;
+        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights), "linear_hopper")?;
         kernel.launch_blocks("x", units.min(device.environment().processors as usize), &params)?;
-        format!("linear_hopper<{tokens}>")
+        match quantised.weights {
+            Weights::Mxfp4 => format!("linear_hopper<{tokens}, mxfp4>"),
+            _ => format!("linear_hopper<{tokens}>"),
+        }
     } else {
         let name = tiles.names[0];
         device.kernel(QUANTISED_FILE, &defines, name)?.launch_blocks("x", units, &params)?;

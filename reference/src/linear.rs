@@ -469,6 +469,14 @@ mod tests {
     }
 
     #[test]
+    fn e2m1_numbers_times_powers_of_two_2_to_the_14_apart_are_numbers_of_e4m3_and_times_others_not_all() {
+        let holds =
+            |exponent: i32| (0..16u64).all(|code| Format::E4M3.holds(Format::E2M1.value(code) * 2f64.powi(exponent)));
+        let folding: Vec<i32> = (-12..=12).filter(|&exponent| holds(exponent)).collect();
+        assert_eq!(folding, (-8..=6).collect::<Vec<_>>());
+    }
+
+    #[test]
     fn what_a_narrow_accumulator_loses_lies_within_its_working_runs() -> Result<()> {
         // 2^14 and 1919 ones: promoted every 128 terms 127 of them are lost, never promoted all.
         let quantised = quantised(Weights::Fp8, 128, ScaleLayout::Plain);

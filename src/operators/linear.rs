@@ -43,6 +43,9 @@ pub enum Codes {
     /// Small whole numbers, and powers of two as scales that differ from group to group and row to row: there is one
     /// right result, bit for bit.
     Exact,
+    /// As drawn ones, of MXFP4; the scales of the first 128 rows of w 2^14 apart, so that they just fold (inference 5.5), and
+    /// those of others up to 2^40, which do not.
+    FarApart,
     /// e4m3 codes: the first product of a row is 2^14 and all others are 1, under scales of 1.
     OneLarge,
 }
@@ -140,6 +143,11 @@ fn hopper(extents: [usize; 3]) -> LinearCase {
     LinearCase { implementation: Implementation::Hopper, ..fp8(extents) }
 }
 
+/// MXFP4 by the kernels for Hopper.
+fn folded(extents: [usize; 3]) -> LinearCase {
+    LinearCase { implementation: Implementation::Hopper, ..quantised(Weights::Mxfp4, 128, extents) }
+}
+
 /// The formats that are quantised, with the groups of x.
 const QUANTISED: [(Weights, usize); 4] =
     [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
@@ -147,6 +155,10 @@ const QUANTISED: [(Weights, usize); 4] =
 impl LinearCase {
     fn is_quantised(&self) -> bool {
         self.weights != Weights::Bf16
+    }
+
+    fn is_on_hopper(&self) -> bool {
+        self.implementation == Implementation::Hopper
     }
 
     fn extents(&self) -> [usize; 3] {
@@ -205,11 +217,12 @@ impl LinearCase {
     /// What quantised operands are, and their scales.
     fn quantised_operands(&self) -> Vec<TensorSpec> {
         let (tokens, outs) = (axis("num_tokens", self.num_tokens), self.features("out_features", self.out_features));
-        let bytes = axis("code_bytes", self.in_features / 2).multiples(1, MAX_FEATURES / 2);
-        let hopper = self.implementation == Implementation::Hopper;
-        // Two codes of four bits lie in a byte, and 16 of eight in an access.
-        let multiple = if hopper { 16 } else { 1 + usize::from(self.weights == Weights::Mxfp4) };
-        let ins = axis("in_features", self.in_features).multiples(multiple, MAX_FEATURES);
+        let hopper = self.is_on_hopper();
+        // Two codes of four bits lie in a byte, and 16 bytes in an access.
+        let codes = 1 + usize::from(self.weights == Weights::Mxfp4);
+        let bytes_at_once = if hopper { 16 } else { 1 };
+        let bytes = axis("code_bytes", self.in_features / 2).multiples(bytes_at_once, MAX_FEATURES / 2);
+        let ins = axis("in_features", self.in_features).multiples(codes * bytes_at_once, MAX_FEATURES);
         let rows = |spec: TensorSpec| if hopper { spec.aligned_rows() } else { spec.rows() };
         let (of_x, of_w) = match self.weights {
             Weights::Nvfp4 => (bytes, bytes),
@@ -249,6 +262,11 @@ fn sample_scales(whole: &Whole<'_, Linear>, c: &mut LinearCase, tensors: &mut Te
         let blocks: Vec<usize> = firsts.map(|out| out / reference::BLOCK).collect();
         tensors.put("w_scales", permuted_along(tensors.tensor("w_scales"), 0, &blocks));
     }
+}
+
+/// Whether there are kernels for Hopper.
+fn takes_hopper(weights: Weights, group: usize) -> bool {
+    weights == Weights::Fp8 || (weights, group) == (Weights::Mxfp4, 128)
 }
 
 /// Products that a drawn case computes at most: ten runs of the oracle take a second or so.
@@ -294,6 +312,9 @@ impl Declared for Linear {
             "linear_hopper<16>",
             "linear_hopper<64>",
             "linear_hopper<128>",
+            "linear_hopper<16, mxfp4>",
+            "linear_hopper<64, mxfp4>",
+            "linear_hopper<128, mxfp4>",
             "backward linear_dx<library>",
             "backward linear_dw<library>",
             "backward linear_dx_large",
@@ -376,9 +397,17 @@ impl Declared for Linear {
         if c.weights == Weights::Nvfp4 && !c.in_features.is_multiple_of(2) {
             return refuse("in_features", format!("{}: two codes lie in a byte", c.in_features));
         }
-        if in_bytes && (c.codes == Codes::OneLarge || c.implementation == Implementation::Hopper) {
-            let field = if c.codes == Codes::OneLarge { "codes" } else { "implementation" };
-            return refuse(field, "of FP8 weights alone");
+        if in_bytes && c.codes == Codes::OneLarge {
+            return refuse("codes", "one_large: of FP8 weights alone");
+        }
+        if c.codes == Codes::FarApart && c.weights != Weights::Mxfp4 {
+            return refuse("codes", "far_apart: of MXFP4 weights alone");
+        }
+        if c.is_on_hopper() && !takes_hopper(c.weights, c.group) {
+            return refuse("implementation", "hopper: of FP8 weights, and of MXFP4 with groups of 128 alone");
+        }
+        if c.is_on_hopper() && in_bytes && c.codes == Codes::Exact {
+            return refuse("codes", "exact: sums of folded weights are rounded to 13 fraction bits");
         }
         if c.codes == Codes::Exact && c.before != Before::Absent {
             return refuse("codes", "exact: a result that is added to something is rounded");
@@ -391,7 +420,9 @@ impl Declared for Linear {
     }
 
     fn fastest(c: &LinearCase, environment: &Environment) -> LinearCase {
-        let takes = c.weights == Weights::Fp8 && c.in_features.is_multiple_of(16);
+        let multiple = if c.weights == Weights::Fp8 { 16 } else { 32 };
+        let exact = c.weights != Weights::Fp8 && c.codes == Codes::Exact;
+        let takes = takes_hopper(c.weights, c.group) && c.in_features.is_multiple_of(multiple) && !exact;
         let implementation = if takes { Implementation::fastest_on(environment) } else { c.implementation };
         LinearCase { implementation, library: !c.is_quantised(), ..c.clone() }
     }
@@ -437,6 +468,7 @@ impl Declared for Linear {
             in_layout(ScaleLayout::MnMajor, fp32),
             hopper([5, 24, 144]),
             quantised(Weights::Mxfp4, 128, [5, 24, 96]),
+            folded([5, 24, 96]),
             in_layout(ScaleLayout::MnMajor, quantised(Weights::Mxfp4, 32, [5, 24, 72])),
             in_layout(ScaleLayout::Blocked, quantised(Weights::Nvfp4, 16, [5, 24, 96])),
         ]
@@ -678,17 +710,12 @@ fn drawn_quantised(
     (layout, bytes, codes, on_hopper): (ScaleLayout, bool, Codes, bool),
 ) -> LinearCase {
     let fp8 = weights == Weights::Fp8;
-    let on_hopper = fp8 && on_hopper;
+    let on_hopper = takes_hopper(weights, group) && on_hopper;
+    let codes = if on_hopper && !fp8 && codes == Codes::Exact { Codes::FarApart } else { codes };
     let scale_bytes = bytes || !fp8;
     let layout = if scale_bytes || layout != ScaleLayout::Blocked { layout } else { ScaleLayout::MnMajor };
     let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
-    let multiple = if on_hopper {
-        16
-    } else if fp8 {
-        1
-    } else {
-        2
-    };
+    let multiple = (if on_hopper { 16 } else { 1 }) * (if fp8 { 1 } else { 2 });
     LinearCase {
         in_features: case.in_features.next_multiple_of(multiple),
         before: if codes == Codes::Exact { Before::Absent } else { case.before },
@@ -741,6 +768,21 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         one_large(fp8([1, 2, 2048])),
         one_large(hopper([1, 2, 2048])),
     ];
+    let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };
+    cases.extend([
+        folded([0, 24, 96]),
+        folded([1, 1, 32]),
+        // Whole blocks; a last one of one group, of rows that are no whole block; more stages than there are places.
+        f32s(folded([16, 128, 256])),
+        f32s(folded([18, 131, 160])),
+        any(in_layout(mn, folded([3, 20, 1184]))),
+        any(in_layout(tiles, folded([66, 140, 352]))),
+        before(Before::InPlace, f32s(in_layout(tiles, folded([2, 8, 544])))),
+        // Scales that do not fold.
+        far_apart(f32s(folded([5, 136, 288]))),
+        far_apart(in_layout(tiles, folded([20, 140, 160]))),
+        far_apart(in_layout(mn, folded([67, 136, 64]))),
+    ]);
     for (weights, group) in QUANTISED.into_iter().skip(1) {
         let of = |extents| quantised(weights, group, extents);
         cases.extend([
@@ -775,7 +817,9 @@ fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
     // In other layouts, and where rows of w share scales, rows have no axis of their own.
     if c.layout == ScaleLayout::Plain {
         laws.separate("num_tokens", "tokens may be permuted");
-        if c.weights != Weights::Fp8 {
+        // Whether a block folds, and in what its sums are rounded, follows from all of its rows.
+        let folds_or_not = c.is_on_hopper() && c.codes == Codes::FarApart;
+        if c.weights != Weights::Fp8 && !folds_or_not {
             laws.separate("out_features", "outputs may be permuted");
         }
     }
@@ -813,19 +857,28 @@ pub(super) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors:
     let bytes = tensors.bytes_mut(name).unwrap_or_default();
     let drawn = match (e4m3, c.codes) {
         // The sign takes a word.
-        (true, Codes::Drawn) => draw.each(bytes.len(), 1 + NORMAL_WORDS, |draw| e4m3_code(c.codes, 0, draw)),
+        (true, Codes::Drawn | Codes::FarApart) => {
+            draw.each(bytes.len(), 1 + NORMAL_WORDS, |draw| e4m3_code(c.codes, 0, draw))
+        }
         (true, _) => (0..bytes.len()).map(|at| e4m3_code(c.codes, at % row, &mut draw)).collect(),
         // Each of two codes of 16 takes one.
-        (false, Codes::Drawn | Codes::Any) => draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw)),
+        (false, Codes::Drawn | Codes::Any | Codes::FarApart) => {
+            draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw))
+        }
         (false, _) => (0..bytes.len()).map(|_| e2m1_codes(c.codes, &mut draw)).collect(),
     };
     bytes.copy_from_slice(&drawn);
+    if c.codes == Codes::FarApart && name == "w" {
+        // What has the largest scales is 0: beside it the smallest numbers would be lost in what a sum may be off by.
+        let rows = bytes.chunks_mut(row).take(128);
+        rows.step_by(3).for_each(|codes| codes.fill(0));
+    }
 }
 
 fn e4m3_code(codes: Codes, column: usize, draw: &mut Draw) -> u8 {
     let sign = u8::from(draw.rng().random::<bool>()) << 7;
     match codes {
-        Codes::Drawn => {
+        Codes::Drawn | Codes::FarApart => {
             let size = (120.0 * draw.normal()).abs().min(448.0);
             sign | Format::E4M3.code(Format::E4M3.nearest(size)) as u8
         }
@@ -869,6 +922,9 @@ pub(super) fn set_scales(
                 (5 * group + 3 * row) % 7 + if c.weights == Weights::Nvfp4 { row % 2 } else { row * 11 % 30 - 15 }
             }
             Codes::OneLarge => 0,
+            // Row by row; what has the largest ones is 0.
+            Codes::FarApart if name == "w_scales" && row < 128 => exponent + [7, -7, -6][row as usize % 3],
+            Codes::FarApart if name == "w_scales" => exponent + draw.rng().random_range(-20..=20),
             _ => exponent + draw.rng().random_range(-6..=6),
         }
     };

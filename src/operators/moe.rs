@@ -375,7 +375,7 @@ impl Declared for Moe {
     }
 
     fn workspaces(c: &MoeCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        let gate = linear::forward_workspace_bytes(device, c.num_tokens, c.num_experts, c.hidden_size);
+        let gate = linear::forward_workspace_bytes(device, 1, c.num_tokens, c.num_experts, c.hidden_size);
         let [_, _, (_, _, first), (_, _, second)] = c.products();
         let of = |one: LinearCase| {
             linear::quantised_workspace_bytes(device, one.num_tokens, one.out_features, one.in_features)
@@ -459,7 +459,7 @@ fn of_rows() -> quantize_fp8::Options {
 fn route(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
     let gate = v.only(&["hidden", "gate_weight", "logits", "workspace"]);
     let gate = gate.renamed(&[("hidden", "x"), ("gate_weight", "w"), ("logits", "y")]);
-    run.launch(|device| linear::forward(device, &gate))?;
+    run.launch(|device| linear::forward(device, &gate, linear::Products::Own))?;
     let routed = v.only(&["logits", "bias", "tid2eid", "token_ids", "topk_indices", "topk_weights"]);
     run.launch(|device| router::forward(device, &routed, c.route_scale))?;
     let names = ["topk_indices", "counts", "expert_offsets", "token_topk_to_pos", "pos_to_expert"];

@@ -24,16 +24,28 @@
 // Why cp.async: bulk copies without a tensor map bring contiguous bytes as they lie, and products need rows of 128 bytes
 // swizzled; the emulator knows no tensor maps.
 //
-// The including file is compiled with TOKENS, the columns of a product, defined as 16, 64 or 128.
+// MXFP4. Hopper has no products of e2m1. The weights of a stage are folded (inference 5.5): with S the largest scale of the
+// block of 128 x 128 over 64, an e2m1 number times its scale over S is a number of e4m3, and S takes the place of FP8's
+// scale of the block. That is exact where the scales of a block are at most 2^14 apart and none is 2^126 or more (products
+// with those may be infinite in bf16). For any other block the consumers add products in fp32, number by number: right,
+// and a hundred times as slow, for weights that no quantiser makes. The producer reads codes and scales into registers and
+// stores e4m3 codes where cp.async would have put them: of weights only half the bytes of FP8 come from memory.
+//
+// The including file is compiled with TOKENS, the columns of a product, defined as 16, 64 or 128, and WEIGHTS as 1 (FP8)
+// or 2 (MXFP4, with a scale for each 128 numbers of x).
 #pragma once
 
 #include "async_copy.h"
+#include "codes.h"
 #include "hopper.h"
 #include "linear_quantised.h"
 #include "panels.h"
 
 static_assert(TOKENS == 16 || TOKENS == 64 || TOKENS == 128, "products have 16, 64 or 128 columns");
 
+static_assert(WEIGHTS == 1 || WEIGHTS == 2, "weights are FP8 or MXFP4");
+
+constexpr bool MXFP4 = WEIGHTS == 2;
 constexpr int FEATURES = 128, GROUP = 128;
 constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int CONSUMER_FEATURES = FEATURES / CONSUMERS;
@@ -53,6 +65,8 @@ struct alignas(16) StageScales {
     float x[TOKENS];
     float w;
     int32_t regular;  // whether all factors are what their scales multiply to
+    int32_t folded;   // of MXFP4: whether the weights of the stage are
+    uint32_t w_words[MXFP4 ? FEATURES : 1];  // of MXFP4: the scales of the rows of w, a byte for each 32 numbers
 };
 
 // Where everything lies in dynamic shared memory.
@@ -147,8 +161,9 @@ DEVICE void produce_stage(const QuantisedProduct& product, const Part& part, int
                           uint32_t stage) {
     const int64_t begin = group * GROUP;
     const Result& result = product.result;
-    copy_rows<FEATURES>(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin,
-                        result.depth);
+    if constexpr (!MXFP4)
+        copy_rows<FEATURES>(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin,
+                            result.depth);
     copy_rows<TOKENS>(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin,
                       result.depth);
 }
@@ -159,8 +174,8 @@ DEVICE bool is_regular(float x_scale, float w_scale) {
     return x_scale == 0.0f || w_scale == 0.0f || (exponent != 0 && exponent != 0x7f800000u);
 }
 
-DEVICE void produce_scales(const QuantisedProduct& product, const Part& part, int32_t group, StageScales& scales) {
-    const float w_scale = scale_of_group(product.w_scales, part.column / FEATURES, group);
+DEVICE void produce_scales(const QuantisedProduct& product, const Part& part, int32_t group, float w_scale,
+                           StageScales& scales) {
     bool regular = true;
     UNROLL
     for (int token = lane_id(); token < TOKENS; token += WARP_SIZE) {
@@ -172,6 +187,109 @@ DEVICE void produce_scales(const QuantisedProduct& product, const Part& part, in
     }
     const bool irregular = __any_sync(FULL_WARP, !regular);
     if (lane_id() == 0) scales.w = w_scale, scales.regular = !irregular;
+}
+
+// ---------------------------------------------------------------- weights of MXFP4
+
+constexpr int W_GROUP = 32;               // numbers that share a scale, 16 bytes of codes
+constexpr int W_CHUNKS = GROUP / W_GROUP;  // of a row
+constexpr int LANE_CHUNKS = FEATURES * W_CHUNKS / WARP_SIZE;
+constexpr int LARGEST_FINITE = 252;       // the byte of the largest scale of which no product is infinite in bf16
+
+// The bytes of the scales of four groups from `group` on, a multiple of four, of a row: they lie side by side in all
+// layouts. Bytes of groups that there are not say nothing.
+DEVICE uint32_t four_scales(const Scales& scales, int64_t row, int32_t group) {
+    const uint8_t* const first = static_cast<const uint8_t*>(scales.scales) + scale_place(scales, scales.first_row + row, group);
+    // Only plain rows may end, or begin, within a word.
+    if (group + 4 <= scales.padded_groups && reinterpret_cast<uint64_t>(first) % 4 == 0)
+        return *reinterpret_cast<const uint32_t*>(first);
+    uint32_t word = 0;
+    UNROLL
+    for (int i = 0; i < 4; ++i) word |= group + i < scales.num_groups ? static_cast<uint32_t>(first[i]) << 8 * i : 0u;
+    return word;
+}
+
+// The scales of the weights of a stage, into shared memory. Returns the byte of the scale over which all of its numbers are
+// folded, or -1 where they cannot be.
+DEVICE int produce_w_scales(const QuantisedProduct& product, const Part& part, int64_t group, StageScales& scales) {
+    const auto first_group = static_cast<int32_t>(group * W_CHUNKS);
+    uint32_t words[FEATURES / WARP_SIZE];
+    UNROLL
+    for (int i = 0; i < FEATURES / WARP_SIZE; ++i) {
+        const int64_t row = part.column + lane_id() + i * WARP_SIZE;
+        words[i] = row < product.result.columns ? four_scales(product.w_scales, row, first_group) : 0u;
+    }
+    int largest = 0, least = 255;
+    UNROLL
+    for (int i = 0; i < FEATURES / WARP_SIZE; ++i) {
+        const int row = lane_id() + i * WARP_SIZE;
+        scales.w_words[row] = words[i];
+        UNROLL
+        for (int g = 0; g < W_CHUNKS; ++g) {
+            const bool has = part.column + row < product.result.columns && first_group + g < product.w_scales.num_groups;
+            const int byte = static_cast<int>(words[i] >> 8 * g & 255u);
+            largest = has ? maximum(largest, byte) : largest;
+            least = has ? minimum(least, byte) : least;
+        }
+    }
+    UNROLL
+    for (int distance = 16; distance > 0; distance /= 2) {
+        largest = maximum(largest, __shfl_xor_sync(FULL_WARP, largest, distance));
+        least = minimum(least, __shfl_xor_sync(FULL_WARP, least, distance));
+    }
+    return largest > LARGEST_FINITE || largest - least > LARGEST_FOLD - LEAST_FOLD ? -1 : largest;
+}
+
+// What a lane brings of a stage's codes: a chunk of every eighth row, always the same one of a row; zeros where there is
+// none.
+struct FoldedRows {
+    uint32_t words[LANE_CHUNKS][4];
+
+    void load(const QuantisedProduct& product, const Part& part, int64_t group) {
+        const int chunk = lane_id() % W_CHUNKS, lane_row = lane_id() / W_CHUNKS;
+        const int64_t begin = group * (GROUP / 2) + 16 * chunk;
+        const int64_t rows = begin < product.result.depth / 2 ? product.result.columns - part.column : 0;
+        const uint8_t* source = product.w + (part.column + lane_row) * product.w_stride + begin;
+        UNROLL
+        for (int i = 0; i < LANE_CHUNKS; ++i, source += WARP_SIZE / W_CHUNKS * product.w_stride) {
+            const Vec16 codes = lane_row + i * (WARP_SIZE / W_CHUNKS) < rows ? load_vec16(source) : Vec16{};
+            UNROLL
+            for (int word = 0; word < 4; ++word) words[i][word] = codes.w[word];
+        }
+    }
+    // As codes of e4m3, in their places in the rows of a stage.
+    void store(SharedAddress target, int largest, const StageScales& scales) const {
+        const int chunk = lane_id() % W_CHUNKS;
+        UNROLL
+        for (int i = 0; i < LANE_CHUNKS; ++i) {
+            const int row = lane_id() / W_CHUNKS + i * (WARP_SIZE / W_CHUNKS);
+            const int scale = static_cast<int>(scales.w_words[row] >> 8 * chunk & 255u);
+            // What is beyond belongs to zeros.
+            const int exponent = maximum(minimum(scale - largest + LARGEST_FOLD, LARGEST_FOLD), LEAST_FOLD);
+            const FoldedCodes folded = folded_codes(exponent);
+            UNROLL
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t first = words[i][2 * half], second = words[i][2 * half + 1];
+                const Vec16 numbers{{e2m1_as_e4m3(first, folded), e2m1_as_e4m3(first >> 16, folded),
+                                     e2m1_as_e4m3(second, folded), e2m1_as_e4m3(second >> 16, folded)}};
+                store_shared_vec16(target + panel_offset(row, 2 * chunk + half), numbers);
+            }
+        }
+    }
+};
+
+// The weights of a stage; returns the scale of their block, 1 where consumers multiply numbers with their own.
+DEVICE float produce_folded(const QuantisedProduct& product, const Part& part, int64_t group, SharedAddress target,
+                            StageScales& scales) {
+    FoldedRows rows;
+    rows.load(product, part, group);
+    const int largest = produce_w_scales(product, part, group, scales);
+    if (lane_id() == 0) scales.folded = largest >= 0;
+    if (largest < 0) return 1.0f;
+    // All lanes' scales are there.
+    __syncwarp();
+    rows.store(target, largest, scales);
+    return e8m0_to_float(static_cast<uint8_t>(largest)) * __uint_as_float((127u - LARGEST_FOLD) << 23);
 }
 
 // Hands a stage over once this lane's copies have landed, but for those of the PENDING stages after it.
@@ -197,7 +315,13 @@ DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
             produce_stage(unit.product, part, group, shared, stage);
             copy_commit();
-            produce_scales(unit.product, part, static_cast<int32_t>(group), stage_scales(stage));
+            StageScales& scales = stage_scales(stage);
+            float w_scale;
+            if constexpr (MXFP4)
+                w_scale = produce_folded(unit.product, part, group, shared + Shared::w(stage), scales);
+            else
+                w_scale = scale_of_group(unit.product.w_scales, part.column / FEATURES, static_cast<int32_t>(group));
+            produce_scales(unit.product, part, static_cast<int32_t>(group), w_scale, scales);
             if (holds_one) hand_over<1>(shared, stage - PRODUCERS);
             holds_one = true;
         }
@@ -219,6 +343,41 @@ DEVICE void multiply(float (&d)[N8][4], uint64_t w, uint64_t x) {
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_hold(d);
+}
+
+// The same of weights of MXFP4 that do not fold, each with its own scale, in fp32. `x`: the stage's tokens.
+DEVICE void multiply_unfolded(float (&d)[N8][4], const QuantisedProduct& product, const Part& part, int64_t group,
+                              uint32_t consumer, const uint8_t* x) {
+    const int lane = lane_id(), warp = warp_id() % 4;
+    const int64_t first = part.column + consumer * CONSUMER_FEATURES + 16 * warp + lane / 4;
+    const auto count = static_cast<int>(minimum<int64_t>(GROUP, product.result.depth - group * GROUP));
+    UNROLL
+    for (int n = 0; n < N8; ++n) {
+        UNROLL
+        for (int i = 0; i < 4; ++i) d[n][i] = 0.0f;
+    }
+    UNROLL_BY(1)
+    for (int k = 0; k < count; ++k) {
+        float w[2];
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int64_t row = minimum<int64_t>(first + 8 * half, product.result.columns - 1), at = group * GROUP + k;
+            const uint8_t pair = product.w[row * product.w_stride + at / 2];
+            const float scale = e8m0_to_float(scale_byte(product.w_scales, row, static_cast<int32_t>(at / W_GROUP)));
+            const auto code = static_cast<uint8_t>(at % 2 ? pair >> 4 : pair & 15);
+            w[half] = to_float(to_bf16(e2m1_to_float(code) * scale));
+        }
+        UNROLL
+        for (int n = 0; n < N8; ++n) {
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+                const int token = 8 * n + lane % 4 * 2 + i;
+                const float number = to_float(fp8_e4m3{x[panel_offset(token, k / 16) + k % 16]});
+                d[n][i] = fused_multiply_add(w[0], number, d[n][i]);
+                d[n][i + 2] = fused_multiply_add(w[1], number, d[n][i + 2]);
+            }
+        }
+    }
 }
 
 // total += d times the scales of its tokens and of the weights.
@@ -284,7 +443,12 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer)
             float d[N8][4];
             mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
             const SharedAddress w = shared + Shared::w(stage) + consumer * CONSUMER_FEATURES * 128;
-            multiply(d, matrix_descriptor(w, 0, 1024), matrix_descriptor(shared + Shared::x(stage), 0, 1024));
+            if (!MXFP4 || uniform(stage_scales(stage).folded)) {
+                multiply(d, matrix_descriptor(w, 0, 1024), matrix_descriptor(shared + Shared::x(stage), 0, 1024));
+            } else {
+                const uint8_t* const x = reinterpret_cast<const uint8_t*>(dynamic_shared()) + Shared::x(stage);
+                multiply_unfolded(d, unit.product, part, part.begin + group, consumer, x);
+            }
             promote(total, d, stage_scales(stage));
             // Every lane has read its scales.
             __syncwarp();
