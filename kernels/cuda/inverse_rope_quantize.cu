@@ -16,7 +16,8 @@
 // accesses of 16 bytes, so that eight lanes share a scale (groups.h). Rows of padding have warps where their scales lie.
 //
 // Floor: 2 bytes read and 1 written a channel, and a scale for 128: at 4.24 TB/s 190 us for 4096 tokens of 128 heads of
-// 512, where rope.cu and quantize_fp8.cu move 7 bytes, 443 us. Not measured yet. Expected to be limited by memory: some
+// 512, where rope.cu and quantize_fp8.cu move 7 bytes, 443 us. Measured on one H200: 338 us with e8m0
+// scales, 396 us with fp32 ones, 128 tokens 13.8 and 15.8 us. Expected was a limit by memory: some
 // 6 instructions a channel for the codes (12 where scales are no powers of two) and 7 for the rotation, which a warp
 // of a head of the model spends for the four lanes that turn, of the 20 that there is time for.
 //

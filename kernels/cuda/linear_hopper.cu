@@ -8,7 +8,9 @@
 // Floors: 2 rows columns depth FLOP at twice 790 TFLOP/s; of few tokens the bytes of w at 4.24 TB/s: [65536, 1536] 24
 // us, [7168, 16384] 28 us. Expected to limit: of many tokens shared memory (quantised_hopper.h), and the stores of a
 // unit's sums, some 800 cycles behind 6500 of products for 1536 numbers of k; of few memory, of which a block has up to
-// seven stages of 16 KB of w under way, each in rows of 128 bytes. Not measured yet.
+// seven stages of 16 KB of w under way, each in rows of 128 bytes.
+// Measured on one H200, FP8: 1, 64 and 4096 tokens 29.4, 37.2 and 1760 us for [65536, 1536], 34.5, 39.9 and 1879 us for
+// [7168, 16384] (DeepGEMM 29.4, 29.6 and 706; 34.7, 35.7 and 751). MXFP4 has not been measured here.
 //
 // Defines
 //   TOKENS   columns of a product: 16, 64 or 128

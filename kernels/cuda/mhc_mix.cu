@@ -25,7 +25,7 @@
 // Floors for a token of d channels: 8 d bytes, and 576 d FLOPs of three products, a quarter of the time of the bytes at
 // 790 TFLOP/s; 8192 tokens of 7168 channels 111 us at 4.24 TB/s, of 4096 channels 63 us. Reads of the weights from the
 // second-level cache add 0.4 of the streams' bytes, and reads of shared memory take some 65 % of its rate.
-// Measured on one H200: 8192 tokens of 7168 channels 199 us with the coefficients, 56 % of the floor's rate; 810 us for
+// Measured on one H200: 8192 tokens of 7168 channels 207 us with the coefficients, 54 % of the floor's rate; 847 us for
 // 32768. ncu: the tensor pipes are busiest, then the issue slots, which six products of m16n8k16 for 16 x 8 channels
 // and the splitting of weights in every block fill. wgmma, of one instruction for 64 x 24 x 16, would lift that.
 // mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a token, in plain fp32.

@@ -15,7 +15,7 @@
 // memory.
 // Measured on one H200, 32768 tokens of 7168 channels with 6 slots: forward 1127 us. The backward took 973 us with
 // 138 registers and three blocks on a multiprocessor; with rows held as they lie in memory and eight blocks it has
-// not been measured.
+// not been measured; the forward is what it was.
 //
 // Defines: ELEMENT  type of x, y, dy and dx: bf16 or float. Launch: num_tokens blocks for each piece of a row, and, of the
 // forward, ceil(num_positions / ROWS_PER_BLOCK) more.
