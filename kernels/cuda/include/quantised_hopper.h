@@ -20,8 +20,10 @@
 // of each consumer warp and some 300 of one of the producer's, of 4 x 512 slots; of shared memory, at 128 bytes a cycle,
 // 32 KB that arrive and 2 x (8 + 16) KB that the products read, 640 cycles. So shared memory is the bound, four fifths of
 // the tensor cores' rate; wider tiles would read less, but 64 x 256 sums and as many accumulators fit no registers.
-// Measured on one H200 a stage takes some 1,900 cycles, three times that (linear_hopper.cu): something else limits it,
-// which ncu has yet to name. The first suspects are the producer's copies of 16 bytes, 64 for each lane of one warp a stage.
+// Measured on one H200 a stage takes some 1,900 cycles, three times that (linear_hopper.cu), and 3.7 TB/s come from the
+// second-level cache: something else limits it, which ncu has yet to name. The first suspects are that cache, of which
+// tiles of 128 x 128 read 32 KB for 4.2 MFLOP (bulk copies to two blocks at once would halve that), and the producer's
+// copies of 16 bytes, 64 for each lane of one warp a stage.
 //
 // Why cp.async: bulk copies without a tensor map bring contiguous bytes as they lie, and products need rows of 128 bytes
 // swizzled; the emulator knows no tensor maps.
