@@ -123,7 +123,9 @@ fn product_of_codes(inputs: &Named, rounding: &mut Rounding) -> Result<(Named, T
 mod tests {
     use super::*;
     use crate::precision::values;
-    use crate::testing::{Draw, Golden, UNIT_ROUNDOFF, assert_within, differentiated, f64_tensor};
+    use crate::testing::{
+        Draw, Golden, UNIT_ROUNDOFF, assert_gradients_are_automatic, assert_within, differentiated, f64_tensor,
+    };
 
     fn case(head_dim: usize, half: usize) -> (Turn, Named) {
         let mut draw = Draw::new(8);
@@ -143,14 +145,7 @@ mod tests {
             Ok((forward(&turn, inputs, &mut Rounding::exact())?.tensor("kv")? * inputs.tensor("dkv")?)?)
         };
         let automatic = differentiated(&named, &of, objective)?;
-        for (_, gradient) in of {
-            let expected = automatic.tensor(gradient)?;
-            let largest = values(expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
-            // Some hundred roundings of numbers of the size of the largest.
-            let bound = (expected.ones_like()? * (4096.0 * UNIT_ROUNDOFF * (1.0 + largest)))?;
-            assert_within(gradient, gradients.tensor(gradient)?, expected, &bound);
-        }
-        Ok(())
+        assert_gradients_are_automatic(&gradients, &automatic, &of)
     }
 
     #[test]

@@ -125,6 +125,22 @@ pub fn assert_directional_derivative(
     Ok(())
 }
 
+/// Fails unless the gradients of inputs (pairs of their names) are the automatic ones, up to some hundred roundings of numbers
+/// of the size of the largest.
+pub fn assert_gradients_are_automatic(
+    gradients: &Named,
+    automatic: &Named,
+    of: &[(&'static str, &'static str)],
+) -> Result<()> {
+    for (_, gradient) in of {
+        let expected = automatic.tensor(gradient)?;
+        let largest = values(expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
+        let bound = (expected.ones_like()? * (4096.0 * UNIT_ROUNDOFF * (1.0 + largest)))?;
+        assert_within(gradient, gradients.tensor(gradient)?, expected, &bound);
+    }
+    Ok(())
+}
+
 /// [`assert_directional_derivative`] of `f` where all inputs of `pairs` that there are move at once, each along a random
 /// direction of this deviation. A pair is an input's name and that of the gradient that claims its derivative.
 pub fn assert_derivative_along_all(

@@ -18,7 +18,7 @@ use super::kv_norm_rope_write::{check_format, holds, set_cache};
 use super::output_projection::{OF_ROWS, of_codes, parted, set_weight};
 use super::paged::{SlotClass, oracle, page_gap};
 use super::rms_norm::sizes_of_rows;
-use super::rope::{TableForm, Turning};
+use super::rope::{TableForm, Turning, positions_of};
 use super::{extent, tensor};
 use crate::operator::Pooling;
 use crate::operator::declaration::{observed, state};
@@ -100,9 +100,8 @@ impl KvProjectionCase {
     }
 
     fn of_oracle(&self, t: &Bound<'_>) -> OracleResult<reference::Turn> {
-        let positions = t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect());
         let eps = t.scalar("eps", self.eps.into());
-        Ok(reference::Turn { cos: t.f64("cos")?, sin: t.f64("sin")?, positions, eps })
+        Ok(reference::Turn { cos: t.f64("cos")?, sin: t.f64("sin")?, positions: positions_of(t), eps })
     }
 
     fn trains(&self) -> bool {

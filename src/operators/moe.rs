@@ -185,12 +185,14 @@ impl Declared for Moe {
             "grouped_linear_scalar<mxfp4, 128>",
             "grouped_linear_large<fp8>",
             "grouped_linear_small<fp8>",
+            "grouped_linear_hopper<16>",
             "grouped_linear_hopper<64>",
             "grouped_linear_hopper<128>",
             "swiglu_quantize_vector",
             "linear_quantised_small<fp8>",
             "linear_quantised_large<fp8>",
             "linear_quantised_sum<fp8>",
+            "linear_hopper<16>",
             "linear_hopper<64>",
             "linear_hopper<128>",
             "moe_reduce_forward_vector",
@@ -313,6 +315,7 @@ impl Declared for Moe {
             // Many rows of an expert, in tiles that suit them; rows of weights of eight bytes; parts of k.
             plain([40, 2, 2], 16, 32),
             fp8(portable, plain([40, 2, 2], 32, 16)),
+            fp8(hopper, plain([30, 2, 2], 16, 16)),
             fp8(hopper, plain([70, 2, 2], 16, 16)),
             plain([2, 2, 3], 576, 16),
         ];

@@ -18,7 +18,7 @@ use super::extent;
 use super::inverse_rope_quantize::check_rope_dim;
 use super::output_projection::{OF_ROWS, of_codes, parted, set_weight};
 use super::rms_norm::sizes_of_rows;
-use super::rope::{TableForm, Turning, tokens_first};
+use super::rope::{TableForm, Turning, positions_of, tokens_first};
 use crate::operator::prelude::*;
 
 /// The operators in a row.
@@ -77,9 +77,14 @@ impl QueryProjectionCase {
     }
 
     fn of_oracle(&self, t: &Bound<'_>) -> OracleResult<reference::Turn> {
-        let positions = t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect());
         let eps = t.scalar("eps", self.eps.into());
-        Ok(reference::Turn { cos: t.f64("cos")?, sin: t.f64("sin")?, positions, num_heads: self.num_heads, eps })
+        Ok(reference::Turn {
+            cos: t.f64("cos")?,
+            sin: t.f64("sin")?,
+            positions: positions_of(t),
+            num_heads: self.num_heads,
+            eps,
+        })
     }
 
     /// Channels of all heads.

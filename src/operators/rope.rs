@@ -107,8 +107,12 @@ pub(super) fn turned_by(
     x: candle_core::Tensor,
     inverse: bool,
 ) -> OracleResult<dsv4_reference::rope::Inputs> {
-    let positions = t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect());
-    Ok(reference::Inputs { x, cos: t.f64("cos")?, sin: t.f64("sin")?, positions, inverse })
+    Ok(reference::Inputs { x, cos: t.f64("cos")?, sin: t.f64("sin")?, positions: positions_of(t), inverse })
+}
+
+/// Each token's row of the table of [`Turning`]; `None` where it is the token's own number.
+pub(super) fn positions_of(t: &Bound<'_>) -> Option<Vec<i64>> {
+    t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect())
 }
 
 /// A case: extents, types, table, layout, data.
