@@ -352,10 +352,11 @@ impl Declared for QueryProjection {
         laws.separate("num_tokens", "tokens may be permuted");
     }
 
-    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
+    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow. The norm of one channel passes
+    /// nothing on but by eps: what is left of a gradient before it is the rounding of terms that cancel.
     fn is_smooth(c: &QueryProjectionCase) -> bool {
         let elements = (c.num_tokens + c.q_lora_rank) * (c.hidden_size + c.width());
-        !c.quantised && c.table != TableForm::HostilePositions && elements <= 2048
+        !c.quantised && c.q_lora_rank > 1 && c.table != TableForm::HostilePositions && elements <= 2048
     }
 
     /// A token bends over its own size, weights over those that a norm behind them makes of no size of their own.

@@ -162,10 +162,13 @@ struct Reader {
         UNROLL
         for (int half = 0; half < 2; ++half) {
             UNROLL
-            for (int row = 0; row < 2; ++row)
+            for (int row = 0; row < 2; ++row) {
+                const bool wanted = exists[row] && halves[half].stream < STREAMS;
+                // Not even an address that nothing is copied from may lie at another multiple: one token's stride is any.
+                const bf16* const source = halves[half].source + row * (WARP_TOKENS / 2) * params.streams_token_stride;
                 copy_async_16(stage + (2 * half + row) * PROJECTION_THREADS * sizeof(Vec16),
-                              halves[half].source + row * (WARP_TOKENS / 2) * params.streams_token_stride,
-                              exists[row] && halves[half].stream < STREAMS);
+                              wanted ? source : params.streams, wanted);
+            }
             halves[half].advance(params, BLOCK_PIECES);
         }
     }

@@ -125,7 +125,8 @@ struct Stager {
             SharedAddress target = shared_address(&shared.channels[stage][of][row][threadIdx.x % W::PIECES]);
             UNROLL_BY(1)
             for (int at = row; at < W::TOKENS; at += W::ROWS) {
-                copy_async_16(target, source, exists && at < count);
+                const bool wanted = exists && at < count;
+                copy_async_16(target, wanted ? source : sources[of], wanted);
                 source += W::ROWS * strides[of];
                 target += W::ROWS * sizeof(shared.channels[0][0][0]);
             }
