@@ -9,14 +9,14 @@
 //! ```
 
 use dsv4_kernels::kv_cache::RowFormat;
-use dsv4_kernels::linear::ScaleLayout;
-use dsv4_kernels::{kv_norm_rope_write, linear, quantize_fp8, rms_norm, rope};
+use dsv4_kernels::{kv_norm_rope_write, linear, rms_norm, rope};
 use dsv4_reference::kv_cache::SCALE_GROUP;
 use dsv4_reference::kv_projection as reference;
 
 use super::kv_norm_rope_write::{check_format, holds, set_cache};
-use super::output_projection::{OF_ROWS, of_codes, parted, set_weight};
+use super::output_projection::{parted, set_weight};
 use super::paged::{SlotClass, oracle, page_gap};
+use super::query_projection::product_of_codes;
 use super::rms_norm::sizes_of_rows;
 use super::rope::{TableForm, Turning, positions_of};
 use super::{extent, tensor};
@@ -310,19 +310,7 @@ impl Declared for KvProjection {
 
     fn launch(c: &KvProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         if c.stored == Stored::CacheOfFp8 {
-            let names = [("h", "x"), ("h_codes", "codes"), ("h_scales", "scales")];
-            let coded = v.only(&["h", "h_codes", "h_scales"]).renamed(&names);
-            run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
-            let names = [
-                ("h_codes", "x"),
-                ("h_scales", "x_scales"),
-                ("wkv_codes", "w"),
-                ("wkv_scales", "w_scales"),
-                ("kv_a", "y"),
-            ];
-            let product = v.only(&["h_codes", "h_scales", "wkv_codes", "wkv_scales", "kv_a", "workspace"]);
-            let product = product.renamed(&names);
-            run.launch(|device| linear::forward_quantised(device, &product, of_codes(ScaleLayout::Plain)))?;
+            product_of_codes(v, run, ["h", "h_codes", "h_scales", "wkv_codes", "wkv_scales", "kv_a"])?;
         } else {
             let product = v.only(&["h", "wkv", "kv_a", "workspace"]);
             let product = product.renamed(&[("h", "x"), ("wkv", "w"), ("kv_a", "y")]);

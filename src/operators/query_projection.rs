@@ -426,7 +426,7 @@ fn heads(
 }
 
 /// The codes of x, and their product with those of a weight.
-fn product_of_codes(
+pub(super) fn product_of_codes(
     v: &Views,
     run: &mut Launches<'_>,
     [x, codes, scales, weights, weight_scales, y]: [&'static str; 6],
