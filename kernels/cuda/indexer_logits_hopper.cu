@@ -90,9 +90,6 @@ SHARED_MEMORY(indexer_logits_hopper, Shared::BYTES)
 DEVICE uint32_t tile_phase(uint32_t tile) { return tile / STAGES & 1; }
 DEVICE uint32_t unit_phase(uint32_t unit) { return unit / 2 & 1; }
 
-// Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma.
-DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
-
 DEVICE Unit<TOKENS>& shared_unit(uint32_t unit) {
     return *reinterpret_cast<Unit<TOKENS>*>(dynamic_shared() + Shared::UNITS + unit % 2 * Shared::UNIT_BYTES);
 }

@@ -145,6 +145,35 @@ KERNEL(selftest_named_barriers, SelftestNamedBarriersParams, PIPELINE_THREADS) {
     }
 }
 
+// ---------------------------------------------------------------- boxes of tensors
+
+struct SelftestBoxParams {
+    uint8_t* y;  // [BOX_ROWS, 128], the box as it lies in the tensor
+    int32_t column, row, matrix;
+    TensorMap map;  // boxes of BOX_ROWS rows
+};
+PARAMS_LAYOUT(SelftestBoxParams, y, column, row, matrix, map)
+
+constexpr int BOX_ROWS = 40, BOX_BYTES = BOX_ROWS * 128;
+SHARED_MEMORY(selftest_box, BOX_BYTES + 8)
+
+// One block.
+KERNEL(selftest_box, SelftestBoxParams, PIPELINE_THREADS) {
+    const SharedAddress shared = shared_address(dynamic_shared()), landed = shared + BOX_BYTES;
+    if (threadIdx.x == 0) {
+        mbarrier_init(landed, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect(landed, BOX_BYTES);
+        tensor_copy_in(shared, params.map, params.column, params.row, params.matrix, landed);
+    }
+    __syncthreads();
+    mbarrier_wait(landed, 0);
+    for (int i = threadIdx.x; i < BOX_BYTES / 16; i += PIPELINE_THREADS) {
+        const int row = i / 8, chunk = i % 8;
+        store_vec16(params.y + 16 * i, load_vec16(dynamic_shared() + row * 128 + (chunk ^ row % 8) * 16));
+    }
+}
+
 // ---------------------------------------------------------------- four e4m3 codes at a time
 
 struct SelftestE4m3WordsParams {

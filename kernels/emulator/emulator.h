@@ -132,6 +132,9 @@ struct HostApi {
     void (*wgmma_commit)(ThreadContext*);
     // Called by one lane for its warp, in a collective: returns once at most `pending` groups are under way.
     void (*wgmma_wait)(ThreadContext*, uint32_t pending);
+    // Copies a box of the tensor that `map`, 16 words, describes, and then counts its bytes at the mbarrier.
+    void (*tensor_copy_in)(ThreadContext*, uint32_t target, const uint64_t* map, int32_t column, int32_t row,
+                           int32_t matrix, uint32_t barrier);
 };
 
 inline const HostApi* host = nullptr;

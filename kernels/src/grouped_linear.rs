@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use crate::arguments::{Argument, Arguments, FLOATS, Signature, is_aligned, read, write};
 use crate::implementation::Implementation;
 use crate::linear::{
-    FEATURE_TILE, FEW_ROWS, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, TOKEN_TILES, Weights, hopper_defines,
-    quantised_defines, token_tile,
+    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, Weights, hopper_defines,
+    large_maps, quantised_defines, token_tile, token_tiles, with_maps,
 };
 use crate::moe_map::MAX_EXPERTS;
 use crate::runtime::device::{Module, module};
@@ -17,14 +17,16 @@ use crate::scale_layout::Scales;
 
 const FILE: &str = "grouped_linear.cu";
 const HOPPER_FILE: &str = "grouped_linear_hopper.cu";
+const HOPPER_LARGE: (&str, &str) = ("grouped_linear_hopper_large.cu", "grouped_linear_hopper_large");
 const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
-    let hopper = TOKEN_TILES.map(|tokens| module(HOPPER_FILE, &hopper_defines(tokens, Weights::Fp8)));
-    [portable.to_vec(), hopper.to_vec()].concat()
+    let of_rows = |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, Weights::Fp8));
+    let hopper = token_tiles(Weights::Fp8).iter().map(of_rows).chain([module(HOPPER_LARGE.0, &[])]);
+    portable.into_iter().chain(hopper).collect()
 }
 
 /// Where the rows of experts are.
@@ -231,10 +233,17 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     let misfit = others.then(|| "the Hopper kernel takes FP8 weights alone".into());
     let misfit = misfit.or_else(|| quantised.hopper_misfit(vectorised));
     let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
-    let params = params(views, &grouped, extents)?;
+    let maps = if hopper { large_maps(device, views, quantised.weights, grouped.expected_rows)? } else { None };
+    let params = with_maps(params(views, &grouped, extents)?, maps);
     let processors = device.environment().processors as usize;
+    if maps.is_some() {
+        let (file, name) = HOPPER_LARGE;
+        let blocks = blocks(&grouped, extents, LARGE_TILE).min(processors);
+        device.kernel(file, &[], name)?.launch_blocks("x", blocks, &params)?;
+        return Ok(name.to_owned());
+    }
     if hopper {
-        let tokens = token_tile(grouped.expected_rows);
+        let tokens = token_tile(quantised.weights, grouped.expected_rows);
         let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, Weights::Fp8), "grouped_linear_hopper")?;
         kernel.launch_blocks("x", blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(processors), &params)?;
         return Ok(format!("grouped_linear_hopper<{tokens}>"));

@@ -8,6 +8,7 @@ use crate::implementation::Implementation;
 use crate::runtime::device::{Module, module};
 use crate::runtime::matrix::{Matrix, MatrixProduct};
 use crate::runtime::params::{DeviceAddress, Params};
+use crate::runtime::tensor_map::{MapWords, TensorMap};
 use crate::runtime::{DType, Device, Result, TensorView, Views};
 use crate::scale_layout::extents_of;
 pub use crate::scale_layout::{ScaleLayout, Scales};
@@ -15,6 +16,7 @@ pub use crate::scale_layout::{ScaleLayout, Scales};
 const FILE: &str = "linear.cu";
 const QUANTISED_FILE: &str = "linear_quantised.cu";
 const HOPPER_FILE: &str = "linear_hopper.cu";
+const HOPPER_LARGE: (&str, &str) = ("linear_hopper_large.cu", "linear_hopper_large");
 const CHECK: Arguments = Arguments { operator: "linear" };
 /// Most features of a row, in or out.
 pub const MAX_FEATURES: usize = 1 << 30;
@@ -38,9 +40,11 @@ pub const BLOCK: usize = 128;
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
     let of = |(weights, group): (Weights, usize)| module(QUANTISED_FILE, &quantised_defines(weights, group));
+    let of_tokens = |weights| move |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, weights));
     let hopper = [Weights::Fp8, Weights::Mxfp4]
         .into_iter()
-        .flat_map(|weights| TOKEN_TILES.map(|tokens| module(HOPPER_FILE, &hopper_defines(tokens, weights))));
+        .flat_map(|weights| token_tiles(weights).iter().map(of_tokens(weights)));
+    let hopper = hopper.chain([module(HOPPER_LARGE.0, &[])]);
     let quantised = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)].map(of);
     [vec![module(FILE, &[])], quantised.to_vec(), hopper.collect()].concat()
 }
@@ -182,10 +186,11 @@ const QUANTISED: [Tiles; 3] = [
     Tiles { names: ["linear_quantised_small"; 3], per_processor: 4, extents: [FEW_ROWS, 64] },
     Tiles { names: ["linear_quantised_scalar"; 3], per_processor: 4, extents: [64, 64] },
 ];
-/// Tokens of a tile of the Hopper kernel, one after the other the fewest that hold all tokens, or the most; its
-/// features, which are as many as numbers of k of a stage.
-pub(crate) const TOKEN_TILES: [usize; 3] = [16, 64, 128];
+/// Features of a tile of the Hopper kernel for few tokens, as many as numbers of k of a stage of either.
 pub(crate) const FEATURE_TILE: usize = 128;
+/// Tokens and features of a tile of the Hopper kernel for many tokens, and rows of the boxes that it copies.
+pub(crate) const LARGE_TILE: [usize; 2] = [128, 256];
+const LARGE_BOX_ROWS: u32 = 128;
 
 /// Extents of a product: groups, of each rows and columns of the result, numbers that are added for each element.
 #[derive(Clone, Copy)]
@@ -229,11 +234,11 @@ impl Extents {
         [count, (held / count.max(1)).clamp(1, self.depth.div_ceil(DEPTH * FEWEST_STAGES).max(1))]
     }
 
-    /// The same of the Hopper kernel, whose blocks take several tiles: so many parts of k that the last round of the
-    /// multiprocessors is nearly full, where what they leave costs less than that. `tokens`: of a tile.
-    fn hopper_grid(self, device: &Device, tokens: usize) -> [usize; 2] {
+    /// The same of the Hopper kernels, whose blocks take several tiles: so many parts of k that the last round of the
+    /// multiprocessors is nearly full, where what they leave costs less than that. `tokens`, `features`: of a tile.
+    fn hopper_grid(self, device: &Device, [tokens, features]: [usize; 2]) -> [usize; 2] {
         let processors = device.environment().processors as usize;
-        let count = self.rows.div_ceil(tokens).saturating_mul(self.columns.div_ceil(FEATURE_TILE));
+        let count = self.rows.div_ceil(tokens).saturating_mul(self.columns.div_ceil(features));
         let stages = self.depth.div_ceil(FEATURE_TILE);
         // In stages: those of the longest block, its starts, and the sums that it leaves, 8 bytes an element there and
         // back.
@@ -625,9 +630,39 @@ impl Quantised {
     }
 }
 
-/// Tokens of a tile of the Hopper kernel.
-pub(crate) fn token_tile(num_tokens: usize) -> usize {
-    TOKEN_TILES.into_iter().find(|&tokens| num_tokens <= tokens).unwrap_or(TOKEN_TILES[TOKEN_TILES.len() - 1])
+/// Tokens of a tile of the Hopper kernels for few tokens: one after the other the fewest that hold all tokens, or the most.
+pub(crate) fn token_tiles(weights: Weights) -> &'static [usize] {
+    if weights == Weights::Fp8 { &[16, 64] } else { &[16, 64, 128] }
+}
+
+/// The same, of a call.
+pub(crate) fn token_tile(weights: Weights, num_tokens: usize) -> usize {
+    let tiles = token_tiles(weights);
+    tiles.iter().copied().find(|&tokens| num_tokens <= tokens).unwrap_or(tiles[tiles.len() - 1])
+}
+
+/// What the Hopper kernel for many tokens copies boxes of: x and w. `None` where another kernel has to run: few tokens,
+/// other weights than FP8, strides of which hardware copies no boxes.
+pub(crate) fn large_maps(
+    device: &Device,
+    views: &Views,
+    weights: Weights,
+    num_tokens: usize,
+) -> Result<Option<[MapWords; 2]>> {
+    let few = token_tiles(Weights::Fp8);
+    if weights != Weights::Fp8 || num_tokens <= few[few.len() - 1] {
+        return Ok(None);
+    }
+    match ["x", "w"].map(|name| TensorMap::of(&views[name], LARGE_BOX_ROWS)) {
+        [Some(x), Some(w)] => Ok(Some([device.tensor_map(&x)?, device.tensor_map(&w)?])),
+        _ => Ok(None),
+    }
+}
+
+/// The last fields of the parameters of quantised linear layers.
+pub(crate) fn with_maps(params: Params, maps: Option<[MapWords; 2]>) -> Params {
+    let [x, w] = maps.map_or([None; 2], |maps| maps.map(Some));
+    params.tensor_map("x_map", x).tensor_map("w_map", w)
 }
 
 /// The tiles of the portable kernels.
@@ -644,8 +679,9 @@ fn quantised_tiles(num_tokens: usize, vectorised: bool) -> &'static Tiles {
 pub fn quantised_workspace_bytes(device: &Device, num_tokens: usize, out_features: usize, in_features: usize) -> usize {
     let extents = Product::Forward.extents(num_tokens, out_features, in_features);
     let portable = [true, false].map(|vectorised| extents.grid(device, quantised_tiles(num_tokens, vectorised))[1]);
-    let hopper = extents.hopper_grid(device, token_tile(num_tokens))[1];
-    portable.into_iter().chain([hopper]).map(|splits| extents.partial_bytes(splits)).max().unwrap_or(0)
+    let few = [Weights::Fp8, Weights::Mxfp4].map(|weights| [token_tile(weights, num_tokens), FEATURE_TILE]);
+    let hopper = few.into_iter().chain([LARGE_TILE]).map(|tile| extents.hopper_grid(device, tile)[1]);
+    portable.into_iter().chain(hopper).map(|splits| extents.partial_bytes(splits)).max().unwrap_or(0)
 }
 
 /// Launches `y = y_before + x w^T` of quantised x and w; returns the kernels that ran. Its tensors:
@@ -672,14 +708,24 @@ pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -
     // No number of tokens is too small for it.
     let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let extents = Product::Forward.extents(num_tokens, out_features, in_features);
-    let (tiles, tokens) = (quantised_tiles(num_tokens, vectorised), token_tile(num_tokens));
-    let [count, splits] = if hopper { extents.hopper_grid(device, tokens) } else { extents.grid(device, tiles) };
-    let params = quantised_params(views, &quantised, extents, splits)?;
+    let (tiles, tokens) = (quantised_tiles(num_tokens, vectorised), token_tile(quantised.weights, num_tokens));
+    let maps = if hopper { large_maps(device, views, quantised.weights, num_tokens)? } else { None };
+    let [count, splits] = match (hopper, maps) {
+        (true, Some(_)) => extents.hopper_grid(device, LARGE_TILE),
+        (true, None) => extents.hopper_grid(device, [tokens, FEATURE_TILE]),
+        (false, _) => extents.grid(device, tiles),
+    };
+    let params = with_maps(quantised_params(views, &quantised, extents, splits)?, maps);
     let defines = quantised_defines(quantised.weights, quantised.group);
     let units = count.saturating_mul(splits);
-    let path = if hopper {
+    let processors = device.environment().processors as usize;
+    let path = if maps.is_some() {
+        let (file, name) = HOPPER_LARGE;
+        device.kernel(file, &[], name)?.launch_blocks("x", units.min(processors), &params)?;
+        name.to_owned()
+    } else if hopper {
         let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights), "linear_hopper")?;
-        kernel.launch_blocks("x", units.min(device.environment().processors as usize), &params)?;
+        kernel.launch_blocks("x", units.min(processors), &params)?;
         match quantised.weights {
             Weights::Mxfp4 => format!("linear_hopper<{tokens}, mxfp4>"),
             _ => format!("linear_hopper<{tokens}>"),

@@ -264,7 +264,7 @@ impl Declared for GroupedLinear {
             "grouped_linear_scalar<mxfp4, 32>",
             "grouped_linear_hopper<16>",
             "grouped_linear_hopper<64>",
-            "grouped_linear_hopper<128>",
+            "grouped_linear_hopper_large",
         ],
         modules: launcher::modules,
         cases: [24, 60, 120],

@@ -311,7 +311,7 @@ impl Declared for Linear {
             "linear_quantised_sum<nvfp4>",
             "linear_hopper<16>",
             "linear_hopper<64>",
-            "linear_hopper<128>",
+            "linear_hopper_large",
             "linear_hopper<16, mxfp4>",
             "linear_hopper<64, mxfp4>",
             "linear_hopper<128, mxfp4>",

@@ -8,9 +8,10 @@ use std::time::Duration;
 use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::params::Params;
+use dsv4_kernels::runtime::tensor_map::BOX_ROW_BYTES;
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
-    RuntimeError, SourceTree,
+    RuntimeError, SourceTree, TensorMap,
 };
 use dsv4_reference::TensorCore;
 use dsv4_reference::kv_cache::e4m3_value;
@@ -541,6 +542,80 @@ fn named_barriers_hand_each_round_over_to_the_other_warpgroup() {
         launch(&arena, (HOPPER, "selftest_named_barriers"), 1, &params).expect("a hand-over");
         assert_eq!(arena.download(&y).unwrap().to_i32(), expected);
     });
+}
+
+// ---------------------------------------------------------------- boxes of tensors
+
+const BOX_ROWS: u32 = 40;
+const MATRICES: usize = 2;
+const MATRIX_ROWS: usize = 50;
+const ROW_BYTES: usize = 208;
+
+/// Bytes of which neighbours along all axes differ, none of them 0.
+fn boxed_byte(matrix: usize, row: usize, column: usize) -> u8 {
+    1 + ((7 * matrix + 31 * row + 5 * column) % 251) as u8
+}
+
+/// The box of a tensor from here on, as the kernel brings it: column, row, matrix.
+fn copied_box(device: &Device, from: [usize; 3]) -> Result<Vec<u8>> {
+    let mut arena = DeviceArena::new(device, Contract::NAN);
+    let places = (0..MATRICES * MATRIX_ROWS * ROW_BYTES)
+        .map(|i| [i / ROW_BYTES / MATRIX_ROWS, i / ROW_BYTES % MATRIX_ROWS, i % ROW_BYTES]);
+    let bytes = places.map(|[matrix, row, column]| boxed_byte(matrix, row, column)).collect();
+    let tensor = HostTensor { dtype: DType::U8, shape: vec![MATRICES, MATRIX_ROWS, ROW_BYTES], bytes };
+    let x = arena.input("x", &tensor)?;
+    let y = arena.output("y", DType::U8, &[BOX_ROWS as usize, BOX_ROW_BYTES])?;
+    let map = TensorMap::of(&x, BOX_ROWS).expect("rows at multiples of 16 bytes");
+    let [column, row, matrix] = from;
+    let params = Params::new("selftest").ptr("y", &y).i32("column", column)?.i32("row", row)?.i32("matrix", matrix)?;
+    let params = params.tensor_map("map", Some(device.tensor_map(&map)?));
+    launch(&arena, (HOPPER, "selftest_box"), 1, &params)?;
+    Ok(arena.download(&y)?.bytes)
+}
+
+/// What lies there, and zeros behind the tensor's end.
+fn expected_box([first_column, first_row, matrix]: [usize; 3]) -> Vec<u8> {
+    let byte = |i: usize| {
+        let (row, column) = (first_row + i / BOX_ROW_BYTES, first_column + i % BOX_ROW_BYTES);
+        let inside = matrix < MATRICES && row < MATRIX_ROWS && column < ROW_BYTES;
+        if inside { boxed_byte(matrix, row, column) } else { 0 }
+    };
+    (0..BOX_ROWS as usize * BOX_ROW_BYTES).map(byte).collect()
+}
+
+#[test]
+fn a_box_of_a_tensor_arrives_in_its_swizzle_with_zeros_behind_the_end() {
+    under_every_schedule(|device| {
+        for from in [[0, 0, 0], [16, 3, 1], [128, 30, 0], [0, 49, 1], [0, 50, 0], [208, 0, 1], [0, 0, 2]] {
+            let found = copied_box(device, from).expect("a copy");
+            assert!(found == expected_box(from), "the box from {from:?} on");
+        }
+    });
+}
+
+#[test]
+fn wrong_copies_of_boxes_show() {
+    let Some(emulator) = own_emulator() else { return };
+    let fault = |right: &str, wrong: &str| {
+        let device = with_change(&emulator, HOPPER, right, wrong);
+        match copied_box(&device, [0, 0, 0]) {
+            Ok(found) if found == expected_box([0, 0, 0]) => String::new(),
+            Ok(_) => "other bytes".to_owned(),
+            Err(RuntimeError::Fault { what, .. }) => what,
+            Err(error) => panic!("`{wrong}` for `{right}`: {error}"),
+        }
+    };
+    let copy = "tensor_copy_in(shared, params.map,";
+    for (right, wrong, needle) in [
+        ("mbarrier_wait(landed, 0);\n    for (int i", "for (int i", "did not wait for"),
+        ("chunk ^ row % 8) * 16));\n", "chunk ^ row % 4) * 16));\n", "other bytes"),
+        (copy, "tensor_copy_in(shared + 512, params.map,", "multiples of 1024 and 16"),
+        (copy, "TensorMap none{};\n        tensor_copy_in(shared, none,", "that the launcher has not made"),
+        ("mbarrier_arrive_expect(landed, BOX_BYTES);", "mbarrier_arrive_expect(landed, BOX_BYTES - 128);", "mbarrier"),
+    ] {
+        let found = fault(right, wrong);
+        assert!(found.contains(needle), "`{wrong}` for `{right}`: {found:?}");
+    }
 }
 
 // ---------------------------------------------------------------- four e4m3 codes at a time

@@ -32,11 +32,14 @@ struct GroupedLinearParams {
     int32_t experts;
     int32_t out_is_f32;
     int32_t wide;         // whether out takes 16-byte accesses
+    TensorMap x_map;      // boxes of rows of x, and of w, where a kernel copies such
+    TensorMap w_map;
 };
 PARAMS_LAYOUT(GroupedLinearParams, x, x_expert_stride, x_stride, w, w_expert_stride, w_stride, x_scales, w_scales,
               counts, expert_offsets, out, out_expert_stride, out_stride, x_expert_scales, w_expert_scales, rows,
               columns, depth, x_padded_rows, w_padded_rows, x_groups, x_padded_groups, x_scale_layout, w_groups,
-              w_padded_groups, w_scale_layout, scale_bytes, experts, out_is_f32, wide)
+              w_padded_groups, w_scale_layout, scale_bytes, experts, out_is_f32, wide,
+              x_map, w_map)
 
 // ---------------------------------------------------------------- rows of experts
 
@@ -109,12 +112,13 @@ struct ExpertTiles {
     const GroupedLinearParams& params;
     const int32_t* ends;
 
-    int64_t column_tiles() const { return ceil_div<int64_t>(params.columns, S::COLUMNS); }
-    int64_t count() const { return ends[params.experts - 1] * column_tiles(); }
+    // Of 32 bits, as in part_of.
+    uint32_t column_tiles() const { return static_cast<uint32_t>(ceil_div<int64_t>(params.columns, S::COLUMNS)); }
+    int64_t count() const { return static_cast<int64_t>(ends[params.experts - 1]) * column_tiles(); }
 
     // The first expert whose tiles end beyond this one.
     ExpertTile operator[](int64_t number) const {
-        const int64_t row_tile = number / column_tiles();
+        const auto row_tile = static_cast<int32_t>(static_cast<uint32_t>(number) / column_tiles());
         int32_t low = 0, high = params.experts - 1;
         while (low < high) {
             const int32_t middle = (low + high) / 2;

@@ -35,12 +35,16 @@
 #include "memory.h"
 #include "mma.h"
 #include "numeric.h"
+#include "tensor_map.h"
 
 #if !defined(PARITY_EMULATOR) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "hopper.h needs sm_90a"
 #endif
 
 constexpr int WARPGROUP_SIZE = 128;
+
+// Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma.
+DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
 
 // ---------------------------------------------------------------- mbarriers
 
@@ -157,6 +161,22 @@ DEVICE void bulk_copy_in(SharedAddress target, const void* source, uint32_t byte
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                  "l"(source), "r"(bytes), "r"(barrier)
                  : "memory");
+#endif
+}
+
+// Copy of a box of a tensor to shared memory: 128 bytes of each of the map's `box_rows` rows, from these coordinates on, in
+// the swizzle described above; `target` is a multiple of 1024. Zeros where the tensor has no bytes. All the box's bytes,
+// zeros among them, count towards the barrier's expected ones when they land.
+DEVICE void tensor_copy_in(SharedAddress target, const TensorMap& map, int32_t column, int32_t row, int32_t matrix,
+                           SharedAddress barrier) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->tensor_copy_in(emulator::context, target, map.words, column, row, matrix, barrier);
+#else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            target),
+        "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
+        : "memory");
 #endif
 }
 

@@ -116,10 +116,6 @@ DEVICE void initialise_barriers(SharedAddress shared, const uint32_t (&arrivals)
     __syncthreads();
 }
 
-// The same, of one value: read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it
-// serialises wgmma.
-DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
-
 // A thread's number among the producers. (So the compiler sees its range.)
 DEVICE int producer_thread() { return static_cast<int>(threadIdx.x % PRODUCERS); }
 

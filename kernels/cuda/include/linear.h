@@ -51,18 +51,24 @@ struct Part {
     int32_t split;
 };
 
-// Tiles are taken in groups of TILE_GROUP rows of tiles, within one column by column. S: ROWS, COLUMNS, STAGE_DEPTH.
+// Tiles are taken in groups of TILE_GROUP rows of tiles, within one column by column. S: ROWS, COLUMNS, STAGE_DEPTH. No
+// memory holds the elements of 2^31 tiles, nor a row of as many stages: counts have 32 bits, whose divisions take a third of
+// the time, and many parts have no more than a few stages.
 template <typename S>
 DEVICE Part part_of(const Result& result, int64_t block) {
-    const int64_t row_tiles = ceil_div<int64_t>(result.rows, S::ROWS);
-    const int64_t column_tiles = ceil_div<int64_t>(result.columns, S::COLUMNS);
-    const int64_t tiles = row_tiles * column_tiles, tile = block % tiles, split = block / tiles;
-    const int64_t group = tile / (TILE_GROUP * column_tiles), first = group * TILE_GROUP;
-    const int64_t rows = minimum<int64_t>(TILE_GROUP, row_tiles - first);
-    const int64_t within = tile - group * TILE_GROUP * column_tiles;
-    const int64_t stages = ceil_div<int64_t>(result.depth, S::STAGE_DEPTH);
-    return Part{(first + within % rows) * S::ROWS, within / rows * S::COLUMNS, stages * split / result.splits,
-                stages * (split + 1) / result.splits, static_cast<int32_t>(split)};
+    const auto row_tiles = static_cast<uint32_t>(ceil_div<int64_t>(result.rows, S::ROWS));
+    const auto column_tiles = static_cast<uint32_t>(ceil_div<int64_t>(result.columns, S::COLUMNS));
+    const auto stages = static_cast<uint32_t>(ceil_div<int64_t>(result.depth, S::STAGE_DEPTH));
+    const uint32_t tiles = row_tiles * column_tiles, number = static_cast<uint32_t>(block);
+    const uint32_t splits = static_cast<uint32_t>(result.splits);
+    const uint32_t split = splits == 1 ? 0 : number / tiles, tile = number - split * tiles;
+    const uint32_t group = tile / (TILE_GROUP * column_tiles), first = group * TILE_GROUP;
+    const uint32_t rows = minimum<uint32_t>(TILE_GROUP, row_tiles - first);
+    const uint32_t within = tile - group * TILE_GROUP * column_tiles, column = within / rows;
+    const int64_t begin = splits == 1 ? 0 : static_cast<int64_t>(stages) * split / splits;
+    const int64_t end = splits == 1 ? stages : static_cast<int64_t>(stages) * (split + 1) / splits;
+    return Part{static_cast<int64_t>(first + within - column * rows) * S::ROWS, static_cast<int64_t>(column) * S::COLUMNS,
+                begin, end, static_cast<int32_t>(split)};
 }
 
 template <typename S>

@@ -5,6 +5,7 @@
 #include "linear.h"
 #include "math.h"
 #include "scale_layout.h"
+#include "tensor_map.h"
 
 // The scales of one operand.
 struct Scales {
@@ -19,10 +20,21 @@ DEVICE uint8_t scale_byte(const Scales& scales, int64_t row, int32_t group) {
     return static_cast<const uint8_t*>(scales.scales)[scale_place(scales, scales.first_row + row, group)];
 }
 
-// The scale of a group, a power of two or any fp32 number.
+// The scale at a place, a power of two or any fp32 number.
+DEVICE float scale_at(const Scales& scales, int64_t place) {
+    if (scales.bytes) return e8m0_to_float(static_cast<const uint8_t*>(scales.scales)[place]);
+    return static_cast<const float*>(scales.scales)[place];
+}
+
+// The scale of a group.
 DEVICE float scale_of_group(const Scales& scales, int64_t row, int32_t group) {
-    if (scales.bytes) return e8m0_to_float(scale_byte(scales, row, group));
-    return static_cast<const float*>(scales.scales)[scale_place(scales, scales.first_row + row, group)];
+    return scale_at(scales, scale_place(scales, scales.first_row + row, group));
+}
+
+// Whether a product of scales is normal, or one of them 0.
+DEVICE bool is_regular(float x_scale, float w_scale) {
+    const uint32_t exponent = __float_as_uint(x_scale * w_scale) & 0x7f800000u;
+    return x_scale == 0.0f || w_scale == 0.0f || (exponent != 0 && exponent != 0x7f800000u);
 }
 
 // A product of quantised operands.
@@ -60,11 +72,13 @@ struct LinearQuantisedParams {
     int32_t splits;
     int32_t out_is_f32;
     int32_t wide;
+    TensorMap x_map;      // boxes of rows of x, and of w, where a kernel copies such
+    TensorMap w_map;
 };
 PARAMS_LAYOUT(LinearQuantisedParams, x, x_stride, w, w_stride, x_scales, w_scales, x_global_scale, w_global_scale,
               before, before_stride, out, out_stride, partials, rows, columns, depth, x_padded_rows, w_padded_rows,
               x_groups, x_padded_groups, x_scale_layout, w_groups, w_padded_groups, w_scale_layout, scale_bytes,
-              splits, out_is_f32, wide)
+              splits, out_is_f32, wide, x_map, w_map)
 
 DEVICE Scales x_scales_of(const LinearQuantisedParams& params) {
     return Scales{params.x_scales,        params.x_padded_rows,  params.x_groups,

@@ -93,9 +93,6 @@ static_assert(Shared::BYTES <= 227 * 1024, "stages exceed shared memory");
 // Parity of the phase in which stage number n, counted over all units, has come.
 DEVICE uint32_t stage_phase(uint32_t stage) { return stage / STAGES & 1; }
 
-// Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma.
-DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
-
 DEVICE StageScales& stage_scales(uint32_t stage) {
     return reinterpret_cast<StageScales*>(dynamic_shared() + Shared::SCALES)[stage % STAGES];
 }
@@ -170,12 +167,6 @@ DEVICE void produce_stage(const QuantisedProduct& product, const Part& part, int
                             result.depth);
     copy_rows<TOKENS>(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin,
                       result.depth);
-}
-
-// Whether a product of scales is normal, or one of them 0.
-DEVICE bool is_regular(float x_scale, float w_scale) {
-    const uint32_t exponent = __float_as_uint(x_scale * w_scale) & 0x7f800000u;
-    return x_scale == 0.0f || w_scale == 0.0f || (exponent != 0 && exponent != 0x7f800000u);
 }
 
 DEVICE void produce_scales(const QuantisedProduct& product, const Part& part, int32_t group, float w_scale,

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::error::Result;
 use super::matrix::MatrixLibrary;
 use super::source::SourceTree;
+use super::tensor_map::{MapWords, TensorMap};
 
 /// What ran a kernel: one of the two implementations of the runtime, or a process from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -235,6 +236,14 @@ pub trait Backend: Send + Sync {
     /// What multiplies matrices by other kernels than ours; `None` where nothing does.
     fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
         None
+    }
+
+    /// What a kernel's parameters hold of a tensor of which it copies boxes.
+    ///
+    /// # Errors
+    /// The device's.
+    fn tensor_map(&self, map: &TensorMap) -> Result<MapWords> {
+        Ok(map.words())
     }
 }
 

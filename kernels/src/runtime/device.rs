@@ -16,6 +16,7 @@ use super::recording::RecordingBackend;
 use super::remote::{RemoteBackend, RemoteOptions};
 use super::source::SourceTree;
 use super::tensor::HostTensor;
+use super::tensor_map::{MapWords, TensorMap};
 
 /// How to open a [`Device`].
 #[derive(Clone, Debug)]
@@ -186,6 +187,14 @@ impl Device {
     /// What multiplies matrices by other kernels than those of the tree; `None` where nothing does.
     pub fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
         self.backend.matrix_library()
+    }
+
+    /// What a kernel's parameters hold of a tensor of which it copies boxes: [`Params::tensor_map`] takes it.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn tensor_map(&self, map: &TensorMap) -> Result<MapWords> {
+        self.backend.tensor_map(map)
     }
 
     /// Looks up kernel `name` of `file`, compiled with `defines`.

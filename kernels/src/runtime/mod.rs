@@ -21,6 +21,7 @@ pub mod remote;
 pub mod source;
 pub mod supervisor;
 pub mod tensor;
+pub mod tensor_map;
 pub mod views;
 mod worker;
 
@@ -30,4 +31,5 @@ pub use device::{Device, DeviceOptions, Kernel, LaunchConfig, NamedTensors};
 pub use error::{Result, RuntimeError};
 pub use source::SourceTree;
 pub use tensor::{DType, HostTensor, TensorView};
+pub use tensor_map::TensorMap;
 pub use views::Views;

@@ -3,6 +3,7 @@
 use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
 use super::tensor::TensorView;
+use super::tensor_map::MapWords;
 
 /// FNV-1a's initial state.
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
@@ -126,6 +127,17 @@ impl Params {
     /// An `int32_t` that is 0 or 1.
     pub fn flag(self, name: &str, value: bool) -> Self {
         self.field(name, i32::from(value).to_ne_bytes())
+    }
+
+    /// A `TensorMap`, which is aligned to 64 bytes: what [`Device::tensor_map`](super::Device::tensor_map) made, or zeros
+    /// for a kernel that copies no boxes of the tensor.
+    pub fn tensor_map(mut self, name: &str, words: Option<MapWords>) -> Self {
+        const ALIGNMENT: usize = 64;
+        self.bytes.resize(self.bytes.len().next_multiple_of(ALIGNMENT), 0);
+        self.alignment = self.alignment.max(ALIGNMENT);
+        self.fields.push(Field { name: name.to_owned(), offset: self.bytes.len(), size: size_of::<MapWords>() });
+        self.bytes.extend(words.unwrap_or_default().iter().flat_map(|word| word.to_ne_bytes()));
+        self
     }
 
     /// A `float`.

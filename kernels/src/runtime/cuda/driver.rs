@@ -9,6 +9,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUresult};
 
 use super::library::loader_reason;
 use crate::runtime::error::{Result, RuntimeError};
+use crate::runtime::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
 
 /// How many kernel names an error lists at most.
 const REMEMBERED_LAUNCHES: usize = 8;
@@ -491,6 +492,34 @@ pub(super) unsafe fn launch(
             std::ptr::null_mut(),
         )
     }
+}
+
+/// The driver's form of a map: boxes of bytes in the swizzle of 128 bytes, zeros outside of the tensor.
+pub(super) fn tensor_map(map: &TensorMap) -> Result<MapWords> {
+    let mut encoded = sys::CUtensorMap { opaque: [0; 16] };
+    let extents = [map.row_bytes, map.rows, map.matrices];
+    let strides = [map.row_stride, map.matrix_stride];
+    let (box_extents, steps) = ([BOX_ROW_BYTES as u32, map.box_rows, 1], [1u32; 3]);
+    // SAFETY: the arrays have as many elements as three axes ask for; the driver keeps none of these addresses, and reads
+    // nothing at the tensor's.
+    let result = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &raw mut encoded,
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            extents.len() as u32,
+            map.address as *mut c_void,
+            extents.as_ptr(),
+            strides.as_ptr(),
+            box_extents.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    check(result, format_args!("cuTensorMapEncodeTiled({map:?})"))?;
+    Ok(encoded.opaque)
 }
 
 #[cfg(test)]

@@ -30,6 +30,7 @@ use super::cache::ModuleCache;
 use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
+use super::tensor_map::{MapWords, TensorMap};
 
 /// Bytes of guard band on each side of an allocation, at least; also keeps its address aligned.
 const GUARD_BAND: usize = 4096;
@@ -259,6 +260,10 @@ impl Backend for CudaBackend {
 
     fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
         blaslt::load(self.nvrtc.path()).ok().map(|()| self as &dyn MatrixLibrary)
+    }
+
+    fn tensor_map(&self, map: &TensorMap) -> Result<MapWords> {
+        driver::tensor_map(map)
     }
 }
 

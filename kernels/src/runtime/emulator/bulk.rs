@@ -1,8 +1,18 @@
 //! Bulk copies into shared memory, and bulk additions out of it.
 
+use crate::runtime::tensor_map::TensorMap;
+
+/// What is copied.
+pub(super) enum BulkSource {
+    /// Bytes that lie side by side.
+    Bytes(*const u8),
+    /// A box of a tensor, from these coordinates on.
+    Box { map: TensorMap, column: i32, row: i32, matrix: i32 },
+}
+
 /// A copy to shared memory that has not landed.
 pub(super) struct BulkCopy {
-    pub(super) source: *const u8,
+    pub(super) source: BulkSource,
     pub(super) target: u32,
     pub(super) bytes: u32,
     pub(super) barrier: u32,

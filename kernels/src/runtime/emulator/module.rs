@@ -14,7 +14,7 @@ use super::fault;
 use super::host_api::{HOST_API, HostApi};
 use super::pads::{Pads, PadsOfThread};
 use super::progress;
-use super::schedule::{BlockLaunch, STOPPED, TIME_LIMIT};
+use super::schedule::{BlockLaunch, ParamUnit, STOPPED, TIME_LIMIT};
 use super::shared::{SHARED_BYTES_PER_BLOCK, Shared};
 use super::watchdog::Watchdog;
 use crate::runtime::backend::KernelExports;
@@ -259,12 +259,11 @@ impl EmulatorModule {
     }
 }
 
-fn aligned_copy(params: &[u8]) -> Vec<u128> {
-    let mut aligned = vec![0u128; params.len().div_ceil(16)];
-    for (word, chunk) in aligned.iter_mut().zip(params.chunks(16)) {
-        let mut bytes = [0; 16];
+fn aligned_copy(params: &[u8]) -> Vec<ParamUnit> {
+    let unit = |chunk: &[u8]| {
+        let mut bytes = [0; 64];
         bytes[..chunk.len()].copy_from_slice(chunk);
-        *word = u128::from_ne_bytes(bytes);
-    }
-    aligned
+        ParamUnit(bytes)
+    };
+    params.chunks(64).map(unit).collect()
 }

@@ -39,6 +39,11 @@ pub const TIME_LIMIT: &str = "did not end within the time limit";
 const ABORTED: &str =
     "aborted: a failed assertion, an exception that nobody catches, or a local array written beyond its end";
 
+/// A piece of a parameter struct, as aligned as any field may be.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct ParamUnit(pub [u8; 64]);
+
 /// What a block needs of its module and launch.
 pub struct BlockLaunch<'a> {
     /// `<kernel>_entry`.
@@ -53,8 +58,8 @@ pub struct BlockLaunch<'a> {
     pub block: Dim3,
     /// What its blocks access in global memory, where that is asked for.
     pub accesses: Option<Arc<Accesses>>,
-    /// Parameter struct, as bytes aligned to 16.
-    pub params: &'a [u128],
+    /// Parameter struct.
+    pub params: &'a [ParamUnit],
     /// Seed of the schedule; `None` for the deterministic one.
     pub schedule_seed: Option<u64>,
     /// Set when the launch's time ran out or another block failed.

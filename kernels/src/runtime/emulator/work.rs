@@ -7,7 +7,9 @@ use rand::Rng;
 
 use super::async_proxy::CHUNK_BYTES;
 use super::block::Block;
+use super::bulk::BulkSource;
 use super::copies::{CopyArrival, PendingCopy};
+use crate::runtime::tensor_map::{BOX_ROW_BYTES, TensorMap};
 
 impl Block {
     /// Under a schedule seed asynchronous work may be done at any moment.
@@ -138,9 +140,15 @@ impl Block {
     /// Lands the copy with this index (in the order of issue).
     pub(super) fn land_bulk_copy(&mut self, index: usize) {
         let copy = self.bulk.copies.remove(index);
-        // SAFETY: `bulk_copy_in` read the source's ends on the issuing thread and checked that the
-        // target lies within the dynamic shared memory; buffers outlive the launch.
-        unsafe { std::ptr::copy_nonoverlapping(copy.source, self.proxy.pointer(copy.target), copy.bytes as usize) };
+        let target = self.proxy.pointer(copy.target);
+        // SAFETY: the issuing thread read the source's ends (of a box those of each row) and checked that the target lies
+        // within the dynamic shared memory; buffers outlive the launch.
+        unsafe {
+            match copy.source {
+                BulkSource::Bytes(source) => std::ptr::copy_nonoverlapping(source, target, copy.bytes as usize),
+                BulkSource::Box { map, column, row, matrix } => land_box(target, &map, column, row, matrix),
+            }
+        }
         self.proxy.own_write(copy.target, copy.bytes);
         if let Err(what) = self.mbarrier_landing(copy.barrier, copy.bytes) {
             self.fail_at(copy.thread, what);
@@ -181,5 +189,25 @@ impl Block {
         // memory; `values` has 16 x columns elements, as `multiply` expects.
         unsafe { (issued.product.multiply)(&issued.product, &reads, values) };
         true
+    }
+}
+
+/// Writes a box of a tensor to `target`: rows of 128 bytes, whose eight chunks of 16 bytes stand at chunk ^ (row % 8), and
+/// zeros where the tensor has none.
+///
+/// # Safety
+/// `target` has room for the box, and the bytes that the map names can be read.
+unsafe fn land_box(target: *mut u8, map: &TensorMap, column: i32, row: i32, matrix: i32) {
+    for box_row in 0..map.box_rows as usize {
+        let mut bytes = [0u8; BOX_ROW_BYTES];
+        if let Some((address, count)) = map.bytes_at(column, i64::from(row) + box_row as i64, matrix) {
+            // SAFETY: see above; `count` is at most a row of the box.
+            unsafe { std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), count) };
+        }
+        for (chunk, part) in bytes.chunks(16).enumerate() {
+            let place = box_row * BOX_ROW_BYTES + (chunk ^ (box_row % 8)) * 16;
+            // SAFETY: within the row's 128 bytes.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), target.add(place), part.len()) };
+        }
     }
 }

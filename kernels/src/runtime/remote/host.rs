@@ -115,6 +115,7 @@ impl Host<'_> {
                 let library = backend.matrix_library().ok_or_else(|| out_of_turn("there is no library of products"))?;
                 return library.multiply(&product).map(Answer::Has);
             }
+            Request::TensorMap(map) => return backend.tensor_map(&map).map(Answer::TensorMap),
             Request::Schedule { seed } => backend.set_schedule_seed(seed),
             Request::Replay { recorded } => {
                 self.recorded

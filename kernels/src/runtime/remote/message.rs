@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::runtime::backend::{Allocation, BackendKind, Environment, KernelExports, Placement, Reservation};
 use crate::runtime::matrix::MatrixProduct;
 use crate::runtime::source::SourceTree;
+use crate::runtime::tensor_map::{MapWords, TensorMap};
 use crate::runtime::worker::failure::Failure;
 
 /// The methods of [`Backend`](crate::runtime::backend::Backend) and of what it loads and records. Each is answered.
@@ -79,6 +80,8 @@ pub enum Request {
     MatrixLibrary,
     /// Has it multiply; answered by [`Answer::Has`].
     Multiply(MatrixProduct),
+    /// Answered by [`Answer::TensorMap`].
+    TensorMap(TensorMap),
     Schedule {
         seed: Option<u64>,
     },
@@ -126,6 +129,7 @@ pub enum Answer {
     Recorded(u64),
     /// Whether there is what was asked for.
     Has(bool),
+    TensorMap(MapWords),
     /// It could not be done; `lost` where nothing can be, from now on.
     Failed {
         failure: Failure,

@@ -26,6 +26,7 @@ use super::backend::{
 use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
+use super::tensor_map::{MapWords, TensorMap};
 use super::worker::process::Process;
 use super::worker::program::Work;
 
@@ -343,6 +344,13 @@ impl Backend for RemoteBackend {
         let multiplies = known.or_else(|| self.has(Request::MatrixLibrary).ok());
         multiplies.map(|multiplies| self.multiplies.get_or_init(|| multiplies));
         multiplies.unwrap_or(true).then_some(self)
+    }
+
+    fn tensor_map(&self, map: &TensorMap) -> Result<MapWords> {
+        match self.ask(Request::TensorMap(*map), &[])? {
+            (Answer::TensorMap(words), _) => Ok(words),
+            _ => Err(unexpected()),
+        }
     }
 }
 

@@ -5,9 +5,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::super::accesses::AccessKind;
 use super::super::async_proxy::CHUNK_BYTES;
 use super::super::block::{Block, ThreadContext, abandon, abandon_access, maybe_yield, scheduler};
-use super::super::bulk::{BulkAdd, BulkCopy};
+use super::super::bulk::{BulkAdd, BulkCopy, BulkSource};
 use super::super::fault::BadAccess;
 use super::accessed;
+use crate::runtime::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
+
+/// Where the swizzle of 128 bytes begins anew.
+const SWIZZLE_BYTES: u32 = 1024;
 
 impl Block {
     /// What is wrong with bulk work between these two addresses, whatever it is called.
@@ -67,6 +71,48 @@ pub unsafe extern "C" fn bulk_copy_in(
         source.add(bytes as usize - 1).read_volatile();
     }
     unsafe { accessed(context, source.cast(), bytes.into(), AccessKind::Read) };
+    block.bulk.copies.push(BulkCopy { source: BulkSource::Bytes(source), target, bytes, barrier, thread });
+    unsafe { maybe_yield(context) };
+}
+
+pub unsafe extern "C" fn tensor_copy_in(
+    context: *mut ThreadContext,
+    target: u32,
+    map: *const MapWords,
+    column: i32,
+    row: i32,
+    matrix: i32,
+    barrier: u32,
+) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    let Some(map) = TensorMap::from_words(unsafe { &*map }) else {
+        unsafe { abandon(context, "a copy of a box by a map that the launcher has not made".to_owned()) }
+    };
+    let bytes = map.box_rows * BOX_ROW_BYTES as u32;
+    if let Some(fault) = block.bulk_fault("copy of a box", 0, target, bytes) {
+        unsafe { fault.abandon(context) };
+    }
+    let misplaced = !target.is_multiple_of(SWIZZLE_BYTES) || column.rem_euclid(16) != 0;
+    let misplaced = misplaced.then(|| {
+        format!(
+            "a copy of a box to shared offset {target:#x}, from byte {column} of rows: must be multiples of 1024 and 16"
+        )
+    });
+    let unfit = misplaced.or_else(|| block.mbarriers.at(barrier).err());
+    if let Some(what) = unfit.or_else(|| block.mbarriers.overlap(target, bytes)) {
+        unsafe { abandon(context, what) };
+    }
+    for box_row in 0..i64::from(map.box_rows) {
+        let Some((address, count)) = map.bytes_at(column, i64::from(row) + box_row, matrix) else { continue };
+        let source = address as *const u8;
+        unsafe {
+            source.read_volatile();
+            source.add(count - 1).read_volatile();
+            accessed(context, source.cast(), count as u64, AccessKind::Read);
+        }
+    }
+    let source = BulkSource::Box { map, column, row, matrix };
     block.bulk.copies.push(BulkCopy { source, target, bytes, barrier, thread });
     unsafe { maybe_yield(context) };
 }

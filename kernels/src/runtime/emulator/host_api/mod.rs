@@ -10,7 +10,7 @@ mod wgmma;
 use std::ffi::{c_char, c_void};
 
 use self::async_proxy::{fence_async_proxy, shared_store};
-use self::bulk::{bulk_add, bulk_commit, bulk_copy_in, bulk_wait};
+use self::bulk::{bulk_add, bulk_commit, bulk_copy_in, bulk_wait, tensor_copy_in};
 use self::collective::{CollectiveOp, barrier, collective};
 use self::copies::{copy_arrive, copy_async, copy_commit, copy_wait};
 use self::mbarrier::{mbarrier_arrive, mbarrier_init, mbarrier_wait};
@@ -19,6 +19,7 @@ use super::accesses::AccessKind;
 use super::block::{ThreadContext, abandon, abandon_access, name, scheduler};
 use super::fault::BadAccess;
 use super::wgmma::WarpProduct;
+use crate::runtime::tensor_map::MapWords;
 
 /// Mirror of `emulator::HostApi` in `emulator.h`.
 #[repr(C)]
@@ -46,6 +47,7 @@ pub struct HostApi {
     wgmma_fence: unsafe extern "C" fn(*mut ThreadContext),
     wgmma_commit: unsafe extern "C" fn(*mut ThreadContext),
     wgmma_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
+    tensor_copy_in: unsafe extern "C" fn(*mut ThreadContext, u32, *const MapWords, i32, i32, i32, u32),
 }
 
 /// The table that every module is given when it is loaded.
@@ -73,6 +75,7 @@ pub static HOST_API: HostApi = HostApi {
     wgmma_fence,
     wgmma_commit,
     wgmma_wait,
+    tensor_copy_in,
 };
 
 /// Where in the source a check failed. Mirror of `emulator::Place` in `emulator.h`.

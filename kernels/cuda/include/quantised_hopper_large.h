@@ -1,0 +1,380 @@
+// Products of FP8 operands by warpgroup matrix products of e4m3 (sm_90a), for many tokens: what linear_hopper_large.cu and
+// grouped_linear_hopper_large.cu share. linear_quantised.cu has the formulas, quantised_hopper.h is for few tokens.
+//
+// Tokens are the rows of a product and features its columns. A block takes 128 tokens by 256 features, two blocks of
+// weights side by side, and of k a part in stages of 128, one group of scales. Blocks take such units in turn. Three
+// warpgroups:
+//   0 and 1  consumers, 64 tokens each: of each stage 64 x 128 products with the one block of weights, then with the other,
+//            each accumulated from zero, multiplied by the scales of the token and of the block, and added to sums in fp32:
+//            the tensor cores keep 13 fraction bits (hopper.h), over the 128 numbers of a group and no more. While one
+//            promotes, the other's products run.
+//   2        producer: one warp starts the copies of boxes (tensor_copy_in), which swizzle as wgmma reads and fill with
+//            zeros what lies outside; the other three bring the scales, each those of every third stage. Both go on with
+//            the next unit's first stages while the last one's sums are stored.
+//
+// Promotion. The product of a token's scale and a block's is made once a stage, by the producer. Where it would leave the
+// range of normal fp32 numbers for some token, a sum is multiplied by one scale after the other: a sum of a group may be
+// normal where that product is not.
+//
+// What a stage takes of a multiprocessor: 1024 cycles of products; of shared memory, at 128 bytes a cycle, 48 KB that arrive
+// and 2 x 2 x (8 + 16) KB that the products read, 1152 cycles; of the second-level cache 48 KB. 64 x 256 sums and 64 x 128
+// accumulators of a warpgroup are 192 registers a thread, so that no wider unit fits.
+// Measured on one H200 with tiles of 128 x 128: by cp.async 1875 and 2098 us for 4096 tokens of [65536, 1536] and
+// [7168, 16384]; by copies of boxes 1034 and 973; 128 x 256 as here 906 and 835, some 1630 cycles a stage at 4.8 TB/s from
+// the second-level cache; two blocks that share the weights' copies 917 and 779 (not worth a cluster where experts have few
+// tiles). Those had a way out of 6,000 cycles a unit, the one below has some 300 instructions a warp.
+#pragma once
+
+#include "hopper.h"
+#include "linear_quantised.h"
+#include "panels.h"
+
+constexpr int GROUP = 128, TOKENS = 128, BLOCKS = 2, FEATURES = BLOCKS * GROUP;
+constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
+constexpr int CONSUMER_TOKENS = TOKENS / CONSUMERS;
+constexpr int SCALE_WARPS = WARPGROUP_SIZE / WARP_SIZE - 1;
+constexpr int STAGES = 4;
+constexpr int N8 = GROUP / 8;
+
+struct UnitShape {
+    static constexpr int ROWS = TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
+};
+
+// The scales of a stage.
+struct alignas(16) StageScales {
+    float factors[BLOCKS][TOKENS];  // x times w
+    float x[TOKENS];
+    float w[BLOCKS];
+    int32_t regular;  // whether all factors are what their scales multiply to
+};
+
+// What consumers have to know of a unit. The producer leaves it: to find a unit among those of experts takes longer than a
+// stage.
+struct UnitResult {
+    Result result;
+    Part part;
+};
+
+// Where everything lies in dynamic shared memory. A consumer gives a stage's operands back before it promotes, so that it
+// may still read the scales of a stage whose operands are being replaced: there is room for those of one stage more. And of
+// one unit more than there are stages, since it reads a unit's place when its stages are long given back.
+struct Shared {
+    static constexpr int X_BYTES = TOKENS * 128, STAGE_BYTES = X_BYTES + FEATURES * 128;
+    static constexpr int OUT = STAGES * STAGE_BYTES;  // of each consumer warp: what it stores next
+    static constexpr int WARP_ROWS = 16, SUM_COLUMNS = 32, SUM_STRIDE = SUM_COLUMNS + 4, OUT_COLUMNS = 64;
+    static constexpr int WARP_BYTES = WARP_ROWS * SUM_STRIDE * 4;
+    static constexpr int SCALES = OUT + CONSUMER_THREADS / WARP_SIZE * WARP_BYTES;  // StageScales [STAGES + 1]
+    static constexpr int UNITS = SCALES + (STAGES + 1) * static_cast<int>(sizeof(StageScales));  // UnitResult [STAGES + 1]
+    static constexpr int FULL = UNITS + (STAGES + 1) * static_cast<int>(sizeof(UnitResult));     // mbarriers [STAGES]
+    static constexpr int EMPTY = FULL + 8 * STAGES;
+    static constexpr int BYTES = EMPTY + 8 * STAGES;
+
+    static constexpr int x(uint32_t stage) { return stage % STAGES * STAGE_BYTES; }
+    static constexpr int w(uint32_t stage, int block) { return x(stage) + X_BYTES + block * GROUP * 128; }
+    static constexpr int full(uint32_t stage) { return FULL + 8 * (stage % STAGES); }
+    static constexpr int empty(uint32_t stage) { return EMPTY + 8 * (stage % STAGES); }
+};
+static_assert(Shared::WARP_ROWS * Shared::OUT_COLUMNS * 2 <= Shared::WARP_BYTES, "rows of bf16 exceed a warp's place");
+static_assert(Shared::OUT % 128 == 0 && Shared::WARP_BYTES % 128 == 0, "a warp's place begins within a row of banks");
+
+// Parity of the phase in which stage number n, counted over all units, has come.
+DEVICE uint32_t stage_phase(uint32_t stage) { return stage / STAGES & 1; }
+
+DEVICE StageScales& stage_scales(uint32_t stage) {
+    return reinterpret_cast<StageScales*>(dynamic_shared() + Shared::SCALES)[stage % (STAGES + 1)];
+}
+
+// Of unit number n of the block's.
+DEVICE UnitResult& unit_result(uint32_t unit) {
+    return reinterpret_cast<UnitResult*>(dynamic_shared() + Shared::UNITS)[unit % (STAGES + 1)];
+}
+
+// Of a product.
+DEVICE int64_t units_of(const Result& result) {
+    return ceil_div<int64_t>(result.rows, TOKENS) * ceil_div<int64_t>(result.columns, FEATURES) * result.splits;
+}
+
+// What a block computes next: a part of a product, and where its rows begin in the maps of x and w.
+struct Unit {
+    QuantisedProduct product;
+    Part part;
+    int32_t x_row, x_matrix, w_matrix;
+};
+
+// Units in the order in which blocks take them, as the functions below are given them:
+//   int64_t count() const
+//   Unit at(int64_t number) const
+//
+// Those of one product.
+struct UnitsOfProduct {
+    const QuantisedProduct& product;
+
+    int64_t count() const { return units_of(product.result); }
+    Unit at(int64_t number) const {
+        const Part part = part_of<UnitShape>(product.result, number);
+        return Unit{product, part, static_cast<int32_t>(part.row), 0, 0};
+    }
+};
+
+DEVICE void initialise_barriers(SharedAddress shared) {
+    if (threadIdx.x == 0) {
+        for (uint32_t stage = 0; stage < STAGES; ++stage) {
+            // One lane's expected bytes, and all lanes of the warp that brings the scales.
+            mbarrier_init(shared + Shared::full(stage), 1 + WARP_SIZE);
+            mbarrier_init(shared + Shared::empty(stage), CONSUMER_THREADS / WARP_SIZE);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+}
+
+// ---------------------------------------------------------------- producer
+
+// The operands of all stages of all units, by one lane.
+template <typename Units>
+DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared) {
+    const int64_t count = units.count();
+    uint32_t stage = 0, taken = 0;
+    for (int64_t number = blockIdx.x; number < count; number += gridDim.x, ++taken) {
+        const Unit unit = units.at(number);
+        const auto column = static_cast<int32_t>(unit.part.column), first = static_cast<int32_t>(unit.part.begin);
+        for (int32_t group = first; group < unit.part.end; ++group, ++stage) {
+            const SharedAddress full = shared + Shared::full(stage);
+            mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
+            if (group == first) unit_result(taken) = UnitResult{unit.product.result, unit.part};
+            // What lies outside of a tensor counts as arrived.
+            mbarrier_arrive_expect(full, Shared::STAGE_BYTES);
+            tensor_copy_in(shared + Shared::x(stage), x_map, group * GROUP, unit.x_row, unit.x_matrix, full);
+            UNROLL
+            for (int block = 0; block < BLOCKS; ++block)
+                tensor_copy_in(shared + Shared::w(stage, block), w_map, group * GROUP, column + block * GROUP,
+                               unit.w_matrix, full);
+        }
+    }
+}
+
+// The scales of a stage, by one warp. Where one lies is a sum of what its row and what its group says, of which a lane keeps
+// those of its rows: scale_place takes longer than a stage has.
+struct LoadedScales {
+    static constexpr int COUNT = TOKENS / WARP_SIZE;
+    static constexpr int64_t NOWHERE = -1;
+    int64_t x_places[COUNT], w_places[BLOCKS];
+    float x[COUNT], w[BLOCKS];
+
+    void begin(const Unit& unit) {
+        const QuantisedProduct& product = unit.product;
+        UNROLL
+        for (int block = 0; block < BLOCKS; ++block) {
+            const int64_t column = unit.part.column + block * GROUP;
+            w_places[block] = column < product.result.columns ? scale_place(product.w_scales, column / GROUP, 0) : NOWHERE;
+        }
+        UNROLL
+        for (int i = 0; i < COUNT; ++i) {
+            const int64_t row = unit.part.row + lane_id() + i * WARP_SIZE, first = product.x_scales.first_row;
+            x_places[i] = row < product.result.rows ? scale_place(product.x_scales, first + row, 0) : NOWHERE;
+        }
+    }
+    void load(const Unit& unit, int32_t group) {
+        const Scales &x_scales = unit.product.x_scales, &w_scales = unit.product.w_scales;
+        const int64_t of_x = scale_place(x_scales, 0, group), of_w = scale_place(w_scales, 0, group);
+        UNROLL
+        for (int block = 0; block < BLOCKS; ++block)
+            w[block] = w_places[block] != NOWHERE ? scale_at(w_scales, w_places[block] + of_w) : 0.0f;
+        UNROLL
+        for (int i = 0; i < COUNT; ++i) x[i] = x_places[i] != NOWHERE ? scale_at(x_scales, x_places[i] + of_x) : 0.0f;
+    }
+    void store(StageScales& scales) const {
+        bool regular = true;
+        UNROLL
+        for (int i = 0; i < COUNT; ++i) {
+            const int token = lane_id() + i * WARP_SIZE;
+            UNROLL
+            for (int block = 0; block < BLOCKS; ++block) {
+                scales.factors[block][token] = x[i] * w[block];
+                regular = regular && is_regular(x[i], w[block]);
+            }
+            scales.x[token] = x[i];
+        }
+        const bool irregular = __any_sync(FULL_WARP, !regular);
+        if (lane_id() != 0) return;
+        UNROLL
+        for (int block = 0; block < BLOCKS; ++block) scales.w[block] = w[block];
+        scales.regular = !irregular;
+    }
+};
+
+// Warp `warp` of those that bring scales.
+template <typename Units>
+DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t warp) {
+    const int64_t count = units.count();
+    uint32_t stage = 0;
+    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
+        const Unit unit = units.at(number);
+        LoadedScales scales;
+        scales.begin(unit);
+        for (auto group = static_cast<int32_t>(unit.part.begin); group < unit.part.end; ++group, ++stage) {
+            if (stage % SCALE_WARPS != warp) continue;
+            scales.load(unit, group);
+            mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
+            scales.store(stage_scales(stage));
+            mbarrier_arrive(shared + Shared::full(stage));
+        }
+    }
+}
+
+// ---------------------------------------------------------------- consumers
+
+using BlockSums = float[N8][4];
+
+// d = x w^T of one group, 64 tokens by 128 features.
+DEVICE void start_product(BlockSums& d, uint64_t x, uint64_t w) {
+    wgmma_fence();
+    UNROLL
+    for (int step = 0; step < 4; ++step)
+        wgmma_shared_e4m3(d, descriptor_advance(x, 32 * step), descriptor_advance(w, 32 * step), step > 0);
+    wgmma_commit();
+}
+
+// total += d times the scales of its tokens, rows `row` and `row + 8`, and of the weights.
+DEVICE void promote(BlockSums& total, const BlockSums& d, const StageScales& scales, int block, int row) {
+    if (uniform(scales.regular)) {
+        const float factors[2] = {scales.factors[block][row], scales.factors[block][row + 8]};
+        UNROLL
+        for (int n = 0; n < N8; ++n) {
+            UNROLL
+            for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i], factors[i / 2], total[n][i]);
+        }
+        return;
+    }
+    const float x[2] = {scales.x[row], scales.x[row + 8]}, w = scales.w[block];
+    UNROLL
+    for (int n = 0; n < N8; ++n) {
+        UNROLL
+        for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i] * x[i / 2], w, total[n][i]);
+    }
+}
+
+// Whether a unit's sums are rounded to bf16 and stored, and no more.
+DEVICE bool is_plain(const Result& result) {
+    return result.splits == 1 && !result.out_is_f32 && result.wide && result.before == nullptr && result.factor == 1.0f;
+}
+
+// OUT_COLUMNS sums of each of a warp's rows, from the n8th eight of `total` on, in bf16: chunks of 16 bytes, of which a row's
+// lie in the places of panels.h, so that all lanes meet in different banks. `row`, `column`: of the result.
+DEVICE void store_rounded(const Result& result, uint8_t* place, const BlockSums& total, int n8, int64_t row,
+                          int64_t column) {
+    constexpr int CHUNKS = Shared::OUT_COLUMNS / CHUNK;
+    const int lane = lane_id();
+    UNROLL
+    for (int n = 0; n < CHUNKS; ++n) {
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int own = lane / 4 + 8 * half;
+            *reinterpret_cast<uint32_t*>(place + panel_offset(own, n) + lane % 4 * 4) =
+                pack_bf16(total[n8 + n][2 * half], total[n8 + n][2 * half + 1]);
+        }
+    }
+    __syncwarp();
+    UNROLL
+    for (int i = lane; i < Shared::WARP_ROWS * CHUNKS; i += WARP_SIZE) {
+        const int own = i / CHUNKS, chunk = i % CHUNKS;
+        if (row + own >= result.rows || column + chunk * CHUNK >= result.columns) continue;
+        bf16* const to = static_cast<bf16*>(result.out) + (row + own) * result.out_stride + column + chunk * CHUNK;
+        store_vec16(to, load_vec16(place + panel_offset(own, chunk)));
+    }
+    // The next ones may take their place.
+    __syncwarp();
+}
+
+// The same of SUM_COLUMNS sums in fp32, in whatever way they are stored.
+DEVICE void store_sums(const Result& result, const Part& part, uint8_t* place, const BlockSums& total, int n8, int64_t row,
+                       int64_t column) {
+    constexpr int CHUNKS = Shared::SUM_COLUMNS / CHUNK;
+    auto* const sums = reinterpret_cast<float*>(place);
+    const int lane = lane_id();
+    UNROLL
+    for (int n = 0; n < CHUNKS; ++n) {
+        UNROLL
+        for (int i = 0; i < 4; ++i)
+            sums[(lane / 4 + i / 2 * 8) * Shared::SUM_STRIDE + 8 * n + lane % 4 * 2 + i % 2] = total[n8 + n][i];
+    }
+    __syncwarp();
+    UNROLL
+    for (int i = lane; i < Shared::WARP_ROWS * CHUNKS; i += WARP_SIZE) {
+        const int own = i / CHUNKS, chunk = i % CHUNKS;
+        if (row + own >= result.rows || column + chunk * CHUNK >= result.columns) continue;
+        float x[CHUNK];
+        load_elements<CHUNK>(sums + own * Shared::SUM_STRIDE + chunk * CHUNK, x);
+        store_chunk(result, part.split, row + own, column + chunk * CHUNK, x);
+    }
+    __syncwarp();
+}
+
+// The sums of a unit's part that a warp has, by way of shared memory, so that features lie side by side. `row`: of the unit.
+DEVICE void store_unit(const Result& result, const Part& part, const BlockSums (&total)[BLOCKS], int row) {
+    uint8_t* const place = dynamic_shared() + Shared::OUT + row / Shared::WARP_ROWS * Shared::WARP_BYTES;
+    const bool plain = uniform(is_plain(result));
+    UNROLL
+    for (int block = 0; block < BLOCKS; ++block) {
+        const int64_t column = part.column + block * GROUP;
+        if (plain) {
+            UNROLL
+            for (int first = 0; first < GROUP; first += Shared::OUT_COLUMNS)
+                store_rounded(result, place, total[block], first / 8, part.row + row, column + first);
+        } else {
+            UNROLL
+            for (int first = 0; first < GROUP; first += Shared::SUM_COLUMNS)
+                store_sums(result, part, place, total[block], first / 8, part.row + row, column + first);
+        }
+    }
+}
+
+template <typename Units>
+DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer) {
+    const int64_t count = units.count();
+    const int warp_row = static_cast<int>(consumer) * CONSUMER_TOKENS + warp_id() % 4 * Shared::WARP_ROWS;
+    uint32_t stage = 0, taken = 0;
+    for (int64_t number = blockIdx.x; number < count; number += gridDim.x, ++taken) {
+        mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
+        const UnitResult& unit = unit_result(taken);
+        const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
+        BlockSums total[BLOCKS] = {};
+        for (int32_t group = 0; group < groups; ++group, ++stage) {
+            mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
+            const uint64_t x = matrix_descriptor(shared + Shared::x(stage) + consumer * CONSUMER_TOKENS * 128, 0, 1024);
+            UNROLL
+            for (int block = 0; block < BLOCKS; ++block) {
+                BlockSums d;
+                start_product(d, x, matrix_descriptor(shared + Shared::w(stage, block), 0, 1024));
+                wgmma_wait<0>();
+                wgmma_hold(d);
+                if (block == BLOCKS - 1 && lane_id() == 0) mbarrier_arrive(shared + Shared::empty(stage));
+                promote(total[block], d, stage_scales(stage), block, warp_row + lane_id() / 4);
+            }
+        }
+        // A copy, since what is stored might change what lies in memory.
+        const UnitResult done = unit;
+        store_unit(done.result, done.part, total, warp_row);
+    }
+}
+
+// What a block does, once its barriers are there: `before` is what its consumers do first. 168 registers a thread are there
+// at the launch, so that what the consumers take the producer must have left: 2 x 216 + 72 are 3 x 168.
+template <typename Units, typename Before>
+DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
+                           const Before& before) {
+    const int32_t warpgroup = uniform(warp_id() / 4);
+    if (warpgroup == CONSUMERS) {
+        registers_decrease<72>();
+        const int32_t warp = uniform(warp_id() % 4);
+        if (warp > 0) {
+            produce_scales(units, shared, warp - 1);
+        } else if (lane_id() == 0) {
+            produce_operands(units, x_map, w_map, shared);
+        }
+    } else {
+        registers_increase<216>();
+        before();
+        consume(units, shared, warpgroup);
+    }
+}
