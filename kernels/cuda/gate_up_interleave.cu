@@ -12,10 +12,10 @@
 // Not measured yet.
 //
 // Launch: ceil(num_pieces / (THREADS * UNITS)) blocks.
+#include "gate_up.h"
 #include "memory.h"
 
 constexpr int THREADS = 256, UNITS = 4;
-constexpr int GRANULE = 8;  // neighbouring rows of gate, or of up
 
 struct GateUpInterleaveParams {
     uint8_t* logical; int64_t logical_expert_stride, logical_row_stride;  // [num_experts, num_rows, row_bytes]

@@ -22,6 +22,7 @@
 // of a head of the model spends for the four lanes that turn, of the 20 that there is time for.
 //
 // Defines: ELEMENT bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
+#include "element.h"
 #include "quantize_fp8.h"
 #include "rotation.h"
 

@@ -24,6 +24,7 @@
 //
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: of rows ceil(padded_rows * row_warps / WARPS) blocks, of
 // squares one for each.
+#include "element.h"
 #include "quantize_fp8.h"
 
 constexpr int SQUARE = 128;

@@ -18,6 +18,7 @@
 //
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks.
 #include "codes.h"
+#include "element.h"
 #include "groups.h"
 #include "math.h"
 

@@ -22,6 +22,7 @@
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks; of the
 // largest at most AMAX_BLOCKS, and one for all of them.
 #include "codes.h"
+#include "element.h"
 #include "groups.h"
 #include "math.h"
 

@@ -16,6 +16,7 @@
 // limit it, six of them an element for the division by a scale that is no power of two.
 //
 // Defines: ELEMENT  type of gate and up: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks.
+#include "element.h"
 #include "quantize_fp8.h"
 #include "swiglu.h"
 
@@ -43,17 +44,10 @@ DEVICE void load_products(const SwigluQuantizeParams& params, const Span& span, 
     const float weight = params.weight ? params.weight[span.row] : 1.0f;
     UNROLL
     for (int i = 0; i < SPAN; ++i) {
-        const float a = clamp_gate(gate[i], params.limit), b = clamp_up(up[i], params.limit);
         // What lies behind the row is no part of its group, whatever the weight is. In wide accesses nothing does.
-        x[i] = WIDE || i < span.count ? a * sigmoid(a) * b * weight : 0.0f;
+        x[i] = WIDE || i < span.count ? weighted_swiglu(gate[i], up[i], params.limit, weight) : 0.0f;
     }
-    if (!params.round_to_bf16) return;
-    UNROLL
-    for (int i = 0; i < SPAN; i += 2) {
-        const uint32_t pair = pack_bf16(x[i], x[i + 1]);
-        x[i] = unpack_bf16_low(pair);
-        x[i + 1] = unpack_bf16_high(pair);
-    }
+    if (params.round_to_bf16) round_to_bf16(x);
 }
 
 template <bool WIDE>

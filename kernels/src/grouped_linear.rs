@@ -79,6 +79,9 @@ const OF_WEIGHTS: ScaleAxes = ScaleAxes {
     tiles: &["num_experts", "w_row_tiles", "w_group_tiles", "tile_bytes"],
 };
 
+const SORTED_RESULT: &[&str] = &["num_rows", "out_features"];
+const MASKED_RESULT: &[&str] = &["num_experts", "num_rows", "out_features"];
+
 /// Experts, rows (of a masked call those of an expert), features out and in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extents {
@@ -93,12 +96,12 @@ pub struct Extents {
 }
 
 impl Grouped {
-    fn is_masked(&self) -> bool {
+    pub(crate) fn is_masked(&self) -> bool {
         self.grouping == Grouping::Masked
     }
 
     /// The scales of x, of a masked call those of an expert's part, and of an expert's w.
-    fn scales(&self, extents: Extents) -> [Scales; 2] {
+    pub(crate) fn scales(&self, extents: Extents) -> [Scales; 2] {
         let Extents { num_rows, out_features, in_features, .. } = extents;
         [self.quantised.x_scales(num_rows, in_features), self.quantised.w_scales(out_features, in_features)]
     }
@@ -121,7 +124,7 @@ impl Grouped {
     }
 
     /// The extents of a call, as x and w have them; what else they have is refused later.
-    fn extents_of(&self, views: &Views) -> Extents {
+    pub(crate) fn extents_of(&self, views: &Views) -> Extents {
         let shape = |name: &str| views.get(name).map_or(&[][..], |view| &view.shape[..]);
         let [num_experts, out_features] = match *shape("w") {
             [experts, outs, _] => [experts, outs.min(MAX_FEATURES)],
@@ -134,40 +137,48 @@ impl Grouped {
         Extents { num_experts, num_rows, out_features, in_features }
     }
 
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self, check: Arguments) -> Result<()> {
         if self.quantised.weights == Weights::Nvfp4 {
-            return CHECK.refuse("weights", "experts have FP8 or MXFP4 weights");
+            return check.refuse("weights", "experts have FP8 or MXFP4 weights");
         }
-        self.quantised.check(CHECK)
+        self.quantised.check(check)
     }
 
-    fn bind<'a>(&self, views: &'a Views) -> Result<(Signature<'a>, Extents)> {
+    /// The signature of a call that writes these tensors, or reads them beside the operands; its extents. `out_multiple`: what
+    /// `out_features` are a multiple of.
+    pub(crate) fn signature<'a>(
+        &self,
+        check: Arguments,
+        views: &'a Views,
+        out_multiple: usize,
+        others: impl IntoIterator<Item = Argument<'a>>,
+    ) -> (Signature<'a>, Extents) {
         let extents = self.extents_of(views);
         let (masked, hopper) = (self.is_masked(), self.quantised.implementation == Implementation::Hopper);
         let mxfp4 = self.quantised.weights == Weights::Mxfp4;
         let rows = |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
         let [of_x, of_w] = self.scales(extents);
         let [x_axes, w_axes] = self.scale_axes();
-        let sorted_axes: [&'static [_]; 2] = [&["num_rows", "in_features"], &["num_rows", "out_features"]];
-        let masked_axes: [&'static [_]; 2] =
-            [&["num_experts", "num_rows", "in_features"], &["num_experts", "num_rows", "out_features"]];
-        let [x, y] = if masked { masked_axes } else { sorted_axes };
+        let x: &'static [_] =
+            if masked { &["num_experts", "num_rows", "in_features"] } else { &["num_rows", "in_features"] };
         let w: &'static [_] = match mxfp4 {
             true => &["num_experts", "out_features", "code_bytes"],
             false => &["num_experts", "out_features", "in_features"],
         };
-        let tensors = [
+        let operands = [
             rows(read("x").of(&[DType::U8]).axes(x)),
             rows(read("w").of(&[DType::U8]).axes(w)),
             read("counts").of(&[DType::I32]).axes(&["num_experts"]),
             read("expert_offsets").of(&[DType::I32]).axes(&["num_experts_and_one"]).when(!masked),
-            write("y").of(&FLOATS).axes(y).rows(),
-            // Behind those tensors whose extents theirs follow from.
+        ];
+        // Behind those tensors whose extents theirs follow from.
+        let scales = [
             Quantised::read_scales("x_scales", of_x.tensor().0, x_axes.of(of_x)),
             Quantised::read_scales("w_scales", of_w.tensor().0, w_axes.of(of_w)),
         ];
-        let signature = CHECK.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
-        let signature = signature.extent("out_features", 1, MAX_FEATURES);
+        let tensors = operands.into_iter().chain(others).chain(scales);
+        let signature = check.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
+        let signature = signature.extent("out_features", out_multiple, MAX_FEATURES);
         // Two codes lie in a byte, and 16 in an access.
         let multiple = if hopper { 16 } else { 1 + usize::from(mxfp4) };
         let signature = signature.extent("in_features", multiple, MAX_FEATURES);
@@ -176,21 +187,18 @@ impl Grouped {
         let scales = self.scale_tensors(extents).map(|(_, axes)| axes).concat();
         let of_others = ["num_experts", "num_rows", "out_features"];
         let known = scales.into_iter().filter(|(axis, _)| !of_others.contains(axis));
-        let mut signature = known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
-        signature.bind([])?;
-        self.check_rows(extents)?;
-        Ok((signature, extents))
+        (known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent)), extents)
     }
 
     /// Tiles of all experts are counted in 32 bits.
-    fn check_rows(&self, extents: Extents) -> Result<()> {
+    pub(crate) fn check_rows(&self, check: Arguments, extents: Extents) -> Result<()> {
         let Extents { num_experts, num_rows, .. } = extents;
         let tiles = num_experts.saturating_mul(num_rows.div_ceil(FEW_ROWS));
         if !self.is_masked() || i32::try_from(tiles).is_ok() {
             return Ok(());
         }
         let most = i32::MAX;
-        CHECK.refuse(
+        check.refuse(
             "x",
             format!("{num_experts} experts of {num_rows} rows: there may be {most} tiles of {FEW_ROWS} rows"),
         )
@@ -224,8 +232,11 @@ impl Grouped {
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<String> {
-    grouped.check()?;
-    let (signature, extents) = grouped.bind(views)?;
+    grouped.check(CHECK)?;
+    let axes = if grouped.is_masked() { MASKED_RESULT } else { SORTED_RESULT };
+    let (mut signature, extents) = grouped.signature(CHECK, views, 1, [write("y").of(&FLOATS).axes(axes).rows()]);
+    signature.bind([])?;
+    grouped.check_rows(CHECK, extents)?;
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let quantised = &grouped.quantised;
     // No number of rows is too small for it.
@@ -256,7 +267,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
 }
 
 /// Blocks that may have something to do: tiles of the result, of which each expert may have one that is not full.
-fn blocks(grouped: &Grouped, extents: Extents, [rows, columns]: [usize; 2]) -> usize {
+pub(crate) fn blocks(grouped: &Grouped, extents: Extents, [rows, columns]: [usize; 2]) -> usize {
     let Extents { num_experts, num_rows, out_features, .. } = extents;
     let row_tiles = match grouped.is_masked() {
         true => num_experts.saturating_mul(num_rows.div_ceil(rows)),
@@ -266,7 +277,7 @@ fn blocks(grouped: &Grouped, extents: Extents, [rows, columns]: [usize; 2]) -> u
 }
 
 /// The strides of the experts, 0 where there are none, and of the rows of a tensor.
-fn of_experts(params: Params, name: &str, view: &TensorView) -> Params {
+pub(crate) fn of_experts(params: Params, name: &str, view: &TensorView) -> Params {
     match view.strides[..] {
         [experts, rows, _] => params
             .ptr(name, view)

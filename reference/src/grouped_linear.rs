@@ -55,6 +55,20 @@ pub fn forward(inputs: &Named, quantised: &Quantised, rounding: &mut Rounding) -
     Ok(Named::new().with("y", Tensor::from_vec(y, shape, &Device::Cpu)?))
 }
 
+/// Whether an expert has each row of x, all parts' one after the other, of the inputs of [`forward`].
+///
+/// # Errors
+/// Those of [`forward`].
+pub fn owned_rows(inputs: &Named, quantised: &Quantised) -> Result<Vec<bool>> {
+    let call = Call::read(inputs, quantised)?;
+    let mut owned = vec![false; call.parts * call.num_rows];
+    for expert in 0..call.num_experts {
+        let (first, rows) = (call.part(expert) * call.num_rows, call.rows_of(expert));
+        owned[first + rows.start..first + rows.end].fill(true);
+    }
+    Ok(owned)
+}
+
 /// The tensors of a call, and their extents.
 struct Call<'a> {
     inputs: &'a Named,

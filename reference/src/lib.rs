@@ -31,6 +31,7 @@ pub mod error;
 pub mod format;
 pub mod gate_up_interleave;
 pub mod grouped_linear;
+pub mod grouped_linear_swiglu;
 pub mod hadamard;
 pub mod indexer_backward;
 pub mod indexer_cache_write;

@@ -47,6 +47,7 @@ pub static OPERATORS: &[&dyn Operator] = &[
     &Op::<operators::grouped_linear::GroupedLinear>::new(),
     &Op::<operators::swiglu::Swiglu>::new(),
     &Op::<operators::swiglu_quantize::SwigluQuantize>::new(),
+    &Op::<operators::grouped_linear_swiglu::GroupedLinearSwiglu>::new(),
     &Op::<operators::moe_reduce::MoeReduce>::new(),
     &Op::<operators::moe::Moe>::new(),
     &Op::<operators::lm_head::LmHead>::new(),

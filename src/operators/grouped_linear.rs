@@ -65,7 +65,11 @@ pub struct GroupedLinearCase {
 }
 
 /// Contiguous rows of so many slots and experts, with rows of nobody; FP8 with scales in bytes.
-fn sorted([num_slots, num_experts]: [usize; 2], alignment: usize, features: [usize; 2]) -> GroupedLinearCase {
+pub(super) fn sorted(
+    [num_slots, num_experts]: [usize; 2],
+    alignment: usize,
+    features: [usize; 2],
+) -> GroupedLinearCase {
     let [out_features, in_features] = features;
     GroupedLinearCase {
         grouping: Grouping::Contiguous,
@@ -89,7 +93,7 @@ fn sorted([num_slots, num_experts]: [usize; 2], alignment: usize, features: [usi
 }
 
 /// Experts with so many rows each, of which slots take some.
-fn masked([num_slots, num_experts, num_rows]: [usize; 3], features: [usize; 2]) -> GroupedLinearCase {
+pub(super) fn masked([num_slots, num_experts, num_rows]: [usize; 3], features: [usize; 2]) -> GroupedLinearCase {
     GroupedLinearCase { grouping: Grouping::Masked, num_rows, ..sorted([num_slots, num_experts], 1, features) }
 }
 
@@ -97,7 +101,7 @@ fn hopper(case: GroupedLinearCase) -> GroupedLinearCase {
     GroupedLinearCase { implementation: Implementation::Hopper, ..case }
 }
 
-fn mxfp4(group: usize, case: GroupedLinearCase) -> GroupedLinearCase {
+pub(super) fn mxfp4(group: usize, case: GroupedLinearCase) -> GroupedLinearCase {
     GroupedLinearCase { weights: Weights::Mxfp4, group, ..case }
 }
 
@@ -105,23 +109,23 @@ fn mxfp4(group: usize, case: GroupedLinearCase) -> GroupedLinearCase {
 const FORMATS: [(Weights, usize); 3] = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
 
 impl GroupedLinearCase {
-    fn is_masked(&self) -> bool {
+    pub(super) fn is_masked(&self) -> bool {
         self.grouping == Grouping::Masked
     }
 
     /// A linear layer of all rows, or of one expert's part, with the same formats and data.
-    fn of_one(&self) -> LinearCase {
+    pub(super) fn of_one(&self) -> LinearCase {
         let Self { output, scale_bytes, layout, codes, implementation, data, .. } = *self;
         let one = quantised(self.weights, self.group, [self.num_rows, self.out_features, self.in_features]);
         LinearCase { output, scale_bytes, layout, codes, implementation, data, ..one }
     }
 
-    fn extents(&self) -> Extents {
+    pub(super) fn extents(&self) -> Extents {
         let Self { num_experts, num_rows, out_features, in_features, .. } = *self;
         Extents { num_experts, num_rows, out_features, in_features }
     }
 
-    fn of_launcher(&self) -> Grouped {
+    pub(super) fn of_launcher(&self) -> Grouped {
         let quantised = self.of_one().of_launcher();
         Grouped { quantised, grouping: self.grouping, expected_rows: self.expected_rows }
     }
@@ -185,7 +189,7 @@ impl GroupedLinearCase {
     }
 
     /// The expert of each row of x (masked: of each expert's part, one after the other); `None` of rows of nobody.
-    fn experts_of_rows(&self) -> Vec<Option<usize>> {
+    pub(super) fn experts_of_rows(&self) -> Vec<Option<usize>> {
         let offsets = if self.is_masked() { Vec::new() } else { self.offsets() };
         let mut owners = vec![None; self.num_rows * if self.is_masked() { self.num_experts } else { 1 }];
         for (expert, count) in self.counts().into_iter().enumerate() {
@@ -197,17 +201,17 @@ impl GroupedLinearCase {
     }
 
     /// Axes of rows of so many features.
-    fn rows(&self, features: Axis) -> Vec<Axis> {
+    pub(super) fn rows(&self, features: Axis) -> Vec<Axis> {
         let rows = axis("num_rows", self.num_rows);
         if self.is_masked() { vec![self.experts_axis(), rows, features] } else { vec![rows, features] }
     }
 
-    fn experts_axis(&self) -> Axis {
+    pub(super) fn experts_axis(&self) -> Axis {
         axis("num_experts", self.num_experts).multiples(1, MAX_EXPERTS)
     }
 
     /// Codes and scales.
-    fn operands(&self) -> [TensorSpec; 4] {
+    pub(super) fn operands(&self) -> [TensorSpec; 4] {
         let is_hopper = self.implementation == Implementation::Hopper;
         // Two codes of four bits lie in a byte, and 16 of eight in an access.
         let multiple = if is_hopper { 16 } else { 1 + usize::from(self.weights == Weights::Mxfp4) };
@@ -231,6 +235,15 @@ impl GroupedLinearCase {
             codes("w", &[self.experts_axis(), outs, of_w]),
             scales("x_scales", x_scales),
             scales("w_scales", w_scales),
+        ]
+    }
+
+    /// Which rows experts have.
+    pub(super) fn lists(&self) -> [TensorSpec; 2] {
+        let ends = axis("num_experts_and_one", self.num_experts + 1);
+        [
+            input("counts", DType::I32, &[self.experts_axis()]),
+            input("expert_offsets", DType::I32, &[ends]).when(!self.is_masked()),
         ]
     }
 
@@ -272,19 +285,13 @@ impl Declared for GroupedLinear {
 
     fn tensors(c: &GroupedLinearCase) -> Specs {
         let outs = axis("out_features", c.out_features).multiples(1, MAX_FEATURES);
-        let ends = axis("num_experts_and_one", c.num_experts + 1);
         let (dtype, rows) = (c.output.dtype(), c.rows(outs));
         let y = match c.grouping {
             Grouping::Contiguous => output("y", dtype, &rows),
             Grouping::Masked => state("y", dtype, &rows).drawn(Distribution::Normal, 1.0),
         };
         let y = if c.codes == Codes::Exact { y.exact() } else { y };
-        let lists = [
-            input("counts", DType::I32, &[c.experts_axis()]),
-            input("expert_offsets", DType::I32, &[ends]).when(!c.is_masked()),
-            y.rows(),
-        ];
-        Specs::new(c.data.seed, c.operands().into_iter().chain(lists))
+        Specs::new(c.data.seed, c.operands().into_iter().chain(c.lists()).chain([y.rows()]))
     }
 
     fn check(c: &GroupedLinearCase) -> Result<(), Refused> {
@@ -429,7 +436,7 @@ impl Declared for GroupedLinear {
         laws_of_scales(c, laws);
         let other = if c.expected_rows > 64 { 1 } else { 1000 };
         laws.alike("tiles change no bit", Relation::Times(1.0), |v| v.case.expected_rows = other);
-        laws_of_rows(c, laws);
+        laws_of_rows(c, laws, &["y"]);
     }
 
     /// Gate and up of the models' experts: of a prefill, rows sorted, and of decode steps, apart.
@@ -520,8 +527,12 @@ fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     }
 }
 
-/// What one row or one expert's weights hold is nothing to other rows, and what nobody's rows hold to none.
-fn laws_of_rows(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
+/// What one row or one expert's weights hold is nothing to other rows of these tensors, and what nobody's rows hold to none.
+pub(super) fn laws_of_rows<K: Declared>(
+    c: &GroupedLinearCase,
+    laws: &mut Laws<'_, K>,
+    written: &'static [&'static str],
+) {
     let owners = Rc::new(c.experts_of_rows());
     let real: Vec<usize> = (0..owners.len()).filter(|&row| owners[row].is_some()).collect();
     let width = c.in_features;
@@ -537,7 +548,7 @@ fn laws_of_rows(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     laws.law(
         "a row is nothing to others",
         |v| turn(&mut v.tensors.bytes_mut("x").unwrap_or_default()[middle * width..(middle + 1) * width], 0x80),
-        [("y", Relation::EqualRows(Rc::new(move |row| row != middle)))],
+        equal_rows(written, Rc::new(move |row| row != middle)),
     );
     let expert = owners[middle].unwrap_or(0);
     if owners.iter().all(|owner| *owner == Some(expert)) {
@@ -548,46 +559,74 @@ fn laws_of_rows(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     laws.law(
         "an expert's weights are nothing to others",
         |v| turn(&mut v.tensors.bytes_mut("w").unwrap_or_default()[own], signs),
-        [("y", Relation::EqualRows(Rc::new(move |row| owners[row] != Some(expert))))],
+        equal_rows(written, Rc::new(move |row| owners[row] != Some(expert))),
     );
 }
 
-/// Of a case whose slots spread over all experts; of a masked one the last expert has rows, which is the sample.
+/// These rows of each of the tensors are the same.
+fn equal_rows(
+    written: &'static [&'static str],
+    rows: Rc<dyn Fn(usize) -> bool>,
+) -> impl Iterator<Item = (&'static str, Relation)> {
+    written.iter().map(move |&name| (name, Relation::EqualRows(rows.clone())))
+}
+
+impl GroupedLinearCase {
+    /// With slots that spread over all experts; of a masked case the last expert has rows, which is the sample.
+    pub(super) fn spread(&self) -> Self {
+        let of_seed = |seed| {
+            let data = Data { seed, ..self.data };
+            Self { experts: Experts::Distinct, data, ..self.clone() }
+        };
+        let has_rows = |case: &Self| case.rows_of_experts().last().is_some_and(|&rows| rows > 0);
+        (1..1000).map(of_seed).find(has_rows).unwrap_or_else(|| of_seed(1))
+    }
+
+    /// What a benchmark is called.
+    pub(super) fn name(&self) -> String {
+        let Self { num_slots, num_experts, out_features, in_features, .. } = *self;
+        let portable = self.weights == Weights::Fp8 && self.implementation == Implementation::Portable;
+        let grouping = if self.is_masked() { "masked" } else { "contiguous" };
+        format!(
+            "{num_slots} {grouping} {num_experts}x{out_features}x{in_features} {}{}",
+            format!("{:?}", self.weights).to_lowercase(),
+            Implementation::suffix(portable)
+        )
+    }
+
+    /// Bytes that a call must move that writes so many of each row, and its FLOP.
+    pub(super) fn work(&self, written: usize) -> [f64; 2] {
+        let Self { out_features, in_features, .. } = *self;
+        let rows: usize = self.rows_of_experts().into_iter().sum();
+        let with_rows = self.rows_of_experts().into_iter().filter(|&rows| rows > 0).count();
+        let row_bytes: usize = self.of_launcher().quantised.row_bytes(in_features)[1];
+        let bytes = with_rows * out_features * row_bytes + rows * (in_features + written);
+        [bytes as f64, 2.0 * rows as f64 * out_features as f64 * in_features as f64]
+    }
+
+    /// With weights for some rows of some experts, which are drawn; `whole` is the case.
+    pub(super) fn with_few_weights(&self, whole: &Self) -> Self {
+        let out_features = whole.out_features.min(128);
+        let num_experts = (DRAWN / (out_features * whole.in_features)).clamp(1, whole.num_experts);
+        Self { num_experts, out_features, ..self.clone() }
+    }
+}
+
 fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
-    let of_seed = |seed| {
-        let data = Data { seed, ..case.data };
-        GroupedLinearCase { experts: Experts::Distinct, data, ..case.clone() }
-    };
-    let has_rows = |case: &GroupedLinearCase| case.rows_of_experts().last().is_some_and(|&rows| rows > 0);
-    let case = (1..1000).map(of_seed).find(has_rows).unwrap_or_else(|| of_seed(1));
-    let GroupedLinearCase { num_slots, num_experts, out_features, in_features, .. } = case;
-    let rows: usize = case.rows_of_experts().into_iter().sum();
-    let with_rows = case.rows_of_experts().into_iter().filter(|&rows| rows > 0).count();
-    let portable = case.weights == Weights::Fp8 && case.implementation == Implementation::Portable;
-    let grouping = if case.is_masked() { "masked" } else { "contiguous" };
-    let name = format!(
-        "{num_slots} {grouping} {num_experts}x{out_features}x{in_features} {}{}",
-        format!("{:?}", case.weights).to_lowercase(),
-        Implementation::suffix(portable)
-    );
-    let row_bytes: usize = case.of_launcher().quantised.row_bytes(in_features)[1];
-    let bytes = with_rows * out_features * row_bytes + rows * (in_features + 2 * out_features);
-    let flops = 2.0 * rows as f64 * out_features as f64 * in_features as f64;
+    let case = case.spread();
+    let ([bytes, flops], name) = (case.work(2 * case.out_features), case.name());
     let axis = if case.is_masked() { "num_experts" } else { "num_rows" };
-    let benchmark = Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
-    // Weights are drawn for some rows of some experts.
-    let drawn_rows = out_features.min(128);
-    let drawn_experts = (DRAWN / (drawn_rows * in_features)).clamp(1, num_experts);
-    let drawn = GroupedLinearCase { num_experts: drawn_experts, out_features: drawn_rows, ..benchmark.drawn };
+    let benchmark: Benchmark<GroupedLinear> = Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
+    let drawn = benchmark.drawn.with_few_weights(&benchmark.case);
     let (chosen, rows, sampled) = match drawn.grouping {
         Grouping::Masked => (last as fn(_, _) -> _, 1, benchmark.sampled),
         Grouping::Contiguous => (benchmark.chosen, 4, of_sampled_rows as _),
     };
-    Benchmark { drawn, bytes: bytes as f64, amend: of_whole_case, chosen, rows, sampled, ..benchmark }
+    Benchmark { drawn, bytes, amend: of_whole_case, chosen, rows, sampled, ..benchmark }
 }
 
 /// Every row and weight a number, and the rows of experts of the whole case.
-fn of_whole_case(c: &GroupedLinearCase, tensors: &mut Tensors) {
+pub(super) fn of_whole_case(c: &GroupedLinearCase, tensors: &mut Tensors) {
     for name in ["x", "w"] {
         let codes = tensors.bytes_mut(name).unwrap_or_default();
         codes.iter_mut().filter(|code| **code == 0x7f).for_each(|code| *code = 0x38);
@@ -602,10 +641,19 @@ fn of_whole_case(c: &GroupedLinearCase, tensors: &mut Tensors) {
     }
 }
 
-/// A sample of rows has the experts of its rows alone.
 fn of_sampled_rows(whole: &Whole<'_, GroupedLinear>, c: &mut GroupedLinearCase, tensors: &mut Tensors) {
-    let owners = whole.case.experts_of_rows();
-    let owners: Vec<Option<usize>> = whole.rows.iter().map(|&row| owners[row]).collect();
+    keep_experts_of(whole.case, whole.rows, c, tensors);
+}
+
+/// A sample of rows has the experts of its rows alone.
+pub(super) fn keep_experts_of(
+    whole: &GroupedLinearCase,
+    rows: &[usize],
+    c: &mut GroupedLinearCase,
+    tensors: &mut Tensors,
+) {
+    let owners = whole.experts_of_rows();
+    let owners: Vec<Option<usize>> = rows.iter().map(|&row| owners[row]).collect();
     let mut experts: Vec<usize> = owners.iter().flatten().copied().collect();
     experts.dedup();
     if experts.is_empty() {

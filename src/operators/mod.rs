@@ -9,6 +9,7 @@ pub mod decode_attention;
 pub mod embed_streams;
 pub mod gate_up_interleave;
 pub mod grouped_linear;
+pub mod grouped_linear_swiglu;
 pub mod hadamard;
 pub mod indexer_backward;
 pub mod indexer_cache_write;

@@ -18,6 +18,7 @@ use dsv4_parity::operators::decode_attention::DecodeAttention;
 use dsv4_parity::operators::embed_streams::EmbedStreams;
 use dsv4_parity::operators::gate_up_interleave::GateUpInterleave;
 use dsv4_parity::operators::grouped_linear::GroupedLinear;
+use dsv4_parity::operators::grouped_linear_swiglu::GroupedLinearSwiglu;
 use dsv4_parity::operators::hadamard::Hadamard;
 use dsv4_parity::operators::indexer_backward::IndexerBackward;
 use dsv4_parity::operators::indexer_cache_write::IndexerCacheWrite;
@@ -97,6 +98,7 @@ const MUTANTS: &[(&str, &str)] = &[
     ("moe_expand_forward", "moe_expand_first_slot_alone"),
     ("moe_expand_backward", "moe_expand_gradient_of_the_first_slot"),
     ("grouped_linear_forward", "grouped_linear_scales_of_the_first_experts_weights"),
+    ("grouped_linear_swiglu_forward", "grouped_linear_swiglu_weight_left_out"),
     ("moe_reduce_forward", "moe_reduce_shared_row_left_out"),
     ("moe_reduce_backward", "moe_reduce_gradient_without_the_weight"),
     ("compressor_stream_forward", "compressor_stream_halves_swapped"),
@@ -237,6 +239,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         caches(),
         streams(),
         experts(),
+        fused_experts(),
         quantisers(),
         indexer(),
         losses(),
@@ -407,6 +410,21 @@ fn experts() -> Vec<Box<dyn Timed>> {
         reduce("backward"),
         weights("32x4096x2048"),
         weights("32x4096x128 inverse"),
+    ]
+}
+
+fn fused_experts() -> Vec<Box<dyn Timed>> {
+    let slots = json!({
+        "num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 80, "in_features": 144,
+    });
+    let of = |name, drawn| timed::<GroupedLinearSwiglu>("forward", name, &slots, drawn);
+    let contiguous = |name| of(name, json!({"num_experts": 2, "num_rows": 8}));
+    let masked = |name| of(name, json!({"num_experts": 2, "out_features": 16}));
+    vec![
+        contiguous("24576 contiguous 256x4096x4096 fp8 portable in groups of 128"),
+        contiguous("24576 contiguous 256x4096x4096 fp8 portable in groups of 32 interleaved"),
+        masked("192 masked 256x4096x4096 fp8 portable in groups of 128"),
+        masked("192 masked 256x4096x4096 mxfp4 in groups of 32 interleaved"),
     ]
 }
 

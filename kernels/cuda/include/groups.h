@@ -5,7 +5,6 @@
 // and, where they reach further, its padding groups), padded_rows (scale_layout.h).
 #pragma once
 
-#include "element.h"
 #include "elements.h"
 #include "memory.h"
 #include "quantise.h"

@@ -1,5 +1,5 @@
-// Tiles of products of quantised operands, for any GPU: what linear_quantised.cu, which has the formulas, and
-// grouped_linear.cu share.
+// Tiles of products of quantised operands, for any GPU: what linear_quantised.cu, which has the formulas,
+// grouped_linear.cu and grouped_linear_swiglu.cu share.
 //
 // GPUs before sm_89 have no products of e4m3 and none has had any of e2m1 before sm_100, so codes become bf16, exactly,
 // on their way from global memory through registers to shared memory, the next stage's while this one is multiplied.
@@ -25,11 +25,22 @@ using Large = Shape<128, 128, 2, 4, 2>;
 using Small = Shape<16, 64, 1, 4, 2>;
 using Scalar = Shape<64, 64, 2, 2, 2>;
 
+// Which row of w a column of the result is of: the one of its number. SHARED columns, from a multiple of as many on, are of
+// rows of one block, and have one scale.
+struct RowsInOrder {
+    static constexpr int SHARED = BLOCK;
+    int64_t row(int64_t column) const { return column; }
+};
+
+// Scales of w that a stage of a tile brings.
+template <typename S, typename Columns>
+constexpr int W_SCALES = FORMAT == FP8 ? ceil_div(S::COLUMNS, Columns::SHARED) : 0;
+
 // Behind the operands of both stages the scales of both: of the rows of x for each step, and of w.
-template <typename S>
+template <typename S, typename Columns = RowsInOrder>
 struct Layout {
     static constexpr int SCALES = S::STAGES * S::STAGE_BYTES;
-    static constexpr int STAGE_SCALES = STEPS * S::ROWS + 4;  // floats
+    static constexpr int STAGE_SCALES = STEPS * S::ROWS + maximum(W_SCALES<S, Columns>, 4);  // floats
     static constexpr int BYTES = maximum(S::BYTES, SCALES + S::STAGES * STAGE_SCALES * 4);
 };
 
@@ -50,11 +61,12 @@ struct Codes {
     uint32_t words[COUNT][4];
     float scales[COUNT][SCALES];
 
-    void load(const Operand& operand, int64_t first, int64_t stage) {
+    template <typename Order>
+    void load(const Operand& operand, const Order& order, int64_t first, int64_t stage) {
         UNROLL
         for (int i = 0; i < COUNT; ++i) {
             const int number = static_cast<int>(threadIdx.x) + i * THREADS;
-            const int64_t row = first + number / ROW_CHUNKS, chunk = stage * ROW_CHUNKS + number % ROW_CHUNKS;
+            const int64_t row = order.row(first + number / ROW_CHUNKS), chunk = stage * ROW_CHUNKS + number % ROW_CHUNKS;
             const int64_t bytes = number < TOTAL && row < operand.extent ? operand.bytes - 16 * chunk : 0;
             UNROLL
             for (int word = 0; word < 4; ++word) words[i][word] = 0;
@@ -92,20 +104,21 @@ struct Codes {
 };
 
 // A stage on its way: codes of both operands, and the scale of x, or of the block of w, that this thread brings.
-template <typename S, bool WIDE>
+template <typename S, bool WIDE, typename Columns>
 struct Stage {
     Codes<S::ROWS, S::THREADS, FORMAT == NVFP4, WIDE> x;
     Codes<S::COLUMNS, S::THREADS, FORMAT != FP8, WIDE> w;
     float scale;
-    static_assert(STEPS * S::ROWS + (FORMAT == FP8) <= S::THREADS, "a thread brings one scale");
+    static constexpr int X_SCALES = STEPS * S::ROWS, SCALES = X_SCALES + W_SCALES<S, Columns>;
+    static_assert(SCALES <= S::THREADS, "a thread brings one scale");
 
-    void load(const QuantisedProduct& product, const Part& part, int64_t stage) {
+    void load(const QuantisedProduct& product, const Columns& columns, const Part& part, int64_t stage) {
         const Scales &x_scales = product.x_scales, &w_scales = product.w_scales;
         const Result& result = product.result;
         const int64_t x_bytes = result.depth / (FORMAT == NVFP4 ? 2 : 1);
         const int64_t w_bytes = result.depth / (FORMAT == FP8 ? 1 : 2);
-        x.load(Operand{product.x, product.x_stride, result.rows, x_bytes, x_scales}, part.row, stage);
-        w.load(Operand{product.w, product.w_stride, result.columns, w_bytes, w_scales}, part.column, stage);
+        x.load(Operand{product.x, product.x_stride, result.rows, x_bytes, x_scales}, RowsInOrder{}, part.row, stage);
+        w.load(Operand{product.w, product.w_stride, result.columns, w_bytes, w_scales}, columns, part.column, stage);
         if constexpr (SCALED) {
             const int thread = static_cast<int>(threadIdx.x);
             const int64_t row = part.row + thread % S::ROWS;
@@ -115,28 +128,39 @@ struct Stage {
             scale = 0.0f;
             if (thread < STEPS * S::ROWS && row < result.rows && group < x_scales.num_groups)
                 scale = scale_of_group(x_scales, row, group);
-            if (FORMAT == FP8 && thread == STEPS * S::ROWS)
-                scale = scale_of_group(w_scales, part.column / BLOCK, group);
+            if (FORMAT == FP8 && thread >= X_SCALES && thread < SCALES) {
+                const int64_t w_row = columns.row(part.column + (thread - X_SCALES) * Columns::SHARED);
+                if (w_row < result.columns) scale = scale_of_group(w_scales, w_row / BLOCK, group);
+            }
         }
     }
     void store(SharedAddress tiles, float* scales) const {
         x.store(tiles);
         w.store(tiles + S::A_BYTES);
-        if (SCALED && threadIdx.x < STEPS * S::ROWS + (FORMAT == FP8)) scales[threadIdx.x] = scale;
+        if (SCALED && threadIdx.x < SCALES) scales[threadIdx.x] = scale;
     }
 };
 
 // ---------------------------------------------------------------- products
 
-// result += sums times the scales of their rows and of the block of w, and begins the sums anew.
-template <typename S>
-DEVICE void promote(Sums<S>& result, Sums<S>& sums, const float* x_scales, float w_scale) {
+// The scale of the warp's columns from 8 n on.
+template <typename S, typename Columns>
+DEVICE float w_scale_of(const float* w_scales, int n) {
+    if constexpr (W_SCALES<S, Columns> == 0) return 1.0f;
+    else if constexpr (W_SCALES<S, Columns> == 1) return w_scales[0];
+    else return w_scales[(warp_column<S>() + 8 * n) / Columns::SHARED];
+}
+
+// result += sums times the scales of their rows and of their blocks of w, and begins the sums anew.
+template <typename S, typename Columns>
+DEVICE void promote(Sums<S>& result, Sums<S>& sums, const float* x_scales, const float* w_scales) {
     UNROLL
     for (int m = 0; m < S::M16; ++m) {
         const int row = warp_row<S>() + 16 * m + lane_id() / 4;
         const float scales[2] = {x_scales[row], x_scales[row + 8]};
         UNROLL
         for (int n = 0; n < S::N8; ++n) {
+            const float w_scale = w_scale_of<S, Columns>(w_scales, n);
             UNROLL
             for (int i = 0; i < 4; ++i) {
                 result[m][n][i] = fused_multiply_add(sums[m][n][i] * scales[i / 2], w_scale, result[m][n][i]);
@@ -147,7 +171,7 @@ DEVICE void promote(Sums<S>& result, Sums<S>& sums, const float* x_scales, float
 }
 
 // Multiplies a stage. `last`: k ends with it, and with k the group.
-template <typename S>
+template <typename S, typename Columns>
 DEVICE void multiply_groups(Sums<S>& result, Sums<S>& sums, SharedAddress tiles, const float* scales, int64_t stage,
                             bool last) {
     if constexpr (!SCALED) {
@@ -155,35 +179,43 @@ DEVICE void multiply_groups(Sums<S>& result, Sums<S>& sums, SharedAddress tiles,
     } else if constexpr (STEPS == 1) {
         multiply_stage<S, false, false>(sums, tiles);
         if (last || (stage + 1) * DEPTH % GROUP == 0)
-            promote<S>(result, sums, scales, FORMAT == FP8 ? scales[S::ROWS] : 1.0f);
+            promote<S, Columns>(result, sums, scales, scales + STEPS * S::ROWS);
     } else {
         multiply_stage<S, false, false, 0, STEP>(sums, tiles);
-        promote<S>(result, sums, scales, 1.0f);
+        promote<S, Columns>(result, sums, scales, nullptr);
         multiply_stage<S, false, false, STEP, DEPTH>(sums, tiles);
-        promote<S>(result, sums, scales + S::ROWS, 1.0f);
+        promote<S, Columns>(result, sums, scales + S::ROWS, nullptr);
     }
+}
+
+// Adds up a part of a product, by all threads of a block, of which nobody reads the shared memory any more behind it.
+template <typename S, bool WIDE, typename Columns>
+DEVICE void sum_tile(const QuantisedProduct& product, const Columns& columns, const Part& part, Sums<S>& total) {
+    const Result& result = product.result;
+    const SharedAddress shared = shared_address(dynamic_shared());
+    auto* const all_scales = reinterpret_cast<float*>(dynamic_shared() + Layout<S, Columns>::SCALES);
+    const bool has_sums =
+        part.row + warp_row<S>() < result.rows && part.column + warp_column<S>() < result.columns;
+    Sums<S> sums = {};
+    Stage<S, WIDE, Columns> next;
+    if (part.begin < part.end) next.load(product, columns, part, part.begin);
+    for (int64_t stage = part.begin; stage < part.end; ++stage) {
+        const int place = static_cast<int>(stage % S::STAGES);
+        const SharedAddress tiles = shared + place * S::STAGE_BYTES;
+        float* const scales = all_scales + place * Layout<S, Columns>::STAGE_SCALES;
+        next.store(tiles, scales);
+        // Past this barrier the stage is there for everyone, and nobody reads the one before it any more.
+        __syncthreads();
+        if (stage + 1 < part.end) next.load(product, columns, part, stage + 1);
+        if (has_sums) multiply_groups<S, Columns>(total, sums, tiles, scales, stage, stage + 1 == part.end);
+    }
+    __syncthreads();
 }
 
 // Computes a part of a product, by all threads of a block.
 template <typename S, bool WIDE>
 DEVICE void multiply_tile(const QuantisedProduct& product, const Part& part) {
-    const Result& result = product.result;
-    const SharedAddress shared = shared_address(dynamic_shared());
-    auto* const all_scales = reinterpret_cast<float*>(dynamic_shared() + Layout<S>::SCALES);
-    const bool has_rows = part.row + warp_row<S>() < result.rows;
-    Sums<S> total = {}, sums = {};
-    Stage<S, WIDE> next;
-    if (part.begin < part.end) next.load(product, part, part.begin);
-    for (int64_t stage = part.begin; stage < part.end; ++stage) {
-        const int place = static_cast<int>(stage % S::STAGES);
-        const SharedAddress tiles = shared + place * S::STAGE_BYTES;
-        float* const scales = all_scales + place * Layout<S>::STAGE_SCALES;
-        next.store(tiles, scales);
-        // Past this barrier the stage is there for everyone, and nobody reads the one before it any more.
-        __syncthreads();
-        if (stage + 1 < part.end) next.load(product, part, stage + 1);
-        if (has_rows) multiply_groups<S>(total, sums, tiles, scales, stage, stage + 1 == part.end);
-    }
-    __syncthreads();
-    store_sums<S>(result, part, total);
+    Sums<S> total = {};
+    sum_tile<S, WIDE>(product, RowsInOrder{}, part, total);
+    store_sums<S>(product.result, part, total);
 }

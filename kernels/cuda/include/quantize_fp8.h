@@ -48,14 +48,15 @@ DEVICE void store_codes(const Params& params, const Span& span, float (&x)[SPAN]
     store_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column, codes, span.count);
 }
 
-// Quantises what the lanes of a warp have of a row of groups, each 16 elements; all lanes take part.
+// Quantises what the lanes of a warp have of a row of groups, each 16 elements; all lanes take part. `has_scales`: whether the
+// row's scales, those that pad it among them, are this lane's to store.
 template <bool WIDE, typename Params>
-DEVICE void quantize_span(const Params& params, const Span& span, float (&x)[SPAN]) {
+DEVICE void quantize_span(const Params& params, const Span& span, float (&x)[SPAN], bool has_scales = true) {
     const int group_lanes = (1 << params.log2_group) / SPAN;
     const float scale = scale_of(params, largest(largest_magnitude(x), group_lanes));
     store_codes<WIDE>(params, span, x, scale);
     const int32_t group = span.column >> params.log2_group;
-    if (lane_id() % group_lanes == 0 && group < params.padded_groups) {
+    if (has_scales && lane_id() % group_lanes == 0 && group < params.padded_groups) {
         const bool exists = span.row < params.num_rows && group < params.num_groups;
         store_scale(params, scale_place(params, span.row, group), scale, exists);
     }

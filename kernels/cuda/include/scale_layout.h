@@ -15,6 +15,15 @@ constexpr int MN_MAJOR = 1;  // group by group
 constexpr int PACKED = 2;    // bytes: group by group, four groups in a word
 constexpr int BLOCKED = 3;   // bytes: tiles of 128 rows by 4 groups
 
+// Rows and groups of which there are scales, those of padding among them.
+DEVICE int64_t padded_rows_of(int32_t scale_layout, int64_t rows) {
+    const int64_t multiple = scale_layout == PLAIN ? 1 : scale_layout == BLOCKED ? 128 : 4;
+    return ceil_div(rows, multiple) * multiple;
+}
+DEVICE int32_t padded_groups_of(int32_t scale_layout, int32_t groups) {
+    return scale_layout == PLAIN || scale_layout == MN_MAJOR ? groups : ceil_div(groups, 4) * 4;
+}
+
 // The place of a scale, counted in scales.
 template <typename Params>
 DEVICE int64_t scale_place(const Params& params, int64_t row, int32_t group) {

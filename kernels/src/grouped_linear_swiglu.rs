@@ -1,0 +1,170 @@
+//! `grouped_linear_swiglu`: launcher of `kernels/cuda/grouped_linear_swiglu.cu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3).
+
+use crate::arguments::{Argument, Arguments, Signature, read, write};
+use crate::gate_up_interleave::GRANULE;
+use crate::grouped_linear::{Extents, Grouped, blocks, of_experts};
+use crate::linear::{FEW_ROWS, ScaleAxes, ScaleTensor, Weights, quantised_defines};
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::Params;
+use crate::runtime::{DType, Device, Result, Views};
+use crate::scale_layout::Scales;
+use crate::swiglu_quantize;
+
+const FILE: &str = "grouped_linear_swiglu.cu";
+const CHECK: Arguments = Arguments { operator: "grouped_linear_swiglu" };
+/// What the rows of w are a multiple of: gate and up have eights of rows each.
+pub const MULTIPLE: usize = 2 * GRANULE;
+/// Columns of a tile, gate and up together; `COLUMNS` in the kernel source.
+const COLUMNS: usize = 256;
+/// Rows of the large tiles; `LargeTile::ROWS` in the kernel source.
+const MANY_ROWS: usize = 64;
+
+/// Every module that the launcher compiles.
+pub fn modules() -> Vec<Module> {
+    let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
+    formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group))).to_vec()
+}
+
+/// The product of a call, how rows of gate and up lie, and how what is made of them is quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// The product. There are no kernels for Hopper of their own.
+    pub grouped: Grouped,
+    /// Whether rows of gate and up are interleaved by eight, as `gate_up_interleave` writes them; otherwise all those of
+    /// gate come first.
+    pub interleaved: bool,
+    /// Groups, scales, and whether numbers are rounded to bf16 before they are quantised.
+    pub quantised: swiglu_quantize::Options,
+}
+
+const OF_ROWS: ScaleAxes = ScaleAxes {
+    plain: &["num_rows", "num_groups"],
+    blocks: &[],
+    words: &["num_words", "aligned_rows"],
+    groups: &["num_groups", "aligned_rows"],
+    tiles: &["row_tiles", "group_tiles", "tile_bytes"],
+};
+const OF_EXPERTS_ROWS: ScaleAxes = ScaleAxes {
+    plain: &["num_experts", "num_rows", "num_groups"],
+    blocks: &[],
+    words: &["num_experts", "num_words", "aligned_rows"],
+    groups: &["num_experts", "num_groups", "aligned_rows"],
+    tiles: &["num_experts", "row_tiles", "group_tiles", "tile_bytes"],
+};
+
+impl Options {
+    /// The scales of the codes, of a masked call those of an expert's part.
+    pub fn scales(&self, extents: Extents) -> Scales {
+        self.quantised.scales(extents.num_rows, extents.out_features / 2)
+    }
+
+    fn scale_axes(&self) -> &'static ScaleAxes {
+        if self.grouped.is_masked() { &OF_EXPERTS_ROWS } else { &OF_ROWS }
+    }
+
+    /// The type and the axes of `scales`.
+    pub fn scale_tensor(&self, extents: Extents) -> ScaleTensor {
+        let scales = self.scales(extents);
+        let (dtype, own) = scales.tensor();
+        let experts = self.grouped.is_masked().then_some(extents.num_experts);
+        let all = experts.into_iter().chain(own.into_iter().map(|(_, extent)| extent));
+        (dtype, self.scale_axes().of(scales).iter().copied().zip(all).collect())
+    }
+
+    /// The arguments beside the operands.
+    fn results<'a>(&self, scales: Scales) -> [Argument<'a>; 3] {
+        let masked = self.grouped.is_masked();
+        let [weight, codes]: [&'static [_]; 2] = match masked {
+            true => [&["num_experts", "num_rows"], &["num_experts", "num_rows", "intermediate_size"]],
+            false => [&["num_rows"], &["num_rows", "intermediate_size"]],
+        };
+        let types: &[DType] = match scales.tensor().0 {
+            DType::U8 => &[DType::U8],
+            DType::I32 => &[DType::I32],
+            _ => &[DType::F32],
+        };
+        [
+            read("weight").of(&[DType::F32]).axes(weight).optional(),
+            write("codes").of(&[DType::U8]).axes(codes).rows(),
+            write("scales").of(types).axes(self.scale_axes().of(scales)),
+        ]
+    }
+
+    fn bind<'a>(&self, views: &'a Views) -> Result<(Signature<'a>, Extents)> {
+        // The scales' axes are checked against extents that x and w say.
+        let extents = self.grouped.extents_of(views);
+        let scales = self.scales(extents);
+        let (signature, extents) = self.grouped.signature(CHECK, views, MULTIPLE, self.results(scales));
+        let signature = signature.given("intermediate_size", extents.out_features / 2);
+        let (_, axes) = self.scale_tensor(extents);
+        let known = axes.into_iter().filter(|(axis, _)| !["num_experts", "num_rows"].contains(axis));
+        let mut signature = known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
+        signature.bind([])?;
+        self.grouped.check_rows(CHECK, extents)?;
+        Ok((signature, extents))
+    }
+
+    fn check(&self) -> Result<()> {
+        self.grouped.check(CHECK)?;
+        self.scales(Extents { num_experts: 1, num_rows: 0, out_features: MULTIPLE, in_features: 1 }).check(CHECK)
+    }
+
+    /// The kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.
+    fn kernel(&self, vectorised: bool) -> (&'static str, usize, usize) {
+        match vectorised {
+            false => ("grouped_linear_swiglu_scalar", 3, FEW_ROWS),
+            true if self.grouped.expected_rows <= FEW_ROWS => ("grouped_linear_swiglu_small", 3, FEW_ROWS),
+            true => ("grouped_linear_swiglu_large", 1, MANY_ROWS),
+        }
+    }
+}
+
+/// Launches, for the rows p of each expert e, `gate, up = bf16(x[p] w[e]^T)`, `o[p] = weight[p] silu(min(gate, limit))
+/// clamp(up, -limit, limit)` and its quantisation; returns the kernel that ran. Its tensors, beside `x`, `w`, `x_scales`,
+/// `w_scales`, `counts` and `expert_offsets` of [`crate::grouped_linear::forward`], whose `out_features` are gate and up
+/// together, a multiple of 16:
+///
+/// - `weight` `[num_rows]` f32 or, masked, `[num_experts, num_rows]`: the routing weight, absent for ones;
+/// - `codes` u8, e4m3, `[num_rows, intermediate_size]` or, masked, `[num_experts, num_rows, intermediate_size]`, half of
+///   `out_features`; rows contiguous. Rows of nobody are quantised as zeros; masked they stay as they were;
+/// - `scales`, dense, of the type and axes of [`Options::scale_tensor`]; what pads them is written as 0, but masked what pads
+///   the rows of a part stays as it was.
+///
+/// # Errors
+/// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles of scales hold bytes), a compile error, a refused
+/// launch.
+pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> Result<String> {
+    options.check()?;
+    let (signature, extents) = options.bind(views)?;
+    CHECK.positive("limit", limit)?;
+    let (grouped, quantised) = (&options.grouped, &options.grouped.quantised);
+    let misfit = Some("this operator has none".into());
+    quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let params =
+        params(views, &options, extents)?.flag("wide", signature.vectorised_rows(&["codes"])).f32("limit", limit);
+    let (name, held, rows) = options.kernel(signature.vectorised_rows(&["x", "w"]));
+    let kernel = device.kernel(FILE, &quantised_defines(quantised.weights, quantised.group), name)?;
+    let most = device.environment().processors as usize * held;
+    kernel.launch_blocks("x", blocks(grouped, extents, [rows, COLUMNS]).min(most), &params)?;
+    Ok(name.to_owned() + &quantised.suffix())
+}
+
+/// All parameters but how codes are stored and the limit.
+fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> {
+    let (grouped, quantised) = (&options.grouped, options.quantised);
+    let [x_scales, w_scales] = grouped.scales(extents);
+    let params = of_experts(of_experts(CHECK.params(), "x", &views["x"]), "w", &views["w"]);
+    let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
+    let offsets = views.get("expert_offsets").filter(|_| !grouped.is_masked());
+    let params = params.ptr("counts", &views["counts"]).ptr("expert_offsets", offsets);
+    let params = of_experts(params.ptr("weight", views.get("weight")), "codes", &views["codes"]);
+    let params = params.ptr("scales", &views["scales"]).i64("rows", extents.num_rows)?;
+    let params = params.i64("columns", extents.out_features)?.i64("depth", extents.in_features)?;
+    let params = params.i32("experts", extents.num_experts)?.i32("x_scale_layout", x_scales.number())?;
+    let params = params.i32("w_scale_layout", w_scales.number())?;
+    let params = params.flag("scale_bytes", grouped.quantised.scale_bytes).flag("interleaved", options.interleaved);
+    let params = params.i32("scale_layout", options.scales(extents).number())?;
+    let params = params.i32("scale_type", quantised.scale as usize)?;
+    let params = params.i32("log2_group", quantised.group.columns().trailing_zeros() as usize)?;
+    Ok(params.flag("round_to_bf16", quantised.round_to_bf16))
+}
