@@ -17,9 +17,10 @@
 //
 // Four lanes take a row, so that five of the seven steps stay within a lane. Floor for bf16: 256 bytes read and 256, 68 or 132
 // written a row; at 4.24 TB/s a row of the e2m1 form takes 0.076 ns, which leaves 21 instructions an element at 85 %. It takes
-// about 20: 10 of the transform with its 2 shuffles, 3 to round and find the largest, 6 for the code. At 8 lanes a row, with codes
-// found by comparing with the seven ties, it was limited by instructions: on one H200 28 % (e2m1) and 57 % (e4m3) of the copy
-// rate, bf16 94 %. Now 34.5 us for 262144 rows (58 %), 30.4 us (79 %) and 34.0 us (93 %): e2m1 is still limited so.
+// about 20: 10 of the transform with its 2 shuffles, 1 to unpack, 2 to round and find the largest, 4 for the code, 3 for
+// addresses and scales. It is limited by instructions: measured on one H200 with 23 an element 34.5 us for 262144 rows of e2m1
+// (58 % of the copy rate), 30.4 us of e4m3 (79 %) and 34.0 us of bf16 (93 %). Predicted with sums in packed bf16, not measured
+// since: 30 us of e2m1.
 //
 // Defines: ELEMENT  type of x and y: bf16 or float; STORED  0, 1 or 2. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
 #include "hadamard.h"
@@ -50,13 +51,13 @@ DEVICE void hadamard_row(const HadamardParams& params) {
     Row x = {};
     if (exists) load_row<WIDE>(params.x + row * params.x_row_stride, lane, x);
     transform(x, lane);
-    Magnitudes magnitudes = {};
-    if constexpr (STORED != 0) magnitudes = round_to_bf16(x);
+    Rounded rounded = {};
+    if constexpr (STORED != 0) rounded = round_to_bf16(x);
     uint8_t* const codes = params.codes + row * params.codes_row_stride;
     if constexpr (STORED == 1)
-        store_e2m1<WIDE>(codes, params.scale_bytes + row * E2M1_GROUPS, lane, exists, x, magnitudes);
+        store_e2m1<WIDE>(codes, params.scale_bytes + row * E2M1_GROUPS, lane, exists, rounded);
     if constexpr (STORED == 2) {
-        const uint8_t scale = store_e4m3<WIDE>(codes, lane, exists, x, magnitudes);
+        const uint8_t scale = store_e4m3<WIDE>(codes, lane, exists, x, rounded);
         if (exists && lane == 0) params.scales[row] = e8m0_to_float(scale);
     }
     if (STORED == 0 && exists) store_row<WIDE>(params.y + row * params.y_row_stride, lane, x);

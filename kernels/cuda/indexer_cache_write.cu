@@ -49,7 +49,7 @@ KERNEL(indexer_cache_write, IndexerCacheWriteParams, THREADS) {
     if (exists) load_row<true>(params.k + token * params.k_stride, lane, x);
     const int32_t slot = exists ? params.slots[token] : -1;
     transform(x, lane);
-    const Magnitudes magnitudes = round_to_bf16(x);
+    const Rounded rounded = round_to_bf16(x);
     const bool wanted = slot >= 0 && slot < params.num_slots;
     const int32_t target = wanted ? slot : 0;
     const int32_t row = target % params.page_size;
@@ -58,9 +58,9 @@ KERNEL(indexer_cache_write, IndexerCacheWriteParams, THREADS) {
     uint8_t* const scales =
         page + static_cast<int64_t>(params.page_size) * CODE_BYTES + static_cast<int64_t>(row) * SCALE_BYTES;
     if constexpr (STORED == 1) {
-        store_e2m1<true>(codes, scales, lane, wanted, x, magnitudes);
+        store_e2m1<true>(codes, scales, lane, wanted, rounded);
     } else {
-        const uint8_t scale = store_e4m3<true>(codes, lane, wanted, x, magnitudes);
+        const uint8_t scale = store_e4m3<true>(codes, lane, wanted, x, rounded);
         if (wanted && lane == 0) *reinterpret_cast<float*>(scales) = e8m0_to_float(scale);
     }
 }

@@ -102,14 +102,14 @@ DEVICE void query(const IndexerQueryParams& params) {
     }
     round_to_bf16(x);
     transform(x, at.lane);
-    const Magnitudes magnitudes = round_to_bf16(x);
+    const Rounded rounded = round_to_bf16(x);
     uint8_t* const codes = params.codes + at.token * params.codes_token_stride + at.head * params.codes_head_stride;
     uint8_t scale = 127;  // 1
     if constexpr (STORED == 1) {
         uint8_t* const scales = params.scale_bytes + (at.token * params.num_heads + at.head) * E2M1_GROUPS;
-        store_e2m1<WIDE>(codes, scales, at.lane, at.exists, x, magnitudes);
+        store_e2m1<WIDE>(codes, scales, at.lane, at.exists, rounded);
     }
-    if constexpr (STORED == 2) scale = store_e4m3<WIDE>(codes, at.lane, at.exists, x, magnitudes);
+    if constexpr (STORED == 2) scale = store_e4m3<WIDE>(codes, at.lane, at.exists, x, rounded);
     if (!at.exists) return;
     if constexpr (STORED == 0)
         store_row<WIDE>(params.y + at.token * params.y_token_stride + at.head * params.y_head_stride, at.lane, x);

@@ -17,9 +17,10 @@
 //
 // Floor: 2 bytes read and 1 written a channel, and a scale for 128: at 4.24 TB/s 190 us for 4096 tokens of 128 heads of
 // 512, where rope.cu and quantize_fp8.cu move 7 bytes, 443 us. Measured on one H200: 338 us with e8m0
-// scales, 396 us with fp32 ones, 128 tokens 13.8 and 15.8 us. Expected was a limit by memory: some
-// 6 instructions a channel for the codes (12 where scales are no powers of two) and 7 for the rotation, which a warp
-// of a head of the model spends for the four lanes that turn, of the 20 that there is time for.
+// scales, 396 us with fp32 ones, 128 tokens 13.8 and 15.8 us: instructions limit it, of which there is time for 20 a channel.
+// Four divisions by extents were 6 of some 28 then, and a correction of quotients that e4m3 does not need 4 of those with fp32
+// scales. Predicted, not measured since: 270 and 290 us, the rotation, which a warp spends for the four lanes that turn, being
+// a fifth of it.
 //
 // Defines: ELEMENT bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
 #include "element.h"
@@ -39,11 +40,20 @@ struct InverseRopeQuantizeParams {
     int32_t width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group;
     int32_t o_groups, group_heads, head_dim, rope_dim;
     int32_t inverse;  // 1
+    int64_t of_row_warps, of_padded_rows, of_head_dim;  // what quotient() takes beside each of these divisors
 };
 PARAMS_LAYOUT(InverseRopeQuantizeParams, x, x_token_stride, x_head_stride, codes, codes_row_stride, codes_group_stride,
               scales, scale_group_bytes, cos, cos_stride, sin, sin_stride, positions, table_rows, num_rows, padded_rows,
               width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group, o_groups, group_heads,
-              head_dim, rope_dim, inverse)
+              head_dim, rope_dim, inverse, of_row_warps, of_padded_rows, of_head_dim)
+
+// number / divisor, where `inverse` is (2^32 - 1) / divisor, rounded down: the upper half of their product is the quotient or
+// one less. A division without it is some 20 instructions.
+DEVICE uint32_t quotient(uint32_t number, uint32_t divisor, int64_t inverse) {
+    const uint32_t least =
+        static_cast<uint32_t>(static_cast<uint64_t>(number) * static_cast<uint32_t>(inverse) >> 32);
+    return least + static_cast<uint32_t>(number - least * divisor >= divisor);
+}
 
 // What a warp takes: a part of the row of a token in a group.
 struct Place {
@@ -53,12 +63,14 @@ struct Place {
 
 DEVICE Place place_of(const InverseRopeQuantizeParams& params) {
     const uint32_t warp = blockIdx.x * WARPS + static_cast<uint32_t>(warp_id()), row_warps = params.row_warps;
-    const uint32_t row = warp / row_warps, rows = static_cast<uint32_t>(params.padded_rows);
-    const int32_t first = static_cast<int32_t>(warp % row_warps) * static_cast<int32_t>(WARP_SIZE);
+    const uint32_t row = quotient(warp, row_warps, params.of_row_warps);
+    const uint32_t rows = static_cast<uint32_t>(params.padded_rows);
+    const uint32_t group = quotient(row, rows, params.of_padded_rows);
+    const int32_t first = static_cast<int32_t>(warp - row * row_warps) * static_cast<int32_t>(WARP_SIZE);
     const int32_t column = (first + lane_id()) * SPAN;
-    const int64_t token = row % rows;
+    const int64_t token = row - group * rows;
     const int32_t left = token < params.num_rows ? maximum(params.width - column, 0) : 0;
-    return Place{row / rows, token, column, minimum(left, SPAN)};
+    return Place{group, token, column, minimum(left, SPAN)};
 }
 
 template <bool WIDE>
@@ -67,8 +79,9 @@ DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
     if (at.group >= all.o_groups) return;
     float x[SPAN] = {};
     if (at.count > 0) {
-        const int64_t head = at.group * all.group_heads + at.column / all.head_dim;
-        const int32_t channel = at.column % all.head_dim;
+        const int32_t of_group = static_cast<int32_t>(quotient(at.column, all.head_dim, all.of_head_dim));
+        const int64_t head = at.group * all.group_heads + of_group;
+        const int32_t channel = at.column - of_group * all.head_dim;
         load_span<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, x);
         // What is copied is bf16 already.
         if (turn_channels(all, at.token, channel, x)) round_to_bf16(x);

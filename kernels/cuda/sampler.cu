@@ -16,29 +16,28 @@
 // The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight.
 // v rounds to 1 at its upper end: g is infinite then, and the id loses (FM-154).
 //
-// A block takes a row. Without filters it reads the row once: g >= v, so that logit c - log2(v) is above an id's
-// score, and both exact logarithms are taken only where that is above the best score of the warp so far. With filters
-// it reads the row once for its largest logit and the sum of its weights, and keeps the upper halves of ordered keys
-// in shared memory, 2 bytes a logit. From both follows a logit below which nothing can be kept: weights of at
-// most (1 - top_p) sum / vocab_size add up to no more than what top_p leaves out, and what top_k leaves out lies below the
-// k-th largest of the threads' maxima. What the keys put above it, a few hundred ids of a model's logits, is read
-// again and listed; the last one that is kept is found by digits of its place in the order, with counts and sums in
-// integers (weights in units of 2^-43), whose value no order of additions changes; random words are drawn for the
-// kept alone. Of rows too long for shared memory the rest is read twice, from a second-level cache (18 MB of 128 rows
-// of 129280); rows that list more than LIST ids, such as flat ones, are read once for each digit, seven times in all at most.
+// A block takes a row, and reads it once. Without filters each id has an upper bound of its score, logit c - log2(v) since
+// g >= v; what is above the best lower bound of the warp so far is bounded closely, to 2^-12, and exact logarithms are taken
+// only of ids whose bounds overlap.
 //
-// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. Expected with top-p on peaked
-// logits: 21 us, 15.6 for the row, 2 for the part that is read twice, 1 for the keys and 2 for listing, choosing and
-// drawing, between which a block waits: 74 % of the floor. Without filters instructions limit it, some 17 a logit,
-// about 17 us. A few rows take no less than 10 us, since a row is one block's: several blocks to a row would need
-// further launches, which cost as much as they save. 
-// Measured on one H200, normal logits of deviation 4: top-p 423 us for 128 rows and 273 us for one, top-k 482 us, no
-// filter 32 us. These rows are not peaked enough: some 10,000 of their logits lie above the one below which top-p keeps
-// nothing, more than LIST, and the row is read for each digit. Sums of the weights by the leading bits of the keys, one
-// more pass over what is in shared memory, would name a nearer one.
+// With filters the ids that may be kept are collected on the way: those at least as large as a logit that some AIM of a row are
+// expected to reach, by a sample of it (ranks of maxima of SAMPLES logits each, which lie far apart). The same pass finds the
+// largest logit and the sum of the weights, whence follows what is certain: weights of at most (1 - top_p) sum / vocab_size add
+// up to no more than what top_p leaves out. The last id that is kept is then found by digits of its place in the order, with
+// counts and sums in integers (weights in units of 2^-43), whose value no order of additions changes; random words are drawn
+// for the kept alone. Where the collected do not reach what ends the order, or are more than there is room for, as of rows that are
+// flat, the row is read again for each digit, five times at most, and once for the race: right, and slow.
 //
-// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has 2 bytes
-// of shared memory for each resident column beyond its own.
+// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. Predicted, not measured since it was rewritten:
+// 21 us with top-p, of which 16.5 for the row (instructions, some 18 a logit, take 10 of them at the same time), 1 for the sample,
+// during which the row's first 128 KB are on their way, and 3 for listing, two digits and the race: 74 % of the floor. Without
+// filters instructions limit it, some 28 a logit, about 16 us beside the reading. A few rows take no less than 10 us, since a
+// row is one block's: several blocks to a row would need further launches, which cost as much as they save.
+// Measured on one H200 before, normal logits of deviation 4: top-p 423 us for 128 rows, of which a list of 2048 ids held too few,
+// top-k 482 us, no filter 32 us.
+//
+// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has shared memory for
+// `segment` vectors of a warp beyond its own, 20 bytes each.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -55,13 +54,18 @@ constexpr int LOADS = 4;            // of IDS logits that are on their way at on
 constexpr int STEP = THREADS * IDS;
 constexpr int ID_BITS = 20;
 constexpr uint32_t LAST_ID = (1u << ID_BITS) - 1;
-constexpr int LIST = 2048;
+constexpr int LIST = THREADS > 512 ? 6144 : 2048;  // ids; shorter rows are collected whole
 constexpr int BINS = 2048, BINS_OF_A_THREAD = ceil_div(BINS, THREADS);
-constexpr float LEAST_TEMPERATURE = 1e-5f, LARGEST_TEMPERATURE = 0x1.fffffep127f;
+constexpr int DIGIT_BITS = 11;
+static_assert(1 << DIGIT_BITS == BINS, "a digit names a bin");
+constexpr int SAMPLES = 4;          // that a thread takes; 8 threads take neighbours, an access of 32 bytes
+constexpr int SAMPLE_SPAN = 8;
+constexpr int LINE_BYTES = 128;
+constexpr float LARGEST = 0x1.fffffep127f;
+constexpr float LEAST_TEMPERATURE = 1e-5f, LARGEST_TEMPERATURE = LARGEST;
 constexpr float UNITS = 0x1p43f;    // of a weight of 1: sums of 2^20 of them fit 64 bits
 constexpr uint32_t NO_LIMIT = 0xffffffffu;
 constexpr uint64_t NO_SHARE = ~uint64_t{0};
-constexpr int KEYS_OF_A_VECTOR = 8;
 
 struct SamplerParams {
     const float* logits; int64_t logits_row_stride;  // [num_rows, vocab_size]; strides in elements
@@ -73,12 +77,12 @@ struct SamplerParams {
     const int64_t* step;                             // [num_rows]
     int32_t* tokens;                                 // [num_rows]
     int32_t vocab_size;
-    int32_t resident;                                // columns whose keys are kept, a multiple of KEYS_OF_A_VECTOR
+    int32_t segment;                                 // vectors of IDS logits that a warp has room to collect
 };
 PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens,
-              vocab_size, resident)
+              vocab_size, segment)
 
-// Shared memory of a block; the upper halves of keys follow, in accesses of 16 bytes.
+// Shared memory of a block; the segments of its warps follow.
 struct alignas(16) Shared {
     uint64_t list[LIST];
     uint64_t shares[BINS];
@@ -115,7 +119,7 @@ DEVICE Row row_of(const SamplerParams& params) {
                params.vocab_size,
                temperature,
                __fdiv_rn(LOG2_E, minimum_f32(maximum_f32(temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE)),
-               top_k > 0 ? static_cast<uint32_t>(top_k) : NO_LIMIT,
+               top_k > 0 && top_k < params.vocab_size ? static_cast<uint32_t>(top_k) : NO_LIMIT,
                // NaN is no limit.
                top_p < 1.0f ? maximum_f32(top_p, 0.0f) : 1.0f,
                min_p > 0.0f ? minimum_f32(min_p, 1.0f) : 0.0f,
@@ -130,8 +134,9 @@ DEVICE uint64_t place_of(uint32_t key, int id) {
 DEVICE int id_of(uint64_t place) { return static_cast<int>(LAST_ID - (static_cast<uint32_t>(place) & LAST_ID)); }
 DEVICE uint32_t key_of_place(uint64_t place) { return static_cast<uint32_t>(place >> ID_BITS); }
 
+// `most` is above -infinity. The difference of two infinities is NaN, which loses to 1.
 DEVICE float weight_of(const Row& row, float logit, float most) {
-    return logit == most ? 1.0f : exp2_approx((logit - most) * row.factor);
+    return minimum_f32(exp2_approx((logit - most) * row.factor), 1.0f);
 }
 
 // In every thread: the largest of the block's.
@@ -145,11 +150,11 @@ DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     return own;
 }
 
-// Calls visit(column, four logits from there on) for a row from column `begin` on, a multiple of IDS; behind the row
-// logits are -infinity. All threads of a warp call it together. LOADS of four are on their way at once.
+// Calls visit(column, four logits from there on) for a row; behind it logits are -infinity. All threads of a warp call it
+// together. LOADS of four are on their way at once.
 template <bool WIDE, int LOADS, typename Visit>
-DEVICE void visit_columns(const Row& row, int begin, Visit visit) {
-    for (int tile = begin; tile < row.vocab_size; tile += LOADS * STEP) {
+DEVICE void visit_columns(const Row& row, Visit visit) {
+    for (int tile = 0; tile < row.vocab_size; tile += LOADS * STEP) {
         float logits[LOADS][IDS];
         UNROLL
         for (int load = 0; load < LOADS; ++load) {
@@ -179,11 +184,15 @@ DEVICE PhiloxWords words_of(const Row& row, int id) {
 
 DEVICE float uniform(uint32_t word) { return fused_multiply_add(static_cast<float>(word), 0x1p-32f, 0x1p-33f); }
 
+// An infinite logit's is that of 0: it comes first by its place.
+DEVICE float score_of(const Row& row, float logit, float power) {
+    return fused_multiply_add(logit == INFINITY_F32 ? 0.0f : logit, row.factor, -power);
+}
+
 // Place of an id in the race: infinite logits come first.
-DEVICE uint64_t race(const Row& row, float logit, int id, uint32_t word, float& score) {
-    const float power = log2f(-log1pf(-uniform(word)));
+DEVICE uint64_t race(const Row& row, float logit, int id, uint32_t word) {
+    const float score = score_of(row, logit, log2f(-log1pf(-uniform(word))));
     const bool infinite = logit == INFINITY_F32;
-    score = fused_multiply_add(infinite ? 0.0f : logit, row.factor, -power);
     return place_of(key_of(score), id) | static_cast<uint64_t>(infinite) << (32 + ID_BITS);
 }
 
@@ -194,30 +203,72 @@ DEVICE T one_of(const T (&values)[IDS], int at) {
     return at & 2 ? high : low;
 }
 
+// log2(g) within 2^-13: below 2^-6 three terms of its series, which leave out v^3 / 4 of it; above, log2(1 - v) errs by
+// 2^-22, of 2^-6 at least.
+DEVICE float approximate_power(float v) {
+    const float series = v * fused_multiply_add(v, fused_multiply_add(v, 1.0f / 3.0f, 0.5f), 1.0f);
+    return log2_approx(v < 0x1p-6f ? series : -LN_2 * log2_approx(1.0f - v));
+}
+
+// What a thread has seen of a race: one id waits, and is decided exactly only where bounds of its score do not.
+struct Contest {
+    static constexpr float SLACK = 0x1p-12f;
+    uint64_t best = 0;              // of what is decided: the place in the race
+    float lower = -INFINITY_F32;    // the best score is at least that
+    float upper = -INFINITY_F32;    // the score of what waits is at most that
+    float logit = 0.0f;
+    int id = -1;
+    uint32_t word = 0;
+
+    // Both bounds are rounded as the score is.
+    void enter(const Row& row, float new_logit, int new_id, uint32_t new_word) {
+        const float power = approximate_power(uniform(new_word));
+        const bool infinite = new_logit == INFINITY_F32;
+        const float new_upper = infinite ? INFINITY_F32 : score_of(row, new_logit, power - SLACK);
+        const float new_lower = infinite ? INFINITY_F32 : score_of(row, new_logit, power + SLACK);
+        if (new_upper < lower) return;
+        if (!(new_lower > upper)) decide(row);
+        lower = maximum_f32(lower, new_lower);
+        upper = new_upper;
+        logit = new_logit;
+        id = new_id;
+        word = new_word;
+    }
+
+    void decide(const Row& row) {
+        if (id >= 0) best = maximum(best, race(row, logit, id, word));
+    }
+};
+
+// The winner of all threads, or what each has of it.
+DEVICE uint64_t winner(Shared& shared, const Row& row, Contest& contest) {
+    const float lower = score_of_key(static_cast<uint32_t>(block_maximum(shared, key_of(contest.lower))));
+    if (!(contest.upper < lower)) contest.decide(row);
+    return contest.best;
+}
+
 // The winner of a whole row.
 template <bool WIDE>
-DEVICE uint64_t race_of_all(const Row& row) {
-    uint64_t best = 0;
-    float best_score = -INFINITY_F32;
-    visit_columns<WIDE, LOADS>(row, 0, [&](int column, const float (&logits)[IDS]) {
+DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
+    Contest contest;
+    float least = -INFINITY_F32;
+    visit_columns<WIDE, LOADS>(row, [&](int column, const float (&logits)[IDS]) {
         const PhiloxWords words = words_of(row, column);
         uint32_t in_front = 0;
         UNROLL
         for (int e = 0; e < IDS; ++e) {
             // log2(v) errs by 2^-22.
-            const float most = fused_multiply_add(logits[e], row.factor, 0x1p-18f - log2_approx(uniform(words.w[e])));
-            in_front |= static_cast<uint32_t>(logits[e] > -INFINITY_F32 && !(most < best_score)) << e;
+            const float most = fused_multiply_add(logits[e], row.factor, 0x1p-18f - log2_normal_approx(uniform(words.w[e])));
+            in_front |= static_cast<uint32_t>(logits[e] > -INFINITY_F32 && !(most < least)) << e;
         }
+        if (!__any_sync(FULL_WARP, in_front != 0)) return;
         for (; in_front; in_front &= in_front - 1) {
             const int e = __ffs(static_cast<int>(in_front)) - 1;
-            const float logit = one_of(logits, e);
-            float score;
-            best = maximum(best, race(row, logit, column + e, one_of(words.w, e), score));
-            best_score = maximum_f32(best_score, logit == INFINITY_F32 ? INFINITY_F32 : score);
+            contest.enter(row, one_of(logits, e), column + e, one_of(words.w, e));
         }
-        best_score = score_of_key(__reduce_max_sync(FULL_WARP, key_of(best_score)));
+        least = score_of_key(__reduce_max_sync(FULL_WARP, key_of(contest.lower)));
     });
-    return best;
+    return winner(shared, row, contest);
 }
 
 // The first of a whole row's order.
@@ -225,7 +276,7 @@ template <bool WIDE>
 DEVICE uint64_t first_of_all(const Row& row) {
     uint32_t best = key_of(-INFINITY_F32);
     int id = -1;
-    visit_columns<WIDE, LOADS>(row, 0, [&](int column, const float (&logits)[IDS]) {
+    visit_columns<WIDE, LOADS>(row, [&](int column, const float (&logits)[IDS]) {
         UNROLL
         for (int e = 0; e < IDS; ++e) {
             const uint32_t key = key_of(logits[e]);
@@ -240,25 +291,75 @@ DEVICE uint64_t first_of_all(const Row& row) {
 
 // ---------------------------------------------------------------- what is kept
 
-// Of a row: its largest logit, the sum of its weights, and keys below which nothing is kept.
+// Of a row: its largest logit, -LARGEST at least, the sum of its weights, and a key below which certainly nothing is kept.
 struct Bounds {
     float most, sum;
-    uint32_t least_key;
+    uint32_t certain;
 };
 
-// Reads a row once and keeps the upper halves of its keys, as far as they are resident.
+// What a warp has collected: vectors of IDS logits with their first columns, as far as there was room.
+struct Segment {
+    Vec16* vectors;
+    int32_t* columns;
+    int room, count;
+};
+
+DEVICE Segment segment_of(const SamplerParams& params) {
+    Vec16* const vectors = reinterpret_cast<Vec16*>(dynamic_shared() + sizeof(Shared));
+    int32_t* const columns = reinterpret_cast<int32_t*>(vectors + WARPS * params.segment);
+    const int first = warp_id() * params.segment;
+    return Segment{vectors + first, columns + first, params.segment, 0};
+}
+
+// Asks for the first lines of a row, one a thread, while the block does something else.
+DEVICE void prefetch_row(const Row& row) {
+    const int column = static_cast<int>(threadIdx.x) * (LINE_BYTES / static_cast<int>(sizeof(float)));
+    if (column < row.vocab_size) prefetch_second_level(row.logits + column);
+}
+
+// A logit that about two thirds of what there is room for reach, by a sample; -LARGEST of rows that the list holds.
+DEVICE float least_collected(const SamplerParams& params, const Row& row) {
+    if (row.vocab_size <= LIST) return -LARGEST;
+    constexpr int SPANS = THREADS / SAMPLE_SPAN;
+    const int stride = row.vocab_size / (SPANS * SAMPLES) / SAMPLE_SPAN * SAMPLE_SPAN;
+    const int first = static_cast<int>(threadIdx.x) / SAMPLE_SPAN * stride + static_cast<int>(threadIdx.x) % SAMPLE_SPAN;
+    float sampled[SAMPLES];
+    UNROLL
+    for (int i = 0; i < SAMPLES; ++i) sampled[i] = row.logits[first + i * SPANS * stride];
+    prefetch_row(row);
+    float most = -INFINITY_F32;
+    UNROLL
+    for (int i = 0; i < SAMPLES; ++i) most = maximum_f32(most, sampled[i]);
+    // Of this share of ids one or more of SAMPLES are found with a probability of 1 - (1 - share)^SAMPLES.
+    const float aim = static_cast<float>(minimum(params.segment * WARPS, LIST)) * (2.0f / 3.0f);
+    const float missed = 1.0f - aim / static_cast<float>(row.vocab_size);
+    const int rank = maximum(static_cast<int>(THREADS * (1.0f - missed * missed * missed * missed)), 1);
+    const uint32_t key = key_of(most);
+    uint32_t reached = 0;
+    for (uint32_t bit = 1u << 31; bit > 0xffff; bit >>= 1)
+        if (__syncthreads_count(key >= (reached | bit)) >= rank) reached |= bit;
+    // Keys below that of -infinity are those of NaN, which loses.
+    return maximum_f32(score_of_key(reached), -LARGEST);
+}
+
+DEVICE uint32_t certain_key(const Row& row, float most, float sum) {
+    if (most == INFINITY_F32) return key_of(most);
+    const uint32_t lowest = key_of(-LARGEST);
+    // What is at most that, all together, is no more than top_p leaves out. An octave further down no rounding matters.
+    const float left_out = (1.0f - row.top_p) * sum / static_cast<float>(row.vocab_size);
+    const float least = maximum_f32(left_out, row.min_p);
+    return least > 0.0f ? maximum(lowest, key_of(most + (log2_approx(least) - 1.0f) / row.factor)) : lowest;
+}
+
+// Reads a row once, and collects what is at least `least`, which is above -infinity.
 template <bool WIDE>
-DEVICE Bounds bounds_of(const SamplerParams& params, Shared& shared, uint64_t* kept, const Row& row) {
-    float most = -INFINITY_F32, sum = 0.0f;
-    visit_columns<WIDE, LOADS>(row, 0, [&](int column, const float (&given)[IDS]) {
+DEVICE Bounds bounds_of(Shared& shared, Segment& segment, const Row& row, float least) {
+    float most = -LARGEST, sum = 0.0f;
+    const uint32_t lanes_before = (1u << lane_id()) - 1;
+    visit_columns<WIDE, LOADS>(row, [&](int column, const float (&given)[IDS]) {
         float logits[IDS];
-        uint64_t halves = 0;
         UNROLL
-        for (int e = 0; e < IDS; ++e) {
-            logits[e] = maximum_f32(given[e], -INFINITY_F32);
-            halves |= static_cast<uint64_t>(key_of(logits[e]) >> 16) << 16 * e;
-        }
-        if (column < params.resident) kept[column / IDS] = halves;
+        for (int e = 0; e < IDS; ++e) logits[e] = maximum_f32(given[e], -INFINITY_F32);
         const float top = maximum_f32(maximum_f32(logits[0], logits[1]), maximum_f32(logits[2], logits[3]));
         if (top > most) {
             sum *= weight_of(row, most, top);
@@ -266,6 +367,14 @@ DEVICE Bounds bounds_of(const SamplerParams& params, Shared& shared, uint64_t* k
         }
         UNROLL
         for (int e = 0; e < IDS; ++e) sum += weight_of(row, logits[e], most);
+        const bool collected = top >= least;
+        const uint32_t lanes = __ballot_sync(FULL_WARP, collected);
+        const int at = segment.count + __popc(lanes & lanes_before);
+        if (collected && at < segment.room) {
+            segment.vectors[at] = pack<float>(logits);
+            segment.columns[at] = column;
+        }
+        segment.count += __popc(lanes);
     });
     const float own = most;
     most = score_of_key(static_cast<uint32_t>(block_maximum(shared, key_of(most))));
@@ -275,49 +384,26 @@ DEVICE Bounds bounds_of(const SamplerParams& params, Shared& shared, uint64_t* k
     __syncthreads();
     sum = 0.0f;
     for (int warp = 0; warp < WARPS; ++warp) sum += __uint_as_float(static_cast<uint32_t>(shared.of_warps[warp]));
-    uint32_t least_key = key_of(-INFINITY_F32) + 1;
-    // Each thread's largest is a logit: as many as reach a key there are at least. A short row has room on the list.
-    if (row.top_k <= THREADS && row.vocab_size > LIST) {
-        uint32_t reached = 0;
-        for (uint32_t bit = 1u << 31; bit > 0xffff; bit >>= 1)
-            if (static_cast<uint32_t>(__syncthreads_count(key_of(own) >= (reached | bit))) >= row.top_k) reached |= bit;
-        least_key = maximum(least_key, reached);
-    }
-    // What is at most that, all together, is no more than top_p leaves out. An octave further down no rounding matters.
-    const float left_out = (1.0f - row.top_p) * sum / static_cast<float>(row.vocab_size);
-    const float least = maximum_f32(left_out, row.min_p);
-    if (most == INFINITY_F32) return Bounds{most, sum, key_of(most)};
-    if (least > 0.0f) least_key = maximum(least_key, key_of(most + (log2_approx(least) - 1.0f) / row.factor));
-    return Bounds{most, sum, least_key};
+    return Bounds{most, sum, certain_key(row, most, sum)};
 }
 
-// Lists the ids of a row whose keys reach the least; whether there was room for all.
-template <bool WIDE>
-DEVICE bool list_ids(const SamplerParams& params, Shared& shared, const uint64_t* kept, const Row& row,
-                     const Bounds& bounds) {
+// Lists what was collected and reaches this key; whether there was room for all.
+DEVICE bool list_collected(Shared& shared, const Segment& segment, uint32_t least_key) {
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
-    const auto add = [&](float logit, int id) {
-        const uint32_t key = key_of(logit);
-        if (key < bounds.least_key) return;
-        const uint32_t at = atomicAdd(&shared.num_listed, 1u);
-        if (at < LIST) shared.list[at] = place_of(key, id);
-    };
-    const uint32_t least = bounds.least_key >> 16;
-    for (int vector = threadIdx.x; vector < params.resident / KEYS_OF_A_VECTOR; vector += THREADS) {
-        const Vec16 keys = load_vec16(kept + vector * (KEYS_OF_A_VECTOR / IDS));
-        const uint32_t most = maximum_u16x2(maximum_u16x2(keys.w[0], keys.w[1]), maximum_u16x2(keys.w[2], keys.w[3]));
-        if (maximum(most & 0xffffu, most >> 16) < least) continue;
-        for (int e = 0; e < KEYS_OF_A_VECTOR; ++e) {
-            const int id = vector * KEYS_OF_A_VECTOR + e;
-            if ((keys.w[e / 2] >> 16 * (e % 2) & 0xffffu) >= least && id < row.vocab_size) add(row.logits[id], id);
+    for (int i = lane_id(); i < minimum(segment.count, segment.room); i += WARP_SIZE) {
+        float logits[IDS];
+        unpack<float>(segment.vectors[i], logits);
+        UNROLL
+        for (int e = 0; e < IDS; ++e) {
+            const uint32_t key = key_of(logits[e]);
+            if (key < least_key) continue;
+            const uint32_t at = atomicAdd(&shared.num_listed, 1u);
+            if (at < LIST) shared.list[at] = place_of(key, segment.columns[i] + e);
         }
     }
-    visit_columns<WIDE, LOADS>(row, params.resident, [&](int column, const float (&logits)[IDS]) {
-        for (int e = 0; e < IDS; ++e) add(logits[e], column + e);
-    });
-    __syncthreads();
-    return shared.num_listed <= LIST;
+    const int cut_off = __syncthreads_count(segment.count > segment.room);
+    return cut_off == 0 && shared.num_listed <= LIST;
 }
 
 // Ids by place: those of a list.
@@ -339,7 +425,7 @@ struct Streamed {
 
     template <typename Visit>
     void visit(Visit visit) const {
-        visit_columns<WIDE, 1>(row, 0, [&](int column, const float (&logits)[IDS]) {
+        visit_columns<WIDE, 1>(row, [&](int column, const float (&logits)[IDS]) {
             for (int e = 0; e < IDS; ++e) {
                 const uint32_t key = key_of(logits[e]);
                 if (key >= least_key) visit(place_of(key, column + e));
@@ -385,28 +471,28 @@ DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wa
     __syncthreads();
 }
 
-// The place of the last id that top_k and top_p keep; 0 where they keep all.
+// The place of the last id that top_k and top_p keep; 0 where these ids, which reach the key, are all kept and do not suffice.
 template <typename Ids>
-DEVICE uint64_t last_kept(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds) {
-    // Two digits of 11 bits and one of 10 of a key, two of 10 bits of an id.
-    constexpr int LEVELS = 5, LONG_LEVELS = 2, LONG = 11, SHORT = 10;
-    static_assert(LONG_LEVELS * LONG + (LEVELS - LONG_LEVELS) * SHORT == 32 + ID_BITS, "digits make up a place");
+DEVICE uint64_t last_kept(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds, uint32_t least_key) {
     // Exact: both numbers have 24 bits. No token is kept for a share of 0.
     const double share_of_all =
         static_cast<double>(row.top_p) * static_cast<double>(bounds.sum) * static_cast<double>(UNITS);
     const uint64_t wanted =
         row.top_p < 1.0f ? maximum<uint64_t>(static_cast<uint64_t>(ceil(share_of_all)), 1) : NO_SHARE;
+    // Digits are those of the distance from the least place that there may be, the first one of the largest distance.
+    const uint64_t base = static_cast<uint64_t>(least_key) << ID_BITS;
+    int shift = ID_BITS + 32 - __clz(static_cast<int>(key_of(bounds.most) - least_key));
     uint64_t prefix = 0, share = 0;
     uint32_t count = 0;
-    for (int level = 0; level < LEVELS; ++level) {
-        const int digit = level < LONG_LEVELS ? LONG : SHORT;
-        const int shift = (LEVELS - 1 - level) * SHORT + maximum(LONG_LEVELS - 1 - level, 0) * (LONG - SHORT);
-        const int upto = shift + digit;
+    while (shift > 0) {
+        const int upto = shift;
+        shift = maximum(upto - DIGIT_BITS, 0);
         for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.counts[bin] = shared.shares[bin] = 0;
         __syncthreads();
         ids.visit([&](uint64_t place) {
-            if (level > 0 && place >> upto != prefix >> upto) return;
-            const uint32_t bin = static_cast<uint32_t>(place >> shift) & ((1u << digit) - 1);
+            const uint64_t distance = place - base;
+            if (distance >> upto != prefix >> upto) return;
+            const uint32_t bin = static_cast<uint32_t>((distance - prefix) >> shift);
             const float weight = weight_of(row, score_of_key(key_of_place(place)), bounds.most);
             atomicAdd(&shared.counts[bin], 1u);
             atomicAdd(&shared.shares[bin], static_cast<uint64_t>(weight * UNITS));
@@ -421,34 +507,41 @@ DEVICE uint64_t last_kept(Shared& shared, const Ids& ids, const Row& row, const 
         if (shared.counts[shared.bin] == 1) break;
         __syncthreads();
     }
-    return prefix;
+    return base + prefix;
 }
 
 // The winner among what is kept.
 template <typename Ids>
-DEVICE uint64_t race_of_kept(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds) {
-    const uint64_t last = last_kept(shared, ids, row, bounds);
-    uint64_t best = 0;
+DEVICE uint64_t race_of_kept(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds, uint64_t last) {
+    Contest contest;
     ids.visit([&](uint64_t place) {
         const float logit = score_of_key(key_of_place(place));
         if (place < last || weight_of(row, logit, bounds.most) < row.min_p) return;
         const int id = id_of(place);
         const PhiloxWords words = words_of(row, id);
-        float score;
-        best = maximum(best, race(row, logit, id, words.w[id % IDS], score));
+        contest.enter(row, logit, id, one_of(words.w, id % IDS));
     });
-    return best;
+    return winner(shared, row, contest);
 }
 
 template <bool WIDE>
 DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& row) {
     if (!(row.temperature > 0.0f)) return first_of_all<WIDE>(row);
-    if (!row.has_filters()) return race_of_all<WIDE>(row);
-    uint64_t* const kept = reinterpret_cast<uint64_t*>(dynamic_shared() + sizeof(Shared));
-    const Bounds bounds = bounds_of<WIDE>(params, shared, kept, row);
-    if (list_ids<WIDE>(params, shared, kept, row, bounds))
-        return race_of_kept(shared, Listed{shared.list, static_cast<int>(shared.num_listed)}, row, bounds);
-    return race_of_kept(shared, Streamed<WIDE>{row, bounds.least_key}, row, bounds);
+    if (!row.has_filters()) return race_of_all<WIDE>(shared, row);
+    Segment segment = segment_of(params);
+    const float least = least_collected(params, row);
+    const Bounds bounds = bounds_of<WIDE>(shared, segment, row, least);
+    const uint32_t least_key = maximum(key_of(least), bounds.certain);
+    if (list_collected(shared, segment, least_key)) {
+        const Listed listed{shared.list, static_cast<int>(shared.num_listed)};
+        const uint64_t last = last_kept(shared, listed, row, bounds, least_key);
+        // Either the list reaches what ends the order, or nothing outside of it is kept.
+        if (last != 0 || least_key == bounds.certain) return race_of_kept(shared, listed, row, bounds, last);
+    }
+    __syncthreads();
+    const Streamed<WIDE> streamed{row, bounds.certain};
+    const uint64_t last = last_kept(shared, streamed, row, bounds, bounds.certain);
+    return race_of_kept(shared, streamed, row, bounds, last);
 }
 
 template <bool WIDE>

@@ -108,6 +108,10 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
     let params = params.i32("log2_group", GROUP.trailing_zeros() as usize)?.i32("o_groups", o_groups)?;
     let params = params.i32("group_heads", num_heads / o_groups)?.i32("head_dim", head_dim)?;
     let params = params.i32("rope_dim", 2 * half)?.flag("inverse", true);
+    // What the kernel divides by without a division: there may be no rows, and then nothing divides by their number.
+    let inverse = |divisor: usize| u32::MAX as usize / divisor.max(1);
+    let params = params.i64("of_row_warps", inverse(row_warps))?;
+    let params = params.i64("of_padded_rows", inverse(scales.padded_rows()))?.i64("of_head_dim", inverse(head_dim))?;
     device.kernel(FILE, &defines(), name)?.launch_blocks("x", warps.div_ceil(WARPS), &params)?;
     Ok(name)
 }

@@ -12,12 +12,14 @@ pub const MAX_VOCAB_SIZE: usize = 1 << 20;
 const THREADS: [usize; 2] = [128, 1024];
 /// Rows up to here are short: several blocks share a multiprocessor.
 const SHORT_ROW: usize = 2048;
-/// Shared memory of a block apart from a row's keys, at most; bytes.
-const OWN_SHARED_BYTES: u64 = 42 << 10;
-/// Columns that a thread lists at once.
-const KEYS_OF_A_VECTOR: usize = 8;
-/// Bytes of what is kept of a key.
-const KEY_BYTES: usize = 2;
+/// Shared memory of a block apart from what its warps collect, at most, for each of [`THREADS`]; bytes.
+const OWN_SHARED_BYTES: [u64; 2] = [42 << 10, 75 << 10];
+/// Vectors of four logits that a warp has room to collect, at most, for each of [`THREADS`]: all of a short row, and what lets
+/// a block of the long ones have 200 KB.
+const SEGMENT: [usize; 2] = [128, 192];
+/// Bytes of a vector that is collected: its logits, and the column of the first.
+const COLLECTED_BYTES: usize = 20;
+const WARP_SIZE: usize = 32;
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
@@ -49,14 +51,16 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     ];
     let mut call = CHECK.signature(views, tensors).extent("vocab_size", 1, MAX_VOCAB_SIZE);
     let [num_rows, vocab_size] = call.bind(["num_rows", "vocab_size"])?;
-    let room = device.environment().shared_bytes_per_block.saturating_sub(OWN_SHARED_BYTES) as usize / KEY_BYTES;
-    let resident = vocab_size.next_multiple_of(KEYS_OF_A_VECTOR).min(room / KEYS_OF_A_VECTOR * KEYS_OF_A_VECTOR);
+    let long = usize::from(vocab_size > SHORT_ROW);
+    let (threads, own) = (THREADS[long], OWN_SHARED_BYTES[long]);
+    let of_a_vector = threads / WARP_SIZE * COLLECTED_BYTES;
+    let room = device.environment().shared_bytes_per_block.saturating_sub(own) as usize / of_a_vector;
+    let segment = SEGMENT[long].min(room);
     let params = call.params(&["logits", "temperature", "top_k", "top_p", "min_p", "seed", "step", "tokens"]);
-    let params = params.i32("vocab_size", vocab_size)?.i32("resident", resident)?;
-    let threads = THREADS[usize::from(vocab_size > SHORT_ROW)];
+    let params = params.i32("vocab_size", vocab_size)?.i32("segment", segment)?;
     let name = if call.vectorised_rows(&["logits"]) { "sampler_vector" } else { "sampler_scalar" };
     let kernel = device.kernel(FILE, &[("THREADS", threads.to_string())], name)?;
     let config = LaunchConfig::linear("sampler", "logits", num_rows as u64, threads as u32)?;
-    kernel.launch(LaunchConfig { shared_bytes: (KEY_BYTES * resident) as u32, ..config }, &params)?;
+    kernel.launch(LaunchConfig { shared_bytes: (of_a_vector * segment) as u32, ..config }, &params)?;
     Ok(name)
 }

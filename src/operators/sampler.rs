@@ -180,10 +180,13 @@ impl Declared for Sampler {
             plain(5, 300, Filters::MinP),
             extreme(Filters::Absent),
             extreme(Filters::TopK),
-            // More ids than a block lists, in blocks of either size.
-            SamplerCase { logits: Logits::Equal, ..plain(1, 2100, Filters::TopP) },
-            SamplerCase { logits: Logits::Ties, ..plain(2, 2049, Filters::TopK) },
-            // More than any device keeps of a row.
+            // Blocks of either size, which list whole rows.
+            plain(1, 2048, Filters::TopP),
+            SamplerCase { logits: Logits::Ties, ..plain(1, 2049, Filters::TopK) },
+            // More ids than a block lists.
+            SamplerCase { logits: Logits::Equal, ..plain(1, 6200, Filters::TopP) },
+            // A list that does not reach what ends the order, and one that does, of a long row.
+            SamplerCase { data: Data::normal(0.25), ..plain(1, 6200, Filters::TopP) },
             SamplerCase { data: Data::normal(6.0), ..plain(1, 129_280, Filters::TopP) },
         ];
         let logits = [Logits::Ties, Logits::Equal, Logits::OneHot, Logits::Rising, Logits::NotFinite];

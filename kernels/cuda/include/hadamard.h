@@ -21,25 +21,31 @@ using Row = float[PARTS][SPAN];
 
 DEVICE void transform(Row& x, int lane) { walsh_hadamard<LANES>(x, lane); }
 
-// Rounds to bf16; returns of each part the largest magnitude, as the bits of the bf16: ordered as they are, NaN above infinity.
-struct Magnitudes {
-    uint32_t of[PARTS];
+// A row that is rounded to bf16: of each part the largest magnitude, as the bits of the bf16, which are ordered as they are, NaN
+// above infinity; and its numbers in pairs, word i of eight numbers being the i-th and, in the upper half, the (i + 4)-th.
+struct Rounded {
+    uint32_t magnitudes[PARTS];
+    uint32_t pairs[PARTS][SPAN / 8][4];
 };
-DEVICE Magnitudes round_to_bf16(Row& x) {
-    Magnitudes magnitudes;
+DEVICE Rounded round_to_bf16(Row& x) {
+    Rounded rounded;
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
         uint32_t largest_pair = 0;
         UNROLL
-        for (int i = 0; i < SPAN; i += 2) {
-            const uint32_t pair = pack_bf16(x[part][i], x[part][i + 1]);
-            largest_pair = maximum_u16x2(largest_pair, pair & 0x7fff7fffu);
-            x[part][i] = unpack_bf16_low(pair);
-            x[part][i + 1] = unpack_bf16_high(pair);
+        for (int first = 0; first < SPAN; first += 8) {
+            UNROLL
+            for (int i = first; i < first + 4; ++i) {
+                const uint32_t pair = pack_bf16(x[part][i], x[part][i + 4]);
+                rounded.pairs[part][first / 8][i - first] = pair;
+                largest_pair = maximum_u16x2(largest_pair, pair & 0x7fff7fffu);
+                x[part][i] = unpack_bf16_low(pair);
+                x[part][i + 4] = unpack_bf16_high(pair);
+            }
         }
-        magnitudes.of[part] = maximum(largest_pair & 0xffffu, largest_pair >> 16);
+        rounded.magnitudes[part] = maximum(largest_pair & 0xffffu, largest_pair >> 16);
     }
-    return magnitudes;
+    return rounded;
 }
 
 // ---------------------------------------------------------------- rows of memory: in wide accesses, or element by element
@@ -70,25 +76,25 @@ DEVICE void store_row(ELEMENT* row, int lane, const Row& x) {
 
 // A row's 64 bytes of codes and 4 of scales. All lanes of a warp take part; what does not exist is not stored.
 template <bool WIDE>
-DEVICE void store_e2m1(uint8_t* row_codes, uint8_t* row_scales, int lane, bool exists, const Row& y, Magnitudes magnitudes) {
+DEVICE void store_e2m1(uint8_t* row_codes, uint8_t* row_scales, int lane, bool exists, const Rounded& rounded) {
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
-        const float amax = largest(magnitudes.of[part] << 16, GROUP_LANES);
+        const float amax = largest(rounded.magnitudes[part] << 16, GROUP_LANES);
         const uint8_t scale = group_scale(amax, E2M1_FLOOR, 1.0f / 6.0f);
         if (!exists) continue;
         const int first = (part * LANES + lane) * SPAN;
         if (first % E2M1_GROUP == 0) row_scales[first / E2M1_GROUP] = scale;
-        const uint32_t codes[] = {e2m1_codes(y[part], scale), e2m1_codes(y[part] + 8, scale)};
+        const uint32_t codes[] = {e2m1_codes(rounded.pairs[part][0], scale), e2m1_codes(rounded.pairs[part][1], scale)};
         store_words<WIDE>(row_codes + first / 2, codes);
     }
 }
 
-// A row's 128 bytes of codes; returns the byte of its scale.
+// The 128 bytes of codes of a row y that is rounded; returns the byte of its scale.
 template <bool WIDE>
-DEVICE uint8_t store_e4m3(uint8_t* row_codes, int lane, bool exists, const Row& y, Magnitudes magnitudes) {
+DEVICE uint8_t store_e4m3(uint8_t* row_codes, int lane, bool exists, const Row& y, const Rounded& rounded) {
     uint32_t magnitude = 0;
     UNROLL
-    for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, magnitudes.of[part]);
+    for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, rounded.magnitudes[part]);
     const uint8_t scale = group_scale(largest(magnitude << 16, LANES), E4M3_FLOOR, 1.0f / 448.0f);
     const float inverse = inverse_of_scale(scale);
     for (int part = 0; part < PARTS && exists; ++part) {

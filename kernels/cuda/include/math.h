@@ -89,6 +89,17 @@ DEVICE float log2_approx(float x) {
 #endif
 }
 
+// log2_approx where x is no subnormal number: without the instructions that scale those.
+DEVICE float log2_normal_approx(float x) {
+#if defined(PARITY_EMULATOR)
+    return log2f(x);
+#else
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // 1/sqrt(x), relative error at most 2^-22.4.
 DEVICE float rsqrt_approx(float x) {
 #if defined(PARITY_EMULATOR)

@@ -36,6 +36,15 @@ DEVICE Vec16 load_vec16_streaming(const void* source) {
 #endif
 }
 
+// Asks for a line of global memory, which the second-level cache then has.
+DEVICE void prefetch_second_level(const void* source) {
+#if defined(PARITY_EMULATOR)
+    static_cast<void>(source);
+#else
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+#endif
+}
+
 // To global or shared memory.
 DEVICE void store_vec16(void* target, Vec16 v) {
 #if defined(PARITY_EMULATOR)

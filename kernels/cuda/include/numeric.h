@@ -75,6 +75,15 @@ DEVICE uint32_t pack_half(float low, float high) {
 #endif
 }
 
+DEVICE uint32_t minimum_u16x2(uint32_t a, uint32_t b) {
+#if defined(PARITY_EMULATOR)
+    const uint32_t low_a = a & 0xffffu, low_b = b & 0xffffu, high_a = a >> 16, high_b = b >> 16;
+    return (low_a < low_b ? low_a : low_b) | (high_a < high_b ? high_a : high_b) << 16;
+#else
+    return __vminu2(a, b);
+#endif
+}
+
 #if defined(PARITY_EMULATOR) || __CUDA_ARCH__ >= 900
 // a * b of either half, rounded once. (On the host where fp32 holds the product: normal, or of a power of two.)
 DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
@@ -86,8 +95,10 @@ DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     return product;
 #endif
 }
+#endif
 
-// a * b + c of either half, rounded once. (On the host where fp32 holds the product and c is a zero or NaN.)
+// a * b + c of either half, rounded once. (On the host where fp32 holds the product and the sum, or rounds only what is far
+// from a tie of bf16.)
 DEVICE uint32_t multiply_add_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(PARITY_EMULATOR)
     return pack_bf16(unpack_bf16_low(a) * unpack_bf16_low(b) + unpack_bf16_low(c),
@@ -98,7 +109,6 @@ DEVICE uint32_t multiply_add_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     return sum;
 #endif
 }
-#endif
 
 // ---------------------------------------------------------------- fp8 e4m3 (finite only, largest 448)
 

@@ -55,6 +55,15 @@ DEVICE float divided(float x, float divisor, float inverse) {
     return __uint_as_float((__float_as_uint(quotient) & 0x7fffffffu) | (__float_as_uint(x) & 0x80000000u));
 }
 
+// A quotient like that, with one correction: e4m3 of it is e4m3 of the quotient rounded once. (It could differ only where the two
+// lie on different sides of a tie of e4m3, or one of them on it. Of all 2^23 mantissas of a divisor, all 16 ties of an octave, and
+// the eleven numbers x next to the product of both, none does, while the product x * inverse alone does in one of 20.) The
+// remainder is q * divisor - x, which leaves a zero its sign.
+DEVICE float divided_for_e4m3(float x, float divisor, float inverse) {
+    const float quotient = __fmul_rn(x, inverse);
+    return fused_multiply_add(-fused_multiply_add(quotient, divisor, -x), inverse, quotient);
+}
+
 // Codes in e4m3 of numbers times the inverse of their scale, four in a word, the first lowest.
 template <int COUNT>
 DEVICE void e4m3_codes(const float (&x)[COUNT], float inverse, uint32_t (&codes)[COUNT / 4]) {
@@ -98,22 +107,36 @@ DEVICE void load_words(const uint8_t* source, uint32_t (&words)[WORDS], int byte
 }
 
 // Codes in e2m1 of eight numbers of bf16 divided by the scale of their group, at most 6 then, the first in the lowest
-// nibble; of the scale that is NaN, 7 (+6) each. A binary16 that is 2^14 times smaller has the code in its bits: 0
-// and 0.5 are subnormal, and all but the highest bit of the mantissa is rounded away by an addition, of two numbers
-// at a time.
-DEVICE uint32_t e2m1_codes(const float* numbers, uint8_t scale) {
-    const float factor = inverse_of_scale(scale) * 0x1p-14f;
+// nibble; of the scale that is NaN, 7 (+6) each. Word i has number i in its lower half and number i + 4 in the upper one.
+// Numbers below 2 are multiples of 0.5, those below 4 of 1 and those up to 6 of 2: a sum with 64 in bf16, whose steps are
+// 0.5 there, rounds to each of these, once. Codes are what its last bits count, and the right one of three is the least:
+//     64 + z,  64 + z / 2 + 1,  64 + z / 4 + 2
+DEVICE uint32_t e2m1_codes(const uint32_t (&pairs)[4], uint8_t scale) {
+    constexpr uint32_t HALVES = 0x42804280u, ONES = 0x42824282u, TWOS = 0x42844284u, SIGNS = 0x80008000u;
+    const float inverse = inverse_of_scale(scale), half = inverse * 0.5f, quarter = inverse * 0.25f;
+    const uint32_t factors[3] = {pack_bf16(inverse, inverse), pack_bf16(half, half), pack_bf16(quarter, quarter)};
     uint32_t codes = 0;
     UNROLL
-    for (int i = 0; i < 4; ++i) {
-        // Four numbers apart, so that both codes are in their place.
-        const uint32_t pair = pack_half(numbers[i] * factor, numbers[i + 4] * factor);
-        const uint32_t rounded = pair + 0x00ff00ffu + (pair >> 9 & 0x00010001u);
-        const uint32_t magnitudes = i < 3 ? rounded >> (9 - 4 * i) : rounded << 3;
-        codes |= magnitudes & 0x00070007u << 4 * i;
-        codes |= pair >> (12 - 4 * i) & 0x00080008u << 4 * i;
+    for (int i = 3; i >= 0; --i) {
+        const uint32_t magnitudes = pairs[i] & ~SIGNS;
+        const uint32_t code = minimum_u16x2(minimum_u16x2(multiply_add_bf16x2(magnitudes, factors[0], HALVES),
+                                                          multiply_add_bf16x2(magnitudes, factors[1], ONES)),
+                                            multiply_add_bf16x2(magnitudes, factors[2], TWOS));
+        codes = codes * 16 + code;
     }
-    return scale == 255 ? 0x77777777u : codes;
+    uint32_t signs = pairs[0];
+    UNROLL
+    for (int i = 1; i < 4; ++i) signs = (signs >> 4 & ~SIGNS) | (pairs[i] & SIGNS);
+    // What the last bits are counted from was added four times as well.
+    return scale == 255 ? 0x77777777u : (codes - HALVES * 0x1111u) | (signs & 0x88888888u);
+}
+
+// The same of eight floats that bf16 holds.
+DEVICE uint32_t e2m1_codes(const float* numbers, uint8_t scale) {
+    uint32_t pairs[4];
+    UNROLL
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(numbers[i], numbers[i + 4]);
+    return e2m1_codes(pairs, scale);
 }
 
 // The same of sixteen numbers of any type, in two words.

@@ -35,16 +35,16 @@ DEVICE void store_scale(const Params& params, int64_t place, float scale, bool e
 template <bool WIDE, typename Params>
 DEVICE void store_codes(const Params& params, const Span& span, float (&x)[SPAN], float scale) {
     if (span.count == 0) return;
-    // Of a power of two; what is NaN stays it.
-    float inverse = is_nan(scale) ? scale : __uint_as_float(0x7f000000u - __float_as_uint(scale));
-    if (params.scale_type == FP32) {
-        inverse = __frcp_rn(scale);
-        UNROLL
-        for (int i = 0; i < SPAN; ++i) x[i] = divided(x[i], scale, inverse);
-        inverse = 1.0f;
-    }
     uint32_t codes[SPAN / 4];
-    e4m3_codes(x, inverse, codes);
+    if (params.scale_type == FP32) {
+        const float inverse = __frcp_rn(scale);
+        UNROLL
+        for (int i = 0; i < SPAN; ++i) x[i] = divided_for_e4m3(x[i], scale, inverse);
+        e4m3_codes(x, 1.0f, codes);
+    } else {
+        // Of a power of two; what is NaN stays it.
+        e4m3_codes(x, is_nan(scale) ? scale : __uint_as_float(0x7f000000u - __float_as_uint(scale)), codes);
+    }
     store_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column, codes, span.count);
 }
 
@@ -56,7 +56,7 @@ DEVICE void quantize_span(const Params& params, const Span& span, float (&x)[SPA
     const float scale = scale_of(params, largest(largest_magnitude(x), group_lanes));
     store_codes<WIDE>(params, span, x, scale);
     const int32_t group = span.column >> params.log2_group;
-    if (has_scales && lane_id() % group_lanes == 0 && group < params.padded_groups) {
+    if (has_scales && (lane_id() & (group_lanes - 1)) == 0 && group < params.padded_groups) {
         const bool exists = span.row < params.num_rows && group < params.num_groups;
         store_scale(params, scale_place(params, span.row, group), scale, exists);
     }
