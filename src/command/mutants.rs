@@ -45,7 +45,8 @@ Exit codes: 0 every planted mutant was killed, and of each operator's generated 
 1 not so, or a case fails on the kernels as they are; 2 bad usage or input, such as a planted mutant's anchor that
 matches no longer or a listed equivalent mutant that no kernel gives any more; 3 the demanded backend is missing.
 
-The kill rate is of the mutants that ran and compile, those listed in equivalent.toml aside.")]
+The kill rate is of the mutants that ran and compile. Aside are those that equivalent.toml lists, and survivors of
+which the compiler makes the same code as of the kernel.")]
 pub struct MutantsArguments {
     /// Operators, comma-separated; all when absent
     #[arg(long, value_name = "A,B")]
@@ -93,6 +94,9 @@ pub struct MutantsArguments {
     /// same executable, and run the rest
     #[arg(long)]
     resume: bool,
+    /// Run nothing: print what became of the generated mutants of these reports, each with its own seed and revision, as text
+    #[arg(long, value_name = "REPORT", num_args = 1.., conflicts_with_all = ["only", "into", "out"])]
+    table: Vec<PathBuf>,
     /// Serve one trial from the standard input (what this command starts for each mutant)
     #[arg(long, hide = true)]
     trial: bool,
@@ -108,6 +112,9 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
     if arguments.jobs == Some(0) {
         bail!("--jobs 0 would run nothing");
     }
+    if !arguments.table.is_empty() {
+        return print_table(&arguments.table);
+    }
     let emulator = EmulatorOptions { time_limit: LAUNCH_LIMIT, ..EmulatorOptions::default() };
     let device = arguments.device.open_with(&DeviceOptions { emulator, ..DeviceOptions::default() })?;
     if arguments.trial {
@@ -120,6 +127,17 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
     let trials = session.trials();
     let fates = session.run(&trials)?;
     session.conclude(&trials, fates)
+}
+
+/// Prints the generated mutants of some reports; 1 where one of these has too few that were killed.
+fn print_table(reports: &[PathBuf]) -> Result<Exit> {
+    let reports = reports.iter().map(|path| diff::read(path)).collect::<Result<Vec<_>>>()?;
+    print!("{}", report::generated::table(&reports));
+    let falls_short = |report: &Report| {
+        let (floor, sample) = report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
+        Tally::all(report).iter().any(|tally| tally.shortfall(floor, sample).is_some())
+    };
+    Ok(if reports.iter().any(falls_short) { Exit::Disagreed } else { Exit::Agreed })
 }
 
 fn serve_trial(device: &Device) -> Result<Exit> {

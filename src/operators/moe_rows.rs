@@ -113,7 +113,7 @@ impl MoeRows {
     }
 
     /// Sets the maps, and NaN in what nobody may read: the rows of `rows` that no slot has, the numbers of `slots` that belong to
-    /// slots without a row.
+    /// slots without a row. Hostile slots say in every way that they have none.
     pub(super) fn amend(&self, tensors: &mut Tensors, rows: &'static str, slots: &'static str) -> OracleResult<()> {
         self.set_maps(tensors)?;
         let (tokens, positions) = (tensors.i32s("pos_to_token"), tensors.i32s("token_topk_to_pos"));
@@ -126,6 +126,13 @@ impl MoeRows {
             let unused = all.iter_mut().zip(&positions).filter(|(_, position)| **position < 0);
             unused.for_each(|(number, _)| *number = f64::NAN);
         });
+        if self.experts == Experts::Hostile {
+            let nowhere = [-1, tokens.len() as i32, i32::MIN, i32::MAX];
+            tensors.edit_i32s("token_topk_to_pos", |all| {
+                let unused = all.iter_mut().filter(|position| **position < 0);
+                unused.zip(nowhere.iter().cycle()).for_each(|(position, none)| *position = *none);
+            });
+        }
         Ok(())
     }
 

@@ -151,6 +151,8 @@ impl Declared for Topk {
         // More ties than there is room for, rows of the longer blocks, and rows of which a sample is ranked first.
         let long = TopkCase { lengths: Lengths::Absent, scores: Scores::Ties, ..plain(2, 60_000, 700) };
         let longer = TopkCase { index: Index::Paged, ..plain(3, 4500, 512) };
+        // Equal scores beyond the room for candidates: a row ranked as a whole, chosen from in more than one stretch of it.
+        let whole = TopkCase { lengths: Lengths::Absent, scores: Scores::Equal, ..plain(2, 1500, 200) };
         let sampled = TopkCase { lengths: Lengths::Absent, ..plain(2, 3001, 40) };
         let scores = [Scores::Ties, Scores::Close, Scores::Equal, Scores::Sorted, Scores::NotFinite];
         let mut cases = vec![
@@ -162,6 +164,7 @@ impl Declared for Topk {
             hostile,
             long,
             longer,
+            whole,
             sampled,
         ];
         cases.extend(scores.map(|scores| TopkCase { scores, index: Index::Offset, ..plain(5, 1030, 200) }));

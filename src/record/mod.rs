@@ -539,7 +539,7 @@ pub enum MutantStatus {
     Killed,
     /// Every check of every case passed.
     Survived,
-    /// It computes the same as the kernel, for a stated reason; not run.
+    /// It computes the same as the kernel: listed so with a reason, and not run; or its machine code is the kernel's.
     Equivalent,
     /// It does not compile or cannot be launched, which shows nothing.
     Invalid,

@@ -15,6 +15,7 @@
 //! | `operators` | the page's sections of operators |
 //! | `power` | what verdicts could have seen |
 //! | `mutants` | the page's kill matrix |
+//! | `generated` | what became of generated mutants, as text |
 //! | `specification` | the page's citations, and the sections that they cite |
 //! | `times` | times of a kernel from elsewhere, beside ours |
 //! | `markdown` | `summary.md` |
@@ -35,6 +36,7 @@ pub mod diff;
 mod drawn;
 pub(crate) mod elements;
 mod failures;
+pub mod generated;
 pub mod history;
 mod html;
 pub(crate) mod markdown;

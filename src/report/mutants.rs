@@ -275,7 +275,7 @@ fn classes(mutants: &[MutantRecord]) -> Markup {
 fn set_aside(mutants: &[MutantRecord], status: MutantStatus) -> Markup {
     let own: Vec<_> = mutants.iter().filter(|mutant| mutant.status() == status).collect();
     let title = match status {
-        MutantStatus::Equivalent => "Equivalent: they compute what the kernel computes, and were not run",
+        MutantStatus::Equivalent => "Equivalent: they compute what the kernel computes",
         _ => "Invalid: they do not compile, or their launch is refused",
     };
     html! {

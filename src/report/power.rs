@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::numbers::aligned;
 use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{Power, Report, Seen};
 
@@ -131,11 +132,5 @@ pub fn table(tensors: &[TensorPower]) -> String {
         let others = RULES[1..].iter().map(|(_, rule)| words(tensor.seen_in(0.5, *rule)));
         rows.push(row.chain([format!("{:.1e}", tensor.element())]).chain(others).collect());
     }
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
-    let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}"));
-        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
-    };
-    rows.iter().map(line).collect()
+    aligned(&rows)
 }

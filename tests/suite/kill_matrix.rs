@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
-use dsv4_kernels::runtime::SourceTree;
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, SourceTree};
 use dsv4_parity::mutants::generated;
+use dsv4_parity::mutants::matrix::trial::{self, Subject, Trial};
 use dsv4_parity::mutants::matrix::{equivalent::Equivalents, plan};
 use dsv4_parity::record::{MutantSource, MutantStatus, Report};
 use tempfile::TempDir;
@@ -148,4 +149,48 @@ fn the_list_of_equivalent_mutants_fits_the_kernels() {
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
     plan::generate(&SourceTree::embedded(), &dsv4_parity::operator::registry::names(), &list)
         .unwrap_or_else(|e| panic!("{e}"));
+}
+
+#[test]
+fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_only_there() {
+    const START: &str = "uint32_t largest = 0;";
+    let device = Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator");
+    let text = device.tree().text("kv_cache_write.cu").expect("a kernel");
+    let with_a_dead_branch =
+        text.replacen(START, &format!("{START}\nif constexpr (sizeof largest == 1) largest *= 77;"), 1);
+    let device = device.with_tree(device.tree().with_text("kv_cache_write.cu", with_a_dead_branch, "a dead branch"));
+    let all = generated::generate(device.tree(), "kv_cache_write").expect("mutants");
+    // Without cases, every mutant survives.
+    let judged = |original: &str| {
+        let mutant = all.iter().find(|mutant| mutant.original.contains(original)).expect("a mutant").clone();
+        let subject = Subject::Generated(Box::new(mutant), Vec::new());
+        trial::run(&Trial { subject, schedules: 0, all_checks: false }, &device, |_| {}).expect("a verdict")
+    };
+    let dead = judged("largest *= 77");
+    assert_eq!(dead.status(), MutantStatus::Equivalent, "{dead:?}");
+    assert!(dead.reason.starts_with("The compiler makes the same code of it"), "{}", dead.reason);
+    assert_eq!(judged("if (token >= params.num_tokens)").status(), MutantStatus::Survived);
+}
+
+#[test]
+fn reports_of_several_runs_are_one_table_and_a_survivor_below_the_floor_exits_with_1() {
+    let (bugs, out) = (folder("none.txt", ""), tempfile::tempdir().expect("a scratch directory"));
+    let path = |name: &str| out.path().join(name).to_str().expect("UTF-8").to_owned();
+    let run = |sample: &str, seed: &str, floor: &str, name: &str| {
+        mutants(bugs.path(), &["--sample", sample, "--seed", seed, "--floor", floor, "--out", &path(name)])
+    };
+    run("0", "5", "0.95", "none").assert_code(0);
+    run("3", &seed_of_a_survivor().to_string(), "1", "three").assert_code(1);
+    let table = |reports: &[&str]| {
+        let paths: Vec<String> = reports.iter().map(|name| path(name)).collect();
+        mutants(bugs.path(), &[&["--table"], paths.iter().map(String::as_str).collect::<Vec<_>>().as_slice()].concat())
+    };
+    let none = table(&["none"]);
+    none.assert_code(0);
+    assert_eq!(none.stdout.lines().filter(|line| line.starts_with("kv_cache_write ")).count(), 1, "{}", none.stdout);
+    let both = table(&["none", "three"]);
+    both.assert_code(1);
+    assert_eq!(both.stdout.lines().filter(|line| line.starts_with("kv_cache_write ")).count(), 2, "{}", both.stdout);
+    assert!(both.stdout.contains("\nSurvived\n  kv_cache_write:"), "{}", both.stdout);
+    table(&["gone"]).assert_bad_input(&["gone"]);
 }

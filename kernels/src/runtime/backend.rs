@@ -161,6 +161,15 @@ pub trait Backend: Send + Sync {
     /// [`RuntimeError::Compile`](super::RuntimeError::Compile) with the compiler's log.
     fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>>;
 
+    /// What its compiler makes of `file` of `tree`, in a form that is the same for two trees only where their modules do the
+    /// same; `None` of a backend that has no such form.
+    ///
+    /// # Errors
+    /// As [`Backend::load`].
+    fn assembly(&self, _tree: &SourceTree, _file: &str, _defines: &[(String, String)]) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
+
     /// Allocates `bytes` with guard bands; contents are undefined. `name` appears in errors.
     ///
     /// # Errors

@@ -214,6 +214,15 @@ impl Device {
         modules
     }
 
+    /// What the backend's compiler makes of a module: the same in two trees only where both do the same. `None` where the
+    /// backend cannot say.
+    ///
+    /// # Errors
+    /// Compile errors with the log.
+    pub fn assembly(&self, (file, defines): &Module) -> Result<Option<Vec<u8>>> {
+        self.backend.assembly(&self.tree, file, defines)
+    }
+
     fn module(&self, key: Module) -> Result<Arc<dyn LoadedModule>> {
         // Held while compiling: two threads that want one module compile it once.
         let mut modules = self.modules.lock().unwrap_or_else(|e| e.into_inner());

@@ -17,7 +17,7 @@ pub struct Tally {
     pub survived: u64,
     /// Generated mutants that do not compile or cannot be launched.
     pub invalid: u64,
-    /// Generated mutants that are listed as equivalent.
+    /// Generated mutants that are equivalent: listed, or of the same code as the kernel.
     pub equivalent: u64,
     /// What was not drawn, or not run.
     pub left_out: Option<GeneratedRecord>,

@@ -11,7 +11,7 @@ use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::mutants::generated::GeneratedMutant;
 use crate::mutants::planted::{Mutant, MutantError};
-use crate::operator::registry;
+use crate::operator::{ModuleSpecification, registry};
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
 /// What a child process is asked to do.
@@ -109,6 +109,11 @@ pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result
                     break;
                 }
             }
+            if killed_by.is_empty()
+                && let Some(reason) = same_code(mutant, device, &mutated, || alive(record.cases_run))
+            {
+                return Ok(MutantRecord { status: Some(MutantStatus::Equivalent), reason, ..record });
+            }
             let status = if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed };
             Ok(MutantRecord { status: Some(status), killed_by: killed_by.into_iter().collect(), ..record })
         }
@@ -120,6 +125,24 @@ pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result
 fn not_launched(outcome: &Outcome) -> Option<String> {
     let error = |check: &&CheckRecord| check.verdict == Verdict::Error && check.check == "launch";
     outcome.failures().find(error).map(|check| check.message.clone())
+}
+
+/// Why a mutant is equivalent, if the compiler makes the same code of it as of the kernel in every module of its operator:
+/// such as a change of a template's branch that the operator's kernels do not take. `alive` is called before each module.
+fn same_code(mutant: &GeneratedMutant, right: &Device, mutated: &Device, mut alive: impl FnMut()) -> Option<String> {
+    let reads = |(file, _): &&ModuleSpecification| {
+        let headers = right.tree().headers_of(file).unwrap_or_default();
+        *file == mutant.file || headers.contains(&mutant.file.as_str())
+    };
+    let modules = registry::find(&mutant.operator).ok()?.modules();
+    let concerned: Vec<_> = modules.iter().filter(reads).collect();
+    let is_same = |module: &&ModuleSpecification| {
+        alive();
+        let assembly = |device: &Device| device.assembly(module).ok().flatten();
+        assembly(mutated).is_some_and(|code| assembly(right) == Some(code))
+    };
+    let all_are = !concerned.is_empty() && concerned.iter().all(is_same);
+    all_are.then(|| format!("The compiler makes the same code of it, in all of {} modules.", concerned.len()))
 }
 
 /// Serves one trial: reads it from `input`, answers on `output`.

@@ -793,7 +793,7 @@ fn fate(mutant: &MutantRecord) -> String {
     match mutant.status() {
         MutantStatus::Killed => format!("killed by {}", mutant.killed_by.join(", ")),
         MutantStatus::Survived => "survived".to_owned(),
-        MutantStatus::Equivalent => "listed as equivalent".to_owned(),
+        MutantStatus::Equivalent => "equivalent".to_owned(),
         MutantStatus::Invalid => "not runnable".to_owned(),
     }
 }

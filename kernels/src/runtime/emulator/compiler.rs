@@ -6,6 +6,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use tempfile::TempDir;
+
 use super::pads::padded;
 use crate::runtime::cache::ModuleCache;
 use crate::runtime::error::{Result, RuntimeError};
@@ -73,6 +75,10 @@ fn optimisation(tree: &SourceTree) -> &'static str {
     if tree.is_patched() { "-Og" } else { "-O1" }
 }
 
+/// Of two sources that do the same, the more assembly is alike the further it is optimised. Checks stay, so that an access beyond
+/// an array is a difference; but for places in the source, which their reports and what a debugger reads would name.
+const ASSEMBLY_OPTIONS: &[&str] = &["-O2", "-g0", "-fsanitize-undefined-trap-on-error"];
+
 /// `PARITY_CXX`, or `c++`.
 pub fn usual_compiler() -> PathBuf {
     std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into()).into()
@@ -111,7 +117,25 @@ impl Compiler {
         self.cache.find_or_build(&key, "so", || self.compile(tree, file, defines, &headers))
     }
 
-    /// All options of a module of `tree`.
+    /// The assembly of a kernel file: that of two trees is the same only where their modules do the same.
+    ///
+    /// # Errors
+    /// The compiler's, and the system's.
+    pub fn assembly(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Vec<u8>> {
+        let headers = emulator_headers();
+        let options = [&self.options(tree)[1..], ASSEMBLY_OPTIONS].concat();
+        let identity = format!("{} {} -S", self.version, options.join(" "));
+        let extra = headers.iter().map(|(name, text)| (name.as_str(), text.as_str()));
+        let key = ModuleCache::key(tree, file, defines, extra, &identity)?;
+        let path = self.cache.find_or_build(&key, "s", || {
+            let scratch = sources_of(tree, file, &headers)?;
+            self.assemble(scratch.path(), &options, file, defines)?;
+            std::fs::read(scratch.path().join(ASSEMBLY)).map_err(|e| RuntimeError::system("reading the assembly", e))
+        })?;
+        std::fs::read(&path).map_err(|e| RuntimeError::system(format!("reading {}", path.display()), e))
+    }
+
+    /// All options of a module of `tree`, of which the first one says how far it is optimised.
     fn options(&self, tree: &SourceTree) -> Vec<&'static str> {
         let checks = if self.version.contains("clang") { CHECKS_OF_CLANG } else { CHECKS_OF_GCC };
         let poison = self.poisons_locals().then_some(LOCAL_POISON);
@@ -137,19 +161,7 @@ impl Compiler {
         defines: &[(String, String)],
         headers: &BTreeMap<String, String>,
     ) -> Result<Vec<u8>> {
-        let scratch =
-            temporary_folder("compile-").map_err(|e| RuntimeError::system("making a scratch directory", e))?;
-        let write = |name: &str, text: &str| {
-            std::fs::write(scratch.path().join(name), text)
-                .map_err(|e| RuntimeError::system(format!("writing {name} for the compiler"), e))
-        };
-        for (name, text) in tree.headers() {
-            write(name, text)?;
-        }
-        for (name, text) in headers {
-            write(name, text)?;
-        }
-        write(file, tree.text(file)?)?;
+        let scratch = sources_of(tree, file, headers)?;
         let library = self.run_compiler(scratch.path(), &self.options(tree), file, defines)?;
         let module = std::fs::read(&library).map_err(|e| RuntimeError::system("reading the compiled module", e))?;
         if !module.starts_with(b"\x7fELF") {
@@ -178,30 +190,56 @@ impl Compiler {
         file: &str,
         defines: &[(String, String)],
     ) -> Result<PathBuf> {
-        let run = |command: &mut Command| {
-            let ended = run_within(command.current_dir(scratch), self.time_limit)
-                .map_err(|e| RuntimeError::system(format!("running {}", self.path.display()), e))?;
-            match ended {
-                Some(ended) if ended.status.success() => Ok(()),
-                Some(ended) => Err(self.refused(file, defines, ended.words.trim().to_owned())),
-                None => {
-                    let seconds = self.time_limit.as_secs_f64();
-                    Err(self.refused(file, defines, format!("it did not end within {seconds} s")))
-                }
-            }
-        };
-        let defines = defines.iter().map(|(name, value)| format!("-D{name}={value}"));
-        run(Command::new(&self.path)
-            .args(options)
-            .args(defines)
-            .args(["-I.", "-x", "c++", "-S", file, "-o", "module.s"]))?;
-        let assembly = scratch.join("module.s");
+        self.assemble(scratch, options, file, defines)?;
+        let assembly = scratch.join(ASSEMBLY);
         std::fs::read_to_string(&assembly)
             .and_then(|text| std::fs::write(&assembly, padded(&text)))
             .map_err(|e| RuntimeError::system("padding what the compiler wrote", e))?;
-        run(Command::new(&self.path).args(["-shared", "module.s", "-o", "module.so"]))?;
+        let mut link = Command::new(&self.path);
+        self.run(link.args(["-shared", ASSEMBLY, "-o", "module.so"]).current_dir(scratch), file, defines)?;
         Ok(scratch.join("module.so"))
     }
+
+    /// Compiles a file of `scratch` to [`ASSEMBLY`] beside it.
+    fn assemble(&self, scratch: &Path, options: &[&str], file: &str, defines: &[(String, String)]) -> Result<()> {
+        let mut compile = Command::new(&self.path);
+        compile.args(options).args(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+        compile.args(["-I.", "-x", "c++", "-S", file, "-o", ASSEMBLY]).current_dir(scratch);
+        self.run(&compile, file, defines)
+    }
+
+    fn run(&self, command: &Command, file: &str, defines: &[(String, String)]) -> Result<()> {
+        let ended = run_within(command, self.time_limit)
+            .map_err(|e| RuntimeError::system(format!("running {}", self.path.display()), e))?;
+        match ended {
+            Some(ended) if ended.status.success() => Ok(()),
+            Some(ended) => Err(self.refused(file, defines, ended.words.trim().to_owned())),
+            None => {
+                let seconds = self.time_limit.as_secs_f64();
+                Err(self.refused(file, defines, format!("it did not end within {seconds} s")))
+            }
+        }
+    }
+}
+
+/// What the compiler writes, in the folder of its sources.
+const ASSEMBLY: &str = "module.s";
+
+/// A folder with a kernel file and every header.
+fn sources_of(tree: &SourceTree, file: &str, headers: &BTreeMap<String, String>) -> Result<TempDir> {
+    let scratch = temporary_folder("compile-").map_err(|e| RuntimeError::system("making a scratch directory", e))?;
+    let write = |name: &str, text: &str| {
+        std::fs::write(scratch.path().join(name), text)
+            .map_err(|e| RuntimeError::system(format!("writing {name} for the compiler"), e))
+    };
+    for (name, text) in tree.headers() {
+        write(name, text)?;
+    }
+    for (name, text) in headers {
+        write(name, text)?;
+    }
+    write(file, tree.text(file)?)?;
+    Ok(scratch)
 }
 
 /// First line of `c++ --version`.

@@ -141,6 +141,10 @@ impl Backend for EmulatorBackend {
         Ok(Box::new(WorkerModule::load(&self.worker, &path, file)?))
     }
 
+    fn assembly(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Option<Vec<u8>>> {
+        self.compiler.assembly(tree, file, defines).map(Some)
+    }
+
     fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
         self.worker.place(|memory| memory.allocate(name, bytes, placement), |made| *made)
     }
