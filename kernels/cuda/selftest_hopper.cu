@@ -154,12 +154,12 @@ struct SelftestBoxParams {
 };
 PARAMS_LAYOUT(SelftestBoxParams, y, column, row, matrix, map)
 
-constexpr int BOX_ROWS = 40, BOX_BYTES = BOX_ROWS * 128;
-SHARED_MEMORY(selftest_box, BOX_BYTES + 8)
+constexpr int BOX_ROWS = 40, BOX_BYTES = BOX_ROWS * 128, LANDED = BOX_BYTES + 1024;
+SHARED_MEMORY(selftest_box, LANDED + 8)
 
 // One block.
 KERNEL(selftest_box, SelftestBoxParams, PIPELINE_THREADS) {
-    const SharedAddress shared = shared_address(dynamic_shared()), landed = shared + BOX_BYTES;
+    const SharedAddress shared = shared_address(dynamic_shared()), landed = shared + LANDED;
     if (threadIdx.x == 0) {
         mbarrier_init(landed, 1);
         fence_mbarrier_init();
@@ -170,7 +170,7 @@ KERNEL(selftest_box, SelftestBoxParams, PIPELINE_THREADS) {
     mbarrier_wait(landed, 0);
     for (int i = threadIdx.x; i < BOX_BYTES / 16; i += PIPELINE_THREADS) {
         const int row = i / 8, chunk = i % 8;
-        store_vec16(params.y + 16 * i, load_vec16(dynamic_shared() + row * 128 + (chunk ^ row % 8) * 16));
+        store_vec16(params.y + 16 * i, load_vec16(dynamic_shared() + row * 128 + 16 * (chunk ^ row % 8)));
     }
 }
 

@@ -608,7 +608,7 @@ fn wrong_copies_of_boxes_show() {
     let copy = "tensor_copy_in(shared, params.map,";
     for (right, wrong, needle) in [
         ("mbarrier_wait(landed, 0);\n    for (int i", "for (int i", "did not wait for"),
-        ("chunk ^ row % 8) * 16));\n", "chunk ^ row % 4) * 16));\n", "other bytes"),
+        ("16 * (chunk ^ row % 8)", "16 * (chunk ^ row % 4)", "other bytes"),
         (copy, "tensor_copy_in(shared + 512, params.map,", "multiples of 1024 and 16"),
         (copy, "TensorMap none{};\n        tensor_copy_in(shared, none,", "that the launcher has not made"),
         ("mbarrier_arrive_expect(landed, BOX_BYTES);", "mbarrier_arrive_expect(landed, BOX_BYTES - 128);", "mbarrier"),
