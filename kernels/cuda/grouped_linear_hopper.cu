@@ -5,16 +5,13 @@
 // as many blocks as there are multiprocessors take them in turn. While the producer brings the first stages, the
 // consumers clear the rows of nobody.
 //
-// Floors: 2 FLOP a number of w and row at twice 790 TFLOP/s, or the bytes of w of the experts that have rows at 4.24
-// TB/s: 256 experts of [4096, 4096] 0.52 and 4.2 ms for 24576 and 196608 rows, 1.01 ms for few. Expected to limit: of
-// many rows what limits linear_hopper.cu, and experts whose last tile is nearly empty; of few memory, of which a block
-// has up to three stages of 24 KB under way.
-// Measured on one H200: masked, 6, 192 and 768 slots 35, 496 and 912 us (DeepGEMM 46, 583 and 1078); 24576 and 196608
-// sorted rows 2.64 and 15.2 ms (1.41 and 5.57), of [6144, 7168] and 384 experts 6.9 and 41 ms (5.5 and 14). Many rows are
-// a third to a half as fast: quantised_hopper.h says what limits them.
+// Floors: the bytes of w of the experts that have rows at 4.24 TB/s: 256 experts of [4096, 4096] 1.01 ms. Expected to limit:
+// memory, of which a block has up to three stages of 24 KB under way, and experts whose last tile is nearly empty. Where an
+// expert has more than 64 rows FP8 is grouped_linear_hopper_large.cu's.
+// Measured on one H200: masked, 6, 192 and 768 slots 35, 496 and 912 us (DeepGEMM 46, 583 and 1078).
 //
 // Defines
-//   TOKENS   columns of a product, rows of y: 16, 64 or 128
+//   TOKENS   columns of a product, rows of y: 16 or 64
 //   WEIGHTS  1: FP8
 //
 // Launch. Any grid in x.

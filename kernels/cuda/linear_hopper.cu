@@ -6,14 +6,13 @@
 // that all multiprocessors read weights.
 //
 // Floors: 2 rows columns depth FLOP at twice 790 TFLOP/s; of few tokens the bytes of w at 4.24 TB/s: [65536, 1536] 24
-// us, [7168, 16384] 28 us. Expected to limit: of many tokens shared memory (quantised_hopper.h), and the stores of a
-// unit's sums, some 800 cycles behind 6500 of products for 1536 numbers of k; of few memory, of which a block has up to
-// seven stages of 16 KB of w under way, each in rows of 128 bytes.
-// Measured on one H200, FP8: 1, 64 and 4096 tokens 29.4, 37.2 and 1760 us for [65536, 1536], 34.5, 39.9 and 1879 us for
-// [7168, 16384] (DeepGEMM 29.4, 29.6 and 706; 34.7, 35.7 and 751). MXFP4 has not been measured here.
+// us, [7168, 16384] 28 us. Expected to limit: memory, of which a block has up to seven stages of 16 KB of w under way, each
+// in rows of 128 bytes. Of more than 64 tokens FP8 is linear_hopper_large.cu's.
+// Measured on one H200, FP8: 1 and 64 tokens 29.4 and 37.2 us for [65536, 1536], 34.5 and 39.9 us for [7168, 16384] (DeepGEMM
+// 29.4, 29.6; 34.7, 35.7). MXFP4 has not been measured here.
 //
 // Defines
-//   TOKENS   columns of a product: 16, 64 or 128
+//   TOKENS   columns of a product: 16 or 64, of MXFP4 also 128
 //   WEIGHTS  1: FP8, 2: MXFP4 with a scale for each 128 numbers of x
 //
 // Launch. Any grid in x of at most `splits` times the tiles of the result.

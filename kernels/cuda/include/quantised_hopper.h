@@ -1,5 +1,6 @@
-// Products of FP8 operands by warpgroup matrix products of e4m3 (sm_90a): what linear_hopper.cu and
-// grouped_linear_hopper.cu share. linear_quantised.cu has the formulas.
+// Products of FP8 operands by warpgroup matrix products of e4m3 (sm_90a), for few tokens: what linear_hopper.cu and
+// grouped_linear_hopper.cu share. linear_quantised.cu has the formulas; quantised_hopper_large.h is for many tokens, but for
+// MXFP4, whose products of many tokens are here, too.
 //
 // Weights are the rows of a product and tokens its columns, so that few tokens leave the tensor cores little to do that
 // nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales.
@@ -20,13 +21,10 @@
 // of each consumer warp and some 300 of one of the producer's, of 4 x 512 slots; of shared memory, at 128 bytes a cycle,
 // 32 KB that arrive and 2 x (8 + 16) KB that the products read, 640 cycles. So shared memory is the bound, four fifths of
 // the tensor cores' rate; wider tiles would read less, but 64 x 256 sums and as many accumulators fit no registers.
-// Measured on one H200 a stage takes some 1,900 cycles, three times that (linear_hopper.cu), and 3.7 TB/s come from the
-// second-level cache: something else limits it, which ncu has yet to name. The first suspects are that cache, of which
-// tiles of 128 x 128 read 32 KB for 4.2 MFLOP (bulk copies to two blocks at once would halve that), and the producer's
-// copies of 16 bytes, 64 for each lane of one warp a stage.
+// Measured on one H200 a stage of 128 tokens takes some 1,900 cycles, three times that: the producer's copies of 16 bytes,
+// 64 for each lane of one warp a stage, are what limits it. Copies of boxes in their place take 1,000 (the other header).
 //
-// Why cp.async: bulk copies without a tensor map bring contiguous bytes as they lie, and products need rows of 128 bytes
-// swizzled; the emulator knows no tensor maps.
+// Why cp.async: few tokens wait for memory, of which it brings enough, and takes any rows at multiples of 16 bytes.
 //
 // MXFP4. Hopper has no products of e2m1. The weights of a stage are folded (inference 5.5): with S the largest scale of the
 // block of 128 x 128 over 64, an e2m1 number times its scale over S is a number of e4m3, and S takes the place of FP8's

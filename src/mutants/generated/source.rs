@@ -339,7 +339,7 @@ mod tests {
         let of = |file: &str| headers_of(&tree, file).expect("the tree is whole");
         assert_eq!(of("rope.cu"), ["include/element.h", "include/rotation.h"]);
         let hopper = of("decode_attention_hopper.cu");
-        let ours = ["hopper_attention.h", "gather.h", "panels.h", "decode_attention.h", "kv_cache.h"];
+        let ours = ["hopper_attention.h", "gather.h", "panels.h", "decode_attention.h", "kv_cache.h", "tensor_map.h"];
         assert_eq!(hopper.len(), ours.len(), "{hopper:?}");
         assert!(ours.iter().all(|name| hopper.contains(&format!("include/{name}").as_str())), "{hopper:?}");
     }
