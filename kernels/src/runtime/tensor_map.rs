@@ -38,7 +38,7 @@ pub struct TensorMap {
 
 impl TensorMap {
     /// Of a tensor of bytes, `[rows, row_bytes]` or `[matrices, rows, row_bytes]`, its rows contiguous; `None` where
-    /// hardware cannot copy boxes of it: rows or matrices that overlap or lie backwards, or at no multiples of 16 bytes; no
+    /// hardware cannot copy boxes of it: rows that overlap or lie backwards, or at no multiples of 16 bytes; no
     /// elements; extents of 2^32, strides of 2^40 bytes and beyond.
     pub fn of(view: &TensorView, box_rows: u32) -> Option<Self> {
         let ([matrices, rows, row_bytes], [matrix_stride, row_stride, 1]) = (match (&view.shape[..], &view.strides[..])
@@ -56,9 +56,10 @@ impl TensorMap {
         let row_stride = if rows > 1 { u64::try_from(row_stride).ok()? } else { own_stride };
         let matrix_bytes = row_stride.checked_mul(rows as u64)?;
         let matrix_stride = if matrices > 1 { u64::try_from(matrix_stride).ok()? } else { matrix_bytes };
-        let strided = [(row_stride, row_bytes as u64), (matrix_stride, matrix_bytes)]
+        // Matrices may lie between the rows of one another.
+        let strided = [row_stride, matrix_stride]
             .iter()
-            .all(|&(stride, own)| stride.is_multiple_of(16) && (own..MOST_STRIDE).contains(&stride));
+            .all(|stride| stride.is_multiple_of(16) && (row_bytes as u64..MOST_STRIDE).contains(stride));
         let known = fits && strided && view.address.is_multiple_of(16) && (1..=MOST_BOX_ROWS).contains(&box_rows);
         let [matrices, rows, row_bytes] = extents;
         known.then_some(Self { address: view.address, row_bytes, rows, matrices, row_stride, matrix_stride, box_rows })
@@ -126,6 +127,8 @@ mod tests {
         // One row or matrix may have any stride.
         assert!(TensorMap::of(&view(&[1, 200], &[-7, 1]), 64).is_some());
         assert!(TensorMap::of(&view(&[1, 3, 200], &[1, 208, 1]), 64).is_some());
+        // Matrices between the rows of one another.
+        assert!(TensorMap::of(&view(&[2, 3, 200], &[208, 416, 1]), 64).is_some());
         for (shape, strides) in [
             (&[3, 200][..], &[200, 1][..]),
             (&[3, 200], &[192, 1]),
@@ -134,7 +137,7 @@ mod tests {
             (&[3, 200], &[416, 2]),
             (&[3, 200], &[1 << 40, 1]),
             (&[0, 200], &[208, 1]),
-            (&[2, 3, 200], &[208, 208, 1]),
+            (&[2, 3, 200], &[192, 208, 1]),
             (&[200], &[1]),
         ] {
             assert_eq!(TensorMap::of(&view(shape, strides), 64), None, "{shape:?}, {strides:?}");
