@@ -137,8 +137,10 @@ impl EmulatorModule {
                     fault.what = memory.describe(access);
                 }
                 let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());
-                // The fault of the lowest block, and never the mere stop of another one.
-                if slot.as_ref().is_none_or(|(first, _)| index < *first) && (fault.what != STOPPED || slot.is_none()) {
+                // A block that was merely stopped may come here before the one whose fault stopped it:
+                // any fault is kept before a stop, and the fault of the lowest block before another.
+                let rank = |index: u64, fault: &BlockFault| (fault.what == STOPPED, index);
+                if slot.as_ref().is_none_or(|(kept, first)| rank(index, &fault) < rank(*kept, first)) {
                     *slot = Some((index, fault));
                 }
             }
