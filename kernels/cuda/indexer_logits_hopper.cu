@@ -57,8 +57,8 @@ constexpr int THREADS = CONSUMER_THREADS + PRODUCERS;
 constexpr int PANELS = OPERANDS == E4M3 ? 1 : 2;  // rows of 128 bytes that hold a row of an operand
 constexpr int STAGES = OPERANDS == E4M3 ? 16 : 8;
 static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
-// Tiles of a producer's warp that are under way before it waits for the oldest.
-constexpr int LAG = STAGES / CONSUMERS / 2;
+// Whether operands come as boxes of their tensors. Codes of e2m1 pass through registers.
+constexpr bool BOXES = OPERANDS != E2M1;
 
 // Where everything lies in dynamic shared memory.
 struct Shared {
@@ -66,8 +66,7 @@ struct Shared {
     static constexpr int Q = 0;  // of two units
     static constexpr int K = Q + 2 * Q_BYTES;
     static constexpr int WEIGHTS = K + STAGES * STAGE_BYTES;      // float [2][TOKENS][HEADS / 16][4 lanes][4]
-    static constexpr int SCALES = WEIGHTS + 2 * ROWS * 4;         // float [STAGES][KEYS], of the keys of e4m3
-    static constexpr int UNITS = SCALES + (OPERANDS == E4M3 ? STAGES * KEYS * 4 : 0);  // Unit [2]
+    static constexpr int UNITS = WEIGHTS + 2 * ROWS * 4;          // Unit [2]
     static constexpr int UNIT_BYTES = (sizeof(Unit<TOKENS>) + 7) / 8 * 8;
     static constexpr int FULL = UNITS + 2 * UNIT_BYTES;           // mbarriers [STAGES]
     static constexpr int EMPTY = FULL + 8 * STAGES;
@@ -77,7 +76,6 @@ struct Shared {
 
     static constexpr int q(uint32_t unit) { return Q + unit % 2 * Q_BYTES; }
     static constexpr int k(uint32_t tile) { return K + tile % STAGES * STAGE_BYTES; }
-    static constexpr int scales(uint32_t tile) { return SCALES + tile % STAGES * KEYS * 4; }
     static constexpr int full(uint32_t tile) { return FULL + 8 * (tile % STAGES); }
     static constexpr int empty(uint32_t tile) { return EMPTY + 8 * (tile % STAGES); }
     static constexpr int q_full(uint32_t unit) { return Q_FULL + 8 * (unit % 2); }
@@ -105,7 +103,8 @@ DEVICE void initialise_barriers(SharedAddress shared) {
             mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
         }
         for (uint32_t unit = 0; unit < 2; ++unit) {
-            mbarrier_init(shared + Shared::q_full(unit), PRODUCERS);
+            // One lane's expected bytes and the lanes that bring weights, or all who decode.
+            mbarrier_init(shared + Shared::q_full(unit), BOXES ? 1 + WARP_SIZE : PRODUCERS);
             mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
         }
         fence_mbarrier_init();
@@ -116,16 +115,6 @@ DEVICE void initialise_barriers(SharedAddress shared) {
 // ---------------------------------------------------------------- producer
 
 DEVICE int producer_thread() { return static_cast<int>(threadIdx.x) - CONSUMER_THREADS; }
-
-// Starts the arrival of one row of an operand of `rows` rows, of which this lane takes a chunk in each panel: zeros
-// where it is not wanted, and then `source` may be anything.
-DEVICE void copy_row(SharedAddress operand, int rows, int row, const uint8_t* source, bool wanted) {
-    const int chunk = lane_id() % 8;
-    UNROLL
-    for (int panel = 0; panel < PANELS; ++panel)
-        copy_async_16(operand + panel * rows * 128 + panel_offset(row, chunk), source + 16 * (8 * panel + chunk),
-                      wanted);
-}
 
 // Decodes one half of a row of e2m1, 64 numbers, which are one panel's.
 DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, const uint8_t* source,
@@ -144,36 +133,90 @@ DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, 
     }
 }
 
+// The weights of a unit, by threads `thread` of `threads`. A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one
+// behind the other, and those of its neighbour behind them.
+DEVICE void produce_weights(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, uint32_t number, int thread,
+                            int threads) {
+    float* weights = unit_weights(number);
+    for (int row = thread; row < ROWS; row += threads) {
+        const int token = row / HEADS, head = row % HEADS;
+        const bool exists = token < unit.count && head < params.num_heads;
+        const int place = token * HEADS + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;
+        weights[place] = exists ? load_weight(params, unit.first_token + token, head) : 0.0f;
+    }
+}
+
+// ---------------------------------------------------------------- producer of boxes
+
+// The queries of all units, by one warp: heads and tokens beyond the tensor are zeros, and columns of tokens that are not
+// the unit's are nobody's.
+DEVICE void produce_query_boxes(const IndexerLogitsParams& params, SharedAddress shared) {
+    const int64_t units = total_units<TOKENS>(params);
+    uint32_t number = 0;
+    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
+        const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
+        const SharedAddress full = shared + Shared::q_full(number);
+        mbarrier_wait(shared + Shared::q_empty(number), unit_phase(number) ^ 1);
+        if (lane_id() == 0) {
+            shared_unit(number) = unit;
+            mbarrier_arrive_expect(full, Shared::Q_BYTES);
+            UNROLL
+            for (int token = 0; token < TOKENS; ++token) {
+                UNROLL
+                for (int panel = 0; panel < PANELS; ++panel)
+                    tensor_copy_in(shared + Shared::q(number) + (panel * ROWS + token * HEADS) * 128, params.q_map,
+                                   panel * 128, 0, unit.first_token + token, full);
+            }
+        }
+        __syncwarp();
+        produce_weights(params, unit, number, lane_id(), WARP_SIZE);
+        mbarrier_arrive(full);
+    }
+}
+
+// The keys of all units, by one warp, of which a lane starts a box: a tile of pages of 32 keys has two. A page that is not
+// there leaves its rows as they are: what is made of them is not stored.
+DEVICE void produce_key_boxes(const IndexerLogitsParams& params, SharedAddress shared) {
+    const int64_t units = total_units<TOKENS>(params);
+    const bool paged = params.block_table;
+    const int32_t box_keys = paged ? minimum(KEYS, 1 << params.page_shift) : KEYS, boxes = KEYS / box_keys;
+    uint32_t tile = 0;
+    for (int64_t at = blockIdx.x; at < units; at += gridDim.x) {
+        const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
+        int32_t page = 0;  // of this lane's box: one load is waited for in as many boxes as there are lanes
+        for (int32_t own = unit.begin, lane = 0; own < unit.end; ++own, ++tile, lane = (lane + boxes) % WARP_SIZE) {
+            const int32_t first = unit.first + own * KEYS;
+            if (paged && lane == 0) page = page_of(params, unit.request, first + lane_id() * box_keys);
+            const uint32_t there = __ballot_sync(FULL_WARP, page >= 0) & ((1u << boxes) - 1) << lane;
+            const SharedAddress full = shared + Shared::full(tile);
+            mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
+            // What lies outside of the tensor counts as arrived.
+            if (lane_id() == 0) mbarrier_arrive_expect(full, __popc(there) * PANELS * box_keys * 128);
+            __syncwarp();
+            if (!(there >> lane_id() & 1)) continue;
+            const SharedAddress rows = shared + Shared::k(tile) + (lane_id() - lane) * box_keys * 128;
+            UNROLL
+            for (int panel = 0; panel < PANELS; ++panel)
+                tensor_copy_in(rows + panel * KEYS * 128, params.k_map, panel * 128, paged ? 0 : first, page, full);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- producer of decoded codes
+
 DEVICE const uint8_t* query(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, int row) {
     const int token = row / HEADS, head = row % HEADS;
     if (token >= unit.count || head >= params.num_heads) return nullptr;
     return params.q + (unit.first_token + token) * params.q_token_stride + head * params.q_head_stride;
 }
 
-DEVICE void produce_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress q,
-                            uint32_t number) {
-    const int thread = producer_thread();
-    if constexpr (OPERANDS == E2M1) {
-        for (int i = thread; i < 2 * ROWS; i += PRODUCERS) {
-            const int row = i / 2;
-            const int64_t token = unit.first_token + row / HEADS, head = token * params.num_heads + row % HEADS;
-            decode_half_row(q, ROWS, row, i % 2, query(params, unit, row), params.q_scale_bytes + 4 * head);
-        }
-    } else {
-        for (int row = thread / 8; row < ROWS; row += PRODUCERS / 8) {
-            const uint8_t* source = query(params, unit, row);
-            copy_row(q, ROWS, row, source ? source : params.q, source);
-        }
+DEVICE void decode_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress q, uint32_t number) {
+    for (int i = producer_thread(); i < 2 * ROWS; i += PRODUCERS) {
+        const int row = i / 2;
+        const int64_t token = unit.first_token + row / HEADS, head = token * params.num_heads + row % HEADS;
+        decode_half_row(q, ROWS, row, i % 2, query(params, unit, row), params.q_scale_bytes + 4 * head);
     }
-    // A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one behind the other, and those of its neighbour
-    // behind them.
-    float* weights = unit_weights(number);
-    for (int row = thread; row < ROWS; row += PRODUCERS) {
-        const int token = row / HEADS, head = row % HEADS;
-        const bool exists = token < unit.count && head < params.num_heads;
-        const int place = token * HEADS + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;
-        weights[place] = exists ? load_weight(params, unit.first_token + token, head) : 0.0f;
-    }
+    produce_weights(params, unit, number, producer_thread(), PRODUCERS);
 }
 
 // The pages of a warp's next 16 tiles, of which every CONSUMERS-th tile is its own: one of each half of a tile to a
@@ -191,103 +234,53 @@ struct Pages {
 };
 
 // The keys of a tile that begins at `first`, whose halves lie on these pages: all of it by one warp.
-DEVICE void produce_keys(const IndexerLogitsParams& params, const int32_t (&page)[2], int32_t first,
-                         SharedAddress stage, SharedAddress scales) {
-    constexpr int HALF = KEYS / 2, STEP = WARP_SIZE / 8;
+DEVICE void decode_keys(const IndexerLogitsParams& params, const int32_t (&page)[2], int32_t first, SharedAddress stage) {
+    constexpr int HALF = KEYS / 2;
     const int lane = lane_id();
     UNROLL
     for (int half = 0; half < 2; ++half) {
-        if constexpr (OPERANDS == E2M1) {
-            UNROLL
-            for (int i = 0; i < 2; ++i) {
-                const int row = half * HALF + i * WARP_SIZE / 2 + lane / 2;
-                const Key key = key_on(params, page[half], first + row);
-                decode_half_row(stage, KEYS, row, lane % 2, key.row, key.scales);
-            }
-        } else {
-            const int row = half * HALF + lane / 8;
-            const uint8_t* source = key_start(params, page[half], first + row);
-            const int64_t step = STEP * (params.block_table ? ROW_BYTES : params.k_stride);
-            UNROLL
-            for (int i = 0; i < HALF; i += STEP, source += step)
-                copy_row(stage, KEYS, row + i, source, exists_on(params, page[half], first + row + i));
-        }
-        if constexpr (OPERANDS == E4M3) {
-            const int row = half * HALF + lane;
-            const float* scale = scale_on(params, page[half], first + row);
-            copy_async_4(scales + 4 * row, scale ? scale : params.k_scales, scale);
+        UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const int row = half * HALF + i * WARP_SIZE / 2 + lane / 2;
+            const Key key = key_on(params, page[half], first + row);
+            decode_half_row(stage, KEYS, row, lane % 2, key.row, key.scales);
         }
     }
 }
 
-// Tiles of a warp whose copies were issued, and those that were handed to their consumer, which is later: a fence
-// behind the wait for a lane's own copies makes them visible to the products. (A fence in the consumers waited for
-// their stores of logits as well.)
-struct Handover {
-    SharedAddress shared;
-    uint32_t tile;    // the next to be issued; every CONSUMERS-th is the warp's
-    uint32_t oldest;  // the next to be handed over
-    uint32_t unit;
-    bool queries;  // those of `unit` are not handed over yet: they were issued before any tile that is not
-
-    // This lane's copies have come, and were made visible. Each lane answers for its own: racecheck knows nothing of what
-    // a lane's arrival says of the others of its warp.
-    void hand_queries() {
-        if (queries) mbarrier_arrive(shared + Shared::q_full(unit));
-        queries = false;
-    }
-    void hand_oldest() {
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(oldest));
-        oldest += CONSUMERS;
-    }
-    // One tile more was issued.
-    void issue() {
-        copy_commit();
-        tile += CONSUMERS;
-        if (tile - oldest <= LAG * CONSUMERS) return;
-        copy_wait<LAG>();
-        fence_async_proxy();
-        hand_queries();
-        hand_oldest();
-    }
-    // All of them.
-    void finish() {
-        copy_wait<0>();
-        fence_async_proxy();
-        hand_queries();
-        while (oldest != tile) hand_oldest();
-    }
-};
-
-// Warp `warp` of the producer brings the tiles of consumer `warp`; the queries are brought by all of its warps.
-DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared, uint32_t warp) {
+// Warp `warp` of the producer decodes the tiles of consumer `warp`; the queries are decoded by all of its warps. A fence
+// makes a lane's stores visible to the products.
+DEVICE void produce_decoded(const IndexerLogitsParams& params, SharedAddress shared, uint32_t warp) {
     const int64_t units = total_units<TOKENS>(params);
-    Handover handover{shared, warp, warp, 0, false};
-    uint32_t before = 0;  // how many tiles have come before the unit
-    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++handover.unit) {
+    uint32_t tile = warp, before = 0, number = 0;  // how many tiles and units have come before the unit
+    for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
         const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
-        const uint32_t number = handover.unit;
         mbarrier_wait(shared + Shared::q_empty(number), unit_phase(number) ^ 1);
         if (producer_thread() == 0) shared_unit(number) = unit;
-        produce_queries(params, unit, shared + Shared::q(number), number);
-        copy_commit();
-        handover.queries = true;
+        decode_queries(params, unit, shared + Shared::q(number), number);
+        fence_async_proxy();
+        // Each lane answers for its own: racecheck knows nothing of what a lane's arrival says of the others of its warp.
+        mbarrier_arrive(shared + Shared::q_full(number));
         Pages pages;
         const int32_t tiles = unit.end - unit.begin;
-        for (int32_t own = handover.tile - before, place = 0; own < tiles; own += CONSUMERS, ++place) {
+        for (int32_t own = tile - before, place = 0; own < tiles; own += CONSUMERS, tile += CONSUMERS, ++place) {
             const int32_t first = unit.first + (unit.begin + own) * KEYS;
             if (place % Pages::TILES == 0) pages.look_up(params, unit.request, first);
             const int32_t page[2] = {pages.of(place % Pages::TILES, 0), pages.of(place % Pages::TILES, 1)};
-            const uint32_t tile = handover.tile;
             mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
-            produce_keys(params, page, first, shared + Shared::k(tile), shared + Shared::scales(tile));
-            handover.issue();
+            decode_keys(params, page, first, shared + Shared::k(tile));
+            fence_async_proxy();
+            __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(tile));
         }
         before += tiles;
-        // The consumers may not release the queries of the unit before until they have all of its tiles.
-        handover.finish();
     }
+}
+
+DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared, uint32_t warp) {
+    if constexpr (!BOXES) produce_decoded(params, shared, warp);
+    else if (warp == 0) produce_key_boxes(params, shared);
+    else if (warp == 1) produce_query_boxes(params, shared);
 }
 
 // ---------------------------------------------------------------- consumers
@@ -303,8 +296,8 @@ DEVICE int lane_key(int i) {
     return lane_id() / 4 + 8 * half;
 }
 
-// d = k q^T, 64 keys by all columns.
-DEVICE void multiply(float (&d)[N8][4], uint64_t keys, uint64_t queries) {
+// Starts d = k q^T, 64 keys by all columns.
+DEVICE void start_product(float (&d)[N8][4], uint64_t keys, uint64_t queries) {
     wgmma_fence();
     UNROLL
     for (int panel = 0; panel < PANELS; ++panel) {
@@ -317,8 +310,6 @@ DEVICE void multiply(float (&d)[N8][4], uint64_t keys, uint64_t queries) {
         }
     }
     wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_hold(d);
 }
 
 // Over this lane's heads: sums[2 token + half]. PADDED: there are fewer heads than HEADS.
@@ -357,35 +348,58 @@ DEVICE void sum_lanes(float (&kept)[KEPT], const float (&sums)[COUNT]) {
     }
 }
 
-// Those of the unit's tiles from tile `own` on that are this consumer's; `before` tiles have come before the unit.
+// What a lane stores of a tile: the columns of its keys, whether they are its token's, and what their sums are multiplied by.
+struct Logits {
+    int32_t column[KEPT];
+    bool stored[KEPT];
+    Factor factor[KEPT];
+
+    // Those of the warp's keys from `position` on, which lie on `page`.
+    void look_up(const IndexerLogitsParams& params, int32_t position, int32_t page, KeyRange range) {
+        UNROLL
+        for (int i = 0; i < KEPT; ++i) {
+            column[i] = position + lane_key(i) - range.first;
+            const bool exists = !params.block_table || page >= 0, inside = column[i] >= 0 && column[i] < range.length;
+            stored[i] = lane_stores() && inside && (exists || cleans(params));
+            const float* scale = inside ? scale_on(params, page, position + lane_key(i)) : nullptr;
+            factor[i] = Factor{scale ? *scale : 1.0f, exists};
+        }
+    }
+    void store(const IndexerLogitsParams& params, float* row, const float (&sums)[KEPT]) const {
+        UNROLL
+        for (int i = 0; i < KEPT; ++i)
+            if (stored[i]) row[column[i]] = logit_of(params, factor[i], sums[i]);
+    }
+};
+
+// Those of the unit's tiles from tile `own` on that are this consumer's; `before` tiles have come before the unit. What is
+// to be known of the next tile is loaded while the products of this one run.
 DEVICE void consume_tiles(const IndexerLogitsParams& params, SharedAddress shared, uint32_t number, uint32_t before,
                           int32_t own, int32_t end, KeyRange range, float* row) {
     const Unit<TOKENS>& unit = shared_unit(number);
-    const int32_t warp_keys = warp_id() % 4 * 16, first = unit.first + unit.begin * KEYS + warp_keys;
+    const int32_t first = unit.first + unit.begin * KEYS + warp_id() % 4 * 16, request = unit.request;
     const uint64_t queries = matrix_descriptor(shared + Shared::q(number), 0, 1024);
     int32_t pages = -1;  // of this warp's keys in the next 32 of its tiles, one to a lane
-    for (int32_t place = 0; own < end; own += CONSUMERS, place = (place + 1) % static_cast<int32_t>(WARP_SIZE)) {
-        if (place == 0) pages = page_of(params, unit.request, first + (own + CONSUMERS * lane_id()) * KEYS);
-        const int32_t page = __shfl_sync(FULL_WARP, pages, place);
+    Logits next;
+    const auto look_up = [&](int32_t at, int32_t place) {
+        if (place == 0) pages = page_of(params, request, first + (at + CONSUMERS * lane_id()) * KEYS);
+        next.look_up(params, first + at * KEYS, __shfl_sync(FULL_WARP, pages, place), range);
+    };
+    look_up(own, 0);
+    for (int32_t place = 1; own < end; own += CONSUMERS, place = (place + 1) % static_cast<int32_t>(WARP_SIZE)) {
         const uint32_t tile = before + own;
-        float d[N8][4], sums[2 * TOKENS], kept[KEPT], scale[KEPT];
+        float d[N8][4], sums[2 * TOKENS], kept[KEPT];
         mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
-        const auto* scales = reinterpret_cast<const float*>(dynamic_shared() + Shared::scales(tile)) + warp_keys;
-        UNROLL
-        for (int i = 0; i < KEPT; ++i) scale[i] = OPERANDS == E4M3 ? scales[lane_key(i)] : 1.0f;
-        multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
-        // Every lane has its scales.
-        __syncwarp();
+        start_product(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
+        const Logits logits = next;
+        if (own + CONSUMERS < end) look_up(own + CONSUMERS, place);
+        wgmma_wait<0>();
+        wgmma_hold(d);
         if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
         if (params.num_heads == HEADS) sum_own_heads<false>(sums, d, unit_weights(number), HEADS);
         else sum_own_heads<true>(sums, d, unit_weights(number), params.num_heads);
         sum_lanes(kept, sums);
-        UNROLL
-        for (int i = 0; i < KEPT; ++i) {
-            const int32_t position = first + own * KEYS + lane_key(i);
-            const Factor factor{scale[i], exists_on(params, page, position)};
-            if (lane_stores()) store_logit(params, row, range, position, factor, kept[i]);
-        }
+        logits.store(params, row, kept);
     }
 }
 

@@ -6,6 +6,7 @@ use crate::arguments::{Argument, Arguments, Defines, FLOATS, read, write};
 pub use crate::implementation::Implementation;
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::Params;
+use crate::runtime::tensor_map::{MapWords, TensorMap};
 use crate::runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "indexer_logits.cu";
@@ -270,11 +271,58 @@ fn pieces(variant: Variant, processors: usize, tiles: usize, columns: usize) -> 
     }
     // A block takes units in turn: as many as there are rounds, the longest of which count.
     let time = |pieces: usize| (tiles * pieces).div_ceil(processors) * (key_tiles.div_ceil(pieces) + UNIT_OVERHEAD);
-    let most = key_tiles.min(processors * MOST_ROUNDS);
+    // Fewer units than 2^32.
+    let most = key_tiles.min(processors * MOST_ROUNDS).min(u32::MAX as usize / tiles.max(1)).max(1);
     (1..=most).min_by_key(|&pieces| time(pieces)).unwrap_or(1)
 }
 
-fn params(views: &Views, options: &Options, extents: &Extents, num_pieces: usize) -> Result<Params> {
+/// A tensor's rows as bytes.
+fn bytes_of(view: &TensorView) -> TensorView {
+    let size = view.dtype.size();
+    let (mut shape, mut strides) = (view.shape.clone(), view.strides.clone());
+    if let [.., elements] = &mut shape[..] {
+        *elements *= size;
+    }
+    let outer = strides.len().saturating_sub(1);
+    strides[..outer].iter_mut().for_each(|stride| *stride *= size as i64);
+    TensorView { dtype: DType::U8, shape, strides, ..view.clone() }
+}
+
+/// The boxes of q, `[num_tokens, num_heads, bytes]`, and of the keys, pages among them, that the Hopper kernel copies; `None`
+/// where hardware copies none of such a tensor. Codes of e2m1 are not copied so, nor are keys that there are none of.
+fn maps(
+    views: &Views,
+    options: &Options,
+    extents: &Extents,
+    variant: Variant,
+) -> Result<Option<[Option<TensorMap>; 2]>> {
+    let Options { operands, page_size, .. } = *options;
+    if operands == Operands::E2m1 {
+        return Ok(Some([None; 2]));
+    }
+    let row_bytes = operands.row_elements() * if operands == Operands::Bf16 { 2 } else { 1 };
+    let q = if extents.paged { CHECK.tokens("q", &views["q"])? } else { views["q"].clone() };
+    let q = TensorMap::of(&bytes_of(&q), variant.heads as u32);
+    let keys = match extents.paged {
+        true => {
+            let pages = &views["pages"];
+            let shape = vec![pages.shape[0], page_size, row_bytes];
+            let strides = vec![pages.strides[0], row_bytes as i64, 1];
+            TensorMap::of(&TensorView { shape, strides, ..pages.clone() }, page_size.min(TILE_KEYS) as u32)
+        }
+        false => TensorMap::of(&bytes_of(&views["k"]), TILE_KEYS as u32),
+    };
+    let known = q.is_some() && (keys.is_some() || extents.num_keys == 0);
+    Ok((known || extents.num_tokens == 0).then_some([q, keys]))
+}
+
+fn params(
+    views: &Views,
+    options: &Options,
+    extents: &Extents,
+    num_pieces: usize,
+    maps: [Option<MapWords>; 2],
+) -> Result<Params> {
     let Extents { paged, num_tokens, next_n, num_heads, num_keys, columns, num_sequences, table_pages } = *extents;
     let tokens = |name: &'static str| match paged {
         true => CHECK.tokens(name, &views[name]),
@@ -303,7 +351,9 @@ fn params(views: &Views, options: &Options, extents: &Extents, num_pieces: usize
     let params = params.i32("page_shift", options.page_size.trailing_zeros() as usize)?;
     let params = params.i32("table_pages", table_pages)?.i32("num_pieces", num_pieces)?;
     let flags = usize::from(options.clean_logits) + 2 * usize::from(w.dtype == DType::Bf16);
-    Ok(params.i32("flags", flags)?.f32("sm_scale", options.sm_scale))
+    let [q_map, k_map] = maps;
+    let params = params.i32("flags", flags)?.f32("sm_scale", options.sm_scale);
+    Ok(params.tensor_map("q_map", q_map).tensor_map("k_map", k_map))
 }
 
 /// Launches the logits; returns the kernel that ran. Its tensors, those of tokens `[batch, next_n, ..]` in the place of
@@ -331,13 +381,18 @@ pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Stri
     let Extents { num_tokens, next_n, num_heads, columns, .. } = extents;
     let requests = num_tokens / next_n.max(1);
     let processors = (device.environment().processors as usize).max(1);
-    let hopper = options.implementation.runs_hopper(CHECK, device.environment(), num_heads, None)?;
-    let variant = Variant::of(hopper, options.operands, num_heads, next_n);
+    let variant = |hopper| Variant::of(hopper, options.operands, num_heads, next_n);
+    let maps = maps(views, options, &extents, variant(true))?;
+    let misfit = maps.is_none().then(|| "hardware copies no boxes of q or of the keys: their rows overlap".to_owned());
+    let hopper = options.implementation.runs_hopper(CHECK, device.environment(), num_heads, misfit)?;
+    let variant = variant(hopper);
     let tiles = requests * next_n.div_ceil(variant.tokens);
     let num_pieces = pieces(variant, processors, tiles, columns);
     let (units, name) = (tiles * num_pieces, if hopper { "indexer_logits_hopper" } else { "indexer_logits" });
     let blocks = if hopper { units.min(processors) } else { units };
-    let params = params(views, options, &extents, num_pieces)?;
+    let map = |map: Option<TensorMap>| map.filter(|_| hopper).map(|map| device.tensor_map(&map)).transpose();
+    let [q_map, k_map] = maps.unwrap_or_default().map(map);
+    let params = params(views, options, &extents, num_pieces, [q_map?, k_map?])?;
     device.kernel(variant.file(), &variant.defines(), name)?.launch_blocks("q", blocks, &params)?;
     Ok(variant.path())
 }

@@ -11,6 +11,7 @@
 #include "numeric.h"
 #include "panels.h"
 #include "platform.h"
+#include "tensor_map.h"
 
 #if !defined(OPERANDS) || !defined(HEADS)
 #error "define OPERANDS as 0 (bf16), 1 (e4m3) or 2 (e2m1), and HEADS"
@@ -66,11 +67,13 @@ struct IndexerLogitsParams {
     int32_t num_pieces;  // that a tile's keys are dealt into
     int32_t flags;
     float sm_scale;
+    TensorMap q_map;  // for the Hopper kernel, of bf16 and e4m3: [num_tokens, num_heads, bytes], boxes of HEADS rows
+    TensorMap k_map;  // [num_keys, bytes] in boxes of 64, or of pages [num_pages, page_size, bytes], boxes of up to 64 rows
 };
 PARAMS_LAYOUT(IndexerLogitsParams, q, q_token_stride, q_head_stride, q_scale_bytes, w, w_token_stride, k, k_stride,
               k_scales, k_scale_bytes, block_table, block_table_stride, context_lens, ks, ke, cu_q, cu_k, q_off, logits,
               logits_stride, num_tokens, num_heads, num_keys, columns, num_sequences, ratio, next_n, page_shift,
-              table_pages, num_pieces, flags, sm_scale)
+              table_pages, num_pieces, flags, sm_scale, q_map, k_map)
 
 DEVICE bool cleans(const IndexerLogitsParams& params) { return params.flags & 1; }
 DEVICE bool has_bf16_weights(const IndexerLogitsParams& params) { return params.flags & 2; }
@@ -213,13 +216,14 @@ DEVICE int64_t total_units(const IndexerLogitsParams& params) {
 // first.
 template <int MOST>
 DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int keys) {
-    const int32_t tiles = ceil_div(params.next_n, MOST);
-    const int32_t requests = params.num_tokens / params.next_n;
-    const int32_t tile = requests * tiles - 1 - static_cast<int32_t>(number / params.num_pieces);
+    // The launcher has fewer units than 2^32: divisions of 64 bits take longer than a tile.
+    const uint32_t num_pieces = params.num_pieces, place = static_cast<uint32_t>(number);
+    const uint32_t tiles = ceil_div(params.next_n, MOST), requests = params.num_tokens / params.next_n;
+    const uint32_t tile = requests * tiles - 1 - place / num_pieces;
     Unit<MOST> unit;
-    unit.piece = static_cast<int32_t>(number % params.num_pieces);
-    unit.request = tile / tiles;
-    const int32_t within = tile % tiles * MOST;
+    unit.piece = static_cast<int32_t>(place % num_pieces);
+    unit.request = static_cast<int32_t>(tile / tiles);
+    const auto within = static_cast<int32_t>(tile % tiles * MOST);
     unit.first_token = unit.request * params.next_n + within;
     unit.count = minimum(MOST, params.next_n - within);
     int32_t last = 0;
@@ -231,9 +235,11 @@ DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int
         unit.first = minimum(unit.first, unit.ranges[i].first);
         last = maximum(last, unit.ranges[i].first + unit.ranges[i].length);
     }
-    const int64_t total = last > unit.first ? ceil_div(last - unit.first, keys) : 0;
-    unit.begin = static_cast<int32_t>(total * unit.piece / params.num_pieces);
-    unit.end = static_cast<int32_t>(total * (unit.piece + 1) / params.num_pieces);
+    // The first pieces have a tile more where they are not all alike.
+    const uint32_t total = last > unit.first ? ceil_div(last - unit.first, keys) : 0, piece = unit.piece;
+    const uint32_t each = total / num_pieces, more = total % num_pieces;
+    unit.begin = static_cast<int32_t>(piece * each + minimum(piece, more));
+    unit.end = static_cast<int32_t>((piece + 1) * each + minimum(piece + 1, more));
     return unit;
 }
 
@@ -249,14 +255,19 @@ DEVICE void clean_row(const IndexerLogitsParams& params, int32_t token, int32_t 
 
 // ---------------------------------------------------------------- what goes
 
+// Of a page that is not there the logit is -inf.
+DEVICE float logit_of(const IndexerLogitsParams& params, Factor factor, float sum) {
+    const float logit = (OPERANDS == E4M3 ? sum * factor.scale : sum) * params.sm_scale;
+    return factor.exists ? logit : -INFINITY_F32;
+}
+
 // Stores the logit of the key at `position` where it is in the token's range. Of a page that is not there it is -inf,
 // where logits are clean.
 DEVICE void store_logit(const IndexerLogitsParams& params, float* row, KeyRange range, int32_t position, Factor factor,
                         float sum) {
     const int32_t column = position - range.first;
     if (column < 0 || column >= range.length || !(factor.exists || cleans(params))) return;
-    const float logit = (OPERANDS == E4M3 ? sum * factor.scale : sum) * params.sm_scale;
-    row[column] = factor.exists ? logit : -INFINITY_F32;
+    row[column] = logit_of(params, factor, sum);
 }
 
 // ---------------------------------------------------------------- operands in shared memory
