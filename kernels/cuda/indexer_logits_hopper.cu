@@ -7,31 +7,28 @@
 // Five warpgroups:
 //   0 to 3  consumers. Tiles of 64 keys go to them in turn, through a ring of STAGES: while one rectifies and adds,
 //           the others' products run. Nothing is exchanged among them.
-//   4       producer: brings the tiles, each warp those of one consumer, and the queries of the next unit while the
-//           last tiles of this one are multiplied.
-// bf16 and e4m3 come with cp.async in the swizzle that wgmma reads, and e4m3 is multiplied as it is. Codes of e2m1, for
-// which Hopper has no product, pass through the producer's registers and become bf16, exactly.
+//   4       producer. Of bf16 and e4m3, which wgmma reads as they are, one warp has boxes of the tensors copied
+//           (tensor_copy_in): the tiles, as far ahead as there are stages; a second one the queries of the next units. Codes
+//           of e2m1, for which Hopper has no product, pass through the registers of all four warps and become bf16, exactly:
+//           each warp decodes the tiles of one consumer.
+// The scales of e4m3 keys go straight to the consumers' registers, those of a tile while the products of the one before run.
 //
 // The products of e4m3 are accumulated with 13 fraction bits (hopper.h), over the 128 numbers of a head: what the
 // oracle allows for follows from that.
 //
 // Floors as in indexer_logits.cu. Per tile of 64 keys and 128 columns: 256 cycles of products of e4m3, 512 of bf16, at
 // 8192 and 4096 FLOP a cycle; shared memory 4 x (16 + 32) + 64 for arriving rows = 256 cycles at 128 bytes a cycle
-// (e4m3); 128 instructions of each consumer warp to rectify, weigh and add, and some 70 more. Keys from L2 once for
-// each TOKENS tokens: 4096 queries with 14336 keys of 128 bytes 3.8 GB. Expected to limit: matrix units and issue about
-// equally; with one token a request, memory.
+// (e4m3); 128 instructions of each consumer warp to rectify, weigh and add, and some 110 more; the maxima pass at half rate.
+// Keys from L2 once for each TOKENS tokens: 4096 queries with 14336 keys of 128 bytes 3.8 GB. Limited by matrix units, issue
+// slots and shared memory about equally, none of which is full: ncu, 4096 queries of e4m3 with 16384 keys, 1.03 ms at 1.78
+// GHz: 52 % of issue slots, 48 % of the matrix units' rate, 68 % of shared memory's, 33 % of L2's. With one token a request,
+// memory; with one request, the way from a length over a page's number to its keys.
 //
-// Measured on one H200: 4096 queries of e4m3 with 16384 and 32768 keys 1210 and 2570 us (795 and 802 TFLOP/s); 8192
-// queries, 2048 keys, ratio 4 of bf16 325 us (423 TFLOP/s); paged e4m3, context 8192: 5.7, 14.3 and 39.8 us for 1, 32
-// and 128 requests, context 65536: 8.3, 75.9 and 304 us (3.75 TB/s).
-//
-// What limited it before (one H200, until each of the producer's warps had tiles of its own): 614 TFLOP/s for 4096 queries
-// and 16384 keys of e4m3, 620 for 32768; 339 us for 8192 queries, 2048 keys, ratio 4 of bf16 (405 TFLOP/s); paged e4m3,
-// context 8192: 5.3, 18.1 and 58.2 us for 1, 32 and 128 requests, context 65536: 8.7, 111.6 and 430 us (2.65 TB/s).
-// ncu: half of all stalls were consumers that waited for a tile. All four warps of the producer worked on each tile,
-// some 190 instructions of each, most of them addresses, in 830 cycles; so now a warp brings whole tiles, a quarter of
-// them. Before that, with a fence in the consumers, which waited for their stores, and
-// scales loaded by them: 584 TFLOP/s, 367 us, 440 us.
+// Measured on one H200: 4096 queries of e4m3 with 16384 keys 1167 us (824 TFLOP/s; 1210 when cp.async brought the keys); 8192
+// queries, 2048 keys, ratio 4 of bf16 273 us (504 TFLOP/s; 325); paged e4m3, context 8192: 4.6, 15.0 and 41.4 us for 1, 32 and
+// 128 requests (5.7, 14.3 and 39.8), context 65536: 6.3, 76.6 and 301 us (8.3, 75.9 and 304; 3.75 TB/s).
+// Tried: relu as x + |x|, which passes at full rate, 1 % less; asking for the scales of pages 16 tiles ahead, 13.7 us for 32
+// requests of 8192, but 84 and 360 us of 65536.
 //
 // Defines
 //   OPERANDS   0: bf16, 1: e4m3, 2: e2m1
@@ -348,58 +345,95 @@ DEVICE void sum_lanes(float (&kept)[KEPT], const float (&sums)[COUNT]) {
     }
 }
 
-// What a lane stores of a tile: the columns of its keys, whether they are its token's, and what their sums are multiplied by.
-struct Logits {
-    int32_t column[KEPT];
-    bool stored[KEPT];
-    Factor factor[KEPT];
+// Which logits of a tile a lane stores, and what their sums are multiplied by.
+struct Places {
+    int32_t column[KEPT];  // -1: none
+    float scale[KEPT];
+};
 
-    // Those of the warp's keys from `position` on, which lie on `page`.
-    void look_up(const IndexerLogitsParams& params, int32_t position, int32_t page, KeyRange range) {
+// What a lane knows of its token's logits in the tiles of a unit.
+struct LaneLogits {
+    float* row;
+    const uint8_t* scales;  // of the keys from the token's first on, or of those of page 0
+    int32_t entries;        // the bits of a column that are an entry of its page: all of them where there is but page 0
+    int32_t first;          // the column of its first key in the unit's first tile
+    int32_t columns;        // of the token; 0 if the lane stores none
+
+    LaneLogits(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, int32_t warp_key) {
+        const KeyRange range = unit.ranges[lane_token()];
+        row = params.logits + (unit.first_token + lane_token()) * params.logits_stride;
+        scales = params.block_table ? params.k + page_scales(params)
+                                    : reinterpret_cast<const uint8_t*>(params.k_scales + range.first);
+        entries = params.block_table ? entry_of(params, -1) : -1;
+        first = unit.first + unit.begin * KEYS + warp_key + lane_key(0) - range.first;
+        columns = lane_stores() ? range.length : 0;
+    }
+    // Of the keys of tile `at`, which lie on `page`. Of a page that is not there the logits are -inf, where they are clean.
+    Places look_up(const IndexerLogitsParams& params, int32_t at, int32_t page) const {
+        Places places;
         UNROLL
         for (int i = 0; i < KEPT; ++i) {
-            column[i] = position + lane_key(i) - range.first;
-            const bool exists = !params.block_table || page >= 0, inside = column[i] >= 0 && column[i] < range.length;
-            stored[i] = lane_stores() && inside && (exists || cleans(params));
-            const float* scale = inside ? scale_on(params, page, position + lane_key(i)) : nullptr;
-            factor[i] = Factor{scale ? *scale : 1.0f, exists};
+            const int32_t column = first + at * KEYS + lane_key(i) - lane_key(0);
+            const bool inside = static_cast<uint32_t>(column) < static_cast<uint32_t>(columns);
+            places.column[i] = inside ? column : -1;
+            places.scale[i] = 1.0f;
+            if (page < 0) {
+                places.column[i] = -1;
+                if (inside && cleans(params)) row[column] = -INFINITY_F32;
+            } else if (OPERANDS == E4M3 && inside) {
+                places.scale[i] = *reinterpret_cast<const float*>(scales + page * params.k_stride + (column & entries) * 4ll);
+            }
         }
+        return places;
     }
-    void store(const IndexerLogitsParams& params, float* row, const float (&sums)[KEPT]) const {
+    void store(const IndexerLogitsParams& params, const Places& places, const float (&sums)[KEPT]) const {
         UNROLL
         for (int i = 0; i < KEPT; ++i)
-            if (stored[i]) row[column[i]] = logit_of(params, factor[i], sums[i]);
+            if (places.column[i] >= 0) row[places.column[i]] = logit_of(params, Factor{places.scale[i], true}, sums[i]);
+    }
+};
+
+// The pages of a warp's keys in the next 32 of its tiles, one to a lane; 0 where keys are not paged.
+struct WarpPages {
+    int32_t own = 0;
+
+    // Of the warp's tile number `place` of the unit, whose keys of the warp begin at `position`. Its later tiles follow
+    // CONSUMERS tiles apart.
+    int32_t of(const IndexerLogitsParams& params, int32_t request, uint32_t place, int32_t position) {
+        if (!params.block_table) return 0;
+        if (place % WARP_SIZE == 0) own = page_of(params, request, position + lane_id() * CONSUMERS * KEYS);
+        return __shfl_sync(FULL_WARP, own, place % WARP_SIZE);
     }
 };
 
 // Those of the unit's tiles from tile `own` on that are this consumer's; `before` tiles have come before the unit. What is
 // to be known of the next tile is loaded while the products of this one run.
 DEVICE void consume_tiles(const IndexerLogitsParams& params, SharedAddress shared, uint32_t number, uint32_t before,
-                          int32_t own, int32_t end, KeyRange range, float* row) {
+                          int32_t own, int32_t end) {
     const Unit<TOKENS>& unit = shared_unit(number);
-    const int32_t first = unit.first + unit.begin * KEYS + warp_id() % 4 * 16, request = unit.request;
+    const int32_t warp_key = warp_id() % 4 * 16, first = unit.first + unit.begin * KEYS + warp_key;
+    const int32_t request = unit.request;
     const uint64_t queries = matrix_descriptor(shared + Shared::q(number), 0, 1024);
-    int32_t pages = -1;  // of this warp's keys in the next 32 of its tiles, one to a lane
-    Logits next;
-    const auto look_up = [&](int32_t at, int32_t place) {
-        if (place == 0) pages = page_of(params, request, first + (at + CONSUMERS * lane_id()) * KEYS);
-        next.look_up(params, first + at * KEYS, __shfl_sync(FULL_WARP, pages, place), range);
-    };
-    look_up(own, 0);
-    for (int32_t place = 1; own < end; own += CONSUMERS, place = (place + 1) % static_cast<int32_t>(WARP_SIZE)) {
+    const LaneLogits logits(params, unit, warp_key);
+    WarpPages pages;
+    uint32_t place = 0;
+    Places next = logits.look_up(params, own, pages.of(params, request, place, first + own * KEYS));
+    for (; own < end; own += CONSUMERS) {
         const uint32_t tile = before + own;
+        const Places places = next;
         float d[N8][4], sums[2 * TOKENS], kept[KEPT];
         mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
         start_product(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
-        const Logits logits = next;
-        if (own + CONSUMERS < end) look_up(own + CONSUMERS, place);
+        const int32_t after = own + CONSUMERS;
+        if (after < end)
+            next = logits.look_up(params, after, pages.of(params, request, ++place, first + after * KEYS));
         wgmma_wait<0>();
         wgmma_hold(d);
         if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
         if (params.num_heads == HEADS) sum_own_heads<false>(sums, d, unit_weights(number), HEADS);
         else sum_own_heads<true>(sums, d, unit_weights(number), params.num_heads);
         sum_lanes(kept, sums);
-        logits.store(params, row, kept);
+        logits.store(params, places, kept);
     }
 }
 
@@ -410,11 +444,9 @@ DEVICE void consume(const IndexerLogitsParams& params, SharedAddress shared, uin
         mbarrier_wait(shared + Shared::q_full(number), unit_phase(number));
         const Unit<TOKENS>& unit = shared_unit(number);
         const int32_t tiles = uniform(unit.end - unit.begin);
-        const KeyRange range = unit.ranges[lane_token()];
-        float* row = params.logits + (unit.first_token + lane_token()) * params.logits_stride;
         // Tiles of all units go to the consumers in turn.
         const int32_t own = static_cast<int32_t>((consumer - before) % CONSUMERS);
-        if (own < tiles) consume_tiles(params, shared, number, before, own, tiles, range, row);
+        if (own < tiles) consume_tiles(params, shared, number, before, own, tiles);
         before += tiles;
         for (int token = 0; token < unit.count && cleans(params); ++token)
             clean_row(params, unit.first_token + token, unit.ranges[token].length, unit.piece, threadIdx.x,

@@ -226,6 +226,10 @@ DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int
     const auto within = static_cast<int32_t>(tile % tiles * MOST);
     unit.first_token = unit.request * params.next_n + within;
     unit.count = minimum(MOST, params.next_n - within);
+    // The pages of the piece are asked for before it is known where it begins: near here, if the context fills its table.
+    if (params.block_table)
+        prefetch_second_level(params.block_table + unit.request * params.block_table_stride +
+                              params.table_pages / params.num_pieces * unit.piece);
     int32_t last = 0;
     unit.first = params.num_keys;
     UNROLL
