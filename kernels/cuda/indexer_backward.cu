@@ -31,6 +31,7 @@
 // Launch, 128 threads a block: indexer_backward a block a token of a chunk; indexer_backward_zero a warp a key;
 // indexer_backward_sum a warp 16 keys.
 #include "async_copy.h"
+#include "lines.h"
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
@@ -232,26 +233,24 @@ DEVICE void give(const IndexerBackwardParams& params, int32_t row, int64_t slot,
     }
 }
 
-// Two neighbouring lanes trade halves, so that each has four consecutive floats of one row.
-DEVICE void scatter(const IndexerBackwardParams& params, const float (&c)[PART_M][WARP_COLUMNS / 8][4], int stage,
+// In whole lines of memory. All trades come first: an addition is a branch to the compiler, and nothing moves past it.
+DEVICE void scatter(const IndexerBackwardParams& params, float (&c)[PART_M][WARP_COLUMNS / 8][4], int stage,
                     int64_t first_slot, int first_m) {
+    static_assert(WARP_COLUMNS == 32, "a warp has a line of each row");
     const auto* rows = reinterpret_cast<const int32_t*>(dynamic_shared() + KEY_ROWS) + stage * KEYS;
-    const int g = lane_id() / 4, t = lane_id() % 4;
-    const bool odd = t % 2 != 0;
+    UNROLL
+    for (int m = 0; m < PART_M; ++m) trade_columns(c[m], 0);
     UNROLL
     for (int m = 0; m < PART_M; ++m) {
-        const int slot = 16 * (first_m + m) + g + (odd ? 8 : 0);
-        const int32_t row = rows[slot];
         UNROLL
-        for (int n = 0; n < WARP_COLUMNS / 8; ++n) {
-            const float(&own)[4] = c[m][n];
-            const float first = __shfl_xor_sync(FULL_WARP, odd ? own[0] : own[2], 1);
-            const float second = __shfl_xor_sync(FULL_WARP, odd ? own[1] : own[3], 1);
+        for (int i = 0; i < 4; ++i) {
+            const int slot = 16 * (first_m + m) + line_row(i), n = i % 2 * 2, pair = i / 2 * 2;
+            const int32_t row = rows[slot];
             if (row < 0) continue;
-            float x[4] = {odd ? first : own[0], odd ? second : own[1], odd ? own[2] : first, odd ? own[3] : second};
+            float x[4] = {c[m][n][pair], c[m][n][pair + 1], c[m][n + 1][pair], c[m][n + 1][pair + 1]};
             UNROLL
-            for (int i = 0; i < 4; ++i) x[i] *= params.sm_scale;
-            give(params, row, first_slot + slot, warp_id() * WARP_COLUMNS + 8 * n + t / 2 * 4, x);
+            for (int j = 0; j < 4; ++j) x[j] *= params.sm_scale;
+            give(params, row, first_slot + slot, warp_id() * WARP_COLUMNS + line_column(), x);
         }
     }
 }

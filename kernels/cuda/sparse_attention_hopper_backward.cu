@@ -30,6 +30,7 @@
 #include "async_copy.h"
 #include "gather.h"
 #include "hopper.h"
+#include "lines.h"
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
@@ -200,30 +201,6 @@ DEVICE void multiply_heads(float (&dk)[8][4], SharedAddress weights, SharedAddre
     wgmma_commit();
 }
 
-// Exchanges b of the lanes that are even by their bit `lanes` for a of those that are odd.
-DEVICE void trade(float& a, float& b, bool odd, int lanes) {
-    const float traded = __shfl_xor_sync(FULL_WARP, odd ? a : b, lanes);
-    (odd ? a : b) = traded;
-}
-
-// Lanes trade, in 32 columns of 16 slots, until eight of them hold all 32 of one slot, a line of memory: an addition to a
-// part of a line keeps L2 as busy as one to all of it. Before, a lane has two columns in each of four times eight, of the
-// slots g and g + 8 (g = lane / 4). After, of each pair of slots g and g + 1 (g even), and of g + 8 and g + 9, it has four
-// consecutive columns of the one in dk[first] and dk[first + 1], and of the other in the two behind them.
-DEVICE void trade_columns(float (&dk)[8][4], int first) {
-    const bool odd_lane = lane_id() % 2 != 0, odd_row = lane_id() / 4 % 2 != 0;
-    UNROLL
-    for (int i = 0; i < 4; ++i) {
-        UNROLL
-        for (int n = first; n < first + 4; n += 2) trade(dk[n][i], dk[n + 1][i], odd_lane, 1);
-    }
-    UNROLL
-    for (int n = first; n < first + 2; ++n) {
-        UNROLL
-        for (int i = 0; i < 4; ++i) trade(dk[n][i], dk[n + 2][i], odd_row, 4);
-    }
-}
-
 // The rows that receive a tile's dk: of its slots, or of the keys that these name.
 struct Receivers {
     float* target;
@@ -242,7 +219,7 @@ DEVICE Receivers receivers_of(const SparseAttentionBackwardParams& params, const
 DEVICE void scatter(float (&dk)[8][4], const Receivers& receivers, int column, int row) {
     UNROLL
     for (int n = 0; n < 8; n += 4) trade_columns(dk, n);
-    const int first = column + row % 2 * 16 + lane_id() % 2 * 8 + lane_id() % 4 / 2 * 4;
+    const int first = column + line_column();
     UNROLL
     for (int i = 0; i < 4; ++i) {
         const int slot = row - row % 2 + 8 * (i / 2) + i % 2, pair = i / 2 * 2;
