@@ -229,13 +229,13 @@ impl Context {
         Ok(())
     }
 
-    /// Bytes of device memory that nobody has.
-    pub fn free_memory(&self) -> Result<usize> {
+    /// Bytes of device memory that nobody has, and all that there are.
+    pub fn free_memory(&self) -> Result<(usize, usize)> {
         self.enter()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: the context is current; two numbers are written.
         self.check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
-        Ok(free)
+        Ok((free, total))
     }
 
     /// Copies to the host and waits.

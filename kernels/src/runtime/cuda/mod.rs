@@ -14,7 +14,7 @@ pub mod nvrtc;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
@@ -40,6 +40,11 @@ const ROUNDING: usize = 256;
 
 /// A reserved buffer may take this part of the free memory.
 const RESERVED_PART: usize = 4;
+
+/// How long a buffer that the device would have room for waits until other processes have given enough memory back, and how
+/// often it looks.
+const ROOM_WAIT: Duration = Duration::from_secs(20);
+const ROOM_POLL: Duration = Duration::from_millis(50);
 
 /// Touched ranges of a reserved buffer are rounded up to this, bytes.
 const TOUCHED_GRANULE: u64 = 16;
@@ -180,10 +185,18 @@ impl Backend for CudaBackend {
     /// threads and other processes need theirs.
     fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
         let total = banded(bytes).map_or(usize::MAX, |(total, _)| total);
-        let limit = self.context.free_memory()? / RESERVED_PART;
-        if total > limit {
-            let of = "bytes of device memory";
-            return Err(RuntimeError::TooLarge { name: name.to_owned(), needed: total, limit, of });
+        let begun = Instant::now();
+        loop {
+            let (free, all) = self.context.free_memory()?;
+            let limit = free / RESERVED_PART;
+            if total <= limit {
+                break;
+            }
+            if total > all / RESERVED_PART || begun.elapsed() > ROOM_WAIT {
+                let of = "bytes of device memory";
+                return Err(RuntimeError::TooLarge { name: name.to_owned(), needed: total, limit, of });
+            }
+            std::thread::sleep(ROOM_POLL);
         }
         let allocation = self.allocate(name, bytes, placement)?;
         let touched = touched_of(&allocation, touched);
