@@ -324,34 +324,34 @@ const OF_WEIGHTS: [&str; 3] = ["w", "dw", "dw_before"];
 
 impl Call<'_> {
     /// Has the device's library compute a product; whether it did.
-    fn launch_library(
-        &self,
-        product: Product,
-        operands: [&TensorView; 3],
-        before: Option<&TensorView>,
-    ) -> Result<bool> {
+    fn launch_library(&self, product: Product, operands: [&str; 3], before: &str) -> Result<bool> {
         let library = self.device.matrix_library().filter(|_| self.products == Products::Library);
         let Some(library) = library else { return Ok(false) };
-        // Of few rows the bytes of w are the floor, which our kernels are near.
-        if operands[2].shape[0] <= FEW_ROWS {
-            return Ok(false);
-        }
-        // Measured on an H200: it rounds a product to bf16 before it adds what it is added to, which is twice.
-        if before.is_some() && operands[2].dtype == DType::Bf16 {
-            return Ok(false);
-        }
-        let [a, b, out] = operands.map(Matrix::of);
+        let matrix = |name: &str| match self.num_groups {
+            None => Matrix::of(&self.views[name]),
+            Some(_) => Matrix::of_each(&self.views[name], usize::from(!OF_WEIGHTS.contains(&name))),
+        };
+        let ([a, b, out], dtype) = (operands.map(matrix), self.views[operands[2]].dtype);
         let (Some(a), Some(b), Some(out)) = (a, b, out) else { return Ok(false) };
-        let before = match before.map(Matrix::of) {
-            Some(None) => return Ok(false),
-            before => before.flatten(),
+        // Of few rows the bytes of w are the floor, which our kernels are near.
+        if out.extents[0] <= FEW_ROWS {
+            return Ok(false);
+        }
+        let before = match self.views.get(before) {
+            None => None,
+            // Measured on an H200: it rounds a product to bf16 before it adds what it is added to, which is twice.
+            Some(_) if dtype == DType::Bf16 => return Ok(false),
+            Some(_) => match matrix(before) {
+                None => return Ok(false),
+                before => before,
+            },
         };
         let transposed = match product {
             Product::Forward => [false, true],
             Product::Dx => [false, false],
             Product::Dw => [true, false],
         };
-        library.multiply(&MatrixProduct { a, b, transposed, before, out, dtype: operands[2].dtype })
+        library.multiply(&MatrixProduct { a, b, transposed, before, out, dtype, count: self.num_groups.unwrap_or(1) })
     }
 
     /// A pointer to a tensor, the stride of its rows, and that of its groups.
@@ -374,8 +374,7 @@ impl Call<'_> {
         [a, b, out]: [&'static str; 3],
         before: &'static str,
     ) -> Result<Vec<&'static str>> {
-        let operands = [a, b, out].map(|name| &self.views[name]);
-        if self.launch_library(product, operands, self.views.get(before))? {
+        if self.launch_library(product, [a, b, out], before)? {
             return Ok(vec![LIBRARY[product as usize]]);
         }
         let [num_tokens, out_features, in_features] = self.extents;

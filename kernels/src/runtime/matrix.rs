@@ -13,7 +13,7 @@ const ALIGNMENT: u64 = 16;
 /// Elements that a matrix reaches over, gaps included, are fewer: libraries count them with 32 bits.
 const MOST_ELEMENTS: i64 = 1 << 31;
 
-/// A matrix in device memory: its rows are contiguous.
+/// A matrix in device memory, or several like it in equal steps: its rows are contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Matrix {
     /// Device address of the first element.
@@ -22,9 +22,11 @@ pub struct Matrix {
     pub stride: i64,
     /// Rows, and elements of each.
     pub extents: [usize; 2],
+    /// Elements from a matrix to the next, where there are several.
+    pub step: i64,
 }
 
-/// `out = before + a b`, sums in fp32, rounded once.
+/// `out = before + a b`, sums in fp32, rounded once, of each of so many matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct MatrixProduct {
     /// bf16, `[rows, depth]`; stored the other way round where `transposed[0]`.
@@ -39,6 +41,8 @@ pub struct MatrixProduct {
     pub out: Matrix,
     /// Of `out` and `before`: bf16 or f32.
     pub dtype: DType,
+    /// How many products there are, at least 1: matrices, and results, that many steps apart.
+    pub count: usize,
 }
 
 /// A backend's library of matrix products.
@@ -68,7 +72,30 @@ impl Matrix {
             address: view.address,
             stride,
             extents: [rows, columns],
+            step: 0,
         })
+    }
+
+    /// Matrices one behind the other along an axis of three, each of them as in [`Self::of`]; rows of one may lie between
+    /// those of another.
+    pub fn of_each(view: &TensorView, axis: usize) -> Option<Self> {
+        let (mut shape, mut strides) = (view.shape.clone(), view.strides.clone());
+        if shape.len() != 3 || strides.len() != 3 || axis >= 3 {
+            return None;
+        }
+        let (count, step) = (shape.remove(axis), strides.remove(axis));
+        let aligned = (step as u64).wrapping_mul(view.dtype.size() as u64).is_multiple_of(ALIGNMENT);
+        let matrix = Self::of(&TensorView { shape, strides, ..view.clone() })?;
+        match count {
+            0 => None,
+            1 => Some(matrix),
+            _ => (aligned && (1..MOST_ELEMENTS).contains(&step)).then_some(Self { step, ..matrix }),
+        }
+    }
+
+    /// Of several the one of this number.
+    fn number(&self, number: usize, dtype: DType) -> Self {
+        Self { address: self.address + number as u64 * self.step as u64 * dtype.size() as u64, ..*self }
     }
 
     fn row_address(&self, row: usize, dtype: DType) -> u64 {
@@ -94,10 +121,19 @@ impl MatrixProduct {
     }
 }
 
-/// A product on the host, of memory that the host reaches through `backend`: sums in f64, rounded to fp32, with what was
-/// before added in fp32.
+/// Products on the host, of memory that the host reaches through `backend`.
 pub(super) fn multiply_on_host(backend: &dyn Backend, product: &MatrixProduct) -> Result<()> {
-    let MatrixProduct { a, b, transposed, before, out, dtype } = *product;
+    let MatrixProduct { a, b, before, out, dtype, .. } = *product;
+    (0..product.count).try_for_each(|number| {
+        let (a, b) = (a.number(number, DType::Bf16), b.number(number, DType::Bf16));
+        let before = before.map(|before| before.number(number, dtype));
+        multiply_one(backend, &MatrixProduct { a, b, before, out: out.number(number, dtype), ..*product })
+    })
+}
+
+/// Sums in f64, rounded to fp32, with what was before added in fp32.
+fn multiply_one(backend: &dyn Backend, product: &MatrixProduct) -> Result<()> {
+    let MatrixProduct { a, b, transposed, before, out, dtype, .. } = *product;
     let ([rows, columns], depth) = (out.extents, product.depth());
     let (numbers_a, numbers_b) = (a.download(backend, DType::Bf16)?, b.download(backend, DType::Bf16)?);
     let before = before.map(|before| before.download(backend, dtype)).transpose()?;
@@ -151,5 +187,18 @@ mod tests {
         }
         assert!(Matrix::of(&view(64, DType::F32, [3, 13], [12, 1])).is_none());
         assert!(Matrix::of(&TensorView::dense("x", 64, DType::Bf16, &[2, 3, 8])).is_none());
+    }
+
+    #[test]
+    fn matrices_of_a_library_are_as_many_steps_apart_as_the_axis_says() {
+        let view = TensorView::dense("x", 64, DType::Bf16, &[5, 3, 16]);
+        let each = |axis| Matrix::of_each(&view, axis).map(|m| (m.extents, m.stride, m.step));
+        assert_eq!(each(0), Some(([3, 16], 16, 48)));
+        assert_eq!(each(1), Some(([5, 16], 48, 16)), "rows of one between those of another");
+        assert_eq!(each(2), None, "elements apart");
+        assert_eq!(each(3), None);
+        let shifted = TensorView { strides: vec![52, 16, 1], ..view.clone() };
+        assert_eq!(Matrix::of_each(&shifted, 0), None, "a step of 104 bytes");
+        assert_eq!(Matrix::of_each(&TensorView { strides: vec![0, 16, 1], ..view }, 0), None, "all in one place");
     }
 }

@@ -67,7 +67,7 @@ pub fn bf16_matmul_seconds(
     }
     load(backend.nvrtc().path())?;
     let library = backend.blaslt()?;
-    let matrix = |address| Matrix { address, stride: n as i64, extents: [n, n] };
+    let matrix = |address| Matrix { address, stride: n as i64, extents: [n, n], step: 0 };
     let product = MatrixProduct {
         a: matrix(a),
         b: matrix(b),
@@ -75,6 +75,7 @@ pub fn bf16_matmul_seconds(
         before: None,
         out: matrix(c),
         dtype: DType::Bf16,
+        count: 1,
     };
     let multiply = || match library.multiply(&product)? {
         true => Ok(()),
@@ -194,7 +195,9 @@ impl Shape {
     fn of(product: &MatrixProduct) -> Self {
         let MatrixProduct { a, b, before, out, .. } = *product;
         // Of the addresses of b, a, before and out, as cublasLt has them.
-        let alignments = [b, a, before.unwrap_or(out), out].map(|matrix| alignment(matrix.address));
+        let sizes = [2, 2, product.dtype.size() as u64, product.dtype.size() as u64];
+        let alignments = [b, a, before.unwrap_or(out), out].map(|matrix| (matrix.address, matrix.step as u64));
+        let alignments = std::array::from_fn(|i| alignment(alignments[i].0 | (alignments[i].1 * sizes[i])));
         let anywhere = |matrix: Matrix| Matrix { address: 0, ..matrix };
         let (a, b, before, out) = (anywhere(a), anywhere(b), before.map(anywhere), anywhere(out));
         Self { product: MatrixProduct { a, b, before, out, ..*product }, alignments }
@@ -212,13 +215,15 @@ struct Columns {
     columns: u64,
     /// Elements from a column to the next.
     leading: i64,
+    /// Elements from a matrix to the next.
+    step: i64,
 }
 
 impl Columns {
     /// The transpose of a matrix: its rows are columns then.
     fn of_transposed(matrix: Matrix) -> Self {
         let [rows, columns] = matrix.extents.map(|extent| extent as u64);
-        Self { rows: columns, columns: rows, leading: matrix.stride }
+        Self { rows: columns, columns: rows, leading: matrix.stride, step: matrix.step }
     }
 }
 
@@ -330,6 +335,7 @@ impl Plan {
         };
         let [a, b, c, d] = columns;
         let operand = lt::cudaDataType_t::CUDA_R_16BF;
+        let layout = |columns, dtype| layout(columns, dtype, shape.product.count);
         let layouts = [layout(a, operand)?, layout(b, operand)?, layout(c, out_type)?, layout(d, out_type)?];
         let operation = operation(transposed)?;
         let algorithm = choose_algorithm(handle, &operation, &layouts, shape.alignments)?;
@@ -337,11 +343,26 @@ impl Plan {
     }
 }
 
-fn layout(columns: Columns, dtype: lt::cudaDataType_t) -> Result<Layout> {
-    let Columns { rows, columns, leading } = columns;
+/// Of `count` matrices.
+fn layout(columns: Columns, dtype: lt::cudaDataType_t, count: usize) -> Result<Layout> {
+    use lt::cublasLtMatrixLayoutAttribute_t as Attribute;
+    let Columns { rows, columns, leading, step } = columns;
     // SAFETY: writes one live handle.
     let make = |h: &mut _| unsafe { lt::cublasLtMatrixLayoutCreate(h, dtype, rows, columns, leading) };
-    Owned::create("cublasLtMatrixLayoutCreate", make, lt::cublasLtMatrixLayoutDestroy)
+    let layout = Owned::create("cublasLtMatrixLayoutCreate", make, lt::cublasLtMatrixLayoutDestroy)?;
+    if count == 1 {
+        return Ok(layout);
+    }
+    let set = |attribute, at: *const std::ffi::c_void, bytes: usize| {
+        // SAFETY: `at` points to a live number of as many bytes, which is the attribute's type.
+        let status = unsafe { lt::cublasLtMatrixLayoutSetAttribute(layout.handle, attribute, at, bytes) };
+        check(status, "cublasLtMatrixLayoutSetAttribute")
+    };
+    let too_many = |_| RuntimeError::argument(CALL, "count", format!("{count} products are too many"));
+    let matrices = i32::try_from(count).map_err(too_many)?;
+    set(Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (&raw const matrices).cast(), size_of_val(&matrices))?;
+    set(Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, (&raw const step).cast(), size_of_val(&step))?;
+    Ok(layout)
 }
 
 /// fp32 accumulation and scales; whether A and B are transposed.
@@ -445,7 +466,7 @@ mod tests {
 
     /// A matrix of these extents, with a gap behind each row.
     fn matrix(rows: usize, columns: usize) -> Matrix {
-        Matrix { address: 0, stride: columns as i64 + 3, extents: [rows, columns] }
+        Matrix { address: 0, stride: columns as i64 + 3, extents: [rows, columns], step: 0 }
     }
 
     /// A number for each place in memory.
@@ -467,7 +488,8 @@ mod tests {
             let a = if ta { matrix(depth, rows) } else { matrix(rows, depth) };
             let b = if tb { matrix(columns, depth) } else { matrix(depth, columns) };
             let out = matrix(rows, columns);
-            let product = MatrixProduct { a, b, transposed: [ta, tb], before: Some(out), out, dtype: DType::Bf16 };
+            let (transposed, before, dtype) = ([ta, tb], Some(out), DType::Bf16);
+            let product = MatrixProduct { a, b, transposed, before, out, dtype, count: 1 };
             assert_eq!(product.depth(), depth);
             let ([of_a, of_b, of_c, of_d], [op_a, op_b]) = transposed_product(&product);
             assert_eq!((of_c, of_d.rows, of_d.columns), (of_d, columns as u64, rows as u64));
@@ -494,6 +516,7 @@ mod tests {
             before: None,
             out: Matrix { address: 512, ..matrix(3, 4) },
             dtype: DType::F32,
+            count: 1,
         };
         assert!(Shape::of(&at(1 << 20)) == Shape::of(&at(3 << 20)));
         assert!(Shape::of(&at(1 << 20)) != Shape::of(&at((1 << 20) + 16)));

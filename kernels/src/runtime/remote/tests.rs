@@ -64,7 +64,7 @@ fn a_device_elsewhere_loads_launches_copies_and_takes_time_as_one_in_this_proces
     assert_eq!(read[..4], [7; 4]);
     let huge = backend.reserve("huge", 1 << 40, &[0..8, (1 << 39)..(1 << 39) + 8], Placement::FlushFront).unwrap();
     assert_eq!((huge.allocation.bytes, huge.touched.len()), (1 << 40, 2));
-    let row = |address| Matrix { address, stride: 8, extents: [1, 8] };
+    let row = |address| Matrix { address, stride: 8, extents: [1, 8], step: 0 };
     let [x, y] = [x, y].map(|allocation| (allocation, row(allocation.address)));
     backend.upload(x.1.address, &HostTensor::from_f64(DType::Bf16, &[8], &[1.5; 8]).bytes).unwrap();
     let product = MatrixProduct {
@@ -74,6 +74,7 @@ fn a_device_elsewhere_loads_launches_copies_and_takes_time_as_one_in_this_proces
         before: None,
         out: Matrix { extents: [1, 1], ..y.1 },
         dtype: DType::F32,
+        count: 1,
     };
     assert!(backend.matrix_library().unwrap().multiply(&product).unwrap());
     backend.download(y.1.address, &mut read[..4]).unwrap();
