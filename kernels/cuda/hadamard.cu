@@ -17,10 +17,10 @@
 //
 // Four lanes take a row, so that five of the seven steps stay within a lane. Floor for bf16: 256 bytes read and 256, 68 or 132
 // written a row; at 4.24 TB/s a row of the e2m1 form takes 0.076 ns, which leaves 21 instructions an element at 85 %. It takes
-// about 20: 10 of the transform with its 2 shuffles, 1 to unpack, 2 to round and find the largest, 4 for the code, 3 for
-// addresses and scales. It is limited by instructions: measured on one H200 with 23 an element 34.5 us for 262144 rows of e2m1
-// (58 % of the copy rate), 30.4 us of e4m3 (79 %) and 34.0 us of bf16 (93 %). Predicted with sums in packed bf16, not measured
-// since: 30 us of e2m1.
+// 20.5, 656 a warp of eight rows: 7 sums, 2 shuffles and a product of the transform, 1 to unpack, 2 to round and find the
+// largest, 5 for the code, the rest for addresses, scales and signs. That is 23 us of issue slots for 262144 rows, as
+// long as 85 % of the copy rate leaves: the mark needs fewer instructions. Measured on one H200 for 262144 rows: e2m1
+// 31.9 us (63 % of the copy rate; 34.1 before codes were sums in packed bf16), e4m3 30.4 us (79 %), bf16 34.0 us (93 %).
 //
 // Defines: ELEMENT  type of x and y: bf16 or float; STORED  0, 1 or 2. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
 #include "hadamard.h"

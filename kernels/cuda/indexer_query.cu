@@ -17,7 +17,8 @@
 // Four lanes take a head, a block 32 heads of one token. The second part of a row is the one that turns: each lane has eight
 // whole pairs of it. Floor: 256 bytes read and 68 (e2m1), 128 (e4m3) or 256 written a head, at 4.24 TB/s 20, 24 and 32 us for
 // 4096 tokens of 64 heads; about 25 instructions an element, of which there is time for 18 to 28. Measured on
-// one H200: 40.4, 36.8 and 39.3 us (2.17, 2.81, 3.48 TB/s of 4.23): limited by instructions, where the codes are smaller.
+// one H200: e2m1 38.1 us (40.4 before codes were sums in packed bf16), e4m3 36.8 and bf16 39.3 us (2.81 and 3.48 TB/s):
+// limited by instructions, where the codes are smaller.
 //
 // Defines: ELEMENT bf16, the type of q; WEIGHT  type of weights: bf16 or float; STORED  0, 1 or 2.
 // Launch: num_tokens * ceil(num_heads / HEADS_PER_BLOCK) blocks.

@@ -16,11 +16,11 @@
 // accesses of 16 bytes, so that eight lanes share a scale (groups.h). Rows of padding have warps where their scales lie.
 //
 // Floor: 2 bytes read and 1 written a channel, and a scale for 128: at 4.24 TB/s 190 us for 4096 tokens of 128 heads of
-// 512, where rope.cu and quantize_fp8.cu move 7 bytes, 443 us. Measured on one H200: 338 us with e8m0
-// scales, 396 us with fp32 ones, 128 tokens 13.8 and 15.8 us: instructions limit it, of which there is time for 20 a channel.
-// Four divisions by extents were 6 of some 28 then, and a correction of quotients that e4m3 does not need 4 of those with fp32
-// scales. Predicted, not measured since: 270 and 290 us, the rotation, which a warp spends for the four lanes that turn, being
-// a fifth of it.
+// 512, 95 us for 64 heads, where rope.cu and quantize_fp8.cu move 7 bytes, 443 and 221 us. Measured on one H200 for 64
+// heads: 156 us with e8m0 scales, 162 us with fp32 ones. For 128 heads it was 338 and 396 us, and 13.8 and 15.8 us for
+// 128 tokens of them, when four divisions by extents were 6 of some 28 instructions a channel, and a correction of
+// quotients that e4m3 does not need 4 of those with fp32 scales; not measured since. Instructions limit it, of which there
+// is time for 20 a channel: the rotation, which a warp spends for the four lanes that turn, is a fifth of them.
 //
 // Defines: ELEMENT bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
 #include "element.h"

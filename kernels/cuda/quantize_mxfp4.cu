@@ -13,8 +13,8 @@
 // with the seven ties.
 //
 // Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 80 us for 32768 x 4096.
-// Expected to be limited by memory: about 9 instructions an element of the 17 that there is time for. Not measured
-// yet.
+// Expected to be limited by memory: about 9 instructions an element of the 17 that there is time for. Measured on
+// one H200: 89.9 us.
 //
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks.
 #include "codes.h"

@@ -16,28 +16,29 @@
 // The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight.
 // v rounds to 1 at its upper end: g is infinite then, and the id loses (FM-154).
 //
-// A block takes a row, and reads it once. Without filters each id has an upper bound of its score, logit c - log2(v) since
-// g >= v; what is above the best lower bound of the warp so far is bounded closely, to 2^-12, and exact logarithms are taken
-// only of ids whose bounds overlap.
+// A block takes a row, and reads it once. Without filters each id has an upper bound of its score, logit c - log2(v)
+// since g >= v; what is above the best lower bound of the warp so far is bounded closely, to 2^-12, and exact
+// logarithms are taken only of ids whose bounds overlap.
 //
-// With filters the ids that may be kept are collected on the way: those at least as large as a logit that some AIM of a row are
-// expected to reach, by a sample of it (ranks of maxima of SAMPLES logits each, which lie far apart). The same pass finds the
-// largest logit and the sum of the weights, whence follows what is certain: weights of at most (1 - top_p) sum / vocab_size add
-// up to no more than what top_p leaves out. The last id that is kept is then found by digits of its place in the order, with
-// counts and sums in integers (weights in units of 2^-43), whose value no order of additions changes; random words are drawn
-// for the kept alone. Where the collected do not reach what ends the order, or are more than there is room for, as of rows that are
-// flat, the row is read again for each digit, five times at most, and once for the race: right, and slow.
+// With filters the ids that may be kept are collected on the way: those at least as large as a logit that some 4096 of
+// a row are expected to reach, by a sample of it (a rank of maxima of SAMPLES logits each, which lie far apart). The
+// same pass finds the largest logit and the sum of the weights, whence follows what is certain: weights of at most (1
+// - top_p) sum / vocab_size add up to no more than what top_p leaves out. The last id that is kept is then found by
+// digits of its place in the order, with counts and sums in integers (weights in units of 2^-43), whose value no order
+// of additions changes; random words are drawn for the kept alone. Where the collected do not reach what ends the
+// order, or are more than there is room for, as of rows that are flat or limited to nearly all ids, all ids race, and
+// what lies in front of the winner in the order says whether it is kept: then it wins among the kept as well. Only where
+// it is not is the row read again for each digit, five times at most, and once for the race of the kept.
 //
-// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. Predicted, not measured since it was rewritten:
-// 21 us with top-p, of which 16.5 for the row (instructions, some 18 a logit, take 10 of them at the same time), 1 for the sample,
-// during which the row's first 128 KB are on their way, and 3 for listing, two digits and the race: 74 % of the floor. Without
-// filters instructions limit it, some 28 a logit, about 16 us beside the reading. A few rows take no less than 10 us, since a
-// row is one block's: several blocks to a row would need further launches, which cost as much as they save.
-// Measured on one H200 before, normal logits of deviation 4: top-p 423 us for 128 rows, of which a list of 2048 ids held too few,
-// top-k 482 us, no filter 32 us.
+// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. Measured on one H200, normal logits of
+// deviation 4, 128 rows: argmax 18.3 us, no filter 27.3 (57 % of the copy rate), top-p of 0.9 38.7 (40 %), top-k of 50
+// 36.4, all filters 33.2; where one of eight rows keeps all ids but one 73, before such rows raced first 408. One row
+// takes 25.8 us without a filter and 29.8 with top-p: a row is one block's, and takes 16 and 10 us at least by
+// instructions, some 28 and 18 a logit. Loads that are on their way while the logits before them are looked at gave
+// nothing: 29.7 us without filters, 37.9 with top-p. Several blocks to a row would help few rows, not 128.
 //
-// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has shared memory for
-// `segment` vectors of a warp beyond its own, 20 bytes each.
+// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has shared
+// memory for `segment` vectors of a warp beyond its own, 20 bytes each.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -85,7 +86,7 @@ PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_
 // Shared memory of a block; the segments of its warps follow.
 struct alignas(16) Shared {
     uint64_t list[LIST];
-    uint64_t shares[BINS];
+    uint32_t shares[2][BINS];  // lower and upper words
     uint32_t counts[BINS];
     uint64_t of_warps[WARPS];
     uint32_t counts_of_warps[WARPS];
@@ -150,8 +151,8 @@ DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     return own;
 }
 
-// Calls visit(column, four logits from there on) for a row; behind it logits are -infinity. All threads of a warp call it
-// together. LOADS of four are on their way at once.
+// Calls visit(column, four logits from there on) for a row; behind it logits are -infinity. All threads of a warp call
+// it together. LOADS of four are on their way at once.
 template <bool WIDE, int LOADS, typename Visit>
 DEVICE void visit_columns(const Row& row, Visit visit) {
     for (int tile = 0; tile < row.vocab_size; tile += LOADS * STEP) {
@@ -258,7 +259,8 @@ DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
         UNROLL
         for (int e = 0; e < IDS; ++e) {
             // log2(v) errs by 2^-22.
-            const float most = fused_multiply_add(logits[e], row.factor, 0x1p-18f - log2_normal_approx(uniform(words.w[e])));
+            const float least_power = log2_normal_approx(uniform(words.w[e])) - 0x1p-18f;
+            const float most = fused_multiply_add(logits[e], row.factor, -least_power);
             in_front |= static_cast<uint32_t>(logits[e] > -INFINITY_F32 && !(most < least)) << e;
         }
         if (!__any_sync(FULL_WARP, in_front != 0)) return;
@@ -291,7 +293,8 @@ DEVICE uint64_t first_of_all(const Row& row) {
 
 // ---------------------------------------------------------------- what is kept
 
-// Of a row: its largest logit, -LARGEST at least, the sum of its weights, and a key below which certainly nothing is kept.
+// Of a row: its largest logit, -LARGEST at least, the sum of its weights, and a key below which certainly nothing is
+// kept.
 struct Bounds {
     float most, sum;
     uint32_t certain;
@@ -322,7 +325,8 @@ DEVICE float least_collected(const SamplerParams& params, const Row& row) {
     if (row.vocab_size <= LIST) return -LARGEST;
     constexpr int SPANS = THREADS / SAMPLE_SPAN;
     const int stride = row.vocab_size / (SPANS * SAMPLES) / SAMPLE_SPAN * SAMPLE_SPAN;
-    const int first = static_cast<int>(threadIdx.x) / SAMPLE_SPAN * stride + static_cast<int>(threadIdx.x) % SAMPLE_SPAN;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int first = thread / SAMPLE_SPAN * stride + thread % SAMPLE_SPAN;
     float sampled[SAMPLES];
     UNROLL
     for (int i = 0; i < SAMPLES; ++i) sampled[i] = row.logits[first + i * SPANS * stride];
@@ -387,21 +391,30 @@ DEVICE Bounds bounds_of(Shared& shared, Segment& segment, const Row& row, float 
     return Bounds{most, sum, certain_key(row, most, sum)};
 }
 
-// Lists what was collected and reaches this key; whether there was room for all.
+// Lists what was collected and reaches this key; whether there was room for all. A warp takes its part of the list at
+// once: additions to one word wait for each other.
 DEVICE bool list_collected(Shared& shared, const Segment& segment, uint32_t least_key) {
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
-    for (int i = lane_id(); i < minimum(segment.count, segment.room); i += WARP_SIZE) {
-        float logits[IDS];
-        unpack<float>(segment.vectors[i], logits);
-        UNROLL
-        for (int e = 0; e < IDS; ++e) {
-            const uint32_t key = key_of(logits[e]);
-            if (key < least_key) continue;
-            const uint32_t at = atomicAdd(&shared.num_listed, 1u);
-            if (at < LIST) shared.list[at] = place_of(key, segment.columns[i] + e);
+    const auto visit_own = [&](auto visit) {
+        for (int i = lane_id(); i < minimum(segment.count, segment.room); i += WARP_SIZE) {
+            float logits[IDS];
+            unpack<float>(segment.vectors[i], logits);
+            UNROLL
+            for (int e = 0; e < IDS; ++e)
+                if (key_of(logits[e]) >= least_key) visit(place_of(key_of(logits[e]), segment.columns[i] + e));
         }
-    }
+    };
+    uint32_t own = 0;
+    visit_own([&](uint64_t) { ++own; });
+    const uint32_t upto = inclusive_sum(own);
+    uint32_t first = 0;
+    if (lane_id() == WARP_SIZE - 1) first = atomicAdd(&shared.num_listed, upto);
+    uint32_t at = __shfl_sync(FULL_WARP, first, WARP_SIZE - 1) + upto - own;
+    visit_own([&](uint64_t place) {
+        if (at < LIST) shared.list[at] = place;
+        ++at;
+    });
     const int cut_off = __syncthreads_count(segment.count > segment.room);
     return cut_off == 0 && shared.num_listed <= LIST;
 }
@@ -444,6 +457,23 @@ DEVICE T sum_before(T own, T* of_warps) {
     return __shfl_sync(FULL_WARP, before, WARP_SIZE - 1) + upto - own;
 }
 
+// A weight in integers: sums of them do not depend on an order.
+DEVICE uint64_t share_of(const Row& row, uint32_t key, float most) {
+    return static_cast<uint64_t>(weight_of(row, score_of_key(key), most) * UNITS);
+}
+
+// Two additions of 32 bits: one of 64 is a loop of compare and swap, which many ids of one bin repeat for each other.
+DEVICE void add_share(Shared& shared, uint32_t bin, uint64_t share) {
+    const uint32_t lower = static_cast<uint32_t>(share);
+    const uint32_t carry = atomicAdd(&shared.shares[0][bin], lower) > ~lower;
+    const uint32_t upper = static_cast<uint32_t>(share >> 32) + carry;
+    if (upper != 0) atomicAdd(&shared.shares[1][bin], upper);
+}
+
+DEVICE uint64_t share_of_bin(const Shared& shared, int bin) {
+    return shared.shares[0][bin] | static_cast<uint64_t>(shared.shares[1][bin]) << 32;
+}
+
 // Finds the bin, counted from the last one down, in which count or share reach what is wanted, beside what lies in
 // front.
 DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wanted_count, uint64_t wanted_share) {
@@ -452,7 +482,7 @@ DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wa
     uint64_t own_share = 0;
     for (int i = 0; i < BINS_OF_A_THREAD; ++i) {
         own_count += shared.counts[first + i];
-        own_share += shared.shares[first + i];
+        own_share += share_of_bin(shared, first + i);
     }
     if (threadIdx.x == 0) shared.bin = -1;
     count += sum_before(own_count, shared.counts_of_warps);
@@ -460,9 +490,9 @@ DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wa
     const auto reached = [&](uint32_t count, uint64_t share) { return count >= wanted_count || share >= wanted_share; };
     if (!reached(count, share) && reached(count + own_count, share + own_share)) {
         int bin = first + BINS_OF_A_THREAD - 1;
-        for (; !reached(count + shared.counts[bin], share + shared.shares[bin]); --bin) {
+        for (; !reached(count + shared.counts[bin], share + share_of_bin(shared, bin)); --bin) {
             count += shared.counts[bin];
-            share += shared.shares[bin];
+            share += share_of_bin(shared, bin);
         }
         shared.bin = bin;
         shared.count = count;
@@ -471,14 +501,51 @@ DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wa
     __syncthreads();
 }
 
-// The place of the last id that top_k and top_p keep; 0 where these ids, which reach the key, are all kept and do not suffice.
+DEVICE uint64_t wanted_share(const Row& row, const Bounds& bounds) {
+    if (!(row.top_p < 1.0f)) return NO_SHARE;
+    // Exact: both numbers have 24 bits. No token is kept for a share of 0.
+    const double share = static_cast<double>(row.top_p) * static_cast<double>(bounds.sum) * static_cast<double>(UNITS);
+    return maximum<uint64_t>(static_cast<uint64_t>(ceil(share)), 1);
+}
+
+// Whether this id is kept, by what lies in front of it.
+template <bool WIDE>
+DEVICE bool is_kept(Shared& shared, const Row& row, const Bounds& bounds, int id) {
+    const float logit = row.logits[id];
+    const uint64_t own = place_of(key_of(logit), id);
+    uint32_t count = 0;
+    uint64_t share = 0;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        shared.count = 0;
+        shared.share = 0;
+    }
+    __syncthreads();
+    visit_columns<WIDE, 1>(row, [&](int column, const float (&logits)[IDS]) {
+        UNROLL
+        for (int e = 0; e < IDS; ++e) {
+            const uint32_t key = key_of(logits[e]);
+            if (place_of(key, column + e) <= own) continue;
+            ++count;
+            share += share_of(row, key, bounds.most);
+        }
+    });
+    count = inclusive_sum(count);
+    share = inclusive_sum(share);
+    if (lane_id() == WARP_SIZE - 1) {
+        atomicAdd(&shared.count, count);
+        atomicAdd(&shared.share, share);
+    }
+    __syncthreads();
+    const bool in_front = shared.count < row.top_k && shared.share < wanted_share(row, bounds);
+    return in_front && !(weight_of(row, logit, bounds.most) < row.min_p);
+}
+
+// The place of the last id that top_k and top_p keep; 0 where these ids, which reach the key, are all kept and do not
+// suffice.
 template <typename Ids>
 DEVICE uint64_t last_kept(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds, uint32_t least_key) {
-    // Exact: both numbers have 24 bits. No token is kept for a share of 0.
-    const double share_of_all =
-        static_cast<double>(row.top_p) * static_cast<double>(bounds.sum) * static_cast<double>(UNITS);
-    const uint64_t wanted =
-        row.top_p < 1.0f ? maximum<uint64_t>(static_cast<uint64_t>(ceil(share_of_all)), 1) : NO_SHARE;
+    const uint64_t wanted = wanted_share(row, bounds);
     // Digits are those of the distance from the least place that there may be, the first one of the largest distance.
     const uint64_t base = static_cast<uint64_t>(least_key) << ID_BITS;
     int shift = ID_BITS + 32 - __clz(static_cast<int>(key_of(bounds.most) - least_key));
@@ -487,15 +554,15 @@ DEVICE uint64_t last_kept(Shared& shared, const Ids& ids, const Row& row, const 
     while (shift > 0) {
         const int upto = shift;
         shift = maximum(upto - DIGIT_BITS, 0);
-        for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.counts[bin] = shared.shares[bin] = 0;
+        for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
+            shared.counts[bin] = shared.shares[0][bin] = shared.shares[1][bin] = 0;
         __syncthreads();
         ids.visit([&](uint64_t place) {
             const uint64_t distance = place - base;
             if (distance >> upto != prefix >> upto) return;
             const uint32_t bin = static_cast<uint32_t>((distance - prefix) >> shift);
-            const float weight = weight_of(row, score_of_key(key_of_place(place)), bounds.most);
             atomicAdd(&shared.counts[bin], 1u);
-            atomicAdd(&shared.shares[bin], static_cast<uint64_t>(weight * UNITS));
+            if (wanted != NO_SHARE) add_share(shared, bin, share_of(row, key_of_place(place), bounds.most));
         });
         __syncthreads();
         find_bin(shared, count, share, row.top_k, wanted);
@@ -524,20 +591,36 @@ DEVICE uint64_t race_of_kept(Shared& shared, const Ids& ids, const Row& row, con
     return winner(shared, row, contest);
 }
 
+// The winner of a row of which ids were collected; false where they do not say it.
+DEVICE bool race_of_collected(Shared& shared, const Segment& segment, const Row& row, const Bounds& bounds,
+                              uint32_t least_key, uint64_t& best) {
+    if (!list_collected(shared, segment, least_key)) return false;
+    const Listed listed{shared.list, static_cast<int>(shared.num_listed)};
+    const uint64_t last = last_kept(shared, listed, row, bounds, least_key);
+    // Either the list reaches what ends the order, or nothing outside of it is kept.
+    if (last == 0 && least_key != bounds.certain) return false;
+    best = race_of_kept(shared, listed, row, bounds, last);
+    return true;
+}
+
 template <bool WIDE>
 DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& row) {
     if (!(row.temperature > 0.0f)) return first_of_all<WIDE>(row);
-    if (!row.has_filters()) return race_of_all<WIDE>(shared, row);
-    Segment segment = segment_of(params);
-    const float least = least_collected(params, row);
-    const Bounds bounds = bounds_of<WIDE>(shared, segment, row, least);
-    const uint32_t least_key = maximum(key_of(least), bounds.certain);
-    if (list_collected(shared, segment, least_key)) {
-        const Listed listed{shared.list, static_cast<int>(shared.num_listed)};
-        const uint64_t last = last_kept(shared, listed, row, bounds, least_key);
-        // Either the list reaches what ends the order, or nothing outside of it is kept.
-        if (last != 0 || least_key == bounds.certain) return race_of_kept(shared, listed, row, bounds, last);
+    Bounds bounds{};
+    uint64_t best = 0;
+    if (row.has_filters()) {
+        Segment segment = segment_of(params);
+        const float least = least_collected(params, row);
+        bounds = bounds_of<WIDE>(shared, segment, row, least);
+        const uint32_t least_key = maximum(key_of(least), bounds.certain);
+        if (race_of_collected(shared, segment, row, bounds, least_key, best)) return best;
+        __syncthreads();
     }
+    best = race_of_all<WIDE>(shared, row);
+    if (!row.has_filters()) return best;
+    // Who wins among all ids wins among the kept, if it is one of them.
+    best = block_maximum(shared, best);
+    if (best == 0 || is_kept<WIDE>(shared, row, bounds, id_of(best))) return best;
     __syncthreads();
     const Streamed<WIDE> streamed{row, bounds.certain};
     const uint64_t last = last_kept(shared, streamed, row, bounds, bounds.certain);

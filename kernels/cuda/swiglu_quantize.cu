@@ -11,10 +11,9 @@
 // Floor for bf16: 4 bytes read and 1 written an element, and 4 bytes or 1 a group: at 4.24 TB/s 60 us for 24576 x
 // 2048. Expected to be limited by memory: about 24 instructions an element, of the 33 that there is time for, and two
 // special functions, which take half of it.
-// Measured on one H200, 24576 x 2048: 72 us in groups of 32 with e8m0 scales, 83 us in groups of 128 with fp32
-// scales; backward 123 us. ncu, the latter: 82 % of the issue slots taken, 61 % of the memory's rate: instructions
-// limit it, six of them an element then for the division by a scale that is no power of two. It takes three now, and a group's
-// first lane is found without a division: predicted 74 us, not measured since.
+// Measured on one H200, 24576 x 2048: 68.4 us in groups of 32 with e8m0 scales, 73.6 us in groups of 128 with fp32
+// scales; backward 123 us. When a division by a scale that is no power of two took six instructions, and a group's
+// first lane was found by a division, these were 72 and 83 us, the latter with 82 % of the issue slots taken.
 //
 // Defines: ELEMENT  type of gate and up: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks.
 #include "element.h"

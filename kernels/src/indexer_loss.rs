@@ -11,9 +11,9 @@ const FILE: &str = "indexer_loss.cu";
 const SUM_FILE: &str = "indexer_loss_sum.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_loss" };
 /// Threads of a block: for rows of up to [`HELD`] times so many slots, and beyond.
-const THREADS: [usize; 4] = [64, 128, 512, 1024];
+const THREADS: [usize; 4] = [32, 64, 256, 512];
 /// Slots of a row that a thread holds.
-const HELD: usize = 8;
+const HELD: usize = 16;
 
 /// Which definition of the divergence: for value and gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -21,12 +21,15 @@ struct Ranking {
         if (slot >= length) return -1;
         return SELECTED ? indices[slot] : index_base + slot;
     }
+    // Whether a stored index is one of the sequence's: one below the first becomes larger than any, since
+    // index_base + num_keys is within 32 bits.
+    bool contains(int32_t index) const {
+        const uint32_t local = static_cast<uint32_t>(index) - static_cast<uint32_t>(index_base);
+        return local < static_cast<uint32_t>(num_keys);
+    }
     // The key row of a stored index, -1 where it is none of the sequence's: tested before the sequence's first row is
     // added.
-    int32_t valid_row(int32_t index) const {
-        const int64_t local = static_cast<int64_t>(index) - index_base;
-        return index >= 0 && local >= 0 && local < num_keys ? first_key + static_cast<int32_t>(local) : -1;
-    }
+    int32_t valid_row(int32_t index) const { return contains(index) ? first_key + (index - index_base) : -1; }
 };
 
 // The sequence of a token: the first whose end lies behind it. num_sequences where there is none.
