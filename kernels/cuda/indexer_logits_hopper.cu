@@ -130,16 +130,14 @@ DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, 
     }
 }
 
-// The weights of a unit, by threads `thread` of `threads`. A lane finds four weights of its heads, 8 n + 2 (lane % 4) + i, one
-// behind the other, and those of its neighbour behind them.
+// The weights of a unit, by threads `thread` of `threads`.
 DEVICE void produce_weights(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, uint32_t number, int thread,
                             int threads) {
     float* weights = unit_weights(number);
     for (int row = thread; row < ROWS; row += threads) {
         const int token = row / HEADS, head = row % HEADS;
         const bool exists = token < unit.count && head < params.num_heads;
-        const int place = token * HEADS + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;
-        weights[place] = exists ? load_weight(params, unit.first_token + token, head) : 0.0f;
+        weights[token * HEADS + weight_place(head)] = exists ? load_weight(params, unit.first_token + token, head) : 0.0f;
     }
 }
 
@@ -318,29 +316,6 @@ DEVICE void start_product(float (&d)[N8][4], uint64_t keys, uint64_t queries) {
     wgmma_commit();
 }
 
-// Over this lane's heads: sums[2 token + half]. PADDED: there are fewer heads than HEADS.
-template <bool PADDED>
-DEVICE void sum_own_heads(float (&sums)[2 * TOKENS], const float (&d)[N8][4], const float* weights, int num_heads) {
-    UNROLL
-    for (int token = 0; token < TOKENS; ++token) {
-        float total[2] = {0.0f, 0.0f};
-        UNROLL
-        for (int n = 0; n < HEADS / 8; n += 2) {
-            const Vec16 four = load_vec16(weights + token * HEADS + 8 * n + lane_id() % 4 * 4);
-            UNROLL
-            for (int i = 0; i < 4; ++i) {
-                const int head = 8 * (n + i / 2) + lane_id() % 4 * 2 + i % 2;
-                UNROLL
-                for (int half = 0; half < 2; ++half)
-                    total[half] = add_head(total[half], d[token * (HEADS / 8) + n + i / 2][2 * half + i % 2],
-                                           __uint_as_float(four.w[i]), !PADDED || head < num_heads);
-            }
-        }
-        sums[2 * token] = total[0];
-        sums[2 * token + 1] = total[1];
-    }
-}
-
 // Over the four lanes that hold the same keys: what this lane keeps.
 template <int COUNT>
 DEVICE void sum_lanes(float (&kept)[KEPT], const float (&sums)[COUNT]) {
@@ -439,8 +414,8 @@ DEVICE void consume_tiles(const IndexerLogitsParams& params, SharedAddress share
         wgmma_wait<0>();
         wgmma_hold(d);
         if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
-        if (params.num_heads == HEADS) sum_own_heads<false>(sums, d, unit_weights(number), HEADS);
-        else sum_own_heads<true>(sums, d, unit_weights(number), params.num_heads);
+        if (params.num_heads == HEADS) sum_own_heads<TOKENS, HEADS, false>(sums, d, unit_weights(number), HEADS);
+        else sum_own_heads<TOKENS, HEADS, true>(sums, d, unit_weights(number), params.num_heads);
         sum_lanes(kept, sums);
         logits.store(params, places, kept);
     }

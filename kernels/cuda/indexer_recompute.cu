@@ -15,24 +15,18 @@
 // Floor, for one token, 64 heads, J slots: 2*64*128*J FLOP and 256*J bytes gathered: at 4096 tokens and topk 512 34 GFLOP,
 // 43 us at 790 TFLOP/s, and 537 MB out of L2, 101 us at 5.3 TB/s, where 8192 keys stay; q, lists and logits are 84 MB from
 // and to memory, 20 us. Per tile 128 matrix instructions against 16 + 32 loads of ldmatrix: 2.7 each, so that mma.sync runs
-// at about its half rate, 80 us. Expected to limit: the gather, about 115 us, twice that at topk 1024. Not measured yet.
+// at about its half rate, 80 us. Measured on one H200: 148 us, and 281 us at topk 1024: between the two 3.7 TB/s gathered, and
+// some 16 us in which blocks start and end (indexer_recompute_hopper.cu, of which neither holds: 95 and 182 us).
 //
 // Defines: WEIGHT_ELEMENT  type of w: float or bf16; SELECTED  1
 // Launch: num_tokens blocks of THREADS threads.
 #include "async_copy.h"
-#include "elements.h"
 #include "indexer_heads.h"
+#include "indexer_recompute.h"
 #include "memory.h"
 #include "numeric.h"
-#include "ranking.h"
 #include "tiles.h"
 
-#if !defined(WEIGHT_ELEMENT) || !defined(SELECTED)
-#error "define WEIGHT_ELEMENT and SELECTED"
-#endif
-static_assert(SELECTED == 1, "all keys up to a causal limit are those of indexer_logits");
-
-constexpr int HEAD_DIM = 128, HEADS = 64;
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
 constexpr int STAGES = 3;
 constexpr int SLOTS = WARP_SIZE;       // of a tile: one a lane
@@ -42,25 +36,6 @@ constexpr int M = SLOTS / 16;          // rows of matrix instructions
 static_assert(M == 2, "two exchanges leave each lane with one slot");
 
 using Rows = Tile<HEAD_DIM>;  // of q, and of k
-
-struct IndexerRecomputeParams {
-    const bf16* q; int64_t q_token_stride; int64_t q_head_stride;  // [num_tokens, num_heads, 128]; in elements
-    const bf16* k; int64_t k_stride;                               // [num_keys, 128]
-    const WEIGHT_ELEMENT* w; int64_t w_stride;                     // [num_tokens, num_heads]
-    const int32_t* indices; int64_t indices_stride;                // [num_tokens, topk]
-    const int32_t* topk_length;                                    // [num_tokens], or nullptr
-    const int32_t* cu_q;                                           // [num_sequences + 1], or nullptr
-    const int32_t* cu_k;                                           // [num_sequences + 1], or nullptr
-    float* logits; int64_t logits_stride;                          // [num_tokens, topk]
-    int32_t num_heads;
-    int32_t topk;
-    int32_t num_keys;
-    int32_t num_sequences;
-    int32_t indices_global;
-    float sm_scale;
-};
-PARAMS_LAYOUT(IndexerRecomputeParams, q, q_token_stride, q_head_stride, k, k_stride, w, w_stride, indices, indices_stride,
-              topk_length, cu_q, cu_k, logits, logits_stride, num_heads, topk, num_keys, num_sequences, indices_global, sm_scale)
 
 // Shared memory, byte offsets.
 constexpr int Q = 0;
@@ -81,8 +56,7 @@ DEVICE void load_queries(const IndexerRecomputeParams& params, int32_t token, Sh
     copy_commit();
     if (threadIdx.x < HEADS) {
         const int head = threadIdx.x;
-        const float weight =
-            head < params.num_heads ? Element<WEIGHT_ELEMENT>::load(params.w + token * params.w_stride + head) : 0.0f;
+        const float weight = load_weight(params, token, head);
         reinterpret_cast<float*>(dynamic_shared() + WEIGHTS)[head] = weight;
     }
 }

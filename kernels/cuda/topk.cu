@@ -9,8 +9,8 @@
 // block_table[row][column / page_size] * page_size + column % page_size; -1 where that entry is negative.
 //
 // Scores become 32-bit keys that are ordered as they are. A histogram of the first 11 bits finds the bin that the last of the
-// chosen falls into; histograms of the next 11 and of the last 10 bits of those in it find its key. Of a row of many columns that
-// would be an atomic for each score, three times. Instead 1 / 16 of the row or more is ranked first, by 22 bits: with S of n
+// chosen falls into; histograms of the next 11 and of the last 10 bits of those in it find its key, unless all in a bin are
+// chosen anyway. Of a row of many columns that would be an atomic for each score, three times. Instead 1 / 16 of the row or more is ranked first, by 22 bits: with S of n
 // columns in the sample, k S / n of the k largest are expected in it, give or take the root of that, and the key of rank
 //
 //     r = k S / n + 5 sqrt(k S / n) + 8
@@ -24,11 +24,13 @@
 // then writes a stretch of the row. The result has one value, whatever the order of blocks, warps and lanes.
 //
 // Floor: 4 bytes a score, which is read once and a sixteenth to an eighth once more from the second-level cache. Expected to be
-// limited by the latency of some 30 barriers a row where rows are few, and by instructions (some 30 for each 128 scores) where they
+// limited by the latency of some 16 barriers a row where rows are few, and by instructions (some 30 for each 128 scores) where they
 // are many. The form that this one replaces ranked all scores by their histogram: on one H200 289 us for 512 of 16384 in 4096 rows,
 // 199 us for 1024 of 8192, with 80 % of the issue slots taken; 60 us for 512 of 65536 in 32 rows.
-// Measured on one H200: 174, 138 and 20.8 us; 14.7 us for 512 of 16384 in 128 rows. ncu, the first of these: 73 % of the issue slots
-// taken, 33 % of the memory's rate.
+// Measured on one H200: 164, 130 and 20.1 us; 13.4 us for 512 of 16384 in 128 rows (14.2 us with 1024 threads a block). When each
+// histogram was cleared for itself and the last digit always counted, some 25 barriers: 174, 138 and 20.9 us, and 14.7 us; ncu, the
+// first of these: 73 % of the issue slots taken, 33 % of the memory's rate. 512 threads a block where rows are many: 176 us for 1024
+// of 8192.
 //
 // Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks with shared memory, beyond topk's own,
 // of 8 bytes a candidate and 2 bits a column up to MARKED_COLUMNS.
@@ -67,15 +69,15 @@ PARAMS_LAYOUT(TopkParams, scores, scores_row_stride, lengths, offsets, block_tab
 struct Shared {
     alignas(16) uint32_t histogram[BINS];
     uint32_t above[WARPS], equal[WARPS];  // of a warp: counts, or sums of bins
-    uint32_t bin, left;                   // the bin that was found, and how many of it are chosen
+    uint32_t bin, left, inside;           // the bin that was found, how many of it are chosen, and how many it has
     uint32_t num_candidates;              // those without room among them
 };
 
 SHARED_MEMORY(topk, sizeof(Shared))
 
 // Finds the bin of the histogram, counted from the last one down, in which the sum reaches `wanted`, and what is left of it
-// there. A thread has neighbouring bins, which it reads as wide as it can: lanes that read one word each would meet in the
-// same banks.
+// there; leaves a histogram of zeros for the next one. A thread has neighbouring bins, which it reads as wide as it can: lanes
+// that read one word each would meet in the same banks.
 DEVICE void find_bin(Shared& shared, uint32_t wanted) {
     const int first = BINS - BINS_OF_A_THREAD * (static_cast<int>(threadIdx.x) + 1);
     uint32_t bins[BINS_OF_A_THREAD] = {}, own = 0;
@@ -85,9 +87,13 @@ DEVICE void find_bin(Shared& shared, uint32_t wanted) {
             const Vec16 four = load_vec16(&shared.histogram[first + i]);
             UNROLL
             for (int word = 0; word < 4; ++word) bins[i + word] = four.w[word];
+            store_vec16(&shared.histogram[first + i], Vec16{{0, 0, 0, 0}});
         }
     } else {
-        for (int i = 0; i < BINS_OF_A_THREAD; ++i) bins[i] = first + i >= 0 ? shared.histogram[first + i] : 0;
+        for (int i = 0; i < BINS_OF_A_THREAD; ++i) {
+            bins[i] = first + i >= 0 ? shared.histogram[first + i] : 0;
+            if (first + i >= 0) shared.histogram[first + i] = 0;
+        }
     }
     UNROLL
     for (int i = 0; i < BINS_OF_A_THREAD; ++i) own += bins[i];
@@ -102,6 +108,7 @@ DEVICE void find_bin(Shared& shared, uint32_t wanted) {
             if (before < wanted && before + bins[i] >= wanted) {
                 shared.bin = first + i;
                 shared.left = wanted - before;
+                shared.inside = bins[i];
             }
             before += bins[i];
         }
@@ -146,41 +153,44 @@ struct Candidates {
     uint32_t key(int place) const { return keys[place]; }
 };
 
-// Counts the keys that agree with `prefix` in all bits from `above` up, by their bits from `shift` up. There is no prefix yet
-// where they are counted first.
+// What is known of the key of the last one chosen: its first bits, the others being 0, and how many of the keys that agree with
+// them are chosen.
+struct LastKey {
+    uint32_t prefix, left;
+    bool all;  // all of those are
+};
+
+// The next bits of it, those from `shift` up; the ones from `above` up are known. None are where keys are counted first.
 template <class Keys>
-DEVICE void count_keys(Shared& shared, const Keys& keys, uint32_t prefix, int above, int shift, bool first) {
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
-    __syncthreads();
+DEVICE void find_digit(Shared& shared, const Keys& keys, LastKey& last, int above, int shift, bool first) {
     for (int place = threadIdx.x; place < keys.size(); place += THREADS) {
         const uint32_t key = keys.key(place);
-        if (first || key >> above == prefix >> above) atomicAdd(&shared.histogram[key >> shift & (BINS - 1)], 1u);
+        if (first || key >> above == last.prefix >> above) atomicAdd(&shared.histogram[key >> shift & (BINS - 1)], 1u);
     }
     __syncthreads();
+    find_bin(shared, last.left);
+    last = LastKey{last.prefix | shared.bin << shift, shared.left, shared.inside == shared.left};
 }
 
-// The first 22 bits of the key of rank `wanted`; so many as `left` of those that agree with it are among the first `wanted`.
+// The first 22 bits of the key of rank `wanted`.
 template <class Keys>
-DEVICE uint32_t leading_bits(Shared& shared, const Keys& keys, uint32_t wanted, uint32_t& left) {
-    count_keys(shared, keys, 0, 31, 21, true);
-    find_bin(shared, wanted);
-    uint32_t key = shared.bin << 21;
-    left = shared.left;
-    count_keys(shared, keys, key, 21, 10, false);
-    find_bin(shared, left);
-    left = shared.left;
-    return key | shared.bin << 10;
+DEVICE uint32_t leading_bits(Shared& shared, const Keys& keys, uint32_t wanted) {
+    LastKey last{0, wanted, false};
+    find_digit(shared, keys, last, 31, 21, true);
+    find_digit(shared, keys, last, 21, 10, false);
+    return last.prefix;
 }
 
-// The key of the last one chosen; `left` of those that equal it are.
+// The key of the last one chosen, of those that equal it `left` are; or, as soon as all keys with some first bits are chosen,
+// the lowest that begins with them.
 template <class Keys>
-DEVICE uint32_t last_key(Shared& shared, const Keys& keys, uint32_t wanted, uint32_t& left) {
-    const uint32_t key = leading_bits(shared, keys, wanted, left);
+DEVICE LastKey last_key(Shared& shared, const Keys& keys, uint32_t wanted) {
+    LastKey last{0, wanted, false};
+    find_digit(shared, keys, last, 31, 21, true);
+    if (!last.all) find_digit(shared, keys, last, 21, 10, false);
     // The last digit has 10 bits: what is counted agrees in the eleventh.
-    count_keys(shared, keys, key, 10, 0, false);
-    find_bin(shared, left);
-    left = shared.left;
-    return (key & ~(uint32_t{BINS} - 1)) | shared.bin;
+    if (!last.all) find_digit(shared, keys, last, 10, 0, false);
+    return last;
 }
 
 // Puts those of a warp's scores that reach the pivot into the candidates: of each load WIDTH consecutive columns a lane,
@@ -244,11 +254,8 @@ DEVICE bool find_candidates(Shared& shared, Candidates& candidates, int capacity
     uint32_t pivot = key_of(-INFINITY_F32) + 1;
     if (row.length > capacity) {
         const Sample sample(row);
-        uint32_t left = 0;
-        pivot = maximum(leading_bits(shared, sample, sample.rank(topk), left), pivot);
+        pivot = maximum(leading_bits(shared, sample, sample.rank(topk)), pivot);
     }
-    if (threadIdx.x == 0) shared.num_candidates = 0;
-    __syncthreads();
     if (reinterpret_cast<uint64_t>(row.scores) % sizeof(Vec16) == 0)
         collect<4>(shared, candidates, capacity, row, score_of_key(pivot));
     else
@@ -268,6 +275,20 @@ DEVICE int32_t index_of(const TopkParams& params, int64_t row, int column) {
 DEVICE void write(const TopkParams& params, int64_t row, uint32_t place, int column, uint32_t key) {
     params.indices[row * params.indices_row_stride + place] = index_of(params, row, column);
     if (params.values) params.values[row * params.values_row_stride + place] = score_of_key(key);
+}
+
+// The bits of the columns, behind the candidates.
+DEVICE uint32_t* marks(const TopkParams& params, const Candidates& candidates) {
+    return candidates.keys + 2 * static_cast<int64_t>(params.capacity);
+}
+
+// What must be 0 in the beginning: at once, so that one barrier does for all of it.
+DEVICE void clear(const TopkParams& params, Shared& shared, const Candidates& candidates, int length) {
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
+    const int words = params.num_columns <= MARKED_COLUMNS ? 2 * ceil_div(length, 32) : 0;
+    for (int word = threadIdx.x; word < words; word += THREADS) marks(params, candidates)[word] = 0;
+    if (threadIdx.x == 0) shared.num_candidates = 0;
+    __syncthreads();
 }
 
 struct Counts {
@@ -321,11 +342,9 @@ DEVICE void write_by_stretches(const TopkParams& params, Shared& shared, int64_t
 // Every candidate that is chosen, or may be, sets its column's bit; every thread takes some words of bits.
 DEVICE void write_by_marks(const TopkParams& params, Shared& shared, int64_t row, const Row& scores, const Candidates& candidates,
                            uint32_t last, uint32_t left) {
-    uint32_t* const above = candidates.keys + 2 * static_cast<int64_t>(params.capacity);
+    uint32_t* const above = marks(params, candidates);
     const int words = ceil_div(scores.length, 32);
     uint32_t* const equal = above + words;
-    for (int word = threadIdx.x; word < 2 * words; word += THREADS) above[word] = 0;
-    __syncthreads();
     for (int place = threadIdx.x; place < candidates.count; place += THREADS) {
         const uint32_t key = candidates.keys[place];
         const int column = candidates.columns[place];
@@ -368,11 +387,12 @@ KERNEL_OF(topk, TopkParams, THREADS, THREADS <= 256 ? 4 : 1) {
     } else {
         uint32_t* const keys = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(Shared));
         Candidates candidates{keys, reinterpret_cast<int32_t*>(keys + params.capacity), 0};
+        clear(params, shared, candidates, length);
         const bool found = find_candidates(shared, candidates, params.capacity, scores, params.topk);
-        uint32_t left = 0;
-        const uint32_t last = found ? last_key(shared, candidates, params.topk, left) : last_key(shared, scores, params.topk, left);
-        if (found && params.num_columns <= MARKED_COLUMNS) write_by_marks(params, shared, row, scores, candidates, last, left);
-        else write_by_stretches(params, shared, row, scores, last, left);
+        const LastKey last = found ? last_key(shared, candidates, params.topk) : last_key(shared, scores, params.topk);
+        if (found && params.num_columns <= MARKED_COLUMNS)
+            write_by_marks(params, shared, row, scores, candidates, last.prefix, last.left);
+        else write_by_stretches(params, shared, row, scores, last.prefix, last.left);
     }
     for (int place = chosen + threadIdx.x; place < params.topk; place += THREADS) {
         params.indices[row * params.indices_row_stride + place] = -1;

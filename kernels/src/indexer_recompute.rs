@@ -1,19 +1,22 @@
-//! `indexer_recompute`: launcher of `kernels/cuda/indexer_recompute.cu` (training 1, 6).
+//! `indexer_recompute`: launchers of `kernels/cuda/indexer_recompute.cu` and `indexer_recompute_hopper.cu` (training 1, 6).
 
 use crate::arguments::{Arguments, Defines, FLOATS, element_types, read, write};
+pub use crate::implementation::Implementation;
 use crate::runtime::device::{Module, module};
 use crate::runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_recompute.cu";
+const HOPPER_FILE: &str = "indexer_recompute_hopper.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_recompute" };
 /// Width of q and k.
 pub const HEAD_DIM: usize = 128;
 /// The most heads: a block has all of a token's.
 pub const MAX_HEADS: usize = 64;
 
-/// Every module that the launcher compiles.
+/// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    FLOATS.into_iter().map(|weight| module(FILE, &defines(weight))).collect()
+    let of = |file: &'static str| FLOATS.into_iter().map(move |weight| module(file, &defines(weight)));
+    of(FILE).chain(of(HOPPER_FILE)).collect()
 }
 
 fn defines(weight: DType) -> Defines {
@@ -29,6 +32,8 @@ pub struct Options {
     pub global: bool,
     /// Multiplies the logits, finite and above 0. It may be carried by `w` in its place, never by both.
     pub sm_scale: f32,
+    /// Which implementation runs.
+    pub implementation: Implementation,
 }
 
 /// Computes the indexer's logits of selected keys; returns the kernel that ran. Its tensors:
@@ -64,10 +69,17 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
     let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("w", &views["w"]);
     let params = params.rows("indices", &views["indices"]).ptr("topk_length", views.get("topk_length"));
     let params = params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k"));
-    let params = params.rows("logits", &views["logits"]).i32("num_heads", num_heads)?.i32("topk", topk)?;
+    let params = params.rows("logits", &views["logits"]).i32("num_tokens", num_tokens)?;
+    let params = params.i32("num_heads", num_heads)?.i32("topk", topk)?;
     let params = params.i32("num_keys", num_keys)?.i32("num_sequences", ends.map_or(1, |ends| ends - 1))?;
     let params = params.flag("indices_global", options.global).f32("sm_scale", options.sm_scale);
-    let name = "indexer_recompute";
-    device.kernel(FILE, &defines(views["w"].dtype), name)?.launch_blocks("q", num_tokens, &params)?;
+    let environment = device.environment();
+    let hopper = options.implementation.runs_hopper(CHECK, environment, num_heads, None)?;
+    // Blocks of the Hopper kernel take tokens in turn.
+    let (file, name, blocks) = match hopper {
+        true => (HOPPER_FILE, "indexer_recompute_hopper", num_tokens.min((environment.processors as usize).max(1))),
+        false => (FILE, "indexer_recompute", num_tokens),
+    };
+    device.kernel(file, &defines(views["w"].dtype), name)?.launch_blocks("q", blocks, &params)?;
     Ok(name)
 }

@@ -10,10 +10,12 @@ const CHECK: Arguments = Arguments { operator: "topk" };
 pub const MAX_TOPK: usize = 4096;
 /// The most scores of a row.
 pub const MAX_COLUMNS: usize = 1 << 20;
-/// Threads of a block: few where several share a multiprocessor, many where each has one to itself.
-const THREADS: [usize; 2] = [256, 1024];
-/// Rows up to here are short: more threads find nothing to do.
+/// Threads of a block: few where several share a multiprocessor, more where each has one to itself, by the length of its row.
+const THREADS: [usize; 3] = [256, 512, 1024];
+/// Rows up to here are short: more threads than the first find nothing to do.
 const SHORT_COLUMNS: usize = 4096;
+/// Rows up to here wait for fewer warps at each barrier rather than have more of them read.
+const MEDIUM_COLUMNS: usize = 1 << 15;
 /// `MARKED_COLUMNS` in the kernel source: rows up to here have two bits a column in shared memory.
 const MARKED_COLUMNS: usize = 1 << 17;
 
@@ -63,8 +65,9 @@ pub fn forward(device: &Device, views: &Views, page_size: usize) -> Result<&'sta
     let params = params.i32("num_columns", num_columns)?.i32("topk", topk)?.i32("page_size", page_size)?;
     let capacity = candidates(topk);
     let params = params.i32("capacity", capacity)?;
-    let few = num_rows <= device.environment().processors as usize && num_columns > SHORT_COLUMNS;
-    let threads = THREADS[usize::from(few)];
+    let few = num_rows <= device.environment().processors as usize;
+    let longer = [SHORT_COLUMNS, MEDIUM_COLUMNS].into_iter().filter(|&columns| few && num_columns > columns);
+    let threads = THREADS[longer.count()];
     let kernel = device.kernel(FILE, &[("THREADS", threads.to_string())], "topk")?;
     let marks = if num_columns <= MARKED_COLUMNS { 2 * num_columns.div_ceil(32) } else { 0 };
     let shared_bytes = (4 * (2 * capacity + marks)) as u32;

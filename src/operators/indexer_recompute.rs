@@ -1,9 +1,10 @@
-//! `indexer_recompute` (training 1, 6): `kernels/cuda/indexer_recompute.cu` against
+//! `indexer_recompute` (training 1, 6): `kernels/cuda/indexer_recompute.cu` and `indexer_recompute_hopper.cu` against
 //! `reference/src/indexer_recompute.rs`.
 
 use dsv4_kernels::indexer_recompute::{self as launcher, HEAD_DIM, MAX_HEADS};
 use dsv4_reference::indexer_recompute as reference;
 
+use super::Implementation;
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
 use super::ranking::RankedKeys;
 use crate::operator::benchmarks::Whole;
@@ -30,6 +31,9 @@ pub struct IndexerRecomputeCase {
     pub magnitude: f64,
     /// Whether queries of tokens without a valid slot, and keys that no valid slot names, are NaN.
     pub poison_unreferenced: bool,
+    /// Which kernels run; portable in lines written before there was a choice.
+    #[serde(default)]
+    pub implementation: Implementation,
 }
 
 fn of(keys: RankedKeys, num_heads: usize) -> IndexerRecomputeCase {
@@ -41,6 +45,7 @@ fn of(keys: RankedKeys, num_heads: usize) -> IndexerRecomputeCase {
         distribution: Distribution::Normal,
         magnitude: 1.0,
         poison_unreferenced: true,
+        implementation: Implementation::Portable,
     }
 }
 
@@ -48,9 +53,17 @@ fn selected(num_tokens: usize, num_heads: usize, num_keys: usize, topk: usize) -
     of(RankedKeys::selected(num_tokens, num_keys, topk), num_heads)
 }
 
+fn hopper(case: IndexerRecomputeCase) -> IndexerRecomputeCase {
+    IndexerRecomputeCase { implementation: Implementation::Hopper, ..case }
+}
+
 impl IndexerRecomputeCase {
     fn options(&self) -> launcher::Options {
-        launcher::Options { global: self.keys.global, sm_scale: self.sm_scale }
+        launcher::Options {
+            global: self.keys.global,
+            sm_scale: self.sm_scale,
+            implementation: self.implementation.launcher(),
+        }
     }
 }
 
@@ -63,7 +76,7 @@ impl Declared for IndexerRecompute {
         name: "indexer_recompute",
         summary: "the indexer's logits of the keys that each token's list names, computed anew for its loss",
         specification: &["training 1", "training 6"],
-        paths: &["indexer_recompute"],
+        paths: &["indexer_recompute", "indexer_recompute_hopper"],
         modules: launcher::modules,
         cases: [24, 60, 120],
     };
@@ -89,6 +102,17 @@ impl Declared for IndexerRecompute {
         c.keys.check()
     }
 
+    fn cannot_run(c: &IndexerRecomputeCase, environment: &Environment) -> Option<String> {
+        c.implementation.launcher().cannot_run_on(environment)
+    }
+
+    fn fastest(c: &IndexerRecomputeCase, environment: &Environment) -> IndexerRecomputeCase {
+        IndexerRecomputeCase {
+            implementation: Implementation::fastest_for(environment, c.num_heads, true),
+            ..c.clone()
+        }
+    }
+
     /// Every token with every key and head, before and behind the sum.
     fn oracle_elements(c: &IndexerRecomputeCase) -> u128 {
         let all = (c.keys.num_tokens as u128).saturating_mul(c.keys.num_keys as u128);
@@ -109,18 +133,21 @@ impl Declared for IndexerRecompute {
         let heads = prop_oneof![1 => Just(64usize), 1 => Just(1usize), 3 => 1..=MAX_HEADS];
         // Powers of two and not; the model's own is 128^-1/2.
         let sm_scale = select(vec![0.088_388_35f32, 0.3, 1.0, 0.125]);
-        (keys, heads, Float::strategy(), sm_scale, Data::strategy(-20..=20), any::<bool>())
-            .prop_map(|(keys, num_heads, weight, sm_scale, data, poison_unreferenced)| {
+        let implementation = select(vec![Implementation::Portable, Implementation::Hopper]);
+        (keys, heads, Float::strategy(), sm_scale, Data::strategy(-20..=20), any::<bool>(), implementation)
+            .prop_map(|(keys, num_heads, weight, sm_scale, data, poison_unreferenced, implementation)| {
                 let Data { distribution, magnitude, .. } = data;
                 let of = of(keys, num_heads);
-                IndexerRecomputeCase { weight, sm_scale, distribution, magnitude, poison_unreferenced, ..of }
+                let of = IndexerRecomputeCase { weight, sm_scale, implementation, ..of };
+                IndexerRecomputeCase { distribution, magnitude, poison_unreferenced, ..of }
             })
             .boxed()
     }
 
     fn typical() -> Vec<IndexerRecomputeCase> {
         let within = RankedKeys { lengths: Lengths::Within, packed: true, ..RankedKeys::selected(5, 40, 170) };
-        vec![of(within, 21), IndexerRecomputeCase { weight: Float::Bf16, ..selected(3, 5, 20, 19) }]
+        let few = IndexerRecomputeCase { weight: Float::Bf16, ..selected(3, 5, 20, 19) };
+        vec![of(within.clone(), 21), few.clone(), hopper(of(within, 21)), hopper(few)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<IndexerRecomputeCase> {
@@ -145,8 +172,27 @@ impl Declared for IndexerRecompute {
             keys(selected(5, 16, 7, 130), |keys| RankedKeys { indices: IndexClass::Duplicates, ..keys }),
             keys(selected(3, 8, 50, 150), |keys| RankedKeys { indices: IndexClass::LeadingMasked, ..keys }),
         ];
+        let on_hopper = [
+            selected(0, 4, 9, 5),
+            selected(3, 5, 0, 7),
+            selected(2, 3, 11, 0),
+            selected(1, 1, 1, 1),
+            // A tile, one slot more and one less; more tiles than are under way; tokens that have fewer tiles than there are
+            // consumers, one behind the other in a block.
+            selected(1, 64, 90, 64),
+            selected(1, 63, 90, 65),
+            selected(1, 64, 90, 63),
+            selected(1, 8, 90, 850),
+            selected(9, 20, 40, 70),
+            keys(selected(9, 64, 40, 64), |keys| RankedKeys { indices: IndexClass::EmptyRows, ..keys }),
+            keys(selected(9, 17, 23, 270), |keys| RankedKeys { lengths: Lengths::Hostile, ..keys }),
+            keys(selected(9, 33, 60, 165), |keys| RankedKeys { packed: true, lengths: Lengths::Within, ..keys }),
+            keys(selected(9, 5, 60, 65), |keys| RankedKeys { packed: true, global: true, ..keys }),
+        ];
+        cases.extend(on_hopper.map(hopper));
         if profile == Profile::Full {
             cases.extend([selected(12, 64, 1000, 512), selected(6, 64, 1000, 1024)]);
+            cases.extend([selected(12, 64, 1000, 512), selected(6, 64, 1000, 1024)].map(hopper));
         }
         cases
     }
@@ -199,7 +245,8 @@ impl Declared for IndexerRecompute {
             true => vec![selected(4096, 64, 8192, 512), selected(4096, 64, 8192, 1024)],
             false => vec![selected(4, 16, 64, 32)],
         };
-        cases.into_iter().map(timed).collect()
+        let implementation = Implementation::fastest_on(environment);
+        cases.into_iter().map(|case| timed(IndexerRecomputeCase { implementation, ..case })).collect()
     }
 }
 

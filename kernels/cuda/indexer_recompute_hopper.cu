@@ -1,0 +1,301 @@
+// The indexer's logits of selected keys for sm_90a: the kernel of indexer_recompute.cu, which has the formulas, with
+// warpgroup matrix products.
+//
+// How the work is laid out. Keys are the rows of a product and the heads of one token its columns, so that a logit is a sum
+// within a lane and over four lanes. As many blocks as there are multiprocessors take tokens in turn, and the tiles of all
+// of a block's tokens, 64 slots each, are one sequence: nothing drains where a token ends. Four warpgroups and five warps:
+//   consumers  take the tiles in turn: while one rectifies, weighs and adds, the others' products run. Nothing is
+//              exchanged among them.
+//   gatherers  one for each consumer: looks up what the slots of its next tile hold while it gathers the rows of this one,
+//              with cp.async in the swizzle that wgmma reads, and says which slots are valid.
+//   queries    one warp brings those of the next token, and its weights, while this one is worked on.
+//
+// Floors as in indexer_recompute.cu. Per tile 256 cycles of products at 4096 FLOP a cycle; shared memory 8 x (16 + 16) + 128
+// for arriving rows = 384 cycles at 128 bytes a cycle; for 4096 tokens and topk 512 some 53 us of these at 1.8 GHz, against 91
+// to 101 us in which L2 gives 537 MB at 5.9 to 5.3 TB/s. Expected to limit: the gather out of L2.
+//
+// Measured on one H200 over inputs that alternate: 94.6 us for 4096 tokens of 64 heads, 8192 keys, topk 512 (5.7 TB/s
+// gathered, 363 TFLOP/s; the portable kernel 152) and 182 us at topk 1024 (5.9 TB/s; 283).
+// What was tried beside it, in the same run: a second tile of each gatherer awaited later (LAG 2) 97.8 and 192 us, without
+// evicted_last 98.8 and 197 us; three consumers with four stages each 99.7 and 188 us; two blocks a multiprocessor of two
+// consumers and four stages 108 and 207 us. One bulk copy for each row of 256 bytes, in rows of 272 bytes from which keys
+// came by ldmatrix as the left operand, 208 and 394 us: so many small copies are slow.
+//
+// Defines: WEIGHT_ELEMENT  type of w: float or bf16; SELECTED  1
+// Launch. Any grid in x of at most num_tokens blocks of THREADS threads.
+#include "async_copy.h"
+#include "hopper.h"
+#include "indexer_heads.h"
+#include "indexer_recompute.h"
+#include "panels.h"
+
+constexpr int SLOTS = 64;                 // of a tile: the rows of a product
+constexpr int PANELS = HEAD_DIM / 64;
+constexpr int CONSUMERS = 4, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE;
+// One gathers for each consumer, one brings the queries.
+constexpr int PRODUCER_WARPS = CONSUMERS + 1;
+constexpr int THREADS = CONSUMER_THREADS + PRODUCER_WARPS * WARP_SIZE;
+constexpr int STAGES = 12;
+static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
+// Tiles of a gatherer that are under way before it waits for the oldest.
+constexpr int LAG = 1;
+
+// Where everything lies in dynamic shared memory.
+struct Shared {
+    static constexpr int OPERAND_BYTES = PANELS * PANEL_BYTES;  // of a token's queries, of a tile's keys
+    static constexpr int Q = 0;                                 // of two tokens
+    static constexpr int K = Q + 2 * OPERAND_BYTES;
+    static constexpr int WEIGHTS = K + STAGES * OPERAND_BYTES;  // float [2][HEADS], at weight_place
+    static constexpr int VALID = WEIGHTS + 2 * HEADS * 4;       // a bit for each slot: uint32_t [STAGES][2]
+    static constexpr int FULL = VALID + STAGES * 8;             // mbarriers [STAGES]
+    static constexpr int EMPTY = FULL + 8 * STAGES;
+    static constexpr int Q_FULL = EMPTY + 8 * STAGES;           // mbarriers [2]
+    static constexpr int Q_EMPTY = Q_FULL + 8 * 2;
+    static constexpr int BYTES = Q_EMPTY + 8 * 2;
+
+    static constexpr int q(uint32_t unit) { return Q + unit % 2 * OPERAND_BYTES; }
+    static constexpr int k(uint32_t tile) { return K + tile % STAGES * OPERAND_BYTES; }
+    static constexpr int full(uint32_t tile) { return FULL + 8 * (tile % STAGES); }
+    static constexpr int empty(uint32_t tile) { return EMPTY + 8 * (tile % STAGES); }
+    static constexpr int q_full(uint32_t unit) { return Q_FULL + 8 * (unit % 2); }
+    static constexpr int q_empty(uint32_t unit) { return Q_EMPTY + 8 * (unit % 2); }
+};
+static_assert(Shared::BYTES <= 227 * 1024, "tiles exceed shared memory");
+SHARED_MEMORY(indexer_recompute_hopper, Shared::BYTES)
+
+// Parities of the phases in which tile number n, or the queries of the block's token number n, have come, and in which what
+// lay there before was released.
+DEVICE uint32_t tile_phase(uint32_t tile) { return tile / STAGES & 1; }
+DEVICE uint32_t unit_phase(uint32_t unit) { return unit / 2 & 1; }
+
+DEVICE float* unit_weights(uint32_t unit) {
+    return reinterpret_cast<float*>(dynamic_shared() + Shared::WEIGHTS) + unit % 2 * HEADS;
+}
+
+DEVICE uint32_t* valid_slots(uint32_t tile) {
+    return reinterpret_cast<uint32_t*>(dynamic_shared() + Shared::VALID) + tile % STAGES * 2;
+}
+
+DEVICE void initialise_barriers(SharedAddress shared) {
+    if (threadIdx.x == 0) {
+        for (uint32_t stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(shared + Shared::full(stage), 1);
+            mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
+        }
+        for (uint32_t unit = 0; unit < 2; ++unit) {
+            mbarrier_init(shared + Shared::q_full(unit), WARP_SIZE);
+            mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+}
+
+DEVICE int tiles_of(const Ranking& list) { return ceil_div(list.length, SLOTS); }
+
+// ---------------------------------------------------------------- queries
+
+// The queries of the block's tokens and their heads' weights, those of one while the one before is worked on. Heads that are
+// missing become zeros. One warp.
+DEVICE void bring_queries(const IndexerRecomputeParams& params, SharedAddress shared) {
+    const int chunk = lane_id() % 8;
+    uint32_t unit = 0;
+    for (uint32_t token = blockIdx.x; token < static_cast<uint32_t>(params.num_tokens); token += gridDim.x, ++unit) {
+        const bf16* q = params.q + token * params.q_token_stride + 8 * chunk;
+        mbarrier_wait(shared + Shared::q_empty(unit), unit_phase(unit) ^ 1);
+        UNROLL_BY(4)
+        for (int head = lane_id() / 8; head < HEADS; head += WARP_SIZE / 8) {
+            const bool wanted = head < params.num_heads;
+            const bf16* from = q + (wanted ? head * params.q_head_stride : 0);
+            const SharedAddress at = shared + Shared::q(unit) + panel_offset(head, chunk);
+            UNROLL
+            for (int panel = 0; panel < PANELS; ++panel)
+                copy_async_16(at + panel * PANEL_BYTES, from + 64 * panel, wanted);
+        }
+        copy_commit();
+        for (int head = lane_id(); head < HEADS; head += WARP_SIZE)
+            unit_weights(unit)[weight_place(head)] = load_weight(params, token, head);
+        copy_wait<0>();
+        fence_async_proxy();
+        // Each lane answers for its own copies.
+        mbarrier_arrive(shared + Shared::q_full(unit));
+    }
+}
+
+// ---------------------------------------------------------------- keys
+
+// What is stored in a lane's two slots of a tile.
+struct TileSlots {
+    int32_t stored[2];
+
+    void look_up(const Ranking& list, int tile) {
+        UNROLL
+        for (int half = 0; half < 2; ++half)
+            stored[half] = list.stored_index(tile * SLOTS + half * static_cast<int>(WARP_SIZE) + lane_id());
+    }
+};
+
+// Starts the arrival of a tile's rows, eight lanes a row; slots that are not valid become zeros. Lists of many tokens name
+// these rows.
+DEVICE void gather_tile(const IndexerRecomputeParams& params, const int32_t (&own_rows)[2], SharedAddress stage) {
+    const CachePolicy policy = evicted_last();
+    const int chunk = lane_id() % 8;
+    UNROLL
+    for (int slot = 0; slot < SLOTS; slot += WARP_SIZE / 8) {
+        const int32_t row = __shfl_sync(FULL_WARP, own_rows[slot / WARP_SIZE], slot % WARP_SIZE + lane_id() / 8);
+        const bool wanted = row >= 0;
+        const bf16* from = params.k + (wanted ? row * params.k_stride : 0) + 8 * chunk;
+        const SharedAddress at = stage + panel_offset(slot + lane_id() / 8, chunk);
+        UNROLL
+        for (int panel = 0; panel < PANELS; ++panel)
+            copy_async_16(at + panel * PANEL_BYTES, from + 64 * panel, wanted, policy);
+    }
+}
+
+// Tiles of a warp whose copies were issued, and those that were handed to their consumer, which is later: a fence behind the
+// wait for a lane's own copies makes them visible to the products.
+struct Handover {
+    SharedAddress shared;
+    uint32_t tile;    // the next to be issued; every CONSUMERS-th is the warp's
+    uint32_t oldest;  // the next to be handed over
+
+    void hand_oldest() {
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(oldest));
+        oldest += CONSUMERS;
+    }
+    // One tile more was issued.
+    void issue() {
+        copy_commit();
+        tile += CONSUMERS;
+        if (tile - oldest <= LAG * CONSUMERS) return;
+        copy_wait<LAG>();
+        fence_async_proxy();
+        hand_oldest();
+    }
+    // All of them.
+    void finish() {
+        copy_wait<0>();
+        fence_async_proxy();
+        while (oldest != tile) hand_oldest();
+    }
+};
+
+// The tiles of consumer `own` of all of the block's tokens, in their order, as if they were of one list.
+struct OwnTiles {
+    const IndexerRecomputeParams& params;
+    uint32_t token;
+    Ranking list;
+    int own;  // counted from the first tile of the token
+
+    OwnTiles(const IndexerRecomputeParams& of, uint32_t consumer)
+        : params(of), token(blockIdx.x), list(ranking(of, static_cast<int32_t>(blockIdx.x), of.topk)),
+          own(static_cast<int>(consumer)) {
+        find();
+    }
+    bool exists() const { return token < static_cast<uint32_t>(params.num_tokens); }
+    void advance() {
+        own += CONSUMERS;
+        find();
+    }
+    // On to the token that has it.
+    void find() {
+        while (own >= tiles_of(list)) {
+            own -= tiles_of(list);
+            token += gridDim.x;
+            if (!exists()) return;
+            list = ranking(params, static_cast<int32_t>(token), params.topk);
+        }
+    }
+};
+
+// Brings the keys of consumer `warp`. What a tile's slots hold is looked up while the one before it is gathered.
+DEVICE void gather(const IndexerRecomputeParams& params, SharedAddress shared, uint32_t warp) {
+    Handover handover{shared, warp, warp};
+    OwnTiles next(params, warp);
+    TileSlots slots{};
+    if (next.exists()) slots.look_up(next.list, next.own);
+    while (next.exists()) {
+        const int32_t rows[2] = {next.list.valid_row(slots.stored[0]), next.list.valid_row(slots.stored[1])};
+        next.advance();
+        if (next.exists()) slots.look_up(next.list, next.own);
+        const uint32_t tile = handover.tile;
+        mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
+        const uint32_t valid[2] = {__ballot_sync(FULL_WARP, rows[0] >= 0), __ballot_sync(FULL_WARP, rows[1] >= 0)};
+        if (lane_id() < 2) valid_slots(tile)[lane_id()] = lane_id() ? valid[1] : valid[0];
+        gather_tile(params, rows, shared + Shared::k(tile));
+        handover.issue();
+    }
+    handover.finish();
+}
+
+// ---------------------------------------------------------------- consumers
+
+// d = k q^T: the tile's keys by all heads.
+DEVICE void multiply(float (&d)[HEADS / 8][4], uint64_t keys, uint64_t queries) {
+    wgmma_fence();
+    UNROLL
+    for (int panel = 0; panel < PANELS; ++panel) {
+        UNROLL
+        for (int step = 0; step < 4; ++step) {
+            const uint32_t place = panel * PANEL_BYTES + 32 * step;
+            wgmma_shared<false, false>(d, descriptor_advance(keys, place), descriptor_advance(queries, place),
+                                       panel > 0 || step > 0);
+        }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(d);
+}
+
+// The slot of a tile whose logit this lane keeps; lanes of a pair keep the same.
+DEVICE int lane_slot() { return warp_id() % 4 * 16 + lane_id() / 4 + lane_id() / 2 % 2 * 8; }
+
+// The sum over the heads of this lane's slot.
+DEVICE float sum_heads(const float (&d)[HEADS / 8][4], const float* weights, int num_heads) {
+    float sums[2], kept[1];
+    if (num_heads == HEADS) sum_own_heads<1, HEADS, false>(sums, d, weights, HEADS);
+    else sum_own_heads<1, HEADS, true>(sums, d, weights, num_heads);
+    add_halves(kept, sums, 2);
+    return kept[0] + __shfl_xor_sync(FULL_WARP, kept[0], 1);
+}
+
+DEVICE void consume(const IndexerRecomputeParams& params, SharedAddress shared, uint32_t consumer) {
+    uint32_t tile = consumer, unit = 0;
+    auto own = static_cast<int>(consumer);  // counted from the first tile of the token
+    const int slot = lane_slot();
+    for (uint32_t token = blockIdx.x; token < static_cast<uint32_t>(params.num_tokens); token += gridDim.x, ++unit) {
+        const Ranking list = ranking(params, static_cast<int32_t>(token), params.topk);
+        const int length = uniform(list.length), tiles = ceil_div(length, SLOTS);
+        float* logits = params.logits + token * params.logits_stride;
+        const uint64_t queries = matrix_descriptor(shared + Shared::q(unit), 0, 1024);
+        mbarrier_wait(shared + Shared::q_full(unit), unit_phase(unit));
+        for (; own < tiles; own += CONSUMERS, tile += CONSUMERS) {
+            mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
+            const bool valid = valid_slots(tile)[slot / WARP_SIZE] >> slot % WARP_SIZE & 1;
+            float d[HEADS / 8][4];
+            multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
+            // Every lane knows whether its slot is valid.
+            __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
+            const float sum = sum_heads(d, unit_weights(unit), params.num_heads);
+            const int at = own * SLOTS + slot;
+            if (at < length && lane_id() % 2 == 0) logits[at] = valid ? sum * params.sm_scale : -INFINITY_F32;
+        }
+        own -= tiles;
+        for (int at = length + static_cast<int>(threadIdx.x); at < params.topk; at += CONSUMER_THREADS)
+            logits[at] = -INFINITY_F32;
+        // The warp has read all that the token left in shared memory.
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared + Shared::q_empty(unit));
+    }
+}
+
+KERNEL(indexer_recompute_hopper, IndexerRecomputeParams, THREADS) {
+    const SharedAddress shared = shared_address(dynamic_shared());
+    initialise_barriers(shared);
+    const int32_t warp = uniform(warp_id());
+    if (warp < CONSUMERS * 4) consume(params, shared, warp / 4);
+    else if (warp < CONSUMERS * 5) gather(params, shared, warp - CONSUMERS * 4);
+    else bring_queries(params, shared);
+}
