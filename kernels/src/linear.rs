@@ -464,8 +464,8 @@ pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec
 ///
 /// # Errors
 /// As [`forward`]; more than [`MAX_GROUPS`] groups, or none.
-pub fn grouped_forward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
-    bind(device, views, Products::Own, false, true)?.forward()
+pub fn grouped_forward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    bind(device, views, products, false, true)?.forward()
 }
 
 /// Launches the gradients `dx = dy w` and `dw = dw_before + dy^T x`; returns the kernels that ran. Its tensors, all
@@ -487,8 +487,8 @@ pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Ve
 ///
 /// # Errors
 /// As [`grouped_forward`].
-pub fn grouped_backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
-    bind(device, views, Products::Own, true, true)?.backward()
+pub fn grouped_backward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    bind(device, views, products, true, true)?.backward()
 }
 
 impl Call<'_> {

@@ -181,7 +181,9 @@ impl Declared for IndexerDistillation {
         if c.reduction == Reduction::MeanOfRealRows {
             return refuse("reduction", "mean_of_real_rows: no row of a step is padding");
         }
-        not_empty("listed", c.listed)?;
+        if c.listed == 0 || c.listed > topk::MAX_TOPK {
+            return refuse("listed", format!("{} must be 1 to {}", c.listed, topk::MAX_TOPK));
+        }
         not_empty("num_keys", c.keys.columns())?;
         if c.num_heads == 0 || c.num_heads > 128 {
             return refuse("num_heads", format!("{} must be 1 to 128", c.num_heads));

@@ -363,9 +363,6 @@ impl Declared for Linear {
 
     fn check(c: &LinearCase) -> Result<(), Refused> {
         if !c.is_quantised() {
-            if c.library && c.is_grouped() {
-                return refuse("library", "true: layers of groups have kernels of their own alone");
-            }
             let quantised = [
                 ("group", c.group > 0),
                 ("scale_bytes", c.scale_bytes),
@@ -447,7 +444,7 @@ impl Declared for Linear {
                 let case = LinearCase { output, weight_gradient, before, data, ..plain };
                 match format {
                     Some(format) => drawn_quantised(case, format, kernels),
-                    None => LinearCase { library: library && groups == 0, ..case },
+                    None => LinearCase { library, ..case },
                 }
             })
             .boxed()
@@ -517,6 +514,12 @@ impl Declared for Linear {
             grouped([5, 3, 7, 13]),
             before(Before::InPlace, grouped([2, 3, 20, 584])),
             before(Before::Apart, f32s(grouped([300, 2, 12, 8]))),
+            // By a library: one layer, many, fp32 that it adds to; too few rows; rows that it does not take.
+            library(grouped([17, 1, 40, 72])),
+            library(grouped([66, 5, 24, 40])),
+            library(before(Before::InPlace, f32s(grouped([33, 3, 16, 24])))),
+            library(grouped([16, 2, 24, 16])),
+            library(grouped([40, 3, 7, 13])),
         ]);
         cases.extend(quantised_edge_cases());
         if profile == Profile::Full {
@@ -592,7 +595,7 @@ impl Declared for Linear {
         }
         let own = v.without(&["dy", "dx", "dw"]);
         if c.is_grouped() {
-            return run.launch(|device| launcher::grouped_forward(device, &own));
+            return run.launch(|device| launcher::grouped_forward(device, &own, c.products()));
         }
         run.launch(|device| launcher::forward(device, &own, c.products()))
     }
@@ -603,7 +606,7 @@ impl Declared for Linear {
         }
         let (device, own) = (run.device(), v.without(&["y"]));
         let ran = match c.is_grouped() {
-            true => launcher::grouped_backward(device, &own)?,
+            true => launcher::grouped_backward(device, &own, c.products())?,
             false => launcher::backward(device, &own, c.products())?,
         };
         run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
@@ -652,7 +655,7 @@ impl Declared for Linear {
             let [num_tokens, out_features, in_features] = case.extents();
             let portable = match case.weights {
                 Weights::Fp8 => case.implementation == Implementation::Portable,
-                Weights::Bf16 => !case.library && !case.is_grouped(),
+                Weights::Bf16 => !case.library,
                 Weights::Mxfp4 | Weights::Nvfp4 => false,
             };
             let format = format!("{:?}", case.weights).to_lowercase();
@@ -691,8 +694,9 @@ impl Declared for Linear {
         };
         let forward = projections.iter().map(bf16).flat_map(by_either).map(|case| of(case, Forward));
         let backward = gradients.iter().map(bf16).flat_map(by_either).map(|case| of(case, Backward));
-        let in_groups = groups.iter().map(|&extents| of(grouped(extents), Forward));
-        let groups_backward = groups.last().map(|&extents| of(grouped(extents), Backward));
+        let in_groups = groups.iter().flat_map(|&extents| by_either(grouped(extents))).map(|case| of(case, Forward));
+        let groups_backward = groups.last().into_iter().flat_map(|&extents| by_either(grouped(extents)));
+        let groups_backward = groups_backward.map(|case| of(case, Backward));
         let serving = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Nvfp4, 16)].into_iter();
         let serving = serving
             .flat_map(|(weights, group)| projections.iter().map(move |&extents| quantised(weights, group, extents)));

@@ -347,7 +347,7 @@ impl Declared for OutputProjection {
             run.launch(|device| rope::forward(device, &rotation.with("y", &rotated), true))?;
             run.freeze(&v["rotated"])?;
             let first = groups(c, v, &["wo_a", "workspace"])?.renamed(&[("wo_a", "w"), ("rotated", "x"), ("z", "y")]);
-            run.launch(|device| linear::grouped_forward(device, &first))?;
+            run.launch(|device| linear::grouped_forward(device, &first, linear::Products::Own))?;
         }
         run.freeze(&v["z"])?;
         if c.quantised == Quantised::None {
@@ -374,7 +374,7 @@ impl Declared for OutputProjection {
         run.freeze(&v["dz"])?;
         let names = [("rotated", "x"), ("wo_a", "w"), ("dz", "dy"), ("drotated", "dx"), ("dwo_a", "dw")];
         let first = groups(c, v, &["wo_a", "dwo_a", "workspace"])?.without(&["z"]).renamed(&names);
-        ran.extend(linear::grouped_backward(run.device(), &first)?);
+        ran.extend(linear::grouped_backward(run.device(), &first, linear::Products::Own)?);
         run.freeze(&v["drotated"])?;
         let drotated = parted(NAME, "drotated", &v["drotated"], c.num_heads)?;
         let rotation = v.only(&["dattn_out", "cos", "sin", "positions"]).renamed(&[("dattn_out", "y")]);
