@@ -134,11 +134,12 @@ KERNEL(indexer_recompute, IndexerRecomputeParams, THREADS) {
     // Rows of the tiles under way, the one to be multiplied first, and of the one behind them.
     int32_t rows[STAGES];
     UNROLL
-    for (int stage = 0; stage < STAGES; ++stage) {
+    for (int stage = 0; stage + 1 < STAGES; ++stage) {
         rows[stage] = look_up(list, stage);
-        if (stage + 1 < STAGES && stage < tiles) start_tile(params, rows[stage], ring + stage * Rows::bytes(SLOTS));
-        if (stage + 1 < STAGES) copy_commit();
+        if (stage < tiles) start_tile(params, rows[stage], ring + stage * Rows::bytes(SLOTS));
+        copy_commit();
     }
+    rows[STAGES - 1] = look_up(list, STAGES - 1);
     if (list.length > 0) {
         // The queries came before the keys.
         copy_wait<STAGES - 1>();
