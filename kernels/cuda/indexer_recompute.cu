@@ -66,8 +66,7 @@ DEVICE int first_slot(int tile) { return (tile * WARPS + warp_id()) * SLOTS; }
 
 // The row of k of this lane's slot, -1 where it is not valid.
 DEVICE int32_t look_up(const Ranking& list, int tile) {
-    const int slot = first_slot(tile) + lane_id();
-    return slot < list.length ? list.valid_row(list.stored_index(slot)) : -1;
+    return list.valid_row(list.stored_index(first_slot(tile) + lane_id()));
 }
 
 // Starts the arrival of a tile's rows, half a warp a row; slots that are not valid become zeros.
