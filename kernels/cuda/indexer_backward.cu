@@ -124,7 +124,7 @@ constexpr int WARP_SLOTS = KEYS / WARPS;
 
 DEVICE Slot look_up(const IndexerBackwardParams& params, const Ranking& list, int32_t token, int tile) {
     const int slot = tile * KEYS + warp_id() * WARP_SLOTS + lane_id();
-    if (lane_id() >= WARP_SLOTS || slot >= list.length) return Slot{-1, 0.0f};
+    if (lane_id() >= WARP_SLOTS) return Slot{-1, 0.0f};
     const int32_t row = list.valid_row(list.stored_index(slot));
     return Slot{row, row < 0 ? 0.0f : params.dlogits[token * params.dlogits_stride + slot]};
 }
@@ -373,8 +373,7 @@ KERNEL(indexer_backward_sum, IndexerBackwardParams, THREADS) {
     for (int32_t place = 0; place < params.num_tokens && keys > 0; ++place) {
         const Ranking list = ranking(params, params.first_token + place, params.slots);
         for (int first = 0; first < list.length; first += WARP_SIZE) {
-            const int slot = first + lane_id();
-            const int32_t row = slot < list.length ? list.valid_row(list.stored_index(slot)) : -1;
+            const int32_t row = list.valid_row(list.stored_index(first + lane_id()));
             const bool own = row >= first_key && row < first_key + keys;
             for (uint32_t left = __ballot_sync(FULL_WARP, own); left != 0; left &= left - 1) {
                 const int lane = __popc((left & (0u - left)) - 1);

@@ -151,18 +151,18 @@ struct Row {
 };
 
 DEVICE Row row_of(const IndexerLossParams& params, int32_t token) {
+    Ranking list = ranking(params, token, params.slots);
     const bool is_padding = params.row_mask && params.row_mask[token] == 0;
-    Row row{params, params.logits + token * params.logits_stride, params.target + token * params.target_stride, 1.0f,
-            1.0f,   1.0f, 1.0f, ranking(params, token, params.slots)};
-    if (is_padding) row.list.length = 0;
-    else if (!SELECTED) row.l1 = params.l1[token];
-    row.scale = absolute_f32(row.l1) < 0x1p-60f ? 0x1p100f : absolute_f32(row.l1) > 0x1p60f ? 0x1p-64f : 1.0f;
-    row.scaled_l1 = row.l1 * row.scale;
-    row.inverse = __frcp_rn(row.scaled_l1);
-    return row;
+    if (is_padding) list.length = 0;
+    const float l1 = SELECTED ? 1.0f : params.l1[token];
+    const float scale = absolute_f32(l1) < 0x1p-60f ? 0x1p100f : absolute_f32(l1) > 0x1p60f ? 0x1p-64f : 1.0f;
+    const float scaled_l1 = l1 * scale;
+    const float* logits = params.logits + token * params.logits_stride;
+    const float* target = params.target + token * params.target_stride;
+    return Row{params, logits, target, l1, scale, scaled_l1, __frcp_rn(scaled_l1), list};
 }
 
-// The slots of a thread out of one tile of a row; where they are not valid logits of -infinity and targets of 0.
+// The slots of a thread out of one tile of a row; logits of -infinity where they are not valid, and targets that nobody uses.
 struct Held {
     float x[HELD], target[HELD];
     uint32_t valid;  // a bit for each
@@ -216,7 +216,7 @@ DEVICE void load(const Row& row, int tile, Held& held) {
             const bool valid = row.is_valid(first + i, indices[at]);
             held.valid |= static_cast<uint32_t>(valid) << at;
             held.x[at] = valid ? held.x[at] : -INFINITY_F32;
-            held.target[at] = valid ? row.share(held.target[at]) : 0.0f;
+            held.target[at] = row.share(held.target[at]);
         }
     }
 }

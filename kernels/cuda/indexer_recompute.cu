@@ -66,8 +66,7 @@ DEVICE int first_slot(int tile) { return (tile * WARPS + warp_id()) * SLOTS; }
 
 // The row of k of this lane's slot, -1 where it is not valid.
 DEVICE int32_t look_up(const Ranking& list, int tile) {
-    const int slot = first_slot(tile) + lane_id();
-    return slot < list.length ? list.valid_row(list.stored_index(slot)) : -1;
+    return list.valid_row(list.stored_index(first_slot(tile) + lane_id()));
 }
 
 // Starts the arrival of a tile's rows, half a warp a row; slots that are not valid become zeros.
@@ -134,11 +133,12 @@ KERNEL(indexer_recompute, IndexerRecomputeParams, THREADS) {
     // Rows of the tiles under way, the one to be multiplied first, and of the one behind them.
     int32_t rows[STAGES];
     UNROLL
-    for (int stage = 0; stage < STAGES; ++stage) {
+    for (int stage = 0; stage + 1 < STAGES; ++stage) {
         rows[stage] = look_up(list, stage);
-        if (stage + 1 < STAGES && stage < tiles) start_tile(params, rows[stage], ring + stage * Rows::bytes(SLOTS));
-        if (stage + 1 < STAGES) copy_commit();
+        if (stage < tiles) start_tile(params, rows[stage], ring + stage * Rows::bytes(SLOTS));
+        copy_commit();
     }
+    rows[STAGES - 1] = look_up(list, STAGES - 1);
     if (list.length > 0) {
         // The queries came before the keys.
         copy_wait<STAGES - 1>();

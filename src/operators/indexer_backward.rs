@@ -195,6 +195,9 @@ impl Declared for IndexerBackward {
             keys(selected(3, 8, 50, 150), |keys| RankedKeys { indices: IndexClass::LeadingMasked, ..keys }),
             keys(causal(9, 32, 150, 4), |keys| RankedKeys { packed: true, ..keys }),
             keys(causal(13, 5, 9, 3), |keys| RankedKeys { q_off: false, ..keys }),
+            // Keys behind the last column.
+            keys(causal(9, 6, 90, 1), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
+            keys(summed(causal(9, 6, 90, 1)), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
             summed(causal(5, 40, 200, 1)),
             IndexerBackwardCase { nothing_passes: true, ..selected(3, 24, 40, 70) },
             IndexerBackwardCase { query_exponent: -20, weight: Float::Bf16, sm_scale: 0.3, ..selected(3, 20, 40, 70) },

@@ -402,6 +402,9 @@ impl Declared for IndexerLogits {
             hopper(IndexerLogitsCase { packed: true, ..causal(33, 64, 140, bf16, 4) }),
             hopper(IndexerLogitsCase { q_off: false, ..causal(33, 17, 140, e4m3, 3) }),
             hopper(of(flat(13, 20, 140, e2m1), Lengths::Hostile)),
+            // More units than blocks, whose codes are decoded.
+            hopper(IndexerLogitsCase { packed: true, ..causal(33, 64, 300, e2m1, 1) }),
+            hopper(of(flat(23, 20, 140, e2m1), Lengths::Absent)),
             hopper(IndexerLogitsCase { clean_logits: false, ..of(flat(9, 32, 200, bf16), Lengths::Hostile) }),
             // One token and two, of both widths, of every type.
             hopper(of(paged(3, 1, 64, 150, bf16), Lengths::Hostile)),

@@ -319,6 +319,8 @@ impl Declared for IndexerLoss {
             keys(sparse(7, 23, 70), |keys| RankedKeys { lengths: Lengths::Hostile, ..keys }),
             keys(garbage(real(exact(dense(11, 90, 4)))), |keys| RankedKeys { packed: true, ..keys }),
             keys(exact(dense(13, 9, 3)), |keys| RankedKeys { q_off: false, ..keys }),
+            // Keys behind the last column.
+            keys(dense(11, 90, 1), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
             wide(15.0, sparse(3, 60, 128)),
             wide(100.0, dense(4, 128, 1)),
             exact(wide(100.0, in_place(sparse(4, 90, 128)))),

@@ -53,6 +53,9 @@ pub struct RankedKeys {
     pub q_off: bool,
     /// Five packed sequences, one without tokens and one without keys, and tokens behind them; otherwise one.
     pub packed: bool,
+    /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`.
+    #[serde(default)]
+    pub left_out: usize,
     /// How tokens and keys are divided, where that is not what the case says.
     #[serde(skip)]
     pub(crate) arrangement: Arrangement,
@@ -74,6 +77,7 @@ impl RankedKeys {
             ratio: 1,
             q_off: false,
             packed: false,
+            left_out: 0,
             arrangement: Arrangement::AsDrawn,
             seed: 1,
         }
@@ -87,14 +91,17 @@ impl RankedKeys {
     /// Draws up to so many tokens, keys and slots of a list.
     pub(crate) fn strategy([tokens, keys, slots]: [usize; 3]) -> BoxedStrategy<Self> {
         let lists = (IndexClass::strategy(), Lengths::strategy(), any::<bool>());
-        let causal = (select(vec![1usize, 4, 128, 3]), prop_oneof![3 => Just(true), 1 => Just(false)]);
+        let causal = (select(vec![1usize, 4, 128, 3]), prop_oneof![3 => Just(true), 1 => Just(false)], left_out());
         let extents = (1..=tokens, super::extent(keys, 16), super::extent(slots, 64));
         (extents, any::<bool>(), lists, causal, any::<bool>(), 0..1000u64)
-            .prop_map(|((num_tokens, num_keys, topk), is_selected, lists, (ratio, q_off), packed, seed)| {
+            .prop_map(|((num_tokens, num_keys, topk), is_selected, lists, (ratio, q_off, left_out), packed, seed)| {
                 let (indices, lengths, global) = lists;
                 let drawn = match is_selected {
                     true => Self { indices, lengths, global, ..Self::selected(num_tokens, num_keys, topk) },
-                    false => Self { q_off, ..Self::causal(num_tokens, num_keys, ratio) },
+                    false => {
+                        let left_out = if packed { left_out } else { 0 };
+                        Self { q_off, left_out, ..Self::causal(num_tokens, num_keys, ratio) }
+                    }
                 };
                 Self { packed, seed, ..drawn }
             })
@@ -105,6 +112,10 @@ impl RankedKeys {
     pub(crate) fn check(&self) -> Result<(), Refused> {
         if self.ranking == RankingClass::Causal && self.topk > 0 {
             return refuse("topk", format!("{}: a causal ranking has no lists", self.topk));
+        }
+        if self.left_out > 0 && (self.is_selected() || !self.packed) {
+            let reason = "rows of lists have slots, and those of one sequence a column for every key";
+            return refuse("left_out", format!("{}: {reason}", self.left_out));
         }
         if self.ratio == 0 || i32::try_from(self.ratio).is_err() {
             return refuse("ratio", format!("{} must be at least 1 and fit 32 bits", self.ratio));
@@ -143,12 +154,13 @@ impl RankedKeys {
         }
     }
 
-    /// Columns of a dense form: the longest sequence's keys.
+    /// Columns of a dense form: the longest sequence's keys, but for those that are left out.
     pub(crate) fn columns(&self) -> usize {
-        match self.sequences() {
+        let longest = match self.sequences() {
             None => self.num_keys,
             Some(s) => s.cu_k.windows(2).map(|ends| (ends[1] - ends[0]) as usize).max().unwrap_or(0),
-        }
+        };
+        longest.saturating_sub(self.left_out)
     }
 
     /// The tensors that say which keys are ranked.
@@ -215,7 +227,8 @@ impl RankedKeys {
         let offset = tensors.maybe_i32s("q_off").map_or(0, |offsets| i64::from(offsets[sequence]));
         let position = offset + (token - first_token) as i64;
         // The last token that a key covers is not after this one.
-        let visible = |key: usize| ((key - first + 1) * self.ratio) as i64 - 1 <= position;
+        let columns = self.columns();
+        let visible = |key: usize| key - first < columns && ((key - first + 1) * self.ratio) as i64 - 1 <= position;
         (first..last).filter(|&key| if self.is_selected() { named(key) } else { visible(key) }).collect()
     }
 
@@ -258,6 +271,11 @@ impl RankedKeys {
             }
         });
     }
+}
+
+/// How many keys have no column: mostly none.
+pub(super) fn left_out() -> impl Strategy<Value = usize> {
+    prop_oneof![2 => Just(0usize), 1 => 1..=60usize]
 }
 
 /// Five sequences: the second has no token, the fourth no key. A token in two cases of three belongs to none.

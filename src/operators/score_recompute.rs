@@ -6,7 +6,7 @@ use dsv4_reference::score_recompute as reference;
 use rand::seq::SliceRandom;
 
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
-use super::ranking::{Arrangement, RankedKeys, RankingClass};
+use super::ranking::{self, Arrangement, RankedKeys, RankingClass};
 use super::sinks::Sinks;
 use super::{Implementation, elements, logits};
 use crate::operator::benchmarks::Whole;
@@ -59,6 +59,9 @@ pub struct ScoreRecomputeCase {
     pub q_off: bool,
     /// Five packed sequences, one without tokens and one without keys, and tokens behind them; otherwise one.
     pub packed: bool,
+    /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`, where lse is given.
+    #[serde(default)]
+    pub left_out: usize,
     /// What the exponentials are divided by.
     pub normaliser: NormaliserClass,
     /// Whether lse is computed by the operator's own kernel, or given.
@@ -106,6 +109,7 @@ impl ScoreRecomputeCase {
             ratio: 1,
             q_off: false,
             packed: false,
+            left_out: 0,
             normaliser: NormaliserClass::Joint,
             recomputed: false,
             outside: 0.0,
@@ -164,6 +168,7 @@ impl ScoreRecomputeCase {
             ratio: self.ratio,
             q_off: self.q_off,
             packed: self.packed,
+            left_out: self.left_out,
             arrangement,
             seed: self.seed,
         }
@@ -173,7 +178,7 @@ impl ScoreRecomputeCase {
         self.ranked().sequences()
     }
 
-    /// Columns of the dense scores: the longest sequence's keys.
+    /// Columns of the dense scores: the longest sequence's keys, but for those that are left out.
     fn columns(&self) -> usize {
         self.ranked().columns()
     }
@@ -248,6 +253,9 @@ impl Declared for ScoreRecompute {
             let reason = "it exceeds num_heads, or lse is recomputed, which knows of no padding";
             return refuse("padding_heads", format!("{}: {reason}", c.padding_heads));
         }
+        if c.left_out > 0 && c.recomputed {
+            return refuse("left_out", format!("{}: an lse that is recomputed is of all keys", c.left_out));
+        }
         c.ranked().check()
     }
 
@@ -257,7 +265,8 @@ impl Declared for ScoreRecompute {
 
     fn strategy(profile: Profile) -> BoxedStrategy<ScoreRecomputeCase> {
         let lists = (IndexClass::strategy(), Lengths::strategy(), any::<bool>());
-        let causal = (prop::sample::select(vec![1usize, 4, 128, 3]), prop_oneof![3 => Just(true), 1 => Just(false)]);
+        let q_off = prop_oneof![3 => Just(true), 1 => Just(false)];
+        let causal = (prop::sample::select(vec![1usize, 4, 128, 3]), q_off, ranking::left_out());
         let normaliser = (
             prop::sample::select(vec![NormaliserClass::Joint, NormaliserClass::RankedKeys]),
             any::<bool>(),
@@ -279,7 +288,7 @@ impl Declared for ScoreRecompute {
             .prop_map(|(shape, lists, causal, packed, normaliser, logits, data)| {
                 let (ranking, num_tokens, num_heads, head_dim, num_keys, topk) = shape;
                 let (indices, lengths, global) = lists;
-                let (ratio, q_off) = causal;
+                let (ratio, q_off, left_out) = causal;
                 let (normaliser, recomputed, outside, sinks, padding_heads) = normaliser;
                 let (softmax_scale, logit_deviation, logit_shift) = logits;
                 let (distribution, poison_unreferenced, implementation, seed) = data;
@@ -290,6 +299,8 @@ impl Declared for ScoreRecompute {
                 let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 let topk = if ranking == RankingClass::Selected { topk } else { 0 };
                 let padding_heads = if recomputed { 0 } else { padding_heads.min(num_heads - 1) };
+                let columns = packed && !recomputed && ranking == RankingClass::Causal;
+                let left_out = if columns { left_out } else { 0 };
                 ScoreRecomputeCase {
                     num_tokens,
                     num_heads,
@@ -304,6 +315,7 @@ impl Declared for ScoreRecompute {
                     ratio,
                     q_off,
                     packed,
+                    left_out,
                     normaliser,
                     recomputed,
                     outside,
@@ -362,6 +374,8 @@ impl Declared for ScoreRecompute {
             },
             ScoreRecomputeCase { outside: 300.0, normaliser: joint, padding_heads: 2, ..selected(3, 5, 64, 40, 140) },
             ScoreRecomputeCase { packed: true, recomputed: true, outside: 300.0, ..causal(9, 5, 64, 400, 4) },
+            // Keys behind the last column.
+            ScoreRecomputeCase { packed: true, left_out: 40, seed: 3, ..causal(9, 5, 64, 200, 1) },
             ScoreRecomputeCase { normaliser: v32, sinks: Sinks::Absent, recomputed: true, ..causal(5, 66, 64, 290, 1) },
             ScoreRecomputeCase { q_off: false, normaliser: v32, sinks: Sinks::Absent, ..causal(13, 5, 80, 9, 3) },
             ScoreRecomputeCase { recomputed: true, ..selected(2, 20, 64, 40, 50) },

@@ -500,6 +500,15 @@ fn an_mbarrier_under_data_shows() {
 }
 
 #[test]
+fn an_mbarrier_that_is_stored_over_through_a_pointer_shows() {
+    let wait = "mbarrier_wait(stage.empty, stage.parity ^ 1);";
+    for value in ["step", "0", "__uint_as_float(0xffffffffu)"] {
+        let store = format!("if (thread == 3) reinterpret_cast<float*>(dynamic_shared() + EMPTY)[1] = {value};");
+        assert_shows(wait, &format!("{store}\n        {wait}"), "stored over the mbarrier");
+    }
+}
+
+#[test]
 fn a_missing_named_barrier_before_a_bulk_addition_shows() {
     assert_shows("    named_barrier_sync(1, WARPGROUP_SIZE);\n", "", "wrong sums");
 }

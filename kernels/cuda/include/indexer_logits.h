@@ -120,12 +120,9 @@ DEVICE KeyRange causal_range(const IndexerLogitsParams& params, int32_t token) {
     return KeyRange{first, clamp(covered / params.ratio, 0, minimum(last - first, params.columns))};
 }
 
-// What is beyond the keys that there are, or beyond the columns, is left out.
+// What is beyond the keys that there are, or beyond the columns, is left out; entries beyond the table have no page.
 DEVICE KeyRange key_range(const IndexerLogitsParams& params, int32_t token) {
-    if (params.block_table) {
-        const int64_t entries = static_cast<int64_t>(params.table_pages) << params.page_shift;
-        return KeyRange{0, clamp(minimum<int64_t>(params.context_lens[token], entries), 0, params.columns)};
-    }
+    if (params.block_table) return KeyRange{0, clamp(params.context_lens[token], 0, params.columns)};
     if (params.ks) {
         const int32_t first = clamp(params.ks[token], 0, params.num_keys);
         const int32_t last = clamp(params.ke[token], first, params.num_keys);

@@ -46,7 +46,7 @@ DEVICE int32_t sequence_of(const int32_t* cu_q, int32_t num_sequences, int32_t t
 template <typename Params>
 DEVICE Ranking ranking(const Params& params, int32_t token, int32_t columns) {
     const int32_t sequence = params.cu_q ? sequence_of(params.cu_q, params.num_sequences, token) : 0;
-    if (params.cu_q && sequence == params.num_sequences) return Ranking{params.indices, 0, 0, 0, 0};
+    if (params.cu_q && sequence == params.num_sequences) return Ranking{};
     // Bounded by the tensor, whatever cu_k says.
     const int32_t first_key = params.cu_k ? minimum(maximum(params.cu_k[sequence], 0), params.num_keys) : 0;
     const int32_t last_key = params.cu_k ? minimum(params.cu_k[sequence + 1], params.num_keys) : params.num_keys;

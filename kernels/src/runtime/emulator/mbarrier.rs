@@ -1,12 +1,14 @@
 //! Barriers in shared memory that count arrivals and bytes, phase after phase.
 //!
 //! The state lives here, by the barrier's offset in the block's dynamic shared memory; the 8 bytes
-//! there stay as they are.
+//! there hold a stamp, which shows whoever stores over them through a pointer.
 
 use std::collections::BTreeMap;
 
 /// Bytes that an mbarrier takes in shared memory.
 const MBARRIER_BYTES: u32 = 8;
+/// What they hold: NaN in floating-point types, and no integer that a kernel would store.
+const STAMP: [u8; MBARRIER_BYTES as usize] = [0xa5, 0xff, 0xa5, 0xff, 0xa5, 0xff, 0xa5, 0xff];
 /// The most arrivals that an mbarrier can be initialised with.
 const MOST_ARRIVALS: u32 = (1 << 20) - 1;
 
@@ -71,10 +73,13 @@ impl Mbarrier {
 #[derive(Debug, Default)]
 pub struct Mbarriers {
     pub(super) by_offset: BTreeMap<u32, Mbarrier>,
+    /// Where their stamps are, one behind the other in the order of their initialisation: looked at whenever a thread stops.
+    stamps: Vec<*mut [u8; MBARRIER_BYTES as usize]>,
 }
 
 impl Mbarriers {
-    pub fn init(&mut self, offset: u32, arrivals: u32, shared_bytes: u64) -> Result<(), String> {
+    /// Initialises the one at `offset` of the dynamic shared memory `shared`, `shared_bytes` long, which outlives the block.
+    pub fn init(&mut self, offset: u32, arrivals: u32, shared: *mut u8, shared_bytes: u64) -> Result<(), String> {
         if !offset.is_multiple_of(MBARRIER_BYTES) {
             return Err(format!("mbarrier at offset {offset:#x}: not 8-byte aligned"));
         }
@@ -90,6 +95,10 @@ impl Mbarriers {
             return Err(format!("mbarrier at offset {offset:#x}: initialised a second time"));
         }
         self.by_offset.insert(offset, Mbarrier::new(arrivals));
+        let stamp = shared.wrapping_add(offset as usize).cast();
+        // SAFETY: it lies within the block's shared memory, as was just asked.
+        unsafe { std::ptr::write_unaligned(stamp, STAMP) };
+        self.stamps.push(stamp);
         Ok(())
     }
 
@@ -113,6 +122,14 @@ impl Mbarriers {
             "{} of {} arrivals and {} bytes are missing from phase {}",
             barrier.missing, barrier.arrivals, barrier.missing_bytes, barrier.completed_phases
         )
+    }
+
+    /// Says so where a store through a pointer has spoilt an mbarrier of the shared memory that begins at `shared`.
+    pub fn spoilt(&self, shared: *const u8) -> Option<String> {
+        // SAFETY: see `init`; no thread runs meanwhile.
+        let is_spoilt = |stamp: &&*mut [u8; MBARRIER_BYTES as usize]| unsafe { stamp.read_unaligned() } != STAMP;
+        let offset = self.stamps.iter().find(is_spoilt)?.addr() - shared.addr();
+        Some(format!("stored over the mbarrier at offset {offset:#x}"))
     }
 
     /// Says so where `bytes` bytes at `offset` overlap an mbarrier.

@@ -152,7 +152,7 @@ impl Block {
                 block.finish_thread(thread, ending);
                 exited += 1;
             }
-            if let Some(what) = pads.overrun(false) {
+            if let Some(what) = pads.overrun(false).or_else(|| block.mbarriers.spoilt(block.proxy.pointer(0))) {
                 block.fail_at(thread, what);
             }
             if let Some(failure) = block.failure.take() {

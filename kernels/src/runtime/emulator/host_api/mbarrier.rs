@@ -5,9 +5,9 @@ use super::super::block::{State, ThreadContext, abandon, maybe_yield, scheduler,
 // SAFETY of the functions below: see `scheduler`. `abandon` never returns, and no reference is alive there.
 
 pub unsafe extern "C" fn mbarrier_init(context: *mut ThreadContext, offset: u32, arrivals: u32) {
-    let shared_bytes = unsafe { (*context).dynamic_shared_bytes };
+    let (shared, shared_bytes) = unsafe { ((*context).dynamic_shared, (*context).dynamic_shared_bytes) };
     let block = unsafe { scheduler(context) };
-    if let Err(what) = block.mbarriers.init(offset, arrivals, shared_bytes) {
+    if let Err(what) = block.mbarriers.init(offset, arrivals, shared, shared_bytes) {
         unsafe { abandon(context, what) };
     }
 }
