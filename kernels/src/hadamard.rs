@@ -1,16 +1,17 @@
-//! `hadamard`: launcher of `kernels/cuda/hadamard.cu` (inference 5.4, 7, 7.1).
+//! `hadamard`: launcher of `kernels/cuda/hadamard.cu` and `hadamard_codes.cu` (inference 5.4, 7, 7.1).
 
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::{Arguments, Defines, FLOATS, element_types, modules_of_floats, read, write};
-use crate::runtime::device::Module;
+use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
+use crate::runtime::device::{Module, module};
 use crate::runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "hadamard.cu";
+const CODES_FILE: &str = "hadamard_codes.cu";
 const CHECK: Arguments = Arguments { operator: "hadamard" };
 /// Length of a row.
 pub const DIM: usize = 128;
-/// Rows of a block: one for four lanes.
+/// Rows of a block of either kernel: one for four of its lanes, or for each.
 const ROWS_PER_BLOCK: usize = 32;
 
 /// How the transform is stored.
@@ -52,7 +53,8 @@ pub fn modules() -> Vec<Module> {
             (file, defines)
         })
     };
-    Stored::ALL.into_iter().flat_map(with).collect()
+    let codes = |stored: Stored| module(CODES_FILE, &[stored.define()]);
+    Stored::ALL.into_iter().flat_map(with).chain([Stored::E2m1, Stored::E4m3].map(codes)).collect()
 }
 
 /// Launches the transform, of the `backward` where that is asked for; returns the kernel that ran. Its tensors:
@@ -82,14 +84,21 @@ pub fn launch(device: &Device, views: &Views, stored: Stored, backward: bool) ->
     let signature = CHECK.signature(views, tensors).wide("num_rows").given("head_dim", DIM);
     let mut call = signature.given("code_bytes", stored.code_bytes()).given("num_groups", DIM / 32);
     let [num_rows] = call.bind(["num_rows"])?;
-    let params = CHECK.params().strided("x", &views[x], ["row_stride"]);
-    let params = params.strided("y", values.then(|| &views[y]), ["row_stride"]);
+    let vectorised = call.vectorised();
+    let (file, name) = match vectorised {
+        true if !values && views[x].dtype == DType::Bf16 => (CODES_FILE, "hadamard_codes"),
+        true => (FILE, "hadamard_vector"),
+        false => (FILE, "hadamard_scalar"),
+    };
+    let mut params = CHECK.params().strided("x", &views[x], ["row_stride"]);
+    let mut defines = vec![stored.define()];
+    if file == FILE {
+        params = params.strided("y", values.then(|| &views[y]), ["row_stride"]);
+        defines.extend(element_types(&[("ELEMENT", views[x].dtype)]));
+    }
     let params = params.strided("codes", (!values).then(|| &views["codes"]), ["row_stride"]);
     let params = params.ptr("scale_bytes", e2m1.then(|| &views["scale_bytes"]));
     let params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
-    let mut defines: Defines = element_types(&[("ELEMENT", views[x].dtype)]);
-    defines.push(stored.define());
-    let name = if call.vectorised() { "hadamard_vector" } else { "hadamard_scalar" };
-    device.kernel(FILE, &defines, name)?.launch_blocks("x", num_rows.div_ceil(ROWS_PER_BLOCK), &params)?;
+    device.kernel(file, &defines, name)?.launch_blocks("x", num_rows.div_ceil(ROWS_PER_BLOCK), &params)?;
     Ok(name)
 }

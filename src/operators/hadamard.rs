@@ -45,7 +45,7 @@ impl Declared for Hadamard {
         name: "hadamard",
         summary: "the orthonormal Walsh-Hadamard transform of rows of 128, as numbers, e2m1 or e4m3",
         specification: &["inference 5.4", "inference 7", "inference 7.1"],
-        paths: &["hadamard_vector", "hadamard_scalar"],
+        paths: &["hadamard_vector", "hadamard_scalar", "hadamard_codes"],
         modules: launcher::modules,
         cases: [24, 60, 120],
     };
@@ -83,7 +83,7 @@ impl Declared for Hadamard {
     }
 
     fn edge_cases(profile: Profile) -> Vec<HadamardCase> {
-        // A block takes 32 rows, a warp 8.
+        // A block takes 32 rows, and so does a warp of hadamard_codes; one of the others 8.
         let rows = [0, 1, 32, 33, 70].into_iter().flat_map(|num_rows| Stored::ALL.map(|stored| (num_rows, stored)));
         let mut cases: Vec<_> = rows.map(|(num_rows, stored)| plain(num_rows, Float::Bf16, stored)).collect();
         cases.extend(Stored::ALL.map(|stored| plain(19, Float::F32, stored)));

@@ -42,6 +42,24 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 DEVICE float unpack_bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 DEVICE float unpack_bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// Four bytes of the two words, each the sign of one of their eight bytes in all its bits: a nibble of SELECTOR, the lowest for
+// the lowest byte, is 8 and the number of that byte, those of `low` being 0 to 3.
+template <uint32_t SELECTOR>
+DEVICE uint32_t byte_signs(uint32_t low, uint32_t high) {
+    static_assert((SELECTOR & 0x8888u) == 0x8888u, "signs, not bytes");
+#if defined(PARITY_EMULATOR)
+    const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
+    uint32_t signs = 0;
+    for (int i = 0; i < 4; ++i)
+        if (bytes >> (8 * (SELECTOR >> 4 * i & 7u) + 7) & 1u) signs |= 0xffu << 8 * i;
+    return signs;
+#else
+    uint32_t signs;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(low), "r"(high), "n"(SELECTOR));
+    return signs;
+#endif
+}
+
 // Of either half, as unsigned integers.
 DEVICE uint32_t maximum_u16x2(uint32_t a, uint32_t b) {
 #if defined(PARITY_EMULATOR)

@@ -124,11 +124,11 @@ DEVICE uint32_t e2m1_codes(const uint32_t (&pairs)[4], uint8_t scale) {
                                             multiply_add_bf16x2(magnitudes, factors[2], TWOS));
         codes = codes * 16 + code;
     }
-    uint32_t signs = pairs[0];
-    UNROLL
-    for (int i = 1; i < 4; ++i) signs = (signs >> 4 & ~SIGNS) | (pairs[i] & SIGNS);
+    // The sign of each number all over the byte that has its code, and the one of the other nibble in another word.
+    const uint32_t low_signs = byte_signs<0xfbd9>(pairs[0], pairs[2]), high_signs = byte_signs<0xfbd9>(pairs[1], pairs[3]);
+    const uint32_t signs = (low_signs & 0x08080808u) | (high_signs & 0x80808080u);
     // What the last bits are counted from was added four times as well.
-    return scale == 255 ? 0x77777777u : (codes - HALVES * 0x1111u) | (signs & 0x88888888u);
+    return scale == 255 ? 0x77777777u : (codes - HALVES * 0x1111u) | signs;
 }
 
 // The same of eight floats that bf16 holds.

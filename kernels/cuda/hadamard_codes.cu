@@ -1,0 +1,188 @@
+// The Walsh-Hadamard transform of rows of bf16, quantised: what hadamard.cu computes with STORED 1 (e2m1) and 2 (e4m3), to the
+// bit, where accesses of 16 bytes fit every row (inference 5.4, 7, 7.1). hadamard.cu has the formulas.
+//
+// One lane takes a row: all seven steps of the transform, the largest magnitude of each group and the codes are its own, and
+// nothing is exchanged. So that memory is still read and written line by line, a warp brings its 32 rows into shared memory first
+// and takes the codes out of there. Pieces of 16 bytes are permuted within a row, or the codes of it: what eight lanes access at
+// a time lies in different banks.
+//
+// Floor: 256 bytes read and 68 or 132 written a row, 20.3 us and 24.3 us for 262144 rows at 4.24 TB/s. Instructions of the e2m1
+// form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 4.5 for the code, 1 for memory: about
+// 16, 18 us of issue slots at 1.75 GHz, where four lanes a row take 20.5.
+//
+// Defines: STORED  1 or 2. Launch: ceil(num_rows / 32) blocks of one warp.
+#include "async_copy.h"
+#include "butterflies.h"
+#include "elements.h"
+#include "math.h"
+#include "memory.h"
+#include "quantise.h"
+
+#if !defined(STORED) || (STORED != 1 && STORED != 2)
+#error "define STORED as 1 (e2m1) or 2 (e4m3)"
+#endif
+
+constexpr int TILE_ROWS = WARP_SIZE;
+constexpr int PIECE = 16;  // bytes
+constexpr int ROW_BYTES = DIM * 2, ROW_PIECES = ROW_BYTES / PIECE;
+constexpr int CODE_BYTES = STORED == 1 ? DIM / 2 : DIM, CODE_PIECES = CODE_BYTES / PIECE;
+constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
+// Eight pieces are what a row of the 32 banks holds.
+constexpr int BANK_PIECES = 8;
+constexpr int GROUP = 32, GROUPS = DIM / GROUP;  // of e2m1
+// Of a multiprocessor, each with 168 registers a lane and 8 KiB: while some wait for their rows, the others compute.
+constexpr int RESIDENT_BLOCKS = 12;
+
+struct HadamardCodesParams {
+    const bf16* x; int64_t x_row_stride;           // [num_rows, 128]; strides in elements
+    uint8_t* codes; int64_t codes_row_stride;      // [num_rows, 64 or 128]
+    uint8_t* scale_bytes;                          // [num_rows, 4] e8m0, or nullptr
+    float* scales;                                 // [num_rows], or nullptr
+    int64_t num_rows;
+};
+PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows)
+
+SHARED_MEMORY(hadamard_codes, TILE_BYTES)
+
+// Where a piece of a row of the tile lies, in bytes.
+DEVICE int row_place(int row, int piece) { return row * ROW_BYTES + (piece ^ row % BANK_PIECES) * PIECE; }
+
+// The same of its codes, which lie one row behind the other: a row of banks holds two rows of e2m1.
+DEVICE int code_place(int row, int piece) {
+    constexpr int ROWS_OF_BANKS = BANK_PIECES / CODE_PIECES;
+    return (row * CODE_PIECES + (piece ^ row / ROWS_OF_BANKS % CODE_PIECES)) * PIECE;
+}
+
+// Two rows at once. Of a tile that is not WHOLE those that are not there are the last one's copies: they are computed, and not stored.
+template <bool WHOLE>
+DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int rows) {
+    constexpr int ROWS_AT_ONCE = WARP_SIZE / ROW_PIECES;
+    static_assert(ROWS_AT_ONCE == 2, "a pair begins at an even row");
+    const int piece = lane_id() % ROW_PIECES, odd = lane_id() / ROW_PIECES;
+    const SharedAddress tile = shared_address(dynamic_shared());
+    const bf16* const begin = params.x + first_row * params.x_row_stride + piece * (PIECE / 2);
+    const bf16* source = begin + odd * params.x_row_stride;
+    UNROLL
+    for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
+        // row_place(first + odd, piece): the bits of an even row are other ones than those of `odd`.
+        const int place = (row_place(odd, piece) ^ first % BANK_PIECES * PIECE) + first * ROW_BYTES;
+        if constexpr (!WHOLE) source = begin + minimum(first + odd, rows - 1) * params.x_row_stride;
+        copy_async_16(tile + place, source);
+        if constexpr (WHOLE) source += first + ROWS_AT_ONCE < TILE_ROWS ? ROWS_AT_ONCE * params.x_row_stride : 0;
+    }
+}
+
+DEVICE void load_row(float (&x)[DIM]) {
+    const SharedAddress tile = shared_address(dynamic_shared());
+    UNROLL
+    for (int piece = 0; piece < ROW_PIECES; ++piece) {
+        // The high bit of a piece is not permuted.
+        const int place = row_place(lane_id(), piece % BANK_PIECES) + piece / BANK_PIECES * BANK_PIECES * PIECE;
+        unpack<bf16>(load_shared_vec16(tile + place), &x[piece * (PIECE / 2)]);
+    }
+}
+
+// Of eight numbers that are rounded to bf16 word i has the i-th and, in the upper half, the (i + 4)-th.
+DEVICE void round_octet(const float* x, uint32_t (&pairs)[4]) {
+    UNROLL
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(x[i], x[i + 4]);
+}
+
+// The largest magnitude of eight numbers and those before, in each half a word's.
+DEVICE uint32_t larger(uint32_t largest_pair, const uint32_t (&pairs)[4]) {
+    UNROLL
+    for (int i = 0; i < 4; ++i) largest_pair = maximum_u16x2(largest_pair, pairs[i] & 0x7fff7fffu);
+    return largest_pair;
+}
+DEVICE float larger_half(uint32_t largest_pair) {
+    return __uint_as_float(maximum(largest_pair & 0xffffu, largest_pair >> 16) << 16);
+}
+
+// A row's codes; returns the bytes of its scales, the first group's lowest.
+#if STORED == 1
+DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[CODE_BYTES / 4]) {
+    uint32_t scales = 0;
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+        uint32_t pairs[GROUP / 8][4], largest_pair = 0;
+        UNROLL
+        for (int octet = 0; octet < GROUP / 8; ++octet) {
+            round_octet(&y[group * GROUP + octet * 8], pairs[octet]);
+            largest_pair = larger(largest_pair, pairs[octet]);
+        }
+        const uint8_t scale = group_scale(larger_half(largest_pair), E2M1_FLOOR, 1.0f / 6.0f);
+        UNROLL
+        for (int octet = 0; octet < GROUP / 8; ++octet)
+            codes[group * (GROUP / 8) + octet] = e2m1_codes(pairs[octet], scale);
+        scales |= static_cast<uint32_t>(scale) << 8 * group;
+    }
+    return scales;
+}
+
+#else
+// The row is one group.
+DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[CODE_BYTES / 4]) {
+    uint32_t largest_pair = 0;
+    UNROLL
+    for (int first = 0; first < DIM; first += 8) {
+        uint32_t pairs[4];
+        round_octet(&y[first], pairs);
+        largest_pair = larger(largest_pair, pairs);
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+            y[first + i] = unpack_bf16_low(pairs[i]);
+            y[first + i + 4] = unpack_bf16_high(pairs[i]);
+        }
+    }
+    const uint8_t scale = group_scale(larger_half(largest_pair), E4M3_FLOOR, 1.0f / 448.0f);
+    e4m3_codes(y, inverse_of_scale(scale), codes);
+    return scale;
+}
+#endif
+
+// Each lane its row's codes into the tile, whose rows all lanes have read; then the warp takes them out, line by line.
+DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows, const uint32_t (&codes)[CODE_BYTES / 4]) {
+    constexpr int ROWS_AT_ONCE = WARP_SIZE / CODE_PIECES;
+    UNROLL
+    for (int piece = 0; piece < CODE_PIECES; ++piece)
+        store_vec16(dynamic_shared() + code_place(lane_id(), piece),
+                    Vec16{{codes[4 * piece], codes[4 * piece + 1], codes[4 * piece + 2], codes[4 * piece + 3]}});
+    __syncwarp();
+    const SharedAddress tile = shared_address(dynamic_shared());
+    const int piece = lane_id() % CODE_PIECES;
+    uint8_t* const target = params.codes + first_row * params.codes_row_stride + piece * PIECE;
+    UNROLL
+    for (int row = lane_id() / CODE_PIECES; row < TILE_ROWS; row += ROWS_AT_ONCE)
+        if (row < rows) store_vec16(target + row * params.codes_row_stride, load_shared_vec16(tile + code_place(row, piece)));
+}
+
+// Four bytes at once where they lie at a multiple of four.
+DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_t scales) {
+    if constexpr (STORED == 2) {
+        params.scales[row] = e8m0_to_float(static_cast<uint8_t>(scales));
+    } else if (reinterpret_cast<uintptr_t>(params.scale_bytes) % GROUPS == 0) {
+        *reinterpret_cast<uint32_t*>(params.scale_bytes + row * GROUPS) = scales;
+    } else {
+        for (int group = 0; group < GROUPS; ++group)
+            params.scale_bytes[row * GROUPS + group] = static_cast<uint8_t>(scales >> 8 * group);
+    }
+}
+
+KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
+    const int64_t first_row = static_cast<int64_t>(blockIdx.x) * TILE_ROWS;
+    const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.num_rows - first_row));
+    if (rows == TILE_ROWS) copy_rows<true>(params, first_row, rows);
+    else copy_rows<false>(params, first_row, rows);
+    copy_commit();
+    copy_wait<0>();
+    __syncwarp();
+    float y[1][DIM];
+    load_row(y[0]);
+    walsh_hadamard<1>(y, 0);
+    uint32_t codes[CODE_BYTES / 4];
+    const uint32_t scales = quantise(y[0], codes);
+    if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
+    // Every lane has its row in registers now: the tile's memory is free.
+    __syncwarp();
+    store_codes(params, first_row, rows, codes);
+}
