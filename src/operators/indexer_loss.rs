@@ -245,7 +245,7 @@ impl Declared for IndexerLoss {
             // Deviations of 15 and 100 spread a row's logits over 60 and 400.
             select(vec![0.25, 2.0, 15.0, 100.0]),
             select(vec![TargetClass::Soft, TargetClass::Peaked, TargetClass::OnLowLogits, TargetClass::EmptyRows]),
-            prop_oneof![2 => Just(0), 1 => Just(-60)],
+            prop_oneof![3 => Just(0), 1 => Just(-60), 1 => select(vec![-90, 60])],
             select(vec![Masked::Clean, Masked::Nan, Masked::Garbage]),
         );
         let loss_coeff = prop_oneof![4 => Just(0.3f32), 1 => Just(1.0), 1 => Just(0.0)];
@@ -330,7 +330,10 @@ impl Declared for IndexerLoss {
             empty(dense(6, 33, 1)),
             exact(empty(sparse(6, 33, 40))),
             in_place(dense(5, 64, 1)),
+            // Sums that a quotient is formed of as they are, and those that are brought nearer to 1.
             IndexerLossCase { score_exponent: -60, ..dense(5, 40, 1) },
+            IndexerLossCase { score_exponent: -90, ..dense(5, 40, 1) },
+            IndexerLossCase { score_exponent: 60, ..dense(5, 40, 1) },
             IndexerLossCase { loss_coeff: 0.0, ..sparse(4, 30, 33) },
             IndexerLossCase { loss_coeff: 0.0, ..in_place(dense(4, 32, 1)) },
             IndexerLossCase { with_kl: false, row_mask: true, lse_given: true, ..sparse(5, 70, 96) },
