@@ -156,16 +156,15 @@ DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, in
         if (row < rows) store_vec16(target + row * params.codes_row_stride, load_shared_vec16(tile + code_place(row, piece)));
 }
 
-// Four bytes at once where they lie at a multiple of four.
+// Bytes, which need no alignment: those of a line come together in the second-level cache.
 DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_t scales) {
-    if constexpr (STORED == 2) {
-        params.scales[row] = e8m0_to_float(static_cast<uint8_t>(scales));
-    } else if (reinterpret_cast<uintptr_t>(params.scale_bytes) % GROUPS == 0) {
-        *reinterpret_cast<uint32_t*>(params.scale_bytes + row * GROUPS) = scales;
-    } else {
-        for (int group = 0; group < GROUPS; ++group)
-            params.scale_bytes[row * GROUPS + group] = static_cast<uint8_t>(scales >> 8 * group);
-    }
+#if STORED == 1
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group)
+        params.scale_bytes[row * GROUPS + group] = static_cast<uint8_t>(scales >> 8 * group);
+#else
+    params.scales[row] = e8m0_to_float(static_cast<uint8_t>(scales));
+#endif
 }
 
 KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {

@@ -172,12 +172,19 @@ DEVICE void find_digit(Shared& shared, const Keys& keys, LastKey& last, int abov
     last = LastKey{last.prefix | shared.bin << shift, shared.left, shared.inside == shared.left};
 }
 
-// The first 22 bits of the key of rank `wanted`.
-template <class Keys>
-DEVICE uint32_t leading_bits(Shared& shared, const Keys& keys, uint32_t wanted) {
+// The whole row into the second-level cache, while its sample is ranked: the pass over it does not wait for memory then.
+DEVICE void prefetch(const Row& row) {
+    constexpr int LINE = 128 / sizeof(float);
+    for (int column = threadIdx.x * LINE; column < row.length; column += THREADS * LINE)
+        prefetch_second_level(row.scores + column);
+}
+
+// The first 22 bits of the key of rank `wanted`. The row is asked for behind the sample, which is waited for first.
+DEVICE uint32_t leading_bits(Shared& shared, const Sample& sample, uint32_t wanted) {
     LastKey last{0, wanted, false};
-    find_digit(shared, keys, last, 31, 21, true);
-    find_digit(shared, keys, last, 21, 10, false);
+    find_digit(shared, sample, last, 31, 21, true);
+    prefetch(sample.row);
+    find_digit(shared, sample, last, 21, 10, false);
     return last.prefix;
 }
 
