@@ -27,7 +27,8 @@
 // limited by the latency of some 16 barriers a row where rows are few, and by instructions (some 30 for each 128 scores) where they
 // are many. The form that this one replaces ranked all scores by their histogram: on one H200 289 us for 512 of 16384 in 4096 rows,
 // 199 us for 1024 of 8192, with 80 % of the issue slots taken; 60 us for 512 of 65536 in 32 rows.
-// Measured on one H200: 164, 130 and 20.1 us; 13.4 us for 512 of 16384 in 128 rows (14.2 us with 1024 threads a block). When each
+// Measured on one H200: 162, 129 and 20.0 us; 12.8 us for 512 of 16384 in 128 rows (13.2 us when the row was not asked for while
+// its sample was ranked, 13.3 us when it was asked for before; 14.2 us with 1024 threads a block). When each
 // histogram was cleared for itself and the last digit always counted, some 25 barriers: 174, 138 and 20.9 us, and 14.7 us; ncu, the
 // first of these: 73 % of the issue slots taken, 33 % of the memory's rate. 512 threads a block where rows are many: 176 us for 1024
 // of 8192.
