@@ -15,6 +15,8 @@
 //
 // A group with a NaN or an infinity has a scale of NaN, and its codes are those of NaN (of e2m1, which has none, +6).
 //
+// Codes of bf16 are made by hadamard_codes.cu where accesses of 16 bytes fit every row; what follows is for all else.
+//
 // Four lanes take a row, so that five of the seven steps stay within a lane. Floor for bf16: 256 bytes read and 256, 68 or 132
 // written a row; at 4.24 TB/s a row of the e2m1 form takes 0.076 ns, which leaves 21 instructions an element at 85 %. It takes
 // 20.5, 656 a warp of eight rows: 7 sums, 2 shuffles and a product of the transform, 1 to unpack, 2 to round and find the
