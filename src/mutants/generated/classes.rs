@@ -78,6 +78,7 @@ fn only_compiler_evaluates(parent: Node<'_>, child: Node<'_>) -> bool {
     let is_field = |name: &str| parent.child_by_field_name(name) == Some(child);
     match parent.kind() {
         "if_statement" => is_constexpr(parent) && is_field("condition"),
+        "preproc_if" | "preproc_elif" => is_field("condition"),
         "case_statement" => is_field("value"),
         "array_declarator" => is_field("size"),
         _ => matches!(

@@ -120,6 +120,16 @@ fn nothing_changes_outside_of_function_bodies() {
 }
 
 #[test]
+fn what_the_preprocessor_asks_stays_and_what_it_leaves_changes() {
+    let conditional = "#if STORED == 1\n    if (a < b) f();\n#elif STORED == 2\n    if (b < a) f();\n#endif";
+    let edited: Vec<usize> = of(conditional).iter().map(|mutant| mutant.line).collect();
+    assert!(!edited.is_empty());
+    let first = edited.iter().min().copied().unwrap_or_default();
+    assert!(edited.iter().all(|line| [first, first + 2].contains(line)), "{edited:?}");
+    assert!(edited.contains(&(first + 2)), "{edited:?}");
+}
+
+#[test]
 fn an_id_outlives_lines_that_come_above_it_and_no_edit_of_its_own_line() {
     let ids = |body: &str| of(body).into_iter().map(|mutant| mutant.id).collect::<Vec<_>>();
     let before = ids("sum += x;");
