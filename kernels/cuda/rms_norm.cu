@@ -376,8 +376,8 @@ DEVICE void prefetch_row(const RmsNormBackwardParams& params, int64_t row) {
     }
 }
 
-// Neighbouring columns' dweight, of those that there are. Single floats, which a workspace may be aligned to, would write each sector of memory
-// eight times.
+// Neighbouring columns' dweight, of those that there are. Single floats, which a workspace may be aligned to, would write
+// each sector of memory eight times.
 DEVICE void store_partial(const RmsNormBackwardParams& params, float* partial, int64_t column,
                           const float (&dweight)[VECTOR]) {
     if (column >= params.width) return;

@@ -9,11 +9,13 @@
 // goes through the product as if it were not quantised: it is swiglu.cu's.
 //
 // Floor for bf16: 4 bytes read and 1 written an element, and 4 bytes or 1 a group: at 4.24 TB/s 60 us for 24576 x
-// 2048. Expected to be limited by memory: about 24 instructions an element, of the 33 that there is time for, and two
+// 2048. Expected to be limited by memory: about 21 instructions an element, of the 33 that there is time for, and two
 // special functions, which take half of it.
 // Measured on one H200, 24576 x 2048: 68.4 us in groups of 32 with e8m0 scales, 73.6 us in groups of 128 with fp32
 // scales; backward 123 us. When a division by a scale that is no power of two took six instructions, and a group's
-// first lane was found by a division, these were 72 and 83 us, the latter with 82 % of the issue slots taken.
+// first lane was found by a division, these were 72 and 83 us, the latter with 82 % of the issue slots taken. All that was
+// when an element took 3.5 instructions more, of which the scaling of subnormal reciprocals were three (swiglu.h);
+// predicted now, not measured: 66 and 70 us.
 //
 // Defines: ELEMENT  type of gate and up: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks.
 #include "element.h"

@@ -122,6 +122,18 @@ DEVICE float reciprocal_approx(float x) {
 #endif
 }
 
+// reciprocal_approx where a result below 2^-126 may be 0: without the three instructions that scale such a one.
+DEVICE float reciprocal_normal_approx(float x) {
+#if defined(PARITY_EMULATOR)
+    const float y = 1.0f / x;
+    return y < 1.17549435e-38f && y > -1.17549435e-38f ? 0.0f : y;
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
 DEVICE float subtrahend(float row_maximum) {
     return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;

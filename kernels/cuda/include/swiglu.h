@@ -6,7 +6,11 @@
 
 DEVICE float clamp_gate(float gate, float limit) { return minimum_or_nan_f32(gate, limit); }
 DEVICE float clamp_up(float up, float limit) { return maximum_or_nan_f32(minimum_or_nan_f32(up, limit), -limit); }
-DEVICE float sigmoid(float x) { return reciprocal_approx(1.0f + exp2_approx(-LOG2_E * x)); }
+// 1 / (1 + exp(-x)), as a quarter of 1 / (1/4 + exp(-x) / 4): where it is subnormal that reciprocal is not yet, and needs
+// no scaling. 0 below -88.7.
+DEVICE float sigmoid(float x) {
+    return 0.25f * reciprocal_normal_approx(0.25f + exp2_approx(fused_multiply_add(x, -LOG2_E, -2.0f)));
+}
 
 // w (a sigmoid(a) b), before it is quantised.
 DEVICE float weighted_swiglu(float gate, float up, float limit, float weight) {
