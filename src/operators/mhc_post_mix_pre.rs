@@ -208,6 +208,8 @@ impl Declared for MhcPostMixPre {
             separate(placed(Aliasing::InPlace, plain(2, 5))),
             // More than the portable projection is left with on Hopper.
             separate(plain(260, 8)),
+            // Few tokens of channels in many parts.
+            separate(plain(2, 520)),
             // Tokens of a second warp, and of a second block.
             plain(17, 8),
             plain(130, 8),
