@@ -16,7 +16,9 @@
 // limited by memory.
 // Measured on one H200: 32768 tokens of 7168 channels 1178 us (85 % of a copy with the second reading), one token
 // 10.8 us, 128 tokens 19.8 us, where a hundred parts of each sum are added; 1253, 13.3 and 24.6 us when every thread
-// added up all sums itself. With 16 parts read at a time 1220, 9.5 and 18.5 us.
+// added up all sums itself. With 16 parts read at a time 1220, 9.5 and 18.5 us. Now six groups of lanes add up a sixth of
+// many parts each, 19 loads of a warp instead of 112. Predicted, not measured: 9 and 13 us. On Hopper mhc_head_hopper.cu
+// projects more than 256 tokens.
 //
 // Launch: mhc_head_project token_tiles * splits blocks; mhc_head_project_scalar a warp a token, splits 1;
 // mhc_head_mix_* num_tokens * chunks blocks of any multiple of 32 threads that cover a row.
@@ -49,6 +51,23 @@ SHARED_MEMORY(mhc_head_project, sizeof(ProjectionShared<STREAMS>))
 KERNEL(mhc_head_project, ProjectionParams, PROJECTION_THREADS) { project<STREAMS>(params); }
 KERNEL(mhc_head_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<STREAMS>(params); }
 
+// A token's products and sum of squares, number i in lane i of STREAMS + 1. Where there are many parts of them, groups of
+// so many lanes add up a share of the parts each, so that few are waited for one behind the other, and then the groups'
+// sums in their order.
+DEVICE float projection_of(const MhcHeadMixParams& params, int64_t token) {
+    constexpr int NUMBERS = STREAMS + 1, GROUPS = WARP_SIZE / NUMBERS, FEW_PARTS = 4;
+    const int place = lane_id() % NUMBERS, group = lane_id() / NUMBERS;
+    const int64_t apart = params.num_tokens * PARTIAL_WIDTH<STREAMS>;
+    const float* const first = params.partials + token * PARTIAL_WIDTH<STREAMS> + place;
+    if (params.splits <= FEW_PARTS) return sum_of_parts<FEW_PARTS>(first, apart, params.splits);
+    const int begin = params.splits * group / GROUPS, end = params.splits * (group + 1) / GROUPS;
+    const float own = sum_of_parts<10>(first + begin * apart, apart, group < GROUPS ? end - begin : 0);
+    float sum = 0.0f;
+    UNROLL
+    for (int other = 0; other < GROUPS; ++other) sum += __shfl_sync(FULL_WARP, own, other * NUMBERS + place);
+    return sum;
+}
+
 template <int COUNT>
 DEVICE void mhc_head_mix(const MhcHeadMixParams& params) {
     const uint32_t chunks = static_cast<uint32_t>(params.chunks), chunk = blockIdx.x % chunks;
@@ -58,9 +77,7 @@ DEVICE void mhc_head_mix(const MhcHeadMixParams& params) {
     float x[STREAMS][COUNT] = {}, w[STREAMS], out[COUNT];
     if (exists)
         load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
-    // The first five lanes of every warp make a sum each, for all of its lanes.
-    const int place = minimum(lane_id(), STREAMS);
-    const float own = projected<STREAMS>(params.partials, params.num_tokens, params.splits, token, place);
+    const float own = projection_of(params, token);
     const float squares = __shfl_sync(FULL_WARP, own, STREAMS);
     const float rstd = streams_rstd(params, squares);
     const bool saves = chunk == 0 && threadIdx.x == 0;

@@ -27,14 +27,20 @@
 // second-level cache add 0.4 of the streams' bytes, and reads of shared memory take some 65 % of its rate.
 // Measured on one H200: 8192 tokens of 7168 channels 207 us with the coefficients, 54 % of the floor's rate; 847 us for
 // 32768. ncu: the tensor pipes are busiest, then the issue slots, which six products of m16n8k16 for 16 x 8 channels
-// and the splitting of weights in every block fill. wgmma, of one instruction for 64 x 24 x 16, would lift that.
+// and the splitting of weights in every block fill. mhc_mix_hopper.cu has wgmma instead, of one instruction for 64 x 72
+// x 16, and is the faster one from some 256 tokens on; this one is for other hardware and for fewer tokens.
+// One token of 7168 channels took 12.8 us, 128 tokens 15.1 us, when weights came from memory a step ahead and a lane of
+// mhc_mix_coefficients added up a hundred parts of its two columns, 16 at a time, some 4 us. Of so few tokens
+// mhc_mix_coefficients_few adds them up by eight warps. Predicted, not measured: 8 and 10 us, of which the 39 passes of
+// the Sinkhorn iteration, each of two shuffles, a reciprocal and a product that wait for one another, are 1.8.
 // mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a token, in plain fp32.
 //
 // Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_scalar a warp a token, splits 1;
-// mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 16)) blocks.
+// mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 16)) blocks, or mhc_mix_coefficients_few num_tokens.
 #include "coefficients.h"
 
 constexpr int COEFFICIENT_THREADS = 128;
+constexpr int FEW_THREADS = 256, FEW_WARPS = FEW_THREADS / WARP_SIZE;
 
 struct MhcMixCoefficientsParams {
     const float* partials;
@@ -77,4 +83,25 @@ KERNEL(mhc_mix_coefficients, MhcMixCoefficientsParams, COEFFICIENT_THREADS) {
     store_comb(params, token, lane, exists, rstd * of_comb);
     if (!exists) return;
     if (lane == 0) params.rstd[token] = rstd;
+}
+
+// Few tokens, whose channels are in many parts: a block each. A warp adds up its share of the parts, a lane a number, so
+// that all of them are waited for at once; the first one adds these sums in their order.
+KERNEL(mhc_mix_coefficients_few, MhcMixCoefficientsParams, FEW_THREADS) {
+    __shared__ float sums[FEW_WARPS][WARP_SIZE];
+    const int64_t token = blockIdx.x, apart = params.num_tokens * PARTIAL_WIDTH<COLUMNS>;
+    const int begin = params.splits * warp_id() / FEW_WARPS, end = params.splits * (warp_id() + 1) / FEW_WARPS;
+    const float* const first = params.partials + begin * apart + token * PARTIAL_WIDTH<COLUMNS> + lane_id();
+    sums[warp_id()][lane_id()] = lane_id() <= COLUMNS ? sum_of_parts<16>(first, apart, end - begin) : 0.0f;
+    __syncthreads();
+    if (warp_id() != 0) return;
+    float sum = 0.0f;
+    UNROLL
+    for (int warp = 0; warp < FEW_WARPS; ++warp) sum += sums[warp][lane_id()];
+    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum;
+    if (lane_id() < 2 * STREAMS) store_gate(params, token, lane_id(), mix);
+    if (lane_id() == 0) params.rstd[token] = rstd;
+    // Both halves of the warp make comb, and one stores it.
+    const int lane = lane_id() % MATRIX_LANES;
+    store_comb(params, token, lane, lane_id() < MATRIX_LANES, __shfl_sync(FULL_WARP, mix, 2 * STREAMS + lane));
 }

@@ -9,7 +9,7 @@ struct SelftestWgmmaParams {
     const uint16_t* b;     // bf16 [K, n]
     const float* c;        // [M, n]
     float* y;              // [M, n], c + a b, or a b where `accumulate` is 0
-    int32_t n;             // 64, 128 or 256
+    int32_t n;             // 64, 128 or 256; 24 or 72 with A from registers and B as it is
     int32_t a_source;      // 0: shared memory, 1: shared memory, transposed, 2: registers
     int32_t b_transposed;  // 0 or 1
     int32_t accumulate;    // 0 or 1
@@ -91,12 +91,14 @@ DEVICE void multiply(const SelftestWgmmaParams& params, float (&d)[N8][4], int f
 template <int N8>
 DEVICE void multiply_from(const SelftestWgmmaParams& params, float (&d)[N8][4], int first_row, int row) {
     const int way = 2 * params.a_source + params.b_transposed;
-    if (way == 0) multiply<N8, false, false, false>(params, d, first_row, row);
-    if (way == 1) multiply<N8, false, false, true>(params, d, first_row, row);
-    if (way == 2) multiply<N8, false, true, false>(params, d, first_row, row);
-    if (way == 3) multiply<N8, false, true, true>(params, d, first_row, row);
     if (way == 4) multiply<N8, true, false, false>(params, d, first_row, row);
-    if (way == 5) multiply<N8, true, false, true>(params, d, first_row, row);
+    if constexpr (N8 % 8 == 0) {
+        if (way == 0) multiply<N8, false, false, false>(params, d, first_row, row);
+        if (way == 1) multiply<N8, false, false, true>(params, d, first_row, row);
+        if (way == 2) multiply<N8, false, true, false>(params, d, first_row, row);
+        if (way == 3) multiply<N8, false, true, true>(params, d, first_row, row);
+        if (way == 5) multiply<N8, true, false, true>(params, d, first_row, row);
+    }
 }
 
 template <int N8>
@@ -118,6 +120,8 @@ DEVICE void whole_product(const SelftestWgmmaParams& params) {
 
 // One block.
 KERNEL(selftest_wgmma, SelftestWgmmaParams, WGMMA_THREADS) {
+    if (params.n == 24) whole_product<3>(params);
+    if (params.n == 72) whole_product<9>(params);
     if (params.n == 64) whole_product<8>(params);
     if (params.n == 128) whole_product<16>(params);
     if (params.n == 256) whole_product<32>(params);

@@ -1,13 +1,16 @@
-//! `mhc_head`: launcher of `kernels/cuda/mhc_head.cu` and `mhc_head_backward.cu` (inference 2.5, training 11.1).
+//! `mhc_head`: launcher of `kernels/cuda/mhc_head.cu`, `mhc_head_hopper.cu` and `mhc_head_backward.cu` (inference 2.5,
+//! training 11.1).
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
-use crate::mhc_mix::{Wide, fits_wide, parts_of_tokens, projection, projection_blocks};
+pub use crate::implementation::Implementation;
+use crate::mhc_mix::{Projection, Wide, fits_wide, most_splits, parts_of_tokens};
 use crate::mhc_post::{NUM_STREAMS, threads};
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::DeviceAddress;
 use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "mhc_head.cu";
+const HOPPER_FILE: &str = "mhc_head_hopper.cu";
 const BACKWARD_FILE: &str = "mhc_head_backward.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_head" };
 /// Floats that the projection leaves of a token; `PARTIAL_WIDTH<STREAMS>` in the kernel source.
@@ -28,7 +31,7 @@ const PRODUCTS: usize = 2 * NUM_STREAMS;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    [FILE, BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
+    [FILE, HOPPER_FILE, BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
 }
 
 /// The numbers of a call.
@@ -47,10 +50,13 @@ impl Numbers {
     }
 }
 
-/// Checks the tensors of a call, and returns them with its tokens and their channels.
-fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
+/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its tokens and their channels.
+fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>, [usize; 2])> {
+    let backward = forward.is_none();
+    let hopper = forward == Some(Implementation::Hopper);
+    let streams = read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]);
     let tensors = [
-        read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]).rows(),
+        if hopper { streams.aligned_rows() } else { streams.rows() },
         read("fn").axes(&["num_columns", "num_streams", "hidden_size"]),
         read("scale").axes(&["num_groups"]),
         read("base").axes(&["num_columns"]),
@@ -67,15 +73,14 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
     let signature = CHECK.signature(views, tensors).given("num_streams", NUM_STREAMS).given("num_groups", 1);
     let signature = signature.given("num_columns", NUM_STREAMS).wide("num_tokens");
     // All streams of a token together are counted in 32 bits.
-    let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize / NUM_STREAMS);
+    let mut signature = signature.extent("hidden_size", if hopper { 8 } else { 1 }, i32::MAX as usize / NUM_STREAMS);
     let extents = signature.bind(["num_tokens", "hidden_size"])?;
     Ok((signature, extents))
 }
 
 /// Bytes of scratch memory that [`forward`] needs.
 pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
-    let [_, splits] = projection(device, num_tokens, hidden_size);
-    splits * num_tokens * PARTIAL_WIDTH * 4
+    most_splits(device, num_tokens, hidden_size) * num_tokens * PARTIAL_WIDTH * 4
 }
 
 /// Launches the forward; returns the kernels that ran. Its tensors:
@@ -86,20 +91,25 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// - `mix` `[num_tokens, 4]` and `rstd` `[num_tokens]` f32, for the backward;
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
+/// The kernels for Hopper take streams whose rows lie at multiples of 16 bytes, and `hidden_size` a multiple of 8.
+///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
-    let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    implementation: Implementation,
+) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind(views, Some(implementation))?;
     numbers.check()?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
     let vectorised = signature.vectorised();
-    let wide = vectorised && views["fn"].address.is_multiple_of(16);
-    let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, wide);
-    let project = if wide { "mhc_head_project" } else { "mhc_head_project_scalar" };
-    let params = signature.params(&["streams", "fn"]).ptr("partials", workspace);
-    let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
-    device.kernel(FILE, &[], project)?.launch_blocks("streams", blocks, &params)?;
+    let aligned = signature.vectorised_rows(&["streams"]) && views["fn"].address.is_multiple_of(16);
+    let projection = Projection { check: CHECK, device, views, num_tokens, hidden_size, aligned };
+    let names = ["mhc_head_project_hopper", "mhc_head_project", "mhc_head_project_scalar"];
+    let (project, splits) = projection.launch(implementation, [FILE, HOPPER_FILE], names)?;
     let (name, row) = match vectorised {
         true => ("mhc_head_mix_vector", hidden_size / 8),
         false => ("mhc_head_mix_scalar", hidden_size),
@@ -138,7 +148,7 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
-    let (signature, [num_tokens, hidden_size]) = bind(views, true)?;
+    let (signature, [num_tokens, hidden_size]) = bind(views, None)?;
     numbers.check()?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;

@@ -1,12 +1,16 @@
-//! `mhc_mix`: launcher of `kernels/cuda/mhc_mix.cu` and `mhc_mix_backward.cu` (inference 2.1 and 2.2, training 11.1).
+//! `mhc_mix`: launcher of `kernels/cuda/mhc_mix.cu`, `mhc_mix_hopper.cu` and `mhc_mix_backward.cu` (inference 2.1 and
+//! 2.2, training 11.1).
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
+pub use crate::implementation::Implementation;
 use crate::mhc_post::NUM_STREAMS;
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::{DeviceAddress, Params};
+use crate::runtime::tensor_map::TensorMap;
 use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "mhc_mix.cu";
+const HOPPER_FILE: &str = "mhc_mix_hopper.cu";
 const BACKWARD_FILE: &str = "mhc_mix_backward.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_mix" };
 /// Coefficients of a token: pre, post, and comb by sources.
@@ -19,12 +23,25 @@ const BLOCK_TOKENS: usize = 128;
 const STEP: usize = 64;
 /// Fewest steps of a part of the channels.
 const FEWEST_STEPS: usize = 4;
+/// Tokens of a block of the projection for Hopper: `TILE_TOKENS` in the kernel source. Its steps are as wide.
+const HOPPER_TOKENS: usize = 256;
+/// What a block of it takes before and behind its steps, in steps.
+const HOPPER_OVERHEAD: usize = 3;
+/// Blocks of it for each multiprocessor, at most, where there are several parts of the channels.
+const HOPPER_ROUNDS: usize = 4;
+/// Most tokens that are left to the portable kernels unless others are asked for: of these a block has more to do for the
+/// tokens that are not there.
+pub const FEW_TOKENS: usize = HOPPER_TOKENS;
 /// Tokens of a block of the scalar projection: one a warp.
 const SCALAR_TOKENS: usize = 8;
 /// Floats that the projection leaves of a token.
 const PARTIAL_WIDTH: usize = 32;
 /// Tokens of a block of the coefficients, forward and backward.
 const COEFFICIENT_TOKENS: usize = 8;
+/// Most tokens that have a block of the coefficients each where the channels are in many parts, and most parts that are not
+/// many. All of these blocks run at once.
+const FEW_COEFFICIENT_TOKENS: usize = 1024;
+const FEW_PARTS: usize = 4;
 /// Threads of the backward's blocks, and the floats that it leaves of a token.
 const BACKWARD_THREADS: usize = 128;
 const NUMBERS: usize = NUM_COLUMNS + 4;
@@ -46,7 +63,7 @@ const WIDE: Wide = Wide { channels: 4, blocks: 2 };
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    [FILE, BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
+    [FILE, HOPPER_FILE, BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
 }
 
 /// The numbers of a call.
@@ -72,12 +89,15 @@ impl Numbers {
     }
 }
 
-/// Checks the tensors of a call, and returns them with its tokens and their channels.
-fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
+/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its tokens and their channels.
+fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>, [usize; 2])> {
     let gates = &["num_tokens", "num_streams"];
     let matrix = &["num_tokens", "source", "destination"];
+    let backward = forward.is_none();
+    let hopper = forward == Some(Implementation::Hopper);
+    let streams = read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]);
     let tensors = [
-        read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]).rows(),
+        if hopper { streams.aligned_rows() } else { streams.rows() },
         read("fn").axes(&["num_columns", "num_streams", "hidden_size"]),
         read("scale").axes(&["num_groups"]),
         read("base").axes(&["num_columns"]),
@@ -99,7 +119,7 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
     let signature = signature.given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
     let signature = signature.given("num_columns", NUM_COLUMNS).wide("num_tokens");
     // All streams of a token together are counted in 32 bits.
-    let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize / NUM_STREAMS);
+    let mut signature = signature.extent("hidden_size", if hopper { 8 } else { 1 }, i32::MAX as usize / NUM_STREAMS);
     let extents = signature.bind(["num_tokens", "hidden_size"])?;
     Ok((signature, extents))
 }
@@ -117,10 +137,99 @@ pub(crate) fn projection_blocks(device: &Device, num_tokens: usize, hidden_size:
     if wide { [tiles.saturating_mul(splits), splits] } else { [num_tokens.div_ceil(SCALAR_TOKENS), 1] }
 }
 
+/// Blocks of tokens and parts of the channels of the projection for Hopper: as many parts as end soonest, of equal ones
+/// the fewest.
+fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
+    let (tiles, processors) = (num_tokens.div_ceil(HOPPER_TOKENS), processors.max(1));
+    let steps = NUM_STREAMS * hidden_size.div_ceil(STEP);
+    let time = |splits: &usize| (tiles * splits).div_ceil(processors) * (steps.div_ceil(*splits) + HOPPER_OVERHEAD);
+    let most = (HOPPER_ROUNDS * processors / tiles.max(1)).clamp(1, steps.div_ceil(FEWEST_STEPS).max(1));
+    [tiles, (1..=most).min_by_key(time).unwrap_or(1)]
+}
+
+/// Parts of the channels of either projection, at most: so many places of each token its scratch memory has.
+pub(crate) fn most_splits(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
+    let [_, portable] = projection(device, num_tokens, hidden_size);
+    let [_, hopper] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
+    portable.max(hopper)
+}
+
+/// The boxes of streams `[num_tokens, 4, hidden_size]` that the projection for Hopper copies; `None` where hardware copies
+/// none of such a tensor, or counts no such tokens.
+fn streams_map(streams: &TensorView) -> Option<TensorMap> {
+    let (&[tokens, streams_of_token, width], &[token, stream, column]) = (&streams.shape[..], &streams.strides[..])
+    else {
+        return None;
+    };
+    i32::try_from(tokens).ok()?;
+    // Strides beyond 2^40 bytes are no map's anyway.
+    let bytes = |elements: i64| elements.checked_mul(2);
+    let (shape, strides) = (vec![streams_of_token, tokens, 2 * width], vec![bytes(stream)?, bytes(token)?, column]);
+    TensorMap::of(&TensorView { dtype: DType::U8, shape, strides, ..streams.clone() }, HOPPER_TOKENS as u32)
+}
+
+/// A call of a projection.
+pub(crate) struct Projection<'a> {
+    pub check: Arguments,
+    pub device: &'a Device,
+    pub views: &'a Views,
+    pub num_tokens: usize,
+    pub hidden_size: usize,
+    /// Whether 16 bytes fit every row of streams and weights.
+    pub aligned: bool,
+}
+
+impl Projection<'_> {
+    /// What the kernel for Hopper copies, where it is the one that runs.
+    ///
+    /// # Errors
+    /// It is asked for and cannot run.
+    fn map(&self, implementation: Implementation) -> Result<Option<TensorMap>> {
+        let map = self.aligned.then(|| streams_map(&self.views["streams"])).flatten();
+        let misfit = (map.is_none() && self.num_tokens > 0).then(|| {
+            "hardware copies no boxes of streams: their rows overlap or lie at no multiples of 16 bytes".to_owned()
+        });
+        // Of no tokens nothing is launched.
+        let few = implementation == Implementation::Auto && self.num_tokens <= FEW_TOKENS;
+        let implementation = if few { Implementation::Portable } else { implementation };
+        let hopper = implementation.runs_hopper(self.check, self.device.environment(), usize::MAX, misfit)?;
+        Ok(map.filter(|_| hopper))
+    }
+
+    /// Launches the projection, of the kernels for Hopper, those for all hardware and for any layout; returns the one that
+    /// ran, and the parts of the channels.
+    ///
+    /// # Errors
+    /// A refused argument, a compile error, a refused launch.
+    pub fn launch(
+        &self,
+        implementation: Implementation,
+        [file, hopper_file]: [&str; 2],
+        [hopper, wide, scalar]: [&'static str; 3],
+    ) -> Result<(&'static str, usize)> {
+        let Self { check, device, views, num_tokens, hidden_size, .. } = *self;
+        let sizes = |params: Params, splits| {
+            params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)
+        };
+        if let Some(map) = self.map(implementation)? {
+            let [tiles, splits] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
+            let params = check.params().ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]);
+            let params = sizes(params, splits)?.tensor_map("streams_map", Some(device.tensor_map(&map)?));
+            device.kernel(hopper_file, &[], hopper)?.launch_blocks("streams", tiles.saturating_mul(splits), &params)?;
+            return Ok((hopper, splits));
+        }
+        let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, self.aligned);
+        let name = if self.aligned { wide } else { scalar };
+        let params = check.params().strided("streams", &views["streams"], ["token_stride", "stream_stride"]);
+        let params = sizes(params.ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]), splits)?;
+        device.kernel(file, &[], name)?.launch_blocks("streams", blocks, &params)?;
+        Ok((name, splits))
+    }
+}
+
 /// Bytes of scratch memory that [`forward`] needs.
 pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
-    let [_, splits] = projection(device, num_tokens, hidden_size);
-    splits * num_tokens * PARTIAL_WIDTH * 4
+    most_splits(device, num_tokens, hidden_size) * num_tokens * PARTIAL_WIDTH * 4
 }
 
 /// Launches the forward; returns the kernels that ran. Its tensors:
@@ -132,19 +241,24 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// - `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for the backward;
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
+/// The kernels for Hopper take streams whose rows lie at multiples of 16 bytes, and `hidden_size` a multiple of 8.
+///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
-    let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    implementation: Implementation,
+) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind(views, Some(implementation))?;
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
-    let wide = signature.vectorised() && views["fn"].address.is_multiple_of(16);
-    let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, wide);
-    let name = if wide { "mhc_mix_project" } else { "mhc_mix_project_scalar" };
-    let params = signature.params(&["streams", "fn"]).ptr("partials", workspace);
-    let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
-    device.kernel(FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
+    let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
+    let projection = Projection { check: CHECK, device, views, num_tokens, hidden_size, aligned };
+    let names = ["mhc_mix_project_hopper", "mhc_mix_project", "mhc_mix_project_scalar"];
+    let (name, splits) = projection.launch(implementation, [FILE, HOPPER_FILE], names)?;
     let params = CHECK.params().ptr("partials", workspace);
     let params = ["scale", "base", "pre", "post", "comb", "mix", "rstd"]
         .into_iter()
@@ -152,9 +266,12 @@ pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&
     let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
     let params = params.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
     let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
-    let kernel = device.kernel(FILE, &[], "mhc_mix_coefficients")?;
-    kernel.launch_blocks("streams", num_tokens.div_ceil(COEFFICIENT_TOKENS), &params)?;
-    Ok(vec![name, "mhc_mix_coefficients"])
+    let (coefficients, blocks) = match num_tokens <= FEW_COEFFICIENT_TOKENS && splits > FEW_PARTS {
+        true => ("mhc_mix_coefficients_few", num_tokens),
+        false => ("mhc_mix_coefficients", num_tokens.div_ceil(COEFFICIENT_TOKENS)),
+    };
+    device.kernel(FILE, &[], coefficients)?.launch_blocks("streams", blocks, &params)?;
+    Ok(vec![name, coefficients])
 }
 
 /// Parts of the tokens, each of which has blocks of its own for all channels: as many as leave the fewest
@@ -286,7 +403,7 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
-    let (signature, [num_tokens, hidden_size]) = bind(views, true)?;
+    let (signature, [num_tokens, hidden_size]) = bind(views, None)?;
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
@@ -320,4 +437,19 @@ fn fit(views: &Views, names: &[&str], hidden_size: usize, channels: usize) -> bo
         view.address.is_multiple_of(2 * channels as u64) && outer.iter().all(|stride| stride % channels as i64 == 0)
     };
     hidden_size.is_multiple_of(channels) && names.iter().all(fits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_projection_for_hopper_fills_the_device_whatever_the_tokens_are() {
+        let of = |tokens| hopper_projection(132, tokens, 7168);
+        // Two blocks of tokens: as many parts as multiprocessors take at once, of 7 steps each.
+        assert_eq!([of(512), of(8192), of(32_768)], [[2, 64], [32, 4], [128, 1]]);
+        // A hundred blocks would leave a quarter idle.
+        assert_eq!(of(25_600), [100, 5]);
+        assert_eq!([hopper_projection(132, 0, 16), hopper_projection(1, 1, 8)], [[0, 1], [1, 1]]);
+    }
 }

@@ -2,7 +2,7 @@
 //! to 2.4, training 11.1).
 
 use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
-use crate::mhc_mix::{self, Backward, NUM_COLUMNS, Numbers};
+use crate::mhc_mix::{self, Backward, Implementation, NUM_COLUMNS, Numbers};
 use crate::mhc_post::{self, NUM_STREAMS, threads};
 use crate::mhc_pre;
 use crate::runtime::device::{Module, module};
@@ -131,7 +131,7 @@ pub fn forward_separately(device: &Device, views: &Views, numbers: Numbers) -> R
     bind(views, false)?;
     let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
     let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
-    let mix = mhc_mix::forward(device, &site.renamed(&OF_NEXT_SITE), numbers)?;
+    let mix = mhc_mix::forward(device, &site.renamed(&OF_NEXT_SITE), numbers, Implementation::Auto)?;
     let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
     let pre = mhc_pre::forward(device, &mixed, None)?;
     Ok([post].into_iter().chain(mix).chain([pre]).collect())

@@ -22,8 +22,8 @@
 //! # Rounding points
 //!
 //! All is fp32, the streams are stored in bf16. Products of v and fn are exact: tensor cores multiply v by three parts
-//! of fn, add 64 channels from zero, truncating each 16 products, and fp32 adds those sums. Powers, quotients and the
-//! root are approximated.
+//! of fn, add 64 channels from zero, truncating each 16 products, and fp32 adds those sums. (On Hopper each part has a
+//! sum of its own, which truncates less.) Powers, quotients and the root are approximated.
 
 use candle_core::Tensor;
 

@@ -83,8 +83,10 @@ impl Declared for MhcBlock {
         ],
         paths: &[
             "mhc_mix_project",
+            "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",
             "mhc_mix_coefficients",
+            "mhc_mix_coefficients_few",
             "mhc_pre_forward_vector",
             "mhc_pre_forward_scalar",
             "rms_norm_forward_warp",
@@ -225,6 +227,8 @@ impl Declared for MhcBlock {
             MhcBlockCase { logits: 20.0, ..plain(9, 16) },
             // Tokens of a second warp.
             plain(17, 8),
+            // More than the portable projection is left with on Hopper.
+            plain(260, 8),
         ];
         if profile == Profile::Full {
             cases.extend([plain(64, 4096), plain(100, 7168)]);
@@ -261,7 +265,7 @@ impl Declared for MhcBlock {
         let numbers = c.of_launcher();
         let own = ["streams", "attn_fn", "attn_scale", "attn_base", "attn_pre", "attn_post", "attn_comb", "attn_mix"];
         let site = v.only(&[&own[..], &["attn_rstd", "workspace"]].concat()).renamed(ATTN);
-        run.launch(|device| mhc_mix::forward(device, &site, numbers))?;
+        run.launch(|device| mhc_mix::forward(device, &site, numbers, mhc_mix::Implementation::Auto))?;
         let mixed = v.only(&["streams", "attn_pre", "attn_h"]).renamed(ATTN);
         run.launch(|device| mhc_pre::forward(device, &mixed, None))?;
         sublayer(c, v, run, ["attn_h", "attn_weight", "attn_u", "attn_norm_rstd", "attn_add", "attn_y"])?;

@@ -6,7 +6,8 @@ use dsv4_kernels::mhc_post::NUM_STREAMS;
 use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_head as reference;
 
-use super::mhc_mix::coefficients_bend_over;
+use super::Implementation;
+use super::mhc_mix::{coefficients_bend_over, fastest_projection, fitting, implementations};
 use super::mhc_post::near_equal;
 use crate::operator::prelude::*;
 
@@ -28,6 +29,9 @@ pub struct MhcHeadCase {
     pub logits: f32,
     /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
     pub near_equal: bool,
+    /// Which kernels project.
+    #[serde(default)]
+    pub implementation: Implementation,
     /// The streams, and the distribution of dout.
     #[serde(flatten)]
     pub data: Data,
@@ -35,7 +39,12 @@ pub struct MhcHeadCase {
 
 fn plain(num_tokens: usize, hidden_size: usize) -> MhcHeadCase {
     let (norm_eps, hc_eps, logits, near_equal, data) = (1e-6, 1e-6, 2.0, false, Data::normal(1.0));
-    MhcHeadCase { num_tokens, hidden_size, norm_eps, hc_eps, logits, near_equal, data }
+    let implementation = Implementation::Portable;
+    MhcHeadCase { num_tokens, hidden_size, norm_eps, hc_eps, logits, near_equal, implementation, data }
+}
+
+fn hopper(num_tokens: usize, hidden_size: usize) -> MhcHeadCase {
+    MhcHeadCase { implementation: Implementation::Hopper, ..plain(num_tokens, hidden_size) }
 }
 
 impl MhcHeadCase {
@@ -66,6 +75,7 @@ impl Declared for MhcHead {
         specification: &["inference 2.5", "training 11.1"],
         paths: &[
             "mhc_head_project",
+            "mhc_head_project_hopper",
             "mhc_head_project_scalar",
             "mhc_head_mix_vector",
             "mhc_head_mix_scalar",
@@ -84,11 +94,14 @@ impl Declared for MhcHead {
 
     fn tensors(c: &MhcHeadCase) -> Specs {
         let (tokens, streams) = (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
-        let channels = axis("hidden_size", c.hidden_size).multiples(1, i32::MAX as usize / NUM_STREAMS);
+        let hopper = c.implementation == Implementation::Hopper;
+        let multiple = if hopper { 8 } else { 1 };
+        let channels = axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
         let (columns, groups) = (axis("num_columns", NUM_STREAMS), axis("num_groups", 1));
         let deviation = (c.channels().max(1) as f64).sqrt().recip();
+        let of_tokens = input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data);
         let tensors = [
-            input("streams", DType::Bf16, &[tokens, streams, channels]).rows().drawn_as(c.data),
+            if hopper { of_tokens.aligned_rows() } else { of_tokens.rows() },
             input("fn", DType::F32, &[columns, streams, channels]).drawn(Distribution::Normal, deviation),
             input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
             input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
@@ -105,27 +118,30 @@ impl Declared for MhcHead {
         specs.positive("logits", c.logits)
     }
 
+    fn cannot_run(c: &MhcHeadCase, environment: &Environment) -> Option<String> {
+        c.implementation.launcher().cannot_run_on(environment)
+    }
+
+    fn fastest(c: &MhcHeadCase, environment: &Environment) -> MhcHeadCase {
+        MhcHeadCase { implementation: fastest_projection(environment, c.num_tokens, c.hidden_size), ..c.clone() }
+    }
+
     fn strategy(profile: Profile) -> BoxedStrategy<MhcHeadCase> {
         let extents = matrix(profile.of([[12, 300], [40, 1100], [300, 7168]]));
         let eps = (select(vec![1e-6f32, 1e-2]), select(vec![1e-6f32, 1e-2]));
         let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
         let logits = select(vec![0.5f32, 4.0, 20.0]);
-        (extents, eps, logits, near_equal, Data::strategy(-8..=8))
-            .prop_map(|([num_tokens, hidden_size], (norm_eps, hc_eps), logits, near_equal, data)| MhcHeadCase {
-                num_tokens,
-                hidden_size,
-                norm_eps,
-                hc_eps,
-                logits,
-                near_equal,
-                data,
+        (extents, eps, logits, near_equal, implementations(), Data::strategy(-8..=8))
+            .prop_map(|([num_tokens, width], (norm_eps, hc_eps), logits, near_equal, implementation, data)| {
+                let case = plain(num_tokens, fitting(implementation, width));
+                MhcHeadCase { norm_eps, hc_eps, logits, near_equal, implementation, data, ..case }
             })
             .boxed()
     }
 
     fn typical() -> Vec<MhcHeadCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 16), MhcHeadCase { hc_eps: 1e-2, ..plain(3, 5) }]
+        vec![plain(5, 16), MhcHeadCase { hc_eps: 1e-2, ..plain(3, 5) }, hopper(5, 16)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcHeadCase> {
@@ -145,8 +161,17 @@ impl Declared for MhcHead {
             plain(1, 1032),
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
+            hopper(0, 16),
+            hopper(1, 8),
+            // More steps than there are stages of streams, and of weights; each stream ends within a step.
+            hopper(2, 520),
+            // Tokens of a second row of a lane, of the last warpgroup, and of a second block.
+            hopper(9, 72),
+            hopper(200, 40),
+            hopper(260, 8),
         ];
         if profile == Profile::Full {
+            cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64)]);
             cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64)]);
         }
         cases
@@ -174,7 +199,7 @@ impl Declared for MhcHead {
 
     fn launch(c: &MhcHeadCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let own = v.only(&["streams", "fn", "scale", "base", "out", "mix", "rstd", "workspace"]);
-        run.launch(|device| launcher::forward(device, &own, c.of_launcher()))
+        run.launch(|device| launcher::forward(device, &own, c.of_launcher(), c.implementation.launcher()))
     }
 
     fn launch_backward(c: &MhcHeadCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
@@ -218,8 +243,9 @@ impl Declared for MhcHead {
         let extents = if on_gpu(environment) { &gpu[..] } else { &[(6, 64)] };
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, flops)| {
             let name = format!("{num_tokens}x4x{hidden_size} bf16");
-            let benchmark = Benchmark::new(direction, name, plain(num_tokens, hidden_size), "num_tokens");
-            benchmark.streaming(&["mix", "rstd"], flops)
+            let implementation = fastest_projection(environment, num_tokens, hidden_size);
+            let case = MhcHeadCase { implementation, ..plain(num_tokens, hidden_size) };
+            Benchmark::new(direction, name, case, "num_tokens").streaming(&["mix", "rstd"], flops)
         };
         // Of each element of the streams four products and sums, its square, and its part of out; twice as many in the
         // backward.

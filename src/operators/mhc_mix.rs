@@ -6,6 +6,7 @@ use dsv4_kernels::mhc_post::NUM_STREAMS;
 use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_mix as reference;
 
+use super::Implementation;
 use super::mhc_post::near_equal;
 use crate::operator::prelude::*;
 
@@ -29,6 +30,9 @@ pub struct MhcMixCase {
     pub logits: f32,
     /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
     pub near_equal: bool,
+    /// Which kernels project.
+    #[serde(default)]
+    pub implementation: Implementation,
     /// The streams.
     #[serde(flatten)]
     pub data: Data,
@@ -36,8 +40,12 @@ pub struct MhcMixCase {
 
 fn plain(num_tokens: usize, hidden_size: usize) -> MhcMixCase {
     let (sinkhorn_iters, norm_eps, hc_eps, logits) = (20, 1e-6, 1e-6, 2.0);
-    let (near_equal, data) = (false, Data::normal(1.0));
-    MhcMixCase { num_tokens, hidden_size, sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, data }
+    let (near_equal, implementation, data) = (false, Implementation::Portable, Data::normal(1.0));
+    MhcMixCase { num_tokens, hidden_size, sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, implementation, data }
+}
+
+fn hopper(num_tokens: usize, hidden_size: usize) -> MhcMixCase {
+    MhcMixCase { implementation: Implementation::Hopper, ..plain(num_tokens, hidden_size) }
 }
 
 impl MhcMixCase {
@@ -71,8 +79,10 @@ impl Declared for MhcMix {
         specification: &["inference 2.1", "inference 2.2", "training 11.1"],
         paths: &[
             "mhc_mix_project",
+            "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",
             "mhc_mix_coefficients",
+            "mhc_mix_coefficients_few",
             "mhc_mix_backward_coefficients",
             "mhc_mix_backward_streams_wide",
             "mhc_mix_backward_streams_scalar",
@@ -86,12 +96,15 @@ impl Declared for MhcMix {
 
     fn tensors(c: &MhcMixCase) -> Specs {
         let (tokens, streams) = (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
-        let channels = axis("hidden_size", c.hidden_size).multiples(1, i32::MAX as usize / NUM_STREAMS);
+        let hopper = c.implementation == Implementation::Hopper;
+        let multiple = if hopper { 8 } else { 1 };
+        let channels = axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
         let (columns, groups) = (axis("num_columns", NUM_COLUMNS), axis("num_groups", 3));
         let matrix = [tokens, axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS)];
         let deviation = (c.channels().max(1) as f64).sqrt().recip();
+        let of_tokens = input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data);
         let tensors = [
-            input("streams", DType::Bf16, &[tokens, streams, channels]).rows().drawn_as(c.data),
+            if hopper { of_tokens.aligned_rows() } else { of_tokens.rows() },
             input("fn", DType::F32, &[columns, streams, channels]).drawn(Distribution::Normal, deviation),
             input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
             input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
@@ -116,22 +129,33 @@ impl Declared for MhcMix {
         check_iterations(c.sinkhorn_iters)
     }
 
+    fn cannot_run(c: &MhcMixCase, environment: &Environment) -> Option<String> {
+        c.implementation.launcher().cannot_run_on(environment)
+    }
+
+    fn fastest(c: &MhcMixCase, environment: &Environment) -> MhcMixCase {
+        MhcMixCase { implementation: fastest_projection(environment, c.num_tokens, c.hidden_size), ..c.clone() }
+    }
+
     fn strategy(profile: Profile) -> BoxedStrategy<MhcMixCase> {
         let extents = matrix(profile.of([[12, 300], [40, 1100], [300, 7168]]));
         let iterations = prop_oneof![3 => Just(20usize), 1 => Just(1), 1 => 2..=10usize];
         let eps = (select(vec![1e-6f32, 1e-2]), select(vec![1e-6f32, 1e-2]));
         let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
         let logits = select(vec![0.5f32, 4.0, 20.0, 80.0]);
-        (extents, iterations, eps, logits, near_equal, Data::strategy(-8..=8))
-            .prop_map(|([num_tokens, hidden_size], sinkhorn_iters, (norm_eps, hc_eps), logits, near_equal, data)| {
-                MhcMixCase { num_tokens, hidden_size, sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, data }
+        let data = (implementations(), Data::strategy(-8..=8));
+        (extents, iterations, eps, logits, near_equal, data)
+            .prop_map(|([num_tokens, width], sinkhorn_iters, eps, logits, near_equal, (implementation, data))| {
+                let (hidden_size, (norm_eps, hc_eps)) = (fitting(implementation, width), eps);
+                let case = plain(num_tokens, hidden_size);
+                MhcMixCase { sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, implementation, data, ..case }
             })
             .boxed()
     }
 
     fn typical() -> Vec<MhcMixCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 16), MhcMixCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) }]
+        vec![plain(5, 16), MhcMixCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) }, hopper(5, 16)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcMixCase> {
@@ -155,8 +179,18 @@ impl Declared for MhcMix {
             plain(70, 10),
             // More blocks of tokens than blocks of the coefficients.
             plain(90, 2),
+            hopper(0, 16),
+            hopper(1, 8),
+            // More steps than there are stages of streams, and of weights; each stream ends within a step.
+            hopper(2, 520),
+            // Tokens of a second row of a lane, of another warp, of the last warpgroup, and of a second block.
+            hopper(9, 72),
+            hopper(17, 8),
+            MhcMixCase { near_equal: true, ..hopper(200, 40) },
+            hopper(260, 8),
         ];
         if profile == Profile::Full {
+            cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64), hopper(2048, 8)]);
             cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64), plain(2048, 8)]);
         }
         cases
@@ -186,7 +220,7 @@ impl Declared for MhcMix {
         let given = ["streams", "fn", "scale", "base"];
         let written = ["pre", "post", "comb", "mix", "rstd", "workspace"];
         let own = v.only(&[&given[..], &written].concat());
-        run.launch(|device| launcher::forward(device, &own, c.of_launcher()))
+        run.launch(|device| launcher::forward(device, &own, c.of_launcher(), c.implementation.launcher()))
     }
 
     fn launch_backward(c: &MhcMixCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
@@ -242,13 +276,30 @@ impl Declared for MhcMix {
         let extents = if on_gpu(environment) { &gpu[..] } else { &[(6, 64)] };
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, flops)| {
             let name = format!("{num_tokens}x4x{hidden_size} bf16");
-            let benchmark = Benchmark::new(direction, name, plain(num_tokens, hidden_size), "num_tokens");
-            benchmark.streaming(&["mix", "rstd"], flops)
+            let implementation = fastest_projection(environment, num_tokens, hidden_size);
+            let case = MhcMixCase { implementation, ..plain(num_tokens, hidden_size) };
+            Benchmark::new(direction, name, case, "num_tokens").streaming(&["mix", "rstd"], flops)
         };
         // Of each element of the streams 24 products and sums, and its square; twice as many in the backward.
         let both = [(Forward, 50.0), (Backward, 98.0)];
         extents.iter().flat_map(|extents| both.map(|direction| benchmark(extents, direction))).collect()
     }
+}
+
+/// The kernels that project: those for Hopper take whole accesses of 16 bytes (`fitting`).
+pub(super) fn implementations() -> impl Strategy<Value = Implementation> {
+    select(vec![Implementation::Portable, Implementation::Hopper])
+}
+
+/// Channels near so many that the kernels take.
+pub(super) fn fitting(implementation: Implementation, channels: usize) -> usize {
+    if implementation == Implementation::Hopper { channels.next_multiple_of(8) } else { channels }
+}
+
+/// The kernels that a launcher left to itself takes of streams that lie as whole accesses of 16 bytes.
+pub(super) fn fastest_projection(environment: &Environment, num_tokens: usize, hidden_size: usize) -> Implementation {
+    let takes = num_tokens > launcher::FEW_TOKENS && hidden_size.is_multiple_of(8);
+    if takes { Implementation::fastest_on(environment) } else { Implementation::Portable }
 }
 
 /// A case's number of Sinkhorn iterations is one that the launcher takes.

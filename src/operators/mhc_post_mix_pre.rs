@@ -87,8 +87,10 @@ impl Declared for MhcPostMixPre {
             "mhc_post_forward_vector",
             "mhc_post_forward_scalar",
             "mhc_mix_project",
+            "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",
             "mhc_mix_coefficients",
+            "mhc_mix_coefficients_few",
             "mhc_pre_forward_vector",
             "mhc_pre_forward_scalar",
             "mhc_post_mix_pre_dpre_vector",
@@ -204,6 +206,10 @@ impl Declared for MhcPostMixPre {
             MhcPostMixPreCase { sinkhorn_iters: 48, logits: 8.0, ..plain(2, 16) },
             separate(plain(3, 16)),
             separate(placed(Aliasing::InPlace, plain(2, 5))),
+            // More than the portable projection is left with on Hopper.
+            separate(plain(260, 8)),
+            // Few tokens of channels in many parts.
+            separate(plain(2, 520)),
             // Tokens of a second warp, and of a second block.
             plain(17, 8),
             plain(130, 8),

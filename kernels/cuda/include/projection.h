@@ -85,6 +85,15 @@ DEVICE void load_weights_from(const float* fn, int64_t channels, int64_t channel
     if (column < COLUMNS && channel < channels) load_elements<PIECE>(fn + column * channels + channel, weights.values);
 }
 
+// Asks for the thread's weights of a step.
+template <int COLUMNS>
+DEVICE void prefetch_weights(const ProjectionParams& params, int64_t step) {
+    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size, column = threadIdx.x / BLOCK_PIECES;
+    const int64_t channel = (step * BLOCK_PIECES + threadIdx.x % BLOCK_PIECES) * PIECE;
+    if (column >= COLUMNS || channel >= channels) return;
+    prefetch_second_level(params.fn + column * channels + channel);
+}
+
 template <int COLUMNS>
 DEVICE void load_weights(const ProjectionParams& params, int64_t step, Weights& weights) {
     load_weights_from<COLUMNS>(params.fn, static_cast<int64_t>(STREAMS) * params.hidden_size,
@@ -102,16 +111,20 @@ DEVICE void split(const Weights& weights, Vec16 (&vectors)[PARTS]) {
     }
 }
 
+DEVICE void split_weights(const Weights& weights, Vec16 (&vectors)[PARTS]) {
+    uint32_t largest = 0;
+    UNROLL
+    for (int e = 0; e < PIECE; ++e) largest = maximum(largest, __float_as_uint(weights.values[e]) & 0x7fffffffu);
+    if (is_finite(WEIGHT_SCALE * __uint_as_float(largest))) split<split_finite_pair>(weights, vectors);
+    else split<split_pair>(weights, vectors);
+}
+
 template <int COLUMNS>
 DEVICE void store_weights(const Weights& weights, WeightParts<COLUMNS>& parts) {
     const int column = threadIdx.x / BLOCK_PIECES, piece = swizzled(column, threadIdx.x % BLOCK_PIECES);
     if (column >= 8 * TILES<COLUMNS>) return;
-    uint32_t largest = 0;
-    UNROLL
-    for (int e = 0; e < PIECE; ++e) largest = maximum(largest, __float_as_uint(weights.values[e]) & 0x7fffffffu);
     Vec16 vectors[PARTS];
-    if (is_finite(WEIGHT_SCALE * __uint_as_float(largest))) split<split_finite_pair>(weights, vectors);
-    else split<split_pair>(weights, vectors);
+    split_weights(weights, vectors);
     for (int part = 0; part < PARTS; ++part) parts[part][column][piece] = vectors[part];
 }
 
@@ -191,6 +204,15 @@ struct Sums {
 
 // The squares by fp32: as the diagonal of products of the tensor cores, which the projection nearly fills, they gained
 // nothing (one H200, 8192 tokens of 7168 channels: 210 us that way, 213 us this way, all else being equal).
+DEVICE void add_squares(const Vec16 (&of_tokens)[2], float (&squares)[2]) {
+    UNROLL
+    for (int row = 0; row < 2; ++row) {
+        float x[PIECE];
+        unpack<bf16>(of_tokens[row], x);
+        for (int e = 0; e < PIECE; ++e) squares[row] += x[e] * x[e];
+    }
+}
+
 template <int COLUMNS>
 DEVICE void add_step(const Fragments& fragments, const WeightParts<COLUMNS>& parts, Sums<COLUMNS>& sums) {
     const int column = lane_id() / 4;
@@ -198,12 +220,7 @@ DEVICE void add_step(const Fragments& fragments, const WeightParts<COLUMNS>& par
     UNROLL
     for (int half = 0; half < 2; ++half) {
         const Vec16 &low = fragments.of[half][0], &high = fragments.of[half][1];
-        UNROLL
-        for (int row = 0; row < 2; ++row) {
-            float x[PIECE];
-            unpack<bf16>(fragments.of[half][row], x);
-            for (int e = 0; e < PIECE; ++e) sums.squares[row] += x[e] * x[e];
-        }
+        add_squares(fragments.of[half], sums.squares);
         UNROLL
         for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
             UNROLL
@@ -262,6 +279,8 @@ DEVICE void project(const ProjectionParams& params) {
     Weights weights;
     load_weights<COLUMNS>(params, begin, weights);
     for (uint32_t step = 0; step < STAGES - 1; ++step) start(step);
+    // Few tokens are a few steps a block, and weights come a step ahead: from memory each would be waited for.
+    for (uint32_t step = 1; step < minimum<uint32_t>(steps, STAGES); ++step) prefetch_weights<COLUMNS>(params, begin + step);
     for (uint32_t step = 0; step < steps; ++step) {
         WeightParts<COLUMNS>& own = shared.parts[step % 2];
         store_weights<COLUMNS>(weights, own);

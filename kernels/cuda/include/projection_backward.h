@@ -154,18 +154,22 @@ DEVICE void backward_wide(const Params& params) {
         if (first < part.begin) continue;
         copy_wait<1>();
         __syncthreads();
-        const int count = static_cast<int>(minimum<int64_t>(part.end - first, W::TOKENS));
-        const auto own = [&](int of, int at) {
-            return reinterpret_cast<const bf16*>(shared.channels[stage][of][at]) + threadIdx.x * W::CHANNELS;
-        };
+        const int count = part.own.exists ? static_cast<int>(minimum<int64_t>(part.end - first, W::TOKENS)) : 0;
+        // Each goes on by its own step: places that follow from the token's number took a tenth of the instructions.
+        const bf16* own = reinterpret_cast<const bf16*>(shared.channels[stage][0][0]) + threadIdx.x * W::CHANNELS;
+        const Vec16* numbers = shared.numbers[stage][0];
+        bf16* target = to + first * params.dstreams_token_stride;
         UNROLL_BY(1)
-        for (int at = 0; at < (part.own.exists ? count : 0); ++at) {
+        for (int left = count; left > 0; --left) {
             float v[W::CHANNELS], other[W::CHANNELS] = {}, dv[W::CHANNELS];
-            load_elements<W::CHANNELS>(own(0, at), v);
-            if constexpr (W::OTHERS == 1) load_elements<W::CHANNELS>(own(1, at), other);
-            add_token(part.own, shared.numbers[stage][at], v, dv);
-            add_other(params, part.own, shared.numbers[stage][at], other, dv);
-            store_channels(to + (first + at) * params.dstreams_token_stride, dv);
+            load_elements<W::CHANNELS>(own, v);
+            if constexpr (W::OTHERS == 1) load_elements<W::CHANNELS>(own + W::TOKENS * W::PIECES * PIECE, other);
+            own += W::PIECES * PIECE;
+            add_token(part.own, numbers, v, dv);
+            add_other(params, part.own, numbers, other, dv);
+            store_channels(target, dv);
+            numbers += W::PLACES;
+            target += params.dstreams_token_stride;
         }
         // The stage is read: it may be written again.
         __syncthreads();

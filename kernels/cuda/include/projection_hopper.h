@@ -1,0 +1,270 @@
+// The projection of projection.h for sm_90a, which mhc_mix_hopper.cu and mhc_head_hopper.cu share: warpgroup matrix
+// products, and weights that are split once for 256 tokens. What it leaves is laid out as there.
+//
+// A block takes 256 tokens and a part of the channels, 64 at a time (a step). Five warpgroups:
+//   0 to 3  consumers, 64 tokens each.
+//   4       producer. One warp has boxes of the streams copied, 64 channels of 256 tokens, as far ahead as there are
+//           stages; the other three split the weights of each step and leave them as an operand.
+//
+// The three parts of the weights are columns of one product, 64 x 72 x 16 of 24 columns, so that the tensor cores are
+// given a wide one, and sums of unlike size do not meet in one accumulator: a step's product of each part is four
+// instructions from zero, and fp32 adds the parts, the smallest first, and then the steps.
+//
+// A consumer reads the streams from shared memory once, into its fragments of A, of which it makes the sum of squares,
+// too; the stage is free as soon as they are there. As in projection.h a lane reads 16 bytes of each of two tokens: the
+// channel that an instruction takes for its k-th is free as long as the weights agree (`channel_of`). A warp's tokens
+// stand in another order (`row_of`) so that eight lanes, who read of two rows, meet in no bank.
+#pragma once
+
+#include "hopper.h"
+#include "panels.h"
+#include "projection.h"
+
+constexpr int CONSUMERS = 4;  // warpgroups
+constexpr int CONSUMER_TOKENS = 64, TILE_TOKENS = CONSUMERS * CONSUMER_TOKENS;
+constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE;
+constexpr int COPY_THREADS = WARP_SIZE, SPLIT_THREADS = WARPGROUP_SIZE - COPY_THREADS;
+constexpr int HOPPER_PROJECTION_THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
+constexpr int STEP_CHANNELS = 64;  // a row of 128 bytes
+constexpr int STREAM_STAGES = 6, WEIGHT_STAGES = 3;
+
+struct HopperProjectionParams {
+    const float* fn;  // [COLUMNS, STREAMS * hidden_size]
+    float* partials;  // [splits, num_tokens, PARTIAL_WIDTH]
+    int64_t num_tokens;
+    int32_t hidden_size;
+    int32_t splits;  // of the channels
+    TensorMap streams_map;  // [STREAMS, num_tokens, bytes], boxes of TILE_TOKENS rows
+};
+PARAMS_LAYOUT(HopperProjectionParams, fn, partials, num_tokens, hidden_size, splits, streams_map)
+
+// Where everything lies in dynamic shared memory.
+template <int COLUMNS>
+struct ProjectionLayout {
+    static constexpr int ROWS = PARTS * 8 * TILES<COLUMNS>;  // of the weights, those of a part one behind the other
+    static constexpr int STREAM_BYTES = TILE_TOKENS * 128, WEIGHT_BYTES = ROWS * 128;
+    static constexpr int STREAM = 0;
+    static constexpr int WEIGHT = STREAM + STREAM_STAGES * STREAM_BYTES;
+    static constexpr int FULL = WEIGHT + WEIGHT_STAGES * WEIGHT_BYTES;  // mbarriers [STREAM_STAGES]
+    static constexpr int EMPTY = FULL + 8 * STREAM_STAGES;
+    static constexpr int SPLIT = EMPTY + 8 * STREAM_STAGES;  // mbarriers [WEIGHT_STAGES]
+    static constexpr int USED = SPLIT + 8 * WEIGHT_STAGES;
+    static constexpr int BYTES = USED + 8 * WEIGHT_STAGES;
+    static_assert(BYTES <= 227 * 1024, "stages exceed shared memory");
+
+    static constexpr int stream(uint32_t step) { return STREAM + step % STREAM_STAGES * STREAM_BYTES; }
+    static constexpr int full(uint32_t step) { return FULL + 8 * (step % STREAM_STAGES); }
+    static constexpr int empty(uint32_t step) { return EMPTY + 8 * (step % STREAM_STAGES); }
+    static constexpr int weight(uint32_t step) { return WEIGHT + step % WEIGHT_STAGES * WEIGHT_BYTES; }
+    static constexpr int split(uint32_t step) { return SPLIT + 8 * (step % WEIGHT_STAGES); }
+    static constexpr int used(uint32_t step) { return USED + 8 * (step % WEIGHT_STAGES); }
+};
+
+// Parities of the phases in which a step's streams and weights have come. What lay there before is given up in the
+// phases before these.
+DEVICE uint32_t stream_phase(uint32_t step) { return step / STREAM_STAGES & 1; }
+DEVICE uint32_t weight_phase(uint32_t step) { return step / WEIGHT_STAGES & 1; }
+
+// A block's part of the work. Every stream has whole steps of its own: in its last one there are zeros behind its end.
+struct Part {
+    int64_t first_token;
+    uint32_t of_stream;  // steps of a stream
+    uint32_t begin, steps;
+    uint32_t consumers;  // that have tokens
+
+    explicit Part(const HopperProjectionParams& params) {
+        const uint32_t split = blockIdx.x % params.splits;
+        first_token = static_cast<int64_t>(blockIdx.x / params.splits) * TILE_TOKENS;
+        of_stream = ceil_div(params.hidden_size, STEP_CHANNELS);
+        const int64_t all = static_cast<int64_t>(STREAMS) * of_stream;
+        begin = static_cast<uint32_t>(all * split / params.splits);
+        steps = static_cast<uint32_t>(all * (split + 1) / params.splits) - begin;
+        const int64_t tokens = minimum(params.num_tokens - first_token, int64_t{TILE_TOKENS});
+        consumers = static_cast<uint32_t>(ceil_div(tokens, int64_t{CONSUMER_TOKENS}));
+    }
+    int32_t stream(uint32_t step) const { return static_cast<int32_t>((begin + step) / of_stream); }
+    // The first channel of a step, of its stream.
+    int32_t within(uint32_t step) const {
+        return static_cast<int32_t>((begin + step) % of_stream) * STEP_CHANNELS;
+    }
+};
+
+// ---------------------------------------------------------------- streams
+
+template <int COLUMNS>
+DEVICE void copy_streams(const HopperProjectionParams& params, SharedAddress shared, const Part& part) {
+    using Layout = ProjectionLayout<COLUMNS>;
+    for (uint32_t step = 0; step < part.steps; ++step) {
+        const SharedAddress full = shared + Layout::full(step);
+        mbarrier_wait(shared + Layout::empty(step), stream_phase(step) ^ 1);
+        mbarrier_arrive_expect(full, Layout::STREAM_BYTES);
+        tensor_copy_in(shared + Layout::stream(step), params.streams_map, part.within(step) * sizeof(bf16),
+                       static_cast<int32_t>(part.first_token), part.stream(step), full);
+    }
+}
+
+// ---------------------------------------------------------------- weights
+
+// The channel of a step whose weights lie first in pair `pair` of a column's chunk of 16 bytes: in instruction
+// chunk / 2, lane `pair` of a row has its two neighbouring channels in word 2 (chunk / 2 % 2) + chunk % 2 of the piece
+// that it read of half chunk / 4.
+DEVICE constexpr int channel_of(int chunk, int pair) { return 32 * (chunk / 4) + PIECE * pair + 2 * (chunk % 4); }
+
+// What a thread brings of a step: so many chunks of columns.
+template <int COLUMNS>
+struct Chunks {
+    static constexpr int ALL = 8 * TILES<COLUMNS> * 8, COUNT = (ALL + SPLIT_THREADS - 1) / SPLIT_THREADS;
+    Weights weights[COUNT];
+
+    // Zeros in columns that there are none of, and behind a stream's end.
+    void load(const HopperProjectionParams& params, const Part& part, uint32_t step, int thread) {
+        const int64_t width = params.hidden_size, within = part.within(step);
+        UNROLL
+        for (int i = 0; i < COUNT; ++i) {
+            const int column = (thread + i * SPLIT_THREADS) / 8, chunk = (thread + i * SPLIT_THREADS) % 8;
+            const float* const row = params.fn + (static_cast<int64_t>(column) * STREAMS + part.stream(step)) * width;
+            UNROLL
+            for (int pair = 0; pair < 4; ++pair) {
+                const int64_t channel = within + channel_of(chunk, pair);
+                float two[2] = {};
+                if (column < COLUMNS && channel < width) load_elements<2>(row + channel, two);
+                weights[i].values[2 * pair] = two[0];
+                weights[i].values[2 * pair + 1] = two[1];
+            }
+        }
+    }
+    void store(SharedAddress operand, int thread) const {
+        UNROLL
+        for (int i = 0; i < COUNT; ++i) {
+            const int column = (thread + i * SPLIT_THREADS) / 8, chunk = (thread + i * SPLIT_THREADS) % 8;
+            if (column >= 8 * TILES<COLUMNS>) continue;
+            Vec16 vectors[PARTS];
+            split_weights(weights[i], vectors);
+            UNROLL
+            for (int part = 0; part < PARTS; ++part)
+                store_shared_vec16(operand + panel_offset(8 * TILES<COLUMNS> * part + column, chunk), vectors[part]);
+        }
+    }
+};
+
+// By three warps. Those of the next step are on their way while one is split.
+template <int COLUMNS>
+DEVICE void produce_weights(const HopperProjectionParams& params, SharedAddress shared, const Part& part, int thread) {
+    using Layout = ProjectionLayout<COLUMNS>;
+    Chunks<COLUMNS> next;
+    if (part.steps > 0) next.load(params, part, 0, thread);
+    for (uint32_t step = 0; step < part.steps; ++step) {
+        const Chunks<COLUMNS> own = next;
+        if (step + 1 < part.steps) next.load(params, part, step + 1, thread);
+        mbarrier_wait(shared + Layout::used(step), weight_phase(step) ^ 1);
+        own.store(shared + Layout::weight(step), thread);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared + Layout::split(step));
+    }
+}
+
+// ---------------------------------------------------------------- products
+
+// The row, of eight, of a lane's first token: eight lanes that read at once have two rows that differ in bit 2, by which
+// the swizzle exchanges the halves of a row.
+DEVICE int row_of(int group) { return (group & 2) | (group & 1) << 2 | group >> 2; }
+
+// What a lane multiplies in a step.
+DEVICE void read_rows(SharedAddress stage, int row, Fragments& fragments) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        UNROLL
+        for (int second = 0; second < 2; ++second)
+            fragments.of[half][second] =
+                load_shared_vec16(stage + panel_offset(row + second * (WARP_TOKENS / 2), 4 * half + lane_id() % 4));
+    }
+}
+
+// Starts the products of a step with all parts of the weights, from zero.
+template <int N8>
+DEVICE void start_products(const Fragments& fragments, SharedAddress weights, float (&products)[N8][4]) {
+    const uint64_t operand = matrix_descriptor(weights, 0, 1024);
+    wgmma_fence();
+    UNROLL
+    for (int k = 0; k < STEP_CHANNELS / 16; ++k) {
+        const Vec16 &low = fragments.of[k / 2][0], &high = fragments.of[k / 2][1];
+        const int word = k % 2 * 2;
+        const uint32_t a[4] = {low.w[word], high.w[word], low.w[word + 1], high.w[word + 1]};
+        wgmma_registers<false>(products, a, descriptor_advance(operand, 32 * k), k > 0);
+    }
+    wgmma_commit();
+}
+
+// Adds the parts of a step's products, from the smallest on.
+template <int COLUMNS>
+DEVICE void add_parts(const float (&products)[PARTS * TILES<COLUMNS>][4], Sums<COLUMNS>& sums) {
+    UNROLL
+    for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
+        UNROLL
+        for (int c = 0; c < 4; ++c) {
+            float product = products[(PARTS - 1) * TILES<COLUMNS> + tile][c];
+            UNROLL
+            for (int part = PARTS - 2; part >= 0; --part) product += products[part * TILES<COLUMNS> + tile][c];
+            sums.products[tile][c] += 1.0f / WEIGHT_SCALE * product;
+        }
+    }
+}
+
+template <int COLUMNS>
+DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, const Part& part, int consumer) {
+    using Layout = ProjectionLayout<COLUMNS>;
+    const int row = consumer * CONSUMER_TOKENS + warp_id() % 4 * WARP_TOKENS + row_of(lane_id() / 4);
+    Sums<COLUMNS> sums = {};
+    for (uint32_t step = 0; step < part.steps; ++step) {
+        Fragments fragments;
+        float products[PARTS * TILES<COLUMNS>][4];
+        mbarrier_wait(shared + Layout::full(step), stream_phase(step));
+        read_rows(shared + Layout::stream(step), row, fragments);
+        mbarrier_wait(shared + Layout::split(step), weight_phase(step));
+        start_products(fragments, shared + Layout::weight(step), products);
+        // All lanes of the warp have read their rows.
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared + Layout::empty(step));
+        add_squares(fragments.of[0], sums.squares);
+        add_squares(fragments.of[1], sums.squares);
+        wgmma_wait<0>();
+        wgmma_hold(products);
+        if (lane_id() == 0) mbarrier_arrive(shared + Layout::used(step));
+        add_parts<COLUMNS>(products, sums);
+    }
+    store_sums<COLUMNS>(params, blockIdx.x % params.splits, part.first_token + row, sums);
+}
+
+template <int COLUMNS>
+DEVICE void initialise_barriers(SharedAddress shared, const Part& part) {
+    using Layout = ProjectionLayout<COLUMNS>;
+    if (threadIdx.x == 0) {
+        const uint32_t warps = part.consumers * (WARPGROUP_SIZE / WARP_SIZE);
+        for (uint32_t stage = 0; stage < STREAM_STAGES; ++stage) {
+            mbarrier_init(shared + Layout::full(stage), 1);
+            mbarrier_init(shared + Layout::empty(stage), warps);
+        }
+        for (uint32_t stage = 0; stage < WEIGHT_STAGES; ++stage) {
+            mbarrier_init(shared + Layout::split(stage), SPLIT_THREADS / WARP_SIZE);
+            mbarrier_init(shared + Layout::used(stage), warps);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+}
+
+template <int COLUMNS>
+DEVICE void project_hopper(const HopperProjectionParams& params) {
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const Part part(params);
+    initialise_barriers<COLUMNS>(shared, part);
+    const int32_t warp = uniform(warp_id()), consumer = warp / 4;
+    if (consumer < CONSUMERS) {
+        if (consumer < static_cast<int32_t>(part.consumers)) consume<COLUMNS>(params, shared, part, consumer);
+    } else if (warp == CONSUMER_THREADS / WARP_SIZE) {
+        if (lane_id() == 0) copy_streams<COLUMNS>(params, shared, part);
+    } else {
+        produce_weights<COLUMNS>(params, shared, part, threadIdx.x - CONSUMER_THREADS - COPY_THREADS);
+    }
+}
