@@ -7,7 +7,8 @@
 //   0 and 1  consumers, 64 tokens each: of each stage 64 x 128 products with the one block of weights, then with the other,
 //            each accumulated from zero, multiplied by the scales of the token and of the block, and added to sums in fp32:
 //            the tensor cores keep 13 fraction bits (hopper.h), over the 128 numbers of a group and no more. They start
-//            their products in turn: while one promotes, the other's run.
+//            their products in turn: while one promotes, the other's run. Of a unit of no more than 64 tokens each takes one
+//            block of weights.
 //   2        producer: one warp starts the copies of boxes (tensor_copy_in), which swizzle as wgmma reads and fill with
 //            zeros what lies outside; the other three bring the scales, each those of every third stage. Both go on with
 //            the next unit's first stages while the last one's sums are stored.
@@ -61,6 +62,7 @@ struct UnitResult {
     Part part;
     int32_t stages;
     int32_t is_last;  // of the block's
+    int32_t is_half;  // whether its first 64 tokens are all that there are
 };
 
 // Where everything lies in dynamic shared memory. A consumer gives a stage's operands back before it promotes, so that it
@@ -151,8 +153,9 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
             if (group == first) {
                 const bool is_last = number + gridDim.x >= count;
+                const bool is_half = unit.product.result.rows - unit.part.row <= CONSUMER_TOKENS;
                 const int32_t stages = static_cast<int32_t>(unit.part.end) - first;
-                unit_result(taken) = UnitResult{unit.product.result, unit.part, stages, is_last};
+                unit_result(taken) = UnitResult{unit.product.result, unit.part, stages, is_last, is_half};
             }
             // What lies outside of a tensor counts as arrived.
             mbarrier_arrive_expect(full, Shared::STAGE_BYTES);
@@ -277,6 +280,19 @@ DEVICE void promote(BlockSums& total, const BlockSums& d, const Factors& factors
     }
 }
 
+// What of a unit a consumer takes: 64 of its tokens with both blocks of weights or, where there are no more than 64, all with
+// one block, so that neither computes what nobody needs.
+struct Share {
+    uint32_t consumer;
+    int32_t is_half;
+
+    // The consumer's and the warp's first token, and the lane's first.
+    int first_token() const { return is_half ? 0 : static_cast<int>(consumer) * CONSUMER_TOKENS; }
+    int warp_row() const { return first_token() + warp_id() % 4 * Shared::WARP_ROWS; }
+    int row() const { return warp_row() + lane_id() / 4; }
+    int first_block() const { return is_half ? static_cast<int>(consumer) : 0; }
+};
+
 // Whether a unit's sums are rounded to bf16 and stored, and no more.
 DEVICE bool is_plain(const Result& result) {
     return result.splits == 1 && !result.out_is_f32 && result.wide && result.before == nullptr && result.factor == 1.0f;
@@ -333,21 +349,22 @@ DEVICE void store_sums(const Result& result, const Part& part, uint8_t* place, c
     __syncwarp();
 }
 
-// The sums of a unit's part that a warp has, by way of shared memory, so that features lie side by side. `row`: of the unit.
-DEVICE void store_unit(const Result& result, const Part& part, const BlockSums (&total)[BLOCKS], int row) {
-    uint8_t* const place = dynamic_shared() + Shared::OUT + row / Shared::WARP_ROWS * Shared::WARP_BYTES;
+// The sums of a unit's part that a warp has, by way of shared memory, so that features lie side by side.
+DEVICE void store_unit(const Result& result, const Part& part, const BlockSums (&total)[BLOCKS], const Share& share) {
+    uint8_t* const place = dynamic_shared() + Shared::OUT + warp_id() * Shared::WARP_BYTES;
     const bool plain = uniform(is_plain(result));
     UNROLL
     for (int block = 0; block < BLOCKS; ++block) {
-        const int64_t column = part.column + block * GROUP;
+        if (block > 0 && share.is_half) return;
+        const int64_t row = part.row + share.warp_row(), column = part.column + (share.first_block() + block) * GROUP;
         if (plain) {
             UNROLL
             for (int first = 0; first < GROUP; first += Shared::OUT_COLUMNS)
-                store_rounded(result, place, total[block], first / 8, part.row + row, column + first);
+                store_rounded(result, place, total[block], first / 8, row, column + first);
         } else {
             UNROLL
             for (int first = 0; first < GROUP; first += Shared::SUM_COLUMNS)
-                store_sums(result, part, place, total[block], first / 8, part.row + row, column + first);
+                store_sums(result, part, place, total[block], first / 8, row, column + first);
         }
     }
 }
@@ -358,15 +375,14 @@ DEVICE void store_unit(const Result& result, const Part& part, const BlockSums (
 DEVICE void await_turn(uint32_t consumer) { named_barrier_sync(1 + consumer, CONSUMER_THREADS); }
 DEVICE void pass_turn(uint32_t consumer) { named_barrier_arrive(2 - consumer, CONSUMER_THREADS); }
 
-// Where a consumer's operands are in the first stage's place: in another's they are so many bytes further on, which leaves
-// little to compute between its turn and its products.
+// Where a stage's operands are in the first one's place: in another's they are so many bytes further on, which leaves little
+// to compute between a consumer's turn and its products.
 struct Operands {
     uint64_t x, w;
 };
 
-DEVICE Operands operands_of(SharedAddress shared, uint32_t consumer) {
-    return Operands{matrix_descriptor(shared + Shared::x(0) + consumer * CONSUMER_TOKENS * 128, 0, 1024),
-                    matrix_descriptor(shared + Shared::w(0, 0), 0, 1024)};
+DEVICE Operands operands_of(SharedAddress shared) {
+    return Operands{matrix_descriptor(shared + Shared::x(0), 0, 1024), matrix_descriptor(shared + Shared::w(0, 0), 0, 1024)};
 }
 
 // A consumer's product of a stage with one block of weights.
@@ -375,10 +391,11 @@ struct Product {
     Factors factors;
 };
 
-DEVICE Product product_of_stage(const Operands& all, uint32_t stage, int block, int row) {
+DEVICE Product product_of_stage(const Operands& all, uint32_t stage, int block, const Share& share) {
     const auto place = static_cast<uint32_t>(Shared::x(stage));
-    return Product{{descriptor_advance(all.x, place), descriptor_advance(all.w, place + block * GROUP * 128)},
-                   factors_of(stage_scales(stage), block, row)};
+    return Product{{descriptor_advance(all.x, place + share.first_token() * 128),
+                    descriptor_advance(all.w, place + block * GROUP * 128)},
+                   factors_of(stage_scales(stage), block, share.row())};
 }
 
 DEVICE void begin(BlockSums& d, const Product& product, uint32_t consumer) {
@@ -408,34 +425,40 @@ DEVICE void clear(BlockSums (&total)[BLOCKS]) {
 // product is started again, for nobody: accumulators that only some paths leave under way the compiler would wait for where
 // these meet.
 DEVICE void consume(SharedAddress shared, uint32_t consumer) {
-    const int warp_row = static_cast<int>(consumer) * CONSUMER_TOKENS + warp_id() % 4 * Shared::WARP_ROWS;
-    const int row = warp_row + lane_id() / 4;
-    const Operands operands = operands_of(shared, consumer);
+    const Operands operands = operands_of(shared);
     uint32_t stage = 0, taken = 0;
     if (consumer == 1) pass_turn(consumer);
     mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
     int32_t stages = uniform(unit_result(taken).stages);
+    Share share{consumer, uniform(unit_result(taken).is_half)};
     BlockSums d, total[BLOCKS] = {};
-    Product first = product_of_stage(operands, stage, 0, row);
+    Product first = product_of_stage(operands, stage, share.first_block(), share);
     begin(d, first, consumer);
     for (;;) {
         const bool is_end = --stages == 0, is_last = is_end && uniform(unit_result(taken).is_last);
         const uint32_t next = is_last ? stage : stage + 1;
-        const Product second = product_of_stage(operands, stage, 1, row);
-        end(d);
-        promote(total[0], d, first.factors, stage_scales(stage), 0, row);
-        begin(d, second, consumer);
+        const Share done_share = share;
+        Factors last = first.factors;
+        if (!share.is_half) {
+            const Product second = product_of_stage(operands, stage, 1, share);
+            end(d);
+            promote(total[0], d, first.factors, stage_scales(stage), 0, share.row());
+            begin(d, second, consumer);
+            last = second.factors;
+        }
         mbarrier_wait(shared + Shared::full(next), stage_phase(next));
-        first = product_of_stage(operands, next, 0, row);
+        if (is_end && !is_last) share.is_half = uniform(unit_result(taken + 1).is_half);
+        first = product_of_stage(operands, next, share.first_block(), share);
         end(d);
         if (lane_id() == 0 && !is_last) mbarrier_arrive(shared + Shared::empty(stage));
-        promote(total[1], d, second.factors, stage_scales(stage), 1, row);
+        if (done_share.is_half) promote(total[0], d, last, stage_scales(stage), consumer, done_share.row());
+        else promote(total[1], d, last, stage_scales(stage), 1, done_share.row());
         begin(d, first, consumer);
         stage = next;
         if (!is_end) continue;
         // A copy, since what is stored might change what lies in memory.
         const UnitResult done = unit_result(taken);
-        store_unit(done.result, done.part, total, warp_row);
+        store_unit(done.result, done.part, total, done_share);
         if (is_last) break;
         stages = uniform(unit_result(++taken).stages);
         clear(total);
