@@ -5,8 +5,8 @@
 // multiprocessors take them in turn. Parts of k leave their sums as those of linear.h do.
 //
 // Floors: 2 rows columns depth FLOP at twice 790 TFLOP/s, 4096 tokens of [65536, 1536] 522 us, of [7168, 16384] 609 us.
-// Expected to limit: shared memory and the second-level cache (quantised_hopper_large.h), and for little k the sums' way
-// out.
+// Expected to limit: shared memory and the second-level cache (quantised_hopper_large.h, with what has been measured), and
+// for little k the sums' way out.
 //
 // Launch. Any grid in x of at most `splits` times the tiles of the result.
 #include "quantised_hopper_large.h"

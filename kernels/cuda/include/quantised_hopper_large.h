@@ -6,8 +6,9 @@
 // warpgroups:
 //   0 and 1  consumers, 64 tokens each: of each stage 64 x 128 products with the one block of weights, then with the other,
 //            each accumulated from zero, multiplied by the scales of the token and of the block, and added to sums in fp32:
-//            the tensor cores keep 13 fraction bits (hopper.h), over the 128 numbers of a group and no more. While one
-//            promotes, the other's products run.
+//            the tensor cores keep 13 fraction bits (hopper.h), over the 128 numbers of a group and no more. They start
+//            their products in turn: while one promotes, the other's run. Of a unit of no more than 64 tokens each takes one
+//            block of weights.
 //   2        producer: one warp starts the copies of boxes (tensor_copy_in), which swizzle as wgmma reads and fill with
 //            zeros what lies outside; the other three bring the scales, each those of every third stage. Both go on with
 //            the next unit's first stages while the last one's sums are stored.
@@ -20,9 +21,13 @@
 // and 2 x 2 x (8 + 16) KB that the products read, 1152 cycles; of the second-level cache 48 KB. 64 x 256 sums and 64 x 128
 // accumulators of a warpgroup are 192 registers a thread, so that no wider unit fits.
 // Measured on one H200 with tiles of 128 x 128: by cp.async 1875 and 2098 us for 4096 tokens of [65536, 1536] and
-// [7168, 16384]; by copies of boxes 1034 and 973; 128 x 256 as here 906 and 835, some 1630 cycles a stage at 4.8 TB/s from
-// the second-level cache; two blocks that share the weights' copies 917 and 779 (not worth a cluster where experts have few
-// tiles). Those had a way out of 6,000 cycles a unit, the one below has some 300 instructions a warp.
+// [7168, 16384]; by copies of boxes 1034 and 973; 128 x 256 as here 906 and 835, where DeepGEMM took 629 and 658; two blocks
+// that share the weights' copies 917 and 779 (not worth a cluster where experts have few tiles). Those had a way out of 6,000
+// cycles a unit. With the one below, some 300 instructions a warp, 919 and 964 in a run in which DeepGEMM took 688 and 743: at
+// 1.4 GHz some 1490 cycles a stage and 2560 a unit. That is what two consumers take that begin together: twice 512 cycles in
+// which each has half of the tensor cores, and twice some 240 in which both wait for their scales, promote and start again.
+// Predicted of consumers in turn, which have those 240 while the other's 256 run, and of scales that are read before: some
+// 1200 cycles a stage, 770 and 740 us, if the second-level cache gives 48 KB in as many (7.4 TB/s); not measured.
 #pragma once
 
 #include "hopper.h"
@@ -34,6 +39,8 @@ constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THRE
 constexpr int CONSUMER_TOKENS = TOKENS / CONSUMERS;
 constexpr int SCALE_WARPS = WARPGROUP_SIZE / WARP_SIZE - 1;
 constexpr int STAGES = 4;
+constexpr int SCALE_STAGES = 8, UNITS = 8;  // places of scales and of units; one more than there are stages would do
+static_assert(SCALE_STAGES > STAGES && UNITS > STAGES, "places are taken while consumers read them");
 constexpr int N8 = GROUP / 8;
 
 struct UnitShape {
@@ -53,19 +60,22 @@ struct alignas(16) StageScales {
 struct UnitResult {
     Result result;
     Part part;
+    int32_t stages;
+    int32_t is_last;  // of the block's
+    int32_t is_half;  // whether its first 64 tokens are all that there are
 };
 
 // Where everything lies in dynamic shared memory. A consumer gives a stage's operands back before it promotes, so that it
-// may still read the scales of a stage whose operands are being replaced: there is room for those of one stage more. And of
-// one unit more than there are stages, since it reads a unit's place when its stages are long given back.
+// may still read the scales of a stage whose operands are being replaced: they have more places than there are stages. And so
+// have units, since it reads a unit's place when its stages are long given back.
 struct Shared {
     static constexpr int X_BYTES = TOKENS * 128, STAGE_BYTES = X_BYTES + FEATURES * 128;
     static constexpr int OUT = STAGES * STAGE_BYTES;  // of each consumer warp: what it stores next
     static constexpr int WARP_ROWS = 16, SUM_COLUMNS = 32, SUM_STRIDE = SUM_COLUMNS + 4, OUT_COLUMNS = 64;
     static constexpr int WARP_BYTES = WARP_ROWS * SUM_STRIDE * 4;
-    static constexpr int SCALES = OUT + CONSUMER_THREADS / WARP_SIZE * WARP_BYTES;  // StageScales [STAGES + 1]
-    static constexpr int UNITS = SCALES + (STAGES + 1) * static_cast<int>(sizeof(StageScales));  // UnitResult [STAGES + 1]
-    static constexpr int FULL = UNITS + (STAGES + 1) * static_cast<int>(sizeof(UnitResult));     // mbarriers [STAGES]
+    static constexpr int SCALES = OUT + CONSUMER_THREADS / WARP_SIZE * WARP_BYTES;  // StageScales [SCALE_STAGES]
+    static constexpr int RESULTS = SCALES + SCALE_STAGES * static_cast<int>(sizeof(StageScales));  // UnitResult [UNITS]
+    static constexpr int FULL = RESULTS + UNITS * static_cast<int>(sizeof(UnitResult));            // mbarriers [STAGES]
     static constexpr int EMPTY = FULL + 8 * STAGES;
     static constexpr int BYTES = EMPTY + 8 * STAGES;
 
@@ -81,12 +91,12 @@ static_assert(Shared::OUT % 128 == 0 && Shared::WARP_BYTES % 128 == 0, "a warp's
 DEVICE uint32_t stage_phase(uint32_t stage) { return stage / STAGES & 1; }
 
 DEVICE StageScales& stage_scales(uint32_t stage) {
-    return reinterpret_cast<StageScales*>(dynamic_shared() + Shared::SCALES)[stage % (STAGES + 1)];
+    return reinterpret_cast<StageScales*>(dynamic_shared() + Shared::SCALES)[stage % SCALE_STAGES];
 }
 
 // Of unit number n of the block's.
 DEVICE UnitResult& unit_result(uint32_t unit) {
-    return reinterpret_cast<UnitResult*>(dynamic_shared() + Shared::UNITS)[unit % (STAGES + 1)];
+    return reinterpret_cast<UnitResult*>(dynamic_shared() + Shared::RESULTS)[unit % UNITS];
 }
 
 // Of a product.
@@ -141,7 +151,12 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
         for (int32_t group = first; group < unit.part.end; ++group, ++stage) {
             const SharedAddress full = shared + Shared::full(stage);
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
-            if (group == first) unit_result(taken) = UnitResult{unit.product.result, unit.part};
+            if (group == first) {
+                const bool is_last = number + gridDim.x >= count;
+                const bool is_half = unit.product.result.rows - unit.part.row <= CONSUMER_TOKENS;
+                const int32_t stages = static_cast<int32_t>(unit.part.end) - first;
+                unit_result(taken) = UnitResult{unit.product.result, unit.part, stages, is_last, is_half};
+            }
             // What lies outside of a tensor counts as arrived.
             mbarrier_arrive_expect(full, Shared::STAGE_BYTES);
             tensor_copy_in(shared + Shared::x(stage), x_map, group * GROUP, unit.x_row, unit.x_matrix, full);
@@ -235,14 +250,25 @@ DEVICE void start_product(BlockSums& d, uint64_t x, uint64_t w) {
     wgmma_commit();
 }
 
+// What the sums of a product are multiplied by: read before they are there, since what is read then delays the consumer's next
+// product by twice the time that shared memory takes.
+struct Factors {
+    float of_rows[2];  // tokens `row` and `row + 8`
+    int32_t regular;
+};
+
+DEVICE Factors factors_of(const StageScales& scales, int block, int row) {
+    return Factors{{scales.factors[block][row], scales.factors[block][row + 8]}, uniform(scales.regular)};
+}
+
 // total += d times the scales of its tokens, rows `row` and `row + 8`, and of the weights.
-DEVICE void promote(BlockSums& total, const BlockSums& d, const StageScales& scales, int block, int row) {
-    if (uniform(scales.regular)) {
-        const float factors[2] = {scales.factors[block][row], scales.factors[block][row + 8]};
+DEVICE void promote(BlockSums& total, const BlockSums& d, const Factors& factors, const StageScales& scales, int block,
+                    int row) {
+    if (factors.regular) {
         UNROLL
         for (int n = 0; n < N8; ++n) {
             UNROLL
-            for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i], factors[i / 2], total[n][i]);
+            for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i], factors.of_rows[i / 2], total[n][i]);
         }
         return;
     }
@@ -253,6 +279,19 @@ DEVICE void promote(BlockSums& total, const BlockSums& d, const StageScales& sca
         for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i] * x[i / 2], w, total[n][i]);
     }
 }
+
+// What of a unit a consumer takes: 64 of its tokens with both blocks of weights or, where there are no more than 64, all with
+// one block, so that neither computes what nobody needs.
+struct Share {
+    uint32_t consumer;
+    int32_t is_half;
+
+    // The consumer's and the warp's first token, and the lane's first.
+    int first_token() const { return is_half ? 0 : static_cast<int>(consumer) * CONSUMER_TOKENS; }
+    int warp_row() const { return first_token() + warp_id() % 4 * Shared::WARP_ROWS; }
+    int row() const { return warp_row() + lane_id() / 4; }
+    int first_block() const { return is_half ? static_cast<int>(consumer) : 0; }
+};
 
 // Whether a unit's sums are rounded to bf16 and stored, and no more.
 DEVICE bool is_plain(const Result& result) {
@@ -299,7 +338,7 @@ DEVICE void store_sums(const Result& result, const Part& part, uint8_t* place, c
             sums[(lane / 4 + i / 2 * 8) * Shared::SUM_STRIDE + 8 * n + lane % 4 * 2 + i % 2] = total[n8 + n][i];
     }
     __syncwarp();
-    UNROLL
+    UNROLL_BY(1)
     for (int i = lane; i < Shared::WARP_ROWS * CHUNKS; i += WARP_SIZE) {
         const int own = i / CHUNKS, chunk = i % CHUNKS;
         if (row + own >= result.rows || column + chunk * CHUNK >= result.columns) continue;
@@ -310,62 +349,132 @@ DEVICE void store_sums(const Result& result, const Part& part, uint8_t* place, c
     __syncwarp();
 }
 
-// The sums of a unit's part that a warp has, by way of shared memory, so that features lie side by side. `row`: of the unit.
-DEVICE void store_unit(const Result& result, const Part& part, const BlockSums (&total)[BLOCKS], int row) {
-    uint8_t* const place = dynamic_shared() + Shared::OUT + row / Shared::WARP_ROWS * Shared::WARP_BYTES;
+// The sums of a unit's part that a warp has, by way of shared memory, so that features lie side by side.
+DEVICE void store_unit(const Result& result, const Part& part, const BlockSums (&total)[BLOCKS], const Share& share) {
+    uint8_t* const place = dynamic_shared() + Shared::OUT + warp_id() * Shared::WARP_BYTES;
     const bool plain = uniform(is_plain(result));
     UNROLL
     for (int block = 0; block < BLOCKS; ++block) {
-        const int64_t column = part.column + block * GROUP;
+        if (block > 0 && share.is_half) return;
+        const int64_t row = part.row + share.warp_row(), column = part.column + (share.first_block() + block) * GROUP;
         if (plain) {
             UNROLL
             for (int first = 0; first < GROUP; first += Shared::OUT_COLUMNS)
-                store_rounded(result, place, total[block], first / 8, part.row + row, column + first);
+                store_rounded(result, place, total[block], first / 8, row, column + first);
         } else {
             UNROLL
             for (int first = 0; first < GROUP; first += Shared::SUM_COLUMNS)
-                store_sums(result, part, place, total[block], first / 8, part.row + row, column + first);
+                store_sums(result, part, place, total[block], first / 8, row, column + first);
         }
     }
 }
 
-template <typename Units>
-DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer) {
-    const int64_t count = units.count();
-    const int warp_row = static_cast<int>(consumer) * CONSUMER_TOKENS + warp_id() % 4 * Shared::WARP_ROWS;
-    uint32_t stage = 0, taken = 0;
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x, ++taken) {
-        mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
-        const UnitResult& unit = unit_result(taken);
-        const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
-        BlockSums total[BLOCKS] = {};
-        for (int32_t group = 0; group < groups; ++group, ++stage) {
-            mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
-            const uint64_t x = matrix_descriptor(shared + Shared::x(stage) + consumer * CONSUMER_TOKENS * 128, 0, 1024);
+// Consumers start their products in turn, consumer 0 first, each when all of the other's before are on their way: the tensor
+// cores then end one's before they begin the other's. Products that begin together share the cores and end together, and
+// nothing runs while both promote; nor would consumers fall out of step again that have waited for the same stage.
+DEVICE void await_turn(uint32_t consumer) { named_barrier_sync(1 + consumer, CONSUMER_THREADS); }
+DEVICE void pass_turn(uint32_t consumer) { named_barrier_arrive(2 - consumer, CONSUMER_THREADS); }
+
+// Where a stage's operands are in the first one's place: in another's they are so many bytes further on, which leaves little
+// to compute between a consumer's turn and its products.
+struct Operands {
+    uint64_t x, w;
+};
+
+DEVICE Operands operands_of(SharedAddress shared) {
+    return Operands{matrix_descriptor(shared + Shared::x(0), 0, 1024), matrix_descriptor(shared + Shared::w(0, 0), 0, 1024)};
+}
+
+// A consumer's product of a stage with one block of weights.
+struct Product {
+    Operands operands;
+    Factors factors;
+};
+
+DEVICE Product product_of_stage(const Operands& all, uint32_t stage, int block, const Share& share) {
+    const auto place = static_cast<uint32_t>(Shared::x(stage));
+    return Product{{descriptor_advance(all.x, place + share.first_token() * 128),
+                    descriptor_advance(all.w, place + block * GROUP * 128)},
+                   factors_of(stage_scales(stage), block, share.row())};
+}
+
+DEVICE void begin(BlockSums& d, const Product& product, uint32_t consumer) {
+    await_turn(consumer);
+    start_product(d, product.operands.x, product.operands.w);
+    pass_turn(consumer);
+}
+
+DEVICE void end(BlockSums& d) {
+    wgmma_wait<0>();
+    wgmma_hold(d);
+}
+
+DEVICE void clear(BlockSums (&total)[BLOCKS]) {
+    UNROLL
+    for (int block = 0; block < BLOCKS; ++block) {
+        UNROLL
+        for (int n = 0; n < N8; ++n) {
             UNROLL
-            for (int block = 0; block < BLOCKS; ++block) {
-                BlockSums d;
-                start_product(d, x, matrix_descriptor(shared + Shared::w(stage, block), 0, 1024));
-                wgmma_wait<0>();
-                wgmma_hold(d);
-                if (block == BLOCKS - 1 && lane_id() == 0) mbarrier_arrive(shared + Shared::empty(stage));
-                promote(total[block], d, stage_scales(stage), block, warp_row + lane_id() / 4);
-            }
+            for (int i = 0; i < 4; ++i) total[block][n][i] = 0.0f;
         }
-        // A copy, since what is stored might change what lies in memory.
-        const UnitResult done = unit;
-        store_unit(done.result, done.part, total, warp_row);
     }
+}
+
+// The units of a block that has any. The first product of a stage is started when the last one of the stage before is
+// promoted, be it of another unit, whose sums are then stored while it runs. Behind the last stage of all its own first
+// product is started again, for nobody: accumulators that only some paths leave under way the compiler would wait for where
+// these meet.
+DEVICE void consume(SharedAddress shared, uint32_t consumer) {
+    const Operands operands = operands_of(shared);
+    uint32_t stage = 0, taken = 0;
+    if (consumer == 1) pass_turn(consumer);
+    mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
+    int32_t stages = uniform(unit_result(taken).stages);
+    Share share{consumer, uniform(unit_result(taken).is_half)};
+    BlockSums d, total[BLOCKS] = {};
+    Product first = product_of_stage(operands, stage, share.first_block(), share);
+    begin(d, first, consumer);
+    for (;;) {
+        const bool is_end = --stages == 0, is_last = is_end && uniform(unit_result(taken).is_last);
+        const uint32_t next = is_last ? stage : stage + 1;
+        const Share done_share = share;
+        Factors last = first.factors;
+        if (!share.is_half) {
+            const Product second = product_of_stage(operands, stage, 1, share);
+            end(d);
+            promote(total[0], d, first.factors, stage_scales(stage), 0, share.row());
+            begin(d, second, consumer);
+            last = second.factors;
+        }
+        mbarrier_wait(shared + Shared::full(next), stage_phase(next));
+        if (is_end && !is_last) share.is_half = uniform(unit_result(taken + 1).is_half);
+        first = product_of_stage(operands, next, share.first_block(), share);
+        end(d);
+        if (lane_id() == 0 && !is_last) mbarrier_arrive(shared + Shared::empty(stage));
+        if (done_share.is_half) promote(total[0], d, last, stage_scales(stage), consumer, done_share.row());
+        else promote(total[1], d, last, stage_scales(stage), 1, done_share.row());
+        begin(d, first, consumer);
+        stage = next;
+        if (!is_end) continue;
+        // A copy, since what is stored might change what lies in memory.
+        const UnitResult done = unit_result(taken);
+        store_unit(done.result, done.part, total, done_share);
+        if (is_last) break;
+        stages = uniform(unit_result(++taken).stages);
+        clear(total);
+    }
+    end(d);
+    if (consumer == 0) await_turn(consumer);
 }
 
 // What a block does, once its barriers are there: `before` is what its consumers do first. 168 registers a thread are there
-// at the launch, so that what the consumers take the producer must have left: 2 x 216 + 72 are 3 x 168.
+// at the launch, so that what the consumers take the producer must have left: 2 x 224 + 56 are 3 x 168.
 template <typename Units, typename Before>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
                            const Before& before) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
-        registers_decrease<72>();
+        registers_decrease<56>();
         const int32_t warp = uniform(warp_id() % 4);
         if (warp > 0) {
             produce_scales(units, shared, warp - 1);
@@ -373,8 +482,8 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
             produce_operands(units, x_map, w_map, shared);
         }
     } else {
-        registers_increase<216>();
+        registers_increase<224>();
         before();
-        consume(units, shared, warpgroup);
+        if (blockIdx.x < units.count()) consume(shared, warpgroup);
     }
 }
