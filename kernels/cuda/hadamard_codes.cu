@@ -32,7 +32,6 @@ constexpr int CODE_BYTES = STORED == 1 ? DIM / 2 : DIM, CODE_PIECES = CODE_BYTES
 constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
 // Eight pieces are what a row of the 32 banks holds.
 constexpr int BANK_PIECES = 8;
-constexpr int GROUP = 32, GROUPS = DIM / GROUP;  // of e2m1
 // Of a multiprocessor, each with 168 registers a lane and 8 KiB: while some wait for their rows, the others compute.
 constexpr int RESIDENT_BLOCKS = 12;
 
@@ -103,6 +102,8 @@ DEVICE float larger_half(uint32_t largest_pair) {
 
 // A row's codes; returns the bytes of its scales, the first group's lowest.
 #if STORED == 1
+constexpr int GROUP = 32, GROUPS = DIM / GROUP;
+
 DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[CODE_BYTES / 4]) {
     uint32_t scales = 0;
     UNROLL
