@@ -485,36 +485,28 @@ DEVICE float number_of_w(const QuantisedProduct& product, int64_t row, int64_t k
     return to_float(to_bf16(e2m1_to_float(static_cast<uint8_t>(k % 2 ? pair >> 4 : pair & 15)) * scale));
 }
 
-// The same of weights of any scales, number by number in fp32. `x`: the stage's tokens.
+// The same of weights of any scales, number by number in fp32. A scale of x below 1 is multiplied with the numbers of x, one
+// above it with those of w: neither leaves fp32's range for it unless the product does. `x`: the stage's tokens.
 DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& product, const Part& part, int64_t group,
                              uint32_t consumer, const uint8_t* x, const StageScales& scales) {
     const int lane = lane_id(), token = lane % 4 * 2;
     const int64_t first = part.column + consumer * CONSUMER_FEATURES + 16 * (warp_id() % 4) + lane / 4;
     const int64_t last = product.result.columns - 1;
+    const auto count = static_cast<int>(minimum<int64_t>(GROUP, product.result.depth - group * GROUP));
     UNROLL_BY(1)
-    for (int step = 0; step < STEPS; ++step) {
-        const auto count = static_cast<int>(minimum<int64_t>(W_GROUP, product.result.depth - group * GROUP - step * W_GROUP));
-        float d[N8][4] = {};
-        UNROLL_BY(1)
-        for (int i = 0; i < count; ++i) {
-            const int k = step * W_GROUP + i;
-            const float w[2] = {number_of_w(product, minimum(first, last), group * GROUP + k),
-                                number_of_w(product, minimum(first + 8, last), group * GROUP + k)};
-            UNROLL
-            for (int n = 0; n < N8; ++n) {
-                UNROLL
-                for (int e = 0; e < 4; ++e) {
-                    const uint8_t code = x[panel_offset(8 * n + token + e % 2, k / 16) + k % 16];
-                    d[n][e] = fused_multiply_add(w[e / 2], to_float(fp8_e4m3{code}), d[n][e]);
-                }
-            }
-        }
+    for (int k = 0; k < count; ++k) {
+        const float w[2] = {number_of_w(product, minimum(first, last), group * GROUP + k),
+                            number_of_w(product, minimum(first + 8, last), group * GROUP + k)};
         UNROLL
         for (int n = 0; n < N8; ++n) {
-            float own[2];
-            load_elements(scales.x[X_SCALES == 1 ? 0 : step] + 8 * n + token, own);
             UNROLL
-            for (int e = 0; e < 4; ++e) total[n][e] = fused_multiply_add(d[n][e], own[e % 2], total[n][e]);
+            for (int e = 0; e < 4; ++e) {
+                const int own = 8 * n + token + e % 2;
+                const float scale = scales.x[X_SCALES == 1 ? 0 : k / W_GROUP][own];
+                const float number = to_float(fp8_e4m3{x[panel_offset(own, k / 16) + k % 16]});
+                total[n][e] = fused_multiply_add(scale > 1.0f ? w[e / 2] * scale : w[e / 2],
+                                                 scale > 1.0f ? number : number * scale, total[n][e]);
+            }
         }
     }
 }
