@@ -19,7 +19,7 @@
 // 8.35 ms; of few rows the bytes of w of the experts that have any, at 4.24 TB/s: 4.3 GB, 1.01 ms, and half of that for
 // four bits. Expected to limit: what limits linear_quantised.cu, and of many experts with few rows the weights, of
 // which four blocks of small tiles have a stage of 4 to 5 KB under way each. Measured on one H200
-// (MXFP4, masked, 6, 192 and 768 slots): 91, 2476 and 4771 us. grouped_linear_hopper.cu is the faster one for FP8 on
+// (MXFP4, masked, 6, 192 and 768 slots): 91, 2476 and 4771 us. grouped_linear_hopper.cu is the faster one on
 // sm_90a.
 //
 // Defines

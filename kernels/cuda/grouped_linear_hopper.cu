@@ -1,22 +1,24 @@
-// Linear layers of experts with FP8 weights and activations for sm_90a: grouped_linear.cu, which has the formulas, with
-// warpgroup matrix products of e4m3.
+// Linear layers of experts with FP8 or MXFP4 weights and FP8 activations for sm_90a: grouped_linear.cu, which has the formulas,
+// with warpgroup matrix products of e4m3.
 //
 // How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which there are;
-// as many blocks as there are multiprocessors take them in turn. While the producer brings the first stages, the
-// consumers clear the rows of nobody.
+// as many blocks as multiprocessors hold take them in turn. While the producer brings the first stages, the consumers clear
+// the rows of nobody.
 //
-// Floors: the bytes of w of the experts that have rows at 4.24 TB/s: 256 experts of [4096, 4096] 1.01 ms. Expected to limit:
-// memory, of which a block has up to three stages of 24 KB under way, and experts whose last tile is nearly empty. Where an
-// expert has more than 64 rows FP8 is grouped_linear_hopper_large.cu's.
+// Floors: the bytes of w of the experts that have rows at 4.24 TB/s: 256 experts of [4096, 4096] 1.01 ms, of MXFP4 0.54 ms with
+// its scales. Expected to limit: memory, and experts whose last tile is nearly empty; of MXFP4 the consumers' instructions as
+// much as memory (quantised_hopper.h). Where an expert has more than 64 rows FP8 is grouped_linear_hopper_large.cu's.
 // Measured on one H200: masked, 6, 192 and 768 slots 35, 496 and 912 us (DeepGEMM 46, 583 and 1078).
+// Predicted for MXFP4, 550 to 600 cycles a stage: 28, 340 and 620 us.
 //
 // Defines
-//   TOKENS   columns of a product, rows of y: 16 or 64
-//   WEIGHTS  1: FP8
+//   TOKENS   columns of a product, rows of y: 16 or 64, of MXFP4 also 128
+//   WEIGHTS  1: FP8, 2: MXFP4
+//   X_GROUP  numbers of x that share a scale: 128, of MXFP4 also 32
 //
 // Launch. Any grid in x.
-#if !defined(TOKENS) || !defined(WEIGHTS)
-#error "define TOKENS, and WEIGHTS as 1 (FP8) or 2 (MXFP4)"
+#if !defined(TOKENS) || !defined(WEIGHTS) || !defined(X_GROUP)
+#error "define TOKENS, WEIGHTS as 1 (FP8) or 2 (MXFP4), and X_GROUP"
 #endif
 #include "grouped_linear.h"
 #include "quantised_hopper.h"
@@ -25,7 +27,7 @@ struct GroupedShared {
     static constexpr int ENDS = Shared::BYTES;  // of count_tiles
     static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
 };
-static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
+static_assert((GroupedShared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_hopper, GroupedShared::BYTES)
 
 struct UnitsOfExperts {
@@ -39,7 +41,7 @@ struct UnitsOfExperts {
     }
 };
 
-KERNEL(grouped_linear_hopper, GroupedLinearParams, THREADS) {
+KERNEL_OF(grouped_linear_hopper, GroupedLinearParams, THREADS, HELD) {
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
     initialise_barriers(shared);

@@ -9,21 +9,25 @@
 // us, [7168, 16384] 28 us. Expected to limit: memory, of which a block has up to seven stages of 16 KB of w under way, each
 // in rows of 128 bytes. Of more than 64 tokens FP8 is linear_hopper_large.cu's.
 // Measured on one H200, FP8: 1 and 64 tokens 29.4 and 37.2 us for [65536, 1536], 34.5 and 39.9 us for [7168, 16384] (DeepGEMM
-// 29.4, 29.6; 34.7, 35.7). MXFP4 has not been measured here.
+// 29.4, 29.6; 34.7, 35.7). MXFP4 folded by the producer, as this kernel once did, 4482 and 5393 us for 4096 tokens.
+// Predicted for MXFP4 as it is, from instructions (quantised_hopper.h): some 500 cycles a stage of 16 tokens, 800 of 64 and
+// 1200 of 128, where the producer's copies may take 1400: 18, 24 and 1450 us for 1, 64 and 4096 tokens of [65536, 1536]; 20, 30
+// and 1700 us of [7168, 16384].
 //
 // Defines
 //   TOKENS   columns of a product: 16 or 64, of MXFP4 also 128
-//   WEIGHTS  1: FP8, 2: MXFP4 with a scale for each 128 numbers of x
+//   WEIGHTS  1: FP8, 2: MXFP4
+//   X_GROUP  numbers of x that share a scale: 128, of MXFP4 also 32
 //
 // Launch. Any grid in x of at most `splits` times the tiles of the result.
-#if !defined(TOKENS) || !defined(WEIGHTS)
-#error "define TOKENS, and WEIGHTS as 1 (FP8) or 2 (MXFP4)"
+#if !defined(TOKENS) || !defined(WEIGHTS) || !defined(X_GROUP)
+#error "define TOKENS, WEIGHTS as 1 (FP8) or 2 (MXFP4), and X_GROUP"
 #endif
 #include "quantised_hopper.h"
 
 SHARED_MEMORY(linear_hopper, Shared::BYTES)
 
-KERNEL(linear_hopper, LinearQuantisedParams, THREADS) {
+KERNEL_OF(linear_hopper, LinearQuantisedParams, THREADS, HELD) {
     const SharedAddress shared = shared_address(dynamic_shared());
     const QuantisedProduct product = product_of(params, 1.0f);
     initialise_barriers(shared);

@@ -7,7 +7,7 @@ use crate::arguments::{Argument, Arguments, FLOATS, Signature, is_aligned, read,
 use crate::implementation::Implementation;
 use crate::linear::{
     FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, Weights, hopper_defines,
-    large_maps, quantised_defines, token_tile, token_tiles, with_maps,
+    hopper_modules, large_maps, quantised_defines, token_tile, with_maps,
 };
 use crate::moe_map::MAX_EXPERTS;
 use crate::runtime::device::{Module, module};
@@ -24,9 +24,7 @@ const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
-    let of_rows = |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, Weights::Fp8));
-    let hopper = token_tiles(Weights::Fp8).iter().map(of_rows).chain([module(HOPPER_LARGE.0, &[])]);
-    portable.into_iter().chain(hopper).collect()
+    portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain([module(HOPPER_LARGE.0, &[])]).collect()
 }
 
 /// Where the rows of experts are.
@@ -42,8 +40,8 @@ pub enum Grouping {
 /// How the operands of a call are quantised, where the rows of experts are, and which kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grouped {
-    /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take FP8, rows of x and w at
-    /// multiples of 16 bytes and whole accesses long.
+    /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take rows of x and w at multiples of 16
+    /// bytes and whole accesses long.
     pub quantised: Quantised,
     /// Where the rows of experts are.
     pub grouping: Grouping,
@@ -179,8 +177,8 @@ impl Grouped {
         let tensors = operands.into_iter().chain(others).chain(scales);
         let signature = check.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
         let signature = signature.extent("out_features", out_multiple, MAX_FEATURES);
-        // Two codes lie in a byte, and 16 in an access.
-        let multiple = if hopper { 16 } else { 1 + usize::from(mxfp4) };
+        // Two codes lie in a byte, and 16 bytes in an access.
+        let multiple = (if hopper { 16 } else { 1 }) * (1 + usize::from(mxfp4));
         let signature = signature.extent("in_features", multiple, MAX_FEATURES);
         let signature = signature.given("num_experts_and_one", extents.num_experts + 1);
         let signature = if mxfp4 { signature.given("code_bytes", extents.in_features / 2) } else { signature };
@@ -240,9 +238,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let quantised = &grouped.quantised;
     // No number of rows is too small for it.
-    let others = quantised.weights != Weights::Fp8;
-    let misfit = others.then(|| "the Hopper kernel takes FP8 weights alone".into());
-    let misfit = misfit.or_else(|| quantised.hopper_misfit(vectorised));
+    let misfit = quantised.hopper_misfit(vectorised);
     let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let maps = if hopper { large_maps(device, views, quantised.weights, grouped.expected_rows)? } else { None };
     let params = with_maps(params(views, &grouped, extents)?, maps);
@@ -254,10 +250,11 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
         return Ok(name.to_owned());
     }
     if hopper {
-        let tokens = token_tile(quantised.weights, grouped.expected_rows);
-        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, Weights::Fp8), "grouped_linear_hopper")?;
-        kernel.launch_blocks("x", blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(processors), &params)?;
-        return Ok(format!("grouped_linear_hopper<{tokens}>"));
+        let (name, tokens) = ("grouped_linear_hopper", token_tile(quantised.weights, grouped.expected_rows));
+        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), name)?;
+        let held = processors * quantised.hopper_held(tokens);
+        kernel.launch_blocks("x", blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(held), &params)?;
+        return Ok(quantised.hopper_path(name, tokens));
     }
     let (name, held) = grouped.portable(vectorised);
     let kernel = device.kernel(FILE, &quantised_defines(quantised.weights, quantised.group), name)?;

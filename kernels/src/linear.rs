@@ -40,11 +40,7 @@ pub const BLOCK: usize = 128;
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
     let of = |(weights, group): (Weights, usize)| module(QUANTISED_FILE, &quantised_defines(weights, group));
-    let of_tokens = |weights| move |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, weights));
-    let hopper = [Weights::Fp8, Weights::Mxfp4]
-        .into_iter()
-        .flat_map(|weights| token_tiles(weights).iter().map(of_tokens(weights)));
-    let hopper = hopper.chain([module(HOPPER_LARGE.0, &[])]);
+    let hopper = hopper_modules(HOPPER_FILE).into_iter().chain([module(HOPPER_LARGE.0, &[])]);
     let quantised = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)].map(of);
     [vec![module(FILE, &[])], quantised.to_vec(), hopper.collect()].concat()
 }
@@ -87,8 +83,8 @@ pub struct Quantised {
     pub scale_bytes: bool,
     /// Where the scales of rows lie; those of FP8's blocks of weights are plain.
     pub layout: ScaleLayout,
-    /// Which kernels run. Those for Hopper take FP8, and MXFP4 with groups of 128 numbers of x, rows of x and w at multiples
-    /// of 16 bytes and whole accesses long.
+    /// Which kernels run. Those for Hopper take FP8 and MXFP4, rows of x and w at multiples of 16 bytes and whole accesses
+    /// long.
     pub implementation: Implementation,
 }
 
@@ -141,9 +137,19 @@ pub(crate) fn quantised_defines(weights: Weights, group: usize) -> Defines {
     vec![("FORMAT", (weights as usize).to_string()), ("GROUP", group.to_string())]
 }
 
-/// The defines of the Hopper kernels with so many tokens in a tile.
-pub(crate) fn hopper_defines(tokens: usize, weights: Weights) -> Defines {
-    vec![("TOKENS", tokens.to_string()), ("WEIGHTS", (weights as usize).to_string())]
+/// The defines of the Hopper kernels for few tokens, with so many in a tile.
+pub(crate) fn hopper_defines(tokens: usize, weights: Weights, group: usize) -> Defines {
+    let numbers = [("TOKENS", tokens), ("WEIGHTS", weights as usize), ("X_GROUP", group)];
+    numbers.map(|(name, number)| (name, number.to_string())).to_vec()
+}
+
+/// Every module of a file of Hopper kernels for few tokens.
+pub(crate) fn hopper_modules(file: &'static str) -> Vec<Module> {
+    let formats = [(Weights::Fp8, BLOCK), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)].into_iter();
+    let of = |(weights, group)| {
+        token_tiles(weights).iter().map(move |&tokens| module(file, &hopper_defines(tokens, weights, group)))
+    };
+    formats.flat_map(of).collect()
 }
 
 /// Which of the three products a launch computes.
@@ -612,11 +618,24 @@ impl Quantised {
 
     /// Why the Hopper kernel does not take a call.
     pub(crate) fn hopper_misfit(&self, vectorised: bool) -> Option<String> {
-        if self.weights != Weights::Fp8 && (self.weights, self.group) != (Weights::Mxfp4, 128) {
-            return Some("the Hopper kernel takes FP8 weights, and MXFP4 with groups of 128".into());
+        if !matches!(self.weights, Weights::Fp8 | Weights::Mxfp4) {
+            return Some("the Hopper kernel takes FP8 and MXFP4 weights".into());
         }
         let reason = "the Hopper kernel needs rows of x and w at multiples of 16 bytes, whole accesses long";
         (!vectorised).then(|| reason.into())
+    }
+
+    /// The path of a Hopper kernel for few tokens, with so many in a tile.
+    pub(crate) fn hopper_path(&self, kernel: &str, tokens: usize) -> String {
+        match self.weights {
+            Weights::Mxfp4 => format!("{kernel}<{tokens}, mxfp4, {}>", self.group),
+            _ => format!("{kernel}<{tokens}>"),
+        }
+    }
+
+    /// Blocks of such a kernel that a multiprocessor holds; `HELD` in the kernel source.
+    pub(crate) fn hopper_held(&self, tokens: usize) -> usize {
+        if self.weights == Weights::Mxfp4 && tokens == token_tiles(self.weights)[0] { 2 } else { 1 }
     }
 
     /// What is in a path beside the kernel's name.
@@ -723,12 +742,10 @@ pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -
         device.kernel(file, &[], name)?.launch_blocks("x", units.min(processors), &params)?;
         name.to_owned()
     } else if hopper {
-        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights), "linear_hopper")?;
-        kernel.launch_blocks("x", units.min(processors), &params)?;
-        match quantised.weights {
-            Weights::Mxfp4 => format!("linear_hopper<{tokens}, mxfp4>"),
-            _ => format!("linear_hopper<{tokens}>"),
-        }
+        let defines = hopper_defines(tokens, quantised.weights, quantised.group);
+        let held = processors * quantised.hopper_held(tokens);
+        device.kernel(HOPPER_FILE, &defines, "linear_hopper")?.launch_blocks("x", units.min(held), &params)?;
+        quantised.hopper_path("linear_hopper", tokens)
     } else {
         let name = tiles.names[0];
         device.kernel(QUANTISED_FILE, &defines, name)?.launch_blocks("x", units, &params)?;

@@ -88,6 +88,13 @@ impl Quantised {
         }
     }
 
+    /// Products that the accumulator holds before their sum is scaled: those of a group of x, of MXFP4 weights in a narrower
+    /// accumulator than fp32 those of a group of w.
+    fn held(&self) -> usize {
+        let narrow = self.accumulator != Accumulator::F32;
+        if self.weights == Weights::Mxfp4 && narrow { self.group.min(32) } else { self.group }
+    }
+
     fn x_format(&self) -> Format {
         if self.weights == Weights::Nvfp4 { Format::E2M1 } else { Format::E4M3 }
     }
@@ -122,8 +129,10 @@ pub fn forward_quantised(inputs: &Named, quantised: &Quantised, rounding: &mut R
     if num_tokens == 0 {
         return Ok(Named::new().with("y", Tensor::zeros((0, out_features), x.dtype(), x.device())?));
     }
-    let promoted = quantised.accumulator.promoted_every(quantised.group);
-    let of_tokens = |group: usize, piece: Tensor, rounding: &mut Rounding| -> Result<Tensor> {
+    let held = quantised.held();
+    let promoted = quantised.accumulator.promoted_every(held);
+    let of_tokens = |piece_number: usize, piece: Tensor, rounding: &mut Rounding| -> Result<Tensor> {
+        let group = piece_number * held / quantised.group;
         rounding.f32(&piece.broadcast_mul(&x_scales.narrow(1, group, 1)?)?)
     };
     let y = match quantised.weights {

@@ -12,7 +12,7 @@ use dsv4_kernels::moe_map::{MAX_EXPERTS, positions};
 use dsv4_reference::grouped_linear as reference;
 use dsv4_reference::scale_layout::Scales;
 
-use super::linear::{Codes, Linear, LinearCase, doubled, quantised, set_codes, set_scales};
+use super::linear::{Codes, Linear, LinearCase, doubled, quantised, set_codes, set_scales, takes_hopper};
 use super::moe_map::{Experts, MoeMapCase, draw_experts};
 use super::quantize_fp8::format_of;
 use super::{Implementation, extent};
@@ -213,10 +213,10 @@ impl GroupedLinearCase {
     /// Codes and scales.
     pub(super) fn operands(&self) -> [TensorSpec; 4] {
         let is_hopper = self.implementation == Implementation::Hopper;
-        // Two codes of four bits lie in a byte, and 16 of eight in an access.
-        let multiple = if is_hopper { 16 } else { 1 + usize::from(self.weights == Weights::Mxfp4) };
-        let ins = axis("in_features", self.in_features).multiples(multiple, MAX_FEATURES);
-        let bytes = axis("code_bytes", self.in_features / 2).multiples(1, MAX_FEATURES / 2);
+        // Two codes of four bits lie in a byte, and 16 bytes in an access.
+        let (codes, at_once) = (1 + usize::from(self.weights == Weights::Mxfp4), if is_hopper { 16 } else { 1 });
+        let ins = axis("in_features", self.in_features).multiples(codes * at_once, MAX_FEATURES);
+        let bytes = axis("code_bytes", self.in_features / 2).multiples(at_once, MAX_FEATURES / 2);
         let of_w = if self.weights == Weights::Mxfp4 { bytes } else { ins };
         let codes = |name, axes: &[Axis]| {
             let spec = input(name, DType::U8, axes);
@@ -277,6 +277,12 @@ impl Declared for GroupedLinear {
             "grouped_linear_scalar<mxfp4, 32>",
             "grouped_linear_hopper<16>",
             "grouped_linear_hopper<64>",
+            "grouped_linear_hopper<16, mxfp4, 128>",
+            "grouped_linear_hopper<64, mxfp4, 128>",
+            "grouped_linear_hopper<128, mxfp4, 128>",
+            "grouped_linear_hopper<16, mxfp4, 32>",
+            "grouped_linear_hopper<64, mxfp4, 32>",
+            "grouped_linear_hopper<128, mxfp4, 32>",
             "grouped_linear_hopper_large",
         ],
         modules: launcher::modules,
@@ -343,6 +349,8 @@ impl Declared for GroupedLinear {
             hopper(sorted([13, 4], 1, [24, 144])),
             in_layout(ScaleLayout::MnMajor, mxfp4(32, masked([9, 3, 6], [24, 96]))),
             in_layout(ScaleLayout::Blocked, mxfp4(128, sorted([13, 4], 4, [24, 96]))),
+            hopper(mxfp4(128, sorted([13, 4], 1, [24, 160]))),
+            in_layout(ScaleLayout::MnMajor, hopper(mxfp4(32, masked([9, 3, 6], [24, 96])))),
         ]
     }
 
@@ -384,6 +392,24 @@ impl Declared for GroupedLinear {
                 exact(expecting(40, in_layout(mn, of(with(Experts::One, sorted([19, 3], 1, [20, 160])))))),
                 exact(in_layout(tiles, of(masked([33, 9, 7], [130, 42])))),
                 any(in_layout(tiles, of(sorted([12, 4], 8, [9, 352])))),
+            ]);
+            let of = |case| hopper(mxfp4(group, case));
+            let extreme = |case| GroupedLinearCase { codes: Codes::Extreme, ..case };
+            let far_apart = |case| GroupedLinearCase { codes: Codes::FarApart, ..case };
+            cases.extend([
+                of(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
+                of(with(Experts::Distinct, masked([1, 9, 1], [8, 32]))),
+                // Several tiles of an expert, the last of them not full; groups that end in the middle of one; a last stage
+                // of one group.
+                exact(of(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 160]))))),
+                exact(of(expecting(40, in_layout(mn, sorted([40, 70], 1, [24, 96]))))),
+                exact(of(expecting(100, in_layout(tiles, with(Experts::Skewed, sorted([133, 4], 16, [12, 288])))))),
+                any(of(in_layout(tiles, masked([40, 9, 13], [20, 160])))),
+                exact(of(in_layout(mn, masked([30, 9, 18], [130, 352])))),
+                any(of(masked([20, 3, 12], [20, 1184]))),
+                far_apart(of(in_layout(mn, sorted([20, 3], 4, [136, 288])))),
+                extreme(of(masked([9, 3, 6], [20, 160]))),
+                extreme(of(expecting(40, in_layout(tiles, sorted([18, 2], 1, [24, 64]))))),
             ]);
         }
         if profile == Profile::Full {
@@ -456,7 +482,7 @@ impl Declared for GroupedLinear {
         });
         let decode = batches.iter().flat_map(|&(slots, (experts, features)): &(usize, Experts)| {
             let case = masked([slots, experts, if gpu { 128 } else { 8 }], features);
-            [fastest(case.clone()), mxfp4(128, case)]
+            [fastest(case.clone()), fastest(mxfp4(128, case))]
         });
         prefill.chain(decode).map(benchmark).collect()
     }
@@ -470,8 +496,8 @@ fn fitted(
     let fp8 = weights == Weights::Fp8;
     let scale_bytes = bytes || !fp8;
     let layout = if scale_bytes || case.layout != ScaleLayout::Blocked { case.layout } else { ScaleLayout::MnMajor };
-    let on_hopper = fp8 && on_hopper;
-    let multiple = if on_hopper { 16 } else { 1 + usize::from(!fp8) };
+    let on_hopper = takes_hopper(weights) && on_hopper;
+    let multiple = (if on_hopper { 16 } else { 1 }) * (1 + usize::from(!fp8));
     let in_features = case.in_features.next_multiple_of(multiple);
     let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
     GroupedLinearCase { weights, group, output, scale_bytes, layout, in_features, implementation, ..case }

@@ -43,9 +43,12 @@ pub enum Codes {
     /// Small whole numbers, and powers of two as scales that differ from group to group and row to row: there is one
     /// right result, bit for bit.
     Exact,
-    /// As drawn ones, of MXFP4; the scales of the first 128 rows of w 2^14 apart, so that they just fold (inference 5.5), and
-    /// those of others up to 2^40, which do not.
+    /// As drawn ones, of MXFP4; the scales of the first 128 rows of w 2^14 apart, as far as a block folds into e4m3 (inference
+    /// 5.5), and those of others up to 2^40.
     FarApart,
+    /// As drawn ones, of MXFP4; scales of w that kernels may not multiply sums of products with before that of x: 2^84 to 2^125 in
+    /// even rows, 2^-80 to 2^-64 in odd ones.
+    Extreme,
     /// e4m3 codes: the first product of a row is 2^14 and all others are 1, under scales of 1.
     OneLarge,
 }
@@ -143,9 +146,9 @@ fn hopper(extents: [usize; 3]) -> LinearCase {
     LinearCase { implementation: Implementation::Hopper, ..fp8(extents) }
 }
 
-/// MXFP4 by the kernels for Hopper.
-fn folded(extents: [usize; 3]) -> LinearCase {
-    LinearCase { implementation: Implementation::Hopper, ..quantised(Weights::Mxfp4, 128, extents) }
+/// MXFP4 by the kernels for Hopper, with so many numbers of x in a group.
+fn mxfp4_hopper(group: usize, extents: [usize; 3]) -> LinearCase {
+    LinearCase { implementation: Implementation::Hopper, ..quantised(Weights::Mxfp4, group, extents) }
 }
 
 /// The formats that are quantised, with the groups of x.
@@ -265,8 +268,8 @@ fn sample_scales(whole: &Whole<'_, Linear>, c: &mut LinearCase, tensors: &mut Te
 }
 
 /// Whether there are kernels for Hopper.
-fn takes_hopper(weights: Weights, group: usize) -> bool {
-    weights == Weights::Fp8 || (weights, group) == (Weights::Mxfp4, 128)
+pub(super) fn takes_hopper(weights: Weights) -> bool {
+    matches!(weights, Weights::Fp8 | Weights::Mxfp4)
 }
 
 /// Products that a drawn case computes at most: ten runs of the oracle take a second or so.
@@ -312,9 +315,12 @@ impl Declared for Linear {
             "linear_hopper<16>",
             "linear_hopper<64>",
             "linear_hopper_large",
-            "linear_hopper<16, mxfp4>",
-            "linear_hopper<64, mxfp4>",
-            "linear_hopper<128, mxfp4>",
+            "linear_hopper<16, mxfp4, 128>",
+            "linear_hopper<64, mxfp4, 128>",
+            "linear_hopper<128, mxfp4, 128>",
+            "linear_hopper<16, mxfp4, 32>",
+            "linear_hopper<64, mxfp4, 32>",
+            "linear_hopper<128, mxfp4, 32>",
             "backward linear_dx<library>",
             "backward linear_dw<library>",
             "backward linear_dx_large",
@@ -397,14 +403,11 @@ impl Declared for Linear {
         if in_bytes && c.codes == Codes::OneLarge {
             return refuse("codes", "one_large: of FP8 weights alone");
         }
-        if c.codes == Codes::FarApart && c.weights != Weights::Mxfp4 {
-            return refuse("codes", "far_apart: of MXFP4 weights alone");
+        if matches!(c.codes, Codes::FarApart | Codes::Extreme) && c.weights != Weights::Mxfp4 {
+            return refuse("codes", "far_apart and extreme: of MXFP4 weights alone");
         }
-        if c.is_on_hopper() && !takes_hopper(c.weights, c.group) {
-            return refuse("implementation", "hopper: of FP8 weights, and of MXFP4 with groups of 128 alone");
-        }
-        if c.is_on_hopper() && in_bytes && c.codes == Codes::Exact {
-            return refuse("codes", "exact: sums of folded weights are rounded to 13 fraction bits");
+        if c.is_on_hopper() && !takes_hopper(c.weights) {
+            return refuse("implementation", "hopper: of FP8 and MXFP4 weights alone");
         }
         if c.codes == Codes::Exact && c.before != Before::Absent {
             return refuse("codes", "exact: a result that is added to something is rounded");
@@ -418,8 +421,7 @@ impl Declared for Linear {
 
     fn fastest(c: &LinearCase, environment: &Environment) -> LinearCase {
         let multiple = if c.weights == Weights::Fp8 { 16 } else { 32 };
-        let exact = c.weights != Weights::Fp8 && c.codes == Codes::Exact;
-        let takes = takes_hopper(c.weights, c.group) && c.in_features.is_multiple_of(multiple) && !exact;
+        let takes = takes_hopper(c.weights) && c.in_features.is_multiple_of(multiple);
         let implementation = if takes { Implementation::fastest_on(environment) } else { c.implementation };
         LinearCase { implementation, library: !c.is_quantised(), ..c.clone() }
     }
@@ -465,7 +467,8 @@ impl Declared for Linear {
             in_layout(ScaleLayout::MnMajor, fp32),
             hopper([5, 24, 144]),
             quantised(Weights::Mxfp4, 128, [5, 24, 96]),
-            folded([5, 24, 96]),
+            mxfp4_hopper(128, [5, 24, 96]),
+            in_layout(ScaleLayout::Blocked, mxfp4_hopper(32, [5, 24, 96])),
             in_layout(ScaleLayout::MnMajor, quantised(Weights::Mxfp4, 32, [5, 24, 72])),
             in_layout(ScaleLayout::Blocked, quantised(Weights::Nvfp4, 16, [5, 24, 96])),
         ]
@@ -714,8 +717,9 @@ fn drawn_quantised(
     (layout, bytes, codes, on_hopper): (ScaleLayout, bool, Codes, bool),
 ) -> LinearCase {
     let fp8 = weights == Weights::Fp8;
-    let on_hopper = takes_hopper(weights, group) && on_hopper;
-    let codes = if on_hopper && !fp8 && codes == Codes::Exact { Codes::FarApart } else { codes };
+    let on_hopper = takes_hopper(weights) && on_hopper;
+    let far_apart = on_hopper && !fp8 && !bytes && codes == Codes::Exact;
+    let codes = if far_apart { Codes::FarApart } else { codes };
     let scale_bytes = bytes || !fp8;
     let layout = if scale_bytes || layout != ScaleLayout::Blocked { layout } else { ScaleLayout::MnMajor };
     let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
@@ -773,20 +777,30 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         one_large(hopper([1, 2, 2048])),
     ];
     let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };
-    cases.extend([
-        folded([0, 24, 96]),
-        folded([1, 1, 32]),
-        // Whole blocks; a last one of one group, of rows that are no whole block; more stages than there are places.
-        f32s(folded([16, 128, 256])),
-        f32s(folded([18, 131, 160])),
-        any(in_layout(mn, folded([3, 20, 1184]))),
-        any(in_layout(tiles, folded([66, 140, 352]))),
-        before(Before::InPlace, f32s(in_layout(tiles, folded([2, 8, 544])))),
-        // Scales that do not fold.
-        far_apart(f32s(folded([5, 136, 288]))),
-        far_apart(in_layout(tiles, folded([20, 140, 160]))),
-        far_apart(in_layout(mn, folded([67, 136, 64]))),
-    ]);
+    let extreme = |case| LinearCase { codes: Codes::Extreme, ..case };
+    for group in [128, 32] {
+        let of = |extents| mxfp4_hopper(group, extents);
+        cases.extend([
+            of([0, 24, 96]),
+            of([1, 1, 32]),
+            // Whole blocks; a last one of one group, of rows that are no whole block; more stages than there are places.
+            f32s(of([16, 128, 256])),
+            f32s(of([18, 131, 160])),
+            any(in_layout(mn, of([3, 20, 1184]))),
+            any(in_layout(tiles, of([66, 140, 352]))),
+            before(Before::InPlace, f32s(in_layout(tiles, of([2, 8, 544])))),
+            exact(of([3, 136, 160])),
+            exact(in_layout(mn, of([65, 24, 352]))),
+            exact(in_layout(tiles, of([130, 140, 96]))),
+            // Scales that do not fold; those of numbers that are added one by one.
+            far_apart(f32s(of([5, 136, 288]))),
+            far_apart(in_layout(tiles, of([20, 140, 160]))),
+            far_apart(in_layout(mn, of([67, 136, 64]))),
+            extreme(f32s(of([5, 20, 160]))),
+            extreme(in_layout(mn, of([66, 136, 64]))),
+            extreme(in_layout(tiles, of([130, 9, 96]))),
+        ]);
+    }
     for (weights, group) in QUANTISED.into_iter().skip(1) {
         let of = |extents| quantised(weights, group, extents);
         cases.extend([
@@ -821,9 +835,7 @@ fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
     // In other layouts, and where rows of w share scales, rows have no axis of their own.
     if c.layout == ScaleLayout::Plain {
         laws.separate("num_tokens", "tokens may be permuted");
-        // Whether a block folds, and in what its sums are rounded, follows from all of its rows.
-        let folds_or_not = c.is_on_hopper() && c.codes == Codes::FarApart;
-        if c.weights != Weights::Fp8 && !folds_or_not {
+        if c.weights != Weights::Fp8 {
             laws.separate("out_features", "outputs may be permuted");
         }
     }
@@ -861,12 +873,12 @@ pub(super) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors:
     let bytes = tensors.bytes_mut(name).unwrap_or_default();
     let drawn = match (e4m3, c.codes) {
         // The sign takes a word.
-        (true, Codes::Drawn | Codes::FarApart) => {
+        (true, Codes::Drawn | Codes::FarApart | Codes::Extreme) => {
             draw.each(bytes.len(), 1 + NORMAL_WORDS, |draw| e4m3_code(c.codes, 0, draw))
         }
         (true, _) => (0..bytes.len()).map(|at| e4m3_code(c.codes, at % row, &mut draw)).collect(),
         // Each of two codes of 16 takes one.
-        (false, Codes::Drawn | Codes::Any | Codes::FarApart) => {
+        (false, Codes::Drawn | Codes::Any | Codes::FarApart | Codes::Extreme) => {
             draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw))
         }
         (false, _) => (0..bytes.len()).map(|_| e2m1_codes(c.codes, &mut draw)).collect(),
@@ -882,7 +894,7 @@ pub(super) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors:
 fn e4m3_code(codes: Codes, column: usize, draw: &mut Draw) -> u8 {
     let sign = u8::from(draw.rng().random::<bool>()) << 7;
     match codes {
-        Codes::Drawn | Codes::FarApart => {
+        Codes::Drawn | Codes::FarApart | Codes::Extreme => {
             let size = (120.0 * draw.normal()).abs().min(448.0);
             sign | Format::E4M3.code(Format::E4M3.nearest(size)) as u8
         }
@@ -929,6 +941,9 @@ pub(super) fn set_scales(
             // Row by row; what has the largest ones is 0.
             Codes::FarApart if name == "w_scales" && row < 128 => exponent + [7, -7, -6][row as usize % 3],
             Codes::FarApart if name == "w_scales" => exponent + draw.rng().random_range(-20..=20),
+            Codes::Extreme if name == "w_scales" && row % 2 == 0 => draw.rng().random_range(84..=125),
+            Codes::Extreme if name == "w_scales" => draw.rng().random_range(-80..=-64),
+            Codes::Extreme => -40 + draw.rng().random_range(-6..=6),
             _ => exponent + draw.rng().random_range(-6..=6),
         }
     };

@@ -62,7 +62,7 @@ pub struct MoeCase {
     pub hashed: bool,
     /// Formats of the experts' weights: FP8 or MXFP4. The shared expert's are FP8.
     pub weights: Weights,
-    /// Which kernels multiply FP8 operands.
+    /// Which kernels multiply quantised operands.
     pub implementation: Implementation,
     /// What routing weights sum to.
     pub route_scale: f32,
@@ -95,6 +95,10 @@ fn plain([num_tokens, topk, num_experts]: [usize; 3], hidden_size: usize, interm
     }
 }
 
+fn mxfp4(implementation: Implementation, case: MoeCase) -> MoeCase {
+    MoeCase { weights: Weights::Mxfp4, implementation, ..case }
+}
+
 fn fp8(implementation: Implementation, case: MoeCase) -> MoeCase {
     MoeCase { weights: Weights::Fp8, implementation, ..case }
 }
@@ -108,10 +112,15 @@ impl MoeCase {
         positions(self.num_slots(), self.num_experts, self.alignment).saturating_add(self.spare_positions)
     }
 
+    /// What channels are a multiple of: the kernels for Hopper take rows of codes that are whole accesses.
+    fn multiple(&self) -> usize {
+        let packed = self.weights == Weights::Mxfp4 && self.implementation == Implementation::Hopper;
+        if packed { 32 } else { 16 }
+    }
+
     /// A linear layer of so many rows with these weights, its scales in bytes.
     fn layer(&self, weights: Weights, [num_rows, out_features, in_features]: [usize; 3]) -> LinearCase {
-        let fp8 = weights == Weights::Fp8;
-        let implementation = if fp8 { self.implementation } else { Implementation::Portable };
+        let implementation = self.implementation;
         let data = Data { seed: self.seed, ..Data::normal(1.0) };
         LinearCase { implementation, data, ..quantised(weights, GROUP, [num_rows, out_features, in_features]) }
     }
@@ -187,6 +196,8 @@ impl Declared for Moe {
             "grouped_linear_small<fp8>",
             "grouped_linear_hopper<16>",
             "grouped_linear_hopper<64>",
+            "grouped_linear_hopper<16, mxfp4, 128>",
+            "grouped_linear_hopper<64, mxfp4, 128>",
             "grouped_linear_hopper_large",
             "swiglu_quantize_vector",
             "linear_quantised_small<fp8>",
@@ -263,10 +274,11 @@ impl Declared for Moe {
         if !matches!(c.weights, Weights::Fp8 | Weights::Mxfp4) {
             return refuse("weights", "experts have FP8 or MXFP4 weights");
         }
+        let multiple = c.multiple();
         for (field, extent) in [("hidden_size", c.hidden_size), ("intermediate_size", c.intermediate_size)] {
             // Sums of up to so many products of the grid are exact in fp32.
-            if extent == 0 || !extent.is_multiple_of(16) || extent > 4096 {
-                return refuse(field, format!("{extent} must be a multiple of 16, 16 to 4096"));
+            if extent == 0 || !extent.is_multiple_of(multiple) || extent > 4096 {
+                return refuse(field, format!("{extent} must be a multiple of {multiple}, {multiple} to 4096"));
             }
         }
         if c.topk == 0 || c.topk > moe_map::MAX_TOPK.min(c.num_experts) {
@@ -282,7 +294,7 @@ impl Declared for Moe {
     fn strategy(profile: Profile) -> BoxedStrategy<MoeCase> {
         let [tokens, sixteens] = profile.of([[20usize, 12], [60, 20], [300, 64]]);
         let extents = (extent(tokens, 4), 1..=6usize, 0..10usize, 1..=sixteens, 1..=sixteens);
-        let kernels = select(vec![None, Some(Implementation::Portable), Some(Implementation::Hopper)]);
+        let kernels = (any::<bool>(), select(vec![Implementation::Portable, Implementation::Hopper]));
         let numbers = (select(vec![1.5f32, 2.5]), select(vec![10.0f32, 1.0]), 0..1000u64);
         (extents, select(vec![1usize, 4, 8, 37, 128]), 0..9usize, any::<bool>(), kernels, numbers)
             .prop_map(
@@ -290,7 +302,11 @@ impl Declared for Moe {
                     let (route_scale, limit, seed) = numbers;
                     let case = plain([num_tokens, topk, topk + more], 16 * hidden, 16 * width);
                     let case = MoeCase { alignment, spare_positions, hashed, route_scale, limit, seed, ..case };
-                    kernels.map_or(case.clone(), |implementation| fp8(implementation, case))
+                    let (of_fp8, implementation) = kernels;
+                    let case = if of_fp8 { fp8(implementation, case) } else { mxfp4(implementation, case) };
+                    let whole = |extent: usize| extent.next_multiple_of(case.multiple());
+                    let (hidden_size, intermediate_size) = (whole(case.hidden_size), whole(case.intermediate_size));
+                    MoeCase { hidden_size, intermediate_size, ..case }
                 },
             )
             .boxed()
@@ -317,6 +333,8 @@ impl Declared for Moe {
             fp8(portable, plain([40, 2, 2], 32, 16)),
             fp8(hopper, plain([30, 2, 2], 16, 16)),
             fp8(hopper, plain([70, 2, 2], 16, 16)),
+            mxfp4(hopper, plain([5, 2, 7], 160, 64)),
+            mxfp4(hopper, plain([30, 2, 2], 32, 32)),
             plain([2, 2, 3], 576, 16),
         ];
         if profile == Profile::Full {

@@ -390,7 +390,7 @@ fn experts() -> Vec<Box<dyn Timed>> {
     let rows = json!({"num_experts": 5, "num_rows": 48, "row_bytes": 48});
     let weights = |name| timed::<GateUpInterleave>("forward", name, &rows, json!({"num_experts": 2}));
     let slots = json!({
-        "num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 144,
+        "num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 160,
     });
     let contiguous = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "num_rows": 8}));
     let masked = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "out_features": 8}));

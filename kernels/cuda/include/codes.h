@@ -46,26 +46,12 @@ DEVICE Vec16 e4m3_as_bf16(uint32_t first, uint32_t second) {
     return numbers;
 }
 
-// Least and largest powers of two of which the product with every e2m1 number is one of e4m3: 0.5 is 2^-9, the smallest,
-// and 6 is 384.
-constexpr int LEAST_FOLD = -8, LARGEST_FOLD = 6;
-
-// The codes of e4m3 of the magnitudes 0, 0.5, 1, 1.5 (first) and 2, 3, 4, 6 (second) times 2^exponent.
-struct FoldedCodes {
-    uint32_t first, second;
-};
-
-DEVICE FoldedCodes folded_codes(int exponent) {
-    // From 2^-5 on all of them are normal, and a step of the exponent is 8.
-    const uint32_t steps = static_cast<uint32_t>(exponent + 5);
-    if (exponent >= -5) return FoldedCodes{0x14100800u + steps * 0x08080800u, 0x24201c18u + steps * 0x08080808u};
-    if (exponent == -6) return FoldedCodes{0x0c080400u, 0x1c181410u};
-    if (exponent == -7) return FoldedCodes{0x06040200u, 0x14100c08u};
-    return FoldedCodes{0x03020100u, 0x0c080604u};
-}
-
-// Four codes of e2m1, the low half of `codes`, in a byte each.
-DEVICE uint32_t e2m1_as_e4m3(uint32_t codes, const FoldedCodes& folded) {
-    const uint32_t magnitudes = __byte_perm(folded.first, folded.second, codes & 0x7777u);
-    return magnitudes | __byte_perm(0x8000u, 0u, codes >> 3 & 0x1111u);
+// Eight codes of e2m1 as codes of e4m3, 2^-6 as large, exactly: the sign is the highest bit of either, and the two bits of the
+// exponent and the one of the fraction are the lower ones of e4m3's exponent and the highest of its fraction. That holds for
+// 0 and 0.5, too, since either format has no bit to the left of a fraction whose exponent is 0.
+DEVICE void e2m1x8_as_e4m3(uint32_t codes, uint32_t& first, uint32_t& second) {
+    const uint32_t even = (codes << 2 & 0x1c1c1c1cu) | (codes << 4 & 0x80808080u);
+    const uint32_t odd = (codes >> 2 & 0x1c1c1c1cu) | (codes & 0x80808080u);
+    first = __byte_perm(even, odd, 0x5140);
+    second = __byte_perm(even, odd, 0x7362);
 }

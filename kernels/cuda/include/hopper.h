@@ -28,7 +28,8 @@
 //   where groups follow one another.
 //
 // Accumulators d[n][i] of a 64 x 8N product, warp w of the warpgroup, lane 4*g + t: column 8n + 2t + i%2,
-// row 16w + g + 8*(i/2). A fragments from registers: as in mma.h, for the warp's 16 rows.
+// row 16w + g + 8*(i/2). A fragments from registers: as in mma.h, for the warp's 16 rows; of e4m3 a[i] has rows g + 8*(i%2) and
+// the four k from 4t + 16*(i/2) on, the first in the lowest byte.
 #pragma once
 
 #include "async_copy.h"
@@ -463,9 +464,18 @@ WIDE_VECTORS inline void wgmma_multiply_e4m3(const WarpProduct* product, const A
     Scaled a[WGMMA_ROWS][E4M3_TERMS];
     bool finite_rows = true;
     const Operand rows(product->a_descriptor, false), columns(product->b_descriptor, false);
-    read_operand_e4m3<WGMMA_ROWS>(*reads, rows, WGMMA_ROWS * product->warp, [&](int m, int k, float x) EMULATOR_LAMBDA {
+    const auto put = [&](int m, int k, float x) EMULATOR_LAMBDA {
         a[m][k].value = x, a[m][k].scale = scale_of_e4m3(x), finite_rows &= is_finite(x);
-    });
+    };
+    if (product->a_in_registers) {
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i)
+                for (int byte = 0; byte < 4; ++byte)
+                    put(lane / 4 + 8 * (i & 1), lane % 4 * 4 + byte + 16 * (i >> 1),
+                        to_float(fp8_e4m3{static_cast<uint8_t>(product->a_registers[lane][i] >> 8 * byte)}));
+    } else {
+        read_operand_e4m3<WGMMA_ROWS>(*reads, rows, WGMMA_ROWS * product->warp, put);
+    }
     for (int first = 0; first < COLUMNS; first += 8) {
         ScaledColumns b[E4M3_TERMS];
         bool finite = finite_rows;
@@ -523,6 +533,12 @@ template <int COLUMNS>
 inline void wgmma_shared_e4m3(float* d, uint64_t a, uint64_t b, bool accumulate) {
     WgmmaPayload payload{d, {}, a, b, accumulate};
     collective(FULL_WARP, "wgmma", wgmma_op<COLUMNS, false, false, false, true>, payload);
+}
+
+template <int COLUMNS>
+inline void wgmma_registers_e4m3(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    WgmmaPayload payload{d, {a[0], a[1], a[2], a[3]}, 0, b, accumulate};
+    collective(FULL_WARP, "wgmma", wgmma_op<COLUMNS, true, false, false, true>, payload);
 }
 
 template <int PENDING>
@@ -856,5 +872,63 @@ DEVICE void wgmma_shared_e4m3(float (&d)[16][4], uint64_t a, uint64_t b, bool ac
           "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
           "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+#endif
+}
+
+// The same with A from registers.
+
+DEVICE void wgmma_registers_e4m3(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_registers_e4m3<16>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7"
+        "}, {%8, %9, %10, %11}, %12, accumulate, 1, 1;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+#endif
+}
+
+DEVICE void wgmma_registers_e4m3(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_registers_e4m3<64>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+#endif
+}
+
+DEVICE void wgmma_registers_e4m3(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_registers_e4m3<128>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 #endif
 }

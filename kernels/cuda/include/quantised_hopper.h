@@ -1,6 +1,6 @@
-// Products of FP8 operands by warpgroup matrix products of e4m3 (sm_90a), for few tokens: what linear_hopper.cu and
-// grouped_linear_hopper.cu share. linear_quantised.cu has the formulas; quantised_hopper_large.h is for many tokens, but for
-// MXFP4, whose products of many tokens are here, too.
+// Products of FP8 activations with FP8 or MXFP4 weights by warpgroup matrix products of e4m3 (sm_90a), for few tokens: what
+// linear_hopper.cu and grouped_linear_hopper.cu share. linear_quantised.cu has the formulas; quantised_hopper_large.h is for
+// many tokens of FP8. Those of MXFP4 are here, too.
 //
 // Weights are the rows of a product and tokens its columns, so that few tokens leave the tensor cores little to do that
 // nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales.
@@ -17,7 +17,7 @@
 // needs one fused multiplication and addition for each sum. Where it would leave the range of normal fp32 numbers for
 // some token, a sum is multiplied by one scale after the other: a sum of a group may be normal where that product is not.
 //
-// What a stage of 128 features by 128 tokens takes of a multiprocessor: 512 cycles of products; 64 + some 50 instructions
+// What a stage of FP8, 128 features by 128 tokens, takes of a multiprocessor: 512 cycles of products; 64 + some 50 instructions
 // of each consumer warp and some 300 of one of the producer's, of 4 x 512 slots; of shared memory, at 128 bytes a cycle,
 // 32 KB that arrive and 2 x (8 + 16) KB that the products read, 640 cycles. So shared memory is the bound, four fifths of
 // the tensor cores' rate; wider tiles would read less, but 64 x 256 sums and as many accumulators fit no registers.
@@ -26,15 +26,25 @@
 //
 // Why cp.async: few tokens wait for memory, of which it brings enough, and takes any rows at multiples of 16 bytes.
 //
-// MXFP4. Hopper has no products of e2m1. The weights of a stage are folded (inference 5.5): with S the largest scale of the
-// block of 128 x 128 over 64, an e2m1 number times its scale over S is a number of e4m3, and S takes the place of FP8's
-// scale of the block. That is exact where the scales of a block are at most 2^14 apart and none is 2^126 or more (products
-// with those may be infinite in bf16). For any other block the consumers add products in fp32, number by number: right,
-// and a hundred times as slow, for weights that no quantiser makes. The producer reads codes and scales into registers and
-// stores e4m3 codes where cp.async would have put them: of weights only half the bytes of FP8 come from memory.
+// MXFP4. Hopper has no products of e2m1. But a code of e2m1 with its two parts moved to where e4m3 has them is an e4m3 number
+// 2^-6 as large, whichever of the sixteen it is: the lossless fold of inference 5.5 with one exponent for all groups. A product
+// of 32 numbers of k, one step of wgmma, belongs to one scale of a feature, so that each step's products are accumulated from
+// zero and multiplied by their own scale, a power of two: nothing has to fold, however far apart scales are, and sums are
+// rounded less often than over 128. Codes lie in shared memory as in memory, two in a byte: of weights half the bytes of FP8
+// come. A consumer reads them, 16 numbers of each of two rows a lane, and has them as the fragments of A that wgmma takes from
+// registers: nobody stores e4m3 codes, and no fence is needed for them.
+// Scales that are not 2^-63 to 2^63, which no quantiser makes, might leave the range of fp32 before the scale of x brings them
+// back, and numbers of those from 2^126 on may be infinite in bf16. For a stage that has any, the consumers add products in
+// fp32, number by number: right, and a hundred times as slow.
 //
-// The including file is compiled with TOKENS, the columns of a product, defined as 16, 64 or 128, and WEIGHTS as 1 (FP8)
-// or 2 (MXFP4, with a scale for each 128 numbers of x).
+// What a stage of MXFP4 takes of a multiprocessor's 4 issue slots a cycle, as compiled: of each consumer warp 201 instructions
+// with 16 tokens (247 with scales of 32 numbers of x), 336 with 64 and 535 with 128, of which some 90 make fragments; of the
+// producer's one warp some 300 and a copy of 16 bytes for each 512. 16 tokens: (8 x 201 + 300) / 4 are 480 cycles, as many as
+// memory takes for 8.5 KB at 4.24 TB/s. So two blocks share a multiprocessor there, since each waits for its own copies and
+// products.
+//
+// The including file is compiled with TOKENS, the columns of a product, defined as 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
+// (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32.
 #pragma once
 
 #include "async_copy.h"
@@ -48,11 +58,19 @@ static_assert(TOKENS == 16 || TOKENS == 64 || TOKENS == 128, "products have 16, 
 static_assert(WEIGHTS == 1 || WEIGHTS == 2, "weights are FP8 or MXFP4");
 
 constexpr bool MXFP4 = WEIGHTS == 2;
+static_assert(X_GROUP == 128 || (MXFP4 && X_GROUP == 32), "numbers of x that share a scale are 128 or, of MXFP4, 32");
 constexpr int FEATURES = 128, GROUP = 128;
 constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int CONSUMER_FEATURES = FEATURES / CONSUMERS;
 constexpr int PRODUCERS = WARPGROUP_SIZE / WARP_SIZE;
 constexpr int STAGES = TOKENS == 128 ? 6 : 8;
+// Of MXFP4: numbers that share a scale, which are 16 bytes of codes and a step of wgmma; of a stage's rows; scales of a token.
+constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
+// Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
+// consumers take what the producer leaves.
+constexpr int HELD = MXFP4 && TOKENS == 16 ? 2 : 1;
+constexpr int PRODUCER_REGISTERS = HELD == 2 ? 64 : MXFP4 ? 120 : 152, CONSUMER_REGISTERS = HELD == 2 ? 88 : MXFP4 ? 192 : 176;
+static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
 static_assert(PRODUCERS < STAGES, "the place of a stage is taken by one that nobody hands over before");
@@ -63,17 +81,17 @@ struct UnitShape {
 
 // The scales of a stage.
 struct alignas(16) StageScales {
-    float factors[TOKENS];  // x times w
-    float x[TOKENS];
-    float w;
-    int32_t regular;  // whether all factors are what their scales multiply to
-    int32_t folded;   // of MXFP4: whether the weights of the stage are
-    uint32_t w_words[MXFP4 ? FEATURES : 1];  // of MXFP4: the scales of the rows of w, a byte for each 32 numbers
+    float x[X_SCALES][TOKENS];
+    float factors[MXFP4 ? 1 : TOKENS];  // of FP8: x times w
+    float w;                            // of FP8
+    int32_t regular;   // of FP8: whether all factors are what their scales multiply to
+    int32_t ordinary;  // of MXFP4: whether all scales of w are, and their exponents in w_words
+    uint32_t w_words[MXFP4 ? FEATURES : 1];  // of MXFP4: a byte for each step of a row, of 2^6 times its scale
 };
 
 // Where everything lies in dynamic shared memory.
 struct Shared {
-    static constexpr int W_BYTES = FEATURES * 128, STAGE_BYTES = W_BYTES + TOKENS * 128;
+    static constexpr int W_BYTES = FEATURES * (MXFP4 ? 64 : 128), STAGE_BYTES = W_BYTES + TOKENS * 128;
     static constexpr int SUMS = STAGES * STAGE_BYTES;  // float [CONSUMERS][SUM_TOKENS][SUM_STRIDE]
     static constexpr int SUM_TOKENS = minimum(TOKENS, 32), SUM_STRIDE = CONSUMER_FEATURES + 4;
     static constexpr int SCALES = SUMS + CONSUMERS * SUM_TOKENS * SUM_STRIDE * 4;  // StageScales [STAGES]
@@ -86,7 +104,7 @@ struct Shared {
     static constexpr int full(uint32_t stage) { return FULL + 8 * (stage % STAGES); }
     static constexpr int empty(uint32_t stage) { return EMPTY + 8 * (stage % STAGES); }
 };
-static_assert(Shared::BYTES <= 227 * 1024, "stages exceed shared memory");
+static_assert((Shared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed shared memory");
 
 // Parity of the phase in which stage number n, counted over all units, has come.
 DEVICE uint32_t stage_phase(uint32_t stage) { return stage / STAGES & 1; }
@@ -156,134 +174,137 @@ DEVICE void copy_rows(SharedAddress target, const uint8_t* codes, int64_t stride
     }
 }
 
+// Where 16 bytes of codes of MXFP4 lie, a step of a row: eight rows' are in different banks.
+DEVICE constexpr int packed_offset(int row, int step) { return row * 64 + 16 * (step ^ (row / 2 & 3)); }
+
+// The same of FEATURES rows of 64 bytes, two codes in each.
+DEVICE void copy_packed_rows(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
+                             int64_t begin, int64_t bytes) {
+    constexpr int ROWS = WARP_SIZE / STEPS;
+    const int step = lane_id() % STEPS, lane_row = lane_id() / STEPS;
+    const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * step;
+    const SharedAddress place = target + packed_offset(lane_row, step);
+    if (first + FEATURES <= extent && begin + 64 <= bytes) {
+        UNROLL
+        for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride) copy_async_16(place + i * (ROWS * 64), source);
+        return;
+    }
+    const int64_t left = begin + 16 * step < bytes ? extent - first - lane_row : 0;
+    UNROLL_BY(4)
+    for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride)
+        copy_async_16(place + i * (ROWS * 64), i * ROWS < left ? source : codes, i * ROWS < left);
+}
+
 DEVICE void produce_stage(const QuantisedProduct& product, const Part& part, int64_t group, SharedAddress shared,
                           uint32_t stage) {
     const int64_t begin = group * GROUP;
     const Result& result = product.result;
-    if constexpr (!MXFP4)
+    if constexpr (MXFP4)
+        copy_packed_rows(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin / 2,
+                         result.depth / 2);
+    else
         copy_rows<FEATURES>(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin,
                             result.depth);
     copy_rows<TOKENS>(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin,
                       result.depth);
 }
 
-DEVICE void produce_scales(const QuantisedProduct& product, const Part& part, int32_t group, float w_scale,
-                           StageScales& scales) {
+// Of FP8.
+DEVICE void produce_scales(const QuantisedProduct& product, const Part& part, int32_t group, StageScales& scales) {
+    const float w_scale = scale_of_group(product.w_scales, part.column / FEATURES, group);
     bool regular = true;
     UNROLL
     for (int token = lane_id(); token < TOKENS; token += WARP_SIZE) {
         const int64_t row = part.row + token;
         const float x_scale = row < product.result.rows ? scale_of_group(product.x_scales, row, group) : 0.0f;
         scales.factors[token] = x_scale * w_scale;
-        scales.x[token] = x_scale;
+        scales.x[0][token] = x_scale;
         regular = regular && is_regular(x_scale, w_scale);
     }
     const bool irregular = __any_sync(FULL_WARP, !regular);
     if (lane_id() == 0) scales.w = w_scale, scales.regular = !irregular;
 }
 
-// ---------------------------------------------------------------- weights of MXFP4
+// ---------------------------------------------------------------- scales of MXFP4
 
-constexpr int W_GROUP = 32;               // numbers that share a scale, 16 bytes of codes
-constexpr int W_CHUNKS = GROUP / W_GROUP;  // of a row
-constexpr int LANE_CHUNKS = FEATURES * W_CHUNKS / WARP_SIZE;
-constexpr int LARGEST_FINITE = 252;       // the byte of the largest scale of which no product is infinite in bf16
+constexpr int W_LANE_ROWS = FEATURES / WARP_SIZE, X_LANE_ROWS = ceil_div<int>(TOKENS, WARP_SIZE);
+// 2^6 times what e2m1x8_as_e4m3 makes of a number is the number. A byte of a scale counts its exponent.
+constexpr uint32_t LOST_EXPONENT = 6;
+// Bytes of the scales of w that are ordinary: 2^-63 to 2^63. Sums of a stage of numbers with such scales are normal fp32
+// numbers, whatever scale x has, and the factors below 2^70.
+constexpr uint32_t LEAST_ORDINARY = 64, LARGEST_ORDINARY = 190;
+// The byte of a scale that multiplies zeros.
+constexpr uint32_t NOBODY = 127;
 
-// The bytes of the scales of four groups from `group` on, a multiple of four, of a row: they lie side by side in all
-// layouts. Bytes of groups that there are not say nothing.
-DEVICE uint32_t four_scales(const Scales& scales, int64_t row, int32_t group) {
-    const uint8_t* const first = static_cast<const uint8_t*>(scales.scales) + scale_place(scales, scales.first_row + row, group);
+// Whether one of four bytes is less than `bound`, 1 to 128.
+DEVICE bool has_byte_below(uint32_t word, uint32_t bound) {
+    return ((word - 0x01010101u * bound) & ~word & 0x80808080u) != 0;
+}
+
+// The bytes of the scales of the four groups of a stage, of which there are `left`: they lie side by side in all layouts.
+// Groups that there are not have NOBODY's.
+DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
     // Only plain rows may end, or begin, within a word.
-    if (group + 4 <= scales.padded_groups && reinterpret_cast<uint64_t>(first) % 4 == 0)
-        return *reinterpret_cast<const uint32_t*>(first);
+    if (left >= STEPS && reinterpret_cast<uint64_t>(first) % 4 == 0) return *reinterpret_cast<const uint32_t*>(first);
     uint32_t word = 0;
     UNROLL
-    for (int i = 0; i < 4; ++i) word |= group + i < scales.num_groups ? static_cast<uint32_t>(first[i]) << 8 * i : 0u;
+    for (int i = 0; i < STEPS; ++i) word |= (i < left ? first[i] : NOBODY) << 8 * i;
     return word;
 }
 
-// The scales of the weights of a stage, into shared memory. Returns the byte of the scale over which all of its numbers are
-// folded, or -1 where they cannot be.
-DEVICE int produce_w_scales(const QuantisedProduct& product, const Part& part, int64_t group, StageScales& scales) {
-    const auto first_group = static_cast<int32_t>(group * W_CHUNKS);
-    uint32_t words[FEATURES / WARP_SIZE];
-    UNROLL
-    for (int i = 0; i < FEATURES / WARP_SIZE; ++i) {
-        const int64_t row = part.column + lane_id() + i * WARP_SIZE;
-        words[i] = row < product.result.columns ? four_scales(product.w_scales, row, first_group) : 0u;
-    }
-    int largest = 0, least = 255;
-    UNROLL
-    for (int i = 0; i < FEATURES / WARP_SIZE; ++i) {
-        const int row = lane_id() + i * WARP_SIZE;
-        scales.w_words[row] = words[i];
-        UNROLL
-        for (int g = 0; g < W_CHUNKS; ++g) {
-            const bool has = part.column + row < product.result.columns && first_group + g < product.w_scales.num_groups;
-            const int byte = static_cast<int>(words[i] >> 8 * g & 255u);
-            largest = has ? maximum(largest, byte) : largest;
-            least = has ? minimum(least, byte) : least;
-        }
-    }
-    UNROLL
-    for (int distance = 16; distance > 0; distance /= 2) {
-        largest = maximum(largest, __shfl_xor_sync(FULL_WARP, largest, distance));
-        least = minimum(least, __shfl_xor_sync(FULL_WARP, least, distance));
-    }
-    return largest > LARGEST_FINITE || largest - least > LARGEST_FOLD - LEAST_FOLD ? -1 : largest;
-}
+// The scales of a stage of MXFP4, a lane those of every 32nd row. They are asked for before the stage's place is free. Where
+// one lies is a sum of what its row and what its group says (scale_layout.h), and w's rows of a lane are equally far apart.
+struct LoadedScales {
+    int64_t w_place, w_step, x_places[X_LANE_ROWS];
+    int32_t w_rows, x_rows;  // that there are, from the lane's first on
+    uint32_t w[W_LANE_ROWS];
+    float x[X_SCALES][X_LANE_ROWS];
 
-// What a lane brings of a stage's codes: a chunk of every eighth row, always the same one of a row; zeros where there is
-// none.
-struct FoldedRows {
-    uint32_t words[LANE_CHUNKS][4];
-
-    void load(const QuantisedProduct& product, const Part& part, int64_t group) {
-        const int chunk = lane_id() % W_CHUNKS, lane_row = lane_id() / W_CHUNKS;
-        const int64_t begin = group * (GROUP / 2) + 16 * chunk;
-        const int64_t rows = begin < product.result.depth / 2 ? product.result.columns - part.column : 0;
-        const uint8_t* source = product.w + (part.column + lane_row) * product.w_stride + begin;
+    void begin(const QuantisedProduct& product, const Part& part) {
+        const int64_t row = part.column + lane_id(), token = part.row + lane_id();
+        w_place = scale_place(product.w_scales, row, 0);
+        w_step = scale_place(product.w_scales, WARP_SIZE, 0);
         UNROLL
-        for (int i = 0; i < LANE_CHUNKS; ++i, source += WARP_SIZE / W_CHUNKS * product.w_stride) {
-            const Vec16 codes = lane_row + i * (WARP_SIZE / W_CHUNKS) < rows ? load_vec16(source) : Vec16{};
+        for (int i = 0; i < X_LANE_ROWS; ++i)
+            x_places[i] = scale_place(product.x_scales, product.x_scales.first_row + token + i * WARP_SIZE, 0);
+        w_rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, FEATURES));
+        x_rows = static_cast<int32_t>(minimum<int64_t>(product.result.rows - token, TOKENS - lane_id()));
+    }
+    void load(const QuantisedProduct& product, int32_t group) {
+        const int32_t w_group = group * STEPS, x_group = group * X_SCALES;
+        const uint8_t* const of_w = static_cast<const uint8_t*>(product.w_scales.scales) + scale_place(product.w_scales, 0, w_group);
+        const uint8_t* const of_x = static_cast<const uint8_t*>(product.x_scales.scales) + scale_place(product.x_scales, 0, x_group);
+        UNROLL
+        for (int i = 0; i < W_LANE_ROWS; ++i)
+            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows
+                ? four_scales(of_w + w_place + i * w_step, product.w_scales.num_groups - w_group) : NOBODY * 0x01010101u;
+        UNROLL
+        for (int i = 0; i < X_LANE_ROWS; ++i) {
+            uint32_t word = 0;
+            if (i * static_cast<int>(WARP_SIZE) < x_rows)
+                word = X_SCALES == 1 ? of_x[x_places[i]] : four_scales(of_x + x_places[i], product.x_scales.num_groups - x_group);
             UNROLL
-            for (int word = 0; word < 4; ++word) words[i][word] = codes.w[word];
+            for (int step = 0; step < X_SCALES; ++step) x[step][i] = e8m0_to_float(word >> 8 * step & 255u);
         }
     }
-    // As codes of e4m3, in their places in the rows of a stage.
-    void store(SharedAddress target, int largest, const StageScales& scales) const {
-        const int chunk = lane_id() % W_CHUNKS;
+    void store(StageScales& scales) const {
+        bool ordinary = true;
         UNROLL
-        for (int i = 0; i < LANE_CHUNKS; ++i) {
-            const int row = lane_id() / W_CHUNKS + i * (WARP_SIZE / W_CHUNKS);
-            const int scale = static_cast<int>(scales.w_words[row] >> 8 * chunk & 255u);
-            // What is beyond belongs to zeros.
-            const int exponent = maximum(minimum(scale - largest + LARGEST_FOLD, LARGEST_FOLD), LEAST_FOLD);
-            const FoldedCodes folded = folded_codes(exponent);
-            UNROLL
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t first = words[i][2 * half], second = words[i][2 * half + 1];
-                const Vec16 numbers{{e2m1_as_e4m3(first, folded), e2m1_as_e4m3(first >> 16, folded),
-                                     e2m1_as_e4m3(second, folded), e2m1_as_e4m3(second >> 16, folded)}};
-                store_shared_vec16(target + panel_offset(row, 2 * chunk + half), numbers);
-            }
+        for (int i = 0; i < W_LANE_ROWS; ++i) {
+            ordinary = ordinary && !has_byte_below(w[i], LEAST_ORDINARY) && !has_byte_below(~w[i], 255 - LARGEST_ORDINARY);
+            scales.w_words[lane_id() + i * WARP_SIZE] = w[i] + LOST_EXPONENT * 0x01010101u;
         }
+        UNROLL
+        for (int i = 0; i < X_LANE_ROWS; ++i) {
+            const int token = lane_id() + i * WARP_SIZE;
+            UNROLL
+            for (int step = 0; step < X_SCALES; ++step)
+                if (token < TOKENS) scales.x[step][token] = x[step][i];
+        }
+        const bool all = !__any_sync(FULL_WARP, !ordinary);
+        if (lane_id() == 0) scales.ordinary = all;
     }
 };
-
-// The weights of a stage; returns the scale of their block, 1 where consumers multiply numbers with their own.
-DEVICE float produce_folded(const QuantisedProduct& product, const Part& part, int64_t group, SharedAddress target,
-                            StageScales& scales) {
-    FoldedRows rows;
-    rows.load(product, part, group);
-    const int largest = produce_w_scales(product, part, group, scales);
-    if (lane_id() == 0) scales.folded = largest >= 0;
-    if (largest < 0) return 1.0f;
-    // All lanes' scales are there.
-    __syncwarp();
-    rows.store(target, largest, scales);
-    return e8m0_to_float(static_cast<uint8_t>(largest)) * __uint_as_float((127u - LARGEST_FOLD) << 23);
-}
 
 // Hands a stage over once this lane's copies have landed, but for those of the PENDING stages after it.
 template <int PENDING>
@@ -300,21 +321,21 @@ DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
     const int64_t count = units.count();
     uint32_t stage = 0;
     bool holds_one = false;
+    LoadedScales loaded;
     for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
         const Unit unit = units.at(number);
         const Part& part = unit.part;
+        if constexpr (MXFP4) loaded.begin(unit.product, part);
         for (int64_t group = part.begin; group < part.end; ++group, ++stage) {
             if (stage % PRODUCERS != warp) continue;
+            if constexpr (MXFP4) loaded.load(unit.product, static_cast<int32_t>(group));
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
             produce_stage(unit.product, part, group, shared, stage);
             copy_commit();
-            StageScales& scales = stage_scales(stage);
-            float w_scale;
             if constexpr (MXFP4)
-                w_scale = produce_folded(unit.product, part, group, shared + Shared::w(stage), scales);
+                loaded.store(stage_scales(stage));
             else
-                w_scale = scale_of_group(unit.product.w_scales, part.column / FEATURES, static_cast<int32_t>(group));
-            produce_scales(unit.product, part, static_cast<int32_t>(group), w_scale, scales);
+                produce_scales(unit.product, part, static_cast<int32_t>(group), stage_scales(stage));
             if (holds_one) hand_over<1>(shared, stage - PRODUCERS);
             holds_one = true;
         }
@@ -338,41 +359,6 @@ DEVICE void multiply(float (&d)[N8][4], uint64_t w, uint64_t x) {
     wgmma_hold(d);
 }
 
-// The same of weights of MXFP4 that do not fold, each with its own scale, in fp32. `x`: the stage's tokens.
-DEVICE void multiply_unfolded(float (&d)[N8][4], const QuantisedProduct& product, const Part& part, int64_t group,
-                              uint32_t consumer, const uint8_t* x) {
-    const int lane = lane_id(), warp = warp_id() % 4;
-    const int64_t first = part.column + consumer * CONSUMER_FEATURES + 16 * warp + lane / 4;
-    const auto count = static_cast<int>(minimum<int64_t>(GROUP, product.result.depth - group * GROUP));
-    UNROLL
-    for (int n = 0; n < N8; ++n) {
-        UNROLL
-        for (int i = 0; i < 4; ++i) d[n][i] = 0.0f;
-    }
-    UNROLL_BY(1)
-    for (int k = 0; k < count; ++k) {
-        float w[2];
-        UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const int64_t row = minimum<int64_t>(first + 8 * half, product.result.columns - 1), at = group * GROUP + k;
-            const uint8_t pair = product.w[row * product.w_stride + at / 2];
-            const float scale = e8m0_to_float(scale_byte(product.w_scales, row, static_cast<int32_t>(at / W_GROUP)));
-            const auto code = static_cast<uint8_t>(at % 2 ? pair >> 4 : pair & 15);
-            w[half] = to_float(to_bf16(e2m1_to_float(code) * scale));
-        }
-        UNROLL
-        for (int n = 0; n < N8; ++n) {
-            UNROLL
-            for (int i = 0; i < 2; ++i) {
-                const int token = 8 * n + lane % 4 * 2 + i;
-                const float number = to_float(fp8_e4m3{x[panel_offset(token, k / 16) + k % 16]});
-                d[n][i] = fused_multiply_add(w[0], number, d[n][i]);
-                d[n][i + 2] = fused_multiply_add(w[1], number, d[n][i + 2]);
-            }
-        }
-    }
-}
-
 // total += d times the scales of its tokens and of the weights.
 DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageScales& scales) {
     const int token = lane_id() % 4 * 2;
@@ -389,11 +375,153 @@ DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageS
     UNROLL
     for (int n = 0; n < N8; ++n) {
         float x_scale[2];
-        load_elements(scales.x + 8 * n + token, x_scale);
+        load_elements(scales.x[0] + 8 * n + token, x_scale);
         UNROLL
         for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i] * x_scale[i % 2], scales.w, total[n][i]);
     }
 }
+
+// ---------------------------------------------------------------- products of MXFP4
+
+// Tokens whose products are under way together, and steps of theirs: more would have no registers.
+constexpr int SLICE = minimum(TOKENS, 64), UNDER_WAY = 2;
+using SliceSums = float[SLICE / 8][4];
+
+// A lane's part of a warp's rows of a stage, for each step as wgmma takes it: 16 numbers of rows `row` and `row + 8`.
+DEVICE void load_rows(uint32_t (&a)[STEPS][4], const uint8_t* w, int row) {
+    constexpr int EIGHT_ROWS = 8 * 64;
+    UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+        const uint8_t* const own = w + packed_offset(row, step) + 2 * (lane_id() % 4);
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            // Of numbers 4t to 4t + 3, and 16 further.
+            const uint32_t first = *reinterpret_cast<const uint16_t*>(own + half * EIGHT_ROWS);
+            const uint32_t second = *reinterpret_cast<const uint16_t*>(own + half * EIGHT_ROWS + 8);
+            e2m1x8_as_e4m3(first | second << 16, a[step][half], a[step][half + 2]);
+        }
+    }
+}
+
+// d = w x^T of one step, 64 features by SLICE tokens.
+DEVICE void start_step(SliceSums& d, const uint32_t (&a)[4], uint64_t x, int step) {
+    wgmma_fence();
+    wgmma_registers_e4m3(d, a, descriptor_advance(x, 32 * step), false);
+    wgmma_commit();
+}
+
+// What the products of a slice of a stage are multiplied with.
+struct SliceScales {
+    const StageScales& scales;
+    uint32_t w_words[2];  // of the lane's two rows
+    int token;            // the lane's first
+
+    float w(int half, int step) const { return __uint_as_float((w_words[half] >> 8 * step & 255u) << 23); }
+    void x(float (&own)[2], int step, int n) const { load_elements(scales.x[step] + token + 8 * n, own); }
+};
+
+// The steps from STEP on, of which the first are under way: `sums` of their products with the scales of w or, where x has a
+// scale for each of them, `total` of those with both.
+template <int STEP>
+DEVICE void take_steps(SliceSums& total, SliceSums& sums, SliceSums (&d)[UNDER_WAY], const uint32_t (&a)[STEPS][4],
+                       uint64_t x, const SliceScales& scales) {
+    if constexpr (STEP < STEPS) {
+        SliceSums& done = d[STEP % UNDER_WAY];
+        wgmma_wait<minimum(UNDER_WAY, STEPS - STEP) - 1>();
+        wgmma_hold(done);
+        const float w[2] = {scales.w(0, STEP), scales.w(1, STEP)};
+        UNROLL
+        for (int n = 0; n < SLICE / 8; ++n) {
+            float own[2];
+            if constexpr (X_SCALES > 1) scales.x(own, STEP, n);
+            UNROLL
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (X_SCALES > 1)
+                    total[n][i] = fused_multiply_add(done[n][i] * w[i / 2], own[i % 2], total[n][i]);
+                else
+                    sums[n][i] = STEP == 0 ? done[n][i] * w[i / 2] : fused_multiply_add(done[n][i], w[i / 2], sums[n][i]);
+            }
+        }
+        if constexpr (STEP + UNDER_WAY < STEPS) start_step(done, a[STEP + UNDER_WAY], x, STEP + UNDER_WAY);
+        take_steps<STEP + 1>(total, sums, d, a, x, scales);
+    }
+}
+
+// total += w x^T of a stage with all scales, of SLICE tokens.
+DEVICE void multiply_slice(SliceSums& total, const uint32_t (&a)[STEPS][4], uint64_t x, const SliceScales& scales) {
+    SliceSums d[UNDER_WAY], sums;
+    UNROLL
+    for (int step = 0; step < UNDER_WAY; ++step) start_step(d[step], a[step], x, step);
+    take_steps<0>(total, sums, d, a, x, scales);
+    if constexpr (X_SCALES == 1) {
+        UNROLL
+        for (int n = 0; n < SLICE / 8; ++n) {
+            float own[2];
+            scales.x(own, 0, n);
+            UNROLL
+            for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(sums[n][i], own[i % 2], total[n][i]);
+        }
+    }
+}
+
+// The same of all tokens and features of a consumer, of weights whose scales are ordinary.
+DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t stage, uint32_t consumer) {
+    const StageScales& scales = stage_scales(stage);
+    const int lane = lane_id(), row = static_cast<int>(consumer) * CONSUMER_FEATURES + warp_id() % 4 * 16 + lane / 4;
+    uint32_t a[STEPS][4];
+    load_rows(a, dynamic_shared() + Shared::w(stage), row);
+    const uint64_t x = matrix_descriptor(shared + Shared::x(stage), 0, 1024);
+    UNROLL
+    for (int n = 0; n < N8; n += SLICE / 8) {
+        const SliceScales own{scales, {scales.w_words[row], scales.w_words[row + 8]}, lane % 4 * 2 + 8 * n};
+        multiply_slice(*reinterpret_cast<SliceSums*>(&total[n]), a, descriptor_advance(x, 1024 * n), own);
+    }
+}
+
+// A number of w with its scale, in bf16.
+DEVICE float number_of_w(const QuantisedProduct& product, int64_t row, int64_t k) {
+    const uint8_t pair = product.w[row * product.w_stride + k / 2];
+    const float scale = e8m0_to_float(scale_byte(product.w_scales, row, static_cast<int32_t>(k / W_GROUP)));
+    return to_float(to_bf16(e2m1_to_float(static_cast<uint8_t>(k % 2 ? pair >> 4 : pair & 15)) * scale));
+}
+
+// The same of weights of any scales, number by number in fp32. A scale of x below 1 is multiplied with the numbers of x, one
+// above it with those of w: neither leaves fp32's range for it unless the product does. `x`: the stage's tokens.
+DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& product, const Part& part, int64_t group,
+                             uint32_t consumer, const uint8_t* x, const StageScales& scales) {
+    const int lane = lane_id(), token = lane % 4 * 2;
+    const int64_t first = part.column + consumer * CONSUMER_FEATURES + 16 * (warp_id() % 4) + lane / 4;
+    const int64_t last = product.result.columns - 1;
+    const auto count = static_cast<int>(minimum<int64_t>(GROUP, product.result.depth - group * GROUP));
+    UNROLL_BY(1)
+    for (int k = 0; k < count; ++k) {
+        const float w[2] = {number_of_w(product, minimum(first, last), group * GROUP + k),
+                            number_of_w(product, minimum(first + 8, last), group * GROUP + k)};
+        UNROLL
+        for (int n = 0; n < N8; ++n) {
+            UNROLL
+            for (int e = 0; e < 4; ++e) {
+                const int own = 8 * n + token + e % 2;
+                const float scale = scales.x[X_SCALES == 1 ? 0 : k / W_GROUP][own];
+                const float number = to_float(fp8_e4m3{x[panel_offset(own, k / 16) + k % 16]});
+                total[n][e] = fused_multiply_add(scale > 1.0f ? w[e / 2] * scale : w[e / 2],
+                                                 scale > 1.0f ? number : number * scale, total[n][e]);
+            }
+        }
+    }
+}
+
+// Of a stage of unit `number`, which is found anew where it is needed: the registers that a product takes are scarce.
+template <typename Units>
+DEVICE void multiply_mxfp4(float (&total)[N8][4], const Units& units, int64_t number, int32_t group, SharedAddress shared,
+                           uint32_t stage, uint32_t consumer) {
+    if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, consumer);
+    const Unit unit = units.at(number);
+    const uint8_t* const x = dynamic_shared() + Shared::x(stage);
+    multiply_numbers(total, unit.product, unit.part, unit.part.begin + group, consumer, x, stage_scales(stage));
+}
+
+// ---------------------------------------------------------------- units
 
 // The sums of a unit, those of some tokens after the others, by way of shared memory, so that features lie side by side.
 DEVICE void store_unit(const Result& result, const Part& part, uint32_t consumer, const float (&total)[N8][4]) {
@@ -429,25 +557,24 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer)
     uint32_t stage = 0;
     for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
         const Unit unit = units.at(number);
-        const Part& part = unit.part;
-        const int32_t groups = uniform(static_cast<int32_t>(part.end - part.begin));
+        const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
         float total[N8][4] = {};
         for (int32_t group = 0; group < groups; ++group, ++stage) {
-            float d[N8][4];
             mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
-            const SharedAddress w = shared + Shared::w(stage) + consumer * CONSUMER_FEATURES * 128;
-            if (!MXFP4 || uniform(stage_scales(stage).folded)) {
-                multiply(d, matrix_descriptor(w, 0, 1024), matrix_descriptor(shared + Shared::x(stage), 0, 1024));
+            if constexpr (MXFP4) {
+                multiply_mxfp4(total, units, number, group, shared, stage, consumer);
             } else {
-                const uint8_t* const x = reinterpret_cast<const uint8_t*>(dynamic_shared()) + Shared::x(stage);
-                multiply_unfolded(d, unit.product, part, part.begin + group, consumer, x);
+                float d[N8][4];
+                const SharedAddress w = shared + Shared::w(stage) + consumer * CONSUMER_FEATURES * 128;
+                multiply(d, matrix_descriptor(w, 0, 1024), matrix_descriptor(shared + Shared::x(stage), 0, 1024));
+                promote(total, d, stage_scales(stage));
             }
-            promote(total, d, stage_scales(stage));
             // Every lane has read its scales.
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(stage));
         }
-        store_unit(unit.product.result, part, consumer, total);
+        const Unit done = MXFP4 ? units.at(number) : unit;
+        store_unit(done.product.result, done.part, consumer, total);
     }
 }
 
@@ -456,11 +583,10 @@ template <typename Units, typename Before>
 DEVICE void multiply_units(const Units& units, SharedAddress shared, const Before& before) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
-        registers_decrease<152>();
+        registers_decrease<PRODUCER_REGISTERS>();
         produce(units, shared, uniform(warp_id() % 4));
     } else {
-        // Of 168 registers a thread of the launch; the sums and accumulators of 128 tokens need 160.
-        registers_increase<176>();
+        registers_increase<CONSUMER_REGISTERS>();
         before();
         consume(units, shared, warpgroup);
     }
