@@ -4,15 +4,16 @@
 // One lane takes a row: all seven steps of the transform, the largest magnitude of each group and the codes are its own, and
 // nothing is exchanged. So that memory is still read and written line by line, a warp brings its 32 rows into shared memory first
 // and takes the codes out of there. Pieces of 16 bytes are permuted within a row, or the codes of it: what eight lanes access at
-// a time lies in different banks.
+// a time lies in different banks. A warp takes tiles of 32 rows in turn: as soon as its lanes have a tile in registers, the next one
+// is on its way.
 //
 // Floor: 256 bytes read and 68 or 132 written a row, 20.3 us and 24.3 us for 262144 rows at 4.24 TB/s. Instructions of the e2m1
 // form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 4.5 for the code, 1 for memory: about
-// 16, where four lanes a row take 20.5. Measured on one H200: e2m1 27.1 us (75 % of the copy rate; four lanes a row 31.9), e4m3 29.4
-// us (80 %; 29.8). ncu, the first of these: 66 % of the issue slots taken, 57 % of the memory's rate, 157 registers and 10.5 warps a
-// multiprocessor, of which 1.25 a scheduler can issue: latency of too few warps is what limits it, not instructions.
+// 17, 18 us of issue slots at 1.93 GHz, where four lanes a row take 20.5. Measured on one H200, when a warp
+// had one tile and waited for it: e2m1 27.1 us (75 % of the copy rate; four lanes a row 31.9), e4m3 29.4 us (80 %; 29.8), with 66 %
+// of the issue slots taken and 57 % of the memory's rate, since 10.5 warps a multiprocessor waited together.
 //
-// Defines: STORED  1 or 2. Launch: ceil(num_rows / 32) blocks of one warp.
+// Defines: STORED  1 or 2. Launch: any number of blocks of one warp; RESIDENT_BLOCKS for each multiprocessor fill it.
 #include "async_copy.h"
 #include "butterflies.h"
 #include "elements.h"
@@ -44,7 +45,7 @@ struct HadamardCodesParams {
 };
 PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows)
 
-SHARED_MEMORY(hadamard_codes, TILE_BYTES)
+SHARED_MEMORY(hadamard_codes, TILE_BYTES + TILE_ROWS * CODE_BYTES)
 
 // Where a piece of a row of the tile lies, in bytes.
 DEVICE int row_place(int row, int piece) { return row * ROW_BYTES + (piece ^ row % BANK_PIECES) * PIECE; }
@@ -64,7 +65,7 @@ DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int 
     const SharedAddress tile = shared_address(dynamic_shared());
     const bf16* const begin = params.x + first_row * params.x_row_stride + piece * (PIECE / 2);
     const bf16* source = begin + odd * params.x_row_stride;
-    UNROLL
+    UNROLL_BY(WHOLE ? TILE_ROWS : 1)
     for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
         // row_place(first + odd, piece): the bits of an even row are other ones than those of `odd`.
         const int place = (row_place(odd, piece) ^ first % BANK_PIECES * PIECE) + first * ROW_BYTES;
@@ -143,19 +144,20 @@ DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[CODE_BYTES / 4]) {
 #endif
 
 // Each lane its row's codes into the tile, whose rows all lanes have read; then the warp takes them out, line by line.
-DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows, const uint32_t (&codes)[CODE_BYTES / 4]) {
+DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows,
+                        const uint32_t (&codes)[CODE_BYTES / 4]) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / CODE_PIECES;
     UNROLL
     for (int piece = 0; piece < CODE_PIECES; ++piece)
-        store_vec16(dynamic_shared() + code_place(lane_id(), piece),
+        store_vec16(dynamic_shared() + TILE_BYTES + code_place(lane_id(), piece),
                     Vec16{{codes[4 * piece], codes[4 * piece + 1], codes[4 * piece + 2], codes[4 * piece + 3]}});
     __syncwarp();
-    const SharedAddress tile = shared_address(dynamic_shared());
+    const SharedAddress staged = shared_address(dynamic_shared()) + TILE_BYTES;
     const int piece = lane_id() % CODE_PIECES;
     uint8_t* const target = params.codes + first_row * params.codes_row_stride + piece * PIECE;
     UNROLL
     for (int row = lane_id() / CODE_PIECES; row < TILE_ROWS; row += ROWS_AT_ONCE)
-        if (row < rows) store_vec16(target + row * params.codes_row_stride, load_shared_vec16(tile + code_place(row, piece)));
+        if (row < rows) store_vec16(target + row * params.codes_row_stride, load_shared_vec16(staged + code_place(row, piece)));
 }
 
 // Bytes, which need no alignment: those of a line come together in the second-level cache.
@@ -169,21 +171,32 @@ DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_
 #endif
 }
 
-KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
-    const int64_t first_row = static_cast<int64_t>(blockIdx.x) * TILE_ROWS;
-    const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.num_rows - first_row));
-    if (rows == TILE_ROWS) copy_rows<true>(params, first_row, rows);
-    else copy_rows<false>(params, first_row, rows);
+// Starts the copies of a tile, or of none that is left.
+DEVICE void start_tile(const HadamardCodesParams& params, int64_t first_row) {
+    const int64_t left = params.num_rows - first_row;
+    if (left >= TILE_ROWS) copy_rows<true>(params, first_row, TILE_ROWS);
+    else if (left > 0) copy_rows<false>(params, first_row, static_cast<int>(left));
     copy_commit();
-    copy_wait<0>();
-    __syncwarp();
-    float y[1][DIM];
-    load_row(y[0]);
-    walsh_hadamard<1>(y, 0);
-    uint32_t codes[CODE_BYTES / 4];
-    const uint32_t scales = quantise(y[0], codes);
-    if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
-    // Every lane has its row in registers now: the tile's memory is free.
-    __syncwarp();
-    store_codes(params, first_row, rows, codes);
+}
+
+KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * TILE_ROWS;
+    int64_t first_row = static_cast<int64_t>(blockIdx.x) * TILE_ROWS;
+    start_tile(params, first_row);
+    for (; first_row < params.num_rows; first_row += step) {
+        copy_wait<0>();
+        __syncwarp();
+        float y[1][DIM];
+        load_row(y[0]);
+        // Every lane has its row in registers now, and has taken out its part of the codes before: the tile's memory is free, and
+        // the next rows are on their way while these are transformed.
+        __syncwarp();
+        start_tile(params, first_row + step);
+        walsh_hadamard<1>(y, 0);
+        uint32_t codes[CODE_BYTES / 4];
+        const uint32_t scales = quantise(y[0], codes);
+        const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.num_rows - first_row));
+        if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
+        store_codes(params, first_row, rows, codes);
+    }
 }

@@ -16,21 +16,24 @@
 //
 // One block takes one row: THREADS threads hold up to HELD slots each in registers, so that logits, target and list are
 // read once; a longer row is read again in each of up to four passes, out of the second-level cache. Lists of 512 have
-// one warp each, and no barrier. Powers, logarithms, sums: three reductions over the block, each with one barrier. A
-// thread reads and writes the same slots, so that the gradient may lie over logits or target. Rows of kl are added in
-// one order by indexer_loss_sum.cu: the loss is the same in every run. (That the last block adds them would need a
-// count in memory that somebody has cleared, by a launch as well.)
+// one warp each, and no barrier. Two reductions over the block, each with one barrier: powers with the largest logit,
+// and the sums. All loads of a row are asked for before anything else is computed, and what lies behind its end is set
+// to 0 meanwhile. An access of four slots that are all valid, as most are, is computed without a look at each. A thread
+// reads and writes the same slots, so that the gradient may lie over logits or target. Rows of kl are added in one order
+// by indexer_loss_sum.cu: the loss is the same in every run. (That the last block adds them would need a count in memory
+// that somebody has cleared, by a launch as well.)
 //
 // Floor: 12 bytes a valid slot of a list (8 of a dense row) and 4 of every slot of the gradient: at 4.24 TB/s 7.9 us
 // for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; an empty launch
-// takes some 2 us beside that. Measured on one H200, this kernel alone in a graph of launches: value and gradient 12.3
-// us for lists of 512, 20.1 of 1024, 54.1 dense (64, 79 and 59 % of the copy rate); the gradient alone 11.1, 18.8 and
-// 38.5 us. With branches around slots, twice the threads of half the slots, a division each of a dense row and
-// reductions in which each thread added the parts of all warps it was 16.0, 27.5 and 101 us; 14.0, 24.9 and 76.7.
-// Beside these the sum of the rows takes a launch, some 2 us. By instructions, some 75 a slot, lists of 512 take 5 us,
-// and dense rows 20: what is not hidden is the wait of each block for its row, its reductions and its stores, one
-// behind the other. Half the slots a thread and twice the threads take 11.6 and 19.4 us of lists, but 77.7 of dense
-// rows.
+// takes some 2 us beside that, and the sum of the rows another launch, some 2 us. By instructions, some 30 a slot of a
+// list and 35 of a dense row, lists of 512 take 2 us, and dense rows 10. All lists of 512 are on the GPU at once.
+// Expected on one H200, from what the gradient alone took before: value and gradient without the sum 10.8 us for lists
+// of 512, 18.5 of 1024, 38 dense.
+// Measured there of the form that this one replaces, with some 75 instructions a slot, three reductions, 768 threads a
+// multiprocessor for lists, and two of a dense row's eight loads behind l1: 12.3, 20.1 and 54.1 us; the gradient alone
+// 11.1, 18.8 and 38.5 us. Before that, with branches around slots, twice the threads of half the slots, a division each
+// of a dense row and reductions in which each thread added the parts of all warps, 16.0, 27.5 and 101 us; 14.0, 24.9
+// and 76.7. Half the slots a thread and twice the threads took 11.6 and 19.4 us of lists, but 77.7 of dense rows.
 //
 // Defines: THREADS   threads of a block: a power of two, 32 at least
 //          SELECTED  1: lists of selected keys. 0: all keys up to a causal limit
@@ -48,14 +51,14 @@ constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int HELD = 16;              // slots of a thread at a time
 constexpr int TILE = THREADS * HELD;  // and of a block
 constexpr int REDUCTIONS = 4;
-// Of a multiprocessor, which leaves a thread 80 registers, or 64 and some spilled: with more threads more of the rows
-// is on its way. Either was measured to be the faster one.
-constexpr int RESIDENT_THREADS = SELECTED ? 768 : 1024;
+// Of a multiprocessor, which leaves a thread 64 registers: with more threads more of the rows is on its way.
+constexpr int RESIDENT_THREADS = 1024;
 static_assert((WARPS & (WARPS - 1)) == 0, "parts of warps are combined in pairs");
 
 constexpr float CLIP_LOG_MIN = -100.0f;
 constexpr float CLIP_PROB_MIN = 0x1.bp-145f;  // e^-100: 27 steps of the subnormal numbers
 constexpr float EXACT_FLOOR = 1e-10f;
+constexpr float MIN_NORMAL = 0x1p-126f;
 
 struct IndexerLossParams {
     const float* logits; int64_t logits_stride;   // [num_tokens, slots]; strides in elements
@@ -108,16 +111,22 @@ DEVICE void over_lanes(float (&values)[COUNT]) {
         for (float& value : values) value = COMBINE(value, __shfl_xor_sync(FULL_WARP, value, distance));
 }
 
-// Each number over all threads, in one order; every thread gets the same bits. `parts` are used once.
-template <float (*COMBINE)(float, float), int COUNT>
+// What each warp has, as its first lane holds it: of all warps in every group of WARPS lanes. `parts` are used once.
+template <int COUNT>
+DEVICE void of_warps(float (&values)[COUNT], float (*parts)[WARPS]) {
+    for (int i = 0; i < COUNT; ++i)
+        if (lane_id() == 0) parts[i][warp_id()] = values[i];
+    __syncthreads();
+    for (int i = 0; i < COUNT; ++i) values[i] = parts[i][lane_id() % WARPS];
+}
+
+// The sum of each number over all threads, in one order; every thread gets the same bits.
+template <int COUNT>
 DEVICE void over_block(float (&values)[COUNT], float (*parts)[WARPS]) {
-    over_lanes<COMBINE, WARP_SIZE>(values);
+    over_lanes<sum_of, WARP_SIZE>(values);
     if constexpr (WARPS > 1) {
-        for (int i = 0; i < COUNT; ++i)
-            if (lane_id() == 0) parts[i][warp_id()] = values[i];
-        __syncthreads();
-        for (int i = 0; i < COUNT; ++i) values[i] = parts[i][lane_id() % WARPS];
-        over_lanes<COMBINE, WARPS>(values);
+        of_warps(values, parts);
+        over_lanes<sum_of, WARPS>(values);
     }
 }
 
@@ -128,25 +137,10 @@ struct Row {
     const float* logits;
     const float* target;
     float l1;       // 1 where the target is one already
-    // l1 times `scale`, a power of two that brings it to where remainders of quotients are exact, and its inverse.
-    float scale, scaled_l1, inverse;
     Ranking list;   // slots from list.length on are not valid
 
     bool is_valid(int slot, uint32_t index) const {
         return slot < list.length && (!SELECTED || list.contains(static_cast<int32_t>(index)));
-    }
-    // stored / l1 with one correction by its remainder, which a share that is not clipped needs. A branch to a division
-    // costs more. The inverse of an infinity is 0.
-    float quotient(float stored) const {
-        const float number = __fmul_rn(stored, scale), near = __fmul_rn(number, inverse);
-        const float corrected = fused_multiply_add(fused_multiply_add(-near, scaled_l1, number), inverse, near);
-        return inverse != 0.0f && absolute_f32(near) < 2.0f ? corrected : near;
-    }
-    // T of what is stored as the target. Lists have targets already.
-    float share(float stored) const {
-        if (SELECTED) return stored;
-        const float share = l1 == 0.0f ? 0.0f : quotient(stored);
-        return share > 1.0f ? 1.0f : share;
     }
 };
 
@@ -155,22 +149,48 @@ DEVICE Row row_of(const IndexerLossParams& params, int32_t token) {
     const bool is_padding = params.row_mask && params.row_mask[token] == 0;
     if (is_padding) list.length = 0;
     const float l1 = SELECTED ? 1.0f : params.l1[token];
-    const float scale = absolute_f32(l1) < 0x1p-60f ? 0x1p100f : absolute_f32(l1) > 0x1p60f ? 0x1p-64f : 1.0f;
-    const float scaled_l1 = l1 * scale;
     const float* logits = params.logits + token * params.logits_stride;
     const float* target = params.target + token * params.target_stride;
-    return Row{params, logits, target, l1, scale, scaled_l1, __frcp_rn(scaled_l1), list};
+    return Row{params, logits, target, l1, list};
 }
 
-// The slots of a thread out of one tile of a row; logits of -infinity where they are not valid, and targets that nobody uses.
+// What dense scores are divided by, l1. Made where the row is on its way: nothing of that waits for l1.
+struct Divisor {
+    // l1 times `scale`, a power of two that brings it to where remainders of quotients are exact, and its inverse.
+    float scale, scaled_l1, inverse;
+
+    explicit Divisor(float l1)
+        : scale(absolute_f32(l1) < 0x1p-60f ? 0x1p100f : absolute_f32(l1) > 0x1p60f ? 0x1p-64f : 1.0f),
+          scaled_l1(l1 * scale), inverse(__frcp_rn(scaled_l1)) {
+        // The inverse of an infinity is 0, and so is every quotient: nothing is left to correct.
+        if (inverse == 0.0f) scaled_l1 = 0.0f;
+    }
+    // stored / l1 with one correction by its remainder, which a share that is not clipped needs. A branch to a division
+    // costs more.
+    float quotient(float stored) const {
+        const float number = __fmul_rn(stored, scale), near = __fmul_rn(number, inverse);
+        const float corrected = fused_multiply_add(fused_multiply_add(-near, scaled_l1, number), inverse, near);
+        return absolute_f32(near) < 2.0f ? corrected : near;
+    }
+    float share(float stored) const { return minimum_or_nan_f32(quotient(stored), 1.0f); }
+};
+
+// The slots of a thread out of one tile of a row: logits, of -infinity where they are not valid, and targets, that
+// nobody uses there; later what the gradient is made of, x - lse and g.
 struct Held {
     float x[HELD], target[HELD];
     uint32_t valid;  // a bit for each
+
+    // The bits of an access.
+    template <int COUNT>
+    uint32_t valid_at(int at) const { return valid >> at & ALL<COUNT>; }
+    template <int COUNT>
+    static constexpr uint32_t ALL = (1u << COUNT) - 1;
 };
 
 template <int COUNT>
-DEVICE int first_slot(int tile, int access) {
-    return tile + (access * THREADS + static_cast<int>(threadIdx.x)) * COUNT;
+DEVICE int first_slot(int tile, int at) {
+    return tile + at * THREADS + static_cast<int>(threadIdx.x) * COUNT;
 }
 
 template <int COUNT>
@@ -183,13 +203,12 @@ DEVICE void load_words(const int32_t* source, uint32_t (&words)[COUNT]) {
     }
 }
 
-// All loads are on their way before the first number is needed.
+// Asks for the slots of a tile. All loads are on their way before the first number is needed.
 template <int COUNT>
-DEVICE void load(const Row& row, int tile, Held& held) {
-    uint32_t indices[HELD];
+DEVICE void load(const Row& row, int tile, Held& held, uint32_t (&indices)[HELD]) {
     UNROLL
-    for (int access = 0; access < HELD / COUNT; ++access) {
-        const int first = first_slot<COUNT>(tile, access);
+    for (int at = 0; at < HELD; at += COUNT) {
+        const int first = first_slot<COUNT>(tile, at);
         float x[COUNT] = {}, target[COUNT] = {};
         uint32_t words[COUNT] = {};
         if (first < row.list.length) {
@@ -199,76 +218,128 @@ DEVICE void load(const Row& row, int tile, Held& held) {
         }
         UNROLL
         for (int i = 0; i < COUNT; ++i) {
-            const int at = access * COUNT + i;
-            held.x[at] = x[i];
-            held.target[at] = target[i];
-            indices[at] = words[i];
+            held.x[at + i] = x[i];
+            held.target[at + i] = target[i];
+            indices[at + i] = words[i];
         }
     }
+}
+
+// Which of the slots are valid. Of most accesses all are: then none is looked at alone.
+template <int COUNT>
+DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&indices)[HELD]) {
     held.valid = 0;
     UNROLL
-    for (int access = 0; access < HELD / COUNT; ++access) {
-        const int first = first_slot<COUNT>(tile, access);
-        if (first >= row.list.length) break;
+    for (int at = 0; at < HELD; at += COUNT) {
+        const int first = first_slot<COUNT>(tile, at);
+        bool all = true;
         UNROLL
-        for (int i = 0; i < COUNT; ++i) {
-            const int at = access * COUNT + i;
-            const bool valid = row.is_valid(first + i, indices[at]);
-            held.valid |= static_cast<uint32_t>(valid) << at;
-            held.x[at] = valid ? held.x[at] : -INFINITY_F32;
-            held.target[at] = row.share(held.target[at]);
+        for (int i = 0; i < COUNT; ++i) all = all & row.is_valid(first + i, indices[at + i]);
+        if (all) {
+            held.valid |= Held::ALL<COUNT> << at;
+        } else if (first < row.list.length) {
+            UNROLL
+            for (int i = at; i < at + COUNT; ++i) {
+                const bool valid = row.is_valid(first + i - at, indices[i]);
+                held.valid |= static_cast<uint32_t>(valid) << i;
+                held.x[i] = valid ? held.x[i] : -INFINITY_F32;
+            }
         }
     }
 }
 
-// take(i, whether it is valid) for the slots of this thread, tile by tile, up to the access in which the row ends. A
-// row that is held was loaded before. Within an access nothing branches: to go around a slot costs more than to compute
-// it.
+// T of what a dense row has stored. Lists have targets already.
+template <int COUNT>
+DEVICE void find_shares(const Row& row, Held& held) {
+    if constexpr (!SELECTED) {
+        const Divisor divisor(row.l1);
+        UNROLL
+        for (int at = 0; at < HELD; at += COUNT) {
+            if (held.valid_at<COUNT>(at) == 0) continue;
+            UNROLL
+            for (int i = at; i < at + COUNT; ++i) held.target[i] = divisor.share(held.target[i]);
+        }
+        if (row.l1 == 0.0f)
+            for (float& target : held.target) target = 0.0f;
+    }
+}
+
+template <int COUNT>
+DEVICE void load_tile(const Row& row, int tile, Held& held) {
+    uint32_t indices[HELD];
+    load<COUNT>(row, tile, held, indices);
+    find_valid<COUNT>(row, tile, held, indices);
+    find_shares<COUNT>(row, held);
+}
+
+// take(first slot of an access, which of its slots are valid) for the slots of this thread, tile by tile; not where
+// none of them is. A row that is held was loaded before.
 template <int COUNT, bool RESIDENT, typename Take>
-DEVICE void for_each_slot(const Row& row, Held& held, Take take) {
-    // A row that is held has one tile.
+DEVICE void for_each_access(const Row& row, Held& held, Take take) {
     UNROLL_BY(1)
     for (int tile = 0; tile < row.list.length; tile += TILE) {
-        if (!RESIDENT) load<COUNT>(row, tile, held);
+        if (!RESIDENT) load_tile<COUNT>(row, tile, held);
         UNROLL
-        for (int access = 0; access < HELD / COUNT; ++access) {
-            if (first_slot<COUNT>(tile, access) >= row.list.length) break;
-            UNROLL
-            for (int at = access * COUNT; at < (access + 1) * COUNT; ++at) take(at, (held.valid >> at & 1) != 0);
+        for (int at = 0; at < HELD; at += COUNT) {
+            const uint32_t valid = held.valid_at<COUNT>(at);
+            if (valid != 0) take(at, valid);
         }
+        if (RESIDENT) break;
     }
 }
 
-// The natural log-sum-exp of the valid logits.
+// The natural log-sum-exp of the valid logits. The powers of each warp are relative to the largest logit of its own,
+// and are brought to that of the row with it: one barrier does for both.
 template <int COUNT, bool RESIDENT>
 DEVICE float log_sum_exp(const Row& row, Held& held, Shared& shared) {
     float largest[] = {-INFINITY_F32}, sum[] = {0.0f};
-    for_each_slot<COUNT, RESIDENT>(row, held, [&](int i, bool) { largest[0] = maximum_f32(largest[0], held.x[i]); });
-    over_block<maximum_f32>(largest, shared.parts);
-    const float shift = subtrahend(largest[0]);
+    for_each_access<COUNT, RESIDENT>(row, held, [&](int at, uint32_t) {
+        for (int i = at; i < at + COUNT; ++i) largest[0] = maximum_f32(largest[0], held.x[i]);
+    });
+    over_lanes<maximum_f32, WARP_SIZE>(largest);
+    float shift = subtrahend(largest[0]);
     // A NaN loses that comparison, and enters by the sum.
-    const auto add_power = [&](int i, bool) { sum[0] += exp2_approx((held.x[i] - shift) * LOG2_E); };
-    for_each_slot<COUNT, RESIDENT>(row, held, add_power);
-    over_block<sum_of>(sum, shared.parts + 1);
+    for_each_access<COUNT, RESIDENT>(row, held, [&](int at, uint32_t) {
+        for (int i = at; i < at + COUNT; ++i) sum[0] += exp2_approx((held.x[i] - shift) * LOG2_E);
+    });
+    over_lanes<sum_of, WARP_SIZE>(sum);
+    if constexpr (WARPS > 1) {
+        float parts[] = {largest[0], sum[0]};
+        of_warps(parts, shared.parts);
+        largest[0] = parts[0];
+        over_lanes<maximum_f32, WARPS>(largest);
+        shift = subtrahend(largest[0]);
+        sum[0] = parts[1] * exp2_approx((parts[0] - shift) * LOG2_E);
+        over_lanes<sum_of, WARPS>(sum);
+    }
     return sum[0] == 0.0f ? INFINITY_F32 : shift + log2_approx(sum[0]) * LN_2;
 }
 
-// What a row's terms are made of.
+// What a row's terms are made of. PLAIN: no weight of the clipped form is so small that it is raised, or that its
+// logarithm is one of a subnormal number, which costs three instructions more.
 template <bool CLIPPED>
 struct Terms {
     static constexpr bool clipped = CLIPPED;
     float lse;
 
+    static bool is_plain(float target) { return !clipped || target >= MIN_NORMAL; }
     float ell(float x) const { return x - lse; }
-    float weight(float target) const { return clipped ? maximum_or_nan_f32(target, CLIP_PROB_MIN) : target; }
-    float value(float x, float target) const {
-        const float floored = clipped ? weight(target) : maximum_or_nan_f32(target, EXACT_FLOOR);
-        float log_prediction = ell(x);
-        if (clipped && log_prediction < CLIP_LOG_MIN) log_prediction = CLIP_LOG_MIN;
-        if (clipped && log_prediction > 0.0f) log_prediction = 0.0f;
-        return weight(target) * (log2_approx(floored) * LN_2 - log_prediction);
+    template <bool PLAIN>
+    float weight(float target) const {
+        return clipped && !PLAIN ? maximum_or_nan_f32(target, CLIP_PROB_MIN) : target;
     }
-    float g(float x, float target) const { return clipped && ell(x) < CLIP_LOG_MIN ? 0.0f : -weight(target); }
+    template <bool PLAIN>
+    float log2_of(float floored) const {
+        return clipped && !PLAIN ? log2_approx(floored) : log2_normal_approx(floored);
+    }
+    template <bool PLAIN>
+    float value(float ell, float target) const {
+        const float floored = clipped ? weight<PLAIN>(target) : maximum_or_nan_f32(target, EXACT_FLOOR);
+        const float log_prediction = clipped ? minimum_or_nan_f32(maximum_or_nan_f32(ell, CLIP_LOG_MIN), 0.0f) : ell;
+        return weight<PLAIN>(target) * (log2_of<PLAIN>(floored) * LN_2 - log_prediction);
+    }
+    template <bool PLAIN>
+    float g(float ell, float target) const { return clipped && ell < CLIP_LOG_MIN ? 0.0f : -weight<PLAIN>(target); }
 };
 
 // Read before the slots, so that nobody waits for it later.
@@ -287,27 +358,73 @@ DEVICE Scalars scalars_of(const IndexerLossParams& params, int32_t token) {
                    params.real_rows ? maximum(*params.real_rows, 1) : params.divisor};
 }
 
-// The gradient of every slot of the row, 0 where it is not valid.
+// Adds kl, if it is wanted, and g of one access, and leaves behind what the gradient is made of.
+template <int COUNT, bool PLAIN, bool VALUE, typename Terms>
+DEVICE void add_access(const Terms& terms, Held& held, int at, uint32_t valid, float (&sums)[2]) {
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) {
+        const float ell = terms.ell(held.x[at + i]), target = held.target[at + i];
+        const float g = terms.template g<PLAIN>(ell, target);
+        const bool counts = PLAIN || (valid >> i & 1) != 0;
+        if (VALUE) {
+            const float value = terms.template value<PLAIN>(ell, target);
+            sums[0] += counts ? value : 0.0f;
+        }
+        sums[1] += counts ? g : 0.0f;
+        held.x[at + i] = ell;
+        held.target[at + i] = g;
+    }
+}
+
+template <int COUNT, bool VALUE, typename Terms>
+DEVICE void add_terms(const Terms& terms, Held& held, int at, uint32_t valid, float (&sums)[2]) {
+    bool is_plain = valid == Held::ALL<COUNT>;
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) is_plain = is_plain & terms.is_plain(held.target[at + i]);
+    if (is_plain) add_access<COUNT, true, VALUE>(terms, held, at, valid, sums);
+    else add_access<COUNT, false, VALUE>(terms, held, at, valid, sums);
+}
+
+// The gradient of the slots up to the access in which the row ends, 0 where they are not valid.
 template <int COUNT, bool RESIDENT, typename Terms>
 DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float scale, float sum, float* target) {
-    for (int tile = 0; tile < row.params.slots; tile += TILE) {
-        if (!RESIDENT) load<COUNT>(row, tile, held);
+    UNROLL_BY(1)
+    for (int tile = 0; tile < row.list.length; tile += TILE) {
+        if (!RESIDENT) load_tile<COUNT>(row, tile, held);
         UNROLL
-        for (int access = 0; access < HELD / COUNT; ++access) {
-            const int first = first_slot<COUNT>(tile, access);
-            if (first >= row.params.slots) break;
-            float gradient[COUNT] = {};
-            if (first < row.list.length) {
+        for (int at = 0; at < HELD; at += COUNT) {
+            const int first = first_slot<COUNT>(tile, at);
+            if (first >= row.list.length) continue;
+            const uint32_t valid = held.valid_at<COUNT>(at);
+            float unused[2] = {};
+            if (!RESIDENT) add_terms<COUNT, false>(terms, held, at, valid, unused);
+            float gradient[COUNT];
+            UNROLL
+            for (int i = 0; i < COUNT; ++i) {
+                const float prediction = exp2_approx(held.x[at + i] * LOG2_E), g = held.target[at + i];
+                gradient[i] = scale * (g - prediction * sum);
+            }
+            if (valid != Held::ALL<COUNT>) {
                 UNROLL
-                for (int i = 0; i < COUNT; ++i) {
-                    const int at = access * COUNT + i;
-                    const float prediction = exp2_approx(terms.ell(held.x[at]) * LOG2_E);
-                    const float g = terms.g(held.x[at], held.target[at]);
-                    gradient[i] = held.valid >> at & 1 ? scale * (g - prediction * sum) : 0.0f;
-                }
+                for (int i = 0; i < COUNT; ++i) gradient[i] = valid >> i & 1 ? gradient[i] : 0.0f;
             }
             store_elements(target + first, gradient);
         }
+        if (RESIDENT) break;
+    }
+}
+
+// 0 behind that: nothing has to be waited for.
+template <int COUNT, bool RESIDENT>
+DEVICE void clear_rest(const Row& row, float* target) {
+    const float zeros[COUNT] = {};
+    for (int tile = 0; tile < row.params.slots; tile += TILE) {
+        UNROLL
+        for (int at = 0; at < HELD; at += COUNT) {
+            const int first = first_slot<COUNT>(tile, at);
+            if (first >= row.list.length && first < row.params.slots) store_elements(target + first, zeros);
+        }
+        if (RESIDENT) break;
     }
 }
 
@@ -316,18 +433,11 @@ template <int COUNT, bool RESIDENT, typename Terms>
 DEVICE void sum_terms(const Row& row, Held& held, Shared& shared, const Terms& terms, float scale, int32_t token) {
     const IndexerLossParams& params = row.params;
     float sums[] = {0.0f, 0.0f};  // of kl and of g
-    const auto add_g = [&](int i, bool valid) {
-        const float g = terms.g(held.x[i], held.target[i]);
-        sums[1] += valid ? g : 0.0f;
-    };
-    const auto add_both = [&](int i, bool valid) {
-        const float value = terms.value(held.x[i], held.target[i]);
-        sums[0] += valid ? value : 0.0f;
-        add_g(i, valid);
-    };
-    if (params.kl) for_each_slot<COUNT, RESIDENT>(row, held, add_both);
-    else for_each_slot<COUNT, RESIDENT>(row, held, add_g);
-    over_block<sum_of>(sums, shared.parts + 2);
+    const auto add_g = [&](int at, uint32_t valid) { add_terms<COUNT, false>(terms, held, at, valid, sums); };
+    const auto add_both = [&](int at, uint32_t valid) { add_terms<COUNT, true>(terms, held, at, valid, sums); };
+    if (params.kl) for_each_access<COUNT, RESIDENT>(row, held, add_both);
+    else for_each_access<COUNT, RESIDENT>(row, held, add_g);
+    over_block(sums, shared.parts + 2);
     if (threadIdx.x == 0) {
         if (params.kl) params.kl[token] = sums[0];
         if (!params.lse_given) params.idx_lse[token] = terms.lse;
@@ -345,7 +455,13 @@ DEVICE void loss_of_row(const IndexerLossParams& params) {
     const Scalars scalars = scalars_of(params, token);
     const Row row = row_of(params, token);
     Held held;
-    if (RESIDENT) load<COUNT>(row, 0, held);
+    uint32_t indices[HELD];
+    if (RESIDENT) load<COUNT>(row, 0, held, indices);
+    if (params.dlogits) clear_rest<COUNT, RESIDENT>(row, params.dlogits + token * params.dlogits_stride);
+    if (RESIDENT) {
+        find_valid<COUNT>(row, 0, held, indices);
+        find_shares<COUNT>(row, held);
+    }
     const float lse = params.lse_given ? scalars.lse : log_sum_exp<COUNT, RESIDENT>(row, held, shared);
     const float scale = scalars.gradient_scale(params);
     if (params.clipped) sum_terms<COUNT, RESIDENT>(row, held, shared, Terms<true>{lse}, scale, token);

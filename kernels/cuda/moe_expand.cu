@@ -8,14 +8,17 @@
 // do not depend on the other tokens. A row of x that has no slot is not read, nor is a row of dy that no slot has.
 //
 // A block takes a piece of a token's row, 16 bytes a thread: the forward reads it once and writes it to each of its slots'
-// rows, the backward has up to HELD rows under way. Further blocks look for rows that nobody has, 128 positions each.
+// rows, the backward has up to HELD rows under way. The first blocks look for rows that nobody has, 128 positions each.
 //
 // Floors, with s = sizeof(ELEMENT): s (num_tokens + num_positions) bytes a channel either way. 32768 tokens of 7168 bf16
 // channels with 6 slots each and some 16000 rows of padding: 3.5 GB, 0.83 ms at 4.24 TB/s. Expected to be limited by
 // memory.
-// Measured on one H200, 32768 tokens of 7168 channels with 6 slots: forward 1127 us. The backward took 973 us with
-// 138 registers and three blocks on a multiprocessor; with rows held as they lie in memory and eight blocks it has
-// not been measured; the forward is what it was.
+// Measured on one H200, 32768 tokens of 7168 channels with 6 slots, before the last change: forward 1127 us; backward 973
+// us with 138 registers and three blocks on a multiprocessor.
+// Predicted now, not measured: forward 1040 us. Blocks that clear rows were the last of the launch: one with 128 free
+// rows, as all are behind the last expert's, waited 128 times for an entry of pos_to_token, some 0.6 us each, and wrote
+// 1.8 MB alone, at the end of which nothing else ran. They are the first ones now, look at 128 entries at once, and a warp
+// writes a row. Backward 850 us, with ten blocks on a multiprocessor and 48 registers: 120 KB of rows under way.
 //
 // Defines: ELEMENT  type of x, y, dy and dx: bf16 or float. Launch: num_tokens blocks for each piece of a row, and, of the
 // forward, ceil(num_positions / ROWS_PER_BLOCK) more.
@@ -48,13 +51,13 @@ PARAMS_LAYOUT(MoeExpandBackwardParams, dy, dy_position_stride, token_topk_to_pos
 
 template <int COUNT>
 DEVICE void expand_forward(const MoeExpandForwardParams& params) {
-    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), block = blockIdx.x;
-    if (block >= params.num_tokens * pieces) {
-        const int64_t first = (block - params.num_tokens * pieces) * ROWS_PER_BLOCK;
-        clear_rows<COUNT>(params.pos_to_token, first, params.num_positions, params.y, params.y_position_stride,
-                          params.hidden_size);
+    const int64_t clearing = clearing_blocks(params.num_positions);
+    if (blockIdx.x < clearing) {
+        clear_rows<COUNT>(params.pos_to_token, static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK, params.num_positions,
+                          params.y, params.y_position_stride, params.hidden_size);
         return;
     }
+    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), block = blockIdx.x - clearing;
     const int64_t token = block / pieces;
     const int64_t column = (block % pieces * THREADS + threadIdx.x) * COUNT;
     if (column >= params.hidden_size) return;
@@ -83,5 +86,5 @@ DEVICE void expand_backward(const MoeExpandBackwardParams& params) {
 KERNEL(moe_expand_forward_vector, MoeExpandForwardParams, THREADS) { expand_forward<VECTOR>(params); }
 KERNEL(moe_expand_forward_scalar, MoeExpandForwardParams, THREADS) { expand_forward<1>(params); }
 // As moe_reduce.cu's forward.
-KERNEL_OF(moe_expand_backward_vector, MoeExpandBackwardParams, THREADS, 8) { expand_backward<VECTOR>(params); }
+KERNEL_OF(moe_expand_backward_vector, MoeExpandBackwardParams, THREADS, 10) { expand_backward<VECTOR>(params); }
 KERNEL(moe_expand_backward_scalar, MoeExpandBackwardParams, THREADS) { expand_backward<1>(params); }

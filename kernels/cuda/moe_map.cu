@@ -11,7 +11,8 @@
 // Everything is an integer and has one value, whatever the order of blocks, warps and lanes: an expert's rows keep the
 // order of the slots. A warp finds the lanes that have one expert by a ballot for each bit of its number, so that a slot's
 // rank among them is a count of bits; counts of a warp lie in shared memory, those of the warps before it are summed once a
-// round, and those of the chunks before a block's own come from moe_map_count. No atomic decides an order.
+// round, and those of the chunks before a block's own come from moe_map_count. No atomic decides an order. Rows are written
+// from a round that lies in shared memory in the order of experts.
 //
 // Up to a few thousand slots are one launch, moe_map_small: each block counts them all, the first places them, and all of
 // them share the rows that nobody has. Otherwise there are two: moe_map_count counts a chunk of slots a block,
@@ -19,10 +20,14 @@
 // chunk.
 //
 // Floor: 4 bytes read and 4 written a slot, 12 written a position: 32768 tokens with 6 slots of 256 experts are some 4.6
-// MB, 1.1 us at 4.24 TB/s. Expected to limit it: two launches, and in the second the latencies of some ten barriers.
-// Measured on one H200: 32768 tokens of 256 and of 384 experts 21.7 and 23.1 us, 4096 tokens 16.1, 128 tokens 7.7,
-// one token 5.3 us. With divisions of 64 bits and a modulo for each count of a chunk 27.5, 31.7, 20.7 and 9.1 us; one
-// token 23.4 us, when one block cleared the rows of each expert in turn.
+// MB, 1.1 us at 4.24 TB/s. Limited by two launches, and in the second by latencies: of memory twice, and of a dozen
+// barriers.
+// Measured on one H200 before the last change: 32768 tokens of 256 and of 384 experts 21.7 and 23.1 us, 4096 tokens 16.1,
+// 128 tokens 7.7, one token 5.3 us. With divisions of 64 bits and a modulo for each count of a chunk 27.5, 31.7, 20.7 and
+// 9.1 us; one token 23.4 us, when one block cleared the rows of each expert in turn.
+// Predicted now, not measured: 17 us for 32768 tokens of 256 experts. Rows are written in the order of experts, eight
+// neighbours a line instead of one, which takes the 6144 accesses of a multiprocessor, 3.5 us, to an eighth; counts of
+// the chunks come at once instead of in three turns, and while slots are ranked: 2 us.
 //
 // Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small any
 // number.
@@ -33,9 +38,11 @@ constexpr int LANES = WARP_SIZE, THREADS = 512, WARPS = THREADS / LANES;
 constexpr int HELD = 4;                // slots of a round that a thread holds
 constexpr int ROUND = THREADS * HELD;  // slots that a block places at once
 constexpr int EXPERT_BITS = 9, MAX_EXPERTS = 1 << EXPERT_BITS;
-constexpr int LOADS = 16;              // counts of other chunks that a thread has under way
+constexpr int ROUND_BITS = 11;
+constexpr int LOADS = 48;              // counts of other chunks that a thread has under way
 constexpr int32_t NONE = -1;
 static_assert(MAX_EXPERTS <= THREADS, "a thread for each expert");
+static_assert(ROUND == 1 << ROUND_BITS && ROUND_BITS + EXPERT_BITS <= 32, "slot and expert share a word");
 
 struct MoeMapParams {
     const int32_t* topk_indices; int64_t topk_indices_token_stride;        // [num_tokens, topk]; strides in elements
@@ -63,7 +70,11 @@ struct Shared {
     int32_t counts[MAX_EXPERTS];          // of all slots
     int32_t next[MAX_EXPERTS];            // the position of an expert's next slot
     int32_t offsets[MAX_EXPERTS + 1];
+    int32_t starts[MAX_EXPERTS];          // of a round sorted by expert: where an expert's slots begin
+    int32_t moved[MAX_EXPERTS];           // and what makes a position of a place in that order
+    uint32_t sorted[ROUND];               // the round in that order: expert, and slot within the round
     uint32_t sums[WARPS];
+    int32_t num_sorted;
 };
 
 SHARED_MEMORY(moe_map_count, sizeof(Shared))
@@ -109,40 +120,63 @@ DEVICE void count_slots(const MoeMapParams& params, Shared& shared, int64_t begi
     __syncthreads();
 }
 
-// Adds the counts of all chunks, and to `next` those of the chunks before this block's own. As many groups of threads as
-// the block has, a thread an expert, take every so many-th chunk.
-DEVICE void sum_chunks(const MoeMapParams& params, Shared& shared) {
-    const int groups = THREADS / params.num_experts, group = static_cast<int>(threadIdx.x) / params.num_experts;
-    const int expert = static_cast<int>(threadIdx.x) - group * params.num_experts;
+// What a thread sums up: as many groups of threads as the block has, a thread an expert, take every so many-th chunk.
+struct Part {
+    const int32_t* counts;  // of its expert in its first chunk
+    int64_t step;           // between those of its chunks
+    int expert, chunks, chunks_before;  // so many chunks, and those of them before the block's own
+};
+DEVICE Part part_of(const MoeMapParams& params) {
+    const int thread = static_cast<int>(threadIdx.x), groups = THREADS / params.num_experts;
+    const int group = thread / params.num_experts, expert = thread - group * params.num_experts;
+    const auto chunks_of = [&](int chunks) { return group < groups ? ceil_div(chunks - group + groups, groups) - 1 : 0; };
+    return Part{params.chunk_counts + static_cast<int64_t>(group) * params.num_experts + expert,
+                static_cast<int64_t>(groups) * params.num_experts, expert, chunks_of(params.num_chunks),
+                chunks_of(static_cast<int>(blockIdx.x))};
+}
+
+// The counts of LOADS of a thread's chunks, or of as many as there are, from `first` on.
+DEVICE void load_counts(const Part& part, int first, int32_t (&counts)[LOADS]) {
+    const int32_t* source = part.counts + first * part.step;
+    UNROLL
+    for (int i = 0; i < LOADS; ++i) {
+        if (first + i >= part.chunks) break;
+        counts[i] = *source;
+        source += part.step;
+    }
+}
+
+// Adds the counts of all chunks, and to `next` those of the chunks before this block's own. The first LOADS are given.
+DEVICE void sum_chunks(Shared& shared, const Part& part, int32_t (&counts)[LOADS]) {
     int32_t all = 0, before = 0;
-    for (int first = group; group < groups && first < params.num_chunks; first += LOADS * groups) {
-        int32_t counts[LOADS];
+    for (int first = 0; first < part.chunks; first += LOADS) {
+        if (first > 0) load_counts(part, first, counts);
         UNROLL
         for (int i = 0; i < LOADS; ++i) {
-            const int chunk = first + i * groups;
-            const int64_t at = static_cast<int64_t>(chunk) * params.num_experts + expert;
-            counts[i] = chunk < params.num_chunks ? params.chunk_counts[at] : 0;
-        }
-        UNROLL
-        for (int i = 0; i < LOADS; ++i) {
+            if (first + i >= part.chunks) break;
             all += counts[i];
-            before += first + i * groups < static_cast<int>(blockIdx.x) ? counts[i] : 0;
+            before += first + i < part.chunks_before ? counts[i] : 0;
         }
     }
-    if (all != 0) atomicAdd(&shared.counts[expert], all);
-    if (before != 0) atomicAdd(&shared.next[expert], before);
+    if (all != 0) atomicAdd(&shared.counts[part.expert], all);
+    if (before != 0) atomicAdd(&shared.next[part.expert], before);
     __syncthreads();
+}
+
+// The sum over the block's threads up to this one, itself among them.
+DEVICE uint32_t sum_upto(Shared& shared, uint32_t own) {
+    const uint32_t upto = inclusive_sum(own);
+    if (lane_id() == LANES - 1) shared.sums[warp_id()] = upto;
+    __syncthreads();
+    const uint32_t of_warps = inclusive_sum(lane_id() < warp_id() ? shared.sums[lane_id()] : 0);
+    return __shfl_sync(FULL_WARP, of_warps, LANES - 1) + upto;
 }
 
 // Offsets of the experts, from their counts; `next` becomes a position.
 DEVICE void find_offsets(const MoeMapParams& params, Shared& shared) {
     const int expert = threadIdx.x;
     const uint32_t rows = ceil_div(shared.counts[expert], params.alignment) * params.alignment;
-    const uint32_t upto = inclusive_sum(rows);
-    if (lane_id() == LANES - 1) shared.sums[warp_id()] = upto;
-    __syncthreads();
-    const uint32_t of_warps = inclusive_sum(lane_id() < warp_id() ? shared.sums[lane_id()] : 0);
-    const uint32_t end = __shfl_sync(FULL_WARP, of_warps, LANES - 1) + upto;
+    const uint32_t end = sum_upto(shared, rows);
     if (expert == 0) shared.offsets[0] = 0;
     shared.offsets[expert + 1] = end;
     shared.next[expert] += end - rows;
@@ -204,39 +238,78 @@ DEVICE void rank_slots(const int32_t (&experts)[HELD], int32_t (&ranks)[HELD], u
     }
 }
 
-// Places the slots [begin, end), ROUND at once.
-DEVICE void place_slots(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end) {
-    for (int64_t round = begin; round < end; round += ROUND) {
-        const int64_t first = round + warp_id() * (LANES * HELD) + lane_id();
-        int32_t experts[HELD], ranks[HELD];
+// What a thread holds of a round: experts, and ranks among the warp's slots of the same expert.
+struct Round {
+    int32_t experts[HELD], ranks[HELD];
+};
+
+// The first of a thread's slots of a round; the others follow LANES apart.
+DEVICE int first_of_thread() { return warp_id() * (LANES * HELD) + lane_id(); }
+
+DEVICE Round ranked_round(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end) {
+    Round round;
+    UNROLL
+    for (int i = 0; i < HELD; ++i) round.experts[i] = expert_of(params, begin + first_of_thread() + i * LANES, end);
+    rank_slots(round.experts, round.ranks, shared.before[warp_id()], params.num_experts);
+    return round;
+}
+
+// Where the slots of each expert begin in the round sorted by expert, from the counts of its warps.
+DEVICE void sort_experts(const MoeMapParams& params, Shared& shared) {
+    const int expert = threadIdx.x;
+    int32_t of_round = 0;
+    if (expert < params.num_experts) {
         UNROLL
-        for (int i = 0; i < HELD; ++i) experts[i] = expert_of(params, first + i * LANES, end);
-        rank_slots(experts, ranks, shared.before[warp_id()], params.num_experts);
-        __syncthreads();
-        int32_t of_round = 0;
-        if (threadIdx.x < params.num_experts) {
-            UNROLL
-            for (int warp = 0; warp < WARPS; ++warp) {
-                const int32_t of_warp = shared.before[warp][threadIdx.x];
-                shared.before[warp][threadIdx.x] = static_cast<uint16_t>(of_round);
-                of_round += of_warp;
-            }
+        for (int warp = 0; warp < WARPS; ++warp) {
+            const int32_t of_warp = shared.before[warp][threadIdx.x];
+            shared.before[warp][threadIdx.x] = static_cast<uint16_t>(of_round);
+            of_round += of_warp;
         }
-        __syncthreads();
-        UNROLL
-        for (int i = 0; i < HELD; ++i) {
-            const int64_t slot = first + i * LANES;
-            if (slot >= end) continue;
-            const auto [token, place] = place_of(params, slot);
-            int32_t position = NONE;
-            if (experts[i] != NONE) {
-                position = shared.next[experts[i]] + shared.before[warp_id()][experts[i]] + ranks[i];
-                write_row(params, position, experts[i], static_cast<int32_t>(token), static_cast<int32_t>(slot));
-            }
-            params.token_topk_to_pos[token * params.token_topk_to_pos_token_stride + place] = position;
+    }
+    const int32_t end = static_cast<int32_t>(sum_upto(shared, of_round));
+    shared.starts[expert] = end - of_round;
+    shared.moved[expert] = shared.next[expert] - (end - of_round);
+    shared.next[threadIdx.x] += of_round;
+    if (expert == THREADS - 1) shared.num_sorted = end;
+    __syncthreads();
+}
+
+// Places the slots of a round. Rows are written in the order of experts: neighbours of one expert lie next to each other,
+// while each slot's own store would be an access of its own.
+DEVICE void place_round(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end, const Round& round) {
+    __syncthreads();
+    sort_experts(params, shared);
+    UNROLL
+    for (int i = 0; i < HELD; ++i) {
+        const int number = first_of_thread() + i * LANES;
+        const int64_t slot = begin + number;
+        if (slot >= end) continue;
+        const int32_t expert = round.experts[i];
+        int32_t position = NONE;
+        if (expert != NONE) {
+            const int32_t at = shared.starts[expert] + shared.before[warp_id()][expert] + round.ranks[i];
+            shared.sorted[at] = static_cast<uint32_t>(expert << ROUND_BITS | number);
+            position = shared.moved[expert] + at;
         }
-        __syncthreads();
-        shared.next[threadIdx.x] += of_round;
+        const auto [token, place] = place_of(params, slot);
+        params.token_topk_to_pos[token * params.token_topk_to_pos_token_stride + place] = position;
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; at < shared.num_sorted; at += THREADS) {
+        const uint32_t word = shared.sorted[at];
+        const int32_t expert = static_cast<int32_t>(word >> ROUND_BITS);
+        const int64_t slot = begin + (word & (ROUND - 1));
+        write_row(params, shared.moved[expert] + at, expert, static_cast<int32_t>(place_of(params, slot).token),
+                  static_cast<int32_t>(slot));
+    }
+}
+
+// Places the slots [begin, end), ROUND at once, of which the first ones are ranked.
+DEVICE void place_slots(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end, Round round) {
+    while (begin < end) {
+        place_round(params, shared, begin, end, round);
+        begin += ROUND;
+        if (begin < end) round = ranked_round(params, shared, begin, end);
     }
 }
 
@@ -252,12 +325,18 @@ KERNEL(moe_map_count, MoeMapParams, THREADS) {
 KERNEL(moe_map_place, MoeMapParams, THREADS) {
     Shared& shared = shared_memory();
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * params.chunk_slots;
+    const int64_t end = minimum<int64_t>(begin + params.chunk_slots, params.num_slots);
+    // Counts come while slots are ranked.
+    const Part part = part_of(params);
+    int32_t counts[LOADS];
+    load_counts(part, 0, counts);
+    const Round round = ranked_round(params, shared, begin, end);
     clear_counts(shared);
-    sum_chunks(params, shared);
+    sum_chunks(shared, part, counts);
     find_offsets(params, shared);
     if (blockIdx.x == 0) write_counts(params, shared);
+    place_slots(params, shared, begin, end, round);
     clear_rows(params, shared);
-    place_slots(params, shared, begin, minimum<int64_t>(begin + params.chunk_slots, params.num_slots));
 }
 
 KERNEL(moe_map_small, MoeMapParams, THREADS) {
@@ -268,5 +347,5 @@ KERNEL(moe_map_small, MoeMapParams, THREADS) {
     clear_rows(params, shared);
     if (blockIdx.x > 0) return;
     write_counts(params, shared);
-    place_slots(params, shared, 0, params.num_slots);
+    place_slots(params, shared, 0, params.num_slots, ranked_round(params, shared, 0, params.num_slots));
 }

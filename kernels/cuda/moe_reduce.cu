@@ -12,14 +12,17 @@
 //
 // Forward: a block takes a piece of a token's row, 16 bytes a thread, with up to HELD rows under way. Backward: a block
 // takes a token, whose weights' gradients its threads add up, each its own channels, then by shuffles and over the warps;
-// further blocks look for rows that nobody has, 128 positions each.
+// the first blocks of a launch look for rows that nobody has, 128 positions each.
 //
 // Floors, with s = sizeof(ELEMENT): forward s (num_slots + num_tokens) bytes a channel, backward s (num_tokens +
 // num_positions), and weighted s num_slots more. 32768 tokens of 7168 bf16 channels with 6 slots each: 3.3 GB forward, 0.78
 // ms at 4.24 TB/s; 3.5 and, weighted, 6.3 GB backward, 0.83 and 1.5 ms. Expected to be limited by memory.
 // Measured on one H200, 32768 tokens of 7168 channels with 6 weighted slots: 868 us forward, with rows held as they
-// lie in memory and eight blocks on a multiprocessor; 1405 us before, with three. Backward 2889 us with three blocks and
-// 138 registers; with four, as it is now, it has not been measured.
+// lie in memory, room for eight of them and eight blocks on a multiprocessor; 1405 us before, with three. Backward 2889 us
+// with three blocks and 138 registers.
+// Predicted now, not measured: forward 820 us. Ten blocks have 120 KB of rows under way instead of 96: a block waits for
+// positions, and then for rows, together some 2.5 us, in which 80 KB pass a multiprocessor at the rate of a copy.
+// Backward with four blocks, and those that clear rows first instead of last (moe_expand.cu).
 //
 // Defines: ELEMENT  type of y, shared, out, dout and dy: bf16 or float. Launch: forward num_tokens blocks for each piece of
 // a row; backward num_tokens + ceil(num_positions / ROWS_PER_BLOCK).
@@ -62,12 +65,16 @@ DEVICE void reduce_forward(const MoeReduceForwardParams& params) {
     const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), token = blockIdx.x / pieces;
     const int64_t column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
     if (column >= params.hidden_size) return;
-    float sum[COUNT] = {}, shared[COUNT] = {};
-    if (params.shared) load_elements<COUNT>(params.shared + token * params.shared_token_stride + column, shared);
+    float sum[COUNT] = {};
+    Stored<COUNT, ELEMENT> stored;
+    if (params.shared) load_stored(params.shared + token * params.shared_token_stride + column, stored);
     const float* weights = params.topk_weights ? params.topk_weights + token * params.topk_weights_token_stride : nullptr;
     add_rows<COUNT>(positions_of(params, token), weights, params.y, params.y_position_stride, column, sum);
-    if (params.shared)
+    if (params.shared) {
+        float shared[COUNT];
+        unpack_stored(stored, shared);
         for (int e = 0; e < COUNT; ++e) sum[e] += shared[e];
+    }
     store_elements(params.out + token * params.out_token_stride + column, sum);
 }
 
@@ -118,10 +125,10 @@ DEVICE void write_dots(const MoeReduceBackwardParams& params, int64_t token, int
 
 template <int COUNT>
 DEVICE void reduce_backward(const MoeReduceBackwardParams& params) {
-    const int64_t token = blockIdx.x;
-    if (token >= params.num_tokens) {
-        clear_rows<COUNT>(params.pos_to_token, (token - params.num_tokens) * ROWS_PER_BLOCK, params.num_positions, params.dy,
-                          params.dy_position_stride, params.hidden_size);
+    const int64_t token = blockIdx.x - clearing_blocks(params.num_positions);
+    if (token < 0) {
+        clear_rows<COUNT>(params.pos_to_token, static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK, params.num_positions,
+                          params.dy, params.dy_position_stride, params.hidden_size);
         return;
     }
     const Positions all = positions_of(params, token);
@@ -140,7 +147,7 @@ DEVICE void reduce_backward(const MoeReduceBackwardParams& params) {
 }
 
 // Rows wait for positions, and these for memory: the more blocks a multiprocessor has, the more rows are under way.
-KERNEL_OF(moe_reduce_forward_vector, MoeReduceForwardParams, THREADS, 8) { reduce_forward<VECTOR>(params); }
+KERNEL_OF(moe_reduce_forward_vector, MoeReduceForwardParams, THREADS, 10) { reduce_forward<VECTOR>(params); }
 KERNEL(moe_reduce_forward_scalar, MoeReduceForwardParams, THREADS) { reduce_forward<1>(params); }
 KERNEL_OF(moe_reduce_backward_vector, MoeReduceBackwardParams, THREADS, 4) { reduce_backward<VECTOR>(params); }
 KERNEL(moe_reduce_backward_scalar, MoeReduceBackwardParams, THREADS) { reduce_backward<1>(params); }

@@ -15,8 +15,14 @@
 // Floors, with s = sizeof(ELEMENT): forward reads and writes s bytes per element, so 2s bytes for 4
 // FLOPs; backward reads dy and x and writes dx, 3s bytes for about 9 FLOPs. All are limited by memory.
 //
-// Measured on one H200, bf16, as a share of a device copy in the same run: forward 95 to 97 % at width 7168
-// (83 % at 4096 rows, where launch and tail count), 99 % at width 512; backward 85 %.
+// Measured on one H200, bf16, as a share of a device copy in the same run: forward 95 to 97 % at width 7168 (87 %
+// at 4096 rows, 28 us, of which launch and tail take 3), 99 % at width 512; backward, before its last change, 85 % at
+// 16384 rows and 64 % at 4096, 65 us of which 41 are the floor.
+//
+// Predicted now, not measured: backward 52 us at 4096 rows, 80 %. Each block wrote its row of dweight in single
+// floats 32 bytes apart, so that all blocks together wrote 1.9 million sectors of the second-level cache eight times
+// in part, some 10 us; in accesses of 16 bytes it is a quarter. rms_norm_dweight has eight rows under way instead of
+// waiting for each, 2 us, and a block's next row is on its way into the second-level cache while this one is reduced.
 #include "element.h"
 #include "elements.h"
 #include "math.h"
@@ -32,6 +38,8 @@ constexpr int GRADIENT_HELD = 16 / VECTOR;           // the same for a thread of
 constexpr int WARP_WIDTH = 1024;                     // widest row of the warp kernels
 constexpr int WARP_KERNEL_THREADS = 256;
 constexpr int DWEIGHT_GROUPS = 16;
+constexpr int DWEIGHT_LOADS = 8;                     // partials that a thread of rms_norm_dweight has under way
+constexpr int LINE_BYTES = 128;
 // Holds the compiler to 72 registers, so that two blocks of 448 threads (width 7168) share a multiprocessor.
 constexpr int BACKWARD_BLOCK_THREADS = 896;
 
@@ -358,6 +366,34 @@ KERNEL(rms_norm_backward_warp, RmsNormBackwardParams, WARP_KERNEL_THREADS) {
     }
 }
 
+// Asks the second-level cache for a row, if there is such a one: memory is busy while the row before it is reduced.
+DEVICE void prefetch_row(const RmsNormBackwardParams& params, int64_t row) {
+    if (row >= params.num_rows) return;
+    constexpr int step = LINE_BYTES / static_cast<int>(sizeof(ELEMENT));
+    for (int64_t column = threadIdx.x * step; column < params.width; column += blockDim.x * step) {
+        prefetch_second_level(params.dy + row * params.dy_row_stride + column);
+        prefetch_second_level(params.x + row * params.x_row_stride + column);
+    }
+}
+
+// Neighbouring columns' dweight, of those that there are. Single floats, which a workspace may be aligned to, would write each sector of memory
+// eight times.
+DEVICE void store_partial(const RmsNormBackwardParams& params, float* partial, int64_t column,
+                          const float (&dweight)[VECTOR]) {
+    if (column >= params.width) return;
+    partial += column;
+    const bool aligned = reinterpret_cast<uintptr_t>(partial) % sizeof(Vec16) == 0;
+    UNROLL
+    for (int e = 0; e < VECTOR; e += 4) {
+        const float four[4] = {dweight[e], dweight[e + 1], dweight[e + 2], dweight[e + 3]};
+        if (aligned) {
+            store_vec16(partial + e, ::pack<float>(four));
+        } else {
+            for (int i = 0; i < 4; ++i) partial[e + i] = four[i];
+        }
+    }
+}
+
 // Rows of up to 16 elements a thread, one block a row; any grid covers all rows. Each thread keeps its
 // columns' dweight in registers over all rows of its block.
 KERNEL(rms_norm_backward_block, RmsNormBackwardParams, BACKWARD_BLOCK_THREADS) {
@@ -374,6 +410,7 @@ KERNEL(rms_norm_backward_block, RmsNormBackwardParams, BACKWARD_BLOCK_THREADS) {
             held_dy[v] = load_vec16(params.dy + row * params.dy_row_stride + column);
             held_x[v] = load_vec16(params.x + row * params.x_row_stride + column);
         }
+        prefetch_row(params, row + gridDim.x);
         float dot = 0.0f;
         for (int v = 0; v < GRADIENT_HELD; ++v) {
             const int64_t column = (threadIdx.x + v * blockDim.x) * VECTOR;
@@ -397,10 +434,7 @@ KERNEL(rms_norm_backward_block, RmsNormBackwardParams, BACKWARD_BLOCK_THREADS) {
     if (!params.dweight_partials) return;
     float* partial = params.dweight_partials + static_cast<int64_t>(blockIdx.x) * params.width;
     for (int v = 0; v < GRADIENT_HELD; ++v)
-        for (int e = 0; e < VECTOR; ++e) {
-            const int64_t column = (threadIdx.x + v * blockDim.x) * VECTOR + e;
-            if (column < params.width) partial[column] = dweight[v][e];
-        }
+        store_partial(params, partial, (threadIdx.x + v * blockDim.x) * VECTOR, dweight[v]);
 }
 
 // Rows too wide for registers, or not vectorisable: dy and x are read twice, the second time from a
@@ -459,9 +493,17 @@ KERNEL(rms_norm_dweight, RmsNormDweightParams, DWEIGHT_GROUPS * WARP_SIZE) {
     const int lane = threadIdx.x % WARP_SIZE, group = threadIdx.x / WARP_SIZE;
     const int64_t column = static_cast<int64_t>(blockIdx.x) * WARP_SIZE + lane;
     float sum = 0.0f;
-    if (column < params.width) {
-        for (int64_t row = group; row < params.num_partials; row += DWEIGHT_GROUPS)
-            sum += params.dweight_partials[row * params.width + column];
+    const float* const partials = params.dweight_partials + column;
+    for (int64_t first = group; column < params.width && first < params.num_partials;
+         first += DWEIGHT_LOADS * DWEIGHT_GROUPS) {
+        float loaded[DWEIGHT_LOADS];
+        UNROLL
+        for (int i = 0; i < DWEIGHT_LOADS; ++i) {
+            const int64_t row = first + i * DWEIGHT_GROUPS;
+            loaded[i] = row < params.num_partials ? partials[row * params.width] : 0.0f;
+        }
+        UNROLL
+        for (int i = 0; i < DWEIGHT_LOADS; ++i) sum += loaded[i];
     }
     sums[group][lane] = sum;
     __syncthreads();

@@ -16,26 +16,33 @@
 // The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight.
 // v rounds to 1 at its upper end: g is infinite then, and the id loses (FM-154).
 //
-// A block takes a row, and reads it once. Without filters each id has an upper bound of its score, logit c - log2(v)
-// since g >= v; what is above the best lower bound of the warp so far is bounded closely, to 2^-12, and exact
-// logarithms are taken only of ids whose bounds overlap.
+// A block takes a row, and reads it once, while the second-level cache is asked for what comes two tiles later. Without
+// filters each id has an upper bound of its score, logit c - log2(v) since g >= v; one bound is made for four ids at
+// once, of the largest logit and the least word. What is above the best lower bound of the block so far is bounded
+// closely, to 2^-12, and exact logarithms are taken only of ids whose bounds overlap.
 //
 // With filters the ids that may be kept are collected on the way: those at least as large as a logit that some 4096 of
 // a row are expected to reach, by a sample of it (a rank of maxima of SAMPLES logits each, which lie far apart). The
 // same pass finds the largest logit and the sum of the weights, whence follows what is certain: weights of at most (1
-// - top_p) sum / vocab_size add up to no more than what top_p leaves out. The last id that is kept is then found by
-// digits of its place in the order, with counts and sums in integers (weights in units of 2^-43), whose value no order
-// of additions changes; random words are drawn for the kept alone. Where the collected do not reach what ends the
-// order, or are more than there is room for, as of rows that are flat or limited to nearly all ids, all ids race, and
-// what lies in front of the winner in the order says whether it is kept: then it wins among the kept as well. Only where
-// it is not is the row read again for each digit, five times at most, and once for the race of the kept.
+// - top_p) sum / vocab_size add up to no more than what top_p leaves out. Only a row of which that sum is NaN, since it
+// has NaN or infinity, is read again, with care for both. The last id that is kept is then found by digits of its
+// place in the order, with counts and sums in integers (weights in units of 2^-43), whose value no order of additions
+// changes, until no more than FEW ids are left, which a warp orders; random words are drawn for the kept alone. Where
+// the collected do not reach what ends the order, or are more than there is room for, as of rows that are flat or
+// limited to nearly all ids, all ids race, and what lies in front of the winner in the order says whether it is kept:
+// then it wins among the kept as well. Only where it is not is the row read again for each digit, five times at most,
+// and once for the race of the kept.
 //
-// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. Measured on one H200, normal logits of
-// deviation 4, 128 rows: argmax 18.3 us, no filter 27.3 (57 % of the copy rate), top-p of 0.9 38.7 (40 %), top-k of 50
-// 36.4, all filters 33.2; where one of eight rows keeps all ids but one 73, before such rows raced first 408. One row
-// takes 25.8 us without a filter and 29.8 with top-p: a row is one block's, and takes 16 and 10 us at least by
-// instructions, some 28 and 18 a logit. Loads that are on their way while the logits before them are looked at gave
-// nothing: 29.7 us without filters, 37.9 with top-p. Several blocks to a row would help few rows, not 128.
+// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. A row is one block's, so that the time
+// is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long as a few.
+// Measured on one H200 before the last change, normal logits of deviation 4, 128 rows: argmax 18.3 us, no filter 27.3
+// (57 % of the copy rate), top-p of 0.9 38.7 (40 %), top-k of 50 36.4, all filters 33.2; where one of eight rows keeps
+// all ids but one 73, before such rows raced first 408. One row took 25.8 us without a filter and 29.8 with top-p.
+// Loads that were on their way in registers while the logits before them are looked at had given nothing.
+// Predicted now, not measured: 22 us with top-p, 21 without a filter. A logit takes 9.4 instructions with filters and
+// 20 without (18 and 28 before), 5.4 and 11.5 us beside the 16 us of memory, of which no warp waits any more for more
+// than the second-level cache; behind the reading some 4 us are left with filters, of about 10: maxima and sums of the
+// block by shuffles instead of each thread for itself, one digit of three, and a race of what is kept alone.
 //
 // Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has shared
 // memory for `segment` vectors of a warp beyond its own, 20 bytes each.
@@ -61,7 +68,9 @@ constexpr int DIGIT_BITS = 11;
 static_assert(1 << DIGIT_BITS == BINS, "a digit names a bin");
 constexpr int SAMPLES = 4;          // that a thread takes; 8 threads take neighbours, an access of 32 bytes
 constexpr int SAMPLE_SPAN = 8;
-constexpr int LINE_BYTES = 128;
+constexpr int LINE = 128 / static_cast<int>(sizeof(float));  // logits of a line of memory
+constexpr int AHEAD = 2;            // tiles of LOADS loads that the second-level cache is asked for in advance
+constexpr int FEW = WARP_SIZE;      // ids of a bin that are ordered by one warp
 constexpr float LARGEST = 0x1.fffffep127f;
 constexpr float LEAST_TEMPERATURE = 1e-5f, LARGEST_TEMPERATURE = LARGEST;
 constexpr float UNITS = 0x1p43f;    // of a weight of 1: sums of 2^20 of them fit 64 bits
@@ -83,18 +92,31 @@ struct SamplerParams {
 PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens,
               vocab_size, segment)
 
+// An id that was collected.
+struct alignas(8) Entry {
+    float logit;
+    int32_t id;
+};
+
 // Shared memory of a block; the segments of its warps follow.
 struct alignas(16) Shared {
-    uint64_t list[LIST];
-    uint32_t shares[2][BINS];  // lower and upper words
+    Entry list[LIST];
+    union {
+        uint32_t shares[2][BINS];  // lower and upper words
+        uint16_t chosen[LIST];     // once the last bin is found: entries of the list from there on
+    };
     uint32_t counts[BINS];
     uint64_t of_warps[WARPS];
     uint32_t counts_of_warps[WARPS];
+    uint64_t few[FEW];      // the places of a bin
     uint64_t share;         // found: what lies in front of the bin
+    uint64_t last;          // found: the place of the last id
     uint32_t count;
     int32_t bin;            // -1 where the wanted number is not reached
-    uint32_t num_listed;
+    uint32_t num_listed, num_chosen, num_few;
+    uint32_t least;         // of a race of all ids: the key that the best score reaches
 };
+static_assert(LIST <= 1 << 16 && sizeof(uint16_t) * LIST <= sizeof(uint32_t) * 2 * BINS, "chosen entries fit");
 
 SHARED_MEMORY(sampler_vector, sizeof(Shared))
 SHARED_MEMORY(sampler_scalar, sizeof(Shared))
@@ -135,51 +157,99 @@ DEVICE uint64_t place_of(uint32_t key, int id) {
 DEVICE int id_of(uint64_t place) { return static_cast<int>(LAST_ID - (static_cast<uint32_t>(place) & LAST_ID)); }
 DEVICE uint32_t key_of_place(uint64_t place) { return static_cast<uint32_t>(place >> ID_BITS); }
 
-// `most` is above -infinity. The difference of two infinities is NaN, which loses to 1.
+// `most` is above -infinity, and the largest.
+DEVICE float finite_weight_of(const Row& row, float logit, float most) {
+    return exp2_approx((logit - most) * row.factor);
+}
+
+// The difference of two infinities is NaN, which loses to 1.
 DEVICE float weight_of(const Row& row, float logit, float most) {
-    return minimum_f32(exp2_approx((logit - most) * row.factor), 1.0f);
+    return minimum_f32(finite_weight_of(row, logit, most), 1.0f);
+}
+
+// In every lane: the largest of the warp's.
+DEVICE uint64_t warp_maximum(uint64_t own) {
+    const uint32_t upper = static_cast<uint32_t>(own >> 32), most = __reduce_max_sync(FULL_WARP, upper);
+    const uint32_t lower = __reduce_max_sync(FULL_WARP, upper == most ? static_cast<uint32_t>(own) : 0);
+    return static_cast<uint64_t>(most) << 32 | lower;
 }
 
 // In every thread: the largest of the block's.
 DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
-    for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2)
-        own = maximum<uint64_t>(own, __shfl_xor_sync(FULL_WARP, own, distance));
+    own = warp_maximum(own);
     __syncthreads();
     if (lane_id() == 0) shared.of_warps[warp_id()] = own;
     __syncthreads();
-    for (int warp = 0; warp < WARPS; ++warp) own = maximum(own, shared.of_warps[warp]);
-    return own;
+    return warp_maximum(shared.of_warps[lane_id() % WARPS]);
 }
 
-// Calls visit(column, four logits from there on) for a row; behind it logits are -infinity. All threads of a warp call
-// it together. LOADS of four are on their way at once.
+// Asks for the lines of a row that `count` threads, one a line, reach from `first` on.
+DEVICE void prefetch_lines(const Row& row, int first, int count) {
+    const int column = first + static_cast<int>(threadIdx.x) * LINE;
+    if (static_cast<int>(threadIdx.x) < count && column < row.vocab_size) prefetch_second_level(row.logits + column);
+}
+
+// The first AHEAD tiles of visit_tiles().
+DEVICE void prefetch_row(const Row& row) { prefetch_lines(row, 0, AHEAD * LOADS * STEP / LINE); }
+static_assert(AHEAD * LOADS * STEP / LINE <= THREADS, "a line a thread");
+
+// Calls visit(tile, loads of IDS logits each) for a row, of which load i begins at column_of(tile, i); behind the row
+// logits are -infinity. All threads of a warp call it together. The second-level cache is asked for the tile after
+// the next one, so that memory is busy while logits are looked at.
+DEVICE int column_of(int tile, int load) { return tile + load * STEP + static_cast<int>(threadIdx.x) * IDS; }
+
+// The logits of a tile, of which `row.vocab_size` may cut off some.
+template <bool WIDE, int LOADS>
+DEVICE void load_tile(const Row& row, int tile, float (&logits)[LOADS][IDS]) {
+    UNROLL
+    for (int load = 0; load < LOADS; ++load) {
+        const int column = column_of(tile, load);
+        UNROLL
+        for (int e = 0; e < IDS; ++e) logits[load][e] = -INFINITY_F32;
+        if constexpr (WIDE) {
+            if (column < row.vocab_size) unpack<float>(load_vec16_streaming(row.logits + column), logits[load]);
+        } else {
+            UNROLL
+            for (int e = 0; e < IDS; ++e)
+                if (column + e < row.vocab_size) logits[load][e] = row.logits[column + e];
+        }
+    }
+}
+
 template <bool WIDE, int LOADS, typename Visit>
-DEVICE void visit_columns(const Row& row, Visit visit) {
+DEVICE void visit_tiles(const Row& row, Visit visit) {
     for (int tile = 0; tile < row.vocab_size; tile += LOADS * STEP) {
         float logits[LOADS][IDS];
-        UNROLL
-        for (int load = 0; load < LOADS; ++load) {
-            const int column = tile + load * STEP + static_cast<int>(threadIdx.x) * IDS;
+        prefetch_lines(row, tile + AHEAD * LOADS * STEP, LOADS * STEP / LINE);
+        if (WIDE && tile + LOADS * STEP <= row.vocab_size) {
+            const float* const own = row.logits + column_of(tile, 0);
             UNROLL
-            for (int e = 0; e < IDS; ++e) logits[load][e] = -INFINITY_F32;
-            if constexpr (WIDE) {
-                if (column < row.vocab_size) unpack<float>(load_vec16_streaming(row.logits + column), logits[load]);
-            } else {
-                UNROLL
-                for (int e = 0; e < IDS; ++e)
-                    if (column + e < row.vocab_size) logits[load][e] = row.logits[column + e];
-            }
+            for (int load = 0; load < LOADS; ++load)
+                unpack<float>(load_vec16_streaming(own + load * STEP), logits[load]);
+        } else {
+            load_tile<WIDE>(row, tile, logits);
         }
-        UNROLL
-        for (int load = 0; load < LOADS; ++load)
-            visit(tile + load * STEP + static_cast<int>(threadIdx.x) * IDS, logits[load]);
+        visit(tile, logits);
     }
+}
+
+// Calls visit(column, four logits from there on) for a row in the same way.
+template <bool WIDE, int LOADS, typename Visit>
+DEVICE void visit_columns(const Row& row, Visit visit) {
+    visit_tiles<WIDE, LOADS>(row, [&](int tile, const float (&logits)[LOADS][IDS]) {
+        UNROLL
+        for (int load = 0; load < LOADS; ++load) visit(column_of(tile, load), logits[load]);
+    });
+}
+
+DEVICE float largest_of(const float (&logits)[IDS]) {
+    return maximum_f32(maximum_f32(logits[0], logits[1]), maximum_f32(logits[2], logits[3]));
 }
 
 // ---------------------------------------------------------------- the race
 
 DEVICE PhiloxWords words_of(const Row& row, int id) {
-    return philox(static_cast<uint32_t>(id / IDS), static_cast<uint32_t>(row.step),
+    return philox(static_cast<uint32_t>(id) / IDS, static_cast<uint32_t>(row.step),
                   static_cast<uint32_t>(row.step >> 32), 0, row.seed);
 }
 
@@ -248,27 +318,53 @@ DEVICE uint64_t winner(Shared& shared, const Row& row, Contest& contest) {
     return contest.best;
 }
 
-// The winner of a whole row.
+// Which of a thread's ids may reach the score `least`. log2(v) errs by 2^-22.
+DEVICE uint32_t in_front_of(const Row& row, const float (&logits)[IDS], const PhiloxWords& words, float least) {
+    uint32_t in_front = 0;
+    UNROLL
+    for (int e = 0; e < IDS; ++e) {
+        const float least_power = log2_normal_approx(uniform(words.w[e])) - 0x1p-18f;
+        const float most = fused_multiply_add(logits[e], row.factor, -least_power);
+        in_front |= static_cast<uint32_t>(logits[e] > -INFINITY_F32 && !(most < least)) << e;
+    }
+    return in_front;
+}
+
+// Whether one of them may: the largest logit with the least word is in front of each. That is true of logits of
+// -infinity and NaN as well where nothing is found yet.
+DEVICE bool may_lead(const Row& row, const float (&logits)[IDS], const PhiloxWords& words, float least) {
+    const uint32_t word = minimum(minimum(words.w[0], words.w[1]), minimum(words.w[2], words.w[3]));
+    const float top = largest_of(logits), least_power = log2_normal_approx(uniform(word)) - 0x1p-18f;
+    return !(fused_multiply_add(top, row.factor, -least_power) < least);
+}
+
+// The winner of a whole row. Once a tile a warp learns what the others have found, and they what it has.
 template <bool WIDE>
 DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
     Contest contest;
-    float least = -INFINITY_F32;
-    visit_columns<WIDE, LOADS>(row, [&](int column, const float (&logits)[IDS]) {
-        const PhiloxWords words = words_of(row, column);
-        uint32_t in_front = 0;
+    uint32_t least_key = key_of(-INFINITY_F32);
+    if (threadIdx.x == 0) shared.least = least_key;
+    prefetch_row(row);
+    __syncthreads();
+    visit_tiles<WIDE, LOADS>(row, [&](int tile, const float (&logits)[LOADS][IDS]) {
+        if (lane_id() == 0) least_key = maximum(least_key, atomicMax(&shared.least, least_key));
+        least_key = __shfl_sync(FULL_WARP, least_key, 0);
+        float least = score_of_key(least_key);
         UNROLL
-        for (int e = 0; e < IDS; ++e) {
-            // log2(v) errs by 2^-22.
-            const float least_power = log2_normal_approx(uniform(words.w[e])) - 0x1p-18f;
-            const float most = fused_multiply_add(logits[e], row.factor, -least_power);
-            in_front |= static_cast<uint32_t>(logits[e] > -INFINITY_F32 && !(most < least)) << e;
+        for (int load = 0; load < LOADS; ++load) {
+            const int column = column_of(tile, load);
+            const PhiloxWords words = words_of(row, column);
+            const bool leads = may_lead(row, logits[load], words, least);
+            if (!__any_sync(FULL_WARP, leads)) continue;
+            uint32_t in_front = leads ? in_front_of(row, logits[load], words, least) : 0;
+            for (; in_front; in_front &= in_front - 1) {
+                const int e = __ffs(static_cast<int>(in_front)) - 1;
+                contest.enter(row, one_of(logits[load], e), column + e, one_of(words.w, e));
+            }
+            __syncwarp();
+            least_key = maximum(least_key, __reduce_max_sync(FULL_WARP, key_of(contest.lower)));
+            least = score_of_key(least_key);
         }
-        if (!__any_sync(FULL_WARP, in_front != 0)) return;
-        for (; in_front; in_front &= in_front - 1) {
-            const int e = __ffs(static_cast<int>(in_front)) - 1;
-            contest.enter(row, one_of(logits, e), column + e, one_of(words.w, e));
-        }
-        least = score_of_key(__reduce_max_sync(FULL_WARP, key_of(contest.lower)));
     });
     return winner(shared, row, contest);
 }
@@ -304,6 +400,7 @@ struct Bounds {
 struct Segment {
     Vec16* vectors;
     int32_t* columns;
+    SharedAddress vectors_address, columns_address;  // in 32 bits, of which no store computes more than a sum
     int room, count;
 };
 
@@ -311,13 +408,8 @@ DEVICE Segment segment_of(const SamplerParams& params) {
     Vec16* const vectors = reinterpret_cast<Vec16*>(dynamic_shared() + sizeof(Shared));
     int32_t* const columns = reinterpret_cast<int32_t*>(vectors + WARPS * params.segment);
     const int first = warp_id() * params.segment;
-    return Segment{vectors + first, columns + first, params.segment, 0};
-}
-
-// Asks for the first lines of a row, one a thread, while the block does something else.
-DEVICE void prefetch_row(const Row& row) {
-    const int column = static_cast<int>(threadIdx.x) * (LINE_BYTES / static_cast<int>(sizeof(float)));
-    if (column < row.vocab_size) prefetch_second_level(row.logits + column);
+    return Segment{vectors + first, columns + first, shared_address(vectors + first), shared_address(columns + first),
+                   params.segment, 0};
 }
 
 // A logit that about two thirds of what there is room for reach, by a sample; -LARGEST of rows that the list holds.
@@ -355,84 +447,105 @@ DEVICE uint32_t certain_key(const Row& row, float most, float sum) {
     return least > 0.0f ? maximum(lowest, key_of(most + (log2_approx(least) - 1.0f) / row.factor)) : lowest;
 }
 
-// Reads a row once, and collects what is at least `least`, which is above -infinity.
-template <bool WIDE>
+// Adds a thread's logits to what a warp has collected, where one of them, `top`, is at least `least`.
+DEVICE void collect(Segment& segment, const float (&logits)[IDS], int column, bool collected) {
+    const uint32_t lanes = __ballot_sync(FULL_WARP, collected);
+    const int at = segment.count + __popc(lanes & ((1u << lane_id()) - 1));
+    if (collected && at < segment.room) {
+        store_shared_vec16(segment.vectors_address + at * sizeof(Vec16), pack<float>(logits));
+        store_shared(segment.columns_address + at * sizeof(int32_t), column);
+    }
+    segment.count += __popc(lanes);
+}
+
+// Reads a row once, and collects what is at least `least`, which is above -infinity. The sum of a row with NaN or
+// infinity is NaN unless CAREFUL, where the former counts as -infinity and the latter's weights are 1.
+template <bool WIDE, bool CAREFUL>
 DEVICE Bounds bounds_of(Shared& shared, Segment& segment, const Row& row, float least) {
     float most = -LARGEST, sum = 0.0f;
-    const uint32_t lanes_before = (1u << lane_id()) - 1;
-    visit_columns<WIDE, LOADS>(row, [&](int column, const float (&given)[IDS]) {
-        float logits[IDS];
+    visit_tiles<WIDE, LOADS>(row, [&](int tile, float (&logits)[LOADS][IDS]) {
+        float tops[LOADS], top = -INFINITY_F32;
         UNROLL
-        for (int e = 0; e < IDS; ++e) logits[e] = maximum_f32(given[e], -INFINITY_F32);
-        const float top = maximum_f32(maximum_f32(logits[0], logits[1]), maximum_f32(logits[2], logits[3]));
+        for (int load = 0; load < LOADS; ++load) {
+            if constexpr (CAREFUL)
+                for (float& logit : logits[load]) logit = maximum_f32(logit, -INFINITY_F32);
+            tops[load] = largest_of(logits[load]);
+            top = maximum_f32(top, tops[load]);
+        }
         if (top > most) {
             sum *= weight_of(row, most, top);
             most = top;
         }
         UNROLL
-        for (int e = 0; e < IDS; ++e) sum += weight_of(row, logits[e], most);
-        const bool collected = top >= least;
-        const uint32_t lanes = __ballot_sync(FULL_WARP, collected);
-        const int at = segment.count + __popc(lanes & lanes_before);
-        if (collected && at < segment.room) {
-            segment.vectors[at] = pack<float>(logits);
-            segment.columns[at] = column;
+        for (int load = 0; load < LOADS; ++load) {
+            float weights[IDS];
+            UNROLL
+            for (int e = 0; e < IDS; ++e)
+                weights[e] = CAREFUL ? weight_of(row, logits[load][e], most)
+                                     : finite_weight_of(row, logits[load][e], most);
+            sum += (weights[0] + weights[1]) + (weights[2] + weights[3]);
+            collect(segment, logits[load], column_of(tile, load), tops[load] >= least);
         }
-        segment.count += __popc(lanes);
     });
     const float own = most;
     most = score_of_key(static_cast<uint32_t>(block_maximum(shared, key_of(most))));
     sum = warp_sum(sum * weight_of(row, own, most));
     __syncthreads();
-    if (lane_id() == 0) shared.of_warps[warp_id()] = __float_as_uint(sum);
+    if (lane_id() == 0) shared.counts_of_warps[warp_id()] = __float_as_uint(sum);
     __syncthreads();
-    sum = 0.0f;
-    for (int warp = 0; warp < WARPS; ++warp) sum += __uint_as_float(static_cast<uint32_t>(shared.of_warps[warp]));
+    sum = warp_sum(lane_id() < WARPS ? __uint_as_float(shared.counts_of_warps[lane_id()]) : 0.0f);
     return Bounds{most, sum, certain_key(row, most, sum)};
 }
 
-// Lists what was collected and reaches this key; whether there was room for all. A warp takes its part of the list at
+// Lists what was collected and reaches this logit; whether there was room for all. A warp takes its part of the list at
 // once: additions to one word wait for each other.
-DEVICE bool list_collected(Shared& shared, const Segment& segment, uint32_t least_key) {
+DEVICE bool list_collected(Shared& shared, const Segment& segment, float least) {
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
     const auto visit_own = [&](auto visit) {
         for (int i = lane_id(); i < minimum(segment.count, segment.room); i += WARP_SIZE) {
             float logits[IDS];
             unpack<float>(segment.vectors[i], logits);
+            const int column = segment.columns[i];
             UNROLL
             for (int e = 0; e < IDS; ++e)
-                if (key_of(logits[e]) >= least_key) visit(place_of(key_of(logits[e]), segment.columns[i] + e));
+                if (logits[e] >= least) visit(Entry{logits[e], column + e});
         }
     };
     uint32_t own = 0;
-    visit_own([&](uint64_t) { ++own; });
+    visit_own([&](Entry) { ++own; });
     const uint32_t upto = inclusive_sum(own);
     uint32_t first = 0;
     if (lane_id() == WARP_SIZE - 1) first = atomicAdd(&shared.num_listed, upto);
     uint32_t at = __shfl_sync(FULL_WARP, first, WARP_SIZE - 1) + upto - own;
-    visit_own([&](uint64_t place) {
-        if (at < LIST) shared.list[at] = place;
+    visit_own([&](Entry entry) {
+        if (at < LIST) shared.list[at] = entry;
         ++at;
     });
     const int cut_off = __syncthreads_count(segment.count > segment.room);
     return cut_off == 0 && shared.num_listed <= LIST;
 }
 
-// Ids by place: those of a list.
+// Ids by place: those of a list, or some of them.
 struct Listed {
-    const uint64_t* list;
+    static constexpr uint32_t FEW = ::FEW;
+    const Entry* list;
+    const uint16_t* chosen;  // nullptr for all
     int count;
 
     template <typename Visit>
     void visit(Visit visit) const {
-        for (int i = threadIdx.x; i < count; i += THREADS) visit(list[i]);
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            const Entry entry = list[chosen ? chosen[i] : i];
+            visit(place_of(key_of(entry.logit), entry.id));
+        }
     }
 };
 
 // Those of a whole row whose keys reach the least.
 template <bool WIDE>
 struct Streamed {
+    static constexpr uint32_t FEW = 1;
     const Row& row;
     uint32_t least_key;
 
@@ -474,9 +587,20 @@ DEVICE uint64_t share_of_bin(const Shared& shared, int bin) {
     return shared.shares[0][bin] | static_cast<uint64_t>(shared.shares[1][bin]) << 32;
 }
 
-// Finds the bin, counted from the last one down, in which count or share reach what is wanted, beside what lies in
-// front.
-DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wanted_count, uint64_t wanted_share) {
+// What ends the order: so many ids, or so large a share.
+struct Limit {
+    uint32_t wanted_count;
+    uint64_t wanted_share;
+
+    bool reached(uint32_t count, uint64_t share) const { return count >= wanted_count || share >= wanted_share; }
+    // By an id or more, of this count and share, behind those in front.
+    bool reached_within(uint32_t count, uint64_t share, uint32_t own_count, uint64_t own_share) const {
+        return !reached(count, share) && reached(count + own_count, share + own_share);
+    }
+};
+
+// Finds the bin, counted from the last one down, in which the limit is reached, beside what lies in front.
+DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, const Limit& limit) {
     const int first = BINS - BINS_OF_A_THREAD * (static_cast<int>(threadIdx.x) + 1);
     uint32_t own_count = 0;
     uint64_t own_share = 0;
@@ -487,10 +611,9 @@ DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, uint32_t wa
     if (threadIdx.x == 0) shared.bin = -1;
     count += sum_before(own_count, shared.counts_of_warps);
     share += sum_before(own_share, shared.of_warps);
-    const auto reached = [&](uint32_t count, uint64_t share) { return count >= wanted_count || share >= wanted_share; };
-    if (!reached(count, share) && reached(count + own_count, share + own_share)) {
+    if (limit.reached_within(count, share, own_count, own_share)) {
         int bin = first + BINS_OF_A_THREAD - 1;
-        for (; !reached(count + shared.counts[bin], share + share_of_bin(shared, bin)); --bin) {
+        for (; !limit.reached(count + shared.counts[bin], share + share_of_bin(shared, bin)); --bin) {
             count += shared.counts[bin];
             share += share_of_bin(shared, bin);
         }
@@ -541,16 +664,22 @@ DEVICE bool is_kept(Shared& shared, const Row& row, const Bounds& bounds, int id
     return in_front && !(weight_of(row, logit, bounds.most) < row.min_p);
 }
 
-// The place of the last id that top_k and top_p keep; 0 where these ids, which reach the key, are all kept and do not
-// suffice.
+// A bin of places, [first, first + 2^bits), and what lies in front of it.
+struct Bin {
+    uint64_t first, share;
+    uint32_t count, num_ids;  // no ids: the limit is not reached
+    int bits;
+};
+
+// The bin of the last id that top_k and top_p keep: of no more than Ids::FEW ids, or of one place.
 template <typename Ids>
-DEVICE uint64_t last_kept(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds, uint32_t least_key) {
-    const uint64_t wanted = wanted_share(row, bounds);
+DEVICE Bin last_bin(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds, uint32_t least_key) {
+    const Limit limit{row.top_k, wanted_share(row, bounds)};
     // Digits are those of the distance from the least place that there may be, the first one of the largest distance.
     const uint64_t base = static_cast<uint64_t>(least_key) << ID_BITS;
     int shift = ID_BITS + 32 - __clz(static_cast<int>(key_of(bounds.most) - least_key));
     uint64_t prefix = 0, share = 0;
-    uint32_t count = 0;
+    uint32_t count = 0, num_ids = 0;
     while (shift > 0) {
         const int upto = shift;
         shift = maximum(upto - DIGIT_BITS, 0);
@@ -562,19 +691,60 @@ DEVICE uint64_t last_kept(Shared& shared, const Ids& ids, const Row& row, const 
             if (distance >> upto != prefix >> upto) return;
             const uint32_t bin = static_cast<uint32_t>((distance - prefix) >> shift);
             atomicAdd(&shared.counts[bin], 1u);
-            if (wanted != NO_SHARE) add_share(shared, bin, share_of(row, key_of_place(place), bounds.most));
+            if (limit.wanted_share != NO_SHARE)
+                add_share(shared, bin, share_of(row, key_of_place(place), bounds.most));
         });
         __syncthreads();
-        find_bin(shared, count, share, row.top_k, wanted);
-        if (shared.bin < 0) return 0;
+        find_bin(shared, count, share, limit);
+        if (shared.bin < 0) return Bin{0, 0, 0, 0, 0};
         prefix |= static_cast<uint64_t>(shared.bin) << shift;
         count = shared.count;
         share = shared.share;
-        // A bin of one id has none behind the last.
-        if (shared.counts[shared.bin] == 1) break;
+        num_ids = shared.counts[shared.bin];
+        if (num_ids <= Ids::FEW) break;
         __syncthreads();
     }
-    return base + prefix;
+    return Bin{base + prefix, share, count, num_ids, shift};
+}
+
+// Chooses the entries of a list from this bin on, and the places of the bin, of which there are no more than FEW.
+DEVICE void choose(Shared& shared, const Listed& listed, const Bin& bin) {
+    if (threadIdx.x == 0) shared.num_chosen = shared.num_few = 0;
+    __syncthreads();
+    for (int first = 0; first < listed.count; first += THREADS) {
+        const int i = first + static_cast<int>(threadIdx.x);
+        const Entry entry = i < listed.count ? listed.list[i] : Entry{-INFINITY_F32, 0};
+        const uint64_t place = place_of(key_of(entry.logit), entry.id);
+        const bool chosen = place >= bin.first;
+        const uint32_t lanes = __ballot_sync(FULL_WARP, chosen);
+        uint32_t at = 0;
+        if (lane_id() == 0 && lanes != 0) at = atomicAdd(&shared.num_chosen, static_cast<uint32_t>(__popc(lanes)));
+        at = __shfl_sync(FULL_WARP, at, 0) + __popc(lanes & ((1u << lane_id()) - 1));
+        if (chosen) shared.chosen[at] = static_cast<uint16_t>(i);
+        if (chosen && (place - bin.first) >> bin.bits == 0) shared.few[atomicAdd(&shared.num_few, 1u)] = place;
+    }
+    __syncthreads();
+}
+
+// The place of the last id that top_k and top_p keep, which is one of the few. A lane of the first warp takes an id,
+// and adds up what lies in front of it.
+DEVICE uint64_t last_of_few(Shared& shared, const Row& row, const Bounds& bounds, const Bin& bin) {
+    if (threadIdx.x < shared.num_few) {
+        const Limit limit{row.top_k, wanted_share(row, bounds)};
+        const uint64_t own = shared.few[threadIdx.x];
+        uint64_t share = bin.share;
+        uint32_t count = bin.count;
+        for (uint32_t i = 0; i < shared.num_few; ++i) {
+            const uint64_t other = shared.few[i];
+            if (other <= own) continue;
+            ++count;
+            share += share_of(row, key_of_place(other), bounds.most);
+        }
+        const uint64_t own_share = share_of(row, key_of_place(own), bounds.most);
+        if (limit.reached_within(count, share, 1, own_share)) shared.last = own;
+    }
+    __syncthreads();
+    return shared.last;
 }
 
 // The winner among what is kept.
@@ -594,11 +764,17 @@ DEVICE uint64_t race_of_kept(Shared& shared, const Ids& ids, const Row& row, con
 // The winner of a row of which ids were collected; false where they do not say it.
 DEVICE bool race_of_collected(Shared& shared, const Segment& segment, const Row& row, const Bounds& bounds,
                               uint32_t least_key, uint64_t& best) {
-    if (!list_collected(shared, segment, least_key)) return false;
-    const Listed listed{shared.list, static_cast<int>(shared.num_listed)};
-    const uint64_t last = last_kept(shared, listed, row, bounds, least_key);
+    if (!list_collected(shared, segment, score_of_key(least_key))) return false;
+    Listed listed{shared.list, nullptr, static_cast<int>(shared.num_listed)};
+    const Bin bin = last_bin(shared, listed, row, bounds, least_key);
     // Either the list reaches what ends the order, or nothing outside of it is kept.
-    if (last == 0 && least_key != bounds.certain) return false;
+    if (bin.num_ids == 0 && least_key != bounds.certain) return false;
+    uint64_t last = 0;
+    if (bin.num_ids > 0) {
+        choose(shared, listed, bin);
+        last = last_of_few(shared, row, bounds, bin);
+        listed = Listed{shared.list, shared.chosen, static_cast<int>(shared.num_chosen)};
+    }
     best = race_of_kept(shared, listed, row, bounds, last);
     return true;
 }
@@ -611,7 +787,11 @@ DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& 
     if (row.has_filters()) {
         Segment segment = segment_of(params);
         const float least = least_collected(params, row);
-        bounds = bounds_of<WIDE>(shared, segment, row, least);
+        bounds = bounds_of<WIDE, false>(shared, segment, row, least);
+        if (is_nan(bounds.sum)) {
+            segment.count = 0;
+            bounds = bounds_of<WIDE, true>(shared, segment, row, least);
+        }
         const uint32_t least_key = maximum(key_of(least), bounds.certain);
         if (race_of_collected(shared, segment, row, bounds, least_key, best)) return best;
         __syncthreads();
@@ -623,8 +803,8 @@ DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& 
     if (best == 0 || is_kept<WIDE>(shared, row, bounds, id_of(best))) return best;
     __syncthreads();
     const Streamed<WIDE> streamed{row, bounds.certain};
-    const uint64_t last = last_kept(shared, streamed, row, bounds, bounds.certain);
-    return race_of_kept(shared, streamed, row, bounds, last);
+    const Bin bin = last_bin(shared, streamed, row, bounds, bounds.certain);
+    return race_of_kept(shared, streamed, row, bounds, bin.first);
 }
 
 template <bool WIDE>

@@ -23,15 +23,20 @@
 // column its place. Rows beyond MARKED_COLUMNS, and those ranked as a whole, take two passes instead, in which every warp counts and
 // then writes a stretch of the row. The result has one value, whatever the order of blocks, warps and lanes.
 //
-// Floor: 4 bytes a score, which is read once and a sixteenth to an eighth once more from the second-level cache. Expected to be
-// limited by the latency of some 16 barriers a row where rows are few, and by instructions (some 30 for each 128 scores) where they
-// are many. The form that this one replaces ranked all scores by their histogram: on one H200 289 us for 512 of 16384 in 4096 rows,
-// 199 us for 1024 of 8192, with 80 % of the issue slots taken; 60 us for 512 of 65536 in 32 rows.
-// Measured on one H200: 162, 129 and 20.0 us; 12.8 us for 512 of 16384 in 128 rows (13.2 us when the row was not asked for while
-// its sample was ranked, 13.3 us when it was asked for before; 14.2 us with 1024 threads a block). When each
-// histogram was cleared for itself and the last digit always counted, some 25 barriers: 174, 138 and 20.9 us, and 14.7 us; ncu, the
-// first of these: 73 % of the issue slots taken, 33 % of the memory's rate. 512 threads a block where rows are many: 176 us for 1024
-// of 8192.
+// Floor: 4 bytes a score, which is read once and a sixteenth to an eighth once more from the second-level cache. Limited by the
+// latency of some 16 barriers a row, and of what lies between them, where rows are few, and by instructions (some 30 for each 128
+// scores) where they are many. Where rows are few a block has its multiprocessor to itself: the first tile of a row, all of it up to
+// 16384 columns, is loaded into registers while its sample is ranked; the sample is loaded while shared memory is cleared.
+// Expected on one H200: 512 of 16384 in 128 rows 11.8 us, some 1 us less than below, by 130 cycles less in each of five searches
+// for a bin (sums over a warp in one instruction, where they took five exchanges), 300 without a loop that counted the sample's
+// pieces, 300 for the sample that is not read twice and comes while memory is cleared, and 500 for the row that is not read again
+// from the second-level cache. Where rows are many those sums take some 5 % of the instructions away.
+// Measured on one H200 of the form that this one replaces: 163 us for 512 of 16384 in 4096 rows, 130 us for 1024 of 8192, 20.0 us
+// for 512 of 65536 in 32 rows; 12.8 us for 512 of 16384 in 128 rows (13.2 us when the row was not asked for while its sample was
+// ranked, 13.3 us when it was asked for before; 14.2 us with 1024 threads a block). When each histogram was cleared for itself and
+// the last digit always counted, some 25 barriers: 174, 138 and 20.9 us, and 14.7 us; ncu, the first of these: 73 % of the issue
+// slots taken, 33 % of the memory's rate. 512 threads a block where rows are many: 176 us for 1024 of 8192. A form that ranked all
+// scores by their histogram: 289 us, 199 us and 60 us, with 80 % of the issue slots taken.
 //
 // Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks with shared memory, beyond topk's own,
 // of 8 bytes a candidate and 2 bits a column up to MARKED_COLUMNS.
@@ -45,6 +50,9 @@
 #endif
 
 constexpr int LANES = WARP_SIZE, WARPS = THREADS / LANES;
+constexpr int log2_of(int power) { return power == 1 ? 0 : 1 + log2_of(power / 2); }
+constexpr int THREADS_LOG2 = log2_of(THREADS);
+static_assert(1 << THREADS_LOG2 == THREADS, "a power of two");
 constexpr int FIRST_BITS = 11, BINS = 1 << FIRST_BITS;
 constexpr int BINS_OF_A_THREAD = ceil_div(BINS, THREADS);
 constexpr int SAMPLE_PIECE = 4;     // consecutive scores of a sample
@@ -98,11 +106,11 @@ DEVICE void find_bin(Shared& shared, uint32_t wanted) {
     }
     UNROLL
     for (int i = 0; i < BINS_OF_A_THREAD; ++i) own += bins[i];
-    const uint32_t upto = inclusive_sum(own);
-    if (lane_id() == WARP_SIZE - 1) shared.above[warp_id()] = upto;
+    const uint32_t of_warp = sum_of_lanes(own);
+    if (lane_id() == 0) shared.above[warp_id()] = of_warp;
     __syncthreads();
     const uint32_t of_warps = lane_id() < warp_id() ? shared.above[lane_id()] : 0;
-    uint32_t before = __shfl_sync(FULL_WARP, inclusive_sum(of_warps), WARP_SIZE - 1) + upto - own;
+    uint32_t before = sum_of_lanes(of_warps) + inclusive_sum(own) - own;
     if (before < wanted && before + own >= wanted) {
         UNROLL
         for (int i = BINS_OF_A_THREAD - 1; i >= 0; --i) {
@@ -117,26 +125,49 @@ DEVICE void find_bin(Shared& shared, uint32_t wanted) {
     __syncthreads();
 }
 
-// What can be ranked, each by its number of keys and the key of a place: a row,
+// What can be ranked, each by its keys, of which a thread sees its own: a row,
 struct Row {
     const float* scores;
     int length;
 
-    int size() const { return length; }
     uint32_t key(int column) const { return key_of(scores[column]); }
+    bool is_aligned() const { return reinterpret_cast<uint64_t>(scores) % sizeof(Vec16) == 0; }
+    template <class Take>
+    void for_each_key(Take take) const {
+        for (int column = threadIdx.x; column < length; column += THREADS) take(key(column));
+    }
 };
 // a sample of it, pieces of consecutive scores that lie evenly over the row,
 struct Sample {
     Row row;
+    bool is_taken;  // not of a row all of which may be candidates
     int pieces_log2;
+    float held[SAMPLE_PIECE];  // the thread's first piece, as it arrives: most rows have no more pieces than threads
 
-    explicit Sample(const Row& row) : row(row), pieces_log2(0) {
-        while ((SAMPLE_SPARSITY << pieces_log2) < row.length || 1 << pieces_log2 < THREADS) ++pieces_log2;
+    Sample(const Row& row, int capacity) : row(row), is_taken(row.length > capacity), pieces_log2(THREADS_LOG2) {
+        while ((SAMPLE_SPARSITY << pieces_log2) < row.length) ++pieces_log2;
+        if (is_taken) load(static_cast<int>(threadIdx.x), held);
     }
     int size() const { return SAMPLE_PIECE << pieces_log2; }
-    uint32_t key(int place) const {
-        const uint64_t piece = static_cast<uint64_t>(place / SAMPLE_PIECE) * row.length >> pieces_log2;
-        return row.key((static_cast<int>(piece) & -SAMPLE_PIECE) + place % SAMPLE_PIECE);
+    void load(int piece, float (&scores)[SAMPLE_PIECE]) const {
+        const uint64_t column = static_cast<uint64_t>(piece) * row.length >> pieces_log2;
+        const float* const first = row.scores + (static_cast<int>(column) & -SAMPLE_PIECE);
+        if (row.is_aligned()) {
+            const Vec16 loaded = load_vec16_readonly(first);
+            for (int i = 0; i < SAMPLE_PIECE; ++i) scores[i] = __uint_as_float(loaded.w[i]);
+        } else {
+            for (int i = 0; i < SAMPLE_PIECE; ++i) scores[i] = first[i];
+        }
+    }
+    template <class Take>
+    void for_each_key(Take take) const {
+        for (float score : held) take(key_of(score));
+        UNROLL_BY(1)
+        for (int piece = threadIdx.x + THREADS; piece < 1 << pieces_log2; piece += THREADS) {
+            float scores[SAMPLE_PIECE];
+            load(piece, scores);
+            for (float score : scores) take(key_of(score));
+        }
     }
     // Of the key that less than one row in a million has more of its `wanted` largest above than the sample says.
     int rank(int wanted) const {
@@ -150,8 +181,10 @@ struct Candidates {
     int32_t* columns;
     int count;
 
-    int size() const { return count; }
-    uint32_t key(int place) const { return keys[place]; }
+    template <class Take>
+    void for_each_key(Take take) const {
+        for (int place = threadIdx.x; place < count; place += THREADS) take(keys[place]);
+    }
 };
 
 // What is known of the key of the last one chosen: its first bits, the others being 0, and how many of the keys that agree with
@@ -164,28 +197,71 @@ struct LastKey {
 // The next bits of it, those from `shift` up; the ones from `above` up are known. None are where keys are counted first.
 template <class Keys>
 DEVICE void find_digit(Shared& shared, const Keys& keys, LastKey& last, int above, int shift, bool first) {
-    for (int place = threadIdx.x; place < keys.size(); place += THREADS) {
-        const uint32_t key = keys.key(place);
+    keys.for_each_key([&](uint32_t key) {
         if (first || key >> above == last.prefix >> above) atomicAdd(&shared.histogram[key >> shift & (BINS - 1)], 1u);
-    }
+    });
     __syncthreads();
     find_bin(shared, last.left);
     last = LastKey{last.prefix | shared.bin << shift, shared.left, shared.inside == shared.left};
 }
 
-// The whole row into the second-level cache, while its sample is ranked: the pass over it does not wait for memory then.
-DEVICE void prefetch(const Row& row) {
+// What a thread reads of a row at once: some loads of WIDTH consecutive scores, a block's stretch from one to the next.
+// Those whose columns are placed together share one addition to the number of candidates.
+constexpr int LOADS = THREADS == 512 ? 8 : 4, PLACED = THREADS == 512 ? 4 : 2;
+template <int WIDTH>
+struct Tile {
+    static constexpr int COLUMNS = LOADS * THREADS * WIDTH;
+    float scores[LOADS / PLACED][PLACED][WIDTH];
+};
+
+// All loads of a thread are under way at once. In most tiles no column has to be looked at.
+template <int WIDTH>
+DEVICE void load(const Row& row, int begin, Tile<WIDTH>& tile) {
+    const bool is_whole = begin + Tile<WIDTH>::COLUMNS <= row.length;
+    if (WIDTH > 1 && is_whole) {
+        UNROLL
+        for (int load = 0; load < LOADS; ++load) {
+            const int first = begin + (load * THREADS + static_cast<int>(threadIdx.x)) * WIDTH;
+            const Vec16 loaded = load_vec16_readonly(row.scores + first);
+            for (int i = 0; i < WIDTH; ++i) tile.scores[load / PLACED][load % PLACED][i] = __uint_as_float(loaded.w[i]);
+        }
+        return;
+    }
+    UNROLL
+    for (int load = 0; load < LOADS; ++load) {
+        float(&scores)[WIDTH] = tile.scores[load / PLACED][load % PLACED];
+        const int first = begin + (load * THREADS + static_cast<int>(threadIdx.x)) * WIDTH;
+        if (WIDTH > 1 && first + WIDTH <= row.length) {
+            const Vec16 loaded = load_vec16_readonly(row.scores + first);
+            for (int i = 0; i < WIDTH; ++i) scores[i] = __uint_as_float(loaded.w[i]);
+        } else {
+            for (int i = 0; i < WIDTH; ++i) scores[i] = first + i < row.length ? row.scores[first + i] : 0.0f;
+        }
+    }
+}
+
+// Where a block has the multiprocessor to itself, its threads hold the first tile of a row of which 16 bytes are one
+// access.
+constexpr bool HOLDS = THREADS > 256;
+
+// Asks for a row: the pass over it does not wait for memory then. What is not held comes into the second-level cache.
+DEVICE void ask(const Row& row, bool is_sampled, Tile<4>& first) {
     constexpr int LINE = 128 / sizeof(float);
-    for (int column = threadIdx.x * LINE; column < row.length; column += THREADS * LINE)
+    const bool is_held = HOLDS && row.is_aligned();
+    if (is_held) load(row, 0, first);
+    if (!is_sampled) return;
+    UNROLL_BY(1)
+    for (int column = (is_held ? Tile<4>::COLUMNS : 0) + threadIdx.x * LINE; column < row.length; column += THREADS * LINE)
         prefetch_second_level(row.scores + column);
 }
 
-// The first 22 bits of the key of rank `wanted`. The row is asked for behind the sample, which is waited for first.
-DEVICE uint32_t leading_bits(Shared& shared, const Sample& sample, uint32_t wanted) {
-    LastKey last{0, wanted, false};
-    find_digit(shared, sample, last, 31, 21, true);
-    prefetch(sample.row);
-    find_digit(shared, sample, last, 21, 10, false);
+// The first 22 bits of a key that all chosen reach but in one row in a million, or 0 without a sample. The row is asked
+// for behind the sample, which is waited for first, and comes while that is ranked.
+DEVICE uint32_t leading_bits(Shared& shared, const Row& row, const Sample& sample, int topk, Tile<4>& tile) {
+    LastKey last{0, static_cast<uint32_t>(sample.rank(topk)), false};
+    if (sample.is_taken) find_digit(shared, sample, last, 31, 21, true);
+    ask(row, sample.is_taken, tile);
+    if (sample.is_taken) find_digit(shared, sample, last, 21, 10, false);
     return last.prefix;
 }
 
@@ -203,12 +279,12 @@ DEVICE LastKey last_key(Shared& shared, const Keys& keys, uint32_t wanted) {
 
 // Puts those of a warp's scores that reach the pivot into the candidates: of each load WIDTH consecutive columns a lane,
 // from `first` on and a block's stretch further with every load.
-template <int LOADS, int WIDTH>
-DEVICE void keep(Shared& shared, const Candidates& candidates, int capacity, const float (&scores)[LOADS][WIDTH], float pivot,
+template <int WIDTH>
+DEVICE void keep(Shared& shared, const Candidates& candidates, int capacity, const float (&scores)[PLACED][WIDTH], float pivot,
                  int first, int length) {
-    uint32_t lanes[LOADS][WIDTH], kept = 0;
+    uint32_t lanes[PLACED][WIDTH], kept = 0;
     UNROLL
-    for (int load = 0; load < LOADS; ++load) {
+    for (int load = 0; load < PLACED; ++load) {
         UNROLL
         for (int i = 0; i < WIDTH; ++i) {
             const int column = first + load * THREADS * WIDTH + i;
@@ -221,7 +297,7 @@ DEVICE void keep(Shared& shared, const Candidates& candidates, int capacity, con
     if (lane_id() == 0) place = atomicAdd(&shared.num_candidates, kept);
     place = __shfl_sync(FULL_WARP, place, 0);
     UNROLL
-    for (int load = 0; load < LOADS; ++load) {
+    for (int load = 0; load < PLACED; ++load) {
         UNROLL
         for (int i = 0; i < WIDTH; ++i) {
             const uint32_t own = place + __popc(lanes[load][i] & ((1u << lane_id()) - 1));
@@ -234,40 +310,31 @@ DEVICE void keep(Shared& shared, const Candidates& candidates, int capacity, con
     }
 }
 
-// One pass over the row: every score that reaches the pivot, in no order. Several loads of a thread are under way at once.
+// One pass over the row: every score that reaches the pivot, in no order. `tile` has the row's first one where it is held.
 template <int WIDTH>
-DEVICE void collect(Shared& shared, const Candidates& candidates, int capacity, const Row& row, float pivot) {
-    constexpr int LOADS = 4, KEPT = 2;  // that are under way at once, and whose columns are placed together
-    for (int tile = 0; tile < row.length; tile += LOADS * THREADS * WIDTH) {
-        float scores[LOADS / KEPT][KEPT][WIDTH] = {};
+DEVICE void collect(Shared& shared, const Candidates& candidates, int capacity, const Row& row, float pivot, Tile<WIDTH>& tile) {
+    UNROLL_BY(1)
+    for (int begin = 0; begin < row.length; begin += Tile<WIDTH>::COLUMNS) {
+        if (begin > 0 || WIDTH == 1 || !HOLDS) load(row, begin, tile);
         UNROLL
-        for (int load = 0; load < LOADS; ++load) {
-            const int first = tile + (load * THREADS + static_cast<int>(threadIdx.x)) * WIDTH;
-            if (WIDTH > 1 && first + WIDTH <= row.length) {
-                const Vec16 loaded = load_vec16_readonly(row.scores + first);
-                for (int i = 0; i < WIDTH; ++i) scores[load / KEPT][load % KEPT][i] = __uint_as_float(loaded.w[i]);
-            } else {
-                for (int i = 0; i < WIDTH && first + i < row.length; ++i) scores[load / KEPT][load % KEPT][i] = row.scores[first + i];
-            }
-        }
-        UNROLL
-        for (int some = 0; some < LOADS / KEPT; ++some)
-            keep(shared, candidates, capacity, scores[some], pivot,
-                 tile + (some * KEPT * THREADS + static_cast<int>(threadIdx.x)) * WIDTH, row.length);
+        for (int some = 0; some < LOADS / PLACED; ++some)
+            keep<WIDTH>(shared, candidates, capacity, tile.scores[some], pivot,
+                        begin + (some * PLACED * THREADS + static_cast<int>(threadIdx.x)) * WIDTH, row.length);
     }
 }
 
 // The candidates of a row; whether the chosen are among them. What equals -infinity stays out: NaN would, too, and is its equal.
-DEVICE bool find_candidates(Shared& shared, Candidates& candidates, int capacity, const Row& row, int topk) {
-    uint32_t pivot = key_of(-INFINITY_F32) + 1;
-    if (row.length > capacity) {
-        const Sample sample(row);
-        pivot = maximum(leading_bits(shared, sample, sample.rank(topk)), pivot);
+DEVICE bool find_candidates(Shared& shared, Candidates& candidates, int capacity, const Row& row, const Sample& sample,
+                            int topk) {
+    Tile<4> tile;
+    const uint32_t of_sample = leading_bits(shared, row, sample, topk, tile);
+    const float pivot = score_of_key(maximum(of_sample, key_of(-INFINITY_F32) + 1));
+    if (row.is_aligned()) {
+        collect<4>(shared, candidates, capacity, row, pivot, tile);
+    } else {
+        Tile<1> narrow;
+        collect<1>(shared, candidates, capacity, row, pivot, narrow);
     }
-    if (reinterpret_cast<uint64_t>(row.scores) % sizeof(Vec16) == 0)
-        collect<4>(shared, candidates, capacity, row, score_of_key(pivot));
-    else
-        collect<1>(shared, candidates, capacity, row, score_of_key(pivot));
     __syncthreads();
     candidates.count = minimum(static_cast<int>(shared.num_candidates), capacity);
     return static_cast<int>(shared.num_candidates) <= capacity && candidates.count >= topk;
@@ -312,10 +379,9 @@ DEVICE Counts before_thread(Shared& shared, Counts own) {
     }
     __syncthreads();
     const bool before_own = lane_id() < warp_id();
-    const uint32_t above_before = inclusive_sum(before_own ? shared.above[lane_id()] : 0);
-    const uint32_t equal_before = inclusive_sum(before_own ? shared.equal[lane_id()] : 0);
-    return {__shfl_sync(FULL_WARP, above_before, WARP_SIZE - 1) + above - own.above,
-            __shfl_sync(FULL_WARP, equal_before, WARP_SIZE - 1) + equal - own.equal};
+    const uint32_t above_before = sum_of_lanes(before_own ? shared.above[lane_id()] : 0);
+    const uint32_t equal_before = sum_of_lanes(before_own ? shared.equal[lane_id()] : 0);
+    return {above_before + above - own.above, equal_before + equal - own.equal};
 }
 
 // Every warp takes a stretch of the row.
@@ -395,8 +461,9 @@ KERNEL_OF(topk, TopkParams, THREADS, THREADS <= 256 ? 4 : 1) {
     } else {
         uint32_t* const keys = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(Shared));
         Candidates candidates{keys, reinterpret_cast<int32_t*>(keys + params.capacity), 0};
+        const Sample sample(scores, params.capacity);  // on its way while shared memory is cleared
         clear(params, shared, candidates, length);
-        const bool found = find_candidates(shared, candidates, params.capacity, scores, params.topk);
+        const bool found = find_candidates(shared, candidates, params.capacity, scores, sample, params.topk);
         const LastKey last = found ? last_key(shared, candidates, params.topk) : last_key(shared, scores, params.topk);
         if (found && params.num_columns <= MARKED_COLUMNS)
             write_by_marks(params, shared, row, scores, candidates, last.prefix, last.left);

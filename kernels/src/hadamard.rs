@@ -11,8 +11,10 @@ const CODES_FILE: &str = "hadamard_codes.cu";
 const CHECK: Arguments = Arguments { operator: "hadamard" };
 /// Length of a row.
 pub const DIM: usize = 128;
-/// Rows of a block of either kernel: one for four of its lanes, or for each.
+/// Rows of a block of either kernel, or of its turn: one for four of its lanes, or for each.
 const ROWS_PER_BLOCK: usize = 32;
+/// Blocks of `hadamard_codes` that a multiprocessor holds; each takes several turns.
+const RESIDENT_BLOCKS: usize = 12;
 
 /// How the transform is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -99,6 +101,9 @@ pub fn launch(device: &Device, views: &Views, stored: Stored, backward: bool) ->
     let params = params.strided("codes", (!values).then(|| &views["codes"]), ["row_stride"]);
     let params = params.ptr("scale_bytes", e2m1.then(|| &views["scale_bytes"]));
     let params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
-    device.kernel(file, &defines, name)?.launch_blocks("x", num_rows.div_ceil(ROWS_PER_BLOCK), &params)?;
+    let turns = num_rows.div_ceil(ROWS_PER_BLOCK);
+    let resident = RESIDENT_BLOCKS * device.environment().processors as usize;
+    let blocks = if file == CODES_FILE { turns.min(resident) } else { turns };
+    device.kernel(file, &defines, name)?.launch_blocks("x", blocks, &params)?;
     Ok(name)
 }

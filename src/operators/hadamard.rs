@@ -83,10 +83,12 @@ impl Declared for Hadamard {
     }
 
     fn edge_cases(profile: Profile) -> Vec<HadamardCase> {
-        // A block takes 32 rows, and so does a warp of hadamard_codes; one of the others 8.
+        // A block takes 32 rows, and so does a turn of a block of hadamard_codes; a warp of the others takes 8.
         let rows = [0, 1, 32, 33, 70].into_iter().flat_map(|num_rows| Stored::ALL.map(|stored| (num_rows, stored)));
         let mut cases: Vec<_> = rows.map(|(num_rows, stored)| plain(num_rows, Float::Bf16, stored)).collect();
         cases.extend(Stored::ALL.map(|stored| plain(19, Float::F32, stored)));
+        // On five multiprocessors of twelve blocks of hadamard_codes some have a second turn, of which the last has one row.
+        cases.extend([Stored::E2m1, Stored::E4m3].map(|stored| plain(5 * 12 * 32 + 65, Float::Bf16, stored)));
         // Around the floors of the scales, and where they are as large as they get.
         for (stored, exponent) in [(Stored::E2m1, -125), (Stored::E2m1, -128), (Stored::E4m3, -13), (Stored::E4m3, 120)]
         {

@@ -188,6 +188,10 @@ impl Declared for Sampler {
             // A list that does not reach what ends the order, and one that does, of a long row.
             SamplerCase { data: Data::normal(0.25), ..plain(1, 6200, Filters::TopP) },
             SamplerCase { data: Data::normal(6.0), ..plain(1, 129_280, Filters::TopP) },
+            // Rows of several tiles: the largest logit last, NaN and infinities, and no filter.
+            SamplerCase { logits: Logits::Rising, ..plain(2, 20_000, Filters::TopP) },
+            SamplerCase { logits: Logits::NotFinite, ..plain(2, 20_001, Filters::All) },
+            plain(2, 20_000, Filters::Absent),
         ];
         let logits = [Logits::Ties, Logits::Equal, Logits::OneHot, Logits::Rising, Logits::NotFinite];
         cases.extend(logits.map(|logits| of(logits, Filters::All)));

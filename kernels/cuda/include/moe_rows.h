@@ -10,7 +10,7 @@
 #include "memory.h"
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
-constexpr int HELD = 8;               // slots whose rows a thread has under way
+constexpr int HELD = 6;               // slots whose rows a thread has under way: all of a token of the model
 constexpr int ROWS_PER_BLOCK = THREADS;  // positions that a block looks at for those that no slot has
 constexpr int32_t NONE = -1;
 
@@ -33,15 +33,21 @@ DEVICE Positions positions_of(const Params& params, int64_t token) {
                      params.topk};
 }
 
-// Zeros for the rows among ROWS_PER_BLOCK positions that no slot has.
+// Blocks that look for rows that no slot has. They are the first of a launch: at its end a few of them, with all the rows
+// that are left over, would be on their own.
+DEVICE int64_t clearing_blocks(int64_t num_positions) { return ceil_div<int64_t>(num_positions, ROWS_PER_BLOCK); }
+
+// Zeros for the rows among ROWS_PER_BLOCK positions that no slot has. A thread looks at one, a warp clears those of its
+// lanes.
 template <int COUNT>
 DEVICE void clear_rows(const int32_t* pos_to_token, int64_t first, int64_t num_positions, ELEMENT* rows, int64_t stride,
                        int32_t hidden_size) {
     const float zeros[COUNT] = {};
-    const int64_t end = minimum<int64_t>(first + ROWS_PER_BLOCK, num_positions);
-    for (int64_t row = first; row < end; ++row) {
-        if (pos_to_token[row] >= 0) continue;
-        for (int64_t column = threadIdx.x * COUNT; column < hidden_size; column += THREADS * COUNT)
+    const int64_t own = first + threadIdx.x;
+    uint32_t free_rows = __ballot_sync(FULL_WARP, own < num_positions && pos_to_token[own] < 0);
+    for (; free_rows != 0; free_rows &= free_rows - 1) {
+        const int64_t row = first + warp_id() * WARP_SIZE + __ffs(static_cast<int>(free_rows)) - 1;
+        for (int64_t column = lane_id() * COUNT; column < hidden_size; column += WARP_SIZE * COUNT)
             store_elements(rows + row * stride + column, zeros);
     }
 }

@@ -23,3 +23,14 @@ DEVICE T inclusive_sum(T value) {
     }
     return value;
 }
+
+// Over all lanes, in every lane.
+DEVICE uint32_t sum_of_lanes(uint32_t value) {
+#if defined(PARITY_EMULATOR)
+    for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2)
+        value += __shfl_xor_sync(FULL_WARP, value, distance);
+    return value;
+#else
+    return __reduce_add_sync(FULL_WARP, value);
+#endif
+}
