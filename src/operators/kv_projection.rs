@@ -46,9 +46,9 @@ pub struct KvProjectionCase {
     pub num_tokens: usize,
     /// Features of h.
     pub hidden_size: usize,
-    /// e4m3 channels of a row of the cache: a multiple of 64, not 0.
+    /// Channels of a row that do not turn; e4m3 ones in a cache: there a multiple of 64, not 0.
     pub nope_dim: usize,
-    /// The channels behind them, which turn: a multiple of 8; both together at most 512.
+    /// The channels behind them, which turn: even, in a cache a multiple of 8; both together at most 512.
     pub rope_dim: usize,
     /// Added to the mean square.
     pub eps: f32,
@@ -153,6 +153,7 @@ impl Declared for KvProjection {
         cases: [8, 20, 40],
     };
 
+    const GOLDEN: &'static [&'static str] = &["attention_csa", "attention_hca", "attention_swa"];
     const CHAIN: &'static [&'static str] = &["linear", "rms_norm", "rope", "quantize_fp8", "kv_norm_rope_write"];
 
     fn tensors(c: &KvProjectionCase) -> Specs {
@@ -210,7 +211,11 @@ impl Declared for KvProjection {
     }
 
     fn check(c: &KvProjectionCase) -> Result<(), Refused> {
-        check_format(c.format(), c.page_size)?;
+        if c.trains() {
+            check_rows(c.format())?
+        } else {
+            check_format(c.format(), c.page_size)?
+        }
         c.turning().check()?;
         c.data.check()
     }
@@ -252,6 +257,9 @@ impl Declared for KvProjection {
             // More tokens than small tiles have; rows of h that no 16 bytes divide; parts of k.
             plain(18, 40, MIDDLE, Rows),
             plain(3, 13, SMALL, Rows),
+            // Rows that no cache takes.
+            plain(4, 24, RowFormat { nope_dim: 6, rope_dim: 10 }, Rows),
+            plain(3, 16, RowFormat { nope_dim: 0, rope_dim: 8 }, Rows),
             plain(2, 584, SMALL, Rows),
             plain(5, 24, SMALL, Cache),
             plain(18, 32, SMALL, CacheOfFp8),
@@ -372,6 +380,49 @@ impl Declared for KvProjection {
         let width = if input == "kv_norm" { c.format().head_dim() } else { c.hidden_size };
         Some(sizes_of_rows(&tensors.values(input), width, 0.0).into_iter().map(|size| size / 8.0).collect())
     }
+
+    /// The window's rows of attention layers, which stand before the compressed ones of a batch row.
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<KvProjectionCase>>, String> {
+        let table = if file.kind() == "attention_swa" { "main" } else { "compress" };
+        let (of_tokens, of_rows) = (["batch", "tokens", "hidden"], ["batch", "1", "rows", "channels"]);
+        let h = file.floats("in.hidden", &of_tokens)?.to_vec();
+        file.floats("mid.kv_all", &of_rows)?;
+        let [cos, sin] = ["cos", "sin"].map(|name| format!("mid.rope.{table}.{name}"));
+        let of_table = ["1", "tokens", "half"];
+        let (cos, sin) = (file.floats(&cos, &of_table)?.to_vec(), file.floats(&sin, &of_table)?.to_vec());
+        let [batches, tokens, hidden] = [file.extent("batch")?, file.extent("tokens")?, file.extent("hidden")?];
+        let [rows, channels, half] = [file.extent("rows")?, file.extent("channels")?, file.extent("half")?];
+        let (rope_dim, eps) = (2 * half, file.number("rms_norm_eps")?);
+        let beyond = |what: &str, least: usize, most: usize| format!("{what}: {least} are more than {most}");
+        let nope_dim =
+            channels.checked_sub(rope_dim).ok_or_else(|| beyond("channels that turn", rope_dim, channels))?;
+        if tokens > rows {
+            return Err(beyond("tokens and rows of `mid.kv_all`", tokens, rows));
+        }
+        let plain = plain(batches * tokens, hidden, RowFormat { nope_dim, rope_dim }, Stored::Rows);
+        let case = KvProjectionCase { table: TableForm::Positions, table_rows: tokens, eps: eps as f32, ..plain };
+        let golden = Golden::new(case).scalar("eps", eps).values("h", h).values("cos", cos).values("sin", sin);
+        // Batch rows share positions.
+        let golden = golden.integers("positions", (0..batches).flat_map(|_| 0..tokens as i32).collect());
+        let named = |name: &str| format!("param.self_attn.{name}.weight");
+        let golden = golden.stored(file, "wkv", &named("kv_proj"), &["channels", "hidden"])?;
+        let golden = golden.stored(file, "kv_norm", &named("kv_norm"), &["channels"])?;
+        let of_window = |all: &[f64]| {
+            all.chunks(rows * channels).flat_map(|all| &all[..tokens * channels]).copied().collect::<Vec<_>>()
+        };
+        Ok(vec![golden.expect_reordered(file, "kv", "mid.kv_all", &of_rows, &of_window)?])
+    }
+}
+
+/// Rows that nothing stores.
+fn check_rows(RowFormat { nope_dim, rope_dim }: RowFormat) -> Result<(), Refused> {
+    if rope_dim == 0 || !rope_dim.is_multiple_of(2) {
+        return refuse("rope_dim", format!("{rope_dim} must be even, at least 2"));
+    }
+    if nope_dim.saturating_add(rope_dim) > kv_norm_rope_write::MAX_HEAD_DIM {
+        return refuse("nope_dim", format!("{nope_dim} must be at most 512 with rope_dim"));
+    }
+    Ok(())
 }
 
 /// What the oracle reads beside the rotation.

@@ -131,12 +131,12 @@ impl Declared for MoeReduce {
     }
 
     /// Channels are what is sampled: where a row goes follows from all tokens. Forward with the shared expert's rows and without
-    /// weights, which the experts applied; backward with weights.
+    /// weights, which the experts applied, and with weights alone, as public kernels have it; backward with weights.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
-        let benchmark = |rows: MoeRows, direction| {
-            let (name, forward) = (rows.name(), direction == Forward);
-            let with = |rows| MoeReduceCase { rows, weighted: !forward, with_shared: forward };
+        let benchmark = |rows: MoeRows, (direction, weighted, suffix): (Direction, bool, &str)| {
+            let name = format!("{}{suffix}", rows.name());
+            let with = |rows| MoeReduceCase { rows, weighted, with_shared: !weighted };
             let drawn = with(rows.shortened());
             let streaming = Benchmark::new(direction, name, with(rows), "hidden_size").streaming(&[], 2.0);
             Benchmark {
@@ -145,7 +145,8 @@ impl Declared for MoeReduce {
                 ..streaming
             }
         };
-        let both = |rows: MoeRows| [Forward, Backward].map(|direction| benchmark(rows.clone(), direction));
-        MoeRows::benchmarks(environment).into_iter().flat_map(both).collect()
+        let each = [(Forward, false, ""), (Forward, true, " weighted"), (Backward, true, "")];
+        let of = |rows: MoeRows| each.map(|kind| benchmark(rows.clone(), kind));
+        MoeRows::benchmarks(environment).into_iter().flat_map(of).collect()
     }
 }

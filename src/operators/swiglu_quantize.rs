@@ -202,6 +202,8 @@ impl Declared for SwigluQuantize {
             in_layout(mn, plain(33, 320, short)),
             in_layout(mn, bf16(fp32(plain(7, 528, long)))),
             in_layout(tiles, bf16(plain(31, 272, short))),
+            // Tiles below and beside each other.
+            in_layout(tiles, plain(131, 144, short)),
             bf16(SwigluQuantizeCase { scale: ScaleType::PowerOfTwo, ..plain(3, 640, long) }),
             // So small that the floor makes the scale.
             SwigluQuantizeCase { data: Data::normal(2f64.powi(-14)), ..plain(5, 128, long) },
