@@ -9,9 +9,11 @@
 //
 // Floor: 256 bytes read and 68 or 132 written a row, 20.3 us and 24.3 us for 262144 rows at 4.24 TB/s. Instructions of the e2m1
 // form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 4.5 for the code, 1 for memory: about
-// 17, 18 us of issue slots at 1.93 GHz, where four lanes a row take 20.5. Measured on one H200, when a warp
-// had one tile and waited for it: e2m1 27.1 us (75 % of the copy rate; four lanes a row 31.9), e4m3 29.4 us (80 %; 29.8), with 66 %
-// of the issue slots taken and 57 % of the memory's rate, since 10.5 warps a multiprocessor waited together.
+// 17, 18 us of issue slots at 1.93 GHz, where four lanes a row take 20.5. Measured on one H200: e2m1 26.4 us (77 % of the copy
+// rate; four lanes a row 31.9), e4m3 29.0 us (84 %; 29.8). When a warp had one tile and waited for it 27.1 and 29.4 us, with 66 % of
+// the issue slots taken and 57 % of the memory's rate: that the next rows are on their way gained less than the 4 us predicted, so
+// it is the three warps of a scheduler, of which one waits for what it has just computed, that leave slots free. Two lanes a row
+// would need half the registers.
 //
 // Defines: STORED  1 or 2. Launch: any number of blocks of one warp; RESIDENT_BLOCKS for each multiprocessor fill it.
 #include "async_copy.h"

@@ -27,10 +27,11 @@
 // for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; an empty launch
 // takes some 2 us beside that, and the sum of the rows another launch, some 2 us. By instructions, some 30 a slot of a
 // list and 35 of a dense row, lists of 512 take 2 us, and dense rows 10. All lists of 512 are on the GPU at once.
-// Expected on one H200, from what the gradient alone took before: value and gradient without the sum 10.8 us for lists
-// of 512, 18.5 of 1024, 38 dense.
-// Measured there of the form that this one replaces, with some 75 instructions a slot, three reductions, 768 threads a
-// multiprocessor for lists, and two of a dense row's eight loads behind l1: 12.3, 20.1 and 54.1 us; the gradient alone
+// Measured on one H200, value and gradient with the sum of the rows: lists of 512 13.4 us, of 1024 21.1, dense rows 41.3
+// (59, 75 and 77 % of the copy rate; 768 threads a multiprocessor for lists, or stores that leave the cache first, change
+// none by more than 0.2); the gradient alone 11.0, 18.6 and 36.3 us. Without the sum's launch the dense form would be at
+// 81 %, and lists wait for the launch and for the first row. Before, with some 75 instructions a slot, three reductions
+// and two of a dense row's eight loads behind l1, 12.3, 20.1 and 54.1 us without the sum; the gradient alone
 // 11.1, 18.8 and 38.5 us. Before that, with branches around slots, twice the threads of half the slots, a division each
 // of a dense row and reductions in which each thread added the parts of all warps, 16.0, 27.5 and 101 us; 14.0, 24.9
 // and 76.7. Half the slots a thread and twice the threads took 11.6 and 19.4 us of lists, but 77.7 of dense rows.

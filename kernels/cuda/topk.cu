@@ -27,11 +27,10 @@
 // latency of some 16 barriers a row, and of what lies between them, where rows are few, and by instructions (some 30 for each 128
 // scores) where they are many. Where rows are few a block has its multiprocessor to itself: the first tile of a row, all of it up to
 // 16384 columns, is loaded into registers while its sample is ranked; the sample is loaded while shared memory is cleared.
-// Expected on one H200: 512 of 16384 in 128 rows 11.8 us, some 1 us less than below, by 130 cycles less in each of five searches
-// for a bin (sums over a warp in one instruction, where they took five exchanges), 300 without a loop that counted the sample's
-// pieces, 300 for the sample that is not read twice and comes while memory is cleared, and 500 for the row that is not read again
-// from the second-level cache. Where rows are many those sums take some 5 % of the instructions away.
-// Measured on one H200 of the form that this one replaces: 163 us for 512 of 16384 in 4096 rows, 130 us for 1024 of 8192, 20.0 us
+// Measured on one H200: 512 of 16384 in 128 rows 11.4 us, in 4096 rows 144 us; 1024 of 8192 in 4096 rows 111 us; 512 of 65536 in 32
+// rows 17.5 us. Before, 130 cycles more went into each of five searches for a bin (sums over a warp by five exchanges, not one
+// instruction), 300 into a loop that counted the sample's pieces, 300 into a sample read twice, and 500 into the row, read again
+// from the second-level cache: 163 us for 512 of 16384 in 4096 rows, 130 us for 1024 of 8192, 20.0 us
 // for 512 of 65536 in 32 rows; 12.8 us for 512 of 16384 in 128 rows (13.2 us when the row was not asked for while its sample was
 // ranked, 13.3 us when it was asked for before; 14.2 us with 1024 threads a block). When each histogram was cleared for itself and
 // the last digit always counted, some 25 barriers: 174, 138 and 20.9 us, and 14.7 us; ncu, the first of these: 73 % of the issue

@@ -108,6 +108,17 @@ impl Quantised {
     }
 }
 
+/// The power of two at or below the largest magnitude of each row, `[rows, 1]`; 1 where there is none, or none that is finite.
+fn powers_of_rows(rows: &Tensor) -> Result<Tensor> {
+    let largest = |row: &Vec<f64>| row.iter().fold(0.0f64, |largest, number| largest.max(number.abs()));
+    let power = |largest: f64| match largest > 0.0 && largest.is_finite() {
+        true => 2f64.powi(largest.log2().floor() as i32),
+        false => 1.0,
+    };
+    let powers: Vec<f64> = rows.to_vec2::<f64>()?.iter().map(|row| power(largest(row))).collect();
+    Ok(Tensor::from_vec(powers, (rows.dim(0)?, 1), rows.device())?)
+}
+
 /// `y` `[num_tokens, out_features]`, stored in bf16 or f32, of these inputs, codes and scales as the numbers of their
 /// bytes:
 ///
@@ -140,7 +151,14 @@ pub fn forward_quantised(inputs: &Named, quantised: &Quantised, rounding: &mut R
             let scaled = of_tokens(block, piece, rounding)?;
             rounding.f32(&scaled.broadcast_mul(&w_scales.narrow(1, block, 1)?.t()?)?)
         })?,
-        Weights::Mxfp4 => rounding.matmul_of_pieces(x, &w.t()?, promoted, of_tokens)?,
+        Weights::Mxfp4 => {
+            // Where a scale of w is multiplied in is the kernel's business. A power of two for each feature, taken out first and put
+            // back last, leaves every rounding what it is, and no sum leaves fp32 before the scale of x brings it back.
+            let powers = powers_of_rows(w)?;
+            let normalised = w.broadcast_div(&powers)?;
+            let y = rounding.matmul_of_pieces(x, &normalised.t()?, promoted, of_tokens)?;
+            y.broadcast_mul(&powers.t()?)?
+        }
         Weights::Nvfp4 => {
             let product = rounding.matmul(x, &w.t()?, quantised.accumulator)?;
             let factor = (inputs.tensor("x_global_scale")? * inputs.tensor("w_global_scale")?)?;

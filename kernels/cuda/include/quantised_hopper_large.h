@@ -26,8 +26,11 @@
 // cycles a unit. With the one below, some 300 instructions a warp, 919 and 964 in a run in which DeepGEMM took 688 and 743: at
 // 1.4 GHz some 1490 cycles a stage and 2560 a unit. That is what two consumers take that begin together: twice 512 cycles in
 // which each has half of the tensor cores, and twice some 240 in which both wait for their scales, promote and start again.
-// Predicted of consumers in turn, which have those 240 while the other's 256 run, and of scales that are read before: some
-// 1200 cycles a stage, 770 and 740 us, if the second-level cache gives 48 KB in as many (7.4 TB/s); not measured.
+// Of consumers in turn, which have those 240 while the other's 256 run, and of scales that are read before, some 1200 cycles
+// a stage, 770 and 740 us, were predicted, if the second-level cache gives 48 KB in as many (7.4 TB/s). Measured: 902 and 939
+// (DeepGEMM 707 and 765 in that run, at 1.41 to 1.47 GHz); 883 and 914 without turns, 958 and 970 with x brought into registers
+// by ldmatrix, which saves an eighth of shared memory's time. So neither stalls nor shared memory is what limits it: the
+// second-level cache is left, whose reads a cluster's multicast would lessen by a third.
 #pragma once
 
 #include "hopper.h"
