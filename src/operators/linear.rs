@@ -786,6 +786,8 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         far_apart(f32s(folded([5, 136, 288]))),
         far_apart(in_layout(tiles, folded([20, 140, 160]))),
         far_apart(in_layout(mn, folded([67, 136, 64]))),
+        // Of rows of every warp.
+        far_apart(f32s(folded([5, 208, 96]))),
     ]);
     for (weights, group) in QUANTISED.into_iter().skip(1) {
         let of = |extents| quantised(weights, group, extents);
