@@ -389,6 +389,10 @@ impl Declared for Compressor {
             overlapping(400, 7, [8, 4]),
             CompressorCase { num_entries: 3, ..overlapping(41, 4, [16, 0]) },
             plain([60, 3], 1, false, [8, 8]),
+            // More sequences than a warp has lanes, and a row behind the last one's.
+            overlapping(700, 70, [8, 4]),
+            // Scores of different warps' slots so far apart that only the largest of all bounds their powers.
+            CompressorCase { scores: 100.0, ..plain([300, 2], 128, false, [72, 8]) },
             CompressorCase { num_entries: 2, ..plain([40, 3], 5, false, [132, 4]) },
             // The model's in inference; a group that ends early, and none at all; the table ends before the last entries.
             stored(Epilogue::Fp8, CompressorCase { saves_pooled: false, ..poisoned(overlapping(26, 3, [512, 64])) }),

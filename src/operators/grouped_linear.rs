@@ -363,6 +363,7 @@ impl Declared for GroupedLinear {
         let expecting = |expected_rows, case| GroupedLinearCase { expected_rows, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
         let one_large = |case| GroupedLinearCase { codes: Codes::OneLarge, output: Float::F32, ..case };
+        let small_scales = |case| GroupedLinearCase { data: Data::normal(2f64.powi(-142)), output: Float::F32, ..case };
         let mut cases = vec![
             // No rows; rows, and nobody's; one row.
             GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, [8, 16]) },
@@ -384,6 +385,9 @@ impl Declared for GroupedLinear {
             any(fp32(sorted([20, 6], 2, [21, 71]))),
             with(Experts::Repeated, expecting(40, masked([70, 3, 21], [136, 128]))),
             one_large(hopper(with(Experts::One, sorted([2, 2], 1, [4, 2048])))),
+            // Large tiles: more stages than there are places; products of two scales that are no normal numbers.
+            hopper(expecting(100, with(Experts::One, sorted([131, 3], 1, [136, 1168])))),
+            small_scales(hopper(expecting(100, with(Experts::One, sorted([70, 2], 1, [136, 272]))))),
         ];
         for group in [128, 32] {
             let of = |case| mxfp4(group, case);
