@@ -109,7 +109,7 @@ impl Declared for MhcHead {
             output("mix", DType::F32, &[tokens, columns]),
             output("rstd", DType::F32, &[tokens]),
             upstream("dout", "out").drawn(c.data.distribution, 1.0),
-            gradient("dstreams", "streams", DType::Bf16),
+            gradient("dstreams", "streams", DType::Bf16).rows(),
             gradient("dfn", "fn", DType::F32),
             gradient("dscale", "scale", DType::F32),
             gradient("dbase", "base", DType::F32),

@@ -116,7 +116,7 @@ impl Declared for MhcMix {
             upstream("dpre", "pre"),
             upstream("dpost", "post"),
             upstream("dcomb", "comb"),
-            gradient("dstreams", "streams", DType::Bf16),
+            gradient("dstreams", "streams", DType::Bf16).rows(),
             gradient("dfn", "fn", DType::F32),
             gradient("dscale", "scale", DType::F32),
             gradient("dbase", "base", DType::F32),

@@ -138,9 +138,11 @@ impl Declared for MoeReduce {
             let name = format!("{}{suffix}", rows.name());
             let with = |rows| MoeReduceCase { rows, weighted, with_shared: !weighted };
             let drawn = with(rows.shortened());
+            let unread = rows.unread_bytes();
             let streaming = Benchmark::new(direction, name, with(rows), "hidden_size").streaming(&[], 2.0);
             Benchmark {
                 drawn,
+                bytes: streaming.bytes - unread,
                 amend: |c: &MoeReduceCase, tensors| c.rows.set_maps(tensors).expect("maps of a case that was checked"),
                 ..streaming
             }

@@ -164,6 +164,12 @@ impl MoeRows {
         format!("{}x{} to {} of {} experts bf16", self.num_tokens, self.hidden_size, self.topk, self.num_experts)
     }
 
+    /// Bytes of the rows that no slot has where every slot has one, as a benchmark's do: nobody reads them.
+    pub(super) fn unread_bytes(&self) -> f64 {
+        let rows = self.map().num_positions() - self.num_tokens * self.topk;
+        (rows * self.hidden_size * self.dtype.dtype().size()) as f64
+    }
+
     /// The same with no more tokens than a benchmark has drawn.
     pub(super) fn shortened(&self) -> Self {
         let tokens = (DRAWN / self.hidden_size.max(1) / self.topk.max(1)).max(1);
