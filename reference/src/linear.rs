@@ -526,6 +526,23 @@ mod tests {
     }
 
     #[test]
+    fn weights_whose_scales_leave_fp32_before_that_of_x_is_there_have_runs_that_are_finite() -> Result<()> {
+        let quantised =
+            Quantised { accumulator: Accumulator::HOPPER_E4M3, ..quantised(Weights::Mxfp4, 32, ScaleLayout::Plain) };
+        let named = coded(&quantised, 2, 3, 64);
+        // 2^125 of w and 2^-40 of x.
+        let all = |name: &'static str, byte: f64| -> Result<Tensor> { Ok((named.tensor(name)?.zeros_like()? + byte)?) };
+        let (x_scales, w_scales) = (all("x_scales", 87.0)?, all("w_scales", 252.0)?);
+        let named = named.clone().with("x_scales", x_scales).with("w_scales", w_scales);
+        for precision in [Precision::Exact, Precision::Working { seed: 1 }, Precision::Nearest { seed: 1 }] {
+            let y = forward_quantised(&named, &quantised, &mut Rounding::new(precision))?;
+            let y = values(y.tensor("y")?)?;
+            assert!(y.iter().all(|y| y.is_finite()) && y.iter().any(|y| *y != 0.0), "{precision:?}: {y:?}");
+        }
+        Ok(())
+    }
+
+    #[test]
     fn groups_are_layers_by_themselves() -> Result<()> {
         let groups: Vec<Named> = (0..3).map(|_| inputs(4, 5, 7)).collect();
         // Of one seed: another sign tells the groups apart.
