@@ -32,6 +32,7 @@ constexpr int PIECE = 16;  // bytes
 constexpr int ROW_BYTES = DIM * 2, ROW_PIECES = ROW_BYTES / PIECE;
 constexpr int CODE_BYTES = STORED == 1 ? DIM / 2 : DIM, CODE_PIECES = CODE_BYTES / PIECE;
 constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int GROUP = 32, GROUPS = DIM / GROUP;  // of e2m1
 // Eight pieces are what a row of the 32 banks holds.
 constexpr int BANK_PIECES = 8;
 // Of a multiprocessor, each with 168 registers a lane and 8 KiB: while some wait for their rows, the others compute.
@@ -102,11 +103,9 @@ DEVICE float larger_half(uint32_t largest_pair) {
     return __uint_as_float(maximum(largest_pair & 0xffffu, largest_pair >> 16) << 16);
 }
 
-// A row's codes; returns the bytes of its scales, the first group's lowest.
-#if STORED == 1
-constexpr int GROUP = 32, GROUPS = DIM / GROUP;
-
-DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[CODE_BYTES / 4]) {
+// A row's codes in e2m1; returns the bytes of its scales, the first group's lowest.
+template <int WORDS>
+DEVICE uint32_t e2m1_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
     uint32_t scales = 0;
     UNROLL
     for (int group = 0; group < GROUPS; ++group) {
@@ -125,9 +124,9 @@ DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[CODE_BYTES / 4]) {
     return scales;
 }
 
-#else
-// The row is one group.
-DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[CODE_BYTES / 4]) {
+// The same in e4m3, of which the row is one group.
+template <int WORDS>
+DEVICE uint32_t e4m3_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
     uint32_t largest_pair = 0;
     UNROLL
     for (int first = 0; first < DIM; first += 8) {
@@ -144,7 +143,12 @@ DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[CODE_BYTES / 4]) {
     e4m3_codes(y, inverse_of_scale(scale), codes);
     return scale;
 }
-#endif
+
+template <int FORMAT, int WORDS>
+DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
+    if constexpr (FORMAT == 1) return e2m1_row(y, codes);
+    else return e4m3_row(y, codes);
+}
 
 // Each lane its row's codes into the tile, whose rows all lanes have read; then the warp takes them out, line by line.
 DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows,
@@ -165,13 +169,13 @@ DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, in
 
 // Bytes, which need no alignment: those of a line come together in the second-level cache.
 DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_t scales) {
-#if STORED == 1
-    UNROLL
-    for (int group = 0; group < GROUPS; ++group)
-        params.scale_bytes[row * GROUPS + group] = static_cast<uint8_t>(scales >> 8 * group);
-#else
-    params.scales[row] = e8m0_to_float(static_cast<uint8_t>(scales));
-#endif
+    if constexpr (STORED == 1) {
+        UNROLL
+        for (int group = 0; group < GROUPS; ++group)
+            params.scale_bytes[row * GROUPS + group] = static_cast<uint8_t>(scales >> 8 * group);
+    } else {
+        params.scales[row] = e8m0_to_float(static_cast<uint8_t>(scales));
+    }
 }
 
 // Starts the copies of a tile, or of none that is left.
@@ -197,7 +201,7 @@ KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
         start_tile(params, first_row + step);
         walsh_hadamard<1>(y, 0);
         uint32_t codes[CODE_BYTES / 4];
-        const uint32_t scales = quantise(y[0], codes);
+        const uint32_t scales = quantise<STORED>(y[0], codes);
         const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.num_rows - first_row));
         if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
         store_codes(params, first_row, rows, codes);
