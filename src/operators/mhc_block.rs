@@ -229,6 +229,8 @@ impl Declared for MhcBlock {
             plain(17, 8),
             // More than the portable projection is left with on Hopper.
             plain(260, 8),
+            // Few tokens of channels in many parts.
+            plain(2, 520),
         ];
         if profile == Profile::Full {
             cases.extend([plain(64, 4096), plain(100, 7168)]);
