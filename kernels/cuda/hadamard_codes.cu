@@ -11,8 +11,8 @@
 // form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 4.5 for the code, 1 for memory: about
 // 17, 18 us of issue slots at 1.93 GHz, where four lanes a row take 20.5. Measured on one H200: e2m1 26.4 us (77 % of the copy
 // rate; four lanes a row 31.9), e4m3 29.0 us (84 %; 29.8). When a warp had one tile and waited for it 27.1 and 29.4 us, with 66 % of
-// the issue slots taken and 57 % of the memory's rate: that the next rows are on their way gained less than the 4 us predicted, so
-// it is the three warps of a scheduler, of which one waits for what it has just computed, that leave slots free. Two lanes a row
+// the issue slots taken and 57 % of the memory's rate: that the next rows are on their way gained less than the 4 us predicted, and
+// this form has not been profiled. Suspected: three warps a scheduler, which wait for what they have just computed. Two lanes a row
 // would need half the registers.
 //
 // Defines: STORED  1 or 2. Launch: any number of blocks of one warp; RESIDENT_BLOCKS for each multiprocessor fill it.
@@ -35,7 +35,7 @@ constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int GROUP = 32, GROUPS = DIM / GROUP;  // of e2m1
 // Eight pieces are what a row of the 32 banks holds.
 constexpr int BANK_PIECES = 8;
-// Of a multiprocessor, each with 168 registers a lane and 8 KiB: while some wait for their rows, the others compute.
+// Of a multiprocessor, each with 168 registers a lane and 10 or 12 KiB.
 constexpr int RESIDENT_BLOCKS = 12;
 
 struct HadamardCodesParams {
@@ -150,7 +150,7 @@ DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
     else return e4m3_row(y, codes);
 }
 
-// Each lane its row's codes into the tile, whose rows all lanes have read; then the warp takes them out, line by line.
+// Each lane its row's codes into a place behind the tile, out of which the warp takes them, line by line.
 DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows,
                         const uint32_t (&codes)[CODE_BYTES / 4]) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / CODE_PIECES;

@@ -792,7 +792,7 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
             exact(of([3, 136, 160])),
             exact(in_layout(mn, of([65, 24, 352]))),
             exact(in_layout(tiles, of([130, 140, 96]))),
-            // Scales that do not fold; those of numbers that are added one by one.
+            // Scales far apart; those of numbers that are added one by one.
             far_apart(f32s(of([5, 136, 288]))),
             far_apart(in_layout(tiles, of([20, 140, 160]))),
             far_apart(in_layout(mn, of([67, 136, 64]))),

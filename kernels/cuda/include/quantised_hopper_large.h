@@ -29,8 +29,8 @@
 // Of consumers in turn, which have those 240 while the other's 256 run, and of scales that are read before, some 1200 cycles
 // a stage, 770 and 740 us, were predicted, if the second-level cache gives 48 KB in as many (7.4 TB/s). Measured: 902 and 939
 // (DeepGEMM 707 and 765 in that run, at 1.41 to 1.47 GHz); 883 and 914 without turns, 958 and 970 with x brought into registers
-// by ldmatrix, which saves an eighth of shared memory's time. So neither stalls nor shared memory is what limits it: the
-// second-level cache is left, whose reads a cluster's multicast would lessen by a third.
+// by ldmatrix, which saves an eighth of shared memory's time. So what limits it is neither of the two, as it seems: the
+// second-level cache, or the clock under load, is left; not profiled. A cluster's multicast would lessen that cache's reads by a third.
 #pragma once
 
 #include "hopper.h"
