@@ -25,6 +25,7 @@ static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory")
 SHARED_MEMORY(grouped_linear_hopper_large, GroupedShared::BYTES)
 
 struct UnitsOfExperts {
+    static constexpr uint32_t CLUSTER = 1;
     ExpertTiles<UnitShape> tiles;
 
     int64_t count() const { return tiles.count(); }
