@@ -1,4 +1,5 @@
-// A pipeline between two warpgroups, as the Hopper kernels have it, named barriers, boxes of tensors, and clusters. sm_90a only.
+// A pipeline between two warpgroups, as the Hopper kernels have it, named barriers, boxes of tensors, and clusters. sm_90a
+// only.
 //
 // All kernels are correct. The tests take single lines out of them, or change them, to see that the emulator
 // notices.

@@ -716,7 +716,7 @@ fn wrong_clusters_show() {
     let (all, tells) = ("(1u << CLUSTER) - 1", "mbarrier_arrive_at(taken, threadIdx.x);");
     for (right, wrong, needle) in [
         (first, "    __syncthreads();\n    for", "before its init"),
-        (first, "    cluster_arrive();\n    for", "a second time without waiting"),
+        (last, "    cluster_arrive();\n    cluster_arrive();\n}", "a second time without waiting"),
         (first, "    cluster_wait();\n    for", "where it has not arrived"),
         (last, "}", "of its cluster, which has ended"),
         (
