@@ -335,6 +335,7 @@ impl Declared for Moe {
             fp8(portable, plain([40, 2, 2], 32, 16)),
             fp8(hopper, plain([30, 2, 2], 16, 16)),
             fp8(hopper, plain([70, 2, 2], 16, 16)),
+            fp8(hopper, plain([385, 1, 1], 16, 144)),
             mxfp4(hopper, plain([5, 2, 7], 160, 64)),
             mxfp4(hopper, plain([30, 2, 2], 32, 32)),
             plain([2, 2, 3], 576, 16),
