@@ -230,8 +230,7 @@ DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, 
         // All lanes of the warp have read their rows.
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(shared + Layout::empty(step));
-        add_squares(fragments.of[0], sums.squares);
-        add_squares(fragments.of[1], sums.squares);
+        add_squares(fragments, sums.squares);
         wgmma_wait<0>();
         wgmma_hold(products);
         if (lane_id() == 0) mbarrier_arrive(shared + Layout::used(step));
