@@ -206,7 +206,7 @@ DEVICE void store_tokens(SharedAddress target, const uint8_t* codes, int64_t str
                          int64_t begin, int64_t depth) {
     constexpr int ROWS = WARP_SIZE / 8, AT_ONCE = minimum(TOKENS / ROWS, 8);
     const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
-    const bool has_chunk = begin + 16 * chunk < depth;
+    const bool exists = 16 * chunk < depth - begin;
     const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * chunk;
     UNROLL_BY(1)
     for (int row = lane_row; row < TOKENS; row += AT_ONCE * ROWS) {
@@ -214,7 +214,7 @@ DEVICE void store_tokens(SharedAddress target, const uint8_t* codes, int64_t str
         UNROLL
         for (int i = 0; i < AT_ONCE; ++i, source += ROWS * stride) {
             chunks[i] = Vec16{};
-            if (has_chunk && first + row + i * ROWS < extent) chunks[i] = load_vec16(source);
+            if (exists && first + row + i * ROWS < extent) chunks[i] = load_vec16(source);
         }
         UNROLL
         for (int i = 0; i < AT_ONCE; ++i) {
