@@ -75,6 +75,7 @@ impl CudaModule {
         let layout = format!("{name}_layout");
         let [params_size, params_hash, max_threads] = self.code.numbers(&layout)?.ok_or_else(|| missing(layout))?;
         let shared_bytes = self.optional_number(&format!("{name}_shared_bytes"))?;
+        let resident_blocks = self.optional_number(&format!("{name}_resident_blocks"))?;
         let own = OwnLimits {
             static_shared: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?.into(),
             max_threads: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
@@ -88,6 +89,7 @@ impl CudaModule {
                 params_hash,
                 max_threads: u32::try_from(max_threads).unwrap_or(u32::MAX),
                 shared_bytes,
+                resident_blocks,
             },
             own,
             allowed_shared: Mutex::new(without_opt_in.saturating_sub(own.static_shared)),
@@ -198,7 +200,13 @@ mod tests {
     }
 
     fn refusal(grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Option<String> {
-        let exports = KernelExports { params_size: 8, params_hash: 0, max_threads: 256, shared_bytes: None };
+        let exports = KernelExports {
+            params_size: 8,
+            params_hash: 0,
+            max_threads: 256,
+            shared_bytes: None,
+            resident_blocks: None,
+        };
         check_limits(&device(), &exports, OWN, grid, block, shared_bytes).err()
     }
 
