@@ -73,8 +73,8 @@ struct WarpTokens {
     int32_t row, expert, count;
 
     WarpTokens(const UnitResult& unit, const Share& share) {
-        const int thread = thread_id_anew();
-        warp = thread / static_cast<int>(WARP_SIZE), lane = thread % static_cast<int>(WARP_SIZE);
+        const uint32_t thread = thread_id_anew();
+        warp = static_cast<int>(thread / WARP_SIZE), lane = static_cast<int>(thread % WARP_SIZE);
         // Units begin where their rows of x do.
         const int first = share.first_token() + warp % 4 * Shared::WARP_ROWS;
         row = unit.x_row + first, expert = unit.x_matrix;

@@ -48,11 +48,11 @@ constexpr int WARPGROUP_SIZE = 128;
 DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
 
 // threadIdx.x, read where it is called: nobody keeps it, or what follows from it, in registers across a loop around.
-DEVICE int thread_id_anew() {
+DEVICE uint32_t thread_id_anew() {
 #if defined(PARITY_EMULATOR)
-    return static_cast<int>(threadIdx.x);
+    return threadIdx.x;
 #else
-    int thread;
+    uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 #endif

@@ -382,7 +382,9 @@ DEVICE void store_unit(const Result& result, const Part& part, const BlockSums (
 // They are stored.
 struct StoredSums {
     void store(const UnitResult& unit, const BlockSums (&total)[BLOCKS], const Share& share) const {
-        store_unit(unit.result, unit.part, total, share);
+        // A copy, since what is stored might change what lies in memory.
+        const UnitResult done = unit;
+        store_unit(done.result, done.part, total, share);
     }
 };
 
@@ -474,9 +476,7 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
         begin(d, first, consumer);
         stage = next;
         if (!is_end) continue;
-        // A copy, since what is stored might change what lies in memory.
-        const UnitResult done = unit_result(taken);
-        output.store(done, total, done_share);
+        output.store(unit_result(taken), total, done_share);
         if (is_last) break;
         stages = uniform(unit_result(++taken).stages);
         clear(total);
