@@ -14,31 +14,9 @@
 // linear: 7725 us of 196608 rows (DeepGEMM 5865 in that run), 1450 of 24576 (1458); 6.4 ms were predicted.
 //
 // Launch. Any grid in x.
-#include "grouped_linear.h"
-#include "quantised_hopper_large.h"
+#include "grouped_hopper_large.h"
 
-struct GroupedShared {
-    static constexpr int ENDS = Shared::BYTES;  // of count_tiles
-    static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
-};
-static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_hopper_large, GroupedShared::BYTES)
-
-struct UnitsOfExperts {
-    ExpertTiles<UnitShape> tiles;
-
-    int64_t count() const { return tiles.count(); }
-    Unit at(int64_t number) const {
-        const GroupedLinearParams& params = tiles.params;
-        const ExpertTile tile = tiles[number];
-        const QuantisedProduct product = product_of_expert(params, tile.expert);
-        const Part part = part_of<UnitShape>(product.result, tile.number);
-        // Of x the map has all rows, or those of each expert.
-        const bool sorted = params.expert_offsets != nullptr;
-        const int64_t first = sorted ? rows_of(params, tile.expert).first : 0;
-        return Unit{product, part, static_cast<int32_t>(first + part.row), sorted ? 0 : tile.expert, tile.expert};
-    }
-};
 
 KERNEL(grouped_linear_hopper_large, GroupedLinearParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());

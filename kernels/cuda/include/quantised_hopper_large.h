@@ -61,6 +61,7 @@ struct alignas(16) StageScales {
 struct UnitResult {
     Result result;
     Part part;
+    int32_t x_row, x_matrix;  // of the map of x: where its tokens begin
     int32_t stages;
     int32_t is_last;  // of the block's
     int32_t is_half;  // whether its first 64 tokens are all that there are
@@ -106,11 +107,12 @@ DEVICE int64_t units_of(const Result& result) {
     return ceil_div<int64_t>(result.rows, TOKENS) * ceil_div<int64_t>(result.columns, FEATURES) * result.splits;
 }
 
-// What a block computes next: a part of a product, and where its rows begin in the maps of x and w.
+// What a block computes next: a part of a product, and where its rows begin in the maps of x and w, where each of its blocks
+// of weights is GROUP rows that share their scales.
 struct Unit {
     QuantisedProduct product;
     Part part;
-    int32_t x_row, x_matrix, w_matrix;
+    int32_t x_row, x_matrix, w_rows[BLOCKS], w_matrix;
 };
 
 // Whether a unit's sums are rounded to bf16 and stored, and no more, and the result has all of its features.
@@ -130,7 +132,8 @@ struct UnitsOfProduct {
     int64_t count() const { return units_of(product.result); }
     Unit at(int64_t number) const {
         const Part part = part_of<UnitShape>(product.result, number);
-        return Unit{product, part, static_cast<int32_t>(part.row), 0, 0};
+        const auto column = static_cast<int32_t>(part.column);
+        return Unit{product, part, static_cast<int32_t>(part.row), 0, {column, column + GROUP}, 0};
     }
 };
 
@@ -155,7 +158,7 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
     uint32_t stage = 0, taken = 0;
     for (int64_t number = blockIdx.x; number < count; number += gridDim.x, ++taken) {
         const Unit unit = units.at(number);
-        const auto column = static_cast<int32_t>(unit.part.column), first = static_cast<int32_t>(unit.part.begin);
+        const auto first = static_cast<int32_t>(unit.part.begin);
         for (int32_t group = first; group < unit.part.end; ++group, ++stage) {
             const SharedAddress full = shared + Shared::full(stage);
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
@@ -164,15 +167,16 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
                 const bool is_half = unit.product.result.rows - unit.part.row <= CONSUMER_TOKENS;
                 const int32_t stages = static_cast<int32_t>(unit.part.end) - first;
                 const bool rounded = is_rounded(unit.product.result, unit.part);
-                unit_result(taken) = UnitResult{unit.product.result, unit.part, stages, is_last, is_half, rounded};
+                unit_result(taken) = UnitResult{unit.product.result, unit.part, unit.x_row, unit.x_matrix,
+                                                stages, is_last, is_half, rounded};
             }
             // What lies outside of a tensor counts as arrived.
             mbarrier_arrive_expect(full, Shared::STAGE_BYTES);
             tensor_copy_in(shared + Shared::x(stage), x_map, group * GROUP, unit.x_row, unit.x_matrix, full);
             UNROLL
             for (int block = 0; block < BLOCKS; ++block)
-                tensor_copy_in(shared + Shared::w(stage, block), w_map, group * GROUP, column + block * GROUP,
-                               unit.w_matrix, full);
+                tensor_copy_in(shared + Shared::w(stage, block), w_map, group * GROUP, unit.w_rows[block], unit.w_matrix,
+                               full);
         }
     }
 }
@@ -189,8 +193,8 @@ struct LoadedScales {
         const QuantisedProduct& product = unit.product;
         UNROLL
         for (int block = 0; block < BLOCKS; ++block) {
-            const int64_t column = unit.part.column + block * GROUP;
-            w_places[block] = column < product.result.columns ? scale_place(product.w_scales, column / GROUP, 0) : NOWHERE;
+            const int64_t row = unit.w_rows[block];
+            w_places[block] = row < product.result.columns ? scale_place(product.w_scales, row / GROUP, 0) : NOWHERE;
         }
         UNROLL
         for (int i = 0; i < COUNT; ++i) {
@@ -392,6 +396,16 @@ DEVICE void store_unit(const UnitResult& unit, const BlockSums (&total)[BLOCKS],
     }
 }
 
+// What becomes of a unit's sums, as `consume` is given it:
+//   void store(const UnitResult& unit, const BlockSums (&total)[BLOCKS], const Share& share) const
+//
+// They are stored.
+struct StoredSums {
+    void store(const UnitResult& unit, const BlockSums (&total)[BLOCKS], const Share& share) const {
+        store_unit(unit, total, share);
+    }
+};
+
 // Where a stage's operands are in the first one's place: in another's they are so many bytes further on, which leaves little
 // to compute before a consumer's products.
 struct Operands {
@@ -443,7 +457,8 @@ DEVICE void clear(BlockSums (&total)[BLOCKS]) {
 // promoted, be it of another unit, whose sums are then stored while it runs. Behind the last stage of all its own first
 // product is started again, for nobody: accumulators that only some paths leave under way the compiler would wait for where
 // these meet.
-DEVICE void consume(SharedAddress shared, uint32_t consumer) {
+template <typename Output>
+DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& output) {
     const Operands operands = operands_of(shared);
     uint32_t stage = 0, taken = 0;
     mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
@@ -474,7 +489,7 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer) {
         begin(d, first);
         stage = next;
         if (!is_end) continue;
-        store_unit(unit_result(taken), total, done_share);
+        output.store(unit_result(taken), total, done_share);
         if (is_last) break;
         stages = uniform(unit_result(++taken).stages);
         clear(total);
@@ -482,11 +497,12 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer) {
     end(d);
 }
 
-// What a block does, once its barriers are there: `before` is what its consumers do first. 168 registers a thread are there
+// What a block does, once its barriers are there: `before` is what its consumers do first, `output` what they do with a unit's
+// sums. 168 registers a thread are there
 // at the launch, so that what the consumers take the producer must have left: 2 x 224 + 56 are 3 x 168.
-template <typename Units, typename Before>
+template <typename Units, typename Before, typename Output = StoredSums>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
-                           const Before& before) {
+                           const Before& before, const Output& output = {}) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
         registers_decrease<56>();
@@ -499,6 +515,6 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
     } else {
         registers_increase<224>();
         before();
-        if (blockIdx.x < units.count()) consume(shared, warpgroup);
+        if (blockIdx.x < units.count()) consume(shared, warpgroup, output);
     }
 }

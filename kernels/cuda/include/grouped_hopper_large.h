@@ -1,0 +1,28 @@
+// Units of the products of experts (quantised_hopper_large.h), and where their blocks keep how many there are.
+#pragma once
+
+#include "grouped_linear.h"
+#include "quantised_hopper_large.h"
+
+struct GroupedShared {
+    static constexpr int ENDS = Shared::BYTES;  // of count_tiles
+    static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
+};
+static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
+
+struct UnitsOfExperts {
+    ExpertTiles<UnitShape> tiles;
+
+    int64_t count() const { return tiles.count(); }
+    Unit at(int64_t number) const {
+        const GroupedLinearParams& params = tiles.params;
+        const ExpertTile tile = tiles[number];
+        const QuantisedProduct product = product_of_expert(params, tile.expert);
+        const Part part = part_of<UnitShape>(product.result, tile.number);
+        // Of x the map has all rows, or those of each expert.
+        const bool sorted = params.expert_offsets != nullptr;
+        const int64_t first = sorted ? rows_of(params, tile.expert).first : 0;
+        const auto row = static_cast<int32_t>(first + part.row), column = static_cast<int32_t>(part.column);
+        return Unit{product, part, row, sorted ? 0 : tile.expert, {column, column + GROUP}, tile.expert};
+    }
+};
