@@ -32,6 +32,7 @@ constexpr int HALF_FEATURES = UNIT_FEATURES / CONSUMERS, HALF_EIGHTS = HALF_FEAT
 // The units of experts, of which one block of weights is gate's and the other up's; interleaved rows lie in their order.
 template <bool INTERLEAVED>
 struct UnitsOfGateAndUp {
+    static constexpr uint32_t CLUSTER = 1;
     UnitsOfExperts experts;
 
     int64_t count() const { return experts.count(); }

@@ -12,10 +12,18 @@
 #include "quantised_hopper_large.h"
 
 SHARED_MEMORY(linear_hopper_large, Shared::BYTES)
+SHARED_MEMORY(linear_hopper_large_pairs, Shared::BYTES)
 
 KERNEL(linear_hopper_large, LinearQuantisedParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
     const QuantisedProduct product = product_of(params, 1.0f);
     initialise_barriers(shared);
     multiply_units(UnitsOfProduct{product}, params.x_map, params.w_map, shared, [] {});
+}
+
+KERNEL_OF_CLUSTERS(linear_hopper_large_pairs, LinearQuantisedParams, THREADS, PairsOfProduct::CLUSTER) {
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const QuantisedProduct product = product_of(params, 1.0f);
+    initialise_barriers<PairsOfProduct::CLUSTER>(shared);
+    multiply_units(PairsOfProduct{product}, params.x_map, params.w_map, shared, [] {});
 }

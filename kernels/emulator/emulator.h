@@ -22,7 +22,8 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 // One operating-system thread runs one block at a time, so a block's static shared memory is that
-// thread's storage. The runtime poisons it before each block (emulator_poison_static_shared).
+// thread's storage. The runtime poisons it before each block (emulator_poison_static_shared). Blocks of a cluster share the
+// thread, and have no static shared memory.
 #define __shared__ static thread_local
 // A function whose accesses to memory nobody is told of (below).
 #define UNWATCHED __attribute__((no_sanitize("thread")))
@@ -44,6 +45,7 @@ struct ThreadContext {
     uint64_t dynamic_shared_bytes;
     void* scheduler;
     uint32_t watched;  // whether somebody asks what this thread accesses in global memory
+    uint32_t cluster_rank;
 };
 
 // What an access to global memory does; mirrored by `AccessKind` in kernels/src/runtime/emulator.
@@ -132,9 +134,14 @@ struct HostApi {
     void (*wgmma_commit)(ThreadContext*);
     // Called by one lane for its warp, in a collective: returns once at most `pending` groups are under way.
     void (*wgmma_wait)(ThreadContext*, uint32_t pending);
-    // Copies a box of the tensor that `map`, 16 words, describes, and then counts its bytes at the mbarrier.
+    // Copies a box of the tensor that `map`, 16 words, describes, and then counts its bytes at the mbarrier, in each block of
+    // the cluster whose bit is set in `blocks`.
     void (*tensor_copy_in)(ThreadContext*, uint32_t target, const uint64_t* map, int32_t column, int32_t row,
-                           int32_t matrix, uint32_t barrier);
+                           int32_t matrix, uint32_t barrier, uint32_t blocks);
+    // Arrives at the mbarrier of block `rank` of the cluster.
+    void (*mbarrier_arrive_at)(ThreadContext*, uint32_t barrier, uint32_t rank);
+    // Arrives at the cluster's barrier, or waits there for all threads of the cluster that have not returned.
+    void (*cluster_barrier)(ThreadContext*, uint32_t wait);
 };
 
 inline const HostApi* host = nullptr;

@@ -16,7 +16,7 @@ pub use crate::scale_layout::{ScaleLayout, Scales};
 const FILE: &str = "linear.cu";
 const QUANTISED_FILE: &str = "linear_quantised.cu";
 const HOPPER_FILE: &str = "linear_hopper.cu";
-const HOPPER_LARGE: (&str, &str) = ("linear_hopper_large.cu", "linear_hopper_large");
+const HOPPER_LARGE: &str = "linear_hopper_large.cu";
 const CHECK: Arguments = Arguments { operator: "linear" };
 /// Most features of a row, in or out.
 pub const MAX_FEATURES: usize = 1 << 30;
@@ -40,7 +40,7 @@ pub const BLOCK: usize = 128;
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
     let of = |(weights, group): (Weights, usize)| module(QUANTISED_FILE, &quantised_defines(weights, group));
-    let hopper = hopper_modules(HOPPER_FILE).into_iter().chain([module(HOPPER_LARGE.0, &[])]);
+    let hopper = hopper_modules(HOPPER_FILE).into_iter().chain([module(HOPPER_LARGE, &[])]);
     let quantised = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)].map(of);
     [vec![module(FILE, &[])], quantised.to_vec(), hopper.collect()].concat()
 }
@@ -197,6 +197,8 @@ pub(crate) const FEATURE_TILE: usize = 128;
 /// Tokens and features of a tile of the Hopper kernel for many tokens, and rows of the boxes that it copies.
 pub(crate) const LARGE_TILE: [usize; 2] = [128, 256];
 const LARGE_BOX_ROWS: u32 = 128;
+/// From so many tiles of tokens on a pair of tiles is taken to be whole, though one may lack its second.
+const MANY_TOKEN_TILES: usize = 15;
 
 /// Extents of a product: groups, of each rows and columns of the result, numbers that are added for each element.
 #[derive(Clone, Copy)]
@@ -746,8 +748,14 @@ pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -
     let units = count.saturating_mul(splits);
     let processors = device.environment().processors as usize;
     let path = if maps.is_some() {
-        let (file, name) = HOPPER_LARGE;
-        device.kernel(file, &[], name)?.launch_blocks("x", units.min(processors), &params)?;
+        // A pair of blocks takes two tiles of tokens with the same features.
+        let tiles = num_tokens.div_ceil(LARGE_TILE[0]);
+        let pairs = tiles.is_multiple_of(2) || tiles >= MANY_TOKEN_TILES;
+        let (name, blocks) = match pairs {
+            true => ("linear_hopper_large_pairs", (units / tiles).saturating_mul(tiles.next_multiple_of(2))),
+            false => ("linear_hopper_large", units),
+        };
+        device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
         name.to_owned()
     } else if hopper {
         let defines = hopper_defines(tokens, quantised.weights, quantised.group);

@@ -315,6 +315,7 @@ impl Declared for Linear {
             "linear_hopper<16>",
             "linear_hopper<64>",
             "linear_hopper_large",
+            "linear_hopper_large_pairs",
             "linear_hopper<16, mxfp4, 128>",
             "linear_hopper<64, mxfp4, 128>",
             "linear_hopper<128, mxfp4, 128>",
@@ -771,6 +772,12 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         small_scales(f32s(hopper([20, 12, 272]))),
         small_scales(f32s(fp32(hopper([5, 260, 128])))),
         exact(in_layout(tiles, hopper([130, 12, 400]))),
+        // Pairs of tiles of tokens: whole ones, a second one of some tokens, and none at all behind many tiles. A third unit of
+        // each block, of one stage; more stages than there are places.
+        exact(fp32(hopper([256, 512, 272]))),
+        any(in_layout(mn, hopper([193, 1288, 128]))),
+        f32s(hopper([129, 264, 1168])),
+        any(hopper([1921, 16, 144])),
         any(hopper([4, 20, 192])),
         before(Before::Apart, f32s(hopper([2, 8, 1168]))),
         one_large(fp8([1, 2, 2048])),

@@ -206,6 +206,7 @@ impl Declared for Moe {
             "linear_hopper<16>",
             "linear_hopper<64>",
             "linear_hopper_large",
+            "linear_hopper_large_pairs",
             "moe_reduce_forward_vector",
         ],
         modules: Vec::new,

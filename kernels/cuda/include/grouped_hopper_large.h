@@ -11,6 +11,7 @@ struct GroupedShared {
 static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 
 struct UnitsOfExperts {
+    static constexpr uint32_t CLUSTER = 1;
     ExpertTiles<UnitShape> tiles;
 
     int64_t count() const { return tiles.count(); }

@@ -13,6 +13,9 @@
 //   and its accumulators hold nothing that can be used.
 // - A thread waits (bulk_wait_read) for its bulk additions before it returns, and somebody waits for every
 //   bulk copy before the block ends.
+// - Blocks of a cluster (KERNEL_OF_CLUSTERS) run at the same time. One may arrive at another's mbarriers and copy into its
+//   shared memory when that one has initialised its mbarriers, and as long as it has not ended: both begin and end with
+//   the cluster's barrier.
 // The emulator does all asynchronous work at a random moment that these rules allow, or as late as they do.
 // What the asynchronous proxy need not see it reads as NaN, and so do accumulators before their wait; a wgmma
 // without a wgmma_fence since its warp's last wait, unless it goes on with accumulators under way, is a fault.
@@ -93,6 +96,20 @@ DEVICE void mbarrier_arrive_expect(SharedAddress barrier, uint32_t bytes) {
 #endif
 }
 
+// Arrives at the mbarrier in the same place of block `rank` of the cluster, which learns that this thread's reads and waits before
+// are over, and sees none of its ordinary writes: an arrival that passes these on waits until the whole GPU could see them.
+DEVICE void mbarrier_arrive_at(SharedAddress barrier, uint32_t rank) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->mbarrier_arrive_at(emulator::context, barrier, rank);
+#else
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+#endif
+}
+
 // Waits until the phase with this parity is complete. The first phase has parity 0; waiting for parity 1 on
 // a fresh barrier returns at once.
 DEVICE void mbarrier_wait(SharedAddress barrier, uint32_t parity) {
@@ -120,6 +137,35 @@ DEVICE void copy_arrive(SharedAddress barrier) {
     emulator::host->copy_arrive(emulator::context, barrier);
 #else
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// ---------------------------------------------------------------- clusters
+
+// Number of the block within its cluster.
+DEVICE uint32_t cluster_rank() {
+#if defined(PARITY_EMULATOR)
+    return emulator::context->cluster_rank;
+#else
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+#endif
+}
+
+// The barrier of all threads of a cluster that have not returned. A thread waits once for every time that it has arrived.
+DEVICE void cluster_arrive() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->cluster_barrier(emulator::context, 0);
+#else
+    asm volatile("barrier.cluster.arrive;" ::: "memory");
+#endif
+}
+DEVICE void cluster_wait() {
+#if defined(PARITY_EMULATOR)
+    emulator::host->cluster_barrier(emulator::context, 1);
+#else
+    asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
 
@@ -182,12 +228,28 @@ DEVICE void bulk_copy_in(SharedAddress target, const void* source, uint32_t byte
 DEVICE void tensor_copy_in(SharedAddress target, const TensorMap& map, int32_t column, int32_t row, int32_t matrix,
                            SharedAddress barrier) {
 #if defined(PARITY_EMULATOR)
-    emulator::host->tensor_copy_in(emulator::context, target, map.words, column, row, matrix, barrier);
+    const uint32_t own = 1u << emulator::context->cluster_rank;
+    emulator::host->tensor_copy_in(emulator::context, target, map.words, column, row, matrix, barrier, own);
 #else
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
             target),
         "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
+        : "memory");
+#endif
+}
+
+// The same to every block of the cluster whose bit is set in `blocks`: the box arrives in the same place of each, and its bytes
+// count at the mbarrier that each has in the place of `barrier`. They may arrive there before it expects them.
+DEVICE void tensor_copy_in_all(SharedAddress target, const TensorMap& map, int32_t column, int32_t row, int32_t matrix,
+                               SharedAddress barrier, uint32_t blocks) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->tensor_copy_in(emulator::context, target, map.words, column, row, matrix, barrier, blocks);
+#else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+        "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
         : "memory");
 #endif
 }

@@ -36,6 +36,9 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 //
 // KERNEL_OF(name, Params, max_threads, min_blocks) { ... } besides takes no more registers than let a multiprocessor
 // have so many blocks at once, and exports their number for a launcher whose blocks take several turns.
+//
+// KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks) { ... } is launched in clusters of so many blocks, neighbours in x,
+// which reach each other's shared memory (hopper.h). Such a module has no static shared variables.
 #if defined(PARITY_EMULATOR)
 #define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     static void name##_body(const Params& params);                                               \
@@ -58,6 +61,19 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 #endif
 
 #define KERNEL(name, Params, max_threads) KERNEL_OF(name, Params, max_threads, 1)
+
+#if defined(PARITY_EMULATOR)
+#define KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks)                                    \
+    extern "C" {                                                                                 \
+    __attribute__((visibility("default"))) uint64_t name##_cluster[1] = {(blocks)};              \
+    }                                                                                            \
+    KERNEL(name, Params, max_threads)
+#else
+#define KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks)                                    \
+    extern "C" __device__ uint64_t name##_cluster[1] = {(blocks)};                               \
+    extern "C" __global__ void __cluster_dims__(blocks, 1, 1) name(const __grid_constant__ Params params); \
+    KERNEL(name, Params, max_threads)
+#endif
 
 // SHARED_MEMORY(name, bytes)
 //

@@ -48,6 +48,11 @@ struct UnitShape {
     static constexpr int ROWS = TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
 };
 
+// Two units of the same features, tokens behind tokens.
+struct PairShape {
+    static constexpr int ROWS = 2 * TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
+};
+
 // The scales of a stage.
 struct alignas(16) StageScales {
     float factors[BLOCKS][TOKENS];  // x times w
@@ -102,9 +107,10 @@ DEVICE UnitResult& unit_result(uint32_t unit) {
     return reinterpret_cast<UnitResult*>(dynamic_shared() + Shared::RESULTS)[unit % UNITS];
 }
 
-// Of a product.
+// Of a product, in units of a shape.
+template <typename S>
 DEVICE int64_t units_of(const Result& result) {
-    return ceil_div<int64_t>(result.rows, TOKENS) * ceil_div<int64_t>(result.columns, FEATURES) * result.splits;
+    return ceil_div<int64_t>(result.rows, S::ROWS) * ceil_div<int64_t>(result.columns, S::COLUMNS) * result.splits;
 }
 
 // What a block computes next: a part of a product, and where its rows begin in the maps of x and w, where each of its blocks
@@ -121,15 +127,18 @@ DEVICE bool is_rounded(const Result& result, const Part& part) {
     return plain && result.factor == 1.0f && part.column + FEATURES <= result.columns;
 }
 
-// Units in the order in which blocks take them, as the functions below are given them:
+// Units in the order in which blocks take them, as the functions below are given them, or of clusters what their blocks take
+// together:
+//   static constexpr uint32_t CLUSTER   blocks of a cluster
 //   int64_t count() const
-//   Unit at(int64_t number) const
+//   Unit at(int64_t number) const       the block's own
 //
 // Those of one product.
 struct UnitsOfProduct {
+    static constexpr uint32_t CLUSTER = 1;
     const QuantisedProduct& product;
 
-    int64_t count() const { return units_of(product.result); }
+    int64_t count() const { return units_of<UnitShape>(product.result); }
     Unit at(int64_t number) const {
         const Part part = part_of<UnitShape>(product.result, number);
         const auto column = static_cast<int32_t>(part.column);
@@ -137,33 +146,84 @@ struct UnitsOfProduct {
     }
 };
 
+// The same in pairs. The second unit of one may have no token: its block takes part with zeros, which nobody stores.
+struct PairsOfProduct {
+    static constexpr uint32_t CLUSTER = 2;
+    const QuantisedProduct& product;
+
+    int64_t count() const { return units_of<PairShape>(product.result); }
+    Unit at(int64_t number) const {
+        Part part = part_of<PairShape>(product.result, number);
+        part.row += cluster_rank() * TOKENS;
+        const auto column = static_cast<int32_t>(part.column);
+        return Unit{product, part, static_cast<int32_t>(part.row), 0, {column, column + GROUP}, 0};
+    }
+};
+
+// All blocks of the cluster have come here: before, nobody may reach into another one's shared memory, and nobody has left.
+template <uint32_t CLUSTER>
+DEVICE void meet_blocks() {
+    if constexpr (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
+template <uint32_t CLUSTER = 1>
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
             // One lane's expected bytes, and all lanes of the warp that brings the scales.
             mbarrier_init(shared + Shared::full(stage), 1 + WARP_SIZE);
-            mbarrier_init(shared + Shared::empty(stage), CONSUMER_THREADS / WARP_SIZE);
+            // Weights arrive in all blocks of a cluster at a time, so that all of them must have given the stage back.
+            mbarrier_init(shared + Shared::empty(stage), CLUSTER * CONSUMER_THREADS / WARP_SIZE);
         }
         fence_mbarrier_init();
     }
-    __syncthreads();
+    meet_blocks<CLUSTER>();
 }
 
 // ---------------------------------------------------------------- producer
 
+// The weights of a stage: both blocks or, in a cluster, one of them for both of its blocks.
+template <uint32_t CLUSTER>
+DEVICE void copy_weights(const TensorMap& w_map, const Unit& unit, int32_t group, SharedAddress shared, uint32_t stage) {
+    const SharedAddress full = shared + Shared::full(stage);
+    if constexpr (CLUSTER == 1) {
+        UNROLL
+        for (int block = 0; block < BLOCKS; ++block)
+            tensor_copy_in(shared + Shared::w(stage, block), w_map, group * GROUP, unit.w_rows[block], unit.w_matrix, full);
+    } else {
+        static_assert(CLUSTER == BLOCKS, "each block of a cluster brings a block of weights");
+        const auto block = static_cast<int>(cluster_rank());
+        // An index that is not known to the compiler would put the unit into memory.
+        const int32_t row = block == 0 ? unit.w_rows[0] : unit.w_rows[1];
+        tensor_copy_in_all(shared + Shared::w(stage, block), w_map, group * GROUP, row, unit.w_matrix, full,
+                           (1u << CLUSTER) - 1);
+    }
+}
+
+// Of the units of all clusters the first one of this block's, and how far it is to the next.
+template <uint32_t CLUSTER>
+DEVICE int64_t first_unit() { return blockIdx.x / CLUSTER; }
+template <uint32_t CLUSTER>
+DEVICE int64_t unit_step() { return gridDim.x / CLUSTER; }
+
 // The operands of all stages of all units, by one lane.
 template <typename Units>
 DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared) {
-    const int64_t count = units.count();
+    const int64_t count = units.count(), step = unit_step<Units::CLUSTER>();
     uint32_t stage = 0, taken = 0;
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x, ++taken) {
+    for (int64_t number = first_unit<Units::CLUSTER>(); number < count; number += step, ++taken) {
         const Unit unit = units.at(number);
         const auto first = static_cast<int32_t>(unit.part.begin);
         for (int32_t group = first; group < unit.part.end; ++group, ++stage) {
             const SharedAddress full = shared + Shared::full(stage);
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
             if (group == first) {
-                const bool is_last = number + gridDim.x >= count;
+                const bool is_last = number + step >= count;
                 const bool is_half = unit.product.result.rows - unit.part.row <= CONSUMER_TOKENS;
                 const int32_t stages = static_cast<int32_t>(unit.part.end) - first;
                 const bool rounded = is_rounded(unit.product.result, unit.part);
@@ -173,10 +233,7 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
             // What lies outside of a tensor counts as arrived.
             mbarrier_arrive_expect(full, Shared::STAGE_BYTES);
             tensor_copy_in(shared + Shared::x(stage), x_map, group * GROUP, unit.x_row, unit.x_matrix, full);
-            UNROLL
-            for (int block = 0; block < BLOCKS; ++block)
-                tensor_copy_in(shared + Shared::w(stage, block), w_map, group * GROUP, unit.w_rows[block], unit.w_matrix,
-                               full);
+            copy_weights<Units::CLUSTER>(w_map, unit, group, shared, stage);
         }
     }
 }
@@ -234,9 +291,9 @@ struct LoadedScales {
 // Warp `warp` of those that bring scales.
 template <typename Units>
 DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t warp) {
-    const int64_t count = units.count();
+    const int64_t count = units.count(), step = unit_step<Units::CLUSTER>();
     uint32_t stage = 0;
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
+    for (int64_t number = first_unit<Units::CLUSTER>(); number < count; number += step) {
         const Unit unit = units.at(number);
         LoadedScales scales;
         scales.begin(unit);
@@ -313,12 +370,12 @@ DEVICE void stage_rounded(uint8_t* place, const BlockSums& total, int n8) {
     const int lane = lane_id();
     UNROLL
     for (int n = 0; n < Shared::OUT_COLUMNS / CHUNK; ++n) {
+        // Of the row eight further on the chunks lie alike.
+        uint8_t* const to = place + panel_offset(lane / 4, n) + lane % 4 * 4;
         UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const int own = lane / 4 + 8 * half;
-            *reinterpret_cast<uint32_t*>(place + panel_offset(own, n) + lane % 4 * 4) =
+        for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<uint32_t*>(to + panel_offset(8 * half, 0)) =
                 pack_bf16(total[n8 + n][2 * half], total[n8 + n][2 * half + 1]);
-        }
     }
     __syncwarp();
 }
@@ -453,11 +510,22 @@ DEVICE void clear(BlockSums (&total)[BLOCKS]) {
     }
 }
 
+// A warp no longer needs a stage's operands: who brings the next ones learns it, in every block of a cluster.
+template <uint32_t CLUSTER>
+DEVICE void give_back(SharedAddress shared, uint32_t stage) {
+    const SharedAddress empty = shared + Shared::empty(stage);
+    if constexpr (CLUSTER == 1) {
+        if (lane_id() == 0) mbarrier_arrive(empty);
+    } else {
+        if (lane_id() < CLUSTER) mbarrier_arrive_at(empty, lane_id());
+    }
+}
+
 // The units of a block that has any. The first product of a stage is started when the last one of the stage before is
 // promoted, be it of another unit, whose sums are then stored while it runs. Behind the last stage of all its own first
 // product is started again, for nobody: accumulators that only some paths leave under way the compiler would wait for where
 // these meet.
-template <typename Output>
+template <uint32_t CLUSTER, typename Output>
 DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& output) {
     const Operands operands = operands_of(shared);
     uint32_t stage = 0, taken = 0;
@@ -483,7 +551,7 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
         if (is_end && !is_last) share.is_half = uniform(unit_result(taken + 1).is_half);
         first = product_of_stage(operands, next, share.first_block(), share);
         end(d);
-        if (lane_id() == 0 && !is_last) mbarrier_arrive(shared + Shared::empty(stage));
+        if (!is_last) give_back<CLUSTER>(shared, stage);
         if (done_share.is_half) promote(total[0], d, last, stage_scales(stage), consumer, done_share.row());
         else promote(total[1], d, last, stage_scales(stage), 1, done_share.row());
         begin(d, first);
@@ -497,15 +565,21 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
     end(d);
 }
 
+// Registers of a thread. 168 are there at the launch, so that what the consumers take the producer must have left. One of a
+// cluster has more to find its units with.
+template <uint32_t CLUSTER>
+constexpr int PRODUCER_REGISTERS = CLUSTER == 1 ? 56 : 72;
+template <uint32_t CLUSTER>
+constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS<CLUSTER>) / CONSUMERS;
+
 // What a block does, once its barriers are there: `before` is what its consumers do first, `output` what they do with a unit's
-// sums. 168 registers a thread are there
-// at the launch, so that what the consumers take the producer must have left: 2 x 224 + 56 are 3 x 168.
+// sums.
 template <typename Units, typename Before, typename Output = StoredSums>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
                            const Before& before, const Output& output = {}) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
-        registers_decrease<56>();
+        registers_decrease<PRODUCER_REGISTERS<Units::CLUSTER>>();
         const int32_t warp = uniform(warp_id() % 4);
         if (warp > 0) {
             produce_scales(units, shared, warp - 1);
@@ -513,8 +587,10 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
             produce_operands(units, x_map, w_map, shared);
         }
     } else {
-        registers_increase<224>();
+        registers_increase<CONSUMER_REGISTERS<Units::CLUSTER>>();
         before();
-        if (blockIdx.x < units.count()) consume(shared, warpgroup, output);
+        if (first_unit<Units::CLUSTER>() < units.count()) consume<Units::CLUSTER>(shared, warpgroup, output);
     }
+    // Its consumers still tell a block that its stages are free when that one has done all its own.
+    if constexpr (Units::CLUSTER > 1) meet_blocks<Units::CLUSTER>();
 }

@@ -115,6 +115,20 @@ pub struct KernelExports {
     pub shared_bytes: Option<u64>,
     /// Blocks that its registers let a multiprocessor have at once, at least, where it exports that.
     pub resident_blocks: Option<u64>,
+    /// Blocks of a cluster, neighbours in x; 1 where it is launched in none.
+    pub cluster: u32,
+}
+
+impl KernelExports {
+    /// Why a grid cannot be launched in this kernel's clusters, of which a device takes `most` blocks.
+    pub(super) fn cluster_misfit(&self, grid: [u32; 3], most: u32) -> Option<String> {
+        let blocks = self.cluster;
+        if blocks == 0 || blocks > most {
+            return Some(format!("clusters of {blocks} blocks; 1 to {most} are possible"));
+        }
+        let whole = grid[0].is_multiple_of(blocks);
+        (!whole).then(|| format!("a grid of {} blocks in x, which is no multiple of a cluster's {blocks}", grid[0]))
+    }
 }
 
 /// One compiled source file, loaded.

@@ -294,6 +294,17 @@ impl Kernel {
         self.launch(LaunchConfig::linear(params.operator(), argument, blocks as u64, self.max_threads())?, params)
     }
 
+    /// As [`Self::launch_blocks`], as many clusters as hold so many blocks, but no more than have room in `most` blocks, and one
+    /// at least.
+    ///
+    /// # Errors
+    /// As [`Self::launch_blocks`].
+    pub fn launch_clusters(&self, argument: &'static str, blocks: usize, most: usize, params: &Params) -> Result<()> {
+        let cluster = self.exports.cluster.max(1) as usize;
+        let clusters = blocks.div_ceil(cluster).min((most / cluster).max(1));
+        self.launch_blocks(argument, clusters.saturating_mul(cluster), params)
+    }
+
     /// Enqueues a launch on the device's stream; a grid without blocks is no launch.
     ///
     /// # Errors

@@ -9,6 +9,9 @@ use super::driver::{Code, Context, Properties, check, function_attribute, launch
 use crate::runtime::backend::{KernelExports, LoadedModule};
 use crate::runtime::error::{Result, RuntimeError};
 
+/// The most blocks of a cluster that every device with clusters runs.
+const MOST_CLUSTER_BLOCKS: u32 = 8;
+
 /// One compiled source file on the device.
 pub struct CudaModule {
     file: String,
@@ -76,6 +79,7 @@ impl CudaModule {
         let [params_size, params_hash, max_threads] = self.code.numbers(&layout)?.ok_or_else(|| missing(layout))?;
         let shared_bytes = self.optional_number(&format!("{name}_shared_bytes"))?;
         let resident_blocks = self.optional_number(&format!("{name}_resident_blocks"))?;
+        let cluster = self.optional_number(&format!("{name}_cluster"))?.unwrap_or(1);
         let own = OwnLimits {
             static_shared: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?.into(),
             max_threads: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
@@ -90,6 +94,7 @@ impl CudaModule {
                 max_threads: u32::try_from(max_threads).unwrap_or(u32::MAX),
                 shared_bytes,
                 resident_blocks,
+                cluster: u32::try_from(cluster).unwrap_or(u32::MAX),
             },
             own,
             allowed_shared: Mutex::new(without_opt_in.saturating_sub(own.static_shared)),
@@ -164,6 +169,9 @@ fn check_limits(
             }
         }
     }
+    if let Some(reason) = exports.cluster_misfit(grid, MOST_CLUSTER_BLOCKS) {
+        return Err(reason);
+    }
     let threads: u64 = block.iter().map(|&size| u64::from(size)).product();
     let most = exports.max_threads.min(own.max_threads).min(device.max_threads);
     if threads > most.into() {
@@ -200,12 +208,17 @@ mod tests {
     }
 
     fn refusal(grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Option<String> {
+        refusal_in_clusters(1, grid, block, shared_bytes)
+    }
+
+    fn refusal_in_clusters(cluster: u32, grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Option<String> {
         let exports = KernelExports {
             params_size: 8,
             params_hash: 0,
             max_threads: 256,
             shared_bytes: None,
             resident_blocks: None,
+            cluster,
         };
         check_limits(&device(), &exports, OWN, grid, block, shared_bytes).err()
     }
@@ -229,6 +242,14 @@ mod tests {
             let reason = refusal(grid, block, shared).expect("refused");
             assert!(words.iter().all(|word| reason.contains(word)), "{reason}");
         }
+    }
+
+    #[test]
+    fn grids_of_clusters_are_whole_clusters() {
+        let refusal = |cluster, blocks| refusal_in_clusters(cluster, [blocks, 1, 1], [256, 1, 1], 0);
+        assert_eq!((refusal(2, 132), refusal(8, 8)), (None, None));
+        assert!(refusal(2, 131).is_some_and(|reason| reason.contains("131 blocks") && reason.contains("cluster's 2")));
+        assert!([0, 9].into_iter().all(|cluster| refusal(cluster, 144).is_some()));
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! The state of one block, and what every piece of the emulator does with it: threads become ready, give the processor
 //! away, fail.
 
+use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
+use std::rc::Rc;
 use std::sync::Arc;
 
 use corosensei::Yielder;
@@ -10,6 +12,7 @@ use rand::Rng;
 use super::accesses::{AccessKind, Accesses, Conflict};
 use super::async_proxy::AsyncProxy;
 use super::bulk::BulkWork;
+use super::cluster::ClusterBarrier;
 use super::copies::AsyncCopies;
 use super::fault::BadAccess;
 use super::host_api::collective::Meeting;
@@ -72,6 +75,7 @@ pub struct ThreadContext {
     pub(super) dynamic_shared_bytes: u64,
     pub(super) scheduler: *mut Block,
     pub(super) watched: u32,
+    pub(super) cluster_rank: u32,
 }
 
 /// What went wrong in a block.
@@ -94,6 +98,7 @@ pub(super) enum State {
     AtCollective { mask: u32, op: usize, what: *const c_char, payload: *mut c_void },
     AtBarrier { id: u32 },
     AtMbarrier { offset: u32, parity: u32 },
+    AtClusterBarrier,
     Exited,
 }
 
@@ -113,6 +118,14 @@ pub struct Block {
     pub(super) accesses: Option<(Arc<Accesses>, u32)>,
     pub(super) contexts: Vec<ThreadContext>,
     pub(super) states: Vec<State>,
+    /// Threads that have returned.
+    pub(super) exited: usize,
+    /// Number within the cluster, and all blocks of it by their ranks.
+    pub(super) rank: u32,
+    pub(super) peers: Vec<*mut Self>,
+    pub(super) cluster: Rc<RefCell<ClusterBarrier>>,
+    /// By thread: the phase of the cluster's barrier at which it has arrived and not waited.
+    pub(super) cluster_arrivals: Vec<Option<u64>>,
     /// By warp.
     pub(super) meetings: Vec<Meeting>,
     pub(super) yielders: Vec<*const Yielder<(), ()>>,

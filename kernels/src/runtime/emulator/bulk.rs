@@ -2,6 +2,9 @@
 
 use crate::runtime::tensor_map::TensorMap;
 
+/// What a thread did whose copy has not landed when its block ends.
+pub(super) const FORGOTTEN: &str = "issued a bulk copy that the block did not wait for";
+
 /// What is copied.
 pub(super) enum BulkSource {
     /// Bytes that lie side by side.
@@ -13,6 +16,8 @@ pub(super) enum BulkSource {
 /// A copy to shared memory that has not landed.
 pub(super) struct BulkCopy {
     pub(super) source: BulkSource,
+    /// Block of the cluster whose shared memory it goes to.
+    pub(super) rank: u32,
     pub(super) target: u32,
     pub(super) bytes: u32,
     pub(super) barrier: u32,

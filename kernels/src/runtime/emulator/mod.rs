@@ -5,8 +5,8 @@
 //! - `compiler`: the host's C++ compiler builds a `.cu` file with `kernels/emulator/*.h` into a shared library.
 //! - `pads`: what lies between static shared arrays, so that who writes beyond one is seen.
 //! - `module`: loads it; a launch spreads its blocks over the cores, and `watchdog` ends it when it takes too long.
-//! - [`schedule`]: runs one block, each CUDA thread a coroutine; who runs next is `order`'s choice. `work` does what is
-//!   asynchronous at some moment that the rules allow.
+//! - [`schedule`]: runs the blocks of one cluster, as a rule one, each CUDA thread a coroutine; who runs next is `order`'s choice
+//!   and, of blocks, `cluster`'s. `work` does what is asynchronous at some moment that the rules allow.
 //! - `host_api`: what a thread calls when it has to wait for others or asks for asynchronous work.
 //! - `block`: the state of a block, of which `copies`, `mbarrier`, `async_proxy`, `bulk` and `wgmma` hold a part each:
 //!   asynchronous copies, and Hopper's machinery, that of `include/hopper.h`.
@@ -21,6 +21,7 @@ mod accesses;
 mod async_proxy;
 pub mod block;
 mod bulk;
+mod cluster;
 mod compiler;
 mod copies;
 pub mod fault;

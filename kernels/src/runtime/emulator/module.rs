@@ -9,12 +9,13 @@ use corosensei::stack::DefaultStack;
 use libloading::os::unix::Library;
 
 use super::accesses::Accesses;
-use super::block::{Block, BlockFault, Dim3, ThreadContext};
+use super::block::{BlockFault, Dim3, ThreadContext};
+use super::cluster::MOST_BLOCKS;
 use super::fault;
 use super::host_api::{HOST_API, HostApi};
 use super::pads::{Pads, PadsOfThread};
 use super::progress;
-use super::schedule::{BlockLaunch, ParamUnit, STOPPED, TIME_LIMIT};
+use super::schedule::{BlockLaunch, ParamUnit, STOPPED, TIME_LIMIT, run_cluster};
 use super::shared::{SHARED_BYTES_PER_BLOCK, Shared};
 use super::watchdog::Watchdog;
 use crate::runtime::backend::KernelExports;
@@ -90,7 +91,7 @@ impl EmulatorModule {
     }
 
     fn run_blocks(&self, launch: &BlockLaunch<'_>, shared_bytes: usize) -> std::result::Result<(), BlockFault> {
-        let total = launch.grid.count();
+        let total = launch.clusters().count();
         let next = AtomicU64::new(0);
         let first_fault: Mutex<Option<(u64, BlockFault)>> = Mutex::new(None);
         let workers = self.shared.workers.min(total as usize).max(1);
@@ -119,7 +120,7 @@ impl EmulatorModule {
         }
     }
 
-    /// One worker: takes block after block until none is left or one failed.
+    /// One worker: takes cluster after cluster until none is left or one failed.
     fn work(
         &self,
         launch: &BlockLaunch<'_>,
@@ -128,29 +129,30 @@ impl EmulatorModule {
         first_fault: &Mutex<Option<(u64, BlockFault)>>,
     ) {
         let memory = &self.shared.memory;
-        let dynamic = memory.allocate_shared(shared_bytes);
-        let Ok(dynamic) = dynamic else {
+        let allocated = (0..launch.cluster).map(|_| memory.allocate_shared(shared_bytes)).collect::<Result<Vec<_>>>();
+        let Ok(allocated) = allocated else {
             launch.cancelled.store(true, Ordering::Relaxed);
             return;
         };
+        let dynamic: Vec<_> = allocated.iter().map(|shared| (shared.address as *mut u8, shared_bytes)).collect();
         // SAFETY: the storage is this thread's own, and so is what is made of it.
         let pads = unsafe { PadsOfThread::new(&self.pads, (self.thread_storage)()) };
         let mut stacks = Vec::new();
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            if index >= launch.grid.count() || launch.cancelled.load(Ordering::Relaxed) {
+            if index >= launch.clusters().count() || launch.cancelled.load(Ordering::Relaxed) {
                 break;
             }
-            self.refill(&mut stacks, launch.block.count() as usize);
-            // SAFETY: the allocation is this worker's own; poisoning TLS touches only this thread's.
+            self.refill(&mut stacks, launch.block.count() as usize * dynamic.len());
+            // SAFETY: the allocations are this worker's own; poisoning TLS touches only this thread's.
             unsafe {
-                std::ptr::write_bytes(dynamic.address as *mut u8, SHARED_POISON, dynamic.bytes);
+                dynamic.iter().for_each(|&(shared, bytes)| std::ptr::write_bytes(shared, SHARED_POISON, bytes));
                 (self.poison_static_shared)(SHARED_POISON);
             }
             pads.fill();
-            let block = launch.grid.unflatten(index);
-            progress::enter_block(block, launch.block);
-            let ran = Block::run(launch, block, (dynamic.address as *mut u8, shared_bytes), &pads, &mut stacks);
+            let cluster = launch.clusters().unflatten(index);
+            let first = Dim3 { x: cluster.x * launch.cluster, ..cluster };
+            let ran = run_cluster(launch, first, &dynamic, &pads, &mut stacks);
             progress::leave_block();
             if let Err(mut fault) = ran {
                 launch.cancelled.store(true, Ordering::Relaxed);
@@ -167,7 +169,7 @@ impl EmulatorModule {
                 }
             }
         }
-        memory.free(&dynamic);
+        allocated.iter().for_each(|shared| memory.free(shared));
         self.shared.stacks.lock().unwrap_or_else(|e| e.into_inner()).append(&mut stacks);
     }
 
@@ -180,22 +182,31 @@ impl EmulatorModule {
         }
     }
 
-    fn check_launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Result<()> {
+    /// Refuses what a device would; gives the blocks of a cluster.
+    fn check_launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Result<u32> {
         let refuse = |reason: String| Err(RuntimeError::Launch { kernel: kernel.to_owned(), reason });
         let threads = Dim3::new(block).count();
-        let max_threads = u64::from(self.exports(kernel)?.max_threads).min(THREADS_PER_BLOCK);
+        let exports = self.exports(kernel)?;
+        let max_threads = u64::from(exports.max_threads).min(THREADS_PER_BLOCK);
         if threads == 0 || threads > max_threads {
             return refuse(format!("block {block:?} has {threads} threads; 1 to {max_threads} are allowed"));
         }
         if grid[0] == 0 || grid[0] > i32::MAX as u32 || grid[1..].iter().any(|&extent| extent == 0 || extent > 65535) {
             return refuse(format!("grid {grid:?}: x is 1 to 2147483647, y and z are 1 to 65535"));
         }
+        if let Some(reason) = exports.cluster_misfit(grid, MOST_BLOCKS) {
+            return refuse(reason);
+        }
+        // They would be one variable for all blocks of a cluster, which share the thread that runs them.
+        if let (2.., Some(name)) = (exports.cluster, self.pads.static_shared()) {
+            return refuse(format!("clusters of blocks, in a module with a static shared variable, `{name}`"));
+        }
         if u64::from(shared_bytes) > SHARED_BYTES_PER_BLOCK {
             return refuse(format!(
                 "{shared_bytes} bytes of dynamic shared memory; a block has {SHARED_BYTES_PER_BLOCK}"
             ));
         }
-        Ok(())
+        Ok(exports.cluster)
     }
 }
 
@@ -228,7 +239,7 @@ fn code_range(address: usize) -> (usize, usize) {
 impl EmulatorModule {
     /// Reads what the module exports for a kernel.
     pub fn exports(&self, kernel: &str) -> Result<KernelExports> {
-        // SAFETY (also of `number`): KERNEL_OF and SHARED_MEMORY define these symbols with these types.
+        // SAFETY (also of `number`): the macros of KERNEL and SHARED_MEMORY define these symbols with these types.
         let layout = unsafe { **symbol::<*const [u64; 3]>(&self.library, &self.file, &format!("{kernel}_layout"))? };
         let number = |what: &str| unsafe {
             symbol::<*const [u64; 1]>(&self.library, &self.file, &format!("{kernel}_{what}")).map(|s| (**s)[0]).ok()
@@ -239,6 +250,7 @@ impl EmulatorModule {
             max_threads: layout[2] as u32,
             shared_bytes: number("shared_bytes"),
             resident_blocks: number("resident_blocks"),
+            cluster: number("cluster").map_or(1, |blocks| blocks as u32),
         })
     }
 
@@ -251,7 +263,7 @@ impl EmulatorModule {
         shared_bytes: u32,
         params: &[u8],
     ) -> Result<()> {
-        self.check_launch(kernel, grid, block, shared_bytes)?;
+        let cluster = self.check_launch(kernel, grid, block, shared_bytes)?;
         // SAFETY: KERNEL defines `<kernel>_entry` with this type.
         let entry = unsafe { *symbol::<Entry>(&self.library, &self.file, &format!("{kernel}_entry"))? };
         let aligned = aligned_copy(params);
@@ -270,6 +282,7 @@ impl EmulatorModule {
             code: self.code,
             grid,
             block: Dim3::new(block),
+            cluster,
             accesses: watched.then(|| Arc::new(Accesses::new(self.shared.memory.buffers()))),
             params: &aligned,
             schedule_seed,

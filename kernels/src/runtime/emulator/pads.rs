@@ -88,6 +88,14 @@ impl Pads {
     }
 }
 
+impl Pads {
+    /// A static shared variable of the module, if it has any. Its other thread-local variable is `emulator::context`.
+    pub fn static_shared(&self) -> Option<&str> {
+        let names = self.0.iter().flat_map(|pad| [&pad.before, &pad.behind]).flatten();
+        names.map(String::as_str).find(|&name| name != "context")
+    }
+}
+
 /// The pads in one thread's storage of their module.
 pub struct PadsOfThread<'a> {
     pads: &'a [Pad],

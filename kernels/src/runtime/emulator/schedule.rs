@@ -1,16 +1,19 @@
-//! One block: its threads, what each waits for, and who runs next.
+//! The blocks of a cluster, as a rule one: their threads, what each waits for, and who runs next.
 //!
 //! A thread runs until it has to wait. Waiting is arrival at a rendezvous: a warp collective (all
-//! lanes of the mask, one operation), a barrier (a count of threads) or an mbarrier ([`mbarrier`]). The
-//! last to arrive releases the others. Asynchronous work (copies, bulk copies, matrix products) is done at
+//! lanes of the mask, one operation), a barrier (a count of threads), that of a cluster ([`cluster`]) or an mbarrier
+//! ([`mbarrier`]). The last to arrive releases the others. Asynchronous work (copies, bulk copies, matrix products) is done at
 //! a random moment under a schedule seed, and as late as possible without one. When nobody can run, nothing
 //! is on its way and somebody waits, the block has diverged, and that is an error which names who waits
 //! for what.
 //!
+//! [`cluster`]: super::cluster
 //! [`mbarrier`]: super::mbarrier
 
+use std::cell::RefCell;
 use std::ffi::c_void;
 use std::fmt::Write as _;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -20,7 +23,8 @@ use corosensei::{Coroutine, CoroutineResult, Yielder};
 use super::accesses::Accesses;
 use super::async_proxy::AsyncProxy;
 use super::block::{Block, BlockFault, Dim3, State, ThreadContext, name};
-use super::bulk::BulkWork;
+use super::bulk::{BulkWork, FORGOTTEN};
+use super::cluster::{BlockOrder, ClusterBarrier};
 use super::copies::AsyncCopies;
 use super::fault::{self, BadAccess, Ending, Running};
 use super::host_api::collective::Meeting;
@@ -56,6 +60,8 @@ pub struct BlockLaunch<'a> {
     pub grid: Dim3,
     /// Extent of a block.
     pub block: Dim3,
+    /// Blocks of a cluster, neighbours in x.
+    pub cluster: u32,
     /// What its blocks access in global memory, where that is asked for.
     pub accesses: Option<Arc<Accesses>>,
     /// Parameter struct.
@@ -66,26 +72,169 @@ pub struct BlockLaunch<'a> {
     pub cancelled: &'a AtomicBool,
 }
 
+impl BlockLaunch<'_> {
+    /// How many clusters there are along each axis.
+    pub fn clusters(&self) -> Dim3 {
+        Dim3 { x: self.grid.x / self.cluster, ..self.grid }
+    }
+}
+
+/// Runs the blocks of a cluster to their ends, of which `first` is the first and `shared` has each one's shared memory.
+///
+/// # Errors
+/// The first fault; all other threads are abandoned.
+pub fn run_cluster(
+    launch: &BlockLaunch<'_>,
+    first: Dim3,
+    shared: &[(*mut u8, usize)],
+    pads: &PadsOfThread<'_>,
+    stacks: &mut Vec<DefaultStack>,
+) -> Result<(), BlockFault> {
+    let threads = launch.block.count() as usize;
+    let barrier = Rc::new(RefCell::new(ClusterBarrier::new(threads * shared.len())));
+    let at = |rank: usize| Dim3 { x: first.x + rank as u32, ..first };
+    let indexed = shared.iter().enumerate();
+    let mut blocks: Vec<_> =
+        indexed.map(|(rank, &shared)| Block::new(launch, at(rank), rank as u32, shared, barrier.clone())).collect();
+    let schedulers: Vec<*mut Block> = blocks.iter_mut().map(|block| &raw mut **block).collect();
+    let mut coroutines = Vec::with_capacity(blocks.len());
+    for (block, &scheduler) in blocks.iter_mut().zip(&schedulers) {
+        block.peers.clone_from(&schedulers);
+        block.contexts.iter_mut().for_each(|context| context.scheduler = scheduler);
+        let spawned = (0..threads as u32).map(|thread| spawn(launch, scheduler, thread, stacks));
+        coroutines.push(spawned.collect::<Vec<_>>());
+    }
+    let result = drive(&schedulers, launch, pads, &mut coroutines);
+    for mut coroutine in coroutines.into_iter().flatten() {
+        if !coroutine.done() {
+            // SAFETY: the coroutine holds only kernel code and the shallow frames of the host
+            // API, none of which own anything.
+            unsafe { coroutine.force_reset() };
+        }
+        stacks.push(coroutine.into_stack());
+    }
+    result
+}
+
+/// Resumes ready threads until all have returned.
+fn drive(
+    schedulers: &[*mut Block],
+    launch: &BlockLaunch<'_>,
+    pads: &PadsOfThread<'_>,
+    coroutines: &mut [Vec<Thread>],
+) -> Result<(), BlockFault> {
+    // SAFETY (all dereferences of `schedulers` here): they point to the boxed blocks of `run_cluster`,
+    // which outlive this call; the host API functions dereference them too, but only while a
+    // coroutine runs, and no reference from here is alive across `resume`.
+    let seed = unsafe { (*schedulers[0]).seed(launch) };
+    let mut order = BlockOrder::new(schedulers.len(), seed);
+    let mut running = None;
+    while let Some((rank, thread)) = unsafe { next_thread(schedulers, &order) } {
+        order.step();
+        let scheduler = schedulers[rank];
+        let context = unsafe { &mut (&mut (*scheduler).contexts)[thread as usize] };
+        if running != Some(rank) {
+            progress::enter_block(context.block_idx, launch.block);
+            running = Some(rank);
+        }
+        progress::run_thread(thread);
+        unsafe { (launch.enter)(context) };
+        let coroutine = &mut coroutines[rank][thread as usize];
+        fault::set_running(Some(Running { trap: coroutine.trap_handler(), code: launch.code }));
+        let result = coroutine.resume(());
+        fault::set_running(None);
+        let block = unsafe { &mut *scheduler };
+        if let CoroutineResult::Return(ending) = result {
+            block.finish_thread(thread, ending);
+        }
+        if let Some(what) = pads.overrun(false).or_else(|| block.mbarriers.spoilt(block.proxy.pointer(0))) {
+            block.fail_at(thread, what);
+        }
+        if let Some(failure) = block.failure.take() {
+            return Err(failure);
+        }
+        if launch.cancelled.load(Ordering::Relaxed) {
+            return Err(block.fault_at(thread, STOPPED.into()));
+        }
+    }
+    for &scheduler in schedulers {
+        let block = unsafe { &mut *scheduler };
+        block.land_last_copies();
+        if let Some(what) = pads.overrun(true) {
+            block.fail_at(block.current, what);
+        }
+    }
+    let blocks = || schedulers.iter().map(|&scheduler| unsafe { &mut *scheduler });
+    if let Some(failure) = blocks().find_map(|block| block.failure.take()) {
+        return Err(failure);
+    }
+    match blocks().find(|block| !block.has_ended()) {
+        Some(block) => Err(block.divergence()),
+        None => blocks().try_for_each(|block| block.check_end()),
+    }
+}
+
+/// The block and the thread that run next; `None` where all have returned, somebody has failed, or nobody can run any more.
+///
+/// # Safety
+/// The pointers are those of [`drive`], and no thread runs.
+unsafe fn next_thread(schedulers: &[*mut Block], order: &BlockOrder) -> Option<(usize, u32)> {
+    // SAFETY: see above; no reference outlives its statement.
+    let block = |scheduler: *mut Block| unsafe { &mut *scheduler };
+    let blocks = || order.ranks().map(move |rank| (rank, block(schedulers[rank])));
+    if let Some((_, first)) = blocks().next() {
+        first.land_some_work();
+    }
+    while blocks().all(|(_, block)| block.failure.is_none()) {
+        for (rank, block) in blocks() {
+            if let Some(thread) = block.ready.pop() {
+                block.current = thread;
+                return Some((rank, thread));
+            }
+        }
+        let over = blocks().all(|(_, block)| block.has_ended());
+        if over || !blocks().any(|(_, block)| block.land_awaited_work()) {
+            break;
+        }
+    }
+    None
+}
+
 impl Block {
-    /// Runs one block to its end.
-    ///
-    /// # Errors
-    /// The first fault; the block's other threads are abandoned.
-    pub fn run(
+    /// Block `block_idx` of a launch, before any of its threads has run: its coroutines and its cluster are still to come.
+    fn new(
         launch: &BlockLaunch<'_>,
         block_idx: Dim3,
+        rank: u32,
         shared: (*mut u8, usize),
-        pads: &PadsOfThread<'_>,
-        stacks: &mut Vec<DefaultStack>,
-    ) -> Result<(), BlockFault> {
+        cluster: Rc<RefCell<ClusterBarrier>>,
+    ) -> Box<Self> {
         let threads = launch.block.count() as u32;
         let seed = launch.schedule_seed.map(|seed| block_seed(seed, block_idx));
         let accesses = launch.accesses.clone().map(|accesses| (accesses, launch.grid.flatten(block_idx) as u32));
         let watched = accesses.is_some().into();
-        let mut block = Box::new(Self {
+        let context = |thread: u32| ThreadContext {
+            thread_idx: launch.block.unflatten(u64::from(thread)),
+            block_idx,
+            block_dim: launch.block,
+            grid_dim: launch.grid,
+            lane: thread % 32,
+            warp: thread / 32,
+            dynamic_shared: shared.0,
+            dynamic_shared_bytes: shared.1 as u64,
+            scheduler: std::ptr::null_mut(),
+            watched,
+            cluster_rank: rank,
+        };
+        Box::new(Self {
             accesses,
-            contexts: Vec::with_capacity(threads as usize),
+            contexts: (0..threads).map(context).collect(),
             states: vec![State::Ready; threads as usize],
+            exited: 0,
+            rank,
+            peers: Vec::new(),
+            cluster,
+            cluster_arrivals: vec![None; threads as usize],
             meetings: vec![Meeting::default(); threads.div_ceil(32) as usize],
             yielders: vec![std::ptr::null(); threads as usize],
             copies: (0..threads).map(|_| AsyncCopies::default()).collect(),
@@ -100,83 +249,18 @@ impl Block {
             proxy: AsyncProxy::new(shared, threads),
             bulk: BulkWork::default(),
             products: Products::default(),
-        });
-        let scheduler: *mut Self = &mut *block;
-        for thread in 0..threads {
-            block.contexts.push(ThreadContext {
-                thread_idx: launch.block.unflatten(u64::from(thread)),
-                block_idx,
-                block_dim: launch.block,
-                grid_dim: launch.grid,
-                lane: thread % 32,
-                warp: thread / 32,
-                dynamic_shared: shared.0,
-                dynamic_shared_bytes: shared.1 as u64,
-                scheduler,
-                watched,
-            });
-        }
-        let mut coroutines: Vec<_> = (0..threads).map(|thread| spawn(launch, scheduler, thread, stacks)).collect();
-        let result = Self::drive(scheduler, launch, pads, &mut coroutines);
-        for mut coroutine in coroutines {
-            if !coroutine.done() {
-                // SAFETY: the coroutine holds only kernel code and the shallow frames of the host
-                // API, none of which own anything.
-                unsafe { coroutine.force_reset() };
-            }
-            stacks.push(coroutine.into_stack());
-        }
-        result
+        })
     }
 
-    /// Resumes ready threads until all have returned.
-    fn drive(
-        scheduler: *mut Self,
-        launch: &BlockLaunch<'_>,
-        pads: &PadsOfThread<'_>,
-        coroutines: &mut [Thread],
-    ) -> Result<(), BlockFault> {
-        // SAFETY (all dereferences of `scheduler` here): it points to the boxed block of `run`,
-        // which outlives this call; the host API functions dereference it too, but only while a
-        // coroutine runs, and no reference from here is alive across `resume`.
-        let mut exited = 0;
-        while let Some(thread) = unsafe { (*scheduler).next_thread() } {
-            progress::run_thread(thread);
-            unsafe { (launch.enter)(&mut (&mut (*scheduler).contexts)[thread as usize]) };
-            let coroutine = &mut coroutines[thread as usize];
-            fault::set_running(Some(Running { trap: coroutine.trap_handler(), code: launch.code }));
-            let result = coroutine.resume(());
-            fault::set_running(None);
-            let block = unsafe { &mut *scheduler };
-            if let CoroutineResult::Return(ending) = result {
-                block.finish_thread(thread, ending);
-                exited += 1;
-            }
-            if let Some(what) = pads.overrun(false).or_else(|| block.mbarriers.spoilt(block.proxy.pointer(0))) {
-                block.fail_at(thread, what);
-            }
-            if let Some(failure) = block.failure.take() {
-                return Err(failure);
-            }
-            if launch.cancelled.load(Ordering::Relaxed) {
-                return Err(block.fault_at(thread, STOPPED.into()));
-            }
-        }
-        let block = unsafe { &mut *scheduler };
-        block.land_last_copies();
-        if let Some(what) = pads.overrun(true) {
-            block.fail_at(block.current, what);
-        }
-        if let Some(failure) = block.failure.take() {
-            return Err(failure);
-        }
-        if exited < coroutines.len() { Err(block.divergence()) } else { block.check_end() }
+    /// That of its schedule.
+    fn seed(&self, launch: &BlockLaunch<'_>) -> Option<u64> {
+        launch.schedule_seed.map(|seed| block_seed(seed, self.contexts[0].block_idx))
     }
 
     /// Nothing may be left undone that uses shared memory when the block's is given to another.
     fn check_end(&self) -> Result<(), BlockFault> {
         if let Some(thread) = self.bulk.forgotten_copy() {
-            return Err(self.fault_at(thread, "issued a bulk copy that the block did not wait for".into()));
+            return Err(self.fault_at(thread, FORGOTTEN.into()));
         }
         if let Some((warp, count, most)) = self.products.unequal() {
             let what = format!("warp {warp} issued {count} wgmmas, another warp of its warpgroup {most}");
@@ -185,23 +269,10 @@ impl Block {
         Ok(())
     }
 
-    fn next_thread(&mut self) -> Option<u32> {
-        self.land_some_work();
-        while self.failure.is_none() {
-            if let Some(thread) = self.ready.pop() {
-                self.current = thread;
-                return Some(thread);
-            }
-            let over = self.states.iter().all(|&state| state == State::Exited);
-            if over || !self.land_awaited_work() {
-                break;
-            }
-        }
-        None
-    }
-
     fn finish_thread(&mut self, thread: u32, ending: Ending) {
         self.states[thread as usize] = State::Exited;
+        self.exited += 1;
+        self.leave_cluster(thread);
         self.meetings[thread as usize / 32].exited |= 1 << (thread % 32);
         let what = match ending {
             Ending::Returned if self.bulk.still_reads(thread) => {
@@ -223,8 +294,7 @@ impl Block {
         let waiting = |state: &State| !matches!(state, State::Exited | State::Ready);
         let first = self.states.iter().position(waiting).unwrap_or(0);
         let mut what = self.wait(&self.states[first]);
-        let exited = self.states.iter().filter(|&&s| s == State::Exited).count();
-        let _ = write!(what, " (divergence: {exited} of {} threads have returned", self.states.len());
+        let _ = write!(what, " (divergence: {} of {} threads have returned", self.exited, self.states.len());
         let other =
             self.states.iter().enumerate().skip(first + 1).find(|(_, s)| waiting(s) && !self.same_place(first, s));
         if let Some((thread, state)) = other {
@@ -248,6 +318,7 @@ impl Block {
                 let lacks = self.mbarriers.lacks(offset);
                 format!("waits at the mbarrier at offset {offset:#x} for parity {parity}, where {lacks}")
             }
+            State::AtClusterBarrier => format!("waits at its cluster's barrier, where {}", self.cluster.borrow().lacks()),
             State::Ready | State::Exited => "waits for nothing, and the block cannot go on".to_owned(),
         }
     }
@@ -255,6 +326,7 @@ impl Block {
     fn same_place(&self, first: usize, other: &State) -> bool {
         match (&self.states[first], other) {
             (State::AtBarrier { id: a }, State::AtBarrier { id: b }) => a == b,
+            (State::AtClusterBarrier, State::AtClusterBarrier) => true,
             (State::AtMbarrier { .. }, State::AtMbarrier { .. }) => self.states[first] == *other,
             (State::AtCollective { op: a, mask: m, .. }, State::AtCollective { op: b, mask: n, .. }) => {
                 a == b && m == n

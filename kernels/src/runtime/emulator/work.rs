@@ -7,7 +7,7 @@ use rand::Rng;
 
 use super::async_proxy::CHUNK_BYTES;
 use super::block::Block;
-use super::bulk::BulkSource;
+use super::bulk::{BulkCopy, BulkSource, FORGOTTEN};
 use super::copies::{CopyArrival, PendingCopy};
 use crate::runtime::tensor_map::{BOX_ROW_BYTES, TensorMap};
 
@@ -140,9 +140,21 @@ impl Block {
     /// Lands the copy with this index (in the order of issue).
     pub(super) fn land_bulk_copy(&mut self, index: usize) {
         let copy = self.bulk.copies.remove(index);
+        let thread = copy.thread;
+        if copy.rank == self.rank && self.has_ended() {
+            return self.fail_at(thread, FORGOTTEN.into());
+        }
+        let landed = self.peer(copy.rank).and_then(|block| block.receive_bulk_copy(copy));
+        if let Err(what) = landed {
+            self.fail_at(thread, what);
+        }
+    }
+
+    /// A copy lands in this block's shared memory.
+    fn receive_bulk_copy(&mut self, copy: BulkCopy) -> Result<(), String> {
         let target = self.proxy.pointer(copy.target);
         // SAFETY: the issuing thread read the source's ends (of a box those of each row) and checked that the target lies
-        // within the dynamic shared memory; buffers outlive the launch.
+        // within the dynamic shared memory, of which all blocks of a cluster have the same; buffers outlive the launch.
         unsafe {
             match copy.source {
                 BulkSource::Bytes(source) => std::ptr::copy_nonoverlapping(source, target, copy.bytes as usize),
@@ -150,9 +162,7 @@ impl Block {
             }
         }
         self.proxy.own_write(copy.target, copy.bytes);
-        if let Err(what) = self.mbarrier_landing(copy.barrier, copy.bytes) {
-            self.fail_at(copy.thread, what);
-        }
+        self.mbarrier_landing(copy.barrier, copy.bytes)
     }
 
     /// Performs the addition with this index (in the order of issue).

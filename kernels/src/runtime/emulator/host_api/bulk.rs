@@ -29,6 +29,19 @@ impl Block {
         let bad = addresses.into_iter().find(|address| !address.is_multiple_of(CHUNK_BYTES as usize))?;
         Some(BulkFault::Access(misaligned(bad)))
     }
+
+    /// Why a box cannot go to some of these blocks of the cluster.
+    fn unfit_for_box(&mut self, target: u32, bytes: u32, barrier: u32, blocks: u32) -> Option<String> {
+        ranks(blocks).find_map(|rank| match self.peer(rank) {
+            Ok(peer) => peer.mbarriers.at(barrier).err().or_else(|| peer.mbarriers.overlap(target, bytes)),
+            Err(what) => Some(what),
+        })
+    }
+}
+
+/// The blocks of a cluster whose bits are set.
+fn ranks(blocks: u32) -> impl Iterator<Item = u32> {
+    (0..u32::BITS).filter(move |rank| blocks & 1 << rank != 0)
 }
 
 /// What is wrong with a bulk copy or addition.
@@ -71,7 +84,8 @@ pub unsafe extern "C" fn bulk_copy_in(
         source.add(bytes as usize - 1).read_volatile();
     }
     unsafe { accessed(context, source.cast(), bytes.into(), AccessKind::Read) };
-    block.bulk.copies.push(BulkCopy { source: BulkSource::Bytes(source), target, bytes, barrier, thread });
+    let (source, rank) = (BulkSource::Bytes(source), block.rank);
+    block.bulk.copies.push(BulkCopy { source, rank, target, bytes, barrier, thread });
     unsafe { maybe_yield(context) };
 }
 
@@ -83,6 +97,7 @@ pub unsafe extern "C" fn tensor_copy_in(
     row: i32,
     matrix: i32,
     barrier: u32,
+    blocks: u32,
 ) {
     let block = unsafe { scheduler(context) };
     let thread = block.current;
@@ -99,8 +114,8 @@ pub unsafe extern "C" fn tensor_copy_in(
             "a copy of a box to shared offset {target:#x}, from byte {column} of rows: must be multiples of 1024 and 16"
         )
     });
-    let unfit = misplaced.or_else(|| block.mbarriers.at(barrier).err());
-    if let Some(what) = unfit.or_else(|| block.mbarriers.overlap(target, bytes)) {
+    let nobody = (blocks == 0).then(|| "a copy of a box to no block of the cluster".to_owned());
+    if let Some(what) = misplaced.or(nobody).or_else(|| block.unfit_for_box(target, bytes, barrier, blocks)) {
         unsafe { abandon(context, what) };
     }
     for box_row in 0..i64::from(map.box_rows) {
@@ -112,8 +127,11 @@ pub unsafe extern "C" fn tensor_copy_in(
             accessed(context, source.cast(), count as u64, AccessKind::Read);
         }
     }
-    let source = BulkSource::Box { map, column, row, matrix };
-    block.bulk.copies.push(BulkCopy { source, target, bytes, barrier, thread });
+    // Each block has its part at a moment of its own.
+    for rank in ranks(blocks) {
+        let source = BulkSource::Box { map, column, row, matrix };
+        block.bulk.copies.push(BulkCopy { source, rank, target, bytes, barrier, thread });
+    }
     unsafe { maybe_yield(context) };
 }
 

@@ -1,4 +1,4 @@
-//! Collectives of a warp, and barriers of a block.
+//! Collectives of a warp, and barriers of a block and of a cluster.
 
 use std::ffi::{c_char, c_void};
 
@@ -172,4 +172,14 @@ pub unsafe extern "C" fn barrier(context: *mut ThreadContext, id: u32, count: u3
         unsafe { suspend(context) };
     }
     unsafe { scheduler(context) }.barriers[id as usize].result
+}
+
+pub unsafe extern "C" fn cluster_barrier(context: *mut ThreadContext, wait: u32) {
+    let block = unsafe { scheduler(context) };
+    let waits = if wait == 0 { block.arrive_at_cluster().map(|()| false) } else { block.waits_at_cluster() };
+    match waits {
+        Ok(true) => unsafe { suspend(context) },
+        Ok(false) => unsafe { maybe_yield(context) },
+        Err(what) => unsafe { abandon(context, what) },
+    }
 }

@@ -20,6 +20,14 @@ pub unsafe extern "C" fn mbarrier_arrive(context: *mut ThreadContext, offset: u3
     unsafe { maybe_yield(context) };
 }
 
+pub unsafe extern "C" fn mbarrier_arrive_at(context: *mut ThreadContext, offset: u32, rank: u32) {
+    let block = unsafe { scheduler(context) };
+    if let Err(what) = block.peer(rank).and_then(|peer| peer.mbarrier_arrival(offset, 0)) {
+        unsafe { abandon(context, what) };
+    }
+    unsafe { maybe_yield(context) };
+}
+
 pub unsafe extern "C" fn mbarrier_wait(context: *mut ThreadContext, offset: u32, parity: u32) {
     if parity > 1 {
         unsafe { abandon(context, format!("mbarrier at offset {offset:#x}: waits for parity {parity}")) };

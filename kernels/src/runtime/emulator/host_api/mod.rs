@@ -11,9 +11,9 @@ use std::ffi::{c_char, c_void};
 
 use self::async_proxy::{fence_async_proxy, shared_store};
 use self::bulk::{bulk_add, bulk_commit, bulk_copy_in, bulk_wait, tensor_copy_in};
-use self::collective::{CollectiveOp, barrier, collective};
+use self::collective::{CollectiveOp, barrier, cluster_barrier, collective};
 use self::copies::{copy_arrive, copy_async, copy_commit, copy_wait};
-use self::mbarrier::{mbarrier_arrive, mbarrier_init, mbarrier_wait};
+use self::mbarrier::{mbarrier_arrive, mbarrier_arrive_at, mbarrier_init, mbarrier_wait};
 use self::wgmma::{wgmma_commit, wgmma_fence, wgmma_issue, wgmma_wait};
 use super::accesses::AccessKind;
 use super::block::{ThreadContext, abandon, abandon_access, name, scheduler};
@@ -47,7 +47,9 @@ pub struct HostApi {
     wgmma_fence: unsafe extern "C" fn(*mut ThreadContext),
     wgmma_commit: unsafe extern "C" fn(*mut ThreadContext),
     wgmma_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
-    tensor_copy_in: unsafe extern "C" fn(*mut ThreadContext, u32, *const MapWords, i32, i32, i32, u32),
+    tensor_copy_in: unsafe extern "C" fn(*mut ThreadContext, u32, *const MapWords, i32, i32, i32, u32, u32),
+    mbarrier_arrive_at: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
+    cluster_barrier: unsafe extern "C" fn(*mut ThreadContext, u32),
 }
 
 /// The table that every module is given when it is loaded.
@@ -76,6 +78,8 @@ pub static HOST_API: HostApi = HostApi {
     wgmma_commit,
     wgmma_wait,
     tensor_copy_in,
+    mbarrier_arrive_at,
+    cluster_barrier,
 };
 
 /// Where in the source a check failed. Mirror of `emulator::Place` in `emulator.h`.

@@ -1,0 +1,162 @@
+//! Clusters: blocks that run together and reach each other's shared memory.
+//!
+//! Most have one block. The threads of all are coroutines of one operating-system thread, which takes a piece of one block's and
+//! then of another's; under a schedule seed one block may run far ahead of the others.
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::block::{Block, State};
+
+/// The most blocks of a cluster that every device of sm_90a runs.
+pub(super) const MOST_BLOCKS: u32 = 8;
+
+/// Steps of threads for which one block goes before the others, on average.
+const STEPS_OF_A_BLOCK: [u32; 3] = [4, 256, 16384];
+
+/// The barrier of a cluster: each phase ends when all threads have arrived that have not returned.
+#[derive(Default)]
+pub(super) struct ClusterBarrier {
+    /// Threads of all blocks that have not returned.
+    running: usize,
+    /// How many of them have arrived in the phase under way.
+    arrived: usize,
+    phase: u64,
+    /// Rank of the block, and thread.
+    waiting: Vec<(u32, u32)>,
+}
+
+impl ClusterBarrier {
+    /// For so many threads of all blocks.
+    pub(super) fn new(running: usize) -> Self {
+        Self { running, ..Self::default() }
+    }
+
+    /// Who is released, if the phase under way is complete.
+    fn complete(&mut self) -> Vec<(u32, u32)> {
+        if self.arrived < self.running || self.arrived == 0 {
+            return Vec::new();
+        }
+        self.phase += 1;
+        self.arrived = 0;
+        std::mem::take(&mut self.waiting)
+    }
+
+    /// What the phase under way lacks.
+    pub(super) fn lacks(&self) -> String {
+        format!("{} of {} threads arrived", self.arrived, self.running)
+    }
+}
+
+impl Block {
+    /// Another block of the cluster, or this one.
+    ///
+    /// # Errors
+    /// There is none, or it has ended: its shared memory may be another cluster's by then.
+    pub(super) fn peer(&mut self, rank: u32) -> Result<&mut Self, String> {
+        let Some(&peer) = self.peers.get(rank as usize) else {
+            return Err(format!("reaches for block {rank} of its cluster, which has {}", self.peers.len()));
+        };
+        // SAFETY: the blocks of a cluster live as long as each other, one operating-system thread runs them all, and no
+        // reference to another one than that of the running thread is ever held for longer than a call.
+        let peer = if rank == self.rank { self } else { unsafe { &mut *peer } };
+        if peer.has_ended() {
+            return Err(format!("reaches for block {} of its cluster, which has ended", peer.contexts[0].block_idx));
+        }
+        Ok(peer)
+    }
+
+    /// Whether all its threads have returned.
+    pub(super) fn has_ended(&self) -> bool {
+        self.exited == self.states.len()
+    }
+
+    /// The running thread arrives at the cluster's barrier.
+    pub(super) fn arrive_at_cluster(&mut self) -> Result<(), String> {
+        let thread = self.current as usize;
+        if self.cluster_arrivals[thread].is_some() {
+            return Err("arrives at its cluster's barrier a second time without waiting there".to_owned());
+        }
+        let released = {
+            let mut barrier = self.cluster.borrow_mut();
+            self.cluster_arrivals[thread] = Some(barrier.phase);
+            barrier.arrived += 1;
+            barrier.complete()
+        };
+        self.release_cluster(released);
+        Ok(())
+    }
+
+    /// Whether the running thread has to wait at the cluster's barrier, where it is then taken down.
+    pub(super) fn waits_at_cluster(&mut self) -> Result<bool, String> {
+        let thread = self.current;
+        let Some(arrived) = self.cluster_arrivals[thread as usize].take() else {
+            return Err("waits at its cluster's barrier, where it has not arrived".to_owned());
+        };
+        let mut barrier = self.cluster.borrow_mut();
+        if barrier.phase > arrived {
+            return Ok(false);
+        }
+        barrier.waiting.push((self.rank, thread));
+        self.states[thread as usize] = State::AtClusterBarrier;
+        Ok(true)
+    }
+
+    /// A thread has returned: nobody waits for it at the cluster's barrier any more.
+    pub(super) fn leave_cluster(&mut self, thread: u32) {
+        let released = {
+            let mut barrier = self.cluster.borrow_mut();
+            barrier.running -= 1;
+            if self.cluster_arrivals[thread as usize].take() == Some(barrier.phase) {
+                barrier.arrived -= 1;
+            }
+            barrier.complete()
+        };
+        self.release_cluster(released);
+    }
+
+    fn release_cluster(&mut self, released: Vec<(u32, u32)>) {
+        for (rank, thread) in released {
+            // A block with a thread that waits has not ended.
+            if let Ok(block) = self.peer(rank) {
+                block.make_ready(thread);
+            }
+        }
+    }
+}
+
+/// Which block of a cluster runs next.
+pub(super) struct BlockOrder {
+    blocks: usize,
+    /// The one that goes before the others, which then follow by their ranks.
+    first: usize,
+    random: Option<(ChaCha8Rng, u32)>,
+}
+
+impl BlockOrder {
+    pub(super) fn new(blocks: usize, seed: Option<u64>) -> Self {
+        let random = seed.filter(|_| blocks > 1).map(|seed| {
+            let mut rng = ChaCha8Rng::seed_from_u64(!seed);
+            let steps = STEPS_OF_A_BLOCK[rng.random_range(0..STEPS_OF_A_BLOCK.len())];
+            (rng, steps)
+        });
+        Self { blocks, first: 0, random }
+    }
+
+    /// The ranks in the order in which their threads are asked for.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = usize> + use<> {
+        let (first, blocks) = (self.first, self.blocks);
+        (0..blocks).map(move |rank| (first + rank) % blocks)
+    }
+
+    /// A thread is about to run.
+    pub(super) fn step(&mut self) {
+        let Some((rng, steps)) = &mut self.random else {
+            self.first = (self.first + 1) % self.blocks;
+            return;
+        };
+        if rng.random_ratio(1, *steps) {
+            self.first = rng.random_range(0..self.blocks);
+        }
+    }
+}
