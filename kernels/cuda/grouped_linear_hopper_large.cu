@@ -8,10 +8,10 @@
 // Floors: 2 FLOP a number of w and row at twice 790 TFLOP/s, or the bytes of w of the experts that have rows at 4.24 TB/s:
 // 256 experts of [4096, 4096] 0.52 and 4.2 ms for 24576 and 196608 rows. Expected to limit: what limits
 // linear_hopper_large.cu, and experts whose last tile is nearly empty.
-// Measured on one H200, before consumers took turns: 196608 rows 8010 us (DeepGEMM 5541), of 384 experts of [6144, 7168]
-// 21360 us (14300), and 24576 rows of the former 1403 us (1358): some 1640 cycles a stage and 2960 a unit at 1.4 GHz, a tenth
-// more a stage than linear's. In turns, and with half units (the last tile of every second expert): 7725 us of 196608 rows
-// (DeepGEMM 5865 in that run), 1450 of 24576 (1458); 6.4 ms were predicted.
+// Measured on one H200: 196608 rows 8010 us (DeepGEMM 5541), of 384 experts of [6144, 7168] 21360 us (14300), and 24576 rows
+// of the former 1403 us (1358): some 1640 cycles a stage and 2960 a unit at 1.4 GHz, a tenth more a stage than linear's. With
+// half units (the last tile of every second expert), and consumers that started their products in turn, which has not helped
+// linear: 7725 us of 196608 rows (DeepGEMM 5865 in that run), 1450 of 24576 (1458); 6.4 ms were predicted.
 //
 // Launch. Any grid in x.
 #include "grouped_hopper_large.h"

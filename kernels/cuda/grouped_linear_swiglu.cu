@@ -153,7 +153,8 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
     constexpr bool OF_FP8 = FORMAT == FP8;
     const GroupedLinearParams product = product_of<GROUP, OF_FP8 ? BLOCK : 1, OF_FP8 ? BLOCK : W_GROUP>(params);
     count_tiles<S>(product, ends);
-    quantise_rows_of_nobody<S::THREADS / WARP_SIZE>(params, product);
+    const QuantisedRows target = quantised_rows_of(params);
+    quantise_rows_of_nobody<S::THREADS / WARP_SIZE>(params, target, product);
     const ExpertTiles<S> tiles{product, ends};
     const GateAndUp columns{params.interleaved ? 0 : params.columns / 2};
     const int64_t count = tiles.count();
@@ -170,7 +171,7 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
                                static_cast<int32_t>(part.column / 2)};
         store_products<S>(params, weights, tile, sums, products);
         __syncthreads();
-        quantise_tile<S>(params, quantised_rows_of(params, of_expert), tile, products);
+        quantise_tile<S>(params, part_of_rows(params, target, of_expert), tile, products);
         // The next tile's operands take the place of this one's products.
         __syncthreads();
     }

@@ -23,8 +23,17 @@
 #include "grouped_hopper_large.h"
 #include "grouped_linear_swiglu.h"
 
-SHARED_MEMORY(grouped_linear_swiglu_hopper_large, GroupedShared::BYTES)
-SHARED_MEMORY(grouped_linear_swiglu_hopper_large_interleaved, GroupedShared::BYTES)
+// Behind what units of experts have there: where codes and scales go. What is computed of parameters once would be kept in
+// registers, which are scarce.
+struct FusedShared {
+    static constexpr int TARGET = GroupedShared::BYTES;
+    static constexpr int BYTES = TARGET + static_cast<int>(sizeof(QuantisedRows));
+
+    static QuantisedRows& target() { return *reinterpret_cast<QuantisedRows*>(dynamic_shared() + TARGET); }
+};
+static_assert(FusedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
+SHARED_MEMORY(grouped_linear_swiglu_hopper_large, FusedShared::BYTES)
+SHARED_MEMORY(grouped_linear_swiglu_hopper_large_interleaved, FusedShared::BYTES)
 
 constexpr int UNIT_FEATURES = FEATURES / 2, UNIT_EIGHTS = UNIT_FEATURES / 8;  // of gate, and of up
 constexpr int HALF_FEATURES = UNIT_FEATURES / CONSUMERS, HALF_EIGHTS = HALF_FEATURES / 8;
@@ -88,11 +97,8 @@ struct WarpTokens {
     const uint8_t* other_place() const {
         return dynamic_shared() + Shared::OUT + (warp ^ WARPGROUP_SIZE / static_cast<int>(WARP_SIZE)) * Shared::WARP_BYTES;
     }
-    // Waits for that warp. Consumers' turns have the first barriers.
-    void meet_other_warp() const {
-        constexpr uint32_t FIRST = 1 + CONSUMERS;
-        named_barrier_sync(FIRST + static_cast<uint32_t>(warp % 4), 2 * WARP_SIZE);
-    }
+    // Waits for that warp.
+    void meet_other_warp() const { named_barrier_sync(1 + static_cast<uint32_t>(warp % 4), 2 * WARP_SIZE); }
 };
 
 // The weights of a thread's two tokens.
@@ -295,7 +301,7 @@ template <int EIGHTS, int GROUP_EIGHTS>
 DEVICE void quantise_groups(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature,
                             Products<EIGHTS>& o) {
     constexpr bool IS_HALF = EIGHTS == HALF_EIGHTS, IS_SHARED = IS_HALF && GROUP_EIGHTS == HALF_EIGHTS;
-    const QuantisedRows target = quantised_rows_of(params, tokens.expert);
+    const QuantisedRows target = part_of_rows(params, FusedShared::target(), tokens.expert);
     Magnitudes<EIGHTS, GROUP_EIGHTS> scales(o);
     if constexpr (IS_SHARED) join_magnitudes(tokens, scales);
     // The other consumer's warp has read what lay where codes go.
@@ -368,9 +374,10 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
     const GroupedLinearParams product = product_of<GROUP, GROUP, GROUP>(params);
+    if (threadIdx.x == 0) FusedShared::target() = quantised_rows_of(params);
     initialise_barriers(shared);
     count_tiles<UnitShape>(product, ends);
-    const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, product); };
+    const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
     multiply_units(UnitsOfGateAndUp<INTERLEAVED>{{{product, ends}}}, params.x_map, params.w_map, shared, before,
                    QuantisedProducts<INTERLEAVED>{params});
 }

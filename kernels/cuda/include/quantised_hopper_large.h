@@ -6,9 +6,8 @@
 // warpgroups:
 //   0 and 1  consumers, 64 tokens each: of each stage 64 x 128 products with the one block of weights, then with the other,
 //            each accumulated from zero, multiplied by the scales of the token and of the block, and added to sums in fp32:
-//            the tensor cores keep 13 fraction bits (hopper.h), over the 128 numbers of a group and no more. They start
-//            their products in turn: while one promotes, the other's run. Of a unit of no more than 64 tokens each takes one
-//            block of weights.
+//            the tensor cores keep 13 fraction bits (hopper.h), over the 128 numbers of a group and no more. Of a unit
+//            of no more than 64 tokens each takes one block of weights.
 //   2        producer: one warp starts the copies of boxes (tensor_copy_in), which swizzle as wgmma reads and fill with
 //            zeros what lies outside; the other three bring the scales, each those of every third stage. Both go on with
 //            the next unit's first stages while the last one's sums are stored.
@@ -26,11 +25,10 @@
 // cycles a unit. With the one below, some 300 instructions a warp, 919 and 964 in a run in which DeepGEMM took 688 and 743: at
 // 1.4 GHz some 1490 cycles a stage and 2560 a unit. That is what two consumers take that begin together: twice 512 cycles in
 // which each has half of the tensor cores, and twice some 240 in which both wait for their scales, promote and start again.
-// Of consumers in turn, which have those 240 while the other's 256 run, and of scales that are read before, some 1200 cycles
-// a stage, 770 and 740 us, were predicted, if the second-level cache gives 48 KB in as many (7.4 TB/s). Measured: 902 and 939
-// (DeepGEMM 707 and 765 in that run, at 1.41 to 1.47 GHz); 883 and 914 without turns, 958 and 970 with x brought into registers
-// by ldmatrix, which saves an eighth of shared memory's time. So what limits it is neither of the two, as it seems: the
-// second-level cache, or the clock under load, is left; not profiled. A cluster's multicast would lessen that cache's reads by a third.
+// Scales that are read before the products end, as here: 883 and 914 (DeepGEMM 707 and 765 in a run at 1.41 to 1.47 GHz).
+// What did not help: consumers that start their products in turn, each when the other's are on their way, 902 and 939; x
+// brought into registers by ldmatrix, which saves an eighth of shared memory's time, 958 and 970. The second-level cache, or the
+// clock under load, is left as what limits; not profiled. A cluster's multicast would lessen that cache's reads by a third.
 #pragma once
 
 #include "hopper.h"
@@ -388,14 +386,8 @@ struct StoredSums {
     }
 };
 
-// Consumers start their products in turn, consumer 0 first, each when all of the other's before are on their way: the tensor
-// cores then end one's before they begin the other's. Products that begin together share the cores and end together, and
-// nothing runs while both promote; nor would consumers fall out of step again that have waited for the same stage.
-DEVICE void await_turn(uint32_t consumer) { named_barrier_sync(1 + consumer, CONSUMER_THREADS); }
-DEVICE void pass_turn(uint32_t consumer) { named_barrier_arrive(2 - consumer, CONSUMER_THREADS); }
-
 // Where a stage's operands are in the first one's place: in another's they are so many bytes further on, which leaves little
-// to compute between a consumer's turn and its products.
+// to compute before a consumer's products.
 struct Operands {
     uint64_t x, w;
 };
@@ -417,11 +409,13 @@ DEVICE Product product_of_stage(const Operands& all, uint32_t stage, int block, 
                    factors_of(stage_scales(stage), block, share.row())};
 }
 
-DEVICE void begin(BlockSums& d, const Product& product, uint32_t consumer) {
-    await_turn(consumer);
-    start_product(d, product.operands.x, product.operands.w);
-    pass_turn(consumer);
+// The same stage's with the block of weights behind, which is there sooner than a product that is looked up anew.
+DEVICE Product product_of_next_block(const Product& first, uint32_t stage, const Share& share) {
+    return Product{{first.operands.x, descriptor_advance(first.operands.w, GROUP * 128)},
+                   factors_of(stage_scales(stage), 1, share.row())};
 }
+
+DEVICE void begin(BlockSums& d, const Product& product) { start_product(d, product.operands.x, product.operands.w); }
 
 DEVICE void end(BlockSums& d) {
     wgmma_wait<0>();
@@ -447,23 +441,22 @@ template <typename Output>
 DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& output) {
     const Operands operands = operands_of(shared);
     uint32_t stage = 0, taken = 0;
-    if (consumer == 1) pass_turn(consumer);
     mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
     int32_t stages = uniform(unit_result(taken).stages);
     Share share{consumer, uniform(unit_result(taken).is_half)};
     BlockSums d, total[BLOCKS] = {};
     Product first = product_of_stage(operands, stage, share.first_block(), share);
-    begin(d, first, consumer);
+    begin(d, first);
     for (;;) {
         const bool is_end = --stages == 0, is_last = is_end && uniform(unit_result(taken).is_last);
         const uint32_t next = is_last ? stage : stage + 1;
         const Share done_share = share;
         Factors last = first.factors;
         if (!share.is_half) {
-            const Product second = product_of_stage(operands, stage, 1, share);
+            const Product second = product_of_next_block(first, stage, share);
             end(d);
             promote(total[0], d, first.factors, stage_scales(stage), 0, share.row());
-            begin(d, second, consumer);
+            begin(d, second);
             last = second.factors;
         }
         mbarrier_wait(shared + Shared::full(next), stage_phase(next));
@@ -473,7 +466,7 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
         if (lane_id() == 0 && !is_last) mbarrier_arrive(shared + Shared::empty(stage));
         if (done_share.is_half) promote(total[0], d, last, stage_scales(stage), consumer, done_share.row());
         else promote(total[1], d, last, stage_scales(stage), 1, done_share.row());
-        begin(d, first, consumer);
+        begin(d, first);
         stage = next;
         if (!is_end) continue;
         output.store(unit_result(taken), total, done_share);
@@ -482,12 +475,11 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
         clear(total);
     }
     end(d);
-    if (consumer == 0) await_turn(consumer);
 }
 
 // What a block does, once its barriers are there: `before` is what its consumers do first, `output` what they do with a unit's
-// sums. 168 registers a thread are there
-// at the launch, so that what the consumers take the producer must have left: 2 x 224 + 56 are 3 x 168.
+// sums. 168 registers a thread are there at the launch, so that what the consumers take the producer must have left: 2 x 224 +
+// 56 are 3 x 168.
 template <typename Units, typename Before, typename Output = StoredSums>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
                            const Before& before, const Output& output = {}) {
