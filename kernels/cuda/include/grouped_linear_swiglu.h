@@ -119,7 +119,8 @@ DEVICE void quantise_zeros(const GroupedLinearSwigluParams& params, const Quanti
         store_scale(target, scale_place(target, row, group), scale, exists && group < target.num_groups);
 }
 
-// The same for all sorted rows that no expert has, and for rows that pad scales: by the first `BLOCK_WARPS` warps of all blocks.
+// The same for all sorted rows that no expert has, and for rows that pad scales: by the first `BLOCK_WARPS` warps of all
+// blocks.
 template <int BLOCK_WARPS>
 DEVICE void quantise_rows_of_nobody(const GroupedLinearSwigluParams& params, const QuantisedRows& target,
                                     const GroupedLinearParams& product) {

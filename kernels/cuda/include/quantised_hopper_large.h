@@ -480,9 +480,9 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
 // What a block does, once its barriers are there: `before` is what its consumers do first, `output` what they do with a unit's
 // sums. 168 registers a thread are there at the launch, so that what the consumers take the producer must have left: 2 x 224 +
 // 56 are 3 x 168.
-template <typename Units, typename Before, typename Output = StoredSums>
+template <typename Units, typename Before, typename Output>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
-                           const Before& before, const Output& output = {}) {
+                           const Before& before, const Output& output) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
         registers_decrease<56>();
