@@ -65,7 +65,8 @@ DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
     product.x_padded_groups = padded_groups_of(params.x_scale_layout, product.x_groups);
     product.x_expert_scales = params.expert_offsets ? 0 : product.x_padded_rows * product.x_padded_groups;
     product.w_scale_layout = params.w_scale_layout;
-    product.w_padded_rows = padded_rows_of(params.w_scale_layout, ceil_div<int64_t>(params.columns, W_ROWS));
+    const int64_t w_rows = ceil_div<int64_t>(params.columns, W_ROWS);
+    product.w_padded_rows = padded_rows_of(params.w_scale_layout, w_rows);
     product.w_groups = static_cast<int32_t>(ceil_div<int64_t>(params.depth, W_GROUP));
     product.w_padded_groups = padded_groups_of(params.w_scale_layout, product.w_groups);
     product.w_expert_scales = product.w_padded_rows * product.w_padded_groups;
