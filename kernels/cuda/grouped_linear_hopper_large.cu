@@ -24,5 +24,5 @@ KERNEL(grouped_linear_hopper_large, GroupedLinearParams, THREADS) {
     initialise_barriers(shared);
     count_tiles<UnitShape>(params, ends);
     const auto clear = [&params] { clear_padding<CONSUMER_THREADS / WARP_SIZE>(params); };
-    multiply_units(UnitsOfExperts{{params, ends}}, params.x_map, params.w_map, shared, clear);
+    multiply_units(UnitsOfExperts{{params, ends}}, params.x_map, params.w_map, shared, clear, StoredSums{});
 }

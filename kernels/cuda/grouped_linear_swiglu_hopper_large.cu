@@ -6,25 +6,34 @@
 // up of the same features or, where rows are interleaved, 256 rows in their order. Either way a thread has gate and up of the
 // same features of two tokens in its registers, and four lanes have a token's: what they make of them is scaled and encoded
 // there, and goes as codes through the warp's place in shared memory, so that 16 neighbours are stored at a time. Features that
-// interleaved rows do not have come as zeros, and count in no group.
+// interleaved rows do not have come as zeros: no number but a weight that spoils the group's others makes more of them.
 //
-// Half units, those of no more than 64 tokens. Each consumer has the products with one block of weights. Where that is gate's or
-// up's, warps of the same tokens exchange halves of them, in bf16, to which they are rounded anyhow; then each has 64 features,
-// half a group of 128, and the two exchange the largest magnitudes. Twice 64 threads meet, for nobody else has these tokens.
+// Half units, those of no more than 64 tokens. Each consumer has the products with one block of weights. Where that is gate's
+// or up's, warps of the same tokens exchange halves of them, in bf16, to which they are rounded anyhow; then each has 64
+// features, half a group of 128, and the two exchange the largest magnitudes. Nobody else has these tokens, and waits.
 //
 // While the producer brings the first stages, the consumers quantise the rows of nobody.
 //
-// Floors: those of grouped_linear_hopper_large.cu, with 1 byte a feature written in the place of 4: of 24576 rows the bytes of w,
-// 1.01 ms. Expected to limit: what limits that kernel. On top of it a unit costs some 20 instructions a feature and token,
-// 1,300 of each warp where another kernel would store sums with 300: 2,000 of some 48,000 cycles a unit with 4096 numbers of k.
+// Floors: those of grouped_linear_hopper_large.cu, with 1 byte a feature written in the place of 4: of 24576 rows the bytes
+// of w, 1.01 ms. Expected to limit: what limits that kernel. On top of it a unit costs some 23 instructions a feature and token,
+// 1,500 of each warp where that kernel stores sums with 300: 2,000 of some 48,000 cycles a unit with 4096 numbers of k.
 // Predicted for 256 experts of [4096, 4096]: 24576 rows 1.45 ms, 196608 rows 7.9 ms; apart 1.52 and 8.27. Not measured yet.
 //
 // Launch. Any grid in x.
 #include "grouped_hopper_large.h"
 #include "grouped_linear_swiglu.h"
 
-SHARED_MEMORY(grouped_linear_swiglu_hopper_large, GroupedShared::BYTES)
-SHARED_MEMORY(grouped_linear_swiglu_hopper_large_interleaved, GroupedShared::BYTES)
+// Behind what units of experts have there: where codes and scales go. What is computed of parameters once would be kept in
+// registers, which are scarce.
+struct FusedShared {
+    static constexpr int TARGET = GroupedShared::BYTES;
+    static constexpr int BYTES = TARGET + static_cast<int>(sizeof(QuantisedRows));
+
+    static QuantisedRows& target() { return *reinterpret_cast<QuantisedRows*>(dynamic_shared() + TARGET); }
+};
+static_assert(FusedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
+SHARED_MEMORY(grouped_linear_swiglu_hopper_large, FusedShared::BYTES)
+SHARED_MEMORY(grouped_linear_swiglu_hopper_large_interleaved, FusedShared::BYTES)
 
 constexpr int UNIT_FEATURES = FEATURES / 2, UNIT_EIGHTS = UNIT_FEATURES / 8;  // of gate, and of up
 constexpr int HALF_FEATURES = UNIT_FEATURES / CONSUMERS, HALF_EIGHTS = HALF_FEATURES / 8;
@@ -67,8 +76,8 @@ DEVICE void round_block(const BlockSums& total, Pairs<N8>& pairs) {
     hold_pairs(pairs);
 }
 
-// The tokens that a warp has of a unit: the first one, of the sorted rows or of an expert's, and how many there are. Rows have 32
-// bits in a unit's place, and registers are scarce.
+// The tokens that a warp has of a unit: the first one, of the sorted rows or of an expert's, and how many there are. Rows of
+// a unit have 32 bits, and registers are scarce.
 struct WarpTokens {
     int warp, lane;  // a lane has tokens lane / 4 and 8 further
     int32_t row, expert, count;
@@ -89,11 +98,8 @@ struct WarpTokens {
     const uint8_t* other_place() const {
         return dynamic_shared() + Shared::OUT + (warp ^ WARPGROUP_SIZE / static_cast<int>(WARP_SIZE)) * Shared::WARP_BYTES;
     }
-    // Waits for that warp. Consumers' turns have the first barriers.
-    void meet_other_warp() const {
-        constexpr uint32_t FIRST = 1 + CONSUMERS;
-        named_barrier_sync(FIRST + static_cast<uint32_t>(warp % 4), 2 * WARP_SIZE);
-    }
+    // Waits for that warp.
+    void meet_other_warp() const { named_barrier_sync(1 + static_cast<uint32_t>(warp % 4), 2 * WARP_SIZE); }
 };
 
 // The weights of a thread's two tokens.
@@ -208,7 +214,9 @@ DEVICE void join_magnitudes(const WarpTokens& tokens, Magnitudes<HALF_EIGHTS, HA
     const int lane = tokens.lane;
     auto* const own = reinterpret_cast<float*>(tokens.place() + MAGNITUDES);
     const auto* const other = reinterpret_cast<const float*>(tokens.other_place() + MAGNITUDES);
-    if (lane % 4 < 2) own[lane / 4 + 8 * (lane % 4)] = lane % 4 == 0 ? magnitudes.largest_of[0][0] : magnitudes.largest_of[1][0];
+    // All four lanes of two tokens have the same.
+    if (lane % 4 == 0) own[lane / 4] = magnitudes.largest_of[0][0];
+    if (lane % 4 == 1) own[lane / 4 + 8] = magnitudes.largest_of[1][0];
     tokens.meet_other_warp();
     UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -296,7 +304,7 @@ template <int EIGHTS, int GROUP_EIGHTS>
 DEVICE void quantise_groups(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature,
                             Products<EIGHTS>& o) {
     constexpr bool IS_HALF = EIGHTS == HALF_EIGHTS, IS_SHARED = IS_HALF && GROUP_EIGHTS == HALF_EIGHTS;
-    const QuantisedRows target = quantised_rows_of(params, tokens.expert);
+    const QuantisedRows target = part_of_rows(params, FusedShared::target(), tokens.expert);
     Magnitudes<EIGHTS, GROUP_EIGHTS> scales(o);
     if constexpr (IS_SHARED) join_magnitudes(tokens, scales);
     // The other consumer's warp has read what lay where codes go.
@@ -325,15 +333,6 @@ DEVICE void quantise(const GroupedLinearSwigluParams& params, const WarpTokens& 
     if (params.round_to_bf16) {
         UNROLL
         for (int n = 0; n < EIGHTS; ++n) round_to_bf16(o[n]);
-    }
-    // Features that no row has, behind those of interleaved rows, are no part of a group, whatever a weight makes of them.
-    const int32_t features = features_of(params);
-    if (feature + 8 * EIGHTS > features) {
-        UNROLL
-        for (int n = 0; n < EIGHTS; ++n) {
-            UNROLL
-            for (int i = 0; i < 4; ++i) o[n][i] = feature + 8 * n < features ? o[n][i] : 0.0f;
-        }
     }
     if (params.log2_group == 5) quantise_groups<EIGHTS, 4>(params, tokens, feature, o);
     else quantise_groups<EIGHTS, EIGHTS>(params, tokens, feature, o);
@@ -369,9 +368,10 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
     const GroupedLinearParams product = product_of<GROUP, GROUP, GROUP>(params);
+    if (threadIdx.x == 0) FusedShared::target() = quantised_rows_of(params);
     initialise_barriers(shared);
     count_tiles<UnitShape>(product, ends);
-    const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, product); };
+    const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
     multiply_units(UnitsOfGateAndUp<INTERLEAVED>{{{product, ends}}}, params.x_map, params.w_map, shared, before,
                    QuantisedProducts<INTERLEAVED>{params});
 }

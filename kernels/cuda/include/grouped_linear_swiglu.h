@@ -65,7 +65,8 @@ DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
     product.x_padded_groups = padded_groups_of(params.x_scale_layout, product.x_groups);
     product.x_expert_scales = params.expert_offsets ? 0 : product.x_padded_rows * product.x_padded_groups;
     product.w_scale_layout = params.w_scale_layout;
-    product.w_padded_rows = padded_rows_of(params.w_scale_layout, ceil_div<int64_t>(params.columns, W_ROWS));
+    const int64_t w_rows = ceil_div<int64_t>(params.columns, W_ROWS);
+    product.w_padded_rows = padded_rows_of(params.w_scale_layout, w_rows);
     product.w_groups = static_cast<int32_t>(ceil_div<int64_t>(params.depth, W_GROUP));
     product.w_padded_groups = padded_groups_of(params.w_scale_layout, product.w_groups);
     product.w_expert_scales = product.w_padded_rows * product.w_padded_groups;
@@ -82,15 +83,21 @@ struct QuantisedRows {
     int32_t num_groups, padded_groups, scale_layout, scale_type, log2_group;
 };
 
-DEVICE QuantisedRows quantised_rows_of(const GroupedLinearSwigluParams& params, int32_t part) {
+DEVICE QuantisedRows quantised_rows_of(const GroupedLinearSwigluParams& params) {
     const int32_t features = static_cast<int32_t>(params.columns / 2), group = 1 << params.log2_group;
     const int32_t groups = (features + group - 1) >> params.log2_group;
     const int32_t padded_groups = padded_groups_of(params.scale_layout, groups);
     const int64_t padded_rows = padded_rows_of(params.scale_layout, params.rows);
-    const int64_t part_scales = padded_rows * padded_groups * (params.scale_type == E8M0 ? 1 : 4);
-    return QuantisedRows{params.codes + part * params.codes_expert_stride, params.codes_stride,
-                         params.scales + part * part_scales, params.rows, padded_rows, groups, padded_groups,
+    return QuantisedRows{params.codes, params.codes_stride, params.scales, params.rows, padded_rows, groups, padded_groups,
                          params.scale_layout, params.scale_type, params.log2_group};
+}
+
+// Of an expert's part of them, where rows have experts.
+DEVICE QuantisedRows part_of_rows(const GroupedLinearSwigluParams& params, QuantisedRows rows, int32_t part) {
+    const int64_t part_scales = rows.padded_rows * rows.padded_groups * (params.scale_type == E8M0 ? 1 : 4);
+    rows.codes = params.codes + part * params.codes_expert_stride;
+    rows.scales = params.scales + part * part_scales;
+    return rows;
 }
 
 // 16 codes of a row, or the first `count` of them.
@@ -113,11 +120,12 @@ DEVICE void quantise_zeros(const GroupedLinearSwigluParams& params, const Quanti
         store_scale(target, scale_place(target, row, group), scale, exists && group < target.num_groups);
 }
 
-// The same for all sorted rows that no expert has, and for rows that pad scales: by the first `BLOCK_WARPS` warps of all blocks.
+// The same for all sorted rows that no expert has, and for rows that pad scales: by the first `BLOCK_WARPS` warps of all
+// blocks.
 template <int BLOCK_WARPS>
-DEVICE void quantise_rows_of_nobody(const GroupedLinearSwigluParams& params, const GroupedLinearParams& product) {
+DEVICE void quantise_rows_of_nobody(const GroupedLinearSwigluParams& params, const QuantisedRows& target,
+                                    const GroupedLinearParams& product) {
     if (params.expert_offsets == nullptr) return;
-    const QuantisedRows target = quantised_rows_of(params, 0);
     const uint32_t step = gridDim.x * BLOCK_WARPS * WARP_SIZE;
     int64_t first = (blockIdx.x * BLOCK_WARPS + static_cast<uint32_t>(warp_id())) * WARP_SIZE;
     for (; first < target.padded_rows; first += step) {
