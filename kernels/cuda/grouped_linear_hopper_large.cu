@@ -2,7 +2,8 @@
 // has the formulas, with warpgroup matrix products of e4m3.
 //
 // How the work is laid out. quantised_hopper_large.h says how a block computes its units, grouped_linear.h which there are;
-// as many blocks as there are multiprocessors take them in turn. While the producer brings the first stages, the consumers
+// as many blocks as there are multiprocessors take them in turn, alone or in pairs: of experts that have several tiles of rows
+// blocks share weights and, of a last tile without another, its rows. While the producer brings the first stages, the consumers
 // clear the rows of nobody. Rows of x behind an expert's last are another one's or nobody's: their sums go nowhere.
 //
 // Floors: 2 FLOP a number of w and row at twice 790 TFLOP/s, or the bytes of w of the experts that have rows at 4.24 TB/s:
@@ -13,16 +14,50 @@
 // half units (the last tile of every second expert), and consumers that started their products in turn, which has not helped
 // linear: 7725 us of 196608 rows (DeepGEMM 5865 in that run), 1450 of 24576 (1458); 6.4 ms were predicted.
 //
-// Launch. Any grid in x.
+// Launch. Any grid in x; of pairs of whole clusters, and no other number of features than fills an even number of tiles.
 #include "grouped_hopper_large.h"
 
 SHARED_MEMORY(grouped_linear_hopper_large, GroupedShared::BYTES)
+SHARED_MEMORY(grouped_linear_hopper_large_pairs, GroupedShared::BYTES)
 
-KERNEL(grouped_linear_hopper_large, GroupedLinearParams, THREADS) {
+// Pairs of units of an expert: two tiles of tokens with the same weights or, of a last tile that has no other beside it, twice
+// as many features. Experts have an even number of tiles of features.
+struct PairsOfExperts {
+    static constexpr uint32_t CLUSTER = 2;
+    static constexpr int PRODUCER_REGISTERS = 56;
+    // A tile of tokens counts as half a pair of tiles, for which features are taken one tile at a time.
+    struct Shape {
+        static constexpr int ROWS = TOKENS, COLUMNS = 2 * FEATURES;
+    };
+    ExpertTiles<Shape> tiles;
+
+    int64_t count() const { return tiles.count(); }
+    Unit at(int64_t number) const {
+        const ExpertTile tile = tiles[number];
+        const QuantisedProduct product = product_of_expert(tiles.params, tile.expert);
+        const auto row_pairs = static_cast<uint32_t>(product.result.rows + TOKENS - 1) / (2 * TOKENS);
+        const uint32_t whole = row_pairs * 2 * tiles.column_tiles(), within = static_cast<uint32_t>(tile.number);
+        const bool is_last = within >= whole;
+        Result paired = product.result;
+        paired.rows = is_last ? TOKENS : static_cast<int64_t>(row_pairs) * PairShape::ROWS;
+        Part part = part_of<PairShape>(paired, is_last ? 2 * (within - whole) + cluster_rank() : within);
+        part.row += is_last ? static_cast<int64_t>(row_pairs) * PairShape::ROWS : cluster_rank() * TOKENS;
+        return unit_of(tiles.params, product, part, tile.expert, is_last);
+    }
+};
+
+template <typename Units>
+DEVICE void multiply_experts(const GroupedLinearParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
-    initialise_barriers(shared);
+    initialise_barriers<Units::CLUSTER>(shared);
     count_tiles<UnitShape>(params, ends);
     const auto clear = [&params] { clear_padding<CONSUMER_THREADS / WARP_SIZE>(params); };
-    multiply_units(UnitsOfExperts{{params, ends}}, params.x_map, params.w_map, shared, clear, StoredSums{});
+    multiply_units(Units{{params, ends}}, params.x_map, params.w_map, shared, clear);
+}
+
+KERNEL(grouped_linear_hopper_large, GroupedLinearParams, THREADS) { multiply_experts<UnitsOfExperts>(params); }
+
+KERNEL_OF_CLUSTERS(grouped_linear_hopper_large_pairs, GroupedLinearParams, THREADS, PairsOfExperts::CLUSTER) {
+    multiply_experts<PairsOfExperts>(params);
 }

@@ -42,6 +42,7 @@ constexpr int HALF_FEATURES = UNIT_FEATURES / CONSUMERS, HALF_EIGHTS = HALF_FEAT
 template <bool INTERLEAVED>
 struct UnitsOfGateAndUp {
     static constexpr uint32_t CLUSTER = 1;
+    static constexpr int PRODUCER_REGISTERS = 56;
     UnitsOfExperts experts;
 
     int64_t count() const { return experts.count(); }

@@ -39,8 +39,6 @@
 // Defines: THREADS   threads of a block: a power of two, 32 at least
 //          SELECTED  1: lists of selected keys. 0: all keys up to a causal limit
 // Launch: num_tokens blocks.
-#include "arrivals.h"
-#include "async_copy.h"
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -77,9 +75,7 @@ struct IndexerLossParams {
     const float* grad_loss;                       // [1], or nullptr
     const int32_t* real_rows;                     // [1]: what a mean divides by, or nullptr where it is `divisor`
     float* kl;                                    // [num_tokens], or nullptr where no value is wanted
-    float* loss;                                  // [1], where there is `kl`
     float* dlogits; int64_t dlogits_stride;       // [num_tokens, slots], or nullptr
-    int32_t num_tokens;
     int32_t slots;
     int32_t num_keys;
     int32_t num_sequences;
@@ -91,9 +87,9 @@ struct IndexerLossParams {
     float loss_coeff;
 };
 PARAMS_LAYOUT(IndexerLossParams, logits, logits_stride, target, target_stride, l1, row_mask, indices, indices_stride,
-              topk_length, cu_q, cu_k, q_off, idx_lse, grad_loss, real_rows, kl, loss, dlogits, dlogits_stride,
-              num_tokens, slots, num_keys, num_sequences, ratio, indices_global,
-              lse_given, clipped, divisor, loss_coeff)
+              topk_length, cu_q, cu_k, q_off, idx_lse, grad_loss, real_rows, kl, dlogits, dlogits_stride, slots,
+              num_keys, num_sequences,
+              ratio, indices_global, lse_given, clipped, divisor, loss_coeff)
 
 // Shared memory of a block: what its warps hand to each other, for each reduction anew.
 struct Shared {
@@ -193,12 +189,9 @@ struct Held {
     static constexpr uint32_t ALL = (1u << COUNT) - 1;
 };
 
-// Of the threads that have a row.
-DEVICE int row_thread() { return static_cast<int>(threadIdx.x % THREADS); }
-
 template <int COUNT>
 DEVICE int first_slot(int tile, int at) {
-    return tile + at * THREADS + row_thread() * COUNT;
+    return tile + at * THREADS + static_cast<int>(threadIdx.x) * COUNT;
 }
 
 template <int COUNT>
@@ -352,19 +345,18 @@ struct Terms {
 
 // Read before the slots, so that nobody waits for it later.
 struct Scalars {
-    float grad_loss;
+    float grad_loss, lse;
     int32_t rows;  // R
 
-    float scale(const IndexerLossParams& params) const { return params.loss_coeff / static_cast<float>(rows); }  // s
-    float gradient_scale(const IndexerLossParams& params) const { return grad_loss * scale(params); }
+    // s times the upstream gradient.
+    float gradient_scale(const IndexerLossParams& params) const {
+        return grad_loss * (params.loss_coeff / static_cast<float>(rows));
+    }
 };
 
-DEVICE Scalars scalars_of(const IndexerLossParams& params) {
-    return Scalars{params.dlogits ? *params.grad_loss : 0.0f,
+DEVICE Scalars scalars_of(const IndexerLossParams& params, int32_t token) {
+    return Scalars{params.dlogits ? *params.grad_loss : 0.0f, params.lse_given ? params.idx_lse[token] : 0.0f,
                    params.real_rows ? maximum(*params.real_rows, 1) : params.divisor};
-}
-DEVICE float given_lse(const IndexerLossParams& params, int32_t token) {
-    return params.lse_given ? params.idx_lse[token] : 0.0f;
 }
 
 // Adds kl, if it is wanted, and g of one access, and leaves behind what the gradient is made of.
@@ -437,11 +429,9 @@ DEVICE void clear_rest(const Row& row, float* target) {
     }
 }
 
-// Value and gradient, of which either may be wanted alone. Returns the row's place among those that have arrived, in its first
-// thread and where it `arrives`: after its divergence, and before the gradient, whose stores nobody who adds rows waits for.
+// Value and gradient, of which either may be wanted alone.
 template <int COUNT, bool RESIDENT, typename Terms>
-DEVICE uint32_t sum_terms(const Row& row, Held& held, Shared& shared, const Terms& terms, float scale, int32_t token,
-                          bool arrives) {
+DEVICE void sum_terms(const Row& row, Held& held, Shared& shared, const Terms& terms, float scale, int32_t token) {
     const IndexerLossParams& params = row.params;
     float sums[] = {0.0f, 0.0f};  // of kl and of g
     const auto add_g = [&](int at, uint32_t valid) { add_terms<COUNT, false>(terms, held, at, valid, sums); };
@@ -449,32 +439,21 @@ DEVICE uint32_t sum_terms(const Row& row, Held& held, Shared& shared, const Term
     if (params.kl) for_each_access<COUNT, RESIDENT>(row, held, add_both);
     else for_each_access<COUNT, RESIDENT>(row, held, add_g);
     over_block(sums, shared.parts + 2);
-    uint32_t place = NOT_ARRIVED;
-    if (row_thread() == 0) {
+    if (threadIdx.x == 0) {
+        if (params.kl) params.kl[token] = sums[0];
         if (!params.lse_given) params.idx_lse[token] = terms.lse;
-        if (params.kl) store_published(params.kl + token, sums[0]);
-        if (params.kl && arrives) place = arrive();
     }
-    if (!params.dlogits) return place;
+    if (!params.dlogits) return;
     float* target = params.dlogits + token * params.dlogits_stride;
     store_gradient<COUNT, RESIDENT>(row, held, terms, scale, sums[1], target);
-    return place;
 }
 
 template <int COUNT, bool RESIDENT>
-DEVICE uint32_t sum_row(const Row& row, Held& held, Shared& shared, const Scalars& scalars, float given_lse, int32_t token,
-                        bool arrives) {
-    const float lse = row.params.lse_given ? given_lse : log_sum_exp<COUNT, RESIDENT>(row, held, shared);
-    const float scale = scalars.gradient_scale(row.params);
-    if (row.params.clipped)
-        return sum_terms<COUNT, RESIDENT>(row, held, shared, Terms<true>{lse}, scale, token, arrives);
-    return sum_terms<COUNT, RESIDENT>(row, held, shared, Terms<false>{lse}, scale, token, arrives);
-}
-
-template <int COUNT, bool RESIDENT>
-DEVICE uint32_t loss_of_row(const IndexerLossParams& params, const Scalars& scalars, int32_t token) {
+DEVICE void loss_of_row(const IndexerLossParams& params) {
     auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
-    const float lse = given_lse(params, token);
+    // Without lists later tokens see more keys: they go first.
+    const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    const Scalars scalars = scalars_of(params, token);
     const Row row = row_of(params, token);
     Held held;
     uint32_t indices[HELD];
@@ -484,177 +463,12 @@ DEVICE uint32_t loss_of_row(const IndexerLossParams& params, const Scalars& scal
         find_valid<COUNT>(row, 0, held, indices);
         find_shares<COUNT>(row, held);
     }
-    return sum_row<COUNT, RESIDENT>(row, held, shared, scalars, lse, token, true);
+    const float lse = params.lse_given ? scalars.lse : log_sum_exp<COUNT, RESIDENT>(row, held, shared);
+    const float scale = scalars.gradient_scale(params);
+    if (params.clipped) sum_terms<COUNT, RESIDENT>(row, held, shared, Terms<true>{lse}, scale, token);
+    else sum_terms<COUNT, RESIDENT>(row, held, shared, Terms<false>{lse}, scale, token);
 }
 
-// ---------------------------------------------------------------- all rows
-
-// The loss, in one order of rows and threads: by the block of the row that came last.
-template <int BLOCK_WARPS>
-DEVICE void store_loss(const IndexerLossParams& params, const Scalars& scalars) {
-    constexpr int BLOCK_THREADS = BLOCK_WARPS * WARP_SIZE, AT_ONCE = 16;
-    float sum = 0.0f;
-    for (int64_t first = threadIdx.x; first < params.num_tokens; first += BLOCK_THREADS * AT_ONCE) {
-        float kl[AT_ONCE];
-        UNROLL
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int64_t token = first + i * BLOCK_THREADS;
-            kl[i] = token < params.num_tokens ? load_published(params.kl + token) : 0.0f;
-        }
-        UNROLL
-        for (int i = 0; i < AT_ONCE; ++i) sum += kl[i];
-    }
-    sum = warp_sum(sum);
-    if constexpr (BLOCK_WARPS > 1) {
-        auto* parts = reinterpret_cast<float*>(dynamic_shared());
-        if (lane_id() == 0) parts[warp_id()] = sum;
-        __syncthreads();
-        float values[] = {parts[lane_id() % BLOCK_WARPS]};
-        over_lanes<sum_of, BLOCK_WARPS>(values);
-        sum = values[0];
-    }
-    if (threadIdx.x == 0) *params.loss = sum * scalars.scale(params);
-}
-
-// A block for each row. Without rows there is one, for the loss.
-template <int COUNT, bool RESIDENT>
-DEVICE void loss_of_rows(const IndexerLossParams& params) {
-    // Without lists later tokens see more keys: they go first.
-    const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    const Scalars scalars = scalars_of(params);
-    uint32_t place = NOT_ARRIVED;
-    if (token < params.num_tokens) place = loss_of_row<COUNT, RESIDENT>(params, scalars, token);
-    else if (threadIdx.x == 0) place = arrive();
-    if (params.kl && arrived_last(place, gridDim.x)) store_loss<WARPS>(params, scalars);
-}
-
-KERNEL_OF(indexer_loss_vector, IndexerLossParams, THREADS, RESIDENT_THREADS / THREADS) { loss_of_rows<4, true>(params); }
-KERNEL(indexer_loss_scalar, IndexerLossParams, THREADS) { loss_of_rows<1, true>(params); }
-KERNEL(indexer_loss_streamed, IndexerLossParams, THREADS) { loss_of_rows<1, false>(params); }
-
-// ---------------------------------------------------------------- lists of one warp each
-
-#if THREADS == 32 && SELECTED
-
-// Warps of a block, each with rows of its own, and how many of a warp's rows are on their way at a time.
-constexpr int LIST_WARPS = 8, STAGES = 2;
-constexpr int RESIDENT_BLOCKS = 2;  // of a multiprocessor, by shared memory
-// Of one access, of a warp's, and of a tensor's row.
-constexpr int PIECE_BYTES = 16, ACCESS_BYTES = WARP_SIZE * PIECE_BYTES, STAGED_BYTES = TILE * 4;
-SHARED_MEMORY(indexer_loss_lists, LIST_WARPS * STAGES * 3 * STAGED_BYTES)
-
-// What a warp has to know of a row before it asks for it.
-struct Facts {
-    int32_t length, num_keys, index_base;
-    float lse;
-};
-
-DEVICE Facts facts_of(const IndexerLossParams& params, int64_t token) {
-    if (token >= params.num_tokens) return Facts{};
-    const Ranking list = row_of(params, static_cast<int32_t>(token)).list;
-    return Facts{list.length, list.num_keys, list.index_base, given_lse(params, static_cast<int32_t>(token))};
-}
-
-// The rows of a warp, one a turn.
-struct Turns {
-    const IndexerLossParams& params;
-    int64_t first, step;
-    // Of the next WARP_SIZE turns, each in a lane of its own, so that a warp waits for all of them at once: turn i's in lane
-    // i % WARP_SIZE.
-    Facts facts;
-
-    explicit Turns(const IndexerLossParams& params)
-        : params(params), first(static_cast<int64_t>(warp_id()) * gridDim.x + blockIdx.x),
-          step(static_cast<int64_t>(gridDim.x) * LIST_WARPS), facts(facts_of(params, first + lane_id() * step)) {}
-
-    int64_t token(int turn) const { return first + turn * step; }
-    bool exists(int turn) const { return token(turn) < params.num_tokens; }
-    Row row(int turn) const {
-        const int lane = turn % static_cast<int>(WARP_SIZE);
-        const int32_t length = __shfl_sync(FULL_WARP, facts.length, lane);
-        const int32_t num_keys = __shfl_sync(FULL_WARP, facts.num_keys, lane);
-        const int32_t index_base = __shfl_sync(FULL_WARP, facts.index_base, lane);
-        const Ranking list{params.indices + token(turn) * params.indices_stride, length, 0, num_keys, index_base};
-        return Row{params, params.logits + token(turn) * params.logits_stride,
-                   params.target + token(turn) * params.target_stride, 1.0f, list};
-    }
-    float lse(int turn) const { return __shfl_sync(FULL_WARP, facts.lse, turn % static_cast<int>(WARP_SIZE)); }
-
-    // The turn's lane learns of the one that it has next.
-    void forget(int turn) {
-        if (lane_id() == turn % static_cast<int>(WARP_SIZE) && exists(turn + WARP_SIZE))
-            facts = facts_of(params, token(turn + WARP_SIZE));
-    }
-};
-
-// Where the lane's pieces of a turn's row lie: those of logits, and STAGED_BYTES behind each the target's and the index's.
-DEVICE SharedAddress staged(int turn) {
-    const int stage = warp_id() * STAGES + turn % STAGES;
-    return shared_address(dynamic_shared()) + stage * 3 * STAGED_BYTES + lane_id() * PIECE_BYTES;
-}
-
-// Asks for a turn's row, each lane for what it takes itself.
-DEVICE void start_turn(const Turns& turns, int turn) {
-    if (turns.exists(turn)) {
-        const Row row = turns.row(turn);
-        UNROLL
-        for (int at = 0; at < HELD; at += 4) {
-            const int first = first_slot<4>(0, at);
-            const bool wanted = first < row.list.length;
-            const SharedAddress target = staged(turn) + at / 4 * ACCESS_BYTES;
-            copy_async_16(target, row.logits + first, wanted);
-            copy_async_16(target + STAGED_BYTES, row.target + first, wanted);
-            copy_async_16(target + 2 * STAGED_BYTES, row.list.indices + first, wanted);
-        }
-    }
-    copy_commit();
-}
-
-// The same row as `load` has it, once it is there.
-DEVICE void take_turn(int turn, Held& held, uint32_t (&indices)[HELD]) {
-    copy_wait<STAGES - 1>();
-    UNROLL
-    for (int at = 0; at < HELD; at += 4) {
-        const SharedAddress source = staged(turn) + at / 4 * ACCESS_BYTES;
-        const Vec16 x = load_shared_vec16(source), target = load_shared_vec16(source + STAGED_BYTES);
-        const Vec16 words = load_shared_vec16(source + 2 * STAGED_BYTES);
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            held.x[at + i] = __uint_as_float(x.w[i]);
-            held.target[at + i] = __uint_as_float(target.w[i]);
-            indices[at + i] = words.w[i];
-        }
-    }
-}
-
-DEVICE uint32_t loss_of_turns(const IndexerLossParams& params, const Scalars& scalars) {
-    auto& unused = *reinterpret_cast<Shared*>(dynamic_shared());  // a warp has nothing to hand to others
-    Turns turns(params);
-    UNROLL
-    for (int turn = 0; turn < STAGES; ++turn) start_turn(turns, turn);
-    uint32_t place = NOT_ARRIVED;
-    if (!turns.exists(0) && lane_id() == 0 && params.kl) place = arrive();
-    UNROLL_BY(1)
-    for (int turn = 0; turns.exists(turn); ++turn) {
-        const Row row = turns.row(turn);
-        const float lse = turns.lse(turn);
-        const int32_t token = static_cast<int32_t>(turns.token(turn));
-        Held held;
-        uint32_t indices[HELD];
-        take_turn(turn, held, indices);
-        start_turn(turns, turn + STAGES);
-        turns.forget(turn);
-        if (params.dlogits) clear_rest<4, true>(row, params.dlogits + token * params.dlogits_stride);
-        find_valid<4>(row, 0, held, indices);
-        place = minimum(place, sum_row<4, true>(row, held, unused, scalars, lse, token, !turns.exists(turn + 1)));
-    }
-    return place;
-}
-
-KERNEL_OF(indexer_loss_lists, IndexerLossParams, LIST_WARPS * WARP_SIZE, RESIDENT_BLOCKS) {
-    const Scalars scalars = scalars_of(params);
-    const uint32_t place = loss_of_turns(params, scalars);
-    if (params.kl && arrived_last(place, gridDim.x * LIST_WARPS)) store_loss<LIST_WARPS>(params, scalars);
-}
-
-#endif
+KERNEL_OF(indexer_loss_vector, IndexerLossParams, THREADS, RESIDENT_THREADS / THREADS) { loss_of_row<4, true>(params); }
+KERNEL(indexer_loss_scalar, IndexerLossParams, THREADS) { loss_of_row<1, true>(params); }
+KERNEL(indexer_loss_streamed, IndexerLossParams, THREADS) { loss_of_row<1, false>(params); }

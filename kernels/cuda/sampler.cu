@@ -16,7 +16,7 @@
 // The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight.
 // v rounds to 1 at its upper end: g is infinite then, and the id loses (FM-154).
 //
-// A block takes a row, and reads it once, while the second-level cache is asked for what comes four tiles later. Without
+// A block takes a row, and reads it once, while the second-level cache is asked for what comes two tiles later. Without
 // filters each id has an upper bound of its score, logit c - log2(v) since g >= v; one bound is made for four ids at
 // once, of the largest logit and the least word. What is above the best lower bound of the block so far is bounded
 // closely, to 2^-12, and exact logarithms are taken only of ids whose bounds overlap.
@@ -71,7 +71,7 @@ static_assert(1 << DIGIT_BITS == BINS, "a digit names a bin");
 constexpr int SAMPLES = 4;          // that a thread takes; 8 threads take neighbours, an access of 32 bytes
 constexpr int SAMPLE_SPAN = 8;
 constexpr int LINE = 128 / static_cast<int>(sizeof(float));  // logits of a line of memory
-constexpr int AHEAD = 4;            // tiles of LOADS loads that the second-level cache is asked for in advance
+constexpr int AHEAD = 2;            // tiles of LOADS loads that the second-level cache is asked for in advance
 constexpr int FEW = WARP_SIZE;      // ids of a bin that are ordered by one warp
 constexpr float LARGEST = 0x1.fffffep127f;
 constexpr float LEAST_TEMPERATURE = 1e-5f, LARGEST_TEMPERATURE = LARGEST;
@@ -185,18 +185,19 @@ DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     return warp_maximum(shared.of_warps[lane_id() % WARPS]);
 }
 
-// Asks for the lines of a row of logits that lie in `tiles` tiles of visit_tiles() from `first` on.
-DEVICE void prefetch_tiles(const float* logits, int vocab_size, int first, int tiles) {
-    constexpr int LINES = LOADS * STEP / LINE;  // of a tile
-    for (int line = threadIdx.x; line < tiles * LINES; line += THREADS) {
-        const int column = first + line * LINE;
-        if (column < vocab_size) prefetch_second_level(logits + column);
-    }
+// Asks for the lines of a row that `count` threads, one a line, reach from `first` on.
+DEVICE void prefetch_lines(const Row& row, int first, int count) {
+    const int column = first + static_cast<int>(threadIdx.x) * LINE;
+    if (static_cast<int>(threadIdx.x) < count && column < row.vocab_size) prefetch_second_level(row.logits + column);
 }
 
+// The first AHEAD tiles of visit_tiles().
+DEVICE void prefetch_row(const Row& row) { prefetch_lines(row, 0, AHEAD * LOADS * STEP / LINE); }
+static_assert(AHEAD * LOADS * STEP / LINE <= THREADS, "a line a thread");
+
 // Calls visit(tile, loads of IDS logits each) for a row, of which load i begins at column_of(tile, i); behind the row
-// logits are -infinity. All threads of a warp call it together. The second-level cache is asked for what comes
-// AHEAD tiles later, so that memory is busy while logits are looked at.
+// logits are -infinity. All threads of a warp call it together. The second-level cache is asked for the tile after
+// the next one, so that memory is busy while logits are looked at.
 DEVICE int column_of(int tile, int load) { return tile + load * STEP + static_cast<int>(threadIdx.x) * IDS; }
 
 // The logits of a tile, of which `row.vocab_size` may cut off some.
@@ -221,7 +222,7 @@ template <bool WIDE, int LOADS, typename Visit>
 DEVICE void visit_tiles(const Row& row, Visit visit) {
     for (int tile = 0; tile < row.vocab_size; tile += LOADS * STEP) {
         float logits[LOADS][IDS];
-        prefetch_tiles(row.logits, row.vocab_size, tile + AHEAD * LOADS * STEP, 1);
+        prefetch_lines(row, tile + AHEAD * LOADS * STEP, LOADS * STEP / LINE);
         if (WIDE && tile + LOADS * STEP <= row.vocab_size) {
             const float* const own = row.logits + column_of(tile, 0);
             UNROLL
@@ -345,6 +346,7 @@ DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
     Contest contest;
     uint32_t least_key = key_of(-INFINITY_F32);
     if (threadIdx.x == 0) shared.least = least_key;
+    prefetch_row(row);
     __syncthreads();
     visit_tiles<WIDE, LOADS>(row, [&](int tile, const float (&logits)[LOADS][IDS]) {
         if (lane_id() == 0) least_key = maximum(least_key, atomicMax(&shared.least, least_key));
@@ -422,6 +424,7 @@ DEVICE float least_collected(const SamplerParams& params, const Row& row) {
     float sampled[SAMPLES];
     UNROLL
     for (int i = 0; i < SAMPLES; ++i) sampled[i] = row.logits[first + i * SPANS * stride];
+    prefetch_row(row);
     float most = -INFINITY_F32;
     UNROLL
     for (int i = 0; i < SAMPLES; ++i) most = maximum_f32(most, sampled[i]);
@@ -809,8 +812,6 @@ DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& 
 template <bool WIDE>
 DEVICE void sample(const SamplerParams& params) {
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
-    // Memory is busy while the row's options, and a sample of it, are on their way and looked at.
-    prefetch_tiles(params.logits + blockIdx.x * params.logits_row_stride, params.vocab_size, 0, AHEAD);
     const Row row = row_of(params);
     const uint64_t best = block_maximum(shared, best_of<WIDE>(params, shared, row));
     if (threadIdx.x == 0) params.tokens[blockIdx.x] = best ? id_of(best) : -1;

@@ -1,6 +1,7 @@
-// A pipeline between two warpgroups, as the Hopper kernels have it, and named barriers. sm_90a only.
+// A pipeline between two warpgroups, as the Hopper kernels have it, named barriers, boxes of tensors, and clusters. sm_90a
+// only.
 //
-// Both kernels are correct. The tests take single lines out of them, or change them, to see that the emulator
+// All kernels are correct. The tests take single lines out of them, or change them, to see that the emulator
 // notices.
 //
 // Defines: none.
@@ -172,6 +173,50 @@ KERNEL(selftest_box, SelftestBoxParams, PIPELINE_THREADS) {
         const int row = i / 8, chunk = i % 8;
         store_vec16(params.y + 16 * i, load_vec16(dynamic_shared() + row * 128 + 16 * (chunk ^ row % 8)));
     }
+}
+
+// ---------------------------------------------------------------- clusters
+
+struct SelftestClusterParams {
+    uint8_t* y;      // [blocks, rounds, CLUSTER * BOX_ROWS, 128]: each block of a cluster has what all of them copied
+    int32_t rounds;
+    TensorMap map;   // boxes of BOX_ROWS rows; of each cluster a matrix, of each round one for every block
+};
+PARAMS_LAYOUT(SelftestClusterParams, y, rounds, map)
+
+constexpr uint32_t CLUSTER = 2;
+constexpr int ROUND_BYTES = CLUSTER * BOX_BYTES, BOXES_LANDED = ROUND_BYTES, BOXES_TAKEN = BOXES_LANDED + 8;
+SHARED_MEMORY(selftest_cluster, BOXES_TAKEN + 8)
+
+// Each block copies one box to all blocks of the cluster, when all have taken those of the round before.
+KERNEL_OF_CLUSTERS(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS, CLUSTER) {
+    const SharedAddress shared = shared_address(dynamic_shared());
+    const SharedAddress landed = shared + BOXES_LANDED, taken = shared + BOXES_TAKEN;
+    const uint32_t rank = cluster_rank();
+    if (threadIdx.x == 0) {
+        mbarrier_init(landed, 1);
+        mbarrier_init(taken, CLUSTER);
+        fence_mbarrier_init();
+    }
+    cluster_arrive();
+    cluster_wait();
+    for (int round = 0; round < params.rounds; ++round) {
+        if (threadIdx.x == 0) {
+            mbarrier_wait(taken, round % 2 ^ 1);
+            mbarrier_arrive_expect(landed, ROUND_BYTES);
+            const int row = (round * static_cast<int>(CLUSTER) + static_cast<int>(rank)) * BOX_ROWS;
+            tensor_copy_in_all(shared + rank * BOX_BYTES, params.map, 0, row, blockIdx.x / CLUSTER, landed,
+                               (1u << CLUSTER) - 1);
+        }
+        mbarrier_wait(landed, round % 2);
+        uint8_t* const y = params.y + (static_cast<int64_t>(blockIdx.x) * params.rounds + round) * ROUND_BYTES;
+        for (int i = threadIdx.x; i < ROUND_BYTES / 16; i += PIPELINE_THREADS)
+            store_vec16(y + 16 * i, load_vec16(dynamic_shared() + i / 8 * 128 + 16 * (i % 8 ^ i / 8 % 8)));
+        __syncthreads();
+        if (threadIdx.x < CLUSTER) mbarrier_arrive_at(taken, threadIdx.x);
+    }
+    cluster_arrive();
+    cluster_wait();
 }
 
 // ---------------------------------------------------------------- four e4m3 codes at a time

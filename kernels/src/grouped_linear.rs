@@ -17,14 +17,14 @@ use crate::scale_layout::Scales;
 
 const FILE: &str = "grouped_linear.cu";
 const HOPPER_FILE: &str = "grouped_linear_hopper.cu";
-const HOPPER_LARGE: (&str, &str) = ("grouped_linear_hopper_large.cu", "grouped_linear_hopper_large");
+const HOPPER_LARGE: &str = "grouped_linear_hopper_large.cu";
 const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
-    portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain([module(HOPPER_LARGE.0, &[])]).collect()
+    portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain([module(HOPPER_LARGE, &[])]).collect()
 }
 
 /// Where the rows of experts are.
@@ -244,9 +244,13 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     let params = with_maps(params(views, &grouped, extents)?, maps);
     let processors = device.environment().processors as usize;
     if maps.is_some() {
-        let (file, name) = HOPPER_LARGE;
-        let blocks = blocks(&grouped, extents, LARGE_TILE).min(processors);
-        device.kernel(file, &[], name)?.launch_blocks("x", blocks, &params)?;
+        // Of an even number of tiles of features pairs of blocks leave none without a second; of experts that have no more
+        // than a pair of tiles of rows they would share too little.
+        let [rows, features] = LARGE_TILE;
+        let pairs = extents.out_features.div_ceil(features).is_multiple_of(2) && grouped.expected_rows > 2 * rows;
+        let name = if pairs { "grouped_linear_hopper_large_pairs" } else { "grouped_linear_hopper_large" };
+        let blocks = blocks(&grouped, extents, LARGE_TILE);
+        device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
         return Ok(name.to_owned());
     }
     if hopper {

@@ -1,4 +1,4 @@
-//! `indexer_loss`: launchers of `kernels/cuda/indexer_loss.cu` and `indexer_loss_count.cu` (training 6 and 7).
+//! `indexer_loss`: launchers of `kernels/cuda/indexer_loss.cu` and `indexer_loss_sum.cu` (training 6 and 7).
 
 use serde::{Deserialize, Serialize};
 
@@ -8,16 +8,12 @@ use crate::runtime::params::Params;
 use crate::runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "indexer_loss.cu";
-const COUNT_FILE: &str = "indexer_loss_count.cu";
+const SUM_FILE: &str = "indexer_loss_sum.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_loss" };
-/// Threads that have a row of up to [`HELD`] times so many slots, and a longer one.
+/// Threads of a block: for rows of up to [`HELD`] times so many slots, and beyond.
 const THREADS: [usize; 4] = [32, 64, 256, 512];
 /// Slots of a row that a thread holds.
 const HELD: usize = 16;
-/// The kernel whose warps have several rows each.
-const LISTS: &str = "indexer_loss_lists";
-/// Threads of a warp, which has lists of its own where they are no longer than it holds.
-const WARP_SIZE: usize = 32;
 
 /// Which definition of the divergence: for value and gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -70,17 +66,16 @@ struct Wanted {
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
     let of = |threads: usize| [true, false].map(|selected| module(FILE, &defines(threads, selected)));
-    THREADS.into_iter().flat_map(of).chain([module(COUNT_FILE, &[])]).collect()
+    THREADS.into_iter().flat_map(of).chain([module(SUM_FILE, &[])]).collect()
 }
 
 fn defines(threads: usize, selected: bool) -> Vec<(&'static str, String)> {
     vec![("THREADS", threads.to_string()), ("SELECTED", usize::from(selected).to_string())]
 }
 
-/// Kernel, and threads of a row, for rows of so many slots.
-fn kernel_of(slots: usize, vectorised: bool, selected: bool) -> (&'static str, usize) {
+/// Kernel and threads for rows of so many slots.
+fn kernel_of(slots: usize, vectorised: bool) -> (&'static str, usize) {
     match THREADS.into_iter().find(|threads| slots <= threads * HELD) {
-        Some(WARP_SIZE) if vectorised && selected => (LISTS, WARP_SIZE),
         Some(threads) if vectorised => ("indexer_loss_vector", threads),
         Some(threads) => ("indexer_loss_scalar", threads),
         None => ("indexer_loss_streamed", THREADS[THREADS.len() - 1]),
@@ -121,10 +116,15 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<Vec<&
     if let (Some(real_rows), Some(row_mask)) = (call.real_rows, views.get("row_mask")) {
         let params = CHECK.params().ptr("row_mask", row_mask).ptr("real_rows", real_rows);
         let params = params.i32("num_tokens", call.num_tokens)?;
-        device.kernel(COUNT_FILE, &[], "indexer_loss_count")?.launch_blocks("row_mask", 1, &params)?;
+        device.kernel(SUM_FILE, &[], "indexer_loss_count")?.launch_blocks("row_mask", 1, &params)?;
         ran.push("indexer_loss_count");
     }
     ran.push(call.launch(device, views, options, kl)?);
+    let params = CHECK.params().ptr("kl", kl).ptr("real_rows", call.real_rows).ptr("loss", &views["loss"]);
+    let params = params.i32("num_tokens", call.num_tokens)?.i32("divisor", call.divisor(options))?;
+    let params = params.f32("loss_coeff", options.loss_coeff);
+    device.kernel(SUM_FILE, &[], "indexer_loss_sum")?.launch_blocks("kl", 1, &params)?;
+    ran.push("indexer_loss_sum");
     Ok(ran)
 }
 
@@ -188,8 +188,8 @@ impl<'a> Call<'a> {
         let params = params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k"));
         let params = params.ptr("q_off", views.get("q_off")).ptr("idx_lse", &views["idx_lse"]);
         let params = params.ptr("grad_loss", views.get("grad_loss")).ptr("real_rows", self.real_rows);
-        let params = params.ptr("kl", kl).ptr("loss", views.get("loss")).rows("dlogits", gradient);
-        let params = params.i32("num_tokens", self.num_tokens)?.i32("slots", self.slots)?.i32("num_keys", options.num_keys)?;
+        let params = params.ptr("kl", kl).rows("dlogits", gradient);
+        let params = params.i32("slots", self.slots)?.i32("num_keys", options.num_keys)?;
         let params = params.i32("num_sequences", self.num_sequences)?.i32("ratio", options.ratio)?;
         let params = params.flag("indices_global", options.global).flag("lse_given", options.lse_given);
         let params = params.flag("clipped", options.form == Form::ClippedLog);
@@ -203,14 +203,10 @@ impl<'a> Call<'a> {
         options: Options,
         kl: Option<&TensorView>,
     ) -> Result<&'static str> {
-        let (name, threads) = kernel_of(self.slots, self.vectorised, self.selected);
+        let (name, threads) = kernel_of(self.slots, self.vectorised);
         let params = self.params(views, options, kl)?;
         let kernel = device.kernel(FILE, &defines(threads, self.selected), name)?;
-        let rows = self.num_tokens.div_ceil(kernel.max_threads() as usize / threads);
-        let blocks = if name == LISTS { rows.min(kernel.resident_blocks(device.environment())) } else { rows };
-        // The loss of no rows is stored as well.
-        let blocks = if kl.is_some() { blocks.max(1) } else { blocks };
-        kernel.launch_blocks("logits", blocks, &params)?;
+        kernel.launch_blocks("logits", self.num_tokens, &params)?;
         Ok(name)
     }
 }

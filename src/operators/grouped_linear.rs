@@ -284,6 +284,7 @@ impl Declared for GroupedLinear {
             "grouped_linear_hopper<64, mxfp4, 32>",
             "grouped_linear_hopper<128, mxfp4, 32>",
             "grouped_linear_hopper_large",
+            "grouped_linear_hopper_large_pairs",
         ],
         modules: launcher::modules,
         cases: [24, 60, 120],
@@ -325,7 +326,7 @@ impl Declared for GroupedLinear {
         let format = (select(FORMATS.to_vec()), Float::strategy(), any::<bool>(), any::<bool>());
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact]);
-        let held = (layout, codes, select(vec![1usize, 40, 200]), Data::strategy(-30..=30));
+        let held = (layout, codes, select(vec![1usize, 40, 200, 300]), Data::strategy(-30..=30));
         (rows, alignment, [features(), features()], format, held)
             .prop_map(|(rows, alignment, features, format, (layout, codes, expected_rows, data))| {
                 let (num_slots, experts, num_experts, is_masked, spare) = rows;
@@ -388,6 +389,12 @@ impl Declared for GroupedLinear {
             // Large tiles: more stages than there are places; products of two scales that are no normal numbers.
             hopper(expecting(100, with(Experts::One, sorted([131, 3], 1, [136, 1168])))),
             small_scales(hopper(expecting(100, with(Experts::One, sorted([70, 2], 1, [136, 272]))))),
+            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
+            // than there are places; several units of a block.
+            exact(hopper(expecting(300, with(Experts::Skewed, sorted([420, 3], 16, [264, 272]))))),
+            any(hopper(expecting(300, with(Experts::One, in_layout(mn, sorted([300, 2], 1, [776, 144])))))),
+            hopper(expecting(300, in_layout(tiles, masked([300, 2, 160], [264, 144])))),
+            exact(hopper(expecting(300, fp32(sorted([40, 6], 1, [264, 1168]))))),
         ];
         for group in [128, 32] {
             let of = |case| mxfp4(group, case);
@@ -635,8 +642,8 @@ impl GroupedLinearCase {
     }
 
     /// With weights for some rows of some experts, which are drawn; `whole` is the case.
-    pub(super) fn with_few_weights(&self, whole: &Self) -> Self {
-        let out_features = whole.out_features.min(128);
+    pub(super) fn with_few_weights(&self, whole: &Self, features: usize) -> Self {
+        let out_features = whole.out_features.min(features);
         let num_experts = (DRAWN / (out_features * whole.in_features)).clamp(1, whole.num_experts);
         Self { num_experts, out_features, ..self.clone() }
     }
@@ -647,7 +654,7 @@ fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
     let ([bytes, flops], name) = (case.work(2 * case.out_features), case.name());
     let axis = if case.is_masked() { "num_experts" } else { "num_rows" };
     let benchmark: Benchmark<GroupedLinear> = Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
-    let drawn = benchmark.drawn.with_few_weights(&benchmark.case);
+    let drawn = benchmark.drawn.with_few_weights(&benchmark.case, 128);
     let (chosen, rows, sampled) = match drawn.grouping {
         Grouping::Masked => (last as fn(_, _) -> _, 1, benchmark.sampled),
         Grouping::Contiguous => (benchmark.chosen, 4, of_sampled_rows as _),

@@ -1,4 +1,4 @@
-//! `indexer_loss` (training 6, stage 1 of training 7): `kernels/cuda/indexer_loss.cu` and `indexer_loss_count.cu` against
+//! `indexer_loss` (training 6, stage 1 of training 7): `kernels/cuda/indexer_loss.cu` and `indexer_loss_sum.cu` against
 //! `reference/src/indexer_loss.rs`.
 
 use dsv4_kernels::indexer_loss::{self as launcher, Form, Reduction};
@@ -173,11 +173,11 @@ impl Declared for IndexerLoss {
         summary: "the indexer's distillation loss, KL(target || prediction), sparse or dense, and its score gradient",
         specification: &["training 6", "training 7"],
         paths: &[
-            "indexer_loss_lists",
             "indexer_loss_vector",
             "indexer_loss_scalar",
             "indexer_loss_streamed",
             "indexer_loss_count",
+            "indexer_loss_sum",
         ],
         modules: launcher::modules,
         cases: [24, 60, 120],
@@ -337,15 +337,8 @@ impl Declared for IndexerLoss {
             IndexerLossCase { loss_coeff: 0.0, ..sparse(4, 30, 33) },
             IndexerLossCase { loss_coeff: 0.0, ..in_place(dense(4, 32, 1)) },
             IndexerLossCase { with_kl: false, row_mask: true, lse_given: true, ..sparse(5, 70, 96) },
-            // More rows than threads of the sum, and warps that have several lists.
-            sparse(600, 9, 5),
+            // More rows than threads of the sum.
             IndexerLossCase { row_mask: true, ..sparse(1100, 9, 4) },
-            // More lists of a warp than it learns of at once.
-            keys(IndexerLossCase { lse_given: true, ..garbage(real(in_place(sparse(2700, 60, 8)))) }, |keys| RankedKeys {
-                packed: true,
-                lengths: Lengths::Within,
-                ..keys
-            }),
             // Blocks of each size, rows that just fit, and rows that no block holds.
             sparse(3, 900, 600),
             garbage(sparse(2, 3000, 1025)),

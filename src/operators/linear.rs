@@ -775,7 +775,7 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         // Pairs of tiles of tokens: whole ones, a second one of some tokens, and none at all behind many tiles. A third unit of
         // each block, of one stage; more stages than there are places.
         exact(fp32(hopper([256, 512, 272]))),
-        any(in_layout(mn, hopper([193, 1288, 128]))),
+        any(in_layout(mn, hopper([641, 520, 128]))),
         f32s(hopper([129, 264, 1168])),
         any(hopper([1921, 16, 144])),
         any(hopper([4, 20, 192])),

@@ -199,6 +199,7 @@ impl Declared for Moe {
             "grouped_linear_hopper<16, mxfp4, 128>",
             "grouped_linear_hopper<64, mxfp4, 128>",
             "grouped_linear_hopper_large",
+            "grouped_linear_hopper_large_pairs",
             "swiglu_quantize_vector",
             "linear_quantised_small<fp8>",
             "linear_quantised_large<fp8>",

@@ -629,6 +629,118 @@ fn wrong_copies_of_boxes_show() {
     }
 }
 
+// ---------------------------------------------------------------- clusters
+
+const CLUSTER: usize = 2;
+const CLUSTERS: usize = 2;
+const ROUNDS: usize = 5;
+const ROUND_ROWS: usize = CLUSTER * BOX_ROWS as usize;
+
+/// What clusters of blocks bring each other, block by block and round by round; `blocks` is how many there are.
+fn shared_boxes(device: &Device, blocks: usize) -> Result<Vec<u8>> {
+    let mut arena = DeviceArena::new(device, Contract::NAN);
+    let shape = vec![CLUSTERS, ROUNDS * ROUND_ROWS, BOX_ROW_BYTES];
+    let x = arena.input("x", &HostTensor { dtype: DType::U8, shape, bytes: boxes() })?;
+    let y = arena.output("y", DType::U8, &[blocks, ROUNDS * ROUND_ROWS, BOX_ROW_BYTES])?;
+    let map = TensorMap::of(&x, BOX_ROWS).expect("rows at multiples of 16 bytes");
+    let params = Params::new("selftest").ptr("y", &y).i32("rounds", ROUNDS)?;
+    let params = params.tensor_map("map", Some(device.tensor_map(&map)?));
+    launch(&arena, (HOPPER, "selftest_cluster"), blocks as u32, &params)?;
+    Ok(arena.download(&y)?.bytes)
+}
+
+/// The boxes of all rounds of both clusters, in the order in which blocks have them.
+fn boxes() -> Vec<u8> {
+    let rows = ROUNDS * ROUND_ROWS;
+    let byte = |i: usize| boxed_byte(i / BOX_ROW_BYTES / rows, i / BOX_ROW_BYTES % rows, i % BOX_ROW_BYTES);
+    (0..CLUSTERS * rows * BOX_ROW_BYTES).map(byte).collect()
+}
+
+/// Each block of a cluster has all that its blocks copied.
+fn expected_boxes() -> Vec<u8> {
+    boxes().chunks(ROUNDS * ROUND_ROWS * BOX_ROW_BYTES).flat_map(|of_cluster| of_cluster.repeat(CLUSTER)).collect()
+}
+
+#[test]
+fn blocks_of_a_cluster_copy_into_each_others_shared_memory() {
+    under_every_schedule(|device| {
+        let found = shared_boxes(device, CLUSTERS * CLUSTER).expect("a launch");
+        assert!(found == expected_boxes());
+    });
+}
+
+#[test]
+fn a_grid_that_is_no_multiple_of_its_clusters_is_refused() {
+    let Some(device) = hopper_device() else { return };
+    match shared_boxes(device, CLUSTERS * CLUSTER - 1) {
+        Err(RuntimeError::Launch { reason, .. }) => {
+            assert!(reason.contains("no multiple of a cluster's 2"), "{reason}")
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn static_shared_memory_of_clusters_is_refused_by_the_emulator() {
+    let Some(emulator) = own_emulator() else { return };
+    let right = "    const uint32_t rank = cluster_rank();\n";
+    let wrong = "    __shared__ uint32_t rank;\n    rank = cluster_rank();\n";
+    match shared_boxes(&with_change(&emulator, HOPPER, right, wrong), CLUSTERS * CLUSTER) {
+        Err(RuntimeError::Launch { reason, .. }) => {
+            assert!(reason.contains("static shared variable, `rank`"), "{reason}")
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn wrong_clusters_show() {
+    let Some(emulator) = own_emulator() else { return };
+    let shows = |right: &str, wrong: &str, needle: &str| {
+        let device = with_change(&emulator, HOPPER, right, wrong);
+        let found = |seed| {
+            device.backend().set_schedule_seed(seed);
+            match shared_boxes(&device, CLUSTERS * CLUSTER) {
+                Ok(found) if found == expected_boxes() => String::new(),
+                Ok(_) => "other bytes".to_owned(),
+                Err(RuntimeError::Fault { what, .. }) => what,
+                Err(error) => panic!("`{wrong}` for `{right}`: {error}"),
+            }
+        };
+        let seeds = [None].into_iter().chain((1..=SCHEDULES_TO_SHOW).map(Some));
+        let all: Vec<String> = seeds.map(found).collect();
+        assert!(all.iter().any(|found| found.contains(needle)), "`{wrong}` for `{right}`: {all:?}");
+    };
+    let (first, last) =
+        ("    cluster_arrive();\n    cluster_wait();\n    for", "    cluster_arrive();\n    cluster_wait();\n}");
+    let (all, tells) = ("(1u << CLUSTER) - 1", "mbarrier_arrive_at(taken, threadIdx.x);");
+    for (right, wrong, needle) in [
+        (first, "    __syncthreads();\n    for", "before its init"),
+        (last, "    cluster_arrive();\n    cluster_arrive();\n}", "a second time without waiting"),
+        (first, "    cluster_wait();\n    for", "where it has not arrived"),
+        (last, "}", "of its cluster, which has ended"),
+        (
+            last,
+            "    if (rank == 0) cluster_arrive();\n    if (rank == 0) cluster_wait();\n}",
+            "of its cluster, which has ended",
+        ),
+        (all, "1u << rank", "5120 bytes are missing"),
+        (all, "1u << CLUSTER", "block 2 of its cluster, which has 2"),
+        (all, "0u", "to no block"),
+        (tells, "mbarrier_arrive_at(taken, threadIdx.x + 1);", "block 2 of its cluster, which has 2"),
+        (tells, "mbarrier_arrive_at(taken, rank);", "other bytes"),
+        (tells, "if (rank == 0) mbarrier_arrive_at(taken, threadIdx.x);", "1 of 2 arrivals"),
+        (
+            "mbarrier_arrive_expect(landed, ROUND_BYTES);",
+            "mbarrier_arrive_expect(landed, BOX_BYTES);",
+            "bytes are missing",
+        ),
+        ("mbarrier_wait(landed, round % 2);\n        uint8_t", "uint8_t", "other bytes"),
+    ] {
+        shows(right, wrong, needle);
+    }
+}
+
 // ---------------------------------------------------------------- four e4m3 codes at a time
 
 /// Each code times each scale in each byte of a word, as a device converts it.

@@ -10,8 +10,18 @@ struct GroupedShared {
 };
 static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 
+// Of x the map has all rows, or those of each expert.
+DEVICE Unit unit_of(const GroupedLinearParams& params, const QuantisedProduct& product, const Part& part, int32_t expert,
+                    bool shares_tokens) {
+    const bool sorted = params.expert_offsets != nullptr;
+    const int64_t first = sorted ? rows_of(params, expert).first : 0;
+    const auto row = static_cast<int32_t>(first + part.row), column = static_cast<int32_t>(part.column);
+    return Unit{product, part, row, sorted ? 0 : expert, {column, column + GROUP}, expert, shares_tokens};
+}
+
 struct UnitsOfExperts {
     static constexpr uint32_t CLUSTER = 1;
+    static constexpr int PRODUCER_REGISTERS = 56;
     ExpertTiles<UnitShape> tiles;
 
     int64_t count() const { return tiles.count(); }
@@ -20,10 +30,6 @@ struct UnitsOfExperts {
         const ExpertTile tile = tiles[number];
         const QuantisedProduct product = product_of_expert(params, tile.expert);
         const Part part = part_of<UnitShape>(product.result, tile.number);
-        // Of x the map has all rows, or those of each expert.
-        const bool sorted = params.expert_offsets != nullptr;
-        const int64_t first = sorted ? rows_of(params, tile.expert).first : 0;
-        const auto row = static_cast<int32_t>(first + part.row), column = static_cast<int32_t>(part.column);
-        return Unit{product, part, row, sorted ? 0 : tile.expert, {column, column + GROUP}, tile.expert};
+        return unit_of(params, product, part, tile.expert, false);
     }
 };

@@ -34,7 +34,9 @@
 // come. A consumer reads them, 8 numbers of a step of each of two rows a lane, and has them as the fragments of A that wgmma
 // takes from registers: nobody stores e4m3 codes, and no fence is needed for them. What a lane reads are 8 neighbours, of which
 // the shifts leave the even ones in one register and the odd ones in another: the channel that an instruction takes for its k-th is
-// free as long as x agrees, of which the producer leaves the 32 numbers of a step in that order (`place_of`).
+// free as long as x agrees. So of up to 16 tokens the producer leaves the 32 numbers of a step in that order (`place_of`), by way of
+// registers. Of more tokens that would take it longer than it saves (measured, of 4096 tokens: half as long again and more): the
+// consumer reads 4 neighbours and 4 numbers 16 further, and puts even and odd ones in their order.
 // Scales that are not 2^-63 to 2^63, which no quantiser makes, might leave the range of fp32 before the scale of x brings them
 // back, and numbers of those from 2^126 on may be infinite in bf16. For a stage that has any, the consumers add products in
 // fp32, number by number: right, and a hundred times as slow.
@@ -76,6 +78,8 @@ static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
 static_assert(PRODUCERS < STAGES, "the place of a stage is taken by one that nobody hands over before");
+// Of MXFP4: whether x has the order in which the shifts leave w's numbers.
+constexpr bool REORDERED = MXFP4 && TOKENS == 16;
 
 struct UnitShape {
     static constexpr int ROWS = TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
@@ -197,9 +201,9 @@ DEVICE void copy_packed_rows(SharedAddress target, const uint8_t* codes, int64_t
         copy_async_16(place + i * (ROWS * 64), i * ROWS < left ? source : codes, i * ROWS < left);
 }
 
-// Where of the 32 bytes of x of a step its number k lies for products of MXFP4: lane t of a row has numbers 8t to 8t + 7 of w, and
-// wgmma takes the even ones for its 4t-th to 4t + 3-th and the odd ones for those 16 further.
-DEVICE constexpr int place_of(int k) { return k % 2 * 16 + k / 8 * 4 + k % 8 / 2; }
+// Where of the 32 bytes of x of a step its number k lies. Where they are reordered lane t of a row has numbers 8t to 8t + 7 of w,
+// and wgmma takes the even ones for its 4t-th to 4t + 3-th and the odd ones for those 16 further.
+DEVICE constexpr int place_of(int k) { return REORDERED ? k % 2 * 16 + k / 8 * 4 + k % 8 / 2 : k; }
 
 // The tokens' numbers of a group, 128 bytes each, all of it by one warp, in the order of place_of: zeros where there are none.
 DEVICE void store_tokens(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
@@ -239,7 +243,7 @@ DEVICE void produce_stage(const QuantisedProduct& product, const Part& part, int
     else
         copy_rows<FEATURES>(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin,
                             result.depth);
-    if constexpr (MXFP4)
+    if constexpr (REORDERED)
         store_tokens(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin, result.depth);
     else
         copy_rows<TOKENS>(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin,
@@ -446,17 +450,29 @@ struct PackedRows {
         constexpr int EIGHT_ROWS = 8 * 64;
         UNROLL
         for (int step = 0; step < STEPS; ++step) {
-            const uint8_t* const own = w + packed_offset(row, step) + 4 * (lane_id() % 4);
+            const uint8_t* const own = w + packed_offset(row, step) + (REORDERED ? 4 : 2) * (lane_id() % 4);
             UNROLL
-            for (int half = 0; half < 2; ++half) codes[step][half] = *reinterpret_cast<const uint32_t*>(own + half * EIGHT_ROWS);
+            for (int half = 0; half < 2; ++half) codes[step][half] = eight_codes(own + half * EIGHT_ROWS);
         }
         UNROLL
         for (int half = 0; half < 2; ++half) scales[half] = of_stage.w_words[row + 8 * half];
     }
+    // Eight neighbours, or four and the four that are 16 further.
+    static uint32_t eight_codes(const uint8_t* own) {
+        if constexpr (REORDERED) return *reinterpret_cast<const uint32_t*>(own);
+        const uint32_t first = *reinterpret_cast<const uint16_t*>(own);
+        const uint32_t second = *reinterpret_cast<const uint16_t*>(own + 8);
+        return first | second << 16;
+    }
     // A step as wgmma takes it.
     void fragments(uint32_t (&a)[4], int step) const {
         UNROLL
-        for (int half = 0; half < 2; ++half) e2m1x8_as_e4m3(codes[step][half], a[half], a[half + 2]);
+        for (int half = 0; half < 2; ++half) {
+            uint32_t even, odd;
+            e2m1x8_as_e4m3(codes[step][half], even, odd);
+            a[half] = REORDERED ? even : __byte_perm(even, odd, 0x5140);
+            a[half + 2] = REORDERED ? odd : __byte_perm(even, odd, 0x7362);
+        }
     }
 };
 

@@ -12,6 +12,12 @@
 //            zeros what lies outside; the other three bring the scales, each those of every third stage. Both go on with
 //            the next unit's first stages while the last one's sums are stored.
 //
+// Pairs. Blocks may run in clusters of two, whose units have the same weights and other tokens: each brings one of the two
+// blocks of weights, which arrives in both, and a stage takes 32 KB of the second-level cache instead of 48. Or they have the
+// same tokens and other weights, and bring the tokens in turn: 40 KB. A stage is brought anew when the consumers of both blocks
+// have given it back, so that neither gets ahead of the other by more than there are stages. Their arrivals pass no writes on
+// (mbarrier_arrive_at): a consumer would wait for the sums of the unit before to be stored, at every stage.
+//
 // Promotion. The product of a token's scale and a block's is made once a stage, by the producer. Where it would leave the
 // range of normal fp32 numbers for some token, a sum is multiplied by one scale after the other: a sum of a group may be
 // normal where that product is not.
@@ -26,9 +32,9 @@
 // 1.4 GHz some 1490 cycles a stage and 2560 a unit. That is what two consumers take that begin together: twice 512 cycles in
 // which each has half of the tensor cores, and twice some 240 in which both wait for their scales, promote and start again.
 // Scales that are read before the products end, as here: 883 and 914 (DeepGEMM 707 and 765 in a run at 1.41 to 1.47 GHz).
-// What did not help: consumers that start their products in turn, each when the other's are on their way, 902 and 939; x
-// brought into registers by ldmatrix, which saves an eighth of shared memory's time, 958 and 970. The second-level cache, or the
-// clock under load, is left as what limits; not profiled. A cluster's multicast would lessen that cache's reads by a third.
+// What did not help there: consumers that start their products in turn, each when the other's are on their way, 902 and 939;
+// x brought into registers by ldmatrix, which saves an eighth of shared memory's time, 958 and 970. The second-level cache,
+// or the clock under load, is left as what limits; not profiled. Predicted of pairs: 840 and 850.
 #pragma once
 
 #include "hopper.h"
@@ -119,6 +125,7 @@ struct Unit {
     QuantisedProduct product;
     Part part;
     int32_t x_row, x_matrix, w_rows[BLOCKS], w_matrix;
+    int32_t shares_tokens;  // of a cluster: whether its blocks have the same tokens, and not the same weights
 };
 
 // Whether a unit's sums are rounded to bf16 and stored, and no more, and the result has all of its features.
@@ -129,26 +136,29 @@ DEVICE bool is_rounded(const Result& result, const Part& part) {
 
 // Units in the order in which blocks take them, as the functions below are given them, or of clusters what their blocks take
 // together:
-//   static constexpr uint32_t CLUSTER   blocks of a cluster
+//   static constexpr uint32_t CLUSTER          blocks of a cluster
+//   static constexpr int PRODUCER_REGISTERS   as many as it takes to find them
 //   int64_t count() const
-//   Unit at(int64_t number) const       the block's own
+//   Unit at(int64_t number) const              the block's own
 //
 // Those of one product.
 struct UnitsOfProduct {
     static constexpr uint32_t CLUSTER = 1;
+    static constexpr int PRODUCER_REGISTERS = 56;
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of<UnitShape>(product.result); }
     Unit at(int64_t number) const {
         const Part part = part_of<UnitShape>(product.result, number);
         const auto column = static_cast<int32_t>(part.column);
-        return Unit{product, part, static_cast<int32_t>(part.row), 0, {column, column + GROUP}, 0};
+        return Unit{product, part, static_cast<int32_t>(part.row), 0, {column, column + GROUP}, 0, false};
     }
 };
 
 // The same in pairs. The second unit of one may have no token: its block takes part with zeros, which nobody stores.
 struct PairsOfProduct {
     static constexpr uint32_t CLUSTER = 2;
+    static constexpr int PRODUCER_REGISTERS = 72;
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of<PairShape>(product.result); }
@@ -156,7 +166,7 @@ struct PairsOfProduct {
         Part part = part_of<PairShape>(product.result, number);
         part.row += cluster_rank() * TOKENS;
         const auto column = static_cast<int32_t>(part.column);
-        return Unit{product, part, static_cast<int32_t>(part.row), 0, {column, column + GROUP}, 0};
+        return Unit{product, part, static_cast<int32_t>(part.row), 0, {column, column + GROUP}, 0, false};
     }
 };
 
@@ -187,21 +197,36 @@ DEVICE void initialise_barriers(SharedAddress shared) {
 
 // ---------------------------------------------------------------- producer
 
-// The weights of a stage: both blocks or, in a cluster, one of them for both of its blocks.
+// All blocks of a cluster, for tensor_copy_in_all.
+template <uint32_t CLUSTER>
+constexpr uint32_t ALL_BLOCKS = (1u << CLUSTER) - 1;
+
+// The tokens of a stage. Blocks of a cluster that share them bring them in turn.
+template <uint32_t CLUSTER>
+DEVICE void copy_tokens(const TensorMap& x_map, const Unit& unit, int32_t group, SharedAddress shared, uint32_t stage) {
+    const SharedAddress to = shared + Shared::x(stage), full = shared + Shared::full(stage);
+    if (CLUSTER == 1 || !unit.shares_tokens) {
+        tensor_copy_in(to, x_map, group * GROUP, unit.x_row, unit.x_matrix, full);
+    } else if (stage % CLUSTER == cluster_rank()) {
+        tensor_copy_in_all(to, x_map, group * GROUP, unit.x_row, unit.x_matrix, full, ALL_BLOCKS<CLUSTER>);
+    }
+}
+
+// Its weights: both blocks or, where blocks of a cluster share them, one of them for both.
 template <uint32_t CLUSTER>
 DEVICE void copy_weights(const TensorMap& w_map, const Unit& unit, int32_t group, SharedAddress shared, uint32_t stage) {
     const SharedAddress full = shared + Shared::full(stage);
-    if constexpr (CLUSTER == 1) {
+    static_assert(CLUSTER == 1 || CLUSTER == BLOCKS, "each block of a cluster brings a block of weights");
+    if (CLUSTER == 1 || unit.shares_tokens) {
         UNROLL
         for (int block = 0; block < BLOCKS; ++block)
             tensor_copy_in(shared + Shared::w(stage, block), w_map, group * GROUP, unit.w_rows[block], unit.w_matrix, full);
     } else {
-        static_assert(CLUSTER == BLOCKS, "each block of a cluster brings a block of weights");
         const auto block = static_cast<int>(cluster_rank());
         // An index that is not known to the compiler would put the unit into memory.
         const int32_t row = block == 0 ? unit.w_rows[0] : unit.w_rows[1];
         tensor_copy_in_all(shared + Shared::w(stage, block), w_map, group * GROUP, row, unit.w_matrix, full,
-                           (1u << CLUSTER) - 1);
+                           ALL_BLOCKS<CLUSTER>);
     }
 }
 
@@ -232,7 +257,7 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
             }
             // What lies outside of a tensor counts as arrived.
             mbarrier_arrive_expect(full, Shared::STAGE_BYTES);
-            tensor_copy_in(shared + Shared::x(stage), x_map, group * GROUP, unit.x_row, unit.x_matrix, full);
+            copy_tokens<Units::CLUSTER>(x_map, unit, group, shared, stage);
             copy_weights<Units::CLUSTER>(w_map, unit, group, shared, stage);
         }
     }
@@ -565,21 +590,14 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
     end(d);
 }
 
-// Registers of a thread. 168 are there at the launch, so that what the consumers take the producer must have left. One of a
-// cluster has more to find its units with.
-template <uint32_t CLUSTER>
-constexpr int PRODUCER_REGISTERS = CLUSTER == 1 ? 56 : 72;
-template <uint32_t CLUSTER>
-constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS<CLUSTER>) / CONSUMERS;
-
 // What a block does, once its barriers are there: `before` is what its consumers do first, `output` what they do with a unit's
-// sums.
+// sums. 168 registers a thread are there at the launch, so that what the consumers take the producer must have left.
 template <typename Units, typename Before, typename Output = StoredSums>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
                            const Before& before, const Output& output = {}) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
-        registers_decrease<PRODUCER_REGISTERS<Units::CLUSTER>>();
+        registers_decrease<Units::PRODUCER_REGISTERS>();
         const int32_t warp = uniform(warp_id() % 4);
         if (warp > 0) {
             produce_scales(units, shared, warp - 1);
@@ -587,7 +605,7 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
             produce_operands(units, x_map, w_map, shared);
         }
     } else {
-        registers_increase<CONSUMER_REGISTERS<Units::CLUSTER>>();
+        registers_increase<(3 * 168 - Units::PRODUCER_REGISTERS) / CONSUMERS>();
         before();
         if (first_unit<Units::CLUSTER>() < units.count()) consume<Units::CLUSTER>(shared, warpgroup, output);
     }

@@ -32,22 +32,6 @@ type PoisonStaticShared = unsafe extern "C" fn(u8);
 type ThreadStorage = unsafe extern "C" fn() -> *mut u8;
 type Entry = unsafe extern "C" fn(*const c_void);
 
-/// The count by which blocks of a launch find out which of them is the last: 0 between launches.
-#[derive(Clone, Copy)]
-struct Arrivals(*mut u32);
-
-// SAFETY: nobody uses it but a launch, and this runtime between launches.
-unsafe impl Send for Arrivals {}
-unsafe impl Sync for Arrivals {}
-
-impl Arrivals {
-    /// Sets the count back; returns what it was.
-    fn take(self) -> u32 {
-        // SAFETY: it is a variable of a library that is loaded, none of whose kernels runs.
-        unsafe { std::ptr::replace(self.0, 0) }
-    }
-}
-
 /// A kernel file, compiled and loaded.
 pub struct EmulatorModule {
     file: String,
@@ -55,8 +39,6 @@ pub struct EmulatorModule {
     enter: Enter,
     poison_static_shared: PoisonStaticShared,
     thread_storage: ThreadStorage,
-    /// The module's count of arrivals, where it has one (`arrivals.h`).
-    arrivals: Option<Arrivals>,
     pads: Pads,
     code: (usize, usize),
     shared: Arc<Shared>,
@@ -80,14 +62,10 @@ impl EmulatorModule {
                 *symbol::<ThreadStorage>(&library, file, "emulator_thread_storage")?,
             )
         };
-        // SAFETY: arrivals.h defines it with this type, if anybody.
-        let arrivals = unsafe { symbol::<*mut u32>(&library, file, "emulator_arrivals") };
-        let arrivals = arrivals.ok().map(|count| Arrivals(*count));
         // SAFETY: HOST_API is static and has the layout that emulator.h declares.
         unsafe { attach(&HOST_API) };
         let code = code_range(enter as usize);
-        let file = file.to_owned();
-        Ok(Self { file, library, enter, poison_static_shared, thread_storage, arrivals, pads, code, shared })
+        Ok(Self { file: file.to_owned(), library, enter, poison_static_shared, thread_storage, pads, code, shared })
     }
 
     fn run_blocks(&self, launch: &BlockLaunch<'_>, shared_bytes: usize) -> std::result::Result<(), BlockFault> {
@@ -288,20 +266,12 @@ impl EmulatorModule {
             schedule_seed,
             cancelled: &cancelled,
         };
-        let ran = self.run_blocks(&launch, shared_bytes as usize);
-        // Also behind a fault, so that the next launch finds what it expects.
-        let arrived = self.arrivals.map_or(0, Arrivals::take);
-        let fault = |block: String, thread: String, what| {
-            Err(RuntimeError::Fault { kernel: kernel.to_owned(), block, thread, what })
-        };
-        match ran {
-            Err(BlockFault { block, thread, what, .. }) => fault(block.to_string(), thread.to_string(), what),
-            Ok(()) if arrived != 0 => {
-                let what = format!("left its count of arrivals at {arrived}, which the next launch takes for 0");
-                fault("unknown".to_owned(), "unknown".to_owned(), what)
-            }
-            Ok(()) => Ok(()),
-        }
+        self.run_blocks(&launch, shared_bytes as usize).map_err(|fault| RuntimeError::Fault {
+            kernel: kernel.to_owned(),
+            block: fault.block.to_string(),
+            thread: fault.thread.to_string(),
+            what: fault.what,
+        })
     }
 }
 

@@ -318,7 +318,9 @@ impl Block {
                 let lacks = self.mbarriers.lacks(offset);
                 format!("waits at the mbarrier at offset {offset:#x} for parity {parity}, where {lacks}")
             }
-            State::AtClusterBarrier => format!("waits at its cluster's barrier, where {}", self.cluster.borrow().lacks()),
+            State::AtClusterBarrier => {
+                format!("waits at its cluster's barrier, where {}", self.cluster.borrow().lacks())
+            }
             State::Ready | State::Exited => "waits for nothing, and the block cannot go on".to_owned(),
         }
     }
