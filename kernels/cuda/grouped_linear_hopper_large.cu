@@ -15,39 +15,10 @@
 // linear: 7725 us of 196608 rows (DeepGEMM 5865 in that run), 1450 of 24576 (1458); 6.4 ms were predicted.
 //
 // Launch. Any grid in x; of pairs of whole clusters, and no other number of features than fills an even number of tiles.
-#include "grouped_linear.h"
-#include "quantised_hopper_large.h"
+#include "grouped_hopper_large.h"
 
-struct GroupedShared {
-    static constexpr int ENDS = Shared::BYTES;  // of count_tiles
-    static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
-};
-static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_hopper_large, GroupedShared::BYTES)
 SHARED_MEMORY(grouped_linear_hopper_large_pairs, GroupedShared::BYTES)
-
-// Of x the map has all rows, or those of each expert.
-DEVICE Unit unit_of(const GroupedLinearParams& params, const QuantisedProduct& product, const Part& part, int32_t expert,
-                    bool shares_tokens) {
-    const bool sorted = params.expert_offsets != nullptr;
-    const int64_t first = sorted ? rows_of(params, expert).first : 0;
-    return Unit{product, part, static_cast<int32_t>(first + part.row), sorted ? 0 : expert, expert, shares_tokens};
-}
-
-struct UnitsOfExperts {
-    static constexpr uint32_t CLUSTER = 1;
-    static constexpr int PRODUCER_REGISTERS = 56;
-    ExpertTiles<UnitShape> tiles;
-
-    int64_t count() const { return tiles.count(); }
-    Unit at(int64_t number) const {
-        const GroupedLinearParams& params = tiles.params;
-        const ExpertTile tile = tiles[number];
-        const QuantisedProduct product = product_of_expert(params, tile.expert);
-        const Part part = part_of<UnitShape>(product.result, tile.number);
-        return unit_of(params, product, part, tile.expert, false);
-    }
-};
 
 // Pairs of units of an expert: two tiles of tokens with the same weights or, of a last tile that has no other beside it, twice
 // as many features. Experts have an even number of tiles of features.

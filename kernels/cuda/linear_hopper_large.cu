@@ -20,7 +20,7 @@ KERNEL(linear_hopper_large, LinearQuantisedParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
     const QuantisedProduct product = product_of(params, 1.0f);
     initialise_barriers(shared);
-    multiply_units(UnitsOfProduct{product}, params.x_map, params.w_map, shared, [] {});
+    multiply_units(UnitsOfProduct{product}, params.x_map, params.w_map, shared, [] {}, StoredSums{});
 }
 
 KERNEL_OF_CLUSTERS(linear_hopper_large_pairs, LinearQuantisedParams, THREADS, PairsOfProduct::CLUSTER) {

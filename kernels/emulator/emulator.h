@@ -330,7 +330,7 @@ inline int __syncthreads_count(int predicate) {
 }
 inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
 inline int __syncthreads_and(int predicate) { return __syncthreads_count(predicate == 0) == 0; }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+UNWATCHED inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() {}
 
 // ---------------------------------------------------------------- warp: shuffles, votes, reductions

@@ -1,9 +1,12 @@
-//! `grouped_linear_swiglu`: launcher of `kernels/cuda/grouped_linear_swiglu.cu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3).
+//! `grouped_linear_swiglu`: launchers of `kernels/cuda/grouped_linear_swiglu.cu` and `grouped_linear_swiglu_hopper_large.cu`
+//! (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3).
 
 use crate::arguments::{Argument, Arguments, Signature, read, write};
 use crate::gate_up_interleave::GRANULE;
 use crate::grouped_linear::{Extents, Grouped, blocks, of_experts};
-use crate::linear::{FEW_ROWS, ScaleAxes, ScaleTensor, Weights, quantised_defines};
+use crate::linear::{
+    BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, large_boxes, maps_of, quantised_defines, with_maps,
+};
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::Params;
 use crate::runtime::{DType, Device, Result, Views};
@@ -11,6 +14,9 @@ use crate::scale_layout::Scales;
 use crate::swiglu_quantize;
 
 const FILE: &str = "grouped_linear_swiglu.cu";
+const HOPPER_FILE: &str = "grouped_linear_swiglu_hopper_large.cu";
+/// Its kernels: where gate's rows come first, and where they are interleaved with up's.
+const HOPPER: [&str; 2] = ["grouped_linear_swiglu_hopper_large", "grouped_linear_swiglu_hopper_large_interleaved"];
 const CHECK: Arguments = Arguments { operator: "grouped_linear_swiglu" };
 /// What the rows of w are a multiple of: gate and up have eights of rows each.
 pub const MULTIPLE: usize = 2 * GRANULE;
@@ -22,13 +28,15 @@ const MANY_ROWS: usize = 64;
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
-    formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group))).to_vec()
+    let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
+    portable.into_iter().chain([module(HOPPER_FILE, &[])]).collect()
 }
 
 /// The product of a call, how rows of gate and up lie, and how what is made of them is quantised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// The product. There are no kernels for Hopper of their own.
+    /// The product. The kernels for Hopper take FP8 weights, and rows of gate before those of up where these begin at a multiple
+    /// of 128, with the scales of blocks of their own.
     pub grouped: Grouped,
     /// Whether rows of gate and up are interleaved by eight, as `gate_up_interleave` writes them; otherwise all those of
     /// gate come first.
@@ -109,7 +117,18 @@ impl Options {
         self.scales(Extents { num_experts: 1, num_rows: 0, out_features: MULTIPLE, in_features: 1 }).check(CHECK)
     }
 
-    /// The kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.
+    /// Why the Hopper kernels do not take a call.
+    fn hopper_misfit(&self, extents: Extents, vectorised: bool) -> Option<String> {
+        if self.grouped.quantised.weights != Weights::Fp8 {
+            return Some("the Hopper kernels take FP8 weights".into());
+        }
+        let shared = !self.interleaved && !(extents.out_features / 2).is_multiple_of(BLOCK);
+        let reason =
+            format!("the Hopper kernels need rows of up that begin at a multiple of {BLOCK}, or interleaved ones");
+        shared.then_some(reason).or(self.grouped.quantised.hopper_misfit(vectorised))
+    }
+
+    /// The portable kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.
     fn kernel(&self, vectorised: bool) -> (&'static str, usize, usize) {
         match vectorised {
             false => ("grouped_linear_swiglu_scalar", 3, FEW_ROWS),
@@ -138,13 +157,28 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     let (signature, extents) = options.bind(views)?;
     CHECK.positive("limit", limit)?;
     let (grouped, quantised) = (&options.grouped, &options.grouped.quantised);
-    let misfit = Some("this operator has none".into());
-    quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let vectorised = signature.vectorised_rows(&["x", "w"]);
+    // Without rows of x there are none, nor anything to do.
+    let boxes = large_boxes(views);
+    let copied = boxes.is_some() || extents.num_rows == 0;
+    let misfit = options.hopper_misfit(extents, vectorised);
+    let misfit = misfit.or((!copied).then(|| "the strides of x or w are none of which hardware copies boxes".into()));
+    // No number of rows is too small for it.
+    let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let params =
         params(views, &options, extents)?.flag("wide", signature.vectorised_rows(&["codes"])).f32("limit", limit);
-    let (name, held, rows) = options.kernel(signature.vectorised_rows(&["x", "w"]));
+    let maps = boxes.filter(|_| hopper).map(|boxes| maps_of(device, boxes)).transpose()?;
+    let params = with_maps(params, maps);
+    let processors = device.environment().processors as usize;
+    if hopper {
+        let name = HOPPER[usize::from(options.interleaved)];
+        let blocks = blocks(grouped, extents, LARGE_TILE).min(processors);
+        device.kernel(HOPPER_FILE, &[], name)?.launch_blocks("x", blocks, &params)?;
+        return Ok(name.to_owned());
+    }
+    let (name, held, rows) = options.kernel(vectorised);
     let kernel = device.kernel(FILE, &quantised_defines(quantised.weights, quantised.group), name)?;
-    let most = device.environment().processors as usize * held;
+    let most = processors * held;
     kernel.launch_blocks("x", blocks(grouped, extents, [rows, COLUMNS]).min(most), &params)?;
     Ok(name.to_owned() + &quantised.suffix())
 }

@@ -11,10 +11,8 @@ const CODES_FILE: &str = "hadamard_codes.cu";
 const CHECK: Arguments = Arguments { operator: "hadamard" };
 /// Length of a row.
 pub const DIM: usize = 128;
-/// Rows of a block of either kernel, or of its turn: one for four of its lanes, or for each.
+/// Rows of a block of `hadamard.cu`: one for four of its lanes.
 const ROWS_PER_BLOCK: usize = 32;
-/// Blocks of `hadamard_codes` that a multiprocessor holds; each takes several turns.
-const RESIDENT_BLOCKS: usize = 12;
 
 /// How the transform is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -101,9 +99,9 @@ pub fn launch(device: &Device, views: &Views, stored: Stored, backward: bool) ->
     let params = params.strided("codes", (!values).then(|| &views["codes"]), ["row_stride"]);
     let params = params.ptr("scale_bytes", e2m1.then(|| &views["scale_bytes"]));
     let params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
-    let turns = num_rows.div_ceil(ROWS_PER_BLOCK);
-    let resident = RESIDENT_BLOCKS * device.environment().processors as usize;
-    let blocks = if file == CODES_FILE { turns.min(resident) } else { turns };
-    device.kernel(file, &defines, name)?.launch_blocks("x", blocks, &params)?;
+    let kernel = device.kernel(file, &defines, name)?;
+    // Blocks of `hadamard_codes` take turns, of ROWS_PER_BLOCK rows at most.
+    let resident = if file == CODES_FILE { kernel.resident_blocks(device.environment()) } else { usize::MAX };
+    kernel.launch_blocks("x", num_rows.div_ceil(ROWS_PER_BLOCK).min(resident), &params)?;
     Ok(name)
 }

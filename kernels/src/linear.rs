@@ -673,10 +673,18 @@ pub(crate) fn large_maps(
     if weights != Weights::Fp8 || num_tokens <= few[few.len() - 1] {
         return Ok(None);
     }
-    match ["x", "w"].map(|name| TensorMap::of(&views[name], LARGE_BOX_ROWS)) {
-        [Some(x), Some(w)] => Ok(Some([device.tensor_map(&x)?, device.tensor_map(&w)?])),
-        _ => Ok(None),
-    }
+    large_boxes(views).map(|boxes| maps_of(device, boxes)).transpose()
+}
+
+/// The same whoever has to run: `None` where hardware copies no boxes of x or w.
+pub(crate) fn large_boxes(views: &Views) -> Option<[TensorMap; 2]> {
+    let [x, w] = ["x", "w"].map(|name| TensorMap::of(&views[name], LARGE_BOX_ROWS));
+    Some([x?, w?])
+}
+
+/// What the device knows them by.
+pub(crate) fn maps_of(device: &Device, [x, w]: [TensorMap; 2]) -> Result<[MapWords; 2]> {
+    Ok([device.tensor_map(&x)?, device.tensor_map(&w)?])
 }
 
 /// The last fields of the parameters of quantised linear layers.

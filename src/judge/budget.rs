@@ -108,6 +108,11 @@ impl Budget {
         Self { variance: allowed.clone(), allowed, multiple: 0.0 }
     }
 
+    /// The first element whose exact value is finite and whose allowed error is not.
+    pub fn unbounded(&self, exact: &OracleTensor) -> Option<usize> {
+        (0..self.allowed.len()).find(|&i| exact.values[i].is_finite() && !self.allowed[i].is_finite())
+    }
+
     fn derive_row(
         &mut self,
         exact: &OracleTensor,
@@ -287,6 +292,20 @@ mod tests {
         assert_eq!(Pooling::Trailing(2).ranges(&shape), [0..15, 15..30]);
         assert!(Pooling::Trailing(2).ranges(&[2, 0, 5]).is_empty());
         assert_eq!(Pooling::LastAxis.ranges(&[]).into_iter().flatten().collect::<Vec<_>>(), [0]);
+    }
+
+    #[test]
+    fn an_element_whose_runs_leave_the_range_has_no_bound() {
+        let exact = tensor(&[1, 4], vec![1.0, f64::INFINITY, 3.0, 4.0]);
+        let runs: Vec<_> = (0..WORKING_RUNS)
+            .map(|number| {
+                let off = if number % 2 == 0 { 1e-3 } else { 1e-5 };
+                tensor(&[1, 4], vec![1.0 + off, f64::INFINITY, f64::NAN, 4.0 + off * off])
+            })
+            .collect();
+        let budget = Budget::derive(&exact, &runs.iter().collect::<Vec<_>>(), Steps::Exact);
+        assert_eq!(budget.unbounded(&exact), Some(2));
+        assert_eq!(Budget::derive(&exact, &[&exact, &exact], Steps::Exact).unbounded(&exact), None);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use dsv4_reference::precision::{CHOICES, Precision};
 use rayon::prelude::*;
 
 use crate::case::CaseError;
+use crate::judge::agreement;
 use crate::judge::budget::Budget;
 use crate::judge::grid::Steps;
 use crate::judge::power;
@@ -133,7 +134,8 @@ impl Truth {
     /// nothing at all is allowed where it is not compared within rounding.
     ///
     /// # Errors
-    /// Scales that the oracle does not have, or that do not fit.
+    /// Scales that the oracle does not have, or that do not fit; an element without a bound, since the oracle's runs leave
+    /// the range of its arithmetic.
     pub fn held(&self, index: usize, found: &KernelTensor) -> Result<Arc<Held>, String> {
         let KernelTensor { grid, pooling, comparison, deterministic, .. } = *found;
         let stored = Stored { index, dtype: found.tensor.dtype, grid, pooling, comparison, deterministic };
@@ -159,7 +161,8 @@ impl Truth {
     /// What each element of exact tensor number `index` is held to: its grid, and what it is allowed.
     ///
     /// # Errors
-    /// Scales that the oracle does not have, or that do not fit.
+    /// Scales that the oracle does not have, or that do not fit; an element without a bound, since the oracle's runs leave
+    /// the range of its arithmetic.
     pub fn of_each_element(&self, index: usize, found: &KernelTensor) -> Result<(Steps, Budget), String> {
         let runs = self.runs_of(index, found);
         self.allowed(index, found, &runs.iter().map(|run| &**run).collect::<Vec<_>>())
@@ -172,6 +175,14 @@ impl Truth {
             Comparison::Rounded => Budget::derive_pooled(exact, runs, &steps, found.pooling),
             _ => Budget::nothing(exact),
         };
+        // No error exceeds NaN, and none an infinity: whatever the kernel wrote would pass.
+        if let Some(unbounded) = budget.unbounded(exact) {
+            let at = agreement::unflatten(unbounded, &exact.shape);
+            let value = exact.values[unbounded];
+            return Err(format!(
+                "no bound follows from the oracle's runs: at {at:?} it is {value:e}, and some run is no finite number"
+            ));
+        }
         Ok((steps, budget))
     }
 
@@ -234,5 +245,33 @@ impl Truth {
         let elements: usize = self.exact.iter().map(|tensor| tensor.values.len()).sum();
         // Of each tensor that was asked for: what is allowed, variances, weights, and a run of each choice.
         elements * (1 + self.working.len() + 3 + CHOICES) * size_of::<f64>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dsv4_kernels::runtime::HostTensor;
+
+    use super::*;
+    use crate::operator::Side;
+
+    #[test]
+    fn a_tensor_whose_working_runs_overflow_is_an_error_and_no_pass() {
+        // Elements of unlike scale, so that each is held to runs of its own.
+        let run = |precision: Precision| {
+            let values = match precision {
+                Precision::Working { .. } => vec![1.001, f64::NAN, 4.0 + 1e-6],
+                _ => vec![1.0, 2.0, 4.0],
+            };
+            OracleTensor { name: "t", side: Side::Forward, shape: vec![1, 3], values }
+        };
+        let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes: 1 };
+        let truth = Truth::of_runs(arithmetic, |precision, _| Ok(vec![run(precision)])).expect("a truth");
+        let found = KernelTensor::new("t", HostTensor::from_f64(DType::F32, &[1, 3], &[1.0, 2.0, 4.0]));
+        let message = truth.held(0, &found).err().expect("no bound");
+        assert!(message.contains("no bound follows") && message.contains("[0, 1] it is 2e0"), "{message}");
+        // What is equal or wrong needs no bound.
+        let exact = KernelTensor { comparison: Comparison::Exact, ..found };
+        assert!(truth.held(0, &exact).is_ok());
     }
 }

@@ -1,5 +1,5 @@
-//! `grouped_linear_swiglu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3): `kernels/cuda/grouped_linear_swiglu.cu` against
-//! `reference/src/grouped_linear_swiglu.rs`.
+//! `grouped_linear_swiglu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3): `kernels/cuda/grouped_linear_swiglu.cu` and
+//! `grouped_linear_swiglu_hopper_large.cu` against `reference/src/grouped_linear_swiglu.rs`.
 //!
 //! Codes and scales are compared as those of `swiglu_quantize` are, by what they mean, which its declaration explains. Rows of
 //! nobody and what pads scales are compared byte for byte.
@@ -7,7 +7,7 @@
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::gate_up_interleave::GRANULE;
 use dsv4_kernels::grouped_linear_swiglu::{self as launcher, MULTIPLE};
-use dsv4_kernels::linear::{MAX_FEATURES, ScaleLayout, Weights};
+use dsv4_kernels::linear::{BLOCK, MAX_FEATURES, ScaleLayout, Weights};
 use dsv4_kernels::swiglu_quantize::{self, Group, ScaleType};
 use dsv4_reference::grouped_linear_swiglu as reference;
 use dsv4_reference::quantise::scale_of;
@@ -74,6 +74,11 @@ fn interleaved(case: GroupedLinearSwigluCase) -> GroupedLinearSwigluCase {
     GroupedLinearSwigluCase { interleaved: true, ..case }
 }
 
+fn hopper(case: GroupedLinearSwigluCase) -> GroupedLinearSwigluCase {
+    let product = GroupedLinearCase { implementation: Implementation::Hopper, ..case.product };
+    GroupedLinearSwigluCase { product, ..case }
+}
+
 fn of_bf16(case: GroupedLinearSwigluCase) -> GroupedLinearSwigluCase {
     GroupedLinearSwigluCase { round_to_bf16: true, ..case }
 }
@@ -119,6 +124,12 @@ impl GroupedLinearSwigluCase {
     /// Whether scales are powers of two.
     fn has_powers(&self) -> bool {
         self.product_scale != ScaleType::Fp32
+    }
+
+    /// What the features of gate and up together are a multiple of. Hopper's products have blocks of weights of gate, or of up.
+    fn multiple(&self) -> usize {
+        let apart = self.product.implementation == Implementation::Hopper && !self.interleaved;
+        if apart { 2 * BLOCK } else { MULTIPLE }
     }
 
     fn intermediate_size(&self) -> usize {
@@ -239,6 +250,8 @@ impl Declared for GroupedLinearSwiglu {
             "grouped_linear_swiglu_large<mxfp4, 32>",
             "grouped_linear_swiglu_small<mxfp4, 32>",
             "grouped_linear_swiglu_scalar<mxfp4, 32>",
+            "grouped_linear_swiglu_hopper_large",
+            "grouped_linear_swiglu_hopper_large_interleaved",
         ],
         modules: launcher::modules,
         cases: [16, 40, 80],
@@ -247,8 +260,9 @@ impl Declared for GroupedLinearSwiglu {
     fn tensors(c: &GroupedLinearSwigluCase) -> Specs {
         // The activation makes no multiples of what it is given.
         let operands = c.product.operands().map(|spec| {
-            let outs =
-                |axis: Axis| if axis.name == "out_features" { axis.multiples(MULTIPLE, MAX_FEATURES) } else { axis };
+            let outs = |axis: Axis| {
+                if axis.name == "out_features" { axis.multiples(c.multiple(), MAX_FEATURES) } else { axis }
+            };
             TensorSpec { any_size: false, axes: spec.axes.iter().copied().map(outs).collect(), ..spec }
         });
         let rows = c.product.rows(c.features());
@@ -262,13 +276,23 @@ impl Declared for GroupedLinearSwiglu {
         if c.product.output != Float::Bf16 {
             return refuse("output", "gate and up are rounded to bf16");
         }
-        if c.product.implementation != Implementation::Portable {
-            return refuse("implementation", "there are no kernels for Hopper of this operator");
+        if c.product.implementation == Implementation::Hopper && c.product.weights != Weights::Fp8 {
+            return refuse("implementation", "hopper: of FP8 weights alone");
         }
         if c.product_scale != ScaleType::E8m0 && c.product_layout == ScaleLayout::Blocked {
             return refuse("product_layout", "tiles of scales hold bytes");
         }
         GroupedLinear::check(&c.product)
+    }
+
+    fn cannot_run(c: &GroupedLinearSwigluCase, environment: &Environment) -> Option<String> {
+        GroupedLinear::cannot_run(&c.product, environment)
+    }
+
+    fn fastest(c: &GroupedLinearSwigluCase, environment: &Environment) -> GroupedLinearSwigluCase {
+        let fastest = GroupedLinearSwigluCase { product: GroupedLinear::fastest(&c.product, environment), ..c.clone() };
+        let fits = c.product.weights == Weights::Fp8 && c.product.out_features.is_multiple_of(fastest.multiple());
+        if fits { fastest } else { c.clone() }
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<GroupedLinearSwigluCase> {
@@ -278,12 +302,15 @@ impl Declared for GroupedLinearSwiglu {
         let rows = (any::<bool>(), any::<bool>(), select(vec![10.0f32, 1.0, 0.7]));
         (GroupedLinear::strategy(profile), rows, written, Data::strategy(-32..=-16))
             .prop_map(|(product, (interleaved, weighted, limit), (group, scale, layout, round_to_bf16), data)| {
-                let (output, implementation) = (Float::Bf16, Implementation::Portable);
-                let out_features = product.out_features.next_multiple_of(MULTIPLE);
-                let product = GroupedLinearCase { output, implementation, out_features, data, ..product };
+                let takes_hopper = product.weights == Weights::Fp8;
+                let implementation = if takes_hopper { product.implementation } else { Implementation::Portable };
+                let product = GroupedLinearCase { output: Float::Bf16, implementation, data, ..product };
                 let tiles = layout == ScaleLayout::Blocked && scale != ScaleType::E8m0;
                 let case = with(scale, if tiles { ScaleLayout::MnMajor } else { layout }, of(group, product.clone()));
-                GroupedLinearSwigluCase { product, interleaved, weighted, limit, round_to_bf16, ..case }
+                let case = GroupedLinearSwigluCase { product, interleaved, weighted, limit, round_to_bf16, ..case };
+                let out_features = case.product.out_features.next_multiple_of(case.multiple());
+                let product = GroupedLinearCase { out_features, ..case.product };
+                GroupedLinearSwigluCase { product, ..case }
             })
             .boxed()
     }
@@ -295,6 +322,8 @@ impl Declared for GroupedLinearSwiglu {
             with(ScaleType::Fp32, ScaleLayout::MnMajor, of(short, masked([9, 3, 6], [48, 144]))),
             with(ScaleType::E8m0, ScaleLayout::MnMajor, interleaved(of(short, mxfp4(32, masked([9, 3, 6], [48, 96]))))),
             with(ScaleType::E8m0, ScaleLayout::Blocked, of_bf16(of(long, mxfp4(128, sorted([13, 4], 4, [48, 96]))))),
+            hopper(of(long, sorted([13, 4], 4, [256, 144]))),
+            with(ScaleType::Fp32, ScaleLayout::MnMajor, hopper(interleaved(of(short, masked([9, 3, 6], [48, 144]))))),
         ]
     }
 
@@ -313,10 +342,14 @@ impl Declared for GroupedLinearSwiglu {
             let product = GroupedLinearCase { data: Data::normal(2f64.powi(-40)), ..case.product };
             GroupedLinearSwigluCase { product, ..case }
         };
-        let no_rows = GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, [16, 16]) };
+        let no_rows = |features| GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, features) };
         let mut cases = vec![
             // No rows; rows, and nobody's; one row.
-            of(short, no_rows),
+            of(short, no_rows([16, 16])),
+            hopper(of(long, no_rows([256, 16]))),
+            with(E8m0, Blocked, hopper(interleaved(of(short, slots(Experts::None, sorted([5, 3], 4, [48, 32])))))),
+            with(Fp32, MnMajor, hopper(of(long, slots(Experts::None, masked([0, 3, 2], [256, 16]))))),
+            bare(hopper(interleaved(of(long, slots(Experts::Distinct, sorted([1, 1], 1, [16, 16])))))),
             with(E8m0, Blocked, of(long, slots(Experts::None, sorted([5, 3], 4, [32, 33])))),
             of(short, masked([0, 3, 0], [16, 16])),
             with(E8m0, MnMajor, of(long, slots(Experts::None, masked([0, 3, 2], [16, 16])))),
@@ -334,6 +367,25 @@ impl Declared for GroupedLinearSwiglu {
             with(E8m0, Blocked, of(short, in_layout(MnMajor, sorted([40, 70], 1, [32, 16])))),
             // So small that the floor makes the scale.
             small(of(long, sorted([9, 3], 4, [48, 48]))),
+            // Hopper: half units, of groups that both consumers have a half of and of those that one has; a unit that ends
+            // within a group, and one without features of the second consumer.
+            with(Fp32, Plain, of_bf16(hopper(of(long, sorted([40, 5], 4, [256, 272]))))),
+            with(E8m0, Blocked, hopper(of(short, fp32(masked([12, 5, 4], [512, 48]))))),
+            with(E8m0, Blocked, clamped(hopper(interleaved(of(long, sorted([9, 3], 4, [304, 144])))))),
+            with(E8m0, MnMajor, bare(hopper(interleaved(of(short, masked([33, 3, 20], [464, 160])))))),
+            // Whole units, and the same before a half one; 65 rows, of which a consumer has one; a block that takes several units.
+            with(PowerOfTwo, Plain, hopper(of(long, slots(Experts::One, sorted([133, 3], 8, [512, 144]))))),
+            with(E8m0, Blocked, of_bf16(hopper(of(short, slots(Experts::One, masked([65, 3, 70], [256, 160])))))),
+            with(E8m0, MnMajor, hopper(interleaved(of(long, slots(Experts::One, sorted([70, 3], 1, [176, 1168])))))),
+            with(
+                Fp32,
+                MnMajor,
+                clamped(hopper(interleaved(of(short, slots(Experts::One, sorted([131, 2], 1, [336, 48])))))),
+            ),
+            with(E8m0, Blocked, hopper(of(long, in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
+            // What registers and shared memory hold of other numbers.
+            hopper(of(short, any(fp32(sorted([20, 6], 2, [256, 64]))))),
+            small(hopper(interleaved(of(long, sorted([9, 3], 4, [48, 48]))))),
         ];
         for group in [128, 32] {
             let of_format = |case| mxfp4(group, case);
@@ -429,7 +481,8 @@ impl Declared for GroupedLinearSwiglu {
         laws_of_rows(&c.product, laws, &["decoded", "quotients"]);
     }
 
-    /// Gate and up of the models' experts, as `grouped_linear` has them, and what follows: of a prefill and of decode steps.
+    /// Gate and up of the models' experts, as `grouped_linear` has them, and what follows, as `swiglu_quantize` has it: of a prefill
+    /// and of decode steps.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         type Experts = (usize, [usize; 2]);
         let (gpu, flash): (bool, Experts) = (on_gpu(environment), (256, [4096, 4096]));
@@ -446,7 +499,7 @@ impl Declared for GroupedLinearSwiglu {
         });
         let both = |case: GroupedLinearCase| {
             let official = with(ScaleType::Fp32, ScaleLayout::Plain, of_bf16(of(Group::Row128, case.clone())));
-            [official, interleaved(of(Group::Row32, case))]
+            [official, interleaved(of(Group::Row32, case))].map(|case| Self::fastest(&case, environment))
         };
         prefill.chain(decode).flat_map(both).map(benchmark).collect()
     }
@@ -535,7 +588,7 @@ fn benchmark(case: GroupedLinearSwigluCase) -> Benchmark<GroupedLinearSwiglu> {
     let axis = if case.product.is_masked() { "num_experts" } else { "num_rows" };
     let benchmark: Benchmark<GroupedLinearSwiglu> =
         Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
-    let product = benchmark.drawn.product.with_few_weights(&benchmark.case.product);
+    let product = benchmark.drawn.product.with_few_weights(&benchmark.case.product, 256);
     let drawn = GroupedLinearSwigluCase { product, ..benchmark.drawn };
     let (chosen, rows, sampled) = match drawn.product.is_masked() {
         true => (last as fn(_, _) -> _, 1, benchmark.sampled),

@@ -267,6 +267,8 @@ impl Declared for SwigluQuantize {
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let mn = |scale, case| SwigluQuantizeCase { scale, layout: ScaleLayout::MnMajor, padding_rows: false, ..case };
         let extents = if on_gpu(environment) { &[128, 4096, 24576][..] } else { &[16] };
+        // As many rows as a large prefill of grouped_linear_swiglu has, which this and grouped_linear are in one.
+        let of_experts: &[usize] = if on_gpu(environment) { &[196_608] } else { &[] };
         let forward = |&num_rows: &usize| {
             let cases = [
                 mn(ScaleType::Fp32, SwigluQuantizeCase { round_to_bf16: true, ..plain(num_rows, 2048, Group::Row128) }),
@@ -283,7 +285,7 @@ impl Declared for SwigluQuantize {
             let case = mn(ScaleType::E8m0, plain(num_rows, 2048, Group::Row128));
             Benchmark::new(Direction::Backward, format!("{num_rows}x2048 bf16"), case, "num_rows").streaming(&[], 18.0)
         };
-        extents.iter().flat_map(forward).chain(extents.iter().map(backward)).collect()
+        extents.iter().chain(of_experts).flat_map(forward).chain(extents.iter().map(backward)).collect()
     }
 }
 

@@ -49,9 +49,8 @@ DEVICE Vec16 e4m3_as_bf16(uint32_t first, uint32_t second) {
 // Eight codes of e2m1 as codes of e4m3, 2^-6 as large, exactly: the sign is the highest bit of either, and the two bits of the
 // exponent and the one of the fraction are the lower ones of e4m3's exponent and the highest of its fraction. That holds for
 // 0 and 0.5, too, since either format has no bit to the left of a fraction whose exponent is 0.
-DEVICE void e2m1x8_as_e4m3(uint32_t codes, uint32_t& first, uint32_t& second) {
-    const uint32_t even = (codes << 2 & 0x1c1c1c1cu) | (codes << 4 & 0x80808080u);
-    const uint32_t odd = (codes >> 2 & 0x1c1c1c1cu) | (codes & 0x80808080u);
-    first = __byte_perm(even, odd, 0x5140);
-    second = __byte_perm(even, odd, 0x7362);
+// `even`: those in the lower halves of the bytes, in the bytes' order; `odd`: those in the upper ones.
+DEVICE void e2m1x8_as_e4m3(uint32_t codes, uint32_t& even, uint32_t& odd) {
+    even = (codes << 2 & 0x1c1c1c1cu) | (codes << 4 & 0x80808080u);
+    odd = (codes >> 2 & 0x1c1c1c1cu) | (codes & 0x80808080u);
 }

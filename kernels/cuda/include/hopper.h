@@ -50,6 +50,17 @@ constexpr int WARPGROUP_SIZE = 128;
 // Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma.
 DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
 
+// threadIdx.x, read where it is called: nobody keeps it, or what follows from it, in registers across a loop around.
+DEVICE uint32_t thread_id_anew() {
+#if defined(PARITY_EMULATOR)
+    return threadIdx.x;
+#else
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+#endif
+}
+
 // ---------------------------------------------------------------- mbarriers
 
 // An mbarrier is 8 bytes of shared memory, 8-byte aligned. Initialised by one thread; the others may use it
@@ -651,6 +662,15 @@ DEVICE void wgmma_hold(float (&d)[N8][4]) {
     for (int n = 0; n < N8; ++n)
         UNROLL
         for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(d[n][i])::"memory");
+#endif
+}
+
+// The same of pairs of bf16 that are made of accumulators: what follows needs their registers, and is not begun before.
+template <int N8>
+DEVICE void hold_pairs(uint32_t (&pairs)[N8][2]) {
+#if !defined(PARITY_EMULATOR)
+    UNROLL
+    for (int n = 0; n < N8; ++n) asm volatile("" : "+r"(pairs[n][0]), "+r"(pairs[n][1])::"memory");
 #endif
 }
 

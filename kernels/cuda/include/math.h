@@ -134,6 +134,12 @@ DEVICE float reciprocal_normal_approx(float x) {
 #endif
 }
 
+// 1/x, rounded once, where neither is subnormal: one correction of an approximation within one unit of the last place.
+DEVICE float reciprocal_of_normal(float x) {
+    const float inverse = reciprocal_normal_approx(x);
+    return fused_multiply_add(inverse, fused_multiply_add(-inverse, x, 1.0f), inverse);
+}
+
 // A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
 DEVICE float subtrahend(float row_maximum) {
     return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;

@@ -143,6 +143,17 @@ DEVICE void store_shared(SharedAddress address, uint32_t value) {
 #endif
 }
 
+// Stores 8 bytes to shared memory; the address is 8-byte aligned.
+DEVICE void store_shared_vec8(SharedAddress address, uint32_t first, uint32_t second) {
+#if defined(PARITY_EMULATOR)
+    const uint32_t words[2] = {first, second};
+    std::memcpy(shared_pointer(address, 8, "store_shared_vec8"), words, 8);
+    emulator::host->shared_store(emulator::context, address, 8);
+#else
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
+#endif
+}
+
 // Stores 16 bytes to shared memory; the address is 16-byte aligned.
 DEVICE void store_shared_vec16(SharedAddress address, Vec16 v) {
 #if defined(PARITY_EMULATOR)

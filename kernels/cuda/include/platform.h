@@ -35,7 +35,7 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 // are exported beside the kernel, and the launcher refuses to run when they differ from its own.
 //
 // KERNEL_OF(name, Params, max_threads, min_blocks) { ... } besides takes no more registers than let a multiprocessor
-// have so many blocks at once.
+// have so many blocks at once, and exports their number for a launcher whose blocks take several turns.
 //
 // KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks) { ... } is launched in clusters of so many blocks, neighbours in x,
 // which reach each other's shared memory (hopper.h). Such a module has no static shared variables.
@@ -45,6 +45,7 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
     extern "C" {                                                                                 \
     __attribute__((visibility("default"))) uint64_t name##_layout[3] = {                         \
         sizeof(Params), layout_hash(static_cast<Params*>(nullptr)), (max_threads)};              \
+    __attribute__((visibility("default"))) uint64_t name##_resident_blocks[1] = {(min_blocks)};  \
     }                                                                                            \
     EMULATOR_EXPORT void name##_entry(const void* params) noexcept {                             \
         name##_body(*static_cast<const Params*>(params));                                        \
@@ -54,6 +55,7 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 #define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     extern "C" __device__ uint64_t name##_layout[3] = {                                          \
         sizeof(Params), layout_hash(static_cast<Params*>(nullptr)), (max_threads)};              \
+    extern "C" __device__ uint64_t name##_resident_blocks[1] = {(min_blocks)};                   \
     extern "C" __global__ void __launch_bounds__(max_threads, min_blocks)                        \
         name(const __grid_constant__ Params params)
 #endif

@@ -1,10 +1,11 @@
 // The projection of projection.h for sm_90a, which mhc_mix_hopper.cu and mhc_head_hopper.cu share: warpgroup matrix
 // products, and weights that are split once for 256 tokens. What it leaves is laid out as there.
 //
-// A block takes 256 tokens and a part of the channels, 64 at a time (a step). Five warpgroups:
-//   0 to 3  consumers, 64 tokens each.
-//   4       producer. One warp has boxes of the streams copied, 64 channels of 256 tokens, as far ahead as there are
-//           stages; the other three split the weights of each step and leave them as an operand.
+// A block takes 256 tokens and a part of the channels, 64 at a time (a step). Four warpgroups of consumers have 64 tokens each.
+// Of the warps behind them one has boxes of the streams copied, 64 channels of 256 tokens, as far ahead as there are stages; six
+// split the weights of each step, a chunk of 8 channels of a column each thread, and leave them as an operand. (A warp alone
+// takes some four cycles an instruction: three warps with two chunks a thread took longer than the streams' way, and consumers
+// waited for them 47 % of the time.)
 //
 // The three parts of the weights are columns of one product, 64 x 72 x 16 of 24 columns, so that the tensor cores are
 // given a wide one, and sums of unlike size do not meet in one accumulator: a step's product of each part is four
@@ -23,8 +24,8 @@
 constexpr int CONSUMERS = 4;  // warpgroups
 constexpr int CONSUMER_TOKENS = 64, TILE_TOKENS = CONSUMERS * CONSUMER_TOKENS;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE;
-constexpr int COPY_THREADS = WARP_SIZE, SPLIT_THREADS = WARPGROUP_SIZE - COPY_THREADS;
-constexpr int HOPPER_PROJECTION_THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
+constexpr int COPY_THREADS = WARP_SIZE, SPLIT_THREADS = 6 * WARP_SIZE;
+constexpr int HOPPER_PROJECTION_THREADS = CONSUMER_THREADS + COPY_THREADS + SPLIT_THREADS;
 constexpr int STEP_CHANNELS = 64;  // a row of 128 bytes
 constexpr int STREAM_STAGES = 6, WEIGHT_STAGES = 3;
 
@@ -110,57 +111,60 @@ DEVICE void copy_streams(const HopperProjectionParams& params, SharedAddress sha
 // that it read of half chunk / 4.
 DEVICE constexpr int channel_of(int chunk, int pair) { return 32 * (chunk / 4) + PIECE * pair + 2 * (chunk % 4); }
 
-// What a thread brings of a step: so many chunks of columns.
+// What a thread brings of a step, if anything: a chunk of a column. Zeros in columns that there are none of, and behind a stream's
+// end.
 template <int COLUMNS>
-struct Chunks {
-    static constexpr int ALL = 8 * TILES<COLUMNS> * 8, COUNT = (ALL + SPLIT_THREADS - 1) / SPLIT_THREADS;
-    Weights weights[COUNT];
+struct SplitChunk {
+    static constexpr int ALL = 8 * TILES<COLUMNS> * 8;
+    static_assert(ALL <= SPLIT_THREADS, "a chunk for each thread");
+    Weights weights;
 
-    // Zeros in columns that there are none of, and behind a stream's end.
     void load(const HopperProjectionParams& params, const Part& part, uint32_t step, int thread) {
+        if (thread >= ALL) return;
+        const int column = thread / 8, chunk = thread % 8;
         const int64_t width = params.hidden_size, within = part.within(step);
+        const float* const row = params.fn + (static_cast<int64_t>(column) * STREAMS + part.stream(step)) * width;
         UNROLL
-        for (int i = 0; i < COUNT; ++i) {
-            const int column = (thread + i * SPLIT_THREADS) / 8, chunk = (thread + i * SPLIT_THREADS) % 8;
-            const float* const row = params.fn + (static_cast<int64_t>(column) * STREAMS + part.stream(step)) * width;
-            UNROLL
-            for (int pair = 0; pair < 4; ++pair) {
-                const int64_t channel = within + channel_of(chunk, pair);
-                float two[2] = {};
-                if (column < COLUMNS && channel < width) load_elements<2>(row + channel, two);
-                weights[i].values[2 * pair] = two[0];
-                weights[i].values[2 * pair + 1] = two[1];
-            }
+        for (int pair = 0; pair < 4; ++pair) {
+            const int64_t channel = within + channel_of(chunk, pair);
+            float two[2] = {};
+            if (column < COLUMNS && channel < width) load_elements<2>(row + channel, two);
+            weights.values[2 * pair] = two[0];
+            weights.values[2 * pair + 1] = two[1];
         }
     }
     void store(SharedAddress operand, int thread) const {
+        if (thread >= ALL) return;
+        Vec16 vectors[PARTS];
+        split_weights(weights, vectors);
         UNROLL
-        for (int i = 0; i < COUNT; ++i) {
-            const int column = (thread + i * SPLIT_THREADS) / 8, chunk = (thread + i * SPLIT_THREADS) % 8;
-            if (column >= 8 * TILES<COLUMNS>) continue;
-            Vec16 vectors[PARTS];
-            split_weights(weights[i], vectors);
-            UNROLL
-            for (int part = 0; part < PARTS; ++part)
-                store_shared_vec16(operand + panel_offset(8 * TILES<COLUMNS> * part + column, chunk), vectors[part]);
-        }
+        for (int part = 0; part < PARTS; ++part)
+            store_shared_vec16(operand + panel_offset(8 * TILES<COLUMNS> * part + thread / 8, thread % 8), vectors[part]);
     }
 };
 
-// By three warps. Those of the next step are on their way while one is split.
+// Those of the next two steps are on their way while one is split, in registers of their own: nothing is moved, which would
+// wait for them.
 template <int COLUMNS>
 DEVICE void produce_weights(const HopperProjectionParams& params, SharedAddress shared, const Part& part, int thread) {
     using Layout = ProjectionLayout<COLUMNS>;
-    Chunks<COLUMNS> next;
-    if (part.steps > 0) next.load(params, part, 0, thread);
-    for (uint32_t step = 0; step < part.steps; ++step) {
-        const Chunks<COLUMNS> own = next;
-        if (step + 1 < part.steps) next.load(params, part, step + 1, thread);
-        mbarrier_wait(shared + Layout::used(step), weight_phase(step) ^ 1);
-        own.store(shared + Layout::weight(step), thread);
-        fence_async_proxy();
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared + Layout::split(step));
+    constexpr uint32_t AHEAD = 2;
+    SplitChunk<COLUMNS> chunks[AHEAD];
+    UNROLL
+    for (uint32_t step = 0; step < AHEAD; ++step)
+        if (step < part.steps) chunks[step].load(params, part, step, thread);
+    for (uint32_t first = 0; first < part.steps; first += AHEAD) {
+        UNROLL
+        for (uint32_t i = 0; i < AHEAD; ++i) {
+            const uint32_t step = first + i;
+            if (step >= part.steps) break;
+            mbarrier_wait(shared + Layout::used(step), weight_phase(step) ^ 1);
+            chunks[i].store(shared + Layout::weight(step), thread);
+            fence_async_proxy();
+            __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive(shared + Layout::split(step));
+            if (step + AHEAD < part.steps) chunks[i].load(params, part, step + AHEAD, thread);
+        }
     }
 }
 
@@ -226,8 +230,7 @@ DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, 
         // All lanes of the warp have read their rows.
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(shared + Layout::empty(step));
-        add_squares(fragments.of[0], sums.squares);
-        add_squares(fragments.of[1], sums.squares);
+        add_squares(fragments, sums.squares);
         wgmma_wait<0>();
         wgmma_hold(products);
         if (lane_id() == 0) mbarrier_arrive(shared + Layout::used(step));

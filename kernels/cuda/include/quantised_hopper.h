@@ -31,8 +31,12 @@
 // of 32 numbers of k, one step of wgmma, belongs to one scale of a feature, so that each step's products are accumulated from
 // zero and multiplied by their own scale, a power of two: nothing has to fold, however far apart scales are, and sums are
 // rounded less often than over 128. Codes lie in shared memory as in memory, two in a byte: of weights half the bytes of FP8
-// come. A consumer reads them, 16 numbers of each of two rows a lane, and has them as the fragments of A that wgmma takes from
-// registers: nobody stores e4m3 codes, and no fence is needed for them.
+// come. A consumer reads them, 8 numbers of a step of each of two rows a lane, and has them as the fragments of A that wgmma
+// takes from registers: nobody stores e4m3 codes, and no fence is needed for them. What a lane reads are 8 neighbours, of which
+// the shifts leave the even ones in one register and the odd ones in another: the channel that an instruction takes for its k-th is
+// free as long as x agrees. So of up to 16 tokens the producer leaves the 32 numbers of a step in that order (`place_of`), by way of
+// registers. Of more tokens that would take it longer than it saves (measured, of 4096 tokens: half as long again and more): the
+// consumer reads 4 neighbours and 4 numbers 16 further, and puts even and odd ones in their order.
 // Scales that are not 2^-63 to 2^63, which no quantiser makes, might leave the range of fp32 before the scale of x brings them
 // back, and numbers of those from 2^126 on may be infinite in bf16. For a stage that has any, the consumers add products in
 // fp32, number by number: right, and a hundred times as slow.
@@ -74,6 +78,8 @@ static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
 static_assert(PRODUCERS < STAGES, "the place of a stage is taken by one that nobody hands over before");
+// Of MXFP4: whether x has the order in which the shifts leave w's numbers.
+constexpr bool REORDERED = MXFP4 && TOKENS == 16;
 
 struct UnitShape {
     static constexpr int ROWS = TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
@@ -195,6 +201,38 @@ DEVICE void copy_packed_rows(SharedAddress target, const uint8_t* codes, int64_t
         copy_async_16(place + i * (ROWS * 64), i * ROWS < left ? source : codes, i * ROWS < left);
 }
 
+// Where of the 32 bytes of x of a step its number k lies. Where they are reordered lane t of a row has numbers 8t to 8t + 7 of w,
+// and wgmma takes the even ones for its 4t-th to 4t + 3-th and the odd ones for those 16 further.
+DEVICE constexpr int place_of(int k) { return REORDERED ? k % 2 * 16 + k / 8 * 4 + k % 8 / 2 : k; }
+
+// The tokens' numbers of a group, 128 bytes each, all of it by one warp, in the order of place_of: zeros where there are none.
+DEVICE void store_tokens(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
+                         int64_t begin, int64_t depth) {
+    constexpr int ROWS = WARP_SIZE / 8, AT_ONCE = minimum(TOKENS / ROWS, 8);
+    const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
+    const bool exists = 16 * chunk < depth - begin;
+    const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * chunk;
+    UNROLL_BY(1)
+    for (int row = lane_row; row < TOKENS; row += AT_ONCE * ROWS) {
+        Vec16 chunks[AT_ONCE];
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i, source += ROWS * stride) {
+            chunks[i] = Vec16{};
+            if (exists && first + row + i * ROWS < extent) chunks[i] = load_vec16(source);
+        }
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const uint32_t (&w)[4] = chunks[i].w;
+            // Half of a chunk's bytes lie in the lower 16 of the step, half in the upper ones.
+            const SharedAddress own = 8 * (chunk % 2);
+            store_shared_vec8(target + panel_offset(row + i * ROWS, chunk & ~1) + own,
+                              __byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420));
+            store_shared_vec8(target + panel_offset(row + i * ROWS, chunk | 1) + own,
+                              __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x7531));
+        }
+    }
+}
+
 DEVICE void produce_stage(const QuantisedProduct& product, const Part& part, int64_t group, SharedAddress shared,
                           uint32_t stage) {
     const int64_t begin = group * GROUP;
@@ -205,29 +243,46 @@ DEVICE void produce_stage(const QuantisedProduct& product, const Part& part, int
     else
         copy_rows<FEATURES>(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin,
                             result.depth);
-    copy_rows<TOKENS>(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin,
-                      result.depth);
+    if constexpr (REORDERED)
+        store_tokens(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin, result.depth);
+    else
+        copy_rows<TOKENS>(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin,
+                          result.depth);
 }
 
-// Of FP8.
-DEVICE void produce_scales(const QuantisedProduct& product, const Part& part, int32_t group, StageScales& scales) {
-    const float w_scale = scale_of_group(product.w_scales, part.column / FEATURES, group);
-    bool regular = true;
-    UNROLL
-    for (int token = lane_id(); token < TOKENS; token += WARP_SIZE) {
-        const int64_t row = part.row + token;
-        const float x_scale = row < product.result.rows ? scale_of_group(product.x_scales, row, group) : 0.0f;
-        scales.factors[token] = x_scale * w_scale;
-        scales.x[0][token] = x_scale;
-        regular = regular && is_regular(x_scale, w_scale);
+constexpr int X_LANE_ROWS = ceil_div<int>(TOKENS, WARP_SIZE);
+
+// The scales of a stage of FP8, a lane those of every 32nd token. They are asked for before the stage's place is free: what
+// comes after them, the stage before included, waits for no memory then.
+struct LoadedFactors {
+    float w, x[X_LANE_ROWS];
+
+    void load(const QuantisedProduct& product, const Part& part, int32_t group) {
+        w = scale_of_group(product.w_scales, part.column / FEATURES, group);
+        UNROLL
+        for (int i = 0; i < X_LANE_ROWS; ++i) {
+            const int64_t row = part.row + lane_id() + i * WARP_SIZE;
+            x[i] = row < product.result.rows ? scale_of_group(product.x_scales, row, group) : 0.0f;
+        }
     }
-    const bool irregular = __any_sync(FULL_WARP, !regular);
-    if (lane_id() == 0) scales.w = w_scale, scales.regular = !irregular;
-}
+    void store(StageScales& scales) const {
+        bool regular = true;
+        UNROLL
+        for (int i = 0; i < X_LANE_ROWS; ++i) {
+            const int token = lane_id() + i * WARP_SIZE;
+            if (token >= TOKENS) continue;
+            scales.factors[token] = x[i] * w;
+            scales.x[0][token] = x[i];
+            regular = regular && is_regular(x[i], w);
+        }
+        const bool irregular = __any_sync(FULL_WARP, !regular);
+        if (lane_id() == 0) scales.w = w, scales.regular = !irregular;
+    }
+};
 
 // ---------------------------------------------------------------- scales of MXFP4
 
-constexpr int W_LANE_ROWS = FEATURES / WARP_SIZE, X_LANE_ROWS = ceil_div<int>(TOKENS, WARP_SIZE);
+constexpr int W_LANE_ROWS = FEATURES / WARP_SIZE;
 // 2^6 times what e2m1x8_as_e4m3 makes of a number is the number. A byte of a scale counts its exponent.
 constexpr uint32_t LOST_EXPONENT = 6;
 // Bytes of the scales of w that are ordinary: 2^-63 to 2^63. Sums of a stage of numbers with such scales are normal fp32
@@ -328,14 +383,14 @@ DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
         if constexpr (MXFP4) loaded.begin(unit.product, part);
         for (int64_t group = part.begin; group < part.end; ++group, ++stage) {
             if (stage % PRODUCERS != warp) continue;
+            LoadedFactors factors;
             if constexpr (MXFP4) loaded.load(unit.product, static_cast<int32_t>(group));
+            else factors.load(unit.product, part, static_cast<int32_t>(group));
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
             produce_stage(unit.product, part, group, shared, stage);
             copy_commit();
-            if constexpr (MXFP4)
-                loaded.store(stage_scales(stage));
-            else
-                produce_scales(unit.product, part, static_cast<int32_t>(group), stage_scales(stage));
+            if constexpr (MXFP4) loaded.store(stage_scales(stage));
+            else factors.store(stage_scales(stage));
             if (holds_one) hand_over<1>(shared, stage - PRODUCERS);
             holds_one = true;
         }
@@ -359,10 +414,10 @@ DEVICE void multiply(float (&d)[N8][4], uint64_t w, uint64_t x) {
     wgmma_hold(d);
 }
 
-// total += d times the scales of its tokens and of the weights.
-DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageScales& scales) {
+// total += d times the scales of its tokens and of the weights. `regular`: of the scales.
+DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageScales& scales, int32_t regular) {
     const int token = lane_id() % 4 * 2;
-    if (uniform(scales.regular)) {
+    if (regular) {
         UNROLL
         for (int n = 0; n < N8; ++n) {
             float factor[2];
@@ -384,27 +439,47 @@ DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageS
 // ---------------------------------------------------------------- products of MXFP4
 
 // Tokens whose products are under way together, and steps of theirs: more would have no registers.
-constexpr int SLICE = minimum(TOKENS, 64), UNDER_WAY = 2;
+constexpr int SLICE = minimum(TOKENS, 64), UNDER_WAY = TOKENS == 16 ? STEPS : 2;
 using SliceSums = float[SLICE / 8][4];
 
-// A lane's part of a warp's rows of a stage, for each step as wgmma takes it: 16 numbers of rows `row` and `row + 8`.
-DEVICE void load_rows(uint32_t (&a)[STEPS][4], const uint8_t* w, int row) {
-    constexpr int EIGHT_ROWS = 8 * 64;
-    UNROLL
-    for (int step = 0; step < STEPS; ++step) {
-        const uint8_t* const own = w + packed_offset(row, step) + 2 * (lane_id() % 4);
+// What a lane multiplies of a stage: of its two rows the codes as they lie in memory, and bytes of scales.
+struct PackedRows {
+    uint32_t codes[STEPS][2], scales[2];
+
+    PackedRows(const uint8_t* w, const StageScales& of_stage, int row) {
+        constexpr int EIGHT_ROWS = 8 * 64;
+        UNROLL
+        for (int step = 0; step < STEPS; ++step) {
+            const uint8_t* const own = w + packed_offset(row, step) + (REORDERED ? 4 : 2) * (lane_id() % 4);
+            UNROLL
+            for (int half = 0; half < 2; ++half) codes[step][half] = eight_codes(own + half * EIGHT_ROWS);
+        }
+        UNROLL
+        for (int half = 0; half < 2; ++half) scales[half] = of_stage.w_words[row + 8 * half];
+    }
+    // Eight neighbours, or four and the four that are 16 further.
+    static uint32_t eight_codes(const uint8_t* own) {
+        if constexpr (REORDERED) return *reinterpret_cast<const uint32_t*>(own);
+        const uint32_t first = *reinterpret_cast<const uint16_t*>(own);
+        const uint32_t second = *reinterpret_cast<const uint16_t*>(own + 8);
+        return first | second << 16;
+    }
+    // A step as wgmma takes it.
+    void fragments(uint32_t (&a)[4], int step) const {
         UNROLL
         for (int half = 0; half < 2; ++half) {
-            // Of numbers 4t to 4t + 3, and 16 further.
-            const uint32_t first = *reinterpret_cast<const uint16_t*>(own + half * EIGHT_ROWS);
-            const uint32_t second = *reinterpret_cast<const uint16_t*>(own + half * EIGHT_ROWS + 8);
-            e2m1x8_as_e4m3(first | second << 16, a[step][half], a[step][half + 2]);
+            uint32_t even, odd;
+            e2m1x8_as_e4m3(codes[step][half], even, odd);
+            a[half] = REORDERED ? even : __byte_perm(even, odd, 0x5140);
+            a[half + 2] = REORDERED ? odd : __byte_perm(even, odd, 0x7362);
         }
     }
-}
+};
 
 // d = w x^T of one step, 64 features by SLICE tokens.
-DEVICE void start_step(SliceSums& d, const uint32_t (&a)[4], uint64_t x, int step) {
+DEVICE void start_step(SliceSums& d, const PackedRows& w, uint64_t x, int step) {
+    uint32_t a[4];
+    w.fragments(a, step);
     wgmma_fence();
     wgmma_registers_e4m3(d, a, descriptor_advance(x, 32 * step), false);
     wgmma_commit();
@@ -423,7 +498,7 @@ struct SliceScales {
 // The steps from STEP on, of which the first are under way: `sums` of their products with the scales of w or, where x has a
 // scale for each of them, `total` of those with both.
 template <int STEP>
-DEVICE void take_steps(SliceSums& total, SliceSums& sums, SliceSums (&d)[UNDER_WAY], const uint32_t (&a)[STEPS][4],
+DEVICE void take_steps(SliceSums& total, SliceSums& sums, SliceSums (&d)[UNDER_WAY], const PackedRows& rows,
                        uint64_t x, const SliceScales& scales) {
     if constexpr (STEP < STEPS) {
         SliceSums& done = d[STEP % UNDER_WAY];
@@ -442,17 +517,17 @@ DEVICE void take_steps(SliceSums& total, SliceSums& sums, SliceSums (&d)[UNDER_W
                     sums[n][i] = STEP == 0 ? done[n][i] * w[i / 2] : fused_multiply_add(done[n][i], w[i / 2], sums[n][i]);
             }
         }
-        if constexpr (STEP + UNDER_WAY < STEPS) start_step(done, a[STEP + UNDER_WAY], x, STEP + UNDER_WAY);
-        take_steps<STEP + 1>(total, sums, d, a, x, scales);
+        if constexpr (STEP + UNDER_WAY < STEPS) start_step(done, rows, x, STEP + UNDER_WAY);
+        take_steps<STEP + 1>(total, sums, d, rows, x, scales);
     }
 }
 
 // total += w x^T of a stage with all scales, of SLICE tokens.
-DEVICE void multiply_slice(SliceSums& total, const uint32_t (&a)[STEPS][4], uint64_t x, const SliceScales& scales) {
+DEVICE void multiply_slice(SliceSums& total, const PackedRows& rows, uint64_t x, const SliceScales& scales) {
     SliceSums d[UNDER_WAY], sums;
     UNROLL
-    for (int step = 0; step < UNDER_WAY; ++step) start_step(d[step], a[step], x, step);
-    take_steps<0>(total, sums, d, a, x, scales);
+    for (int step = 0; step < UNDER_WAY; ++step) start_step(d[step], rows, x, step);
+    take_steps<0>(total, sums, d, rows, x, scales);
     if constexpr (X_SCALES == 1) {
         UNROLL
         for (int n = 0; n < SLICE / 8; ++n) {
@@ -465,16 +540,12 @@ DEVICE void multiply_slice(SliceSums& total, const uint32_t (&a)[STEPS][4], uint
 }
 
 // The same of all tokens and features of a consumer, of weights whose scales are ordinary.
-DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t stage, uint32_t consumer) {
-    const StageScales& scales = stage_scales(stage);
-    const int lane = lane_id(), row = static_cast<int>(consumer) * CONSUMER_FEATURES + warp_id() % 4 * 16 + lane / 4;
-    uint32_t a[STEPS][4];
-    load_rows(a, dynamic_shared() + Shared::w(stage), row);
+DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t stage, const PackedRows& rows) {
     const uint64_t x = matrix_descriptor(shared + Shared::x(stage), 0, 1024);
     UNROLL
     for (int n = 0; n < N8; n += SLICE / 8) {
-        const SliceScales own{scales, {scales.w_words[row], scales.w_words[row + 8]}, lane % 4 * 2 + 8 * n};
-        multiply_slice(*reinterpret_cast<SliceSums*>(&total[n]), a, descriptor_advance(x, 1024 * n), own);
+        const SliceScales own{stage_scales(stage), {rows.scales[0], rows.scales[1]}, lane_id() % 4 * 2 + 8 * n};
+        multiply_slice(*reinterpret_cast<SliceSums*>(&total[n]), rows, descriptor_advance(x, 1024 * n), own);
     }
 }
 
@@ -503,7 +574,8 @@ DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& prod
             for (int e = 0; e < 4; ++e) {
                 const int own = 8 * n + token + e % 2;
                 const float scale = scales.x[X_SCALES == 1 ? 0 : k / W_GROUP][own];
-                const float number = to_float(fp8_e4m3{x[panel_offset(own, k / 16) + k % 16]});
+                const int place = k / W_GROUP * W_GROUP + place_of(k % W_GROUP);
+                const float number = to_float(fp8_e4m3{x[panel_offset(own, place / 16) + place % 16]});
                 total[n][e] = fused_multiply_add(scale > 1.0f ? w[e / 2] * scale : w[e / 2],
                                                  scale > 1.0f ? number : number * scale, total[n][e]);
             }
@@ -515,7 +587,10 @@ DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& prod
 template <typename Units>
 DEVICE void multiply_mxfp4(float (&total)[N8][4], const Units& units, int64_t number, int32_t group, SharedAddress shared,
                            uint32_t stage, uint32_t consumer) {
-    if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, consumer);
+    const int row = static_cast<int>(consumer) * CONSUMER_FEATURES + warp_id() % 4 * 16 + lane_id() / 4;
+    // Asked for before it is known whether they are taken as they are.
+    const PackedRows rows(dynamic_shared() + Shared::w(stage), stage_scales(stage), row);
+    if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, rows);
     const Unit unit = units.at(number);
     const uint8_t* const x = dynamic_shared() + Shared::x(stage);
     multiply_numbers(total, unit.product, unit.part, unit.part.begin + group, consumer, x, stage_scales(stage));
@@ -565,9 +640,10 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer)
                 multiply_mxfp4(total, units, number, group, shared, stage, consumer);
             } else {
                 float d[N8][4];
+                const int32_t regular = uniform(stage_scales(stage).regular);
                 const SharedAddress w = shared + Shared::w(stage) + consumer * CONSUMER_FEATURES * 128;
                 multiply(d, matrix_descriptor(w, 0, 1024), matrix_descriptor(shared + Shared::x(stage), 0, 1024));
-                promote(total, d, stage_scales(stage));
+                promote(total, d, stage_scales(stage), regular);
             }
             // Every lane has read its scales.
             __syncwarp();

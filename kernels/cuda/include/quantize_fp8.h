@@ -1,35 +1,11 @@
 // Groups of e4m3 codes with their scales (inference 5.4); quantize_fp8.cu has the formulas.
 //
 // Parameters of kernels that quantise have those of groups.h and scale_layout.h, codes and codes_row_stride
-// [num_rows, width], the logarithm of a group's elements log2_group, 16 at least, and scale_type, one of the
-// constants below.
+// [num_rows, width], the logarithm of a group's elements log2_group, 16 at least, and scale_type (fp8_scales.h).
 #pragma once
 
+#include "fp8_scales.h"
 #include "groups.h"
-#include "math.h"
-
-constexpr int E8M0 = 0, POWER_OF_TWO = 1, FP32 = 2;
-
-// The scale of a group with this largest magnitude.
-template <typename Params>
-DEVICE float scale_of(const Params& params, float amax) {
-    if (params.scale_type == FP32) return group_scale_f32(amax, E4M3_FLOOR, 1.0f / 448.0f);
-    const uint8_t scale = group_scale(amax, E4M3_FLOOR, 1.0f / 448.0f);
-    return scale == 255 ? NAN_F32 : __uint_as_float(uint32_t{scale} << 23);
-}
-
-// A scale that is a power of two, or NaN, as its byte of e8m0.
-DEVICE uint8_t scale_byte(float scale) { return static_cast<uint8_t>(is_nan(scale) ? 255u : __float_as_uint(scale) >> 23); }
-
-// Stores it, of a group that there is, or 0 in the place of one that pads.
-template <typename Params>
-DEVICE void store_scale(const Params& params, int64_t place, float scale, bool exists) {
-    if (params.scale_type == E8M0) {
-        params.scales[place] = exists ? scale_byte(scale) : 0;
-    } else {
-        reinterpret_cast<float*>(params.scales)[place] = exists ? scale : 0.0f;
-    }
-}
 
 // The codes of numbers x of a group with this scale, the first `count` of them.
 template <bool WIDE, typename Params>

@@ -113,6 +113,8 @@ pub struct KernelExports {
     pub max_threads: u32,
     /// Dynamic shared memory that the kernel asks for, where it exports that.
     pub shared_bytes: Option<u64>,
+    /// Blocks that its registers let a multiprocessor have at once, at least, where it exports that.
+    pub resident_blocks: Option<u64>,
     /// Blocks of a cluster, neighbours in x; 1 where it is launched in none.
     pub cluster: u32,
 }

@@ -280,6 +280,12 @@ impl Kernel {
         self.exports.max_threads
     }
 
+    /// How many blocks this device has at once, at least, as far as the kernel says.
+    pub fn resident_blocks(&self, environment: &Environment) -> usize {
+        let of_one = self.exports.resident_blocks.unwrap_or(1);
+        usize::try_from(of_one).unwrap_or(usize::MAX).max(1).saturating_mul(environment.processors as usize)
+    }
+
     /// Enqueues a launch of `blocks` blocks in x, of as many threads as the kernel was compiled for.
     ///
     /// # Errors

@@ -78,6 +78,7 @@ impl CudaModule {
         let layout = format!("{name}_layout");
         let [params_size, params_hash, max_threads] = self.code.numbers(&layout)?.ok_or_else(|| missing(layout))?;
         let shared_bytes = self.optional_number(&format!("{name}_shared_bytes"))?;
+        let resident_blocks = self.optional_number(&format!("{name}_resident_blocks"))?;
         let cluster = self.optional_number(&format!("{name}_cluster"))?.unwrap_or(1);
         let own = OwnLimits {
             static_shared: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?.into(),
@@ -92,6 +93,7 @@ impl CudaModule {
                 params_hash,
                 max_threads: u32::try_from(max_threads).unwrap_or(u32::MAX),
                 shared_bytes,
+                resident_blocks,
                 cluster: u32::try_from(cluster).unwrap_or(u32::MAX),
             },
             own,
@@ -210,7 +212,14 @@ mod tests {
     }
 
     fn refusal_in_clusters(cluster: u32, grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Option<String> {
-        let exports = KernelExports { params_size: 8, params_hash: 0, max_threads: 256, shared_bytes: None, cluster };
+        let exports = KernelExports {
+            params_size: 8,
+            params_hash: 0,
+            max_threads: 256,
+            shared_bytes: None,
+            resident_blocks: None,
+            cluster,
+        };
         check_limits(&device(), &exports, OWN, grid, block, shared_bytes).err()
     }
 

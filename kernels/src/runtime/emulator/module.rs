@@ -217,17 +217,18 @@ fn code_range(address: usize) -> (usize, usize) {
 impl EmulatorModule {
     /// Reads what the module exports for a kernel.
     pub fn exports(&self, kernel: &str) -> Result<KernelExports> {
-        // SAFETY: KERNEL, SHARED_MEMORY and KERNEL_OF_CLUSTERS define these symbols with these types.
+        // SAFETY (also of `number`): the macros of KERNEL and SHARED_MEMORY define these symbols with these types.
         let layout = unsafe { **symbol::<*const [u64; 3]>(&self.library, &self.file, &format!("{kernel}_layout"))? };
-        let number = |name: String| unsafe {
-            symbol::<*const [u64; 1]>(&self.library, &self.file, &name).ok().map(|number| (**number)[0])
+        let number = |what: &str| unsafe {
+            symbol::<*const [u64; 1]>(&self.library, &self.file, &format!("{kernel}_{what}")).map(|s| (**s)[0]).ok()
         };
         Ok(KernelExports {
             params_size: layout[0],
             params_hash: layout[1],
             max_threads: layout[2] as u32,
-            shared_bytes: number(format!("{kernel}_shared_bytes")),
-            cluster: number(format!("{kernel}_cluster")).map_or(1, |blocks| blocks as u32),
+            shared_bytes: number("shared_bytes"),
+            resident_blocks: number("resident_blocks"),
+            cluster: number("cluster").map_or(1, |blocks| blocks as u32),
         })
     }
 
