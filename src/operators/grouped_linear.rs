@@ -642,8 +642,8 @@ impl GroupedLinearCase {
     }
 
     /// With weights for some rows of some experts, which are drawn; `whole` is the case.
-    pub(super) fn with_few_weights(&self, whole: &Self, features: usize) -> Self {
-        let out_features = whole.out_features.min(features);
+    pub(super) fn with_few_weights(&self, whole: &Self) -> Self {
+        let out_features = whole.out_features.min(128);
         let num_experts = (DRAWN / (out_features * whole.in_features)).clamp(1, whole.num_experts);
         Self { num_experts, out_features, ..self.clone() }
     }
@@ -654,7 +654,7 @@ fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
     let ([bytes, flops], name) = (case.work(2 * case.out_features), case.name());
     let axis = if case.is_masked() { "num_experts" } else { "num_rows" };
     let benchmark: Benchmark<GroupedLinear> = Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
-    let drawn = benchmark.drawn.with_few_weights(&benchmark.case, 128);
+    let drawn = benchmark.drawn.with_few_weights(&benchmark.case);
     let (chosen, rows, sampled) = match drawn.grouping {
         Grouping::Masked => (last as fn(_, _) -> _, 1, benchmark.sampled),
         Grouping::Contiguous => (benchmark.chosen, 4, of_sampled_rows as _),

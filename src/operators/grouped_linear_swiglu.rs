@@ -588,7 +588,9 @@ fn benchmark(case: GroupedLinearSwigluCase) -> Benchmark<GroupedLinearSwiglu> {
     let axis = if case.product.is_masked() { "num_experts" } else { "num_rows" };
     let benchmark: Benchmark<GroupedLinearSwiglu> =
         Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
-    let product = benchmark.drawn.product.with_few_weights(&benchmark.case.product, 256);
+    let product = benchmark.drawn.product.with_few_weights(&benchmark.case.product);
+    let out_features = product.out_features.next_multiple_of(benchmark.case.multiple());
+    let product = GroupedLinearCase { out_features, ..product };
     let drawn = GroupedLinearSwigluCase { product, ..benchmark.drawn };
     let (chosen, rows, sampled) = match drawn.product.is_masked() {
         true => (last as fn(_, _) -> _, 1, benchmark.sampled),

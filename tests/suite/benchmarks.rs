@@ -414,17 +414,20 @@ fn experts() -> Vec<Box<dyn Timed>> {
 }
 
 fn fused_experts() -> Vec<Box<dyn Timed>> {
-    let slots = json!({
-        "num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 80, "in_features": 144,
-    });
-    let of = |name, drawn| timed::<GroupedLinearSwiglu>("forward", name, &slots, drawn);
-    let contiguous = |name| of(name, json!({"num_experts": 2, "num_rows": 8}));
-    let masked = |name| of(name, json!({"num_experts": 2, "out_features": 16}));
+    let slots = |out_features: usize| {
+        json!({
+            "num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": out_features,
+            "in_features": 144,
+        })
+    };
+    let of = |name, features, drawn| timed::<GroupedLinearSwiglu>("forward", name, &slots(features), drawn);
+    let contiguous = |name, features| of(name, features, json!({"num_experts": 2, "num_rows": 8}));
+    let masked = |name, [whole, drawn]: [usize; 2]| of(name, whole, json!({"num_experts": 2, "out_features": drawn}));
     vec![
-        contiguous("24576 contiguous 256x4096x4096 fp8 portable in groups of 128"),
-        contiguous("24576 contiguous 256x4096x4096 fp8 portable in groups of 32 interleaved"),
-        masked("192 masked 256x4096x4096 fp8 portable in groups of 128"),
-        masked("192 masked 256x4096x4096 mxfp4 in groups of 32 interleaved"),
+        contiguous("24576 contiguous 256x4096x4096 fp8 in groups of 128", 256),
+        contiguous("24576 contiguous 256x4096x4096 fp8 in groups of 32 interleaved", 80),
+        masked("192 masked 256x4096x4096 fp8 in groups of 128", [512, 256]),
+        masked("192 masked 256x4096x4096 mxfp4 in groups of 32 interleaved", [80, 16]),
     ]
 }
 
