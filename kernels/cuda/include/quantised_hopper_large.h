@@ -511,12 +511,6 @@ DEVICE Product product_of_stage(const Operands& all, uint32_t stage, int block, 
                    factors_of(stage_scales(stage), block, share.row())};
 }
 
-// The same stage's with the block of weights behind, which is there sooner than a product that is looked up anew.
-DEVICE Product product_of_next_block(const Product& first, uint32_t stage, const Share& share) {
-    return Product{{first.operands.x, descriptor_advance(first.operands.w, GROUP * 128)},
-                   factors_of(stage_scales(stage), 1, share.row())};
-}
-
 DEVICE void begin(BlockSums& d, const Product& product) { start_product(d, product.operands.x, product.operands.w); }
 
 DEVICE void end(BlockSums& d) {
@@ -566,7 +560,7 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
         const Share done_share = share;
         Factors last = first.factors;
         if (!share.is_half) {
-            const Product second = product_of_next_block(first, stage, share);
+            const Product second = product_of_stage(operands, stage, 1, share);
             end(d);
             promote(total[0], d, first.factors, stage_scales(stage), 0, share.row());
             begin(d, second);
