@@ -9,8 +9,10 @@
 // its scales. Expected to limit: memory, and experts whose last tile is nearly empty; of MXFP4 the consumers' instructions as
 // much as memory (quantised_hopper.h). Where an expert has more than 64 rows FP8 is grouped_linear_hopper_large.cu's.
 // Measured on one H200: masked, 6, 192 and 768 slots 35, 496 and 912 us (DeepGEMM 46, 583 and 1078).
-// MXFP4 38.6, 509 and 949 us: no faster than FP8 in the same run (36.9, 511 and 951), though its bytes are half as many. By 550 to
-// 600 cycles a stage 28, 340 and 620 us were predicted; the portable kernel takes 91, 2476 and 4771 us. Not profiled.
+// MXFP4 37.4, 489 and 917 us in a run with DeepGEMM's FP8 at 44.6, 626 and 1105: 1.19 to 1.28 of it, though its bytes are half as
+// many. ncu said of 509 us that 70 % of the issue slots were taken (some 230 instructions a stage and consumer warp; DRAM at 49 %);
+// with x in the order of w's shifts there are 200, which gained 4 %: 380 us were hoped for. The portable kernel takes 91, 2476 and
+// 4771 us.
 //
 // Defines
 //   TOKENS   columns of a product, rows of y: 16 or 64, of MXFP4 also 128

@@ -12,7 +12,8 @@
 // Measured on one H200: 196608 rows 8010 us (DeepGEMM 5541), of 384 experts of [6144, 7168] 21360 us (14300), and 24576 rows
 // of the former 1403 us (1358): some 1640 cycles a stage and 2960 a unit at 1.4 GHz, a tenth more a stage than linear's. With
 // half units (the last tile of every second expert), and consumers that started their products in turn, which has not helped
-// linear: 7725 us of 196608 rows (DeepGEMM 5865 in that run), 1450 of 24576 (1458); 6.4 ms were predicted.
+// linear: 7725 us of 196608 rows (DeepGEMM 5865 in that run), 1450 of 24576 (1458); 6.4 ms were predicted. In pairs of blocks 7443
+// and 1478 (5880 and 1453 in a run of the same day).
 //
 // Launch. Any grid in x; of pairs of whole clusters, and no other number of features than fills an even number of tiles.
 #include "grouped_hopper_large.h"
@@ -53,7 +54,7 @@ DEVICE void multiply_experts(const GroupedLinearParams& params) {
     initialise_barriers<Units::CLUSTER>(shared);
     count_tiles<UnitShape>(params, ends);
     const auto clear = [&params] { clear_padding<CONSUMER_THREADS / WARP_SIZE>(params); };
-    multiply_units(Units{{params, ends}}, params.x_map, params.w_map, shared, clear);
+    multiply_units(Units{{params, ends}}, params.x_map, params.w_map, shared, clear, StoredSums{});
 }
 
 KERNEL(grouped_linear_hopper_large, GroupedLinearParams, THREADS) { multiply_experts<UnitsOfExperts>(params); }

@@ -27,5 +27,5 @@ KERNEL_OF_CLUSTERS(linear_hopper_large_pairs, LinearQuantisedParams, THREADS, Pa
     const SharedAddress shared = shared_address(dynamic_shared());
     const QuantisedProduct product = product_of(params, 1.0f);
     initialise_barriers<PairsOfProduct::CLUSTER>(shared);
-    multiply_units(PairsOfProduct{product}, params.x_map, params.w_map, shared, [] {});
+    multiply_units(PairsOfProduct{product}, params.x_map, params.w_map, shared, [] {}, StoredSums{});
 }

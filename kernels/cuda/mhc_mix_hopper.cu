@@ -5,9 +5,10 @@
 // x 72 x 16), shared memory 860 (32 KiB arrive and are read, 9 KiB of weights are stored and read by 4 warpgroups, 128
 // bytes a cycle), and instructions 1020 (170 of each consumer warp, some 450 of each that splits, four a cycle). The
 // weights come from the second-level cache once for 256 tokens, 0.19 of the streams' bytes.
-// Measured on one H200, with the coefficients: 8192 tokens of 7168 channels 163.5 us, of 4096 channels 100; 32768 tokens
-// 615 and 357 us. (The portable kernel takes 207, 122 and 847; 130, 80 and 510 were predicted of memory at its full
-// rate: the streams come at 3.1 TB/s, in pieces of 128 bytes 57 KB apart. Not profiled.)
+// Measured on one H200, with the coefficients: 8192 tokens of 7168 channels 160 us, of 4096 channels 96; 32768 tokens of 7168
+// 608 us. (DeepGEMM's projection alone takes 128.6 and 77 in that run; the portable kernel 207, 122 and 847.) Of 154 us of the
+// projection ncu said: DRAM at 64 % of its rate, consumers waiting for split weights 47 % of their time. With six warps that
+// split, two steps ahead, where there were three, 163.5 became 160: what else holds it is not known. The coefficients take 11 us.
 //
 // Launch: ceil(num_tokens / TILE_TOKENS) * splits blocks.
 #include "projection_hopper.h"

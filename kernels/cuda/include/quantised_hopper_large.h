@@ -25,16 +25,13 @@
 // What a stage takes of a multiprocessor: 1024 cycles of products; of shared memory, at 128 bytes a cycle, 48 KB that arrive
 // and 2 x 2 x (8 + 16) KB that the products read, 1152 cycles; of the second-level cache 48 KB. 64 x 256 sums and 64 x 128
 // accumulators of a warpgroup are 192 registers a thread, so that no wider unit fits.
-// Measured on one H200 with tiles of 128 x 128: by cp.async 1875 and 2098 us for 4096 tokens of [65536, 1536] and
-// [7168, 16384]; by copies of boxes 1034 and 973; 128 x 256 as here 906 and 835, where DeepGEMM took 629 and 658; two blocks
-// that share the weights' copies 917 and 779 (not worth a cluster where experts have few tiles). Those had a way out of 6,000
-// cycles a unit. With the one below, some 300 instructions a warp, 919 and 964 in a run in which DeepGEMM took 688 and 743: at
-// 1.4 GHz some 1490 cycles a stage and 2560 a unit. That is what two consumers take that begin together: twice 512 cycles in
-// which each has half of the tensor cores, and twice some 240 in which both wait for their scales, promote and start again.
-// Scales that are read before the products end, as here: 883 and 914 (DeepGEMM 707 and 765 in a run at 1.41 to 1.47 GHz).
-// What did not help there: consumers that start their products in turn, each when the other's are on their way, 902 and 939;
-// x brought into registers by ldmatrix, which saves an eighth of shared memory's time, 958 and 970. The second-level cache,
-// or the clock under load, is left as what limits; not profiled. Predicted of pairs: 840 and 850.
+// Measured on one H200 for 4096 tokens of [65536, 1536] and [7168, 16384], with DeepGEMM in the same run where it is named: tiles
+// of 128 x 128 by cp.async 1875 and 2098 us, by copies of boxes 1034 and 973; 128 x 256 with a way out of 300 instructions a warp
+// 902 and 939 with consumers that start their products in turn, 883 and 914 without (DeepGEMM 707 and 765). What ncu said of
+// those: tensor cores busy 61 and 72 % of the time (DeepGEMM's 79 and 90), 1.9 times DeepGEMM's instructions, a fifth of a
+// consumer's time in the way out of units of 12 stages, each access of it behind a branch. With the way out below, and weights
+// shared by pairs of blocks (linear_hopper_large_pairs), 860 to 868 and 905 to 922 (706 and 758): the turn of a unit is cheaper,
+// and the pairs gave less than the 770 and 780 that were hoped for. Not profiled since.
 #pragma once
 
 #include "hopper.h"
@@ -586,9 +583,9 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
 
 // What a block does, once its barriers are there: `before` is what its consumers do first, `output` what they do with a unit's
 // sums. 168 registers a thread are there at the launch, so that what the consumers take the producer must have left.
-template <typename Units, typename Before, typename Output = StoredSums>
+template <typename Units, typename Before, typename Output>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
-                           const Before& before, const Output& output = {}) {
+                           const Before& before, const Output& output) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
         registers_decrease<Units::PRODUCER_REGISTERS>();
@@ -599,7 +596,8 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
             produce_operands(units, x_map, w_map, shared);
         }
     } else {
-        registers_increase<(3 * 168 - Units::PRODUCER_REGISTERS) / CONSUMERS>();
+        constexpr int CONSUMER_REGISTERS = (3 * 168 - Units::PRODUCER_REGISTERS) / CONSUMERS;
+        registers_increase<CONSUMER_REGISTERS>();
         before();
         if (first_unit<Units::CLUSTER>() < units.count()) consume<Units::CLUSTER>(shared, warpgroup, output);
     }
