@@ -124,8 +124,8 @@ impl Options {
         }
         let shared = !self.interleaved && !(extents.out_features / 2).is_multiple_of(BLOCK);
         let reason =
-            format!("the Hopper kernels need rows of up that begin at a multiple of {BLOCK}, or interleaved ones");
-        shared.then_some(reason).or(self.grouped.quantised.hopper_misfit(vectorised))
+            || format!("the Hopper kernels need rows of up that begin at a multiple of {BLOCK}, or interleaved ones");
+        shared.then(reason).or_else(|| self.grouped.quantised.hopper_misfit(vectorised))
     }
 
     /// The portable kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.

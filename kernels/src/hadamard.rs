@@ -11,7 +11,7 @@ const CODES_FILE: &str = "hadamard_codes.cu";
 const CHECK: Arguments = Arguments { operator: "hadamard" };
 /// Length of a row.
 pub const DIM: usize = 128;
-/// Rows of a block of `hadamard.cu`: one for four of its lanes.
+/// Rows of a block of either kernel, or of its turn: one for four of its lanes, or for each.
 const ROWS_PER_BLOCK: usize = 32;
 
 /// How the transform is stored.
@@ -100,7 +100,7 @@ pub fn launch(device: &Device, views: &Views, stored: Stored, backward: bool) ->
     let params = params.ptr("scale_bytes", e2m1.then(|| &views["scale_bytes"]));
     let params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
     let kernel = device.kernel(file, &defines, name)?;
-    // Blocks of `hadamard_codes` take turns, of ROWS_PER_BLOCK rows at most.
+    // Those of `hadamard_codes` take several turns.
     let resident = if file == CODES_FILE { kernel.resident_blocks(device.environment()) } else { usize::MAX };
     kernel.launch_blocks("x", num_rows.div_ceil(ROWS_PER_BLOCK).min(resident), &params)?;
     Ok(name)

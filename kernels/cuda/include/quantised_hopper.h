@@ -208,28 +208,25 @@ DEVICE constexpr int place_of(int k) { return REORDERED ? k % 2 * 16 + k / 8 * 4
 // The tokens' numbers of a group, 128 bytes each, all of it by one warp, in the order of place_of: zeros where there are none.
 DEVICE void store_tokens(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
                          int64_t begin, int64_t depth) {
-    constexpr int ROWS = WARP_SIZE / 8, AT_ONCE = minimum(TOKENS / ROWS, 8);
+    constexpr int ROWS = WARP_SIZE / 8, ACCESSES = TOKENS / ROWS;
     const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
     const bool exists = 16 * chunk < depth - begin;
     const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * chunk;
-    UNROLL_BY(1)
-    for (int row = lane_row; row < TOKENS; row += AT_ONCE * ROWS) {
-        Vec16 chunks[AT_ONCE];
-        UNROLL
-        for (int i = 0; i < AT_ONCE; ++i, source += ROWS * stride) {
-            chunks[i] = Vec16{};
-            if (exists && first + row + i * ROWS < extent) chunks[i] = load_vec16(source);
-        }
-        UNROLL
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const uint32_t (&w)[4] = chunks[i].w;
-            // Half of a chunk's bytes lie in the lower 16 of the step, half in the upper ones.
-            const SharedAddress own = 8 * (chunk % 2);
-            store_shared_vec8(target + panel_offset(row + i * ROWS, chunk & ~1) + own,
-                              __byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420));
-            store_shared_vec8(target + panel_offset(row + i * ROWS, chunk | 1) + own,
-                              __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x7531));
-        }
+    Vec16 chunks[ACCESSES];
+    UNROLL
+    for (int i = 0; i < ACCESSES; ++i, source += ROWS * stride) {
+        chunks[i] = Vec16{};
+        if (exists && first + lane_row + i * ROWS < extent) chunks[i] = load_vec16(source);
+    }
+    UNROLL
+    for (int i = 0; i < ACCESSES; ++i) {
+        const uint32_t (&w)[4] = chunks[i].w;
+        // Half of a chunk's bytes lie in the lower 16 of the step, half in the upper ones.
+        const SharedAddress own = 8 * (chunk % 2);
+        store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk & ~1) + own,
+                          __byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420));
+        store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk | 1) + own,
+                          __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x7531));
     }
 }
 
