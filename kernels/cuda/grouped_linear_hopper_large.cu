@@ -25,7 +25,6 @@ SHARED_MEMORY(grouped_linear_hopper_large_pairs, GroupedShared::BYTES)
 // as many features. Experts have an even number of tiles of features.
 struct PairsOfExperts {
     static constexpr uint32_t CLUSTER = 2;
-    static constexpr int PRODUCER_REGISTERS = 56;
     // A tile of tokens counts as half a pair of tiles, for which features are taken one tile at a time.
     struct Shape {
         static constexpr int ROWS = TOKENS, COLUMNS = 2 * FEATURES;

@@ -44,7 +44,6 @@ constexpr int HALF_FEATURES = UNIT_FEATURES / CONSUMERS, HALF_EIGHTS = HALF_FEAT
 template <bool INTERLEAVED>
 struct UnitsOfGateAndUp {
     static constexpr uint32_t CLUSTER = 1;
-    static constexpr int PRODUCER_REGISTERS = 56;
     UnitsOfExperts experts;
 
     int64_t count() const { return experts.count(); }
@@ -79,6 +78,8 @@ DEVICE void round_block(const BlockSums& total, Pairs<N8>& pairs) {
     hold_pairs(pairs);
 }
 
+constexpr int WARPS_OF_CONSUMER = WARPGROUP_SIZE / static_cast<int>(WARP_SIZE);
+
 // The tokens that a warp has of a unit: the first one, of the sorted rows or of an expert's, and how many there are. Rows of
 // a unit have 32 bits, and registers are scarce.
 struct WarpTokens {
@@ -86,10 +87,10 @@ struct WarpTokens {
     int32_t row, expert, count;
 
     WarpTokens(const UnitResult& unit, const Share& share) {
-        const uint32_t thread = thread_id_anew();
-        warp = static_cast<int>(thread / WARP_SIZE), lane = static_cast<int>(thread % WARP_SIZE);
+        warp = static_cast<int>(share.consumer) * WARPS_OF_CONSUMER + share.warp;
+        lane = static_cast<int>(thread_id_anew() % WARP_SIZE);
         // Units begin where their rows of x do.
-        const int first = share.first_token() + warp % 4 * Shared::WARP_ROWS;
+        const int first = share.warp_row();
         row = unit.x_row + first, expert = unit.x_matrix;
         const int32_t left = static_cast<int32_t>(unit.result.rows) - static_cast<int32_t>(unit.part.row) - first;
         count = minimum<int32_t>(left, Shared::WARP_ROWS);

@@ -21,7 +21,6 @@ DEVICE Unit unit_of(const GroupedLinearParams& params, const QuantisedProduct& p
 
 struct UnitsOfExperts {
     static constexpr uint32_t CLUSTER = 1;
-    static constexpr int PRODUCER_REGISTERS = 56;
     ExpertTiles<UnitShape> tiles;
 
     int64_t count() const { return tiles.count(); }

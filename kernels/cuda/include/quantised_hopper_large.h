@@ -41,6 +41,8 @@
 constexpr int GROUP = 128, TOKENS = 128, BLOCKS = 2, FEATURES = BLOCKS * GROUP;
 constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int CONSUMER_TOKENS = TOKENS / CONSUMERS;
+// Of 168 a thread at the launch: what the consumers take the producer must have left.
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / CONSUMERS;
 constexpr int SCALE_WARPS = WARPGROUP_SIZE / WARP_SIZE - 1;
 constexpr int STAGES = 4;
 constexpr int SCALE_STAGES = 8, UNITS = 8;  // places of scales and of units; one more than there are stages would do
@@ -134,14 +136,12 @@ DEVICE bool is_rounded(const Result& result, const Part& part) {
 // Units in the order in which blocks take them, as the functions below are given them, or of clusters what their blocks take
 // together:
 //   static constexpr uint32_t CLUSTER          blocks of a cluster
-//   static constexpr int PRODUCER_REGISTERS   as many as it takes to find them
 //   int64_t count() const
 //   Unit at(int64_t number) const              the block's own
 //
 // Those of one product.
 struct UnitsOfProduct {
     static constexpr uint32_t CLUSTER = 1;
-    static constexpr int PRODUCER_REGISTERS = 56;
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of<UnitShape>(product.result); }
@@ -155,7 +155,6 @@ struct UnitsOfProduct {
 // The same in pairs. The second unit of one may have no token: its block takes part with zeros, which nobody stores.
 struct PairsOfProduct {
     static constexpr uint32_t CLUSTER = 2;
-    static constexpr int PRODUCER_REGISTERS = 72;
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of<PairShape>(product.result); }
@@ -353,22 +352,23 @@ DEVICE Factors factors_of(const StageScales& scales, int block, int row) {
     return Factors{{scales.factors[block][row], scales.factors[block][row + 8]}, uniform(scales.regular)};
 }
 
-// total += d times the scales of its tokens, rows `row` and `row + 8`, and of the weights.
-DEVICE void promote(BlockSums& total, const BlockSums& d, const Factors& factors, const StageScales& scales, int block,
-                    int row) {
-    if (factors.regular) {
+// total += d times the scales of its tokens, rows `row` and `row + 8`, and of the weights. Where one product of the scales will
+// not do, d is multiplied by the token's here. It is not in the way of the others: a second loop of sums would be.
+DEVICE void promote(BlockSums& total, BlockSums& d, const Factors& factors, const StageScales& scales, int block, int row) {
+    float of_rows[2] = {factors.of_rows[0], factors.of_rows[1]};
+    if (__builtin_expect(factors.regular == 0, false)) {
+        const float x[2] = {scales.x[row], scales.x[row + 8]};
         UNROLL
         for (int n = 0; n < N8; ++n) {
             UNROLL
-            for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i], factors.of_rows[i / 2], total[n][i]);
+            for (int i = 0; i < 4; ++i) d[n][i] *= x[i / 2];
         }
-        return;
+        of_rows[0] = of_rows[1] = scales.w[block];
     }
-    const float x[2] = {scales.x[row], scales.x[row + 8]}, w = scales.w[block];
     UNROLL
     for (int n = 0; n < N8; ++n) {
         UNROLL
-        for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i] * x[i / 2], w, total[n][i]);
+        for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i], of_rows[i / 2], total[n][i]);
     }
 }
 
@@ -495,21 +495,6 @@ DEVICE Operands operands_of(SharedAddress shared) {
     return Operands{matrix_descriptor(shared + Shared::x(0), 0, 1024), matrix_descriptor(shared + Shared::w(0, 0), 0, 1024)};
 }
 
-// A consumer's product of a stage with one block of weights.
-struct Product {
-    Operands operands;
-    Factors factors;
-};
-
-DEVICE Product product_of_stage(const Operands& all, uint32_t stage, int block, const Share& share) {
-    const auto place = static_cast<uint32_t>(Shared::x(stage));
-    return Product{{descriptor_advance(all.x, place + share.first_token() * 128),
-                    descriptor_advance(all.w, place + block * GROUP * 128)},
-                   factors_of(stage_scales(stage), block, share.row())};
-}
-
-DEVICE void begin(BlockSums& d, const Product& product) { start_product(d, product.operands.x, product.operands.w); }
-
 DEVICE void end(BlockSums& d) {
     wgmma_wait<0>();
     wgmma_hold(d);
@@ -537,48 +522,97 @@ DEVICE void give_back(SharedAddress shared, uint32_t stage) {
     }
 }
 
+// A consumer at work: the sums of its unit, and the product that is under way.
+template <uint32_t CLUSTER>
+struct Consumer {
+    SharedAddress shared;
+    Operands operands;
+    Share share;
+    uint32_t stage;
+    Factors factors;  // of the product under way
+    BlockSums d, total[BLOCKS];
+
+    Factors factors_at(uint32_t other, int block) const { return factors_of(stage_scales(other), block, share.row()); }
+
+    // The product of this stage with a block of weights.
+    void start(int block, const Factors& its_factors) {
+        const auto place = static_cast<uint32_t>(Shared::x(stage));
+        start_product(d, descriptor_advance(operands.x, place + share.first_token() * 128),
+                      descriptor_advance(operands.w, place + block * GROUP * 128));
+        factors = its_factors;
+    }
+
+    // Of a stage with both blocks of weights the first product is added, and the second one started.
+    void multiply_by_second() {
+        const Factors second = factors_at(stage, 1);
+        end(d);
+        promote(total[0], d, factors, stage_scales(stage), 0, share.row());
+        start(1, second);
+    }
+
+    // A stage that is not its unit's last: its products are added, and the next one's first is started. No stage waits for
+    // what others may need, so that a consumer of units with many stages has little else to issue than its sums.
+    template <int PRODUCTS>
+    void multiply_stage() {
+        const int block = PRODUCTS == 1 ? share.first_block() : 0;
+        if constexpr (PRODUCTS > 1) multiply_by_second();
+        mbarrier_wait(shared + Shared::full(stage + 1), stage_phase(stage + 1));
+        const Factors next = factors_at(stage + 1, block);
+        end(d);
+        give_back<CLUSTER>(shared, stage);
+        promote(total[PRODUCTS - 1], d, factors, stage_scales(stage), block + PRODUCTS - 1, share.row());
+        ++stage;
+        start(block, next);
+    }
+
+    // A unit's last stage. The first product started behind it is the next unit's or, where there is none, its own again, for
+    // nobody: accumulators that only some paths leave under way the compiler would wait for where these meet.
+    void multiply_last_stage(uint32_t taken, bool is_last_unit) {
+        const Share own = share;
+        const uint32_t own_stage = stage;
+        if (!own.is_half) multiply_by_second();
+        if (!is_last_unit) ++stage;
+        mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
+        if (!is_last_unit) share.is_half = uniform(unit_result(taken + 1).is_half);
+        const Factors next = factors_at(stage, share.first_block());
+        end(d);
+        if (!is_last_unit) give_back<CLUSTER>(shared, own_stage);
+        const StageScales& scales = stage_scales(own_stage);
+        if (own.is_half) promote(total[0], d, factors, scales, own.first_block(), own.row());
+        else promote(total[1], d, factors, scales, 1, own.row());
+        start(share.first_block(), next);
+    }
+};
+
 // The units of a block that has any. The first product of a stage is started when the last one of the stage before is
-// promoted, be it of another unit, whose sums are then stored while it runs. Behind the last stage of all its own first
-// product is started again, for nobody: accumulators that only some paths leave under way the compiler would wait for where
-// these meet.
+// promoted, be it of another unit, whose sums are then stored while it runs.
 template <uint32_t CLUSTER, typename Output>
 DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& output) {
-    const Operands operands = operands_of(shared);
-    uint32_t stage = 0, taken = 0;
-    mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
-    int32_t stages = uniform(unit_result(taken).stages);
-    Share share{consumer, uniform(warp_id() % 4), uniform(unit_result(taken).is_half)};
-    BlockSums d, total[BLOCKS] = {};
-    Product first = product_of_stage(operands, stage, share.first_block(), share);
-    begin(d, first);
+    uint32_t taken = 0;
+    mbarrier_wait(shared + Shared::full(0), stage_phase(0));
+    Consumer<CLUSTER> own;
+    own.shared = shared;
+    own.operands = operands_of(shared);
+    own.share = Share{consumer, uniform(warp_id() % 4), uniform(unit_result(taken).is_half)};
+    own.stage = 0;
+    clear(own.total);
+    own.start(own.share.first_block(), own.factors_at(0, own.share.first_block()));
     for (;;) {
-        const bool is_end = --stages == 0, is_last = is_end && uniform(unit_result(taken).is_last);
-        const uint32_t next = is_last ? stage : stage + 1;
-        const Share done_share = share;
-        Factors last = first.factors;
-        if (!share.is_half) {
-            const Product second = product_of_stage(operands, stage, 1, share);
-            end(d);
-            promote(total[0], d, first.factors, stage_scales(stage), 0, share.row());
-            begin(d, second);
-            last = second.factors;
+        const int32_t stages = uniform(unit_result(taken).stages);
+        const Share share = own.share;
+        if (share.is_half) {
+            for (int32_t i = 1; i < stages; ++i) own.template multiply_stage<1>();
+        } else {
+            for (int32_t i = 1; i < stages; ++i) own.template multiply_stage<BLOCKS>();
         }
-        mbarrier_wait(shared + Shared::full(next), stage_phase(next));
-        if (is_end && !is_last) share.is_half = uniform(unit_result(taken + 1).is_half);
-        first = product_of_stage(operands, next, share.first_block(), share);
-        end(d);
-        if (!is_last) give_back<CLUSTER>(shared, stage);
-        if (done_share.is_half) promote(total[0], d, last, stage_scales(stage), consumer, done_share.row());
-        else promote(total[1], d, last, stage_scales(stage), 1, done_share.row());
-        begin(d, first);
-        stage = next;
-        if (!is_end) continue;
-        output.store(unit_result(taken), total, done_share);
+        const bool is_last = uniform(unit_result(taken).is_last);
+        own.multiply_last_stage(taken, is_last);
+        output.store(unit_result(taken), own.total, share);
         if (is_last) break;
-        stages = uniform(unit_result(++taken).stages);
-        clear(total);
+        clear(own.total);
+        ++taken;
     }
-    end(d);
+    end(own.d);
 }
 
 // What a block does, once its barriers are there: `before` is what its consumers do first, `output` what they do with a unit's
@@ -588,7 +622,7 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
                            const Before& before, const Output& output) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
-        registers_decrease<Units::PRODUCER_REGISTERS>();
+        registers_decrease<PRODUCER_REGISTERS>();
         const int32_t warp = uniform(warp_id() % 4);
         if (warp > 0) {
             produce_scales(units, shared, warp - 1);
@@ -596,7 +630,6 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
             produce_operands(units, x_map, w_map, shared);
         }
     } else {
-        constexpr int CONSUMER_REGISTERS = (3 * 168 - Units::PRODUCER_REGISTERS) / CONSUMERS;
         registers_increase<CONSUMER_REGISTERS>();
         before();
         if (first_unit<Units::CLUSTER>() < units.count()) consume<Units::CLUSTER>(shared, warpgroup, output);
