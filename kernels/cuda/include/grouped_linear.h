@@ -153,7 +153,7 @@ DEVICE void clear_padding(const GroupedLinearParams& params) {
     const Result result{nullptr, 0, params.out, params.out_stride, nullptr,
                         params.rows, params.columns, params.depth, 1, params.out_is_f32, params.wide, 1.0f};
     const int64_t step = static_cast<int64_t>(gridDim.x) * WARPS * WARP_SIZE;
-    int64_t first = (static_cast<int64_t>(blockIdx.x) * WARPS + warp_id()) * WARP_SIZE;
+    int64_t first = (static_cast<int64_t>(blockIdx.x) * WARPS + uniform(warp_id())) * WARP_SIZE;
     for (; first < params.rows; first += step) {
         const int64_t own = first + lane_id();
         uint32_t marked = __ballot_sync(FULL_WARP, own < params.rows && is_padding(params, own));

@@ -127,7 +127,7 @@ DEVICE void quantise_rows_of_nobody(const GroupedLinearSwigluParams& params, con
                                     const GroupedLinearParams& product) {
     if (params.expert_offsets == nullptr) return;
     const uint32_t step = gridDim.x * BLOCK_WARPS * WARP_SIZE;
-    int64_t first = (blockIdx.x * BLOCK_WARPS + static_cast<uint32_t>(warp_id())) * WARP_SIZE;
+    int64_t first = (blockIdx.x * BLOCK_WARPS + static_cast<uint32_t>(uniform(warp_id()))) * WARP_SIZE;
     for (; first < target.padded_rows; first += step) {
         const int64_t own = first + lane_id();
         const bool is_nobodys = own >= params.rows || is_padding(product, own);

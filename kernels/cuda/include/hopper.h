@@ -47,9 +47,6 @@
 
 constexpr int WARPGROUP_SIZE = 128;
 
-// Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma.
-DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
-
 // threadIdx.x, read where it is called: nobody keeps it, or what follows from it, in registers across a loop around.
 DEVICE uint32_t thread_id_anew() {
 #if defined(PARITY_EMULATOR)

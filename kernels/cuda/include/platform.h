@@ -116,3 +116,7 @@ DEVICE constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
 // Of a one-dimensional block.
 DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
 DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
+
+// Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma; and behind a loop
+// whose lanes it does not know to end together, nothing is known to be uniform any more, such as the descriptors of products.
+DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
