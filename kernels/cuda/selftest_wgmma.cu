@@ -134,7 +134,7 @@ struct SelftestWgmmaE4m3Params {
     const uint8_t* b;      // e4m3 [n, K], 16-byte aligned
     const float* c;        // [M, n]
     float* y;              // [M, n], c + a b^T, or a b^T where `accumulate` is 0
-    int32_t n;             // 16, 64 or 128
+    int32_t n;             // 8, 16, 64 or 128
     int32_t accumulate;    // 0 or 1
 };
 PARAMS_LAYOUT(SelftestWgmmaE4m3Params, a, b, c, y, n, accumulate)
@@ -177,6 +177,7 @@ DEVICE void whole_product_e4m3(const SelftestWgmmaE4m3Params& params) {
 
 // One block.
 KERNEL(selftest_wgmma_e4m3, SelftestWgmmaE4m3Params, WGMMA_THREADS) {
+    if (params.n == 8) whole_product_e4m3<1>(params);
     if (params.n == 16) whole_product_e4m3<2>(params);
     if (params.n == 64) whole_product_e4m3<8>(params);
     if (params.n == 128) whole_product_e4m3<16>(params);

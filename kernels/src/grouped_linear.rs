@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use crate::arguments::{Argument, Arguments, FLOATS, Signature, is_aligned, read, write};
 use crate::implementation::Implementation;
 use crate::linear::{
-    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, Weights, hopper_defines,
-    hopper_modules, large_maps, quantised_defines, token_tile, with_maps,
+    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, Weights, expert_tile,
+    hopper_defines, hopper_modules, large_maps, quantised_defines, token_tiles, with_maps,
 };
 use crate::moe_map::MAX_EXPERTS;
 use crate::runtime::device::{Module, module};
@@ -191,14 +191,15 @@ impl Grouped {
     /// Tiles of all experts are counted in 32 bits.
     pub(crate) fn check_rows(&self, check: Arguments, extents: Extents) -> Result<()> {
         let Extents { num_experts, num_rows, .. } = extents;
-        let tiles = num_experts.saturating_mul(num_rows.div_ceil(FEW_ROWS));
+        let smallest = token_tiles(self.quantised.weights)[0];
+        let tiles = num_experts.saturating_mul(num_rows.div_ceil(smallest));
         if !self.is_masked() || i32::try_from(tiles).is_ok() {
             return Ok(());
         }
         let most = i32::MAX;
         check.refuse(
             "x",
-            format!("{num_experts} experts of {num_rows} rows: there may be {most} tiles of {FEW_ROWS} rows"),
+            format!("{num_experts} experts of {num_rows} rows: there may be {most} tiles of {smallest} rows"),
         )
     }
 
@@ -254,7 +255,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
         return Ok(name.to_owned());
     }
     if hopper {
-        let (name, tokens) = ("grouped_linear_hopper", token_tile(quantised.weights, grouped.expected_rows));
+        let (name, tokens) = ("grouped_linear_hopper", expert_tile(quantised.weights, grouped.expected_rows));
         let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), name)?;
         let held = processors * quantised.hopper_held(tokens);
         kernel.launch_blocks("x", blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(held), &params)?;

@@ -196,6 +196,7 @@ impl Declared for Moe {
             "grouped_linear_small<fp8>",
             "grouped_linear_hopper<16>",
             "grouped_linear_hopper<64>",
+            "grouped_linear_hopper<8, mxfp4, 128>",
             "grouped_linear_hopper<16, mxfp4, 128>",
             "grouped_linear_hopper<64, mxfp4, 128>",
             "grouped_linear_hopper_large",
@@ -337,6 +338,7 @@ impl Declared for Moe {
             fp8(hopper, plain([70, 2, 2], 16, 16)),
             fp8(hopper, plain([385, 1, 1], 16, 144)),
             mxfp4(hopper, plain([5, 2, 7], 160, 64)),
+            mxfp4(hopper, plain([24, 2, 4], 32, 32)),
             mxfp4(hopper, plain([30, 2, 2], 32, 32)),
             plain([2, 2, 3], 576, 16),
         ];

@@ -189,7 +189,7 @@ fn codes(random: &mut ChaCha8Rng, count: usize, binades: u8) -> Vec<u8> {
 fn warpgroup_products_of_e4m3_have_the_bits_that_an_h100_gave_for_every_shape() {
     let Some(device) = hopper_device() else { return };
     for (seed, binades) in [(0, 1), (1, 4), (2, 9), (3, 15)] {
-        for (n, accumulate) in [16, 64, 128].into_iter().flat_map(|n| [(n, true), (n, false)]) {
+        for (n, accumulate) in [8, 16, 64, 128].into_iter().flat_map(|n| [(n, true), (n, false)]) {
             let mut random = ChaCha8Rng::seed_from_u64(seed);
             let (a, b) = (codes(&mut random, M * K, binades), codes(&mut random, n * K, binades));
             let mut number = || random.random_range(-1.0..1.0f32) * 2f32.powi(random.random_range(-8..=16));

@@ -898,6 +898,18 @@ DEVICE void wgmma_registers(float (&d)[32][4], const uint32_t (&a)[4], uint64_t 
 // The same 32 deep, of e4m3 operands in shared memory. The accumulators are fp32 registers that hold 13 fraction bits: products
 // and sums are cut off there (reference/src/tensor_core.rs has the rule).
 
+DEVICE void wgmma_shared_e4m3(float (&d)[1][4], uint64_t a, uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_shared_e4m3<8>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, accumulate, 1, 1;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+#endif
+}
+
 DEVICE void wgmma_shared_e4m3(float (&d)[2][4], uint64_t a, uint64_t b, bool accumulate) {
 #if defined(PARITY_EMULATOR)
     emulator::wgmma_shared_e4m3<16>(&d[0][0], a, b, accumulate);
@@ -955,6 +967,19 @@ DEVICE void wgmma_shared_e4m3(float (&d)[16][4], uint64_t a, uint64_t b, bool ac
 }
 
 // The same with A from registers.
+
+DEVICE void wgmma_registers_e4m3(float (&d)[1][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_registers_e4m3<8>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, accumulate, 1, 1;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+#endif
+}
 
 DEVICE void wgmma_registers_e4m3(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
 #if defined(PARITY_EMULATOR)

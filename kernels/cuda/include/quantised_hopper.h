@@ -47,7 +47,7 @@
 // memory takes for 8.5 KB at 4.24 TB/s. So two blocks share a multiprocessor there, since each waits for its own copies and
 // products.
 //
-// The including file is compiled with TOKENS, the columns of a product, defined as 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
+// The including file is compiled with TOKENS, the columns of a product, defined as 8, 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
 // (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32.
 #pragma once
 
@@ -57,7 +57,7 @@
 #include "linear_quantised.h"
 #include "panels.h"
 
-static_assert(TOKENS == 16 || TOKENS == 64 || TOKENS == 128, "products have 16, 64 or 128 columns");
+static_assert(TOKENS == 8 || TOKENS == 16 || TOKENS == 64 || TOKENS == 128, "products have 8, 16, 64 or 128 columns");
 
 static_assert(WEIGHTS == 1 || WEIGHTS == 2, "weights are FP8 or MXFP4");
 
@@ -72,14 +72,14 @@ constexpr int STAGES = TOKENS == 128 ? 6 : 8;
 constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
-constexpr int HELD = MXFP4 && TOKENS == 16 ? 2 : 1;
+constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
 constexpr int PRODUCER_REGISTERS = HELD == 2 ? 64 : MXFP4 ? 120 : 152, CONSUMER_REGISTERS = HELD == 2 ? 88 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
 static_assert(PRODUCERS < STAGES, "the place of a stage is taken by one that nobody hands over before");
 // Of MXFP4: whether x has the order in which the shifts leave w's numbers.
-constexpr bool REORDERED = MXFP4 && TOKENS == 16;
+constexpr bool REORDERED = MXFP4 && TOKENS <= 16;
 
 struct UnitShape {
     static constexpr int ROWS = TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
@@ -436,7 +436,7 @@ DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageS
 // ---------------------------------------------------------------- products of MXFP4
 
 // Tokens whose products are under way together, and steps of theirs: more would have no registers.
-constexpr int SLICE = minimum(TOKENS, 64), UNDER_WAY = TOKENS == 16 ? STEPS : 2;
+constexpr int SLICE = minimum(TOKENS, 64), UNDER_WAY = TOKENS <= 16 ? STEPS : 2;
 using SliceSums = float[SLICE / 8][4];
 
 // What a lane multiplies of a stage: of its two rows the codes as they lie in memory, and bytes of scales.

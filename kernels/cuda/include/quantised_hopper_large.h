@@ -515,6 +515,8 @@ DEVICE void clear(BlockSums (&total)[BLOCKS]) {
 template <uint32_t CLUSTER>
 DEVICE void give_back(SharedAddress shared, uint32_t stage) {
     const SharedAddress empty = shared + Shared::empty(stage);
+    // Every lane has read the scales of the stages before: one lane's arrival says it for all.
+    __syncwarp();
     if constexpr (CLUSTER == 1) {
         if (lane_id() == 0) mbarrier_arrive(empty);
     } else {
