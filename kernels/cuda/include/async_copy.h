@@ -52,6 +52,26 @@ DEVICE void copy_async_16(SharedAddress target, const void* source) {
 #endif
 }
 
+// The same of 16 bytes of a row that is read on: the L2 cache is brought the 256 bytes around them at once, in the place of 32,
+// of which memory gives fewer a second.
+DEVICE void copy_async_16_of_row(SharedAddress target, const void* source, bool wanted) {
+#if defined(PARITY_EMULATOR)
+    copy_async_16(target, source, wanted);
+#else
+    const uint32_t source_bytes = wanted ? 16u : 0u;
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(source_bytes)
+                 : "memory");
+#endif
+}
+
+DEVICE void copy_async_16_of_row(SharedAddress target, const void* source) {
+#if defined(PARITY_EMULATOR)
+    copy_async_16(target, source, true);
+#else
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+#endif
+}
+
 DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted, CachePolicy policy) {
 #if defined(PARITY_EMULATOR)
     static_cast<void>(policy);

@@ -192,13 +192,14 @@ DEVICE void copy_packed_rows(SharedAddress target, const uint8_t* codes, int64_t
     const SharedAddress place = target + packed_offset(lane_row, step);
     if (first + FEATURES <= extent && begin + 64 <= bytes) {
         UNROLL
-        for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride) copy_async_16(place + i * (ROWS * 64), source);
+        for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride)
+            copy_async_16_of_row(place + i * (ROWS * 64), source);
         return;
     }
     const int64_t left = begin + 16 * step < bytes ? extent - first - lane_row : 0;
     UNROLL_BY(4)
     for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride)
-        copy_async_16(place + i * (ROWS * 64), i * ROWS < left ? source : codes, i * ROWS < left);
+        copy_async_16_of_row(place + i * (ROWS * 64), i * ROWS < left ? source : codes, i * ROWS < left);
 }
 
 // Where of the 32 bytes of x of a step its number k lies. Where they are reordered lane t of a row has numbers 8t to 8t + 7 of w,
