@@ -188,6 +188,13 @@ impl Declared for Sampler {
             // A list that does not reach what ends the order, and one that does, of a long row.
             SamplerCase { data: Data::normal(0.25), ..plain(1, 6200, Filters::TopP) },
             SamplerCase { data: Data::normal(6.0), ..plain(1, 129_280, Filters::TopP) },
+            // Rows of which every limit takes more than is listed, or ends within it; of which no weight stands out.
+            SamplerCase { data: Data::normal(0.25), ..plain(9, 9000, Filters::TopP) },
+            SamplerCase { data: Data::normal(0.25), ..plain(8, 9000, Filters::TopK) },
+            SamplerCase { data: Data::normal(0.25), ..plain(12, 9000, Filters::All) },
+            SamplerCase { logits: Logits::Equal, ..plain(9, 9000, Filters::MinP) },
+            // The best score of some rows is far below 0.
+            SamplerCase { logits: Logits::Rising, ..mixed(9, 300, Filters::Absent) },
             // Rows of several tiles: the largest logit last, NaN and infinities, and no filter.
             SamplerCase { logits: Logits::Rising, ..plain(2, 20_000, Filters::TopP) },
             SamplerCase { logits: Logits::NotFinite, ..plain(2, 20_001, Filters::All) },
