@@ -234,6 +234,7 @@ impl Declared for RmsNorm {
             (Forward, 32768, 7168, true),
             (Forward, heads, 512, true),
             (Forward, heads, 512, false),
+            (Backward, 4096, 7168, true),
             (Backward, 16384, 7168, true),
         ];
         let small = [(Forward, 16, 4096, true), (Forward, 256, 512, false), (Backward, 16, 4096, true)];

@@ -7,6 +7,10 @@
 // takes some four cycles an instruction: three warps with two chunks a thread took longer than the streams' way, and consumers
 // waited for them 47 % of the time.)
 //
+// A box takes 128 bytes of each of 256 rows that lie 8 to 57 KB apart; the next step takes those behind them. Measured on one H200,
+// 8192 tokens of 7168 and 4096 channels: 160 and 96.3 us (2.9 and 2.8 TB/s; DeepGEMM 128.6 and 77.5) while the second-level cache
+// was brought 128 bytes at a time. It is brought 256 now (the runtime's tensor maps). Not measured yet.
+//
 // The three parts of the weights are columns of one product, 64 x 72 x 16 of 24 columns, so that the tensor cores are
 // given a wide one, and sums of unlike size do not meet in one accumulator: a step's product of each part is four
 // instructions from zero, and fp32 adds the parts, the smallest first, and then the steps.

@@ -13,7 +13,8 @@ DEVICE void store_codes(const Params& params, const Span& span, float (&x)[SPAN]
     if (span.count == 0) return;
     uint32_t codes[SPAN / 4];
     if (params.scale_type == FP32) {
-        const float inverse = __frcp_rn(scale);
+        // Scales are normal numbers, or NaN, and so are their inverses.
+        const float inverse = reciprocal_of_normal(scale);
         UNROLL
         for (int i = 0; i < SPAN; ++i) x[i] = divided_for_e4m3(x[i], scale, inverse);
         e4m3_codes(x, 1.0f, codes);
