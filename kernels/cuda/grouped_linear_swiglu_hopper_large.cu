@@ -2,7 +2,7 @@
 // grouped_linear_swiglu.cu, which has the formulas, with warpgroup matrix products of e4m3.
 //
 // How the work is laid out. quantised_hopper_large.h says how a block computes its units, grouped_linear.h which there are; as
-// many blocks as there are multiprocessors take them in turn. A unit's two blocks of weights are 128 rows of gate and those of
+// many blocks as there are multiprocessors take them in turn, alone or in pairs as there. A unit's two blocks of weights are 128 rows of gate and those of
 // up of the same features or, where rows are interleaved, 256 rows in their order. Either way a thread has gate and up of the
 // same features of two tokens in its registers, and four lanes have a token's: what they make of them is scaled and encoded
 // there, and goes as codes through the warp's place in shared memory, so that 16 neighbours are stored at a time. Features that
@@ -20,9 +20,10 @@
 // Predicted for 256 experts of [4096, 4096]: 24576 rows 1.45 ms, 196608 rows 7.9 ms; apart 1.52 and 8.27. Measured on one
 // H200: 1518 and 7996 us; apart, in the same run or the one before, 1477 + 69 and 7443 + 566. Masked, 6 and 192 slots, 40.5 and 594 us
 // (35 and 512 the product alone). That was with warps that the compiler did not know to be whole: it took a stage's products' places
-// from registers anew, 14 instructions between two products, 412 a stage of which 342 are left. Not measured since.
+// from registers anew, 14 instructions between two products, 412 a stage of which 342 are left; and with blocks alone. Not measured
+// since.
 //
-// Launch. Any grid in x.
+// Launch. Any grid in x; of pairs of whole clusters, and no other number of features than fills an even number of units.
 #include "grouped_hopper_large.h"
 #include "grouped_linear_swiglu.h"
 
@@ -37,15 +38,18 @@ struct FusedShared {
 static_assert(FusedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_swiglu_hopper_large, FusedShared::BYTES)
 SHARED_MEMORY(grouped_linear_swiglu_hopper_large_interleaved, FusedShared::BYTES)
+SHARED_MEMORY(grouped_linear_swiglu_hopper_large_pairs, FusedShared::BYTES)
+SHARED_MEMORY(grouped_linear_swiglu_hopper_large_interleaved_pairs, FusedShared::BYTES)
 
 constexpr int UNIT_FEATURES = FEATURES / 2, UNIT_EIGHTS = UNIT_FEATURES / 8;  // of gate, and of up
 constexpr int HALF_FEATURES = UNIT_FEATURES / CONSUMERS, HALF_EIGHTS = HALF_FEATURES / 8;
 
-// The units of experts, of which one block of weights is gate's and the other up's; interleaved rows lie in their order.
-template <bool INTERLEAVED>
+// Units of experts, alone or in pairs, of which one block of weights is gate's and the other up's; interleaved rows lie in their
+// order.
+template <typename Experts, bool INTERLEAVED>
 struct UnitsOfGateAndUp {
-    static constexpr uint32_t CLUSTER = 1;
-    UnitsOfExperts experts;
+    static constexpr uint32_t CLUSTER = Experts::CLUSTER;
+    Experts experts;
 
     int64_t count() const { return experts.count(); }
     Unit at(int64_t number) const {
@@ -368,20 +372,29 @@ struct QuantisedProducts {
     }
 };
 
-template <bool INTERLEAVED>
+template <typename Experts, bool INTERLEAVED>
 DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
     const GroupedLinearParams product = product_of<GROUP, GROUP, GROUP>(params);
     if (threadIdx.x == 0) FusedShared::target() = quantised_rows_of(params);
-    initialise_barriers(shared);
+    initialise_barriers<Experts::CLUSTER>(shared);
     count_tiles<UnitShape>(product, ends);
     const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
-    multiply_units(UnitsOfGateAndUp<INTERLEAVED>{{{product, ends}}}, params.x_map, params.w_map, shared, before,
+    multiply_units(UnitsOfGateAndUp<Experts, INTERLEAVED>{{{product, ends}}}, params.x_map, params.w_map, shared, before,
                    QuantisedProducts<INTERLEAVED>{params});
 }
 
-KERNEL(grouped_linear_swiglu_hopper_large, GroupedLinearSwigluParams, THREADS) { grouped_linear_swiglu<false>(params); }
+KERNEL(grouped_linear_swiglu_hopper_large, GroupedLinearSwigluParams, THREADS) {
+    grouped_linear_swiglu<UnitsOfExperts, false>(params);
+}
 KERNEL(grouped_linear_swiglu_hopper_large_interleaved, GroupedLinearSwigluParams, THREADS) {
-    grouped_linear_swiglu<true>(params);
+    grouped_linear_swiglu<UnitsOfExperts, true>(params);
+}
+KERNEL_OF_CLUSTERS(grouped_linear_swiglu_hopper_large_pairs, GroupedLinearSwigluParams, THREADS, PairsOfExperts::CLUSTER) {
+    grouped_linear_swiglu<PairsOfExperts, false>(params);
+}
+KERNEL_OF_CLUSTERS(grouped_linear_swiglu_hopper_large_interleaved_pairs, GroupedLinearSwigluParams, THREADS,
+                   PairsOfExperts::CLUSTER) {
+    grouped_linear_swiglu<PairsOfExperts, true>(params);
 }

@@ -203,6 +203,13 @@ impl Grouped {
         )
     }
 
+    /// Whether blocks of the Hopper kernels for many rows work in pairs: of an even number of tiles of features they leave none
+    /// without a second; of experts that have no more than a pair of tiles of rows they would share too little.
+    pub(crate) fn takes_pairs(&self, extents: Extents) -> bool {
+        let [rows, features] = LARGE_TILE;
+        extents.out_features.div_ceil(features).is_multiple_of(2) && self.expected_rows > 2 * rows
+    }
+
     /// The portable kernel that suits a call, and blocks that a multiprocessor holds.
     fn portable(&self, vectorised: bool) -> (&'static str, usize) {
         match vectorised {
@@ -245,11 +252,11 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     let params = with_maps(params(views, &grouped, extents)?, maps);
     let processors = device.environment().processors as usize;
     if maps.is_some() {
-        // Of an even number of tiles of features pairs of blocks leave none without a second; of experts that have no more
-        // than a pair of tiles of rows they would share too little.
-        let [rows, features] = LARGE_TILE;
-        let pairs = extents.out_features.div_ceil(features).is_multiple_of(2) && grouped.expected_rows > 2 * rows;
-        let name = if pairs { "grouped_linear_hopper_large_pairs" } else { "grouped_linear_hopper_large" };
+        let name = if grouped.takes_pairs(extents) {
+            "grouped_linear_hopper_large_pairs"
+        } else {
+            "grouped_linear_hopper_large"
+        };
         let blocks = blocks(&grouped, extents, LARGE_TILE);
         device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
         return Ok(name.to_owned());

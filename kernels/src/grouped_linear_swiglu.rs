@@ -15,8 +15,11 @@ use crate::swiglu_quantize;
 
 const FILE: &str = "grouped_linear_swiglu.cu";
 const HOPPER_FILE: &str = "grouped_linear_swiglu_hopper_large.cu";
-/// Its kernels: where gate's rows come first, and where they are interleaved with up's.
-const HOPPER: [&str; 2] = ["grouped_linear_swiglu_hopper_large", "grouped_linear_swiglu_hopper_large_interleaved"];
+/// Its kernels, of single blocks and of pairs: where gate's rows come first, and where they are interleaved with up's.
+const HOPPER: [[&str; 2]; 2] = [
+    ["grouped_linear_swiglu_hopper_large", "grouped_linear_swiglu_hopper_large_interleaved"],
+    ["grouped_linear_swiglu_hopper_large_pairs", "grouped_linear_swiglu_hopper_large_interleaved_pairs"],
+];
 const CHECK: Arguments = Arguments { operator: "grouped_linear_swiglu" };
 /// What the rows of w are a multiple of: gate and up have eights of rows each.
 pub const MULTIPLE: usize = 2 * GRANULE;
@@ -171,9 +174,9 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     let params = with_maps(params, maps);
     let processors = device.environment().processors as usize;
     if hopper {
-        let name = HOPPER[usize::from(options.interleaved)];
-        let blocks = blocks(grouped, extents, LARGE_TILE).min(processors);
-        device.kernel(HOPPER_FILE, &[], name)?.launch_blocks("x", blocks, &params)?;
+        let name = HOPPER[usize::from(grouped.takes_pairs(extents))][usize::from(options.interleaved)];
+        let blocks = blocks(grouped, extents, LARGE_TILE);
+        device.kernel(HOPPER_FILE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
         return Ok(name.to_owned());
     }
     let (name, held, rows) = options.kernel(vectorised);

@@ -252,6 +252,8 @@ impl Declared for GroupedLinearSwiglu {
             "grouped_linear_swiglu_scalar<mxfp4, 32>",
             "grouped_linear_swiglu_hopper_large",
             "grouped_linear_swiglu_hopper_large_interleaved",
+            "grouped_linear_swiglu_hopper_large_pairs",
+            "grouped_linear_swiglu_hopper_large_interleaved_pairs",
         ],
         modules: launcher::modules,
         cases: [16, 40, 80],
@@ -383,6 +385,23 @@ impl Declared for GroupedLinearSwiglu {
                 clamped(hopper(interleaved(of(short, slots(Experts::One, sorted([131, 2], 1, [336, 48])))))),
             ),
             with(E8m0, Blocked, hopper(of(long, in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
+            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
+            // than there are places; several units of a block.
+            with(
+                Fp32,
+                Plain,
+                hopper(of(long, expecting(300, slots(Experts::Skewed, sorted([420, 3], 16, [512, 272]))))),
+            ),
+            with(
+                E8m0,
+                MnMajor,
+                clamped(hopper(interleaved(of(
+                    short,
+                    expecting(300, slots(Experts::One, sorted([300, 2], 1, [464, 144]))),
+                )))),
+            ),
+            with(E8m0, Blocked, of_bf16(hopper(of(short, expecting(300, masked([300, 2, 160], [512, 144])))))),
+            with(E8m0, MnMajor, bare(hopper(interleaved(of(long, expecting(300, sorted([40, 6], 1, [336, 1168]))))))),
             // What registers and shared memory hold of other numbers.
             hopper(of(short, any(fp32(sorted([20, 6], 2, [256, 64]))))),
             small(hopper(interleaved(of(long, sorted([9, 3], 4, [48, 48]))))),

@@ -32,3 +32,28 @@ struct UnitsOfExperts {
         return unit_of(params, product, part, tile.expert, false);
     }
 };
+
+// Pairs of units of an expert: two tiles of tokens with the same weights or, of a last tile that has no other beside it, twice
+// as many features. Experts have an even number of tiles of features.
+struct PairsOfExperts {
+    static constexpr uint32_t CLUSTER = 2;
+    // A tile of tokens counts as half a pair of tiles, for which features are taken one tile at a time.
+    struct Shape {
+        static constexpr int ROWS = TOKENS, COLUMNS = 2 * FEATURES;
+    };
+    ExpertTiles<Shape> tiles;
+
+    int64_t count() const { return tiles.count(); }
+    Unit at(int64_t number) const {
+        const ExpertTile tile = tiles[number];
+        const QuantisedProduct product = product_of_expert(tiles.params, tile.expert);
+        const auto row_pairs = static_cast<uint32_t>(product.result.rows + TOKENS - 1) / (2 * TOKENS);
+        const uint32_t whole = row_pairs * 2 * tiles.column_tiles(), within = static_cast<uint32_t>(tile.number);
+        const bool is_last = within >= whole;
+        Result paired = product.result;
+        paired.rows = is_last ? TOKENS : static_cast<int64_t>(row_pairs) * PairShape::ROWS;
+        Part part = part_of<PairShape>(paired, is_last ? 2 * (within - whole) + cluster_rank() : within);
+        part.row += is_last ? static_cast<int64_t>(row_pairs) * PairShape::ROWS : cluster_rank() * TOKENS;
+        return unit_of(tiles.params, product, part, tile.expert, is_last);
+    }
+};

@@ -85,7 +85,7 @@ DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int
 // places in shared memory.
 template <typename S>
 DEVICE void count_tiles(const GroupedLinearParams& params, int32_t* ends) {
-    if (warp_id() == 0) {
+    if (uniform(warp_id()) == 0) {
         int32_t before = 0;
         UNROLL_BY(4)
         for (int32_t first = 0; first < params.experts; first += WARP_SIZE) {
