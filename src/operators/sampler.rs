@@ -30,6 +30,8 @@ pub enum Logits {
     Rising,
     /// Some are NaN or infinite; of every fifth row all are NaN or -infinity.
     NotFinite,
+    /// Drawn ones, and of every [`CROWD`] ids the first 128 far above the others: those that one warp of a block reads.
+    Crowded,
 }
 
 /// What the temperatures are.
@@ -193,6 +195,8 @@ impl Declared for Sampler {
             SamplerCase { data: Data::normal(0.25), ..plain(8, 9000, Filters::TopK) },
             SamplerCase { data: Data::normal(0.25), ..plain(12, 9000, Filters::All) },
             SamplerCase { logits: Logits::Equal, ..plain(9, 9000, Filters::MinP) },
+            // More large logits than one warp has room to collect.
+            SamplerCase { logits: Logits::Crowded, ..plain(2, 60_000, Filters::TopP) },
             // The best score of some rows is far below 0.
             SamplerCase { logits: Logits::Rising, ..mixed(9, 300, Filters::Absent) },
             // Rows of several tiles: the largest logit last, NaN and infinities, and no filter.
@@ -281,6 +285,9 @@ impl Declared for Sampler {
     }
 }
 
+/// A whole number of times the ids that a block of either size reads at once.
+const CROWD: usize = 4096;
+
 /// Ids that are added to rows.
 const UNREACHABLE: usize = 5;
 
@@ -343,6 +350,8 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64]) -> Vec<f64> {
                 bad[draw.rng().random_range(0..bad.len())]
             }
             Logits::NotFinite => drawn,
+            Logits::Crowded if id % CROWD < 128 => drawn + 20.0,
+            Logits::Crowded => drawn,
         }
     };
     let mut logits: Vec<f64> = drawn.iter().enumerate().map(logit).collect();
