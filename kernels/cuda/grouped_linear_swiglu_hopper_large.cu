@@ -2,8 +2,8 @@
 // grouped_linear_swiglu.cu, which has the formulas, with warpgroup matrix products of e4m3.
 //
 // How the work is laid out. quantised_hopper_large.h says how a block computes its units, grouped_linear.h which there are; as
-// many blocks as there are multiprocessors take them in turn, alone or in pairs as there. A unit's two blocks of weights are 128 rows of gate and those of
-// up of the same features or, where rows are interleaved, 256 rows in their order. Either way a thread has gate and up of the
+// many blocks as there are multiprocessors take them in turn, alone or in pairs as there. A unit's two blocks of weights are 128
+// rows of gate and those of up of the same features or, where rows are interleaved, 256 rows in their order. Either way a thread has gate and up of the
 // same features of two tokens in its registers, and four lanes have a token's: what they make of them is scaled and encoded
 // there, and goes as codes through the warp's place in shared memory, so that 16 neighbours are stored at a time. Features that
 // interleaved rows do not have come as zeros: no number but a weight that spoils the group's others makes more of them.

@@ -662,7 +662,7 @@ pub(crate) fn token_tile(weights: Weights, num_tokens: usize) -> usize {
 }
 
 /// The same of an expert of which so many rows are expected. Of a tile of 8 tokens half is left free, since few experts have
-/// just that many: one that has more reads its weights twice, for a fifth fewer instructions.
+/// just that many: one that has more reads its weights twice, for an eighth fewer instructions.
 pub(crate) fn expert_tile(weights: Weights, expected_rows: usize) -> usize {
     token_tile(weights, if expected_rows > 4 { expected_rows.max(9) } else { expected_rows })
 }

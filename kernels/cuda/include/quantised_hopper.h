@@ -42,7 +42,7 @@
 // fp32, number by number: right, and a hundred times as slow.
 //
 // What a stage of MXFP4 takes of a multiprocessor's 4 issue slots a cycle, as compiled: of each consumer warp 148 instructions
-// with 8 tokens, 169 with 16 (some 40 more with scales of 32 numbers of x), of which some 56 make fragments; of the producer's one
+// with 8 tokens, 169 with 16, where x has a scale for 128 numbers, of which some 56 make fragments; of the producer's one
 // warp some 300 and a copy of 16 bytes for each 512. 16 tokens: (8 x 169 + 300) / 4 are 410 cycles, as many as memory takes for
 // 7.5 of 8.5 KB at 4.24 TB/s. So two blocks share a multiprocessor there, since each waits for its own copies and products.
 // Measured on one H200, experts of [4096, 4096] with 6, 192 and 768 slots: 37.4, 483 and 908 us with 16 tokens, some 200
