@@ -13,9 +13,9 @@
 // of the former 1403 us (1358): some 1640 cycles a stage and 2960 a unit at 1.4 GHz, a tenth more a stage than linear's. With
 // half units (the last tile of every second expert), and consumers that started their products in turn, which has not helped
 // linear: 7725 us of 196608 rows (DeepGEMM 5865 in that run), 1450 of 24576 (1458); 6.4 ms were predicted. In pairs of blocks 7443
-// and 1478 (5880 and 1453 in a run of the same day). Not measured since the loop of stages is shorter (quantised_hopper_large.h) and
-// its descriptors uniform: behind `clear_padding` the compiler did not know warps to be whole, and read six of them a stage from
-// registers.
+// and 1478 (5880 and 1453 in a run of the same day). With a shorter loop of stages (quantised_hopper_large.h) and uniform
+// descriptors 6830 and 1394 (5751 and 1428 in that call): behind `clear_padding` the compiler did not know warps to be whole,
+// and read six of them a stage from registers.
 //
 // Launch. Any grid in x; of pairs of whole clusters, and no other number of features than fills an even number of tiles.
 #include "grouped_hopper_large.h"

@@ -34,7 +34,8 @@
 // and the pairs gave less than the 770 and 780 that were hoped for.
 // As compiled then, a product took 72 instructions beside its 64 sums (DeepGEMM's, of the same shape, 32) and three jumps over code
 // that is seldom wanted. It takes 45 and one jump since a unit's stages but the last are a loop that asks for nothing else, and
-// where the sums of scales that are no normal numbers are not sums of their own. Expected: 790 and 830 us. Not measured yet.
+// where the sums of scales that are no normal numbers are not sums of their own. Expected: 790 and 830 us; measured: 811
+// and 841 (706 and 754 in that call).
 #pragma once
 
 #include "hopper.h"
