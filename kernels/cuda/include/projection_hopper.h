@@ -8,8 +8,8 @@
 // waited for them 47 % of the time.)
 //
 // A box takes 128 bytes of each of 256 rows that lie 8 to 57 KB apart; the next step takes those behind them. Measured on one H200,
-// 8192 tokens of 7168 and 4096 channels: 160 and 96.3 us (2.9 and 2.8 TB/s; DeepGEMM 128.6 and 77.5) while the second-level cache
-// is brought 128 bytes at a time. 256 (the runtime's tensor maps) took 174 and 105.5 where 128 took 158 and 96.3.
+// 8192 tokens of 7168 and 4096 channels: 158 and 96.3 us (2.97 and 2.8 TB/s; DeepGEMM 128.3 and 76.3). Where the second-level
+// cache was asked for 256 bytes at a time and not for 128 (the runtime's tensor maps), it took 174 and 105.5.
 //
 // The three parts of the weights are columns of one product, 64 x 72 x 16 of 24 columns, so that the tensor cores are
 // given a wide one, and sums of unlike size do not meet in one accumulator: a step's product of each part is four
