@@ -40,7 +40,7 @@ struct UnitsOfExperts {
     Unit at(int64_t number) const {
         const ExpertTile tile = tiles[number];
         const QuantisedProduct product = product_of_expert(tiles.params, tile.expert);
-        return Unit{product, part_of<UnitShape>(product.result, tile.number)};
+        return Unit{product, part_of<UnitShape>(product.result, tile.number), FEATURES};
     }
 };
 

@@ -73,23 +73,46 @@ DEVICE Place place_of(const InverseRopeQuantizeParams& params) {
     return Place{group, token, column, minimum(left, SPAN)};
 }
 
+// Turns those of a lane's channels of a head that turn, and rounds them. Where all do, their rotations are asked for before the
+// channels are there, two words of which are unpacked at a time.
+DEVICE void turn_stored(const InverseRopeQuantizeParams& params, int64_t token, int32_t channel, Raw<ELEMENT>& raw) {
+    const int32_t copied = params.head_dim - params.rope_dim;
+    if (channel + SPAN <= copied) return;
+    if (channel >= copied) {
+        Rotation rotations[SPAN / 2];
+        load_rotations_at_once(params, token, (channel - copied) / 2, rotations);
+        UNROLL
+        for (int i = 0; i < SPAN / 2; ++i) {
+            uint32_t& pair = raw.vectors[i / 4].w[i % 4];
+            float even = unpack_bf16_low(pair), odd = unpack_bf16_high(pair);
+            rotate(rotations[i], even, odd);
+            pair = pack_bf16(even, odd);
+        }
+        return;
+    }
+    float x[SPAN];
+    unpack_stored(raw, x);
+    turn_channels(params, token, channel, x);
+    UNROLL
+    for (int i = 0; i < SPAN / 2; ++i) raw.vectors[i / 4].w[i % 4] = pack_bf16(x[2 * i], x[2 * i + 1]);
+}
+
 template <bool WIDE>
 DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
     const Place at = place_of(all);
     if (at.group >= all.o_groups) return;
-    float x[SPAN] = {};
+    Raw<ELEMENT> raw{};
     if (at.count > 0) {
         const int32_t of_group = static_cast<int32_t>(quotient(at.column, all.head_dim, all.of_head_dim));
         const int64_t head = at.group * all.group_heads + of_group;
         const int32_t channel = at.column - of_group * all.head_dim;
-        load_span<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, x);
-        // What is copied is bf16 already.
-        if (turn_channels(all, at.token, channel, x)) round_to_bf16(x);
+        load_raw<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, raw);
+        turn_stored(all, at.token, channel, raw);
     }
     InverseRopeQuantizeParams params = all;
     params.codes += at.group * params.codes_group_stride;
     params.scales += at.group * params.scale_group_bytes;
-    quantize_span<WIDE>(params, Span{at.token, at.column, at.count}, x);
+    quantize_stored<WIDE>(params, Span{at.token, at.column, at.count}, raw);
 }
 
 // Six blocks of a multiprocessor: what one waits for its memory the others use.

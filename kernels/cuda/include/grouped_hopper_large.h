@@ -48,12 +48,25 @@ struct PairsOfExperts {
         const ExpertTile tile = tiles[number];
         const QuantisedProduct product = product_of_expert(tiles.params, tile.expert);
         const auto row_pairs = static_cast<uint32_t>(product.result.rows + TOKENS - 1) / (2 * TOKENS);
-        const uint32_t whole = row_pairs * 2 * tiles.column_tiles(), within = static_cast<uint32_t>(tile.number);
-        const bool is_last = within >= whole;
+        const bool has_last = static_cast<int64_t>(row_pairs) * PairShape::ROWS < product.result.rows;
+        // As part_of takes them, but for the last rows of pairs, with which the last tile goes.
+        const uint32_t rows_before = row_pairs / TILE_GROUP * TILE_GROUP, rows = row_pairs - rows_before;
+        const uint32_t before = rows_before * 2 * tiles.column_tiles(), own = static_cast<uint32_t>(tile.number);
         Result paired = product.result;
-        paired.rows = is_last ? TOKENS : static_cast<int64_t>(row_pairs) * PairShape::ROWS;
-        Part part = part_of<PairShape>(paired, is_last ? 2 * (within - whole) + cluster_rank() : within);
-        part.row += is_last ? static_cast<int64_t>(row_pairs) * PairShape::ROWS : cluster_rank() * TOKENS;
-        return unit_of(tiles.params, product, part, tile.expert, is_last);
+        paired.rows = static_cast<int64_t>(rows_before) * PairShape::ROWS;
+        if (own < before) return pair_of(product, part_of<PairShape>(paired, own), tile.expert, false);
+        // Two tiles of features of all these pairs, then of the last tile: who runs at a time reads the same weights.
+        const uint32_t turn = 2 * rows + has_last, two = (own - before) / turn, within = own - before - two * turn;
+        const bool is_last = within == 2 * rows, is_second = is_last ? cluster_rank() == 1 : within >= rows;
+        const uint32_t row = is_last ? row_pairs : rows_before + (is_second ? within - rows : within);
+        const auto stages = static_cast<uint32_t>(ceil_div<int64_t>(product.result.depth, GROUP));
+        const Part part{static_cast<int64_t>(row) * PairShape::ROWS, static_cast<int64_t>(2 * two + is_second) * FEATURES,
+                        0, stages, 0};
+        return pair_of(product, part, tile.expert, is_last);
+    }
+    // Of a pair the block's own.
+    Unit pair_of(const QuantisedProduct& product, Part part, int32_t expert, bool is_last) const {
+        if (!is_last) part.row += cluster_rank() * TOKENS;
+        return unit_of(tiles.params, product, part, expert, is_last);
     }
 };

@@ -75,7 +75,7 @@ constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
 constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = HELD == 2 ? 64 : MXFP4 ? 120 : 152, CONSUMER_REGISTERS = HELD == 2 ? 88 : MXFP4 ? 192 : 176;
+constexpr int PRODUCER_REGISTERS = HELD == 2 ? 80 : MXFP4 ? 120 : 152, CONSUMER_REGISTERS = HELD == 2 ? 80 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
@@ -126,10 +126,11 @@ DEVICE int64_t units_of(const Result& result) {
     return ceil_div<int64_t>(result.rows, TOKENS) * ceil_div<int64_t>(result.columns, FEATURES) * result.splits;
 }
 
-// What a block computes next: a part of a product.
+// What a block computes next: a part of a product, of all features of a tile or of the half of them that begins there.
 struct Unit {
     QuantisedProduct product;
     Part part;
+    int32_t features;
 };
 
 // Units in the order in which blocks take them, as the functions below are given them:
@@ -141,13 +142,42 @@ struct UnitsOfProduct {
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of(product.result); }
-    Unit at(int64_t number) const { return Unit{product, part_of<UnitShape>(product.result, number)}; }
+    Unit at(int64_t number) const { return Unit{product, part_of<UnitShape>(product.result, number), FEATURES}; }
+};
+
+// The units of a block, a round of all blocks after the other. Where the last round has fewer units than blocks some of them
+// are halved, a consumer's features each, for blocks that would have none: no unit takes a multiprocessor longer than it must,
+// and weights come over all of them. Of blocks that share a multiprocessor, as every second one does, the first ones take what
+// is whole. Where a block has a multiprocessor to itself nothing ends sooner unless all are halved.
+template <typename Units>
+struct UnitsOfBlock {
+    const Units& units;
+    uint32_t first = 0;  // of the round: part_of counts in 32 bits
+
+    int64_t left() const { return units.count() - first; }
+    // Of the round, those that are not halved.
+    int64_t whole() const {
+        const int64_t blocks = gridDim.x, twice = 2 * left();
+        if (twice >= 2 * blocks || (HELD == 1 && twice > blocks)) return left();
+        return maximum<int64_t>(twice - blocks, 0);
+    }
+    bool has_unit() const { return blockIdx.x < 2 * left() - whole(); }
+    Unit unit() const {
+        const int64_t block = blockIdx.x, half = block - whole();
+        if (half < 0) return units.at(first + block);
+        Unit unit = units.at(first + whole() + half / 2);
+        unit.part.column += half % 2 * CONSUMER_FEATURES;
+        unit.features = CONSUMER_FEATURES;
+        return unit;
+    }
+    void advance() { first += gridDim.x; }
 };
 
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + Shared::full(stage), WARP_SIZE);
+            // All lanes' copies; where tokens are stored in another order, the stores besides.
+            mbarrier_init(shared + Shared::full(stage), WARP_SIZE + (REORDERED ? 1 : 0));
             mbarrier_init(shared + Shared::empty(stage), CONSUMER_THREADS / WARP_SIZE);
         }
         fence_mbarrier_init();
@@ -185,79 +215,112 @@ DEVICE void copy_rows(SharedAddress target, const uint8_t* codes, int64_t stride
 // Where 16 bytes of codes of MXFP4 lie, a step of a row: eight rows' are in different banks.
 DEVICE constexpr int packed_offset(int row, int step) { return row * 64 + 16 * (step ^ (row / 2 & 3)); }
 
-// The same of FEATURES rows of 64 bytes, two codes in each.
-DEVICE void copy_packed_rows(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
-                             int64_t begin, int64_t bytes) {
-    constexpr int ROWS = WARP_SIZE / STEPS;
-    const int step = lane_id() % STEPS, lane_row = lane_id() / STEPS;
-    const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * step;
-    const SharedAddress place = target + packed_offset(lane_row, step);
-    if (first + FEATURES <= extent && begin + 64 <= bytes) {
-        UNROLL
-        for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride)
-            copy_async_16_of_row(place + i * (ROWS * 64), source);
-        return;
+// The weights of a stage, by one warp: rows of 128 bytes.
+struct CopiedWeights {
+    void begin(const Unit&) {}
+    void copy(const Unit& unit, int64_t group, SharedAddress target) const {
+        const QuantisedProduct& product = unit.product;
+        for (int32_t first = 0; first < unit.features; first += CONSUMER_FEATURES)
+            copy_rows<CONSUMER_FEATURES>(target + first * 128, product.w, product.w_stride, unit.part.column + first,
+                                         product.result.columns, group * GROUP, product.result.depth);
     }
-    const int64_t left = begin + 16 * step < bytes ? extent - first - lane_row : 0;
-    UNROLL_BY(4)
-    for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride)
-        copy_async_16_of_row(place + i * (ROWS * 64), i * ROWS < left ? source : codes, i * ROWS < left);
-}
+};
+
+// The same of MXFP4: rows of 64 bytes, two codes in each.
+struct PackedWeights {
+    static constexpr int ROWS = WARP_SIZE / STEPS, AT_ONCE = CONSUMER_FEATURES / ROWS;
+    const uint8_t* source;  // the lane's 16 bytes of its first row's first group
+    int32_t rows;           // that the lane's are among, from its first on
+
+    void begin(const Unit& unit) {
+        const QuantisedProduct& product = unit.product;
+        const int64_t row = unit.part.column + lane_id() / STEPS;
+        source = product.w + row * product.w_stride + 16 * (lane_id() % STEPS);
+        rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, unit.features - lane_id() / STEPS));
+    }
+    void copy(const Unit& unit, int64_t group, SharedAddress target) const {
+        const QuantisedProduct& product = unit.product;
+        const int64_t bytes = product.result.depth / 2 - group * 64, step = ROWS * product.w_stride;
+        const SharedAddress place = target + packed_offset(lane_id() / STEPS, lane_id() % STEPS);
+        const uint8_t* from = source + group * 64;
+        const bool whole = unit.part.column + unit.features <= product.result.columns && bytes >= 64;
+        const int32_t left = 16 * (lane_id() % STEPS) < bytes ? rows : 0;
+        for (int32_t first = 0; first < unit.features; first += CONSUMER_FEATURES) {
+            if (whole) {
+                UNROLL
+                for (int i = 0; i < AT_ONCE; ++i, from += step) copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), from);
+            } else {
+                UNROLL_BY(4)
+                for (int i = 0; i < AT_ONCE; ++i, from += step) {
+                    const bool wanted = first + i * ROWS < left;
+                    copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), wanted ? from : product.w, wanted);
+                }
+            }
+        }
+    }
+};
 
 // Where of the 32 bytes of x of a step its number k lies. Where they are reordered lane t of a row has numbers 8t to 8t + 7 of w,
 // and wgmma takes the even ones for its 4t-th to 4t + 3-th and the odd ones for those 16 further.
 DEVICE constexpr int place_of(int k) { return REORDERED ? k % 2 * 16 + k / 8 * 4 + k % 8 / 2 : k; }
 
-// The tokens' numbers of a group, 128 bytes each, all of it by one warp, in the order of place_of: zeros where there are none.
-DEVICE void store_tokens(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
-                         int64_t begin, int64_t depth) {
-    constexpr int ROWS = WARP_SIZE / 8, ACCESSES = TOKENS / ROWS;
-    const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
-    const bool exists = 16 * chunk < depth - begin;
-    const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * chunk;
-    Vec16 chunks[ACCESSES];
-    UNROLL
-    for (int i = 0; i < ACCESSES; ++i, source += ROWS * stride) {
-        chunks[i] = Vec16{};
-        if (exists && first + lane_row + i * ROWS < extent) chunks[i] = load_vec16(source);
+// The tokens' numbers of a stage, 128 bytes each, by one warp: copied or, where they have to be in the order of place_of, loaded
+// before the stage's place is free and stored then. Zeros where there are none.
+struct CopiedTokens {
+    void begin(const Unit&) {}
+    void load(const Unit&, int64_t) {}
+    void store(const Unit& unit, int64_t group, SharedAddress target) const {
+        const QuantisedProduct& product = unit.product;
+        copy_rows<TOKENS>(target, product.x, product.x_stride, unit.part.row, product.result.rows, group * GROUP,
+                          product.result.depth);
     }
-    UNROLL
-    for (int i = 0; i < ACCESSES; ++i) {
-        const uint32_t (&w)[4] = chunks[i].w;
-        // Half of a chunk's bytes lie in the lower 16 of the step, half in the upper ones.
-        const SharedAddress own = 8 * (chunk % 2);
-        store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk & ~1) + own,
-                          __byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420));
-        store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk | 1) + own,
-                          __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x7531));
-    }
-}
+};
 
-DEVICE void produce_stage(const QuantisedProduct& product, const Part& part, int64_t group, SharedAddress shared,
-                          uint32_t stage) {
-    const int64_t begin = group * GROUP;
-    const Result& result = product.result;
-    if constexpr (MXFP4)
-        copy_packed_rows(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin / 2,
-                         result.depth / 2);
-    else
-        copy_rows<FEATURES>(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin,
-                            result.depth);
-    if constexpr (REORDERED)
-        store_tokens(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin, result.depth);
-    else
-        copy_rows<TOKENS>(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin,
-                          result.depth);
-}
+struct StoredTokens {
+    static constexpr int ROWS = WARP_SIZE / 8, ACCESSES = TOKENS / ROWS;
+    const uint8_t* source;  // the lane's chunk of its first row's first group
+    int32_t rows;           // that there are, from the lane's first on
+    Vec16 chunks[ACCESSES];
+
+    void begin(const Unit& unit) {
+        const int64_t row = unit.part.row + lane_id() / 8;
+        source = unit.product.x + row * unit.product.x_stride + 16 * (lane_id() % 8);
+        rows = static_cast<int32_t>(minimum<int64_t>(unit.product.result.rows - row, TOKENS));
+    }
+    void load(const Unit& unit, int64_t group) {
+        const bool exists = 16 * (lane_id() % 8) < unit.product.result.depth - group * GROUP;
+        UNROLL
+        for (int i = 0; i < ACCESSES; ++i) {
+            chunks[i] = Vec16{};
+            if (exists && i * ROWS < rows) chunks[i] = load_vec16(source + group * GROUP + i * ROWS * unit.product.x_stride);
+        }
+    }
+    void store(const Unit&, int64_t, SharedAddress target) const {
+        const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
+        UNROLL
+        for (int i = 0; i < ACCESSES; ++i) {
+            const uint32_t (&w)[4] = chunks[i].w;
+            // Half of a chunk's bytes lie in the lower 16 of the step, half in the upper ones.
+            const SharedAddress own = 8 * (chunk % 2);
+            store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk & ~1) + own,
+                              __byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420));
+            store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk | 1) + own,
+                              __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x7531));
+        }
+    }
+};
 
 constexpr int X_LANE_ROWS = ceil_div<int>(TOKENS, WARP_SIZE);
 
-// The scales of a stage of FP8, a lane those of every 32nd token. They are asked for before the stage's place is free: what
+// The scales of a stage of FP8, a lane those of every 32nd token. They are asked for long before the stage's place is free: what
 // comes after them, the stage before included, waits for no memory then.
 struct LoadedFactors {
     float w, x[X_LANE_ROWS];
 
-    void load(const QuantisedProduct& product, const Part& part, int32_t group) {
+    void begin(const Unit&) {}
+    void load(const Unit& unit, int32_t group) {
+        const QuantisedProduct& product = unit.product;
+        const Part& part = unit.part;
         w = scale_of_group(product.w_scales, part.column / FEATURES, group);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
@@ -307,32 +370,47 @@ DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
     return word;
 }
 
-// The scales of a stage of MXFP4, a lane those of every 32nd row. They are asked for before the stage's place is free. Where
+// The scales of a stage of MXFP4, a lane those of every 32nd row. They are asked for long before the stage's place is free. Where
 // one lies is a sum of what its row and what its group says (scale_layout.h), and w's rows of a lane are equally far apart.
 struct LoadedScales {
     int64_t w_place, w_step, x_places[X_LANE_ROWS];
     int32_t w_rows, x_rows;  // that there are, from the lane's first on
+    int32_t in_words;        // whether all rows of w exist, and their scales of a stage are a word of memory
     uint32_t w[W_LANE_ROWS];
     float x[X_SCALES][X_LANE_ROWS];
 
-    void begin(const QuantisedProduct& product, const Part& part) {
+    void begin(const Unit& unit) {
+        const QuantisedProduct& product = unit.product;
+        const Part& part = unit.part;
         const int64_t row = part.column + lane_id(), token = part.row + lane_id();
         w_place = scale_place(product.w_scales, row, 0);
         w_step = scale_place(product.w_scales, WARP_SIZE, 0);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i)
             x_places[i] = scale_place(product.x_scales, product.x_scales.first_row + token + i * WARP_SIZE, 0);
-        w_rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, FEATURES));
+        w_rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, unit.features - lane_id()));
         x_rows = static_cast<int32_t>(minimum<int64_t>(product.result.rows - token, TOKENS - lane_id()));
+        const bool whole = product.w_scales.num_groups % STEPS == 0 && reinterpret_cast<uint64_t>(product.w_scales.scales) % 4 == 0;
+        in_words = whole && part.column + unit.features <= product.result.columns;
     }
-    void load(const QuantisedProduct& product, int32_t group) {
+    void load_weights(const Unit& unit, const uint8_t* first, int32_t left) {
+        if (in_words) {
+            UNROLL
+            for (int i = 0; i < W_LANE_ROWS; ++i)
+                w[i] = i * static_cast<int>(WARP_SIZE) < unit.features
+                    ? *reinterpret_cast<const uint32_t*>(first + i * w_step) : NOBODY * 0x01010101u;
+            return;
+        }
+        UNROLL
+        for (int i = 0; i < W_LANE_ROWS; ++i)
+            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows ? four_scales(first + i * w_step, left) : NOBODY * 0x01010101u;
+    }
+    void load(const Unit& unit, int32_t group) {
+        const QuantisedProduct& product = unit.product;
         const int32_t w_group = group * STEPS, x_group = group * X_SCALES;
         const uint8_t* const of_w = static_cast<const uint8_t*>(product.w_scales.scales) + scale_place(product.w_scales, 0, w_group);
         const uint8_t* const of_x = static_cast<const uint8_t*>(product.x_scales.scales) + scale_place(product.x_scales, 0, x_group);
-        UNROLL
-        for (int i = 0; i < W_LANE_ROWS; ++i)
-            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows
-                ? four_scales(of_w + w_place + i * w_step, product.w_scales.num_groups - w_group) : NOBODY * 0x01010101u;
+        load_weights(unit, of_w + w_place, product.w_scales.num_groups - w_group);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
             uint32_t word = 0;
@@ -370,33 +448,60 @@ DEVICE void hand_over(SharedAddress shared, uint32_t stage) {
     mbarrier_arrive(shared + Shared::full(stage));
 }
 
-// Warp `warp` of the producer brings every fourth stage of all units.
+// Hands a stage over whose products read nothing that was copied, only what was stored: the copies tell by themselves when they
+// have landed, and nobody waits for them.
+DEVICE void hand_over_stores(SharedAddress shared, uint32_t stage) {
+    const SharedAddress full = shared + Shared::full(stage);
+    copy_arrive(full);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(full);
+}
+
+template <bool IS_FIRST, typename First, typename Second>
+struct Chosen {
+    using Type = First;
+};
+template <typename First, typename Second>
+struct Chosen<false, First, Second> {
+    using Type = Second;
+};
+
+// Warp `warp` of the producer brings every fourth stage of all units. What comes by way of registers is asked for when the stage
+// before is handed over.
 template <typename Units>
 DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
-    const int64_t count = units.count();
-    uint32_t stage = 0;
+    uint32_t before = 0;  // stages of the units before
     bool holds_one = false;
-    LoadedScales loaded;
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
-        const Unit unit = units.at(number);
-        const Part& part = unit.part;
-        if constexpr (MXFP4) loaded.begin(unit.product, part);
-        for (int64_t group = part.begin; group < part.end; ++group, ++stage) {
-            if (stage % PRODUCERS != warp) continue;
-            LoadedFactors factors;
-            if constexpr (MXFP4) loaded.load(unit.product, static_cast<int32_t>(group));
-            else factors.load(unit.product, part, static_cast<int32_t>(group));
+    typename Chosen<MXFP4, PackedWeights, CopiedWeights>::Type weights;
+    typename Chosen<MXFP4, LoadedScales, LoadedFactors>::Type scales;
+    typename Chosen<REORDERED, StoredTokens, CopiedTokens>::Type tokens;
+    for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
+        const Unit unit = turns.unit();
+        const auto begin = static_cast<int32_t>(unit.part.begin), end = static_cast<int32_t>(unit.part.end);
+        weights.begin(unit);
+        scales.begin(unit);
+        tokens.begin(unit);
+        int32_t group = begin + static_cast<int32_t>((warp - before) % PRODUCERS);
+        if (group < end) scales.load(unit, group), tokens.load(unit, group);
+        for (; group < end; group += PRODUCERS) {
+            const uint32_t stage = before + static_cast<uint32_t>(group - begin);
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
-            produce_stage(unit.product, part, group, shared, stage);
+            weights.copy(unit, group, shared + Shared::w(stage));
+            tokens.store(unit, group, shared + Shared::x(stage));
             copy_commit();
-            if constexpr (MXFP4) loaded.store(stage_scales(stage));
-            else factors.store(stage_scales(stage));
-            if (holds_one) hand_over<1>(shared, stage - PRODUCERS);
+            scales.store(stage_scales(stage));
+            if constexpr (REORDERED) hand_over_stores(shared, stage);
+            else if (holds_one) hand_over<1>(shared, stage - PRODUCERS);
             holds_one = true;
+            const int32_t next = group + PRODUCERS;
+            if (next < end) scales.load(unit, next), tokens.load(unit, next);
         }
+        before += static_cast<uint32_t>(end - begin);
     }
-    // The last of this warp's: `stage` is how many there were of all warps.
-    if (holds_one) hand_over<0>(shared, stage - 1 - (stage - 1 - warp) % PRODUCERS);
+    // The last of this warp's: `before` is how many stages there were of all warps.
+    if (REORDERED) copy_wait<0>();
+    else if (holds_one) hand_over<0>(shared, before - 1 - (before - 1 - warp) % PRODUCERS);
 }
 
 // ---------------------------------------------------------------- consumers
@@ -583,15 +688,15 @@ DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& prod
     }
 }
 
-// Of a stage of unit `number`, which is found anew where it is needed: the registers that a product takes are scarce.
+// Of a stage of a unit, which is found anew where it is needed: the registers that a product takes are scarce.
 template <typename Units>
-DEVICE void multiply_mxfp4(float (&total)[N8][4], const Units& units, int64_t number, int32_t group, SharedAddress shared,
+DEVICE void multiply_mxfp4(float (&total)[N8][4], const UnitsOfBlock<Units>& turns, int32_t group, SharedAddress shared,
                            uint32_t stage, uint32_t consumer) {
     const int row = static_cast<int>(consumer) * CONSUMER_FEATURES + warp_id() % 4 * 16 + lane_id() / 4;
     // Asked for before it is known whether they are taken as they are.
     const PackedRows rows(dynamic_shared() + Shared::w(stage), stage_scales(stage), row);
     if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, rows);
-    const Unit unit = units.at(number);
+    const Unit unit = turns.unit();
     const uint8_t* const x = dynamic_shared() + Shared::x(stage);
     multiply_numbers(total, unit.product, unit.part, unit.part.begin + group, consumer, x, stage_scales(stage));
 }
@@ -626,18 +731,29 @@ DEVICE void store_unit(const Result& result, const Part& part, uint32_t consumer
     }
 }
 
+// A stage that this consumer has no features of: it only says that it does not need it.
+DEVICE void pass_stage(SharedAddress shared, uint32_t stage) {
+    mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(stage));
+}
+
 template <typename Units>
 DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer) {
-    const int64_t count = units.count();
     uint32_t stage = 0;
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
-        const Unit unit = units.at(number);
+    for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
+        const Unit unit = turns.unit();
         const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
+        if (consumer * CONSUMER_FEATURES >= static_cast<uint32_t>(uniform(unit.features))) {
+            UNROLL_BY(1)
+            for (int32_t group = 0; group < groups; ++group, ++stage) pass_stage(shared, stage);
+            continue;
+        }
         float total[N8][4] = {};
         for (int32_t group = 0; group < groups; ++group, ++stage) {
             mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
             if constexpr (MXFP4) {
-                multiply_mxfp4(total, units, number, group, shared, stage, consumer);
+                multiply_mxfp4(total, turns, group, shared, stage, consumer);
             } else {
                 float d[N8][4];
                 const int32_t regular = uniform(stage_scales(stage).regular);
@@ -649,7 +765,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer)
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(stage));
         }
-        const Unit done = MXFP4 ? units.at(number) : unit;
+        const Unit done = MXFP4 ? turns.unit() : unit;
         store_unit(done.product.result, done.part, consumer, total);
     }
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "math.h"
+#include "memory.h"
 #include "numeric.h"
 
 struct Rotation {
@@ -24,6 +25,27 @@ DEVICE void load_rotations(const Params& params, int64_t token, int first, Rotat
         const float sin = params.sin[position * params.sin_stride + first + i];
         rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
     }
+}
+
+// The same, asked for in accesses of 16 bytes where cos and sin lie so: one after the other they are 2 PAIRS accesses.
+template <int PAIRS, typename Params>
+DEVICE void load_rotations_at_once(const Params& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
+    static_assert(PAIRS % 4 == 0, "accesses hold four");
+    const int64_t position = params.positions ? params.positions[token] : token;
+    const float* const cos = params.cos + position * params.cos_stride + first;
+    const float* const sin = params.sin + position * params.sin_stride + first;
+    const bool aligned = ((reinterpret_cast<uint64_t>(cos) | reinterpret_cast<uint64_t>(sin)) & 15) == 0;
+    if (!aligned || position < 0 || position >= params.table_rows) return load_rotations(params, token, first, rotations);
+    const uint32_t sign = params.inverse ? 0x80000000u : 0u;
+    Vec16 cosines[PAIRS / 4], sines[PAIRS / 4];
+    UNROLL
+    for (int i = 0; i < PAIRS / 4; ++i) {
+        cosines[i] = load_vec16(cos + 4 * i);
+        sines[i] = load_vec16(sin + 4 * i);
+    }
+    UNROLL
+    for (int i = 0; i < PAIRS; ++i)
+        rotations[i] = Rotation{__uint_as_float(cosines[i / 4].w[i % 4]), __uint_as_float(sines[i / 4].w[i % 4] ^ sign)};
 }
 
 DEVICE void rotate(Rotation by, float& even, float& odd) {
