@@ -80,7 +80,7 @@ DEVICE void turn_stored(const InverseRopeQuantizeParams& params, int64_t token, 
     if (channel + SPAN <= copied) return;
     if (channel >= copied) {
         Rotation rotations[SPAN / 2];
-        load_rotations_at_once(params, token, (channel - copied) / 2, rotations);
+        load_rotations(params, token, (channel - copied) / 2, rotations);
         UNROLL
         for (int i = 0; i < SPAN / 2; ++i) {
             uint32_t& pair = raw.vectors[i / 4].w[i % 4];
@@ -101,18 +101,18 @@ template <bool WIDE>
 DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
     const Place at = place_of(all);
     if (at.group >= all.o_groups) return;
-    Raw<ELEMENT> raw{};
+    Raw<ELEMENT> x{};
     if (at.count > 0) {
         const int32_t of_group = static_cast<int32_t>(quotient(at.column, all.head_dim, all.of_head_dim));
         const int64_t head = at.group * all.group_heads + of_group;
         const int32_t channel = at.column - of_group * all.head_dim;
-        load_raw<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, raw);
-        turn_stored(all, at.token, channel, raw);
+        load_raw<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, x);
+        turn_stored(all, at.token, channel, x);
     }
     InverseRopeQuantizeParams params = all;
     params.codes += at.group * params.codes_group_stride;
     params.scales += at.group * params.scale_group_bytes;
-    quantize_stored<WIDE>(params, Span{at.token, at.column, at.count}, raw);
+    quantize_span<WIDE>(params, Span{at.token, at.column, at.count}, x);
 }
 
 // Six blocks of a multiprocessor: what one waits for its memory the others use.

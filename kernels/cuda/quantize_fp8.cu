@@ -54,9 +54,9 @@ template <bool WIDE>
 DEVICE void quantize_rows(const QuantizeFp8Params& params) {
     const Span span = span_of(params);
     if (span.row >= params.padded_rows) return;
-    Raw<ELEMENT> raw;
-    load_raw<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, raw);
-    quantize_stored<WIDE>(params, span, raw);
+    Raw<ELEMENT> x;
+    load_raw<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, x);
+    quantize_span<WIDE>(params, span, x);
 }
 
 constexpr int SPANS = SQUARE * SQUARE / (THREADS * SPAN);

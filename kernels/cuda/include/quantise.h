@@ -20,6 +20,13 @@ DEVICE uint32_t largest_magnitude(const float (&x)[COUNT]) {
 // The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes are ordered as they are, NaN above
 // infinity.
 DEVICE float largest(uint32_t magnitude, int lanes) {
+    if (lanes == 8) {
+        // Groups of 128 have no loop to go round.
+        UNROLL
+        for (int distance = 4; distance > 0; distance /= 2)
+            magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
+        return __uint_as_float(magnitude);
+    }
     for (int distance = lanes / 2; distance > 0; distance /= 2)
         magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
     return __uint_as_float(magnitude);

@@ -25,33 +25,26 @@ DEVICE void store_codes(const Params& params, const Span& span, float (&x)[SPAN]
     store_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column, codes, span.count);
 }
 
-// Stores the scale of a lane's group, that of one that pads the row among them, where the group's first lane is this one.
-template <typename Params>
-DEVICE void store_scale_of_span(const Params& params, const Span& span, float scale, int group_lanes) {
+DEVICE void unpack_numbers(const float (&x)[SPAN], float (&out)[SPAN]) {
+    UNROLL
+    for (int i = 0; i < SPAN; ++i) out[i] = x[i];
+}
+template <typename T>
+DEVICE void unpack_numbers(const Raw<T>& x, float (&out)[SPAN]) { unpack_stored(x, out); }
+
+// Quantises what the lanes of a warp have of a row of groups, each 16 elements, as floats or as they lie in memory, where those of
+// bf16 are compared two at a time; all lanes take part. `has_scales`: whether the row's scales, those that pad it among them, are
+// this lane's to store.
+template <bool WIDE, typename Params, typename Numbers>
+DEVICE void quantize_span(const Params& params, const Span& span, const Numbers& x, bool has_scales = true) {
+    const int group_lanes = (1 << params.log2_group) / SPAN;
+    const float scale = scale_of(params, largest(largest_magnitude(x), group_lanes));
+    float numbers[SPAN];
+    unpack_numbers(x, numbers);
+    store_codes<WIDE>(params, span, numbers, scale);
     const int32_t group = span.column >> params.log2_group;
-    if ((lane_id() & (group_lanes - 1)) == 0 && group < params.padded_groups) {
+    if (has_scales && (lane_id() & (group_lanes - 1)) == 0 && group < params.padded_groups) {
         const bool exists = span.row < params.num_rows && group < params.num_groups;
         store_scale(params, scale_place(params, span.row, group), scale, exists);
     }
-}
-
-// Quantises what the lanes of a warp have of a row of groups, each 16 elements; all lanes take part. `has_scales`: whether the
-// row's scales, those that pad it among them, are this lane's to store.
-template <bool WIDE, typename Params>
-DEVICE void quantize_span(const Params& params, const Span& span, float (&x)[SPAN], bool has_scales = true) {
-    const int group_lanes = (1 << params.log2_group) / SPAN;
-    const float scale = scale_of(params, largest(largest_magnitude(x), group_lanes));
-    store_codes<WIDE>(params, span, x, scale);
-    if (has_scales) store_scale_of_span(params, span, scale, group_lanes);
-}
-
-// The same of elements as they lie in memory, of which bf16 are compared two at a time.
-template <bool WIDE, typename Params, typename T>
-DEVICE void quantize_stored(const Params& params, const Span& span, const Raw<T>& raw) {
-    const int group_lanes = (1 << params.log2_group) / SPAN;
-    const float scale = scale_of(params, largest(largest_magnitude(raw), group_lanes));
-    float x[SPAN];
-    unpack_stored(raw, x);
-    store_codes<WIDE>(params, span, x, scale);
-    store_scale_of_span(params, span, scale, group_lanes);
 }

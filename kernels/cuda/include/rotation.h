@@ -4,13 +4,28 @@
 // [num_tokens] or nullptr (token t uses table row t), table_rows, and whether the rotation is the inverse one.
 #pragma once
 
+#include "elements.h"
 #include "math.h"
-#include "memory.h"
 #include "numeric.h"
 
 struct Rotation {
     float cos, sin;
 };
+
+// Neighbours of both tables: four in an access where they lie so, of which fewer wait for each other then.
+template <int COUNT>
+DEVICE void load_neighbours(const float* cos, const float* sin, float (&cosines)[COUNT], float (&sines)[COUNT]) {
+    if constexpr (COUNT % 4 == 0) {
+        const bool aligned = ((reinterpret_cast<uint64_t>(cos) | reinterpret_cast<uint64_t>(sin)) & 15) == 0;
+        if (aligned) {
+            load_elements(cos, cosines);
+            load_elements(sin, sines);
+            return;
+        }
+    }
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) cosines[i] = cos[i], sines[i] = sin[i];
+}
 
 // PAIRS consecutive rotations of a token, from pair `first` on. A position outside the table reads
 // nothing and gives NaN, which no comparison mistakes for a value.
@@ -18,34 +33,20 @@ template <int PAIRS, typename Params>
 DEVICE void load_rotations(const Params& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
     const int64_t position = params.positions ? params.positions[token] : token;
     const bool inside = position >= 0 && position < params.table_rows;
+    if (!inside) {
+        UNROLL
+        for (int i = 0; i < PAIRS; ++i) rotations[i] = Rotation{NAN_F32, NAN_F32};
+        return;
+    }
+    float cosines[PAIRS], sines[PAIRS];
+    const float* const cos_row = &params.cos[position * params.cos_stride + first];
+    const float* const sin_row = &params.sin[position * params.sin_stride + first];
+    load_neighbours(cos_row, sin_row, cosines, sines);
+    UNROLL
     for (int i = 0; i < PAIRS; ++i) {
-        rotations[i] = Rotation{NAN_F32, NAN_F32};
-        if (!inside) continue;
-        const float cos = params.cos[position * params.cos_stride + first + i];
-        const float sin = params.sin[position * params.sin_stride + first + i];
+        const float cos = cosines[i], sin = sines[i];
         rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
     }
-}
-
-// The same, asked for in accesses of 16 bytes where cos and sin lie so: one after the other they are 2 PAIRS accesses.
-template <int PAIRS, typename Params>
-DEVICE void load_rotations_at_once(const Params& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
-    static_assert(PAIRS % 4 == 0, "accesses hold four");
-    const int64_t position = params.positions ? params.positions[token] : token;
-    const float* const cos = params.cos + position * params.cos_stride + first;
-    const float* const sin = params.sin + position * params.sin_stride + first;
-    const bool aligned = ((reinterpret_cast<uint64_t>(cos) | reinterpret_cast<uint64_t>(sin)) & 15) == 0;
-    if (!aligned || position < 0 || position >= params.table_rows) return load_rotations(params, token, first, rotations);
-    const uint32_t sign = params.inverse ? 0x80000000u : 0u;
-    Vec16 cosines[PAIRS / 4], sines[PAIRS / 4];
-    UNROLL
-    for (int i = 0; i < PAIRS / 4; ++i) {
-        cosines[i] = load_vec16(cos + 4 * i);
-        sines[i] = load_vec16(sin + 4 * i);
-    }
-    UNROLL
-    for (int i = 0; i < PAIRS; ++i)
-        rotations[i] = Rotation{__uint_as_float(cosines[i / 4].w[i % 4]), __uint_as_float(sines[i / 4].w[i % 4] ^ sign)};
 }
 
 DEVICE void rotate(Rotation by, float& even, float& odd) {
