@@ -73,28 +73,35 @@ DEVICE Place place_of(const InverseRopeQuantizeParams& params) {
     return Place{group, token, column, minimum(left, SPAN)};
 }
 
-// Turns those of a lane's channels of a head that turn, and rounds them. Where all do, their rotations are asked for before the
-// channels are there, two words of which are unpacked at a time.
+// Turns a pair of channels, and rounds it.
+DEVICE void turn_pair(Rotation by, uint32_t& pair) {
+    float even = unpack_bf16_low(pair), odd = unpack_bf16_high(pair);
+    rotate(by, even, odd);
+    pair = pack_bf16(even, odd);
+}
+
+// Those of a lane's channels of a head that turn. Where all do and their rotations are where they belong, as it is mostly, these are
+// asked for before the channels are there.
 DEVICE void turn_stored(const InverseRopeQuantizeParams& params, int64_t token, int32_t channel, Raw<ELEMENT>& raw) {
     const int32_t copied = params.head_dim - params.rope_dim;
     if (channel + SPAN <= copied) return;
     if (channel >= copied) {
-        Rotation rotations[SPAN / 2];
-        load_rotations(params, token, (channel - copied) / 2, rotations);
-        UNROLL
-        for (int i = 0; i < SPAN / 2; ++i) {
-            uint32_t& pair = raw.vectors[i / 4].w[i % 4];
-            float even = unpack_bf16_low(pair), odd = unpack_bf16_high(pair);
-            rotate(rotations[i], even, odd);
-            pair = pack_bf16(even, odd);
+        const RotationRows rows = rotation_rows(params, token, (channel - copied) / 2);
+        if (rows.exist() && rows.in_vectors()) {
+            Rotation rotations[SPAN / 2];
+            load_rotations<true>(params, rows, rotations);
+            UNROLL
+            for (int i = 0; i < SPAN / 2; ++i) turn_pair(rotations[i], raw.vectors[i / 4].w[i % 4]);
+            return;
         }
-        return;
     }
-    float x[SPAN];
-    unpack_stored(raw, x);
-    turn_channels(params, token, channel, x);
     UNROLL
-    for (int i = 0; i < SPAN / 2; ++i) raw.vectors[i / 4].w[i % 4] = pack_bf16(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < SPAN / 2; ++i) {
+        if (channel + 2 * i < copied) continue;
+        Rotation rotation[1];
+        load_rotations(params, token, (channel + 2 * i - copied) / 2, rotation);
+        turn_pair(rotation[0], raw.vectors[i / 4].w[i % 4]);
+    }
 }
 
 template <bool WIDE>

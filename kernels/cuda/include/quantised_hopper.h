@@ -75,7 +75,7 @@ constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
 constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = HELD == 2 ? 80 : MXFP4 ? 120 : 152, CONSUMER_REGISTERS = HELD == 2 ? 80 : MXFP4 ? 192 : 176;
+constexpr int PRODUCER_REGISTERS = HELD == 2 ? (TOKENS == 8 ? 80 : 64) : MXFP4 ? 120 : 152, CONSUMER_REGISTERS = HELD == 2 ? (TOKENS == 8 ? 80 : 88) : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
@@ -152,25 +152,28 @@ struct UnitsOfProduct {
 template <typename Units>
 struct UnitsOfBlock {
     const Units& units;
-    uint32_t first = 0;  // of the round: part_of counts in 32 bits
+    int32_t first = 0;  // of the round: as part_of, in 32 bits
 
-    int64_t left() const { return units.count() - first; }
+    int32_t left() const { return static_cast<int32_t>(units.count()) - first; }
     // Of the round, those that are not halved.
-    int64_t whole() const {
-        const int64_t blocks = gridDim.x, twice = 2 * left();
-        if (twice >= 2 * blocks || (HELD == 1 && twice > blocks)) return left();
-        return maximum<int64_t>(twice - blocks, 0);
+    int32_t whole(int32_t left) const {
+        const auto blocks = static_cast<int32_t>(gridDim.x);
+        if (left >= blocks || (HELD == 1 && 2 * left > blocks)) return left;
+        return maximum(2 * left - blocks, 0);
     }
-    bool has_unit() const { return blockIdx.x < 2 * left() - whole(); }
+    bool has_unit() const {
+        const int32_t left = this->left();
+        return left >= static_cast<int32_t>(gridDim.x) || static_cast<int32_t>(blockIdx.x) < 2 * left - whole(left);
+    }
     Unit unit() const {
-        const int64_t block = blockIdx.x, half = block - whole();
+        const auto block = static_cast<int32_t>(blockIdx.x), whole = this->whole(left()), half = block - whole;
         if (half < 0) return units.at(first + block);
-        Unit unit = units.at(first + whole() + half / 2);
+        Unit unit = units.at(first + whole + half / 2);
         unit.part.column += half % 2 * CONSUMER_FEATURES;
         unit.features = CONSUMER_FEATURES;
         return unit;
     }
-    void advance() { first += gridDim.x; }
+    void advance() { first += static_cast<int32_t>(gridDim.x); }
 };
 
 DEVICE void initialise_barriers(SharedAddress shared) {
@@ -287,7 +290,11 @@ struct StoredTokens {
         source = unit.product.x + row * unit.product.x_stride + 16 * (lane_id() % 8);
         rows = static_cast<int32_t>(minimum<int64_t>(unit.product.result.rows - row, TOKENS));
     }
+    // Of 16 tokens there are no registers for those of a stage to come.
     void load(const Unit& unit, int64_t group) {
+        if constexpr (TOKENS == 8) load_chunks(unit, group);
+    }
+    void load_chunks(const Unit& unit, int64_t group) {
         const bool exists = 16 * (lane_id() % 8) < unit.product.result.depth - group * GROUP;
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
@@ -295,7 +302,8 @@ struct StoredTokens {
             if (exists && i * ROWS < rows) chunks[i] = load_vec16(source + group * GROUP + i * ROWS * unit.product.x_stride);
         }
     }
-    void store(const Unit&, int64_t, SharedAddress target) const {
+    void store(const Unit& unit, int64_t group, SharedAddress target) {
+        if constexpr (TOKENS != 8) load_chunks(unit, group);
         const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
@@ -373,18 +381,16 @@ DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
 // The scales of a stage of MXFP4, a lane those of every 32nd row. They are asked for long before the stage's place is free. Where
 // one lies is a sum of what its row and what its group says (scale_layout.h), and w's rows of a lane are equally far apart.
 struct LoadedScales {
-    int64_t w_place, w_step, x_places[X_LANE_ROWS];
+    int64_t w_place, x_places[X_LANE_ROWS];
     int32_t w_rows, x_rows;  // that there are, from the lane's first on
     int32_t in_words;        // whether all rows of w exist, and their scales of a stage are a word of memory
-    uint32_t w[W_LANE_ROWS];
-    float x[X_SCALES][X_LANE_ROWS];
+    uint32_t w[W_LANE_ROWS], x[X_LANE_ROWS];
 
     void begin(const Unit& unit) {
         const QuantisedProduct& product = unit.product;
         const Part& part = unit.part;
         const int64_t row = part.column + lane_id(), token = part.row + lane_id();
         w_place = scale_place(product.w_scales, row, 0);
-        w_step = scale_place(product.w_scales, WARP_SIZE, 0);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i)
             x_places[i] = scale_place(product.x_scales, product.x_scales.first_row + token + i * WARP_SIZE, 0);
@@ -394,6 +400,7 @@ struct LoadedScales {
         in_words = whole && part.column + unit.features <= product.result.columns;
     }
     void load_weights(const Unit& unit, const uint8_t* first, int32_t left) {
+        const int64_t w_step = scale_place(unit.product.w_scales, WARP_SIZE, 0);
         if (in_words) {
             UNROLL
             for (int i = 0; i < W_LANE_ROWS; ++i)
@@ -413,11 +420,9 @@ struct LoadedScales {
         load_weights(unit, of_w + w_place, product.w_scales.num_groups - w_group);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
-            uint32_t word = 0;
+            x[i] = 0;
             if (i * static_cast<int>(WARP_SIZE) < x_rows)
-                word = X_SCALES == 1 ? of_x[x_places[i]] : four_scales(of_x + x_places[i], product.x_scales.num_groups - x_group);
-            UNROLL
-            for (int step = 0; step < X_SCALES; ++step) x[step][i] = e8m0_to_float(word >> 8 * step & 255u);
+                x[i] = X_SCALES == 1 ? of_x[x_places[i]] : four_scales(of_x + x_places[i], product.x_scales.num_groups - x_group);
         }
     }
     void store(StageScales& scales) const {
@@ -432,7 +437,7 @@ struct LoadedScales {
             const int token = lane_id() + i * WARP_SIZE;
             UNROLL
             for (int step = 0; step < X_SCALES; ++step)
-                if (token < TOKENS) scales.x[step][token] = x[step][i];
+                if (token < TOKENS) scales.x[step][token] = e8m0_to_float(x[i] >> 8 * step & 255u);
         }
         const bool all = !__any_sync(FULL_WARP, !ordinary);
         if (lane_id() == 0) scales.ordinary = all;
@@ -471,37 +476,41 @@ struct Chosen<false, First, Second> {
 // before is handed over.
 template <typename Units>
 DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
-    uint32_t before = 0;  // stages of the units before
-    bool holds_one = false;
+    // Stages of the units before, and the warp's next one: it has had one as soon as that is not among the first.
+    uint32_t before = 0, stage = warp;
     typename Chosen<MXFP4, PackedWeights, CopiedWeights>::Type weights;
     typename Chosen<MXFP4, LoadedScales, LoadedFactors>::Type scales;
     typename Chosen<REORDERED, StoredTokens, CopiedTokens>::Type tokens;
     for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
         const Unit unit = turns.unit();
-        const auto begin = static_cast<int32_t>(unit.part.begin), end = static_cast<int32_t>(unit.part.end);
+        const auto begin = static_cast<int32_t>(unit.part.begin);
+        const uint32_t groups = static_cast<uint32_t>(unit.part.end) - begin;
         weights.begin(unit);
         scales.begin(unit);
         tokens.begin(unit);
-        int32_t group = begin + static_cast<int32_t>((warp - before) % PRODUCERS);
-        if (group < end) scales.load(unit, group), tokens.load(unit, group);
-        for (; group < end; group += PRODUCERS) {
-            const uint32_t stage = before + static_cast<uint32_t>(group - begin);
+        const auto load = [&] {
+            if (stage - before >= groups) return;
+            const int32_t group = begin + static_cast<int32_t>(stage - before);
+            scales.load(unit, group);
+            tokens.load(unit, group);
+        };
+        load();
+        while (stage - before < groups) {
+            const int32_t group = begin + static_cast<int32_t>(stage - before);
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
             weights.copy(unit, group, shared + Shared::w(stage));
             tokens.store(unit, group, shared + Shared::x(stage));
             copy_commit();
             scales.store(stage_scales(stage));
             if constexpr (REORDERED) hand_over_stores(shared, stage);
-            else if (holds_one) hand_over<1>(shared, stage - PRODUCERS);
-            holds_one = true;
-            const int32_t next = group + PRODUCERS;
-            if (next < end) scales.load(unit, next), tokens.load(unit, next);
+            else if (stage >= PRODUCERS) hand_over<1>(shared, stage - PRODUCERS);
+            stage += PRODUCERS;
+            load();
         }
-        before += static_cast<uint32_t>(end - begin);
+        before += groups;
     }
-    // The last of this warp's: `before` is how many stages there were of all warps.
-    if (REORDERED) copy_wait<0>();
-    else if (holds_one) hand_over<0>(shared, before - 1 - (before - 1 - warp) % PRODUCERS);
+    if constexpr (REORDERED) copy_wait<0>();
+    else if (stage >= PRODUCERS) hand_over<0>(shared, stage - PRODUCERS);
 }
 
 // ---------------------------------------------------------------- consumers

@@ -242,6 +242,7 @@ template <typename Units>
 DEVICE int64_t unit_from(const Units& units, int64_t count, int64_t number) {
     if constexpr (Units::TICKS == 2) {
         const int64_t step = 2 * (gridDim.x / Units::CLUSTER) - 1;
+        UNROLL_BY(1)
         while (number < count && !units.begins(number)) number += number % 2 == 0 ? 1 : step;
     }
     return number;
@@ -258,10 +259,11 @@ DEVICE int64_t unit_after(const Units& units, int64_t count, int64_t number) {
 
 // The operands of all stages of all units, by one lane.
 template <typename Units>
-DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared) {
+DEVICE void produce_operands(const Units& units, int64_t first_number, const TensorMap& x_map, const TensorMap& w_map,
+                             SharedAddress shared) {
     const int64_t count = units.count();
     uint32_t stage = 0, taken = 0;
-    for (int64_t number = first_unit(units, count), next; number < count; number = next, ++taken) {
+    for (int64_t number = first_number, next; number < count; number = next, ++taken) {
         next = unit_after(units, count, number);
         const Unit unit = units.at(number);
         const auto first = static_cast<int32_t>(unit.part.begin);
@@ -336,10 +338,10 @@ struct LoadedScales {
 
 // Warp `warp` of those that bring scales.
 template <typename Units>
-DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t warp) {
+DEVICE void produce_scales(const Units& units, int64_t first_number, SharedAddress shared, uint32_t warp) {
     const int64_t count = units.count();
     uint32_t stage = 0;
-    for (int64_t number = first_unit(units, count); number < count; number = unit_after(units, count, number)) {
+    for (int64_t number = first_number; number < count; number = unit_after(units, count, number)) {
         const Unit unit = units.at(number);
         LoadedScales scales;
         scales.begin(unit);
@@ -648,18 +650,19 @@ template <typename Units, typename Before, typename Output>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
                            const Before& before, const Output& output) {
     const int32_t warpgroup = uniform(warp_id() / 4);
+    const int64_t count = units.count(), first = first_unit(units, count);
     if (warpgroup == CONSUMERS) {
         registers_decrease<PRODUCER_REGISTERS>();
         const int32_t warp = uniform(warp_id() % 4);
         if (warp > 0) {
-            produce_scales(units, shared, warp - 1);
+            produce_scales(units, first, shared, warp - 1);
         } else if (lane_id() == 0) {
-            produce_operands(units, x_map, w_map, shared);
+            produce_operands(units, first, x_map, w_map, shared);
         }
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         before();
-        if (first_unit(units, units.count()) < units.count()) consume<Units::CLUSTER>(shared, warpgroup, output);
+        if (first < count) consume<Units::CLUSTER>(shared, warpgroup, output);
     }
     // Its consumers still tell a block that its stages are free when that one has done all its own.
     if constexpr (Units::CLUSTER > 1) meet_blocks<Units::CLUSTER>();

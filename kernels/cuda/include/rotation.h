@@ -12,41 +12,54 @@ struct Rotation {
     float cos, sin;
 };
 
-// Neighbours of both tables: four in an access where they lie so, of which fewer wait for each other then.
-template <int COUNT>
-DEVICE void load_neighbours(const float* cos, const float* sin, float (&cosines)[COUNT], float (&sines)[COUNT]) {
-    if constexpr (COUNT % 4 == 0) {
-        const bool aligned = ((reinterpret_cast<uint64_t>(cos) | reinterpret_cast<uint64_t>(sin)) & 15) == 0;
-        if (aligned) {
-            load_elements(cos, cosines);
-            load_elements(sin, sines);
-            return;
-        }
+// Where the rotations of a token lie from one pair on; nowhere where its position is outside the table.
+struct RotationRows {
+    const float *cos, *sin;
+
+    bool exist() const { return cos != nullptr; }
+    bool in_vectors() const { return ((reinterpret_cast<uint64_t>(cos) | reinterpret_cast<uint64_t>(sin)) & 15) == 0; }
+};
+
+template <typename Params>
+DEVICE RotationRows rotation_rows(const Params& params, int64_t token, int first) {
+    const int64_t position = params.positions ? params.positions[token] : token;
+    const bool inside = position >= 0 && position < params.table_rows;
+    if (!inside) return RotationRows{nullptr, nullptr};
+    return RotationRows{&params.cos[position * params.cos_stride + first], &params.sin[position * params.sin_stride + first]};
+}
+
+// PAIRS consecutive rotations: IN_VECTORS four in an access, of which fewer wait for each other then.
+template <bool IN_VECTORS, int PAIRS, typename Params>
+DEVICE void load_rotations(const Params& params, const RotationRows& rows, Rotation (&rotations)[PAIRS]) {
+    float cosines[PAIRS], sines[PAIRS];
+    if constexpr (IN_VECTORS) {
+        load_elements(rows.cos, cosines);
+        load_elements(rows.sin, sines);
+    } else {
+        UNROLL
+        for (int i = 0; i < PAIRS; ++i) cosines[i] = rows.cos[i], sines[i] = rows.sin[i];
     }
     UNROLL
-    for (int i = 0; i < COUNT; ++i) cosines[i] = cos[i], sines[i] = sin[i];
+    for (int i = 0; i < PAIRS; ++i) {
+        const float cos = cosines[i], sin = sines[i];
+        rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
+    }
 }
 
 // PAIRS consecutive rotations of a token, from pair `first` on. A position outside the table reads
 // nothing and gives NaN, which no comparison mistakes for a value.
 template <int PAIRS, typename Params>
 DEVICE void load_rotations(const Params& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
-    const int64_t position = params.positions ? params.positions[token] : token;
-    const bool inside = position >= 0 && position < params.table_rows;
-    if (!inside) {
+    const RotationRows rows = rotation_rows(params, token, first);
+    if (!rows.exist()) {
         UNROLL
         for (int i = 0; i < PAIRS; ++i) rotations[i] = Rotation{NAN_F32, NAN_F32};
         return;
     }
-    float cosines[PAIRS], sines[PAIRS];
-    const float* const cos_row = &params.cos[position * params.cos_stride + first];
-    const float* const sin_row = &params.sin[position * params.sin_stride + first];
-    load_neighbours(cos_row, sin_row, cosines, sines);
-    UNROLL
-    for (int i = 0; i < PAIRS; ++i) {
-        const float cos = cosines[i], sin = sines[i];
-        rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
+    if constexpr (PAIRS % 4 == 0) {
+        if (rows.in_vectors()) return load_rotations<true>(params, rows, rotations);
     }
+    load_rotations<false>(params, rows, rotations);
 }
 
 DEVICE void rotate(Rotation by, float& even, float& odd) {
