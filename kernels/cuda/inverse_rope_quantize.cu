@@ -73,6 +73,15 @@ DEVICE Place place_of(const InverseRopeQuantizeParams& params) {
     return Place{group, token, column, minimum(left, SPAN)};
 }
 
+// Where the rotations are, as rotation.h takes it: they are always the inverse ones.
+struct InverseRotations {
+    static constexpr int32_t inverse = 1;
+    const float* cos; int64_t cos_stride;
+    const float* sin; int64_t sin_stride;
+    const int32_t* positions;
+    int64_t table_rows;
+};
+
 // Turns a pair of channels, and rounds it.
 DEVICE void turn_pair(Rotation by, uint32_t& pair) {
     float even = unpack_bf16_low(pair), odd = unpack_bf16_high(pair);
@@ -85,11 +94,12 @@ DEVICE void turn_pair(Rotation by, uint32_t& pair) {
 DEVICE void turn_stored(const InverseRopeQuantizeParams& params, int64_t token, int32_t channel, Raw<ELEMENT>& raw) {
     const int32_t copied = params.head_dim - params.rope_dim;
     if (channel + SPAN <= copied) return;
+    const InverseRotations tables{params.cos, params.cos_stride, params.sin, params.sin_stride, params.positions, params.table_rows};
     if (channel >= copied) {
-        const RotationRows rows = rotation_rows(params, token, (channel - copied) / 2);
+        const RotationRows rows = rotation_rows(tables, token, (channel - copied) / 2);
         if (rows.exist() && rows.in_vectors()) {
             Rotation rotations[SPAN / 2];
-            load_rotations<true>(params, rows, rotations);
+            load_rotations<true>(tables, rows, rotations);
             UNROLL
             for (int i = 0; i < SPAN / 2; ++i) turn_pair(rotations[i], raw.vectors[i / 4].w[i % 4]);
             return;
@@ -99,7 +109,7 @@ DEVICE void turn_stored(const InverseRopeQuantizeParams& params, int64_t token, 
     for (int i = 0; i < SPAN / 2; ++i) {
         if (channel + 2 * i < copied) continue;
         Rotation rotation[1];
-        load_rotations(params, token, (channel + 2 * i - copied) / 2, rotation);
+        load_rotations(tables, token, (channel + 2 * i - copied) / 2, rotation);
         turn_pair(rotation[0], raw.vectors[i / 4].w[i % 4]);
     }
 }
