@@ -28,7 +28,7 @@ DEVICE void multiply_experts(const GroupedLinearParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
     initialise_barriers<Units::CLUSTER>(shared);
-    count_tiles<typename Units::Shape>(params, ends);
+    count_tiles<UnitShape>(params, ends);
     const auto clear = [&params] { clear_padding<CONSUMER_THREADS / WARP_SIZE>(params); };
     multiply_units(Units{{params, ends}}, params.x_map, params.w_map, shared, clear, StoredSums{});
 }

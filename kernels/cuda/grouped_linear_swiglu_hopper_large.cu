@@ -49,11 +49,9 @@ constexpr int HALF_FEATURES = UNIT_FEATURES / CONSUMERS, HALF_EIGHTS = HALF_FEAT
 template <typename Experts, bool INTERLEAVED>
 struct UnitsOfGateAndUp {
     static constexpr uint32_t CLUSTER = Experts::CLUSTER;
-    static constexpr int64_t TICKS = Experts::TICKS;
     Experts experts;
 
     int64_t count() const { return experts.count(); }
-    bool begins(int64_t number) const { return experts.begins(number); }
     Unit at(int64_t number) const {
         Unit unit = experts.at(number);
         if constexpr (!INTERLEAVED) {
@@ -381,7 +379,7 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
     const GroupedLinearParams product = product_of<GROUP, GROUP, GROUP>(params);
     if (threadIdx.x == 0) FusedShared::target() = quantised_rows_of(params);
     initialise_barriers<Experts::CLUSTER>(shared);
-    count_tiles<typename Experts::Shape>(product, ends);
+    count_tiles<UnitShape>(product, ends);
     const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
     multiply_units(UnitsOfGateAndUp<Experts, INTERLEAVED>{{{product, ends}}}, params.x_map, params.w_map, shared, before,
                    QuantisedProducts<INTERLEAVED>{params});

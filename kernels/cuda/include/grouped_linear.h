@@ -102,13 +102,6 @@ DEVICE void add_up(int32_t* numbers) {
     }
 }
 
-// Tiles of S::ROWS rows that so many rows are, or what a shape counts in their place.
-template <typename S>
-DEVICE int32_t tiles_of(int64_t count) {
-    if constexpr (requires { S::tiles(count); }) return S::tiles(count);
-    else return static_cast<int32_t>(ceil_div<int64_t>(count, S::ROWS));
-}
-
 // Tiles of S::ROWS rows of all experts up to each of them and itself, by all threads of a block: ends has MAX_EXPERTS
 // places in shared memory, at a multiple of 16. A thread counts one expert's, so that all counts are asked for at once; one
 // warp adds them up.
@@ -118,7 +111,7 @@ DEVICE void count_tiles(const GroupedLinearParams& params, int32_t* ends) {
     for (int32_t first = 0; first < MAX_EXPERTS; first += static_cast<int32_t>(blockDim.x)) {
         const int32_t expert = first + static_cast<int32_t>(threadIdx.x);
         const int64_t count = expert < params.experts ? rows_of(params, expert).count : 0;
-        if (expert < MAX_EXPERTS) ends[expert] = tiles_of<S>(count);
+        if (expert < MAX_EXPERTS) ends[expert] = static_cast<int32_t>(ceil_div<int64_t>(count, S::ROWS));
     }
     __syncthreads();
     if (uniform(warp_id()) == 0) add_up(ends);

@@ -140,15 +140,12 @@ DEVICE bool is_rounded(const Result& result, const Part& part) {
 // Units in the order in which blocks take them, as the functions below are given them, or of clusters what their blocks take
 // together:
 //   static constexpr uint32_t CLUSTER          blocks of a cluster
-//   static constexpr int64_t TICKS             numbers that a unit takes: where it is 2 some may take only one
 //   int64_t count() const
-//   bool begins(int64_t number) const          where TICKS are 2: whether a unit begins there
 //   Unit at(int64_t number) const              the block's own
 //
 // Those of one product.
 struct UnitsOfProduct {
     static constexpr uint32_t CLUSTER = 1;
-    static constexpr int64_t TICKS = 1;
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of<UnitShape>(product.result); }
@@ -162,7 +159,6 @@ struct UnitsOfProduct {
 // The same in pairs. The second unit of one may have no token: its block takes part with zeros, which nobody stores.
 struct PairsOfProduct {
     static constexpr uint32_t CLUSTER = 2;
-    static constexpr int64_t TICKS = 1;
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of<PairShape>(product.result); }
@@ -234,44 +230,25 @@ DEVICE void copy_weights(const TensorMap& w_map, const Unit& unit, int32_t group
     }
 }
 
-// Clusters take turns, of TICKS numbers each: a turn is a unit or, of units that take half as long, two, so that clusters stay in
-// step, whose units have the same weights: each brings them while they are in the second-level cache for the others.
-//
-// The first number from this one on, of those that are the cluster's, at which a unit begins.
-template <typename Units>
-DEVICE int64_t unit_from(const Units& units, int64_t count, int64_t number) {
-    if constexpr (Units::TICKS == 2) {
-        const int64_t step = 2 * (gridDim.x / Units::CLUSTER) - 1;
-        UNROLL_BY(1)
-        while (number < count && !units.begins(number)) number += number % 2 == 0 ? 1 : step;
-    }
-    return number;
-}
-template <typename Units>
-DEVICE int64_t first_unit(const Units& units, int64_t count) {
-    return unit_from(units, count, Units::TICKS * (blockIdx.x / Units::CLUSTER));
-}
-template <typename Units>
-DEVICE int64_t unit_after(const Units& units, int64_t count, int64_t number) {
-    const int64_t step = Units::TICKS * (gridDim.x / Units::CLUSTER);
-    return unit_from(units, count, number + (Units::TICKS == 1 ? step : number % 2 == 0 ? 1 : step - 1));
-}
+// Of the units of all clusters the first one of this block's, and how far it is to the next.
+template <uint32_t CLUSTER>
+DEVICE int64_t first_unit() { return blockIdx.x / CLUSTER; }
+template <uint32_t CLUSTER>
+DEVICE int64_t unit_step() { return gridDim.x / CLUSTER; }
 
 // The operands of all stages of all units, by one lane.
 template <typename Units>
-DEVICE void produce_operands(const Units& units, int64_t first_number, const TensorMap& x_map, const TensorMap& w_map,
-                             SharedAddress shared) {
-    const int64_t count = units.count();
+DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared) {
+    const int64_t count = units.count(), step = unit_step<Units::CLUSTER>();
     uint32_t stage = 0, taken = 0;
-    for (int64_t number = first_number, next; number < count; number = next, ++taken) {
-        next = unit_after(units, count, number);
+    for (int64_t number = first_unit<Units::CLUSTER>(); number < count; number += step, ++taken) {
         const Unit unit = units.at(number);
         const auto first = static_cast<int32_t>(unit.part.begin);
         for (int32_t group = first; group < unit.part.end; ++group, ++stage) {
             const SharedAddress full = shared + Shared::full(stage);
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
             if (group == first) {
-                const bool is_last = next >= count;
+                const bool is_last = number + step >= count;
                 const bool is_half = unit.product.result.rows - unit.part.row <= CONSUMER_TOKENS;
                 const int32_t stages = static_cast<int32_t>(unit.part.end) - first;
                 const bool rounded = is_rounded(unit.product.result, unit.part);
@@ -338,10 +315,10 @@ struct LoadedScales {
 
 // Warp `warp` of those that bring scales.
 template <typename Units>
-DEVICE void produce_scales(const Units& units, int64_t first_number, SharedAddress shared, uint32_t warp) {
-    const int64_t count = units.count();
+DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t warp) {
+    const int64_t count = units.count(), step = unit_step<Units::CLUSTER>();
     uint32_t stage = 0;
-    for (int64_t number = first_number; number < count; number = unit_after(units, count, number)) {
+    for (int64_t number = first_unit<Units::CLUSTER>(); number < count; number += step) {
         const Unit unit = units.at(number);
         LoadedScales scales;
         scales.begin(unit);
@@ -650,19 +627,18 @@ template <typename Units, typename Before, typename Output>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
                            const Before& before, const Output& output) {
     const int32_t warpgroup = uniform(warp_id() / 4);
-    const int64_t count = units.count(), first = first_unit(units, count);
     if (warpgroup == CONSUMERS) {
         registers_decrease<PRODUCER_REGISTERS>();
         const int32_t warp = uniform(warp_id() % 4);
         if (warp > 0) {
-            produce_scales(units, first, shared, warp - 1);
+            produce_scales(units, shared, warp - 1);
         } else if (lane_id() == 0) {
-            produce_operands(units, first, x_map, w_map, shared);
+            produce_operands(units, x_map, w_map, shared);
         }
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         before();
-        if (first < count) consume<Units::CLUSTER>(shared, warpgroup, output);
+        if (first_unit<Units::CLUSTER>() < units.count()) consume<Units::CLUSTER>(shared, warpgroup, output);
     }
     // Its consumers still tell a block that its stages are free when that one has done all its own.
     if constexpr (Units::CLUSTER > 1) meet_blocks<Units::CLUSTER>();
