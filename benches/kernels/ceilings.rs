@@ -12,7 +12,7 @@ use crate::session::Callee;
 /// Bytes of each side of the copy whose rate is the ceiling.
 const COPY_BYTES: usize = 2 << 30;
 /// Bytes of each side of the copies that are benchmarks. A copy of few bytes is far below the ceiling, and so is every kernel.
-pub const SMALLER_COPIES: [usize; 7] = [1 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 64 << 20, 256 << 20];
+pub const SMALLER_COPIES: [usize; 8] = [1 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 40 << 20, 64 << 20, 256 << 20];
 /// What the sets of buffers of such a copy take together at least: several times the second-level cache.
 const COPIES_SPAN: usize = 512 << 20;
 /// The most sets: the span matters only for bytes that a cache could hold back, and a page of memory is far more than 1 KiB.

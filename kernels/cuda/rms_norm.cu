@@ -381,10 +381,11 @@ DEVICE void prefetch_row(const RmsNormBackwardParams& params, int64_t row) {
 DEVICE void store_partial(const RmsNormBackwardParams& params, float* partial, int64_t column,
                           const float (&dweight)[VECTOR]) {
     if (column >= params.width) return;
+    partial += column;
     UNROLL
     for (int e = 0; e < VECTOR; e += 4) {
         const float four[4] = {dweight[e], dweight[e + 1], dweight[e + 2], dweight[e + 3]};
-        store_vec16(partial + column + e, ::pack<float>(four));
+        store_vec16(partial + e, ::pack<float>(four));
     }
 }
 
