@@ -11,7 +11,9 @@
 //            products run.
 //   2        producer: each of its warps brings every fourth stage, with cp.async in the swizzle that wgmma reads, and
 //            its scales; the next unit's first stages while the last one's sums are stored. A warp has two stages under
-//            way: it hands one over when the copies of the next are on their way.
+//            way: it hands one over when the copies of the next are on their way. Of MXFP4 up to 16 tokens no product
+//            reads what was copied, so that copies hand their stage over themselves. What comes by way of registers is
+//            asked for when the warp's stage before has been handed over.
 //
 // Promotion. The product of a token's scale and the block's is made once a stage, by the producer, so that a consumer
 // needs one fused multiplication and addition for each sum. Where it would leave the range of normal fp32 numbers for
@@ -47,7 +49,11 @@
 // 7.5 of 8.5 KB at 4.24 TB/s. So two blocks share a multiprocessor there, since each waits for its own copies and products.
 // Measured on one H200, experts of [4096, 4096] with 6, 192 and 768 slots: 37.4, 483 and 908 us with 16 tokens, some 200
 // instructions, and 64 bytes of a row at a time from memory, 57 % of its rate. 8 tokens, and 256 bytes of a row into the
-// second-level cache at a time, took 31.7, 394 and 740 us (700 were expected), 70 % of memory's rate.
+// second-level cache at a time, took 31.7, 394 and 740 us (700 were expected), 70 % of memory's rate. Since all counts of experts
+// are asked for at once, tokens and scales a stage ahead, and stages hand themselves over: 27.7, 369 and 703 us (24, 330 and 640
+// were expected). Units that are halved (UnitsOfBlock) gave the 6 slots nothing, 27.9 us without them, though a multiprocessor has
+// three halves then in place of four: so what limits them is not what two blocks share. Of FP8, whose blocks share nothing, they
+// gave 31.4 to 30.1 us.
 //
 // The including file is compiled with TOKENS, the columns of a product, defined as 8, 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
 // (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32.
