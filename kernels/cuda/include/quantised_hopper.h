@@ -81,7 +81,8 @@ constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
 constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = HELD == 2 ? (TOKENS == 8 ? 80 : 64) : MXFP4 ? 120 : 152, CONSUMER_REGISTERS = HELD == 2 ? (TOKENS == 8 ? 80 : 88) : MXFP4 ? 192 : 176;
+constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
+constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD == 2 ? 88 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
