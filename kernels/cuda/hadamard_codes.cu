@@ -59,22 +59,27 @@ DEVICE int code_place(int row, int piece) {
     return (row * CODE_PIECES + (piece ^ row / ROWS_OF_BANKS % CODE_PIECES)) * PIECE;
 }
 
-// Two rows at once. Of a tile that is not WHOLE those that are not there are the last one's copies: they are computed, and not stored.
-template <bool WHOLE>
+// What is known of a tile's rows: all there and one behind the other in memory, so that each access has a constant place behind the
+// first one; all there; or neither: of a row that is not there the last one's copy is computed, and not stored.
+enum class Rows { DENSE, WHOLE, SOME };
+
+// Two rows at once.
+template <Rows ROWS>
 DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / ROW_PIECES;
     static_assert(ROWS_AT_ONCE == 2, "a pair begins at an even row");
     const int piece = lane_id() % ROW_PIECES, odd = lane_id() / ROW_PIECES;
+    const int64_t stride = ROWS == Rows::DENSE ? DIM : params.x_row_stride;
     const SharedAddress tile = shared_address(dynamic_shared());
-    const bf16* const begin = params.x + first_row * params.x_row_stride + piece * (PIECE / 2);
-    const bf16* source = begin + odd * params.x_row_stride;
-    UNROLL_BY(WHOLE ? TILE_ROWS : 1)
+    const bf16* const begin = params.x + first_row * stride + piece * (PIECE / 2);
+    const bf16* source = begin + odd * stride;
+    UNROLL_BY(ROWS == Rows::SOME ? 1 : TILE_ROWS)
     for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
         // row_place(first + odd, piece): the bits of an even row are other ones than those of `odd`.
         const int place = (row_place(odd, piece) ^ first % BANK_PIECES * PIECE) + first * ROW_BYTES;
-        if constexpr (!WHOLE) source = begin + minimum(first + odd, rows - 1) * params.x_row_stride;
+        if constexpr (ROWS == Rows::SOME) source = begin + minimum(first + odd, rows - 1) * stride;
         copy_async_16(tile + place, source);
-        if constexpr (WHOLE) source += first + ROWS_AT_ONCE < TILE_ROWS ? ROWS_AT_ONCE * params.x_row_stride : 0;
+        if constexpr (ROWS != Rows::SOME) source += first + ROWS_AT_ONCE < TILE_ROWS ? ROWS_AT_ONCE * stride : 0;
     }
 }
 
@@ -104,13 +109,18 @@ DEVICE float larger_half(uint32_t largest_pair) {
     return __uint_as_float(maximum(largest_pair & 0xffffu, largest_pair >> 16) << 16);
 }
 
+// Sixteen bytes of a lane's codes, into a place behind the tile.
+DEVICE void stage_codes(int piece, uint32_t first, uint32_t second, uint32_t third, uint32_t fourth) {
+    store_vec16(dynamic_shared() + TILE_BYTES + code_place(lane_id(), piece), Vec16{{first, second, third, fourth}});
+}
+
 // A row's codes in e2m1; returns the bytes of its scales, the first group's lowest.
-template <int WORDS>
-DEVICE uint32_t e2m1_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
+DEVICE uint32_t e2m1_row(float (&y)[DIM]) {
+    static_assert(GROUP / 2 == PIECE, "a group's codes are a piece");
     uint32_t scales = 0;
     UNROLL
     for (int group = 0; group < GROUPS; ++group) {
-        uint32_t pairs[GROUP / 8][4], largest_pair = 0;
+        uint32_t pairs[GROUP / 8][4], codes[GROUP / 8], largest_pair = 0;
         UNROLL
         for (int octet = 0; octet < GROUP / 8; ++octet) {
             round_octet(&y[group * GROUP + octet * 8], pairs[octet]);
@@ -118,16 +128,15 @@ DEVICE uint32_t e2m1_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
         }
         const uint8_t scale = group_scale(larger_half(largest_pair), E2M1_FLOOR, 1.0f / 6.0f);
         UNROLL
-        for (int octet = 0; octet < GROUP / 8; ++octet)
-            codes[group * (GROUP / 8) + octet] = e2m1_codes(pairs[octet], scale);
+        for (int octet = 0; octet < GROUP / 8; ++octet) codes[octet] = e2m1_codes(pairs[octet], scale);
+        stage_codes(group, codes[0], codes[1], codes[2], codes[3]);
         scales |= static_cast<uint32_t>(scale) << 8 * group;
     }
     return scales;
 }
 
 // The same in e4m3, of which the row is one group.
-template <int WORDS>
-DEVICE uint32_t e4m3_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
+DEVICE uint32_t e4m3_row(float (&y)[DIM]) {
     uint32_t largest_pair = 0;
     UNROLL
     for (int first = 0; first < DIM; first += 8) {
@@ -141,39 +150,42 @@ DEVICE uint32_t e4m3_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
         }
     }
     const uint8_t scale = group_scale(larger_half(largest_pair), E4M3_FLOOR, 1.0f / 448.0f);
+    uint32_t codes[DIM / 4];
     e4m3_codes(y, inverse_of_scale(scale), codes);
+    UNROLL
+    for (int piece = 0; piece < DIM / PIECE; ++piece)
+        stage_codes(piece, codes[4 * piece], codes[4 * piece + 1], codes[4 * piece + 2], codes[4 * piece + 3]);
     return scale;
 }
 
-template <int FORMAT, int WORDS>
-DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
-    if constexpr (FORMAT == 1) return e2m1_row(y, codes);
-    else return e4m3_row(y, codes);
+template <int FORMAT>
+DEVICE uint32_t quantise(float (&y)[DIM]) {
+    if constexpr (FORMAT == 1) return e2m1_row(y);
+    else return e4m3_row(y);
 }
 
-// Each lane its row's codes into a place behind the tile, out of which the warp takes them, line by line.
-DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows,
-                        const uint32_t (&codes)[CODE_BYTES / 4]) {
+// The warp takes the codes of its rows out of their places, line by line.
+template <Rows ROWS>
+DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / CODE_PIECES;
-    UNROLL
-    for (int piece = 0; piece < CODE_PIECES; ++piece)
-        store_vec16(dynamic_shared() + TILE_BYTES + code_place(lane_id(), piece),
-                    Vec16{{codes[4 * piece], codes[4 * piece + 1], codes[4 * piece + 2], codes[4 * piece + 3]}});
-    __syncwarp();
     const SharedAddress staged = shared_address(dynamic_shared()) + TILE_BYTES;
     const int piece = lane_id() % CODE_PIECES;
-    uint8_t* const target = params.codes + first_row * params.codes_row_stride + piece * PIECE;
+    const int64_t stride = ROWS == Rows::DENSE ? CODE_BYTES : params.codes_row_stride;
+    uint8_t* const target = params.codes + first_row * stride + piece * PIECE;
     UNROLL
-    for (int row = lane_id() / CODE_PIECES; row < TILE_ROWS; row += ROWS_AT_ONCE)
-        if (row < rows) store_vec16(target + row * params.codes_row_stride, load_shared_vec16(staged + code_place(row, piece)));
+    for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
+        const int row = first + lane_id() / CODE_PIECES;
+        if (ROWS != Rows::SOME || row < rows)
+            store_vec16(target + row * stride, load_shared_vec16(staged + code_place(row, piece)));
+    }
 }
 
-// Bytes, which need no alignment: those of a line come together in the second-level cache.
+// Bytes of e2m1 in one access where they are aligned for it, as all rows are or none.
 DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_t scales) {
     if constexpr (STORED == 1) {
-        UNROLL
-        for (int group = 0; group < GROUPS; ++group)
-            params.scale_bytes[row * GROUPS + group] = static_cast<uint8_t>(scales >> 8 * group);
+        uint8_t* const target = params.scale_bytes + row * GROUPS;
+        if (reinterpret_cast<uintptr_t>(params.scale_bytes) % GROUPS == 0) *reinterpret_cast<uint32_t*>(target) = scales;
+        else store_words<false>(target, {scales});
     } else {
         params.scales[row] = e8m0_to_float(static_cast<uint8_t>(scales));
     }
@@ -182,9 +194,19 @@ DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_
 // Starts the copies of a tile, or of none that is left.
 DEVICE void start_tile(const HadamardCodesParams& params, int64_t first_row) {
     const int64_t left = params.num_rows - first_row;
-    if (left >= TILE_ROWS) copy_rows<true>(params, first_row, TILE_ROWS);
-    else if (left > 0) copy_rows<false>(params, first_row, static_cast<int>(left));
+    if (left >= TILE_ROWS && params.x_row_stride == DIM) copy_rows<Rows::DENSE>(params, first_row, TILE_ROWS);
+    else if (left >= TILE_ROWS) copy_rows<Rows::WHOLE>(params, first_row, TILE_ROWS);
+    else if (left > 0) copy_rows<Rows::SOME>(params, first_row, static_cast<int>(left));
     copy_commit();
+}
+
+// Stores what the lanes have of a tile: its scales, and the codes in their places.
+DEVICE void finish_tile(const HadamardCodesParams& params, int64_t first_row, uint32_t scales) {
+    const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.num_rows - first_row));
+    if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
+    __syncwarp();
+    if (rows == TILE_ROWS && params.codes_row_stride == CODE_BYTES) store_codes<Rows::DENSE>(params, first_row, rows);
+    else store_codes<Rows::SOME>(params, first_row, rows);
 }
 
 KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
@@ -201,10 +223,7 @@ KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
         __syncwarp();
         start_tile(params, first_row + step);
         walsh_hadamard<1>(y, 0);
-        uint32_t codes[CODE_BYTES / 4];
-        const uint32_t scales = quantise<STORED>(y[0], codes);
-        const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.num_rows - first_row));
-        if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
-        store_codes(params, first_row, rows, codes);
+        const uint32_t scales = quantise<STORED>(y[0]);
+        finish_tile(params, first_row, scales);
     }
 }
