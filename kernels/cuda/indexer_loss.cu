@@ -144,6 +144,14 @@ struct Row {
     bool is_valid(int slot, uint32_t index) const {
         return slot < list.length && (!SELECTED || list.contains(static_cast<int32_t>(index)));
     }
+    // Of COUNT slots, in fewer instructions.
+    template <int COUNT>
+    bool all_valid(int first, const uint32_t* indices) const {
+        uint32_t largest = 0;
+        UNROLL
+        for (int i = 0; i < COUNT && SELECTED; ++i) largest = maximum(largest, list.local(static_cast<int32_t>(indices[i])));
+        return first + (COUNT - 1) < list.length && (!SELECTED || largest < static_cast<uint32_t>(list.num_keys));
+    }
 };
 
 DEVICE Row row_of(const IndexerLossParams& params, int32_t token) {
@@ -182,6 +190,7 @@ struct Divisor {
 struct Held {
     float x[HELD], target[HELD];
     uint32_t valid;  // a bit for each
+    bool is_whole;   // all of them in all lanes of the warp: its slots are computed without a look at any, sixteen in one piece
 
     // The bits of an access.
     template <int COUNT>
@@ -234,10 +243,7 @@ DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&in
     UNROLL
     for (int at = 0; at < HELD; at += COUNT) {
         const int first = first_slot<COUNT>(tile, at);
-        bool all = true;
-        UNROLL
-        for (int i = 0; i < COUNT; ++i) all = all & row.is_valid(first + i, indices[at + i]);
-        if (all) {
+        if (row.all_valid<COUNT>(first, &indices[at])) {
             held.valid |= Held::ALL<COUNT> << at;
         } else if (first < row.list.length) {
             UNROLL
@@ -248,6 +254,7 @@ DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&in
             }
         }
     }
+    held.is_whole = __all_sync(FULL_WARP, held.valid == Held::ALL<HELD>) != 0;
 }
 
 // T of what a dense row has stored. Lists have targets already.
@@ -277,7 +284,7 @@ DEVICE void load_tile(const Row& row, int tile, Held& held) {
 // take(first slot of an access, which of its slots are valid) for the slots of this thread, tile by tile; not where
 // none of them is. A row that is held was loaded before.
 template <int COUNT, bool RESIDENT, typename Take>
-DEVICE void for_each_access(const Row& row, Held& held, Take take) {
+DEVICE void for_each_access_found(const Row& row, Held& held, Take take) {
     UNROLL_BY(1)
     for (int tile = 0; tile < row.list.length; tile += TILE) {
         if (!RESIDENT) load_tile<COUNT>(row, tile, held);
@@ -287,6 +294,17 @@ DEVICE void for_each_access(const Row& row, Held& held, Take take) {
             if (valid != 0) take(at, valid);
         }
         if (RESIDENT) break;
+    }
+}
+
+// The same in one piece where a warp's slots are all valid.
+template <int COUNT, bool RESIDENT, typename Take>
+DEVICE void for_each_access(const Row& row, Held& held, Take take) {
+    if (RESIDENT && held.is_whole) {
+        UNROLL
+        for (int at = 0; at < HELD; at += COUNT) take(at, Held::ALL<COUNT>);
+    } else {
+        for_each_access_found<COUNT, RESIDENT>(row, held, take);
     }
 }
 
@@ -317,14 +335,16 @@ DEVICE float log_sum_exp(const Row& row, Held& held, Shared& shared) {
     return sum[0] == 0.0f ? INFINITY_F32 : shift + log2_approx(sum[0]) * LN_2;
 }
 
-// What a row's terms are made of. PLAIN: no weight of the clipped form is so small that it is raised, or that its
-// logarithm is one of a subnormal number, which costs three instructions more.
+// What a row's terms are made of. PLAIN: nothing is clipped below, and no weight of the clipped form is so small that it is raised,
+// or that its logarithm is one of a subnormal number, which costs three instructions more.
 template <bool CLIPPED>
 struct Terms {
     static constexpr bool clipped = CLIPPED;
     float lse;
 
-    static bool is_plain(float target) { return !clipped || target >= MIN_NORMAL; }
+    bool is_plain(float x, float target) const {
+        return !clipped || (target >= MIN_NORMAL && ell(x) >= CLIP_LOG_MIN);
+    }
     float ell(float x) const { return x - lse; }
     template <bool PLAIN>
     float weight(float target) const {
@@ -337,11 +357,14 @@ struct Terms {
     template <bool PLAIN>
     float value(float ell, float target) const {
         const float floored = clipped ? weight<PLAIN>(target) : maximum_or_nan_f32(target, EXACT_FLOOR);
-        const float log_prediction = clipped ? minimum_or_nan_f32(maximum_or_nan_f32(ell, CLIP_LOG_MIN), 0.0f) : ell;
+        const float raised = PLAIN ? ell : maximum_or_nan_f32(ell, CLIP_LOG_MIN);
+        const float log_prediction = clipped ? minimum_or_nan_f32(raised, 0.0f) : ell;
         return weight<PLAIN>(target) * (log2_of<PLAIN>(floored) * LN_2 - log_prediction);
     }
     template <bool PLAIN>
-    float g(float ell, float target) const { return clipped && ell < CLIP_LOG_MIN ? 0.0f : -weight<PLAIN>(target); }
+    float g(float ell, float target) const {
+        return clipped && !PLAIN && ell < CLIP_LOG_MIN ? 0.0f : -weight<PLAIN>(target);
+    }
 };
 
 // Read before the slots, so that nobody waits for it later.
@@ -382,14 +405,53 @@ template <int COUNT, bool VALUE, typename Terms>
 DEVICE void add_terms(const Terms& terms, Held& held, int at, uint32_t valid, float (&sums)[2]) {
     bool is_plain = valid == Held::ALL<COUNT>;
     UNROLL
-    for (int i = 0; i < COUNT; ++i) is_plain = is_plain & terms.is_plain(held.target[at + i]);
+    for (int i = 0; i < COUNT; ++i) is_plain = is_plain & terms.is_plain(held.x[at + i], held.target[at + i]);
     if (is_plain) add_access<COUNT, true, VALUE>(terms, held, at, valid, sums);
     else add_access<COUNT, false, VALUE>(terms, held, at, valid, sums);
+}
+
+// The same of all that a warp holds, where each access is plain; false where one is not.
+template <int COUNT, bool VALUE, typename Terms>
+DEVICE bool add_whole(const Terms& terms, Held& held, float (&sums)[2]) {
+    bool is_plain[HELD / COUNT];
+    UNROLL
+    for (int at = 0; at < HELD; at += COUNT) {
+        is_plain[at / COUNT] = held.is_whole;
+        UNROLL
+        for (int i = at; i < at + COUNT; ++i)
+            is_plain[at / COUNT] = is_plain[at / COUNT] & terms.is_plain(held.x[i], held.target[i]);
+    }
+    bool all = true;
+    UNROLL
+    for (int access = 0; access < HELD / COUNT; ++access) all = all & is_plain[access];
+    if (!__all_sync(FULL_WARP, all)) return false;
+    UNROLL
+    for (int at = 0; at < HELD; at += COUNT) add_access<COUNT, true, VALUE>(terms, held, at, Held::ALL<COUNT>, sums);
+    return true;
+}
+
+// The gradient of an access whose terms were added.
+template <int COUNT>
+DEVICE void gradient_of(const Held& held, int at, float scale, float sum, float (&gradient)[COUNT]) {
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) {
+        const float prediction = exp2_approx(held.x[at + i] * LOG2_E), g = held.target[at + i];
+        gradient[i] = scale * (g - prediction * sum);
+    }
 }
 
 // The gradient of the slots up to the access in which the row ends, 0 where they are not valid.
 template <int COUNT, bool RESIDENT, typename Terms>
 DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float scale, float sum, float* target) {
+    float gradient[COUNT];
+    if (RESIDENT && held.is_whole) {
+        UNROLL
+        for (int at = 0; at < HELD; at += COUNT) {
+            gradient_of(held, at, scale, sum, gradient);
+            store_elements(target + first_slot<COUNT>(0, at), gradient);
+        }
+        return;
+    }
     UNROLL_BY(1)
     for (int tile = 0; tile < row.list.length; tile += TILE) {
         if (!RESIDENT) load_tile<COUNT>(row, tile, held);
@@ -400,12 +462,7 @@ DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float
             const uint32_t valid = held.valid_at<COUNT>(at);
             float unused[2] = {};
             if (!RESIDENT) add_terms<COUNT, false>(terms, held, at, valid, unused);
-            float gradient[COUNT];
-            UNROLL
-            for (int i = 0; i < COUNT; ++i) {
-                const float prediction = exp2_approx(held.x[at + i] * LOG2_E), g = held.target[at + i];
-                gradient[i] = scale * (g - prediction * sum);
-            }
+            gradient_of(held, at, scale, sum, gradient);
             if (valid != Held::ALL<COUNT>) {
                 UNROLL
                 for (int i = 0; i < COUNT; ++i) gradient[i] = valid >> i & 1 ? gradient[i] : 0.0f;
@@ -419,6 +476,7 @@ DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float
 // 0 behind that: nothing has to be waited for.
 template <int COUNT, bool RESIDENT>
 DEVICE void clear_rest(const Row& row, float* target) {
+    if (row.list.length >= row.params.slots) return;
     const float zeros[COUNT] = {};
     for (int tile = 0; tile < row.params.slots; tile += TILE) {
         UNROLL
@@ -430,15 +488,23 @@ DEVICE void clear_rest(const Row& row, float* target) {
     }
 }
 
+// Adds kl, if it is wanted, and g of this thread's slots.
+template <int COUNT, bool RESIDENT, bool VALUE, typename Terms>
+DEVICE void add_all(const Row& row, Held& held, const Terms& terms, float (&sums)[2]) {
+    if constexpr (RESIDENT)
+        if (held.is_whole && add_whole<COUNT, VALUE>(terms, held, sums)) return;
+    for_each_access_found<COUNT, RESIDENT>(row, held, [&](int at, uint32_t valid) {
+        add_terms<COUNT, VALUE>(terms, held, at, valid, sums);
+    });
+}
+
 // Value and gradient, of which either may be wanted alone.
 template <int COUNT, bool RESIDENT, typename Terms>
 DEVICE void sum_terms(const Row& row, Held& held, Shared& shared, const Terms& terms, float scale, int32_t token) {
     const IndexerLossParams& params = row.params;
     float sums[] = {0.0f, 0.0f};  // of kl and of g
-    const auto add_g = [&](int at, uint32_t valid) { add_terms<COUNT, false>(terms, held, at, valid, sums); };
-    const auto add_both = [&](int at, uint32_t valid) { add_terms<COUNT, true>(terms, held, at, valid, sums); };
-    if (params.kl) for_each_access<COUNT, RESIDENT>(row, held, add_both);
-    else for_each_access<COUNT, RESIDENT>(row, held, add_g);
+    if (params.kl) add_all<COUNT, RESIDENT, true>(row, held, terms, sums);
+    else add_all<COUNT, RESIDENT, false>(row, held, terms, sums);
     over_block(sums, shared.parts + 2);
     if (threadIdx.x == 0) {
         if (params.kl) params.kl[token] = sums[0];
