@@ -84,12 +84,19 @@ DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int 
 }
 
 DEVICE void load_row(float (&x)[DIM]) {
+    // 65536, which the compiler does not know.
+    const uint32_t upper_half = blockDim.x * (65536 / WARP_SIZE);
     const SharedAddress tile = shared_address(dynamic_shared());
     UNROLL
     for (int piece = 0; piece < ROW_PIECES; ++piece) {
         // The high bit of a piece is not permuted.
         const int place = row_place(lane_id(), piece % BANK_PIECES) + piece / BANK_PIECES * BANK_PIECES * PIECE;
-        unpack<bf16>(load_shared_vec16(tile + place), &x[piece * (PIECE / 2)]);
+        const Vec16 pairs = load_shared_vec16(tile + place);
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+            x[piece * (PIECE / 2) + 2 * i] = __uint_as_float(pairs.w[i] * upper_half);
+            x[piece * (PIECE / 2) + 2 * i + 1] = unpack_bf16_high(pairs.w[i]);
+        }
     }
 }
 
@@ -102,7 +109,7 @@ DEVICE void round_octet(const float* x, uint32_t (&pairs)[4]) {
 // The largest magnitude of eight numbers and those before, in each half a word's.
 DEVICE uint32_t larger(uint32_t largest_pair, const uint32_t (&pairs)[4]) {
     UNROLL
-    for (int i = 0; i < 4; ++i) largest_pair = maximum_u16x2(largest_pair, pairs[i] & 0x7fff7fffu);
+    for (int i = 0; i < 4; ++i) largest_pair = maximum_u16x2(largest_pair, absolute_bf16x2(pairs[i]));
     return largest_pair;
 }
 DEVICE float larger_half(uint32_t largest_pair) {
@@ -128,7 +135,7 @@ DEVICE uint32_t e2m1_row(float (&y)[DIM]) {
         }
         const uint8_t scale = group_scale(larger_half(largest_pair), E2M1_FLOOR, 1.0f / 6.0f);
         UNROLL
-        for (int octet = 0; octet < GROUP / 8; ++octet) codes[octet] = e2m1_codes(pairs[octet], scale);
+        for (int octet = 0; octet < GROUP / 8; ++octet) codes[octet] = e2m1_codes(pairs[octet], scale, blockDim.x * 16 / WARP_SIZE);
         stage_codes(group, codes[0], codes[1], codes[2], codes[3]);
         scales |= static_cast<uint32_t>(scale) << 8 * group;
     }

@@ -149,8 +149,8 @@ struct Row {
     bool all_valid(int first, const uint32_t* indices) const {
         uint32_t largest = 0;
         UNROLL
-        for (int i = 0; i < COUNT && SELECTED; ++i) largest = maximum(largest, list.local(static_cast<int32_t>(indices[i])));
-        return first + (COUNT - 1) < list.length && (!SELECTED || largest < static_cast<uint32_t>(list.num_keys));
+        for (int i = 0; i < COUNT && SELECTED; ++i) largest = maximum(largest, list.local_key(static_cast<int32_t>(indices[i])));
+        return first + COUNT <= list.length && (!SELECTED || largest < static_cast<uint32_t>(list.num_keys));
     }
 };
 
@@ -186,7 +186,7 @@ struct Divisor {
 };
 
 // The slots of a thread out of one tile of a row: logits, of -infinity where they are not valid, and targets, that
-// nobody uses there; later what the gradient is made of, x - lse and g.
+// nobody uses there; later what the gradient is made of, x - lse and -g.
 struct Held {
     float x[HELD], target[HELD];
     uint32_t valid;  // a bit for each
@@ -345,6 +345,19 @@ struct Terms {
     bool is_plain(float x, float target) const {
         return !clipped || (target >= MIN_NORMAL && ell(x) >= CLIP_LOG_MIN);
     }
+    // Of all that is held, by bits: those of numbers of one sign are ordered as their magnitudes are, and what a NaN is taken for
+    // changes nothing of what is made of it.
+    bool all_plain(const Held& held) const {
+        if constexpr (!clipped) return true;
+        int32_t least_target = 0x7fffffff;
+        uint32_t lowest_ell = 0;
+        UNROLL
+        for (int i = 0; i < HELD; ++i) {
+            least_target = minimum(least_target, static_cast<int32_t>(__float_as_uint(held.target[i])));
+            lowest_ell = maximum(lowest_ell, __float_as_uint(ell(held.x[i])));
+        }
+        return least_target >= static_cast<int32_t>(__float_as_uint(MIN_NORMAL)) && lowest_ell <= __float_as_uint(CLIP_LOG_MIN);
+    }
     float ell(float x) const { return x - lse; }
     template <bool PLAIN>
     float weight(float target) const {
@@ -362,8 +375,8 @@ struct Terms {
         return weight<PLAIN>(target) * (log2_of<PLAIN>(floored) * LN_2 - log_prediction);
     }
     template <bool PLAIN>
-    float g(float ell, float target) const {
-        return clipped && !PLAIN && ell < CLIP_LOG_MIN ? 0.0f : -weight<PLAIN>(target);
+    float minus_g(float ell, float target) const {
+        return clipped && !PLAIN && ell < CLIP_LOG_MIN ? 0.0f : weight<PLAIN>(target);
     }
 };
 
@@ -389,15 +402,15 @@ DEVICE void add_access(const Terms& terms, Held& held, int at, uint32_t valid, f
     UNROLL
     for (int i = 0; i < COUNT; ++i) {
         const float ell = terms.ell(held.x[at + i]), target = held.target[at + i];
-        const float g = terms.template g<PLAIN>(ell, target);
+        const float minus_g = terms.template minus_g<PLAIN>(ell, target);
         const bool counts = PLAIN || (valid >> i & 1) != 0;
         if (VALUE) {
             const float value = terms.template value<PLAIN>(ell, target);
             sums[0] += counts ? value : 0.0f;
         }
-        sums[1] += counts ? g : 0.0f;
+        sums[1] -= counts ? minus_g : 0.0f;
         held.x[at + i] = ell;
-        held.target[at + i] = g;
+        held.target[at + i] = minus_g;
     }
 }
 
@@ -413,18 +426,7 @@ DEVICE void add_terms(const Terms& terms, Held& held, int at, uint32_t valid, fl
 // The same of all that a warp holds, where each access is plain; false where one is not.
 template <int COUNT, bool VALUE, typename Terms>
 DEVICE bool add_whole(const Terms& terms, Held& held, float (&sums)[2]) {
-    bool is_plain[HELD / COUNT];
-    UNROLL
-    for (int at = 0; at < HELD; at += COUNT) {
-        is_plain[at / COUNT] = held.is_whole;
-        UNROLL
-        for (int i = at; i < at + COUNT; ++i)
-            is_plain[at / COUNT] = is_plain[at / COUNT] & terms.is_plain(held.x[i], held.target[i]);
-    }
-    bool all = true;
-    UNROLL
-    for (int access = 0; access < HELD / COUNT; ++access) all = all & is_plain[access];
-    if (!__all_sync(FULL_WARP, all)) return false;
+    if (!__all_sync(FULL_WARP, terms.all_plain(held))) return false;
     UNROLL
     for (int at = 0; at < HELD; at += COUNT) add_access<COUNT, true, VALUE>(terms, held, at, Held::ALL<COUNT>, sums);
     return true;
@@ -435,7 +437,7 @@ template <int COUNT>
 DEVICE void gradient_of(const Held& held, int at, float scale, float sum, float (&gradient)[COUNT]) {
     UNROLL
     for (int i = 0; i < COUNT; ++i) {
-        const float prediction = exp2_approx(held.x[at + i] * LOG2_E), g = held.target[at + i];
+        const float prediction = exp2_approx(held.x[at + i] * LOG2_E), g = -held.target[at + i];
         gradient[i] = scale * (g - prediction * sum);
     }
 }

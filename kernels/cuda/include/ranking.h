@@ -23,9 +23,12 @@ struct Ranking {
     }
     // Whether a stored index is one of the sequence's: one below the first becomes larger than any, since
     // index_base + num_keys is within 32 bits.
-    bool contains(int32_t index) const { return local(index) < static_cast<uint32_t>(num_keys); }
+    bool contains(int32_t index) const {
+        const uint32_t local = local_key(index);
+        return local < static_cast<uint32_t>(num_keys);
+    }
     // Which of the sequence's keys it is, one of them or not.
-    uint32_t local(int32_t index) const { return static_cast<uint32_t>(index) - static_cast<uint32_t>(index_base); }
+    uint32_t local_key(int32_t index) const { return static_cast<uint32_t>(index) - static_cast<uint32_t>(index_base); }
     // The key row of a stored index, -1 where it is none of the sequence's: tested before the sequence's first row is
     // added.
     int32_t valid_row(int32_t index) const { return contains(index) ? first_key + (index - index_base) : -1; }
