@@ -134,10 +134,21 @@ DEVICE void over_block(float (&values)[COUNT], float (*parts)[WARPS]) {
 
 // ---------------------------------------------------------------- a row
 
-struct Row {
-    const IndexerLossParams& params;
+// Where a row lies.
+struct Sources {
     const float* logits;
     const float* target;
+    const int32_t* indices;  // of a list
+};
+
+DEVICE Sources sources_of(const IndexerLossParams& params, int32_t token) {
+    return Sources{params.logits + token * params.logits_stride, params.target + token * params.target_stride,
+                   SELECTED ? params.indices + token * params.indices_stride : nullptr};
+}
+
+struct Row {
+    const IndexerLossParams& params;
+    Sources sources;
     float l1;       // 1 where the target is one already
     Ranking list;   // slots from list.length on are not valid
 
@@ -154,14 +165,12 @@ struct Row {
     }
 };
 
-DEVICE Row row_of(const IndexerLossParams& params, int32_t token) {
+DEVICE Row row_of(const IndexerLossParams& params, const Sources& sources, int32_t token) {
     Ranking list = ranking(params, token, params.slots);
     const bool is_padding = params.row_mask && params.row_mask[token] == 0;
     if (is_padding) list.length = 0;
     const float l1 = SELECTED ? 1.0f : params.l1[token];
-    const float* logits = params.logits + token * params.logits_stride;
-    const float* target = params.target + token * params.target_stride;
-    return Row{params, logits, target, l1, list};
+    return Row{params, sources, l1, list};
 }
 
 // What dense scores are divided by, l1. Made where the row is on its way: nothing of that waits for l1.
@@ -214,25 +223,38 @@ DEVICE void load_words(const int32_t* source, uint32_t (&words)[COUNT]) {
     }
 }
 
-// Asks for the slots of a tile. All loads are on their way before the first number is needed.
 template <int COUNT>
-DEVICE void load(const Row& row, int tile, Held& held, uint32_t (&indices)[HELD]) {
+DEVICE void load_access(const Sources& sources, int first, int at, Held& held, uint32_t (&indices)[HELD]) {
+    float x[COUNT], target[COUNT];
+    uint32_t words[COUNT] = {};
+    load_elements<COUNT>(sources.logits + first, x);
+    load_elements<COUNT>(sources.target + first, target);
+    if (SELECTED) load_words<COUNT>(sources.indices + first, words);
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) {
+        held.x[at + i] = x[i];
+        held.target[at + i] = target[i];
+        indices[at + i] = words[i];
+    }
+}
+
+// Asks for the slots of a tile, of a row's first ones. All loads are on their way before the first number is needed.
+template <int COUNT>
+DEVICE void load(const Sources& sources, int slots, int tile, Held& held, uint32_t (&indices)[HELD]) {
+    if (slots - tile >= TILE) {
+        UNROLL
+        for (int at = 0; at < HELD; at += COUNT) load_access<COUNT>(sources, first_slot<COUNT>(tile, at), at, held, indices);
+        return;
+    }
     UNROLL
     for (int at = 0; at < HELD; at += COUNT) {
         const int first = first_slot<COUNT>(tile, at);
-        float x[COUNT] = {}, target[COUNT] = {};
-        uint32_t words[COUNT] = {};
-        if (first < row.list.length) {
-            load_elements<COUNT>(row.logits + first, x);
-            load_elements<COUNT>(row.target + first, target);
-            if (SELECTED) load_words<COUNT>(row.list.indices + first, words);
-        }
         UNROLL
-        for (int i = 0; i < COUNT; ++i) {
-            held.x[at + i] = x[i];
-            held.target[at + i] = target[i];
-            indices[at + i] = words[i];
+        for (int i = at; i < at + COUNT; ++i) {
+            held.x[i] = held.target[i] = 0.0f;
+            indices[i] = 0;
         }
+        if (first < slots) load_access<COUNT>(sources, first, at, held, indices);
     }
 }
 
@@ -276,7 +298,7 @@ DEVICE void find_shares(const Row& row, Held& held) {
 template <int COUNT>
 DEVICE void load_tile(const Row& row, int tile, Held& held) {
     uint32_t indices[HELD];
-    load<COUNT>(row, tile, held, indices);
+    load<COUNT>(row.sources, row.list.length, tile, held, indices);
     find_valid<COUNT>(row, tile, held, indices);
     find_shares<COUNT>(row, held);
 }
@@ -522,11 +544,14 @@ DEVICE void loss_of_row(const IndexerLossParams& params) {
     auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     // Without lists later tokens see more keys: they go first.
     const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    const Scalars scalars = scalars_of(params, token);
-    const Row row = row_of(params, token);
+    const Sources sources = sources_of(params, token);
     Held held;
     uint32_t indices[HELD];
-    if (RESIDENT) load<COUNT>(row, 0, held, indices);
+    // Of a list all slots: which of them are valid takes instructions, or loads, that nothing waits for then.
+    if (RESIDENT && SELECTED) load<COUNT>(sources, params.slots, 0, held, indices);
+    const Scalars scalars = scalars_of(params, token);
+    const Row row = row_of(params, sources, token);
+    if (RESIDENT && !SELECTED) load<COUNT>(sources, row.list.length, 0, held, indices);
     if (params.dlogits) clear_rest<COUNT, RESIDENT>(row, params.dlogits + token * params.dlogits_stride);
     if (RESIDENT) {
         find_valid<COUNT>(row, 0, held, indices);
