@@ -32,8 +32,7 @@ constexpr int TILE_ROWS = WARP_SIZE;
 constexpr int PIECE = 16;  // bytes
 constexpr int ROW_BYTES = DIM * 2, ROW_PIECES = ROW_BYTES / PIECE;
 constexpr int CODE_BYTES = STORED == 1 ? DIM / 2 : DIM, CODE_PIECES = CODE_BYTES / PIECE;
-// From one row of the tile to the next: eight lanes that read one piece each of eight rows read eight places of the 32 banks.
-constexpr int PITCH = ROW_BYTES + PIECE, TILE_BYTES = TILE_ROWS * PITCH;
+constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int GROUP = 32, GROUPS = DIM / GROUP;  // of e2m1
 // Eight pieces are what a row of the 32 banks holds.
 constexpr int BANK_PIECES = 8;
@@ -51,7 +50,10 @@ PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, sca
 
 SHARED_MEMORY(hadamard_codes, TILE_BYTES + TILE_ROWS * CODE_BYTES)
 
-// Where a piece of a row's codes lies, in bytes: one row behind the other, of which a row of banks holds two of e2m1.
+// Where a piece of a row of the tile lies, in bytes.
+DEVICE int row_place(int row, int piece) { return row * ROW_BYTES + (piece ^ row % BANK_PIECES) * PIECE; }
+
+// The same of its codes, which lie one row behind the other: a row of banks holds two rows of e2m1.
 DEVICE int code_place(int row, int piece) {
     constexpr int ROWS_OF_BANKS = BANK_PIECES / CODE_PIECES;
     return (row * CODE_PIECES + (piece ^ row / ROWS_OF_BANKS % CODE_PIECES)) * PIECE;
@@ -65,15 +67,18 @@ enum class Rows { DENSE, WHOLE, SOME };
 template <Rows ROWS>
 DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / ROW_PIECES;
+    static_assert(ROWS_AT_ONCE == 2, "a pair begins at an even row");
     const int piece = lane_id() % ROW_PIECES, odd = lane_id() / ROW_PIECES;
     const int64_t stride = ROWS == Rows::DENSE ? DIM : params.x_row_stride;
-    const SharedAddress place = shared_address(dynamic_shared()) + odd * PITCH + piece * PIECE;
+    const SharedAddress tile = shared_address(dynamic_shared());
     const bf16* const begin = params.x + first_row * stride + piece * (PIECE / 2);
     const bf16* source = begin + odd * stride;
     UNROLL_BY(ROWS == Rows::SOME ? 1 : TILE_ROWS)
     for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
         if constexpr (ROWS == Rows::SOME) source = begin + minimum(first + odd, rows - 1) * stride;
-        copy_async_16(place + first * PITCH, source);
+        // row_place(first + odd, piece): the bits of an even row are other ones than those of `odd`.
+        const int place = (row_place(odd, piece) ^ first % BANK_PIECES * PIECE) + first * ROW_BYTES;
+        copy_async_16(tile + place, source);
         if constexpr (ROWS != Rows::SOME) source += first + ROWS_AT_ONCE < TILE_ROWS ? ROWS_AT_ONCE * stride : 0;
     }
 }
@@ -81,10 +86,12 @@ DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int 
 DEVICE void load_row(float (&x)[DIM]) {
     // 65536, which the compiler does not know.
     const uint32_t upper_half = blockDim.x * (65536 / WARP_SIZE);
-    const SharedAddress row = shared_address(dynamic_shared()) + lane_id() * PITCH;
+    const SharedAddress tile = shared_address(dynamic_shared());
     UNROLL
     for (int piece = 0; piece < ROW_PIECES; ++piece) {
-        const Vec16 pairs = load_shared_vec16(row + piece * PIECE);
+        // The high bit of a piece is not permuted.
+        const int place = row_place(lane_id(), piece % BANK_PIECES) + piece / BANK_PIECES * BANK_PIECES * PIECE;
+        const Vec16 pairs = load_shared_vec16(tile + place);
         UNROLL
         for (int i = 0; i < 4; ++i) {
             x[piece * (PIECE / 2) + 2 * i] = __uint_as_float(pairs.w[i] * upper_half);

@@ -338,7 +338,7 @@ DEVICE float log_sum_exp(const Row& row, Held& held, Shared& shared) {
     for_each_access<COUNT, RESIDENT>(row, held, [&](int at, uint32_t) {
         for (int i = at; i < at + COUNT; ++i) largest[0] = maximum_f32(largest[0], held.x[i]);
     });
-    over_lanes<maximum_f32, WARP_SIZE>(largest);
+    largest[0] = warp_maximum(largest[0]);
     float shift = subtrahend(largest[0]);
     // A NaN loses that comparison, and enters by the sum.
     for_each_access<COUNT, RESIDENT>(row, held, [&](int at, uint32_t) {
