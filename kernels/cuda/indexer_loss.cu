@@ -276,7 +276,8 @@ DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&in
             }
         }
     }
-    held.is_whole = __all_sync(FULL_WARP, held.valid == Held::ALL<HELD>) != 0;
+    // Few rows up to the diagonal have such warps.
+    held.is_whole = SELECTED && __all_sync(FULL_WARP, held.valid == Held::ALL<HELD>) != 0;
 }
 
 // T of what a dense row has stored. Lists have targets already.
@@ -357,19 +358,17 @@ DEVICE float log_sum_exp(const Row& row, Held& held, Shared& shared) {
     return sum[0] == 0.0f ? INFINITY_F32 : shift + log2_approx(sum[0]) * LN_2;
 }
 
-// What a row's terms are made of. PLAIN: nothing is clipped below, and no weight of the clipped form is so small that it is raised,
-// or that its logarithm is one of a subnormal number, which costs three instructions more.
+// What a row's terms are made of. PLAIN: no weight of the clipped form is so small that it is raised, or that its
+// logarithm is one of a subnormal number, which costs three instructions more. UNCLIPPED: besides, nothing is clipped below.
 template <bool CLIPPED>
 struct Terms {
     static constexpr bool clipped = CLIPPED;
     float lse;
 
-    bool is_plain(float x, float target) const {
-        return !clipped || (target >= MIN_NORMAL && ell(x) >= CLIP_LOG_MIN);
-    }
-    // Of all that is held, by bits: those of numbers of one sign are ordered as their magnitudes are, and what a NaN is taken for
-    // changes nothing of what is made of it.
-    bool all_plain(const Held& held) const {
+    static bool is_plain(float target) { return !clipped || target >= MIN_NORMAL; }
+    // Of all that is held, and whether nothing is clipped, by bits: those of numbers of one sign are ordered as their magnitudes are,
+    // and what a NaN is taken for changes nothing of what is made of it.
+    bool all_unclipped(const Held& held) const {
         if constexpr (!clipped) return true;
         int32_t least_target = 0x7fffffff;
         uint32_t lowest_ell = 0;
@@ -389,16 +388,16 @@ struct Terms {
     float log2_of(float floored) const {
         return clipped && !PLAIN ? log2_approx(floored) : log2_normal_approx(floored);
     }
-    template <bool PLAIN>
+    template <bool PLAIN, bool UNCLIPPED>
     float value(float ell, float target) const {
         const float floored = clipped ? weight<PLAIN>(target) : maximum_or_nan_f32(target, EXACT_FLOOR);
-        const float raised = PLAIN ? ell : maximum_or_nan_f32(ell, CLIP_LOG_MIN);
+        const float raised = UNCLIPPED ? ell : maximum_or_nan_f32(ell, CLIP_LOG_MIN);
         const float log_prediction = clipped ? minimum_or_nan_f32(raised, 0.0f) : ell;
         return weight<PLAIN>(target) * (log2_of<PLAIN>(floored) * LN_2 - log_prediction);
     }
-    template <bool PLAIN>
+    template <bool PLAIN, bool UNCLIPPED>
     float minus_g(float ell, float target) const {
-        return clipped && !PLAIN && ell < CLIP_LOG_MIN ? 0.0f : weight<PLAIN>(target);
+        return clipped && !UNCLIPPED && ell < CLIP_LOG_MIN ? 0.0f : weight<PLAIN>(target);
     }
 };
 
@@ -419,15 +418,15 @@ DEVICE Scalars scalars_of(const IndexerLossParams& params, int32_t token) {
 }
 
 // Adds kl, if it is wanted, and g of one access, and leaves behind what the gradient is made of.
-template <int COUNT, bool PLAIN, bool VALUE, typename Terms>
+template <int COUNT, bool PLAIN, bool UNCLIPPED, bool VALUE, typename Terms>
 DEVICE void add_access(const Terms& terms, Held& held, int at, uint32_t valid, float (&sums)[2]) {
     UNROLL
     for (int i = 0; i < COUNT; ++i) {
         const float ell = terms.ell(held.x[at + i]), target = held.target[at + i];
-        const float minus_g = terms.template minus_g<PLAIN>(ell, target);
+        const float minus_g = terms.template minus_g<PLAIN, UNCLIPPED>(ell, target);
         const bool counts = PLAIN || (valid >> i & 1) != 0;
         if (VALUE) {
-            const float value = terms.template value<PLAIN>(ell, target);
+            const float value = terms.template value<PLAIN, UNCLIPPED>(ell, target);
             sums[0] += counts ? value : 0.0f;
         }
         sums[1] -= counts ? minus_g : 0.0f;
@@ -440,17 +439,17 @@ template <int COUNT, bool VALUE, typename Terms>
 DEVICE void add_terms(const Terms& terms, Held& held, int at, uint32_t valid, float (&sums)[2]) {
     bool is_plain = valid == Held::ALL<COUNT>;
     UNROLL
-    for (int i = 0; i < COUNT; ++i) is_plain = is_plain & terms.is_plain(held.x[at + i], held.target[at + i]);
-    if (is_plain) add_access<COUNT, true, VALUE>(terms, held, at, valid, sums);
-    else add_access<COUNT, false, VALUE>(terms, held, at, valid, sums);
+    for (int i = 0; i < COUNT; ++i) is_plain = is_plain & terms.is_plain(held.target[at + i]);
+    if (is_plain) add_access<COUNT, true, false, VALUE>(terms, held, at, valid, sums);
+    else add_access<COUNT, false, false, VALUE>(terms, held, at, valid, sums);
 }
 
-// The same of all that a warp holds, where each access is plain; false where one is not.
+// The same of all that a warp holds, where nothing of it is raised or clipped; false where something is.
 template <int COUNT, bool VALUE, typename Terms>
 DEVICE bool add_whole(const Terms& terms, Held& held, float (&sums)[2]) {
-    if (!__all_sync(FULL_WARP, terms.all_plain(held))) return false;
+    if (!__all_sync(FULL_WARP, terms.all_unclipped(held))) return false;
     UNROLL
-    for (int at = 0; at < HELD; at += COUNT) add_access<COUNT, true, VALUE>(terms, held, at, Held::ALL<COUNT>, sums);
+    for (int at = 0; at < HELD; at += COUNT) add_access<COUNT, true, true, VALUE>(terms, held, at, Held::ALL<COUNT>, sums);
     return true;
 }
 
