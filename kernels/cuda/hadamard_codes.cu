@@ -20,6 +20,7 @@
 #include "async_copy.h"
 #include "butterflies.h"
 #include "elements.h"
+#include "hadamard.h"
 #include "math.h"
 #include "memory.h"
 #include "quantise.h"
@@ -45,8 +46,9 @@ struct HadamardCodesParams {
     uint8_t* scale_bytes;                          // [num_rows, 4] e8m0, or nullptr
     float* scales;                                 // [num_rows], or nullptr
     int64_t num_rows;
+    int64_t tiled_rows;                            // the first of them, which warps take in tiles
 };
-PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows)
+PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows, tiled_rows)
 
 SHARED_MEMORY(hadamard_codes, TILE_BYTES + TILE_ROWS * CODE_BYTES)
 
@@ -75,28 +77,21 @@ DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int 
     const bf16* source = begin + odd * stride;
     UNROLL_BY(ROWS == Rows::SOME ? 1 : TILE_ROWS)
     for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
-        if constexpr (ROWS == Rows::SOME) source = begin + minimum(first + odd, rows - 1) * stride;
         // row_place(first + odd, piece): the bits of an even row are other ones than those of `odd`.
         const int place = (row_place(odd, piece) ^ first % BANK_PIECES * PIECE) + first * ROW_BYTES;
+        if constexpr (ROWS == Rows::SOME) source = begin + minimum(first + odd, rows - 1) * stride;
         copy_async_16(tile + place, source);
         if constexpr (ROWS != Rows::SOME) source += first + ROWS_AT_ONCE < TILE_ROWS ? ROWS_AT_ONCE * stride : 0;
     }
 }
 
 DEVICE void load_row(float (&x)[DIM]) {
-    // 65536, which the compiler does not know.
-    const uint32_t upper_half = blockDim.x * (65536 / WARP_SIZE);
     const SharedAddress tile = shared_address(dynamic_shared());
     UNROLL
     for (int piece = 0; piece < ROW_PIECES; ++piece) {
         // The high bit of a piece is not permuted.
         const int place = row_place(lane_id(), piece % BANK_PIECES) + piece / BANK_PIECES * BANK_PIECES * PIECE;
-        const Vec16 pairs = load_shared_vec16(tile + place);
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            x[piece * (PIECE / 2) + 2 * i] = __uint_as_float(pairs.w[i] * upper_half);
-            x[piece * (PIECE / 2) + 2 * i + 1] = unpack_bf16_high(pairs.w[i]);
-        }
+        unpack<bf16>(load_shared_vec16(tile + place), &x[piece * (PIECE / 2)]);
     }
 }
 
@@ -109,7 +104,7 @@ DEVICE void round_octet(const float* x, uint32_t (&pairs)[4]) {
 // The largest magnitude of eight numbers and those before, in each half a word's.
 DEVICE uint32_t larger(uint32_t largest_pair, const uint32_t (&pairs)[4]) {
     UNROLL
-    for (int i = 0; i < 4; ++i) largest_pair = maximum_u16x2(largest_pair, absolute_bf16x2(pairs[i]));
+    for (int i = 0; i < 4; ++i) largest_pair = maximum_u16x2(largest_pair, pairs[i] & 0x7fff7fffu);
     return largest_pair;
 }
 DEVICE float larger_half(uint32_t largest_pair) {
@@ -135,11 +130,9 @@ DEVICE uint32_t e2m1_row(float (&y)[DIM]) {
         }
         const uint8_t scale = group_scale(larger_half(largest_pair), E2M1_FLOOR, 1.0f / 6.0f);
         UNROLL
-        for (int octet = 0; octet < GROUP / 8; ++octet) codes[octet] = e2m1_codes(pairs[octet], scale, blockDim.x * 16 / WARP_SIZE);
+        for (int octet = 0; octet < GROUP / 8; ++octet) codes[octet] = e2m1_codes(pairs[octet], scale);
         stage_codes(group, codes[0], codes[1], codes[2], codes[3]);
         scales |= static_cast<uint32_t>(scale) << 8 * group;
-        // Not before all groups' sums has the compiler a group's codes else, and no registers for them.
-        __syncwarp();
     }
     return scales;
 }
@@ -202,7 +195,7 @@ DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_
 
 // Starts the copies of a tile, or of none that is left.
 DEVICE void start_tile(const HadamardCodesParams& params, int64_t first_row) {
-    const int64_t left = params.num_rows - first_row;
+    const int64_t left = params.tiled_rows - first_row;
     if (left >= TILE_ROWS && params.x_row_stride == DIM) copy_rows<Rows::DENSE>(params, first_row, TILE_ROWS);
     else if (left >= TILE_ROWS) copy_rows<Rows::WHOLE>(params, first_row, TILE_ROWS);
     else if (left > 0) copy_rows<Rows::SOME>(params, first_row, static_cast<int>(left));
@@ -211,18 +204,45 @@ DEVICE void start_tile(const HadamardCodesParams& params, int64_t first_row) {
 
 // Stores what the lanes have of a tile: its scales, and the codes in their places.
 DEVICE void finish_tile(const HadamardCodesParams& params, int64_t first_row, uint32_t scales) {
-    const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.num_rows - first_row));
+    const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.tiled_rows - first_row));
     if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
     __syncwarp();
     if (rows == TILE_ROWS && params.codes_row_stride == CODE_BYTES) store_codes<Rows::DENSE>(params, first_row, rows);
     else store_codes<Rows::SOME>(params, first_row, rows);
 }
 
+// The rows behind the tiles, four lanes a row, group g of as many as a warp has room for by warp g of the grid's and those a grid
+// further on.
+DEVICE void transform_rest(const HadamardCodesParams& params) {
+    constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
+    const int lane = lane_id() % LANES;
+    UNROLL_BY(1)
+    for (int64_t first = params.tiled_rows + static_cast<int64_t>(blockIdx.x) * ROWS_AT_ONCE; first < params.num_rows;
+         first += static_cast<int64_t>(gridDim.x) * ROWS_AT_ONCE) {
+        const int64_t row = first + lane_id() / LANES;
+        // A row that is not there is a row of zeros: its lanes take part in the shuffles of their warp.
+        const bool exists = row < params.num_rows;
+        Row x = {};
+        if (exists) load_row<true>(params.x + row * params.x_row_stride, lane, x);
+        transform(x, lane);
+        const Rounded rounded = round_to_bf16(x);
+        uint8_t* const codes = params.codes + row * params.codes_row_stride;
+        if constexpr (STORED == 1) {
+            store_e2m1<true>(codes, params.scale_bytes + row * GROUPS, lane, exists, rounded);
+        } else {
+            const uint8_t scale = store_e4m3<true>(codes, lane, exists, x, rounded);
+            if (exists && lane == 0) store_scales(params, row, scale);
+        }
+    }
+}
+
 KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * TILE_ROWS;
     int64_t first_row = static_cast<int64_t>(blockIdx.x) * TILE_ROWS;
     start_tile(params, first_row);
-    for (; first_row < params.num_rows; first_row += step) {
+    // While the first tile is on its way.
+    transform_rest(params);
+    for (; first_row < params.tiled_rows; first_row += step) {
         copy_wait<0>();
         __syncwarp();
         float y[1][DIM];

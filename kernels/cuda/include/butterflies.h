@@ -15,17 +15,6 @@ DEVICE void butterfly(float& a, float& b) {
     b = difference;
 }
 
-// The steps of elements up to SPAN / 2 apart.
-template <int SPAN>
-DEVICE void butterflies_within(float (&x)[SPAN]) {
-    UNROLL
-    for (int h = 1; h < SPAN; h *= 2) {
-        UNROLL
-        for (int i = 0; i < SPAN; ++i)
-            if (!(i & h)) butterfly(x[i], x[i | h]);
-    }
-}
-
 // Element i of part p of lane l is element (p LANES + l) SPAN + i of its row. The lanes of a row are neighbours, the first at a
 // multiple of LANES; all lanes of the warp take part.
 template <int LANES, int PARTS, int SPAN>
@@ -33,7 +22,12 @@ DEVICE void walsh_hadamard(float (&x)[PARTS][SPAN], int lane) {
     static_assert(LANES * PARTS * SPAN == DIM, "the lanes have a row");
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
-        butterflies_within(x[part]);
+        UNROLL
+        for (int h = 1; h < SPAN; h *= 2) {
+            UNROLL
+            for (int i = 0; i < SPAN; ++i)
+                if (!(i & h)) butterfly(x[part][i], x[part][i | h]);
+        }
         UNROLL
         for (int h = 1; h < LANES; h *= 2) {
             // The upper of two lanes has the difference; a product with 1 or -1 is exact, so each sum is rounded once.

@@ -84,7 +84,7 @@ DEVICE void store_e2m1(uint8_t* row_codes, uint8_t* row_scales, int lane, bool e
         if (!exists) continue;
         const int first = (part * LANES + lane) * SPAN;
         if (first % E2M1_GROUP == 0) row_scales[first / E2M1_GROUP] = scale;
-        const uint32_t codes[] = {e2m1_codes(rounded.pairs[part][0], scale, 16), e2m1_codes(rounded.pairs[part][1], scale, 16)};
+        const uint32_t codes[] = {e2m1_codes(rounded.pairs[part][0], scale), e2m1_codes(rounded.pairs[part][1], scale)};
         store_words<WIDE>(row_codes + first / 2, codes);
     }
 }

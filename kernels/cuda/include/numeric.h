@@ -60,19 +60,6 @@ DEVICE uint32_t byte_signs(uint32_t low, uint32_t high) {
 #endif
 }
 
-// The magnitudes of two bf16; NaN becomes 0x7fff. A sum with zero, which leaves the pipe of logic free: that takes an instruction
-// every second cycle, and sums one in each.
-DEVICE uint32_t absolute_bf16x2(uint32_t pair) {
-#if defined(PARITY_EMULATOR)
-    const uint32_t low = pair & 0x7fffu, high = pair >> 16 & 0x7fffu;
-    return (low > 0x7f80u ? 0x7fffu : low) | (high > 0x7f80u ? 0x7fffu : high) << 16;
-#else
-    uint32_t magnitudes;
-    asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pair));
-    return magnitudes;
-#endif
-}
-
 // Of either half, as unsigned integers.
 DEVICE uint32_t maximum_u16x2(uint32_t a, uint32_t b) {
 #if defined(PARITY_EMULATOR)

@@ -111,18 +111,18 @@ DEVICE void load_words(const uint8_t* source, uint32_t (&words)[WORDS], int byte
 // Numbers below 2 are multiples of 0.5, those below 4 of 1 and those up to 6 of 2. Steps of bf16 are 0.5 below 128 and 1 from
 // there on, so that two sums round to each of these, once, and codes are what the bits of the sums count from those of 126:
 //     126 + z, right up to 4 and larger above,  128 + z / 2, right from 4 on and larger below
-DEVICE uint32_t e2m1_codes(const uint32_t (&pairs)[4], uint8_t scale, uint32_t sixteen) {
-    constexpr uint32_t FIRST = 0x42fc42fcu, FIFTH = 0x43004300u, LAST = FIRST + 0x00070007u;
+DEVICE uint32_t e2m1_codes(const uint32_t (&pairs)[4], uint8_t scale) {
+    constexpr uint32_t FIRST = 0x42fc42fcu, FIFTH = 0x43004300u, LAST = FIRST + 0x00070007u, SIGNS = 0x80008000u;
     const float inverse = inverse_of_scale(scale), half = inverse * 0.5f;
     const uint32_t factors[2] = {pack_bf16(inverse, inverse), pack_bf16(half, half)};
     uint32_t codes = 0;
     UNROLL
     for (int i = 3; i >= 0; --i) {
-        const uint32_t magnitudes = absolute_bf16x2(pairs[i]);
+        const uint32_t magnitudes = pairs[i] & ~SIGNS;
         const uint32_t code = minimum_u16x2(multiply_add_bf16x2(magnitudes, factors[0], FIRST),
                                             multiply_add_bf16x2(magnitudes, factors[1], FIFTH));
         // NaN is above all numbers.
-        codes = codes * sixteen + minimum_u16x2(code, LAST);
+        codes = codes * 16 + minimum_u16x2(code, LAST);
     }
     // The sign of each number all over the byte that has its code, and the one of the other nibble in another word. NaN has none.
     const uint32_t low_signs = byte_signs<0xfbd9>(pairs[0], pairs[2]), high_signs = byte_signs<0xfbd9>(pairs[1], pairs[3]);
@@ -136,7 +136,7 @@ DEVICE uint32_t e2m1_codes(const float* numbers, uint8_t scale) {
     uint32_t pairs[4];
     UNROLL
     for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(numbers[i], numbers[i + 4]);
-    return e2m1_codes(pairs, scale, 16);
+    return e2m1_codes(pairs, scale);
 }
 
 // The same of sixteen numbers of any type, in two words.
