@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
+use dsv4_kernels::runtime::process::keep_freed_memory;
 use dsv4_parity::command::{self, Command};
 use dsv4_parity::operator::size::{self, Limit};
 use dsv4_parity::record::words;
@@ -21,6 +22,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
+    keep_freed_memory();
     tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::try_from_env("PARITY_LOG").unwrap_or_else(|_| EnvFilter::new("warn")))
         .with_writer(std::io::stderr)

@@ -1,14 +1,22 @@
 //! What the device can do: measured in the same run, and on paper.
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use dsv4_kernels::runtime::cache::ModuleCache;
 use dsv4_kernels::runtime::cuda::{CudaBackend, blaslt};
 use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, RuntimeError, TensorView};
 use dsv4_parity::case::{Distribution, Draw};
 use dsv4_parity::record::Ceilings;
 
-/// Bytes of each side of the copy.
+use crate::session::Callee;
+
+/// Bytes of each side of the copy whose rate is the ceiling.
 const COPY_BYTES: usize = 2 << 30;
+/// Bytes of each side of the copies that are benchmarks. A copy of few bytes is far below the ceiling, and so is every kernel.
+pub const SMALLER_COPIES: [usize; 8] = [1 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 40 << 20, 64 << 20, 256 << 20];
+/// What the sets of buffers of such a copy take together at least: several times the second-level cache.
+const COPIES_SPAN: usize = 512 << 20;
+/// The most sets: the span matters only for bytes that a cache could hold back, and a page of memory is far more than 1 KiB.
+const MOST_COPIES: usize = 64;
 /// Extent of the matrix product.
 const MATRIX: usize = 8192;
 /// Numbers that are drawn for an operand, which repeats them.
@@ -62,13 +70,55 @@ fn copy_rate(device: &Device) -> Result<f64> {
     Ok(2.0 * COPY_BYTES as f64 / median(seconds))
 }
 
+/// Copies of so many bytes by the driver, over sets of buffers in turn: what a kernel that moves as much is measured beside.
+pub struct Copies<'d> {
+    arena: DeviceArena<'d>,
+    pairs: Vec<[TensorView; 2]>,
+    bytes: usize,
+}
+
+impl<'d> Copies<'d> {
+    /// Draws the sources.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn place(device: &'d Device, bytes: usize) -> Result<Self> {
+        let mut arena = DeviceArena::new(device, Contract::NAN);
+        let sets = COPIES_SPAN.div_ceil(2 * bytes).clamp(2, MOST_COPIES);
+        let pair = |_| Ok([normal(&mut arena, "source", &[bytes / 2])?, arena.output("target", DType::U8, &[bytes])?]);
+        let pairs = (0..sets).map(pair).collect::<Result<_>>()?;
+        Ok(Self { arena, pairs, bytes })
+    }
+}
+
+impl Callee for Copies<'_> {
+    fn sets(&self) -> usize {
+        self.pairs.len()
+    }
+
+    fn call(&self, set: usize) -> std::result::Result<(), RuntimeError> {
+        let [source, target] = &self.pairs[set];
+        self.arena.device().backend().copy(target.address, source.address, self.bytes)
+    }
+
+    fn recheck(&self, set: usize) -> Result<u64> {
+        let read = |view: &TensorView| {
+            let mut bytes = vec![0; self.bytes];
+            self.arena.device().backend().download(view.address, &mut bytes).map(|()| bytes)
+        };
+        let [source, target] = &self.pairs[set];
+        if read(source)? == read(target)? { Ok(self.bytes as u64) } else { Err(anyhow!("the copy is another one")) }
+    }
+}
+
 /// A bf16 tensor of normal deviates, which repeat.
 fn normal(arena: &mut DeviceArena<'_>, name: &str, shape: &[usize]) -> Result<TensorView> {
     let drawn = Draw::new(0, name).values(Distribution::Normal, 1, DRAWN, 1.0);
     let drawn = HostTensor::from_f64(DType::Bf16, &[DRAWN], &drawn).bytes;
     let view = arena.output(name, DType::Bf16, shape)?;
-    for at in (0..view.elements() * view.dtype.size()).step_by(drawn.len()) {
-        arena.device().backend().upload(view.address + at as u64, &drawn)?;
+    let bytes = view.elements() * view.dtype.size();
+    for at in (0..bytes).step_by(drawn.len()) {
+        arena.device().backend().upload(view.address + at as u64, &drawn[..drawn.len().min(bytes - at)])?;
     }
     Ok(view)
 }

@@ -2,9 +2,9 @@
 //! ([`dsv4_parity::operator::declared::Declared::benchmarks`]).
 //!
 //! On a GPU the clock is a pair of CUDA events around many launches ([`clock`]), buffers rotate so that the second-level
-//! cache holds nothing of them, and the device's own rates are measured in the same run ([`ceilings`]). After timing,
-//! rows of what the timed launches wrote are compared with the oracle. Without a GPU the emulator and the oracles are
-//! timed on small shapes.
+//! cache holds nothing of them, and the device's own rates are measured in the same run ([`ceilings`]), with copies of
+//! fewer bytes among the benchmarks. After timing, rows of what the timed launches wrote are compared with the oracle.
+//! Without a GPU the emulator and the oracles are timed on small shapes.
 //!
 //! Results go to criterion's directory, with the facts that `parity run --criterion DIR` needs beside them.
 //! The exit code is 0 only when every benchmark that ran was compared, agreed, and stayed below what the
@@ -49,6 +49,7 @@ fn run() -> Result<bool> {
     let mut session = Session::new(&device);
     if gpu {
         session.measure_ceilings()?;
+        session.run_copies()?;
     }
     for operator in OPERATORS {
         let benchmarks = operator.benchmarks(device.environment());

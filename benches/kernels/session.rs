@@ -14,7 +14,7 @@ use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
 use dsv4_parity::record::BenchmarkRecord;
 use dsv4_parity::report::benchmarks::{self, Facts, Work};
 
-use crate::ceilings::{self, Datasheet};
+use crate::ceilings::{self, Copies, Datasheet};
 use crate::clock::DeviceTime;
 
 /// The run.
@@ -66,6 +66,22 @@ impl<'d> Session<'d> {
             let matrix = ceilings.matrix_flops_per_second;
             self.check_rates("ceilings", ceilings.copy_bytes_per_second, matrix.unwrap_or(0.0));
             self.facts.ceilings = Some(ceilings);
+        }
+        Ok(())
+    }
+
+    /// Times copies by the driver, as the benchmarks are timed: what moving so few bytes takes on this device.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn run_copies(&mut self) -> Result<()> {
+        let device = self.device;
+        for bytes in ceilings::SMALLER_COPIES {
+            let moved = 2.0 * bytes as f64;
+            let id = Id { group: "device_copy".into(), name: format!("{:.3} MB read and written", moved * 1e-6) };
+            let work = Work { operator: "device_copy".into(), bytes: moved, flops: 0.0 };
+            let place = || Ok(Box::new(Copies::place(device, bytes)?) as Box<dyn Callee + 'd>);
+            self.run_callee(&id, work, Rate::Bytes, &place)?;
         }
         Ok(())
     }
@@ -216,7 +232,7 @@ impl fmt::Display for Id {
 }
 
 /// What is called under the clock: kernels on their buffers, or an oracle.
-trait Callee {
+pub trait Callee {
     /// How many sets of buffers there are. Calls take them in turn.
     fn sets(&self) -> usize;
 

@@ -376,21 +376,16 @@ DEVICE void prefetch_row(const RmsNormBackwardParams& params, int64_t row) {
     }
 }
 
-// Neighbouring columns' dweight, of those that there are. Single floats, which a workspace may be aligned to, would write
-// each sector of memory eight times.
+// Neighbouring columns' dweight, of those that there are. Single floats would write each sector of memory eight times: rows of a
+// width of whole vectors begin at multiples of 16 bytes of the workspace, which the launcher wants aligned to these.
 DEVICE void store_partial(const RmsNormBackwardParams& params, float* partial, int64_t column,
                           const float (&dweight)[VECTOR]) {
     if (column >= params.width) return;
     partial += column;
-    const bool aligned = reinterpret_cast<uintptr_t>(partial) % sizeof(Vec16) == 0;
     UNROLL
     for (int e = 0; e < VECTOR; e += 4) {
         const float four[4] = {dweight[e], dweight[e + 1], dweight[e + 2], dweight[e + 3]};
-        if (aligned) {
-            store_vec16(partial + e, ::pack<float>(four));
-        } else {
-            for (int i = 0; i < 4; ++i) partial[e + i] = four[i];
-        }
+        store_vec16(partial + e, ::pack<float>(four));
     }
 }
 

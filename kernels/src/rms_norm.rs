@@ -40,7 +40,7 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
         read("dy").like("x").rows().when(backward),
         write("dx").like("x").rows().when(backward),
         write("dweight").axes(&["width"]).with(&["weight"]).when(backward),
-        scratch("workspace", 4).with(&["weight"]).when(backward),
+        scratch("workspace", 16).with(&["weight"]).when(backward),
     ];
     let mut signature = CHECK.signature(views, tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
     let extents = signature.bind(["num_rows", "width"])?;

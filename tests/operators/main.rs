@@ -24,6 +24,7 @@ mod sweeps;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use dsv4_kernels::runtime::process::keep_freed_memory;
 use dsv4_parity::operator::{Operator, registry};
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -55,6 +56,7 @@ type Make = fn(&'static dyn Operator, Extent) -> Option<Trial>;
 const OF_EACH_OPERATOR: [Make; 4] = [sweeps::trial, golden::trial, refusals::trial, numbers::trial];
 
 fn main() -> ExitCode {
+    keep_freed_memory();
     let arguments = Arguments::from_args();
     match trials(&arguments) {
         Ok(trials) => libtest_mimic::run(&arguments, trials).exit_code(),

@@ -40,10 +40,9 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 // KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks) { ... } is launched in clusters of so many blocks, neighbours in x,
 // which reach each other's shared memory (hopper.h). Such a module has no static shared variables.
 //
-// From Hopper on the blocks of a kernel may take their places while the kernel before it in the stream still runs: on its first line
-// every kernel waits until those before it have ended and what they wrote is there to be read, and lets the next one's blocks come
-// as soon as all its own have begun. `name_waits` says so to the launcher, which asks for it then and not otherwise, so that older
-// sources run as they did. No kernel can forget the wait: it stands in the macro.
+// From Hopper on a kernel may be launched while the one before it in the stream ends: on its first line every kernel waits until
+// those before it have ended and what they wrote is there to be read. `name_waits` says so to the launcher, which asks for it then
+// and not otherwise, so that older sources run as they did. No kernel can forget the wait: it stands in the macro.
 #if defined(PARITY_EMULATOR)
 #define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     static void name##_body(const Params& params);                                               \
@@ -59,10 +58,7 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 #else
 #if PARITY_SM >= 90
 #define WAITS_FOR_EARLIER_KERNELS(name) extern "C" __device__ uint64_t name##_waits[1] = {1};
-DEVICE void wait_for_earlier_kernels() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #else
 #define WAITS_FOR_EARLIER_KERNELS(name)
 DEVICE void wait_for_earlier_kernels() {}
@@ -107,6 +103,15 @@ DEVICE void wait_for_earlier_kernels() {}
     }
 #else
 #define SHARED_MEMORY(name, bytes) extern "C" __device__ uint64_t name##_shared_bytes[1] = {(bytes)};
+#endif
+
+// Once every block of this launch has come here or ended, the next kernel's blocks may take places, and wait there for the end of
+// this launch. For kernels that fill the device and are followed by a small one. Where blocks leave multiprocessors idle, those of
+// the next launch crowd there: a linear layer of 112 blocks took 42.0 us in place of 38.5 on an H200 when all kernels did this.
+#if !defined(PARITY_EMULATOR) && PARITY_SM >= 90
+DEVICE void let_next_kernel_come() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void let_next_kernel_come() {}
 #endif
 
 // The launch's dynamic shared memory, aligned to 1024 bytes.

@@ -468,7 +468,7 @@ pub(super) struct Shape {
     pub grid: [u32; 3],
     pub block: [u32; 3],
     pub shared_bytes: u32,
-    /// Whether its blocks may take their places while the kernel before it still runs: only one that waits for that itself.
+    /// Whether it may be launched before the kernel in front of it has ended: only one that waits for that itself.
     pub waits: bool,
 }
 

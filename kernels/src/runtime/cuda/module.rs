@@ -27,7 +27,7 @@ struct Kernel {
     function: sys::CUfunction,
     exports: KernelExports,
     own: OwnLimits,
-    /// Whether it waits for earlier kernels by itself, so that its blocks may take their places before these end.
+    /// Whether it waits for earlier kernels by itself, so that it may be launched before these have ended.
     waits: bool,
     /// Dynamic shared memory that the driver was told to allow so far; bytes.
     allowed_shared: Mutex<u64>,
