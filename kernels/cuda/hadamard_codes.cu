@@ -46,9 +46,8 @@ struct HadamardCodesParams {
     uint8_t* scale_bytes;                          // [num_rows, 4] e8m0, or nullptr
     float* scales;                                 // [num_rows], or nullptr
     int64_t num_rows;
-    int64_t tiled_rows;                            // the first of them, which warps take in tiles
 };
-PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows, tiled_rows)
+PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows)
 
 SHARED_MEMORY(hadamard_codes, TILE_BYTES + TILE_ROWS * CODE_BYTES)
 
@@ -193,9 +192,9 @@ DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_
     }
 }
 
-// Starts the copies of a tile, or of none that is left.
-DEVICE void start_tile(const HadamardCodesParams& params, int64_t first_row) {
-    const int64_t left = params.tiled_rows - first_row;
+// Starts the copies of a tile of the first `tiled_rows` rows, or of none that is left.
+DEVICE void start_tile(const HadamardCodesParams& params, int64_t tiled_rows, int64_t first_row) {
+    const int64_t left = tiled_rows - first_row;
     if (left >= TILE_ROWS && params.x_row_stride == DIM) copy_rows<Rows::DENSE>(params, first_row, TILE_ROWS);
     else if (left >= TILE_ROWS) copy_rows<Rows::WHOLE>(params, first_row, TILE_ROWS);
     else if (left > 0) copy_rows<Rows::SOME>(params, first_row, static_cast<int>(left));
@@ -203,21 +202,28 @@ DEVICE void start_tile(const HadamardCodesParams& params, int64_t first_row) {
 }
 
 // Stores what the lanes have of a tile: its scales, and the codes in their places.
-DEVICE void finish_tile(const HadamardCodesParams& params, int64_t first_row, uint32_t scales) {
-    const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.tiled_rows - first_row));
+DEVICE void finish_tile(const HadamardCodesParams& params, int64_t tiled_rows, int64_t first_row, uint32_t scales) {
+    const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, tiled_rows - first_row));
     if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
     __syncwarp();
     if (rows == TILE_ROWS && params.codes_row_stride == CODE_BYTES) store_codes<Rows::DENSE>(params, first_row, rows);
     else store_codes<Rows::SOME>(params, first_row, rows);
 }
 
-// The rows behind the tiles, four lanes a row, group g of as many as a warp has room for by warp g of the grid's and those a grid
-// further on.
-DEVICE void transform_rest(const HadamardCodesParams& params) {
+// How many rows warps take in tiles, of which a turn of all of them has `turn_rows`. Behind whole turns, what is at most half of one
+// is left for all: few warps would have a tile more, and the others nothing.
+DEVICE int64_t rows_in_tiles(int64_t num_rows, int64_t turn_rows) {
+    if (num_rows < turn_rows) return num_rows;
+    const int64_t rest = num_rows % turn_rows;
+    return rest > turn_rows / 2 ? num_rows : num_rows - rest;
+}
+
+// The rows behind the tiles, four lanes a row, in groups of as many as a warp has room for: group g is that of warp g of the grid.
+DEVICE void transform_rest(const HadamardCodesParams& params, int64_t tiled_rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
     const int lane = lane_id() % LANES;
     UNROLL_BY(1)
-    for (int64_t first = params.tiled_rows + static_cast<int64_t>(blockIdx.x) * ROWS_AT_ONCE; first < params.num_rows;
+    for (int64_t first = tiled_rows + static_cast<int64_t>(blockIdx.x) * ROWS_AT_ONCE; first < params.num_rows;
          first += static_cast<int64_t>(gridDim.x) * ROWS_AT_ONCE) {
         const int64_t row = first + lane_id() / LANES;
         // A row that is not there is a row of zeros: its lanes take part in the shuffles of their warp.
@@ -239,10 +245,12 @@ DEVICE void transform_rest(const HadamardCodesParams& params) {
 KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * TILE_ROWS;
     int64_t first_row = static_cast<int64_t>(blockIdx.x) * TILE_ROWS;
-    start_tile(params, first_row);
+    // The first tile is one of a whole turn, or there is no other one: nothing has to be divided for it.
+    start_tile(params, params.num_rows, first_row);
+    const int64_t tiled_rows = rows_in_tiles(params.num_rows, step);
     // While the first tile is on its way.
-    transform_rest(params);
-    for (; first_row < params.tiled_rows; first_row += step) {
+    transform_rest(params, tiled_rows);
+    for (; first_row < tiled_rows; first_row += step) {
         copy_wait<0>();
         __syncwarp();
         float y[1][DIM];
@@ -250,9 +258,9 @@ KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
         // Every lane has its row in registers now, and has taken out its part of the codes before: the tile's memory is free, and
         // the next rows are on their way while these are transformed.
         __syncwarp();
-        start_tile(params, first_row + step);
+        start_tile(params, tiled_rows, first_row + step);
         walsh_hadamard<1>(y, 0);
         const uint32_t scales = quantise<STORED>(y[0]);
-        finish_tile(params, first_row, scales);
+        finish_tile(params, tiled_rows, first_row, scales);
     }
 }

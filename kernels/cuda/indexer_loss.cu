@@ -17,21 +17,25 @@
 // One block takes one row: THREADS threads hold up to HELD slots each in registers, so that logits, target and list are
 // read once; a longer row is read again in each of up to four passes, out of the second-level cache. Lists of 512 have
 // one warp each, and no barrier. Two reductions over the block, each with one barrier: powers with the largest logit,
-// and the sums. All loads of a row are asked for before anything else is computed, and what lies behind its end is set
-// to 0 meanwhile. An access of four slots that are all valid, as most are, is computed without a look at each. A thread
-// reads and writes the same slots, so that the gradient may lie over logits or target. Rows of kl are added in one order
+// and the sums. All loads of a row are asked for before anything else is computed, those of a list before it is known how many of its
+// slots are valid, and what lies behind its end is set to 0 meanwhile. An access of four slots that are all valid, as most are, is
+// computed without a look at each, and where a warp of several has no other ones, its sixteen of a thread in one piece. A thread reads and writes the same slots, so that the gradient may lie over logits or target. Rows of kl are added in one order
 // by indexer_loss_sum.cu: the loss is the same in every run. (That the last block adds them, by a count in the module's memory
 // that it puts back, took 14.1, 23.1 and 45.4 us where the sum's launch takes 13.4, 21.1 and 41.3; eight lists a block, two of a
 // warp under way at once, 11.7 us for the gradient of lists of 512 where one has 11.0.)
 //
 // Floor: 12 bytes a valid slot of a list (8 of a dense row) and 4 of every slot of the gradient: at 4.24 TB/s 7.9 us
 // for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; an empty launch
-// takes some 2 us beside that, and the sum of the rows another launch, some 2 us. By instructions, some 30 a slot of a
+// takes some 2 us beside that, and the sum of the rows another launch, some 1.5 us. By instructions, some 30 a slot of a
 // list and 35 of a dense row, lists of 512 take 2 us, and dense rows 10. All lists of 512 are on the GPU at once.
-// Measured on one H200, value and gradient with the sum of the rows: lists of 512 13.4 us, of 1024 21.1, dense rows 41.3
-// (59, 75 and 77 % of the copy rate; 768 threads a multiprocessor for lists, or stores that leave the cache first, change
-// none by more than 0.2); the gradient alone 11.0, 18.6 and 36.3 us. Without the sum's launch the dense form would be at
-// 81 %, and lists wait for the launch and for the first row. Before, with some 75 instructions a slot, three reductions
+// Measured on one H200, value and gradient with the sum of the rows: lists of 512 11.93 us, of 1024 19.26, dense rows 40.08
+// (66, 82 and 79 % of the copy rate); the gradient alone 10.5, 17.65 and 35.8 us. That was with all accesses behind the lengths
+// and limits, some 190 instructions after the start where a list now has 36: by these 0.3 us less were expected, and not measured.
+// What is left of lists of 512 above their floor is two launches, the first row's way and the last one's. Warps in one piece: 19.26
+// for 19.62 us of lists of 1024; with them lists of 512 took 12.2 and dense rows, for which clipping was looked at apart, 40.4.
+// When every launch began at the end of the one before and the sum had 1024 threads, 13.4, 21.1 and 41.3 us, the gradient alone 11.0,
+// 18.6 and 36.3 (768 threads a multiprocessor for lists, or stores that leave the cache first, changed none by more than 0.2).
+// Before, with some 75 instructions a slot, three reductions
 // and two of a dense row's eight loads behind l1, 12.3, 20.1 and 54.1 us without the sum; the gradient alone
 // 11.1, 18.8 and 38.5 us. Before that, with branches around slots, twice the threads of half the slots, a division each
 // of a dense row and reductions in which each thread added the parts of all warps, 16.0, 27.5 and 101 us; 14.0, 24.9
@@ -276,8 +280,8 @@ DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&in
             }
         }
     }
-    // Few rows up to the diagonal have such warps.
-    held.is_whole = SELECTED && __all_sync(FULL_WARP, held.valid == Held::ALL<HELD>) != 0;
+    // Few rows up to the diagonal have such warps; lists of one warp are no sooner ready by it.
+    held.is_whole = SELECTED && WARPS > 1 && __all_sync(FULL_WARP, held.valid == Held::ALL<HELD>) != 0;
 }
 
 // T of what a dense row has stored. Lists have targets already.
@@ -339,7 +343,7 @@ DEVICE float log_sum_exp(const Row& row, Held& held, Shared& shared) {
     for_each_access<COUNT, RESIDENT>(row, held, [&](int at, uint32_t) {
         for (int i = at; i < at + COUNT; ++i) largest[0] = maximum_f32(largest[0], held.x[i]);
     });
-    largest[0] = warp_maximum(largest[0]);
+    over_lanes<maximum_f32, WARP_SIZE>(largest);
     float shift = subtrahend(largest[0]);
     // A NaN loses that comparison, and enters by the sum.
     for_each_access<COUNT, RESIDENT>(row, held, [&](int at, uint32_t) {
@@ -540,6 +544,8 @@ DEVICE void sum_terms(const Row& row, Held& held, Shared& shared, const Terms& t
 
 template <int COUNT, bool RESIDENT>
 DEVICE void loss_of_row(const IndexerLossParams& params) {
+    // The sum of the rows.
+    let_next_kernel_come();
     auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     // Without lists later tokens see more keys: they go first.
     const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : gridDim.x - 1 - blockIdx.x);

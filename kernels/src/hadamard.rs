@@ -11,10 +11,8 @@ const CODES_FILE: &str = "hadamard_codes.cu";
 const CHECK: Arguments = Arguments { operator: "hadamard" };
 /// Length of a row.
 pub const DIM: usize = 128;
-/// Rows of a block of `hadamard`, of four lanes each, and of a turn of a block of `hadamard_codes`, of a lane each.
+/// Rows of a block of either kernel, or of its turn: one for four of its lanes, or for each.
 const ROWS_PER_BLOCK: usize = 32;
-/// Rows that a block of `hadamard_codes`, which is a warp, takes at once where four lanes take one.
-const ROWS_AT_ONCE: usize = 8;
 
 /// How the transform is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -55,7 +53,7 @@ pub fn modules() -> Vec<Module> {
             (file, defines)
         })
     };
-    let codes = |stored: Stored| module(CODES_FILE, &[stored.define(), ("ELEMENT", "bf16".to_owned())]);
+    let codes = |stored: Stored| module(CODES_FILE, &[stored.define()]);
     Stored::ALL.into_iter().flat_map(with).chain([Stored::E2m1, Stored::E4m3].map(codes)).collect()
 }
 
@@ -94,28 +92,16 @@ pub fn launch(device: &Device, views: &Views, stored: Stored, backward: bool) ->
     };
     let mut params = CHECK.params().strided("x", &views[x], ["row_stride"]);
     let mut defines = vec![stored.define()];
-    defines.extend(element_types(&[("ELEMENT", views[x].dtype)]));
     if file == FILE {
         params = params.strided("y", values.then(|| &views[y]), ["row_stride"]);
+        defines.extend(element_types(&[("ELEMENT", views[x].dtype)]));
     }
     let params = params.strided("codes", (!values).then(|| &views["codes"]), ["row_stride"]);
     let params = params.ptr("scale_bytes", e2m1.then(|| &views["scale_bytes"]));
-    let mut params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
+    let params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
     let kernel = device.kernel(file, &defines, name)?;
-    let mut blocks = num_rows.div_ceil(ROWS_PER_BLOCK);
-    if file == CODES_FILE {
-        // Its blocks take several turns; few rows go to as many blocks as have one group of them.
-        blocks = num_rows.div_ceil(ROWS_AT_ONCE).min(kernel.resident_blocks(device.environment()));
-        params = params.i64("tiled_rows", tiled_rows(num_rows, blocks))?;
-    }
-    kernel.launch_blocks("x", blocks, &params)?;
+    // Those of `hadamard_codes` take several turns.
+    let resident = if file == CODES_FILE { kernel.resident_blocks(device.environment()) } else { usize::MAX };
+    kernel.launch_blocks("x", num_rows.div_ceil(ROWS_PER_BLOCK).min(resident), &params)?;
     Ok(name)
-}
-
-/// Of so many rows those that the blocks of `hadamard_codes` take in tiles, all blocks equally often. Where the others, which are
-/// left for groups of [`ROWS_AT_ONCE`], are more than half a turn, one turn more has room for them.
-fn tiled_rows(num_rows: usize, blocks: usize) -> usize {
-    let turn = (blocks * ROWS_PER_BLOCK).max(1);
-    let rest = num_rows % turn;
-    if rest > turn / 2 { num_rows } else { num_rows - rest }
 }

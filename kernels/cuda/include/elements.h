@@ -91,19 +91,6 @@ DEVICE void round_to_bf16(float (&x)[COUNT]) {
     }
 }
 
-// The largest of a warp's numbers, none of them NaN, in every lane; which of two zeros is not said. One reduction of integers, which
-// are in the numbers' order where those below 0 have all bits but the sign turned, takes a third of the time of five shuffles.
-DEVICE float warp_maximum(float value) {
-#if defined(PARITY_EMULATOR)
-    for (int distance = 16; distance > 0; distance /= 2) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, distance));
-    return value;
-#else
-    const auto turned = [](int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
-    const int32_t bits = static_cast<int32_t>(__float_as_uint(value));
-    return __uint_as_float(static_cast<uint32_t>(turned(__reduce_max_sync(FULL_WARP, turned(bits)))));
-#endif
-}
-
 // In every lane, with the same bits.
 DEVICE float warp_sum(float value) {
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);

@@ -63,7 +63,7 @@ DEVICE Ranking ranking(const Params& params, int32_t token, int32_t columns) {
         const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
         const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
         const int64_t position = maximum<int64_t>(offset + (token - first_token) + 1, 0);
-        // A position is less than 2^32: a division of 32 bits takes a fifth of the instructions.
+        // A position is less than 2^32, and a division of 32 bits takes far fewer instructions.
         const uint32_t limit = minimum(static_cast<uint32_t>(position) / static_cast<uint32_t>(params.ratio),
                                        static_cast<uint32_t>(minimum(num_keys, columns)));
         return Ranking{nullptr, static_cast<int32_t>(limit), first_key, num_keys, 0};
