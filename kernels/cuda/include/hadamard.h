@@ -96,7 +96,9 @@ DEVICE uint8_t store_e4m3(uint8_t* row_codes, int lane, bool exists, const Row& 
     for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, rounded.magnitudes[part]);
     const uint8_t scale = group_scale(largest(magnitude << 16, LANES), E4M3_FLOOR, 1.0f / 448.0f);
     const float inverse = inverse_of_scale(scale);
-    for (int part = 0; part < PARTS && exists; ++part) {
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+        if (!exists) continue;
         uint32_t codes[SPAN / 4];
         e4m3_codes(y[part], inverse, codes);
         store_words<WIDE>(row_codes + (part * LANES + lane) * SPAN, codes);
