@@ -25,6 +25,7 @@
 // 31.9 us (63 % of the copy rate; 34.1 before codes were sums in packed bf16), e4m3 30.4 us (79 %), bf16 34.0 us (93 %).
 //
 // Defines: ELEMENT  type of x and y: bf16 or float; STORED  0, 1 or 2. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
+#include "element.h"
 #include "hadamard.h"
 
 #ifndef STORED

@@ -61,30 +61,78 @@ struct Place {
     int32_t column, count;  // of the lane: elements column to column + count - 1 of the row
 };
 
+// Of four heads of 512 channels a warp takes the same 128 of each, and not one of the heads: three warps of four have none that
+// turn then, and the rotation costs all a quarter of its instructions. Both are the numbers 0 to 3 of which a column consists
+// above its 128: the head of four, and the 128 of the head.
+DEVICE int32_t apart_from_heads(const InverseRopeQuantizeParams& params, int32_t column) {
+    if (params.head_dim != 512 || params.width % 2048 != 0) return column;
+    return (column & ~0x780) | (column & 0x180) << 2 | (column & 0x600) >> 2;
+}
+
 DEVICE Place place_of(const InverseRopeQuantizeParams& params) {
     const uint32_t warp = blockIdx.x * WARPS + static_cast<uint32_t>(warp_id()), row_warps = params.row_warps;
     const uint32_t row = quotient(warp, row_warps, params.of_row_warps);
     const uint32_t rows = static_cast<uint32_t>(params.padded_rows);
     const uint32_t group = quotient(row, rows, params.of_padded_rows);
     const int32_t first = static_cast<int32_t>(warp - row * row_warps) * static_cast<int32_t>(WARP_SIZE);
-    const int32_t column = (first + lane_id()) * SPAN;
+    const int32_t column = apart_from_heads(params, (first + lane_id()) * SPAN);
     const int64_t token = row - group * rows;
     const int32_t left = token < params.num_rows ? maximum(params.width - column, 0) : 0;
     return Place{group, token, column, minimum(left, SPAN)};
+}
+
+// Where the rotations are, as rotation.h takes it: they are always the inverse ones.
+struct InverseRotations {
+    static constexpr int32_t inverse = 1;
+    const float* cos; int64_t cos_stride;
+    const float* sin; int64_t sin_stride;
+    const int32_t* positions;
+    int64_t table_rows;
+};
+
+// Turns a pair of channels, and rounds it.
+DEVICE void turn_pair(Rotation by, uint32_t& pair) {
+    float even = unpack_bf16_low(pair), odd = unpack_bf16_high(pair);
+    rotate(by, even, odd);
+    pair = pack_bf16(even, odd);
+}
+
+// Those of a lane's channels of a head that turn. Where all do and their rotations are where they belong, as it is mostly, these are
+// asked for before the channels are there.
+DEVICE void turn_stored(const InverseRopeQuantizeParams& params, int64_t token, int32_t channel, Raw<ELEMENT>& raw) {
+    const int32_t copied = params.head_dim - params.rope_dim;
+    if (channel + SPAN <= copied) return;
+    const InverseRotations tables{params.cos, params.cos_stride, params.sin, params.sin_stride, params.positions, params.table_rows};
+    if (channel >= copied) {
+        const RotationRows rows = rotation_rows(tables, token, (channel - copied) / 2);
+        if (rows.exist() && rows.in_vectors()) {
+            Rotation rotations[SPAN / 2];
+            load_rotations<true>(tables, rows, rotations);
+            UNROLL
+            for (int i = 0; i < SPAN / 2; ++i) turn_pair(rotations[i], raw.vectors[i / 4].w[i % 4]);
+            return;
+        }
+    }
+    UNROLL
+    for (int i = 0; i < SPAN / 2; ++i) {
+        if (channel + 2 * i < copied) continue;
+        Rotation rotation[1];
+        load_rotations(tables, token, (channel + 2 * i - copied) / 2, rotation);
+        turn_pair(rotation[0], raw.vectors[i / 4].w[i % 4]);
+    }
 }
 
 template <bool WIDE>
 DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
     const Place at = place_of(all);
     if (at.group >= all.o_groups) return;
-    float x[SPAN] = {};
+    Raw<ELEMENT> x{};
     if (at.count > 0) {
         const int32_t of_group = static_cast<int32_t>(quotient(at.column, all.head_dim, all.of_head_dim));
         const int64_t head = at.group * all.group_heads + of_group;
         const int32_t channel = at.column - of_group * all.head_dim;
-        load_span<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, x);
-        // What is copied is bf16 already.
-        if (turn_channels(all, at.token, channel, x)) round_to_bf16(x);
+        load_raw<WIDE>(all.x + at.token * all.x_token_stride + head * all.x_head_stride + channel, at.count, x);
+        turn_stored(all, at.token, channel, x);
     }
     InverseRopeQuantizeParams params = all;
     params.codes += at.group * params.codes_group_stride;

@@ -17,9 +17,9 @@
 // Floor for bf16: 2 bytes read and 1 written an element, and 4 bytes or 1 a group; at 4.24 TB/s 98 us for 32768 x
 // 4096. Expected to be limited by memory: 6 instructions an element, 8 where it is divided, of the 20 that there is
 // time for. Scales that lie group by group are stored 4 bytes at a time, 1/64 of the elements.
-// Measured on one H200, 32768 x 4096: groups of 128 with e8m0 scales 96.5 us, with fp32 scales 101 us (128 us with
-// divisions in six instructions); squares 99 us; back 99 us. (With fp32 scales 104 in a later run; their inverse has
-// no slow path since, 56 instructions of 408. Not measured yet.) Before: 126 and 145 us with 53 registers, four blocks on a
+// Measured on one H200, 32768 x 4096: groups of 128 with e8m0 scales 93.9 us, with fp32 scales 96.7 us; squares 94.3 us; back
+// 99.7 us. With fp32 scales it was 104 us with an inverse that had a slow path, elements compared one by one, and a loop of
+// shuffles; 128 us with divisions in six instructions. Before: 126 and 145 us with 53 registers, four blocks on a
 // multiprocessor; squares 148 us with elements as floats; back 137 us, when a lane stored its 32 bytes as two half
 // sectors.
 //
@@ -54,8 +54,8 @@ template <bool WIDE>
 DEVICE void quantize_rows(const QuantizeFp8Params& params) {
     const Span span = span_of(params);
     if (span.row >= params.padded_rows) return;
-    float x[SPAN] = {};
-    load_span<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, x);
+    Raw<ELEMENT> x;
+    load_raw<WIDE>(params.x + span.row * params.x_row_stride + span.column, span.count, x);
     quantize_span<WIDE>(params, span, x);
 }
 

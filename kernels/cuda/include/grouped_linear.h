@@ -81,21 +81,40 @@ DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int
 
 // ---------------------------------------------------------------- tiles
 
+// Puts in the place of each of MAX_EXPERTS numbers the sum of all up to it and itself, by one warp.
+DEVICE void add_up(int32_t* numbers) {
+    constexpr int OWN = MAX_EXPERTS / WARP_SIZE, VECTORS = OWN / 4;
+    auto* const own = reinterpret_cast<Vec16*>(numbers + lane_id() * OWN);
+    int32_t sums[OWN], all = 0;
+    UNROLL
+    for (int i = 0; i < VECTORS; ++i) {
+        const Vec16 four = load_vec16(own + i);
+        UNROLL
+        for (int j = 0; j < 4; ++j) sums[4 * i + j] = all += static_cast<int32_t>(four.w[j]);
+    }
+    const int32_t before = inclusive_sum(all) - all;
+    UNROLL
+    for (int i = 0; i < VECTORS; ++i) {
+        Vec16 four;
+        UNROLL
+        for (int j = 0; j < 4; ++j) four.w[j] = static_cast<uint32_t>(before + sums[4 * i + j]);
+        store_vec16(own + i, four);
+    }
+}
+
 // Tiles of S::ROWS rows of all experts up to each of them and itself, by all threads of a block: ends has MAX_EXPERTS
-// places in shared memory.
+// places in shared memory, at a multiple of 16. A thread counts one expert's, so that all counts are asked for at once; one
+// warp adds them up.
 template <typename S>
 DEVICE void count_tiles(const GroupedLinearParams& params, int32_t* ends) {
-    if (uniform(warp_id()) == 0) {
-        int32_t before = 0;
-        UNROLL_BY(4)
-        for (int32_t first = 0; first < params.experts; first += WARP_SIZE) {
-            const int32_t expert = first + lane_id();
-            const int64_t count = expert < params.experts ? rows_of(params, expert).count : 0;
-            const int32_t end = before + inclusive_sum(static_cast<int32_t>(ceil_div<int64_t>(count, S::ROWS)));
-            ends[expert] = end;
-            before = __shfl_sync(FULL_WARP, end, WARP_SIZE - 1);
-        }
+    UNROLL_BY(1)
+    for (int32_t first = 0; first < MAX_EXPERTS; first += static_cast<int32_t>(blockDim.x)) {
+        const int32_t expert = first + static_cast<int32_t>(threadIdx.x);
+        const int64_t count = expert < params.experts ? rows_of(params, expert).count : 0;
+        if (expert < MAX_EXPERTS) ends[expert] = static_cast<int32_t>(ceil_div<int64_t>(count, S::ROWS));
     }
+    __syncthreads();
+    if (uniform(warp_id()) == 0) add_up(ends);
     __syncthreads();
 }
 

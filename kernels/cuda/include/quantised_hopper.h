@@ -11,7 +11,9 @@
 //            products run.
 //   2        producer: each of its warps brings every fourth stage, with cp.async in the swizzle that wgmma reads, and
 //            its scales; the next unit's first stages while the last one's sums are stored. A warp has two stages under
-//            way: it hands one over when the copies of the next are on their way.
+//            way: it hands one over when the copies of the next are on their way. Of MXFP4 up to 16 tokens no product
+//            reads what was copied, so that copies hand their stage over themselves. What comes by way of registers is
+//            asked for when the warp's stage before has been handed over.
 //
 // Promotion. The product of a token's scale and the block's is made once a stage, by the producer, so that a consumer
 // needs one fused multiplication and addition for each sum. Where it would leave the range of normal fp32 numbers for
@@ -47,7 +49,11 @@
 // 7.5 of 8.5 KB at 4.24 TB/s. So two blocks share a multiprocessor there, since each waits for its own copies and products.
 // Measured on one H200, experts of [4096, 4096] with 6, 192 and 768 slots: 37.4, 483 and 908 us with 16 tokens, some 200
 // instructions, and 64 bytes of a row at a time from memory, 57 % of its rate. 8 tokens, and 256 bytes of a row into the
-// second-level cache at a time, took 31.7, 394 and 740 us (700 were expected), 70 % of memory's rate.
+// second-level cache at a time, took 31.7, 394 and 740 us (700 were expected), 70 % of memory's rate. Since all counts of experts
+// are asked for at once, tokens and scales a stage ahead, and stages hand themselves over: 27.7, 369 and 703 us (24, 330 and 640
+// were expected). Units that are halved (UnitsOfBlock) gave the 6 slots nothing, 27.9 us without them, though a multiprocessor has
+// three halves then in place of four: so what limits them is not what two blocks share. Of FP8, whose blocks share nothing, they
+// gave 31.4 to 30.1 us.
 //
 // The including file is compiled with TOKENS, the columns of a product, defined as 8, 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
 // (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32.
@@ -75,7 +81,8 @@ constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
 constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = HELD == 2 ? 64 : MXFP4 ? 120 : 152, CONSUMER_REGISTERS = HELD == 2 ? 88 : MXFP4 ? 192 : 176;
+constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
+constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD == 2 ? 88 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
@@ -126,10 +133,11 @@ DEVICE int64_t units_of(const Result& result) {
     return ceil_div<int64_t>(result.rows, TOKENS) * ceil_div<int64_t>(result.columns, FEATURES) * result.splits;
 }
 
-// What a block computes next: a part of a product.
+// What a block computes next: a part of a product, of all features of a tile or of the half of them that begins there.
 struct Unit {
     QuantisedProduct product;
     Part part;
+    int32_t features;
 };
 
 // Units in the order in which blocks take them, as the functions below are given them:
@@ -141,13 +149,45 @@ struct UnitsOfProduct {
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of(product.result); }
-    Unit at(int64_t number) const { return Unit{product, part_of<UnitShape>(product.result, number)}; }
+    Unit at(int64_t number) const { return Unit{product, part_of<UnitShape>(product.result, number), FEATURES}; }
+};
+
+// The units of a block, a round of all blocks after the other. Where the last round has fewer units than blocks some of them
+// are halved, a consumer's features each, for blocks that would have none: no unit takes a multiprocessor longer than it must,
+// and weights come over all of them. Of blocks that share a multiprocessor, as every second one does, the first ones take what
+// is whole. Where a block has a multiprocessor to itself nothing ends sooner unless all are halved.
+template <typename Units>
+struct UnitsOfBlock {
+    const Units& units;
+    int32_t first = 0;  // of the round: as part_of, in 32 bits
+
+    int32_t left() const { return static_cast<int32_t>(units.count()) - first; }
+    // Of the round, those that are not halved.
+    int32_t whole(int32_t left) const {
+        const auto blocks = static_cast<int32_t>(gridDim.x);
+        if (left >= blocks || (HELD == 1 && 2 * left > blocks)) return left;
+        return maximum(2 * left - blocks, 0);
+    }
+    bool has_unit() const {
+        const int32_t left = this->left();
+        return left >= static_cast<int32_t>(gridDim.x) || static_cast<int32_t>(blockIdx.x) < 2 * left - whole(left);
+    }
+    Unit unit() const {
+        const auto block = static_cast<int32_t>(blockIdx.x), whole = this->whole(left()), half = block - whole;
+        if (half < 0) return units.at(first + block);
+        Unit unit = units.at(first + whole + half / 2);
+        unit.part.column += half % 2 * CONSUMER_FEATURES;
+        unit.features = CONSUMER_FEATURES;
+        return unit;
+    }
+    void advance() { first += static_cast<int32_t>(gridDim.x); }
 };
 
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + Shared::full(stage), WARP_SIZE);
+            // All lanes' copies; where tokens are stored in another order, the stores besides.
+            mbarrier_init(shared + Shared::full(stage), WARP_SIZE + (REORDERED ? 1 : 0));
             mbarrier_init(shared + Shared::empty(stage), CONSUMER_THREADS / WARP_SIZE);
         }
         fence_mbarrier_init();
@@ -185,79 +225,117 @@ DEVICE void copy_rows(SharedAddress target, const uint8_t* codes, int64_t stride
 // Where 16 bytes of codes of MXFP4 lie, a step of a row: eight rows' are in different banks.
 DEVICE constexpr int packed_offset(int row, int step) { return row * 64 + 16 * (step ^ (row / 2 & 3)); }
 
-// The same of FEATURES rows of 64 bytes, two codes in each.
-DEVICE void copy_packed_rows(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
-                             int64_t begin, int64_t bytes) {
-    constexpr int ROWS = WARP_SIZE / STEPS;
-    const int step = lane_id() % STEPS, lane_row = lane_id() / STEPS;
-    const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * step;
-    const SharedAddress place = target + packed_offset(lane_row, step);
-    if (first + FEATURES <= extent && begin + 64 <= bytes) {
-        UNROLL
-        for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride)
-            copy_async_16_of_row(place + i * (ROWS * 64), source);
-        return;
+// The weights of a stage, by one warp: rows of 128 bytes.
+struct CopiedWeights {
+    void begin(const Unit&) {}
+    void copy(const Unit& unit, int64_t group, SharedAddress target) const {
+        const QuantisedProduct& product = unit.product;
+        for (int32_t first = 0; first < unit.features; first += CONSUMER_FEATURES)
+            copy_rows<CONSUMER_FEATURES>(target + first * 128, product.w, product.w_stride, unit.part.column + first,
+                                         product.result.columns, group * GROUP, product.result.depth);
     }
-    const int64_t left = begin + 16 * step < bytes ? extent - first - lane_row : 0;
-    UNROLL_BY(4)
-    for (int i = 0; i < FEATURES / ROWS; ++i, source += ROWS * stride)
-        copy_async_16_of_row(place + i * (ROWS * 64), i * ROWS < left ? source : codes, i * ROWS < left);
-}
+};
+
+// The same of MXFP4: rows of 64 bytes, two codes in each.
+struct PackedWeights {
+    static constexpr int ROWS = WARP_SIZE / STEPS, AT_ONCE = CONSUMER_FEATURES / ROWS;
+    const uint8_t* source;  // the lane's 16 bytes of its first row's first group
+    int32_t rows;           // that the lane's are among, from its first on
+
+    void begin(const Unit& unit) {
+        const QuantisedProduct& product = unit.product;
+        const int64_t row = unit.part.column + lane_id() / STEPS;
+        source = product.w + row * product.w_stride + 16 * (lane_id() % STEPS);
+        rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, unit.features - lane_id() / STEPS));
+    }
+    void copy(const Unit& unit, int64_t group, SharedAddress target) const {
+        const QuantisedProduct& product = unit.product;
+        const int64_t bytes = product.result.depth / 2 - group * 64, step = ROWS * product.w_stride;
+        const SharedAddress place = target + packed_offset(lane_id() / STEPS, lane_id() % STEPS);
+        const uint8_t* from = source + group * 64;
+        const bool whole = unit.part.column + unit.features <= product.result.columns && bytes >= 64;
+        const int32_t left = 16 * (lane_id() % STEPS) < bytes ? rows : 0;
+        for (int32_t first = 0; first < unit.features; first += CONSUMER_FEATURES) {
+            if (whole) {
+                UNROLL
+                for (int i = 0; i < AT_ONCE; ++i, from += step) copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), from);
+            } else {
+                UNROLL_BY(4)
+                for (int i = 0; i < AT_ONCE; ++i, from += step) {
+                    const bool wanted = first + i * ROWS < left;
+                    copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), wanted ? from : product.w, wanted);
+                }
+            }
+        }
+    }
+};
 
 // Where of the 32 bytes of x of a step its number k lies. Where they are reordered lane t of a row has numbers 8t to 8t + 7 of w,
 // and wgmma takes the even ones for its 4t-th to 4t + 3-th and the odd ones for those 16 further.
 DEVICE constexpr int place_of(int k) { return REORDERED ? k % 2 * 16 + k / 8 * 4 + k % 8 / 2 : k; }
 
-// The tokens' numbers of a group, 128 bytes each, all of it by one warp, in the order of place_of: zeros where there are none.
-DEVICE void store_tokens(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
-                         int64_t begin, int64_t depth) {
-    constexpr int ROWS = WARP_SIZE / 8, ACCESSES = TOKENS / ROWS;
-    const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
-    const bool exists = 16 * chunk < depth - begin;
-    const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * chunk;
-    Vec16 chunks[ACCESSES];
-    UNROLL
-    for (int i = 0; i < ACCESSES; ++i, source += ROWS * stride) {
-        chunks[i] = Vec16{};
-        if (exists && first + lane_row + i * ROWS < extent) chunks[i] = load_vec16(source);
+// The tokens' numbers of a stage, 128 bytes each, by one warp: copied or, where they have to be in the order of place_of, loaded
+// before the stage's place is free and stored then. Zeros where there are none.
+struct CopiedTokens {
+    void begin(const Unit&) {}
+    void load(const Unit&, int64_t) {}
+    void store(const Unit& unit, int64_t group, SharedAddress target) const {
+        const QuantisedProduct& product = unit.product;
+        copy_rows<TOKENS>(target, product.x, product.x_stride, unit.part.row, product.result.rows, group * GROUP,
+                          product.result.depth);
     }
-    UNROLL
-    for (int i = 0; i < ACCESSES; ++i) {
-        const uint32_t (&w)[4] = chunks[i].w;
-        // Half of a chunk's bytes lie in the lower 16 of the step, half in the upper ones.
-        const SharedAddress own = 8 * (chunk % 2);
-        store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk & ~1) + own,
-                          __byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420));
-        store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk | 1) + own,
-                          __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x7531));
-    }
-}
+};
 
-DEVICE void produce_stage(const QuantisedProduct& product, const Part& part, int64_t group, SharedAddress shared,
-                          uint32_t stage) {
-    const int64_t begin = group * GROUP;
-    const Result& result = product.result;
-    if constexpr (MXFP4)
-        copy_packed_rows(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin / 2,
-                         result.depth / 2);
-    else
-        copy_rows<FEATURES>(shared + Shared::w(stage), product.w, product.w_stride, part.column, result.columns, begin,
-                            result.depth);
-    if constexpr (REORDERED)
-        store_tokens(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin, result.depth);
-    else
-        copy_rows<TOKENS>(shared + Shared::x(stage), product.x, product.x_stride, part.row, result.rows, begin,
-                          result.depth);
-}
+struct StoredTokens {
+    static constexpr int ROWS = WARP_SIZE / 8, ACCESSES = TOKENS / ROWS;
+    const uint8_t* source;  // the lane's chunk of its first row's first group
+    int32_t rows;           // that there are, from the lane's first on
+    Vec16 chunks[ACCESSES];
+
+    void begin(const Unit& unit) {
+        const int64_t row = unit.part.row + lane_id() / 8;
+        source = unit.product.x + row * unit.product.x_stride + 16 * (lane_id() % 8);
+        rows = static_cast<int32_t>(minimum<int64_t>(unit.product.result.rows - row, TOKENS));
+    }
+    // Of 16 tokens there are no registers for those of a stage to come.
+    void load(const Unit& unit, int64_t group) {
+        if constexpr (TOKENS == 8) load_chunks(unit, group);
+    }
+    void load_chunks(const Unit& unit, int64_t group) {
+        const bool exists = 16 * (lane_id() % 8) < unit.product.result.depth - group * GROUP;
+        UNROLL
+        for (int i = 0; i < ACCESSES; ++i) {
+            chunks[i] = Vec16{};
+            if (exists && i * ROWS < rows) chunks[i] = load_vec16(source + group * GROUP + i * ROWS * unit.product.x_stride);
+        }
+    }
+    void store(const Unit& unit, int64_t group, SharedAddress target) {
+        if constexpr (TOKENS != 8) load_chunks(unit, group);
+        const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
+        UNROLL
+        for (int i = 0; i < ACCESSES; ++i) {
+            const uint32_t (&w)[4] = chunks[i].w;
+            // Half of a chunk's bytes lie in the lower 16 of the step, half in the upper ones.
+            const SharedAddress own = 8 * (chunk % 2);
+            store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk & ~1) + own,
+                              __byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420));
+            store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk | 1) + own,
+                              __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x7531));
+        }
+    }
+};
 
 constexpr int X_LANE_ROWS = ceil_div<int>(TOKENS, WARP_SIZE);
 
-// The scales of a stage of FP8, a lane those of every 32nd token. They are asked for before the stage's place is free: what
+// The scales of a stage of FP8, a lane those of every 32nd token. They are asked for long before the stage's place is free: what
 // comes after them, the stage before included, waits for no memory then.
 struct LoadedFactors {
     float w, x[X_LANE_ROWS];
 
-    void load(const QuantisedProduct& product, const Part& part, int32_t group) {
+    void begin(const Unit&) {}
+    void load(const Unit& unit, int32_t group) {
+        const QuantisedProduct& product = unit.product;
+        const Part& part = unit.part;
         w = scale_of_group(product.w_scales, part.column / FEATURES, group);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
@@ -307,39 +385,51 @@ DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
     return word;
 }
 
-// The scales of a stage of MXFP4, a lane those of every 32nd row. They are asked for before the stage's place is free. Where
+// The scales of a stage of MXFP4, a lane those of every 32nd row. They are asked for long before the stage's place is free. Where
 // one lies is a sum of what its row and what its group says (scale_layout.h), and w's rows of a lane are equally far apart.
 struct LoadedScales {
-    int64_t w_place, w_step, x_places[X_LANE_ROWS];
+    int64_t w_place, x_places[X_LANE_ROWS];
     int32_t w_rows, x_rows;  // that there are, from the lane's first on
-    uint32_t w[W_LANE_ROWS];
-    float x[X_SCALES][X_LANE_ROWS];
+    int32_t in_words;        // whether all rows of w exist, and their scales of a stage are a word of memory
+    uint32_t w[W_LANE_ROWS], x[X_LANE_ROWS];
 
-    void begin(const QuantisedProduct& product, const Part& part) {
+    void begin(const Unit& unit) {
+        const QuantisedProduct& product = unit.product;
+        const Part& part = unit.part;
         const int64_t row = part.column + lane_id(), token = part.row + lane_id();
         w_place = scale_place(product.w_scales, row, 0);
-        w_step = scale_place(product.w_scales, WARP_SIZE, 0);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i)
             x_places[i] = scale_place(product.x_scales, product.x_scales.first_row + token + i * WARP_SIZE, 0);
-        w_rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, FEATURES));
+        w_rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, unit.features - lane_id()));
         x_rows = static_cast<int32_t>(minimum<int64_t>(product.result.rows - token, TOKENS - lane_id()));
+        const bool whole = product.w_scales.num_groups % STEPS == 0 && reinterpret_cast<uint64_t>(product.w_scales.scales) % 4 == 0;
+        in_words = whole && part.column + unit.features <= product.result.columns;
     }
-    void load(const QuantisedProduct& product, int32_t group) {
+    void load_weights(const Unit& unit, const uint8_t* first, int32_t left) {
+        const int64_t w_step = scale_place(unit.product.w_scales, WARP_SIZE, 0);
+        if (in_words) {
+            UNROLL
+            for (int i = 0; i < W_LANE_ROWS; ++i)
+                w[i] = i * static_cast<int>(WARP_SIZE) < unit.features
+                    ? *reinterpret_cast<const uint32_t*>(first + i * w_step) : NOBODY * 0x01010101u;
+            return;
+        }
+        UNROLL
+        for (int i = 0; i < W_LANE_ROWS; ++i)
+            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows ? four_scales(first + i * w_step, left) : NOBODY * 0x01010101u;
+    }
+    void load(const Unit& unit, int32_t group) {
+        const QuantisedProduct& product = unit.product;
         const int32_t w_group = group * STEPS, x_group = group * X_SCALES;
         const uint8_t* const of_w = static_cast<const uint8_t*>(product.w_scales.scales) + scale_place(product.w_scales, 0, w_group);
         const uint8_t* const of_x = static_cast<const uint8_t*>(product.x_scales.scales) + scale_place(product.x_scales, 0, x_group);
-        UNROLL
-        for (int i = 0; i < W_LANE_ROWS; ++i)
-            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows
-                ? four_scales(of_w + w_place + i * w_step, product.w_scales.num_groups - w_group) : NOBODY * 0x01010101u;
+        load_weights(unit, of_w + w_place, product.w_scales.num_groups - w_group);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
-            uint32_t word = 0;
+            x[i] = 0;
             if (i * static_cast<int>(WARP_SIZE) < x_rows)
-                word = X_SCALES == 1 ? of_x[x_places[i]] : four_scales(of_x + x_places[i], product.x_scales.num_groups - x_group);
-            UNROLL
-            for (int step = 0; step < X_SCALES; ++step) x[step][i] = e8m0_to_float(word >> 8 * step & 255u);
+                x[i] = X_SCALES == 1 ? of_x[x_places[i]] : four_scales(of_x + x_places[i], product.x_scales.num_groups - x_group);
         }
     }
     void store(StageScales& scales) const {
@@ -354,7 +444,7 @@ struct LoadedScales {
             const int token = lane_id() + i * WARP_SIZE;
             UNROLL
             for (int step = 0; step < X_SCALES; ++step)
-                if (token < TOKENS) scales.x[step][token] = x[step][i];
+                if (token < TOKENS) scales.x[step][token] = e8m0_to_float(x[i] >> 8 * step & 255u);
         }
         const bool all = !__any_sync(FULL_WARP, !ordinary);
         if (lane_id() == 0) scales.ordinary = all;
@@ -370,33 +460,64 @@ DEVICE void hand_over(SharedAddress shared, uint32_t stage) {
     mbarrier_arrive(shared + Shared::full(stage));
 }
 
-// Warp `warp` of the producer brings every fourth stage of all units.
+// Hands a stage over whose products read nothing that was copied, only what was stored: the copies tell by themselves when they
+// have landed, and nobody waits for them.
+DEVICE void hand_over_stores(SharedAddress shared, uint32_t stage) {
+    const SharedAddress full = shared + Shared::full(stage);
+    copy_arrive(full);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(full);
+}
+
+template <bool IS_FIRST, typename First, typename Second>
+struct Chosen {
+    using Type = First;
+};
+template <typename First, typename Second>
+struct Chosen<false, First, Second> {
+    using Type = Second;
+};
+
+// Warp `warp` of the producer brings every fourth stage of all units. What comes by way of registers is asked for when the stage
+// before is handed over.
 template <typename Units>
 DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
-    const int64_t count = units.count();
-    uint32_t stage = 0;
-    bool holds_one = false;
-    LoadedScales loaded;
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
-        const Unit unit = units.at(number);
-        const Part& part = unit.part;
-        if constexpr (MXFP4) loaded.begin(unit.product, part);
-        for (int64_t group = part.begin; group < part.end; ++group, ++stage) {
-            if (stage % PRODUCERS != warp) continue;
-            LoadedFactors factors;
-            if constexpr (MXFP4) loaded.load(unit.product, static_cast<int32_t>(group));
-            else factors.load(unit.product, part, static_cast<int32_t>(group));
+    // Stages of the units before, and the warp's next one: it has had one as soon as that is not among the first.
+    uint32_t before = 0, stage = warp;
+    typename Chosen<MXFP4, PackedWeights, CopiedWeights>::Type weights;
+    typename Chosen<MXFP4, LoadedScales, LoadedFactors>::Type scales;
+    typename Chosen<REORDERED, StoredTokens, CopiedTokens>::Type tokens;
+    for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
+        const Unit unit = turns.unit();
+        const auto begin = static_cast<int32_t>(unit.part.begin);
+        const uint32_t groups = static_cast<uint32_t>(unit.part.end) - begin;
+        weights.begin(unit);
+        scales.begin(unit);
+        tokens.begin(unit);
+        const auto load = [&] {
+            if (stage - before >= groups) return;
+            const int32_t group = begin + static_cast<int32_t>(stage - before);
+            scales.load(unit, group);
+            tokens.load(unit, group);
+        };
+        load();
+        while (stage - before < groups) {
+            const int32_t group = begin + static_cast<int32_t>(stage - before);
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
-            produce_stage(unit.product, part, group, shared, stage);
+            weights.copy(unit, group, shared + Shared::w(stage));
+            tokens.store(unit, group, shared + Shared::x(stage));
             copy_commit();
-            if constexpr (MXFP4) loaded.store(stage_scales(stage));
-            else factors.store(stage_scales(stage));
-            if (holds_one) hand_over<1>(shared, stage - PRODUCERS);
-            holds_one = true;
+            scales.store(stage_scales(stage));
+            if constexpr (REORDERED) hand_over_stores(shared, stage);
+            else if (stage >= PRODUCERS) hand_over<1>(shared, stage - PRODUCERS);
+            stage += PRODUCERS;
+            load();
         }
+        before += groups;
     }
-    // The last of this warp's: `stage` is how many there were of all warps.
-    if (holds_one) hand_over<0>(shared, stage - 1 - (stage - 1 - warp) % PRODUCERS);
+    if constexpr (REORDERED) copy_wait<0>();
+    else if (stage >= PRODUCERS) hand_over<0>(shared, stage - PRODUCERS);
 }
 
 // ---------------------------------------------------------------- consumers
@@ -583,15 +704,15 @@ DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& prod
     }
 }
 
-// Of a stage of unit `number`, which is found anew where it is needed: the registers that a product takes are scarce.
+// Of a stage of a unit, which is found anew where it is needed: the registers that a product takes are scarce.
 template <typename Units>
-DEVICE void multiply_mxfp4(float (&total)[N8][4], const Units& units, int64_t number, int32_t group, SharedAddress shared,
+DEVICE void multiply_mxfp4(float (&total)[N8][4], const UnitsOfBlock<Units>& turns, int32_t group, SharedAddress shared,
                            uint32_t stage, uint32_t consumer) {
     const int row = static_cast<int>(consumer) * CONSUMER_FEATURES + warp_id() % 4 * 16 + lane_id() / 4;
     // Asked for before it is known whether they are taken as they are.
     const PackedRows rows(dynamic_shared() + Shared::w(stage), stage_scales(stage), row);
     if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, rows);
-    const Unit unit = units.at(number);
+    const Unit unit = turns.unit();
     const uint8_t* const x = dynamic_shared() + Shared::x(stage);
     multiply_numbers(total, unit.product, unit.part, unit.part.begin + group, consumer, x, stage_scales(stage));
 }
@@ -626,18 +747,29 @@ DEVICE void store_unit(const Result& result, const Part& part, uint32_t consumer
     }
 }
 
+// A stage that this consumer has no features of: it only says that it does not need it.
+DEVICE void pass_stage(SharedAddress shared, uint32_t stage) {
+    mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(stage));
+}
+
 template <typename Units>
 DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer) {
-    const int64_t count = units.count();
     uint32_t stage = 0;
-    for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
-        const Unit unit = units.at(number);
+    for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
+        const Unit unit = turns.unit();
         const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
+        if (consumer * CONSUMER_FEATURES >= static_cast<uint32_t>(uniform(unit.features))) {
+            UNROLL_BY(1)
+            for (int32_t group = 0; group < groups; ++group, ++stage) pass_stage(shared, stage);
+            continue;
+        }
         float total[N8][4] = {};
         for (int32_t group = 0; group < groups; ++group, ++stage) {
             mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
             if constexpr (MXFP4) {
-                multiply_mxfp4(total, units, number, group, shared, stage, consumer);
+                multiply_mxfp4(total, turns, group, shared, stage, consumer);
             } else {
                 float d[N8][4];
                 const int32_t regular = uniform(stage_scales(stage).regular);
@@ -649,7 +781,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer)
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(stage));
         }
-        const Unit done = MXFP4 ? units.at(number) : unit;
+        const Unit done = MXFP4 ? turns.unit() : unit;
         store_unit(done.product.result, done.part, consumer, total);
     }
 }

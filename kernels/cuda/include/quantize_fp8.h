@@ -7,11 +7,14 @@
 #include "fp8_scales.h"
 #include "groups.h"
 
-// The codes of numbers x of a group with this scale, the first `count` of them.
-template <bool WIDE, typename Params>
-DEVICE void store_codes(const Params& params, const Span& span, float (&x)[SPAN], float scale) {
-    if (span.count == 0) return;
-    uint32_t codes[SPAN / 4];
+// 1 / s of a scale that is a power of two; what is NaN stays it.
+DEVICE float inverse_of_power(float scale) {
+    return is_nan(scale) ? scale : __uint_as_float(0x7f000000u - __float_as_uint(scale));
+}
+
+// The codes of numbers x of a group with this scale.
+template <typename Params>
+DEVICE void codes_of(const Params& params, float (&x)[SPAN], float scale, uint32_t (&codes)[SPAN / 4]) {
     if (params.scale_type == FP32) {
         // Scales are normal numbers, or NaN, and so are their inverses.
         const float inverse = reciprocal_of_normal(scale);
@@ -19,16 +22,44 @@ DEVICE void store_codes(const Params& params, const Span& span, float (&x)[SPAN]
         for (int i = 0; i < SPAN; ++i) x[i] = divided_for_e4m3(x[i], scale, inverse);
         e4m3_codes(x, 1.0f, codes);
     } else {
-        // Of a power of two; what is NaN stays it.
-        e4m3_codes(x, is_nan(scale) ? scale : __uint_as_float(0x7f000000u - __float_as_uint(scale)), codes);
+        e4m3_codes(x, inverse_of_power(scale), codes);
     }
+}
+
+// The same of numbers as they lie in memory. Those of bf16 are multiplied by a power of two as they are, two at a time: that rounds
+// none but those that are zeros in e4m3.
+template <typename Params, typename T>
+DEVICE void codes_of(const Params& params, const Raw<T>& raw, float scale, uint32_t (&codes)[SPAN / 4]) {
+    float x[SPAN];
+    if (sizeof(T) == 2 && params.scale_type != FP32) {
+        const float inverse = inverse_of_power(scale);
+        const uint32_t both = pack_bf16(inverse, inverse), negative_zeros = 0x80008000u;
+        Raw<T> scaled;
+        UNROLL
+        for (int i = 0; i < 4 * Raw<T>::VECTORS; ++i)
+            scaled.vectors[i / 4].w[i % 4] = multiply_add_bf16x2(raw.vectors[i / 4].w[i % 4], both, negative_zeros);
+        unpack_stored(scaled, x);
+        e4m3_codes(x, 1.0f, codes);
+    } else {
+        unpack_stored(raw, x);
+        codes_of(params, x, scale, codes);
+    }
+}
+
+// Stores the first `count` of them.
+template <bool WIDE, typename Params, typename Numbers>
+DEVICE void store_codes(const Params& params, const Span& span, Numbers& x, float scale) {
+    if (span.count == 0) return;
+    uint32_t codes[SPAN / 4];
+    codes_of(params, x, scale, codes);
     store_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column, codes, span.count);
 }
 
-// Quantises what the lanes of a warp have of a row of groups, each 16 elements; all lanes take part. `has_scales`: whether the
-// row's scales, those that pad it among them, are this lane's to store.
-template <bool WIDE, typename Params>
-DEVICE void quantize_span(const Params& params, const Span& span, float (&x)[SPAN], bool has_scales = true) {
+// Quantises what the lanes of a warp have of a row of groups, each 16 elements, as floats or as they lie in memory, where those of
+// bf16 are compared two at a time; all lanes take part. `has_scales`: whether the row's scales, those that pad it among them, are
+// this lane's to store.
+template <bool WIDE, typename Params, typename Numbers>
+DEVICE void quantize_span(const Params& params, const Span& span, Numbers& x, bool has_scales = true) {
     const int group_lanes = (1 << params.log2_group) / SPAN;
     const float scale = scale_of(params, largest(largest_magnitude(x), group_lanes));
     store_codes<WIDE>(params, span, x, scale);

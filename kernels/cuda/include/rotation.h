@@ -4,6 +4,7 @@
 // [num_tokens] or nullptr (token t uses table row t), table_rows, and whether the rotation is the inverse one.
 #pragma once
 
+#include "elements.h"
 #include "math.h"
 #include "numeric.h"
 
@@ -11,19 +12,54 @@ struct Rotation {
     float cos, sin;
 };
 
+// Where the rotations of a token lie from one pair on; nowhere where its position is outside the table.
+struct RotationRows {
+    const float *cos, *sin;
+
+    bool exist() const { return cos != nullptr; }
+    bool in_vectors() const { return ((reinterpret_cast<uint64_t>(cos) | reinterpret_cast<uint64_t>(sin)) & 15) == 0; }
+};
+
+template <typename Params>
+DEVICE RotationRows rotation_rows(const Params& params, int64_t token, int first) {
+    const int64_t position = params.positions ? params.positions[token] : token;
+    const bool inside = position >= 0 && position < params.table_rows;
+    if (!inside) return RotationRows{nullptr, nullptr};
+    return RotationRows{&params.cos[position * params.cos_stride + first], &params.sin[position * params.sin_stride + first]};
+}
+
+// PAIRS consecutive rotations: IN_VECTORS four in an access, of which fewer wait for each other then.
+template <bool IN_VECTORS, int PAIRS, typename Params>
+DEVICE void load_rotations(const Params& params, const RotationRows& rows, Rotation (&rotations)[PAIRS]) {
+    float cosines[PAIRS], sines[PAIRS];
+    if constexpr (IN_VECTORS) {
+        load_elements(rows.cos, cosines);
+        load_elements(rows.sin, sines);
+    } else {
+        UNROLL
+        for (int i = 0; i < PAIRS; ++i) cosines[i] = rows.cos[i], sines[i] = rows.sin[i];
+    }
+    UNROLL
+    for (int i = 0; i < PAIRS; ++i) {
+        const float cos = cosines[i], sin = sines[i];
+        rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
+    }
+}
+
 // PAIRS consecutive rotations of a token, from pair `first` on. A position outside the table reads
 // nothing and gives NaN, which no comparison mistakes for a value.
 template <int PAIRS, typename Params>
 DEVICE void load_rotations(const Params& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
-    const int64_t position = params.positions ? params.positions[token] : token;
-    const bool inside = position >= 0 && position < params.table_rows;
-    for (int i = 0; i < PAIRS; ++i) {
-        rotations[i] = Rotation{NAN_F32, NAN_F32};
-        if (!inside) continue;
-        const float cos = params.cos[position * params.cos_stride + first + i];
-        const float sin = params.sin[position * params.sin_stride + first + i];
-        rotations[i] = Rotation{cos, params.inverse ? -sin : sin};
+    const RotationRows rows = rotation_rows(params, token, first);
+    if (!rows.exist()) {
+        UNROLL
+        for (int i = 0; i < PAIRS; ++i) rotations[i] = Rotation{NAN_F32, NAN_F32};
+        return;
     }
+    if constexpr (PAIRS % 4 == 0) {
+        if (rows.in_vectors()) return load_rotations<true>(params, rows, rotations);
+    }
+    load_rotations<false>(params, rows, rotations);
 }
 
 DEVICE void rotate(Rotation by, float& even, float& odd) {
