@@ -86,8 +86,8 @@ struct SamplerParams {
 PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens,
               vocab_size, segment)
 
-// What lies in front of an id in the order, or what a warp knows of it: how many, their share of the weights, and the place in the
-// race of the one that wins among them.
+// What lies in front of an id in the order, or what a warp knows of it: how many, their share of the weights, and the place in
+// the race of the one that wins among them.
 struct Front {
     uint64_t share = 0, best = 0;
     uint32_t count = 0;
@@ -361,7 +361,8 @@ DEVICE bool may_lead(const Row& row, const float (&logits)[IDS], const PhiloxWor
     return !(fused_multiply_add(top, row.factor, -least_power) < least);
 }
 
-// The winner among the ids of a row that are in front of shared.end, which the first thread has set. Once a tile a warp learns what the others have found, and they what it has.
+// The winner among the ids of a row that are in front of shared.end, which the first thread has set. Once a tile a warp
+// learns what the others have found, and they what it has.
 template <bool WIDE>
 DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
     Contest contest;
