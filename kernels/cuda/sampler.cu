@@ -35,13 +35,14 @@
 // Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. A row is one block's, so that the time
 // is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long as their slowest.
 // Measured on one H200, normal logits of deviation 4, 128 rows: argmax 17.7 us, no filter 24.3, limits by top_p 31.7 (49 % of
-// the copy rate). Of these rows two of nine have no limit, and two keep some 2200 ids. Before, with digits of places in
-// the place of the race of what is listed, and tiles asked for in L2 in advance: 19.3, 25.0 and 33.4. An earlier form,
-// with those tiles still, took 35.6 and 36.7 us by top_k and by all filters, where 63 and 65 were taken before: one of eight
-// rows keeps all ids but one. Not measured apart: rows that keep one id are taken as those without a temperature.
+// the copy rate; 25.0 and 33.4 before, when digits of places found the last id and tiles were asked for in L2 in advance).
+// Of these rows two of nine have no limit, so that their time is a bound of the kernel's, and two keep some 2200 ids, by a
+// count on the host. An earlier form, with those tiles still, took 35.6 us by top_k and 36.7 by all filters, where one of eight
+// rows keeps all ids but one; 63 and 65 before. Since then, not timed: rows that keep one id are taken as those without a
+// temperature, and what limits a row waits in shared memory while the row is read, for want of registers.
 // What did not help: two tiles asked for in L2 in advance, argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB
-// on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp, 27.7; the first loads before the sample is looked at,
-// no filter 28.7. Not tried on a GPU: several blocks a row, whose work differs, on a multiprocessor.
+// on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp, 27.7; the first loads before the sample is looked at, no
+// filter 28.7. Not tried: a cluster of small blocks for each row, so that rows of unlike work share a multiprocessor.
 //
 // Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has shared
 // memory for `segment` ids of a warp beyond its own, 12 bytes each.
@@ -85,8 +86,8 @@ struct SamplerParams {
 PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens,
               vocab_size, segment)
 
-// What lies in front of an id in the order, or what a warp knows of it: how many, their share of the weights, and the place in the
-// race of the one that wins among them.
+// What lies in front of an id in the order, or what a warp knows of it: how many, their share of the weights, and the place in
+// the race of the one that wins among them.
 struct Front {
     uint64_t share = 0, best = 0;
     uint32_t count = 0;
@@ -360,7 +361,8 @@ DEVICE bool may_lead(const Row& row, const float (&logits)[IDS], const PhiloxWor
     return !(fused_multiply_add(top, row.factor, -least_power) < least);
 }
 
-// The winner among the ids of a row that are in front of shared.end, which the first thread has set. Once a tile a warp learns what the others have found, and they what it has.
+// The winner among the ids of a row that are in front of shared.end, which the first thread has set. Once a tile a warp
+// learns what the others have found, and they what it has.
 template <bool WIDE>
 DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
     Contest contest;
