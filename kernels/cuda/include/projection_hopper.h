@@ -164,7 +164,6 @@ DEVICE void produce_weights(const HopperProjectionParams& params, SharedAddress 
             if (step >= part.steps) break;
             mbarrier_wait(shared + Layout::used(step), weight_phase(step) ^ 1);
             chunks[i].store(shared + Layout::weight(step), thread);
-            fence_async_proxy();
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Layout::split(step));
             if (step + AHEAD < part.steps) chunks[i].load(params, part, step + AHEAD, thread);
@@ -230,6 +229,7 @@ DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, 
         mbarrier_wait(shared + Layout::full(step), stream_phase(step));
         read_rows(shared + Layout::stream(step), row, fragments);
         mbarrier_wait(shared + Layout::split(step), weight_phase(step));
+        fence_async_proxy();
         start_products(fragments, shared + Layout::weight(step), products);
         // All lanes of the warp have read their rows.
         __syncwarp();
