@@ -33,7 +33,7 @@
 // Launch: coefficients any number of blocks, with 2 THREADS floats of dynamic shared memory for each pass; streams
 // ceil(STREAMS * hidden_size / (STREAMS_THREADS * CHANNELS)) blocks for each of `splits` parts, where CHANNELS is 4, in
 // the scalar kernel 1; sums ceil(numbers / THREADS) blocks.
-#include "projection_backward.h"
+#include "projection_backward_products.h"
 #include "sinkhorn.h"
 
 constexpr int GROUPS = 3;
@@ -172,12 +172,9 @@ DEVICE void load_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
 template <typename... Others>
 DEVICE void add_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
 
-using OwnWide = Wide<4, 32, 0, NUMBERS / 4>;
-SHARED_MEMORY(mhc_mix_backward_streams_wide, sizeof(OwnWide::Shared))
+SHARED_MEMORY(mhc_mix_backward_streams_wide, sizeof(ProductShared<COLUMNS>))
 
-KERNEL(mhc_mix_backward_streams_wide, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
-    backward_wide<COLUMNS, OwnWide>(params);
-}
+KERNEL(mhc_mix_backward_streams_wide, MhcMixBackwardStreamsParams, PRODUCT_THREADS) { backward_products<COLUMNS>(params); }
 KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
     backward_narrow<COLUMNS, 1>(params, staged);

@@ -5,14 +5,10 @@
 // what load_other has read in the narrow ones.
 #pragma once
 
-#include "async_copy.h"
-#include "memory.h"
-#include "numeric.h"
-#include "streams.h"
+#include "projection.h"
 
 constexpr int STREAMS_THREADS = 128;
 constexpr int STAGED_TOKENS = 32;  // whose numbers a block of the narrow kernels has at a time
-constexpr int PIECE = 8;           // channels of 16 bytes
 constexpr int AT_ONCE = 8;         // tokens whose channels a thread of the narrow kernels has under way
 
 // Channels that a thread owns, or none where they lie beyond the last one.
