@@ -36,10 +36,10 @@
 // mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a token, in plain fp32.
 //
 // Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_scalar a warp a token, splits 1;
-// mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 16)) blocks, or mhc_mix_coefficients_few num_tokens.
+// mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 4)) blocks, or mhc_mix_coefficients_few num_tokens.
 #include "coefficients.h"
 
-constexpr int COEFFICIENT_THREADS = 128;
+constexpr int COEFFICIENT_THREADS = 32;
 constexpr int FEW_THREADS = 256, FEW_WARPS = FEW_THREADS / WARP_SIZE;
 
 struct MhcMixCoefficientsParams {
@@ -66,22 +66,51 @@ SHARED_MEMORY(mhc_mix_project, sizeof(ProjectionShared<COLUMNS>))
 KERNEL(mhc_mix_project, ProjectionParams, PROJECTION_THREADS) { project<COLUMNS>(params); }
 KERNEL(mhc_mix_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<COLUMNS>(params); }
 
-DEVICE float total(const MhcMixCoefficientsParams& params, int64_t token, int place) {
-    return projected<COLUMNS>(params.partials, params.num_tokens, params.splits, token, place);
+// What lane i of a token's four makes its coefficients of.
+struct SourceSums {
+    float comb[STREAMS], pre, post, squares;
+};
+
+// Parts of the channels added in their order, AT_ONCE of them waited for at once.
+template <int AT_ONCE>
+DEVICE void add_parts(const MhcMixCoefficientsParams& params, int64_t token, int lane, SourceSums& sums) {
+    const int64_t apart = params.num_tokens * PARTIAL_WIDTH<COLUMNS>;
+    const float* part = params.partials + token * PARTIAL_WIDTH<COLUMNS>;
+    for (int32_t split = 0; split < params.splits; split += AT_ONCE) {
+        SourceSums parts[AT_ONCE] = {};
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i, part += apart) {
+            if (split + i >= params.splits) continue;
+            load_elements<STREAMS>(part + 2 * STREAMS + STREAMS * lane, parts[i].comb);
+            parts[i].pre = part[lane];
+            parts[i].post = part[STREAMS + lane];
+            parts[i].squares = part[COLUMNS];
+        }
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i) {
+            UNROLL
+            for (int j = 0; j < STREAMS; ++j) sums.comb[j] += parts[i].comb[j];
+            sums.pre += parts[i].pre;
+            sums.post += parts[i].post;
+            sums.squares += parts[i].squares;
+        }
+    }
 }
 
 KERNEL(mhc_mix_coefficients, MhcMixCoefficientsParams, COEFFICIENT_THREADS) {
-    const int64_t token = (static_cast<int64_t>(blockIdx.x) * COEFFICIENT_THREADS + threadIdx.x) / MATRIX_LANES;
-    const int lane = threadIdx.x % MATRIX_LANES;
+    const int64_t token = (static_cast<int64_t>(blockIdx.x) * COEFFICIENT_THREADS + threadIdx.x) / STREAMS;
+    const int lane = threadIdx.x % STREAMS;
     // The lanes of a token that is not there take part in the shuffles of their warp.
     const bool exists = token < params.num_tokens;
-    // The upper eight lanes, which have no gate, add up the squares: two sums a lane, which its loads wait for at once.
-    const float of_comb = exists ? total(params, token, 2 * STREAMS + lane) : 0.0f;
-    const float of_gate = exists ? total(params, token, lane < 2 * STREAMS ? lane : COLUMNS) : 0.0f;
-    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, of_gate, 2 * STREAMS, MATRIX_LANES));
-    if (exists && lane < 2 * STREAMS) store_gate(params, token, lane, rstd * of_gate);
-    store_comb(params, token, lane, exists, rstd * of_comb);
+    SourceSums sums = {};
+    if (exists) add_parts<4>(params, token, lane, sums);
+    const float rstd = streams_rstd(params, sums.squares);
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) sums.comb[j] *= rstd;
+    store_comb_row(params, token, lane, exists, sums.comb);
     if (!exists) return;
+    store_gate(params, token, lane, rstd * sums.pre);
+    store_gate(params, token, STREAMS + lane, rstd * sums.post);
     if (lane == 0) params.rstd[token] = rstd;
 }
 
