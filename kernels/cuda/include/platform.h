@@ -39,6 +39,11 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 //
 // KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks) { ... } is launched in clusters of so many blocks, neighbours in x,
 // which reach each other's shared memory (hopper.h). Such a module has no static shared variables.
+//
+// From Hopper on the blocks of a kernel may take their places while the kernel before it in the stream still runs: on its first line
+// every kernel waits until those before it have ended and what they wrote is there to be read, and lets the next one's blocks come
+// as soon as all its own have begun. `name_waits` says so to the launcher, which asks for it then and not otherwise, so that older
+// sources run as they did. No kernel can forget the wait: it stands in the macro.
 #if defined(PARITY_EMULATOR)
 #define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     static void name##_body(const Params& params);                                               \
@@ -52,12 +57,28 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
     }                                                                                            \
     static void name##_body(const Params& params)
 #else
+#if PARITY_SM >= 90
+#define WAITS_FOR_EARLIER_KERNELS(name) extern "C" __device__ uint64_t name##_waits[1] = {1};
+DEVICE void wait_for_earlier_kernels() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+#else
+#define WAITS_FOR_EARLIER_KERNELS(name)
+DEVICE void wait_for_earlier_kernels() {}
+#endif
 #define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     extern "C" __device__ uint64_t name##_layout[3] = {                                          \
         sizeof(Params), layout_hash(static_cast<Params*>(nullptr)), (max_threads)};              \
     extern "C" __device__ uint64_t name##_resident_blocks[1] = {(min_blocks)};                   \
+    WAITS_FOR_EARLIER_KERNELS(name)                                                              \
+    DEVICE void name##_body(const Params& params);                                               \
     extern "C" __global__ void __launch_bounds__(max_threads, min_blocks)                        \
-        name(const __grid_constant__ Params params)
+        name(const __grid_constant__ Params params) {                                            \
+        wait_for_earlier_kernels();                                                              \
+        name##_body(params);                                                                     \
+    }                                                                                            \
+    DEVICE void name##_body(const Params& params)
 #endif
 
 #define KERNEL(name, Params, max_threads) KERNEL_OF(name, Params, max_threads, 1)

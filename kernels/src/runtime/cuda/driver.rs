@@ -462,36 +462,47 @@ pub(super) fn function_attribute(function: sys::CUfunction, attribute: sys::CUfu
     Ok(u32::try_from(value).unwrap_or(0))
 }
 
+/// What a launch is made with.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared_bytes: u32,
+    /// Whether its blocks may take their places while the kernel before it still runs: only one that waits for that itself.
+    pub waits: bool,
+}
+
 /// Enqueues a kernel whose single parameter is a struct that starts at `params`.
 ///
 /// # Safety
 /// `function` belongs to a loaded module of `context`, which is current, and its one parameter is
-/// not larger than what is readable at `params`.
+/// not larger than what is readable at `params`. One that `waits` touches no memory before it has waited for earlier kernels.
 pub(super) unsafe fn launch(
     context: &Context,
     function: sys::CUfunction,
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared_bytes: u32,
+    shape: Shape,
     params: *const c_void,
 ) -> CUresult {
     let mut arguments = [params.cast_mut()];
-    // SAFETY: the driver copies the parameter during the call; the rest is this function's contract.
-    unsafe {
-        sys::cuLaunchKernel(
-            function,
-            grid[0],
-            grid[1],
-            grid[2],
-            block[0],
-            block[1],
-            block[2],
-            shared_bytes,
-            context.stream,
-            arguments.as_mut_ptr(),
-            std::ptr::null_mut(),
-        )
-    }
+    let mut early = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: shape.grid[0],
+        gridDimY: shape.grid[1],
+        gridDimZ: shape.grid[2],
+        blockDimX: shape.block[0],
+        blockDimY: shape.block[1],
+        blockDimZ: shape.block[2],
+        sharedMemBytes: shape.shared_bytes,
+        hStream: context.stream,
+        attrs: &raw mut early,
+        numAttrs: shape.waits.into(),
+    };
+    // SAFETY: the driver copies the parameter and the attribute during the call; the rest is this function's contract.
+    unsafe { sys::cuLaunchKernelEx(&raw const config, function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
 }
 
 /// The driver's form of a map: boxes of bytes in the swizzle of 128 bytes, zeros outside of the tensor.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use cudarc::driver::sys::{self, CUfunction_attribute_enum as FunctionAttribute};
 
-use super::driver::{Code, Context, Properties, check, function_attribute, launch, locked};
+use super::driver::{Code, Context, Properties, Shape, check, function_attribute, launch, locked};
 use crate::runtime::backend::{KernelExports, LoadedModule};
 use crate::runtime::error::{Result, RuntimeError};
 
@@ -27,6 +27,8 @@ struct Kernel {
     function: sys::CUfunction,
     exports: KernelExports,
     own: OwnLimits,
+    /// Whether it waits for earlier kernels by itself, so that its blocks may take their places before these end.
+    waits: bool,
     /// Dynamic shared memory that the driver was told to allow so far; bytes.
     allowed_shared: Mutex<u64>,
 }
@@ -80,6 +82,7 @@ impl CudaModule {
         let shared_bytes = self.optional_number(&format!("{name}_shared_bytes"))?;
         let resident_blocks = self.optional_number(&format!("{name}_resident_blocks"))?;
         let cluster = self.optional_number(&format!("{name}_cluster"))?.unwrap_or(1);
+        let waits = self.optional_number(&format!("{name}_waits"))? == Some(1);
         let own = OwnLimits {
             static_shared: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?.into(),
             max_threads: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
@@ -97,6 +100,7 @@ impl CudaModule {
                 cluster: u32::try_from(cluster).unwrap_or(u32::MAX),
             },
             own,
+            waits,
             allowed_shared: Mutex::new(without_opt_in.saturating_sub(own.static_shared)),
         })
     }
@@ -133,10 +137,11 @@ impl LoadedModule for CudaModule {
         context.enter()?;
         Self::allow_shared(&kernel, shared_bytes)?;
         let params = aligned(params);
-        // SAFETY: the function is of this module, which is loaded; its parameter is as large as
-        // the exported size, of which `params` holds at least as many bytes.
-        let result = unsafe { launch(context, kernel.function, grid, block, shared_bytes, params.as_ptr().cast()) };
-        context.check(result, format_args!("cuLaunchKernel({})", kernel.name))?;
+        let shape = Shape { grid, block, shared_bytes, waits: kernel.waits };
+        // SAFETY: the function is of this module, which is loaded; its parameter is as large as the exported size, of which
+        // `params` holds at least as many bytes; the macro that exports `waits` puts the wait before the kernel's first line.
+        let result = unsafe { launch(context, kernel.function, shape, params.as_ptr().cast()) };
+        context.check(result, format_args!("cuLaunchKernelEx({})", kernel.name))?;
         context.note_launch(&kernel.name);
         Ok(())
     }

@@ -379,6 +379,7 @@ KERNEL(scale, ScaleParams, THREADS) {
             assert!(cubin.starts_with(b"\x7fELF"));
             let holds = |name: &[u8]| cubin.windows(name.len()).any(|window| window == name);
             assert!(holds(b"scale_layout\0"), "{target}: the layout is not exported");
+            assert_eq!(holds(b"scale_waits\0"), target == "sm_90a", "{target}: blocks that may come early wait");
         }
     }
 
