@@ -13,8 +13,10 @@
 // parts of fn stay in registers for all tokens, and so do its sums of dfn. The columns of a product of dv are channels in such an
 // order that a lane's are eight neighbours, 16 bytes (channel_of_column).
 //
-// Parts of numbers are made of 2^16 times each, which is not done to what is 2^40 or more or no number: the rows of such a token, and
-// of fn's such channels, are made by plain fp32, and so is dfn of its 16 tokens.
+// Parts are made of 2^16 times a token's number and of 2^-16 times a weight, so that those of the smallest numbers are exact and
+// nothing is left to scale in dv. Four numbers of which one is 2^40 or more, infinite or NaN count as zeros there, and weights that
+// large, or below 2^-80 and not 0, are not split right: behind each round that has such ones, what they touch is made anew by plain
+// fp32 (mend).
 #pragma once
 
 #include "projection.h"
@@ -23,41 +25,67 @@
 constexpr int PRODUCT_THREADS = 256, PRODUCT_WARPS = PRODUCT_THREADS / WARP_SIZE;
 constexpr int WARP_CHANNELS = 64, PRODUCT_CHANNELS = PRODUCT_WARPS * WARP_CHANNELS;
 constexpr int ROUND_TOKENS = WARP_SIZE;  // a lane for each where their numbers are split
-constexpr int PRODUCT_STAGES = 4;
+constexpr int PRODUCT_STAGES = 4, NUMBER_STAGES = PRODUCT_STAGES + 1;
 constexpr int ROW_PIECES = PRODUCT_CHANNELS / PIECE;
 constexpr int CHANNEL_TILES = WARP_CHANNELS / 8;  // of eight columns of dv
 constexpr int HALF_TILES = CHANNEL_TILES / 2;     // whose channels lie together: a lane's 16 bytes
 constexpr float LARGE = 1099511627776.0f;         // 2^40
-
-template <int COLUMNS>
-struct ProductShared {
-    static constexpr int PARTS_PIECES = PARTS * COLUMNS / PIECE;
-    Vec16 channels[PRODUCT_STAGES][ROUND_TOKENS][ROW_PIECES];
-    Vec16 parts[2][ROUND_TOKENS][PARTS_PIECES];  // of a token's numbers: all columns of the leading part first
-    float factors[2][ROUND_TOKENS];
-    uint32_t large[2][PRODUCT_WARPS];  // bits of tokens, of which one of four columns is large
-};
-
-DEVICE bool is_large(float x) { return !(absolute_f32(x) < LARGE); }
+constexpr float SMALL = 1.0f / LARGE / LARGE;     // 2^-80
 
 // Where a piece of a token's row lies: rows of ldmatrix are eight tokens, and lanes that read four pieces of each of two tokens
 // have even and odd ones.
 DEVICE int permuted(int token, int piece) { return piece ^ ((token & 1) << 2 | (token >> 1 & 3)); }
+
+template <int COLUMNS>
+struct ProductShared {
+    static constexpr int PARTS_PIECES = PARTS * COLUMNS / PIECE, FOURS = COLUMNS / 4;
+    Vec16 channels[PRODUCT_STAGES][ROUND_TOKENS][ROW_PIECES];
+    Vec16 numbers[NUMBER_STAGES][ROUND_TOKENS][FOURS + 1];  // four columns each, then the factor of v
+    Vec16 parts[2][ROUND_TOKENS][PARTS_PIECES];  // of a token's numbers: all columns of the leading part first
+    uint32_t large[2][FOURS];                    // bits of tokens, of which one of four columns is large
+
+    float number(int32_t round, int token, int place) const {
+        return reinterpret_cast<const float*>(numbers[round % NUMBER_STAGES][token])[place];
+    }
+    // Where a piece of a token of a round lies, its four numbers, and its parts: in 32 bits from the beginning on.
+    static SharedAddress channels_at(int32_t round, int token, int piece) {
+        return begin() + (round % PRODUCT_STAGES * ROUND_TOKENS + token) * (ROW_PIECES * 16) + 16 * permuted(token, piece);
+    }
+    static SharedAddress numbers_at(int32_t round, int token, int four) {
+        constexpr int AT = sizeof(channels);
+        return begin() + AT + (round % NUMBER_STAGES * ROUND_TOKENS + token) * ((FOURS + 1) * 16) + 16 * four;
+    }
+    static SharedAddress parts_at(int32_t round, int token, int piece) {
+        constexpr int AT = sizeof(channels) + sizeof(numbers);
+        return begin() + AT + (round % 2 * ROUND_TOKENS + token) * (PARTS_PIECES * 16) + 16 * piece;
+    }
+    static SharedAddress begin() { return shared_address(dynamic_shared()); }
+};
+
+DEVICE bool is_large(float x) { return !(absolute_f32(x) < LARGE); }
+
+DEVICE bool is_irregular(float weight) { return is_large(weight) || (weight != 0.0f && absolute_f32(weight) < SMALL); }
 
 // The channel, of 32, of column `column` of tile `tile` of four: those of lane t, columns 2t and 2t + 1, are 8t to 8t + 7.
 DEVICE int channel_of_column(int tile, int column) { return column / 2 * PIECE + 2 * tile + column % 2; }
 
 // What a block makes: `channels` from its first one on, of the tokens of a part.
 struct ProductPart {
-    int64_t channels, first_channel, split, begin;
+    uint32_t channels, first_channel;
+    int64_t begin;
     int32_t tokens;
 
     template <typename Params>
     explicit ProductPart(const Params& params) {
-        channels = static_cast<int64_t>(STREAMS) * params.hidden_size, split = blockIdx.x % params.splits;
-        first_channel = static_cast<int64_t>(blockIdx.x / params.splits) * PRODUCT_CHANNELS;
+        const int64_t split = split_of(params);
+        channels = static_cast<uint32_t>(STREAMS * params.hidden_size);
+        first_channel = blockIdx.x / params.splits * PRODUCT_CHANNELS;
         begin = params.num_tokens * split / params.splits;
         tokens = static_cast<int32_t>(params.num_tokens * (split + 1) / params.splits - begin);
+    }
+    template <typename Params>
+    static uint32_t split_of(const Params& params) {
+        return blockIdx.x % params.splits;
     }
 };
 
@@ -67,78 +95,83 @@ struct ProductPart {
 template <int COLUMNS>
 struct ChannelCopies {
     static constexpr int ROWS = PRODUCT_THREADS / ROW_PIECES, COUNT = ROUND_TOKENS / ROWS;
-    static_assert(ROWS == 4, "of tokens four apart the order of pieces differs in one bit");
+    static_assert(ROWS == 4, "tokens of a thread are four apart");
     const bf16* source;  // the thread's piece of its first token of the next round
-    int64_t stride;
-    int32_t left;  // tokens, from that one on; none where there is no such channel
-    SharedAddress places[2];  // of even and odd tokens of its own, of the first round
+    bool exists;
 
     template <typename Params>
-    ChannelCopies(const Params& params, const ProductPart& part, ProductShared<COLUMNS>& shared) {
-        const int row = threadIdx.x / ROW_PIECES, piece = threadIdx.x % ROW_PIECES;
-        const int64_t channel = part.first_channel + static_cast<int64_t>(piece) * PIECE;
-        const bool exists = channel < part.channels;
-        const int64_t at = exists ? channel : 0;
-        stride = params.streams_token_stride;
-        source = params.streams + at / params.hidden_size * params.streams_stream_stride + at % params.hidden_size +
-                 (part.begin + row) * stride;
-        left = exists ? part.tokens - row : 0;
-        UNROLL
-        for (int i = 0; i < 2; ++i)
-            places[i] = shared_address(&shared.channels[0][row + i * ROWS][permuted(row + i * ROWS, piece)]);
+    ChannelCopies(const Params& params, const ProductPart& part) {
+        const uint32_t channel = part.first_channel + threadIdx.x % ROW_PIECES * PIECE;
+        exists = channel < part.channels;
+        const uint32_t at = exists ? channel : 0, width = params.hidden_size;
+        source = params.streams + at / width * params.streams_stream_stride + at % width +
+                 (part.begin + threadIdx.x / ROW_PIECES) * params.streams_token_stride;
     }
 
     // Zeros behind the last token and behind the last channel.
-    void start(const bf16* any, int32_t round) {
-        constexpr int ROW_BYTES = ROW_PIECES * sizeof(Vec16);
-        const uint32_t stage = round % PRODUCT_STAGES * (ROUND_TOKENS * ROW_BYTES);
+    template <typename Params>
+    void start(const Params& params, int32_t tokens, int32_t round) {
+        const int row = threadIdx.x / ROW_PIECES, piece = threadIdx.x % ROW_PIECES;
+        const SharedAddress place = ProductShared<COLUMNS>::channels_at(round, row, piece);
+        const int32_t left = exists ? tokens - round * ROUND_TOKENS - row : 0;
         UNROLL
         for (int i = 0; i < COUNT; ++i) {
+            // Of tokens four apart the places in a row differ by two pieces, those of eight apart do not.
+            const SharedAddress own = place ^ i % 2 * (2 * sizeof(Vec16));
             const bool wanted = i * ROWS < left;
-            copy_async_16(places[i % 2] + stage + i / 2 * (2 * ROWS * ROW_BYTES), wanted ? source : any, wanted);
-            source += ROWS * stride;
+            copy_async_16(own + i * (ROWS * ROW_PIECES * sizeof(Vec16)), wanted ? source : params.streams, wanted);
+            source += ROWS * params.streams_token_stride;
         }
-        left -= ROUND_TOKENS;
         copy_commit();
     }
 };
 
 // ---------------------------------------------------------------- numbers
 
-// Four numbers of a token of a round: warps 0 to COLUMNS / 4 - 1 have those of four columns, the next one the factor of v.
+// Copies the numbers of one round after the other: a thread four of them of one token.
 template <int COLUMNS>
-struct Numbers {
-    static constexpr int FOURS = COLUMNS / 4;
-    static_assert(FOURS < PRODUCT_WARPS, "a warp for each four columns and one for the factor");
-    float own[4];
+struct NumberCopies {
+    static constexpr int FOURS = ProductShared<COLUMNS>::FOURS;
+    static_assert(PRODUCT_THREADS / PRODUCT_WARPS == ROUND_TOKENS && FOURS < PRODUCT_WARPS, "a thread for each");
+    const float* source;
+
+    NumberCopies(const float* numbers, const ProductPart& part) {
+        const int at = threadIdx.x / PRODUCT_WARPS, four = threadIdx.x % PRODUCT_WARPS;
+        source = numbers + (part.begin + at) * (COLUMNS + 4) + 4 * four;
+    }
 
     // Zeros behind the last token.
-    void load(const float* numbers, const ProductPart& part, int32_t round) {
-        const int64_t token = static_cast<int64_t>(round) * ROUND_TOKENS + lane_id();
-        UNROLL
-        for (int i = 0; i < 4; ++i) own[i] = 0.0f;
-        if (warp_id() <= FOURS && token < part.tokens)
-            load_elements<4>(numbers + (part.begin + token) * (COLUMNS + 4) + 4 * warp_id(), own);
-    }
-    void store(ProductShared<COLUMNS>& shared, int stage) const {
-        const int warp = warp_id();
-        bool large = false;
-        UNROLL
-        for (int i = 0; i < 4; ++i) large |= is_large(own[i]);
-        const uint32_t tokens = __ballot_sync(FULL_WARP, warp < FOURS && large);
-        if (lane_id() == 0) shared.large[stage][warp] = tokens;
-        if (warp == FOURS) shared.factors[stage][lane_id()] = own[0];
-        if (warp >= FOURS) return;
-        uint32_t first[PARTS], second[PARTS];
-        split_finite_pair(WEIGHT_SCALE * own[0], WEIGHT_SCALE * own[1], first);
-        split_finite_pair(WEIGHT_SCALE * own[2], WEIGHT_SCALE * own[3], second);
-        bf16* const row = reinterpret_cast<bf16*>(shared.parts[stage][lane_id()]);
-        UNROLL
-        for (int part = 0; part < PARTS; ++part)
-            *reinterpret_cast<uint64_t*>(row + part * COLUMNS + 4 * warp) =
-                first[part] | static_cast<uint64_t>(second[part]) << 32;
+    void start(const float* any, int32_t tokens, int32_t round) {
+        const int at = threadIdx.x / PRODUCT_WARPS, four = threadIdx.x % PRODUCT_WARPS;
+        const bool wanted = round * ROUND_TOKENS + at < tokens;
+        if (four <= FOURS) copy_async_16(ProductShared<COLUMNS>::numbers_at(round, at, four), wanted ? source : any, wanted);
+        source += ROUND_TOKENS * (COLUMNS + 4);
     }
 };
+
+// Splits them: warps 0 to FOURS - 1 have those of four columns, a lane those of a token.
+template <int COLUMNS>
+DEVICE void split_numbers(ProductShared<COLUMNS>& shared, int32_t round) {
+    constexpr int FOURS = ProductShared<COLUMNS>::FOURS;
+    const int stage = round % 2, warp = warp_id();
+    if (warp >= FOURS) return;
+    float own[4];
+    bool large = false;
+    unpack<float>(shared.numbers[round % NUMBER_STAGES][lane_id()][warp], own);
+    UNROLL
+    for (int i = 0; i < 4; ++i) large |= is_large(own[i]);
+    const uint32_t tokens = __ballot_sync(FULL_WARP, large);
+    if (lane_id() == 0) shared.large[stage][warp] = tokens;
+    UNROLL
+    for (int i = 0; i < 4; ++i) own[i] = large ? 0.0f : WEIGHT_SCALE * own[i];
+    uint32_t first[PARTS], second[PARTS];
+    split_finite_pair(own[0], own[1], first);
+    split_finite_pair(own[2], own[3], second);
+    bf16* const row = reinterpret_cast<bf16*>(shared.parts[stage][lane_id()]);
+    UNROLL
+    for (int part = 0; part < PARTS; ++part)
+        *reinterpret_cast<uint64_t*>(row + part * COLUMNS + 4 * warp) = first[part] | static_cast<uint64_t>(second[part]) << 32;
+}
 
 // ---------------------------------------------------------------- dv
 
@@ -154,51 +187,49 @@ struct NumberTile {
 };
 
 template <typename Params>
-DEVICE float weight(const Params& params, const ProductPart& part, int column, int64_t channel) {
-    return channel < part.channels ? params.fn[column * part.channels + channel] : 0.0f;
+DEVICE float weight(const Params& params, const ProductPart& part, int column, uint32_t channel) {
+    return channel < part.channels ? params.fn[static_cast<int64_t>(column) * part.channels + channel] : 0.0f;
 }
 
-// Those of the channels from `first` on; returns whether one of them is large.
+// Those of the channels from `first` on; returns whether one of them is not split right.
 template <typename Params>
-DEVICE bool load_weight_tile(const Params& params, const ProductPart& part, int64_t first, int tile, WeightTile& to) {
-    const int64_t channel = first + channel_of_column(tile, lane_id() / 4);
-    bool large = false;
+DEVICE bool load_weight_tile(const Params& params, const ProductPart& part, uint32_t first, int tile, WeightTile& to) {
+    const uint32_t channel = first + channel_of_column(tile, lane_id() / 4);
+    bool irregular = false;
     UNROLL
     for (int chunk = 0; chunk < 3; ++chunk) {
         const int column = 8 * chunk + 2 * (lane_id() % 4);
         const float low = weight(params, part, column, channel), high = weight(params, part, column + 1, channel);
-        large |= is_large(low) || is_large(high);
+        irregular |= is_irregular(low) || is_irregular(high);
         uint32_t words[PARTS];
-        split_finite_pair(WEIGHT_SCALE * low, WEIGHT_SCALE * high, words);
+        split_finite_pair(1.0f / WEIGHT_SCALE * low, 1.0f / WEIGHT_SCALE * high, words);
         UNROLL
         for (int i = 0; i < PARTS && chunk < 2; ++i) to.pairs[i][chunk] = words[i];
         if (chunk == 2) to.third[0][0] = words[0], to.third[0][1] = words[1], to.third[1][0] = words[2], to.third[1][1] = words[0];
     }
-    return large;
+    return irregular;
 }
 
-// Of the 16 tokens whose parts begin at `parts`: lane i names row i % 16, of the first of two chunks or of the second.
+// Of 16 tokens of a round: lane i names row i % 16, of the first of two chunks or of the second.
 template <int COLUMNS>
-DEVICE void load_number_tile(SharedAddress parts, NumberTile& to) {
+DEVICE void load_number_tile(int32_t round, int first, NumberTile& to) {
     static_assert(COLUMNS == 24, "three chunks of eight columns");
-    constexpr int ROW = sizeof(Vec16) * ProductShared<COLUMNS>::PARTS_PIECES;
-    const int second = lane_id() / WARP_TOKENS;
-    const SharedAddress row = parts + lane_id() % WARP_TOKENS * ROW;
-    const auto chunk = [](int part, int chunk) { return static_cast<int>(sizeof(Vec16)) * (3 * part + chunk); };
+    const int row = first + lane_id() % WARP_TOKENS, second = lane_id() / WARP_TOKENS;
+    const auto at = [&](int part, int chunk) { return ProductShared<COLUMNS>::parts_at(round, row, 3 * part + chunk); };
     UNROLL
-    for (int part = 0; part < PARTS; ++part) ldmatrix_x4(to.pairs[part], row + chunk(part, second));
+    for (int part = 0; part < PARTS; ++part) ldmatrix_x4(to.pairs[part], at(part, second));
     UNROLL
-    for (int part = 0; part < 2; ++part) ldmatrix_x4(to.third[part], row + chunk(part, 2));
-    ldmatrix_x4(to.third[2], row + chunk(2 * second, 2));
+    for (int part = 0; part < 2; ++part) ldmatrix_x4(to.third[part], at(part, 2));
+    ldmatrix_x4(to.third[2], at(2 * second, 2));
 }
 
 DEVICE void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_bf16_16x8x16(sums, a, b[0], b[1]); }
 
-// g fn of 16 tokens and all channels of the warp, 2^32 times: the smallest products first.
-DEVICE void multiply_weights(const NumberTile& g, const WeightTile (&fn)[CHANNEL_TILES], float (&sums)[CHANNEL_TILES][4]) {
+// g fn of 16 tokens and half the channels of the warp: the smallest products first.
+DEVICE void multiply_weights(const NumberTile& g, const WeightTile* fn, float (&sums)[HALF_TILES][4]) {
     const auto add = [&](const uint32_t (&a)[4], const auto& of_tile) {
         UNROLL
-        for (int tile = 0; tile < CHANNEL_TILES; ++tile) multiply(sums[tile], a, of_tile(fn[tile]));
+        for (int tile = 0; tile < HALF_TILES; ++tile) multiply(sums[tile], a, of_tile(fn[tile]));
     };
     const auto pairs = [](int part) {
         return [part](const WeightTile& tile) -> const uint32_t(&)[2] { return tile.pairs[part]; };
@@ -217,18 +248,17 @@ DEVICE void multiply_weights(const NumberTile& g, const WeightTile (&fn)[CHANNEL
     add(g.pairs[0], pairs(0));
 }
 
-// g fn of one token and eight channels, of any numbers.
+// g fn of token `at` of a round and eight channels, of any numbers.
 template <int COLUMNS, typename Params>
-DEVICE void multiply_plainly(const Params& params, const ProductPart& part, int32_t token, int64_t channel,
-                             float (&dv)[PIECE]) {
-    const float* const numbers = params.numbers + (part.begin + token) * (COLUMNS + 4);
+DEVICE void multiply_plainly(const Params& params, const ProductPart& part, const ProductShared<COLUMNS>& shared, int32_t round,
+                             int at, uint32_t channel, float (&dv)[PIECE]) {
     UNROLL
     for (int e = 0; e < PIECE; ++e) dv[e] = 0.0f;
     UNROLL_BY(1)
     for (int q = 0; q < COLUMNS; ++q) {
-        const float g = numbers[q];
+        const float g = shared.number(round, at, q);
         UNROLL
-        for (int e = 0; e < PIECE; ++e) dv[e] += params.fn[q * part.channels + channel + e] * g;
+        for (int e = 0; e < PIECE; ++e) dv[e] += params.fn[static_cast<int64_t>(q) * part.channels + channel + e] * g;
     }
 }
 
@@ -236,67 +266,60 @@ DEVICE void multiply_plainly(const Params& params, const ProductPart& part, int3
 
 template <int COLUMNS>
 struct ProductWarp {
-    static constexpr int CHUNKS = COLUMNS / 8, ROW_TILES = WARP_CHANNELS / 16;
+    static constexpr int CHUNKS = COLUMNS / 8, FOURS = COLUMNS / 4, ROW_TILES = WARP_CHANNELS / 16;
     WeightTile fn[CHANNEL_TILES];
     float dfn[ROW_TILES][CHUNKS][4];  // channels of ROW_TILES times 16 rows, eight columns
-    bool large;                       // a weight
+    bool irregular;                   // a weight
     bool exists[2];                   // channels of either half of the warp's, of which a lane has eight
     bf16* target[2];                  // those of its first token of the next 16
 
     template <typename Params>
     ProductWarp(const Params& params, const ProductPart& part) : dfn{} {
-        const int64_t first = part.first_channel + warp_id() * WARP_CHANNELS;
-        large = false;
+        const uint32_t first = part.first_channel + warp_id() * WARP_CHANNELS;
+        irregular = false;
         UNROLL
         for (int tile = 0; tile < CHANNEL_TILES; ++tile)
-            large |= load_weight_tile(params, part, first + tile / HALF_TILES * (WARP_CHANNELS / 2), tile % HALF_TILES, fn[tile]);
-        large = __any_sync(FULL_WARP, large);
+            irregular |= load_weight_tile(params, part, first + tile / HALF_TILES * (WARP_CHANNELS / 2), tile % HALF_TILES, fn[tile]);
+        irregular = __any_sync(FULL_WARP, irregular);
         UNROLL
         for (int half = 0; half < 2; ++half) {
-            const int64_t channel = channel_of_half(part, half);
+            const uint32_t channel = first + half * (WARP_CHANNELS / 2) + lane_id() % 4 * PIECE;
             exists[half] = channel < part.channels;
-            const int64_t at = exists[half] ? channel : 0;
-            target[half] = params.dstreams + at / params.hidden_size * params.dstreams_stream_stride + at % params.hidden_size +
+            target[half] = channels_of(params, exists[half] ? channel : 0) +
                            (part.begin + lane_id() / 4) * params.dstreams_token_stride;
         }
     }
 
-    static int64_t channel_of_half(const ProductPart& part, int half) {
-        return part.first_channel + warp_id() * WARP_CHANNELS + half * (WARP_CHANNELS / 2) + lane_id() % 4 * PIECE;
+    static int piece_of_half(int half) { return warp_id() * (WARP_CHANNELS / PIECE) + half * HALF_TILES + lane_id() % 4; }
+    // In the first token.
+    template <typename Params>
+    static bf16* channels_of(const Params& params, uint32_t channel) {
+        const uint32_t width = params.hidden_size;
+        return params.dstreams + channel / width * params.dstreams_stream_stride + channel % width;
     }
 
-    // dv of 16 tokens from `first` of a round on: the lane's two and their sixteen channels.
+    // dv of 16 tokens from `first` of a round on: the lane's two and eight of their channels. There is no branch: what follows may
+    // begin meanwhile.
     template <typename Params>
-    void store_dv(const Params& params, const ProductPart& part, const ProductShared<COLUMNS>& shared, int32_t round, int first,
-                  uint32_t large_tokens, const float (&sums)[CHANNEL_TILES][4]) {
-        const int32_t left = part.tokens - round * ROUND_TOKENS;
+    void store_dv(const Params& params, int32_t tokens, const ProductShared<COLUMNS>& shared, int32_t round, int first,
+                  int half, const float (&sums)[HALF_TILES][4]) const {
+        const int32_t left = tokens - round * ROUND_TOKENS;
         UNROLL
         for (int row = 0; row < 2; ++row) {
             const int at = first + row * 8 + lane_id() / 4;
-            const float factor = shared.factors[round % 2][at];
+            const float factor = shared.number(round, at, COLUMNS);
+            float v[PIECE], dv[PIECE];
+            unpack<bf16>(shared.channels[round % PRODUCT_STAGES][at][permuted(at, piece_of_half(half))], v);
             UNROLL
-            for (int half = 0; half < 2; ++half) {
-                if (at >= left || !exists[half]) continue;
-                float v[PIECE], dv[PIECE];
-                const int piece = warp_id() * (WARP_CHANNELS / PIECE) + half * HALF_TILES + lane_id() % 4;
-                unpack<bf16>(load_vec16(&shared.channels[round % PRODUCT_STAGES][at][permuted(at, piece)]), v);
-                UNROLL
-                for (int e = 0; e < PIECE; ++e)
-                    dv[e] = 1.0f / WEIGHT_SCALE / WEIGHT_SCALE * sums[half * HALF_TILES + e / 2][2 * row + e % 2];
-                if (large || (large_tokens >> at & 1))
-                    multiply_plainly<COLUMNS>(params, part, round * ROUND_TOKENS + at, channel_of_half(part, half), dv);
-                UNROLL
-                for (int e = 0; e < PIECE; ++e) dv[e] -= factor * v[e];
-                store_vec16(target[half] + row * 8 * params.dstreams_token_stride, pack<bf16>(dv));
-            }
+            for (int e = 0; e < PIECE; ++e) dv[e] = sums[e / 2][2 * row + e % 2] - factor * v[e];
+            const Vec16 vector = pack<bf16>(dv);
+            if (at < left && exists[half]) store_vec16(target[half] + row * 8 * params.dstreams_token_stride, vector);
         }
-        UNROLL
-        for (int half = 0; half < 2; ++half) target[half] += WARP_TOKENS * params.dstreams_token_stride;
     }
 
-    // Adds to dfn what 16 tokens give.
-    void add_dfn(const ProductShared<COLUMNS>& shared, int32_t round, int first) {
-        const SharedAddress parts = shared_address(&shared.parts[round % 2][first + lane_id() % WARP_TOKENS][0]);
+    // Adds to dfn of half the channels what 16 tokens give.
+    void add_dfn(int32_t round, int first, int half) {
+        const SharedAddress parts = ProductShared<COLUMNS>::parts_at(round, first + lane_id() % WARP_TOKENS, 0);
         uint32_t g[PARTS * CHUNKS][2];
         UNROLL
         for (int chunk = 0; chunk + 1 < PARTS * CHUNKS; chunk += 2) {
@@ -307,11 +330,10 @@ struct ProductWarp {
         ldmatrix_x2_transposed(g[PARTS * CHUNKS - 1], parts + sizeof(Vec16) * (PARTS * CHUNKS - 1));
         const int token = first + lane_id() / 16 * 8 + lane_id() % 8, piece = warp_id() * (WARP_CHANNELS / PIECE) + lane_id() / 8 % 2;
         UNROLL
-        for (int tile = 0; tile < ROW_TILES; ++tile) {
+        for (int tile = half * ROW_TILES / 2; tile < (half + 1) * ROW_TILES / 2; ++tile) {
             uint32_t v[4];
             float sums[CHUNKS][4] = {};
-            ldmatrix_x4_transposed(
-                v, shared_address(&shared.channels[round % PRODUCT_STAGES][token][permuted(token, piece + 2 * tile)]));
+            ldmatrix_x4_transposed(v, ProductShared<COLUMNS>::channels_at(round, token, piece + 2 * tile));
             UNROLL
             for (int part = PARTS - 1; part >= 0; --part) {
                 UNROLL
@@ -325,43 +347,65 @@ struct ProductWarp {
         }
     }
 
-    // The same, of any numbers.
+    // Behind a round: adds to dfn what four numbers of a token give that counted as zeros, and stores dv of such tokens anew; of all
+    // tokens where a weight is irregular.
     template <typename Params>
-    void add_dfn_plainly(const Params& params, const ProductPart& part, const ProductShared<COLUMNS>& shared, int32_t round,
-                         int first) {
-        const int32_t count = minimum(part.tokens - round * ROUND_TOKENS - first, WARP_TOKENS);
+    void mend(const Params& params, const ProductShared<COLUMNS>& shared, int32_t round) {
+        const uint32_t(&large)[FOURS] = shared.large[round % 2];
+        uint32_t tokens = irregular ? FULL_WARP : 0;
+        UNROLL
+        for (int four = 0; four < FOURS; ++four) tokens |= large[four];
+        if (tokens == 0) return;
+        // Other lanes have stored what is stored anew.
+        __syncwarp();
+        const ProductPart part(params);
+        const int32_t left = minimum(part.tokens - round * ROUND_TOKENS, ROUND_TOKENS);
         UNROLL_BY(1)
-        for (int at = first; at < first + count; ++at) {
-            const float* const numbers =
-                params.numbers + (part.begin + static_cast<int64_t>(round) * ROUND_TOKENS + at) * (COLUMNS + 4);
+        for (int at = 0; at < left; ++at) {
+            if (!(tokens >> at & 1)) continue;
+            const auto& channels = shared.channels[round % PRODUCT_STAGES][at];
+            // A lane of each piece.
+            const uint32_t channel = part.first_channel + warp_id() * WARP_CHANNELS + lane_id() * PIECE;
+            if (lane_id() < WARP_CHANNELS / PIECE && channel < part.channels) {
+                float v[PIECE], dv[PIECE];
+                unpack<bf16>(channels[permuted(at, warp_id() * (WARP_CHANNELS / PIECE) + lane_id())], v);
+                multiply_plainly(params, part, shared, round, at, channel, dv);
+                UNROLL
+                for (int e = 0; e < PIECE; ++e) dv[e] -= shared.number(round, at, COLUMNS) * v[e];
+                store_vec16(channels_of(params, channel) + (part.begin + round * ROUND_TOKENS + at) * params.dstreams_token_stride,
+                            pack<bf16>(dv));
+            }
             UNROLL
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 UNROLL
                 for (int c = 0; c < 4; ++c) {
-                    const int channel = 16 * tile + 8 * (c / 2) + lane_id() / 4;
-                    const int piece = (warp_id() * WARP_CHANNELS + channel) / PIECE;
-                    const Vec16& vector = shared.channels[round % PRODUCT_STAGES][at][permuted(at, piece)];
-                    const float v = to_float(reinterpret_cast<const bf16*>(&vector)[channel % PIECE]);
+                    const int channel = warp_id() * WARP_CHANNELS + 16 * tile + 8 * (c / 2) + lane_id() / 4;
+                    const Vec16& piece = channels[permuted(at, channel / PIECE)];
+                    const float v = to_float(reinterpret_cast<const bf16*>(&piece)[channel % PIECE]);
                     UNROLL
-                    for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                        dfn[tile][chunk][c] += v * numbers[8 * chunk + 2 * (lane_id() % 4) + c % 2];
+                    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                        const int column = 8 * chunk + 2 * (lane_id() % 4) + c % 2;
+                        if (large[column / 4] >> at & 1) dfn[tile][chunk][c] += v * shared.number(round, at, column);
+                    }
                 }
             }
         }
     }
 
     template <typename Params>
-    void store_dfn(const Params& params, const ProductPart& part) const {
-        float* const partial = params.dfn_partials + part.split * COLUMNS * part.channels;
+    void store_dfn(const Params& params) const {
+        const ProductPart part(params);
+        const int64_t channels = part.channels;
+        float* const partial = params.dfn_partials + ProductPart::split_of(params) * COLUMNS * channels;
         UNROLL
         for (int tile = 0; tile < ROW_TILES; ++tile) {
             UNROLL
             for (int c = 0; c < 4; ++c) {
-                const int64_t own = part.first_channel + warp_id() * WARP_CHANNELS + 16 * tile + 8 * (c / 2) + lane_id() / 4;
+                const uint32_t own = part.first_channel + warp_id() * WARP_CHANNELS + 16 * tile + 8 * (c / 2) + lane_id() / 4;
                 if (own >= part.channels) continue;
                 UNROLL
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                    partial[(8 * chunk + 2 * (lane_id() % 4) + c % 2) * part.channels + own] = dfn[tile][chunk][c];
+                    partial[(8 * chunk + 2 * (lane_id() % 4) + c % 2) * channels + own] = dfn[tile][chunk][c];
             }
         }
     }
@@ -373,34 +417,43 @@ template <int COLUMNS, typename Params>
 DEVICE void backward_products(const Params& params) {
     auto& shared = *reinterpret_cast<ProductShared<COLUMNS>*>(dynamic_shared());
     const ProductPart part(params);
-    ChannelCopies<COLUMNS> copies(params, part, shared);
+    ChannelCopies<COLUMNS> copies(params, part);
     const int32_t rounds = ceil_div(part.tokens, ROUND_TOKENS);
-    for (int32_t round = 0; round < PRODUCT_STAGES - 1; ++round) copies.start(params.streams, round);
-    Numbers<COLUMNS> numbers;
-    numbers.load(params.numbers, part, 0);
-    numbers.store(shared, 0);
-    numbers.load(params.numbers, part, 1);
+    // The numbers of a round are split while the one before is multiplied: they come with the channels of that one.
+    NumberCopies<COLUMNS> numbers(params.numbers, part);
+    numbers.start(params.numbers, part.tokens, 0);
+    copy_commit();
+    for (int32_t round = 0; round < PRODUCT_STAGES - 1; ++round) {
+        numbers.start(params.numbers, part.tokens, round + 1);
+        copies.start(params, part.tokens, round);
+    }
+    copy_wait<PRODUCT_STAGES - 1>();
+    __syncthreads();
+    split_numbers(shared, 0);
     ProductWarp<COLUMNS> warp(params, part);
     for (int32_t round = 0; round < rounds; ++round) {
         copy_wait<PRODUCT_STAGES - 2>();
-        // A round's channels and numbers are there, and the places of the one before are free.
+        // A round's channels and parts are there and the next one's numbers, and the places of the one before are free.
         __syncthreads();
-        copies.start(params.streams, round + PRODUCT_STAGES - 1);
-        numbers.store(shared, (round + 1) % 2);
-        numbers.load(params.numbers, part, round + 2);
-        uint32_t large = 0;
-        UNROLL
-        for (int four = 0; four < Numbers<COLUMNS>::FOURS; ++four) large |= shared.large[round % 2][four];
+        numbers.start(params.numbers, part.tokens, round + PRODUCT_STAGES);
+        copies.start(params, part.tokens, round + PRODUCT_STAGES - 1);
+        split_numbers(shared, round + 1);
         UNROLL_BY(1)
         for (int first = 0; first < ROUND_TOKENS; first += WARP_TOKENS) {
             NumberTile g;
-            float sums[CHANNEL_TILES][4] = {};
-            load_number_tile<COLUMNS>(shared_address(shared.parts[round % 2][first]), g);
-            multiply_weights(g, warp.fn, sums);
-            warp.store_dv(params, part, shared, round, first, large, sums);
-            if (large >> first & 0xffffu) warp.add_dfn_plainly(params, part, shared, round, first);
-            else warp.add_dfn(shared, round, first);
+            load_number_tile<COLUMNS>(round, first, g);
+            UNROLL
+            for (int half = 0; half < 2; ++half) {
+                float sums[HALF_TILES][4] = {};
+                multiply_weights(g, warp.fn + half * HALF_TILES, sums);
+                warp.store_dv(params, part.tokens, shared, round, first, half, sums);
+                warp.target[half] += WARP_TOKENS * params.dstreams_token_stride;
+                // What dfn reads stays behind this: read sooner it would take more registers than there are.
+                __syncwarp();
+                warp.add_dfn(round, first, half);
+            }
         }
+        warp.mend(params, shared, round);
     }
-    warp.store_dfn(params, part);
+    warp.store_dfn(params);
 }

@@ -31,7 +31,7 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE;
 constexpr int COPY_THREADS = WARP_SIZE, SPLIT_THREADS = 6 * WARP_SIZE;
 constexpr int HOPPER_PROJECTION_THREADS = CONSUMER_THREADS + COPY_THREADS + SPLIT_THREADS;
 constexpr int STEP_CHANNELS = 64;  // a row of 128 bytes
-constexpr int STREAM_STAGES = 6, WEIGHT_STAGES = 3;
+constexpr int STREAM_STAGES = 4, WEIGHT_STAGES = 6;
 
 struct HopperProjectionParams {
     const float* fn;  // [COLUMNS, STREAMS * hidden_size]
