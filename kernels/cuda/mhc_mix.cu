@@ -130,7 +130,10 @@ KERNEL(mhc_mix_coefficients_few, MhcMixCoefficientsParams, FEW_THREADS) {
     const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum;
     if (lane_id() < 2 * STREAMS) store_gate(params, token, lane_id(), mix);
     if (lane_id() == 0) params.rstd[token] = rstd;
-    // Both halves of the warp make comb, and one stores it.
-    const int lane = lane_id() % MATRIX_LANES;
-    store_comb(params, token, lane, lane_id() < MATRIX_LANES, __shfl_sync(FULL_WARP, mix, 2 * STREAMS + lane));
+    // Every four lanes make comb, and the first ones store it.
+    const int lane = lane_id() % STREAMS;
+    float row[STREAMS];
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] = __shfl_sync(FULL_WARP, mix, 2 * STREAMS + STREAMS * lane + j);
+    store_comb_row(params, token, lane, lane_id() < STREAMS, row);
 }

@@ -184,9 +184,7 @@ KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THR
 
 // dz (or dz mix) of a column, over the blocks in their order.
 DEVICE float column_total(const MhcMixBackwardSumsParams& params, int column) {
-    float sum = 0.0f;
-    for (int64_t block = 0; block < params.blocks; ++block) sum += params.partials[block * 2 * COLUMNS + column];
-    return sum;
+    return sum_of_parts<16>(params.partials + column, 2 * COLUMNS, params.blocks);
 }
 
 KERNEL(mhc_mix_backward_sums, MhcMixBackwardSumsParams, THREADS) {

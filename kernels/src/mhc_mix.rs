@@ -42,7 +42,7 @@ const COEFFICIENT_TOKENS: usize = 8;
 /// many. All of these blocks run at once.
 const FEW_COEFFICIENT_TOKENS: usize = 1024;
 const FEW_PARTS: usize = 4;
-/// Threads of the backward's blocks, and the floats that it leaves of a token.
+/// Threads of the backward's blocks but those by tensor cores, and the floats that it leaves of a token.
 const BACKWARD_THREADS: usize = 128;
 const NUMBERS: usize = NUM_COLUMNS + 4;
 /// Tokens of a part of them in the backward: two times what its blocks hold of their numbers at once.
@@ -59,7 +59,8 @@ pub(crate) struct Wide {
     pub blocks: usize,
 }
 
-const WIDE: Wide = Wide { channels: 4, blocks: 2 };
+/// Of a block's [`BACKWARD_THREADS`] threads, of which the source has twice as many: `PRODUCT_CHANNELS` for all of them.
+const WIDE: Wide = Wide { channels: 4, blocks: 1 };
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {

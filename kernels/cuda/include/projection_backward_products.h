@@ -22,13 +22,13 @@
 #include "projection.h"
 #include "projection_backward.h"
 
-constexpr int PRODUCT_THREADS = 256, PRODUCT_WARPS = PRODUCT_THREADS / WARP_SIZE;
-constexpr int WARP_CHANNELS = 64, PRODUCT_CHANNELS = PRODUCT_WARPS * WARP_CHANNELS;
+constexpr int PRODUCT_THREADS = 512, PRODUCT_WARPS = PRODUCT_THREADS / WARP_SIZE;
+constexpr int WARP_CHANNELS = 32, PRODUCT_CHANNELS = PRODUCT_WARPS * WARP_CHANNELS;
 constexpr int ROUND_TOKENS = WARP_SIZE;  // a lane for each where their numbers are split
 constexpr int PRODUCT_STAGES = 4, NUMBER_STAGES = PRODUCT_STAGES + 1;
 constexpr int ROW_PIECES = PRODUCT_CHANNELS / PIECE;
-constexpr int CHANNEL_TILES = WARP_CHANNELS / 8;  // of eight columns of dv
-constexpr int HALF_TILES = CHANNEL_TILES / 2;     // whose channels lie together: a lane's 16 bytes
+constexpr int PART_TILES = 4;                     // of eight columns of dv, whose channels lie together: a lane's 16 bytes
+constexpr int PARTS_OF_WARP = WARP_CHANNELS / (8 * PART_TILES), CHANNEL_TILES = PARTS_OF_WARP * PART_TILES;
 constexpr float LARGE = 1099511627776.0f;         // 2^40
 constexpr float SMALL = 1.0f / LARGE / LARGE;     // 2^-80
 
@@ -95,7 +95,7 @@ struct ProductPart {
 template <int COLUMNS>
 struct ChannelCopies {
     static constexpr int ROWS = PRODUCT_THREADS / ROW_PIECES, COUNT = ROUND_TOKENS / ROWS;
-    static_assert(ROWS == 4, "tokens of a thread are four apart");
+    static_assert(ROWS == 8, "the pieces of tokens eight apart lie in the same order");
     const bf16* source;  // the thread's piece of its first token of the next round
     bool exists;
 
@@ -116,10 +116,8 @@ struct ChannelCopies {
         const int32_t left = exists ? tokens - round * ROUND_TOKENS - row : 0;
         UNROLL
         for (int i = 0; i < COUNT; ++i) {
-            // Of tokens four apart the places in a row differ by two pieces, those of eight apart do not.
-            const SharedAddress own = place ^ i % 2 * (2 * sizeof(Vec16));
             const bool wanted = i * ROWS < left;
-            copy_async_16(own + i * (ROWS * ROW_PIECES * sizeof(Vec16)), wanted ? source : params.streams, wanted);
+            copy_async_16(place + i * (ROWS * ROW_PIECES * sizeof(Vec16)), wanted ? source : params.streams, wanted);
             source += ROWS * params.streams_token_stride;
         }
         copy_commit();
@@ -132,17 +130,18 @@ struct ChannelCopies {
 template <int COLUMNS>
 struct NumberCopies {
     static constexpr int FOURS = ProductShared<COLUMNS>::FOURS;
-    static_assert(PRODUCT_THREADS / PRODUCT_WARPS == ROUND_TOKENS && FOURS < PRODUCT_WARPS, "a thread for each");
+    static constexpr int SLOTS = PRODUCT_THREADS / ROUND_TOKENS;
+    static_assert(FOURS < SLOTS, "a thread for each");
     const float* source;
 
     NumberCopies(const float* numbers, const ProductPart& part) {
-        const int at = threadIdx.x / PRODUCT_WARPS, four = threadIdx.x % PRODUCT_WARPS;
+        const int at = threadIdx.x / SLOTS, four = threadIdx.x % SLOTS;
         source = numbers + (part.begin + at) * (COLUMNS + 4) + 4 * four;
     }
 
     // Zeros behind the last token.
     void start(const float* any, int32_t tokens, int32_t round) {
-        const int at = threadIdx.x / PRODUCT_WARPS, four = threadIdx.x % PRODUCT_WARPS;
+        const int at = threadIdx.x / SLOTS, four = threadIdx.x % SLOTS;
         const bool wanted = round * ROUND_TOKENS + at < tokens;
         if (four <= FOURS) copy_async_16(ProductShared<COLUMNS>::numbers_at(round, at, four), wanted ? source : any, wanted);
         source += ROUND_TOKENS * (COLUMNS + 4);
@@ -226,10 +225,10 @@ DEVICE void load_number_tile(int32_t round, int first, NumberTile& to) {
 DEVICE void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_bf16_16x8x16(sums, a, b[0], b[1]); }
 
 // g fn of 16 tokens and half the channels of the warp: the smallest products first.
-DEVICE void multiply_weights(const NumberTile& g, const WeightTile* fn, float (&sums)[HALF_TILES][4]) {
+DEVICE void multiply_weights(const NumberTile& g, const WeightTile* fn, float (&sums)[PART_TILES][4]) {
     const auto add = [&](const uint32_t (&a)[4], const auto& of_tile) {
         UNROLL
-        for (int tile = 0; tile < HALF_TILES; ++tile) multiply(sums[tile], a, of_tile(fn[tile]));
+        for (int tile = 0; tile < PART_TILES; ++tile) multiply(sums[tile], a, of_tile(fn[tile]));
     };
     const auto pairs = [](int part) {
         return [part](const WeightTile& tile) -> const uint32_t(&)[2] { return tile.pairs[part]; };
@@ -270,8 +269,8 @@ struct ProductWarp {
     WeightTile fn[CHANNEL_TILES];
     float dfn[ROW_TILES][CHUNKS][4];  // channels of ROW_TILES times 16 rows, eight columns
     bool irregular;                   // a weight
-    bool exists[2];                   // channels of either half of the warp's, of which a lane has eight
-    bf16* target[2];                  // those of its first token of the next 16
+    bool exists[PARTS_OF_WARP];                   // channels of either half of the warp's, of which a lane has eight
+    bf16* target[PARTS_OF_WARP];                  // those of its first token of the next 16
 
     template <typename Params>
     ProductWarp(const Params& params, const ProductPart& part) : dfn{} {
@@ -279,18 +278,18 @@ struct ProductWarp {
         irregular = false;
         UNROLL
         for (int tile = 0; tile < CHANNEL_TILES; ++tile)
-            irregular |= load_weight_tile(params, part, first + tile / HALF_TILES * (WARP_CHANNELS / 2), tile % HALF_TILES, fn[tile]);
+            irregular |= load_weight_tile(params, part, first + tile / PART_TILES * (8 * PART_TILES), tile % PART_TILES, fn[tile]);
         irregular = __any_sync(FULL_WARP, irregular);
         UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const uint32_t channel = first + half * (WARP_CHANNELS / 2) + lane_id() % 4 * PIECE;
+        for (int half = 0; half < PARTS_OF_WARP; ++half) {
+            const uint32_t channel = first + half * (8 * PART_TILES) + lane_id() % 4 * PIECE;
             exists[half] = channel < part.channels;
             target[half] = channels_of(params, exists[half] ? channel : 0) +
                            (part.begin + lane_id() / 4) * params.dstreams_token_stride;
         }
     }
 
-    static int piece_of_half(int half) { return warp_id() * (WARP_CHANNELS / PIECE) + half * HALF_TILES + lane_id() % 4; }
+    static int piece_of_half(int half) { return warp_id() * (WARP_CHANNELS / PIECE) + half * PART_TILES + lane_id() % 4; }
     // In the first token.
     template <typename Params>
     static bf16* channels_of(const Params& params, uint32_t channel) {
@@ -302,7 +301,7 @@ struct ProductWarp {
     // begin meanwhile.
     template <typename Params>
     void store_dv(const Params& params, int32_t tokens, const ProductShared<COLUMNS>& shared, int32_t round, int first,
-                  int half, const float (&sums)[HALF_TILES][4]) const {
+                  int half, const float (&sums)[PART_TILES][4]) const {
         const int32_t left = tokens - round * ROUND_TOKENS;
         UNROLL
         for (int row = 0; row < 2; ++row) {
@@ -330,7 +329,7 @@ struct ProductWarp {
         ldmatrix_x2_transposed(g[PARTS * CHUNKS - 1], parts + sizeof(Vec16) * (PARTS * CHUNKS - 1));
         const int token = first + lane_id() / 16 * 8 + lane_id() % 8, piece = warp_id() * (WARP_CHANNELS / PIECE) + lane_id() / 8 % 2;
         UNROLL
-        for (int tile = half * ROW_TILES / 2; tile < (half + 1) * ROW_TILES / 2; ++tile) {
+        for (int tile = half * ROW_TILES / PARTS_OF_WARP; tile < (half + 1) * ROW_TILES / PARTS_OF_WARP; ++tile) {
             uint32_t v[4];
             float sums[CHUNKS][4] = {};
             ldmatrix_x4_transposed(v, ProductShared<COLUMNS>::channels_at(round, token, piece + 2 * tile));
@@ -427,10 +426,10 @@ DEVICE void backward_products(const Params& params) {
         numbers.start(params.numbers, part.tokens, round + 1);
         copies.start(params, part.tokens, round);
     }
+    ProductWarp<COLUMNS> warp(params, part);
     copy_wait<PRODUCT_STAGES - 1>();
     __syncthreads();
     split_numbers(shared, 0);
-    ProductWarp<COLUMNS> warp(params, part);
     for (int32_t round = 0; round < rounds; ++round) {
         copy_wait<PRODUCT_STAGES - 2>();
         // A round's channels and parts are there and the next one's numbers, and the places of the one before are free.
@@ -443,9 +442,9 @@ DEVICE void backward_products(const Params& params) {
             NumberTile g;
             load_number_tile<COLUMNS>(round, first, g);
             UNROLL
-            for (int half = 0; half < 2; ++half) {
-                float sums[HALF_TILES][4] = {};
-                multiply_weights(g, warp.fn + half * HALF_TILES, sums);
+            for (int half = 0; half < PARTS_OF_WARP; ++half) {
+                float sums[PART_TILES][4] = {};
+                multiply_weights(g, warp.fn + half * PART_TILES, sums);
                 warp.store_dv(params, part.tokens, shared, round, first, half, sums);
                 warp.target[half] += WARP_TOKENS * params.dstreams_token_stride;
                 // What dfn reads stays behind this: read sooner it would take more registers than there are.
