@@ -17,7 +17,8 @@
 // split them, and leave them in shared memory for all warps, while the next ones are under way: one barrier for each 64
 // channels. The parts of all blocks of a token are added by
 // mhc_mix_coefficients in their order; their number depends on num_tokens, so that few tokens keep all multiprocessors
-// busy. There 16 lanes take a token, and a pass of the Sinkhorn iteration is two shuffles, a reciprocal and a product.
+// busy. There four lanes take a token, a row of comb each (sinkhorn.h), in some 230 instructions of a warp for each token; 16 lanes
+// with an element each took 550, which filled the issue slots.
 //
 // The projection is in projection.h, which mhc_head shares, the coefficients are in coefficients.h, which
 // mhc_post_mix_pre shares.
@@ -31,8 +32,8 @@
 // x 16, and is the faster one from some 256 tokens on; this one is for other hardware and for fewer tokens.
 // One token of 7168 channels took 12.8 us, 128 tokens 15.1 us, when weights came from memory a step ahead and a lane of
 // mhc_mix_coefficients added up a hundred parts of its two columns, 16 at a time, some 4 us. Of so few tokens
-// mhc_mix_coefficients_few adds them up by eight warps: 10.5 and 13.4 us, of which the 39 passes of the Sinkhorn
-// iteration, each of two shuffles, a reciprocal and a product that wait for one another, are some 1.8.
+// mhc_mix_coefficients_few adds them up by eight warps: 10.5 and 13.4 us; with launches that overlap @FEW@, of which
+// the 39 passes of the Sinkhorn iteration, each a sum, a reciprocal and a product that wait for one another, are some 1.5.
 // mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a token, in plain fp32.
 //
 // Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_scalar a warp a token, splits 1;

@@ -38,6 +38,8 @@ const SCALAR_TOKENS: usize = 8;
 const PARTIAL_WIDTH: usize = 32;
 /// Tokens of a block of the coefficients, forward and backward.
 const COEFFICIENT_TOKENS: usize = 8;
+/// Most blocks of the backward's coefficients for each multiprocessor: they wait for one pass after the other.
+const COEFFICIENT_BLOCKS: usize = 4;
 /// Most tokens that have a block of the coefficients each where the channels are in many parts, and most parts that are not
 /// many. All of these blocks run at once.
 const FEW_COEFFICIENT_TOKENS: usize = 1024;
@@ -302,7 +304,7 @@ impl Spread {
     fn of(device: &Device, num_tokens: usize, hidden_size: usize) -> Self {
         let processors = device.environment().processors as usize;
         // At least one block, so that no tokens give sums of zero.
-        let blocks = num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, 2 * processors);
+        let blocks = num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, COEFFICIENT_BLOCKS * processors);
         Self { blocks, splits: parts_of_tokens(device, num_tokens, hidden_size, WIDE) }
     }
 

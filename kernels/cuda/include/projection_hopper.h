@@ -8,8 +8,18 @@
 // waited for them 47 % of the time.)
 //
 // A box takes 128 bytes of each of 256 rows that lie 8 to 57 KB apart; the next step takes those behind them. Measured on one H200,
-// 8192 tokens of 7168 and 4096 channels: 158 and 96.3 us (2.97 and 2.8 TB/s; DeepGEMM 128.3 and 76.3). Where the second-level
-// cache was asked for 256 bytes at a time and not for 128 (the runtime's tensor maps), it took 174 and 105.5.
+// 8192 tokens of 7168 and 4096 channels with their coefficients, one change after the other:
+//
+//     158   96.3 us   a proxy fence by those who split weights: it waited for their loads of the next steps as well, a latency of
+//                     the second-level cache in every step
+//     152.2 93.1      the fence by consumers, who have no loads under way
+//     144.8 89.1      places of weights counted on: a division for each step was a fifth of what those who split execute
+//     142.5 87.1      four stages of streams and six of weights in the place of six and three
+//     140.0 85.3      coefficients by four lanes a token (mhc_mix.cu), and launches that overlap
+//
+// Beside the last: five stages of streams 141.7 and 87.1, three and nine of weights 140.4 and 85.4; boxes of two steps asked for
+// together 142.7 and 87.7. Before all of these a second-level cache that was asked for 256 bytes at a time and not for 128 (the
+// runtime's tensor maps) gave 174 and 105.5. DeepGEMM's projection alone took 128.3 and 76.3 beside the first.
 //
 // The three parts of the weights are columns of one product, 64 x 72 x 16 of 24 columns, so that the tensor cores are
 // given a wide one, and sums of unlike size do not meet in one accumulator: a step's product of each part is four
