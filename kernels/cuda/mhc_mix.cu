@@ -32,8 +32,9 @@
 // x 16, and is the faster one from some 256 tokens on; this one is for other hardware and for fewer tokens.
 // One token of 7168 channels took 12.8 us, 128 tokens 15.1 us, when weights came from memory a step ahead and a lane of
 // mhc_mix_coefficients added up a hundred parts of its two columns, 16 at a time, some 4 us. Of so few tokens
-// mhc_mix_coefficients_few adds them up by eight warps: 10.5 and 13.4 us; with launches that overlap @FEW@, of which
-// the 39 passes of the Sinkhorn iteration, each a sum, a reciprocal and a product that wait for one another, are some 1.5.
+// mhc_mix_coefficients_few adds them up by eight warps: 10.5 and 13.4 us; with launches that overlap 9.4 and
+// 12.1, of which the 39 passes of the Sinkhorn iteration, each a sum, a reciprocal and a product that wait for one another, are some
+// 1.5 by count.
 // mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a token, in plain fp32.
 //
 // Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_scalar a warp a token, splits 1;

@@ -9,9 +9,10 @@
 //
 // A block has 512 channels and a part of the tokens, 32 at a time (a round). Their channels come by cp.async to one of four places,
 // in which every row of 128 bytes is permuted so that neither the eight rows of ldmatrix nor the lanes of four rows meet in a bank.
-// Their numbers are split once for all eight warps, those of a round while the one before is multiplied. A warp has 64 channels: its
+// Their numbers are split once for all sixteen warps, those of a round while the one before is multiplied. A warp has 32 channels: its
 // parts of fn stay in registers for all tokens, and so do its sums of dfn. The columns of a product of dv are channels in such an
-// order that a lane's are eight neighbours, 16 bytes (channel_of_column).
+// order that a lane's are eight neighbours, 16 bytes (channel_of_column). It takes 155 KB of shared memory and all registers of a
+// multiprocessor.
 //
 // Parts are made of 2^16 times a token's number and of 2^-16 times a weight, so that those of the smallest numbers are exact and
 // nothing is left to scale in dv. Four numbers of which one is 2^40 or more, infinite or NaN count as zeros there, and weights that
@@ -224,7 +225,7 @@ DEVICE void load_number_tile(int32_t round, int first, NumberTile& to) {
 
 DEVICE void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_bf16_16x8x16(sums, a, b[0], b[1]); }
 
-// g fn of 16 tokens and half the channels of the warp: the smallest products first.
+// g fn of 16 tokens and 32 channels: the smallest products first.
 DEVICE void multiply_weights(const NumberTile& g, const WeightTile* fn, float (&sums)[PART_TILES][4]) {
     const auto add = [&](const uint32_t (&a)[4], const auto& of_tile) {
         UNROLL
@@ -269,8 +270,8 @@ struct ProductWarp {
     WeightTile fn[CHANNEL_TILES];
     float dfn[ROW_TILES][CHUNKS][4];  // channels of ROW_TILES times 16 rows, eight columns
     bool irregular;                   // a weight
-    bool exists[PARTS_OF_WARP];                   // channels of either half of the warp's, of which a lane has eight
-    bf16* target[PARTS_OF_WARP];                  // those of its first token of the next 16
+    bool exists[PARTS_OF_WARP];    // channels of each 32 of the warp's, of which a lane has eight
+    bf16* target[PARTS_OF_WARP];   // those of its first token of the next 16
 
     template <typename Params>
     ProductWarp(const Params& params, const ProductPart& part) : dfn{} {
@@ -316,7 +317,7 @@ struct ProductWarp {
         }
     }
 
-    // Adds to dfn of half the channels what 16 tokens give.
+    // Adds to dfn of 32 channels what 16 tokens give.
     void add_dfn(int32_t round, int first, int half) {
         const SharedAddress parts = ProductShared<COLUMNS>::parts_at(round, first + lane_id() % WARP_TOKENS, 0);
         uint32_t g[PARTS * CHUNKS][2];
@@ -422,6 +423,7 @@ DEVICE void backward_products(const Params& params) {
     NumberCopies<COLUMNS> numbers(params.numbers, part);
     numbers.start(params.numbers, part.tokens, 0);
     copy_commit();
+    UNROLL_BY(1)
     for (int32_t round = 0; round < PRODUCT_STAGES - 1; ++round) {
         numbers.start(params.numbers, part.tokens, round + 1);
         copies.start(params, part.tokens, round);
@@ -438,7 +440,7 @@ DEVICE void backward_products(const Params& params) {
         copies.start(params, part.tokens, round + PRODUCT_STAGES - 1);
         split_numbers(shared, round + 1);
         UNROLL_BY(1)
-        for (int first = 0; first < ROUND_TOKENS; first += WARP_TOKENS) {
+        for (int first = 0; first < ROUND_TOKENS && round * ROUND_TOKENS + first < part.tokens; first += WARP_TOKENS) {
             NumberTile g;
             load_number_tile<COLUMNS>(round, first, g);
             UNROLL
