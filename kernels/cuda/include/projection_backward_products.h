@@ -28,8 +28,8 @@ constexpr int WARP_CHANNELS = 32, PRODUCT_CHANNELS = PRODUCT_WARPS * WARP_CHANNE
 constexpr int ROUND_TOKENS = WARP_SIZE;  // a lane for each where their numbers are split
 constexpr int PRODUCT_STAGES = 4, NUMBER_STAGES = PRODUCT_STAGES + 1;
 constexpr int ROW_PIECES = PRODUCT_CHANNELS / PIECE;
-constexpr int PART_TILES = 4;                     // of eight columns of dv, whose channels lie together: a lane's 16 bytes
-constexpr int PARTS_OF_WARP = WARP_CHANNELS / (8 * PART_TILES), CHANNEL_TILES = PARTS_OF_WARP * PART_TILES;
+constexpr int CHANNEL_TILES = WARP_CHANNELS / 8;  // of eight columns of dv: a lane's channels are 16 bytes
+static_assert(CHANNEL_TILES == 4, "which four tiles have");
 constexpr float LARGE = 1099511627776.0f;         // 2^40
 constexpr float SMALL = 1.0f / LARGE / LARGE;     // 2^-80
 
@@ -226,10 +226,10 @@ DEVICE void load_number_tile(int32_t round, int first, NumberTile& to) {
 DEVICE void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_bf16_16x8x16(sums, a, b[0], b[1]); }
 
 // g fn of 16 tokens and 32 channels: the smallest products first.
-DEVICE void multiply_weights(const NumberTile& g, const WeightTile* fn, float (&sums)[PART_TILES][4]) {
+DEVICE void multiply_weights(const NumberTile& g, const WeightTile (&fn)[CHANNEL_TILES], float (&sums)[CHANNEL_TILES][4]) {
     const auto add = [&](const uint32_t (&a)[4], const auto& of_tile) {
         UNROLL
-        for (int tile = 0; tile < PART_TILES; ++tile) multiply(sums[tile], a, of_tile(fn[tile]));
+        for (int tile = 0; tile < CHANNEL_TILES; ++tile) multiply(sums[tile], a, of_tile(fn[tile]));
     };
     const auto pairs = [](int part) {
         return [part](const WeightTile& tile) -> const uint32_t(&)[2] { return tile.pairs[part]; };
@@ -270,8 +270,8 @@ struct ProductWarp {
     WeightTile fn[CHANNEL_TILES];
     float dfn[ROW_TILES][CHUNKS][4];  // channels of ROW_TILES times 16 rows, eight columns
     bool irregular;                   // a weight
-    bool exists[PARTS_OF_WARP];    // channels of each 32 of the warp's, of which a lane has eight
-    bf16* target[PARTS_OF_WARP];   // those of its first token of the next 16
+    bool exists;                      // the lane's eight channels of dv
+    bf16* target;                     // those of its first token of the next 16
 
     template <typename Params>
     ProductWarp(const Params& params, const ProductPart& part) : dfn{} {
@@ -279,18 +279,13 @@ struct ProductWarp {
         irregular = false;
         UNROLL
         for (int tile = 0; tile < CHANNEL_TILES; ++tile)
-            irregular |= load_weight_tile(params, part, first + tile / PART_TILES * (8 * PART_TILES), tile % PART_TILES, fn[tile]);
+            irregular |= load_weight_tile(params, part, first, tile, fn[tile]);
         irregular = __any_sync(FULL_WARP, irregular);
-        UNROLL
-        for (int half = 0; half < PARTS_OF_WARP; ++half) {
-            const uint32_t channel = first + half * (8 * PART_TILES) + lane_id() % 4 * PIECE;
-            exists[half] = channel < part.channels;
-            target[half] = channels_of(params, exists[half] ? channel : 0) +
-                           (part.begin + lane_id() / 4) * params.dstreams_token_stride;
-        }
+        const uint32_t channel = first + lane_id() % 4 * PIECE;
+        exists = channel < part.channels;
+        target = channels_of(params, exists ? channel : 0) + (part.begin + lane_id() / 4) * params.dstreams_token_stride;
     }
 
-    static int piece_of_half(int half) { return warp_id() * (WARP_CHANNELS / PIECE) + half * PART_TILES + lane_id() % 4; }
     // In the first token.
     template <typename Params>
     static bf16* channels_of(const Params& params, uint32_t channel) {
@@ -298,27 +293,29 @@ struct ProductWarp {
         return params.dstreams + channel / width * params.dstreams_stream_stride + channel % width;
     }
 
-    // dv of 16 tokens from `first` of a round on: the lane's two and eight of their channels. There is no branch: what follows may
-    // begin meanwhile.
+    // dv of 16 tokens from `first` of a round on: the lane's two and its channels. There is no branch: what follows may begin
+    // meanwhile.
     template <typename Params>
     void store_dv(const Params& params, int32_t tokens, const ProductShared<COLUMNS>& shared, int32_t round, int first,
-                  int half, const float (&sums)[PART_TILES][4]) const {
+                  const float (&sums)[CHANNEL_TILES][4]) {
+        const int piece = warp_id() * (WARP_CHANNELS / PIECE) + lane_id() % 4;
         const int32_t left = tokens - round * ROUND_TOKENS;
         UNROLL
         for (int row = 0; row < 2; ++row) {
             const int at = first + row * 8 + lane_id() / 4;
             const float factor = shared.number(round, at, COLUMNS);
             float v[PIECE], dv[PIECE];
-            unpack<bf16>(shared.channels[round % PRODUCT_STAGES][at][permuted(at, piece_of_half(half))], v);
+            unpack<bf16>(shared.channels[round % PRODUCT_STAGES][at][permuted(at, piece)], v);
             UNROLL
             for (int e = 0; e < PIECE; ++e) dv[e] = sums[e / 2][2 * row + e % 2] - factor * v[e];
             const Vec16 vector = pack<bf16>(dv);
-            if (at < left && exists[half]) store_vec16(target[half] + row * 8 * params.dstreams_token_stride, vector);
+            if (at < left && exists) store_vec16(target + row * 8 * params.dstreams_token_stride, vector);
         }
+        target += WARP_TOKENS * params.dstreams_token_stride;
     }
 
-    // Adds to dfn of 32 channels what 16 tokens give.
-    void add_dfn(int32_t round, int first, int half) {
+    // Adds to dfn what 16 tokens give.
+    void add_dfn(int32_t round, int first) {
         const SharedAddress parts = ProductShared<COLUMNS>::parts_at(round, first + lane_id() % WARP_TOKENS, 0);
         uint32_t g[PARTS * CHUNKS][2];
         UNROLL
@@ -330,7 +327,7 @@ struct ProductWarp {
         ldmatrix_x2_transposed(g[PARTS * CHUNKS - 1], parts + sizeof(Vec16) * (PARTS * CHUNKS - 1));
         const int token = first + lane_id() / 16 * 8 + lane_id() % 8, piece = warp_id() * (WARP_CHANNELS / PIECE) + lane_id() / 8 % 2;
         UNROLL
-        for (int tile = half * ROW_TILES / PARTS_OF_WARP; tile < (half + 1) * ROW_TILES / PARTS_OF_WARP; ++tile) {
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
             uint32_t v[4];
             float sums[CHUNKS][4] = {};
             ldmatrix_x4_transposed(v, ProductShared<COLUMNS>::channels_at(round, token, piece + 2 * tile));
@@ -442,17 +439,13 @@ DEVICE void backward_products(const Params& params) {
         UNROLL_BY(1)
         for (int first = 0; first < ROUND_TOKENS && round * ROUND_TOKENS + first < part.tokens; first += WARP_TOKENS) {
             NumberTile g;
+            float sums[CHANNEL_TILES][4] = {};
             load_number_tile<COLUMNS>(round, first, g);
-            UNROLL
-            for (int half = 0; half < PARTS_OF_WARP; ++half) {
-                float sums[PART_TILES][4] = {};
-                multiply_weights(g, warp.fn + half * PART_TILES, sums);
-                warp.store_dv(params, part.tokens, shared, round, first, half, sums);
-                warp.target[half] += WARP_TOKENS * params.dstreams_token_stride;
-                // What dfn reads stays behind this: read sooner it would take more registers than there are.
-                __syncwarp();
-                warp.add_dfn(round, first, half);
-            }
+            multiply_weights(g, warp.fn, sums);
+            warp.store_dv(params, part.tokens, shared, round, first, sums);
+            // What dfn reads stays behind this: read sooner it would take more registers than there are.
+            __syncwarp();
+            warp.add_dfn(round, first);
         }
         warp.mend(params, shared, round);
     }
