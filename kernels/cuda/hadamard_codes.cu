@@ -5,20 +5,21 @@
 // nothing is exchanged. So that memory is still read and written line by line, a warp brings its 32 rows into shared memory first
 // and takes the codes out of there. Pieces of 16 bytes are permuted within a row, or the codes of it: what eight lanes access at
 // a time lies in different banks. A warp takes tiles of 32 rows in turn: as soon as its lanes have a tile in registers, the next one
-// is on its way. What is left behind whole turns, if it is at most half of one, all warps take in groups of eight rows, four lanes a
-// row, while they wait for their first tile.
+// is on its way. What is left behind whole turns, if it is at most half of one, all warps take in groups of eight rows, four lanes
+// a row, while they wait for their first tile.
 //
 // Floor: 256 bytes read and 68 or 132 written a row, 20.3 us and 24.3 us for 262144 rows at 4.24 TB/s. Instructions of the e2m1
 // form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 3.5 for the code, 1 for memory: 15, some
 // 1920 a tile, 15 us of issue slots at 1.95 GHz, where four lanes a row take 20.5. A third of them are logic, of which a scheduler
-// starts one every second cycle. A launch has 5.17 turns of tiles in 262144 rows; the sixth would be 272 lone warps.
+// starts one every second cycle. 262144 rows are 5.17 turns of tiles; the sixth would be 272 lone warps.
 // Measured on one H200 with a sixth turn, before there were groups: e2m1 25.05 us (81 % of the copy rate; four lanes a row 31.9),
 // e4m3 28.0 us (87 %; 29.8). The groups were expected to take 1 us off, and are not measured. With three sums a code, accesses of
 // rows found by their stride and a byte of scales at a time 25.97 and 28.6 us. When a warp had one tile and waited for it 27.1 and
-// 29.4 us. Two lanes a row, with half the registers, took 25.9 us of e2m1 with 16 warps a multiprocessor and 26.2 with 20 where this
-// took 26.6; an even lane with the sums of neighbours and an odd one with the differences 29.5. Two warps a row, 20 a multiprocessor,
-// which exchange halves through shared memory before the last step, 25.6 and 27.7 where this took 25.05 and 28.0. Rows 272 bytes
-// apart in the place of permuted ones, with products in the place of shifts, 27.4 and 30.6, presumably since sectors of 32 bytes are cut in two.
+// 29.4 us. Two lanes a row, with half the registers, took 25.9 us of e2m1 with 16 warps a multiprocessor and 26.2 with 20 where
+// this took 26.6; an even lane with the sums of neighbours and an odd one with the differences 29.5. Two warps a row, 20 a
+// multiprocessor, which exchange halves through shared memory before the last step, 25.6 and 27.7 where this took 25.05 and 28.0.
+// Rows 272 bytes apart in the place of permuted ones, with products in the place of shifts, 27.4 and 30.6: it was not found out
+// which of the two costs that.
 //
 // Defines: STORED  1 or 2. Launch: any number of blocks of one warp; RESIDENT_BLOCKS for each multiprocessor fill it.
 #include "async_copy.h"
@@ -65,8 +66,8 @@ DEVICE int code_place(int row, int piece) {
     return (row * CODE_PIECES + (piece ^ row / ROWS_OF_BANKS % CODE_PIECES)) * PIECE;
 }
 
-// What is known of a tile's rows: all there and one behind the other in memory, so that each access has a constant place behind the
-// first one; all there; or neither: of a row that is not there the last one's copy is computed, and not stored.
+// What is known of a tile's rows: all there and one behind the other in memory, so that each access has a constant place behind
+// the first one; all there; or neither: of a row that is not there the last one's copy is computed, and not stored.
 enum class Rows { DENSE, WHOLE, SOME };
 
 // Two rows at once.
@@ -215,8 +216,8 @@ DEVICE void finish_tile(const HadamardCodesParams& params, int64_t tiled_rows, i
     else store_codes<Rows::SOME>(params, first_row, rows);
 }
 
-// How many rows warps take in tiles, of which a turn of all of them has `turn_rows`. Behind whole turns, what is at most half of one
-// is left for all: few warps would have a tile more, and the others nothing.
+// How many rows warps take in tiles, of which a turn of all of them has `turn_rows`. Behind whole turns, what is at most half of
+// one is left for all: few warps would have a tile more, and the others nothing.
 DEVICE int64_t rows_in_tiles(int64_t num_rows, int64_t turn_rows) {
     if (num_rows < turn_rows) return num_rows;
     const int64_t rest = num_rows % turn_rows;

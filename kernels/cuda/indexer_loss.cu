@@ -17,12 +17,14 @@
 // One block takes one row: THREADS threads hold up to HELD slots each in registers, so that logits, target and list are
 // read once; a longer row is read again in each of up to four passes, out of the second-level cache. Lists of 512 have
 // one warp each, and no barrier. Two reductions over the block, each with one barrier: powers with the largest logit,
-// and the sums. All loads of a row are asked for before anything else is computed, those of a list before it is known how many of its
-// slots are valid, and what lies behind its end is set to 0 meanwhile. An access of four slots that are all valid, as most are, is
-// computed without a look at each, and where a warp of several has no other ones, its sixteen of a thread in one piece. A thread reads and writes the same slots, so that the gradient may lie over logits or target. Rows of kl are added in one order
-// by indexer_loss_sum.cu: the loss is the same in every run. (That the last block adds them, by a count in the module's memory
-// that it puts back, took 14.1, 23.1 and 45.4 us where the sum's launch takes 13.4, 21.1 and 41.3; eight lists a block, two of a
-// warp under way at once, 11.7 us for the gradient of lists of 512 where one has 11.0.)
+// and the sums. All loads of a row are asked for before anything else is computed, those of a list before it is known
+// how many of its slots are valid, and what lies behind its end is set to 0 meanwhile. An access of four slots that are
+// all valid, as most are, is computed without a look at each; where a warp of a longer list has no other ones, its
+// sixteen of a thread in one piece. A thread reads and writes the same slots, so that the gradient may lie over logits or
+// target. Rows of kl are added in one order by indexer_loss_sum.cu: the loss is the same in every run. (That the last
+// block adds them, by a count in the module's memory that it puts back, took 14.1, 23.1 and 45.4 us where the sum's
+// launch took 13.4, 21.1 and 41.3; eight lists a block, two of a warp under way at once, 11.7 us for the gradient of
+// lists of 512 where one had 11.0.)
 //
 // Floor: 12 bytes a valid slot of a list (8 of a dense row) and 4 of every slot of the gradient: at 4.24 TB/s 7.9 us
 // for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; an empty launch
@@ -31,12 +33,12 @@
 // Measured on one H200, value and gradient with the sum of the rows: lists of 512 11.93 us, of 1024 19.26, dense rows 40.08
 // (66, 82 and 79 % of the copy rate); the gradient alone 10.5, 17.65 and 35.8 us. That was with all accesses behind the lengths
 // and limits, some 190 instructions after the start where a list now has 36: by these 0.3 us less were expected, and not measured.
-// What is left of lists of 512 above their floor is two launches, the first row's way and the last one's. Warps in one piece: 19.26
-// for 19.62 us of lists of 1024; with them lists of 512 took 12.2 and dense rows, for which clipping was looked at apart, 40.4.
-// When every launch began at the end of the one before and the sum had 1024 threads, 13.4, 21.1 and 41.3 us, the gradient alone 11.0,
-// 18.6 and 36.3 (768 threads a multiprocessor for lists, or stores that leave the cache first, changed none by more than 0.2).
-// Before, with some 75 instructions a slot, three reductions
-// and two of a dense row's eight loads behind l1, 12.3, 20.1 and 54.1 us without the sum; the gradient alone
+// What is left of lists of 512 above their floor is two launches, the first row's way and the last one's. Warps in one
+// piece: 19.26 us for 19.62 of lists of 1024; with them lists of 512 took 12.2 and dense rows 40.4.
+// When every launch began at the end of the one before and the sum had 1024 threads, 13.4, 21.1 and 41.3 us, the gradient
+// alone 11.0, 18.6 and 36.3 (768 threads a multiprocessor for lists, or stores that leave the cache first, changed none by
+// more than 0.2). Before, with some 75 instructions a slot, three reductions and two of a dense row's eight loads behind
+// l1, 12.3, 20.1 and 54.1 us without the sum; the gradient alone
 // 11.1, 18.8 and 38.5 us. Before that, with branches around slots, twice the threads of half the slots, a division each
 // of a dense row and reductions in which each thread added the parts of all warps, 16.0, 27.5 and 101 us; 14.0, 24.9
 // and 76.7. Half the slots a thread and twice the threads took 11.6 and 19.4 us of lists, but 77.7 of dense rows.
@@ -370,8 +372,8 @@ struct Terms {
     float lse;
 
     static bool is_plain(float target) { return !clipped || target >= MIN_NORMAL; }
-    // Of all that is held, and whether nothing is clipped, by bits: those of numbers of one sign are ordered as their magnitudes are,
-    // and what a NaN is taken for changes nothing of what is made of it.
+    // Of all that is held, and whether nothing is clipped, by bits: those of numbers of one sign are ordered as their
+    // magnitudes are, and what a NaN is taken for changes nothing of what is made of it.
     bool all_unclipped(const Held& held) const {
         if constexpr (!clipped) return true;
         int32_t least_target = 0x7fffffff;
