@@ -247,7 +247,8 @@ DEVICE void load_access(const Sources& sources, int first, int at, Held& held, u
 // Asks for the slots of a tile, of a row's first ones. All loads are on their way before the first number is needed.
 template <int COUNT>
 DEVICE void load(const Sources& sources, int slots, int tile, Held& held, uint32_t (&indices)[HELD]) {
-    if (slots - tile >= TILE) {
+    // Of a dense row's tiles the diagonal cuts many, and two ways through its loads were slower than one.
+    if (SELECTED && slots - tile >= TILE) {
         UNROLL
         for (int at = 0; at < HELD; at += COUNT) load_access<COUNT>(sources, first_slot<COUNT>(tile, at), at, held, indices);
         return;
