@@ -348,9 +348,9 @@ impl Declared for IndexerLoss {
             IndexerLossCase { together: true, ..dense(2, 4100, 1) },
             // Warps whose slots are all valid, with and without entries that are clipped or raised, and beside others.
             whole(sparse(3, 900, 512)),
-            exact(whole(sparse(2, 700, 512))),
+            exact(whole(sparse(2, 1100, 1024))),
             wide(60.0, whole(sparse(2, 1100, 1024))),
-            at_the_clip(in_place(whole(sparse(2, 700, 512)))),
+            at_the_clip(in_place(whole(sparse(2, 1100, 1024)))),
             IndexerLossCase { target: TargetClass::Peaked, masked: Masked::Clean, ..whole(sparse(2, 1100, 1024)) },
             keys(garbage(whole(sparse(5, 1100, 1024))), |keys| RankedKeys { lengths: Lengths::Within, ..keys }),
             wide(60.0, dense(3, 1024, 1)),
