@@ -181,11 +181,6 @@ DEVICE void split_numbers(ProductShared<COLUMNS>& shared, int32_t round) {
 struct WeightTile {
     uint32_t pairs[PARTS][2], third[2][2];
 };
-// What it has of 16 tokens' numbers: chunks 0 and 1 of each part; of chunk 2 part 0 twice, part 1 twice, and 0 and 2.
-struct NumberTile {
-    uint32_t pairs[PARTS][4], third[3][4];
-};
-
 template <typename Params>
 DEVICE float weight(const Params& params, const ProductPart& part, int column, uint32_t channel) {
     return channel < part.channels ? params.fn[static_cast<int64_t>(column) * part.channels + channel] : 0.0f;
@@ -210,42 +205,41 @@ DEVICE bool load_weight_tile(const Params& params, const ProductPart& part, uint
     return irregular;
 }
 
-// Of 16 tokens of a round: lane i names row i % 16, of the first of two chunks or of the second.
-template <int COLUMNS>
-DEVICE void load_number_tile(int32_t round, int first, NumberTile& to) {
-    static_assert(COLUMNS == 24, "three chunks of eight columns");
-    const int row = first + lane_id() % WARP_TOKENS, second = lane_id() / WARP_TOKENS;
-    const auto at = [&](int part, int chunk) { return ProductShared<COLUMNS>::parts_at(round, row, 3 * part + chunk); };
-    UNROLL
-    for (int part = 0; part < PARTS; ++part) ldmatrix_x4(to.pairs[part], at(part, second));
-    UNROLL
-    for (int part = 0; part < 2; ++part) ldmatrix_x4(to.third[part], at(part, 2));
-    ldmatrix_x4(to.third[2], at(2 * second, 2));
-}
-
 DEVICE void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_bf16_16x8x16(sums, a, b[0], b[1]); }
 
-// g fn of 16 tokens and 32 channels: the smallest products first.
-DEVICE void multiply_weights(const NumberTile& g, const WeightTile (&fn)[CHANNEL_TILES], float (&sums)[CHANNEL_TILES][4]) {
-    const auto add = [&](const uint32_t (&a)[4], const auto& of_tile) {
+// g fn of 16 tokens and 32 channels: of each part of g, which is read once, the smallest products first.
+template <int COLUMNS>
+DEVICE void multiply_weights(int32_t round, int first, const WeightTile (&fn)[CHANNEL_TILES], float (&sums)[CHANNEL_TILES][4]) {
+    static_assert(COLUMNS == 24, "three chunks of eight columns");
+    const int row = first + lane_id() % WARP_TOKENS, second = lane_id() / WARP_TOKENS;
+    uint32_t g[4];
+    // Two chunks, of parts one behind the other: lane i names row i % 16 of the first or of the second.
+    const auto take = [&](int low, int high) {
+        ldmatrix_x4(g, ProductShared<COLUMNS>::parts_at(round, row, low + second * (high - low)));
+    };
+    const auto add_pairs = [&](int part) {
         UNROLL
-        for (int tile = 0; tile < CHANNEL_TILES; ++tile) multiply(sums[tile], a, of_tile(fn[tile]));
+        for (int tile = 0; tile < CHANNEL_TILES; ++tile) multiply(sums[tile], g, fn[tile].pairs[part]);
     };
-    const auto pairs = [](int part) {
-        return [part](const WeightTile& tile) -> const uint32_t(&)[2] { return tile.pairs[part]; };
+    const auto add_third = [&](int which) {
+        UNROLL
+        for (int tile = 0; tile < CHANNEL_TILES; ++tile) multiply(sums[tile], g, fn[tile].third[which]);
     };
-    const auto third = [](int which) {
-        return [which](const WeightTile& tile) -> const uint32_t(&)[2] { return tile.third[which]; };
-    };
-    add(g.pairs[2], pairs(0));
-    add(g.pairs[0], pairs(2));
-    add(g.pairs[1], pairs(1));
-    add(g.third[2], third(1));
-    add(g.third[1], third(0));
-    add(g.pairs[1], pairs(0));
-    add(g.pairs[0], pairs(1));
-    add(g.third[0], third(0));
-    add(g.pairs[0], pairs(0));
+    take(6, 7);
+    add_pairs(0);
+    take(3, 4);
+    add_pairs(1);
+    add_pairs(0);
+    take(2, 8);
+    add_third(1);
+    take(5, 5);
+    add_third(0);
+    take(0, 1);
+    add_pairs(2);
+    add_pairs(1);
+    add_pairs(0);
+    take(2, 2);
+    add_third(0);
 }
 
 // g fn of token `at` of a round and eight channels, of any numbers.
@@ -316,30 +310,31 @@ struct ProductWarp {
 
     // Adds to dfn what 16 tokens give.
     void add_dfn(int32_t round, int first) {
-        const SharedAddress parts = ProductShared<COLUMNS>::parts_at(round, first + lane_id() % WARP_TOKENS, 0);
-        uint32_t g[PARTS * CHUNKS][2];
+        const int row = first + lane_id() % WARP_TOKENS, second = lane_id() / WARP_TOKENS;
+        const int token = first + second * 8 + lane_id() % 8, piece = warp_id() * (WARP_CHANNELS / PIECE) + lane_id() / 8 % 2;
+        uint32_t v[ROW_TILES][4];
+        float sums[ROW_TILES][CHUNKS][4] = {};
         UNROLL
-        for (int chunk = 0; chunk + 1 < PARTS * CHUNKS; chunk += 2) {
-            uint32_t two[4];
-            ldmatrix_x4_transposed(two, parts + sizeof(Vec16) * (chunk + lane_id() / WARP_TOKENS));
-            g[chunk][0] = two[0], g[chunk][1] = two[1], g[chunk + 1][0] = two[2], g[chunk + 1][1] = two[3];
+        for (int tile = 0; tile < ROW_TILES; ++tile)
+            ldmatrix_x4_transposed(v[tile], ProductShared<COLUMNS>::channels_at(round, token, piece + 2 * tile));
+        UNROLL
+        for (int part = PARTS - 1; part >= 0; --part) {
+            uint32_t two[4], third[2];
+            ldmatrix_x4_transposed(two, ProductShared<COLUMNS>::parts_at(round, row, CHUNKS * part + second));
+            ldmatrix_x2_transposed(third, ProductShared<COLUMNS>::parts_at(round, row, CHUNKS * part + 2));
+            UNROLL
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                mma_bf16_16x8x16(sums[tile][0], v[tile], two[0], two[1]);
+                mma_bf16_16x8x16(sums[tile][1], v[tile], two[2], two[3]);
+                mma_bf16_16x8x16(sums[tile][2], v[tile], third[0], third[1]);
+            }
         }
-        ldmatrix_x2_transposed(g[PARTS * CHUNKS - 1], parts + sizeof(Vec16) * (PARTS * CHUNKS - 1));
-        const int token = first + lane_id() / 16 * 8 + lane_id() % 8, piece = warp_id() * (WARP_CHANNELS / PIECE) + lane_id() / 8 % 2;
         UNROLL
         for (int tile = 0; tile < ROW_TILES; ++tile) {
-            uint32_t v[4];
-            float sums[CHUNKS][4] = {};
-            ldmatrix_x4_transposed(v, ProductShared<COLUMNS>::channels_at(round, token, piece + 2 * tile));
-            UNROLL
-            for (int part = PARTS - 1; part >= 0; --part) {
-                UNROLL
-                for (int chunk = 0; chunk < CHUNKS; ++chunk) multiply(sums[chunk], v, g[part * CHUNKS + chunk]);
-            }
             UNROLL
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                 UNROLL
-                for (int c = 0; c < 4; ++c) dfn[tile][chunk][c] += 1.0f / WEIGHT_SCALE * sums[chunk][c];
+                for (int c = 0; c < 4; ++c) dfn[tile][chunk][c] += 1.0f / WEIGHT_SCALE * sums[tile][chunk][c];
             }
         }
     }
@@ -414,9 +409,10 @@ template <int COLUMNS, typename Params>
 DEVICE void backward_products(const Params& params) {
     auto& shared = *reinterpret_cast<ProductShared<COLUMNS>*>(dynamic_shared());
     const ProductPart part(params);
-    ChannelCopies<COLUMNS> copies(params, part);
-    const int32_t rounds = ceil_div(part.tokens, ROUND_TOKENS);
     // The numbers of a round are split while the one before is multiplied: they come with the channels of that one.
+    // In this order, and counted so, everything fits 128 registers on sm_80, too.
+    ProductWarp<COLUMNS> warp(params, part);
+    ChannelCopies<COLUMNS> copies(params, part);
     NumberCopies<COLUMNS> numbers(params.numbers, part);
     numbers.start(params.numbers, part.tokens, 0);
     copy_commit();
@@ -425,11 +421,10 @@ DEVICE void backward_products(const Params& params) {
         numbers.start(params.numbers, part.tokens, round + 1);
         copies.start(params, part.tokens, round);
     }
-    ProductWarp<COLUMNS> warp(params, part);
     copy_wait<PRODUCT_STAGES - 1>();
     __syncthreads();
     split_numbers(shared, 0);
-    for (int32_t round = 0; round < rounds; ++round) {
+    for (int32_t round = 0; round * ROUND_TOKENS < part.tokens; ++round) {
         copy_wait<PRODUCT_STAGES - 2>();
         // A round's channels and parts are there and the next one's numbers, and the places of the one before are free.
         __syncthreads();
@@ -438,10 +433,8 @@ DEVICE void backward_products(const Params& params) {
         split_numbers(shared, round + 1);
         UNROLL_BY(1)
         for (int first = 0; first < ROUND_TOKENS && round * ROUND_TOKENS + first < part.tokens; first += WARP_TOKENS) {
-            NumberTile g;
             float sums[CHANNEL_TILES][4] = {};
-            load_number_tile<COLUMNS>(round, first, g);
-            multiply_weights(g, warp.fn, sums);
+            multiply_weights<COLUMNS>(round, first, warp.fn, sums);
             warp.store_dv(params, part.tokens, shared, round, first, sums);
             // What dfn reads stays behind this: read sooner it would take more registers than there are.
             __syncwarp();
