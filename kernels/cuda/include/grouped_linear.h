@@ -107,7 +107,6 @@ DEVICE void add_up(int32_t* numbers) {
 // warp adds them up.
 template <typename S>
 DEVICE void count_tiles(const GroupedLinearParams& params, int32_t* ends) {
-    UNROLL_BY(1)
     for (int32_t first = 0; first < MAX_EXPERTS; first += static_cast<int32_t>(blockDim.x)) {
         const int32_t expert = first + static_cast<int32_t>(threadIdx.x);
         const int64_t count = expert < params.experts ? rows_of(params, expert).count : 0;

@@ -155,7 +155,10 @@ struct UnitsOfProduct {
 // The units of a block, a round of all blocks after the other. Where the last round has fewer units than blocks some of them
 // are halved, a consumer's features each, for blocks that would have none: no unit takes a multiprocessor longer than it must,
 // and weights come over all of them. Of blocks that share a multiprocessor, as every second one does, the first ones take what
-// is whole. Where a block has a multiprocessor to itself nothing ends sooner unless all are halved.
+// is whole. Where a block has a multiprocessor to itself nothing ends sooner unless all are halved. Of more than 16 tokens, which
+// would come twice, none are.
+constexpr bool HALVED = TOKENS <= 16;
+
 template <typename Units>
 struct UnitsOfBlock {
     const Units& units;
@@ -170,9 +173,11 @@ struct UnitsOfBlock {
     }
     bool has_unit() const {
         const int32_t left = this->left();
+        if constexpr (!HALVED) return static_cast<int32_t>(blockIdx.x) < left;
         return left >= static_cast<int32_t>(gridDim.x) || static_cast<int32_t>(blockIdx.x) < 2 * left - whole(left);
     }
     Unit unit() const {
+        if constexpr (!HALVED) return units.at(first + static_cast<int32_t>(blockIdx.x));
         const auto block = static_cast<int32_t>(blockIdx.x), whole = this->whole(left()), half = block - whole;
         if (half < 0) return units.at(first + block);
         Unit unit = units.at(first + whole + half / 2);
@@ -760,7 +765,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer)
     for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
         const Unit unit = turns.unit();
         const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
-        if (consumer * CONSUMER_FEATURES >= static_cast<uint32_t>(uniform(unit.features))) {
+        if (HALVED && consumer * CONSUMER_FEATURES >= static_cast<uint32_t>(uniform(unit.features))) {
             UNROLL_BY(1)
             for (int32_t group = 0; group < groups; ++group, ++stage) pass_stage(shared, stage);
             continue;
