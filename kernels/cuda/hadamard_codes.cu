@@ -12,8 +12,9 @@
 // form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 3.5 for the code, 1 for memory: 15, some
 // 1920 a tile, 15 us of issue slots at 1.95 GHz, where four lanes a row take 20.5. A third of them are logic, of which a scheduler
 // starts one every second cycle. 262144 rows are 5.17 turns of tiles; the sixth would be 272 lone warps.
-// Measured on one H200 with a sixth turn, before there were groups: e2m1 25.05 us (81 % of the copy rate; four lanes a row 31.9),
-// e4m3 28.0 us (87 %; 29.8). The groups were expected to take 1 us off, and are not measured. With three sums a code, accesses of
+// Measured on one H200: e2m1 25.05 us (81 % of the copy rate, 87 % of what the driver's copy of as many bytes takes in the same run;
+// four lanes a row 31.9), e4m3 27.5 us (88 and 93 %; 29.8). With a sixth turn in the place of groups, of which 1 us less was
+// expected, 25.05 and 28.0: lone warps are not what e2m1 waits for. With three sums a code, accesses of
 // rows found by their stride and a byte of scales at a time 25.97 and 28.6 us. When a warp had one tile and waited for it 27.1 and
 // 29.4 us. Two lanes a row, with half the registers, took 25.9 us of e2m1 with 16 warps a multiprocessor and 26.2 with 20 where
 // this took 26.6; an even lane with the sums of neighbours and an odd one with the differences 29.5. Two warps a row, 20 a

@@ -30,11 +30,12 @@
 // for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; an empty launch
 // takes some 2 us beside that, and the sum of the rows another launch, some 1.5 us. By instructions, some 30 a slot of a
 // list and 35 of a dense row, lists of 512 take 2 us, and dense rows 10. All lists of 512 are on the GPU at once.
-// Measured on one H200, value and gradient with the sum of the rows: lists of 512 11.93 us, of 1024 19.26, dense rows 40.08
-// (66, 82 and 79 % of the copy rate); the gradient alone 10.5, 17.65 and 35.8 us. That was with all accesses behind the lengths
-// and limits, some 190 instructions after the start where a list now has 36: by these 0.3 us less were expected, and not measured.
-// What is left of lists of 512 above their floor is two launches, the first row's way and the last one's. Warps in one
-// piece: 19.26 us for 19.62 of lists of 1024; with them lists of 512 took 12.2 and dense rows 40.4.
+// Measured on one H200, value and gradient with the sum of the rows: lists of 512 11.85 us, of 1024 18.99, dense rows 41.27
+// (67, 83 and 77 % of the copy rate; 83, 93 and 81 % of what the driver's copies of as many bytes take in the same run, 9.83,
+// 17.70 and 33.39 us); the gradient alone 10.22, 17.28 and 36.97 us. Dense rows then had two ways through their loads, as lists
+// have; with one, as now, they took 40.08 and 35.8 in an earlier call. What is left of lists of 512 above their floor is two
+// launches, the first row's way and the last one's. Warps in one piece: 19.26 us for 19.62 of lists of 1024; with them lists of
+// 512 took 12.2 and dense rows 40.4.
 // When every launch began at the end of the one before and the sum had 1024 threads, 13.4, 21.1 and 41.3 us, the gradient
 // alone 11.0, 18.6 and 36.3 (768 threads a multiprocessor for lists, or stores that leave the cache first, changed none by
 // more than 0.2). Before, with some 75 instructions a slot, three reductions and two of a dense row's eight loads behind

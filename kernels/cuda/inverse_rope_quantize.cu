@@ -17,10 +17,11 @@
 //
 // Floor: 2 bytes read and 1 written a channel, and a scale for 128: at 4.24 TB/s 190 us for 4096 tokens of 128 heads of
 // 512, 95 us for 64 heads, where rope.cu and quantize_fp8.cu move 7 bytes, 443 and 221 us. Measured on one H200 for 64
-// heads: 156 us with e8m0 scales, 162 us with fp32 ones. For 128 heads it was 338 and 396 us, and 13.8 and 15.8 us for
-// 128 tokens of them, when four divisions by extents were 6 of some 28 instructions a channel, and a correction of
-// quotients that e4m3 does not need 4 of those with fp32 scales; not measured since. Instructions limit it, of which there
-// is time for 20 a channel: the rotation, which a warp spends for the four lanes that turn, is a fifth of them.
+// heads: 119.2 us with e8m0 scales, 113.3 with fp32 ones (80 and 84 % of the copy rate). On the way there: 156 and 162 us;
+// 124.4 and 127.8 with rotations asked for before the channels; 119.1 and 121.9 with bf16 multiplied as it lies and turned two
+// at a time. That a warp has the same 128 channels of four heads, so that one of four turns, gave those with fp32 scales 9 us
+// and the others nothing. For 128 heads 247 and 254 us at the second of these steps, and 10.2 us for 128 tokens of them.
+// Instructions limit it, by count: 405 of a warp were 115 of 125 us, some 350 are left.
 //
 // Defines: ELEMENT bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
 #include "element.h"

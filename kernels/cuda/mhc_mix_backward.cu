@@ -20,9 +20,10 @@
 // Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s, 885 us for 32768 tokens; and of tensor cores 72
 // products a channel for dfn and 144 for dv, 27 instructions of m16n8k16 for 16 tokens and 16 channels: 4 cycles each at the rate of
 // the data sheet, 400 us. (By fp32, 384 d FLOPs, 41 ns at 67 TFLOP/s, 1350 us.)
-// Measured on one H200: 32768 tokens of 7168 channels 1577 us, of 4096 channels 929, with eight warps of 64 channels (1619 and 969
-// before 16 tokens were free of branches); with sixteen of 32, on a day and machine where the forward took 3 % more, 1616, one token
-// 25.4, 128 tokens 29.4. By fp32, a thread owning four channels: 2404, 1465, 17.3 and 29.9. What holds it now is not known. By count,
+// Measured on one H200 with sixteen warps of 32 channels: 32768 tokens of 7168 channels 1566 us, one token 22.1 (1616 and 25.4, 128
+// tokens 29.4, in an earlier call in which the forward took 3 % more); since then parts of numbers are read where they are multiplied,
+// which is not measured. With eight warps of 64 channels 1577, of 4096 channels 929 (1619 and 969 before 16 tokens were free of
+// branches). By fp32, a thread owning four channels: 2404, 1465, 17.3 and 29.9. What holds it now is not known. By count,
 // with 2.5 TB/s of memory, 45 % of the issue slots and of shared memory's rate and half that of tensor cores at 8 cycles a product are
 // taken, and neither fewer instructions nor twice the warps changed much.
 //

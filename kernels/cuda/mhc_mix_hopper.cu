@@ -5,11 +5,11 @@
 // x 72 x 16), shared memory 860 (32 KiB arrive and are read, 9 KiB of weights are stored and read by 4 warpgroups, 128
 // bytes a cycle), and instructions 900 (176 of each consumer warp, some 130 of each that splits, four a cycle). The
 // weights come from the second-level cache once for 256 tokens, 0.19 of the streams' bytes.
-// Measured on one H200, with the coefficients: 8192 tokens of 7168 channels 140.0 us, of 4096 channels 85.3; 32768 tokens 558 and
-// 323 us (the portable kernel 207, 122 and 847 of 7168). projection_hopper.h says what brought it there. ncu of the kernel before
-// these changes: 147.7 us of 158, DRAM at 67 % of its rate and the second-level cache at 79; a block took 112 steps in 230 thousand
-// cycles on average and 244 at most, and launch and end 11 thousand: some 10 % are the wait for the slowest multiprocessor and the
-// four of 132 that have no block.
+// Measured on one H200, with the coefficients: 8192 tokens of 7168 channels 137.3 us, of 4096 channels 82.4 (81 and 77 % of the
+// copy rate; 140.0 and 85.3 in another call, in which 32768 tokens took 558 and 323 us; the portable kernel 207, 122 and 847 of
+// 7168). projection_hopper.h says what brought it there. ncu of the kernel before these changes: 147.7 us of 158, DRAM at 67 % of
+// its rate and the second-level cache at 79; a block took 112 steps in 230 thousand cycles on average and 244 at most, and launch
+// and end 11 thousand: some 10 % are the wait for the slowest multiprocessor and the four of 132 that have no block.
 //
 // Launch: ceil(num_tokens / TILE_TOKENS) * splits blocks.
 #include "projection_hopper.h"
