@@ -413,10 +413,10 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     let backward = Backward::of(device, CHECK, workspace.into(), [num_tokens, hidden_size]);
     let params = signature.params(&["mix", "rstd", "scale", "base", "dpre", "dpost", "dcomb"]);
     let coefficients = backward.coefficients(params, numbers)?;
-    let (name, channels) = match fits_wide(views, &["streams", "dstreams"], hidden_size) {
-        true => ("mhc_mix_backward_streams_wide", WIDE.channels),
-        false => ("mhc_mix_backward_streams_scalar", 1),
-    };
+    let (wide, scalar) = ("mhc_mix_backward_streams_wide", "mhc_mix_backward_streams_scalar");
+    let is_wide = fits_wide(views, &["streams", "dstreams"], hidden_size)
+        && device.kernel(BACKWARD_FILE, &[], wide)?.fits(device.environment());
+    let (name, channels) = if is_wide { (wide, WIDE.channels) } else { (scalar, 1) };
     let read = [&views["streams"], &views["fn"], &views["dstreams"]];
     backward.streams((BACKWARD_FILE, name, channels), CHECK.params(), read)?;
     Ok(vec![coefficients, name, backward.sums(views)?])
