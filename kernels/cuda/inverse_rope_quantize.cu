@@ -12,15 +12,17 @@
 // bit for bit that of rope.cu and quantize_fp8.cu one after the other. A position outside the table makes NaN of the
 // rotated channels, hence the scale NaN and codes of NaN for their 128 channels.
 //
-// How the work is laid out. A warp takes 512 channels of a token, which is one head of the model; a lane 16, in
-// accesses of 16 bytes, so that eight lanes share a scale (groups.h). Rows of padding have warps where their scales lie.
+// How the work is laid out. A warp takes 512 channels of a token, a lane 16, in accesses of 16 bytes, so that eight lanes share a
+// scale (groups.h); of the model's heads of 512 the same 128 of four of them (apart_from_heads). Rows of padding have warps where
+// their scales lie.
 //
 // Floor: 2 bytes read and 1 written a channel, and a scale for 128: at 4.24 TB/s 190 us for 4096 tokens of 128 heads of
-// 512, 95 us for 64 heads, where rope.cu and quantize_fp8.cu move 7 bytes, 443 and 221 us. Measured on one H200 for 64
-// heads: 156 us with e8m0 scales, 162 us with fp32 ones. For 128 heads it was 338 and 396 us, and 13.8 and 15.8 us for
-// 128 tokens of them, when four divisions by extents were 6 of some 28 instructions a channel, and a correction of
-// quotients that e4m3 does not need 4 of those with fp32 scales; not measured since. Instructions limit it, of which there
-// is time for 20 a channel: the rotation, which a warp spends for the four lanes that turn, is a fifth of them.
+// 512, 95 us for 64 heads, where rope.cu and quantize_fp8.cu move 7 bytes, 443 and 221 us. What limited it are instructions:
+// as compiled, 405 of a warp are 115 us of all issue slots for 64 heads.
+// Measured on one H200 for 64 heads, e8m0 and fp32 scales: 156 and 162 us with four registers spilled and some 470 instructions a
+// warp (ncu: 66 % of the issue slots taken), 124 and 128 with some 400, 119 and 122 with 350; of 128 heads 247 and 254 us with 400,
+// 10.1 and 10.4 for 128 tokens of them. Since three warps of four have no channel that turns, an average warp has 270: 101 us for
+// 64 heads are expected, and not measured yet.
 //
 // Defines: ELEMENT bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
 #include "element.h"
@@ -62,8 +64,8 @@ struct Place {
 };
 
 // Of four heads of 512 channels a warp takes the same 128 of each, and not one of the heads: three warps of four have none that
-// turn then, and the rotation costs all a quarter of its instructions. Both are the numbers 0 to 3 of which a column consists
-// above its 128: the head of four, and the 128 of the head.
+// turn then, and the rotation costs a quarter of its instructions. Two bits of a column say which 128 of a head it is, the two
+// above them which of four heads: they change places.
 DEVICE int32_t apart_from_heads(const InverseRopeQuantizeParams& params, int32_t column) {
     if (params.head_dim != 512 || params.width % 2048 != 0) return column;
     return (column & ~0x780) | (column & 0x180) << 2 | (column & 0x600) >> 2;
