@@ -19,12 +19,13 @@
 //
 // Four lanes take a row, so that five of the seven steps stay within a lane. Floor for bf16: 256 bytes read and 256, 68 or 132
 // written a row; at 4.24 TB/s a row of the e2m1 form takes 0.076 ns, which leaves 21 instructions an element at 85 %. It takes
-// 20.5, 656 a warp of eight rows: 7 sums, 2 shuffles and a product of the transform, 1 to unpack, 2 to round and find the
-// largest, 5 for the code, the rest for addresses, scales and signs. That is 23 us of issue slots for 262144 rows, as
-// long as 85 % of the copy rate leaves: the mark needs fewer instructions. Measured on one H200 for 262144 rows: e2m1
-// 31.9 us (63 % of the copy rate; 34.1 before codes were sums in packed bf16), e4m3 30.4 us (79 %), bf16 34.0 us (93 %).
+// 19, 613 a warp of eight rows: 7 sums, 2 shuffles and a product of the transform, 1 to unpack, 2 to round and find the
+// largest, 4 for the code, the rest for addresses, scales and signs. With three sums a code it took 656, 23 us of issue slots for
+// 262144 rows, as long as 85 % of the copy rate leaves. Measured on one H200 for 262144 rows with these: e2m1 31.9 us (63 % of the
+// copy rate; 34.1 before codes were sums in packed bf16), e4m3 30.4 us (79 %), bf16 34.0 us (93 %).
 //
 // Defines: ELEMENT  type of x and y: bf16 or float; STORED  0, 1 or 2. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
+#include "element.h"
 #include "hadamard.h"
 
 #ifndef STORED

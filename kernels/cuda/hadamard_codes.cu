@@ -5,21 +5,28 @@
 // nothing is exchanged. So that memory is still read and written line by line, a warp brings its 32 rows into shared memory first
 // and takes the codes out of there. Pieces of 16 bytes are permuted within a row, or the codes of it: what eight lanes access at
 // a time lies in different banks. A warp takes tiles of 32 rows in turn: as soon as its lanes have a tile in registers, the next one
-// is on its way.
+// is on its way. What is left behind whole turns, if it is at most half of one, all warps take in groups of eight rows, four lanes
+// a row, while they wait for their first tile.
 //
 // Floor: 256 bytes read and 68 or 132 written a row, 20.3 us and 24.3 us for 262144 rows at 4.24 TB/s. Instructions of the e2m1
-// form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 4.5 for the code, 1 for memory: about
-// 17, 18 us of issue slots at 1.93 GHz, where four lanes a row take 20.5. Measured on one H200: e2m1 26.4 us (77 % of the copy
-// rate; four lanes a row 31.9), e4m3 29.0 us (84 %; 29.8). When a warp had one tile and waited for it 27.1 and 29.4 us, with 66 % of
-// the issue slots taken and 57 % of the memory's rate: that the next rows are on their way gained less than the 4 us predicted, and
-// this form has not been profiled. Suspected: three warps a scheduler, which wait for what they have just computed. Two lanes a row,
-// with half the registers, took 25.9 us of e2m1 with 16 warps a multiprocessor and 26.2 with 20 where this took 26.6; an even lane
-// with the sums of neighbours and an odd one with the differences 29.5.
+// form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 3.5 for the code, 1 for memory: 15, some
+// 1920 a tile, 15 us of issue slots at 1.95 GHz, where four lanes a row take 20.5. A third of them are logic, of which a scheduler
+// starts one every second cycle. 262144 rows are 5.17 turns of tiles; the sixth would be 272 lone warps.
+// Measured on one H200: e2m1 25.05 us (81 % of the copy rate, 87 % of what the driver's copy of as many bytes takes in the same run;
+// four lanes a row 31.9), e4m3 27.5 us (88 and 93 %; 29.8). With a sixth turn in the place of groups, of which 1 us less was
+// expected, 25.05 and 28.0: lone warps are not what e2m1 waits for. With three sums a code, accesses of
+// rows found by their stride and a byte of scales at a time 25.97 and 28.6 us. When a warp had one tile and waited for it 27.1 and
+// 29.4 us. Two lanes a row, with half the registers, took 25.9 us of e2m1 with 16 warps a multiprocessor and 26.2 with 20 where
+// this took 26.6; an even lane with the sums of neighbours and an odd one with the differences 29.5. Two warps a row, 20 a
+// multiprocessor, which exchange halves through shared memory before the last step, 25.6 and 27.7 where this took 25.05 and 28.0.
+// Rows 272 bytes apart in the place of permuted ones, with products in the place of shifts, 27.4 and 30.6: it was not found out
+// which of the two costs that.
 //
 // Defines: STORED  1 or 2. Launch: any number of blocks of one warp; RESIDENT_BLOCKS for each multiprocessor fill it.
 #include "async_copy.h"
 #include "butterflies.h"
 #include "elements.h"
+#include "hadamard.h"
 #include "math.h"
 #include "memory.h"
 #include "quantise.h"
@@ -36,7 +43,8 @@ constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int GROUP = 32, GROUPS = DIM / GROUP;  // of e2m1
 // Eight pieces are what a row of the 32 banks holds.
 constexpr int BANK_PIECES = 8;
-// Of a multiprocessor, each with 168 registers a lane and 10 or 12 KiB.
+// Of a multiprocessor, each with 168 registers a lane and 10 or 12 KiB. A scheduler has registers for three warps, or for four with
+// 128 each: 13 would spill.
 constexpr int RESIDENT_BLOCKS = 12;
 
 struct HadamardCodesParams {
@@ -59,22 +67,27 @@ DEVICE int code_place(int row, int piece) {
     return (row * CODE_PIECES + (piece ^ row / ROWS_OF_BANKS % CODE_PIECES)) * PIECE;
 }
 
-// Two rows at once. Of a tile that is not WHOLE those that are not there are the last one's copies: they are computed, and not stored.
-template <bool WHOLE>
+// What is known of a tile's rows: all there and one behind the other in memory, so that each access has a constant place behind
+// the first one; all there; or neither: of a row that is not there the last one's copy is computed, and not stored.
+enum class Rows { DENSE, WHOLE, SOME };
+
+// Two rows at once.
+template <Rows ROWS>
 DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / ROW_PIECES;
     static_assert(ROWS_AT_ONCE == 2, "a pair begins at an even row");
     const int piece = lane_id() % ROW_PIECES, odd = lane_id() / ROW_PIECES;
+    const int64_t stride = ROWS == Rows::DENSE ? DIM : params.x_row_stride;
     const SharedAddress tile = shared_address(dynamic_shared());
-    const bf16* const begin = params.x + first_row * params.x_row_stride + piece * (PIECE / 2);
-    const bf16* source = begin + odd * params.x_row_stride;
-    UNROLL_BY(WHOLE ? TILE_ROWS : 1)
+    const bf16* const begin = params.x + first_row * stride + piece * (PIECE / 2);
+    const bf16* source = begin + odd * stride;
+    UNROLL_BY(ROWS == Rows::SOME ? 1 : TILE_ROWS)
     for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
         // row_place(first + odd, piece): the bits of an even row are other ones than those of `odd`.
         const int place = (row_place(odd, piece) ^ first % BANK_PIECES * PIECE) + first * ROW_BYTES;
-        if constexpr (!WHOLE) source = begin + minimum(first + odd, rows - 1) * params.x_row_stride;
+        if constexpr (ROWS == Rows::SOME) source = begin + minimum(first + odd, rows - 1) * stride;
         copy_async_16(tile + place, source);
-        if constexpr (WHOLE) source += first + ROWS_AT_ONCE < TILE_ROWS ? ROWS_AT_ONCE * params.x_row_stride : 0;
+        if constexpr (ROWS != Rows::SOME) source += first + ROWS_AT_ONCE < TILE_ROWS ? ROWS_AT_ONCE * stride : 0;
     }
 }
 
@@ -104,13 +117,18 @@ DEVICE float larger_half(uint32_t largest_pair) {
     return __uint_as_float(maximum(largest_pair & 0xffffu, largest_pair >> 16) << 16);
 }
 
+// Sixteen bytes of a lane's codes, into a place behind the tile.
+DEVICE void stage_codes(int piece, uint32_t first, uint32_t second, uint32_t third, uint32_t fourth) {
+    store_vec16(dynamic_shared() + TILE_BYTES + code_place(lane_id(), piece), Vec16{{first, second, third, fourth}});
+}
+
 // A row's codes in e2m1; returns the bytes of its scales, the first group's lowest.
-template <int WORDS>
-DEVICE uint32_t e2m1_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
+DEVICE uint32_t e2m1_row(float (&y)[DIM]) {
+    static_assert(GROUP / 2 == PIECE, "a group's codes are a piece");
     uint32_t scales = 0;
     UNROLL
     for (int group = 0; group < GROUPS; ++group) {
-        uint32_t pairs[GROUP / 8][4], largest_pair = 0;
+        uint32_t pairs[GROUP / 8][4], codes[GROUP / 8], largest_pair = 0;
         UNROLL
         for (int octet = 0; octet < GROUP / 8; ++octet) {
             round_octet(&y[group * GROUP + octet * 8], pairs[octet]);
@@ -118,16 +136,15 @@ DEVICE uint32_t e2m1_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
         }
         const uint8_t scale = group_scale(larger_half(largest_pair), E2M1_FLOOR, 1.0f / 6.0f);
         UNROLL
-        for (int octet = 0; octet < GROUP / 8; ++octet)
-            codes[group * (GROUP / 8) + octet] = e2m1_codes(pairs[octet], scale);
+        for (int octet = 0; octet < GROUP / 8; ++octet) codes[octet] = e2m1_codes(pairs[octet], scale);
+        stage_codes(group, codes[0], codes[1], codes[2], codes[3]);
         scales |= static_cast<uint32_t>(scale) << 8 * group;
     }
     return scales;
 }
 
 // The same in e4m3, of which the row is one group.
-template <int WORDS>
-DEVICE uint32_t e4m3_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
+DEVICE uint32_t e4m3_row(float (&y)[DIM]) {
     uint32_t largest_pair = 0;
     UNROLL
     for (int first = 0; first < DIM; first += 8) {
@@ -141,57 +158,106 @@ DEVICE uint32_t e4m3_row(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
         }
     }
     const uint8_t scale = group_scale(larger_half(largest_pair), E4M3_FLOOR, 1.0f / 448.0f);
+    uint32_t codes[DIM / 4];
     e4m3_codes(y, inverse_of_scale(scale), codes);
+    UNROLL
+    for (int piece = 0; piece < DIM / PIECE; ++piece)
+        stage_codes(piece, codes[4 * piece], codes[4 * piece + 1], codes[4 * piece + 2], codes[4 * piece + 3]);
     return scale;
 }
 
-template <int FORMAT, int WORDS>
-DEVICE uint32_t quantise(float (&y)[DIM], uint32_t (&codes)[WORDS]) {
-    if constexpr (FORMAT == 1) return e2m1_row(y, codes);
-    else return e4m3_row(y, codes);
+template <int FORMAT>
+DEVICE uint32_t quantise(float (&y)[DIM]) {
+    if constexpr (FORMAT == 1) return e2m1_row(y);
+    else return e4m3_row(y);
 }
 
-// Each lane its row's codes into a place behind the tile, out of which the warp takes them, line by line.
-DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows,
-                        const uint32_t (&codes)[CODE_BYTES / 4]) {
+// The warp takes the codes of its rows out of their places, line by line.
+template <Rows ROWS>
+DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / CODE_PIECES;
-    UNROLL
-    for (int piece = 0; piece < CODE_PIECES; ++piece)
-        store_vec16(dynamic_shared() + TILE_BYTES + code_place(lane_id(), piece),
-                    Vec16{{codes[4 * piece], codes[4 * piece + 1], codes[4 * piece + 2], codes[4 * piece + 3]}});
-    __syncwarp();
     const SharedAddress staged = shared_address(dynamic_shared()) + TILE_BYTES;
     const int piece = lane_id() % CODE_PIECES;
-    uint8_t* const target = params.codes + first_row * params.codes_row_stride + piece * PIECE;
+    const int64_t stride = ROWS == Rows::DENSE ? CODE_BYTES : params.codes_row_stride;
+    uint8_t* const target = params.codes + first_row * stride + piece * PIECE;
     UNROLL
-    for (int row = lane_id() / CODE_PIECES; row < TILE_ROWS; row += ROWS_AT_ONCE)
-        if (row < rows) store_vec16(target + row * params.codes_row_stride, load_shared_vec16(staged + code_place(row, piece)));
+    for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
+        const int row = first + lane_id() / CODE_PIECES;
+        if (ROWS != Rows::SOME || row < rows)
+            store_vec16(target + row * stride, load_shared_vec16(staged + code_place(row, piece)));
+    }
 }
 
-// Bytes, which need no alignment: those of a line come together in the second-level cache.
+// Bytes of e2m1 in one access where they are aligned for it, as all rows are or none.
 DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_t scales) {
     if constexpr (STORED == 1) {
-        UNROLL
-        for (int group = 0; group < GROUPS; ++group)
-            params.scale_bytes[row * GROUPS + group] = static_cast<uint8_t>(scales >> 8 * group);
+        uint8_t* const target = params.scale_bytes + row * GROUPS;
+        if (reinterpret_cast<uintptr_t>(params.scale_bytes) % GROUPS == 0) *reinterpret_cast<uint32_t*>(target) = scales;
+        else store_words<false>(target, {scales});
     } else {
         params.scales[row] = e8m0_to_float(static_cast<uint8_t>(scales));
     }
 }
 
-// Starts the copies of a tile, or of none that is left.
-DEVICE void start_tile(const HadamardCodesParams& params, int64_t first_row) {
-    const int64_t left = params.num_rows - first_row;
-    if (left >= TILE_ROWS) copy_rows<true>(params, first_row, TILE_ROWS);
-    else if (left > 0) copy_rows<false>(params, first_row, static_cast<int>(left));
+// Starts the copies of a tile of the first `tiled_rows` rows, or of none that is left.
+DEVICE void start_tile(const HadamardCodesParams& params, int64_t tiled_rows, int64_t first_row) {
+    const int64_t left = tiled_rows - first_row;
+    if (left >= TILE_ROWS && params.x_row_stride == DIM) copy_rows<Rows::DENSE>(params, first_row, TILE_ROWS);
+    else if (left >= TILE_ROWS) copy_rows<Rows::WHOLE>(params, first_row, TILE_ROWS);
+    else if (left > 0) copy_rows<Rows::SOME>(params, first_row, static_cast<int>(left));
     copy_commit();
+}
+
+// Stores what the lanes have of a tile: its scales, and the codes in their places.
+DEVICE void finish_tile(const HadamardCodesParams& params, int64_t tiled_rows, int64_t first_row, uint32_t scales) {
+    const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, tiled_rows - first_row));
+    if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
+    __syncwarp();
+    if (rows == TILE_ROWS && params.codes_row_stride == CODE_BYTES) store_codes<Rows::DENSE>(params, first_row, rows);
+    else store_codes<Rows::SOME>(params, first_row, rows);
+}
+
+// How many rows warps take in tiles, of which a turn of all of them has `turn_rows`. Behind whole turns, what is at most half of
+// one is left for all: few warps would have a tile more, and the others nothing.
+DEVICE int64_t rows_in_tiles(int64_t num_rows, int64_t turn_rows) {
+    if (num_rows < turn_rows) return num_rows;
+    const int64_t rest = num_rows % turn_rows;
+    return rest > turn_rows / 2 ? num_rows : num_rows - rest;
+}
+
+// The rows behind the tiles, four lanes a row, in groups of as many as a warp has room for: group g is that of warp g of the grid.
+DEVICE void transform_rest(const HadamardCodesParams& params, int64_t tiled_rows) {
+    constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
+    const int lane = lane_id() % LANES;
+    UNROLL_BY(1)
+    for (int64_t first = tiled_rows + static_cast<int64_t>(blockIdx.x) * ROWS_AT_ONCE; first < params.num_rows;
+         first += static_cast<int64_t>(gridDim.x) * ROWS_AT_ONCE) {
+        const int64_t row = first + lane_id() / LANES;
+        // A row that is not there is a row of zeros: its lanes take part in the shuffles of their warp.
+        const bool exists = row < params.num_rows;
+        Row x = {};
+        if (exists) load_row<true>(params.x + row * params.x_row_stride, lane, x);
+        transform(x, lane);
+        const Rounded rounded = round_to_bf16(x);
+        uint8_t* const codes = params.codes + row * params.codes_row_stride;
+        if constexpr (STORED == 1) {
+            store_e2m1<true>(codes, params.scale_bytes + row * GROUPS, lane, exists, rounded);
+        } else {
+            const uint8_t scale = store_e4m3<true>(codes, lane, exists, x, rounded);
+            if (exists && lane == 0) store_scales(params, row, scale);
+        }
+    }
 }
 
 KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * TILE_ROWS;
     int64_t first_row = static_cast<int64_t>(blockIdx.x) * TILE_ROWS;
-    start_tile(params, first_row);
-    for (; first_row < params.num_rows; first_row += step) {
+    // The first tile is one of a whole turn, or there is no other one: nothing has to be divided for it.
+    start_tile(params, params.num_rows, first_row);
+    const int64_t tiled_rows = rows_in_tiles(params.num_rows, step);
+    // While the first tile is on its way.
+    transform_rest(params, tiled_rows);
+    for (; first_row < tiled_rows; first_row += step) {
         copy_wait<0>();
         __syncwarp();
         float y[1][DIM];
@@ -199,12 +265,9 @@ KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
         // Every lane has its row in registers now, and has taken out its part of the codes before: the tile's memory is free, and
         // the next rows are on their way while these are transformed.
         __syncwarp();
-        start_tile(params, first_row + step);
+        start_tile(params, tiled_rows, first_row + step);
         walsh_hadamard<1>(y, 0);
-        uint32_t codes[CODE_BYTES / 4];
-        const uint32_t scales = quantise<STORED>(y[0], codes);
-        const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, params.num_rows - first_row));
-        if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
-        store_codes(params, first_row, rows, codes);
+        const uint32_t scales = quantise<STORED>(y[0]);
+        finish_tile(params, tiled_rows, first_row, scales);
     }
 }

@@ -17,6 +17,7 @@
 // beyond (hadamard.cu). Not measured yet.
 //
 // Defines: ELEMENT  bf16; STORED  1 or 2. Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks.
+#include "element.h"
 #include "hadamard.h"
 
 #ifndef STORED

@@ -17,22 +17,29 @@
 // One block takes one row: THREADS threads hold up to HELD slots each in registers, so that logits, target and list are
 // read once; a longer row is read again in each of up to four passes, out of the second-level cache. Lists of 512 have
 // one warp each, and no barrier. Two reductions over the block, each with one barrier: powers with the largest logit,
-// and the sums. All loads of a row are asked for before anything else is computed, and what lies behind its end is set
-// to 0 meanwhile. An access of four slots that are all valid, as most are, is computed without a look at each. A thread
-// reads and writes the same slots, so that the gradient may lie over logits or target. Rows of kl are added in one order
-// by indexer_loss_sum.cu: the loss is the same in every run. (That the last block adds them, by a count in the module's memory
-// that it puts back, took 14.1, 23.1 and 45.4 us where the sum's launch takes 13.4, 21.1 and 41.3; eight lists a block, two of a
-// warp under way at once, 11.7 us for the gradient of lists of 512 where one has 11.0.)
+// and the sums. All loads of a row are asked for before anything else is computed, those of a list before it is known
+// how many of its slots are valid, and what lies behind its end is set to 0 meanwhile. An access of four slots that are
+// all valid, as most are, is computed without a look at each; where a warp of a longer list has no other ones, its
+// sixteen of a thread in one piece. A thread reads and writes the same slots, so that the gradient may lie over logits or
+// target. Rows of kl are added in one order by indexer_loss_sum.cu: the loss is the same in every run. (That the last
+// block adds them, by a count in the module's memory that it puts back, took 14.1, 23.1 and 45.4 us where the sum's
+// launch took 13.4, 21.1 and 41.3; eight lists a block, two of a warp under way at once, 11.7 us for the gradient of
+// lists of 512 where one had 11.0.)
 //
 // Floor: 12 bytes a valid slot of a list (8 of a dense row) and 4 of every slot of the gradient: at 4.24 TB/s 7.9 us
 // for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; an empty launch
-// takes some 2 us beside that, and the sum of the rows another launch, some 2 us. By instructions, some 30 a slot of a
+// takes some 2 us beside that, and the sum of the rows another launch, some 1.5 us. By instructions, some 30 a slot of a
 // list and 35 of a dense row, lists of 512 take 2 us, and dense rows 10. All lists of 512 are on the GPU at once.
-// Measured on one H200, value and gradient with the sum of the rows: lists of 512 13.4 us, of 1024 21.1, dense rows 41.3
-// (59, 75 and 77 % of the copy rate; 768 threads a multiprocessor for lists, or stores that leave the cache first, change
-// none by more than 0.2); the gradient alone 11.0, 18.6 and 36.3 us. Without the sum's launch the dense form would be at
-// 81 %, and lists wait for the launch and for the first row. Before, with some 75 instructions a slot, three reductions
-// and two of a dense row's eight loads behind l1, 12.3, 20.1 and 54.1 us without the sum; the gradient alone
+// Measured on one H200, value and gradient with the sum of the rows: lists of 512 11.85 us, of 1024 18.99, dense rows 41.27
+// (67, 83 and 77 % of the copy rate; 83, 93 and 81 % of what the driver's copies of as many bytes take in the same run, 9.83,
+// 17.70 and 33.39 us); the gradient alone 10.22, 17.28 and 36.97 us. Dense rows then had two ways through their loads, as lists
+// have; with one, as now, they took 40.08 and 35.8 in an earlier call. What is left of lists of 512 above their floor is two
+// launches, the first row's way and the last one's. Warps in one piece: 19.26 us for 19.62 of lists of 1024; with them lists of
+// 512 took 12.2 and dense rows 40.4.
+// When every launch began at the end of the one before and the sum had 1024 threads, 13.4, 21.1 and 41.3 us, the gradient
+// alone 11.0, 18.6 and 36.3 (768 threads a multiprocessor for lists, or stores that leave the cache first, changed none by
+// more than 0.2). Before, with some 75 instructions a slot, three reductions and two of a dense row's eight loads behind
+// l1, 12.3, 20.1 and 54.1 us without the sum; the gradient alone
 // 11.1, 18.8 and 38.5 us. Before that, with branches around slots, twice the threads of half the slots, a division each
 // of a dense row and reductions in which each thread added the parts of all warps, 16.0, 27.5 and 101 us; 14.0, 24.9
 // and 76.7. Half the slots a thread and twice the threads took 11.6 and 19.4 us of lists, but 77.7 of dense rows.
@@ -134,26 +141,43 @@ DEVICE void over_block(float (&values)[COUNT], float (*parts)[WARPS]) {
 
 // ---------------------------------------------------------------- a row
 
-struct Row {
-    const IndexerLossParams& params;
+// Where a row lies.
+struct Sources {
     const float* logits;
     const float* target;
+    const int32_t* indices;  // of a list
+};
+
+DEVICE Sources sources_of(const IndexerLossParams& params, int32_t token) {
+    return Sources{params.logits + token * params.logits_stride, params.target + token * params.target_stride,
+                   SELECTED ? params.indices + token * params.indices_stride : nullptr};
+}
+
+struct Row {
+    const IndexerLossParams& params;
+    Sources sources;
     float l1;       // 1 where the target is one already
     Ranking list;   // slots from list.length on are not valid
 
     bool is_valid(int slot, uint32_t index) const {
         return slot < list.length && (!SELECTED || list.contains(static_cast<int32_t>(index)));
     }
+    // Of COUNT slots, in fewer instructions.
+    template <int COUNT>
+    bool all_valid(int first, const uint32_t* indices) const {
+        uint32_t largest = 0;
+        UNROLL
+        for (int i = 0; i < COUNT && SELECTED; ++i) largest = maximum(largest, list.local_key(static_cast<int32_t>(indices[i])));
+        return first + COUNT <= list.length && (!SELECTED || largest < static_cast<uint32_t>(list.num_keys));
+    }
 };
 
-DEVICE Row row_of(const IndexerLossParams& params, int32_t token) {
+DEVICE Row row_of(const IndexerLossParams& params, const Sources& sources, int32_t token) {
     Ranking list = ranking(params, token, params.slots);
     const bool is_padding = params.row_mask && params.row_mask[token] == 0;
     if (is_padding) list.length = 0;
     const float l1 = SELECTED ? 1.0f : params.l1[token];
-    const float* logits = params.logits + token * params.logits_stride;
-    const float* target = params.target + token * params.target_stride;
-    return Row{params, logits, target, l1, list};
+    return Row{params, sources, l1, list};
 }
 
 // What dense scores are divided by, l1. Made where the row is on its way: nothing of that waits for l1.
@@ -178,10 +202,11 @@ struct Divisor {
 };
 
 // The slots of a thread out of one tile of a row: logits, of -infinity where they are not valid, and targets, that
-// nobody uses there; later what the gradient is made of, x - lse and g.
+// nobody uses there; later what the gradient is made of, x - lse and -g.
 struct Held {
     float x[HELD], target[HELD];
     uint32_t valid;  // a bit for each
+    bool is_whole;   // all of them in all lanes of the warp: its slots are computed without a look at any, sixteen in one piece
 
     // The bits of an access.
     template <int COUNT>
@@ -205,25 +230,39 @@ DEVICE void load_words(const int32_t* source, uint32_t (&words)[COUNT]) {
     }
 }
 
-// Asks for the slots of a tile. All loads are on their way before the first number is needed.
 template <int COUNT>
-DEVICE void load(const Row& row, int tile, Held& held, uint32_t (&indices)[HELD]) {
+DEVICE void load_access(const Sources& sources, int first, int at, Held& held, uint32_t (&indices)[HELD]) {
+    float x[COUNT], target[COUNT];
+    uint32_t words[COUNT] = {};
+    load_elements<COUNT>(sources.logits + first, x);
+    load_elements<COUNT>(sources.target + first, target);
+    if (SELECTED) load_words<COUNT>(sources.indices + first, words);
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) {
+        held.x[at + i] = x[i];
+        held.target[at + i] = target[i];
+        indices[at + i] = words[i];
+    }
+}
+
+// Asks for the slots of a tile, of a row's first ones. All loads are on their way before the first number is needed.
+template <int COUNT>
+DEVICE void load(const Sources& sources, int slots, int tile, Held& held, uint32_t (&indices)[HELD]) {
+    // Of a dense row's tiles the diagonal cuts many, and two ways through its loads were slower than one.
+    if (SELECTED && slots - tile >= TILE) {
+        UNROLL
+        for (int at = 0; at < HELD; at += COUNT) load_access<COUNT>(sources, first_slot<COUNT>(tile, at), at, held, indices);
+        return;
+    }
     UNROLL
     for (int at = 0; at < HELD; at += COUNT) {
         const int first = first_slot<COUNT>(tile, at);
-        float x[COUNT] = {}, target[COUNT] = {};
-        uint32_t words[COUNT] = {};
-        if (first < row.list.length) {
-            load_elements<COUNT>(row.logits + first, x);
-            load_elements<COUNT>(row.target + first, target);
-            if (SELECTED) load_words<COUNT>(row.list.indices + first, words);
-        }
         UNROLL
-        for (int i = 0; i < COUNT; ++i) {
-            held.x[at + i] = x[i];
-            held.target[at + i] = target[i];
-            indices[at + i] = words[i];
+        for (int i = at; i < at + COUNT; ++i) {
+            held.x[i] = held.target[i] = 0.0f;
+            indices[i] = 0;
         }
+        if (first < slots) load_access<COUNT>(sources, first, at, held, indices);
     }
 }
 
@@ -234,10 +273,7 @@ DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&in
     UNROLL
     for (int at = 0; at < HELD; at += COUNT) {
         const int first = first_slot<COUNT>(tile, at);
-        bool all = true;
-        UNROLL
-        for (int i = 0; i < COUNT; ++i) all = all & row.is_valid(first + i, indices[at + i]);
-        if (all) {
+        if (row.all_valid<COUNT>(first, &indices[at])) {
             held.valid |= Held::ALL<COUNT> << at;
         } else if (first < row.list.length) {
             UNROLL
@@ -248,6 +284,8 @@ DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&in
             }
         }
     }
+    // Few rows up to the diagonal have such warps; lists of one warp are no sooner ready by it.
+    held.is_whole = SELECTED && WARPS > 1 && __all_sync(FULL_WARP, held.valid == Held::ALL<HELD>) != 0;
 }
 
 // T of what a dense row has stored. Lists have targets already.
@@ -269,7 +307,7 @@ DEVICE void find_shares(const Row& row, Held& held) {
 template <int COUNT>
 DEVICE void load_tile(const Row& row, int tile, Held& held) {
     uint32_t indices[HELD];
-    load<COUNT>(row, tile, held, indices);
+    load<COUNT>(row.sources, row.list.length, tile, held, indices);
     find_valid<COUNT>(row, tile, held, indices);
     find_shares<COUNT>(row, held);
 }
@@ -277,7 +315,7 @@ DEVICE void load_tile(const Row& row, int tile, Held& held) {
 // take(first slot of an access, which of its slots are valid) for the slots of this thread, tile by tile; not where
 // none of them is. A row that is held was loaded before.
 template <int COUNT, bool RESIDENT, typename Take>
-DEVICE void for_each_access(const Row& row, Held& held, Take take) {
+DEVICE void for_each_access_found(const Row& row, Held& held, Take take) {
     UNROLL_BY(1)
     for (int tile = 0; tile < row.list.length; tile += TILE) {
         if (!RESIDENT) load_tile<COUNT>(row, tile, held);
@@ -287,6 +325,17 @@ DEVICE void for_each_access(const Row& row, Held& held, Take take) {
             if (valid != 0) take(at, valid);
         }
         if (RESIDENT) break;
+    }
+}
+
+// The same in one piece where a warp's slots are all valid.
+template <int COUNT, bool RESIDENT, typename Take>
+DEVICE void for_each_access(const Row& row, Held& held, Take take) {
+    if (RESIDENT && held.is_whole) {
+        UNROLL
+        for (int at = 0; at < HELD; at += COUNT) take(at, Held::ALL<COUNT>);
+    } else {
+        for_each_access_found<COUNT, RESIDENT>(row, held, take);
     }
 }
 
@@ -318,13 +367,26 @@ DEVICE float log_sum_exp(const Row& row, Held& held, Shared& shared) {
 }
 
 // What a row's terms are made of. PLAIN: no weight of the clipped form is so small that it is raised, or that its
-// logarithm is one of a subnormal number, which costs three instructions more.
+// logarithm is one of a subnormal number, which costs three instructions more. UNCLIPPED: besides, nothing is clipped below.
 template <bool CLIPPED>
 struct Terms {
     static constexpr bool clipped = CLIPPED;
     float lse;
 
     static bool is_plain(float target) { return !clipped || target >= MIN_NORMAL; }
+    // Of all that is held, and whether nothing is clipped, by bits: those of numbers of one sign are ordered as their
+    // magnitudes are, and what a NaN is taken for changes nothing of what is made of it.
+    bool all_unclipped(const Held& held) const {
+        if constexpr (!clipped) return true;
+        int32_t least_target = 0x7fffffff;
+        uint32_t lowest_ell = 0;
+        UNROLL
+        for (int i = 0; i < HELD; ++i) {
+            least_target = minimum(least_target, static_cast<int32_t>(__float_as_uint(held.target[i])));
+            lowest_ell = maximum(lowest_ell, __float_as_uint(ell(held.x[i])));
+        }
+        return least_target >= static_cast<int32_t>(__float_as_uint(MIN_NORMAL)) && lowest_ell <= __float_as_uint(CLIP_LOG_MIN);
+    }
     float ell(float x) const { return x - lse; }
     template <bool PLAIN>
     float weight(float target) const {
@@ -334,14 +396,17 @@ struct Terms {
     float log2_of(float floored) const {
         return clipped && !PLAIN ? log2_approx(floored) : log2_normal_approx(floored);
     }
-    template <bool PLAIN>
+    template <bool PLAIN, bool UNCLIPPED>
     float value(float ell, float target) const {
         const float floored = clipped ? weight<PLAIN>(target) : maximum_or_nan_f32(target, EXACT_FLOOR);
-        const float log_prediction = clipped ? minimum_or_nan_f32(maximum_or_nan_f32(ell, CLIP_LOG_MIN), 0.0f) : ell;
+        const float raised = UNCLIPPED ? ell : maximum_or_nan_f32(ell, CLIP_LOG_MIN);
+        const float log_prediction = clipped ? minimum_or_nan_f32(raised, 0.0f) : ell;
         return weight<PLAIN>(target) * (log2_of<PLAIN>(floored) * LN_2 - log_prediction);
     }
-    template <bool PLAIN>
-    float g(float ell, float target) const { return clipped && ell < CLIP_LOG_MIN ? 0.0f : -weight<PLAIN>(target); }
+    template <bool PLAIN, bool UNCLIPPED>
+    float minus_g(float ell, float target) const {
+        return clipped && !UNCLIPPED && ell < CLIP_LOG_MIN ? 0.0f : weight<PLAIN>(target);
+    }
 };
 
 // Read before the slots, so that nobody waits for it later.
@@ -361,20 +426,20 @@ DEVICE Scalars scalars_of(const IndexerLossParams& params, int32_t token) {
 }
 
 // Adds kl, if it is wanted, and g of one access, and leaves behind what the gradient is made of.
-template <int COUNT, bool PLAIN, bool VALUE, typename Terms>
+template <int COUNT, bool PLAIN, bool UNCLIPPED, bool VALUE, typename Terms>
 DEVICE void add_access(const Terms& terms, Held& held, int at, uint32_t valid, float (&sums)[2]) {
     UNROLL
     for (int i = 0; i < COUNT; ++i) {
         const float ell = terms.ell(held.x[at + i]), target = held.target[at + i];
-        const float g = terms.template g<PLAIN>(ell, target);
+        const float minus_g = terms.template minus_g<PLAIN, UNCLIPPED>(ell, target);
         const bool counts = PLAIN || (valid >> i & 1) != 0;
         if (VALUE) {
-            const float value = terms.template value<PLAIN>(ell, target);
+            const float value = terms.template value<PLAIN, UNCLIPPED>(ell, target);
             sums[0] += counts ? value : 0.0f;
         }
-        sums[1] += counts ? g : 0.0f;
+        sums[1] -= counts ? minus_g : 0.0f;
         held.x[at + i] = ell;
-        held.target[at + i] = g;
+        held.target[at + i] = minus_g;
     }
 }
 
@@ -383,13 +448,41 @@ DEVICE void add_terms(const Terms& terms, Held& held, int at, uint32_t valid, fl
     bool is_plain = valid == Held::ALL<COUNT>;
     UNROLL
     for (int i = 0; i < COUNT; ++i) is_plain = is_plain & terms.is_plain(held.target[at + i]);
-    if (is_plain) add_access<COUNT, true, VALUE>(terms, held, at, valid, sums);
-    else add_access<COUNT, false, VALUE>(terms, held, at, valid, sums);
+    if (is_plain) add_access<COUNT, true, false, VALUE>(terms, held, at, valid, sums);
+    else add_access<COUNT, false, false, VALUE>(terms, held, at, valid, sums);
+}
+
+// The same of all that a warp holds, where nothing of it is raised or clipped; false where something is.
+template <int COUNT, bool VALUE, typename Terms>
+DEVICE bool add_whole(const Terms& terms, Held& held, float (&sums)[2]) {
+    if (!__all_sync(FULL_WARP, terms.all_unclipped(held))) return false;
+    UNROLL
+    for (int at = 0; at < HELD; at += COUNT) add_access<COUNT, true, true, VALUE>(terms, held, at, Held::ALL<COUNT>, sums);
+    return true;
+}
+
+// The gradient of an access whose terms were added.
+template <int COUNT>
+DEVICE void gradient_of(const Held& held, int at, float scale, float sum, float (&gradient)[COUNT]) {
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) {
+        const float prediction = exp2_approx(held.x[at + i] * LOG2_E), g = -held.target[at + i];
+        gradient[i] = scale * (g - prediction * sum);
+    }
 }
 
 // The gradient of the slots up to the access in which the row ends, 0 where they are not valid.
 template <int COUNT, bool RESIDENT, typename Terms>
 DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float scale, float sum, float* target) {
+    float gradient[COUNT];
+    if (RESIDENT && held.is_whole) {
+        UNROLL
+        for (int at = 0; at < HELD; at += COUNT) {
+            gradient_of(held, at, scale, sum, gradient);
+            store_elements(target + first_slot<COUNT>(0, at), gradient);
+        }
+        return;
+    }
     UNROLL_BY(1)
     for (int tile = 0; tile < row.list.length; tile += TILE) {
         if (!RESIDENT) load_tile<COUNT>(row, tile, held);
@@ -400,12 +493,7 @@ DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float
             const uint32_t valid = held.valid_at<COUNT>(at);
             float unused[2] = {};
             if (!RESIDENT) add_terms<COUNT, false>(terms, held, at, valid, unused);
-            float gradient[COUNT];
-            UNROLL
-            for (int i = 0; i < COUNT; ++i) {
-                const float prediction = exp2_approx(held.x[at + i] * LOG2_E), g = held.target[at + i];
-                gradient[i] = scale * (g - prediction * sum);
-            }
+            gradient_of(held, at, scale, sum, gradient);
             if (valid != Held::ALL<COUNT>) {
                 UNROLL
                 for (int i = 0; i < COUNT; ++i) gradient[i] = valid >> i & 1 ? gradient[i] : 0.0f;
@@ -419,6 +507,7 @@ DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float
 // 0 behind that: nothing has to be waited for.
 template <int COUNT, bool RESIDENT>
 DEVICE void clear_rest(const Row& row, float* target) {
+    if (row.list.length >= row.params.slots) return;
     const float zeros[COUNT] = {};
     for (int tile = 0; tile < row.params.slots; tile += TILE) {
         UNROLL
@@ -430,15 +519,23 @@ DEVICE void clear_rest(const Row& row, float* target) {
     }
 }
 
+// Adds kl, if it is wanted, and g of this thread's slots.
+template <int COUNT, bool RESIDENT, bool VALUE, typename Terms>
+DEVICE void add_all(const Row& row, Held& held, const Terms& terms, float (&sums)[2]) {
+    if constexpr (RESIDENT)
+        if (held.is_whole && add_whole<COUNT, VALUE>(terms, held, sums)) return;
+    for_each_access_found<COUNT, RESIDENT>(row, held, [&](int at, uint32_t valid) {
+        add_terms<COUNT, VALUE>(terms, held, at, valid, sums);
+    });
+}
+
 // Value and gradient, of which either may be wanted alone.
 template <int COUNT, bool RESIDENT, typename Terms>
 DEVICE void sum_terms(const Row& row, Held& held, Shared& shared, const Terms& terms, float scale, int32_t token) {
     const IndexerLossParams& params = row.params;
     float sums[] = {0.0f, 0.0f};  // of kl and of g
-    const auto add_g = [&](int at, uint32_t valid) { add_terms<COUNT, false>(terms, held, at, valid, sums); };
-    const auto add_both = [&](int at, uint32_t valid) { add_terms<COUNT, true>(terms, held, at, valid, sums); };
-    if (params.kl) for_each_access<COUNT, RESIDENT>(row, held, add_both);
-    else for_each_access<COUNT, RESIDENT>(row, held, add_g);
+    if (params.kl) add_all<COUNT, RESIDENT, true>(row, held, terms, sums);
+    else add_all<COUNT, RESIDENT, false>(row, held, terms, sums);
     over_block(sums, shared.parts + 2);
     if (threadIdx.x == 0) {
         if (params.kl) params.kl[token] = sums[0];
@@ -451,14 +548,19 @@ DEVICE void sum_terms(const Row& row, Held& held, Shared& shared, const Terms& t
 
 template <int COUNT, bool RESIDENT>
 DEVICE void loss_of_row(const IndexerLossParams& params) {
+    // The sum of the rows.
+    let_next_kernel_come();
     auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     // Without lists later tokens see more keys: they go first.
     const int32_t token = static_cast<int32_t>(SELECTED ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    const Scalars scalars = scalars_of(params, token);
-    const Row row = row_of(params, token);
+    const Sources sources = sources_of(params, token);
     Held held;
     uint32_t indices[HELD];
-    if (RESIDENT) load<COUNT>(row, 0, held, indices);
+    // Of a list all slots: which of them are valid takes instructions, or loads, that nothing waits for then.
+    if (RESIDENT && SELECTED) load<COUNT>(sources, params.slots, 0, held, indices);
+    const Scalars scalars = scalars_of(params, token);
+    const Row row = row_of(params, sources, token);
+    if (RESIDENT && !SELECTED) load<COUNT>(sources, row.list.length, 0, held, indices);
     if (params.dlogits) clear_rest<COUNT, RESIDENT>(row, params.dlogits + token * params.dlogits_stride);
     if (RESIDENT) {
         find_valid<COUNT>(row, 0, held, indices);

@@ -4,14 +4,18 @@
 //     loss      = loss_coeff / R sum_t kl[t]        R = real_rows, at least 1, or `divisor`
 //
 // One block each: a thread adds every THREADS-th row, and the block adds its threads in one order, so that a sum has
-// the same bits in every run. Floor: 1 or 4 bytes a row; limited by the launch: some 4 us on one H200.
+// the same bits in every run. A thread asks for AT_ONCE rows before it adds the first. Few warps and few instructions: nothing
+// else runs meanwhile, and whatever stands before the loads or behind them is waited for. Floor: 1 or 4 bytes a row; limited by the
+// launch, the loads' latency and the exchange.
 //
 // Launch: one block.
 #include "elements.h"
 #include "memory.h"
 
-constexpr int THREADS = 1024;
+constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int AT_ONCE = 16;
+static_assert((WARPS & (WARPS - 1)) == 0, "parts of warps are combined in pairs");
 
 struct IndexerLossCountParams {
     const uint8_t* row_mask;  // [num_tokens]
@@ -33,34 +37,50 @@ PARAMS_LAYOUT(IndexerLossSumParams, kl, real_rows, loss, num_tokens, divisor, lo
 SHARED_MEMORY(indexer_loss_count, WARPS * sizeof(int32_t))
 SHARED_MEMORY(indexer_loss_sum, WARPS * sizeof(float))
 
-// Of all threads, in every lane of the first warp.
+// Over the lanes of a warp that differ in bits below SPAN.
+template <int SPAN, typename T>
+DEVICE T sum_over_lanes(T value) {
+    UNROLL
+    for (int distance = SPAN / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
+    return value;
+}
+
+// Of all threads, in every thread.
 template <typename T>
 DEVICE T sum_over_block(T value) {
     auto* parts = reinterpret_cast<T*>(dynamic_shared());
-    UNROLL
-    for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2)
-        value += __shfl_xor_sync(FULL_WARP, value, distance);
+    value = sum_over_lanes<WARP_SIZE>(value);
     if (lane_id() == 0) parts[warp_id()] = value;
     __syncthreads();
-    value = parts[lane_id()];
-    UNROLL
-    for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2)
-        value += __shfl_xor_sync(FULL_WARP, value, distance);
-    return value;
+    return sum_over_lanes<WARPS>(parts[lane_id() % WARPS]);
 }
-static_assert(WARPS == WARP_SIZE, "a lane of the first warp for each warp");
+
+// What the rows of this thread add, `of` each.
+template <typename T, typename Of>
+DEVICE T sum_of_rows(int32_t num_tokens, Of of) {
+    T sum = 0;
+    UNROLL_BY(1)
+    for (int64_t token = threadIdx.x; token < num_tokens; token += AT_ONCE * THREADS) {
+        const int32_t left = num_tokens - static_cast<int32_t>(token);
+        T values[AT_ONCE];
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i) values[i] = i * THREADS < left ? of(token + i * THREADS) : T(0);
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i) sum += values[i];
+    }
+    return sum;
+}
 
 KERNEL(indexer_loss_count, IndexerLossCountParams, THREADS) {
-    int32_t count = 0;
-    for (int64_t token = threadIdx.x; token < params.num_tokens; token += THREADS) count += params.row_mask[token] != 0;
+    int32_t count = sum_of_rows<int32_t>(params.num_tokens, [&](int64_t token) { return params.row_mask[token] != 0 ? 1 : 0; });
     count = sum_over_block(count);
     if (threadIdx.x == 0) *params.real_rows = count;
 }
 
 KERNEL(indexer_loss_sum, IndexerLossSumParams, THREADS) {
-    float sum = 0.0f;
-    for (int64_t token = threadIdx.x; token < params.num_tokens; token += THREADS) sum += params.kl[token];
-    sum = sum_over_block(sum);
+    float sum = sum_of_rows<float>(params.num_tokens, [&](int64_t token) { return params.kl[token]; });
     const int32_t rows = params.real_rows ? maximum(*params.real_rows, 1) : params.divisor;
-    if (threadIdx.x == 0) *params.loss = sum * (params.loss_coeff / static_cast<float>(rows));
+    const float scale = params.loss_coeff / static_cast<float>(rows);
+    sum = sum_over_block(sum);
+    if (threadIdx.x == 0) *params.loss = sum * scale;
 }

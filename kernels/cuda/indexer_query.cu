@@ -22,6 +22,7 @@
 //
 // Defines: ELEMENT bf16, the type of q; WEIGHT  type of weights: bf16 or float; STORED  0, 1 or 2.
 // Launch: num_tokens * ceil(num_heads / HEADS_PER_BLOCK) blocks.
+#include "element.h"
 #include "hadamard.h"
 #include "rotation.h"
 

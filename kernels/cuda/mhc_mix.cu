@@ -17,7 +17,8 @@
 // split them, and leave them in shared memory for all warps, while the next ones are under way: one barrier for each 64
 // channels. The parts of all blocks of a token are added by
 // mhc_mix_coefficients in their order; their number depends on num_tokens, so that few tokens keep all multiprocessors
-// busy. There 16 lanes take a token, and a pass of the Sinkhorn iteration is two shuffles, a reciprocal and a product.
+// busy. There four lanes take a token, a row of comb each (sinkhorn.h), in some 230 instructions of a warp for each token; 16 lanes
+// with an element each took 550, which filled the issue slots.
 //
 // The projection is in projection.h, which mhc_head shares, the coefficients are in coefficients.h, which
 // mhc_post_mix_pre shares.
@@ -31,15 +32,16 @@
 // x 16, and is the faster one from some 256 tokens on; this one is for other hardware and for fewer tokens.
 // One token of 7168 channels took 12.8 us, 128 tokens 15.1 us, when weights came from memory a step ahead and a lane of
 // mhc_mix_coefficients added up a hundred parts of its two columns, 16 at a time, some 4 us. Of so few tokens
-// mhc_mix_coefficients_few adds them up by eight warps: 10.5 and 13.4 us, of which the 39 passes of the Sinkhorn
-// iteration, each of two shuffles, a reciprocal and a product that wait for one another, are some 1.8.
+// mhc_mix_coefficients_few adds them up by eight warps: 10.5 and 13.4 us; with launches that overlap 9.4 and
+// 12.1, of which the 39 passes of the Sinkhorn iteration, each a sum, a reciprocal and a product that wait for one another, are some
+// 1.5 by count.
 // mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a token, in plain fp32.
 //
 // Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_scalar a warp a token, splits 1;
-// mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 16)) blocks, or mhc_mix_coefficients_few num_tokens.
+// mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 4)) blocks, or mhc_mix_coefficients_few num_tokens.
 #include "coefficients.h"
 
-constexpr int COEFFICIENT_THREADS = 128;
+constexpr int COEFFICIENT_THREADS = 32;
 constexpr int FEW_THREADS = 256, FEW_WARPS = FEW_THREADS / WARP_SIZE;
 
 struct MhcMixCoefficientsParams {
@@ -66,22 +68,51 @@ SHARED_MEMORY(mhc_mix_project, sizeof(ProjectionShared<COLUMNS>))
 KERNEL(mhc_mix_project, ProjectionParams, PROJECTION_THREADS) { project<COLUMNS>(params); }
 KERNEL(mhc_mix_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<COLUMNS>(params); }
 
-DEVICE float total(const MhcMixCoefficientsParams& params, int64_t token, int place) {
-    return projected<COLUMNS>(params.partials, params.num_tokens, params.splits, token, place);
+// What lane i of a token's four makes its coefficients of.
+struct SourceSums {
+    float comb[STREAMS], pre, post, squares;
+};
+
+// Parts of the channels added in their order, AT_ONCE of them waited for at once.
+template <int AT_ONCE>
+DEVICE void add_parts(const MhcMixCoefficientsParams& params, int64_t token, int lane, SourceSums& sums) {
+    const int64_t apart = params.num_tokens * PARTIAL_WIDTH<COLUMNS>;
+    const float* part = params.partials + token * PARTIAL_WIDTH<COLUMNS>;
+    for (int32_t split = 0; split < params.splits; split += AT_ONCE) {
+        SourceSums parts[AT_ONCE] = {};
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i, part += apart) {
+            if (split + i >= params.splits) continue;
+            load_elements<STREAMS>(part + 2 * STREAMS + STREAMS * lane, parts[i].comb);
+            parts[i].pre = part[lane];
+            parts[i].post = part[STREAMS + lane];
+            parts[i].squares = part[COLUMNS];
+        }
+        UNROLL
+        for (int i = 0; i < AT_ONCE; ++i) {
+            UNROLL
+            for (int j = 0; j < STREAMS; ++j) sums.comb[j] += parts[i].comb[j];
+            sums.pre += parts[i].pre;
+            sums.post += parts[i].post;
+            sums.squares += parts[i].squares;
+        }
+    }
 }
 
 KERNEL(mhc_mix_coefficients, MhcMixCoefficientsParams, COEFFICIENT_THREADS) {
-    const int64_t token = (static_cast<int64_t>(blockIdx.x) * COEFFICIENT_THREADS + threadIdx.x) / MATRIX_LANES;
-    const int lane = threadIdx.x % MATRIX_LANES;
+    const int64_t token = (static_cast<int64_t>(blockIdx.x) * COEFFICIENT_THREADS + threadIdx.x) / STREAMS;
+    const int lane = threadIdx.x % STREAMS;
     // The lanes of a token that is not there take part in the shuffles of their warp.
     const bool exists = token < params.num_tokens;
-    // The upper eight lanes, which have no gate, add up the squares: two sums a lane, which its loads wait for at once.
-    const float of_comb = exists ? total(params, token, 2 * STREAMS + lane) : 0.0f;
-    const float of_gate = exists ? total(params, token, lane < 2 * STREAMS ? lane : COLUMNS) : 0.0f;
-    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, of_gate, 2 * STREAMS, MATRIX_LANES));
-    if (exists && lane < 2 * STREAMS) store_gate(params, token, lane, rstd * of_gate);
-    store_comb(params, token, lane, exists, rstd * of_comb);
+    SourceSums sums = {};
+    if (exists) add_parts<4>(params, token, lane, sums);
+    const float rstd = streams_rstd(params, sums.squares);
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) sums.comb[j] *= rstd;
+    store_comb_row(params, token, lane, exists, sums.comb);
     if (!exists) return;
+    store_gate(params, token, lane, rstd * sums.pre);
+    store_gate(params, token, STREAMS + lane, rstd * sums.post);
     if (lane == 0) params.rstd[token] = rstd;
 }
 
@@ -101,7 +132,10 @@ KERNEL(mhc_mix_coefficients_few, MhcMixCoefficientsParams, FEW_THREADS) {
     const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum;
     if (lane_id() < 2 * STREAMS) store_gate(params, token, lane_id(), mix);
     if (lane_id() == 0) params.rstd[token] = rstd;
-    // Both halves of the warp make comb, and one stores it.
-    const int lane = lane_id() % MATRIX_LANES;
-    store_comb(params, token, lane, lane_id() < MATRIX_LANES, __shfl_sync(FULL_WARP, mix, 2 * STREAMS + lane));
+    // Every four lanes make comb, and the first ones store it.
+    const int lane = lane_id() % STREAMS;
+    float row[STREAMS];
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] = __shfl_sync(FULL_WARP, mix, 2 * STREAMS + STREAMS * lane + j);
+    store_comb_row(params, token, lane, lane_id() < STREAMS, row);
 }

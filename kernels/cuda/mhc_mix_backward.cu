@@ -10,30 +10,27 @@
 //
 // 1 - s is computed as sigmoid(-z), so that it keeps its digits where s is 1.
 //
-// mhc_mix_backward_coefficients takes 16 lanes a token as the forward does; the matrices of all passes stay in shared
-// memory for the way back. It leaves rstd dmix and the factor of v, 25 numbers a token, and of each block its part of
-// dbase and dscale. mhc_mix_backward_streams (projection_backward.h, which mhc_head shares) reads v once for both dv
-// and dfn: a thread owns four neighbouring channels, whose 96 weights and 96 sums stay in registers, and goes over the
-// tokens of its part, whose channels and 25 numbers come by way of shared memory, 32 tokens while the 32 before are
-// multiplied; a block is 512 channels. Its sums are one row for each part of the tokens, which mhc_mix_backward_sums
-// adds in their order, as it does those of dbase and dscale. Where 16 bytes do not fit, a thread owns one channel.
-// Everything is fp32. Nothing is atomic, so that equal launches give equal bits.
+// mhc_mix_backward_coefficients takes 16 lanes a token; the matrices of all passes stay in shared memory for the way back. It leaves
+// rstd dmix and the factor of v, 25 numbers a token, and of each block its part of dbase and dscale.
+// mhc_mix_backward_streams reads v once for both dv and dfn. Where rows are whole accesses of 16 bytes tensor cores multiply
+// (projection_backward_products.h), and all products are exact; elsewhere a thread owns a channel (projection_backward.h, which
+// mhc_head shares) in plain fp32. Its sums of dfn are one row for each part of the tokens, which mhc_mix_backward_sums adds in their
+// order, as it does those of dbase and dscale. Nothing is atomic, so that equal launches give equal bits.
 //
-// Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s; and 384 d FLOPs of fp32 that is
-// not the tensor cores', 41 ns at 67 TFLOP/s. Limited by these: 7168 channels and 32768 tokens 1350 us. Expected are
-// some 75 % of that, since a seventh of the instructions are other ones. Both products by tensor cores would need dmix
-// and fn split into three bf16 parts each, six of nine products of them.
-// Measured on one H200: 32768 tokens of 7168 channels 2525 us; 128 tokens 30 us, one 17 us. ncu, the streams of 8192
-// tokens: 608 us, 74 % of the issue slots taken, 33 % of the memory's rate, 243 registers. Two channels a thread 2778
-// us: each waited as long for its numbers from shared memory as it multiplied. Without copies ahead 4435 us. These were
-// 237 instructions a token, 192 of them products; they are 221 since the places of a token's numbers go on by steps of
-// their own: 2407 us, of 4096 channels 1464. Two tokens at a time, whose second one's numbers come while the first one is
-// multiplied, were expected to take 2300 us and take 2454, of 4096 channels 1487: slower.
+// Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s, 885 us for 32768 tokens; and of tensor cores 72
+// products a channel for dfn and 144 for dv, 27 instructions of m16n8k16 for 16 tokens and 16 channels: 4 cycles each at the rate of
+// the data sheet, 400 us. (By fp32, 384 d FLOPs, 41 ns at 67 TFLOP/s, 1350 us.)
+// Measured on one H200 with sixteen warps of 32 channels: 32768 tokens of 7168 channels 1566 us, one token 22.1 (1616 and 25.4, 128
+// tokens 29.4, in an earlier call in which the forward took 3 % more); since then parts of numbers are read where they are multiplied,
+// which is not measured. With eight warps of 64 channels 1577, of 4096 channels 929 (1619 and 969 before 16 tokens were free of
+// branches). By fp32, a thread owning four channels: 2404, 1465, 17.3 and 29.9. What holds it now is not known. By count,
+// with 2.5 TB/s of memory, 45 % of the issue slots and of shared memory's rate and half that of tensor cores at 8 cycles a product are
+// taken, and neither fewer instructions nor twice the warps changed much.
 //
 // Launch: coefficients any number of blocks, with 2 THREADS floats of dynamic shared memory for each pass; streams
-// ceil(STREAMS * hidden_size / (STREAMS_THREADS * CHANNELS)) blocks for each of `splits` parts, where CHANNELS is 4, in
-// the scalar kernel 1; sums ceil(numbers / THREADS) blocks.
-#include "projection_backward.h"
+// ceil(STREAMS * hidden_size / PRODUCT_CHANNELS) blocks for each of `splits` parts, in the scalar kernel as many for
+// STREAMS_THREADS channels; sums ceil(numbers / THREADS) blocks.
+#include "projection_backward_products.h"
 #include "sinkhorn.h"
 
 constexpr int GROUPS = 3;
@@ -172,12 +169,9 @@ DEVICE void load_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
 template <typename... Others>
 DEVICE void add_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
 
-using OwnWide = Wide<4, 32, 0, NUMBERS / 4>;
-SHARED_MEMORY(mhc_mix_backward_streams_wide, sizeof(OwnWide::Shared))
+SHARED_MEMORY(mhc_mix_backward_streams_wide, sizeof(ProductShared<COLUMNS>))
 
-KERNEL(mhc_mix_backward_streams_wide, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
-    backward_wide<COLUMNS, OwnWide>(params);
-}
+KERNEL(mhc_mix_backward_streams_wide, MhcMixBackwardStreamsParams, PRODUCT_THREADS) { backward_products<COLUMNS>(params); }
 KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
     backward_narrow<COLUMNS, 1>(params, staged);
@@ -187,9 +181,7 @@ KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THR
 
 // dz (or dz mix) of a column, over the blocks in their order.
 DEVICE float column_total(const MhcMixBackwardSumsParams& params, int column) {
-    float sum = 0.0f;
-    for (int64_t block = 0; block < params.blocks; ++block) sum += params.partials[block * 2 * COLUMNS + column];
-    return sum;
+    return sum_of_parts<16>(params.partials + column, 2 * COLUMNS, params.blocks);
 }
 
 KERNEL(mhc_mix_backward_sums, MhcMixBackwardSumsParams, THREADS) {

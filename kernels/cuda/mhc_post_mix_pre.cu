@@ -32,9 +32,10 @@
 // (In parts of so many tokens that the cache holds them, each of two launches of its own, 8 d bytes would come from the
 // cache: 440 us less of memory, some 340 us of cache, and two half-filled machines for each of 74 parts.) Expected to
 // be limited by memory in both kernels.
-// Measured on one H200: 32768 tokens of 7168 channels 2574 us, where the separate kernels take 2383 us: the first
-// kernel's 186 registers leave a multiprocessor one block, which does not keep enough bytes under way. Until that is
-// mended the separate form is the faster one.
+// Measured on one H200: 32768 tokens of 7168 channels 2585 us, 4096 tokens 346.8, 128 tokens 28.3, where the separate
+// kernels take 2063 (2145 in the call of the others), 276.7 and 22.1: the first kernel's 186 registers leave a
+// multiprocessor one block, which does not keep enough bytes under way. The launcher takes the separate ones of more than
+// 1024 tokens; they were the faster ones of 128 tokens, too.
 //
 // Launch: project token_tiles * splits blocks, project_scalar a warp a token, splits 1; mix num_tokens blocks of whole
 // warps, of which the last one makes coefficients.

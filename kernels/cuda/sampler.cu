@@ -16,39 +16,34 @@
 // The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight.
 // v rounds to 1 at its upper end: g is infinite then, and the id loses (FM-154).
 //
-// A block takes a row, and reads it once, while the second-level cache is asked for what comes two tiles later. Without
-// filters each id has an upper bound of its score, logit c - log2(v) since g >= v; one bound is made for four ids at
-// once, of the largest logit and the least word. What is above the best lower bound of the block so far is bounded
-// closely, to 2^-12, and exact logarithms are taken only of ids whose bounds overlap.
+// A block takes a row, and reads it once, four loads of a thread at a time. Without filters each id has an upper bound of its
+// score, logit c - log2(v) since g >= v; one bound is made for four ids at once, of the largest logit and the least word.
+// What is above the best lower bound of the block so far is bounded closely, to 2^-12, and exact logarithms are taken only
+// of ids whose bounds overlap.
 //
-// With filters the ids that may be kept are collected on the way: those at least as large as a logit that some 4096 of
-// a row are expected to reach, by a sample of it (a rank of maxima of SAMPLES logits each, which lie far apart). The
-// same pass finds the largest logit and the sum of the weights, whence follows what is certain: weights of at most (1
-// - top_p) sum / vocab_size add up to no more than what top_p leaves out. Only a row of which that sum is NaN, since it
-// has NaN or infinity, is read again, with care for both. The last id that is kept is then found by digits of its
-// place in the order, with counts and sums in integers (weights in units of 2^-43), whose value no order of additions
-// changes, until no more than FEW ids are left, which a warp orders; random words are drawn for the kept alone. Where
-// the collected do not reach what ends the order, or are more than there is room for, as of rows that are flat or
-// limited to nearly all ids, all ids race, and what lies in front of the winner in the order says whether it is kept:
-// then it wins among the kept as well. Only where it is not is the row read again for each digit, five times at most,
-// and once for the race of the kept.
+// With filters the ids that may be kept are listed on the way: those at least as large as a logit that some 4096 of a row
+// are expected to reach, by a sample of it (ranks of maxima of SAMPLES logits each, which lie far apart). Their scores are
+// computed on the way as well, by whole warps of what was put aside before. The same pass finds the largest logit and the sum of
+// the weights, whence follows what is certain: weights of at most (1 - top_p) sum / vocab_size add up to no more than what
+// top_p leaves out. Only a row of which that sum is NaN, since it has NaN or infinity, is read again, with care for both.
+// Who wins among all that are listed wins among the kept, if it is one of these: counts and shares of what lies in front
+// of it say so, in integers (weights in units of 2^-43), whose value no order of additions changes. Where it is not kept,
+// nothing behind it is, and those in front race. Where the listed do not reach what ends the order, or are more than there
+// is room for, as of rows that are flat or limited to nearly all ids, the row itself is raced and asked in the same way,
+// and read twice for each candidate.
 //
 // Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. A row is one block's, so that the time
-// is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long as a few.
-// Measured on one H200 before the last change, normal logits of deviation 4, 128 rows: argmax 18.3 us, no filter 27.3
-// (57 % of the copy rate), top-p of 0.9 38.7 (40 %), top-k of 50 36.4, all filters 33.2; where one of eight rows keeps
-// all ids but one 73, before such rows raced first 408. One row took 25.8 us without a filter and 29.8 with top-p.
-// Loads that were on their way in registers while the logits before them are looked at had given nothing.
-// Now: argmax 20.0, no filter 25.5, top-p of 0.9 34.0 (46 %), and 63 and 65 us of top-k and of all filters, each with
-// such a row among eight; one row 20.4 and 21.9 us. Predicted were 22 us with top-p, 21 without a filter: not
-// profiled. A logit takes 9.4 instructions with filters and 20 without (18 and 28 before), 5.4 and 11.5 us beside the
-// 16 us of memory, of which no warp waits any more for more than the second-level cache; behind the reading some 4 us
-// were predicted with filters, of about 10: maxima and sums of the block by shuffles instead of each thread for itself, one
-// digit of three, and a race of what is kept alone. ncu, 34.6 us with top-p: some 8 us before the reading, 15 of it, and 12
-// behind it. Four tiles in advance, asked for by the first instruction, took 36 us, and 22.3 for 20 of argmax.
+// is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long as their slowest.
+// Measured on one H200, normal logits of deviation 4, 128 rows: argmax 17.4 us, no filter 24.6, limits by top_p 32.0 (49 % of
+// the copy rate; 25.0 and 33.4 before, when digits of places found the last id and tiles were asked for in L2 in advance), by top_k
+// 35.5 and by all filters 34.6, where one of eight rows keeps all ids but one (63 and 65 before). Of the rows with top_p two of nine
+// have no limit, so that their time is a bound of the kernel's, and two keep some 2200 ids, by a count on the host.
+// What did not help: two tiles asked for in L2 in advance, argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB
+// on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp, 27.7; the first loads before the sample is looked at, no
+// filter 28.7. Not tried: a cluster of small blocks for each row, so that rows of unlike work share a multiprocessor.
 //
 // Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has shared
-// memory for `segment` vectors of a warp beyond its own, 20 bytes each.
+// memory for `segment` ids of a warp beyond its own, 12 bytes each.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -65,15 +60,9 @@ constexpr int LOADS = 4;            // of IDS logits that are on their way at on
 constexpr int STEP = THREADS * IDS;
 constexpr int ID_BITS = 20;
 constexpr uint32_t LAST_ID = (1u << ID_BITS) - 1;
-constexpr int LIST = THREADS > 512 ? 6144 : 2048;  // ids; shorter rows are collected whole
-constexpr int BINS = 2048, BINS_OF_A_THREAD = ceil_div(BINS, THREADS);
-constexpr int DIGIT_BITS = 11;
-static_assert(1 << DIGIT_BITS == BINS, "a digit names a bin");
+constexpr int STAGED = 3 * WARP_SIZE;  // vectors that wait in a warp: fewer than a round of lanes, and those of two loads
 constexpr int SAMPLES = 4;          // that a thread takes; 8 threads take neighbours, an access of 32 bytes
 constexpr int SAMPLE_SPAN = 8;
-constexpr int LINE = 128 / static_cast<int>(sizeof(float));  // logits of a line of memory
-constexpr int AHEAD = 2;            // tiles of LOADS loads that the second-level cache is asked for in advance
-constexpr int FEW = WARP_SIZE;      // ids of a bin that are ordered by one warp
 constexpr float LARGEST = 0x1.fffffep127f;
 constexpr float LEAST_TEMPERATURE = 1e-5f, LARGEST_TEMPERATURE = LARGEST;
 constexpr float UNITS = 0x1p43f;    // of a weight of 1: sums of 2^20 of them fit 64 bits
@@ -90,39 +79,18 @@ struct SamplerParams {
     const int64_t* step;                             // [num_rows]
     int32_t* tokens;                                 // [num_rows]
     int32_t vocab_size;
-    int32_t segment;                                 // vectors of IDS logits that a warp has room to collect
+    int32_t segment;                                 // ids that a warp has room to list
 };
 PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens,
               vocab_size, segment)
 
-// An id that was collected.
-struct alignas(8) Entry {
-    float logit;
-    int32_t id;
+// What lies in front of an id in the order, or what a warp knows of it: how many, their share of the weights, and the place in
+// the race of the one that wins among them.
+struct Front {
+    uint64_t share = 0, best = 0;
+    uint32_t count = 0;
+    float logit = -INFINITY_F32;  // of the best
 };
-
-// Shared memory of a block; the segments of its warps follow.
-struct alignas(16) Shared {
-    Entry list[LIST];
-    union {
-        uint32_t shares[2][BINS];  // lower and upper words
-        uint16_t chosen[LIST];     // once the last bin is found: entries of the list from there on
-    };
-    uint32_t counts[BINS];
-    uint64_t of_warps[WARPS];
-    uint32_t counts_of_warps[WARPS];
-    uint64_t few[FEW];      // the places of a bin
-    uint64_t share;         // found: what lies in front of the bin
-    uint64_t last;          // found: the place of the last id
-    uint32_t count;
-    int32_t bin;            // -1 where the wanted number is not reached
-    uint32_t num_listed, num_chosen, num_few;
-    uint32_t least;         // of a race of all ids: the key that the best score reaches
-};
-static_assert(LIST <= 1 << 16 && sizeof(uint16_t) * LIST <= sizeof(uint32_t) * 2 * BINS, "chosen entries fit");
-
-SHARED_MEMORY(sampler_vector, sizeof(Shared))
-SHARED_MEMORY(sampler_scalar, sizeof(Shared))
 
 // A row, and what is asked of it.
 struct Row {
@@ -136,21 +104,75 @@ struct Row {
     bool has_filters() const { return top_k != NO_LIMIT || top_p < 1.0f || min_p > 0.0f; }
 };
 
-DEVICE Row row_of(const SamplerParams& params) {
+// Where an id stands in the order.
+struct Rank {
+    float logit;
+    int id;
+
+    bool is_behind(float other, int other_id) const { return other > logit || (other == logit && other_id < id); }
+};
+// All logits above -infinity are in front of it, and no others.
+constexpr Rank END{-INFINITY_F32, 0};
+
+// Of a row: its largest logit, -LARGEST at least, the sum of its weights, and whether a warp had no room for what it found.
+struct Bounds {
+    float most, sum;
+    bool cut_off;
+};
+
+// Of a warp: vectors of IDS logits, and the columns of their first.
+struct alignas(16) Staged {
+    Vec16 vectors[STAGED];
+    int32_t columns[STAGED];
+};
+
+// Shared memory of a block; the lists of its warps follow.
+struct alignas(16) Shared {
+    Staged staged[WARPS];
+    uint64_t of_warps[WARPS];
+    Front fronts[2][WARPS];
+    uint32_t most_of_warps[WARPS];  // keys
+    float sum_of_warps[WARPS];
+    uint32_t keys[WARPS];
+    Row row;                // for what comes behind the reading, whose registers have no room for it
+    // Of races of a whole row, for the same reason:
+    uint32_t least;         // the key that the best score reaches
+    Rank end;               // what races lies in front of it
+    Bounds bounds;
+};
+
+SHARED_MEMORY(sampler_vector, sizeof(Shared))
+SHARED_MEMORY(sampler_scalar, sizeof(Shared))
+
+// What a call says of a row.
+struct Asked {
+    float temperature, top_p, min_p;
+    int32_t top_k;
+    int64_t seed, step;
+};
+
+DEVICE Asked asked_of(const SamplerParams& params) {
     const int64_t row = blockIdx.x;
-    const int32_t top_k = params.top_k ? params.top_k[row] : 0;
-    const float top_p = params.top_p ? params.top_p[row] : 1.0f, min_p = params.min_p ? params.min_p[row] : 0.0f;
-    const float temperature = params.temperature[row];
-    return Row{params.logits + row * params.logits_row_stride,
-               params.vocab_size,
-               temperature,
-               __fdiv_rn(LOG2_E, minimum_f32(maximum_f32(temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE)),
-               top_k > 0 && top_k < params.vocab_size ? static_cast<uint32_t>(top_k) : NO_LIMIT,
+    return Asked{params.temperature[row],
+                 params.top_p ? params.top_p[row] : 1.0f,
+                 params.min_p ? params.min_p[row] : 0.0f,
+                 params.top_k ? params.top_k[row] : 0,
+                 params.seed[row],
+                 params.step[row]};
+}
+
+DEVICE Row row_of(const float* logits, int vocab_size, const Asked& asked) {
+    return Row{logits,
+               vocab_size,
+               // Where one id is kept, it is the first.
+               asked.top_k == 1 || asked.top_p <= 0.0f ? 0.0f : asked.temperature,
+               __fdiv_rn(LOG2_E, minimum_f32(maximum_f32(asked.temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE)),
+               asked.top_k > 0 && asked.top_k < vocab_size ? static_cast<uint32_t>(asked.top_k) : NO_LIMIT,
                // NaN is no limit.
-               top_p < 1.0f ? maximum_f32(top_p, 0.0f) : 1.0f,
-               min_p > 0.0f ? minimum_f32(min_p, 1.0f) : 0.0f,
-               static_cast<uint64_t>(params.seed[row]),
-               static_cast<uint64_t>(params.step[row])};
+               asked.top_p < 1.0f ? maximum_f32(asked.top_p, 0.0f) : 1.0f,
+               asked.min_p > 0.0f ? minimum_f32(asked.min_p, 1.0f) : 0.0f,
+               static_cast<uint64_t>(asked.seed),
+               static_cast<uint64_t>(asked.step)};
 }
 
 // Larger for what comes first: 0 is nothing. Bits above those of a key may say more.
@@ -177,24 +199,19 @@ DEVICE uint64_t warp_maximum(uint64_t own) {
     return static_cast<uint64_t>(most) << 32 | lower;
 }
 
+// As lane_id() and warp_id(), from a thread's number that is read where it is used: what follows from it is not kept while a row
+// is read, whose loop needs the registers.
+DEVICE int lane_anew() { return static_cast<int>(thread_id_anew() % WARP_SIZE); }
+DEVICE int warp_anew() { return static_cast<int>(thread_id_anew() / WARP_SIZE); }
+
 // In every thread: the largest of the block's.
 DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     own = warp_maximum(own);
     __syncthreads();
-    if (lane_id() == 0) shared.of_warps[warp_id()] = own;
+    if (lane_anew() == 0) shared.of_warps[warp_anew()] = own;
     __syncthreads();
-    return warp_maximum(shared.of_warps[lane_id() % WARPS]);
+    return warp_maximum(shared.of_warps[lane_anew() % WARPS]);
 }
-
-// Asks for the lines of a row that `count` threads, one a line, reach from `first` on.
-DEVICE void prefetch_lines(const Row& row, int first, int count) {
-    const int column = first + static_cast<int>(threadIdx.x) * LINE;
-    if (static_cast<int>(threadIdx.x) < count && column < row.vocab_size) prefetch_second_level(row.logits + column);
-}
-
-// The first AHEAD tiles of visit_tiles().
-DEVICE void prefetch_row(const Row& row) { prefetch_lines(row, 0, AHEAD * LOADS * STEP / LINE); }
-static_assert(AHEAD * LOADS * STEP / LINE <= THREADS, "a line a thread");
 
 // Calls visit(tile, loads of IDS logits each) for a row, of which load i begins at column_of(tile, i); behind the row
 // logits are -infinity. All threads of a warp call it together. The second-level cache is asked for the tile after
@@ -223,7 +240,6 @@ template <bool WIDE, int LOADS, typename Visit>
 DEVICE void visit_tiles(const Row& row, Visit visit) {
     for (int tile = 0; tile < row.vocab_size; tile += LOADS * STEP) {
         float logits[LOADS][IDS];
-        prefetch_lines(row, tile + AHEAD * LOADS * STEP, LOADS * STEP / LINE);
         if (WIDE && tile + LOADS * STEP <= row.vocab_size) {
             const float* const own = row.logits + column_of(tile, 0);
             UNROLL
@@ -264,10 +280,11 @@ DEVICE float score_of(const Row& row, float logit, float power) {
 }
 
 // Place of an id in the race: infinite logits come first.
+DEVICE uint64_t place_in_race(uint32_t score_key, float logit, int id) {
+    return place_of(score_key, id) | static_cast<uint64_t>(logit == INFINITY_F32) << (32 + ID_BITS);
+}
 DEVICE uint64_t race(const Row& row, float logit, int id, uint32_t word) {
-    const float score = score_of(row, logit, log2f(-log1pf(-uniform(word))));
-    const bool infinite = logit == INFINITY_F32;
-    return place_of(key_of(score), id) | static_cast<uint64_t>(infinite) << (32 + ID_BITS);
+    return place_in_race(key_of(score_of(row, logit, log2f(-log1pf(-uniform(word))))), logit, id);
 }
 
 // The word and the logit of one of a thread's ids, by selects: indexed registers would lie in memory.
@@ -321,14 +338,15 @@ DEVICE uint64_t winner(Shared& shared, const Row& row, Contest& contest) {
     return contest.best;
 }
 
-// Which of a thread's ids may reach the score `least`. log2(v) errs by 2^-22.
-DEVICE uint32_t in_front_of(const Row& row, const float (&logits)[IDS], const PhiloxWords& words, float least) {
+// Which of a thread's ids in front of `end` may reach the score `least`. log2(v) errs by 2^-22.
+DEVICE uint32_t in_front_of(const Row& row, const Rank& end, const float (&logits)[IDS], int column,
+                            const PhiloxWords& words, float least) {
     uint32_t in_front = 0;
     UNROLL
     for (int e = 0; e < IDS; ++e) {
         const float least_power = log2_normal_approx(uniform(words.w[e])) - 0x1p-18f;
         const float most = fused_multiply_add(logits[e], row.factor, -least_power);
-        in_front |= static_cast<uint32_t>(logits[e] > -INFINITY_F32 && !(most < least)) << e;
+        in_front |= static_cast<uint32_t>(end.is_behind(logits[e], column + e) && !(most < least)) << e;
     }
     return in_front;
 }
@@ -341,13 +359,13 @@ DEVICE bool may_lead(const Row& row, const float (&logits)[IDS], const PhiloxWor
     return !(fused_multiply_add(top, row.factor, -least_power) < least);
 }
 
-// The winner of a whole row. Once a tile a warp learns what the others have found, and they what it has.
+// The winner among the ids of a row that are in front of shared.end, which the first thread has set. Once a tile a warp
+// learns what the others have found, and they what it has.
 template <bool WIDE>
 DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
     Contest contest;
     uint32_t least_key = key_of(-INFINITY_F32);
     if (threadIdx.x == 0) shared.least = least_key;
-    prefetch_row(row);
     __syncthreads();
     visit_tiles<WIDE, LOADS>(row, [&](int tile, const float (&logits)[LOADS][IDS]) {
         if (lane_id() == 0) least_key = maximum(least_key, atomicMax(&shared.least, least_key));
@@ -359,7 +377,7 @@ DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
             const PhiloxWords words = words_of(row, column);
             const bool leads = may_lead(row, logits[load], words, least);
             if (!__any_sync(FULL_WARP, leads)) continue;
-            uint32_t in_front = leads ? in_front_of(row, logits[load], words, least) : 0;
+            uint32_t in_front = leads ? in_front_of(row, shared.end, logits[load], column, words, least) : 0;
             for (; in_front; in_front &= in_front - 1) {
                 const int e = __ffs(static_cast<int>(in_front)) - 1;
                 contest.enter(row, one_of(logits[load], e), column + e, one_of(words.w, e));
@@ -369,12 +387,12 @@ DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
             least = score_of_key(least_key);
         }
     });
-    return winner(shared, row, contest);
+    return block_maximum(shared, winner(shared, row, contest));
 }
 
 // The first of a whole row's order.
 template <bool WIDE>
-DEVICE uint64_t first_of_all(const Row& row) {
+DEVICE uint64_t first_of_all(Shared& shared, const Row& row) {
     uint32_t best = key_of(-INFINITY_F32);
     int id = -1;
     visit_columns<WIDE, LOADS>(row, [&](int column, const float (&logits)[IDS]) {
@@ -387,85 +405,183 @@ DEVICE uint64_t first_of_all(const Row& row) {
             }
         }
     });
-    return id < 0 ? 0 : place_of(best, id);
+    return block_maximum(shared, id < 0 ? 0 : place_of(best, id));
 }
 
 // ---------------------------------------------------------------- what is kept
 
-// Of a row: its largest logit, -LARGEST at least, the sum of its weights, and a key below which certainly nothing is
-// kept.
-struct Bounds {
-    float most, sum;
-    uint32_t certain;
+// What a warp has found: vectors that wait to be looked at closely, and the ids whose logits reach `least`, as far as there is
+// room, the first `raced` with the keys of their scores.
+struct Listing {
+    SharedAddress staged;           // in 32 bits, of which no store computes more than a sum
+    uint32_t* own;                  // `room` logits, their ids, and the keys
+    float least;
+    int room, num_staged, count, raced;
+
+    int listed() const { return minimum(count, room); }
+    float& logit(int at) const { return reinterpret_cast<float*>(own)[at]; }
+    uint32_t& id(int at) const { return own[room + at]; }
+    uint32_t& score(int at) const { return own[2 * room + at]; }
 };
 
-// What a warp has collected: vectors of IDS logits with their first columns, as far as there was room.
-struct Segment {
-    Vec16* vectors;
-    int32_t* columns;
-    SharedAddress vectors_address, columns_address;  // in 32 bits, of which no store computes more than a sum
-    int room, count;
-};
-
-DEVICE Segment segment_of(const SamplerParams& params) {
-    Vec16* const vectors = reinterpret_cast<Vec16*>(dynamic_shared() + sizeof(Shared));
-    int32_t* const columns = reinterpret_cast<int32_t*>(vectors + WARPS * params.segment);
-    const int first = warp_id() * params.segment;
-    return Segment{vectors + first, columns + first, shared_address(vectors + first), shared_address(columns + first),
-                   params.segment, 0};
+DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float least) {
+    const int room = params.segment;
+    uint32_t* const own = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(Shared)) + 3 * room * warp_id();
+    return Listing{shared_address(&shared.staged[warp_id()]),
+                   own,
+                   least,
+                   room,
+                   0,
+                   0,
+                   0};
 }
 
-// A logit that about two thirds of what there is room for reach, by a sample; -LARGEST of rows that the list holds.
-DEVICE float least_collected(const SamplerParams& params, const Row& row) {
-    if (row.vocab_size <= LIST) return -LARGEST;
+// The rank-th largest key of a warp, cut off to its upper half, in every lane.
+DEVICE uint32_t ranked_key(uint32_t key, int rank) {
+    uint32_t reached = 0;
+    UNROLL
+    for (int bit = 31; bit >= 16; --bit) {
+        const uint32_t raised = reached | 1u << bit;
+        if (__popc(__ballot_sync(FULL_WARP, key >= raised)) >= rank) reached = raised;
+    }
+    return reached;
+}
+
+// Logits that lie far apart, of which a thread takes the largest.
+struct Sample {
+    float logits[SAMPLES];
+};
+
+DEVICE Sample sample_of(const float* logits, int vocab_size) {
     constexpr int SPANS = THREADS / SAMPLE_SPAN;
-    const int stride = row.vocab_size / (SPANS * SAMPLES) / SAMPLE_SPAN * SAMPLE_SPAN;
+    const int stride = vocab_size / (SPANS * SAMPLES) / SAMPLE_SPAN * SAMPLE_SPAN;
     const int thread = static_cast<int>(threadIdx.x);
     const int first = thread / SAMPLE_SPAN * stride + thread % SAMPLE_SPAN;
-    float sampled[SAMPLES];
+    Sample sample;
     UNROLL
-    for (int i = 0; i < SAMPLES; ++i) sampled[i] = row.logits[first + i * SPANS * stride];
-    prefetch_row(row);
-    float most = -INFINITY_F32;
-    UNROLL
-    for (int i = 0; i < SAMPLES; ++i) most = maximum_f32(most, sampled[i]);
-    // Of this share of ids one or more of SAMPLES are found with a probability of 1 - (1 - share)^SAMPLES.
-    const float aim = static_cast<float>(minimum(params.segment * WARPS, LIST)) * (2.0f / 3.0f);
-    const float missed = 1.0f - aim / static_cast<float>(row.vocab_size);
-    const int rank = maximum(static_cast<int>(THREADS * (1.0f - missed * missed * missed * missed)), 1);
-    const uint32_t key = key_of(most);
-    uint32_t reached = 0;
-    for (uint32_t bit = 1u << 31; bit > 0xffff; bit >>= 1)
-        if (__syncthreads_count(key >= (reached | bit)) >= rank) reached |= bit;
-    // Keys below that of -infinity are those of NaN, which loses.
-    return maximum_f32(score_of_key(reached), -LARGEST);
+    for (int i = 0; i < SAMPLES; ++i)
+        sample.logits[i] = logits[minimum(first + i * SPANS * stride, vocab_size - 1)];
+    return sample;
 }
 
-DEVICE uint32_t certain_key(const Row& row, float most, float sum) {
+// A logit that about two thirds of what there is room for reach, by a sample; -LARGEST of rows that are listed whole.
+DEVICE float least_listed(Shared& shared, const SamplerParams& params, const Row& row, const Sample& sample) {
+    // A warp meets each of its loads with so many ids.
+    if (row.vocab_size <= params.segment / static_cast<int>(WARP_SIZE * IDS) * STEP) return -LARGEST;
+    float most = -INFINITY_F32;
+    UNROLL
+    for (int i = 0; i < SAMPLES; ++i) most = maximum_f32(most, sample.logits[i]);
+    // Of this share of ids one or more of SAMPLES are found with a probability of 1 - (1 - share)^SAMPLES.
+    const float aim = static_cast<float>(params.segment * WARPS) / 2.0f;
+    const float missed = maximum_f32(1.0f - aim / static_cast<float>(row.vocab_size), 0.0f);
+    const float reached = WARP_SIZE * (1.0f - missed * missed * missed * missed);
+    // The middle one of the warps' own estimates, whose ranks are on average the one whose median reaches so many.
+    const float share = (static_cast<float>(warp_id()) + 0.5f) / WARPS;
+    const uint32_t own = ranked_key(key_of(most), minimum(maximum(static_cast<int>(reached + 0.3f + share), 1), 32));
+    if (lane_id() == 0) shared.keys[warp_id()] = own;
+    __syncthreads();
+    // Keys below that of -infinity are those of NaN.
+    const uint32_t reached_key = ranked_key(shared.keys[lane_id() % WARPS], WARP_SIZE / 2);
+    return score_of_key(maximum(reached_key, key_of(-LARGEST)));
+}
+
+DEVICE uint32_t certain_key(const Row& row, const Bounds& bounds) {
+    const float most = bounds.most;
     if (most == INFINITY_F32) return key_of(most);
     const uint32_t lowest = key_of(-LARGEST);
     // What is at most that, all together, is no more than top_p leaves out. An octave further down no rounding matters.
-    const float left_out = (1.0f - row.top_p) * sum / static_cast<float>(row.vocab_size);
+    const float left_out = (1.0f - row.top_p) * bounds.sum / static_cast<float>(row.vocab_size);
     const float least = maximum_f32(left_out, row.min_p);
     return least > 0.0f ? maximum(lowest, key_of(most + (log2_approx(least) - 1.0f) / row.factor)) : lowest;
 }
 
-// Adds a thread's logits to what a warp has collected, where one of them, `top`, is at least `least`.
-DEVICE void collect(Segment& segment, const float (&logits)[IDS], int column, bool collected) {
-    const uint32_t lanes = __ballot_sync(FULL_WARP, collected);
-    const int at = segment.count + __popc(lanes & ((1u << lane_id()) - 1));
-    if (collected && at < segment.room) {
-        store_shared_vec16(segment.vectors_address + at * sizeof(Vec16), pack<float>(logits));
-        store_shared(segment.columns_address + at * sizeof(int32_t), column);
+DEVICE int lanes_before(uint32_t lanes) { return __popc(lanes & ((1u << lane_id()) - 1)); }
+
+// Puts the vectors of a warp's threads aside that hold what is to be listed.
+DEVICE void stage(Listing& listing, const float (&logits)[IDS], int column, bool wanted) {
+    const uint32_t lanes = __ballot_sync(FULL_WARP, wanted);
+    const int at = listing.num_staged + lanes_before(lanes);
+    if (wanted) {
+        store_shared_vec16(listing.staged + at * sizeof(Vec16), pack<float>(logits));
+        store_shared(listing.staged + sizeof(Staged::vectors) + at * sizeof(int32_t), static_cast<uint32_t>(column));
     }
-    segment.count += __popc(lanes);
+    listing.num_staged += __popc(lanes);
 }
 
-// Reads a row once, and collects what is at least `least`, which is above -infinity. The sum of a row with NaN or
-// infinity is NaN unless CAREFUL, where the former counts as -infinity and the latter's weights are 1.
+// Gives a warp's next ids of the list their scores.
+DEVICE void race_listed(const Row& row, Listing& listing) {
+    __syncwarp();
+    const int at = listing.raced + lane_id();
+    if (at < listing.listed()) {
+        const int id = static_cast<int>(listing.id(at));
+        const PhiloxWords words = words_of(row, id);
+        listing.score(at) = key_of_place(race(row, listing.logit(at), id, one_of(words.w, id % IDS)));
+    }
+    listing.raced += WARP_SIZE;
+}
+
+// Lists what a round of staged vectors holds.
+DEVICE void list_staged(Shared& shared, Listing& listing) {
+    __syncwarp();
+    const int first = maximum(listing.num_staged - static_cast<int>(WARP_SIZE), 0), at = first + lane_id();
+    float logits[IDS];
+    UNROLL
+    for (int e = 0; e < IDS; ++e) logits[e] = -INFINITY_F32;
+    int column = 0;
+    if (at < listing.num_staged) {
+        unpack<float>(shared.staged[warp_id()].vectors[at], logits);
+        column = shared.staged[warp_id()].columns[at];
+    }
+    listing.num_staged = first;
+    UNROLL
+    for (int e = 0; e < IDS; ++e) {
+        const bool wanted = logits[e] >= listing.least;
+        const uint32_t lanes = __ballot_sync(FULL_WARP, wanted);
+        const int to = listing.count + lanes_before(lanes);
+        if (wanted && to < listing.room) {
+            listing.logit(to) = logits[e];
+            listing.id(to) = static_cast<uint32_t>(column + e);
+        }
+        listing.count += __popc(lanes);
+    }
+}
+
+// What is staged and listed is dealt with by whole warps, while memory is waited for.
+DEVICE void list_and_race(Shared& shared, const Row& row, Listing& listing) {
+    if (listing.num_staged < WARP_SIZE) return;
+    while (listing.num_staged >= WARP_SIZE) list_staged(shared, listing);
+    while (listing.listed() - listing.raced >= static_cast<int>(WARP_SIZE)) race_listed(row, listing);
+}
+
+// The same of what is left.
+DEVICE void list_and_race_rest(Shared& shared, const Row& row, Listing& listing) {
+    if (listing.num_staged > 0) list_staged(shared, listing);
+    while (listing.raced < listing.listed()) race_listed(row, listing);
+    __syncwarp();
+}
+
+// The bounds of a block from those of its threads.
+DEVICE Bounds block_bounds(Shared& shared, const Row& row, float own, float sum, bool cut_off) {
+    const uint32_t key = __reduce_max_sync(FULL_WARP, key_of(own));
+    sum = warp_sum(sum * weight_of(row, own, score_of_key(key)));
+    __syncthreads();
+    if (lane_anew() == 0) {
+        shared.most_of_warps[warp_anew()] = key;
+        shared.sum_of_warps[warp_anew()] = sum;
+    }
+    cut_off = __syncthreads_or(cut_off) != 0;
+    const uint32_t key_of_warp = shared.most_of_warps[lane_anew() % WARPS];
+    const float most = score_of_key(__reduce_max_sync(FULL_WARP, key_of_warp));
+    const float of_warp = shared.sum_of_warps[lane_anew() % WARPS] * weight_of(row, score_of_key(key_of_warp), most);
+    return Bounds{most, warp_sum(lane_anew() < WARPS ? of_warp : 0.0f), cut_off};
+}
+
+// Reads a row once. The sum of a row with NaN or infinity is NaN unless CAREFUL, where the former counts as -infinity and the
+// latter's weights are 1. Otherwise lists what is at least `least`, which is above -infinity.
 template <bool WIDE, bool CAREFUL>
-DEVICE Bounds bounds_of(Shared& shared, Segment& segment, const Row& row, float least) {
+DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row) {
     float most = -LARGEST, sum = 0.0f;
+    float offset = -LARGEST;  // the power of the largest, rounded
     visit_tiles<WIDE, LOADS>(row, [&](int tile, float (&logits)[LOADS][IDS]) {
         float tops[LOADS], top = -INFINITY_F32;
         UNROLL
@@ -476,8 +592,10 @@ DEVICE Bounds bounds_of(Shared& shared, Segment& segment, const Row& row, float 
             top = maximum_f32(top, tops[load]);
         }
         if (top > most) {
-            sum *= weight_of(row, most, top);
+            const float raised = CAREFUL ? 0.0f : __fmul_rn(top, row.factor);
+            sum *= CAREFUL ? weight_of(row, most, top) : exp2_approx(offset - raised);
             most = top;
+            offset = raised;
         }
         UNROLL
         for (int load = 0; load < LOADS; ++load) {
@@ -485,146 +603,23 @@ DEVICE Bounds bounds_of(Shared& shared, Segment& segment, const Row& row, float 
             UNROLL
             for (int e = 0; e < IDS; ++e)
                 weights[e] = CAREFUL ? weight_of(row, logits[load][e], most)
-                                     : finite_weight_of(row, logits[load][e], most);
+                                     : exp2_approx(fused_multiply_add(logits[load][e], row.factor, -offset));
             sum += (weights[0] + weights[1]) + (weights[2] + weights[3]);
-            collect(segment, logits[load], column_of(tile, load), tops[load] >= least);
-        }
-    });
-    const float own = most;
-    most = score_of_key(static_cast<uint32_t>(block_maximum(shared, key_of(most))));
-    sum = warp_sum(sum * weight_of(row, own, most));
-    __syncthreads();
-    if (lane_id() == 0) shared.counts_of_warps[warp_id()] = __float_as_uint(sum);
-    __syncthreads();
-    sum = warp_sum(lane_id() < WARPS ? __uint_as_float(shared.counts_of_warps[lane_id()]) : 0.0f);
-    return Bounds{most, sum, certain_key(row, most, sum)};
-}
-
-// Lists what was collected and reaches this logit; whether there was room for all. A warp takes its part of the list at
-// once: additions to one word wait for each other.
-DEVICE bool list_collected(Shared& shared, const Segment& segment, float least) {
-    if (threadIdx.x == 0) shared.num_listed = 0;
-    __syncthreads();
-    const auto visit_own = [&](auto visit) {
-        for (int i = lane_id(); i < minimum(segment.count, segment.room); i += WARP_SIZE) {
-            float logits[IDS];
-            unpack<float>(segment.vectors[i], logits);
-            const int column = segment.columns[i];
-            UNROLL
-            for (int e = 0; e < IDS; ++e)
-                if (logits[e] >= least) visit(Entry{logits[e], column + e});
-        }
-    };
-    uint32_t own = 0;
-    visit_own([&](Entry) { ++own; });
-    const uint32_t upto = inclusive_sum(own);
-    uint32_t first = 0;
-    if (lane_id() == WARP_SIZE - 1) first = atomicAdd(&shared.num_listed, upto);
-    uint32_t at = __shfl_sync(FULL_WARP, first, WARP_SIZE - 1) + upto - own;
-    visit_own([&](Entry entry) {
-        if (at < LIST) shared.list[at] = entry;
-        ++at;
-    });
-    const int cut_off = __syncthreads_count(segment.count > segment.room);
-    return cut_off == 0 && shared.num_listed <= LIST;
-}
-
-// Ids by place: those of a list, or some of them.
-struct Listed {
-    static constexpr uint32_t FEW = ::FEW;
-    const Entry* list;
-    const uint16_t* chosen;  // nullptr for all
-    int count;
-
-    template <typename Visit>
-    void visit(Visit visit) const {
-        for (int i = threadIdx.x; i < count; i += THREADS) {
-            const Entry entry = list[chosen ? chosen[i] : i];
-            visit(place_of(key_of(entry.logit), entry.id));
-        }
-    }
-};
-
-// Those of a whole row whose keys reach the least.
-template <bool WIDE>
-struct Streamed {
-    static constexpr uint32_t FEW = 1;
-    const Row& row;
-    uint32_t least_key;
-
-    template <typename Visit>
-    void visit(Visit visit) const {
-        visit_columns<WIDE, 1>(row, [&](int column, const float (&logits)[IDS]) {
-            for (int e = 0; e < IDS; ++e) {
-                const uint32_t key = key_of(logits[e]);
-                if (key >= least_key) visit(place_of(key, column + e));
+            if constexpr (!CAREFUL) {
+                stage(listing, logits[load], column_of(tile, load), tops[load] >= listing.least);
+                if (load % 2 == 1) list_and_race(shared, row, listing);
             }
-        });
-    }
-};
-
-// Sum over the threads before this one; `all` is that of the whole block's.
-template <typename T>
-DEVICE T sum_before(T own, T* of_warps) {
-    const T upto = inclusive_sum(own);
-    if (lane_id() == WARP_SIZE - 1) of_warps[warp_id()] = upto;
-    __syncthreads();
-    const T before = inclusive_sum(lane_id() < warp_id() ? of_warps[lane_id()] : T{0});
-    return __shfl_sync(FULL_WARP, before, WARP_SIZE - 1) + upto - own;
+        }
+    });
+    if constexpr (!CAREFUL) list_and_race_rest(shared, row, listing);
+    // What the power was rounded by is no part of the sum.
+    if constexpr (!CAREFUL) sum *= most > -LARGEST ? exp2_approx(fused_multiply_add(-most, row.factor, offset)) : 1.0f;
+    return block_bounds(shared, row, most, sum, listing.count > listing.room);
 }
 
 // A weight in integers: sums of them do not depend on an order.
-DEVICE uint64_t share_of(const Row& row, uint32_t key, float most) {
-    return static_cast<uint64_t>(weight_of(row, score_of_key(key), most) * UNITS);
-}
-
-// Two additions of 32 bits: one of 64 is a loop of compare and swap, which many ids of one bin repeat for each other.
-DEVICE void add_share(Shared& shared, uint32_t bin, uint64_t share) {
-    const uint32_t lower = static_cast<uint32_t>(share);
-    const uint32_t carry = atomicAdd(&shared.shares[0][bin], lower) > ~lower;
-    const uint32_t upper = static_cast<uint32_t>(share >> 32) + carry;
-    if (upper != 0) atomicAdd(&shared.shares[1][bin], upper);
-}
-
-DEVICE uint64_t share_of_bin(const Shared& shared, int bin) {
-    return shared.shares[0][bin] | static_cast<uint64_t>(shared.shares[1][bin]) << 32;
-}
-
-// What ends the order: so many ids, or so large a share.
-struct Limit {
-    uint32_t wanted_count;
-    uint64_t wanted_share;
-
-    bool reached(uint32_t count, uint64_t share) const { return count >= wanted_count || share >= wanted_share; }
-    // By an id or more, of this count and share, behind those in front.
-    bool reached_within(uint32_t count, uint64_t share, uint32_t own_count, uint64_t own_share) const {
-        return !reached(count, share) && reached(count + own_count, share + own_share);
-    }
-};
-
-// Finds the bin, counted from the last one down, in which the limit is reached, beside what lies in front.
-DEVICE void find_bin(Shared& shared, uint32_t count, uint64_t share, const Limit& limit) {
-    const int first = BINS - BINS_OF_A_THREAD * (static_cast<int>(threadIdx.x) + 1);
-    uint32_t own_count = 0;
-    uint64_t own_share = 0;
-    for (int i = 0; i < BINS_OF_A_THREAD; ++i) {
-        own_count += shared.counts[first + i];
-        own_share += share_of_bin(shared, first + i);
-    }
-    if (threadIdx.x == 0) shared.bin = -1;
-    count += sum_before(own_count, shared.counts_of_warps);
-    share += sum_before(own_share, shared.of_warps);
-    if (limit.reached_within(count, share, own_count, own_share)) {
-        int bin = first + BINS_OF_A_THREAD - 1;
-        for (; !limit.reached(count + shared.counts[bin], share + share_of_bin(shared, bin)); --bin) {
-            count += shared.counts[bin];
-            share += share_of_bin(shared, bin);
-        }
-        shared.bin = bin;
-        shared.count = count;
-        shared.share = share;
-    }
-    __syncthreads();
+DEVICE uint64_t share_of(const Row& row, float logit, float most) {
+    return static_cast<uint64_t>(weight_of(row, logit, most) * UNITS);
 }
 
 DEVICE uint64_t wanted_share(const Row& row, const Bounds& bounds) {
@@ -634,187 +629,155 @@ DEVICE uint64_t wanted_share(const Row& row, const Bounds& bounds) {
     return maximum<uint64_t>(static_cast<uint64_t>(ceil(share)), 1);
 }
 
-// Whether this id is kept, by what lies in front of it.
-template <bool WIDE>
-DEVICE bool is_kept(Shared& shared, const Row& row, const Bounds& bounds, int id) {
-    const float logit = row.logits[id];
-    const uint64_t own = place_of(key_of(logit), id);
-    uint32_t count = 0;
-    uint64_t share = 0;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        shared.count = 0;
-        shared.share = 0;
-    }
-    __syncthreads();
-    visit_columns<WIDE, 1>(row, [&](int column, const float (&logits)[IDS]) {
-        UNROLL
-        for (int e = 0; e < IDS; ++e) {
-            const uint32_t key = key_of(logits[e]);
-            if (place_of(key, column + e) <= own) continue;
-            ++count;
-            share += share_of(row, key, bounds.most);
-        }
-    });
-    count = inclusive_sum(count);
-    share = inclusive_sum(share);
-    if (lane_id() == WARP_SIZE - 1) {
-        atomicAdd(&shared.count, count);
-        atomicAdd(&shared.share, share);
-    }
-    __syncthreads();
-    const bool in_front = shared.count < row.top_k && shared.share < wanted_share(row, bounds);
-    return in_front && !(weight_of(row, logit, bounds.most) < row.min_p);
-}
+// What ends the order: so many ids, or so large a share.
+struct Limit {
+    uint32_t wanted_count;
+    uint64_t wanted_share;
 
-// A bin of places, [first, first + 2^bits), and what lies in front of it.
-struct Bin {
-    uint64_t first, share;
-    uint32_t count, num_ids;  // no ids: the limit is not reached
-    int bits;
+    bool reached(const Front& front) const { return front.count >= wanted_count || front.share >= wanted_share; }
 };
 
-// The bin of the last id that top_k and top_p keep: of no more than Ids::FEW ids, or of one place.
-template <typename Ids>
-DEVICE Bin last_bin(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds, uint32_t least_key) {
-    const Limit limit{row.top_k, wanted_share(row, bounds)};
-    // Digits are those of the distance from the least place that there may be, the first one of the largest distance.
-    const uint64_t base = static_cast<uint64_t>(least_key) << ID_BITS;
-    int shift = ID_BITS + 32 - __clz(static_cast<int>(key_of(bounds.most) - least_key));
-    uint64_t prefix = 0, share = 0;
-    uint32_t count = 0, num_ids = 0;
-    while (shift > 0) {
-        const int upto = shift;
-        shift = maximum(upto - DIGIT_BITS, 0);
-        for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
-            shared.counts[bin] = shared.shares[0][bin] = shared.shares[1][bin] = 0;
-        __syncthreads();
-        ids.visit([&](uint64_t place) {
-            const uint64_t distance = place - base;
-            if (distance >> upto != prefix >> upto) return;
-            const uint32_t bin = static_cast<uint32_t>((distance - prefix) >> shift);
-            atomicAdd(&shared.counts[bin], 1u);
-            if (limit.wanted_share != NO_SHARE)
-                add_share(shared, bin, share_of(row, key_of_place(place), bounds.most));
-        });
-        __syncthreads();
-        find_bin(shared, count, share, limit);
-        if (shared.bin < 0) return Bin{0, 0, 0, 0, 0};
-        prefix |= static_cast<uint64_t>(shared.bin) << shift;
-        count = shared.count;
-        share = shared.share;
-        num_ids = shared.counts[shared.bin];
-        if (num_ids <= Ids::FEW) break;
-        __syncthreads();
-    }
-    return Bin{base + prefix, share, count, num_ids, shift};
+// Over all lanes of a number below 2^58, in every lane.
+DEVICE uint64_t sum_of_lanes(uint64_t value) {
+    constexpr int BITS = 26;  // and 5 more of the sum
+    constexpr uint32_t LIMB = (1u << BITS) - 1;
+    const uint64_t low = ::sum_of_lanes(static_cast<uint32_t>(value) & LIMB);
+    const uint64_t middle = ::sum_of_lanes(static_cast<uint32_t>(value >> BITS) & LIMB);
+    const uint64_t high = ::sum_of_lanes(static_cast<uint32_t>(value >> 2 * BITS));
+    return low + (middle << BITS) + (high << 2 * BITS);
 }
 
-// Chooses the entries of a list from this bin on, and the places of the bin, of which there are no more than FEW.
-DEVICE void choose(Shared& shared, const Listed& listed, const Bin& bin) {
-    if (threadIdx.x == 0) shared.num_chosen = shared.num_few = 0;
-    __syncthreads();
-    for (int first = 0; first < listed.count; first += THREADS) {
-        const int i = first + static_cast<int>(threadIdx.x);
-        const Entry entry = i < listed.count ? listed.list[i] : Entry{-INFINITY_F32, 0};
-        const uint64_t place = place_of(key_of(entry.logit), entry.id);
-        const bool chosen = place >= bin.first;
-        const uint32_t lanes = __ballot_sync(FULL_WARP, chosen);
-        uint32_t at = 0;
-        if (lane_id() == 0 && lanes != 0) at = atomicAdd(&shared.num_chosen, static_cast<uint32_t>(__popc(lanes)));
-        at = __shfl_sync(FULL_WARP, at, 0) + __popc(lanes & ((1u << lane_id()) - 1));
-        if (chosen) shared.chosen[at] = static_cast<uint16_t>(i);
-        if (chosen && (place - bin.first) >> bin.bits == 0) shared.few[atomicAdd(&shared.num_few, 1u)] = place;
-    }
-    __syncthreads();
+DEVICE Front warp_front(const Front& own) {
+    Front front;
+    front.share = sum_of_lanes(own.share);
+    front.count = ::sum_of_lanes(own.count);
+    front.best = warp_maximum(own.best);
+    const uint32_t lanes = __ballot_sync(FULL_WARP, own.best == front.best);
+    front.logit = __shfl_sync(FULL_WARP, own.logit, __ffs(static_cast<int>(lanes)) - 1);
+    return front;
 }
 
-// The place of the last id that top_k and top_p keep, which is one of the few. A lane of the first warp takes an id,
-// and adds up what lies in front of it.
-DEVICE uint64_t last_of_few(Shared& shared, const Row& row, const Bounds& bounds, const Bin& bin) {
-    if (threadIdx.x < shared.num_few) {
-        const Limit limit{row.top_k, wanted_share(row, bounds)};
-        const uint64_t own = shared.few[threadIdx.x];
-        uint64_t share = bin.share;
-        uint32_t count = bin.count;
-        for (uint32_t i = 0; i < shared.num_few; ++i) {
-            const uint64_t other = shared.few[i];
-            if (other <= own) continue;
-            ++count;
-            share += share_of(row, key_of_place(other), bounds.most);
+// The block's in every thread. `turn` is another than in the call before.
+DEVICE Front block_front(Shared& shared, int turn, const Front& own) {
+    const Front front = warp_front(own);
+    if (lane_anew() == 0) shared.fronts[turn][warp_anew()] = front;
+    __syncthreads();
+    return warp_front(lane_anew() < WARPS ? shared.fronts[turn][lane_anew()] : Front{});
+}
+
+// What of the lists lies in front of `end`.
+DEVICE Front front_of_listed(Shared& shared, int turn, const Listing& listing, const Row& row, const Bounds& bounds,
+                             const Rank& end) {
+    Front front;
+    for (int at = lane_id(); at < listing.listed(); at += WARP_SIZE) {
+        const float logit = listing.logit(at);
+        const int id = static_cast<int>(listing.id(at));
+        if (!end.is_behind(logit, id)) continue;
+        ++front.count;
+        front.share += share_of(row, logit, bounds.most);
+        const uint64_t place = place_in_race(listing.score(at), logit, id);
+        if (place > front.best) {
+            front.best = place;
+            front.logit = logit;
         }
-        const uint64_t own_share = share_of(row, key_of_place(own), bounds.most);
-        if (limit.reached_within(count, share, 1, own_share)) shared.last = own;
     }
-    __syncthreads();
-    return shared.last;
+    return block_front(shared, turn, front);
 }
 
-// The winner among what is kept.
-template <typename Ids>
-DEVICE uint64_t race_of_kept(Shared& shared, const Ids& ids, const Row& row, const Bounds& bounds, uint64_t last) {
-    Contest contest;
-    ids.visit([&](uint64_t place) {
-        const float logit = score_of_key(key_of_place(place));
-        if (place < last || weight_of(row, logit, bounds.most) < row.min_p) return;
-        const int id = id_of(place);
-        const PhiloxWords words = words_of(row, id);
-        contest.enter(row, logit, id, one_of(words.w, id % IDS));
+// What of a row lies in front of `end`; nobody is asked who wins.
+template <bool WIDE>
+DEVICE Front front_of_row(Shared& shared, const Row& row, const Bounds& bounds, const Rank& end) {
+    Front front;
+    visit_columns<WIDE, LOADS>(row, [&](int column, const float (&logits)[IDS]) {
+        UNROLL
+        for (int e = 0; e < IDS; ++e) {
+            if (!end.is_behind(logits[e], column + e)) continue;
+            ++front.count;
+            if (row.top_p < 1.0f) front.share += share_of(row, logits[e], bounds.most);
+        }
     });
-    return winner(shared, row, contest);
+    return block_front(shared, 0, front);
 }
 
-// The winner of a row of which ids were collected; false where they do not say it.
-DEVICE bool race_of_collected(Shared& shared, const Segment& segment, const Row& row, const Bounds& bounds,
-                              uint32_t least_key, uint64_t& best) {
-    if (!list_collected(shared, segment, score_of_key(least_key))) return false;
-    Listed listed{shared.list, nullptr, static_cast<int>(shared.num_listed)};
-    const Bin bin = last_bin(shared, listed, row, bounds, least_key);
+// Whether an id is kept, by what lies in front of it.
+DEVICE bool is_kept(const Row& row, const Bounds& bounds, const Limit& limit, const Front& front, float logit) {
+    return !limit.reached(front) && !(weight_of(row, logit, bounds.most) < row.min_p);
+}
+
+// The winner of a row of which ids were listed; false where they do not say it. Who wins among all of them wins among the
+// kept, if it is one of these. Otherwise nothing behind it is kept, and those in front race.
+DEVICE bool race_of_listed(Shared& shared, const Listing& listing, const Bounds& bounds, uint64_t& best) {
+    const Row row = shared.row;
+    const Limit limit{row.top_k, wanted_share(row, bounds)};
+    Front front = front_of_listed(shared, 0, listing, row, bounds, END);
     // Either the list reaches what ends the order, or nothing outside of it is kept.
-    if (bin.num_ids == 0 && least_key != bounds.certain) return false;
-    uint64_t last = 0;
-    if (bin.num_ids > 0) {
-        choose(shared, listed, bin);
-        last = last_of_few(shared, row, bounds, bin);
-        listed = Listed{shared.list, shared.chosen, static_cast<int>(shared.num_chosen)};
+    if (!limit.reached(front) && key_of(listing.least) > certain_key(row, bounds)) return false;
+    for (int turn = 1; front.best != 0; turn ^= 1) {
+        best = front.best;
+        const Rank end{front.logit, id_of(best)};
+        front = front_of_listed(shared, turn, listing, row, bounds, end);
+        if (is_kept(row, bounds, limit, front, end.logit)) break;
     }
-    best = race_of_kept(shared, listed, row, bounds, last);
     return true;
 }
 
+// The winner of a row that is read for each race, in the same way.
 template <bool WIDE>
-DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& row) {
-    if (!(row.temperature > 0.0f)) return first_of_all<WIDE>(row);
-    Bounds bounds{};
-    uint64_t best = 0;
-    if (row.has_filters()) {
-        Segment segment = segment_of(params);
-        const float least = least_collected(params, row);
-        bounds = bounds_of<WIDE, false>(shared, segment, row, least);
-        if (is_nan(bounds.sum)) {
-            segment.count = 0;
-            bounds = bounds_of<WIDE, true>(shared, segment, row, least);
-        }
-        const uint32_t least_key = maximum(key_of(least), bounds.certain);
-        if (race_of_collected(shared, segment, row, bounds, least_key, best)) return best;
-        __syncthreads();
+DEVICE uint64_t race_of_row(Shared& shared, const Row& row, const Bounds& bounds) {
+    if (threadIdx.x == 0) {
+        shared.end = END;
+        shared.bounds = bounds;
     }
-    best = race_of_all<WIDE>(shared, row);
-    if (!row.has_filters()) return best;
-    // Who wins among all ids wins among the kept, if it is one of them.
-    best = block_maximum(shared, best);
-    if (best == 0 || is_kept<WIDE>(shared, row, bounds, id_of(best))) return best;
-    __syncthreads();
-    const Streamed<WIDE> streamed{row, bounds.certain};
-    const Bin bin = last_bin(shared, streamed, row, bounds, bounds.certain);
-    return race_of_kept(shared, streamed, row, bounds, bin.first);
+    while (true) {
+        const uint64_t best = race_of_all<WIDE>(shared, row);
+        const Row row = shared.row;
+        if (best == 0 || !row.has_filters()) return best;
+        const Bounds bounds = shared.bounds;
+        const Rank end{row.logits[id_of(best)], id_of(best)};
+        const Front front = front_of_row<WIDE>(shared, row, bounds, end);
+        if (is_kept(row, bounds, Limit{row.top_k, wanted_share(row, bounds)}, front, end.logit)) return best;
+        if (threadIdx.x == 0) shared.end = end;
+    }
+}
+
+// Reads a row and lists what may be kept; whether the list says who wins.
+template <bool WIDE>
+DEVICE bool race_of_first_reading(const SamplerParams& params, Shared& shared, const Row& row, const Sample& sample,
+                                  Bounds& bounds, uint64_t& best) {
+    Listing listing = listing_of(shared, params, least_listed(shared, params, row, sample));
+    bounds = bounds_of<WIDE, false>(shared, listing, row);
+    if (is_nan(bounds.sum)) {
+        const Bounds careful = bounds_of<WIDE, true>(shared, listing, row);
+        bounds = Bounds{careful.most, careful.sum, bounds.cut_off};
+    }
+    return !bounds.cut_off && race_of_listed(shared, listing, bounds, best);
+}
+
+template <bool WIDE>
+DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& row, const Sample& sample) {
+    if (!(row.temperature > 0.0f)) return first_of_all<WIDE>(shared, row);
+    Bounds bounds{};
+    // No list holds more ids than there is room for.
+    const bool may_suffice =
+        row.top_k <= static_cast<uint32_t>(params.segment * WARPS) || row.top_p < 1.0f || row.min_p > 0.0f;
+    if (row.has_filters() && may_suffice) {
+        uint64_t best = 0;
+        if (race_of_first_reading<WIDE>(params, shared, row, sample, bounds, best)) return best;
+    }
+    return race_of_row<WIDE>(shared, row, bounds);
 }
 
 template <bool WIDE>
 DEVICE void sample(const SamplerParams& params) {
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
-    const Row row = row_of(params);
-    const uint64_t best = block_maximum(shared, best_of<WIDE>(params, shared, row));
+    const float* const logits = params.logits + blockIdx.x * params.logits_row_stride;
+    // These come first, since they are waited for first.
+    const Sample sample = sample_of(logits, params.vocab_size);
+    const Asked asked = asked_of(params);
+    __syncwarp();
+    const Row row = row_of(logits, params.vocab_size, asked);
+    if (threadIdx.x == 0) shared.row = row;
+    const uint64_t best = best_of<WIDE>(params, shared, row, sample);
     if (threadIdx.x == 0) params.tokens[blockIdx.x] = best ? id_of(best) : -1;
 }
 

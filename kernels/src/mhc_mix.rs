@@ -38,11 +38,13 @@ const SCALAR_TOKENS: usize = 8;
 const PARTIAL_WIDTH: usize = 32;
 /// Tokens of a block of the coefficients, forward and backward.
 const COEFFICIENT_TOKENS: usize = 8;
+/// Most blocks of the backward's coefficients for each multiprocessor: they wait for one pass after the other.
+const COEFFICIENT_BLOCKS: usize = 4;
 /// Most tokens that have a block of the coefficients each where the channels are in many parts, and most parts that are not
 /// many. All of these blocks run at once.
 const FEW_COEFFICIENT_TOKENS: usize = 1024;
 const FEW_PARTS: usize = 4;
-/// Threads of the backward's blocks, and the floats that it leaves of a token.
+/// Threads of the backward's blocks but those by tensor cores, and the floats that it leaves of a token.
 const BACKWARD_THREADS: usize = 128;
 const NUMBERS: usize = NUM_COLUMNS + 4;
 /// Tokens of a part of them in the backward: two times what its blocks hold of their numbers at once.
@@ -59,7 +61,8 @@ pub(crate) struct Wide {
     pub blocks: usize,
 }
 
-const WIDE: Wide = Wide { channels: 4, blocks: 2 };
+/// Of a block's [`BACKWARD_THREADS`] threads, of which the source has twice as many: `PRODUCT_CHANNELS` for all of them.
+const WIDE: Wide = Wide { channels: 4, blocks: 1 };
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -301,7 +304,7 @@ impl Spread {
     fn of(device: &Device, num_tokens: usize, hidden_size: usize) -> Self {
         let processors = device.environment().processors as usize;
         // At least one block, so that no tokens give sums of zero.
-        let blocks = num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, 2 * processors);
+        let blocks = num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, COEFFICIENT_BLOCKS * processors);
         Self { blocks, splits: parts_of_tokens(device, num_tokens, hidden_size, WIDE) }
     }
 
@@ -410,10 +413,10 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     let backward = Backward::of(device, CHECK, workspace.into(), [num_tokens, hidden_size]);
     let params = signature.params(&["mix", "rstd", "scale", "base", "dpre", "dpost", "dcomb"]);
     let coefficients = backward.coefficients(params, numbers)?;
-    let (name, channels) = match fits_wide(views, &["streams", "dstreams"], hidden_size) {
-        true => ("mhc_mix_backward_streams_wide", WIDE.channels),
-        false => ("mhc_mix_backward_streams_scalar", 1),
-    };
+    let (wide, scalar) = ("mhc_mix_backward_streams_wide", "mhc_mix_backward_streams_scalar");
+    let is_wide = fits_wide(views, &["streams", "dstreams"], hidden_size)
+        && device.kernel(BACKWARD_FILE, &[], wide)?.fits(device.environment());
+    let (name, channels) = if is_wide { (wide, WIDE.channels) } else { (scalar, 1) };
     let read = [&views["streams"], &views["fn"], &views["dstreams"]];
     backward.streams((BACKWARD_FILE, name, channels), CHECK.params(), read)?;
     Ok(vec![coefficients, name, backward.sums(views)?])

@@ -19,6 +19,8 @@ const COEFFICIENT_THREADS: usize = 32;
 const PIECES: usize = 8;
 /// Most threads of dpre's blocks; `DPRE_THREADS` in the kernel source.
 const DPRE_THREADS: usize = 256;
+/// Most tokens that the fused kernels take: of more the separate ones are the faster, whose projection keeps more bytes under way.
+const MOST_FUSED_TOKENS: usize = 1024;
 /// What the forward writes for the next site, by this operator's names and by those of that site.
 const OF_NEXT_SITE: [(&str, &str); 3] = [("next_pre", "pre"), ("next_post", "post"), ("next_comb", "comb")];
 
@@ -77,7 +79,8 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
     mhc_mix::forward_workspace_bytes(device, num_tokens, hidden_size)
 }
 
-/// Launches the forward; returns the kernels that ran. Its tensors:
+/// Launches the forward, of many tokens as [`forward_separately`] does; returns the kernels that ran. Its
+/// tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows contiguous: the streams in
 ///   front of a sublayer and its output;
@@ -96,6 +99,9 @@ pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
+    if num_tokens > MOST_FUSED_TOKENS {
+        return forward_separately(device, views, numbers);
+    }
     let vectorised = signature.vectorised();
     let wide = vectorised && views["fn"].address.is_multiple_of(16);
     let [blocks, splits] = mhc_mix::projection_blocks(device, num_tokens, hidden_size, wide);

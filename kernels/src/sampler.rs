@@ -12,13 +12,12 @@ pub const MAX_VOCAB_SIZE: usize = 1 << 20;
 const THREADS: [usize; 2] = [128, 1024];
 /// Rows up to here are short: several blocks share a multiprocessor.
 const SHORT_ROW: usize = 2048;
-/// Shared memory of a block apart from what its warps collect, at most, for each of [`THREADS`]; bytes.
-const OWN_SHARED_BYTES: [u64; 2] = [42 << 10, 75 << 10];
-/// Vectors of four logits that a warp has room to collect, at most, for each of [`THREADS`]: all of a short row, and what lets
-/// a block of the long ones have 200 KB.
-const SEGMENT: [usize; 2] = [128, 192];
-/// Bytes of a vector that is collected: its logits, and the column of the first.
-const COLLECTED_BYTES: usize = 20;
+/// Shared memory of a block apart from what its warps list, at most, for each of [`THREADS`]; bytes.
+const OWN_SHARED_BYTES: [u64; 2] = [10 << 10, 66 << 10];
+/// Ids that a warp has room to list, at most, for each of [`THREADS`]: all of a short row, and twice what it is to find of a long one.
+const SEGMENT: [usize; 2] = [512, 256];
+/// Bytes of an id that is listed: its logit, itself, and its score.
+const LISTED_BYTES: usize = 12;
 const WARP_SIZE: usize = 32;
 
 /// Every module that the launcher compiles.
@@ -53,14 +52,14 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let [num_rows, vocab_size] = call.bind(["num_rows", "vocab_size"])?;
     let long = usize::from(vocab_size > SHORT_ROW);
     let (threads, own) = (THREADS[long], OWN_SHARED_BYTES[long]);
-    let of_a_vector = threads / WARP_SIZE * COLLECTED_BYTES;
-    let room = device.environment().shared_bytes_per_block.saturating_sub(own) as usize / of_a_vector;
+    let of_an_id = threads / WARP_SIZE * LISTED_BYTES;
+    let room = device.environment().shared_bytes_per_block.saturating_sub(own) as usize / of_an_id;
     let segment = SEGMENT[long].min(room);
     let params = call.params(&["logits", "temperature", "top_k", "top_p", "min_p", "seed", "step", "tokens"]);
     let params = params.i32("vocab_size", vocab_size)?.i32("segment", segment)?;
     let name = if call.vectorised_rows(&["logits"]) { "sampler_vector" } else { "sampler_scalar" };
     let kernel = device.kernel(FILE, &[("THREADS", threads.to_string())], name)?;
     let config = LaunchConfig::linear("sampler", "logits", num_rows as u64, threads as u32)?;
-    kernel.launch(LaunchConfig { shared_bytes: (of_a_vector * segment) as u32, ..config }, &params)?;
+    kernel.launch(LaunchConfig { shared_bytes: (of_an_id * segment) as u32, ..config }, &params)?;
     Ok(name)
 }

@@ -23,7 +23,9 @@
 //!
 //! All is fp32, the streams are stored in bf16. Products of v and fn are exact: tensor cores multiply v by three parts
 //! of fn, add 64 channels from zero, truncating each 16 products, and fp32 adds those sums. (On Hopper each part has a
-//! sum of its own, which truncates less.) Powers, quotients and the root are approximated.
+//! sum of its own, which truncates less.) Powers, quotients and the root are approximated. In the backward tensor cores multiply
+//! three parts of rstd dmix by v, 16 tokens from zero, and by three parts of fn, all columns at once: what that leaves out or
+//! truncates is about one rounding of fp32.
 
 use candle_core::Tensor;
 

@@ -87,8 +87,12 @@ impl Declared for Hadamard {
         let rows = [0, 1, 32, 33, 70].into_iter().flat_map(|num_rows| Stored::ALL.map(|stored| (num_rows, stored)));
         let mut cases: Vec<_> = rows.map(|(num_rows, stored)| plain(num_rows, Float::Bf16, stored)).collect();
         cases.extend(Stored::ALL.map(|stored| plain(19, Float::F32, stored)));
-        // On five multiprocessors of twelve blocks of hadamard_codes some have a second turn, of which the last has one row.
-        cases.extend([Stored::E2m1, Stored::E4m3].map(|stored| plain(5 * 12 * 32 + 65, Float::Bf16, stored)));
+        // Behind a turn of tiles on five multiprocessors of twelve blocks of hadamard_codes: groups of 8 rows, the last of one row;
+        // tiles for some of the blocks, the last of eight rows. Behind two turns: groups of which some blocks have two.
+        let turn = 5 * 12 * 32;
+        for num_rows in [turn + 65, turn + 1000, 2 * turn + 700] {
+            cases.extend([Stored::E2m1, Stored::E4m3].map(|stored| plain(num_rows, Float::Bf16, stored)));
+        }
         // Around the floors of the scales, and where they are as large as they get.
         for (stored, exponent) in [(Stored::E2m1, -125), (Stored::E2m1, -128), (Stored::E4m3, -13), (Stored::E4m3, 120)]
         {

@@ -301,6 +301,7 @@ impl Declared for IndexerLoss {
         let empty = |case| IndexerLossCase { target: TargetClass::EmptyRows, ..case };
         let real = |case| IndexerLossCase { reduction: Reduction::MeanOfRealRows, row_mask: true, ..case };
         let sum = |case| IndexerLossCase { reduction: Reduction::Sum, ..case };
+        let whole = |case| keys(case, |keys| RankedKeys { indices: IndexClass::Valid, ..keys });
         let garbage = |case| IndexerLossCase { masked: Masked::Garbage, ..case };
         vec![
             sparse(0, 9, 5),
@@ -337,13 +338,22 @@ impl Declared for IndexerLoss {
             IndexerLossCase { loss_coeff: 0.0, ..sparse(4, 30, 33) },
             IndexerLossCase { loss_coeff: 0.0, ..in_place(dense(4, 32, 1)) },
             IndexerLossCase { with_kl: false, row_mask: true, lse_given: true, ..sparse(5, 70, 96) },
-            // More rows than threads of the sum.
+            // More rows than threads of the sum, and than these ask for at once.
             IndexerLossCase { row_mask: true, ..sparse(1100, 9, 4) },
+            real(sparse(4200, 9, 4)),
             // Blocks of each size, rows that just fit, and rows that no block holds.
             sparse(3, 900, 600),
             garbage(sparse(2, 3000, 1025)),
             garbage(dense(2, 1500, 1)),
             IndexerLossCase { together: true, ..dense(2, 4100, 1) },
+            // Warps whose slots are all valid, with and without entries that are clipped or raised, and beside others.
+            whole(sparse(3, 900, 512)),
+            exact(whole(sparse(2, 1100, 1024))),
+            wide(60.0, whole(sparse(2, 1100, 1024))),
+            at_the_clip(in_place(whole(sparse(2, 1100, 1024)))),
+            IndexerLossCase { target: TargetClass::Peaked, masked: Masked::Clean, ..whole(sparse(2, 1100, 1024)) },
+            keys(garbage(whole(sparse(5, 1100, 1024))), |keys| RankedKeys { lengths: Lengths::Within, ..keys }),
+            wide(60.0, dense(3, 1024, 1)),
             sparse(1, 900, 8192),
             exact(dense(1, 8193, 1)),
             in_place(sparse(1, 900, 8200)),

@@ -192,6 +192,8 @@ impl Declared for MhcMix {
         if profile == Profile::Full {
             cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64), hopper(2048, 8)]);
             cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64), plain(2048, 8)]);
+            // More tokens of each part than a block of the backward has places for.
+            cases.push(plain(5300, 8));
         }
         cases
     }

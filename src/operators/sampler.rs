@@ -186,9 +186,9 @@ impl Declared for Sampler {
             plain(1, 2048, Filters::TopP),
             SamplerCase { logits: Logits::Ties, ..plain(1, 2049, Filters::TopK) },
             // More ids than a block lists.
-            SamplerCase { logits: Logits::Equal, ..plain(1, 6200, Filters::TopP) },
+            SamplerCase { logits: Logits::Equal, ..plain(1, 9200, Filters::TopP) },
             // A list that does not reach what ends the order, and one that does, of a long row.
-            SamplerCase { data: Data::normal(0.25), ..plain(1, 6200, Filters::TopP) },
+            SamplerCase { data: Data::normal(0.25), ..plain(1, 9200, Filters::TopP) },
             SamplerCase { data: Data::normal(6.0), ..plain(1, 129_280, Filters::TopP) },
             // Rows of which every limit takes more than is listed, or ends within it; of which no weight stands out.
             SamplerCase { data: Data::normal(0.25), ..plain(9, 9000, Filters::TopP) },

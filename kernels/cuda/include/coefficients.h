@@ -1,5 +1,6 @@
 // The coefficients of a token's residual streams from their projection (inference 2.2, training 11.1): lane 4 i + j of
-// 16 has the column of comb[i,j], and lanes 0 to 7 have those of pre and post besides. A kernel's parameters name what
+// 16 has the column of comb[i,j], and lanes 0 to 7 have those of pre and post besides; or lane i of 4 has those of source i, pre[i]
+// and post[i]. A kernel's parameters name what
 // is read (scale, base) and written (pre, post, comb, mix).
 #pragma once
 
@@ -18,14 +19,47 @@ DEVICE float store_gate(const Params& params, int64_t token, int lane, float mix
     return pre;
 }
 
+// The logit of element 4 i + j, and it behind the softmax.
+template <typename Params>
+DEVICE float comb_logit(const Params& params, int element, float mix) {
+    return mix * params.scale[2] + params.base[2 * STREAMS + element];
+}
+template <typename Params>
+DEVICE float behind_softmax(const Params& params, float p) {
+    return p + params.hc_eps;
+}
+
+template <typename Params>
+DEVICE int passes_of(const Params& params) {
+    return sinkhorn_passes(params.sinkhorn_iters);
+}
+
+// Stores an element of comb and its column `mix`.
+template <typename Params>
+DEVICE void store_element(const Params& params, int64_t token, int element, float comb, float mix) {
+    params.comb[token * MATRIX_LANES + element] = comb;
+    params.mix[token * COLUMNS + 2 * STREAMS + element] = mix;
+}
+
 // Stores comb of the column `mix` and that column, where the token `exists`: all lanes of the warp take part.
 template <typename Params>
 DEVICE void store_comb(const Params& params, int64_t token, int lane, bool exists, float mix) {
-    const float m = row_softmax(mix * params.scale[2] + params.base[2 * STREAMS + lane]) + params.hc_eps;
-    float comb = m;
-    for (int pass = 1; pass <= sinkhorn_passes(params.sinkhorn_iters); ++pass)
-        comb *= sinkhorn_factor(comb, pass, params.hc_eps);
+    float comb = behind_softmax(params, row_softmax(comb_logit(params, lane, mix)));
+    for (int pass = 1; pass <= passes_of(params); ++pass) comb *= sinkhorn_factor(comb, pass, params.hc_eps);
+    if (exists) store_element(params, token, lane, comb, mix);
+}
+
+// The same of the row of source `lane`, of four lanes.
+template <typename Params>
+DEVICE void store_comb_row(const Params& params, int64_t token, int lane, bool exists, const float (&mix)[STREAMS]) {
+    float row[STREAMS];
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] = comb_logit(params, STREAMS * lane + j, mix[j]);
+    softmax_of_row(row);
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] = behind_softmax(params, row[j]);
+    sinkhorn_of_rows(row, passes_of(params), params.hc_eps);
     if (!exists) return;
-    params.comb[token * MATRIX_LANES + lane] = comb;
-    params.mix[token * COLUMNS + 2 * STREAMS + lane] = mix;
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) store_element(params, token, STREAMS * lane + j, row[j], mix[j]);
 }

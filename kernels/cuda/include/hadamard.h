@@ -1,12 +1,11 @@
 // Rows of 128 under the Walsh-Hadamard transform, four lanes a row, and how they are quantised (inference 5.4, 7, 7.1).
 // hadamard.cu has the formulas.
 //
-// The including file is compiled with ELEMENT defined. A lane has SPAN consecutive elements of each half of a row: five of the
+// A lane has SPAN consecutive elements of each half of a row: five of the
 // seven steps of the transform stay within it.
 #pragma once
 
 #include "butterflies.h"
-#include "element.h"
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -50,22 +49,22 @@ DEVICE Rounded round_to_bf16(Row& x) {
 
 // ---------------------------------------------------------------- rows of memory: in wide accesses, or element by element
 
-template <bool WIDE>
-DEVICE void load_row(const ELEMENT* row, int lane, Row& x) {
-    constexpr int COUNT = WIDE ? VECTOR : 1;
+template <bool WIDE, typename T>
+DEVICE void load_row(const T* row, int lane, Row& x) {
+    constexpr int COUNT = WIDE ? Element<T>::per_vec16 : 1;
     for (int part = 0; part < PARTS; ++part) {
-        const ELEMENT* source = row + (part * LANES + lane) * SPAN;
+        const T* source = row + (part * LANES + lane) * SPAN;
         UNROLL
         for (int i = 0; i < SPAN; i += COUNT)
             load_elements<COUNT>(source + i, *reinterpret_cast<float(*)[COUNT]>(&x[part][i]));
     }
 }
 
-template <bool WIDE>
-DEVICE void store_row(ELEMENT* row, int lane, const Row& x) {
-    constexpr int COUNT = WIDE ? VECTOR : 1;
+template <bool WIDE, typename T>
+DEVICE void store_row(T* row, int lane, const Row& x) {
+    constexpr int COUNT = WIDE ? Element<T>::per_vec16 : 1;
     for (int part = 0; part < PARTS; ++part) {
-        ELEMENT* target = row + (part * LANES + lane) * SPAN;
+        T* target = row + (part * LANES + lane) * SPAN;
         UNROLL
         for (int i = 0; i < SPAN; i += COUNT)
             store_elements(target + i, *reinterpret_cast<const float(*)[COUNT]>(&x[part][i]));
@@ -97,7 +96,9 @@ DEVICE uint8_t store_e4m3(uint8_t* row_codes, int lane, bool exists, const Row& 
     for (int part = 0; part < PARTS; ++part) magnitude = maximum(magnitude, rounded.magnitudes[part]);
     const uint8_t scale = group_scale(largest(magnitude << 16, LANES), E4M3_FLOOR, 1.0f / 448.0f);
     const float inverse = inverse_of_scale(scale);
-    for (int part = 0; part < PARTS && exists; ++part) {
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+        if (!exists) continue;
         uint32_t codes[SPAN / 4];
         e4m3_codes(y[part], inverse, codes);
         store_words<WIDE>(row_codes + (part * LANES + lane) * SPAN, codes);

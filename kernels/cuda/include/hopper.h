@@ -47,17 +47,6 @@
 
 constexpr int WARPGROUP_SIZE = 128;
 
-// threadIdx.x, read where it is called: nobody keeps it, or what follows from it, in registers across a loop around.
-DEVICE uint32_t thread_id_anew() {
-#if defined(PARITY_EMULATOR)
-    return threadIdx.x;
-#else
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-#endif
-}
-
 // ---------------------------------------------------------------- mbarriers
 
 // An mbarrier is 8 bytes of shared memory, 8-byte aligned. Initialised by one thread; the others may use it

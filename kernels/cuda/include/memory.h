@@ -118,6 +118,17 @@ DEVICE SharedAddress recomputed(SharedAddress address) {
     return address;
 }
 
+// threadIdx.x, read where it is called: nobody keeps it, or what follows from it, in registers across a loop around.
+DEVICE uint32_t thread_id_anew() {
+#if defined(PARITY_EMULATOR)
+    return threadIdx.x;
+#else
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+#endif
+}
+
 #if defined(PARITY_EMULATOR)
 // The host's view of a shared address; an access of `bytes` bytes at once that is misaligned or lies outside the
 // launch's shared memory ends the launch.

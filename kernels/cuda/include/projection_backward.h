@@ -5,14 +5,10 @@
 // what load_other has read in the narrow ones.
 #pragma once
 
-#include "async_copy.h"
-#include "memory.h"
-#include "numeric.h"
-#include "streams.h"
+#include "projection.h"
 
 constexpr int STREAMS_THREADS = 128;
 constexpr int STAGED_TOKENS = 32;  // whose numbers a block of the narrow kernels has at a time
-constexpr int PIECE = 8;           // channels of 16 bytes
 constexpr int AT_ONCE = 8;         // tokens whose channels a thread of the narrow kernels has under way
 
 // Channels that a thread owns, or none where they lie beyond the last one.
@@ -159,24 +155,17 @@ DEVICE void backward_wide(const Params& params) {
         const bf16* own = reinterpret_cast<const bf16*>(shared.channels[stage][0][0]) + threadIdx.x * W::CHANNELS;
         const Vec16* numbers = shared.numbers[stage][0];
         bf16* target = to + first * params.dstreams_token_stride;
-        // Two tokens at a time, so that the second one's numbers come while the first one is multiplied: with two warps a scheduler
-        // nobody else fills that time. Where there is no second one its numbers are zeros, and it is not stored.
-        static_assert(W::TOKENS % 2 == 0, "tokens are taken in twos");
         UNROLL_BY(1)
-        for (int left = count; left > 0; left -= 2) {
-            UNROLL
-            for (int i = 0; i < 2; ++i) {
-                float v[W::CHANNELS], other[W::CHANNELS] = {}, dv[W::CHANNELS];
-                const bf16* const channels = own + i * W::PIECES * PIECE;
-                load_elements<W::CHANNELS>(channels, v);
-                if constexpr (W::OTHERS == 1) load_elements<W::CHANNELS>(channels + W::TOKENS * W::PIECES * PIECE, other);
-                add_token(part.own, numbers + i * W::PLACES, v, dv);
-                add_other(params, part.own, numbers + i * W::PLACES, other, dv);
-                if (i == 0 || left > 1) store_channels(target + i * params.dstreams_token_stride, dv);
-            }
-            own += 2 * W::PIECES * PIECE;
-            numbers += 2 * W::PLACES;
-            target += 2 * params.dstreams_token_stride;
+        for (int left = count; left > 0; --left) {
+            float v[W::CHANNELS], other[W::CHANNELS] = {}, dv[W::CHANNELS];
+            load_elements<W::CHANNELS>(own, v);
+            if constexpr (W::OTHERS == 1) load_elements<W::CHANNELS>(own + W::TOKENS * W::PIECES * PIECE, other);
+            own += W::PIECES * PIECE;
+            add_token(part.own, numbers, v, dv);
+            add_other(params, part.own, numbers, other, dv);
+            store_channels(target, dv);
+            numbers += W::PLACES;
+            target += params.dstreams_token_stride;
         }
         // The stage is read: it may be written again.
         __syncthreads();

@@ -8,8 +8,18 @@
 // waited for them 47 % of the time.)
 //
 // A box takes 128 bytes of each of 256 rows that lie 8 to 57 KB apart; the next step takes those behind them. Measured on one H200,
-// 8192 tokens of 7168 and 4096 channels: 158 and 96.3 us (2.97 and 2.8 TB/s; DeepGEMM 128.3 and 76.3). Where the second-level
-// cache was asked for 256 bytes at a time and not for 128 (the runtime's tensor maps), it took 174 and 105.5.
+// 8192 tokens of 7168 and 4096 channels with their coefficients, one change after the other:
+//
+//     158   96.3 us   a proxy fence by those who split weights: it waited for their loads of the next steps as well, a latency of
+//                     the second-level cache in every step
+//     152.2 93.1      the fence by consumers, who have no loads under way
+//     144.8 89.1      places of weights counted on: a division for each step was a fifth of what those who split execute
+//     142.5 87.1      four stages of streams and six of weights in the place of six and three
+//     140.0 85.3      coefficients by four lanes a token (mhc_mix.cu), and launches that overlap
+//
+// Beside the last: five stages of streams 141.7 and 87.1, three and nine of weights 140.4 and 85.4; boxes of two steps asked for
+// together 142.7 and 87.7. Before all of these a second-level cache that was asked for 256 bytes at a time and not for 128 (the
+// runtime's tensor maps) gave 174 and 105.5. DeepGEMM's projection alone took 128.3 and 76.3 beside the first.
 //
 // The three parts of the weights are columns of one product, 64 x 72 x 16 of 24 columns, so that the tensor cores are
 // given a wide one, and sums of unlike size do not meet in one accumulator: a step's product of each part is four
@@ -31,7 +41,7 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE;
 constexpr int COPY_THREADS = WARP_SIZE, SPLIT_THREADS = 6 * WARP_SIZE;
 constexpr int HOPPER_PROJECTION_THREADS = CONSUMER_THREADS + COPY_THREADS + SPLIT_THREADS;
 constexpr int STEP_CHANNELS = 64;  // a row of 128 bytes
-constexpr int STREAM_STAGES = 6, WEIGHT_STAGES = 3;
+constexpr int STREAM_STAGES = 4, WEIGHT_STAGES = 6;
 
 struct HopperProjectionParams {
     const float* fn;  // [COLUMNS, STREAMS * hidden_size]
@@ -87,10 +97,20 @@ struct Part {
         const int64_t tokens = minimum(params.num_tokens - first_token, int64_t{TILE_TOKENS});
         consumers = static_cast<uint32_t>(ceil_div(tokens, int64_t{CONSUMER_TOKENS}));
     }
-    int32_t stream(uint32_t step) const { return static_cast<int32_t>((begin + step) / of_stream); }
-    // The first channel of a step, of its stream.
-    int32_t within(uint32_t step) const {
-        return static_cast<int32_t>((begin + step) % of_stream) * STEP_CHANNELS;
+};
+
+// Where a step begins: a stream and a channel of it. Steps are counted on, not divided.
+struct Place {
+    int32_t stream, within;
+
+    explicit Place(const Part& part)
+        : stream(static_cast<int32_t>(part.begin / part.of_stream)),
+          within(static_cast<int32_t>(part.begin % part.of_stream) * STEP_CHANNELS) {}
+    void next(int32_t hidden_size) {
+        within += STEP_CHANNELS;
+        if (within < hidden_size) return;
+        within = 0;
+        ++stream;
     }
 };
 
@@ -99,12 +119,13 @@ struct Part {
 template <int COLUMNS>
 DEVICE void copy_streams(const HopperProjectionParams& params, SharedAddress shared, const Part& part) {
     using Layout = ProjectionLayout<COLUMNS>;
-    for (uint32_t step = 0; step < part.steps; ++step) {
+    Place place(part);
+    for (uint32_t step = 0; step < part.steps; ++step, place.next(params.hidden_size)) {
         const SharedAddress full = shared + Layout::full(step);
         mbarrier_wait(shared + Layout::empty(step), stream_phase(step) ^ 1);
         mbarrier_arrive_expect(full, Layout::STREAM_BYTES);
-        tensor_copy_in(shared + Layout::stream(step), params.streams_map, part.within(step) * sizeof(bf16),
-                       static_cast<int32_t>(part.first_token), part.stream(step), full);
+        tensor_copy_in(shared + Layout::stream(step), params.streams_map, place.within * sizeof(bf16),
+                       static_cast<int32_t>(part.first_token), place.stream, full);
     }
 }
 
@@ -115,59 +136,64 @@ DEVICE void copy_streams(const HopperProjectionParams& params, SharedAddress sha
 // that it read of half chunk / 4.
 DEVICE constexpr int channel_of(int chunk, int pair) { return 32 * (chunk / 4) + PIECE * pair + 2 * (chunk % 4); }
 
-// What a thread brings of a step, if anything: a chunk of a column. Zeros in columns that there are none of, and behind a stream's
-// end.
+// What a thread brings of the steps, if anything: the same chunk of the same column of each.
 template <int COLUMNS>
-struct SplitChunk {
+struct Chunk {
     static constexpr int ALL = 8 * TILES<COLUMNS> * 8;
     static_assert(ALL <= SPLIT_THREADS, "a chunk for each thread");
-    Weights weights;
+    const float* fn;  // of the column
+    int32_t hidden_size, column, chunk;
 
-    void load(const HopperProjectionParams& params, const Part& part, uint32_t step, int thread) {
-        if (thread >= ALL) return;
-        const int column = thread / 8, chunk = thread % 8;
-        const int64_t width = params.hidden_size, within = part.within(step);
-        const float* const row = params.fn + (static_cast<int64_t>(column) * STREAMS + part.stream(step)) * width;
+    Chunk(const HopperProjectionParams& params, int thread)
+        : hidden_size(params.hidden_size), column(thread / 8), chunk(thread % 8) {
+        fn = params.fn + static_cast<int64_t>(column) * STREAMS * hidden_size;
+    }
+
+    // Zeros in columns that there are none of, and behind a stream's end.
+    void load(const Place& place, Weights& weights) const {
+        const float* const first = fn + (static_cast<int64_t>(place.stream) * hidden_size + place.within);
+        const int32_t width = hidden_size - place.within;
         UNROLL
         for (int pair = 0; pair < 4; ++pair) {
-            const int64_t channel = within + channel_of(chunk, pair);
+            const int channel = channel_of(chunk, pair);
             float two[2] = {};
-            if (column < COLUMNS && channel < width) load_elements<2>(row + channel, two);
+            if (column < COLUMNS && channel < width) load_elements<2>(first + channel, two);
             weights.values[2 * pair] = two[0];
             weights.values[2 * pair + 1] = two[1];
         }
     }
-    void store(SharedAddress operand, int thread) const {
-        if (thread >= ALL) return;
+    void store(const Weights& weights, SharedAddress operand) const {
+        if (column >= ALL / 8) return;
         Vec16 vectors[PARTS];
         split_weights(weights, vectors);
         UNROLL
         for (int part = 0; part < PARTS; ++part)
-            store_shared_vec16(operand + panel_offset(8 * TILES<COLUMNS> * part + thread / 8, thread % 8), vectors[part]);
+            store_shared_vec16(operand + panel_offset(8 * TILES<COLUMNS> * part + column, chunk), vectors[part]);
     }
 };
 
 // Those of the next two steps are on their way while one is split, in registers of their own: nothing is moved, which would
-// wait for them.
+// wait for them. For the same reason there is no fence here: it would wait for them, too. Consumers have it.
 template <int COLUMNS>
 DEVICE void produce_weights(const HopperProjectionParams& params, SharedAddress shared, const Part& part, int thread) {
     using Layout = ProjectionLayout<COLUMNS>;
     constexpr uint32_t AHEAD = 2;
-    SplitChunk<COLUMNS> chunks[AHEAD];
+    const Chunk<COLUMNS> chunk(params, thread);
+    Weights weights[AHEAD];
+    Place ahead(part);
     UNROLL
-    for (uint32_t step = 0; step < AHEAD; ++step)
-        if (step < part.steps) chunks[step].load(params, part, step, thread);
+    for (uint32_t step = 0; step < AHEAD; ++step, ahead.next(params.hidden_size))
+        if (step < part.steps) chunk.load(ahead, weights[step]);
     for (uint32_t first = 0; first < part.steps; first += AHEAD) {
         UNROLL
-        for (uint32_t i = 0; i < AHEAD; ++i) {
+        for (uint32_t i = 0; i < AHEAD; ++i, ahead.next(params.hidden_size)) {
             const uint32_t step = first + i;
             if (step >= part.steps) break;
             mbarrier_wait(shared + Layout::used(step), weight_phase(step) ^ 1);
-            chunks[i].store(shared + Layout::weight(step), thread);
-            fence_async_proxy();
+            chunk.store(weights[i], shared + Layout::weight(step));
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Layout::split(step));
-            if (step + AHEAD < part.steps) chunks[i].load(params, part, step + AHEAD, thread);
+            if (step + AHEAD < part.steps) chunk.load(ahead, weights[i]);
         }
     }
 }
@@ -230,6 +256,7 @@ DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, 
         mbarrier_wait(shared + Layout::full(step), stream_phase(step));
         read_rows(shared + Layout::stream(step), row, fragments);
         mbarrier_wait(shared + Layout::split(step), weight_phase(step));
+        fence_async_proxy();
         start_products(fragments, shared + Layout::weight(step), products);
         // All lanes of the warp have read their rows.
         __syncwarp();

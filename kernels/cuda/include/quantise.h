@@ -115,27 +115,27 @@ DEVICE void load_words(const uint8_t* source, uint32_t (&words)[WORDS], int byte
 
 // Codes in e2m1 of eight numbers of bf16 divided by the scale of their group, at most 6 then, the first in the lowest
 // nibble; of the scale that is NaN, 7 (+6) each. Word i has number i in its lower half and number i + 4 in the upper one.
-// Numbers below 2 are multiples of 0.5, those below 4 of 1 and those up to 6 of 2: a sum with 64 in bf16, whose steps are
-// 0.5 there, rounds to each of these, once. Codes are what its last bits count, and the right one of three is the least:
-//     64 + z,  64 + z / 2 + 1,  64 + z / 4 + 2
+// Numbers below 2 are multiples of 0.5, those below 4 of 1 and those up to 6 of 2. Steps of bf16 are 0.5 below 128 and 1 from
+// there on, so that two sums round to each of these, once, and codes are what the bits of the sums count from those of 126:
+//     126 + z, right up to 4 and larger above,  128 + z / 2, right from 4 on and larger below
 DEVICE uint32_t e2m1_codes(const uint32_t (&pairs)[4], uint8_t scale) {
-    constexpr uint32_t HALVES = 0x42804280u, ONES = 0x42824282u, TWOS = 0x42844284u, SIGNS = 0x80008000u;
-    const float inverse = inverse_of_scale(scale), half = inverse * 0.5f, quarter = inverse * 0.25f;
-    const uint32_t factors[3] = {pack_bf16(inverse, inverse), pack_bf16(half, half), pack_bf16(quarter, quarter)};
+    constexpr uint32_t FIRST = 0x42fc42fcu, FIFTH = 0x43004300u, LAST = FIRST + 0x00070007u, SIGNS = 0x80008000u;
+    const float inverse = inverse_of_scale(scale), half = inverse * 0.5f;
+    const uint32_t factors[2] = {pack_bf16(inverse, inverse), pack_bf16(half, half)};
     uint32_t codes = 0;
     UNROLL
     for (int i = 3; i >= 0; --i) {
         const uint32_t magnitudes = pairs[i] & ~SIGNS;
-        const uint32_t code = minimum_u16x2(minimum_u16x2(multiply_add_bf16x2(magnitudes, factors[0], HALVES),
-                                                          multiply_add_bf16x2(magnitudes, factors[1], ONES)),
-                                            multiply_add_bf16x2(magnitudes, factors[2], TWOS));
-        codes = codes * 16 + code;
+        const uint32_t code = minimum_u16x2(multiply_add_bf16x2(magnitudes, factors[0], FIRST),
+                                            multiply_add_bf16x2(magnitudes, factors[1], FIFTH));
+        // NaN is above all numbers.
+        codes = codes * 16 + minimum_u16x2(code, LAST);
     }
-    // The sign of each number all over the byte that has its code, and the one of the other nibble in another word.
+    // The sign of each number all over the byte that has its code, and the one of the other nibble in another word. NaN has none.
     const uint32_t low_signs = byte_signs<0xfbd9>(pairs[0], pairs[2]), high_signs = byte_signs<0xfbd9>(pairs[1], pairs[3]);
-    const uint32_t signs = (low_signs & 0x08080808u) | (high_signs & 0x80808080u);
-    // What the last bits are counted from was added four times as well.
-    return scale == 255 ? 0x77777777u : (codes - HALVES * 0x1111u) | signs;
+    const uint32_t low = scale == 255 ? 0u : 0x08080808u, high = scale == 255 ? 0u : 0x80808080u;
+    // What codes are counted from was added four times as well.
+    return codes + ((low_signs & low) | (high_signs & high)) - FIRST * 0x1111u;
 }
 
 // The same of eight floats that bf16 holds.

@@ -24,9 +24,11 @@ struct Ranking {
     // Whether a stored index is one of the sequence's: one below the first becomes larger than any, since
     // index_base + num_keys is within 32 bits.
     bool contains(int32_t index) const {
-        const uint32_t local = static_cast<uint32_t>(index) - static_cast<uint32_t>(index_base);
+        const uint32_t local = local_key(index);
         return local < static_cast<uint32_t>(num_keys);
     }
+    // Which of the sequence's keys it is, one of them or not.
+    uint32_t local_key(int32_t index) const { return static_cast<uint32_t>(index) - static_cast<uint32_t>(index_base); }
     // The key row of a stored index, -1 where it is none of the sequence's: tested before the sequence's first row is
     // added.
     int32_t valid_row(int32_t index) const { return contains(index) ? first_key + (index - index_base) : -1; }
@@ -61,7 +63,9 @@ DEVICE Ranking ranking(const Params& params, int32_t token, int32_t columns) {
         const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
         const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
         const int64_t position = maximum<int64_t>(offset + (token - first_token) + 1, 0);
-        const int64_t limit = minimum<int64_t>(position / params.ratio, minimum(num_keys, columns));
+        // A position is less than 2^32, and a division of 32 bits takes far fewer instructions.
+        const uint32_t limit = minimum(static_cast<uint32_t>(position) / static_cast<uint32_t>(params.ratio),
+                                       static_cast<uint32_t>(minimum(num_keys, columns)));
         return Ranking{nullptr, static_cast<int32_t>(limit), first_key, num_keys, 0};
     }
 }

@@ -1,5 +1,6 @@
 // The normalisation of mixing matrices of STREAMS x STREAMS numbers (inference 2.2, training 11.1): 16 lanes hold one,
-// lane 4 i + j of them element (source i, destination j), so that a warp holds two.
+// lane 4 i + j of them element (source i, destination j), so that a warp holds two. Or four lanes do, lane i the row of source i:
+// eight a warp, with 4.6 instructions a pass and matrix instead of 7, and sums of the same order.
 //
 //     P = softmax over j of the logits          M = P + eps
 //     pass 1, 3, 5, ...   M /= (sum over i of M) + eps        columns
@@ -27,23 +28,62 @@ DEVICE float column_sum(float x) {
     return x + __shfl_xor_sync(FULL_WARP, x, 8);
 }
 
+DEVICE float softmax_power(float logit, float top) { return exp2_approx((logit - top) * LOG2_E); }
+DEVICE float softmax_share(float power, float sum) { return power * reciprocal_approx(sum); }
+
 DEVICE float row_softmax(float logit) {
     float top = maximum_or_nan_f32(logit, __shfl_xor_sync(FULL_WARP, logit, 1));
     top = maximum_or_nan_f32(top, __shfl_xor_sync(FULL_WARP, top, 2));
-    const float power = exp2_approx((logit - top) * LOG2_E);
-    return power * reciprocal_approx(row_sum(power));
+    const float power = softmax_power(logit, top);
+    return softmax_share(power, row_sum(power));
 }
 
 DEVICE int sinkhorn_passes(int iterations) { return 2 * iterations - 1; }
 DEVICE bool is_of_columns(int pass) { return pass % 2 == 1; }
 
-// What M is multiplied by in a pass.
+// What M is multiplied by in a pass: of the sum of its elements, and of a lane's one.
+DEVICE float factor_of_sum(float sum, float eps) { return reciprocal_approx(sum + eps); }
 DEVICE float sinkhorn_factor(float m, int pass, float eps) {
-    return reciprocal_approx((is_of_columns(pass) ? column_sum(m) : row_sum(m)) + eps);
+    return factor_of_sum(is_of_columns(pass) ? column_sum(m) : row_sum(m), eps);
 }
 
 // The gradient in front of a pass, of the one behind it, of M behind it and of what M was multiplied by.
 DEVICE float sinkhorn_gradient(float gradient, float m, float factor, int pass) {
     const float product = gradient * m;
     return factor * (gradient - (is_of_columns(pass) ? column_sum(product) : row_sum(product)));
+}
+
+// ---------------------------------------------------------------- a row a lane
+
+DEVICE float sum_of_row(const float (&row)[STREAMS]) { return (row[0] + row[1]) + (row[2] + row[3]); }
+
+DEVICE void softmax_of_row(float (&row)[STREAMS]) {
+    const float top = maximum_or_nan_f32(maximum_or_nan_f32(row[0], row[1]), maximum_or_nan_f32(row[2], row[3]));
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] = softmax_power(row[j], top);
+    const float sum = sum_of_row(row);
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] = softmax_share(row[j], sum);
+}
+
+DEVICE void pass_over_rows(float (&row)[STREAMS], float eps) {
+    const float factor = factor_of_sum(sum_of_row(row), eps);
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] *= factor;
+}
+
+// All lanes of the warp take part.
+DEVICE void pass_over_columns(float (&row)[STREAMS], float eps) {
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) {
+        const float sum = row[j] + __shfl_xor_sync(FULL_WARP, row[j], 1);
+        row[j] *= factor_of_sum(sum + __shfl_xor_sync(FULL_WARP, sum, 2), eps);
+    }
+}
+
+DEVICE void sinkhorn_of_rows(float (&row)[STREAMS], int passes, float eps) {
+    for (int pass = 1; pass <= passes; ++pass) {
+        if (is_of_columns(pass)) pass_over_columns(row, eps);
+        else pass_over_rows(row, eps);
+    }
 }

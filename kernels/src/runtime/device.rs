@@ -286,6 +286,11 @@ impl Kernel {
         usize::try_from(of_one).unwrap_or(usize::MAX).max(1).saturating_mul(environment.processors as usize)
     }
 
+    /// Whether a block of this device has the shared memory that the kernel asks for.
+    pub fn fits(&self, environment: &Environment) -> bool {
+        self.exports.shared_bytes.unwrap_or(0) <= environment.shared_bytes_per_block
+    }
+
     /// Enqueues a launch of `blocks` blocks in x, of as many threads as the kernel was compiled for.
     ///
     /// # Errors
