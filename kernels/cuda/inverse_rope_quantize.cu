@@ -12,8 +12,9 @@
 // bit for bit that of rope.cu and quantize_fp8.cu one after the other. A position outside the table makes NaN of the
 // rotated channels, hence the scale NaN and codes of NaN for their 128 channels.
 //
-// How the work is laid out. A warp takes 512 channels of a token, which is one head of the model; a lane 16, in
-// accesses of 16 bytes, so that eight lanes share a scale (groups.h). Rows of padding have warps where their scales lie.
+// How the work is laid out. A warp takes 512 channels of a token, a lane 16, in accesses of 16 bytes, so that eight lanes share a
+// scale (groups.h); of the model's heads of 512 the same 128 of four of them (apart_from_heads). Rows of padding have warps where
+// their scales lie.
 //
 // Floor: 2 bytes read and 1 written a channel, and a scale for 128: at 4.24 TB/s 190 us for 4096 tokens of 128 heads of
 // 512, 95 us for 64 heads, where rope.cu and quantize_fp8.cu move 7 bytes, 443 and 221 us. Measured on one H200 for 64
@@ -21,7 +22,8 @@
 // 124.4 and 127.8 with rotations asked for before the channels; 119.1 and 121.9 with bf16 multiplied as it lies and turned two
 // at a time. That a warp has the same 128 channels of four heads, so that one of four turns, gave those with fp32 scales 9 us
 // and the others nothing. For 128 heads 247 and 254 us at the second of these steps, and 10.2 us for 128 tokens of them.
-// Instructions limit it, by count: 405 of a warp were 115 of 125 us, some 350 are left.
+// By count instructions limited it: 405 of a warp were 115 of 125 us. Some 265 are left on average, 75 us of issue slots, so that
+// they should no longer. What does has not been profiled; of e8m0 scales a warp's four bytes lay side by side and now lie apart.
 //
 // Defines: ELEMENT bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
 #include "element.h"
@@ -63,8 +65,8 @@ struct Place {
 };
 
 // Of four heads of 512 channels a warp takes the same 128 of each, and not one of the heads: three warps of four have none that
-// turn then, and the rotation costs all a quarter of its instructions. Both are the numbers 0 to 3 of which a column consists
-// above its 128: the head of four, and the 128 of the head.
+// turn then, and the rotation costs a quarter of its instructions. Two bits of a column say which 128 of a head it is, the two
+// above them which of four heads: they change places.
 DEVICE int32_t apart_from_heads(const InverseRopeQuantizeParams& params, int32_t column) {
     if (params.head_dim != 512 || params.width % 2048 != 0) return column;
     return (column & ~0x780) | (column & 0x180) << 2 | (column & 0x600) >> 2;
