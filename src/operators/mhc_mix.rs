@@ -178,7 +178,7 @@ impl Declared for MhcMix {
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
             // More blocks of tokens than blocks of the coefficients.
-            plain(90, 2),
+            plain(200, 2),
             hopper(0, 16),
             hopper(1, 8),
             // More steps than there are stages of streams, and of weights; each stream ends within a step.
