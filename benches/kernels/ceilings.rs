@@ -15,7 +15,7 @@ const COPY_BYTES: usize = 2 << 30;
 pub const SMALLER_COPIES: [usize; 8] = [1 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 40 << 20, 64 << 20, 256 << 20];
 /// What the sets of buffers of such a copy take together at least: several times the second-level cache.
 const COPIES_SPAN: usize = 512 << 20;
-/// The most sets: the span matters only for bytes that a cache could hold back, and a page of memory is far more than 1 KiB.
+/// The most sets: copies of so few bytes that more would be needed are of launches, not of memory.
 const MOST_COPIES: usize = 64;
 /// Extent of the matrix product.
 const MATRIX: usize = 8192;
@@ -85,8 +85,14 @@ impl<'d> Copies<'d> {
     pub fn place(device: &'d Device, bytes: usize) -> Result<Self> {
         let mut arena = DeviceArena::new(device, Contract::NAN);
         let sets = COPIES_SPAN.div_ceil(2 * bytes).clamp(2, MOST_COPIES);
-        let pair = |_| Ok([normal(&mut arena, "source", &[bytes / 2])?, arena.output("target", DType::U8, &[bytes])?]);
-        let pairs = (0..sets).map(pair).collect::<Result<_>>()?;
+        // One source is drawn, and the others are its copies.
+        let first = normal(&mut arena, "source", &[bytes / 2])?;
+        let mut pairs = vec![[first.clone(), arena.output("target", DType::U8, &[bytes])?]];
+        for _ in 1..sets {
+            let source = arena.output("source", DType::U8, &[bytes])?;
+            device.backend().copy(source.address, first.address, bytes)?;
+            pairs.push([source, arena.output("target", DType::U8, &[bytes])?]);
+        }
         Ok(Self { arena, pairs, bytes })
     }
 }

@@ -15,7 +15,7 @@ const KEPT_BYTES: i32 = i32::MAX;
 const GROWTH_BYTES: i32 = 256 << 20;
 
 /// Lets freed memory serve what is allocated next. As it comes, glibc maps each large tensor anew and gives it back when it is
-/// freed, and the kernel clears every page of it again: two thirds of a large case's time on one core. Call it before any
+/// freed, and the kernel clears every page of it again: half of a large case's processor time. Call it before any
 /// thread is started; where the allocator is another one, nothing happens.
 pub fn keep_freed_memory() {
     #[cfg(target_env = "gnu")]
