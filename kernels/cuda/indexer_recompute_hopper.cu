@@ -222,7 +222,11 @@ DEVICE void gather(const IndexerRecomputeParams& params, SharedAddress shared, u
         const uint32_t tile = handover.tile;
         mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
         const uint32_t valid[2] = {__ballot_sync(FULL_WARP, rows[0] >= 0), __ballot_sync(FULL_WARP, rows[1] >= 0)};
-        if (lane_id() < 2) valid_slots(tile)[lane_id()] = lane_id() ? valid[1] : valid[0];
+        // By the lane that hands the tile over: racecheck knows nothing of what its arrival says of the others of the warp.
+        if (lane_id() == 0) {
+            valid_slots(tile)[0] = valid[0];
+            valid_slots(tile)[1] = valid[1];
+        }
         gather_tile(params, rows, shared + Shared::k(tile));
         handover.issue();
     }

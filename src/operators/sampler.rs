@@ -56,6 +56,8 @@ pub enum Filters {
     TopK,
     /// `top_p`, of some rows none.
     TopP,
+    /// `top_p` of each row as users ask for it, from 0.8 to 0.99.
+    UsualTopP,
     /// `min_p`, of some rows none.
     MinP,
     /// All three, of some rows none of them.
@@ -99,7 +101,9 @@ fn plain(num_rows: usize, vocab_size: usize, filters: Filters) -> SamplerCase {
 
 impl SamplerCase {
     fn limits_by(&self, filter: Filters) -> bool {
-        self.filters == filter || self.filters == Filters::All
+        self.filters == filter
+            || self.filters == Filters::All
+            || (self.filters == Filters::UsualTopP && filter == Filters::TopP)
     }
 }
 
@@ -140,7 +144,8 @@ impl Declared for Sampler {
 
     fn strategy(profile: Profile) -> BoxedStrategy<SamplerCase> {
         let [rows, columns] = profile.of([[6usize, 600], [10, 3000], [40, 60_000]]);
-        let filters = select(vec![Filters::Absent, Filters::TopK, Filters::TopP, Filters::MinP, Filters::All]);
+        use Filters::{Absent, All, MinP, TopK, TopP, UsualTopP};
+        let filters = select(vec![Absent, TopK, TopP, UsualTopP, MinP, All]);
         let logits = select(vec![
             Logits::Drawn,
             Logits::Drawn,
@@ -179,6 +184,7 @@ impl Declared for Sampler {
             mixed(9, 64, Filters::All),
             plain(5, 300, Filters::TopK),
             plain(6, 40, Filters::TopP),
+            plain(5, 3000, Filters::UsualTopP),
             plain(5, 300, Filters::MinP),
             extreme(Filters::Absent),
             extreme(Filters::TopK),
@@ -208,7 +214,8 @@ impl Declared for Sampler {
         cases.extend(logits.map(|logits| of(logits, Filters::All)));
         cases.push(of(Logits::NotFinite, Filters::Absent));
         if profile == Profile::Full {
-            cases.extend([Filters::Absent, Filters::TopP, Filters::All].map(|filters| mixed(128, 129_280, filters)));
+            let filters = [Filters::Absent, Filters::TopP, Filters::UsualTopP, Filters::All];
+            cases.extend(filters.map(|filters| mixed(128, 129_280, filters)));
             cases.push(plain(1, launcher::MAX_VOCAB_SIZE, Filters::All));
         }
         cases
@@ -264,9 +271,11 @@ impl Declared for Sampler {
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Temperature::{One, Zero};
         let gpu = [
-            ("top-p", 128, Filters::TopP, One),
-            ("top-p", 32, Filters::TopP, One),
-            ("top-p", 1, Filters::TopP, One),
+            ("top-p", 128, Filters::UsualTopP, One),
+            ("top-p", 32, Filters::UsualTopP, One),
+            ("top-p", 1, Filters::UsualTopP, One),
+            // Rows without a limit among them, and limits that keep all but one id, or one.
+            ("edges of top-p", 128, Filters::TopP, One),
             ("top-k", 128, Filters::TopK, One),
             ("all filters", 128, Filters::All, One),
             ("no filter", 128, Filters::Absent, One),
@@ -370,6 +379,8 @@ fn draw_limits(c: &SamplerCase) -> Vec<Limits> {
     let most = c.vocab_size.min(1 << 20) as f64;
     let top_k = [1.0, 5.0, most, -1.0, most - 1.0, 0.0, f64::from(i32::MAX), 50.0];
     let top_p = [0.9, 0.5, 0.999_999_9, 0.0, 1.0, 0.65, -1.0, 1.0 - 2f64.powi(-24), f64::NAN];
+    let usual_top_p = [0.9, 0.95, 0.8, 0.99];
+    let top_p = if c.filters == Filters::UsualTopP { &usual_top_p[..] } else { &top_p[..] };
     let min_p = [0.1, 0.0, 0.9, 1e-3, f64::NAN, 1.0, 0.3, -1.0, 5.0];
     let mut of = |by: Filters, all: &[f64], row: usize, none: f64| match c.limits_by(by) {
         true if c.filters == Filters::All => all[draw.rng().random_range(0..all.len())],
@@ -378,7 +389,7 @@ fn draw_limits(c: &SamplerCase) -> Vec<Limits> {
     };
     let limits = |row: usize| Limits {
         top_k: of(Filters::TopK, &top_k, row, 0.0),
-        top_p: of(Filters::TopP, &top_p, row, 1.0),
+        top_p: of(Filters::TopP, top_p, row, 1.0),
         min_p: of(Filters::MinP, &min_p, row, 0.0),
     };
     (0..c.num_rows).map(limits).collect()
