@@ -85,7 +85,8 @@ impl Worker {
             command.env(TURNS, folder.join("turns").with_extension(&gpu)).env(GPU, gpu);
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        command.env("RAYON_NUM_THREADS", cores.div_ceil(shard.count as usize).to_string());
+        // No more threads than cores: those of an oracle spin where they wait for each other.
+        command.env("RAYON_NUM_THREADS", (cores / shard.count as usize).max(1).to_string());
         isolate(&mut command);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().with_context(|| format!("starting worker {shard}"))?;

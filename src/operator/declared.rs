@@ -718,6 +718,11 @@ impl<K: Declared> Operator for Op<K> {
         Ok(size::bytes_of(&K::tensors(&case), &choices.layouts, K::oracle_elements(&case)))
     }
 
+    fn elements(&self, case: &Case) -> Result<u128, CaseError> {
+        let (case, _) = read::<K>(case)?;
+        Ok(size::elements_of(&K::tensors(&case), K::oracle_elements(&case)))
+    }
+
     fn golden_kinds(&self) -> &'static [&'static str] {
         K::GOLDEN
     }

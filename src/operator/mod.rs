@@ -147,6 +147,13 @@ pub trait Operator: Sync {
     /// A field that the operator cannot take.
     fn bytes(&self, case: &Case) -> Result<u128, CaseError>;
 
+    /// Elements of all of a case's tensors and of what one run of its oracle holds beside them, which the time that the case takes
+    /// grows with. The same on every machine.
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    fn elements(&self, case: &Case) -> Result<u128, CaseError>;
+
     /// The kinds of golden files that are about it ([`GoldenFile::operator`]).
     fn golden_kinds(&self) -> &'static [&'static str] {
         &[]

@@ -125,13 +125,11 @@ fn group_limits(read: &dyn Fn(&Path) -> Option<String>) -> Vec<u64> {
 /// wraps: what would is all that there is.
 pub(super) fn bytes_of(specs: &Specs, layouts: &Layouts, oracle: u128) -> u128 {
     let of = |of: &dyn Fn(&TensorSpec) -> u128| specs.present().map(of).fold(0, u128::saturating_add);
-    let elements =
-        |spec: &TensorSpec| spec.axes.iter().fold(1u128, |product, axis| product.saturating_mul(axis.extent as u128));
     let bytes = |spec: &TensorSpec| elements(spec).saturating_mul(spec.dtype.size() as u128);
     let given = of(&|spec| if spec.is_given() { bytes(spec) } else { 0 });
     let on_device = of(&|spec| if spec.is_stored() { placed(spec, layouts) } else { 0 });
     let judged = specs.compared().map(elements).fold(0, u128::saturating_add);
-    let computed = of(&elements).saturating_add(oracle);
+    let computed = elements_of(specs, oracle);
     // A tensor without elements may have axes of any extent, along which lists are made all the same.
     let lists = of(&|spec| spec.axes.iter().map(|axis| axis.extent as u128).sum());
     let at_once = 1 + rayon::current_num_threads() as u128;
@@ -144,6 +142,15 @@ pub(super) fn bytes_of(specs: &Specs, layouts: &Layouts, oracle: u128) -> u128 {
     ]
     .into_iter()
     .fold(0, u128::saturating_add)
+}
+
+/// Elements of all tensors of a case, and of what one oracle run holds beside them.
+pub(super) fn elements_of(specs: &Specs, oracle: u128) -> u128 {
+    specs.present().map(elements).fold(oracle, u128::saturating_add)
+}
+
+fn elements(spec: &TensorSpec) -> u128 {
+    spec.axes.iter().fold(1, |product, axis| product.saturating_mul(axis.extent as u128))
 }
 
 /// Bytes of a tensor's buffer that are filled and read back.

@@ -122,7 +122,7 @@ fn a_division_balances_costs_and_leaves_no_shard_empty() {
 }
 
 #[test]
-fn a_case_costs_what_was_recorded_and_an_unknown_one_its_operators_mean() {
+fn a_case_costs_what_was_recorded_and_an_unknown_one_its_share_of_its_operators_mean() {
     let mut record = report(&divided().join("0")).cases[0].clone();
     let mut records = Vec::new();
     for (operator, width, seconds) in [("a", 1, 1.0), ("a", 2, 3.0), ("b", 1, 5.0)] {
@@ -132,24 +132,25 @@ fn a_case_costs_what_was_recorded_and_an_unknown_one_its_operators_mean() {
         records.push(record.clone());
     }
     let costs = Costs::from_records(&records);
-    let cost = |case: Value| costs.of(&case) as f64 / 1e9;
-    assert_eq!(cost(json!({ "operator": "a", "width": 2 })), 6.0);
-    assert_eq!(cost(json!({ "width": 2, "operator": "a" })), 6.0);
-    assert_eq!(cost(json!({ "operator": "a", "width": 9 })), 4.0);
-    assert_eq!(cost(json!({ "operator": "c", "width": 1 })), 6.0);
-    assert_eq!(Costs::default().of(&json!({ "operator": "a" })), 1);
+    let of = |operator: &str, width: u64| json!({ "operator": operator, "width": width });
+    let cases = [of("a", 2), json!({ "width": 2, "operator": "a" }), of("a", 9), of("a", 8), of("c", 1)];
+    // The two unknown ones of an operator share its mean by their sizes; what is known has no use for one.
+    let expected = [6, 6, 6, 2, 6].map(|seconds| seconds * 1_000_000_000);
+    assert_eq!(costs.of_all(&cases, &[7, 7, 30, 10, 5]), expected);
+    assert_eq!(Costs::default().of_all(&cases[2..], &[30, 10, 0]), [30, 10, 1], "sizes alone");
 }
 
 #[test]
 fn costs_are_read_from_reports_and_from_records_whose_last_line_was_cut() {
     let dir = tempfile::tempdir().unwrap();
     let case = report(&divided().join("whole")).cases[0].case.clone();
-    let expected = Costs::read(&divided().join("whole/report.json")).unwrap().of(&case);
+    let of = |file: &Path| Costs::read(file).unwrap().of_all(std::slice::from_ref(&case), &[1])[0];
+    let expected = of(&divided().join("whole/report.json"));
     assert!(expected > 1);
     let records = read(&divided().join("whole/records.jsonl"));
     let file = dir.path().join("records.jsonl");
     std::fs::write(&file, format!("{records}{}", &records[..40])).unwrap();
-    assert_eq!(Costs::read(&file).unwrap().of(&case), expected);
+    assert_eq!(of(&file), expected);
     for (wrong, why) in [("", "holds no case"), ("{}\n", "line 1")] {
         std::fs::write(&file, wrong).unwrap();
         let error = Costs::read(&file).expect_err("no costs");
