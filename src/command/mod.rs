@@ -154,6 +154,17 @@ pub struct DeviceArguments {
 }
 
 impl DeviceArguments {
+    /// The kernels' sources.
+    ///
+    /// # Errors
+    /// A kernel directory that cannot be read.
+    pub fn tree(&self) -> Result<SourceTree> {
+        match &self.kernels {
+            Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display())),
+            None => Ok(SourceTree::embedded()),
+        }
+    }
+
     /// Opens the device.
     ///
     /// # Errors
@@ -168,10 +179,7 @@ impl DeviceArguments {
     /// As [`DeviceArguments::open`].
     pub fn open_with(&self, other: &DeviceOptions) -> Result<Device> {
         let options = || -> Result<DeviceOptions> {
-            let tree = match &self.kernels {
-                Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
-                None => SourceTree::embedded(),
-            };
+            let tree = self.tree()?;
             let remote = other.remote.filter(|_| !self.in_process);
             Ok(DeviceOptions { tree, remote, ..other.clone() })
         };

@@ -11,16 +11,17 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use dsv4_kernels::runtime::cache::ModuleCache;
 use dsv4_kernels::runtime::process::{isolate, kill_group};
 use dsv4_kernels::runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::run::{self, RunArguments};
-use crate::operator::size;
+use crate::operator::{registry, size};
 use crate::record::Report;
 use crate::record::journal::{self, Shard};
 use crate::sweep::merge::{self, Part};
-use crate::sweep::turns::TURNS;
+use crate::sweep::turns::{self, TURNS};
 
 /// The variable that names the GPU of a process.
 const GPU: &str = "PARITY_CUDA_DEVICE";
@@ -37,6 +38,10 @@ pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Enviro
     }
     std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let gpus = if environment.backend == BackendKind::Cuda { cuda::device_count()? } else { 0 };
+    if gpus > 0 {
+        divide_memory(workers, gpus, &folder)?;
+        compile_in_advance(arguments, environment)?;
+    }
     let shards = (0..workers).map(|index| Shard { index, count: workers });
     let mut running = shards
         .map(|shard| Worker::start(arguments, shard, gpus, environment.backend, &folder))
@@ -53,6 +58,37 @@ pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Enviro
     drop(running);
     let report = merge::merge(parts, arguments.sweep.seed.command())?;
     Ok(report)
+}
+
+/// The GPU of a worker, of so many: the one that this process was told, or one after the other.
+fn gpu_of(worker: u32, gpus: u32) -> OsString {
+    std::env::var_os(GPU).filter(|gpu| !gpu.is_empty()).unwrap_or_else(|| (worker % gpus).to_string().into())
+}
+
+/// The folder of a GPU's places.
+fn places_of(folder: &Path, gpu: &OsString) -> PathBuf {
+    folder.join("turns").with_extension(gpu)
+}
+
+/// Divides the memory of each GPU that workers will be on into places for their cases.
+fn divide_memory(workers: u32, gpus: u32, folder: &Path) -> Result<()> {
+    let mut used: Vec<OsString> = (0..workers.min(gpus)).map(|worker| gpu_of(worker, gpus)).collect();
+    used.dedup();
+    for gpu in &used {
+        let places = places_of(folder, gpu);
+        let made = turns::prepare(&places, cuda::device_memory(gpu)?, u64::from(workers.div_ceil(used.len() as u32)));
+        made.with_context(|| format!("creating {}", places.display()))?;
+    }
+    Ok(())
+}
+
+/// Fills the cache of modules with those of the operators: each worker would compile all of them.
+fn compile_in_advance(arguments: &RunArguments, environment: &Environment) -> Result<()> {
+    let operators = registry::select(arguments.ops.as_deref())?;
+    let modules: Vec<_> = operators.iter().flat_map(|operator| operator.modules()).collect();
+    let cache = ModuleCache::new(ModuleCache::default_dir());
+    cuda::compile_into(&cache, &arguments.device.tree()?, &modules, &environment.target)?;
+    Ok(())
 }
 
 /// Takes away what the workers left, once the report is written.
@@ -81,8 +117,8 @@ impl Worker {
         // All of them together have what one would have.
         command.arg("--memory").arg((size::limit().number() / u64::from(shard.count)).to_string());
         if gpus > 0 {
-            let gpu = std::env::var_os(GPU).unwrap_or_else(|| (shard.index % gpus).to_string().into());
-            command.env(TURNS, folder.join("turns").with_extension(&gpu)).env(GPU, gpu);
+            let gpu = gpu_of(shard.index, gpus);
+            command.env(TURNS, places_of(folder, &gpu)).env(GPU, gpu);
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // No more threads than cores: those of an oracle spin where they wait for each other.

@@ -588,9 +588,6 @@ fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result
 /// Memory that the tensors of one case may take together on a GPU, where even what nobody touches is allocated.
 const LARGEST_CASE: usize = 40 << 30;
 
-/// A case takes much of a GPU where so many like it take more than one may.
-const MUCH: usize = 8;
-
 /// Why a case does not fit a GPU so many times over: huge steps are memory there.
 pub(super) fn too_large_on(
     environment: &Environment,
@@ -598,14 +595,21 @@ pub(super) fn too_large_on(
     layouts: &Layouts,
     times: usize,
 ) -> Option<String> {
+    (bytes_on(environment, specs, layouts).saturating_mul(times) > LARGEST_CASE)
+        .then(|| format!("its layouts take more than the {} GiB that a case may have on a GPU", LARGEST_CASE >> 30))
+}
+
+/// Bytes of one buffer of each tensor on a GPU, with what lies between rows; 0 on the emulator, where that is no memory.
+fn bytes_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> usize {
+    if environment.backend != BackendKind::Cuda {
+        return 0;
+    }
     let bytes = |spec: &TensorSpec| {
         let elements = layout_of(spec, layouts).place(spec).map_or(0, |layout| layout.elements);
         elements.saturating_mul(spec.dtype.size())
     };
     let stored = specs.present().filter(|spec| spec.is_stored() && spec.placed.is_none());
-    let total = stored.map(bytes).fold(0usize, usize::saturating_add);
-    (environment.backend == BackendKind::Cuda && total.saturating_mul(times) > LARGEST_CASE)
-        .then(|| format!("its layouts take more than the {} GiB that a case may have on a GPU", LARGEST_CASE >> 30))
+    stored.map(bytes).fold(0usize, usize::saturating_add)
 }
 
 pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
@@ -702,9 +706,12 @@ impl<K: Declared> Operator for Op<K> {
         K::cannot_run(&case, environment).or_else(|| too_large(&K::tensors(&case)))
     }
 
-    fn takes_much(&self, case: &Case, environment: &Environment) -> bool {
-        let much = |specs: &Specs, layouts: &Layouts| too_large_on(environment, specs, layouts, MUCH).is_some();
-        read::<K>(case).is_ok_and(|(case, choices)| much(&K::tensors(&case), &choices.layouts))
+    fn bytes_on_gpu(&self, case: &Case, environment: &Environment) -> u64 {
+        // A case that is not understood takes nothing: to prepare it will say what is wrong.
+        let Ok((case, choices)) = read::<K>(case) else { return 0 };
+        let once = bytes_on(environment, &K::tensors(&case), &choices.layouts) as u64;
+        // Calls that follow one another have two sets of buffers, where there may be two.
+        if once.saturating_mul(2) > LARGEST_CASE as u64 { once } else { 2 * once }
     }
 
     fn prepare_within(&self, case: &Case, limit: Limit) -> Result<Box<dyn Prepared>, CaseError> {

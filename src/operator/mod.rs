@@ -121,9 +121,9 @@ pub trait Operator: Sync {
         None
     }
 
-    /// Whether a case takes so much of a GPU's memory that no other one of that kind may run on it meanwhile.
-    fn takes_much(&self, _case: &Case, _environment: &Environment) -> bool {
-        false
+    /// Bytes that a case takes of a GPU's memory at a time, in the buffers of one call or of two; 0 on the emulator.
+    fn bytes_on_gpu(&self, _case: &Case, _environment: &Environment) -> u64 {
+        0
     }
 
     /// Makes the inputs of a case, if it takes no more memory than a case of this process may ([`size::limit`]).

@@ -6,7 +6,7 @@
 //! | `progress` | the time that a sweep has used, and which of its failures are made smaller |
 //! | `shard` | one sweep over many workers |
 //! | `merge` | shards put together again |
-//! | `turns` | cases that take much of a GPU that several processes share |
+//! | `turns` | the memory of a GPU that several processes share |
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
@@ -423,10 +423,10 @@ fn shrink(
 
 /// Runs one case of any operator and writes its record.
 pub fn run_case(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOptions) -> CaseRecord {
-    let _turn = turns::wait(case, runner.environment());
     runner.begin(case);
+    let turn = || turns::wait(case, runner.environment());
     let outcome = match registry::prepare(case) {
-        Ok(prepared) => checks::run(&*prepared, runner, options),
+        Ok(prepared) => checks::run_in_turn(&*prepared, runner, options, turn),
         Err(error) => refused(&error),
     };
     record(case, origin, runner, options, outcome)

@@ -1,48 +1,152 @@
-//! Turns of processes that share a GPU: those of their cases that take much of its memory run one after another, since it has
-//! not enough for all of them at a time.
+//! Turns of processes that share a GPU: a case whose kernels need much of its memory waits until so much of it is there.
+//!
+//! The memory is divided into places of [`PLACE`] bytes, each a file whose lock is the right to it. Who waits for places waits in
+//! front of all who came later, by the lock of one file more, so that nobody waits for a place of somebody who waits as well.
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use dsv4_kernels::runtime::Environment;
 
 use crate::case::Case;
 use crate::operator::registry;
 
-/// The variable that names the file whose lock is the turn, the same for all processes on one GPU.
+/// The variable that names the folder of a GPU's places, the same for all processes on it.
 pub const TURNS: &str = "PARITY_TURNS";
 
-/// Where the case takes much of this GPU and others share it: the turn, which ends when it is dropped.
-pub(super) fn wait(case: &Case, environment: &Environment) -> Option<File> {
-    let path = std::env::var_os(TURNS)?;
-    if !registry::find(&case.operator).is_ok_and(|operator| operator.takes_much(case, environment)) {
-        return None;
+/// Bytes of a GPU's memory that one place stands for.
+pub const PLACE: u64 = 4 << 30;
+
+/// Bytes that a case takes without asking: of as many processes as there are, one each.
+const UNASKED: u64 = 1 << 30;
+
+/// The file that is locked by who waits for places.
+const QUEUE: &str = "queue";
+
+/// How often who waits looks for a free place.
+const PACE: Duration = Duration::from_millis(2);
+
+/// Makes the folder of a GPU of so many bytes that so many processes share, with at least one place. An eighth of its memory is
+/// left to contexts and modules.
+///
+/// # Errors
+/// A folder or file that cannot be made.
+pub fn prepare(folder: &Path, bytes: u64, processes: u64) -> io::Result<()> {
+    std::fs::create_dir_all(folder)?;
+    let places = (bytes - bytes / 8).saturating_sub(processes.saturating_mul(UNASKED)) / PLACE;
+    File::create(folder.join(QUEUE))?;
+    for place in 0..places.max(1) {
+        File::create(place_of(folder, place))?;
     }
-    // Without a turn the case may lack memory, and says so itself.
-    turn(path.as_ref()).inspect_err(|error| tracing::warn!("{}: {error}", path.display())).ok()
+    Ok(())
 }
 
-fn turn(path: &Path) -> io::Result<File> {
-    let file = File::options().create(true).append(true).open(path)?;
-    file.lock()?;
-    Ok(file)
+fn place_of(folder: &Path, place: u64) -> PathBuf {
+    folder.join(place.to_string())
+}
+
+/// Places that are taken until this is dropped.
+pub(super) struct Turn {
+    _places: Vec<File>,
+}
+
+/// Where others share this GPU and the case takes much of it: its places, once they are free.
+pub(super) fn wait(case: &Case, environment: &Environment) -> Option<Turn> {
+    let folder = std::env::var_os(TURNS)?;
+    let bytes = registry::find(&case.operator).map_or(0, |operator| operator.bytes_on_gpu(case, environment));
+    if bytes <= UNASKED {
+        return None;
+    }
+    let folder = Path::new(&folder);
+    // Without a turn the case may lack memory, and says so itself.
+    turn(folder, bytes.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display())).ok()
+}
+
+/// So many places, or all that there are.
+fn turn(folder: &Path, wanted: u64) -> io::Result<Turn> {
+    let open = |path: &Path| File::options().append(true).open(path);
+    let _queue = open(&folder.join(QUEUE)).and_then(|queue| queue.lock().map(|()| queue))?;
+    let paths = (0..).map(|place| place_of(folder, place)).take_while(|path| path.exists());
+    let mut free = paths.map(|path| open(&path)).collect::<io::Result<Vec<_>>>()?;
+    let wanted = free.len().min(usize::try_from(wanted).unwrap_or(usize::MAX));
+    let mut places = Vec::new();
+    loop {
+        for place in std::mem::take(&mut free) {
+            match place.try_lock() {
+                Ok(()) if places.len() < wanted => places.push(place),
+                // Dropped, it is free again.
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => free.push(place),
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+        }
+        if places.len() == wanted {
+            return Ok(Turn { _places: places });
+        }
+        std::thread::sleep(PACE);
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs::TryLockError;
+    use std::sync::mpsc;
 
     use super::*;
 
+    fn free_places(folder: &Path) -> usize {
+        let free = |place: &u64| File::open(place_of(folder, *place)).is_ok_and(|place| place.try_lock().is_ok());
+        (0..).take_while(|&place| place_of(folder, place).exists()).filter(free).count()
+    }
+
     #[test]
-    fn one_has_a_turn_at_a_time() {
+    fn cases_have_the_places_that_they_take_and_others_what_is_left() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("turns");
-        let first = turn(&path).unwrap();
-        let second = File::options().append(true).open(&path).unwrap();
-        assert!(matches!(second.try_lock(), Err(TryLockError::WouldBlock)));
+        prepare(dir.path(), 64 << 30, 16).unwrap();
+        assert_eq!(free_places(dir.path()), 10, "seven eighths of 64 GiB without 16, in places of 4");
+        let large = turn(dir.path(), 7).unwrap();
+        assert_eq!(free_places(dir.path()), 3);
+        let small = turn(dir.path(), 2).unwrap();
+        assert_eq!(free_places(dir.path()), 1);
+        drop((large, small));
+        assert_eq!(free_places(dir.path()), 10);
+        let all = turn(dir.path(), 99).unwrap();
+        assert_eq!(free_places(dir.path()), 0, "who wants more than there are has all");
+        drop(all);
+    }
+
+    #[test]
+    fn who_wants_more_than_is_free_waits_until_it_is_and_nobody_overtakes_it() {
+        let dir = tempfile::tempdir().unwrap();
+        prepare(dir.path(), 32 << 30, 4).unwrap();
+        let first = turn(dir.path(), 4).unwrap();
+        let (sender, order) = mpsc::channel();
+        let waiter = |wanted: u64, sender: mpsc::Sender<u64>| {
+            let folder = dir.path().to_owned();
+            std::thread::spawn(move || {
+                let turn = turn(&folder, wanted).unwrap();
+                sender.send(wanted).unwrap();
+                drop(turn);
+            })
+        };
+        let large = waiter(6, sender.clone());
+        // The large one holds the queue once it has taken the two places that are free.
+        while free_places(dir.path()) > 0 {
+            std::thread::sleep(PACE);
+        }
+        let small = waiter(1, sender);
+        std::thread::sleep(20 * PACE);
+        assert!(order.try_recv().is_err(), "neither has what it wants");
         drop(first);
-        second.lock().unwrap();
+        [large, small].into_iter().for_each(|waiter| waiter.join().unwrap());
+        assert_eq!(order.iter().collect::<Vec<_>>(), [6, 1]);
+    }
+
+    #[test]
+    fn a_gpu_with_little_memory_has_one_place() {
+        let dir = tempfile::tempdir().unwrap();
+        prepare(dir.path(), 8 << 30, 64).unwrap();
+        assert_eq!(free_places(dir.path()), 1);
     }
 }

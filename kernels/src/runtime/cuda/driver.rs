@@ -311,6 +311,15 @@ fn find_device(ordinal: u32) -> Result<sys::CUdevice> {
     Ok(device)
 }
 
+/// Bytes of memory of a device.
+pub(super) fn device_memory(ordinal: u32) -> Result<u64> {
+    let device = find_device(ordinal)?;
+    let mut bytes = 0;
+    // SAFETY: writes one live integer; the device is one that the driver named.
+    check(unsafe { sys::cuDeviceTotalMem_v2(&mut bytes, device) }, "cuDeviceTotalMem")?;
+    Ok(bytes as u64)
+}
+
 /// A timing event; borrows its context, so that it cannot outlive it.
 pub(super) struct Event<'a> {
     context: &'a Context,

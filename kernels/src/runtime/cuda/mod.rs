@@ -11,12 +11,14 @@ mod library;
 mod module;
 pub mod nvrtc;
 
+use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
+use rayon::prelude::*;
 
 use self::blaslt::Blaslt;
 use self::driver::{Context, Event, Properties};
@@ -27,6 +29,7 @@ use super::backend::{
     Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Recorded, Recorder, Reservation, granules,
 };
 use super::cache::ModuleCache;
+use super::device::Module;
 use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
@@ -118,10 +121,40 @@ pub fn device_count() -> Result<u32> {
     driver::device_count()
 }
 
+/// Bytes of memory of the one of this number, whoever uses it.
+///
+/// # Errors
+/// As [`device_count`], and for what is no number of a device.
+pub fn device_memory(device: &OsStr) -> Result<u64> {
+    driver::device_memory(numbered(device)?)
+}
+
+/// Compiles modules for `target` that this cache does not hold, all cores at once, for processes that each would compile them
+/// anew. What cannot be compiled, or kept, is left to who wants it.
+///
+/// # Errors
+/// [`RuntimeError::BackendMissing`] where there is no NVRTC.
+pub fn compile_into(cache: &ModuleCache, tree: &SourceTree, modules: &[Module], target: &str) -> Result<()> {
+    let nvrtc = Nvrtc::load()?;
+    modules.par_iter().for_each(|(file, defines)| {
+        let Ok(key) = nvrtc.cache_key(tree, file, defines, target) else { return };
+        if cache.find(&key, "cubin").is_some() {
+            return;
+        }
+        let compiled = nvrtc.compile(tree, file, defines, target);
+        if let Err(error) = compiled.and_then(|compiled| cache.store(&key, "cubin", &compiled.cubin)) {
+            tracing::info!("not compiled in advance: {error}");
+        }
+    });
+    Ok(())
+}
+
 fn chosen_device() -> Result<u32> {
-    let Some(value) = std::env::var_os("PARITY_CUDA_DEVICE").filter(|value| !value.is_empty()) else {
-        return Ok(0);
-    };
+    let chosen = std::env::var_os("PARITY_CUDA_DEVICE").filter(|value| !value.is_empty());
+    chosen.map_or(Ok(0), |value| numbered(&value))
+}
+
+fn numbered(value: &OsStr) -> Result<u32> {
     value.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| RuntimeError::BackendMissing {
         backend: "cuda",
         reason: format!("PARITY_CUDA_DEVICE is {value:?}, which is not a device's number"),
@@ -149,8 +182,7 @@ impl Backend for CudaBackend {
 
     fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
         let target = &self.environment.target;
-        let identity = self.nvrtc.cache_identity(target);
-        let key = ModuleCache::key(tree, file, defines, std::iter::empty(), &identity)?;
+        let key = self.nvrtc.cache_key(tree, file, defines, target)?;
         if let Some(path) = self.cache.find(&key, "cubin") {
             match self.load_stored(&path, file) {
                 Ok(module) => return Ok(Box::new(module)),

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
 
 use super::library::{Places, Wanted, loader_reason, matching_entries, search};
+use crate::runtime::cache::ModuleCache;
 use crate::runtime::error::{Result, RuntimeError};
 use crate::runtime::source::SourceTree;
 
@@ -123,6 +124,17 @@ impl Nvrtc {
         let size = std::fs::metadata(&self.path).map_or(0, |file| file.len());
         let options = options(&[], target).unwrap_or_default().join(" ");
         format!("{} ({size} bytes) {options}", self.name())
+    }
+
+    /// What the cubin of a module lies under in a cache.
+    pub(super) fn cache_key(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+        target: &str,
+    ) -> Result<String> {
+        ModuleCache::key(tree, file, defines, std::iter::empty(), &self.cache_identity(target))
     }
 
     /// Compiles `file` of `tree` to a cubin for `target` (`sm_80`, `sm_90a`), which the source
@@ -401,6 +413,24 @@ KERNEL(scale, ScaleParams, THREADS) {
         let without = text.replace(fence, "    //");
         let remarks = remarks_of(&SourceTree::embedded().with_text(SHARED, without, "a fence left to the compiler"));
         assert!(remarks.contains("serialized"), "{remarks}");
+    }
+
+    #[test]
+    fn modules_that_are_compiled_in_advance_lie_where_they_are_looked_for_and_are_compiled_once() {
+        let Some(nvrtc) = nvrtc() else { return };
+        let (dir, tree) = (tempfile::tempdir().unwrap(), tree(SCALE));
+        let cache = ModuleCache::new(dir.path().to_owned());
+        let modules = ["64", "128"].map(|value| ("scale.cu".to_owned(), threads(value)));
+        let missing = ("missing.cu".to_owned(), Vec::new());
+        let all = [&modules[..], &[missing]].concat();
+        let stored = || {
+            super::super::compile_into(&cache, &tree, &all, "sm_90a").unwrap();
+            modules.each_ref().map(|(file, defines)| {
+                let key = nvrtc.cache_key(&tree, file, defines, "sm_90a").unwrap();
+                std::fs::metadata(cache.find(&key, "cubin").expect("a cubin")).unwrap().modified().unwrap()
+            })
+        };
+        assert_eq!(stored(), stored(), "what is there stays as it is");
     }
 
     #[test]
