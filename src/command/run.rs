@@ -61,7 +61,7 @@ pub struct RunArguments {
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
     /// Divide the sweep over N processes, on as many GPUs as there are, and put it together again. Those on one GPU
-    /// take turns at cases that need much of its memory
+    /// share its memory: what needs much of it waits until that is free
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), conflicts_with_all = ["shard", "time_budget"])]
     workers: Option<u32>,
     /// A report.json or records.jsonl whose costs balance shards or workers; the same file for each shard

@@ -9,6 +9,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use candle_core::Tensor;
+use dsv4_kernels::runtime::cuda::RESERVED_PART;
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView, Views,
 };
@@ -595,21 +596,19 @@ pub(super) fn too_large_on(
     layouts: &Layouts,
     times: usize,
 ) -> Option<String> {
-    (bytes_on(environment, specs, layouts).saturating_mul(times) > LARGEST_CASE)
+    let total = buffers_on(environment, specs, layouts).fold(0usize, usize::saturating_add);
+    (total.saturating_mul(times) > LARGEST_CASE)
         .then(|| format!("its layouts take more than the {} GiB that a case may have on a GPU", LARGEST_CASE >> 30))
 }
 
-/// Bytes of one buffer of each tensor on a GPU, with what lies between rows; 0 on the emulator, where that is no memory.
-fn bytes_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> usize {
-    if environment.backend != BackendKind::Cuda {
-        return 0;
-    }
+/// Bytes of the buffer of each tensor on a GPU, with what lies between rows; none on the emulator, where that is no memory.
+fn buffers_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> impl Iterator<Item = usize> {
     let bytes = |spec: &TensorSpec| {
         let elements = layout_of(spec, layouts).place(spec).map_or(0, |layout| layout.elements);
         elements.saturating_mul(spec.dtype.size())
     };
-    let stored = specs.present().filter(|spec| spec.is_stored() && spec.placed.is_none());
-    stored.map(bytes).fold(0usize, usize::saturating_add)
+    let on_gpu = environment.backend == BackendKind::Cuda;
+    specs.present().filter(move |spec| on_gpu && spec.is_stored() && spec.placed.is_none()).map(bytes)
 }
 
 pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
@@ -706,12 +705,14 @@ impl<K: Declared> Operator for Op<K> {
         K::cannot_run(&case, environment).or_else(|| too_large(&K::tensors(&case)))
     }
 
-    fn bytes_on_gpu(&self, case: &Case, environment: &Environment) -> u64 {
+    fn room_on_gpu(&self, case: &Case, environment: &Environment) -> u64 {
         // A case that is not understood takes nothing: to prepare it will say what is wrong.
         let Ok((case, choices)) = read::<K>(case) else { return 0 };
-        let once = bytes_on(environment, &K::tensors(&case), &choices.layouts) as u64;
-        // Calls that follow one another have two sets of buffers, where there may be two.
-        if once.saturating_mul(2) > LARGEST_CASE as u64 { once } else { 2 * once }
+        let buffers: Vec<usize> = buffers_on(environment, &K::tensors(&case), &choices.layouts).collect();
+        // Calls that follow one another have two sets of buffers, and the largest of the second one has its part of what the first
+        // one leaves.
+        let of_largest = buffers.iter().copied().max().unwrap_or(0).saturating_mul(RESERVED_PART);
+        buffers.into_iter().fold(of_largest, usize::saturating_add) as u64
     }
 
     fn prepare_within(&self, case: &Case, limit: Limit) -> Result<Box<dyn Prepared>, CaseError> {

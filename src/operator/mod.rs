@@ -121,8 +121,8 @@ pub trait Operator: Sync {
         None
     }
 
-    /// Bytes that a case takes of a GPU's memory at a time, in the buffers of one call or of two; 0 on the emulator.
-    fn bytes_on_gpu(&self, _case: &Case, _environment: &Environment) -> u64 {
+    /// Bytes of a GPU's memory that are to be free where a case is to run with all its buffers; 0 on the emulator.
+    fn room_on_gpu(&self, _case: &Case, _environment: &Environment) -> u64 {
         0
     }
 

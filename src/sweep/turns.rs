@@ -1,4 +1,4 @@
-//! Turns of processes that share a GPU: a case whose kernels need much of its memory waits until so much of it is there.
+//! Turns of processes that share a GPU: a case whose kernels need much of its memory waits until so much of it is free.
 //!
 //! The memory is divided into places of [`PLACE`] bytes, each a file whose lock is the right to it. Who waits for places waits in
 //! front of all who came later, by the lock of one file more, so that nobody waits for a place of somebody who waits as well.
@@ -19,7 +19,7 @@ pub const TURNS: &str = "PARITY_TURNS";
 /// Bytes of a GPU's memory that one place stands for.
 pub const PLACE: u64 = 4 << 30;
 
-/// Bytes that a case takes without asking: of as many processes as there are, one each.
+/// A case that needs no more room than this takes it without asking. All processes may do so at a time.
 const UNASKED: u64 = 1 << 30;
 
 /// The file that is locked by who waits for places.
@@ -55,13 +55,13 @@ pub(super) struct Turn {
 /// Where others share this GPU and the case takes much of it: its places, once they are free.
 pub(super) fn wait(case: &Case, environment: &Environment) -> Option<Turn> {
     let folder = std::env::var_os(TURNS)?;
-    let bytes = registry::find(&case.operator).map_or(0, |operator| operator.bytes_on_gpu(case, environment));
-    if bytes <= UNASKED {
+    let room = registry::find(&case.operator).map_or(0, |operator| operator.room_on_gpu(case, environment));
+    if room <= UNASKED {
         return None;
     }
     let folder = Path::new(&folder);
     // Without a turn the case may lack memory, and says so itself.
-    turn(folder, bytes.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display())).ok()
+    turn(folder, room.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display())).ok()
 }
 
 /// So many places, or all that there are.

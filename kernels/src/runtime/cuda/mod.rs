@@ -42,7 +42,7 @@ const GUARD_BAND: usize = 4096;
 const ROUNDING: usize = 256;
 
 /// A reserved buffer may take this part of the free memory.
-const RESERVED_PART: usize = 4;
+pub const RESERVED_PART: usize = 4;
 
 /// How long a buffer that the device would have room for waits until other processes have given enough memory back, and how
 /// often it looks.
