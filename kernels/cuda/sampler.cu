@@ -3,7 +3,7 @@
 //     order  = ids from the largest logit down, of equal ones the lower id first; -0 equals 0, NaN counts as -infinity
 //     t      = max(temperature, 1e-5), at most fp32's largest number, c = log2(e) / t, m = the largest logit
 //     weight = 2^((logit - m) c);  1 at an infinite m, and 0 below it
-//     kept   = ids above -infinity and of nonzero share among the first n of the order, n the least of
+//     kept   = ids above -infinity, and where m is infinite none below it, among the first n of the order, n the least of
 //              top_k, where that is above 0;
 //              the least number, 1 or more, whose weights reach top_p of the sum of all, where top_p is below 1;
 //              the number of weights of at least min(min_p, 1), where min_p is above 0

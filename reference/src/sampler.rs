@@ -1,10 +1,11 @@
 //! One token of each row of logits: temperature, top-k, top-p and min-p by the exponential race (inference 12.3).
 //!
 //! ```text
-//! order  = ids from the largest logit down, of equal ones the lower id first; -0 equals 0; NaN and -infinity never
+//! order  = ids from the largest logit down, of equal ones the lower id first; -0 equals 0; NaN and -infinity never,
+//!          nor what lies below an infinite maximum
 //! t      = max(temperature, 1e-5), at most the largest number of fp32
-//! weight = exp((logit - max) / t), 1 at an infinite maximum and 0 below it
-//! kept   = the ids of nonzero weight among the first n of the order, n the least of
+//! weight = exp((logit - max) / t), 1 at an infinite maximum; above 0, however small
+//! kept   = the first n of the order, n the least of
 //!          top_k, where that is above 0;
 //!          the least number, 1 or more, whose weights reach top_p of the sum of all weights, where top_p is below 1;
 //!          the number of weights of at least min(min_p, 1), where min_p is above 0
@@ -75,15 +76,18 @@ pub struct Filters {
     pub min_p: f64,
 }
 
-/// The ids of a row from the largest logit down, and their weights; without ids that are never chosen.
+/// The ids of a row from the largest logit down, and their weights; without ids that are never chosen. A weight that f64 has no
+/// number for is 0 here, and its id is ranked all the same: it wins where all in front of it lose.
 pub fn ranked(logits: &[f64], temperature: f64) -> (Vec<usize>, Vec<f64>) {
     let mut order: Vec<usize> = (0..logits.len()).filter(|&id| ordered(logits[id]) > f64::NEG_INFINITY).collect();
     // Stable: of equal logits the lower id stays in front.
     order.sort_by(|&a, &b| ordered(logits[b]).total_cmp(&ordered(logits[a])));
     let most = order.first().map_or(0.0, |&id| logits[id]);
+    if most.is_infinite() {
+        order.retain(|&id| logits[id] == most);
+    }
     let weight = |&id: &usize| match logits[id] {
         logit if logit == most => 1.0,
-        _ if most.is_infinite() => 0.0,
         logit => ((logit - most) / divisor(temperature)).exp(),
     };
     let weights = order.iter().map(weight).collect();
@@ -104,8 +108,7 @@ pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
         };
         by_share = weights.iter().position(reaches).map_or(usize::MAX, |at| at + 1);
     }
-    let nonzero = weights.iter().filter(|&&w| w > 0.0).count();
-    by_count.min(by_weight).min(by_share).min(nonzero)
+    by_count.min(by_weight).min(by_share).min(weights.len())
 }
 
 /// `tokens` `[num_rows]`, stored in i32, and the `scores` `[num_rows, vocab_size]` that they are chosen by (of a row
@@ -241,7 +244,25 @@ mod tests {
         // A share that is met exactly ends there.
         assert_eq!(num_kept(&[1.0; 16], Filters { top_p: 0.5, ..NONE }), 8);
         assert_eq!(num_kept(&[1.0; 16], Filters { min_p: 7.0, ..NONE }), 16);
-        assert_eq!(num_kept(&[1.0, 0.0], NONE), 1);
+        assert_eq!(num_kept(&[1.0, 0.0], NONE), 2, "no weight is 0 but for want of a number");
+    }
+
+    #[test]
+    fn where_the_first_loses_the_next_wins_however_small_its_weight_unless_it_is_not_kept() {
+        // The word of id 38 has all bits set, so that its time is infinite.
+        let seed = 40_222_668;
+        assert_eq!(word(seed, 0, 38), u32::MAX);
+        let mut logits = [0.0; 44];
+        (logits[38], logits[7]) = (9.0, 3.0);
+        let inputs = || row(&logits, 1e-3, seed);
+        assert_eq!(((3.0 - 9.0) / 1e-3f64).exp(), 0.0);
+        assert_eq!(token(&inputs()), 7.0);
+        assert_eq!(token(&inputs().with("top_k", f64_tensor(&[2.0], &[1]))), 7.0);
+        for filter in ["top_p", "min_p"] {
+            assert_eq!(token(&inputs().with(filter, f64_tensor(&[0.5], &[1]))), 38.0, "{filter}");
+        }
+        logits[38] = f64::INFINITY;
+        assert_eq!(token(&row(&logits, 1e-3, seed)), 38.0, "beside an infinite logit no other one is kept");
     }
 
     #[test]

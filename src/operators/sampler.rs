@@ -188,6 +188,9 @@ impl Declared for Sampler {
             plain(5, 300, Filters::MinP),
             extreme(Filters::Absent),
             extreme(Filters::TopK),
+            // The first of a row loses, and the weights of all others are too small for a number.
+            SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopK) },
+            SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopP) },
             // Blocks of either size, which list whole rows.
             plain(1, 2048, Filters::TopP),
             SamplerCase { logits: Logits::Ties, ..plain(1, 2049, Filters::TopK) },
