@@ -2,11 +2,14 @@
 //!
 //! Where the operands of a product are inputs, which lie on their grid already, all runs have the same. [`Products`] remembers
 //! those of the exact run. Every later run compares its own operands with them, by content, so that no answer depends on who
-//! made a tensor; where they are equal, it takes what is there. The size of the noise of a sum (the sum of its terms' squares,
+//! made a tensor; where they are equal, it takes what is there. Some numbers of both operands say which of those that are
+//! remembered may be the one, since an oracle may have thousands, such as one for each expert. The size of the noise of a sum (the sum of its terms' squares,
 //! say) is that of the exact run wherever it is asked for: rounding moves it by a few parts in a hundred at most, and
 //! it costs as much as the product. Nothing of a later run is remembered: memory is that of one run, and no run waits for
 //! another.
 
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -21,7 +24,8 @@ pub struct Products(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    entries: Mutex<Vec<Entry>>,
+    /// By [`mark`].
+    entries: Mutex<HashMap<u64, Vec<Entry>>>,
     noise_scales: Mutex<Vec<Tensor>>,
     multiplied: AtomicUsize,
     lanes: usize,
@@ -56,8 +60,8 @@ impl Products {
     /// `a @ b`, remembered or made.
     pub(crate) fn of(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         // A clone of handles: comparing takes long, and may not happen under the lock.
-        let entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        for Entry { a: known_a, b: known_b, product } in entries {
+        let entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).get(&mark(a, b)).cloned();
+        for Entry { a: known_a, b: known_b, product } in entries.into_iter().flatten() {
             if same(&known_a, a)? && same(&known_b, b)? {
                 return Ok(product);
             }
@@ -70,7 +74,8 @@ impl Products {
     pub(crate) fn remember(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         let product = self.of(a, b)?;
         let entry = Entry { a: a.clone(), b: b.clone(), product: product.clone() };
-        self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).push(entry);
+        let mut entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        entries.entry(mark(a, b)).or_default().push(entry);
         Ok(product)
     }
 
@@ -90,6 +95,33 @@ impl Products {
     /// How many products were multiplied out so far.
     pub fn multiplied(&self) -> usize {
         self.0.multiplied.load(Ordering::Relaxed)
+    }
+}
+
+/// The same for equal operands, however they lie in memory, and for few others.
+fn mark(a: &Tensor, b: &Tensor) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for x in [a, b] {
+        x.dims().iter().for_each(|&extent| hasher.write_usize(extent));
+        some_numbers(x, |number| hasher.write_u64(number.to_bits()));
+    }
+    hasher.finish()
+}
+
+/// Calls `see` with numbers of a tensor in f64 that lie evenly apart in the order of its elements: all of a small one.
+fn some_numbers(x: &Tensor, mut see: impl FnMut(f64)) {
+    const MOST: usize = 32;
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cpu(CpuStorage::F64(numbers)) = &*storage else { return };
+    let count = x.elem_count();
+    let step = count.div_ceil(MOST).max(1);
+    for element in (0..count).step_by(step) {
+        let (mut rest, mut at) = (element, layout.start_offset());
+        for (extent, stride) in layout.dims().iter().zip(layout.stride()).rev() {
+            at += rest % extent * stride;
+            rest /= extent;
+        }
+        see(numbers[at]);
     }
 }
 
@@ -131,4 +163,52 @@ fn equal_bits(x: &[f64], y: &[f64]) -> bool {
     const AT_ONCE: usize = 64;
     let differs = |bits: u64, (x, y): (&f64, &f64)| bits | (x.to_bits() ^ y.to_bits());
     x.chunks(AT_ONCE).zip(y.chunks(AT_ONCE)).all(|(x, y)| x.iter().zip(y).fold(0, differs) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::f64_tensor;
+
+    #[test]
+    fn one_of_thousands_of_products_is_found_among_few_however_its_operands_lie() {
+        let products = Products::default();
+        let numbers: Vec<f64> = (0..6000).map(f64::from).collect();
+        let operands = |group: usize| {
+            let a = f64_tensor(&numbers[group..group + 6], &[2, 3]);
+            // The same numbers, in the order of rows and turned.
+            let rows = f64_tensor(&numbers[group..group + 6], &[3, 2]);
+            let turned = rows.t().expect("a matrix").contiguous().expect("a copy").t().expect("a matrix");
+            (a, rows, turned)
+        };
+        for group in 0..3000 {
+            let (a, rows, _) = operands(group);
+            products.remember(&a, &rows).expect("a product");
+        }
+        assert_eq!(products.multiplied(), 3000);
+        for group in 0..3000 {
+            let (a, rows, turned) = operands(group);
+            let expected = values(&a.matmul(&rows).expect("a product")).expect("numbers");
+            assert_eq!(values(&products.of(&a, &turned).expect("a product")).expect("numbers"), expected);
+        }
+        assert_eq!(products.multiplied(), 3000, "each is there already");
+        let most = products.0.entries.lock().expect("nobody panicked").values().map(Vec::len).max();
+        assert_eq!(most, Some(1), "none is looked for among others");
+    }
+
+    #[test]
+    fn operands_that_differ_where_nobody_looks_first_are_told_apart() {
+        let products = Products::default();
+        let mut numbers = vec![1.0; 4096];
+        let tensor = |numbers: &[f64]| f64_tensor(numbers, &[64, 64]);
+        products.remember(&tensor(&numbers), &tensor(&numbers)).expect("a product");
+        let unlike = (0..4096).filter(|&at| {
+            numbers[at] = 2.0;
+            let before = products.multiplied();
+            products.of(&tensor(&numbers), &tensor(&[1.0; 4096])).expect("a product");
+            numbers[at] = 1.0;
+            products.multiplied() > before
+        });
+        assert_eq!(unlike.count(), 4096);
+    }
 }
