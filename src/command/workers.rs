@@ -17,11 +17,11 @@ use dsv4_kernels::runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::run::{self, RunArguments};
+use crate::judge::turns::{self, TURNS};
 use crate::operator::{registry, size};
 use crate::record::Report;
 use crate::record::journal::{self, Shard};
 use crate::sweep::merge::{self, Part};
-use crate::sweep::turns::{self, TURNS};
 
 /// The variable that names the GPU of a process.
 const GPU: &str = "PARITY_CUDA_DEVICE";

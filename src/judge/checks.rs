@@ -134,16 +134,6 @@ pub fn run(prepared: &dyn Prepared, runner: &dyn Runner, options: CheckOptions) 
     run_until(prepared, runner, options, |_| false)
 }
 
-/// The same, with `turn` taken when all that needs no device is known, and held while kernels run.
-pub fn run_in_turn<T>(
-    prepared: &dyn Prepared,
-    runner: &dyn Runner,
-    options: CheckOptions,
-    turn: impl FnOnce() -> T,
-) -> Outcome {
-    with_truth(prepared, runner, |truth| judge(truth, prepared, runner, options, (&|_| false, turn)))
-}
-
 /// Runs the checks of a case, one launch after the other, until `enough` is known.
 pub fn run_until(
     prepared: &dyn Prepared,
@@ -151,16 +141,11 @@ pub fn run_until(
     options: CheckOptions,
     enough: impl Fn(&Outcome) -> bool,
 ) -> Outcome {
-    with_truth(prepared, runner, |truth| run_by(truth, prepared, runner, options, enough))
-}
-
-/// What `checks` find by the oracle's truth, and the time that this took.
-fn with_truth(prepared: &dyn Prepared, runner: &dyn Runner, checks: impl FnOnce(&Truth) -> Outcome) -> Outcome {
     let start = Instant::now();
     match Truth::of(prepared, runner.arithmetic(prepared)) {
         Ok(truth) => {
             let seconds = start.elapsed().as_secs_f64();
-            let outcome = checks(&truth);
+            let outcome = run_by(&truth, prepared, runner, options, enough);
             Outcome { oracle_seconds: seconds + outcome.oracle_seconds, ..outcome }
         }
         Err(error) => {
@@ -180,25 +165,14 @@ pub fn run_by(
     options: CheckOptions,
     enough: impl Fn(&Outcome) -> bool,
 ) -> Outcome {
-    judge(truth, prepared, runner, options, (&enough, || ()))
-}
-
-fn judge<T>(
-    truth: &Truth,
-    prepared: &dyn Prepared,
-    runner: &dyn Runner,
-    options: CheckOptions,
-    (enough, turn): (&dyn Fn(&Outcome) -> bool, impl FnOnce() -> T),
-) -> Outcome {
     let mut outcome = Outcome::default();
     let start = Instant::now();
     if options.triangulate {
         triangulate(prepared, &mut outcome);
     }
     outcome.oracle_seconds = start.elapsed().as_secs_f64();
-    let _turn = turn();
     let start = Instant::now();
-    run_kernels(prepared, runner, options, truth, enough, &mut outcome);
+    run_kernels(prepared, runner, options, truth, &enough, &mut outcome);
     outcome.kernel_seconds = start.elapsed().as_secs_f64();
     outcome
 }

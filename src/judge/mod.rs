@@ -11,6 +11,7 @@
 //! | `selection` | indices of a selection, held to the scores that were selected from |
 //! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
 //! | `checks` | every check of a case |
+//! | `turns` | the memory of a GPU that several processes share |
 //! | `truth` | what the oracle says of a case, and the bounds that follow |
 //! | `truths` | what the oracle says of a case, worked out once for many kernels |
 //! | `golden` | what an independent implementation computed: the files |
@@ -28,4 +29,5 @@ pub mod selection;
 pub mod triangulation;
 pub mod truth;
 pub mod truths;
+pub mod turns;
 pub mod yardstick;

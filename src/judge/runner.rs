@@ -3,6 +3,7 @@
 use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
+use crate::judge::turns;
 use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared, Sequence};
 use crate::record::{Seconds, Skip, Verdict, words};
 
@@ -141,10 +142,12 @@ pub trait Runner {
 
 impl Runner for Device {
     fn run(&self, prepared: &dyn Prepared, _exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError> {
+        let _turn = turns::wait(prepared.room_on_gpu(self.environment()));
         Ok(prepared.kernel(self, contract)?)
     }
 
     fn sequence(&self, prepared: &dyn Prepared, contract: Contract) -> Result<Option<Sequence>, RunError> {
+        let _turn = turns::wait(prepared.room_on_gpu(self.environment()));
         Ok(prepared.sequence(self, contract)?)
     }
 

@@ -601,6 +601,15 @@ pub(super) fn too_large_on(
         .then(|| format!("its layouts take more than the {} GiB that a case may have on a GPU", LARGEST_CASE >> 30))
 }
 
+/// Bytes of a GPU's memory that are to be free where a case is to have all its buffers.
+fn room_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> u64 {
+    let buffers: Vec<usize> = buffers_on(environment, specs, layouts).collect();
+    // Calls that follow one another have two sets of buffers, and the largest of the second one has its part of what the first one
+    // leaves.
+    let of_largest = buffers.iter().copied().max().unwrap_or(0).saturating_mul(RESERVED_PART);
+    buffers.into_iter().fold(of_largest, usize::saturating_add) as u64
+}
+
 /// Bytes of the buffer of each tensor on a GPU, with what lies between rows; none on the emulator, where that is no memory.
 fn buffers_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> impl Iterator<Item = usize> {
     let bytes = |spec: &TensorSpec| {
@@ -703,16 +712,6 @@ impl<K: Declared> Operator for Op<K> {
             too_large_on(environment, specs, &choices.layouts, 1).or_else(|| of_this_process.err().map(|_| why()))
         };
         K::cannot_run(&case, environment).or_else(|| too_large(&K::tensors(&case)))
-    }
-
-    fn room_on_gpu(&self, case: &Case, environment: &Environment) -> u64 {
-        // A case that is not understood takes nothing: to prepare it will say what is wrong.
-        let Ok((case, choices)) = read::<K>(case) else { return 0 };
-        let buffers: Vec<usize> = buffers_on(environment, &K::tensors(&case), &choices.layouts).collect();
-        // Calls that follow one another have two sets of buffers, and the largest of the second one has its part of what the first
-        // one leaves.
-        let of_largest = buffers.iter().copied().max().unwrap_or(0).saturating_mul(RESERVED_PART);
-        buffers.into_iter().fold(of_largest, usize::saturating_add) as u64
     }
 
     fn prepare_within(&self, case: &Case, limit: Limit) -> Result<Box<dyn Prepared>, CaseError> {
@@ -1058,6 +1057,10 @@ impl<K: Declared> Prepared for Inputs<K> {
         };
         let tensors = computed.and_then(|named| named.into_tensors().into_iter().map(of).collect());
         tensors.map_err(oracle_error::<K>)
+    }
+
+    fn room_on_gpu(&self, environment: &Environment) -> u64 {
+        room_on(environment, &self.specs(), &self.choices.layouts)
     }
 
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {

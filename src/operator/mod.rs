@@ -121,11 +121,6 @@ pub trait Operator: Sync {
         None
     }
 
-    /// Bytes of a GPU's memory that are to be free where a case is to run with all its buffers; 0 on the emulator.
-    fn room_on_gpu(&self, _case: &Case, _environment: &Environment) -> u64 {
-        0
-    }
-
     /// Makes the inputs of a case, if it takes no more memory than a case of this process may ([`size::limit`]).
     ///
     /// # Errors
@@ -397,6 +392,11 @@ pub trait Prepared: Sync {
     /// The arithmetic of the operator's own kernels.
     fn arithmetic(&self) -> Arithmetic {
         Arithmetic { points: RoundingPoints::Specification, lanes: 1 }
+    }
+
+    /// Bytes of a GPU's memory that are to be free where its kernels are to have all their buffers; 0 on the emulator.
+    fn room_on_gpu(&self, _environment: &Environment) -> u64 {
+        0
     }
 
     /// Runs the kernels, forward and backward, under a memory contract.

@@ -6,7 +6,6 @@
 //! | `progress` | the time that a sweep has used, and which of its failures are made smaller |
 //! | `shard` | one sweep over many workers |
 //! | `merge` | shards put together again |
-//! | `turns` | the memory of a GPU that several processes share |
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
@@ -30,7 +29,6 @@ pub mod merge;
 pub mod progress;
 pub mod regressions;
 pub mod shard;
-pub mod turns;
 
 /// How long the drawn cases of one operator may take where each commit pays for them, on the emulator.
 pub const EMULATOR_BUDGET: Duration = Duration::from_secs(15);
@@ -424,9 +422,8 @@ fn shrink(
 /// Runs one case of any operator and writes its record.
 pub fn run_case(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOptions) -> CaseRecord {
     runner.begin(case);
-    let turn = || turns::wait(case, runner.environment());
     let outcome = match registry::prepare(case) {
-        Ok(prepared) => checks::run_in_turn(&*prepared, runner, options, turn),
+        Ok(prepared) => checks::run(&*prepared, runner, options),
         Err(error) => refused(&error),
     };
     record(case, origin, runner, options, outcome)

@@ -14,7 +14,7 @@
 //!
 //! On one machine `parity run --workers N` does all of this with one command, over the GPUs that there are. How many go on
 //! one GPU is a matter of its memory: a tensor with huge steps between its rows may have a quarter of what is free, and the kernels
-//! of such a case wait until others have given back what they need ([`crate::sweep::turns`]).
+//! of such a case wait until others have given back what they need ([`crate::judge::turns`]).
 //!
 //! # On a Slurm cluster
 //!

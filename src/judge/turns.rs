@@ -1,4 +1,4 @@
-//! Turns of processes that share a GPU: a case whose kernels need much of its memory waits until so much of it is free.
+//! Turns of processes that share a GPU: kernels that need much of its memory wait until so much of it is free.
 //!
 //! The memory is divided into places of [`PLACE`] bytes, each a file whose lock is the right to it. Who waits for places waits in
 //! front of all who came later, by the lock of one file more, so that nobody waits for a place of somebody who waits as well.
@@ -8,18 +8,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use dsv4_kernels::runtime::Environment;
-
-use crate::case::Case;
-use crate::operator::registry;
-
 /// The variable that names the folder of a GPU's places, the same for all processes on it.
 pub const TURNS: &str = "PARITY_TURNS";
 
 /// Bytes of a GPU's memory that one place stands for.
 pub const PLACE: u64 = 4 << 30;
 
-/// A case that needs no more room than this takes it without asking. All processes may do so at a time.
+/// Who needs no more room than this takes it without asking. All processes may do so at a time.
 const UNASKED: u64 = 1 << 30;
 
 /// The file that is locked by who waits for places.
@@ -52,15 +47,14 @@ pub(super) struct Turn {
     _places: Vec<File>,
 }
 
-/// Where others share this GPU and the case takes much of it: its places, once they are free.
-pub(super) fn wait(case: &Case, environment: &Environment) -> Option<Turn> {
-    let folder = std::env::var_os(TURNS)?;
-    let room = registry::find(&case.operator).map_or(0, |operator| operator.room_on_gpu(case, environment));
+/// Where others share this GPU, and room for so many bytes is much of it: its places, once they are free.
+pub(super) fn wait(room: u64) -> Option<Turn> {
     if room <= UNASKED {
         return None;
     }
+    let folder = std::env::var_os(TURNS)?;
     let folder = Path::new(&folder);
-    // Without a turn the case may lack memory, and says so itself.
+    // Without a turn there may be a lack of memory, which says so itself.
     turn(folder, room.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display())).ok()
 }
 
