@@ -6,7 +6,7 @@ use dsv4_reference::indexer_backward as reference;
 use rand::seq::SliceRandom;
 
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
-use super::ranking::{Arrangement, RankedKeys};
+use super::ranking::{self, Arrangement, RankedKeys};
 use super::sparse_attention::KeyGradients;
 use crate::judge::checks::permutation;
 use crate::operator::benchmarks::Whole;
@@ -263,6 +263,9 @@ impl Declared for IndexerBackward {
         laws.exchange("sm_scale counts once in dk", "q", "sm_scale", |case| &mut case.sm_scale, of(0.25, 1.0));
         let linear = [("dq", 4.0), ("dw", 4.0), ("dk", 4.0)];
         laws.scale("dlogits scales the gradients once", "dlogits", 4.0, &linear[..if c.is_atomic() { 2 } else { 3 }]);
+        if c.keys.packed {
+            laws.law(ranking::ENDS_LAW, |v| ranking::ends_beyond_the_keys(&mut v.tensors), of(1.0, 1.0));
+        }
         laws.independent("num_tokens");
         if c.keys.is_selected() && !c.keys.packed {
             token_law(c, laws);

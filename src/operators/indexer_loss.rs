@@ -6,7 +6,7 @@ use dsv4_reference::indexer_loss as reference;
 use rand::seq::SliceRandom;
 
 use super::lists::{self, IndexClass, Lengths, distinct};
-use super::ranking::{Arrangement, RankedKeys};
+use super::ranking::{self, Arrangement, RankedKeys};
 use super::{elements, tensor};
 use crate::judge::checks::permutation;
 use crate::operator::benchmarks::Whole;
@@ -426,6 +426,10 @@ impl Declared for IndexerLoss {
         laws.exchange("loss_coeff counts once", "grad_loss", "loss_coeff", |case| &mut case.loss_coeff, once);
         let linear = [("dlogits", 4.0), ("loss", 1.0), ("kl", 1.0)];
         laws.scale("grad_loss counts once", "grad_loss", 4.0, &linear);
+        if c.keys.packed {
+            let equal = laws.all(Relation::Times(1.0));
+            laws.law(ranking::ENDS_LAW, |v| ranking::ends_beyond_the_keys(&mut v.tensors), equal);
+        }
         laws.independent("num_tokens");
         if c.keys.is_selected() && !c.keys.packed {
             row_law(c, laws);

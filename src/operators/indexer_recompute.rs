@@ -6,7 +6,7 @@ use dsv4_reference::indexer_recompute as reference;
 
 use super::Implementation;
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
-use super::ranking::RankedKeys;
+use super::ranking::{self, RankedKeys};
 use crate::operator::benchmarks::Whole;
 use crate::operator::prelude::*;
 
@@ -230,6 +230,8 @@ impl Declared for IndexerRecompute {
         // Twice as much is exact where halves of subnormal numbers are not.
         laws.scale("weights count once", "w", 2.0, &[("logits", 2.0)]);
         if c.keys.packed {
+            let equal = laws.all(Relation::Times(1.0));
+            laws.law(ranking::ENDS_LAW, |v| ranking::ends_beyond_the_keys(&mut v.tensors), equal);
             laws.independent("num_tokens");
         } else {
             laws.separate("num_tokens", "tokens may be permuted");

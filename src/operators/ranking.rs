@@ -273,6 +273,18 @@ impl RankedKeys {
     }
 }
 
+/// The law of [`ends_beyond_the_keys`].
+pub(super) const ENDS_LAW: &str = "ends beyond the keys are those of the keys";
+
+/// Sequences that a caller lets begin before the first key and end behind the last one: kernels read no key that is not there.
+pub(super) fn ends_beyond_the_keys(tensors: &mut Tensors) {
+    tensors.edit_i32s("cu_k", |ends| {
+        if let [first, .., last] = ends {
+            (*first, *last) = (-5, *last + 9);
+        }
+    });
+}
+
 /// How many keys have no column: mostly none.
 pub(super) fn left_out() -> impl Strategy<Value = usize> {
     prop_oneof![2 => Just(0usize), 1 => 1..=60usize]

@@ -463,6 +463,10 @@ impl Declared for ScoreRecompute {
             return;
         }
         scale_law(laws);
+        if c.packed {
+            let equal = laws.all(Relation::Times(1.0));
+            laws.law(ranking::ENDS_LAW, |v| ranking::ends_beyond_the_keys(&mut v.tensors), equal);
+        }
         laws.independent("num_tokens");
         if !c.packed {
             packing_law(laws);

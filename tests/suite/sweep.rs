@@ -58,7 +58,7 @@ fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
 fn cases_with_huge_steps_alone_need_much_of_a_gpu() {
     const MUCH: u64 = 20 << 30;
     // Whose inputs are soon drawn.
-    const SMALL: u128 = 1 << 14;
+    const SMALL: u128 = 1 << 18;
     let emulator = support::device().environment();
     let gpu = Environment { backend: BackendKind::Cuda, ..emulator.clone() };
     for operator in registry::OPERATORS {
