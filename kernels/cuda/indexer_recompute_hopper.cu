@@ -15,7 +15,8 @@
 // to 101 us in which L2 gives 537 MB at 5.9 to 5.3 TB/s. Expected to limit: the gather out of L2.
 //
 // Measured on one H200 over inputs that alternate: 94.6 us for 4096 tokens of 64 heads, 8192 keys, topk 512 (5.7 TB/s
-// gathered, 363 TFLOP/s; the portable kernel 152) and 182 us at topk 1024 (5.9 TB/s; 283).
+// gathered, 363 TFLOP/s; the portable kernel 152) and 182 us at topk 1024 (5.9 TB/s; 283). On another card, since one lane stores
+// a tile's valid slots: 97.8 and 193 (medians 96.9 and 190).
 // What was tried beside it, in the same run: a second tile of each gatherer awaited later (LAG 2) 97.8 and 192 us, without
 // evicted_last 98.8 and 197 us; three consumers with four stages each 99.7 and 188 us; two blocks a multiprocessor of two
 // consumers and four stages 108 and 207 us. One bulk copy for each row of 256 bytes, in rows of 272 bytes from which keys
