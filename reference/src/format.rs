@@ -220,6 +220,12 @@ impl Format {
         if negative { -value } else { value }
     }
 
+    /// [`Self::value`] of each of many codes of at most eight bits, by a table.
+    pub fn values(self, codes: &[u8]) -> Vec<f64> {
+        let table: Vec<f64> = (0..=u8::MAX).map(|code| self.value(code.into())).collect();
+        codes.iter().map(|&code| table[usize::from(code)]).collect()
+    }
+
     /// Distance between the neighbours of a finite `x`.
     fn gap(self, x: f64) -> f64 {
         power_of_two(exponent_of(x).max(self.min_exponent) - self.fraction_bits)
@@ -433,6 +439,16 @@ mod tests {
             assert_eq!(Format::F32.code(x), u64::from((x as f32).to_bits()));
             let tf32 = Format::TF32.nearest(x);
             assert!(Format::F32.holds(tf32) && (tf32 - x).abs() <= Format::TF32.half_ulp(x) || tf32.is_infinite());
+        }
+    }
+
+    #[test]
+    fn a_table_has_the_value_of_every_code() {
+        let codes: Vec<u8> = (0..=u8::MAX).collect();
+        for format in [Format::E4M3, Format::E2M1, Format::E8M0] {
+            let values = format.values(&codes);
+            let alike = |(&code, value): (&u8, &f64)| format.value(code.into()).to_bits() == value.to_bits();
+            assert!(codes.iter().zip(&values).all(alike), "{format}");
         }
     }
 

@@ -210,8 +210,7 @@ fn numbers(name: &'static str, codes: &Tensor, format: Format) -> Result<Tensor>
     let in_nibbles = format == Format::E2M1;
     let codes_of_bytes = if in_nibbles { unpack_nibbles(&bytes) } else { bytes };
     let width = if in_nibbles { 2 * width } else { width };
-    let numbers: Vec<f64> = codes_of_bytes.into_iter().map(|code| format.value(code.into())).collect();
-    Ok(Tensor::from_vec(numbers, (rows, width), codes.device())?)
+    Ok(Tensor::from_vec(format.values(&codes_of_bytes), (rows, width), codes.device())?)
 }
 
 /// Stored scales, `[rows, groups]`.
@@ -219,9 +218,8 @@ fn scales_of(inputs: &Named, name: &'static str, quantised: &Quantised, scales: 
     let stored = inputs.tensor(name)?;
     require(name, stored, &scales.shape())?;
     let stored_numbers = values(stored)?;
-    let of_byte = |byte: u8| quantised.scale_format().value(byte.into());
     let numbers: Vec<f64> = match quantised.bytes {
-        true => scales.read_bytes(&stored_numbers).into_iter().map(of_byte).collect(),
+        true => quantised.scale_format().values(&scales.read_bytes(&stored_numbers)),
         false => scales.gathered(&stored_numbers),
     };
     Ok(Tensor::from_vec(numbers, (scales.rows, scales.groups), stored.device())?)

@@ -124,7 +124,7 @@ pub fn read_scales(scales: Scales, stored: &[f64]) -> Vec<f64> {
     if !scales.bytes {
         return scales.gathered(stored);
     }
-    scales.read_bytes(stored).into_iter().map(|byte| Format::E8M0.value(byte.into())).collect()
+    Format::E8M0.values(&scales.read_bytes(stored))
 }
 
 /// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize`] returns them.
