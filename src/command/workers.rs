@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use dsv4_kernels::runtime::cache::ModuleCache;
@@ -87,7 +87,9 @@ fn compile_in_advance(arguments: &RunArguments, environment: &Environment) -> Re
     let operators = registry::select(arguments.ops.as_deref())?;
     let modules: Vec<_> = operators.iter().flat_map(|operator| operator.modules()).collect();
     let cache = ModuleCache::new(ModuleCache::default_dir());
+    let begun = Instant::now();
     cuda::compile_into(&cache, &arguments.device.tree()?, &modules, &environment.target)?;
+    tracing::info!("{} modules were there, or compiled, in {:.1} s", modules.len(), begun.elapsed().as_secs_f64());
     Ok(())
 }
 

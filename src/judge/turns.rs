@@ -6,7 +6,7 @@
 use std::fs::{File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The variable that names the folder of a GPU's places, the same for all processes on it.
 pub const TURNS: &str = "PARITY_TURNS";
@@ -22,6 +22,9 @@ const QUEUE: &str = "queue";
 
 /// How often who waits looks for a free place.
 const PACE: Duration = Duration::from_millis(2);
+
+/// Who waited longer says so (`PARITY_LOG=info`).
+const WORTH_SAYING: Duration = Duration::from_millis(500);
 
 /// Makes the folder of a GPU of so many bytes that so many processes share, with at least one place. An eighth of its memory is
 /// left to contexts and modules.
@@ -54,8 +57,13 @@ pub(super) fn wait(room: u64) -> Option<Turn> {
     }
     let folder = std::env::var_os(TURNS)?;
     let folder = Path::new(&folder);
+    let begun = Instant::now();
     // Without a turn there may be a lack of memory, which says so itself.
-    turn(folder, room.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display())).ok()
+    let turn = turn(folder, room.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display()));
+    if begun.elapsed() > WORTH_SAYING {
+        tracing::info!("waited {:.1} s for {} GiB of the GPU's memory", begun.elapsed().as_secs_f64(), room >> 30);
+    }
+    turn.ok()
 }
 
 /// So many places, or all that there are.
