@@ -59,8 +59,12 @@ impl Products {
 
     /// `a @ b`, remembered or made.
     pub(crate) fn of(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+        self.marked(mark(a, b), a, b)
+    }
+
+    fn marked(&self, mark: u64, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         // A clone of handles: comparing takes long, and may not happen under the lock.
-        let entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).get(&mark(a, b)).cloned();
+        let entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).get(&mark).cloned();
         for Entry { a: known_a, b: known_b, product } in entries.into_iter().flatten() {
             if same(&known_a, a)? && same(&known_b, b)? {
                 return Ok(product);
@@ -72,10 +76,11 @@ impl Products {
 
     /// As [`Self::of`], and it is there from then on.
     pub(crate) fn remember(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-        let product = self.of(a, b)?;
+        let mark = mark(a, b);
+        let product = self.marked(mark, a, b)?;
         let entry = Entry { a: a.clone(), b: b.clone(), product: product.clone() };
         let mut entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        entries.entry(mark(a, b)).or_default().push(entry);
+        entries.entry(mark).or_default().push(entry);
         Ok(product)
     }
 

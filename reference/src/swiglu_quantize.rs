@@ -89,8 +89,8 @@ pub fn stored(codes: &Tensor, scales: &Tensor, options: Options) -> Result<Store
     let expected = options.scales(num_rows, width);
     require("scales", scales, &expected.shape())?;
     let scales = read_scales(expected, &crate::precision::values(scales)?);
-    let values: Vec<f64> =
-        crate::precision::values(codes)?.iter().map(|&code| Format::E4M3.value(code as u64)).collect();
+    let codes: Vec<u8> = crate::precision::values(codes)?.into_iter().map(|code| code as u8).collect();
+    let values = Format::E4M3.values(&codes);
     let floor = scale_of(&[0.0], Format::E4M3, options.scale);
     let full = if options.scale == ScaleType::Fp32 { Format::E4M3.largest } else { Format::E4M3.largest / 2.0 };
     let groups = values.chunks(width.max(1)).flat_map(|row| row.chunks(columns));

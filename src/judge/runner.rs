@@ -142,12 +142,12 @@ pub trait Runner {
 
 impl Runner for Device {
     fn run(&self, prepared: &dyn Prepared, _exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError> {
-        let _turn = turns::wait(prepared.room_on_gpu(self.environment()));
+        let _turn = turns::wait(|| prepared.room_on_gpu(self.environment()));
         Ok(prepared.kernel(self, contract)?)
     }
 
     fn sequence(&self, prepared: &dyn Prepared, contract: Contract) -> Result<Option<Sequence>, RunError> {
-        let _turn = turns::wait(prepared.room_on_gpu(self.environment()));
+        let _turn = turns::wait(|| prepared.room_on_gpu(self.environment()));
         Ok(prepared.sequence(self, contract)?)
     }
 

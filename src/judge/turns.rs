@@ -50,12 +50,13 @@ pub(super) struct Turn {
     _places: Vec<File>,
 }
 
-/// Where others share this GPU, and room for so many bytes is much of it: its places, once they are free.
-pub(super) fn wait(room: u64) -> Option<Turn> {
+/// Where others share this GPU, and room for so many bytes, which nobody else asks for, is much of it: its places, once they are free.
+pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
+    let folder = std::env::var_os(TURNS)?;
+    let room = room();
     if room <= UNASKED {
         return None;
     }
-    let folder = std::env::var_os(TURNS)?;
     let folder = Path::new(&folder);
     let begun = Instant::now();
     // Without a turn there may be a lack of memory, which says so itself.

@@ -264,7 +264,7 @@ impl Declared for IndexerBackward {
         let linear = [("dq", 4.0), ("dw", 4.0), ("dk", 4.0)];
         laws.scale("dlogits scales the gradients once", "dlogits", 4.0, &linear[..if c.is_atomic() { 2 } else { 3 }]);
         if c.keys.packed {
-            laws.law(ranking::ENDS_LAW, |v| ranking::ends_beyond_the_keys(&mut v.tensors), of(1.0, 1.0));
+            ranking::ends_law(laws, of(1.0, 1.0));
         }
         laws.independent("num_tokens");
         if c.keys.is_selected() && !c.keys.packed {

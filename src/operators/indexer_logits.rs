@@ -11,7 +11,7 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 
 use super::lists::Lengths;
-use super::ranking::{draw_offsets, draw_sequences};
+use super::ranking::{self, draw_offsets, draw_sequences};
 use super::{Implementation, extent, tensor};
 use crate::judge::checks::permutation;
 use crate::operator::benchmarks::Whole;
@@ -487,6 +487,10 @@ impl Declared for IndexerLogits {
         match c.addressing {
             Addressing::Ranges => laws.separate("num_tokens", "tokens may be permuted"),
             Addressing::Causal => {
+                if c.packed {
+                    let equal = laws.all(Relation::Times(1.0));
+                    ranking::ends_law(laws, equal);
+                }
                 laws.independent("num_tokens");
                 range_law(c, laws);
             }

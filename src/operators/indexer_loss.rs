@@ -428,7 +428,7 @@ impl Declared for IndexerLoss {
         laws.scale("grad_loss counts once", "grad_loss", 4.0, &linear);
         if c.keys.packed {
             let equal = laws.all(Relation::Times(1.0));
-            laws.law(ranking::ENDS_LAW, |v| ranking::ends_beyond_the_keys(&mut v.tensors), equal);
+            ranking::ends_law(laws, equal);
         }
         laws.independent("num_tokens");
         if c.keys.is_selected() && !c.keys.packed {

@@ -231,7 +231,7 @@ impl Declared for IndexerRecompute {
         laws.scale("weights count once", "w", 2.0, &[("logits", 2.0)]);
         if c.keys.packed {
             let equal = laws.all(Relation::Times(1.0));
-            laws.law(ranking::ENDS_LAW, |v| ranking::ends_beyond_the_keys(&mut v.tensors), equal);
+            ranking::ends_law(laws, equal);
             laws.independent("num_tokens");
         } else {
             laws.separate("num_tokens", "tokens may be permuted");

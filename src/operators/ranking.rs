@@ -273,16 +273,20 @@ impl RankedKeys {
     }
 }
 
-/// The law of [`ends_beyond_the_keys`].
-pub(super) const ENDS_LAW: &str = "ends beyond the keys are those of the keys";
-
-/// Sequences that a caller lets begin before the first key and end behind the last one: kernels read no key that is not there.
-pub(super) fn ends_beyond_the_keys(tensors: &mut Tensors) {
-    tensors.edit_i32s("cu_k", |ends| {
-        if let [first, .., last] = ends {
-            (*first, *last) = (-5, *last + 9);
-        }
-    });
+/// Of packed sequences, which a caller lets begin before the first key and end behind the last one: kernels read no key that is not
+/// there.
+pub(super) fn ends_law<K: Declared>(
+    laws: &mut Laws<'_, K>,
+    relations: impl IntoIterator<Item = (&'static str, Relation)>,
+) {
+    let beyond = |v: &mut Variant<K>| {
+        v.tensors.edit_i32s("cu_k", |ends| {
+            if let [first, .., last] = ends {
+                (*first, *last) = (-5, *last + 9);
+            }
+        });
+    };
+    laws.law("ends beyond the keys are those of the keys", beyond, relations);
 }
 
 /// How many keys have no column: mostly none.

@@ -465,7 +465,7 @@ impl Declared for ScoreRecompute {
         scale_law(laws);
         if c.packed {
             let equal = laws.all(Relation::Times(1.0));
-            laws.law(ranking::ENDS_LAW, |v| ranking::ends_beyond_the_keys(&mut v.tensors), equal);
+            ranking::ends_law(laws, equal);
         }
         laws.independent("num_tokens");
         if !c.packed {
