@@ -2,7 +2,7 @@
 // grouped_linear_swiglu.cu, which has the formulas, with warpgroup matrix products of e4m3.
 //
 // How the work is laid out. quantised_hopper_large.h says how a block computes its units, grouped_linear.h which there are; as
-// many blocks as there are multiprocessors take them in turn, alone or in pairs as there. A unit's two blocks of weights are 128
+// many blocks as there are multiprocessors take them as they get free, alone or in pairs as there. A unit's two blocks of weights are 128
 // rows of gate and those of up of the same features or, where rows are interleaved, 256 rows in their order. Either way a thread
 // has gate and up of the same features of two tokens in its registers, and four lanes have a token's: what they make of them is scaled and encoded
 // there, and goes as codes through the warp's place in shared memory, so that 16 neighbours are stored at a time. Features that
@@ -21,7 +21,8 @@
 // H200: 1518 and 7996 us; apart, in the same run or the one before, 1477 + 69 and 7443 + 566. Masked, 6 and 192 slots, 40.5 and 594 us
 // (35 and 512 the product alone). That was with warps that the compiler did not know to be whole: it took a stage's products' places
 // from registers anew, 14 instructions between two products, 412 a stage of which 342 are left; and with blocks alone. Without
-// that and in pairs 1396 and 6489 us, interleaved 1374 and 6727 (the product alone 1394 and 6830, in a call before).
+// that and in pairs 1396 and 6489 us, interleaved 1374 and 6727 (the product alone 1394 and 6830, in a call before). With units that
+// are taken as blocks get free 1381 and 6302 (1383 and 6543 in turn, in the same call).
 //
 // Launch. Any grid in x; of pairs of whole clusters, and no other number of features than fills an even number of units.
 #include "grouped_hopper_large.h"
@@ -51,8 +52,8 @@ struct UnitsOfGateAndUp {
     static constexpr uint32_t CLUSTER = Experts::CLUSTER;
     Experts experts;
 
-    int64_t count() const { return experts.count(); }
-    Unit at(int64_t number) const {
+    AsFree<CLUSTER> turns(SharedAddress shared) const { return experts.turns(shared); }
+    Unit at(uint32_t number) const {
         Unit unit = experts.at(number);
         if constexpr (!INTERLEAVED) {
             unit.w_rows[0] = static_cast<int32_t>(unit.part.column / 2);

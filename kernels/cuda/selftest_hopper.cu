@@ -186,16 +186,19 @@ PARAMS_LAYOUT(SelftestClusterParams, y, rounds, map)
 
 constexpr uint32_t CLUSTER = 2;
 constexpr int ROUND_BYTES = CLUSTER * BOX_BYTES, BOXES_LANDED = ROUND_BYTES, BOXES_TAKEN = BOXES_LANDED + 8;
-SHARED_MEMORY(selftest_cluster, BOXES_TAKEN + 8)
+constexpr int TOLD = BOXES_TAKEN + 8, TOLD_ROUND = TOLD + 8;
+SHARED_MEMORY(selftest_cluster, TOLD_ROUND + 8)
 
-// Each block copies one box to all blocks of the cluster, when all have taken those of the round before.
+// Each block copies one box to all blocks of the cluster, when all have taken those of the round before. The first one tells
+// all which round it is.
 KERNEL_OF_CLUSTERS(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS, CLUSTER) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    const SharedAddress landed = shared + BOXES_LANDED, taken = shared + BOXES_TAKEN;
+    const SharedAddress landed = shared + BOXES_LANDED, taken = shared + BOXES_TAKEN, told = shared + TOLD;
     const uint32_t rank = cluster_rank();
     if (threadIdx.x == 0) {
         mbarrier_init(landed, 1);
         mbarrier_init(taken, CLUSTER);
+        mbarrier_init(told, 1);
         fence_mbarrier_init();
     }
     cluster_arrive();
@@ -204,7 +207,12 @@ KERNEL_OF_CLUSTERS(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS, CL
         if (threadIdx.x == 0) {
             mbarrier_wait(taken, round % 2 ^ 1);
             mbarrier_arrive_expect(landed, ROUND_BYTES);
-            const int row = (round * static_cast<int>(CLUSTER) + static_cast<int>(rank)) * BOX_ROWS;
+            mbarrier_arrive_expect(told, 4);
+            for (uint32_t block = 0; rank == 0 && block < CLUSTER; ++block)
+                store_at(shared + TOLD_ROUND, static_cast<uint32_t>(round), told, block);
+            mbarrier_wait(told, round % 2);
+            const int own_round = *reinterpret_cast<const int32_t*>(dynamic_shared() + TOLD_ROUND);
+            const int row = (own_round * static_cast<int>(CLUSTER) + static_cast<int>(rank)) * BOX_ROWS;
             tensor_copy_in_all(shared + rank * BOX_BYTES, params.map, 0, row, blockIdx.x / CLUSTER, landed,
                                (1u << CLUSTER) - 1);
         }

@@ -140,6 +140,8 @@ struct HostApi {
                            int32_t matrix, uint32_t barrier, uint32_t blocks);
     // Arrives at the mbarrier of block `rank` of the cluster.
     void (*mbarrier_arrive_at)(ThreadContext*, uint32_t barrier, uint32_t rank);
+    // Stores 4 bytes in block `rank` of the cluster, and counts them at its mbarrier.
+    void (*store_at)(ThreadContext*, uint32_t target, uint32_t value, uint32_t barrier, uint32_t rank);
     // Arrives at the cluster's barrier, or waits there for all threads of the cluster that have not returned.
     void (*cluster_barrier)(ThreadContext*, uint32_t wait);
 };

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::{Argument, Arguments, FLOATS, Signature, is_aligned, read, write};
+use crate::arguments::{Argument, Arguments, FLOATS, Signature, is_aligned, read, scratch, write};
 use crate::implementation::Implementation;
 use crate::linear::{
     FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, Weights, expert_tile,
@@ -18,13 +18,29 @@ use crate::scale_layout::Scales;
 const FILE: &str = "grouped_linear.cu";
 const HOPPER_FILE: &str = "grouped_linear_hopper.cu";
 const HOPPER_LARGE: &str = "grouped_linear_hopper_large.cu";
+const UNITS: &str = "units.cu";
+
+/// Bytes of a call's workspace: how many units the blocks of the kernels for many rows have taken.
+pub const WORKSPACE_BYTES: usize = 16;
 const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
-    portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain([module(HOPPER_LARGE, &[])]).collect()
+    let large = [module(HOPPER_LARGE, &[]), units_module()];
+    portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain(large).collect()
+}
+
+/// The module of what comes before the kernels for many rows.
+pub(crate) fn units_module() -> Module {
+    module(UNITS, &[])
+}
+
+/// Enqueues, before kernels whose blocks take units as they get free, that none is taken.
+pub(crate) fn begin_units(device: &Device, views: &Views) -> Result<()> {
+    let params = CHECK.params().ptr("num_taken", &views["workspace"]);
+    device.kernel(UNITS, &[], "units_begin")?.launch_blocks("workspace", 1, &params)
 }
 
 /// Where the rows of experts are.
@@ -174,7 +190,7 @@ impl Grouped {
             Quantised::read_scales("x_scales", of_x.tensor().0, x_axes.of(of_x)),
             Quantised::read_scales("w_scales", of_w.tensor().0, w_axes.of(of_w)),
         ];
-        let tensors = operands.into_iter().chain(others).chain(scales);
+        let tensors = operands.into_iter().chain(others).chain(scales).chain([scratch("workspace", 16)]);
         let signature = check.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
         let signature = signature.extent("out_features", out_multiple, MAX_FEATURES);
         // Two codes lie in a byte, and 16 bytes in an access.
@@ -188,9 +204,10 @@ impl Grouped {
         (known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent)), extents)
     }
 
-    /// Tiles of all experts are counted in 32 bits.
-    pub(crate) fn check_rows(&self, check: Arguments, extents: Extents) -> Result<()> {
+    /// Tiles of all experts are counted in 32 bits; the workspace has room for the units that are taken.
+    pub(crate) fn check_rows(&self, check: Arguments, views: &Views, extents: Extents) -> Result<()> {
         let Extents { num_experts, num_rows, .. } = extents;
+        check.holds("workspace", &views["workspace"], WORKSPACE_BYTES)?;
         let smallest = token_tiles(self.quantised.weights)[0];
         let tiles = num_experts.saturating_mul(num_rows.div_ceil(smallest));
         if !self.is_masked() || i32::try_from(tiles).is_ok() {
@@ -233,7 +250,8 @@ impl Grouped {
 /// - `expert_offsets` `[num_experts + 1]` i32, unless masked: the first row of each expert, and the end of all;
 ///   ascending, 0 to num_rows, multiples of anything;
 /// - `y`, bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows, out_features]`; rows contiguous.
-///   Rows of nobody become 0; masked they stay as they were.
+///   Rows of nobody become 0; masked they stay as they were;
+/// - `workspace`, scratch memory of [`WORKSPACE_BYTES`] bytes at a multiple of 16.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -242,7 +260,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     let axes = if grouped.is_masked() { MASKED_RESULT } else { SORTED_RESULT };
     let (mut signature, extents) = grouped.signature(CHECK, views, 1, [write("y").of(&FLOATS).axes(axes).rows()]);
     signature.bind([])?;
-    grouped.check_rows(CHECK, extents)?;
+    grouped.check_rows(CHECK, views, extents)?;
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let quantised = &grouped.quantised;
     // No number of rows is too small for it.
@@ -258,6 +276,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
             "grouped_linear_hopper_large"
         };
         let blocks = blocks(&grouped, extents, LARGE_TILE);
+        begin_units(device, views)?;
         device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
         return Ok(name.to_owned());
     }
@@ -318,5 +337,5 @@ fn params(views: &Views, grouped: &Grouped, extents: Extents) -> Result<Params> 
     let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", grouped.quantised.scale_bytes);
     let wide = (extents.out_features * y.dtype.size()).is_multiple_of(16) && is_aligned(y);
     let params = params.i32("experts", extents.num_experts)?.flag("out_is_f32", y.dtype == DType::F32);
-    Ok(params.flag("wide", wide))
+    Ok(params.flag("wide", wide).ptr("num_taken", &views["workspace"]))
 }

@@ -3,7 +3,7 @@
 
 use crate::arguments::{Argument, Arguments, Signature, read, write};
 use crate::gate_up_interleave::GRANULE;
-use crate::grouped_linear::{Extents, Grouped, blocks, of_experts};
+use crate::grouped_linear::{Extents, Grouped, begin_units, blocks, of_experts, units_module};
 use crate::linear::{
     BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, large_boxes, maps_of, quantised_defines, with_maps,
 };
@@ -32,7 +32,7 @@ const MANY_ROWS: usize = 64;
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
-    portable.into_iter().chain([module(HOPPER_FILE, &[])]).collect()
+    portable.into_iter().chain([module(HOPPER_FILE, &[]), units_module()]).collect()
 }
 
 /// The product of a call, how rows of gate and up lie, and how what is made of them is quantised.
@@ -111,7 +111,7 @@ impl Options {
         let known = axes.into_iter().filter(|(axis, _)| !["num_experts", "num_rows"].contains(axis));
         let mut signature = known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
         signature.bind([])?;
-        self.grouped.check_rows(CHECK, extents)?;
+        self.grouped.check_rows(CHECK, views, extents)?;
         Ok((signature, extents))
     }
 
@@ -143,8 +143,8 @@ impl Options {
 
 /// Launches, for the rows p of each expert e, `gate, up = bf16(x[p] w[e]^T)`, `o[p] = weight[p] silu(min(gate, limit))
 /// clamp(up, -limit, limit)` and its quantisation; returns the kernel that ran. Its tensors, beside `x`, `w`, `x_scales`,
-/// `w_scales`, `counts` and `expert_offsets` of [`crate::grouped_linear::forward`], whose `out_features` are gate and up
-/// together, a multiple of 16:
+/// `w_scales`, `counts`, `expert_offsets` and `workspace` of [`crate::grouped_linear::forward`], whose `out_features` are gate
+/// and up together, a multiple of 16:
 ///
 /// - `weight` `[num_rows]` f32 or, masked, `[num_experts, num_rows]`: the routing weight, absent for ones;
 /// - `codes` u8, e4m3, `[num_rows, intermediate_size]` or, masked, `[num_experts, num_rows, intermediate_size]`, half of
@@ -176,6 +176,7 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     if hopper {
         let name = HOPPER[usize::from(grouped.takes_pairs(extents))][usize::from(options.interleaved)];
         let blocks = blocks(grouped, extents, LARGE_TILE);
+        begin_units(device, views)?;
         device.kernel(HOPPER_FILE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
         return Ok(name.to_owned());
     }
@@ -203,5 +204,5 @@ fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> 
     let params = params.i32("scale_layout", options.scales(extents).number())?;
     let params = params.i32("scale_type", quantised.scale as usize)?;
     let params = params.i32("log2_group", quantised.group.columns().trailing_zeros() as usize)?;
-    Ok(params.flag("round_to_bf16", quantised.round_to_bf16))
+    Ok(params.flag("round_to_bf16", quantised.round_to_bf16).ptr("num_taken", &views["workspace"]))
 }

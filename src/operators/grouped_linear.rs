@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 
-use dsv4_kernels::grouped_linear::{self as launcher, Extents, Grouped, Grouping};
+use dsv4_kernels::grouped_linear::{self as launcher, Extents, Grouped, Grouping, WORKSPACE_BYTES};
 use dsv4_kernels::linear::{MAX_FEATURES, ScaleLayout, ScaleTensor, Weights};
 use dsv4_kernels::moe_map::{MAX_EXPERTS, positions};
 use dsv4_reference::grouped_linear as reference;
@@ -397,6 +397,9 @@ impl Declared for GroupedLinear {
             any(hopper(expecting(300, with(Experts::One, in_layout(mn, sorted([300, 2], 1, [776, 144])))))),
             hopper(expecting(300, in_layout(tiles, masked([300, 2, 160], [264, 144])))),
             exact(hopper(expecting(300, fp32(sorted([40, 6], 1, [264, 1168]))))),
+            // More units of a block, and of a pair, than there are places for their numbers.
+            exact(hopper(expecting(100, with(Experts::Distinct, sorted([100, 100], 1, [8, 144]))))),
+            exact(hopper(expecting(300, with(Experts::Distinct, sorted([40, 40], 1, [264, 144]))))),
         ];
         for group in [128, 32] {
             let of = |case| mxfp4(group, case);
@@ -466,6 +469,10 @@ impl Declared for GroupedLinear {
         let mut stored = super::elements(y)?;
         format_of(c.output).round_all(&mut stored);
         Ok(Named::new().with("y", super::tensor(stored, y.dims())?))
+    }
+
+    fn workspaces(_: &GroupedLinearCase, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        Ok(vec![("workspace", WORKSPACE_BYTES)])
     }
 
     fn launch(c: &GroupedLinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {

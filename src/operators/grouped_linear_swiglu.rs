@@ -6,6 +6,7 @@
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::gate_up_interleave::GRANULE;
+use dsv4_kernels::grouped_linear::WORKSPACE_BYTES;
 use dsv4_kernels::grouped_linear_swiglu::{self as launcher, MULTIPLE};
 use dsv4_kernels::linear::{BLOCK, MAX_FEATURES, ScaleLayout, Weights};
 use dsv4_kernels::swiglu_quantize::{self, Group, ScaleType};
@@ -477,6 +478,14 @@ impl Declared for GroupedLinearSwiglu {
             observed.push(("kept_codes", HostTensor { dtype: DType::U8, shape: codes.shape.clone(), bytes }));
         }
         observed
+    }
+
+    fn workspaces(
+        _: &GroupedLinearSwigluCase,
+        _: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        Ok(vec![("workspace", WORKSPACE_BYTES)])
     }
 
     fn launch(c: &GroupedLinearSwigluCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {

@@ -406,21 +406,25 @@ impl Declared for Moe {
         let of = |one: LinearCase| {
             linear::quantised_workspace_bytes(device, one.num_tokens, one.out_features, one.in_features)
         };
-        let products = ("workspace", gate.max(of(first)).max(of(second)));
+        let products = gate.max(of(first)).max(of(second)).max(grouped_linear::WORKSPACE_BYTES);
         let maps = ("map_workspace", moe_map::workspace_bytes(c.num_slots(), c.num_experts));
-        Ok([products, maps].into_iter().filter(|(name, bytes)| *name == "workspace" || *bytes > 0).collect())
+        Ok([("workspace", products), maps]
+            .into_iter()
+            .filter(|(name, bytes)| *name == "workspace" || *bytes > 0)
+            .collect())
     }
 
     fn launch(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         route(c, v, run)?;
         let x = v.only(&["rows", "row_codes", "row_scales"]).renamed(QUANTISED_ROWS);
         run.launch(|device| quantize_fp8::quantize(device, &x, of_rows()))?;
-        let first = v.only(&["row_codes", "w13", "row_scales", "w13_scales", "counts", "expert_offsets", "gate_up"]);
-        of_experts(c, 0, &first.renamed(FIRST), run)?;
+        let lists = ["counts", "expert_offsets", "workspace"];
+        let first = [&["row_codes", "w13", "row_scales", "w13_scales", "gate_up"][..], &lists].concat();
+        of_experts(c, 0, &v.only(&first).renamed(FIRST), run)?;
         let slots = v.only(&["row_weights", "pos_to_token_topk"]).renamed(&[("row_weights", "weight")]);
         gated(c, slots, v, run, ["gate_up", "product_codes", "product_scales"])?;
-        let second = v.only(&["product_codes", "w2", "product_scales", "w2_scales", "counts", "expert_offsets", "y"]);
-        of_experts(c, 1, &second.renamed(SECOND), run)?;
+        let second = [&["product_codes", "w2", "product_scales", "w2_scales", "y"][..], &lists].concat();
+        of_experts(c, 1, &v.only(&second).renamed(SECOND), run)?;
         shared_expert(c, v, run)?;
         let reduced = v.only(&["y", "shared", "token_topk_to_pos", "out"]);
         run.launch(|device| moe_reduce::launch(device, &reduced, false))

@@ -736,6 +736,11 @@ fn wrong_clusters_show() {
             "bytes are missing",
         ),
         ("mbarrier_wait(landed, round % 2);\n        uint8_t", "uint8_t", "other bytes"),
+        ("            mbarrier_wait(told, round % 2);\n", "", "other bytes"),
+        ("told, block);", "told, rank);", "5120 bytes are missing"),
+        ("told, block);", "told, block + 1);", "block 2 of its cluster, which has 2"),
+        ("store_at(shared + TOLD_ROUND,", "store_at(shared + TOLD_ROUND + 2,", "must be a multiple of 4"),
+        ("mbarrier_arrive_expect(told, 4);", "mbarrier_arrive(told);", "bytes are missing"),
     ] {
         shows(right, wrong, needle);
     }

@@ -10,6 +10,12 @@ struct GroupedShared {
 };
 static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 
+// The turns of tiles of experts.
+template <uint32_t CLUSTER, typename Tiles>
+DEVICE AsFree<CLUSTER> turns_of(const Tiles& tiles, SharedAddress shared) {
+    return {static_cast<uint32_t>(tiles.count()), shared, tiles.params.num_taken};
+}
+
 // Of x the map has all rows, or those of each expert.
 DEVICE Unit unit_of(const GroupedLinearParams& params, const QuantisedProduct& product, const Part& part, int32_t expert,
                     bool shares_tokens) {
@@ -23,8 +29,8 @@ struct UnitsOfExperts {
     static constexpr uint32_t CLUSTER = 1;
     ExpertTiles<UnitShape> tiles;
 
-    int64_t count() const { return tiles.count(); }
-    Unit at(int64_t number) const {
+    AsFree<CLUSTER> turns(SharedAddress shared) const { return turns_of<CLUSTER>(tiles, shared); }
+    Unit at(uint32_t number) const {
         const GroupedLinearParams& params = tiles.params;
         const ExpertTile tile = tiles[number];
         const QuantisedProduct product = product_of_expert(params, tile.expert);
@@ -43,8 +49,8 @@ struct PairsOfExperts {
     };
     ExpertTiles<Shape> tiles;
 
-    int64_t count() const { return tiles.count(); }
-    Unit at(int64_t number) const {
+    AsFree<CLUSTER> turns(SharedAddress shared) const { return turns_of<CLUSTER>(tiles, shared); }
+    Unit at(uint32_t number) const {
         const ExpertTile tile = tiles[number];
         const QuantisedProduct product = product_of_expert(tiles.params, tile.expert);
         const auto row_pairs = static_cast<uint32_t>(product.result.rows + TOKENS - 1) / (2 * TOKENS);

@@ -29,6 +29,7 @@ struct GroupedLinearSwigluParams {
     int32_t scale_type;             // see fp8_scales.h
     int32_t log2_group;             // of the numbers of a row that share a scale: 32 or 128
     int32_t round_to_bf16;
+    uint32_t* num_taken;            // of units, where blocks take them as they get free; 0 before the launch
     int32_t wide;                   // whether codes take 16-byte accesses
     float limit;
     TensorMap x_map;                // boxes of rows of x, and of w, where a kernel copies such
@@ -37,7 +38,7 @@ struct GroupedLinearSwigluParams {
 PARAMS_LAYOUT(GroupedLinearSwigluParams, x, x_expert_stride, x_stride, w, w_expert_stride, w_stride, x_scales, w_scales,
               counts, expert_offsets, weight, codes, codes_expert_stride, codes_stride, scales, rows, columns, depth,
               experts, x_scale_layout, w_scale_layout, scale_bytes, interleaved, scale_layout, scale_type, log2_group,
-              round_to_bf16, wide, limit, x_map, w_map)
+              round_to_bf16, num_taken, wide, limit, x_map, w_map)
 
 // The parameters of the product: what it reads, and how scales lie that follow from its extents. Scales are those of X_GROUP
 // numbers of x, and of W_GROUP numbers of each of W_ROWS rows of w.
@@ -58,6 +59,7 @@ DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
     product.columns = params.columns;
     product.depth = params.depth;
     product.experts = params.experts;
+    product.num_taken = params.num_taken;
     product.scale_bytes = params.scale_bytes;
     product.x_scale_layout = params.x_scale_layout;
     product.x_padded_rows = padded_rows_of(params.x_scale_layout, params.rows);

@@ -155,6 +155,20 @@ DEVICE void cluster_wait() {
 #endif
 }
 
+// Stores 4 bytes to the place of `target` in block `rank` of the cluster and counts them at the mbarrier in the place of `barrier`
+// there, which need not expect them yet: whoever has waited for its phase may read them.
+DEVICE void store_at(SharedAddress target, uint32_t value, SharedAddress barrier, uint32_t rank) {
+#if defined(PARITY_EMULATOR)
+    emulator::host->store_at(emulator::context, target, value, barrier, rank);
+#else
+    asm volatile(
+        "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %3;\nmapa.shared::cluster.u32 told, %2, %3;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [told];\n}" ::"r"(target),
+        "r"(value), "r"(barrier), "r"(rank)
+        : "memory");
+#endif
+}
+
 // ---------------------------------------------------------------- fences and named barriers
 
 // Orders ordinary accesses to shared memory before later ones through the asynchronous proxy.

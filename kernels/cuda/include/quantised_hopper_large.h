@@ -2,7 +2,7 @@
 // grouped_linear_hopper_large.cu share. linear_quantised.cu has the formulas, quantised_hopper.h is for few tokens.
 //
 // Tokens are the rows of a product and features its columns. A block takes 128 tokens by 256 features, two blocks of
-// weights side by side, and of k a part in stages of 128, one group of scales. Blocks take such units in turn. Three
+// weights side by side, and of k a part in stages of 128, one group of scales. Blocks take one such unit after the other. Three
 // warpgroups:
 //   0 and 1  consumers, 64 tokens each: of each stage 64 x 128 products with the one block of weights, then with the other,
 //            each accumulated from zero, multiplied by the scales of the token and of the block, and added to sums in fp32:
@@ -86,6 +86,7 @@ struct UnitResult {
 // may still read the scales of a stage whose operands are being replaced: they have more places than there are stages. And so
 // have units, since it reads a unit's place when its stages are long given back.
 struct Shared {
+    static constexpr int NUMBERS = 16;  // places of numbers of units: more than producers are ever apart
     static constexpr int X_BYTES = TOKENS * 128, STAGE_BYTES = X_BYTES + FEATURES * 128;
     static constexpr int OUT = STAGES * STAGE_BYTES;  // of each consumer warp: what it stores next
     static constexpr int WARP_ROWS = 16, SUM_COLUMNS = 32, SUM_STRIDE = SUM_COLUMNS + 4, OUT_COLUMNS = 64;
@@ -94,12 +95,16 @@ struct Shared {
     static constexpr int RESULTS = SCALES + SCALE_STAGES * static_cast<int>(sizeof(StageScales));  // UnitResult [UNITS]
     static constexpr int FULL = RESULTS + UNITS * static_cast<int>(sizeof(UnitResult));            // mbarriers [STAGES]
     static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int BYTES = EMPTY + 8 * STAGES;
+    static constexpr int TOLD = EMPTY + 8 * STAGES;                                        // mbarriers [NUMBERS]
+    static constexpr int NUMBER = TOLD + 8 * NUMBERS;                                      // uint32_t [NUMBERS]
+    static constexpr int BYTES = NUMBER + 4 * NUMBERS;
 
     static constexpr int x(uint32_t stage) { return stage % STAGES * STAGE_BYTES; }
     static constexpr int w(uint32_t stage, int block) { return x(stage) + X_BYTES + block * GROUP * 128; }
     static constexpr int full(uint32_t stage) { return FULL + 8 * (stage % STAGES); }
     static constexpr int empty(uint32_t stage) { return EMPTY + 8 * (stage % STAGES); }
+    static constexpr int told(uint32_t unit) { return TOLD + 8 * (unit % NUMBERS); }
+    static constexpr int number(uint32_t unit) { return NUMBER + 4 * (unit % NUMBERS); }
 };
 static_assert(Shared::WARP_ROWS * Shared::OUT_COLUMNS * 2 <= Shared::WARP_BYTES, "rows of bf16 exceed a warp's place");
 static_assert(Shared::OUT % 128 == 0 && Shared::WARP_BYTES % 128 == 0, "a warp's place begins within a row of banks");
@@ -137,19 +142,76 @@ DEVICE bool is_rounded(const Result& result, const Part& part) {
     return plain && result.factor == 1.0f && part.column + FEATURES <= result.columns;
 }
 
+// ---------------------------------------------------------------- which units a block takes
+
+// Behind a block's last one.
+constexpr uint32_t NO_UNIT = 0xffffffffu;
+
+// Which units a block takes, or a cluster, whose blocks take units of one number together:
+//   uint32_t first() const                                 the first one's number
+//   uint32_t tell_behind(uint32_t taken, uint32_t number)  what comes behind a unit, the `taken`th: asked once of each by the
+//                                                          lane that starts copies
+//   uint32_t behind(uint32_t taken, uint32_t number) const the same for the producer's other warps
+//
+// In turn: every so many-th. For units of one product, which cost the same: for 4096 tokens of [65536, 1536] and [7168, 16384] the
+// way below was no faster (816 and 856 us; in turn 818 and 846).
+template <uint32_t CLUSTER>
+struct InTurn {
+    uint32_t count;
+
+    uint32_t at_most(uint32_t number) const { return number < count ? number : NO_UNIT; }
+    uint32_t first() const { return at_most(blockIdx.x / CLUSTER); }
+    uint32_t behind(uint32_t, uint32_t number) const { return at_most(number + gridDim.x / CLUSTER); }
+    uint32_t tell_behind(uint32_t taken, uint32_t number) { return behind(taken, number); }
+};
+
+// As blocks get free: the next one that nobody has, by a counter in memory, 0 before the launch. Units that are taken at a time
+// are neighbours then, whose operands are brought from memory once. In turn, clusters of which one has half units and another has none
+// get so far apart that each brings experts' weights of its own: of 196608 rows 13.0 GB were read where 5.2 are now.
+//
+// A cluster's first block asks, one unit in advance, and tells all of them.
+template <uint32_t CLUSTER>
+struct AsFree {
+    uint32_t count;
+    SharedAddress shared;
+    uint32_t* num_taken;
+    uint32_t ahead = NO_UNIT;  // of the lane that asks: what it tells next
+
+    uint32_t first() const { return blockIdx.x / CLUSTER < count ? blockIdx.x / CLUSTER : NO_UNIT; }
+    uint32_t ask() const {
+        const uint32_t number = gridDim.x / CLUSTER + atomicAdd(num_taken, 1u);
+        return number < count ? number : NO_UNIT;
+    }
+    uint32_t behind(uint32_t taken, uint32_t) const {
+        mbarrier_wait(shared + Shared::told(taken), taken / Shared::NUMBERS & 1);
+        return *reinterpret_cast<const volatile uint32_t*>(dynamic_shared() + Shared::number(taken));
+    }
+    uint32_t tell_behind(uint32_t taken, uint32_t) {
+        const SharedAddress told = shared + Shared::told(taken);
+        mbarrier_arrive_expect(told, 4);
+        if (cluster_rank() != 0) return behind(taken, 0);
+        if (taken == 0) ahead = ask();
+        const uint32_t number = ahead;
+        UNROLL
+        for (uint32_t rank = 0; rank < CLUSTER; ++rank) store_at(shared + Shared::number(taken), number, told, rank);
+        if (number != NO_UNIT) ahead = ask();
+        return number;
+    }
+};
+
 // Units in the order in which blocks take them, as the functions below are given them, or of clusters what their blocks take
 // together:
 //   static constexpr uint32_t CLUSTER          blocks of a cluster
-//   int64_t count() const
-//   Unit at(int64_t number) const              the block's own
+//   Turns turns(SharedAddress shared) const    which of them the block takes, as above
+//   Unit at(uint32_t number) const             the block's own
 //
 // Those of one product.
 struct UnitsOfProduct {
     static constexpr uint32_t CLUSTER = 1;
     const QuantisedProduct& product;
 
-    int64_t count() const { return units_of<UnitShape>(product.result); }
-    Unit at(int64_t number) const {
+    InTurn<CLUSTER> turns(SharedAddress) const { return {static_cast<uint32_t>(units_of<UnitShape>(product.result))}; }
+    Unit at(uint32_t number) const {
         const Part part = part_of<UnitShape>(product.result, number);
         const auto column = static_cast<int32_t>(part.column);
         return Unit{product, part, static_cast<int32_t>(part.row), 0, {column, column + GROUP}, 0, false};
@@ -161,8 +223,8 @@ struct PairsOfProduct {
     static constexpr uint32_t CLUSTER = 2;
     const QuantisedProduct& product;
 
-    int64_t count() const { return units_of<PairShape>(product.result); }
-    Unit at(int64_t number) const {
+    InTurn<CLUSTER> turns(SharedAddress) const { return {static_cast<uint32_t>(units_of<PairShape>(product.result))}; }
+    Unit at(uint32_t number) const {
         Part part = part_of<PairShape>(product.result, number);
         part.row += cluster_rank() * TOKENS;
         const auto column = static_cast<int32_t>(part.column);
@@ -190,6 +252,7 @@ DEVICE void initialise_barriers(SharedAddress shared) {
             // Weights arrive in all blocks of a cluster at a time, so that all of them must have given the stage back.
             mbarrier_init(shared + Shared::empty(stage), CLUSTER * CONSUMER_THREADS / WARP_SIZE);
         }
+        for (uint32_t unit = 0; unit < Shared::NUMBERS; ++unit) mbarrier_init(shared + Shared::told(unit), 1);
         fence_mbarrier_init();
     }
     meet_blocks<CLUSTER>();
@@ -230,25 +293,20 @@ DEVICE void copy_weights(const TensorMap& w_map, const Unit& unit, int32_t group
     }
 }
 
-// Of the units of all clusters the first one of this block's, and how far it is to the next.
-template <uint32_t CLUSTER>
-DEVICE int64_t first_unit() { return blockIdx.x / CLUSTER; }
-template <uint32_t CLUSTER>
-DEVICE int64_t unit_step() { return gridDim.x / CLUSTER; }
-
 // The operands of all stages of all units, by one lane.
 template <typename Units>
 DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared) {
-    const int64_t count = units.count(), step = unit_step<Units::CLUSTER>();
-    uint32_t stage = 0, taken = 0;
-    for (int64_t number = first_unit<Units::CLUSTER>(); number < count; number += step, ++taken) {
+    auto turns = units.turns(shared);
+    uint32_t stage = 0, taken = 0, next;
+    for (uint32_t number = turns.first(); number != NO_UNIT; number = next, ++taken) {
+        next = turns.tell_behind(taken, number);
         const Unit unit = units.at(number);
         const auto first = static_cast<int32_t>(unit.part.begin);
         for (int32_t group = first; group < unit.part.end; ++group, ++stage) {
             const SharedAddress full = shared + Shared::full(stage);
             mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
             if (group == first) {
-                const bool is_last = number + step >= count;
+                const bool is_last = next == NO_UNIT;
                 const bool is_half = unit.product.result.rows - unit.part.row <= CONSUMER_TOKENS;
                 const int32_t stages = static_cast<int32_t>(unit.part.end) - first;
                 const bool rounded = is_rounded(unit.product.result, unit.part);
@@ -316,9 +374,9 @@ struct LoadedScales {
 // Warp `warp` of those that bring scales.
 template <typename Units>
 DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t warp) {
-    const int64_t count = units.count(), step = unit_step<Units::CLUSTER>();
-    uint32_t stage = 0;
-    for (int64_t number = first_unit<Units::CLUSTER>(); number < count; number += step) {
+    const auto turns = units.turns(shared);
+    uint32_t stage = 0, taken = 0;
+    for (uint32_t number = turns.first(); number != NO_UNIT; number = turns.behind(taken++, number)) {
         const Unit unit = units.at(number);
         LoadedScales scales;
         scales.begin(unit);
@@ -638,7 +696,7 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         before();
-        if (first_unit<Units::CLUSTER>() < units.count()) consume<Units::CLUSTER>(shared, warpgroup, output);
+        if (units.turns(shared).first() != NO_UNIT) consume<Units::CLUSTER>(shared, warpgroup, output);
     }
     // Its consumers still tell a block that its stages are free when that one has done all its own.
     if constexpr (Units::CLUSTER > 1) meet_blocks<Units::CLUSTER>();

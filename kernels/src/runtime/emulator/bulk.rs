@@ -1,4 +1,4 @@
-//! Bulk copies into shared memory, and bulk additions out of it.
+//! Bulk copies into shared memory, stores to that of other blocks, and bulk additions out of it.
 
 use crate::runtime::tensor_map::TensorMap;
 
@@ -11,9 +11,11 @@ pub(super) enum BulkSource {
     Bytes(*const u8),
     /// A box of a tensor, from these coordinates on.
     Box { map: TensorMap, column: i32, row: i32, matrix: i32 },
+    /// A word that a thread stores.
+    Word(u32),
 }
 
-/// A copy to shared memory that has not landed.
+/// A copy or a store to shared memory that has not landed.
 pub(super) struct BulkCopy {
     pub(super) source: BulkSource,
     /// Block of the cluster whose shared memory it goes to.

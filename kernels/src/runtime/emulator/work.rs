@@ -159,9 +159,13 @@ impl Block {
             match copy.source {
                 BulkSource::Bytes(source) => std::ptr::copy_nonoverlapping(source, target, copy.bytes as usize),
                 BulkSource::Box { map, column, row, matrix } => land_box(target, &map, column, row, matrix),
+                BulkSource::Word(value) => target.cast::<u32>().write(value),
             }
         }
-        self.proxy.own_write(copy.target, copy.bytes);
+        match copy.source {
+            BulkSource::Word(_) => self.proxy.ordinary_write(copy.target, copy.bytes, copy.thread),
+            _ => self.proxy.own_write(copy.target, copy.bytes),
+        }
         self.mbarrier_landing(copy.barrier, copy.bytes)
     }
 

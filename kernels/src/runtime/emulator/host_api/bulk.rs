@@ -1,4 +1,4 @@
-//! Bulk copies and additions: issue, commit, wait.
+//! Bulk copies, stores to other blocks, bulk additions: issue, commit, wait.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -30,14 +30,27 @@ impl Block {
         Some(BulkFault::Access(misaligned(bad)))
     }
 
-    /// Why a box cannot go to some of these blocks of the cluster.
-    fn unfit_for_box(&mut self, target: u32, bytes: u32, barrier: u32, blocks: u32) -> Option<String> {
+    /// Why a word cannot go to this block of the cluster.
+    fn unfit_for_word(&mut self, target: u32, barrier: u32, rank: u32) -> Option<String> {
+        if !target.is_multiple_of(WORD_BYTES) || !self.proxy.contains(target, WORD_BYTES) {
+            let wanted = "must be a multiple of 4 within the dynamic shared memory";
+            return Some(format!("a store to shared offset {target:#x} of block {rank}: {wanted}"));
+        }
+        let Some(block) = 1u32.checked_shl(rank) else { return self.peer(rank).err() };
+        self.unfit_for(target, WORD_BYTES, barrier, block)
+    }
+
+    /// Why bytes cannot go to some of these blocks of the cluster.
+    fn unfit_for(&mut self, target: u32, bytes: u32, barrier: u32, blocks: u32) -> Option<String> {
         ranks(blocks).find_map(|rank| match self.peer(rank) {
             Ok(peer) => peer.mbarriers.at(barrier).err().or_else(|| peer.mbarriers.overlap(target, bytes)),
             Err(what) => Some(what),
         })
     }
 }
+
+/// Bytes of a store to a block of the cluster.
+const WORD_BYTES: u32 = 4;
 
 /// The blocks of a cluster whose bits are set.
 fn ranks(blocks: u32) -> impl Iterator<Item = u32> {
@@ -115,7 +128,7 @@ pub unsafe extern "C" fn tensor_copy_in(
         )
     });
     let nobody = (blocks == 0).then(|| "a copy of a box to no block of the cluster".to_owned());
-    if let Some(what) = misplaced.or(nobody).or_else(|| block.unfit_for_box(target, bytes, barrier, blocks)) {
+    if let Some(what) = misplaced.or(nobody).or_else(|| block.unfit_for(target, bytes, barrier, blocks)) {
         unsafe { abandon(context, what) };
     }
     for box_row in 0..i64::from(map.box_rows) {
@@ -132,6 +145,17 @@ pub unsafe extern "C" fn tensor_copy_in(
         let source = BulkSource::Box { map, column, row, matrix };
         block.bulk.copies.push(BulkCopy { source, rank, target, bytes, barrier, thread });
     }
+    unsafe { maybe_yield(context) };
+}
+
+pub unsafe extern "C" fn store_at(context: *mut ThreadContext, target: u32, value: u32, barrier: u32, rank: u32) {
+    let block = unsafe { scheduler(context) };
+    let thread = block.current;
+    if let Some(what) = block.unfit_for_word(target, barrier, rank) {
+        unsafe { abandon(context, what) };
+    }
+    let source = BulkSource::Word(value);
+    block.bulk.copies.push(BulkCopy { source, rank, target, bytes: WORD_BYTES, barrier, thread });
     unsafe { maybe_yield(context) };
 }
 

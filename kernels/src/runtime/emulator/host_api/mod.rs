@@ -10,7 +10,7 @@ mod wgmma;
 use std::ffi::{c_char, c_void};
 
 use self::async_proxy::{fence_async_proxy, shared_store};
-use self::bulk::{bulk_add, bulk_commit, bulk_copy_in, bulk_wait, tensor_copy_in};
+use self::bulk::{bulk_add, bulk_commit, bulk_copy_in, bulk_wait, store_at, tensor_copy_in};
 use self::collective::{CollectiveOp, barrier, cluster_barrier, collective};
 use self::copies::{copy_arrive, copy_async, copy_commit, copy_wait};
 use self::mbarrier::{mbarrier_arrive, mbarrier_arrive_at, mbarrier_init, mbarrier_wait};
@@ -49,6 +49,7 @@ pub struct HostApi {
     wgmma_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
     tensor_copy_in: unsafe extern "C" fn(*mut ThreadContext, u32, *const MapWords, i32, i32, i32, u32, u32),
     mbarrier_arrive_at: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
+    store_at: unsafe extern "C" fn(*mut ThreadContext, u32, u32, u32, u32),
     cluster_barrier: unsafe extern "C" fn(*mut ThreadContext, u32),
 }
 
@@ -79,6 +80,7 @@ pub static HOST_API: HostApi = HostApi {
     wgmma_wait,
     tensor_copy_in,
     mbarrier_arrive_at,
+    store_at,
     cluster_barrier,
 };
 
