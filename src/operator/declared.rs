@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use dsv4_kernels::runtime::cuda::RESERVED_PART;
+use dsv4_kernels::runtime::cuda::{MAPPED_GRANULE, RESERVED_PART};
 use dsv4_kernels::runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, Environment, HostTensor, Role, RuntimeError, TensorView, Views,
 };
@@ -586,7 +586,8 @@ fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result
     Ok(())
 }
 
-/// Memory that the tensors of one case may take together on a GPU, where even what nobody touches is allocated.
+/// Memory that the tensors of one case may take together on a GPU, where each row that lies far from the others takes a piece of its
+/// own.
 const LARGEST_CASE: usize = 40 << 30;
 
 /// Why a case does not fit a GPU so many times over: huge steps are memory there.
@@ -610,11 +611,12 @@ fn room_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> u64 {
     buffers.into_iter().fold(of_largest, usize::saturating_add) as u64
 }
 
-/// Bytes of the buffer of each tensor on a GPU, with what lies between rows; none on the emulator, where that is no memory.
+/// Bytes of a GPU's memory for the buffer of each tensor; none on the emulator.
 fn buffers_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> impl Iterator<Item = usize> {
     let bytes = |spec: &TensorSpec| {
-        let elements = layout_of(spec, layouts).place(spec).map_or(0, |layout| layout.elements);
-        elements.saturating_mul(spec.dtype.size())
+        let layout = layout_of(spec, layouts).place(spec);
+        let bytes = layout.map_or(0, |layout| layout.memory_bytes(&spec.shape(), spec.dtype, MAPPED_GRANULE));
+        usize::try_from(bytes).unwrap_or(usize::MAX)
     };
     let on_gpu = environment.backend == BackendKind::Cuda;
     specs.present().filter(move |spec| on_gpu && spec.is_stored() && spec.placed.is_none()).map(bytes)

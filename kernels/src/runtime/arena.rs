@@ -261,6 +261,11 @@ impl Layout {
     /// Most bytes of a buffer of this layout, holding a tensor of `shape`, that are filled, inspected and read back: all of
     /// them, or of a sparse one the rows with the bands beside them, in whole pages.
     pub fn touched_bytes(&self, shape: &[usize], dtype: DType) -> u128 {
+        self.memory_bytes(shape, dtype, PAGE)
+    }
+
+    /// The same where memory is had in multiples of `piece` bytes.
+    pub fn memory_bytes(&self, shape: &[usize], dtype: DType, piece: usize) -> u128 {
         let wide = |count: usize| count as u128 * dtype.size() as u128;
         let elements = shape.iter().fold(1u128, |product, &extent| product.saturating_mul(extent as u128));
         let (buffer, tensor) = (wide(self.elements), elements.saturating_mul(dtype.size() as u128));
@@ -268,7 +273,7 @@ impl Layout {
             return buffer;
         }
         let row = shape.last().copied().unwrap_or(1).max(1);
-        let of_a_row = wide(row) + 2 * (BAND as u128 + PAGE as u128);
+        let of_a_row = wide(row) + 2 * (BAND as u128 + piece as u128);
         (elements / row as u128).saturating_mul(of_a_row).min(buffer)
     }
 

@@ -179,6 +179,11 @@ impl Context {
         Ok(Arc::new(opened))
     }
 
+    /// The device's number in the driver's terms.
+    pub fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
     /// The stream; only for calls after [`Context::enter`].
     pub fn stream(&self) -> sys::CUstream {
         self.stream

@@ -10,6 +10,7 @@ mod graph;
 mod library;
 mod module;
 pub mod nvrtc;
+mod sparse;
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -25,6 +26,7 @@ use self::driver::{Context, Event, Properties};
 use self::graph::Graph;
 pub use self::module::CudaModule;
 pub use self::nvrtc::{Compiled, Nvrtc};
+use self::sparse::SparseMemory;
 use super::backend::{
     Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Recorded, Recorder, Reservation, granules,
 };
@@ -49,6 +51,12 @@ pub const RESERVED_PART: usize = 4;
 const ROOM_WAIT: Duration = Duration::from_secs(20);
 const ROOM_POLL: Duration = Duration::from_millis(50);
 
+/// What devices map memory in multiples of, bytes, for who has none at hand.
+pub const MAPPED_GRANULE: usize = 2 << 20;
+
+/// A buffer is mapped piece by piece where that takes less than its bytes by this factor; each piece costs a call or four.
+const WORTH_MAPPING: u64 = 2;
+
 /// Touched ranges of a reserved buffer are rounded up to this, bytes.
 const TOUCHED_GRANULE: u64 = 16;
 
@@ -58,6 +66,7 @@ pub struct CudaBackend {
     nvrtc: Nvrtc,
     cache: ModuleCache,
     environment: Environment,
+    sparse: SparseMemory,
     /// Made when the first product is asked for.
     blaslt: Mutex<Option<Arc<Blaslt>>>,
 }
@@ -80,7 +89,8 @@ impl CudaBackend {
             processors: properties.multiprocessors,
             shared_bytes_per_block: properties.shared_opt_in,
         };
-        Ok(Self { context, nvrtc, cache, environment, blaslt: Mutex::default() })
+        let sparse = SparseMemory::new(&context);
+        Ok(Self { context, nvrtc, cache, environment, sparse, blaslt: Mutex::default() })
     }
 
     /// The compiler in use.
@@ -97,6 +107,40 @@ impl CudaBackend {
         let library = Arc::new(Blaslt::new(&self.context)?);
         *made = Some(library.clone());
         Ok(library)
+    }
+
+    /// Waits until so many bytes are no more than the part of the free memory that a reserved buffer gets.
+    fn wait_for_room(&self, name: &str, needed: usize) -> Result<()> {
+        let begun = Instant::now();
+        loop {
+            let (free, all) = self.context.free_memory()?;
+            let limit = free / RESERVED_PART;
+            if needed <= limit {
+                return Ok(());
+            }
+            if needed > all / RESERVED_PART || begun.elapsed() > ROOM_WAIT {
+                return Err(RuntimeError::TooLarge {
+                    name: name.to_owned(),
+                    needed,
+                    limit,
+                    of: "bytes of device memory",
+                });
+            }
+            std::thread::sleep(ROOM_POLL);
+        }
+    }
+
+    /// `runs`: offsets from the buffer's first address, as [`sparse_runs`] has them.
+    fn reserve_sparse(&self, bytes: usize, touched: &[Range<i64>], runs: &[Range<u64>]) -> Result<Reservation> {
+        let (total, back_band) = banded(bytes).unwrap_or((bytes, 0));
+        let base = self.sparse.reserve(total)?;
+        let runs: Vec<_> = runs.iter().map(|run| base + run.start..base + run.end).collect();
+        if let Err(error) = self.sparse.map(base, &runs) {
+            self.sparse.free(base);
+            return Err(error);
+        }
+        let allocation = Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band };
+        Ok(Reservation { touched: touched_of(&allocation, touched), allocation })
     }
 
     fn load_stored(&self, path: &Path, file: &str) -> std::result::Result<CudaModule, String> {
@@ -168,6 +212,18 @@ fn banded(bytes: usize) -> Option<(usize, usize)> {
     Some((total, total - GUARD_BAND - bytes))
 }
 
+/// Offsets from the first address of a buffer, whose front band begins there, of what is to be memory for `touched`, in multiples of
+/// `granule`.
+fn sparse_runs(bytes: usize, touched: &[Range<i64>], granule: u64) -> Option<Vec<Range<u64>>> {
+    let (total, _) = banded(bytes)?;
+    let within = 0..(total as u64).checked_next_multiple_of(granule)?;
+    Some(granules(touched, GUARD_BAND as u64, &within, granule))
+}
+
+fn extent_of(runs: &[Range<u64>]) -> u64 {
+    runs.iter().map(|run| run.end - run.start).sum()
+}
+
 /// The device addresses of `touched`, as far as they lie within the allocation or its bands.
 fn touched_of(allocation: &Allocation, touched: &[Range<i64>]) -> Vec<Range<u64>> {
     let end = allocation.address + (allocation.bytes + allocation.back_band) as u64;
@@ -213,32 +269,31 @@ impl Backend for CudaBackend {
         Ok(Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band })
     }
 
-    /// A plain allocation, gaps and all, so that it gets no more than a part of what is free: other buffers, other
-    /// threads and other processes need theirs.
+    /// Memory for what is touched, or a plain allocation, gaps and all, where that takes little more. It gets no more than a part of
+    /// what is free: other buffers, other threads and other processes need theirs.
     fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
         let total = banded(bytes).map_or(usize::MAX, |(total, _)| total);
-        let begun = Instant::now();
-        loop {
-            let (free, all) = self.context.free_memory()?;
-            let limit = free / RESERVED_PART;
-            if total <= limit {
-                break;
+        let runs = self.sparse.granule().and_then(|granule| sparse_runs(bytes, touched, granule));
+        match runs.filter(|runs| extent_of(runs) < total as u64 / WORTH_MAPPING) {
+            Some(runs) => {
+                self.wait_for_room(name, extent_of(&runs) as usize)?;
+                self.reserve_sparse(bytes, touched, &runs)
             }
-            if total > all / RESERVED_PART || begun.elapsed() > ROOM_WAIT {
-                let of = "bytes of device memory";
-                return Err(RuntimeError::TooLarge { name: name.to_owned(), needed: total, limit, of });
+            None => {
+                self.wait_for_room(name, total)?;
+                let allocation = self.allocate(name, bytes, placement)?;
+                Ok(Reservation { touched: touched_of(&allocation, touched), allocation })
             }
-            std::thread::sleep(ROOM_POLL);
         }
-        let allocation = self.allocate(name, bytes, placement)?;
-        let touched = touched_of(&allocation, touched);
-        Ok(Reservation { allocation, touched })
     }
 
     fn free(&self, allocation: &Allocation) {
         // What is still enqueued may use it; a fault is reported by whoever synchronises next.
         let _ = self.context.synchronize();
         let base = allocation.address.wrapping_sub(allocation.front_band as u64);
+        if self.sparse.free(base) {
+            return;
+        }
         // SAFETY: the caller gives back what `allocate` returned, once; the driver refuses others.
         let result = unsafe { sys::cuMemFree_v2(base) };
         if let Err(error) = driver::check(result, format_args!("cuMemFree({base:#x})")) {
@@ -377,6 +432,19 @@ mod tests {
         let touched = touched_of(&allocation, &[-5000..-4000, -10..20, 990..1 << 40]);
         let at = |offset: i64| (1u64 << 20).strict_add_signed(offset);
         assert_eq!(touched, [at(-4096)..at(-4000), at(-16)..at(32), at(976)..at(1000 + back_band as i64)]);
+    }
+
+    #[test]
+    fn memory_is_mapped_around_what_is_touched_and_nowhere_else() {
+        const GRANULE: u64 = 2 << 20;
+        let rows: Vec<Range<i64>> = (0..3).map(|row| row << 32).map(|start| start - 512..start + 4096).collect();
+        let runs = sparse_runs(3 << 32, &rows, GRANULE).expect("fits");
+        assert_eq!(runs, [0..GRANULE, 1 << 32..(1 << 32) + GRANULE, 1 << 33..(1 << 33) + GRANULE]);
+        assert_eq!(extent_of(&runs), 3 * GRANULE);
+        // A band that begins a granule before its row.
+        let runs = sparse_runs(3 << 32, &[(1 << 32) - 4352..(1 << 32) + 16], GRANULE).expect("fits");
+        assert_eq!(runs, [(1 << 32) - GRANULE..(1 << 32) + GRANULE]);
+        assert_eq!(sparse_runs(usize::MAX, &rows, GRANULE), None);
     }
 
     #[test]
