@@ -442,8 +442,10 @@ mod tests {
         assert_eq!(runs, [0..GRANULE, 1 << 32..(1 << 32) + GRANULE, 1 << 33..(1 << 33) + GRANULE]);
         assert_eq!(extent_of(&runs), 3 * GRANULE);
         // A band that begins a granule before its row.
-        let runs = sparse_runs(3 << 32, &[(1 << 32) - 4352..(1 << 32) + 16], GRANULE).expect("fits");
-        assert_eq!(runs, [(1 << 32) - GRANULE..(1 << 32) + GRANULE]);
+        let row = (1 << 32) - 4352..(1 << 32) + 16;
+        let runs = sparse_runs(3 << 32, std::slice::from_ref(&row), GRANULE).expect("fits");
+        assert_eq!(runs.len(), 1);
+        assert_eq!((runs[0].start, runs[0].end), ((1 << 32) - GRANULE, (1 << 32) + GRANULE));
         assert_eq!(sparse_runs(usize::MAX, &rows, GRANULE), None);
     }
 
