@@ -72,6 +72,9 @@ pub enum Words {
     Drawn,
     /// Of every row one is 0, or has all bits set, at an id without a chance, with a tiny one or with a large one.
     Extreme,
+    /// Of every row one is 0, at an id that it lets win with a share of the weights that fp32's sum of them may lack; another id
+    /// has still less, which is what the largest `top_k` of a limited row leaves out.
+    Faint,
 }
 
 /// A case: extents, what rows hold, what is asked of them.
@@ -79,7 +82,7 @@ pub enum Words {
 pub struct SamplerCase {
     /// Rows; 0 is legal.
     pub num_rows: usize,
-    /// Logits of a row; 40 or more with extreme words.
+    /// Logits of a row; 40 or more where words are not drawn.
     pub vocab_size: usize,
     /// What the rows hold.
     pub logits: Logits,
@@ -136,8 +139,8 @@ impl Declared for Sampler {
     }
 
     fn check(c: &SamplerCase) -> Result<(), Refused> {
-        if c.words == Words::Extreme && c.vocab_size < EXTREME_IDS {
-            return refuse("vocab_size", format!("{}: extreme words need {EXTREME_IDS} ids", c.vocab_size));
+        if c.words != Words::Drawn && c.vocab_size < EXTREME_IDS {
+            return refuse("vocab_size", format!("{}: words that are not drawn need {EXTREME_IDS} ids", c.vocab_size));
         }
         Ok(())
     }
@@ -156,9 +159,10 @@ impl Declared for Sampler {
             Logits::NotFinite,
         ]);
         let temperature = select(vec![Temperature::Zero, Temperature::One, Temperature::Mixed]);
-        (extent(rows, 4), extent(columns, 64), filters, logits, temperature, any::<bool>(), Data::strategy(-6..=6))
-            .prop_map(|(num_rows, vocab_size, filters, logits, temperature, extreme, data)| {
-                let words = if extreme && vocab_size >= EXTREME_IDS { Words::Extreme } else { Words::Drawn };
+        let words = select(vec![Words::Drawn, Words::Drawn, Words::Extreme, Words::Faint]);
+        (extent(rows, 4), extent(columns, 64), filters, logits, temperature, words, Data::strategy(-6..=6))
+            .prop_map(|(num_rows, vocab_size, filters, logits, temperature, words, data)| {
+                let words = if vocab_size >= EXTREME_IDS { words } else { Words::Drawn };
                 SamplerCase { num_rows, vocab_size, logits, temperature, filters, words, data }
             })
             .boxed()
@@ -174,6 +178,8 @@ impl Declared for Sampler {
             ..plain(num_rows, vocab_size, filters)
         };
         let extreme = |filters| SamplerCase { words: Words::Extreme, ..plain(6, 44, filters) };
+        let faint =
+            |num_rows, vocab_size, filters| SamplerCase { words: Words::Faint, ..plain(num_rows, vocab_size, filters) };
         let of = |logits, filters| SamplerCase { logits, ..plain(5, 41, filters) };
         let mut cases = vec![
             plain(0, 64, Filters::All),
@@ -191,6 +197,10 @@ impl Declared for Sampler {
             // The first of a row loses, and the weights of all others are too small for a number.
             SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopK) },
             SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopP) },
+            // Limits that leave one id out, where the winner's share may be none of the sum's: listed, and read for each race.
+            faint(64, 44, Filters::TopK),
+            faint(21, 2100, Filters::TopK),
+            faint(5, 40, Filters::Absent),
             // Blocks of either size, which list whole rows.
             plain(1, 2048, Filters::TopP),
             SamplerCase { logits: Logits::Ties, ..plain(1, 2049, Filters::TopK) },
@@ -318,19 +328,24 @@ const EXTREME: [(u64, usize, u32); 2] = [(1_343_428, 3, 0), (40_222_668, 38, u32
 /// Ids of a row that hold both.
 const EXTREME_IDS: usize = 40;
 
+/// By how much the logit of a faint id is below the largest: its weight is 2^-27 of that one's, and the word 0 gives it a score
+/// 5 above what the largest has of a word in the middle.
+const FAINT: f64 = 19.0;
+
 /// Seed and step of each row: of more than 32 bits each, and of either sign.
 fn draw_seeds(c: &SamplerCase) -> (Vec<f64>, Vec<f64>) {
     let mut draw = Draw::new(c.data.seed, "seed");
     let drawn = |draw: &mut Draw| draw.rng().random_range(-(1i64 << 52)..1 << 52) as f64;
     let seeds = (0..c.num_rows).map(|row| match c.words {
         Words::Extreme => EXTREME[row % 2].0 as f64,
+        Words::Faint => EXTREME[0].0 as f64,
         Words::Drawn => drawn(&mut draw),
     });
     let seeds = seeds.collect();
     let step = |row: usize| match c.words {
         Words::Drawn if row % 2 == 1 => drawn(&mut draw),
         Words::Drawn => row as f64,
-        Words::Extreme => 0.0,
+        Words::Extreme | Words::Faint => 0.0,
     };
     (seeds, (0..c.num_rows).map(step).collect())
 }
@@ -367,10 +382,17 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64]) -> Vec<f64> {
         }
     };
     let mut logits: Vec<f64> = drawn.iter().enumerate().map(logit).collect();
-    if c.words == Words::Extreme {
-        for (row, logits) in logits.chunks_mut(c.vocab_size).enumerate() {
-            let largest = logits.iter().copied().filter(|logit| logit.is_finite()).fold(0.0, f64::max);
-            logits[EXTREME[row % 2].1] = [f64::NEG_INFINITY, largest - 30.0, largest + 3.0][row / 2 % 3];
+    for (row, logits) in logits.chunks_mut(c.vocab_size).enumerate() {
+        let largest = logits.iter().copied().filter(|logit| logit.is_finite()).fold(0.0, f64::max);
+        match c.words {
+            Words::Drawn => {}
+            Words::Extreme => {
+                logits[EXTREME[row % 2].1] = [f64::NEG_INFINITY, largest - 30.0, largest + 3.0][row / 2 % 3];
+            }
+            Words::Faint => {
+                logits[EXTREME[0].1] = largest - FAINT;
+                logits[EXTREME[1].1] = largest - 2.0 * FAINT;
+            }
         }
     }
     logits
