@@ -327,7 +327,7 @@ impl Declared for GroupedLinear {
         let alignment = select(vec![1usize, 4, 8, 37, 64, 128]);
         let format = (select(FORMATS.to_vec()), Float::strategy(), any::<bool>(), any::<bool>());
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
-        let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact]);
+        let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
         let held = (layout, codes, select(vec![1usize, 40, 200, 300]), Data::strategy(-30..=30));
         (rows, alignment, [features(), features()], format, held)
             .prop_map(|(rows, alignment, features, format, (layout, codes, expected_rows, data))| {
@@ -367,6 +367,7 @@ impl Declared for GroupedLinear {
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
         let one_large = |case| GroupedLinearCase { codes: Codes::OneLarge, output: Float::F32, ..case };
         let small_scales = |case| GroupedLinearCase { data: Data::normal(2f64.powi(-142)), output: Float::F32, ..case };
+        let large_scales = |case| GroupedLinearCase { codes: Codes::LargeScales, output: Float::F32, ..case };
         let mut cases = vec![
             // No rows; rows, and nobody's; one row.
             GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, [8, 16]) },
@@ -391,6 +392,9 @@ impl Declared for GroupedLinear {
             // Large tiles: more stages than there are places; products of two scales that are no normal numbers.
             hopper(expecting(100, with(Experts::One, sorted([131, 3], 1, [136, 1168])))),
             small_scales(hopper(expecting(100, with(Experts::One, sorted([70, 2], 1, [136, 272]))))),
+            large_scales(hopper(expecting(100, with(Experts::One, fp32(sorted([70, 2], 1, [136, 272])))))),
+            large_scales(hopper(masked([9, 3, 6], [24, 144]))),
+            large_scales(masked([9, 3, 6], [24, 144])),
             // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
             // than there are places; several units of a block.
             exact(hopper(expecting(300, with(Experts::Skewed, sorted([420, 3], 16, [264, 272]))))),
@@ -521,7 +525,8 @@ fn fitted(
     let multiple = (if on_hopper { 16 } else { 1 }) * (1 + usize::from(!fp8));
     let in_features = case.in_features.next_multiple_of(multiple);
     let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
-    GroupedLinearCase { weights, group, output, scale_bytes, layout, in_features, implementation, ..case }
+    let codes = case.codes.of_weights(weights);
+    GroupedLinearCase { weights, group, output, scale_bytes, layout, codes, in_features, implementation, ..case }
 }
 
 /// NaN, where codes and scales have one, in rows of nobody and in weights of experts without rows.

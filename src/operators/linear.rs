@@ -51,6 +51,16 @@ pub enum Codes {
     Extreme,
     /// e4m3 codes: the first product of a row is 2^14 and all others are 1, under scales of 1.
     OneLarge,
+    /// e4m3 codes below 2^-5, of FP8 weights, and scales of both operands around 2^64: products of two of them leave fp32's range,
+    /// and what they scale does not.
+    LargeScales,
+}
+
+impl Codes {
+    /// Drawn ones, where these are FP8's alone and the weights are not.
+    pub(super) fn of_weights(self, weights: Weights) -> Codes {
+        if self == Codes::LargeScales && weights != Weights::Fp8 { Codes::Drawn } else { self }
+    }
 }
 
 fn plain_layout() -> ScaleLayout {
@@ -406,6 +416,9 @@ impl Declared for Linear {
         if in_bytes && c.codes == Codes::OneLarge {
             return refuse("codes", "one_large: of FP8 weights alone");
         }
+        if c.codes == Codes::LargeScales && c.weights != Weights::Fp8 {
+            return refuse("codes", "large_scales: of FP8 weights alone");
+        }
         if matches!(c.codes, Codes::FarApart | Codes::Extreme) && c.weights != Weights::Mxfp4 {
             return refuse("codes", "far_apart and extreme: of MXFP4 weights alone");
         }
@@ -439,7 +452,7 @@ impl Declared for Linear {
         let format = prop_oneof![2 => groups.prop_map(|groups| (groups, None)),
             3 => select(QUANTISED.to_vec()).prop_map(|format| (0, Some(format)))];
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
-        let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact]);
+        let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
         let kernels = (layout, any::<bool>(), codes, any::<bool>());
         (tokens, features(), features(), types, (format, kernels, any::<bool>()), Data::strategy(-30..=30))
             .prop_map(|(tokens, outs, ins, (output, weight_gradient, before), (format, kernels, library), data)| {
@@ -493,9 +506,11 @@ impl Declared for Linear {
             f32s(plain(4, 12, 16)),
             plain(4, 12, 16),
             plain(65, 67, 70),
-            // Two tiles and some more in each direction, and more rows of tiles than are taken together.
+            // Two tiles and some more in each direction, and more rows of tiles than are taken together, of one column of tiles
+            // and of two.
             plain(130, 136, 72),
             plain(1030, 8, 8),
+            plain(1030, 136, 8),
             // Parts of k, whose sums are added to what was there: more of them than stages divide by.
             before(Before::Apart, f32s(plain(2, 8, 1480))),
             before(Before::InPlace, plain(17, 16, 584)),
@@ -722,7 +737,7 @@ fn drawn_quantised(
     let fp8 = weights == Weights::Fp8;
     let on_hopper = takes_hopper(weights) && on_hopper;
     let far_apart = on_hopper && !fp8 && !bytes && codes == Codes::Exact;
-    let codes = if far_apart { Codes::FarApart } else { codes };
+    let codes = if far_apart { Codes::FarApart } else { codes.of_weights(weights) };
     let scale_bytes = bytes || !fp8;
     let layout = if scale_bytes || layout != ScaleLayout::Blocked { layout } else { ScaleLayout::MnMajor };
     let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
@@ -751,6 +766,7 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
     let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
     let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
     let small_scales = |case| LinearCase { data: Data::normal(2f64.powi(-142)), ..case };
+    let large_scales = |case| LinearCase { codes: Codes::LargeScales, ..f32s(case) };
     let mut cases = vec![
         fp8([0, 24, 144]),
         hopper([0, 24, 144]),
@@ -773,7 +789,13 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         // Products of two scales that are no normal numbers, of sums that are.
         small_scales(f32s(hopper([20, 12, 272]))),
         small_scales(f32s(fp32(hopper([5, 260, 128])))),
+        large_scales(fp8([18, 131, 272])),
+        large_scales(hopper([20, 12, 272])),
+        large_scales(fp32(hopper([5, 260, 128]))),
+        large_scales(hopper([129, 264, 384])),
         exact(in_layout(tiles, hopper([130, 12, 400]))),
+        // Few tokens: a last unit that two blocks share, for more stages than there are places.
+        hopper([3, 648, 1168]),
         // Pairs of tiles of tokens: whole ones, a second one of some tokens, and none at all behind many tiles. A third unit of
         // each block, of one stage; more stages than there are places.
         exact(fp32(hopper([256, 512, 272]))),
@@ -785,6 +807,8 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         one_large(fp8([1, 2, 2048])),
         one_large(hopper([1, 2, 2048])),
     ];
+    // The same of a unit that two blocks share, of which a multiprocessor holds two.
+    cases.push(mxfp4_hopper(32, [3, 1288, 1056]));
     let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };
     let extreme = |case| LinearCase { codes: Codes::Extreme, ..case };
     for group in [128, 32] {
@@ -919,6 +943,8 @@ fn e4m3_code(codes: Codes, column: usize, draw: &mut Draw) -> u8 {
                 0x38
             }
         }
+        // Subnormal ones of 2^-9 and on, and two powers of two of normal ones.
+        Codes::LargeScales => sign | draw.rng().random_range(0..0x10),
     }
 }
 
@@ -954,6 +980,7 @@ pub(super) fn set_scales(
             Codes::Extreme if name == "w_scales" && row % 2 == 0 => draw.rng().random_range(84..=125),
             Codes::Extreme if name == "w_scales" => draw.rng().random_range(-80..=-64),
             Codes::Extreme => -40 + draw.rng().random_range(-6..=6),
+            Codes::LargeScales => 64 + draw.rng().random_range(-2..=2),
             _ => exponent + draw.rng().random_range(-6..=6),
         }
     };
