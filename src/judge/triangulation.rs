@@ -13,8 +13,9 @@
 //! a sum of `n` products rounds by `sqrt(n) · eps · |terms|` or less, and the oracle's own depth is
 //! covered by counting the terms of its longest sum as well. A moved number `x + t v` is rounded, and again by the first
 //! operation on it: `eps |x|` in each of two evaluations, which the gradient carries over, `eps |gradient x| / h` (a gate
-//! of -190, moved by 1 where the function bends over 1). The two ways to a gradient differ by as much over the size of
-//! the input, `sqrt(n) · eps · |g f| / |x|`: a gradient that is zero because its terms cancel is that much in either.
+//! of -190, moved by 1 where the function bends over 1). The two ways to a gradient differ by as much over the distance over
+//! which the function bends, the size of the input where nothing else is said, `sqrt(n) · eps · |g f| / |x|`: a gradient that is
+//! zero because its terms cancel is that much in either (of a score among others 2^-60 as large, whose logit is -60).
 
 use crate::case::{CaseError, Draw};
 use crate::operator::GradientProbe;
@@ -53,8 +54,11 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
         if values.is_empty() {
             continue;
         }
-        let cancelled = rounding_of_terms(&upstream, &outputs, values);
-        findings.push(compare_formula(name, &autograd[index], &formula[index], cancelled));
+        let terms = rounding_of_terms(&upstream, &outputs, values.len());
+        let sizes = scales[index].clone().unwrap_or_else(|| vec![size_of(values); values.len()]);
+        // Along what does not move nothing cancels.
+        let cancelled: Vec<f64> = sizes.iter().map(|&size| if size > 0.0 { terms / size } else { 0.0 }).collect();
+        findings.push(compare_formula(name, &autograd[index], &formula[index], &cancelled));
         let direction = direction_of(values, scales[index].as_deref(), name);
         let line = Line { probe, inputs: &inputs, index, direction: &direction };
         let slope = line.slope(&upstream)?;
@@ -89,31 +93,30 @@ fn size_of(values: &[f64]) -> f64 {
     if rms > 0.0 { rms } else { 1.0 }
 }
 
-/// By how much the sums of f64 that make a gradient round where all of their terms cancel: those are of the size of the
-/// weighted outputs over that of the input.
-fn rounding_of_terms(upstream: &[Vec<f64>], outputs: &[Vec<f64>], values: &[f64]) -> f64 {
+/// By how much the sums of f64 that make a gradient round where all of their terms cancel, times the distance over which the
+/// function bends: the terms are of the size of the weighted outputs over that distance.
+fn rounding_of_terms(upstream: &[Vec<f64>], outputs: &[Vec<f64>], inputs: usize) -> f64 {
     let products = || upstream.iter().flatten().zip(outputs.iter().flatten()).map(|(g, y)| g * y);
     let finite = || products().filter(|product| product.is_finite());
-    let terms = (finite().count() + values.len()) as f64;
-    finite().map(|product| product * product).sum::<f64>().sqrt() / size_of(values) * f64::EPSILON * terms.sqrt()
+    let terms = (finite().count() + inputs) as f64;
+    finite().map(|product| product * product).sum::<f64>().sqrt() * f64::EPSILON * terms.sqrt()
 }
 
-fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: f64) -> Finding {
+/// `cancelled`: what each element may differ by where all of its terms cancel.
+fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: &[f64]) -> Finding {
     let norm = autograd.iter().map(|v| v * v).sum::<f64>().sqrt();
     // Half way, in digits, between the rounding of f32 and that of f64: two orders of f64 sums stay far
     // below it, whatever cancels in them, and anything that slipped into f32 lies far above.
-    let bound = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt() + cancelled;
-    let worst = autograd
-        .iter()
-        .zip(formula)
-        .map(|(a, b)| (a - b).abs())
-        .fold(0.0, |m: f64, e| if e.is_nan() { f64::NAN } else { m.max(e) });
-    let agrees = worst <= bound;
+    let rounding = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt();
+    let pairs = autograd.iter().zip(formula).zip(cancelled);
+    let mut compared = pairs.map(|((a, b), cancelled)| ((a - b).abs(), rounding + cancelled));
+    let apart = compared.find(|(apart, bound)| apart > bound || apart.is_nan());
     Finding {
         input: format!("{name} (formula)"),
         compared: autograd.len() as u64,
-        problem: (!agrees)
-            .then(|| format!("autograd and the backward formula differ by {worst:.3e}, bound {bound:.3e}")),
+        problem: apart.map(|(apart, bound)| {
+            format!("autograd and the backward formula differ by {apart:.3e}, bound {bound:.3e}")
+        }),
     }
 }
 

@@ -741,6 +741,11 @@ fn wrong_clusters_show() {
         ("told, block);", "told, block + 1);", "block 2 of its cluster, which has 2"),
         ("store_at(shared + TOLD_ROUND,", "store_at(shared + TOLD_ROUND + 2,", "must be a multiple of 4"),
         ("mbarrier_arrive_expect(told, 4);", "mbarrier_arrive(told);", "bytes are missing"),
+        (
+            "KERNEL_OF_CLUSTERS(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS, CLUSTER)",
+            "KERNEL(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS)",
+            "in a launch without clusters",
+        ),
     ] {
         shows(right, wrong, needle);
     }

@@ -156,7 +156,8 @@ DEVICE void cluster_wait() {
 }
 
 // Stores 4 bytes to the place of `target` in block `rank` of the cluster and counts them at the mbarrier in the place of `barrier`
-// there, which need not expect them yet: whoever has waited for its phase may read them.
+// there, which need not expect them yet: whoever has waited for its phase may read them. In a launch without clusters the
+// instruction is illegal, even for the block itself.
 DEVICE void store_at(SharedAddress target, uint32_t value, SharedAddress barrier, uint32_t rank) {
 #if defined(PARITY_EMULATOR)
     emulator::host->store_at(emulator::context, target, value, barrier, rank);

@@ -187,15 +187,23 @@ struct AsFree {
         return *reinterpret_cast<const volatile uint32_t*>(dynamic_shared() + Shared::number(taken));
     }
     uint32_t tell_behind(uint32_t taken, uint32_t) {
-        const SharedAddress told = shared + Shared::told(taken);
-        mbarrier_arrive_expect(told, 4);
-        if (cluster_rank() != 0) return behind(taken, 0);
+        if constexpr (CLUSTER > 1) mbarrier_arrive_expect(shared + Shared::told(taken), 4);
+        if (CLUSTER > 1 && cluster_rank() != 0) return behind(taken, 0);
         if (taken == 0) ahead = ask();
         const uint32_t number = ahead;
-        UNROLL
-        for (uint32_t rank = 0; rank < CLUSTER; ++rank) store_at(shared + Shared::number(taken), number, told, rank);
+        tell(taken, number);
         if (number != NO_UNIT) ahead = ask();
         return number;
+    }
+    void tell(uint32_t taken, uint32_t number) const {
+        const SharedAddress place = shared + Shared::number(taken), told = shared + Shared::told(taken);
+        if constexpr (CLUSTER == 1) {
+            store_shared(place, number);
+            mbarrier_arrive(told);
+        } else {
+            UNROLL
+            for (uint32_t rank = 0; rank < CLUSTER; ++rank) store_at(place, number, told, rank);
+        }
     }
 };
 

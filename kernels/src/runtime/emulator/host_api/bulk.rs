@@ -32,6 +32,9 @@ impl Block {
 
     /// Why a word cannot go to this block of the cluster.
     fn unfit_for_word(&mut self, target: u32, barrier: u32, rank: u32) -> Option<String> {
+        if self.peers.len() == 1 {
+            return Some(format!("a store to block {rank} of a cluster, in a launch without clusters"));
+        }
         if !target.is_multiple_of(WORD_BYTES) || !self.proxy.contains(target, WORD_BYTES) {
             let wanted = "must be a multiple of 4 within the dynamic shared memory";
             return Some(format!("a store to shared offset {target:#x} of block {rank}: {wanted}"));
