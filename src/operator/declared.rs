@@ -590,7 +590,7 @@ fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result
 /// own.
 const LARGEST_CASE: usize = 40 << 30;
 
-/// Why a case does not fit a GPU so many times over: huge steps are memory there.
+/// Why a case does not fit a GPU so many times over: rows with huge steps between them take a piece of its memory each.
 pub(super) fn too_large_on(
     environment: &Environment,
     specs: &Specs,

@@ -13,8 +13,8 @@
 //! merge of different plans is refused.
 //!
 //! On one machine `parity run --workers N` does all of this with one command, over the GPUs that there are. How many go on
-//! one GPU is a matter of its memory: a tensor with huge steps between its rows may have a quarter of what is free, and the kernels
-//! of such a case wait until others have given back what they need ([`crate::judge::turns`]).
+//! one GPU is a matter of its memory: a tensor with huge steps takes a piece of it for each row and may have a quarter of what is
+//! free, and the kernels of a case that needs much wait until others have given back what they need ([`crate::judge::turns`]).
 //!
 //! # On a Slurm cluster
 //!
