@@ -156,27 +156,38 @@ impl Format {
     }
 
     /// Applies a rule to magnitudes in units of the gap between neighbours; what lies where that is not all (too large, or
-    /// no number) is left to `otherwise`. Without branches in the loop: this is what an oracle does most.
+    /// no number) is left to `otherwise`. Without branches in the loop: this is what an oracle does most. A few numbers that are
+    /// left are put in their places behind it.
     fn in_gaps_all(self, numbers: &mut [f64], rule: impl Fn(f64) -> f64, otherwise: impl Fn(f64) -> f64) {
         const AT_ONCE: usize = 64;
         const EXPONENT: u64 = 0x7ff << 52;
         // Below the largest number's own power of two rounding leads to numbers of the format.
         let top = power_of_two(exponent_of(self.largest));
-        let regular = |x: &f64| x.abs() < top && self.signed && self.subnormals && self.fraction_bits < 52;
+        if !self.signed || !self.subnormals || self.fraction_bits >= 52 {
+            return numbers.iter_mut().for_each(|x| *x = otherwise(*x));
+        }
+        let left_of = |(place, x): (usize, &f64)| u64::from(x.abs() >= top || x.is_nan()) << place;
         let least = power_of_two(self.min_exponent);
         let (to_gap, to_inverse) = (power_of_two(-self.fraction_bits), power_of_two(self.fraction_bits));
         for numbers in numbers.chunks_mut(AT_ONCE) {
-            if !numbers.iter().all(regular) {
-                numbers.iter_mut().for_each(|x| *x = otherwise(*x));
-                continue;
+            let mut left = numbers.iter().enumerate().map(left_of).fold(0, |all, one| all | one);
+            let mut before = [0.0; AT_ONCE];
+            if left != 0 {
+                before[..numbers.len()].copy_from_slice(numbers);
             }
-            for x in numbers {
+            for x in numbers.iter_mut() {
                 let magnitude = x.abs();
                 let normal = if magnitude > least { magnitude } else { least };
                 let power = normal.to_bits() & EXPONENT;
                 let gap = f64::from_bits(power) * to_gap;
-                let inverse = f64::from_bits((2046 << 52) - power) * to_inverse;
+                // Wraps for what is no finite number, whose result is not taken.
+                let inverse = f64::from_bits((2046u64 << 52).wrapping_sub(power)) * to_inverse;
                 *x = (rule(magnitude * inverse) * gap).copysign(*x);
+            }
+            while left != 0 {
+                let place = left.trailing_zeros() as usize;
+                numbers[place] = otherwise(before[place]);
+                left &= left - 1;
             }
         }
     }
@@ -379,9 +390,14 @@ mod tests {
         };
         let sizes = (-160..140).flat_map(|e| (0..1u64 << 10).flat_map(move |fraction| of(e, fraction)));
         let mut numbers: Vec<f64> = sizes.flat_map(|x| [x, -x]).collect();
-        // Some chunks with what is no number, some without.
+        // Some chunks with what is no number, or beyond all numbers, in one place or in many; some without.
         let others = [0.0, -0.0, f64::NAN, inf, -inf].into_iter();
-        numbers.extend(others.chain(formats.iter().flat_map(|format| [format.largest, -format.largest])));
+        let others: Vec<f64> =
+            others.chain(formats.iter().flat_map(|format| [format.largest, -format.largest])).collect();
+        numbers.extend(&others);
+        for (place, other) in (0..20_000).step_by(97).zip(others.iter().cycle()) {
+            numbers[place] = *other;
+        }
         for format in formats {
             let (mut rounded, mut dithered) = (numbers.clone(), numbers.clone());
             format.round_all(&mut rounded);

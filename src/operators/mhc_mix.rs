@@ -188,6 +188,8 @@ impl Declared for MhcMix {
             hopper(17, 8),
             MhcMixCase { near_equal: true, ..hopper(200, 40) },
             hopper(260, 8),
+            // Whole blocks of tokens, and more steps than there are stages.
+            hopper(260, 264),
         ];
         if profile == Profile::Full {
             cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64), hopper(2048, 8)]);
