@@ -67,7 +67,7 @@ fn collect(source: &Source<'_>, node: Node<'_>, found: &mut Vec<(Class, Edit)>) 
     }
     for index in 0..node.child_count() {
         let Some(child) = node.child(index) else { continue };
-        if !only_compiler_evaluates(node, child) {
+        if !only_compiler_evaluates(node, child) && !is_guess(source, node, child) {
             collect(source, child, found);
         }
     }
@@ -86,6 +86,13 @@ fn only_compiler_evaluates(parent: Node<'_>, child: Node<'_>) -> bool {
             "static_assert_declaration" | "template_argument_list" | "sizeof_expression" | "type_descriptor"
         ),
     }
+}
+
+/// Whether `child` is what a compiler is told to expect of another expression, on which no result depends.
+fn is_guess(source: &Source<'_>, parent: Node<'_>, child: Node<'_>) -> bool {
+    let of_expect =
+        parent.parent().and_then(|outer| call(source, outer)).filter(|(name, _)| *name == "__builtin_expect");
+    of_expect.is_some_and(|(_, arguments)| arguments.iter().skip(1).any(|guess| *guess == child))
 }
 
 fn is_constexpr(statement: Node<'_>) -> bool {

@@ -24,6 +24,15 @@ fn comparisons_take_or_leave_their_boundary() {
 }
 
 #[test]
+fn what_a_compiler_is_told_to_expect_stays_as_it_is() {
+    assert!(lines(Class::Accumulate, "if (__builtin_expect(x == 0, false)) f();").is_empty());
+    assert_eq!(
+        lines(Class::Comparison, "if (__builtin_expect(x == 0, false)) f();"),
+        ["if (__builtin_expect(x != 0, false)) f();"]
+    );
+}
+
+#[test]
 fn barriers_fences_waits_and_commits_are_dropped_and_shuffles_are_not() {
     for statement in [
         "__syncthreads();",
