@@ -18,7 +18,7 @@ use crate::scale_layout::Scales;
 const FILE: &str = "grouped_linear.cu";
 const HOPPER_FILE: &str = "grouped_linear_hopper.cu";
 const HOPPER_LARGE: &str = "grouped_linear_hopper_large.cu";
-const UNITS: &str = "units.cu";
+const UNITS: &str = "grouped_linear_units.cu";
 
 /// Bytes of a call's workspace: how many units the blocks of the kernels for many rows have taken.
 pub const WORKSPACE_BYTES: usize = 16;
@@ -40,7 +40,7 @@ pub(crate) fn units_module() -> Module {
 /// Enqueues, before kernels whose blocks take units as they get free, that none is taken.
 pub(crate) fn begin_units(device: &Device, views: &Views) -> Result<()> {
     let params = CHECK.params().ptr("num_taken", &views["workspace"]);
-    device.kernel(UNITS, &[], "units_begin")?.launch_blocks("workspace", 1, &params)
+    device.kernel(UNITS, &[], "grouped_linear_units")?.launch_blocks("workspace", 1, &params)
 }
 
 /// Where the rows of experts are.

@@ -4,11 +4,11 @@
 // One store. Launch: one block.
 #include "platform.h"
 
-struct UnitsBeginParams {
+struct GroupedLinearUnitsParams {
     uint32_t* num_taken;
 };
-PARAMS_LAYOUT(UnitsBeginParams, num_taken)
+PARAMS_LAYOUT(GroupedLinearUnitsParams, num_taken)
 
-KERNEL(units_begin, UnitsBeginParams, 32) {
+KERNEL(grouped_linear_units, GroupedLinearUnitsParams, 32) {
     if (threadIdx.x == 0) *params.num_taken = 0;
 }
