@@ -55,14 +55,15 @@ fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
 }
 
 #[test]
-fn cases_with_huge_steps_alone_need_much_of_a_gpu() {
-    const MUCH: u64 = 20 << 30;
+fn cases_with_huge_steps_need_little_of_a_gpu() {
+    // Of 24 GiB or more that one tensor's steps lead over.
+    const MUCH: u64 = 8 << 30;
     // Whose inputs are soon drawn.
     const SMALL: u128 = 1 << 18;
     let emulator = support::device().environment();
     let gpu = Environment { backend: BackendKind::Cuda, ..emulator.clone() };
     for operator in registry::OPERATORS {
-        let (mut large, mut others) = (0, 0);
+        let mut huge_cases = 0;
         let small = |case: &Case| operator.elements(case).is_ok_and(|elements| elements <= SMALL);
         for case in operator.edge_cases(Profile::Ci).into_iter().filter(small) {
             let steps = |number: &serde_json::Value| number.as_u64().is_some_and(|gap| gap >= 1 << 24);
@@ -73,10 +74,10 @@ fn cases_with_huge_steps_alone_need_much_of_a_gpu() {
             let Ok(prepared) = operator.prepare(&case) else { continue };
             assert_eq!(prepared.room_on_gpu(emulator), 0);
             let room = prepared.room_on_gpu(&gpu);
-            assert!(huge || room <= MUCH, "{room} of {}", case.line());
-            if room > MUCH { large += 1 } else { others += 1 }
+            assert!(room <= MUCH, "{room} of {}", case.line());
+            huge_cases += usize::from(huge);
         }
-        assert!(large > 0 && others > large, "{}: {large} and {others}", operator.name());
+        assert!(huge_cases > 0, "{}: no such case", operator.name());
     }
 }
 

@@ -259,7 +259,7 @@ impl Layout {
     }
 
     /// Most bytes of a buffer of this layout, holding a tensor of `shape`, that are filled, inspected and read back: all of
-    /// them, or of a sparse one the rows with the bands beside them, in whole pages.
+    /// them, or of a sparse one the blocks that lie more than a page apart, with the bands beside them, in whole pages.
     pub fn touched_bytes(&self, shape: &[usize], dtype: DType) -> u128 {
         self.memory_bytes(shape, dtype, PAGE)
     }
@@ -272,9 +272,14 @@ impl Layout {
         if buffer <= SPARSE_BYTES as u128 || buffer / SPARSE_RATIO as u128 <= tensor {
             return buffer;
         }
-        let row = shape.last().copied().unwrap_or(1).max(1);
-        let of_a_row = wide(row) + 2 * (BAND as u128 + piece as u128);
-        (elements / row as u128).saturating_mul(of_a_row).min(buffer)
+        // Steps along some axes lead from one block to another, and along the others through a block.
+        let axes = || shape.iter().zip(&self.strides).map(|(&extent, &stride)| (extent as u128, stride.unsigned_abs()));
+        let is_apart = |stride: u64| u128::from(stride) * dtype.size() as u128 > piece as u128;
+        let blocks = axes().filter(|&(_, stride)| is_apart(stride)).map(|(extent, _)| extent);
+        let of_block = axes().filter(|&(_, stride)| !is_apart(stride));
+        let span = of_block.fold(1u128, |span, (extent, stride)| span + (extent - 1) * u128::from(stride));
+        let bytes = span * dtype.size() as u128 + 2 * (BAND as u128 + piece as u128);
+        blocks.fold(bytes, u128::saturating_mul).min(buffer)
     }
 
     /// Refuses what does not describe a tensor of `shape` within the buffer.
