@@ -37,6 +37,8 @@ use crate::report::benchmarks::Work;
 const L2: usize = 60_000_000;
 /// Buffers of a benchmark together are at least so many times the cache.
 const CACHES: usize = 4;
+/// And at most so many bytes, of which a call that reads a few rows of a large table moves less than that.
+const MOST_BYTES: usize = 16 << 30;
 
 /// What a call is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,7 +215,12 @@ impl<K: Declared> Benchmark<K> {
     /// How many sets of buffers there are on a device.
     fn sets(&self, device: &Device) -> usize {
         match device.environment().backend {
-            BackendKind::Cuda => ((CACHES * L2) as f64 / self.bytes).ceil().max(2.0) as usize,
+            BackendKind::Cuda => {
+                let of_a_set =
+                    self.placed_specs().present().map(|spec| spec.elements() * spec.dtype.size()).sum::<usize>();
+                let beyond_the_cache = ((CACHES * L2) as f64 / self.bytes).ceil() as usize;
+                beyond_the_cache.min(MOST_BYTES / of_a_set.max(1)).max(2)
+            }
             BackendKind::Emulator | BackendKind::External => 2,
         }
     }

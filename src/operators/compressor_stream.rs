@@ -451,9 +451,9 @@ impl Declared for CompressorStream {
 
     /// A step of one token, by which every sequence completes an entry, and one by which none does.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        let num_sequences = if on_gpu(environment) { 128 } else { 6 };
+        let numbers: &[usize] = if on_gpu(environment) { &[1, 128] } else { &[6] };
         let forms = [(OVERLAP, 512), (OVERLAP, 128), ((MAX_RATIO, false), 512)];
-        let benchmark = |(form, head_dim): ((usize, bool), usize)| {
+        let benchmark = |num_sequences: usize, (form, head_dim): ((usize, bool), usize)| {
             let plain = plain(num_sequences, &[1], form, [head_dim, 64]);
             // Positions are unlike each other: of the sequences with overlap a quarter completes an entry.
             let position = 2 * form.0 - 1;
@@ -473,7 +473,7 @@ impl Declared for CompressorStream {
                 ..Benchmark::new(Direction::Forward, name, aligned, "head_dim")
             }
         };
-        forms.into_iter().map(benchmark).collect()
+        numbers.iter().flat_map(|&number| forms.map(|form| benchmark(number, form))).collect()
     }
 }
 

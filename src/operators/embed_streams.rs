@@ -157,7 +157,9 @@ impl Declared for EmbedStreams {
     /// The model's embedding; of a backward channels are what is sampled, since a row's gradient follows from all tokens.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
-        let gpu = [(32_768, 129_280, 7168), (4096, 129_280, 7168), (128, 129_280, 7168), (32_768, 129_280, 4096)];
+        let vocab = 129_280;
+        let gpu =
+            [(32_768, vocab, 7168), (4096, vocab, 7168), (128, vocab, 7168), (1, vocab, 7168), (32_768, vocab, 4096)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(16, 24, 256)] };
         let benchmark = |&(num_tokens, vocab_size, hidden_size): &(usize, usize, usize), direction| {
             let case = EmbedStreamsCase { token_ids: TokenIds::Valid, ..plain(num_tokens, vocab_size, hidden_size) };

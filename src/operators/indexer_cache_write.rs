@@ -232,7 +232,7 @@ impl Declared for IndexerCacheWrite {
 
     /// The keys of a long prefill, and those of a step of 128 sequences.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        let shapes = if on_gpu(environment) { &[(128, 4), (32768, 1024)][..] } else { &[(64, 2)] };
+        let shapes = if on_gpu(environment) { &[(1, 1), (128, 4), (32768, 1024)][..] } else { &[(64, 2)] };
         let of_shape = |&(num_tokens, num_pages): &(usize, usize)| {
             [Stored::E2m1, Stored::E4m3].map(|stored| benchmark(num_tokens, num_pages, stored))
         };

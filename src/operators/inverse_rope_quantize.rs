@@ -221,7 +221,7 @@ impl Declared for InverseRopeQuantize {
     /// The attention's output of the model, for few tokens and for many.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let extents: &[[usize; 4]] = if on_gpu(environment) {
-            &[[128, 128, 16, 512], [4096, 64, 8, 512], [4096, 128, 16, 512]]
+            &[[1, 128, 16, 512], [128, 128, 16, 512], [4096, 64, 8, 512], [4096, 128, 16, 512]]
         } else {
             &[[16, 4, 2, 128]]
         };

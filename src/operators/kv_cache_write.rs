@@ -242,10 +242,10 @@ impl Declared for KvCacheWrite {
     /// The rows of a long prefill, scattered over a cache that holds just as many; pages are what is sampled.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let (model, bf16) = (RowFormat::MODEL, RowFormat::bf16(512));
-        let gpu = [(4096, 64, model), (65536, 64, model), (65536, 64, bf16)];
+        let gpu = [(1, 64, model), (128, 64, model), (4096, 64, model), (65536, 64, model), (65536, 64, bf16)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(64, 16, model)] };
         let benchmark = |&(num_tokens, page_size, format): &(usize, usize, RowFormat)| {
-            let plain = plain(num_tokens, format, num_tokens / page_size, page_size);
+            let plain = plain(num_tokens, format, num_tokens.div_ceil(page_size), page_size);
             let case = KvCacheWriteCase { slots: SlotClass::Scattered, ..plain };
             let rows = DRAWN / format.head_dim();
             let num_pages = case.num_pages.min(rows / page_size);

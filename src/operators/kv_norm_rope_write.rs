@@ -272,10 +272,10 @@ impl Declared for KvNormRopeWrite {
 
     /// The rows of a long prefill and of decoding, scattered over a cache that holds just as many.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        let gpu = [(128, 64), (4096, 64), (65536, 64)];
+        let gpu = [(1, 64), (128, 64), (4096, 64), (65536, 64)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(64, 16)] };
         let benchmark = |&(num_tokens, page_size): &(usize, usize)| {
-            let plain = plain(num_tokens, RowFormat::MODEL, num_tokens / page_size, page_size);
+            let plain = plain(num_tokens, RowFormat::MODEL, num_tokens.div_ceil(page_size), page_size);
             let case = KvNormRopeWriteCase { slots: SlotClass::Scattered, ..plain };
             let name = format!("{num_tokens}x{} page {page_size}", RowFormat::MODEL.head_dim());
             Benchmark {

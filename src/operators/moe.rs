@@ -408,10 +408,7 @@ impl Declared for Moe {
         };
         let products = gate.max(of(first)).max(of(second)).max(grouped_linear::WORKSPACE_BYTES);
         let maps = ("map_workspace", moe_map::workspace_bytes(c.num_slots(), c.num_experts));
-        Ok([("workspace", products), maps]
-            .into_iter()
-            .filter(|(name, bytes)| *name == "workspace" || *bytes > 0)
-            .collect())
+        Ok([("workspace", products), maps].into_iter().filter(|(_, bytes)| *bytes > 0).collect())
     }
 
     fn launch(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {

@@ -149,7 +149,8 @@ impl MoeRows {
 
     /// The model's shapes, or one that the emulator can bear: tokens, slots, experts, channels.
     pub(super) fn benchmarks(environment: &Environment) -> Vec<Self> {
-        let gpu = [([32_768, 6, 256], 7168), ([32_768, 6, 256], 4096), ([4096, 6, 384], 7168), ([128, 6, 384], 7168)];
+        let large = [([32_768, 6, 256], 7168), ([32_768, 6, 256], 4096), ([4096, 6, 384], 7168)];
+        let gpu = [&large[..], &[([128, 6, 384], 7168), ([1, 6, 384], 7168)]].concat();
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[([8, 6, 8], 256)] };
         let alignment = if on_gpu(environment) { 128 } else { 4 };
         let rows = |&(extents, hidden_size): &([usize; 3], usize)| {

@@ -280,7 +280,7 @@ impl Declared for QuantizeFp8 {
         let fp32 = |case| QuantizeFp8Case { scale: ScaleType::Fp32, ..case };
         let (mn, row, square) = (ScaleLayout::MnMajor, Group::Row128, Group::Square128);
         let gpu = || {
-            let sizes = [(128, 7168), (4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
+            let sizes = [(1, 7168), (128, 7168), (4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
             let rows = sizes.into_iter().flat_map(|(rows, width)| {
                 [
                     fp32(in_layout(mn, plain(Quantize, rows, width, row))),

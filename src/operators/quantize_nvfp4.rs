@@ -260,7 +260,7 @@ impl Declared for QuantizeNvfp4 {
         use Task::{Dequantize, Quantize};
         let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
         let cases = if on_gpu(environment) {
-            let sizes = [(128, 7168), (4096, 7168), (32768, 4096), (32768, 7168)];
+            let sizes = [(1, 7168), (128, 7168), (4096, 7168), (32768, 4096), (32768, 7168)];
             let mut cases: Vec<_> = sizes.map(|(rows, width)| plain(Quantize, rows, width)).to_vec();
             cases.push(in_layout(ScaleLayout::Blocked, plain(Quantize, 32768, 4096)));
             cases.push(plain(Dequantize, 32768, 4096));

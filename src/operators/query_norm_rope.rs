@@ -190,7 +190,8 @@ impl Declared for QueryNormRope {
     /// The query heads of the model, for few tokens and for many.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
-        let gpu = [(Forward, [128, 128, 512]), (Forward, [16384, 128, 512]), (Backward, [16384, 128, 512])];
+        let many = [16384, 128, 512];
+        let gpu = [(Forward, [1, 128, 512]), (Forward, [128, 128, 512]), (Forward, many), (Backward, many)];
         let small = [(Forward, [8, 4, 512]), (Backward, [8, 4, 512])];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &small };
         let benchmark = |&(direction, extents): &(Direction, [usize; 3])| {

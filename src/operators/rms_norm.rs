@@ -229,6 +229,8 @@ impl Declared for RmsNorm {
         use Direction::{Backward, Forward};
         let heads = 16384 * 128;
         let gpu = [
+            (Forward, 1, 7168, true),
+            (Forward, 128, 7168, true),
             (Forward, 4096, 7168, true),
             (Forward, 16384, 7168, true),
             (Forward, 32768, 7168, true),

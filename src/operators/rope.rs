@@ -408,8 +408,14 @@ impl Declared for Rope {
                 ..Benchmark::new(Direction::Forward, name, case, "num_tokens")
             }
         };
-        let cases = [Some(plain), gpu.then_some(inverse), Some(in_place)];
-        cases.into_iter().flatten().map(benchmark).collect()
+        let decode = [1, 128].map(|num_tokens| RopeCase { num_tokens, ..in_place.clone() });
+        let decode = decode.into_iter().filter(|_| gpu);
+        [Some(plain), gpu.then_some(inverse), Some(in_place)]
+            .into_iter()
+            .flatten()
+            .chain(decode)
+            .map(benchmark)
+            .collect()
     }
 }
 

@@ -135,7 +135,7 @@ impl Declared for Swiglu {
 
     /// The model's experts: rows of a few thousand tokens, and of many.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        let extents = if on_gpu(environment) { &[4096, 65536][..] } else { &[16] };
+        let extents = if on_gpu(environment) { &[128, 4096, 65536][..] } else { &[16] };
         let benchmark = |num_rows, (direction, flops)| {
             let case = SwigluCase { padding_rows: false, ..plain(num_rows, 2048) };
             Benchmark::new(direction, format!("{num_rows}x2048 bf16"), case, "num_rows").streaming(&[], flops)

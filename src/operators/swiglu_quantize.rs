@@ -266,7 +266,7 @@ impl Declared for SwigluQuantize {
     /// The model's experts, and the shape that others are measured at.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let mn = |scale, case| SwigluQuantizeCase { scale, layout: ScaleLayout::MnMajor, padding_rows: false, ..case };
-        let extents = if on_gpu(environment) { &[128, 4096, 24576][..] } else { &[16] };
+        let extents = if on_gpu(environment) { &[1, 128, 4096, 24576][..] } else { &[16] };
         // As many rows as a large prefill of grouped_linear_swiglu has, which this and grouped_linear are in one.
         let of_experts: &[usize] = if on_gpu(environment) { &[196_608] } else { &[] };
         let forward = |&num_rows: &usize| {

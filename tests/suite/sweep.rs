@@ -56,7 +56,7 @@ fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
 
 #[test]
 fn cases_with_huge_steps_need_little_of_a_gpu() {
-    // Of 24 GiB or more that one tensor's steps lead over.
+    // Far less than what lies between their rows.
     const MUCH: u64 = 8 << 30;
     // Whose inputs are soon drawn.
     const SMALL: u128 = 1 << 18;

@@ -147,6 +147,12 @@ DEVICE bool is_rounded(const Result& result, const Part& part) {
 // Behind a block's last one.
 constexpr uint32_t NO_UNIT = 0xffffffffu;
 
+DEVICE uint32_t unit_of_count(uint32_t number, uint32_t count) { return number < count ? number : NO_UNIT; }
+
+// A block's first one, or a cluster's.
+template <uint32_t CLUSTER>
+DEVICE uint32_t first_unit(uint32_t count) { return unit_of_count(blockIdx.x / CLUSTER, count); }
+
 // Which units a block takes, or a cluster, whose blocks take units of one number together:
 //   uint32_t first() const                                 the first one's number
 //   uint32_t tell_behind(uint32_t taken, uint32_t number)  what comes behind a unit, the `taken`th: asked once of each by the
@@ -159,9 +165,8 @@ template <uint32_t CLUSTER>
 struct InTurn {
     uint32_t count;
 
-    uint32_t at_most(uint32_t number) const { return number < count ? number : NO_UNIT; }
-    uint32_t first() const { return at_most(blockIdx.x / CLUSTER); }
-    uint32_t behind(uint32_t, uint32_t number) const { return at_most(number + gridDim.x / CLUSTER); }
+    uint32_t first() const { return first_unit<CLUSTER>(count); }
+    uint32_t behind(uint32_t, uint32_t number) const { return unit_of_count(number + gridDim.x / CLUSTER, count); }
     uint32_t tell_behind(uint32_t taken, uint32_t number) { return behind(taken, number); }
 };
 
@@ -177,11 +182,8 @@ struct AsFree {
     uint32_t* num_taken;
     uint32_t ahead = NO_UNIT;  // of the lane that asks: what it tells next
 
-    uint32_t first() const { return blockIdx.x / CLUSTER < count ? blockIdx.x / CLUSTER : NO_UNIT; }
-    uint32_t ask() const {
-        const uint32_t number = gridDim.x / CLUSTER + atomicAdd(num_taken, 1u);
-        return number < count ? number : NO_UNIT;
-    }
+    uint32_t first() const { return first_unit<CLUSTER>(count); }
+    uint32_t ask() const { return unit_of_count(gridDim.x / CLUSTER + atomicAdd(num_taken, 1u), count); }
     uint32_t behind(uint32_t taken, uint32_t) const {
         mbarrier_wait(shared + Shared::told(taken), taken / Shared::NUMBERS & 1);
         return *reinterpret_cast<const volatile uint32_t*>(dynamic_shared() + Shared::number(taken));

@@ -131,16 +131,14 @@ impl CudaBackend {
     }
 
     /// `runs`: offsets from the buffer's first address, as [`sparse_runs`] has them.
-    fn reserve_sparse(&self, bytes: usize, touched: &[Range<i64>], runs: &[Range<u64>]) -> Result<Reservation> {
-        let (total, back_band) = banded(bytes).unwrap_or((bytes, 0));
+    fn reserve_sparse(&self, bytes: usize, total: usize, runs: &[Range<u64>]) -> Result<Allocation> {
         let base = self.sparse.reserve(total)?;
         let runs: Vec<_> = runs.iter().map(|run| base + run.start..base + run.end).collect();
         if let Err(error) = self.sparse.map(base, &runs) {
             self.sparse.free(base);
             return Err(error);
         }
-        let allocation = Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band };
-        Ok(Reservation { touched: touched_of(&allocation, touched), allocation })
+        Ok(allocation_at(base, bytes, total))
     }
 
     fn load_stored(&self, path: &Path, file: &str) -> std::result::Result<CudaModule, String> {
@@ -205,17 +203,20 @@ fn numbered(value: &OsStr) -> Result<u32> {
     })
 }
 
-/// Where the usable bytes lie within an allocation: total bytes, and bytes of the back band.
-fn banded(bytes: usize) -> Option<(usize, usize)> {
-    let usable = bytes.checked_next_multiple_of(ROUNDING)?;
-    let total = usable.checked_add(2 * GUARD_BAND)?;
-    Some((total, total - GUARD_BAND - bytes))
+/// Bytes of an allocation with so many usable ones.
+fn banded(bytes: usize) -> Option<usize> {
+    bytes.checked_next_multiple_of(ROUNDING)?.checked_add(2 * GUARD_BAND)
+}
+
+/// The allocation whose front band begins at `base`, of so many usable bytes and, bands and all, `total` ones.
+fn allocation_at(base: u64, bytes: usize, total: usize) -> Allocation {
+    let back_band = total - GUARD_BAND - bytes;
+    Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band }
 }
 
 /// Offsets from the first address of a buffer, whose front band begins there, of what is to be memory for `touched`, in multiples of
 /// `granule`.
-fn sparse_runs(bytes: usize, touched: &[Range<i64>], granule: u64) -> Option<Vec<Range<u64>>> {
-    let (total, _) = banded(bytes)?;
+fn sparse_runs(total: usize, touched: &[Range<i64>], granule: u64) -> Option<Vec<Range<u64>>> {
     let within = 0..(total as u64).checked_next_multiple_of(granule)?;
     Some(granules(touched, GUARD_BAND as u64, &within, granule))
 }
@@ -256,7 +257,7 @@ impl Backend for CudaBackend {
 
     /// Placement has no meaning here: what lies beyond an allocation is only ever seen by its bands.
     fn allocate(&self, name: &str, bytes: usize, _placement: Placement) -> Result<Allocation> {
-        let (total, back_band) = banded(bytes).ok_or_else(|| RuntimeError::Cuda {
+        let total = banded(bytes).ok_or_else(|| RuntimeError::Cuda {
             call: format!("cuMemAlloc({name}, {bytes} bytes)"),
             name: "CUDA_ERROR_OUT_OF_MEMORY".into(),
             message: "the size exceeds the address space".into(),
@@ -266,25 +267,26 @@ impl Backend for CudaBackend {
         // SAFETY: the context is current; the memory is freed by `free`, or with the context.
         let result = unsafe { sys::cuMemAlloc_v2(&mut base, total) };
         self.context.check(result, format_args!("cuMemAlloc({name}, {total} bytes)"))?;
-        Ok(Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band })
+        Ok(allocation_at(base, bytes, total))
     }
 
     /// Memory for what is touched, or a plain allocation, gaps and all, where that takes little more. It gets no more than a part of
     /// what is free: other buffers, other threads and other processes need theirs.
     fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
-        let total = banded(bytes).map_or(usize::MAX, |(total, _)| total);
-        let runs = self.sparse.granule().and_then(|granule| sparse_runs(bytes, touched, granule));
-        match runs.filter(|runs| extent_of(runs) < total as u64 / WORTH_MAPPING) {
+        let total = banded(bytes).unwrap_or(usize::MAX);
+        let runs = self.sparse.granule().and_then(|granule| sparse_runs(total, touched, granule));
+        let needed = runs.as_deref().map_or(u64::MAX, extent_of);
+        let allocation = match runs.filter(|_| needed < total as u64 / WORTH_MAPPING) {
             Some(runs) => {
-                self.wait_for_room(name, extent_of(&runs) as usize)?;
-                self.reserve_sparse(bytes, touched, &runs)
+                self.wait_for_room(name, needed as usize)?;
+                self.reserve_sparse(bytes, total, &runs)?
             }
             None => {
                 self.wait_for_room(name, total)?;
-                let allocation = self.allocate(name, bytes, placement)?;
-                Ok(Reservation { touched: touched_of(&allocation, touched), allocation })
+                self.allocate(name, bytes, placement)?
             }
-        }
+        };
+        Ok(Reservation { touched: touched_of(&allocation, touched), allocation })
     }
 
     fn free(&self, allocation: &Allocation) {
@@ -417,7 +419,8 @@ mod tests {
     #[test]
     fn guard_bands_surround_every_size() {
         for bytes in [0, 1, 255, 256, 257, 1 << 30] {
-            let (total, back_band) = banded(bytes).expect("fits");
+            let total = banded(bytes).expect("fits");
+            let back_band = allocation_at(0, bytes, total).back_band;
             assert!(back_band >= GUARD_BAND);
             assert_eq!(GUARD_BAND + bytes + back_band, total);
         }
@@ -427,8 +430,9 @@ mod tests {
 
     #[test]
     fn touched_ranges_reach_into_the_bands_and_no_further() {
-        let (_, back_band) = banded(1000).expect("fits");
-        let allocation = Allocation { address: 1 << 20, bytes: 1000, front_band: GUARD_BAND, back_band };
+        let total = banded(1000).expect("fits");
+        let allocation = allocation_at((1 << 20) - GUARD_BAND as u64, 1000, total);
+        let back_band = allocation.back_band;
         let touched = touched_of(&allocation, &[-5000..-4000, -10..20, 990..1 << 40]);
         let at = |offset: i64| (1u64 << 20).strict_add_signed(offset);
         assert_eq!(touched, [at(-4096)..at(-4000), at(-16)..at(32), at(976)..at(1000 + back_band as i64)]);

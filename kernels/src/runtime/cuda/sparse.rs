@@ -27,8 +27,8 @@ struct Buffer {
 pub(super) struct SparseMemory {
     context: Arc<Context>,
     properties: sys::CUmemAllocationProp,
-    /// Memory is mapped in multiples of so many bytes; 0 where the device maps none.
-    granule: u64,
+    /// In multiples of how many bytes memory is mapped; `None` where the device maps none.
+    granule: Option<u64>,
     buffers: Mutex<HashMap<u64, Buffer>>,
 }
 
@@ -48,21 +48,21 @@ impl SparseMemory {
         // SAFETY: reads the properties, writes one live number.
         let result = unsafe { sys::cuMemGetAllocationGranularity(&mut granule, &properties, least) };
         let known = context.check(result, "cuMemGetAllocationGranularity");
-        let granule = known.map_or(0, |()| granule as u64);
+        let granule = known.ok().map(|()| granule as u64).filter(|&granule| granule > 0);
         Self { context: context.clone(), properties, granule, buffers: Mutex::default() }
     }
 
     /// In multiples of how many bytes memory is mapped; `None` where the device maps none.
     pub fn granule(&self) -> Option<u64> {
-        (self.granule > 0).then_some(self.granule)
+        self.granule
     }
 
-    /// Sets addresses for so many bytes apart, the first of which is returned.
+    /// Sets addresses for so many bytes apart, or for some more, the first of which is returned.
     ///
     /// # Errors
     /// The driver's.
     pub fn reserve(&self, bytes: usize) -> Result<u64> {
-        let bytes = bytes.next_multiple_of(self.granule as usize);
+        let bytes = bytes.next_multiple_of(self.granule.unwrap_or(1) as usize);
         let mut base = 0;
         self.context.enter()?;
         // SAFETY: writes one live number; the addresses are given back once, by `free`.
