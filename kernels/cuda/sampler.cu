@@ -16,37 +16,42 @@
 // The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight.
 // v rounds to 1 at its upper end: g is infinite then, and the id loses (FM-154).
 //
-// A block takes a row, and reads it once, four loads of a thread at a time. Without filters each id has an upper bound of its
-// score, logit c - log2(v) since g >= v; one bound is made for four ids at once, of the largest logit and the least word.
-// What is above the best lower bound of the block so far is bounded closely, to 2^-12, and exact logarithms are taken only
-// of ids whose bounds overlap.
+// A block takes a row, and reads it once, a tile after the other. Without filters each id has an upper bound of its score, logit
+// c - log2(v) since g >= v; one bound is made for four ids at once, of the largest logit and the least word. What is above the
+// best lower bound of the block so far is bounded closely, to 2^-12, and exact logarithms are taken only of ids whose bounds
+// overlap.
 //
-// With filters the ids that may be kept are listed on the way: those at least as large as a logit that some 4096 of a row
-// are expected to reach, by a sample of it (ranks of maxima of SAMPLES logits each, which lie far apart). Their scores are
-// computed on the way as well, by whole warps of what was put aside before. The same pass finds the largest logit and the sum of
-// the weights, whence follows what is certain: weights of at most (1 - top_p) sum / vocab_size add up to no more than what
-// top_p leaves out. Only a row of which that sum is NaN, since it has NaN or infinity, is read again, with care for both.
-// Who wins among all that are listed wins among the kept, if it is one of these: counts and shares of what lies in front
-// of it say so, in integers (weights in units of 2^-43), whose value no order of additions changes. Where it is not kept,
-// nothing behind it is, and those in front race. Where the listed do not reach what ends the order, or are more than there
-// is room for, as of rows that are flat or limited to nearly all ids, the row itself is raced and asked in the same way,
-// and read twice for each candidate.
+// With filters the ids that may be kept are listed on the way: those at least as large as a logit that some 4096 of a row are
+// expected to reach, by half of the first tile, whose spans lie all over the row. Their scores are computed on the way as well,
+// by whole warps of what was put aside before. The same pass finds the largest logit and the sum of the weights, whence follows
+// what is certain: weights of at most (1 - top_p) sum / vocab_size add up to no more than what top_p leaves out. Only a row of
+// which that sum is NaN, since it has NaN or infinity, is read again, with care for both.
+// Who wins among all that are listed wins among the kept, if it is one of these: how many lie in front of it and their share of
+// the sum say so. Where it is not kept, nothing behind it is, and those in front, which alone stay listed, race. Sums of fp32
+// decide that unless they come within 2^-16 of the limit. There, and where the listed do not reach what ends the order, or are
+// more than there is room for, as of rows that are flat or limited to nearly all ids, the row itself is raced and asked in the
+// same way, and read twice for each candidate; shares are sums of integers then (weights in units of 2^-43), whose value no order
+// of additions changes.
 //
-// Floor: 4 bytes a logit, 66 MB and 15.6 us at 4.24 TB/s for 128 rows of 129280. A row is one block's, so that the time
-// is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long as their slowest.
-// Measured on one H200, normal logits of deviation 4, 128 rows: argmax 17.4 us, no filter 24.6, limits by top_p at their edges 32.0 (49 % of
-// the copy rate; 25.0 and 33.4 before, when digits of places found the last id and tiles were asked for in L2 in advance), by top_k
-// 35.5 and by all filters 34.6, where one of eight rows keeps all ids but one (63 and 65 before). Of the rows with top_p two of nine
-// have no limit, so that their time is a bound of the kernel's, and two keep some 2200 ids, by a count on the host. Rows that are
-// all limited as users ask for it, by 0.8 to 0.99, take 27.9 us (56 % of the copy rate) beside argmax's 17.4: of the difference the
-// sample, its two barriers and what begins behind them are a part, what is listed and raced on the way and the two or three counts at
-// the end the rest, neither of which was timed alone.
-// What did not help: two tiles asked for in L2 in advance, argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB
-// on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp, 27.7; bulk copies of 16 KB by one lane, four on their way from before
-// the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7, 28.1 and 24.7 in that call); the first loads before the sample is looked at, no
-// filter 28.7. Not tried: a cluster of small blocks for each row, so that rows of unlike work share a multiprocessor.
+// Floor: 4 bytes a logit, 66 MB for 128 rows of 129280: 15.6 us at an H200's 4.24 TB/s, 22 us at an H100's 3.0. A row is one
+// block's, so that the time is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long
+// as their slowest.
+// Where the time goes, by the clock in the kernel, 128 rows on one H100, normal logits of deviation 4, top_p 0.9, medians of
+// blocks (and the last block): the first tile is there and ranked after 4.9 us, the row is read after 23.1 (25.0), what is left
+// is raced at 23.8, bounds are known at 25.0 (26.4), the first pass over the list ends at 26.5 (28.2), the winner is known at
+// 27.0 (30.5). Each phase behind the reading is instructions of all warps (a pass over 4096 ids some 35 for 32 of them) and two
+// meetings of the block.
+// What made it faster there, from 33.6 us to 30.8: half of a tile's loads follow as soon as the half is looked at (1.1 us); 16
+// warps in place of 32, which leave half as many rounds that are not full; scores' leaders found on the way, one warp that sums
+// up for the block, and lists that shrink (6 us of the slowest row, whose candidates were refused one after the other at 1.7 us
+// each); the second tile asked for in L2 while the first is ranked (1.5 us); ranks by two bits a turn (0.5 us). Without filters
+// 32 warps are faster (29.3 and 30.2 us), since random words are all their work.
+// Measured before on one H200, by the kernel of 32 warps: argmax 17.4 us, no filter 24.6, top_p of 0.8 to 0.99 27.9.
+// What did not help: two tiles asked for in L2 in advance, argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on
+// their way, 23.1 to 23.4; bulk copies of 1 KB by each warp, 27.7; bulk copies of 16 KB by one lane, four on their way from
+// before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7, 28.1 and 24.7 in that call).
 //
-// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks, of which each has shared
+// Defines: THREADS, a power of two of at least 64 threads a block; up to 512 they list. Launch: num_rows blocks, of which each has shared
 // memory for `segment` ids of a warp beyond its own, 12 bytes each.
 #include "elements.h"
 #include "math.h"
@@ -60,13 +65,13 @@
 
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int IDS = 4;              // that a thread takes at once: the words of one counter
-constexpr int LOADS = 4;            // of IDS logits that are on their way at once
+constexpr bool LISTS = THREADS <= 512;   // of rows whose ids are limited
+constexpr int LOADS = THREADS == 512 ? 8 : 4;  // of IDS logits that are on their way at once
 constexpr int STEP = THREADS * IDS;
+constexpr int SPAN = WARP_SIZE * IDS;  // neighbours, which a warp's load takes
 constexpr int ID_BITS = 20;
 constexpr uint32_t LAST_ID = (1u << ID_BITS) - 1;
-constexpr int STAGED = 3 * WARP_SIZE;  // vectors that wait in a warp: fewer than a round of lanes, and those of two loads
-constexpr int SAMPLES = 4;          // that a thread takes; 8 threads take neighbours, an access of 32 bytes
-constexpr int SAMPLE_SPAN = 8;
+constexpr int STAGED = 4 * WARP_SIZE;  // vectors that wait in a warp: fewer than a round of lanes, those of two loads, and some
 constexpr float LARGEST = 0x1.fffffep127f;
 constexpr float LEAST_TEMPERATURE = 1e-5f, LARGEST_TEMPERATURE = LARGEST;
 constexpr float UNITS = 0x1p43f;    // of a weight of 1: sums of 2^20 of them fit 64 bits
@@ -88,13 +93,6 @@ struct SamplerParams {
 PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens,
               vocab_size, segment)
 
-// What lies in front of an id in the order, or what a warp knows of it: how many, their share of the weights, and the place in
-// the race of the one that wins among them.
-struct Front {
-    uint64_t share = 0, best = 0;
-    uint32_t count = 0;
-    float logit = -INFINITY_F32;  // of the best
-};
 
 // A row, and what is asked of it.
 struct Row {
@@ -118,10 +116,38 @@ struct Rank {
 // All logits above -infinity are in front of it, and no others.
 constexpr Rank END{-INFINITY_F32, 0};
 
-// Of a row: its largest logit, -LARGEST at least, the sum of its weights, and whether a warp had no room for what it found.
+// The place in the race of one that leads it, and its logit; 0 is nobody's.
+struct Leader {
+    uint64_t place = 0;
+    float logit = -INFINITY_F32;
+};
+
+// Of a row: its largest logit, -LARGEST at least, the sum of its weights, whether a warp had no room for what it found, and who
+// leads the race of those that are listed.
 struct Bounds {
     float most, sum;
     bool cut_off;
+    Leader leader;
+};
+
+// What lies in front of an id in the order: how many, and their share of the weights.
+struct Front {
+    uint64_t share = 0;
+    uint32_t count = 0;
+};
+
+// What a warp has listed, and what of it lies in front of an id: how many, the sums of their weights, and who leads the race in front.
+struct Listed {
+    float weight = 0.0f, weight_in_front = 0.0f;
+    uint32_t count = 0, count_in_front = 0;
+    Leader leader;
+};
+
+// Whether the leader of a race is kept. What fp32 does not decide is left to whoever reads the whole row.
+enum class Verdict : uint32_t { UNDECIDED, KEPT, NOT_KEPT };
+struct Decision {
+    Verdict verdict;
+    Leader next;  // who leads in front of one that is not kept
 };
 
 // Of a warp: vectors of IDS logits, and the columns of their first.
@@ -132,11 +158,16 @@ struct alignas(16) Staged {
 
 // Shared memory of a block; the lists of its warps follow.
 struct alignas(16) Shared {
-    Staged staged[WARPS];
+    Staged staged[LISTS ? WARPS : 1];
+    Leader of_lanes[LISTS ? THREADS : 1];
     uint64_t of_warps[WARPS];
-    Front fronts[2][WARPS];
-    uint32_t most_of_warps[WARPS];  // keys
-    float sum_of_warps[WARPS];
+    Front fronts[WARPS];
+    Listed listed[2][WARPS];
+    Decision decisions[2];
+    Leader leaders[2][WARPS];
+    Bounds of_block[2];
+    uint32_t most_of_warps[2][WARPS];  // keys
+    float sum_of_warps[2][WARPS];
     uint32_t keys[WARPS];
     Row row;                // for what comes behind the reading, whose registers have no room for it
     // Of races of a whole row, for the same reason:
@@ -217,52 +248,78 @@ DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     return warp_maximum(shared.of_warps[lane_anew() % WARPS]);
 }
 
-// Calls visit(tile, loads of IDS logits each) for a row, of which load i begins at column_of(tile, i); behind the row
-// logits are -infinity. All threads of a warp call it together. The second-level cache is asked for the tile after
-// the next one, so that memory is busy while logits are looked at.
-DEVICE int column_of(int tile, int load) { return tile + load * STEP + static_cast<int>(threadIdx.x) * IDS; }
+// A row is read in tiles of LOADS * STEP logits, the first of which is a sample of it: the row is cut into a part for each load of a
+// warp, and a tile has a span of each part. The loads of half a tile have every second part of a row, so that either half is a sample
+// as well. Of a thread's load of a tile the first column is column_of + part_of(load) parts_apart; of a load columns rise from tile to tile.
+DEVICE int num_tiles(int vocab_size) { return ceil_div(vocab_size, LOADS * STEP); }
+DEVICE int column_of(int vocab_size, int tile) {
+    return (warp_id() * num_tiles(vocab_size) + tile) * SPAN + lane_id() * IDS;
+}
+DEVICE int parts_apart(int vocab_size) { return num_tiles(vocab_size) * STEP; }
+constexpr int HALF = LOADS / 2;
+DEVICE constexpr int part_of(int load) { return load < HALF ? 2 * load : 2 * (load - HALF) + 1; }
 
-// The logits of a tile, of which `row.vocab_size` may cut off some.
-template <bool WIDE, int LOADS>
-DEVICE void load_tile(const Row& row, int tile, float (&logits)[LOADS][IDS]) {
-    UNROLL
-    for (int load = 0; load < LOADS; ++load) {
-        const int column = column_of(tile, load);
+// The logits of a tile, and of half of its loads; -infinity behind the row.
+using Tile = float[LOADS][IDS];
+using HalfTile = float[HALF][IDS];
+DEVICE HalfTile& half_of(Tile& tile, int half) { return *reinterpret_cast<HalfTile*>(&tile[half * HALF]); }
+
+template <bool WIDE, int COUNT>
+DEVICE void load_from(const float* logits, int vocab_size, int tile, int first_load, float (&own)[COUNT][IDS]) {
+    const int first = column_of(vocab_size, tile), apart = parts_apart(vocab_size);
+    if (WIDE && first + part_of(first_load + COUNT - 1) * apart + IDS <= vocab_size) {
         UNROLL
-        for (int e = 0; e < IDS; ++e) logits[load][e] = -INFINITY_F32;
+        for (int load = 0; load < COUNT; ++load)
+            unpack<float>(load_vec16_streaming(logits + first + part_of(first_load + load) * apart), own[load]);
+        return;
+    }
+    UNROLL
+    for (int load = 0; load < COUNT; ++load) {
+        const int column = first + part_of(first_load + load) * apart;
+        UNROLL
+        for (int e = 0; e < IDS; ++e) own[load][e] = -INFINITY_F32;
         if constexpr (WIDE) {
-            if (column < row.vocab_size) unpack<float>(load_vec16_streaming(row.logits + column), logits[load]);
+            if (column < vocab_size) unpack<float>(load_vec16_streaming(logits + column), own[load]);
         } else {
             UNROLL
             for (int e = 0; e < IDS; ++e)
-                if (column + e < row.vocab_size) logits[load][e] = row.logits[column + e];
+                if (column + e < vocab_size) own[load][e] = logits[column + e];
         }
     }
 }
 
-template <bool WIDE, int LOADS, typename Visit>
-DEVICE void visit_tiles(const Row& row, Visit visit) {
-    for (int tile = 0; tile < row.vocab_size; tile += LOADS * STEP) {
-        float logits[LOADS][IDS];
-        if (WIDE && tile + LOADS * STEP <= row.vocab_size) {
-            const float* const own = row.logits + column_of(tile, 0);
-            UNROLL
-            for (int load = 0; load < LOADS; ++load)
-                unpack<float>(load_vec16_streaming(own + load * STEP), logits[load]);
-        } else {
-            load_tile<WIDE>(row, tile, logits);
-        }
-        visit(tile, logits);
+template <bool WIDE>
+DEVICE void load_tile(const float* logits, int vocab_size, int tile, Tile& own) {
+    load_from<WIDE>(logits, vocab_size, tile, 0, own);
+}
+
+// Asks for a tile ahead of its loads, while nothing else is on its way.
+DEVICE void prefetch_tile(const Row& row, int tile) {
+    if (lane_id() % 8 != 0) return;
+    UNROLL
+    for (int load = 0; load < LOADS; ++load) {
+        const int column = column_of(row.vocab_size, tile) + part_of(load) * parts_apart(row.vocab_size);
+        if (column < row.vocab_size) prefetch_second_level(row.logits + column);
     }
 }
 
-// Calls visit(column, four logits from there on) for a row in the same way.
-template <bool WIDE, int LOADS, typename Visit>
-DEVICE void visit_columns(const Row& row, Visit visit) {
-    visit_tiles<WIDE, LOADS>(row, [&](int tile, const float (&logits)[LOADS][IDS]) {
-        UNROLL
-        for (int load = 0; load < LOADS; ++load) visit(column_of(tile, load), logits[load]);
-    });
+// Calls visit(column_of, parts_apart, logits) for each tile of a row, of which `logits` holds the first.
+// All threads of a warp call it together.
+template <bool WIDE, typename Visit>
+DEVICE void visit_tiles(const Row& row, Tile& logits, Visit visit) {
+    const int tiles = num_tiles(row.vocab_size), apart = parts_apart(row.vocab_size);
+    for (int tile = 0; tile < tiles; ++tile) {
+        if (tile > 0) load_tile<WIDE>(row.logits, row.vocab_size, tile, logits);
+        visit(column_of(row.vocab_size, tile), apart, logits);
+    }
+}
+
+// The same of a row of which nothing is read yet.
+template <bool WIDE, typename Visit>
+DEVICE void visit_row(const Row& row, Visit visit) {
+    Tile logits;
+    load_tile<WIDE>(row.logits, row.vocab_size, 0, logits);
+    visit_tiles<WIDE>(row, logits, visit);
 }
 
 DEVICE float largest_of(const float (&logits)[IDS]) {
@@ -366,18 +423,18 @@ DEVICE bool may_lead(const Row& row, const float (&logits)[IDS], const PhiloxWor
 // The winner among the ids of a row that are in front of shared.end, which the first thread has set. Once a tile a warp
 // learns what the others have found, and they what it has.
 template <bool WIDE>
-DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
+DEVICE uint64_t race_of_all(Shared& shared, const Row& row, Tile& first) {
     Contest contest;
     uint32_t least_key = key_of(-INFINITY_F32);
     if (threadIdx.x == 0) shared.least = least_key;
     __syncthreads();
-    visit_tiles<WIDE, LOADS>(row, [&](int tile, const float (&logits)[LOADS][IDS]) {
+    visit_tiles<WIDE>(row, first, [&](int own, int apart, const Tile& logits) {
         if (lane_id() == 0) least_key = maximum(least_key, atomicMax(&shared.least, least_key));
         least_key = __shfl_sync(FULL_WARP, least_key, 0);
         float least = score_of_key(least_key);
         UNROLL
         for (int load = 0; load < LOADS; ++load) {
-            const int column = column_of(tile, load);
+            const int column = own + part_of(load) * apart;
             const PhiloxWords words = words_of(row, column);
             const bool leads = may_lead(row, logits[load], words, least);
             if (!__any_sync(FULL_WARP, leads)) continue;
@@ -396,20 +453,33 @@ DEVICE uint64_t race_of_all(Shared& shared, const Row& row) {
 
 // The first of a whole row's order.
 template <bool WIDE>
-DEVICE uint64_t first_of_all(Shared& shared, const Row& row) {
-    uint32_t best = key_of(-INFINITY_F32);
-    int id = -1;
-    visit_columns<WIDE, LOADS>(row, [&](int column, const float (&logits)[IDS]) {
+DEVICE uint64_t first_of_all(Shared& shared, const Row& row, Tile& first) {
+    // Of each load, whose columns rise: the first of equals stays.
+    uint32_t best[LOADS];
+    int id[LOADS];
+    UNROLL
+    for (int load = 0; load < LOADS; ++load) {
+        best[load] = key_of(-INFINITY_F32);
+        id[load] = -1;
+    }
+    visit_tiles<WIDE>(row, first, [&](int own, int apart, const Tile& logits) {
         UNROLL
-        for (int e = 0; e < IDS; ++e) {
-            const uint32_t key = key_of(logits[e]);
-            if (key > best) {
-                best = key;
-                id = column + e;
+        for (int load = 0; load < LOADS; ++load) {
+            UNROLL
+            for (int e = 0; e < IDS; ++e) {
+                const uint32_t key = key_of(logits[load][e]);
+                if (key > best[load]) {
+                    best[load] = key;
+                    id[load] = own + part_of(load) * apart + e;
+                }
             }
         }
     });
-    return block_maximum(shared, id < 0 ? 0 : place_of(best, id));
+    uint64_t place = 0;
+    UNROLL
+    for (int load = 0; load < LOADS; ++load)
+        if (id[load] >= 0) place = maximum(place, place_of(best[load], id[load]));
+    return block_maximum(shared, place);
 }
 
 // ---------------------------------------------------------------- what is kept
@@ -430,6 +500,7 @@ struct Listing {
 
 DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float least) {
     const int room = params.segment;
+    shared.of_lanes[threadIdx.x] = Leader{};
     uint32_t* const own = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(Shared)) + 3 * room * warp_id();
     return Listing{shared_address(&shared.staged[warp_id()]),
                    own,
@@ -440,52 +511,40 @@ DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float lea
                    0};
 }
 
-// The rank-th largest key of a warp, cut off to its upper half, in every lane.
+// The rank-th largest key of a warp, cut off to its upper half, in every lane: two bits a turn, whose three questions are asked together.
 DEVICE uint32_t ranked_key(uint32_t key, int rank) {
     uint32_t reached = 0;
     UNROLL
-    for (int bit = 31; bit >= 16; --bit) {
-        const uint32_t raised = reached | 1u << bit;
-        if (__popc(__ballot_sync(FULL_WARP, key >= raised)) >= rank) reached = raised;
+    for (int bit = 30; bit >= 16; bit -= 2) {
+        uint32_t digit = 0;
+        UNROLL
+        for (uint32_t raised = 1; raised < 4; ++raised)
+            digit += __popc(__ballot_sync(FULL_WARP, key >= (reached | raised << bit))) >= rank;
+        reached |= digit << bit;
     }
     return reached;
 }
 
-// Logits that lie far apart, of which a thread takes the largest.
-struct Sample {
-    float logits[SAMPLES];
-};
-
-DEVICE Sample sample_of(const float* logits, int vocab_size) {
-    constexpr int SPANS = THREADS / SAMPLE_SPAN;
-    const int stride = vocab_size / (SPANS * SAMPLES) / SAMPLE_SPAN * SAMPLE_SPAN;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int first = thread / SAMPLE_SPAN * stride + thread % SAMPLE_SPAN;
-    Sample sample;
-    UNROLL
-    for (int i = 0; i < SAMPLES; ++i)
-        sample.logits[i] = logits[minimum(first + i * SPANS * stride, vocab_size - 1)];
-    return sample;
-}
-
-// A logit that about two thirds of what there is room for reach, by a sample; -LARGEST of rows that are listed whole.
-DEVICE float least_listed(Shared& shared, const SamplerParams& params, const Row& row, const Sample& sample) {
+// A logit that about half of what there is room for reach, by the first tile of a row; -LARGEST of rows that are listed whole.
+DEVICE float least_listed(Shared& shared, const SamplerParams& params, const Tile& tile) {
     // A warp meets each of its loads with so many ids.
-    if (row.vocab_size <= params.segment / static_cast<int>(WARP_SIZE * IDS) * STEP) return -LARGEST;
+    if (params.vocab_size <= params.segment / static_cast<int>(WARP_SIZE * IDS) * STEP) return -LARGEST;
     float most = -INFINITY_F32;
     UNROLL
-    for (int i = 0; i < SAMPLES; ++i) most = maximum_f32(most, sample.logits[i]);
-    // Of this share of ids one or more of SAMPLES are found with a probability of 1 - (1 - share)^SAMPLES.
+    for (int load = 0; load < HALF; ++load) most = maximum_f32(most, largest_of(tile[load]));
+    // Of this share of ids one or more of a thread's `sampled` are found with a probability of 1 - (1 - share)^sampled.
+    const auto size = static_cast<float>(params.vocab_size);
+    const float sampled = HALF * IDS * minimum_f32(size / static_cast<float>(LOADS * STEP), 1.0f);
     const float aim = static_cast<float>(params.segment * WARPS) / 2.0f;
-    const float missed = maximum_f32(1.0f - aim / static_cast<float>(row.vocab_size), 0.0f);
-    const float reached = WARP_SIZE * (1.0f - missed * missed * missed * missed);
+    const float missed = exp2_approx(log2_approx(maximum_f32(1.0f - aim / size, 0.0f)) * sampled);
+    const float reached = WARP_SIZE * (1.0f - missed);
     // The middle one of the warps' own estimates, whose ranks are on average the one whose median reaches so many.
     const float share = (static_cast<float>(warp_id()) + 0.5f) / WARPS;
     const uint32_t own = ranked_key(key_of(most), minimum(maximum(static_cast<int>(reached + 0.3f + share), 1), 32));
     if (lane_id() == 0) shared.keys[warp_id()] = own;
     __syncthreads();
     // Keys below that of -infinity are those of NaN.
-    const uint32_t reached_key = ranked_key(shared.keys[lane_id() % WARPS], WARP_SIZE / 2);
+    const uint32_t reached_key = ranked_key(lane_id() < WARPS ? shared.keys[lane_id()] : 0, WARPS / 2);
     return score_of_key(maximum(reached_key, key_of(-LARGEST)));
 }
 
@@ -513,13 +572,17 @@ DEVICE void stage(Listing& listing, const float (&logits)[IDS], int column, bool
 }
 
 // Gives a warp's next ids of the list their scores.
-DEVICE void race_listed(const Row& row, Listing& listing) {
+DEVICE void race_listed(Shared& shared, const Row& row, Listing& listing) {
     __syncwarp();
     const int at = listing.raced + lane_id();
     if (at < listing.listed()) {
         const int id = static_cast<int>(listing.id(at));
+        const float logit = listing.logit(at);
         const PhiloxWords words = words_of(row, id);
-        listing.score(at) = key_of_place(race(row, listing.logit(at), id, one_of(words.w, id % IDS)));
+        const uint64_t place = race(row, logit, id, one_of(words.w, id % IDS));
+        listing.score(at) = key_of_place(place);
+        Leader& leader = shared.of_lanes[thread_id_anew()];
+        if (place > leader.place) leader = Leader{place, logit};
     }
     listing.raced += WARP_SIZE;
 }
@@ -550,75 +613,110 @@ DEVICE void list_staged(Shared& shared, Listing& listing) {
     }
 }
 
-// What is staged and listed is dealt with by whole warps, while memory is waited for.
-DEVICE void list_and_race(Shared& shared, const Row& row, Listing& listing) {
-    if (listing.num_staged < WARP_SIZE) return;
-    while (listing.num_staged >= WARP_SIZE) list_staged(shared, listing);
-    while (listing.listed() - listing.raced >= static_cast<int>(WARP_SIZE)) race_listed(row, listing);
+// Deals with what is staged and listed, as long as there are `least` of it: by whole warps while memory is waited for, and what is
+// left at the end.
+DEVICE void list_and_race(Shared& shared, const Row& row, Listing& listing, int least) {
+    if (listing.num_staged < least && listing.listed() - listing.raced < least) return;
+    while (listing.num_staged >= least) list_staged(shared, listing);
+    while (listing.listed() - listing.raced >= least) race_listed(shared, row, listing);
 }
 
-// The same of what is left.
-DEVICE void list_and_race_rest(Shared& shared, const Row& row, Listing& listing) {
-    if (listing.num_staged > 0) list_staged(shared, listing);
-    while (listing.raced < listing.listed()) race_listed(row, listing);
-    __syncwarp();
+DEVICE Leader leader_of_warp(const Leader& own) {
+    Leader leader{warp_maximum(own.place)};
+    const uint32_t lanes = __ballot_sync(FULL_WARP, own.place == leader.place);
+    leader.logit = __shfl_sync(FULL_WARP, own.logit, __ffs(static_cast<int>(lanes)) - 1);
+    return leader;
 }
 
-// The bounds of a block from those of its threads.
-DEVICE Bounds block_bounds(Shared& shared, const Row& row, float own, float sum, bool cut_off) {
+// The bounds of a block from those of its threads. `turn` is another than in the call before.
+DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, float own, float sum, bool cut_off, const Leader& of_lane) {
     const uint32_t key = __reduce_max_sync(FULL_WARP, key_of(own));
     sum = warp_sum(sum * weight_of(row, own, score_of_key(key)));
-    __syncthreads();
+    const Leader of_warp = leader_of_warp(of_lane);
     if (lane_anew() == 0) {
-        shared.most_of_warps[warp_anew()] = key;
-        shared.sum_of_warps[warp_anew()] = sum;
+        shared.most_of_warps[turn][warp_anew()] = key;
+        shared.sum_of_warps[turn][warp_anew()] = sum;
+        shared.leaders[turn][warp_anew()] = of_warp;
     }
     cut_off = __syncthreads_or(cut_off) != 0;
-    const uint32_t key_of_warp = shared.most_of_warps[lane_anew() % WARPS];
-    const float most = score_of_key(__reduce_max_sync(FULL_WARP, key_of_warp));
-    const float of_warp = shared.sum_of_warps[lane_anew() % WARPS] * weight_of(row, score_of_key(key_of_warp), most);
-    return Bounds{most, warp_sum(lane_anew() < WARPS ? of_warp : 0.0f), cut_off};
+    // One warp for all: the others would take its issue slots.
+    if (warp_anew() == 0) {
+        const uint32_t key_of_warp = shared.most_of_warps[turn][lane_anew() % WARPS];
+        const float most = score_of_key(__reduce_max_sync(FULL_WARP, key_of_warp));
+        const float of_warp = shared.sum_of_warps[turn][lane_anew() % WARPS] * weight_of(row, score_of_key(key_of_warp), most);
+        const float sum_of_block = warp_sum(lane_anew() < WARPS ? of_warp : 0.0f);
+        const Leader leader = leader_of_warp(shared.leaders[turn][lane_anew() % WARPS]);
+        if (lane_anew() == 0) shared.of_block[turn] = Bounds{most, sum_of_block, cut_off, leader};
+    }
+    __syncthreads();
+    return shared.of_block[turn];
+}
+
+// Adds the weights of half a tile to a thread's sum of those relative to the largest.
+template <bool CAREFUL>
+DEVICE void add_weights(const Row& row, HalfTile& logits, float& most, float& offset, float& sum) {
+    float top = -INFINITY_F32;
+    UNROLL
+    for (int load = 0; load < HALF; ++load) {
+        if constexpr (CAREFUL)
+            for (float& logit : logits[load]) logit = maximum_f32(logit, -INFINITY_F32);
+        top = maximum_f32(top, largest_of(logits[load]));
+    }
+    if (top > most) {
+        const float raised = CAREFUL ? 0.0f : __fmul_rn(top, row.factor);
+        sum *= CAREFUL ? weight_of(row, most, top) : exp2_approx(offset - raised);
+        most = top;
+        offset = raised;
+    }
+    UNROLL
+    for (int load = 0; load < HALF; ++load) {
+        float weights[IDS];
+        UNROLL
+        for (int e = 0; e < IDS; ++e)
+            weights[e] = CAREFUL ? weight_of(row, logits[load][e], most)
+                                 : exp2_approx(fused_multiply_add(logits[load][e], row.factor, -offset));
+        sum += (weights[0] + weights[1]) + (weights[2] + weights[3]);
+    }
+}
+
+// Puts what is to be listed of half a tile aside. Where there may be no room for two loads more, a round or two is listed at once.
+DEVICE void stage_half(Shared& shared, const Row& row, Listing& listing, int tile, int half, const HalfTile& logits) {
+    const int first = column_of(row.vocab_size, tile), apart = parts_apart(row.vocab_size);
+    UNROLL
+    for (int load = 0; load < HALF; ++load) {
+        if (load % 2 == 0 && listing.num_staged > STAGED - 2 * static_cast<int>(WARP_SIZE))
+            list_and_race(shared, row, listing, WARP_SIZE);
+        stage(listing, logits[load], first + part_of(half * HALF + load) * apart, largest_of(logits[load]) >= listing.least);
+    }
 }
 
 // Reads a row once. The sum of a row with NaN or infinity is NaN unless CAREFUL, where the former counts as -infinity and the
 // latter's weights are 1. Otherwise lists what is at least `least`, which is above -infinity.
 template <bool WIDE, bool CAREFUL>
-DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row) {
+DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row, Tile& logits) {
     float most = -LARGEST, sum = 0.0f;
     float offset = -LARGEST;  // the power of the largest, rounded
-    visit_tiles<WIDE, LOADS>(row, [&](int tile, float (&logits)[LOADS][IDS]) {
-        float tops[LOADS], top = -INFINITY_F32;
-        UNROLL
-        for (int load = 0; load < LOADS; ++load) {
-            if constexpr (CAREFUL)
-                for (float& logit : logits[load]) logit = maximum_f32(logit, -INFINITY_F32);
-            tops[load] = largest_of(logits[load]);
-            top = maximum_f32(top, tops[load]);
-        }
-        if (top > most) {
-            const float raised = CAREFUL ? 0.0f : __fmul_rn(top, row.factor);
-            sum *= CAREFUL ? weight_of(row, most, top) : exp2_approx(offset - raised);
-            most = top;
-            offset = raised;
-        }
-        UNROLL
-        for (int load = 0; load < LOADS; ++load) {
-            float weights[IDS];
+    const int tiles = num_tiles(row.vocab_size);
+    // What is left is dealt with by another turn, so that its code has been run before: code that runs once waits for memory.
+    for (int tile = 0;; ++tile) {
+        const bool last = tile == tiles;
+        if (!last) {
             UNROLL
-            for (int e = 0; e < IDS; ++e)
-                weights[e] = CAREFUL ? weight_of(row, logits[load][e], most)
-                                     : exp2_approx(fused_multiply_add(logits[load][e], row.factor, -offset));
-            sum += (weights[0] + weights[1]) + (weights[2] + weights[3]);
-            if constexpr (!CAREFUL) {
-                stage(listing, logits[load], column_of(tile, load), tops[load] >= listing.least);
-                if (load % 2 == 1) list_and_race(shared, row, listing);
+            for (int half = 0; half < 2; ++half) {
+                HalfTile& own = half_of(logits, half);
+                add_weights<CAREFUL>(row, own, most, offset, sum);
+                if constexpr (!CAREFUL) stage_half(shared, row, listing, tile, half, own);
+                // The other half is on its way, and this one's next follows it before what is staged is looked at.
+                if (tile + 1 < tiles) load_from<WIDE>(row.logits, row.vocab_size, tile + 1, half * HALF, own);
             }
         }
-    });
-    if constexpr (!CAREFUL) list_and_race_rest(shared, row, listing);
+        if constexpr (!CAREFUL) list_and_race(shared, row, listing, last ? 1 : WARP_SIZE);
+        if (last) break;
+    }
+    __syncwarp();
     // What the power was rounded by is no part of the sum.
     if constexpr (!CAREFUL) sum *= most > -LARGEST ? exp2_approx(fused_multiply_add(-most, row.factor, offset)) : 1.0f;
-    return block_bounds(shared, row, most, sum, listing.count > listing.room);
+    return block_bounds(shared, CAREFUL, row, most, sum, listing.count > listing.room, shared.of_lanes[thread_id_anew()]);
 }
 
 // A weight in integers: sums of them do not depend on an order.
@@ -651,56 +749,32 @@ DEVICE uint64_t sum_of_lanes(uint64_t value) {
     return low + (middle << BITS) + (high << 2 * BITS);
 }
 
-DEVICE Front warp_front(const Front& own) {
-    Front front;
-    front.share = sum_of_lanes(own.share);
-    front.count = ::sum_of_lanes(own.count);
-    front.best = warp_maximum(own.best);
-    const uint32_t lanes = __ballot_sync(FULL_WARP, own.best == front.best);
-    front.logit = __shfl_sync(FULL_WARP, own.logit, __ffs(static_cast<int>(lanes)) - 1);
-    return front;
-}
+DEVICE Front front_of_warp(const Front& own) { return Front{sum_of_lanes(own.share), ::sum_of_lanes(own.count)}; }
 
-// The block's in every thread. `turn` is another than in the call before.
-DEVICE Front block_front(Shared& shared, int turn, const Front& own) {
-    const Front front = warp_front(own);
-    if (lane_anew() == 0) shared.fronts[turn][warp_anew()] = front;
+// The block's in every thread. Between two calls the block meets.
+DEVICE Front block_front(Shared& shared, const Front& own) {
+    const Front front = front_of_warp(own);
+    if (lane_anew() == 0) shared.fronts[warp_anew()] = front;
     __syncthreads();
-    return warp_front(lane_anew() < WARPS ? shared.fronts[turn][lane_anew()] : Front{});
-}
-
-// What of the lists lies in front of `end`.
-DEVICE Front front_of_listed(Shared& shared, int turn, const Listing& listing, const Row& row, const Bounds& bounds,
-                             const Rank& end) {
-    Front front;
-    for (int at = lane_id(); at < listing.listed(); at += WARP_SIZE) {
-        const float logit = listing.logit(at);
-        const int id = static_cast<int>(listing.id(at));
-        if (!end.is_behind(logit, id)) continue;
-        ++front.count;
-        front.share += share_of(row, logit, bounds.most);
-        const uint64_t place = place_in_race(listing.score(at), logit, id);
-        if (place > front.best) {
-            front.best = place;
-            front.logit = logit;
-        }
-    }
-    return block_front(shared, turn, front);
+    return front_of_warp(lane_anew() < WARPS ? shared.fronts[lane_anew()] : Front{});
 }
 
 // What of a row lies in front of `end`; nobody is asked who wins.
 template <bool WIDE>
 DEVICE Front front_of_row(Shared& shared, const Row& row, const Bounds& bounds, const Rank& end) {
     Front front;
-    visit_columns<WIDE, LOADS>(row, [&](int column, const float (&logits)[IDS]) {
+    visit_row<WIDE>(row, [&](int own, int apart, const Tile& logits) {
         UNROLL
-        for (int e = 0; e < IDS; ++e) {
-            if (!end.is_behind(logits[e], column + e)) continue;
-            ++front.count;
-            if (row.top_p < 1.0f) front.share += share_of(row, logits[e], bounds.most);
+        for (int load = 0; load < LOADS; ++load) {
+            UNROLL
+            for (int e = 0; e < IDS; ++e) {
+                if (!end.is_behind(logits[load][e], own + part_of(load) * apart + e)) continue;
+                ++front.count;
+                if (row.top_p < 1.0f) front.share += share_of(row, logits[load][e], bounds.most);
+            }
         }
     });
-    return block_front(shared, 0, front);
+    return block_front(shared, front);
 }
 
 // Whether an id is kept, by what lies in front of it.
@@ -708,32 +782,105 @@ DEVICE bool is_kept(const Row& row, const Bounds& bounds, const Limit& limit, co
     return !limit.reached(front) && !(weight_of(row, logit, bounds.most) < row.min_p);
 }
 
-// The winner of a row of which ids were listed; false where they do not say it. Who wins among all of them wins among the
-// kept, if it is one of these. Otherwise nothing behind it is kept, and those in front race.
-DEVICE bool race_of_listed(Shared& shared, const Listing& listing, const Bounds& bounds, uint64_t& best) {
-    const Row row = shared.row;
-    const Limit limit{row.top_k, wanted_share(row, bounds)};
-    Front front = front_of_listed(shared, 0, listing, row, bounds, END);
-    // Either the list reaches what ends the order, or nothing outside of it is kept.
-    if (!limit.reached(front) && key_of(listing.least) > certain_key(row, bounds)) return false;
-    for (int turn = 1; front.best != 0; turn ^= 1) {
-        best = front.best;
-        const Rank end{front.logit, id_of(best)};
-        front = front_of_listed(shared, turn, listing, row, bounds, end);
-        if (is_kept(row, bounds, limit, front, end.logit)) break;
+// What a warp has listed and what of it lies in front of `end`, which alone stays listed. ROUNDS ids of a lane are read at once.
+DEVICE Listed pass_over_listed(Listing& listing, const Row& row, float most, const Rank& end) {
+    constexpr int ROUNDS = 4;
+    const int count = listing.listed();
+    Listed own;
+    int stay = 0;
+    for (int first = lane_id(); first - lane_id() < count; first += ROUNDS * WARP_SIZE) {
+        float logits[ROUNDS];
+        uint32_t ids[ROUNDS], scores[ROUNDS];
+        UNROLL
+        for (int round = 0; round < ROUNDS; ++round) {
+            const int at = minimum(first + round * static_cast<int>(WARP_SIZE), count - 1);
+            logits[round] = listing.logit(at);
+            ids[round] = listing.id(at);
+            scores[round] = listing.score(at);
+        }
+        // No lane reads behind what is written below: what stays is less than what was read.
+        __syncwarp();
+        UNROLL
+        for (int round = 0; round < ROUNDS; ++round) {
+            const bool exists = first + round * static_cast<int>(WARP_SIZE) < count;
+            const bool in_front = exists && end.is_behind(logits[round], static_cast<int>(ids[round]));
+            const float weight = finite_weight_of(row, logits[round], most);
+            own.weight += exists ? weight : 0.0f;
+            own.weight_in_front += in_front ? weight : 0.0f;
+            const uint32_t lanes = __ballot_sync(FULL_WARP, in_front);
+            const int to = stay + lanes_before(lanes);
+            stay += __popc(lanes);
+            if (!in_front) continue;
+            const uint64_t place = place_of(scores[round], static_cast<int>(ids[round]));
+            if (place > own.leader.place) own.leader = Leader{place, logits[round]};
+            listing.logit(to) = logits[round];
+            listing.id(to) = ids[round];
+            listing.score(to) = scores[round];
+        }
+        __syncwarp();
     }
-    return true;
+    listing.count = stay;
+    own.count = static_cast<uint32_t>(count);
+    own.count_in_front = static_cast<uint32_t>(stay);
+    own.weight = warp_sum(own.weight);
+    own.weight_in_front = warp_sum(own.weight_in_front);
+    own.leader = leader_of_warp(own.leader);
+    return own;
+}
+
+// By the first warp, of what all warps have listed. Sums of fp32 err by less than 2^-19 of themselves: fewer than 2^5 numbers
+// one after the other, of a lane, a warp and a block.
+DEVICE Decision decision_of(const Row& row, const Bounds& bounds, float least, bool is_first, const Leader& leader,
+                            const Listed& of_lane) {
+    constexpr float MARGIN = 0x1p-16f;
+    const float weight = warp_sum(of_lane.weight), in_front = warp_sum(of_lane.weight_in_front);
+    const uint32_t count = ::sum_of_lanes(of_lane.count), count_in_front = ::sum_of_lanes(of_lane.count_in_front);
+    const Leader next = leader_of_warp(of_lane.leader);
+    const float wanted = row.top_p < 1.0f ? row.top_p * bounds.sum : INFINITY_F32;
+    // Either the list reaches what ends the order, or nothing outside of it is kept.
+    const bool reached = count >= row.top_k || weight > wanted + MARGIN * wanted;
+    if (is_first && !reached && key_of(least) > certain_key(row, bounds)) return {Verdict::UNDECIDED, {}};
+    if (leader.place == 0) return {Verdict::KEPT, {}};
+    if (count_in_front >= row.top_k || finite_weight_of(row, leader.logit, bounds.most) < row.min_p)
+        return {Verdict::NOT_KEPT, next};
+    if (wanted == INFINITY_F32 || in_front < wanted - MARGIN * wanted) return {Verdict::KEPT, {}};
+    return {in_front > wanted + MARGIN * wanted ? Verdict::NOT_KEPT : Verdict::UNDECIDED, next};
+}
+
+// The winner of a row of which ids were listed; false where they do not say it. Who wins among all of them wins among the kept, if
+// it is one of these. Otherwise nothing behind it is kept, and those in front race.
+DEVICE bool race_of_listed(Shared& shared, Listing& listing, const Bounds& bounds, uint64_t& best) {
+    if (bounds.most == INFINITY_F32) return false;
+    const Row row = shared.row;
+    Leader leader = bounds.leader;
+    UNROLL_BY(1)
+    for (int turn = 0;; ++turn) {
+        const Listed own = pass_over_listed(listing, row, bounds.most, Rank{leader.logit, id_of(leader.place)});
+        if (lane_anew() == 0) shared.listed[turn % 2][warp_anew()] = own;
+        __syncthreads();
+        // One warp for all: the others would take its issue slots.
+        if (warp_anew() == 0) {
+            const Listed of_lane = lane_anew() < WARPS ? shared.listed[turn % 2][lane_anew()] : Listed{};
+            const Decision decision = decision_of(row, bounds, listing.least, turn == 0, leader, of_lane);
+            if (lane_anew() == 0) shared.decisions[turn % 2] = decision;
+        }
+        __syncthreads();
+        const Decision decision = shared.decisions[turn % 2];
+        best = leader.place;
+        if (decision.verdict != Verdict::NOT_KEPT) return decision.verdict == Verdict::KEPT;
+        leader = decision.next;
+    }
 }
 
 // The winner of a row that is read for each race, in the same way.
 template <bool WIDE>
-DEVICE uint64_t race_of_row(Shared& shared, const Row& row, const Bounds& bounds) {
+DEVICE uint64_t race_of_row(Shared& shared, const Row& row, const Bounds& bounds, Tile& first) {
     if (threadIdx.x == 0) {
         shared.end = END;
         shared.bounds = bounds;
     }
     while (true) {
-        const uint64_t best = race_of_all<WIDE>(shared, row);
+        const uint64_t best = race_of_all<WIDE>(shared, row, first);
         const Row row = shared.row;
         if (best == 0 || !row.has_filters()) return best;
         const Bounds bounds = shared.bounds;
@@ -741,47 +888,52 @@ DEVICE uint64_t race_of_row(Shared& shared, const Row& row, const Bounds& bounds
         const Front front = front_of_row<WIDE>(shared, row, bounds, end);
         if (is_kept(row, bounds, Limit{row.top_k, wanted_share(row, bounds)}, front, end.logit)) return best;
         if (threadIdx.x == 0) shared.end = end;
+        load_tile<WIDE>(row.logits, row.vocab_size, 0, first);
     }
 }
 
-// Reads a row and lists what may be kept; whether the list says who wins.
+// Reads a row, of which `first` is the first tile, and lists what may be kept; whether the list says who wins.
 template <bool WIDE>
-DEVICE bool race_of_first_reading(const SamplerParams& params, Shared& shared, const Row& row, const Sample& sample,
-                                  Bounds& bounds, uint64_t& best) {
-    Listing listing = listing_of(shared, params, least_listed(shared, params, row, sample));
-    bounds = bounds_of<WIDE, false>(shared, listing, row);
+DEVICE bool race_of_first_reading(const SamplerParams& params, Shared& shared, const Row& row, Tile& first, Bounds& bounds,
+                                  uint64_t& best) {
+    // Between the first tile and the second memory would wait until it is known what is listed.
+    if constexpr (WIDE) prefetch_tile(row, 1);
+    Listing listing = listing_of(shared, params, least_listed(shared, params, first));
+    bounds = bounds_of<WIDE, false>(shared, listing, row, first);
     if (is_nan(bounds.sum)) {
-        const Bounds careful = bounds_of<WIDE, true>(shared, listing, row);
-        bounds = Bounds{careful.most, careful.sum, bounds.cut_off};
+        load_tile<WIDE>(row.logits, row.vocab_size, 0, first);
+        const Bounds careful = bounds_of<WIDE, true>(shared, listing, row, first);
+        bounds = Bounds{careful.most, careful.sum, bounds.cut_off, bounds.leader};
     }
     return !bounds.cut_off && race_of_listed(shared, listing, bounds, best);
 }
 
 template <bool WIDE>
-DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& row, const Sample& sample) {
-    if (!(row.temperature > 0.0f)) return first_of_all<WIDE>(shared, row);
+DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& row, Tile& first) {
+    if (!(row.temperature > 0.0f)) return first_of_all<WIDE>(shared, row, first);
     Bounds bounds{};
+    if constexpr (!LISTS) return race_of_row<WIDE>(shared, row, bounds, first);
     // No list holds more ids than there is room for.
     const bool may_suffice =
         row.top_k <= static_cast<uint32_t>(params.segment * WARPS) || row.top_p < 1.0f || row.min_p > 0.0f;
     if (row.has_filters() && may_suffice) {
         uint64_t best = 0;
-        if (race_of_first_reading<WIDE>(params, shared, row, sample, bounds, best)) return best;
+        if (race_of_first_reading<WIDE>(params, shared, row, first, bounds, best)) return best;
+        load_tile<WIDE>(row.logits, row.vocab_size, 0, first);
     }
-    return race_of_row<WIDE>(shared, row, bounds);
+    return race_of_row<WIDE>(shared, row, bounds, first);
 }
 
 template <bool WIDE>
 DEVICE void sample(const SamplerParams& params) {
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     const float* const logits = params.logits + blockIdx.x * params.logits_row_stride;
-    // These come first, since they are waited for first.
-    const Sample sample = sample_of(logits, params.vocab_size);
-    const Asked asked = asked_of(params);
-    __syncwarp();
-    const Row row = row_of(logits, params.vocab_size, asked);
+    // On its way while it is asked what the row wants.
+    Tile first;
+    load_tile<WIDE>(logits, params.vocab_size, 0, first);
+    const Row row = row_of(logits, params.vocab_size, asked_of(params));
     if (threadIdx.x == 0) shared.row = row;
-    const uint64_t best = best_of<WIDE>(params, shared, row, sample);
+    const uint64_t best = best_of<WIDE>(params, shared, row, first);
     if (threadIdx.x == 0) params.tokens[blockIdx.x] = best ? id_of(best) : -1;
 }
 

@@ -8,14 +8,15 @@ const FILE: &str = "sampler.cu";
 const CHECK: Arguments = Arguments { operator: "sampler" };
 /// The most logits of a row.
 pub const MAX_VOCAB_SIZE: usize = 1 << 20;
-/// Threads of a block for rows up to [`SHORT_ROW`], and beyond.
-const THREADS: [usize; 2] = [128, 1024];
+/// Threads of a block for rows up to [`SHORT_ROW`], for longer ones whose ids are limited, and for longer ones that are not.
+const THREADS: [usize; 3] = [128, 512, 1024];
 /// Rows up to here are short: several blocks share a multiprocessor.
 const SHORT_ROW: usize = 2048;
 /// Shared memory of a block apart from what its warps list, at most, for each of [`THREADS`]; bytes.
-const OWN_SHARED_BYTES: [u64; 2] = [10 << 10, 66 << 10];
-/// Ids that a warp has room to list, at most, for each of [`THREADS`]: all of a short row, and twice what it is to find of a long one.
-const SEGMENT: [usize; 2] = [512, 256];
+const OWN_SHARED_BYTES: [u64; 3] = [14 << 10, 52 << 10, 8 << 10];
+/// Ids that a warp has room to list, at most, for each of [`THREADS`]: all of a short row, twice what it is to find of a
+/// long one, and none where nothing is limited.
+const SEGMENT: [usize; 3] = [512, 512, 0];
 /// Bytes of an id that is listed: its logit, itself, and its score.
 const LISTED_BYTES: usize = 12;
 const WARP_SIZE: usize = 32;
@@ -50,11 +51,12 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     ];
     let mut call = CHECK.signature(views, tensors).extent("vocab_size", 1, MAX_VOCAB_SIZE);
     let [num_rows, vocab_size] = call.bind(["num_rows", "vocab_size"])?;
-    let long = usize::from(vocab_size > SHORT_ROW);
-    let (threads, own) = (THREADS[long], OWN_SHARED_BYTES[long]);
+    let limited = ["top_k", "top_p", "min_p"].iter().any(|name| views.get(name).is_some());
+    let kind = if vocab_size <= SHORT_ROW { 0 } else { 2 - usize::from(limited) };
+    let (threads, own) = (THREADS[kind], OWN_SHARED_BYTES[kind]);
     let of_an_id = threads / WARP_SIZE * LISTED_BYTES;
     let room = device.environment().shared_bytes_per_block.saturating_sub(own) as usize / of_an_id;
-    let segment = SEGMENT[long].min(room);
+    let segment = SEGMENT[kind].min(room);
     let params = call.params(&["logits", "temperature", "top_k", "top_p", "min_p", "seed", "step", "tokens"]);
     let params = params.i32("vocab_size", vocab_size)?.i32("segment", segment)?;
     let name = if call.vectorised_rows(&["logits"]) { "sampler_vector" } else { "sampler_scalar" };
