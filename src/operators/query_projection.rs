@@ -108,6 +108,7 @@ impl Declared for QueryProjection {
             "linear_sum",
             "rms_norm_forward_warp",
             "rms_norm_forward_block",
+            "rms_norm_forward_block_few",
             "rms_norm_forward_scalar",
             "query_norm_rope_vector",
             "query_norm_rope_scalar",
