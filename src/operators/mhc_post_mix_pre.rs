@@ -87,6 +87,7 @@ impl Declared for MhcPostMixPre {
             "mhc_post_forward_vector",
             "mhc_post_forward_scalar",
             "mhc_mix_project",
+            "mhc_mix_project_few",
             "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",
             "mhc_mix_coefficients",
