@@ -19,13 +19,17 @@
 // added up all sums itself. With 16 parts read at a time 1220, 9.5 and 18.5 us. Now six groups of lanes add up a sixth of
 // many parts each, 19 loads of a warp instead of 112. 7.2 and 12.6 us. On Hopper mhc_head_hopper.cu
 // projects more than 256 tokens.
+// On one H100 6.4 and 12.5 us; since then the projection asks for all that it reads at once (mhc_mix.cu), the warps of a
+// block share the parts, five loads each instead of 19 in two rounds, and scale and base are not waited for behind them: 4
+// and 8.5 us are expected and not measured.
 //
-// Launch: mhc_head_project token_tiles * splits blocks; mhc_head_project_scalar a warp a token, splits 1;
+// Launch: mhc_head_project token_tiles * splits blocks, mhc_head_project_few the same, of tiles of FEW_TOKENS;
+// mhc_head_project_scalar a warp a token, splits 1;
 // mhc_head_mix_* num_tokens * chunks blocks of any multiple of 32 threads that cover a row.
 #include "projection.h"
 #include "sigmoid.h"
 
-constexpr int MIX_THREADS = 128;
+constexpr int MIX_THREADS = 128, MIX_WARPS = MIX_THREADS / WARP_SIZE;
 
 struct MhcHeadMixParams {
     const bf16* streams;  // [num_tokens, STREAMS, hidden_size]
@@ -49,22 +53,28 @@ PARAMS_LAYOUT(MhcHeadMixParams, streams, streams_token_stride, streams_stream_st
 SHARED_MEMORY(mhc_head_project, sizeof(ProjectionShared<STREAMS>))
 
 KERNEL(mhc_head_project, ProjectionParams, PROJECTION_THREADS) { project<STREAMS>(params); }
+KERNEL(mhc_head_project_few, ProjectionParams, FEW_PROJECTION_THREADS<STREAMS>) { project_few<STREAMS>(params); }
 KERNEL(mhc_head_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<STREAMS>(params); }
 
 // A token's products and sum of squares, number i in lane i of STREAMS + 1. Where there are many parts of them, groups of
-// so many lanes add up a share of the parts each, so that few are waited for one behind the other, and then the groups'
-// sums in their order.
-DEVICE float projection_of(const MhcHeadMixParams& params, int64_t token) {
+// so many lanes of all warps add up a share of the parts each, all of which are waited for at once, and then the groups' sums and
+// the warps' in their order.
+DEVICE float projection_of(const MhcHeadMixParams& params, int64_t token, float (&of_warps)[MIX_WARPS][WARP_SIZE]) {
     constexpr int NUMBERS = STREAMS + 1, GROUPS = WARP_SIZE / NUMBERS, FEW_PARTS = 4;
     const int place = lane_id() % NUMBERS, group = lane_id() / NUMBERS;
     const int64_t apart = params.num_tokens * PARTIAL_WIDTH<STREAMS>;
     const float* const first = params.partials + token * PARTIAL_WIDTH<STREAMS> + place;
     if (params.splits <= FEW_PARTS) return sum_of_parts<FEW_PARTS>(first, apart, params.splits);
-    const int begin = params.splits * group / GROUPS, end = params.splits * (group + 1) / GROUPS;
-    const float own = sum_of_parts<10>(first + begin * apart, apart, group < GROUPS ? end - begin : 0);
+    const int warps = blockDim.x / WARP_SIZE, share = warp_id() * GROUPS + group, shares = warps * GROUPS;
+    const int begin = params.splits * share / shares, end = params.splits * (share + 1) / shares;
+    const float own = sum_of_parts<5>(first + begin * apart, apart, group < GROUPS ? end - begin : 0);
     float sum = 0.0f;
     UNROLL
     for (int other = 0; other < GROUPS; ++other) sum += __shfl_sync(FULL_WARP, own, other * NUMBERS + place);
+    of_warps[warp_id()][lane_id()] = sum;
+    __syncthreads();
+    sum = 0.0f;
+    for (int warp = 0; warp < warps; ++warp) sum += of_warps[warp][lane_id()];
     return sum;
 }
 
@@ -74,17 +84,21 @@ DEVICE void mhc_head_mix(const MhcHeadMixParams& params) {
     const int64_t token = blockIdx.x / chunks;
     const int64_t column = (static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x) * COUNT;
     const bool exists = column < params.hidden_size;
-    float x[STREAMS][COUNT] = {}, w[STREAMS], out[COUNT];
+    __shared__ float of_warps[MIX_WARPS][WARP_SIZE];
+    float x[STREAMS][COUNT] = {}, base[STREAMS], w[STREAMS], out[COUNT];
+    // What is needed last is asked for first: behind the sums it would be a wait of its own.
+    const float scale = params.scale[0];
+    load_coefficients(params.base, base);
     if (exists)
         load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
-    const float own = projection_of(params, token);
+    const float own = projection_of(params, token, of_warps);
     const float squares = __shfl_sync(FULL_WARP, own, STREAMS);
     const float rstd = streams_rstd(params, squares);
     const bool saves = chunk == 0 && threadIdx.x == 0;
     UNROLL
     for (int i = 0; i < STREAMS; ++i) {
         const float mix = rstd * __shfl_sync(FULL_WARP, own, i);
-        w[i] = sigmoid(mix * params.scale[0] + params.base[i]) + params.hc_eps;
+        w[i] = sigmoid(mix * scale + base[i]) + params.hc_eps;
         if (saves) params.mix[token * STREAMS + i] = mix;
     }
     if (saves) params.rstd[token] = rstd;

@@ -149,7 +149,7 @@ DEVICE void make_destinations(const MhcPostMixPreProjectParams& params, const Pl
             fragments.of[half][row] = Vec16{};
             if (!is_there(params, place, row)) continue;
             fragments.of[half][row] = pack<bf16>(out);
-            store_vec16(to + (first + half) * params.out_destination_stride, fragments.of[half][row]);
+            store_vec16_global(to + (first + half) * params.out_destination_stride, fragments.of[half][row]);
         }
     }
 }

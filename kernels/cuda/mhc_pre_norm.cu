@@ -11,7 +11,9 @@
 // and so has h again for nothing. NaN and infinities go wherever products take them, by rstd to the whole token.
 //
 // Forward: one block a token, which holds h in registers between the sum of squares and y, 32 elements a thread; blocks
-// that wait at their one barrier leave the memory to others. Backward: blocks stay for many tokens, since dw is a sum
+// that wait at their one barrier leave the memory to others. Where a block has a multiprocessor for itself, nobody else fills its
+// waits: there a thread takes one piece, and asks for its weights together with the streams. (Its sums are of another order than
+// those of many tokens.) Backward: blocks stay for many tokens, since dw is a sum
 // over them, of which each thread keeps its channels in registers; each block leaves one row of partial sums, which
 // rms_norm's kernel adds in a fixed order. dh needs mean(g h) of the whole token, so that what is read is used twice:
 // the five rows of the next token come into shared memory by cp.async while a token is computed. A thread copies what
@@ -23,10 +25,12 @@
 // third of what the schedulers issue while its 144 bytes move, and two barriers a token cost some 0.5 us of the 4 us
 // that its bytes take.
 // Measured on one H200, forward and backward: 32768 tokens of 7168 channels 538 and 1344 us, 4096 tokens 73 and 179
-// us, one token 5.7 and 10.9 us.
+// us, one token 5.7 and 10.9 us. On one H100 one token 5.3 and 128 tokens 6.7 us, forward, when four pieces of a thread and the
+// weights behind the barrier were waits of their own; now one is left, and a single multiprocessor takes some 0.8 us to bring
+// in a token's 86 KB: 3.4 and 5.7 us are expected and not measured.
 //
 // Defines: ELEMENT  type of X, y and their gradients: bf16 or float.
-// Launch: forward num_tokens blocks of so many threads that HELD pieces each cover a row (scalar: any); backward any
+// Launch: forward num_tokens blocks of so many threads that HELD pieces each (few: one) cover a row (scalar: any); backward any
 // number of blocks, staged with 2 ROWS rows of dynamic shared memory and so many threads that GRADIENT_HELD pieces each
 // cover a row.
 #include "async_copy.h"
@@ -36,6 +40,7 @@
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int FEW_THREADS = 1024;  // of the forward for few tokens
 constexpr int HELD = 32 / VECTOR;  // pieces of h that a thread of the forward holds
 constexpr int GRADIENT_HELD = 2;  // pieces of a token that a thread of the staged backward takes
 constexpr int ROWS = STREAMS + 1;  // rows of a stage: the streams and dy
@@ -70,7 +75,8 @@ PARAMS_LAYOUT(MhcPreNormBackwardParams, streams, streams_token_stride, streams_s
               num_tokens, hidden_size)
 
 // The sum over the block, in every thread. `partials` may be written again after the block's next barrier.
-DEVICE float block_sum(float value, float (&partials)[WARPS]) {
+template <int MOST>
+DEVICE float block_sum(float value, float (&partials)[MOST]) {
     value = warp_sum(value);
     if (lane_id() == 0) partials[warp_id()] = value;
     __syncthreads();
@@ -90,11 +96,16 @@ DEVICE void stored_mix(const float (&x)[STREAMS][COUNT], const float (&pre)[STRE
 }
 
 template <int COUNT>
+DEVICE void normalise(const float (&weight)[COUNT], const float (&h)[COUNT], float rstd, float (&y)[COUNT]) {
+    for (int e = 0; e < COUNT; ++e) y[e] = weight[e] * (h[e] * rstd);
+}
+
+template <int COUNT>
 DEVICE void store_normalised(const MhcPreNormForwardParams& params, int64_t token, int64_t column, float rstd,
                              const float (&h)[COUNT]) {
     float weight[COUNT], y[COUNT];
     load_elements<COUNT>(params.weight + column, weight);
-    for (int e = 0; e < COUNT; ++e) y[e] = weight[e] * (h[e] * rstd);
+    normalise(weight, h, rstd, y);
     store_elements(params.y + token * params.y_token_stride + column, y);
 }
 
@@ -125,6 +136,27 @@ KERNEL(mhc_pre_norm_forward_vector, MhcPreNormForwardParams, THREADS) {
         unpack<ELEMENT>(held[v], h);
         store_normalised(params, token, column, rstd, h);
     }
+}
+
+// So few tokens that no other block shares a multiprocessor: a thread has one piece, asks for all that it needs of it at
+// once, and none waits behind the barrier for a weight that nobody has read before.
+KERNEL(mhc_pre_norm_forward_few, MhcPreNormForwardParams, FEW_THREADS) {
+    __shared__ float partials[FEW_THREADS / WARP_SIZE];
+    const int64_t token = blockIdx.x, column = static_cast<int64_t>(threadIdx.x) * VECTOR;
+    const bool exists = column < params.hidden_size;
+    float x[STREAMS][VECTOR] = {}, weight[VECTOR], pre[STREAMS], h[VECTOR], y[VECTOR], sum = 0.0f;
+    load_coefficients(params.pre + token * STREAMS, pre);
+    if (exists) {
+        load_streams(params.streams + token * params.streams_token_stride + column, params.streams_stream_stride, x);
+        load_elements<VECTOR>(params.weight + column, weight);
+    }
+    stored_mix(x, pre, h);
+    for (int e = 0; e < VECTOR; ++e) sum += h[e] * h[e];
+    const float rstd = reciprocal_rms(block_sum(exists ? sum : 0.0f, partials), params.hidden_size, params.eps);
+    if (params.rstd && threadIdx.x == 0) params.rstd[token] = rstd;
+    if (!exists) return;
+    normalise(weight, h, rstd, y);
+    store_elements(params.y + token * params.y_token_stride + column, y);
 }
 
 // Any width, stride and alignment. The second read comes from a cache.

@@ -16,7 +16,9 @@
 // FLOPs; backward reads dy and x and writes dx, 3s bytes for about 9 FLOPs. All are limited by memory.
 //
 // Measured on one H200, bf16, as a share of a device copy in the same run: forward 95 to 97 % at width 7168 (87 %
-// at 4096 rows, 28 us, of which launch and tail take 3), 99 % at width 512; backward, before its last change, 85 % at
+// at 4096 rows, 28 us, of which launch and tail take 3), 99 % at width 512; on one H100, width 7168, one row 3.6 us and 128 rows
+// 4.4 us when the weight was read behind the barrier, which rms_norm_forward_block_few does no more: one wait for memory
+// instead of two, by which 2.8 and 3.7 us are expected and not measured; backward, before its last change, 85 % at
 // 16384 rows and 64 % at 4096, 65 us of which 41 are the floor.
 //
 // Now 90 % at 16384 rows, 178 us where it was 193; 52 us are predicted at 4096 rows, 80 %, and not measured. Each block wrote its row of dweight in single
@@ -37,6 +39,7 @@ constexpr int HELD = 32 / VECTOR;                    // vectors of a row that on
 constexpr int GRADIENT_HELD = 16 / VECTOR;           // the same for a thread of the backward block kernel
 constexpr int WARP_WIDTH = 1024;                     // widest row of the warp kernels
 constexpr int WARP_KERNEL_THREADS = 256;
+constexpr int FEW_THREADS = 512;                     // of the block kernel for few rows, whose threads hold the weight as well
 constexpr int DWEIGHT_GROUPS = 16;
 constexpr int DWEIGHT_LOADS = 8;                     // partials that a thread of rms_norm_dweight has under way
 constexpr int LINE_BYTES = 128;
@@ -178,11 +181,22 @@ KERNEL(rms_norm_forward_warp, RmsNormForwardParams, WARP_KERNEL_THREADS) {
     }
 }
 
-// Rows of up to 32 elements a thread, one block a row. While one block waits at its barrier, the
-// others of the multiprocessor keep the memory busy.
-KERNEL(rms_norm_forward_block, RmsNormForwardParams, 1024) {
-    __shared__ float partials[2][WARP_SIZE];
+// A thread's pieces of the weight, of the first column in place of one that is not there: no load waits for a branch.
+DEVICE void load_held_weights(const RmsNormForwardParams& params, float (&weight)[HELD][VECTOR]) {
+    UNROLL
+    for (int v = 0; v < HELD; ++v) {
+        const int32_t column = static_cast<int32_t>((threadIdx.x + v * blockDim.x) * VECTOR);
+        load_weight(params.weight, column < params.width ? column : 0, weight[v]);
+    }
+}
+
+// Rows of up to 32 elements a thread, one block a row. EARLY: the weight is asked for in front of the first row (behind it the
+// compiler lets it wait for what the sum needs), and stays in registers.
+template <bool EARLY>
+DEVICE void forward_of_blocks(const RmsNormForwardParams& params, float (&partials)[2][WARP_SIZE]) {
     const int vectors = params.width / VECTOR;
+    float weight[HELD][VECTOR];
+    if constexpr (EARLY) load_held_weights(params, weight);
     int turn = 0;
     for (int64_t row = blockIdx.x; row < params.num_rows; row += gridDim.x, turn ^= 1) {
         const ELEMENT* row_x = params.x + row * params.x_row_stride;
@@ -194,19 +208,33 @@ KERNEL(rms_norm_forward_block, RmsNormForwardParams, 1024) {
             held[v] = Vec16{};
             if (column < vectors) held[v] = load_vec16(row_x + column * VECTOR);
         }
-        for (int v = 0; v < HELD; ++v) sum = square_sum(held[v], sum);
+        // The sums of the vectors do not wait for one another.
+        for (int v = 0; v < HELD; ++v) sum += square_sum(held[v], 0.0f);
         const float rstd = reciprocal_rms(block_sum(sum, partials[turn]), params.width, params.eps);
         if (params.rstd && threadIdx.x == 0) params.rstd[row] = rstd;
         for (int v = 0; v < HELD; ++v) {
             const int64_t column = threadIdx.x + v * blockDim.x;
             if (column >= vectors) continue;
-            float weight[VECTOR], x[VECTOR], y[VECTOR];
-            load_weight(params.weight, column * VECTOR, weight);
+            float x[VECTOR], y[VECTOR];
+            if constexpr (!EARLY) load_weight(params.weight, column * VECTOR, weight[v]);
             unpack<ELEMENT>(held[v], x);
-            normalize(x, weight, rstd, y);
+            normalize(x, weight[v], rstd, y);
             store_vec16(row_y + column * VECTOR, pack(y));
         }
     }
+}
+
+// While one block waits at its barrier, the others of the multiprocessor keep the memory busy.
+KERNEL(rms_norm_forward_block, RmsNormForwardParams, 1024) {
+    __shared__ float partials[2][WARP_SIZE];
+    forward_of_blocks<false>(params, partials);
+}
+
+// So few rows that no other block shares a multiprocessor: there what stands behind the barrier is a second wait for memory,
+// since nobody has read the weight before. The same sums in the same order.
+KERNEL(rms_norm_forward_block_few, RmsNormForwardParams, FEW_THREADS) {
+    __shared__ float partials[2][WARP_SIZE];
+    forward_of_blocks<true>(params, partials);
 }
 
 // Any width, stride and alignment, one block a row. The second read of the row comes from a cache,

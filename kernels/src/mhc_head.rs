@@ -108,7 +108,7 @@ pub fn forward(
     let vectorised = signature.vectorised();
     let aligned = signature.vectorised_rows(&["streams"]) && views["fn"].address.is_multiple_of(16);
     let projection = Projection { check: CHECK, device, views, num_tokens, hidden_size, aligned };
-    let names = ["mhc_head_project_hopper", "mhc_head_project", "mhc_head_project_scalar"];
+    let names = ["mhc_head_project_hopper", "mhc_head_project", "mhc_head_project_few", "mhc_head_project_scalar"];
     let (project, splits) = projection.launch(implementation, [FILE, HOPPER_FILE], names)?;
     let (name, row) = match vectorised {
         true => ("mhc_head_mix_vector", hidden_size / 8),

@@ -32,6 +32,8 @@ const HOPPER_ROUNDS: usize = 4;
 /// Most tokens that are left to the portable kernels unless others are asked for: of these a block has more to do for the
 /// tokens that are not there.
 pub const FEW_TOKENS: usize = HOPPER_TOKENS;
+/// Tokens of a block of the projection of few tokens, `FEW_TOKENS` in the kernel source: it is left no more than one block has.
+const FEW_PROJECTED_TOKENS: usize = 4;
 /// Tokens of a block of the scalar projection: one a warp.
 const SCALAR_TOKENS: usize = 8;
 /// Floats that the projection leaves of a token.
@@ -199,8 +201,8 @@ impl Projection<'_> {
         Ok(map.filter(|_| hopper))
     }
 
-    /// Launches the projection, of the kernels for Hopper, those for all hardware and for any layout; returns the one that
-    /// ran, and the parts of the channels.
+    /// Launches the projection, of the kernels for Hopper, those for all hardware, for few tokens and for any layout; returns the
+    /// one that ran, and the parts of the channels.
     ///
     /// # Errors
     /// A refused argument, a compile error, a refused launch.
@@ -208,7 +210,7 @@ impl Projection<'_> {
         &self,
         implementation: Implementation,
         [file, hopper_file]: [&str; 2],
-        [hopper, wide, scalar]: [&'static str; 3],
+        [hopper, wide, few, scalar]: [&'static str; 4],
     ) -> Result<(&'static str, usize)> {
         let Self { check, device, views, num_tokens, hidden_size, .. } = *self;
         let sizes = |params: Params, splits| {
@@ -222,7 +224,12 @@ impl Projection<'_> {
             return Ok((hopper, splits));
         }
         let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, self.aligned);
-        let name = if self.aligned { wide } else { scalar };
+        // One block of tokens, as the other has of so few: its blocks are the parts of the channels as well.
+        let name = match self.aligned {
+            true if num_tokens <= FEW_PROJECTED_TOKENS => few,
+            true => wide,
+            false => scalar,
+        };
         let params = check.params().strided("streams", &views["streams"], ["token_stride", "stream_stride"]);
         let params = sizes(params.ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]), splits)?;
         device.kernel(file, &[], name)?.launch_blocks("streams", blocks, &params)?;
@@ -260,7 +267,7 @@ pub fn forward(
     CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
     let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
     let projection = Projection { check: CHECK, device, views, num_tokens, hidden_size, aligned };
-    let names = ["mhc_mix_project_hopper", "mhc_mix_project", "mhc_mix_project_scalar"];
+    let names = ["mhc_mix_project_hopper", "mhc_mix_project", "mhc_mix_project_few", "mhc_mix_project_scalar"];
     let (name, splits) = projection.launch(implementation, [FILE, HOPPER_FILE], names)?;
     let params = CHECK.params().ptr("partials", workspace);
     let params = ["scale", "base", "pre", "post", "comb", "mix", "rstd"]

@@ -20,6 +20,8 @@ const PIECES: usize = 8;
 pub const MAX_NORMALISED: usize = NORM_THREADS * HELD;
 /// Most threads of a block with the norm; `THREADS` in the kernel source.
 const NORM_THREADS: usize = 512;
+/// Most threads of its forward for few tokens; `FEW_THREADS` in the kernel source.
+const FEW_THREADS: usize = 1024;
 /// Elements that a thread of its forward holds.
 const HELD: usize = 32;
 /// Pieces that a thread of its staged backward takes; `GRADIENT_HELD` in the kernel source.
@@ -90,11 +92,16 @@ pub fn forward(device: &Device, views: &Views, norm: Option<Norm>) -> Result<&'s
     let row = if vectorised { hidden_size * element.size() / 16 } else { hidden_size };
     if let Some(Norm { eps }) = norm {
         CHECK.positive("eps", eps)?;
-        let name = if vectorised { "mhc_pre_norm_forward_vector" } else { "mhc_pre_norm_forward_scalar" };
+        // A token for each multiprocessor: of more, other blocks work while one waits.
+        let few = num_tokens <= device.environment().processors as usize && row <= FEW_THREADS;
+        let (name, held, most) = match vectorised {
+            true if few => ("mhc_pre_norm_forward_few", 1, FEW_THREADS),
+            true => ("mhc_pre_norm_forward_vector", HELD * element.size() / 16, NORM_THREADS),
+            false => ("mhc_pre_norm_forward_scalar", PIECES, NORM_THREADS),
+        };
         let params = signature.params(&["streams", "pre", "weight", "y", "rstd"]);
         let params = params.i32("hidden_size", hidden_size)?.f32("eps", eps);
-        let held = if vectorised { HELD * element.size() / 16 } else { PIECES };
-        let threads = threads(row, held, NORM_THREADS) as u32;
+        let threads = threads(row, held, most) as u32;
         let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
         device.kernel(NORM_FILE, &defines, name)?.launch(config, &params)?;
         return Ok(name);

@@ -16,6 +16,8 @@ const WARP_KERNEL_THREADS: u32 = 256;
 /// Elements that one thread of a forward (backward) block kernel holds.
 const HELD: usize = 32;
 const GRADIENT_HELD: usize = 16;
+/// Most threads of the forward block kernel for few rows; `FEW_THREADS` in the kernel source.
+const FEW_THREADS: u32 = 512;
 /// Widest block of the backward block kernel; `BACKWARD_BLOCK_THREADS` in the kernel source.
 const BACKWARD_BLOCK_THREADS: usize = 896;
 
@@ -79,7 +81,7 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str>
     let (signature, [num_rows, width]) = bind(views, false)?;
     let (x, weight) = (views["x"].dtype, views.get("weight"));
     CHECK.positive("eps", eps)?;
-    let (name, blocks, threads) = forward_launch(x, num_rows, width, vectorised(&signature, weight));
+    let (name, blocks, threads) = forward_launch(device, x, num_rows, width, vectorised(&signature, weight));
     let kernel = device.kernel(FILE, &defines(x, weight), name)?;
     let params = signature.params(&["x", "y", "weight", "rstd"]);
     let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("eps", eps);
@@ -88,9 +90,19 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str>
 }
 
 /// Kernel, blocks and threads of the forward.
-fn forward_launch(x: DType, num_rows: usize, width: usize, vectorised: bool) -> (&'static str, usize, u32) {
+fn forward_launch(
+    device: &Device,
+    x: DType,
+    num_rows: usize,
+    width: usize,
+    vectorised: bool,
+) -> (&'static str, usize, u32) {
+    // A row for each multiprocessor: of more, other blocks work while one waits for the weight.
+    let few = num_rows <= device.environment().processors as usize && block_threads(width, HELD) <= FEW_THREADS;
     if vectorised && width <= WARP_WIDTH {
         ("rms_norm_forward_warp", num_rows.div_ceil(rows_per_block(x, width)), WARP_KERNEL_THREADS)
+    } else if vectorised && few {
+        ("rms_norm_forward_block_few", num_rows, block_threads(width, HELD))
     } else if vectorised {
         ("rms_norm_forward_block", num_rows, block_threads(width, HELD))
     } else {

@@ -83,6 +83,7 @@ impl Declared for MhcBlock {
         ],
         paths: &[
             "mhc_mix_project",
+            "mhc_mix_project_few",
             "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",
             "mhc_mix_coefficients",

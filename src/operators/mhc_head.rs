@@ -75,6 +75,7 @@ impl Declared for MhcHead {
         specification: &["inference 2.5", "training 11.1"],
         paths: &[
             "mhc_head_project",
+            "mhc_head_project_few",
             "mhc_head_project_hopper",
             "mhc_head_project_scalar",
             "mhc_head_mix_vector",
@@ -159,6 +160,11 @@ impl Declared for MhcHead {
             // Channels in several parts; one vector more than a block of the mix takes of a row.
             plain(2, 520),
             plain(1, 1032),
+            // So few tokens that a block of the projection has all of them: as many as it holds, more channels than it takes
+            // at a time.
+            plain(4, 1160),
+            // More tokens, of more steps than there are stages.
+            plain(6, 1160),
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
             hopper(0, 16),

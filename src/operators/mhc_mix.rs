@@ -79,6 +79,7 @@ impl Declared for MhcMix {
         specification: &["inference 2.1", "inference 2.2", "training 11.1"],
         paths: &[
             "mhc_mix_project",
+            "mhc_mix_project_few",
             "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",
             "mhc_mix_coefficients",
@@ -175,6 +176,14 @@ impl Declared for MhcMix {
             plain(130, 8),
             // Channels in several parts, of unlike lengths.
             plain(2, 520),
+            // So few tokens that a block has all of them: one, as many as it holds, more channels than it takes at a time.
+            plain(1, 1160),
+            plain(4, 1160),
+            // More tokens, of more steps than there are stages.
+            plain(6, 1160),
+            // The iteration by single lanes: one pass, and an eps that its shorter reciprocal is not for.
+            MhcMixCase { sinkhorn_iters: 1, ..plain(2, 520) },
+            MhcMixCase { hc_eps: 2.0, ..plain(2, 520) },
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
             // More blocks of tokens than blocks of the coefficients.

@@ -87,6 +87,7 @@ impl Declared for MhcPostMixPre {
             "mhc_post_forward_vector",
             "mhc_post_forward_scalar",
             "mhc_mix_project",
+            "mhc_mix_project_few",
             "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",
             "mhc_mix_coefficients",
@@ -205,6 +206,8 @@ impl Declared for MhcPostMixPre {
             MhcPostMixPreCase { sinkhorn_iters: 1, ..plain(2, 16) },
             MhcPostMixPreCase { sinkhorn_iters: 48, logits: 8.0, ..plain(2, 16) },
             separate(plain(3, 16)),
+            // More than the projection of few tokens is left with.
+            separate(plain(6, 16)),
             separate(placed(Aliasing::InPlace, plain(2, 5))),
             // More than the portable projection is left with on Hopper.
             separate(plain(260, 8)),

@@ -63,6 +63,7 @@ impl Declared for MhcPre {
         paths: &[
             "mhc_pre_forward_vector",
             "mhc_pre_forward_scalar",
+            "mhc_pre_norm_forward_few",
             "mhc_pre_norm_forward_vector",
             "mhc_pre_norm_forward_scalar",
             "mhc_pre_backward_vector",
@@ -149,6 +150,9 @@ impl Declared for MhcPre {
             single(normed(2, 521)),
             normed(21, 264),
             single(normed(20, 264)),
+            // Few tokens of rows that end within a warp, and of more threads than a block for many tokens has.
+            normed(5, 72),
+            normed(2, 4104),
             // Rows that shared memory does not hold.
             normed(2, 16384),
             single(normed(3, 8192)),

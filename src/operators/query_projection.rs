@@ -108,6 +108,7 @@ impl Declared for QueryProjection {
             "linear_sum",
             "rms_norm_forward_warp",
             "rms_norm_forward_block",
+            "rms_norm_forward_block_few",
             "rms_norm_forward_scalar",
             "query_norm_rope_vector",
             "query_norm_rope_scalar",
@@ -238,8 +239,9 @@ impl Declared for QueryProjection {
             // More tokens than small tiles have; parts of k.
             plain(18, [40, 24, 3, 16]),
             plain(2, [584, 16, 1, 16]),
-            // A norm that a block takes.
+            // A norm that a block takes, of few rows and of more.
             plain(2, [8, 1032, 1, 8]),
+            plain(6, [8, 1032, 1, 8]),
             QueryProjectionCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(7, [16, 8, 2, 8]) },
             coded(plain(18, [32, 16, 1, 24])),
             coded(plain(3, [131, 9, 1, 14])),

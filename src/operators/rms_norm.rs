@@ -72,6 +72,7 @@ impl Declared for RmsNorm {
         paths: &[
             "rms_norm_forward_warp",
             "rms_norm_forward_block",
+            "rms_norm_forward_block_few",
             "rms_norm_forward_scalar",
             "rms_norm_backward_warp",
             "rms_norm_backward_block",
@@ -143,6 +144,10 @@ impl Declared for RmsNorm {
             RmsNormCase { dtype: Float::F32, ..plain(3, 640) },
             // Weights of half the size of an element, which load in accesses of their own.
             RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(3, 64) },
+            // Few rows, whose weight is asked for with them, of either size beside the other, absent, and a row in place.
+            RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(2, 1032) },
+            RmsNormCase { weight: Some(Float::Bf16), ..plain(2, 2056) },
+            RmsNormCase { weight: None, aliasing: Aliasing::InPlace, ..plain(2, 1032) },
             // A scalar row wider than its block.
             plain(3, 1501),
             // More rows than blocks in the backward, and no dweight.

@@ -7,17 +7,35 @@
 #include "projection.h"
 #include "sinkhorn.h"
 
-// Stores the coefficient of one of the first eight lanes and its column `mix`. Returns sigmoid(mix scale + base) +
+// Stores the coefficient of one of the first eight lanes and its column `mix`, of which z is the logit. Returns sigmoid(z) +
 // hc_eps, which is pre of the first four.
 template <typename Params>
-DEVICE float store_gate(const Params& params, int64_t token, int lane, float mix) {
-    const float s = sigmoid(mix * params.scale[lane / STREAMS] + params.base[lane]);
+DEVICE float store_gate_of(const Params& params, int64_t token, int lane, float mix, float z) {
+    const float s = sigmoid(z);
     const float pre = s + params.hc_eps;
     if (lane < STREAMS) params.pre[token * STREAMS + lane] = pre;
     if (lane >= STREAMS) params.post[token * STREAMS + lane - STREAMS] = 2.0f * s;
     params.mix[token * COLUMNS + lane] = mix;
     return pre;
 }
+
+template <typename Params>
+DEVICE float store_gate(const Params& params, int64_t token, int lane, float mix) {
+    return store_gate_of(params, token, lane, mix, mix * params.scale[lane / STREAMS] + params.base[lane]);
+}
+
+// The scale and the base of a lane's column, for a lane that asks for them before it has that.
+struct LogitOf {
+    float scale, base;
+
+    template <typename Params>
+    LogitOf(const Params& params, int column) {
+        const bool exists = column < COLUMNS;
+        scale = exists ? params.scale[minimum(column / STREAMS, 2)] : 0.0f;
+        base = exists ? params.base[column] : 0.0f;
+    }
+    float operator()(float mix) const { return mix * scale + base; }
+};
 
 // The logit of element 4 i + j, and it behind the softmax.
 template <typename Params>
@@ -49,17 +67,39 @@ DEVICE void store_comb(const Params& params, int64_t token, int lane, bool exist
     if (exists) store_element(params, token, lane, comb, mix);
 }
 
+// What the Sinkhorn iteration begins with, of a row of logits.
+template <typename Params>
+DEVICE void begin_with_row(const Params& params, float (&row)[STREAMS]) {
+    softmax_of_row(row);
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] = behind_softmax(params, row[j]);
+}
+
 // The same of the row of source `lane`, of four lanes.
 template <typename Params>
 DEVICE void store_comb_row(const Params& params, int64_t token, int lane, bool exists, const float (&mix)[STREAMS]) {
     float row[STREAMS];
     UNROLL
     for (int j = 0; j < STREAMS; ++j) row[j] = comb_logit(params, STREAMS * lane + j, mix[j]);
-    softmax_of_row(row);
-    UNROLL
-    for (int j = 0; j < STREAMS; ++j) row[j] = behind_softmax(params, row[j]);
+    begin_with_row(params, row);
     sinkhorn_of_rows(row, passes_of(params), params.hc_eps);
     if (!exists) return;
     UNROLL
     for (int j = 0; j < STREAMS; ++j) store_element(params, token, STREAMS * lane + j, row[j], mix[j]);
+}
+
+// The same of a warp that has one token: column 2 STREAMS + e and its logit z are lane 2 STREAMS + e's.
+template <typename Params>
+DEVICE void store_comb_of_one(const Params& params, int64_t token, float mix, float z) {
+    const int source = lane_id() % STREAMS;
+    float row[STREAMS];
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) row[j] = __shfl_sync(FULL_WARP, z, 2 * STREAMS + STREAMS * source + j);
+    begin_with_row(params, row);
+    sinkhorn_of_one(row, passes_of(params), params.hc_eps);
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) {
+        const float own = __shfl_sync(FULL_WARP, mix, 2 * STREAMS + STREAMS * source + j);
+        if (lane_id() < STREAMS) store_element(params, token, STREAMS * source + j, row[j], own);
+    }
 }

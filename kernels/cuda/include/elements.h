@@ -36,13 +36,13 @@ DEVICE void load_elements(const T* source, float (&out)[COUNT]) {
     }
 }
 
-// One element, or the elements of 16 bytes at a 16-byte aligned `target`.
+// One element, or the elements of 16 bytes at a 16-byte aligned `target`, in global memory.
 template <int COUNT, typename T>
 DEVICE void store_elements(T* target, const float (&in)[COUNT]) {
     if constexpr (COUNT == 1) {
         Element<T>::store(target, in[0]);
     } else {
-        store_vec16(target, pack<T>(in));
+        store_vec16_global(target, pack<T>(in));
     }
 }
 

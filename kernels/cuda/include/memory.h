@@ -55,6 +55,17 @@ DEVICE void store_vec16(void* target, Vec16 v) {
     *static_cast<Vec16*>(target) = v;
 }
 
+// To global memory. Of a struct's plain copy the compiler makes four stores of 4 bytes in some kernels, of which each writes every
+// sector of a warp's 512 bytes.
+DEVICE void store_vec16_global(void* target, Vec16 v) {
+#if defined(PARITY_EMULATOR)
+    *static_cast<Vec16*>(target) = v;
+#else
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+                 : "memory");
+#endif
+}
+
 // To global memory that this kernel does not read again (evicted first).
 DEVICE void store_vec16_streaming(void* target, Vec16 v) {
 #if defined(PARITY_EMULATOR)

@@ -85,21 +85,6 @@ DEVICE void load_weights_from(const float* fn, int64_t channels, int64_t channel
     if (column < COLUMNS && channel < channels) load_elements<PIECE>(fn + column * channels + channel, weights.values);
 }
 
-// Asks for the thread's weights of a step.
-template <int COLUMNS>
-DEVICE void prefetch_weights(const ProjectionParams& params, int64_t step) {
-    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size, column = threadIdx.x / BLOCK_PIECES;
-    const int64_t channel = (step * BLOCK_PIECES + threadIdx.x % BLOCK_PIECES) * PIECE;
-    if (column >= COLUMNS || channel >= channels) return;
-    prefetch_second_level(params.fn + column * channels + channel);
-}
-
-template <int COLUMNS>
-DEVICE void load_weights(const ProjectionParams& params, int64_t step, Weights& weights) {
-    load_weights_from<COLUMNS>(params.fn, static_cast<int64_t>(STREAMS) * params.hidden_size,
-                               (step * BLOCK_PIECES + threadIdx.x % BLOCK_PIECES) * PIECE, weights);
-}
-
 template <void (*SPLIT)(float, float, uint32_t (&)[PARTS])>
 DEVICE void split(const Weights& weights, Vec16 (&vectors)[PARTS]) {
     UNROLL
@@ -137,7 +122,52 @@ struct Fragments {
 template <int COLUMNS>
 struct ProjectionShared {
     Vec16 fragments[STAGES][2][2][PROJECTION_THREADS];  // half, token
+    Vec16 weights[STAGES][2][COLUMNS * BLOCK_PIECES];  // half of a piece, thread
     WeightParts<COLUMNS> parts[2];
+};
+
+// Starts the copies of the thread's weights of a step, if it has some; zeros where a step ends behind the last channel.
+template <int COLUMNS>
+DEVICE void start_weights(const ProjectionParams& params, int64_t step, Vec16 (&stage)[2][COLUMNS * BLOCK_PIECES]) {
+    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size, column = threadIdx.x / BLOCK_PIECES;
+    const int64_t channel = (step * BLOCK_PIECES + threadIdx.x % BLOCK_PIECES) * PIECE;
+    if (column >= COLUMNS) return;
+    const bool wanted = channel < channels;
+    const float* const source = params.fn + (wanted ? column * channels + channel : 0);
+    UNROLL
+    for (int half = 0; half < 2; ++half)
+        copy_async_16(shared_address(&stage[half][threadIdx.x]), source + half * (PIECE / 2), wanted);
+}
+
+template <int COLUMNS>
+DEVICE void read_weights(const Vec16 (&stage)[2][COLUMNS * BLOCK_PIECES], Weights& weights) {
+    if (threadIdx.x >= COLUMNS * BLOCK_PIECES) return;
+    UNROLL
+    for (int half = 0; half < 2; ++half)
+        unpack<float>(load_vec16(&stage[half][threadIdx.x]), weights.values + half * (PIECE / 2));
+}
+
+// The stream of a piece, of so many pieces each; STREAMS behind the last one. A division would be waited for before anything
+// is read.
+DEVICE int32_t stream_of(int32_t piece, int32_t pieces) {
+    int32_t stream = 0;
+    UNROLL
+    for (int s = 1; s <= STREAMS; ++s) stream += piece >= s * pieces;
+    return stream;
+}
+
+// The steps of a part of the channels, as many as another part has or one more. In 32 bits, for the same reason.
+struct Steps {
+    uint32_t begin, count;
+
+    Steps(const ProjectionParams& params, uint32_t split) {
+        // Pieces of all streams are below 2^28.
+        const uint32_t pieces = static_cast<uint32_t>(params.hidden_size / PIECE) * STREAMS;
+        const uint32_t all = ceil_div(pieces, uint32_t{BLOCK_PIECES}), splits = static_cast<uint32_t>(params.splits);
+        const uint32_t each = all / splits, rest = all - each * splits;
+        begin = split * each + minimum(split, rest);
+        count = each + (split < rest ? 1 : 0);
+    }
 };
 
 // Where a lane reads of its first token: a piece of a stream.
@@ -158,10 +188,9 @@ struct Reader {
     Cursor halves[2];
     bool exists[2];
 
-    Reader(const ProjectionParams& params, int64_t first_token, int64_t step) {
-        const int64_t piece = step * BLOCK_PIECES + lane_id() % 4;
-        const int32_t pieces = params.hidden_size / PIECE;
-        const int32_t stream = static_cast<int32_t>(piece / pieces), within = static_cast<int32_t>(piece % pieces);
+    Reader(const ProjectionParams& params, int64_t first_token, uint32_t step) {
+        const int32_t piece = static_cast<int32_t>(step) * BLOCK_PIECES + lane_id() % 4, pieces = params.hidden_size / PIECE;
+        const int32_t stream = stream_of(piece, pieces), within = piece - stream * pieces;
         halves[0] = Cursor{params.streams + first_token * params.streams_token_stride +
                                stream * params.streams_stream_stride + within * PIECE,
                            stream, within};
@@ -268,37 +297,130 @@ DEVICE void store_sums(const Params& params, int64_t split, int64_t first_token,
 template <int COLUMNS>
 DEVICE void project(const ProjectionParams& params) {
     auto& shared = *reinterpret_cast<ProjectionShared<COLUMNS>*>(dynamic_shared());
-    const int64_t tile = blockIdx.x / params.splits, split = blockIdx.x % params.splits;
-    const int64_t all = ceil_div(static_cast<int64_t>(STREAMS) * params.hidden_size, int64_t{PIECE * BLOCK_PIECES});
-    const int64_t begin = all * split / params.splits;
-    const uint32_t steps = static_cast<uint32_t>(all * (split + 1) / params.splits - begin);
+    const uint32_t split = blockIdx.x % static_cast<uint32_t>(params.splits);
+    const int64_t tile = blockIdx.x / static_cast<uint32_t>(params.splits);
+    const auto [begin, steps] = Steps(params, split);
     const int64_t first_token = tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS + lane_id() / 4;
     const bool has_tokens = tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS < params.num_tokens;
     Reader reader(params, first_token, begin);
     const SharedAddress fragments_of_stages = shared_address(&shared.fragments[0][0][0][threadIdx.x]);
     // Starts the copies of a step, in their order, or nothing behind the last one.
-    const auto start = [&](uint32_t step) {
-        if (step < steps) reader.start(params, fragments_of_stages + step % STAGES * sizeof(shared.fragments[0]));
+    const auto start = [&, begin = begin, steps = steps](uint32_t step) {
+        if (step < steps) {
+            reader.start(params, fragments_of_stages + step % STAGES * sizeof(shared.fragments[0]));
+            start_weights<COLUMNS>(params, begin + step, shared.weights[step % STAGES]);
+        }
         copy_commit();
     };
+    // Few tokens are STAGES steps a block: all that it reads is on its way before it waits for anything.
+    for (uint32_t step = 0; step < STAGES; ++step) start(step);
+    let_next_kernel_come();
     Sums<COLUMNS> sums = {};
-    Weights weights;
-    load_weights<COLUMNS>(params, begin, weights);
-    for (uint32_t step = 0; step < STAGES - 1; ++step) start(step);
-    // Few tokens are a few steps a block, and weights come a step ahead: from memory each would be waited for.
-    for (uint32_t step = 1; step < minimum<uint32_t>(steps, STAGES); ++step) prefetch_weights<COLUMNS>(params, begin + step);
     for (uint32_t step = 0; step < steps; ++step) {
         WeightParts<COLUMNS>& own = shared.parts[step % 2];
-        store_weights<COLUMNS>(weights, own);
-        copy_wait<STAGES - 2>();
-        __syncthreads();
-        start(step + STAGES - 1);
-        if (step + 1 < steps) load_weights<COLUMNS>(params, begin + step + 1, weights);
         Fragments fragments;
+        Weights weights = {};
+        copy_wait<STAGES - 1>();
+        read_weights<COLUMNS>(shared.weights[step % STAGES], weights);
         read_fragments(shared.fragments[step % STAGES], fragments);
+        store_weights<COLUMNS>(weights, own);
+        __syncthreads();
+        start(step + STAGES);
         if (has_tokens) add_step<COLUMNS>(fragments, own, sums);
     }
     if (has_tokens) store_sums<COLUMNS>(params, split, first_token, sums);
+}
+
+// ---------------------------------------------------------------- few tokens
+
+// A block has the tokens of a tile and a part of the channels, and asks for all of both at once: what takes time is one wait for
+// memory. A lane has 8 channels of them at a time, a warp OWN columns; in plain fp32, since of so few tokens the tensor cores
+// would multiply mostly by nothing, behind four steps with a barrier each.
+constexpr int FEW_TOKENS = 4;
+template <int COLUMNS>
+constexpr int FEW_PROJECTION_WARPS = minimum(COLUMNS, 8);
+template <int COLUMNS>
+constexpr int FEW_PROJECTION_THREADS = FEW_PROJECTION_WARPS<COLUMNS>* static_cast<int>(WARP_SIZE);
+
+// What a warp adds up: products of its columns with each token, and the squares of the token of its number.
+template <int TOKENS, int OWN>
+struct FewSums {
+    float products[TOKENS][OWN], squares;
+};
+
+template <int COLUMNS, int TOKENS, int OWN>
+DEVICE void add_few(const ProjectionParams& params, int64_t first_token, int32_t piece, FewSums<TOKENS, OWN>& sums) {
+    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size;
+    const int32_t pieces = params.hidden_size / PIECE, stream = stream_of(piece, pieces), within = piece - stream * pieces;
+    Vec16 weights[OWN][2], streams[TOKENS];
+    UNROLL
+    for (int own = 0; own < OWN; ++own) {
+        const int64_t column = warp_id() + own * FEW_PROJECTION_WARPS<COLUMNS>;
+        const float* const source = params.fn + column * channels + static_cast<int64_t>(piece) * PIECE;
+        weights[own][0] = load_vec16_readonly(source);
+        weights[own][1] = load_vec16_readonly(source + PIECE / 2);
+    }
+    UNROLL
+    for (int t = 0; t < TOKENS; ++t) {
+        // In place of a token that is not there the first one, whose sums are then left.
+        const int64_t token = first_token + t < params.num_tokens ? first_token + t : first_token;
+        streams[t] = load_vec16_readonly(params.streams + token * params.streams_token_stride +
+                                         stream * params.streams_stream_stride + within * PIECE);
+    }
+    UNROLL
+    for (int t = 0; t < TOKENS; ++t) {
+        float x[PIECE];
+        unpack<bf16>(streams[t], x);
+        UNROLL
+        for (int own = 0; own < OWN; ++own) {
+            float w[PIECE];
+            unpack<float>(weights[own][0], w);
+            unpack<float>(weights[own][1], w + PIECE / 2);
+            UNROLL
+            for (int e = 0; e < PIECE; ++e) sums.products[t][own] += w[e] * x[e];
+        }
+        if (warp_id() != t) continue;
+        UNROLL
+        for (int e = 0; e < PIECE; ++e) sums.squares += x[e] * x[e];
+    }
+}
+
+template <int COLUMNS, int TOKENS>
+DEVICE void project_few_tokens(const ProjectionParams& params, int64_t first_token, uint32_t split) {
+    constexpr int WARPS = FEW_PROJECTION_WARPS<COLUMNS>, OWN = COLUMNS / WARPS;
+    static_assert(OWN * WARPS == COLUMNS && TOKENS <= WARPS, "a warp has whole columns and at most one token's squares");
+    const Steps steps(params, split);
+    const int32_t begin = static_cast<int32_t>(steps.begin) * BLOCK_PIECES;
+    const int32_t end = minimum(begin + static_cast<int32_t>(steps.count) * BLOCK_PIECES, params.hidden_size / PIECE * STREAMS);
+    FewSums<TOKENS, OWN> sums = {};
+    UNROLL_BY(1)
+    for (int32_t piece = begin + lane_id(); piece < end; piece += WARP_SIZE)
+        add_few<COLUMNS>(params, first_token, piece, sums);
+    let_next_kernel_come();
+    float* const to = params.partials + (split * params.num_tokens + first_token) * PARTIAL_WIDTH<COLUMNS>;
+    UNROLL
+    for (int t = 0; t < TOKENS; ++t) {
+        if (first_token + t >= params.num_tokens) break;
+        UNROLL
+        for (int own = 0; own < OWN; ++own) {
+            const float sum = warp_sum(sums.products[t][own]);
+            if (lane_id() == 0) to[t * PARTIAL_WIDTH<COLUMNS> + warp_id() + own * WARPS] = sum;
+        }
+    }
+    const float squares = warp_sum(sums.squares);
+    if (lane_id() == 0 && warp_id() < TOKENS && first_token + warp_id() < params.num_tokens)
+        to[warp_id() * PARTIAL_WIDTH<COLUMNS> + COLUMNS] = squares;
+}
+
+template <int COLUMNS>
+DEVICE void project_few(const ProjectionParams& params) {
+    if (params.num_tokens == 1) {
+        project_few_tokens<COLUMNS, 1>(params, 0, blockIdx.x);
+    } else {
+        const uint32_t splits = static_cast<uint32_t>(params.splits);
+        const int64_t first_token = static_cast<int64_t>(blockIdx.x / splits) * FEW_TOKENS;
+        project_few_tokens<COLUMNS, FEW_TOKENS>(params, first_token, blockIdx.x % splits);
+    }
 }
 
 // Any width, stride and alignment: a warp a token, in plain fp32.
@@ -334,10 +456,11 @@ DEVICE void project_scalar(const ProjectionParams& params) {
 template <int AT_ONCE>
 DEVICE float sum_of_parts(const float* first, int64_t apart, int32_t splits) {
     float sum = 0.0f;
+    UNROLL_BY(1)
     for (int32_t split = 0; split < splits; split += AT_ONCE) {
         float parts[AT_ONCE];
         UNROLL
-        for (int i = 0; i < AT_ONCE; ++i) parts[i] = split + i < splits ? first[(split + i) * apart] : 0.0f;
+        for (int i = 0; i < AT_ONCE; ++i, first += apart) parts[i] = split + i < splits ? *first : 0.0f;
         UNROLL
         for (int i = 0; i < AT_ONCE; ++i) sum += parts[i];
     }

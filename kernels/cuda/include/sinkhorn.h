@@ -1,6 +1,7 @@
 // The normalisation of mixing matrices of STREAMS x STREAMS numbers (inference 2.2, training 11.1): 16 lanes hold one,
 // lane 4 i + j of them element (source i, destination j), so that a warp holds two. Or four lanes do, lane i the row of source i:
-// eight a warp, with 4.6 instructions a pass and matrix instead of 7, and sums of the same order.
+// eight a warp, with 4.6 instructions a pass and matrix instead of 7, and sums of the same order. Or every lane has all of one:
+// of a single matrix no pass then waits for a shuffle.
 //
 //     P = softmax over j of the logits          M = P + eps
 //     pass 1, 3, 5, ...   M /= (sum over i of M) + eps        columns
@@ -85,5 +86,67 @@ DEVICE void sinkhorn_of_rows(float (&row)[STREAMS], int passes, float eps) {
     for (int pass = 1; pass <= passes; ++pass) {
         if (is_of_columns(pass)) pass_over_columns(row, eps);
         else pass_over_rows(row, eps);
+    }
+}
+
+// ---------------------------------------------------------------- a matrix a lane
+
+DEVICE float sum_of_column(const float (&matrix)[STREAMS][STREAMS], int j) {
+    return (matrix[0][j] + matrix[1][j]) + (matrix[2][j] + matrix[3][j]);
+}
+
+// A pass as the others are, bit for bit. NORMAL: what is divided by is no subnormal number and has no subnormal inverse.
+template <bool NORMAL>
+DEVICE float factor_of_sum_within(float sum, float eps) {
+    if constexpr (NORMAL) return reciprocal_normal_approx(sum + eps);
+    else return factor_of_sum(sum, eps);
+}
+
+template <bool NORMAL>
+DEVICE void pass_over_columns(float (&matrix)[STREAMS][STREAMS], float eps) {
+    UNROLL
+    for (int j = 0; j < STREAMS; ++j) {
+        const float factor = factor_of_sum_within<NORMAL>(sum_of_column(matrix, j), eps);
+        UNROLL
+        for (int i = 0; i < STREAMS; ++i) matrix[i][j] *= factor;
+    }
+}
+
+template <bool NORMAL>
+DEVICE void pass_over_rows(float (&matrix)[STREAMS][STREAMS], float eps) {
+    UNROLL
+    for (int i = 0; i < STREAMS; ++i) {
+        const float factor = factor_of_sum_within<NORMAL>(sum_of_row(matrix[i]), eps);
+        UNROLL
+        for (int j = 0; j < STREAMS; ++j) matrix[i][j] *= factor;
+    }
+}
+
+// An iteration is two passes: those of columns are one more than those of rows.
+template <bool NORMAL>
+DEVICE void sinkhorn_of_matrix(float (&matrix)[STREAMS][STREAMS], int passes, float eps) {
+    pass_over_columns<NORMAL>(matrix, eps);
+    for (int pass = 3; pass <= passes; pass += 2) {
+        pass_over_rows<NORMAL>(matrix, eps);
+        pass_over_columns<NORMAL>(matrix, eps);
+    }
+}
+
+// The same as sinkhorn_of_rows, of one matrix of which the lane has the row of source lane % STREAMS, as every such lane has.
+// Its elements are at most 1 + eps, so that with such an eps the sums lie between 2^-126 and 16.
+DEVICE void sinkhorn_of_one(float (&row)[STREAMS], int passes, float eps) {
+    constexpr float LEAST = 1.17549435e-38f, MOST = 1.0f;
+    float matrix[STREAMS][STREAMS];
+    UNROLL
+    for (int i = 0; i < STREAMS; ++i) {
+        UNROLL
+        for (int j = 0; j < STREAMS; ++j) matrix[i][j] = __shfl_sync(FULL_WARP, row[j], i);
+    }
+    if (eps >= LEAST && eps <= MOST) sinkhorn_of_matrix<true>(matrix, passes, eps);
+    else sinkhorn_of_matrix<false>(matrix, passes, eps);
+    UNROLL
+    for (int i = 0; i < STREAMS; ++i) {
+        UNROLL
+        for (int j = 0; j < STREAMS; ++j) row[j] = lane_id() % STREAMS == i ? matrix[i][j] : row[j];
     }
 }
