@@ -55,6 +55,16 @@ DEVICE void store_vec16(void* target, Vec16 v) {
     *static_cast<Vec16*>(target) = v;
 }
 
+// To global memory in one access for certain: in code without a loop around it the compiler may make four of store_vec16.
+DEVICE void store_vec16_whole(void* target, Vec16 v) {
+#if defined(PARITY_EMULATOR)
+    *static_cast<Vec16*>(target) = v;
+#else
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+                 : "memory");
+#endif
+}
+
 // To global memory that this kernel does not read again (evicted first).
 DEVICE void store_vec16_streaming(void* target, Vec16 v) {
 #if defined(PARITY_EMULATOR)
