@@ -31,7 +31,8 @@
 // come at once instead of in three turns, and while slots are ranked.
 // Of few slots (128 tokens 7.0, one token 5.5 us on an H100) one block had placed them all by the rounds of moe_map_place,
 // which read them again and have a dozen barriers, while its warps looked through the experts for rows to clear. Expected of
-// a warp a slot, not measured: 2.6 and 3.0 us, of which the launch is 1.0 and one access of memory 0.8; then five barriers.
+// a warp a slot, not measured: one token 2.6, 128 tokens 3.0 us, of which the launch is 1.0 and one access of memory 0.8; then
+// there are four barriers. Loads of slots no longer wait for each other, in the larger kernels either.
 //
 // Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small any
 // number.
@@ -102,11 +103,15 @@ DEVICE Place place_of(const MoeMapParams& params, int64_t slot) {
     return Place{number / topk, static_cast<int32_t>(number % topk)};
 }
 
-// The expert of a slot; NONE where there is none, or no such slot before `end`.
-DEVICE int32_t expert_of(const MoeMapParams& params, int64_t slot, int64_t end) {
+// What a slot says; NONE where there is no such slot before `end`.
+DEVICE int32_t load_slot(const MoeMapParams& params, int64_t slot, int64_t end) {
     if (slot >= end) return NONE;
     const Place at = place_of(params, slot);
-    const int32_t expert = params.topk_indices[at.token * params.topk_indices_token_stride + at.place];
+    return params.topk_indices[at.token * params.topk_indices_token_stride + at.place];
+}
+
+// The expert that it names; NONE where it names none.
+DEVICE int32_t expert_of(const MoeMapParams& params, int32_t expert) {
     return expert >= 0 && expert < params.num_experts ? expert : NONE;
 }
 
@@ -121,7 +126,9 @@ DEVICE void count_slots(const MoeMapParams& params, Shared& shared, int64_t begi
     for (int64_t first = begin + threadIdx.x; first < end; first += ROUND) {
         int32_t experts[HELD];
         UNROLL
-        for (int i = 0; i < HELD; ++i) experts[i] = expert_of(params, first + i * THREADS, end);
+        for (int i = 0; i < HELD; ++i) experts[i] = load_slot(params, first + i * THREADS, end);
+        UNROLL
+        for (int i = 0; i < HELD; ++i) experts[i] = expert_of(params, experts[i]);
         UNROLL
         for (int i = 0; i < HELD; ++i)
             if (experts[i] != NONE) atomicAdd(&shared.counts[experts[i]], 1);
@@ -214,6 +221,8 @@ DEVICE void clear_rows(const MoeMapParams& params, int first, int end) {
 // The rows behind the last expert's, divided over all blocks.
 DEVICE void clear_tail(const MoeMapParams& params, const Shared& shared) {
     const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    // Unrolled it would divide 64 bits to count its turns, of which there is hardly one.
+    UNROLL_BY(1)
     for (int64_t row = shared.offsets[params.num_experts] + first; row < params.num_positions; row += gridDim.x * THREADS)
         write_row(params, row, NONE, NONE, NONE);
 }
@@ -265,7 +274,9 @@ DEVICE int first_of_thread() { return warp_id() * (LANES * HELD) + lane_id(); }
 DEVICE Round ranked_round(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end) {
     Round round;
     UNROLL
-    for (int i = 0; i < HELD; ++i) round.experts[i] = expert_of(params, begin + first_of_thread() + i * LANES, end);
+    for (int i = 0; i < HELD; ++i) round.experts[i] = load_slot(params, begin + first_of_thread() + i * LANES, end);
+    UNROLL
+    for (int i = 0; i < HELD; ++i) round.experts[i] = expert_of(params, round.experts[i]);
     rank_slots(round.experts, round.ranks, shared.before[warp_id()], params.num_experts);
     return round;
 }
@@ -363,14 +374,15 @@ DEVICE void gather_slots(const MoeMapParams& params, Shared& shared) {
     UNROLL
     for (int i = 0; i < SMALL_ROUNDS; ++i) {
         if (i * THREADS >= params.num_slots) break;
-        experts[i] = expert_of(params, i * THREADS + static_cast<int>(threadIdx.x), params.num_slots);
+        experts[i] = load_slot(params, i * THREADS + static_cast<int>(threadIdx.x), params.num_slots);
     }
     clear_counts(shared);
     UNROLL
     for (int i = 0; i < SMALL_ROUNDS; ++i) {
         if (i * THREADS >= params.num_slots) break;
-        shared.experts[i * THREADS + threadIdx.x] = experts[i];
-        if (experts[i] != NONE) atomicAdd(&shared.counts[experts[i]], 1);
+        const int32_t expert = expert_of(params, experts[i]);
+        shared.experts[i * THREADS + threadIdx.x] = expert;
+        if (expert != NONE) atomicAdd(&shared.counts[expert], 1);
     }
     __syncthreads();
 }
