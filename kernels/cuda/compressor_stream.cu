@@ -11,21 +11,30 @@
 // state and makes no entry.
 //
 // Work. Entries are made first, by the functions that compressor.cu calls as well: the same numbers give the same
-// bits, whatever was a call's and whatever the state's. A second launch then writes the rows, since a call of more
-// tokens than the state has room for writes rows that its own first entries read. Of tokens with one row the last one
-// writes it.
+// bits, whatever was a call's and whatever the state's. A last launch then writes the rows, since a call of more
+// tokens than the state has room for writes rows that its own first entries read; without overlap it makes the entries of
+// what the first pooled, too. Of tokens with one row the last one writes it.
+//
+// With overlap a call of a token or two a sequence is one launch (compressor_stream_step): a block has a sequence, a thread
+// some columns of all its rows, which nobody else reads or writes, so that its own order is enough. It knows its sequence
+// without a search and asks for all that it needs of it at once, then for all rows, weights and rotations at once. Where one
+// sequence has most tokens of such a call the others wait for its block.
 //
 // Floors: each token is read once for the state and, when its group is complete, once for each entry that pools it;
 // 16 bytes a number for a token that completes nothing. At decode, 128 sequences of width 1024: 2.1 MB of rows, and
-// every fourth step 8 MB of slots: 0.5 and 2 us at 4.24 TB/s, which launches exceed. Expected to
-// limit it: the latency of cu_entries, slots and rows one after the other, and the second launch.
-// Measured on one H200, 128 sequences: 14.3 us of 512 dims and 13.0 us of 128 at ratio 4.
+// every fourth step 8 MB of slots: 0.5 and 2 us at 4.24 TB/s, which launches exceed. Limited by latency: of cu_entries, slots
+// and rows one after the other, and of launches.
+// Measured on one H200, 128 sequences: 14.3 us of 512 dims and 13.0 us of 128 at ratio 4; on an H100 1 and 128 sequences 10.6
+// and 13.7 us, 9.6 and 12.5 us, and 12.5 and 17.2 us of 512 dims at ratio 128, in two and three launches, with a search of
+// one start after the other in each. Expected, not measured: 3.5 and 4.3, 3.4 and 3.7 us in one launch, of which that is 1.0
+// and two accesses of memory 1.6; and 5.5 and 6.5 us in two.
 //
 // Defines: ELEMENT  type of pooled and entries: bf16 or float
 #include "compressor.h"
 
 constexpr int THREADS = 128;
 constexpr int MAX_WARPS = THREADS / static_cast<int>(WARP_SIZE);
+constexpr int LINE_NUMBERS = 128 / 4;  // of an access of the second-level cache
 
 struct CompressorStreamParams {
     const float* kv; int64_t kv_stride;      // [num_tokens, width]
@@ -76,42 +85,134 @@ DEVICE Sequence load_sequence(const CompressorStreamParams& params, int number) 
     return Sequence{token, first, first + static_cast<int64_t>(tokens), slot, exists};
 }
 
+// What load_sequence reads of up to a thousand sequences, on its way while one is looked for.
+DEVICE void prefetch_sequences(const CompressorStreamParams& params) {
+    const int number = lane_id() * LINE_NUMBERS;
+    if (number >= params.num_sequences) return;
+    prefetch_second_level(params.slots + number);
+    prefetch_second_level(params.first_positions + number);
+    prefetch_second_level(params.cu_seqlens + number);
+}
+
 struct StreamPlace {
     Sequence sequence;
     int64_t position;  // of the first token of the entry's own group
     bool exists;
 };
 
+// Of an entry of a sequence, counted from the first that the call can complete: that of the first token's group.
+DEVICE StreamPlace place_in(const Sequence& sequence, int32_t ratio, int64_t entry) {
+    if (!sequence.exists || entry < 0) return StreamPlace{sequence, 0, false};
+    const int64_t group = static_cast<uint32_t>(sequence.first_position) / static_cast<uint32_t>(ratio) + entry;
+    const int64_t position = group * ratio;
+    return StreamPlace{sequence, position, position + ratio <= sequence.end};
+}
+
+// All lanes of a warp ask for one entry.
 DEVICE StreamPlace stream_place(const CompressorStreamParams& params, int64_t entry) {
     StreamPlace place{Sequence{}, 0, false};
     if (entry >= params.num_entries) return place;
-    const int number = sequence_of(params.cu_entries, params.num_sequences, entry);
-    if (number < 0 || entry >= params.cu_entries[number + 1]) return place;
-    place.sequence = load_sequence(params, number);
-    // The group of the first token is the first that the call can complete.
-    const int64_t group = place.sequence.first_position / params.ratio + entry - params.cu_entries[number];
-    place.position = group * params.ratio;
-    place.exists = place.sequence.exists && place.position + params.ratio <= place.sequence.end;
-    return place;
+    prefetch_sequences(params);
+    const int number = sequence_of_warp(params.cu_entries, params.num_sequences, entry);
+    if (number < 0) return place;
+    const Sequence sequence = load_sequence(params, number);
+    if (entry >= params.cu_entries[number + 1]) return place;
+    return place_in(sequence, params.ratio, entry - params.cu_entries[number]);
 }
 
-// A token's values and scores, of four columns: of the call, or as an earlier call left them.
+// Positions are below 2^32, where a remainder takes a tenth of the instructions of one of 64 bits.
+DEVICE int64_t remainder_of(int64_t position, int32_t divisor) {
+    return static_cast<uint32_t>(position) % static_cast<uint32_t>(divisor);
+}
+
+// Where a token's values and scores lie, from a column on: in kv and gate if it is of the call, or in the state, as an earlier
+// call left them.
+struct Row {
+    int64_t value, score;
+    bool of_call;
+};
+DEVICE Row row_at(const CompressorStreamParams& params, const Sequence& sequence, int64_t position, int64_t state_row,
+                  int64_t column) {
+    const int64_t token = sequence.token + position - sequence.first_position;
+    if (position >= sequence.first_position)
+        return Row{token * params.kv_stride + column, token * params.gate_stride + column, true};
+    const int64_t row = sequence.slot * params.state_slot_stride + state_row * params.state_row_stride + column;
+    return Row{row, row + params.width, false};
+}
+
+// The same as addresses, and that of a row of ape, which the scores of a token of the call lack.
+struct Source {
+    const float *value, *score, *ape;
+    bool of_call;
+};
+DEVICE Source source_at(const CompressorStreamParams& params, const Row& row, int64_t ape_row, int64_t column) {
+    return Source{(row.of_call ? params.kv : params.state) + row.value, (row.of_call ? params.gate : params.state) + row.score,
+                  params.ape + ape_row * params.width + column, row.of_call};
+}
+DEVICE Source source_of(const CompressorStreamParams& params, const Sequence& sequence, int64_t position, int64_t column) {
+    const Row row = row_at(params, sequence, position, remainder_of(position, params.num_rows), column);
+    return source_at(params, row, remainder_of(position, params.ratio), column);
+}
+
+// A token's values and scores, of four columns.
 template <bool WIDE, int SLOTS>
 DEVICE void load_stream_slot(const CompressorStreamParams& params, const Sequence& sequence, int64_t position,
                              int64_t column, int slot, Slots<SLOTS>& slots) {
-    if (position < sequence.first_position) {
-        const float* const row = params.state + sequence.slot * params.state_slot_stride +
-                                 position % params.num_rows * params.state_row_stride;
-        load_quad<WIDE>(row + column, slots.value[slot]);
-        load_quad<WIDE>(row + params.width + column, slots.score[slot]);
+    const Source source = source_of(params, sequence, position, column);
+    if (!source.of_call) {
+        load_quad<WIDE>(source.value, slots.value[slot]);
+        load_quad<WIDE>(source.score, slots.score[slot]);
         return;
     }
-    const int64_t token = sequence.token + position - sequence.first_position;
     Channels ape;
-    load_quad_streaming<WIDE>(params.kv + token * params.kv_stride + column, slots.value[slot]);
-    load_quad_streaming<WIDE>(params.gate + token * params.gate_stride + column, slots.score[slot]);
-    load_quad<WIDE>(params.ape + position % params.ratio * params.width + column, ape);
+    load_quad_streaming<WIDE>(source.value, slots.value[slot]);
+    load_quad_streaming<WIDE>(source.score, slots.score[slot]);
+    load_quad<WIDE>(source.ape, ape);
     for (int i = 0; i < QUAD; ++i) slots.score[slot][i] += ape[i];
+}
+
+// Slots that are on their way, all at once: nothing waits for one before another is asked for. Rows of ape are added later.
+template <int SLOTS>
+struct Awaited {
+    Slots<SLOTS> slots;
+    float ape[SLOTS][QUAD];
+    bool of_call[SLOTS];
+};
+template <bool WIDE, int SLOTS>
+DEVICE void request_slot(const Source& source, int slot, Awaited<SLOTS>& awaited) {
+    load_quad<WIDE>(source.value, awaited.slots.value[slot]);
+    load_quad<WIDE>(source.score, awaited.slots.score[slot]);
+    awaited.of_call[slot] = source.of_call;
+    if (source.of_call) load_quad<WIDE>(source.ape, awaited.ape[slot]);
+}
+template <int SLOTS>
+DEVICE void request_nothing(int slot, Awaited<SLOTS>& awaited) {
+    leave_empty(awaited.slots, slot);
+    awaited.of_call[slot] = false;
+}
+template <int SLOTS>
+DEVICE void add_ape(Awaited<SLOTS>& awaited) {
+    UNROLL
+    for (int slot = 0; slot < SLOTS; ++slot) {
+        UNROLL
+        for (int i = 0; i < QUAD; ++i) {
+            const float score = awaited.slots.score[slot][i];
+            awaited.slots.score[slot][i] = awaited.of_call[slot] ? score + awaited.ape[slot][i] : score;
+        }
+    }
+}
+
+// The row of the state that a token of the call is written to; nullptr where a later one of the call has it as well.
+DEVICE float* own_row(const CompressorStreamParams& params, const Sequence& sequence, int64_t position) {
+    if (position + params.num_rows < sequence.end) return nullptr;
+    return params.state + sequence.slot * params.state_slot_stride +
+           remainder_of(position, params.num_rows) * params.state_row_stride;
+}
+
+template <bool WIDE, int SLOTS>
+DEVICE void store_row(const CompressorStreamParams& params, float* row, int64_t column, int slot, const Slots<SLOTS>& slots) {
+    store_quad<WIDE>(row + column, slots.value[slot]);
+    store_quad<WIDE>(row + params.width + column, slots.score[slot]);
 }
 
 // ---------------------------------------------------------------- with overlap
@@ -146,6 +247,15 @@ KERNEL(compressor_stream_overlap_scalar, CompressorStreamParams, THREADS) { stre
 
 // ---------------------------------------------------------------- without overlap
 
+// What the next launch makes the entry with: the second-level cache has it by then.
+DEVICE void prefetch_finish(const CompressorStreamParams& params, int64_t position, int channel) {
+    if (channel >= params.head_dim) return;
+    prefetch_second_level(params.norm_weight + channel);
+    if (params.rope_dim == 0 || position >= params.table_rows) return;
+    prefetch_second_level(params.cos + position * params.cos_stride);
+    prefetch_second_level(params.sin + position * params.sin_stride);
+}
+
 template <bool WIDE>
 DEVICE void stream_pool(const CompressorStreamParams& params) {
     __shared__ PoolShared shared;
@@ -153,17 +263,21 @@ DEVICE void stream_pool(const CompressorStreamParams& params) {
     const StreamPlace place = stream_place(params, item.entry);
     Channels x = {}, inverse;
     if (place.exists) {
-        Slots<GROUP_SLOTS> slots;
+        Awaited<GROUP_SLOTS> awaited;
         UNROLL
         for (int i = 0; i < GROUP_SLOTS; ++i) {
             const int slot = item.group + i * slot_groups();
             if (slot >= params.ratio || item.channel >= params.head_dim) {
-                leave_empty(slots, i);
+                request_nothing(i, awaited);
                 continue;
             }
-            load_stream_slot<WIDE>(params, place.sequence, place.position + slot, item.channel, i, slots);
+            const int64_t position = place.position + slot, state_row = remainder_of(position, params.num_rows);
+            const Row row = row_at(params, place.sequence, position, state_row, item.channel);
+            request_slot<WIDE>(source_at(params, row, slot, item.channel), i, awaited);
         }
-        pool(slots, &shared, x, inverse);
+        if (threadIdx.x == 0) prefetch_finish(params, place.position, item.channel);
+        add_ape(awaited);
+        pool(awaited.slots, &shared, x, inverse);
     }
     if (item.group == 0) store_pooled<WIDE>(params, item.entry, item.channel, x);
 }
@@ -171,42 +285,165 @@ DEVICE void stream_pool(const CompressorStreamParams& params) {
 KERNEL(compressor_stream_pool_vector, CompressorStreamParams, POOL_THREADS) { stream_pool<true>(params); }
 KERNEL(compressor_stream_pool_scalar, CompressorStreamParams, POOL_THREADS) { stream_pool<false>(params); }
 
+// What was pooled becomes an entry.
 template <bool WIDE>
-DEVICE void stream_norm(const CompressorStreamParams& params) {
+DEVICE void stream_norm(const CompressorStreamParams& params, int64_t block) {
     __shared__ float partials[MAX_WARPS][1];
-    const Item item = item_of_thread(blockIdx.x, params.entry_threads);
-    const StreamPlace place = stream_place(params, item.entry);
+    const Item item = item_of_thread(block, params.entry_threads);
+    const bool there = item.entry < params.num_entries && item.channel < params.head_dim;
     Channels x = {};
-    if (place.exists && item.channel < params.head_dim)
-        load_quad<WIDE>(params.pooled + item.entry * params.head_dim + item.channel, x);
-    make_entry<WIDE>(params, place.position, item.channel, x, partials);
+    if (there) load_quad<WIDE>(params.pooled + item.entry * params.head_dim + item.channel, x);
+    const StreamPlace place = stream_place(params, item.entry);
+    for (int i = 0; i < QUAD; ++i) x[i] = place.exists ? x[i] : 0.0f;
+    const Finish finish = load_finish<WIDE>(params, place.position, item.channel);
+    make_entry_with(params, finish, item.channel, x, partials);
     store_entry<WIDE>(params, item.entry, place.exists, item.channel, x);
 }
-
-KERNEL(compressor_stream_norm_vector, CompressorStreamParams, THREADS) { stream_norm<true>(params); }
-KERNEL(compressor_stream_norm_scalar, CompressorStreamParams, THREADS) { stream_norm<false>(params); }
 
 // ---------------------------------------------------------------- the state
 
 // A block writes the row of one token. One whose row a later token of the call has as well is left out.
 template <bool WIDE>
-DEVICE void write_rows(const CompressorStreamParams& params) {
-    const int64_t token = blockIdx.x;
-    const int number = sequence_of(params.cu_seqlens, params.num_sequences, token);
-    if (number < 0 || token >= params.cu_seqlens[number + 1]) return;
-    const Sequence sequence = load_sequence(params, number);
-    const int64_t position = sequence.first_position + token - sequence.token;
-    if (!sequence.exists || position + params.num_rows < sequence.end) return;
-    float* const row = params.state + sequence.slot * params.state_slot_stride +
-                       position % params.num_rows * params.state_row_stride;
+DEVICE void write_rows(const CompressorStreamParams& params, int64_t token) {
     const int step = static_cast<int>(blockDim.x) * QUAD;
+    // On their way while the sequence is looked for.
+    for (int at = static_cast<int>(threadIdx.x) * QUAD; at < params.width; at += step) {
+        prefetch_second_level(params.kv + (token * params.kv_stride + at));
+        prefetch_second_level(params.gate + (token * params.gate_stride + at));
+    }
+    prefetch_sequences(params);
+    const int number = sequence_of_warp(params.cu_seqlens, params.num_sequences, token);
+    if (number < 0) return;
+    const Sequence sequence = load_sequence(params, number);
+    if (token >= params.cu_seqlens[number + 1]) return;
+    const int64_t position = sequence.first_position + token - sequence.token;
+    if (!sequence.exists) return;
+    float* const row = own_row(params, sequence, position);
+    if (!row) return;
     for (int column = static_cast<int>(threadIdx.x) * QUAD; column < params.width; column += step) {
         Slots<1> slots;
         load_stream_slot<WIDE>(params, sequence, position, column, 0, slots);
-        store_quad<WIDE>(row + column, slots.value[0]);
-        store_quad<WIDE>(row + params.width + column, slots.score[0]);
+        store_row<WIDE>(params, row, column, 0, slots);
     }
 }
 
-KERNEL(compressor_stream_write_vector, CompressorStreamParams, THREADS) { write_rows<true>(params); }
-KERNEL(compressor_stream_write_scalar, CompressorStreamParams, THREADS) { write_rows<false>(params); }
+KERNEL(compressor_stream_write_vector, CompressorStreamParams, THREADS) { write_rows<true>(params, blockIdx.x); }
+KERNEL(compressor_stream_write_scalar, CompressorStreamParams, THREADS) { write_rows<false>(params, blockIdx.x); }
+
+// The first blocks make entries, the others write a token's row each: what pooled them has read what these overwrite.
+template <bool WIDE>
+DEVICE void norm_and_write(const CompressorStreamParams& params) {
+    const int64_t block = blockIdx.x, norms = ceil_div(params.num_entries, THREADS / params.entry_threads);
+    if (block < norms) {
+        stream_norm<WIDE>(params, block);
+    } else {
+        write_rows<WIDE>(params, block - norms);
+    }
+}
+
+KERNEL(compressor_stream_norm_write_vector, CompressorStreamParams, THREADS) { norm_and_write<true>(params); }
+KERNEL(compressor_stream_norm_write_scalar, CompressorStreamParams, THREADS) { norm_and_write<false>(params); }
+
+// ---------------------------------------------------------------- a step of few tokens, with overlap
+//
+// A block has a sequence, its threads those of one entry. A thread has its channels of either half of a row: it alone reads
+// and writes them, and does that in order.
+
+// A token's columns of the call, both halves.
+template <bool WIDE>
+DEVICE void request_token(const CompressorStreamParams& params, const Sequence& sequence, int64_t position, int channel,
+                          Awaited<2>& token) {
+    const int64_t ape_row = position % OVERLAP_RATIO;
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int64_t column = half * params.head_dim + channel;
+        request_slot<WIDE>(source_at(params, row_at(params, sequence, position, 0, column), ape_row, column), half, token);
+    }
+}
+
+template <bool WIDE>
+DEVICE void store_token(const CompressorStreamParams& params, const Sequence& sequence, int64_t position, int channel,
+                        Awaited<2>& token) {
+    float* const row = own_row(params, sequence, position);
+    if (!row) return;
+    add_ape(token);
+    store_row<WIDE>(params, row, channel, 0, token.slots);
+    store_row<WIDE>(params, row, params.head_dim + channel, 1, token.slots);
+}
+
+// Asks for the slots of an entry. Where a row is takes dozens of instructions and is the same for a warp's threads but for their
+// channels: each lane finds that of one slot, and tells the others.
+template <bool WIDE>
+DEVICE void request_entry(const CompressorStreamParams& params, const StreamPlace& place, int channel,
+                          Awaited<OVERLAP_SLOTS>& awaited) {
+    const int own = lane_id() % OVERLAP_SLOTS;
+    const int64_t position = place.position - OVERLAP_RATIO + own;  // perhaps before 0; there are as many rows as slots at least
+    const Row row = row_at(params, place.sequence, position, remainder_of(position + params.num_rows, params.num_rows),
+                           overlap_column(params.head_dim, 0, own));
+    const uint32_t of_call = __ballot_sync(FULL_WARP, row.of_call);
+    Row rows[OVERLAP_SLOTS];
+    UNROLL
+    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot)
+        rows[slot] = Row{__shfl_sync(FULL_WARP, row.value, slot) + channel, __shfl_sync(FULL_WARP, row.score, slot) + channel,
+                         (of_call >> slot & 1) != 0};
+    const int absent = place.position == 0 ? OVERLAP_RATIO : 0;
+    UNROLL
+    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
+        if (slot < absent || channel >= params.head_dim) {
+            request_nothing(slot, awaited);
+            continue;
+        }
+        const int64_t column = overlap_column(params.head_dim, channel, slot);
+        request_slot<WIDE>(source_at(params, rows[slot], slot % OVERLAP_RATIO, column), slot, awaited);
+    }
+}
+
+// An entry that exists, from its slots and what it is made with, which are asked for at once.
+template <bool WIDE>
+DEVICE void step_entry(const CompressorStreamParams& params, const StreamPlace& place, int channel, float (*partials)[1],
+                       Channels& x) {
+    Awaited<OVERLAP_SLOTS> awaited;
+    request_entry<WIDE>(params, place, channel, awaited);
+    const Finish finish = load_finish<WIDE>(params, place.position, channel);
+    add_ape(awaited);
+    Channels inverse;
+    pool(awaited.slots, nullptr, x, inverse);
+    for (int i = 0; i < QUAD; ++i) x[i] = channel < params.head_dim ? x[i] : 0.0f;
+    round_to_stored(x);
+    make_entry_with(params, finish, channel, x, partials);
+}
+
+template <bool WIDE>
+DEVICE void step_sequence(const CompressorStreamParams& params) {
+    __shared__ float partials[MAX_WARPS][1];
+    const int number = static_cast<int>(blockIdx.x), channel = static_cast<int>(threadIdx.x) * QUAD;
+    // All of these are on their way at once.
+    const int64_t first = params.cu_entries[number], behind = params.cu_entries[number + 1];
+    const int64_t last = params.cu_entries[params.num_sequences];
+    const Sequence sequence = load_sequence(params, number);
+    const bool writes = sequence.exists && channel < params.head_dim && sequence.first_position < sequence.end;
+    Awaited<2> token;
+    if (writes) request_token<WIDE>(params, sequence, sequence.first_position, channel, token);
+    const int64_t end = minimum<int64_t>(behind, params.num_entries);
+    for (int64_t entry = number > 0 ? maximum<int64_t>(first, 0) : 0; entry < end; ++entry) {
+        const StreamPlace place = place_in(sequence, OVERLAP_RATIO, entry - first);
+        Channels x = {};
+        if (place.exists) step_entry<WIDE>(params, place, channel, partials, x);
+        store_entry<WIDE>(params, entry, place.exists, channel, x);
+        if (entry + 1 < end) __syncthreads();
+    }
+    // Rows that are no sequence's.
+    for (int64_t entry = maximum<int64_t>(last, 0) + number; entry < params.num_entries; entry += gridDim.x) {
+        Channels zeros = {};
+        store_entry<WIDE>(params, entry, false, channel, zeros);
+    }
+    if (!writes) return;
+    store_token<WIDE>(params, sequence, sequence.first_position, channel, token);
+    for (int64_t position = sequence.first_position + 1; position < sequence.end; ++position) {
+        request_token<WIDE>(params, sequence, position, channel, token);
+        store_token<WIDE>(params, sequence, position, channel, token);
+    }
+}
+
+KERNEL(compressor_stream_step_vector, CompressorStreamParams, THREADS) { step_sequence<true>(params); }
+KERNEL(compressor_stream_step_scalar, CompressorStreamParams, THREADS) { step_sequence<false>(params); }

@@ -14,20 +14,25 @@
 // round, and those of the chunks before a block's own come from moe_map_count. No atomic decides an order. Rows are written
 // from a round that lies in shared memory in the order of experts.
 //
-// Up to a few thousand slots are one launch, moe_map_small: each block counts them all, the first places them, and all of
-// them share the rows that nobody has. Otherwise there are two: moe_map_count counts a chunk of slots a block,
-// moe_map_place sums what lies before its own, 4 bytes a chunk and expert from the second-level cache, and places the
-// chunk.
+// Up to a few thousand slots are one launch, moe_map_small: each block counts them all, and a warp places a slot, whose rank
+// is how many of those before it have its expert, of which each lane compares some. The warp of an expert's last slot clears
+// the rows behind it, so that nobody looks through the experts for such rows. Otherwise there are two: moe_map_count counts a
+// chunk of slots a block, moe_map_place sums what lies before its own, 4 bytes a chunk and expert from the second-level cache,
+// and places the chunk.
 //
 // Floor: 4 bytes read and 4 written a slot, 12 written a position: 32768 tokens with 6 slots of 256 experts are some 4.6
 // MB, 1.1 us at 4.24 TB/s. Limited by two launches, and in the second by latencies: of memory twice, and of a dozen
 // barriers.
-// Measured on one H200 before the last change: 32768 tokens of 256 and of 384 experts 21.7 and 23.1 us, 4096 tokens 16.1,
-// 128 tokens 7.7, one token 5.3 us. With divisions of 64 bits and a modulo for each count of a chunk 27.5, 31.7, 20.7 and
-// 9.1 us; one token 23.4 us, when one block cleared the rows of each expert in turn.
-// Now: 14.3 and 16.3, 12.7, 7.5 and 5.9 us. Rows are written in the order of experts, eight
+// Measured on one H200 before the last change but one: 32768 tokens of 256 and of 384 experts 21.7 and 23.1 us, 4096 tokens
+// 16.1, 128 tokens 7.7, one token 5.3 us. With divisions of 64 bits and a modulo for each count of a chunk 27.5, 31.7, 20.7
+// and 9.1 us; one token 23.4 us, when one block cleared the rows of each expert in turn.
+// Then: 14.3 and 16.3, 12.7, 7.5 and 5.9 us. Rows are written in the order of experts, eight
 // neighbours a line instead of one, which takes the 6144 accesses of a multiprocessor to an eighth; counts of the chunks
 // come at once instead of in three turns, and while slots are ranked.
+// Of few slots (128 tokens 7.0, one token 5.5 us on an H100) one block had placed them all by the rounds of moe_map_place,
+// which read them again and have a dozen barriers, while its warps looked through the experts for rows to clear. Expected of
+// a warp a slot, not measured: one token 2.6, 128 tokens 3.0 us, of which the launch is 1.0 and one access of memory 0.8; then
+// there are four barriers. Loads of slots no longer wait for each other, in the larger kernels either.
 //
 // Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small any
 // number.
@@ -39,6 +44,8 @@ constexpr int HELD = 4;                // slots of a round that a thread holds
 constexpr int ROUND = THREADS * HELD;  // slots that a block places at once
 constexpr int EXPERT_BITS = 9, MAX_EXPERTS = 1 << EXPERT_BITS;
 constexpr int ROUND_BITS = 11;
+constexpr int SMALL_ROUNDS = 2 * HELD, SMALL_SLOTS = SMALL_ROUNDS * THREADS;  // of one launch
+constexpr int COMPARED = 4, TILE = LANES * COMPARED;  // slots that a lane, and a warp, compares with one at once
 constexpr int LOADS = 48;              // counts of other chunks that a thread has under way
 constexpr int32_t NONE = -1;
 static_assert(MAX_EXPERTS <= THREADS, "a thread for each expert");
@@ -66,7 +73,10 @@ PARAMS_LAYOUT(MoeMapParams, topk_indices, topk_indices_token_stride, counts, exp
               num_experts, num_positions, alignment, chunk_slots, num_chunks)
 
 struct Shared {
-    uint16_t before[WARPS][MAX_EXPERTS];  // of a round: an expert's slots in a warp so far, then in the warps before it
+    union {
+        uint16_t before[WARPS][MAX_EXPERTS];      // of a round: an expert's slots in a warp so far, then in the warps before it
+        alignas(16) int32_t experts[SMALL_SLOTS]; // of one launch: those of all slots
+    };
     int32_t counts[MAX_EXPERTS];          // of all slots
     int32_t next[MAX_EXPERTS];            // the position of an expert's next slot
     int32_t offsets[MAX_EXPERTS + 1];
@@ -93,11 +103,15 @@ DEVICE Place place_of(const MoeMapParams& params, int64_t slot) {
     return Place{number / topk, static_cast<int32_t>(number % topk)};
 }
 
-// The expert of a slot; NONE where there is none, or no such slot before `end`.
-DEVICE int32_t expert_of(const MoeMapParams& params, int64_t slot, int64_t end) {
+// What a slot says; NONE where there is no such slot before `end`.
+DEVICE int32_t load_slot(const MoeMapParams& params, int64_t slot, int64_t end) {
     if (slot >= end) return NONE;
     const Place at = place_of(params, slot);
-    const int32_t expert = params.topk_indices[at.token * params.topk_indices_token_stride + at.place];
+    return params.topk_indices[at.token * params.topk_indices_token_stride + at.place];
+}
+
+// The expert that it names; NONE where it names none.
+DEVICE int32_t expert_of(const MoeMapParams& params, int32_t expert) {
     return expert >= 0 && expert < params.num_experts ? expert : NONE;
 }
 
@@ -112,7 +126,9 @@ DEVICE void count_slots(const MoeMapParams& params, Shared& shared, int64_t begi
     for (int64_t first = begin + threadIdx.x; first < end; first += ROUND) {
         int32_t experts[HELD];
         UNROLL
-        for (int i = 0; i < HELD; ++i) experts[i] = expert_of(params, first + i * THREADS, end);
+        for (int i = 0; i < HELD; ++i) experts[i] = load_slot(params, first + i * THREADS, end);
+        UNROLL
+        for (int i = 0; i < HELD; ++i) experts[i] = expert_of(params, experts[i]);
         UNROLL
         for (int i = 0; i < HELD; ++i)
             if (experts[i] != NONE) atomicAdd(&shared.counts[experts[i]], 1);
@@ -168,8 +184,8 @@ DEVICE uint32_t sum_upto(Shared& shared, uint32_t own) {
     const uint32_t upto = inclusive_sum(own);
     if (lane_id() == LANES - 1) shared.sums[warp_id()] = upto;
     __syncthreads();
-    const uint32_t of_warps = inclusive_sum(lane_id() < warp_id() ? shared.sums[lane_id()] : 0);
-    return __shfl_sync(FULL_WARP, of_warps, LANES - 1) + upto;
+    const uint32_t of_warps = sum_of_lanes(lane_id() < warp_id() ? shared.sums[lane_id()] : 0);
+    return of_warps + upto;
 }
 
 // Offsets of the experts, from their counts; `next` becomes a position.
@@ -197,17 +213,26 @@ DEVICE void write_row(const MoeMapParams& params, int64_t position, int32_t expe
     params.pos_to_token_topk[position] = slot;
 }
 
-// The rows behind an expert's last slot, divided over the warps of all blocks, and those behind the last expert's.
-DEVICE void clear_rows(const MoeMapParams& params, const Shared& shared) {
-    const int warps = static_cast<int>(gridDim.x) * WARPS;
-    for (int expert = static_cast<int>(blockIdx.x) * WARPS + warp_id(); expert < params.num_experts; expert += warps) {
-        const int end = shared.offsets[expert + 1];
-        for (int row = shared.offsets[expert] + shared.counts[expert] + lane_id(); row < end; row += LANES)
-            write_row(params, row, NONE, NONE, NONE);
-    }
+// The rows [first, end), which nobody has, by a warp.
+DEVICE void clear_rows(const MoeMapParams& params, int first, int end) {
+    for (int row = first + lane_id(); row < end; row += LANES) write_row(params, row, NONE, NONE, NONE);
+}
+
+// The rows behind the last expert's, divided over all blocks.
+DEVICE void clear_tail(const MoeMapParams& params, const Shared& shared) {
     const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    // Unrolled it would divide 64 bits to count its turns, of which there is hardly one.
+    UNROLL_BY(1)
     for (int64_t row = shared.offsets[params.num_experts] + first; row < params.num_positions; row += gridDim.x * THREADS)
         write_row(params, row, NONE, NONE, NONE);
+}
+
+// The rows behind an expert's last slot, divided over the warps of all blocks, and those behind the last expert's.
+DEVICE void clear_unused(const MoeMapParams& params, const Shared& shared) {
+    const int warps = static_cast<int>(gridDim.x) * WARPS;
+    for (int expert = static_cast<int>(blockIdx.x) * WARPS + warp_id(); expert < params.num_experts; expert += warps)
+        clear_rows(params, shared.offsets[expert] + shared.counts[expert], shared.offsets[expert + 1]);
+    clear_tail(params, shared);
 }
 
 // The lanes of the warp that have the same expert as this one; of no use to a lane that has none.
@@ -249,7 +274,9 @@ DEVICE int first_of_thread() { return warp_id() * (LANES * HELD) + lane_id(); }
 DEVICE Round ranked_round(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end) {
     Round round;
     UNROLL
-    for (int i = 0; i < HELD; ++i) round.experts[i] = expert_of(params, begin + first_of_thread() + i * LANES, end);
+    for (int i = 0; i < HELD; ++i) round.experts[i] = load_slot(params, begin + first_of_thread() + i * LANES, end);
+    UNROLL
+    for (int i = 0; i < HELD; ++i) round.experts[i] = expert_of(params, round.experts[i]);
     rank_slots(round.experts, round.ranks, shared.before[warp_id()], params.num_experts);
     return round;
 }
@@ -336,16 +363,67 @@ KERNEL(moe_map_place, MoeMapParams, THREADS) {
     find_offsets(params, shared);
     if (blockIdx.x == 0) write_counts(params, shared);
     place_slots(params, shared, begin, end, round);
-    clear_rows(params, shared);
+    clear_unused(params, shared);
+}
+
+// ---------------------------------------------------------------- few slots
+
+// The experts of all slots, and their counts. Slots are on their way while counts are cleared.
+DEVICE void gather_slots(const MoeMapParams& params, Shared& shared) {
+    int32_t experts[SMALL_ROUNDS];
+    UNROLL
+    for (int i = 0; i < SMALL_ROUNDS; ++i) {
+        if (i * THREADS >= params.num_slots) break;
+        experts[i] = load_slot(params, i * THREADS + static_cast<int>(threadIdx.x), params.num_slots);
+    }
+    clear_counts(shared);
+    UNROLL
+    for (int i = 0; i < SMALL_ROUNDS; ++i) {
+        if (i * THREADS >= params.num_slots) break;
+        const int32_t expert = expert_of(params, experts[i]);
+        shared.experts[i * THREADS + threadIdx.x] = expert;
+        if (expert != NONE) atomicAdd(&shared.counts[expert], 1);
+    }
+    __syncthreads();
+}
+
+// How many slots before this one have its expert.
+DEVICE int rank_of(const Shared& shared, int slot, int32_t expert) {
+    uint32_t rank = 0;
+    UNROLL_BY(4)
+    for (int tile = 0; tile < slot; tile += TILE) {
+        const int first = tile + lane_id() * COMPARED;
+        const Vec16 others = load_vec16(shared.experts + first);
+        for (int i = 0; i < COMPARED; ++i) rank += static_cast<int32_t>(others.w[i]) == expert && first + i < slot;
+    }
+    return static_cast<int>(sum_of_lanes(rank));
+}
+
+// A warp's slot; that of an expert's last one clears the rows behind it.
+DEVICE void place_slot(const MoeMapParams& params, const Shared& shared, int slot) {
+    const int32_t expert = shared.experts[slot];
+    const auto [token, place] = place_of(params, slot);
+    int32_t* const target = params.token_topk_to_pos + token * params.token_topk_to_pos_token_stride + place;
+    if (expert == NONE) {
+        if (lane_id() == 0) *target = NONE;
+        return;
+    }
+    const int rank = rank_of(shared, slot, expert);
+    const int row = shared.offsets[expert] + rank;
+    if (lane_id() == 0) {
+        *target = row;
+        write_row(params, row, expert, static_cast<int32_t>(token), slot);
+    }
+    if (rank + 1 == shared.counts[expert]) clear_rows(params, row + 1, shared.offsets[expert + 1]);
 }
 
 KERNEL(moe_map_small, MoeMapParams, THREADS) {
     Shared& shared = shared_memory();
-    clear_counts(shared);
-    count_slots(params, shared, 0, params.num_slots);
+    gather_slots(params, shared);
     find_offsets(params, shared);
-    clear_rows(params, shared);
-    if (blockIdx.x > 0) return;
-    write_counts(params, shared);
-    place_slots(params, shared, 0, params.num_slots, ranked_round(params, shared, 0, params.num_slots));
+    const int warps = static_cast<int>(gridDim.x) * WARPS;
+    for (int slot = static_cast<int>(blockIdx.x) * WARPS + warp_id(); slot < params.num_slots; slot += warps)
+        place_slot(params, shared, slot);
+    clear_tail(params, shared);
+    if (blockIdx.x == 0) write_counts(params, shared);
 }

@@ -7,7 +7,7 @@
 //     topk_weights = route_scale s / Z
 //
 // Of equal s + bias the lower id is chosen; a NaN counts as -infinity, so that ids are distinct and valid whatever the
-// logits hold. Of a token whose id is negative, or, hashed, beyond the table, nothing is read: its ids are -1, its weights
+// logits hold. Of a token whose id is negative, or, hashed, beyond the table, nothing counts: its ids are -1, its weights
 // 0. A slot of the table that names no expert is -1 with weight 0 and no part of the sum; an expert that it names twice
 // counts in each slot.
 //
@@ -22,13 +22,21 @@
 // score's. The chosen logits are read again, from a cache, by a lane each. Sums over slots are those of 32 lanes in one
 // order.
 //
+// Of few tokens one warp's instructions, one after the other, are most of the time. There a block takes a token, a thread
+// an expert (router_learned_few). The topk-th largest of the warps' largest keys is no larger than the topk-th largest of all,
+// so that what is below it is out: of 384 random scores and 6 slots some 8 stay. Each of these counts those before it in the
+// order of keys and ids, which is its place. However many stay, such as where all are equal, the choice is right. The same
+// functions make scores, orders and sums, so that both ways write the same bits.
+//
 // Floors: forward 4 bytes an expert, and the backward writes as many; at 4.24 TB/s 32768 tokens of 256 experts take 7.9 us,
 // of 384 11.9 us. Expected to limit the forward: instructions, some 60 an expert for its score and 3 an expert and round of
 // selection, about 25 and 38 us for these.
 // Measured on one H200: 32768 tokens of 256 and of 384 experts 46 and 61 us, backward 24 and 29 us, hashed 10 us;
-// 4096 tokens 10.8, one token 5.4 us.
+// 4096 tokens 10.8, one token by one warp 5.4 us (on an H100 5.1, 128 tokens 5.4).
+// Expected of a block a token, not measured: 2.5 us, of which the launch is 1.0, one access of memory 0.8 (logits, bias and
+// token ids are asked for together, and no logit again), a score 0.15, three barriers, the choice and the sum 0.4.
 //
-// Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks.
+// Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks; router_learned_few num_tokens.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -36,6 +44,7 @@
 #include "selection.h"
 
 constexpr int LANES = WARP_SIZE, TOKENS_PER_BLOCK = 4, THREADS = TOKENS_PER_BLOCK * LANES;
+constexpr int MAX_EXPERTS = 512, GROUPS = MAX_EXPERTS / LANES;  // of a token that a block takes: a warp a group
 constexpr int FLOATS = 4;                 // of a 16-byte access
 constexpr int STEP = LANES * FLOATS;      // experts that a warp takes at once
 constexpr float SUM_FLOOR = 1e-20f;
@@ -145,10 +154,15 @@ DEVICE int32_t chosen_experts(uint32_t (&keys)[KEYS], int topk) {
     return ordered;
 }
 
-// Writes the slots of a token, whose experts are in the lanes.
-DEVICE void write_slots(const RouterForwardParams& params, int64_t token, int32_t expert) {
+// The score of a slot's expert, 0 without one.
+DEVICE float score_of_slot(const RouterForwardParams& params, int64_t token, int32_t expert) {
     const bool used = expert != NO_EXPERT;
-    const float score = used ? score_of(params.logits[token * params.logits_token_stride + expert]) : 0.0f;
+    return used ? score_of(params.logits[token * params.logits_token_stride + expert]) : 0.0f;
+}
+
+// Writes the slots of a token, whose experts and scores are in the lanes.
+DEVICE void write_slots(const RouterForwardParams& params, int64_t token, int32_t expert, float score) {
+    const bool used = expert != NO_EXPERT;
     const float divisor = divisor_of(warp_sum(score));
     if (lane_id() >= params.topk) return;
     params.topk_indices[token * params.topk_indices_token_stride + lane_id()] = expert;
@@ -160,7 +174,8 @@ template <bool WIDE, int STEPS>
 DEVICE void route_token(const RouterForwardParams& params, int64_t token) {
     uint32_t keys[STEPS * FLOATS];
     load_keys<WIDE>(params, token, keys);
-    write_slots(params, token, chosen_experts<WIDE>(keys, params.topk));
+    const int32_t expert = chosen_experts<WIDE>(keys, params.topk);
+    write_slots(params, token, expert, score_of_slot(params, token, expert));
 }
 
 template <bool WIDE>
@@ -168,7 +183,7 @@ DEVICE void route_learned(const RouterForwardParams& params) {
     const int64_t token = own_token();
     if (token >= params.num_tokens) return;
     if (params.token_ids && params.token_ids[token] < 0) {
-        write_slots(params, token, NO_EXPERT);
+        write_slots(params, token, NO_EXPERT, 0.0f);
     } else if (params.num_experts <= STEP) {
         route_token<WIDE, 1>(params, token);
     } else if (params.num_experts <= 2 * STEP) {
@@ -183,6 +198,90 @@ DEVICE void route_learned(const RouterForwardParams& params) {
 KERNEL(router_learned_vector, RouterForwardParams, THREADS) { route_learned<true>(params); }
 KERNEL(router_learned_scalar, RouterForwardParams, THREADS) { route_learned<false>(params); }
 
+// What the threads of a block hand to each other.
+struct Choice {
+    uint64_t candidates[MAX_EXPERTS];  // key, and below it what is larger for a lower id; 0 behind the last one
+    float scores[MAX_EXPERTS];
+    uint32_t highest[GROUPS];          // of a warp's keys
+    uint32_t chosen[LANES];            // experts, from the largest key down, and behind them what is none
+    uint32_t ordered[LANES];           // the same from the lowest id up
+    int32_t num_candidates;
+};
+
+// How many of COUNT neighbours are above, or with BELOW below, one of them. The sums are apart, as one would be a long chain.
+template <bool BELOW, int COUNT, typename T>
+DEVICE int count_beside(const T* numbers, T own) {
+    int counts[4] = {};
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) counts[i % 4] += BELOW ? numbers[i] < own : numbers[i] > own;
+    return counts[0] + counts[1] + (counts[2] + counts[3]);
+}
+
+// The same of `count` of them, in steps: what fills up the last one is neither.
+template <bool BELOW, typename T>
+DEVICE int count_beside(const T* numbers, int count, T own) {
+    constexpr int AT_ONCE = 8;
+    int sum = 0;
+    UNROLL_BY(1)
+    for (int first = 0; first < count; first += AT_ONCE) sum += count_beside<BELOW, AT_ONCE>(numbers + first, own);
+    return sum;
+}
+
+// What a key that is chosen is not below: the topk-th largest of the warps' largest ones, 0 where there are not so many.
+DEVICE uint32_t least_key(const Choice& choice, int topk) {
+    const uint32_t own = lane_id() < GROUPS ? choice.highest[lane_id()] : 0;
+    const int above = count_beside<false, GROUPS>(choice.highest, own);
+    return __reduce_min_sync(FULL_WARP, above < topk ? own : FULL_WARP);
+}
+
+// Leaves in `chosen` the experts of the topk largest candidates.
+DEVICE void rank_candidates(Choice& choice, int topk) {
+    const int count = choice.num_candidates, thread = static_cast<int>(threadIdx.x);
+    if (thread >= count) return;
+    const uint64_t own = choice.candidates[thread];
+    const int rank = count_beside<false>(choice.candidates, count, own);
+    if (rank < topk) choice.chosen[rank] = ~static_cast<uint32_t>(own);
+}
+
+// The chosen expert of slot j in lane j of the one warp that calls it, from the lowest id up.
+DEVICE int32_t ordered_expert(Choice& choice, int topk) {
+    const uint32_t own = choice.chosen[lane_id()];
+    const int place = count_beside<true>(choice.chosen, topk, own);
+    if (lane_id() < topk) choice.ordered[place] = own;
+    __syncwarp();
+    return lane_id() < topk ? static_cast<int32_t>(choice.ordered[lane_id()]) : NO_EXPERT;
+}
+
+KERNEL(router_learned_few, RouterForwardParams, MAX_EXPERTS) {
+    __shared__ Choice choice;
+    const int64_t token = blockIdx.x;
+    const int expert = static_cast<int>(threadIdx.x);
+    const bool exists = expert < params.num_experts;
+    const float logit = exists ? params.logits[token * params.logits_token_stride + expert] : 0.0f;
+    const float bias = exists ? params.bias[expert] : 0.0f;
+    const bool padding = params.token_ids && params.token_ids[token] < 0;
+    choice.candidates[expert] = 0;
+    if (expert < LANES) choice.chosen[expert] = static_cast<uint32_t>(NO_EXPERT);
+    if (expert == 0) choice.num_candidates = 0;
+    const float score = score_of(logit);
+    const uint32_t key = exists && !padding ? key_of(score + bias) : 0;
+    choice.scores[expert] = score;
+    const uint32_t highest = __reduce_max_sync(FULL_WARP, key);
+    if (lane_id() == 0) choice.highest[warp_id()] = highest;
+    __syncthreads();
+    const uint32_t least = least_key(choice, params.topk);
+    if (key != 0 && key >= least) {
+        const int at = atomicAdd(&choice.num_candidates, 1);
+        choice.candidates[at] = static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(expert);
+    }
+    __syncthreads();
+    rank_candidates(choice, params.topk);
+    __syncthreads();
+    if (warp_id() > 0) return;
+    const int32_t chosen = ordered_expert(choice, padding ? 0 : params.topk);
+    write_slots(params, token, chosen, chosen != NO_EXPERT ? choice.scores[chosen] : 0.0f);
+}
+
 KERNEL(router_hashed, RouterForwardParams, THREADS) {
     const int64_t token = own_token();
     if (token >= params.num_tokens) return;
@@ -192,7 +291,7 @@ KERNEL(router_hashed, RouterForwardParams, THREADS) {
         const int32_t listed = params.tid2eid[id * params.tid2eid_vocab_size_stride + lane_id()];
         if (listed >= 0 && listed < params.num_experts) expert = listed;
     }
-    write_slots(params, token, expert);
+    write_slots(params, token, expert, score_of_slot(params, token, expert));
 }
 
 // The gradient of the logit of this lane's slot, by itself.

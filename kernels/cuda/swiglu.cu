@@ -5,16 +5,21 @@
 //     dgate = [gate <= limit] w dy b s (1 + a (1 - s))           dweight = sum over the row of dy (a s b)
 //
 // The gate has no lower clamp. What equals the limit passes its gradient on; a NaN is not clamped and stays one. A
-// padding row, one whose entry of pos_to_token_topk is negative, is not read and gets zeros.
+// padding row, one whose entry of pos_to_token_topk is negative, counts for nothing and gets zeros; of many rows it is not read.
 // fp32 from load to store, so that each output is rounded once. One warp takes a row, 16 bytes an access where
-// width, strides and addresses allow it, one element otherwise. A row's sum depends on its width alone.
+// width, strides and addresses allow it, one element otherwise. A row's sum depends on its width alone. Of the few rows of
+// a decode step a warp's steps, each of which waits for memory, are most of the time: there the forward gives each access a
+// thread of its own, and asks for gate and up before it knows whether the row is padding, which changes no bit.
 //
 // Floors, with s = sizeof(ELEMENT): forward 3s bytes an element for 10 FLOPs, backward 5s for 22, two of them special
 // functions. Limited by memory: at 4.24 TB/s and 3.6e12 special functions a second these take 0.4 of the bf16
 // forward's time, and 0.24 of the backward's. Measured on one H200: 65536 rows of 2048 bf16 channels in 189 and 323 us,
 // 4.26 and 4.16 TB/s where a copy reaches 4.2 (4096 rows: 14.6 and 23.5 us, where launches and the last wave show).
+// 128 rows took 5.9 us on an H100, eight steps a warp. Expected of a thread for each access, not measured: 2.6 us, of which
+// the launch is 1.0, one access 0.8 and the bytes 0.5.
 //
-// Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
+// Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks;
+// of few rows a row of blocks for each, which have as many threads as it has accesses.
 #include "element.h"
 #include "elements.h"
 #include "swiglu.h"
@@ -38,19 +43,38 @@ struct SwigluParams {
 PARAMS_LAYOUT(SwigluParams, gate, gate_row_stride, up, up_row_stride, weight, pos_to_token_topk, y, y_row_stride, dy,
               dy_row_stride, dgate, dgate_row_stride, dup, dup_row_stride, dweight, num_rows, width, limit)
 
-template <int COUNT, bool BACKWARD>
+// One element, or those of 16 bytes, which outside of a loop would become four accesses.
+template <bool FEW, int COUNT>
+DEVICE void store_piece(ELEMENT* target, const float (&in)[COUNT]) {
+    if constexpr (FEW && COUNT > 1) {
+        store_vec16_global(target, pack<ELEMENT>(in));
+    } else {
+        store_elements(target, in);
+    }
+}
+
+// FEW: blockIdx.y is the row, and of its accesses each thread has one, without a loop, so
+// that what is known of the row is not waited for before the access.
+template <int COUNT, bool BACKWARD, bool FEW = false>
 DEVICE void swiglu_row(const SwigluParams& params) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
+    const int64_t row = FEW ? blockIdx.y : static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
     if (row >= params.num_rows) return;
+    const int64_t step = (FEW ? static_cast<int64_t>(gridDim.x) * THREADS : WARP_SIZE) * COUNT;
+    const int64_t first = (FEW ? static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x : lane_id()) * COUNT;
     const bool padding = params.pos_to_token_topk && params.pos_to_token_topk[row] < 0;
-    const float weight = params.weight && !padding ? params.weight[row] : 1.0f, limit = params.limit;
+    const float given = params.weight && (FEW || !padding) ? params.weight[row] : 1.0f, limit = params.limit;
+    const float weight = padding ? 1.0f : given;
     float dweight = 0.0f;
-    for (int64_t column = lane_id() * COUNT; column < params.width; column += WARP_SIZE * COUNT) {
+    for (int64_t column = first; column < params.width; column += step) {
         float gate[COUNT] = {}, up[COUNT] = {}, dy[COUNT] = {}, y[COUNT], dgate[COUNT], dup[COUNT];
-        if (!padding) {
+        if (FEW || !padding) {
             load_elements<COUNT>(params.gate + row * params.gate_row_stride + column, gate);
             load_elements<COUNT>(params.up + row * params.up_row_stride + column, up);
             if (BACKWARD) load_elements<COUNT>(params.dy + row * params.dy_row_stride + column, dy);
+        }
+        for (int e = 0; FEW && e < COUNT; ++e) {
+            gate[e] = padding ? 0.0f : gate[e];
+            up[e] = padding ? 0.0f : up[e];
         }
         for (int e = 0; e < COUNT; ++e) {
             const float a = clamp_gate(gate[e], limit), b = clamp_up(up[e], limit);
@@ -60,9 +84,10 @@ DEVICE void swiglu_row(const SwigluParams& params) {
             dup[e] = absolute_f32(up[e]) > limit ? 0.0f : g * silu;
             dweight += dy[e] * (silu * b);
         }
-        if (!BACKWARD) store_elements(params.y + row * params.y_row_stride + column, y);
+        if (!BACKWARD) store_piece<FEW>(params.y + row * params.y_row_stride + column, y);
         if (BACKWARD) store_elements(params.dgate + row * params.dgate_row_stride + column, dgate);
         if (BACKWARD) store_elements(params.dup + row * params.dup_row_stride + column, dup);
+        if (FEW) break;
     }
     if (BACKWARD && params.dweight) dweight = warp_sum(dweight);
     if (BACKWARD && params.dweight && lane_id() == 0) params.dweight[row] = dweight;
@@ -70,5 +95,7 @@ DEVICE void swiglu_row(const SwigluParams& params) {
 
 KERNEL(swiglu_forward_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false>(params); }
 KERNEL(swiglu_forward_scalar, SwigluParams, THREADS) { swiglu_row<1, false>(params); }
+KERNEL(swiglu_forward_few_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false, true>(params); }
+KERNEL(swiglu_forward_few_scalar, SwigluParams, THREADS) { swiglu_row<1, false, true>(params); }
 KERNEL(swiglu_backward_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, true>(params); }
 KERNEL(swiglu_backward_scalar, SwigluParams, THREADS) { swiglu_row<1, true>(params); }

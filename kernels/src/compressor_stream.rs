@@ -3,10 +3,13 @@
 use crate::arguments::{Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read, scratch, write};
 use crate::compressor::{Epilogue, Extents, FORWARD_THREADS, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
 use crate::runtime::device::{Kernel, Module};
-use crate::runtime::{DType, Device, Result, Views};
+use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "compressor_stream.cu";
 const CHECK: Arguments = Arguments { operator: "compressor_stream" };
+
+/// Up to so many tokens, and entries, for each sequence a call with overlap is one launch.
+const STEP_TOKENS: usize = 2;
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
@@ -113,22 +116,25 @@ pub fn forward(device: &Device, views: &Views, eps: f32, epilogue: Epilogue) -> 
         let name = names[usize::from(wide)];
         Ok((name, device.kernel(FILE, &defines, name)?))
     };
-    let mut ran = Vec::new();
-    let blocks = num_entries.div_ceil(FORWARD_THREADS / extents.entry_threads());
+    let entries = FORWARD_THREADS / extents.entry_threads();
+    let blocks = num_entries.div_ceil(entries);
+    let few = num_tokens.max(num_entries) <= STEP_TOKENS.saturating_mul(num_sequences);
+    if extents.overlaps() && few {
+        let (name, step) = kernel(["compressor_stream_step_scalar", "compressor_stream_step_vector"])?;
+        let (sequences, threads) = (num_sequences as u64, extents.entry_threads() as u32);
+        step.launch(LaunchConfig::linear(CHECK.operator, "slots", sequences, threads)?, &params)?;
+        return Ok(vec![name]);
+    }
     if extents.overlaps() {
         let (name, overlap) = kernel(["compressor_stream_overlap_scalar", "compressor_stream_overlap_vector"])?;
         overlap.launch_blocks("entries", blocks, &params)?;
-        ran.push(name);
-    } else {
-        let (name, pool) = kernel(["compressor_stream_pool_scalar", "compressor_stream_pool_vector"])?;
-        pool.launch(extents.pool_launch(CHECK, "entries", num_entries)?, &params)?;
-        ran.push(name);
-        let (name, norm) = kernel(["compressor_stream_norm_scalar", "compressor_stream_norm_vector"])?;
-        norm.launch_blocks("entries", blocks, &params)?;
-        ran.push(name);
+        let (then, rows) = kernel(["compressor_stream_write_scalar", "compressor_stream_write_vector"])?;
+        rows.launch_blocks("kv", num_tokens, &params)?;
+        return Ok(vec![name, then]);
     }
-    let (name, rows) = kernel(["compressor_stream_write_scalar", "compressor_stream_write_vector"])?;
-    rows.launch_blocks("kv", num_tokens, &params)?;
-    ran.push(name);
-    Ok(ran)
+    let (name, pool) = kernel(["compressor_stream_pool_scalar", "compressor_stream_pool_vector"])?;
+    pool.launch(extents.pool_launch(CHECK, "entries", num_entries)?, &params)?;
+    let (then, rest) = kernel(["compressor_stream_norm_write_scalar", "compressor_stream_norm_write_vector"])?;
+    rest.launch_blocks("kv", blocks.saturating_add(num_tokens), &params)?;
+    Ok(vec![name, then])
 }

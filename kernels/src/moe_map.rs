@@ -16,9 +16,10 @@ pub const MAX_ALIGNMENT: usize = 1024;
 const ROUND: usize = 2048;
 /// Up to so many slots are one launch.
 const SMALL_SLOTS: usize = 2 * ROUND;
-/// The most chunks: every block reads the counts of all of them.
+/// The most chunks, as far as there are multiprocessors: every block reads the counts of all of them.
 const MAX_CHUNKS: usize = 128;
-/// Rows that nobody has, for each block of the one launch.
+/// Slots, and rows that nobody has, for each block of the one launch.
+const SLOTS_PER_BLOCK: usize = 16;
 const ROWS_PER_BLOCK: usize = 2048;
 
 /// Every module that the launcher compiles.
@@ -34,15 +35,15 @@ pub fn positions(num_slots: usize, num_experts: usize, alignment: usize) -> usiz
     rows / alignment.max(1) * alignment.max(1)
 }
 
-/// Slots of a chunk, and how many chunks there are.
-fn chunks(num_slots: usize) -> (usize, usize) {
-    let rounds = num_slots.div_ceil(ROUND).div_ceil(MAX_CHUNKS).max(1);
+/// Slots of a chunk, and how many chunks there are, up to so many.
+fn chunks(num_slots: usize, most: usize) -> (usize, usize) {
+    let rounds = num_slots.div_ceil(ROUND).div_ceil(most).max(1);
     (rounds * ROUND, num_slots.div_ceil(rounds * ROUND))
 }
 
 /// Bytes of the workspace that a call with so many slots needs; 0 where it needs none.
 pub fn workspace_bytes(num_slots: usize, num_experts: usize) -> usize {
-    if num_slots <= SMALL_SLOTS { 0 } else { 4 * chunks(num_slots).1 * num_experts }
+    if num_slots <= SMALL_SLOTS { 0 } else { 4 * chunks(num_slots, MAX_CHUNKS).1 * num_experts }
 }
 
 /// Sorts slots by expert; returns the kernels that ran. Its tensors, all i32:
@@ -92,7 +93,8 @@ pub fn forward(device: &Device, views: &Views, alignment: usize) -> Result<Vec<&
         None if bytes > 0 => return CHECK.refuse("workspace", format!("it must be present, with {bytes} bytes")),
         None => {}
     }
-    let (chunk_slots, num_chunks) = chunks(num_slots);
+    let processors = device.environment().processors.max(1) as usize;
+    let (chunk_slots, num_chunks) = chunks(num_slots, MAX_CHUNKS.min(processors));
     let params = call.params(&["topk_indices", "counts", "expert_offsets", "token_topk_to_pos", "pos_to_expert"]);
     let params =
         params.ptr("pos_to_token", &views["pos_to_token"]).ptr("pos_to_token_topk", &views["pos_to_token_topk"]);
@@ -104,8 +106,8 @@ pub fn forward(device: &Device, views: &Views, alignment: usize) -> Result<Vec<&
         Ok(name)
     };
     if num_slots <= SMALL_SLOTS {
-        let blocks = num_positions.div_ceil(ROWS_PER_BLOCK).clamp(1, device.environment().processors.max(1) as usize);
-        return Ok(vec![launch("moe_map_small", blocks)?]);
+        let blocks = num_slots.div_ceil(SLOTS_PER_BLOCK).max(num_positions.div_ceil(ROWS_PER_BLOCK));
+        return Ok(vec![launch("moe_map_small", blocks.clamp(1, processors))?]);
     }
     Ok(vec![launch("moe_map_count", num_chunks)?, launch("moe_map_place", num_chunks)?])
 }

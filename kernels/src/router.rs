@@ -12,6 +12,8 @@ pub const MAX_EXPERTS: usize = 512;
 pub const MAX_TOPK: usize = 32;
 /// Tokens of a block: one a warp.
 const TOKENS_PER_BLOCK: usize = 4;
+/// Experts of a warp, of a token that a block takes.
+const GROUP: usize = 32;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -60,12 +62,16 @@ pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'sta
     let params = call.params(&["logits", "bias", "tid2eid", "token_ids", "topk_indices", "topk_weights"]);
     let params = params.i64("num_tokens", num_tokens)?.i64("vocab_size", vocab_size)?;
     let params = params.i32("num_experts", num_experts)?.i32("topk", topk)?.f32("route_scale", route_scale);
-    let name = match hashed {
-        true => "router_hashed",
-        false if call.vectorised_rows(&["logits", "bias"]) => "router_learned_vector",
-        false => "router_learned_scalar",
+    // A block a token, where there are so few that a block or two of a multiprocessor take them. Slots up to as many as groups of
+    // experts: of more nearly all experts would be candidates.
+    let few = num_tokens <= 2 * device.environment().processors.max(1) as usize && topk * GROUP <= num_experts;
+    let (tokens, name) = match hashed {
+        true => (TOKENS_PER_BLOCK, "router_hashed"),
+        false if few => (1, "router_learned_few"),
+        false if call.vectorised_rows(&["logits", "bias"]) => (TOKENS_PER_BLOCK, "router_learned_vector"),
+        false => (TOKENS_PER_BLOCK, "router_learned_scalar"),
     };
-    device.kernel(FILE, &[], name)?.launch_blocks("logits", num_tokens.div_ceil(TOKENS_PER_BLOCK), &params)?;
+    device.kernel(FILE, &[], name)?.launch_blocks("logits", num_tokens.div_ceil(tokens), &params)?;
     Ok(name)
 }
 

@@ -2,12 +2,14 @@
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
 use crate::runtime::device::Module;
-use crate::runtime::{DType, Device, Result, Views};
+use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "swiglu.cu";
 const CHECK: Arguments = Arguments { operator: "swiglu" };
 /// Rows of a block: one a warp.
 const ROWS_PER_BLOCK: usize = 4;
+/// Up to so many rows for each multiprocessor the forward gives each access a thread.
+const FEW_ROWS: usize = 4;
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
@@ -40,10 +42,22 @@ pub fn launch(device: &Device, views: &Views, limit: f32, backward: bool) -> Res
     CHECK.positive("limit", limit)?;
     let params = call.params(&["gate", "up", "weight", "pos_to_token_topk", "y", "dy", "dgate", "dup", "dweight"]);
     let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("limit", limit);
-    let names =
-        [["swiglu_forward_scalar", "swiglu_forward_vector"], ["swiglu_backward_scalar", "swiglu_backward_vector"]];
-    let name = names[usize::from(backward)][usize::from(call.vectorised())];
-    let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", views["gate"].dtype)]), name)?;
-    kernel.launch_blocks("gate", num_rows.div_ceil(ROWS_PER_BLOCK), &params)?;
+    let few = !backward && num_rows <= FEW_ROWS * device.environment().processors.max(1) as usize;
+    let names = match (backward, few) {
+        (true, _) => ["swiglu_backward_scalar", "swiglu_backward_vector"],
+        (false, false) => ["swiglu_forward_scalar", "swiglu_forward_vector"],
+        (false, true) => ["swiglu_forward_few_scalar", "swiglu_forward_few_vector"],
+    };
+    let (wide, dtype) = (call.vectorised(), views["gate"].dtype);
+    let name = names[usize::from(wide)];
+    let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?;
+    if !few {
+        kernel.launch_blocks("gate", num_rows.div_ceil(ROWS_PER_BLOCK), &params)?;
+        return Ok(name);
+    }
+    let access = if wide { 16 / dtype.size() } else { 1 };
+    let pieces = width.div_ceil(access * kernel.max_threads() as usize);
+    let config = LaunchConfig::linear(CHECK.operator, "gate", pieces as u64, kernel.max_threads())?;
+    kernel.launch(LaunchConfig { grid: [config.grid[0], num_rows as u32, 1], ..config }, &params)?;
     Ok(name)
 }

@@ -209,10 +209,12 @@ impl Declared for CompressorStream {
             "compressor_stream_overlap_scalar",
             "compressor_stream_pool_vector",
             "compressor_stream_pool_scalar",
-            "compressor_stream_norm_vector",
-            "compressor_stream_norm_scalar",
+            "compressor_stream_norm_write_vector",
+            "compressor_stream_norm_write_scalar",
             "compressor_stream_write_vector",
             "compressor_stream_write_scalar",
+            "compressor_stream_step_vector",
+            "compressor_stream_step_scalar",
         ],
         modules: launcher::modules,
         cases: [24, 60, 120],
@@ -317,6 +319,7 @@ impl Declared for CompressorStream {
             CompressorStreamCase { drafts, num_rows, ..case }
         };
         let one = |chunks: &[usize]| poisoned(plain(1, chunks, OVERLAP, [16, 8]));
+        let further = |case| CompressorStreamCase { position: 6, ..case };
         let mut cases: Vec<_> = (1..13).map(|border| one(&[border, 13 - border])).collect();
         cases.extend([
             plain(0, &[3], OVERLAP, [16, 8]),
@@ -329,6 +332,12 @@ impl Declared for CompressorStream {
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 1),
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 8),
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], (3, false), [24, 8])), 5),
+            // A token or two a sequence; all of a step's one sequence's, which has more of them than rows.
+            one(&[2; 7]),
+            CompressorStreamCase { position: 5, ..plain(6, &[12, 0, 0, 0, 0, 0], OVERLAP, [16, 8]) },
+            CompressorStreamCase { hostile: true, position: 5, ..plain(5, &[1, 2, 1, 1], OVERLAP, [24, 8]) },
+            stored(Epilogue::HadamardFp4, further(plain(4, &[1; 4], OVERLAP, [128, 64]))),
+            stored(Epilogue::Fp8, further(plain(3, &[1, 2, 1], OVERLAP, [512, 64]))),
             // The model's heads.
             plain(2, &[7, 1, 4], OVERLAP, [512, 64]),
             plain(3, &[9, 2], OVERLAP, [128, 64]),

@@ -151,6 +151,7 @@ impl Declared for MoeMap {
             plain(4097, 1, 33, 2),
             with(Experts::One, plain(700, 6, 3, 64)),
             plain(1500, 6, 512, 8),
+            with(Experts::Skewed, plain(1800, 6, 5, 16)),
         ];
         if profile == Profile::Full {
             let model = with(Experts::Distinct, plain(32_768, 6, 256, 128));

@@ -120,6 +120,7 @@ impl Declared for Router {
         paths: &[
             "router_learned_vector",
             "router_learned_scalar",
+            "router_learned_few",
             "router_hashed",
             "router_backward_vector",
             "router_backward_scalar",
@@ -185,8 +186,10 @@ impl Declared for Router {
     }
 
     fn edge_cases(profile: Profile) -> Vec<RouterCase> {
+        // More tokens than a block each takes, and so few.
         let whole =
-            |num_experts, logits, bias| RouterCase { logits, bias, padding_tokens: false, ..plain(5, num_experts, 6) };
+            |num_experts, logits, bias| RouterCase { logits, bias, padding_tokens: false, ..plain(11, num_experts, 6) };
+        let few = |topk, num_experts, logits, bias| RouterCase { logits, bias, ..plain(5, num_experts, topk) };
         let mut cases = vec![
             plain(0, 16, 4),
             hashed(0, 16, 4),
@@ -203,6 +206,14 @@ impl Declared for Router {
             whole(384, Logits::Drawn, Bias::Last),
             whole(511, Logits::NotFinite, Bias::NotFinite),
             whole(512, Logits::Ties, Bias::Negative),
+            // As many slots as warps that have experts; more equal candidates than a warp has lanes; experts of the last warps.
+            few(6, 192, Logits::Drawn, Bias::Drawn),
+            few(16, 512, Logits::Drawn, Bias::Zero),
+            few(6, 256, Logits::Ties, Bias::Zero),
+            few(6, 384, Logits::Drawn, Bias::Negative),
+            few(6, 511, Logits::Drawn, Bias::Last),
+            few(8, 400, Logits::Far, Bias::Zero),
+            few(6, 384, Logits::NotFinite, Bias::NotFinite),
         ];
         let logits = [Logits::Ties, Logits::Far, Logits::NotFinite];
         cases.extend(logits.map(|logits| RouterCase { logits, bias: Bias::Zero, ..plain(20, 24, 6) }));

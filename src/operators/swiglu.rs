@@ -42,7 +42,14 @@ impl Declared for Swiglu {
         name: "swiglu",
         summary: "y = weight · silu(min(gate, limit)) · clamp(up, ±limit), row by row, weighted or not",
         specification: &["inference 11.1", "training 11.2"],
-        paths: &["swiglu_forward_vector", "swiglu_forward_scalar", "swiglu_backward_vector", "swiglu_backward_scalar"],
+        paths: &[
+            "swiglu_forward_vector",
+            "swiglu_forward_scalar",
+            "swiglu_forward_few_vector",
+            "swiglu_forward_few_scalar",
+            "swiglu_backward_vector",
+            "swiglu_backward_scalar",
+        ],
         modules: launcher::modules,
         cases: [24, 60, 120],
     };
@@ -96,7 +103,9 @@ impl Declared for Swiglu {
         let extents = [(0, 64), (6, 1), (9, 33), (9, 264)].map(|(num_rows, width)| plain(num_rows, width));
         let unweighted = SwigluCase { weighted: false, ..plain(7, 2048) };
         let bare = SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) };
-        [&extents[..], &[unweighted, bare]].concat()
+        // Several blocks a row of few; rows of which each warp takes one, as of so many of a GPU.
+        let f32 = SwigluCase { dtype: Float::F32, ..plain(23, 132) };
+        [&extents[..], &[unweighted, bare, plain(3, 261), plain(22, 264), plain(21, 33), f32]].concat()
     }
 
     fn forward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {

@@ -186,30 +186,49 @@ struct RotationTable {
     bool inverse;
 };
 
-// Turns the channels that turn, the last rope_dim of an entry: two pairs of a thread.
+// The rotations of a thread's two pairs, if its channels turn, which are the last rope_dim of an entry. Returns whether they do.
 template <bool INVERSE, typename Params>
-DEVICE void turn(const Params& params, int64_t position, int channel, Channels& x) {
+DEVICE bool load_turn(const Params& params, int64_t position, int channel, Rotation (&rotations)[QUAD / 2]) {
     const int first = channel - (params.head_dim - params.rope_dim);
-    if (first < 0) return;
+    if (first < 0) return false;
     const RotationTable table{params.cos, params.cos_stride,  params.sin, params.sin_stride,
                               nullptr,    params.table_rows, INVERSE};
-    Rotation rotations[QUAD / 2];
     load_rotations(table, position, first / 2, rotations);
+    return true;
+}
+
+DEVICE void turn_by(const Rotation (&rotations)[QUAD / 2], Channels& x) {
     for (int pair = 0; pair < QUAD / 2; ++pair) rotate(rotations[pair], x[2 * pair], x[2 * pair + 1]);
+}
+
+template <bool INVERSE, typename Params>
+DEVICE void turn(const Params& params, int64_t position, int channel, Channels& x) {
+    Rotation rotations[QUAD / 2];
+    if (load_turn<INVERSE>(params, position, channel, rotations)) turn_by(rotations, x);
+}
+
+// What the norm of an entry divides by, of what was pooled and rounded, in all its threads.
+template <typename Params>
+DEVICE float norm_of(const Params& params, const Channels& x, float (*partials)[1]) {
+    float squares[1] = {0.0f};
+    for (int i = 0; i < QUAD; ++i) squares[0] += x[i] * x[i];
+    entry_sums(squares, params.entry_threads, partials);
+    return reciprocal_rms(squares[0], params.head_dim, params.eps);
+}
+
+DEVICE void weigh(const Channels& weight, float rstd, Channels& x) {
+    for (int i = 0; i < QUAD; ++i) x[i] = weight[i] * (x[i] * rstd);
+    round_to_stored(x);
 }
 
 // Norm, rounded as it would be stored, rotation, rounded again, of what was pooled and rounded.
 template <bool WIDE, typename Params>
 DEVICE void norm_and_turn(const Params& params, int64_t position, int channel, Channels& x, float (*partials)[1]) {
-    float squares[1] = {0.0f};
-    for (int i = 0; i < QUAD; ++i) squares[0] += x[i] * x[i];
-    entry_sums(squares, params.entry_threads, partials);
-    const float rstd = reciprocal_rms(squares[0], params.head_dim, params.eps);
+    const float rstd = norm_of(params, x, partials);
     if (channel >= params.head_dim) return;
     Channels weight;
     load_quad<WIDE>(params.norm_weight + channel, weight);
-    for (int i = 0; i < QUAD; ++i) x[i] = weight[i] * (x[i] * rstd);
-    round_to_stored(x);
+    weigh(weight, rstd, x);
     turn<false>(params, position, channel, x);
     round_to_stored(x);
 }
@@ -260,6 +279,34 @@ DEVICE void make_entry(const Params& params, int64_t position, int channel, Chan
     simulate_codes(params, channel, x);
 }
 
+// What else an entry is made with, which a kernel of few entries asks for before it has pooled them: make_entry waits for it
+// behind the norm.
+struct Finish {
+    Channels weight;
+    Rotation rotations[QUAD / 2];
+    bool turns;
+};
+template <bool WIDE, typename Params>
+DEVICE Finish load_finish(const Params& params, int64_t position, int channel) {
+    Finish finish{};
+    if (channel >= params.head_dim) return finish;
+    load_quad<WIDE>(params.norm_weight + channel, finish.weight);
+    finish.turns = load_turn<false>(params, position, channel, finish.rotations);
+    return finish;
+}
+
+// As make_entry, with the same bits.
+template <typename Params>
+DEVICE void make_entry_with(const Params& params, const Finish& finish, int channel, Channels& x, float (*partials)[1]) {
+    const float rstd = norm_of(params, x, partials);
+    if (channel < params.head_dim) {
+        weigh(finish.weight, rstd, x);
+        if (finish.turns) turn_by(finish.rotations, x);
+        round_to_stored(x);
+    }
+    simulate_codes(params, channel, x);
+}
+
 // ---------------------------------------------------------------- which sequence, entry, channels and slots are whose
 
 // The last of the sequences that starts at or before `at`, which is the one that holds it if any does: sequences
@@ -304,9 +351,10 @@ struct PoolItem {
     int channel, group;
 };
 DEVICE PoolItem pool_item(int64_t block, int head_dim) {
-    const int chunks = ceil_div(head_dim, CHUNK);
-    const int64_t entry = block / chunks;
-    const int chunk = static_cast<int>(block - entry * chunks);
+    // Blocks are numbered in 32 bits, of which a division is a tenth of one of 64.
+    const uint32_t chunks = ceil_div(head_dim, CHUNK);
+    const int64_t entry = static_cast<uint32_t>(block) / chunks;
+    const int chunk = static_cast<int>(static_cast<uint32_t>(block) % chunks);
     const int quad = static_cast<int>(threadIdx.x) % CHUNK_QUADS, group = static_cast<int>(threadIdx.x) / CHUNK_QUADS;
     return PoolItem{entry, chunk * CHUNK + quad * QUAD, group};
 }
