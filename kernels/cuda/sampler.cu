@@ -599,6 +599,8 @@ DEVICE void list_staged(Shared& shared, Listing& listing) {
         unpack<float>(shared.staged[warp_id()].vectors[at], logits);
         column = shared.staged[warp_id()].columns[at];
     }
+    // What is staged next takes their place.
+    __syncwarp();
     listing.num_staged = first;
     UNROLL
     for (int e = 0; e < IDS; ++e) {

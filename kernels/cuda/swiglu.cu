@@ -43,18 +43,8 @@ struct SwigluParams {
 PARAMS_LAYOUT(SwigluParams, gate, gate_row_stride, up, up_row_stride, weight, pos_to_token_topk, y, y_row_stride, dy,
               dy_row_stride, dgate, dgate_row_stride, dup, dup_row_stride, dweight, num_rows, width, limit)
 
-// One element, or those of 16 bytes, which outside of a loop would become four accesses.
-template <bool FEW, int COUNT>
-DEVICE void store_piece(ELEMENT* target, const float (&in)[COUNT]) {
-    if constexpr (FEW && COUNT > 1) {
-        store_vec16_global(target, pack<ELEMENT>(in));
-    } else {
-        store_elements(target, in);
-    }
-}
-
-// FEW: blockIdx.y is the row, and of its accesses each thread has one, without a loop, so
-// that what is known of the row is not waited for before the access.
+// FEW: blockIdx.y is the row, and of its accesses each thread has one, without a loop, so that what is known of the row is not
+// waited for before the access.
 template <int COUNT, bool BACKWARD, bool FEW = false>
 DEVICE void swiglu_row(const SwigluParams& params) {
     const int64_t row = FEW ? blockIdx.y : static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
@@ -84,7 +74,7 @@ DEVICE void swiglu_row(const SwigluParams& params) {
             dup[e] = absolute_f32(up[e]) > limit ? 0.0f : g * silu;
             dweight += dy[e] * (silu * b);
         }
-        if (!BACKWARD) store_piece<FEW>(params.y + row * params.y_row_stride + column, y);
+        if (!BACKWARD) store_elements(params.y + row * params.y_row_stride + column, y);
         if (BACKWARD) store_elements(params.dgate + row * params.dgate_row_stride + column, dgate);
         if (BACKWARD) store_elements(params.dup + row * params.dup_row_stride + column, dup);
         if (FEW) break;

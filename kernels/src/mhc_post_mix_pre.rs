@@ -19,8 +19,6 @@ const COEFFICIENT_THREADS: usize = 32;
 const PIECES: usize = 8;
 /// Most threads of dpre's blocks; `DPRE_THREADS` in the kernel source.
 const DPRE_THREADS: usize = 256;
-/// Most tokens that the fused kernels take: of more the separate ones are the faster, whose projection keeps more bytes under way.
-const MOST_FUSED_TOKENS: usize = 1024;
 /// What the forward writes for the next site, by this operator's names and by those of that site.
 const OF_NEXT_SITE: [(&str, &str); 3] = [("next_pre", "pre"), ("next_post", "post"), ("next_comb", "comb")];
 
@@ -74,13 +72,13 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
     Ok((signature, extents))
 }
 
-/// Bytes of scratch memory that [`forward`] and [`forward_separately`] need.
+/// Bytes of scratch memory that [`forward`] and [`forward_fused`] need.
 pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
     mhc_mix::forward_workspace_bytes(device, num_tokens, hidden_size)
 }
 
-/// Launches the forward, of many tokens as [`forward_separately`] does; returns the kernels that ran. Its
-/// tensors:
+/// Launches the forward, by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the other; returns the kernels that ran.
+/// Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows contiguous: the streams in
 ///   front of a sublayer and its output;
@@ -95,13 +93,26 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    bind(views, false)?;
+    let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
+    let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
+    let mix = mhc_mix::forward(device, &site.renamed(&OF_NEXT_SITE), numbers, Implementation::Auto)?;
+    let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
+    let pre = mhc_pre::forward(device, &mixed, None)?;
+    Ok([post].into_iter().chain(mix).chain([pre]).collect())
+}
+
+/// The same as [`forward`] by kernels that make the new streams and their projection, or coefficients and mix, in one. They move fewer
+/// bytes and were slower at every size that was measured (1 to 32768 tokens: 16.5 and 8.2 us, 26.0 and 19.1 us of 1 and 128 tokens on
+/// one H100), since the separate ones keep more bytes under way. Returns the kernels that ran.
+///
+/// # Errors
+/// Those of [`forward`].
+pub fn forward_fused(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
-    if num_tokens > MOST_FUSED_TOKENS {
-        return forward_separately(device, views, numbers);
-    }
     let vectorised = signature.vectorised();
     let wide = vectorised && views["fn"].address.is_multiple_of(16);
     let [blocks, splits] = mhc_mix::projection_blocks(device, num_tokens, hidden_size, wide);
@@ -126,21 +137,6 @@ pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&
     let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
     device.kernel(FILE, &[], mix)?.launch(config, &params)?;
     Ok(vec![project, mix])
-}
-
-/// The same as [`forward`] by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the other; returns the
-/// kernels that ran.
-///
-/// # Errors
-/// Those of [`forward`].
-pub fn forward_separately(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
-    bind(views, false)?;
-    let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
-    let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
-    let mix = mhc_mix::forward(device, &site.renamed(&OF_NEXT_SITE), numbers, Implementation::Auto)?;
-    let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
-    let pre = mhc_pre::forward(device, &mixed, None)?;
-    Ok([post].into_iter().chain(mix).chain([pre]).collect())
 }
 
 /// Bytes of each token's dpre, which lies in front of what `mhc_mix`'s kernels need. A multiple of 16.

@@ -254,7 +254,7 @@ impl Declared for MhcPostMixPre {
     fn launch(c: &MhcPostMixPreCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let given = [&["streams", "y", "post", "comb", "workspace"], &PARAMETERS[..]].concat();
         let own = v.only(&[&given[..], &WRITTEN].concat());
-        let forward = if c.separate { launcher::forward_separately } else { launcher::forward };
+        let forward = if c.separate { launcher::forward } else { launcher::forward_fused };
         run.launch(|device| forward(device, &own, c.of_launcher()))
     }
 

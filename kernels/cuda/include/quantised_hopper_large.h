@@ -259,8 +259,9 @@ DEVICE void initialise_barriers(SharedAddress shared) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
             // One lane's expected bytes, and all lanes of the warp that brings the scales.
             mbarrier_init(shared + Shared::full(stage), 1 + WARP_SIZE);
-            // Weights arrive in all blocks of a cluster at a time, so that all of them must have given the stage back.
-            mbarrier_init(shared + Shared::empty(stage), CLUSTER * CONSUMER_THREADS / WARP_SIZE);
+            // Weights arrive in all blocks of a cluster at a time, so that all of them must have given the stage back, a warp each.
+            // Without a cluster all lanes give it back (quantised_hopper.h says why).
+            mbarrier_init(shared + Shared::empty(stage), CLUSTER == 1 ? CONSUMER_THREADS : CLUSTER * CONSUMER_THREADS / WARP_SIZE);
         }
         for (uint32_t unit = 0; unit < Shared::NUMBERS; ++unit) mbarrier_init(shared + Shared::told(unit), 1);
         fence_mbarrier_init();
@@ -587,11 +588,11 @@ DEVICE void clear(BlockSums (&total)[BLOCKS]) {
 template <uint32_t CLUSTER>
 DEVICE void give_back(SharedAddress shared, uint32_t stage) {
     const SharedAddress empty = shared + Shared::empty(stage);
-    // Every lane has read the scales of the stages before: one lane's arrival says it for all.
-    __syncwarp();
     if constexpr (CLUSTER == 1) {
-        if (lane_id() == 0) mbarrier_arrive(empty);
+        mbarrier_arrive(empty);
     } else {
+        // Every lane has read the scales of the stages before: one lane's arrival says it for all.
+        __syncwarp();
         if (lane_id() < CLUSTER) mbarrier_arrive_at(empty, lane_id());
     }
 }
