@@ -20,8 +20,11 @@
 // many parts each, 19 loads of a warp instead of 112. 7.2 and 12.6 us. On Hopper mhc_head_hopper.cu
 // projects more than 256 tokens.
 // On one H100 6.4 and 12.5 us; since then the projection asks for all that it reads at once (mhc_mix.cu), the warps of a
-// block share the parts, five loads each instead of 19 in two rounds, and scale and base are not waited for behind them: 4
-// and 8.5 us are expected and not measured.
+// block share the parts, five loads each instead of 19 in two rounds, and scale and base are not waited for behind them: 3.4 and
+// 9.5 us, where 4 and 8.5 were expected. What stops both directions at 53 % of a copy's rate on one H100 (45 % at 4096 tokens)
+// is that the coefficients of a token need all of its channels, so that its streams are read twice; the readings themselves
+// reach 83 % of memory's rate (ncu of mhc_head_project_hopper, reports/h100/ncu.txt). A cluster could hold a token's channels in
+// its shared memory between them: not tried.
 //
 // Launch: mhc_head_project token_tiles * splits blocks, mhc_head_project_few the same, of tiles of FEW_TOKENS;
 // mhc_head_project_scalar a warp a token, splits 1;

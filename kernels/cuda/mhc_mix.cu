@@ -33,14 +33,15 @@
 // One token of 7168 channels took 12.8 us, 128 tokens 15.1 us, when weights came from memory a step ahead and a lane of
 // mhc_mix_coefficients added up a hundred parts of its two columns, 16 at a time, some 4 us. Of so few tokens
 // mhc_mix_coefficients_few adds them up by eight warps: 10.5 and 13.4 us; with launches that overlap 9.4 and
-// 12.1, of which the 39 passes of the Sinkhorn iteration, each a sum, a reciprocal and a product that wait for one another, are some
-// 1.5 by count. On one H100 9.5 and 13.0.
-// What is waited for is counted in trips to memory. A block's fourth step came to memory's notice behind the first, and its
-// weights a step ahead: now all of four steps is asked for at once, and up to four tokens have mhc_mix_project_few, without
-// steps. scale and base were a trip behind the sums, now beside them. A lane has a whole matrix, so that no pass waits for
-// shuffles, and reciprocals need no scaling. The coefficients' blocks take their places while the projection runs. Expected,
-// not measured: one token 5.5 us, of which 1.4 are the passes, 128 tokens 9.
-// mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a token, in plain fp32.
+// 12.1, of which the 39 passes of the Sinkhorn iteration, each a sum, a reciprocal and a product that wait for one another, are
+// some 1.5 by count. On one H100 9.5 and 13.0. What is waited for is counted in trips to memory. A block's fourth step came to
+// memory's notice behind the first, and its weights a step ahead: now all of four steps is asked for at once, and up to four
+// tokens have mhc_mix_project_few, without steps. scale and base were a trip behind the sums, now beside them. A lane has a
+// whole matrix, so that no pass waits for shuffles, and reciprocals need no scaling. The coefficients' blocks take their places
+// while the projection runs. On one H100 one token takes 5.3 us, of which some 1.4 are the passes by count, and 128 tokens 10.7
+// where 9 were expected. What an empty kernel, the bytes and 1.5 us would be, 3.5 and 6.0, is out of reach of two launches, two
+// trips to memory and passes that wait for one another. mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a
+// token, in plain fp32.
 //
 // Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_few the same, of tiles of FEW_TOKENS;
 // mhc_mix_project_scalar a warp a token, splits 1;

@@ -18,13 +18,13 @@
 // Measured on one H200, bf16, as a share of a device copy in the same run: forward 95 to 97 % at width 7168 (87 %
 // at 4096 rows, 28 us, of which launch and tail take 3), 99 % at width 512; on one H100, width 7168, one row 3.6 us and 128 rows
 // 4.4 us when the weight was read behind the barrier, which rms_norm_forward_block_few does no more: one wait for memory
-// instead of two, by which 2.8 and 3.7 us are expected and not measured; backward, before its last change, 85 % at
+// instead of two, 1.9 and 3.0 us; backward, before its last change, 85 % at
 // 16384 rows and 64 % at 4096, 65 us of which 41 are the floor.
 //
-// Now 90 % at 16384 rows, 178 us where it was 193; 52 us are predicted at 4096 rows, 80 %, and not measured. Each block wrote its row of dweight in single
-// floats 32 bytes apart, so that all blocks together wrote 1.9 million sectors of the second-level cache eight times
-// in part, some 10 us; in accesses of 16 bytes it is a quarter. rms_norm_dweight has eight rows under way instead of
-// waiting for each, 2 us, and a block's next row is on its way into the second-level cache while this one is reduced.
+// Now 90 % at 16384 rows, 178 us where it was 193; 53 us at 4096 rows (80 % on an H100). Each block wrote its row of dweight in
+// single floats 32 bytes apart, so that all blocks together wrote 1.9 million sectors of the second-level cache eight times in
+// part, some 10 us; in accesses of 16 bytes it is a quarter. rms_norm_dweight has eight rows under way instead of waiting for
+// each, 2 us, and a block's next row is on its way into the second-level cache while this one is reduced.
 #include "element.h"
 #include "elements.h"
 #include "math.h"

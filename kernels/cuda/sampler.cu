@@ -46,13 +46,16 @@
 // up for the block, and lists that shrink (6 us of the slowest row, whose candidates were refused one after the other at 1.7 us
 // each); the second tile asked for in L2 while the first is ranked (1.5 us); ranks by two bits a turn (0.5 us). Without filters
 // 32 warps are faster (29.3 and 30.2 us), since random words are all their work.
-// Measured before on one H200, by the kernel of 32 warps: argmax 17.4 us, no filter 24.6, top_p of 0.8 to 0.99 27.9.
-// What did not help: two tiles asked for in L2 in advance, argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on
-// their way, 23.1 to 23.4; bulk copies of 1 KB by each warp, 27.7; bulk copies of 16 KB by one lane, four on their way from
-// before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7, 28.1 and 24.7 in that call).
+// On the H100, 128 rows: top_p of 0.8 to 0.99 31.0 us, 71 % of the copy rate (33.6 before), limits by top_p at their edges 31.8
+// (37.3), no filter 29.2, argmax 24.0; by top_k 43.8 and by all filters 44.2, where one of eight rows keeps all ids but one and
+// is read three times and more, for which 32 warps were better (39.9 and 39.1). Measured before on one H200, by the kernel of 32
+// warps: argmax 17.4 us, no filter 24.6, top_p of 0.8 to 0.99 27.9. What did not help: two tiles asked for in L2 in advance,
+// argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp,
+// 27.7; bulk copies of 16 KB by one lane, four on their way from before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7,
+// 28.1 and 24.7 in that call).
 //
-// Defines: THREADS, a power of two of at least 64 threads a block; up to 512 they list. Launch: num_rows blocks, of which each has shared
-// memory for `segment` ids of a warp beyond its own, 12 bytes each.
+// Defines: THREADS, a power of two of at least 64 threads a block; up to 512 they list. Launch: num_rows blocks, of which each
+// has shared memory for `segment` ids of a warp beyond its own, 12 bytes each.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -136,7 +139,8 @@ struct Front {
     uint32_t count = 0;
 };
 
-// What a warp has listed, and what of it lies in front of an id: how many, the sums of their weights, and who leads the race in front.
+// What a warp has listed, and what of it lies in front of an id: how many, the sums of their weights, and who leads the race in
+// front.
 struct Listed {
     float weight = 0.0f, weight_in_front = 0.0f;
     uint32_t count = 0, count_in_front = 0;
@@ -248,9 +252,10 @@ DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     return warp_maximum(shared.of_warps[lane_anew() % WARPS]);
 }
 
-// A row is read in tiles of LOADS * STEP logits, the first of which is a sample of it: the row is cut into a part for each load of a
-// warp, and a tile has a span of each part. The loads of half a tile have every second part of a row, so that either half is a sample
-// as well. Of a thread's load of a tile the first column is column_of + part_of(load) parts_apart; of a load columns rise from tile to tile.
+// A row is read in tiles of LOADS * STEP logits, the first of which is a sample of it: the row is cut into a part for each load
+// of a warp, and a tile has a span of each part. The loads of half a tile have every second part of a row, so that either half
+// is a sample as well. Of a thread's load of a tile the first column is column_of + part_of(load) parts_apart; of a load columns
+// rise from tile to tile.
 DEVICE int num_tiles(int vocab_size) { return ceil_div(vocab_size, LOADS * STEP); }
 DEVICE int column_of(int vocab_size, int tile) {
     return (warp_id() * num_tiles(vocab_size) + tile) * SPAN + lane_id() * IDS;
@@ -511,7 +516,8 @@ DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float lea
                    0};
 }
 
-// The rank-th largest key of a warp, cut off to its upper half, in every lane: two bits a turn, whose three questions are asked together.
+// The rank-th largest key of a warp, cut off to its upper half, in every lane: two bits a turn, whose three questions are asked
+// together.
 DEVICE uint32_t ranked_key(uint32_t key, int rank) {
     uint32_t reached = 0;
     UNROLL
