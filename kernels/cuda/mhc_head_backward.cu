@@ -17,7 +17,9 @@
 // Floor for a bf16 token of d channels: 18 d bytes, with the second reading 28 d, and 96 d FLOPs; 32768 tokens of 7168
 // channels 1551 us at 4.24 TB/s. Expected to be limited by memory.
 // Measured on one H200: 32768 tokens of 7168 channels 1848 us (84 % of a copy with the second reading), 128 tokens
-// 29.8 us; 4530 and 36.4 us when channels came by two a thread, without shared memory.
+// 29.8 us; 4530 and 36.4 us when channels came by two a thread, without shared memory. On one H100 2627 us, 53 % of a copy of
+// what has to move once: the streams are read twice, since the gradient of a token's coefficients needs all of its channels
+// first. The second reading is at 85 % of memory's rate (ncu, reports/h100/ncu.txt).
 //
 // Launch: coefficients num_tokens blocks of any multiple of 32 threads; streams as mhc_mix's with 8 channels a thread,
 // in the scalar kernel 1; sums ceil(numbers / THREADS) blocks; parameters one block.

@@ -10,22 +10,24 @@
 //
 // 1 - s is computed as sigmoid(-z), so that it keeps its digits where s is 1.
 //
-// mhc_mix_backward_coefficients takes 16 lanes a token; the matrices of all passes stay in shared memory for the way back. It leaves
-// rstd dmix and the factor of v, 25 numbers a token, and of each block its part of dbase and dscale.
+// mhc_mix_backward_coefficients takes 16 lanes a token; the matrices of all passes stay in shared memory for the way back. It
+// leaves rstd dmix and the factor of v, 25 numbers a token, and of each block its part of dbase and dscale.
 // mhc_mix_backward_streams reads v once for both dv and dfn. Where rows are whole accesses of 16 bytes tensor cores multiply
 // (projection_backward_products.h), and all products are exact; elsewhere a thread owns a channel (projection_backward.h, which
-// mhc_head shares) in plain fp32. Its sums of dfn are one row for each part of the tokens, which mhc_mix_backward_sums adds in their
-// order, as it does those of dbase and dscale. Nothing is atomic, so that equal launches give equal bits.
+// mhc_head shares) in plain fp32. Its sums of dfn are one row for each part of the tokens, which mhc_mix_backward_sums adds in
+// their order, as it does those of dbase and dscale. Nothing is atomic, so that equal launches give equal bits.
 //
-// Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s, 885 us for 32768 tokens; and of tensor cores 72
-// products a channel for dfn and 144 for dv, 27 instructions of m16n8k16 for 16 tokens and 16 channels: 4 cycles each at the rate of
-// the data sheet, 400 us. (By fp32, 384 d FLOPs, 41 ns at 67 TFLOP/s, 1350 us.)
-// Measured on one H200 with sixteen warps of 32 channels: 32768 tokens of 7168 channels 1566 us, one token 22.1 (1616 and 25.4, 128
-// tokens 29.4, in an earlier call in which the forward took 3 % more); since then parts of numbers are read where they are multiplied,
-// which is not measured. With eight warps of 64 channels 1577, of 4096 channels 929 (1619 and 969 before 16 tokens were free of
-// branches). By fp32, a thread owning four channels: 2404, 1465, 17.3 and 29.9. What holds it now is not known. By count,
-// with 2.5 TB/s of memory, 45 % of the issue slots and of shared memory's rate and half that of tensor cores at 8 cycles a product are
-// taken, and neither fewer instructions nor twice the warps changed much.
+// Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s, 885 us for 32768 tokens; and of tensor
+// cores 72 products a channel for dfn and 144 for dv, 27 instructions of m16n8k16 for 16 tokens and 16 channels: 4 cycles each
+// at the rate of the data sheet, 400 us. (By fp32, 384 d FLOPs, 41 ns at 67 TFLOP/s, 1350 us.) Measured on one H200 with sixteen
+// warps of 32 channels: 32768 tokens of 7168 channels 1566 us, one token 22.1 (1616 and 25.4, 128 tokens 29.4, in an earlier
+// call in which the forward took 3 % more); since then parts of numbers are read where they are multiplied, which is not
+// measured. With eight warps of 64 channels 1577, of 4096 channels 929 (1619 and 969 before 16 tokens were free of branches). By
+// fp32, a thread owning four channels: 2404, 1465, 17.3 and 29.9. On one H100 1624 us, 77 % of a copy, of which the kernel of
+// the streams alone reaches 82 % of memory's rate (ncu, reports/h100/ncu.txt: 54 % of the cycles without a warp that could
+// issue, 128 registers a thread and one block a multiprocessor); the rest are the coefficients, the sums and the starts of four
+// launches. By count, with 2.5 TB/s of memory, 45 % of the issue slots and of shared memory's rate and half that of tensor cores
+// at 8 cycles a product are taken, and neither fewer instructions nor twice the warps changed much.
 //
 // Launch: coefficients any number of blocks, with 2 THREADS floats of dynamic shared memory for each pass; streams
 // ceil(STREAMS * hidden_size / PRODUCT_CHANNELS) blocks for each of `splits` parts, in the scalar kernel as many for

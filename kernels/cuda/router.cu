@@ -30,12 +30,11 @@
 //
 // Floors: forward 4 bytes an expert, and the backward writes as many; at 4.24 TB/s 32768 tokens of 256 experts take 7.9 us,
 // of 384 11.9 us. Expected to limit the forward: instructions, some 60 an expert for its score and 3 an expert and round of
-// selection, about 25 and 38 us for these.
-// Measured on one H200: 32768 tokens of 256 and of 384 experts 46 and 61 us, backward 24 and 29 us, hashed 10 us;
-// 4096 tokens 10.8, one token by one warp 5.4 us (on an H100 5.1, 128 tokens 5.4).
-// A block a token takes 1.85 us on an H100, and 2.27 of 128 tokens, where 2.5 were expected: the launch 1.0, one access of
-// memory 0.8 (logits, bias and token ids are asked for together, and no logit again), a score 0.15, three barriers, the choice
-// and the sum 0.4.
+// selection, about 25 and 38 us for these: ncu (reports/h100/ncu.txt) says that 82 % of the issue slots are taken and 25 % of
+// memory's rate. Measured on one H200: 32768 tokens of 256 and of 384 experts 46 and 61 us, backward 24 and 29 us, hashed 10 us;
+// 4096 tokens 10.8, one token by one warp 5.4 us (on an H100 5.1, 128 tokens 5.4). A block a token takes 1.85 us on an H100, and
+// 2.27 of 128 tokens, where 2.5 were expected: the launch 1.0, one access of memory 0.8 (logits, bias and token ids are asked
+// for together, and no logit again), a score 0.15, three barriers, the choice and the sum 0.4.
 //
 // Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks; router_learned_few num_tokens.
 #include "elements.h"

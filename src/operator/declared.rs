@@ -587,8 +587,8 @@ fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result
 }
 
 /// Memory that the tensors of one case may take together on a GPU, where each row that lies far from the others takes a piece of its
-/// own.
-const LARGEST_CASE: usize = 40 << 30;
+/// own: a GPU of 80 GB that a dozen processes share has it, times [`RESERVED_PART`].
+const LARGEST_CASE: usize = 24 << 30;
 
 /// Why a case does not fit a GPU so many times over: rows with huge steps between them take a piece of its memory each.
 pub(super) fn too_large_on(

@@ -43,8 +43,8 @@ const GUARD_BAND: usize = 4096;
 /// Usable sizes are rounded up to this, bytes; the rest belongs to the back band.
 const ROUNDING: usize = 256;
 
-/// A reserved buffer may take this part of the free memory.
-pub const RESERVED_PART: usize = 4;
+/// A reserved buffer may take this part of the free memory: half of it.
+pub const RESERVED_PART: usize = 2;
 
 /// How long a buffer that the device would have room for waits until other processes have given enough memory back, and how
 /// often it looks.
