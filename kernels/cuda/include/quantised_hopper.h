@@ -555,12 +555,20 @@ DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageS
         }
         return;
     }
+    // A token's own scales say how its sums are rounded, and not those of its neighbours in the tile.
     UNROLL
     for (int n = 0; n < N8; ++n) {
-        float x_scale[2];
+        float x_scale[2], factor[2], first[2], second[2];
         load_elements(scales.x[0] + 8 * n + token, x_scale);
+        load_elements(scales.factors + 8 * n + token, factor);
         UNROLL
-        for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i] * x_scale[i % 2], scales.w, total[n][i]);
+        for (int i = 0; i < 2; ++i) {
+            const bool own = is_regular(x_scale[i], scales.w);
+            first[i] = own ? 1.0f : x_scale[i];
+            second[i] = own ? factor[i] : scales.w;
+        }
+        UNROLL
+        for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i] * first[i % 2], second[i % 2], total[n][i]);
     }
 }
 

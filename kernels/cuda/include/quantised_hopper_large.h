@@ -430,13 +430,18 @@ DEVICE Factors factors_of(const StageScales& scales, int block, int row) {
 DEVICE void promote(BlockSums& total, BlockSums& d, const Factors& factors, const StageScales& scales, int block, int row) {
     float of_rows[2] = {factors.of_rows[0], factors.of_rows[1]};
     if (__builtin_expect(factors.regular == 0, false)) {
-        const float x[2] = {scales.x[row], scales.x[row + 8]};
+        float x[2] = {scales.x[row], scales.x[row + 8]};
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            // A token's own scales say how its sums are rounded, and not those of its neighbours or of the other block.
+            if (is_regular(x[half], scales.w[block])) x[half] = 1.0f;
+            else of_rows[half] = scales.w[block];
+        }
         UNROLL
         for (int n = 0; n < N8; ++n) {
             UNROLL
             for (int i = 0; i < 4; ++i) d[n][i] *= x[i / 2];
         }
-        of_rows[0] = of_rows[1] = scales.w[block];
     }
     UNROLL
     for (int n = 0; n < N8; ++n) {
