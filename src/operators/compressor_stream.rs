@@ -336,6 +336,7 @@ impl Declared for CompressorStream {
             one(&[2; 7]),
             CompressorStreamCase { position: 5, ..plain(6, &[12, 0, 0, 0, 0, 0], OVERLAP, [16, 8]) },
             CompressorStreamCase { hostile: true, position: 5, ..plain(5, &[1, 2, 1, 1], OVERLAP, [24, 8]) },
+            further(plain(4, &[1; 4], OVERLAP, [12, 4])),
             stored(Epilogue::HadamardFp4, further(plain(4, &[1; 4], OVERLAP, [128, 64]))),
             stored(Epilogue::Fp8, further(plain(3, &[1, 2, 1], OVERLAP, [512, 64]))),
             // The model's heads.
