@@ -181,6 +181,11 @@ impl Declared for Sampler {
         let faint =
             |num_rows, vocab_size, filters| SamplerCase { words: Words::Faint, ..plain(num_rows, vocab_size, filters) };
         let of = |logits, filters| SamplerCase { logits, ..plain(5, 41, filters) };
+        let last_is_largest = |num_rows, vocab_size| SamplerCase {
+            logits: Logits::Rising,
+            temperature: Temperature::Zero,
+            ..plain(num_rows, vocab_size, Filters::Absent)
+        };
         let mut cases = vec![
             plain(0, 64, Filters::All),
             plain(1, 1, Filters::All),
@@ -200,6 +205,9 @@ impl Declared for Sampler {
             // Limits that leave one id out, where the winner's share may be none of the sum's: listed, and read for each race.
             faint(64, 44, Filters::TopK),
             faint(21, 2100, Filters::TopK),
+            // The largest logit is among the last that a thread reads of a tile, of a short row and of a long one.
+            last_is_largest(2, 2000),
+            last_is_largest(1, 16_000),
             // A warp's last round of staged ids is no whole one, and what lies behind it was listed before.
             faint(61, 700, Filters::TopK),
             faint(5, 40, Filters::Absent),
