@@ -47,7 +47,7 @@
 // Defines: ELEMENT  type of pooled, entries and dentries: bf16 or float
 #include "compressor.h"
 
-constexpr int FORWARD_THREADS = 128, BACKWARD_THREADS = 256;
+constexpr int FORWARD_THREADS = 128, BACKWARD_THREADS = 128;
 constexpr int MAX_WARPS = BACKWARD_THREADS / static_cast<int>(WARP_SIZE);
 constexpr int MAX_HEAD_DIM = 512;
 constexpr int SUM_GROUPS = 16, SUM_THREADS = SUM_GROUPS * static_cast<int>(WARP_SIZE);
@@ -162,20 +162,13 @@ DEVICE Place place_of(const Params& params, int64_t entry) {
     return place;
 }
 
-// Reads a token's values and scores, of four columns. Scores lack their ape: a slot that added it at once would wait for
-// its loads before the next one's begin.
+// Asks for a token's values and scores, of four columns, and for a row of ape.
 template <bool WIDE, int SLOTS, typename Params>
-DEVICE void load_slot(const Params& params, int64_t token, int64_t column, int slot, Slots<SLOTS>& slots) {
-    load_quad_streaming<WIDE>(params.kv + token * params.kv_stride + column, slots.value[slot]);
-    load_quad_streaming<WIDE>(params.gate + token * params.gate_stride + column, slots.score[slot]);
-}
-
-// Adds a row of ape, of four columns.
-template <bool WIDE, int SLOTS, typename Params>
-DEVICE void add_ape(const Params& params, int row, int64_t width, int64_t column, int slot, Slots<SLOTS>& slots) {
-    Channels ape;
-    load_quad<WIDE>(params.ape + row * width + column, ape);
-    for (int i = 0; i < QUAD; ++i) slots.score[slot][i] += ape[i];
+DEVICE void request_slot(const Params& params, int64_t token, int64_t column, const float* ape, int slot, Awaited<SLOTS>& awaited) {
+    load_quad_streaming<WIDE>(params.kv + token * params.kv_stride + column, awaited.slots.value[slot]);
+    load_quad_streaming<WIDE>(params.gate + token * params.gate_stride + column, awaited.slots.score[slot]);
+    load_quad<WIDE>(ape + column, awaited.ape[slot]);
+    awaited.lacks_ape[slot] = true;
 }
 
 // ---------------------------------------------------------------- with overlap
@@ -183,23 +176,26 @@ DEVICE void add_ape(const Params& params, int row, int64_t width, int64_t column
 // The token of a slot: those of the previous group come first.
 DEVICE int64_t overlap_token(const Place& place, int slot) { return place.token + slot - OVERLAP_RATIO; }
 
+// Threads behind the last channel ask for those of the last ones.
 template <bool WIDE, typename Params>
-DEVICE void load_overlap(const Params& params, const Place& place, int channel, Slots<OVERLAP_SLOTS>& slots) {
-    const auto is_there = [&](int slot) {
-        return place.exists && (place.has_previous || slot >= OVERLAP_RATIO) && channel < params.head_dim;
-    };
+DEVICE void request_overlap(const Params& params, const Place& place, int channel, Awaited<OVERLAP_SLOTS>& awaited) {
+    if (!place.exists) return;
+    const int own = minimum(channel, params.head_dim - QUAD);
     UNROLL
     for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
-        leave_empty(slots, slot);
-        if (is_there(slot))
-            load_slot<WIDE>(params, overlap_token(place, slot), overlap_column(params.head_dim, channel, slot), slot, slots);
+        const int64_t token = place.has_previous || slot >= OVERLAP_RATIO ? overlap_token(place, slot) : place.token;
+        const float* const ape = params.ape + slot % OVERLAP_RATIO * 2 * static_cast<int64_t>(params.head_dim);
+        request_slot<WIDE>(params, token, overlap_column(params.head_dim, own, slot), ape, slot, awaited);
     }
+}
+
+// The slots, all of which have come. Of an entry that is not there all are empty.
+DEVICE void settle_overlap(const Place& place, Awaited<OVERLAP_SLOTS>& awaited) {
+    const int absent = place.has_previous ? 0 : OVERLAP_RATIO;
+    add_ape(awaited);
     UNROLL
-    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
-        const int64_t width = 2 * static_cast<int64_t>(params.head_dim);
-        if (is_there(slot))
-            add_ape<WIDE>(params, slot % OVERLAP_RATIO, width, overlap_column(params.head_dim, channel, slot), slot, slots);
-    }
+    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot)
+        if (!place.exists || slot < absent) leave_empty(awaited.slots, slot);
 }
 
 template <bool WIDE>
@@ -207,15 +203,17 @@ DEVICE void overlap(const CompressorParams& params) {
     __shared__ float partials[MAX_WARPS][1];
     const Item item = item_of_thread(blockIdx.x, params.entry_threads);
     const Place place = place_of(params, item.entry);
-    Slots<OVERLAP_SLOTS> slots;
-    load_overlap<WIDE>(params, place, item.channel, slots);
+    Awaited<OVERLAP_SLOTS> awaited;
+    request_overlap<WIDE>(params, place, item.channel, awaited);
+    const Finish finish = load_finish<WIDE>(params, place.position, item.channel);
+    settle_overlap(place, awaited);
     Channels x, inverse;
-    pool(slots, nullptr, x, inverse);
+    pool(awaited.slots, nullptr, x, inverse);
     const bool there = place.exists && item.channel < params.head_dim;
     for (int i = 0; i < QUAD; ++i) x[i] = there ? x[i] : 0.0f;
     round_to_stored(x);
     store_pooled<WIDE>(params, item.entry, item.channel, x);
-    make_entry<WIDE>(params, place.position, item.channel, x, partials);
+    make_entry(params, finish, item.channel, x, partials);
     store_entry<WIDE>(params, item.entry, place.exists, item.channel, x);
 }
 
@@ -224,20 +222,23 @@ KERNEL(compressor_overlap_scalar, CompressorParams, FORWARD_THREADS) { overlap<f
 
 // ---------------------------------------------------------------- without overlap
 
+// Of an entry that there is.
 template <bool WIDE, typename Params>
-DEVICE void load_group(const Params& params, const Place& place, const PoolItem& item, Slots<GROUP_SLOTS>& slots) {
-    const auto is_there = [&](int slot) { return slot < params.ratio && item.channel < params.head_dim; };
+DEVICE void request_group(const Params& params, const Place& place, const PoolItem& item, Awaited<GROUP_SLOTS>& awaited) {
+    const int channel = minimum(item.channel, params.head_dim - QUAD);
     UNROLL
     for (int i = 0; i < GROUP_SLOTS; ++i) {
-        const int slot = item.group + i * slot_groups();
-        leave_empty(slots, i);
-        if (is_there(slot)) load_slot<WIDE>(params, place.token + slot, item.channel, i, slots);
+        const int slot = minimum(slot_of(item, i), params.ratio - 1);
+        const float* const ape = params.ape + static_cast<int64_t>(slot) * params.head_dim;
+        request_slot<WIDE>(params, place.token + slot, channel, ape, i, awaited);
     }
+}
+
+DEVICE void settle_group(int ratio, const PoolItem& item, Awaited<GROUP_SLOTS>& awaited) {
+    add_ape(awaited);
     UNROLL
-    for (int i = 0; i < GROUP_SLOTS; ++i) {
-        const int slot = item.group + i * slot_groups();
-        if (is_there(slot)) add_ape<WIDE>(params, slot, params.head_dim, item.channel, i, slots);
-    }
+    for (int i = 0; i < GROUP_SLOTS; ++i)
+        if (slot_of(item, i) >= ratio) leave_empty(awaited.slots, i);
 }
 
 template <bool WIDE>
@@ -247,9 +248,10 @@ DEVICE void pool_chunk(const CompressorParams& params) {
     const Place place = place_of(params, item.entry);
     Channels x = {}, inverse;
     if (place.exists) {
-        Slots<GROUP_SLOTS> slots;
-        load_group<WIDE>(params, place, item, slots);
-        pool(slots, &shared, x, inverse);
+        Awaited<GROUP_SLOTS> awaited;
+        request_group<WIDE>(params, place, item, awaited);
+        settle_group(params.ratio, item, awaited);
+        pool(awaited.slots, &shared, x, inverse);
     }
     if (item.group == 0) store_pooled<WIDE>(params, item.entry, item.channel, x);
 }
@@ -262,10 +264,11 @@ DEVICE void norm(const CompressorParams& params) {
     __shared__ float partials[MAX_WARPS][1];
     const Item item = item_of_thread(blockIdx.x, params.entry_threads);
     const Place place = place_of(params, item.entry);
+    const Finish finish = load_finish<WIDE>(params, place.position, item.channel);
     Channels x = {};
     if (place.exists && item.channel < params.head_dim)
         load_quad<WIDE>(params.pooled + item.entry * params.head_dim + item.channel, x);
-    make_entry<WIDE>(params, place.position, item.channel, x, partials);
+    make_entry(params, finish, item.channel, x, partials);
     store_entry<WIDE>(params, item.entry, place.exists, item.channel, x);
 }
 
@@ -277,18 +280,29 @@ KERNEL(compressor_norm_scalar, CompressorParams, FORWARD_THREADS) { norm<false>(
 // Each block goes through entries at a distance of the grid, keeps its sums of dape and dnorm_weight and leaves one
 // row of each; compressor_sums adds the rows in their order. Nothing is atomic, so equal launches give equal bits.
 
-// The gradient of what was pooled; the terms of dnorm_weight are added to it. Zeros where there is no entry.
+// What the gradient of an entry's norm is made of; zeros where there is no entry.
+struct NormInputs {
+    Channels pooled, dy, weight;
+    Rotation rotations[QUAD / 2];
+    bool exists, turns;
+};
 template <bool WIDE>
-DEVICE void norm_gradient(const CompressorBackwardParams& params, const Place& place, const Item& item,
-                          float (*partials)[2], Channels& dpooled, Channels& dnorm_weight) {
-    const bool there = place.exists && item.channel < params.head_dim;
-    Channels pooled = {}, dy = {}, weight = {};
-    if (there) {
-        load_quad<WIDE>(params.pooled + item.entry * params.head_dim + item.channel, pooled);
-        load_quad<WIDE>(params.dentries + item.entry * params.dentries_stride + item.channel, dy);
-        load_quad<WIDE>(params.norm_weight + item.channel, weight);
-        turn<true>(params, place.position, item.channel, dy);
-    }
+DEVICE NormInputs load_norm(const CompressorBackwardParams& params, const Place& place, const Item& item) {
+    NormInputs inputs{};
+    inputs.exists = place.exists && item.channel < params.head_dim;
+    if (!inputs.exists) return inputs;
+    load_quad<WIDE>(params.pooled + item.entry * params.head_dim + item.channel, inputs.pooled);
+    load_quad<WIDE>(params.dentries + item.entry * params.dentries_stride + item.channel, inputs.dy);
+    load_quad<WIDE>(params.norm_weight + item.channel, inputs.weight);
+    inputs.turns = load_turn<true>(params, place.position, item.channel, inputs.rotations);
+    return inputs;
+}
+
+// The gradient of what was pooled; the terms of dnorm_weight are added to it. Zeros where there is no entry.
+DEVICE void norm_gradient(const CompressorBackwardParams& params, NormInputs& inputs, float (*partials)[2], Channels& dpooled,
+                          Channels& dnorm_weight) {
+    const Channels &pooled = inputs.pooled, &dy = inputs.dy, &weight = inputs.weight;
+    if (inputs.turns) turn_by(inputs.rotations, inputs.dy);
     float sums[2] = {0.0f, 0.0f};  // of u^2 and of g u
     for (int i = 0; i < QUAD; ++i) {
         sums[0] += pooled[i] * pooled[i];
@@ -298,8 +312,8 @@ DEVICE void norm_gradient(const CompressorBackwardParams& params, const Place& p
     const float rstd = reciprocal_rms(sums[0], params.head_dim, params.eps);
     const float factor = rstd * rstd * (sums[1] / static_cast<float>(params.head_dim));
     for (int i = 0; i < QUAD; ++i) {
-        dpooled[i] = there ? rstd * (dy[i] * weight[i] - pooled[i] * factor) : 0.0f;
-        if (there) dnorm_weight[i] += dy[i] * (pooled[i] * rstd);
+        dpooled[i] = inputs.exists ? rstd * (dy[i] * weight[i] - pooled[i] * factor) : 0.0f;
+        if (inputs.exists) dnorm_weight[i] += dy[i] * (pooled[i] * rstd);
     }
 }
 
@@ -336,10 +350,13 @@ DEVICE void add_in_turn(const float (&x)[COUNT][QUAD], int group, int num_groups
 template <bool WIDE>
 DEVICE void overlap_gradient(const CompressorBackwardParams& params, const Place& place, const Item& item,
                              float (*partials)[2], float (&sums)[OVERLAP_SLOTS + 1][QUAD]) {
-    Slots<OVERLAP_SLOTS> slots;
-    load_overlap<WIDE>(params, place, item.channel, slots);
+    Awaited<OVERLAP_SLOTS> awaited;
+    Slots<OVERLAP_SLOTS>& slots = awaited.slots;
+    request_overlap<WIDE>(params, place, item.channel, awaited);
+    NormInputs inputs = load_norm<WIDE>(params, place, item);
+    settle_overlap(place, awaited);
     Channels pooled, inverse, dpooled;
-    norm_gradient<WIDE>(params, place, item, partials, dpooled, sums[OVERLAP_SLOTS]);
+    norm_gradient(params, inputs, partials, dpooled, sums[OVERLAP_SLOTS]);
     pool(slots, nullptr, pooled, inverse);
     UNROLL
     for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
@@ -398,7 +415,8 @@ DEVICE void norm_backward(const CompressorBackwardParams& params) {
     for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x, turn ^= 1) {
         const Item item = item_of_thread(block, params.entry_threads);
         Channels dpooled;
-        norm_gradient<WIDE>(params, place_of(params, item.entry), item, partials[turn], dpooled, sums[0]);
+        NormInputs inputs = load_norm<WIDE>(params, place_of(params, item.entry), item);
+        norm_gradient(params, inputs, partials[turn], dpooled, sums[0]);
         if (item.entry < params.num_entries && item.channel < params.head_dim)
             store_quad<WIDE>(params.dpooled + item.entry * params.head_dim + item.channel, dpooled);
     }
@@ -419,18 +437,24 @@ DEVICE void pool_backward(const CompressorBackwardParams& params) {
     const PoolItem item = pool_item(blockIdx.x, params.head_dim);
     const int64_t step = gridDim.x / ceil_div(params.head_dim, CHUNK);
     float sums[GROUP_SLOTS][QUAD] = {};
+    const int own_channel = minimum(item.channel, params.head_dim - QUAD);
+    Place next = place_of(params, item.entry);
     for (int64_t entry = item.entry; entry < params.num_entries; entry += step) {
-        const Place place = place_of(params, entry);
-        if (!place.exists) continue;
-        Slots<GROUP_SLOTS> slots;
-        load_group<WIDE>(params, place, item, slots);
+        const Place place = next;
+        Awaited<GROUP_SLOTS> awaited;
+        Slots<GROUP_SLOTS>& slots = awaited.slots;
         Channels pooled, inverse, dpooled;
+        if (place.exists) request_group<WIDE>(params, place, item, awaited);
+        load_quad<WIDE>(params.dpooled + entry * params.head_dim + own_channel, dpooled);
+        // Where the next one is takes several trips to memory, which these loads hide.
+        next = place_of(params, entry + step);
+        if (!place.exists) continue;
+        settle_group(params.ratio, item, awaited);
         pool(slots, &shared, pooled, inverse);
         if (item.channel >= params.head_dim) continue;
-        load_quad<WIDE>(params.dpooled + entry * params.head_dim + item.channel, dpooled);
         UNROLL
         for (int i = 0; i < GROUP_SLOTS; ++i) {
-            const int slot = item.group + i * slot_groups();
+            const int slot = slot_of(item, i);
             if (slot >= params.ratio) continue;
             Channels dscore;
             store_slot_gradient<WIDE>(params, place.token + slot, item.channel, slots.value[i], slots.score[i], inverse,
@@ -441,7 +465,7 @@ DEVICE void pool_backward(const CompressorBackwardParams& params) {
     if (item.channel >= params.head_dim) return;
     float* const dape = params.dape_partials + item.entry * params.ratio * params.head_dim;
     for (int i = 0; i < GROUP_SLOTS; ++i) {
-        const int slot = item.group + i * slot_groups();
+        const int slot = slot_of(item, i);
         float* const row = dape + static_cast<int64_t>(slot) * params.head_dim;
         if (slot < params.ratio) store_quad<WIDE>(row + item.channel, sums[i]);
     }

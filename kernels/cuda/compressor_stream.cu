@@ -141,66 +141,24 @@ DEVICE Row row_at(const CompressorStreamParams& params, const Sequence& sequence
     return Row{row, row + params.width, false};
 }
 
-// The same as addresses, and that of a row of ape, which the scores of a token of the call lack.
+// The same as addresses, and that of a row of ape, which the scores of a token of the call lack; of another one its values' once
+// more, which cost nothing.
 struct Source {
     const float *value, *score, *ape;
     bool of_call;
 };
 DEVICE Source source_at(const CompressorStreamParams& params, const Row& row, int64_t ape_row, int64_t column) {
-    return Source{(row.of_call ? params.kv : params.state) + row.value, (row.of_call ? params.gate : params.state) + row.score,
-                  params.ape + ape_row * params.width + column, row.of_call};
-}
-DEVICE Source source_of(const CompressorStreamParams& params, const Sequence& sequence, int64_t position, int64_t column) {
-    const Row row = row_at(params, sequence, position, remainder_of(position, params.num_rows), column);
-    return source_at(params, row, remainder_of(position, params.ratio), column);
+    const float* const value = (row.of_call ? params.kv : params.state) + row.value;
+    return Source{value, (row.of_call ? params.gate : params.state) + row.score,
+                  row.of_call ? params.ape + ape_row * params.width + column : value, row.of_call};
 }
 
-// A token's values and scores, of four columns.
-template <bool WIDE, int SLOTS>
-DEVICE void load_stream_slot(const CompressorStreamParams& params, const Sequence& sequence, int64_t position,
-                             int64_t column, int slot, Slots<SLOTS>& slots) {
-    const Source source = source_of(params, sequence, position, column);
-    if (!source.of_call) {
-        load_quad<WIDE>(source.value, slots.value[slot]);
-        load_quad<WIDE>(source.score, slots.score[slot]);
-        return;
-    }
-    Channels ape;
-    load_quad_streaming<WIDE>(source.value, slots.value[slot]);
-    load_quad_streaming<WIDE>(source.score, slots.score[slot]);
-    load_quad<WIDE>(source.ape, ape);
-    for (int i = 0; i < QUAD; ++i) slots.score[slot][i] += ape[i];
-}
-
-// Slots that are on their way, all at once: nothing waits for one before another is asked for. Rows of ape are added later.
-template <int SLOTS>
-struct Awaited {
-    Slots<SLOTS> slots;
-    float ape[SLOTS][QUAD];
-    bool of_call[SLOTS];
-};
 template <bool WIDE, int SLOTS>
 DEVICE void request_slot(const Source& source, int slot, Awaited<SLOTS>& awaited) {
     load_quad<WIDE>(source.value, awaited.slots.value[slot]);
     load_quad<WIDE>(source.score, awaited.slots.score[slot]);
-    awaited.of_call[slot] = source.of_call;
-    if (source.of_call) load_quad<WIDE>(source.ape, awaited.ape[slot]);
-}
-template <int SLOTS>
-DEVICE void request_nothing(int slot, Awaited<SLOTS>& awaited) {
-    leave_empty(awaited.slots, slot);
-    awaited.of_call[slot] = false;
-}
-template <int SLOTS>
-DEVICE void add_ape(Awaited<SLOTS>& awaited) {
-    UNROLL
-    for (int slot = 0; slot < SLOTS; ++slot) {
-        UNROLL
-        for (int i = 0; i < QUAD; ++i) {
-            const float score = awaited.slots.score[slot][i];
-            awaited.slots.score[slot][i] = awaited.of_call[slot] ? score + awaited.ape[slot][i] : score;
-        }
-    }
+    load_quad<WIDE>(source.ape, awaited.ape[slot]);
+    awaited.lacks_ape[slot] = source.of_call;
 }
 
 // The row of the state that a token of the call is written to; nullptr where a later one of the call has it as well.
@@ -218,28 +176,61 @@ DEVICE void store_row(const CompressorStreamParams& params, float* row, int64_t 
 
 // ---------------------------------------------------------------- with overlap
 
+// The pointer that a lane has, told as a distance from one of the launch's: of a pointer made of a number the compiler does not know
+// that it is one to global memory.
+DEVICE const float* pointer_in_lane(const float* base, const float* pointer, int lane) {
+    const int64_t distance = reinterpret_cast<int64_t>(pointer) - reinterpret_cast<int64_t>(base);
+    return reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(base) + __shfl_sync(FULL_WARP, distance, lane));
+}
+
+// Asks for the slots of an entry that there is. Where a row is takes dozens of instructions and is the same for a warp's threads but
+// for their channels: each lane finds that of one slot, and tells the others.
+template <bool WIDE>
+DEVICE void request_entry(const CompressorStreamParams& params, const StreamPlace& place, int channel,
+                          Awaited<OVERLAP_SLOTS>& awaited) {
+    const int own = lane_id() % OVERLAP_SLOTS;
+    const int64_t position = place.position - OVERLAP_RATIO + own;  // perhaps before 0; there are as many rows as slots at least
+    const Row row = row_at(params, place.sequence, position, remainder_of(position + params.num_rows, params.num_rows),
+                           overlap_column(params.head_dim, 0, own));
+    const Source source = source_at(params, row, own % OVERLAP_RATIO, overlap_column(params.head_dim, 0, own));
+    const uint32_t of_call = __ballot_sync(FULL_WARP, source.of_call);
+    UNROLL
+    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
+        const auto in_lane = [&](const float* pointer) { return pointer_in_lane(params.state, pointer, slot) + channel; };
+        const Source of_slot{in_lane(source.value), in_lane(source.score), in_lane(source.ape), (of_call >> slot & 1) != 0};
+        request_slot<WIDE>(of_slot, slot, awaited);
+    }
+}
+
+// Pools the slots of an entry, asked for at once with what the entry is made with. Zeros where there is none, and behind its last
+// channel, where threads ask for those of the last ones.
+template <bool WIDE>
+DEVICE Finish pool_entry(const CompressorStreamParams& params, const StreamPlace& place, int channel, Channels& x) {
+    for (int i = 0; i < QUAD; ++i) x[i] = 0.0f;
+    if (!place.exists) return Finish{};
+    Awaited<OVERLAP_SLOTS> awaited;
+    request_entry<WIDE>(params, place, minimum(channel, params.head_dim - QUAD), awaited);
+    const Finish finish = load_finish<WIDE>(params, place.position, channel);
+    add_ape(awaited);
+    const int absent = place.position == 0 ? OVERLAP_RATIO : 0;
+    UNROLL
+    for (int slot = 0; slot < OVERLAP_RATIO; ++slot)
+        if (slot < absent) leave_empty(awaited.slots, slot);
+    Channels inverse;
+    pool(awaited.slots, nullptr, x, inverse);
+    for (int i = 0; i < QUAD; ++i) x[i] = channel < params.head_dim ? x[i] : 0.0f;
+    round_to_stored(x);
+    return finish;
+}
+
 template <bool WIDE>
 DEVICE void stream_overlap(const CompressorStreamParams& params) {
     __shared__ float partials[MAX_WARPS][1];
     const Item item = item_of_thread(blockIdx.x, params.entry_threads);
     const StreamPlace place = stream_place(params, item.entry);
-    const bool there = place.exists && item.channel < params.head_dim;
-    Slots<OVERLAP_SLOTS> slots;
-    UNROLL
-    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
-        const int64_t position = place.position + slot - OVERLAP_RATIO;
-        if (!there || position < 0) {
-            leave_empty(slots, slot);
-            continue;
-        }
-        const int64_t column = overlap_column(params.head_dim, item.channel, slot);
-        load_stream_slot<WIDE>(params, place.sequence, position, column, slot, slots);
-    }
-    Channels x, inverse;
-    pool(slots, nullptr, x, inverse);
-    for (int i = 0; i < QUAD; ++i) x[i] = there ? x[i] : 0.0f;
-    round_to_stored(x);
-    make_entry<WIDE>(params, place.position, item.channel, x, partials);
+    Channels x;
+    const Finish finish = pool_entry<WIDE>(params, place, item.channel, x);
+    make_entry(params, finish, item.channel, x, partials);
     store_entry<WIDE>(params, item.entry, place.exists, item.channel, x);
 }
 
@@ -265,19 +256,19 @@ DEVICE void stream_pool(const CompressorStreamParams& params) {
     Channels x = {}, inverse;
     if (place.exists) {
         Awaited<GROUP_SLOTS> awaited;
+        const int channel = minimum(item.channel, params.head_dim - QUAD);
         UNROLL
         for (int i = 0; i < GROUP_SLOTS; ++i) {
-            const int slot = item.group + i * slot_groups();
-            if (slot >= params.ratio || item.channel >= params.head_dim) {
-                request_nothing(i, awaited);
-                continue;
-            }
+            const int slot = minimum(slot_of(item, i), params.ratio - 1);
             const int64_t position = place.position + slot, state_row = remainder_of(position, params.num_rows);
-            const Row row = row_at(params, place.sequence, position, state_row, item.channel);
-            request_slot<WIDE>(source_at(params, row, slot, item.channel), i, awaited);
+            const Row row = row_at(params, place.sequence, position, state_row, channel);
+            request_slot<WIDE>(source_at(params, row, slot, channel), i, awaited);
         }
         if (threadIdx.x == 0) prefetch_finish(params, place.position, item.channel);
         add_ape(awaited);
+        UNROLL
+        for (int i = 0; i < GROUP_SLOTS; ++i)
+            if (slot_of(item, i) >= params.ratio) leave_empty(awaited.slots, i);
         pool(awaited.slots, &shared, x, inverse);
     }
     if (item.group == 0) store_pooled<WIDE>(params, item.entry, item.channel, x);
@@ -297,7 +288,7 @@ DEVICE void stream_norm(const CompressorStreamParams& params, int64_t block) {
     const StreamPlace place = stream_place(params, item.entry);
     for (int i = 0; i < QUAD; ++i) x[i] = place.exists ? x[i] : 0.0f;
     const Finish finish = load_finish<WIDE>(params, place.position, item.channel);
-    make_entry_with(params, finish, item.channel, x, partials);
+    make_entry(params, finish, item.channel, x, partials);
     store_entry<WIDE>(params, item.entry, place.exists, item.channel, x);
 }
 
@@ -322,9 +313,11 @@ DEVICE void write_rows(const CompressorStreamParams& params, int64_t token) {
     float* const row = own_row(params, sequence, position);
     if (!row) return;
     for (int column = static_cast<int>(threadIdx.x) * QUAD; column < params.width; column += step) {
-        Slots<1> slots;
-        load_stream_slot<WIDE>(params, sequence, position, column, 0, slots);
-        store_row<WIDE>(params, row, column, 0, slots);
+        Awaited<1> own;
+        const Row source = row_at(params, sequence, position, 0, column);
+        request_slot<WIDE>(source_at(params, source, remainder_of(position, params.ratio), column), 0, own);
+        add_ape(own);
+        store_row<WIDE>(params, row, column, 0, own.slots);
     }
 }
 
@@ -372,48 +365,6 @@ DEVICE void store_token(const CompressorStreamParams& params, const Sequence& se
     store_row<WIDE>(params, row, params.head_dim + channel, 1, token.slots);
 }
 
-// Asks for the slots of an entry. Where a row is takes dozens of instructions and is the same for a warp's threads but for their
-// channels: each lane finds that of one slot, and tells the others.
-template <bool WIDE>
-DEVICE void request_entry(const CompressorStreamParams& params, const StreamPlace& place, int channel,
-                          Awaited<OVERLAP_SLOTS>& awaited) {
-    const int own = lane_id() % OVERLAP_SLOTS;
-    const int64_t position = place.position - OVERLAP_RATIO + own;  // perhaps before 0; there are as many rows as slots at least
-    const Row row = row_at(params, place.sequence, position, remainder_of(position + params.num_rows, params.num_rows),
-                           overlap_column(params.head_dim, 0, own));
-    const uint32_t of_call = __ballot_sync(FULL_WARP, row.of_call);
-    Row rows[OVERLAP_SLOTS];
-    UNROLL
-    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot)
-        rows[slot] = Row{__shfl_sync(FULL_WARP, row.value, slot) + channel, __shfl_sync(FULL_WARP, row.score, slot) + channel,
-                         (of_call >> slot & 1) != 0};
-    const int absent = place.position == 0 ? OVERLAP_RATIO : 0;
-    UNROLL
-    for (int slot = 0; slot < OVERLAP_SLOTS; ++slot) {
-        if (slot < absent || channel >= params.head_dim) {
-            request_nothing(slot, awaited);
-            continue;
-        }
-        const int64_t column = overlap_column(params.head_dim, channel, slot);
-        request_slot<WIDE>(source_at(params, rows[slot], slot % OVERLAP_RATIO, column), slot, awaited);
-    }
-}
-
-// An entry that exists, from its slots and what it is made with, which are asked for at once.
-template <bool WIDE>
-DEVICE void step_entry(const CompressorStreamParams& params, const StreamPlace& place, int channel, float (*partials)[1],
-                       Channels& x) {
-    Awaited<OVERLAP_SLOTS> awaited;
-    request_entry<WIDE>(params, place, channel, awaited);
-    const Finish finish = load_finish<WIDE>(params, place.position, channel);
-    add_ape(awaited);
-    Channels inverse;
-    pool(awaited.slots, nullptr, x, inverse);
-    for (int i = 0; i < QUAD; ++i) x[i] = channel < params.head_dim ? x[i] : 0.0f;
-    round_to_stored(x);
-    make_entry_with(params, finish, channel, x, partials);
-}
-
 template <bool WIDE>
 DEVICE void step_sequence(const CompressorStreamParams& params) {
     __shared__ float partials[MAX_WARPS][1];
@@ -428,8 +379,9 @@ DEVICE void step_sequence(const CompressorStreamParams& params) {
     const int64_t end = minimum<int64_t>(behind, params.num_entries);
     for (int64_t entry = number > 0 ? maximum<int64_t>(first, 0) : 0; entry < end; ++entry) {
         const StreamPlace place = place_in(sequence, OVERLAP_RATIO, entry - first);
-        Channels x = {};
-        if (place.exists) step_entry<WIDE>(params, place, channel, partials, x);
+        Channels x;
+        const Finish finish = pool_entry<WIDE>(params, place, channel, x);
+        if (place.exists) make_entry(params, finish, channel, x, partials);
         store_entry<WIDE>(params, entry, place.exists, channel, x);
         if (entry + 1 < end) __syncthreads();
     }

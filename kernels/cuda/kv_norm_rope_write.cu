@@ -45,6 +45,8 @@ static_assert(NOPE_DIM > 0 && Row::HEAD_DIM <= 512, "a lane has two accesses of 
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
 constexpr int GROUP_LANES = SCALE_GROUP / VECTOR;
+constexpr int LINE_FLOATS = 32;  // of an access of the second-level cache
+constexpr int FEW_TOKENS = 1024;
 static_assert(Channels<true>::PIECES * static_cast<int>(WARP_SIZE) * VECTOR == LARGEST_NOPE_DIM, "each scale has lanes, those that pad too");
 
 struct KvNormRopeWriteParams {
@@ -63,6 +65,18 @@ struct KvNormRopeWriteParams {
 };
 PARAMS_LAYOUT(KvNormRopeWriteParams, x, x_stride, weight, y, y_stride, slots, pages, pages_stride, cos, cos_stride, sin,
               sin_stride, positions, table_rows, num_tokens, num_slots, page_size, head_dim, rope_dim, inverse, eps)
+
+// Asks the second-level cache for what the norm and the rotation of a row need, while the row itself is waited for. Of many tokens
+// it has them.
+DEVICE void prefetch_rest(const KvNormRopeWriteParams& params, int64_t token) {
+    if (params.num_tokens > FEW_TOKENS) return;
+    if (lane_id() * LINE_FLOATS < Row::HEAD_DIM) prefetch_second_level(params.weight + lane_id() * LINE_FLOATS);
+    const RotationRows rows = rotation_rows(params, token, 0);
+    if (rows.exist() && lane_id() * LINE_FLOATS < ROPE_DIM / 2) {
+        prefetch_second_level(rows.cos + lane_id() * LINE_FLOATS);
+        prefetch_second_level(rows.sin + lane_id() * LINE_FLOATS);
+    }
+}
 
 // The norm of a row, and its rotation.
 DEVICE void normalise_and_turn(const KvNormRopeWriteParams& params, int64_t token, Channels<true>& x) {
@@ -106,6 +120,7 @@ KERNEL_OF(kv_norm_rope_write, KvNormRopeWriteParams, THREADS, 12) {
     const bool wanted = cache.holds(slot);
     Channels<true> x;
     x.load(params.x + token * params.x_stride, Row::HEAD_DIM);
+    prefetch_rest(params, token);
     normalise_and_turn(params, token, x);
     uint8_t* const data = cache.data<Row>(wanted ? slot : 0);
     uint8_t* const scales = cache.scales<Row>(wanted ? slot : 0);

@@ -8,7 +8,8 @@
 // do not depend on the other tokens. A row of x that has no slot is not read, nor is a row of dy that no slot has.
 //
 // A block takes a piece of a token's row, 16 bytes a thread: the forward reads it once and writes it to each of its slots'
-// rows, the backward has up to HELD rows under way. The first blocks look for rows that nobody has, 128 positions each.
+// rows, the backward has up to HELD rows under way. The first blocks look for rows that nobody has, up to 128
+// positions each.
 //
 // Floors, with s = sizeof(ELEMENT): s (num_tokens + num_positions) bytes a channel either way. 32768 tokens of 7168 bf16
 // channels with 6 slots each and some 16000 rows of padding: 3.5 GB, 0.83 ms at 4.24 TB/s. Expected to be limited by
@@ -21,7 +22,7 @@
 // writes a row. Backward, with ten blocks on a multiprocessor and 48 registers, 120 KB of rows under way: not measured.
 //
 // Defines: ELEMENT  type of x, y, dy and dx: bf16 or float. Launch: num_tokens blocks for each piece of a row, and, of the
-// forward, ceil(num_positions / ROWS_PER_BLOCK) more.
+// forward, ceil(num_positions / rows_per_block) more.
 #include "moe_rows.h"
 
 struct MoeExpandForwardParams {
@@ -33,9 +34,10 @@ struct MoeExpandForwardParams {
     int64_t num_positions;
     int32_t topk;
     int32_t hidden_size;
+    int32_t rows_per_block;
 };
 PARAMS_LAYOUT(MoeExpandForwardParams, x, x_token_stride, token_topk_to_pos, token_topk_to_pos_token_stride, pos_to_token, y,
-              y_position_stride, num_tokens, num_positions, topk, hidden_size)
+              y_position_stride, num_tokens, num_positions, topk, hidden_size, rows_per_block)
 
 struct MoeExpandBackwardParams {
     const ELEMENT* dy; int64_t dy_position_stride;                             // [num_positions, hidden_size]
@@ -51,10 +53,10 @@ PARAMS_LAYOUT(MoeExpandBackwardParams, dy, dy_position_stride, token_topk_to_pos
 
 template <int COUNT>
 DEVICE void expand_forward(const MoeExpandForwardParams& params) {
-    const int64_t clearing = clearing_blocks(params.num_positions);
+    const int64_t clearing = clearing_blocks(params);
     if (blockIdx.x < clearing) {
-        clear_rows<COUNT>(params.pos_to_token, static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK, params.num_positions,
-                          params.y, params.y_position_stride, params.hidden_size);
+        clear_rows<COUNT>(params.pos_to_token, blockIdx.x, params.rows_per_block, params.num_positions, params.y,
+                          params.y_position_stride, params.hidden_size);
         return;
     }
     const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), block = blockIdx.x - clearing;

@@ -25,7 +25,7 @@
 // Backward, with four blocks, and those that clear rows first instead of last (moe_expand.cu), has not been measured since.
 //
 // Defines: ELEMENT  type of y, shared, out, dout and dy: bf16 or float. Launch: forward num_tokens blocks for each piece of
-// a row; backward num_tokens + ceil(num_positions / ROWS_PER_BLOCK).
+// a row; backward num_tokens + ceil(num_positions / rows_per_block).
 #include "moe_rows.h"
 
 struct MoeReduceForwardParams {
@@ -55,10 +55,12 @@ struct MoeReduceBackwardParams {
     int64_t num_positions;
     int32_t topk;
     int32_t hidden_size;
+    int32_t rows_per_block;
 };
 PARAMS_LAYOUT(MoeReduceBackwardParams, dout, dout_token_stride, y, y_position_stride, token_topk_to_pos,
               token_topk_to_pos_token_stride, pos_to_token, topk_weights, topk_weights_token_stride, dy, dy_position_stride,
-              dtopk_weights, dtopk_weights_token_stride, num_tokens, num_positions, topk, hidden_size)
+              dtopk_weights, dtopk_weights_token_stride, num_tokens, num_positions, topk, hidden_size,
+              rows_per_block)
 
 template <int COUNT>
 DEVICE void reduce_forward(const MoeReduceForwardParams& params) {
@@ -125,10 +127,10 @@ DEVICE void write_dots(const MoeReduceBackwardParams& params, int64_t token, int
 
 template <int COUNT>
 DEVICE void reduce_backward(const MoeReduceBackwardParams& params) {
-    const int64_t token = blockIdx.x - clearing_blocks(params.num_positions);
+    const int64_t token = blockIdx.x - clearing_blocks(params);
     if (token < 0) {
-        clear_rows<COUNT>(params.pos_to_token, static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK, params.num_positions,
-                          params.dy, params.dy_position_stride, params.hidden_size);
+        clear_rows<COUNT>(params.pos_to_token, blockIdx.x, params.rows_per_block, params.num_positions, params.dy,
+                          params.dy_position_stride, params.hidden_size);
         return;
     }
     const Positions all = positions_of(params, token);

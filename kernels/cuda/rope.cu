@@ -12,8 +12,8 @@
 //
 // A thread block is three-dimensional: threadIdx.x runs over the units of a head (a unit is 16 bytes in
 // rope_forward; in rope_forward_scalar one copied element or one rotated pair), y over heads, z over
-// tokens. Each thread moves one unit of HEADS heads, so that cos and sin are loaded once for all of
-// them and HEADS loads are in flight at a time. A unit is read and written by one thread only, so x and
+// tokens. Each thread moves one unit of up to HEADS heads, so that cos and sin are loaded once for all of
+// them and as many loads are in flight at a time; of so few tokens that blocks would be fewer than multiprocessors, of fewer heads. A unit is read and written by one thread only, so x and
 // y may be the same tensor; the copied channels are then left alone.
 //
 // Floor: every element is read and written once (in place: only those that rotate), at 3 FLOPs for a
@@ -30,7 +30,7 @@
 #include "numeric.h"
 #include "rotation.h"
 
-constexpr int HEADS = 8;                             // heads that one thread serves
+constexpr int HEADS = 8;                             // heads that one thread serves, of few tokens fewer
 constexpr int THREADS = 256;
 // Declared above what is launched: it holds the compiler to 80 registers, so that three blocks of 256
 // threads share a multiprocessor and one block's stores overlap the others' loads.
@@ -54,9 +54,10 @@ struct RopeParams {
     int32_t head_dim;
     int32_t rope_dim;  // even, at most head_dim
     int32_t inverse;   // 0 or 1
+    int32_t heads_per_thread;  // 1 to HEADS
 };
 PARAMS_LAYOUT(RopeParams, x, x_token_stride, x_head_stride, y, y_token_stride, y_head_stride, cos, cos_stride, sin,
-              sin_stride, positions, num_tokens, table_rows, num_heads, head_dim, rope_dim, inverse)
+              sin_stride, positions, num_tokens, table_rows, num_heads, head_dim, rope_dim, inverse, heads_per_thread)
 
 struct RopeTableParams {
     const float* inv_freq;     // [half]
@@ -82,7 +83,7 @@ DEVICE Vec16 rotate_vector(Vec16 vector, const Rotation (&rotations)[VECTOR / 2]
 // ---------------------------------------------------------------- units of work
 
 // What a thread does next: `count` heads of `token`, which start at x and y (channel 0) and lie x_step
-// and y_step elements apart. A block takes blockDim.z tokens and a chunk of blockDim.y * HEADS heads at
+// and y_step elements apart. A block takes blockDim.z tokens and a chunk of blockDim.y * heads_per_thread heads at
 // a time, and steps through the grid.
 struct Work {
     int64_t token;
@@ -93,7 +94,7 @@ struct Work {
 };
 
 DEVICE int head_chunks(const RopeParams& params) {
-    return ceil_div(params.num_heads, static_cast<int>(blockDim.y) * HEADS);
+    return ceil_div(params.num_heads, static_cast<int>(blockDim.y) * params.heads_per_thread);
 }
 DEVICE int64_t work_items(const RopeParams& params) {
     return ceil_div(params.num_tokens, static_cast<int64_t>(blockDim.z)) * head_chunks(params);
@@ -102,12 +103,12 @@ DEVICE Work work_item(const RopeParams& params, int64_t item) {
     const int chunks = head_chunks(params), step = static_cast<int>(blockDim.y);
     const int64_t tokens = item / chunks;
     const int chunk = static_cast<int>(item - tokens * chunks);
-    const int head = chunk * step * HEADS + static_cast<int>(threadIdx.y);
+    const int head = chunk * step * params.heads_per_thread + static_cast<int>(threadIdx.y);
     Work work;
     work.token = tokens * blockDim.z + threadIdx.z;
     work.count = 0;
     if (work.token < params.num_tokens && head < params.num_heads)
-        work.count = minimum(HEADS, ceil_div(params.num_heads - head, step));
+        work.count = minimum(params.heads_per_thread, ceil_div(params.num_heads - head, step));
     work.x = params.x + work.token * params.x_token_stride + head * params.x_head_stride;
     work.y = params.y + work.token * params.y_token_stride + head * params.y_head_stride;
     work.x_step = step * params.x_head_stride;

@@ -8,8 +8,10 @@
 // padding row, one whose entry of pos_to_token_topk is negative, counts for nothing and gets zeros; of many rows it is not read.
 // fp32 from load to store, so that each output is rounded once. One warp takes a row, 16 bytes an access where
 // width, strides and addresses allow it, one element otherwise. A row's sum depends on its width alone. Of the few rows of
-// a decode step a warp's steps, each of which waits for memory, are most of the time: there the forward gives each access a
-// thread of its own, and asks for gate and up before it knows whether the row is padding, which changes no bit.
+// a decode step a warp's steps, each of which waits for memory, are most of the time: there each access has a thread of its
+// own, and gate and up are asked for before it is known whether the row is padding, which changes no bit. The backward of such a
+// row is one block's, whose warps have a step each of the warp that takes a row of many: dweight is the sum of the steps' sums in
+// their order either way.
 //
 // Floors, with s = sizeof(ELEMENT): forward 3s bytes an element for 10 FLOPs, backward 5s for 22, two of them special
 // functions. Limited by memory: at 4.24 TB/s and 3.6e12 special functions a second these take 0.4 of the bf16
@@ -19,12 +21,13 @@
 // and the bytes 0.5.
 //
 // Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks;
-// of few rows a row of blocks for each, which have as many threads as it has accesses.
+// of few rows a row of blocks for each, which have as many threads as it has accesses, and of the backward one block of whole warps.
 #include "element.h"
 #include "elements.h"
 #include "swiglu.h"
 
 constexpr int ROWS_PER_BLOCK = 4, THREADS = ROWS_PER_BLOCK * WARP_SIZE;
+constexpr int FEW_BACKWARD_THREADS = 512, FEW_BACKWARD_WARPS = FEW_BACKWARD_THREADS / WARP_SIZE;
 
 struct SwigluParams {
     const ELEMENT* gate; int64_t gate_row_stride;    // [num_rows, width], as are up, y, dy, dgate and dup
@@ -42,6 +45,17 @@ struct SwigluParams {
 };
 PARAMS_LAYOUT(SwigluParams, gate, gate_row_stride, up, up_row_stride, weight, pos_to_token_topk, y, y_row_stride, dy,
               dy_row_stride, dgate, dgate_row_stride, dup, dup_row_stride, dweight, num_rows, width, limit)
+
+// What the warps of a block have of their steps, added in the order of the steps: what one warp that takes them all has in its
+// lanes.
+DEVICE float sum_of_steps(float dweight) {
+    __shared__ float of_steps[FEW_BACKWARD_WARPS][WARP_SIZE];
+    of_steps[warp_id()][lane_id()] = dweight;
+    __syncthreads();
+    float sum = 0.0f;
+    for (int step = 0; step < static_cast<int>(blockDim.x / WARP_SIZE); ++step) sum += of_steps[step][lane_id()];
+    return sum;
+}
 
 // FEW: blockIdx.y is the row, and of its accesses each thread has one, without a loop, so that what is known of the row is not
 // waited for before the access.
@@ -65,22 +79,27 @@ DEVICE void swiglu_row(const SwigluParams& params) {
         for (int e = 0; FEW && e < COUNT; ++e) {
             gate[e] = padding ? 0.0f : gate[e];
             up[e] = padding ? 0.0f : up[e];
+            if (BACKWARD) dy[e] = padding ? 0.0f : dy[e];
         }
+        float of_step = 0.0f;
         for (int e = 0; e < COUNT; ++e) {
             const float a = clamp_gate(gate[e], limit), b = clamp_up(up[e], limit);
             const float s = sigmoid(a), silu = a * s, g = dy[e] * weight;
             y[e] = silu * b * weight;
             dgate[e] = gate[e] > limit ? 0.0f : g * b * (s * (1.0f + a * (1.0f - s)));
             dup[e] = absolute_f32(up[e]) > limit ? 0.0f : g * silu;
-            dweight += dy[e] * (silu * b);
+            of_step += dy[e] * (silu * b);
         }
+        dweight += of_step;
         if (!BACKWARD) store_elements(params.y + row * params.y_row_stride + column, y);
         if (BACKWARD) store_elements(params.dgate + row * params.dgate_row_stride + column, dgate);
         if (BACKWARD) store_elements(params.dup + row * params.dup_row_stride + column, dup);
         if (FEW) break;
     }
-    if (BACKWARD && params.dweight) dweight = warp_sum(dweight);
-    if (BACKWARD && params.dweight && lane_id() == 0) params.dweight[row] = dweight;
+    if (!BACKWARD || !params.dweight) return;
+    if (FEW) dweight = sum_of_steps(dweight);
+    dweight = warp_sum(dweight);
+    if (FEW ? threadIdx.x == 0 : lane_id() == 0) params.dweight[row] = dweight;
 }
 
 KERNEL(swiglu_forward_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false>(params); }
@@ -88,4 +107,5 @@ KERNEL(swiglu_forward_scalar, SwigluParams, THREADS) { swiglu_row<1, false>(para
 KERNEL(swiglu_forward_few_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false, true>(params); }
 KERNEL(swiglu_forward_few_scalar, SwigluParams, THREADS) { swiglu_row<1, false, true>(params); }
 KERNEL(swiglu_backward_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, true>(params); }
+KERNEL(swiglu_backward_few_vector, SwigluParams, FEW_BACKWARD_THREADS) { swiglu_row<VECTOR, true, true>(params); }
 KERNEL(swiglu_backward_scalar, SwigluParams, THREADS) { swiglu_row<1, true>(params); }

@@ -24,7 +24,7 @@ pub const MAX_RATIO: usize = 128;
 pub const QUAD: usize = 4;
 /// Threads of a block that makes entries, and of one of the backward.
 pub(crate) const FORWARD_THREADS: usize = 128;
-const BACKWARD_THREADS: usize = 256;
+const BACKWARD_THREADS: usize = 128;
 /// Channels of a block that pools without overlap, and its most warps; `CHUNK` and `POOL_WARPS` in the kernel source.
 const CHUNK: usize = 32;
 const POOL_WARPS: usize = 8;

@@ -16,6 +16,14 @@ pub fn modules() -> Vec<Module> {
     modules_of_floats(FILE, &["ELEMENT"])
 }
 
+/// Positions that a block looks at for rows that no slot has, of so many: as many as it has threads, fewer where blocks would be too
+/// few to write such rows at the rate of memory. A multiple of its warps.
+pub(crate) fn clearing_rows(num_positions: usize) -> usize {
+    const WARPS: usize = THREADS / 32;
+    const ENOUGH_BLOCKS: usize = 2048;
+    (num_positions / ENOUGH_BLOCKS).next_multiple_of(WARPS).clamp(WARPS, THREADS)
+}
+
 /// Launches the forward, or the `backward`; returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_tokens, hidden_size]`, bf16 or f32, and with it `y` `[num_positions, hidden_size]`, of the backward `dy`, like `y`,
@@ -51,6 +59,8 @@ pub fn launch(device: &Device, views: &Views, backward: bool) -> Result<&'static
     };
     let params = params.i64("num_tokens", num_tokens)?.i64("num_positions", num_positions)?;
     let params = params.i32("topk", topk)?.i32("hidden_size", hidden_size)?;
+    let rows_per_block = clearing_rows(num_positions);
+    let params = if backward { params } else { params.i32("rows_per_block", rows_per_block)? };
     let names = [
         ["moe_expand_forward_scalar", "moe_expand_forward_vector"],
         ["moe_expand_backward_scalar", "moe_expand_backward_vector"],
@@ -58,7 +68,7 @@ pub fn launch(device: &Device, views: &Views, backward: bool) -> Result<&'static
     let name = names[usize::from(backward)][usize::from(vectorised)];
     let dtype = views[rows[0]].dtype;
     let of_tokens = num_tokens.saturating_mul(pieces(hidden_size, dtype, vectorised, THREADS));
-    let of_positions = if backward { 0 } else { num_positions.div_ceil(THREADS) };
+    let of_positions = if backward { 0 } else { num_positions.div_ceil(rows_per_block) };
     let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?;
     kernel.launch_blocks("token_topk_to_pos", of_tokens.saturating_add(of_positions), &params)?;
     Ok(name)

@@ -1,7 +1,7 @@
 //! `moe_reduce`: launcher of `kernels/cuda/moe_reduce.cu` (inference 11.2, 11.3).
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, pieces, read, write};
-use crate::moe_expand::THREADS;
+use crate::moe_expand::{THREADS, clearing_rows};
 use crate::runtime::device::Module;
 use crate::runtime::{DType, Device, Result, Views};
 
@@ -58,6 +58,8 @@ pub fn launch(device: &Device, views: &Views, backward: bool) -> Result<&'static
     };
     let params = params.i64("num_tokens", num_tokens)?.i64("num_positions", num_positions)?;
     let params = params.i32("topk", topk)?.i32("hidden_size", hidden_size)?;
+    let rows_per_block = clearing_rows(num_positions);
+    let params = if backward { params.i32("rows_per_block", rows_per_block)? } else { params };
     let names = [
         ["moe_reduce_forward_scalar", "moe_reduce_forward_vector"],
         ["moe_reduce_backward_scalar", "moe_reduce_backward_vector"],
@@ -66,7 +68,7 @@ pub fn launch(device: &Device, views: &Views, backward: bool) -> Result<&'static
     let dtype = views[if backward { "dout" } else { "y" }].dtype;
     let blocks = match backward {
         false => num_tokens.saturating_mul(pieces(hidden_size, dtype, vectorised, THREADS)),
-        true => num_tokens.saturating_add(num_positions.div_ceil(THREADS)),
+        true => num_tokens.saturating_add(num_positions.div_ceil(rows_per_block)),
     };
     device.kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?.launch_blocks(
         "token_topk_to_pos",

@@ -8,8 +8,8 @@ const FILE: &str = "rope.cu";
 const CHECK: Arguments = Arguments { operator: "rope" };
 /// Threads of a block; `THREADS` in the kernel source.
 const THREADS: u32 = 256;
-/// Heads that one thread serves; `HEADS` in the kernel source.
-const HEADS_PER_THREAD: u32 = 8;
+/// The most heads that one thread serves; `HEADS` in the kernel source.
+const HEADS: u32 = 8;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -39,7 +39,10 @@ pub fn forward(device: &Device, views: &Views, inverse: bool) -> Result<&'static
     let params = params.i32("num_heads", num_heads)?.i32("head_dim", head_dim)?.i32("rope_dim", rope_dim)?;
     let copied = if x.address == y.address { 0 } else { head_dim - rope_dim };
     let units = if vectorised { (copied + rope_dim) * x.dtype.size() / 16 } else { copied + rope_dim / 2 };
-    kernel.launch(launch_config(units, num_tokens, num_heads)?, &params.flag("inverse", inverse))?;
+    let processors = device.environment().processors.max(1).into();
+    let (config, heads_per_thread) = launch_config(units, [num_tokens, num_heads], processors)?;
+    let params = params.flag("inverse", inverse).i32("heads_per_thread", heads_per_thread as usize)?;
+    kernel.launch(config, &params)?;
     Ok(name)
 }
 
@@ -52,16 +55,25 @@ pub fn backward(device: &Device, views: &Views, inverse: bool) -> Result<&'stati
     forward(device, views, !inverse)
 }
 
-/// A block of `units × heads × tokens` threads, and blocks for all of them.
-fn launch_config(units: usize, num_tokens: usize, num_heads: usize) -> Result<LaunchConfig> {
+/// A block of `units × heads × tokens` threads, and blocks for all of them; and the heads that a thread serves: [`HEADS`], or, where
+/// blocks would be fewer than multiprocessors, a smaller power of two.
+fn launch_config(units: usize, extents: [usize; 2], processors: u64) -> Result<(LaunchConfig, usize)> {
+    let [num_tokens, num_heads] = extents;
     let across = (units as u64).clamp(1, u64::from(THREADS)) as u32;
-    let heads = (num_heads as u32).div_ceil(HEADS_PER_THREAD).clamp(1, THREADS / across);
-    // z of a block is at most 64.
-    let tokens = (THREADS / across / heads).clamp(1, (num_tokens as u64).clamp(1, 64) as u32);
-    let chunks = (num_heads as u64).div_ceil(u64::from(heads * HEADS_PER_THREAD));
-    let items = (num_tokens as u64).div_ceil(u64::from(tokens)) * chunks;
+    let config = |heads_per_thread: u32| {
+        let heads = (num_heads as u32).div_ceil(heads_per_thread).clamp(1, THREADS / across);
+        // z of a block is at most 64.
+        let tokens = (THREADS / across / heads).clamp(1, (num_tokens as u64).clamp(1, 64) as u32);
+        let chunks = (num_heads as u64).div_ceil(u64::from(heads) * u64::from(heads_per_thread));
+        ((num_tokens as u64).div_ceil(u64::from(tokens)).saturating_mul(chunks), [across, heads, tokens])
+    };
+    let mut heads_per_thread = HEADS;
+    while heads_per_thread > 1 && config(heads_per_thread).0 < processors {
+        heads_per_thread /= 2;
+    }
+    let (items, block) = config(heads_per_thread);
     let config = LaunchConfig::linear(CHECK.operator, "x", items.min(i32::MAX as u64), 0)?;
-    Ok(LaunchConfig { block: [across, heads, tokens], ..config })
+    Ok((LaunchConfig { block, ..config }, heads_per_thread as usize))
 }
 
 /// `[num_tokens, num_heads, head_dim, table_rows, half]`.

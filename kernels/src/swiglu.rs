@@ -8,8 +8,11 @@ const FILE: &str = "swiglu.cu";
 const CHECK: Arguments = Arguments { operator: "swiglu" };
 /// Rows of a block: one a warp.
 const ROWS_PER_BLOCK: usize = 4;
-/// Up to so many rows for each multiprocessor the forward gives each access a thread.
+/// Up to so many rows for each multiprocessor each access has a thread, of the backward in one block of up to so many; the latter is
+/// `FEW_BACKWARD_THREADS` in the kernel source.
 const FEW_ROWS: usize = 4;
+const FEW_BACKWARD_THREADS: usize = 512;
+const WARP: usize = 32;
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
@@ -42,22 +45,27 @@ pub fn launch(device: &Device, views: &Views, limit: f32, backward: bool) -> Res
     CHECK.positive("limit", limit)?;
     let params = call.params(&["gate", "up", "weight", "pos_to_token_topk", "y", "dy", "dgate", "dup", "dweight"]);
     let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("limit", limit);
-    let few = !backward && num_rows <= FEW_ROWS * device.environment().processors.max(1) as usize;
+    let (wide, dtype) = (call.vectorised(), views["gate"].dtype);
+    let accesses = width.div_ceil(if wide { 16 / dtype.size() } else { 1 });
+    // A row of the backward is one block's.
+    let fits = !backward || (wide && accesses <= FEW_BACKWARD_THREADS);
+    let few = fits && num_rows <= FEW_ROWS * device.environment().processors.max(1) as usize;
     let names = match (backward, few) {
-        (true, _) => ["swiglu_backward_scalar", "swiglu_backward_vector"],
+        (true, false) => ["swiglu_backward_scalar", "swiglu_backward_vector"],
+        (true, true) => ["swiglu_backward_scalar", "swiglu_backward_few_vector"],
         (false, false) => ["swiglu_forward_scalar", "swiglu_forward_vector"],
         (false, true) => ["swiglu_forward_few_scalar", "swiglu_forward_few_vector"],
     };
-    let (wide, dtype) = (call.vectorised(), views["gate"].dtype);
     let name = names[usize::from(wide)];
     let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?;
     if !few {
         kernel.launch_blocks("gate", num_rows.div_ceil(ROWS_PER_BLOCK), &params)?;
         return Ok(name);
     }
-    let access = if wide { 16 / dtype.size() } else { 1 };
-    let pieces = width.div_ceil(access * kernel.max_threads() as usize);
-    let config = LaunchConfig::linear(CHECK.operator, "gate", pieces as u64, kernel.max_threads())?;
+    let most = kernel.max_threads() as usize;
+    let threads = if backward { accesses.next_multiple_of(WARP).clamp(WARP, most) } else { most };
+    let pieces = accesses.div_ceil(most);
+    let config = LaunchConfig::linear(CHECK.operator, "gate", pieces as u64, threads as u32)?;
     kernel.launch(LaunchConfig { grid: [config.grid[0], num_rows as u32, 1], ..config }, &params)?;
     Ok(name)
 }

@@ -49,6 +49,7 @@ impl Declared for Swiglu {
             "swiglu_forward_few_scalar",
             "swiglu_backward_vector",
             "swiglu_backward_scalar",
+            "swiglu_backward_few_vector",
         ],
         modules: launcher::modules,
         cases: [24, 60, 120],

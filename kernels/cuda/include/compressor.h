@@ -90,6 +90,28 @@ DEVICE void leave_empty(Slots<SLOTS>& slots, int slot) {
     }
 }
 
+// Slots that are on their way, all at once: nothing waits for one before another is asked for. Rows of ape are added later, to scores
+// that lack theirs. A slot that is absent is read where there is another one, and emptied later: a branch around a slot's loads
+// would let the next one's wait for them.
+template <int SLOTS>
+struct Awaited {
+    Slots<SLOTS> slots;
+    float ape[SLOTS][QUAD];
+    bool lacks_ape[SLOTS];
+};
+
+template <int SLOTS>
+DEVICE void add_ape(Awaited<SLOTS>& awaited) {
+    UNROLL
+    for (int slot = 0; slot < SLOTS; ++slot) {
+        UNROLL
+        for (int i = 0; i < QUAD; ++i) {
+            const float score = awaited.slots.score[slot][i];
+            awaited.slots.score[slot][i] = awaited.lacks_ape[slot] ? score + awaited.ape[slot][i] : score;
+        }
+    }
+}
+
 // What the warps of a block hand to each other, once for each of the three numbers of a channel.
 struct PoolShared {
     float of_warp[3][POOL_WARPS][CHUNK];
@@ -146,7 +168,8 @@ DEVICE void pool(Slots<SLOTS>& slots, PoolShared* shared, Channels& pooled, Chan
     if (shared) across_groups<true>(sum, shared->of_warp[2]);
     UNROLL
     for (int i = 0; i < QUAD; ++i) {
-        inverse[i] = 1.0f / total[i];
+        // Between 1 and the number of slots, or NaN.
+        inverse[i] = reciprocal_of_normal(total[i]);
         pooled[i] = sum[i] * inverse[i];
     }
 }
@@ -201,12 +224,6 @@ DEVICE void turn_by(const Rotation (&rotations)[QUAD / 2], Channels& x) {
     for (int pair = 0; pair < QUAD / 2; ++pair) rotate(rotations[pair], x[2 * pair], x[2 * pair + 1]);
 }
 
-template <bool INVERSE, typename Params>
-DEVICE void turn(const Params& params, int64_t position, int channel, Channels& x) {
-    Rotation rotations[QUAD / 2];
-    if (load_turn<INVERSE>(params, position, channel, rotations)) turn_by(rotations, x);
-}
-
 // What the norm of an entry divides by, of what was pooled and rounded, in all its threads.
 template <typename Params>
 DEVICE float norm_of(const Params& params, const Channels& x, float (*partials)[1]) {
@@ -218,18 +235,6 @@ DEVICE float norm_of(const Params& params, const Channels& x, float (*partials)[
 
 DEVICE void weigh(const Channels& weight, float rstd, Channels& x) {
     for (int i = 0; i < QUAD; ++i) x[i] = weight[i] * (x[i] * rstd);
-    round_to_stored(x);
-}
-
-// Norm, rounded as it would be stored, rotation, rounded again, of what was pooled and rounded.
-template <bool WIDE, typename Params>
-DEVICE void norm_and_turn(const Params& params, int64_t position, int channel, Channels& x, float (*partials)[1]) {
-    const float rstd = norm_of(params, x, partials);
-    if (channel >= params.head_dim) return;
-    Channels weight;
-    load_quad<WIDE>(params.norm_weight + channel, weight);
-    weigh(weight, rstd, x);
-    turn<false>(params, position, channel, x);
     round_to_stored(x);
 }
 
@@ -272,15 +277,7 @@ DEVICE void simulate_codes(const Params& params, int channel, Channels& x) {
     }
 }
 
-// Makes an entry of what was pooled and rounded.
-template <bool WIDE, typename Params>
-DEVICE void make_entry(const Params& params, int64_t position, int channel, Channels& x, float (*partials)[1]) {
-    norm_and_turn<WIDE>(params, position, channel, x, partials);
-    simulate_codes(params, channel, x);
-}
-
-// What else an entry is made with, which a kernel of few entries asks for before it has pooled them: make_entry waits for it
-// behind the norm.
+// What else an entry is made with, which is asked for before it is pooled: behind the norm it would be a wait of its own.
 struct Finish {
     Channels weight;
     Rotation rotations[QUAD / 2];
@@ -295,9 +292,9 @@ DEVICE Finish load_finish(const Params& params, int64_t position, int channel) {
     return finish;
 }
 
-// As make_entry, with the same bits.
+// Makes an entry of what was pooled and rounded: norm, rounded as it would be stored, rotation, rounded again, epilogue.
 template <typename Params>
-DEVICE void make_entry_with(const Params& params, const Finish& finish, int channel, Channels& x, float (*partials)[1]) {
+DEVICE void make_entry(const Params& params, const Finish& finish, int channel, Channels& x, float (*partials)[1]) {
     const float rstd = norm_of(params, x, partials);
     if (channel < params.head_dim) {
         weigh(finish.weight, rstd, x);
@@ -344,12 +341,13 @@ DEVICE int64_t overlap_column(int head_dim, int channel, int slot) {
     return slot < OVERLAP_RATIO ? channel : head_dim + channel;
 }
 
-// A block's entry, and its threads' channels and slots: slot `group + i * slot_groups()` for i below GROUP_SLOTS.
+// A block's entry, and its threads' channels and slots: slot_of(item, i) for i below GROUP_SLOTS, if the entry has it.
 DEVICE int slot_groups() { return static_cast<int>(blockDim.x) / CHUNK_QUADS; }
 struct PoolItem {
     int64_t entry;
     int channel, group;
 };
+DEVICE int slot_of(const PoolItem& item, int i) { return item.group + i * slot_groups(); }
 DEVICE PoolItem pool_item(int64_t block, int head_dim) {
     // Blocks are numbered in 32 bits, of which a division is a tenth of one of 64.
     const uint32_t chunks = ceil_div(head_dim, CHUNK);

@@ -11,7 +11,6 @@
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
 constexpr int HELD = 6;               // slots whose rows a thread has under way: all of a token of the model
-constexpr int ROWS_PER_BLOCK = THREADS;  // positions that a block looks at for those that no slot has
 constexpr int32_t NONE = -1;
 
 // The positions of a token's slots.
@@ -35,18 +34,25 @@ DEVICE Positions positions_of(const Params& params, int64_t token) {
 
 // Blocks that look for rows that no slot has. They are the first of a launch: at its end a few of them, with all the rows
 // that are left over, would be on their own.
-DEVICE int64_t clearing_blocks(int64_t num_positions) { return ceil_div<int64_t>(num_positions, ROWS_PER_BLOCK); }
+// rows_per_block is a multiple of WARPS up to THREADS, smaller where there are few positions: one of 128 rows of 14 KB would write
+// them long after all others have ended.
+template <typename Params>
+DEVICE int64_t clearing_blocks(const Params& params) {
+    return ceil_div<int64_t>(params.num_positions, params.rows_per_block);
+}
 
-// Zeros for the rows among ROWS_PER_BLOCK positions that no slot has. A thread looks at one, a warp clears those of its
-// lanes.
+// Zeros for the rows that no slot has among the rows_per_block positions of a block. A lane looks at one, a warp clears those of
+// its lanes.
 template <int COUNT>
-DEVICE void clear_rows(const int32_t* pos_to_token, int64_t first, int64_t num_positions, ELEMENT* rows, int64_t stride,
-                       int32_t hidden_size) {
+DEVICE void clear_rows(const int32_t* pos_to_token, int64_t block, int32_t rows_per_block, int64_t num_positions, ELEMENT* rows,
+                       int64_t stride, int32_t hidden_size) {
     const float zeros[COUNT] = {};
-    const int64_t own = first + threadIdx.x;
-    uint32_t free_rows = __ballot_sync(FULL_WARP, own < num_positions && pos_to_token[own] < 0);
+    const int rows_of_warp = rows_per_block / WARPS;
+    const int64_t first = block * rows_per_block + warp_id() * rows_of_warp;
+    const int64_t own = first + lane_id(), end = minimum(first + rows_of_warp, num_positions);
+    uint32_t free_rows = __ballot_sync(FULL_WARP, own < end && pos_to_token[own] < 0);
     for (; free_rows != 0; free_rows &= free_rows - 1) {
-        const int64_t row = first + warp_id() * WARP_SIZE + __ffs(static_cast<int>(free_rows)) - 1;
+        const int64_t row = first + __ffs(static_cast<int>(free_rows)) - 1;
         for (int64_t column = lane_id() * COUNT; column < hidden_size; column += WARP_SIZE * COUNT)
             store_elements(rows + row * stride + column, zeros);
     }
