@@ -9,23 +9,35 @@
 // dmix stands behind dpre, a sum over the whole token, and dcomb of the site in front behind a sum of the total: each
 // is a kernel of its own. mhc_post_mix_pre_dpre takes a block a token and leaves four numbers of it. The coefficients
 // and the sums of dfn, dscale and dbase are mhc_mix_backward.cu's kernels. mhc_post_mix_pre_total is mhc_mix's second
-// reading of the streams (projection_backward.h) with two more terms, so that the three gradients of X' are added in
-// fp32 and rounded once. mhc_post's backward reads what it left.
+// reading of the streams with two more terms, so that the three gradients of X' are added in fp32 and rounded once: dX' + pre dh
+// first, then that to mhc_mix's. Where rows are whole accesses of 16 bytes tensor cores multiply
+// (projection_backward_products.h), elsewhere a thread owns a channel (projection_backward.h). mhc_post's backward reads what it left.
+//
+// The two more rows go from L2 to registers, 16 bytes of each to a lane for eight channels of a token, since neither shared memory
+// nor registers have places for those under way from memory: a round before, L2 is asked for them, 1 KB of a token at once. Lanes
+// begin to read their first token's while the products of 16 tokens are made, and the second one's behind those. A row of dh serves
+// four streams, whose blocks therefore run side by side (channel_block): in the order of the channels dh would come from memory
+// nearly three times at 4096 tokens of 7168 channels, since it is larger than L2. All of it takes 128 registers on sm_90; on sm_80
+// and sm_100 12 and 14 words of a thread are spilled, nearly all of them outside the loop over 16 tokens.
 //
 // Floor for a token of d channels, each tensor once: 46 d bytes, of which the total is 8 d. X' and dh are read twice
-// and the total once more than it is written: 64 d bytes, 3550 us for 32768 tokens of 7168 channels at 4.24 TB/s. The
-// separate kernels (mhc_pre 18 d, mhc_mix 16 d, an addition of three gradients 32 d, mhc_post 28 d) move 94 d, and
-// round each of the three gradients. Expected to be limited by memory but for the total, 384 d FLOPs of fp32
-// (mhc_mix_backward.cu), which reads 18 d and writes 8 d bytes.
-// Measured on one H200: 32768 tokens of 7168 channels 12.3 ms, 3.5 times the floor. Its reading of the streams is
-// still the one that mhc_mix's backward had before it copied ahead (mhc_mix_backward.cu), with two more rows to wait
-// for.
+// and the total once more than it is written: 64 d bytes, 3550 us for 32768 tokens of 7168 channels at 4.24 TB/s. By kernels: dpre
+// 10 d, the total 26 d, mhc_post's backward 28 d. The separate kernels (mhc_pre 18 d, mhc_mix 16 d, an addition of three
+// gradients 32 d, mhc_post 28 d) move 94 d, and round each of the three gradients. Expected to be limited by memory: for 16 tokens
+// of 512 channels the total moves 53 KB, 4100 cycles of a multiprocessor at 3 TB/s, in which each of its four schedulers has some 1860
+// instructions to issue (465 of each warp, 54 of them products) and its tensor core 900 to 1700 cycles to work: 45 % of the issue
+// slots, as in mhc_mix's kernel. What lanes wait for L2, some hundred cycles, fits beside. The total by tensor cores is not measured
+// yet. By count 4096 tokens of 7168 channels take it 255 us at 3 TB/s, and some 310 at the share of memory's rate that mhc_mix's
+// kernel reaches on one H100 (82 %).
+// Measured on one H100 with the total by plain fp32, a thread owning two channels: 4096 tokens of 7168 channels 1711 us, 26 % of a copy
+// of the floor's bytes; on one H200 32768 tokens 12.3 ms.
 //
 // The first site of a block has no post in front: its streams and its pre take the place of X' and pre, and dX' total is
 // the gradient of the streams.
 //
-// Launch: dpre num_tokens blocks of any multiple of 32 threads; total as mhc_mix_backward_streams.
-#include "projection_backward.h"
+// Launch: dpre num_tokens blocks of any multiple of 32 threads; total as mhc_mix_backward_streams, of which `splits` divides the
+// number of blocks.
+#include "projection_backward_products.h"
 #include "sinkhorn.h"
 
 constexpr int DPRE_THREADS = 256;
@@ -77,29 +89,104 @@ KERNEL(mhc_post_mix_pre_dpre_scalar, MhcPostMixPreDpreParams, DPRE_THREADS) {
     store_dpre<1>(params, partials);
 }
 
-// dX' from elsewhere and pre dh.
-template <int CHANNELS>
-DEVICE void load_other(const MhcPostMixPreTotalParams& params, const Owned<COLUMNS, CHANNELS>& own, int64_t token,
-                       float (&other)[CHANNELS]) {
-    float dh[CHANNELS];
-    const bf16* const dout = params.dout + token * params.dout_token_stride + own.within;
-    load_elements<CHANNELS>(dout + own.stream * params.dout_destination_stride, other);
-    load_elements<CHANNELS>(params.dh + token * params.dh_token_stride + own.within, dh);
-    const float pre = params.pre[token * STREAMS + own.stream];
-    UNROLL
-    for (int c = 0; c < CHANNELS; ++c) other[c] += pre * dh[c];
+// Which block of channels is a block's: those of the same channels of the four streams run side by side, so that L2 has their rows of
+// dh for all of them.
+DEVICE uint32_t channel_block(const MhcPostMixPreTotalParams& params) {
+    const uint32_t block = blockIdx.x / params.splits, each = gridDim.x / params.splits / STREAMS;
+    return each * STREAMS * params.splits == gridDim.x ? block % STREAMS * each + block / STREAMS : block;
 }
 
-template <int CHANNELS>
-DEVICE void add_other(const MhcPostMixPreTotalParams&, const Owned<COLUMNS, CHANNELS>&, const Vec16*,
-                      const float (&other)[CHANNELS], float (&dv)[CHANNELS]) {
-    UNROLL
-    for (int c = 0; c < CHANNELS; ++c) dv[c] += other[c];
+// Where a channel of the streams, one behind the other, lies.
+struct OfStream {
+    uint32_t stream, within;
+
+    OfStream(const MhcPostMixPreTotalParams& params, uint32_t channel) {
+        const uint32_t width = params.hidden_size;
+        stream = stream_of(channel / PIECE, width / PIECE), within = channel - stream * width;
+    }
+};
+
+// What backward_products adds to dv: dX' from elsewhere and pre dh.
+struct TotalOthers {
+    struct Rows {
+        Vec16 dout[2], dh[2];
+        float pre[2];
+
+        void add(int row, float (&dv)[PIECE]) const { add_rows(dout[row], dh[row], pre[row], dv); }
+    };
+    const bf16 *dout, *dh;  // of the lane's channels and its first token of the next 16
+    const float* pre;
+
+    TotalOthers(const MhcPostMixPreTotalParams& params, const ProductPart& part, uint32_t channel) {
+        const int64_t token = part.begin + lane_id() / 4;
+        const OfStream own(params, channel);
+        dout = params.dout + token * params.dout_token_stride + own.stream * params.dout_destination_stride + own.within;
+        dh = params.dh + token * params.dh_token_stride + own.within;
+        pre = params.pre + token * STREAMS + own.stream;
+    }
+
+    // A lane a row: a warp has those of two tokens.
+    static void prefetch(const MhcPostMixPreTotalParams& params, const ProductPart& part, int32_t round) {
+        constexpr int ROWS = ROUND_TOKENS / PRODUCT_WARPS;
+        const int32_t at = round * ROUND_TOKENS + warp_id() * ROWS + lane_id() % ROWS;
+        if (lane_id() >= 2 * ROWS || at >= part.tokens) return;
+        const OfStream own(params, part.first_channel);
+        const int64_t token = part.begin + at;
+        const bf16* const dout = params.dout + token * params.dout_token_stride + own.stream * params.dout_destination_stride;
+        const bf16* const dh = params.dh + token * params.dh_token_stride;
+        // Where a block has channels of the next stream as well, these are read without.
+        const uint32_t count = minimum(params.hidden_size - own.within, static_cast<uint32_t>(PRODUCT_CHANNELS));
+        prefetch_second_level((lane_id() < ROWS ? dout : dh) + own.within, count * sizeof(bf16));
+    }
+
+    Rows load(const MhcPostMixPreTotalParams& params, int32_t left) {
+        Rows rows = {};
+        UNROLL
+        for (int row = 0; row < 2; ++row) {
+            if (8 * row + lane_id() / 4 >= left) continue;
+            rows.dout[row] = load_vec16_readonly(dout + 8 * row * params.dout_token_stride);
+            rows.dh[row] = load_vec16_readonly(dh + 8 * row * params.dh_token_stride);
+            rows.pre[row] = pre[8 * row * STREAMS];
+        }
+        dout += WARP_TOKENS * params.dout_token_stride;
+        dh += WARP_TOKENS * params.dh_token_stride;
+        pre += WARP_TOKENS * STREAMS;
+        return rows;
+    }
+
+    static void add_rows(const Vec16& dout_row, const Vec16& dh_row, float pre, float (&dv)[PIECE]) {
+        float other[PIECE], dh[PIECE];
+        unpack<bf16>(dout_row, other);
+        unpack<bf16>(dh_row, dh);
+        UNROLL
+        for (int e = 0; e < PIECE; ++e) dv[e] += other[e] + pre * dh[e];
+    }
+
+    static void add_plainly(const MhcPostMixPreTotalParams& params, int64_t token, uint32_t channel, float (&dv)[PIECE]) {
+        const OfStream own(params, channel);
+        const bf16* const dout = params.dout + token * params.dout_token_stride + own.stream * params.dout_destination_stride;
+        const bf16* const dh = params.dh + token * params.dh_token_stride;
+        const float pre = params.pre[token * STREAMS + own.stream];
+        add_rows(load_vec16(dout + own.within), load_vec16(dh + own.within), pre, dv);
+    }
+};
+
+// The same of one channel.
+DEVICE void load_other(const MhcPostMixPreTotalParams& params, const Owned<COLUMNS, 1>& own, int64_t token, float (&other)[1]) {
+    const bf16* const dout = params.dout + token * params.dout_token_stride + own.stream * params.dout_destination_stride;
+    const float dh = to_float(params.dh[token * params.dh_token_stride + own.within]);
+    other[0] = to_float(dout[own.within]) + params.pre[token * STREAMS + own.stream] * dh;
 }
 
-KERNEL(mhc_post_mix_pre_total_pairs, MhcPostMixPreTotalParams, STREAMS_THREADS) {
-    __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];
-    backward_narrow<COLUMNS, 2>(params, staged);
+DEVICE void add_other(const MhcPostMixPreTotalParams&, const Owned<COLUMNS, 1>&, const Vec16*, const float (&other)[1],
+                      float (&dv)[1]) {
+    dv[0] += other[0];
+}
+
+SHARED_MEMORY(mhc_post_mix_pre_total_wide, sizeof(ProductShared<COLUMNS>))
+
+KERNEL(mhc_post_mix_pre_total_wide, MhcPostMixPreTotalParams, PRODUCT_THREADS) {
+    backward_products<COLUMNS, TotalOthers>(params);
 }
 KERNEL(mhc_post_mix_pre_total_scalar, MhcPostMixPreTotalParams, STREAMS_THREADS) {
     __shared__ Vec16 staged[STAGED_TOKENS][NUMBERS / 4];

@@ -64,7 +64,7 @@ pub(crate) struct Wide {
 }
 
 /// Of a block's [`BACKWARD_THREADS`] threads, of which the source has twice as many: `PRODUCT_CHANNELS` for all of them.
-const WIDE: Wide = Wide { channels: 4, blocks: 1 };
+pub(crate) const WIDE: Wide = Wide { channels: 4, blocks: 1 };
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -431,22 +431,13 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
 
 /// Whether accesses of 16 bytes fit every row of these tensors.
 pub(crate) fn fits_wide(views: &Views, names: &[&str], hidden_size: usize) -> bool {
-    fit(views, names, hidden_size, 8)
-}
-
-/// Whether accesses of two neighbouring channels fit every row of these tensors.
-pub(crate) fn fits_pairs(views: &Views, names: &[&str], hidden_size: usize) -> bool {
-    fit(views, names, hidden_size, 2)
-}
-
-/// Whether accesses of so many neighbouring channels of bf16 do.
-fn fit(views: &Views, names: &[&str], hidden_size: usize, channels: usize) -> bool {
+    const CHANNELS: usize = 8;
     let fits = |name: &&str| {
         let view = &views[*name];
         let (_, outer) = view.strides.split_last().unwrap_or((&1, &[]));
-        view.address.is_multiple_of(2 * channels as u64) && outer.iter().all(|stride| stride % channels as i64 == 0)
+        view.address.is_multiple_of(2 * CHANNELS as u64) && outer.iter().all(|stride| stride % CHANNELS as i64 == 0)
     };
-    hidden_size.is_multiple_of(channels) && names.iter().all(fits)
+    hidden_size.is_multiple_of(CHANNELS) && names.iter().all(fits)
 }
 
 #[cfg(test)]

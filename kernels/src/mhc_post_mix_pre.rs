@@ -241,9 +241,10 @@ pub fn site_backward(device: &Device, views: &Views, numbers: Numbers) -> Result
     let params = signature.params(&["mix", "rstd", "scale", "base"]).ptr("dpre", workspace);
     let params = params.ptr("dpost", &views["dpost"]).ptr("dcomb", &views["dcomb"]);
     let coefficients = site.coefficients(params, numbers)?;
-    let pairs = mhc_mix::fits_pairs(views, &["streams", "dh", "dout", "dstreams"], hidden_size);
-    let (total, channels) =
-        if pairs { ("mhc_post_mix_pre_total_pairs", 2) } else { ("mhc_post_mix_pre_total_scalar", 1) };
+    let (wide, scalar) = ("mhc_post_mix_pre_total_wide", "mhc_post_mix_pre_total_scalar");
+    let is_wide = mhc_mix::fits_wide(views, &["streams", "dh", "dout", "dstreams"], hidden_size)
+        && device.kernel(BACKWARD_FILE, &[], wide)?.fits(device.environment());
+    let (total, channels) = if is_wide { (wide, mhc_mix::WIDE.channels) } else { (scalar, 1) };
     let params = signature.params(&["dh", "dout", "pre"]);
     let streams = [&views["streams"], &views["fn"], &views["dstreams"]];
     site.streams((BACKWARD_FILE, total, channels), params, streams)?;

@@ -13,7 +13,7 @@
 //! # Rounding points
 //!
 //! Those of the three, and: X' is stored in bf16 before anything else reads it, and so is the total, whose three terms
-//! are added in fp32.
+//! are added in fp32: dX' and `mhc_pre`'s first, then `mhc_mix`'s, whose products are those of tensor cores in the backward, too.
 
 use candle_core::Tensor;
 

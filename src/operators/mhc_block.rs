@@ -108,7 +108,7 @@ impl Declared for MhcBlock {
             "mhc_post_mix_pre_dpre_vector",
             "mhc_post_mix_pre_dpre_scalar",
             "mhc_mix_backward_coefficients",
-            "mhc_post_mix_pre_total_pairs",
+            "mhc_post_mix_pre_total_wide",
             "mhc_post_mix_pre_total_scalar",
             "mhc_mix_backward_sums",
         ],

@@ -186,6 +186,9 @@ impl Declared for MhcMix {
             MhcMixCase { hc_eps: 2.0, ..plain(2, 520) },
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
+            // Numbers of the backward that are too large to be split, of all tokens of a round and of the next one; by far, since bits
+            // follow the scale of the gradients near that size.
+            MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..plain(70, 16) },
             // More blocks of tokens than blocks of the coefficients.
             plain(200, 2),
             hopper(0, 16),

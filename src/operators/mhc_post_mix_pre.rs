@@ -56,6 +56,11 @@ fn plain(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
     }
 }
 
+/// So small streams that of four numbers rstd dmix one is beyond 2^40 by far: near that bits follow the scale of the gradients.
+fn tiny(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
+    MhcPostMixPreCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..plain(num_tokens, hidden_size) }
+}
+
 impl MhcPostMixPreCase {
     fn of_launcher(&self) -> dsv4_kernels::mhc_mix::Numbers {
         let Self { sinkhorn_iters, norm_eps, hc_eps, .. } = *self;
@@ -97,7 +102,7 @@ impl Declared for MhcPostMixPre {
             "mhc_post_mix_pre_dpre_vector",
             "mhc_post_mix_pre_dpre_scalar",
             "mhc_mix_backward_coefficients",
-            "mhc_post_mix_pre_total_pairs",
+            "mhc_post_mix_pre_total_wide",
             "mhc_post_mix_pre_total_scalar",
             "mhc_mix_backward_sums",
             "mhc_post_backward_vector",
@@ -220,6 +225,10 @@ impl Declared for MhcPostMixPre {
             plain(1, 1032),
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
+            // Eight blocks of its channels, in an order of their own, some of two streams.
+            plain(3, 904),
+            // Numbers of the backward that are too large to be split, of all tokens of a round and of the next one.
+            tiny(70, 16),
         ];
         if profile == Profile::Full {
             cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64), plain(2048, 8)]);

@@ -45,6 +45,18 @@ DEVICE void prefetch_second_level(const void* source) {
 #endif
 }
 
+// Asks the second-level cache for `bytes` bytes in a row, both a multiple of 16.
+DEVICE void prefetch_second_level(const void* source, uint32_t bytes) {
+#if defined(PARITY_EMULATOR)
+    emulator::require_aligned(source, 16, "prefetch_second_level");
+    static_cast<void>(bytes);
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes));
+#else
+    for (uint32_t at = 0; at < bytes; at += 128) prefetch_second_level(static_cast<const uint8_t*>(source) + at);
+#endif
+}
+
 // To global or shared memory.
 DEVICE void store_vec16(void* target, Vec16 v) {
 #if defined(PARITY_EMULATOR)

@@ -41,13 +41,10 @@ DEVICE void add_token(Owned<COLUMNS, CHANNELS>& own, const Vec16* numbers, const
     }
 }
 
-// One channel, or neighbouring ones at a multiple of their bytes.
+// One channel, or eight neighbouring ones at a multiple of their bytes.
 template <int CHANNELS>
 DEVICE void store_channels(bf16* target, const float (&dv)[CHANNELS]) {
     if constexpr (CHANNELS == 8) store_vec16(target, pack<bf16>(dv));
-    if constexpr (CHANNELS == 4)
-        *reinterpret_cast<uint64_t*>(target) = pack_bf16(dv[0], dv[1]) | static_cast<uint64_t>(pack_bf16(dv[2], dv[3])) << 32;
-    if constexpr (CHANNELS == 2) *reinterpret_cast<uint32_t*>(target) = pack_bf16(dv[0], dv[1]);
     if constexpr (CHANNELS == 1) *target = to_bf16(dv[0]);
 }
 
@@ -173,8 +170,8 @@ DEVICE void backward_wide(const Params& params) {
     part.store(params);
 }
 
-// One channel a thread, of any width, stride and alignment, or two at a multiple of 4 bytes, with whatever load_other
-// reads. The numbers of STAGED_TOKENS tokens are in shared memory, zeros of those that are not of the block's part.
+// One channel a thread, of any width, stride and alignment, with whatever load_other reads. The numbers of STAGED_TOKENS
+// tokens are in shared memory, zeros of those that are not of the block's part.
 template <int COLUMNS, int CHANNELS, int PLACES, typename Params>
 DEVICE void backward_narrow(const Params& params, Vec16 (&staged)[STAGED_TOKENS][PLACES]) {
     Part<COLUMNS, CHANNELS> part(params);

@@ -12,7 +12,7 @@
 // Their numbers are split once for all sixteen warps, those of a round while the one before is multiplied. A warp has 32 channels: its
 // parts of fn stay in registers for all tokens, and so do its sums of dfn. The columns of a product of dv are channels in such an
 // order that a lane's are eight neighbours, 16 bytes (channel_of_column). It takes 155 KB of shared memory and all registers of a
-// multiprocessor.
+// multiprocessor. What a kernel adds to dv beside these terms (NoOthers) is read from L2 where dv is finished.
 //
 // Parts are made of 2^16 times a token's number and of 2^-16 times a weight, so that those of the smallest numbers are exact and
 // nothing is left to scale in dv. Four numbers of which one is 2^40 or more, infinite or NaN count as zeros there, and weights that
@@ -70,6 +70,12 @@ DEVICE bool is_irregular(float weight) { return is_large(weight) || (weight != 0
 // The channel, of 32, of column `column` of tile `tile` of four: those of lane t, columns 2t and 2t + 1, are 8t to 8t + 7.
 DEVICE int channel_of_column(int tile, int column) { return column / 2 * PIECE + 2 * tile + column % 2; }
 
+// Which of the blocks of channels is a block's. (Overloaded where another order has more of what it reads in L2.)
+template <typename Params>
+DEVICE uint32_t channel_block(const Params& params) {
+    return blockIdx.x / params.splits;
+}
+
 // What a block makes: `channels` from its first one on, of the tokens of a part.
 struct ProductPart {
     uint32_t channels, first_channel;
@@ -80,7 +86,7 @@ struct ProductPart {
     explicit ProductPart(const Params& params) {
         const int64_t split = split_of(params);
         channels = static_cast<uint32_t>(STREAMS * params.hidden_size);
-        first_channel = blockIdx.x / params.splits * PRODUCT_CHANNELS;
+        first_channel = channel_block(params) * PRODUCT_CHANNELS;
         begin = params.num_tokens * split / params.splits;
         tokens = static_cast<int32_t>(params.num_tokens * (split + 1) / params.splits - begin);
     }
@@ -258,7 +264,29 @@ DEVICE void multiply_plainly(const Params& params, const ProductPart& part, cons
 
 // ---------------------------------------------------------------- a warp
 
-template <int COLUMNS>
+// What a kernel has beside these terms of dv: nothing. One that has some gives backward_products a struct with these functions.
+struct NoOthers {
+    // Those of the lane's two tokens of 16, and what adds those of one of the two to dv.
+    struct Rows {
+        void add(int, float (&)[PIECE]) const {}
+    };
+    // Of eight channels.
+    template <typename Params>
+    NoOthers(const Params&, const ProductPart&, uint32_t) {}
+    // Asks L2 for those of a round.
+    template <typename Params>
+    static void prefetch(const Params&, const ProductPart&, int32_t) {}
+    // Reads those of the next 16 tokens, of which so many are left; none behind them.
+    template <typename Params>
+    Rows load(const Params&, int32_t) {
+        return {};
+    }
+    // Adds those of any token and eight channels to dv.
+    template <typename Params>
+    static void add_plainly(const Params&, int64_t, uint32_t, float (&)[PIECE]) {}
+};
+
+template <int COLUMNS, typename Others>
 struct ProductWarp {
     static constexpr int CHUNKS = COLUMNS / 8, FOURS = COLUMNS / 4, ROW_TILES = WARP_CHANNELS / 16;
     WeightTile fn[CHANNEL_TILES];
@@ -266,9 +294,10 @@ struct ProductWarp {
     bool irregular;                   // a weight
     bool exists;                      // the lane's eight channels of dv
     bf16* target;                     // those of its first token of the next 16
+    Others others;                    // beside these
 
     template <typename Params>
-    ProductWarp(const Params& params, const ProductPart& part) : dfn{} {
+    ProductWarp(const Params& params, const ProductPart& part) : dfn{}, others(params, part, channel_of(part)) {
         const uint32_t first = part.first_channel + warp_id() * WARP_CHANNELS;
         irregular = false;
         UNROLL
@@ -278,6 +307,12 @@ struct ProductWarp {
         const uint32_t channel = first + lane_id() % 4 * PIECE;
         exists = channel < part.channels;
         target = channels_of(params, exists ? channel : 0) + (part.begin + lane_id() / 4) * params.dstreams_token_stride;
+    }
+
+    // The first of the lane's channels of dv; 0 where there are none.
+    static uint32_t channel_of(const ProductPart& part) {
+        const uint32_t channel = part.first_channel + warp_id() * WARP_CHANNELS + lane_id() % 4 * PIECE;
+        return channel < part.channels ? channel : 0;
     }
 
     // In the first token.
@@ -291,7 +326,7 @@ struct ProductWarp {
     // meanwhile.
     template <typename Params>
     void store_dv(const Params& params, int32_t tokens, const ProductShared<COLUMNS>& shared, int32_t round, int first,
-                  const float (&sums)[CHANNEL_TILES][4]) {
+                  const float (&sums)[CHANNEL_TILES][4], const typename Others::Rows& rows) {
         const int piece = warp_id() * (WARP_CHANNELS / PIECE) + lane_id() % 4;
         const int32_t left = tokens - round * ROUND_TOKENS;
         UNROLL
@@ -302,6 +337,7 @@ struct ProductWarp {
             unpack<bf16>(shared.channels[round % PRODUCT_STAGES][at][permuted(at, piece)], v);
             UNROLL
             for (int e = 0; e < PIECE; ++e) dv[e] = sums[e / 2][2 * row + e % 2] - factor * v[e];
+            rows.add(row, dv);
             const Vec16 vector = pack<bf16>(dv);
             if (at < left && exists) store_vec16(target + row * 8 * params.dstreams_token_stride, vector);
         }
@@ -364,8 +400,9 @@ struct ProductWarp {
                 multiply_plainly(params, part, shared, round, at, channel, dv);
                 UNROLL
                 for (int e = 0; e < PIECE; ++e) dv[e] -= shared.number(round, at, COLUMNS) * v[e];
-                store_vec16(channels_of(params, channel) + (part.begin + round * ROUND_TOKENS + at) * params.dstreams_token_stride,
-                            pack<bf16>(dv));
+                const int64_t token = part.begin + round * ROUND_TOKENS + at;
+                Others::add_plainly(params, token, channel, dv);
+                store_vec16(channels_of(params, channel) + token * params.dstreams_token_stride, pack<bf16>(dv));
             }
             UNROLL
             for (int tile = 0; tile < ROW_TILES; ++tile) {
@@ -405,15 +442,16 @@ struct ProductWarp {
 
 // ---------------------------------------------------------------- a block
 
-template <int COLUMNS, typename Params>
+template <int COLUMNS, typename Others = NoOthers, typename Params>
 DEVICE void backward_products(const Params& params) {
     auto& shared = *reinterpret_cast<ProductShared<COLUMNS>*>(dynamic_shared());
     const ProductPart part(params);
     // The numbers of a round are split while the one before is multiplied: they come with the channels of that one.
-    // In this order, and counted so, everything fits 128 registers on sm_80, too.
-    ProductWarp<COLUMNS> warp(params, part);
+    // In this order, and counted so, everything fits 128 registers on sm_80, too. L2 is asked for what others add a round ahead.
+    ProductWarp<COLUMNS, Others> warp(params, part);
     ChannelCopies<COLUMNS> copies(params, part);
     NumberCopies<COLUMNS> numbers(params.numbers, part);
+    Others::prefetch(params, part, 0);
     numbers.start(params.numbers, part.tokens, 0);
     copy_commit();
     UNROLL_BY(1)
@@ -428,14 +466,16 @@ DEVICE void backward_products(const Params& params) {
         copy_wait<PRODUCT_STAGES - 2>();
         // A round's channels and parts are there and the next one's numbers, and the places of the one before are free.
         __syncthreads();
+        Others::prefetch(params, part, round + 1);
         numbers.start(params.numbers, part.tokens, round + PRODUCT_STAGES);
         copies.start(params, part.tokens, round + PRODUCT_STAGES - 1);
         split_numbers(shared, round + 1);
         UNROLL_BY(1)
         for (int first = 0; first < ROUND_TOKENS && round * ROUND_TOKENS + first < part.tokens; first += WARP_TOKENS) {
             float sums[CHANNEL_TILES][4] = {};
+            const auto rows = warp.others.load(params, part.tokens - round * ROUND_TOKENS - first);
             multiply_weights<COLUMNS>(round, first, warp.fn, sums);
-            warp.store_dv(params, part.tokens, shared, round, first, sums);
+            warp.store_dv(params, part.tokens, shared, round, first, sums, rows);
             // What dfn reads stays behind this: read sooner it would take more registers than there are.
             __syncwarp();
             warp.add_dfn(round, first);
