@@ -17,14 +17,12 @@
 // Measured on one H200: 32768 tokens of 7168 channels 1178 us (85 % of a copy with the second reading), one token
 // 10.8 us, 128 tokens 19.8 us, where a hundred parts of each sum are added; 1253, 13.3 and 24.6 us when every thread
 // added up all sums itself. With 16 parts read at a time 1220, 9.5 and 18.5 us. Now six groups of lanes add up a sixth of
-// many parts each, 19 loads of a warp instead of 112. 7.2 and 12.6 us. On Hopper mhc_head_hopper.cu
-// projects more than 256 tokens.
+// many parts each, 19 loads of a warp instead of 112. 7.2 and 12.6 us.
 // On one H100 6.4 and 12.5 us; since then the projection asks for all that it reads at once (mhc_mix.cu), the warps of a
 // block share the parts, five loads each instead of 19 in two rounds, and scale and base are not waited for behind them: 3.4 and
 // 9.5 us, where 4 and 8.5 were expected. What stops both directions at 53 % of a copy's rate on one H100 (45 % at 4096 tokens)
 // is that the coefficients of a token need all of its channels, so that its streams are read twice; the readings themselves
-// reach 83 % of memory's rate (ncu of mhc_head_project_hopper, reports/h100/ncu.txt). A cluster could hold a token's channels in
-// its shared memory between them: not tried.
+// reach 83 % of memory's rate (reports/h100/ncu.txt, of a projection for Hopper that was no faster). mhc_head_hopper.cu reads them once.
 //
 // Launch: mhc_head_project token_tiles * splits blocks, mhc_head_project_few the same, of tiles of FEW_TOKENS;
 // mhc_head_project_scalar a warp a token, splits 1;

@@ -1,12 +1,148 @@
-// The projection of mhc_head.cu, which has the formulas, for sm_90a: projection_hopper.h says how it works, and
-// mhc_mix_hopper.cu what it costs. The products are 64 x 24 x 16, a third of those there.
+// The forward of mhc_head.cu, which has the formulas, for sm_90a: by clusters that hold a token's channels in the shared memory of
+// their blocks between the sums and the mix, so that streams are read once. streams_cluster.h says how tokens come and sums go.
 //
-// Floor for 32768 tokens of 7168 channels: 443 us at 4.24 TB/s. Measured on one H200, with what
-// follows: 1194 us, where the portable kernel takes 1178: no gain, since memory gives as little (mhc_mix_hopper.cu).
+// A thread keeps the weights of its four channels of the four streams in registers, 64 of them, for all tokens of its run. A
+// token's five sums are added over the 16 elements that a thread has of it (bf16 squares that are added to a long fp32 sum meet ties
+// that all round down), then over lanes, warps and blocks. Every warp makes the token's w of them; the first one of the first block
+// saves mix and rstd for the backward.
 //
-// Launch: ceil(num_tokens / TILE_TOKENS) * splits blocks.
-#include "projection_hopper.h"
+// Floor for a bf16 token of d channels: 10 d bytes; 32768 tokens of 7168 channels 783 us at 3.0 TB/s, 4096 tokens 98 us. A block's
+// part of a token there, 7 KB, has some 670 cycles of a multiprocessor (1.75 GHz, 32 clusters at once), of which issuing takes 390
+// (900 instructions of each warp for four tokens, a third of them products) and shared memory 170. A batch of four takes a block
+// some 2000 cycles where its bytes take 5400, so that the two blocks of a multiprocessor wait for memory and seldom for others.
+// Weights come from the second-level cache once for a run, an eighth of the bytes of 64 tokens. One token waits for memory once and
+// for the other blocks once: 1.1 us of an empty kernel, 0.9 for memory, 0.3 for 57 KB of weights a block, 0.7 for sums and mix.
+// Expected to be limited by memory; no GPU has measured it yet.
+//
+// Launch: CLUSTER blocks for each run of tokens; the kernel's number is the most channels of a stream.
+#include "sigmoid.h"
+#include "streams_cluster.h"
 
-SHARED_MEMORY(mhc_head_project_hopper, ProjectionLayout<STREAMS>::BYTES)
+constexpr int TOKENS = 4;  // of a batch
+// Lane l of a warp has a sum of token l / 8: its product (l / 2) % 4 where l is even, its squares where it is odd.
+constexpr int LANES = WARP_SIZE / TOKENS;
+template <int WARPS>
+using Shared = ClusterShared<WARPS, TOKENS, STREAMS, WARP_SIZE>;
 
-KERNEL(mhc_head_project_hopper, HopperProjectionParams, HOPPER_PROJECTION_THREADS) { project_hopper<STREAMS>(params); }
+struct MhcHeadHopperParams {
+    const bf16* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_stream_stride;
+    const float* fn;  // [STREAMS, STREAMS * hidden_size]
+    const float* scale;  // [1]
+    const float* base;  // [STREAMS]
+    bf16* out; int64_t out_token_stride;  // [num_tokens, hidden_size]
+    float* mix;  // [num_tokens, STREAMS]
+    float* rstd;  // [num_tokens]
+    int64_t num_tokens;
+    int32_t hidden_size;
+    int32_t run;  // tokens of a cluster
+    float norm_eps;
+    float hc_eps;
+};
+PARAMS_LAYOUT(MhcHeadHopperParams, streams, streams_token_stride, streams_stream_stride, fn, scale, base, out,
+              out_token_stride, mix, rstd, num_tokens, hidden_size, run, norm_eps, hc_eps)
+
+DEVICE const bf16* source_of(const MhcHeadHopperParams& params, int64_t token, int row) {
+    return params.streams + token * params.streams_token_stride + row * params.streams_stream_stride;
+}
+
+using Weights = float[STREAMS][STREAMS][OWN];  // column, stream
+
+DEVICE void load_weights(const MhcHeadHopperParams& params, const Share& share, Weights& fn) {
+    if (!share.exists) return;
+    UNROLL
+    for (int row = 0; row < STREAMS * STREAMS; ++row)
+        unpack<float>(load_vec16_readonly(params.fn + static_cast<int64_t>(row) * params.hidden_size + share.column + share.own),
+                      fn[row / STREAMS][row % STREAMS]);
+}
+
+// What a thread's channels of a token add to its sums.
+template <typename Batch>
+DEVICE void add_token(const Batch& batch, int token, const Weights& fn, float* products, float& squares) {
+    UNROLL
+    for (int i = 0; i < STREAMS; ++i) {
+        float x[OWN];
+        load_elements<OWN>(batch.row(token, i), x);
+        UNROLL
+        for (int e = 0; e < OWN; ++e) {
+            squares += x[e] * x[e];
+            UNROLL
+            for (int q = 0; q < STREAMS; ++q) products[q] += fn[q][i][e] * x[e];
+        }
+    }
+}
+
+// Of WHOLE batches nothing is asked token by token.
+template <bool WHOLE, typename Batch>
+DEVICE void leave_sums(const Batch& batch, const Weights& fn) {
+    float products[TOKENS * STREAMS] = {}, squares[TOKENS] = {};
+    UNROLL
+    for (int t = 0; t < TOKENS; ++t)
+        if (WHOLE || batch.has(t)) add_token(batch, t, fn, products + t * STREAMS, squares[t]);
+    const float product = lane_sums<WARP_SIZE / 2>(products), square = lane_sums<WARP_SIZE / 2>(squares);
+    batch.shared.of_warps[warp_id()][lane_id()] = lane_id() % 2 == 0 ? product : square;
+}
+
+// The lane's w, of its token and stream.
+template <typename Batch>
+DEVICE float weight_of(const MhcHeadHopperParams& params, const Batch& batch, float scale, float base) {
+    const float sum = batch.sum(lane_id());
+    const float squares = __shfl_sync(FULL_WARP, sum, lane_id() | 1), product = __shfl_sync(FULL_WARP, sum, lane_id() & ~1);
+    const float rstd = streams_rstd(params, squares), mix = rstd * product;
+    if (cluster_rank() == 0 && warp_id() == 0 && lane_id() / LANES < batch.left) {
+        const int64_t token = batch.first + lane_id() / LANES;
+        if (lane_id() % 2 == 0) params.mix[token * STREAMS + lane_id() / 2 % STREAMS] = mix;
+        if (lane_id() % LANES == 0) params.rstd[token] = rstd;
+    }
+    return sigmoid(mix * scale + base) + params.hc_eps;
+}
+
+template <bool WHOLE, typename Batch>
+DEVICE void mix_batch(const MhcHeadHopperParams& params, const Batch& batch, float weight) {
+    bf16* target = params.out + batch.first * params.out_token_stride + batch.share.column + batch.share.own;
+    UNROLL
+    for (int t = 0; t < TOKENS; ++t) {
+        float x[STREAMS][OWN], w[STREAMS], out[OWN];
+        UNROLL
+        for (int i = 0; i < STREAMS; ++i) w[i] = __shfl_sync(FULL_WARP, weight, t * LANES + 2 * i);
+        if (WHOLE || batch.has(t)) {
+            UNROLL
+            for (int i = 0; i < STREAMS; ++i) load_elements<OWN>(batch.row(t, i), x[i]);
+            mix_streams(x, w, out);
+            store_own(target, out);
+        }
+        target += params.out_token_stride;
+    }
+}
+
+template <int WARPS>
+DEVICE void mhc_head(const MhcHeadHopperParams& params) {
+    auto& shared = *reinterpret_cast<Shared<WARPS>*>(dynamic_shared());
+    const Share share(params);
+    initialise_cluster(shared);
+    Batches<Shared<WARPS>> batch(params, shared, share);
+    const float scale = params.scale[0], base = params.base[lane_id() / 2 % STREAMS];
+    Weights fn = {};
+    load_weights(params, share, fn);
+    cluster_wait();
+    for (; batch.exists(); batch.next(params)) {
+        batch.wait();
+        if (batch.whole()) leave_sums<true>(batch, fn);
+        else leave_sums<false>(batch, fn);
+        batch.tell();
+        const float weight = weight_of(params, batch, scale, base);
+        if (batch.whole()) mix_batch<true>(params, batch, weight);
+        else mix_batch<false>(params, batch, weight);
+    }
+    // What a block has told may still be on its way to others: it ends when they have it.
+    cluster_arrive_relaxed();
+    cluster_wait();
+}
+
+SHARED_MEMORY(mhc_head_hopper_1024, sizeof(Shared<1>))
+SHARED_MEMORY(mhc_head_hopper_4096, sizeof(Shared<4>))
+SHARED_MEMORY(mhc_head_hopper_7168, sizeof(Shared<7>))
+
+KERNEL_OF_RESIDENT_CLUSTERS(mhc_head_hopper_1024, MhcHeadHopperParams, 1 * WARP_SIZE, 8, CLUSTER) { mhc_head<1>(params); }
+KERNEL_OF_RESIDENT_CLUSTERS(mhc_head_hopper_4096, MhcHeadHopperParams, 4 * WARP_SIZE, 4, CLUSTER) { mhc_head<4>(params); }
+KERNEL_OF_RESIDENT_CLUSTERS(mhc_head_hopper_7168, MhcHeadHopperParams, 7 * WARP_SIZE, 2, CLUSTER) { mhc_head<7>(params); }

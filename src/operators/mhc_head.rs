@@ -1,4 +1,4 @@
-//! `mhc_head` (inference 2.5, training 11.1): `kernels/cuda/mhc_head.cu` and `mhc_head_backward.cu` against
+//! `mhc_head` (inference 2.5, training 11.1): `kernels/cuda/mhc_head.cu`, `mhc_head_backward.cu` and those for Hopper against
 //! `reference/src/mhc_head.rs`.
 
 use dsv4_kernels::mhc_head as launcher;
@@ -7,8 +7,9 @@ use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_head as reference;
 
 use super::Implementation;
-use super::mhc_mix::{coefficients_bend_over, fastest_projection, fitting, implementations};
+use super::mhc_mix::{coefficients_bend_over, fitting, implementations};
 use super::mhc_post::near_equal;
+use crate::operator::declaration::TensorSpec;
 use crate::operator::prelude::*;
 
 /// The operator.
@@ -29,7 +30,7 @@ pub struct MhcHeadCase {
     pub logits: f32,
     /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
     pub near_equal: bool,
-    /// Which kernels project.
+    /// Which kernels run.
     #[serde(default)]
     pub implementation: Implementation,
     /// The streams, and the distribution of dout.
@@ -45,6 +46,12 @@ fn plain(num_tokens: usize, hidden_size: usize) -> MhcHeadCase {
 
 fn hopper(num_tokens: usize, hidden_size: usize) -> MhcHeadCase {
     MhcHeadCase { implementation: Implementation::Hopper, ..plain(num_tokens, hidden_size) }
+}
+
+/// The kernels that a launcher left to itself takes of rows that lie as whole accesses of 16 bytes.
+fn fastest(environment: &Environment, hidden_size: usize) -> Implementation {
+    let takes = hidden_size.is_multiple_of(8) && hidden_size <= launcher::MOST_HOPPER_CHANNELS;
+    if takes { Implementation::fastest_on(environment) } else { Implementation::Portable }
 }
 
 impl MhcHeadCase {
@@ -76,7 +83,6 @@ impl Declared for MhcHead {
         paths: &[
             "mhc_head_project",
             "mhc_head_project_few",
-            "mhc_head_project_hopper",
             "mhc_head_project_scalar",
             "mhc_head_mix_vector",
             "mhc_head_mix_scalar",
@@ -86,6 +92,12 @@ impl Declared for MhcHead {
             "mhc_head_backward_streams_scalar",
             "mhc_head_backward_sums",
             "mhc_head_backward_parameters",
+            "mhc_head_hopper_1024",
+            "mhc_head_hopper_4096",
+            "mhc_head_hopper_7168",
+            "mhc_head_backward_hopper_1024",
+            "mhc_head_backward_hopper_4096",
+            "mhc_head_backward_hopper_7168",
         ],
         modules: launcher::modules,
         cases: [16, 40, 80],
@@ -96,21 +108,22 @@ impl Declared for MhcHead {
     fn tensors(c: &MhcHeadCase) -> Specs {
         let (tokens, streams) = (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
         let hopper = c.implementation == Implementation::Hopper;
-        let multiple = if hopper { 8 } else { 1 };
-        let channels = axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
+        let (multiple, most) =
+            if hopper { (8, launcher::MOST_HOPPER_CHANNELS) } else { (1, i32::MAX as usize / NUM_STREAMS) };
+        let channels = axis("hidden_size", c.hidden_size).multiples(multiple, most);
         let (columns, groups) = (axis("num_columns", NUM_STREAMS), axis("num_groups", 1));
         let deviation = (c.channels().max(1) as f64).sqrt().recip();
-        let of_tokens = input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data);
+        let rows = |tensor: TensorSpec| if hopper { tensor.aligned_rows() } else { tensor.rows() };
         let tensors = [
-            if hopper { of_tokens.aligned_rows() } else { of_tokens.rows() },
+            rows(input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data)),
             input("fn", DType::F32, &[columns, streams, channels]).drawn(Distribution::Normal, deviation),
             input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
             input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
-            output("out", DType::Bf16, &[tokens, channels]).rows(),
+            rows(output("out", DType::Bf16, &[tokens, channels])),
             output("mix", DType::F32, &[tokens, columns]),
             output("rstd", DType::F32, &[tokens]),
             upstream("dout", "out").drawn(c.data.distribution, 1.0),
-            gradient("dstreams", "streams", DType::Bf16).rows(),
+            rows(gradient("dstreams", "streams", DType::Bf16)),
             gradient("dfn", "fn", DType::F32),
             gradient("dscale", "scale", DType::F32),
             gradient("dbase", "base", DType::F32),
@@ -124,7 +137,7 @@ impl Declared for MhcHead {
     }
 
     fn fastest(c: &MhcHeadCase, environment: &Environment) -> MhcHeadCase {
-        MhcHeadCase { implementation: fastest_projection(environment, c.num_tokens, c.hidden_size), ..c.clone() }
+        MhcHeadCase { implementation: fastest(environment, c.hidden_size), ..c.clone() }
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<MhcHeadCase> {
@@ -168,16 +181,25 @@ impl Declared for MhcHead {
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
             hopper(0, 16),
+            // One block of a cluster has channels.
             hopper(1, 8),
-            // More steps than there are stages of streams, and of weights; each stream ends within a step.
-            hopper(2, 520),
-            // Tokens of a second row of a lane, of the last warpgroup, and of a second block.
-            hopper(9, 72),
+            // A batch less a token, and one more; the last blocks have fewer channels, and none.
+            hopper(3, 72),
+            hopper(5, 72),
+            // A last block with one piece of 16 bytes; a warp without a token's last channels.
+            hopper(2, 1032),
+            MhcHeadCase { near_equal: true, logits: 80.0, ..hopper(4, 520) },
+            // As many batches as the ring has places, and one more.
+            hopper(12, 16),
+            hopper(14, 16),
+            // Two clusters, of which the last one has one token; several of more batches than twice the ring's.
+            hopper(17, 40),
             hopper(200, 40),
-            hopper(260, 8),
+            // The widest that a block takes.
+            hopper(1, 7168),
         ];
         if profile == Profile::Full {
-            cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64)]);
+            cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64), hopper(33, 2056)]);
             cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64)]);
         }
         cases
@@ -209,7 +231,9 @@ impl Declared for MhcHead {
     }
 
     fn launch_backward(c: &MhcHeadCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::backward(device, &v.without(&["out"]), c.of_launcher()))
+        run.launch(|device| {
+            launcher::backward(device, &v.without(&["out"]), c.of_launcher(), c.implementation.launcher())
+        })
     }
 
     fn laws(_: &MhcHeadCase, laws: &mut Laws<'_, Self>) {
@@ -249,7 +273,7 @@ impl Declared for MhcHead {
         let extents = if on_gpu(environment) { &gpu[..] } else { &[(6, 64)] };
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, flops)| {
             let name = format!("{num_tokens}x4x{hidden_size} bf16");
-            let implementation = fastest_projection(environment, num_tokens, hidden_size);
+            let implementation = fastest(environment, hidden_size);
             let case = MhcHeadCase { implementation, ..plain(num_tokens, hidden_size) };
             Benchmark::new(direction, name, case, "num_tokens").streaming(&["mix", "rstd"], flops)
         };

@@ -147,6 +147,15 @@ DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive;" ::: "memory");
 #endif
 }
+// The same of a thread none of whose stores the others read; they see mbarriers that it has initialised (fence_mbarrier_init). The
+// arrival above waits until its stores could be seen by the whole GPU.
+DEVICE void cluster_arrive_relaxed() {
+#if defined(PARITY_EMULATOR)
+    cluster_arrive();
+#else
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
 DEVICE void cluster_wait() {
 #if defined(PARITY_EMULATOR)
     emulator::host->cluster_barrier(emulator::context, 1);

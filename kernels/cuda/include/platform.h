@@ -39,6 +39,7 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 //
 // KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks) { ... } is launched in clusters of so many blocks, neighbours in x,
 // which reach each other's shared memory (hopper.h). Such a module has no static shared variables.
+// KERNEL_OF_RESIDENT_CLUSTERS(name, Params, max_threads, min_blocks, blocks) { ... } is both.
 //
 // From Hopper on a kernel may be launched while the one before it in the stream ends: on its first line every kernel waits until
 // those before it have ended and what they wrote is there to be read. `name_waits` says so to the launcher, which asks for it then
@@ -80,17 +81,20 @@ DEVICE void wait_for_earlier_kernels() {}
 #define KERNEL(name, Params, max_threads) KERNEL_OF(name, Params, max_threads, 1)
 
 #if defined(PARITY_EMULATOR)
-#define KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks)                                    \
+#define KERNEL_OF_RESIDENT_CLUSTERS(name, Params, max_threads, min_blocks, blocks)               \
     extern "C" {                                                                                 \
     __attribute__((visibility("default"))) uint64_t name##_cluster[1] = {(blocks)};              \
     }                                                                                            \
-    KERNEL(name, Params, max_threads)
+    KERNEL_OF(name, Params, max_threads, min_blocks)
 #else
-#define KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks)                                    \
+#define KERNEL_OF_RESIDENT_CLUSTERS(name, Params, max_threads, min_blocks, blocks)               \
     extern "C" __device__ uint64_t name##_cluster[1] = {(blocks)};                               \
     extern "C" __global__ void __cluster_dims__(blocks, 1, 1) name(const __grid_constant__ Params params); \
-    KERNEL(name, Params, max_threads)
+    KERNEL_OF(name, Params, max_threads, min_blocks)
 #endif
+
+#define KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks) \
+    KERNEL_OF_RESIDENT_CLUSTERS(name, Params, max_threads, 1, blocks)
 
 // SHARED_MEMORY(name, bytes)
 //

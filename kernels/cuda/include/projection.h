@@ -486,9 +486,3 @@ DEVICE float projected(const float* partials, int64_t num_tokens, int32_t splits
     const int64_t apart = num_tokens * PARTIAL_WIDTH<COLUMNS>;
     return splits <= 4 ? sum_of_parts<4>(first, apart, splits) : sum_of_parts<16>(first, apart, splits);
 }
-
-// 1 / sqrt(mean(v^2) + norm_eps), of a token's sum of squares.
-template <typename Params>
-DEVICE float streams_rstd(const Params& params, float squares) {
-    return rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
-}

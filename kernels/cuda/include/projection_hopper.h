@@ -1,5 +1,5 @@
-// The projection of projection.h for sm_90a, which mhc_mix_hopper.cu and mhc_head_hopper.cu share: warpgroup matrix
-// products, and weights that are split once for 256 tokens. What it leaves is laid out as there.
+// The projection of projection.h for sm_90a, of mhc_mix_hopper.cu: warpgroup matrix products, and weights that are split once for 256
+// tokens. What it leaves is laid out as there.
 //
 // A block takes 256 tokens and a part of the channels, 64 at a time (a step). Four warpgroups of consumers have 64 tokens each.
 // Of the warps behind them one has boxes of the streams copied, 64 channels of 256 tokens, as far ahead as there are stages; six

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "elements.h"
+#include "math.h"
 
 constexpr int STREAMS = 4;
 
@@ -75,6 +76,12 @@ DEVICE void add_products(const T* streams, int64_t stream_stride, const T* row, 
             for (int e = 0; e < COUNT; ++e) sums[i] += x[i][e] * dout[e];
         }
     }
+}
+
+// 1 / sqrt(mean(v^2) + norm_eps), of a token's sum of squares.
+template <typename Params>
+DEVICE float streams_rstd(const Params& params, float squares) {
+    return rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
 }
 
 // A number as it is once it is stored as T.

@@ -232,7 +232,8 @@ fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
     let headers = tree.headers_of(file).ok()?;
     let texts: Vec<&str> = [file].into_iter().chain(headers).filter_map(|file| tree.text(file).ok()).collect();
     let behind = |needle: &str| texts.iter().find_map(|text| text.split_once(needle)).map(|(_, behind)| behind);
-    let begins = ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS"].map(|word| format!("{word}({kernel},"));
+    let macros = ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS", "KERNEL_OF_RESIDENT_CLUSTERS"];
+    let begins = macros.map(|word| format!("{word}({kernel},"));
     let (name, _) = begins.iter().find_map(|begin| behind(begin))?.split_once(',')?;
     let name = name.trim();
     let (names, _) = behind(&format!("PARAMS_LAYOUT({name},"))?.split_once(')')?;

@@ -6,7 +6,7 @@ use super::source::Source;
 use super::{Class, Edit};
 
 /// Functions that order threads, memory or asynchronous copies, by their whole names.
-const SYNCHRONIZATION: [&str; 21] = [
+const SYNCHRONIZATION: [&str; 22] = [
     "__syncthreads",
     "__syncthreads_and",
     "__syncthreads_count",
@@ -16,6 +16,7 @@ const SYNCHRONIZATION: [&str; 21] = [
     "__threadfence_block",
     "__threadfence_system",
     "cluster_arrive",
+    "cluster_arrive_relaxed",
     "cluster_sync",
     "cluster_wait",
     "copy_commit",

@@ -17,7 +17,7 @@ const DECLARATIONS: [&str; 3] = ["PARAMS_LAYOUT", "SHARED_MEMORY", "UNROLL_BY"];
 /// What a header asks for that has a body of its own for the emulator.
 const BACKEND: &str = "PARITY_EMULATOR";
 /// The macros that begin a kernel.
-const KERNELS: [&str; 3] = ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS"];
+const KERNELS: [&str; 4] = ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS", "KERNEL_OF_RESIDENT_CLUSTERS"];
 
 /// A parsed kernel file.
 pub(super) struct Source<'a> {

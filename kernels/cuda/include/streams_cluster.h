@@ -1,0 +1,175 @@
+// Kernels that go on with the channels of a token once sums over all of them are known, and read its residual streams once
+// (sm_90a). mhc_head_hopper.cu and mhc_head_hopper_backward.cu have the formulas.
+//
+// A cluster of CLUSTER blocks has a run of consecutive tokens. Of each a block has an eighth of the channels of all of its rows, and
+// of these a thread OWN of each row: what the sums are made of is still in the block's shared memory when they are known.
+//
+// Tokens come by bulk copies, a row of a token each, TOKENS of them (a batch) at a time, to a ring of RING batches: while one is
+// worked on, two are on their way. What threads add up of a batch, SUMS numbers of the cluster, is added over the lanes of a warp,
+// each step leaving half as many numbers in a lane, over the warps by way of shared memory, and over the blocks, each of which stores
+// its own to all. Every sum is formed in the same order, whatever its token's place in the batch: equal launches give equal bits, and
+// a token's do not depend on its neighbours.
+//
+// A block stores the numbers of a batch in one of two places of the others in turn. When it does it for the next batch but one, all
+// of them have told it their numbers of the batch between, and so have read those that stood there.
+#pragma once
+
+#include "hopper.h"
+#include "streams.h"
+
+constexpr uint32_t CLUSTER = 8;
+constexpr int OWN = 4;   // channels of a row
+constexpr int RING = 3;  // batches
+constexpr int PIECE = 8;  // channels of 16 bytes
+
+// Neighbouring channels of a thread.
+DEVICE void store_own(bf16* target, const float (&x)[OWN]) {
+    *reinterpret_cast<uint64_t*>(target) = pack_bf16(x[0], x[1]) | static_cast<uint64_t>(pack_bf16(x[2], x[3])) << 32;
+}
+
+// Of VALUES numbers of each of 2 DISTANCE lanes the sums over these, number i in lanes from i 2 DISTANCE / VALUES on. A lane gives
+// away half of its numbers and adds the other lane's part to those that it keeps. The last steps have one number left.
+template <int DISTANCE, int VALUES>
+DEVICE float lane_sums(const float (&values)[VALUES]) {
+    if constexpr (DISTANCE == 0) {
+        return values[0];
+    } else if constexpr (VALUES == 1) {
+        const float sum[1] = {values[0] + __shfl_xor_sync(FULL_WARP, values[0], DISTANCE)};
+        return lane_sums<DISTANCE / 2>(sum);
+    } else {
+        const bool upper = lane_id() & DISTANCE;
+        float sums[VALUES / 2];
+        UNROLL
+        for (int v = 0; v < VALUES / 2; ++v) {
+            const float given = upper ? values[v] : values[v + VALUES / 2], kept = upper ? values[v + VALUES / 2] : values[v];
+            sums[v] = kept + __shfl_xor_sync(FULL_WARP, given, DISTANCE);
+        }
+        return lane_sums<DISTANCE / 2>(sums);
+    }
+}
+
+// A block's share: of its cluster's tokens the channels from `column` on. A block behind the last channel has none, and takes part
+// in the sums.
+struct Share {
+    int64_t first;  // token
+    int32_t count;  // of tokens
+    int32_t column, width;
+    int32_t own;  // the thread's first channel, counted from `column`
+    bool exists;  // the thread's channels
+    bool whole;   // those of all of its warp
+
+    template <typename Params>
+    explicit Share(const Params& params) {
+        const int32_t slice = ceil_div<int32_t>(params.hidden_size, CLUSTER * PIECE) * PIECE;
+        first = static_cast<int64_t>(blockIdx.x / CLUSTER) * params.run;
+        count = static_cast<int32_t>(minimum<int64_t>(params.num_tokens - first, params.run));
+        column = static_cast<int32_t>(cluster_rank()) * slice;
+        width = maximum(minimum(params.hidden_size - column, slice), 0);
+        own = static_cast<int32_t>(threadIdx.x) * OWN;
+        exists = own < width;
+        whole = uniform((warp_id() + 1) * static_cast<int32_t>(WARP_SIZE) * OWN <= width);
+    }
+};
+
+// What a cluster's block of WARPS warps has in shared memory.
+template <int WARPS_, int TOKENS_, int ROWS_, int SUMS_>
+struct ClusterShared {
+    // TOKENS and SUMS of a batch, ROWS of a token.
+    static constexpr int WARPS = WARPS_, TOKENS = TOKENS_, ROWS = ROWS_, SUMS = SUMS_;
+    static constexpr int CHANNELS = WARPS * static_cast<int>(WARP_SIZE) * OWN;  // of a row, at most
+    alignas(16) bf16 rows[RING][TOKENS][ROWS][CHANNELS];
+    uint64_t full[RING], told[2];  // mbarriers: a batch has landed; the sums of all blocks have
+    float of_warps[WARPS][SUMS];
+    float of_blocks[2][CLUSTER][SUMS];
+};
+
+template <typename Shared>
+DEVICE void initialise_cluster(Shared& shared) {
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < RING; ++stage) mbarrier_init(shared_address(&shared.full[stage]), 1);
+        for (int place = 0; place < 2; ++place) mbarrier_init(shared_address(&shared.told[place]), 1);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    cluster_arrive_relaxed();
+}
+
+// The batches of a block's run, one after the other.
+template <typename Shared>
+struct Batches {
+    Shared& shared;
+    const Share& share;
+    int64_t first;  // token of the batch
+    int32_t left;   // tokens of it and behind it
+    uint32_t number = 0, stage = 0, phase = 0;
+
+    // Called by all threads, starts the copies of the first batches.
+    template <typename Params>
+    Batches(const Params& params, Shared& shared, const Share& share)
+        : shared(shared), share(share), first(share.first), left(share.count) {
+        for (int ahead = 0; ahead < RING; ++ahead) start(params, ahead, ahead);
+    }
+
+    bool exists() const { return left > 0; }
+    // Whether all tokens and channels exist that a warp has of it.
+    bool whole() const { return share.whole && left >= Shared::TOKENS; }
+    // Whether the thread's channels of a token do.
+    bool has(int token) const { return share.exists && token < left; }
+    const bf16* row(int token, int row) const { return &shared.rows[stage][token][row][share.own]; }
+
+    // Starts the copies of the batch that is so many ahead; source_of says where a row lies. Each warp has some of the rows: the
+    // lanes of one would start theirs one after the other, while the block waits for that warp.
+    template <typename Params>
+    void start(const Params& params, int ahead, uint32_t to) const {
+        const int rows = minimum(left - ahead * Shared::TOKENS, Shared::TOKENS) * Shared::ROWS;
+        if (lane_id() != 0 || rows <= 0 || share.width == 0) return;
+        const SharedAddress full = shared_address(&shared.full[to]);
+        const uint32_t bytes = share.width * sizeof(bf16);
+        if (warp_id() == 0) mbarrier_arrive_expect(full, rows * bytes);
+        for (int at = warp_id(); at < rows; at += Shared::WARPS) {
+            const int token = at / Shared::ROWS, row = at % Shared::ROWS;
+            bulk_copy_in(shared_address(shared.rows[to][token][row]),
+                         source_of(params, first + ahead * Shared::TOKENS + token, row) + share.column, bytes, full);
+        }
+    }
+
+    void wait() const {
+        if (share.width > 0) mbarrier_wait(shared_address(&shared.full[stage]), phase);
+    }
+
+    // Tells every block of the cluster this one's part of the batch's sums, once all warps have left theirs.
+    void tell() const {
+        constexpr int RANKS = WARP_SIZE / Shared::SUMS;  // that a warp tells at a time
+        __syncthreads();
+        const int sum = lane_id() % Shared::SUMS;
+        const SharedAddress told = shared_address(&shared.told[number % 2]);
+        if (threadIdx.x == 0) mbarrier_arrive_expect(told, CLUSTER * Shared::SUMS * sizeof(float));
+        float own = 0.0f;
+        UNROLL
+        for (int warp = 0; warp < Shared::WARPS; ++warp) own += shared.of_warps[warp][sum];
+        const SharedAddress place = shared_address(&shared.of_blocks[number % 2][cluster_rank()][sum]);
+        for (uint32_t rank = warp_id() * RANKS + lane_id() / Shared::SUMS; rank < CLUSTER; rank += Shared::WARPS * RANKS)
+            store_at(place, __float_as_uint(own), told, rank);
+    }
+
+    // What all blocks have told, added in their order.
+    float sum(int place) const {
+        mbarrier_wait(shared_address(&shared.told[number % 2]), number / 2 % 2);
+        float sum = 0.0f;
+        UNROLL
+        for (uint32_t rank = 0; rank < CLUSTER; ++rank) sum += shared.of_blocks[number % 2][rank][place];
+        return sum;
+    }
+
+    // All threads are done with the batch: another one is copied to its place.
+    template <typename Params>
+    void next(const Params& params) {
+        __syncthreads();
+        start(params, RING, stage);
+        first += Shared::TOKENS;
+        left -= Shared::TOKENS;
+        ++number;
+        phase ^= stage == RING - 1 ? 1 : 0;
+        stage = stage == RING - 1 ? 0 : stage + 1;
+    }
+};
