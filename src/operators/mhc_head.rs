@@ -195,6 +195,8 @@ impl Declared for MhcHead {
             // Two clusters, of which the last one has one token; several of more batches than twice the ring's.
             hopper(17, 40),
             hopper(200, 40),
+            // More batches than the ring has places, in blocks of several warps: one may still read what another copies over.
+            hopper(16, 1544),
             // The widest that a block takes.
             hopper(1, 7168),
         ];
