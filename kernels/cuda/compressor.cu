@@ -34,15 +34,18 @@
 //
 // Floors: forward 8 bytes a number of kv read, 2 bytes of entries and of u for 2 ratio (with overlap) or ratio of
 // these. 32768 tokens of width 1024: 285 MB, 67 us at 4.24 TB/s; of width 512 at ratio 128: 135 MB, 32 us. Backward
-// twice that. A power and about ten operations a number: limited by memory. Expected to limit the backward with
-// overlap: registers, 181 (64 of rows, 36 of sums), hence one block of 256 threads on a multiprocessor.
+// twice that. A power and about ten operations a number: limited by memory. The backward with overlap takes all 255 registers (96 of
+// rows and their ape, 36 of sums), hence eight warps on a multiprocessor.
 // Measured on one H200, 32768 tokens in 64 sequences, forward and backward: ratio 4 and 512 dims 146 and 198 us (46
 // and 68 % of a copy), 128 dims 47 and 56 us, ratio 128 55 and 134 us. Since a warp finds
 // sequences, forward 70.8 us (95 % of a copy), 23.4 and 53.7 us.
 // On one H100 forward 97, 83 and 82 % of a copy, backward 68, 66 and 64 %, and of 4096 tokens 71, 48 and 44, and 45, 32 and 30
-// %. The backward is several launches behind one another: of 270 us at ratio 4 19 are the sums of parts, at 8 % of memory's
-// rate, and the norm's at ratio 128 6 us at 1 % (ncu, reports/h100/ncu.txt). Of 4096 tokens the entries fill no device: 256
-// blocks, 82 % of the cycles without a warp that could issue.
+// %. Since then no branch lies between the loads of an entry's slots, what is needed last is asked for with them, and the backward
+// with overlap has two blocks of 128 threads on a multiprocessor, which wait at different times, in place of one of 256: forward 98, 89
+// and 87 %, backward 84 (219 us in place of 270), 74 and 72 %, and of 4096 tokens 83, 51 and 46, and 50, 35 and 31 %. The backward is
+// several launches behind one another: of 219 us at ratio 4 19 are the sums of parts, at 8 % of memory's rate, and the norm's at ratio
+// 128 6 us at 1 % (ncu of the kernels before, reports/h100/ncu.txt). Of 4096 tokens the entries fill no device: 256 blocks, 82 % of
+// the cycles without a warp that could issue.
 //
 // Defines: ELEMENT  type of pooled, entries and dentries: bf16 or float
 #include "compressor.h"

@@ -17,7 +17,8 @@
 //
 // Floor: 2 HEAD_DIM bytes read, as many written and DATA_BYTES + SCALE_BYTES more (1024, 1024 and 584 in the model's
 // format): at 4.24 TB/s 41 us for 65536 tokens, where the norm, the rotation and the write apart move 5.7 KB a token.
-// On one H100 71.3 us for 65536 tokens (88 % of a copy), 6.4 for 4096 (61 %), 2.9 for 128 and 2.3 for one. Of 4096 tokens ncu
+// On one H100 71.3 us for 65536 tokens (88 % of a copy), 6.4 for 4096 (61 %), 2.9 for 128 and 2.3 for one; since few tokens ask the
+// second-level cache for weights and rotations while they wait for the row, 2.75 for 128. Of 4096 tokens ncu
 // (reports/h100/ncu.txt) says DRAM at 21 %, 48 % of a warp's time waiting for memory: the device is half empty, since a token is
 // one warp's.
 //

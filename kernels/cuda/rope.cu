@@ -19,6 +19,9 @@
 // Floor: every element is read and written once (in place: only those that rotate), at 3 FLOPs for a
 // rotated element; cos and sin add 4*rope_dim bytes per token. Limited by memory.
 //
+// Of 128 tokens of 128 heads in place 64 blocks took 4.46 us on an H100; 256, of two heads a thread, take 4.14, of which 1.1 are the
+// launch and 1.4 the bytes: the rest are two trips to memory, of positions and of the table's rows.
+//
 // Measured on one H200, bf16, 16384 tokens, 128 heads, head_dim 512, rope_dim 64, as a share of a device copy in
 // the same run: 98 % out of place, either direction; 70 to 80 % in place, which touches 128 bytes of each 1024 (157.9 us; 160 when
 // a thread's cosines and sines were asked for one by one, so that waits in a row are not what limits it). Expected

@@ -227,6 +227,12 @@ impl Grouped {
         extents.out_features.div_ceil(features).is_multiple_of(2) && self.expected_rows > 2 * rows
     }
 
+    /// Rows that nearly every expert's stay below: tokens choose experts one by one, so that their numbers scatter by the square root.
+    /// Of 64 expected ones half of the experts would have more than a tile of 64 holds, and read their weights twice.
+    fn rows_of_most(&self) -> usize {
+        self.expected_rows.saturating_add(2 * self.expected_rows.isqrt())
+    }
+
     /// The portable kernel that suits a call, and blocks that a multiprocessor holds.
     fn portable(&self, vectorised: bool) -> (&'static str, usize) {
         match vectorised {
@@ -266,7 +272,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     // No number of rows is too small for it.
     let misfit = quantised.hopper_misfit(vectorised);
     let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
-    let maps = if hopper { large_maps(device, views, quantised.weights, grouped.expected_rows)? } else { None };
+    let maps = if hopper { large_maps(device, views, quantised.weights, grouped.rows_of_most())? } else { None };
     let params = with_maps(params(views, &grouped, extents)?, maps);
     let processors = device.environment().processors as usize;
     if maps.is_some() {

@@ -50,7 +50,7 @@ DEVICE void prefetch_second_level(const void* source, uint32_t bytes) {
 #if defined(PARITY_EMULATOR)
     emulator::require_aligned(source, 16, "prefetch_second_level");
     static_cast<void>(bytes);
-#elif __CUDA_ARCH__ >= 900
+#elif PARITY_SM >= 90
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes));
 #else
     for (uint32_t at = 0; at < bytes; at += 128) prefetch_second_level(static_cast<const uint8_t*>(source) + at);
