@@ -80,7 +80,16 @@ DEVICE void leave_sums(const Batch& batch, const Weights& fn) {
     for (int t = 0; t < TOKENS; ++t)
         if (WHOLE || batch.has(t)) add_token(batch, t, fn, products + t * STREAMS, squares[t]);
     const float product = lane_sums<WARP_SIZE / 2>(products), square = lane_sums<WARP_SIZE / 2>(squares);
-    batch.shared.of_warps[warp_id()][lane_id()] = lane_id() % 2 == 0 ? product : square;
+    batch.own_sums()[lane_id()] = lane_id() % 2 == 0 ? product : square;
+}
+
+template <typename Batch>
+DEVICE void add_up(const Batch& batch, const Weights& fn) {
+    if (!batch.exists()) return;
+    batch.wait();
+    if (batch.whole()) leave_sums<true>(batch, fn);
+    else leave_sums<false>(batch, fn);
+    batch.tell();
 }
 
 // The lane's w, of its token and stream.
@@ -125,11 +134,9 @@ DEVICE void mhc_head(const MhcHeadHopperParams& params) {
     Weights fn = {};
     load_weights(params, share, fn);
     cluster_wait();
+    add_up(batch, fn);
     for (; batch.exists(); batch.next(params)) {
-        batch.wait();
-        if (batch.whole()) leave_sums<true>(batch, fn);
-        else leave_sums<false>(batch, fn);
-        batch.tell();
+        add_up(batch.following(), fn);
         const float weight = weight_of(params, batch, scale, base);
         if (batch.whole()) mix_batch<true>(params, batch, weight);
         else mix_batch<false>(params, batch, weight);

@@ -79,7 +79,7 @@ DEVICE void leave_sums(const Batch& batch) {
         }
     }
     const float sum = lane_sums<WARP_SIZE / 2>(dw);
-    if (lane_id() % STREAM_LANES == 0) batch.shared.of_warps[warp_id()][lane_id() / STREAM_LANES] = sum;
+    if (lane_id() % STREAM_LANES == 0) batch.own_sums()[lane_id() / STREAM_LANES] = sum;
 }
 
 // What a lane has of its token and stream.
@@ -99,6 +99,17 @@ DEVICE Saved saved_of(const MhcHeadHopperBackwardParams& params, const Batch& ba
     if (lane_id() / LANES >= batch.left) return {0.0f, 0.0f};
     const int64_t token = batch.first + lane_id() / LANES;
     return {params.mix[token * STREAMS + lane_id() / STREAM_LANES % STREAMS], params.rstd[token]};
+}
+
+template <typename Batch>
+DEVICE Saved add_up(const MhcHeadHopperBackwardParams& params, const Batch& batch) {
+    const Saved saved = saved_of(params, batch);
+    if (!batch.exists()) return saved;
+    batch.wait();
+    if (batch.whole()) leave_sums<true>(batch);
+    else leave_sums<false>(batch);
+    batch.tell();
+    return saved;
 }
 
 template <typename Batch>
@@ -188,12 +199,10 @@ DEVICE void mhc_head_backward(const MhcHeadHopperBackwardParams& params) {
     Gradients dfn = {};
     RunSums sums = {};
     cluster_wait();
+    Saved next = add_up(params, batch);
     for (; batch.exists(); batch.next(params)) {
-        const Saved saved = saved_of(params, batch);
-        batch.wait();
-        if (batch.whole()) leave_sums<true>(batch);
-        else leave_sums<false>(batch);
-        batch.tell();
+        const Saved saved = next;
+        next = add_up(params, batch.following());
         const Numbers numbers = numbers_of(params, batch, saved, scale, base, sums);
         if (batch.whole()) add_batch<true>(params, batch, numbers, dfn);
         else add_batch<false>(params, batch, numbers, dfn);

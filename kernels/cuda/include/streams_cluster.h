@@ -5,13 +5,14 @@
 // of these a thread OWN of each row: what the sums are made of is still in the block's shared memory when they are known.
 //
 // Tokens come by bulk copies, a row of a token each, TOKENS of them (a batch) at a time, to a ring of RING batches: while one is
-// worked on, two are on their way. What threads add up of a batch, SUMS numbers of the cluster, is added over the lanes of a warp,
+// added up and the one before it finished, the next is on its way. What threads add up of a batch, SUMS numbers of the cluster, is added over the lanes of a warp,
 // each step leaving half as many numbers in a lane, over the warps by way of shared memory, and over the blocks, each of which stores
 // its own to all. Every sum is formed in the same order, whatever its token's place in the batch: equal launches give equal bits, and
 // a token's do not depend on its neighbours.
 //
-// A block stores the numbers of a batch in one of two places of the others in turn. When it does it for the next batch but one, all
-// of them have told it their numbers of the batch between, and so have read those that stood there.
+// The sums of a batch are told before the one before it is finished, so that nobody waits for what is on its way between blocks. A
+// block stores its numbers in one of PLACES places of the others in turn. When it does it for the fourth batch behind one, all of them
+// have told it their numbers of the second behind it, and so have read those that stood there.
 #pragma once
 
 #include "hopper.h"
@@ -21,6 +22,7 @@ constexpr uint32_t CLUSTER = 8;
 constexpr int OWN = 4;   // channels of a row
 constexpr int RING = 3;  // batches
 constexpr int PIECE = 8;  // channels of 16 bytes
+constexpr uint32_t PLACES = 4;
 
 // Neighbouring channels of a thread.
 DEVICE void store_own(bf16* target, const float (&x)[OWN]) {
@@ -78,16 +80,16 @@ struct ClusterShared {
     static constexpr int WARPS = WARPS_, TOKENS = TOKENS_, ROWS = ROWS_, SUMS = SUMS_;
     static constexpr int CHANNELS = WARPS * static_cast<int>(WARP_SIZE) * OWN;  // of a row, at most
     alignas(16) bf16 rows[RING][TOKENS][ROWS][CHANNELS];
-    uint64_t full[RING], told[2];  // mbarriers: a batch has landed; the sums of all blocks have
-    float of_warps[WARPS][SUMS];
-    float of_blocks[2][CLUSTER][SUMS];
+    uint64_t full[RING], told[PLACES];  // mbarriers: a batch has landed; the sums of all blocks have
+    float of_warps[2][WARPS][SUMS];
+    float of_blocks[PLACES][CLUSTER][SUMS];
 };
 
 template <typename Shared>
 DEVICE void initialise_cluster(Shared& shared) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < RING; ++stage) mbarrier_init(shared_address(&shared.full[stage]), 1);
-        for (int place = 0; place < 2; ++place) mbarrier_init(shared_address(&shared.told[place]), 1);
+        for (uint32_t place = 0; place < PLACES; ++place) mbarrier_init(shared_address(&shared.told[place]), 1);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -137,27 +139,30 @@ struct Batches {
         if (share.width > 0) mbarrier_wait(shared_address(&shared.full[stage]), phase);
     }
 
+    // What a warp adds to the sums of the batch.
+    float* own_sums() const { return shared.of_warps[number % 2][warp_id()]; }
+
     // Tells every block of the cluster this one's part of the batch's sums, once all warps have left theirs.
     void tell() const {
         constexpr int RANKS = WARP_SIZE / Shared::SUMS;  // that a warp tells at a time
         __syncthreads();
         const int sum = lane_id() % Shared::SUMS;
-        const SharedAddress told = shared_address(&shared.told[number % 2]);
+        const SharedAddress told = shared_address(&shared.told[number % PLACES]);
         if (threadIdx.x == 0) mbarrier_arrive_expect(told, CLUSTER * Shared::SUMS * sizeof(float));
         float own = 0.0f;
         UNROLL
-        for (int warp = 0; warp < Shared::WARPS; ++warp) own += shared.of_warps[warp][sum];
-        const SharedAddress place = shared_address(&shared.of_blocks[number % 2][cluster_rank()][sum]);
+        for (int warp = 0; warp < Shared::WARPS; ++warp) own += shared.of_warps[number % 2][warp][sum];
+        const SharedAddress place = shared_address(&shared.of_blocks[number % PLACES][cluster_rank()][sum]);
         for (uint32_t rank = warp_id() * RANKS + lane_id() / Shared::SUMS; rank < CLUSTER; rank += Shared::WARPS * RANKS)
             store_at(place, __float_as_uint(own), told, rank);
     }
 
     // What all blocks have told, added in their order.
     float sum(int place) const {
-        mbarrier_wait(shared_address(&shared.told[number % 2]), number / 2 % 2);
+        mbarrier_wait(shared_address(&shared.told[number % PLACES]), number / PLACES % 2);
         float sum = 0.0f;
         UNROLL
-        for (uint32_t rank = 0; rank < CLUSTER; ++rank) sum += shared.of_blocks[number % 2][rank][place];
+        for (uint32_t rank = 0; rank < CLUSTER; ++rank) sum += shared.of_blocks[number % PLACES][rank][place];
         return sum;
     }
 
@@ -166,6 +171,15 @@ struct Batches {
     void next(const Params& params) {
         __syncthreads();
         start(params, RING, stage);
+        go_on();
+    }
+
+    Batches following() const {
+        Batches next = *this;
+        next.go_on();
+        return next;
+    }
+    void go_on() {
         first += Shared::TOKENS;
         left -= Shared::TOKENS;
         ++number;
