@@ -22,7 +22,8 @@
 // block share the parts, five loads each instead of 19 in two rounds, and scale and base are not waited for behind them: 3.4 and
 // 9.5 us, where 4 and 8.5 were expected. What stops both directions at 53 % of a copy's rate on one H100 (45 % at 4096 tokens)
 // is that the coefficients of a token need all of its channels, so that its streams are read twice; the readings themselves
-// reach 83 % of memory's rate (reports/h100/ncu.txt, of a projection for Hopper that was no faster). mhc_head_hopper.cu reads them once.
+// reach 83 % of memory's rate. On Hopper clusters hold a token's channels between the two, and read them once:
+// mhc_head_hopper.cu.
 //
 // Launch: mhc_head_project token_tiles * splits blocks, mhc_head_project_few the same, of tiles of FEW_TOKENS;
 // mhc_head_project_scalar a warp a token, splits 1;

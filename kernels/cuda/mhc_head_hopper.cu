@@ -12,7 +12,12 @@
 // some 2000 cycles where its bytes take 5400, so that the two blocks of a multiprocessor wait for memory and seldom for others.
 // Weights come from the second-level cache once for a run, an eighth of the bytes of 64 tokens. One token waits for memory once and
 // for the other blocks once: 1.1 us of an empty kernel, 0.9 for memory, 0.3 for 57 KB of weights a block, 0.7 for sums and mix.
-// Expected to be limited by memory; no GPU has measured it yet.
+// On one H100, as a share of a copy of the floor's bytes: 32768 tokens 799 us of 7168 channels and 462 of 4096 (98 and 97 %), 4096
+// tokens 115 and 69 (85 and 82 %). ncu: DRAM at 88 % of its rate, 41 % of the cycles without a warp that could issue. When a batch was
+// finished before the next one was added up, so that every block waited for the sums of the others, one H200 reached 71 and 74 %, 63 %
+// of 4096 tokens. One token 3.0 us, where an empty kernel, the bytes and 1.5 us are 2.8. 128 tokens 8.3 us there by 16 clusters of two
+// batches, where 5.0 were expected; 32 clusters of one batch, which bring the weights twice as often, took 9.4 on the H100. 16 of two, as
+// batches overlap now, were not measured. Limited by memory; of few tokens by weights from the second-level cache.
 //
 // Launch: CLUSTER blocks for each run of tokens; the kernel's number is the most channels of a stream.
 #include "sigmoid.h"

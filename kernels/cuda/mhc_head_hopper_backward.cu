@@ -9,8 +9,10 @@
 // Floor for a bf16 token of d channels: 18 d bytes, 1409 us for 32768 tokens of 7168 channels at 3.0 TB/s, 176 us for 4096. A block's
 // part of a token there has some 1200 cycles of a multiprocessor (1.75 GHz, 32 clusters at once), of which issuing takes 730 (830
 // instructions of each warp for two tokens) and shared memory 430. Clusters take all tokens in one turn, no more of them than
-// certainly run at once: with more, those that find no place would run alone at the end, and each leaves 0.46 MB. Expected to be
-// limited by memory; no GPU has measured it yet.
+// certainly run at once: with more, those that find no place would run alone at the end, and each leaves 0.46 MB. Limited by
+// memory. On one H100 32768 tokens of 7168 and of 4096 channels 1504 and 868 us, 94 and 93 % of a copy of the floor's bytes, 4096
+// tokens 203 and 122 (87 and 83 %). ncu: DRAM at 84 % of its rate, 42 % of the cycles without a warp that could issue. On one H200 69 and 68 % when a
+// batch was finished before the next one was added up.
 //
 // Launch: CLUSTER blocks for each run of tokens; the kernel's number is the most channels of a stream.
 #include "sigmoid.h"

@@ -26,11 +26,12 @@
 // gradients 32 d, mhc_post 28 d) move 94 d, and round each of the three gradients. Expected to be limited by memory: for 16 tokens
 // of 512 channels the total moves 53 KB, 4100 cycles of a multiprocessor at 3 TB/s, in which each of its four schedulers has some 1860
 // instructions to issue (465 of each warp, 54 of them products) and its tensor core 900 to 1700 cycles to work: 45 % of the issue
-// slots, as in mhc_mix's kernel. What lanes wait for L2, some hundred cycles, fits beside. The total by tensor cores is not measured
-// yet. By count 4096 tokens of 7168 channels take it 255 us at 3 TB/s, and some 310 at the share of memory's rate that mhc_mix's
-// kernel reaches on one H100 (82 %).
-// Measured on one H100 with the total by plain fp32, a thread owning two channels: 4096 tokens of 7168 channels 1711 us, 26 % of a copy
-// of the floor's bytes; on one H200 32768 tokens 12.3 ms.
+// slots, as in mhc_mix's kernel. What lanes wait for L2, some hundred cycles, fits beside.
+// Measured on one H100: 4096 tokens of 7168 channels 797 us, of which dpre is 99 (ncu: DRAM at 89 % of its rate) and the total 368 (at 67
+// %, 66 % of the cycles without a warp that could issue, of 16 on a multiprocessor), 32768 5887 us, 56 and 61 % of a copy of the floor's
+// bytes. Measured on one H200: 4096 tokens of 7168 channels 612 us, 32768 4491 us: 52 and 56 % of a copy of the floor's bytes, 72 and 78 %
+// of one of the bytes that move, since X' and dh are read once for dpre and once more behind it. With the total by plain fp32, a thread
+// owning two channels, 4096 tokens took 1711 us on one H100 and 32768 tokens 12.3 ms on one H200.
 //
 // The first site of a block has no post in front: its streams and its pre take the place of X' and pre, and dX' total is
 // the gradient of the streams.

@@ -45,8 +45,8 @@ const CLUSTER_KERNELS: [(usize, [&str; 2], [usize; 2]); 3] = [
 ];
 /// Most channels that the kernels for Hopper take: of more a block does not hold enough tokens.
 pub const MOST_HOPPER_CHANNELS: usize = 7168;
-/// Fewest tokens of a cluster of the backward, unless there are no more: each leaves a part of dfn.
-const LEAST_BACKWARD_RUN: usize = 8;
+/// Most tokens of a cluster where there are few: as many as one for each eight multiprocessors takes.
+const FEW_RUN: usize = 8;
 /// Tokens of a cluster of the forward where there are many: no fewer, so that weights are not read for nothing; no more, so
 /// that none runs long when others have ended.
 const RUN: [usize; 2] = [16, 64];
@@ -114,16 +114,14 @@ struct Clusters {
 }
 
 impl Clusters {
-    /// Of a forward. Of so few tokens that each cluster that runs at once has one batch at most they have as many clusters as they
-    /// can. Of many there are several for each place, since how many places there are depends on which multiprocessors a device
-    /// lacks.
+    /// Of a forward. Few tokens have as many clusters as run at once beside each other. Of many there are several for each
+    /// place, since how many places there are depends on which multiprocessors a device lacks.
     fn of_forward(processors: usize, num_tokens: usize, hidden_size: usize) -> Self {
-        let (_, kernels, [resident, _]) = kernels_of(hidden_size);
-        let run = match num_tokens.div_ceil((resident * processors / CLUSTER).max(1)) {
-            few if few <= BATCH => few.max(1),
+        let run = match num_tokens.div_ceil((processors / CLUSTER).max(1)) {
+            few if few <= FEW_RUN => few.max(1),
             _ => num_tokens.div_ceil(processors).next_multiple_of(BATCH).clamp(RUN[0], RUN[1]),
         };
-        Self { kernels, count: num_tokens.div_ceil(run), run }
+        Self { kernels: kernels_of(hidden_size).1, count: num_tokens.div_ceil(run), run }
     }
 
     /// Of a backward: no more than certainly run at once, an eighth fewer than there are eight places for blocks, since each
@@ -131,7 +129,7 @@ impl Clusters {
     fn of_backward(processors: usize, num_tokens: usize, hidden_size: usize) -> Self {
         let (_, kernels, [_, resident]) = kernels_of(hidden_size);
         let most = (7 * resident * processors / (8 * CLUSTER)).max(2);
-        let run = num_tokens.div_ceil(most).max(LEAST_BACKWARD_RUN).next_multiple_of(BACKWARD_BATCH);
+        let run = num_tokens.div_ceil(most).max(FEW_RUN).next_multiple_of(BACKWARD_BATCH);
         Self { kernels, count: num_tokens.div_ceil(run).max(1), run }
     }
 }
@@ -375,8 +373,8 @@ mod tests {
 
     #[test]
     fn few_tokens_have_all_clusters_and_many_several_each() {
-        assert_eq!([forward(0), forward(1), forward(33), forward(34)], [[0, 1], [1, 1], [33, 1], [17, 2]]);
-        assert_eq!([forward(128), forward(133), forward(4096)], [[32, 4], [9, 16], [128, 32]]);
+        assert_eq!([forward(0), forward(1), forward(16), forward(17)], [[0, 1], [1, 1], [16, 1], [9, 2]]);
+        assert_eq!([forward(128), forward(129), forward(4096)], [[16, 8], [9, 16], [128, 32]]);
         assert_eq!(forward(32_768), [512, 64]);
     }
 

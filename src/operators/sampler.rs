@@ -211,6 +211,8 @@ impl Declared for Sampler {
             // A warp's last round of staged ids is no whole one, and what lies behind it was listed before.
             faint(61, 700, Filters::TopK),
             faint(5, 40, Filters::Absent),
+            // The only ids of a row's last warp are those of one access, put aside and not yet listed when the row ends.
+            SamplerCase { data: Data::normal(0.25), ..plain(200, 260, Filters::UsualTopP) },
             // Blocks of either size, which list whole rows.
             plain(1, 2048, Filters::TopP),
             SamplerCase { logits: Logits::Ties, ..plain(1, 2049, Filters::TopK) },
