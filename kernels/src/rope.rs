@@ -41,7 +41,7 @@ pub fn forward(device: &Device, views: &Views, inverse: bool) -> Result<&'static
     let units = if vectorised { (copied + rope_dim) * x.dtype.size() / 16 } else { copied + rope_dim / 2 };
     let processors = device.environment().processors.max(1).into();
     let (config, heads_per_thread) = launch_config(units, [num_tokens, num_heads], processors)?;
-    let params = params.flag("inverse", inverse).i32("heads_per_thread", heads_per_thread as usize)?;
+    let params = params.flag("inverse", inverse).i32("heads_per_thread", heads_per_thread)?;
     kernel.launch(config, &params)?;
     Ok(name)
 }
