@@ -123,7 +123,7 @@ DEVICE void mix_batch(const MhcHeadHopperParams& params, const Batch& batch, flo
             UNROLL
             for (int i = 0; i < STREAMS; ++i) load_elements<OWN>(batch.row(t, i), x[i]);
             mix_streams(x, w, out);
-            store_own(target, out);
+            store_elements(target, out);
         }
         target += params.out_token_stride;
     }

@@ -169,7 +169,7 @@ DEVICE void add_batch(const MhcHeadHopperBackwardParams& params, const Batch& ba
             float x[OWN], dx[OWN];
             load_elements<OWN>(batch.row(t, i), x);
             add_stream(x, dout[t], fn, through[t], factor[t], w, dfn, i, dx);
-            store_own(target + t * params.dstreams_token_stride, dx);
+            store_elements(target + t * params.dstreams_token_stride, dx);
         }
         target += params.dstreams_stream_stride;
     }

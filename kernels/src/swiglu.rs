@@ -1,6 +1,7 @@
 //! `swiglu`: launcher of `kernels/cuda/swiglu.cu` (inference 11.1, training 11.2).
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
+use crate::mhc_post::threads;
 use crate::runtime::device::Module;
 use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
 
@@ -12,7 +13,6 @@ const ROWS_PER_BLOCK: usize = 4;
 /// `FEW_BACKWARD_THREADS` in the kernel source.
 const FEW_ROWS: usize = 4;
 const FEW_BACKWARD_THREADS: usize = 512;
-const WARP: usize = 32;
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
@@ -63,7 +63,7 @@ pub fn launch(device: &Device, views: &Views, limit: f32, backward: bool) -> Res
         return Ok(name);
     }
     let most = kernel.max_threads() as usize;
-    let threads = if backward { accesses.next_multiple_of(WARP).clamp(WARP, most) } else { most };
+    let threads = if backward { threads(accesses, 1, most) } else { most };
     let pieces = accesses.div_ceil(most);
     let config = LaunchConfig::linear(CHECK.operator, "gate", pieces as u64, threads as u32)?;
     kernel.launch(LaunchConfig { grid: [config.grid[0], num_rows as u32, 1], ..config }, &params)?;

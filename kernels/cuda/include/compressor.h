@@ -59,8 +59,7 @@ DEVICE void store_quad(float* target, const Channels& x) {
 template <bool WIDE>
 DEVICE void store_quad(bf16* target, const Channels& x) {
     if constexpr (WIDE) {
-        const uint64_t high = pack_bf16(x[2], x[3]);
-        *reinterpret_cast<uint64_t*>(target) = high << 32 | pack_bf16(x[0], x[1]);
+        store_elements(target, x);
     } else {
         for (int i = 0; i < QUAD; ++i) target[i] = to_bf16(x[i]);
     }

@@ -36,11 +36,14 @@ DEVICE void load_elements(const T* source, float (&out)[COUNT]) {
     }
 }
 
-// One element, or the elements of 16 bytes at a 16-byte aligned `target`, in global memory.
+// One element, or those of 8 or 16 bytes at a `target` aligned to as many, in global memory.
 template <int COUNT, typename T>
 DEVICE void store_elements(T* target, const float (&in)[COUNT]) {
     if constexpr (COUNT == 1) {
         Element<T>::store(target, in[0]);
+    } else if constexpr (COUNT * sizeof(T) == 8) {
+        const uint64_t high = Element<T>::pack(in + Element<T>::per_word);
+        *reinterpret_cast<uint64_t*>(target) = high << 32 | Element<T>::pack(in);
     } else {
         store_vec16_global(target, pack<T>(in));
     }

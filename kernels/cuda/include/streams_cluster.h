@@ -24,11 +24,6 @@ constexpr int RING = 3;  // batches
 constexpr int PIECE = 8;  // channels of 16 bytes
 constexpr uint32_t PLACES = 4;
 
-// Neighbouring channels of a thread.
-DEVICE void store_own(bf16* target, const float (&x)[OWN]) {
-    *reinterpret_cast<uint64_t*>(target) = pack_bf16(x[0], x[1]) | static_cast<uint64_t>(pack_bf16(x[2], x[3])) << 32;
-}
-
 // Of VALUES numbers of each of 2 DISTANCE lanes the sums over these, number i in lanes from i 2 DISTANCE / VALUES on. A lane gives
 // away half of its numbers and adds the other lane's part to those that it keeps. The last steps have one number left.
 template <int DISTANCE, int VALUES>
