@@ -26,16 +26,22 @@
 // Measured on one H200: 7168 x 16384 for one token 64 us (3.7 TB/s), for 4096 tokens 3482 us (276 TFLOP/s), both
 // gradients 7305 us (263 TFLOP/s).
 //
-// Groups, 16 of 1024 x 4096: 137 MB of w, 32 us, for one token; 550 GFLOP, 696 us, for 4096. Measured: 34.6 us, 62.7
-// us for 64 tokens, 2085 us for 4096, both gradients 4363 us: the rate of mma.sync, as above, with a third of cuBLAS's.
-// Beside torch's einsum, which takes cuBLAS, one token has 0.97 of its speed on an H200 and on an H100. Nine stages in place of six
-// are slower (36.6 us on the H200 for 34.7), four of twice the depth, whose rows are 256 bytes apiece of memory, faster (34.0; torch
-// 33.6): not taken, since what they do to other layers of few tokens was not measured.
+// Groups, 16 of 1024 x 4096: 137 MB of w, 32 us, for one token; 550 GFLOP, 696 us, for 4096. Measured: 62.7 us for 64 tokens,
+// 2085 us for 4096, both gradients 4363 us: the rate of mma.sync, as above, with a third of cuBLAS's.
 //
-// Launch. num_groups times `splits` times the tiles of a group's result blocks; linear_sum: ceil(num_groups rows
+// One token has a kernel of its own (linear_forward_one). In tiles of 16 rows it took, on one H200, 51.6, 65.8, 35.1, 10.7 and 7.7 us
+// for [65536, 1536], [7168, 16384], 16 groups of [1024, 4096], [1536, 7168] and [512, 7168], the narrow ones of which had a second
+// launch that added up parts of k; in the same call this takes 47.0, 55.5, 32.8, 7.7 and 3.7, and torch, which has cuBLAS, the first
+// three in 50.7, 59.8 and 33.6. Floors are 47.5, 55.4, 31.7, 5.2 and 1.7 us at 4.24 TB/s and an empty launch. Four blocks of 64
+// registers a thread with two chunks under way were the fastest; eight chunks, of which two blocks are held, took 53.7, 55.2 and
+// 33.4. The same of four tokens took 80 to 90 us for [7168, 16384], where tiles take 65: not kept.
+//
+// Launch. num_groups times `splits` times the tiles of a group's result blocks; linear_forward_one: num_groups times as many blocks
+// as ONE_WARPS / splits * ONE_FEATURES columns fill, of which `splits` warps, a power of two up to ONE_WARPS, share a row of w; linear_sum: ceil(num_groups rows
 // ceil(columns / 8) / SUM_THREADS).
 #include "async_copy.h"
 #include "linear.h"
+#include "math.h"
 
 using Large = Shape<128, 128, 2, 4, 4>;
 using Small = Shape<16, 64, 1, 4, 6>;
@@ -159,6 +165,78 @@ KERNEL(linear_dw_large, LinearParams, Large::THREADS) { linear<Large, true, true
 SHARED_MEMORY(linear_dw_large, Large::BYTES)
 KERNEL(linear_dw_scalar, LinearParams, Scalar::THREADS) { linear<Scalar, true, true, false>(params); }
 SHARED_MEMORY(linear_dw_scalar, Scalar::BYTES)
+
+// ---------------------------------------------------------------- one token
+
+// A warp reads rows of w from one end to the other, or every `splits`th part of them beside other warps of its block, and a lane
+// every 32nd chunk of 16 bytes, several of which are on their way at once: memory is asked for whole rows, no tile waits for
+// another, and no launch adds up what parts of k left. Products are added in plain fp32: of a token the tensor cores would multiply
+// fifteen of sixteen times by nothing.
+constexpr int ONE_THREADS = 256, ONE_WARPS = ONE_THREADS / static_cast<int>(WARP_SIZE), ONE_HELD = 4;
+constexpr int ONE_FEATURES = 2, ONE_CHUNKS = 2;  // rows of w of a warp, chunks of each that a lane has under way
+constexpr int ONE_STEP = ONE_CHUNKS * static_cast<int>(WARP_SIZE);
+
+// What a lane multiplies: its chunks from `chunk` on, of which those from `chunks` on are not there. WHOLE: all are.
+template <bool WHOLE>
+DEVICE void add_chunks(const bf16* x, const bf16* const (&rows)[ONE_FEATURES], int chunk, int chunks,
+                       float (&sums)[ONE_FEATURES]) {
+    Vec16 w[ONE_CHUNKS][ONE_FEATURES];
+    UNROLL
+    for (int i = 0; i < ONE_CHUNKS; ++i) {
+        const int own = chunk + i * static_cast<int>(WARP_SIZE);
+        UNROLL
+        for (int f = 0; f < ONE_FEATURES; ++f)
+            w[i][f] = WHOLE || own < chunks ? load_vec16_streaming(rows[f] + own * CHUNK) : Vec16{};
+    }
+    UNROLL
+    for (int i = 0; i < ONE_CHUNKS; ++i) {
+        const int own = chunk + i * static_cast<int>(WARP_SIZE);
+        float of_x[CHUNK];
+        unpack<bf16>(WHOLE || own < chunks ? load_vec16_readonly(x + own * CHUNK) : Vec16{}, of_x);
+        UNROLL
+        for (int f = 0; f < ONE_FEATURES; ++f) {
+            float of_w[CHUNK];
+            unpack<bf16>(w[i][f], of_w);
+            UNROLL
+            for (int e = 0; e < CHUNK; ++e) sums[f] = fused_multiply_add(of_w[e], of_x[e], sums[f]);
+        }
+    }
+}
+
+KERNEL_OF(linear_forward_one, LinearParams, ONE_THREADS, ONE_HELD) {
+    __shared__ float of_warps[ONE_WARPS][ONE_FEATURES];
+    const uint32_t group_blocks = gridDim.x / static_cast<uint32_t>(params.num_groups);
+    const LinearParams own = of_group(params, blockIdx.x / group_blocks);
+    // Columns of a block, from its first on; the warp's are those behind `turn` others.
+    const int columns = ONE_WARPS / own.splits * ONE_FEATURES, turn = warp_id() / own.splits;
+    const int64_t first = static_cast<int64_t>(blockIdx.x % group_blocks) * columns;
+    const bf16* rows[ONE_FEATURES];
+    UNROLL
+    for (int f = 0; f < ONE_FEATURES; ++f)
+        rows[f] = own.b + minimum(first + turn * ONE_FEATURES + f, own.columns - 1) * own.b_stride;
+    const int chunks = static_cast<int>(own.depth / CHUNK), step = own.splits * ONE_STEP;
+    float sums[ONE_FEATURES] = {};
+    int begin = warp_id() % own.splits * ONE_STEP;
+    UNROLL_BY(1)
+    for (; begin + ONE_STEP <= chunks; begin += step) add_chunks<true>(own.a, rows, begin + lane_id(), chunks, sums);
+    if (begin < chunks) add_chunks<false>(own.a, rows, begin + lane_id(), chunks, sums);
+    UNROLL
+    for (int f = 0; f < ONE_FEATURES; ++f) {
+        const float sum = warp_sum(sums[f]);
+        if (lane_id() == 0) of_warps[warp_id()][f] = sum;
+    }
+    __syncthreads();
+    const int column = threadIdx.x;
+    if (column >= columns || first + column >= own.columns) return;
+    float chunk[CHUNK] = {};
+    for (int part = 0; part < own.splits; ++part)
+        chunk[0] += of_warps[column / ONE_FEATURES * own.splits + part][column % ONE_FEATURES];
+    // A chunk of one element, behind which the row ends.
+    Result result = result_of(own);
+    result.columns = first + column + 1;
+    result.wide = 0;
+    finish_chunk(result, 0, first + column, chunk);
+}
 
 KERNEL(linear_sum, LinearParams, SUM_THREADS) {
     const int64_t number = static_cast<int64_t>(blockIdx.x) * SUM_THREADS + threadIdx.x;

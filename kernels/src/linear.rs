@@ -24,6 +24,15 @@ pub const MAX_FEATURES: usize = 1 << 30;
 pub const MAX_GROUPS: usize = 1 << 16;
 /// Rows up to which tiles of 16 rows are taken; `Small::ROWS` in the kernel source.
 pub(crate) const FEW_ROWS: usize = 16;
+/// Of one token, whose warps read whole rows of w: features of a block, and warps that share a row at most, each with so many numbers
+/// of k at a time; `ONE_WARPS * ONE_FEATURES`, `ONE_WARPS` and `ONE_STEP * CHUNK` in the kernel source.
+const ONE: &str = "linear_forward_one";
+const FEATURES_OF_ONE: usize = 16;
+const MOST_WARPS_OF_ROW: usize = 8;
+const STEP_OF_ONE: usize = 512;
+/// Blocks of them for each multiprocessor, at least, if rows are long enough to be shared: fewer leave memory too little to bring at
+/// once.
+const BLOCKS_OF_ONE: usize = 3;
 /// Numbers of k of a stage, and stages of a part of k at least; `DEPTH` in the kernel source.
 const DEPTH: usize = 64;
 const FEWEST_STAGES: usize = 4;
@@ -219,6 +228,11 @@ impl Product {
         Extents { groups: 1, rows, columns, depth }
     }
 
+    /// Whether warps read whole rows of w, where 16 bytes fit them.
+    fn reads_whole_rows(self, extents: Extents) -> bool {
+        self == Self::Forward && extents.rows == 1
+    }
+
     fn tiles(self, extents: Extents, vectorised: bool) -> &'static Tiles {
         match vectorised {
             false => &SCALAR,
@@ -258,6 +272,17 @@ impl Extents {
         [count, (1..=most).min_by_key(cost).unwrap_or(1)]
     }
 
+    /// Of one token, whose warps read whole rows of w: how many of a block share one, and the blocks.
+    fn warps_of_row(self, device: &Device) -> [usize; 2] {
+        let blocks = |warps: usize| self.columns.div_ceil(FEATURES_OF_ONE / warps).saturating_mul(self.groups);
+        let wanted = BLOCKS_OF_ONE * device.environment().processors as usize;
+        let mut warps = 1;
+        while 2 * warps <= MOST_WARPS_OF_ROW && blocks(warps) < wanted && self.depth > warps * STEP_OF_ONE {
+            warps *= 2;
+        }
+        [warps, blocks(warps)]
+    }
+
     /// Bytes of the sums that parts of k leave.
     fn partial_bytes(self, splits: usize) -> usize {
         let counts = [splits, self.groups, self.rows, self.columns.next_multiple_of(CHUNK)];
@@ -267,8 +292,10 @@ impl Extents {
 
     /// The most of any tiles, so that the answer does not depend on alignment.
     fn workspace_bytes(self, device: &Device, product: Product) -> usize {
-        let of = |vectorised| self.partial_bytes(self.grid(device, product.tiles(self, vectorised))[1]);
-        of(true).max(of(false))
+        let of = |tiles: &Tiles| self.partial_bytes(self.grid(device, tiles)[1]);
+        // One token leaves none.
+        let vectorised = if product.reads_whole_rows(self) { 0 } else { of(product.tiles(self, true)) };
+        vectorised.max(of(product.tiles(self, false)))
     }
 }
 
@@ -388,15 +415,21 @@ impl Call<'_> {
         let [num_tokens, out_features, in_features] = self.extents;
         let groups = self.num_groups.unwrap_or(1);
         let extents = product.extents(num_tokens, out_features, in_features).of_groups(groups);
-        let tiles = product.tiles(extents, self.signature.vectorised_rows(&[a, b]));
-        let [count, splits] = extents.grid(self.device, tiles);
+        let vectorised = self.signature.vectorised_rows(&[a, b]);
+        let one = vectorised && product.reads_whole_rows(extents);
+        let tiles = product.tiles(extents, vectorised);
+        let (name, blocks, splits) = if one {
+            let [warps, blocks] = extents.warps_of_row(self.device);
+            (ONE, blocks, warps)
+        } else {
+            let [count, splits] = extents.grid(self.device, tiles);
+            (tiles.names[product as usize], count.saturating_mul(splits), splits)
+        };
         let params = self.rows(self.rows(CHECK.params(), "a", a), "b", b);
         let params = extents.params(self.rows(self.rows(params, "before", before), "out", out), self.views)?;
         let params = how_stored(params, splits, &self.views[out], self.views.get(before))?.i32("num_groups", groups)?;
-        let name = tiles.names[product as usize];
-        let kernel = self.device.kernel(FILE, &[], name)?;
-        kernel.launch_blocks(a, count.saturating_mul(splits), &params)?;
-        if splits == 1 {
+        self.device.kernel(FILE, &[], name)?.launch_blocks(a, blocks, &params)?;
+        if one || splits == 1 {
             return Ok(vec![name]);
         }
         let chunks = extents.rows.saturating_mul(extents.columns.div_ceil(CHUNK)).saturating_mul(groups);

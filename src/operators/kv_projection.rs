@@ -124,6 +124,7 @@ impl Declared for KvProjection {
         specification: &["inference 3", "inference 5.1", "inference 8.3", "training 14"],
         paths: &[
             "linear_forward_large",
+            "linear_forward_one",
             "linear_forward_small",
             "linear_forward_scalar",
             "linear_sum",
@@ -261,6 +262,7 @@ impl Declared for KvProjection {
             plain(4, 24, RowFormat { nope_dim: 6, rope_dim: 10 }, Rows),
             plain(3, 16, RowFormat { nope_dim: 0, rope_dim: 8 }, Rows),
             plain(2, 584, SMALL, Rows),
+            plain(1, 584, SMALL, Rows),
             plain(5, 24, SMALL, Cache),
             plain(18, 32, SMALL, CacheOfFp8),
             plain(3, 131, MIDDLE, CacheOfFp8),

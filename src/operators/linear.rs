@@ -302,6 +302,7 @@ impl Declared for Linear {
         ],
         paths: &[
             "linear_forward_large",
+            "linear_forward_one",
             "linear_forward_small",
             "linear_forward_scalar",
             "linear_forward<library>",
@@ -516,6 +517,15 @@ impl Declared for Linear {
             before(Before::InPlace, plain(17, 16, 584)),
             before(Before::InPlace, f32s(plain(600, 8, 8))),
             before(Before::Apart, plain(5, 7, 535)),
+            // One token: rows of w that a warp reads alone, of more features than a block has; those that two, four and eight warps
+            // of a block share, of which the last one has a few numbers or none.
+            before(Before::Apart, f32s(plain(1, 265, 1040))),
+            before(Before::InPlace, plain(1, 280, 24)),
+            plain(1, 41, 584),
+            f32s(plain(1, 21, 1544)),
+            before(Before::InPlace, plain(1, 5, 3336)),
+            grouped([1, 3, 20, 1032]),
+            before(Before::Apart, f32s(grouped([1, 2, 9, 40]))),
             // What a library takes, with fp32 that it adds to; bf16 that it would round twice; one row too few for it; rows
             // at no multiple of 16 bytes.
             library(plain(17, 40, 72)),
@@ -707,13 +717,18 @@ impl Declared for Linear {
         } else {
             vec![[9, 3, 40, 72]]
         };
+        // Decoding, whose narrow layers have too few features for all multiprocessors.
+        let decoded: &[[usize; 3]] = match gpu {
+            true => &[[1, 1536, 7168], [1, 512, 7168], [16, 7168, 16384]],
+            false => &[],
+        };
         let bf16 = |&[num_tokens, outs, ins]: &[usize; 3]| plain(num_tokens, outs, ins);
         // Our own kernels beside those of a library, which takes no few rows.
         let by_either = |case: LinearCase| {
             let own = (case.num_tokens > 16).then(|| case.clone());
             [Some(library(case)), own].into_iter().flatten()
         };
-        let forward = projections.iter().map(bf16).flat_map(by_either).map(|case| of(case, Forward));
+        let forward = projections.iter().chain(decoded).map(bf16).flat_map(by_either).map(|case| of(case, Forward));
         let backward = gradients.iter().map(bf16).flat_map(by_either).map(|case| of(case, Backward));
         let in_groups = groups.iter().flat_map(|&extents| by_either(grouped(extents))).map(|case| of(case, Forward));
         let groups_backward = groups.last().into_iter().flat_map(|&extents| by_either(grouped(extents)));

@@ -179,6 +179,7 @@ impl Declared for Moe {
         summary: "a layer of experts: router, map, both products with SwiGLU between them, shared expert and sum",
         specification: &["inference 10", "inference 11.1", "inference 11.2", "inference 11.3"],
         paths: &[
+            "linear_forward_one",
             "linear_forward_small",
             "linear_forward_large",
             "linear_sum",

@@ -140,6 +140,7 @@ impl Declared for OutputProjection {
             "rope_forward",
             "rope_forward_scalar",
             "linear_forward_large",
+            "linear_forward_one",
             "linear_forward_small",
             "linear_forward_scalar",
             "linear_sum",
@@ -273,7 +274,8 @@ impl Declared for OutputProjection {
             plain(0, [4, 16, 2, 8, 24]),
             of(Quantised::Both, plain(0, [2, 128, 2, 8, 24])),
             plain(1, [1, 8, 1, 8, 8]),
-            // Parts of k in both products.
+            // Parts of k in both products; a token alone.
+            plain(1, [1, 584, 1, 584, 8]),
             plain(2, [1, 584, 1, 584, 8]),
             // More tokens than small tiles have, more groups than heads of one.
             plain(18, [6, 16, 3, 24, 40]),

@@ -103,6 +103,7 @@ impl Declared for QueryProjection {
         specification: &["inference 3", "inference 5.1", "inference 5.2", "training 14"],
         paths: &[
             "linear_forward_large",
+            "linear_forward_one",
             "linear_forward_small",
             "linear_forward_scalar",
             "linear_sum",
@@ -236,8 +237,9 @@ impl Declared for QueryProjection {
             plain(0, [24, 16, 2, 16]),
             coded(plain(0, [24, 16, 2, 16])),
             plain(1, [8, 8, 1, 8]),
-            // More tokens than small tiles have; parts of k.
+            // More tokens than small tiles have; parts of k; a token alone.
             plain(18, [40, 24, 3, 16]),
+            plain(1, [584, 16, 1, 16]),
             plain(2, [584, 16, 1, 16]),
             // A norm that a block takes, of few rows and of more.
             plain(2, [8, 1032, 1, 8]),
