@@ -354,8 +354,16 @@ impl Narrowed {
         (places.map(|(at, _)| at).collect(), further)
     }
 
-    /// The sampled entries of what a kernel wrote; `None` where the tensor has no axis to sample.
+    /// Whether the sample is all of the case: then tensors without the axis are part of it as well.
+    fn is_all(&self) -> bool {
+        [Some(&self.axis), self.further.as_ref()].into_iter().flatten().all(|axis| axis.entries.len() == axis.extent)
+    }
+
+    /// The sampled entries of what a kernel wrote; `None` where the tensor has no axis to sample, and the sample is not all.
     fn download(&self, whole: &TensorSpec, placed: &Placed<'_>) -> Result<Option<HostTensor>, RuntimeError> {
+        if self.is_all() {
+            return Ok(Some(placed.arena().download(&placed.views()[whole.name])?));
+        }
         let (places, further) = self.places(whole);
         let Some(&at) = places.first().filter(|_| self.further.is_none() || further.is_some()) else { return Ok(None) };
         let (view, rows) = (&placed.views()[whole.name], &self.axis.entries);

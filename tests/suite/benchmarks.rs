@@ -448,6 +448,8 @@ fn quantisers() -> Vec<Box<dyn Timed>> {
         gated("forward", "24576x2048 bf16 groups of 128"),
         gated("forward", "24576x2048 bf16 groups of 32"),
         gated("backward", "24576x2048 bf16"),
+        // One row, whose scales lie in four.
+        timed::<SwigluQuantize>("forward", "1x2048 bf16 groups of 128", &json!({"width": 512}), json!({})),
         fp8("quantize 32768x4096 1x128 fp32 mnmajor"),
         fp8("quantize 32768x4096 1x128 e8m0 mnmajor"),
         fp8("dequantize 32768x4096 1x128 e8m0 plain"),
