@@ -1,4 +1,4 @@
-//! What a commit has to run of the planted mutants, the edge cases and the golden files, and compile of the modules: those
+//! What a commit has to run of the planted mutants, the edge cases, the remembered ones and the golden files, and compile of the modules: those
 //! that it may concern, and a rotating share of the others.
 //!
 //! One is concerned when a file changed that it is made of or judged by: of a module its source and every header that this
@@ -25,6 +25,8 @@ pub const MOST_MODULES: usize = 10;
 
 /// So many edge cases of sweeps run for a commit at most, of all operators that it concerns together.
 pub const MOST_EDGE_CASES: usize = 72;
+/// The same for remembered cases.
+pub const MOST_REMEMBERED_CASES: usize = 24;
 /// The same for pairs of a golden file and an operator that it is about.
 pub const MOST_GOLDEN_FILES: usize = 6;
 

@@ -9,7 +9,7 @@ use clap::Args;
 use crate::judge::checks::CheckOptions;
 use crate::operator::Profile;
 use crate::sweep::regressions::Regressions;
-use crate::sweep::{EdgeCases, SweepOptions};
+use crate::sweep::{GivenCases, SweepOptions};
 
 /// Which cases a sweep draws.
 #[derive(Debug, Args)]
@@ -38,7 +38,8 @@ impl SweepArguments {
             cases: self.cases,
             edge_cases: self
                 .edge_cases
-                .map_or(EdgeCases::All, |most| EdgeCases::Lots { most, seed: self.seed.number() }),
+                .map_or(GivenCases::All, |most| GivenCases::Lots { most, seed: self.seed.number() }),
+            remembered: GivenCases::All,
             seed: self.seed.number(),
             checks,
             regressions: Regressions::new(folder),

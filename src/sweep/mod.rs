@@ -43,7 +43,9 @@ pub struct SweepOptions {
     /// How many to draw; `None` is the operator's own number.
     pub cases: Option<usize>,
     /// Which edge cases run.
-    pub edge_cases: EdgeCases,
+    pub edge_cases: GivenCases,
+    /// Which remembered cases run.
+    pub remembered: GivenCases,
     /// Seed of the drawing.
     pub seed: u64,
     /// What to check.
@@ -109,9 +111,9 @@ impl ValueTree for Steered {
     }
 }
 
-/// Which edge cases of an operator a sweep runs; the others are skips.
+/// Which edge cases of an operator, or remembered ones, a sweep runs; the others are skips.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EdgeCases {
+pub enum GivenCases {
     /// All of them.
     All,
     /// So many, drawn by lot from a seed: another seed takes others.
@@ -123,7 +125,7 @@ pub enum EdgeCases {
     },
 }
 
-impl EdgeCases {
+impl GivenCases {
     /// Those of these cases that run, in their order.
     fn of(self, mut cases: Vec<Case>) -> Vec<Case> {
         if let Self::Lots { most, seed } = self {
@@ -174,14 +176,18 @@ pub fn plan(
     environment: &Environment,
 ) -> Result<(Vec<PlannedCase>, Vec<Skip>), CaseError> {
     let name = operator.name();
-    let all = operator.edge_cases(options.profile);
-    let declared = all.len();
-    let edge_cases = options.edge_cases.of(all);
     let mut skips = Vec::new();
-    if edge_cases.len() < declared {
-        let why = format!("{} of {declared} were drawn by lot", edge_cases.len());
-        skips.push(Skip { what: format!("edge cases of {name}"), why, count: (declared - edge_cases.len()) as u64 });
-    }
+    let mut part_of = |all: Vec<Case>, which: GivenCases, what: &str| {
+        let declared = all.len();
+        let part = which.of(all);
+        if part.len() < declared {
+            let why = format!("{} of {declared} were drawn by lot", part.len());
+            skips.push(Skip { what: format!("{what} of {name}"), why, count: (declared - part.len()) as u64 });
+        }
+        part
+    };
+    let edge_cases = part_of(operator.edge_cases(options.profile), options.edge_cases, "edge cases");
+    let remembered = part_of(remembered, options.remembered, "remembered cases");
     if let Some(condition) = &options.condition {
         refuse_unknown_fields(condition, operator, &edge_cases, options)?;
     }

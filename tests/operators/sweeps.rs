@@ -5,13 +5,13 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use dsv4_kernels::runtime::BackendKind;
-use dsv4_parity::change::MOST_EDGE_CASES;
+use dsv4_parity::change::{MOST_EDGE_CASES, MOST_REMEMBERED_CASES};
 use dsv4_parity::judge::checks::{CheckOptions, GRADIENT_OF_SAVED};
 use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operator::{Operator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict, without_power};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, EMULATOR_BUDGET, EMULATOR_BUDGET_OF_ALL, EdgeCases, SweepOptions};
+use dsv4_parity::sweep::{self, EMULATOR_BUDGET, EMULATOR_BUDGET_OF_ALL, GivenCases, SweepOptions};
 use libtest_mimic::Trial;
 
 use crate::shared::Shares;
@@ -41,18 +41,30 @@ const OF_SINK_GRADIENTS: [&str; 1] = [GRADIENT_OF_SAVED];
 
 pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
     let name = format!("sweep::{}", operator.name());
-    Some(crate::trial(name, move || run(operator, budget(extent)?, edge_cases(operator, extent)?)))
+    Some(crate::trial(name, move || run(operator, budget(extent)?, given_cases(operator, extent)?)))
 }
 
-/// Those that the commit may concern, and some of the others; on a GPU all.
-fn edge_cases(operator: &dyn Operator, extent: Extent) -> Result<EdgeCases, String> {
+fn regressions() -> Regressions {
+    Regressions::new(support::fixtures().join("regressions"))
+}
+
+/// Of the edge cases, and of the remembered ones, those that the commit may concern, and some of the others; on a GPU all.
+fn given_cases(operator: &dyn Operator, extent: Extent) -> Result<[GivenCases; 2], String> {
     if extent != Extent::Commit || support::backend() == BackendKind::Cuda {
-        return Ok(EdgeCases::All);
+        return Ok([GivenCases::All; 2]);
     }
-    static SHARES: LazyLock<Shares> =
-        LazyLock::new(|| shared::shares(|operator| operator.edge_cases(Profile::Quick).len(), MOST_EDGE_CASES));
-    let share = SHARES.as_ref().map_err(Clone::clone)?.get(operator.name());
-    Ok(share.map_or(EdgeCases::All, |&(most, seed)| EdgeCases::Lots { most, seed }))
+    static SHARES: LazyLock<[Shares; 2]> = LazyLock::new(|| {
+        let remembered = |operator: &dyn Operator| regressions().load(operator.name()).map_or(0, |cases| cases.len());
+        [
+            shared::shares(|operator| operator.edge_cases(Profile::Quick).len(), MOST_EDGE_CASES),
+            shared::shares(remembered, MOST_REMEMBERED_CASES),
+        ]
+    });
+    let part = |shares: &Shares| {
+        let share = shares.as_ref().map_err(Clone::clone)?.get(operator.name());
+        Ok(share.map_or(GivenCases::All, |&(most, seed)| GivenCases::Lots { most, seed }))
+    };
+    Ok([part(&SHARES[0])?, part(&SHARES[1])?])
 }
 
 /// Seconds for the drawn cases: on a GPU they take none worth counting.
@@ -73,14 +85,16 @@ fn budget(extent: Extent) -> Result<Option<Duration>, String> {
     }
 }
 
-fn run(operator: &dyn Operator, time_budget: Option<Duration>, edge_cases: EdgeCases) -> Result<String, String> {
+fn run(operator: &dyn Operator, time_budget: Option<Duration>, given: [GivenCases; 2]) -> Result<String, String> {
+    let [edge_cases, remembered] = given;
     let options = SweepOptions {
         profile: Profile::Quick,
         cases: None,
         edge_cases,
+        remembered,
         seed: SEED,
         checks: CheckOptions { power: false, ..CheckOptions::everything(Profile::Quick.schedules()) },
-        regressions: Regressions::new(support::fixtures().join("regressions")),
+        regressions: regressions(),
         remember: false,
         condition: None,
         time_budget,
@@ -90,7 +104,7 @@ fn run(operator: &dyn Operator, time_budget: Option<Duration>, edge_cases: EdgeC
     let skips = swept.map_err(|error| error.to_string())?;
     nothing_failed(&collected.records, &skips)?;
     every_case_ran(operator, &collected, &skips)?;
-    if edge_cases == EdgeCases::All {
+    if edge_cases == GivenCases::All {
         everything_was_met(operator, &collected.records)?;
     }
     let count = |origin| collected.records.iter().filter(|record| record.origin == origin).count();

@@ -14,7 +14,7 @@ use dsv4_parity::operator::size::Limit;
 use dsv4_parity::operator::{Operator, Profile, registry};
 use dsv4_parity::record::Verdict;
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, EdgeCases, SweepOptions};
+use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
@@ -322,7 +322,8 @@ fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
             let options = SweepOptions {
                 profile,
                 cases: None,
-                edge_cases: EdgeCases::All,
+                edge_cases: GivenCases::All,
+                remembered: GivenCases::All,
                 seed: 3,
                 checks: CheckOptions::everything(0),
                 regressions: Regressions::new("none"),

@@ -24,7 +24,7 @@ use dsv4_parity::operator::{
 };
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, EdgeCases, PlannedCase, SweepOptions};
+use dsv4_parity::sweep::{self, GivenCases, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
 use dsv4_reference::{Format, Products, Rounding};
 use proptest::strategy::{Strategy, ValueTree};
@@ -39,7 +39,8 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
     SweepOptions {
         profile: Profile::Quick,
         cases: Some(cases),
-        edge_cases: EdgeCases::All,
+        edge_cases: GivenCases::All,
+        remembered: GivenCases::All,
         seed,
         checks,
         regressions: Regressions::new(Path::new("none")),
@@ -51,7 +52,7 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
 
 /// A sweep without edge cases either.
 fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
-    SweepOptions { edge_cases: EdgeCases::Lots { most: 0, seed }, ..options(cases, seed, CheckOptions::of_kernels(0)) }
+    SweepOptions { edge_cases: GivenCases::Lots { most: 0, seed }, ..options(cases, seed, CheckOptions::of_kernels(0)) }
 }
 
 #[test]
@@ -151,8 +152,8 @@ fn edge_cases_are_drawn_by_lot_in_their_order_and_the_others_are_counted() {
         let cases: Vec<Case> = planned.into_iter().map(|planned| planned.case).collect();
         (cases, skips.iter().filter(|skip| skip.what == "edge cases of rope").map(|skip| skip.count).sum::<u64>())
     };
-    let lots = |most, seed| drawn(EdgeCases::Lots { most, seed });
-    assert_eq!(drawn(EdgeCases::All), (all.clone(), 0));
+    let lots = |most, seed| drawn(GivenCases::Lots { most, seed });
+    assert_eq!(drawn(GivenCases::All), (all.clone(), 0));
     assert_eq!(lots(all.len(), 1), (all.clone(), 0));
     assert_eq!(lots(0, 1), (vec![], all.len() as u64));
     let (five, left_out) = lots(5, 1);
@@ -255,7 +256,7 @@ fn shrunk(collected: &Collected) -> Vec<(&str, &str)> {
 
 #[test]
 fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lists_the_rest() {
-    let edge_cases = EdgeCases::Lots { most: 20, seed: 3 };
+    let edge_cases = GivenCases::Lots { most: 20, seed: 3 };
     let options = SweepOptions { edge_cases, ..options(12, 3, CheckOptions::of_kernels(0)) };
     let (failing, mut skips, cases) = sweep_made_up(&["y"], &options);
     skips.retain(|skip| !skip.what.starts_with("edge cases"));
@@ -292,7 +293,7 @@ fn shrinking_runs_no_case_twice_and_ends_where_nothing_smaller_fails() {
 
 #[test]
 fn drawn_cases_beyond_the_time_budget_are_counted_and_corners_run_all_the_same() {
-    let edge_cases = EdgeCases::Lots { most: 5, seed: 3 };
+    let edge_cases = GivenCases::Lots { most: 5, seed: 3 };
     let options = options(12, 3, CheckOptions::of_kernels(0));
     let options = SweepOptions { time_budget: Some(Duration::ZERO), edge_cases, ..options };
     let (collected, mut skips, _) = sweep_made_up(&[], &options);
