@@ -49,7 +49,7 @@
 #include "coefficients.h"
 
 constexpr int COEFFICIENT_THREADS = 32;
-constexpr int FEW_THREADS = 256, FEW_WARPS = FEW_THREADS / WARP_SIZE;
+constexpr int FEW_THREADS = FEW_WARPS * static_cast<int>(WARP_SIZE);
 
 struct MhcMixCoefficientsParams {
     const float* partials;
@@ -124,21 +124,16 @@ KERNEL(mhc_mix_coefficients, MhcMixCoefficientsParams, COEFFICIENT_THREADS) {
     if (lane == 0) params.rstd[token] = rstd;
 }
 
-// Few tokens, whose channels are in many parts: a block each. A warp adds up its share of the parts, a lane a number, so
-// that all of them are waited for at once, and scale and base with them; the first one adds these sums in their order, and
-// each of its lanes makes all of comb.
+// Few tokens, whose channels are in many parts: a block each. scale and base are asked for with the parts, and each lane of the
+// first warp makes all of comb.
 KERNEL(mhc_mix_coefficients_few, MhcMixCoefficientsParams, FEW_THREADS) {
-    __shared__ float sums[FEW_WARPS][WARP_SIZE];
+    __shared__ SumsOfWarps sums;
     const LogitOf logit(params, lane_id());
-    const int64_t token = blockIdx.x, apart = params.num_tokens * PARTIAL_WIDTH<COLUMNS>;
-    const int begin = params.splits * warp_id() / FEW_WARPS, end = params.splits * (warp_id() + 1) / FEW_WARPS;
-    const float* const first = params.partials + begin * apart + token * PARTIAL_WIDTH<COLUMNS> + lane_id();
-    sums[warp_id()][lane_id()] = lane_id() <= COLUMNS ? sum_of_parts<16>(first, apart, end - begin) : 0.0f;
+    const int64_t token = blockIdx.x;
+    sums[warp_id()][lane_id()] = PartsOfWarp(params, token).sum();
     __syncthreads();
     if (warp_id() != 0) return;
-    float sum = 0.0f;
-    UNROLL
-    for (int warp = 0; warp < FEW_WARPS; ++warp) sum += sums[warp][lane_id()];
+    const float sum = sum_of_warps(sums);
     const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum, z = logit(mix);
     if (lane_id() < 2 * STREAMS) store_gate_of(params, token, lane_id(), mix, z);
     if (lane_id() == 0) params.rstd[token] = rstd;

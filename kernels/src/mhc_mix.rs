@@ -261,6 +261,42 @@ pub fn forward(
     numbers: Numbers,
     implementation: Implementation,
 ) -> Result<Vec<&'static str>> {
+    let projected = project(device, views, numbers, implementation)?;
+    Ok(vec![projected.kernel, coefficients(device, views, numbers, projected)?])
+}
+
+/// What a projection left in `workspace`.
+#[derive(Clone, Copy)]
+pub(crate) struct Projected {
+    /// The kernel that ran.
+    pub kernel: &'static str,
+    /// Parts of the channels.
+    pub splits: usize,
+    num_tokens: usize,
+    hidden_size: usize,
+}
+
+impl Projected {
+    /// Whether there are few tokens of many parts, which have a block each for what comes next.
+    pub fn has_few_tokens(self) -> bool {
+        self.num_tokens <= FEW_COEFFICIENT_TOKENS && self.splits > FEW_PARTS
+    }
+
+    /// What the kernels behind it are told of it and of a call.
+    pub fn params(self, params: Params, numbers: Numbers) -> Result<Params> {
+        let params = params.i64("num_tokens", self.num_tokens)?.i32("hidden_size", self.hidden_size)?;
+        let params = params.i32("splits", self.splits)?.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
+        Ok(params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps))
+    }
+}
+
+/// The first launch of [`forward`], with all of its checks.
+pub(crate) fn project(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    implementation: Implementation,
+) -> Result<Projected> {
     let (signature, [num_tokens, hidden_size]) = bind(views, Some(implementation))?;
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
@@ -268,20 +304,28 @@ pub fn forward(
     let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
     let projection = Projection { check: CHECK, device, views, num_tokens, hidden_size, aligned };
     let names = ["mhc_mix_project_hopper", "mhc_mix_project", "mhc_mix_project_few", "mhc_mix_project_scalar"];
-    let (name, splits) = projection.launch(implementation, [FILE, HOPPER_FILE], names)?;
-    let params = CHECK.params().ptr("partials", workspace);
+    let (kernel, splits) = projection.launch(implementation, [FILE, HOPPER_FILE], names)?;
+    Ok(Projected { kernel, splits, num_tokens, hidden_size })
+}
+
+/// The second one; returns the kernel that ran.
+pub(crate) fn coefficients(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    projected: Projected,
+) -> Result<&'static str> {
+    let params = CHECK.params().ptr("partials", &views["workspace"]);
     let params = ["scale", "base", "pre", "post", "comb", "mix", "rstd"]
         .into_iter()
         .fold(params, |params, name| params.ptr(name, &views[name]));
-    let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
-    let params = params.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
-    let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
-    let (coefficients, blocks) = match num_tokens <= FEW_COEFFICIENT_TOKENS && splits > FEW_PARTS {
-        true => ("mhc_mix_coefficients_few", num_tokens),
-        false => ("mhc_mix_coefficients", num_tokens.div_ceil(COEFFICIENT_TOKENS)),
+    let (name, blocks) = match projected.has_few_tokens() {
+        true => ("mhc_mix_coefficients_few", projected.num_tokens),
+        false => ("mhc_mix_coefficients", projected.num_tokens.div_ceil(COEFFICIENT_TOKENS)),
     };
-    device.kernel(FILE, &[], coefficients)?.launch_blocks("streams", blocks, &params)?;
-    Ok(vec![name, coefficients])
+    let params = projected.params(params, numbers)?;
+    device.kernel(FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
+    Ok(name)
 }
 
 /// Parts of the tokens, each of which has blocks of its own for all channels: as many as leave the fewest

@@ -12,9 +12,6 @@ use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
 const FILE: &str = "mhc_post_mix_pre.cu";
 const BACKWARD_FILE: &str = "mhc_post_mix_pre_backward.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_post_mix_pre" };
-/// Most threads that mix, and the warp of the coefficients: `MIX_THREADS` in the kernel source.
-const MIXING_THREADS: usize = 256;
-const COEFFICIENT_THREADS: usize = 32;
 /// Pieces of a row that a thread takes.
 const PIECES: usize = 8;
 /// Most threads of dpre's blocks; `DPRE_THREADS` in the kernel source.
@@ -72,13 +69,13 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
     Ok((signature, extents))
 }
 
-/// Bytes of scratch memory that [`forward`] and [`forward_fused`] need.
+/// Bytes of scratch memory that [`forward`] and [`forward_separate`] need.
 pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
     mhc_mix::forward_workspace_bytes(device, num_tokens, hidden_size)
 }
 
-/// Launches the forward, by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the other; returns the kernels that ran.
-/// Its tensors:
+/// Launches the forward: the kernels of `mhc_post`, of the projection of `mhc_mix`, and of few tokens one for the coefficients and
+/// `h`, of others those of `mhc_mix` and `mhc_pre`; returns the kernels that ran. Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows contiguous: the streams in
 ///   front of a sublayer and its output;
@@ -93,50 +90,37 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
-    bind(views, false)?;
-    let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
-    let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
-    let mix = mhc_mix::forward(device, &site.renamed(&OF_NEXT_SITE), numbers, Implementation::Auto)?;
-    let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
-    let pre = mhc_pre::forward(device, &mixed, None)?;
-    Ok([post].into_iter().chain(mix).chain([pre]).collect())
+    launch(device, views, numbers, true)
 }
 
-/// The same as [`forward`] by kernels that make the new streams and their projection, or coefficients and mix, in one. They move fewer
-/// bytes and were slower at every size that was measured (1 to 32768 tokens: 16.5 and 8.2 us, 26.0 and 19.1 us of 1 and 128 tokens on
-/// one H100), since the separate ones keep more bytes under way. Returns the kernels that ran.
+/// The same as [`forward`] by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the other, whatever the number of
+/// tokens: the same bits, and what it is timed beside.
 ///
 /// # Errors
 /// Those of [`forward`].
-pub fn forward_fused(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
-    let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
-    numbers.check(CHECK)?;
-    let workspace = &views["workspace"];
-    CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
-    let vectorised = signature.vectorised();
-    let wide = vectorised && views["fn"].address.is_multiple_of(16);
-    let [blocks, splits] = mhc_mix::projection_blocks(device, num_tokens, hidden_size, wide);
-    let project = if wide { "mhc_post_mix_pre_project" } else { "mhc_post_mix_pre_project_scalar" };
-    let params = signature.params(&["streams", "y", "post", "comb", "fn", "out"]).ptr("partials", workspace);
-    let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
-    device.kernel(FILE, &[], project)?.launch_blocks("streams", blocks, &params)?;
+pub fn forward_separate(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    launch(device, views, numbers, false)
+}
 
-    let (mix, mixing) = match vectorised {
-        true => ("mhc_post_mix_pre_mix", threads(hidden_size / 8, PIECES, MIXING_THREADS)),
-        false => ("mhc_post_mix_pre_mix_scalar", threads(hidden_size, PIECES, MIXING_THREADS)),
-    };
-    let params = signature.params(&["out"]).ptr("partials", workspace);
-    let params = ["scale", "base"].into_iter().fold(params, |params, name| params.ptr(name, &views[name]));
-    let next = OF_NEXT_SITE.into_iter().fold(params, |params, (name, field)| params.ptr(field, &views[name]));
-    let params = next.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]);
-    let params = params.strided("h", &views["h"], ["token_stride"]).i64("num_tokens", num_tokens)?;
-    let params = params.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
-    let params = params.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
-    let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
-    let threads = (mixing + COEFFICIENT_THREADS) as u32;
-    let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
-    device.kernel(FILE, &[], mix)?.launch(config, &params)?;
-    Ok(vec![project, mix])
+fn launch(device: &Device, views: &Views, numbers: Numbers, may_fuse: bool) -> Result<Vec<&'static str>> {
+    let (signature, _) = bind(views, false)?;
+    let vectorised = signature.vectorised_rows(&["out", "h"]);
+    let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
+    let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
+    let site = site.renamed(&OF_NEXT_SITE);
+    let projected = mhc_mix::project(device, &site, numbers, Implementation::Auto)?;
+    if may_fuse && vectorised && projected.has_few_tokens() {
+        let params = signature.params(&["out"]).ptr("partials", &views["workspace"]);
+        let params = ["scale", "base"].into_iter().fold(params, |params, name| params.ptr(name, &views[name]));
+        let next = OF_NEXT_SITE.into_iter().fold(params, |params, (name, field)| params.ptr(field, &views[name]));
+        let params = next.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]);
+        let params = projected.params(params.strided("h", &views["h"], ["token_stride"]), numbers)?;
+        device.kernel(FILE, &[], "mhc_post_mix_pre_mix")?.launch_blocks("streams", views["h"].shape[0], &params)?;
+        return Ok(vec![post, projected.kernel, "mhc_post_mix_pre_mix"]);
+    }
+    let coefficients = mhc_mix::coefficients(device, &site, numbers, projected)?;
+    let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
+    Ok(vec![post, projected.kernel, coefficients, mhc_pre::forward(device, &mixed, None)?])
 }
 
 /// Bytes of each token's dpre, which lies in front of what `mhc_mix`'s kernels need. A multiple of 16.

@@ -85,10 +85,7 @@ impl Declared for MhcPostMixPre {
         summary: "the residual streams behind a sublayer, and of them the next site's coefficients and h = pre · streams",
         specification: &["inference 2.1", "inference 2.2", "inference 2.3", "inference 2.4", "training 11.1"],
         paths: &[
-            "mhc_post_mix_pre_project",
-            "mhc_post_mix_pre_project_scalar",
             "mhc_post_mix_pre_mix",
-            "mhc_post_mix_pre_mix_scalar",
             "mhc_post_forward_vector",
             "mhc_post_forward_scalar",
             "mhc_mix_project",
@@ -201,7 +198,7 @@ impl Declared for MhcPostMixPre {
             plain(0, 16),
             plain(0, 5),
             plain(1, 1),
-            // No multiple of a step of 32 channels.
+            // No multiple of a step.
             plain(2, 24),
             placed(Aliasing::InPlace, plain(3, 72)),
             placed(Aliasing::InPlace, plain(3, 5)),
@@ -218,10 +215,14 @@ impl Declared for MhcPostMixPre {
             separate(plain(260, 8)),
             // Few tokens of channels in many parts.
             separate(plain(2, 520)),
+            plain(2, 520),
+            // More channels than a block has under way.
+            plain(1, 8208),
+            placed(Aliasing::InPlace, plain(5, 840)),
             // Tokens of a second warp, and of a second block.
             plain(17, 8),
             plain(130, 8),
-            // Channels in several parts, of unlike lengths; more than a block of the mix has under way.
+            // Channels in several parts, of unlike lengths.
             plain(1, 1032),
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
@@ -263,7 +264,7 @@ impl Declared for MhcPostMixPre {
     fn launch(c: &MhcPostMixPreCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let given = [&["streams", "y", "post", "comb", "workspace"], &PARAMETERS[..]].concat();
         let own = v.only(&[&given[..], &WRITTEN].concat());
-        let forward = if c.separate { launcher::forward } else { launcher::forward_fused };
+        let forward = if c.separate { launcher::forward_separate } else { launcher::forward };
         run.launch(|device| forward(device, &own, c.of_launcher()))
     }
 
@@ -271,13 +272,10 @@ impl Declared for MhcPostMixPre {
         run.launch(|device| launcher::backward(device, &v.without(&["next_post", "next_comb", "h"]), c.of_launcher()))
     }
 
-    /// The streams are those of `mhc_post` bit for bit. The vector kernel's sums over channels are in an order of its own;
-    /// the scalar one's are those of the separate kernels, and so is all that follows.
-    fn laws(c: &MhcPostMixPreCase, laws: &mut Laws<'_, Self>) {
+    fn laws(_: &MhcPostMixPreCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         laws.separate("num_tokens", "tokens may be permuted");
-        let equal = if c.hidden_size.is_multiple_of(8) { &WRITTEN[..1] } else { &WRITTEN[..] };
-        let relations: Vec<_> = equal.iter().map(|&name| (name, Relation::Times(1.0))).collect();
+        let relations = WRITTEN.map(|name| (name, Relation::Times(1.0)));
         laws.law("the separate operators write the same bits", |v| v.case.separate = !v.case.separate, relations);
     }
 

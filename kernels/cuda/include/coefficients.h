@@ -1,11 +1,59 @@
-// The coefficients of a token's residual streams from their projection (inference 2.2, training 11.1): lane 4 i + j of
-// 16 has the column of comb[i,j], and lanes 0 to 7 have those of pre and post besides; or lane i of 4 has those of source i, pre[i]
-// and post[i]. A kernel's parameters name what
-// is read (scale, base) and written (pre, post, comb, mix).
+// The coefficients of a token's residual streams from their projection (inference 2.2, training 11.1): lane i of 4 has those of
+// source i, pre[i] and post[i]; or a warp has a token, a lane a column. A kernel's parameters name what is read (scale, base) and
+// written (pre, post, comb, mix).
 #pragma once
 
 #include "projection.h"
 #include "sinkhorn.h"
+
+// ---------------------------------------------------------------- sums of many parts
+
+// Of few tokens the channels are in many parts, which FEW_WARPS warps of a token's block add up: each its share of them, a lane a
+// number, so that AT_ONCE of them are waited for at once; a warp adds these sums in their order.
+constexpr int FEW_WARPS = 8, PARTS_AT_ONCE = 16;
+using SumsOfWarps = float[FEW_WARPS][WARP_SIZE];
+
+// A lane's share, of which the first parts are asked for where it is made, long before they are added.
+struct PartsOfWarp {
+    const float* next;
+    int64_t apart;
+    int32_t left;
+    float asked[PARTS_AT_ONCE];
+
+    template <typename Params>
+    PartsOfWarp(const Params& params, int64_t token) {
+        const int begin = params.splits * warp_id() / FEW_WARPS, end = params.splits * (warp_id() + 1) / FEW_WARPS;
+        apart = params.num_tokens * PARTIAL_WIDTH<COLUMNS>;
+        next = params.partials + begin * apart + token * PARTIAL_WIDTH<COLUMNS> + lane_id();
+        left = lane_id() <= COLUMNS ? end - begin : 0;
+        ask();
+    }
+    void ask() {
+        UNROLL
+        for (int i = 0; i < PARTS_AT_ONCE; ++i, next += apart) asked[i] = i < left ? *next : 0.0f;
+    }
+    float sum() {
+        float sum = 0.0f;
+        UNROLL_BY(1)
+        while (true) {
+            UNROLL
+            for (int i = 0; i < PARTS_AT_ONCE; ++i) sum += asked[i];
+            left -= PARTS_AT_ONCE;
+            if (left <= 0) return sum;
+            ask();
+        }
+    }
+};
+
+// A lane's number of the token, of what the warps have left.
+DEVICE float sum_of_warps(const SumsOfWarps& sums) {
+    float sum = 0.0f;
+    UNROLL
+    for (int warp = 0; warp < FEW_WARPS; ++warp) sum += sums[warp][lane_id()];
+    return sum;
+}
+
+// ---------------------------------------------------------------- coefficients
 
 // Stores the coefficient of one of the first eight lanes and its column `mix`, of which z is the logit. Returns sigmoid(z) +
 // hc_eps, which is pre of the first four.
@@ -57,14 +105,6 @@ template <typename Params>
 DEVICE void store_element(const Params& params, int64_t token, int element, float comb, float mix) {
     params.comb[token * MATRIX_LANES + element] = comb;
     params.mix[token * COLUMNS + 2 * STREAMS + element] = mix;
-}
-
-// Stores comb of the column `mix` and that column, where the token `exists`: all lanes of the warp take part.
-template <typename Params>
-DEVICE void store_comb(const Params& params, int64_t token, int lane, bool exists, float mix) {
-    float comb = behind_softmax(params, row_softmax(comb_logit(params, lane, mix)));
-    for (int pass = 1; pass <= passes_of(params); ++pass) comb *= sinkhorn_factor(comb, pass, params.hc_eps);
-    if (exists) store_element(params, token, lane, comb, mix);
 }
 
 // What the Sinkhorn iteration begins with, of a row of logits.
