@@ -25,6 +25,10 @@
 #error "define TOKENS, WEIGHTS as 1 (FP8) or 2 (MXFP4), and X_GROUP"
 #endif
 #include "grouped_linear.h"
+#include "rows_of_w.h"
+
+constexpr int FEATURES = 128;
+using RowsOfW = RowsInOrder;
 #include "quantised_hopper.h"
 
 struct GroupedShared {
@@ -35,6 +39,7 @@ static_assert((GroupedShared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed
 SHARED_MEMORY(grouped_linear_hopper, GroupedShared::BYTES)
 
 struct UnitsOfExperts {
+    static constexpr uint32_t CLUSTER = 1;
     ExpertTiles<UnitShape> tiles;
 
     int64_t count() const { return tiles.count(); }

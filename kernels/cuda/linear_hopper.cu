@@ -24,6 +24,10 @@
 #if !defined(TOKENS) || !defined(WEIGHTS) || !defined(X_GROUP)
 #error "define TOKENS, WEIGHTS as 1 (FP8) or 2 (MXFP4), and X_GROUP"
 #endif
+#include "rows_of_w.h"
+
+constexpr int FEATURES = 128;
+using RowsOfW = RowsInOrder;
 #include "quantised_hopper.h"
 
 SHARED_MEMORY(linear_hopper, Shared::BYTES)

@@ -1,11 +1,12 @@
-//! `grouped_linear_swiglu`: launchers of `kernels/cuda/grouped_linear_swiglu.cu` and `grouped_linear_swiglu_hopper_large.cu`
-//! (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3).
+//! `grouped_linear_swiglu`: launchers of `kernels/cuda/grouped_linear_swiglu.cu`, `grouped_linear_swiglu_hopper.cu` and
+//! `grouped_linear_swiglu_hopper_large.cu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3).
 
 use crate::arguments::{Argument, Arguments, Signature, read, write};
 use crate::gate_up_interleave::GRANULE;
 use crate::grouped_linear::{Extents, Grouped, begin_units, blocks, of_experts, units_module};
 use crate::linear::{
-    BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, large_boxes, maps_of, quantised_defines, with_maps,
+    BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, expert_tile, hopper_defines, large_boxes, maps_of,
+    quantised_defines, token_tiles, with_maps,
 };
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::Params;
@@ -14,9 +15,11 @@ use crate::scale_layout::Scales;
 use crate::swiglu_quantize;
 
 const FILE: &str = "grouped_linear_swiglu.cu";
-const HOPPER_FILE: &str = "grouped_linear_swiglu_hopper_large.cu";
+const HOPPER_FILE: &str = "grouped_linear_swiglu_hopper.cu";
+const HOPPER: &str = "grouped_linear_swiglu_hopper";
+const HOPPER_LARGE_FILE: &str = "grouped_linear_swiglu_hopper_large.cu";
 /// Its kernels, of single blocks and of pairs: where gate's rows come first, and where they are interleaved with up's.
-const HOPPER: [[&str; 2]; 2] = [
+const HOPPER_LARGE: [[&str; 2]; 2] = [
     ["grouped_linear_swiglu_hopper_large", "grouped_linear_swiglu_hopper_large_interleaved"],
     ["grouped_linear_swiglu_hopper_large_pairs", "grouped_linear_swiglu_hopper_large_interleaved_pairs"],
 ];
@@ -32,13 +35,24 @@ const MANY_ROWS: usize = 64;
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
-    portable.into_iter().chain([module(HOPPER_FILE, &[]), units_module()]).collect()
+    let hopper = formats.into_iter().flat_map(|(weights, group)| {
+        let of = move |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, weights, group));
+        tiles_of_hopper(weights).iter().map(of)
+    });
+    let large = [module(HOPPER_LARGE_FILE, &[]), units_module()];
+    portable.into_iter().chain(hopper).chain(large).collect()
+}
+
+/// Rows of a tile of the Hopper kernel for few rows, which of FP8 takes no more.
+fn tiles_of_hopper(weights: Weights) -> &'static [usize] {
+    let tiles = token_tiles(weights);
+    if weights == Weights::Fp8 { &tiles[..1] } else { tiles }
 }
 
 /// The product of a call, how rows of gate and up lie, and how what is made of them is quantised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// The product. The kernels for Hopper take FP8 weights, and rows of gate before those of up where these begin at a multiple
+    /// The product. Of FP8 weights the kernels for Hopper take rows of gate before those of up where these begin at a multiple
     /// of 128, with the scales of blocks of their own.
     pub grouped: Grouped,
     /// Whether rows of gate and up are interleaved by eight, as `gate_up_interleave` writes them; otherwise all those of
@@ -122,13 +136,16 @@ impl Options {
 
     /// Why the Hopper kernels do not take a call.
     fn hopper_misfit(&self, extents: Extents, vectorised: bool) -> Option<String> {
-        if self.grouped.quantised.weights != Weights::Fp8 {
-            return Some("the Hopper kernels take FP8 weights".into());
-        }
-        let shared = !self.interleaved && !(extents.out_features / 2).is_multiple_of(BLOCK);
+        let in_blocks = self.grouped.quantised.weights == Weights::Fp8 && !self.interleaved;
+        let shared = in_blocks && !(extents.out_features / 2).is_multiple_of(BLOCK);
         let reason =
             || format!("the Hopper kernels need rows of up that begin at a multiple of {BLOCK}, or interleaved ones");
         shared.then(reason).or_else(|| self.grouped.quantised.hopper_misfit(vectorised))
+    }
+
+    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the call.
+    fn has_many_rows(&self) -> bool {
+        self.grouped.quantised.weights == Weights::Fp8 && self.grouped.expected_rows > FEW_ROWS
     }
 
     /// The portable kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.
@@ -161,30 +178,48 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     CHECK.positive("limit", limit)?;
     let (grouped, quantised) = (&options.grouped, &options.grouped.quantised);
     let vectorised = signature.vectorised_rows(&["x", "w"]);
-    // Without rows of x there are none, nor anything to do.
-    let boxes = large_boxes(views);
-    let copied = boxes.is_some() || extents.num_rows == 0;
     let misfit = options.hopper_misfit(extents, vectorised);
-    let misfit = misfit.or((!copied).then(|| "the strides of x or w are none of which hardware copies boxes".into()));
     // No number of rows is too small for it.
     let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let boxes = large_boxes(views).filter(|_| hopper && options.has_many_rows());
+    let maps = boxes.map(|boxes| maps_of(device, boxes)).transpose()?;
     let params =
         params(views, &options, extents)?.flag("wide", signature.vectorised_rows(&["codes"])).f32("limit", limit);
-    let maps = boxes.filter(|_| hopper).map(|boxes| maps_of(device, boxes)).transpose()?;
     let params = with_maps(params, maps);
     let processors = device.environment().processors as usize;
-    if hopper {
-        let name = HOPPER[usize::from(grouped.takes_pairs(extents))][usize::from(options.interleaved)];
+    if maps.is_some() {
+        let name = HOPPER_LARGE[usize::from(grouped.takes_pairs(extents))][usize::from(options.interleaved)];
         let blocks = blocks(grouped, extents, LARGE_TILE);
         begin_units(device, views)?;
-        device.kernel(HOPPER_FILE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
+        device.kernel(HOPPER_LARGE_FILE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
         return Ok(name.to_owned());
+    }
+    if hopper {
+        let tokens =
+            if options.has_many_rows() { FEW_ROWS } else { expert_tile(quantised.weights, grouped.expected_rows) };
+        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), HOPPER)?;
+        let (cluster, places) = clusters(tokens, processors);
+        kernel.launch_clusters(
+            "x",
+            blocks(grouped, extents, [tokens, COLUMNS]).saturating_mul(cluster),
+            places,
+            &params,
+        )?;
+        return Ok(quantised.hopper_path(HOPPER, tokens));
     }
     let (name, held, rows) = options.kernel(vectorised);
     let kernel = device.kernel(FILE, &quantised_defines(quantised.weights, quantised.group), name)?;
     let most = processors * held;
     kernel.launch_blocks("x", blocks(grouped, extents, [rows, COLUMNS]).min(most), &params)?;
     Ok(name.to_owned() + &quantised.suffix())
+}
+
+/// Blocks of a cluster of the Hopper kernel for few rows, and places that the device surely has for such blocks; `CLUSTER` and
+/// `HELD` in the kernel source. Clusters of four leave two places over in parts of the device that have no multiple of four: 12 of
+/// 396 where six of an H100's eight parts are such. A cluster that had to wait for a place would begin when others end.
+fn clusters(tokens: usize, processors: usize) -> (usize, usize) {
+    const HELD: usize = 3;
+    if tokens > 16 { (2, processors) } else { (4, processors * HELD - processors / 11) }
 }
 
 /// All parameters but how codes are stored and the limit.

@@ -1,5 +1,5 @@
-//! `grouped_linear_swiglu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3): `kernels/cuda/grouped_linear_swiglu.cu` and
-//! `grouped_linear_swiglu_hopper_large.cu` against `reference/src/grouped_linear_swiglu.rs`.
+//! `grouped_linear_swiglu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3): `kernels/cuda/grouped_linear_swiglu.cu`,
+//! `grouped_linear_swiglu_hopper.cu` and `grouped_linear_swiglu_hopper_large.cu` against `reference/src/grouped_linear_swiglu.rs`.
 //!
 //! Codes and scales are compared as those of `swiglu_quantize` are, by what they mean, which its declaration explains. Rows of
 //! nobody and what pads scales are compared byte for byte.
@@ -80,6 +80,10 @@ fn hopper(case: GroupedLinearSwigluCase) -> GroupedLinearSwigluCase {
     GroupedLinearSwigluCase { product, ..case }
 }
 
+fn expecting(expected_rows: usize, case: GroupedLinearCase) -> GroupedLinearCase {
+    GroupedLinearCase { expected_rows, ..case }
+}
+
 fn of_bf16(case: GroupedLinearSwigluCase) -> GroupedLinearSwigluCase {
     GroupedLinearSwigluCase { round_to_bf16: true, ..case }
 }
@@ -127,9 +131,10 @@ impl GroupedLinearSwigluCase {
         self.product_scale != ScaleType::Fp32
     }
 
-    /// What the features of gate and up together are a multiple of. Hopper's products have blocks of weights of gate, or of up.
+    /// What the features of gate and up together are a multiple of. Hopper's products have blocks of FP8 weights of gate, or of up.
     fn multiple(&self) -> usize {
-        let apart = self.product.implementation == Implementation::Hopper && !self.interleaved;
+        let Self { product: GroupedLinearCase { implementation, weights, .. }, interleaved, .. } = *self;
+        let apart = implementation == Implementation::Hopper && weights == Weights::Fp8 && !interleaved;
         if apart { 2 * BLOCK } else { MULTIPLE }
     }
 
@@ -251,6 +256,15 @@ impl Declared for GroupedLinearSwiglu {
             "grouped_linear_swiglu_large<mxfp4, 32>",
             "grouped_linear_swiglu_small<mxfp4, 32>",
             "grouped_linear_swiglu_scalar<mxfp4, 32>",
+            "grouped_linear_swiglu_hopper<16>",
+            "grouped_linear_swiglu_hopper<8, mxfp4, 128>",
+            "grouped_linear_swiglu_hopper<16, mxfp4, 128>",
+            "grouped_linear_swiglu_hopper<64, mxfp4, 128>",
+            "grouped_linear_swiglu_hopper<128, mxfp4, 128>",
+            "grouped_linear_swiglu_hopper<8, mxfp4, 32>",
+            "grouped_linear_swiglu_hopper<16, mxfp4, 32>",
+            "grouped_linear_swiglu_hopper<64, mxfp4, 32>",
+            "grouped_linear_swiglu_hopper<128, mxfp4, 32>",
             "grouped_linear_swiglu_hopper_large",
             "grouped_linear_swiglu_hopper_large_interleaved",
             "grouped_linear_swiglu_hopper_large_pairs",
@@ -279,9 +293,6 @@ impl Declared for GroupedLinearSwiglu {
         if c.product.output != Float::Bf16 {
             return refuse("output", "gate and up are rounded to bf16");
         }
-        if c.product.implementation == Implementation::Hopper && c.product.weights != Weights::Fp8 {
-            return refuse("implementation", "hopper: of FP8 weights alone");
-        }
         if c.product_scale != ScaleType::E8m0 && c.product_layout == ScaleLayout::Blocked {
             return refuse("product_layout", "tiles of scales hold bytes");
         }
@@ -294,8 +305,7 @@ impl Declared for GroupedLinearSwiglu {
 
     fn fastest(c: &GroupedLinearSwigluCase, environment: &Environment) -> GroupedLinearSwigluCase {
         let fastest = GroupedLinearSwigluCase { product: GroupedLinear::fastest(&c.product, environment), ..c.clone() };
-        let fits = c.product.weights == Weights::Fp8 && c.product.out_features.is_multiple_of(fastest.multiple());
-        if fits { fastest } else { c.clone() }
+        if c.product.out_features.is_multiple_of(fastest.multiple()) { fastest } else { c.clone() }
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<GroupedLinearSwigluCase> {
@@ -305,9 +315,7 @@ impl Declared for GroupedLinearSwiglu {
         let rows = (any::<bool>(), any::<bool>(), select(vec![10.0f32, 1.0, 0.7]));
         (GroupedLinear::strategy(profile), rows, written, Data::strategy(-32..=-16))
             .prop_map(|(product, (interleaved, weighted, limit), (group, scale, layout, round_to_bf16), data)| {
-                let takes_hopper = product.weights == Weights::Fp8;
-                let implementation = if takes_hopper { product.implementation } else { Implementation::Portable };
-                let product = GroupedLinearCase { output: Float::Bf16, implementation, data, ..product };
+                let product = GroupedLinearCase { output: Float::Bf16, data, ..product };
                 let tiles = layout == ScaleLayout::Blocked && scale != ScaleType::E8m0;
                 let case = with(scale, if tiles { ScaleLayout::MnMajor } else { layout }, of(group, product.clone()));
                 let case = GroupedLinearSwigluCase { product, interleaved, weighted, limit, round_to_bf16, ..case };
@@ -327,6 +335,8 @@ impl Declared for GroupedLinearSwiglu {
             with(ScaleType::E8m0, ScaleLayout::Blocked, of_bf16(of(long, mxfp4(128, sorted([13, 4], 4, [48, 96]))))),
             hopper(of(long, sorted([13, 4], 4, [256, 144]))),
             with(ScaleType::Fp32, ScaleLayout::MnMajor, hopper(interleaved(of(short, masked([9, 3, 6], [48, 144]))))),
+            with(ScaleType::E8m0, ScaleLayout::Blocked, hopper(of(long, mxfp4(32, masked([9, 3, 6], [48, 96]))))),
+            hopper(of(long, expecting(40, sorted([13, 4], 4, [256, 144])))),
         ]
     }
 
@@ -336,9 +346,11 @@ impl Declared for GroupedLinearSwiglu {
         let (short, long) = (Group::Row32, Group::Row128);
         let slots = |experts, case| GroupedLinearCase { experts, ..case };
         let any = |case| GroupedLinearCase { codes: Codes::Any, ..case };
-        let expecting = |expected_rows, case| GroupedLinearCase { expected_rows, ..case };
+        let many = |case| expecting(40, case);
         let in_layout = |layout, case| GroupedLinearCase { layout, ..case };
         let fp32 = |case| GroupedLinearCase { scale_bytes: false, ..case };
+        let extreme = |case| GroupedLinearCase { codes: Codes::Extreme, ..case };
+        let large_scales = |case| GroupedLinearCase { codes: Codes::LargeScales, ..case };
         let bare = |case| GroupedLinearSwigluCase { weighted: false, ..case };
         let clamped = |case| GroupedLinearSwigluCase { limit: 0.7, ..case };
         let small = |case: GroupedLinearSwigluCase| {
@@ -370,22 +382,26 @@ impl Declared for GroupedLinearSwiglu {
             with(E8m0, Blocked, of(short, in_layout(MnMajor, sorted([40, 70], 1, [32, 16])))),
             // So small that the floor makes the scale.
             small(of(long, sorted([9, 3], 4, [48, 48]))),
-            // Hopper: half units, of groups that both consumers have a half of and of those that one has; a unit that ends
+            // Hopper, many rows: half units, of groups that both consumers have a half of and of those that one has; a unit that ends
             // within a group, and one without features of the second consumer.
-            with(Fp32, Plain, of_bf16(hopper(of(long, sorted([40, 5], 4, [256, 272]))))),
-            with(E8m0, Blocked, hopper(of(short, fp32(masked([12, 5, 4], [512, 48]))))),
-            with(E8m0, Blocked, clamped(hopper(interleaved(of(long, sorted([9, 3], 4, [304, 144])))))),
-            with(E8m0, MnMajor, bare(hopper(interleaved(of(short, masked([33, 3, 20], [464, 160])))))),
+            with(Fp32, Plain, of_bf16(hopper(of(long, many(sorted([40, 5], 4, [256, 272])))))),
+            with(E8m0, Blocked, hopper(of(short, many(fp32(masked([12, 5, 4], [512, 48])))))),
+            with(E8m0, Blocked, clamped(hopper(interleaved(of(long, many(sorted([9, 3], 4, [304, 144]))))))),
+            with(E8m0, MnMajor, bare(hopper(interleaved(of(short, many(masked([33, 3, 20], [464, 160]))))))),
             // Whole units, and the same before a half one; 65 rows, of which a consumer has one; a block that takes several units.
-            with(PowerOfTwo, Plain, hopper(of(long, slots(Experts::One, sorted([133, 3], 8, [512, 144]))))),
-            with(E8m0, Blocked, of_bf16(hopper(of(short, slots(Experts::One, masked([65, 3, 70], [256, 160])))))),
-            with(E8m0, MnMajor, hopper(interleaved(of(long, slots(Experts::One, sorted([70, 3], 1, [176, 1168])))))),
+            with(PowerOfTwo, Plain, hopper(of(long, many(slots(Experts::One, sorted([133, 3], 8, [512, 144])))))),
+            with(E8m0, Blocked, of_bf16(hopper(of(short, many(slots(Experts::One, masked([65, 3, 70], [256, 160]))))))),
+            with(
+                E8m0,
+                MnMajor,
+                hopper(interleaved(of(long, many(slots(Experts::One, sorted([70, 3], 1, [176, 1168])))))),
+            ),
             with(
                 Fp32,
                 MnMajor,
-                clamped(hopper(interleaved(of(short, slots(Experts::One, sorted([131, 2], 1, [336, 48])))))),
+                clamped(hopper(interleaved(of(short, many(slots(Experts::One, sorted([131, 2], 1, [336, 48]))))))),
             ),
-            with(E8m0, Blocked, hopper(of(long, in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
+            with(E8m0, Blocked, hopper(of(long, many(in_layout(MnMajor, sorted([90, 70], 1, [256, 16])))))),
             // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
             // than there are places; several units of a block.
             with(
@@ -404,8 +420,28 @@ impl Declared for GroupedLinearSwiglu {
             with(E8m0, Blocked, of_bf16(hopper(of(short, expecting(300, masked([300, 2, 160], [512, 144])))))),
             with(E8m0, MnMajor, bare(hopper(interleaved(of(long, expecting(300, sorted([40, 6], 1, [336, 1168]))))))),
             // What registers and shared memory hold of other numbers.
+            hopper(of(short, many(any(fp32(sorted([20, 6], 2, [256, 64])))))),
+            small(hopper(interleaved(of(long, many(sorted([9, 3], 4, [48, 48])))))),
+            // Hopper, few rows: several tiles of features, the last of them not full, with groups of either size; blocks of a
+            // cluster without features; 16 rows, and 17, for more stages than there are places; many units of a cluster.
+            with(Fp32, MnMajor, of_bf16(hopper(of(long, sorted([40, 5], 4, [512, 272]))))),
+            with(E8m0, Blocked, hopper(of(short, fp32(masked([12, 5, 4], [512, 48]))))),
+            with(E8m0, Blocked, clamped(hopper(interleaved(of(long, sorted([9, 3], 4, [304, 144])))))),
+            with(E8m0, MnMajor, bare(hopper(interleaved(of(short, masked([33, 3, 20], [464, 160])))))),
+            with(
+                PowerOfTwo,
+                Plain,
+                hopper(of(long, expecting(16, slots(Experts::One, masked([16, 2, 17], [256, 1168]))))),
+            ),
+            with(
+                Fp32,
+                Plain,
+                hopper(interleaved(of(short, expecting(3, slots(Experts::One, sorted([17, 3], 1, [80, 144])))))),
+            ),
+            with(E8m0, MnMajor, hopper(of(long, in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
             hopper(of(short, any(fp32(sorted([20, 6], 2, [256, 64]))))),
             small(hopper(interleaved(of(long, sorted([9, 3], 4, [48, 48]))))),
+            hopper(of(long, large_scales(fp32(masked([9, 3, 6], [256, 144]))))),
         ];
         for group in [128, 32] {
             let of_format = |case| mxfp4(group, case);
@@ -413,6 +449,80 @@ impl Declared for GroupedLinearSwiglu {
                 interleaved(of(short, expecting(40, in_layout(MnMajor, of_format(sorted([19, 3], 1, [176, 160])))))),
                 with(Fp32, Plain, of_bf16(of(long, in_layout(Blocked, of_format(masked([33, 9, 7], [144, 42])))))),
                 with(E8m0, MnMajor, interleaved(of(long, any(of_format(sorted([12, 4], 8, [272, 96])))))),
+            ]);
+            // Hopper: no rows; one row; 8 and 9 of a tile of 8, 16 and 17 of one of 16, 64 and 65, 128 and 129; several tiles of
+            // features; rows of up that begin anywhere; more stages than there are places; scales of any size.
+            cases.extend([
+                with(E8m0, Blocked, hopper(of(short, slots(Experts::None, of_format(sorted([5, 3], 4, [48, 32])))))),
+                bare(hopper(of(long, of_format(slots(Experts::Distinct, sorted([1, 1], 1, [16, 32])))))),
+                with(Fp32, MnMajor, hopper(of(long, of_format(slots(Experts::One, masked([8, 2, 9], [144, 160])))))),
+                with(
+                    E8m0,
+                    MnMajor,
+                    hopper(of(short, in_layout(Blocked, of_format(slots(Experts::One, sorted([9, 3], 1, [400, 96])))))),
+                ),
+                with(
+                    E8m0,
+                    Blocked,
+                    hopper(interleaved(of(long, in_layout(Blocked, of_format(sorted([40, 20], 2, [304, 288])))))),
+                ),
+                with(
+                    PowerOfTwo,
+                    Plain,
+                    clamped(hopper(of(
+                        long,
+                        in_layout(
+                            MnMajor,
+                            expecting(12, of_format(slots(Experts::One, masked([17, 3, 20], [272, 96])))),
+                        ),
+                    ))),
+                ),
+                with(
+                    Fp32,
+                    Plain,
+                    of_bf16(hopper(interleaved(of(
+                        short,
+                        expecting(16, of_format(slots(Experts::One, sorted([16, 2], 1, [80, 160])))),
+                    )))),
+                ),
+                with(
+                    E8m0,
+                    MnMajor,
+                    hopper(of(
+                        long,
+                        in_layout(MnMajor, many(of_format(slots(Experts::One, masked([65, 3, 70], [336, 160]))))),
+                    )),
+                ),
+                with(
+                    E8m0,
+                    Blocked,
+                    hopper(interleaved(of(
+                        short,
+                        many(of_format(slots(Experts::One, sorted([64, 2], 1, [144, 1184])))),
+                    ))),
+                ),
+                with(
+                    Fp32,
+                    MnMajor,
+                    bare(hopper(of(
+                        short,
+                        in_layout(
+                            Blocked,
+                            expecting(100, of_format(slots(Experts::One, sorted([129, 3], 1, [208, 96])))),
+                        ),
+                    ))),
+                ),
+                with(
+                    E8m0,
+                    Plain,
+                    hopper(interleaved(of(
+                        long,
+                        expecting(128, of_format(slots(Experts::Skewed, masked([150, 3, 128], [304, 224])))),
+                    ))),
+                ),
+                hopper(of(long, any(of_format(masked([20, 3, 12], [48, 1184]))))),
+                hopper(interleaved(of(short, extreme(of_format(masked([9, 3, 6], [80, 160])))))),
+                hopper(of(long, expecting(40, extreme(of_format(sorted([18, 2], 1, [48, 64])))))),
             ]);
         }
         cases

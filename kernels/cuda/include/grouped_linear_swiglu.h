@@ -40,9 +40,9 @@ PARAMS_LAYOUT(GroupedLinearSwigluParams, x, x_expert_stride, x_stride, w, w_expe
               experts, x_scale_layout, w_scale_layout, scale_bytes, interleaved, scale_layout, scale_type, log2_group,
               round_to_bf16, num_taken, wide, limit, x_map, w_map)
 
-// The parameters of the product: what it reads, and how scales lie that follow from its extents. Scales are those of X_GROUP
-// numbers of x, and of W_GROUP numbers of each of W_ROWS rows of w.
-template <int X_GROUP, int W_ROWS, int W_GROUP>
+// The parameters of the product: what it reads, and how scales lie that follow from its extents. Scales are those of OF_X
+// numbers of x, and of OF_W numbers of each of W_ROWS rows of w.
+template <int OF_X, int W_ROWS, int OF_W>
 DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
     GroupedLinearParams product = {};
     product.x = params.x;
@@ -63,13 +63,13 @@ DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
     product.scale_bytes = params.scale_bytes;
     product.x_scale_layout = params.x_scale_layout;
     product.x_padded_rows = padded_rows_of(params.x_scale_layout, params.rows);
-    product.x_groups = static_cast<int32_t>(ceil_div<int64_t>(params.depth, X_GROUP));
+    product.x_groups = static_cast<int32_t>(ceil_div<int64_t>(params.depth, OF_X));
     product.x_padded_groups = padded_groups_of(params.x_scale_layout, product.x_groups);
     product.x_expert_scales = params.expert_offsets ? 0 : product.x_padded_rows * product.x_padded_groups;
     product.w_scale_layout = params.w_scale_layout;
     const int64_t w_rows = ceil_div<int64_t>(params.columns, W_ROWS);
     product.w_padded_rows = padded_rows_of(params.w_scale_layout, w_rows);
-    product.w_groups = static_cast<int32_t>(ceil_div<int64_t>(params.depth, W_GROUP));
+    product.w_groups = static_cast<int32_t>(ceil_div<int64_t>(params.depth, OF_W));
     product.w_padded_groups = padded_groups_of(params.w_scale_layout, product.w_groups);
     product.w_expert_scales = product.w_padded_rows * product.w_padded_groups;
     return product;

@@ -1,10 +1,10 @@
 // Products of FP8 activations with FP8 or MXFP4 weights by warpgroup matrix products of e4m3 (sm_90a), for few tokens: what
 // linear_hopper.cu and grouped_linear_hopper.cu share. linear_quantised.cu has the formulas; quantised_hopper_large.h is for
-// many tokens of FP8. Those of MXFP4 are here, too.
+// many tokens of FP8. Those of MXFP4 are here, too. grouped_linear_swiglu_hopper.cu goes on with the sums where they are.
 //
 // Weights are the rows of a product and tokens its columns, so that few tokens leave the tensor cores little to do that
 // nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales.
-// Blocks take such units in turn. Three warpgroups:
+// Blocks take such units in turn. Three warpgroups, or two where a block has 64 features (FEATURES) and one consumer:
 //   0 and 1  consumers, 64 features each. Of each stage the products are accumulated from zero, multiplied by the
 //            scales of their tokens and of the block of weights, and added to sums in fp32: the tensor cores keep 13
 //            fraction bits (hopper.h), over the 128 numbers of a group and no more. While one promotes, the other's
@@ -56,7 +56,9 @@
 // gave 31.4 to 30.1 us.
 //
 // The including file is compiled with TOKENS, the columns of a product, defined as 8, 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
-// (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32.
+// (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32. Before this header it declares
+//   constexpr int FEATURES   of a unit: 128, or 64
+//   using RowsOfW            which rows of w they are (rows_of_w.h)
 #pragma once
 
 #include "async_copy.h"
@@ -64,6 +66,7 @@
 #include "hopper.h"
 #include "linear_quantised.h"
 #include "panels.h"
+#include "rows_of_w.h"
 
 static_assert(TOKENS == 8 || TOKENS == 16 || TOKENS == 64 || TOKENS == 128, "products have 8, 16, 64 or 128 columns");
 
@@ -71,18 +74,22 @@ static_assert(WEIGHTS == 1 || WEIGHTS == 2, "weights are FP8 or MXFP4");
 
 constexpr bool MXFP4 = WEIGHTS == 2;
 static_assert(X_GROUP == 128 || (MXFP4 && X_GROUP == 32), "numbers of x that share a scale are 128 or, of MXFP4, 32");
-constexpr int FEATURES = 128, GROUP = 128;
-constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
-constexpr int CONSUMER_FEATURES = FEATURES / CONSUMERS;
+static_assert(FEATURES == 64 || FEATURES == 128, "a unit has 64 or 128 features");
+constexpr int GROUP = 128;
+constexpr int CONSUMER_FEATURES = 64, CONSUMERS = FEATURES / CONSUMER_FEATURES;
+constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int PRODUCERS = WARPGROUP_SIZE / WARP_SIZE;
-constexpr int STAGES = TOKENS == 128 ? 6 : 8;
+// Three blocks of one consumer share a multiprocessor, and its memory.
+constexpr int STAGES = TOKENS == 128 || (CONSUMERS == 1 && !MXFP4) ? 6 : 8;
 // Of MXFP4: numbers that share a scale, which are 16 bytes of codes and a step of wgmma; of a stage's rows; scales of a token.
 constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
+// Of FP8: blocks of w whose scales a stage has.
+constexpr int W_BLOCKS = MXFP4 ? 1 : RowsOfW::BLOCKS;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
-constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
-constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD == 2 ? 88 : MXFP4 ? 192 : 176;
+constexpr int HELD = CONSUMERS == 1 ? 3 : MXFP4 && TOKENS <= 16 ? 2 : 1;
+constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 ? (MXFP4 ? 72 : 80) : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
+constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 ? (MXFP4 ? 88 : 80) : HELD == 2 ? 88 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
@@ -97,8 +104,8 @@ struct UnitShape {
 // The scales of a stage.
 struct alignas(16) StageScales {
     float x[X_SCALES][TOKENS];
-    float factors[MXFP4 ? 1 : TOKENS];  // of FP8: x times w
-    float w;                            // of FP8
+    float factors[W_BLOCKS][MXFP4 ? 1 : TOKENS];  // of FP8: x times w
+    float w[W_BLOCKS];                            // of FP8
     int32_t regular;   // of FP8: whether all factors are what their scales multiply to
     int32_t ordinary;  // of MXFP4: whether all scales of w are, and their exponents in w_words
     uint32_t w_words[MXFP4 ? FEATURES : 1];  // of MXFP4: a byte for each step of a row, of 2^6 times its scale
@@ -134,18 +141,32 @@ DEVICE int64_t units_of(const Result& result) {
 }
 
 // What a block computes next: a part of a product, of all features of a tile or of the half of them that begins there.
-struct Unit {
+template <typename Rows>
+struct UnitOf {
     QuantisedProduct product;
     Part part;
     int32_t features;
+    Rows rows;
+    int32_t matrix;  // whose rows they are, where each expert has a part of its own
 };
+// A field without a number, too, costs registers.
+template <>
+struct UnitOf<RowsInOrder> {
+    QuantisedProduct product;
+    Part part;
+    int32_t features;
+    static constexpr RowsInOrder rows{};
+};
+using Unit = UnitOf<RowsOfW>;
 
 // Units in the order in which blocks take them, as the functions below are given them:
+//   CLUSTER                         blocks of a cluster, which take a unit together, each its own part of it
 //   int64_t count() const
 //   Unit at(int64_t number) const
 //
 // Those of one product.
 struct UnitsOfProduct {
+    static constexpr uint32_t CLUSTER = 1;
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of(product.result); }
@@ -157,35 +178,39 @@ struct UnitsOfProduct {
 // and weights come over all of them. Of blocks that share a multiprocessor, as every second one does, the first ones take what
 // is whole. Where a block has a multiprocessor to itself nothing ends sooner unless all are halved. Of more than 16 tokens, which
 // would come twice, none are.
-constexpr bool HALVED = TOKENS <= 16;
+constexpr bool HALVED = TOKENS <= 16 && CONSUMERS == 2;
 
 template <typename Units>
 struct UnitsOfBlock {
     const Units& units;
     int32_t first = 0;  // of the round: as part_of, in 32 bits
 
+    // Clusters count as blocks do.
+    static int32_t block() { return static_cast<int32_t>(blockIdx.x / Units::CLUSTER); }
+    static int32_t blocks() { return static_cast<int32_t>(gridDim.x / Units::CLUSTER); }
+
     int32_t left() const { return static_cast<int32_t>(units.count()) - first; }
     // Of the round, those that are not halved.
     int32_t whole(int32_t left) const {
-        const auto blocks = static_cast<int32_t>(gridDim.x);
+        const int32_t blocks = this->blocks();
         if (left >= blocks || (HELD == 1 && 2 * left > blocks)) return left;
         return maximum(2 * left - blocks, 0);
     }
     bool has_unit() const {
         const int32_t left = this->left();
-        if constexpr (!HALVED) return static_cast<int32_t>(blockIdx.x) < left;
-        return left >= static_cast<int32_t>(gridDim.x) || static_cast<int32_t>(blockIdx.x) < 2 * left - whole(left);
+        if constexpr (!HALVED) return block() < left;
+        return left >= blocks() || block() < 2 * left - whole(left);
     }
     Unit unit() const {
-        if constexpr (!HALVED) return units.at(first + static_cast<int32_t>(blockIdx.x));
-        const auto block = static_cast<int32_t>(blockIdx.x), whole = this->whole(left()), half = block - whole;
+        if constexpr (!HALVED) return units.at(first + block());
+        const int32_t block = this->block(), whole = this->whole(left()), half = block - whole;
         if (half < 0) return units.at(first + block);
         Unit unit = units.at(first + whole + half / 2);
         unit.part.column += half % 2 * CONSUMER_FEATURES;
         unit.features = CONSUMER_FEATURES;
         return unit;
     }
-    void advance() { first += static_cast<int32_t>(gridDim.x); }
+    void advance() { first += blocks(); }
 };
 
 DEVICE void initialise_barriers(SharedAddress shared) {
@@ -232,10 +257,28 @@ DEVICE void copy_rows(SharedAddress target, const uint8_t* codes, int64_t stride
 // Where 16 bytes of codes of MXFP4 lie, a step of a row: eight rows' are in different banks.
 DEVICE constexpr int packed_offset(int row, int step) { return row * 64 + 16 * (step ^ (row / 2 & 3)); }
 
+// The same of a consumer's rows of w where they are not in order, eight at a time: there are all of them or none.
+DEVICE void copy_eights(SharedAddress target, const Unit& unit, int64_t begin) {
+    constexpr int STEP = WARP_SIZE / 8;
+    const QuantisedProduct& product = unit.product;
+    const int64_t stride = product.w_stride, columns = product.result.columns - unit.part.column;
+    const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
+    const bool in_row = begin + 16 * chunk < product.result.depth;
+    const uint8_t* source = product.w + unit.rows.row(unit.part.column + lane_row) * stride + begin + 16 * chunk;
+    const SharedAddress places[2] = {target + panel_offset(lane_row, chunk), target + panel_offset(lane_row + STEP, chunk)};
+    UNROLL
+    for (int i = 0; i < CONSUMER_FEATURES / GRANULE; source += unit.rows.step(i, GRANULE * stride, stride), ++i) {
+        const bool wanted = in_row && i * GRANULE < columns;
+        copy_async_16(places[0] + i * (GRANULE * 128), wanted ? source : product.w, wanted);
+        copy_async_16(places[1] + i * (GRANULE * 128), wanted ? source + STEP * stride : product.w, wanted);
+    }
+}
+
 // The weights of a stage, by one warp: rows of 128 bytes.
 struct CopiedWeights {
     void begin(const Unit&) {}
     void copy(const Unit& unit, int64_t group, SharedAddress target) const {
+        if constexpr (!RowsOfW::IN_ORDER) return copy_eights(target, unit, group * GROUP);
         const QuantisedProduct& product = unit.product;
         for (int32_t first = 0; first < unit.features; first += CONSUMER_FEATURES)
             copy_rows<CONSUMER_FEATURES>(target + first * 128, product.w, product.w_stride, unit.part.column + first,
@@ -252,7 +295,7 @@ struct PackedWeights {
     void begin(const Unit& unit) {
         const QuantisedProduct& product = unit.product;
         const int64_t row = unit.part.column + lane_id() / STEPS;
-        source = product.w + row * product.w_stride + 16 * (lane_id() % STEPS);
+        source = product.w + unit.rows.row(row) * product.w_stride + 16 * (lane_id() % STEPS);
         rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, unit.features - lane_id() / STEPS));
     }
     void copy(const Unit& unit, int64_t group, SharedAddress target) const {
@@ -265,10 +308,11 @@ struct PackedWeights {
         for (int32_t first = 0; first < unit.features; first += CONSUMER_FEATURES) {
             if (whole) {
                 UNROLL
-                for (int i = 0; i < AT_ONCE; ++i, from += step) copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), from);
+                for (int i = 0; i < AT_ONCE; from += unit.rows.step(i, step, product.w_stride), ++i)
+                    copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), from);
             } else {
                 UNROLL_BY(4)
-                for (int i = 0; i < AT_ONCE; ++i, from += step) {
+                for (int i = 0; i < AT_ONCE; from += unit.rows.step(i, step, product.w_stride), ++i) {
                     const bool wanted = first + i * ROWS < left;
                     copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), wanted ? from : product.w, wanted);
                 }
@@ -293,6 +337,10 @@ struct CopiedTokens {
     }
 };
 
+//
+// Where registers are fewest the lane is asked for anew, so that none are kept for what follows from it.
+constexpr bool LANE_ANEW = HELD == 3 && TOKENS == 16;
+
 struct StoredTokens {
     static constexpr int ROWS = WARP_SIZE / 8, ACCESSES = TOKENS / ROWS;
     const uint8_t* source;  // the lane's chunk of its first row's first group
@@ -309,7 +357,8 @@ struct StoredTokens {
         if constexpr (TOKENS == 8) load_chunks(unit, group);
     }
     void load_chunks(const Unit& unit, int64_t group) {
-        const bool exists = 16 * (lane_id() % 8) < unit.product.result.depth - group * GROUP;
+        const int lane = LANE_ANEW ? static_cast<int>(thread_id_anew() % WARP_SIZE) : lane_id();
+        const bool exists = 16 * (lane % 8) < unit.product.result.depth - group * GROUP;
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
             chunks[i] = Vec16{};
@@ -318,7 +367,8 @@ struct StoredTokens {
     }
     void store(const Unit& unit, int64_t group, SharedAddress target) {
         if constexpr (TOKENS != 8) load_chunks(unit, group);
-        const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
+        const int lane = LANE_ANEW ? static_cast<int>(thread_id_anew() % WARP_SIZE) : lane_id();
+        const int chunk = lane % 8, lane_row = lane / 8;
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
             const uint32_t (&w)[4] = chunks[i].w;
@@ -337,13 +387,15 @@ constexpr int X_LANE_ROWS = ceil_div<int>(TOKENS, WARP_SIZE);
 // The scales of a stage of FP8, a lane those of every 32nd token. They are asked for long before the stage's place is free: what
 // comes after them, the stage before included, waits for no memory then.
 struct LoadedFactors {
-    float w, x[X_LANE_ROWS];
+    float w[W_BLOCKS], x[X_LANE_ROWS];
 
     void begin(const Unit&) {}
     void load(const Unit& unit, int32_t group) {
         const QuantisedProduct& product = unit.product;
         const Part& part = unit.part;
-        w = scale_of_group(product.w_scales, part.column / FEATURES, group);
+        UNROLL
+        for (int block = 0; block < W_BLOCKS; ++block)
+            w[block] = scale_of_group(product.w_scales, unit.rows.row(part.column + block * GRANULE) / GROUP, group);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
             const int64_t row = part.row + lane_id() + i * WARP_SIZE;
@@ -356,12 +408,18 @@ struct LoadedFactors {
         for (int i = 0; i < X_LANE_ROWS; ++i) {
             const int token = lane_id() + i * WARP_SIZE;
             if (token >= TOKENS) continue;
-            scales.factors[token] = x[i] * w;
+            UNROLL
+            for (int block = 0; block < W_BLOCKS; ++block) scales.factors[block][token] = x[i] * w[block];
             scales.x[0][token] = x[i];
-            regular = regular && is_regular(x[i], w);
+            UNROLL
+            for (int block = 0; block < W_BLOCKS; ++block) regular = regular && is_regular(x[i], w[block]);
         }
         const bool irregular = __any_sync(FULL_WARP, !regular);
-        if (lane_id() == 0) scales.w = w, scales.regular = !irregular;
+        if (lane_id() == 0) {
+            UNROLL
+            for (int block = 0; block < W_BLOCKS; ++block) scales.w[block] = w[block];
+            scales.regular = !irregular;
+        }
     }
 };
 
@@ -393,9 +451,11 @@ DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
 }
 
 // The scales of a stage of MXFP4, a lane those of every 32nd row. They are asked for long before the stage's place is free. Where
-// one lies is a sum of what its row and what its group says (scale_layout.h), and w's rows of a lane are equally far apart.
+// one lies is a sum of what its row and what its group says (scale_layout.h), and w's rows of a lane are equally far apart where
+// they are in order.
 struct LoadedScales {
-    int64_t w_place, x_places[X_LANE_ROWS];
+    static constexpr int W_PLACES = RowsOfW::IN_ORDER ? 1 : W_LANE_ROWS;
+    int64_t w_places[W_PLACES], x_places[X_LANE_ROWS];
     int32_t w_rows, x_rows;  // that there are, from the lane's first on
     int32_t in_words;        // whether all rows of w exist, and their scales of a stage are a word of memory
     uint32_t w[W_LANE_ROWS], x[X_LANE_ROWS];
@@ -404,7 +464,9 @@ struct LoadedScales {
         const QuantisedProduct& product = unit.product;
         const Part& part = unit.part;
         const int64_t row = part.column + lane_id(), token = part.row + lane_id();
-        w_place = scale_place(product.w_scales, row, 0);
+        UNROLL
+        for (int i = 0; i < W_PLACES; ++i)
+            w_places[i] = scale_place(product.w_scales, unit.rows.row(row + i * WARP_SIZE), 0);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i)
             x_places[i] = scale_place(product.x_scales, product.x_scales.first_row + token + i * WARP_SIZE, 0);
@@ -415,23 +477,24 @@ struct LoadedScales {
     }
     void load_weights(const Unit& unit, const uint8_t* first, int32_t left) {
         const int64_t w_step = scale_place(unit.product.w_scales, WARP_SIZE, 0);
+        const auto place = [&](int i) { return W_PLACES == 1 ? i * w_step : w_places[i % W_PLACES]; };
         if (in_words) {
             UNROLL
             for (int i = 0; i < W_LANE_ROWS; ++i)
                 w[i] = i * static_cast<int>(WARP_SIZE) < unit.features
-                    ? *reinterpret_cast<const uint32_t*>(first + i * w_step) : NOBODY * 0x01010101u;
+                    ? *reinterpret_cast<const uint32_t*>(first + place(i)) : NOBODY * 0x01010101u;
             return;
         }
         UNROLL
         for (int i = 0; i < W_LANE_ROWS; ++i)
-            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows ? four_scales(first + i * w_step, left) : NOBODY * 0x01010101u;
+            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows ? four_scales(first + place(i), left) : NOBODY * 0x01010101u;
     }
     void load(const Unit& unit, int32_t group) {
         const QuantisedProduct& product = unit.product;
         const int32_t w_group = group * STEPS, x_group = group * X_SCALES;
         const uint8_t* const of_w = static_cast<const uint8_t*>(product.w_scales.scales) + scale_place(product.w_scales, 0, w_group);
         const uint8_t* const of_x = static_cast<const uint8_t*>(product.x_scales.scales) + scale_place(product.x_scales, 0, x_group);
-        load_weights(unit, of_w + w_place, product.w_scales.num_groups - w_group);
+        load_weights(unit, W_PLACES == 1 ? of_w + w_places[0] : of_w, product.w_scales.num_groups - w_group);
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
             x[i] = 0;
@@ -542,33 +605,44 @@ DEVICE void multiply(float (&d)[N8][4], uint64_t w, uint64_t x) {
     wgmma_hold(d);
 }
 
+// Of which block of w a sum of wgmma's is: gate and up of a feature are eight rows apart.
+DEVICE constexpr int block_of(int i) { return W_BLOCKS == 1 ? 0 : i / 2; }
+
 // total += d times the scales of its tokens and of the weights. `regular`: of the scales.
 DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageScales& scales, int32_t regular) {
     const int token = lane_id() % 4 * 2;
     if (regular) {
         UNROLL
         for (int n = 0; n < N8; ++n) {
-            float factor[2];
-            load_elements(scales.factors + 8 * n + token, factor);
+            float factor[W_BLOCKS][2];
             UNROLL
-            for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i], factor[i % 2], total[n][i]);
+            for (int block = 0; block < W_BLOCKS; ++block) load_elements(scales.factors[block] + 8 * n + token, factor[block]);
+            UNROLL
+            for (int i = 0; i < 4; ++i)
+                total[n][i] = fused_multiply_add(d[n][i], factor[block_of(i)][i % 2], total[n][i]);
         }
         return;
     }
     // A token's own scales say how its sums are rounded, and not those of its neighbours in the tile.
     UNROLL
     for (int n = 0; n < N8; ++n) {
-        float x_scale[2], factor[2], first[2], second[2];
+        float x_scale[2], factor[W_BLOCKS][2], first[W_BLOCKS][2], second[W_BLOCKS][2];
         load_elements(scales.x[0] + 8 * n + token, x_scale);
-        load_elements(scales.factors + 8 * n + token, factor);
         UNROLL
-        for (int i = 0; i < 2; ++i) {
-            const bool own = is_regular(x_scale[i], scales.w);
-            first[i] = own ? 1.0f : x_scale[i];
-            second[i] = own ? factor[i] : scales.w;
+        for (int block = 0; block < W_BLOCKS; ++block) {
+            load_elements(scales.factors[block] + 8 * n + token, factor[block]);
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+                const bool own = is_regular(x_scale[i], scales.w[block]);
+                first[block][i] = own ? 1.0f : x_scale[i];
+                second[block][i] = own ? factor[block][i] : scales.w[block];
+            }
         }
         UNROLL
-        for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i] * first[i % 2], second[i % 2], total[n][i]);
+        for (int i = 0; i < 4; ++i) {
+            const int block = block_of(i);
+            total[n][i] = fused_multiply_add(d[n][i] * first[block][i % 2], second[block][i % 2], total[n][i]);
+        }
     }
 }
 
@@ -694,16 +768,16 @@ DEVICE float number_of_w(const QuantisedProduct& product, int64_t row, int64_t k
 
 // The same of weights of any scales, number by number in fp32. A scale of x below 1 is multiplied with the numbers of x, one
 // above it with those of w: neither leaves fp32's range for it unless the product does. `x`: the stage's tokens.
-DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& product, const Part& part, int64_t group,
-                             uint32_t consumer, const uint8_t* x, const StageScales& scales) {
+DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& product, const Part& part, const RowsOfW& rows,
+                             int64_t group, uint32_t consumer, const uint8_t* x, const StageScales& scales) {
     const int lane = lane_id(), token = lane % 4 * 2;
     const int64_t first = part.column + consumer * CONSUMER_FEATURES + 16 * (warp_id() % 4) + lane / 4;
     const int64_t last = product.result.columns - 1;
     const auto count = static_cast<int>(minimum<int64_t>(GROUP, product.result.depth - group * GROUP));
     UNROLL_BY(1)
     for (int k = 0; k < count; ++k) {
-        const float w[2] = {number_of_w(product, minimum(first, last), group * GROUP + k),
-                            number_of_w(product, minimum(first + 8, last), group * GROUP + k)};
+        const float w[2] = {number_of_w(product, rows.row(minimum(first, last)), group * GROUP + k),
+                            number_of_w(product, rows.row(minimum(first + 8, last)), group * GROUP + k)};
         UNROLL
         for (int n = 0; n < N8; ++n) {
             UNROLL
@@ -729,7 +803,7 @@ DEVICE void multiply_mxfp4(float (&total)[N8][4], const UnitsOfBlock<Units>& tur
     if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, rows);
     const Unit unit = turns.unit();
     const uint8_t* const x = dynamic_shared() + Shared::x(stage);
-    multiply_numbers(total, unit.product, unit.part, unit.part.begin + group, consumer, x, stage_scales(stage));
+    multiply_numbers(total, unit.product, unit.part, unit.rows, unit.part.begin + group, consumer, x, stage_scales(stage));
 }
 
 // ---------------------------------------------------------------- units
@@ -762,17 +836,30 @@ DEVICE void store_unit(const Result& result, const Part& part, uint32_t consumer
     }
 }
 
+// What becomes of the sums of a consumer, as the functions below are given it:
+//   void begin(const Unit& unit)
+//   void end(const Unit& unit, uint32_t consumer, const float (&total)[N8][4])
+//
+// They are the result's.
+struct StoredUnits {
+    void begin(const Unit&) {}
+    void end(const Unit& unit, uint32_t consumer, const float (&total)[N8][4]) {
+        store_unit(unit.product.result, unit.part, consumer, total);
+    }
+};
+
 // A stage that this consumer has no features of: it only says that it does not need it.
 DEVICE void pass_stage(SharedAddress shared, uint32_t stage) {
     mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
     mbarrier_arrive(shared + Shared::empty(stage));
 }
 
-template <typename Units>
-DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer) {
+template <typename Units, typename Results>
+DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer, Results results) {
     uint32_t stage = 0;
     for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
         const Unit unit = turns.unit();
+        results.begin(unit);
         const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
         if (HALVED && consumer * CONSUMER_FEATURES >= static_cast<uint32_t>(uniform(unit.features))) {
             UNROLL_BY(1)
@@ -795,13 +882,13 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer)
             mbarrier_arrive(shared + Shared::empty(stage));
         }
         const Unit done = MXFP4 ? turns.unit() : unit;
-        store_unit(done.product.result, done.part, consumer, total);
+        results.end(done, consumer, total);
     }
 }
 
 // What a block does, once its barriers are there: `before` is what its consumers do first.
-template <typename Units, typename Before>
-DEVICE void multiply_units(const Units& units, SharedAddress shared, const Before& before) {
+template <typename Units, typename Before, typename Results = StoredUnits>
+DEVICE void multiply_units(const Units& units, SharedAddress shared, const Before& before, const Results& results = {}) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
         registers_decrease<PRODUCER_REGISTERS>();
@@ -809,6 +896,6 @@ DEVICE void multiply_units(const Units& units, SharedAddress shared, const Befor
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         before();
-        consume(units, shared, warpgroup);
+        consume(units, shared, warpgroup, results);
     }
 }
