@@ -25,7 +25,7 @@
 // reach 83 % of memory's rate. On Hopper clusters hold a token's channels between the two, and read them once:
 // mhc_head_hopper.cu.
 //
-// Launch: mhc_head_project token_tiles * splits blocks, mhc_head_project_few the same, of tiles of FEW_TOKENS;
+// Launch: mhc_head_project token_tiles * splits blocks, mhc_head_project_few as many as there are parts of FEW_PIECES pieces;
 // mhc_head_project_scalar a warp a token, splits 1;
 // mhc_head_mix_* num_tokens * chunks blocks of any multiple of 32 threads that cover a row.
 #include "projection.h"

@@ -43,7 +43,7 @@
 // trips to memory and passes that wait for one another. mhc_mix_project_scalar takes layouts that 16 bytes do not fit, a warp a
 // token, in plain fp32.
 //
-// Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_few the same, of tiles of FEW_TOKENS;
+// Launch: mhc_mix_project token_tiles * splits blocks; mhc_mix_project_few as many as there are parts of FEW_PIECES pieces;
 // mhc_mix_project_scalar a warp a token, splits 1;
 // mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 4)) blocks, or mhc_mix_coefficients_few num_tokens.
 #include "coefficients.h"

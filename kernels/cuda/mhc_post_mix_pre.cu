@@ -1,26 +1,46 @@
-// The coefficients of the next site and what its sublayer reads, of few tokens, in one launch (inference 2.2 to 2.4): what
-// mhc_mix_coefficients_few and mhc_pre are in two. From what mhc_mix's projection left of the streams `out`,
+// The streams behind a sublayer, the coefficients of the next site and what its sublayer reads, of few tokens, in fewer launches
+// than mhc_post, mhc_mix and mhc_pre take (inference 2.1 to 2.4), with the same bits. With X the STREAMS streams of a token, y the
+// sublayer's output, post and comb the coefficients of its site,
 //
-//     pre, post, comb, mix and rstd of the next site                                                       mhc_mix.cu
-//     h = sum over i of pre[i] out[i], pre of the next site                                                mhc_pre.cu
+//     out[j] = bf16(post[j] y + sum over i of comb[i,j] X[i])                                         mhc_post.cu
+//     pre, post, comb, mix and rstd of the next site from v = out[0], out[1], ..., one behind the other    mhc_mix.cu
+//     h = sum over i of pre[i] out[i], pre of the next site                                            mhc_pre.cu
 //
-// with the same bits. The new streams in front of it are mhc_post's.
+// mhc_post_mix_pre_project_few, of up to FEW_TOKENS tokens: out, and what mhc_mix_project_few leaves of it. A block makes all
+// destinations of its part of the channels, a lane a piece of one, and multiplies what it stores out of registers. `out` may be
+// `streams`: a block stores behind a barrier past which all of its warps have read, and no other block reads there.
 //
-// A block takes a token: eight warps that mix, and one that makes coefficients. All of what is read is asked for at once: the parts
-// of the projection, scale and base, HELD pieces of out of a thread. The eight warps add up the parts, and wait for the four
-// numbers of pre; comb, 2 sinkhorn_iters - 1 dependent passes, is the last warp's alone while the others mix.
+// mhc_post_mix_pre_mix, of few tokens whose channels are in many parts: the coefficients and h, what mhc_mix_coefficients_few and
+// mhc_pre are in two launches. A block takes a token: eight warps that mix, and one that makes coefficients. All of what is read is
+// asked for at once: the parts of the projection, scale and base, HELD pieces of out of a thread. The eight warps add up the parts,
+// and wait for the four numbers of pre; comb, 2 sinkhorn_iters - 1 dependent passes, is the last warp's alone while the others mix.
 //
-// Floor: 10 bytes a channel of the streams' 8 and h's 2, of few tokens from the second-level cache: 9 MB, 2 us, for 128 tokens of
-// 7168 channels. Expected to limit: the trip to the parts, the sums and pre, one behind the other, some 2 us; what it saves is a
-// launch, 1.5 us, and the trip to pre.
-// A kernel that made the new streams and their projection in one kept too few bytes under way, and was slower at every size (on one
-// H200 2585 us for 32768 tokens beside 2063, 28.3 for 128 tokens beside 22.1).
+// Floors: of one token of 7168 channels the next site's weights, 2.75 MB, 0.7 us at 4.24 TB/s; of 128 tokens 20 bytes a channel, the
+// second reading of out from the second-level cache: 18 MB and 2.75, 5 us. Expected to limit: two launches, two trips to memory, the
+// sums and pre one behind the other.
+// A kernel that made the streams of any number of tokens and their projection in one, by tensor cores, kept too few bytes under way
+// (186 registers), and was slower at every size: on one H200 2585 us for 32768 tokens beside 2063, 28.3 for 128 tokens beside 22.1.
 //
-// Launch: num_tokens blocks.
+// Launch: project_few as many blocks as there are parts of FEW_PIECES pieces; mix num_tokens blocks.
 #include "coefficients.h"
 
 constexpr int MIX_THREADS = (FEW_WARPS + 1) * static_cast<int>(WARP_SIZE);
 constexpr int HELD = 4;  // pieces of each destination that a thread has under way
+
+struct MhcPostMixPreProjectParams {
+    const bf16* streams;  // [num_tokens, STREAMS, hidden_size]
+    int64_t streams_token_stride; int64_t streams_source_stride;
+    const bf16* y; int64_t y_token_stride;  // [num_tokens, hidden_size]
+    const float* post;  // [num_tokens, STREAMS]
+    const float* comb;  // [num_tokens, source, destination]
+    const float* fn;  // [COLUMNS, STREAMS * hidden_size], of the next site
+    bf16* out; int64_t out_token_stride; int64_t out_destination_stride;  // as streams, which it may be
+    float* partials;  // [parts, num_tokens, PARTIAL_WIDTH]
+    int64_t num_tokens;
+    int32_t hidden_size;
+};
+PARAMS_LAYOUT(MhcPostMixPreProjectParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post,
+              comb, fn, out, out_token_stride, out_destination_stride, partials, num_tokens, hidden_size)
 
 struct MhcPostMixPreMixParams {
     const bf16* out; int64_t out_token_stride; int64_t out_destination_stride;  // [num_tokens, STREAMS, hidden_size]
@@ -42,6 +62,62 @@ struct MhcPostMixPreMixParams {
 };
 PARAMS_LAYOUT(MhcPostMixPreMixParams, out, out_token_stride, out_destination_stride, partials, scale, base, pre, post,
               comb, mix, rstd, h, h_token_stride, num_tokens, hidden_size, splits, sinkhorn_iters, norm_eps, hc_eps)
+
+// ---------------------------------------------------------------- destinations and their projection
+
+// The pieces of a lane's destination, made of those of all sources.
+template <int TOKENS>
+struct MadePieces {
+    const MhcPostMixPreProjectParams& params;
+    Vec16 x[TOKENS][STREAMS] = {}, y[TOKENS] = {};
+    float post[TOKENS], comb[TOKENS][STREAMS * STREAMS];  // of comb the first column is that of the lane's destination
+    bf16* out = nullptr;  // of the first token; nullptr of a lane that has no piece
+
+    void ask(int64_t first_token, const FewPlace& place) {
+        const int64_t column = static_cast<int64_t>(place.piece) * PIECE;
+        out = params.out + first_token * params.out_token_stride + place.stream * params.out_destination_stride + column;
+        UNROLL
+        for (int t = 0; t < TOKENS; ++t) {
+            const int64_t token = few_token(first_token, t, params.num_tokens);
+            const bf16* const source = params.streams + token * params.streams_token_stride + column;
+            y[t] = load_vec16(params.y + token * params.y_token_stride + column);
+            post[t] = params.post[token * STREAMS + place.stream];
+            UNROLL
+            for (int i = 0; i < STREAMS; ++i) {
+                x[t][i] = load_vec16(source + i * params.streams_source_stride);
+                comb[t][i * STREAMS] = params.comb[(token * STREAMS + i) * STREAMS + place.stream];
+            }
+        }
+    }
+    void make(Vec16 (&streams)[TOKENS]) const {
+        UNROLL
+        for (int t = 0; t < TOKENS; ++t) {
+            streams[t] = Vec16{};
+            if (out == nullptr) continue;
+            float of_x[STREAMS][PIECE], of_y[PIECE], made[PIECE];
+            unpack<bf16>(y[t], of_y);
+            UNROLL
+            for (int i = 0; i < STREAMS; ++i) unpack<bf16>(x[t][i], of_x[i]);
+            mix_destination(of_x, of_y, &post[t], comb[t], 0, made);
+            streams[t] = pack<bf16>(made);
+        }
+        // Every warp has read what is stored to.
+        __syncthreads();
+        UNROLL
+        for (int t = 0; t < TOKENS; ++t)
+            if (warp_id() == t && out != nullptr && t < params.num_tokens) store_vec16_global(out + t * params.out_token_stride, streams[t]);
+    }
+};
+
+KERNEL(mhc_post_mix_pre_project_few, MhcPostMixPreProjectParams, FEW_PROJECTION_THREADS<COLUMNS>) {
+    if (params.num_tokens == 1) {
+        project_few_tokens<COLUMNS, 1>(params, 0, blockIdx.x, MadePieces<1>{params});
+    } else {
+        project_few_tokens<COLUMNS, FEW_TOKENS>(params, 0, blockIdx.x, MadePieces<FEW_TOKENS>{params});
+    }
+}
+
+// ---------------------------------------------------------------- coefficients of the next site, and h
 
 // HELD pieces of each destination from a thread's piece `first` on, a block's mixing threads apart.
 constexpr int APART = FEW_WARPS * static_cast<int>(WARP_SIZE);

@@ -3,7 +3,7 @@
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::mhc_mix::{Wide, fits_wide, parts_of_tokens, projection_blocks};
+use crate::mhc_mix::{Wide, fits_wide, has_few_projected_tokens, parts_of_tokens, projection_blocks};
 use crate::mhc_post::{NUM_STREAMS, threads};
 use crate::runtime::device::{Module, module};
 use crate::runtime::params::DeviceAddress;
@@ -16,9 +16,6 @@ const HOPPER_BACKWARD_FILE: &str = "mhc_head_hopper_backward.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_head" };
 /// Floats that the projection leaves of a token; `PARTIAL_WIDTH<STREAMS>` in the kernel source.
 const PARTIAL_WIDTH: usize = 8;
-/// Tokens of a block of the projection of few tokens, `FEW_TOKENS` in the kernel source: it is left no more than one block
-/// has.
-const FEW_PROJECTED_TOKENS: usize = 4;
 /// Most threads of a block of the mix, and of the backward's coefficients; `MIX_THREADS` and `COEFFICIENT_THREADS`
 /// there.
 const MIX_THREADS: usize = 128;
@@ -202,7 +199,7 @@ pub fn forward(
     let aligned = signature.vectorised_rows(&["streams"]) && views["fn"].address.is_multiple_of(16);
     let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, aligned);
     let project = match aligned {
-        true if num_tokens <= FEW_PROJECTED_TOKENS => "mhc_head_project_few",
+        true if has_few_projected_tokens(num_tokens) => "mhc_head_project_few",
         true => "mhc_head_project",
         false => "mhc_head_project_scalar",
     };

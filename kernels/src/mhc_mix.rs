@@ -34,6 +34,8 @@ const HOPPER_ROUNDS: usize = 4;
 pub const FEW_TOKENS: usize = HOPPER_TOKENS;
 /// Tokens of a block of the projection of few tokens, `FEW_TOKENS` in the kernel source: it is left no more than one block has.
 const FEW_PROJECTED_TOKENS: usize = 4;
+/// Channels of each stream that such a block has: `FEW_PIECES * PIECE` in the kernel source.
+const FEW_CHANNELS: usize = 64;
 /// Tokens of a block of the scalar projection: one a warp.
 const SCALAR_TOKENS: usize = 8;
 /// Floats that the projection leaves of a token.
@@ -129,6 +131,11 @@ fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>
     Ok((signature, extents))
 }
 
+/// Whether a block of the projection has all tokens, where 16 bytes fit their rows.
+pub(crate) fn has_few_projected_tokens(num_tokens: usize) -> bool {
+    (1..=FEW_PROJECTED_TOKENS).contains(&num_tokens)
+}
+
 /// Blocks of tokens and parts of the channels of the projection by tensor cores.
 pub(crate) fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, wanted) = (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
@@ -138,6 +145,9 @@ pub(crate) fn projection(device: &Device, num_tokens: usize, hidden_size: usize)
 
 /// Blocks of the projection, and parts of the channels.
 pub(crate) fn projection_blocks(device: &Device, num_tokens: usize, hidden_size: usize, wide: bool) -> [usize; 2] {
+    if wide && has_few_projected_tokens(num_tokens) {
+        return [hidden_size.div_ceil(FEW_CHANNELS); 2];
+    }
     let [tiles, splits] = projection(device, num_tokens, hidden_size);
     if wide { [tiles.saturating_mul(splits), splits] } else { [num_tokens.div_ceil(SCALAR_TOKENS), 1] }
 }
@@ -154,7 +164,7 @@ fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -
 
 /// Parts of the channels of either projection, at most: so many places of each token its scratch memory has.
 pub(crate) fn most_splits(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
-    let [_, portable] = projection(device, num_tokens, hidden_size);
+    let [_, portable] = projection_blocks(device, num_tokens, hidden_size, true);
     let [_, hopper] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
     portable.max(hopper)
 }
@@ -226,7 +236,7 @@ impl Projection<'_> {
         let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, self.aligned);
         // One block of tokens, as the other has of so few: its blocks are the parts of the channels as well.
         let name = match self.aligned {
-            true if num_tokens <= FEW_PROJECTED_TOKENS => few,
+            true if has_few_projected_tokens(num_tokens) => few,
             true => wide,
             false => scalar,
         };
@@ -290,6 +300,31 @@ impl Projected {
     }
 }
 
+/// Checks what [`forward`] is given; returns its tensors with its tokens and their channels.
+fn check<'a>(
+    device: &Device,
+    views: &'a Views,
+    numbers: Numbers,
+    implementation: Implementation,
+) -> Result<(Signature<'a>, [usize; 2])> {
+    let (signature, extents) = bind(views, Some(implementation))?;
+    numbers.check(CHECK)?;
+    CHECK.holds("workspace", &views["workspace"], forward_workspace_bytes(device, extents[0], extents[1]))?;
+    Ok((signature, extents))
+}
+
+/// Checks a call of few tokens as [`project`] does, for a kernel that leaves the same; returns what it is to leave.
+pub(crate) fn few_projected(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    kernel: &'static str,
+) -> Result<Projected> {
+    let (_, [num_tokens, hidden_size]) = check(device, views, numbers, Implementation::Auto)?;
+    let [_, splits] = projection_blocks(device, num_tokens, hidden_size, true);
+    Ok(Projected { kernel, splits, num_tokens, hidden_size })
+}
+
 /// The first launch of [`forward`], with all of its checks.
 pub(crate) fn project(
     device: &Device,
@@ -297,10 +332,7 @@ pub(crate) fn project(
     numbers: Numbers,
     implementation: Implementation,
 ) -> Result<Projected> {
-    let (signature, [num_tokens, hidden_size]) = bind(views, Some(implementation))?;
-    numbers.check(CHECK)?;
-    let workspace = &views["workspace"];
-    CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let (signature, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
     let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
     let projection = Projection { check: CHECK, device, views, num_tokens, hidden_size, aligned };
     let names = ["mhc_mix_project_hopper", "mhc_mix_project", "mhc_mix_project_few", "mhc_mix_project_scalar"];

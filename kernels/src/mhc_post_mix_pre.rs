@@ -2,7 +2,7 @@
 //! to 2.4, training 11.1).
 
 use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
-use crate::mhc_mix::{self, Backward, Implementation, NUM_COLUMNS, Numbers};
+use crate::mhc_mix::{self, Backward, Implementation, NUM_COLUMNS, Numbers, has_few_projected_tokens};
 use crate::mhc_post::{self, NUM_STREAMS, threads};
 use crate::mhc_pre;
 use crate::runtime::device::{Module, module};
@@ -74,8 +74,8 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
     mhc_mix::forward_workspace_bytes(device, num_tokens, hidden_size)
 }
 
-/// Launches the forward: the kernels of `mhc_post`, of the projection of `mhc_mix`, and of few tokens one for the coefficients and
-/// `h`, of others those of `mhc_mix` and `mhc_pre`; returns the kernels that ran. Its tensors:
+/// Launches the forward: the kernels of `mhc_post`, `mhc_mix` and `mhc_pre` or, of few tokens, one for the coefficients and `h`, and
+/// of a few one for the streams and their projection; returns the kernels that ran. Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows contiguous: the streams in
 ///   front of a sublayer and its output;
@@ -103,24 +103,36 @@ pub fn forward_separate(device: &Device, views: &Views, numbers: Numbers) -> Res
 }
 
 fn launch(device: &Device, views: &Views, numbers: Numbers, may_fuse: bool) -> Result<Vec<&'static str>> {
-    let (signature, _) = bind(views, false)?;
-    let vectorised = signature.vectorised_rows(&["out", "h"]);
-    let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
+    let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
     let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
     let site = site.renamed(&OF_NEXT_SITE);
-    let projected = mhc_mix::project(device, &site, numbers, Implementation::Auto)?;
-    if may_fuse && vectorised && projected.has_few_tokens() {
+    let vectorised = signature.vectorised_rows(&["streams", "y", "out"]) && views["fn"].address.is_multiple_of(16);
+    let (mut ran, projected) = if may_fuse && vectorised && has_few_projected_tokens(num_tokens) {
+        let projected = mhc_mix::few_projected(device, &site, numbers, "mhc_post_mix_pre_project_few")?;
+        let params =
+            signature.params(&["streams", "y", "post", "comb", "fn", "out"]).ptr("partials", &views["workspace"]);
+        let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?;
+        device.kernel(FILE, &[], projected.kernel)?.launch_blocks("streams", projected.splits, &params)?;
+        (vec![projected.kernel], projected)
+    } else {
+        let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
+        let projected = mhc_mix::project(device, &site, numbers, Implementation::Auto)?;
+        (vec![post, projected.kernel], projected)
+    };
+    if may_fuse && signature.vectorised_rows(&["out", "h"]) && projected.has_few_tokens() {
         let params = signature.params(&["out"]).ptr("partials", &views["workspace"]);
         let params = ["scale", "base"].into_iter().fold(params, |params, name| params.ptr(name, &views[name]));
         let next = OF_NEXT_SITE.into_iter().fold(params, |params, (name, field)| params.ptr(field, &views[name]));
         let params = next.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]);
         let params = projected.params(params.strided("h", &views["h"], ["token_stride"]), numbers)?;
-        device.kernel(FILE, &[], "mhc_post_mix_pre_mix")?.launch_blocks("streams", views["h"].shape[0], &params)?;
-        return Ok(vec![post, projected.kernel, "mhc_post_mix_pre_mix"]);
+        device.kernel(FILE, &[], "mhc_post_mix_pre_mix")?.launch_blocks("streams", num_tokens, &params)?;
+        ran.push("mhc_post_mix_pre_mix");
+        return Ok(ran);
     }
     let coefficients = mhc_mix::coefficients(device, &site, numbers, projected)?;
     let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
-    Ok(vec![post, projected.kernel, coefficients, mhc_pre::forward(device, &mixed, None)?])
+    ran.extend([coefficients, mhc_pre::forward(device, &mixed, None)?]);
+    Ok(ran)
 }
 
 /// Bytes of each token's dpre, which lies in front of what `mhc_mix`'s kernels need. A multiple of 16.

@@ -94,6 +94,7 @@ impl Declared for MhcBlock {
             "rms_norm_forward_scalar",
             "moe_reduce_forward_vector",
             "moe_reduce_forward_scalar",
+            "mhc_post_mix_pre_project_few",
             "mhc_post_mix_pre_mix",
             "mhc_post_forward_vector",
             "mhc_post_forward_scalar",

@@ -333,14 +333,53 @@ DEVICE void project(const ProjectionParams& params) {
 
 // ---------------------------------------------------------------- few tokens
 
-// A block has the tokens of a tile and a part of the channels, and asks for all of both at once: what takes time is one wait for
-// memory. A lane has 8 channels of them at a time, a warp OWN columns; in plain fp32, since of so few tokens the tensor cores
-// would multiply mostly by nothing, behind four steps with a barrier each.
+// A block has the tokens of a tile and a part of the channels, the same FEW_PIECES pieces of every stream, and asks for all of both
+// at once: what takes time is one wait for memory. A lane has one piece, a warp OWN columns; in plain fp32, since of so few tokens
+// the tensor cores would multiply mostly by nothing, behind four steps with a barrier each. Where the streams are made of others,
+// as behind a sublayer, a block makes its part of all of them: what it reads is what it writes.
 constexpr int FEW_TOKENS = 4;
+constexpr int FEW_PIECES = WARP_SIZE / STREAMS;
 template <int COLUMNS>
 constexpr int FEW_PROJECTION_WARPS = minimum(COLUMNS, 8);
 template <int COLUMNS>
 constexpr int FEW_PROJECTION_THREADS = FEW_PROJECTION_WARPS<COLUMNS>* static_cast<int>(WARP_SIZE);
+
+// A lane's piece.
+struct FewPlace {
+    int32_t stream, piece;
+    bool exists;
+
+    FewPlace(int32_t hidden_size, uint32_t split)
+        : stream(lane_id() / FEW_PIECES), piece(static_cast<int32_t>(split) * FEW_PIECES + lane_id() % FEW_PIECES),
+          exists(piece < hidden_size / PIECE) {}
+};
+
+// In place of a token that is not there the first one, whose sums are then left.
+DEVICE int64_t few_token(int64_t first_token, int t, int64_t num_tokens) {
+    return first_token + t < num_tokens ? first_token + t : first_token;
+}
+
+// Where a lane's pieces of a tile's tokens come from, as project_few_tokens is told:
+//   void ask(int64_t first_token, const FewPlace& place)      asks memory for what they are made of
+//   void make(Vec16 (&streams)[TOKENS])                       all threads of the block call it; zeros where there are none
+//
+// From memory as they are.
+template <int TOKENS>
+struct PiecesOfMemory {
+    const ProjectionParams& params;
+    Vec16 pieces[TOKENS] = {};
+
+    void ask(int64_t first_token, const FewPlace& place) {
+        UNROLL
+        for (int t = 0; t < TOKENS; ++t)
+            pieces[t] = load_vec16_readonly(params.streams + few_token(first_token, t, params.num_tokens) * params.streams_token_stride +
+                                            place.stream * params.streams_stream_stride + place.piece * PIECE);
+    }
+    void make(Vec16 (&streams)[TOKENS]) const {
+        UNROLL
+        for (int t = 0; t < TOKENS; ++t) streams[t] = pieces[t];
+    }
+};
 
 // What a warp adds up: products of its columns with each token, and the squares of the token of its number.
 template <int TOKENS, int OWN>
@@ -348,25 +387,8 @@ struct FewSums {
     float products[TOKENS][OWN], squares;
 };
 
-template <int COLUMNS, int TOKENS, int OWN>
-DEVICE void add_few(const ProjectionParams& params, int64_t first_token, int32_t piece, FewSums<TOKENS, OWN>& sums) {
-    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size;
-    const int32_t pieces = params.hidden_size / PIECE, stream = stream_of(piece, pieces), within = piece - stream * pieces;
-    Vec16 weights[OWN][2], streams[TOKENS];
-    UNROLL
-    for (int own = 0; own < OWN; ++own) {
-        const int64_t column = warp_id() + own * FEW_PROJECTION_WARPS<COLUMNS>;
-        const float* const source = params.fn + column * channels + static_cast<int64_t>(piece) * PIECE;
-        weights[own][0] = load_vec16_readonly(source);
-        weights[own][1] = load_vec16_readonly(source + PIECE / 2);
-    }
-    UNROLL
-    for (int t = 0; t < TOKENS; ++t) {
-        // In place of a token that is not there the first one, whose sums are then left.
-        const int64_t token = first_token + t < params.num_tokens ? first_token + t : first_token;
-        streams[t] = load_vec16_readonly(params.streams + token * params.streams_token_stride +
-                                         stream * params.streams_stream_stride + within * PIECE);
-    }
+template <int TOKENS, int OWN>
+DEVICE void add_few(const Vec16 (&weights)[OWN][2], const Vec16 (&streams)[TOKENS], FewSums<TOKENS, OWN>& sums) {
     UNROLL
     for (int t = 0; t < TOKENS; ++t) {
         float x[PIECE];
@@ -385,17 +407,27 @@ DEVICE void add_few(const ProjectionParams& params, int64_t first_token, int32_t
     }
 }
 
-template <int COLUMNS, int TOKENS>
-DEVICE void project_few_tokens(const ProjectionParams& params, int64_t first_token, uint32_t split) {
+// Params: fn, partials, num_tokens, hidden_size, as ProjectionParams has them.
+template <int COLUMNS, int TOKENS, typename Params, typename Pieces>
+DEVICE void project_few_tokens(const Params& params, int64_t first_token, uint32_t split, Pieces pieces) {
     constexpr int WARPS = FEW_PROJECTION_WARPS<COLUMNS>, OWN = COLUMNS / WARPS;
     static_assert(OWN * WARPS == COLUMNS && TOKENS <= WARPS, "a warp has whole columns and at most one token's squares");
-    const Steps steps(params, split);
-    const int32_t begin = static_cast<int32_t>(steps.begin) * BLOCK_PIECES;
-    const int32_t end = minimum(begin + static_cast<int32_t>(steps.count) * BLOCK_PIECES, params.hidden_size / PIECE * STREAMS);
+    const FewPlace place(params.hidden_size, split);
+    const int64_t width = params.hidden_size;
+    Vec16 weights[OWN][2] = {}, streams[TOKENS];
+    if (place.exists) {
+        pieces.ask(first_token, place);
+        UNROLL
+        for (int own = 0; own < OWN; ++own) {
+            const int64_t column = warp_id() + own * WARPS;
+            const float* const source = params.fn + (column * STREAMS + place.stream) * width + place.piece * PIECE;
+            weights[own][0] = load_vec16_readonly(source);
+            weights[own][1] = load_vec16_readonly(source + PIECE / 2);
+        }
+    }
+    pieces.make(streams);
     FewSums<TOKENS, OWN> sums = {};
-    UNROLL_BY(1)
-    for (int32_t piece = begin + lane_id(); piece < end; piece += WARP_SIZE)
-        add_few<COLUMNS>(params, first_token, piece, sums);
+    add_few(weights, streams, sums);
     let_next_kernel_come();
     float* const to = params.partials + (split * params.num_tokens + first_token) * PARTIAL_WIDTH<COLUMNS>;
     UNROLL
@@ -415,11 +447,11 @@ DEVICE void project_few_tokens(const ProjectionParams& params, int64_t first_tok
 template <int COLUMNS>
 DEVICE void project_few(const ProjectionParams& params) {
     if (params.num_tokens == 1) {
-        project_few_tokens<COLUMNS, 1>(params, 0, blockIdx.x);
+        project_few_tokens<COLUMNS, 1>(params, 0, blockIdx.x, PiecesOfMemory<1>{params});
     } else {
         const uint32_t splits = static_cast<uint32_t>(params.splits);
         const int64_t first_token = static_cast<int64_t>(blockIdx.x / splits) * FEW_TOKENS;
-        project_few_tokens<COLUMNS, FEW_TOKENS>(params, first_token, blockIdx.x % splits);
+        project_few_tokens<COLUMNS, FEW_TOKENS>(params, first_token, blockIdx.x % splits, PiecesOfMemory<FEW_TOKENS>{params});
     }
 }
 
