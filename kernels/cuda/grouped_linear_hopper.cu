@@ -56,5 +56,5 @@ KERNEL_OF(grouped_linear_hopper, GroupedLinearParams, THREADS, HELD) {
     initialise_barriers(shared);
     count_tiles<UnitShape>(params, ends);
     const auto clear = [&params] { clear_padding<CONSUMER_THREADS / WARP_SIZE>(params); };
-    multiply_units(UnitsOfExperts{{params, ends}}, shared, clear);
+    multiply_units(UnitsOfExperts{{params, ends}}, shared, clear, StoredUnits{});
 }

@@ -36,5 +36,5 @@ KERNEL_OF(linear_hopper, LinearQuantisedParams, THREADS, HELD) {
     const SharedAddress shared = shared_address(dynamic_shared());
     const QuantisedProduct product = product_of(params, 1.0f);
     initialise_barriers(shared);
-    multiply_units(UnitsOfProduct{product}, shared, [] {});
+    multiply_units(UnitsOfProduct{product}, shared, [] {}, StoredUnits{});
 }

@@ -627,9 +627,10 @@ impl Declared for GroupedLinearSwiglu {
         let (alignment, rows) = if gpu { (128, 128) } else { (8, 8) };
         let prefills = if gpu { vec![(24_576, flash), (196_608, flash)] } else { vec![(30, (3, [48, 144]))] };
         let batches = if gpu { vec![(6, flash), (192, flash), (768, flash)] } else { vec![(9, (3, [48, 144]))] };
-        let prefill = prefills.into_iter().map(|(slots, (experts, features)): (usize, Experts)| {
+        let prefill = prefills.into_iter().flat_map(|(slots, (experts, features)): (usize, Experts)| {
             let num_rows = experts * slots.div_ceil(experts).next_multiple_of(alignment);
-            GroupedLinearCase { num_rows, ..sorted([slots, experts], alignment, features) }
+            let case = GroupedLinearCase { num_rows, ..sorted([slots, experts], alignment, features) };
+            [case.clone(), mxfp4(128, case)]
         });
         let decode = batches.into_iter().flat_map(|(slots, (experts, features)): (usize, Experts)| {
             let case = masked([slots, experts, rows], features);

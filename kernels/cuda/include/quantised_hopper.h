@@ -887,8 +887,8 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer,
 }
 
 // What a block does, once its barriers are there: `before` is what its consumers do first.
-template <typename Units, typename Before, typename Results = StoredUnits>
-DEVICE void multiply_units(const Units& units, SharedAddress shared, const Before& before, const Results& results = {}) {
+template <typename Units, typename Before, typename Results>
+DEVICE void multiply_units(const Units& units, SharedAddress shared, const Before& before, const Results& results) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
         registers_decrease<PRODUCER_REGISTERS>();
