@@ -19,12 +19,12 @@ use crate::operator::Operator;
 pub const SHARE: u64 = 8;
 /// So many mutants run for a commit at most. A header that all kernels include concerns every mutant of every operator;
 /// then the commit draws lots, and what is left out is for the run of everything.
-pub const MOST_MUTANTS: usize = 96;
+pub const MOST_MUTANTS: usize = 64;
 /// So many modules are compiled for a commit at most, for each target.
 pub const MOST_MODULES: usize = 10;
 
 /// So many edge cases of sweeps run for a commit at most, of all operators that it concerns together.
-pub const MOST_EDGE_CASES: usize = 72;
+pub const MOST_EDGE_CASES: usize = 48;
 /// The same for remembered cases.
 pub const MOST_REMEMBERED_CASES: usize = 24;
 /// The same for pairs of a golden file and an operator that it is about.

@@ -2,32 +2,36 @@
 // sm_90a: grouped_linear_swiglu.cu, which has the formulas, with warpgroup matrix products of e4m3.
 //
 // How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which tiles there are. A tile
-// is TOKENS rows of an expert by 128 features, whole groups of either size, which take 256 rows of w: a cluster of blocks has it, four
-// of 64 rows each up to 16 tokens, and two of 128 rows of more. Each consumer has 64 rows, a slice of 32 features: eight of gate, the
+// is TOKENS rows of an expert by 128 features, whole groups of either size, which take 256 rows of w: a cluster of blocks has it, two
+// of 128 rows each, or four of 64 of FP8 and of 16 tokens, of which two consumers would have no registers. Each consumer has 64 rows,
+// a slice of 32 features: eight of gate, the
 // eight of up of the same features, and so on (rows_of_w.h), of which a thread has gate and up of one feature of two tokens of each
 // eight in its registers. What it makes of them stays there. The largest magnitudes of a token's 32 features are those of 8 lanes and
 // 4 warps; of groups of 128 each slice tells its own to all blocks of the cluster, which is all that these exchange. Then codes go
 // through the consumer's place in shared memory, so that a lane stores 16 neighbours. The sums of a slice are one consumer's, stage
 // after stage, as those of every other kernel of this product are: no bit depends on which one runs.
 //
-// Why small blocks: 6 slots of [4096, 4096] are 96 tiles. Of 256 rows each, 36 of 132 multiprocessors have none. Blocks of 64 rows,
-// three to a multiprocessor, are 384 of 396 places, each with one unit: nothing has to be balanced. One consumer waits for products,
-// promotes and ends its unit while the others' products run. Blocks whose features are behind the last one bring nothing, and take
-// part in the exchange.
+// Why small blocks of FP8: three to a multiprocessor, of which one waits for products, promotes and ends its unit while the others'
+// products run. Of MXFP4 what a producer does for a stage is as much for 64 rows as for 128, and issue slots are short: 192 slots
+// took 608 us in blocks of 64 rows. Blocks whose features are behind the last one bring nothing, and take part in the exchange.
 //
-// Which clusters fit together is said by the processing clusters of the GPU: in one of 18 multiprocessors with 54 places two are left
-// over by clusters of four. Clusters take tiles in turn, so that one that has to wait for another's end would double the time;
-// the launcher asks for three fewer than there are places for.
+// Which clusters fit together is said by the processing clusters of the GPU: of four blocks, three to a multiprocessor, an H200 has 92
+// and not 99. Clusters take tiles in turn, so that one that has to wait for another's end begins its turns then: 96 of them took
+// 718 us in place of 532. The launcher asks the driver.
 //
 // While the producer brings the first stages, the consumers quantise the rows of nobody.
 //
 // Floors: the bytes of w of the experts that have rows at 4.24 TB/s: 6 experts of [4096, 4096] 23.7 us, of MXFP4 12.6 us with its
-// scales; 256 experts 1.01 and 0.54 ms. Expected to limit: of FP8 memory; of MXFP4 the consumers' instructions as much as memory:
-// some 150 of each of 4 warps and 200 of the producer's one a stage of 4.25 KB, 200 cycles of the issue slots, which memory brings in
-// 230. On top of a product a unit costs a consumer warp some 250 instructions with 8 tokens, and an exchange of some 700 ns
-// that other blocks of the multiprocessor do not wait for, but all of them at the end of a single round. Predicted, masked, 6, 192
-// and 768 slots: FP8 31, 500 and 920 us; MXFP4 28, 400 and 760 us (the product alone took 29.5, and 26.3, 369 and 703). The kernels
-// that were there before took 46 us of FP8 and 178 us of MXFP4 for 6 slots.
+// scales; 256 experts 1.01 and 0.54 ms. Expected to limit: of FP8 memory; of MXFP4 the consumers' instructions as much as memory
+// (quantised_hopper.h). On top of a product a unit costs a consumer warp some 250 instructions with 8 tokens, and an exchange of some
+// 700 ns that other blocks of the multiprocessor do not wait for, but all of them at the end of a single round.
+// Measured on one H200, masked, 6, 192 and 768 slots, and in the same call the product alone, behind which the activation takes 1.9
+// to 2.5 us more: MXFP4 27.9, 398 and 741 us (26.1, 383 and 724 alone; the portable kernel that was there before took 178 of 6
+// slots on an H100). FP8 40.0, 532 and 991 (29.9, 508 and 942); the kernel for many rows takes 33.4, 567 and 1045 of these, so that
+// the launcher leaves it those of which an expert has one row or none. ncu of 192 slots of FP8, 96 clusters: 2.65 TB/s, the other
+// time four clusters were alone. To have the producers begin before the cluster has met gained nothing, nor did 256 bytes of a row
+// at a time from memory (738 and 771 us of those 718).
+// MXFP4, contiguous, 24576 and 196608 rows: 3.07 and 15.8 ms.
 //
 // Defines
 //   TOKENS   columns of a product, rows of an expert: 16, of MXFP4 also 8, 64 or 128
@@ -42,7 +46,7 @@
 #include "grouped_linear_swiglu.h"
 #include "rows_of_w.h"
 
-constexpr int FEATURES = TOKENS <= 16 ? 64 : 128;  // of gate and of up, a block's rows of w
+constexpr int FEATURES = WEIGHTS == 1 || TOKENS == 16 ? 64 : 128;  // of gate and of up, a block's rows of w
 using RowsOfW = RowsOfGateAndUp;
 #include "quantised_hopper.h"
 

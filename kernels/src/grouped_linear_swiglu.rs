@@ -143,9 +143,10 @@ impl Options {
         shared.then(reason).or_else(|| self.grouped.quantised.hopper_misfit(vectorised))
     }
 
-    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the call.
-    fn has_many_rows(&self) -> bool {
-        self.grouped.quantised.weights == Weights::Fp8 && self.grouped.expected_rows > FEW_ROWS
+    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the call: of many rows, and of so few
+    /// that few experts may have any, whose weights all multiprocessors bring sooner in large units.
+    fn suits_large(&self) -> bool {
+        self.grouped.quantised.weights == Weights::Fp8 && !(2..=FEW_ROWS).contains(&self.grouped.expected_rows)
     }
 
     /// The portable kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.
@@ -181,7 +182,7 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     let misfit = options.hopper_misfit(extents, vectorised);
     // No number of rows is too small for it.
     let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
-    let boxes = large_boxes(views).filter(|_| hopper && options.has_many_rows());
+    let boxes = large_boxes(views).filter(|_| hopper && options.suits_large());
     let maps = boxes.map(|boxes| maps_of(device, boxes)).transpose()?;
     let params =
         params(views, &options, extents)?.flag("wide", signature.vectorised_rows(&["codes"])).f32("limit", limit);
@@ -196,15 +197,12 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     }
     if hopper {
         let tokens =
-            if options.has_many_rows() { FEW_ROWS } else { expert_tile(quantised.weights, grouped.expected_rows) };
+            if options.suits_large() { FEW_ROWS } else { expert_tile(quantised.weights, grouped.expected_rows) };
         let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), HOPPER)?;
-        let (cluster, places) = clusters(tokens, processors);
-        kernel.launch_clusters(
-            "x",
-            blocks(grouped, extents, [tokens, COLUMNS]).saturating_mul(cluster),
-            places,
-            &params,
-        )?;
+        // A cluster that waits for a place would begin its turns when others end theirs.
+        let tiles = blocks(grouped, extents, [tokens, COLUMNS]);
+        let clusters = tiles.min(kernel.resident_clusters(device.environment()));
+        kernel.launch_blocks("x", clusters.saturating_mul(kernel.cluster()), &params)?;
         return Ok(quantised.hopper_path(HOPPER, tokens));
     }
     let (name, held, rows) = options.kernel(vectorised);
@@ -212,14 +210,6 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     let most = processors * held;
     kernel.launch_blocks("x", blocks(grouped, extents, [rows, COLUMNS]).min(most), &params)?;
     Ok(name.to_owned() + &quantised.suffix())
-}
-
-/// Blocks of a cluster of the Hopper kernel for few rows, and places that the device surely has for such blocks; `CLUSTER` and
-/// `HELD` in the kernel source. Clusters of four leave two places over in parts of the device that have no multiple of four: 12 of
-/// 396 where six of an H100's eight parts are such. A cluster that had to wait for a place would begin when others end.
-fn clusters(tokens: usize, processors: usize) -> (usize, usize) {
-    const HELD: usize = 3;
-    if tokens > 16 { (2, processors) } else { (4, processors * HELD - processors / 11) }
 }
 
 /// All parameters but how codes are stored and the limit.

@@ -4,7 +4,8 @@
 //
 // Weights are the rows of a product and tokens its columns, so that few tokens leave the tensor cores little to do that
 // nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales.
-// Blocks take such units in turn. Three warpgroups, or two where a block has 64 features (FEATURES) and one consumer:
+// Blocks take such units in turn. Three warpgroups, or two where a block has 64 features (FEATURES) and one consumer, as experts'
+// first layer of FP8 has:
 //   0 and 1  consumers, 64 features each. Of each stage the products are accumulated from zero, multiplied by the
 //            scales of their tokens and of the block of weights, and added to sums in fp32: the tensor cores keep 13
 //            fraction bits (hopper.h), over the 128 numbers of a group and no more. While one promotes, the other's
@@ -178,7 +179,7 @@ struct UnitsOfProduct {
 // and weights come over all of them. Of blocks that share a multiprocessor, as every second one does, the first ones take what
 // is whole. Where a block has a multiprocessor to itself nothing ends sooner unless all are halved. Of more than 16 tokens, which
 // would come twice, none are.
-constexpr bool HALVED = TOKENS <= 16 && CONSUMERS == 2;
+constexpr bool HALVED = TOKENS <= 16 && RowsOfW::IN_ORDER;
 
 template <typename Units>
 struct UnitsOfBlock {

@@ -117,6 +117,9 @@ pub struct KernelExports {
     pub resident_blocks: Option<u64>,
     /// Blocks of a cluster, neighbours in x; 1 where it is launched in none.
     pub cluster: u32,
+    /// Clusters that the device has at once, of kernels that are launched in some, where it says that: parts of it may have no
+    /// multiple of a cluster's blocks, and are left in part.
+    pub resident_clusters: Option<u32>,
 }
 
 impl KernelExports {

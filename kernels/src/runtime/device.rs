@@ -286,6 +286,17 @@ impl Kernel {
         usize::try_from(of_one).unwrap_or(usize::MAX).max(1).saturating_mul(environment.processors as usize)
     }
 
+    /// Blocks of a cluster; 1 of a kernel that is launched in none.
+    pub fn cluster(&self) -> usize {
+        self.exports.cluster.max(1) as usize
+    }
+
+    /// Clusters that the device has at once, at least one: those that wait for a place begin when others end.
+    pub fn resident_clusters(&self, environment: &Environment) -> usize {
+        let by_blocks = || self.resident_blocks(environment) / self.cluster();
+        self.exports.resident_clusters.map_or_else(by_blocks, |clusters| clusters as usize).max(1)
+    }
+
     /// Whether a block of this device has the shared memory that the kernel asks for.
     pub fn fits(&self, environment: &Environment) -> bool {
         self.exports.shared_bytes.unwrap_or(0) <= environment.shared_bytes_per_block
@@ -305,7 +316,7 @@ impl Kernel {
     /// # Errors
     /// As [`Self::launch_blocks`].
     pub fn launch_clusters(&self, argument: &'static str, blocks: usize, most: usize, params: &Params) -> Result<()> {
-        let cluster = self.exports.cluster.max(1) as usize;
+        let cluster = self.cluster();
         let clusters = blocks.div_ceil(cluster).min((most / cluster).max(1));
         self.launch_blocks(argument, clusters.saturating_mul(cluster), params)
     }

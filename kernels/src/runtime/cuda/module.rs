@@ -88,7 +88,7 @@ impl CudaModule {
             max_threads: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
         };
         let without_opt_in = self.code.context().properties.shared_without_opt_in;
-        Ok(Kernel {
+        let mut kernel = Kernel {
             name: name.into(),
             function,
             exports: KernelExports {
@@ -98,11 +98,42 @@ impl CudaModule {
                 shared_bytes,
                 resident_blocks,
                 cluster: u32::try_from(cluster).unwrap_or(u32::MAX),
+                resident_clusters: None,
             },
             own,
             waits,
             allowed_shared: Mutex::new(without_opt_in.saturating_sub(own.static_shared)),
-        })
+        };
+        kernel.exports.resident_clusters = Self::resident_clusters(&kernel)?;
+        Ok(kernel)
+    }
+
+    /// Clusters of a kernel's largest blocks that the device has at once, of one that is launched in clusters.
+    fn resident_clusters(kernel: &Kernel) -> Result<Option<u32>> {
+        let KernelExports { cluster, max_threads, shared_bytes, .. } = kernel.exports;
+        let bytes = shared_bytes.and_then(|bytes| u32::try_from(bytes).ok()).unwrap_or(0);
+        // What does not fit is refused where it is launched.
+        if !(2..=MOST_CLUSTER_BLOCKS).contains(&cluster) || Self::allow_shared(kernel, bytes).is_err() {
+            return Ok(None);
+        }
+        let config = sys::CUlaunchConfig {
+            gridDimX: cluster,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: max_threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: bytes,
+            hStream: std::ptr::null_mut(),
+            attrs: std::ptr::null_mut(),
+            numAttrs: 0,
+        };
+        let mut clusters = 0;
+        // SAFETY: the function belongs to a loaded module, and its context is current; both pointers are to what outlives the call.
+        let result =
+            unsafe { sys::cuOccupancyMaxActiveClusters(&raw mut clusters, kernel.function, &raw const config) };
+        check(result, format_args!("cuOccupancyMaxActiveClusters({})", kernel.name))?;
+        Ok(u32::try_from(clusters).ok().filter(|clusters| *clusters > 0))
     }
 
     /// Tells the driver that this kernel may have more dynamic shared memory than every kernel has.
@@ -224,6 +255,7 @@ mod tests {
             shared_bytes: None,
             resident_blocks: None,
             cluster,
+            resident_clusters: None,
         };
         check_limits(&device(), &exports, OWN, grid, block, shared_bytes).err()
     }

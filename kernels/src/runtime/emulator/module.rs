@@ -229,6 +229,7 @@ impl EmulatorModule {
             shared_bytes: number("shared_bytes"),
             resident_blocks: number("resident_blocks"),
             cluster: number("cluster").map_or(1, |blocks| blocks as u32),
+            resident_clusters: None,
         })
     }
 
