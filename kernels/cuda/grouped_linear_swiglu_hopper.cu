@@ -2,14 +2,14 @@
 // sm_90a: grouped_linear_swiglu.cu, which has the formulas, with warpgroup matrix products of e4m3.
 //
 // How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which tiles there are. A tile
-// is TOKENS rows of an expert by 128 features, whole groups of either size, which take 256 rows of w: a cluster of blocks has it, two
-// of 128 rows each, or four of 64 of FP8 and of 16 tokens, of which two consumers would have no registers. Each consumer has 64 rows,
-// a slice of 32 features: eight of gate, the
-// eight of up of the same features, and so on (rows_of_w.h), of which a thread has gate and up of one feature of two tokens of each
-// eight in its registers. What it makes of them stays there. The largest magnitudes of a token's 32 features are those of 8 lanes and
-// 4 warps; of groups of 128 each slice tells its own to all blocks of the cluster, which is all that these exchange. Then codes go
-// through the consumer's place in shared memory, so that a lane stores 16 neighbours. The sums of a slice are one consumer's, stage
-// after stage, as those of every other kernel of this product are: no bit depends on which one runs.
+// is TOKENS rows of an expert by 128 features, whole groups of either size, which take 256 rows of w: a cluster of blocks has it,
+// two of 128 rows each, or four of 64 of FP8 and of 16 tokens, of which two consumers would have no registers. Each consumer has 64
+// rows, a slice of 32 features: eight of gate, the eight of up of the same features, and so on (rows_of_w.h), of which a thread has
+// gate and up of one feature of two tokens of each eight in its registers. What it makes of them stays there. The largest
+// magnitudes of a token's 32 features are those of 8 lanes and 4 warps; of groups of 128 each slice tells its own to all blocks of
+// the cluster, which is all that these exchange. Then codes go through the consumer's place in shared memory, so that a lane stores
+// 16 neighbours. The sums of a slice are one consumer's, stage after stage, as those of every other kernel of this product are: no
+// bit depends on which one runs.
 //
 // Why small blocks of FP8: three to a multiprocessor, of which one waits for products, promotes and ends its unit while the others'
 // products run. Of MXFP4 what a producer does for a stage is as much for 64 rows as for 128, and issue slots are short: 192 slots

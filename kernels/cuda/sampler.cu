@@ -48,8 +48,9 @@
 // 32 warps are faster (29.3 and 30.2 us), since random words are all their work.
 // On the H100, 128 rows: top_p of 0.8 to 0.99 31.0 us, 71 % of the copy rate (33.6 before), limits by top_p at their edges 31.8
 // (37.3), no filter 29.2, argmax 24.0; by top_k 43.8 and by all filters 44.2, where one of eight rows keeps all ids but one and
-// is read three times and more, for which 32 warps were better (39.9 and 39.1). Measured before on one H200, by the kernel of 32
-// warps: argmax 17.4 us, no filter 24.6, top_p of 0.8 to 0.99 27.9. What did not help: two tiles asked for in L2 in advance,
+// is read three times and more, for which 32 warps were better (39.9 and 39.1). On one H200 argmax 17.7 us, no filter 24.8, top_p of
+// 0.8 to 0.99 26.3, 60 % of the copy rate (27.9 by 32 warps): its memory is faster, and the instructions in front of and behind the
+// reading are not. What did not help: two tiles asked for in L2 in advance,
 // argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp,
 // 27.7; bulk copies of 16 KB by one lane, four on their way from before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7,
 // 28.1 and 24.7 in that call).
