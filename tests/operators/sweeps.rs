@@ -60,7 +60,7 @@ fn given_cases(operator: &dyn Operator, extent: Extent) -> Result<[GivenCases; 2
             shared::shares(remembered, MOST_REMEMBERED_CASES),
         ]
     });
-    let part = |shares: &Shares| {
+    let part = |shares: &Shares| -> Result<GivenCases, String> {
         let share = shares.as_ref().map_err(Clone::clone)?.get(operator.name());
         Ok(share.map_or(GivenCases::All, |&(most, seed)| GivenCases::Lots { most, seed }))
     };
