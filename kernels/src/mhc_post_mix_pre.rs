@@ -104,6 +104,9 @@ pub fn forward_separate(device: &Device, views: &Views, numbers: Numbers) -> Res
 
 fn launch(device: &Device, views: &Views, numbers: Numbers, may_fuse: bool) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
+    // Before anything is launched: out may be streams, which no refusal may cost.
+    numbers.check(CHECK)?;
+    CHECK.holds("workspace", &views["workspace"], forward_workspace_bytes(device, num_tokens, hidden_size))?;
     let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
     let site = site.renamed(&OF_NEXT_SITE);
     let vectorised = signature.vectorised_rows(&["streams", "y", "out"]) && views["fn"].address.is_multiple_of(16);
