@@ -354,16 +354,14 @@ impl Narrowed {
         (places.map(|(at, _)| at).collect(), further)
     }
 
-    /// Whether the sample is all of the case: then tensors without the axis are part of it as well.
+    /// Whether the sample is all of the case: then tensors without the axis are part of it as well, unless a sample leaves out some
+    /// of what they hold, which those may that are compared by themselves.
     fn is_all(&self) -> bool {
         [Some(&self.axis), self.further.as_ref()].into_iter().flatten().all(|axis| axis.entries.len() == axis.extent)
     }
 
-    /// The sampled entries of what a kernel wrote; `None` where the tensor has no axis to sample, and the sample is not all.
+    /// The sampled entries of what a kernel wrote; `None` where the tensor has no axis to sample.
     fn download(&self, whole: &TensorSpec, placed: &Placed<'_>) -> Result<Option<HostTensor>, RuntimeError> {
-        if self.is_all() {
-            return Ok(Some(placed.arena().download(&placed.views()[whole.name])?));
-        }
         let (places, further) = self.places(whole);
         let Some(&at) = places.first().filter(|_| self.further.is_none() || further.is_some()) else { return Ok(None) };
         let (view, rows) = (&placed.views()[whole.name], &self.axis.entries);
@@ -405,7 +403,13 @@ impl<K: Declared> Sample<K> {
     fn written(&self, whole: &Specs, placed: &Placed<'_>) -> Result<KernelRun, RuntimeError> {
         let (mut tensors, mut written) = (Vec::new(), Tensors::default());
         for spec in whole.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
-            let Some(tensor) = self.narrowed.download(spec, placed)? else { continue };
+            let tensor = match self.narrowed.download(spec, placed)? {
+                Some(tensor) => tensor,
+                None if self.narrowed.is_all() && !whole.compares(spec.name) => {
+                    placed.arena().download(&placed.views()[spec.name])?
+                }
+                None => continue,
+            };
             if whole.compares(spec.name) {
                 tensors.push(kernel_tensor(spec, tensor.clone()));
             }
