@@ -1,5 +1,5 @@
-//! What a commit has to run of the planted mutants, the edge cases, the remembered ones and the golden files, and compile of the modules: those
-//! that it may concern, and a rotating share of the others.
+//! What a commit has to run of the planted mutants, the edge cases, the remembered ones and the golden files, and compile of
+//! the modules: those that it may concern, and a rotating share of the others.
 //!
 //! One is concerned when a file changed that it is made of or judged by: of a module its source and every header that this
 //! includes; of a mutant those of all modules of its operator, its launcher, its oracle, its operator's file, its list.

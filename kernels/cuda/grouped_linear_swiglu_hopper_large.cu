@@ -94,7 +94,7 @@ struct WarpTokens {
 
     WarpTokens(const UnitResult& unit, const Share& share) {
         warp = static_cast<int>(share.consumer) * WARPS_OF_CONSUMER + share.warp;
-        lane = static_cast<int>(thread_id_anew() % WARP_SIZE);
+        lane = lane_anew();
         // Units begin where their rows of x do.
         const int first = share.warp_row();
         row = unit.x_row + first, expert = unit.x_matrix;

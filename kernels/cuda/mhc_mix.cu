@@ -133,9 +133,5 @@ KERNEL(mhc_mix_coefficients_few, MhcMixCoefficientsParams, FEW_THREADS) {
     sums[warp_id()][lane_id()] = PartsOfWarp(params, token).sum();
     __syncthreads();
     if (warp_id() != 0) return;
-    const float sum = sum_of_warps(sums);
-    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum, z = logit(mix);
-    if (lane_id() < 2 * STREAMS) store_gate_of(params, token, lane_id(), mix, z);
-    if (lane_id() == 0) params.rstd[token] = rstd;
-    store_comb_of_one(params, token, mix, z);
+    store_coefficients_of_one(params, token, sums, logit, [](float) {});
 }

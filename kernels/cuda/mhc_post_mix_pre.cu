@@ -150,20 +150,6 @@ DEVICE void store_mixed(const MhcPostMixPreMixParams& params, int64_t token, int
     }
 }
 
-// The coefficients of a token from the sums of its block's warps, by the last warp; pre is there for all others past a barrier.
-DEVICE void make_coefficients(const MhcPostMixPreMixParams& params, int64_t token, const SumsOfWarps& sums, float (&pre)[STREAMS],
-                              const LogitOf& logit) {
-    const float sum = sum_of_warps(sums);
-    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum, z = logit(mix);
-    if (lane_id() < 2 * STREAMS) {
-        const float gate = store_gate_of(params, token, lane_id(), mix, z);
-        if (lane_id() < STREAMS) pre[lane_id()] = gate;
-    }
-    __syncthreads();
-    if (lane_id() == 0) params.rstd[token] = rstd;
-    store_comb_of_one(params, token, mix, z);
-}
-
 KERNEL(mhc_post_mix_pre_mix, MhcPostMixPreMixParams, MIX_THREADS) {
     __shared__ SumsOfWarps sums;
     __shared__ float pre[STREAMS];
@@ -172,7 +158,10 @@ KERNEL(mhc_post_mix_pre_mix, MhcPostMixPreMixParams, MIX_THREADS) {
     if (warp_id() == FEW_WARPS) {
         const LogitOf logit(params, lane_id());
         __syncthreads();
-        make_coefficients(params, token, sums, pre, logit);
+        store_coefficients_of_one(params, token, sums, logit, [&](float gate) {
+            if (lane_id() < STREAMS) pre[lane_id()] = gate;
+            __syncthreads();
+        });
         return;
     }
     PartsOfWarp parts(params, token);

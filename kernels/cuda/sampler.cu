@@ -239,11 +239,6 @@ DEVICE uint64_t warp_maximum(uint64_t own) {
     return static_cast<uint64_t>(most) << 32 | lower;
 }
 
-// As lane_id() and warp_id(), from a thread's number that is read where it is used: what follows from it is not kept while a row
-// is read, whose loop needs the registers.
-DEVICE int lane_anew() { return static_cast<int>(thread_id_anew() % WARP_SIZE); }
-DEVICE int warp_anew() { return static_cast<int>(thread_id_anew() / WARP_SIZE); }
-
 // In every thread: the largest of the block's.
 DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     own = warp_maximum(own);

@@ -37,16 +37,11 @@ pub fn modules() -> Vec<Module> {
     let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
     let hopper = formats.into_iter().flat_map(|(weights, group)| {
         let of = move |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, weights, group));
-        tiles_of_hopper(weights).iter().map(of)
+        let tiles: &[usize] = if weights == Weights::Fp8 { &[FEW_ROWS] } else { token_tiles(weights) };
+        tiles.iter().map(of)
     });
     let large = [module(HOPPER_LARGE_FILE, &[]), units_module()];
     portable.into_iter().chain(hopper).chain(large).collect()
-}
-
-/// Rows of a tile of the Hopper kernel for few rows, which of FP8 takes no more.
-fn tiles_of_hopper(weights: Weights) -> &'static [usize] {
-    let tiles = token_tiles(weights);
-    if weights == Weights::Fp8 { &tiles[..1] } else { tiles }
 }
 
 /// The product of a call, how rows of gate and up lie, and how what is made of them is quantised.
@@ -196,13 +191,16 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
         return Ok(name.to_owned());
     }
     if hopper {
-        let tokens =
-            if options.suits_large() { FEW_ROWS } else { expert_tile(quantised.weights, grouped.expected_rows) };
+        // Of FP8 the kernel has tiles of few rows alone, which it takes where hardware copies no boxes for the other, too.
+        let tokens = match quantised.weights {
+            Weights::Fp8 => FEW_ROWS,
+            weights => expert_tile(weights, grouped.expected_rows),
+        };
         let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), HOPPER)?;
         // A cluster that waits for a place would begin its turns when others end theirs.
-        let tiles = blocks(grouped, extents, [tokens, COLUMNS]);
-        let clusters = tiles.min(kernel.resident_clusters(device.environment()));
-        kernel.launch_blocks("x", clusters.saturating_mul(kernel.cluster()), &params)?;
+        let clusters = [blocks(grouped, extents, [tokens, COLUMNS]), kernel.resident_clusters(device.environment())];
+        let [wanted, most] = clusters.map(|clusters| clusters.saturating_mul(kernel.cluster()));
+        kernel.launch_clusters("x", wanted, most, &params)?;
         return Ok(quantised.hopper_path(HOPPER, tokens));
     }
     let (name, held, rows) = options.kernel(vectorised);

@@ -137,7 +137,7 @@ pub(crate) fn has_few_projected_tokens(num_tokens: usize) -> bool {
 }
 
 /// Blocks of tokens and parts of the channels of the projection by tensor cores.
-pub(crate) fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
+fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, wanted) = (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
     let most = (NUM_STREAMS * hidden_size).div_ceil(STEP).div_ceil(FEWEST_STEPS);
     [tiles, (wanted / tiles.max(1)).clamp(1, most)]

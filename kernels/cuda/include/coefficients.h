@@ -143,3 +143,17 @@ DEVICE void store_comb_of_one(const Params& params, int64_t token, float mix, fl
         if (lane_id() < STREAMS) store_element(params, token, STREAMS * source + j, row[j], own);
     }
 }
+
+// All coefficients of a token whose parts its block's warps have added up, by one warp. Calls gates_are_there(gate) once the lane's of
+// pre or post is stored: comb, whose passes wait for one another, follows.
+template <typename Params, typename GatesAreThere>
+DEVICE void store_coefficients_of_one(const Params& params, int64_t token, const SumsOfWarps& sums, const LogitOf& logit,
+                                      const GatesAreThere& gates_are_there) {
+    const float sum = sum_of_warps(sums);
+    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum, z = logit(mix);
+    float gate = 0.0f;
+    if (lane_id() < 2 * STREAMS) gate = store_gate_of(params, token, lane_id(), mix, z);
+    gates_are_there(gate);
+    if (lane_id() == 0) params.rstd[token] = rstd;
+    store_comb_of_one(params, token, mix, z);
+}

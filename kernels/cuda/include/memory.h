@@ -152,6 +152,10 @@ DEVICE uint32_t thread_id_anew() {
 #endif
 }
 
+// As lane_id() and warp_id(), from a number of the thread that is read where it is used.
+DEVICE int lane_anew() { return static_cast<int>(thread_id_anew() % WARP_SIZE); }
+DEVICE int warp_anew() { return static_cast<int>(thread_id_anew() / WARP_SIZE); }
+
 #if defined(PARITY_EMULATOR)
 // The host's view of a shared address; an access of `bytes` bytes at once that is misaligned or lies outside the
 // launch's shared memory ends the launch.

@@ -77,14 +77,6 @@ DEVICE int swizzled(int column, int piece) { return piece ^ (column & 1) << 2; }
 template <int COLUMNS>
 using WeightParts = Vec16[PARTS][8 * TILES<COLUMNS>][BLOCK_PIECES];
 
-// Those of the thread's column from `channel` on; zeros where that lies beyond the last one.
-template <int COLUMNS>
-DEVICE void load_weights_from(const float* fn, int64_t channels, int64_t channel, Weights& weights) {
-    const int column = threadIdx.x / BLOCK_PIECES;
-    for (int e = 0; e < PIECE; ++e) weights.values[e] = 0.0f;
-    if (column < COLUMNS && channel < channels) load_elements<PIECE>(fn + column * channels + channel, weights.values);
-}
-
 template <void (*SPLIT)(float, float, uint32_t (&)[PARTS])>
 DEVICE void split(const Weights& weights, Vec16 (&vectors)[PARTS]) {
     UNROLL
@@ -508,13 +500,4 @@ DEVICE float sum_of_parts(const float* first, int64_t apart, int32_t splits) {
         for (int i = 0; i < AT_ONCE; ++i) sum += parts[i];
     }
     return sum;
-}
-
-// A token's number at `place` of what is left of it, all parts of the channels added in their order. Of many tokens
-// there are a few parts, of few tokens a hundred.
-template <int COLUMNS>
-DEVICE float projected(const float* partials, int64_t num_tokens, int32_t splits, int64_t token, int place) {
-    const float* const first = partials + token * PARTIAL_WIDTH<COLUMNS> + place;
-    const int64_t apart = num_tokens * PARTIAL_WIDTH<COLUMNS>;
-    return splits <= 4 ? sum_of_parts<4>(first, apart, splits) : sum_of_parts<16>(first, apart, splits);
 }

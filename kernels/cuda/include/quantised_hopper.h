@@ -338,7 +338,6 @@ struct CopiedTokens {
     }
 };
 
-//
 // Where registers are fewest the lane is asked for anew, so that none are kept for what follows from it.
 constexpr bool LANE_ANEW = HELD == 3 && TOKENS == 16;
 
@@ -358,7 +357,7 @@ struct StoredTokens {
         if constexpr (TOKENS == 8) load_chunks(unit, group);
     }
     void load_chunks(const Unit& unit, int64_t group) {
-        const int lane = LANE_ANEW ? static_cast<int>(thread_id_anew() % WARP_SIZE) : lane_id();
+        const int lane = LANE_ANEW ? lane_anew() : lane_id();
         const bool exists = 16 * (lane % 8) < unit.product.result.depth - group * GROUP;
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
@@ -368,7 +367,7 @@ struct StoredTokens {
     }
     void store(const Unit& unit, int64_t group, SharedAddress target) {
         if constexpr (TOKENS != 8) load_chunks(unit, group);
-        const int lane = LANE_ANEW ? static_cast<int>(thread_id_anew() % WARP_SIZE) : lane_id();
+        const int lane = LANE_ANEW ? lane_anew() : lane_id();
         const int chunk = lane % 8, lane_row = lane / 8;
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
@@ -409,11 +408,12 @@ struct LoadedFactors {
         for (int i = 0; i < X_LANE_ROWS; ++i) {
             const int token = lane_id() + i * WARP_SIZE;
             if (token >= TOKENS) continue;
-            UNROLL
-            for (int block = 0; block < W_BLOCKS; ++block) scales.factors[block][token] = x[i] * w[block];
             scales.x[0][token] = x[i];
             UNROLL
-            for (int block = 0; block < W_BLOCKS; ++block) regular = regular && is_regular(x[i], w[block]);
+            for (int block = 0; block < W_BLOCKS; ++block) {
+                scales.factors[block][token] = x[i] * w[block];
+                regular = regular && is_regular(x[i], w[block]);
+            }
         }
         const bool irregular = __any_sync(FULL_WARP, !regular);
         if (lane_id() == 0) {
