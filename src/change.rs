@@ -1,5 +1,5 @@
-//! What a commit has to run of the planted mutants, the edge cases, the remembered ones and the golden files, and compile of
-//! the modules: those that it may concern, and a rotating share of the others.
+//! What a commit has to run of the planted mutants, the edge cases, the remembered ones, the golden files and the operators of
+//! long tests, and compile of the modules: those that it may concern, and a rotating share of the others.
 //!
 //! One is concerned when a file changed that it is made of or judged by: of a module its source and every header that this
 //! includes; of a mutant those of all modules of its operator, its launcher, its oracle, its operator's file, its list.
@@ -27,7 +27,9 @@ pub const MOST_MODULES: usize = 10;
 pub const MOST_EDGE_CASES: usize = 48;
 /// The same for remembered cases.
 pub const MOST_REMEMBERED_CASES: usize = 24;
-/// The same for pairs of a golden file and an operator that it is about.
+/// So many operators does a test go through for a commit at most that takes minutes for all of them.
+pub const MOST_OPERATORS: usize = 12;
+/// The same as of edge cases for pairs of a golden file and an operator that it is about.
 pub const MOST_GOLDEN_FILES: usize = 6;
 
 /// Folders and files that judge every operator: a change there concerns all of them.

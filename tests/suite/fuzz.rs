@@ -30,7 +30,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-use crate::attacks::{attacked, everything};
+use crate::extent::{attacked, everything};
 use crate::support;
 
 /// Inputs for each reader.

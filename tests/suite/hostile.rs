@@ -15,9 +15,9 @@ use dsv4_kernels::runtime::{
 
 use dsv4_parity::record::{Report, Verdict};
 
-use crate::attacks::{attacked, everything};
 use crate::command_line::{Parity, binary, changed_kernels};
 use crate::emulator::{emulator, probe_tree};
+use crate::extent::{attacked, everything};
 use crate::support::{backend, fixtures};
 
 /// The C library's functions that hostile kernels call; static constructors stand here, too.

@@ -3,7 +3,6 @@
 //! Everything runs on the emulator, or on a GPU with `PARITY_BACKEND=cuda`; a demanded backend that is
 //! missing is an error, never a skip.
 
-mod attacks;
 mod bad_input;
 mod benchmarks;
 mod bisect;
@@ -14,6 +13,7 @@ mod decode;
 mod dependencies;
 mod diff;
 mod emulator;
+mod extent;
 mod external;
 mod fuzz;
 mod golden;

@@ -13,8 +13,8 @@ use dsv4_parity::sweep::shard::{self, Costs};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::attacks::attacked;
 use crate::command_line::{self, Output, PRODUCT, Parity, WRONG_PRODUCT};
+use crate::extent::attacked;
 use crate::support;
 
 // ---------------------------------------------------------------- helpers
