@@ -126,12 +126,10 @@ struct Leader {
     float logit = -INFINITY_F32;
 };
 
-// Of a row: its largest logit, -LARGEST at least, the sum of its weights, whether a warp had no room for what it found, and who
-// leads the race of those that are listed.
+// Of a row: its largest logit, -LARGEST at least, the sum of its weights, and whether a warp had no room for what it found.
 struct Bounds {
     float most, sum;
     bool cut_off;
-    Leader leader;
 };
 
 // What lies in front of an id in the order: how many, and their share of the weights.
@@ -148,11 +146,38 @@ struct Listed {
     Leader leader;
 };
 
-// Whether the leader of a race is kept. What fp32 does not decide is left to whoever reads the whole row.
-enum class Verdict : uint32_t { UNDECIDED, KEPT, NOT_KEPT };
+// Whether it is known who leads the race of those that are kept, or whom to ask next: nobody who is kept is ahead of that one.
+// What fp32 does not decide is left to whoever reads the whole row.
+enum class Verdict : uint32_t { UNDECIDED, KEPT, ASK };
 struct Decision {
     Verdict verdict;
-    Leader next;  // who leads in front of one that is not kept
+    Leader leader;
+};
+
+// What is listed lies in buckets by the logit, the largest in the first: their weights relative to `most` of a Sample in units of
+// 2^-20, how many, and who leads the race. Integers, which shared memory adds up by itself.
+constexpr int BUCKETS = LISTS ? 512 : WARP_SIZE;
+constexpr float BUCKET_UNITS = 0x1p20f, LARGEST_BUCKET_SUM = 0x1p31f;
+struct Bucket {
+    uint32_t weight, count;
+    uint64_t leader;
+};
+struct Buckets {
+    uint64_t leaders[BUCKETS];
+    uint32_t weights[BUCKETS], counts[BUCKETS], keys[BUCKETS];  // keys: the leaders' scores alone
+};
+// The sums of a warp's buckets.
+constexpr int GROUPS = BUCKETS / WARP_SIZE;
+
+// What the first tile says of a row: its largest logit, -LARGEST at least, and a logit that about half of what there is room for
+// reach. Buckets divide what lies above `lowest`.
+struct Sample {
+    float most, least, lowest, buckets_per_logit;
+
+    int bucket_of(float logit) const {
+        constexpr float LAST = BUCKETS - 1;
+        return static_cast<int>(LAST - minimum_f32(maximum_f32((logit - lowest) * buckets_per_logit, 0.0f), LAST));
+    }
 };
 
 // Of a warp: vectors of IDS logits, and the columns of their first.
@@ -164,16 +189,18 @@ struct alignas(16) Staged {
 // Shared memory of a block; the lists of its warps follow.
 struct alignas(16) Shared {
     Staged staged[LISTS ? WARPS : 1];
-    Leader of_lanes[LISTS ? THREADS : 1];
+    Buckets buckets;
+    Bucket groups[GROUPS];
     uint64_t of_warps[WARPS];
     Front fronts[WARPS];
     Listed listed[2][WARPS];
     Decision decisions[2];
-    Leader leaders[2][WARPS];
     Bounds of_block[2];
+    Decision first_decision;
+    Sample samples[WARPS];  // of each warp its own, all the same
     uint32_t most_of_warps[2][WARPS];  // keys
     float sum_of_warps[2][WARPS];
-    uint32_t keys[WARPS];
+    uint32_t keys[WARPS], most_of_sample[WARPS];
     Row row;                // for what comes behind the reading, whose registers have no room for it
     // Of races of a whole row, for the same reason:
     uint32_t least;         // the key that the best score reaches
@@ -501,7 +528,6 @@ struct Listing {
 
 DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float least) {
     const int room = params.segment;
-    shared.of_lanes[threadIdx.x] = Leader{};
     uint32_t* const own = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(Shared)) + 3 * room * warp_id();
     return Listing{shared_address(&shared.staged[warp_id()]),
                    own,
@@ -527,27 +553,43 @@ DEVICE uint32_t ranked_key(uint32_t key, int rank) {
     return reached;
 }
 
-// A logit that about half of what there is room for reach, by the first tile of a row; -LARGEST of rows that are listed whole.
-DEVICE float least_listed(Shared& shared, const SamplerParams& params, const Tile& tile) {
-    // A warp meets each of its loads with so many ids.
-    if (params.vocab_size <= params.segment / static_cast<int>(WARP_SIZE * IDS) * STEP) return -LARGEST;
-    float most = -INFINITY_F32;
-    UNROLL
-    for (int load = 0; load < HALF; ++load) most = maximum_f32(most, largest_of(tile[load]));
+// The share of a row's ids that is to be listed, in ranks of a warp's lanes by the largest of what each has sampled.
+DEVICE float rank_to_reach(const SamplerParams& params) {
     // Of this share of ids one or more of a thread's `sampled` are found with a probability of 1 - (1 - share)^sampled.
     const auto size = static_cast<float>(params.vocab_size);
     const float sampled = HALF * IDS * minimum_f32(size / static_cast<float>(LOADS * STEP), 1.0f);
     const float aim = static_cast<float>(params.segment * WARPS) / 2.0f;
     const float missed = exp2_approx(log2_approx(maximum_f32(1.0f - aim / size, 0.0f)) * sampled);
-    const float reached = WARP_SIZE * (1.0f - missed);
+    return WARP_SIZE * (1.0f - missed);
+}
+
+// What half of the first tile says of a row, and empty buckets.
+DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& row, const Tile& tile) {
+    for (int bucket = static_cast<int>(threadIdx.x); bucket < BUCKETS; bucket += THREADS) {
+        shared.buckets.leaders[bucket] = 0;
+        shared.buckets.weights[bucket] = shared.buckets.counts[bucket] = shared.buckets.keys[bucket] = 0;
+    }
+    float most = -INFINITY_F32;
+    UNROLL
+    for (int load = 0; load < HALF; ++load) most = maximum_f32(most, largest_of(tile[load]));
     // The middle one of the warps' own estimates, whose ranks are on average the one whose median reaches so many.
     const float share = (static_cast<float>(warp_id()) + 0.5f) / WARPS;
-    const uint32_t own = ranked_key(key_of(most), minimum(maximum(static_cast<int>(reached + 0.3f + share), 1), 32));
-    if (lane_id() == 0) shared.keys[warp_id()] = own;
+    const int rank = minimum(maximum(static_cast<int>(rank_to_reach(params) + 0.3f + share), 1), 32);
+    const uint32_t key = key_of(most), own = ranked_key(key, rank), most_of_warp = __reduce_max_sync(FULL_WARP, key);
+    if (lane_id() == 0) {
+        shared.keys[warp_id()] = own;
+        shared.most_of_sample[warp_id()] = most_of_warp;
+    }
     __syncthreads();
     // Keys below that of -infinity are those of NaN.
-    const uint32_t reached_key = ranked_key(lane_id() < WARPS ? shared.keys[lane_id()] : 0, WARPS / 2);
-    return score_of_key(maximum(reached_key, key_of(-LARGEST)));
+    const uint32_t none = key_of(-LARGEST), reached = ranked_key(lane_id() < WARPS ? shared.keys[lane_id()] : 0, WARPS / 2);
+    most = score_of_key(maximum(__reduce_max_sync(FULL_WARP, shared.most_of_sample[lane_id() % WARPS]), none));
+    // A warp meets each of its loads with so many ids, where rows are listed whole.
+    const bool whole = params.vocab_size <= params.segment / static_cast<int>(WARP_SIZE * IDS) * STEP;
+    const float least = whole ? -LARGEST : score_of_key(maximum(reached, none));
+    // Weights below 2^-32 of the sample's largest share the last bucket; the row's own largest may be larger than the sample's.
+    const float lowest = maximum_f32(least, most - 32.0f / row.factor);
+    return Sample{most, least, lowest, BUCKETS / 1.5f / (most - lowest)};
 }
 
 DEVICE uint32_t certain_key(const Row& row, const Bounds& bounds) {
@@ -573,7 +615,13 @@ DEVICE void stage(Listing& listing, const float (&logits)[IDS], int column, bool
     listing.num_staged += __popc(lanes);
 }
 
-// Gives a warp's next ids of the list their scores.
+// A weight in units of buckets, to the nearest.
+DEVICE uint32_t units_of(const Row& row, float logit, float most) {
+    const float weight = minimum_f32(finite_weight_of(row, logit, most), LARGEST_BUCKET_SUM / BUCKET_UNITS);
+    return static_cast<uint32_t>(fused_multiply_add(weight, BUCKET_UNITS, 0.5f));
+}
+
+// Gives a warp's next ids of the list their scores, and puts them into buckets.
 DEVICE void race_listed(Shared& shared, const Row& row, Listing& listing) {
     __syncwarp();
     const int at = listing.raced + lane_id();
@@ -582,9 +630,14 @@ DEVICE void race_listed(Shared& shared, const Row& row, Listing& listing) {
         const float logit = listing.logit(at);
         const PhiloxWords words = words_of(row, id);
         const uint64_t place = race(row, logit, id, one_of(words.w, id % IDS));
-        listing.score(at) = key_of_place(place);
-        Leader& leader = shared.of_lanes[thread_id_anew()];
-        if (place > leader.place) leader = Leader{place, logit};
+        const uint32_t key = key_of_place(place);
+        listing.score(at) = key;
+        const Sample& sample = shared.samples[warp_anew()];
+        const int bucket = sample.bucket_of(logit);
+        atomicAdd(&shared.buckets.weights[bucket], units_of(row, logit, sample.most));
+        atomicAdd(&shared.buckets.counts[bucket], 1u);
+        // A maximum of 64 bits is a loop, which few enter.
+        if (atomicMax(&shared.buckets.keys[bucket], key) <= key) atomicMax(&shared.buckets.leaders[bucket], place);
     }
     listing.raced += WARP_SIZE;
 }
@@ -632,25 +685,113 @@ DEVICE Leader leader_of_warp(const Leader& own) {
     return leader;
 }
 
-// The bounds of a block from those of its threads. `turn` is another than in the call before.
-DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, float own, float sum, bool cut_off, const Leader& of_lane) {
+// The sums of groups of buckets: each warp adds up its own.
+DEVICE void add_up_buckets(Shared& shared) {
+    const Buckets& buckets = shared.buckets;
+    for (int group = warp_anew(); group < GROUPS; group += WARPS) {
+        const int bucket = group * WARP_SIZE + lane_anew();
+        const uint32_t weight = ::sum_of_lanes(buckets.weights[bucket]), count = ::sum_of_lanes(buckets.counts[bucket]);
+        const uint64_t leader = warp_maximum(buckets.leaders[bucket]);
+        if (lane_anew() == 0) shared.groups[group] = Bucket{weight, count, leader};
+    }
+}
+
+// What ends the order, in units of buckets: more weight than `most_weight` does, and `least_weight` or less does not. Numbers of
+// ids are exact.
+struct BucketLimit {
+    float least_weight, most_weight;
+    uint32_t count;
+
+    // Of a bucket with so much in it and in front of it: whether all of it is kept, and whether none.
+    bool keeps(uint32_t weight, uint32_t reached) const {
+        return reached <= count && static_cast<float>(weight) < least_weight;
+    }
+    bool ended_by(uint32_t weight, uint32_t reached) const {
+        return reached >= count || static_cast<float>(weight) > most_weight;
+    }
+};
+
+// Who leads of the buckets of which all are kept, and of those of which some may be.
+struct BucketLeaders {
+    uint64_t kept = 0, asked = 0;
+};
+
+// Of a bucket of each lane: how much and how many there are up to its end.
+DEVICE Bucket reached_by(const Bucket& own, uint32_t weight_in_front, uint32_t count_in_front) {
+    return Bucket{weight_in_front + inclusive_sum(own.weight), count_in_front + inclusive_sum(own.count), own.leader};
+}
+
+// Of a bucket of each lane: the lanes of whose some may be kept, and some not; of all others who leads those that are kept.
+DEVICE uint32_t add_kept(const BucketLimit& limit, const Bucket& own, const Bucket& reached, BucketLeaders& leaders) {
+    const bool kept = limit.keeps(reached.weight, reached.count);
+    if (kept) leaders.kept = maximum(leaders.kept, own.leader);
+    const bool ended = limit.ended_by(reached.weight - own.weight, reached.count - own.count);
+    return __ballot_sync(FULL_WARP, !kept && !ended && own.count > 0);
+}
+
+// By the first warp, of the groups, and of the buckets of those groups in which the order ends.
+DEVICE BucketLeaders leaders_of_buckets(const Shared& shared, const Bucket& group, const BucketLimit& limit) {
+    BucketLeaders leaders;
+    const Bucket reached = reached_by(group, 0, 0);
+    UNROLL_BY(1)
+    for (uint32_t ends = add_kept(limit, group, reached, leaders); ends; ends &= ends - 1) {
+        const int at = __ffs(static_cast<int>(ends)) - 1, bucket = at * WARP_SIZE + lane_anew();
+        const Bucket own{shared.buckets.weights[bucket], shared.buckets.counts[bucket], shared.buckets.leaders[bucket]};
+        const uint32_t weight = __shfl_sync(FULL_WARP, reached.weight - group.weight, at);
+        const uint32_t count = __shfl_sync(FULL_WARP, reached.count - group.count, at);
+        const uint32_t lanes = add_kept(limit, own, reached_by(own, weight, count), leaders);
+        if (lanes >> lane_anew() & 1) leaders.asked = maximum(leaders.asked, own.leader);
+    }
+    return BucketLeaders{warp_maximum(leaders.kept), warp_maximum(leaders.asked)};
+}
+
+// Whether an id's weight is not kept, where the largest logit is finite.
+DEVICE bool is_too_light(const Row& row, float logit, float most) { return finite_weight_of(row, logit, most) < row.min_p; }
+
+// By the first warp: who wins, or who is ahead of all that are kept. A weight errs by half a unit of buckets, sums of fp32 by less
+// than 2^-18 of themselves.
+DEVICE Decision decision_of_buckets(const Shared& shared, const Row& row, const Bounds& bounds) {
+    constexpr float MARGIN = 0x1p-16f;
+    const Sample& sample = shared.samples[warp_anew()];
+    const Bucket group = lane_anew() < GROUPS ? shared.groups[lane_anew()] : Bucket{};
+    const uint32_t weight = ::sum_of_lanes(group.weight), count = ::sum_of_lanes(group.count);
+    const float sum = bounds.sum * exp2_approx((bounds.most - sample.most) * row.factor) * BUCKET_UNITS;
+    const float wanted = row.top_p * sum, margin = fused_multiply_add(static_cast<float>(count), 0.5f, MARGIN * wanted);
+    const bool has_limit = row.top_p < 1.0f;
+    const BucketLimit limit{has_limit ? wanted - margin : INFINITY_F32, has_limit ? wanted + margin : INFINITY_F32, row.top_k};
+    // Either the list reaches what ends the order, or nothing outside of it is kept.
+    const bool known = sum < LARGEST_BUCKET_SUM && (limit.ended_by(weight, count) || key_of(sample.least) <= certain_key(row, bounds));
+    const BucketLeaders leaders =
+        known ? leaders_of_buckets(shared, group, limit) : BucketLeaders{0, warp_maximum(group.leader)};
+    Leader leader{maximum(leaders.kept, leaders.asked)};
+    if (leaders.kept > leaders.asked && !(row.min_p > 0.0f)) return {Verdict::KEPT, leader};
+    if (leader.place) leader.logit = row.logits[id_of(leader.place)];
+    const bool wins = leaders.kept > leaders.asked && !is_too_light(row, leader.logit, bounds.most);
+    return {wins ? Verdict::KEPT : Verdict::ASK, leader};
+}
+
+// The bounds of a block from those of its threads, and what its buckets say. `turn` is another than in the call before.
+DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, float own, float sum, bool cut_off) {
     const uint32_t key = __reduce_max_sync(FULL_WARP, key_of(own));
     sum = warp_sum(sum * weight_of(row, own, score_of_key(key)));
-    const Leader of_warp = leader_of_warp(of_lane);
     if (lane_anew() == 0) {
         shared.most_of_warps[turn][warp_anew()] = key;
         shared.sum_of_warps[turn][warp_anew()] = sum;
-        shared.leaders[turn][warp_anew()] = of_warp;
     }
     cut_off = __syncthreads_or(cut_off) != 0;
+    add_up_buckets(shared);
+    __syncthreads();
     // One warp for all: the others would take its issue slots.
     if (warp_anew() == 0) {
         const uint32_t key_of_warp = shared.most_of_warps[turn][lane_anew() % WARPS];
         const float most = score_of_key(__reduce_max_sync(FULL_WARP, key_of_warp));
         const float of_warp = shared.sum_of_warps[turn][lane_anew() % WARPS] * weight_of(row, score_of_key(key_of_warp), most);
-        const float sum_of_block = warp_sum(lane_anew() < WARPS ? of_warp : 0.0f);
-        const Leader leader = leader_of_warp(shared.leaders[turn][lane_anew() % WARPS]);
-        if (lane_anew() == 0) shared.of_block[turn] = Bounds{most, sum_of_block, cut_off, leader};
+        const Bounds bounds{most, warp_sum(lane_anew() < WARPS ? of_warp : 0.0f), cut_off};
+        const Decision decision = decision_of_buckets(shared, shared.row, bounds);
+        if (lane_anew() == 0) {
+            shared.of_block[turn] = bounds;
+            shared.first_decision = decision;
+        }
     }
     __syncthreads();
     return shared.of_block[turn];
@@ -720,7 +861,7 @@ DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row, Tile& 
     __syncwarp();
     // What the power was rounded by is no part of the sum.
     if constexpr (!CAREFUL) sum *= most > -LARGEST ? exp2_approx(fused_multiply_add(-most, row.factor, offset)) : 1.0f;
-    return block_bounds(shared, CAREFUL, row, most, sum, listing.count > listing.room, shared.of_lanes[thread_id_anew()]);
+    return block_bounds(shared, CAREFUL, row, most, sum, listing.count > listing.room);
 }
 
 // A weight in integers: sums of them do not depend on an order.
@@ -786,56 +927,38 @@ DEVICE bool is_kept(const Row& row, const Bounds& bounds, const Limit& limit, co
     return !limit.reached(front) && !(weight_of(row, logit, bounds.most) < row.min_p);
 }
 
-// What a warp has listed and what of it lies in front of `end`, which alone stays listed. ROUNDS ids of a lane are read at once.
-DEVICE Listed pass_over_listed(Listing& listing, const Row& row, float most, const Rank& end) {
+// What a warp has listed, and what of it lies in front of `end`. ROUNDS ids of a lane are read at once.
+DEVICE Listed listed_by_warp(const Listing& listing, const Row& row, float most, const Rank& end) {
     constexpr int ROUNDS = 4;
     const int count = listing.listed();
     Listed own;
-    int stay = 0;
-    for (int first = lane_id(); first - lane_id() < count; first += ROUNDS * WARP_SIZE) {
-        float logits[ROUNDS];
-        uint32_t ids[ROUNDS], scores[ROUNDS];
+    for (int first = lane_id(); first < count; first += ROUNDS * WARP_SIZE) {
         UNROLL
         for (int round = 0; round < ROUNDS; ++round) {
             const int at = minimum(first + round * static_cast<int>(WARP_SIZE), count - 1);
-            logits[round] = listing.logit(at);
-            ids[round] = listing.id(at);
-            scores[round] = listing.score(at);
-        }
-        // No lane reads behind what is written below: what stays is less than what was read.
-        __syncwarp();
-        UNROLL
-        for (int round = 0; round < ROUNDS; ++round) {
+            const float logit = listing.logit(at);
+            const int id = static_cast<int>(listing.id(at));
+            const uint64_t place = place_of(listing.score(at), id);
             const bool exists = first + round * static_cast<int>(WARP_SIZE) < count;
-            const bool in_front = exists && end.is_behind(logits[round], static_cast<int>(ids[round]));
-            const float weight = finite_weight_of(row, logits[round], most);
+            const bool in_front = exists && end.is_behind(logit, id);
+            const float weight = finite_weight_of(row, logit, most);
             own.weight += exists ? weight : 0.0f;
             own.weight_in_front += in_front ? weight : 0.0f;
-            const uint32_t lanes = __ballot_sync(FULL_WARP, in_front);
-            const int to = stay + lanes_before(lanes);
-            stay += __popc(lanes);
-            if (!in_front) continue;
-            const uint64_t place = place_of(scores[round], static_cast<int>(ids[round]));
-            if (place > own.leader.place) own.leader = Leader{place, logits[round]};
-            listing.logit(to) = logits[round];
-            listing.id(to) = ids[round];
-            listing.score(to) = scores[round];
+            own.count_in_front += in_front;
+            if (in_front && place > own.leader.place) own.leader = Leader{place, logit};
         }
-        __syncwarp();
     }
-    listing.count = stay;
     own.count = static_cast<uint32_t>(count);
-    own.count_in_front = static_cast<uint32_t>(stay);
+    own.count_in_front = ::sum_of_lanes(own.count_in_front);
     own.weight = warp_sum(own.weight);
     own.weight_in_front = warp_sum(own.weight_in_front);
     own.leader = leader_of_warp(own.leader);
     return own;
 }
 
-// By the first warp, of what all warps have listed. Sums of fp32 err by less than 2^-19 of themselves: fewer than 2^5 numbers
-// one after the other, of a lane, a warp and a block.
-DEVICE Decision decision_of(const Row& row, const Bounds& bounds, float least, bool is_first, const Leader& leader,
-                            const Listed& of_lane) {
+// By the first warp, of what all warps have listed: whether `leader` is kept. Sums of fp32 err by less than 2^-19 of themselves
+// here: fewer than 2^5 numbers one after the other, of a lane, a warp and a block.
+DEVICE Decision decision_of(const Row& row, const Bounds& bounds, float least, const Leader& leader, const Listed& of_lane) {
     constexpr float MARGIN = 0x1p-16f;
     const float weight = warp_sum(of_lane.weight), in_front = warp_sum(of_lane.weight_in_front);
     const uint32_t count = ::sum_of_lanes(of_lane.count), count_in_front = ::sum_of_lanes(of_lane.count_in_front);
@@ -843,36 +966,36 @@ DEVICE Decision decision_of(const Row& row, const Bounds& bounds, float least, b
     const float wanted = row.top_p < 1.0f ? row.top_p * bounds.sum : INFINITY_F32;
     // Either the list reaches what ends the order, or nothing outside of it is kept.
     const bool reached = count >= row.top_k || weight > wanted + MARGIN * wanted;
-    if (is_first && !reached && key_of(least) > certain_key(row, bounds)) return {Verdict::UNDECIDED, {}};
+    if (!reached && key_of(least) > certain_key(row, bounds)) return {Verdict::UNDECIDED, {}};
     if (leader.place == 0) return {Verdict::KEPT, {}};
-    if (count_in_front >= row.top_k || finite_weight_of(row, leader.logit, bounds.most) < row.min_p)
-        return {Verdict::NOT_KEPT, next};
-    if (wanted == INFINITY_F32 || in_front < wanted - MARGIN * wanted) return {Verdict::KEPT, {}};
-    return {in_front > wanted + MARGIN * wanted ? Verdict::NOT_KEPT : Verdict::UNDECIDED, next};
+    if (count_in_front >= row.top_k || is_too_light(row, leader.logit, bounds.most)) return {Verdict::ASK, next};
+    if (wanted == INFINITY_F32 || in_front < wanted - MARGIN * wanted) return {Verdict::KEPT, leader};
+    return {in_front > wanted + MARGIN * wanted ? Verdict::ASK : Verdict::UNDECIDED, next};
 }
 
-// The winner of a row of which ids were listed; false where they do not say it. Who wins among all of them wins among the kept, if
-// it is one of these. Otherwise nothing behind it is kept, and those in front race.
-DEVICE bool race_of_listed(Shared& shared, Listing& listing, const Bounds& bounds, uint64_t& best) {
+// The winner of a row of which ids were listed; false where they do not say it. Where the buckets do not, the leader of those that
+// may be kept is asked for. Who wins among these wins among the kept, if it is one of them. Otherwise nothing behind it is kept,
+// and those in front race.
+DEVICE bool race_of_listed(Shared& shared, const Listing& listing, const Bounds& bounds, uint64_t& best) {
     if (bounds.most == INFINITY_F32) return false;
+    Decision decision = shared.first_decision;
     const Row row = shared.row;
-    Leader leader = bounds.leader;
     UNROLL_BY(1)
     for (int turn = 0;; ++turn) {
-        const Listed own = pass_over_listed(listing, row, bounds.most, Rank{leader.logit, id_of(leader.place)});
+        const Leader leader = decision.leader;
+        best = leader.place;
+        if (decision.verdict != Verdict::ASK) return decision.verdict == Verdict::KEPT;
+        const Listed own = listed_by_warp(listing, row, bounds.most, Rank{leader.logit, id_of(leader.place)});
         if (lane_anew() == 0) shared.listed[turn % 2][warp_anew()] = own;
         __syncthreads();
         // One warp for all: the others would take its issue slots.
         if (warp_anew() == 0) {
             const Listed of_lane = lane_anew() < WARPS ? shared.listed[turn % 2][lane_anew()] : Listed{};
-            const Decision decision = decision_of(row, bounds, listing.least, turn == 0, leader, of_lane);
+            decision = decision_of(row, bounds, listing.least, leader, of_lane);
             if (lane_anew() == 0) shared.decisions[turn % 2] = decision;
         }
         __syncthreads();
-        const Decision decision = shared.decisions[turn % 2];
-        best = leader.place;
-        if (decision.verdict != Verdict::NOT_KEPT) return decision.verdict == Verdict::KEPT;
-        leader = decision.next;
+        decision = shared.decisions[turn % 2];
     }
 }
 
@@ -902,12 +1025,15 @@ DEVICE bool race_of_first_reading(const SamplerParams& params, Shared& shared, c
                                   uint64_t& best) {
     // Between the first tile and the second memory would wait until it is known what is listed.
     if constexpr (WIDE) prefetch_tile(row, 1);
-    Listing listing = listing_of(shared, params, least_listed(shared, params, first));
+    const Sample sample = sample_of(shared, params, row, first);
+    if (lane_id() == 0) shared.samples[warp_id()] = sample;
+    __syncwarp();
+    Listing listing = listing_of(shared, params, sample.least);
     bounds = bounds_of<WIDE, false>(shared, listing, row, first);
     if (is_nan(bounds.sum)) {
         load_tile<WIDE>(row.logits, row.vocab_size, 0, first);
         const Bounds careful = bounds_of<WIDE, true>(shared, listing, row, first);
-        bounds = Bounds{careful.most, careful.sum, bounds.cut_off, bounds.leader};
+        bounds = Bounds{careful.most, careful.sum, bounds.cut_off};
     }
     return !bounds.cut_off && race_of_listed(shared, listing, bounds, best);
 }
