@@ -23,34 +23,38 @@
 //
 // With filters the ids that may be kept are listed on the way: those at least as large as a logit that some 4096 of a row are
 // expected to reach, by half of the first tile, whose spans lie all over the row. Their scores are computed on the way as well,
-// by whole warps of what was put aside before. The same pass finds the largest logit and the sum of the weights, whence follows
-// what is certain: weights of at most (1 - top_p) sum / vocab_size add up to no more than what top_p leaves out. Only a row of
-// which that sum is NaN, since it has NaN or infinity, is read again, with care for both.
-// Who wins among all that are listed wins among the kept, if it is one of these: how many lie in front of it and their share of
-// the sum say so. Where it is not kept, nothing behind it is, and those in front, which alone stay listed, race. Sums of fp32
-// decide that unless they come within 2^-16 of the limit. There, and where the listed do not reach what ends the order, or are
-// more than there is room for, as of rows that are flat or limited to nearly all ids, the row itself is raced and asked in the
-// same way, and read twice for each candidate; shares are sums of integers then (weights in units of 2^-43), whose value no order
-// of additions changes.
+// by whole warps of what was put aside before, and added to buckets of about as large logits: the sum of their weights, how many,
+// and who leads. The same pass finds the largest logit and the sum of the weights, whence follows what is certain: weights of at
+// most (1 - top_p) sum / vocab_size add up to no more than what top_p leaves out. Only a row of which that sum is NaN, since it has
+// NaN or infinity, is read again, with care for both.
+// Then one warp adds the buckets up from the largest logit on. Of those in front of the one in which the order ends all are kept,
+// and of those behind it none: who leads the former wins unless somebody of that one bucket is ahead, of whom the list is asked: how
+// many lie in front of it and their share of the sum say whether it is kept. Where it is not kept, nothing behind it is, and
+// those in front race. Sums of buckets decide up to what rounding their weights may have cost, sums of fp32 up to 2^-16. There, and
+// where the listed do not reach what ends the order, or are more than there is room for, as of rows that are flat or limited to nearly
+// all ids, the row itself is raced and asked in the same way, and read twice for each candidate; shares are sums of integers then
+// (weights in units of 2^-43), whose value no order of additions changes.
 //
 // Floor: 4 bytes a logit, 66 MB for 128 rows of 129280: 15.6 us at an H200's 4.24 TB/s, 22 us at an H100's 3.0. A row is one
 // block's, so that the time is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long
 // as their slowest.
-// Where the time goes, by the clock in the kernel, 128 rows on one H100, normal logits of deviation 4, top_p 0.9, medians of
-// blocks (and the last block): the first tile is there and ranked after 4.9 us, the row is read after 23.1 (25.0), what is left
-// is raced at 23.8, bounds are known at 25.0 (26.4), the first pass over the list ends at 26.5 (28.2), the winner is known at
-// 27.0 (30.5). Each phase behind the reading is instructions of all warps (a pass over 4096 ids some 35 for 32 of them) and two
-// meetings of the block.
-// What made it faster there, from 33.6 us to 30.8: half of a tile's loads follow as soon as the half is looked at (1.1 us); 16
+// Where the time goes, by the clock in the kernel, 128 rows, normal logits of deviation 4, top_p of 0.8 to 0.97, medians of blocks
+// on one H100 (on one H200): the first tile is there and ranked after 5.6 us (4.7), the row is read after 26.2 (22.8), what is
+// left is listed and raced at 27.2 (23.8), all warps are there at 28.3 (24.6), groups of buckets are added up at 28.7 (24.9), the
+// winner is known at 29.7 (25.9), of nine rows in ten at 30.8 (27.0). On the H100 reading is limited by memory; on the H200 its
+// 58 MB behind the first tile come at 3.2 TB/s of 4.2: a warp has 2 to 4 KB on its way, for which it has the registers, and deals with
+// its list meanwhile. What is behind the reading is waits one behind the other: the last round, three meetings, two sums over a warp.
+// What made it faster, on the H100 from 33.6 us to 30.8: half of a tile's loads follow as soon as the half is looked at (1.1 us); 16
 // warps in place of 32, which leave half as many rounds that are not full; scores' leaders found on the way, one warp that sums
-// up for the block, and lists that shrink (6 us of the slowest row, whose candidates were refused one after the other at 1.7 us
-// each); the second tile asked for in L2 while the first is ranked (1.5 us); ranks by two bits a turn (0.5 us). Without filters
-// 32 warps are faster (29.3 and 30.2 us), since random words are all their work.
-// On the H100, 128 rows: top_p of 0.8 to 0.99 31.0 us, 71 % of the copy rate (33.6 before), limits by top_p at their edges 31.8
-// (37.3), no filter 29.2, argmax 24.0; by top_k 43.8 and by all filters 44.2, where one of eight rows keeps all ids but one and
-// is read three times and more, for which 32 warps were better (39.9 and 39.1). On one H200 argmax 17.7 us, no filter 24.8, top_p of
-// 0.8 to 0.99 26.3, 60 % of the copy rate (27.9 by 32 warps): its memory is faster, and the instructions in front of and behind the
-// reading are not. What did not help: two tiles asked for in L2 in advance,
+// up for the block; the second tile asked for in L2 while the first is ranked (1.5 us); ranks by two bits a turn (0.5 us). Then buckets,
+// in place of a pass over the list for each candidate that is refused: 26.3 us to 24.9 on the H200, and the slowest row of a hundred 1.7 us
+// sooner, where 3 us were expected: what the atomics take on the way, 0.5 us, and the groups' meeting cost the rest. Buckets of fp32 and of
+// 64 bits, whose atomics are loops, had gained nothing. Without filters 32 warps are faster, since random words are all their work.
+// 128 rows in one call on one H200 (buckets; before): top_p of 0.8 to 0.99 24.9 us, 63 % of the copy rate (26.3); limits by top_p at
+// their edges 26.5 (27.6); by top_k 40.8 (40.9) and by all filters 40.4 (40.1), where one of eight rows keeps all ids but one
+// and is read three times and more, for which 32 warps were better; no filter 24.8, argmax 17.7 (90 %). On an H100 top_p 30.0 us in place
+// of 30.7 with buckets of 512 fp32 sums, 71 % of the copy rate before; with these it was measured by the clocks alone.
+// What did not help: two or three tiles asked for in L2 in advance, or one ahead of each tile;
 // argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp,
 // 27.7; bulk copies of 16 KB by one lane, four on their way from before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7,
 // 28.1 and 24.7 in that call).

@@ -13,7 +13,7 @@ const THREADS: [usize; 3] = [128, 512, 1024];
 /// Rows up to here are short: several blocks share a multiprocessor.
 const SHORT_ROW: usize = 2048;
 /// Shared memory of a block apart from what its warps list, at most, for each of [`THREADS`]; bytes.
-const OWN_SHARED_BYTES: [u64; 3] = [14 << 10, 52 << 10, 8 << 10];
+const OWN_SHARED_BYTES: [u64; 3] = [24 << 10, 56 << 10, 12 << 10];
 /// Ids that a warp has room to list, at most, for each of [`THREADS`]: all of a short row, twice what it is to find of a
 /// long one, and none where nothing is limited.
 const SEGMENT: [usize; 3] = [512, 512, 0];

@@ -415,6 +415,7 @@ impl Declared for GroupedLinear {
             ]);
             let of = |case| hopper(mxfp4(group, case));
             let extreme = |case| GroupedLinearCase { codes: Codes::Extreme, ..case };
+            let small_weights = |case| GroupedLinearCase { codes: Codes::SmallWeights, ..case };
             let far_apart = |case| GroupedLinearCase { codes: Codes::FarApart, ..case };
             cases.extend([
                 of(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
@@ -430,6 +431,7 @@ impl Declared for GroupedLinear {
                 any(of(masked([20, 3, 12], [20, 1184]))),
                 far_apart(of(in_layout(mn, sorted([20, 3], 4, [136, 288])))),
                 extreme(of(masked([9, 3, 6], [20, 160]))),
+                small_weights(of(masked([9, 3, 6], [24, 96]))),
                 extreme(of(expecting(40, in_layout(tiles, sorted([18, 2], 1, [24, 64]))))),
             ]);
         }

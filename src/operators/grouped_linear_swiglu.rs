@@ -350,6 +350,7 @@ impl Declared for GroupedLinearSwiglu {
         let in_layout = |layout, case| GroupedLinearCase { layout, ..case };
         let fp32 = |case| GroupedLinearCase { scale_bytes: false, ..case };
         let extreme = |case| GroupedLinearCase { codes: Codes::Extreme, ..case };
+        let small_weights = |case| GroupedLinearCase { codes: Codes::SmallWeights, ..case };
         let large_scales = |case| GroupedLinearCase { codes: Codes::LargeScales, ..case };
         let bare = |case| GroupedLinearSwigluCase { weighted: false, ..case };
         let clamped = |case| GroupedLinearSwigluCase { limit: 0.7, ..case };
@@ -522,6 +523,7 @@ impl Declared for GroupedLinearSwiglu {
                 ),
                 hopper(of(long, any(of_format(masked([20, 3, 12], [48, 1184]))))),
                 hopper(interleaved(of(short, extreme(of_format(masked([9, 3, 6], [80, 160])))))),
+                hopper(of(long, small_weights(of_format(masked([9, 3, 6], [48, 96]))))),
                 hopper(of(long, expecting(40, extreme(of_format(sorted([18, 2], 1, [48, 64])))))),
             ]);
         }

@@ -49,6 +49,8 @@ pub enum Codes {
     /// As drawn ones, of MXFP4; scales of w that kernels may not multiply sums of products with before that of x: 2^84 to 2^125 in
     /// even rows, 2^-80 to 2^-64 in odd ones.
     Extreme,
+    /// As drawn ones, of MXFP4; scales of w that are too small for that, 2^-110 to 2^-95, under scales of x around 2^88.
+    SmallWeights,
     /// e4m3 codes: the first product of a row is 2^14 and all others are 1, under scales of 1.
     OneLarge,
     /// e4m3 codes below 2^-5, of FP8 weights, and scales of both operands around 2^64: products of two of them leave fp32's range,
@@ -420,8 +422,8 @@ impl Declared for Linear {
         if c.codes == Codes::LargeScales && c.weights != Weights::Fp8 {
             return refuse("codes", "large_scales: of FP8 weights alone");
         }
-        if matches!(c.codes, Codes::FarApart | Codes::Extreme) && c.weights != Weights::Mxfp4 {
-            return refuse("codes", "far_apart and extreme: of MXFP4 weights alone");
+        if matches!(c.codes, Codes::FarApart | Codes::Extreme | Codes::SmallWeights) && c.weights != Weights::Mxfp4 {
+            return refuse("codes", "far_apart, extreme and small_weights: of MXFP4 weights alone");
         }
         if c.is_on_hopper() && !takes_hopper(c.weights) {
             return refuse("implementation", "hopper: of FP8 and MXFP4 weights alone");
@@ -826,6 +828,7 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
     cases.push(mxfp4_hopper(32, [3, 1288, 1056]));
     let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };
     let extreme = |case| LinearCase { codes: Codes::Extreme, ..case };
+    let small_weights = |case| LinearCase { codes: Codes::SmallWeights, ..case };
     for group in [128, 32] {
         let of = |extents| mxfp4_hopper(group, extents);
         cases.extend([
@@ -848,6 +851,9 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
             extreme(f32s(of([5, 20, 160]))),
             extreme(in_layout(mn, of([66, 136, 64]))),
             extreme(in_layout(tiles, of([130, 9, 96]))),
+            small_weights(f32s(of([9, 24, 160]))),
+            // Tiles of a last round that blocks without one have half of.
+            f32s(of([2, 2100, 32])),
         ]);
     }
     for (weights, group) in QUANTISED.into_iter().skip(1) {
@@ -922,12 +928,12 @@ pub(super) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors:
     let bytes = tensors.bytes_mut(name).unwrap_or_default();
     let drawn = match (e4m3, c.codes) {
         // The sign takes a word.
-        (true, Codes::Drawn | Codes::FarApart | Codes::Extreme) => {
+        (true, Codes::Drawn | Codes::FarApart | Codes::Extreme | Codes::SmallWeights) => {
             draw.each(bytes.len(), 1 + NORMAL_WORDS, |draw| e4m3_code(c.codes, 0, draw))
         }
         (true, _) => (0..bytes.len()).map(|at| e4m3_code(c.codes, at % row, &mut draw)).collect(),
         // Each of two codes of 16 takes one.
-        (false, Codes::Drawn | Codes::Any | Codes::FarApart | Codes::Extreme) => {
+        (false, Codes::Drawn | Codes::Any | Codes::FarApart | Codes::Extreme | Codes::SmallWeights) => {
             draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw))
         }
         (false, _) => (0..bytes.len()).map(|_| e2m1_codes(c.codes, &mut draw)).collect(),
@@ -943,7 +949,7 @@ pub(super) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors:
 fn e4m3_code(codes: Codes, column: usize, draw: &mut Draw) -> u8 {
     let sign = u8::from(draw.rng().random::<bool>()) << 7;
     match codes {
-        Codes::Drawn | Codes::FarApart | Codes::Extreme => {
+        Codes::Drawn | Codes::FarApart | Codes::Extreme | Codes::SmallWeights => {
             let size = (120.0 * draw.normal()).abs().min(448.0);
             sign | Format::E4M3.code(Format::E4M3.nearest(size)) as u8
         }
@@ -995,6 +1001,8 @@ pub(super) fn set_scales(
             Codes::Extreme if name == "w_scales" && row % 2 == 0 => draw.rng().random_range(84..=125),
             Codes::Extreme if name == "w_scales" => draw.rng().random_range(-80..=-64),
             Codes::Extreme => -40 + draw.rng().random_range(-6..=6),
+            Codes::SmallWeights if name == "w_scales" => draw.rng().random_range(-110..=-95),
+            Codes::SmallWeights => 88 + draw.rng().random_range(-6..=6),
             Codes::LargeScales => 64 + draw.rng().random_range(-2..=2),
             _ => exponent + draw.rng().random_range(-6..=6),
         }
