@@ -725,7 +725,7 @@ DEVICE Bucket reached_by(const Bucket& own, uint32_t weight_in_front, uint32_t c
     return Bucket{weight_in_front + inclusive_sum(own.weight), count_in_front + inclusive_sum(own.count), own.leader};
 }
 
-// Of a bucket of each lane: the lanes of whose some may be kept, and some not; of all others who leads those that are kept.
+// Of a bucket of each lane: told are the lanes whose bucket may be kept in part; of those that are kept whole, who leads.
 DEVICE uint32_t add_kept(const BucketLimit& limit, const Bucket& own, const Bucket& reached, BucketLeaders& leaders) {
     const bool kept = limit.keeps(reached.weight, reached.count);
     if (kept) leaders.kept = maximum(leaders.kept, own.leader);
