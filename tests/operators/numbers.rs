@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use dsv4_parity::case::{Case, Draw};
-use dsv4_parity::change::{SHARE, lot};
+use dsv4_parity::change::lot;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::operator::size::Limit;
 use dsv4_parity::operator::{Operator, Profile};
@@ -26,6 +26,8 @@ const AT_ONCE: Duration = Duration::from_secs(5);
 const A_WHILE: Duration = Duration::from_secs(60);
 /// How many cases' numbers are tried.
 const CASES: usize = 4;
+/// One in so many tries is a commit's.
+const SHARE_OF_TRIES: u64 = 16;
 /// Pairs of numbers that are tried of each case.
 const PAIRS: usize = 40;
 
@@ -49,7 +51,7 @@ fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String
     if extent == Extent::Commit
         && let Some(change) = shared::change()
     {
-        tries.retain(|case| u64::from(lot(change.seed(), &case.line())[0]).is_multiple_of(SHARE));
+        tries.retain(|case| u64::from(lot(change.seed(), &case.line())[0]).is_multiple_of(SHARE_OF_TRIES));
     }
     let (mut refused, mut judged, mut wrong) = (0, 0, Vec::new());
     for case in &tries {
