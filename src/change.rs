@@ -116,9 +116,7 @@ impl Change {
     /// How much of each operator's stock the commit runs: all of those that it concerns, or together `most`, and a
     /// [`SHARE`]th, rounded up, of each of the others. A change of the harness concerns every operator.
     pub fn shares(&self, stocks: &[Stock], most: usize) -> Vec<usize> {
-        let of_operators: BTreeSet<&String> = stocks.iter().flat_map(|stock| &stock.files).collect();
-        let judges = |file: &String| HARNESS.iter().any(|harness| file.starts_with(harness));
-        let harness = self.files.iter().any(|file| judges(file) && !of_operators.contains(file));
+        let harness = self.harness(stocks.iter().map(|stock| &stock.files)).next().is_some();
         let concerned = |stock: &Stock| harness || !self.files.is_disjoint(&stock.files);
         let all: usize = stocks.iter().filter(|stock| concerned(stock)).map(|stock| stock.count).sum();
         let share = |stock: &Stock| match (concerned(stock), all <= most) {
@@ -127,6 +125,16 @@ impl Change {
             (false, _) => stock.count.div_ceil(SHARE as usize),
         };
         stocks.iter().map(share).collect()
+    }
+
+    /// The files of the harness that changed, which judge every operator: those of no operator, of which each has `files`.
+    pub fn harness<'a>(
+        &'a self,
+        files: impl Iterator<Item = &'a BTreeSet<String>>,
+    ) -> impl Iterator<Item = &'a String> {
+        let of_operators: BTreeSet<&String> = files.flatten().collect();
+        let judges = |file: &String| HARNESS.iter().any(|harness| file.starts_with(harness));
+        self.files.iter().filter(move |file| judges(file) && !of_operators.contains(file))
     }
 
     /// What lots are drawn from: the commit's hash, so that each commit draws others and a rerun the same.

@@ -13,18 +13,27 @@ pub fn everything() -> bool {
 }
 
 /// The operators of a test that goes through all of them and takes minutes: those that the commit may concern, or so many that
-/// it draws, and a rotating share of the others; all where everything is asked for, or git cannot tell what changed.
+/// it draws, and a rotating share of the others; all where everything is asked for, or git cannot tell what changed. A change
+/// of the harness concerns every operator.
 pub fn drawn_operators() -> Vec<&'static dyn Operator> {
     let all = registry::OPERATORS.to_vec();
+    if everything() {
+        return all;
+    }
     let change = match Change::of_checkout(Path::new(env!("CARGO_MANIFEST_DIR"))) {
-        Ok(change) if !everything() => change,
-        _ => return all,
+        Ok(change) => change,
+        Err(why) => {
+            println!("nothing is left out: {why}");
+            return all;
+        }
     };
     let files_of = |operator: &&'static dyn Operator| {
         change::files_of(*operator, &SourceTree::embedded(), &BTreeSet::new())
             .expect("the operator's kernels are there")
     };
-    let files: Vec<_> = all.iter().map(files_of).collect();
+    let mut files: Vec<_> = all.iter().map(files_of).collect();
+    let harness: Vec<String> = change.harness(files.iter()).cloned().collect();
+    files.iter_mut().for_each(|files| files.extend(harness.iter().cloned()));
     let owns: Vec<_> = all.iter().map(|operator| operator.describe().kernel_file).collect();
     let candidates: Vec<_> =
         (0..all.len()).map(|at| Candidate { id: all[at].name(), own: &owns[at], files: &files[at] }).collect();
