@@ -19,7 +19,7 @@ use crate::operator::Operator;
 pub const SHARE: u64 = 8;
 /// So many mutants run for a commit at most. A header that all kernels include concerns every mutant of every operator;
 /// then the commit draws lots, and what is left out is for the run of everything.
-pub const MOST_MUTANTS: usize = 48;
+pub const MOST_MUTANTS: usize = 36;
 /// So many modules are compiled for a commit at most, for each target.
 pub const MOST_MODULES: usize = 10;
 
@@ -28,7 +28,7 @@ pub const MOST_EDGE_CASES: usize = 48;
 /// The same for remembered cases.
 pub const MOST_REMEMBERED_CASES: usize = 24;
 /// So many operators does a test go through for a commit at most that takes minutes for all of them.
-pub const MOST_OPERATORS: usize = 12;
+pub const MOST_OPERATORS: usize = 8;
 /// The same as of edge cases for pairs of a golden file and an operator that it is about.
 pub const MOST_GOLDEN_FILES: usize = 6;
 

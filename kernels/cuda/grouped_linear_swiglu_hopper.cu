@@ -3,7 +3,7 @@
 //
 // How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which tiles there are. A tile
 // is TOKENS rows of an expert by 128 features, whole groups of either size, which take 256 rows of w: a cluster of blocks has it,
-// two of 128 rows each, or four of 64 of FP8 and of 16 tokens, of which two consumers would have no registers. Each consumer has 64
+// two of 128 rows each, or four of 64 of MXFP4 with 16 tokens, where two consumers would have no registers. Each consumer has 64
 // rows, a slice of 32 features: eight of gate, the eight of up of the same features, and so on (rows_of_w.h), of which a thread has
 // gate and up of one feature of two tokens of each eight in its registers. What it makes of them stays there. The largest
 // magnitudes of a token's 32 features are those of 8 lanes and 4 warps; of groups of 128 each slice tells its own to all blocks of
@@ -11,13 +11,12 @@
 // 16 neighbours. The sums of a slice are one consumer's, stage after stage, as those of every other kernel of this product are: no
 // bit depends on which one runs.
 //
-// Why small blocks of FP8: three to a multiprocessor, of which one waits for products, promotes and ends its unit while the others'
-// products run. Of MXFP4 what a producer does for a stage is as much for 64 rows as for 128, and issue slots are short: 192 slots
-// took 608 us in blocks of 64 rows. Blocks whose features are behind the last one bring nothing, and take part in the exchange.
+// Of MXFP4 what a producer does for a stage is as much for 64 rows as for 128, and issue slots are short: 192 slots took 608 us in
+// blocks of 64 rows. Blocks whose features are behind the last one bring nothing, and take part in the exchange.
 //
 // Which clusters fit together is said by the processing clusters of the GPU: of four blocks, three to a multiprocessor, an H200 has 92
 // and not 99. Clusters take tiles in turn, so that one that has to wait for another's end begins its turns then: 96 of them took
-// 718 us in place of 532. The launcher asks the driver.
+// 718 us in place of 532 of 192 slots of FP8, whose blocks had that size. The launcher asks the driver.
 //
 // While the producer brings the first stages, the consumers quantise the rows of nobody.
 //
@@ -25,12 +24,15 @@
 // scales; 256 experts 1.01 and 0.54 ms. Expected to limit: of FP8 memory; of MXFP4 the consumers' instructions as much as memory
 // (quantised_hopper.h). On top of a product a unit costs a consumer warp some 250 instructions with 8 tokens, and an exchange of some
 // 700 ns that other blocks of the multiprocessor do not wait for, but all of them at the end of a single round.
-// Measured on one H200, masked, 6, 192 and 768 slots, and in the same call the product alone, behind which the activation takes 1.9
-// to 2.5 us more: MXFP4 27.9, 398 and 741 us (26.1, 383 and 724 alone; the portable kernel that was there before took 178 of 6
-// slots on an H100). FP8 40.0, 532 and 991 (29.9, 508 and 942); the kernel for many rows takes 33.4, 567 and 1045 of these, so that
-// the launcher leaves it those of which an expert has one row or none. ncu of 192 slots of FP8, 96 clusters: 2.65 TB/s, the other
-// time four clusters were alone. To have the producers begin before the cluster has met gained nothing, nor did 256 bytes of a row
-// at a time from memory (738 and 771 us of those 718).
+// Measured on one H200, masked, 6, 192 and 768 slots, and in the same call the product alone, behind which the activation takes
+// 1.9 to 2.5 us more: MXFP4 27.9, 398 and 741 us (26.1, 383 and 724 alone; the portable kernel that was there before took 178 of
+// 6 slots on an H100). FP8 33.4, 511 and 924 us (29.5, 490 and 899 alone; in another call 33.4, 529 and 973 beside 29.8, 506 and
+// 936), where clusters of four blocks of 64 rows, three to a multiprocessor, took 39.8, 510 and 935, and the kernel for many
+// rows 34.3, 567 and 1045. To have the producers begin before the cluster has met gained nothing, nor did 256 bytes of a row at
+// a time from memory, eleven stages in place of eight, or codes of FP8 that are made behind the next unit's products, when the
+// others have long told. With interleaved rows and groups of 32 it takes 32.7, 495 and 895 us: what 192 and 768 slots lose is
+// lost where rows of gate and of up lie apart. Six experts have 96 tiles for 66 clusters; the product alone halves the units of
+// its last round.
 // MXFP4, contiguous, 24576 and 196608 rows: 3.07 and 15.8 ms.
 //
 // Defines
@@ -46,7 +48,7 @@
 #include "grouped_linear_swiglu.h"
 #include "rows_of_w.h"
 
-constexpr int FEATURES = WEIGHTS == 1 || TOKENS == 16 ? 64 : 128;  // of gate and of up, a block's rows of w
+constexpr int FEATURES = WEIGHTS == 2 && TOKENS == 16 ? 64 : 128;  // of gate and of up, a block's rows of w
 using RowsOfW = RowsOfGateAndUp;
 #include "quantised_hopper.h"
 
@@ -258,12 +260,20 @@ DEVICE void copy_codes(const GroupedLinearSwigluParams& params, const Slice& sli
 
 // ---------------------------------------------------------------- units
 
+// What a consumer has made of a unit's sums, and where its codes belong.
+struct Activated {
+    Products o;
+    int64_t row = 0;  // the tile's first
+    int32_t matrix = 0, count = 0, feature = 0;
+};
+
 // Codes and scales of a consumer's sums. What one lap of barriers keeps apart is stored to again only behind the next one's.
 struct QuantisedUnits {
     const GroupedLinearSwigluParams& params;
     SharedAddress shared;
     uint32_t told = 0;  // units whose magnitudes slices have told
     Weights weights = {};
+    Activated own = {};
 
     // Of more tokens the products leave no registers.
     void begin(const Unit& unit) {
@@ -274,32 +284,38 @@ struct QuantisedUnits {
         const Slice slice(consumer);
         WayOut& out = way_out(consumer);
         if constexpr (LANE_WEIGHTS > 1) load_weights(params, unit, weights);
-        Products o;
-        activate(params, total, weights, o);
-        leave_magnitudes(o, out);
+        activate(params, total, weights, own.o);
+        own.row = first_row(unit);
+        own.matrix = unit.matrix;
+        own.count = count_tokens(unit);
+        own.feature = static_cast<int32_t>(unit.part.column / 2) + static_cast<int32_t>(consumer) * SLICE_FEATURES;
+        leave_magnitudes(own.o, out);
         slice.meet();
-        const QuantisedRows target = part_of_rows(params, FusedShared::target(), unit.matrix);
-        const int32_t feature = static_cast<int32_t>(unit.part.column / 2) + static_cast<int32_t>(consumer) * SLICE_FEATURES;
-        scale_tokens(slice, unit, target, feature, out);
+        if (FusedShared::target().log2_group == LOG2_OF_128) tell_magnitudes(slice, out, shared, told);
+        ++told;
+        quantise(slice, out);
+    }
+
+    // Of the last unit that was told.
+    void quantise(const Slice& slice, WayOut& out) const {
+        const QuantisedRows target = part_of_rows(params, FusedShared::target(), own.matrix);
+        scale_tokens(slice, target, out);
         slice.meet();
-        encode(o, target.scale_type == FP32, warp_id() % 4 * 8 + lane_id() / 4, out);
+        encode(own.o, target.scale_type == FP32, warp_id() % 4 * 8 + lane_id() / 4, out);
         slice.meet();
-        copy_codes(params, slice, out, target.codes + first_row(unit) * params.codes_stride + feature, count_tokens(unit),
-                   static_cast<int32_t>(params.columns / 2) - feature);
+        copy_codes(params, slice, out, target.codes + own.row * params.codes_stride + own.feature, own.count,
+                   static_cast<int32_t>(params.columns / 2) - own.feature);
     }
 
     // A thread has a token.
-    void scale_tokens(const Slice& slice, const Unit& unit, const QuantisedRows& target, int32_t feature, WayOut& out) {
+    void scale_tokens(const Slice& slice, const QuantisedRows& target, WayOut& out) const {
+        if (slice.thread >= TOKENS) return;
+        const int token = slice.thread;
         const bool is_shared = target.log2_group == LOG2_OF_128;
-        if (is_shared) tell_magnitudes(slice, out, shared, told);
-        if (slice.thread < TOKENS) {
-            const int token = slice.thread;
-            const uint32_t magnitude = is_shared ? largest_of_tile(shared, told, token) : largest_of_slice(out, token);
-            const float scale = scale_of(target, __uint_as_float(magnitude));
-            out.scales[token] = scale;
-            if (token < count_tokens(unit)) store_row_scales(target, slice, first_row(unit) + token, feature, scale);
-        }
-        ++told;
+        const uint32_t magnitude = is_shared ? largest_of_tile(shared, told - 1, token) : largest_of_slice(out, token);
+        const float scale = scale_of(target, __uint_as_float(magnitude));
+        out.scales[token] = scale;
+        if (token < own.count) store_row_scales(target, slice, own.row + token, own.feature, scale);
     }
 };
 

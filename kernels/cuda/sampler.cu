@@ -24,7 +24,8 @@
 // With filters the ids that may be kept are listed on the way: those at least as large as a logit that some 4096 of a row are
 // expected to reach, by half of the first tile, whose spans lie all over the row. Their scores are computed on the way as well,
 // by whole warps of what was put aside before, and added to buckets of about as large logits: the sum of their weights, how many,
-// and who leads. The same pass finds the largest logit and the sum of the weights, whence follows what is certain: weights of at
+// and who leads. Exact logarithms are taken only of those whose bound reaches the best score in front of their group of buckets: nobody
+// else leads. The same pass finds the largest logit and the sum of the weights, whence follows what is certain: weights of at
 // most (1 - top_p) sum / vocab_size add up to no more than what top_p leaves out. Only a row of which that sum is NaN, since it has
 // NaN or infinity, is read again, with care for both.
 // Then one warp adds the buckets up from the largest logit on. Of those in front of the one in which the order ends all are kept,
@@ -39,47 +40,46 @@
 // block's, so that the time is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long
 // as their slowest.
 // Where the time goes, by the clock in the kernel, 128 rows, normal logits of deviation 4, top_p of 0.8 to 0.97, medians of blocks
-// on one H100 (on one H200): the first tile is there and ranked after 5.6 us (4.7), the row is read after 26.2 (22.8), what is
-// left is listed and raced at 27.2 (23.8), all warps are there at 28.3 (24.6), groups of buckets are added up at 28.7 (24.9), the
-// winner is known at 29.7 (25.9), of nine rows in ten at 30.8 (27.0). On the H100 reading is limited by memory; on the H200 its
-// 58 MB behind the first tile come at 3.2 TB/s of 4.2: a warp has 2 to 4 KB on its way, for which it has the registers, and deals with
-// its list meanwhile. What is behind the reading is waits one behind the other: the last round, three meetings, two sums over a warp.
-// What made it faster, on the H100 from 33.6 us to 30.8: half of a tile's loads follow as soon as the half is looked at (1.1 us); 16
-// warps in place of 32, which leave half as many rounds that are not full; scores' leaders found on the way, one warp that sums
-// up for the block; the second tile asked for in L2 while the first is ranked (1.5 us); ranks by two bits a turn (0.5 us). Then buckets,
-// in place of a pass over the list for each candidate that is refused: 26.3 us to 24.9 on the H200, and the slowest row of a hundred 1.7 us
-// sooner, where 3 us were expected: what the atomics take on the way, 0.5 us, and the groups' meeting cost the rest. Buckets of fp32 and of
-// 64 bits, whose atomics are loops, had gained nothing. Without filters 32 warps are faster, since random words are all their work.
-// 128 rows in one call on one H200 (buckets; before): top_p of 0.8 to 0.99 24.9 us, 63 % of the copy rate (26.3); limits by top_p at
-// their edges 26.5 (27.6); by top_k 40.8 (40.9) and by all filters 40.4 (40.1), where one of eight rows keeps all ids but one
-// and is read three times and more, for which 32 warps were better; no filter 24.8, argmax 17.7 (90 %). On an H100 top_p 30.0 us in place
-// of 30.7 with buckets of 512 fp32 sums, 71 % of the copy rate before; with these it was measured by the clocks alone.
+// on one H200, when 16 warps had a row (24.8 us): the first tile is there and ranked after 4.7 us, the row is read after 22.8, what
+// is left is listed and raced at 23.8, all warps are there at 24.6, groups of buckets are added up at 24.9, the winner is known at
+// 25.9, of nine rows in ten at 27.0. ncu of the same, with the logarithms left out: of the samples of warps 27 % wait for the result
+// of the instruction before, 12 % for their turn, 15 % for memory, more than half of that for the first tile, 9 % for a barrier;
+// schedulers issue in half of their cycles. 87,000 instructions of a row, half of them weights and what is put aside of accesses, a
+// third what becomes of that. So it is the dependences of arithmetic that limit it: 15 % fewer instructions gained nothing (24.7),
+// and 32 warps in place of 16, which hide them better, 24.0 us. Of one row alone it takes 20.2.
+// What made it faster before: half of a tile's loads follow as soon as the half is looked at (1.1 us); one warp that sums up for
+// the block; the second tile asked for in L2 while the first is ranked (1.5 us); ranks by two bits a turn (0.5 us); buckets, in
+// place of a pass over the list for each candidate that is refused (1.4 us). Buckets of fp32 and of 64 bits, whose atomics are
+// loops, had gained nothing.
+// 128 rows in one call on one H200: top_p of 0.8 to 0.97 24.1 us, 65 % of the copy rate; limits by top_p at their edges 26.4; by
+// top_k 38.2 and by all filters 37.6, where one of eight rows keeps all ids but one and is read three times and more; no filter 24.9,
+// argmax 18.0 (88 %). On an H100 16 warps took 30.0 us with top_p, where memory limits the reading.
 // What did not help: two or three tiles asked for in L2 in advance, or one ahead of each tile;
 // argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp,
 // 27.7; bulk copies of 16 KB by one lane, four on their way from before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7,
 // 28.1 and 24.7 in that call).
 //
-// Defines: THREADS, a power of two of at least 64 threads a block; up to 512 they list. Launch: num_rows blocks, of which each
-// has shared memory for `segment` ids of a warp beyond its own, 12 bytes each.
+// Defines: THREADS, a power of two of at least 64 threads a block; LISTS, 1 or, for rows without filters alone, 0. Launch:
+// num_rows blocks, of which each has shared memory for `segment` ids of a warp beyond its own, 12 bytes each.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
 #include "philox.h"
 #include "selection.h"
 
-#ifndef THREADS
-#error "define THREADS as the threads of a block"
+#if !defined(THREADS) || !defined(LISTS)
+#error "define THREADS as the threads of a block, and LISTS as 1 or 0"
 #endif
 
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int IDS = 4;              // that a thread takes at once: the words of one counter
-constexpr bool LISTS = THREADS <= 512;   // of rows whose ids are limited
-constexpr int LOADS = THREADS == 512 ? 8 : 4;  // of IDS logits that are on their way at once
+constexpr int LOADS = 4;            // of IDS logits that are on their way at once
 constexpr int STEP = THREADS * IDS;
 constexpr int SPAN = WARP_SIZE * IDS;  // neighbours, which a warp's load takes
 constexpr int ID_BITS = 20;
 constexpr uint32_t LAST_ID = (1u << ID_BITS) - 1;
-constexpr int STAGED = 4 * WARP_SIZE;  // vectors that wait in a warp: fewer than a round of lanes, those of two loads, and some
+constexpr int HALF = LOADS / 2;
+constexpr int STAGED = (HALF + 1) * WARP_SIZE;  // vectors that wait in a warp: those of half a tile, and fewer than a round of lanes
 constexpr float LARGEST = 0x1.fffffep127f;
 constexpr float LEAST_TEMPERATURE = 1e-5f, LARGEST_TEMPERATURE = LARGEST;
 constexpr float UNITS = 0x1p43f;    // of a weight of 1: sums of 2^20 of them fit 64 bits
@@ -195,6 +195,7 @@ struct alignas(16) Shared {
     Staged staged[LISTS ? WARPS : 1];
     Buckets buckets;
     Bucket groups[GROUPS];
+    uint32_t leads[GROUPS + 1];  // keys of the best scores of the group before; 0 of the first
     uint64_t of_warps[WARPS];
     Front fronts[WARPS];
     Listed listed[2][WARPS];
@@ -288,7 +289,6 @@ DEVICE int column_of(int vocab_size, int tile) {
     return (warp_id() * num_tiles(vocab_size) + tile) * SPAN + lane_id() * IDS;
 }
 DEVICE int parts_apart(int vocab_size) { return num_tiles(vocab_size) * STEP; }
-constexpr int HALF = LOADS / 2;
 DEVICE constexpr int part_of(int load) { return load < HALF ? 2 * load : 2 * (load - HALF) + 1; }
 
 // The logits of a tile, and of half of its loads; -infinity behind the row.
@@ -394,6 +394,11 @@ DEVICE float approximate_power(float v) {
     return log2_approx(v < 0x1p-6f ? series : -LN_2 * log2_approx(1.0f - v));
 }
 
+// No score is above it, since g >= v; log2(v) errs by 2^-22. It is rounded as the score is.
+DEVICE float most_score_of(const Row& row, float logit, uint32_t word) {
+    return fused_multiply_add(logit, row.factor, -(log2_normal_approx(uniform(word)) - 0x1p-18f));
+}
+
 // What a thread has seen of a race: one id waits, and is decided exactly only where bounds of its score do not.
 struct Contest {
     static constexpr float SLACK = 0x1p-12f;
@@ -431,14 +436,13 @@ DEVICE uint64_t winner(Shared& shared, const Row& row, Contest& contest) {
     return contest.best;
 }
 
-// Which of a thread's ids in front of `end` may reach the score `least`. log2(v) errs by 2^-22.
+// Which of a thread's ids in front of `end` may reach the score `least`.
 DEVICE uint32_t in_front_of(const Row& row, const Rank& end, const float (&logits)[IDS], int column,
                             const PhiloxWords& words, float least) {
     uint32_t in_front = 0;
     UNROLL
     for (int e = 0; e < IDS; ++e) {
-        const float least_power = log2_normal_approx(uniform(words.w[e])) - 0x1p-18f;
-        const float most = fused_multiply_add(logits[e], row.factor, -least_power);
+        const float most = most_score_of(row, logits[e], words.w[e]);
         in_front |= static_cast<uint32_t>(end.is_behind(logits[e], column + e) && !(most < least)) << e;
     }
     return in_front;
@@ -448,8 +452,7 @@ DEVICE uint32_t in_front_of(const Row& row, const Rank& end, const float (&logit
 // -infinity and NaN as well where nothing is found yet.
 DEVICE bool may_lead(const Row& row, const float (&logits)[IDS], const PhiloxWords& words, float least) {
     const uint32_t word = minimum(minimum(words.w[0], words.w[1]), minimum(words.w[2], words.w[3]));
-    const float top = largest_of(logits), least_power = log2_normal_approx(uniform(word)) - 0x1p-18f;
-    return !(fused_multiply_add(top, row.factor, -least_power) < least);
+    return !(most_score_of(row, largest_of(logits), word) < least);
 }
 
 // The winner among the ids of a row that are in front of shared.end, which the first thread has set. Once a tile a warp
@@ -517,12 +520,12 @@ DEVICE uint64_t first_of_all(Shared& shared, const Row& row, Tile& first) {
 // ---------------------------------------------------------------- what is kept
 
 // What a warp has found: vectors that wait to be looked at closely, and the ids whose logits reach `least`, as far as there is
-// room, the first `raced` with the keys of their scores.
+// room, with the keys of their scores.
 struct Listing {
     SharedAddress staged;           // in 32 bits, of which no store computes more than a sum
     uint32_t* own;                  // `room` logits, their ids, and the keys
     float least;
-    int room, num_staged, count, raced;
+    int room, num_staged, count;
 
     int listed() const { return minimum(count, room); }
     float& logit(int at) const { return reinterpret_cast<float*>(own)[at]; }
@@ -533,13 +536,7 @@ struct Listing {
 DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float least) {
     const int room = params.segment;
     uint32_t* const own = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(Shared)) + 3 * room * warp_id();
-    return Listing{shared_address(&shared.staged[warp_id()]),
-                   own,
-                   least,
-                   room,
-                   0,
-                   0,
-                   0};
+    return Listing{shared_address(&shared.staged[warp_id()]), own, least, room, 0, 0};
 }
 
 // The rank-th largest key of a warp, cut off to its upper half, in every lane: two bits a turn, whose three questions are asked
@@ -572,6 +569,7 @@ DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& 
     for (int bucket = static_cast<int>(threadIdx.x); bucket < BUCKETS; bucket += THREADS) {
         shared.buckets.leaders[bucket] = 0;
         shared.buckets.weights[bucket] = shared.buckets.counts[bucket] = shared.buckets.keys[bucket] = 0;
+        if (bucket <= GROUPS) shared.leads[bucket] = 0;
     }
     float most = -INFINITY_F32;
     UNROLL
@@ -625,61 +623,87 @@ DEVICE uint32_t units_of(const Row& row, float logit, float most) {
     return static_cast<uint32_t>(fused_multiply_add(weight, BUCKET_UNITS, 0.5f));
 }
 
-// Gives a warp's next ids of the list their scores, and puts them into buckets.
-DEVICE void race_listed(Shared& shared, const Row& row, Listing& listing) {
-    __syncwarp();
-    const int at = listing.raced + lane_id();
-    if (at < listing.listed()) {
-        const int id = static_cast<int>(listing.id(at));
-        const float logit = listing.logit(at);
-        const PhiloxWords words = words_of(row, id);
-        const uint64_t place = race(row, logit, id, one_of(words.w, id % IDS));
-        const uint32_t key = key_of_place(place);
-        listing.score(at) = key;
-        const Sample& sample = shared.samples[warp_anew()];
-        const int bucket = sample.bucket_of(logit);
-        atomicAdd(&shared.buckets.weights[bucket], units_of(row, logit, sample.most));
-        atomicAdd(&shared.buckets.counts[bucket], 1u);
-        // A maximum of 64 bits is a loop, which few enter.
-        if (atomicMax(&shared.buckets.keys[bucket], key) <= key) atomicMax(&shared.buckets.leaders[bucket], place);
-    }
-    listing.raced += WARP_SIZE;
+// Of each lane's group of buckets: the key of the best score in front of it, as far as the block knows.
+DEVICE uint32_t lead_in_front_of(Shared& shared, int group) {
+    // Read as others change it.
+    uint32_t lead = lane_id() < GROUPS ? atomicMax(&shared.leads[lane_id()], 0u) : 0;
+    UNROLL
+    for (int distance = 1; distance < GROUPS; distance *= 2)
+        lead = maximum(lead, __shfl_up_sync(FULL_WARP, lead, static_cast<unsigned>(distance)));
+    return __shfl_sync(FULL_WARP, lead, group);
 }
 
-// Lists what a round of staged vectors holds.
-DEVICE void list_staged(Shared& shared, Listing& listing) {
+// Enters an id in the race of its bucket; told is the key of its score.
+DEVICE uint32_t race_in_bucket(Shared& shared, const Row& row, int bucket, float logit, int id, uint32_t word) {
+    const uint64_t place = race(row, logit, id, word);
+    const uint32_t key = key_of_place(place);
+    atomicMax(&shared.leads[bucket / static_cast<int>(WARP_SIZE) + 1], key);
+    // A maximum of 64 bits is a loop, which few enter.
+    if (atomicMax(&shared.buckets.keys[bucket], key) <= key) atomicMax(&shared.buckets.leaders[bucket], place);
+    return key;
+}
+
+// The last id of a lane's vector that is to be listed, if any is, and whether others are.
+struct Wanted {
+    bool any = false, others = false;
+    int at = 0;
+
+    Wanted(const float (&logits)[IDS], float least) {
+        UNROLL
+        for (int e = 0; e < IDS; ++e) {
+            const bool reached = logits[e] >= least;
+            others = others || (any && reached);
+            any = any || reached;
+            at = reached ? e : at;
+        }
+    }
+};
+
+// Lists one id of each vector of a round of what is staged, with its score, and puts it into its bucket. Vectors that hold others
+// are staged again without it. Who is behind an id with a larger score leads nobody, since that one is kept where it is: such need no
+// exact score, and count as if theirs were the lowest.
+DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing) {
     __syncwarp();
-    const int first = maximum(listing.num_staged - static_cast<int>(WARP_SIZE), 0), at = first + lane_id();
+    const int first = maximum(listing.num_staged - static_cast<int>(WARP_SIZE), 0), from = first + lane_id();
+    const int to = listing.count + lane_id();
     float logits[IDS];
     UNROLL
     for (int e = 0; e < IDS; ++e) logits[e] = -INFINITY_F32;
     int column = 0;
-    if (at < listing.num_staged) {
-        unpack<float>(shared.staged[warp_id()].vectors[at], logits);
-        column = shared.staged[warp_id()].columns[at];
+    if (from < listing.num_staged) {
+        unpack<float>(shared.staged[warp_id()].vectors[from], logits);
+        column = shared.staged[warp_id()].columns[from];
     }
     // What is staged next takes their place.
     __syncwarp();
+    listing.count += listing.num_staged - first;
     listing.num_staged = first;
-    UNROLL
-    for (int e = 0; e < IDS; ++e) {
-        const bool wanted = logits[e] >= listing.least;
-        const uint32_t lanes = __ballot_sync(FULL_WARP, wanted);
-        const int to = listing.count + lanes_before(lanes);
-        if (wanted && to < listing.room) {
-            listing.logit(to) = logits[e];
-            listing.id(to) = static_cast<uint32_t>(column + e);
-        }
-        listing.count += __popc(lanes);
+    const Wanted wanted(logits, listing.least);
+    const float logit = one_of(logits, wanted.at);
+    const uint32_t word = one_of(words_of(row, column).w, wanted.at);
+    const Sample& sample = shared.samples[warp_anew()];
+    const int bucket = sample.bucket_of(logit), id = column + wanted.at;
+    const uint32_t in_front = lead_in_front_of(shared, bucket / static_cast<int>(WARP_SIZE));
+    if (wanted.any && to < listing.room) {
+        uint32_t key = 0;
+        if (key_of(most_score_of(row, logit, word)) >= in_front) key = race_in_bucket(shared, row, bucket, logit, id, word);
+        listing.logit(to) = logit;
+        listing.id(to) = static_cast<uint32_t>(id);
+        listing.score(to) = key;
+        atomicAdd(&shared.buckets.weights[bucket], units_of(row, logit, sample.most));
+        atomicAdd(&shared.buckets.counts[bucket], 1u);
     }
+    if (!__any_sync(FULL_WARP, wanted.others)) return;
+    UNROLL
+    for (int e = 0; e < IDS; ++e)
+        if (e == wanted.at) logits[e] = -INFINITY_F32;
+    stage(listing, logits, column, wanted.others);
 }
 
-// Deals with what is staged and listed, as long as there are `least` of it: by whole warps while memory is waited for, and what is
-// left at the end.
-DEVICE void list_and_race(Shared& shared, const Row& row, Listing& listing, int least) {
-    if (listing.num_staged < least && listing.listed() - listing.raced < least) return;
-    while (listing.num_staged >= least) list_staged(shared, listing);
-    while (listing.listed() - listing.raced >= least) race_listed(shared, row, listing);
+// Deals with what is staged, as long as there are `least` of it: by whole warps while memory is waited for, and what is left at the
+// end.
+DEVICE void list_all_staged(Shared& shared, const Row& row, Listing& listing, int least) {
+    while (listing.num_staged >= least) list_staged(shared, row, listing);
 }
 
 DEVICE Leader leader_of_warp(const Leader& own) {
@@ -828,15 +852,12 @@ DEVICE void add_weights(const Row& row, HalfTile& logits, float& most, float& of
     }
 }
 
-// Puts what is to be listed of half a tile aside. Where there may be no room for two loads more, a round or two is listed at once.
-DEVICE void stage_half(Shared& shared, const Row& row, Listing& listing, int tile, int half, const HalfTile& logits) {
+// Puts what is to be listed of half a tile aside.
+DEVICE void stage_half(const Row& row, Listing& listing, int tile, int half, const HalfTile& logits) {
     const int first = column_of(row.vocab_size, tile), apart = parts_apart(row.vocab_size);
     UNROLL
-    for (int load = 0; load < HALF; ++load) {
-        if (load % 2 == 0 && listing.num_staged > STAGED - 2 * static_cast<int>(WARP_SIZE))
-            list_and_race(shared, row, listing, WARP_SIZE);
+    for (int load = 0; load < HALF; ++load)
         stage(listing, logits[load], first + part_of(half * HALF + load) * apart, largest_of(logits[load]) >= listing.least);
-    }
 }
 
 // Reads a row once. The sum of a row with NaN or infinity is NaN unless CAREFUL, where the former counts as -infinity and the
@@ -849,17 +870,17 @@ DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row, Tile& 
     // What is left is dealt with by another turn, so that its code has been run before: code that runs once waits for memory.
     for (int tile = 0;; ++tile) {
         const bool last = tile == tiles;
-        if (!last) {
-            UNROLL
-            for (int half = 0; half < 2; ++half) {
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            if (!last) {
                 HalfTile& own = half_of(logits, half);
                 add_weights<CAREFUL>(row, own, most, offset, sum);
-                if constexpr (!CAREFUL) stage_half(shared, row, listing, tile, half, own);
+                if constexpr (!CAREFUL) stage_half(row, listing, tile, half, own);
                 // The other half is on its way, and this one's next follows it before what is staged is looked at.
                 if (tile + 1 < tiles) load_from<WIDE>(row.logits, row.vocab_size, tile + 1, half * HALF, own);
             }
+            if constexpr (!CAREFUL) list_all_staged(shared, row, listing, last ? 1 : WARP_SIZE);
         }
-        if constexpr (!CAREFUL) list_and_race(shared, row, listing, last ? 1 : WARP_SIZE);
         if (last) break;
     }
     __syncwarp();

@@ -138,10 +138,9 @@ impl Options {
         shared.then(reason).or_else(|| self.grouped.quantised.hopper_misfit(vectorised))
     }
 
-    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the call: of many rows, and of so few
-    /// that few experts may have any, whose weights all multiprocessors bring sooner in large units.
+    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the call.
     fn suits_large(&self) -> bool {
-        self.grouped.quantised.weights == Weights::Fp8 && !(2..=FEW_ROWS).contains(&self.grouped.expected_rows)
+        self.grouped.quantised.weights == Weights::Fp8 && self.grouped.expected_rows > FEW_ROWS
     }
 
     /// The portable kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.

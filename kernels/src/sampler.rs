@@ -8,22 +8,27 @@ const FILE: &str = "sampler.cu";
 const CHECK: Arguments = Arguments { operator: "sampler" };
 /// The most logits of a row.
 pub const MAX_VOCAB_SIZE: usize = 1 << 20;
-/// Threads of a block for rows up to [`SHORT_ROW`], for longer ones whose ids are limited, and for longer ones that are not.
-const THREADS: [usize; 3] = [128, 512, 1024];
+/// Threads of a block, and whether they list ids: for rows up to [`SHORT_ROW`], and for longer ones that are limited and that are
+/// not (6 % slower where they could be).
+const VARIANTS: [(usize, bool); 3] = [(128, true), (1024, true), (1024, false)];
 /// Rows up to here are short: several blocks share a multiprocessor.
 const SHORT_ROW: usize = 2048;
-/// Shared memory of a block apart from what its warps list, at most, for each of [`THREADS`]; bytes.
-const OWN_SHARED_BYTES: [u64; 3] = [24 << 10, 56 << 10, 12 << 10];
-/// Ids that a warp has room to list, at most, for each of [`THREADS`]: all of a short row, twice what it is to find of a
-/// long one, and none where nothing is limited.
-const SEGMENT: [usize; 3] = [512, 512, 0];
+/// Shared memory of a block apart from what its warps list, at most, for each of [`VARIANTS`]; bytes.
+const OWN_SHARED_BYTES: [u64; 3] = [24 << 10, 80 << 10, 12 << 10];
+/// Ids that a warp has room to list, at most, for each of [`VARIANTS`]: all of a short row, and twice what it is to find of a long
+/// one.
+const SEGMENT: [usize; 3] = [512, 256, 0];
 /// Bytes of an id that is listed: its logit, itself, and its score.
 const LISTED_BYTES: usize = 12;
 const WARP_SIZE: usize = 32;
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
-    THREADS.iter().map(|threads| module(FILE, &[("THREADS", threads.to_string())])).collect()
+    VARIANTS.into_iter().map(|variant| module(FILE, &defines(variant))).collect()
+}
+
+fn defines((threads, lists): (usize, bool)) -> [(&'static str, String); 2] {
+    [("THREADS", threads.to_string()), ("LISTS", u8::from(lists).to_string())]
 }
 
 /// Draws one token of each row; returns the kernel that ran. Its tensors:
@@ -53,14 +58,14 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let [num_rows, vocab_size] = call.bind(["num_rows", "vocab_size"])?;
     let limited = ["top_k", "top_p", "min_p"].iter().any(|name| views.get(name).is_some());
     let kind = if vocab_size <= SHORT_ROW { 0 } else { 2 - usize::from(limited) };
-    let (threads, own) = (THREADS[kind], OWN_SHARED_BYTES[kind]);
+    let ((threads, _), own) = (VARIANTS[kind], OWN_SHARED_BYTES[kind]);
     let of_an_id = threads / WARP_SIZE * LISTED_BYTES;
     let room = device.environment().shared_bytes_per_block.saturating_sub(own) as usize / of_an_id;
     let segment = SEGMENT[kind].min(room);
     let params = call.params(&["logits", "temperature", "top_k", "top_p", "min_p", "seed", "step", "tokens"]);
     let params = params.i32("vocab_size", vocab_size)?.i32("segment", segment)?;
     let name = if call.vectorised_rows(&["logits"]) { "sampler_vector" } else { "sampler_scalar" };
-    let kernel = device.kernel(FILE, &[("THREADS", threads.to_string())], name)?;
+    let kernel = device.kernel(FILE, &defines(VARIANTS[kind]), name)?;
     let config = LaunchConfig::linear("sampler", "logits", num_rows as u64, threads as u32)?;
     kernel.launch(LaunchConfig { shared_bytes: (of_an_id * segment) as u32, ..config }, &params)?;
     Ok(name)

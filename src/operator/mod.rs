@@ -42,7 +42,7 @@ pub use sequence::{Repeat, Sequence};
 /// How large a sweep's cases are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Profile {
-    /// Some minutes on two cores.
+    /// Half an hour on two cores for all operators, a minute for most single ones.
     Quick,
     /// What a merge waits for.
     Ci,

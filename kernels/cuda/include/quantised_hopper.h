@@ -5,7 +5,7 @@
 // Weights are the rows of a product and tokens its columns, so that few tokens leave the tensor cores little to do that
 // nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales.
 // Blocks take such units in turn. Three warpgroups, or two where a block has 64 features (FEATURES) and one consumer, as experts'
-// first layer of FP8 has:
+// first layer of MXFP4 of 16 tokens has:
 //   0 and 1  consumers, 64 features each. Of each stage the products are accumulated from zero, multiplied by the
 //            scales of their tokens and of the block of weights, and added to sums in fp32: the tensor cores keep 13
 //            fraction bits (hopper.h), over the 128 numbers of a group and no more. While one promotes, the other's
@@ -80,8 +80,8 @@ constexpr int GROUP = 128;
 constexpr int CONSUMER_FEATURES = 64, CONSUMERS = FEATURES / CONSUMER_FEATURES;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int PRODUCERS = WARPGROUP_SIZE / WARP_SIZE;
-// Three blocks of one consumer share a multiprocessor, and its memory.
-constexpr int STAGES = TOKENS == 128 || (CONSUMERS == 1 && !MXFP4) ? 6 : 8;
+static_assert(CONSUMERS == 2 || MXFP4, "units of FP8 have 128 features");
+constexpr int STAGES = TOKENS == 128 ? 6 : 8;
 // Of MXFP4: numbers that share a scale, which are 16 bytes of codes and a step of wgmma; of a stage's rows; scales of a token.
 constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
 // Of FP8: blocks of w whose scales a stage has.
@@ -89,8 +89,8 @@ constexpr int W_BLOCKS = MXFP4 ? 1 : RowsOfW::BLOCKS;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
 constexpr int HELD = CONSUMERS == 1 ? 3 : MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 ? (MXFP4 ? 72 : 80) : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
-constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 ? (MXFP4 ? 88 : 80) : HELD == 2 ? 88 : MXFP4 ? 192 : 176;
+constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 ? 72 : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
+constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 || HELD == 2 ? 88 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
@@ -258,7 +258,7 @@ DEVICE void copy_rows(SharedAddress target, const uint8_t* codes, int64_t stride
 // Where 16 bytes of codes of MXFP4 lie, a step of a row: eight rows' are in different banks.
 DEVICE constexpr int packed_offset(int row, int step) { return row * 64 + 16 * (step ^ (row / 2 & 3)); }
 
-// The same of a consumer's rows of w where they are not in order, eight at a time: there are all of them or none.
+// The same of the unit's rows of w where they are not in order, eight at a time: there are all of them or none.
 DEVICE void copy_eights(SharedAddress target, const Unit& unit, int64_t begin) {
     constexpr int STEP = WARP_SIZE / 8;
     const QuantisedProduct& product = unit.product;
@@ -268,7 +268,7 @@ DEVICE void copy_eights(SharedAddress target, const Unit& unit, int64_t begin) {
     const uint8_t* source = product.w + unit.rows.row(unit.part.column + lane_row) * stride + begin + 16 * chunk;
     const SharedAddress places[2] = {target + panel_offset(lane_row, chunk), target + panel_offset(lane_row + STEP, chunk)};
     UNROLL
-    for (int i = 0; i < CONSUMER_FEATURES / GRANULE; source += unit.rows.step(i, GRANULE * stride, stride), ++i) {
+    for (int i = 0; i < FEATURES / GRANULE; source += unit.rows.step(i, GRANULE * stride, stride), ++i) {
         const bool wanted = in_row && i * GRANULE < columns;
         copy_async_16(places[0] + i * (GRANULE * 128), wanted ? source : product.w, wanted);
         copy_async_16(places[1] + i * (GRANULE * 128), wanted ? source + STEP * stride : product.w, wanted);
