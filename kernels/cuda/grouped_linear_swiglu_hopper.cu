@@ -260,20 +260,12 @@ DEVICE void copy_codes(const GroupedLinearSwigluParams& params, const Slice& sli
 
 // ---------------------------------------------------------------- units
 
-// What a consumer has made of a unit's sums, and where its codes belong.
-struct Activated {
-    Products o;
-    int64_t row = 0;  // the tile's first
-    int32_t matrix = 0, count = 0, feature = 0;
-};
-
 // Codes and scales of a consumer's sums. What one lap of barriers keeps apart is stored to again only behind the next one's.
 struct QuantisedUnits {
     const GroupedLinearSwigluParams& params;
     SharedAddress shared;
     uint32_t told = 0;  // units whose magnitudes slices have told
     Weights weights = {};
-    Activated own = {};
 
     // Of more tokens the products leave no registers.
     void begin(const Unit& unit) {
@@ -284,38 +276,32 @@ struct QuantisedUnits {
         const Slice slice(consumer);
         WayOut& out = way_out(consumer);
         if constexpr (LANE_WEIGHTS > 1) load_weights(params, unit, weights);
-        activate(params, total, weights, own.o);
-        own.row = first_row(unit);
-        own.matrix = unit.matrix;
-        own.count = count_tokens(unit);
-        own.feature = static_cast<int32_t>(unit.part.column / 2) + static_cast<int32_t>(consumer) * SLICE_FEATURES;
-        leave_magnitudes(own.o, out);
+        Products o;
+        activate(params, total, weights, o);
+        leave_magnitudes(o, out);
         slice.meet();
-        if (FusedShared::target().log2_group == LOG2_OF_128) tell_magnitudes(slice, out, shared, told);
-        ++told;
-        quantise(slice, out);
-    }
-
-    // Of the last unit that was told.
-    void quantise(const Slice& slice, WayOut& out) const {
-        const QuantisedRows target = part_of_rows(params, FusedShared::target(), own.matrix);
-        scale_tokens(slice, target, out);
+        const QuantisedRows target = part_of_rows(params, FusedShared::target(), unit.matrix);
+        const int32_t feature = static_cast<int32_t>(unit.part.column / 2) + static_cast<int32_t>(consumer) * SLICE_FEATURES;
+        scale_tokens(slice, unit, target, feature, out);
         slice.meet();
-        encode(own.o, target.scale_type == FP32, warp_id() % 4 * 8 + lane_id() / 4, out);
+        encode(o, target.scale_type == FP32, warp_id() % 4 * 8 + lane_id() / 4, out);
         slice.meet();
-        copy_codes(params, slice, out, target.codes + own.row * params.codes_stride + own.feature, own.count,
-                   static_cast<int32_t>(params.columns / 2) - own.feature);
+        copy_codes(params, slice, out, target.codes + first_row(unit) * params.codes_stride + feature, count_tokens(unit),
+                   static_cast<int32_t>(params.columns / 2) - feature);
     }
 
     // A thread has a token.
-    void scale_tokens(const Slice& slice, const QuantisedRows& target, WayOut& out) const {
-        if (slice.thread >= TOKENS) return;
-        const int token = slice.thread;
+    void scale_tokens(const Slice& slice, const Unit& unit, const QuantisedRows& target, int32_t feature, WayOut& out) {
         const bool is_shared = target.log2_group == LOG2_OF_128;
-        const uint32_t magnitude = is_shared ? largest_of_tile(shared, told - 1, token) : largest_of_slice(out, token);
-        const float scale = scale_of(target, __uint_as_float(magnitude));
-        out.scales[token] = scale;
-        if (token < own.count) store_row_scales(target, slice, own.row + token, own.feature, scale);
+        if (is_shared) tell_magnitudes(slice, out, shared, told);
+        if (slice.thread < TOKENS) {
+            const int token = slice.thread;
+            const uint32_t magnitude = is_shared ? largest_of_tile(shared, told, token) : largest_of_slice(out, token);
+            const float scale = scale_of(target, __uint_as_float(magnitude));
+            out.scales[token] = scale;
+            if (token < count_tokens(unit)) store_row_scales(target, slice, first_row(unit) + token, feature, scale);
+        }
+        ++told;
     }
 };
 

@@ -90,7 +90,7 @@ constexpr int W_BLOCKS = MXFP4 ? 1 : RowsOfW::BLOCKS;
 // consumers take what the producer leaves.
 constexpr int HELD = CONSUMERS == 1 ? 3 : MXFP4 && TOKENS <= 16 ? 2 : 1;
 constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 ? 72 : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
-constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 || HELD == 2 ? 88 : MXFP4 ? 192 : 176;
+constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD > 1 ? 88 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
