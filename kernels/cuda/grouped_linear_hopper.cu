@@ -27,7 +27,6 @@
 #include "grouped_linear.h"
 #include "rows_of_w.h"
 
-constexpr int FEATURES = 128;
 using RowsOfW = RowsInOrder;
 #include "quantised_hopper.h"
 

@@ -2,38 +2,33 @@
 // sm_90a: grouped_linear_swiglu.cu, which has the formulas, with warpgroup matrix products of e4m3.
 //
 // How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which tiles there are. A tile
-// is TOKENS rows of an expert by 128 features, whole groups of either size, which take 256 rows of w: a cluster of blocks has it,
-// two of 128 rows each, or four of 64 of MXFP4 with 16 tokens, where two consumers would have no registers. Each consumer has 64
-// rows, a slice of 32 features: eight of gate, the eight of up of the same features, and so on (rows_of_w.h), of which a thread has
-// gate and up of one feature of two tokens of each eight in its registers. What it makes of them stays there. The largest
-// magnitudes of a token's 32 features are those of 8 lanes and 4 warps; of groups of 128 each slice tells its own to all blocks of
-// the cluster, which is all that these exchange. Then codes go through the consumer's place in shared memory, so that a lane stores
-// 16 neighbours. The sums of a slice are one consumer's, stage after stage, as those of every other kernel of this product are: no
-// bit depends on which one runs.
+// is TOKENS rows of an expert by 128 features, whole groups of either size, which take 256 rows of w: a cluster of two blocks has
+// it, one with gate's rows and one with up's (rows_of_w.h), each as the product alone has them. When all sums are there, each
+// block keeps those of every second token and sends the others to the thread of the other block that has them of the same features:
+// 4 bytes of two features of each eight tokens. So a thread has gate and up of two features of its tokens, and a block all features
+// of its half of the tokens: scales and codes are made without another exchange. Codes go through the consumer's place in shared
+// memory, so that a lane stores 16 neighbours. The sums of a slice of w are one consumer's, stage after stage, as those of every
+// other kernel of this product are: no bit depends on which one runs.
 //
-// Of MXFP4 what a producer does for a stage is as much for 64 rows as for 128, and issue slots are short: 192 slots took 608 us in
-// blocks of 64 rows. Blocks whose features are behind the last one bring nothing, and take part in the exchange.
-//
-// Which clusters fit together is said by the processing clusters of the GPU: of four blocks, three to a multiprocessor, an H200 has 92
-// and not 99. Clusters take tiles in turn, so that one that has to wait for another's end begins its turns then: 96 of them took
-// 718 us in place of 532 of 192 slots of FP8, whose blocks had that size. The launcher asks the driver.
+// Which clusters fit together is said by the processing clusters of the GPU. Clusters take tiles in turn, so that one that has to
+// wait for another's end begins its turns then: of the blocks of 64 rows that there were before, 96 clusters of four, in place of the
+// 92 that fit, took 718 us in place of 532. The launcher asks the driver.
 //
 // While the producer brings the first stages, the consumers quantise the rows of nobody.
 //
 // Floors: the bytes of w of the experts that have rows at 4.24 TB/s: 6 experts of [4096, 4096] 23.7 us, of MXFP4 12.6 us with its
 // scales; 256 experts 1.01 and 0.54 ms. Expected to limit: of FP8 memory; of MXFP4 the consumers' instructions as much as memory
-// (quantised_hopper.h). On top of a product a unit costs a consumer warp some 250 instructions with 8 tokens, and an exchange of some
-// 700 ns that other blocks of the multiprocessor do not wait for, but all of them at the end of a single round.
-// Measured on one H200, masked, 6, 192 and 768 slots, and in the same call the product alone, behind which the activation takes
-// 1.9 to 2.5 us more: MXFP4 27.9, 398 and 741 us (26.1, 383 and 724 alone; the portable kernel that was there before took 178 of
-// 6 slots on an H100). FP8 33.4, 511 and 924 us (29.5, 490 and 899 alone; in another call 33.4, 529 and 973 beside 29.8, 506 and
-// 936), where clusters of four blocks of 64 rows, three to a multiprocessor, took 39.8, 510 and 935, and the kernel for many
-// rows 34.3, 567 and 1045. To have the producers begin before the cluster has met gained nothing, nor did 256 bytes of a row at
-// a time from memory, eleven stages in place of eight, or codes of FP8 that are made behind the next unit's products, when the
-// others have long told. With interleaved rows and groups of 32 it takes 32.7, 495 and 895 us: what 192 and 768 slots lose is
-// lost where rows of gate and of up lie apart. Six experts have 96 tiles for 66 clusters; the product alone halves the units of
-// its last round.
-// MXFP4, contiguous, 24576 and 196608 rows: 3.07 and 15.8 ms.
+// (quantised_hopper.h). On top of a product a unit costs a consumer warp some 200 instructions, and an exchange of some 700 ns, in
+// which the producer goes on.
+// Measured on one H200, masked, 6, 192 and 768 slots, in one call, with the product alone there, behind which the activation takes
+// 1.9 to 2.5 us more: FP8 32.4, 491 and 900 us (29.6, 497 and 914 alone), with interleaved rows and groups of 32 33.1, 501 and 909;
+// MXFP4 27.6, 377 and 704 (26.0, 363 and 692 alone). Blocks that had 64 rows of gate and the 64 of up took 33.4, 514 and 927 and, of
+// MXFP4, 27.9, 382 and 715 in that call. Tried there, 768 slots, us: nothing told, no clusters, nothing behind the sums, and rows
+// side by side with one scale for all of a block 890; all that but the last 935; so it was where rows lay and two scales a stage that
+// cost, in instructions of the producer as well: as many copies with their addresses multiplied anew took 1002. Six experts have 96
+// tiles for 66 clusters; the product alone halves the units of its last round. To have the producers begin before the cluster has
+// met gained nothing, nor did ending without waiting for the cluster, 256 bytes of a row at a time from memory, or eleven stages in
+// place of eight. MXFP4, contiguous, 24576 rows: 3.01 ms (3.05 before), 196608 rows 15.8 ms before.
 //
 // Defines
 //   TOKENS   columns of a product, rows of an expert: 16, of MXFP4 also 8, 64 or 128
@@ -48,25 +43,24 @@
 #include "grouped_linear_swiglu.h"
 #include "rows_of_w.h"
 
-constexpr int FEATURES = WEIGHTS == 2 && TOKENS == 16 ? 64 : 128;  // of gate and of up, a block's rows of w
-using RowsOfW = RowsOfGateAndUp;
+using RowsOfW = RowsOfGateOrUp;
 #include "quantised_hopper.h"
 
-// Of a tile: rows of w, and of them a consumer's; features of a slice.
-constexpr int TILE_ROWS = 256, SLICES = TILE_ROWS / CONSUMER_FEATURES, SLICE_FEATURES = CONSUMER_FEATURES / 2;
-constexpr uint32_t CLUSTER = TILE_ROWS / FEATURES;
+constexpr uint32_t CLUSTER = 2;
+constexpr int OWN_TOKENS = TOKENS / 2;                      // of a tile, those of which a block gets gate and up
+constexpr int GROUP_WARPS = 2, CONSUMER_GROUPS = 4 / GROUP_WARPS;  // of 32 features, a warp has 16
 constexpr int LOG2_OF_128 = 7;
 
 struct TileShape {
-    static constexpr int ROWS = TOKENS, COLUMNS = TILE_ROWS, STAGE_DEPTH = GROUP;
+    static constexpr int ROWS = TOKENS, COLUMNS = 2 * FEATURES, STAGE_DEPTH = GROUP;
 };
 
 // What a consumer has in shared memory for what becomes of its sums, in the place of sums that are stored.
 struct WayOut {
-    static constexpr int CODES_STRIDE = SLICE_FEATURES + 16;  // four tokens' codes of a feature are in different banks
-    uint32_t of_warps[4][TOKENS];  // largest magnitudes, as bits
-    float scales[TOKENS];
-    alignas(16) uint8_t codes[TOKENS][CODES_STRIDE];
+    static constexpr int CODES_STRIDE = CONSUMER_FEATURES + 16;  // four tokens' codes of a feature are in different banks
+    uint32_t of_warps[4][OWN_TOKENS];  // largest magnitudes, as bits
+    float scales[CONSUMER_GROUPS][OWN_TOKENS];
+    alignas(16) uint8_t codes[OWN_TOKENS][CODES_STRIDE];
 };
 static_assert(sizeof(WayOut) <= Shared::SUM_TOKENS * Shared::SUM_STRIDE * 4, "what sums become exceeds the place of sums");
 
@@ -74,30 +68,32 @@ DEVICE WayOut& way_out(uint32_t consumer) {
     return reinterpret_cast<WayOut*>(dynamic_shared() + Shared::SUMS)[consumer];
 }
 
-// Magnitudes that slices tell each other lie in one of PLACES places in turn. A slice that tells those of the second unit behind one
-// has been told those of the unit between by all, who have read the first one's by then.
+// Sums that blocks tell each other lie in one of PLACES places in turn. Who tells those of the second unit behind one has been told
+// those of the unit between by all threads of the other consumer, which have read the first one's by then.
 constexpr uint32_t PLACES = 2;
 
 // Behind what units have there. What is computed of parameters once would be kept in registers, which are scarce.
 struct FusedShared {
     static constexpr int ENDS = Shared::BYTES;               // of count_tiles
     static constexpr int TARGET = ENDS + MAX_EXPERTS * 4;    // QuantisedRows
-    static constexpr int TOLD = TARGET + static_cast<int>(sizeof(QuantisedRows));  // mbarriers [PLACES]
-    static constexpr int MAGNITUDES = TOLD + 8 * PLACES;     // uint32_t [PLACES][SLICES][TOKENS]
-    static constexpr int PLACE_BYTES = SLICES * TOKENS * 4;
-    static constexpr int BYTES = MAGNITUDES + PLACES * PLACE_BYTES;
+    static constexpr int TOLD = TARGET + static_cast<int>(sizeof(QuantisedRows));  // mbarriers [PLACES][CONSUMERS]
+    static constexpr int PAIRS = TOLD + 8 * PLACES * CONSUMERS;  // uint32_t [PLACES][CONSUMERS][N8][WARPGROUP_SIZE]
+    static constexpr int PAIRS_BYTES = N8 * WARPGROUP_SIZE * 4;  // that a consumer is told of a unit
+    static constexpr int BYTES = PAIRS + PLACES * CONSUMERS * PAIRS_BYTES;
 
     static QuantisedRows& target() { return *reinterpret_cast<QuantisedRows*>(dynamic_shared() + TARGET); }
-    static constexpr int told(uint32_t unit) { return TOLD + 8 * (unit % PLACES); }
-    static constexpr int magnitude(uint32_t unit, int slice, int token) {
-        return MAGNITUDES + unit % PLACES * PLACE_BYTES + (slice * TOKENS + token) * 4;
+    static constexpr uint32_t place(uint32_t unit, uint32_t consumer) { return unit % PLACES * CONSUMERS + consumer; }
+    static constexpr int told(uint32_t unit, uint32_t consumer) { return TOLD + 8 * place(unit, consumer); }
+    static constexpr int pair(uint32_t unit, uint32_t consumer, int n, int thread) {
+        return PAIRS + place(unit, consumer) * PAIRS_BYTES + (n * WARPGROUP_SIZE + thread) * 4;
     }
 };
 static_assert((FusedShared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_swiglu_hopper, FusedShared::BYTES)
 
-// Tiles of experts, of which each block of a cluster has its own rows.
-struct UnitsOfGateAndUp {
+// Tiles of experts: of each the first block of a cluster has gate's rows, and the second one up's. A block's features are those of
+// the tile, and its columns those of gate or of up alone.
+struct UnitsOfGateOrUp {
     static constexpr uint32_t CLUSTER = ::CLUSTER;
     ExpertTiles<TileShape> tiles;
     int32_t interleaved;
@@ -106,19 +102,56 @@ struct UnitsOfGateAndUp {
     Unit at(int64_t number) const {
         const GroupedLinearParams& params = tiles.params;
         const ExpertTile tile = tiles[number];
-        const QuantisedProduct product = product_of_expert(params, tile.expert);
+        QuantisedProduct product = product_of_expert(params, tile.expert);
         Part part = part_of<TileShape>(product.result, tile.number);
-        part.column += static_cast<int64_t>(cluster_rank() * FEATURES);
-        if (part.column >= params.columns) part.end = part.begin;
-        const RowsOfGateAndUp rows = RowsOfGateAndUp::of(params.columns / 2, interleaved);
+        part.column /= 2;
+        product.result.columns = params.columns / 2;
+        const RowsOfGateOrUp rows = RowsOfGateOrUp::of(params.columns / 2, interleaved, cluster_rank() == 1);
         return Unit{product, part, FEATURES, rows, params.expert_offsets ? 0 : tile.expert};
     }
 };
 
-// ---------------------------------------------------------------- activation
+// ---------------------------------------------------------------- gate and up
 
-// Of a thread's feature two tokens of each eight.
+// A consumer of a block, and which thread.
+struct Share {
+    uint32_t consumer, rank;
+    int thread;
+
+    explicit Share(uint32_t consumer)
+        : consumer(consumer), rank(cluster_rank()), thread(static_cast<int>(threadIdx.x) % WARPGROUP_SIZE) {}
+
+    // The place of the tile's token of which the block has gate and up.
+    int token(int own) const { return 2 * own + static_cast<int>(rank); }
+    // Of a thread's sums those of the eight tokens n.
+    int own(int n) const { return 4 * n + lane_id() % 4; }
+    void meet() const { named_barrier_sync(1, CONSUMER_THREADS); }
+};
+
+// A feature's gate or up and that of the feature eight further, rounded, of one token of each eight.
+using Pairs = uint32_t[N8];
+// What these become.
 using Products = float[N8][2];
+
+// Of a thread's two neighbouring tokens of each eight the first one's are the first block's to take on, the second one's the second
+// block's: sums of the others go to the same thread of the other block, and its own come from there. `unit`: how many came before.
+DEVICE void exchange_sums(const Share& share, SharedAddress shared, uint32_t unit, const float (&total)[N8][4], Pairs& kept,
+                          Pairs& received) {
+    const SharedAddress told = shared + FusedShared::told(unit, share.consumer);
+    if (share.thread == 0) mbarrier_arrive_expect(told, FusedShared::PAIRS_BYTES);
+    UNROLL
+    for (int n = 0; n < N8; ++n) {
+        const uint32_t first = pack_bf16(total[n][0], total[n][2]), second = pack_bf16(total[n][1], total[n][3]);
+        kept[n] = share.rank == 0 ? first : second;
+        store_at(shared + FusedShared::pair(unit, share.consumer, n, share.thread), share.rank == 0 ? second : first, told,
+                 1 - share.rank);
+    }
+    mbarrier_wait(told, unit / PLACES & 1);
+    UNROLL
+    for (int n = 0; n < N8; ++n)
+        received[n] = *reinterpret_cast<const uint32_t*>(dynamic_shared() +
+                                                         FusedShared::pair(unit, share.consumer, n, share.thread));
+}
 
 // The weights of a tile's tokens, a lane those of every 32nd.
 constexpr int LANE_WEIGHTS = ceil_div<int>(TOKENS, WARP_SIZE);
@@ -139,85 +172,55 @@ DEVICE void load_weights(const GroupedLinearSwigluParams& params, const Unit& un
     }
 }
 
-// Sums of gate are those of the first of wgmma's two rows, those of up eight rows further. Of tokens that there are not they are 0.
-DEVICE void activate(const GroupedLinearSwigluParams& params, const float (&total)[N8][4], const Weights& weights, Products& o) {
+// Of tokens that there are not sums are 0.
+DEVICE void activate(const GroupedLinearSwigluParams& params, const Share& share, const Pairs& kept, const Pairs& received,
+                     const Weights& weights, Products& o) {
     UNROLL
     for (int n = 0; n < N8; ++n) {
-        const uint32_t gate = pack_bf16(total[n][0], total[n][1]), up = pack_bf16(total[n][2], total[n][3]);
-        const int token = 8 * n % static_cast<int>(WARP_SIZE) + lane_id() % 4 * 2;
+        const uint32_t gate = share.rank == 0 ? kept[n] : received[n], up = share.rank == 0 ? received[n] : kept[n];
         const float of_lane = weights[8 * n / static_cast<int>(WARP_SIZE)];
-        const float first = __shfl_sync(FULL_WARP, of_lane, token), second = __shfl_sync(FULL_WARP, of_lane, token + 1);
-        o[n][0] = weighted_swiglu(unpack_bf16_low(gate), unpack_bf16_low(up), params.limit, first);
-        o[n][1] = weighted_swiglu(unpack_bf16_high(gate), unpack_bf16_high(up), params.limit, second);
+        const float weight = __shfl_sync(FULL_WARP, of_lane, share.token(share.own(n)) % static_cast<int>(WARP_SIZE));
+        o[n][0] = weighted_swiglu(unpack_bf16_low(gate), unpack_bf16_low(up), params.limit, weight);
+        o[n][1] = weighted_swiglu(unpack_bf16_high(gate), unpack_bf16_high(up), params.limit, weight);
         if (params.round_to_bf16) round_to_bf16(o[n]);
     }
 }
 
 // ---------------------------------------------------------------- scales
 
-// The largest magnitudes of a warp's eight features of each token, which 8 lanes have.
-DEVICE void leave_magnitudes(const Products& o, WayOut& out) {
+// The largest magnitudes of a warp's 16 features of each token, which 8 lanes have.
+DEVICE void leave_magnitudes(const Share& share, const Products& o, WayOut& out) {
     UNROLL
     for (int n = 0; n < N8; ++n) {
+        uint32_t magnitude = maximum(__float_as_uint(o[n][0]) & 0x7fffffffu, __float_as_uint(o[n][1]) & 0x7fffffffu);
         UNROLL
-        for (int i = 0; i < 2; ++i) {
-            uint32_t magnitude = __float_as_uint(o[n][i]) & 0x7fffffffu;
-            UNROLL
-            for (int distance = 16; distance >= 4; distance /= 2)
-                magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
-            if (lane_id() < 4) out.of_warps[warp_id() % 4][8 * n + lane_id() * 2 + i] = magnitude;
-        }
+        for (int distance = 16; distance >= 4; distance /= 2)
+            magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
+        if (lane_id() < 4) out.of_warps[warp_id() % 4][share.own(n)] = magnitude;
     }
 }
 
-// Of a token's features in a slice, as bits (quantise.h).
-DEVICE uint32_t largest_of_slice(const WayOut& out, int token) {
+// Of a token's features of the warps from `first` on, as bits (quantise.h).
+DEVICE uint32_t largest_of_warps(const WayOut& out, int own, int first, int count) {
     uint32_t magnitude = 0;
-    UNROLL
-    for (int warp = 0; warp < 4; ++warp) magnitude = maximum(magnitude, out.of_warps[warp][token]);
+    for (int warp = first; warp < first + count; ++warp) magnitude = maximum(magnitude, out.of_warps[warp][own]);
     return magnitude;
 }
 
-// A consumer of a cluster's tile: which of its slices, and which thread.
-struct Slice {
-    uint32_t consumer;
-    int number, thread;
-
-    explicit Slice(uint32_t consumer)
-        : consumer(consumer), number(static_cast<int>(cluster_rank() * CONSUMERS + consumer)),
-          thread(static_cast<int>(threadIdx.x) % WARPGROUP_SIZE) {}
-
-    void meet() const { named_barrier_sync(1 + consumer, WARPGROUP_SIZE); }
-};
-
-// Tells the slice's largest magnitudes to all blocks of the cluster, this one among them. `unit`: how many have been told before.
-DEVICE void tell_magnitudes(const Slice& slice, const WayOut& out, SharedAddress shared, uint32_t unit) {
-    const SharedAddress told = shared + FusedShared::told(unit);
-    if (slice.consumer == 0 && slice.thread == 0) mbarrier_arrive_expect(told, FusedShared::PLACE_BYTES);
-    for (int i = slice.thread; i < TOKENS * static_cast<int>(CLUSTER); i += WARPGROUP_SIZE) {
-        const int token = i % TOKENS;
-        store_at(shared + FusedShared::magnitude(unit, slice.number, token), largest_of_slice(out, token), told,
-                 static_cast<uint32_t>(i / TOKENS));
-    }
-}
-
-// Of a token's features in the tile.
-DEVICE uint32_t largest_of_tile(SharedAddress shared, uint32_t unit, int token) {
-    mbarrier_wait(shared + FusedShared::told(unit), unit / PLACES & 1);
+// Of all features of the tile.
+DEVICE uint32_t largest_of_tile(int own) {
     uint32_t magnitude = 0;
     UNROLL
-    for (int slice = 0; slice < SLICES; ++slice) {
-        const uint8_t* const told = dynamic_shared() + FusedShared::magnitude(unit, slice, token);
-        magnitude = maximum(magnitude, *reinterpret_cast<const uint32_t*>(told));
-    }
+    for (uint32_t consumer = 0; consumer < CONSUMERS; ++consumer)
+        magnitude = maximum(magnitude, largest_of_warps(way_out(consumer), own, 0, 4));
     return magnitude;
 }
 
-// The scale of a row in the group that begins with the slice, and 0 for what pads the row behind the last group: a tile has four
-// groups of 32, which is what their number is rounded up to.
-DEVICE void store_row_scales(const QuantisedRows& target, const Slice& slice, int64_t row, int32_t feature, float scale) {
+// The scale of a row in the group of number `number` of the tile's, which begins with the feature, and 0 for what pads the row
+// behind the last group: a tile has four groups of 32, which is what their number is rounded up to. One of 128 is the first's.
+DEVICE void store_row_scales(const QuantisedRows& target, int number, int64_t row, int32_t feature, float scale) {
     const bool is_shared = target.log2_group == LOG2_OF_128;
-    if (is_shared && slice.number != 0) return;
+    if (is_shared && number != 0) return;
     const int32_t group = feature >> target.log2_group;
     const int32_t end = is_shared && group == target.num_groups - 1 ? target.padded_groups
                                                                     : minimum(group + 1, target.padded_groups);
@@ -225,35 +228,48 @@ DEVICE void store_row_scales(const QuantisedRows& target, const Slice& slice, in
         store_scale(target, scale_place(target, row, own), scale, own < target.num_groups);
 }
 
+// A thread has a token's group of 32 features, or what there is of one of 128. `feature`: the consumer's first one.
+DEVICE void scale_tokens(const Share& share, const Unit& unit, const QuantisedRows& target, int32_t feature, WayOut& out) {
+    if (share.thread >= CONSUMER_GROUPS * OWN_TOKENS) return;
+    const int group = share.thread / OWN_TOKENS, own = share.thread % OWN_TOKENS, token = share.token(own);
+    const uint32_t magnitude = target.log2_group == LOG2_OF_128 ? largest_of_tile(own)
+                                                                : largest_of_warps(out, own, group * GROUP_WARPS, GROUP_WARPS);
+    const float scale = scale_of(target, __uint_as_float(magnitude));
+    out.scales[group][own] = scale;
+    if (token < count_tokens(unit))
+        store_row_scales(target, static_cast<int>(share.consumer) * CONSUMER_GROUPS + group, first_row(unit) + token,
+                         feature + 32 * group, scale);
+}
+
 // ---------------------------------------------------------------- codes
 
-// Numbers divided by their scales, as codes_of of quantize_fp8.h has them, to the consumer's place; `feature`: the thread's, of the
-// slice.
-DEVICE void encode(const Products& o, bool of_fp32, int feature, WayOut& out) {
-    const int token = lane_id() % 4 * 2;
+// Numbers divided by their scales, as codes_of of quantize_fp8.h has them, to the consumer's place.
+DEVICE void encode(const Share& share, const Products& o, bool of_fp32, WayOut& out) {
+    const int warp = warp_id() % 4, feature = 16 * warp + lane_id() / 4;
     UNROLL
     for (int n = 0; n < N8; ++n) {
-        float scale[2], x[2];
-        load_elements(out.scales + 8 * n + token, scale);
+        const int own = share.own(n);
+        const float scale = out.scales[warp / GROUP_WARPS][own];
+        const float power = is_nan(scale) ? scale : __uint_as_float(0x7f000000u - __float_as_uint(scale));
+        float x[2];
         UNROLL
-        for (int i = 0; i < 2; ++i) {
-            const float power = is_nan(scale[i]) ? scale[i] : __uint_as_float(0x7f000000u - __float_as_uint(scale[i]));
-            x[i] = of_fp32 ? divided_for_e4m3(o[n][i], scale[i], reciprocal_of_normal(scale[i])) : o[n][i] * power;
-        }
+        for (int i = 0; i < 2; ++i)
+            x[i] = of_fp32 ? divided_for_e4m3(o[n][i], scale, reciprocal_of_normal(scale)) : o[n][i] * power;
         const uint32_t codes = pack_e4m3(x[0], x[1]);
-        out.codes[8 * n + token][feature] = static_cast<uint8_t>(codes);
-        out.codes[8 * n + token + 1][feature] = static_cast<uint8_t>(codes >> 8);
+        out.codes[own][feature] = static_cast<uint8_t>(codes);
+        out.codes[own][feature + 8] = static_cast<uint8_t>(codes >> 8);
     }
 }
 
-// Codes of the slice's tokens out of there; `left`: features from the slice's first one on.
-DEVICE void copy_codes(const GroupedLinearSwigluParams& params, const Slice& slice, const WayOut& out, uint8_t* target,
+// Codes of the block's tokens out of there. `target`: of the tile's first token and the consumer's first feature; `left`: features
+// from there on.
+DEVICE void copy_codes(const GroupedLinearSwigluParams& params, const Share& share, const WayOut& out, uint8_t* target,
                        int32_t count, int32_t left) {
-    constexpr int CODES = 16, CHUNKS = SLICE_FEATURES / CODES;
-    for (int i = slice.thread; i < TOKENS * CHUNKS; i += WARPGROUP_SIZE) {
-        const int token = i / CHUNKS, column = i % CHUNKS * CODES;
+    constexpr int CODES = 16, CHUNKS = CONSUMER_FEATURES / CODES;
+    for (int i = share.thread; i < OWN_TOKENS * CHUNKS; i += WARPGROUP_SIZE) {
+        const int own = i / CHUNKS, token = share.token(own), column = i % CHUNKS * CODES;
         if (token >= count || column >= left) continue;
-        const Vec16 codes = load_vec16(&out.codes[token][column]);
+        const Vec16 codes = load_vec16(&out.codes[own][column]);
         store_code_words(params, target + token * params.codes_stride + column, codes.w, minimum(left - column, CODES));
     }
 }
@@ -264,7 +280,7 @@ DEVICE void copy_codes(const GroupedLinearSwigluParams& params, const Slice& sli
 struct QuantisedUnits {
     const GroupedLinearSwigluParams& params;
     SharedAddress shared;
-    uint32_t told = 0;  // units whose magnitudes slices have told
+    uint32_t told = 0;  // units whose sums blocks have told each other
     Weights weights = {};
 
     // Of more tokens the products leave no registers.
@@ -273,35 +289,23 @@ struct QuantisedUnits {
     }
 
     void end(const Unit& unit, uint32_t consumer, const float (&total)[N8][4]) {
-        const Slice slice(consumer);
+        const Share share(consumer);
         WayOut& out = way_out(consumer);
+        Pairs kept, received;
+        exchange_sums(share, shared, told++, total, kept, received);
         if constexpr (LANE_WEIGHTS > 1) load_weights(params, unit, weights);
         Products o;
-        activate(params, total, weights, o);
-        leave_magnitudes(o, out);
-        slice.meet();
+        activate(params, share, kept, received, weights, o);
+        leave_magnitudes(share, o, out);
+        share.meet();
         const QuantisedRows target = part_of_rows(params, FusedShared::target(), unit.matrix);
-        const int32_t feature = static_cast<int32_t>(unit.part.column / 2) + static_cast<int32_t>(consumer) * SLICE_FEATURES;
-        scale_tokens(slice, unit, target, feature, out);
-        slice.meet();
-        encode(o, target.scale_type == FP32, warp_id() % 4 * 8 + lane_id() / 4, out);
-        slice.meet();
-        copy_codes(params, slice, out, target.codes + first_row(unit) * params.codes_stride + feature, count_tokens(unit),
+        const int32_t feature = static_cast<int32_t>(unit.part.column) + static_cast<int32_t>(consumer) * CONSUMER_FEATURES;
+        scale_tokens(share, unit, target, feature, out);
+        share.meet();
+        encode(share, o, target.scale_type == FP32, out);
+        share.meet();
+        copy_codes(params, share, out, target.codes + first_row(unit) * params.codes_stride + feature, count_tokens(unit),
                    static_cast<int32_t>(params.columns / 2) - feature);
-    }
-
-    // A thread has a token.
-    void scale_tokens(const Slice& slice, const Unit& unit, const QuantisedRows& target, int32_t feature, WayOut& out) {
-        const bool is_shared = target.log2_group == LOG2_OF_128;
-        if (is_shared) tell_magnitudes(slice, out, shared, told);
-        if (slice.thread < TOKENS) {
-            const int token = slice.thread;
-            const uint32_t magnitude = is_shared ? largest_of_tile(shared, told, token) : largest_of_slice(out, token);
-            const float scale = scale_of(target, __uint_as_float(magnitude));
-            out.scales[token] = scale;
-            if (token < count_tokens(unit)) store_row_scales(target, slice, first_row(unit) + token, feature, scale);
-        }
-        ++told;
     }
 };
 
@@ -311,7 +315,7 @@ KERNEL_OF_RESIDENT_CLUSTERS(grouped_linear_swiglu_hopper, GroupedLinearSwigluPar
     const GroupedLinearParams product = product_of<X_GROUP, MXFP4 ? 1 : GROUP, MXFP4 ? W_GROUP : GROUP>(params);
     if (threadIdx.x == 0) {
         FusedShared::target() = quantised_rows_of(params);
-        for (uint32_t place = 0; place < PLACES; ++place) mbarrier_init(shared + FusedShared::told(place), 1);
+        for (uint32_t place = 0; place < PLACES * CONSUMERS; ++place) mbarrier_init(shared + FusedShared::TOLD + 8 * place, 1);
     }
     initialise_barriers(shared);
     cluster_arrive_relaxed();
@@ -319,8 +323,8 @@ KERNEL_OF_RESIDENT_CLUSTERS(grouped_linear_swiglu_hopper, GroupedLinearSwigluPar
     const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
     // Nobody tells a block anything before its mbarriers are there.
     cluster_wait();
-    multiply_units(UnitsOfGateAndUp{{product, ends}, params.interleaved}, shared, before, QuantisedUnits{params, shared});
-    // What a block has told may still be on its way to others: it ends when they have it.
+    multiply_units(UnitsOfGateOrUp{{product, ends}, params.interleaved}, shared, before, QuantisedUnits{params, shared});
+    // What a block has told may still be on its way to the other: it ends when that has it.
     cluster_arrive_relaxed();
     cluster_wait();
 }

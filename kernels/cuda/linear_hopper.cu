@@ -26,7 +26,6 @@
 #endif
 #include "rows_of_w.h"
 
-constexpr int FEATURES = 128;
 using RowsOfW = RowsInOrder;
 #include "quantised_hopper.h"
 

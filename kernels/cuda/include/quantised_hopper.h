@@ -58,8 +58,7 @@
 //
 // The including file is compiled with TOKENS, the columns of a product, defined as 8, 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
 // (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32. Before this header it declares
-//   constexpr int FEATURES   of a unit: 128, or 64
-//   using RowsOfW            which rows of w they are (rows_of_w.h)
+//   using RowsOfW   which rows of w a unit's 128 features are (rows_of_w.h)
 #pragma once
 
 #include "async_copy.h"
@@ -75,12 +74,10 @@ static_assert(WEIGHTS == 1 || WEIGHTS == 2, "weights are FP8 or MXFP4");
 
 constexpr bool MXFP4 = WEIGHTS == 2;
 static_assert(X_GROUP == 128 || (MXFP4 && X_GROUP == 32), "numbers of x that share a scale are 128 or, of MXFP4, 32");
-static_assert(FEATURES == 64 || FEATURES == 128, "a unit has 64 or 128 features");
 constexpr int GROUP = 128;
-constexpr int CONSUMER_FEATURES = 64, CONSUMERS = FEATURES / CONSUMER_FEATURES;
+constexpr int FEATURES = 128, CONSUMER_FEATURES = 64, CONSUMERS = FEATURES / CONSUMER_FEATURES;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int PRODUCERS = WARPGROUP_SIZE / WARP_SIZE;
-static_assert(CONSUMERS == 2 || MXFP4, "units of FP8 have 128 features");
 constexpr int STAGES = TOKENS == 128 ? 6 : 8;
 // Of MXFP4: numbers that share a scale, which are 16 bytes of codes and a step of wgmma; of a stage's rows; scales of a token.
 constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
@@ -88,8 +85,8 @@ constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
 constexpr int W_BLOCKS = MXFP4 ? 1 : RowsOfW::BLOCKS;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
-constexpr int HELD = CONSUMERS == 1 ? 3 : MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 3 ? 72 : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
+constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
+constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
 constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD > 1 ? 88 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
@@ -262,16 +259,25 @@ DEVICE constexpr int packed_offset(int row, int step) { return row * 64 + 16 * (
 DEVICE void copy_eights(SharedAddress target, const Unit& unit, int64_t begin) {
     constexpr int STEP = WARP_SIZE / 8;
     const QuantisedProduct& product = unit.product;
-    const int64_t stride = product.w_stride, columns = product.result.columns - unit.part.column;
+    const int64_t columns = product.result.columns - unit.part.column;
+    const int64_t four = STEP * product.w_stride, eight = unit.rows.eight() * product.w_stride;
     const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
-    const bool in_row = begin + 16 * chunk < product.result.depth;
-    const uint8_t* source = product.w + unit.rows.row(unit.part.column + lane_row) * stride + begin + 16 * chunk;
+    const uint8_t* source = product.w + unit.rows.row(unit.part.column + lane_row) * product.w_stride + begin + 16 * chunk;
     const SharedAddress places[2] = {target + panel_offset(lane_row, chunk), target + panel_offset(lane_row + STEP, chunk)};
-    UNROLL
-    for (int i = 0; i < FEATURES / GRANULE; source += unit.rows.step(i, GRANULE * stride, stride), ++i) {
+    if (columns >= FEATURES && begin + GROUP <= product.result.depth) {
+        UNROLL
+        for (int i = 0; i < FEATURES / GRANULE; source += eight, ++i) {
+            copy_async_16(places[0] + i * (GRANULE * 128), source);
+            copy_async_16(places[1] + i * (GRANULE * 128), source + four);
+        }
+        return;
+    }
+    const bool in_row = begin + 16 * chunk < product.result.depth;
+    UNROLL_BY(4)
+    for (int i = 0; i < FEATURES / GRANULE; source += eight, ++i) {
         const bool wanted = in_row && i * GRANULE < columns;
         copy_async_16(places[0] + i * (GRANULE * 128), wanted ? source : product.w, wanted);
-        copy_async_16(places[1] + i * (GRANULE * 128), wanted ? source + STEP * stride : product.w, wanted);
+        copy_async_16(places[1] + i * (GRANULE * 128), wanted ? source + four : product.w, wanted);
     }
 }
 
@@ -301,7 +307,8 @@ struct PackedWeights {
     }
     void copy(const Unit& unit, int64_t group, SharedAddress target) const {
         const QuantisedProduct& product = unit.product;
-        const int64_t bytes = product.result.depth / 2 - group * 64, step = ROWS * product.w_stride;
+        static_assert(ROWS == GRANULE, "a copy has eight rows");
+        const int64_t bytes = product.result.depth / 2 - group * 64, step = unit.rows.eight() * product.w_stride;
         const SharedAddress place = target + packed_offset(lane_id() / STEPS, lane_id() % STEPS);
         const uint8_t* from = source + group * 64;
         const bool whole = unit.part.column + unit.features <= product.result.columns && bytes >= 64;
@@ -309,11 +316,11 @@ struct PackedWeights {
         for (int32_t first = 0; first < unit.features; first += CONSUMER_FEATURES) {
             if (whole) {
                 UNROLL
-                for (int i = 0; i < AT_ONCE; from += unit.rows.step(i, step, product.w_stride), ++i)
+                for (int i = 0; i < AT_ONCE; from += step, ++i)
                     copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), from);
             } else {
                 UNROLL_BY(4)
-                for (int i = 0; i < AT_ONCE; from += unit.rows.step(i, step, product.w_stride), ++i) {
+                for (int i = 0; i < AT_ONCE; from += step, ++i) {
                     const bool wanted = first + i * ROWS < left;
                     copy_async_16_of_row(place + first * 64 + i * (ROWS * 64), wanted ? from : product.w, wanted);
                 }
@@ -338,9 +345,6 @@ struct CopiedTokens {
     }
 };
 
-// Where registers are fewest the lane is asked for anew, so that none are kept for what follows from it.
-constexpr bool LANE_ANEW = HELD == 3 && TOKENS == 16;
-
 struct StoredTokens {
     static constexpr int ROWS = WARP_SIZE / 8, ACCESSES = TOKENS / ROWS;
     const uint8_t* source;  // the lane's chunk of its first row's first group
@@ -357,8 +361,7 @@ struct StoredTokens {
         if constexpr (TOKENS == 8) load_chunks(unit, group);
     }
     void load_chunks(const Unit& unit, int64_t group) {
-        const int lane = LANE_ANEW ? lane_anew() : lane_id();
-        const bool exists = 16 * (lane % 8) < unit.product.result.depth - group * GROUP;
+        const bool exists = 16 * (lane_id() % 8) < unit.product.result.depth - group * GROUP;
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
             chunks[i] = Vec16{};
@@ -367,8 +370,7 @@ struct StoredTokens {
     }
     void store(const Unit& unit, int64_t group, SharedAddress target) {
         if constexpr (TOKENS != 8) load_chunks(unit, group);
-        const int lane = LANE_ANEW ? lane_anew() : lane_id();
-        const int chunk = lane % 8, lane_row = lane / 8;
+        const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
             const uint32_t (&w)[4] = chunks[i].w;
@@ -388,14 +390,18 @@ constexpr int X_LANE_ROWS = ceil_div<int>(TOKENS, WARP_SIZE);
 // comes after them, the stage before included, waits for no memory then.
 struct LoadedFactors {
     float w[W_BLOCKS], x[X_LANE_ROWS];
+    bool two = false;  // blocks of w
 
-    void begin(const Unit&) {}
+    void begin(const Unit& unit) { two = unit.rows.are_of_two_blocks(); }
     void load(const Unit& unit, int32_t group) {
         const QuantisedProduct& product = unit.product;
         const Part& part = unit.part;
         UNROLL
-        for (int block = 0; block < W_BLOCKS; ++block)
-            w[block] = scale_of_group(product.w_scales, unit.rows.row(part.column + block * GRANULE) / GROUP, group);
+        for (int block = 0; block < W_BLOCKS; ++block) {
+            const int64_t last = product.result.columns - 1, second = part.column + block * CONSUMER_FEATURES;
+            const int64_t number = block == 0 ? part.column : minimum(second, last);
+            if (block == 0 || two) w[block] = scale_of_group(product.w_scales, unit.rows.row(number) / GROUP, group);
+        }
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
             const int64_t row = part.row + lane_id() + i * WARP_SIZE;
@@ -411,6 +417,7 @@ struct LoadedFactors {
             scales.x[0][token] = x[i];
             UNROLL
             for (int block = 0; block < W_BLOCKS; ++block) {
+                if (block > 0 && !two) continue;
                 scales.factors[block][token] = x[i] * w[block];
                 regular = regular && is_regular(x[i], w[block]);
             }
@@ -418,7 +425,8 @@ struct LoadedFactors {
         const bool irregular = __any_sync(FULL_WARP, !regular);
         if (lane_id() == 0) {
             UNROLL
-            for (int block = 0; block < W_BLOCKS; ++block) scales.w[block] = w[block];
+            for (int block = 0; block < W_BLOCKS; ++block)
+                if (block == 0 || two) scales.w[block] = w[block];
             scales.regular = !irregular;
         }
     }
@@ -606,44 +614,34 @@ DEVICE void multiply(float (&d)[N8][4], uint64_t w, uint64_t x) {
     wgmma_hold(d);
 }
 
-// Of which block of w a sum of wgmma's is: gate and up of a feature are eight rows apart.
-DEVICE constexpr int block_of(int i) { return W_BLOCKS == 1 ? 0 : i / 2; }
-
-// total += d times the scales of its tokens and of the weights. `regular`: of the scales.
-DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageScales& scales, int32_t regular) {
+// total += d times the scales of its tokens and of the weights, those of `block`. `regular`: of the scales.
+DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageScales& scales, int32_t regular, int32_t block) {
     const int token = lane_id() % 4 * 2;
     if (regular) {
         UNROLL
         for (int n = 0; n < N8; ++n) {
-            float factor[W_BLOCKS][2];
+            float factor[2];
+            load_elements(scales.factors[block] + 8 * n + token, factor);
             UNROLL
-            for (int block = 0; block < W_BLOCKS; ++block) load_elements(scales.factors[block] + 8 * n + token, factor[block]);
-            UNROLL
-            for (int i = 0; i < 4; ++i)
-                total[n][i] = fused_multiply_add(d[n][i], factor[block_of(i)][i % 2], total[n][i]);
+            for (int i = 0; i < 4; ++i) total[n][i] = fused_multiply_add(d[n][i], factor[i % 2], total[n][i]);
         }
         return;
     }
     // A token's own scales say how its sums are rounded, and not those of its neighbours in the tile.
     UNROLL
     for (int n = 0; n < N8; ++n) {
-        float x_scale[2], factor[W_BLOCKS][2], first[W_BLOCKS][2], second[W_BLOCKS][2];
+        float x_scale[2], factor[2], first[2], second[2];
         load_elements(scales.x[0] + 8 * n + token, x_scale);
+        load_elements(scales.factors[block] + 8 * n + token, factor);
         UNROLL
-        for (int block = 0; block < W_BLOCKS; ++block) {
-            load_elements(scales.factors[block] + 8 * n + token, factor[block]);
-            UNROLL
-            for (int i = 0; i < 2; ++i) {
-                const bool own = is_regular(x_scale[i], scales.w[block]);
-                first[block][i] = own ? 1.0f : x_scale[i];
-                second[block][i] = own ? factor[block][i] : scales.w[block];
-            }
+        for (int i = 0; i < 2; ++i) {
+            const bool own = is_regular(x_scale[i], scales.w[block]);
+            first[i] = own ? 1.0f : x_scale[i];
+            second[i] = own ? factor[i] : scales.w[block];
         }
         UNROLL
-        for (int i = 0; i < 4; ++i) {
-            const int block = block_of(i);
-            total[n][i] = fused_multiply_add(d[n][i] * first[block][i % 2], second[block][i % 2], total[n][i]);
-        }
+        for (int i = 0; i < 4; ++i)
+            total[n][i] = fused_multiply_add(d[n][i] * first[i % 2], second[i % 2], total[n][i]);
     }
 }
 
@@ -862,6 +860,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer,
         const Unit unit = turns.unit();
         results.begin(unit);
         const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
+        const int32_t block = W_BLOCKS > 1 && unit.rows.are_of_two_blocks() ? static_cast<int32_t>(consumer) : 0;
         if (HALVED && consumer * CONSUMER_FEATURES >= static_cast<uint32_t>(uniform(unit.features))) {
             UNROLL_BY(1)
             for (int32_t group = 0; group < groups; ++group, ++stage) pass_stage(shared, stage);
@@ -877,7 +876,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer,
                 const int32_t regular = uniform(stage_scales(stage).regular);
                 const SharedAddress w = shared + Shared::w(stage) + consumer * CONSUMER_FEATURES * 128;
                 multiply(d, matrix_descriptor(w, 0, 1024), matrix_descriptor(shared + Shared::x(stage), 0, 1024));
-                promote(total, d, stage_scales(stage), regular);
+                promote(total, d, stage_scales(stage), regular, block);
             }
             // Every lane has read its scales.
             mbarrier_arrive(shared + Shared::empty(stage));

@@ -95,7 +95,8 @@ struct Shared {
     static constexpr int RESULTS = SCALES + SCALE_STAGES * static_cast<int>(sizeof(StageScales));  // UnitResult [UNITS]
     static constexpr int FULL = RESULTS + UNITS * static_cast<int>(sizeof(UnitResult));            // mbarriers [STAGES]
     static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int TOLD = EMPTY + 8 * STAGES;                                        // mbarriers [NUMBERS]
+    static constexpr int READ = EMPTY + 8 * STAGES;
+    static constexpr int TOLD = READ + 8 * STAGES;                                         // mbarriers [NUMBERS]
     static constexpr int NUMBER = TOLD + 8 * NUMBERS;                                      // uint32_t [NUMBERS]
     static constexpr int BYTES = NUMBER + 4 * NUMBERS;
 
@@ -103,6 +104,7 @@ struct Shared {
     static constexpr int w(uint32_t stage, int block) { return x(stage) + X_BYTES + block * GROUP * 128; }
     static constexpr int full(uint32_t stage) { return FULL + 8 * (stage % STAGES); }
     static constexpr int empty(uint32_t stage) { return EMPTY + 8 * (stage % STAGES); }
+    static constexpr int read(uint32_t stage) { return READ + 8 * (stage % STAGES); }
     static constexpr int told(uint32_t unit) { return TOLD + 8 * (unit % NUMBERS); }
     static constexpr int number(uint32_t unit) { return NUMBER + 4 * (unit % NUMBERS); }
 };
@@ -262,6 +264,7 @@ DEVICE void initialise_barriers(SharedAddress shared) {
             // Weights arrive in all blocks of a cluster at a time, so that all of them must have given the stage back, a warp each.
             // Without a cluster all lanes give it back (quantised_hopper.h says why).
             mbarrier_init(shared + Shared::empty(stage), CLUSTER == 1 ? CONSUMER_THREADS : CLUSTER * CONSUMER_THREADS / WARP_SIZE);
+            if constexpr (CLUSTER > 1) mbarrier_init(shared + Shared::read(stage), CONSUMER_THREADS);
         }
         for (uint32_t unit = 0; unit < Shared::NUMBERS; ++unit) mbarrier_init(shared + Shared::told(unit), 1);
         fence_mbarrier_init();
@@ -382,6 +385,11 @@ struct LoadedScales {
     }
 };
 
+// Which barrier says that a stage's scales may be replaced. Those of a cluster's blocks are their own, and an arrival of one lane
+// for others, that orders nothing (mbarrier_arrive_at), says nothing of what these have read.
+template <uint32_t CLUSTER>
+DEVICE constexpr int scales_free(uint32_t stage) { return CLUSTER == 1 ? Shared::empty(stage) : Shared::read(stage); }
+
 // Warp `warp` of those that bring scales.
 template <typename Units>
 DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t warp) {
@@ -394,7 +402,7 @@ DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t wa
         for (auto group = static_cast<int32_t>(unit.part.begin); group < unit.part.end; ++group, ++stage) {
             if (stage % SCALE_WARPS != warp) continue;
             scales.load(unit, group);
-            mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
+            mbarrier_wait(shared + scales_free<Units::CLUSTER>(stage), stage_phase(stage) ^ 1);
             scales.store(stage_scales(stage));
             mbarrier_arrive(shared + Shared::full(stage));
         }
@@ -596,7 +604,9 @@ DEVICE void give_back(SharedAddress shared, uint32_t stage) {
     if constexpr (CLUSTER == 1) {
         mbarrier_arrive(empty);
     } else {
-        // Every lane has read the scales of the stages before: one lane's arrival says it for all.
+        // Scales of the stages before are what each lane has read by itself.
+        mbarrier_arrive(shared + Shared::read(stage));
+        // Products are a whole warp's: one lane's arrival says for all that they have ended.
         __syncwarp();
         if (lane_id() < CLUSTER) mbarrier_arrive_at(empty, lane_id());
     }

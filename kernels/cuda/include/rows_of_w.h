@@ -6,28 +6,26 @@
 // Those of their numbers.
 struct RowsInOrder {
     static constexpr bool IN_ORDER = true;
-    static constexpr int BLOCKS = 1;  // of w that 64 rows in sequence are from, where they have scales of blocks
+    static constexpr int BLOCKS = 1;  // of w, each with a scale of its own, that rows of 128 in sequence may be from
 
     int64_t row(int64_t number) const { return number; }
-    // In bytes, from row 8 i of 64 to the one eight further, which in order is `eight` bytes away.
-    int64_t step(int, int64_t eight, int64_t) const { return eight; }
+    // From eight rows to the next eight.
+    int64_t eight() const { return GRANULE; }
+    bool are_of_two_blocks() const { return false; }
 };
 
-// Eight of gate, the eight of up of the same features, the next eight of gate: a thread that has wgmma's sums of a row and of the
-// one eight further has gate and up of a feature. Blocks of 128 rows are gate's or up's, or have all of 64 rows in sequence.
-struct RowsOfGateAndUp {
+// Of gate alone, or of up: their numbers are those of the features. All of gate's lie before up's, or both are interleaved by eight;
+// 64 features' are of one block of 128 rows either way, and 128 features' only where they are not interleaved.
+struct RowsOfGateOrUp {
     static constexpr bool IN_ORDER = false;
     static constexpr int BLOCKS = 2;
-    int64_t pair_rows, up_rows;  // from eight of gate to the next eight, and to those of up
+    int64_t first, eight_rows;
 
-    // Of all gate's rows before up's, or of both interleaved by eight.
-    static RowsOfGateAndUp of(int64_t features, bool interleaved) {
-        if (interleaved) return RowsOfGateAndUp{2 * GRANULE, GRANULE};
-        return RowsOfGateAndUp{GRANULE, features};
+    static RowsOfGateOrUp of(int64_t features, bool interleaved, bool of_up) {
+        if (interleaved) return RowsOfGateOrUp{of_up ? GRANULE : 0, 2 * GRANULE};
+        return RowsOfGateOrUp{of_up ? features : 0, GRANULE};
     }
-    int64_t row(int64_t number) const {
-        const int64_t eight = number / GRANULE;
-        return eight / 2 * pair_rows + eight % 2 * up_rows + number % GRANULE;
-    }
-    int64_t step(int i, int64_t, int64_t stride) const { return (i % 2 == 0 ? up_rows : pair_rows - up_rows) * stride; }
+    int64_t row(int64_t number) const { return first + number / GRANULE * eight_rows + number % GRANULE; }
+    int64_t eight() const { return eight_rows; }
+    bool are_of_two_blocks() const { return eight_rows != GRANULE; }
 };
