@@ -19,18 +19,18 @@ use crate::operator::Operator;
 pub const SHARE: u64 = 8;
 /// So many mutants run for a commit at most. A header that all kernels include concerns every mutant of every operator;
 /// then the commit draws lots, and what is left out is for the run of everything.
-pub const MOST_MUTANTS: usize = 36;
+pub const MOST_MUTANTS: usize = 24;
 /// So many modules are compiled for a commit at most, for each target.
 pub const MOST_MODULES: usize = 10;
 
 /// So many edge cases of sweeps run for a commit at most, of all operators that it concerns together.
-pub const MOST_EDGE_CASES: usize = 48;
+pub const MOST_EDGE_CASES: usize = 24;
 /// The same for remembered cases.
-pub const MOST_REMEMBERED_CASES: usize = 24;
+pub const MOST_REMEMBERED_CASES: usize = 12;
 /// So many operators does a test go through for a commit at most that takes minutes for all of them.
-pub const MOST_OPERATORS: usize = 8;
+pub const MOST_OPERATORS: usize = 5;
 /// The same as of edge cases for pairs of a golden file and an operator that it is about.
-pub const MOST_GOLDEN_FILES: usize = 6;
+pub const MOST_GOLDEN_FILES: usize = 4;
 
 /// Folders and files that judge every operator: a change there concerns all of them.
 const HARNESS: [&str; 7] =
