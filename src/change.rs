@@ -19,7 +19,7 @@ use crate::operator::Operator;
 pub const SHARE: u64 = 8;
 /// So many mutants run for a commit at most. A header that all kernels include concerns every mutant of every operator;
 /// then the commit draws lots, and what is left out is for the run of everything.
-pub const MOST_MUTANTS: usize = 24;
+pub const MOST_MUTANTS: usize = 16;
 /// So many modules are compiled for a commit at most, for each target.
 pub const MOST_MODULES: usize = 10;
 

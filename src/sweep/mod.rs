@@ -33,7 +33,7 @@ pub mod shard;
 /// How long the drawn cases of one operator may take where each commit pays for them, on the emulator.
 pub const EMULATOR_BUDGET: Duration = Duration::from_secs(15);
 /// The same of all operators together, for a commit: more operators do not make its tests longer.
-pub const EMULATOR_BUDGET_OF_ALL: Duration = Duration::from_secs(60);
+pub const EMULATOR_BUDGET_OF_ALL: Duration = Duration::from_secs(40);
 
 /// What to sweep.
 #[derive(Clone, Debug)]
