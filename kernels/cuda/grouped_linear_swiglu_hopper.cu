@@ -23,12 +23,13 @@
 // Measured on one H200, masked, 6, 192 and 768 slots, in one call, with the product alone there, behind which the activation takes
 // 1.9 to 2.5 us more: FP8 32.4, 491 and 900 us (29.6, 497 and 914 alone), with interleaved rows and groups of 32 33.1, 501 and 909;
 // MXFP4 27.6, 377 and 704 (26.0, 363 and 692 alone). Blocks that had 64 rows of gate and the 64 of up took 33.4, 514 and 927 and, of
-// MXFP4, 27.9, 382 and 715 in that call. Tried there, 768 slots, us: nothing told, no clusters, nothing behind the sums, and rows
-// side by side with one scale for all of a block 890; all that but the last 935; so it was where rows lay and two scales a stage that
-// cost, in instructions of the producer as well: as many copies with their addresses multiplied anew took 1002. Six experts have 96
-// tiles for 66 clusters; the product alone halves the units of its last round. To have the producers begin before the cluster has
-// met gained nothing, nor did ending without waiting for the cluster, 256 bytes of a row at a time from memory, or eleven stages in
-// place of eight. MXFP4, contiguous, 24576 rows: 3.01 ms (3.05 before), 196608 rows 15.8 ms before.
+// MXFP4, 27.9, 382 and 715 in that call. What those were made of, FP8, 768 slots, in another call, where they took 926 and the
+// product alone 898: with nothing told, no clusters and nothing behind the sums 935; with the rows of a block side by side and one
+// scale for all of them besides 890. So it was where rows lay and two scales a stage that cost, in instructions of the producer as
+// well: as many copies, each with its address multiplied anew, took 1002 where the others took 977. Six experts have 96 tiles for
+// 66 clusters; the product alone halves the units of its last round. To have the producers begin before the cluster has met gained
+// nothing, nor did ending without waiting for the cluster, 256 bytes of a row at a time from memory, or eleven stages in place of
+// eight. MXFP4, contiguous, 24576 rows: 3.01 ms (3.05 before), 196608 rows 15.8 ms before.
 //
 // Defines
 //   TOKENS   columns of a product, rows of an expert: 16, of MXFP4 also 8, 64 or 128
@@ -47,7 +48,7 @@ using RowsOfW = RowsOfGateOrUp;
 #include "quantised_hopper.h"
 
 constexpr uint32_t CLUSTER = 2;
-constexpr int OWN_TOKENS = TOKENS / 2;                      // of a tile, those of which a block gets gate and up
+constexpr int OWN_TOKENS = TOKENS / 2;  // of a tile, those of which a block gets gate and up
 constexpr int GROUP_WARPS = 2, CONSUMER_GROUPS = 4 / GROUP_WARPS;  // of 32 features, a warp has 16
 constexpr int LOG2_OF_128 = 7;
 
