@@ -11,8 +11,8 @@
 // adds these sums: left in the accumulator, thousands of steps would pull every sum towards zero by some 2^-12 of
 // itself. The sum of squares rides on the same loads.
 //
-// A block takes 128 tokens, 16 a warp, and a part of the channels, 64 at a time. They come to shared memory by cp.async,
-// four steps of 64 in a ring, and 24 x 64 weights with each. A lane reads 16 bytes of each of two tokens from there into its
+// A block takes 128 tokens, 16 a warp, and a part of the channels, the same of every stream, 64 of one at a time. They come to
+// shared memory by cp.async, four steps of 64 in a ring, and 24 x 64 weights with each. A lane reads 16 bytes of each of two tokens from there into its
 // fragments of A: which 8 channels are its part of the sum is free as long as B's fragments agree. The block's threads split the
 // weights and leave them in shared memory for all warps: one barrier for each 64 channels. The parts of all blocks of a token
 // are added by
@@ -73,6 +73,10 @@ PARAMS_LAYOUT(MhcMixCoefficientsParams, partials, scale, base, pre, post, comb, 
 SHARED_MEMORY(mhc_mix_project, sizeof(ProjectionShared<COLUMNS>))
 
 KERNEL(mhc_mix_project, ProjectionParams, PROJECTION_THREADS) { project<COLUMNS>(params); }
+SHARED_MEMORY(mhc_mix_project_at_once, sizeof(AtOnceShared<COLUMNS>))
+KERNEL(mhc_mix_project_at_once, ProjectionParams, AT_ONCE_THREADS) {
+    project_at_once<COLUMNS>(params, *reinterpret_cast<AtOnceShared<COLUMNS>*>(dynamic_shared()), StreamsOfMemory{params});
+}
 KERNEL(mhc_mix_project_few, ProjectionParams, FEW_PROJECTION_THREADS<COLUMNS>) { project_few<COLUMNS>(params); }
 KERNEL(mhc_mix_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<COLUMNS>(params); }
 

@@ -10,6 +10,10 @@
 // destinations of its part of the channels, a lane a piece of one, and multiplies what it stores out of registers. `out` may be
 // `streams`: a block stores behind a barrier past which all of its warps have read, and no other block reads there.
 //
+// mhc_post_mix_pre_project, of more, where mhc_mix has mhc_mix_project_at_once (projection.h): the same of that one. A lane reads the
+// pieces of all sources, makes those of all destinations of them, stores these and multiplies them as that kernel does, which
+// therefore neither waits for other blocks' streams nor reads them again.
+//
 // mhc_post_mix_pre_mix, of few tokens whose channels are in many parts: the coefficients and h, what mhc_mix_coefficients_few and
 // mhc_pre are in two launches. A block takes a token: eight warps that mix, and one that makes coefficients. All of what is read is
 // asked for at once: the parts of the projection, scale and base, HELD pieces of out of a thread. The eight warps add up the parts,
@@ -24,7 +28,8 @@
 // A kernel that made the streams of any number of tokens and their projection in one, by tensor cores, kept too few bytes under way
 // (186 registers), and was slower at every size: on one H200 2585 us for 32768 tokens beside 2063, 28.3 for 128 tokens beside 22.1.
 //
-// Launch: project_few as many blocks as there are parts of FEW_PIECES pieces; mix num_tokens blocks.
+// Launch: project_few as many blocks as there are parts of FEW_PIECES pieces; project token_tiles * splits, splits as many as there
+// are steps of a stream; mix num_tokens blocks.
 #include "coefficients.h"
 
 constexpr int MIX_THREADS = (FEW_WARPS + 1) * static_cast<int>(WARP_SIZE);
@@ -41,9 +46,10 @@ struct MhcPostMixPreProjectParams {
     float* partials;  // [parts, num_tokens, PARTIAL_WIDTH]
     int64_t num_tokens;
     int32_t hidden_size;
+    int32_t splits;  // of the channels
 };
 PARAMS_LAYOUT(MhcPostMixPreProjectParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post,
-              comb, fn, out, out_token_stride, out_destination_stride, partials, num_tokens, hidden_size)
+              comb, fn, out, out_token_stride, out_destination_stride, partials, num_tokens, hidden_size, splits)
 
 struct MhcPostMixPreMixParams {
     const bf16* out; int64_t out_token_stride; int64_t out_destination_stride;  // [num_tokens, STREAMS, hidden_size]
@@ -118,6 +124,81 @@ KERNEL(mhc_post_mix_pre_project_few, MhcPostMixPreProjectParams, FEW_PROJECTION_
     } else {
         project_few_tokens<COLUMNS, FEW_TOKENS>(params, 0, blockIdx.x, MadePieces<FEW_TOKENS>{params});
     }
+}
+
+// Made of those of all sources, of more tokens. Their coefficients are in shared memory: in registers they would be 40.
+struct MadeShared {
+    AtOnceShared<COLUMNS> projection;
+    // post, then comb by sources; the rows of eight tokens lie in different banks.
+    alignas(16) float coefficients[BLOCK_TOKENS][STREAMS + STREAMS * STREAMS];
+};
+
+struct MadeStreams {
+    static constexpr int OF_COMB = STREAMS * STREAMS * BLOCK_TOKENS / AT_ONCE_THREADS;  // numbers of a thread
+    static_assert(STREAMS * BLOCK_TOKENS == AT_ONCE_THREADS, "one number of post a thread");
+    const MhcPostMixPreProjectParams& params;
+    MadeShared& shared;
+    Vec16 x[2][STREAMS] = {}, y[2] = {};
+    float post = 0.0f, comb[OF_COMB] = {};
+
+    void ask_for_block(uint32_t tile) {
+        const int64_t first = static_cast<int64_t>(tile) * BLOCK_TOKENS, left = params.num_tokens - first;
+        const int own = threadIdx.x;
+        if (own < left * STREAMS) post = params.post[first * STREAMS + own];
+        UNROLL
+        for (int i = 0; i < OF_COMB; ++i) {
+            const int number = own + i * AT_ONCE_THREADS;
+            if (number < left * (STREAMS * STREAMS)) comb[i] = params.comb[first * (STREAMS * STREAMS) + number];
+        }
+    }
+    void ask(const AtOncePlace& place) {
+        UNROLL
+        for (int row = 0; row < 2; ++row) {
+            if (!place.exists[row]) continue;
+            const int64_t token = place.token(row), column = static_cast<int64_t>(place.piece) * PIECE;
+            UNROLL
+            for (int i = 0; i < STREAMS; ++i)
+                x[row][i] = load_vec16(params.streams + token * params.streams_token_stride + i * params.streams_source_stride + column);
+            y[row] = load_vec16(params.y + token * params.y_token_stride + column);
+        }
+    }
+    void leave() const {
+        const int own = threadIdx.x;
+        shared.coefficients[own / STREAMS][own % STREAMS] = post;
+        UNROLL
+        for (int i = 0; i < OF_COMB; ++i) {
+            const int number = own + i * AT_ONCE_THREADS, of_token = STREAMS * STREAMS;
+            shared.coefficients[number / of_token][STREAMS + number % of_token] = comb[i];
+        }
+    }
+    // All that a piece is made of is read before anything is stored, by the same thread: out may be streams.
+    void make(const AtOncePlace& place, int row, Vec16 (&streams)[STREAMS]) const {
+        UNROLL
+        for (int j = 0; j < STREAMS; ++j) streams[j] = Vec16{};
+        if (!place.exists[row]) return;
+        float coefficients[STREAMS + STREAMS * STREAMS], of_x[STREAMS][PIECE], of_y[PIECE];
+        const float* const of_token = shared.coefficients[place.token(row) % BLOCK_TOKENS];
+        UNROLL
+        for (int i = 0; i <= STREAMS; ++i) unpack<float>(load_vec16(of_token + i * STREAMS), coefficients + i * STREAMS);
+        unpack<bf16>(y[row], of_y);
+        UNROLL
+        for (int i = 0; i < STREAMS; ++i) unpack<bf16>(x[row][i], of_x[i]);
+        bf16* const to = params.out + place.token(row) * params.out_token_stride + place.piece * PIECE;
+        UNROLL
+        for (int j = 0; j < STREAMS; ++j) {
+            float made[PIECE];
+            mix_destination(of_x, of_y, coefficients, coefficients + STREAMS, j, made);
+            streams[j] = pack<bf16>(made);
+            store_vec16_global(to + j * params.out_destination_stride, streams[j]);
+        }
+    }
+};
+
+SHARED_MEMORY(mhc_post_mix_pre_project, sizeof(MadeShared))
+
+KERNEL(mhc_post_mix_pre_project, MhcPostMixPreProjectParams, AT_ONCE_THREADS) {
+    auto& shared = *reinterpret_cast<MadeShared*>(dynamic_shared());
+    project_at_once<COLUMNS>(params, shared.projection, MadeStreams{params, shared});
 }
 
 // ---------------------------------------------------------------- coefficients of the next site, and h

@@ -97,6 +97,15 @@ DEVICE uint32_t channel_block(const MhcPostMixPreTotalParams& params) {
     return each * STREAMS * params.splits == gridDim.x ? block % STREAMS * each + block / STREAMS : block;
 }
 
+// The stream of a piece, of so many pieces each; STREAMS behind the last one. A division would be waited for before anything
+// is read.
+DEVICE int32_t stream_of(int32_t piece, int32_t pieces) {
+    int32_t stream = 0;
+    UNROLL
+    for (int s = 1; s <= STREAMS; ++s) stream += piece >= s * pieces;
+    return stream;
+}
+
 // Where a channel of the streams, one behind the other, lies.
 struct OfStream {
     uint32_t stream, within;

@@ -198,10 +198,9 @@ struct alignas(16) Shared {
     uint32_t leads[GROUPS + 1];  // keys of the best scores of the group before; 0 of the first
     uint64_t of_warps[WARPS];
     Front fronts[WARPS];
-    Listed listed[2][WARPS];
-    Decision decisions[2];
+    Listed listed[WARPS];
     Bounds of_block[2];
-    Decision first_decision;
+    Decision decision;
     Sample samples[WARPS];  // of each warp its own, all the same
     uint32_t most_of_warps[2][WARPS];  // keys
     float sum_of_warps[2][WARPS];
@@ -241,7 +240,7 @@ DEVICE Row row_of(const float* logits, int vocab_size, const Asked& asked) {
                __fdiv_rn(LOG2_E, minimum_f32(maximum_f32(asked.temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE)),
                asked.top_k > 0 && asked.top_k < vocab_size ? static_cast<uint32_t>(asked.top_k) : NO_LIMIT,
                // NaN is no limit.
-               asked.top_p < 1.0f ? maximum_f32(asked.top_p, 0.0f) : 1.0f,
+               asked.top_p < 1.0f ? asked.top_p : 1.0f,
                asked.min_p > 0.0f ? minimum_f32(asked.min_p, 1.0f) : 0.0f,
                static_cast<uint64_t>(asked.seed),
                static_cast<uint64_t>(asked.step)};
@@ -818,7 +817,7 @@ DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, float own, 
         const Decision decision = decision_of_buckets(shared, shared.row, bounds);
         if (lane_anew() == 0) {
             shared.of_block[turn] = bounds;
-            shared.first_decision = decision;
+            shared.decision = decision;
         }
     }
     __syncthreads();
@@ -1003,24 +1002,24 @@ DEVICE Decision decision_of(const Row& row, const Bounds& bounds, float least, c
 // and those in front race.
 DEVICE bool race_of_listed(Shared& shared, const Listing& listing, const Bounds& bounds, uint64_t& best) {
     if (bounds.most == INFINITY_F32) return false;
-    Decision decision = shared.first_decision;
+    Decision decision = shared.decision;
     const Row row = shared.row;
     UNROLL_BY(1)
-    for (int turn = 0;; ++turn) {
+    while (true) {
         const Leader leader = decision.leader;
         best = leader.place;
         if (decision.verdict != Verdict::ASK) return decision.verdict == Verdict::KEPT;
         const Listed own = listed_by_warp(listing, row, bounds.most, Rank{leader.logit, id_of(leader.place)});
-        if (lane_anew() == 0) shared.listed[turn % 2][warp_anew()] = own;
+        if (lane_anew() == 0) shared.listed[warp_anew()] = own;
         __syncthreads();
         // One warp for all: the others would take its issue slots.
         if (warp_anew() == 0) {
-            const Listed of_lane = lane_anew() < WARPS ? shared.listed[turn % 2][lane_anew()] : Listed{};
+            const Listed of_lane = lane_anew() < WARPS ? shared.listed[lane_anew()] : Listed{};
             decision = decision_of(row, bounds, listing.least, leader, of_lane);
-            if (lane_anew() == 0) shared.decisions[turn % 2] = decision;
+            if (lane_anew() == 0) shared.decision = decision;
         }
         __syncthreads();
-        decision = shared.decisions[turn % 2];
+        decision = shared.decision;
     }
 }
 

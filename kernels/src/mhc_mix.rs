@@ -17,11 +17,11 @@ const CHECK: Arguments = Arguments { operator: "mhc_mix" };
 pub const NUM_COLUMNS: usize = 2 * NUM_STREAMS + NUM_STREAMS * NUM_STREAMS;
 /// Most iterations, whose matrices the backward keeps.
 pub const MAX_ITERATIONS: usize = 48;
-/// Tokens of a block of the projection, and channels of a step: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel
-/// source.
+/// Tokens of a block of the projection, and channels of a step, of which a part of the channels has one of each stream or
+/// more: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel source.
 const BLOCK_TOKENS: usize = 128;
 const STEP: usize = 64;
-/// Fewest steps of a part of the channels.
+/// Fewest steps of a part of the channels of the projection for Hopper.
 const FEWEST_STEPS: usize = 4;
 /// Tokens of a block of the projection for Hopper: `TILE_TOKENS` in the kernel source. Its steps are as wide.
 const HOPPER_TOKENS: usize = 256;
@@ -139,8 +139,13 @@ pub(crate) fn has_few_projected_tokens(num_tokens: usize) -> bool {
 /// Blocks of tokens and parts of the channels of the projection by tensor cores.
 fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, wanted) = (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
-    let most = (NUM_STREAMS * hidden_size).div_ceil(STEP).div_ceil(FEWEST_STEPS);
-    [tiles, (wanted / tiles.max(1)).clamp(1, most)]
+    [tiles, (wanted / tiles.max(1)).clamp(1, hidden_size.div_ceil(STEP).max(1))]
+}
+
+/// Whether each block of the projection by tensor cores has one step of each stream.
+pub(crate) fn has_a_step_of_each_stream(device: &Device, num_tokens: usize, hidden_size: usize) -> bool {
+    let [_, splits] = projection(device, num_tokens, hidden_size);
+    num_tokens > 0 && splits == hidden_size.div_ceil(STEP)
 }
 
 /// Blocks of the projection, and parts of the channels.
@@ -184,14 +189,13 @@ fn streams_map(streams: &TensorView) -> Option<TensorMap> {
 }
 
 /// A call of a projection.
-pub(crate) struct Projection<'a> {
-    pub check: Arguments,
-    pub device: &'a Device,
-    pub views: &'a Views,
-    pub num_tokens: usize,
-    pub hidden_size: usize,
+struct Projection<'a> {
+    device: &'a Device,
+    views: &'a Views,
+    num_tokens: usize,
+    hidden_size: usize,
     /// Whether 16 bytes fit every row of streams and weights.
-    pub aligned: bool,
+    aligned: bool,
 }
 
 impl Projection<'_> {
@@ -207,42 +211,39 @@ impl Projection<'_> {
         // Of no tokens nothing is launched.
         let few = implementation == Implementation::Auto && self.num_tokens <= FEW_TOKENS;
         let implementation = if few { Implementation::Portable } else { implementation };
-        let hopper = implementation.runs_hopper(self.check, self.device.environment(), usize::MAX, misfit)?;
+        let hopper = implementation.runs_hopper(CHECK, self.device.environment(), usize::MAX, misfit)?;
         Ok(map.filter(|_| hopper))
     }
 
-    /// Launches the projection, of the kernels for Hopper, those for all hardware, for few tokens and for any layout; returns the
-    /// one that ran, and the parts of the channels.
+    /// Launches the projection, of the kernels for Hopper, those for all hardware, where a block has one step of each stream, for
+    /// few tokens and for any layout; returns the one that ran, and the parts of the channels.
     ///
     /// # Errors
     /// A refused argument, a compile error, a refused launch.
-    pub fn launch(
-        &self,
-        implementation: Implementation,
-        [file, hopper_file]: [&str; 2],
-        [hopper, wide, few, scalar]: [&'static str; 4],
-    ) -> Result<(&'static str, usize)> {
-        let Self { check, device, views, num_tokens, hidden_size, .. } = *self;
+    fn launch(&self, implementation: Implementation) -> Result<(&'static str, usize)> {
+        let Self { device, views, num_tokens, hidden_size, .. } = *self;
         let sizes = |params: Params, splits| {
             params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)
         };
         if let Some(map) = self.map(implementation)? {
             let [tiles, splits] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
-            let params = check.params().ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]);
+            let params = CHECK.params().ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]);
             let params = sizes(params, splits)?.tensor_map("streams_map", Some(device.tensor_map(&map)?));
-            device.kernel(hopper_file, &[], hopper)?.launch_blocks("streams", tiles.saturating_mul(splits), &params)?;
-            return Ok((hopper, splits));
+            let name = "mhc_mix_project_hopper";
+            device.kernel(HOPPER_FILE, &[], name)?.launch_blocks("streams", tiles.saturating_mul(splits), &params)?;
+            return Ok((name, splits));
         }
         let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, self.aligned);
         // One block of tokens, as the other has of so few: its blocks are the parts of the channels as well.
         let name = match self.aligned {
-            true if has_few_projected_tokens(num_tokens) => few,
-            true => wide,
-            false => scalar,
+            true if has_few_projected_tokens(num_tokens) => "mhc_mix_project_few",
+            true if has_a_step_of_each_stream(device, num_tokens, hidden_size) => "mhc_mix_project_at_once",
+            true => "mhc_mix_project",
+            false => "mhc_mix_project_scalar",
         };
-        let params = check.params().strided("streams", &views["streams"], ["token_stride", "stream_stride"]);
+        let params = CHECK.params().strided("streams", &views["streams"], ["token_stride", "stream_stride"]);
         let params = sizes(params.ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]), splits)?;
-        device.kernel(file, &[], name)?.launch_blocks("streams", blocks, &params)?;
+        device.kernel(FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
         Ok((name, splits))
     }
 }
@@ -313,16 +314,17 @@ fn check<'a>(
     Ok((signature, extents))
 }
 
-/// Checks a call of few tokens as [`project`] does, for a kernel that leaves the same; returns what it is to leave.
+/// Checks a call of few tokens as [`project`] does, for a kernel that leaves the same; returns its blocks and what it is to
+/// leave.
 pub(crate) fn few_projected(
     device: &Device,
     views: &Views,
     numbers: Numbers,
     kernel: &'static str,
-) -> Result<Projected> {
+) -> Result<(usize, Projected)> {
     let (_, [num_tokens, hidden_size]) = check(device, views, numbers, Implementation::Auto)?;
-    let [_, splits] = projection_blocks(device, num_tokens, hidden_size, true);
-    Ok(Projected { kernel, splits, num_tokens, hidden_size })
+    let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, true);
+    Ok((blocks, Projected { kernel, splits, num_tokens, hidden_size }))
 }
 
 /// The first launch of [`forward`], with all of its checks.
@@ -334,9 +336,8 @@ pub(crate) fn project(
 ) -> Result<Projected> {
     let (signature, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
     let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
-    let projection = Projection { check: CHECK, device, views, num_tokens, hidden_size, aligned };
-    let names = ["mhc_mix_project_hopper", "mhc_mix_project", "mhc_mix_project_few", "mhc_mix_project_scalar"];
-    let (kernel, splits) = projection.launch(implementation, [FILE, HOPPER_FILE], names)?;
+    let projection = Projection { device, views, num_tokens, hidden_size, aligned };
+    let (kernel, splits) = projection.launch(implementation)?;
     Ok(Projected { kernel, splits, num_tokens, hidden_size })
 }
 

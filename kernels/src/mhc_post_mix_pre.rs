@@ -2,7 +2,9 @@
 //! to 2.4, training 11.1).
 
 use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
-use crate::mhc_mix::{self, Backward, Implementation, NUM_COLUMNS, Numbers, has_few_projected_tokens};
+use crate::mhc_mix::{
+    self, Backward, Implementation, NUM_COLUMNS, Numbers, has_a_step_of_each_stream, has_few_projected_tokens,
+};
 use crate::mhc_post::{self, NUM_STREAMS, threads};
 use crate::mhc_pre;
 use crate::runtime::device::{Module, module};
@@ -110,13 +112,22 @@ fn launch(device: &Device, views: &Views, numbers: Numbers, may_fuse: bool) -> R
     let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
     let site = site.renamed(&OF_NEXT_SITE);
     let vectorised = signature.vectorised_rows(&["streams", "y", "out"]) && views["fn"].address.is_multiple_of(16);
-    let (mut ran, projected) = if may_fuse && vectorised && has_few_projected_tokens(num_tokens) {
-        let projected = mhc_mix::few_projected(device, &site, numbers, "mhc_post_mix_pre_project_few")?;
+    let kernel = match () {
+        () if !may_fuse || !vectorised => None,
+        () if has_few_projected_tokens(num_tokens) => Some("mhc_post_mix_pre_project_few"),
+        () if num_tokens <= mhc_mix::FEW_TOKENS && has_a_step_of_each_stream(device, num_tokens, hidden_size) => {
+            Some("mhc_post_mix_pre_project")
+        }
+        () => None,
+    };
+    let (mut ran, projected) = if let Some(kernel) = kernel {
+        let (blocks, projected) = mhc_mix::few_projected(device, &site, numbers, kernel)?;
         let params =
             signature.params(&["streams", "y", "post", "comb", "fn", "out"]).ptr("partials", &views["workspace"]);
         let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?;
-        device.kernel(FILE, &[], projected.kernel)?.launch_blocks("streams", projected.splits, &params)?;
-        (vec![projected.kernel], projected)
+        let params = params.i32("splits", projected.splits)?;
+        device.kernel(FILE, &[], kernel)?.launch_blocks("streams", blocks, &params)?;
+        (vec![kernel], projected)
     } else {
         let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
         let projected = mhc_mix::project(device, &site, numbers, Implementation::Auto)?;

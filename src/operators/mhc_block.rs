@@ -83,6 +83,7 @@ impl Declared for MhcBlock {
         ],
         paths: &[
             "mhc_mix_project",
+            "mhc_mix_project_at_once",
             "mhc_mix_project_few",
             "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",
@@ -94,6 +95,7 @@ impl Declared for MhcBlock {
             "rms_norm_forward_scalar",
             "moe_reduce_forward_vector",
             "moe_reduce_forward_scalar",
+            "mhc_post_mix_pre_project",
             "mhc_post_mix_pre_project_few",
             "mhc_post_mix_pre_mix",
             "mhc_post_forward_vector",

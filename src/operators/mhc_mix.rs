@@ -79,6 +79,7 @@ impl Declared for MhcMix {
         specification: &["inference 2.1", "inference 2.2", "training 11.1"],
         paths: &[
             "mhc_mix_project",
+            "mhc_mix_project_at_once",
             "mhc_mix_project_few",
             "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",

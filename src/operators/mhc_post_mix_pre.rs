@@ -85,11 +85,13 @@ impl Declared for MhcPostMixPre {
         summary: "the residual streams behind a sublayer, and of them the next site's coefficients and h = pre · streams",
         specification: &["inference 2.1", "inference 2.2", "inference 2.3", "inference 2.4", "training 11.1"],
         paths: &[
+            "mhc_post_mix_pre_project",
             "mhc_post_mix_pre_project_few",
             "mhc_post_mix_pre_mix",
             "mhc_post_forward_vector",
             "mhc_post_forward_scalar",
             "mhc_mix_project",
+            "mhc_mix_project_at_once",
             "mhc_mix_project_few",
             "mhc_mix_project_hopper",
             "mhc_mix_project_scalar",

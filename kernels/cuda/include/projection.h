@@ -118,14 +118,33 @@ struct ProjectionShared {
     WeightParts<COLUMNS> parts[2];
 };
 
-// Starts the copies of the thread's weights of a step, if it has some; zeros where a step ends behind the last channel.
+// The steps of a part of the channels. Channels BLOCK_PIECES pieces apart are a group, which has a step in each stream, in their
+// order: a block has the same channels of all streams, so that it can make them of others (mhc_post_mix_pre.cu). Every stream has
+// whole steps: in its last group there are zeros behind its end.
+struct Steps {
+    uint32_t first_group, count;
+
+    // In 32 bits: a division in 64 would be waited for before anything is read. As many groups as another part has or one more.
+    Steps(int32_t hidden_size, uint32_t split, uint32_t splits) {
+        const uint32_t groups = ceil_div(static_cast<uint32_t>(hidden_size / PIECE), uint32_t{BLOCK_PIECES});
+        const uint32_t each = groups / splits, rest = groups - each * splits;
+        first_group = split * each + minimum(split, rest);
+        count = STREAMS * (each + (split < rest ? 1 : 0));
+    }
+    // The first piece of a step, and its stream.
+    int32_t piece(uint32_t step) const { return static_cast<int32_t>(first_group + step / STREAMS) * BLOCK_PIECES; }
+    static int32_t stream(uint32_t step) { return static_cast<int32_t>(step % STREAMS); }
+};
+
+// Starts the copies of the thread's weights of a step, if it has some; zeros behind a stream's end.
 template <int COLUMNS>
-DEVICE void start_weights(const ProjectionParams& params, int64_t step, Vec16 (&stage)[2][COLUMNS * BLOCK_PIECES]) {
-    const int64_t channels = static_cast<int64_t>(STREAMS) * params.hidden_size, column = threadIdx.x / BLOCK_PIECES;
-    const int64_t channel = (step * BLOCK_PIECES + threadIdx.x % BLOCK_PIECES) * PIECE;
+DEVICE void start_weights(const ProjectionParams& params, const Steps& steps, uint32_t step,
+                          Vec16 (&stage)[2][COLUMNS * BLOCK_PIECES]) {
+    const int64_t width = params.hidden_size, column = threadIdx.x / BLOCK_PIECES;
+    const int64_t channel = (steps.piece(step) + threadIdx.x % BLOCK_PIECES) * PIECE;
     if (column >= COLUMNS) return;
-    const bool wanted = channel < channels;
-    const float* const source = params.fn + (wanted ? column * channels + channel : 0);
+    const bool wanted = channel < width;
+    const float* const source = params.fn + (wanted ? (column * STREAMS + steps.stream(step)) * width + channel : 0);
     UNROLL
     for (int half = 0; half < 2; ++half)
         copy_async_16(shared_address(&stage[half][threadIdx.x]), source + half * (PIECE / 2), wanted);
@@ -139,74 +158,34 @@ DEVICE void read_weights(const Vec16 (&stage)[2][COLUMNS * BLOCK_PIECES], Weight
         unpack<float>(load_vec16(&stage[half][threadIdx.x]), weights.values + half * (PIECE / 2));
 }
 
-// The stream of a piece, of so many pieces each; STREAMS behind the last one. A division would be waited for before anything
-// is read.
-DEVICE int32_t stream_of(int32_t piece, int32_t pieces) {
-    int32_t stream = 0;
-    UNROLL
-    for (int s = 1; s <= STREAMS; ++s) stream += piece >= s * pieces;
-    return stream;
-}
-
-// The steps of a part of the channels, as many as another part has or one more. In 32 bits, for the same reason.
-struct Steps {
-    uint32_t begin, count;
-
-    Steps(const ProjectionParams& params, uint32_t split) {
-        // Pieces of all streams are below 2^28.
-        const uint32_t pieces = static_cast<uint32_t>(params.hidden_size / PIECE) * STREAMS;
-        const uint32_t all = ceil_div(pieces, uint32_t{BLOCK_PIECES}), splits = static_cast<uint32_t>(params.splits);
-        const uint32_t each = all / splits, rest = all - each * splits;
-        begin = split * each + minimum(split, rest);
-        count = each + (split < rest ? 1 : 0);
-    }
-};
-
-// Where a lane reads of its first token: a piece of a stream.
-struct Cursor {
-    const bf16* source;
-    int32_t stream, piece;
-
-    void advance(const ProjectionParams& params, int32_t count) {
-        piece += count;
-        source += count * PIECE;
-        for (; piece >= params.hidden_size / PIECE; piece -= params.hidden_size / PIECE, ++stream)
-            source += params.streams_stream_stride - params.hidden_size;
-    }
-};
-
-// The halves of a lane's steps, and which of its tokens there are.
-struct Reader {
-    Cursor halves[2];
+// The pieces that a lane has of each stream in a group, and which of its tokens there are.
+struct OwnPieces {
+    int64_t first_token;
     bool exists[2];
 
-    Reader(const ProjectionParams& params, int64_t first_token, uint32_t step) {
-        const int32_t piece = static_cast<int32_t>(step) * BLOCK_PIECES + lane_id() % 4, pieces = params.hidden_size / PIECE;
-        const int32_t stream = stream_of(piece, pieces), within = piece - stream * pieces;
-        halves[0] = Cursor{params.streams + first_token * params.streams_token_stride +
-                               stream * params.streams_stream_stride + within * PIECE,
-                           stream, within};
-        halves[1] = halves[0];
-        halves[1].advance(params, BLOCK_PIECES / 2);
-        for (int row = 0; row < 2; ++row) exists[row] = first_token + row * (WARP_TOKENS / 2) < params.num_tokens;
+    OwnPieces(const ProjectionParams& params, int64_t tile) : first_token(tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS + lane_id() / 4) {
+        for (int row = 0; row < 2; ++row) exists[row] = token(row) < params.num_tokens;
     }
+    int64_t token(int row) const { return first_token + row * (WARP_TOKENS / 2); }
+    static int32_t within(int half) { return BLOCK_PIECES / 2 * half + lane_id() % 4; }
+};
 
-    // Starts the copies of a step to the thread's places of a stage, and goes on to the next one.
-    void start(const ProjectionParams& params, SharedAddress stage) {
+// Starts the copies of a step to the thread's places of a stage.
+DEVICE void start_streams(const ProjectionParams& params, const OwnPieces& own, const Steps& steps, uint32_t step,
+                          SharedAddress stage) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const int32_t piece = steps.piece(step) + own.within(half);
         UNROLL
-        for (int half = 0; half < 2; ++half) {
-            UNROLL
-            for (int row = 0; row < 2; ++row) {
-                const bool wanted = exists[row] && halves[half].stream < STREAMS;
-                // Not even an address that nothing is copied from may lie at another multiple: one token's stride is any.
-                const bf16* const source = halves[half].source + row * (WARP_TOKENS / 2) * params.streams_token_stride;
-                copy_async_16(stage + (2 * half + row) * PROJECTION_THREADS * sizeof(Vec16),
-                              wanted ? source : params.streams, wanted);
-            }
-            halves[half].advance(params, BLOCK_PIECES);
+        for (int row = 0; row < 2; ++row) {
+            const bool wanted = own.exists[row] && piece < params.hidden_size / PIECE;
+            // Not even an address that nothing is copied from may lie at another multiple: one token's stride is any.
+            const bf16* const source = params.streams + own.token(row) * params.streams_token_stride +
+                                       steps.stream(step) * params.streams_stream_stride + piece * PIECE;
+            copy_async_16(stage + (2 * half + row) * PROJECTION_THREADS * sizeof(Vec16), wanted ? source : params.streams, wanted);
         }
     }
-};
+}
 
 DEVICE void read_fragments(const Vec16 (&stage)[2][2][PROJECTION_THREADS], Fragments& fragments) {
     UNROLL
@@ -240,31 +219,46 @@ DEVICE void add_squares(const Fragments& fragments, float (&squares)[2]) {
     }
 }
 
+// The products of half of a step, on top of the others. `nothing` is 0, which the compiler must not know: each operand A is then a
+// result of its own, in four registers in a row, where it would be gathered from two pieces anew for each of nine products.
 template <int COLUMNS>
-DEVICE void add_step(const Fragments& fragments, const WeightParts<COLUMNS>& parts, Sums<COLUMNS>& sums) {
+DEVICE void multiply_half(const Vec16& low, const Vec16& high, uint32_t nothing, const WeightParts<COLUMNS>& parts, int half,
+                          float (&products)[TILES<COLUMNS>][4]) {
     const int column = lane_id() / 4;
-    float products[TILES<COLUMNS>][4] = {};
-    add_squares(fragments, sums.squares);
+    uint32_t a[2][4];
     UNROLL
-    for (int half = 0; half < 2; ++half) {
-        const Vec16 &low = fragments.of[half][0], &high = fragments.of[half][1];
+    for (int word = 0; word < 4; ++word) {
+        a[word / 2][word % 2 * 2] = low.w[word] ^ nothing;
+        a[word / 2][word % 2 * 2 + 1] = high.w[word] ^ nothing;
+    }
+    UNROLL
+    for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
         UNROLL
-        for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
+        for (int part = 0; part < PARTS; ++part) {
+            const Vec16 b = parts[part][8 * tile + column][swizzled(column, BLOCK_PIECES / 2 * half + lane_id() % 4)];
             UNROLL
-            for (int part = 0; part < PARTS; ++part) {
-                const Vec16 b = parts[part][8 * tile + column][swizzled(column, 4 * half + lane_id() % 4)];
-                UNROLL
-                for (int k = 0; k < 4; k += 2)
-                    mma_bf16_16x8x16(products[tile], {low.w[k], high.w[k], low.w[k + 1], high.w[k + 1]}, b.w[k],
-                                     b.w[k + 1]);
-            }
+            for (int k = 0; k < 2; ++k) mma_bf16_16x8x16(products[tile], a[k], b.w[2 * k], b.w[2 * k + 1]);
         }
     }
+}
+
+template <int COLUMNS>
+DEVICE void add_scaled(const float (&products)[TILES<COLUMNS>][4], Sums<COLUMNS>& sums) {
     UNROLL
     for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
         UNROLL
         for (int c = 0; c < 4; ++c) sums.products[tile][c] += 1.0f / WEIGHT_SCALE * products[tile][c];
     }
+}
+
+template <int COLUMNS>
+DEVICE void add_step(const Fragments& fragments, uint32_t nothing, const WeightParts<COLUMNS>& parts, Sums<COLUMNS>& sums) {
+    float products[TILES<COLUMNS>][4] = {};
+    add_squares(fragments, sums.squares);
+    UNROLL
+    for (int half = 0; half < 2; ++half)
+        multiply_half<COLUMNS>(fragments.of[half][0], fragments.of[half][1], nothing, parts, half, products);
+    add_scaled(products, sums);
 }
 
 template <int COLUMNS, typename Params>
@@ -289,38 +283,199 @@ DEVICE void store_sums(const Params& params, int64_t split, int64_t first_token,
 template <int COLUMNS>
 DEVICE void project(const ProjectionParams& params) {
     auto& shared = *reinterpret_cast<ProjectionShared<COLUMNS>*>(dynamic_shared());
-    const uint32_t split = blockIdx.x % static_cast<uint32_t>(params.splits);
-    const int64_t tile = blockIdx.x / static_cast<uint32_t>(params.splits);
-    const auto [begin, steps] = Steps(params, split);
-    const int64_t first_token = tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS + lane_id() / 4;
-    const bool has_tokens = tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS < params.num_tokens;
-    Reader reader(params, first_token, begin);
-    const SharedAddress fragments_of_stages = shared_address(&shared.fragments[0][0][0][threadIdx.x]);
+    const uint32_t splits = static_cast<uint32_t>(params.splits), split = blockIdx.x % splits;
+    const Steps steps(params.hidden_size, split, splits);
+    const OwnPieces own(params, blockIdx.x / splits);
+    const bool has_tokens = own.first_token - lane_id() / 4 < params.num_tokens;
+    const SharedAddress own_places = shared_address(&shared.fragments[0][0][0][threadIdx.x]);
     // Starts the copies of a step, in their order, or nothing behind the last one.
-    const auto start = [&, begin = begin, steps = steps](uint32_t step) {
-        if (step < steps) {
-            reader.start(params, fragments_of_stages + step % STAGES * sizeof(shared.fragments[0]));
-            start_weights<COLUMNS>(params, begin + step, shared.weights[step % STAGES]);
+    const auto start = [&](uint32_t step) {
+        if (step < steps.count) {
+            start_streams(params, own, steps, step, own_places + step % STAGES * sizeof(shared.fragments[0]));
+            start_weights<COLUMNS>(params, steps, step, shared.weights[step % STAGES]);
         }
         copy_commit();
     };
-    // Few tokens are STAGES steps a block: all that it reads is on its way before it waits for anything.
     for (uint32_t step = 0; step < STAGES; ++step) start(step);
     let_next_kernel_come();
     Sums<COLUMNS> sums = {};
-    for (uint32_t step = 0; step < steps; ++step) {
-        WeightParts<COLUMNS>& own = shared.parts[step % 2];
+    for (uint32_t step = 0; step < steps.count; ++step) {
+        WeightParts<COLUMNS>& parts = shared.parts[step % 2];
         Fragments fragments;
         Weights weights = {};
         copy_wait<STAGES - 1>();
         read_weights<COLUMNS>(shared.weights[step % STAGES], weights);
         read_fragments(shared.fragments[step % STAGES], fragments);
-        store_weights<COLUMNS>(weights, own);
+        store_weights<COLUMNS>(weights, parts);
         __syncthreads();
         start(step + STAGES);
-        if (has_tokens) add_step<COLUMNS>(fragments, own, sums);
+        if (has_tokens) add_step<COLUMNS>(fragments, splits >> 31, parts, sums);
     }
-    if (has_tokens) store_sums<COLUMNS>(params, split, first_token, sums);
+    if (has_tokens) store_sums<COLUMNS>(params, split, own.first_token, sums);
+}
+
+// ---------------------------------------------------------------- a step of each stream
+
+// Where there are as many parts of the channels as groups of them, a block has one step of each stream, and asks for all that it
+// needs at once, in registers. A warp has 16 tokens and half of the pieces of a step: 16 warps have more instructions to choose from
+// than eight with two halves each. Those of the second halves first bring the weights, whose parts are in shared memory when the
+// others' streams come: these multiply while the rest is on its way.
+constexpr int AT_ONCE_THREADS = 2 * PROJECTION_THREADS;
+
+template <int COLUMNS>
+struct AtOnceShared {
+    WeightParts<COLUMNS> parts[STREAMS];
+    float second_half[4 * TILES<COLUMNS> + 2][PROJECTION_THREADS];  // sums of the warps that have it
+};
+
+// A lane's pieces: one of each stream of two tokens.
+struct AtOncePlace {
+    int64_t first_token;
+    int32_t half, piece;
+    bool has_tokens;  // the warp
+    bool exists[2];
+
+    template <typename Params>
+    AtOncePlace(const Params& params, uint32_t split, uint32_t tile) {
+        constexpr int WARPS = PROJECTION_THREADS / WARP_SIZE;
+        const int64_t of_warp = static_cast<int64_t>(tile) * BLOCK_TOKENS + warp_id() % WARPS * WARP_TOKENS;
+        first_token = of_warp + lane_id() / 4;
+        half = warp_id() / WARPS;
+        piece = static_cast<int32_t>(split) * BLOCK_PIECES + BLOCK_PIECES / 2 * half + lane_id() % 4;
+        has_tokens = of_warp < params.num_tokens;
+        for (int row = 0; row < 2; ++row) exists[row] = token(row) < params.num_tokens && piece < params.hidden_size / PIECE;
+    }
+    int64_t token(int row) const { return first_token + row * (WARP_TOKENS / 2); }
+};
+
+// Where a lane's pieces come from, as project_at_once is told:
+//   void ask_for_block(uint32_t tile)                                         asks memory for what all of them are made of
+//   void ask(const AtOncePlace& place)                                        and for what the lane's are
+//   void leave()                                                              in front of the block's barrier
+//   void make(const AtOncePlace& place, int row, Vec16 (&streams)[STREAMS])   behind it; zeros where there are none
+//
+// From memory as they are.
+struct StreamsOfMemory {
+    const ProjectionParams& params;
+    Vec16 pieces[2][STREAMS] = {};
+
+    void ask_for_block(uint32_t) const {}
+    void ask(const AtOncePlace& place) {
+        UNROLL
+        for (int row = 0; row < 2; ++row) {
+            if (!place.exists[row]) continue;
+            const bf16* const source = params.streams + place.token(row) * params.streams_token_stride + place.piece * PIECE;
+            UNROLL
+            for (int i = 0; i < STREAMS; ++i) pieces[row][i] = load_vec16_readonly(source + i * params.streams_stream_stride);
+        }
+    }
+    void leave() const {}
+    void make(const AtOncePlace&, int row, Vec16 (&streams)[STREAMS]) const {
+        UNROLL
+        for (int i = 0; i < STREAMS; ++i) streams[i] = pieces[row][i];
+    }
+};
+
+// A thread's weights, of PROJECTION_THREADS: of its share of all columns' pieces in the step of each stream.
+template <int COLUMNS>
+struct AtOnceWeights {
+    static constexpr int ALL = STREAMS * COLUMNS * BLOCK_PIECES, OWN = ceil_div(ALL, PROJECTION_THREADS);
+    static_assert(COLUMNS % 8 == 0, "columns that there are none of would need zeros");
+    Weights weights[OWN] = {};
+
+    static int number_of(int own) { return static_cast<int>(threadIdx.x) % PROJECTION_THREADS + own * PROJECTION_THREADS; }
+    template <typename Params>
+    void ask(const Params& params, uint32_t split) {
+        const int64_t width = params.hidden_size;
+        UNROLL
+        for (int own = 0; own < OWN; ++own) {
+            const int number = number_of(own), row = number / BLOCK_PIECES;  // of a column and stream
+            const int64_t channel = (static_cast<int64_t>(split) * BLOCK_PIECES + number % BLOCK_PIECES) * PIECE;
+            if (number >= ALL || channel >= width) continue;
+            const float* const source = params.fn + (row % COLUMNS * STREAMS + row / COLUMNS) * width + channel;
+            UNROLL
+            for (int part = 0; part < 2; ++part)
+                unpack<float>(load_vec16_readonly(source + part * (PIECE / 2)), weights[own].values + part * (PIECE / 2));
+        }
+    }
+    void leave(WeightParts<COLUMNS> (&parts)[STREAMS]) const {
+        UNROLL
+        for (int own = 0; own < OWN; ++own) {
+            const int number = number_of(own), row = number / BLOCK_PIECES, column = row % COLUMNS;
+            if (number >= ALL) continue;
+            Vec16 vectors[PARTS];
+            split_weights(weights[own], vectors);
+            UNROLL
+            for (int part = 0; part < PARTS; ++part)
+                parts[row / COLUMNS][part][column][swizzled(column, number % BLOCK_PIECES)] = vectors[part];
+        }
+    }
+};
+
+// Squares of a piece, added up before they meet those of others, as in add_squares.
+DEVICE float squares_of(const Vec16& piece) {
+    float x[PIECE], squares = 0.0f;
+    unpack<bf16>(piece, x);
+    UNROLL
+    for (int e = 0; e < PIECE; ++e) squares += x[e] * x[e];
+    return squares;
+}
+
+// Both halves' sums, in the warps that have the first.
+template <int COLUMNS>
+DEVICE void add_second_half(const AtOncePlace& place, AtOnceShared<COLUMNS>& shared, Sums<COLUMNS>& sums) {
+    float* const own = &shared.second_half[0][threadIdx.x % PROJECTION_THREADS];
+    float* const numbers = &sums.products[0][0];
+    constexpr int PRODUCTS = 4 * TILES<COLUMNS>;
+    if (place.half == 1) {
+        UNROLL
+        for (int i = 0; i < PRODUCTS; ++i) own[i * PROJECTION_THREADS] = numbers[i];
+        UNROLL
+        for (int row = 0; row < 2; ++row) own[(PRODUCTS + row) * PROJECTION_THREADS] = sums.squares[row];
+    }
+    __syncthreads();
+    if (place.half == 1) return;
+    UNROLL
+    for (int i = 0; i < PRODUCTS; ++i) numbers[i] += own[i * PROJECTION_THREADS];
+    UNROLL
+    for (int row = 0; row < 2; ++row) sums.squares[row] += own[(PRODUCTS + row) * PROJECTION_THREADS];
+}
+
+// Params: fn, partials, num_tokens, hidden_size, splits, as ProjectionParams has them.
+template <int COLUMNS, typename Streams, typename Params>
+DEVICE void project_at_once(const Params& params, AtOnceShared<COLUMNS>& shared, Streams streams) {
+    const uint32_t splits = static_cast<uint32_t>(params.splits), split = blockIdx.x % splits, tile = blockIdx.x / splits;
+    const AtOncePlace place(params, split, tile);
+    streams.ask_for_block(tile);
+    if (place.half == 0) {
+        streams.ask(place);
+    } else {
+        AtOnceWeights<COLUMNS> weights;
+        weights.ask(params, split);
+        weights.leave(shared.parts);
+        streams.ask(place);
+    }
+    streams.leave();
+    __syncthreads();
+    let_next_kernel_come();
+    Sums<COLUMNS> sums = {};
+    if (place.has_tokens) {
+        Vec16 pieces[2][STREAMS];
+        UNROLL
+        for (int row = 0; row < 2; ++row) {
+            streams.make(place, row, pieces[row]);
+            UNROLL
+            for (int i = 0; i < STREAMS; ++i) sums.squares[row] += squares_of(pieces[row][i]);
+        }
+        UNROLL
+        for (int i = 0; i < STREAMS; ++i) {
+            float products[TILES<COLUMNS>][4] = {};
+            multiply_half<COLUMNS>(pieces[0][i], pieces[1][i], splits >> 31, shared.parts[i], place.half, products);
+            add_scaled(products, sums);
+        }
+    }
+    add_second_half(place, shared, sums);
+    if (place.half == 0 && place.has_tokens) store_sums<COLUMNS>(params, split, place.first_token, sums);
 }
 
 // ---------------------------------------------------------------- few tokens

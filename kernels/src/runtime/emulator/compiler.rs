@@ -70,9 +70,10 @@ fn vector_options() -> &'static [&'static str] {
 }
 
 /// Kernels run as fast from -O1 as from -O2 (switching between coroutines takes most of the time), and compile in two thirds
-/// of the time. From -Og large ones run a fifth slower and compile in half the time again: what a mutant's few runs want.
+/// of the time. From -Og large ones run a fifth slower and compile in half the time again: what the few runs of a mutant want, and
+/// those of a build with debug assertions, which tests are.
 fn optimisation(tree: &SourceTree) -> &'static str {
-    if tree.is_patched() { "-Og" } else { "-O1" }
+    if tree.is_patched() || cfg!(debug_assertions) { "-Og" } else { "-O1" }
 }
 
 /// Of two sources that do the same, the more assembly is alike the further it is optimised. Checks stay, so that an access beyond
