@@ -22,9 +22,14 @@
 // Floors: of one token of 7168 channels the next site's weights, 2.75 MB, 0.7 us at 4.24 TB/s; of 128 tokens 20 bytes a channel, the
 // second reading of out from the second-level cache: 18 MB and 2.75, 5 us. Expected to limit: two launches, two trips to memory, the
 // sums and pre one behind the other.
-// Measured on one H200, 7168 channels: 1 token 5.5 us, 128 tokens 16.0, where the separate kernels take 7.5 and 18.2 in the same call
-// and an empty kernel with the bytes 2.6 and 6.9. Of 128 tokens mhc_mix's projection, which waits for mhc_post's stores and reads
-// them again, is most of it (mhc_mix.cu).
+// Measured on one H200, 7168 channels: 1 token 5.5 us, 128 tokens 14.2, where the separate kernels take 7.6 and 17.7 in the same call
+// and an empty kernel with the bytes 2.6 and 6.9; 128 tokens took 16.0, in another call, when mhc_post's kernel and mhc_mix_project
+// were two of three launches. What 128 tokens are made of, each measured with the rest left out: the mix behind a project of nothing
+// 4.5, project 10.8 with a mix of nothing, of which an empty launch more is 1.0. Of project's 9.8, what it reads and stores alone
+// takes 6.9, products 1.7 of the rest, and weights, sums and squares 0.3 to 0.4 each: they come when the last streams have. What did
+// not help: eight warps that copy to shared memory in place of 16 that read into registers (1.9 us more), a tenth fewer instructions
+// (nothing), weights in front of all streams (0.1 more); the mix's blocks called before the streams have come, to wait in the few
+// free places (0.2 more).
 // A kernel that made the streams of any number of tokens and their projection in one, by tensor cores, kept too few bytes under way
 // (186 registers), and was slower at every size: on one H200 2585 us for 32768 tokens beside 2063, 28.3 for 128 tokens beside 22.1.
 //
@@ -231,6 +236,9 @@ DEVICE void store_mixed(const MhcPostMixPreMixParams& params, int64_t token, int
     }
 }
 
+// The warps that mix have left their sums, and the one that makes coefficients pre.
+constexpr uint32_t SUMS_LEFT = 1, PRE_LEFT = 2;
+
 KERNEL(mhc_post_mix_pre_mix, MhcPostMixPreMixParams, MIX_THREADS) {
     __shared__ SumsOfWarps sums;
     __shared__ float pre[STREAMS];
@@ -238,10 +246,10 @@ KERNEL(mhc_post_mix_pre_mix, MhcPostMixPreMixParams, MIX_THREADS) {
     const int own = threadIdx.x;
     if (warp_id() == FEW_WARPS) {
         const LogitOf logit(params, lane_id());
-        __syncthreads();
+        named_barrier_sync(SUMS_LEFT, MIX_THREADS);
         store_coefficients_of_one(params, token, sums, logit, [&](float gate) {
             if (lane_id() < STREAMS) pre[lane_id()] = gate;
-            __syncthreads();
+            named_barrier_arrive(PRE_LEFT, MIX_THREADS);
         });
         return;
     }
@@ -249,8 +257,8 @@ KERNEL(mhc_post_mix_pre_mix, MhcPostMixPreMixParams, MIX_THREADS) {
     Vec16 held[HELD][STREAMS];
     load_pieces(params, token, own, held);
     sums[warp_id()][lane_id()] = parts.sum();
-    __syncthreads();
-    __syncthreads();
+    named_barrier_arrive(SUMS_LEFT, MIX_THREADS);
+    named_barrier_sync(PRE_LEFT, MIX_THREADS);
     for (int first = own; first * PIECE < params.hidden_size; first += HELD * APART) {
         if (first != own) load_pieces(params, token, first, held);
         store_mixed(params, token, first, pre, held);

@@ -14,6 +14,7 @@
 
 enum class Fault {
     skipped_barrier,     // half the threads return before the barrier on which the others wait
+    parted_barrier,      // half the threads call one __syncthreads, the others another one
     exited_lane,         // a shuffle's mask names lanes that have returned
     foreign_lane,        // a lane calls a shuffle with a mask that does not name it
     read_past_end,       // the last thread reads one element behind x
@@ -45,6 +46,13 @@ DEVICE void wrong_synchronization(const SelftestFaultParams& params, int thread)
     if constexpr (CHOSEN == Fault::skipped_barrier) {
         if (thread >= params.count / 2) return;
         __syncthreads();
+        params.y[thread] = x;
+    } else if constexpr (CHOSEN == Fault::parted_barrier) {
+        if (thread < params.count / 2) {
+            __syncthreads();
+        } else {
+            __syncthreads();
+        }
         params.y[thread] = x;
     } else if constexpr (CHOSEN == Fault::exited_lane) {
         if (lane >= 16) return;

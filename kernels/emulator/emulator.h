@@ -97,8 +97,8 @@ struct Place {
 struct HostApi {
     void (*collective)(ThreadContext*, uint32_t mask, const char* what, CollectiveOp, void* payload);
     // Waits at barrier `id` (0 to 15) until `count` threads have arrived; `wait` 0 arrives only.
-    // Returns how many of the arrived threads had a non-zero `vote`.
-    uint32_t (*barrier)(ThreadContext*, uint32_t id, uint32_t count, uint32_t wait, uint32_t vote);
+    // Returns how many of the arrived threads had a non-zero `vote`. `place`, or null: where in the source all of them must be.
+    uint32_t (*barrier)(ThreadContext*, uint32_t id, uint32_t count, uint32_t wait, uint32_t vote, const char* place);
     // Copies `source_bytes` from `source` and zeroes the rest of `bytes`, at some moment before the wait.
     void (*copy_async)(ThreadContext*, void* target, const void* source, uint32_t bytes, uint32_t source_bytes);
     void (*copy_commit)(ThreadContext*);
@@ -322,16 +322,25 @@ EMULATOR_ACCESS __tsan_init() {}
 
 // ---------------------------------------------------------------- barriers
 
-inline void __syncthreads() {
+// All threads of a block come to the same one: what is allowed behind a condition is so only where all of them agree. On a GPU it
+// mostly works all the same, as a barrier of all threads, until a compiler or compute-sanitizer takes the rule at its word.
+namespace emulator {
+inline int sync_threads(bool vote, const char* place) {
     const auto& d = blockDim;
-    emulator::host->barrier(emulator::context, 0, d.x * d.y * d.z, 1, 0);
+    return static_cast<int>(host->barrier(context, 0, d.x * d.y * d.z, 1, vote, place));
 }
-inline int __syncthreads_count(int predicate) {
-    const auto& d = blockDim;
-    return static_cast<int>(emulator::host->barrier(emulator::context, 0, d.x * d.y * d.z, 1, predicate != 0));
-}
-inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
-inline int __syncthreads_and(int predicate) { return __syncthreads_count(predicate == 0) == 0; }
+}  // namespace emulator
+#define EMULATOR_TEXT_OF(text) #text
+#define EMULATOR_TEXT(text) EMULATOR_TEXT_OF(text)
+#if defined(EMULATOR_NAMES_NO_PLACES)
+#define EMULATOR_PLACE nullptr
+#else
+#define EMULATOR_PLACE __FILE__ ":" EMULATOR_TEXT(__LINE__)
+#endif
+#define __syncthreads() static_cast<void>(emulator::sync_threads(false, EMULATOR_PLACE))
+#define __syncthreads_count(predicate) emulator::sync_threads((predicate) != 0, EMULATOR_PLACE)
+#define __syncthreads_or(predicate) static_cast<int>(emulator::sync_threads((predicate) != 0, EMULATOR_PLACE) != 0)
+#define __syncthreads_and(predicate) static_cast<int>(emulator::sync_threads((predicate) == 0, EMULATOR_PLACE) == 0)
 UNWATCHED inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() {}
 

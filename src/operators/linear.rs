@@ -818,6 +818,7 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         exact(fp32(hopper([256, 512, 272]))),
         any(in_layout(mn, hopper([641, 520, 128]))),
         f32s(hopper([129, 264, 1168])),
+        f32s(hopper([65, 264, 1168])),
         any(hopper([1921, 16, 144])),
         any(hopper([4, 20, 192])),
         before(Before::Apart, f32s(hopper([2, 8, 1168]))),

@@ -82,6 +82,12 @@ fn a_barrier_that_half_the_threads_skip_is_reported_as_divergence() {
 }
 
 #[test]
+fn warps_that_meet_at_different_barriers_in_the_source_are_reported_as_divergence() {
+    let needles = ["calls __syncthreads at", "selftest_faults.cu:", "while others of its block wait at", "divergence"];
+    assert_fault("parted_barrier", Contract::NAN, 32, &needles);
+}
+
+#[test]
 fn a_shuffle_that_waits_for_lanes_that_have_returned_is_reported_as_divergence() {
     assert_fault("exited_lane", Contract::NAN, 0, &["__shfl_xor_sync", "0xffffffff", "divergence"]);
 }

@@ -78,7 +78,7 @@ fn optimisation(tree: &SourceTree) -> &'static str {
 
 /// Of two sources that do the same, the more assembly is alike the further it is optimised. Checks stay, so that an access beyond
 /// an array is a difference; but for places in the source, which their reports and what a debugger reads would name.
-const ASSEMBLY_OPTIONS: &[&str] = &["-O2", "-g0", "-fsanitize-undefined-trap-on-error"];
+const ASSEMBLY_OPTIONS: &[&str] = &["-O2", "-g0", "-fsanitize-undefined-trap-on-error", "-DEMULATOR_NAMES_NO_PLACES"];
 
 /// `PARITY_CXX`, or `c++`.
 pub fn usual_compiler() -> PathBuf {

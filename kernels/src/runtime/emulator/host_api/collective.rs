@@ -1,6 +1,6 @@
 //! Collectives of a warp, and barriers of a block and of a cluster.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 
 use super::super::block::{Block, State, ThreadContext, abandon, maybe_yield, name, scheduler, suspend};
 
@@ -144,7 +144,16 @@ pub unsafe extern "C" fn collective(
     }
 }
 
-pub unsafe extern "C" fn barrier(context: *mut ThreadContext, id: u32, count: u32, wait: u32, vote: u32) -> u32 {
+pub unsafe extern "C" fn barrier(
+    context: *mut ThreadContext,
+    id: u32,
+    count: u32,
+    wait: u32,
+    vote: u32,
+    place: *const c_char,
+) -> u32 {
+    // SAFETY: null, or a literal of the module, which is loaded for as long as a block of it runs; nothing keeps it longer.
+    let place: Option<&'static CStr> = (!place.is_null()).then(|| unsafe { CStr::from_ptr(place) });
     let block = unsafe { scheduler(context) };
     let thread = block.current;
     if id >= 16 {
@@ -157,6 +166,12 @@ pub unsafe extern "C" fn barrier(context: *mut ThreadContext, id: u32, count: u3
             abandon(context, format!("arrives at barrier {id} for {count} threads while others wait for {expected}"))
         };
     }
+    if barrier.arrived > 0 && barrier.place != place {
+        let [here, there] = [place, barrier.place].map(|place| place.unwrap_or(c"a named barrier").to_string_lossy());
+        let what = format!("calls __syncthreads at {here} while others of its block wait at {there} (divergence)");
+        unsafe { abandon(context, what) };
+    }
+    barrier.place = place;
     barrier.expected = count;
     barrier.arrived += 1;
     barrier.votes += u32::from(vote != 0);

@@ -25,7 +25,7 @@ use crate::runtime::tensor_map::MapWords;
 #[repr(C)]
 pub struct HostApi {
     collective: unsafe extern "C" fn(*mut ThreadContext, u32, *const c_char, CollectiveOp, *mut c_void),
-    barrier: unsafe extern "C" fn(*mut ThreadContext, u32, u32, u32, u32) -> u32,
+    barrier: unsafe extern "C" fn(*mut ThreadContext, u32, u32, u32, u32, *const c_char) -> u32,
     copy_async: unsafe extern "C" fn(*mut ThreadContext, *mut c_void, *const c_void, u32, u32),
     copy_commit: unsafe extern "C" fn(*mut ThreadContext),
     copy_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
