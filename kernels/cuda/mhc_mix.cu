@@ -138,5 +138,5 @@ KERNEL(mhc_mix_coefficients_few, MhcMixCoefficientsParams, FEW_THREADS) {
     sums[warp_id()][lane_id()] = PartsOfWarp(params, token).sum();
     __syncthreads();
     if (warp_id() != 0) return;
-    store_coefficients_of_one(params, token, sums, logit, [](float) {});
+    store_comb_of_one(params, token, store_gates_of_one(params, token, sums, logit));
 }

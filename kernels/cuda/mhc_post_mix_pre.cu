@@ -236,29 +236,27 @@ DEVICE void store_mixed(const MhcPostMixPreMixParams& params, int64_t token, int
     }
 }
 
-// The warps that mix have left their sums, and the one that makes coefficients pre.
-constexpr uint32_t SUMS_LEFT = 1, PRE_LEFT = 2;
-
 KERNEL(mhc_post_mix_pre_mix, MhcPostMixPreMixParams, MIX_THREADS) {
     __shared__ SumsOfWarps sums;
     __shared__ float pre[STREAMS];
     const int64_t token = blockIdx.x;
     const int own = threadIdx.x;
-    if (warp_id() == FEW_WARPS) {
-        const LogitOf logit(params, lane_id());
-        named_barrier_sync(SUMS_LEFT, MIX_THREADS);
-        store_coefficients_of_one(params, token, sums, logit, [&](float gate) {
-            if (lane_id() < STREAMS) pre[lane_id()] = gate;
-            named_barrier_arrive(PRE_LEFT, MIX_THREADS);
-        });
-        return;
+    const bool mixes = warp_id() < FEW_WARPS;
+    const LogitOf logit(params, mixes ? COLUMNS : lane_id());
+    Vec16 held[HELD][STREAMS] = {};
+    if (mixes) {
+        PartsOfWarp parts(params, token);
+        load_pieces(params, token, own, held);
+        sums[warp_id()][lane_id()] = parts.sum();
     }
-    PartsOfWarp parts(params, token);
-    Vec16 held[HELD][STREAMS];
-    load_pieces(params, token, own, held);
-    sums[warp_id()][lane_id()] = parts.sum();
-    named_barrier_arrive(SUMS_LEFT, MIX_THREADS);
-    named_barrier_sync(PRE_LEFT, MIX_THREADS);
+    __syncthreads();
+    ColumnOfOne column = {};
+    if (!mixes) {
+        column = store_gates_of_one(params, token, sums, logit);
+        if (lane_id() < STREAMS) pre[lane_id()] = column.gate;
+    }
+    __syncthreads();
+    if (!mixes) return store_comb_of_one(params, token, column);
     for (int first = own; first * PIECE < params.hidden_size; first += HELD * APART) {
         if (first != own) load_pieces(params, token, first, held);
         store_mixed(params, token, first, pre, held);

@@ -128,32 +128,34 @@ DEVICE void store_comb_row(const Params& params, int64_t token, int lane, bool e
     for (int j = 0; j < STREAMS; ++j) store_element(params, token, STREAMS * lane + j, row[j], mix[j]);
 }
 
-// The same of a warp that has one token: column 2 STREAMS + e and its logit z are lane 2 STREAMS + e's.
+// Of a warp that has one token: a lane's column, what its logit is and, of the first eight lanes, sigmoid + hc_eps, which is pre of
+// the first four.
+struct ColumnOfOne {
+    float mix, z, gate;
+};
+
+// Stores rstd, pre and post of a token whose parts its block's warps have added up, by one warp; store_comb_of_one, whose passes wait
+// for one another, goes on from what it returns.
 template <typename Params>
-DEVICE void store_comb_of_one(const Params& params, int64_t token, float mix, float z) {
+DEVICE ColumnOfOne store_gates_of_one(const Params& params, int64_t token, const SumsOfWarps& sums, const LogitOf& logit) {
+    const float sum = sum_of_warps(sums);
+    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum, z = logit(mix);
+    if (lane_id() == 0) params.rstd[token] = rstd;
+    return {mix, z, lane_id() < 2 * STREAMS ? store_gate_of(params, token, lane_id(), mix, z) : 0.0f};
+}
+
+// As store_comb_row: column 2 STREAMS + e and its logit z are lane 2 STREAMS + e's.
+template <typename Params>
+DEVICE void store_comb_of_one(const Params& params, int64_t token, const ColumnOfOne& own) {
     const int source = lane_id() % STREAMS;
     float row[STREAMS];
     UNROLL
-    for (int j = 0; j < STREAMS; ++j) row[j] = __shfl_sync(FULL_WARP, z, 2 * STREAMS + STREAMS * source + j);
+    for (int j = 0; j < STREAMS; ++j) row[j] = __shfl_sync(FULL_WARP, own.z, 2 * STREAMS + STREAMS * source + j);
     begin_with_row(params, row);
     sinkhorn_of_one(row, passes_of(params), params.hc_eps);
     UNROLL
     for (int j = 0; j < STREAMS; ++j) {
-        const float own = __shfl_sync(FULL_WARP, mix, 2 * STREAMS + STREAMS * source + j);
-        if (lane_id() < STREAMS) store_element(params, token, STREAMS * source + j, row[j], own);
+        const float mix = __shfl_sync(FULL_WARP, own.mix, 2 * STREAMS + STREAMS * source + j);
+        if (lane_id() < STREAMS) store_element(params, token, STREAMS * source + j, row[j], mix);
     }
-}
-
-// All coefficients of a token whose parts its block's warps have added up, by one warp. Calls gates_are_there(gate) once the lane's of
-// pre or post is stored: comb, whose passes wait for one another, follows.
-template <typename Params, typename GatesAreThere>
-DEVICE void store_coefficients_of_one(const Params& params, int64_t token, const SumsOfWarps& sums, const LogitOf& logit,
-                                      const GatesAreThere& gates_are_there) {
-    const float sum = sum_of_warps(sums);
-    const float rstd = streams_rstd(params, __shfl_sync(FULL_WARP, sum, COLUMNS)), mix = rstd * sum, z = logit(mix);
-    float gate = 0.0f;
-    if (lane_id() < 2 * STREAMS) gate = store_gate_of(params, token, lane_id(), mix, z);
-    gates_are_there(gate);
-    if (lane_id() == 0) params.rstd[token] = rstd;
-    store_comb_of_one(params, token, mix, z);
 }

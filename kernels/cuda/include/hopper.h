@@ -1,5 +1,5 @@
 // Hopper's asynchronous machinery (sm_90a): mbarriers, warpgroup matrix products (wgmma), copies that
-// complete on an mbarrier, bulk copies and reductions, register hand-over between
+// complete on an mbarrier, bulk copies and reductions, named barriers, register hand-over between
 // warpgroups. Kernels that include this header compile for sm_90a only.
 //
 // Who may read what, and when:
@@ -179,7 +179,7 @@ DEVICE void store_at(SharedAddress target, uint32_t value, SharedAddress barrier
 #endif
 }
 
-// ---------------------------------------------------------------- fences
+// ---------------------------------------------------------------- fences and named barriers
 
 // Orders ordinary accesses to shared memory before later ones through the asynchronous proxy.
 DEVICE void fence_async_proxy() {
@@ -187,6 +187,34 @@ DEVICE void fence_async_proxy() {
     emulator::host->fence_async_proxy(emulator::context);
 #else
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#if defined(PARITY_EMULATOR)
+namespace emulator {
+inline void named_barrier(uint32_t id, uint32_t threads, bool wait) {
+    if (id == 0 || threads == 0 || threads % WARP_SIZE)
+        host->fail(context, "a named barrier is one of 1 to 15, for a multiple of 32 threads");
+    host->barrier(context, id, threads, wait, 0, nullptr);
+}
+}  // namespace emulator
+#endif
+
+// Barriers 1 to 15 among `threads` threads, a multiple of 32; barrier 0 is __syncthreads.
+DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
+#if defined(PARITY_EMULATOR)
+    emulator::named_barrier(id, threads, true);
+#else
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+#endif
+}
+
+// Counts as having come, without waiting.
+DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
+#if defined(PARITY_EMULATOR)
+    emulator::named_barrier(id, threads, false);
+#else
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 #endif
 }
 

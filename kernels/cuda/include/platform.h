@@ -147,35 +147,6 @@ DEVICE constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
 DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
 DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
 
-#if defined(PARITY_EMULATOR)
-namespace emulator {
-inline void named_barrier(uint32_t id, uint32_t threads, bool wait) {
-    if (id == 0 || threads == 0 || threads % WARP_SIZE)
-        host->fail(context, "a named barrier is one of 1 to 15, for a multiple of 32 threads");
-    host->barrier(context, id, threads, wait, 0, nullptr);
-}
-}  // namespace emulator
-#endif
-
-// Barriers 1 to 15 among `threads` threads, a multiple of 32, who may be anywhere in the source; barrier 0 is __syncthreads, to
-// which all threads of a block come at the same place.
-DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
-#if defined(PARITY_EMULATOR)
-    emulator::named_barrier(id, threads, true);
-#else
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-#endif
-}
-
-// Counts as having come, without waiting.
-DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
-#if defined(PARITY_EMULATOR)
-    emulator::named_barrier(id, threads, false);
-#else
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-#endif
-}
-
 // Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma; and behind a loop
 // whose lanes it does not know to end together, nothing is known to be uniform any more, such as the descriptors of products.
 DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }
