@@ -22,14 +22,15 @@
 // Floors: of one token of 7168 channels the next site's weights, 2.75 MB, 0.7 us at 4.24 TB/s; of 128 tokens 20 bytes a channel, the
 // second reading of out from the second-level cache: 18 MB and 2.75, 5 us. Expected to limit: two launches, two trips to memory, the
 // sums and pre one behind the other.
-// Measured on one H200, 7168 channels: 1 token 5.5 us, 128 tokens 14.2, where the separate kernels take 7.6 and 17.7 in the same call
+// Measured on one H200, 7168 channels: 1 token 5.6 us, 128 tokens 14.3, where the separate kernels take 7.6 and 17.7 in the same call
 // and an empty kernel with the bytes 2.6 and 6.9; 128 tokens took 16.0, in another call, when mhc_post's kernel and mhc_mix_project
 // were two of three launches. What 128 tokens are made of, each measured with the rest left out: the mix behind a project of nothing
 // 4.5, project 10.8 with a mix of nothing, of which an empty launch more is 1.0. Of project's 9.8, what it reads and stores alone
 // takes 6.9, products 1.7 of the rest, and weights, sums and squares 0.3 to 0.4 each: they come when the last streams have. What did
 // not help: eight warps that copy to shared memory in place of 16 that read into registers (1.9 us more), a tenth fewer instructions
 // (nothing), weights in front of all streams (0.1 more); the mix's blocks called before the streams have come, to wait in the few
-// free places (0.2 more).
+// free places (0.2 more). The barriers of the mix are at one place of the source for all warps, as the block's barriers must be; at
+// two, which worked and which compute-sanitizer refuses, 1 token took 5.5 us and 128 tokens 14.1.
 // A kernel that made the streams of any number of tokens and their projection in one, by tensor cores, kept too few bytes under way
 // (186 registers), and was slower at every size: on one H200 2585 us for 32768 tokens beside 2063, 28.3 for 128 tokens beside 22.1.
 //
