@@ -12,13 +12,13 @@
 // itself. The sum of squares rides on the same loads.
 //
 // A block takes 128 tokens, 16 a warp, and a part of the channels, the same of every stream, 64 of one at a time. They come to
-// shared memory by cp.async, four steps of 64 in a ring, and 24 x 64 weights with each. A lane reads 16 bytes of each of two tokens from there into its
-// fragments of A: which 8 channels are its part of the sum is free as long as B's fragments agree. The block's threads split the
-// weights and leave them in shared memory for all warps: one barrier for each 64 channels. The parts of all blocks of a token
-// are added by mhc_mix_coefficients in their order; their number depends on num_tokens, so that few tokens keep all multiprocessors
-// busy. Where each has one step of each stream, mhc_mix_project_at_once takes it, without a ring (projection.h). In
-// mhc_mix_coefficients four lanes take a token, a row of comb each (sinkhorn.h), in some 230 instructions of a warp for each token;
-// 16 lanes with an element each took 550, which filled the issue slots.
+// shared memory by cp.async, four steps of 64 in a ring, and 24 x 64 weights with each. A lane reads 16 bytes of each of two
+// tokens from there into its fragments of A: which 8 channels are its part of the sum is free as long as B's fragments agree. The
+// block's threads split the weights and leave them in shared memory for all warps: one barrier for each 64 channels. The parts of
+// all blocks of a token are added by mhc_mix_coefficients in their order; their number depends on num_tokens, so that few tokens
+// keep all multiprocessors busy. Where each has one step of each stream, mhc_mix_project_at_once takes it, without a ring
+// (projection.h). In mhc_mix_coefficients four lanes take a token, a row of comb each (sinkhorn.h), in some 230 instructions of a
+// warp for each token; 16 lanes with an element each took 550, which filled the issue slots.
 //
 // The projection is in projection.h, which mhc_head shares, the coefficients are in coefficients.h, which
 // mhc_post_mix_pre shares.
@@ -40,13 +40,13 @@
 // them. A lane has a whole matrix, so that no pass waits for shuffles, and reciprocals need no scaling. The coefficients' blocks
 // take their places while the projection runs. On one H100 one token takes 5.3 us, of which some 1.4 are the passes by count, and
 // 128 tokens 10.7 where 9 were expected. On one H200 4.9 and 10.7, and 128 tokens 10.1 with mhc_mix_project_at_once. What an empty
-// kernel, the bytes and 1.5 us would be, 3.5 and 6.0, is out of reach of two launches, two trips to memory and passes that wait
-// for one another (mhc_post_mix_pre.cu says what the same two cost it). mhc_mix_project_scalar takes layouts that 16 bytes do not
-// fit, a warp a token, in plain fp32.
+// kernel, the bytes and 1.5 us would be, 3.1 and 4.9 there, is out of reach of two launches, two trips to memory and passes that
+// wait for one another (mhc_post_mix_pre.cu says what the same two cost it). mhc_mix_project_scalar takes layouts that 16 bytes do
+// not fit, a warp a token, in plain fp32.
 //
-// Launch: mhc_mix_project and mhc_mix_project_at_once token_tiles * splits blocks; mhc_mix_project_few as many as there are parts of FEW_PIECES pieces;
-// mhc_mix_project_scalar a warp a token, splits 1;
-// mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 4)) blocks, or mhc_mix_coefficients_few num_tokens.
+// Launch: mhc_mix_project and mhc_mix_project_at_once token_tiles * splits blocks; mhc_mix_project_few as many as there are parts
+// of FEW_PIECES pieces; mhc_mix_project_scalar a warp a token, splits 1; mhc_mix_coefficients ceil(num_tokens /
+// (COEFFICIENT_THREADS / 4)) blocks, or mhc_mix_coefficients_few num_tokens.
 #include "coefficients.h"
 
 constexpr int COEFFICIENT_THREADS = 32;

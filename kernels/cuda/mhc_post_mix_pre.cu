@@ -23,7 +23,7 @@
 // second reading of out from the second-level cache: 18 MB and 2.75, 5 us. Expected to limit: two launches, two trips to memory, the
 // sums and pre one behind the other.
 // Measured on one H200, 7168 channels: 1 token 5.6 us, 128 tokens 14.3, where the separate kernels take 7.6 and 17.7 in the same call
-// and an empty kernel with the bytes 2.6 and 6.9; 128 tokens took 16.0, in another call, when mhc_post's kernel and mhc_mix_project
+// and an empty kernel with the bytes 1.7 and 5.9; 128 tokens took 16.0, in another call, when mhc_post's kernel and mhc_mix_project
 // were two of three launches. What 128 tokens are made of, each measured with the rest left out: the mix behind a project of nothing
 // 4.5, project 10.8 with a mix of nothing, of which an empty launch more is 1.0. Of project's 9.8, what it reads and stores alone
 // takes 6.9, products 1.7 of the rest, and weights, sums and squares 0.3 to 0.4 each: they come when the last streams have. What did
@@ -161,7 +161,7 @@ struct MadeStreams {
         UNROLL
         for (int row = 0; row < 2; ++row) {
             if (!place.exists[row]) continue;
-            const int64_t token = place.token(row), column = static_cast<int64_t>(place.piece) * PIECE;
+            const int64_t token = place.tokens.token(row), column = static_cast<int64_t>(place.piece) * PIECE;
             UNROLL
             for (int i = 0; i < STREAMS; ++i)
                 x[row][i] = load_vec16(params.streams + token * params.streams_token_stride + i * params.streams_source_stride + column);
@@ -183,13 +183,13 @@ struct MadeStreams {
         for (int j = 0; j < STREAMS; ++j) streams[j] = Vec16{};
         if (!place.exists[row]) return;
         float coefficients[STREAMS + STREAMS * STREAMS], of_x[STREAMS][PIECE], of_y[PIECE];
-        const float* const of_token = shared.coefficients[place.token(row) % BLOCK_TOKENS];
+        const float* const of_token = shared.coefficients[place.tokens.token(row) % BLOCK_TOKENS];
         UNROLL
         for (int i = 0; i <= STREAMS; ++i) unpack<float>(load_vec16(of_token + i * STREAMS), coefficients + i * STREAMS);
         unpack<bf16>(y[row], of_y);
         UNROLL
         for (int i = 0; i < STREAMS; ++i) unpack<bf16>(x[row][i], of_x[i]);
-        bf16* const to = params.out + place.token(row) * params.out_token_stride + place.piece * PIECE;
+        bf16* const to = params.out + place.tokens.token(row) * params.out_token_stride + place.piece * PIECE;
         UNROLL
         for (int j = 0; j < STREAMS; ++j) {
             float made[PIECE];

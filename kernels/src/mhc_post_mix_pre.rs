@@ -104,6 +104,15 @@ pub fn forward_separate(device: &Device, views: &Views, numbers: Numbers) -> Res
     launch(device, views, numbers, false)
 }
 
+/// The kernel that makes the streams and projects them, where there is one for what `mhc_mix` projects so by default.
+fn fused_projection(device: &Device, num_tokens: usize, hidden_size: usize) -> Option<&'static str> {
+    if has_few_projected_tokens(num_tokens) {
+        return Some("mhc_post_mix_pre_project_few");
+    }
+    let has = num_tokens <= mhc_mix::FEW_TOKENS && has_a_step_of_each_stream(device, num_tokens, hidden_size);
+    has.then_some("mhc_post_mix_pre_project")
+}
+
 fn launch(device: &Device, views: &Views, numbers: Numbers, may_fuse: bool) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
     // Before anything is launched: out may be streams, which no refusal may cost.
@@ -112,15 +121,8 @@ fn launch(device: &Device, views: &Views, numbers: Numbers, may_fuse: bool) -> R
     let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
     let site = site.renamed(&OF_NEXT_SITE);
     let vectorised = signature.vectorised_rows(&["streams", "y", "out"]) && views["fn"].address.is_multiple_of(16);
-    let kernel = match () {
-        () if !may_fuse || !vectorised => None,
-        () if has_few_projected_tokens(num_tokens) => Some("mhc_post_mix_pre_project_few"),
-        () if num_tokens <= mhc_mix::FEW_TOKENS && has_a_step_of_each_stream(device, num_tokens, hidden_size) => {
-            Some("mhc_post_mix_pre_project")
-        }
-        () => None,
-    };
-    let (mut ran, projected) = if let Some(kernel) = kernel {
+    let fused = fused_projection(device, num_tokens, hidden_size).filter(|_| may_fuse && vectorised);
+    let (mut ran, projected) = if let Some(kernel) = fused {
         let (blocks, projected) = mhc_mix::few_projected(device, &site, numbers, kernel)?;
         let params =
             signature.params(&["streams", "y", "post", "comb", "fn", "out"]).ptr("partials", &views["workspace"]);

@@ -118,7 +118,7 @@ struct ProjectionShared {
     WeightParts<COLUMNS> parts[2];
 };
 
-// The steps of a part of the channels. Channels BLOCK_PIECES pieces apart are a group, which has a step in each stream, in their
+// The steps of a part of the channels. BLOCK_PIECES pieces side by side are a group, which has a step in each stream, in their
 // order: a block has the same channels of all streams, so that it can make them of others (mhc_post_mix_pre.cu). Every stream has
 // whole steps: in its last group there are zeros behind its end.
 struct Steps {
@@ -158,24 +158,31 @@ DEVICE void read_weights(const Vec16 (&stage)[2][COLUMNS * BLOCK_PIECES], Weight
         unpack<float>(load_vec16(&stage[half][threadIdx.x]), weights.values + half * (PIECE / 2));
 }
 
-// The pieces that a lane has of each stream in a group, and which of its tokens there are.
-struct OwnPieces {
-    int64_t first_token;
+// The two tokens of a lane, of those of warp `warp` of a tile, and which of them there are.
+struct OwnTokens {
+    int64_t first;
+    bool any;  // of the warp
     bool exists[2];
 
-    OwnPieces(const ProjectionParams& params, int64_t tile) : first_token(tile * BLOCK_TOKENS + warp_id() * WARP_TOKENS + lane_id() / 4) {
+    template <typename Params>
+    OwnTokens(const Params& params, int64_t tile, int warp) {
+        const int64_t of_warp = tile * BLOCK_TOKENS + warp * WARP_TOKENS;
+        first = of_warp + lane_id() / 4;
+        any = of_warp < params.num_tokens;
         for (int row = 0; row < 2; ++row) exists[row] = token(row) < params.num_tokens;
     }
-    int64_t token(int row) const { return first_token + row * (WARP_TOKENS / 2); }
-    static int32_t within(int half) { return BLOCK_PIECES / 2 * half + lane_id() % 4; }
+    int64_t token(int row) const { return first + row * (WARP_TOKENS / 2); }
 };
 
+// The piece of a half of a group that is a lane's, of each stream.
+DEVICE int32_t own_piece(int half) { return BLOCK_PIECES / 2 * half + lane_id() % 4; }
+
 // Starts the copies of a step to the thread's places of a stage.
-DEVICE void start_streams(const ProjectionParams& params, const OwnPieces& own, const Steps& steps, uint32_t step,
+DEVICE void start_streams(const ProjectionParams& params, const OwnTokens& own, const Steps& steps, uint32_t step,
                           SharedAddress stage) {
     UNROLL
     for (int half = 0; half < 2; ++half) {
-        const int32_t piece = steps.piece(step) + own.within(half);
+        const int32_t piece = steps.piece(step) + own_piece(half);
         UNROLL
         for (int row = 0; row < 2; ++row) {
             const bool wanted = own.exists[row] && piece < params.hidden_size / PIECE;
@@ -202,6 +209,13 @@ struct Sums {
     float squares[2];
 };
 
+DEVICE void add_squares(const Vec16& piece, float& squares) {
+    float x[PIECE];
+    unpack<bf16>(piece, x);
+    UNROLL
+    for (int e = 0; e < PIECE; ++e) squares += x[e] * x[e];
+}
+
 // The squares by fp32: as the diagonal of products of the tensor cores, which the projection nearly fills, they gained
 // nothing (one H200, 8192 tokens of 7168 channels: 210 us that way, 213 us this way, all else being equal).
 // Those of a step are added up before they meet the sum of all before: a sum of thousands would round each of them.
@@ -210,11 +224,7 @@ DEVICE void add_squares(const Fragments& fragments, float (&squares)[2]) {
     for (int row = 0; row < 2; ++row) {
         float of_step = 0.0f;
         UNROLL
-        for (int half = 0; half < 2; ++half) {
-            float x[PIECE];
-            unpack<bf16>(fragments.of[half][row], x);
-            for (int e = 0; e < PIECE; ++e) of_step += x[e] * x[e];
-        }
+        for (int half = 0; half < 2; ++half) add_squares(fragments.of[half][row], of_step);
         squares[row] += of_step;
     }
 }
@@ -285,8 +295,7 @@ DEVICE void project(const ProjectionParams& params) {
     auto& shared = *reinterpret_cast<ProjectionShared<COLUMNS>*>(dynamic_shared());
     const uint32_t splits = static_cast<uint32_t>(params.splits), split = blockIdx.x % splits;
     const Steps steps(params.hidden_size, split, splits);
-    const OwnPieces own(params, blockIdx.x / splits);
-    const bool has_tokens = own.first_token - lane_id() / 4 < params.num_tokens;
+    const OwnTokens own(params, blockIdx.x / splits, warp_id());
     const SharedAddress own_places = shared_address(&shared.fragments[0][0][0][threadIdx.x]);
     // Starts the copies of a step, in their order, or nothing behind the last one.
     const auto start = [&](uint32_t step) {
@@ -309,9 +318,9 @@ DEVICE void project(const ProjectionParams& params) {
         store_weights<COLUMNS>(weights, parts);
         __syncthreads();
         start(step + STAGES);
-        if (has_tokens) add_step<COLUMNS>(fragments, splits >> 31, parts, sums);
+        if (own.any) add_step<COLUMNS>(fragments, splits >> 31, parts, sums);
     }
-    if (has_tokens) store_sums<COLUMNS>(params, split, own.first_token, sums);
+    if (own.any) store_sums<COLUMNS>(params, split, own.first, sums);
 }
 
 // ---------------------------------------------------------------- a step of each stream
@@ -330,22 +339,17 @@ struct AtOnceShared {
 
 // A lane's pieces: one of each stream of two tokens.
 struct AtOncePlace {
-    int64_t first_token;
+    static constexpr int WARPS = PROJECTION_THREADS / WARP_SIZE;  // of a half
+    OwnTokens tokens;
     int32_t half, piece;
-    bool has_tokens;  // the warp
     bool exists[2];
 
     template <typename Params>
-    AtOncePlace(const Params& params, uint32_t split, uint32_t tile) {
-        constexpr int WARPS = PROJECTION_THREADS / WARP_SIZE;
-        const int64_t of_warp = static_cast<int64_t>(tile) * BLOCK_TOKENS + warp_id() % WARPS * WARP_TOKENS;
-        first_token = of_warp + lane_id() / 4;
-        half = warp_id() / WARPS;
-        piece = static_cast<int32_t>(split) * BLOCK_PIECES + BLOCK_PIECES / 2 * half + lane_id() % 4;
-        has_tokens = of_warp < params.num_tokens;
-        for (int row = 0; row < 2; ++row) exists[row] = token(row) < params.num_tokens && piece < params.hidden_size / PIECE;
+    AtOncePlace(const Params& params, uint32_t split, uint32_t tile)
+        : tokens(params, tile, warp_id() % WARPS), half(warp_id() / WARPS),
+          piece(static_cast<int32_t>(split) * BLOCK_PIECES + own_piece(half)) {
+        for (int row = 0; row < 2; ++row) exists[row] = tokens.exists[row] && piece < params.hidden_size / PIECE;
     }
-    int64_t token(int row) const { return first_token + row * (WARP_TOKENS / 2); }
 };
 
 // Where a lane's pieces come from, as project_at_once is told:
@@ -364,7 +368,7 @@ struct StreamsOfMemory {
         UNROLL
         for (int row = 0; row < 2; ++row) {
             if (!place.exists[row]) continue;
-            const bf16* const source = params.streams + place.token(row) * params.streams_token_stride + place.piece * PIECE;
+            const bf16* const source = params.streams + place.tokens.token(row) * params.streams_token_stride + place.piece * PIECE;
             UNROLL
             for (int i = 0; i < STREAMS; ++i) pieces[row][i] = load_vec16_readonly(source + i * params.streams_stream_stride);
         }
@@ -412,15 +416,6 @@ struct AtOnceWeights {
     }
 };
 
-// Squares of a piece, added up before they meet those of others, as in add_squares.
-DEVICE float squares_of(const Vec16& piece) {
-    float x[PIECE], squares = 0.0f;
-    unpack<bf16>(piece, x);
-    UNROLL
-    for (int e = 0; e < PIECE; ++e) squares += x[e] * x[e];
-    return squares;
-}
-
 // Both halves' sums, in the warps that have the first.
 template <int COLUMNS>
 DEVICE void add_second_half(const AtOncePlace& place, AtOnceShared<COLUMNS>& shared, Sums<COLUMNS>& sums) {
@@ -459,13 +454,17 @@ DEVICE void project_at_once(const Params& params, AtOnceShared<COLUMNS>& shared,
     __syncthreads();
     let_next_kernel_come();
     Sums<COLUMNS> sums = {};
-    if (place.has_tokens) {
+    if (place.tokens.any) {
         Vec16 pieces[2][STREAMS];
         UNROLL
         for (int row = 0; row < 2; ++row) {
             streams.make(place, row, pieces[row]);
             UNROLL
-            for (int i = 0; i < STREAMS; ++i) sums.squares[row] += squares_of(pieces[row][i]);
+            for (int i = 0; i < STREAMS; ++i) {
+                float of_step = 0.0f;
+                add_squares(pieces[row][i], of_step);
+                sums.squares[row] += of_step;
+            }
         }
         UNROLL
         for (int i = 0; i < STREAMS; ++i) {
@@ -475,7 +474,7 @@ DEVICE void project_at_once(const Params& params, AtOnceShared<COLUMNS>& shared,
         }
     }
     add_second_half(place, shared, sums);
-    if (place.half == 0 && place.has_tokens) store_sums<COLUMNS>(params, split, place.first_token, sums);
+    if (place.half == 0 && place.tokens.any) store_sums<COLUMNS>(params, split, place.tokens.first, sums);
 }
 
 // ---------------------------------------------------------------- few tokens

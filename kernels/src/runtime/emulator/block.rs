@@ -108,8 +108,8 @@ pub(super) struct BarrierState {
     pub(super) arrived: u32,
     pub(super) votes: u32,
     pub(super) waiting: Vec<u32>,
-    /// Where in the source the first one of those that arrived did, if they must all be there; text of the module.
-    pub(super) place: Option<&'static CStr>,
+    /// Where in the source the last one of those that arrived did, if they must all be there: text of the module, or null.
+    pub(super) place: *const c_char,
     /// Votes of the last completed use, read by those it released.
     pub(super) result: u32,
 }

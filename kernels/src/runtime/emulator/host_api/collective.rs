@@ -1,6 +1,6 @@
 //! Collectives of a warp, and barriers of a block and of a cluster.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{c_char, c_void};
 
 use super::super::block::{Block, State, ThreadContext, abandon, maybe_yield, name, scheduler, suspend};
 
@@ -152,8 +152,6 @@ pub unsafe extern "C" fn barrier(
     vote: u32,
     place: *const c_char,
 ) -> u32 {
-    // SAFETY: null, or a literal of the module, which is loaded for as long as a block of it runs; nothing keeps it longer.
-    let place: Option<&'static CStr> = (!place.is_null()).then(|| unsafe { CStr::from_ptr(place) });
     let block = unsafe { scheduler(context) };
     let thread = block.current;
     if id >= 16 {
@@ -166,8 +164,9 @@ pub unsafe extern "C" fn barrier(
             abandon(context, format!("arrives at barrier {id} for {count} threads while others wait for {expected}"))
         };
     }
-    if barrier.arrived > 0 && barrier.place != place {
-        let [here, there] = [place, barrier.place].map(|place| place.unwrap_or(c"a named barrier").to_string_lossy());
+    // Mostly the same literal: only of others the text is read. Of a named barrier all places are null, of the block's none is.
+    if barrier.arrived > 0 && barrier.place != place && name(barrier.place) != name(place) {
+        let [here, there] = [place, barrier.place].map(name);
         let what = format!("calls __syncthreads at {here} while others of its block wait at {there} (divergence)");
         unsafe { abandon(context, what) };
     }
