@@ -42,10 +42,15 @@ struct UnitsOfExperts {
     ExpertTiles<UnitShape> tiles;
 
     int64_t count() const { return tiles.count(); }
-    Unit at(int64_t number) const {
+    ListedUnit listed(int64_t number) const {
         const ExpertTile tile = tiles[number];
-        const QuantisedProduct product = product_of_expert(tiles.params, tile.expert);
-        return Unit{product, part_of<UnitShape>(product.result, tile.number), FEATURES};
+        const Rows rows = rows_of(tiles.params, tile.expert);
+        const Result result = product_of_expert(tiles.params, tile.expert, rows).result;
+        return ListedUnit(part_of<UnitShape>(result, tile.number), tile.expert, rows.first, rows.count);
+    }
+    Unit unit(const ListedUnit& listed) const {
+        const Rows rows{listed.first_row, listed.rows};
+        return Unit{product_of_expert(tiles.params, listed.matrix, rows), listed.part(), listed.features};
     }
 };
 

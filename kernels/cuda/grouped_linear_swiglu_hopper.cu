@@ -49,25 +49,25 @@ using RowsOfW = RowsOfGateOrUp;
 
 constexpr uint32_t CLUSTER = 2;
 constexpr int OWN_TOKENS = TOKENS / 2;  // of a tile, those of which a block gets gate and up
-constexpr int GROUP_WARPS = 2, CONSUMER_GROUPS = 4 / GROUP_WARPS;  // of 32 features, a warp has 16
+constexpr int WARPS = CONSUMER_THREADS / WARP_SIZE, GROUP_WARPS = 2;  // of 32 features, a warp has 16
+constexpr int WARP_FEATURES = FEATURES / WARPS;
 constexpr int LOG2_OF_128 = 7;
 
 struct TileShape {
     static constexpr int ROWS = TOKENS, COLUMNS = 2 * FEATURES, STAGE_DEPTH = GROUP;
 };
 
-// What a consumer has in shared memory for what becomes of its sums, in the place of sums that are stored.
+// What consumers have in shared memory for what becomes of their sums, in the place of sums that are stored. A warp leaves largest
+// magnitudes in one of two places in turn: it comes to those of the second unit behind one when all have met for the unit between,
+// and have read the first one's by then. Codes are its own.
 struct WayOut {
-    static constexpr int CODES_STRIDE = CONSUMER_FEATURES + 16;  // four tokens' codes of a feature are in different banks
-    uint32_t of_warps[4][OWN_TOKENS];  // largest magnitudes, as bits
-    float scales[CONSUMER_GROUPS][OWN_TOKENS];
-    alignas(16) uint8_t codes[OWN_TOKENS][CODES_STRIDE];
+    using Magnitudes = uint32_t[OWN_TOKENS][WARPS];  // as bits
+    alignas(16) Magnitudes magnitudes[2];
+    alignas(16) uint8_t codes[WARPS][OWN_TOKENS][WARP_FEATURES];
 };
-static_assert(sizeof(WayOut) <= Shared::SUM_TOKENS * Shared::SUM_STRIDE * 4, "what sums become exceeds the place of sums");
+static_assert(sizeof(WayOut) <= CONSUMERS * Shared::SUM_TOKENS * Shared::SUM_STRIDE * 4, "what sums become exceeds their place");
 
-DEVICE WayOut& way_out(uint32_t consumer) {
-    return reinterpret_cast<WayOut*>(dynamic_shared() + Shared::SUMS)[consumer];
-}
+DEVICE WayOut& way_out() { return *reinterpret_cast<WayOut*>(dynamic_shared() + Shared::SUMS); }
 
 // Sums that blocks tell each other lie in one of PLACES places in turn. Who tells those of the second unit behind one has been told
 // those of the unit between by all threads of the other consumer, which have read the first one's by then.
@@ -100,15 +100,20 @@ struct UnitsOfGateOrUp {
     int32_t interleaved;
 
     int64_t count() const { return tiles.count(); }
-    Unit at(int64_t number) const {
+    ListedUnit listed(int64_t number) const {
         const GroupedLinearParams& params = tiles.params;
         const ExpertTile tile = tiles[number];
-        QuantisedProduct product = product_of_expert(params, tile.expert);
-        Part part = part_of<TileShape>(product.result, tile.number);
+        const Rows rows = rows_of(params, tile.expert);
+        Part part = part_of<TileShape>(product_of_expert(params, tile.expert, rows).result, tile.number);
         part.column /= 2;
+        return ListedUnit(part, tile.expert, rows.first, rows.count);
+    }
+    Unit unit(const ListedUnit& listed) const {
+        const GroupedLinearParams& params = tiles.params;
+        QuantisedProduct product = product_of_expert(params, listed.matrix, Rows{listed.first_row, listed.rows});
         product.result.columns = params.columns / 2;
         const RowsOfGateOrUp rows = RowsOfGateOrUp::of(params.columns / 2, interleaved, cluster_rank() == 1);
-        return Unit{product, part, FEATURES, rows, params.expert_offsets ? 0 : tile.expert};
+        return Unit{product, listed.part(), FEATURES, rows, params.expert_offsets ? 0 : listed.matrix};
     }
 };
 
@@ -189,32 +194,29 @@ DEVICE void activate(const GroupedLinearSwigluParams& params, const Share& share
 
 // ---------------------------------------------------------------- scales
 
-// The largest magnitudes of a warp's 16 features of each token, which 8 lanes have.
-DEVICE void leave_magnitudes(const Share& share, const Products& o, WayOut& out) {
+// The largest magnitudes of a warp's features of each token, which 8 lanes have.
+DEVICE void leave_magnitudes(const Share& share, const Products& o, WayOut::Magnitudes& magnitudes) {
     UNROLL
     for (int n = 0; n < N8; ++n) {
         uint32_t magnitude = maximum(__float_as_uint(o[n][0]) & 0x7fffffffu, __float_as_uint(o[n][1]) & 0x7fffffffu);
         UNROLL
         for (int distance = 16; distance >= 4; distance /= 2)
             magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
-        if (lane_id() < 4) out.of_warps[warp_id() % 4][share.own(n)] = magnitude;
+        if (lane_id() < 4) magnitudes[share.own(n)][warp_id()] = magnitude;
     }
 }
 
 // Of a token's features of the warps from `first` on, as bits (quantise.h).
-DEVICE uint32_t largest_of_warps(const WayOut& out, int own, int first, int count) {
+DEVICE uint32_t largest_of_warps(const uint32_t (&of_token)[WARPS], int first, int count) {
     uint32_t magnitude = 0;
-    for (int warp = first; warp < first + count; ++warp) magnitude = maximum(magnitude, out.of_warps[warp][own]);
+    for (int warp = first; warp < first + count; ++warp) magnitude = maximum(magnitude, of_token[warp]);
     return magnitude;
 }
 
-// Of all features of the tile.
-DEVICE uint32_t largest_of_tile(int own) {
-    uint32_t magnitude = 0;
-    UNROLL
-    for (uint32_t consumer = 0; consumer < CONSUMERS; ++consumer)
-        magnitude = maximum(magnitude, largest_of_warps(way_out(consumer), own, 0, 4));
-    return magnitude;
+// Of those that share a scale with this warp's.
+DEVICE uint32_t largest_of_group(const QuantisedRows& target, const uint32_t (&of_token)[WARPS]) {
+    if (target.log2_group == LOG2_OF_128) return largest_of_warps(of_token, 0, WARPS);
+    return largest_of_warps(of_token, warp_id() / GROUP_WARPS * GROUP_WARPS, GROUP_WARPS);
 }
 
 // The scale of a row in the group of number `number` of the tile's, which begins with the feature, and 0 for what pads the row
@@ -229,55 +231,64 @@ DEVICE void store_row_scales(const QuantisedRows& target, int number, int64_t ro
         store_scale(target, scale_place(target, row, own), scale, own < target.num_groups);
 }
 
-// A thread has a token's group of 32 features, or what there is of one of 128. `feature`: the consumer's first one.
-DEVICE void scale_tokens(const Share& share, const Unit& unit, const QuantisedRows& target, int32_t feature, WayOut& out) {
-    if (share.thread >= CONSUMER_GROUPS * OWN_TOKENS) return;
-    const int group = share.thread / OWN_TOKENS, own = share.thread % OWN_TOKENS, token = share.token(own);
-    const uint32_t magnitude = target.log2_group == LOG2_OF_128 ? largest_of_tile(own)
-                                                                : largest_of_warps(out, own, group * GROUP_WARPS, GROUP_WARPS);
-    const float scale = scale_of(target, __uint_as_float(magnitude));
-    out.scales[group][own] = scale;
-    if (token < count_tokens(unit))
-        store_row_scales(target, static_cast<int>(share.consumer) * CONSUMER_GROUPS + group, first_row(unit) + token,
-                         feature + 32 * group, scale);
+// The scales of a warp's features of each of a thread's tokens, which it makes for itself: up to eight tokens', the eight lanes that
+// have the same ones each one. The first warp of a group stores them.
+using TokenScales = float[N8];
+DEVICE void make_scales(const Share& share, const Unit& unit, const QuantisedRows& target, const WayOut::Magnitudes& magnitudes,
+                        TokenScales& scales) {
+    constexpr int TOGETHER = minimum(N8, 8), TURNS = N8 / TOGETHER;
+    const int place = lane_id() / 4, number = warp_id() / GROUP_WARPS;
+    float made[TURNS];
+    UNROLL
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int own = share.own(TOGETHER * turn + place % TOGETHER), token = share.token(own);
+        made[turn] = scale_of(target, __uint_as_float(largest_of_group(target, magnitudes[own])));
+        if (place < TOGETHER && warp_id() % GROUP_WARPS == 0 && token < count_tokens(unit))
+            store_row_scales(target, number, first_row(unit) + token,
+                             static_cast<int32_t>(unit.part.column) + 32 * number, made[turn]);
+    }
+    UNROLL
+    for (int n = 0; n < N8; ++n) scales[n] = __shfl_sync(FULL_WARP, made[n / TOGETHER], n % TOGETHER * 4 + lane_id() % 4);
 }
 
 // ---------------------------------------------------------------- codes
 
-// Numbers divided by their scales, as codes_of of quantize_fp8.h has them, to the consumer's place.
-DEVICE void encode(const Share& share, const Products& o, bool of_fp32, WayOut& out) {
-    const int warp = warp_id() % 4, feature = 16 * warp + lane_id() / 4;
+using WarpCodes = uint8_t[OWN_TOKENS][WARP_FEATURES];
+
+// Numbers divided by their scales, as codes_of of quantize_fp8.h has them.
+DEVICE void encode(const Share& share, const Products& o, const TokenScales& scales, bool of_fp32, WarpCodes& target) {
+    const int feature = lane_id() / 4;
     UNROLL
     for (int n = 0; n < N8; ++n) {
-        const int own = share.own(n);
-        const float scale = out.scales[warp / GROUP_WARPS][own];
+        const float scale = scales[n];
         const float power = is_nan(scale) ? scale : __uint_as_float(0x7f000000u - __float_as_uint(scale));
         float x[2];
         UNROLL
         for (int i = 0; i < 2; ++i)
             x[i] = of_fp32 ? divided_for_e4m3(o[n][i], scale, reciprocal_of_normal(scale)) : o[n][i] * power;
         const uint32_t codes = pack_e4m3(x[0], x[1]);
-        out.codes[own][feature] = static_cast<uint8_t>(codes);
-        out.codes[own][feature + 8] = static_cast<uint8_t>(codes >> 8);
+        target[share.own(n)][feature] = static_cast<uint8_t>(codes);
+        target[share.own(n)][feature + 8] = static_cast<uint8_t>(codes >> 8);
     }
 }
 
-// Codes of the block's tokens out of there. `target`: of the tile's first token and the consumer's first feature; `left`: features
-// from there on.
-DEVICE void copy_codes(const GroupedLinearSwigluParams& params, const Share& share, const WayOut& out, uint8_t* target,
-                       int32_t count, int32_t left) {
-    constexpr int CODES = 16, CHUNKS = CONSUMER_FEATURES / CODES;
-    for (int i = share.thread; i < OWN_TOKENS * CHUNKS; i += WARPGROUP_SIZE) {
-        const int own = i / CHUNKS, token = share.token(own), column = i % CHUNKS * CODES;
-        if (token >= count || column >= left) continue;
-        const Vec16 codes = load_vec16(&out.codes[own][column]);
-        store_code_words(params, target + token * params.codes_stride + column, codes.w, minimum(left - column, CODES));
+// A warp's codes of the block's tokens to the unit's rows: a lane stores 16 neighbours.
+DEVICE void store_codes(const GroupedLinearSwigluParams& params, const Share& share, const Unit& unit, uint8_t* codes,
+                        const WarpCodes& of_warp) {
+    const int32_t feature = static_cast<int32_t>(unit.part.column) + warp_id() * WARP_FEATURES;
+    const int32_t left = static_cast<int32_t>(params.columns / 2) - feature, count = count_tokens(unit);
+    for (int own = lane_id(); own < OWN_TOKENS; own += WARP_SIZE) {
+        const int token = share.token(own);
+        if (token >= count || left <= 0) continue;
+        const Vec16 vector = load_vec16(of_warp[own]);
+        store_code_words(params, codes + (first_row(unit) + token) * params.codes_stride + feature, vector.w,
+                         minimum(left, WARP_FEATURES));
     }
 }
 
 // ---------------------------------------------------------------- units
 
-// Codes and scales of a consumer's sums. What one lap of barriers keeps apart is stored to again only behind the next one's.
+// Codes and scales of a consumer's sums.
 struct QuantisedUnits {
     const GroupedLinearSwigluParams& params;
     SharedAddress shared;
@@ -291,22 +302,22 @@ struct QuantisedUnits {
 
     void end(const Unit& unit, uint32_t consumer, const float (&total)[N8][4]) {
         const Share share(consumer);
-        WayOut& out = way_out(consumer);
+        const uint32_t number = told++;
+        WayOut::Magnitudes& magnitudes = way_out().magnitudes[number % 2];
+        WarpCodes& codes = way_out().codes[warp_id()];
         Pairs kept, received;
-        exchange_sums(share, shared, told++, total, kept, received);
+        exchange_sums(share, shared, number, total, kept, received);
         if constexpr (LANE_WEIGHTS > 1) load_weights(params, unit, weights);
         Products o;
         activate(params, share, kept, received, weights, o);
-        leave_magnitudes(share, o, out);
+        leave_magnitudes(share, o, magnitudes);
         share.meet();
         const QuantisedRows target = part_of_rows(params, FusedShared::target(), unit.matrix);
-        const int32_t feature = static_cast<int32_t>(unit.part.column) + static_cast<int32_t>(consumer) * CONSUMER_FEATURES;
-        scale_tokens(share, unit, target, feature, out);
-        share.meet();
-        encode(share, o, target.scale_type == FP32, out);
-        share.meet();
-        copy_codes(params, share, out, target.codes + first_row(unit) * params.codes_stride + feature, count_tokens(unit),
-                   static_cast<int32_t>(params.columns / 2) - feature);
+        TokenScales scales;
+        make_scales(share, unit, target, magnitudes, scales);
+        encode(share, o, scales, target.scale_type == FP32, codes);
+        __syncwarp();
+        store_codes(params, share, unit, target.codes, codes);
     }
 };
 

@@ -559,6 +559,8 @@ impl Declared for Linear {
             let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
             cases.extend([one_large(fp8([1, 2, 7168])), one_large(hopper([1, 2, 7168]))]);
             cases.extend([hopper([300, 1030, 4096]), hopper([1, 7168, 1536])]);
+            // On an H200: more turns of a block than are listed.
+            cases.extend([hopper([1, 1_100_000, 16]), mxfp4_hopper(128, [1, 2_200_000, 32])]);
             cases.extend([plain(1, 7168, 1536), plain(300, 1030, 4096), f32s(plain(4096, 264, 520))]);
             cases.extend([grouped([1, 16, 1024, 4096]), grouped([200, 4, 264, 1032])]);
         }
@@ -825,6 +827,8 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         one_large(fp8([1, 2, 2048])),
         one_large(hopper([1, 2, 2048])),
     ];
+    // On five multiprocessors: as many turns of a block as are listed, the last one of all blocks, and one more.
+    cases.extend([exact(hopper([1, 40_950, 16])), exact(hopper([1, 40_970, 16]))]);
     // The same of a unit that two blocks share, of which a multiprocessor holds two.
     cases.push(mxfp4_hopper(32, [3, 1288, 1056]));
     let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };

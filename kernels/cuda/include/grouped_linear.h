@@ -63,8 +63,7 @@ DEVICE const void* scales_behind(const GroupedLinearParams& params, const void* 
 }
 
 // The product of an expert's rows with its weights.
-DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert) {
-    const Rows rows = rows_of(params, expert);
+DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert, const Rows& rows) {
     // Where x has no experts the strides along them are 0.
     const uint8_t* const x = params.x + expert * params.x_expert_stride + rows.first * params.x_stride;
     const uint8_t* const w = params.w + expert * params.w_expert_stride;
@@ -78,6 +77,9 @@ DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int
                         params.out_stride, nullptr, rows.count, params.columns, params.depth, 1, params.out_is_f32,
                         params.wide, 1.0f};
     return QuantisedProduct{x, params.x_stride, w, params.w_stride, x_scales, w_scales, result};
+}
+DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert) {
+    return product_of_expert(params, expert, rows_of(params, expert));
 }
 
 // ---------------------------------------------------------------- tiles
@@ -138,14 +140,15 @@ struct ExpertTiles {
     // The first expert whose tiles end beyond this one.
     ExpertTile operator[](int64_t number) const {
         const auto row_tile = static_cast<int32_t>(static_cast<uint32_t>(number) / column_tiles());
-        int32_t low = 0, high = params.experts - 1;
-        while (low < high) {
-            const int32_t middle = (low + high) / 2;
-            if (ends[middle] > row_tile) high = middle;
-            else low = middle + 1;
-        }
-        const int64_t before = low > 0 ? ends[low - 1] : 0;
-        return ExpertTile{low, number - before * column_tiles()};
+        // Experts whose tiles end before it. Those that there are not end where the last one does. Where the compiler may move these
+        // loads among a kernel's others it takes what follows for different in the lanes of a warp, the descriptors of products as well.
+        const SharedAddress own = shared_address(ends);
+        int32_t before = 0;
+        UNROLL
+        for (int32_t step = MAX_EXPERTS / 2; step > 0; step /= 2)
+            before += load_shared_word(own + 4 * (before + step - 1)) <= row_tile ? step : 0;
+        const int64_t first = before > 0 ? ends[before - 1] : 0;
+        return ExpertTile{before, number - first * column_tiles()};
     }
 };
 

@@ -141,6 +141,14 @@ DEVICE SharedAddress recomputed(SharedAddress address) {
     return address;
 }
 
+// What the compiler does not know how to compute anew, so that it is kept in a register where a loop takes it in every turn.
+DEVICE int kept(int x) {
+#if !defined(PARITY_EMULATOR)
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 // threadIdx.x, read where it is called: nobody keeps it, or what follows from it, in registers across a loop around.
 DEVICE uint32_t thread_id_anew() {
 #if defined(PARITY_EMULATOR)
@@ -189,6 +197,17 @@ DEVICE void store_shared_vec8(SharedAddress address, uint32_t first, uint32_t se
     emulator::host->shared_store(emulator::context, address, 8);
 #else
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
+#endif
+}
+
+// A word of shared memory; the address is 4-byte aligned. For loads that the compiler shall neither move nor merge with others.
+DEVICE int32_t load_shared_word(SharedAddress address) {
+#if defined(PARITY_EMULATOR)
+    return *reinterpret_cast<const int32_t*>(shared_pointer(address, 4, "load_shared_word"));
+#else
+    int32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
+    return word;
 #endif
 }
 

@@ -86,7 +86,7 @@ constexpr int W_BLOCKS = MXFP4 ? 1 : RowsOfW::BLOCKS;
 // Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
 // consumers take what the producer leaves.
 constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = TOKENS == 8 ? 80 : HELD == 2 ? 64 : MXFP4 ? 120 : 152;
+constexpr int PRODUCER_REGISTERS = HELD == 2 ? 80 : MXFP4 ? 120 : 152;
 constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD > 1 ? 88 : MXFP4 ? 192 : 176;
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
@@ -94,6 +94,9 @@ static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_
 static_assert(PRODUCERS < STAGES, "the place of a stage is taken by one that nobody hands over before");
 // Of MXFP4: whether x has the order in which the shifts leave w's numbers.
 constexpr bool REORDERED = MXFP4 && TOKENS <= 16;
+
+// Turns of a block whose units are found before anything else: 256 experts' decode has no more.
+constexpr int LISTED_TURNS = 64;
 
 struct UnitShape {
     static constexpr int ROWS = TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
@@ -105,8 +108,8 @@ struct alignas(16) StageScales {
     float factors[W_BLOCKS][MXFP4 ? 1 : TOKENS];  // of FP8: x times w
     float w[W_BLOCKS];                            // of FP8
     int32_t regular;   // of FP8: whether all factors are what their scales multiply to
-    int32_t ordinary;  // of MXFP4: whether all scales of w are, and their exponents in w_words
-    uint32_t w_words[MXFP4 ? FEATURES : 1];  // of MXFP4: a byte for each step of a row, of 2^6 times its scale
+    int32_t ordinary;  // of MXFP4: whether all scales of w are, and in w_pairs
+    alignas(8) uint32_t w_pairs[MXFP4 ? FEATURES : 1][STEPS / 2];  // of MXFP4: 2^6 times the scales of two steps of a row, in bf16
 };
 
 // Where everything lies in dynamic shared memory.
@@ -117,7 +120,8 @@ struct Shared {
     static constexpr int SCALES = SUMS + CONSUMERS * SUM_TOKENS * SUM_STRIDE * 4;  // StageScales [STAGES]
     static constexpr int FULL = SCALES + STAGES * static_cast<int>(sizeof(StageScales));  // mbarriers [STAGES]
     static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int BYTES = EMPTY + 8 * STAGES;
+    static constexpr int LISTED = EMPTY + 8 * STAGES, LISTED_BYTES = 48;  // ListedUnit [LISTED_TURNS]
+    static constexpr int BYTES = LISTED + (LISTED_TURNS + 1) * LISTED_BYTES;
 
     static constexpr int w(uint32_t stage) { return stage % STAGES * STAGE_BYTES; }
     static constexpr int x(uint32_t stage) { return w(stage) + W_BYTES; }
@@ -157,10 +161,33 @@ struct UnitOf<RowsInOrder> {
 };
 using Unit = UnitOf<RowsOfW>;
 
+// What a block takes in a turn, found beforehand: which expert's rows or which part, in numbers of 32 bits (part_of).
+struct alignas(16) ListedUnit {
+    int32_t features;  // 0 where the block has nothing to do in the turn
+    int32_t matrix;
+    int32_t first_row, rows;     // of the expert's rows, of those of all and how many
+    uint32_t row_tile, columns;  // of TOKENS rows and of CONSUMER_FEATURES columns, so many before the part
+    int32_t begin, end, split;   // stages
+
+    ListedUnit() : features(0) {}
+    explicit ListedUnit(const Part& part, int32_t matrix = 0, int64_t first_row = 0, int64_t rows = 0)
+        : features(FEATURES), matrix(matrix), first_row(static_cast<int32_t>(first_row)), rows(static_cast<int32_t>(rows)),
+          row_tile(static_cast<uint32_t>(part.row / TOKENS)), columns(static_cast<uint32_t>(part.column / CONSUMER_FEATURES)),
+          begin(static_cast<int32_t>(part.begin)), end(static_cast<int32_t>(part.end)), split(part.split) {}
+
+    Part part() const {
+        return Part{static_cast<int64_t>(row_tile) * TOKENS, static_cast<int64_t>(columns) * CONSUMER_FEATURES, begin, end, split};
+    }
+};
+static_assert(sizeof(ListedUnit) == Shared::LISTED_BYTES, "a listed unit has the bytes of its place");
+
+DEVICE ListedUnit* listed_units() { return reinterpret_cast<ListedUnit*>(dynamic_shared() + Shared::LISTED); }
+
 // Units in the order in which blocks take them, as the functions below are given them:
-//   CLUSTER                         blocks of a cluster, which take a unit together, each its own part of it
+//   CLUSTER                                      blocks of a cluster, which take a unit together, each its own part of it
 //   int64_t count() const
-//   Unit at(int64_t number) const
+//   ListedUnit listed(int64_t number) const      searches and divides
+//   Unit unit(const ListedUnit& listed) const    does neither
 //
 // Those of one product.
 struct UnitsOfProduct {
@@ -168,7 +195,10 @@ struct UnitsOfProduct {
     const QuantisedProduct& product;
 
     int64_t count() const { return units_of(product.result); }
-    Unit at(int64_t number) const { return Unit{product, part_of<UnitShape>(product.result, number), FEATURES}; }
+    ListedUnit listed(int64_t number) const {
+        return ListedUnit(part_of<UnitShape>(product.result, number));
+    }
+    Unit unit(const ListedUnit& listed) const { return Unit{product, listed.part(), listed.features}; }
 };
 
 // The units of a block, a round of all blocks after the other. Where the last round has fewer units than blocks some of them
@@ -181,36 +211,66 @@ constexpr bool HALVED = TOKENS <= 16 && RowsOfW::IN_ORDER;
 template <typename Units>
 struct UnitsOfBlock {
     const Units& units;
-    int32_t first = 0;  // of the round: as part_of, in 32 bits
 
     // Clusters count as blocks do.
     static int32_t block() { return static_cast<int32_t>(blockIdx.x / Units::CLUSTER); }
     static int32_t blocks() { return static_cast<int32_t>(gridDim.x / Units::CLUSTER); }
 
-    int32_t left() const { return static_cast<int32_t>(units.count()) - first; }
-    // Of the round, those that are not halved.
-    int32_t whole(int32_t left) const {
-        const int32_t blocks = this->blocks();
+    // Of the units that are left at the beginning of a round, those that are not halved.
+    static int32_t whole(int32_t left) {
+        const int32_t blocks = UnitsOfBlock::blocks();
         if (left >= blocks || (HELD == 1 && 2 * left > blocks)) return left;
         return maximum(2 * left - blocks, 0);
     }
-    bool has_unit() const {
-        const int32_t left = this->left();
-        if constexpr (!HALVED) return block() < left;
-        return left >= blocks() || block() < 2 * left - whole(left);
+    // What the block takes in a turn, with the searches and divisions that say so.
+    ListedUnit find(int32_t turn) const {
+        const int64_t first = static_cast<int64_t>(turn) * blocks(), all = units.count() - first;
+        if (all <= 0) return ListedUnit();
+        const auto left = static_cast<int32_t>(minimum<int64_t>(all, blocks()));
+        const int32_t block = this->block(), whole = HALVED ? this->whole(left) : left, half = block - whole;
+        if (half < 0) return units.listed(first + block);
+        if (half >= 2 * (left - whole)) return ListedUnit();
+        ListedUnit listed = units.listed(first + whole + half / 2);
+        listed.columns += static_cast<uint32_t>(half % 2);
+        listed.features = CONSUMER_FEATURES;
+        return listed;
     }
-    Unit unit() const {
-        if constexpr (!HALVED) return units.at(first + block());
-        const int32_t block = this->block(), whole = this->whole(left()), half = block - whole;
-        if (half < 0) return units.at(first + block);
-        Unit unit = units.at(first + whole + half / 2);
-        unit.part.column += half % 2 * CONSUMER_FEATURES;
-        unit.features = CONSUMER_FEATURES;
-        return unit;
-    }
-    void advance() { first += blocks(); }
 };
 
+// A block's turns, one after the other: listed beforehand where there are no more than there is room for, by a thread each, or found
+// when they come. Who copies or multiplies would search, and wait for an expert's count out of memory, in the middle of it; and
+// where a loop has a search in it the compiler takes nothing for the same in all lanes, descriptors and addresses of stages neither.
+template <typename Units>
+struct ListedTurns {
+    int32_t turn = 0;
+
+    static bool suit(const Units& units) {
+        return units.count() <= static_cast<int64_t>(LISTED_TURNS) * UnitsOfBlock<Units>::blocks();
+    }
+    // For others to see behind the block's next barrier. Behind the last turn one without a unit.
+    static void list(const Units& units) {
+        const auto turn = static_cast<int32_t>(threadIdx.x);
+        if (turn <= LISTED_TURNS) listed_units()[turn] = UnitsOfBlock<Units>{units}.find(turn);
+    }
+
+    explicit ListedTurns(const Units&) {}
+    bool has_unit() const { return uniform(now().features) != 0; }
+    const ListedUnit& now() const { return listed_units()[turn]; }
+    void advance() { ++turn; }
+};
+
+template <typename Units>
+struct FoundTurns {
+    UnitsOfBlock<Units> units;
+    int32_t turn = 0;
+
+    explicit FoundTurns(const Units& units) : units{units} {}
+    bool has_unit() const { return uniform(now().features) != 0; }
+    ListedUnit now() const { return units.find(turn); }
+    void advance() { ++turn; }
+};
+
+// For others behind the block's next barrier.
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
@@ -222,7 +282,6 @@ DEVICE void initialise_barriers(SharedAddress shared) {
         }
         fence_mbarrier_init();
     }
-    __syncthreads();
 }
 
 // ---------------------------------------------------------------- producer
@@ -448,6 +507,9 @@ DEVICE bool has_byte_below(uint32_t word, uint32_t bound) {
     return ((word - 0x01010101u * bound) & ~word & 0x80808080u) != 0;
 }
 
+// The powers of two that have the lower two bytes as their exponents' codes.
+DEVICE uint32_t exponents_as_bf16(uint32_t bytes) { return __byte_perm(bytes, 0, 0x4140) << 7; }
+
 // The bytes of the scales of the four groups of a stage, of which there are `left`: they lie side by side in all layouts.
 // Groups that there are not have NOBODY's.
 DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
@@ -516,7 +578,10 @@ struct LoadedScales {
         UNROLL
         for (int i = 0; i < W_LANE_ROWS; ++i) {
             ordinary = ordinary && !has_byte_below(w[i], LEAST_ORDINARY) && !has_byte_below(~w[i], 255 - LARGEST_ORDINARY);
-            scales.w_words[lane_id() + i * WARP_SIZE] = w[i] + LOST_EXPONENT * 0x01010101u;
+            const uint32_t exponents = w[i] + LOST_EXPONENT * 0x01010101u;
+            uint32_t (&pairs)[STEPS / 2] = scales.w_pairs[lane_id() + i * WARP_SIZE];
+            UNROLL
+            for (int pair = 0; pair < STEPS / 2; ++pair) pairs[pair] = exponents_as_bf16(exponents >> 16 * pair);
         }
         UNROLL
         for (int i = 0; i < X_LANE_ROWS; ++i) {
@@ -560,15 +625,15 @@ struct Chosen<false, First, Second> {
 
 // Warp `warp` of the producer brings every fourth stage of all units. What comes by way of registers is asked for when the stage
 // before is handed over.
-template <typename Units>
+template <typename Turns, typename Units>
 DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
     // Stages of the units before, and the warp's next one: it has had one as soon as that is not among the first.
     uint32_t before = 0, stage = warp;
     typename Chosen<MXFP4, PackedWeights, CopiedWeights>::Type weights;
     typename Chosen<MXFP4, LoadedScales, LoadedFactors>::Type scales;
     typename Chosen<REORDERED, StoredTokens, CopiedTokens>::Type tokens;
-    for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
-        const Unit unit = turns.unit();
+    for (Turns turns(units); turns.has_unit(); turns.advance()) {
+        const Unit unit = units.unit(turns.now());
         const auto begin = static_cast<int32_t>(unit.part.begin);
         const uint32_t groups = static_cast<uint32_t>(unit.part.end) - begin;
         weights.begin(unit);
@@ -651,20 +716,43 @@ DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageS
 constexpr int SLICE = minimum(TOKENS, 64), UNDER_WAY = TOKENS <= 16 ? STEPS : 2;
 using SliceSums = float[SLICE / 8][4];
 
-// What a lane multiplies of a stage: of its two rows the codes as they lie in memory, and bytes of scales.
-struct PackedRows {
-    uint32_t codes[STEPS][2], scales[2];
+// Where in a stage lies what a lane multiplies: of each step its codes of the first of its two rows, the scales of that row, and
+// its first token. Of few tokens they are kept, since a stage's base is then all that is added: computed anew they were a fifth of a
+// stage's instructions. Of many there are no registers for them.
+struct LanePlaces {
+    int codes[STEPS], row, token;
 
-    PackedRows(const uint8_t* w, const StageScales& of_stage, int row) {
+    explicit LanePlaces(uint32_t consumer) {
+        const auto own = [](int place) { return REORDERED ? kept(place) : place; };
+        row = own(static_cast<int>(consumer) * CONSUMER_FEATURES + warp_id() % 4 * 16 + lane_id() / 4);
+        token = own(lane_id() % 4 * 2);
+        UNROLL
+        for (int step = 0; step < STEPS; ++step)
+            codes[step] = own(packed_offset(row, step) + (REORDERED ? 4 : 2) * (lane_id() % 4));
+    }
+};
+
+// What a lane multiplies of a stage: of its two rows the codes as they lie in memory, and the scales.
+struct PackedRows {
+    uint32_t codes[STEPS][2], scales[2][STEPS / 2];
+
+    PackedRows(const uint8_t* w, const StageScales& of_stage, const LanePlaces& lane) {
         constexpr int EIGHT_ROWS = 8 * 64;
         UNROLL
         for (int step = 0; step < STEPS; ++step) {
-            const uint8_t* const own = w + packed_offset(row, step) + (REORDERED ? 4 : 2) * (lane_id() % 4);
             UNROLL
-            for (int half = 0; half < 2; ++half) codes[step][half] = eight_codes(own + half * EIGHT_ROWS);
+            for (int half = 0; half < 2; ++half) codes[step][half] = eight_codes(w + lane.codes[step] + half * EIGHT_ROWS);
         }
         UNROLL
-        for (int half = 0; half < 2; ++half) scales[half] = of_stage.w_words[row + 8 * half];
+        for (int half = 0; half < 2; ++half) {
+            const uint32_t (&pairs)[STEPS / 2] = of_stage.w_pairs[lane.row + 8 * half];
+            UNROLL
+            for (int pair = 0; pair < STEPS / 2; ++pair) scales[half][pair] = pairs[pair];
+        }
+    }
+    float scale(int half, int step) const {
+        const uint32_t pair = scales[half][step / 2];
+        return __uint_as_float(step % 2 ? pair & 0xffff0000u : pair << 16);
     }
     // Eight neighbours, or four and the four that are 16 further.
     static uint32_t eight_codes(const uint8_t* own) {
@@ -697,10 +785,10 @@ DEVICE void start_step(SliceSums& d, const PackedRows& w, uint64_t x, int step) 
 // What the products of a slice of a stage are multiplied with.
 struct SliceScales {
     const StageScales& scales;
-    uint32_t w_words[2];  // of the lane's two rows
-    int token;            // the lane's first
+    const PackedRows& rows;
+    int token;  // the lane's first
 
-    float w(int half, int step) const { return __uint_as_float((w_words[half] >> 8 * step & 255u) << 23); }
+    float w(int half, int step) const { return rows.scale(half, step); }
     void x(float (&own)[2], int step, int n) const { load_elements(scales.x[step] + token + 8 * n, own); }
 };
 
@@ -749,11 +837,12 @@ DEVICE void multiply_slice(SliceSums& total, const PackedRows& rows, uint64_t x,
 }
 
 // The same of all tokens and features of a consumer, of weights whose scales are ordinary.
-DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t stage, const PackedRows& rows) {
+DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t stage, const PackedRows& rows,
+                           const LanePlaces& lane) {
     const uint64_t x = matrix_descriptor(shared + Shared::x(stage), 0, 1024);
     UNROLL
     for (int n = 0; n < N8; n += SLICE / 8) {
-        const SliceScales own{stage_scales(stage), {rows.scales[0], rows.scales[1]}, lane_id() % 4 * 2 + 8 * n};
+        const SliceScales own{stage_scales(stage), rows, lane.token + 8 * n};
         multiply_slice(*reinterpret_cast<SliceSums*>(&total[n]), rows, descriptor_advance(x, 1024 * n), own);
     }
 }
@@ -772,7 +861,7 @@ DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& prod
     const int lane = lane_id(), token = lane % 4 * 2;
     const int64_t first = part.column + consumer * CONSUMER_FEATURES + 16 * (warp_id() % 4) + lane / 4;
     const int64_t last = product.result.columns - 1;
-    const auto count = static_cast<int>(minimum<int64_t>(GROUP, product.result.depth - group * GROUP));
+    const int count = uniform(static_cast<int>(minimum<int64_t>(GROUP, product.result.depth - group * GROUP)));
     UNROLL_BY(1)
     for (int k = 0; k < count; ++k) {
         const float w[2] = {number_of_w(product, rows.row(minimum(first, last)), group * GROUP + k),
@@ -793,14 +882,13 @@ DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& prod
 }
 
 // Of a stage of a unit, which is found anew where it is needed: the registers that a product takes are scarce.
-template <typename Units>
-DEVICE void multiply_mxfp4(float (&total)[N8][4], const UnitsOfBlock<Units>& turns, int32_t group, SharedAddress shared,
-                           uint32_t stage, uint32_t consumer) {
-    const int row = static_cast<int>(consumer) * CONSUMER_FEATURES + warp_id() % 4 * 16 + lane_id() / 4;
+template <typename Units, typename Turns>
+DEVICE void multiply_mxfp4(float (&total)[N8][4], const Units& units, const Turns& turns, int32_t group,
+                           SharedAddress shared, uint32_t stage, uint32_t consumer, const LanePlaces& lane) {
     // Asked for before it is known whether they are taken as they are.
-    const PackedRows rows(dynamic_shared() + Shared::w(stage), stage_scales(stage), row);
-    if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, rows);
-    const Unit unit = turns.unit();
+    const PackedRows rows(dynamic_shared() + Shared::w(stage), stage_scales(stage), lane);
+    if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, rows, lane);
+    const Unit unit = units.unit(turns.now());
     const uint8_t* const x = dynamic_shared() + Shared::x(stage);
     multiply_numbers(total, unit.product, unit.part, unit.rows, unit.part.begin + group, consumer, x, stage_scales(stage));
 }
@@ -853,11 +941,12 @@ DEVICE void pass_stage(SharedAddress shared, uint32_t stage) {
     mbarrier_arrive(shared + Shared::empty(stage));
 }
 
-template <typename Units, typename Results>
+template <typename Turns, typename Units, typename Results>
 DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer, Results results) {
+    const LanePlaces lane(consumer);
     uint32_t stage = 0;
-    for (UnitsOfBlock<Units> turns{units}; turns.has_unit(); turns.advance()) {
-        const Unit unit = turns.unit();
+    for (Turns turns(units); turns.has_unit(); turns.advance()) {
+        const Unit unit = units.unit(turns.now());
         results.begin(unit);
         const int32_t groups = uniform(static_cast<int32_t>(unit.part.end - unit.part.begin));
         const int32_t block = W_BLOCKS > 1 && unit.rows.are_of_two_blocks() ? static_cast<int32_t>(consumer) : 0;
@@ -870,7 +959,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer,
         for (int32_t group = 0; group < groups; ++group, ++stage) {
             mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
             if constexpr (MXFP4) {
-                multiply_mxfp4(total, turns, group, shared, stage, consumer);
+                multiply_mxfp4(total, units, turns, group, shared, stage, consumer, lane);
             } else {
                 float d[N8][4];
                 const int32_t regular = uniform(stage_scales(stage).regular);
@@ -881,21 +970,31 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer,
             // Every lane has read its scales.
             mbarrier_arrive(shared + Shared::empty(stage));
         }
-        const Unit done = MXFP4 ? turns.unit() : unit;
+        const Unit done = MXFP4 ? units.unit(turns.now()) : unit;
         results.end(done, consumer, total);
     }
 }
 
-// What a block does, once its barriers are there: `before` is what its consumers do first.
-template <typename Units, typename Before, typename Results>
-DEVICE void multiply_units(const Units& units, SharedAddress shared, const Before& before, const Results& results) {
+// What a block does in its turns: `before` is what its consumers do first.
+template <typename Turns, typename Units, typename Before, typename Results>
+DEVICE void take_turns(const Units& units, SharedAddress shared, const Before& before, const Results& results) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
         registers_decrease<PRODUCER_REGISTERS>();
-        produce(units, shared, uniform(warp_id() % 4));
+        produce<Turns>(units, shared, uniform(warp_id() % 4));
     } else {
         registers_increase<CONSUMER_REGISTERS>();
         before();
-        consume(units, shared, warpgroup, results);
+        consume<Turns>(units, shared, warpgroup, results);
     }
+}
+
+// The same, once its barriers are there.
+template <typename Units, typename Before, typename Results>
+DEVICE void multiply_units(const Units& units, SharedAddress shared, const Before& before, const Results& results) {
+    const bool listed = ListedTurns<Units>::suit(units);
+    if (listed) ListedTurns<Units>::list(units);
+    __syncthreads();
+    if (listed) take_turns<ListedTurns<Units>>(units, shared, before, results);
+    else take_turns<FoundTurns<Units>>(units, shared, before, results);
 }
