@@ -273,18 +273,20 @@ DEVICE Span consume(const DecodeAttentionParams& params, SharedAddress shared) {
     });
 }
 
+using Registers = DividedRegisters<1, 88, 2, 208>;
+
 KERNEL(decode_attention_hopper, DecodeAttentionParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
     initialise_barriers(shared, {{arrivals(part_of(0, 0)), arrivals(part_of(0, 1))},
                                  {arrivals(part_of(1, 0)), arrivals(part_of(1, 1))}});
     const int warpgroup = uniform(warp_id() / 4);
     if (warpgroup == 2) {
-        registers_decrease<88>();
+        Registers::give();
         Uses uses;
         for_each_segment(params,
                          [&](const Segment& segment, int32_t) { produce_segment(params, segment, shared, uses); });
     } else {
-        registers_increase<208>();
+        Registers::take();
         if (warpgroup == 0) {
             const Span span = consume<0>(params, shared);
             if (threadIdx.x == 0) store_span(params, span);

@@ -441,15 +441,17 @@ DEVICE void consume(const IndexerLogitsParams& params, SharedAddress shared, uin
     }
 }
 
+using Registers = DividedRegisters<1, 64, CONSUMERS, 104>;
+
 KERNEL(indexer_logits_hopper, IndexerLogitsParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
     initialise_barriers(shared);
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
-        registers_decrease<64>();
+        Registers::give();
         produce(params, shared, uniform(warp_id() % 4));
     } else {
-        registers_increase<104>();
+        Registers::take();
         consume(params, shared, warpgroup);
     }
 }

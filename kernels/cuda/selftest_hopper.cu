@@ -93,6 +93,8 @@ DEVICE void add_sums(const float (&d)[8][4], float factor, float* y, SharedAddre
     named_barrier_sync(2, WARPGROUP_SIZE);
 }
 
+using Registers = DividedRegisters<1, 40, 1, 232>;
+
 KERNEL(selftest_pipeline, SelftestPipelineParams, PIPELINE_THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
     const int thread = threadIdx.x % WARPGROUP_SIZE;
@@ -105,10 +107,10 @@ KERNEL(selftest_pipeline, SelftestPipelineParams, PIPELINE_THREADS) {
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP_SIZE) {
-        registers_decrease<40>();
+        Registers::give();
         produce(params, shared, thread);
     } else {
-        registers_increase<232>();
+        Registers::take();
         float d[8][4] = {};
         multiply_steps(d, params.steps, shared);
         add_sums(d, 1.0f, params.y, shared, thread);

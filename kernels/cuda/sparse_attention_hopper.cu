@@ -166,6 +166,8 @@ DEVICE void consume(const SparseAttentionForwardParams& params, SharedAddress sh
     }
 }
 
+using Registers = DividedRegisters<1, 72, 2, 216>;
+
 KERNEL(sparse_attention_hopper_forward, SparseAttentionForwardParams, THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
     // Each producer thread's copies; for part 0, with the slots' validity by one lane of each warp.
@@ -173,10 +175,10 @@ KERNEL(sparse_attention_hopper_forward, SparseAttentionForwardParams, THREADS) {
     initialise_barriers(shared, {{COPIES + 4, COPIES}, {COPIES + 4, COPIES}});
     const int warpgroup = uniform(warp_id() / 4);
     if (warpgroup == 2) {
-        registers_decrease<72>();
+        Registers::give();
         produce(params, shared);
     } else {
-        registers_increase<216>();
+        Registers::take();
         if (warpgroup == 0) consume<0>(params, shared);
         else consume<1>(params, shared);
     }

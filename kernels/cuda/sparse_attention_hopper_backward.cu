@@ -345,6 +345,8 @@ DEVICE void initialise_barriers(SharedAddress shared) {
     __syncthreads();
 }
 
+using Registers = DividedRegisters<1, 40, 2, 232>;
+
 KERNEL(sparse_attention_hopper_backward, SparseAttentionBackwardParams, THREADS) {
     const Work work = block_work(blockIdx.x, params.num_heads);
     const SlotList list = slot_list(params, work.token);
@@ -354,10 +356,10 @@ KERNEL(sparse_attention_hopper_backward, SparseAttentionBackwardParams, THREADS)
     const int warpgroup = __shfl_sync(FULL_WARP, warp_id() / 4, 0);
     initialise_barriers(shared);
     if (warpgroup == 2) {
-        registers_decrease<40>();
+        Registers::give();
         produce(list, shared, tiles);
     } else {
-        registers_increase<232>();
+        Registers::take();
         if (warpgroup == 0) consume<0>(params, work, shared, tiles);
         else consume<1>(params, work, shared, tiles);
     }

@@ -83,12 +83,12 @@ constexpr int STAGES = TOKENS == 128 ? 6 : 8;
 constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
 // Of FP8: blocks of w whose scales a stage has.
 constexpr int W_BLOCKS = MXFP4 ? 1 : RowsOfW::BLOCKS;
-// Blocks that a multiprocessor holds, and registers of a thread: of those of the launch, as many as its threads can have, the
-// consumers take what the producer leaves.
+// Blocks that a multiprocessor holds. Where those are two, neither the consumers nor the producer can do with less than the launch
+// gives, but of 16 tokens, whose sums take more, a producer of rows in order.
 constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = HELD == 2 ? 80 : MXFP4 ? 120 : 152;
-constexpr int CONSUMER_REGISTERS = TOKENS == 8 ? 80 : HELD > 1 ? 88 : MXFP4 ? 192 : 176;
-static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP_SIZE * HELD <= 65536, "registers run out");
+constexpr bool GIVES = TOKENS == 16 && RowsOfW::IN_ORDER;
+using Registers = DividedRegisters<1, HELD == 2 ? (GIVES ? 64 : 80) : MXFP4 ? 120 : 152, CONSUMERS,
+                                   HELD == 2 ? (GIVES ? 88 : 80) : MXFP4 ? 192 : 176, HELD>;
 // A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
 // place is older than the one it holds, so that no two wait for each other.
 static_assert(PRODUCERS < STAGES, "the place of a stage is taken by one that nobody hands over before");
@@ -988,10 +988,10 @@ template <typename Turns, typename Units, typename Before, typename Results>
 DEVICE void take_turns(const Units& units, SharedAddress shared, const Before& before, const Results& results) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
-        registers_decrease<PRODUCER_REGISTERS>();
+        Registers::give();
         produce<Turns>(units, shared, uniform(warp_id() % 4));
     } else {
-        registers_increase<CONSUMER_REGISTERS>();
+        Registers::take();
         before();
         consume<Turns>(units, shared, warpgroup, results);
     }

@@ -46,7 +46,7 @@ constexpr int GROUP = 128, TOKENS = 128, BLOCKS = 2, FEATURES = BLOCKS * GROUP;
 constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int CONSUMER_TOKENS = TOKENS / CONSUMERS;
 // Of 168 a thread at the launch: what the consumers take the producer must have left.
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / CONSUMERS;
+using Registers = DividedRegisters<1, 56, CONSUMERS, (3 * 168 - 56) / CONSUMERS>;
 constexpr int SCALE_WARPS = WARPGROUP_SIZE / WARP_SIZE - 1;
 constexpr int STAGES = 4;
 constexpr int SCALE_STAGES = 8, UNITS = 8;  // places of scales and of units; one more than there are stages would do
@@ -712,7 +712,7 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
                            const Before& before, const Output& output) {
     const int32_t warpgroup = uniform(warp_id() / 4);
     if (warpgroup == CONSUMERS) {
-        registers_decrease<PRODUCER_REGISTERS>();
+        Registers::give();
         const int32_t warp = uniform(warp_id() % 4);
         if (warp > 0) {
             produce_scales(units, shared, warp - 1);
@@ -720,7 +720,7 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
             produce_operands(units, x_map, w_map, shared);
         }
     } else {
-        registers_increase<CONSUMER_REGISTERS>();
+        Registers::take();
         before();
         if (units.turns(shared).first() != NO_UNIT) consume<Units::CLUSTER>(shared, warpgroup, output);
     }
