@@ -12,7 +12,7 @@
 // MXFP4 37.4, 489 and 917 us in a run with DeepGEMM's FP8 at 44.6, 626 and 1105: 1.19 to 1.28 of it, though its bytes are half as
 // many. ncu said of 509 us that 70 % of the issue slots were taken (some 230 instructions a stage and consumer warp; DRAM at 49 %);
 // with x in the order of w's shifts there are 200, which gained 4 %: 380 us were hoped for. The portable kernel takes 91, 2476 and
-// 4771 us. Later: FP8 30.1 us for 6 slots (34.3 before), MXFP4 27.7, 369 and 703 (31.7, 394 and 740; quantised_hopper.h says why),
+// 4771 us. Later: FP8 28.8 us for 6 slots (34.3 before), MXFP4 24.0, 339 and 640 (31.7, 394 and 740; quantised_hopper.h says why),
 // where DeepGEMM's FP8 took 45.1, 598 and 1118 us in an earlier call.
 //
 // Defines

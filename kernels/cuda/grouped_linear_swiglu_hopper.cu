@@ -6,9 +6,10 @@
 // it, one with gate's rows and one with up's (rows_of_w.h), each as the product alone has them. When all sums are there, each
 // block keeps those of every second token and sends the others to the thread of the other block that has them of the same features:
 // 4 bytes of two features of each eight tokens. So a thread has gate and up of two features of its tokens, and a block all features
-// of its half of the tokens: scales and codes are made without another exchange. Codes go through the consumer's place in shared
-// memory, so that a lane stores 16 neighbours. The sums of a slice of w are one consumer's, stage after stage, as those of every
-// other kernel of this product are: no bit depends on which one runs.
+// of its half of the tokens. Warps leave the largest magnitudes of their features in shared memory, and behind a unit's only barrier
+// the lanes make the scales for themselves. Codes go through shared memory of the warp, so that a lane stores 16 neighbours. The sums
+// of a slice of w are one consumer's, stage after stage, as those of every other kernel of this product are: no bit depends on which
+// one runs.
 //
 // Which clusters fit together is said by the processing clusters of the GPU. Clusters take tiles in turn, so that one that has to
 // wait for another's end begins its turns then: of the blocks of 64 rows that there were before, 96 clusters of four, in place of the
@@ -20,16 +21,18 @@
 // scales; 256 experts 1.01 and 0.54 ms. Expected to limit: of FP8 memory; of MXFP4 the consumers' instructions as much as memory
 // (quantised_hopper.h). On top of a product a unit costs a consumer warp some 200 instructions, and an exchange of some 700 ns, in
 // which the producer goes on.
-// Measured on one H200, masked, 6, 192 and 768 slots, in one call, with the product alone there, behind which the activation takes
-// 1.9 to 2.5 us more: FP8 32.4, 491 and 900 us (29.6, 497 and 914 alone), with interleaved rows and groups of 32 33.1, 501 and 909;
-// MXFP4 27.6, 377 and 704 (26.0, 363 and 692 alone). Blocks that had 64 rows of gate and the 64 of up took 33.4, 514 and 927 and, of
-// MXFP4, 27.9, 382 and 715 in that call. What those were made of, FP8, 768 slots, in another call, where they took 926 and the
-// product alone 898: with nothing told, no clusters and nothing behind the sums 935; with the rows of a block side by side and one
-// scale for all of them besides 890. So it was where rows lay and two scales a stage that cost, in instructions of the producer as
-// well: as many copies, each with its address multiplied anew, took 1002 where the others took 977. Six experts have 96 tiles for
-// 66 clusters; the product alone halves the units of its last round. To have the producers begin before the cluster has met gained
+// Measured on one H200, masked, 6, 192 and 768 slots, in one call (benchmarks-few.txt), with the product alone there, behind which
+// the activation takes 1.9 us of 1 row and 2.5 of 128: FP8 29.8, 495 and 911 us (28.8, 500 and 934 alone); MXFP4 25.3, 346 and 644
+// (24.0, 339 and 640 alone). Before that 32.3, 490 and 890, and 27.7, 376 and 708, in one call.
+// What that was: units found beforehand 32.3 to 30.9 (6 slots of FP8), 48 clusters for its 96 tiles in place of 66 to 29.6; of MXFP4
+// the product's own (quantised_hopper.h). With nothing behind the sums 192 and 768 slots of MXFP4 took 317 and 582 us, with all of
+// it, three barriers a unit, 330 and 612; without the exchange they took no less, and with one barrier 328 and 611. So the
+// exchange is hidden, and what is left is the work of the epilogue while a consumer has no products under way: 1.5 and 0.3 % more
+// than the two apart. FP8's does not show, since memory limits it.
+// Blocks that had 64 rows of gate and the 64 of up took 33.4, 514 and 927 and, of MXFP4, 27.9, 382 and 715 in a call where the
+// present division took 32.4, 491 and 900, and 27.6, 377 and 704. To have the producers begin before the cluster has met gained
 // nothing, nor did ending without waiting for the cluster, 256 bytes of a row at a time from memory, or eleven stages in place of
-// eight. MXFP4, contiguous, 24576 rows: 3.01 ms (3.05 before), 196608 rows 15.8 ms before.
+// eight. MXFP4, contiguous, 24576 rows: 2.90 ms (3.03 before).
 //
 // Defines
 //   TOKENS   columns of a product, rows of an expert: 16, of MXFP4 also 8, 64 or 128

@@ -4,8 +4,7 @@
 //
 // Weights are the rows of a product and tokens its columns, so that few tokens leave the tensor cores little to do that
 // nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales.
-// Blocks take such units in turn. Three warpgroups, or two where a block has 64 features (FEATURES) and one consumer, as experts'
-// first layer of MXFP4 of 16 tokens has:
+// Blocks take such units in turn, which are found before the first one is begun (ListedTurns). Three warpgroups:
 //   0 and 1  consumers, 64 features each. Of each stage the products are accumulated from zero, multiplied by the
 //            scales of their tokens and of the block of weights, and added to sums in fp32: the tensor cores keep 13
 //            fraction bits (hopper.h), over the 128 numbers of a group and no more. While one promotes, the other's
@@ -44,17 +43,23 @@
 // back, and numbers of those from 2^126 on may be infinite in bf16. For a stage that has any, the consumers add products in
 // fp32, number by number: right, and a hundred times as slow.
 //
-// What a stage of MXFP4 takes of a multiprocessor's 4 issue slots a cycle, as compiled: of each consumer warp 148 instructions
-// with 8 tokens, 169 with 16, where x has a scale for 128 numbers, of which some 56 make fragments; of the producer's one
-// warp some 300 and a copy of 16 bytes for each 512. 16 tokens: (8 x 169 + 300) / 4 are 410 cycles, as many as memory takes for
-// 7.5 of 8.5 KB at 4.24 TB/s. So two blocks share a multiprocessor there, since each waits for its own copies and products.
+// What a stage of MXFP4 takes of a multiprocessor's 4 issue slots a cycle, as compiled: of each consumer warp 128 instructions
+// with 8 tokens, 149 with 16, where x has a scale for 128 numbers, of which 56 make fragments; of the producer's warps some 330 and
+// a copy of 16 bytes for each 512. 8 tokens: (8 x 128 + 330) / 4 are 340 cycles, and memory takes 7.5 of 8.5 KB at 4.24 TB/s 420. So
+// two blocks share a multiprocessor there, since each waits for its own copies and products.
 // Measured on one H200, experts of [4096, 4096] with 6, 192 and 768 slots: 37.4, 483 and 908 us with 16 tokens, some 200
 // instructions, and 64 bytes of a row at a time from memory, 57 % of its rate. 8 tokens, and 256 bytes of a row into the
-// second-level cache at a time, took 31.7, 394 and 740 us (700 were expected), 70 % of memory's rate. Since all counts of experts
-// are asked for at once, tokens and scales a stage ahead, and stages hand themselves over: 27.7, 369 and 703 us (24, 330 and 640
-// were expected). Units that are halved (UnitsOfBlock) gave the 6 slots nothing, 27.9 us without them, though a multiprocessor has
-// three halves then in place of four: so what limits them is not what two blocks share. Of FP8, whose blocks share nothing, they
-// gave 31.4 to 30.1 us.
+// second-level cache at a time, took 31.7, 394 and 740 us. Since all counts of experts are asked for at once, tokens and scales a
+// stage ahead, and stages hand themselves over: 26.0, 364 and 693 us, of which clocks said why they scattered by 5 %: at 700 W
+// the GPU lowers its clock from 1980 MHz to 1665 to 1965, so that instructions cost time whether or not they are waited for.
+// ncu counted 145 a stage and consumer warp, 45 of them for where in the stage a lane's numbers lie. Kept (LanePlaces), and scales
+// as bf16 in place of bytes, they are 128, and it takes 23.9, 328 and 621 us (330 and 640 were expected): 3.66 TB/s of DRAM in
+// ncu's run of 192 slots, 86 % of a copy's rate.
+// The compiler has to take a stage's number for the same in all lanes: where a consumer's loop has R2UR in it, it does not, and 20
+// instructions more of each stage are descriptors and addresses. A search in the loop around had that effect.
+// Units that are halved (UnitsOfBlock) gave the 6 slots nothing of MXFP4, though a multiprocessor has three halves then in place of
+// four: so what limits them is not what two blocks share. Of FP8, whose blocks share nothing, they gave 31.4 to 30.1 us, and that
+// units are found beforehand 29.5 to 28.6.
 //
 // The including file is compiled with TOKENS, the columns of a product, defined as 8, 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
 // (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32. Before this header it declares
