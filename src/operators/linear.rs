@@ -827,10 +827,10 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
         one_large(fp8([1, 2, 2048])),
         one_large(hopper([1, 2, 2048])),
     ];
+    // Few tokens of MXFP4: a last unit that two blocks share, of which a multiprocessor holds two.
+    cases.push(mxfp4_hopper(32, [3, 1288, 1056]));
     // On five multiprocessors: as many turns of a block as are listed, the last one of all blocks, and one more.
     cases.extend([exact(hopper([1, 40_950, 16])), exact(hopper([1, 40_970, 16]))]);
-    // The same of a unit that two blocks share, of which a multiprocessor holds two.
-    cases.push(mxfp4_hopper(32, [3, 1288, 1056]));
     let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };
     let extreme = |case| LinearCase { codes: Codes::Extreme, ..case };
     let small_weights = |case| LinearCase { codes: Codes::SmallWeights, ..case };

@@ -125,7 +125,7 @@ struct Shared {
     static constexpr int SCALES = SUMS + CONSUMERS * SUM_TOKENS * SUM_STRIDE * 4;  // StageScales [STAGES]
     static constexpr int FULL = SCALES + STAGES * static_cast<int>(sizeof(StageScales));  // mbarriers [STAGES]
     static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int LISTED = EMPTY + 8 * STAGES, LISTED_BYTES = 48;  // ListedUnit [LISTED_TURNS]
+    static constexpr int LISTED = EMPTY + 8 * STAGES, LISTED_BYTES = 48;  // ListedUnit [LISTED_TURNS + 1]
     static constexpr int BYTES = LISTED + (LISTED_TURNS + 1) * LISTED_BYTES;
 
     static constexpr int w(uint32_t stage) { return stage % STAGES * STAGE_BYTES; }
@@ -795,13 +795,11 @@ DEVICE void start_step(SliceSums& d, const PackedRows& w, uint64_t x, int step) 
     wgmma_commit();
 }
 
-// What the products of a slice of a stage are multiplied with.
+// The scales of x of a slice of a stage.
 struct SliceScales {
     const StageScales& scales;
-    const PackedRows& rows;
     int token;  // the lane's first
 
-    float w(int half, int step) const { return rows.scale(half, step); }
     void x(float (&own)[2], int step, int n) const { load_elements(scales.x[step] + token + 8 * n, own); }
 };
 
@@ -814,7 +812,7 @@ DEVICE void take_steps(SliceSums& total, SliceSums& sums, SliceSums (&d)[UNDER_W
         SliceSums& done = d[STEP % UNDER_WAY];
         wgmma_wait<minimum(UNDER_WAY, STEPS - STEP) - 1>();
         wgmma_hold(done);
-        const float w[2] = {scales.w(0, STEP), scales.w(1, STEP)};
+        const float w[2] = {rows.scale(0, STEP), rows.scale(1, STEP)};
         UNROLL
         for (int n = 0; n < SLICE / 8; ++n) {
             float own[2];
@@ -855,7 +853,7 @@ DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t
     const uint64_t x = matrix_descriptor(shared + Shared::x(stage), 0, 1024);
     UNROLL
     for (int n = 0; n < N8; n += SLICE / 8) {
-        const SliceScales own{stage_scales(stage), rows, lane.token + 8 * n};
+        const SliceScales own{stage_scales(stage), lane.token + 8 * n};
         multiply_slice(*reinterpret_cast<SliceSums*>(&total[n]), rows, descriptor_advance(x, 1024 * n), own);
     }
 }

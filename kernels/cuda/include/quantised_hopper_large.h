@@ -45,8 +45,7 @@
 constexpr int GROUP = 128, TOKENS = 128, BLOCKS = 2, FEATURES = BLOCKS * GROUP;
 constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int CONSUMER_TOKENS = TOKENS / CONSUMERS;
-// Of 168 a thread at the launch: what the consumers take the producer must have left.
-using Registers = DividedRegisters<1, 56, CONSUMERS, (3 * 168 - 56) / CONSUMERS>;
+using Registers = DividedRegisters<1, 56, CONSUMERS, 224>;
 constexpr int SCALE_WARPS = WARPGROUP_SIZE / WARP_SIZE - 1;
 constexpr int STAGES = 4;
 constexpr int SCALE_STAGES = 8, UNITS = 8;  // places of scales and of units; one more than there are stages would do
