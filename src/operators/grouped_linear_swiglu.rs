@@ -443,6 +443,8 @@ impl Declared for GroupedLinearSwiglu {
             hopper(of(short, any(fp32(sorted([20, 6], 2, [256, 64]))))),
             small(hopper(interleaved(of(long, sorted([9, 3], 4, [48, 48]))))),
             hopper(of(long, large_scales(fp32(masked([9, 3, 6], [256, 144]))))),
+            // Among tokens whose scales are not regular one whose are.
+            hopper(of(long, large_scales(expecting(3, slots(Experts::One, sorted([13, 1], 4, [256, 144])))))),
         ];
         for group in [128, 32] {
             let of_format = |case| mxfp4(group, case);
