@@ -7,6 +7,7 @@
 //         in shared memory. Then it owns the columns [256 w, 256 w + 256): dq of all heads, in registers for the whole
 //         list, and the tile's dk = scale dS^T q + P^T dout, 64 columns at a time, added to the fp32 rows in memory
 //         while the tensor cores are at the next 64, or at the scores of the next tile.
+//         One instance of the code serves both, so that both come to each barrier at one place, as compute-sanitizer demands.
 //   2     producer: gathers the rows of the next tile. Warpgroup w releases its half of the columns as soon as its dq
 //         product is done, so the gather runs beside the products and the atomics of dk.
 //
@@ -123,11 +124,10 @@ DEVICE void load_heads(const SparseAttentionBackwardParams& params, const Work& 
 }
 
 // Starts s = q K^T and dp = dout K^T for the warpgroup's own slots, half by half of the columns as they arrive.
-template <int W>
-DEVICE void start_scores(float (&s)[4][4], float (&dp)[4][4], SharedAddress shared, uint32_t phase) {
+DEVICE void start_scores(int w, float (&s)[4][4], float (&dp)[4][4], SharedAddress shared, uint32_t phase) {
     const uint64_t q = matrix_descriptor(shared + Shared::Q, 0, 1024);
     const uint64_t dout = matrix_descriptor(shared + Shared::DOUT, 0, 1024);
-    const uint64_t keys = matrix_descriptor(shared + Shared::KEYS + W * OWN_SLOTS * 128, 0, 1024);
+    const uint64_t keys = matrix_descriptor(shared + Shared::KEYS + w * OWN_SLOTS * 128, 0, 1024);
     UNROLL
     for (int half = 0; half < 2; ++half) {
         mbarrier_wait(shared + Shared::full(half), phase);
@@ -148,8 +148,7 @@ DEVICE void start_scores(float (&s)[4][4], float (&dp)[4][4], SharedAddress shar
 
 // Scores and dP to the operands P and dS. The product P * (dP - delta) is formed in fp32; the scale is left to the
 // accumulators of dq and dk, since dS is what is rounded.
-template <int W>
-DEVICE void write_weights(const float (&s)[4][4], const float (&dp)[4][4], const RowState (&state)[2], int row,
+DEVICE void write_weights(int w, const float (&s)[4][4], const float (&dp)[4][4], const RowState (&state)[2], int row,
                           const int32_t* rows, SharedAddress shared, float scale_log2) {
     const int t = lane_id() % 4;
     UNROLL
@@ -158,14 +157,14 @@ DEVICE void write_weights(const float (&s)[4][4], const float (&dp)[4][4], const
         UNROLL
         for (int i = 0; i < 4; ++i) {
             const RowState& head = state[i / 2];
-            const bool valid = rows[W * OWN_SLOTS + 8 * n + 2 * t + i % 2] >= 0;
+            const bool valid = rows[w * OWN_SLOTS + 8 * n + 2 * t + i % 2] >= 0;
             const float without_sink =
                 valid ? exp2_approx(fused_multiply_add(s[n][i], scale_log2, -head.lse_log2)) : 0.0f;
             p[i] = without_sink * head.share;
             ds[i] = p[i] * (dp[n][i] - head.delta) + without_sink * head.dlse;
         }
-        const int low = panel_offset(row, W * OWN_SLOTS / 8 + n) + 4 * t;
-        const int high = panel_offset(row + 8, W * OWN_SLOTS / 8 + n) + 4 * t;
+        const int low = panel_offset(row, w * OWN_SLOTS / 8 + n) + 4 * t;
+        const int high = panel_offset(row + 8, w * OWN_SLOTS / 8 + n) + 4 * t;
         store_shared(shared + Shared::P + low, pack_bf16(p[0], p[1]));
         store_shared(shared + Shared::P + high, pack_bf16(p[2], p[3]));
         store_shared(shared + Shared::DS + low, pack_bf16(ds[0], ds[1]));
@@ -175,10 +174,9 @@ DEVICE void write_weights(const float (&s)[4][4], const float (&dp)[4][4], const
 }
 
 // dq += dS K for the warpgroup's columns.
-template <int W>
-DEVICE void add_query_gradient(float (&dq)[32][4], SharedAddress shared) {
+DEVICE void add_query_gradient(int w, float (&dq)[32][4], SharedAddress shared) {
     const uint64_t ds = matrix_descriptor(shared + Shared::DS, 0, 1024);
-    const uint64_t keys = matrix_descriptor(shared + Shared::KEYS + W * HALF_PANELS * PANEL_BYTES, PANEL_BYTES, 1024);
+    const uint64_t keys = matrix_descriptor(shared + Shared::KEYS + w * HALF_PANELS * PANEL_BYTES, PANEL_BYTES, 1024);
     wgmma_hold(dq);
     wgmma_fence();
     UNROLL
@@ -233,11 +231,10 @@ DEVICE void scatter(float (&dk)[8][4], const Receivers& receivers, int column, i
 }
 
 // The warpgroup's half of dq, through the half of the tile that it owned: each warp passes its own 16 rows.
-template <int W>
-DEVICE void store_query_gradient(const float (&dq)[32][4], const SparseAttentionBackwardParams& params,
+DEVICE void store_query_gradient(int w, const float (&dq)[32][4], const SparseAttentionBackwardParams& params,
                                  const Work& work, int row, SharedAddress shared) {
     const int t = lane_id() % 4, warp = warp_id() % 4;
-    const SharedAddress panels = shared + Shared::KEYS + W * HALF_PANELS * PANEL_BYTES;
+    const SharedAddress panels = shared + Shared::KEYS + w * HALF_PANELS * PANEL_BYTES;
     const float scale = params.softmax_scale;
     UNROLL
     for (int n = 0; n < 32; ++n) {
@@ -250,14 +247,13 @@ DEVICE void store_query_gradient(const float (&dq)[32][4], const SparseAttention
     const int chunk = lane_id();
     for (int head = 16 * warp; head < minimum(16 * warp + 16, work.heads); ++head) {
         const Vec16 v = load_shared_vec16(panels + chunk / 8 * PANEL_BYTES + panel_offset(head, chunk % 8));
-        store_vec16_streaming(target + head * params.dq_head_stride + W * (HEAD_DIM / 2) + chunk * 8, v);
+        store_vec16_streaming(target + head * params.dq_head_stride + w * (HEAD_DIM / 2) + chunk * 8, v);
     }
 }
 
 // Starts dk = scale dS^T q for a piece.
-template <int W>
-DEVICE void start_piece(float (&dk)[8][4], SharedAddress shared, int piece) {
-    multiply_heads<false>(dk, shared + Shared::DS, shared + Shared::Q + (W * HALF_PANELS + piece) * PANEL_BYTES);
+DEVICE void start_piece(int w, float (&dk)[8][4], SharedAddress shared, int piece) {
+    multiply_heads<false>(dk, shared + Shared::DS, shared + Shared::Q + (w * HALF_PANELS + piece) * PANEL_BYTES);
 }
 
 // Waits for a piece's products and all others.
@@ -267,47 +263,45 @@ DEVICE void end_piece(float (&dk)[8][4]) {
 }
 
 // Scales what start_piece left, and starts dk += P^T dout.
-template <int W>
-DEVICE void continue_piece(float (&dk)[8][4], SharedAddress shared, int piece, float softmax_scale) {
+DEVICE void continue_piece(int w, float (&dk)[8][4], SharedAddress shared, int piece, float softmax_scale) {
     end_piece(dk);
     UNROLL
     for (int n = 0; n < 8; ++n)
         UNROLL
         for (int i = 0; i < 4; ++i) dk[n][i] *= softmax_scale;
-    multiply_heads<true>(dk, shared + Shared::P, shared + Shared::DOUT + (W * HALF_PANELS + piece) * PANEL_BYTES);
+    multiply_heads<true>(dk, shared + Shared::P, shared + Shared::DOUT + (w * HALF_PANELS + piece) * PANEL_BYTES);
 }
 
 // One tile. What it adds to dk leaves a piece at a time, while the tensor cores are at the next one, in turns: dk[1] is
 // the last piece of the tile before, and then of this one.
-template <int W>
-DEVICE void consume_tile(float (&dq)[32][4], float (&dk)[2][8][4], const SparseAttentionBackwardParams& params,
+DEVICE void consume_tile(int w, float (&dq)[32][4], float (&dk)[2][8][4], const SparseAttentionBackwardParams& params,
                          const Work& work, const RowState (&state)[2], int row, SharedAddress shared, int tile) {
     const Receivers receivers = receivers_of(params, work, tile);
     const auto give = [&](const Receivers& to, int piece) {
-        scatter(dk[piece % 2], to, (W * HALF_PANELS + piece) * 64, row);
+        scatter(dk[piece % 2], to, (w * HALF_PANELS + piece) * 64, row);
     };
     {
         float s[4][4], dp[4][4];
         end_piece(dk[1]);  // has ended: said once more, because ptxas does not look back past the loop's edge
-        start_scores<W>(s, dp, shared, tile & 1);
+        start_scores(w, s, dp, shared, tile & 1);
         if (tile > 0) give(receivers_of(params, work, tile - 1), PIECES - 1);
         wgmma_wait<0>();
         wgmma_hold(s);
         wgmma_hold(dp);
         named_barrier_sync(WEIGHTS_FREE, CONSUMERS);  // nobody multiplies with the weights of the tile before any more
-        write_weights<W>(s, dp, state, row, receivers.keys, shared, params.softmax_scale * LOG2_E);
+        write_weights(w, s, dp, state, row, receivers.keys, shared, params.softmax_scale * LOG2_E);
     }
     named_barrier_sync(WEIGHTS_READY, CONSUMERS);
-    add_query_gradient<W>(dq, shared);
-    start_piece<W>(dk[0], shared, 0);
+    add_query_gradient(w, dq, shared);
+    start_piece(w, dk[0], shared, 0);
     wgmma_wait<1>();
     wgmma_hold(dq);
-    mbarrier_arrive(shared + Shared::empty(W));
+    mbarrier_arrive(shared + Shared::empty(w));
     UNROLL
     for (int piece = 0; piece < PIECES; ++piece) {
-        continue_piece<W>(dk[piece % 2], shared, piece, params.softmax_scale);
+        continue_piece(w, dk[piece % 2], shared, piece, params.softmax_scale);
         if (piece + 1 == PIECES) break;
-        start_piece<W>(dk[(piece + 1) % 2], shared, piece + 1);
+        start_piece(w, dk[(piece + 1) % 2], shared, piece + 1);
         wgmma_wait<1>();
         wgmma_hold(dk[piece % 2]);
         give(receivers, piece);
@@ -315,8 +309,7 @@ DEVICE void consume_tile(float (&dq)[32][4], float (&dk)[2][8][4], const SparseA
     end_piece(dk[1]);
 }
 
-template <int W>
-DEVICE void consume(const SparseAttentionBackwardParams& params, const Work& work, SharedAddress shared, int tiles) {
+DEVICE void consume(int w, const SparseAttentionBackwardParams& params, const Work& work, SharedAddress shared, int tiles) {
     const int row = warp_id() % 4 * 16 + lane_id() / 4;
     float dq[32][4], dk[2][8][4];
     UNROLL
@@ -326,11 +319,11 @@ DEVICE void consume(const SparseAttentionBackwardParams& params, const Work& wor
     const RowState state[2] = {row_state(params, work, row), row_state(params, work, row + 8)};
     if (tiles > 0) load_heads(params, work, shared);
     for (int tile = 0; tile < tiles; ++tile)
-        consume_tile<W>(dq, dk, params, work, state, row, recomputed(shared), tile);
+        consume_tile(w, dq, dk, params, work, state, row, recomputed(shared), tile);
     if (tiles > 0)
-        scatter(dk[1], receivers_of(params, work, tiles - 1), (W * HALF_PANELS + PIECES - 1) * 64, row);
+        scatter(dk[1], receivers_of(params, work, tiles - 1), (w * HALF_PANELS + PIECES - 1) * 64, row);
     named_barrier_sync(LAST_TILE_DONE, CONSUMERS);
-    store_query_gradient<W>(dq, params, work, row, shared);
+    store_query_gradient(w, dq, params, work, row, shared);
 }
 
 DEVICE void initialise_barriers(SharedAddress shared) {
@@ -360,7 +353,6 @@ KERNEL(sparse_attention_hopper_backward, SparseAttentionBackwardParams, THREADS)
         produce(list, shared, tiles);
     } else {
         Registers::take();
-        if (warpgroup == 0) consume<0>(params, work, shared, tiles);
-        else consume<1>(params, work, shared, tiles);
+        consume(warpgroup, params, work, shared, tiles);
     }
 }
