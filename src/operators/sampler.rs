@@ -213,6 +213,8 @@ impl Declared for Sampler {
             faint(5, 40, Filters::Absent),
             // The only ids of a row's last warp are those of one access, put aside and not yet listed when the row ends.
             SamplerCase { data: Data::normal(0.25), ..plain(200, 260, Filters::UsualTopP) },
+            // Larger logits in the second half of a thread's, whose sum of the first is not lost.
+            SamplerCase { data: Data::normal(2.0), ..plain(40, 2048, Filters::UsualTopP) },
             // Blocks of either size, which list whole rows.
             plain(1, 2048, Filters::TopP),
             SamplerCase { logits: Logits::Ties, ..plain(1, 2049, Filters::TopK) },
