@@ -77,7 +77,7 @@ DEVICE void dequantize(const DequantizeMxfp4Params& params) {
         scale = e8m0_to_float(params.scales[scale_place(params, span.row, span.column / GROUP)]);
     }
     float y[SPAN];
-    for (int i = 0; i < SPAN; i += 8) e2m1x8_to_float(codes[i / 8], y + i);
+    for (int i = 0; i < SPAN; i += 8) e2m1x8_to_float(codes[i / 8], *reinterpret_cast<float(*)[8]>(y + i));
     UNROLL
     for (int i = 0; i < SPAN; ++i) y[i] = __fmul_rn(y[i], scale);
     store_span<WIDE>(params.y + span.row * params.y_row_stride + span.column, span.count, y);

@@ -176,7 +176,7 @@ DEVICE void dequantize(const DequantizeNvfp4Params& params) {
     }
     const float global_scale = params.global_scale[0];
     float y[SPAN];
-    for (int i = 0; i < SPAN; i += 8) e2m1x8_to_float(codes[i / 8], y + i);
+    for (int i = 0; i < SPAN; i += 8) e2m1x8_to_float(codes[i / 8], *reinterpret_cast<float(*)[8]>(y + i));
     UNROLL
     for (int i = 0; i < SPAN; ++i) y[i] = __fmul_rn(__fmul_rn(y[i], scale), global_scale);
     store_span<WIDE>(params.y + span.row * params.y_row_stride + span.column, span.count, y);

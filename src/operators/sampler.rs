@@ -32,6 +32,9 @@ pub enum Logits {
     NotFinite,
     /// Drawn ones, and of every [`CROWD`] ids the first 128 far above the others: those that one warp of a block reads.
     Crowded,
+    /// Two of the first four ids have the largest scores of a row at a temperature of 1, of which the first or the second is ahead
+    /// by [`CLOSE`]; all others are far below.
+    Close,
 }
 
 /// What the temperatures are.
@@ -139,6 +142,9 @@ impl Declared for Sampler {
     }
 
     fn check(c: &SamplerCase) -> Result<(), Refused> {
+        if c.logits == Logits::Close && c.vocab_size < CLOSE_IDS {
+            return refuse("vocab_size", format!("{}: scores of {CLOSE_IDS} ids are made close", c.vocab_size));
+        }
         if c.words != Words::Drawn && c.vocab_size < EXTREME_IDS {
             return refuse("vocab_size", format!("{}: words that are not drawn need {EXTREME_IDS} ids", c.vocab_size));
         }
@@ -157,12 +163,14 @@ impl Declared for Sampler {
             Logits::OneHot,
             Logits::Rising,
             Logits::NotFinite,
+            Logits::Close,
         ]);
         let temperature = select(vec![Temperature::Zero, Temperature::One, Temperature::Mixed]);
         let words = select(vec![Words::Drawn, Words::Drawn, Words::Extreme, Words::Faint]);
         (extent(rows, 4), extent(columns, 64), filters, logits, temperature, words, Data::strategy(-6..=6))
             .prop_map(|(num_rows, vocab_size, filters, logits, temperature, words, data)| {
                 let words = if vocab_size >= EXTREME_IDS { words } else { Words::Drawn };
+                let logits = if vocab_size >= CLOSE_IDS { logits } else { Logits::Drawn };
                 SamplerCase { num_rows, vocab_size, logits, temperature, filters, words, data }
             })
             .boxed()
@@ -213,6 +221,9 @@ impl Declared for Sampler {
             faint(5, 40, Filters::Absent),
             // The only ids of a row's last warp are those of one access, put aside and not yet listed when the row ends.
             SamplerCase { data: Data::normal(0.25), ..plain(200, 260, Filters::UsualTopP) },
+            // Scores that only exact logarithms tell apart, of ids of one thread: of a row that is raced, and of a list.
+            SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::Absent) },
+            SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::UsualTopP) },
             // Larger logits in the second half of a thread's, whose sum of the first is not lost.
             SamplerCase { data: Data::normal(2.0), ..plain(40, 2048, Filters::UsualTopP) },
             // Blocks of either size, which list whole rows.
@@ -346,6 +357,25 @@ const EXTREME_IDS: usize = 40;
 /// 5 above what the largest has of a word in the middle.
 const FAINT: f64 = 19.0;
 
+/// By how much one of two scores is ahead: less than approximate logarithms tell apart, and many steps of fp32.
+const CLOSE: f64 = 6.103_515_625e-5;
+/// Ids of a row of which two are close.
+const CLOSE_IDS: usize = 4;
+
+/// Makes an id's score as large as the first one's but for [`CLOSE`], and all others' small. Of a score at a temperature of 1, in
+/// natural units, `logit - ln(g)`.
+fn make_close(row: usize, seed: u64, step: u64, logits: &mut [f64]) {
+    let time = |id| {
+        let v = f64::from(reference::uniform(reference::word(seed, step, id)));
+        (-(-v).ln_1p()).ln()
+    };
+    let (second, ahead) = (1 + row % (CLOSE_IDS - 1), if row / (CLOSE_IDS - 1) % 2 == 0 { 1.0 } else { -1.0 });
+    let first = logits[0];
+    let close = first - time(0) + time(second) - ahead * CLOSE * std::f64::consts::LN_2;
+    logits.fill(first.min(close) - 60.0);
+    (logits[0], logits[second]) = (first, close);
+}
+
 /// Seed and step of each row: of more than 32 bits each, and of either sign.
 fn draw_seeds(c: &SamplerCase) -> (Vec<f64>, Vec<f64>) {
     let mut draw = Draw::new(c.data.seed, "seed");
@@ -392,11 +422,15 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64]) -> Vec<f64> {
             }
             Logits::NotFinite => drawn,
             Logits::Crowded if id % CROWD < 128 => drawn + 20.0,
-            Logits::Crowded => drawn,
+            Logits::Crowded | Logits::Close => drawn,
         }
     };
+    let (seeds, steps) = draw_seeds(c);
     let mut logits: Vec<f64> = drawn.iter().enumerate().map(logit).collect();
     for (row, logits) in logits.chunks_mut(c.vocab_size).enumerate() {
+        if c.logits == Logits::Close {
+            make_close(row, seeds[row] as i64 as u64, steps[row] as i64 as u64, logits);
+        }
         let largest = logits.iter().copied().filter(|logit| logit.is_finite()).fold(0.0, f64::max);
         match c.words {
             Words::Drawn => {}

@@ -7,7 +7,7 @@
 
 // The numbers of eight codes in e2m1, the first in the lowest nibble. The two bytes of a bf16 that is the magnitude are
 // looked up, of four codes at a time.
-DEVICE void e2m1x8_to_float(uint32_t codes, float* numbers) {
+DEVICE void e2m1x8_to_float(uint32_t codes, float (&numbers)[8]) {
     UNROLL
     for (int half = 0; half < 2; ++half) {
         const uint32_t four = codes >> 16 * half, magnitudes = four & 0x7777u;
