@@ -369,7 +369,8 @@ fn make_close(row: usize, seed: u64, step: u64, logits: &mut [f64]) {
         let v = f64::from(reference::uniform(reference::word(seed, step, id)));
         (-(-v).ln_1p()).ln()
     };
-    let (second, ahead) = (1 + row % (CLOSE_IDS - 1), if row / (CLOSE_IDS - 1) % 2 == 0 { 1.0 } else { -1.0 });
+    let (second, ahead) =
+        (1 + row % (CLOSE_IDS - 1), if (row / (CLOSE_IDS - 1)).is_multiple_of(2) { 1.0 } else { -1.0 });
     let first = logits[0];
     let close = first - time(0) + time(second) - ahead * CLOSE * std::f64::consts::LN_2;
     logits.fill(first.min(close) - 60.0);
