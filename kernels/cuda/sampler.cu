@@ -60,9 +60,9 @@
 // 28.1 and 24.7 in that call).
 // With 32 warps ncu has 25 % of their samples in front of a tile's first half, and yet top-p takes longer where more is asked for in
 // L2 ahead: 25.9 to 27.0 by lines, one to three tiles ahead of each; in bulk, by a lane for each load, 24.3 of the next tile or of
-// three once, 26.9 of the whole row, 27.3 to 28.6 in parts on the way (24.1 and 24.2 in these calls). Estimates of 16 or 8 warps in
-// place of all, for the logit that is to be reached, take half of the time between the first tile and the second: 128 rows take as
-// long as before, since the slowest row has a longer list; by 4 some rows are read again (57).
+// three once, 26.9 of the whole row, 27.3 to 28.6 in parts on the way (24.1 and 24.2 in these calls). The logit that is to be reached
+// from estimates of 8 warps in place of all: one row takes 18.3 in place of 20.0, 128 rows 24.2 in place of 24.1, presumably since
+// the slowest one's list is longer; of 16 20.7 and 24.2; of 4 some rows are read again (57).
 //
 // Defines: THREADS, a power of two of at least 64 threads a block; LISTS, 1 or, for rows without filters alone, 0. Launch:
 // num_rows blocks, of which each has shared memory for `segment` ids of a warp beyond its own, 12 bytes each.

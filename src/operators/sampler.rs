@@ -357,7 +357,7 @@ const EXTREME_IDS: usize = 40;
 /// 5 above what the largest has of a word in the middle.
 const FAINT: f64 = 19.0;
 
-/// By how much one of two scores is ahead: less than approximate logarithms tell apart, and many steps of fp32.
+/// By how much one of two scores is ahead, 2^-14: less than approximate logarithms tell apart, and many steps of fp32.
 const CLOSE: f64 = 6.103_515_625e-5;
 /// Ids of a row of which two are close.
 const CLOSE_IDS: usize = 4;

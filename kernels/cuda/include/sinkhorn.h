@@ -1,9 +1,9 @@
 // The normalisation of mixing matrices of STREAMS x STREAMS numbers (inference 2.2, training 11.1): 16 lanes hold one,
 // lane 4 i + j of them element (source i, destination j), so that a warp holds two. Or four lanes do, lane i the row of source i:
 // eight a warp, with 4.6 instructions a pass and matrix instead of 7, and sums of the same order. Or every lane has all of one:
-// of a single matrix no pass then waits for a shuffle. 39 passes of one matrix take a lane 2575 cycles on an H100, 66 a pass, of 36
-// instructions of which a lone warp issues one in two cycles. Factors of rows and columns in place of the matrix, by four, two or one
-// reciprocal, took 86 to 90 a pass; without any reciprocal, which is no result, 64.
+// of a single matrix no pass then waits for a shuffle. In a driver of their own on an H100 39 passes of one matrix took a lane 2575
+// cycles, 66 a pass of some 36 instructions. Factors of rows and columns in place of the matrix, by four, two or one reciprocal a pass,
+// took 86 to 90; without any reciprocal, which is no result, 64.
 //
 //     P = softmax over j of the logits          M = P + eps
 //     pass 1, 3, 5, ...   M /= (sum over i of M) + eps        columns
