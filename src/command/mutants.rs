@@ -178,15 +178,15 @@ impl<'a> Session<'a> {
         let names: Vec<&str> = operators.iter().map(|operator| operator.name()).collect();
         let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
         let dir = arguments.mutants.clone().unwrap_or_else(|| fixtures_dir().join("mutants"));
-        let planted: Vec<Mutant> =
-            planted::load(&dir)?.into_iter().filter(|mutant| names.contains(&mutant.operator.as_str())).collect();
+        let (planted, others): (Vec<Mutant>, Vec<Mutant>) =
+            planted::load(&dir)?.into_iter().partition(|mutant| names.contains(&mutant.operator.as_str()));
         // An anchor that matches no longer is reported before minutes are spent.
         for mutant in &planted {
             mutant.plant(device.tree())?;
         }
         let equivalents = Equivalents::load(&dir)?;
         let generated = plan::generate(device.tree(), &names, &equivalents)?;
-        refuse_unknown_ids(&arguments.only, &planted, &generated)?;
+        refuse_unknown_ids(&arguments.only, &planted, &others, &generated)?;
         let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
         // Planted mutants name their own cases.
         let needs_cases = |name: &str| {
@@ -425,11 +425,20 @@ fn know_cases(
 }
 
 /// Before minutes are spent.
-fn refuse_unknown_ids(only: &[String], planted: &[Mutant], generated: &[(String, Vec<GeneratedMutant>)]) -> Result<()> {
+fn refuse_unknown_ids(
+    only: &[String],
+    planted: &[Mutant],
+    others: &[Mutant],
+    generated: &[(String, Vec<GeneratedMutant>)],
+) -> Result<()> {
     let generated = generated.iter().flat_map(|(_, mutants)| mutants).map(|mutant| &mutant.id);
     let known: BTreeSet<&String> = planted.iter().map(|mutant| &mutant.id).chain(generated).collect();
     match only.iter().find(|id| !known.contains(id)) {
         Some(id) => {
+            if let Some(Mutant { operator, .. }) = others.iter().find(|mutant| mutant.id == *id) {
+                let why = "which is a chain without kernels of its own or not among --ops";
+                bail!("--only {id}: it is planted for {operator}, {why}; the test mutant::{id} runs it")
+            }
             // An id's hash follows the text of its line: who has edited that asks which ids took its place.
             let stem = id.rsplit_once(':').map_or(id.as_str(), |(stem, _)| stem);
             let near: Vec<_> =

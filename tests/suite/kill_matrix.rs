@@ -142,6 +142,13 @@ fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
     let stale = "kv_cache_write:largest_magnitude:constant:00000000";
     mutants(none.path(), &["--only", stale])
         .assert_bad_input(&[stale, "there is kv_cache_write:largest_magnitude:constant:"]);
+    // One that is planted for another operator, or for a chain, has a test all the same.
+    let of_a_chain = "moe_weight_applied_twice";
+    mutants(&fixtures().join("mutants"), &["--only", of_a_chain]).assert_bad_input(&[
+        of_a_chain,
+        "planted for moe",
+        "test mutant::moe_weight_applied_twice",
+    ]);
 }
 
 #[test]
