@@ -263,10 +263,10 @@ impl Declared for Sampler {
         let temperatures = draw_temperatures(c);
         tensors.set("temperature", &temperatures);
         let (seeds, steps) = draw_seeds(c);
+        tensors.set("logits", &draw_logits(c, &tensors.values("logits"), &seeds, &steps));
         for (name, numbers) in [("seed", seeds), ("step", steps)] {
             tensors.put(name, HostTensor::from_f64(DType::I64, &[c.num_rows], &numbers));
         }
-        tensors.set("logits", &draw_logits(c, &tensors.values("logits")));
         // As they are stored, which is what is sampled from.
         let (logits, temperatures) = (tensors.values("logits"), tensors.values("temperature"));
         let mut limits = draw_limits(c);
@@ -405,7 +405,7 @@ fn draw_temperatures(c: &SamplerCase) -> Vec<f64> {
     (0..c.num_rows).map(of_row).collect()
 }
 
-fn draw_logits(c: &SamplerCase, drawn: &[f64]) -> Vec<f64> {
+fn draw_logits(c: &SamplerCase, drawn: &[f64], seeds: &[f64], steps: &[f64]) -> Vec<f64> {
     let mut draw = Draw::new(c.data.seed, "logits");
     let bad = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
     let logit = |(at, &drawn): (usize, &f64)| {
@@ -426,7 +426,6 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64]) -> Vec<f64> {
             Logits::Crowded | Logits::Close => drawn,
         }
     };
-    let (seeds, steps) = draw_seeds(c);
     let mut logits: Vec<f64> = drawn.iter().enumerate().map(logit).collect();
     for (row, logits) in logits.chunks_mut(c.vocab_size).enumerate() {
         if c.logits == Logits::Close {
