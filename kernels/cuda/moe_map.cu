@@ -15,7 +15,9 @@
 // from a round that lies in shared memory in the order of experts.
 //
 // Up to a few thousand slots are one launch, moe_map_small: each block counts them all, and a warp places a slot, whose rank
-// is how many of those before it have its expert, of which each lane compares some. The warp of an expert's last slot clears
+// is how many of those before it have its expert, of which each lane compares some. The rows in front of its expert's the warp
+// adds up for itself, so that no warp waits for others behind the counts; further blocks write counts and offsets meanwhile, and
+// clear the rows behind the last expert's. The warp of an expert's last slot clears
 // the rows behind it, so that nobody looks through the experts for such rows. Otherwise there are two: moe_map_count counts a
 // chunk of slots a block, moe_map_place sums what lies before its own, 4 bytes a chunk and expert from the second-level cache,
 // and places the chunk.
@@ -31,12 +33,13 @@
 // come at once instead of in three turns, and while slots are ranked.
 // Of few slots (128 tokens 7.0, one token 5.5 us on an H100) one block had placed them all by the rounds of moe_map_place,
 // which read them again and have a dozen barriers, while its warps looked through the experts for rows to clear. By
-// a warp a slot one token takes 2.0 and 128 tokens 2.9 us there, of which the launch is 1.0 and one access of memory 0.8; then
-// there are four barriers. Loads of slots no longer wait for each other, in the larger kernels either: 32768 tokens of 256 and
+// a warp a slot one token took 1.95 and 128 tokens 2.89 us there, of which the launch is 1.0 and one access of memory 0.8. With two
+// barriers in place of four, since a warp adds up for itself what lies in front of its expert, no division and half as many slots a
+// block 1.72 and 2.35 us. Loads of slots no longer wait for each other, in the larger kernels either: 32768 tokens of 256 and
 // of 384 experts 11.7 and 13.9 us on the H100, 4096 tokens 9.8.
 //
-// Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small any
-// number.
+// Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small one
+// or more behind num_chunks.
 #include "memory.h"
 #include "selection.h"
 
@@ -67,18 +70,19 @@ struct MoeMapParams {
     int32_t num_positions;
     int32_t alignment;
     int32_t chunk_slots;
-    int32_t num_chunks;
+    int32_t num_chunks;             // of one launch: blocks that place slots
+    int64_t topk_inverse, alignment_inverse;  // see divided
 };
 PARAMS_LAYOUT(MoeMapParams, topk_indices, topk_indices_token_stride, counts, expert_offsets, token_topk_to_pos,
               token_topk_to_pos_token_stride, pos_to_expert, pos_to_token, pos_to_token_topk, chunk_counts, num_slots, topk,
-              num_experts, num_positions, alignment, chunk_slots, num_chunks)
+              num_experts, num_positions, alignment, chunk_slots, num_chunks, topk_inverse, alignment_inverse)
 
 struct Shared {
     union {
         uint16_t before[WARPS][MAX_EXPERTS];      // of a round: an expert's slots in a warp so far, then in the warps before it
         alignas(16) int32_t experts[SMALL_SLOTS]; // of one launch: those of all slots
     };
-    int32_t counts[MAX_EXPERTS];          // of all slots
+    alignas(16) int32_t counts[MAX_EXPERTS];  // of all slots
     int32_t next[MAX_EXPERTS];            // the position of an expert's next slot
     int32_t offsets[MAX_EXPERTS + 1];
     int32_t starts[MAX_EXPERTS];          // of a round sorted by expert: where an expert's slots begin
@@ -104,11 +108,12 @@ DEVICE Place place_of(const MoeMapParams& params, int64_t slot) {
     return Place{number / topk, static_cast<int32_t>(number % topk)};
 }
 
+DEVICE int32_t load_place(const MoeMapParams& params, Place at) {
+    return params.topk_indices[at.token * params.topk_indices_token_stride + at.place];
+}
 // What a slot says; NONE where there is no such slot before `end`.
 DEVICE int32_t load_slot(const MoeMapParams& params, int64_t slot, int64_t end) {
-    if (slot >= end) return NONE;
-    const Place at = place_of(params, slot);
-    return params.topk_indices[at.token * params.topk_indices_token_stride + at.place];
+    return slot < end ? load_place(params, place_of(params, slot)) : NONE;
 }
 
 // The expert that it names; NONE where it names none.
@@ -219,12 +224,12 @@ DEVICE void clear_rows(const MoeMapParams& params, int first, int end) {
     for (int row = first + lane_id(); row < end; row += LANES) write_row(params, row, NONE, NONE, NONE);
 }
 
-// The rows behind the last expert's, divided over all blocks.
-DEVICE void clear_tail(const MoeMapParams& params, const Shared& shared) {
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+// The rows behind the last expert's, divided over so many blocks.
+DEVICE void clear_tail(const MoeMapParams& params, const Shared& shared, uint32_t block, uint32_t blocks) {
+    const int64_t first = static_cast<int64_t>(block) * THREADS + threadIdx.x;
     // Unrolled it would divide 64 bits to count its turns, of which there is hardly one.
     UNROLL_BY(1)
-    for (int64_t row = shared.offsets[params.num_experts] + first; row < params.num_positions; row += gridDim.x * THREADS)
+    for (int64_t row = shared.offsets[params.num_experts] + first; row < params.num_positions; row += blocks * THREADS)
         write_row(params, row, NONE, NONE, NONE);
 }
 
@@ -233,7 +238,7 @@ DEVICE void clear_unused(const MoeMapParams& params, const Shared& shared) {
     const int warps = static_cast<int>(gridDim.x) * WARPS;
     for (int expert = static_cast<int>(blockIdx.x) * WARPS + warp_id(); expert < params.num_experts; expert += warps)
         clear_rows(params, shared.offsets[expert] + shared.counts[expert], shared.offsets[expert + 1]);
-    clear_tail(params, shared);
+    clear_tail(params, shared, blockIdx.x, gridDim.x);
 }
 
 // The lanes of the warp that have the same expert as this one; of no use to a lane that has none.
@@ -369,13 +374,30 @@ KERNEL(moe_map_place, MoeMapParams, THREADS) {
 
 // ---------------------------------------------------------------- few slots
 
+// Divisions by topk and by the alignment, which take a hundred cycles of the two thousand that few slots take: of an x so small that
+// x times the divisor is below 2^32, given ceil(2^32 / divisor). 1 has none of 32 bits: 2^32 - 1 does of x + 1.
+DEVICE uint32_t divided(uint32_t x, uint32_t divisor, int64_t inverse) {
+    return static_cast<uint32_t>(static_cast<uint64_t>(x + (divisor == 1)) * static_cast<uint32_t>(inverse) >> 32);
+}
+DEVICE Place place_of_few(const MoeMapParams& params, int slot) {
+    const auto number = static_cast<uint32_t>(slot), topk = static_cast<uint32_t>(params.topk);
+    const uint32_t token = divided(number, topk, params.topk_inverse);
+    return Place{token, static_cast<int32_t>(number - token * topk)};
+}
+// The rows of an expert with so many slots.
+DEVICE uint32_t rows_of_few(const MoeMapParams& params, uint32_t slots) {
+    const auto alignment = static_cast<uint32_t>(params.alignment);
+    return divided(slots + alignment - 1, alignment, params.alignment_inverse) * alignment;
+}
+
 // The experts of all slots, and their counts. Slots are on their way while counts are cleared.
 DEVICE void gather_slots(const MoeMapParams& params, Shared& shared) {
     int32_t experts[SMALL_ROUNDS];
     UNROLL
     for (int i = 0; i < SMALL_ROUNDS; ++i) {
         if (i * THREADS >= params.num_slots) break;
-        experts[i] = load_slot(params, i * THREADS + static_cast<int>(threadIdx.x), params.num_slots);
+        const int slot = i * THREADS + static_cast<int>(threadIdx.x);
+        experts[i] = slot < params.num_slots ? load_place(params, place_of_few(params, slot)) : NONE;
     }
     clear_counts(shared);
     UNROLL
@@ -400,31 +422,47 @@ DEVICE int rank_of(const Shared& shared, int slot, int32_t expert) {
     return static_cast<int>(sum_of_lanes(rank));
 }
 
+// The rows of the experts in front of one, added up by a warp.
+DEVICE int rows_before(const MoeMapParams& params, const Shared& shared, int32_t expert) {
+    uint32_t before = 0;
+    UNROLL
+    for (int tile = 0; tile < MAX_EXPERTS; tile += TILE) {
+        if (tile >= expert) break;
+        const int first = tile + lane_id() * COMPARED;
+        const Vec16 counts = load_vec16(shared.counts + first);
+        for (int i = 0; i < COMPARED; ++i) before += first + i < expert ? rows_of_few(params, counts.w[i]) : 0;
+    }
+    return static_cast<int>(sum_of_lanes(before));
+}
+
 // A warp's slot; that of an expert's last one clears the rows behind it.
 DEVICE void place_slot(const MoeMapParams& params, const Shared& shared, int slot) {
     const int32_t expert = shared.experts[slot];
-    const auto [token, place] = place_of(params, slot);
+    const auto [token, place] = place_of_few(params, slot);
     int32_t* const target = params.token_topk_to_pos + token * params.token_topk_to_pos_token_stride + place;
     if (expert == NONE) {
         if (lane_id() == 0) *target = NONE;
         return;
     }
-    const int rank = rank_of(shared, slot, expert);
-    const int row = shared.offsets[expert] + rank;
+    const int first = rows_before(params, shared, expert), rank = rank_of(shared, slot, expert), row = first + rank;
     if (lane_id() == 0) {
         *target = row;
         write_row(params, row, expert, static_cast<int32_t>(token), slot);
     }
-    if (rank + 1 == shared.counts[expert]) clear_rows(params, row + 1, shared.offsets[expert + 1]);
+    const int count = shared.counts[expert];
+    if (rank + 1 == count) clear_rows(params, row + 1, first + static_cast<int>(rows_of_few(params, count)));
 }
 
 KERNEL(moe_map_small, MoeMapParams, THREADS) {
     Shared& shared = shared_memory();
     gather_slots(params, shared);
+    const uint32_t placing = static_cast<uint32_t>(params.num_chunks), block = blockIdx.x;
+    if (block < placing) {
+        // The first slots are the first warps': few slots leave every block few warps, which take no others' turns.
+        for (int slot = warp_id() * placing + block; slot < params.num_slots; slot += WARPS * placing) place_slot(params, shared, slot);
+        return;
+    }
     find_offsets(params, shared);
-    const int warps = static_cast<int>(gridDim.x) * WARPS;
-    for (int slot = static_cast<int>(blockIdx.x) * WARPS + warp_id(); slot < params.num_slots; slot += warps)
-        place_slot(params, shared, slot);
-    clear_tail(params, shared);
-    if (blockIdx.x == 0) write_counts(params, shared);
+    clear_tail(params, shared, block - placing, gridDim.x - placing);
+    if (block == placing) write_counts(params, shared);
 }

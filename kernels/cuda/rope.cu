@@ -19,11 +19,13 @@
 // Floor: every element is read and written once (in place: only those that rotate), at 3 FLOPs for a
 // rotated element; cos and sin add 4*rope_dim bytes per token. Limited by memory.
 //
-// Of 128 tokens of 128 heads in place 64 blocks took 4.46 us on an H100; 256, of two heads a thread, take 4.14, of which 1.1 are the
-// launch and 1.4 the bytes: the rest are two trips to memory, of positions and of the table's rows.
+// Of 128 tokens of 128 heads in place 64 blocks took 4.46 us on an H100; 256, of two heads a thread, 4.13, of which 1.1 are the launch
+// and 1.4 the bytes. A grid that needs no division, the position asked for in front of all else and cosines and sines asked for
+// together: 3.48, and one token 1.79 in place of 2.34; 3.26 and 1.77 on an H200 (3.88 and 2.31 before), whose blocks of one chunk of
+// heads came before the next chunk's then.
 //
 // Measured on one H200, bf16, 16384 tokens, 128 heads, head_dim 512, rope_dim 64, as a share of a device copy in
-// the same run: 98 % out of place, either direction; 70 to 80 % in place, which touches 128 bytes of each 1024 (157.9 us; 160 when
+// the same run: 98 % out of place, either direction; 70 to 80 % in place, which touches 128 bytes of each 1024 (157.9 to 159.4 us; 160 when
 // a thread's cosines and sines were asked for one by one, so that waits in a row are not what limits it). Expected
 // to stop it there, without evidence of a profiler: each of those is a row of a bank of memory that is opened for 128
 // bytes read and once more for 128 written, where a copy takes all of it at once.
@@ -85,77 +87,69 @@ DEVICE Vec16 rotate_vector(Vec16 vector, const Rotation (&rotations)[VECTOR / 2]
 
 // ---------------------------------------------------------------- units of work
 
-// What a thread does next: `count` heads of `token`, which start at x and y (channel 0) and lie x_step
-// and y_step elements apart. A block takes blockDim.z tokens and a chunk of blockDim.y * heads_per_thread heads at
-// a time, and steps through the grid.
+// What a thread does: of a token up to heads_per_thread heads, which are `left` ones from its first on, every step-th. They start at
+// x and y (channel 0) and lie x_step and y_step elements apart. blockIdx.x counts chunks of blockDim.y * heads_per_thread heads,
+// blockIdx.y and z together blockDim.z tokens: to find them by division took a fifth of what few tokens take. Blocks that begin one
+// after the other have neighbouring heads: tokens of one chunk before the next chunk took 4 % longer out of place.
 struct Work {
-    int64_t token;
+    int64_t token, position;
     const ELEMENT* x;
     ELEMENT* y;
     int64_t x_step, y_step;
-    int count;  // 0 for a thread beyond the last token or head
-};
+    int left, step, most;
 
-DEVICE int head_chunks(const RopeParams& params) {
-    return ceil_div(params.num_heads, static_cast<int>(blockDim.y) * params.heads_per_thread);
-}
-DEVICE int64_t work_items(const RopeParams& params) {
-    return ceil_div(params.num_tokens, static_cast<int64_t>(blockDim.z)) * head_chunks(params);
-}
-DEVICE Work work_item(const RopeParams& params, int64_t item) {
-    const int chunks = head_chunks(params), step = static_cast<int>(blockDim.y);
-    const int64_t tokens = item / chunks;
-    const int chunk = static_cast<int>(item - tokens * chunks);
-    const int head = chunk * step * params.heads_per_thread + static_cast<int>(threadIdx.y);
-    Work work;
-    work.token = tokens * blockDim.z + threadIdx.z;
-    work.count = 0;
-    if (work.token < params.num_tokens && head < params.num_heads)
-        work.count = minimum(params.heads_per_thread, ceil_div(params.num_heads - head, step));
-    work.x = params.x + work.token * params.x_token_stride + head * params.x_head_stride;
-    work.y = params.y + work.token * params.y_token_stride + head * params.y_head_stride;
-    work.x_step = step * params.x_head_stride;
-    work.y_step = step * params.y_head_stride;
-    return work;
-}
+    explicit Work(const RopeParams& params)
+        : token((static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * blockDim.z + threadIdx.z), left(0),
+          step(static_cast<int>(blockDim.y)), most(0) {
+        if (token >= params.num_tokens) return;
+        // Asked for first: what lies in the tables waits for it, and takes a trip to memory of its own.
+        position = position_of(params, token);
+        const int head = static_cast<int>(blockIdx.x) * step * params.heads_per_thread + static_cast<int>(threadIdx.y);
+        x = params.x + token * params.x_token_stride + head * params.x_head_stride;
+        y = params.y + token * params.y_token_stride + head * params.y_head_stride;
+        x_step = step * params.x_head_stride;
+        y_step = step * params.y_head_stride;
+        left = params.num_heads - head;
+        most = params.heads_per_thread;
+    }
+    bool has(int i) const { return i < most && i * step < left; }
+};
 
 DEVICE void rotate_heads(const RopeParams& params, const Work& work, int channel) {
     Vec16 held[HEADS];
     const ELEMENT* x = work.x + channel;
     ELEMENT* y = work.y + channel;
     for (int i = 0; i < HEADS; ++i, x += work.x_step)
-        if (i < work.count) held[i] = load_vec16(x);
+        if (work.has(i)) held[i] = load_vec16(x);
     const int rotated = channel - (params.head_dim - params.rope_dim);
     if (rotated >= 0) {
+        const RotationRows rows = rows_of_position(params, work.position, rotated / 2);
         Rotation rotations[VECTOR / 2];
-        load_rotations(params, work.token, rotated / 2, rotations);
+        load_rotations(params, rows, rows.in_vectors(), rotations);
         for (int i = 0; i < HEADS; ++i)
-            if (i < work.count) held[i] = rotate_vector(held[i], rotations);
+            if (work.has(i)) held[i] = rotate_vector(held[i], rotations);
     }
     for (int i = 0; i < HEADS; ++i, y += work.y_step)
-        if (i < work.count) store_vec16(y, held[i]);
+        if (work.has(i)) store_vec16(y, held[i]);
 }
 
 // 16 bytes an access: head_dim, rope_dim, all strides and both addresses are multiples of 16 bytes.
 KERNEL(rope_forward, RopeParams, REGISTER_BOUND) {
     const int first = params.x == params.y ? params.head_dim - params.rope_dim : 0;
-    const int64_t items = work_items(params);
-    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-        const Work work = work_item(params, item);
-        if (work.count == 0) continue;
-        const int step = static_cast<int>(blockDim.x) * VECTOR;
-        for (int channel = first + static_cast<int>(threadIdx.x) * VECTOR; channel < params.head_dim; channel += step)
-            rotate_heads(params, work, channel);
-    }
+    const Work work(params);
+    if (!work.has(0)) return;
+    const int step = static_cast<int>(blockDim.x) * VECTOR;
+    for (int channel = first + static_cast<int>(threadIdx.x) * VECTOR; channel < params.head_dim; channel += step)
+        rotate_heads(params, work, channel);
 }
 
 DEVICE void rotate_pairs(const RopeParams& params, const Work& work, int pair) {
     const int channel = params.head_dim - params.rope_dim + 2 * pair;
     Rotation rotation[1];
-    load_rotations(params, work.token, pair, rotation);
+    load_rotations(params, rows_of_position(params, work.position, pair), false, rotation);
     const ELEMENT* x = work.x + channel;
     ELEMENT* y = work.y + channel;
-    for (int i = 0; i < work.count; ++i, x += work.x_step, y += work.y_step) {
+    for (int i = 0; work.has(i); ++i, x += work.x_step, y += work.y_step) {
         float even = Element<ELEMENT>::load(x), odd = Element<ELEMENT>::load(x + 1);
         rotate(rotation[0], even, odd);
         Element<ELEMENT>::store(y, even);
@@ -164,7 +158,7 @@ DEVICE void rotate_pairs(const RopeParams& params, const Work& work, int pair) {
 }
 
 DEVICE void copy_channel(const Work& work, int channel) {
-    for (int i = 0; i < work.count; ++i) work.y[i * work.y_step + channel] = work.x[i * work.x_step + channel];
+    for (int i = 0; work.has(i); ++i) work.y[i * work.y_step + channel] = work.x[i * work.x_step + channel];
 }
 
 // Any head_dim, even rope_dim, stride and alignment.
@@ -172,16 +166,13 @@ KERNEL(rope_forward_scalar, RopeParams, THREADS) {
     const int copied = params.head_dim - params.rope_dim;
     const int first = params.x == params.y ? copied : 0;
     const int units = copied + params.rope_dim / 2;
-    const int64_t items = work_items(params);
-    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-        const Work work = work_item(params, item);
-        if (work.count == 0) continue;
-        for (int unit = first + static_cast<int>(threadIdx.x); unit < units; unit += static_cast<int>(blockDim.x)) {
-            if (unit < copied) {
-                copy_channel(work, unit);
-            } else {
-                rotate_pairs(params, work, unit - copied);
-            }
+    const Work work(params);
+    if (!work.has(0)) return;
+    for (int unit = first + static_cast<int>(threadIdx.x); unit < units; unit += static_cast<int>(blockDim.x)) {
+        if (unit < copied) {
+            copy_channel(work, unit);
+        } else {
+            rotate_pairs(params, work, unit - copied);
         }
     }
 }

@@ -48,12 +48,16 @@
 // third what becomes of that. So it is the dependences of arithmetic that limit it: 15 % fewer instructions gained nothing (24.7),
 // and 32 warps in place of 16, which hide them better, 24.0 us. Of one row alone it takes 20.2.
 // What made it faster before: half of a tile's loads follow as soon as the half is looked at (1.1 us); one warp that sums up for
-// the block; the second tile asked for in L2 while the first is ranked (1.5 us); ranks by two bits a turn (0.5 us); buckets, in
-// place of a pass over the list for each candidate that is refused (1.4 us). Buckets of fp32 and of 64 bits, whose atomics are
+// the block; the second tile asked for in L2 while the first is ranked (1.5 us); buckets, in
+// place of a pass over the list for each candidate that is refused (1.4 us); the estimates of warps by a maximum of lanes for each
+// id in front, seven of them, and their middle one by one count of each warp (1.3 us: by ballots it was 48 counts of bits of each of
+// 32 warps, of which a multiprocessor makes one in two cycles). Buckets of fp32 and of 64 bits, whose atomics are
 // loops, had gained nothing.
-// 128 rows in one call on one H200: top_p of 0.8 to 0.97 24.1 us, 65 % of the copy rate; limits by top_p at their edges 26.4; by
-// top_k 38.2 and by all filters 37.6, where one of eight rows keeps all ids but one and is read three times and more; no filter 24.9,
-// argmax 18.0 (88 %). On an H100 16 warps took 30.0 us with top_p, where memory limits the reading.
+// 128 rows in one call on one H200: top_p of 0.8 to 0.97 22.86 us, 68 % of the copy rate; limits by top_p at their edges 26.2; by
+// top_k 38.0 and by all filters 37.5, where one of eight rows keeps all ids but one and is read three times and more; no filter 24.9,
+// argmax 17.9 (87 %). On an H100 27.3 us with top_p, where memory limits the reading. One row 18.7 and 18.6: so much is instructions
+// and what waits for them. Of some 390 for a tile and warp 230 are weights and what is put aside, the others what is listed: 3,100
+// slots of a scheduler with eight warps, in some 2,800 cycles.
 // What did not help: two or three tiles asked for in L2 in advance, or one ahead of each tile;
 // argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp,
 // 27.7; bulk copies of 16 KB by one lane, four on their way from before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7,
@@ -62,7 +66,10 @@
 // L2 ahead: 25.9 to 27.0 by lines, one to three tiles ahead of each; in bulk, by a lane for each load, 24.3 of the next tile or of
 // three once, 26.9 of the whole row, 27.3 to 28.6 in parts on the way (24.1 and 24.2 in these calls). The logit that is to be reached
 // from estimates of 8 warps in place of all: one row takes 18.3 in place of 20.0, 128 rows 24.2 in place of 24.1, presumably since
-// the slowest one's list is longer; of 16 20.7 and 24.2; of 4 some rows are read again (57).
+// the slowest one's list is longer; of 16 20.7 and 24.2; of 4 some rows are read again (57). These by ballots; now, on an H100, in
+// the same calls as 27.3 and, one row, 18.6: estimates by a quarter of a tile 27.4 and 18.0; the mean of the middle half of them,
+// which scatters less, 27.5 and 18.7; leads that each best score sets for all groups behind its own, so that none is looked for,
+// 28.9 and 20.3.
 //
 // Defines: THREADS, a power of two of at least 64 threads a block; LISTS, 1 or, for rows without filters alone, 0. Launch:
 // num_rows blocks, of which each has shared memory for `segment` ids of a warp beyond its own, 12 bytes each.
@@ -209,7 +216,7 @@ struct alignas(16) Shared {
     Sample samples[WARPS];  // of each warp its own, all the same
     uint32_t most_of_warps[2][WARPS];  // keys
     float sum_of_warps[2][WARPS];
-    uint32_t keys[WARPS], most_of_sample[WARPS];
+    uint32_t keys[WARPS], most_of_sample[WARPS], middle;  // of the warps' estimates
     Row row;                // for what comes behind the reading, whose registers have no room for it
     // Of races of a whole row, for the same reason:
     uint32_t least;         // the key that the best score reaches
@@ -543,19 +550,18 @@ DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float lea
     return Listing{shared_address(&shared.staged[warp_id()]), own, least, room, 0, 0};
 }
 
-// The rank-th largest key of a warp, cut off to its upper half, in every lane: two bits a turn, whose three questions are asked
-// together.
+// The rank-th largest key of a warp but for its last bits, in every lane: those in front of it leave one after the other.
 DEVICE uint32_t ranked_key(uint32_t key, int rank) {
-    uint32_t reached = 0;
-    UNROLL
-    for (int bit = 30; bit >= 16; bit -= 2) {
-        uint32_t digit = 0;
-        UNROLL
-        for (uint32_t raised = 1; raised < 4; ++raised)
-            digit += __popc(__ballot_sync(FULL_WARP, key >= (reached | raised << bit))) >= rank;
-        reached |= digit << bit;
+    constexpr uint32_t LAST_BITS = WARP_SIZE - 1;
+    // No two are equal.
+    uint32_t own = (key & ~LAST_BITS) | static_cast<uint32_t>(lane_id());
+    uint32_t largest = __reduce_max_sync(FULL_WARP, own);
+    UNROLL_BY(1)
+    for (int left = uniform(rank); left > 1; --left) {
+        if (own == largest) own = 0;
+        largest = __reduce_max_sync(FULL_WARP, own);
     }
-    return reached;
+    return largest & ~LAST_BITS;
 }
 
 // The share of a row's ids that is to be listed, in ranks of a warp's lanes by the largest of what each has sampled.
@@ -587,12 +593,17 @@ DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& 
         shared.most_of_sample[warp_id()] = most_of_warp;
     }
     __syncthreads();
+    // Each warp counts those in front of its own: of all that would look for the middle one, the others would take its turns.
+    const uint32_t other = lane_id() < WARPS ? shared.keys[lane_id()] : 0;
+    const bool in_front = other > own || (other == own && lane_id() < warp_id());
+    if (__popc(__ballot_sync(FULL_WARP, in_front)) == WARPS / 2 - 1 && lane_id() == 0) shared.middle = own;
     // Keys below that of -infinity are those of NaN.
-    const uint32_t none = key_of(-LARGEST), reached = ranked_key(lane_id() < WARPS ? shared.keys[lane_id()] : 0, WARPS / 2);
+    const uint32_t none = key_of(-LARGEST);
     most = score_of_key(maximum(__reduce_max_sync(FULL_WARP, shared.most_of_sample[lane_id() % WARPS]), none));
+    __syncthreads();
     // A warp meets each of its loads with so many ids, where rows are listed whole.
     const bool whole = params.vocab_size <= params.segment / static_cast<int>(WARP_SIZE * IDS) * STEP;
-    const float least = whole ? -LARGEST : score_of_key(maximum(reached, none));
+    const float least = whole ? -LARGEST : score_of_key(maximum(shared.middle, none));
     // Weights below 2^-32 of the sample's largest share the last bucket; the row's own largest may be larger than the sample's.
     const float lowest = maximum_f32(least, most - 32.0f / row.factor);
     return Sample{most, least, lowest, BUCKETS / 1.5f / (most - lowest)};

@@ -19,7 +19,7 @@ const SMALL_SLOTS: usize = 2 * ROUND;
 /// The most chunks, as far as there are multiprocessors: every block reads the counts of all of them.
 const MAX_CHUNKS: usize = 128;
 /// Slots, and rows that nobody has, for each block of the one launch.
-const SLOTS_PER_BLOCK: usize = 16;
+const SLOTS_PER_BLOCK: usize = 8;
 const ROWS_PER_BLOCK: usize = 2048;
 
 /// Every module that the launcher compiles.
@@ -94,20 +94,25 @@ pub fn forward(device: &Device, views: &Views, alignment: usize) -> Result<Vec<&
         None => {}
     }
     let processors = device.environment().processors.max(1) as usize;
-    let (chunk_slots, num_chunks) = chunks(num_slots, MAX_CHUNKS.min(processors));
+    // Of few slots: blocks that place them, and those that write counts, offsets and the rows that nobody has.
+    let few = num_slots <= SMALL_SLOTS;
+    let others = num_positions.div_ceil(ROWS_PER_BLOCK).clamp(1, processors.div_ceil(2));
+    let placing = num_slots.div_ceil(SLOTS_PER_BLOCK).clamp(1, processors.saturating_sub(others).max(1));
+    let (chunk_slots, num_chunks) = if few { (0, placing) } else { chunks(num_slots, MAX_CHUNKS.min(processors)) };
     let params = call.params(&["topk_indices", "counts", "expert_offsets", "token_topk_to_pos", "pos_to_expert"]);
     let params =
         params.ptr("pos_to_token", &views["pos_to_token"]).ptr("pos_to_token_topk", &views["pos_to_token_topk"]);
     let params = params.ptr("chunk_counts", views.get("workspace")).i32("num_slots", num_slots)?.i32("topk", topk)?;
     let params = params.i32("num_experts", num_experts)?.i32("num_positions", num_positions)?;
     let params = params.i32("alignment", alignment)?.i32("chunk_slots", chunk_slots)?.i32("num_chunks", num_chunks)?;
+    let inverse = |divisor: usize| (1usize << 32).div_ceil(divisor.max(1)).min(0xffff_ffff);
+    let params = params.i64("topk_inverse", inverse(topk))?.i64("alignment_inverse", inverse(alignment))?;
     let launch = |name: &'static str, blocks: usize| -> Result<&'static str> {
         device.kernel(FILE, &[], name)?.launch_blocks("topk_indices", blocks, &params)?;
         Ok(name)
     };
-    if num_slots <= SMALL_SLOTS {
-        let blocks = num_slots.div_ceil(SLOTS_PER_BLOCK).max(num_positions.div_ceil(ROWS_PER_BLOCK));
-        return Ok(vec![launch("moe_map_small", blocks.clamp(1, processors))?]);
+    if few {
+        return Ok(vec![launch("moe_map_small", placing + others)?]);
     }
     Ok(vec![launch("moe_map_count", num_chunks)?, launch("moe_map_place", num_chunks)?])
 }

@@ -10,6 +10,10 @@ const CHECK: Arguments = Arguments { operator: "rope" };
 const THREADS: u32 = 256;
 /// The most heads that one thread serves; `HEADS` in the kernel source.
 const HEADS: u32 = 8;
+/// The most blocks in y, far below CUDA's limit: a grid of few tokens has several in z as well then, where tests see it.
+const MOST_IN_Y: u64 = 256;
+/// CUDA's limit of blocks in z.
+const MOST_IN_Z: u64 = 65535;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -55,8 +59,8 @@ pub fn backward(device: &Device, views: &Views, inverse: bool) -> Result<&'stati
     forward(device, views, !inverse)
 }
 
-/// A block of `units × heads × tokens` threads, and blocks for all of them; and the heads that a thread serves: [`HEADS`], or, where
-/// blocks would be fewer than multiprocessors, a smaller power of two.
+/// A block of `units × heads × tokens` threads; blocks in x for all heads, in y and z for all tokens; and the heads that a thread
+/// serves: [`HEADS`], or, where blocks would be fewer than multiprocessors, a smaller power of two.
 fn launch_config(units: usize, extents: [usize; 2], processors: u64) -> Result<(LaunchConfig, usize)> {
     let [num_tokens, num_heads] = extents;
     let across = (units as u64).clamp(1, u64::from(THREADS)) as u32;
@@ -65,15 +69,22 @@ fn launch_config(units: usize, extents: [usize; 2], processors: u64) -> Result<(
         // z of a block is at most 64.
         let tokens = (THREADS / across / heads).clamp(1, (num_tokens as u64).clamp(1, 64) as u32);
         let chunks = (num_heads as u64).div_ceil(u64::from(heads) * u64::from(heads_per_thread));
-        ((num_tokens as u64).div_ceil(u64::from(tokens)).saturating_mul(chunks), [across, heads, tokens])
+        ([chunks, (num_tokens as u64).div_ceil(u64::from(tokens))], [across, heads, tokens])
     };
     let mut heads_per_thread = HEADS;
-    while heads_per_thread > 1 && config(heads_per_thread).0 < processors {
+    while heads_per_thread > 1 && config(heads_per_thread).0.into_iter().fold(1, u64::saturating_mul) < processors {
         heads_per_thread /= 2;
     }
-    let (items, block) = config(heads_per_thread);
-    let config = LaunchConfig::linear(CHECK.operator, "x", items.min(i32::MAX as u64), 0)?;
-    Ok((LaunchConfig { block, ..config }, heads_per_thread as usize))
+    let ([chunks, tiles], block) = config(heads_per_thread);
+    let in_z = tiles.div_ceil(MOST_IN_Y);
+    if in_z > MOST_IN_Z {
+        let most = MOST_IN_Y * MOST_IN_Z;
+        let reason = format!("{num_tokens} tokens of {num_heads} heads need {tiles} blocks; there may be {most}");
+        return CHECK.refuse("x", reason);
+    }
+    let config = LaunchConfig::linear(CHECK.operator, "x", chunks, 0)?;
+    let grid = [config.grid[0], tiles.min(MOST_IN_Y) as u32, in_z as u32];
+    Ok((LaunchConfig { grid, block, ..config }, heads_per_thread as usize))
 }
 
 /// `[num_tokens, num_heads, head_dim, table_rows, half]`.
@@ -120,4 +131,32 @@ pub fn table(device: &Device, views: &Views) -> Result<&'static str> {
     let blocks = (num_positions * half).div_ceil(THREADS as usize).min(i32::MAX as usize);
     kernel.launch_blocks("positions", blocks, &params)?;
     Ok("rope_table")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tokens and heads that a launch reaches.
+    fn reached(units: usize, extents: [usize; 2], processors: u64) -> [u64; 2] {
+        let (config, heads_per_thread) = launch_config(units, extents, processors).unwrap();
+        let ([chunks, y, z], [_, heads, tokens]) = (config.grid.map(u64::from), config.block.map(u64::from));
+        [y * z * tokens, chunks * heads * heads_per_thread as u64]
+    }
+
+    #[test]
+    fn a_grid_reaches_every_token_and_head() {
+        for units in [1, 8, 64, 258] {
+            for extents in [[1, 1], [1, 300], [257, 1], [16384, 128], [70_001, 3]] {
+                let [tokens, heads] = reached(units, extents, 132);
+                assert!(tokens >= extents[0] as u64 && heads >= extents[1] as u64, "{units} units, {extents:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn more_tokens_than_a_grid_has_blocks_for_are_refused_by_their_number() {
+        let error = launch_config(256, [MOST_IN_Y as usize * MOST_IN_Z as usize + 1, 1], 132).unwrap_err().to_string();
+        assert!(error.contains("16776961 tokens"), "{error}");
+    }
 }

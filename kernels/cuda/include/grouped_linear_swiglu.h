@@ -81,7 +81,7 @@ DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
 struct QuantisedRows {
     uint8_t* codes; int64_t codes_row_stride;
     uint8_t* scales;
-    int64_t num_rows, padded_rows;
+    int64_t num_rows, padded_rows, part_bytes;  // of the scales of a part
     int32_t num_groups, padded_groups, scale_layout, scale_type, log2_group;
 };
 
@@ -90,15 +90,15 @@ DEVICE QuantisedRows quantised_rows_of(const GroupedLinearSwigluParams& params) 
     const int32_t groups = (features + group - 1) >> params.log2_group;
     const int32_t padded_groups = padded_groups_of(params.scale_layout, groups);
     const int64_t padded_rows = padded_rows_of(params.scale_layout, params.rows);
-    return QuantisedRows{params.codes, params.codes_stride, params.scales, params.rows, padded_rows, groups, padded_groups,
-                         params.scale_layout, params.scale_type, params.log2_group};
+    const int64_t part_bytes = padded_rows * padded_groups * (params.scale_type == E8M0 ? 1 : 4);
+    return QuantisedRows{params.codes, params.codes_stride, params.scales, params.rows, padded_rows, part_bytes, groups,
+                         padded_groups, params.scale_layout, params.scale_type, params.log2_group};
 }
 
 // Of an expert's part of them, where rows have experts.
 DEVICE QuantisedRows part_of_rows(const GroupedLinearSwigluParams& params, QuantisedRows rows, int32_t part) {
-    const int64_t part_scales = rows.padded_rows * rows.padded_groups * (params.scale_type == E8M0 ? 1 : 4);
     rows.codes = params.codes + part * params.codes_expert_stride;
-    rows.scales = params.scales + part * part_scales;
+    rows.scales = params.scales + part * rows.part_bytes;
     return rows;
 }
 

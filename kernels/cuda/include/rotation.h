@@ -21,24 +21,45 @@ struct RotationRows {
 };
 
 template <typename Params>
-DEVICE RotationRows rotation_rows(const Params& params, int64_t token, int first) {
-    const int64_t position = params.positions ? params.positions[token] : token;
+DEVICE int64_t position_of(const Params& params, int64_t token) {
+    return params.positions ? params.positions[token] : token;
+}
+template <typename Params>
+DEVICE RotationRows rows_of_position(const Params& params, int64_t position, int first) {
     const bool inside = position >= 0 && position < params.table_rows;
     if (!inside) return RotationRows{nullptr, nullptr};
     return RotationRows{&params.cos[position * params.cos_stride + first], &params.sin[position * params.sin_stride + first]};
 }
 
-// PAIRS consecutive rotations: IN_VECTORS four in an access, of which fewer wait for each other then.
-template <bool IN_VECTORS, int PAIRS, typename Params>
-DEVICE void load_rotations(const Params& params, const RotationRows& rows, Rotation (&rotations)[PAIRS]) {
-    float cosines[PAIRS], sines[PAIRS];
-    if constexpr (IN_VECTORS) {
-        load_elements(rows.cos, cosines);
-        load_elements(rows.sin, sines);
-    } else {
-        UNROLL
-        for (int i = 0; i < PAIRS; ++i) cosines[i] = rows.cos[i], sines[i] = rows.sin[i];
+template <typename Params>
+DEVICE RotationRows rotation_rows(const Params& params, int64_t token, int first) {
+    return rows_of_position(params, position_of(params, token), first);
+}
+
+// Four in an access where that may be: fewer wait for each other then. All are asked for before any is needed.
+template <int PAIRS>
+DEVICE void load_pairs(const RotationRows& rows, bool in_vectors, float (&cosines)[PAIRS], float (&sines)[PAIRS]) {
+    if constexpr (PAIRS % 4 == 0) {
+        if (in_vectors) {
+            load_elements(rows.cos, cosines);
+            load_elements(rows.sin, sines);
+            return;
+        }
     }
+    UNROLL
+    for (int i = 0; i < PAIRS; ++i) cosines[i] = rows.cos[i], sines[i] = rows.sin[i];
+}
+
+// PAIRS consecutive rotations. A position outside the table reads nothing and gives NaN, which no comparison mistakes for a value.
+template <int PAIRS, typename Params>
+DEVICE void load_rotations(const Params& params, const RotationRows& rows, bool in_vectors, Rotation (&rotations)[PAIRS]) {
+    if (!rows.exist()) {
+        UNROLL
+        for (int i = 0; i < PAIRS; ++i) rotations[i] = Rotation{NAN_F32, NAN_F32};
+        return;
+    }
+    float cosines[PAIRS], sines[PAIRS];
+    load_pairs(rows, in_vectors, cosines, sines);
     UNROLL
     for (int i = 0; i < PAIRS; ++i) {
         const float cos = cosines[i], sin = sines[i];
@@ -46,20 +67,11 @@ DEVICE void load_rotations(const Params& params, const RotationRows& rows, Rotat
     }
 }
 
-// PAIRS consecutive rotations of a token, from pair `first` on. A position outside the table reads
-// nothing and gives NaN, which no comparison mistakes for a value.
+// Those of a token, from pair `first` on.
 template <int PAIRS, typename Params>
 DEVICE void load_rotations(const Params& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
     const RotationRows rows = rotation_rows(params, token, first);
-    if (!rows.exist()) {
-        UNROLL
-        for (int i = 0; i < PAIRS; ++i) rotations[i] = Rotation{NAN_F32, NAN_F32};
-        return;
-    }
-    if constexpr (PAIRS % 4 == 0) {
-        if (rows.in_vectors()) return load_rotations<true>(params, rows, rotations);
-    }
-    load_rotations<false>(params, rows, rotations);
+    load_rotations(params, rows, rows.in_vectors(), rotations);
 }
 
 DEVICE void rotate(Rotation by, float& even, float& odd) {
