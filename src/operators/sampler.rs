@@ -221,6 +221,8 @@ impl Declared for Sampler {
             faint(5, 40, Filters::Absent),
             // The only ids of a row's last warp are those of one access, put aside and not yet listed when the row ends.
             SamplerCase { data: Data::normal(0.25), ..plain(200, 260, Filters::UsualTopP) },
+            // The last id that a warp has listed is in front of those that are asked for, and counts once.
+            SamplerCase { data: Data::normal(1.0), ..plain(200, 40, Filters::UsualTopP) },
             // Scores that only exact logarithms tell apart, of ids of one thread: of a row that is raced, and of a list.
             SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::Absent) },
             SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::UsualTopP) },
