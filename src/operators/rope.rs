@@ -314,9 +314,9 @@ impl Declared for Rope {
             RopeCase { aliasing: Aliasing::InPlace, ..plain(2, 17, 261, 260) },
             // The scalar kernel with one head, and threads beyond the last token.
             RopeCase { table: TableForm::Positions, table_rows: 50, ..plain(15, 1, 21, 6) },
-            // Enough tokens for several heads a thread, by either kernel, of which the last has fewer.
-            plain(80, 9, 64, 16),
-            plain(40, 9, 21, 6),
+            // Enough tokens for as many heads a thread as it may serve, by either kernel, of which the last has one less.
+            plain(80, 15, 64, 16),
+            plain(40, 15, 21, 6),
         ];
         if profile == Profile::Full {
             cases.extend([plain(64, 128, 512, 64), RopeCase { inverse: true, ..plain(128, 64, 512, 64) }]);
