@@ -110,7 +110,7 @@ DEVICE void turn_stored(const InverseRopeQuantizeParams& params, int64_t token, 
         const RotationRows rows = rotation_rows(tables, token, (channel - copied) / 2);
         if (rows.exist() && rows.in_vectors()) {
             Rotation rotations[SPAN / 2];
-            load_rotations(tables, rows, true, rotations);
+            load_rotations(tables, rows, rotations);
             UNROLL
             for (int i = 0; i < SPAN / 2; ++i) turn_pair(rotations[i], raw.vectors[i / 4].w[i % 4]);
             return;

@@ -123,9 +123,8 @@ DEVICE void rotate_heads(const RopeParams& params, const Work& work, int channel
         if (work.has(i)) held[i] = load_vec16(x);
     const int rotated = channel - (params.head_dim - params.rope_dim);
     if (rotated >= 0) {
-        const RotationRows rows = rows_of_position(params, work.position, rotated / 2);
         Rotation rotations[VECTOR / 2];
-        load_rotations(params, rows, rows.in_vectors(), rotations);
+        load_rotations(params, rows_of_position(params, work.position, rotated / 2), rotations);
         for (int i = 0; i < HEADS; ++i)
             if (work.has(i)) held[i] = rotate_vector(held[i], rotations);
     }
@@ -146,7 +145,7 @@ KERNEL(rope_forward, RopeParams, REGISTER_BOUND) {
 DEVICE void rotate_pairs(const RopeParams& params, const Work& work, int pair) {
     const int channel = params.head_dim - params.rope_dim + 2 * pair;
     Rotation rotation[1];
-    load_rotations(params, rows_of_position(params, work.position, pair), false, rotation);
+    load_rotations(params, rows_of_position(params, work.position, pair), rotation);
     const ELEMENT* x = work.x + channel;
     ELEMENT* y = work.y + channel;
     for (int i = 0; work.has(i); ++i, x += work.x_step, y += work.y_step) {

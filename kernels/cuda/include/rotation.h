@@ -38,9 +38,9 @@ DEVICE RotationRows rotation_rows(const Params& params, int64_t token, int first
 
 // Four in an access where that may be: fewer wait for each other then. All are asked for before any is needed.
 template <int PAIRS>
-DEVICE void load_pairs(const RotationRows& rows, bool in_vectors, float (&cosines)[PAIRS], float (&sines)[PAIRS]) {
+DEVICE void load_pairs(const RotationRows& rows, float (&cosines)[PAIRS], float (&sines)[PAIRS]) {
     if constexpr (PAIRS % 4 == 0) {
-        if (in_vectors) {
+        if (rows.in_vectors()) {
             load_elements(rows.cos, cosines);
             load_elements(rows.sin, sines);
             return;
@@ -52,14 +52,14 @@ DEVICE void load_pairs(const RotationRows& rows, bool in_vectors, float (&cosine
 
 // PAIRS consecutive rotations. A position outside the table reads nothing and gives NaN, which no comparison mistakes for a value.
 template <int PAIRS, typename Params>
-DEVICE void load_rotations(const Params& params, const RotationRows& rows, bool in_vectors, Rotation (&rotations)[PAIRS]) {
+DEVICE void load_rotations(const Params& params, const RotationRows& rows, Rotation (&rotations)[PAIRS]) {
     if (!rows.exist()) {
         UNROLL
         for (int i = 0; i < PAIRS; ++i) rotations[i] = Rotation{NAN_F32, NAN_F32};
         return;
     }
     float cosines[PAIRS], sines[PAIRS];
-    load_pairs(rows, in_vectors, cosines, sines);
+    load_pairs(rows, cosines, sines);
     UNROLL
     for (int i = 0; i < PAIRS; ++i) {
         const float cos = cosines[i], sin = sines[i];
@@ -70,8 +70,7 @@ DEVICE void load_rotations(const Params& params, const RotationRows& rows, bool 
 // Those of a token, from pair `first` on.
 template <int PAIRS, typename Params>
 DEVICE void load_rotations(const Params& params, int64_t token, int first, Rotation (&rotations)[PAIRS]) {
-    const RotationRows rows = rotation_rows(params, token, first);
-    load_rotations(params, rows, rows.in_vectors(), rotations);
+    load_rotations(params, rotation_rows(params, token, first), rotations);
 }
 
 DEVICE void rotate(Rotation by, float& even, float& odd) {
