@@ -39,25 +39,25 @@
 // Floor: 4 bytes a logit, 66 MB for 128 rows of 129280: 15.6 us at an H200's 4.24 TB/s, 22 us at an H100's 3.0. A row is one
 // block's, so that the time is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long
 // as their slowest.
-// Where the time goes, by the clock in the kernel, 128 rows, normal logits of deviation 4, top_p of 0.8 to 0.97, medians of blocks
-// on one H200, when 16 warps had a row (24.8 us): the first tile is there and ranked after 4.7 us, the row is read after 22.8, what
-// is left is listed and raced at 23.8, all warps are there at 24.6, groups of buckets are added up at 24.9, the winner is known at
-// 25.9, of nine rows in ten at 27.0. ncu of the same, with the logarithms left out: of the samples of warps 27 % wait for the result
-// of the instruction before, 12 % for their turn, 15 % for memory, more than half of that for the first tile, 9 % for a barrier;
-// schedulers issue in half of their cycles. 87,000 instructions of a row, half of them weights and what is put aside of accesses, a
-// third what becomes of that. So it is the dependences of arithmetic that limit it: 15 % fewer instructions gained nothing (24.7),
-// and 32 warps in place of 16, which hide them better, 24.0 us. Of one row alone it takes 20.2.
+// Where the time goes, by the clock in the kernel, 128 rows, normal logits of deviation 4, top_p of 0.8 to 0.98, medians of blocks
+// on one H200, in cycles of some 1.98 GHz (22.9 us with a launch in this call, 24.5 before the changes of the next paragraph): the
+// first tiles of all blocks are there after 5,500, ranked at 7,800, the first warp has read its part at 27,900 and the last at 34,900
+// (29,600 and 37,200 before), what is left is listed at 36,000, groups of buckets are added up at 37,600, the winner is known at 38,600
+// and told at 39,200. So instructions limit the reading: per tile and warp some 200 of weights and of what is put aside, and half a
+// round of listing, some 230; and the latency of one warp's arithmetic the 3,200 cycles behind it.
 // What made it faster before: half of a tile's loads follow as soon as the half is looked at (1.1 us); one warp that sums up for
 // the block; the second tile asked for in L2 while the first is ranked (1.5 us); buckets, in
 // place of a pass over the list for each candidate that is refused (1.4 us); the estimates of warps by a maximum of lanes for each
 // id in front, seven of them, and their middle one by one count of each warp (1.3 us: by ballots it was 48 counts of bits of each of
-// 32 warps, of which a multiprocessor makes one in two cycles). Buckets of fp32 and of 64 bits, whose atomics are
-// loops, had gained nothing.
-// 128 rows in one call on one H200: top_p of 0.8 to 0.97 22.86 us, 68 % of the copy rate; limits by top_p at their edges 26.2; by
-// top_k 38.0 and by all filters 37.5, where one of eight rows keeps all ids but one and is read three times and more; no filter 24.9,
-// argmax 17.9 (87 %). On an H100 27.3 us with top_p, where memory limits the reading. One row 18.7 and 18.6: so much is instructions
-// and what waits for them. Of some 390 for a tile and warp 230 are weights and what is put aside, the others what is listed: 3,100
-// slots of a scheduler with eight warps, in some 2,800 cycles.
+// 32 warps, of which a multiprocessor makes one in two cycles); 32 warps in place of 16 (0.8 us). Buckets of fp32 and of 64 bits,
+// whose atomics are loops, had gained nothing. Last, in one call: lanes that count those before them by a shift, behind which vectors
+// are put aside without a branch (24.5 to 23.5 us; one row 18.7 to 17.6); the column of a tile kept, not made anew, unsigned buckets
+// and no maximum with -infinity (23.2); one address for what is listed of an id (23.1); leads of all lanes, none of which asks
+// whether it has a group (17.2 to 17.0); before these the keys of Philox from shared memory, and other ids of the last vectors
+// listed at once (0.2 us together).
+// 128 rows in one call on one H200, criterion's means: top_p of 0.8 to 0.98 21.38 us, 73 % of the copy rate (22.85 before); limits by
+// top_p at their edges 24.2 (26.2); by top_k 35.8 (38.0) and by all filters 35.4 (37.5), where one of eight rows keeps all ids but one
+// and is read three times and more; no filter 24.1 (24.9), argmax 18.0 (87 %). One row 16.6 (18.7), without filter 21.1 (22.1).
 // What did not help: two or three tiles asked for in L2 in advance, or one ahead of each tile;
 // argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp,
 // 27.7; bulk copies of 16 KB by one lane, four on their way from before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7,
@@ -69,7 +69,11 @@
 // the slowest one's list is longer; of 16 20.7 and 24.2; of 4 some rows are read again (57). These by ballots; now, on an H100, in
 // the same calls as 27.3 and, one row, 18.6: estimates by a quarter of a tile 27.4 and 18.0; the mean of the middle half of them,
 // which scatters less, 27.5 and 18.7; leads that each best score sets for all groups behind its own, so that none is looked for,
-// 28.9 and 20.3.
+// 28.9 and 20.3. On one H200, 24.5 to 24.6 and 19.2 in the same calls: halves of tiles that warps take as they get free, by an atomic
+// counter, 27.5 and 21.8, though all warps end within 4,000 cycles then instead of 7,700; what a row wants asked for before its
+// first tile 25.0 and 19.2, by one warp, whose answer comes behind all tiles nevertheless, 24.4 to 25.0; the second tile asked for
+// before that is known 24.8; weights of the first tile added while warps wait for the estimate 25.2 and 19.8; the code behind the
+// reading run once in front of it 26.2 and 20.7: what is slow there is not its first run.
 //
 // Defines: THREADS, a power of two of at least 64 threads a block; LISTS, 1 or, for rows without filters alone, 0. Launch:
 // num_rows blocks, of which each has shared memory for `segment` ids of a warp beyond its own, 12 bytes each.
@@ -121,7 +125,7 @@ struct Row {
     float temperature, factor;
     uint32_t top_k;
     float top_p, min_p;
-    uint64_t seed, step;
+    uint64_t step;
 
     bool has_filters() const { return top_k != NO_LIMIT || top_p < 1.0f || min_p > 0.0f; }
 };
@@ -181,6 +185,7 @@ struct Bucket {
 struct Buckets {
     uint64_t leaders[BUCKETS];
     uint32_t weights[BUCKETS], counts[BUCKETS], keys[BUCKETS];  // keys: the leaders' scores alone
+    uint32_t reached_weights[BUCKETS], reached_counts[BUCKETS];  // up to the end of each, of its group
 };
 // The sums of a warp's buckets.
 constexpr int GROUPS = BUCKETS / WARP_SIZE;
@@ -190,9 +195,9 @@ constexpr int GROUPS = BUCKETS / WARP_SIZE;
 struct Sample {
     float most, least, lowest, buckets_per_logit;
 
-    int bucket_of(float logit) const {
+    uint32_t bucket_of(float logit) const {
         constexpr float LAST = BUCKETS - 1;
-        return static_cast<int>(LAST - minimum_f32(maximum_f32((logit - lowest) * buckets_per_logit, 0.0f), LAST));
+        return static_cast<uint32_t>(LAST - minimum_f32(maximum_f32((logit - lowest) * buckets_per_logit, 0.0f), LAST));
     }
 };
 
@@ -202,21 +207,41 @@ struct alignas(16) Staged {
     int32_t columns[STAGED];
 };
 
+// What ends the order, in units of buckets: more weight than `most_weight` does, and `least_weight` or less does not. Numbers of
+// ids are exact.
+struct BucketLimit {
+    float least_weight, most_weight;
+    uint32_t count;
+    bool holds;  // units are small enough for the row's sum
+    bool listed_all;  // nothing is kept that is not listed
+
+    // Of a bucket with so much in it and in front of it: whether all of it is kept, and whether none.
+    bool keeps(uint32_t weight, uint32_t reached) const {
+        return reached <= count && static_cast<float>(weight) < least_weight;
+    }
+    bool ended_by(uint32_t weight, uint32_t reached) const {
+        return reached >= count || static_cast<float>(weight) > most_weight;
+    }
+};
+
 // Shared memory of a block; the lists of its warps follow.
 struct alignas(16) Shared {
     Staged staged[LISTS ? WARPS : 1];
     Buckets buckets;
     Bucket groups[GROUPS];
-    uint32_t leads[GROUPS + 1];  // keys of the best scores of the group before; 0 of the first
+    uint32_t leads[WARP_SIZE];  // keys of the best scores of the group before; 0 of the first, and where no group is before
     uint64_t of_warps[WARPS];
     Front fronts[WARPS];
     Listed listed[WARPS];
+    uint32_t listed_of_warps[WARPS];
     Bounds of_block[2];
+    BucketLimit limit;
     Decision decision;
     Sample samples[WARPS];  // of each warp its own, all the same
     uint32_t most_of_warps[2][WARPS];  // keys
     float sum_of_warps[2][WARPS];
     uint32_t keys[WARPS], most_of_sample[WARPS], middle;  // of the warps' estimates
+    PhiloxKeys philox_keys; // of the row: made anew they are 18 sums for each vector that is listed or raced
     Row row;                // for what comes behind the reading, whose registers have no room for it
     // Of races of a whole row, for the same reason:
     uint32_t least;         // the key that the best score reaches
@@ -254,7 +279,6 @@ DEVICE Row row_of(const float* logits, int vocab_size, const Asked& asked) {
                // NaN is no limit.
                asked.top_p < 1.0f ? asked.top_p : 1.0f,
                asked.min_p > 0.0f ? minimum_f32(asked.min_p, 1.0f) : 0.0f,
-               static_cast<uint64_t>(asked.seed),
                static_cast<uint64_t>(asked.step)};
 }
 
@@ -308,8 +332,8 @@ using HalfTile = float[HALF][IDS];
 DEVICE HalfTile& half_of(Tile& tile, int half) { return *reinterpret_cast<HalfTile*>(&tile[half * HALF]); }
 
 template <bool WIDE, int COUNT>
-DEVICE void load_from(const float* logits, int vocab_size, int tile, int first_load, float (&own)[COUNT][IDS]) {
-    const int first = column_of(vocab_size, tile), apart = parts_apart(vocab_size);
+DEVICE void load_from(const float* logits, int vocab_size, int first, int first_load, float (&own)[COUNT][IDS]) {
+    const int apart = parts_apart(vocab_size);
     if (WIDE && first + part_of(first_load + COUNT - 1) * apart + IDS <= vocab_size) {
         UNROLL
         for (int load = 0; load < COUNT; ++load)
@@ -333,7 +357,7 @@ DEVICE void load_from(const float* logits, int vocab_size, int tile, int first_l
 
 template <bool WIDE>
 DEVICE void load_tile(const float* logits, int vocab_size, int tile, Tile& own) {
-    load_from<WIDE>(logits, vocab_size, tile, 0, own);
+    load_from<WIDE>(logits, vocab_size, column_of(vocab_size, tile), 0, own);
 }
 
 // Asks for a tile ahead of its loads, while nothing else is on its way.
@@ -371,9 +395,9 @@ DEVICE float largest_of(const float (&logits)[IDS]) {
 
 // ---------------------------------------------------------------- the race
 
-DEVICE PhiloxWords words_of(const Row& row, int id) {
+DEVICE PhiloxWords words_of(const Shared& shared, const Row& row, int id) {
     return philox(static_cast<uint32_t>(id) / IDS, static_cast<uint32_t>(row.step),
-                  static_cast<uint32_t>(row.step >> 32), 0, row.seed);
+                  static_cast<uint32_t>(row.step >> 32), 0, shared.philox_keys);
 }
 
 DEVICE float uniform(uint32_t word) { return fused_multiply_add(static_cast<float>(word), 0x1p-32f, 0x1p-33f); }
@@ -481,7 +505,7 @@ DEVICE uint64_t race_of_all(Shared& shared, const Row& row, Tile& first) {
         UNROLL
         for (int load = 0; load < LOADS; ++load) {
             const int column = own + part_of(load) * apart;
-            const PhiloxWords words = words_of(row, column);
+            const PhiloxWords words = words_of(shared, row, column);
             const bool leads = may_lead(row, logits[load], words, least);
             if (!__any_sync(FULL_WARP, leads)) continue;
             uint32_t in_front = leads ? in_front_of(row, shared.end, logits[load], column, words, least) : 0;
@@ -534,14 +558,14 @@ DEVICE uint64_t first_of_all(Shared& shared, const Row& row, Tile& first) {
 // room, with the keys of their scores.
 struct Listing {
     SharedAddress staged;           // in 32 bits, of which no store computes more than a sum
-    uint32_t* own;                  // `room` logits, their ids, and the keys
+    uint32_t* own;                  // `room` times a logit, its id, and the key of its score: one address for all three
     float least;
     int room, num_staged, count;
 
     int listed() const { return minimum(count, room); }
-    float& logit(int at) const { return reinterpret_cast<float*>(own)[at]; }
-    uint32_t& id(int at) const { return own[room + at]; }
-    uint32_t& score(int at) const { return own[2 * room + at]; }
+    float& logit(int at) const { return reinterpret_cast<float*>(own)[3 * at]; }
+    uint32_t& id(int at) const { return own[3 * at + 1]; }
+    uint32_t& score(int at) const { return own[3 * at + 2]; }
 };
 
 DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float least) {
@@ -579,7 +603,7 @@ DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& 
     for (int bucket = static_cast<int>(threadIdx.x); bucket < BUCKETS; bucket += THREADS) {
         shared.buckets.leaders[bucket] = 0;
         shared.buckets.weights[bucket] = shared.buckets.counts[bucket] = shared.buckets.keys[bucket] = 0;
-        if (bucket <= GROUPS) shared.leads[bucket] = 0;
+        if (bucket < WARP_SIZE) shared.leads[bucket] = 0;
     }
     float most = -INFINITY_F32;
     UNROLL
@@ -619,8 +643,6 @@ DEVICE uint32_t certain_key(const Row& row, const Bounds& bounds) {
     return least > 0.0f ? maximum(lowest, key_of(most + (log2_approx(least) - 1.0f) / row.factor)) : lowest;
 }
 
-DEVICE int lanes_before(uint32_t lanes) { return __popc(lanes & ((1u << lane_id()) - 1)); }
-
 // Puts the vectors of a warp's threads aside that hold what is to be listed.
 DEVICE void stage(Listing& listing, const float (&logits)[IDS], int column, bool wanted) {
     const uint32_t lanes = __ballot_sync(FULL_WARP, wanted);
@@ -641,7 +663,7 @@ DEVICE uint32_t units_of(const Row& row, float logit, float most) {
 // Of each lane's group of buckets: the key of the best score in front of it, as far as the block knows.
 DEVICE uint32_t lead_in_front_of(Shared& shared, int group) {
     // Read as others change it.
-    uint32_t lead = lane_id() < GROUPS ? atomicMax(&shared.leads[lane_id()], 0u) : 0;
+    uint32_t lead = atomicMax(&shared.leads[lane_id()], 0u);
     UNROLL
     for (int distance = 1; distance < GROUPS; distance *= 2)
         lead = maximum(lead, __shfl_up_sync(FULL_WARP, lead, static_cast<unsigned>(distance)));
@@ -649,10 +671,10 @@ DEVICE uint32_t lead_in_front_of(Shared& shared, int group) {
 }
 
 // Enters an id in the race of its bucket; told is the key of its score.
-DEVICE uint32_t race_in_bucket(Shared& shared, const Row& row, int bucket, float logit, int id, uint32_t word) {
+DEVICE uint32_t race_in_bucket(Shared& shared, const Row& row, uint32_t bucket, float logit, int id, uint32_t word) {
     const uint64_t place = race(row, logit, id, word);
     const uint32_t key = key_of_place(place);
-    atomicMax(&shared.leads[bucket / static_cast<int>(WARP_SIZE) + 1], key);
+    atomicMax(&shared.leads[bucket / WARP_SIZE + 1], key);
     // A maximum of 64 bits is a loop, which few enter.
     if (atomicMax(&shared.buckets.keys[bucket], key) <= key) atomicMax(&shared.buckets.leaders[bucket], place);
     return key;
@@ -674,13 +696,29 @@ struct Wanted {
     }
 };
 
-// Lists one id of each vector of a round of what is staged, with its score, and puts it into its bucket. Vectors that hold others
-// are staged again without it. Who is behind an id with a larger score leads nobody, since that one is kept where it is: such need no
-// exact score, and count as if theirs were the lowest.
-DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing) {
+// Lists an id of each lane's vector, where one is wanted, at place `to` of what its warp has listed, with its score, and puts it into
+// its bucket. Who is behind an id with a larger score leads nobody, since that one is kept where it is: such need no exact score, and
+// count as if theirs were the lowest.
+DEVICE void list_one(Shared& shared, const Row& row, Listing& listing, const Wanted& wanted, float logit, int id, uint32_t word,
+                     int to) {
+    const Sample& sample = shared.samples[warp_anew()];
+    const uint32_t bucket = sample.bucket_of(logit);
+    const uint32_t in_front = lead_in_front_of(shared, static_cast<int>(bucket / WARP_SIZE));
+    if (!wanted.any || to >= listing.room) return;
+    uint32_t key = 0;
+    if (key_of(most_score_of(row, logit, word)) >= in_front) key = race_in_bucket(shared, row, bucket, logit, id, word);
+    listing.logit(to) = logit;
+    listing.id(to) = static_cast<uint32_t>(id);
+    listing.score(to) = key;
+    atomicAdd(&shared.buckets.weights[bucket], units_of(row, logit, sample.most));
+    atomicAdd(&shared.buckets.counts[bucket], 1u);
+}
+
+// Lists one id of each vector of a round of what is staged. Vectors that hold others are staged again without it; of the `last`
+// ones these follow at once, as a round of theirs would hold few.
+DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing, bool last) {
     __syncwarp();
     const int first = maximum(listing.num_staged - static_cast<int>(WARP_SIZE), 0), from = first + lane_id();
-    const int to = listing.count + lane_id();
     float logits[IDS];
     UNROLL
     for (int e = 0; e < IDS; ++e) logits[e] = -INFINITY_F32;
@@ -691,34 +729,32 @@ DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing) {
     }
     // What is staged next takes their place.
     __syncwarp();
+    int to = listing.count + lane_id();
     listing.count += listing.num_staged - first;
     listing.num_staged = first;
-    const Wanted wanted(logits, listing.least);
-    const float logit = one_of(logits, wanted.at);
-    const uint32_t word = one_of(words_of(row, column).w, wanted.at);
-    const Sample& sample = shared.samples[warp_anew()];
-    const int bucket = sample.bucket_of(logit), id = column + wanted.at;
-    const uint32_t in_front = lead_in_front_of(shared, bucket / static_cast<int>(WARP_SIZE));
-    if (wanted.any && to < listing.room) {
-        uint32_t key = 0;
-        if (key_of(most_score_of(row, logit, word)) >= in_front) key = race_in_bucket(shared, row, bucket, logit, id, word);
-        listing.logit(to) = logit;
-        listing.id(to) = static_cast<uint32_t>(id);
-        listing.score(to) = key;
-        atomicAdd(&shared.buckets.weights[bucket], units_of(row, logit, sample.most));
-        atomicAdd(&shared.buckets.counts[bucket], 1u);
+    const PhiloxWords words = words_of(shared, row, column);
+    UNROLL_BY(1)
+    while (true) {
+        const Wanted wanted(logits, listing.least);
+        list_one(shared, row, listing, wanted, one_of(logits, wanted.at), column + wanted.at, one_of(words.w, wanted.at), to);
+        const uint32_t lanes = __ballot_sync(FULL_WARP, wanted.others);
+        if (lanes == 0) return;
+        UNROLL
+        for (int e = 0; e < IDS; ++e)
+            if (e == wanted.at) logits[e] = -INFINITY_F32;
+        if (!last) {
+            stage(listing, logits, column, wanted.others);
+            return;
+        }
+        to = listing.count + lanes_before(lanes);
+        listing.count += __popc(lanes);
     }
-    if (!__any_sync(FULL_WARP, wanted.others)) return;
-    UNROLL
-    for (int e = 0; e < IDS; ++e)
-        if (e == wanted.at) logits[e] = -INFINITY_F32;
-    stage(listing, logits, column, wanted.others);
 }
 
 // Deals with what is staged, as long as there are `least` of it: by whole warps while memory is waited for, and what is left at the
 // end.
 DEVICE void list_all_staged(Shared& shared, const Row& row, Listing& listing, int least) {
-    while (listing.num_staged >= least) list_staged(shared, row, listing);
+    while (listing.num_staged >= least) list_staged(shared, row, listing, least == 1);
 }
 
 DEVICE Leader leader_of_warp(const Leader& own) {
@@ -728,41 +764,23 @@ DEVICE Leader leader_of_warp(const Leader& own) {
     return leader;
 }
 
-// The sums of groups of buckets: each warp adds up its own.
-DEVICE void add_up_buckets(Shared& shared) {
-    const Buckets& buckets = shared.buckets;
-    for (int group = warp_anew(); group < GROUPS; group += WARPS) {
+// Groups of buckets: each warp adds up its own.
+DEVICE void add_up_buckets(Shared& shared, int warp) {
+    Buckets& buckets = shared.buckets;
+    for (int group = warp; group < GROUPS; group += WARPS) {
         const int bucket = group * WARP_SIZE + lane_anew();
-        const uint32_t weight = ::sum_of_lanes(buckets.weights[bucket]), count = ::sum_of_lanes(buckets.counts[bucket]);
+        const uint32_t weight = inclusive_sum(buckets.weights[bucket]), count = inclusive_sum(buckets.counts[bucket]);
         const uint64_t leader = warp_maximum(buckets.leaders[bucket]);
-        if (lane_anew() == 0) shared.groups[group] = Bucket{weight, count, leader};
+        buckets.reached_weights[bucket] = weight;
+        buckets.reached_counts[bucket] = count;
+        if (lane_anew() == WARP_SIZE - 1) shared.groups[group] = Bucket{weight, count, leader};
     }
 }
-
-// What ends the order, in units of buckets: more weight than `most_weight` does, and `least_weight` or less does not. Numbers of
-// ids are exact.
-struct BucketLimit {
-    float least_weight, most_weight;
-    uint32_t count;
-
-    // Of a bucket with so much in it and in front of it: whether all of it is kept, and whether none.
-    bool keeps(uint32_t weight, uint32_t reached) const {
-        return reached <= count && static_cast<float>(weight) < least_weight;
-    }
-    bool ended_by(uint32_t weight, uint32_t reached) const {
-        return reached >= count || static_cast<float>(weight) > most_weight;
-    }
-};
 
 // Who leads of the buckets of which all are kept, and of those of which some may be.
 struct BucketLeaders {
     uint64_t kept = 0, asked = 0;
 };
-
-// Of a bucket of each lane: how much and how many there are up to its end.
-DEVICE Bucket reached_by(const Bucket& own, uint32_t weight_in_front, uint32_t count_in_front) {
-    return Bucket{weight_in_front + inclusive_sum(own.weight), count_in_front + inclusive_sum(own.count), own.leader};
-}
 
 // Of a bucket of each lane: told are the lanes whose bucket may be kept in part; of those that are kept whole, who leads.
 DEVICE uint32_t add_kept(const BucketLimit& limit, const Bucket& own, const Bucket& reached, BucketLeaders& leaders) {
@@ -773,16 +791,18 @@ DEVICE uint32_t add_kept(const BucketLimit& limit, const Bucket& own, const Buck
 }
 
 // By the first warp, of the groups, and of the buckets of those groups in which the order ends.
-DEVICE BucketLeaders leaders_of_buckets(const Shared& shared, const Bucket& group, const BucketLimit& limit) {
+DEVICE BucketLeaders leaders_of_buckets(const Shared& shared, const Bucket& group, const Bucket& reached,
+                                        const BucketLimit& limit) {
+    const Buckets& buckets = shared.buckets;
     BucketLeaders leaders;
-    const Bucket reached = reached_by(group, 0, 0);
     UNROLL_BY(1)
     for (uint32_t ends = add_kept(limit, group, reached, leaders); ends; ends &= ends - 1) {
         const int at = __ffs(static_cast<int>(ends)) - 1, bucket = at * WARP_SIZE + lane_anew();
-        const Bucket own{shared.buckets.weights[bucket], shared.buckets.counts[bucket], shared.buckets.leaders[bucket]};
+        const Bucket own{buckets.weights[bucket], buckets.counts[bucket], buckets.leaders[bucket]};
         const uint32_t weight = __shfl_sync(FULL_WARP, reached.weight - group.weight, at);
         const uint32_t count = __shfl_sync(FULL_WARP, reached.count - group.count, at);
-        const uint32_t lanes = add_kept(limit, own, reached_by(own, weight, count), leaders);
+        const Bucket up_to{weight + buckets.reached_weights[bucket], count + buckets.reached_counts[bucket], own.leader};
+        const uint32_t lanes = add_kept(limit, own, up_to, leaders);
         if (lanes >> lane_anew() & 1) leaders.asked = maximum(leaders.asked, own.leader);
     }
     return BucketLeaders{warp_maximum(leaders.kept), warp_maximum(leaders.asked)};
@@ -791,21 +811,30 @@ DEVICE BucketLeaders leaders_of_buckets(const Shared& shared, const Bucket& grou
 // Whether an id's weight is not kept, where the largest logit is finite.
 DEVICE bool is_too_light(const Row& row, float logit, float most) { return finite_weight_of(row, logit, most) < row.min_p; }
 
-// By the first warp: who wins, or who is ahead of all that are kept. A weight errs by half a unit of buckets, sums of fp32 by less
-// than 2^-18 of themselves.
-DEVICE Decision decision_of_buckets(const Shared& shared, const Row& row, const Bounds& bounds) {
+// What ends a row's order, of which `count` ids are listed. A weight errs by half a unit of buckets, sums of fp32 by less than 2^-18
+// of themselves.
+DEVICE BucketLimit bucket_limit_of(const Row& row, const Sample& sample, const Bounds& bounds, uint32_t count) {
     constexpr float MARGIN = 0x1p-16f;
-    const Sample& sample = shared.samples[warp_anew()];
-    const Bucket group = lane_anew() < GROUPS ? shared.groups[lane_anew()] : Bucket{};
-    const uint32_t weight = ::sum_of_lanes(group.weight), count = ::sum_of_lanes(group.count);
     const float sum = bounds.sum * exp2_approx((bounds.most - sample.most) * row.factor) * BUCKET_UNITS;
     const float wanted = row.top_p * sum, margin = fused_multiply_add(static_cast<float>(count), 0.5f, MARGIN * wanted);
     const bool has_limit = row.top_p < 1.0f;
-    const BucketLimit limit{has_limit ? wanted - margin : INFINITY_F32, has_limit ? wanted + margin : INFINITY_F32, row.top_k};
+    return BucketLimit{has_limit ? wanted - margin : INFINITY_F32,
+                       has_limit ? wanted + margin : INFINITY_F32,
+                       row.top_k,
+                       sum < LARGEST_BUCKET_SUM,
+                       key_of(sample.least) <= certain_key(row, bounds)};
+}
+
+// By the first warp: who wins, or who is ahead of all that are kept.
+DEVICE Decision decision_of_buckets(const Shared& shared, const Row& row, const Bounds& bounds) {
+    const BucketLimit limit = shared.limit;
+    const Bucket group = lane_anew() < GROUPS ? shared.groups[lane_anew()] : Bucket{};
+    const Bucket reached{inclusive_sum(group.weight), inclusive_sum(group.count), group.leader};
     // Either the list reaches what ends the order, or nothing outside of it is kept.
-    const bool known = sum < LARGEST_BUCKET_SUM && (limit.ended_by(weight, count) || key_of(sample.least) <= certain_key(row, bounds));
-    const BucketLeaders leaders =
-        known ? leaders_of_buckets(shared, group, limit) : BucketLeaders{0, warp_maximum(group.leader)};
+    const bool ended = __shfl_sync(FULL_WARP, limit.ended_by(reached.weight, reached.count), WARP_SIZE - 1);
+    const bool known = limit.holds && (ended || limit.listed_all);
+    const BucketLeaders leaders = known ? leaders_of_buckets(shared, group, reached, limit)
+                                        : BucketLeaders{0, warp_maximum(group.leader)};
     Leader leader{maximum(leaders.kept, leaders.asked)};
     if (leaders.kept > leaders.asked && !(row.min_p > 0.0f)) return {Verdict::KEPT, leader};
     if (leader.place) leader.logit = row.logits[id_of(leader.place)];
@@ -813,28 +842,39 @@ DEVICE Decision decision_of_buckets(const Shared& shared, const Row& row, const 
     return {wins ? Verdict::KEPT : Verdict::ASK, leader};
 }
 
+// By one warp, of what each has found.
+DEVICE void add_up_warps(Shared& shared, int turn, const Row& row, bool cut_off) {
+    const int lane = lane_anew(), warp = lane % WARPS;
+    const uint32_t key_of_warp = shared.most_of_warps[turn][warp];
+    const uint32_t listed = ::sum_of_lanes(lane < WARPS ? shared.listed_of_warps[warp] : 0);
+    const float most = score_of_key(__reduce_max_sync(FULL_WARP, key_of_warp));
+    const float of_warp = shared.sum_of_warps[turn][warp] * weight_of(row, score_of_key(key_of_warp), most);
+    const Bounds bounds{most, warp_sum(lane < WARPS ? of_warp : 0.0f), cut_off};
+    const BucketLimit limit = bucket_limit_of(row, shared.samples[warp_anew()], bounds, listed);
+    if (lane != 0) return;
+    shared.of_block[turn] = bounds;
+    shared.limit = limit;
+}
+
 // The bounds of a block from those of its threads, and what its buckets say. `turn` is another than in the call before.
-DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, float own, float sum, bool cut_off) {
+DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, const Listing& listing, float own, float sum) {
     const uint32_t key = __reduce_max_sync(FULL_WARP, key_of(own));
     sum = warp_sum(sum * weight_of(row, own, score_of_key(key)));
     if (lane_anew() == 0) {
         shared.most_of_warps[turn][warp_anew()] = key;
         shared.sum_of_warps[turn][warp_anew()] = sum;
+        shared.listed_of_warps[warp_anew()] = static_cast<uint32_t>(listing.listed());
     }
-    cut_off = __syncthreads_or(cut_off) != 0;
-    add_up_buckets(shared);
+    const bool cut_off = __syncthreads_or(listing.count > listing.room) != 0;
+    // The last warp has the fewest groups, or none: it adds up what warps have found.
+    const int warp = uniform(warp_anew());
+    if (warp == WARPS - 1) add_up_warps(shared, turn, shared.row, cut_off);
+    add_up_buckets(shared, warp);
     __syncthreads();
     // One warp for all: the others would take its issue slots.
-    if (warp_anew() == 0) {
-        const uint32_t key_of_warp = shared.most_of_warps[turn][lane_anew() % WARPS];
-        const float most = score_of_key(__reduce_max_sync(FULL_WARP, key_of_warp));
-        const float of_warp = shared.sum_of_warps[turn][lane_anew() % WARPS] * weight_of(row, score_of_key(key_of_warp), most);
-        const Bounds bounds{most, warp_sum(lane_anew() < WARPS ? of_warp : 0.0f), cut_off};
-        const Decision decision = decision_of_buckets(shared, shared.row, bounds);
-        if (lane_anew() == 0) {
-            shared.of_block[turn] = bounds;
-            shared.decision = decision;
-        }
+    if (warp == 0) {
+        const Decision decision = decision_of_buckets(shared, shared.row, shared.of_block[turn]);
+        if (lane_anew() == 0) shared.decision = decision;
     }
     __syncthreads();
     return shared.of_block[turn];
@@ -843,13 +883,13 @@ DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, float own, 
 // Adds the weights of half a tile to a thread's sum of those relative to the largest.
 template <bool CAREFUL>
 DEVICE void add_weights(const Row& row, HalfTile& logits, float& most, float& offset, float& sum) {
-    float top = -INFINITY_F32;
-    UNROLL
-    for (int load = 0; load < HALF; ++load) {
-        if constexpr (CAREFUL)
+    static_assert(HALF == 2);
+    if constexpr (CAREFUL) {
+        UNROLL
+        for (int load = 0; load < HALF; ++load)
             for (float& logit : logits[load]) logit = maximum_f32(logit, -INFINITY_F32);
-        top = maximum_f32(top, largest_of(logits[load]));
     }
+    const float top = maximum_f32(largest_of(logits[0]), largest_of(logits[1]));
     if (top > most) {
         const float raised = CAREFUL ? 0.0f : __fmul_rn(top, row.factor);
         sum *= CAREFUL ? weight_of(row, most, top) : exp2_approx(offset - raised);
@@ -867,9 +907,9 @@ DEVICE void add_weights(const Row& row, HalfTile& logits, float& most, float& of
     }
 }
 
-// Puts what is to be listed of half a tile aside.
-DEVICE void stage_half(const Row& row, Listing& listing, int tile, int half, const HalfTile& logits) {
-    const int first = column_of(row.vocab_size, tile), apart = parts_apart(row.vocab_size);
+// Puts what is to be listed of half a tile aside, whose first column is `first`.
+DEVICE void stage_half(const Row& row, Listing& listing, int first, int half, const HalfTile& logits) {
+    const int apart = parts_apart(row.vocab_size);
     UNROLL
     for (int load = 0; load < HALF; ++load)
         stage(listing, logits[load], first + part_of(half * HALF + load) * apart, largest_of(logits[load]) >= listing.least);
@@ -883,6 +923,7 @@ DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row, Tile& 
     float offset = -LARGEST;  // the power of the largest, rounded
     const int tiles = num_tiles(row.vocab_size);
     // What is left is dealt with by another turn, so that its code has been run before: code that runs once waits for memory.
+    int column = column_of(row.vocab_size, 0);  // the first of the tile
     for (int tile = 0;; ++tile) {
         const bool last = tile == tiles;
         UNROLL
@@ -890,18 +931,19 @@ DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row, Tile& 
             if (!last) {
                 HalfTile& own = half_of(logits, half);
                 add_weights<CAREFUL>(row, own, most, offset, sum);
-                if constexpr (!CAREFUL) stage_half(row, listing, tile, half, own);
+                if constexpr (!CAREFUL) stage_half(row, listing, column, half, own);
                 // The other half is on its way, and this one's next follows it before what is staged is looked at.
-                if (tile + 1 < tiles) load_from<WIDE>(row.logits, row.vocab_size, tile + 1, half * HALF, own);
+                if (tile + 1 < tiles) load_from<WIDE>(row.logits, row.vocab_size, column + SPAN, half * HALF, own);
             }
             if constexpr (!CAREFUL) list_all_staged(shared, row, listing, last ? 1 : WARP_SIZE);
         }
         if (last) break;
+        column += SPAN;
     }
     __syncwarp();
     // What the power was rounded by is no part of the sum.
     if constexpr (!CAREFUL) sum *= most > -LARGEST ? exp2_approx(fused_multiply_add(-most, row.factor, offset)) : 1.0f;
-    return block_bounds(shared, CAREFUL, row, most, sum, listing.count > listing.room);
+    return block_bounds(shared, CAREFUL, row, listing, most, sum);
 }
 
 // A weight in integers: sums of them do not depend on an order.
@@ -1029,7 +1071,7 @@ DEVICE bool race_of_listed(Shared& shared, const Listing& listing, const Bounds&
         if (lane_anew() == 0) shared.listed[warp_anew()] = own;
         __syncthreads();
         // One warp for all: the others would take its issue slots.
-        if (warp_anew() == 0) {
+        if (uniform(warp_anew()) == 0) {
             const Listed of_lane = lane_anew() < WARPS ? shared.listed[lane_anew()] : Listed{};
             decision = decision_of(row, bounds, listing.least, leader, of_lane);
             if (lane_anew() == 0) shared.decision = decision;
@@ -1101,8 +1143,13 @@ DEVICE void sample(const SamplerParams& params) {
     // On its way while it is asked what the row wants.
     Tile first;
     load_tile<WIDE>(logits, params.vocab_size, 0, first);
-    const Row row = row_of(logits, params.vocab_size, asked_of(params));
+    const Asked asked = asked_of(params);
+    const Row row = row_of(logits, params.vocab_size, asked);
     if (threadIdx.x == 0) shared.row = row;
+    if (threadIdx.x < 2 * PHILOX_ROUNDS) {
+        const uint32_t round = threadIdx.x / 2, half = threadIdx.x % 2;
+        shared.philox_keys.of_rounds[round][half] = philox_key(static_cast<uint64_t>(asked.seed), round, half);
+    }
     const uint64_t best = best_of<WIDE>(params, shared, row, first);
     if (threadIdx.x == 0) params.tokens[blockIdx.x] = best ? id_of(best) : -1;
 }

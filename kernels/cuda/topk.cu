@@ -299,7 +299,7 @@ DEVICE void keep(Shared& shared, const Candidates& candidates, int capacity, con
     for (int load = 0; load < PLACED; ++load) {
         UNROLL
         for (int i = 0; i < WIDTH; ++i) {
-            const uint32_t own = place + __popc(lanes[load][i] & ((1u << lane_id()) - 1));
+            const uint32_t own = place + static_cast<uint32_t>(lanes_before(lanes[load][i]));
             if ((lanes[load][i] >> lane_id() & 1) && own < static_cast<uint32_t>(capacity)) {
                 candidates.keys[own] = key_of(scores[load][i]);
                 candidates.columns[own] = first + load * THREADS * WIDTH + i;
@@ -401,10 +401,9 @@ DEVICE void write_by_stretches(const TopkParams& params, Shared& shared, int64_t
         const uint32_t key = column < end ? scores.key(column) : 0;
         const bool is_above = column < end && key > last, is_equal = column < end && key == last;
         const uint32_t lanes_above = __ballot_sync(FULL_WARP, is_above), lanes_equal = __ballot_sync(FULL_WARP, is_equal);
-        const uint32_t lanes_before = (1u << lane_id()) - 1;
-        const uint32_t equal_before = before.equal + __popc(lanes_equal & lanes_before);
+        const uint32_t equal_before = before.equal + static_cast<uint32_t>(lanes_before(lanes_equal));
         if (is_above || (is_equal && equal_before < left)) {
-            const uint32_t place = before.above + __popc(lanes_above & lanes_before) + minimum(equal_before, left);
+            const uint32_t place = before.above + static_cast<uint32_t>(lanes_before(lanes_above)) + minimum(equal_before, left);
             write(params, row, place, column, key);
         }
         before.above += __popc(lanes_above);

@@ -531,6 +531,11 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     for (unsigned i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
+// The upper half of both shifted to the left, by 32 at most.
+inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned shift) {
+    const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
+    return static_cast<unsigned>(both << (shift < 32 ? shift : 32) >> 32);
+}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
 inline int __ffs(int v) { return __builtin_ffs(v); }

@@ -30,6 +30,8 @@ pub enum Logits {
     Rising,
     /// Some are NaN or infinite; of every fifth row all are NaN or -infinity.
     NotFinite,
+    /// Drawn ones, of which every 40th or so is NaN and none infinite: a row with an infinite logit is not asked for its sum.
+    NotANumber,
     /// Drawn ones, and of every [`CROWD`] ids the first 128 far above the others: those that one warp of a block reads.
     Crowded,
     /// Two of the first four ids have the largest scores of a row at a temperature of 1, of which the first or the second is ahead
@@ -163,6 +165,7 @@ impl Declared for Sampler {
             Logits::OneHot,
             Logits::Rising,
             Logits::NotFinite,
+            Logits::NotANumber,
             Logits::Close,
         ]);
         let temperature = select(vec![Temperature::Zero, Temperature::One, Temperature::Mixed]);
@@ -248,6 +251,11 @@ impl Declared for Sampler {
             // Rows of several tiles: the largest logit last, NaN and infinities, and no filter.
             SamplerCase { logits: Logits::Rising, ..plain(2, 20_000, Filters::TopP) },
             SamplerCase { logits: Logits::NotFinite, ..plain(2, 20_001, Filters::All) },
+            // NaN in every load of a thread's, whose weights are none of the sum's.
+            SamplerCase { logits: Logits::NotANumber, ..plain(20, 2000, Filters::UsualTopP) },
+            // A temperature at which logits of 100 leave nothing of a score but what rounds to a whole number: of equal ones the
+            // lowest id wins, whoever comes first.
+            SamplerCase { logits: Logits::Equal, data: Data::normal(100.0), ..mixed(36, 300, Filters::UsualTopP) },
             plain(2, 20_000, Filters::Absent),
         ];
         let logits = [Logits::Ties, Logits::Equal, Logits::OneHot, Logits::Rising, Logits::NotFinite];
@@ -423,7 +431,8 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64], seeds: &[f64], steps: &[f64]) -> 
             Logits::NotFinite if draw.rng().random_ratio(1, if row % 2 == 0 { 4 } else { 400 }) => {
                 bad[draw.rng().random_range(0..bad.len())]
             }
-            Logits::NotFinite => drawn,
+            Logits::NotANumber if draw.rng().random_ratio(1, 40) => f64::NAN,
+            Logits::NotFinite | Logits::NotANumber => drawn,
             Logits::Crowded if id % CROWD < 128 => drawn + 20.0,
             Logits::Crowded | Logits::Close => drawn,
         }

@@ -154,6 +154,10 @@ impl Declared for Topk {
         // Equal scores beyond the room for candidates: a row ranked as a whole, chosen from in more than one stretch of it.
         let whole = TopkCase { lengths: Lengths::Absent, scores: Scores::Equal, ..plain(2, 1500, 200) };
         let sampled = TopkCase { lengths: Lengths::Absent, ..plain(2, 3001, 40) };
+        // The same where some are chosen behind more equal scores than are chosen, and the last column is.
+        let behind = TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1030, 950) };
+        // A row of the longest blocks with scores in all bins.
+        let longest = TopkCase { lengths: Lengths::Absent, ..plain(1, 33_000, 300) };
         let scores = [Scores::Ties, Scores::Close, Scores::Equal, Scores::Sorted, Scores::NotFinite];
         let mut cases = vec![
             plain(0, 64, 4),
@@ -166,6 +170,8 @@ impl Declared for Topk {
             longer,
             whole,
             sampled,
+            behind,
+            longest,
         ];
         cases.extend(scores.map(|scores| TopkCase { scores, index: Index::Offset, ..plain(5, 1030, 200) }));
         if profile == Profile::Full {

@@ -21,19 +21,27 @@ DEVICE void multiply_wide(uint32_t a, uint32_t b, uint32_t& low, uint32_t& high)
 #endif
 }
 
-DEVICE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t key) {
-    uint32_t low_key = static_cast<uint32_t>(key), high_key = static_cast<uint32_t>(key >> 32);
+constexpr int PHILOX_ROUNDS = 10;
+
+// What the rounds take of a key, by half of it.
+struct alignas(16) PhiloxKeys {
+    uint32_t of_rounds[PHILOX_ROUNDS][2];
+};
+
+DEVICE uint32_t philox_key(uint64_t key, uint32_t round, uint32_t half) {
+    return half ? static_cast<uint32_t>(key >> 32) + round * 0xbb67ae85u : static_cast<uint32_t>(key) + round * 0x9e3779b9u;
+}
+
+DEVICE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, const PhiloxKeys& keys) {
     UNROLL
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < PHILOX_ROUNDS; ++round) {
         uint32_t first, first_high, second, second_high;
         multiply_wide(c0, 0xd2511f53u, first, first_high);
         multiply_wide(c2, 0xcd9e8d57u, second, second_high);
-        c0 = second_high ^ c1 ^ low_key;
-        c2 = first_high ^ c3 ^ high_key;
+        c0 = second_high ^ c1 ^ keys.of_rounds[round][0];
+        c2 = first_high ^ c3 ^ keys.of_rounds[round][1];
         c1 = second;
         c3 = first;
-        low_key += 0x9e3779b9u;
-        high_key += 0xbb67ae85u;
     }
     return PhiloxWords{{c0, c1, c2, c3}};
 }
