@@ -16,14 +16,14 @@
 // tokens 115 and 69 (85 and 82 %). ncu: DRAM at 88 % of its rate, 41 % of the cycles without a warp that could issue. When a batch was
 // finished before the next one was added up, so that every block waited for the sums of the others, one H200 reached 71 and 74 %, 63 %
 // of 4096 tokens. One token 3.0 us, where an empty kernel, the bytes and 1.5 us are 2.8. Limited by memory.
-// 128 tokens take 8.3 us on one H200, where 5.0 were expected; by launches of a graph 8.7, and in runs of 4 and 16 tokens 8.8 and 9.2.
-// By the clock in the kernel,
-// 16 clusters of two batches, cycles of some 1.98 GHz: a block's 57 KB of streams are there after 4,200, at memory's rate; the first
-// batch is added up at 7,000 and the second at 8,800, the first is mixed at 9,900 and the second at 11,300. A batch is 900 instructions
-// of each of seven warps, two of which share a scheduler: 1,800 cycles, and the first waits some 900 more for the weights, which 16
-// clusters bring from the second-level cache, as many bytes again as the streams. Both batches come at once, so that arithmetic hides
-// behind nothing: 3,600 cycles of issuing that only fewer instructions a channel could shorten, such as tensor cores with weights in
-// three bf16 parts, which take some 400 instructions to divide and would still leave 6.5 us.
+// 128 tokens take 8.3 us on one H200, where 5.0 were expected; by launches of a graph 8.7, and in runs of 4 and 16 tokens 8.8
+// and 9.2. By the clock in the kernel, 16 clusters of two batches, cycles of some 1.98 GHz: a block's 57 KB of streams are
+// there after 4,200, at memory's rate; the first batch is added up at 7,000 and the second at 8,800, the first is mixed at
+// 9,900 and the second at 11,300. A batch is 900 instructions of each of seven warps, two of which share a scheduler: 1,800
+// cycles, and the first waits some 900 more for the weights, which 16 clusters bring from the second-level cache, as many
+// bytes again as the streams. Both batches come at once, so that arithmetic hides behind nothing: 3,600 cycles of issuing that
+// only fewer instructions a channel could shorten, such as tensor cores with weights in three bf16 parts, which take some 400
+// instructions to divide and would still leave 6.5 us.
 //
 // Launch: CLUSTER blocks for each run of tokens; the kernel's number is the most channels of a stream.
 #include "sigmoid.h"

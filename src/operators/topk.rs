@@ -154,10 +154,13 @@ impl Declared for Topk {
         // Equal scores beyond the room for candidates: a row ranked as a whole, chosen from in more than one stretch of it.
         let whole = TopkCase { lengths: Lengths::Absent, scores: Scores::Equal, ..plain(2, 1500, 200) };
         let sampled = TopkCase { lengths: Lengths::Absent, ..plain(2, 3001, 40) };
-        // The same where some are chosen behind more equal scores than are chosen, and the last column is.
-        let behind = TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1030, 950) };
-        // A row of the longest blocks with scores in all bins.
-        let longest = TopkCase { lengths: Lengths::Absent, ..plain(1, 33_000, 300) };
+        // The same where some are chosen behind more equal scores than are chosen, the last column of them, alone in its stretch's
+        // last round.
+        let behind = TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1025, 950) };
+        // Rows of the longest blocks with scores in all bins, of which the second cannot be read in vectors.
+        let longest = TopkCase { lengths: Lengths::Absent, ..plain(2, 33_001, 300) };
+        // The longest row of which each column has its bits in shared memory.
+        let marked = TopkCase { lengths: Lengths::Absent, ..plain(1, 1 << 17, 40) };
         let scores = [Scores::Ties, Scores::Close, Scores::Equal, Scores::Sorted, Scores::NotFinite];
         let mut cases = vec![
             plain(0, 64, 4),
@@ -172,6 +175,7 @@ impl Declared for Topk {
             sampled,
             behind,
             longest,
+            marked,
         ];
         cases.extend(scores.map(|scores| TopkCase { scores, index: Index::Offset, ..plain(5, 1030, 200) }));
         if profile == Profile::Full {
