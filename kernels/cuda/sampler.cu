@@ -213,7 +213,6 @@ struct BucketLimit {
     float least_weight, most_weight;
     uint32_t count;
     bool holds;  // units are small enough for the row's sum
-    bool listed_all;  // nothing is kept that is not listed
 
     // Of a bucket with so much in it and in front of it: whether all of it is kept, and whether none.
     bool keeps(uint32_t weight, uint32_t reached) const {
@@ -633,14 +632,13 @@ DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& 
     return Sample{most, least, lowest, BUCKETS / 1.5f / (most - lowest)};
 }
 
-DEVICE uint32_t certain_key(const Row& row, const Bounds& bounds) {
-    const float most = bounds.most;
-    if (most == INFINITY_F32) return key_of(most);
-    const uint32_t lowest = key_of(-LARGEST);
+// Whether nothing below `least` is kept, whatever lies in front of it; the largest logit is finite.
+DEVICE bool lists_all_kept(const Row& row, const Bounds& bounds, float least) {
     // What is at most that, all together, is no more than top_p leaves out. An octave further down no rounding matters.
     const float left_out = (1.0f - row.top_p) * bounds.sum / static_cast<float>(row.vocab_size);
-    const float least = maximum_f32(left_out, row.min_p);
-    return least > 0.0f ? maximum(lowest, key_of(most + (log2_approx(least) - 1.0f) / row.factor)) : lowest;
+    const float light = maximum_f32(left_out, row.min_p);
+    const float certain = light > 0.0f ? bounds.most + (log2_approx(light) - 1.0f) / row.factor : -LARGEST;
+    return least <= maximum_f32(certain, -LARGEST);
 }
 
 // Puts the vectors of a warp's threads aside that hold what is to be listed.
@@ -714,9 +712,9 @@ DEVICE void list_one(Shared& shared, const Row& row, Listing& listing, const Wan
     atomicAdd(&shared.buckets.counts[bucket], 1u);
 }
 
-// Lists one id of each vector of a round of what is staged. Vectors that hold others are staged again without it; of the `last`
-// ones these follow at once, as a round of theirs would hold few.
-DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing, bool last) {
+// Lists one id of each vector of a round of what is staged. Vectors that hold others are staged again without it, where rounds hold
+// `least` or more; of the last ones (`least` is 1) these follow at once, as a round of theirs would hold few.
+DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing, int least) {
     __syncwarp();
     const int first = maximum(listing.num_staged - static_cast<int>(WARP_SIZE), 0), from = first + lane_id();
     float logits[IDS];
@@ -742,7 +740,7 @@ DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing, bool l
         UNROLL
         for (int e = 0; e < IDS; ++e)
             if (e == wanted.at) logits[e] = -INFINITY_F32;
-        if (!last) {
+        if (least > 1) {
             stage(listing, logits, column, wanted.others);
             return;
         }
@@ -754,7 +752,7 @@ DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing, bool l
 // Deals with what is staged, as long as there are `least` of it: by whole warps while memory is waited for, and what is left at the
 // end.
 DEVICE void list_all_staged(Shared& shared, const Row& row, Listing& listing, int least) {
-    while (listing.num_staged >= least) list_staged(shared, row, listing, least == 1);
+    while (listing.num_staged >= least) list_staged(shared, row, listing, least);
 }
 
 DEVICE Leader leader_of_warp(const Leader& own) {
@@ -821,8 +819,7 @@ DEVICE BucketLimit bucket_limit_of(const Row& row, const Sample& sample, const B
     return BucketLimit{has_limit ? wanted - margin : INFINITY_F32,
                        has_limit ? wanted + margin : INFINITY_F32,
                        row.top_k,
-                       sum < LARGEST_BUCKET_SUM,
-                       key_of(sample.least) <= certain_key(row, bounds)};
+                       sum < LARGEST_BUCKET_SUM};
 }
 
 // By the first warp: who wins, or who is ahead of all that are kept.
@@ -830,9 +827,9 @@ DEVICE Decision decision_of_buckets(const Shared& shared, const Row& row, const 
     const BucketLimit limit = shared.limit;
     const Bucket group = lane_anew() < GROUPS ? shared.groups[lane_anew()] : Bucket{};
     const Bucket reached{inclusive_sum(group.weight), inclusive_sum(group.count), group.leader};
-    // Either the list reaches what ends the order, or nothing outside of it is kept.
+    // Either the list reaches what ends the order, or nothing outside of it is kept, which few rows have to ask.
     const bool ended = __shfl_sync(FULL_WARP, limit.ended_by(reached.weight, reached.count), WARP_SIZE - 1);
-    const bool known = limit.holds && (ended || limit.listed_all);
+    const bool known = limit.holds && (ended || lists_all_kept(row, bounds, shared.samples[warp_anew()].least));
     const BucketLeaders leaders = known ? leaders_of_buckets(shared, group, reached, limit)
                                         : BucketLeaders{0, warp_maximum(group.leader)};
     Leader leader{maximum(leaders.kept, leaders.asked)};
@@ -1048,7 +1045,7 @@ DEVICE Decision decision_of(const Row& row, const Bounds& bounds, float least, c
     const float wanted = row.top_p < 1.0f ? row.top_p * bounds.sum : INFINITY_F32;
     // Either the list reaches what ends the order, or nothing outside of it is kept.
     const bool reached = count >= row.top_k || weight > wanted + MARGIN * wanted;
-    if (!reached && key_of(least) > certain_key(row, bounds)) return {Verdict::UNDECIDED, {}};
+    if (!reached && !lists_all_kept(row, bounds, least)) return {Verdict::UNDECIDED, {}};
     if (leader.place == 0) return {Verdict::KEPT, {}};
     if (count_in_front >= row.top_k || is_too_light(row, leader.logit, bounds.most)) return {Verdict::ASK, next};
     if (wanted == INFINITY_F32 || in_front < wanted - MARGIN * wanted) return {Verdict::KEPT, leader};

@@ -18,6 +18,8 @@ enum class Fault {
     exited_lane,         // a shuffle's mask names lanes that have returned
     foreign_lane,        // a lane calls a shuffle with a mask that does not name it
     read_past_end,       // the last thread reads one element behind x
+    unread_past_end,     // the last thread loads a vector behind x, which nobody reads
+    unread_streaming,    // the same by the load of what is read once
     write_before_start,  // the first thread writes one element in front of y
     missing_copy_wait,   // shared memory is read while its asynchronous copy may still be on its way
     missing_barrier,     // shared memory is read before the thread that writes it need have run
@@ -65,6 +67,12 @@ DEVICE void wrong_synchronization(const SelftestFaultParams& params, int thread)
 DEVICE void wrong_address(const SelftestFaultParams& params, int thread) {
     if constexpr (CHOSEN == Fault::read_past_end) {
         params.y[thread] = params.x[thread] + params.x[thread + 1];
+    } else if constexpr (CHOSEN == Fault::unread_past_end) {
+        if (thread == params.count - 1) load_vec16_readonly(params.x + params.count);
+        params.y[thread] = params.x[thread];
+    } else if constexpr (CHOSEN == Fault::unread_streaming) {
+        if (thread == params.count - 1) load_vec16_streaming(params.x + params.count);
+        params.y[thread] = params.x[thread];
     } else if constexpr (CHOSEN == Fault::write_before_start) {
         params.y[thread - 1] = params.x[thread];
     } else if constexpr (CHOSEN == Fault::unwritten_output) {

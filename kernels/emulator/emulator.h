@@ -168,6 +168,15 @@ inline void require_aligned(const void* address, uint32_t bytes, const char* wha
     if (reinterpret_cast<uintptr_t>(address) % bytes) host->misaligned(context, &unknown, address, bytes, what);
 }
 
+// What a load has given, which a GPU makes whether or not anybody reads it, and faults where it may not: the compiler must not leave
+// it out.
+template <class T>
+inline T loaded(const T& source) {
+    const T value = source;
+    asm volatile("" : : "m"(value));
+    return value;
+}
+
 }  // namespace emulator
 
 // The library is built with hidden visibility, so that two modules never share a variable; what

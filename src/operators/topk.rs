@@ -161,6 +161,8 @@ impl Declared for Topk {
         let longest = TopkCase { lengths: Lengths::Absent, ..plain(2, 33_001, 300) };
         // The longest row of which each column has its bits in shared memory.
         let marked = TopkCase { lengths: Lengths::Absent, ..plain(1, 1 << 17, 40) };
+        // The largest score is the last, in a tile of its own.
+        let last = TopkCase { lengths: Lengths::Absent, scores: Scores::Sorted, ..plain(3, 1025, 64) };
         let scores = [Scores::Ties, Scores::Close, Scores::Equal, Scores::Sorted, Scores::NotFinite];
         let mut cases = vec![
             plain(0, 64, 4),
@@ -176,6 +178,7 @@ impl Declared for Topk {
             behind,
             longest,
             marked,
+            last,
         ];
         cases.extend(scores.map(|scores| TopkCase { scores, index: Index::Offset, ..plain(5, 1030, 200) }));
         if profile == Profile::Full {

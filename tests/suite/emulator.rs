@@ -103,6 +103,13 @@ fn a_read_behind_a_buffer_is_reported_with_the_buffers_name() {
 }
 
 #[test]
+fn a_vector_loaded_behind_a_buffer_is_reported_though_nobody_reads_it() {
+    for name in ["unread_past_end", "unread_streaming"] {
+        assert_fault(name, Contract::NAN, 63, &["`x`", "0 bytes past the end", "256 bytes long"]);
+    }
+}
+
+#[test]
 fn a_write_in_front_of_a_buffer_is_reported_with_the_buffers_name() {
     assert_fault("write_before_start", Contract::HUGE, 0, &["`y`", "4 bytes before the start", "256 bytes long"]);
 }

@@ -13,7 +13,7 @@ DEVICE Vec16 load_vec16(const void* source) { return *static_cast<const Vec16*>(
 // From global memory that nothing writes while the kernel runs (the read-only path).
 DEVICE Vec16 load_vec16_readonly(const void* source) {
 #if defined(PARITY_EMULATOR)
-    return *static_cast<const Vec16*>(source);
+    return emulator::loaded(*static_cast<const Vec16*>(source));
 #else
     Vec16 v;
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -26,7 +26,7 @@ DEVICE Vec16 load_vec16_readonly(const void* source) {
 // As load_vec16_readonly, for data that is read once: it does not displace others in the cache.
 DEVICE Vec16 load_vec16_streaming(const void* source) {
 #if defined(PARITY_EMULATOR)
-    return *static_cast<const Vec16*>(source);
+    return emulator::loaded(*static_cast<const Vec16*>(source));
 #else
     Vec16 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
