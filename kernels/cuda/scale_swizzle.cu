@@ -5,24 +5,23 @@
 //
 // Rows and groups that there are not are 0 in a tile, and are not read back.
 //
-// A warp takes four neighbouring tiles. Lane l has of each the 16 bytes that lie together in it: four groups of rows l,
-// l + 32, l + 64 and l + 96. It reads 16 bytes of each of these rows, a word for each tile, and stores four times 16
-// bytes; the inverse goes the other way. Where rows do not allow it, they are read byte by byte.
+// A warp takes half of the rows of eight neighbouring tiles, and a lane those of four of them. A lane has of each tile the 16
+// bytes that lie together in it: four groups of rows r, r + 32, r + 64 and r + 96. It reads 16 bytes of each of these rows, a word
+// for each tile, and stores four times 16 bytes; the inverse goes the other way. Two lanes have the 32 neighbouring bytes of a
+// row, which is what the second-level cache moves at least. Where rows do not allow it, they are read byte by byte.
 //
 // Floor: a byte read and one written a scale; at 4.24 TB/s 3.5 us for the scales of 32 of 32768 x 7168 numbers, which a
-// launch covers in part. Rows are read in half sectors, whose other halves the neighbouring warp finds in the cache.
-// On one H100 the
-// inverse takes 11.6 us for 32768 x 224 and 23.3 for 32768 x 448, 42 % of a copy. ncu (reports/h100/ncu.txt): DRAM at 23 %, the
-// second-level cache at 65 %, where half sectors are asked for, and 93 % of the cycles without a warp that could issue: a warp
-// waits for its four loads.
+// launch covers in part.
 //
-// Launch: ceil(row_tiles * ceil(group_tiles / 4) / WARPS) blocks.
+// Launch: ceil(2 * row_tiles * ceil(group_tiles / 8) / WARPS) blocks.
 #include "memory.h"
 #include "quantise.h"
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
-constexpr int TILE_ROWS = 128, TILE_GROUPS = 4, TILES = 4;  // tiles of a warp
-constexpr int QUARTERS = TILE_ROWS / WARP_SIZE;
+constexpr int TILE_ROWS = 128, TILE_GROUPS = 4, TILES = 4;  // tiles of a lane
+constexpr int SIDES = 2, WARP_TILES = SIDES * TILES;        // neighbouring lanes have the sides of a warp's tiles
+constexpr int QUARTERS = 4, QUARTER_ROWS = TILE_ROWS / QUARTERS, WARP_ROWS = WARP_SIZE / SIDES;
+constexpr uint32_t PARTS = QUARTER_ROWS / WARP_ROWS;        // warps that have the same tiles
 
 struct ScaleSwizzleParams {
     uint8_t* scales; int64_t scales_row_stride;  // [num_rows, num_groups]; strides in bytes
@@ -33,66 +32,69 @@ struct ScaleSwizzleParams {
 PARAMS_LAYOUT(ScaleSwizzleParams, scales, scales_row_stride, tiles, tiles_row_tiles_stride, tiles_group_tiles_stride,
               num_rows, num_groups)
 
-// The first of the tiles of a warp.
-struct Corner {
+// What a lane takes: its first tile, and which row of each quarter of the tiles' rows.
+struct Place {
     int64_t row_tile;
-    int32_t group_tile;
+    int32_t group_tile, row;
 };
 
-DEVICE Corner corner_of(const ScaleSwizzleParams& params) {
-    const uint32_t across = ceil_div(params.num_groups, TILE_GROUPS * TILES);
+DEVICE Place place_of_lane(const ScaleSwizzleParams& params) {
+    const uint32_t across = ceil_div(params.num_groups, TILE_GROUPS * WARP_TILES);
     const uint32_t warp = blockIdx.x * WARPS + static_cast<uint32_t>(warp_id());
-    return Corner{static_cast<int64_t>(warp / across), static_cast<int32_t>(warp % across) * TILES};
+    const uint32_t tiles = warp / PARTS;
+    return Place{static_cast<int64_t>(tiles / across),
+                 static_cast<int32_t>(tiles % across) * WARP_TILES + lane_id() % SIDES * TILES,
+                 static_cast<int32_t>(warp % PARTS) * WARP_ROWS + lane_id() / SIDES};
 }
 
-DEVICE uint8_t* lane_of_tile(const ScaleSwizzleParams& params, const Corner& corner, int tile) {
-    return params.tiles + corner.row_tile * params.tiles_row_tiles_stride +
-           (corner.group_tile + tile) * params.tiles_group_tiles_stride + 16 * lane_id();
+DEVICE uint8_t* lane_of_tile(const ScaleSwizzleParams& params, const Place& place, int tile) {
+    return params.tiles + place.row_tile * params.tiles_row_tiles_stride +
+           (place.group_tile + tile) * params.tiles_group_tiles_stride + 16 * place.row;
 }
 
-// Of a row the bytes that lie in the tiles of a warp: where they begin, and how many there are.
-DEVICE int bytes_of_row(const ScaleSwizzleParams& params, const Corner& corner, int quarter, int64_t& offset) {
-    const int64_t row = corner.row_tile * TILE_ROWS + quarter * static_cast<int>(WARP_SIZE) + lane_id();
-    const int32_t group = corner.group_tile * TILE_GROUPS;
+// Of a row the bytes that lie in the tiles of a lane: where they begin, and how many there are, where that is more than 0.
+DEVICE int bytes_of_row(const ScaleSwizzleParams& params, const Place& place, int quarter, int64_t& offset) {
+    const int64_t row = place.row_tile * TILE_ROWS + quarter * QUARTER_ROWS + place.row;
+    const int32_t group = place.group_tile * TILE_GROUPS;
     offset = row * params.scales_row_stride + group;
-    return row < params.num_rows ? minimum(maximum(params.num_groups - group, 0), TILE_GROUPS * TILES) : 0;
+    return row < params.num_rows ? minimum(params.num_groups - group, TILE_GROUPS * TILES) : 0;
 }
 
 template <bool WIDE>
 DEVICE void swizzle(const ScaleSwizzleParams& params) {
-    const Corner corner = corner_of(params);
-    if (corner.row_tile * TILE_ROWS >= params.num_rows) return;
+    const Place place = place_of_lane(params);
+    if (place.row_tile * TILE_ROWS >= params.num_rows) return;
     uint32_t words[QUARTERS][TILES] = {};
     UNROLL
     for (int quarter = 0; quarter < QUARTERS; ++quarter) {
         int64_t offset;
-        const int bytes = bytes_of_row(params, corner, quarter, offset);
+        const int bytes = bytes_of_row(params, place, quarter, offset);
         if (bytes > 0) load_words<WIDE>(params.scales + offset, words[quarter], bytes);
     }
     UNROLL
     for (int tile = 0; tile < TILES; ++tile) {
-        if ((corner.group_tile + tile) * TILE_GROUPS >= params.num_groups) return;
-        store_vec16(lane_of_tile(params, corner, tile),
+        if ((place.group_tile + tile) * TILE_GROUPS >= params.num_groups) return;
+        store_vec16(lane_of_tile(params, place, tile),
                     Vec16{{words[0][tile], words[1][tile], words[2][tile], words[3][tile]}});
     }
 }
 
 template <bool WIDE>
 DEVICE void unswizzle(const ScaleSwizzleParams& params) {
-    const Corner corner = corner_of(params);
-    if (corner.row_tile * TILE_ROWS >= params.num_rows) return;
+    const Place place = place_of_lane(params);
+    if (place.row_tile * TILE_ROWS >= params.num_rows) return;
     uint32_t words[QUARTERS][TILES] = {};
     UNROLL
     for (int tile = 0; tile < TILES; ++tile) {
-        if ((corner.group_tile + tile) * TILE_GROUPS >= params.num_groups) break;
-        const Vec16 stored = load_vec16(lane_of_tile(params, corner, tile));
+        if ((place.group_tile + tile) * TILE_GROUPS >= params.num_groups) break;
+        const Vec16 stored = load_vec16(lane_of_tile(params, place, tile));
         UNROLL
         for (int quarter = 0; quarter < QUARTERS; ++quarter) words[quarter][tile] = stored.w[quarter];
     }
     UNROLL
     for (int quarter = 0; quarter < QUARTERS; ++quarter) {
         int64_t offset;
-        const int bytes = bytes_of_row(params, corner, quarter, offset);
+        const int bytes = bytes_of_row(params, place, quarter, offset);
         if (bytes > 0) store_words<WIDE>(params.scales + offset, words[quarter], bytes);
     }
 }

@@ -10,9 +10,10 @@ const FILE: &str = "scale_swizzle.cu";
 const CHECK: Arguments = Arguments { operator: "scale_swizzle" };
 /// Groups of a row at most.
 pub const MAX_GROUPS: usize = 1 << 30;
-/// Rows and groups of a tile, tiles of a warp, warps of a block.
+/// Rows and groups of a tile, tiles of a warp, warps that have the same tiles, warps of a block.
 const TILE: [usize; 2] = [128, 4];
-const TILES: usize = 4;
+const WARP_TILES: usize = 8;
+const PARTS: usize = 2;
 const WARPS: usize = 4;
 
 /// The one module that the launcher compiles.
@@ -47,7 +48,7 @@ pub fn launch(device: &Device, views: &Views, inverse: bool) -> Result<&'static 
     let signature = signature.given("row_tiles", row_tiles).given("group_tiles", group_tiles);
     let mut call = signature.given("tile_bytes", TILE_BYTES);
     let [num_rows, num_groups] = call.bind(["num_rows", "num_groups"])?;
-    let warps = row_tiles.saturating_mul(group_tiles.div_ceil(TILES));
+    let warps = row_tiles.saturating_mul(group_tiles.div_ceil(WARP_TILES)).saturating_mul(PARTS);
     if u32::try_from(warps).is_err() {
         return CHECK.refuse("scales", format!("{num_rows} rows need {warps} warps; there may be {}", u32::MAX));
     }

@@ -260,7 +260,10 @@ impl<K: Declared> Benchmark<K> {
             tensors.put(spec.name, tensor);
         }
         let further = narrowed.further.as_ref().map_or(&[][..], |further| &further.entries);
+        let fields = |case: &K::Case| case_of::<K>(case, &Choices::default()).fields;
+        let before = narrowed.is_all().then(|| (fields(&case), tensors.clone()));
         (self.sampled)(&Whole { case: &self.case, rows: &narrowed.axis.entries, further }, &mut case, &mut tensors);
+        let is_whole = before.is_some_and(|(unchanged, given)| unchanged == fields(&case) && given == tensors);
         let specs = checked::<K>(&case).map_err(field_error::<K>)?;
         for spec in specs.present().filter(|spec| spec.is_given()) {
             let shape = &tensors.tensor(spec.name).shape;
@@ -272,7 +275,8 @@ impl<K: Declared> Benchmark<K> {
                 )));
             }
         }
-        Ok(Sample { inputs: Inputs::of(case, Choices::default(), tensors), narrowed, direction: self.direction })
+        let inputs = Inputs::of(case, Choices::default(), tensors);
+        Ok(Sample { inputs, narrowed, is_whole, direction: self.direction })
     }
 
     fn no_axis(&self, axis: &str) -> CaseError {
@@ -354,8 +358,8 @@ impl Narrowed {
         (places.map(|(at, _)| at).collect(), further)
     }
 
-    /// Whether the sample is all of the case: then tensors without the axis are part of it as well, unless a sample leaves out some
-    /// of what they hold, which those may that are compared by themselves.
+    /// Whether the sample has every entry: then tensors without the axis are part of it as well, unless [`Benchmark::sampled`] leaves
+    /// out some of what they hold, which those may that are compared by themselves.
     fn is_all(&self) -> bool {
         [Some(&self.axis), self.further.as_ref()].into_iter().flatten().all(|axis| axis.entries.len() == axis.extent)
     }
@@ -390,6 +394,8 @@ fn interleaved(entries: &[HostTensor], outer: usize) -> Vec<u8> {
 struct Sample<K: Declared> {
     inputs: Inputs<K>,
     narrowed: Narrowed,
+    /// Whether they are all that the case has, and nothing was taken out of them: then what has no axis to sample is theirs, too.
+    is_whole: bool,
     direction: Direction,
 }
 
@@ -405,7 +411,7 @@ impl<K: Declared> Sample<K> {
         for spec in whole.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
             let tensor = match self.narrowed.download(spec, placed)? {
                 Some(tensor) => tensor,
-                None if self.narrowed.is_all() && !whole.compares(spec.name) => {
+                None if self.is_whole || (self.narrowed.is_all() && !whole.compares(spec.name)) => {
                     placed.arena().download(&placed.views()[spec.name])?
                 }
                 None => continue,

@@ -292,8 +292,11 @@ impl Declared for KvNormRopeWrite {
     }
 }
 
-/// The rows of sampled tokens alone: their slots are spread over all pages.
-fn without_the_cache(_: &Whole<'_, KvNormRopeWrite>, c: &mut KvNormRopeWriteCase, tensors: &mut Tensors) {
+/// The rows of sampled tokens alone, where these are not all: their slots are spread over all pages.
+fn without_the_cache(whole: &Whole<'_, KvNormRopeWrite>, c: &mut KvNormRopeWriteCase, tensors: &mut Tensors) {
+    if c.num_tokens == whole.case.num_tokens {
+        return;
+    }
     tensors.set_i32s("slots", &vec![-1; c.num_tokens]);
     c.slots = SlotClass::Hostile;
 }

@@ -34,6 +34,8 @@ pub enum Logits {
     NotANumber,
     /// Drawn ones, and of every [`CROWD`] ids the first 128 far above the others: those that one warp of a block reads.
     Crowded,
+    /// Drawn ones, of which three of a row, wherever they lie, are 5 and a little more above the largest.
+    Few,
     /// Two of the first four ids have the largest scores of a row at a temperature of 1, of which the first or the second is ahead
     /// by [`CLOSE`]; all others are far below.
     Close,
@@ -166,6 +168,7 @@ impl Declared for Sampler {
             Logits::Rising,
             Logits::NotFinite,
             Logits::NotANumber,
+            Logits::Few,
             Logits::Close,
         ]);
         let temperature = select(vec![Temperature::Zero, Temperature::One, Temperature::Mixed]);
@@ -246,6 +249,8 @@ impl Declared for Sampler {
             SamplerCase { logits: Logits::Equal, ..plain(9, 9000, Filters::MinP) },
             // More large logits than one warp has room to collect.
             SamplerCase { logits: Logits::Crowded, ..plain(2, 60_000, Filters::TopP) },
+            // The order ends among a few ids that are larger than any that a kernel may have looked at first.
+            SamplerCase { logits: Logits::Few, data: Data::normal(3.0), ..plain(10, 30_000, Filters::UsualTopP) },
             // The best score of some rows is far below 0.
             SamplerCase { logits: Logits::Rising, ..mixed(9, 300, Filters::Absent) },
             // Rows of several tiles: the largest logit last, NaN and infinities, and no filter.
@@ -256,6 +261,8 @@ impl Declared for Sampler {
             // A temperature at which logits of 100 leave nothing of a score but what rounds to a whole number: of equal ones the
             // lowest id wins, whoever comes first.
             SamplerCase { logits: Logits::Equal, data: Data::normal(100.0), ..mixed(36, 300, Filters::UsualTopP) },
+            // The same of a row that is raced, tile after tile.
+            SamplerCase { logits: Logits::Equal, data: Data::normal(100.0), ..mixed(18, 9000, Filters::Absent) },
             plain(2, 20_000, Filters::Absent),
         ];
         let logits = [Logits::Ties, Logits::Equal, Logits::OneHot, Logits::Rising, Logits::NotFinite];
@@ -434,13 +441,17 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64], seeds: &[f64], steps: &[f64]) -> 
             Logits::NotANumber if draw.rng().random_ratio(1, 40) => f64::NAN,
             Logits::NotFinite | Logits::NotANumber => drawn,
             Logits::Crowded if id % CROWD < 128 => drawn + 20.0,
-            Logits::Crowded | Logits::Close => drawn,
+            Logits::Crowded | Logits::Few | Logits::Close => drawn,
         }
     };
     let mut logits: Vec<f64> = drawn.iter().enumerate().map(logit).collect();
     for (row, logits) in logits.chunks_mut(c.vocab_size).enumerate() {
         if c.logits == Logits::Close {
             make_close(row, seeds[row] as i64 as u64, steps[row] as i64 as u64, logits);
+        }
+        if c.logits == Logits::Few {
+            let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            (0..3).for_each(|few| logits[draw.rng().random_range(0..c.vocab_size)] = largest + 5.0 + f64::from(few) / 4.0);
         }
         let largest = logits.iter().copied().filter(|logit| logit.is_finite()).fold(0.0, f64::max);
         match c.words {

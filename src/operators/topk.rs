@@ -159,6 +159,8 @@ impl Declared for Topk {
         let behind = TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1025, 950) };
         // Rows of the longest blocks with scores in all bins, of which the second cannot be read in vectors.
         let longest = TopkCase { lengths: Lengths::Absent, ..plain(2, 33_001, 300) };
+        // More equal scores than are chosen, among which the order ends, in a row of which threads mark several words each.
+        let many = TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(1, 33_001, 1024) };
         // The longest row of which each column has its bits in shared memory.
         let marked = TopkCase { lengths: Lengths::Absent, ..plain(1, 1 << 17, 40) };
         // The largest score is the last, in a tile of its own.
@@ -177,6 +179,7 @@ impl Declared for Topk {
             sampled,
             behind,
             longest,
+            many,
             marked,
             last,
         ];

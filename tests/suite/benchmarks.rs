@@ -275,6 +275,8 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
         query("forward"),
         query("backward"),
         timed::<KvNormRopeWrite>("forward", "65536x512 page 64", &keys, json!({"num_tokens": 8})),
+        // One token, whose slot in the cache is part of what is compared.
+        timed::<KvNormRopeWrite>("forward", "1x512 page 64", &json!({}), json!({})),
         output("4096x128x512 in 16 groups e8m0"),
         output("4096x64x512 in 8 groups fp32"),
     ]
@@ -354,6 +356,8 @@ fn caches() -> Vec<Box<dyn Timed>> {
         keys("32768x128 page 32 e2m1"),
         keys("32768x128 page 32 e4m3"),
         timed::<CompressorStream>("forward", "128 sequences x512 ratio 4", &sequences, json!({})),
+        // One entry in e2m1, of which no number has power by itself: the state is compared.
+        timed::<CompressorStream>("forward", "1 sequences x128 ratio 4", &json!({}), json!({})),
         entries("forward", "32768x512 ratio 4", 4),
         entries("backward", "32768x512 ratio 4", 4),
         entries("forward", "32768x512 ratio 128", 128),
