@@ -451,7 +451,9 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64], seeds: &[f64], steps: &[f64]) -> 
         }
         if c.logits == Logits::Few {
             let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            (0..3).for_each(|few| logits[draw.rng().random_range(0..c.vocab_size)] = largest + 5.0 + f64::from(few) / 4.0);
+            (0..3).for_each(|few| {
+                logits[draw.rng().random_range(0..c.vocab_size)] = largest + 5.0 + f64::from(few) / 4.0
+            });
         }
         let largest = logits.iter().copied().filter(|logit| logit.is_finite()).fold(0.0, f64::max);
         match c.words {

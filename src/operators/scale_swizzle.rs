@@ -77,7 +77,8 @@ impl Declared for ScaleSwizzle {
     fn edge_cases(_: Profile) -> Vec<ScaleSwizzleCase> {
         // One scale; a row more than a warp takes of a quarter, than a quarter and than a tile; a group more than a tile, than a
         // lane takes and than a warp; a lane and a warp whose last whole tile is the last that there is.
-        let extents = [(0, 3), (1, 1), (17, 4), (33, 5), (2, 20), (128, 16), (129, 17), (257, 35), (129, 48), (145, 64)];
+        let extents =
+            [(0, 3), (1, 1), (17, 4), (33, 5), (2, 20), (128, 16), (129, 17), (257, 35), (129, 48), (145, 64)];
         extents
             .into_iter()
             .flat_map(|(rows, groups)| [false, true].map(|inverse| plain(rows, groups, inverse)))
