@@ -8,8 +8,8 @@
 // one is written; on either side eight neighbouring rows lie together. Where rows do not allow 16 bytes, a piece is one byte.
 //
 // Floor: a byte read and one written each. 32 experts of 2 x 2048 rows of 4096 e2m1: 268 MB each way, 127 us at 4.24 TB/s;
-// their scales, 128 bytes a row, 8 us. Expected to be limited by memory: two divisions of 32 bits a piece are the only work.
-// Not measured yet.
+// their scales, 128 bytes a row, 8 us. Limited by memory: two divisions of 32 bits a piece are the only work.
+// On one H200 134 us for them either way (94 and 95 % of a copy), 9.8 for their scales (81 %, of 33.6 MB, which a copy takes 9.9 for).
 //
 // Launch: ceil(num_pieces / (THREADS * UNITS)) blocks.
 #include "gate_up.h"
