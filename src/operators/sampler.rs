@@ -297,6 +297,11 @@ impl Declared for Sampler {
         Ok(())
     }
 
+    /// The scores of all ids, which every run keeps, and those of their places in the race.
+    fn oracle_elements(c: &SamplerCase) -> u128 {
+        2 * c.num_rows as u128 * c.vocab_size as u128
+    }
+
     fn forward(_: &SamplerCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         reference::forward(&t.named()?, rounding)
     }
