@@ -237,8 +237,9 @@ fn a_missing_barrier_is_found_by_runs_that_differ() {
 
 #[test]
 fn wasted_time_is_found_by_paired_runs() {
+    // Several times what a call takes: a machine that gets busy after the endpoints were told apart must not hide it.
     let spin = || {
-        let waste = "    volatile float spin = 0.0f;\n    for (int i = 0; i < 2000; ++i) spin = spin + 1.0f;\n";
+        let waste = "    volatile float spin = 0.0f;\n    for (int i = 0; i < 8000; ++i) spin = spin + 1.0f;\n";
         ("    return rsqrt_approx(", format!("{waste}    return rsqrt_approx("))
     };
     let repository = Scripted::new(8, |at| if at >= 6 { vec![spin()] } else { vec![] }, no_files);
