@@ -17,7 +17,7 @@
 // finished before the next one was added up, so that every block waited for the sums of the others, one H200 reached 71 and 74 %, 63 %
 // of 4096 tokens. One token 3.0 us, where an empty kernel, the bytes and 1.5 us are 2.8. Limited by memory.
 // On one H200, whose memory is 1.4 times as fast: 757 and 401 us (73 and 79 %), 108 and 63 (64 and 63 %). No profile of it there: the
-// 2000 cycles of a batch, which hide behind 5400 for its bytes on the H100, have 3800 there.
+// 2000 cycles of a batch, which hide behind 5400 for its bytes on the H100, have 3800 there by the ratio of the rates.
 // 128 tokens take 8.3 us on one H200, where 5.0 were expected; by launches of a graph 8.7, and in runs of 4 and 16 tokens 8.8
 // and 9.2. By the clock in the kernel, 16 clusters of two batches, cycles of some 1.98 GHz: a block's 57 KB of streams are
 // there after 4,200, at memory's rate; the first batch is added up at 7,000 and the second at 8,800, the first is mixed at

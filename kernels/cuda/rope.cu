@@ -28,7 +28,7 @@
 // Measured on one H200, bf16, 16384 tokens, 128 heads, head_dim 512, rope_dim 64, as a share of a device copy in
 // the same run: 98 % out of place, either direction; 80 % in place, which touches 128 bytes of each 1024 (157.9 to 159.4 us; 160 when
 // a thread's cosines and sines were asked for one by one). The pattern is what limits it: kernels that read, change by one bit
-// pattern and write the same bytes, without arithmetic, tables or strides, took 155.1 to 159.1 us in eighteen forms (1 to 16 loads
+// pattern and write the same bytes, without tables or other arithmetic, took 155.1 to 159.1 us in eighteen forms (1 to 16 loads
 // of a thread in flight, blocks of 128 to 1024 threads; one form 165.2). ncu: no byte too many (272.7 MB read and 242.4 MB
 // written of 268.4 each way, the rest still in the second-level cache), DRAM at 70 % of its peak where a copy reaches 88 %, the
 // second-level cache at 76 %, L1 at 25 %, and of 27.5 cycles between a warp's instructions 19.2 wait for memory.

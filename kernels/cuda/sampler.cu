@@ -634,7 +634,7 @@ DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& 
     return Sample{most, least, lowest, BUCKETS / 1.5f / (most - lowest)};
 }
 
-// Whether nothing below `least` is kept, whatever lies in front of it; the largest logit is finite.
+// Whether nothing below `least` is kept, whatever lies in front of it. Of rows with an infinite logit nobody takes the answer.
 DEVICE bool lists_all_kept(const Row& row, const Bounds& bounds, float least) {
     // What is at most that, all together, is no more than top_p leaves out. An octave further down no rounding matters.
     const float left_out = (1.0f - row.top_p) * bounds.sum / static_cast<float>(row.vocab_size);
