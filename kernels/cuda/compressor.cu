@@ -259,7 +259,7 @@ DEVICE void pool_chunk(const CompressorParams& params) {
     if (item.group == 0) store_pooled<WIDE>(params, item.entry, item.channel, x);
 }
 
-KERNEL(compressor_pool_vector, CompressorParams, POOL_THREADS) { pool_chunk<true>(params); }
+KERNEL_OF(compressor_pool_vector, CompressorParams, POOL_THREADS, 4) { pool_chunk<true>(params); }
 KERNEL(compressor_pool_scalar, CompressorParams, POOL_THREADS) { pool_chunk<false>(params); }
 
 template <bool WIDE>
@@ -474,7 +474,7 @@ DEVICE void pool_backward(const CompressorBackwardParams& params) {
     }
 }
 
-KERNEL(compressor_pool_backward_vector, CompressorBackwardParams, POOL_THREADS) { pool_backward<true>(params); }
+KERNEL_OF(compressor_pool_backward_vector, CompressorBackwardParams, POOL_THREADS, 2) { pool_backward<true>(params); }
 KERNEL(compressor_pool_backward_scalar, CompressorBackwardParams, POOL_THREADS) { pool_backward<false>(params); }
 
 // ---------------------------------------------------------------- sums over blocks, and tokens that no entry pools
@@ -507,19 +507,21 @@ DEVICE Pooled pooled_halves(const CompressorSumsParams& params, int64_t token) {
 }
 
 // A warp's 32 tokens: zeros for those of them, or their halves, that get no gradient. The lane that holds a token
-// knows it.
+// knows it; nothing is done for the others, which most tokens are.
 template <bool WIDE>
 DEVICE void zero_unpooled(const CompressorSumsParams& params, int64_t first_token) {
     const int64_t own = first_token + lane_id();
     const Pooled pooled = own < params.num_tokens ? pooled_halves(params, own) : Pooled{true, true};
     const bool has_overlap = params.width > params.head_dim;
     const Channels zeros = {};
-    for (int number = 0; number < static_cast<int>(WARP_SIZE); ++number) {
-        const bool first = __shfl_sync(FULL_WARP, static_cast<int>(pooled.first), number) != 0;
-        const bool own_half = __shfl_sync(FULL_WARP, static_cast<int>(pooled.own), number) != 0;
+    const uint32_t without_first = __ballot_sync(FULL_WARP, has_overlap && !pooled.first);
+    const uint32_t without_own = __ballot_sync(FULL_WARP, !pooled.own);
+    for (uint32_t left = without_first | without_own; left != 0; left &= left - 1) {
+        const int number = __ffs(static_cast<int>(left)) - 1;
         const int64_t token = first_token + number;
         for (int column = lane_id() * QUAD; column < params.width; column += WARP_SIZE * QUAD) {
-            if (has_overlap && column < params.head_dim ? first : own_half) continue;
+            const uint32_t without = has_overlap && column < params.head_dim ? without_first : without_own;
+            if ((without >> number & 1u) == 0) continue;
             store_quad<WIDE>(params.dkv + token * params.dkv_stride + column, zeros);
             store_quad<WIDE>(params.dgate + token * params.dgate_stride + column, zeros);
         }
@@ -529,18 +531,19 @@ DEVICE void zero_unpooled(const CompressorSumsParams& params, int64_t first_toke
 template <bool WIDE>
 DEVICE void sums(const CompressorSumsParams& params) {
     __shared__ float shared[SUM_GROUPS][WARP_SIZE];
+    // Tokens first: where they are, takes a search, which other blocks then hide.
+    const int token_blocks = ceil_div(params.num_tokens, SUM_THREADS);
     const int ape_blocks = ceil_div(params.num_ape, static_cast<int>(WARP_SIZE));
-    const int weight_blocks = ceil_div(params.head_dim, static_cast<int>(WARP_SIZE));
     const int block = static_cast<int>(blockIdx.x);
-    if (block < ape_blocks) {
-        sum_column(params.dape_partials, params.num_dape_partials, params.num_ape,
-                   static_cast<int64_t>(block) * WARP_SIZE + lane_id(), params.dape, shared);
-    } else if (block < ape_blocks + weight_blocks) {
-        sum_column(params.dnorm_weight_partials, params.num_dnorm_weight_partials, params.head_dim,
-                   static_cast<int64_t>(block - ape_blocks) * WARP_SIZE + lane_id(), params.dnorm_weight, shared);
-    } else {
-        const int64_t first = static_cast<int64_t>(block - ape_blocks - weight_blocks) * SUM_THREADS;
+    if (block < token_blocks) {
+        const int64_t first = static_cast<int64_t>(block) * SUM_THREADS;
         zero_unpooled<WIDE>(params, first + warp_id() * static_cast<int>(WARP_SIZE));
+    } else if (block < token_blocks + ape_blocks) {
+        sum_column(params.dape_partials, params.num_dape_partials, params.num_ape,
+                   static_cast<int64_t>(block - token_blocks) * WARP_SIZE + lane_id(), params.dape, shared);
+    } else {
+        const int64_t column = static_cast<int64_t>(block - token_blocks - ape_blocks) * WARP_SIZE + lane_id();
+        sum_column(params.dnorm_weight_partials, params.num_dnorm_weight_partials, params.head_dim, column, params.dnorm_weight, shared);
     }
 }
 

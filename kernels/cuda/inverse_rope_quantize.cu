@@ -144,5 +144,5 @@ DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
 }
 
 // Six blocks of a multiprocessor: what one waits for its memory the others use.
-KERNEL_OF(inverse_rope_quantize_vector, InverseRopeQuantizeParams, THREADS, 6) { inverse_rope_quantize<true>(params); }
+KERNEL_OF(inverse_rope_quantize_vector, InverseRopeQuantizeParams, THREADS, 8) { inverse_rope_quantize<true>(params); }
 KERNEL(inverse_rope_quantize_scalar, InverseRopeQuantizeParams, THREADS) { inverse_rope_quantize<false>(params); }

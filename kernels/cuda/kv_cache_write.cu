@@ -29,7 +29,7 @@
 #include "kv_cache.h"
 #include "math.h"
 #include "memory.h"
-#include "numeric.h"
+#include "quantise.h"
 
 #if !defined(NOPE_DIM) || !defined(ROPE_DIM)
 #error "define NOPE_DIM and ROPE_DIM"
@@ -63,48 +63,48 @@ DEVICE uint8_t group_scale(float amax) {
 
 // Four channels, two packed pairs, times `inverse_scale`, as four codes.
 DEVICE uint32_t quantise(uint32_t first, uint32_t second, float inverse_scale) {
-    const float x[4] = {unpack_bf16_low(first), unpack_bf16_high(first), unpack_bf16_low(second),
-                        unpack_bf16_high(second)};
-    uint32_t codes = 0;
-    UNROLL
-    for (int i = 0; i < 4; ++i) codes |= static_cast<uint32_t>(to_e4m3(x[i] * inverse_scale).bits) << 8 * i;
-    return codes;
+    const auto codes = [=](uint32_t pair) {
+        return pack_e4m3(unpack_bf16_low(pair) * inverse_scale, unpack_bf16_high(pair) * inverse_scale);
+    };
+    return codes(first) | codes(second) << 16;
 }
 
-// Magnitudes of bf16 order as their bits do, NaN above infinity above every number.
-DEVICE uint32_t largest_magnitude(const Vec16& x) {
-    uint32_t largest = 0;
-    UNROLL
-    for (int i = 0; i < 4; ++i) {
-        largest = maximum(largest, x.w[i] & 0x7fffu);
-        largest = maximum(largest, x.w[i] >> 16 & 0x7fffu);
+constexpr int ROW_CHUNKS = Row::HEAD_DIM / LANE_CHANNELS;
+// Steps of a warp over a row and over its scales, of which there are eight where there are any.
+constexpr int STEPS = ceil_div(maximum(ROW_CHUNKS, Row::SCALE_BYTES * GROUP_LANES), static_cast<int>(WARP_SIZE));
+
+DEVICE int chunk_of(int step) { return step * static_cast<int>(WARP_SIZE) + lane_id(); }
+
+// What a lane has of a row, one chunk of each step; zeros behind the row. All are asked for before one is waited for.
+struct Chunks {
+    Vec16 x[STEPS];
+
+    void load(const bf16* source) {
+        UNROLL
+        for (int step = 0; step < STEPS; ++step) {
+            const int chunk = chunk_of(step);
+            x[step] = chunk < ROW_CHUNKS ? load_vec16_streaming(source + chunk * LANE_CHANNELS) : Vec16{{0, 0, 0, 0}};
+        }
     }
-    return largest;
-}
+};
 
 // One group for each eight lanes, ROW_SCALE_BYTES of them in all: groups that do not exist pad the scales with 0.
-DEVICE void write_groups(const bf16* source, uint8_t* data, uint8_t* scales, bool wanted) {
-    const int lane = threadIdx.x % WARP_SIZE;
+DEVICE void write_group(const Vec16& x, int chunk, uint8_t* data, uint8_t* scales, bool wanted) {
+    const int group = chunk / GROUP_LANES;
+    const bool exists = group < Row::GROUPS;
+    uint32_t magnitude = largest_magnitude(x);
     UNROLL
-    for (int chunk = lane; chunk < ROW_SCALE_BYTES * GROUP_LANES; chunk += WARP_SIZE) {
-        const int group = chunk / GROUP_LANES;
-        const bool exists = group < Row::GROUPS;
-        Vec16 x{{0, 0, 0, 0}};
-        if (exists) x = load_vec16_streaming(source + chunk * LANE_CHANNELS);
-        uint32_t magnitude = largest_magnitude(x);
-        UNROLL
-        for (int distance = GROUP_LANES / 2; distance > 0; distance /= 2)
-            magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
-        const uint8_t scale = group_scale(__uint_as_float(magnitude << 16));
-        // x / s as a product: s is a power of two, and so is 1 / s, whose byte is 254 - that of s.
-        const float inverse = scale == 255 ? NAN_F32 : e8m0_to_float(static_cast<uint8_t>(254 - scale));
-        if (!wanted) continue;
-        if (chunk % GROUP_LANES == 0) scales[group] = exists ? scale : 0;
-        if (!exists) continue;
-        auto* codes = reinterpret_cast<uint32_t*>(data + chunk * LANE_CHANNELS);
-        codes[0] = quantise(x.w[0], x.w[1], inverse);
-        codes[1] = quantise(x.w[2], x.w[3], inverse);
-    }
+    for (int distance = GROUP_LANES / 2; distance > 0; distance /= 2)
+        magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
+    const uint8_t scale = group_scale(__uint_as_float(magnitude));
+    // x / s as a product: s is a power of two, and so is 1 / s, whose byte is 254 - that of s.
+    const float inverse = scale == 255 ? NAN_F32 : e8m0_to_float(static_cast<uint8_t>(254 - scale));
+    if (!wanted || group >= ROW_SCALE_BYTES) return;
+    if (chunk % GROUP_LANES == 0) scales[group] = exists ? scale : 0;
+    if (!exists) return;
+    auto* codes = reinterpret_cast<uint32_t*>(data + chunk * LANE_CHANNELS);
+    codes[0] = quantise(x.w[0], x.w[1], inverse);
+    codes[1] = quantise(x.w[2], x.w[3], inverse);
 }
 
 KERNEL(kv_cache_write, KvCacheWriteParams, THREADS) {
@@ -112,13 +112,16 @@ KERNEL(kv_cache_write, KvCacheWriteParams, THREADS) {
     if (token >= params.num_tokens) return;
     const PagedRows<uint8_t> cache{params.pages, params.pages_stride, params.page_size, params.num_slots};
     const int32_t slot = params.slots[token];
+    Chunks row;
+    row.load(params.kv + token * params.kv_stride);
     const bool wanted = cache.holds(slot);
     const int32_t target = wanted ? slot : 0;
-    const bf16* source = params.kv + token * params.kv_stride;
     uint8_t* data = cache.data<Row>(target);
-    if constexpr (NOPE_DIM > 0) write_groups(source, data, cache.scales<Row>(target), wanted);
-    for (int chunk = threadIdx.x % WARP_SIZE; chunk < ROPE_DIM / LANE_CHANNELS; chunk += WARP_SIZE) {
-        const Vec16 x = load_vec16_streaming(source + NOPE_DIM + chunk * LANE_CHANNELS);
-        if (wanted) store_vec16(data + NOPE_DIM + 16 * chunk, x);
+    UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+        const int chunk = chunk_of(step);
+        if constexpr (NOPE_DIM > 0) write_group(row.x[step], chunk, data, cache.scales<Row>(target), wanted);
+        const int copied = chunk - NOPE_DIM / LANE_CHANNELS;
+        if (wanted && copied >= 0 && chunk < ROW_CHUNKS) store_vec16(data + NOPE_DIM + 16 * copied, row.x[step]);
     }
 }

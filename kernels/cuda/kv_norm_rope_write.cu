@@ -67,12 +67,24 @@ struct KvNormRopeWriteParams {
 PARAMS_LAYOUT(KvNormRopeWriteParams, x, x_stride, weight, y, y_stride, slots, pages, pages_stride, cos, cos_stride, sin,
               sin_stride, positions, table_rows, num_tokens, num_slots, page_size, head_dim, rope_dim, inverse, eps)
 
+// As rotation.h takes it: which channels turn, and that they turn forwards, is known here, and costs nothing where it is asked.
+struct RowRotations {
+    static constexpr int32_t inverse = 0, head_dim = Row::HEAD_DIM, rope_dim = ROPE_DIM;
+    const float* cos; int64_t cos_stride;
+    const float* sin; int64_t sin_stride;
+    const int32_t* positions;
+    int64_t table_rows;
+};
+DEVICE RowRotations rotations_of(const KvNormRopeWriteParams& params) {
+    return RowRotations{params.cos, params.cos_stride, params.sin, params.sin_stride, params.positions, params.table_rows};
+}
+
 // Asks the second-level cache for what the norm and the rotation of a row need, while the row itself is waited for. Of many tokens
 // it has them.
 DEVICE void prefetch_rest(const KvNormRopeWriteParams& params, int64_t token) {
     if (params.num_tokens > FEW_TOKENS) return;
     if (lane_id() * LINE_FLOATS < Row::HEAD_DIM) prefetch_second_level(params.weight + lane_id() * LINE_FLOATS);
-    const RotationRows rows = rotation_rows(params, token, 0);
+    const RotationRows rows = rotation_rows(rotations_of(params), token, 0);
     if (rows.exist() && lane_id() * LINE_FLOATS < ROPE_DIM / 2) {
         prefetch_second_level(rows.cos + lane_id() * LINE_FLOATS);
         prefetch_second_level(rows.sin + lane_id() * LINE_FLOATS);
@@ -91,26 +103,22 @@ DEVICE void normalise_and_turn(const KvNormRopeWriteParams& params, int64_t toke
         UNROLL
         for (int e = 0; e < VECTOR; ++e) x.x[p][e] = weight[e] * (x.x[p][e] * rstd);
         round_to_bf16(x.x[p]);
-        if (turn_channels(params, token, channel, x.x[p])) round_to_bf16(x.x[p]);
+        if (turn_channels(rotations_of(params), token, channel, x.x[p])) round_to_bf16(x.x[p]);
     }
 }
 
-// The codes of eight channels, which become what they decode to; stored, with the scale of their group, where the row is
-// wanted. All lanes take part.
-DEVICE void write_group(float (&x)[VECTOR], int32_t channel, uint8_t* data, uint8_t* scales, bool wanted) {
+// The codes of eight channels, and in y, which has the channels, what they decode to; stored, with the scale of their group, where
+// the row is wanted. All lanes take part.
+DEVICE void write_group(const float (&x)[VECTOR], int32_t channel, uint8_t* data, uint8_t* scales, bool wanted, Vec16& y) {
     const bool exists = channel < NOPE_DIM;
-    const uint8_t scale = group_scale(largest(exists ? largest_magnitude(x) : 0u, GROUP_LANES), E4M3_FLOOR, 1.0f / 448.0f);
+    const uint8_t scale = group_scale(largest(largest_magnitude(y), GROUP_LANES), E4M3_FLOOR, 1.0f / 448.0f);
     if (wanted && lane_id() % GROUP_LANES == 0) scales[channel / SCALE_GROUP] = exists ? scale : 0;
     if (!exists) return;
     uint32_t codes[VECTOR / 4];
     e4m3_codes(x, inverse_of_scale(scale), codes);
     if (wanted) store_words<true>(data + channel, codes);
     UNROLL
-    for (int e = 0; e < VECTOR; e += 2) {
-        e4m3x2_to_float(codes[e / 4] >> 8 * (e % 4) & 0xffffu, x[e], x[e + 1]);
-        x[e] *= e8m0_to_float(scale);
-        x[e + 1] *= e8m0_to_float(scale);
-    }
+    for (int i = 0; i < 2; ++i) e4m3x4_to_bf16(codes[i], e8m0_to_bf16(scale), y.w[2 * i], y.w[2 * i + 1]);
 }
 
 KERNEL_OF(kv_norm_rope_write, KvNormRopeWriteParams, THREADS, 12) {
@@ -128,9 +136,10 @@ KERNEL_OF(kv_norm_rope_write, KvNormRopeWriteParams, THREADS, 12) {
     UNROLL
     for (int p = 0; p < Channels<true>::PIECES; ++p) {
         const int32_t channel = Channels<true>::first(p);
-        write_group(x.x[p], channel, data, scales, wanted);
-        if (wanted && channel >= NOPE_DIM && channel < Row::HEAD_DIM)
-            store_vec16(data + NOPE_DIM + 2 * (channel - NOPE_DIM), pack<ELEMENT>(x.x[p]));
+        Vec16 y = pack<ELEMENT>(x.x[p]);
+        write_group(x.x[p], channel, data, scales, wanted, y);
+        if (channel >= Row::HEAD_DIM) continue;
+        if (wanted && channel >= NOPE_DIM) store_vec16(data + NOPE_DIM + 2 * (channel - NOPE_DIM), y);
+        store_vec16_global(params.y + token * params.y_stride + channel, y);
     }
-    x.store(params.y + token * params.y_stride, Row::HEAD_DIM);
 }

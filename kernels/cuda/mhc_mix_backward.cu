@@ -181,13 +181,32 @@ KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THR
 
 // ---------------------------------------------------------------- sums over blocks
 
-// dz (or dz mix) of a column, over the blocks in their order.
-DEVICE float column_total(const MhcMixBackwardSumsParams& params, int column) {
-    return sum_of_parts<16>(params.partials + column, 2 * COLUMNS, params.blocks);
+constexpr int SUM_LANES = 2 * COLUMNS / 4, SUM_GROUPS = THREADS / SUM_LANES;
+
+// dz and dz mix of all columns, in the first of the groups' rows. A group of threads adds every SUM_GROUPS-th of what the blocks left,
+// and their sums are added in their order: one column a thread was half a hundred accesses one behind the other.
+DEVICE void column_totals(const MhcMixBackwardSumsParams& params, float (*of_groups)[2 * COLUMNS]) {
+    const int first = static_cast<int>(threadIdx.x) % SUM_LANES * 4, group = static_cast<int>(threadIdx.x) / SUM_LANES;
+    float sums[4] = {};
+    for (int32_t block = group; group < SUM_GROUPS && block < params.blocks; block += SUM_GROUPS) {
+        float parts[4];
+        load_elements(params.partials + static_cast<int64_t>(block) * 2 * COLUMNS + first, parts);
+        UNROLL
+        for (int i = 0; i < 4; ++i) sums[i] += parts[i];
+    }
+    UNROLL
+    for (int i = 0; i < 4 && group < SUM_GROUPS; ++i) of_groups[group][first + i] = sums[i];
+    __syncthreads();
+    if (threadIdx.x < 2 * COLUMNS) {
+        float total = 0.0f;
+        for (int row = 0; row < SUM_GROUPS; ++row) total += of_groups[row][threadIdx.x];
+        of_groups[0][threadIdx.x] = total;
+    }
+    __syncthreads();
 }
 
 KERNEL(mhc_mix_backward_sums, MhcMixBackwardSumsParams, THREADS) {
-    __shared__ float totals[COLUMNS];
+    __shared__ float of_groups[SUM_GROUPS][2 * COLUMNS];
     const int64_t numbers = COLUMNS * params.channels, at = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
     if (at < numbers) {
         float sum = 0.0f;
@@ -195,13 +214,12 @@ KERNEL(mhc_mix_backward_sums, MhcMixBackwardSumsParams, THREADS) {
         params.dfn[at] = sum;
     }
     if (blockIdx.x != 0) return;
-    if (threadIdx.x < COLUMNS) params.dbase[threadIdx.x] = column_total(params, threadIdx.x);
-    if (threadIdx.x < COLUMNS) totals[threadIdx.x] = column_total(params, COLUMNS + threadIdx.x);
-    __syncthreads();
+    column_totals(params, of_groups);
+    if (threadIdx.x < COLUMNS) params.dbase[threadIdx.x] = of_groups[0][threadIdx.x];
     if (threadIdx.x >= GROUPS) return;
     // Columns 0 to 3, 4 to 7, 8 to 23.
     const int first = threadIdx.x * STREAMS, last = threadIdx.x == GROUPS - 1 ? COLUMNS : first + STREAMS;
     float sum = 0.0f;
-    for (int column = first; column < last; ++column) sum += totals[column];
+    for (int column = first; column < last; ++column) sum += of_groups[0][COLUMNS + column];
     params.dscale[threadIdx.x] = sum;
 }

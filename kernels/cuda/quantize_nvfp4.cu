@@ -13,12 +13,16 @@
 // found by two kernels: the largest of what each block of a grid that fills the machine goes over, and the largest of
 // these.
 //
-// Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 82 us for 32768 x 4096;
-// for s2 the elements are read once more, 64 us. Quantising is limited by instructions where scales are any fp32
-// numbers: a division that is rounded once, of each element, and the code of its quotient.
-// On one H100 187 us, 61 % of a copy; ncu (reports/h100/ncu.txt): 78 % of the issue slots are taken, DRAM is at 53 %.
-// Measured on one H200, 32768 x 4096: 185 us, of which the scale of the tensor is a reading of 64 us at least; back
-// 88 us. 226 us with divisions by calls, back 147 us with half sectors and codes decoded one by one.
+// Codes are those of quotients rounded once to fp32, and scales any fp32 numbers, so that a division of each element and the code of
+// its quotient, some 24 instructions, limited quantising. Of bf16 a product with the inverse has the same code unless the divisor is
+// one of few (e2m1_needs_quotients in quantise.h), which a group asks once: then its codes are four instructions an element, from
+// products that are cut off to binary16. Of other divisors, and of fp32, it divides.
+//
+// Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 81 us for 32768 x 4096;
+// for s2 the elements are read once more, 64 us, by a launch that is not among the figures below.
+// Measured on one H200, 32768 x 4096: 87.5 us (93 % of a copy; 185.0 by divisions in the same call, 96.1 with the 47 registers that a
+// lane takes if it may, five blocks a multiprocessor, and 91.1 with six); scales in tiles 94.0 (191); 4096 x 7168 20.6 (42.2); 128
+// rows 2.3 (3.2). Back 88 us. Limited by memory.
 //
 // Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks; of the
 // largest at most AMAX_BLOCKS, and one for all of them.
@@ -126,15 +130,20 @@ DEVICE void codes_of_quotients(const float (&x)[SPAN], Divide divide, uint32_t (
     for (int i = 0; i < SPAN; ++i) codes[i / 8] |= static_cast<uint32_t>(to_e2m1(divide(x[i]))) << 4 * (i % 8);
 }
 
-// The codes of a group with this scale.
-DEVICE void codes_of(const float (&x)[SPAN], uint8_t scale, float global_scale, uint32_t (&codes)[SPAN / 8]) {
+// The codes of a group with this largest magnitude and this scale.
+DEVICE void codes_of(const float (&x)[SPAN], float amax, uint8_t scale, float global_scale, uint32_t (&codes)[SPAN / 8]) {
     const float divisor = __fmul_rn(to_float(fp8_e4m3{scale}), global_scale);
     codes[0] = codes[1] = 0;
     if (divisor == 0.0f) return;
-    // Far from what underflows a division is six instructions: numbers that underflow there have the code 0 anyway.
+    // Far from what underflows: numbers that underflow in products and divisions have the code 0 anyway.
     if (divisor >= 0x1p-90f && divisor <= 0x1p90f) {
-        // What is beyond the largest code by far is so in front of the division, too, and does not overflow in it.
         const float inverse = __frcp_rn(divisor), most = 8.0f * divisor;
+        if (sizeof(ELEMENT) == sizeof(bf16) && amax * inverse < 7.0f && !e2m1_needs_quotients(divisor)) {
+            UNROLL
+            for (int i = 0; i < SPAN; i += 8) codes[i / 8] = e2m1_codes_of_products(x + i, inverse * 0x1p-14f);
+            return;
+        }
+        // A division is six instructions. What is beyond the largest code by far is so in front of it, too, and does not overflow in it.
         const auto divide = [&](float number) {
             return divided(maximum_f32(minimum_f32(number, most), -most), divisor, inverse);
         };
@@ -153,10 +162,11 @@ DEVICE void quantize(const QuantizeNvfp4Params& params) {
     float x[SPAN];
     unpack_stored(raw, x);
     const float global_scale = params.global_scale[0];
-    const uint8_t scale = block_scale(__uint_as_float(largest_magnitude(raw)), global_scale);
+    const float amax = __uint_as_float(largest_magnitude(raw));
+    const uint8_t scale = block_scale(amax, global_scale);
     if (span.count > 0) {
         uint32_t codes[SPAN / 8];
-        codes_of(x, scale, global_scale, codes);
+        codes_of(x, amax, scale, global_scale, codes);
         store_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column / 2, codes, span.count / 2);
     }
     const int32_t group = span.column / GROUP;
@@ -184,7 +194,7 @@ DEVICE void dequantize(const DequantizeNvfp4Params& params) {
 
 KERNEL(nvfp4_amax_vector, Nvfp4AmaxParams, THREADS) { find_amax<true>(params); }
 KERNEL(nvfp4_amax_scalar, Nvfp4AmaxParams, THREADS) { find_amax<false>(params); }
-KERNEL(quantize_nvfp4_vector, QuantizeNvfp4Params, THREADS) { quantize<true>(params); }
+KERNEL_OF(quantize_nvfp4_vector, QuantizeNvfp4Params, THREADS, 8) { quantize<true>(params); }
 KERNEL(quantize_nvfp4_scalar, QuantizeNvfp4Params, THREADS) { quantize<false>(params); }
 KERNEL(dequantize_nvfp4_vector, DequantizeNvfp4Params, THREADS) { dequantize<true>(params); }
 KERNEL(dequantize_nvfp4_scalar, DequantizeNvfp4Params, THREADS) { dequantize<false>(params); }

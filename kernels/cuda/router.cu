@@ -50,6 +50,7 @@ constexpr int STEP = LANES * FLOATS;      // experts that a warp takes at once
 constexpr float SUM_FLOOR = 1e-20f;
 constexpr float SMALL_LOGIT = -18.0f;
 constexpr int32_t NO_EXPERT = -1;
+constexpr int FEW_SLOTS = 8;             // so many lanes have a token in the backward, where its slots are no more
 
 struct RouterForwardParams {
     const float* logits; int64_t logits_token_stride;              // [num_tokens, num_experts]; strides in elements
@@ -294,40 +295,78 @@ KERNEL(router_hashed, RouterForwardParams, THREADS) {
     write_slots(params, token, expert, score_of_slot(params, token, expert));
 }
 
+// ---------------------------------------------------------------- backward
+
+// What a lane has: a slot of a token, its expert, or none. SLOT_LANES neighbours have a token.
+struct Slot {
+    int64_t token;
+    int32_t number, expert;
+};
+
+template <int SLOT_LANES>
+DEVICE Slot slot_of_lane(const RouterBackwardParams& params, int64_t first_token) {
+    Slot slot{first_token + lane_id() / SLOT_LANES, lane_id() % SLOT_LANES, NO_EXPERT};
+    if (slot.token < params.num_tokens && slot.number < params.topk) {
+        const int32_t listed = params.topk_indices[slot.token * params.topk_indices_token_stride + slot.number];
+        if (listed >= 0 && listed < params.num_experts) slot.expert = listed;
+    }
+    return slot;
+}
+
+// The sum over a token's slots, in all of its lanes and in the order of warp_sum, whose other lanes would have zeros.
+template <int SLOT_LANES>
+DEVICE float slot_sum(float value) {
+    UNROLL
+    for (int distance = SLOT_LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
+    return value;
+}
+
 // The gradient of the logit of this lane's slot, by itself.
-DEVICE float slot_gradient(const RouterBackwardParams& params, int64_t token, int32_t expert) {
-    const bool used = expert != NO_EXPERT;
-    const float logit = used ? params.logits[token * params.logits_token_stride + expert] : 0.0f;
+template <int SLOT_LANES>
+DEVICE float slot_gradient(const RouterBackwardParams& params, const Slot& slot) {
+    const bool used = slot.expert != NO_EXPERT;
+    const float logit = used ? params.logits[slot.token * params.logits_token_stride + slot.expert] : 0.0f;
+    const float upstream = used ? params.dtopk_weights[slot.token * params.dtopk_weights_token_stride + slot.number] : 0.0f;
     const float score = used ? score_of(logit) : 0.0f;
-    const float upstream = used ? params.dtopk_weights[token * params.dtopk_weights_token_stride + lane_id()] : 0.0f;
-    const float sum = warp_sum(score), divisor = divisor_of(sum);
-    const float along = warp_sum(used ? upstream * (score / divisor) : 0.0f);
+    const float sum = slot_sum<SLOT_LANES>(score), divisor = divisor_of(sum);
+    const float along = slot_sum<SLOT_LANES>(used ? upstream * (score / divisor) : 0.0f);
     const float common = sum < SUM_FLOOR ? 0.0f : along;
     return params.route_scale / divisor * (upstream - common) * slope_of(logit, score);
 }
 
+// The sum over the slots of this lane's expert, in their order: the same in each of them.
+DEVICE float expert_gradient(const RouterBackwardParams& params, const Slot& slot, float gradient) {
+    float sum = 0.0f;
+    for (int number = 0; number < params.topk; ++number) {
+        const int lane = lane_id() - slot.number + number;
+        const int32_t expert = __shfl_sync(FULL_WARP, slot.expert, lane);
+        const float term = __shfl_sync(FULL_WARP, gradient, lane);
+        if (expert == slot.expert) sum += term;
+    }
+    return sum;
+}
+
+// A warp clears the rows of its tokens while it waits for their slots, and then stores what these have.
+template <int COUNT, int SLOT_LANES>
+DEVICE void router_backward(const RouterBackwardParams& params) {
+    constexpr int TOKENS = LANES / SLOT_LANES;
+    const int64_t first_token = own_token() * TOKENS;
+    const Slot slot = slot_of_lane<SLOT_LANES>(params, first_token);
+    const float zeros[COUNT] = {};
+    for (int64_t token = first_token; token < minimum(first_token + TOKENS, params.num_tokens); ++token) {
+        float* const row = params.dlogits + token * params.dlogits_token_stride;
+        for (int expert = lane_id() * COUNT; expert < params.num_experts; expert += LANES * COUNT) store_elements(row + expert, zeros);
+    }
+    const float gradient = expert_gradient(params, slot, slot_gradient<SLOT_LANES>(params, slot));
+    // The zeros are other lanes'.
+    __syncwarp();
+    if (slot.expert != NO_EXPERT) params.dlogits[slot.token * params.dlogits_token_stride + slot.expert] = gradient;
+}
+
 template <int COUNT>
 DEVICE void router_backward(const RouterBackwardParams& params) {
-    const int64_t token = own_token();
-    if (token >= params.num_tokens) return;
-    int32_t expert = NO_EXPERT;
-    if (lane_id() < params.topk) {
-        const int32_t listed = params.topk_indices[token * params.topk_indices_token_stride + lane_id()];
-        if (listed >= 0 && listed < params.num_experts) expert = listed;
-    }
-    const float gradient = slot_gradient(params, token, expert);
-    // All lanes take every step: the slots come by shuffles.
-    for (int step = 0; step < params.num_experts; step += LANES * COUNT) {
-        const int first = step + lane_id() * COUNT;
-        float dlogits[COUNT] = {};
-        for (int slot = 0; slot < params.topk; ++slot) {
-            const int at = __shfl_sync(FULL_WARP, expert, slot) - first;
-            const float term = __shfl_sync(FULL_WARP, gradient, slot);
-            UNROLL
-            for (int e = 0; e < COUNT; ++e) dlogits[e] += at == e ? term : 0.0f;
-        }
-        if (first < params.num_experts) store_elements(params.dlogits + token * params.dlogits_token_stride + first, dlogits);
-    }
+    if (params.topk <= FEW_SLOTS) router_backward<COUNT, FEW_SLOTS>(params);
+    else router_backward<COUNT, LANES>(params);
 }
 
 KERNEL(router_backward_vector, RouterBackwardParams, THREADS) { router_backward<FLOATS>(params); }

@@ -26,6 +26,8 @@ enum class Fault {
     unwritten_shared,    // shared memory is read that no thread writes
     unwritten_output,    // every other element of y is left as it was
     past_shared,         // the last thread stores one element behind the dynamic shared memory
+    shared_as_global,    // the last thread stores in dynamic shared memory by an instruction that is for global memory
+    static_as_global,    // the same in static shared memory
     outside_shared,      // an asynchronous copy aims behind the end of the dynamic shared memory
     endless_loop,        // a thread waits for a value that nobody stores
     endless_exchange,    // the same, with a warp barrier in the loop
@@ -98,6 +100,13 @@ DEVICE void wrong_shared_memory(const SelftestFaultParams& params, int thread) {
         shared[thread + 1] = params.x[thread];
         __syncthreads();
         params.y[thread] = shared[thread];
+    } else if constexpr (CHOSEN == Fault::shared_as_global) {
+        if (thread == params.count - 1) store_vec16_global(shared, Vec16{});
+        params.y[thread] = params.x[thread];
+    } else if constexpr (CHOSEN == Fault::static_as_global) {
+        __shared__ Vec16 kept;
+        if (thread == params.count - 1) store_vec16_global(&kept, Vec16{});
+        params.y[thread] = params.x[thread];
     } else if constexpr (CHOSEN == Fault::outside_shared) {
         copy_async_16(shared_address(shared + 4 * thread), params.x, true);
         copy_commit();

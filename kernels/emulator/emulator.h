@@ -220,12 +220,28 @@ UNWATCHED inline ThreadStorage thread_storage() {
 }
 }  // namespace emulator
 
+namespace emulator {
+// This thread's, which static shared memory lies in. The poison leaves it out, as it does `context`.
+inline thread_local ThreadStorage own_storage{};
+
+// Instructions that a GPU has for global memory alone fault at an address of shared memory, of which a pointer says nothing.
+UNWATCHED inline void require_global(const void* address, const char* what) {
+    const auto* byte = static_cast<const uint8_t*>(address);
+    const auto from = [=](const void* start) { return static_cast<uint64_t>(byte - static_cast<const uint8_t*>(start)); };
+    if (from(context->dynamic_shared) >= context->dynamic_shared_bytes && from(own_storage.start) >= own_storage.bytes) return;
+    char text[160];
+    std::snprintf(text, sizeof text, "%s is for global memory and was given an address of shared memory", what);
+    stop({}, text);
+}
+}  // namespace emulator
+
 EMULATOR_EXPORT UNWATCHED void* emulator_thread_storage() { return emulator::thread_storage().start; }
 EMULATOR_EXPORT UNWATCHED void emulator_poison_static_shared(uint8_t byte) {
     const emulator::ThreadStorage storage = emulator::thread_storage();
     emulator::ThreadContext* kept = emulator::context;
     std::memset(storage.start, byte, storage.bytes);
     emulator::context = kept;
+    emulator::own_storage = storage;
 }
 
 // ---------------------------------------------------------------- the compiler's checks

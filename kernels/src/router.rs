@@ -12,6 +12,8 @@ pub const MAX_EXPERTS: usize = 512;
 pub const MAX_TOPK: usize = 32;
 /// Tokens of a block: one a warp.
 const TOKENS_PER_BLOCK: usize = 4;
+/// Slots of a token up to which a warp of the backward has several tokens, of so many lanes each.
+const FEW_SLOTS: usize = 8;
 /// Experts of a warp, of a token that a block takes.
 const GROUP: usize = 32;
 
@@ -106,6 +108,7 @@ pub fn backward(device: &Device, views: &Views, route_scale: f32) -> Result<&'st
     let name = if wide { "router_backward_vector" } else { "router_backward_scalar" };
     let kernel = device.kernel(FILE, &[], name)?;
     let params = params.f32("route_scale", route_scale);
-    kernel.launch_blocks("logits", num_tokens.div_ceil(TOKENS_PER_BLOCK), &params)?;
+    let tokens = if topk <= FEW_SLOTS { TOKENS_PER_BLOCK * 32 / FEW_SLOTS } else { TOKENS_PER_BLOCK };
+    kernel.launch_blocks("logits", num_tokens.div_ceil(tokens), &params)?;
     Ok(name)
 }

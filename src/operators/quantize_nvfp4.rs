@@ -172,6 +172,10 @@ impl Declared for QuantizeNvfp4 {
             // Every number, under the scale 1 and divided by one that is no power of two; each code under each scale.
             scaled(1.0, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
             scaled(0.3, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            // Divided by such that a product with the inverse falls on the other side of 0.75, 2.5 and 3.5 than the quotient.
+            scaled(0.5104167, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            scaled(0.97499996, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            scaled(0.8392858, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
             scaled(1.0, holding(Contents::EveryNumber, f32s(plain(Quantize, 70, 512)))),
             scaled(1.0, holding(Contents::EveryNumber, plain(Dequantize, 8, 1024))),
             scaled(0.3, holding(Contents::EveryNumber, f32s(plain(Dequantize, 8, 1024)))),

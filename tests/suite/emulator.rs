@@ -110,6 +110,14 @@ fn a_vector_loaded_behind_a_buffer_is_reported_though_nobody_reads_it() {
 }
 
 #[test]
+fn a_store_for_global_memory_that_is_given_shared_memory_is_reported() {
+    for name in ["shared_as_global", "static_as_global"] {
+        let needles = ["store_vec16_global is for global memory", "an address of shared memory"];
+        assert_fault(name, Contract::NAN, 63, &needles);
+    }
+}
+
+#[test]
 fn a_write_in_front_of_a_buffer_is_reported_with_the_buffers_name() {
     assert_fault("write_before_start", Contract::HUGE, 0, &["`y`", "4 bytes before the start", "256 bytes long"]);
 }

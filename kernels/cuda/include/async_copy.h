@@ -35,6 +35,7 @@ DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted)
     const uint32_t source_bytes = wanted ? 16u : 0u;
 #if defined(PARITY_EMULATOR)
     emulator::require_aligned(source, 16, "copy_async_16");
+    if (wanted) emulator::require_global(source, "copy_async_16");
     uint8_t* const shared = shared_pointer(target, 16, "copy_async_16");
     emulator::host->copy_async(emulator::context, shared, source, 16, source_bytes);
 #else
@@ -89,6 +90,7 @@ DEVICE void copy_async_4(SharedAddress target, const void* source, bool wanted) 
     const uint32_t source_bytes = wanted ? 4u : 0u;
 #if defined(PARITY_EMULATOR)
     emulator::require_aligned(source, 4, "copy_async_4");
+    if (wanted) emulator::require_global(source, "copy_async_4");
     uint8_t* const shared = shared_pointer(target, 4, "copy_async_4");
     emulator::host->copy_async(emulator::context, shared, source, 4, source_bytes);
 #else

@@ -111,31 +111,51 @@ DEVICE void add_ape(Awaited<SLOTS>& awaited) {
     }
 }
 
-// What the warps of a block hand to each other, once for each of the three numbers of a channel.
-struct PoolShared {
+// What the warps of a block hand to each other of each of the three numbers of a channel.
+struct alignas(16) PoolShared {
     float of_warp[3][POOL_WARPS][CHUNK];
 };
 
-// The sum (or the largest) of what all threads of the block with the same channels hold, in each of them.
 template <bool SUM>
-DEVICE void across_groups(Channels& x, float (&of_warp)[POOL_WARPS][CHUNK]) {
-    const int column = lane_id() % CHUNK_QUADS * QUAD, warps = static_cast<int>(blockDim.x / WARP_SIZE);
+DEVICE float joined(float a, float b) { return SUM ? a + b : maximum_f32(a, b); }
+
+// The sum (or the largest) of what the block's warps have left of a thread's channels, in their order. All are asked for before any is
+// needed, and a warp that there is not adds nothing.
+template <bool SUM>
+DEVICE void join_warps(const float (&of_warp)[POOL_WARPS][CHUNK], int column, Channels& x) {
+    const int warps = static_cast<int>(blockDim.x / WARP_SIZE);
+    Channels parts[POOL_WARPS];
+    UNROLL
+    for (int warp = 0; warp < POOL_WARPS; ++warp) {
+        UNROLL
+        for (int i = 0; i < QUAD; ++i) parts[warp][i] = SUM ? 0.0f : -INFINITY_F32;
+        if (warp < warps) load_elements(&of_warp[warp][column], parts[warp]);
+    }
     UNROLL
     for (int i = 0; i < QUAD; ++i) {
+        x[i] = parts[0][i];
         UNROLL
-        for (int distance = CHUNK_QUADS; distance < static_cast<int>(WARP_SIZE); distance *= 2) {
-            const float other = __shfl_xor_sync(FULL_WARP, x[i], distance);
-            x[i] = SUM ? x[i] + other : maximum_f32(x[i], other);
+        for (int warp = 1; warp < POOL_WARPS; ++warp) x[i] = joined<SUM>(x[i], parts[warp][i]);
+    }
+}
+
+// The sums (or the largest) of what all threads of the block with the same channels hold, in each of them, of COUNT numbers a channel.
+template <bool SUM, int COUNT>
+DEVICE void across_groups(Channels (&x)[COUNT], float (*of_warp)[POOL_WARPS][CHUNK]) {
+    const int column = lane_id() % CHUNK_QUADS * QUAD;
+    UNROLL
+    for (int number = 0; number < COUNT; ++number) {
+        UNROLL
+        for (int i = 0; i < QUAD; ++i) {
+            UNROLL
+            for (int distance = CHUNK_QUADS; distance < static_cast<int>(WARP_SIZE); distance *= 2)
+                x[number][i] = joined<SUM>(x[number][i], __shfl_xor_sync(FULL_WARP, x[number][i], distance));
         }
-        if (lane_id() < CHUNK_QUADS) of_warp[warp_id()][column + i] = x[i];
+        if (lane_id() < CHUNK_QUADS) store_vec16(&of_warp[number][warp_id()][column], pack<float>(x[number]));
     }
     __syncthreads();
     UNROLL
-    for (int i = 0; i < QUAD; ++i) {
-        x[i] = of_warp[0][column + i];
-        for (int warp = 1; warp < warps; ++warp)
-            x[i] = SUM ? x[i] + of_warp[warp][column + i] : maximum_f32(x[i], of_warp[warp][column + i]);
-    }
+    for (int number = 0; number < COUNT; ++number) join_warps<SUM>(of_warp[number], column, x[number]);
 }
 
 // Turns scores into exp(score - the channel's largest). Returns for each channel the pooled value, and the inverse of
@@ -143,33 +163,33 @@ DEVICE void across_groups(Channels& x, float (&of_warp)[POOL_WARPS][CHUNK]) {
 // slots.
 template <int SLOTS>
 DEVICE void pool(Slots<SLOTS>& slots, PoolShared* shared, Channels& pooled, Channels& inverse) {
-    Channels largest, total, sum;
+    Channels largest[1], sums[2];  // of powers, and of these times values
     UNROLL
     for (int i = 0; i < QUAD; ++i) {
-        largest[i] = slots.score[0][i];
+        largest[0][i] = slots.score[0][i];
         UNROLL
-        for (int slot = 1; slot < SLOTS; ++slot) largest[i] = maximum_f32(largest[i], slots.score[slot][i]);
+        for (int slot = 1; slot < SLOTS; ++slot) largest[0][i] = maximum_f32(largest[0][i], slots.score[slot][i]);
     }
-    if (shared) across_groups<false>(largest, shared->of_warp[0]);
+    if (shared) across_groups<false>(largest, shared->of_warp);
     UNROLL
     for (int i = 0; i < QUAD; ++i) {
-        total[i] = 0.0f;
-        sum[i] = 0.0f;
+        float total = 0.0f, sum = 0.0f;
         UNROLL
         for (int slot = 0; slot < SLOTS; ++slot) {
-            const float power = exp2_approx((slots.score[slot][i] - largest[i]) * LOG2_E);
+            const float power = exp2_approx((slots.score[slot][i] - largest[0][i]) * LOG2_E);
             slots.score[slot][i] = power;
-            total[i] += power;
-            sum[i] = fused_multiply_add(power, slots.value[slot][i], sum[i]);
+            total += power;
+            sum = fused_multiply_add(power, slots.value[slot][i], sum);
         }
+        sums[0][i] = total;
+        sums[1][i] = sum;
     }
-    if (shared) across_groups<true>(total, shared->of_warp[1]);
-    if (shared) across_groups<true>(sum, shared->of_warp[2]);
+    if (shared) across_groups<true>(sums, shared->of_warp + 1);
     UNROLL
     for (int i = 0; i < QUAD; ++i) {
         // Between 1 and the number of slots, or NaN.
-        inverse[i] = reciprocal_of_normal(total[i]);
-        pooled[i] = sum[i] * inverse[i];
+        inverse[i] = reciprocal_of_normal(sums[0][i]);
+        pooled[i] = sums[1][i] * inverse[i];
     }
 }
 

@@ -224,6 +224,7 @@ DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
 // The bytes count towards the barrier's expected ones when they land.
 DEVICE void bulk_copy_in(SharedAddress target, const void* source, uint32_t bytes, SharedAddress barrier) {
 #if defined(PARITY_EMULATOR)
+    emulator::require_global(source, "bulk_copy_in");
     emulator::host->bulk_copy_in(emulator::context, target, static_cast<const uint8_t*>(source), bytes, barrier);
 #else
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
@@ -268,6 +269,7 @@ DEVICE void tensor_copy_in_all(SharedAddress target, const TensorMap& map, int32
 // memory through the asynchronous proxy at some moment before bulk_wait_read returns.
 DEVICE void bulk_add_f32(float* target, SharedAddress source, uint32_t bytes) {
 #if defined(PARITY_EMULATOR)
+    emulator::require_global(target, "bulk_add_f32");
     emulator::host->bulk_add(emulator::context, target, source, bytes);
 #else
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source),

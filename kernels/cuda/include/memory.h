@@ -13,6 +13,7 @@ DEVICE Vec16 load_vec16(const void* source) { return *static_cast<const Vec16*>(
 // From global memory that nothing writes while the kernel runs (the read-only path).
 DEVICE Vec16 load_vec16_readonly(const void* source) {
 #if defined(PARITY_EMULATOR)
+    emulator::require_global(source, "load_vec16_readonly");
     return emulator::loaded(*static_cast<const Vec16*>(source));
 #else
     Vec16 v;
@@ -26,6 +27,7 @@ DEVICE Vec16 load_vec16_readonly(const void* source) {
 // As load_vec16_readonly, for data that is read once: it does not displace others in the cache.
 DEVICE Vec16 load_vec16_streaming(const void* source) {
 #if defined(PARITY_EMULATOR)
+    emulator::require_global(source, "load_vec16_streaming");
     return emulator::loaded(*static_cast<const Vec16*>(source));
 #else
     Vec16 v;
@@ -39,7 +41,7 @@ DEVICE Vec16 load_vec16_streaming(const void* source) {
 // Asks for a line of global memory, which the second-level cache then has.
 DEVICE void prefetch_second_level(const void* source) {
 #if defined(PARITY_EMULATOR)
-    static_cast<void>(source);
+    emulator::require_global(source, "prefetch_second_level");
 #else
     asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
 #endif
@@ -49,6 +51,7 @@ DEVICE void prefetch_second_level(const void* source) {
 DEVICE void prefetch_second_level(const void* source, uint32_t bytes) {
 #if defined(PARITY_EMULATOR)
     emulator::require_aligned(source, 16, "prefetch_second_level");
+    emulator::require_global(source, "prefetch_second_level");
     static_cast<void>(bytes);
 #elif PARITY_SM >= 90
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes));
@@ -71,6 +74,7 @@ DEVICE void store_vec16(void* target, Vec16 v) {
 // sector of a warp's 512 bytes.
 DEVICE void store_vec16_global(void* target, Vec16 v) {
 #if defined(PARITY_EMULATOR)
+    emulator::require_global(target, "store_vec16_global");
     *static_cast<Vec16*>(target) = v;
 #else
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
@@ -81,6 +85,7 @@ DEVICE void store_vec16_global(void* target, Vec16 v) {
 // To global memory that this kernel does not read again (evicted first).
 DEVICE void store_vec16_streaming(void* target, Vec16 v) {
 #if defined(PARITY_EMULATOR)
+    emulator::require_global(target, "store_vec16_streaming");
     *static_cast<Vec16*>(target) = v;
 #else
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
@@ -93,6 +98,7 @@ DEVICE void store_vec16_streaming(void* target, Vec16 v) {
 DEVICE void store_pair(float* target, float first, float second) {
 #if defined(PARITY_EMULATOR)
     emulator::require_aligned(target, 8, "store_pair");
+    emulator::require_global(target, "store_pair");
     target[0] = first;
     target[1] = second;
 #else
@@ -110,6 +116,7 @@ DEVICE void atomic_add_vec4(float* target, float v0, float v1, float v2, float v
 #else
 #if defined(PARITY_EMULATOR)
     emulator::require_aligned(target, 16, "atomic_add_vec4");
+    emulator::require_global(target, "atomic_add_vec4");
 #endif
     atomicAdd(target, v0);
     atomicAdd(target + 1, v1);

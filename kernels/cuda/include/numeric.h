@@ -80,6 +80,15 @@ DEVICE uint32_t half_bits(float x) {
     if (magnitude < 0x38800000u) return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3f000000u);
     return sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13);
 }
+// Bits of the binary16 next to a number, towards zero.
+DEVICE uint32_t half_bits_toward_zero(float x) {
+    const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
+    if (magnitude > 0x7f800000u) return 0x7fff;
+    if (magnitude == 0x7f800000u) return sign | 0x7c00u;
+    if (magnitude >= 0x47800000u) return sign | 0x7bffu;  // 65536 and above
+    if (magnitude < 0x38800000u) return sign | static_cast<uint32_t>(__uint_as_float(magnitude) * 0x1p24f);
+    return sign | (magnitude - (112u << 23)) >> 13;
+}
 #endif
 
 // Two binary16 in one register, `low` at the lower address.
@@ -89,6 +98,17 @@ DEVICE uint32_t pack_half(float low, float high) {
 #else
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+
+// The same, cut off towards zero: they stay below, or not below, each binary16 that they are below, or not.
+DEVICE uint32_t pack_half_toward_zero(float low, float high) {
+#if defined(PARITY_EMULATOR)
+    return half_bits_toward_zero(low) | half_bits_toward_zero(high) << 16;
+#else
+    uint32_t pair;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 #endif
 }

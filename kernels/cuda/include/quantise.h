@@ -17,6 +17,14 @@ DEVICE uint32_t largest_magnitude(const float (&x)[COUNT]) {
     return magnitude;
 }
 
+// The same of eight numbers of bf16, two at a time.
+DEVICE uint32_t largest_magnitude(const Vec16& x) {
+    uint32_t pair = 0;
+    UNROLL
+    for (int i = 0; i < 4; ++i) pair = maximum_u16x2(pair, x.w[i] & 0x7fff7fffu);
+    return maximum(pair << 16, pair & 0xffff0000u);
+}
+
 // The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes are ordered as they are, NaN above
 // infinity.
 DEVICE float largest(uint32_t magnitude, int lanes) {
@@ -69,6 +77,41 @@ DEVICE float divided(float x, float divisor, float inverse) {
 DEVICE float divided_for_e4m3(float x, float divisor, float inverse) {
     const float quotient = __fmul_rn(x, inverse);
     return fused_multiply_add(-fused_multiply_add(quotient, divisor, -x), inverse, quotient);
+}
+
+// Whether x * (1 / divisor), each rounded once, can have another code of e2m1 than x / divisor, rounded once, for a number x of bf16:
+// codes change at 0.25, 0.75, 1.25, 1.75, 2.5, 3.5 and 5, which are powers of two times 1, 3, 5 and 7. Product and quotient are
+// within 2^-23 of what is exact, so that they lie on one side of such a place, and neither on it, unless x lies within four units
+// of the last place from the place times the divisor; and the last 16 bits of a bf16, as a float, are 0. Of divisors far from what
+// underflows. One divisor of two thousand can, but all with few bits.
+DEVICE bool e2m1_needs_quotients(float divisor) {
+    uint32_t nearest = 0xffffu;
+    UNROLL
+    for (int factor = 1; factor < 8; factor += 2)
+        nearest = minimum(nearest, (__float_as_uint(static_cast<float>(factor) * divisor) + 4u) & 0xffffu);
+    return nearest < 8u;
+}
+
+// The sign of each of eight numbers of 16 bits in the highest bit of its nibble; word i has number i in its lower half and number
+// i + 4 in the upper one.
+DEVICE uint32_t nibble_signs(const uint32_t (&pairs)[4]) {
+    // All over the byte that has its code, and the one of the other nibble in another word.
+    const uint32_t low_signs = byte_signs<0xfbd9>(pairs[0], pairs[2]), high_signs = byte_signs<0xfbd9>(pairs[1], pairs[3]);
+    return (low_signs & 0x08080808u) | (high_signs & 0x80808080u);
+}
+
+// Codes in e2m1 of eight numbers times 2^14 `factor`, less than 7 then, of which none lies where codes change; the first in the
+// lowest nibble.
+// e2m1 has the exponents from 2^0 on, with one bit behind the point also below; binary16 those from 2^-14 on: a code is the two
+// lowest bits of the exponent and the first bit behind the point, of what is half a unit of that bit larger.
+DEVICE uint32_t e2m1_codes_of_products(const float* numbers, float factor) {
+    uint32_t pairs[4], codes = 0;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        pairs[i] = pack_half_toward_zero(numbers[i] * factor, numbers[i + 4] * factor);
+        codes |= (pairs[i] + 0x01000100u) >> 9 << 4 * i & 0x00070007u << 4 * i;
+    }
+    return codes | nibble_signs(pairs);
 }
 
 // Codes in e4m3 of numbers times the inverse of their scale, four in a word, the first lowest.
@@ -131,11 +174,8 @@ DEVICE uint32_t e2m1_codes(const uint32_t (&pairs)[4], uint8_t scale) {
         // NaN is above all numbers.
         codes = codes * 16 + minimum_u16x2(code, LAST);
     }
-    // The sign of each number all over the byte that has its code, and the one of the other nibble in another word. NaN has none.
-    const uint32_t low_signs = byte_signs<0xfbd9>(pairs[0], pairs[2]), high_signs = byte_signs<0xfbd9>(pairs[1], pairs[3]);
-    const uint32_t low = scale == 255 ? 0u : 0x08080808u, high = scale == 255 ? 0u : 0x80808080u;
-    // What codes are counted from was added four times as well.
-    return codes + ((low_signs & low) | (high_signs & high)) - FIRST * 0x1111u;
+    // What codes are counted from was added four times as well. NaN has no sign.
+    return codes + (scale == 255 ? 0u : nibble_signs(pairs)) - FIRST * 0x1111u;
 }
 
 // The same of eight floats that bf16 holds.

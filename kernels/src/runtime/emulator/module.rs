@@ -25,14 +25,10 @@ use crate::runtime::error::{Result, RuntimeError};
 const THREADS_PER_BLOCK: u64 = 1024;
 
 /// Byte that fills shared memory before a block starts: NaN in every floating-point type; under a schedule seed what blocks before
-/// it might have left, zeros or numbers of ordinary size in turn. Comparisons take NaN for nothing, so that a kernel which reads what
-/// nobody stored may not show it by NaN alone.
-fn shared_poison(schedule_seed: Option<u64>) -> u8 {
-    match schedule_seed {
-        None => 0xff,
-        Some(seed) if seed % 2 == 1 => 0,
-        Some(_) => 0x3f,
-    }
+/// it might have left in turn: zeros, numbers of ordinary size, or negative ones, which are large as unsigned integers. Comparisons take
+/// NaN for nothing, so that a kernel which reads what nobody stored may not show it by NaN alone.
+fn shared_poison(turn: Option<u64>) -> u8 {
+    turn.map_or(0xff, |turn| [0xc0, 0, 0x3f][(turn % 3) as usize])
 }
 
 type Enter = unsafe extern "C" fn(*mut ThreadContext);
@@ -124,7 +120,7 @@ impl EmulatorModule {
         // SAFETY: the storage is this thread's own, and so is what is made of it.
         let pads = unsafe { PadsOfThread::new(&self.pads, (self.thread_storage)()) };
         let mut stacks = Vec::new();
-        let poison = shared_poison(launch.schedule_seed);
+        let poison = launch.shared_poison;
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
             if index >= launch.clusters().count() || launch.cancelled.load(Ordering::Relaxed) {
@@ -256,10 +252,11 @@ impl EmulatorModule {
         let entry = unsafe { *symbol::<Entry>(&self.library, &self.file, &format!("{kernel}_entry"))? };
         let aligned = aligned_copy(params);
         let cancelled = AtomicBool::new(false);
-        let schedule_seed = {
+        let (schedule_seed, poison_turn) = {
             let mut schedule = self.shared.schedule.lock().unwrap_or_else(|e| e.into_inner());
             schedule.launches += 1;
-            schedule.seed.map(|seed| seed ^ schedule.launches.wrapping_mul(0xd1b5_4a32_d192_ed03))
+            let mixed = schedule.launches.wrapping_mul(0xd1b5_4a32_d192_ed03);
+            (schedule.seed.map(|seed| seed ^ mixed), schedule.seed.map(|seed| seed.wrapping_add(schedule.launches)))
         };
         let grid = Dim3::new(grid);
         // Accesses of a lone block have an order, and what others access is the same under every schedule: one tells.
@@ -274,6 +271,7 @@ impl EmulatorModule {
             accesses: watched.then(|| Arc::new(Accesses::new(self.shared.memory.buffers()))),
             params: &aligned,
             schedule_seed,
+            shared_poison: shared_poison(poison_turn),
             cancelled: &cancelled,
         };
         self.run_blocks(&launch, shared_bytes as usize).map_err(|fault| RuntimeError::Fault {

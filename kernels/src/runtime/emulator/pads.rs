@@ -61,6 +61,9 @@ struct Pad {
     behind: Option<String>,
 }
 
+/// What emulator.h keeps for each thread beside static shared memory.
+const OWN_VARIABLES: [&str; 2] = ["context", "own_storage"];
+
 /// The pads of a module.
 #[derive(Debug, Default)]
 pub struct Pads(Vec<Pad>);
@@ -89,10 +92,10 @@ impl Pads {
 }
 
 impl Pads {
-    /// A static shared variable of the module, if it has any. Its other thread-local variable is `emulator::context`.
+    /// A static shared variable of the module, if it has any: a thread-local one that is not the emulator's own.
     pub fn static_shared(&self) -> Option<&str> {
         let names = self.0.iter().flat_map(|pad| [&pad.before, &pad.behind]).flatten();
-        names.map(String::as_str).find(|&name| name != "context")
+        names.map(String::as_str).find(|name| !OWN_VARIABLES.contains(name))
     }
 }
 

@@ -68,6 +68,8 @@ pub struct BlockLaunch<'a> {
     pub params: &'a [ParamUnit],
     /// Seed of the schedule; `None` for the deterministic one.
     pub schedule_seed: Option<u64>,
+    /// Byte that fills shared memory before a block starts.
+    pub shared_poison: u8,
     /// Set when the launch's time ran out or another block failed.
     pub cancelled: &'a AtomicBool,
 }
