@@ -46,6 +46,15 @@
 // several launches behind one another: of 219 us at ratio 4 19 are the sums of parts, at 8 % of memory's rate, and the norm's at ratio
 // 128 6 us at 1 % (ncu of the kernels before, reports/h100/ncu.txt). Of 4096 tokens the entries fill no device: 256 blocks, 82 % of
 // the cycles without a warp that could issue.
+// Two things took more than they should on an H200 (ncu, reports/h200/ncu.txt). The sums' 19 us (24 at ratio 128) were the search for
+// tokens without an entry: a warp went over the columns of all of its 32 tokens, one behind the other, to clear none; it clears those
+// that have no entry now, in the first blocks. Ratio 128 had 74 % of its issue slots taken, half of them by what warps hand to each
+// other: a float at a time, in a loop, three times; now 16 bytes at a time and twice. On one H200, 32768 tokens, before and after:
+// ratio 4 of 512 dims backward 170 and 157 us (83 % of a copy), of 128 dims 50 and 45 (72 %); ratio 128 forward 50.2 and 39.4 (80 %),
+// backward 113 and 86 (74 %). 4096 tokens: backward 40.7 and 28.1, 15.4 and 11.1; forward 11.3 and 9.4, backward 34.4 and 21.6.
+// Forward at ratio 4, unchanged: 67 us (96 %) and 20 (80 %), of 4096 tokens 11.4 and 5.0, where copies take 10.0 and 3.9. What is left,
+// by ncu: 56 and 45 % of a warp's time waiting for its loads forward, with 122 registers and 16 warps a multiprocessor, 46 % backward
+// with 8 warps of 255; the norm's launches at ratio 128 5 us each, at 1 to 2 % of memory's rate.
 //
 // Defines: ELEMENT  type of pooled, entries and dentries: bf16 or float
 #include "compressor.h"

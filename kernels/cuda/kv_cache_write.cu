@@ -11,15 +11,17 @@
 // wins is undefined.
 //
 // One warp takes a token, eight channels a lane and step, so that a group is eight neighbouring lanes. A row is read
-// whether or not its slot exists: the load does not wait for the slot.
+// whether or not its slot exists: the loads do not wait for the slot.
 //
 // Floor: 2 * HEAD_DIM bytes read and DATA_BYTES + SCALE_BYTES written for a token (1024 and 584 in the model's format),
 // at 4 operations a channel. Limited by memory. A token's codes are 448 contiguous bytes, its scales a single
 // sector of 32 bytes that neighbouring slots share. 105 MB of 65536 tokens are
-// 25 us at 4.24 TB/s. On one H100 44.3 us, 79 % of a copy, and 4.7 us for 4096 tokens, where a copy of as many bytes takes 3.9
-// by the line of copies. ncu (reports/h100/ncu.txt): DRAM at 67 %, and 59 % of a warp's time is waiting for its own load: a warp
-// has one token, 16 bytes a lane. On one H200, where the same wait is longer beside the bytes, 36.3 us (69 %) and 4.3; 65536 rows of
-// bf16 36.8 (86 %). More tokens of a warp under way are not tried.
+// 25 us at 4.24 TB/s. All of a row is asked for before any of it is used. On one H200 31.3 us (79 %), 3.3 for 4096 tokens, which a
+// copy of as many bytes takes too, 1.7 for 128 and 1.3 for one; 65536 rows of bf16 35.6 (88 %). By steps of 256 channels, each of
+// which waited for the one before, 36.3, 4.3, 2.7, 2.0 and 36.7. Two tokens of a warp under way take 32.0 and 3.7 (2.2 of 128), four
+// 32.9 and 4.6. ncu (reports/h200/ncu.txt): 71 % of the issue slots taken, 36 % of a warp's time waiting for its load, DRAM at 64 %
+// while the writes of one launch stay in the second-level cache. Writes are rows of 576 bytes in the order of slots: rows of 1024
+// bytes, of bf16, come nearer to a copy. Limited by memory.
 //
 // Defines
 //   NOPE_DIM  e4m3 channels, a multiple of 64 up to 512; 0 is a cache of bf16

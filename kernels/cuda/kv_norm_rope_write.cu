@@ -18,9 +18,12 @@
 // Floor: 2 HEAD_DIM bytes read, as many written and DATA_BYTES + SCALE_BYTES more (1024, 1024 and 584 in the model's
 // format): at 4.24 TB/s 41 us for 65536 tokens, where the norm, the rotation and the write apart move 5.7 KB a token.
 // On one H100 71.3 us for 65536 tokens (88 % of a copy), 6.4 for 4096 (61 %), 2.9 for 128 and 2.3 for one; since few tokens ask the
-// second-level cache for weights and rotations while they wait for the row, 2.75 for 128. Of 4096 tokens ncu
-// (reports/h100/ncu.txt) says DRAM at 21 %, 48 % of a warp's time waiting for memory: the device is half empty, since a token is
-// one warp's. On one H200 56.9 us (79 %), 5.9 (47 %), 2.75 and 2.2.
+// second-level cache for weights and rotations while they wait for the row, 2.75 for 128. On one H200 56.3 us (79 %), 5.7 (49 %), 2.6
+// and 2.1, with what turns known when it is compiled and rows decoded two channels at a time (56.8, 5.9, 2.75 and 2.2 before). ncu
+// there (reports/h200/ncu.txt), 65536 tokens: DRAM at 64 %, 62 % of the issue slots taken, 52 % of a warp's time waiting for memory:
+// for its row, for weights, for a position and then for the rotations of it. Tried there, in turn with 56.8 us and 2.75 of 128
+// tokens: two tokens of a warp 59.2 and 3.7, four 70.8 and 6.2; rotations asked for with the row 57.2 and 2.8 (ten blocks a
+// multiprocessor have room for them), positions 57.9 and 2.7; sixteen blocks of 32 registers 55.7 and 2.8.
 //
 // wq_a and wkv read the same h, and their weights may lie one behind the other, so that one product makes both outputs:
 // this kernel takes x with any distance between rows of whole 16 bytes. That should pay for few tokens, where a product

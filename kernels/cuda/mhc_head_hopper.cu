@@ -16,8 +16,10 @@
 // tokens 115 and 69 (85 and 82 %). ncu: DRAM at 88 % of its rate, 41 % of the cycles without a warp that could issue. When a batch was
 // finished before the next one was added up, so that every block waited for the sums of the others, one H200 reached 71 and 74 %, 63 %
 // of 4096 tokens. One token 3.0 us, where an empty kernel, the bytes and 1.5 us are 2.8. Limited by memory.
-// On one H200, whose memory is 1.4 times as fast: 757 and 401 us (73 and 79 %), 108 and 63 (64 and 63 %). No profile of it there: the
-// 2000 cycles of a batch, which hide behind 5400 for its bytes on the H100, have 3800 there by the ratio of the rates.
+// On one H200, whose memory is 1.4 times as fast: 757 and 401 us (73 and 79 %), 108 and 63 (64 and 63 %). ncu there
+// (reports/h200/ncu.txt), 4096 tokens of 7168 channels: DRAM at 54 %, 41 % of the cycles without a warp that could issue, an
+// instruction of a warp every 5.5 cycles, 14 warps a multiprocessor: instructions, and what each waits for the one before it, limit it.
+// More warps have no registers, since each keeps 64 weights; fewer instructions would be tensor cores' (below).
 // 128 tokens take 8.3 us on one H200, where 5.0 were expected; by launches of a graph 8.7, and in runs of 4 and 16 tokens 8.8
 // and 9.2. By the clock in the kernel, 16 clusters of two batches, cycles of some 1.98 GHz: a block's 57 KB of streams are
 // there after 4,200, at memory's rate; the first batch is added up at 7,000 and the second at 8,800, the first is mixed at

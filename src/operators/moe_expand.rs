@@ -98,8 +98,8 @@ impl Declared for MoeExpand {
         let benchmark = |rows: MoeRows, direction| {
             let (name, drawn) = (rows.name(), of(rows.shortened()));
             let of_x = (rows.num_tokens * rows.hidden_size * rows.dtype.dtype().size()) as f64;
-            // The backward has no use for x.
-            let unused = if direction == Backward { of_x } else { 0.0 };
+            // The backward has no use for x, nor for rows that are no slot's.
+            let unused = if direction == Backward { of_x + rows.unread_bytes() } else { 0.0 };
             let streaming = Benchmark::new(direction, name, of(rows), "hidden_size").streaming(&[], 1.0);
             Benchmark {
                 drawn,

@@ -6,7 +6,7 @@
 
 use dsv4_kernels::quantize_nvfp4::{self as launcher, GROUP, ScaleLayout};
 use dsv4_reference::Format;
-use dsv4_reference::quantise::ScaleType;
+use dsv4_reference::quantise::{ScaleType, scale_of};
 use dsv4_reference::quantize_nvfp4 as reference;
 use rand::Rng;
 
@@ -184,6 +184,8 @@ impl Declared for QuantizeNvfp4 {
             scaled(1e-5, plain(Quantize, 5, 256)),
             scaled(1e-44, plain(Quantize, 5, 256)),
             scaled(3e38, plain(Quantize, 5, 256)),
+            // Quotients that overflow.
+            QuantizeNvfp4Case { data: Data::normal(1e37), ..scaled(1e-23, plain(Quantize, 5, 256)) },
             // More blocks than the largest are found by.
             plain(GlobalScale, 8200, 2),
             holding(Contents::NotFinite, plain(GlobalScale, 9, 512)),
@@ -193,6 +195,7 @@ impl Declared for QuantizeNvfp4 {
             cases.push(scaled(0.0625, holding(contents, plain(Quantize, 9, 512))));
             cases.push(scaled(0.0625, holding(contents, f32s(plain(Quantize, 9, 330)))));
         }
+        cases.push(scaled(0.3, holding(Contents::Ties, f32s(plain(Quantize, 9, 512)))));
         if profile == Profile::Full {
             cases.extend([plain(Quantize, 1000, 4096), in_layout(tiles, plain(Dequantize, 1000, 4096))]);
             cases.push(plain(GlobalScale, 3000, 7168));
@@ -206,6 +209,9 @@ impl Declared for QuantizeNvfp4 {
         }
         if c.takes_numbers() {
             c.groups().set_rows(tensors, [c.num_rows, c.width], c.data);
+            if c.contents == Contents::Ties && c.dtype == Float::F32 {
+                set_ties_of_both_levels(c, tensors);
+            }
             return Ok(());
         }
         let mut draw = Draw::new(c.data.seed, "codes");
@@ -280,6 +286,22 @@ impl Declared for QuantizeNvfp4 {
         };
         cases.into_iter().map(benchmark).collect()
     }
+}
+
+/// Makes numbers midway between codes under a power of two those, of fp32, of what their group is divided by: both levels of its scale
+/// together. Their quotients are the middle, or next to it.
+fn set_ties_of_both_levels(c: &QuantizeNvfp4Case, tensors: &mut Tensors) {
+    let mut x = tensors.values("x");
+    for group in x.chunks_mut(c.width.max(1)).flat_map(|row| row.chunks_mut(GROUP)) {
+        let amax = group.iter().fold(0.0f64, |amax, x| amax.max(x.abs()));
+        let power = scale_of(group, Format::E2M1, ScaleType::E8m0);
+        let of_group = Format::E4M3.nearest(f64::from(amax as f32 / 6.0 / c.global_scale).min(Format::E4M3.largest));
+        let divisor = of_group as f32 * c.global_scale;
+        if divisor.is_normal() {
+            group.iter_mut().for_each(|x| *x = Format::F32.nearest(*x / power * f64::from(divisor)));
+        }
+    }
+    tensors.set("x", &x);
 }
 
 /// Scales of codes: any of them, or every byte in turn. What pads them is NaN: nobody may read it.

@@ -214,6 +214,8 @@ impl Declared for Router {
             few(6, 511, Logits::Drawn, Bias::Last),
             few(8, 400, Logits::Far, Bias::Zero),
             few(6, 384, Logits::NotFinite, Bias::NotFinite),
+            // As many slots as a warp has lanes.
+            few(32, 512, Logits::Drawn, Bias::Drawn),
         ];
         let logits = [Logits::Ties, Logits::Far, Logits::NotFinite];
         cases.extend(logits.map(|logits| RouterCase { logits, bias: Bias::Zero, ..plain(20, 24, 6) }));
@@ -365,9 +367,17 @@ impl Declared for Router {
                 false => plain,
             };
             let kind = if from_table { " hashed" } else { "" };
-            // Power, logarithm, root and four sums and products an expert; a table's reads six logits.
+            // Power, logarithm, root and four sums and products an expert. A table's router and the backward read six logits of a
+            // token, and the former six ids of the table.
             let name = format!("6 of {num_experts}, {num_tokens} tokens{kind}");
-            Benchmark::new(direction, name, case, "num_tokens").streaming(&["topk_indices"], 7.0)
+            let all_but_six = |of: usize, rows: usize| 4.0 * (of * rows) as f64 - (4 * 6 * num_tokens) as f64;
+            let unread = match (direction, from_table) {
+                (Forward, false) => 0.0,
+                (Backward, _) => all_but_six(num_experts, num_tokens),
+                (Forward, true) => all_but_six(num_experts, num_tokens) + all_but_six(6, case.vocab_size),
+            };
+            let streaming = Benchmark::new(direction, name, case, "num_tokens").streaming(&["topk_indices"], 7.0);
+            Benchmark { bytes: streaming.bytes - unread, ..streaming }
         };
         shapes.iter().map(benchmark).collect()
     }
