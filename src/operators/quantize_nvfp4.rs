@@ -195,7 +195,7 @@ impl Declared for QuantizeNvfp4 {
             cases.push(scaled(0.0625, holding(contents, plain(Quantize, 9, 512))));
             cases.push(scaled(0.0625, holding(contents, f32s(plain(Quantize, 9, 330)))));
         }
-        cases.push(scaled(0.3, holding(Contents::Ties, f32s(plain(Quantize, 9, 512)))));
+        cases.push(scaled(0.37, holding(Contents::Ties, f32s(plain(Quantize, 9, 512)))));
         if profile == Profile::Full {
             cases.extend([plain(Quantize, 1000, 4096), in_layout(tiles, plain(Dequantize, 1000, 4096))]);
             cases.push(plain(GlobalScale, 3000, 7168));

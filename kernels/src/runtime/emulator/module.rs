@@ -28,7 +28,7 @@ const THREADS_PER_BLOCK: u64 = 1024;
 /// it might have left in turn: zeros, numbers of ordinary size, or negative ones, which are large as unsigned integers. Comparisons take
 /// NaN for nothing, so that a kernel which reads what nobody stored may not show it by NaN alone.
 fn shared_poison(turn: Option<u64>) -> u8 {
-    turn.map_or(0xff, |turn| [0xc0, 0, 0x3f][(turn % 3) as usize])
+    turn.map_or(0xff, |turn| [0xc0, 0x3f, 0][(turn % 3) as usize])
 }
 
 type Enter = unsafe extern "C" fn(*mut ThreadContext);
