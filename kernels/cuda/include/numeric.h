@@ -234,6 +234,17 @@ DEVICE void e4m3x4_to_bf16(uint32_t codes, bf16 scale, uint32_t& first, uint32_t
     first = convert(__byte_perm(low, high, 0x5140));
     second = convert(__byte_perm(low, high, 0x7362));
 }
+#else
+// The same by floats, where two bf16 cannot be multiplied at once.
+DEVICE void e4m3x4_to_bf16(uint32_t codes, bf16 scale, uint32_t& first, uint32_t& second) {
+    const auto convert = [=](uint32_t pair) {
+        float low, high;
+        e4m3x2_to_float(pair, low, high);
+        return pack_bf16(low * to_float(scale), high * to_float(scale));
+    };
+    first = convert(codes & 0xffffu);
+    second = convert(codes >> 16);
+}
 #endif
 
 // ---------------------------------------------------------------- fp4 e2m1 (largest 6), in the low 4 bits
