@@ -77,7 +77,7 @@ fn a_killed_mutant_exits_with_0_and_a_generated_survivor_shows_its_line() {
     let bugs = folder("kv_cache_write.toml", &planted(SCALE, "return to_e8m0(maximum_f32(amax, AMAX_FLOOR));"));
     mutants(bugs.path(), &["--only", "cache_bug"]).assert_code(0);
     // Any lane of a group may store its scale; the list that says so is not in this folder.
-    let output = mutants(bugs.path(), &["--only", "kv_cache_write:write_groups:comparison:27f30471"]);
+    let output = mutants(bugs.path(), &["--only", "kv_cache_write:write_group:comparison:023f4c12"]);
     output.assert_code(1);
     for needle in ["SURVIVED", "    - if (chunk % GROUP_LANES == 0) scales", "    + if (chunk % GROUP_LANES "] {
         assert!(output.stdout.contains(needle), "`{needle}` is not in\n{}", output.stdout);
@@ -160,11 +160,11 @@ fn the_list_of_equivalent_mutants_fits_the_kernels() {
 
 #[test]
 fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_only_there() {
-    const START: &str = "uint32_t largest = 0;";
+    const START: &str = "uint32_t magnitude = largest_magnitude(x);";
     let device = Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator");
     let text = device.tree().text("kv_cache_write.cu").expect("a kernel");
     let with_a_dead_branch =
-        text.replacen(START, &format!("{START}\nif constexpr (sizeof largest == 1) largest *= 77;"), 1);
+        text.replacen(START, &format!("{START}\nif constexpr (sizeof magnitude == 1) magnitude *= 77;"), 1);
     let device = device.with_tree(device.tree().with_text("kv_cache_write.cu", with_a_dead_branch, "a dead branch"));
     let all = generated::generate(device.tree(), "kv_cache_write").expect("mutants");
     // Without cases, every mutant survives.
@@ -173,7 +173,7 @@ fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_onl
         let subject = Subject::Generated(Box::new(mutant), Vec::new());
         trial::run(&Trial { subject, schedules: 0, all_checks: false }, &device, |_| {}).expect("a verdict")
     };
-    let dead = judged("largest *= 77");
+    let dead = judged("magnitude *= 77");
     assert_eq!(dead.status(), MutantStatus::Equivalent, "{dead:?}");
     assert!(dead.reason.starts_with("The compiler makes the same code of it"), "{}", dead.reason);
     assert_eq!(judged("if (token >= params.num_tokens)").status(), MutantStatus::Survived);
