@@ -389,6 +389,8 @@ impl Declared for IndexerLogits {
             IndexerLogitsCase { packed: true, weights: Float::Bf16, ..causal(14, 32, 300, bf16, 4) },
             IndexerLogitsCase { q_off: false, clean_logits: false, ..causal(13, 5, 9, e4m3, 3) },
             IndexerLogitsCase { columns: 64, ..causal(9, 64, 200, e2m1, 2) },
+            // More tokens than a sequence has keys, whose ends may lie beyond the tensor.
+            IndexerLogitsCase { packed: true, q_off: false, clean_logits: false, ..causal(8, 64, 1, bf16, 1) },
             // Pages of both sizes, tokens with lengths of their own, lengths beyond the table.
             of(paged(2, 3, 64, 150, e4m3), Lengths::Hostile),
             IndexerLogitsCase { table_pages: 1, ..of(paged(3, 1, 33, 150, e2m1), Lengths::Absent) },
@@ -582,7 +584,10 @@ fn keys(c: &IndexerLogitsCase, given: &Tensors) -> Keys {
         Addressing::Ranges => Keys::Ranges { ks: given.i32s("ks"), ke: given.i32s("ke") },
         Addressing::Causal => {
             let sequences = given.maybe_i32s("cu_q").zip(given.maybe_i32s("cu_k"));
-            let sequences = sequences.map(|(cu_q, cu_k)| Sequences { cu_q, cu_k });
+            // As kernels take them, which are given ends beyond the keys, too: bounded by the tensor.
+            let last = i32::try_from(c.rows()).unwrap_or(i32::MAX);
+            let bounded = |ends: Vec<i32>| ends.into_iter().map(|end| end.clamp(0, last)).collect();
+            let sequences = sequences.map(|(cu_q, cu_k)| Sequences { cu_q, cu_k: bounded(cu_k) });
             Keys::Causal { ratio: c.ratio, q_off: given.maybe_i32s("q_off"), sequences }
         }
         Addressing::Paged => Keys::Paged {
