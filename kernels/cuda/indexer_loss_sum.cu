@@ -37,14 +37,6 @@ PARAMS_LAYOUT(IndexerLossSumParams, kl, real_rows, loss, num_tokens, divisor, lo
 SHARED_MEMORY(indexer_loss_count, WARPS * sizeof(int32_t))
 SHARED_MEMORY(indexer_loss_sum, WARPS * sizeof(float))
 
-// Over the lanes of a warp that differ in bits below SPAN.
-template <int SPAN, typename T>
-DEVICE T sum_over_lanes(T value) {
-    UNROLL
-    for (int distance = SPAN / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
-    return value;
-}
-
 // Of all threads, in every thread.
 template <typename T>
 DEVICE T sum_over_block(T value) {

@@ -321,23 +321,16 @@ DEVICE Slot slot_of_lane(const RouterBackwardParams& params, int64_t first_token
     return slot;
 }
 
-// The sum over a token's slots, in all of its lanes and in the order of warp_sum, whose other lanes would have zeros.
-template <int SLOT_LANES>
-DEVICE float slot_sum(float value) {
-    UNROLL
-    for (int distance = SLOT_LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
-    return value;
-}
-
-// The gradient of the logit of this lane's slot, by itself.
+// The gradient of the logit of this lane's slot, by itself. Sums over a token's slots are in the order of warp_sum, in which the
+// forward has zeros in the other lanes.
 template <int SLOT_LANES>
 DEVICE float slot_gradient(const RouterBackwardParams& params, const Slot& slot) {
     const bool used = slot.expert != NO_EXPERT;
     const float logit = used ? params.logits[slot.token * params.logits_token_stride + slot.expert] : 0.0f;
     const float upstream = used ? params.dtopk_weights[slot.token * params.dtopk_weights_token_stride + slot.number] : 0.0f;
     const float score = used ? score_of(logit) : 0.0f;
-    const float sum = slot_sum<SLOT_LANES>(score), divisor = divisor_of(sum);
-    const float along = slot_sum<SLOT_LANES>(used ? upstream * (score / divisor) : 0.0f);
+    const float sum = sum_over_lanes<SLOT_LANES>(score), divisor = divisor_of(sum);
+    const float along = sum_over_lanes<SLOT_LANES>(used ? upstream * (score / divisor) : 0.0f);
     const float common = sum < SUM_FLOOR ? 0.0f : along;
     return params.route_scale / divisor * (upstream - common) * slope_of(logit, score);
 }

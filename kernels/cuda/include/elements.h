@@ -94,6 +94,14 @@ DEVICE void round_to_bf16(float (&x)[COUNT]) {
     }
 }
 
+// Over the lanes of a warp that differ in bits below SPAN.
+template <int SPAN, typename T>
+DEVICE T sum_over_lanes(T value) {
+    UNROLL
+    for (int distance = SPAN / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
+    return value;
+}
+
 // In every lane, with the same bits.
 DEVICE float warp_sum(float value) {
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
