@@ -15,10 +15,11 @@
 // bf16 channels and 4 streams at 4.24 TB/s; backward s num_streams bytes a token and channel and 4 a channel of the table,
 // 1.3 ms with 129280 rows. Expected to be limited by memory; a backward in which one id has most tokens by the latency of
 // one sum after another.
-// Measured on one H200, 7168 channels: forward of 32768 and 4096 tokens 596 and 78 us (93 and 88 % of a copy), of 128
-// 5.1 us; backward to 129280 rows of as many tokens 1573, 1106 and 1036 us (84 % of a copy). With a piece a block
-// instead of four it was 669, 86 and 4.5 us, and, of gradients stored 32 bytes a thread, which wrote half a sector at
-// a time, 2012, 1884 and 1919 us.
+// Measured on one H200, 7168 channels: forward of 32768 and 4096 tokens 590 and 76 us (94 and 91 % of a copy), of 128 and of one 4.2 and
+// 1.2 us; backward to 129280 rows of 32768 and 4096 tokens 1576 and 1030 us (84 and 90 %). With a piece a thread instead of four all
+// forward ones took 669, 86 and 4.5 us, so that few tokens have that kernel; of gradients stored 32 bytes a thread, which wrote half a
+// sector at a time, 2012 and 1884 us. The backward of 32768 tokens has the second-level cache at 82 % of its rate and DRAM at 76, of
+// which a copy reaches 88 (ncu, reports/h200/ncu.txt, 4096 channels): a third of its reads are rows of 8 KB here and there.
 //
 // Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each PIECES pieces of a row,
 // backward vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
@@ -55,21 +56,21 @@ struct EmbedStreamsBackwardParams {
 PARAMS_LAYOUT(EmbedStreamsBackwardParams, dout, dout_token_stride, dout_stream_stride, dtable, dtable_vocab_size_stride, counts,
               ends, ordered, vocab_size, num_streams, hidden_size)
 
-// The columns of a thread: pieces of COUNT, at a distance of what the block's threads have of each, so that an access of a
+// The columns of a thread: OWN pieces of COUNT, at a distance of what the block's threads have of each, so that an access of a
 // warp is one stretch of memory.
-template <int COUNT>
-DEVICE int64_t first_column(int64_t part) { return (part * PIECES * THREADS + threadIdx.x) * COUNT; }
+template <int COUNT, int OWN = PIECES>
+DEVICE int64_t first_column(uint32_t part) { return (static_cast<int64_t>(part) * OWN * THREADS + threadIdx.x) * COUNT; }
 template <int COUNT>
 constexpr int64_t NEXT_PIECE = THREADS * COUNT;
 
-template <int COUNT>
+template <int COUNT, int OWN>
 DEVICE void embed_forward(const EmbedStreamsForwardParams& params) {
-    const int64_t parts = pieces_of<THREADS * PIECES, COUNT>(params.hidden_size), token = blockIdx.x / parts;
-    const int64_t column = first_column<COUNT>(blockIdx.x % parts);
+    const uint32_t parts = pieces_of<THREADS * OWN, COUNT>(params.hidden_size);
+    const int64_t token = blockIdx.x / parts, column = first_column<COUNT, OWN>(blockIdx.x % parts);
     const int64_t id = params.token_ids[token];
-    float held[PIECES][COUNT] = {};
+    float held[OWN][COUNT] = {};
     UNROLL
-    for (int piece = 0; piece < PIECES; ++piece) {
+    for (int piece = 0; piece < OWN; ++piece) {
         const int64_t next = piece * NEXT_PIECE<COUNT>;
         if (column + next >= params.hidden_size) break;
         const ELEMENT* row = params.table + id * params.table_vocab_size_stride + column;
@@ -77,7 +78,7 @@ DEVICE void embed_forward(const EmbedStreamsForwardParams& params) {
     }
     ELEMENT* out = params.out + token * params.out_token_stride + column;
     UNROLL
-    for (int piece = 0; piece < PIECES; ++piece) {
+    for (int piece = 0; piece < OWN; ++piece) {
         const int64_t next = piece * NEXT_PIECE<COUNT>;
         if (column + next >= params.hidden_size) break;
         for (int stream = 0; stream < params.num_streams; ++stream)
@@ -102,8 +103,8 @@ DEVICE void add_streams(const ELEMENT* streams, int64_t stride, int num_streams,
 // Sums of four columns are 16 bytes of fp32: what a warp stores lies side by side.
 template <int COUNT>
 DEVICE void embed_backward(const EmbedStreamsBackwardParams& params) {
-    const int64_t parts = pieces_of<THREADS * PIECES, COUNT>(params.hidden_size), id = blockIdx.x / parts;
-    const int64_t column = first_column<COUNT>(blockIdx.x % parts);
+    const uint32_t parts = pieces_of<THREADS * PIECES, COUNT>(params.hidden_size);
+    const int64_t id = blockIdx.x / parts, column = first_column<COUNT>(blockIdx.x % parts);
     const int32_t count = params.counts[id];
     const int32_t* tokens = params.ordered + (params.ends[id] - count);
     float sums[PIECES][COUNT] = {};
@@ -131,7 +132,9 @@ KERNEL(embed_streams_clear, EmbedStreamsBackwardParams, THREADS) {
     if (id <= params.vocab_size) params.counts[id] = 0;
 }
 
-KERNEL(embed_streams_forward_vector, EmbedStreamsForwardParams, THREADS) { embed_forward<VECTOR>(params); }
-KERNEL(embed_streams_forward_scalar, EmbedStreamsForwardParams, THREADS) { embed_forward<1>(params); }
+KERNEL(embed_streams_forward_vector, EmbedStreamsForwardParams, THREADS) { embed_forward<VECTOR, PIECES>(params); }
+// Of few tokens, of which a thread with several pieces leaves multiprocessors without enough to wait for.
+KERNEL(embed_streams_forward_few, EmbedStreamsForwardParams, THREADS) { embed_forward<VECTOR, 1>(params); }
+KERNEL(embed_streams_forward_scalar, EmbedStreamsForwardParams, THREADS) { embed_forward<1, PIECES>(params); }
 KERNEL(embed_streams_backward_vector, EmbedStreamsBackwardParams, THREADS) { embed_backward<FLOATS>(params); }
 KERNEL(embed_streams_backward_scalar, EmbedStreamsBackwardParams, THREADS) { embed_backward<1>(params); }

@@ -31,10 +31,9 @@
 // (nothing), weights in front of all streams (0.1 more); the mix's blocks called before the streams have come, to wait in the few
 // free places (0.2 more). The barriers of the mix are at one place of the source for all warps, as the block's barriers must be; at
 // two, which worked and which compute-sanitizer refuses, 1 token took 5.5 us and 128 tokens 14.1.
-// A kernel that made the streams of any number of tokens and their projection in one, by tensor cores, kept too few bytes under way
-// (186 registers), and was slower at every size: on one H200 2585 us for 32768 tokens beside 2063, 28.3 for 128 tokens beside 22.1.
-// More tokens take mhc_post, mhc_mix and mhc_pre, which move 18 bytes where a kernel that made all of it would move 10: at the copy rate
-// 56 % of a copy of the latter, and they reach 51 to 54 % on one H200.
+// More tokens take mhc_post, mhc_mix and mhc_pre, which move 18 bytes where a kernel that made all of it would move 10: at the copy
+// rate 56 % of a copy of the latter, and they reach 51 to 54 % on one H200. On Hopper mhc_post_mix_pre_hopper.cu makes streams and
+// projection in one, and mhc_pre alone reads them again: 14 bytes.
 //
 // Launch: project_few as many blocks as there are parts of FEW_PIECES pieces; project token_tiles * splits, splits as many as there
 // are steps of a stream; mix num_tokens blocks.

@@ -54,13 +54,13 @@ PARAMS_LAYOUT(MoeExpandBackwardParams, dy, dy_position_stride, token_topk_to_pos
 
 template <int COUNT>
 DEVICE void expand_forward(const MoeExpandForwardParams& params) {
-    const int64_t clearing = clearing_blocks(params);
+    const uint32_t clearing = clearing_blocks(params);
     if (blockIdx.x < clearing) {
         clear_rows<COUNT>(params.pos_to_token, blockIdx.x, params.rows_per_block, params.num_positions, params.y,
                           params.y_position_stride, params.hidden_size);
         return;
     }
-    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), block = blockIdx.x - clearing;
+    const uint32_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), block = blockIdx.x - clearing;
     const int64_t token = block / pieces;
     const int64_t column = (block % pieces * THREADS + threadIdx.x) * COUNT;
     if (column >= params.hidden_size) return;
@@ -78,8 +78,8 @@ DEVICE void expand_forward(const MoeExpandForwardParams& params) {
 
 template <int COUNT>
 DEVICE void expand_backward(const MoeExpandBackwardParams& params) {
-    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), token = blockIdx.x / pieces;
-    const int64_t column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
+    const uint32_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size);
+    const int64_t token = blockIdx.x / pieces, column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
     if (column >= params.hidden_size) return;
     float sum[COUNT] = {};
     add_rows<COUNT>(positions_of(params, token), nullptr, params.dy, params.dy_position_stride, column, sum);

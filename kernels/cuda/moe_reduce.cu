@@ -64,8 +64,8 @@ PARAMS_LAYOUT(MoeReduceBackwardParams, dout, dout_token_stride, y, y_position_st
 
 template <int COUNT>
 DEVICE void reduce_forward(const MoeReduceForwardParams& params) {
-    const int64_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size), token = blockIdx.x / pieces;
-    const int64_t column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
+    const uint32_t pieces = pieces_of<THREADS, COUNT>(params.hidden_size);
+    const int64_t token = blockIdx.x / pieces, column = (blockIdx.x % pieces * THREADS + threadIdx.x) * COUNT;
     if (column >= params.hidden_size) return;
     float sum[COUNT] = {};
     Stored<COUNT, ELEMENT> stored;
@@ -127,7 +127,7 @@ DEVICE void write_dots(const MoeReduceBackwardParams& params, int64_t token, int
 
 template <int COUNT>
 DEVICE void reduce_backward(const MoeReduceBackwardParams& params) {
-    const int64_t token = blockIdx.x - clearing_blocks(params);
+    const int64_t token = static_cast<int64_t>(blockIdx.x) - clearing_blocks(params);
     if (token < 0) {
         clear_rows<COUNT>(params.pos_to_token, blockIdx.x, params.rows_per_block, params.num_positions, params.dy,
                           params.dy_position_stride, params.hidden_size);

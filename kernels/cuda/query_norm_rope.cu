@@ -17,13 +17,14 @@
 // is read stays in registers; sums are fp32, over a lane's own channels and then over lanes, in one order.
 //
 // Floor: 4 bytes a channel forward, 6 backward, and the tables: at 4.24 TB/s 1.01 and 1.52 ms for 16384 tokens of 128
-// heads of 512. Measured on one H200: 1158 and 1675 us (87 and 91 % of a copy), 128 tokens
-// 11.1 us, where 10.4 were expected: 2.6 rounds of blocks, in which 37 % of a warp's time is waiting for its loads (ncu,
-// reports/h200/ncu.txt). Limited by memory: about 8 instructions a channel of the 27 that there
-// is time for; the lanes that turn have some 30 more for eight channels, once for each warp. Rotations asked for with the channels need
-// registers of two blocks: 12.2 us, 1224 and 1891; positions alone 11.0, 1179 and 1685 (11.1, 1177 and 1600 in the same call).
+// heads of 512. Measured on one H200: 1117 and 1527 us (91 and 99 % of a copy), 128 tokens 10.7 us, where 10.4 were expected: 2.6 rounds
+// of blocks, in which 37 % of a warp's time is waiting for its loads (ncu, reports/h200/ncu.txt, when it took 11.1). When a warp's head
+// was found by a division in 64 bits, which it waited for before it read, 1177, 1599 and 11.1. Limited by memory: about 8 instructions
+// a channel of the 27 that there is time for; the lanes that turn have some 30 more for eight channels, once for each warp. Rotations
+// asked for with the channels needed registers of two blocks: 12.2 us, 1224 and 1891; positions alone 11.0, 1179 and 1685 (11.1, 1177
+// and 1600 in the same call).
 //
-// Defines: ELEMENT bf16, the type of x. Launch: ceil(num_tokens * num_heads / WARPS) blocks.
+// Defines: ELEMENT bf16, the type of x. Launch: num_tokens * ceil(num_heads / WARPS) blocks.
 #include "channels.h"
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
@@ -65,16 +66,17 @@ struct Head {
     int32_t head;
 };
 
+// A block has heads of one token. In 32 bits: a division in 64 would be waited for before anything is read.
 template <typename Params>
 DEVICE Head head_of(const Params& params) {
-    const int64_t number = static_cast<int64_t>(blockIdx.x) * WARPS + warp_id();
-    return Head{number / params.num_heads, static_cast<int32_t>(number % params.num_heads)};
+    const uint32_t blocks = ceil_div(static_cast<uint32_t>(params.num_heads), static_cast<uint32_t>(WARPS));
+    return Head{blockIdx.x / blocks, static_cast<int32_t>(blockIdx.x % blocks) * WARPS + warp_id()};
 }
 
 template <bool WIDE>
 DEVICE void normalise_and_turn(const QueryNormRopeParams& params) {
     const Head at = head_of(params);
-    if (at.token >= params.num_tokens) return;
+    if (at.head >= params.num_heads) return;
     Channels<WIDE> x;
     x.load(params.x + at.token * params.x_token_stride + at.head * params.x_head_stride, params.head_dim);
     const float rstd = rsqrt_approx(x.dot(x) / static_cast<float>(params.head_dim) + params.eps);
@@ -92,7 +94,7 @@ DEVICE void normalise_and_turn(const QueryNormRopeParams& params) {
 template <bool WIDE>
 DEVICE void backward(const QueryNormRopeBackwardParams& params) {
     const Head at = head_of(params);
-    if (at.token >= params.num_tokens) return;
+    if (at.head >= params.num_heads) return;
     Channels<WIDE> x, g;
     g.load(params.dy + at.token * params.dy_token_stride + at.head * params.dy_head_stride, params.head_dim);
     x.load(params.x + at.token * params.x_token_stride + at.head * params.x_head_stride, params.head_dim);

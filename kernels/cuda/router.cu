@@ -37,11 +37,14 @@
 // for together, and no logit again), a score 0.15, three barriers, the choice and the sum 0.4.
 //
 // The backward writes an expert's gradient where it has one of topk slots, and zeros elsewhere. A warp has four tokens of up to eight
-// slots, eight lanes each: what a gradient takes, some 250 instructions, it takes once for four. It clears their rows while it waits for
-// their slots, and then stores one number for each. On one H200 32768 tokens of 256 and 384 experts 17.9 and 26.6 us, 4096 tokens 4.8: 47
-// and 32 % of a copy of what it moves (a copy of the latter takes 3.3). When a warp had one token, and each lane asked of each of its
-// experts which slot it was, 23.1, 28.9 and 5.8, 84 % of the issue slots taken (ncu). What limits it now is not measured: it writes at
-// 1.9 TB/s.
+// slots, eight lanes each: what a gradient takes, some 250 instructions, it takes once for four. It makes their rows in shared memory,
+// one after the other, and stores each once. On one H200 32768 tokens of 256 and 384 experts 13.7 and 18.0 us, 4096 tokens 4.5: 61, 68
+// and 34 % of a copy of what it moves (a copy of the latter takes 3.3). When it cleared rows in memory while it waited for their slots,
+// and then stored one number for each, 17.9, 26.6 and 4.8 in the same call: the numbers came when the zeros had left the second-level
+// cache. When a warp had one token, and each lane asked of each of its experts which slot it was, 23.1, 28.9 and 5.8, 84 % of the issue
+// slots taken (ncu). Sixteen blocks a multiprocessor, so that all run at once, in the place of nine: 14.2, 19.0 and 4.4 before. ncu now
+// (reports/h200/ncu.txt): the second-level cache at 73 % of its rate, 51 % of the cycles without a warp that could issue: all blocks wait
+// for their slots and then for these's logits at the same time, some 2 us of it.
 //
 // Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks; router_learned_few num_tokens; the backward as many as that for each of its warps'
 // tokens.
@@ -335,40 +338,57 @@ DEVICE float slot_gradient(const RouterBackwardParams& params, const Slot& slot)
     return params.route_scale / divisor * (upstream - common) * slope_of(logit, score);
 }
 
-// The sum over the slots of this lane's expert, in their order: the same in each of them.
-DEVICE float expert_gradient(const RouterBackwardParams& params, const Slot& slot, float gradient) {
+// The sum over the slots of this lane's expert, in their order, in the first of them; others have no expert any more.
+DEVICE float expert_gradient(const RouterBackwardParams& params, Slot& slot, float gradient) {
     float sum = 0.0f;
+    bool first = true;
     for (int number = 0; number < params.topk; ++number) {
         const int lane = lane_id() - slot.number + number;
         const int32_t expert = __shfl_sync(FULL_WARP, slot.expert, lane);
         const float term = __shfl_sync(FULL_WARP, gradient, lane);
-        if (expert == slot.expert) sum += term;
+        if (expert != slot.expert) continue;
+        sum += term;
+        first = first && number >= slot.number;
     }
+    if (!first) slot.expert = NO_EXPERT;
     return sum;
 }
 
-// A warp clears the rows of its tokens while it waits for their slots, and then stores what these have.
+// A warp makes the rows of its tokens one after the other in shared memory, which but for their slots is zero all the time.
 template <int COUNT, int SLOT_LANES>
-DEVICE void router_backward(const RouterBackwardParams& params) {
+DEVICE void router_backward(const RouterBackwardParams& params, float (&row)[MAX_EXPERTS]) {
     constexpr int TOKENS = LANES / SLOT_LANES;
     const int64_t first_token = own_token() * TOKENS;
-    const Slot slot = slot_of_lane<SLOT_LANES>(params, first_token);
-    const float zeros[COUNT] = {};
-    for (int64_t token = first_token; token < minimum(first_token + TOKENS, params.num_tokens); ++token) {
-        float* const row = params.dlogits + token * params.dlogits_token_stride;
-        for (int expert = lane_id() * COUNT; expert < params.num_experts; expert += LANES * COUNT) store_elements(row + expert, zeros);
-    }
+    Slot slot = slot_of_lane<SLOT_LANES>(params, first_token);
+    UNROLL
+    for (int expert = lane_id() * FLOATS; expert < MAX_EXPERTS; expert += STEP) store_vec16(row + expert, Vec16{});
     const float gradient = expert_gradient(params, slot, slot_gradient<SLOT_LANES>(params, slot));
-    // The zeros are other lanes'.
     __syncwarp();
-    if (slot.expert != NO_EXPERT) params.dlogits[slot.token * params.dlogits_token_stride + slot.expert] = gradient;
+    UNROLL_BY(1)
+    for (int64_t token = first_token; token < minimum(first_token + TOKENS, params.num_tokens); ++token) {
+        const bool own = slot.token == token && slot.expert != NO_EXPERT;
+        if (own) row[slot.expert] = gradient;
+        __syncwarp();
+        float* const to = params.dlogits + token * params.dlogits_token_stride;
+        UNROLL_BY(4)
+        for (int expert = lane_id() * COUNT; expert < params.num_experts; expert += LANES * COUNT) {
+            float gradients[COUNT];
+            load_elements<COUNT>(row + expert, gradients);
+            store_elements(to + expert, gradients);
+        }
+        __syncwarp();
+        if (own) row[slot.expert] = 0.0f;
+        __syncwarp();
+    }
 }
 
 template <int COUNT>
 DEVICE void router_backward(const RouterBackwardParams& params) {
-    if (params.topk <= FEW_SLOTS) router_backward<COUNT, FEW_SLOTS>(params);
-    else router_backward<COUNT, LANES>(params);
+    alignas(16) __shared__ float rows[TOKENS_PER_BLOCK][MAX_EXPERTS];
+    if (params.topk <= FEW_SLOTS) router_backward<COUNT, FEW_SLOTS>(params, rows[warp_id()]);
+    else router_backward<COUNT, LANES>(params, rows[warp_id()]);
 }
 
-KERNEL(router_backward_vector, RouterBackwardParams, THREADS) { router_backward<FLOATS>(params); }
+// All blocks of 32768 tokens at once.
+KERNEL_OF(router_backward_vector, RouterBackwardParams, THREADS, 16) { router_backward<FLOATS>(params); }
 KERNEL(router_backward_scalar, RouterBackwardParams, THREADS) { router_backward<1>(params); }

@@ -16,7 +16,9 @@
 // Floors, with s = sizeof(ELEMENT): forward 3s bytes an element for 10 FLOPs, backward 5s for 22, two of them special
 // functions. Limited by memory: at 4.24 TB/s and 3.6e12 special functions a second these take 0.4 of the bf16
 // forward's time, and 0.24 of the backward's. Measured on one H200: 65536 rows of 2048 bf16 channels in 189 and 323 us,
-// 4.26 and 4.16 TB/s where a copy reaches 4.2 (4096 rows: 14.6 and 23.5 us, where launches and the last wave show).
+// 4.26 and 4.16 TB/s where a copy reaches 4.2 (4096 rows: 14.6 and 23.5 us, where launches and the last wave show; in a later call 14.1
+// and 26.3, of which a copy takes 13.7 and 21.4: ncu, reports/h200/ncu.txt, has 54 % of the backward's cycles without a warp that could
+// issue, and the second-level cache at 70 % of its rate).
 // 128 rows took 5.9 us on an H100, eight steps a warp, and 7.4 us backward. By a thread for each access 2.2 and 2.6 us, of which the
 // launch is 1.0 and the bytes 0.5 and 0.9.
 //

@@ -14,6 +14,8 @@ pub const MAX_STREAMS: usize = 16;
 const THREADS: usize = 128;
 /// Pieces of a row that a thread has: `PIECES` in the kernel source.
 const PIECES: usize = 4;
+/// Blocks that a multiprocessor has at once: where all blocks of one piece a thread run at once, a thread has one.
+const BLOCKS_AT_ONCE: usize = 16;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -65,8 +67,13 @@ pub fn forward(device: &Device, views: &Views, num_streams: usize) -> Result<&'s
     let params = call.params(&["table", "token_ids", "out"]).i32("vocab_size", vocab_size)?;
     let params = params.i32("num_streams", num_streams)?.i32("hidden_size", hidden_size)?;
     let (dtype, vectorised) = (views["table"].dtype, call.vectorised());
-    let name = if vectorised { "embed_streams_forward_vector" } else { "embed_streams_forward_scalar" };
-    let blocks = num_tokens.saturating_mul(pieces(hidden_size, dtype, vectorised, PIECES * THREADS));
+    let blocks = |own: usize| num_tokens.saturating_mul(pieces(hidden_size, dtype, vectorised, own * THREADS));
+    let few = blocks(1) <= BLOCKS_AT_ONCE * device.environment().processors as usize;
+    let (name, blocks) = match (vectorised, few) {
+        (true, true) => ("embed_streams_forward_few", blocks(1)),
+        (true, false) => ("embed_streams_forward_vector", blocks(PIECES)),
+        (false, _) => ("embed_streams_forward_scalar", blocks(PIECES)),
+    };
     device.kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?.launch_blocks("out", blocks, &params)?;
     Ok(name)
 }

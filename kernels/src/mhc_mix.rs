@@ -21,9 +21,8 @@ pub const MAX_ITERATIONS: usize = 48;
 /// more: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel source.
 const BLOCK_TOKENS: usize = 128;
 const STEP: usize = 64;
-/// Fewest steps of a part of the channels of the projection for Hopper.
-const FEWEST_STEPS: usize = 4;
-/// Tokens of a block of the projection for Hopper: `TILE_TOKENS` in the kernel source. Its steps are as wide.
+/// Tokens of a block of the projection for Hopper: `TILE_TOKENS` in the kernel source. Its steps are as wide, and a part of the
+/// channels has one of each stream or more.
 const HOPPER_TOKENS: usize = 256;
 /// What a block of it takes before and behind its steps, in steps.
 const HOPPER_OVERHEAD: usize = 3;
@@ -161,9 +160,10 @@ pub(crate) fn projection_blocks(device: &Device, num_tokens: usize, hidden_size:
 /// the fewest.
 fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, processors) = (num_tokens.div_ceil(HOPPER_TOKENS), processors.max(1));
-    let steps = NUM_STREAMS * hidden_size.div_ceil(STEP);
-    let time = |splits: &usize| (tiles * splits).div_ceil(processors) * (steps.div_ceil(*splits) + HOPPER_OVERHEAD);
-    let most = (HOPPER_ROUNDS * processors / tiles.max(1)).clamp(1, steps.div_ceil(FEWEST_STEPS).max(1));
+    let groups = hidden_size.div_ceil(STEP);
+    let steps_of = |splits: usize| NUM_STREAMS * groups.div_ceil(splits);
+    let time = |splits: &usize| (tiles * splits).div_ceil(processors) * (steps_of(*splits) + HOPPER_OVERHEAD);
+    let most = (HOPPER_ROUNDS * processors / tiles.max(1)).clamp(1, groups.max(1));
     [tiles, (1..=most).min_by_key(time).unwrap_or(1)]
 }
 
@@ -174,9 +174,27 @@ pub(crate) fn most_splits(device: &Device, num_tokens: usize, hidden_size: usize
     portable.max(hopper)
 }
 
-/// The boxes of streams `[num_tokens, 4, hidden_size]` that the projection for Hopper copies; `None` where hardware copies
-/// none of such a tensor, or counts no such tokens.
-fn streams_map(streams: &TensorView) -> Option<TensorMap> {
+/// Whether the kernels for Hopper run for this call of the operator `check`. `misfit` says why they cannot take its tensors, if they
+/// cannot.
+///
+/// # Errors
+/// They are asked for and cannot run.
+pub(crate) fn runs_hopper(
+    check: Arguments,
+    device: &Device,
+    implementation: Implementation,
+    num_tokens: usize,
+    misfit: Option<String>,
+) -> Result<bool> {
+    let few = implementation == Implementation::Auto && num_tokens <= FEW_TOKENS;
+    let implementation = if few { Implementation::Portable } else { implementation };
+    // Of no tokens nothing is launched.
+    implementation.runs_hopper(check, device.environment(), usize::MAX, misfit.filter(|_| num_tokens > 0))
+}
+
+/// The boxes of `box_tokens` tokens of streams `[num_tokens, 4, hidden_size]` that projections for Hopper copy; `None` where hardware
+/// copies none of such a tensor, or counts no such tokens.
+pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<TensorMap> {
     let (&[tokens, streams_of_token, width], &[token, stream, column]) = (&streams.shape[..], &streams.strides[..])
     else {
         return None;
@@ -185,7 +203,7 @@ fn streams_map(streams: &TensorView) -> Option<TensorMap> {
     // Strides beyond 2^40 bytes are no map's anyway.
     let bytes = |elements: i64| elements.checked_mul(2);
     let (shape, strides) = (vec![streams_of_token, tokens, 2 * width], vec![bytes(stream)?, bytes(token)?, column]);
-    TensorMap::of(&TensorView { dtype: DType::U8, shape, strides, ..streams.clone() }, HOPPER_TOKENS as u32)
+    TensorMap::of(&TensorView { dtype: DType::U8, shape, strides, ..streams.clone() }, box_tokens as u32)
 }
 
 /// A call of a projection.
@@ -198,20 +216,27 @@ struct Projection<'a> {
     aligned: bool,
 }
 
-impl Projection<'_> {
+impl<'a> Projection<'a> {
+    /// With all of [`forward`]'s checks of what it is given.
+    ///
+    /// # Errors
+    /// A refused argument.
+    fn of(device: &'a Device, views: &'a Views, numbers: Numbers, implementation: Implementation) -> Result<Self> {
+        let (signature, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
+        let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
+        Ok(Self { device, views, num_tokens, hidden_size, aligned })
+    }
+
     /// What the kernel for Hopper copies, where it is the one that runs.
     ///
     /// # Errors
     /// It is asked for and cannot run.
     fn map(&self, implementation: Implementation) -> Result<Option<TensorMap>> {
-        let map = self.aligned.then(|| streams_map(&self.views["streams"])).flatten();
-        let misfit = (map.is_none() && self.num_tokens > 0).then(|| {
+        let map = self.aligned.then(|| streams_map(&self.views["streams"], HOPPER_TOKENS)).flatten();
+        let misfit = map.is_none().then(|| {
             "hardware copies no boxes of streams: their rows overlap or lie at no multiples of 16 bytes".to_owned()
         });
-        // Of no tokens nothing is launched.
-        let few = implementation == Implementation::Auto && self.num_tokens <= FEW_TOKENS;
-        let implementation = if few { Implementation::Portable } else { implementation };
-        let hopper = implementation.runs_hopper(CHECK, self.device.environment(), usize::MAX, misfit)?;
+        let hopper = runs_hopper(CHECK, self.device, implementation, self.num_tokens, misfit)?;
         Ok(map.filter(|_| hopper))
     }
 
@@ -314,6 +339,19 @@ fn check<'a>(
     Ok((signature, extents))
 }
 
+/// Checks a call as [`project`] does, for a kernel that leaves what the one for Hopper does; returns its blocks and what it is to
+/// leave.
+pub(crate) fn hopper_projected(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    kernel: &'static str,
+) -> Result<(usize, Projected)> {
+    let (_, [num_tokens, hidden_size]) = check(device, views, numbers, Implementation::Hopper)?;
+    let [tiles, splits] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
+    Ok((tiles.saturating_mul(splits), Projected { kernel, splits, num_tokens, hidden_size }))
+}
+
 /// Checks a call of few tokens as [`project`] does, for a kernel that leaves the same; returns its blocks and what it is to
 /// leave.
 pub(crate) fn few_projected(
@@ -334,11 +372,19 @@ pub(crate) fn project(
     numbers: Numbers,
     implementation: Implementation,
 ) -> Result<Projected> {
-    let (signature, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
-    let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
-    let projection = Projection { device, views, num_tokens, hidden_size, aligned };
+    let projection = Projection::of(device, views, numbers, implementation)?;
     let (kernel, splits) = projection.launch(implementation)?;
-    Ok(Projected { kernel, splits, num_tokens, hidden_size })
+    Ok(Projected { kernel, splits, num_tokens: projection.num_tokens, hidden_size: projection.hidden_size })
+}
+
+/// Refuses what [`project`] would refuse, for a caller that has something to launch before.
+pub(crate) fn check_projection(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    implementation: Implementation,
+) -> Result<()> {
+    Projection::of(device, views, numbers, implementation)?.map(implementation).map(drop)
 }
 
 /// The second one; returns the kernel that ran.
@@ -524,8 +570,8 @@ mod tests {
     #[test]
     fn the_projection_for_hopper_fills_the_device_whatever_the_tokens_are() {
         let of = |tokens| hopper_projection(132, tokens, 7168);
-        // Two blocks of tokens: as many parts as multiprocessors take at once, of 7 steps each.
-        assert_eq!([of(512), of(8192), of(32_768)], [[2, 64], [32, 4], [128, 1]]);
+        // Two blocks of tokens: as many parts as multiprocessors take at once, of 8 steps each.
+        assert_eq!([of(512), of(8192), of(32_768)], [[2, 56], [32, 4], [128, 1]]);
         // A hundred blocks would leave a quarter idle.
         assert_eq!(of(25_600), [100, 5]);
         assert_eq!([hopper_projection(132, 0, 16), hopper_projection(1, 1, 8)], [[0, 1], [1, 1]]);

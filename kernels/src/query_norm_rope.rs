@@ -79,8 +79,8 @@ impl<'a> Call<'a> {
     ) -> Result<&'static str> {
         let wide = self.head_dim <= WIDE_HEAD_DIM && self.signature.vectorised_rows(&["x", "y", "dy", "dx"]);
         let name = names[usize::from(wide)];
-        let heads = self.num_tokens.saturating_mul(self.num_heads);
-        device.kernel(FILE, &defines(), name)?.launch_blocks(argument, heads.div_ceil(WARPS), params)?;
+        let blocks = self.num_tokens.saturating_mul(self.num_heads.div_ceil(WARPS));
+        device.kernel(FILE, &defines(), name)?.launch_blocks(argument, blocks, params)?;
         Ok(name)
     }
 }

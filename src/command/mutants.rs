@@ -15,7 +15,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::run::revision;
 use super::{DeviceArguments, Exit};
 use crate::judge::checks::CheckOptions;
-use crate::mutants::generated::GeneratedMutant;
+use crate::mutants::generated::{self, GeneratedMutant};
 use crate::mutants::matrix::cases::{self, KnownCase};
 use crate::mutants::matrix::equivalent::Equivalents;
 use crate::mutants::matrix::journal::Journal;
@@ -97,6 +97,9 @@ pub struct MutantsArguments {
     /// Run nothing: print what became of the generated mutants of these reports, each with its own seed and revision, as text
     #[arg(long, value_name = "REPORT", num_args = 1.., conflicts_with_all = ["only", "into", "out"])]
     table: Vec<PathBuf>,
+    /// Run nothing: print the id of every generated mutant of --ops, its place and what it changes, whatever equivalent.toml lists
+    #[arg(long, conflicts_with_all = ["only", "into", "out", "table"])]
+    list: bool,
     /// Serve one trial from the standard input (what this command starts for each mutant)
     #[arg(long, hide = true)]
     trial: bool,
@@ -114,6 +117,9 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
     }
     if !arguments.table.is_empty() {
         return print_table(&arguments.table);
+    }
+    if arguments.list {
+        return print_list(arguments);
     }
     let emulator = EmulatorOptions { time_limit: LAUNCH_LIMIT, ..EmulatorOptions::default() };
     let device = arguments.device.open_with(&DeviceOptions { emulator, ..DeviceOptions::default() })?;
@@ -138,6 +144,18 @@ fn print_table(reports: &[PathBuf]) -> Result<Exit> {
         Tally::all(report).iter().any(|tally| tally.shortfall(floor, sample).is_some())
     };
     Ok(if reports.iter().any(falls_short) { Exit::Disagreed } else { Exit::Agreed })
+}
+
+/// Prints the generated mutants of some operators, a line each.
+fn print_list(arguments: &MutantsArguments) -> Result<Exit> {
+    let tree = arguments.device.tree()?;
+    for operator in with_kernels(arguments.ops.as_deref())? {
+        for mutant in generated::generate(&tree, operator.name())? {
+            let GeneratedMutant { id, file, line, summary, .. } = &mutant;
+            println!("{id}  {file}:{line}  {}", printable(summary));
+        }
+    }
+    Ok(Exit::Agreed)
 }
 
 fn serve_trial(device: &Device) -> Result<Exit> {
@@ -313,7 +331,8 @@ impl<'a> Session<'a> {
         records.extend(plans.iter().flat_map(|plan| plan.equivalent.iter().cloned()));
         if !self.arguments.only.is_empty() {
             let missed = records.iter().any(|record| record.status() != MutantStatus::Killed);
-            return Ok(if missed { Exit::Disagreed } else { Exit::Agreed });
+            let left_out = report_left_out(&self.arguments.only, &records, &plans);
+            return Ok(if missed || left_out { Exit::Disagreed } else { Exit::Agreed });
         }
         let false_equivalents =
             self.arguments.check_equivalents && report_false_equivalents(&mut records, self.arguments)?;
@@ -448,6 +467,15 @@ fn refuse_unknown_ids(
         }
         None => Ok(()),
     }
+}
+
+/// Says which of the wanted mutants have not run, and why some have not; whether there are such.
+fn report_left_out(only: &[String], records: &[MutantRecord], plans: &[Plan]) -> bool {
+    let reasons: BTreeSet<&str> = plans.iter().flat_map(|plan| &plan.skips).map(|skip| skip.why.as_str()).collect();
+    let reasons = Vec::from_iter(reasons).join("; ");
+    let left_out: Vec<_> = only.iter().filter(|id| records.iter().all(|record| record.id != **id)).collect();
+    left_out.iter().for_each(|id| eprintln!("{id} did not run: {}", printable(&reasons)));
+    !left_out.is_empty()
 }
 
 /// Leaves the mutants with the given ids, where any are given.

@@ -42,7 +42,12 @@ fn step() -> f64 {
 pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError> {
     let named = probe.inputs();
     let inputs: Vec<Vec<f64>> = named.iter().map(|(_, values)| values.clone()).collect();
-    let scales = probe.scales();
+    let finite = |scales: Vec<f64>, values: &[f64]| {
+        let size = size_of(values);
+        scales.into_iter().map(|scale| if scale.is_finite() { scale } else { size }).collect::<Vec<_>>()
+    };
+    let scales = probe.scales().into_iter().zip(&inputs);
+    let scales: Vec<_> = scales.map(|(scales, values)| scales.map(|scales| finite(scales, values))).collect();
     let outputs = probe.outputs(&inputs)?;
     let upstream = random_like(&outputs, "upstream");
     let fresh = random_like(&outputs, "fresh upstream");

@@ -273,7 +273,7 @@ pub trait Declared: Sized + Send + Sync + 'static {
     }
 
     /// The distance over which the oracle bends, for each element of a differentiable input; `None` where its declaration
-    /// ([`TensorSpec::clamped`]) or its own size says it.
+    /// ([`TensorSpec::clamped`]) or its own size says it. Infinite along what has no effect: it moves by the input's size.
     fn bends_over(_case: &Self::Case, _tensors: &Tensors, _input: &str) -> Option<Vec<f64>> {
         None
     }

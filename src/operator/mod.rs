@@ -492,7 +492,7 @@ pub trait GradientProbe {
     fn inputs(&self) -> Vec<(&'static str, Vec<f64>)>;
 
     /// The distance over which the function bends, for each element of each input: finite differences
-    /// step by a small part of it. `None` where the size of the input itself says it.
+    /// step by a small part of it. `None`, or an infinite one of an element, where the size of the input itself says it.
     fn scales(&self) -> Vec<Option<Vec<f64>>> {
         self.inputs().iter().map(|_| None).collect()
     }

@@ -56,6 +56,7 @@ impl Declared for EmbedStreams {
         specification: &["inference 1"],
         paths: &[
             "embed_streams_forward_vector",
+            "embed_streams_forward_few",
             "embed_streams_forward_scalar",
             "embed_streams_clear",
             "sparse_attention_count",
@@ -114,6 +115,9 @@ impl Declared for EmbedStreams {
             plain(1, 1, 8),
             // Several pieces of a row, in either way of access.
             plain(3, 3, 1032),
+            // More tokens than few ones: of several pieces where they are few, and whatever the GPU.
+            plain(17, 3, 4104),
+            plain(2400, 3, 8),
             EmbedStreamsCase { dtype: Float::F32, ..plain(3, 3, 261) },
             // Lists of tokens that are ordered by rank, and longer ones.
             repeated(plain(200, 6, 3)),

@@ -97,6 +97,7 @@ impl Declared for MhcBlock {
             "moe_reduce_forward_scalar",
             "mhc_post_mix_pre_project",
             "mhc_post_mix_pre_project_few",
+            "mhc_post_mix_pre_project_hopper",
             "mhc_post_mix_pre_mix",
             "mhc_post_forward_vector",
             "mhc_post_forward_scalar",
@@ -275,7 +276,7 @@ impl Declared for MhcBlock {
         let given = ["streams", "attn_y", "attn_post", "attn_comb", "ffn_fn", "ffn_scale", "ffn_base", "workspace"];
         let written = ["between", "ffn_pre", "ffn_post", "ffn_comb", "ffn_mix", "ffn_rstd", "ffn_h"];
         let fused = v.only(&[&given[..], &written].concat()).renamed(FUSED);
-        run.launch(|device| mhc_post_mix_pre::forward(device, &fused, numbers))?;
+        run.launch(|device| mhc_post_mix_pre::forward(device, &fused, numbers, mhc_mix::Implementation::Auto))?;
         sublayer(c, v, run, ["ffn_h", "ffn_weight", "ffn_u", "ffn_norm_rstd", "ffn_add", "ffn_y"])?;
         let last = v.only(&["between", "ffn_y", "ffn_post", "ffn_comb", "out"]).renamed(LAST);
         run.launch(|device| mhc_post::forward(device, &last))?;

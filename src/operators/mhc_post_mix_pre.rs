@@ -1,5 +1,5 @@
-//! `mhc_post_mix_pre` (inference 2.1 to 2.4, training 11.1): `kernels/cuda/mhc_post_mix_pre.cu` and
-//! `mhc_post_mix_pre_backward.cu` against `reference/src/mhc_post_mix_pre.rs`.
+//! `mhc_post_mix_pre` (inference 2.1 to 2.4, training 11.1): `kernels/cuda/mhc_post_mix_pre.cu`,
+//! `mhc_post_mix_pre_hopper.cu` and `mhc_post_mix_pre_backward.cu` against `reference/src/mhc_post_mix_pre.rs`.
 
 use dsv4_kernels::mhc_mix::NUM_COLUMNS;
 use dsv4_kernels::mhc_post::NUM_STREAMS;
@@ -7,7 +7,10 @@ use dsv4_kernels::mhc_post_mix_pre as launcher;
 use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_post_mix_pre as reference;
 
-use super::mhc_mix::{coefficients_bend_over, of_oracle as numbers_of_oracle};
+use super::Implementation;
+use super::mhc_mix::{
+    coefficients_bend_over, fastest_projection, fitting, implementations, of_oracle as numbers_of_oracle,
+};
 use super::mhc_post::near_equal;
 use crate::operator::prelude::*;
 
@@ -34,6 +37,8 @@ pub struct MhcPostMixPreCase {
     /// Whether the forward is that of the launchers of `mhc_post`, `mhc_mix` and `mhc_pre` instead, which the fusion is
     /// compared with and timed beside.
     pub separate: bool,
+    /// The forward's kernels. Those for Hopper take 16 bytes at a time.
+    pub implementation: Implementation,
     /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
     pub near_equal: bool,
     /// The streams and the sublayer's output.
@@ -51,9 +56,14 @@ fn plain(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
         logits: 2.0,
         aliasing: Aliasing::OutOfPlace,
         separate: false,
+        implementation: Implementation::Portable,
         near_equal: false,
         data: Data::normal(1.0),
     }
+}
+
+fn hopper(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
+    MhcPostMixPreCase { implementation: Implementation::Hopper, ..plain(num_tokens, hidden_size) }
 }
 
 /// So small streams that of four numbers rstd dmix one is beyond 2^40 by far: near that bits follow the scale of the gradients.
@@ -87,6 +97,7 @@ impl Declared for MhcPostMixPre {
         paths: &[
             "mhc_post_mix_pre_project",
             "mhc_post_mix_pre_project_few",
+            "mhc_post_mix_pre_project_hopper",
             "mhc_post_mix_pre_mix",
             "mhc_post_forward_vector",
             "mhc_post_forward_scalar",
@@ -115,20 +126,28 @@ impl Declared for MhcPostMixPre {
     fn tensors(c: &MhcPostMixPreCase) -> Specs {
         let tokens = axis("num_tokens", c.num_tokens);
         let (source, destination) = (axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS));
-        let channels = axis("hidden_size", c.hidden_size).multiples(1, i32::MAX as usize / NUM_STREAMS);
+        let hopper = c.implementation == Implementation::Hopper;
+        let multiple = if hopper { 8 } else { 1 };
+        let channels = axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
         let (columns, groups) = (axis("num_columns", NUM_COLUMNS), axis("num_groups", 3));
         let (gates, matrix) = ([tokens, destination], [tokens, source, destination]);
         let deviation = (c.channels().max(1) as f64).sqrt().recip();
         let normal = |name, axes: &[_], deviation| input(name, DType::F32, axes).drawn(Distribution::Normal, deviation);
+        let [streams, y, out] = [
+            input("streams", DType::Bf16, &[tokens, source, channels]).drawn_as(c.data),
+            input("y", DType::Bf16, &[tokens, channels]).drawn_as(c.data),
+            output("out", DType::Bf16, &[tokens, destination, channels]).placed(c.aliasing, "streams"),
+        ]
+        .map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
         let tensors = [
-            input("streams", DType::Bf16, &[tokens, source, channels]).rows().drawn_as(c.data),
-            input("y", DType::Bf16, &[tokens, channels]).rows().drawn_as(c.data),
+            streams,
+            y,
             normal("post", &gates, 1.0),
             normal("comb", &matrix, 1.0),
             normal("fn", &[columns, destination, channels], deviation),
             normal("scale", &[groups], 1.0),
             input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
-            output("out", DType::Bf16, &[tokens, destination, channels]).rows().placed(c.aliasing, "streams"),
+            out,
             output("next_pre", DType::F32, &gates),
             output("next_post", DType::F32, &gates),
             output("next_comb", DType::F32, &matrix),
@@ -156,6 +175,14 @@ impl Declared for MhcPostMixPre {
         super::mhc_mix::check_iterations(c.sinkhorn_iters)
     }
 
+    fn cannot_run(c: &MhcPostMixPreCase, environment: &Environment) -> Option<String> {
+        c.implementation.launcher().cannot_run_on(environment)
+    }
+
+    fn fastest(c: &MhcPostMixPreCase, environment: &Environment) -> MhcPostMixPreCase {
+        MhcPostMixPreCase { implementation: fastest_projection(environment, c.num_tokens, c.hidden_size), ..c.clone() }
+    }
+
     /// The products of all pairs of streams, several times.
     fn oracle_elements(c: &MhcPostMixPreCase) -> u128 {
         4 * (NUM_STREAMS * (NUM_STREAMS + 1)) as u128 * c.num_tokens as u128 * c.hidden_size as u128
@@ -170,20 +197,21 @@ impl Declared for MhcPostMixPre {
         ];
         let choices = (prop_oneof![3 => Just(false), 1 => Just(true)], prop_oneof![2 => Just(false), 1 => Just(true)]);
         let logits = select(vec![0.5f32, 4.0, 20.0, 80.0]);
-        (extents, iterations, eps, logits, aliasing, choices, Data::strategy(-8..=8))
+        let data = (implementations(), Data::strategy(-8..=8));
+        (extents, iterations, eps, logits, aliasing, choices, data)
             .prop_map(
                 |(
-                    [num_tokens, hidden_size],
+                    [num_tokens, width],
                     sinkhorn_iters,
                     (norm_eps, hc_eps),
                     logits,
                     aliasing,
                     (separate, near_equal),
-                    data,
+                    (implementation, data),
                 )| {
-                    let case = plain(num_tokens, hidden_size);
+                    let case = plain(num_tokens, fitting(implementation, width));
                     let numbers = MhcPostMixPreCase { sinkhorn_iters, norm_eps, hc_eps, logits, ..case };
-                    MhcPostMixPreCase { aliasing, separate, near_equal, data, ..numbers }
+                    MhcPostMixPreCase { aliasing, separate, implementation, near_equal, data, ..numbers }
                 },
             )
             .boxed()
@@ -191,7 +219,7 @@ impl Declared for MhcPostMixPre {
 
     fn typical() -> Vec<MhcPostMixPreCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 16), MhcPostMixPreCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) }]
+        vec![plain(5, 16), MhcPostMixPreCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) }, hopper(5, 16)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcPostMixPreCase> {
@@ -214,8 +242,17 @@ impl Declared for MhcPostMixPre {
             // More than the projection of few tokens is left with.
             separate(plain(6, 16)),
             separate(placed(Aliasing::InPlace, plain(2, 5))),
-            // More than the portable projection is left with on Hopper.
+            // More tokens than a block of the projection has, in parts of one group.
             separate(plain(260, 8)),
+            hopper(0, 16),
+            separate(hopper(3, 16)),
+            // Tokens of every warp of both consumers, and of a second turn of one; of one consumer alone; of a second block.
+            hopper(150, 8),
+            hopper(40, 24),
+            hopper(260, 8),
+            // More groups of a part than a consumer has stages, with channels behind the end of the last one.
+            placed(Aliasing::InPlace, hopper(300, 2056)),
+            placed(Aliasing::Interleaved, hopper(3, 40)),
             // Few tokens of channels in many parts.
             separate(plain(2, 520)),
             plain(2, 520),
@@ -235,7 +272,7 @@ impl Declared for MhcPostMixPre {
             tiny(70, 16),
         ];
         if profile == Profile::Full {
-            cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64), plain(2048, 8)]);
+            cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64), plain(2048, 8), hopper(200, 4096)]);
         }
         cases
     }
@@ -268,7 +305,7 @@ impl Declared for MhcPostMixPre {
         let given = [&["streams", "y", "post", "comb", "workspace"], &PARAMETERS[..]].concat();
         let own = v.only(&[&given[..], &WRITTEN].concat());
         let forward = if c.separate { launcher::forward_separate } else { launcher::forward };
-        run.launch(|device| forward(device, &own, c.of_launcher()))
+        run.launch(|device| forward(device, &own, c.of_launcher(), c.implementation.launcher()))
     }
 
     fn launch_backward(c: &MhcPostMixPreCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
@@ -296,7 +333,8 @@ impl Declared for MhcPostMixPre {
         let extents = if on_gpu(environment) { &gpu[..] } else { &[(6, 64)] };
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, separate, flops)| {
             let name = format!("{num_tokens}x4x{hidden_size} bf16{}", if separate { " separate" } else { "" });
-            let case = MhcPostMixPreCase { separate, ..plain(num_tokens, hidden_size) };
+            let implementation = fastest_projection(environment, num_tokens, hidden_size);
+            let case = MhcPostMixPreCase { separate, implementation, ..plain(num_tokens, hidden_size) };
             let benchmark = Benchmark::new(direction, name, case, "num_tokens");
             benchmark.streaming(&["out", "next_pre", "mix", "rstd"], flops)
         };

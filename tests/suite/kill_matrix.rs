@@ -152,6 +152,28 @@ fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
 }
 
 #[test]
+fn a_mutant_that_is_asked_for_and_cannot_run_exits_with_1_and_says_why() {
+    let bugs = folder("kv_cache_write.toml", &planted(SCALE, "return 0;"));
+    let output = mutants(bugs.path(), &["--only", "cache_bug", "--memory", "1000"]);
+    output.assert_code(1);
+    assert!(output.stderr.contains("cache_bug did not run: "), "{}", output.stderr);
+    mutants(bugs.path(), &["--only", "cache_bug"]).assert_code(0);
+}
+
+#[test]
+fn generated_mutants_are_listed_with_their_places_though_the_list_of_equivalent_ones_fits_no_longer() {
+    let stale = "[[equivalent]]\nids = [\"kv_cache_write:gone:scale:00000000\"]\nreason = \"None.\"\n";
+    let output = mutants(folder("equivalent.toml", stale).path(), &["--list"]);
+    output.assert_code(0);
+    let all = generated::generate(&SourceTree::embedded(), "kv_cache_write").expect("mutants");
+    let lines: Vec<&str> = output.stdout.lines().collect();
+    assert_eq!(lines.len(), all.len());
+    for (line, mutant) in lines.iter().zip(&all) {
+        assert_eq!(*line, format!("{}  {}:{}  {}", mutant.id, mutant.file, mutant.line, mutant.summary));
+    }
+}
+
+#[test]
 fn the_list_of_equivalent_mutants_fits_the_kernels() {
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
     plan::generate(&SourceTree::embedded(), &dsv4_parity::operator::registry::names(), &list)

@@ -15,6 +15,7 @@ use dsv4_parity::case::{Case, CaseError, Draw};
 use dsv4_parity::judge::budget::Budget;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome, POWERLESS};
 use dsv4_parity::judge::runner::{RunError, Runner};
+use dsv4_parity::judge::triangulation::triangulate;
 use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::judge::yardstick::working_precisions;
 use dsv4_parity::operator::registry;
@@ -348,6 +349,40 @@ impl Prepared for Fake {
 
     fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
         self.empty_probe.then(|| Box::new(EmptyProbe) as Box<dyn GradientProbe>)
+    }
+}
+
+/// A probe of `y = x[0]`, whose second input has no effect and bends over nothing.
+struct EffectlessProbe;
+
+impl GradientProbe for EffectlessProbe {
+    fn inputs(&self) -> Vec<(&'static str, Vec<f64>)> {
+        vec![("x", vec![1.0, 2.0])]
+    }
+
+    fn scales(&self) -> Vec<Option<Vec<f64>>> {
+        vec![Some(vec![1.0, f64::INFINITY])]
+    }
+
+    fn outputs(&self, inputs: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
+        Ok(vec![vec![inputs[0][0]]])
+    }
+
+    fn autograd(&self, upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
+        Ok(vec![vec![upstream[0][0], 0.0]])
+    }
+
+    fn backward(&self, upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
+        self.autograd(upstream)
+    }
+}
+
+#[test]
+fn a_gradient_along_what_has_no_effect_agrees_over_whatever_distance_it_bends() {
+    let findings = triangulate(&EffectlessProbe).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(findings.len(), 3);
+    for finding in findings {
+        assert_eq!(finding.problem, None, "{}", finding.input);
     }
 }
 

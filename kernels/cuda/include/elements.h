@@ -108,6 +108,7 @@ DEVICE float warp_sum(float value) {
     return value;
 }
 
-// Pieces of a row of `width` elements that blocks of BLOCK_THREADS threads take, COUNT elements a thread.
+// Pieces of a row of `width` elements that blocks of BLOCK_THREADS threads take, COUNT elements a thread. In 32 bits: blocks are
+// divided by it, and a division in 64 would be waited for before anything is read.
 template <int BLOCK_THREADS, int COUNT>
-DEVICE int64_t pieces_of(int64_t width) { return ceil_div<int64_t>(width, BLOCK_THREADS * COUNT); }
+DEVICE uint32_t pieces_of(int32_t width) { return ceil_div(static_cast<uint32_t>(width), static_cast<uint32_t>(BLOCK_THREADS * COUNT)); }

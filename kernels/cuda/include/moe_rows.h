@@ -36,9 +36,10 @@ DEVICE Positions positions_of(const Params& params, int64_t token) {
 // that are left over, would be on their own.
 // rows_per_block is a multiple of WARPS up to THREADS, smaller where there are few positions: one of 128 rows of 14 KB would write
 // them long after all others have ended.
+// Positions are counted in 31 bits; a division in 64 would be waited for before anything is read.
 template <typename Params>
-DEVICE int64_t clearing_blocks(const Params& params) {
-    return ceil_div<int64_t>(params.num_positions, params.rows_per_block);
+DEVICE uint32_t clearing_blocks(const Params& params) {
+    return ceil_div(static_cast<uint32_t>(params.num_positions), static_cast<uint32_t>(params.rows_per_block));
 }
 
 // Zeros for the rows that no slot has among the rows_per_block positions of a block. A lane looks at one, a warp clears those of

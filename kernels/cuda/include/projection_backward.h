@@ -60,7 +60,9 @@ struct Part {
         begin = params.num_tokens * split / params.splits, end = params.num_tokens * (split + 1) / params.splits;
         own.channel = (static_cast<int64_t>(blockIdx.x / params.splits) * STREAMS_THREADS + threadIdx.x) * CHANNELS;
         own.exists = own.channel < channels;
-        own.stream = own.channel / params.hidden_size, own.within = own.channel % params.hidden_size;
+        // All channels are counted in 32 bits: a division in 64 would be waited for before anything is read.
+        const uint32_t channel = static_cast<uint32_t>(own.channel), width = static_cast<uint32_t>(params.hidden_size);
+        own.stream = channel / width, own.within = channel % width;
         for (int q = 0; q < COLUMNS && own.exists; ++q)
             for (int c = 0; c < CHANNELS; ++c) own.fn[q][c] = params.fn[q * channels + own.channel + c];
     }
@@ -98,10 +100,10 @@ struct Stager {
 
     template <typename Params>
     explicit Stager(const Params& params) {
-        const int64_t channel =
-            (static_cast<int64_t>(blockIdx.x / params.splits) * W::PIECES + threadIdx.x % W::PIECES) * PIECE;
-        const int64_t stream = channel / params.hidden_size, within = channel % params.hidden_size;
-        exists = channel < static_cast<int64_t>(STREAMS) * params.hidden_size;
+        const uint32_t channel = (blockIdx.x / params.splits * W::PIECES + threadIdx.x % W::PIECES) * PIECE;
+        const uint32_t width = static_cast<uint32_t>(params.hidden_size);
+        const int64_t stream = channel / width, within = channel % width;
+        exists = channel < STREAMS * width;
         sources[0] = params.streams + stream * params.streams_stream_stride + within;
         strides[0] = params.streams_token_stride;
         if constexpr (W::OTHERS == 1) sources[1] = other_of(params) + within, strides[1] = other_stride(params);

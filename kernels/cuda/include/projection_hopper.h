@@ -1,5 +1,6 @@
 // The projection of projection.h for sm_90a, of mhc_mix_hopper.cu: warpgroup matrix products, and weights that are split once for 256
-// tokens. What it leaves is laid out as there.
+// tokens. What it leaves is laid out as there. mhc_post_mix_pre_hopper.cu has the weights and the products of a step from here, and
+// streams that it makes itself: steps are in the order of projection.h, 64 channels of each stream one after the other.
 //
 // A block takes 256 tokens and a part of the channels, 64 at a time (a step). Four warpgroups of consumers have 64 tokens each.
 // Of the warps behind them one has boxes of the streams copied, 64 channels of 256 tokens, as far ahead as there are stages; six
@@ -53,64 +54,72 @@ struct HopperProjectionParams {
 };
 PARAMS_LAYOUT(HopperProjectionParams, fn, partials, num_tokens, hidden_size, splits, streams_map)
 
-// Where everything lies in dynamic shared memory.
-template <int COLUMNS>
-struct ProjectionLayout {
-    static constexpr int ROWS = PARTS * 8 * TILES<COLUMNS>;  // of the weights, those of a part one behind the other
-    static constexpr int STREAM_BYTES = TILE_TOKENS * 128, WEIGHT_BYTES = ROWS * 128;
-    static constexpr int STREAM = 0;
-    static constexpr int WEIGHT = STREAM + STREAM_STAGES * STREAM_BYTES;
-    static constexpr int FULL = WEIGHT + WEIGHT_STAGES * WEIGHT_BYTES;  // mbarriers [STREAM_STAGES]
-    static constexpr int EMPTY = FULL + 8 * STREAM_STAGES;
-    static constexpr int SPLIT = EMPTY + 8 * STREAM_STAGES;  // mbarriers [WEIGHT_STAGES]
-    static constexpr int USED = SPLIT + 8 * WEIGHT_STAGES;
-    static constexpr int BYTES = USED + 8 * WEIGHT_STAGES;
-    static_assert(BYTES <= 227 * 1024, "stages exceed shared memory");
+// Where the operands of STAGES steps lie in dynamic shared memory, from BEGIN on, a multiple of 1024, and the mbarriers that say that
+// they are there, and are no longer needed.
+template <int COLUMNS, int BEGIN, int STAGES>
+struct WeightLayout {
+    static constexpr int ROWS = PARTS * 8 * TILES<COLUMNS>;  // those of a part one behind the other
+    static constexpr int WEIGHT_BYTES = ROWS * 128;
+    static constexpr int SPLIT = BEGIN + STAGES * WEIGHT_BYTES;  // mbarriers [STAGES]
+    static constexpr int USED = SPLIT + 8 * STAGES;
+    static constexpr int END = USED + 8 * STAGES;
 
-    static constexpr int stream(uint32_t step) { return STREAM + step % STREAM_STAGES * STREAM_BYTES; }
-    static constexpr int full(uint32_t step) { return FULL + 8 * (step % STREAM_STAGES); }
-    static constexpr int empty(uint32_t step) { return EMPTY + 8 * (step % STREAM_STAGES); }
-    static constexpr int weight(uint32_t step) { return WEIGHT + step % WEIGHT_STAGES * WEIGHT_BYTES; }
-    static constexpr int split(uint32_t step) { return SPLIT + 8 * (step % WEIGHT_STAGES); }
-    static constexpr int used(uint32_t step) { return USED + 8 * (step % WEIGHT_STAGES); }
+    static constexpr int weight(uint32_t step) { return BEGIN + step % STAGES * WEIGHT_BYTES; }
+    static constexpr int split(uint32_t step) { return SPLIT + 8 * (step % STAGES); }
+    static constexpr int used(uint32_t step) { return USED + 8 * (step % STAGES); }
+    // Parity of the phase in which a step's weights have come. What lay there before is given up in the phase before this one.
+    static constexpr uint32_t phase(uint32_t step) { return step / STAGES & 1; }
+
+    // By one thread of a block whose `warps` use them.
+    static void initialise(SharedAddress shared, uint32_t warps) {
+        for (uint32_t stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(shared + split(stage), SPLIT_THREADS / WARP_SIZE);
+            mbarrier_init(shared + used(stage), warps);
+        }
+    }
 };
 
-// Parities of the phases in which a step's streams and weights have come. What lay there before is given up in the
-// phases before these.
-DEVICE uint32_t stream_phase(uint32_t step) { return step / STREAM_STAGES & 1; }
-DEVICE uint32_t weight_phase(uint32_t step) { return step / WEIGHT_STAGES & 1; }
+// Where everything lies.
+template <int COLUMNS>
+struct ProjectionLayout {
+    static constexpr int STREAM_BYTES = TILE_TOKENS * 128;
+    using Weight = WeightLayout<COLUMNS, STREAM_STAGES * STREAM_BYTES, WEIGHT_STAGES>;
+    static constexpr int FULL = Weight::END;  // mbarriers [STREAM_STAGES]
+    static constexpr int EMPTY = FULL + 8 * STREAM_STAGES;
+    static constexpr int BYTES = EMPTY + 8 * STREAM_STAGES;
+    static_assert(BYTES <= 227 * 1024, "stages exceed shared memory");
 
-// A block's part of the work. Every stream has whole steps of its own: in its last one there are zeros behind its end.
+    static constexpr int stream(uint32_t step) { return step % STREAM_STAGES * STREAM_BYTES; }
+    static constexpr int full(uint32_t step) { return FULL + 8 * (step % STREAM_STAGES); }
+    static constexpr int empty(uint32_t step) { return EMPTY + 8 * (step % STREAM_STAGES); }
+};
+
+// Parity of the phase in which a step's streams have come, as that of the weights.
+DEVICE uint32_t stream_phase(uint32_t step) { return step / STREAM_STAGES & 1; }
+
+// A block's part of the work: `tile_tokens` tokens, and steps.
 struct Part {
     int64_t first_token;
-    uint32_t of_stream;  // steps of a stream
-    uint32_t begin, steps;
+    Steps steps;
     uint32_t consumers;  // that have tokens
 
-    explicit Part(const HopperProjectionParams& params) {
-        const uint32_t split = blockIdx.x % params.splits;
-        first_token = static_cast<int64_t>(blockIdx.x / params.splits) * TILE_TOKENS;
-        of_stream = ceil_div(params.hidden_size, STEP_CHANNELS);
-        const int64_t all = static_cast<int64_t>(STREAMS) * of_stream;
-        begin = static_cast<uint32_t>(all * split / params.splits);
-        steps = static_cast<uint32_t>(all * (split + 1) / params.splits) - begin;
-        const int64_t tokens = minimum(params.num_tokens - first_token, int64_t{TILE_TOKENS});
-        consumers = static_cast<uint32_t>(ceil_div(tokens, int64_t{CONSUMER_TOKENS}));
-    }
+    template <typename Params>
+    Part(const Params& params, int tile_tokens)
+        : first_token(static_cast<int64_t>(blockIdx.x / params.splits) * tile_tokens),
+          steps(params.hidden_size, blockIdx.x % params.splits, params.splits),
+          consumers(static_cast<uint32_t>(
+              ceil_div(minimum(params.num_tokens - first_token, static_cast<int64_t>(tile_tokens)), int64_t{CONSUMER_TOKENS}))) {}
 };
 
 // Where a step begins: a stream and a channel of it. Steps are counted on, not divided.
 struct Place {
-    int32_t stream, within;
+    int32_t stream = 0, within;
 
-    explicit Place(const Part& part)
-        : stream(static_cast<int32_t>(part.begin / part.of_stream)),
-          within(static_cast<int32_t>(part.begin % part.of_stream) * STEP_CHANNELS) {}
-    void next(int32_t hidden_size) {
+    explicit Place(const Part& part) : within(static_cast<int32_t>(part.steps.first_group) * STEP_CHANNELS) {}
+    void next() {
+        if (++stream < STREAMS) return;
+        stream = 0;
         within += STEP_CHANNELS;
-        if (within < hidden_size) return;
-        within = 0;
-        ++stream;
     }
 };
 
@@ -120,7 +129,7 @@ template <int COLUMNS>
 DEVICE void copy_streams(const HopperProjectionParams& params, SharedAddress shared, const Part& part) {
     using Layout = ProjectionLayout<COLUMNS>;
     Place place(part);
-    for (uint32_t step = 0; step < part.steps; ++step, place.next(params.hidden_size)) {
+    for (uint32_t step = 0; step < part.steps.count; ++step, place.next()) {
         const SharedAddress full = shared + Layout::full(step);
         mbarrier_wait(shared + Layout::empty(step), stream_phase(step) ^ 1);
         mbarrier_arrive_expect(full, Layout::STREAM_BYTES);
@@ -144,7 +153,8 @@ struct Chunk {
     const float* fn;  // of the column
     int32_t hidden_size, column, chunk;
 
-    Chunk(const HopperProjectionParams& params, int thread)
+    template <typename Params>
+    Chunk(const Params& params, int thread)
         : hidden_size(params.hidden_size), column(thread / 8), chunk(thread % 8) {
         fn = params.fn + static_cast<int64_t>(column) * STREAMS * hidden_size;
     }
@@ -174,26 +184,25 @@ struct Chunk {
 
 // Those of the next two steps are on their way while one is split, in registers of their own: nothing is moved, which would
 // wait for them. For the same reason there is no fence here: it would wait for them, too. Consumers have it.
-template <int COLUMNS>
-DEVICE void produce_weights(const HopperProjectionParams& params, SharedAddress shared, const Part& part, int thread) {
-    using Layout = ProjectionLayout<COLUMNS>;
+template <int COLUMNS, typename Layout, typename Params>
+DEVICE void produce_weights(const Params& params, SharedAddress shared, const Part& part, int thread) {
     constexpr uint32_t AHEAD = 2;
     const Chunk<COLUMNS> chunk(params, thread);
     Weights weights[AHEAD];
     Place ahead(part);
     UNROLL
-    for (uint32_t step = 0; step < AHEAD; ++step, ahead.next(params.hidden_size))
-        if (step < part.steps) chunk.load(ahead, weights[step]);
-    for (uint32_t first = 0; first < part.steps; first += AHEAD) {
+    for (uint32_t step = 0; step < AHEAD; ++step, ahead.next())
+        if (step < part.steps.count) chunk.load(ahead, weights[step]);
+    for (uint32_t first = 0; first < part.steps.count; first += AHEAD) {
         UNROLL
-        for (uint32_t i = 0; i < AHEAD; ++i, ahead.next(params.hidden_size)) {
+        for (uint32_t i = 0; i < AHEAD; ++i, ahead.next()) {
             const uint32_t step = first + i;
-            if (step >= part.steps) break;
-            mbarrier_wait(shared + Layout::used(step), weight_phase(step) ^ 1);
+            if (step >= part.steps.count) break;
+            mbarrier_wait(shared + Layout::used(step), Layout::phase(step) ^ 1);
             chunk.store(weights[i], shared + Layout::weight(step));
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Layout::split(step));
-            if (step + AHEAD < part.steps) chunk.load(ahead, weights[i]);
+            if (step + AHEAD < part.steps.count) chunk.load(ahead, weights[i]);
         }
     }
 }
@@ -245,27 +254,37 @@ DEVICE void add_parts(const float (&products)[PARTS * TILES<COLUMNS>][4], Sums<C
     }
 }
 
+// Adds what a step gives to the sums, whose weights have come. `meanwhile` is what is done while it is multiplied; `gives_up` says that
+// the weights are not needed again.
+template <int COLUMNS, typename Layout, typename Meanwhile>
+DEVICE void add_hopper_step(const Fragments& fragments, SharedAddress shared, uint32_t step, bool gives_up, Sums<COLUMNS>& sums,
+                            Meanwhile meanwhile) {
+    float products[PARTS * TILES<COLUMNS>][4];
+    start_products(fragments, shared + Layout::weight(step), products);
+    meanwhile();
+    add_squares(fragments, sums.squares);
+    wgmma_wait<0>();
+    wgmma_hold(products);
+    if (gives_up && lane_id() == 0) mbarrier_arrive(shared + Layout::used(step));
+    add_parts<COLUMNS>(products, sums);
+}
+
 template <int COLUMNS>
 DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, const Part& part, int consumer) {
     using Layout = ProjectionLayout<COLUMNS>;
     const int row = consumer * CONSUMER_TOKENS + warp_id() % 4 * WARP_TOKENS + row_of(lane_id() / 4);
     Sums<COLUMNS> sums = {};
-    for (uint32_t step = 0; step < part.steps; ++step) {
+    for (uint32_t step = 0; step < part.steps.count; ++step) {
         Fragments fragments;
-        float products[PARTS * TILES<COLUMNS>][4];
         mbarrier_wait(shared + Layout::full(step), stream_phase(step));
         read_rows(shared + Layout::stream(step), row, fragments);
-        mbarrier_wait(shared + Layout::split(step), weight_phase(step));
+        mbarrier_wait(shared + Layout::Weight::split(step), Layout::Weight::phase(step));
         fence_async_proxy();
-        start_products(fragments, shared + Layout::weight(step), products);
-        // All lanes of the warp have read their rows.
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared + Layout::empty(step));
-        add_squares(fragments, sums.squares);
-        wgmma_wait<0>();
-        wgmma_hold(products);
-        if (lane_id() == 0) mbarrier_arrive(shared + Layout::used(step));
-        add_parts<COLUMNS>(products, sums);
+        add_hopper_step<COLUMNS, typename Layout::Weight>(fragments, shared, step, true, sums, [&] {
+            // All lanes of the warp have read their rows.
+            __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive(shared + Layout::empty(step));
+        });
     }
     store_sums<COLUMNS>(params, blockIdx.x % params.splits, part.first_token + row, sums);
 }
@@ -279,10 +298,7 @@ DEVICE void initialise_barriers(SharedAddress shared, const Part& part) {
             mbarrier_init(shared + Layout::full(stage), 1);
             mbarrier_init(shared + Layout::empty(stage), warps);
         }
-        for (uint32_t stage = 0; stage < WEIGHT_STAGES; ++stage) {
-            mbarrier_init(shared + Layout::split(stage), SPLIT_THREADS / WARP_SIZE);
-            mbarrier_init(shared + Layout::used(stage), warps);
-        }
+        Layout::Weight::initialise(shared, warps);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -291,7 +307,7 @@ DEVICE void initialise_barriers(SharedAddress shared, const Part& part) {
 template <int COLUMNS>
 DEVICE void project_hopper(const HopperProjectionParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    const Part part(params);
+    const Part part(params, TILE_TOKENS);
     initialise_barriers<COLUMNS>(shared, part);
     const int32_t warp = uniform(warp_id()), consumer = warp / 4;
     if (consumer < CONSUMERS) {
@@ -299,6 +315,7 @@ DEVICE void project_hopper(const HopperProjectionParams& params) {
     } else if (warp == CONSUMER_THREADS / WARP_SIZE) {
         if (lane_id() == 0) copy_streams<COLUMNS>(params, shared, part);
     } else {
-        produce_weights<COLUMNS>(params, shared, part, threadIdx.x - CONSUMER_THREADS - COPY_THREADS);
+        const int thread = threadIdx.x - CONSUMER_THREADS - COPY_THREADS;
+        produce_weights<COLUMNS, typename ProjectionLayout<COLUMNS>::Weight>(params, shared, part, thread);
     }
 }
