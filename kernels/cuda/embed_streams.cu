@@ -16,10 +16,10 @@
 // 1.3 ms with 129280 rows. Expected to be limited by memory; a backward in which one id has most tokens by the latency of
 // one sum after another.
 // Measured on one H200, 7168 channels: forward of 32768 and 4096 tokens 590 and 76 us (94 and 91 % of a copy), of 128 and of one 4.2 and
-// 1.2 us; backward to 129280 rows of 32768 and 4096 tokens 1576 and 1030 us (84 and 90 %). With a piece a thread instead of four all
+// 1.2 us; backward to 129280 rows of 32768 and 4096 tokens 1519 and 1016 us (87 and 91 %). With a piece a thread instead of four all
 // forward ones took 669, 86 and 4.5 us, so that few tokens have that kernel; of gradients stored 32 bytes a thread, which wrote half a
-// sector at a time, 2012 and 1884 us. The backward of 32768 tokens has the second-level cache at 82 % of its rate and DRAM at 76, of
-// which a copy reaches 88 (ncu, reports/h200/ncu.txt, 4096 channels): a third of its reads are rows of 8 KB here and there.
+// sector at a time, 2012 and 1884 us; with seven blocks a multiprocessor in the place of ten 1549 and 1014, of which ncu
+// (reports/h200/ncu.txt, 4096 channels) has 82 % of a warp's time waiting for loads.
 //
 // Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each PIECES pieces of a row,
 // backward vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
@@ -136,5 +136,6 @@ KERNEL(embed_streams_forward_vector, EmbedStreamsForwardParams, THREADS) { embed
 // Of few tokens, of which a thread with several pieces leaves multiprocessors without enough to wait for.
 KERNEL(embed_streams_forward_few, EmbedStreamsForwardParams, THREADS) { embed_forward<VECTOR, 1>(params); }
 KERNEL(embed_streams_forward_scalar, EmbedStreamsForwardParams, THREADS) { embed_forward<1, PIECES>(params); }
-KERNEL(embed_streams_backward_vector, EmbedStreamsBackwardParams, THREADS) { embed_backward<FLOATS>(params); }
+// As many blocks as hide that each waits for its id's tokens, where they are listed and their streams, one after the other.
+KERNEL_OF(embed_streams_backward_vector, EmbedStreamsBackwardParams, THREADS, 10) { embed_backward<FLOATS>(params); }
 KERNEL(embed_streams_backward_scalar, EmbedStreamsBackwardParams, THREADS) { embed_backward<1>(params); }

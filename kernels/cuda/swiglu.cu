@@ -16,9 +16,9 @@
 // Floors, with s = sizeof(ELEMENT): forward 3s bytes an element for 10 FLOPs, backward 5s for 22, two of them special
 // functions. Limited by memory: at 4.24 TB/s and 3.6e12 special functions a second these take 0.4 of the bf16
 // forward's time, and 0.24 of the backward's. Measured on one H200: 65536 rows of 2048 bf16 channels in 189 and 323 us,
-// 4.26 and 4.16 TB/s where a copy reaches 4.2 (4096 rows: 14.6 and 23.5 us, where launches and the last wave show; in a later call 14.1
-// and 26.3, of which a copy takes 13.7 and 21.4: ncu, reports/h200/ncu.txt, has 54 % of the backward's cycles without a warp that could
-// issue, and the second-level cache at 70 % of its rate).
+// 4.26 and 4.16 TB/s where a copy reaches 4.2 (4096 rows: 14.1 and 23.1 us, where launches and the last wave show; a copy of as many bytes
+// takes 13.7 and 21.4). With seven blocks a multiprocessor in the place of eight the latter took 26.5 in the same call: the last 100 of
+// 1024 blocks came behind all others (ncu, reports/h200/ncu.txt, is of that form).
 // 128 rows took 5.9 us on an H100, eight steps a warp, and 7.4 us backward. By a thread for each access 2.2 and 2.6 us, of which the
 // launch is 1.0 and the bytes 0.5 and 0.9.
 //
@@ -108,6 +108,7 @@ KERNEL(swiglu_forward_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false>
 KERNEL(swiglu_forward_scalar, SwigluParams, THREADS) { swiglu_row<1, false>(params); }
 KERNEL(swiglu_forward_few_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false, true>(params); }
 KERNEL(swiglu_forward_few_scalar, SwigluParams, THREADS) { swiglu_row<1, false, true>(params); }
-KERNEL(swiglu_backward_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, true>(params); }
+// All blocks of 4096 rows of 2048 channels at once.
+KERNEL_OF(swiglu_backward_vector, SwigluParams, THREADS, 8) { swiglu_row<VECTOR, true>(params); }
 KERNEL(swiglu_backward_few_vector, SwigluParams, FEW_BACKWARD_THREADS) { swiglu_row<VECTOR, true, true>(params); }
 KERNEL(swiglu_backward_scalar, SwigluParams, THREADS) { swiglu_row<1, true>(params); }
