@@ -232,7 +232,7 @@ SHARED_MEMORY(mhc_post_mix_pre_project_hopper, MadeLayout::BYTES)
 KERNEL(mhc_post_mix_pre_project_hopper, MhcPostMixPreHopperParams, MADE_THREADS) {
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const coefficients = reinterpret_cast<float*>(dynamic_shared() + MadeLayout::COEFFICIENTS);
-    const Part part(params, TILE_TOKENS);
+    const Part part(params);
     initialise_made_barriers(shared, part);
     __syncthreads();
     const int32_t warp = uniform(warp_id()), consumer = warp / 4;

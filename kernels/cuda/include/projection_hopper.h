@@ -97,18 +97,19 @@ struct ProjectionLayout {
 // Parity of the phase in which a step's streams have come, as that of the weights.
 DEVICE uint32_t stream_phase(uint32_t step) { return step / STREAM_STAGES & 1; }
 
-// A block's part of the work: `tile_tokens` tokens, and steps.
+// A block's part of the work: TILE_TOKENS tokens, and steps.
 struct Part {
     int64_t first_token;
     Steps steps;
     uint32_t consumers;  // that have tokens
 
     template <typename Params>
-    Part(const Params& params, int tile_tokens)
-        : first_token(static_cast<int64_t>(blockIdx.x / params.splits) * tile_tokens),
-          steps(params.hidden_size, blockIdx.x % params.splits, params.splits),
-          consumers(static_cast<uint32_t>(
-              ceil_div(minimum(params.num_tokens - first_token, static_cast<int64_t>(tile_tokens)), int64_t{CONSUMER_TOKENS}))) {}
+    explicit Part(const Params& params)
+        : first_token(static_cast<int64_t>(blockIdx.x / params.splits) * TILE_TOKENS),
+          steps(params.hidden_size, blockIdx.x % params.splits, params.splits) {
+        const int64_t tokens = minimum(params.num_tokens - first_token, int64_t{TILE_TOKENS});
+        consumers = static_cast<uint32_t>(ceil_div(tokens, int64_t{CONSUMER_TOKENS}));
+    }
 };
 
 // Where a step begins: a stream and a channel of it. Steps are counted on, not divided.
@@ -307,7 +308,7 @@ DEVICE void initialise_barriers(SharedAddress shared, const Part& part) {
 template <int COLUMNS>
 DEVICE void project_hopper(const HopperProjectionParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    const Part part(params, TILE_TOKENS);
+    const Part part(params);
     initialise_barriers<COLUMNS>(shared, part);
     const int32_t warp = uniform(warp_id()), consumer = warp / 4;
     if (consumer < CONSUMERS) {
