@@ -191,6 +191,9 @@ DEVICE void produce_key_boxes(const IndexerLogitsParams& params, SharedAddress s
             const uint32_t there = __ballot_sync(FULL_WARP, page >= 0) & ((1u << boxes) - 1) << lane;
             const SharedAddress full = shared + Shared::full(tile);
             mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
+            // All lanes have seen this phase: where no page is there, the arrival below completes the tile, and consumers may end the
+            // next phase before a lane that came later has looked.
+            __syncwarp();
             // What lies outside of the tensor counts as arrived.
             if (lane_id() == 0) mbarrier_arrive_expect(full, __popc(there) * PANELS * box_keys * 128);
             __syncwarp();
