@@ -21,8 +21,8 @@
 // sector at a time, 2012 and 1884 us; with seven blocks a multiprocessor in the place of ten 1549 and 1014, of which ncu
 // (reports/h200/ncu.txt, 4096 channels) has 82 % of a warp's time waiting for loads.
 //
-// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each PIECES pieces of a row,
-// backward vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
+// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each PIECES pieces of a row
+// (few: each piece), backward vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
 #include "element.h"
 #include "elements.h"
 #include "memory.h"

@@ -40,11 +40,11 @@
 // slots, eight lanes each: what a gradient takes, some 250 instructions, it takes once for four. It makes their rows in shared memory,
 // one after the other, and stores each once. On one H200 32768 tokens of 256 and 384 experts 13.7 and 18.0 us, 4096 tokens 4.5: 61, 68
 // and 34 % of a copy of what it moves (a copy of the latter takes 3.3). When it cleared rows in memory while it waited for their slots,
-// and then stored one number for each, 17.9, 26.6 and 4.8 in the same call: the numbers came when the zeros had left the second-level
-// cache. When a warp had one token, and each lane asked of each of its experts which slot it was, 23.1, 28.9 and 5.8, 84 % of the issue
-// slots taken (ncu). Sixteen blocks a multiprocessor, so that all run at once, in the place of nine: 14.2, 19.0 and 4.4 before. ncu now
-// (reports/h200/ncu.txt): the second-level cache at 73 % of its rate, 51 % of the cycles without a warp that could issue: all blocks wait
-// for their slots and then for these's logits at the same time, some 2 us of it.
+// and then stored one number for each, 17.9, 26.6 and 4.8 (in the call of the 14.2, 19.0 and 4.4 below): the numbers came, it seems, when
+// the zeros had left the second-level cache. When a warp had one token, and each lane asked of each of its experts which slot it was,
+// 23.1, 28.9 and 5.8, 84 % of the issue slots taken (ncu). Sixteen blocks a multiprocessor, so that all run at once, in the place of
+// nine: 14.2, 19.0 and 4.4 before. ncu (reports/h200/ncu.txt): the second-level cache at 73 % of its rate, 51 % of the cycles without a
+// warp that could issue: all blocks wait for their slots and then for these's logits at the same time.
 //
 // Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks; router_learned_few num_tokens; the backward as many as that for each of its warps'
 // tokens.

@@ -167,10 +167,16 @@ fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -
     [tiles, (1..=most).min_by_key(time).unwrap_or(1)]
 }
 
+/// Blocks of the projection for Hopper, and parts of the channels.
+fn hopper_blocks(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
+    let [tiles, splits] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
+    [tiles.saturating_mul(splits), splits]
+}
+
 /// Parts of the channels of either projection, at most: so many places of each token its scratch memory has.
 pub(crate) fn most_splits(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
     let [_, portable] = projection_blocks(device, num_tokens, hidden_size, true);
-    let [_, hopper] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
+    let [_, hopper] = hopper_blocks(device, num_tokens, hidden_size);
     portable.max(hopper)
 }
 
@@ -206,57 +212,52 @@ pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<Ten
     TensorMap::of(&TensorView { dtype: DType::U8, shape, strides, ..streams.clone() }, box_tokens as u32)
 }
 
-/// A call of a projection.
-struct Projection<'a> {
+/// The first launch of [`forward`], checked: nothing that it is given is refused when it is launched.
+pub(crate) struct Projection<'a> {
     device: &'a Device,
     views: &'a Views,
     num_tokens: usize,
     hidden_size: usize,
     /// Whether 16 bytes fit every row of streams and weights.
     aligned: bool,
+    /// What the kernel for Hopper copies, where it is the one that runs.
+    map: Option<TensorMap>,
 }
 
 impl<'a> Projection<'a> {
     /// With all of [`forward`]'s checks of what it is given.
     ///
     /// # Errors
-    /// A refused argument.
-    fn of(device: &'a Device, views: &'a Views, numbers: Numbers, implementation: Implementation) -> Result<Self> {
+    /// A refused argument; kernels for Hopper that are asked for and cannot run.
+    pub fn of(device: &'a Device, views: &'a Views, numbers: Numbers, implementation: Implementation) -> Result<Self> {
         let (signature, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
         let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
-        Ok(Self { device, views, num_tokens, hidden_size, aligned })
-    }
-
-    /// What the kernel for Hopper copies, where it is the one that runs.
-    ///
-    /// # Errors
-    /// It is asked for and cannot run.
-    fn map(&self, implementation: Implementation) -> Result<Option<TensorMap>> {
-        let map = self.aligned.then(|| streams_map(&self.views["streams"], HOPPER_TOKENS)).flatten();
+        let map = aligned.then(|| streams_map(&views["streams"], HOPPER_TOKENS)).flatten();
         let misfit = map.is_none().then(|| {
             "hardware copies no boxes of streams: their rows overlap or lie at no multiples of 16 bytes".to_owned()
         });
-        let hopper = runs_hopper(CHECK, self.device, implementation, self.num_tokens, misfit)?;
-        Ok(map.filter(|_| hopper))
+        let hopper = runs_hopper(CHECK, device, implementation, num_tokens, misfit)?;
+        Ok(Self { device, views, num_tokens, hidden_size, aligned, map: map.filter(|_| hopper) })
     }
 
     /// Launches the projection, of the kernels for Hopper, those for all hardware, where a block has one step of each stream, for
-    /// few tokens and for any layout; returns the one that ran, and the parts of the channels.
+    /// few tokens and for any layout.
     ///
     /// # Errors
-    /// A refused argument, a compile error, a refused launch.
-    fn launch(&self, implementation: Implementation) -> Result<(&'static str, usize)> {
+    /// A compile error, a refused launch.
+    pub fn launch(&self) -> Result<Projected> {
         let Self { device, views, num_tokens, hidden_size, .. } = *self;
         let sizes = |params: Params, splits| {
             params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)
         };
-        if let Some(map) = self.map(implementation)? {
-            let [tiles, splits] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
+        let projected = |kernel, splits| Projected { kernel, splits, num_tokens, hidden_size };
+        if let Some(map) = &self.map {
+            let [blocks, splits] = hopper_blocks(device, num_tokens, hidden_size);
             let params = CHECK.params().ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]);
-            let params = sizes(params, splits)?.tensor_map("streams_map", Some(device.tensor_map(&map)?));
+            let params = sizes(params, splits)?.tensor_map("streams_map", Some(device.tensor_map(map)?));
             let name = "mhc_mix_project_hopper";
-            device.kernel(HOPPER_FILE, &[], name)?.launch_blocks("streams", tiles.saturating_mul(splits), &params)?;
-            return Ok((name, splits));
+            device.kernel(HOPPER_FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
+            return Ok(projected(name, splits));
         }
         let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, self.aligned);
         // One block of tokens, as the other has of so few: its blocks are the parts of the channels as well.
@@ -269,7 +270,7 @@ impl<'a> Projection<'a> {
         let params = CHECK.params().strided("streams", &views["streams"], ["token_stride", "stream_stride"]);
         let params = sizes(params.ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]), splits)?;
         device.kernel(FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
-        Ok((name, splits))
+        Ok(projected(name, splits))
     }
 }
 
@@ -297,7 +298,7 @@ pub fn forward(
     numbers: Numbers,
     implementation: Implementation,
 ) -> Result<Vec<&'static str>> {
-    let projected = project(device, views, numbers, implementation)?;
+    let projected = Projection::of(device, views, numbers, implementation)?.launch()?;
     Ok(vec![projected.kernel, coefficients(device, views, numbers, projected)?])
 }
 
@@ -339,52 +340,21 @@ fn check<'a>(
     Ok((signature, extents))
 }
 
-/// Checks a call as [`project`] does, for a kernel that leaves what the one for Hopper does; returns its blocks and what it is to
-/// leave.
-pub(crate) fn hopper_projected(
+/// Checks a call as [`Projection::of`] does, for a kernel of another operator that leaves the same as one for Hopper, or as one of
+/// rows of whole accesses of 16 bytes; returns its blocks and what it is to leave.
+pub(crate) fn projected_by(
     device: &Device,
     views: &Views,
     numbers: Numbers,
     kernel: &'static str,
+    implementation: Implementation,
 ) -> Result<(usize, Projected)> {
-    let (_, [num_tokens, hidden_size]) = check(device, views, numbers, Implementation::Hopper)?;
-    let [tiles, splits] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
-    Ok((tiles.saturating_mul(splits), Projected { kernel, splits, num_tokens, hidden_size }))
-}
-
-/// Checks a call of few tokens as [`project`] does, for a kernel that leaves the same; returns its blocks and what it is to
-/// leave.
-pub(crate) fn few_projected(
-    device: &Device,
-    views: &Views,
-    numbers: Numbers,
-    kernel: &'static str,
-) -> Result<(usize, Projected)> {
-    let (_, [num_tokens, hidden_size]) = check(device, views, numbers, Implementation::Auto)?;
-    let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, true);
+    let (_, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
+    let [blocks, splits] = match implementation {
+        Implementation::Hopper => hopper_blocks(device, num_tokens, hidden_size),
+        _ => projection_blocks(device, num_tokens, hidden_size, true),
+    };
     Ok((blocks, Projected { kernel, splits, num_tokens, hidden_size }))
-}
-
-/// The first launch of [`forward`], with all of its checks.
-pub(crate) fn project(
-    device: &Device,
-    views: &Views,
-    numbers: Numbers,
-    implementation: Implementation,
-) -> Result<Projected> {
-    let projection = Projection::of(device, views, numbers, implementation)?;
-    let (kernel, splits) = projection.launch(implementation)?;
-    Ok(Projected { kernel, splits, num_tokens: projection.num_tokens, hidden_size: projection.hidden_size })
-}
-
-/// Refuses what [`project`] would refuse, for a caller that has something to launch before.
-pub(crate) fn check_projection(
-    device: &Device,
-    views: &Views,
-    numbers: Numbers,
-    implementation: Implementation,
-) -> Result<()> {
-    Projection::of(device, views, numbers, implementation)?.map(implementation).map(drop)
 }
 
 /// The second one; returns the kernel that ran.

@@ -178,7 +178,8 @@ impl Forward<'_> {
         };
         if let Some([streams, y]) = self.maps()? {
             let kernel = "mhc_post_mix_pre_project_hopper";
-            let (blocks, projected) = mhc_mix::hopper_projected(device, &self.site, self.numbers, kernel)?;
+            let (blocks, projected) =
+                mhc_mix::projected_by(device, &self.site, self.numbers, kernel, Implementation::Hopper)?;
             let params = params(&["post", "comb", "fn", "out"], projected.splits)?;
             let params = params.tensor_map("streams_map", Some(device.tensor_map(&streams)?));
             let params = params.tensor_map("y_map", Some(device.tensor_map(&y)?));
@@ -194,7 +195,8 @@ impl Forward<'_> {
         } else {
             return Ok(None);
         };
-        let (blocks, projected) = mhc_mix::few_projected(device, &self.site, self.numbers, kernel)?;
+        let (blocks, projected) =
+            mhc_mix::projected_by(device, &self.site, self.numbers, kernel, Implementation::Portable)?;
         let params = params(&["streams", "y", "post", "comb", "fn", "out"], projected.splits)?;
         device.kernel(FILE, &[], kernel)?.launch_blocks("streams", blocks, &params)?;
         Ok(Some(projected))
@@ -237,9 +239,9 @@ fn launch(
     let (mut ran, projected) = if let Some(projected) = fused {
         (vec![projected.kernel], projected)
     } else {
-        mhc_mix::check_projection(device, &call.site, numbers, implementation)?;
+        let projection = mhc_mix::Projection::of(device, &call.site, numbers, implementation)?;
         let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
-        let projected = mhc_mix::project(device, &call.site, numbers, implementation)?;
+        let projected = projection.launch()?;
         (vec![post, projected.kernel], projected)
     };
     if mixes_few && projected.has_few_tokens() {

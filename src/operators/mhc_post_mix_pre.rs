@@ -250,8 +250,9 @@ impl Declared for MhcPostMixPre {
             hopper(150, 8),
             hopper(40, 24),
             hopper(260, 8),
-            // More groups of a part than a consumer has stages, with channels behind the end of the last one.
-            placed(Aliasing::InPlace, hopper(300, 2056)),
+            // Several groups of a part, with channels behind the end of the last one, of consumers with two turns and with one.
+            placed(Aliasing::InPlace, hopper(150, 520)),
+            hopper(3, 1032),
             placed(Aliasing::Interleaved, hopper(3, 40)),
             // Few tokens of channels in many parts.
             separate(plain(2, 520)),
