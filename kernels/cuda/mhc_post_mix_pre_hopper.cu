@@ -13,14 +13,21 @@
 // are apart, 26 d. A group takes 16100 cycles of a multiprocessor's share of memory at 1.75 GHz. Expected to be limited by memory:
 // instructions are some 2600 of each of eight consumer warps and 520 of each of six that split, four a cycle 6000; shared memory, at
 // which 160 KiB arrive and are read, and products take less.
-// Measured on one H200 with coefficients and h, 32768 tokens of 7168 and 4096 channels 1837 and 1055 us, 4096 tokens 241 and 145; the
-// separate kernels 2054, 1186, 264 and 157 in the same call. Without the coefficients, 30 us, and mhc_pre, 530 us, it takes 1270 of the
-// first, 78 % of a copy of what it moves. What limits it are its consumers: ncu (reports/h200/ncu.txt) has 60 % of the cycles without a
-// warp that could issue, DRAM at 69 % of its rate and the second-level cache at 77, and each scheduler has two warps of consumers, whose
-// 1600 instructions a turn come one after the other. Four warpgroups would have 104 registers a thread, of which what a lane has made
-// are 64 and its products 36.
-// On the way there, 32768 tokens of 7168 channels: 1838 us with streams stored before the proxy fences of a group's four steps, which
-// wait for them; 1868 with streams stored behind all products, out of registers that then spilled; 1816 with one fence in front of what
+// Measured on one H200 with coefficients and h, 32768 tokens of 7168 and 4096 channels 1825 and 1049 us, 4096 tokens 236 and 142; the
+// separate kernels 2054, 1186, 264 and 157. Without the coefficients, 30 us, and mhc_pre, 530 us, it takes 1270 of the first, 78 % of a
+// copy of what it moves.
+// What limits it is how its writes meet its reads in memory (ncu, reports/h200/ncu.txt: DRAM at 69 % of its rate, 60 % of the cycles
+// without a warp that could issue; consumers wait for their sources). On the way from 1280 us, by ncu, of the same kernel: 1270 without
+// products, 1245 without weights, too; 695 without stores, 590 without products and stores. A block writes 128 bytes of each of 1024 rows,
+// and those beside them a group later, after 9 us. Where the groups of several blocks lie side by side (Steps) 4096 tokens take 2 % less.
+// Of 32768 tokens 16 blocks that share theirs would take 1200 us, and so would four groups of the same 64 tokens at a time, but with as
+// many parts of all sums, or four times the weights.
+// What did not help: one warp's store of four rows of 128 bytes in the place of eight of 64; stores and copies that leave the
+// second-level cache first (st.cs, evict_first); each block beginning at a group of its own; the proxy fence by a warp that has nothing
+// else to do, or none; four warpgroups of consumers, which make one or two destinations at a time out of shared memory (1900 and 1967 us,
+// 104 registers a thread).
+// On the way there, 32768 tokens of 7168 channels: 1838 us with streams stored before the proxy fences of a group's four steps;
+// 1868 with streams stored behind all products, out of registers that then spilled; 1816 with one fence in front of what
 // is stored, blocks of 128 tokens and weights split for them alone, which took 147 us for 4096 tokens of 4096 channels. With weights
 // copied once for clusters of four blocks (tensor_copy_in_all) and split out of shared memory it was 2107 us, and mhc_mix 739 in the
 // place of 567; that form was given up, too, for a comparison that failed now and then.
@@ -87,9 +94,8 @@ struct MadeLayout {
 DEVICE void copy_sources(const MhcPostMixPreHopperParams& params, SharedAddress shared, const Part& part) {
     const uint32_t groups = part.steps.count / STREAMS;
     for (uint32_t group = 0; group < groups; ++group) {
-        const int32_t column = static_cast<int32_t>((part.steps.first_group + group) * STEP_CHANNELS * sizeof(bf16));
-        for (uint32_t tokens = 0; tokens < TURNS * MAKERS; ++tokens) {
-            if (tokens >= part.consumers) break;
+        const int32_t column = static_cast<int32_t>(part.steps.group(group) * STEP_CHANNELS * sizeof(bf16));
+        for (uint32_t tokens = 0; tokens < part.consumers; ++tokens) {
             const Turn turn{group * TURNS + tokens / MAKERS, tokens % MAKERS};
             const SharedAddress stage = shared + MadeLayout::stage(turn), full = shared + MadeLayout::full(turn);
             const int32_t row = static_cast<int32_t>(part.first_token + tokens * CONSUMER_TOKENS);
@@ -174,7 +180,7 @@ struct Maker {
 DEVICE void take_turn(const Maker& maker, SharedAddress shared, const Part& part, uint32_t group, Turn turn, bool gives_up,
                       Sums<COLUMNS>& sums) {
     using Weight = MadeLayout::Weight;
-    const int32_t first_channel = static_cast<int32_t>(part.steps.first_group + group) * STEP_CHANNELS;
+    const int32_t first_channel = static_cast<int32_t>(part.steps.group(group)) * STEP_CHANNELS;
     const uint32_t first_step = group * STREAMS;
     Fragments made[STREAMS];
     mbarrier_wait(shared + MadeLayout::full(turn), MadeLayout::phase(turn));
@@ -185,7 +191,7 @@ DEVICE void take_turn(const Maker& maker, SharedAddress shared, const Part& part
     if (turn.number % TURNS == 0) {
         for (uint32_t step = first_step; step < first_step + STREAMS; ++step)
             mbarrier_wait(shared + Weight::split(step), Weight::phase(step));
-        // One for all steps and turns, in front of what is stored, which it would wait for.
+        // One for all steps and turns.
         fence_async_proxy();
     }
     maker.store(first_channel, made);

@@ -1,5 +1,5 @@
-//! `mhc_mix`: launcher of `kernels/cuda/mhc_mix.cu`, `mhc_mix_hopper.cu` and `mhc_mix_backward.cu` (inference 2.1 and
-//! 2.2, training 11.1).
+//! `mhc_mix`: launcher of `kernels/cuda/mhc_mix.cu`, `mhc_mix_hopper.cu`, `mhc_mix_backward.cu` and
+//! `mhc_mix_hopper_backward.cu` (inference 2.1 and 2.2, training 11.1).
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
@@ -12,6 +12,7 @@ use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 const FILE: &str = "mhc_mix.cu";
 const HOPPER_FILE: &str = "mhc_mix_hopper.cu";
 const BACKWARD_FILE: &str = "mhc_mix_backward.cu";
+const HOPPER_BACKWARD_FILE: &str = "mhc_mix_hopper_backward.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_mix" };
 /// Coefficients of a token: pre, post, and comb by sources.
 pub const NUM_COLUMNS: usize = 2 * NUM_STREAMS + NUM_STREAMS * NUM_STREAMS;
@@ -52,6 +53,10 @@ const BACKWARD_THREADS: usize = 128;
 const NUMBERS: usize = NUM_COLUMNS + 4;
 /// Tokens of a part of them in the backward: two times what its blocks hold of their numbers at once.
 const FEWEST_TOKENS: usize = 64;
+/// Tokens of a box of streams that the backward for Hopper copies, 64 channels wide, and boxes beside each other that a block takes:
+/// `PANEL_TOKENS` and `PANELS` in the kernel source.
+const PANEL_TOKENS: usize = 64;
+const BLOCK_PANELS: usize = 4;
 /// Most parts, each of which leaves sums of its own for dfn.
 const MOST_PARTS: usize = 16;
 
@@ -69,7 +74,7 @@ pub(crate) const WIDE: Wide = Wide { channels: 4, blocks: 1 };
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    [FILE, HOPPER_FILE, BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
+    [FILE, HOPPER_FILE, BACKWARD_FILE, HOPPER_BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
 }
 
 /// The numbers of a call.
@@ -96,14 +101,15 @@ impl Numbers {
 }
 
 /// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its tokens and their channels.
-fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>, [usize; 2])> {
+fn bind(views: &Views, backward: bool, implementation: Implementation) -> Result<(Signature<'_>, [usize; 2])> {
     let gates = &["num_tokens", "num_streams"];
     let matrix = &["num_tokens", "source", "destination"];
-    let backward = forward.is_none();
-    let hopper = forward == Some(Implementation::Hopper);
+    let hopper = implementation == Implementation::Hopper;
     let streams = read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]);
+    let dstreams = write("dstreams").like("streams").when(backward);
+    let [streams, dstreams] = [streams, dstreams].map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
     let tensors = [
-        if hopper { streams.aligned_rows() } else { streams.rows() },
+        streams,
         read("fn").axes(&["num_columns", "num_streams", "hidden_size"]),
         read("scale").axes(&["num_groups"]),
         read("base").axes(&["num_columns"]),
@@ -115,7 +121,7 @@ fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>
         read("dpre").axes(gates).when(backward),
         read("dpost").axes(gates).when(backward),
         read("dcomb").axes(matrix).when(backward),
-        write("dstreams").like("streams").rows().when(backward),
+        dstreams,
         write("dfn").like("fn").when(backward),
         write("dscale").like("scale").when(backward),
         write("dbase").like("base").when(backward),
@@ -334,7 +340,7 @@ fn check<'a>(
     numbers: Numbers,
     implementation: Implementation,
 ) -> Result<(Signature<'a>, [usize; 2])> {
-    let (signature, extents) = bind(views, Some(implementation))?;
+    let (signature, extents) = bind(views, false, implementation)?;
     numbers.check(CHECK)?;
     CHECK.holds("workspace", &views["workspace"], forward_workspace_bytes(device, extents[0], extents[1]))?;
     Ok((signature, extents))
@@ -476,6 +482,20 @@ impl<'a> Backward<'a> {
         self.device.kernel(file, &[], kernel)?.launch_blocks("streams", blocks, &params)
     }
 
+    /// The same by the kernel for Hopper, of `map`'s streams; returns its name.
+    fn streams_by_boxes(&self, map: &TensorMap, [projection, dstreams]: [&TensorView; 2]) -> Result<&'static str> {
+        let params = self.check.params().ptr("fn", projection).ptr("numbers", self.numbers);
+        let params = params.strided("dstreams", dstreams, ["token_stride", "stream_stride"]);
+        let params = params.ptr("dfn_partials", self.dfn_partials).i64("num_tokens", self.num_tokens)?;
+        let params = params.i32("hidden_size", self.hidden_size)?.i32("splits", self.spread.splits)?;
+        let params = params.tensor_map("streams_map", Some(self.device.tensor_map(map)?));
+        let panels = NUM_STREAMS * self.hidden_size.div_ceil(STEP);
+        let blocks = panels.div_ceil(BLOCK_PANELS).saturating_mul(self.spread.splits);
+        let kernel = "mhc_mix_backward_streams_hopper";
+        self.device.kernel(HOPPER_BACKWARD_FILE, &[], kernel)?.launch_blocks("streams", blocks, &params)?;
+        Ok(kernel)
+    }
+
     /// Adds up what the blocks left of dfn, dscale and dbase.
     pub fn sums(&self, views: &Views) -> Result<&'static str> {
         let channels = NUM_STREAMS * self.hidden_size;
@@ -504,22 +524,57 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
-pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
-    let (signature, [num_tokens, hidden_size]) = bind(views, None)?;
+/// A refused argument; kernels for Hopper that are asked for and cannot run; a compile error, a refused launch.
+pub fn backward(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    implementation: Implementation,
+) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind(views, true, implementation)?;
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
     CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
     let backward = Backward::of(device, CHECK, workspace.into(), [num_tokens, hidden_size]);
+    let map = map_of_backward(device, views, [num_tokens, hidden_size], implementation)?;
     let params = signature.params(&["mix", "rstd", "scale", "base", "dpre", "dpost", "dcomb"]);
     let coefficients = backward.coefficients(params, numbers)?;
+    let name = match map {
+        Some(map) => backward.streams_by_boxes(&map, [&views["fn"], &views["dstreams"]])?,
+        None => streams_by_rows(device, views, &backward)?,
+    };
+    Ok(vec![coefficients, name, backward.sums(views)?])
+}
+
+/// What the backward for Hopper copies, where it is the one that runs.
+///
+/// # Errors
+/// It is asked for and cannot run.
+fn map_of_backward(
+    device: &Device,
+    views: &Views,
+    [num_tokens, hidden_size]: [usize; 2],
+    implementation: Implementation,
+) -> Result<Option<TensorMap>> {
+    let fits = fits_wide(views, &["streams", "dstreams"], hidden_size) && views["fn"].address.is_multiple_of(16);
+    let map = fits.then(|| streams_map(&views["streams"], PANEL_TOKENS)).flatten();
+    let misfit = map.is_none().then(|| {
+        "hardware copies no boxes of streams, or dstreams: their rows overlap or lie at no multiples of 16 bytes"
+            .to_owned()
+    });
+    let hopper = runs_hopper(CHECK, device, implementation, num_tokens, misfit)?;
+    Ok(map.filter(|_| hopper && num_tokens > 0))
+}
+
+/// The gradient of the streams by the kernels for all hardware; returns the one that ran.
+fn streams_by_rows(device: &Device, views: &Views, backward: &Backward<'_>) -> Result<&'static str> {
     let (wide, scalar) = ("mhc_mix_backward_streams_wide", "mhc_mix_backward_streams_scalar");
-    let is_wide = fits_wide(views, &["streams", "dstreams"], hidden_size)
+    let is_wide = fits_wide(views, &["streams", "dstreams"], backward.hidden_size)
         && device.kernel(BACKWARD_FILE, &[], wide)?.fits(device.environment());
     let (name, channels) = if is_wide { (wide, WIDE.channels) } else { (scalar, 1) };
     let read = [&views["streams"], &views["fn"], &views["dstreams"]];
     backward.streams((BACKWARD_FILE, name, channels), CHECK.params(), read)?;
-    Ok(vec![coefficients, name, backward.sums(views)?])
+    Ok(name)
 }
 
 /// Whether accesses of 16 bytes fit every row of these tensors.

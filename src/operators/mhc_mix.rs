@@ -1,5 +1,5 @@
-//! `mhc_mix` (inference 2.1 and 2.2, training 11.1): `kernels/cuda/mhc_mix.cu` and `mhc_mix_backward.cu` against
-//! `reference/src/mhc_mix.rs`.
+//! `mhc_mix` (inference 2.1 and 2.2, training 11.1): `kernels/cuda/mhc_mix.cu`, `mhc_mix_hopper.cu`, `mhc_mix_backward.cu` and
+//! `mhc_mix_hopper_backward.cu` against `reference/src/mhc_mix.rs`.
 
 use dsv4_kernels::mhc_mix::{self as launcher, NUM_COLUMNS};
 use dsv4_kernels::mhc_post::NUM_STREAMS;
@@ -8,6 +8,7 @@ use dsv4_reference::mhc_mix as reference;
 
 use super::Implementation;
 use super::mhc_post::near_equal;
+use crate::operator::declaration::TensorSpec;
 use crate::operator::prelude::*;
 
 /// The operator.
@@ -30,7 +31,7 @@ pub struct MhcMixCase {
     pub logits: f32,
     /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
     pub near_equal: bool,
-    /// Which kernels project.
+    /// Which kernels project, and which give the gradient of the streams.
     #[serde(default)]
     pub implementation: Implementation,
     /// The streams.
@@ -86,6 +87,7 @@ impl Declared for MhcMix {
             "mhc_mix_coefficients",
             "mhc_mix_coefficients_few",
             "mhc_mix_backward_coefficients",
+            "mhc_mix_backward_streams_hopper",
             "mhc_mix_backward_streams_wide",
             "mhc_mix_backward_streams_scalar",
             "mhc_mix_backward_sums",
@@ -105,8 +107,9 @@ impl Declared for MhcMix {
         let matrix = [tokens, axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS)];
         let deviation = (c.channels().max(1) as f64).sqrt().recip();
         let of_tokens = input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data);
+        let rows = |tensor: TensorSpec| if hopper { tensor.aligned_rows() } else { tensor.rows() };
         let tensors = [
-            if hopper { of_tokens.aligned_rows() } else { of_tokens.rows() },
+            rows(of_tokens),
             input("fn", DType::F32, &[columns, streams, channels]).drawn(Distribution::Normal, deviation),
             input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
             input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
@@ -118,7 +121,7 @@ impl Declared for MhcMix {
             upstream("dpre", "pre"),
             upstream("dpost", "post"),
             upstream("dcomb", "comb"),
-            gradient("dstreams", "streams", DType::Bf16).rows(),
+            rows(gradient("dstreams", "streams", DType::Bf16)),
             gradient("dfn", "fn", DType::F32),
             gradient("dscale", "scale", DType::F32),
             gradient("dbase", "base", DType::F32),
@@ -201,8 +204,11 @@ impl Declared for MhcMix {
             hopper(17, 8),
             MhcMixCase { near_equal: true, ..hopper(200, 40) },
             hopper(260, 8),
-            // Whole blocks of tokens, and more steps than there are stages.
+            // Whole blocks of tokens, and more steps than there are stages. The backward takes a second block of channels.
             hopper(260, 264),
+            // Rounds of tokens of the backward: more of a part than there are stages, and two of numbers too large to be split.
+            hopper(1345, 8),
+            MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..hopper(330, 16) },
         ];
         if profile == Profile::Full {
             cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64), hopper(2048, 8)]);
@@ -242,7 +248,7 @@ impl Declared for MhcMix {
 
     fn launch_backward(c: &MhcMixCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let own = v.without(&["pre", "post", "comb"]);
-        run.launch(|device| launcher::backward(device, &own, c.of_launcher()))
+        run.launch(|device| launcher::backward(device, &own, c.of_launcher(), c.implementation.launcher()))
     }
 
     fn laws(_: &MhcMixCase, laws: &mut Laws<'_, Self>) {

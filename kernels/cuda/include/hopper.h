@@ -790,6 +790,26 @@ DEVICE void wgmma_registers(float (&d)[9][4], const uint32_t (&a)[4], uint64_t b
 }
 
 template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_shared(float (&d)[9][4], uint64_t a, uint64_t b, bool accumulate) {
+#if defined(PARITY_EMULATOR)
+    emulator::wgmma_shared<72, A_TRANSPOSED, B_TRANSPOSED>(&d[0][0], a, b, accumulate);
+#else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %38, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35"
+        "}, %36, %37, accumulate, 1, 1, %39, %40;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+          "n"(static_cast<int>(B_TRANSPOSED)));
+#endif
+}
+
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
 DEVICE void wgmma_shared(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
 #if defined(PARITY_EMULATOR)
     emulator::wgmma_shared<128, A_TRANSPOSED, B_TRANSPOSED>(&d[0][0], a, b, accumulate);

@@ -120,19 +120,22 @@ struct ProjectionShared {
 
 // The steps of a part of the channels. BLOCK_PIECES pieces side by side are a group, which has a step in each stream, in their
 // order: a block has the same channels of all streams, so that it can make them of others (mhc_post_mix_pre.cu). Every stream has
-// whole steps: in its last group there are zeros behind its end.
+// whole steps: in its last group there are zeros behind its end. Parts have the groups in turns: blocks of the same tokens read, and
+// write, at about the same time what lies side by side in memory. (On one H200 mhc_post_mix_pre of 4096 tokens of 7168 and 4096
+// channels takes 236 and 142 us in the place of 241 and 145; where blocks only read it makes no difference.)
 struct Steps {
-    uint32_t first_group, count;
+    uint32_t split, splits, count;
 
     // In 32 bits: a division in 64 would be waited for before anything is read. As many groups as another part has or one more.
-    Steps(int32_t hidden_size, uint32_t split, uint32_t splits) {
+    Steps(int32_t hidden_size, uint32_t split, uint32_t splits) : split(split), splits(splits) {
         const uint32_t groups = ceil_div(static_cast<uint32_t>(hidden_size / PIECE), uint32_t{BLOCK_PIECES});
         const uint32_t each = groups / splits, rest = groups - each * splits;
-        first_group = split * each + minimum(split, rest);
         count = STREAMS * (each + (split < rest ? 1 : 0));
     }
+    // Which group of a stream the part's `number`-th is.
+    uint32_t group(uint32_t number) const { return split + number * splits; }
     // The first piece of a step, and its stream.
-    int32_t piece(uint32_t step) const { return static_cast<int32_t>(first_group + step / STREAMS) * BLOCK_PIECES; }
+    int32_t piece(uint32_t step) const { return static_cast<int32_t>(group(step / STREAMS)) * BLOCK_PIECES; }
     static int32_t stream(uint32_t step) { return static_cast<int32_t>(step % STREAMS); }
 };
 

@@ -22,6 +22,7 @@
 
 #include "projection.h"
 #include "projection_backward.h"
+#include "projection_limits.h"
 
 constexpr int PRODUCT_THREADS = 512, PRODUCT_WARPS = PRODUCT_THREADS / WARP_SIZE;
 constexpr int WARP_CHANNELS = 32, PRODUCT_CHANNELS = PRODUCT_WARPS * WARP_CHANNELS;
@@ -30,8 +31,6 @@ constexpr int PRODUCT_STAGES = 4, NUMBER_STAGES = PRODUCT_STAGES + 1;
 constexpr int ROW_PIECES = PRODUCT_CHANNELS / PIECE;
 constexpr int CHANNEL_TILES = WARP_CHANNELS / 8;  // of eight columns of dv: a lane's channels are 16 bytes
 static_assert(CHANNEL_TILES == 4, "which four tiles have");
-constexpr float LARGE = 1099511627776.0f;         // 2^40
-constexpr float SMALL = 1.0f / LARGE / LARGE;     // 2^-80
 
 // Where a piece of a token's row lies: rows of ldmatrix are eight tokens, and lanes that read four pieces of each of two tokens
 // have even and odd ones.
@@ -62,10 +61,6 @@ struct ProductShared {
     }
     static SharedAddress begin() { return shared_address(dynamic_shared()); }
 };
-
-DEVICE bool is_large(float x) { return !(absolute_f32(x) < LARGE); }
-
-DEVICE bool is_irregular(float weight) { return is_large(weight) || (weight != 0.0f && absolute_f32(weight) < SMALL); }
 
 // The channel, of 32, of column `column` of tile `tile` of four: those of lane t, columns 2t and 2t + 1, are 8t to 8t + 7.
 DEVICE int channel_of_column(int tile, int column) { return column / 2 * PIECE + 2 * tile + column % 2; }

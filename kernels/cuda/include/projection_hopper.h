@@ -114,13 +114,14 @@ struct Part {
 
 // Where a step begins: a stream and a channel of it. Steps are counted on, not divided.
 struct Place {
-    int32_t stream = 0, within;
+    int32_t stream = 0, within, apart;
 
-    explicit Place(const Part& part) : within(static_cast<int32_t>(part.steps.first_group) * STEP_CHANNELS) {}
+    explicit Place(const Part& part)
+        : within(static_cast<int32_t>(part.steps.split) * STEP_CHANNELS), apart(static_cast<int32_t>(part.steps.splits) * STEP_CHANNELS) {}
     void next() {
         if (++stream < STREAMS) return;
         stream = 0;
-        within += STEP_CHANNELS;
+        within += apart;
     }
 };
 
