@@ -18,10 +18,10 @@
 // Floors as there: 16 d bytes a token of d channels. A round of a block takes 3600 cycles of a multiprocessor's share of memory at
 // 4.24 TB/s and 1.75 GHz; its products 1730 (wgmma of 64 x 64 x 16, nine a panel, and 64 x 72 x 16, four), instructions some 1500.
 // Expected to be limited by memory: 32768 tokens of 7168 channels 1050 us, and 60 for the coefficients and the sums.
-// Measured on one H200 with these, 32768 tokens of 7168 and 4096 channels 1246 and 723 us, 8192 tokens 335 and 191: 71, 70, 66 and 66 %
-// of a copy (by mma.sync 1509, 883, 397 and 228 on the same day). ncu (reports/h200/ncu.txt) has 1070 us of the first, DRAM at 73 % of
-// its rate and the second-level cache at 83; what is left are the coefficients, which take three times what they take in the forward
-// and move next to nothing, and the sums.
+// Measured on one H200 with these, 32768 tokens of 7168 and 4096 channels 1218 and 701 us, 8192 tokens 332 and 190: 73, 72, 67 and 67 %
+// of a copy (on others 1246, 723, 335 and 191, and by mma.sync 1509, 883, 397 and 228). ncu (reports/h200/ncu.txt) has 1070 us of the
+// first, DRAM at 73 % of its rate and the second-level cache at 83; what is left are the coefficients, which take three times what they
+// take in the forward and move next to nothing, and the sums.
 //
 // Launch: ceil(panels / PANELS) blocks for each of `splits` parts of the tokens.
 #include "panels.h"
@@ -63,13 +63,13 @@ struct RoundLayout {
     static constexpr int OF_TOKENS = WEIGHTS + PANELS * WEIGHT_BYTES;
     static constexpr int FACTORS = OF_TOKENS + SPLIT_STAGES * PARTS_BYTES;      // floats [SPLIT_STAGES][PANEL_TOKENS]
     static constexpr int LARGE = FACTORS + SPLIT_STAGES * PANEL_TOKENS * 4;     // bits of tokens [SPLIT_STAGES][CHUNKS][2]
-    static constexpr int IRREGULAR = LARGE + SPLIT_STAGES * CHUNKS * 8;         // [PANELS]
-    static constexpr int FULL = IRREGULAR + PANELS * 4;                         // mbarriers [CHANNEL_STAGES]
+    static constexpr int IRREGULAR = LARGE + SPLIT_STAGES * CHUNKS * 8;         // of each warp [PANELS][4]
+    static constexpr int FULL = IRREGULAR + PANELS * 16;                        // mbarriers [CHANNEL_STAGES]
     static constexpr int EMPTY = FULL + 8 * CHANNEL_STAGES;
     static constexpr int READY = EMPTY + 8 * CHANNEL_STAGES;                    // mbarriers [SPLIT_STAGES]
     static constexpr int USED = READY + 8 * SPLIT_STAGES;
     static constexpr int BYTES = USED + 8 * SPLIT_STAGES;
-    static_assert(FULL % 8 == 0 && BYTES <= 227 * 1024, "stages exceed shared memory");
+    static_assert(IRREGULAR % 16 == 0 && FULL % 8 == 0 && BYTES <= 227 * 1024, "stages exceed shared memory");
 
     static constexpr int channels(uint32_t round, int panel) {
         return round % CHANNEL_STAGES * STAGE_BYTES + panel * PANEL_BYTES;
@@ -193,8 +193,8 @@ DEVICE void split_rounds(const MhcMixHopperBackwardParams& params, SharedAddress
         numbers.store(shared, round, chunk);
         // Here, where nothing is under way that it would wait for: neither what a lane loads nor what consumers store.
         fence_async_proxy();
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared + RoundLayout::ready(round));
+        // Each lane answers for its own: racecheck knows nothing of what a lane's arrival says of the others of its warp.
+        mbarrier_arrive(shared + RoundLayout::ready(round));
         if (round + 1 < part.rounds) numbers.load(params, part.token(round + 1), chunk);
     }
 }
@@ -407,12 +407,14 @@ struct PanelWarp {
 DEVICE void take_rounds(const MhcMixHopperBackwardParams& params, SharedAddress shared, const RoundPart& part, int panel) {
     const Panel own(part, panel);
     const bool irregular = bring_weights(params, own, shared + RoundLayout::weights(panel));
-    auto* const flag = reinterpret_cast<uint32_t*>(dynamic_shared() + RoundLayout::IRREGULAR) + panel;
-    if (__any_sync(FULL_WARP, irregular) && lane_id() == 0) *flag = 1;
+    auto* const of_warps = reinterpret_cast<uint32_t*>(dynamic_shared() + RoundLayout::IRREGULAR) + 4 * panel;
+    const bool of_warp = __any_sync(FULL_WARP, irregular);
+    if (lane_id() == 0) of_warps[warp_id() % 4] = of_warp;
     fence_async_proxy();
     named_barrier_sync(1 + panel, WARPGROUP_SIZE);
     const int row = static_cast<int>(warp_id() % 4) * WARP_TOKENS + row_of(lane_id() / 4);
-    const PanelWarp warp{params, part, shared, panel, own, row, *flag != 0};
+    const Vec16 any = load_vec16(of_warps);
+    const PanelWarp warp{params, part, shared, panel, own, row, (any.w[0] | any.w[1] | any.w[2] | any.w[3]) != 0};
     Sums<COLUMNS> sums = {};
     for (uint32_t round = 0; round < part.rounds; ++round) warp.take_round(round, sums);
     warp.store_dfn(sums);
@@ -426,11 +428,9 @@ DEVICE void initialise_round_barriers(SharedAddress shared, const RoundPart& par
         mbarrier_init(shared + RoundLayout::empty(stage), warps);
     }
     for (uint32_t stage = 0; stage < SPLIT_STAGES; ++stage) {
-        mbarrier_init(shared + RoundLayout::ready(stage), SPLIT_WARPS);
+        mbarrier_init(shared + RoundLayout::ready(stage), SPLIT_WARPS * WARP_SIZE);
         mbarrier_init(shared + RoundLayout::used(stage), warps);
     }
-    for (int panel = 0; panel < PANELS; ++panel)
-        reinterpret_cast<uint32_t*>(dynamic_shared() + RoundLayout::IRREGULAR)[panel] = 0;
     fence_mbarrier_init();
 }
 
