@@ -204,8 +204,9 @@ impl Declared for MhcMix {
             hopper(17, 8),
             MhcMixCase { near_equal: true, ..hopper(200, 40) },
             hopper(260, 8),
-            // Whole blocks of tokens, and more steps than there are stages. The backward takes a second block of channels.
-            hopper(260, 264),
+            // A whole block of tokens and a second one, of more steps each than there are stages. The backward takes three blocks of
+            // channels.
+            hopper(260, 136),
             // Rounds of tokens of the backward: more of a part than there are stages, and two of numbers too large to be split.
             hopper(1345, 8),
             MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..hopper(330, 16) },

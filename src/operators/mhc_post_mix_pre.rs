@@ -249,7 +249,7 @@ impl Declared for MhcPostMixPre {
             // Tokens of every warp of both consumers, and of a second turn of one; of one consumer alone; of a second block.
             hopper(150, 8),
             hopper(40, 24),
-            hopper(260, 8),
+            hopper(260, 136),
             // Several groups of a part, with channels behind the end of the last one, of consumers with two turns and with one.
             placed(Aliasing::InPlace, hopper(150, 520)),
             hopper(3, 1032),
