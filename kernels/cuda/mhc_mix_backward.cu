@@ -31,8 +31,8 @@
 // channels 395 to 403 us (55 %), of 4096 channels 229 (55 %), 32768 tokens 1572 and 907. There, too, the kernel of the streams has 54
 // % of the cycles without a warp that could issue (ncu, reports/h200/ncu.txt; DRAM at 53 %), and memory that is 1.4 times as fast does
 // not help it: of 32768 tokens it takes 1220 us of 1360 when it stores nothing. By wgmma the products take half the time:
-// mhc_mix_hopper_backward.cu, 1218 us. Of 8192 tokens 21 and 25 us less than before are the
-// sums: one block's 24 threads had added up 528 rows one behind the other, 37 us.
+// mhc_mix_hopper_backward.cu, 1218 us. Of 8192 tokens 21 and 25 us less than before are the sums: one block's 24 threads had added up
+// 528 rows one behind the other, 37 us.
 //
 // Launch: coefficients any number of blocks, with 2 THREADS floats of dynamic shared memory for each pass; streams
 // ceil(STREAMS * hidden_size / PRODUCT_CHANNELS) blocks for each of `splits` parts, in the scalar kernel as many for

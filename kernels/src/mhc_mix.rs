@@ -519,9 +519,10 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// - `streams`, `fn`, `scale`, `base`, `mix` and `rstd` as the forward read and saved them;
 /// - `dpre`, `dpost`, `dcomb` f32: the gradients of the forward's outputs;
 /// - `dstreams` like `streams`, rows contiguous: the gradient by way of these coefficients alone; `dfn`, `dscale` and
-///   `dbase` f32
-///   like `fn`, `scale` and `base`;
+///   `dbase` f32 like `fn`, `scale` and `base`;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// The kernel for Hopper takes rows of streams and dstreams at multiples of 16 bytes, and a multiple of 8 channels.
 ///
 /// # Errors
 /// A refused argument; kernels for Hopper that are asked for and cannot run; a compile error, a refused launch.

@@ -8,7 +8,7 @@
 // takes some four cycles an instruction: three warps with two chunks a thread took longer than the streams' way, and consumers
 // waited for them 47 % of the time.)
 //
-// A box takes 128 bytes of each of 256 rows that lie 8 to 57 KB apart; the next step takes those behind them. Measured on one H200,
+// A box takes 128 bytes of each of 256 rows that lie 8 to 57 KB apart; the next step takes those of the next stream. Measured on one H200,
 // 8192 tokens of 7168 and 4096 channels with their coefficients, one change after the other:
 //
 //     158   96.3 us   a proxy fence by those who split weights: it waited for their loads of the next steps as well, a latency of
