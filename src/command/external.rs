@@ -10,7 +10,7 @@ use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
 use serde::Deserialize;
 use serde_json::json;
 
-use super::run::{self, RecordWriter};
+use super::run::{self, RecordWriter, Runners};
 use super::sweep::SweepArguments;
 use super::{DeviceArguments, Exit, replay};
 use crate::case::condition::Condition;
@@ -99,7 +99,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let start = Instant::now();
     // Nobody schedules another process at random: the checks say so, and count it. And what breaks somebody else's kernel
     // is not for ours to remember.
-    let checks = CheckOptions::everything(arguments.sweep.profile.schedules());
+    let checks = CheckOptions::everything(arguments.sweep.profile().schedules());
     let options = SweepOptions { condition, ..arguments.sweep.options(checks, arguments.regressions.as_deref()) };
     let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
     let (plan, remembered) = plan(arguments, operator, &options, external.environment(), begun.as_ref())?;
@@ -109,7 +109,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let run = RunDescription {
         command: arguments.sweep.seed.command(),
         started_unix,
-        profile: arguments.sweep.profile.name().to_owned(),
+        profile: arguments.sweep.profile().name().to_owned(),
         seed: arguments.sweep.seed.number(),
         schedules: SCHEDULES,
         operators: vec![operator.describe()],
@@ -122,7 +122,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     writer.hold_to(&plan, shard)?;
     writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    let left_out = run::run_shard(plan, shard, &external, &options, &mut writer);
+    let left_out = run::run_shard(plan, shard, Runners::One(&external), &options, &mut writer)?;
     let cases = writer.finish()?;
     let mut report = record.report(cases, start.elapsed().as_secs_f64() + taken_over);
     report.skips.extend(left_out);

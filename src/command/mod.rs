@@ -72,7 +72,7 @@ fn schedules(asked: Option<u32>, profile: Profile, device: &Device) -> u32 {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Sweep operators, compare kernels with oracles, write a report
-    Run(run::RunArguments),
+    Run(Box<run::RunArguments>),
     /// Put the reports of shards together; refuses gaps, overlaps and mixed revisions
     Merge(merge::MergeArguments),
     /// Compare two reports: what got worse, better, or is covered no longer
@@ -109,7 +109,7 @@ pub enum Command {
 /// Bad input, or a missing backend; see [`exit_code_of`].
 pub fn execute(command: Command) -> Result<Exit> {
     match command {
-        Command::Run(arguments) => run::execute(&arguments),
+        Command::Run(arguments) => run::execute(*arguments),
         Command::Merge(arguments) => merge::execute(&arguments),
         Command::Diff(arguments) => diff::execute(&arguments),
         Command::History(arguments) => history::execute(&arguments),
@@ -171,6 +171,14 @@ impl DeviceArguments {
     /// A missing backend, or a kernel directory that cannot be read.
     pub fn open(&self) -> Result<Device> {
         self.open_with(&DeviceOptions::default())
+    }
+
+    /// Opens a device of this backend.
+    ///
+    /// # Errors
+    /// As [`DeviceArguments::open`].
+    pub fn open_as(&self, backend: BackendKind) -> Result<Device> {
+        Ok(Device::open(backend, DeviceOptions { tree: self.tree()?, ..DeviceOptions::default() })?)
     }
 
     /// Opens the device, with other options than the usual ones for all but the kernels.

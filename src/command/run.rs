@@ -1,6 +1,6 @@
 //! `parity run`.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_kernels::runtime::interrupt::on_interrupt;
-use dsv4_kernels::runtime::{BackendKind, Device};
+use dsv4_kernels::runtime::{BackendKind, Device, Environment};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::benchmarks::{self, Measured};
@@ -17,12 +17,13 @@ use super::sweep::SweepArguments;
 use super::{DeviceArguments, Exit, workers};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
-use crate::operator::{Operator, registry, size};
+use crate::operator::{Operator, Profile, registry, size};
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
 use crate::record::words::printable;
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip, Verdict};
 use crate::report::{self, history};
 use crate::sweep::merge;
+use crate::sweep::pool::{self, Open};
 use crate::sweep::progress::Progress;
 use crate::sweep::regressions::Regressions;
 use crate::sweep::shard::{Costs, Plan};
@@ -36,10 +37,13 @@ pub struct RunArguments {
     pub(super) ops: Option<String>,
     #[command(flatten)]
     pub(super) sweep: SweepArguments,
-    /// Random schedules to run each case under, beyond the deterministic one (emulator); 2 with profile quick and
-    /// otherwise 4 when absent, 0 for none
+    /// Random schedules to run each case under, beyond the deterministic one (emulator); 1 with profile smoke, 2 with quick
+    /// and otherwise 4 when absent, 0 for none
     #[arg(long)]
     pub(super) schedules: Option<u32>,
+    /// How many cases run at the same time on the emulator; as many as there are cores when absent
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    jobs: Option<u16>,
     /// Draw no case of an operator after this time; those left out are counted as skipped. Remembered cases and edge cases
     /// always run
     #[arg(long, value_name = "SECONDS", conflicts_with = "shard")]
@@ -78,7 +82,7 @@ pub struct RunArguments {
 }
 
 /// Sweeps and writes the report; 1 when something disagrees.
-pub fn execute(arguments: &RunArguments) -> Result<Exit> {
+pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
     let shard = arguments.shard.map(|_| "--shard");
     arguments.sweep.seed.announce(shard.or(arguments.resume.then_some("--resume")))?;
     if arguments.costs.is_some() && arguments.shard.is_none() && arguments.workers.is_none() {
@@ -87,6 +91,11 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let operators = registry::select(arguments.ops.as_deref())?;
     journal::refuse_foreign(&arguments.out)?;
     let device = arguments.device.open()?;
+    arguments.sweep.profile = Some(profile(&arguments, device.environment())?);
+    if arguments.jobs.is_some() && device.environment().backend != BackendKind::Emulator {
+        bail!("--jobs: it is for the emulator; --workers divides a sweep over GPUs, and over the memory of one");
+    }
+    let arguments = &arguments;
     // Before anything else runs: what cannot be understood must not cost a finished sweep its report.
     let measured = match &arguments.benchmarks {
         Some(file) => benchmarks::run(file, arguments.ops.as_deref(), &arguments.device, &device, &arguments.out)?,
@@ -111,8 +120,26 @@ pub fn execute(arguments: &RunArguments) -> Result<Exit> {
     let skips = swept.skips.into_iter().chain(measured.skip.filter(|_| is_first)).collect();
     let report = Report { benchmarks: measured.benchmarks, ceilings: measured.ceilings, skips, ..swept };
     finish(&report, arguments, workers.is_some())?;
+    say_what_sees_more(&report)?;
     let exit = exit_of(&report, arguments.shard.is_none())?;
     Ok(if agreed { exit } else { Exit::Disagreed })
+}
+
+/// The profile that was asked for, or the one that this sweep has time for.
+fn profile(arguments: &RunArguments, environment: &Environment) -> Result<Profile> {
+    let RunArguments { ops, sweep, shard, workers, time_budget, .. } = arguments;
+    let divided = shard.map(|_| "--shard").or(workers.map(|_| "--workers"));
+    let limited = ops.is_some()
+        || sweep.cases.is_some()
+        || sweep.edge_cases.is_some()
+        || time_budget.is_some()
+        || divided.is_some();
+    let usual = if environment.backend == BackendKind::Emulator && !limited { Profile::Smoke } else { Profile::Quick };
+    let profile = sweep.profile.unwrap_or(usual);
+    if let (Some(_), Some(option)) = (profile.time_limit(), divided) {
+        bail!("--profile {}: it ends by the clock, and {option} needs the same cases in every part", profile.name());
+    }
+    Ok(profile)
 }
 
 /// Runs the cases in this process: all of them, or those of `--shard`.
@@ -123,7 +150,10 @@ fn sweep_here(
     started_unix: u64,
     start: Instant,
 ) -> Result<Report> {
-    let options = sweep_options(arguments, device);
+    let options = SweepOptions {
+        deadline: arguments.sweep.profile().time_limit().map(|limit| start + limit),
+        ..sweep_options(arguments, device)
+    };
     let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
     let remembered = match &begun {
         Some(begun) => begun.remembered.clone(),
@@ -138,7 +168,7 @@ fn sweep_here(
     let run = RunDescription {
         command: arguments.sweep.seed.command(),
         started_unix,
-        profile: arguments.sweep.profile.name().to_owned(),
+        profile: arguments.sweep.profile().name().to_owned(),
         seed: arguments.sweep.seed.number(),
         schedules: options.checks.schedules,
         operators: operators.iter().map(|operator| operator.describe()).collect(),
@@ -151,11 +181,37 @@ fn sweep_here(
     writer.hold_to(&plan, shard)?;
     writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    let left_out = run_shard(plan, shard, device, &options, &mut writer);
-    let cases = writer.finish()?;
+    let open = || arguments.device.open_as(device.environment().backend);
+    let runners = match devices(arguments, device) {
+        1 => Runners::One(device),
+        devices => Runners::Many { one: device, devices, open: &open },
+    };
+    let left_out = run_shard(plan, shard, runners, &options, &mut writer)?;
+    let mut cases = writer.finish()?;
+    // What was made of a failing case stays after it.
+    cases.sort_by_key(|case| case.plan_number);
     let mut report = record.report(cases, start.elapsed().as_secs_f64() + taken_over);
     report.skips.extend(left_out);
     Ok(report)
+}
+
+/// How many cases run at the same time. On a GPU one does: `--workers` divides its memory.
+fn devices(arguments: &RunArguments, device: &Device) -> usize {
+    // A shard is one of several processes that share the cores.
+    let alone = arguments.shard.is_none() && device.environment().backend == BackendKind::Emulator;
+    arguments.jobs.map_or(if alone { cores() } else { 1 }, usize::from)
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Who runs the cases of a plan.
+pub(super) enum Runners<'a> {
+    /// One case after the other.
+    One(&'a dyn Runner),
+    /// So many cases at a time, each on a device that is opened for it; `one` makes failing cases smaller.
+    Many { one: &'a Device, devices: usize, open: &'a Open<'a> },
 }
 
 /// Writes what a run leaves behind, and says what it found.
@@ -213,7 +269,7 @@ pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
 }
 
 fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
-    let schedules = super::schedules(arguments.schedules, arguments.sweep.profile, device);
+    let schedules = super::schedules(arguments.schedules, arguments.sweep.profile(), device);
     SweepOptions {
         // A shard that remembered would change the plan of those that start later: the merge does it.
         remember: arguments.shard.is_none(),
@@ -279,14 +335,21 @@ pub(super) fn settings(
     Ok(settings.map(|(name, value)| (name.to_owned(), value)).into())
 }
 
-/// Runs what is missing of a shard, in the order of the plan; returns what was left out, counted by the reason.
+/// Runs what is missing of a shard; returns what was left out, counted by the reason.
+///
+/// # Errors
+/// A device that cannot be opened.
 pub(super) fn run_shard(
     plan: Plan,
     shard: Shard,
-    runner: &dyn Runner,
+    runners: Runners<'_>,
     options: &SweepOptions,
     writer: &mut RecordWriter,
-) -> Vec<Skip> {
+) -> Result<Vec<Skip>> {
+    let one: &dyn Runner = match &runners {
+        Runners::One(one) => *one,
+        Runners::Many { one, .. } => *one,
+    };
     let mut progress = Progress::resumed(&writer.cases);
     let done: HashSet<u64> = writer.cases.iter().filter_map(|case| case.plan_number).collect();
     // A kill between a failing case and what shrinking makes of it leaves the case as the last record.
@@ -294,22 +357,23 @@ pub(super) fn run_shard(
     let mut missing: Vec<(u64, PlannedCase)> = Vec::new();
     for ((number, planned), index) in (0..).zip(plan.cases).zip(plan.shard_of) {
         if let Some(record) = unshrunk.as_ref().filter(|record| record.plan_number == Some(number)) {
-            sweep::shrink_planned(planned, record, runner, options, &mut progress, writer);
+            sweep::shrink_planned(planned, record, one, options, &mut progress, writer);
         } else if index == shard.index && !done.contains(&number) {
             missing.push((number, planned));
         }
     }
-    let mut cases_of: HashMap<String, usize> = HashMap::new();
-    for (_, planned) in &missing {
-        *cases_of.entry(planned.case.operator.clone()).or_default() += 1;
-    }
-    for (number, planned) in missing {
-        if let Some(cases) = cases_of.remove(&planned.case.operator) {
-            writer.planned(&planned.case.operator, cases);
+    writer.planned("", missing.len());
+    match runners {
+        Runners::One(one) => {
+            for (number, planned) in missing {
+                sweep::run_planned(planned, number, one, options, &mut progress, writer);
+            }
         }
-        sweep::run_planned(planned, number, runner, options, &mut progress, writer);
+        Runners::Many { one, devices, open } => {
+            pool::run(missing, devices, open, one, options, &mut progress, writer)?;
+        }
     }
-    progress.skips(options.time_budget)
+    Ok(progress.skips(options.time_budget))
 }
 
 /// What is tested: this build's commit, and the kernels.
@@ -321,13 +385,46 @@ pub(super) fn revision(runner: &dyn Runner) -> Revision {
 fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
     let skip =
         |why: &str, count: u32| vec![Skip { what: "random schedules".into(), why: why.into(), count: count.into() }];
-    match (device.environment().backend, arguments.schedules.unwrap_or(arguments.sweep.profile.schedules())) {
+    match (device.environment().backend, arguments.schedules.unwrap_or(arguments.sweep.profile().schedules())) {
         (BackendKind::Emulator, 0) => skip("turned off (--schedules 0)", 1),
         (BackendKind::Cuda, asked) if asked > 0 => {
             skip("a GPU schedules by itself; only the emulator takes a seed", asked)
         }
         _ => Vec::new(),
     }
+}
+
+/// Prints which kernel paths no case took: by name, but of a smoke test, whose cases are few, how many.
+fn say_never_run(report: &Report) {
+    if report.profile != Profile::Smoke.name() {
+        for (operator, missing) in report.paths_never_run() {
+            println!("never ran: {} of {operator}", missing.join(", "));
+        }
+        return;
+    }
+    let missing: usize = report.paths_never_run().iter().map(|(_, missing)| missing.len()).sum();
+    let all: usize = report.operators.iter().map(|operator| operator.paths.len()).sum();
+    println!("smoke: {} of {all} kernel paths ran", all - missing);
+}
+
+/// Says what sees more than a smoke test did, and how long it takes here.
+fn say_what_sees_more(report: &Report) -> Result<()> {
+    if report.profile != Profile::Smoke.name() {
+        return Ok(());
+    }
+    let mut seconds = 0.0;
+    for operator in &report.operators {
+        let operator = registry::find(&operator.name)?;
+        let taken = report.cases.iter().filter(|case| case.operator == operator.name());
+        let mut taken: Vec<f64> = taken.map(|case| case.kernel_seconds + case.oracle_seconds).collect();
+        taken.sort_by(f64::total_cmp);
+        let cases = operator.edge_cases(Profile::Quick).len() + operator.default_cases(Profile::Quick);
+        // The median: the first cases of a run compile their kernels.
+        seconds += cases as f64 * taken.get(taken.len() / 2).copied().unwrap_or_default();
+    }
+    let minutes = (seconds / 60.0 / cores() as f64).ceil();
+    println!("more: --profile quick (about {minutes} minutes here), or --ops NAME (about a minute)");
+    Ok(())
 }
 
 /// Prints what a person wants to know first.
@@ -348,9 +445,7 @@ pub(super) fn summarise(report: &Report, out: &Path) {
         report.environment.device,
         report.environment.backend
     );
-    for (operator, missing) in report.paths_never_run() {
-        println!("never ran: {} of {operator}", missing.join(", "));
-    }
+    say_never_run(report);
     for (operator, tensor) in report.without_power() {
         println!("nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen");
     }
@@ -420,9 +515,8 @@ impl RecordWriter {
 
 impl Observer for RecordWriter {
     fn planned(&mut self, operator: &str, cases: usize) {
-        self.bar.finish_and_clear();
         self.bar = ProgressBar::new(cases as u64);
-        if let Ok(style) = ProgressStyle::with_template("{msg:18} {wide_bar} {pos}/{len} {elapsed}") {
+        if let Ok(style) = ProgressStyle::with_template("{msg:25} {wide_bar} {pos}/{len} {elapsed}") {
             self.bar.set_style(style);
         }
         self.bar.set_message(operator.to_owned());
@@ -438,6 +532,7 @@ impl Observer for RecordWriter {
         if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
             self.bar.suspend(|| eprintln!("{}", printable(&sweep::failure_text(&record))));
         }
+        self.bar.set_message(record.operator.clone());
         self.cases.push(record);
         self.bar.inc(1);
     }

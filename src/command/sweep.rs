@@ -14,9 +14,9 @@ use crate::sweep::{GivenCases, SweepOptions};
 /// Which cases a sweep draws.
 #[derive(Debug, Args)]
 pub struct SweepArguments {
-    /// Size of the sweep
-    #[arg(long, value_enum, default_value = "quick")]
-    pub profile: Profile,
+    /// Size of the sweep; quick when absent, and smoke for a `run` of all operators on the emulator that nothing else limits
+    #[arg(long, value_enum)]
+    pub profile: Option<Profile>,
     /// Drawn cases for each operator; the profile's number when absent
     #[arg(long, value_parser = number_of_cases)]
     pub cases: Option<usize>,
@@ -29,12 +29,17 @@ pub struct SweepArguments {
 }
 
 impl SweepArguments {
+    /// The profile that is asked for, or the usual one.
+    pub fn profile(&self) -> Profile {
+        self.profile.unwrap_or(Profile::Quick)
+    }
+
     /// The sweep of these cases and of those remembered in a folder, the project's own when absent. What fails is not
     /// remembered, and all are run.
     pub fn options(&self, checks: CheckOptions, regressions: Option<&Path>) -> SweepOptions {
         let folder = regressions.map_or_else(Regressions::default_dir, Path::to_path_buf);
         SweepOptions {
-            profile: self.profile,
+            profile: self.profile(),
             cases: self.cases,
             edge_cases: self
                 .edge_cases
@@ -46,6 +51,7 @@ impl SweepArguments {
             remember: false,
             condition: None,
             time_budget: None,
+            deadline: None,
         }
     }
 }

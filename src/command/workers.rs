@@ -202,7 +202,7 @@ fn shard_arguments(arguments: &RunArguments, shard: Shard, backend: BackendKind,
     let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.clone().into_os_string());
     let valued = [
         ("--ops", ops.clone().and_then(text)),
-        ("--profile", text(sweep.profile.name().to_owned())),
+        ("--profile", text(sweep.profile().name().to_owned())),
         ("--cases", sweep.cases.and_then(|number| text(number.to_string()))),
         ("--edge-cases", sweep.edge_cases.and_then(|number| text(number.to_string()))),
         ("--seed", text(sweep.seed.number().to_string())),

@@ -453,6 +453,13 @@ pub(super) fn case_of<K: Declared>(case: &K::Case, choices: &Choices) -> Case {
     line
 }
 
+/// The case with gaps between rows: every kernel that it reaches meets strides that are no extents, and no two tensors
+/// have the same ones.
+fn with_unlike_gaps<K: Declared>(case: &K::Case) -> Case {
+    let layouts = layouts::unlike_gaps(&K::tensors(case));
+    case_of::<K>(case, &Choices { layouts, ..Choices::default() })
+}
+
 fn with_special(special: Special) -> Choices {
     Choices { special: Some(special), ..Choices::default() }
 }
@@ -668,13 +675,13 @@ impl<K: Declared> Operator for Op<K> {
             .boxed()
     }
 
+    fn typical_cases(&self) -> Vec<Case> {
+        K::typical().iter().map(with_unlike_gaps::<K>).collect()
+    }
+
     fn edge_cases(&self, profile: Profile) -> Vec<Case> {
-        // Rows with gaps, so that every kernel that an edge case reaches meets strides that are no extents, and no two
-        // tensors with the same ones.
-        let own = K::edge_cases(profile).into_iter().chain(limits::edge_cases::<K>(profile)).map(|case| {
-            let layouts = layouts::unlike_gaps(&K::tensors(&case));
-            case_of::<K>(&case, &Choices { layouts, ..Choices::default() })
-        });
+        let own = K::edge_cases(profile).into_iter().chain(limits::edge_cases::<K>(profile));
+        let own = own.map(|case| with_unlike_gaps::<K>(&case));
         let varied = K::typical().into_iter().flat_map(|case| {
             let specs = K::tensors(&case);
             let special = Special::OF_CLAMPS.into_iter().filter(|special| special.fits(&specs)).map(with_special);

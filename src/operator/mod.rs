@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 use std::rc::Rc;
+use std::time::Duration;
 
 use dsv4_kernels::runtime::arena::Violation;
 use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
@@ -39,10 +40,15 @@ mod timing;
 
 pub use sequence::{Repeat, Sequence};
 
+/// What is left of three minutes once a program has started and its report is written.
+const SMOKE: Duration = Duration::from_secs(150);
+
 /// How large a sweep's cases are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Profile {
-    /// Half an hour on two cores for all operators, a minute for most single ones.
+    /// Typical and remembered cases of every operator, then edge cases until two and a half minutes are used.
+    Smoke,
+    /// About ten minutes on two cores for all operators, a minute for most single ones.
     Quick,
     /// What a merge waits for.
     Ci,
@@ -54,16 +60,17 @@ impl Profile {
     /// The profile's name.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Smoke => "smoke",
             Self::Quick => "quick",
             Self::Ci => "ci",
             Self::Full => "full",
         }
     }
 
-    /// The one of three settings, for quick, ci and full, that is this profile's.
+    /// The one of three settings, for quick, ci and full, that is this profile's; smoke has the cases of quick.
     pub fn of<T>(self, [quick, ci, full]: [T; 3]) -> T {
         match self {
-            Self::Quick => quick,
+            Self::Smoke | Self::Quick => quick,
             Self::Ci => ci,
             Self::Full => full,
         }
@@ -71,7 +78,15 @@ impl Profile {
 
     /// Random schedules that each case runs under on the emulator, beyond the deterministic one, unless told otherwise.
     pub fn schedules(self) -> u32 {
-        self.of([2, 4, 4])
+        match self {
+            Self::Smoke => 1,
+            _ => self.of([2, 4, 4]),
+        }
+    }
+
+    /// How long after the start of a sweep its edge cases may still begin, where there is such a limit.
+    pub fn time_limit(self) -> Option<Duration> {
+        (self == Self::Smoke).then_some(SMOKE)
     }
 }
 
@@ -93,6 +108,9 @@ pub trait Operator: Sync {
 
     /// Draws cases; shrinks towards the smallest.
     fn strategy(&self, profile: Profile) -> BoxedStrategy<Case>;
+
+    /// One case for each way in which the operator is used, small, with rows that have gaps.
+    fn typical_cases(&self) -> Vec<Case>;
 
     /// Cases that every sweep runs first: they must not be left to chance.
     fn edge_cases(&self, profile: Profile) -> Vec<Case>;

@@ -604,7 +604,7 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let blocks = || prop_oneof![1 => Just(1usize), 4 => 1..=12usize];
     let few = (1..=5usize, 1..=3usize, heads(24), small.clone(), blocks());
     match profile {
-        Profile::Quick => few.boxed(),
+        Profile::Smoke | Profile::Quick => few.boxed(),
         Profile::Ci => {
             let wide = (1..=2usize, 1..=2usize, heads(18), wide, blocks());
             prop_oneof![4 => few, 1 => wide].boxed()
@@ -620,7 +620,7 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
 /// The window's store and, mostly, one of compressed entries.
 fn stores_strategy(profile: Profile) -> BoxedStrategy<(StoreCase, Option<StoreCase>)> {
     let (topk, rows): (usize, usize) = match profile {
-        Profile::Quick | Profile::Ci => (150, 60),
+        Profile::Smoke | Profile::Quick | Profile::Ci => (150, 60),
         Profile::Full => (600, 900),
     };
     let store = move || {

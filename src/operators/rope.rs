@@ -249,7 +249,7 @@ impl Declared for Rope {
 
     fn strategy(profile: Profile) -> BoxedStrategy<RopeCase> {
         let (tokens, heads): (usize, usize) = match profile {
-            Profile::Quick => (20, 12),
+            Profile::Smoke | Profile::Quick => (20, 12),
             Profile::Ci => (40, 40),
             Profile::Full => (300, 130),
         };

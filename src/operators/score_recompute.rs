@@ -616,7 +616,7 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let wide = || prop::sample::select(vec![512usize, 576]);
     let few = (ranking(), 1..=9usize, heads(40), narrow(), 1..=200usize, slots(280));
     match profile {
-        Profile::Quick => few.boxed(),
+        Profile::Smoke | Profile::Quick => few.boxed(),
         Profile::Ci => {
             let wide = (ranking(), 1..=3usize, heads(20), wide(), 1..=90usize, slots(140));
             prop_oneof![5 => few, 1 => wide].boxed()

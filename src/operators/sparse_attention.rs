@@ -601,7 +601,7 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let slots = |largest: usize| prop_oneof![1 => Just(64usize), 1 => Just(1usize), 5 => 1..=largest];
     let few = (1..=9usize, heads(40), small.clone(), 1..=90usize, slots(150));
     match profile {
-        Profile::Quick => few.boxed(),
+        Profile::Smoke | Profile::Quick => few.boxed(),
         Profile::Ci => {
             let wide = (1..=3usize, heads(20), wide, 1..=90usize, slots(140));
             prop_oneof![4 => few, 1 => wide].boxed()

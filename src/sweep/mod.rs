@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `regressions` | failing cases, shrunk and remembered |
 //! | `progress` | the time that a sweep has used, and which of its failures are made smaller |
+//! | `pool` | the cases of a plan on several devices at once |
 //! | `shard` | one sweep over many workers |
 //! | `merge` | shards put together again |
 
@@ -26,6 +27,7 @@ use crate::sweep::progress::{Progress, Shrinks};
 use crate::sweep::regressions::Regressions;
 
 pub mod merge;
+pub mod pool;
 pub mod progress;
 pub mod regressions;
 pub mod shard;
@@ -59,6 +61,8 @@ pub struct SweepOptions {
     /// Seconds of an operator's cases after which no drawn one begins; all are run where it is absent. Remembered cases
     /// and edge cases always run.
     pub time_budget: Option<Duration>,
+    /// When the last optional case may begin ([`Profile::time_limit`]).
+    pub deadline: Option<Instant>,
 }
 
 impl SweepOptions {
@@ -153,6 +157,8 @@ pub struct PlannedCase {
     pub case: Case,
     /// Where it came from.
     pub origin: Origin,
+    /// Whether it runs only while there is time.
+    pub optional: bool,
     /// The strategy's tree of a drawn case, which makes it smaller if it fails.
     tree: Option<Box<dyn ValueTree<Value = Case>>>,
 }
@@ -160,7 +166,16 @@ pub struct PlannedCase {
 impl PlannedCase {
     /// A case that somebody gave: it is not made smaller.
     pub fn given(case: Case) -> Self {
-        Self { case, origin: Origin::Given, tree: None }
+        Self::without_tree(case, Origin::Given)
+    }
+
+    /// Whether it came from the strategy, as neither edge cases nor given ones do.
+    pub fn is_drawn(&self) -> bool {
+        self.tree.is_some()
+    }
+
+    fn without_tree(case: Case, origin: Origin) -> Self {
+        Self { case, origin, optional: false, tree: None }
     }
 }
 
@@ -191,9 +206,17 @@ pub fn plan(
     if let Some(condition) = &options.condition {
         refuse_unknown_fields(condition, operator, &edge_cases, options)?;
     }
-    let edge_cases = edge_cases.into_iter().map(|case| (case, Origin::Drawn));
-    let given = remembered.into_iter().map(|case| (case, Origin::Regression)).chain(edge_cases);
-    let mut planned: Vec<_> = given.map(|(case, origin)| PlannedCase { case, origin, tree: None }).collect();
+    let edge_cases = edge_cases.into_iter().map(|case| PlannedCase::without_tree(case, Origin::Drawn));
+    let remembered = remembered.into_iter().map(|case| PlannedCase::without_tree(case, Origin::Regression));
+    let mut planned: Vec<PlannedCase> = match options.profile {
+        Profile::Smoke => {
+            let typical = operator.typical_cases().into_iter();
+            let typical = typical.map(|case| PlannedCase::without_tree(case, Origin::Drawn));
+            let edge_cases = edge_cases.map(|edge| PlannedCase { optional: true, ..edge });
+            typical.chain(remembered).chain(edge_cases).collect()
+        }
+        _ => remembered.chain(edge_cases).collect(),
+    };
     let strategy = operator.strategy(options.profile);
     let mut runner = runner(options.seed, name);
     retain_matching(&mut planned, options, &mut skips)?;
@@ -206,7 +229,8 @@ pub fn plan(
         let tree = options.steered(tree);
         let case = tree.current();
         if options.takes(&case)? && (options.condition.is_none() || operator.check(&case).is_ok()) {
-            planned.push(PlannedCase { case, origin: Origin::Drawn, tree: Some(tree) });
+            let optional = options.profile == Profile::Smoke;
+            planned.push(PlannedCase { case, origin: Origin::Drawn, optional, tree: Some(tree) });
         }
     }
     let matched = planned.len() - before;
@@ -301,23 +325,45 @@ pub fn run_planned(
     progress: &mut Progress,
     observer: &mut dyn Observer,
 ) {
-    if !progress.is_testable(&planned.case.operator) {
-        return;
+    if progress.admits(&planned, options) {
+        let ran = Ran::of(&planned.case, planned.origin, number, runner, options.checks);
+        settle(planned, ran, runner, options, progress, observer);
     }
-    if planned.tree.is_some() && !progress.has_time(&planned.case.operator, options.time_budget) {
-        return;
+}
+
+/// A case of a plan that was run.
+pub struct Ran {
+    record: CaseRecord,
+    /// How long it took in all.
+    time: Duration,
+}
+
+impl Ran {
+    /// Runs case `number` of a plan.
+    pub fn of(case: &Case, origin: Origin, number: u64, runner: &dyn Runner, checks: CheckOptions) -> Self {
+        let start = Instant::now();
+        let cheap = runner.environment().backend != BackendKind::Emulator;
+        let checks = CheckOptions { sequence: checks.sequence && (cheap || number.is_multiple_of(3)), ..checks };
+        let record = run_case(case, origin, runner, checks);
+        Self { record: CaseRecord { plan_number: Some(number), ..record }, time: start.elapsed() }
     }
-    let start = Instant::now();
-    let cheap = runner.environment().backend != BackendKind::Emulator;
-    let checks =
-        CheckOptions { sequence: options.checks.sequence && (cheap || number.is_multiple_of(3)), ..options.checks };
-    let record = run_case(&planned.case, planned.origin, runner, checks);
+}
+
+/// Reports what became of a case of a plan, and makes it smaller if it was drawn and fails.
+pub fn settle(
+    planned: PlannedCase,
+    ran: Ran,
+    runner: &dyn Runner,
+    options: &SweepOptions,
+    progress: &mut Progress,
+    observer: &mut dyn Observer,
+) {
+    let Ran { record, time } = ran;
     if let Some(why) = record.untestable {
         // Nothing was learnt about this case, nor would be of the operator's others: no record says that it ran.
         return progress.stop(&planned.case.operator, first_lines(&why));
     }
-    progress.ran(&planned.case.operator, start.elapsed());
-    let record = CaseRecord { plan_number: Some(number), ..record };
+    progress.ran(&planned.case.operator, time);
     observer.done(record.clone());
     shrink_planned(planned, &record, runner, options, progress, observer);
 }

@@ -5,9 +5,10 @@
 //! is more: a failing sweep takes at most about twice as long as one that passes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, all_cases_of};
+use crate::sweep::{PlannedCase, SweepOptions};
 
 /// How many different failures of an operator are made smaller.
 const SHRUNK_FAILURES: usize = 3;
@@ -30,6 +31,8 @@ struct Used {
     /// Check and tensor of the failures met.
     failures: BTreeSet<(String, String)>,
     left_out: u64,
+    /// Optional cases for which no time was left.
+    late: u64,
     not_shrunk: u64,
     /// Why its kernels cannot be run, if they cannot.
     untestable: Option<String>,
@@ -72,6 +75,21 @@ impl Progress {
 
     fn of(&mut self, operator: &str) -> &mut Used {
         self.operators.entry(operator.to_owned()).or_default()
+    }
+
+    /// Whether a case of a plan is to run; counts it by the reason where not.
+    pub fn admits(&mut self, planned: &PlannedCase, options: &SweepOptions) -> bool {
+        let operator = &planned.case.operator;
+        self.is_testable(operator)
+            && (!planned.optional || self.is_in_time(operator, options.deadline))
+            && (!planned.is_drawn() || self.has_time(operator, options.time_budget))
+    }
+
+    /// Whether one more optional case of an operator may begin; counts it as late where not.
+    fn is_in_time(&mut self, operator: &str, deadline: Option<Instant>) -> bool {
+        let in_time = deadline.is_none_or(|deadline| Instant::now() < deadline);
+        self.of(operator).late += u64::from(!in_time);
+        in_time
     }
 
     /// Whether one more drawn case of an operator may run within `budget`; counts it as left out where not.
@@ -128,7 +146,7 @@ impl Progress {
 
     /// What was left out, counted by the reason.
     pub fn skips(&self, budget: Option<Duration>) -> Vec<Skip> {
-        let mut skips = Vec::new();
+        let mut skips: Vec<Skip> = self.late().into_iter().collect();
         for (operator, used) in &self.operators {
             if let Some(why) = &used.untestable {
                 skips.push(Skip { what: all_cases_of(operator), why: why.clone(), count: used.not_run });
@@ -152,6 +170,15 @@ impl Progress {
             }
         }
         skips
+    }
+}
+
+impl Progress {
+    fn late(&self) -> Option<Skip> {
+        let late: Vec<u64> = self.operators.values().map(|used| used.late).filter(|&late| late > 0).collect();
+        let what = format!("edge cases of {} operators", late.len());
+        let why = "the time of the profile was used".to_owned();
+        (!late.is_empty()).then(|| Skip { what, why, count: late.iter().sum() })
     }
 }
 
@@ -220,6 +247,16 @@ mod tests {
         let [skip] = skips.as_slice() else { panic!("{skips:?}") };
         assert_eq!((skip.what.as_str(), skip.count), ("drawn cases of rope", 2));
         assert!(skip.why.contains("time budget of 1 s"), "{}", skip.why);
+    }
+
+    #[test]
+    fn optional_cases_after_the_deadline_are_left_out_and_counted_over_all_operators() {
+        let (mut progress, now) = (Progress::default(), Instant::now());
+        assert!(progress.is_in_time("rope", None) && progress.is_in_time("rope", Some(now + 60 * SECOND)));
+        assert!(!progress.is_in_time("rope", Some(now)) && !progress.is_in_time("rms_norm", Some(now)));
+        let skips = progress.skips(None);
+        let [skip] = skips.as_slice() else { panic!("{skips:?}") };
+        assert_eq!((skip.what.as_str(), skip.count), ("edge cases of 2 operators", 2));
     }
 
     #[test]

@@ -85,6 +85,7 @@ impl Plan {
             cases.extend(planned);
             skips.extend(skipped);
         }
+        let cases = optional_in_turn(cases);
         Ok(Self { skips, ..Self::of(cases, options, count, costs)? })
     }
 
@@ -159,6 +160,21 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// The cases that always run, then the optional ones, one of each operator in turn.
+fn optional_in_turn(cases: Vec<PlannedCase>) -> Vec<PlannedCase> {
+    let (optional, mut order): (Vec<_>, Vec<_>) = cases.into_iter().partition(|planned| planned.optional);
+    let mut turns: HashMap<String, usize> = HashMap::new();
+    let turn_of = |planned: PlannedCase| {
+        let turn = turns.entry(planned.case.operator.clone()).or_default();
+        *turn += 1;
+        (*turn, planned)
+    };
+    let mut optional: Vec<(usize, PlannedCase)> = optional.into_iter().map(turn_of).collect();
+    optional.sort_by_key(|(turn, _)| *turn);
+    order.extend(optional.into_iter().map(|(_, planned)| planned));
+    order
 }
 
 fn json(case: &Case) -> Result<Value, CaseError> {

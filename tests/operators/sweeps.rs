@@ -98,6 +98,7 @@ fn run(operator: &dyn Operator, time_budget: Option<Duration>, given: [GivenCase
         remember: false,
         condition: None,
         time_budget,
+        deadline: None,
     };
     let mut collected = Collected::default();
     let swept = shared::on_device(|device| sweep::sweep(operator, device, &options, &mut collected));

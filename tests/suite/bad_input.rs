@@ -329,6 +329,7 @@ fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
                 regressions: Regressions::new("none"),
                 remember: false,
                 time_budget: None,
+                deadline: None,
                 condition: None,
             };
             let (planned, _) = sweep::plan(*operator, Vec::new(), &options, environment).unwrap();

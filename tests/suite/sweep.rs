@@ -48,6 +48,7 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
         remember: false,
         condition: None,
         time_budget: None,
+        deadline: None,
     }
 }
 
