@@ -57,7 +57,8 @@ const OF_EACH_OPERATOR: [Make; 4] = [sweeps::trial, golden::trial, refusals::tri
 
 fn main() -> ExitCode {
     keep_freed_memory();
-    let arguments = Arguments::from_args();
+    // Times are always printed; libtest's flag for them is for the other binaries that `cargo test` hands it to.
+    let arguments = Arguments::from_iter(std::env::args_os().filter(|argument| argument != "--report-time"));
     match trials(&arguments) {
         Ok(trials) => libtest_mimic::run(&arguments, trials).exit_code(),
         Err(error) => {
