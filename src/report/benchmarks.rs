@@ -119,9 +119,9 @@ pub fn samples_us(dir: &Path, group: &str, id: &str) -> Result<Vec<f64>, String>
     let new = results.get(id).ok_or_else(|| format!("no result of `{id}` under {}", of_group.display()))?;
     let sample = json(&new.join("sample.json"))?;
     let numbers = |name: &str| -> Option<Vec<f64>> { sample[name].as_array()?.iter().map(Value::as_f64).collect() };
-    let (times, calls) = numbers("times").zip(numbers("iters")).ok_or_else(|| {
-        format!("{}: no `times` and `iters` in sample.json", new.display())
-    })?;
+    let (times, calls) = numbers("times")
+        .zip(numbers("iters"))
+        .ok_or_else(|| format!("{}: no `times` and `iters` in sample.json", new.display()))?;
     Ok(times.iter().zip(calls).map(|(nanoseconds, calls)| nanoseconds / calls * 1e-3).collect())
 }
 

@@ -221,7 +221,10 @@ impl Timings {
 
     /// Every work of a side that has a time, by its id.
     pub fn timed(&self, side: Side) -> impl Iterator<Item = (&str, &[Time])> {
-        self.times.iter().filter(move |((of, _), _)| *of == side).map(|((_, id), times)| (id.as_str(), times.as_slice()))
+        self.times
+            .iter()
+            .filter(move |((of, _), _)| *of == side)
+            .map(|((_, id), times)| (id.as_str(), times.as_slice()))
     }
 
     /// Why a work has no time.

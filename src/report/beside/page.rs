@@ -60,7 +60,11 @@ pub fn page(command: &str, pairs: &Pairs, timings: &Timings) -> String {
     page += &head(timings, &rows);
     let _ = write!(page, "{}\n\n{MADE_OF}\n\n", counts(&rows));
     for (family, rows) in &families {
-        let _ = write!(page, "## {}\n\n| work | public kernel | ours | theirs | speed |\n|---|---|--:|--:|--:|\n", text(family));
+        let _ = write!(
+            page,
+            "## {}\n\n| work | public kernel | ours | theirs | speed |\n|---|---|--:|--:|--:|\n",
+            text(family)
+        );
         page.extend(rows.iter().map(Row::line));
         page.push('\n');
     }

@@ -75,7 +75,11 @@ impl Pairs {
                 return Err(failed(format!("`{}` is twice in the family `{}`", pair.work, pair.family)));
             }
         }
-        if pairs.is_empty() { Err(failed("it lists no pair".into())) } else { Ok(Self { path: path.to_owned(), pairs }) }
+        if pairs.is_empty() {
+            Err(failed("it lists no pair".into()))
+        } else {
+            Ok(Self { path: path.to_owned(), pairs })
+        }
     }
 
     /// Families in the order in which they first appear, with their pairs.
