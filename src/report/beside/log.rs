@@ -230,7 +230,7 @@ impl Timings {
     /// Why a work has no time.
     pub fn why_skipped(&self, side: Side, id: &str) -> &str {
         let why = self.skipped.get(&(side, id.to_owned()));
-        why.map_or("its turns ended before it", String::as_str)
+        why.map_or("not chosen, or not reached in time", String::as_str)
     }
 }
 

@@ -137,7 +137,7 @@ fn a_work_that_one_side_did_not_run_is_listed_with_the_reason() {
     assert_eq!(row(&page, "a")[2..], ["1.000 (1.000 to 1.000)", "not run", "—"]);
     assert_eq!(row(&page, "b")[2..], ["not run", "1.000 (1.000 to 1.000)", "—"]);
     assert!(page.contains("| theirs | no deep_gemm | a |"), "{page}");
-    assert!(page.contains("| ours | its turns ended before it | b |"), "{page}");
+    assert!(page.contains("| ours | not chosen, or not reached in time | b |"), "{page}");
 }
 
 #[test]
