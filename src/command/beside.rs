@@ -39,8 +39,7 @@ impl BesideArguments {
 pub fn execute(arguments: &BesideArguments) -> Result<Exit> {
     let pairs = Pairs::read(&arguments.pairs)?;
     let timings = Timings::read(&arguments.logs)?;
-    pairs.check_against(&timings)?;
-    let page = page(&arguments.command(), &pairs, &timings);
+    let page = page(&arguments.command(), &pairs, &timings)?;
     match &arguments.out {
         Some(path) => std::fs::write(path, page).with_context(|| format!("writing {}", path.display()))?,
         None => print!("{}", printable(&page)),

@@ -180,8 +180,8 @@ impl Timings {
                     self.turns.push(turn);
                 }
                 Line::Time(time) => {
-                    let wrong = |us: &&f64| !(us.is_finite() && **us > 0.0);
-                    if time.samples_us.is_empty() || time.samples_us.iter().any(|us| wrong(&us)) {
+                    let wrong = |us: &f64| !(us.is_finite() && *us > 0.0);
+                    if time.samples_us.is_empty() || time.samples_us.iter().any(wrong) {
                         return Err(of_line(format!("`samples_us` of `{}` are no times", time.id)));
                     }
                     self.times.entry((known()?, time.id.clone())).or_default().push(time);

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 
 use super::super::markdown::{code, text};
 use super::super::numbers::{counted, significant, utc};
+use super::Failure;
 use super::log::{Side, Spread, Time, Timings};
 use super::pairs::{Pair, Pairs};
 
@@ -48,8 +49,12 @@ fn shown(spread: Option<Spread>) -> String {
     format!("{} ({} to {})", digits(median), digits(least), digits(largest))
 }
 
-/// The page as Markdown: `command` made it. [`Pairs::check_against`] has accepted the logs.
-pub fn page(command: &str, pairs: &Pairs, timings: &Timings) -> String {
+/// The page as Markdown; `command` makes it.
+///
+/// # Errors
+/// Those of [`Pairs::check_against`].
+pub fn page(command: &str, pairs: &Pairs, timings: &Timings) -> Result<String, Failure> {
+    pairs.check_against(timings)?;
     let families: Vec<(&str, Vec<Row<'_>>)> = pairs
         .families()
         .into_iter()
@@ -72,7 +77,7 @@ pub fn page(command: &str, pairs: &Pairs, timings: &Timings) -> String {
     page += &not_run(&rows, timings);
     page += &copies(timings);
     page.truncate(page.trim_end().len());
-    page + "\n"
+    Ok(page + "\n")
 }
 
 /// Machine, versions, dates and repeats.
@@ -116,12 +121,19 @@ fn counts(rows: &[&Row<'_>]) -> String {
     format!("{total}: {above} at 1.00 or more, {} below, {} not run.", speeds.len() - above, rows.len() - speeds.len())
 }
 
+/// How works differ, each with the works of which it is so.
 fn differences(rows: &[&Row<'_>]) -> String {
-    let lines: Vec<String> = rows
-        .iter()
-        .filter_map(|row| Some(format!("- {}: {}.\n", text(&row.pair.work), text(row.pair.differs.as_ref()?))))
-        .collect();
-    if lines.is_empty() { String::new() } else { format!("† The work differs:\n\n{}\n", lines.concat()) }
+    let mut kinds: Vec<(&str, Vec<&str>)> = Vec::new();
+    for Pair { work, differs, .. } in rows.iter().map(|row| row.pair) {
+        let Some(differs) = differs else { continue };
+        match kinds.iter_mut().find(|(kind, _)| kind == differs) {
+            Some((_, works)) => works.push(work),
+            None => kinds.push((differs, vec![work])),
+        }
+    }
+    let line = |(kind, works): &(&str, Vec<&str>)| format!("- {}: {}.\n", text(kind), text(&works.join("; ")));
+    let lines: String = kinds.iter().map(line).collect();
+    if lines.is_empty() { lines } else { format!("† The work differs:\n\n{lines}\n") }
 }
 
 /// Reasons, with the works that they keep from running.
