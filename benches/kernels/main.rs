@@ -7,6 +7,9 @@
 //! Without a GPU the emulator and the oracles are timed on small shapes.
 //!
 //! Results go to criterion's directory, with the facts that `parity run --criterion DIR` needs beside them.
+//! `PARITY_BENCH_LOG` names a file to which a turn and its samples are appended for `parity beside`;
+//! `PARITY_BENCH_PAIRS` its list of pairs, and then only the benchmarks of that list run. Criterion's filter, a
+//! regular expression, chooses among them, and `--exact` takes one id.
 //! The exit code is 0 only when every benchmark that ran was compared, agreed, and stayed below what the
 //! device can do on paper.
 
@@ -14,6 +17,7 @@ mod ceilings;
 mod clock;
 mod session;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -21,14 +25,19 @@ use clap::Parser as _;
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::command::{DeviceArguments, exit_code_of};
 use dsv4_parity::operator::registry::OPERATORS;
+use dsv4_parity::report::beside::pairs::Pairs;
 
 use session::Session;
 
-/// The device of `PARITY_BACKEND`; criterion reads the command line.
+/// The device of `PARITY_BACKEND` and the files of `parity beside`; criterion reads the command line.
 #[derive(clap::Parser)]
 struct Environment {
     #[command(flatten)]
     device: DeviceArguments,
+    #[arg(long, env = "PARITY_BENCH_LOG")]
+    log: Option<PathBuf>,
+    #[arg(long, env = "PARITY_BENCH_PAIRS")]
+    pairs: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -44,16 +53,24 @@ fn main() -> ExitCode {
 
 fn run() -> Result<bool> {
     // The matrix rate is that of a library that works on memory of this process, and nothing stands between a launch and its time.
-    let device = Environment::try_parse_from(["kernels", "--in-process"])?.device.open()?;
+    let environment = Environment::try_parse_from(["kernels", "--in-process"])?;
+    let device = environment.device.open()?;
     let gpu = device.environment().backend == BackendKind::Cuda;
-    let mut session = Session::new(&device);
+    let all: Vec<_> = OPERATORS.iter().map(|operator| operator.benchmarks(device.environment())).collect();
+    let pairs = environment.pairs.as_deref().map(Pairs::read).transpose()?;
+    let mut session = Session::new(&device, pairs);
+    session.check_pairs(all.iter().flatten().map(|benchmark| &**benchmark))?;
     if gpu {
         session.measure_ceilings()?;
+    }
+    if let Some(path) = &environment.log {
+        session.start_log(path, all.iter().flatten().map(|benchmark| &**benchmark))?;
+    }
+    if gpu {
         session.run_copies()?;
     }
-    for operator in OPERATORS {
-        let benchmarks = operator.benchmarks(device.environment());
-        for benchmark in &benchmarks {
+    for benchmarks in &all {
+        for benchmark in benchmarks {
             session.run(&**benchmark)?;
         }
         if let (false, Some(benchmark)) = (gpu, benchmarks.first()) {

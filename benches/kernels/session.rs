@@ -2,17 +2,20 @@
 
 use std::any::Any;
 use std::cell::{Cell, OnceCell};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use criterion::{Criterion, SamplingMode, Throughput};
-use dsv4_kernels::runtime::{BackendKind, Device, RuntimeError};
+use dsv4_kernels::runtime::{BackendKind, Device, RuntimeError, cuda};
 use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
 use dsv4_parity::record::BenchmarkRecord;
 use dsv4_parity::report::benchmarks::{self, Facts, Work};
+use dsv4_parity::report::beside::log::{self, Line, Machine, Side, Skipped, Time, Turn, Writer};
+use dsv4_parity::report::beside::pairs::Pairs;
 
 use crate::ceilings::{self, Copies, Datasheet};
 use crate::clock::DeviceTime;
@@ -26,13 +29,17 @@ pub struct Session<'d> {
     facts: Facts,
     datasheet: Option<Datasheet>,
     failures: Vec<String>,
+    /// Only benchmarks of this list run, where there is one.
+    pairs: Option<Pairs>,
+    /// Where samples go for `parity beside`.
+    log: Option<Writer>,
     /// Whether criterion measures and keeps results, as opposed to `--test`, `--list` and the like.
     measuring: bool,
 }
 
 impl<'d> Session<'d> {
-    /// Reads criterion's command line.
-    pub fn new(device: &'d Device) -> Self {
+    /// Reads criterion's command line; `pairs` are the benchmarks to run, all where there is no list.
+    pub fn new(device: &'d Device, pairs: Option<Pairs>) -> Self {
         let environment = device.environment();
         let (samples, warm_up, measurement) = match environment.backend {
             BackendKind::Cuda => (20, Duration::from_millis(300), Duration::from_secs(1)),
@@ -53,7 +60,65 @@ impl<'d> Session<'d> {
             .configure_from_args();
         let datasheet = ceilings::datasheet(&environment.device);
         let facts = Facts { device: environment.device.clone(), ..Facts::default() };
-        Self { device, criterion, clock, directory, facts, datasheet, failures: Vec::new(), measuring: measuring() }
+        let (failures, measuring, log) = (Vec::new(), measuring(), None);
+        Self { device, criterion, clock, directory, facts, datasheet, failures, pairs, log, measuring }
+    }
+
+    /// Holds the list of pairs against the benchmarks that there are, before any of them takes the device's time.
+    ///
+    /// # Errors
+    /// An id of the list that none of `benchmarks` has.
+    pub fn check_pairs<'b>(&self, benchmarks: impl Iterator<Item = &'b dyn Timed>) -> Result<()> {
+        let Some(pairs) = &self.pairs else { return Ok(()) };
+        let ids: BTreeSet<String> = benchmarks.map(|benchmark| Id::of(benchmark).to_string()).collect();
+        Ok(pairs.check(Side::Ours, |id| ids.contains(id))?)
+    }
+
+    /// Starts a turn in the log for `parity beside`, if anything is to be measured.
+    ///
+    /// # Errors
+    /// A file that cannot be written; a device that is no GPU, whose times are none to put next to others.
+    pub fn start_log<'b>(&mut self, path: &Path, benchmarks: impl Iterator<Item = &'b dyn Timed>) -> Result<()> {
+        if !self.measuring {
+            return Ok(());
+        }
+        let environment = self.device.environment();
+        let machine = Machine {
+            device: environment.device.clone(),
+            uuid: cuda::device_uuid().context("PARITY_BENCH_LOG")?,
+            driver: environment.driver.clone(),
+        };
+        let copies = ceilings::SMALLER_COPIES.into_iter().map(Id::of_copy);
+        let turn = Turn {
+            side: Side::Ours,
+            machine,
+            software: format!("{}, {}", log::revision(), environment.compiler),
+            unix: log::now(),
+            copy_bytes_per_second: self.facts.ceilings.map(|ceilings| ceilings.copy_bytes_per_second),
+            ids: benchmarks.map(Id::of).chain(copies).map(|id| id.to_string()).collect(),
+        };
+        println!("{}, {}, revision {}", turn.machine.device, turn.machine.driver, turn.software);
+        self.log = Some(Writer::append(path).with_context(|| format!("PARITY_BENCH_LOG {}", path.display()))?);
+        self.log_line(&Line::Turn(turn))
+    }
+
+    fn log_line(&mut self, line: &Line) -> Result<()> {
+        self.log.as_mut().map_or(Ok(()), |log| log.write(line)).context("PARITY_BENCH_LOG")
+    }
+
+    fn log_skip(&mut self, id: &Id, why: &str) -> Result<()> {
+        self.log_line(&Line::Skipped(Skipped { id: id.to_string(), why: why.to_owned() }))
+    }
+
+    /// Logs the samples that criterion has just kept.
+    fn log_time(&mut self, id: &Id, work: &Work, rate: Rate) -> Result<()> {
+        if self.log.is_none() {
+            return Ok(());
+        }
+        let samples_us =
+            benchmarks::samples_us(&self.directory, &id.group, &id.to_string()).map_err(anyhow::Error::msg)?;
+        let bytes = (rate == Rate::Bytes).then_some(work.bytes);
+        self.log_line(&Line::Time(Time { id: id.to_string(), library: None, samples_us, bytes, clock_mhz: None }))
     }
 
     /// Measures the device's rates, if anything is to be measured.
@@ -78,7 +143,7 @@ impl<'d> Session<'d> {
         let device = self.device;
         for bytes in ceilings::SMALLER_COPIES {
             let moved = 2.0 * bytes as f64;
-            let id = Id { group: "device_copy".into(), name: format!("{:.3} MB read and written", moved * 1e-6) };
+            let id = Id::of_copy(bytes);
             let work = Work { operator: "device_copy".into(), bytes: moved, flops: 0.0 };
             let place = || Ok(Box::new(Copies::place(device, bytes)?) as Box<dyn Callee + 'd>);
             self.run_callee(&id, work, Rate::Bytes, &place)?;
@@ -92,9 +157,13 @@ impl<'d> Session<'d> {
     /// What the device or a launcher refuses. Disagreements are collected instead, for [`Session::finish`].
     pub fn run(&mut self, benchmark: &dyn Timed) -> Result<()> {
         let id = Id::of(benchmark);
+        let listed = |pairs: &Pairs| pairs.pairs.iter().any(|pair| pair.ours == id.to_string());
+        if !self.pairs.as_ref().is_none_or(listed) {
+            return Ok(());
+        }
         if let Some(why) = benchmark.cannot_run(self.device.environment()) {
             eprintln!("skipped {id}: {why}");
-            return Ok(());
+            return self.log_skip(&id, &why);
         }
         let device = self.device;
         let place = || Ok(Box::new(benchmark.place(device)?) as Box<dyn Callee + 'd>);
@@ -120,15 +189,18 @@ impl<'d> Session<'d> {
         timed.map_err(|panic| error_of(panic).context(id.to_string()))?;
         let (Some(callee), true) = (callee.get(), calls.get() > 0) else { return Ok(()) };
         let start = Instant::now();
-        match callee.recheck((calls.get() - 1) % callee.sets()) {
-            Ok(0) => self.fail(&id.to_string(), "nothing was compared"),
+        let problem = match callee.recheck((calls.get() - 1) % callee.sets()) {
+            Ok(0) => "nothing was compared".to_owned(),
             Ok(compared) => {
                 println!("{:24}{compared} elements agree ({:.1} s)", "", start.elapsed().as_secs_f64());
+                self.log_time(id, &work, rate)?;
                 self.facts.work.insert(id.to_string(), work);
+                return Ok(());
             }
-            Err(problem) => self.fail(&id.to_string(), &format!("{problem:#}")),
-        }
-        Ok(())
+            Err(problem) => format!("{problem:#}"),
+        };
+        self.fail(&id.to_string(), &problem);
+        self.log_skip(id, &problem)
     }
 
     /// Hands the benchmark to criterion, whose closures cannot fail: errors leave by unwinding.
@@ -222,6 +294,12 @@ struct Id {
 impl Id {
     fn of(benchmark: &dyn Timed) -> Self {
         Self { group: benchmark.group(), name: benchmark.name().to_owned() }
+    }
+
+    /// Of a copy whose either side has so many bytes.
+    fn of_copy(bytes: usize) -> Self {
+        let name = format!("{:.3} MB read and written", 2.0 * bytes as f64 * 1e-6);
+        Self { group: "device_copy".into(), name }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The subcommands of `parity`.
 
 mod benchmarks;
+mod beside;
 mod bisect;
 mod compile;
 mod diff;
@@ -95,6 +96,8 @@ pub enum Command {
     Replay(replay::ReplayArguments),
     /// Find the commit that made a kernel wrong, imprecise, slow or non-deterministic
     Bisect(bisect::BisectArguments),
+    /// Put times of our kernels and of public ones next to each other, from logs of both
+    Beside(beside::BesideArguments),
     /// List operators
     Ops(ops::OpsArguments),
     /// Say which backends work here, and why not
@@ -121,6 +124,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Report(arguments) => report::execute(&arguments),
         Command::Replay(arguments) => replay::execute(&arguments),
         Command::Bisect(arguments) => bisect::execute(&arguments),
+        Command::Beside(arguments) => beside::execute(&arguments),
         Command::Ops(arguments) => ops::execute(&arguments),
         Command::Doctor => Ok(doctor::execute()),
         Command::Compile(arguments) => compile::execute(&arguments),

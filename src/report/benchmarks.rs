@@ -107,6 +107,24 @@ pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
     Ok(Found { benchmarks: records, ceilings: facts.ceilings, skip: None })
 }
 
+/// Microseconds of a call, one for each sample that criterion has just kept of this benchmark.
+///
+/// # Errors
+/// A result that is not there or cannot be understood, by path.
+pub fn samples_us(dir: &Path, group: &str, id: &str) -> Result<Vec<f64>, String> {
+    let mut results = BTreeMap::new();
+    // A group's folder has its name: it is an identifier.
+    let of_group = dir.join(group);
+    find_results(&of_group, DEPTH - 1, &mut results)?;
+    let new = results.get(id).ok_or_else(|| format!("no result of `{id}` under {}", of_group.display()))?;
+    let sample = json(&new.join("sample.json"))?;
+    let numbers = |name: &str| -> Option<Vec<f64>> { sample[name].as_array()?.iter().map(Value::as_f64).collect() };
+    let (times, calls) = numbers("times")
+        .zip(numbers("iters"))
+        .ok_or_else(|| format!("{}: no `times` and `iters` in sample.json", new.display()))?;
+    Ok(times.iter().zip(calls).map(|(nanoseconds, calls)| nanoseconds / calls * 1e-3).collect())
+}
+
 /// Collects the `new` folders below `dir` by the full id of their benchmark.
 fn find_results(dir: &Path, depth: usize, results: &mut BTreeMap<String, PathBuf>) -> Result<(), String> {
     let failed = |e: std::io::Error| format!("{}: {e}", dir.display());
@@ -206,6 +224,18 @@ mod tests {
         assert_eq!(records.iter().map(|r| r.id.as_str()).collect::<Vec<_>>(), [long.as_str(), "group/parameter/7"]);
         assert_eq!((records[0].median_ns, records[0].low_ns, records[0].samples), (1000.0, 900.0, 2));
         assert_eq!(records[0].percent_of_limit, None);
+    }
+
+    #[test]
+    fn samples_of_a_benchmark_are_microseconds_of_a_call() {
+        let dir = tempfile::tempdir().expect("a folder");
+        criterion_result(dir.path(), "g/x_ y", "g/x: y", 3000.0);
+        let sample = serde_json::json!({ "iters": [2.0, 2.0], "times": [3000.0, 5000.0] });
+        std::fs::write(dir.path().join("g/x_ y/new/sample.json"), sample.to_string()).expect("a file");
+        assert_eq!(samples_us(dir.path(), "g", "g/x: y"), Ok(vec![1.5, 2.5]));
+        assert!(samples_us(dir.path(), "g", "g/z").expect_err("no such benchmark").contains("`g/z`"));
+        std::fs::write(dir.path().join("g/x_ y/new/sample.json"), "{}").expect("a file");
+        assert!(samples_us(dir.path(), "g", "g/x: y").expect_err("no samples").contains("`times`"));
     }
 
     #[test]

@@ -20,6 +20,7 @@
 //! | `times` | times of a kernel from elsewhere, beside ours |
 //! | `markdown` | `summary.md` |
 //! | `benchmarks` | measured times, read from criterion's folders |
+//! | `beside` | times of our kernels and of public ones, next to each other |
 //! | `drawn` | what a report is written without |
 //! | `diff` | two reports compared |
 //! | `history` | many reports, one after another |
@@ -32,6 +33,7 @@ use crate::record::journal::refuse_foreign;
 use crate::record::{Report, words};
 
 pub mod benchmarks;
+pub mod beside;
 pub mod diff;
 mod drawn;
 pub(crate) mod elements;

@@ -125,7 +125,7 @@ fn emulator() -> Device {
     Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator opens")
 }
 
-fn gpu(target: &str) -> Environment {
+pub fn gpu(target: &str) -> Environment {
     Environment {
         backend: BackendKind::Cuda,
         device: "a GPU".into(),

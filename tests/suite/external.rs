@@ -858,7 +858,7 @@ fn examples() -> PathBuf {
 }
 
 /// Whether `python3 -c code` succeeds. Where it does not, what is skipped is said.
-fn python(code: &str, skipped: &str) -> bool {
+pub fn python(code: &str, skipped: &str) -> bool {
     let works = Command::new("python3").args(["-c", code]).output().is_ok_and(|output| output.status.success());
     if !works {
         eprintln!("1 skipped: {skipped}: `python3 -c '{code}'` does not work here");
@@ -877,11 +877,11 @@ fn every_python_file_compiles() {
     if !python("", "Python files are not compiled") {
         return;
     }
-    let mut files: Vec<PathBuf> =
-        std::fs::read_dir(examples()).expect("fixtures/external").map(|e| e.unwrap().path()).collect();
+    let within = |folder: PathBuf| std::fs::read_dir(folder).expect("a folder").map(|e| e.unwrap().path());
+    let folders = ["", "dsv4_external", "public"].map(|name| examples().join(name));
+    let mut files: Vec<PathBuf> = folders.into_iter().flat_map(within).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "py"));
-    files.push(examples().join("dsv4_external/__init__.py"));
-    assert!(files.len() > 4, "{files:?}");
+    assert!(files.len() > 12, "{files:?}");
     for file in files {
         let code = "import sys; compile(open(sys.argv[1]).read(), sys.argv[1], 'exec')";
         let output = Command::new("python3").args(["-c", code]).arg(&file).output().expect("python3 runs");

@@ -5,6 +5,7 @@
 
 mod bad_input;
 mod benchmarks;
+mod beside;
 mod bisect;
 mod caches;
 mod cases;

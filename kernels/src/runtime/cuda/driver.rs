@@ -325,6 +325,21 @@ pub(super) fn device_memory(ordinal: u32) -> Result<u64> {
     Ok(bytes as u64)
 }
 
+/// A device's own id, as `nvidia-smi -L` prints it: `GPU-` and 16 bytes in hexadecimal.
+pub(super) fn device_uuid(ordinal: u32) -> Result<String> {
+    let device = find_device(ordinal)?;
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: writes one live structure; the device is one that the driver named.
+    check(unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device) }, "cuDeviceGetUuid")?;
+    Ok(uuid_text(uuid.bytes.map(|byte| byte as u8)))
+}
+
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let hexadecimal = |range: &[u8]| range.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let groups = [&bytes[..4], &bytes[4..6], &bytes[6..8], &bytes[8..10], &bytes[10..]].map(hexadecimal);
+    format!("GPU-{}", groups.join("-"))
+}
+
 /// A timing event; borrows its context, so that it cannot outlive it.
 pub(super) struct Event<'a> {
     context: &'a Context,
@@ -561,6 +576,12 @@ mod tests {
         assert_eq!(kernel_driver_version(proprietary), Some("535.183.01"));
         assert_eq!(kernel_driver_version(open), Some("580.95.05"));
         assert_eq!(kernel_driver_version(""), None);
+    }
+
+    #[test]
+    fn the_id_of_a_device_is_written_as_nvidia_smi_does() {
+        let bytes = [0xf6, 0x05, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 0xfe];
+        assert_eq!(uuid_text(bytes), "GPU-f6050102-0304-0506-0708-090a0b0c0dfe");
     }
 
     #[test]

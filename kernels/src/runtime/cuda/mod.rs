@@ -171,6 +171,14 @@ pub fn device_memory(device: &OsStr) -> Result<u64> {
     driver::device_memory(numbered(device)?)
 }
 
+/// The id of the device that [`CudaBackend::new`] opens, as `nvidia-smi -L` prints it: two GPUs of one kind differ in it.
+///
+/// # Errors
+/// As [`device_count`].
+pub fn device_uuid() -> Result<String> {
+    driver::device_uuid(chosen_device()?)
+}
+
 /// Compiles modules for `target` that this cache does not hold, all cores at once, for processes that each would compile them
 /// anew. What cannot be compiled, or kept, is left to who wants it.
 ///
