@@ -27,19 +27,19 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
     };
     let records: Vec<_> = operators.iter().map(|operator| operator.describe()).collect();
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&records)?);
+        outln!("{}", serde_json::to_string_pretty(&records)?);
         return Ok(Exit::Agreed);
     }
     for record in records {
-        println!("{}: {}", record.name, record.summary);
+        outln!("{}: {}", record.name, record.summary);
         for (place, citation) in record.specification.iter().enumerate() {
-            println!("    {:<13}  {}", if place == 0 { "specification" } else { "" }, with_title(citation));
+            outln!("    {:<13}  {}", if place == 0 { "specification" } else { "" }, with_title(citation));
         }
-        println!("    kernel         {}", record.kernel_file);
-        println!("    oracle         {}", record.oracle_file);
-        println!("    types          {}", record.dtypes.join(", "));
-        println!("    axes           {}", record.axes.join(", "));
-        println!("    backward       {}", if record.has_backward { "yes" } else { "no" });
+        outln!("    kernel         {}", record.kernel_file);
+        outln!("    oracle         {}", record.oracle_file);
+        outln!("    types          {}", record.dtypes.join(", "));
+        outln!("    axes           {}", record.axes.join(", "));
+        outln!("    backward       {}", if record.has_backward { "yes" } else { "no" });
         if !arguments.names.is_empty() {
             record.tensors.iter().for_each(print_tensor);
         }
@@ -62,7 +62,7 @@ fn print_tensor(tensor: &TensorRecord) {
         None => ", in some cases".to_owned(),
     };
     let compared = tensor.compared.as_ref().map(|how| format!("; compared {how}")).unwrap_or_default();
-    println!(
+    outln!(
         "    {:<14} {} {}, {}{of}{sometimes}, {}{compared}",
         tensor.name,
         tensor.dtypes.join("|"),

@@ -17,13 +17,15 @@ pub struct SweepArguments {
     /// Size of the sweep
     #[arg(long, value_enum, default_value = "quick")]
     pub profile: Profile,
-    /// Drawn cases for each operator; the profile's number when absent
-    #[arg(long, value_parser = number_of_cases)]
+    /// Drawn cases for each operator [default: the profile's]
+    #[arg(long, value_name = "N", value_parser = number_of_cases)]
     pub cases: Option<usize>,
-    /// Edge cases of each operator, drawn by lot from the seed; all when absent. Those left out are counted as skipped
+    /// Edge cases of each operator, chosen at random by the seed [default: all]
+    ///
+    /// The rest is counted as skipped.
     #[arg(long, value_name = "N")]
     pub edge_cases: Option<usize>,
-    /// Seed of the sweep; `fresh` draws one, prints it and records it
+    /// Seed of the sweep; `fresh` draws one, prints it and saves it in the report
     #[arg(long, default_value = "0", value_name = "N|fresh")]
     pub seed: Seed,
 }
@@ -99,7 +101,7 @@ impl Seed {
             if let Some(option) = one_of_several {
                 anyhow::bail!("--seed fresh: with {option} several runs need one seed; give a number, such as {seed}");
             }
-            println!("seed {seed}");
+            detailln!("seed {seed}");
         }
         Ok(())
     }

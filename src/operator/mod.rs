@@ -423,7 +423,7 @@ pub trait Prepared: Sync {
     }
 
     /// The case whose scalars and extents these inputs go with, in particular those of a law's variant. Where
-    /// it is absent, a kernel from elsewhere is not held to the operator's laws ([`crate::external`]).
+    /// it is absent, an external kernel is not held to the operator's laws ([`crate::external`]).
     fn case(&self) -> Option<Case> {
         None
     }

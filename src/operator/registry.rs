@@ -67,13 +67,38 @@ pub fn names() -> Vec<&'static str> {
 /// The operator called `name`.
 ///
 /// # Errors
-/// [`CaseError::UnknownOperator`] with the names that there are.
+/// [`CaseError::UnknownOperator`] with similar names.
 pub fn find(name: &str) -> Result<&'static dyn Operator, CaseError> {
     OPERATORS
         .iter()
         .copied()
         .find(|operator| operator.name() == name)
-        .ok_or_else(|| CaseError::UnknownOperator { name: name.to_owned(), known: names().join(", ") })
+        .ok_or_else(|| CaseError::UnknownOperator { name: name.to_owned(), hint: did_you_mean(name) })
+}
+
+/// Names that are offered for one that is unknown.
+const MOST_SIMILAR: usize = 4;
+
+/// `: did you mean …?` with the operators whose names are similar, the most similar one first; empty where there are none.
+fn did_you_mean(name: &str) -> String {
+    /// As clap's for its own names.
+    const ENOUGH: f64 = 0.7;
+    let wanted = name.to_lowercase().replace('-', "_");
+    let score = |known: &str| match known {
+        known if known == wanted => 2.0,
+        // `attention` is part of the names of several.
+        known if wanted.len() > 2 && known.contains(&wanted) => 1.0,
+        known => strsim::jaro(known, &wanted),
+    };
+    let mut similar: Vec<(f64, &str)> = names().into_iter().map(|known| (score(known), known)).collect();
+    similar.retain(|(score, _)| *score > ENOUGH);
+    similar.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let similar: Vec<String> = similar.iter().take(MOST_SIMILAR).map(|(_, known)| format!("`{known}`")).collect();
+    match similar.split_last() {
+        None => String::new(),
+        Some((last, [])) => format!(": did you mean {last}?"),
+        Some((last, others)) => format!(": did you mean {} or {last}?", others.join(", ")),
+    }
 }
 
 /// The operators of a comma-separated list; all of them when there is none.

@@ -183,7 +183,7 @@ pub struct CaseRecord {
     pub kernel_seconds: f64,
     /// Seconds spent in the oracle's runs.
     pub oracle_seconds: f64,
-    /// How long a kernel from elsewhere took by its own clock, where it was asked and said so.
+    /// How long an external kernel took by its own clock, where it was asked and said so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<Seconds>,
     /// How long ours took of the same case on the same device, where they were measured beside it.
@@ -194,7 +194,7 @@ pub struct CaseRecord {
     pub unsupported: Option<String>,
     /// Command that runs this case again.
     pub replay: String,
-    /// Checks that could not be made of this case, where there are any: of a kernel from elsewhere.
+    /// Checks that could not be made of this case, where there are any: of an external kernel.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skips: Vec<Skip>,
     /// Place in the plan of the whole run, over all operators and shards; a shrunk case has that of the
@@ -628,7 +628,7 @@ impl MutantRecord {
 
 impl Report {
     /// For each operator of which cases ran, the paths of its kernels that none of them took: what a report that says
-    /// nothing of them would pass for tested. Kernels from elsewhere have paths of their own.
+    /// nothing of them would pass for tested. External kernels have paths of their own.
     pub fn paths_never_run(&self) -> Vec<(&str, Vec<&str>)> {
         let mut never = Vec::new();
         for operator in self.operators.iter().filter(|_| self.environment.backend != BackendKind::External) {
@@ -648,7 +648,7 @@ impl Report {
         if is_part { Vec::new() } else { without_power(&self.cases) }
     }
 
-    /// Skips that follow from the cases: those that the kernel is not for, and of a kernel from elsewhere the checks that could
+    /// Skips that follow from the cases: those that the kernel is not for, and of an external kernel the checks that could
     /// not be made.
     pub fn skips_of_cases(&self) -> Vec<Skip> {
         let is_external = self.environment.backend == BackendKind::External;

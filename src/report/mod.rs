@@ -17,9 +17,10 @@
 //! | `mutants` | the page's kill matrix |
 //! | `generated` | what became of generated mutants, as text |
 //! | `specification` | the page's citations, and the sections that they cite |
-//! | `times` | times of a kernel from elsewhere, beside ours |
+//! | `times` | times of an external kernel, beside ours |
 //! | `markdown` | `summary.md` |
 //! | `benchmarks` | measured times, read from criterion's folders |
+//! | `ci` | JUnit XML, and annotations of GitHub |
 //! | `drawn` | what a report is written without |
 //! | `diff` | two reports compared |
 //! | `history` | many reports, one after another |
@@ -32,6 +33,7 @@ use crate::record::journal::refuse_foreign;
 use crate::record::{Report, words};
 
 pub mod benchmarks;
+pub mod ci;
 pub mod diff;
 mod drawn;
 pub(crate) mod elements;
