@@ -33,7 +33,7 @@ pub enum CaseError {
     #[error("malformed case: {0}")]
     Malformed(String),
     /// The registry has no such operator.
-    #[error("unknown operator `{name}`{hint}; `parity ops` lists all")]
+    #[error("unknown operator `{name}`{hint} (`parity ops` lists all)")]
     UnknownOperator {
         /// What was asked for.
         name: String,

@@ -39,8 +39,8 @@ pub struct CompileArguments {
 }
 
 /// What to do where there is no NVRTC; the error lists where it was looked for.
-const INSTALL: &str = "NVRTC is needed: pip install nvidia-cuda-nvrtc, or a CUDA toolkit of version 12 or later, or \
-                       PARITY_NVRTC=FILE, the path of libnvrtc.so";
+const INSTALL: &str = "NVRTC is needed. Run `pip install nvidia-cuda-nvrtc`, or install a CUDA toolkit (12 or later), or \
+                       set PARITY_NVRTC to libnvrtc.so";
 
 /// Compiles every specialisation that some operator launches, and the tests' own kernels; 1 where the compiler refuses one
 /// or has a remark.

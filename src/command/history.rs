@@ -8,8 +8,8 @@ use serde_json::json;
 
 use super::{Exit, output};
 use crate::record::words::printable;
-use crate::report::history::{self, Line, Series};
 use crate::report::diff;
+use crate::report::history::{self, Line, Series};
 
 /// Options of `parity history`.
 #[derive(Debug, Args)]
@@ -42,7 +42,6 @@ Each line is a measure: its last 40 runs from lowest to highest, first -> last v
   budget_relative    the budget over the value: median over the cases
   median_ns          time of one call of a benchmark
 ▲ marks a drift: the measure rises from run to run more often than chance explains.";
-
 
 /// Prints and plots. A drift is a warning, not a failure: the exit code stays 0.
 pub fn execute(arguments: &HistoryArguments) -> Result<Exit> {

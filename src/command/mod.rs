@@ -89,21 +89,22 @@ pub fn exit_code_of(error: &anyhow::Error) -> Exit {
 const AFTER_HELP: &str = "\
 Environment variables:
   PARITY_BACKEND      Backend, as --backend
-  PARITY_CACHE_DIR    Folder of compiled kernels; dsv4-parity in XDG_CACHE_HOME or ~/.cache by default
+  PARITY_CACHE_DIR    Folder of compiled kernels; ~/.cache/dsv4-parity by default
   PARITY_CUDA_DEVICE  Number of the GPU to use; 0 by default
   PARITY_CXX          C++ compiler of the emulator; c++ by default
-  PARITY_FIXTURES     Folder of remembered cases and planted mutants; ./fixtures by default
+  PARITY_FIXTURES     Folder of saved cases and mutants; ./fixtures by default
   PARITY_KERNELS      Directory of kernel sources, as --kernels
-  PARITY_LOG          What is logged to standard error, such as debug or dsv4_kernels=trace
+  PARITY_LOG          What is logged, such as info or dsv4_kernels=trace
   PARITY_MEMORY       Most memory that one case may take, as --memory
-  PARITY_NVRTC        File or folder of libnvrtc; toolkits and Python wheels by default
+  PARITY_NVRTC        libnvrtc.so or its folder; toolkits and wheels by default
   CUDA_HOME           CUDA toolkit to take libraries from; also CUDA_PATH
   NO_COLOR            No colours, as --color never
-  RAYON_NUM_THREADS   Threads of oracles and of `parity compile`; one for each core by default
+  RAYON_NUM_THREADS   Threads of oracles and compilers; the cores by default
 
-Kernel sources see PARITY_SM: 80 or 90, the architecture that they are compiled for.
+Kernel sources see PARITY_SM, the architecture that they are compiled for: 80 or 90.
 
-Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, 3 the demanded backend is missing.";
+Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, 3 the demanded backend is missing, 141 nobody reads \
+standard output.";
 
 /// The command line.
 #[derive(Debug, Parser)]
@@ -232,31 +233,41 @@ fn schedules(asked: Option<u32>, profile: Profile, device: &Device) -> u32 {
 pub enum Command {
     /// Sweep operators, compare kernels with oracles, write a report
     Run(run::RunArguments),
-    /// Put the reports of shards together; refuses gaps, overlaps and mixed revisions
+    /// Join the reports of shards into one
+    ///
+    /// Gaps, overlaps and mixed revisions are rejected.
     Merge(merge::MergeArguments),
-    /// Compare two reports: what got worse, better, or is covered no longer
+    /// Compare two reports: what got worse, better or lost coverage
     Diff(diff::DiffArguments),
-    /// Show budget use and speed over revisions, and warn of drifts
+    /// Show budget use and speed over revisions; warn of drifts
     History(history::HistoryArguments),
     /// Sweep an external kernel, which a command of yours runs
     External(external::ExternalArguments),
-    /// Answer requests of `parity external` with our own kernels: the reference worker
+    /// Answer `parity external` with our own kernels
+    ///
+    /// This is the reference worker.
     ExternalWorker(external::WorkerArguments),
-    /// Hold oracles and kernels against golden files
+    /// Compare oracles and kernels with golden files
     Golden(golden::GoldenArguments),
-    /// Plant bugs in the kernels, by hand and by the hundred, and say which check sees each
+    /// Plant bugs in the kernels; report which check sees each
+    ///
+    /// Some are planted by hand, hundreds are generated from the syntax trees of the kernels.
     Mutants(mutants::MutantsArguments),
-    /// Say which errors the verdicts of a sweep would see, without running a kernel
+    /// Report which errors the verdicts of a sweep would see
+    ///
+    /// No kernel runs, except those with the bugs of --mutants.
     Power(power::PowerArguments),
-    /// Write the pages of a report.json anew
+    /// Write the pages of a report.json again
     Report(report::ReportArguments),
-    /// Run one case verbosely: a JSON line, or a file of them
+    /// Run one case, or a file of cases, and print every check
     Replay(replay::ReplayArguments),
-    /// Find the commit that made a kernel wrong, imprecise, slow or non-deterministic
+    /// Find the commit that made a kernel wrong, imprecise or slow
+    ///
+    /// Or non-deterministic: see --metric.
     Bisect(bisect::BisectArguments),
     /// List operators, or describe some
     Ops(ops::OpsArguments),
-    /// Report which backends work here, and why the others do not
+    /// Report which backends work here, and why others do not
     Doctor(doctor::DoctorArguments),
     /// Compile every kernel with NVRTC, which needs no GPU
     Compile(compile::CompileArguments),

@@ -627,7 +627,14 @@ fn print_fate(record: &MutantRecord) {
 fn summarise(report: &Report, out: &Path) {
     detailln!(
         "{:18} {:>8} {:>9} {:>7} {:>9} {:>11} {:>8} {:>8}  rate",
-        "operator", "planted", "generated", "killed", "survived", "equivalent", "invalid", "not run"
+        "operator",
+        "planted",
+        "generated",
+        "killed",
+        "survived",
+        "equivalent",
+        "invalid",
+        "not run"
     );
     for tally in Tally::all(report) {
         let left_out = tally.left_out.as_ref();

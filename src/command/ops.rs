@@ -1,21 +1,28 @@
 //! `parity ops`.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 
-use super::Exit;
-use crate::operator::registry;
-use crate::record::TensorRecord;
+use super::{Exit, output};
+use crate::case::Case;
+use crate::operator::family::Family;
+use crate::operator::{Operator, Profile, registry};
+use crate::record::{OperatorRecord, TensorRecord};
 use crate::specification::Citation;
 
 /// Options of `parity ops`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+A case to start from: parity replay \"$(parity ops rope --example)\"")]
 pub struct OpsArguments {
-    /// Operators to describe, with their tensors; all, without, when there is none
+    /// Operators to describe: files, types, axes, tensors; without one all are listed, a line each
     #[arg(value_name = "NAME")]
     names: Vec<String>,
-    /// Print JSON
+    /// Print a case of each operator, which `parity replay` runs, as one line of JSON
     #[arg(long)]
+    example: bool,
+    /// Print JSON
+    #[arg(long, conflicts_with = "example")]
     json: bool,
 }
 
@@ -25,26 +32,71 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
         [] => registry::OPERATORS.to_vec(),
         names => names.iter().map(|name| registry::find(name)).collect::<Result<_, _>>()?,
     };
-    let records: Vec<_> = operators.iter().map(|operator| operator.describe()).collect();
-    if arguments.json {
-        outln!("{}", serde_json::to_string_pretty(&records)?);
+    if arguments.example {
+        for operator in operators {
+            outln!("{}", example(operator)?.line());
+        }
         return Ok(Exit::Agreed);
     }
-    for record in records {
-        outln!("{}: {}", record.name, record.summary);
-        for (place, citation) in record.specification.iter().enumerate() {
-            outln!("    {:<13}  {}", if place == 0 { "specification" } else { "" }, with_title(citation));
-        }
-        outln!("    kernel         {}", record.kernel_file);
-        outln!("    oracle         {}", record.oracle_file);
-        outln!("    types          {}", record.dtypes.join(", "));
-        outln!("    axes           {}", record.axes.join(", "));
-        outln!("    backward       {}", if record.has_backward { "yes" } else { "no" });
-        if !arguments.names.is_empty() {
-            record.tensors.iter().for_each(print_tensor);
-        }
+    if arguments.names.is_empty() && !arguments.json {
+        list(&operators);
+        return Ok(Exit::Agreed);
+    }
+    let records: Vec<_> = operators.iter().map(|operator| operator.describe()).collect();
+    if arguments.json {
+        output::json(&records)?;
+    } else {
+        records.iter().for_each(describe);
     }
     Ok(Exit::Agreed)
+}
+
+/// A small case with data in it: the first of the edge cases that may be run and has elements to compare.
+fn example(operator: &dyn Operator) -> Result<Case> {
+    let has_elements = |case: &Case| operator.elements(case).is_ok_and(|elements| elements > 0);
+    let mut cases = operator.edge_cases(Profile::Quick).into_iter();
+    let case = cases.find(|case| operator.check(case).is_ok() && has_elements(case));
+    case.with_context(|| format!("no edge case of {} has an element", operator.name()))
+}
+
+/// A line for each operator, family by family; cut off at the width of the terminal, where there is one.
+fn list(operators: &[&dyn Operator]) {
+    let width = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
+    let names = operators.iter().map(|operator| operator.name().len()).max().unwrap_or(0);
+    for (place, family) in Family::ALL.into_iter().enumerate() {
+        let gap = if place == 0 { "" } else { "\n" };
+        outln!("{gap}{}: {}", output::strong(family.name()), family.summary());
+        for operator in operators.iter().filter(|operator| operator.family() == family) {
+            let line = format!("  {:names$}  {}", operator.name(), operator.summary());
+            outln!("{}", width.map_or_else(|| line.clone(), |width| cut(&line, width)));
+        }
+    }
+    detailln!("\n{} operators; parity ops NAME describes one", operators.len());
+}
+
+/// The line in as many columns; an ellipsis where something is missing.
+fn cut(line: &str, width: usize) -> String {
+    if line.chars().count() <= width {
+        return line.to_owned();
+    }
+    line.chars().take(width.saturating_sub(1)).collect::<String>().trim_end().to_owned() + "…"
+}
+
+/// Everything about an operator.
+fn describe(record: &OperatorRecord) {
+    outln!("{}: {}", output::strong(&record.name), record.summary);
+    for (place, citation) in record.specification.iter().enumerate() {
+        outln!("    {:<13}  {}", if place == 0 { "specification" } else { "" }, with_title(citation));
+    }
+    if let Some(family) = record.family {
+        outln!("    family         {family}, {}", family.summary());
+    }
+    outln!("    kernel         {}", record.kernel_file);
+    outln!("    oracle         {}", record.oracle_file);
+    outln!("    types          {}", record.dtypes.join(", "));
+    outln!("    axes           {}", record.axes.join(", "));
+    outln!("    backward       {}", if record.has_backward { "yes" } else { "no" });
+    record.tensors.iter().for_each(print_tensor);
 }
 
 /// A citation and what its section is called.

@@ -229,9 +229,7 @@ impl Bugs {
     }
 
     fn as_json(&self) -> Vec<serde_json::Value> {
-        let one = |((mutant, tensor), [cases, failed]): (&(String, String), &[u64; 2])| {
-            json!({ "mutant": mutant, "tensor": tensor, "cases": cases, "failed": failed })
-        };
+        let one = |((mutant, tensor), [cases, failed]): (&(String, String), &[u64; 2])| json!({ "mutant": mutant, "tensor": tensor, "cases": cases, "failed": failed });
         self.seen.iter().map(one).collect()
     }
 

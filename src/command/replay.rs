@@ -173,7 +173,10 @@ fn print_record(record: &CaseRecord) {
             );
             outln!(
                 "        worst {:?}: kernel {:e}, oracle {:e}, allowed {:.3e}",
-                m.worst.index, m.worst.kernel, m.worst.oracle, m.worst.allowed
+                m.worst.index,
+                m.worst.kernel,
+                m.worst.oracle,
+                m.worst.allowed
             );
         }
     }

@@ -378,9 +378,7 @@ pub(super) fn say_when_interrupted(recorded: Arc<AtomicU64>, planned: Option<u64
         let done = recorded.load(Ordering::Relaxed);
         let of = planned.map_or(String::new(), |planned| format!(" of {planned}"));
         // What the bar left of its line.
-        errln!(
-            "\nparity: interrupted: {done}{of} cases are recorded in {out}; the same command with --resume goes on"
-        );
+        errln!("\nparity: interrupted: {done}{of} cases are recorded in {out}; the same command with --resume goes on");
         std::process::exit(INTERRUPTED);
     };
     on_interrupt(say).context("listening for interrupts")

@@ -638,6 +638,10 @@ impl<K: Declared> Operator for Op<K> {
         K::ABOUT.family
     }
 
+    fn summary(&self) -> &'static str {
+        K::ABOUT.summary
+    }
+
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
         let About { name, family, summary, specification, paths, .. } = K::ABOUT;

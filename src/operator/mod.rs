@@ -88,6 +88,9 @@ pub trait Operator: Sync {
     /// The part of the model that it belongs to.
     fn family(&self) -> Family;
 
+    /// What it computes, in one sentence.
+    fn summary(&self) -> &'static str;
+
     /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its name.
     fn describe(&self) -> OperatorRecord;
 

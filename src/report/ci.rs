@@ -160,7 +160,8 @@ pub fn github(report: &Report) -> Vec<String> {
         for (place, (outcome, message)) in failing.enumerate() {
             let file = file_of(report, operator).map_or_else(String::new, |file| format!("file={},", property(&file)));
             let title = property(&format!("{} {}", operator.name, outcome.check));
-            let replay = outcome.failures.first().map_or_else(String::new, |(record, _)| format!("\n{}", record.replay));
+            let replay =
+                outcome.failures.first().map_or_else(String::new, |(record, _)| format!("\n{}", record.replay));
             annotations.push((place, format!("::error {file}title={title}::{}", data(&(message + &replay)))));
         }
     }
@@ -210,9 +211,11 @@ mod tests {
                 found.push((suite.name.to_string(), case.name.to_string()));
             }
         }
-        let mut expected: Vec<_> = report.cases.iter().flat_map(|record| {
-            record.checks.iter().map(|check| (record.operator.clone(), check.check.clone()))
-        }).collect();
+        let mut expected: Vec<_> = report
+            .cases
+            .iter()
+            .flat_map(|record| record.checks.iter().map(|check| (record.operator.clone(), check.check.clone())))
+            .collect();
         expected.sort();
         expected.dedup();
         found.sort();
@@ -229,7 +232,8 @@ mod tests {
         for suite in &document.test_suites {
             for case in &suite.test_cases {
                 let failed = |record: &&CaseRecord| {
-                    let failing = |check: &CheckRecord| check.check == case.name.as_str() && check.verdict != Verdict::Pass;
+                    let failing =
+                        |check: &CheckRecord| check.check == case.name.as_str() && check.verdict != Verdict::Pass;
                     record.operator == suite.name.as_str() && record.checks.iter().any(failing)
                 };
                 let records: Vec<_> = report.cases.iter().filter(failed).collect();
@@ -272,6 +276,9 @@ mod tests {
         let operators: Vec<&str> =
             annotations.iter().filter_map(|text| text.split("title=").nth(1)?.split(' ').next()).collect();
         let first = operators.iter().enumerate().filter(|(at, name)| !operators[..*at].contains(name)).count();
-        assert!(operators[..first].iter().enumerate().all(|(at, name)| !operators[..at].contains(name)), "{operators:?}");
+        assert!(
+            operators[..first].iter().enumerate().all(|(at, name)| !operators[..at].contains(name)),
+            "{operators:?}"
+        );
     }
 }
