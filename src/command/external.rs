@@ -45,7 +45,7 @@ Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, or nothing compa
 )]
 pub struct ExternalArguments {
     /// Operator that the kernel implements
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "OP")]
     op: String,
     /// Command that is started once, and answers one line for each run of a case
     #[arg(long, value_name = "COMMAND")]
@@ -99,7 +99,7 @@ pub struct ExternalArguments {
     pub(super) memory: MemoryArguments,
 }
 
-/// Sweeps somebody else's kernel and writes the report; 1 when something disagrees.
+/// Sweeps an external kernel and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let one_of_several = arguments.shard.map(|_| "--shard").or(arguments.resume.then_some("--resume"));
     arguments.sweep.seed.announce(one_of_several)?;

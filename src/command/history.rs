@@ -36,12 +36,13 @@ pub struct HistoryArguments {
 
 /// What the terminal's lines mean.
 const LEGEND: &str = "\
-Each line is a measure: its last 40 runs from lowest to highest, first -> last value, number of runs.
-  budget_used        share of the error budget that the kernel uses: median over the cases
-  budget_used_worst  the same: largest of all cases; above 1 fails
-  budget_relative    the budget over the value: median over the cases
+Each line is a measure: its last 40 runs between their lowest and highest value,
+the first and the last value, and the number of runs.
+  budget_used        share of the error budget that is used: median of the cases
+  budget_used_worst  the same: largest of the cases; above 1 fails
+  budget_relative    the budget over the value: median of the cases
   median_ns          time of one call of a benchmark
-▲ marks a drift: the measure rises from run to run more often than chance explains.";
+A ▲ marks a drift: the measure rises more often than chance explains.";
 
 /// Prints and plots. A drift is a warning, not a failure: the exit code stays 0.
 pub fn execute(arguments: &HistoryArguments) -> Result<Exit> {

@@ -1,12 +1,11 @@
 //! `parity ops`.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 
 use super::{Exit, output};
-use crate::case::Case;
 use crate::operator::family::Family;
-use crate::operator::{Operator, Profile, registry};
+use crate::operator::{Operator, registry};
 use crate::record::{OperatorRecord, TensorRecord};
 use crate::specification::Citation;
 
@@ -34,7 +33,7 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
     };
     if arguments.example {
         for operator in operators {
-            outln!("{}", example(operator)?.line());
+            outln!("{}", operator.example().line());
         }
         return Ok(Exit::Agreed);
     }
@@ -49,14 +48,6 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
         records.iter().for_each(describe);
     }
     Ok(Exit::Agreed)
-}
-
-/// A small case with data in it: the first of the edge cases that may be run and has elements to compare.
-fn example(operator: &dyn Operator) -> Result<Case> {
-    let has_elements = |case: &Case| operator.elements(case).is_ok_and(|elements| elements > 0);
-    let mut cases = operator.edge_cases(Profile::Quick).into_iter();
-    let case = cases.find(|case| operator.check(case).is_ok() && has_elements(case));
-    case.with_context(|| format!("no edge case of {} has an element", operator.name()))
 }
 
 /// A line for each operator, family by family; cut off at the width of the terminal, where there is one.

@@ -156,6 +156,12 @@ pub fn bad<T: fmt::Display>(text: T) -> Styled<T> {
     Styled { text, style: AnsiColor::Red.on_default().bold() }
 }
 
+/// A failure: its first line says what fails.
+pub fn failure(text: &str) -> String {
+    let (head, rest) = text.split_at(text.find('\n').unwrap_or(text.len()));
+    format!("{}{rest}", bad(head))
+}
+
 /// What was not decided, and warnings.
 pub fn unsure<T: fmt::Display>(text: T) -> Styled<T> {
     Styled { text, style: AnsiColor::Yellow.on_default().bold() }

@@ -53,15 +53,18 @@ pub struct PowerArguments {
 
 /// What the table's columns mean.
 const LEGEND: &str = "\
-Columns: the smallest uniform relative error (bias) that a verdict rejects, 2^-k; - where it rejects none.
+Columns: the smallest uniform relative error (bias) that a verdict rejects, as
+2^-k; - where it rejects none.
   cases         cases in which there was something to see
-  powerless     cases that count as no agreement: an error of 10 % would pass
+  powerless     cases that show no agreement: an error of 10 % would pass
   best          bias seen in the best case
   half of them  bias seen in half of the cases
   9 of 10       bias seen in nine of ten cases
-  element       error of one element that is seen in half of the cases, over the tensor's root mean square
+  element       error of one element that is seen in half of the cases, over the
+                root mean square of the tensor
   assert_close, cosine 0.999, FlashMLA, FlashAttention
-                bias that these rules see in half of the cases; alarms: cases in which they reject a correct tensor
+                bias that these rules see in half of the cases; alarms: cases in
+                which they reject a correct tensor
 A tensor marked (saved) is a gradient, judged by what the kernel itself saved.";
 
 /// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No kernel runs but those of

@@ -448,7 +448,7 @@ impl Observer for RecordWriter {
             self.recorded.fetch_add(counts.into(), Ordering::Relaxed);
         }
         if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
-            self.bar.suspend(|| errln!("{}", printable(&sweep::failure_text(&record))));
+            self.bar.suspend(|| errln!("{}", output::failure(&printable(&sweep::failure_text(&record)))));
         }
         self.cases.push(record);
         self.bar.inc(1);

@@ -698,6 +698,11 @@ impl<K: Declared> Operator for Op<K> {
         own.chain(varied).chain(special_in_turn::<K>()).collect()
     }
 
+    fn example(&self) -> Case {
+        let typical = K::typical();
+        case_of::<K>(&typical[0], &Choices::default())
+    }
+
     fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError> {
         let (case, choices) = read::<K>(case)?;
         let spread = layouts::spread(&K::tensors(&case));

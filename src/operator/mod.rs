@@ -123,6 +123,9 @@ pub trait Operator: Sync {
     /// Every module that its launcher may compile, for checks without a GPU.
     fn modules(&self) -> Vec<ModuleSpecification>;
 
+    /// A small case with data in it, for a person to start from.
+    fn example(&self) -> Case;
+
     /// Why a case cannot run on a device like this one, such as kernels of another GPU generation; `None` where it can.
     /// A sweep counts such cases as skips.
     fn cannot_run(&self, _case: &Case, _environment: &Environment) -> Option<String> {

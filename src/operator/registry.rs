@@ -82,9 +82,9 @@ fn did_you_mean(name: &str) -> String {
     const MOST: usize = 4;
     /// Jaro and Winkler's similarity of a name that is offered, and how much less it may be than that of the best.
     const ENOUGH: f64 = 0.75;
-    const BEHIND: f64 = 0.1;
+    const BEHIND: f64 = 0.05;
     /// That of a name of which what was asked for is a part, as `attention` is of several.
-    const PART: f64 = 0.85;
+    const PART: f64 = 0.87;
     let wanted = name.to_lowercase().replace('-', "_");
     let score = |known: &str| {
         let is_part = wanted.len() > 2 && known.contains(&wanted);

@@ -36,7 +36,7 @@ impl<'a> Outcome<'a> {
     fn all(report: &'a Report, operator: &str) -> Vec<Self> {
         let mut outcomes: Vec<Self> = Vec::new();
         for record in report.cases.iter().filter(|record| record.operator == operator) {
-            let mut counted = None;
+            let mut counted = Vec::new();
             for check in &record.checks {
                 let place = outcomes.iter().position(|outcome| outcome.check == check.check);
                 let place = place.unwrap_or_else(|| {
@@ -44,9 +44,11 @@ impl<'a> Outcome<'a> {
                     outcomes.len() - 1
                 });
                 let outcome = &mut outcomes[place];
-                // A check of several tensors is made of one case; its entries follow one another.
-                let again = counted.replace(place) == Some(place);
-                outcome.cases += u64::from(record.origin != Origin::Shrunk && !again);
+                // A check has an entry for each tensor of a case.
+                if record.origin != Origin::Shrunk && !counted.contains(&place) {
+                    outcome.cases += 1;
+                    counted.push(place);
+                }
                 outcome.compared += check.compared;
                 if check.verdict != Verdict::Pass {
                     outcome.failures.push((record, check));
