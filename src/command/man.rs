@@ -18,7 +18,8 @@ pub struct ManArguments {
 
 /// Writes the pages, or prints the first.
 pub fn execute(arguments: &ManArguments) -> Result<Exit> {
-    let command = Arguments::command();
+    // There is no page about the help.
+    let command = Arguments::command().disable_help_subcommand(true);
     let Some(folder) = &arguments.out else {
         let mut page = Vec::new();
         clap_mangen::Man::new(command).render(&mut page).context("making the man page")?;

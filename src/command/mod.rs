@@ -392,16 +392,24 @@ impl DeviceArguments {
             let remote = other.remote.filter(|_| !self.in_process);
             Ok(DeviceOptions { tree, remote, ..other.clone() })
         };
-        match self.backend {
-            BackendChoice::Cuda => Ok(Device::open(BackendKind::Cuda, options()?)?),
-            BackendChoice::Emulator => Ok(Device::open(BackendKind::Emulator, options()?)?),
+        let device = match self.backend {
+            BackendChoice::Cuda => Device::open(BackendKind::Cuda, options()?)?,
+            BackendChoice::Emulator => Device::open(BackendKind::Emulator, options()?)?,
             BackendChoice::Auto => match Device::open(BackendKind::Cuda, options()?) {
-                Ok(device) => Ok(device),
+                Ok(device) => device,
                 Err(reason) => {
                     tracing::info!("{reason}");
-                    Ok(Device::open(BackendKind::Emulator, options()?)?)
+                    Device::open(BackendKind::Emulator, options()?)?
                 }
             },
-        }
+        };
+        let environment = device.environment();
+        tracing::info!(
+            "{} ({}), kernels compiled by {}",
+            environment.device,
+            environment.backend,
+            environment.compiler
+        );
+        Ok(device)
     }
 }

@@ -114,3 +114,15 @@ fn print_tensor(tensor: &TensorRecord) {
         tensor.layouts,
     );
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_cut_at_the_width_of_the_terminal_and_shows_it() {
+        assert_eq!(cut("sink · heads", 12), "sink · heads");
+        assert_eq!(cut("sink · heads", 11), "sink · hea…");
+        assert_eq!(cut("sink · heads", 8), "sink ·…");
+    }
+}

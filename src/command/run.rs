@@ -427,6 +427,16 @@ impl RecordWriter {
     }
 }
 
+/// What the log has of a case.
+fn log(record: &CaseRecord) {
+    let CaseRecord { operator, origin, kernel_seconds, oracle_seconds, .. } = record;
+    let verdict = record.verdict();
+    tracing::info!(
+        "{operator}: {origin:?} case, {verdict:?}, kernel {kernel_seconds:.3} s, oracle {oracle_seconds:.3} s"
+    );
+    tracing::debug!("{}", record.case);
+}
+
 impl Observer for RecordWriter {
     fn planned(&mut self, operator: &str, cases: usize) {
         self.bar.finish_and_clear();
@@ -447,6 +457,7 @@ impl Observer for RecordWriter {
             let counts = self.broken.is_none() && record.origin != Origin::Shrunk;
             self.recorded.fetch_add(counts.into(), Ordering::Relaxed);
         }
+        self.bar.suspend(|| log(&record));
         if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
             self.bar.suspend(|| errln!("{}", output::failure(&printable(&sweep::failure_text(&record)))));
         }

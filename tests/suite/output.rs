@@ -278,9 +278,10 @@ fn verbose_raises_what_is_logged_of_this_program() {
         text(&command.output().expect("it runs").stderr)
     };
     assert_eq!(logged(&[], None), "");
-    assert!(logged(&["-vv"], None).contains("DEBUG dsv4_kernels"));
-    assert!(logged(&[], Some("dsv4_kernels=debug")).contains("DEBUG dsv4_kernels"));
-    assert!(!logged(&["-v"], None).contains("DEBUG"));
+    let (info, debug) = (logged(&["-v"], None), logged(&["-vv"], None));
+    assert!(info.contains("INFO dsv4_parity::command::run: kv_cache_write: Drawn case, Pass"), "{info}");
+    assert!(!info.contains("DEBUG") && debug.contains("INFO") && debug.contains("DEBUG dsv4_parity"), "{debug}");
+    assert!(logged(&[], Some("dsv4_parity=debug")).contains("DEBUG dsv4_parity"));
     assert_eq!(logged(&["-q"], Some("trace")), "");
     let refused = Parity::new(&["ops"]).env("PARITY_LOG", "parity=loud").run();
     refused.assert_bad_input(&["PARITY_LOG", "parity=loud"]);
