@@ -16,6 +16,9 @@ fn main() {
             .is_some_and(|status| !status.is_empty());
     println!("cargo:rustc-env=PARITY_COMMIT={commit}");
     println!("cargo:rustc-env=PARITY_DIRTY={}", u8::from(dirty));
+    let revision = if commit == "unknown" { "unknown revision" } else { &commit[..commit.len().min(12)] };
+    let changes = if dirty { ", uncommitted changes" } else { "" };
+    println!("cargo:rustc-env=PARITY_VERSION={} ({revision}{changes})", env!("CARGO_PKG_VERSION"));
     for path in [".git/HEAD", ".git/index", "src", "kernels", "reference"] {
         println!("cargo:rerun-if-changed={path}");
     }

@@ -16,6 +16,9 @@
 //! - [`specification`]: the sections that all of this cites;
 //! - [`command`]: the command line.
 
+// Both panic where nobody reads: commands print by `command::output`, and nothing else prints.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 pub mod bisect;
 pub mod case;
 pub mod change;

@@ -33,12 +33,12 @@ pub enum CaseError {
     #[error("malformed case: {0}")]
     Malformed(String),
     /// The registry has no such operator.
-    #[error("unknown operator `{name}`; known are {known}")]
+    #[error("unknown operator `{name}`{hint} (`parity ops` lists all)")]
     UnknownOperator {
         /// What was asked for.
         name: String,
-        /// What there is.
-        known: String,
+        /// The operators with similar names, where there are any.
+        hint: String,
     },
     /// A list names an operator twice.
     #[error("operator `{name}` is named twice")]

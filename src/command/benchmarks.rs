@@ -66,7 +66,7 @@ pub(super) fn run(
         command.env("PARITY_KERNELS", kernels);
     }
     let streams = [Stdio::null(), log.try_clone()?.into(), log.into()];
-    eprintln!("benchmarks: {}", path.display());
+    errln!("benchmarks: {}", path.display());
     // However this ends, they end with it.
     let ended = Supervised::spawn(&command, streams).and_then(|mut running| running.wait_within(Duration::MAX));
     let status = ended.with_context(|| format!("--benchmarks {}", program.display()))?;

@@ -42,7 +42,7 @@ pub fn execute(arguments: &BesideArguments) -> Result<Exit> {
     let page = page(&arguments.command(), &pairs, &timings)?;
     match &arguments.out {
         Some(path) => std::fs::write(path, page).with_context(|| format!("writing {}", path.display()))?,
-        None => print!("{}", printable(&page)),
+        None => out!("{}", printable(&page)),
     }
     Ok(Exit::Agreed)
 }

@@ -1,5 +1,6 @@
 //! `parity compile`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -7,8 +8,9 @@ use clap::Args;
 use dsv4_kernels::runtime::SourceTree;
 use dsv4_kernels::runtime::cuda::Nvrtc;
 use rayon::prelude::*;
+use serde_json::json;
 
-use super::Exit;
+use super::{Exit, output};
 use crate::change::{self, Candidate, Change, MOST_MODULES};
 use crate::operator::ModuleSpecification;
 use crate::operator::registry;
@@ -23,58 +25,78 @@ pub struct CompileArguments {
     /// Targets to compile for
     #[arg(long, value_delimiter = ',', default_value = "sm_80,sm_90a")]
     arch: Vec<String>,
-    /// Directory laid out as kernels/cuda, instead of the embedded kernels
+    /// Directory of kernel sources, laid out as kernels/cuda [default: the embedded ones]
     #[arg(long, value_name = "DIR")]
     kernels: Option<PathBuf>,
-    /// Only what this commit may concern, and a rotating eighth of the rest: the current directory is its checkout
+    /// Only what this commit may concern, and a rotating eighth of the rest
+    ///
+    /// The current directory must be the commit's checkout.
     #[arg(long, conflicts_with = "kernels")]
     changed: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
+
+/// What to do where there is no NVRTC; the error lists where it was looked for.
+const INSTALL: &str = "NVRTC is needed. Run `pip install nvidia-cuda-nvrtc`, or install a CUDA toolkit (12 or later), or \
+                       set PARITY_NVRTC to libnvrtc.so";
 
 /// Compiles every specialisation that some operator launches, and the tests' own kernels; 1 where the compiler refuses one
 /// or has a remark.
 pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
-    let nvrtc = Nvrtc::load()?;
+    let nvrtc = Nvrtc::load().context(INSTALL)?;
     let tree = match &arguments.kernels {
         Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
         None => SourceTree::embedded(),
     };
-    println!("{} ({})", nvrtc.name(), nvrtc.path().display());
     let mut modules: Vec<_> = registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
     modules.extend(test_modules(&tree));
+    if !arguments.json {
+        detailln!("{} ({})", nvrtc.name(), nvrtc.path().display());
+    }
     if arguments.changed {
-        modules = concerned(modules, &tree)?;
+        let left_out;
+        (modules, left_out) = concerned(modules, &tree)?;
+        if !arguments.json {
+            detailln!("{left_out}");
+        }
     }
     let jobs: Vec<Job> = arguments
         .arch
         .iter()
         .flat_map(|target| modules.iter().map(move |(file, defines)| Job { target, file, defines }))
         .collect();
-    let (mut failures, mut skipped) = (0, 0);
+    let mut outcomes: Vec<Outcome> = Vec::new();
     // A few at a time on all cores: lines come in the order of the jobs, and soon.
     for some in jobs.chunks(4 * rayon::current_num_threads()) {
-        let outcomes: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree)).collect();
-        for outcome in outcomes {
-            let (Outcome::Compiled(line) | Outcome::Failed(line) | Outcome::Skipped(line)) = &outcome;
-            println!("{}", printable(line));
-            failures += usize::from(matches!(outcome, Outcome::Failed(_)));
-            skipped += usize::from(matches!(outcome, Outcome::Skipped(_)));
+        let new: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree)).collect();
+        for (job, outcome) in some.iter().zip(&new).filter(|_| !arguments.json) {
+            job.print(outcome);
         }
+        outcomes.extend(new);
     }
-    if skipped > 0 {
-        println!("{skipped} skipped, which need another target");
+    let count = |is: fn(&Outcome) -> bool| outcomes.iter().filter(|outcome| is(outcome)).count();
+    let failed = count(|outcome| matches!(outcome, Outcome::Failed(_)));
+    if arguments.json {
+        output::json(&jobs.iter().zip(&outcomes).map(|(job, outcome)| job.as_json(outcome)).collect::<Vec<_>>())?;
+    } else {
+        let compiled = count(|outcome| matches!(outcome, Outcome::Compiled(_)));
+        let skipped = count(|outcome| matches!(outcome, Outcome::Skipped(_)));
+        let verdict = match failed {
+            0 => output::good(format!("{compiled} compiled")),
+            _ => output::bad(format!("{failed} failed, {compiled} compiled")),
+        };
+        outln!("{verdict}, {skipped} skipped, which need another target");
     }
-    Ok(if failures == 0 { Exit::Agreed } else { Exit::Disagreed })
+    Ok(if failed == 0 { Exit::Agreed } else { Exit::Disagreed })
 }
 
-/// The modules that the commit of this checkout may concern; says what is left out.
-fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<Vec<ModuleSpecification>> {
+/// The modules that the commit of this checkout may concern, and what is left out.
+fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<(Vec<ModuleSpecification>, String)> {
     let change = match Change::of_checkout(Path::new(".")) {
         Ok(change) => change,
-        Err(why) => {
-            println!("every module is compiled: {why}");
-            return Ok(modules);
-        }
+        Err(why) => return Ok((modules, format!("every module is compiled: {why}"))),
     };
     let named = |(file, defines): &ModuleSpecification| {
         let sources = change::sources_of(file, tree)?;
@@ -83,8 +105,9 @@ fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<Vec
     let named = modules.iter().map(named).collect::<Result<Vec<_>>>()?;
     let candidates: Vec<_> = named.iter().map(|(id, own, files)| Candidate { id, own, files }).collect();
     let chosen = change.choose(&candidates, MOST_MODULES);
-    println!("{}", change.left_out(&chosen, "modules", MOST_MODULES));
-    Ok(modules.into_iter().zip(chosen.flags).filter_map(|(module, chosen)| chosen.then_some(module)).collect())
+    let left_out = change.left_out(&chosen, "modules", MOST_MODULES);
+    let modules = modules.into_iter().zip(chosen.flags);
+    Ok((modules.filter_map(|(module, chosen)| chosen.then_some(module)).collect(), left_out.to_string()))
 }
 
 /// One source with its defines, for one target.
@@ -94,10 +117,13 @@ struct Job<'a> {
     defines: &'a [(String, String)],
 }
 
-/// What became of a job, as a line for a reader.
+/// What became of a job.
 enum Outcome {
-    Compiled(String),
+    /// Bytes of the cubin.
+    Compiled(usize),
+    /// The compiler's words.
     Failed(String),
+    /// Why it was not compiled.
     Skipped(String),
 }
 
@@ -105,18 +131,35 @@ impl Job<'_> {
     fn compile(&self, nvrtc: &Nvrtc, tree: &SourceTree) -> Outcome {
         let Self { target, file, defines } = self;
         if *target != HOPPER.1 && includes(tree, file, HOPPER.0) {
-            let line = format!("{target} {file}: skipped, it includes {} and so needs {}", HOPPER.0, HOPPER.1);
-            return Outcome::Skipped(line);
+            return Outcome::Skipped(format!("it includes {} and so needs {}", HOPPER.0, HOPPER.1));
         }
-        let shown: String = defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
         match nvrtc.compile(tree, file, defines, target) {
-            Ok(compiled) if compiled.remarks.is_empty() => {
-                Outcome::Compiled(format!("{target} {file}{shown}: {} bytes", compiled.cubin.len()))
-            }
+            Ok(compiled) if compiled.remarks.is_empty() => Outcome::Compiled(compiled.cubin.len()),
             // Products that it serialises cost a tenth of a kernel's speed, and nothing else says so.
-            Ok(compiled) => Outcome::Failed(format!("{target} {file}{shown}: compiles, but: {}", compiled.remarks)),
-            Err(error) => Outcome::Failed(format!("{target} {file}{shown}: {error}")),
+            Ok(compiled) => Outcome::Failed(format!("compiles, but: {}", compiled.remarks)),
+            Err(error) => Outcome::Failed(error.to_string()),
         }
+    }
+
+    fn print(&self, outcome: &Outcome) {
+        let Self { target, file, defines } = self;
+        let shown: String = defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
+        match outcome {
+            Outcome::Compiled(bytes) => detailln!("{target} {file}{shown}: {bytes} bytes"),
+            Outcome::Failed(why) => outln!("{} {file}{shown}: {}", output::bad(target), printable(why)),
+            Outcome::Skipped(why) => detailln!("{target} {file}: skipped, {why}"),
+        }
+    }
+
+    fn as_json(&self, outcome: &Outcome) -> serde_json::Value {
+        let Self { target, file, defines } = self;
+        let (outcome, bytes, why) = match outcome {
+            Outcome::Compiled(bytes) => ("compiled", Some(bytes), None),
+            Outcome::Failed(why) => ("failed", None, Some(why)),
+            Outcome::Skipped(why) => ("skipped", None, Some(why)),
+        };
+        let defines: BTreeMap<_, _> = defines.iter().cloned().collect();
+        json!({ "target": target, "file": file, "defines": defines, "outcome": outcome, "bytes": bytes, "why": why })
     }
 }
 

@@ -4,15 +4,17 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Args;
+use serde_json::json;
 
-use super::Exit;
+use super::{Exit, output};
+use crate::record::Report;
 use crate::record::words::printable;
-use crate::report::diff;
+use crate::report::diff::{self, Diff, Finding};
 
 /// Options of `parity diff`.
 #[derive(Debug, Args)]
 pub struct DiffArguments {
-    /// Report to compare with: report.json, or the folder that holds it
+    /// Report to compare with: report.json, or its folder
     #[arg(value_name = "BASE")]
     base: PathBuf,
     /// Report to judge
@@ -24,6 +26,9 @@ pub struct DiffArguments {
     /// Write the comparison as one HTML page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
 /// Compares and prints; 1 on any regression.
@@ -39,6 +44,51 @@ pub fn execute(arguments: &DiffArguments) -> Result<Exit> {
             std::fs::write(path, page(&base, &head, &found)).with_context(|| format!("writing {}", path.display()))?;
         }
     }
-    print!("{}", printable(&diff::terminal(&base, &head, &found)));
+    if arguments.json {
+        output::json(&as_json(&found))?;
+    } else {
+        print(&base, &head, &found);
+    }
     Ok(if found.regressions().next().is_none() { Exit::Agreed } else { Exit::Disagreed })
+}
+
+/// Prints the comparison; under --quiet the regressions and the verdict.
+fn print(base: &Report, head: &Report, found: &Diff) {
+    let text = diff::terminal(base, head, found);
+    let text = printable(&text);
+    let regressed = found.regressions().next().is_some();
+    let verdict = text.lines().last().unwrap_or_default();
+    if output::is_quiet() {
+        for finding in found.regressions() {
+            let Finding { kind, operator, subject, base, head, .. } = finding;
+            let line = format!("{operator} {subject}: {base} -> {head}");
+            outln!("{} {}", output::bad(kind.words()), printable(&line));
+        }
+    } else {
+        // The heading of each list of regressions starts with a cross.
+        for line in text.lines().take(text.lines().count().saturating_sub(1)) {
+            if line.starts_with('✗') { outln!("{}", output::bad(line)) } else { outln!("{line}") }
+        }
+    }
+    outln!("{}", if regressed { output::bad(verdict) } else { output::good(verdict) });
+}
+
+fn as_json(found: &Diff) -> serde_json::Value {
+    let finding = |finding: &Finding| {
+        json!({
+            "kind": finding.kind.words(),
+            "regression": finding.kind.is_regression(),
+            "operator": finding.operator,
+            "subject": finding.subject,
+            "base": finding.base,
+            "head": finding.head,
+            "why": finding.why,
+            "replay": finding.replay,
+        })
+    };
+    json!({
+        "regressions": found.regressions().count(),
+        "notes": found.notes,
+        "findings": found.findings.iter().map(finding).collect::<Vec<_>>(),
+    })
 }

@@ -2,31 +2,49 @@
 
 use std::path::PathBuf;
 
+use anyhow::Result;
+use clap::Args;
 use dsv4_kernels::runtime::emulator::usual_compiler;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, cuda};
+use serde_json::json;
 
-use super::Exit;
+use super::{Exit, output};
 use crate::judge::checks::CheckOptions;
 use crate::operator::{Profile, registry};
 use crate::record::words::printable;
 use crate::record::{Origin, Verdict};
 use crate::sweep;
 
-/// Says which backends work here; succeeds when one does.
-pub fn execute() -> Exit {
+/// Options of `parity doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArguments {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Reports which backends work here; succeeds when one does.
+pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
     let cuda = cuda::probe()
         .map_err(|reason| reason.to_string())
         .and_then(|found| try_out(BackendKind::Cuda).map(|tried| format!("{found} {tried}")));
-    let emulator = try_out(BackendKind::Emulator);
-    let mut works = false;
-    for (name, found) in [("cuda", cuda), ("emulator", emulator)] {
-        works |= found.is_ok();
-        match found {
-            Ok(found) => println!("{name:9} works: {found}"),
-            Err(reason) => println!("{name:9} does not work: {}", printable(&reason)),
+    let found = [("cuda", cuda), ("emulator", try_out(BackendKind::Emulator))];
+    if arguments.json {
+        let of = |(backend, found): &(&str, Result<String, String>)| {
+            let (Ok(details) | Err(details)) = found;
+            json!({ "backend": backend, "works": found.is_ok(), "details": details })
+        };
+        output::json(&found.iter().map(of).collect::<Vec<_>>())?;
+    } else {
+        for (name, found) in &found {
+            match found {
+                Ok(found) => outln!("{name:9} {}: {found}", output::good("works")),
+                Err(reason) => outln!("{name:9} {}: {}", output::bad("does not work"), printable(reason)),
+            }
         }
     }
-    if works { Exit::Agreed } else { Exit::BackendMissing }
+    let works = found.iter().any(|(_, found)| found.is_ok());
+    Ok(if works { Exit::Agreed } else { Exit::BackendMissing })
 }
 
 /// Compiles the kernels of rms_norm on a backend, runs the first of its edge cases that has an element, and compares: a compiler

@@ -1,18 +1,19 @@
 //! `parity external` and `parity external-worker`.
 
-use std::io::{BufRead, Write};
+use std::io::BufRead;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
 use serde::Deserialize;
 use serde_json::json;
 
+use super::ci::CiArguments;
 use super::run::{self, RecordWriter, Runners};
 use super::sweep::SweepArguments;
-use super::{DeviceArguments, Exit, replay};
+use super::{DeviceArguments, Exit, MemoryArguments, output, replay};
 use crate::case::condition::Condition;
 use crate::external::adapter::Adapter;
 use crate::external::process::{Call, OneShot, Worker};
@@ -31,30 +32,34 @@ const SCHEDULES: u32 = 0;
 
 /// Options of `parity external`.
 #[derive(Debug, Args)]
-#[command(after_help = "\
-The command gets a folder with case.json, inputs.safetensors and expected.json, and writes outputs.safetensors
-into it; fixtures/external has a Python package that does so, and examples. A worker reads {\"dir\": …} lines from
-standard input and answers each with {\"ok\":true}, {\"error\": \"why\"}, or {\"unsupported\": \"why\"} for a case that its kernel
-is not for, which is a counted skip, on standard output.
+#[command(
+    group = ArgGroup::new("kernel").args(["worker", "cmd"]).required(true),
+    after_help = "\
+The command gets a folder with case.json, inputs.safetensors and expected.json, and writes outputs.safetensors into \
+it. fixtures/external has a Python package that does so, and examples.
 
-Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, or nothing compared.")]
+A worker reads lines {\"dir\": …} from standard input and answers each on standard output: {\"ok\": true}, \
+{\"error\": \"why\"}, or {\"unsupported\": \"why\"} for a case that its kernel is not for, which is a counted skip.
+
+Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, or nothing compared."
+)]
 pub struct ExternalArguments {
     /// Operator that the kernel implements
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "OP")]
     op: String,
-    /// Command to run for each run of a case; {dir} is its folder
-    #[arg(long, value_name = "COMMAND", required_unless_present = "worker", conflicts_with = "worker")]
-    cmd: Option<String>,
-    /// Command to start once, which answers one line for each
+    /// Command that is started once, and answers one line for each run of a case
     #[arg(long, value_name = "COMMAND")]
     worker: Option<String>,
+    /// Command that is started for each run of a case; {dir} is the run's folder
+    #[arg(long, value_name = "COMMAND")]
+    cmd: Option<String>,
     /// TOML file of conventions that differ
     #[arg(long, value_name = "FILE")]
     adapter: Option<PathBuf>,
     /// The kernel has no gradients
     #[arg(long)]
     forward_only: bool,
-    /// Ask the worker for its own times, and report them beside those of our kernels where there is a GPU
+    /// Ask the worker for its own times, and report them next to those of our kernels on the same GPU
     #[arg(long)]
     time: bool,
     /// Seconds that one run of a case may take
@@ -68,28 +73,33 @@ pub struct ExternalArguments {
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/external", value_name = "DIR")]
     out: PathBuf,
-    /// Sweep the cases alone that meet this condition on their fields, such as 'head_dim = 512 and topk % 128 = 0'; with
-    /// where = "…" in the adapter both must hold. Drawn cases are drawn until enough do
+    /// Sweep only cases whose fields meet a condition, such as 'head_dim = 512 and topk % 128 = 0'
+    ///
+    /// With where = "…" in the adapter both must hold. Cases are drawn until enough of them meet it.
     #[arg(long = "where", value_name = "CONDITION")]
     condition: Option<Condition>,
-    /// Run part I of N, counted from 0; `parity merge` puts the parts together
+    /// Run part I of N, counted from 0; `parity merge` joins the parts
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
-    /// A report.json or records.jsonl whose costs balance the shards; the same file for each of them
+    /// A report.json or records.jsonl whose costs balance the shards; the same file for each
     #[arg(long, value_name = "FILE", requires = "shard")]
     costs: Option<PathBuf>,
-    /// Continue the sweep that was interrupted in --out; begin one if there is none
+    /// Continue the sweep that was interrupted in --out; start one if there is none
     #[arg(long)]
     resume: bool,
-    /// Keep the folder of every run of a case there
+    /// Keep the folder of every run of a case in this one
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
-    /// Folder of remembered failing cases; they run first, and none is added
+    /// Folder of saved failing cases; they run first, and none is added
     #[arg(long, value_name = "DIR")]
     regressions: Option<PathBuf>,
+    #[command(flatten)]
+    ci: CiArguments,
+    #[command(flatten)]
+    pub(super) memory: MemoryArguments,
 }
 
-/// Sweeps somebody else's kernel and writes the report; 1 when something disagrees.
+/// Sweeps an external kernel and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let one_of_several = arguments.shard.map(|_| "--shard").or(arguments.resume.then_some("--resume"));
     arguments.sweep.seed.announce(one_of_several)?;
@@ -129,12 +139,13 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
     for skip in &report.skips {
-        println!("skipped {} times: {}: {}", skip.count, skip.what, skip.why);
+        detailln!("skipped {} times: {}: {}", skip.count, skip.what, skip.why);
     }
     if let Some(line) = times::line(&report) {
-        println!("{line}");
+        detailln!("{line}");
     }
     run::summarise(&report, &arguments.out);
+    arguments.ci.finish(&report)?;
     run::exit_of(&report, arguments.shard.is_none())
 }
 
@@ -161,7 +172,7 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
             (command, Box::new(OneShot { command: command.clone(), time_limit }))
         }
         (None, Some(command)) => (command, Box::new(Worker::new(command.clone(), time_limit))),
-        (None, None) => bail!("--cmd or --worker is missing"),
+        (None, None) => bail!("--worker or --cmd is missing"),
     };
     if name.trim().is_empty() {
         bail!("--worker is empty");
@@ -237,7 +248,7 @@ pub struct WorkerArguments {
     #[arg(value_name = "DIR")]
     dir: Option<PathBuf>,
     #[command(flatten)]
-    device: DeviceArguments,
+    pub(super) device: DeviceArguments,
 }
 
 /// A request of the long-lived mode.
@@ -263,8 +274,8 @@ pub fn answer(arguments: &WorkerArguments) -> Result<Exit> {
             Ok(()) => json!({ "ok": true }),
             Err(error) => json!({ "error": error }),
         };
-        let mut stdout = std::io::stdout().lock();
-        writeln!(stdout, "{reply}").and_then(|()| stdout.flush()).context("answering a request")?;
+        outln!("{reply}");
+        output::flush();
     }
     Ok(Exit::Agreed)
 }

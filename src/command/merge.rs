@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
+use super::ci::CiArguments;
 use super::{Exit, run};
 use crate::sweep::merge::{self, Part};
 use crate::sweep::regressions::Regressions;
@@ -12,15 +13,17 @@ use crate::sweep::regressions::Regressions;
 /// Options of `parity merge`.
 #[derive(Debug, Args)]
 pub struct MergeArguments {
-    /// Folders that `parity run --shard I/N --out DIR` wrote, or `parity external` likewise, one for each shard
+    /// Folders that `parity run --shard I/N --out DIR` or `parity external` wrote, one for each shard
     #[arg(value_name = "SHARD_DIR", required = true)]
     shards: Vec<PathBuf>,
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/latest", value_name = "DIR")]
     out: PathBuf,
-    /// Folder of remembered failing cases, to which the shards' shrunk ones are added
+    /// Folder of saved failing cases, to which the shards' shrunk ones are added
     #[arg(long, value_name = "DIR")]
     regressions: Option<PathBuf>,
+    #[command(flatten)]
+    ci: CiArguments,
 }
 
 /// Puts shards together, or says why they are not one run; 1 when something disagrees.
@@ -38,6 +41,7 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
     run::remember_shrunk(&report, &Regressions::new(regressions))?;
     run::summarise(&report, &arguments.out);
+    arguments.ci.finish(&report)?;
     run::exit_of(&report, true)
 }
 

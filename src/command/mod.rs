@@ -1,14 +1,21 @@
-//! The subcommands of `parity`.
+//! The command line of `parity`: its options, its subcommands, and how they print.
+
+// First: the subcommands print by its macros.
+#[macro_use]
+pub mod output;
 
 mod benchmarks;
 mod beside;
 mod bisect;
+mod ci;
 mod compile;
+mod completions;
 mod diff;
 mod doctor;
 mod external;
 mod golden;
 mod history;
+mod man;
 mod merge;
 mod mutants;
 mod ops;
@@ -19,14 +26,19 @@ mod run;
 mod sweep;
 mod workers;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{ArgAction, Args, ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, RuntimeError, SourceTree};
+use tracing_subscriber::EnvFilter;
 
 use crate::operator::Profile;
+use crate::operator::size::{self, Limit};
+use crate::record::words;
 
 /// What a command ends with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,17 +53,28 @@ pub enum Exit {
     BackendMissing,
     /// The kernels do not compile or cannot be run: nothing was learnt (`git bisect run` skips such a revision).
     Untestable,
+    /// Nobody reads standard output any more.
+    Closed,
+}
+
+impl Exit {
+    /// The process's exit code.
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Agreed => 0,
+            Self::Disagreed => 1,
+            Self::BadInput => 2,
+            Self::BackendMissing => 3,
+            Self::Untestable => 125,
+            // 128 and the number of SIGPIPE: what a shell reports of a program that the signal ends.
+            Self::Closed => 141,
+        }
+    }
 }
 
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
-        Self::from(match exit {
-            Exit::Agreed => 0,
-            Exit::Disagreed => 1,
-            Exit::BadInput => 2,
-            Exit::BackendMissing => 3,
-            Exit::Untestable => 125,
-        })
+        Self::from(exit.code())
     }
 }
 
@@ -61,6 +84,143 @@ pub fn exit_code_of(error: &anyhow::Error) -> Exit {
         Some(RuntimeError::BackendMissing { .. }) => Exit::BackendMissing,
         _ => Exit::BadInput,
     }
+}
+
+/// What stands below the list of commands: what the process reads from its environment, and how it ends.
+const AFTER_HELP: &str = "\
+Environment variables:
+  PARITY_BACKEND      Backend, as --backend
+  PARITY_CACHE_DIR    Folder of compiled kernels; ~/.cache/dsv4-parity by default
+  PARITY_CUDA_DEVICE  Number of the GPU to use; 0 by default
+  PARITY_CXX          C++ compiler of the emulator; c++ by default
+  PARITY_FIXTURES     Folder of saved cases and mutants; ./fixtures by default
+  PARITY_KERNELS      Directory of kernel sources, as --kernels
+  PARITY_LOG          What is logged, such as info or dsv4_kernels=trace
+  PARITY_MEMORY       Most memory that one case may take, as --memory
+  PARITY_NVRTC        libnvrtc.so or its folder; toolkits and wheels by default
+  CUDA_HOME           CUDA toolkit to take libraries from; also CUDA_PATH
+  NO_COLOR            No colours, as --color never
+  RAYON_NUM_THREADS   Threads of oracles and compilers; the cores by default
+
+Kernel sources see PARITY_SM, the architecture that they are compiled for: 80 or 90.
+
+Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, 3 the demanded backend is missing, 141 nobody reads \
+standard output.";
+
+/// The command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "parity",
+    version = env!("PARITY_VERSION"),
+    about = "Numerical verification of DeepSeek-V4's CUDA kernels against slow f64 oracles",
+    after_long_help = AFTER_HELP,
+    max_term_width = 100
+)]
+struct Arguments {
+    #[command(flatten)]
+    global: GlobalArguments,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// Options of every command.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Global options")]
+struct GlobalArguments {
+    /// Print the verdict and the failures alone
+    #[arg(short, long, global = true, conflicts_with = "verbose", display_order = 900)]
+    quiet: bool,
+    /// Log more to standard error: -v what is done, -vv details, -vvv every launch
+    #[arg(short, long, global = true, action = ArgAction::Count, display_order = 901)]
+    verbose: u8,
+    /// Colour the output
+    #[arg(long, global = true, value_name = "WHEN", default_value = "auto", display_order = 902)]
+    color: ColorChoice,
+}
+
+impl GlobalArguments {
+    /// What is logged: what these options say, then what PARITY_LOG says, then warnings.
+    fn log_filter(&self) -> String {
+        /// The crates whose log is ours: -v is not about what others log.
+        const CRATES: [&str; 3] = ["dsv4_parity", "dsv4_kernels", "dsv4_reference"];
+        let level = match (self.quiet, self.verbose) {
+            (true, _) => return "error".to_owned(),
+            (false, 0) => {
+                let asked = std::env::var("PARITY_LOG").unwrap_or_default();
+                return if asked.is_empty() { "warn".to_owned() } else { asked };
+            }
+            (false, 1) => "info",
+            (false, 2) => "debug",
+            (false, _) => "trace",
+        };
+        format!("warn,{}", CRATES.map(|name| format!("{name}={level}")).join(","))
+    }
+}
+
+/// What `--color` says, also where the rest of the command line is an error that is printed.
+fn color_of(arguments: impl Iterator<Item = OsString>) -> ColorChoice {
+    let mut color = ColorChoice::Auto;
+    let mut arguments = arguments.map(|argument| argument.to_string_lossy().into_owned());
+    while let Some(argument) = arguments.next().filter(|argument| argument != "--") {
+        let value = match argument.split_once('=') {
+            Some(("--color", value)) => Some(value.to_owned()),
+            None if argument == "--color" => arguments.next(),
+            _ => None,
+        };
+        color = value.and_then(|value| ColorChoice::from_str(&value, false).ok()).unwrap_or(color);
+    }
+    color
+}
+
+/// Parses the command line. Help, the version and errors of usage are printed, and end the process.
+fn parse() -> Arguments {
+    let color = color_of(std::env::args_os());
+    let parsed = Arguments::command().color(color).try_get_matches();
+    match parsed.and_then(|matches| Arguments::from_arg_matches(&matches)) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            output::set(false, color);
+            let text = error.render().ansi().to_string();
+            if error.use_stderr() {
+                output::print_error(format_args!("{text}"));
+            } else {
+                output::print(format_args!("{text}"));
+                output::flush();
+            }
+            std::process::exit(error.exit_code());
+        }
+    }
+}
+
+/// The whole program: parses the command line, runs the subcommand, prints its error.
+pub fn main() -> ExitCode {
+    let Arguments { global, command } = parse();
+    output::set(global.quiet, global.color);
+    let ended = start_log(&global.log_filter()).and_then(|()| {
+        if let Some(limit) = command.memory() {
+            size::set_limit(limit);
+        }
+        execute(command)
+    });
+    output::flush();
+    let exit = ended.unwrap_or_else(|error| {
+        errln!("{} {}", output::bad("parity:"), words::printable(&words::of_error(&error)));
+        exit_code_of(&error)
+    });
+    exit.into()
+}
+
+/// What this process logs; workers log the same.
+static LOG_FILTER: OnceLock<String> = OnceLock::new();
+
+/// Logs to standard error from here on.
+fn start_log(filter: &str) -> Result<()> {
+    let filter = LOG_FILTER.get_or_init(|| filter.to_owned());
+    let filter = EnvFilter::try_new(filter).with_context(|| format!("PARITY_LOG is `{filter}`"))?;
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // A log that says of its own errors would panic where nobody reads standard error.
+    log.log_internal_errors(false).init();
+    Ok(())
 }
 
 /// Random schedules to run each case under: those asked for, or the profile's. None where the device schedules by itself.
@@ -74,36 +234,71 @@ fn schedules(asked: Option<u32>, profile: Profile, device: &Device) -> u32 {
 pub enum Command {
     /// Sweep operators, compare kernels with oracles, write a report
     Run(Box<run::RunArguments>),
-    /// Put the reports of shards together; refuses gaps, overlaps and mixed revisions
+    /// Join the reports of shards into one
+    ///
+    /// Gaps, overlaps and mixed revisions are rejected.
     Merge(merge::MergeArguments),
-    /// Compare two reports: what got worse, better, or is covered no longer
+    /// Compare two reports: what got worse, better or lost coverage
     Diff(diff::DiffArguments),
-    /// Show budget use and speed over revisions, and warn of drifts
+    /// Show budget use and speed over revisions; warn of drifts
     History(history::HistoryArguments),
-    /// Sweep a kernel from elsewhere, which a command of yours runs
+    /// Sweep an external kernel, which a command of yours runs
     External(external::ExternalArguments),
-    /// Answer requests of `parity external` with our own kernels: the reference worker
+    /// Answer `parity external` with our own kernels
+    ///
+    /// This is the reference worker.
     ExternalWorker(external::WorkerArguments),
-    /// Hold oracles and kernels against golden files
+    /// Compare oracles and kernels with golden files
     Golden(golden::GoldenArguments),
-    /// Plant bugs in the kernels, by hand and by the hundred, and say which check sees each
+    /// Plant bugs in the kernels; report which check sees each
+    ///
+    /// Some are planted by hand, hundreds are generated from the syntax trees of the kernels.
     Mutants(mutants::MutantsArguments),
-    /// Say which errors the verdicts of a sweep would see, without running a kernel
+    /// Report which errors the verdicts of a sweep would see
+    ///
+    /// No kernel runs, except those with the bugs of --mutants.
     Power(power::PowerArguments),
-    /// Write the pages of a report.json anew
+    /// Write the pages of a report.json again
     Report(report::ReportArguments),
-    /// Run one case verbosely: a JSON line, or a file of them
+    /// Run one case, or a file of cases, and print every check
     Replay(replay::ReplayArguments),
-    /// Find the commit that made a kernel wrong, imprecise, slow or non-deterministic
+    /// Find the commit that made a kernel wrong, imprecise or slow
+    ///
+    /// Or non-deterministic: see --metric.
     Bisect(bisect::BisectArguments),
     /// Put times of our kernels and of public ones next to each other, from logs of both
     Beside(beside::BesideArguments),
-    /// List operators
+    /// List operators, or describe some
     Ops(ops::OpsArguments),
-    /// Say which backends work here, and why not
-    Doctor,
+    /// Report which backends work here, and why others do not
+    Doctor(doctor::DoctorArguments),
     /// Compile every kernel with NVRTC, which needs no GPU
     Compile(compile::CompileArguments),
+    /// Print the completions of a shell
+    Completions(completions::CompletionsArguments),
+    /// Write man pages
+    Man(man::ManArguments),
+}
+
+impl Command {
+    /// The most memory that one case may take, where the command makes inputs and it was given.
+    fn memory(&self) -> Option<Limit> {
+        let given = match self {
+            Self::Run(arguments) => &arguments.device.memory,
+            Self::External(arguments) => &arguments.memory,
+            Self::ExternalWorker(arguments) => &arguments.device.memory,
+            Self::Golden(arguments) => &arguments.device.memory,
+            Self::Mutants(arguments) => &arguments.device.memory,
+            Self::Power(arguments) => &arguments.memory,
+            Self::Replay(arguments) => &arguments.device.memory,
+            Self::Bisect(arguments) => &arguments.memory,
+            Self::Merge(_) | Self::Beside(_) | Self::Diff(_) | Self::History(_) | Self::Report(_) | Self::Ops(_) => {
+                return None;
+            }
+            Self::Doctor(_) | Self::Compile(_) | Self::Completions(_) | Self::Man(_) => return None,
+        };
+        given.memory
+    }
 }
 
 /// Runs a subcommand.
@@ -126,8 +321,10 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Bisect(arguments) => bisect::execute(&arguments),
         Command::Beside(arguments) => beside::execute(&arguments),
         Command::Ops(arguments) => ops::execute(&arguments),
-        Command::Doctor => Ok(doctor::execute()),
+        Command::Doctor(arguments) => doctor::execute(&arguments),
         Command::Compile(arguments) => compile::execute(&arguments),
+        Command::Completions(arguments) => completions::execute(&arguments),
+        Command::Man(arguments) => man::execute(&arguments),
     }
 }
 
@@ -142,19 +339,33 @@ pub enum BackendChoice {
     Emulator,
 }
 
+/// The option of every command that makes inputs.
+#[derive(Clone, Debug, Default, Args)]
+pub struct MemoryArguments {
+    /// Most memory that one case may take, such as 8GiB [default: half of the machine's]
+    ///
+    /// A case that needs more is rejected; a sweep skips it. In a control group the default is half of its memory.
+    #[arg(long, value_name = "SIZE", env = "PARITY_MEMORY", hide_env_values = true)]
+    pub memory: Option<Limit>,
+}
+
 /// Options of every command that runs kernels.
 #[derive(Clone, Debug, Args)]
 pub struct DeviceArguments {
     /// Backend to run the kernels on
-    #[arg(long, value_enum, default_value = "auto", env = "PARITY_BACKEND")]
+    #[arg(long, value_enum, default_value = "auto", env = "PARITY_BACKEND", hide_env_values = true)]
     pub backend: BackendChoice,
-    /// Directory laid out as kernels/cuda to take the kernels from, instead of the embedded ones
-    #[arg(long, value_name = "DIR", env = "PARITY_KERNELS")]
+    /// Directory of kernel sources, laid out as kernels/cuda [default: the embedded ones]
+    #[arg(long, value_name = "DIR", env = "PARITY_KERNELS", hide_env_values = true)]
     pub kernels: Option<PathBuf>,
-    /// Keep the GPU's context in this process, where compute-sanitizer, ncu and debuggers look for it; a kernel that ruins it
-    /// then fails all cases that follow
+    /// Keep the GPU's context in this process, for compute-sanitizer, ncu and debuggers
+    ///
+    /// After a kernel corrupts the context all following cases fail.
     #[arg(long)]
     pub in_process: bool,
+    /// The most memory of one case.
+    #[command(flatten)]
+    pub memory: MemoryArguments,
 }
 
 impl DeviceArguments {
@@ -195,16 +406,24 @@ impl DeviceArguments {
             let remote = other.remote.filter(|_| !self.in_process);
             Ok(DeviceOptions { tree, remote, ..other.clone() })
         };
-        match self.backend {
-            BackendChoice::Cuda => Ok(Device::open(BackendKind::Cuda, options()?)?),
-            BackendChoice::Emulator => Ok(Device::open(BackendKind::Emulator, options()?)?),
+        let device = match self.backend {
+            BackendChoice::Cuda => Device::open(BackendKind::Cuda, options()?)?,
+            BackendChoice::Emulator => Device::open(BackendKind::Emulator, options()?)?,
             BackendChoice::Auto => match Device::open(BackendKind::Cuda, options()?) {
-                Ok(device) => Ok(device),
+                Ok(device) => device,
                 Err(reason) => {
                     tracing::info!("{reason}");
-                    Ok(Device::open(BackendKind::Emulator, options()?)?)
+                    Device::open(BackendKind::Emulator, options()?)?
                 }
             },
-        }
+        };
+        let environment = device.environment();
+        tracing::info!(
+            "{} ({}), kernels compiled by {}",
+            environment.device,
+            environment.backend,
+            environment.compiler
+        );
+        Ok(device)
     }
 }

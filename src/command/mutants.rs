@@ -11,9 +11,10 @@ use clap::Args;
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
 
 use super::run::revision;
-use super::{DeviceArguments, Exit};
+use super::{DeviceArguments, Exit, output};
 use crate::judge::checks::CheckOptions;
 use crate::mutants::generated::{self, GeneratedMutant};
 use crate::mutants::matrix::cases::{self, KnownCase};
@@ -41,70 +42,78 @@ const PATIENCE: Duration = Duration::from_secs(180);
 /// Options of `parity mutants`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Exit codes: 0 every planted mutant was killed, and of each operator's generated ones at least the share --floor;
-1 not so, or a case fails on the kernels as they are; 2 bad usage or input, such as a planted mutant's anchor that
-matches no longer or a listed equivalent mutant that no kernel gives any more; 3 the demanded backend is missing.
+The kill rate is of the mutants that ran and compile. Not counted are those that equivalent.toml lists, and survivors \
+of which the compiler makes the same code as of the kernel.
 
-The kill rate is of the mutants that ran and compile. Aside are those that equivalent.toml lists, and survivors of
-which the compiler makes the same code as of the kernel.")]
+Exit codes: 0 every planted mutant was killed, and at least the share --floor of each operator's generated ones; 1 not \
+so, or a case fails on the kernels as they are; 2 bad usage or input, such as a planted mutant whose anchor matches no \
+longer, or a listed equivalent mutant that no kernel gives any more; 3 the demanded backend is missing.")]
 pub struct MutantsArguments {
-    /// Operators, comma-separated; all when absent
+    /// Operators, comma-separated [default: all]
     #[arg(long, value_name = "A,B")]
     ops: Option<String>,
-    /// Generated mutants of each operator, drawn evenly from their classes; all when absent
+    /// Generated mutants of each operator, drawn evenly from their classes [default: all]
     #[arg(long, value_name = "N")]
     sample: Option<usize>,
     /// Seed of the sample
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
-    /// Start no mutant after this time; those left out are counted as skipped
+    /// Start no mutant after this time; the rest is counted as skipped
     #[arg(long, value_name = "SECONDS")]
     time_budget: Option<u64>,
-    /// Mutants at a time; a core each on the emulator, one on a GPU, when absent
+    /// Mutants at a time [default: one for each core on the emulator, 1 on a GPU]
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
-    /// Least share of the generated mutants that must be killed, of each operator
+    /// Least share of each operator's generated mutants that must be killed
     #[arg(long, default_value_t = 0.95, value_name = "RATE")]
     floor: f64,
-    /// Run each mutant on all its cases, not only up to the first that kills it
+    /// Run each mutant on all its cases, not only up to the first case that kills it
     #[arg(long)]
     all_checks: bool,
-    /// Random schedules to run each case under, beyond the deterministic one (emulator)
+    /// Random schedules to run each case under on the emulator
     #[arg(long, default_value_t = 4, value_name = "N")]
     schedules: u32,
-    /// Run only the mutants with these ids, comma-separated, on all their cases, and print what became of them
+    /// Run only the mutants with these ids, comma-separated, on all their cases, and print each result
     #[arg(long, value_name = "A,B", value_delimiter = ',')]
     only: Vec<String>,
-    /// Run those listed as equivalent, too: one that is killed is not equivalent, and fails the run
+    /// Run the mutants listed as equivalent, too: one that is killed fails the run
     #[arg(long)]
     check_equivalents: bool,
-    /// Folder of planted mutants and equivalent.toml
+    /// Folder of planted mutants and equivalent.toml [default: mutants in PARITY_FIXTURES or ./fixtures]
     #[arg(long, value_name = "DIR")]
     mutants: Option<PathBuf>,
-    /// Folder of remembered failing cases
+    /// Folder of saved failing cases [default: regressions in PARITY_FIXTURES or ./fixtures]
     #[arg(long, value_name = "DIR")]
     regressions: Option<PathBuf>,
     /// Folder for report.json, index.html and summary.md
     #[arg(long, default_value = "reports/mutants", value_name = "DIR")]
     out: PathBuf,
-    /// Put the matrix into this report of the same kernels instead: report.json, or the folder that holds it
+    /// Add the matrix to this report of the same kernels instead: report.json, or its folder
     #[arg(long, value_name = "REPORT", conflicts_with = "out")]
     into: Option<PathBuf>,
-    /// Take over what an earlier run into the same folder has found out of the same mutants, cases and kernels with the
-    /// same executable, and run the rest
+    /// Continue the run that was interrupted in --out: run only mutants without a result
+    ///
+    /// Results count where mutant, cases, kernels and executable are the same.
     #[arg(long)]
     resume: bool,
-    /// Run nothing: print what became of the generated mutants of these reports, each with its own seed and revision, as text
+    /// Run nothing: print the results of the generated mutants of these reports
+    ///
+    /// Each report may have its own seed and revision.
     #[arg(long, value_name = "REPORT", num_args = 1.., conflicts_with_all = ["only", "into", "out"])]
     table: Vec<PathBuf>,
-    /// Run nothing: print the id of every generated mutant of --ops, its place and what it changes, whatever equivalent.toml lists
+    /// Run nothing: print the id of every generated mutant of --ops, its place and what it changes
+    ///
+    /// Those that equivalent.toml lists are printed as well.
     #[arg(long, conflicts_with_all = ["only", "into", "out", "table"])]
     list: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
     /// Serve one trial from the standard input (what this command starts for each mutant)
     #[arg(long, hide = true)]
     trial: bool,
     #[command(flatten)]
-    device: DeviceArguments,
+    pub(super) device: DeviceArguments,
 }
 
 /// Runs the mutants and writes the matrix; 1 when too many survive.
@@ -116,7 +125,7 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
         bail!("--jobs 0 would run nothing");
     }
     if !arguments.table.is_empty() {
-        return print_table(&arguments.table);
+        return print_table(arguments);
     }
     if arguments.list {
         return print_list(arguments);
@@ -136,26 +145,86 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
 }
 
 /// Prints the generated mutants of some reports; 1 where one of these has too few that were killed.
-fn print_table(reports: &[PathBuf]) -> Result<Exit> {
-    let reports = reports.iter().map(|path| diff::read(path)).collect::<Result<Vec<_>>>()?;
-    print!("{}", report::generated::table(&reports));
-    let falls_short = |report: &Report| {
-        let (floor, sample) = report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
-        Tally::all(report).iter().any(|tally| tally.shortfall(floor, sample).is_some())
+fn print_table(arguments: &MutantsArguments) -> Result<Exit> {
+    let reports = arguments.table.iter().map(|path| diff::read(path)).collect::<Result<Vec<_>>>()?;
+    if arguments.json {
+        let tables = arguments.table.iter().zip(&reports).map(|(path, report)| as_json(report, path));
+        output::json(&tables.collect::<Vec<_>>())?;
+    } else {
+        out!("{}", printable(&report::generated::table(&reports)));
+    }
+    let falls_short = reports.iter().any(|report| shortfalls(report).next().is_some());
+    Ok(if falls_short { Exit::Disagreed } else { Exit::Agreed })
+}
+
+/// Why operators of a report do not reach what is required of them.
+fn shortfalls(report: &Report) -> impl Iterator<Item = String> {
+    let (floor, sample) = report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
+    Tally::all(report).into_iter().filter_map(move |tally| tally.shortfall(floor, sample))
+}
+
+/// The matrix's sums, and the mutants that no check saw.
+fn as_json(report: &Report, path: &Path) -> serde_json::Value {
+    let operator = |tally: Tally| {
+        let left_out = tally.left_out.as_ref();
+        json!({
+            "operator": tally.operator,
+            "planted_killed": tally.planted_killed,
+            "planted_missed": tally.planted_missed,
+            "generated": left_out.map_or(0, |counts| counts.generated),
+            "killed": tally.killed,
+            "survived": tally.survived,
+            "equivalent": tally.equivalent,
+            "invalid": tally.invalid,
+            "not_run": left_out.map_or(0, |counts| counts.not_drawn + counts.not_run),
+            "rate": tally.rate(),
+        })
     };
-    Ok(if reports.iter().any(falls_short) { Exit::Disagreed } else { Exit::Agreed })
+    let survived = report.mutants.iter().filter(|mutant| mutant.status() == MutantStatus::Survived);
+    json!({
+        "report": path,
+        "commit": report.revision.commit,
+        "seed": report.seed,
+        "operators": Tally::all(report).into_iter().map(operator).collect::<Vec<_>>(),
+        "survived": survived.collect::<Vec<_>>(),
+        "shortfalls": shortfalls(report).collect::<Vec<_>>(),
+    })
 }
 
 /// Prints the generated mutants of some operators, a line each.
 fn print_list(arguments: &MutantsArguments) -> Result<Exit> {
     let tree = arguments.device.tree()?;
+    let mut all = Vec::new();
     for operator in with_kernels(arguments.ops.as_deref())? {
         for mutant in generated::generate(&tree, operator.name())? {
             let GeneratedMutant { id, file, line, summary, .. } = &mutant;
-            println!("{id}  {file}:{line}  {}", printable(summary));
+            if arguments.json {
+                let operator = operator.name();
+                all.push(json!({ "id": id, "operator": operator, "file": file, "line": line, "summary": summary }));
+            } else {
+                outln!("{id}  {file}:{line}  {}", printable(summary));
+            }
         }
     }
+    if arguments.json {
+        output::json(&all)?;
+    }
     Ok(Exit::Agreed)
+}
+
+/// The folder of planted mutants, the usual one where none is given, and the mutants.
+pub(super) fn planted(dir: Option<&Path>) -> Result<(PathBuf, Vec<Mutant>)> {
+    let usual = || fixtures_dir().join("mutants");
+    let folder = dir.map_or_else(usual, Path::to_path_buf);
+    if dir.is_none() && !folder.is_dir() {
+        bail!(
+            "{}: no such folder. Planted mutants are part of a checkout of dsv4-parity: run the command in one, or set \
+             PARITY_FIXTURES to the checkout's fixtures",
+            folder.display()
+        );
+    }
+    let mutants = planted::load(&folder)?;
+    Ok((folder, mutants))
 }
 
 fn serve_trial(device: &Device) -> Result<Exit> {
@@ -195,9 +264,9 @@ impl<'a> Session<'a> {
         let operators = with_kernels(arguments.ops.as_deref())?;
         let names: Vec<&str> = operators.iter().map(|operator| operator.name()).collect();
         let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
-        let dir = arguments.mutants.clone().unwrap_or_else(|| fixtures_dir().join("mutants"));
+        let (dir, all) = planted(arguments.mutants.as_deref())?;
         let (planted, others): (Vec<Mutant>, Vec<Mutant>) =
-            planted::load(&dir)?.into_iter().partition(|mutant| names.contains(&mutant.operator.as_str()));
+            all.into_iter().partition(|mutant| names.contains(&mutant.operator.as_str()));
         // An anchor that matches no longer is reported before minutes are spent.
         for mutant in &planted {
             mutant.plant(device.tree())?;
@@ -230,7 +299,7 @@ impl<'a> Session<'a> {
     fn cases_fail(&self) -> bool {
         let records = self.known.iter().flatten().map(|known| &known.record);
         let failing: Vec<_> = records.filter(|record| record.verdict() != Verdict::Pass).collect();
-        failing.iter().for_each(|record| eprintln!("without any mutant, {}", printable(&sweep::failure_text(record))));
+        failing.iter().for_each(|record| errln!("without any mutant, {}", printable(&sweep::failure_text(record))));
         !failing.is_empty()
     }
 
@@ -265,8 +334,8 @@ impl<'a> Session<'a> {
         let mut fates = trials.iter().map(|trial| journal.known(trial)).collect::<Result<schedule::Fates>>()?;
         let is_left = |(trial, fate): (&Trial, &Option<MutantRecord>)| fate.is_none().then(|| trial.clone());
         let left: Vec<Trial> = trials.iter().zip(&fates).filter_map(is_left).collect();
-        if left.len() < trials.len() {
-            println!("{} of {} mutants were judged before (--resume)", trials.len() - left.len(), trials.len());
+        if left.len() < trials.len() && !self.arguments.json {
+            detailln!("{} of {} mutants were judged before (--resume)", trials.len() - left.len(), trials.len());
         }
         let mut now = self.run_all(&left, Some(&mut journal))?.into_iter();
         fates.iter_mut().filter(|fate| fate.is_none()).for_each(|fate| *fate = now.next().flatten());
@@ -289,10 +358,9 @@ impl<'a> Session<'a> {
             if let Some(journal) = journal.lock().unwrap_or_else(|e| e.into_inner()).as_mut() {
                 journal.append(trial, record)?;
             }
-            if !matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent)
-                || !self.arguments.only.is_empty()
-            {
-                bar.suspend(|| println!("{}", printable(&fate_text(record))));
+            let is_seen = matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent);
+            if !self.arguments.json && !(is_seen && self.arguments.only.is_empty()) {
+                bar.suspend(|| print_fate(record));
             }
             bar.inc(1);
             Ok(())
@@ -330,6 +398,9 @@ impl<'a> Session<'a> {
         }
         records.extend(plans.iter().flat_map(|plan| plan.equivalent.iter().cloned()));
         if !self.arguments.only.is_empty() {
+            if self.arguments.json {
+                output::json(&records)?;
+            }
             let missed = records.iter().any(|record| record.status() != MutantStatus::Killed);
             let left_out = report_left_out(&self.arguments.only, &records, &plans);
             return Ok(if missed || left_out { Exit::Disagreed } else { Exit::Agreed });
@@ -371,7 +442,12 @@ impl<'a> Session<'a> {
             None => fresh,
         };
         report::write_all(&report, &out).with_context(|| format!("writing the report to {}", out.display()))?;
-        let passed = summarise(&report, &out) && !false_equivalents;
+        if self.arguments.json {
+            output::json(&as_json(&report, &out))?;
+        } else {
+            summarise(&report, &out);
+        }
+        let passed = shortfalls(&report).next().is_none() && !false_equivalents;
         Ok(if passed { Exit::Agreed } else { Exit::Disagreed })
     }
 }
@@ -474,7 +550,7 @@ fn report_left_out(only: &[String], records: &[MutantRecord], plans: &[Plan]) ->
     let reasons: BTreeSet<&str> = plans.iter().flat_map(|plan| &plan.skips).map(|skip| skip.why.as_str()).collect();
     let reasons = Vec::from_iter(reasons).join("; ");
     let left_out: Vec<_> = only.iter().filter(|id| records.iter().all(|record| record.id != **id)).collect();
-    left_out.iter().for_each(|id| eprintln!("{id} did not run: {}", printable(&reasons)));
+    left_out.iter().for_each(|id| errln!("{id} did not run: {}", printable(&reasons)));
     !left_out.is_empty()
 }
 
@@ -505,14 +581,13 @@ const OUT_OF_TIME: &str = "the time budget was spent (--time-budget)";
 
 /// Names the mutants that are listed as equivalent and were killed; the others' records say why they are.
 fn report_false_equivalents(records: &mut [MutantRecord], arguments: &MutantsArguments) -> Result<bool> {
-    let dir = arguments.mutants.clone().unwrap_or_else(|| fixtures_dir().join("mutants"));
-    let equivalents = Equivalents::load(&dir)?;
+    let equivalents = Equivalents::load(&planted(arguments.mutants.as_deref())?.0)?;
     let mut found = false;
     for record in records {
         let Some(reason) = equivalents.reason(&record.id) else { continue };
         match record.status() {
             MutantStatus::Killed => {
-                println!("not equivalent: {} is killed by {}", record.id, record.killed_by.join(", "));
+                errln!("not equivalent: {} is killed by {}", record.id, record.killed_by.join(", "));
                 found = true;
             }
             _ => (record.status, record.reason) = (Some(MutantStatus::Equivalent), reason.to_owned()),
@@ -522,7 +597,7 @@ fn report_false_equivalents(records: &mut [MutantRecord], arguments: &MutantsArg
 }
 
 fn progress(length: usize, message: &str) -> ProgressBar {
-    let bar = ProgressBar::new(length as u64);
+    let bar = if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length as u64) };
     if let Ok(style) = ProgressStyle::with_template("{msg:18} {wide_bar} {pos}/{len} {elapsed}") {
         bar.set_style(style);
     }
@@ -530,35 +605,40 @@ fn progress(length: usize, message: &str) -> ProgressBar {
     bar
 }
 
-/// What became of a mutant, with the changed line.
-fn fate_text(record: &MutantRecord) -> String {
+/// Prints what became of a mutant, with the changed line.
+fn print_fate(record: &MutantRecord) {
     let fate = match record.status() {
-        MutantStatus::Killed => format!("killed by {}", record.killed_by.join(", ")),
-        MutantStatus::Survived => format!("SURVIVED {} cases", record.cases_run),
-        MutantStatus::Equivalent => "equivalent".to_owned(),
-        MutantStatus::Invalid => "invalid".to_owned(),
+        MutantStatus::Killed => output::good(format!("killed by {}", record.killed_by.join(", "))),
+        MutantStatus::Survived => output::bad(format!("SURVIVED {} cases", record.cases_run)),
+        MutantStatus::Equivalent => output::unsure("equivalent".to_owned()),
+        MutantStatus::Invalid => output::unsure("invalid".to_owned()),
     };
-    let mut text = format!("{fate}: {} ({}:{}): {}\n", record.id, record.file, record.line, record.summary);
+    let mut text = format!("{} ({}:{}): {}\n", record.id, record.file, record.line, record.summary);
     for (sign, lines) in [('-', &record.original), ('+', &record.mutated)] {
         lines.lines().for_each(|line| text += &format!("    {sign} {line}\n"));
     }
     if !record.reason.is_empty() {
         text += &format!("  {}\n", record.reason.lines().next().unwrap_or_default());
     }
-    text
+    outln!("{fate}: {}", printable(&text));
 }
 
-/// Prints the matrix's sums; whether every operator reaches what is asked of it.
-fn summarise(report: &Report, out: &Path) -> bool {
-    let (floor, sample) = report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
-    println!(
+/// Prints the matrix's sums; under --quiet what falls short and the verdict.
+fn summarise(report: &Report, out: &Path) {
+    detailln!(
         "{:18} {:>8} {:>9} {:>7} {:>9} {:>11} {:>8} {:>8}  rate",
-        "operator", "planted", "generated", "killed", "survived", "equivalent", "invalid", "not run"
+        "operator",
+        "planted",
+        "generated",
+        "killed",
+        "survived",
+        "equivalent",
+        "invalid",
+        "not run"
     );
-    let mut shortfalls = Vec::new();
     for tally in Tally::all(report) {
         let left_out = tally.left_out.as_ref();
-        println!(
+        detailln!(
             "{:18} {:>8} {:>9} {:>7} {:>9} {:>11} {:>8} {:>8}  {}",
             tally.operator,
             format!("{}/{}", tally.planted_killed, tally.planted_killed + tally.planted_missed),
@@ -570,17 +650,15 @@ fn summarise(report: &Report, out: &Path) -> bool {
             left_out.map_or(0, |counts| counts.not_drawn + counts.not_run),
             tally.rate().map_or("—".to_owned(), |rate| format!("{:.1} %", 100.0 * rate)),
         );
-        shortfalls.extend(tally.shortfall(floor, sample));
     }
     let generated = report.mutants.iter().filter(|mutant| mutant.source == MutantSource::Generated).count();
-    println!(
+    outln!(
         "{} planted and {generated} generated mutants in {:.0} s on {} ({})",
         report.mutants.len() - generated,
         report.seconds,
         report.environment.device,
         report.environment.backend
     );
-    shortfalls.iter().for_each(|reason| println!("below what is asked: {reason}"));
-    println!("report: {}", out.join("index.html").display());
-    shortfalls.is_empty()
+    shortfalls(report).for_each(|reason| outln!("{}: {reason}", output::bad("below what is required")));
+    detailln!("report: {}", out.join("index.html").display());
 }

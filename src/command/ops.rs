@@ -3,19 +3,25 @@
 use anyhow::Result;
 use clap::Args;
 
-use super::Exit;
-use crate::operator::registry;
-use crate::record::TensorRecord;
+use super::{Exit, output};
+use crate::operator::family::Family;
+use crate::operator::{Operator, registry};
+use crate::record::{OperatorRecord, TensorRecord};
 use crate::specification::Citation;
 
 /// Options of `parity ops`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+A case to start from: parity replay \"$(parity ops rope --example)\"")]
 pub struct OpsArguments {
-    /// Operators to describe, with their tensors; all, without, when there is none
+    /// Operators to describe: files, types, axes, tensors; without one all are listed, a line each
     #[arg(value_name = "NAME")]
     names: Vec<String>,
-    /// Print JSON
+    /// Print a case of each operator, which `parity replay` runs, as one line of JSON
     #[arg(long)]
+    example: bool,
+    /// Print JSON
+    #[arg(long, conflicts_with = "example")]
     json: bool,
 }
 
@@ -25,26 +31,63 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
         [] => registry::OPERATORS.to_vec(),
         names => names.iter().map(|name| registry::find(name)).collect::<Result<_, _>>()?,
     };
-    let records: Vec<_> = operators.iter().map(|operator| operator.describe()).collect();
-    if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&records)?);
+    if arguments.example {
+        for operator in operators {
+            outln!("{}", operator.example().line());
+        }
         return Ok(Exit::Agreed);
     }
-    for record in records {
-        println!("{}: {}", record.name, record.summary);
-        for (place, citation) in record.specification.iter().enumerate() {
-            println!("    {:<13}  {}", if place == 0 { "specification" } else { "" }, with_title(citation));
-        }
-        println!("    kernel         {}", record.kernel_file);
-        println!("    oracle         {}", record.oracle_file);
-        println!("    types          {}", record.dtypes.join(", "));
-        println!("    axes           {}", record.axes.join(", "));
-        println!("    backward       {}", if record.has_backward { "yes" } else { "no" });
-        if !arguments.names.is_empty() {
-            record.tensors.iter().for_each(print_tensor);
-        }
+    if arguments.names.is_empty() && !arguments.json {
+        list(&operators);
+        return Ok(Exit::Agreed);
+    }
+    let records: Vec<_> = operators.iter().map(|operator| operator.describe()).collect();
+    if arguments.json {
+        output::json(&records)?;
+    } else {
+        records.iter().for_each(describe);
     }
     Ok(Exit::Agreed)
+}
+
+/// A line for each operator, family by family; cut off at the width of the terminal, where there is one.
+fn list(operators: &[&dyn Operator]) {
+    let width = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
+    let names = operators.iter().map(|operator| operator.name().len()).max().unwrap_or(0);
+    for (place, family) in Family::ALL.into_iter().enumerate() {
+        let gap = if place == 0 { "" } else { "\n" };
+        outln!("{gap}{}: {}", output::strong(family.name()), family.summary());
+        for operator in operators.iter().filter(|operator| operator.family() == family) {
+            let line = format!("  {:names$}  {}", operator.name(), operator.summary());
+            outln!("{}", width.map_or_else(|| line.clone(), |width| cut(&line, width)));
+        }
+    }
+    detailln!("\n{} operators; parity ops NAME describes one", operators.len());
+}
+
+/// The line in as many columns; an ellipsis where something is missing.
+fn cut(line: &str, width: usize) -> String {
+    if line.chars().count() <= width {
+        return line.to_owned();
+    }
+    line.chars().take(width.saturating_sub(1)).collect::<String>().trim_end().to_owned() + "…"
+}
+
+/// Everything about an operator.
+fn describe(record: &OperatorRecord) {
+    outln!("{}: {}", output::strong(&record.name), record.summary);
+    for (place, citation) in record.specification.iter().enumerate() {
+        outln!("    {:<13}  {}", if place == 0 { "specification" } else { "" }, with_title(citation));
+    }
+    if let Some(family) = record.family {
+        outln!("    family         {family}, {}", family.summary());
+    }
+    outln!("    kernel         {}", record.kernel_file);
+    outln!("    oracle         {}", record.oracle_file);
+    outln!("    types          {}", record.dtypes.join(", "));
+    outln!("    axes           {}", record.axes.join(", "));
+    outln!("    backward       {}", if record.has_backward { "yes" } else { "no" });
+    record.tensors.iter().for_each(print_tensor);
 }
 
 /// A citation and what its section is called.
@@ -62,7 +105,7 @@ fn print_tensor(tensor: &TensorRecord) {
         None => ", in some cases".to_owned(),
     };
     let compared = tensor.compared.as_ref().map(|how| format!("; compared {how}")).unwrap_or_default();
-    println!(
+    outln!(
         "    {:<14} {} {}, {}{of}{sometimes}, {}{compared}",
         tensor.name,
         tensor.dtypes.join("|"),
@@ -70,4 +113,16 @@ fn print_tensor(tensor: &TensorRecord) {
         tensor.part,
         tensor.layouts,
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_cut_at_the_width_of_the_terminal_and_shows_it() {
+        assert_eq!(cut("sink · heads", 12), "sink · heads");
+        assert_eq!(cut("sink · heads", 11), "sink · hea…");
+        assert_eq!(cut("sink · heads", 8), "sink ·…");
+    }
 }

@@ -7,42 +7,65 @@ use anyhow::{Context, Result};
 use clap::Args;
 use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions, HostTensor};
 use dsv4_reference::precision::Precision;
+use serde_json::json;
 
-use super::Exit;
 use super::sweep::SweepArguments;
+use super::{Exit, MemoryArguments, output};
 use crate::bisect::sequential::{lower_bound, upper_bound};
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::judge::power::fails;
 use crate::judge::truth::Truth;
 use crate::judge::yardstick::WORKING_RUNS;
-use crate::mutants::planted::{self, Mutant};
+use crate::mutants::planted::Mutant;
 use crate::operator::{Comparison, KernelRun, KernelTensor, Operator, OracleTensor, Prepared, registry};
 use crate::record::Power;
-use crate::report::power::{self, Gathered};
+use crate::report::power::{self, Gathered, TensorPower};
 use crate::sweep;
-use crate::sweep::regressions::fixtures_dir;
 
 /// Options of `parity power`.
 #[derive(Debug, Args)]
 pub struct PowerArguments {
-    /// Operators, comma-separated; all when absent
+    /// Operators, comma-separated [default: all]
     #[arg(long, value_name = "A,B")]
     ops: Option<String>,
     #[command(flatten)]
     sweep: SweepArguments,
-    /// Also judge so many fresh runs of each oracle, which round as the kernels do, as if kernels had written them, and
-    /// count the false alarms
+    /// Also judge N new runs of each oracle as if kernels had written them, and count the false alarms
+    ///
+    /// The runs round as the kernels do.
     #[arg(long, default_value_t = 0, value_name = "N")]
     draws: u32,
-    /// Also run the kernels with these planted bugs, comma-separated, once on each case of their operators, and say in which
-    /// share of the cases in which they change anything each tensor is failed
+    /// Also run the kernels with these planted bugs, comma-separated, once on each case of their operators
+    ///
+    /// For each tensor: the share of the cases in which it is failed, of those in which the bug changes it.
     #[arg(long, value_name = "ID,ID", value_delimiter = ',')]
     mutants: Vec<String>,
     /// Also write what each case could see, a line of JSON for each tensor
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    pub(super) memory: MemoryArguments,
 }
+
+/// What the table's columns mean.
+const LEGEND: &str = "\
+Columns: the smallest uniform relative error (bias) that a verdict rejects, as
+2^-k; - where it rejects none.
+  cases         cases in which there was something to see
+  powerless     cases that show no agreement: an error of 10 % would pass
+  best          bias seen in the best case
+  half of them  bias seen in half of the cases
+  9 of 10       bias seen in nine of ten cases
+  element       error of one element that is seen in half of the cases, over the
+                root mean square of the tensor
+  assert_close, cosine 0.999, FlashMLA, FlashAttention
+                bias that these rules see in half of the cases; alarms: cases in
+                which they reject a correct tensor
+A tensor marked (saved) is a gradient, judged by what the kernel itself saved.";
 
 /// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No kernel runs but those of
 /// mutants that are asked for.
@@ -65,12 +88,35 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     if let Some(path) = &arguments.out {
         std::fs::write(path, lines).with_context(|| format!("writing {}", path.display()))?;
     }
-    print!("{}", power::table(&gathered.tensors));
+    if arguments.json {
+        let tensors: Vec<_> = gathered.tensors.iter().map(as_json).collect();
+        output::json(&json!({ "tensors": tensors, "mutants": bugs.as_json(), "alarms": alarms.as_json() }))?;
+        return Ok(Exit::Agreed);
+    }
+    out!("{}", power::table(&gathered.tensors));
     bugs.print();
     if alarms.draws > 0 {
-        println!("{alarms}");
+        outln!("{alarms}");
     }
+    detailln!("\n{}", output::faint(LEGEND));
     Ok(Exit::Agreed)
+}
+
+/// A row of the table: what each rule sees in the best case, in half of the cases, and in nine of ten.
+fn as_json(tensor: &TensorPower) -> serde_json::Value {
+    let rule = |(name, rule): &power::Rule| {
+        let [best, half, most] = [0.0, 0.5, 0.9].map(|share| tensor.seen_in(share, *rule).0);
+        let alarms = tensor.seen_in(0.5, *rule).1;
+        ((*name).to_owned(), json!({ "best": best, "half": half, "nine_of_ten": most, "alarms": alarms }))
+    };
+    json!({
+        "operator": tensor.operator,
+        "tensor": tensor.tensor,
+        "cases": tensor.cases.len(),
+        "powerless": tensor.powerless,
+        "element": tensor.element(),
+        "rules": power::RULES.iter().map(rule).collect::<serde_json::Map<_, _>>(),
+    })
 }
 
 /// Case, tensor, the bias that it is allowed, and the power.
@@ -84,11 +130,23 @@ struct Alarms {
     of: Vec<String>,
 }
 
+impl Alarms {
+    /// 95 %, both ends of Clopper and Pearson.
+    fn interval(&self) -> [f64; 2] {
+        [lower_bound(self.failed, self.draws, 0.025), upper_bound(self.failed, self.draws, 0.025)]
+    }
+
+    fn as_json(&self) -> serde_json::Value {
+        let Self { draws, failed, of } = self;
+        let interval = (*draws > 0).then(|| self.interval());
+        json!({ "draws": draws, "failed": failed, "interval_95": interval, "of": of })
+    }
+}
+
 impl std::fmt::Display for Alarms {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { draws, failed, of } = self;
-        // 95 %, both ends of Clopper and Pearson.
-        let interval = [lower_bound(*failed, *draws, 0.025), upper_bound(*failed, *draws, 0.025)];
+        let interval = self.interval();
         write!(
             f,
             "{failed} of {draws} tensors that are right were failed: {:.1e} to {:.1e} (95 %)",
@@ -137,7 +195,7 @@ struct Bugs {
 
 impl Bugs {
     fn plant(ids: &[String], device: &Device) -> Result<Self> {
-        let known = if ids.is_empty() { Vec::new() } else { planted::load(&fixtures_dir().join("mutants"))? };
+        let known = if ids.is_empty() { Vec::new() } else { super::mutants::planted(None)?.1 };
         let plant = |id: &String| {
             let mutant = known.iter().find(|mutant| mutant.id == *id);
             let mutant = mutant.with_context(|| format!("--mutants: no planted mutant is called `{id}`"))?;
@@ -173,10 +231,15 @@ impl Bugs {
         Ok(())
     }
 
+    fn as_json(&self) -> Vec<serde_json::Value> {
+        let one = |((mutant, tensor), [cases, failed]): (&(String, String), &[u64; 2])| json!({ "mutant": mutant, "tensor": tensor, "cases": cases, "failed": failed });
+        self.seen.iter().map(one).collect()
+    }
+
     fn print(&self) {
         for ((mutant, tensor), [cases, failed]) in &self.seen {
             let share = 100.0 * *failed as f64 / *cases as f64;
-            println!("{mutant}: {tensor} failed in {failed} of the {cases} cases that it changes ({share:.0} %)");
+            outln!("{mutant}: {tensor} failed in {failed} of the {cases} cases that it changes ({share:.0} %)");
         }
     }
 }

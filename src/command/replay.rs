@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_kernels::runtime::{BackendKind, RuntimeError};
 
-use super::{DeviceArguments, Exit};
+use super::{DeviceArguments, Exit, output};
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::operator::{Profile, registry};
@@ -18,25 +18,24 @@ use crate::sweep::regressions::Regressions;
 /// Options of `parity replay`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Exit codes: 0 every case agreed, 1 one disagreed, 2 bad usage or input, 3 the demanded backend is missing,
-125 none disagreed, and the kernels of one are missing, do not compile or cannot be run. So git bisect run can
-use it:
+git bisect run can use it. Try the command once first: git takes 2 and 3 for a bad revision, too.
 
     git bisect run parity replay --backend emulator --kernels kernels/cuda CASE
 
-Try the command once first: git takes 2 and 3 for a bad revision, too.")]
+Exit codes: 0 every case agreed, 1 one disagreed, 2 bad usage or input, 3 the demanded backend is missing, 125 none \
+disagreed, and the kernels of one are missing, do not compile or cannot be run.")]
 pub struct ReplayArguments {
-    /// A case or its record as one line of JSON, or a file of such lines (records.jsonl, remembered cases)
+    /// Case or record as one line of JSON, or a file of such lines (records.jsonl, saved cases)
     #[arg(value_name = "CASE|FILE")]
     case: String,
-    /// Random schedules to run under, beyond the deterministic one (emulator); 4, as profile ci, when absent
-    #[arg(long)]
+    /// Random schedules to run each case under on the emulator [default: 4]
+    #[arg(long, value_name = "N")]
     schedules: Option<u32>,
-    /// Print the record as JSON
+    /// Print each record as a line of JSON
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    device: DeviceArguments,
+    pub(super) device: DeviceArguments,
 }
 
 /// Runs the cases and prints everything that is known about them.
@@ -49,7 +48,7 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     let device = match arguments.device.open() {
         Ok(device) => device,
         Err(error) if has_no_kernels(&error) => {
-            eprintln!("parity: {}", printable(&words::of_error(&error)));
+            errln!("{} {}", output::bad("parity:"), printable(&words::of_error(&error)));
             return Ok(Exit::Untestable);
         }
         Err(error) => return Err(error),
@@ -61,12 +60,12 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     for Given { case, has_failed } in &given {
         let record = sweep::run_case(case, Origin::Given, &device, options);
         if arguments.json {
-            println!("{}", serde_json::to_string(&record)?);
+            outln!("{}", serde_json::to_string(&record)?);
         } else {
             print_record(&record);
         }
         if *has_failed && may_be_a_race && record.verdict() == Verdict::Pass {
-            eprintln!("{}", other_schedules(schedules));
+            errln!("{}", other_schedules(schedules));
         }
         if untestable(&record) {
             exit = if exit == Exit::Agreed { Exit::Untestable } else { exit };
@@ -142,15 +141,15 @@ fn given(argument: &str) -> Result<Vec<Given>> {
 }
 
 fn print_record(record: &CaseRecord) {
-    println!("{}", printable(&record.case.to_string()));
-    println!("  paths {}", record.paths.join(", "));
+    outln!("{}", printable(&record.case.to_string()));
+    outln!("  paths {}", record.paths.join(", "));
     for check in &record.checks {
         let verdict = match check.verdict {
-            Verdict::Pass => "pass",
-            Verdict::Fail => "FAIL",
-            Verdict::Error => "ERROR",
+            Verdict::Pass => output::good("pass"),
+            Verdict::Fail => output::bad("FAIL"),
+            Verdict::Error => output::bad("ERROR"),
         };
-        println!(
+        outln!(
             "  {verdict:5} {:22} {:12} {:>9} compared  {}",
             check.check,
             check.tensor,
@@ -158,7 +157,7 @@ fn print_record(record: &CaseRecord) {
             printable(&check.message)
         );
         if let Some(m) = &check.metrics {
-            println!(
+            outln!(
                 "        budget used {:.3} (x{:.1} sigma, {:.1e} of the value), 1-cos {:.1e}, norm ratio {:.6}, \
                  rel L2 {:.2e}, max abs {:.2e}, ulp p50/p99/max {:.2}/{:.2}/{:.2}",
                 m.budget_used,
@@ -172,12 +171,15 @@ fn print_record(record: &CaseRecord) {
                 m.ulp_p99,
                 m.ulp_max
             );
-            println!(
+            outln!(
                 "        worst {:?}: kernel {:e}, oracle {:e}, allowed {:.3e}",
-                m.worst.index, m.worst.kernel, m.worst.oracle, m.worst.allowed
+                m.worst.index,
+                m.worst.kernel,
+                m.worst.oracle,
+                m.worst.allowed
             );
         }
     }
-    println!("  kernel {:.3} s, oracle {:.3} s", record.kernel_seconds, record.oracle_seconds);
-    println!("  {}", printable(&record.replay));
+    outln!("  kernel {:.3} s, oracle {:.3} s", record.kernel_seconds, record.oracle_seconds);
+    outln!("  {}", printable(&record.replay));
 }

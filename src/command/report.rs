@@ -12,10 +12,10 @@ use crate::report::{self, diff};
 /// Options of `parity report`.
 #[derive(Debug, Args)]
 pub struct ReportArguments {
-    /// A report.json, or the folder that holds it; of a run that was cut short the folder with plan.json and records.jsonl
+    /// A report.json or its folder; of an interrupted run the folder with plan.json and records.jsonl
     #[arg(value_name = "FILE|DIR")]
     file: PathBuf,
-    /// Folder for report.json, index.html and summary.md; the folder that is read when absent
+    /// Folder for report.json, index.html and summary.md [default: the folder that is read]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -31,11 +31,11 @@ pub fn execute(arguments: &ReportArguments) -> Result<Exit> {
     report::write_all(&report, out).with_context(|| format!("writing to {}", out.display()))?;
     if let Some(missing) = report.unfinished {
         let cases = report.cases.len() + report.unsupported.len();
-        println!(
+        outln!(
             "unfinished: {cases} cases are recorded, {missing} of the plan's are missing; --resume continues the run"
         );
     }
-    println!("report: {}", out.join("index.html").display());
+    outln!("report: {}", out.join("index.html").display());
     Ok(Exit::Agreed)
 }
 

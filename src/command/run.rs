@@ -13,8 +13,9 @@ use dsv4_kernels::runtime::{BackendKind, Device, Environment};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::benchmarks::{self, Measured};
+use super::ci::CiArguments;
 use super::sweep::SweepArguments;
-use super::{DeviceArguments, Exit, workers};
+use super::{DeviceArguments, Exit, output, workers};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::{Operator, Profile, registry, size};
@@ -32,51 +33,59 @@ use crate::sweep::{self, Observer, PlannedCase, SweepOptions};
 /// Options of `parity run`.
 #[derive(Debug, Args)]
 pub struct RunArguments {
-    /// Operators, comma-separated; all when absent
+    /// Operators, comma-separated [default: all]
     #[arg(long, value_name = "A,B")]
     pub(super) ops: Option<String>,
     #[command(flatten)]
     pub(super) sweep: SweepArguments,
-    /// Random schedules to run each case under, beyond the deterministic one (emulator); 1 with profile smoke, 2 with quick
-    /// and otherwise 4 when absent, 0 for none
-    #[arg(long)]
+    /// Random schedules to run each case under on the emulator, 0 for none [default: the profile's]
+    ///
+    /// The deterministic schedule always runs.
+    #[arg(long, value_name = "N")]
     pub(super) schedules: Option<u32>,
-    /// How many cases run at the same time on the emulator; as many as there are cores when absent
+    /// How many cases run at the same time on the emulator [default: one for each core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     jobs: Option<u16>,
-    /// Draw no case of an operator after this time; those left out are counted as skipped. Remembered cases and edge cases
-    /// always run
+    /// Draw no case of an operator after this time; the rest is counted as skipped
+    ///
+    /// Saved cases and edge cases always run.
     #[arg(long, value_name = "SECONDS", conflicts_with = "shard")]
     time_budget: Option<u64>,
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/latest", value_name = "DIR")]
     pub(super) out: PathBuf,
-    /// Criterion's directory, whose results join the report; target/criterion, if there are any, when absent
+    /// Criterion's directory, whose results join the report [default: target/criterion, if it exists]
     #[arg(long, value_name = "DIR")]
     criterion: Option<PathBuf>,
-    /// The benchmarks' executable, which cargo bench --no-run names: runs before the sweep; its results join the report,
-    /// and benchmarks.txt in --out is what it prints
+    /// Executable of the benchmarks to run first, as `cargo bench --no-run` names it
+    ///
+    /// Its results join the report. What it prints goes to benchmarks.txt in --out.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["criterion", "shard"])]
     benchmarks: Option<PathBuf>,
-    /// Folder of remembered failing cases
+    /// Folder of saved failing cases [default: regressions in PARITY_FIXTURES or ./fixtures]
     #[arg(long, value_name = "DIR")]
     pub(super) regressions: Option<PathBuf>,
-    /// Run part I of N, counted from 0; `parity merge` puts the parts together
+    /// Run part I of N, counted from 0; `parity merge` joins the parts
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
-    /// Divide the sweep over N processes, on as many GPUs as there are, and put it together again. Those on one GPU
-    /// share its memory: what needs much of it waits until that is free
+    /// Divide the sweep over N processes, on all GPUs of the machine, and join it again
+    ///
+    /// Processes on one GPU share its memory: a case that needs much of it waits until that is free.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), conflicts_with_all = ["shard", "time_budget"])]
     workers: Option<u32>,
-    /// A report.json or records.jsonl whose costs balance shards or workers; the same file for each shard
+    /// A report.json or records.jsonl whose costs balance shards or workers
+    ///
+    /// Every shard must get the same file.
     #[arg(long, value_name = "FILE")]
     pub(super) costs: Option<PathBuf>,
-    /// Continue the run that was interrupted in --out; begin one if there is none
+    /// Continue the run that was interrupted in --out; start one if there is none
     #[arg(long)]
     pub(super) resume: bool,
     /// History file to append this run's measures to (parity history)
     #[arg(long, value_name = "FILE", conflicts_with = "shard")]
     history: Option<PathBuf>,
+    #[command(flatten)]
+    ci: CiArguments,
     #[command(flatten)]
     pub(super) device: DeviceArguments,
 }
@@ -231,7 +240,7 @@ fn finish(report: &Report, arguments: &RunArguments, by_workers: bool) -> Result
         history::append(report, file)?;
     }
     summarise(report, out);
-    Ok(())
+    arguments.ci.finish(report)
 }
 
 /// Remembers what shrinking made of the failing cases of all shards.
@@ -248,7 +257,7 @@ pub(super) fn remember_shrunk(report: &Report, regressions: &Regressions) -> Res
 /// although something `should` have been.
 pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
     for (operator, why) in report.not_run() {
-        eprintln!("parity: the kernels of {operator} cannot be run: {}", printable(why));
+        errln!("{} the kernels of {operator} cannot be run: {}", output::bad("parity:"), printable(why));
     }
     if report.cases.iter().any(|case| case.verdict() != Verdict::Pass) {
         return Ok(Exit::Disagreed);
@@ -398,13 +407,13 @@ fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
 fn say_never_run(report: &Report) {
     if report.profile != Profile::Smoke.name() {
         for (operator, missing) in report.paths_never_run() {
-            println!("never ran: {} of {operator}", missing.join(", "));
+            detailln!("never ran: {} of {operator}", missing.join(", "));
         }
         return;
     }
     let missing: usize = report.paths_never_run().iter().map(|(_, missing)| missing.len()).sum();
     let all: usize = report.operators.iter().map(|operator| operator.paths.len()).sum();
-    println!("smoke: {} of {all} kernel paths ran", all - missing);
+    detailln!("smoke: {} of {all} kernel paths ran", all - missing);
 }
 
 /// Says what sees more than a smoke test did, and how long it takes here.
@@ -423,7 +432,7 @@ fn say_what_sees_more(report: &Report) -> Result<()> {
         seconds += cases as f64 * taken.get(taken.len() / 2).copied().unwrap_or_default();
     }
     let minutes = (seconds / 60.0 / cores() as f64).ceil();
-    println!("more: --profile quick (about {minutes} minutes here), or --ops NAME (about a minute)");
+    detailln!("more: --profile quick (about {minutes} minutes here), or --ops NAME (about a minute)");
     Ok(())
 }
 
@@ -432,13 +441,15 @@ pub(super) fn summarise(report: &Report, out: &Path) {
     let failed = report.cases.iter().filter(|case| case.verdict() != Verdict::Pass).count();
     let checks: usize = report.cases.iter().map(|case| case.checks.len()).sum();
     let not_run: Vec<_> = report.not_run().map(|(operator, _)| operator).collect();
+    let agreed = failed == 0 && not_run.is_empty() && !report.cases.is_empty();
     let verdict = match (failed, &not_run[..]) {
         (0, []) if report.cases.is_empty() => "nothing was compared".to_owned(),
         (0, []) => "all agreed".to_owned(),
         (0, _) => format!("{} could not be run, the others agreed", not_run.join(", ")),
         _ => format!("{failed} case(s) disagreed"),
     };
-    println!(
+    let verdict = if agreed { output::good(verdict) } else { output::bad(verdict) };
+    outln!(
         "{verdict}: {} cases, {checks} checks, {:.1} s on {} ({})",
         report.cases.len(),
         report.seconds,
@@ -447,9 +458,9 @@ pub(super) fn summarise(report: &Report, out: &Path) {
     );
     say_never_run(report);
     for (operator, tensor) in report.without_power() {
-        println!("nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen");
+        outln!("nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen");
     }
-    println!("report: {}", out.join("index.html").display());
+    detailln!("report: {}", out.join("index.html").display());
 }
 
 /// What a process ends with that was interrupted: 128 and the number of the signal.
@@ -462,9 +473,7 @@ pub(super) fn say_when_interrupted(recorded: Arc<AtomicU64>, planned: Option<u64
         let done = recorded.load(Ordering::Relaxed);
         let of = planned.map_or(String::new(), |planned| format!(" of {planned}"));
         // What the bar left of its line.
-        eprintln!(
-            "\nparity: interrupted: {done}{of} cases are recorded in {out}; the same command with --resume goes on"
-        );
+        errln!("\nparity: interrupted: {done}{of} cases are recorded in {out}; the same command with --resume goes on");
         std::process::exit(INTERRUPTED);
     };
     on_interrupt(say).context("listening for interrupts")
@@ -513,8 +522,21 @@ impl RecordWriter {
     }
 }
 
+/// What the log has of a case.
+fn log(record: &CaseRecord) {
+    let CaseRecord { operator, origin, kernel_seconds, oracle_seconds, .. } = record;
+    let verdict = record.verdict();
+    tracing::info!(
+        "{operator}: {origin:?} case, {verdict:?}, kernel {kernel_seconds:.3} s, oracle {oracle_seconds:.3} s"
+    );
+    tracing::debug!("{}", record.case);
+}
+
 impl Observer for RecordWriter {
     fn planned(&mut self, operator: &str, cases: usize) {
+        if output::is_quiet() {
+            return;
+        }
         self.bar = ProgressBar::new(cases as u64);
         if let Ok(style) = ProgressStyle::with_template("{msg:25} {wide_bar} {pos}/{len} {elapsed}") {
             self.bar.set_style(style);
@@ -529,8 +551,9 @@ impl Observer for RecordWriter {
             let counts = self.broken.is_none() && record.origin != Origin::Shrunk;
             self.recorded.fetch_add(counts.into(), Ordering::Relaxed);
         }
+        self.bar.suspend(|| log(&record));
         if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
-            self.bar.suspend(|| eprintln!("{}", printable(&sweep::failure_text(&record))));
+            self.bar.suspend(|| errln!("{}", output::failure(&printable(&sweep::failure_text(&record)))));
         }
         self.bar.set_message(record.operator.clone());
         self.cases.push(record);

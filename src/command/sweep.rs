@@ -14,16 +14,21 @@ use crate::sweep::{GivenCases, SweepOptions};
 /// Which cases a sweep draws.
 #[derive(Debug, Args)]
 pub struct SweepArguments {
-    /// Size of the sweep; quick when absent, and smoke for a `run` of all operators on the emulator that nothing else limits
+    /// Size of the sweep [default: quick]
+    ///
+    /// `parity run` on the emulator defaults to smoke where nothing else limits it: no --ops, no
+    /// --cases, no --edge-cases, no --time-budget, no --shard and no --workers.
     #[arg(long, value_enum)]
     pub profile: Option<Profile>,
-    /// Drawn cases for each operator; the profile's number when absent
-    #[arg(long, value_parser = number_of_cases)]
+    /// Drawn cases for each operator [default: the profile's]
+    #[arg(long, value_name = "N", value_parser = number_of_cases)]
     pub cases: Option<usize>,
-    /// Edge cases of each operator, drawn by lot from the seed; all when absent. Those left out are counted as skipped
+    /// Edge cases of each operator, chosen at random by the seed [default: all]
+    ///
+    /// The rest is counted as skipped.
     #[arg(long, value_name = "N")]
     pub edge_cases: Option<usize>,
-    /// Seed of the sweep; `fresh` draws one, prints it and records it
+    /// Seed of the sweep; `fresh` draws one, prints it and saves it in the report
     #[arg(long, default_value = "0", value_name = "N|fresh")]
     pub seed: Seed,
 }
@@ -105,7 +110,7 @@ impl Seed {
             if let Some(option) = one_of_several {
                 anyhow::bail!("--seed fresh: with {option} several runs need one seed; give a number, such as {seed}");
             }
-            println!("seed {seed}");
+            detailln!("seed {seed}");
         }
         Ok(())
     }

@@ -16,6 +16,7 @@ use dsv4_kernels::runtime::process::{isolate, kill_group};
 use dsv4_kernels::runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::output;
 use super::run::{self, RunArguments};
 use crate::judge::turns::{self, TURNS};
 use crate::operator::{registry, size};
@@ -118,6 +119,9 @@ impl Worker {
         command.args(shard_arguments(arguments, shard, backend, &dir));
         // All of them together have what one would have.
         command.arg("--memory").arg((size::limit().number() / u64::from(shard.count)).to_string());
+        // Their failures and logs pass through this process's standard error.
+        command.args(["--annotations", "none", "--color", if output::stderr_has_color() { "always" } else { "never" }]);
+        command.env("PARITY_LOG", super::LOG_FILTER.get().map_or("warn", String::as_str));
         if gpus > 0 {
             let gpu = gpu_of(shard.index, gpus);
             command.env(TURNS, places_of(folder, &gpu)).env(GPU, gpu);
@@ -131,7 +135,7 @@ impl Worker {
         let words = child.stderr.take().map(|words| {
             std::thread::spawn(move || {
                 for line in BufReader::new(words).lines().map_while(Result::ok) {
-                    eprintln!("{line}");
+                    errln!("{line}");
                 }
             })
         });
@@ -170,7 +174,7 @@ impl Drop for Worker {
 fn watch(workers: &mut [Worker], out: &Path) -> Result<()> {
     let recorded = Arc::<AtomicU64>::default();
     run::say_when_interrupted(recorded.clone(), None, out)?;
-    let bar = ProgressBar::new_spinner();
+    let bar = if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new_spinner() };
     if let Ok(style) = ProgressStyle::with_template("{msg} {pos} cases {elapsed}") {
         bar.set_style(style);
     }

@@ -1,4 +1,4 @@
-//! Kernels from elsewhere: the same cases, oracles, checks and reports for a kernel that is not ours.
+//! External kernels: the same cases, oracles, checks and reports for a kernel that is not ours.
 //!
 //! The kernel is a command. For each run of a case it gets a folder with
 //!
@@ -98,7 +98,7 @@ pub struct External {
     folders: RefCell<u64>,
 }
 
-/// How a kernel from elsewhere is judged and reported.
+/// How an external kernel is judged and reported.
 #[derive(Default)]
 pub struct ExternalOptions {
     /// What names it in reports: its command.

@@ -1,4 +1,4 @@
-//! Who runs the kernels of a case: a [`Device`] of ours, or a process from elsewhere ([`crate::external`]).
+//! Who runs the kernels of a case: a [`Device`] of ours, or an external process ([`crate::external`]).
 
 use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
@@ -60,7 +60,7 @@ impl From<RuntimeError> for RunError {
     }
 }
 
-/// How long a kernel from elsewhere took by its own clock, and ours beside it.
+/// How long an external kernel took by its own clock, and ours beside it.
 #[derive(Clone, Debug, Default)]
 pub struct Times {
     /// What it said.

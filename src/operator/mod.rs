@@ -23,6 +23,7 @@ pub mod benchmarks;
 pub mod declaration;
 pub mod declared;
 pub mod documentation;
+pub mod family;
 pub mod golden;
 pub mod laws;
 pub mod layouts;
@@ -38,6 +39,7 @@ pub mod special;
 pub mod tensors;
 mod timing;
 
+pub use family::Family;
 pub use sequence::{Repeat, Sequence};
 
 /// What is left of three minutes once a program has started and its report is written.
@@ -98,6 +100,12 @@ pub trait Operator: Sync {
     /// What it is called.
     fn name(&self) -> &'static str;
 
+    /// The part of the model that it belongs to.
+    fn family(&self) -> Family;
+
+    /// What it computes, in one sentence.
+    fn summary(&self) -> &'static str;
+
     /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its name.
     fn describe(&self) -> OperatorRecord;
 
@@ -132,6 +140,9 @@ pub trait Operator: Sync {
 
     /// Every module that its launcher may compile, for checks without a GPU.
     fn modules(&self) -> Vec<ModuleSpecification>;
+
+    /// A small case with data in it, for a person to start from.
+    fn example(&self) -> Case;
 
     /// Why a case cannot run on a device like this one, such as kernels of another GPU generation; `None` where it can.
     /// A sweep counts such cases as skips.
@@ -441,7 +452,7 @@ pub trait Prepared: Sync {
     }
 
     /// The case whose scalars and extents these inputs go with, in particular those of a law's variant. Where
-    /// it is absent, a kernel from elsewhere is not held to the operator's laws ([`crate::external`]).
+    /// it is absent, an external kernel is not held to the operator's laws ([`crate::external`]).
     fn case(&self) -> Option<Case> {
         None
     }

@@ -67,13 +67,39 @@ pub fn names() -> Vec<&'static str> {
 /// The operator called `name`.
 ///
 /// # Errors
-/// [`CaseError::UnknownOperator`] with the names that there are.
+/// [`CaseError::UnknownOperator`] with similar names.
 pub fn find(name: &str) -> Result<&'static dyn Operator, CaseError> {
     OPERATORS
         .iter()
         .copied()
         .find(|operator| operator.name() == name)
-        .ok_or_else(|| CaseError::UnknownOperator { name: name.to_owned(), known: names().join(", ") })
+        .ok_or_else(|| CaseError::UnknownOperator { name: name.to_owned(), hint: did_you_mean(name) })
+}
+
+/// `: did you mean …?` with the operators whose names are similar, the most similar one first; empty where there are none.
+fn did_you_mean(name: &str) -> String {
+    /// Names that are offered.
+    const MOST: usize = 4;
+    /// Jaro and Winkler's similarity of a name that is offered, and how much less it may be than that of the best.
+    const ENOUGH: f64 = 0.75;
+    const BEHIND: f64 = 0.05;
+    /// That of a name of which what was asked for is a part, as `attention` is of several.
+    const PART: f64 = 0.87;
+    let wanted = name.to_lowercase().replace('-', "_");
+    let score = |known: &str| {
+        let is_part = wanted.len() > 2 && known.contains(&wanted);
+        strsim::jaro_winkler(known, &wanted).max(if is_part { PART } else { 0.0 })
+    };
+    let mut similar: Vec<(f64, &str)> = names().into_iter().map(|known| (score(known), known)).collect();
+    similar.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let least = similar.first().map_or(ENOUGH, |(best, _)| ENOUGH.max(best - BEHIND));
+    let similar = similar.iter().take(MOST).filter(|(score, _)| *score >= least);
+    let similar: Vec<String> = similar.map(|(_, known)| format!("`{known}`")).collect();
+    match similar.split_last() {
+        None => String::new(),
+        Some((last, [])) => format!(": did you mean {last}?"),
+        Some((last, others)) => format!(": did you mean {} or {last}?", others.join(", ")),
+    }
 }
 
 /// The operators of a comma-separated list; all of them when there is none.

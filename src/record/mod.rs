@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
-use crate::operator::RoundingPoints;
+use crate::operator::{Family, RoundingPoints};
 
 pub mod journal;
 pub mod words;
@@ -118,6 +118,9 @@ pub struct Revision {
 pub struct OperatorRecord {
     /// The operator's one name.
     pub name: String,
+    /// The part of the model that it belongs to; absent in reports written before it was declared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub family: Option<Family>,
     /// One sentence.
     pub summary: String,
     /// Sections of the specification that it implements, one citation each ([`crate::specification`]).
@@ -183,7 +186,7 @@ pub struct CaseRecord {
     pub kernel_seconds: f64,
     /// Seconds spent in the oracle's runs.
     pub oracle_seconds: f64,
-    /// How long a kernel from elsewhere took by its own clock, where it was asked and said so.
+    /// How long an external kernel took by its own clock, where it was asked and said so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<Seconds>,
     /// How long ours took of the same case on the same device, where they were measured beside it.
@@ -194,7 +197,7 @@ pub struct CaseRecord {
     pub unsupported: Option<String>,
     /// Command that runs this case again.
     pub replay: String,
-    /// Checks that could not be made of this case, where there are any: of a kernel from elsewhere.
+    /// Checks that could not be made of this case, where there are any: of an external kernel.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skips: Vec<Skip>,
     /// Place in the plan of the whole run, over all operators and shards; a shrunk case has that of the
@@ -628,7 +631,7 @@ impl MutantRecord {
 
 impl Report {
     /// For each operator of which cases ran, the paths of its kernels that none of them took: what a report that says
-    /// nothing of them would pass for tested. Kernels from elsewhere have paths of their own.
+    /// nothing of them would pass for tested. External kernels have paths of their own.
     pub fn paths_never_run(&self) -> Vec<(&str, Vec<&str>)> {
         let mut never = Vec::new();
         for operator in self.operators.iter().filter(|_| self.environment.backend != BackendKind::External) {
@@ -648,7 +651,7 @@ impl Report {
         if is_part { Vec::new() } else { without_power(&self.cases) }
     }
 
-    /// Skips that follow from the cases: those that the kernel is not for, and of a kernel from elsewhere the checks that could
+    /// Skips that follow from the cases: those that the kernel is not for, and of an external kernel the checks that could
     /// not be made.
     pub fn skips_of_cases(&self) -> Vec<Skip> {
         let is_external = self.environment.backend == BackendKind::External;

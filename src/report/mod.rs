@@ -17,10 +17,11 @@
 //! | `mutants` | the page's kill matrix |
 //! | `generated` | what became of generated mutants, as text |
 //! | `specification` | the page's citations, and the sections that they cite |
-//! | `times` | times of a kernel from elsewhere, beside ours |
+//! | `times` | times of an external kernel, beside ours |
 //! | `markdown` | `summary.md` |
 //! | `benchmarks` | measured times, read from criterion's folders |
 //! | `beside` | times of our kernels and of public ones, next to each other |
+//! | `ci` | JUnit XML, and annotations of GitHub |
 //! | `drawn` | what a report is written without |
 //! | `diff` | two reports compared |
 //! | `history` | many reports, one after another |
@@ -34,6 +35,7 @@ use crate::record::{Report, words};
 
 pub mod benchmarks;
 pub mod beside;
+pub mod ci;
 pub mod diff;
 mod drawn;
 pub(crate) mod elements;

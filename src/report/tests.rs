@@ -175,7 +175,7 @@ fn paths_that_no_case_took_are_named() {
     }
     assert!(markdown(&report).contains("### Paths that never ran\n\n- rope: `rope_forward_block`\n"));
     report.environment.backend = BackendKind::External;
-    assert!(report.paths_never_run().is_empty(), "kernels from elsewhere have paths of their own");
+    assert!(report.paths_never_run().is_empty(), "external kernels have paths of their own");
     report.environment.backend = BackendKind::Cuda;
     report.cases.retain(|case| case.operator != "rope");
     assert!(report.paths_never_run().is_empty(), "an operator without cases was not swept");

@@ -1,4 +1,4 @@
-//! Times of a kernel from elsewhere, by its own clock, beside ours of the same cases.
+//! Times of an external kernel, by its own clock, beside ours of the same cases.
 
 use std::fmt::Write as _;
 

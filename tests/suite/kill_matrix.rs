@@ -55,7 +55,7 @@ fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
     let output = mutants(bugs.path(), &["--sample", "0", "--out", path]);
     output.assert_code(1);
     assert!(
-        output.stdout.contains("below what is asked: kv_cache_write: 1 planted mutant(s) not killed"),
+        output.stdout.contains("below what is required: kv_cache_write: 1 planted mutant(s) not killed"),
         "{}",
         output.stdout
     );
@@ -114,7 +114,7 @@ fn a_kill_rate_under_the_floor_exits_with_1_and_a_resumed_run_judges_no_mutant_a
         |more: &[&str]| mutants(bugs.path(), &[&["--sample", "3", "--seed", &seed, "--out", path], more].concat());
     let first = run(&["--floor", "1"]);
     first.assert_code(1);
-    for needle in ["SURVIVED", "below what is asked: kv_cache_write: "] {
+    for needle in ["SURVIVED", "below what is required: kv_cache_write: "] {
         assert!(first.stdout.contains(needle), "`{needle}` is not in\n{}", first.stdout);
     }
     let again = run(&["--floor", "0", "--resume"]);

@@ -25,6 +25,7 @@ mod kill_matrix;
 mod launchers;
 mod layouts;
 mod mutants;
+mod output;
 mod sampler;
 mod scenario;
 mod selftest;

@@ -11,7 +11,7 @@ use super::matrix::MatrixLibrary;
 use super::source::SourceTree;
 use super::tensor_map::{MapWords, TensorMap};
 
-/// What ran a kernel: one of the two implementations of the runtime, or a process from elsewhere.
+/// What ran a kernel: one of the two implementations of the runtime, or an external process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackendKind {

@@ -90,7 +90,7 @@ impl Device {
             (BackendKind::Cuda, None) => Arc::new(CudaBackend::new(cache)?),
             (BackendKind::Emulator, _) => Arc::new(EmulatorBackend::new(cache, options.emulator)?),
             (BackendKind::External, _) => {
-                let reason = "a kernel from elsewhere has no device of ours".to_owned();
+                let reason = "an external kernel has no device of ours".to_owned();
                 return Err(RuntimeError::BackendMissing { backend: "external", reason });
             }
         };

@@ -77,7 +77,7 @@ impl Backend for RecordingBackend {
     fn load(&self, _tree: &SourceTree, file: &str, _defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
         Err(RuntimeError::BackendMissing {
             backend: "external",
-            reason: format!("`{file}` would be launched outside of the call that a kernel from elsewhere stands for"),
+            reason: format!("`{file}` would be launched outside of the call that an external kernel stands for"),
         })
     }
 

@@ -253,7 +253,7 @@ fn notes(base: &Report, head: &Report) -> Vec<String> {
     }
     if one_is_external(base, head) {
         let what = "paths are not compared, and checks that cannot be made of it are no loss";
-        notes.push(format!("One of the two is a kernel from elsewhere: {what}."));
+        notes.push(format!("One of the two is an external kernel: {what}."));
     }
     if base.profile != head.profile {
         notes.push(format!(
@@ -436,7 +436,7 @@ impl Both<'_> {
         }
     }
 
-    /// Whether a kernel from elsewhere rightly lacks a check that ours has: it says that it skipped it, or it
+    /// Whether an external kernel rightly lacks a check that ours has: it says that it skipped it, or it
     /// made it in fewer runs of a case.
     fn lacks_rightly(&self, (check, tensor): &CheckKey, are: u64) -> bool {
         let of_tensor = format!(" of {tensor}");

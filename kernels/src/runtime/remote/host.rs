@@ -45,7 +45,7 @@ fn open(kind: BackendKind, cache: ModuleCache) -> Result<Box<dyn Backend>> {
     match kind {
         BackendKind::Cuda => Ok(Box::new(CudaBackend::new(cache)?)),
         BackendKind::Emulator => Ok(Box::new(EmulatorBackend::new(cache, EmulatorOptions::default())?)),
-        BackendKind::External => Err(out_of_turn("a kernel from elsewhere has no device of ours")),
+        BackendKind::External => Err(out_of_turn("an external kernel has no device of ours")),
     }
 }
 

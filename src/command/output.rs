@@ -1,0 +1,188 @@
+//! The one way to standard output and standard error.
+//!
+//! `println!` panics where its reader is gone or the disk is full, so clippy denies it in this crate
+//! (`print_stdout`, `print_stderr`). What commands print goes through [`outln!`] and [`errln!`] instead:
+//!
+//! - Standard output was closed (`parity ops | head`): the process ends at once, without a word, with code 141,
+//!   which is what a shell reports of a program that SIGPIPE ends. SIGPIPE itself stays ignored: it would also
+//!   end the harness when a worker process closes its end of a pipe.
+//! - Standard output cannot be written (a full disk): one error, code 2.
+//! - Standard error cannot be written: nobody reads it, so nothing is done.
+//!
+//! Text holds ANSI colours from [`good`], [`bad`] and the like; they are removed where they are not wanted.
+
+use std::fmt;
+use std::io::{self, Write as _};
+use std::sync::OnceLock;
+
+use anstream::adapter::strip_str;
+use anstream::{AutoStream, ColorChoice};
+use anstyle::{AnsiColor, Style};
+use serde::Serialize;
+
+use super::Exit;
+
+/// How this process prints.
+#[derive(Clone, Copy, Debug, Default)]
+struct Settings {
+    quiet: bool,
+    stdout_color: bool,
+    stderr_color: bool,
+}
+
+static SETTINGS: OnceLock<Settings> = OnceLock::new();
+
+/// Decides how this process prints; the first call counts. Without one nothing is coloured.
+pub fn set(quiet: bool, color: clap::ColorChoice) {
+    match color {
+        clap::ColorChoice::Auto => {}
+        clap::ColorChoice::Always => ColorChoice::Always.write_global(),
+        clap::ColorChoice::Never => ColorChoice::Never.write_global(),
+    }
+    // These know NO_COLOR, CLICOLOR, CLICOLOR_FORCE, TERM and terminals.
+    let colored = |choice: ColorChoice| choice != ColorChoice::Never;
+    let stdout_color = colored(AutoStream::choice(&io::stdout()));
+    let stderr_color = colored(AutoStream::choice(&io::stderr()));
+    let _ = SETTINGS.set(Settings { quiet, stdout_color, stderr_color });
+}
+
+fn settings() -> Settings {
+    SETTINGS.get().copied().unwrap_or_default()
+}
+
+/// Whether the verdict and the failures alone are printed (`--quiet`).
+pub fn is_quiet() -> bool {
+    settings().quiet
+}
+
+/// Whether standard error takes colours; a worker whose standard error this process passes on does as it does.
+pub fn stderr_has_color() -> bool {
+    settings().stderr_color
+}
+
+/// Prints to standard output, or ends the process.
+pub fn print(text: fmt::Arguments<'_>) {
+    let text = dressed(text, settings().stdout_color);
+    let written = io::stdout().lock().write_all(text.as_bytes());
+    end_unless(written);
+}
+
+/// Prints what is still buffered, or ends the process.
+pub fn flush() {
+    end_unless(io::stdout().flush());
+}
+
+/// Prints to standard error; where that fails nobody can be told.
+pub fn print_error(text: fmt::Arguments<'_>) {
+    let text = dressed(text, settings().stderr_color);
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// Prints a value as JSON.
+///
+/// # Errors
+/// A value that JSON cannot hold.
+pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
+    let text = serde_json::to_string_pretty(value)?;
+    print(format_args!("{text}\n"));
+    Ok(())
+}
+
+/// The text, with its colours or without.
+fn dressed(text: fmt::Arguments<'_>, color: bool) -> String {
+    let text = text.to_string();
+    if color { text } else { strip_str(&text).to_string() }
+}
+
+fn end_unless(written: io::Result<()>) {
+    let Err(error) = written else { return };
+    let exit = if error.kind() == io::ErrorKind::BrokenPipe {
+        Exit::Closed
+    } else {
+        print_error(format_args!("parity: writing to standard output: {error}\n"));
+        Exit::BadInput
+    };
+    // Here, so that no caller can forget it. Children and folders are taken care of as when this process is killed.
+    std::process::exit(exit.code().into())
+}
+
+/// Prints a line to standard output.
+macro_rules! outln {
+    ($($text:tt)*) => { $crate::command::output::print(format_args!("{}\n", format_args!($($text)*))) };
+}
+
+/// Prints to standard output.
+macro_rules! out {
+    ($($text:tt)*) => { $crate::command::output::print(format_args!($($text)*)) };
+}
+
+/// Prints a line to standard output that is neither verdict nor failure: not where `--quiet` is given.
+macro_rules! detailln {
+    ($($text:tt)*) => {
+        if !$crate::command::output::is_quiet() {
+            outln!($($text)*);
+        }
+    };
+}
+
+/// Prints a line to standard error.
+macro_rules! errln {
+    ($($text:tt)*) => { $crate::command::output::print_error(format_args!("{}\n", format_args!($($text)*))) };
+}
+
+/// Text in a style.
+#[derive(Clone, Copy, Debug)]
+pub struct Styled<T> {
+    text: T,
+    style: Style,
+}
+
+impl<T: fmt::Display> fmt::Display for Styled<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Widths are of the text: the escapes take no column.
+        write!(f, "{}", self.style)?;
+        self.text.fmt(f)?;
+        write!(f, "{:#}", self.style)
+    }
+}
+
+/// What agrees.
+pub fn good<T: fmt::Display>(text: T) -> Styled<T> {
+    Styled { text, style: AnsiColor::Green.on_default().bold() }
+}
+
+/// What disagrees, and errors.
+pub fn bad<T: fmt::Display>(text: T) -> Styled<T> {
+    Styled { text, style: AnsiColor::Red.on_default().bold() }
+}
+
+/// A failure: its first line says what fails.
+pub fn failure(text: &str) -> String {
+    let (head, rest) = text.split_at(text.find('\n').unwrap_or(text.len()));
+    format!("{}{rest}", bad(head))
+}
+
+/// What was not decided, and warnings.
+pub fn unsure<T: fmt::Display>(text: T) -> Styled<T> {
+    Styled { text, style: AnsiColor::Yellow.on_default().bold() }
+}
+
+/// A heading or a name.
+pub fn strong<T: fmt::Display>(text: T) -> Styled<T> {
+    Styled { text, style: Style::new().bold() }
+}
+
+/// Legends.
+pub fn faint<T: fmt::Display>(text: T) -> Styled<T> {
+    Styled { text, style: Style::new().dimmed() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_style_takes_no_column() {
+        assert_eq!(format!("{:6}|", good("ok")), "\u{1b}[1m\u{1b}[32mok    \u{1b}[0m|");
+    }
+}
