@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_kernels::runtime::SourceTree;
-use dsv4_kernels::runtime::cuda::Nvrtc;
+use dsv4_kernels::runtime::cache::ModuleCache;
+use dsv4_kernels::runtime::cuda::{self, Nvrtc};
 use rayon::prelude::*;
 
 use super::Exit;
@@ -29,12 +30,21 @@ pub struct CompileArguments {
     /// Only what this commit may concern, and a rotating eighth of the rest: the current directory is its checkout
     #[arg(long, conflicts_with = "kernels")]
     changed: bool,
+    /// Keep what is compiled in this cache of modules. A run with PARITY_CACHE_DIR=DIR on a GPU of a target of --arch
+    /// compiles nothing then, if its kernels are the same and its NVRTC is the same release and build (carry libnvrtc along
+    /// and name it by PARITY_NVRTC); with another NVRTC it compiles again
+    #[arg(long, value_name = "DIR")]
+    into: Option<PathBuf>,
 }
 
 /// Compiles every specialisation that some operator launches, and the tests' own kernels; 1 where the compiler refuses one
 /// or has a remark.
 pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let nvrtc = Nvrtc::load()?;
+    if arguments.into.is_some() {
+        arguments.arch.iter().try_for_each(|target| looked_for(target))?;
+    }
+    let cache = arguments.into.clone().map(ModuleCache::new);
     let tree = match &arguments.kernels {
         Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
         None => SourceTree::embedded(),
@@ -53,7 +63,7 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let (mut failures, mut skipped) = (0, 0);
     // A few at a time on all cores: lines come in the order of the jobs, and soon.
     for some in jobs.chunks(4 * rayon::current_num_threads()) {
-        let outcomes: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree)).collect();
+        let outcomes: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree, cache.as_ref())).collect();
         for outcome in outcomes {
             let (Outcome::Compiled(line) | Outcome::Failed(line) | Outcome::Skipped(line)) = &outcome;
             println!("{}", printable(line));
@@ -87,6 +97,17 @@ fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<Vec
     Ok(modules.into_iter().zip(chosen.flags).filter_map(|(module, chosen)| chosen.then_some(module)).collect())
 }
 
+/// Refuses a target under which no device looks for its modules.
+fn looked_for(target: &str) -> Result<()> {
+    let number = target.strip_prefix("sm_").map(|number| number.trim_end_matches(|c: char| c.is_ascii_lowercase()));
+    let number = number.and_then(|number| number.parse().ok());
+    match number.map(cuda::target_of) {
+        Some(wanted) if wanted == target => Ok(()),
+        Some(wanted) => bail!("--arch {target}: a device of this kind looks for modules of {wanted}"),
+        None => bail!("--arch {target}: is not of the form sm_80 or sm_90a"),
+    }
+}
+
 /// One source with its defines, for one target.
 struct Job<'a> {
     target: &'a str,
@@ -102,19 +123,26 @@ enum Outcome {
 }
 
 impl Job<'_> {
-    fn compile(&self, nvrtc: &Nvrtc, tree: &SourceTree) -> Outcome {
+    fn compile(&self, nvrtc: &Nvrtc, tree: &SourceTree, cache: Option<&ModuleCache>) -> Outcome {
         let Self { target, file, defines } = self;
         if *target != HOPPER.1 && includes(tree, file, HOPPER.0) {
             let line = format!("{target} {file}: skipped, it includes {} and so needs {}", HOPPER.0, HOPPER.1);
             return Outcome::Skipped(line);
         }
         let shown: String = defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
-        match nvrtc.compile(tree, file, defines, target) {
-            Ok(compiled) if compiled.remarks.is_empty() => {
+        let compiled = match cache {
+            None => nvrtc.compile(tree, file, defines, target).map(Some),
+            Some(cache) => nvrtc.compile_into(cache, tree, (file, defines), target),
+        };
+        match compiled {
+            Ok(None) => Outcome::Compiled(format!("{target} {file}{shown}: is there")),
+            Ok(Some(compiled)) if compiled.remarks.is_empty() => {
                 Outcome::Compiled(format!("{target} {file}{shown}: {} bytes", compiled.cubin.len()))
             }
             // Products that it serialises cost a tenth of a kernel's speed, and nothing else says so.
-            Ok(compiled) => Outcome::Failed(format!("{target} {file}{shown}: compiles, but: {}", compiled.remarks)),
+            Ok(Some(compiled)) => {
+                Outcome::Failed(format!("{target} {file}{shown}: compiles, but: {}", compiled.remarks))
+            }
             Err(error) => Outcome::Failed(format!("{target} {file}{shown}: {error}")),
         }
     }
@@ -142,6 +170,15 @@ fn includes(tree: &SourceTree, file: &str, header: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn modules_are_kept_for_targets_that_devices_look_for() {
+        let refused = |target| looked_for(target).map_err(|error| error.to_string()).unwrap_err();
+        assert!(["sm_80", "sm_89", "sm_90a", "sm_100a"].into_iter().all(|target| looked_for(target).is_ok()));
+        assert_eq!(refused("sm_90"), "--arch sm_90: a device of this kind looks for modules of sm_90a");
+        assert_eq!(refused("sm_80a"), "--arch sm_80a: a device of this kind looks for modules of sm_80");
+        assert!(["90", "sm_", "sm_x"].into_iter().all(|target| refused(target).contains("is not of the form")));
+    }
 
     #[test]
     fn a_source_that_includes_a_header_through_another_needs_it_and_a_comment_does_not() {

@@ -9,6 +9,7 @@ mod external;
 mod golden;
 mod history;
 mod merge;
+mod modules;
 mod mutants;
 mod ops;
 mod power;

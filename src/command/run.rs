@@ -14,7 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::benchmarks::{self, Measured};
 use super::sweep::SweepArguments;
-use super::{DeviceArguments, Exit, workers};
+use super::{DeviceArguments, Exit, modules, workers};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::{Operator, registry, size};
@@ -151,6 +151,7 @@ fn sweep_here(
     writer.hold_to(&plan, shard)?;
     writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
+    modules::compile_in_advance(operators, device.tree(), device.environment())?;
     let left_out = run_shard(plan, shard, device, &options, &mut writer);
     let cases = writer.finish()?;
     let mut report = record.report(cases, start.elapsed().as_secs_f64() + taken_over);

@@ -46,6 +46,7 @@ fn hostile() -> Vec<Value> {
 }
 
 fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String> {
+    shared::compiled(operator)?;
     let mut tries = tries(operator);
     let all = tries.len();
     if extent == Extent::Commit

@@ -12,6 +12,7 @@ pub fn trial(operator: &'static dyn Operator, _: Extent) -> Option<Trial> {
 }
 
 fn run(operator: &dyn Operator) -> Result<String, String> {
+    shared::compiled(operator)?;
     let refusals = shared::on_device(|device| operator.refusals(device)).map_err(|error| error.to_string())?;
     let wrong: Vec<String> = refusals
         .iter()

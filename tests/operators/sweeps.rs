@@ -99,6 +99,7 @@ fn run(operator: &dyn Operator, time_budget: Option<Duration>, given: [GivenCase
         condition: None,
         time_budget,
     };
+    shared::compiled(operator)?;
     let mut collected = Collected::default();
     let swept = shared::on_device(|device| sweep::sweep(operator, device, &options, &mut collected));
     let skips = swept.map_err(|error| error.to_string())?;

@@ -34,3 +34,4 @@ mod specification;
 mod steps;
 mod support;
 mod sweep;
+mod threads;

@@ -14,6 +14,7 @@ use super::matrix::MatrixLibrary;
 use super::params::Params;
 use super::recording::RecordingBackend;
 use super::remote::{RemoteBackend, RemoteOptions};
+use super::serial::Serial;
 use super::source::SourceTree;
 use super::tensor::HostTensor;
 use super::tensor_map::{MapWords, TensorMap};
@@ -66,7 +67,8 @@ enum Exchange {
     Replace(BTreeMap<String, HostTensor>),
 }
 
-/// One device, with the kernels of one source tree.
+/// One device, with the kernels of one source tree. Threads may share it: one that records or measures has it until it is done.
+/// Two devices of one GPU have a stream each, and, unless they are in this process, a context each.
 pub struct Device {
     backend: Arc<dyn Backend>,
     tree: Arc<SourceTree>,
@@ -85,9 +87,9 @@ impl Device {
             (BackendKind::Cuda, Some(remote)) => {
                 // No process is started to find that there is no driver.
                 cuda::require_driver()?;
-                Arc::new(RemoteBackend::open(kind, options.cache_dir, remote)?)
+                Arc::new(Serial::new(RemoteBackend::open(kind, options.cache_dir, remote)?))
             }
-            (BackendKind::Cuda, None) => Arc::new(CudaBackend::new(cache)?),
+            (BackendKind::Cuda, None) => Arc::new(Serial::new(CudaBackend::new(cache)?)),
             (BackendKind::Emulator, _) => Arc::new(EmulatorBackend::new(cache, options.emulator)?),
             (BackendKind::External, _) => {
                 let reason = "a kernel from elsewhere has no device of ours".to_owned();
@@ -224,6 +226,8 @@ impl Device {
     }
 
     fn module(&self, key: Module) -> Result<Arc<dyn LoadedModule>> {
+        // Before the modules, which a thread that records looks up as well.
+        let _turn = self.backend.turn();
         // Held while compiling: two threads that want one module compile it once.
         let mut modules = self.modules.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(module) = modules.get(&key) {
