@@ -24,6 +24,7 @@ mod kill_matrix;
 mod launchers;
 mod layouts;
 mod mutants;
+mod paths;
 mod sampler;
 mod scenario;
 mod selftest;

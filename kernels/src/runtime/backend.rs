@@ -182,6 +182,11 @@ pub trait Backend: Send + Sync {
         None
     }
 
+    /// Whether it has a compiler's modules, and runs what is launched.
+    fn runs(&self) -> bool {
+        true
+    }
+
     /// Compiles `file` of `tree` (or takes it from the disk cache) and loads it.
     ///
     /// # Errors

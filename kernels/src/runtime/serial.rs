@@ -138,6 +138,10 @@ impl<B: Backend> Backend for Serial<B> {
         self.backend.environment()
     }
 
+    fn runs(&self) -> bool {
+        self.backend.runs()
+    }
+
     fn turn(&self) -> Option<Turn<'_>> {
         Some(self.turns.take())
     }
