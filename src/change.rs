@@ -1,11 +1,12 @@
-//! What a commit has to run of the planted mutants, the edge cases, the remembered ones, the golden files and the operators of
-//! long tests, and compile of the modules: those that it may concern, and a rotating share of the others.
+//! What a commit has to run of the planted mutants, the edge cases, the saved ones, the golden files and the operators of
+//! long tests, and compile of the modules: those that it concerns, and a smoke test of the others.
 //!
 //! One is concerned when a file changed that it is made of or judged by: of a module its source and every header that this
 //! includes; of a mutant those of all modules of its operator, its launcher, its oracle, its operator's file, its list.
 //! What changed is told by git, against the commit at which this branch left `origin/main`, or else against the parent
 //! commit. Where git cannot tell (a shallow clone of one commit, a binary far from its sources), everything runs. Of very
-//! many a commit takes those whose own file changed first, and draws lots.
+//! many a commit takes those whose own file changed first, and of the others the same ones each time: a failure is never
+//! the luck of a draw. `PARITY_TESTS=all`, which runs at night, leaves nothing out.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,10 +16,10 @@ use dsv4_kernels::runtime::{RuntimeError, SourceTree};
 
 use crate::operator::Operator;
 
-/// One in so many of those that a commit does not concern runs all the same.
-pub const SHARE: u64 = 8;
+/// One in so many of those that a commit does not concern runs all the same, and one at least: the same for each commit.
+const SMOKE: usize = 256;
 /// So many mutants run for a commit at most. A header that all kernels include concerns every mutant of every operator;
-/// then the commit draws lots, and what is left out is for the run of everything.
+/// what is left out is for the run of everything.
 pub const MOST_MUTANTS: usize = 16;
 /// So many modules are compiled for a commit at most, for each target.
 pub const MOST_MODULES: usize = 10;
@@ -28,18 +29,14 @@ pub const MOST_EDGE_CASES: usize = 24;
 /// The same for remembered cases.
 pub const MOST_REMEMBERED_CASES: usize = 12;
 /// So many operators does a test go through for a commit at most that takes minutes for all of them.
-pub const MOST_OPERATORS: usize = 5;
+pub const MOST_OPERATORS: usize = 2;
 /// The same as of edge cases for pairs of a golden file and an operator that it is about.
 pub const MOST_GOLDEN_FILES: usize = 4;
-
-/// Folders and files that judge every operator: a change there concerns all of them.
-const HARNESS: [&str; 7] =
-    ["kernels/src/", "reference/src/", "src/case/", "src/judge/", "src/operator/", "src/sweep/", "tests/operators/"];
 
 /// What a commit changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// The commit, which chooses the rotating share: a rerun has the same one.
+    /// The commit.
     pub commit: String,
     /// The commit that it is compared with.
     pub base: String,
@@ -72,10 +69,10 @@ pub struct Stock {
 pub struct Chosen {
     /// Which ones, in the order of the candidates.
     pub flags: Vec<bool>,
-    /// How many it does not concern, and whose turn it is not.
+    /// How many it does not concern, and that are not in the smoke test.
     pub unconcerned: usize,
-    /// How many of the others drew no lot.
-    pub without_lot: usize,
+    /// How many it concerns beyond those that a commit runs.
+    pub too_many: usize,
 }
 
 impl Change {
@@ -96,60 +93,45 @@ impl Change {
         Ok(Self { commit, base, files })
     }
 
-    /// Those that the commit runs, at most `most`.
+    /// Those that the commit runs: of those that it concerns at most `most`, and the smoke test.
     pub fn choose(&self, candidates: &[Candidate<'_>], most: usize) -> Chosen {
-        let mut order: Vec<usize> = (0..candidates.len()).filter(|&at| self.selects(&candidates[at])).collect();
-        let lot = |id: &str| lot(self.seed(), id);
-        order.sort_by_key(|&at| (!self.files.contains(candidates[at].own), lot(candidates[at].id)));
-        let (concerned, all) = (order.len(), candidates.len());
+        let mut order: Vec<usize> = (0..candidates.len()).collect();
+        order.sort_by_key(|&at| lot(FIXED, candidates[at].id));
+        let smoke: BTreeSet<usize> = order.iter().copied().take(candidates.len().div_ceil(SMOKE)).collect();
+        order.retain(|&at| self.concerns(&candidates[at]));
+        order.sort_by_key(|&at| !self.files.contains(candidates[at].own));
+        let concerned = order.len();
         order.truncate(most);
-        let flags = (0..all).map(|at| order.contains(&at)).collect();
-        Chosen { flags, unconcerned: all - concerned, without_lot: concerned - order.len() }
+        let flags: Vec<bool> = (0..candidates.len()).map(|at| smoke.contains(&at) || order.contains(&at)).collect();
+        let left_out = flags.iter().filter(|runs| !**runs).count();
+        let too_many = (concerned - order.len()).min(left_out);
+        Chosen { flags, unconcerned: left_out - too_many, too_many }
     }
 
-    fn selects(&self, candidate: &Candidate<'_>) -> bool {
-        self.files.contains(candidate.own)
-            || !self.files.is_disjoint(candidate.files)
-            || slot(candidate.id) == slot(&self.commit)
+    fn concerns(&self, candidate: &Candidate<'_>) -> bool {
+        self.files.contains(candidate.own) || !self.files.is_disjoint(candidate.files)
     }
 
-    /// How much of each operator's stock the commit runs: all of those that it concerns, or together `most`, and a
-    /// [`SHARE`]th, rounded up, of each of the others. A change of the harness concerns every operator.
-    pub fn shares(&self, stocks: &[Stock], most: usize) -> Vec<usize> {
-        let harness = self.harness(stocks.iter().map(|stock| &stock.files)).next().is_some();
-        let concerned = |stock: &Stock| harness || !self.files.is_disjoint(&stock.files);
+    /// How much of each operator's stock the commit runs: all of those whose files it changed, or together `most`, and
+    /// `rest` of each of the others.
+    pub fn shares(&self, stocks: &[Stock], most: usize, rest: usize) -> Vec<usize> {
+        let concerned = |stock: &Stock| !self.files.is_disjoint(&stock.files);
         let all: usize = stocks.iter().filter(|stock| concerned(stock)).map(|stock| stock.count).sum();
         let share = |stock: &Stock| match (concerned(stock), all <= most) {
             (true, true) => stock.count,
             (true, false) => (stock.count * most).div_ceil(all),
-            (false, _) => stock.count.div_ceil(SHARE as usize),
+            (false, _) => stock.count.min(rest),
         };
         stocks.iter().map(share).collect()
     }
 
-    /// The files of the harness that changed, which judge every operator: those of no operator, of which each has `files`.
-    pub fn harness<'a>(
-        &'a self,
-        files: impl Iterator<Item = &'a BTreeSet<String>>,
-    ) -> impl Iterator<Item = &'a String> {
-        let of_operators: BTreeSet<&String> = files.flatten().collect();
-        let judges = |file: &String| HARNESS.iter().any(|harness| file.starts_with(harness));
-        self.files.iter().filter(move |file| judges(file) && !of_operators.contains(file))
-    }
-
-    /// What lots are drawn from: the commit's hash, so that each commit draws others and a rerun the same.
-    pub fn seed(&self) -> u64 {
-        number(&self.commit)
-    }
-
-    /// What was left out, and why, in words; `what` they are.
+    /// What is left out, and why, in words; `what` they are.
     pub fn left_out(&self, chosen: &Chosen, what: &str, most: usize) -> String {
-        let Chosen { flags, unconcerned, without_lot } = chosen;
+        let Chosen { flags, unconcerned, too_many } = chosen;
         format!(
-            "{} of {} {what} are left out: of {unconcerned} nothing that they are made of or judged by changed since \
-             {:.12}, and it is not their turn (one in {SHARE}, by the commit's hash); {without_lot} others drew no lot \
-             among the {most} that a commit runs",
-            unconcerned + without_lot,
+            "{} of {} {what} are left out: nothing that {unconcerned} of them are made of or judged by changed since \
+             {:.12}; {too_many} are beyond the {most} that a commit runs",
+            unconcerned + too_many,
             flags.len(),
             self.base,
         )
@@ -165,19 +147,12 @@ fn git(root: &Path, arguments: &[&str]) -> Result<String, String> {
     Err(format!("git {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
 }
 
+/// The seed of choices that are the same for each commit.
+pub const FIXED: u64 = 0;
+
 /// The lot of what has this name: of many those with the lowest are drawn.
 pub fn lot(seed: u64, name: &str) -> [u8; 32] {
     *blake3::hash(format!("{seed} {name}").as_bytes()).as_bytes()
-}
-
-fn number(name: &str) -> u64 {
-    let mut bytes = [0; 8];
-    bytes.copy_from_slice(&blake3::hash(name.as_bytes()).as_bytes()[..8]);
-    u64::from_le_bytes(bytes)
-}
-
-fn slot(name: &str) -> u64 {
-    number(name) % SHARE
 }
 
 /// The source of a kernel and every header that it includes, from the root of the project.
@@ -299,18 +274,17 @@ mod tests {
     }
 
     #[test]
-    fn operators_that_a_change_concerns_share_what_a_commit_runs_and_the_others_give_an_eighth() {
+    fn operators_whose_files_changed_share_what_a_commit_runs_and_the_others_run_a_rest() {
         let stock = |name: &str, count| Stock { count, files: [format!("kernels/src/{name}.rs"), "a.h".into()].into() };
         let stocks = [stock("rope", 30), stock("swiglu", 50), stock("rms_norm", 1)];
-        let shares = |file: &str, most| change("a", file).shares(&stocks, most);
-        assert_eq!(shares("kernels/src/rope.rs", 100), [30, 7, 1], "one operator");
-        assert_eq!(shares("kernels/src/rope.rs", 20), [20, 7, 1], "one with very many");
-        for everything in ["a.h", "kernels/src/runtime/emulator/emulator.h", "src/judge/checks.rs"] {
-            assert_eq!(shares(everything, 81), [30, 50, 1], "{everything}");
-            assert_eq!(shares(everything, 27), [10, 17, 1], "{everything}");
+        let shares = |file: &str, most| change("a", file).shares(&stocks, most, 2);
+        assert_eq!(shares("kernels/src/rope.rs", 100), [30, 2, 1], "one operator");
+        assert_eq!(shares("kernels/src/rope.rs", 20), [20, 2, 1], "one with very many");
+        assert_eq!(shares("a.h", 81), [30, 50, 1], "a header of all");
+        assert_eq!(shares("a.h", 27), [10, 17, 1], "a header of all, with very many");
+        for nothing in ["src/judge/checks.rs", "README.md"] {
+            assert_eq!(shares(nothing, 100), [2, 2, 1], "{nothing}");
         }
-        assert_eq!(shares("README.md", 100), [4, 7, 1]);
-        assert_ne!(change("a", "").seed(), change("b", "").seed());
     }
 
     fn ids(count: usize) -> Vec<String> {
@@ -318,17 +292,12 @@ mod tests {
     }
 
     #[test]
-    fn a_commit_that_concerns_very_many_draws_lots_and_each_ones_turn_comes() {
+    fn of_very_many_each_commit_runs_the_same() {
         let ids = ids(480);
-        let drawn = |commit: &str| chosen(commit, "kernels/cuda/include/header.h", &ids, 160);
-        assert_eq!(drawn("a"), drawn("a"));
-        let mut seen = vec![false; ids.len()];
-        for commit in 0..64 {
-            let drawn = drawn(&format!("commit {commit}"));
-            assert_eq!(drawn.iter().filter(|drawn| **drawn).count(), 160);
-            seen.iter_mut().zip(drawn).for_each(|(seen, drawn)| *seen |= drawn);
-        }
-        assert!(seen.iter().all(|seen| *seen), "some one's turn never comes");
+        let chosen_by = |commit: &str| chosen(commit, "kernels/cuda/include/header.h", &ids, 160);
+        assert_eq!(chosen_by("a"), chosen_by("b"));
+        let run = chosen_by("a").into_iter().filter(|runs| *runs).count();
+        assert!((160..=162).contains(&run), "{run}: 160 and a smoke test of two");
         assert_eq!(chosen("a", "kernels/cuda/include/header.h", &ids[..9], 160), [true; 9], "a few all run");
     }
 
@@ -341,24 +310,27 @@ mod tests {
             ids.iter().enumerate().map(|(at, id)| Candidate { id, own: own(at), files: &files }).collect();
         let both = Change { files: [header, "kernels/cuda/rope.cu"].map(str::to_owned).into(), ..change("a", "") };
         let chosen = both.choose(&candidates, 15);
-        assert_eq!((chosen.unconcerned, chosen.without_lot), (0, 85));
+        let left_out = chosen.flags.iter().filter(|runs| !**runs).count();
+        assert_eq!((chosen.unconcerned, chosen.too_many), (0, left_out));
+        assert!((84..=85).contains(&left_out), "{left_out}: one may be of the smoke test");
         assert!((0..100).step_by(10).all(|at| chosen.flags[at]), "{:?}", chosen.flags);
-        assert!(both.left_out(&chosen, "mutants", 15).starts_with("85 of 100 mutants are left out: of 0 nothing"));
+        let words = both.left_out(&chosen, "mutants", 15);
+        assert!(
+            words.starts_with(&format!("{left_out} of 100 mutants are left out: nothing that 0 of them")),
+            "{words}"
+        );
     }
 
     #[test]
-    fn every_one_that_a_change_concerns_runs_and_of_the_others_a_share_that_another_commit_draws_anew() {
+    fn every_one_that_a_change_concerns_runs_and_of_the_others_a_smoke_test() {
         let ids = ids(800);
         let selected = |commit: &str, file: &str| -> BTreeSet<usize> {
             let flags = chosen(commit, file, &ids, ids.len());
             (0..ids.len()).filter(|&at| flags[at]).collect()
         };
         assert_eq!(selected("a", "kernels/cuda/rope.cu").len(), ids.len());
-        let share = selected("a", "README.md");
-        assert!((60..=140).contains(&share.len()), "{} of 800", share.len());
-        assert_eq!(share, selected("a", "README.md"));
-        let seen: BTreeSet<usize> =
-            (0..64).flat_map(|commit| selected(&format!("commit {commit}"), "README.md")).collect();
-        assert_eq!(seen.len(), ids.len(), "some one's turn never comes");
+        let smoke = selected("a", "README.md");
+        assert_eq!(smoke.len(), ids.len().div_ceil(SMOKE));
+        assert_eq!(smoke, selected("b", "README.md"), "the same for each commit");
     }
 }

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_kernels::runtime::SourceTree;
-use dsv4_kernels::runtime::cuda::Nvrtc;
+use dsv4_kernels::runtime::cache::ModuleCache;
+use dsv4_kernels::runtime::cuda::{self, Nvrtc};
 use rayon::prelude::*;
 use serde_json::json;
 
@@ -33,6 +34,13 @@ pub struct CompileArguments {
     /// The current directory must be the commit's checkout.
     #[arg(long, conflicts_with = "kernels")]
     changed: bool,
+    /// Keep what is compiled in this cache of modules, for PARITY_CACHE_DIR on a GPU machine
+    ///
+    /// A run on a GPU of a target of --arch then compiles nothing, if its kernels are the same and its
+    /// NVRTC is the same release and build: carry libnvrtc along, and name it by PARITY_NVRTC. With
+    /// another NVRTC it compiles again.
+    #[arg(long, value_name = "DIR")]
+    into: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -46,6 +54,10 @@ const INSTALL: &str = "NVRTC is needed. Run `pip install nvidia-cuda-nvrtc`, or 
 /// or has a remark.
 pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let nvrtc = Nvrtc::load().context(INSTALL)?;
+    if arguments.into.is_some() {
+        arguments.arch.iter().try_for_each(|target| looked_for(target))?;
+    }
+    let cache = arguments.into.clone().map(ModuleCache::new);
     let tree = match &arguments.kernels {
         Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
         None => SourceTree::embedded(),
@@ -70,7 +82,7 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let mut outcomes: Vec<Outcome> = Vec::new();
     // A few at a time on all cores: lines come in the order of the jobs, and soon.
     for some in jobs.chunks(4 * rayon::current_num_threads()) {
-        let new: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree)).collect();
+        let new: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree, cache.as_ref())).collect();
         for (job, outcome) in some.iter().zip(&new).filter(|_| !arguments.json) {
             job.print(outcome);
         }
@@ -81,7 +93,7 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     if arguments.json {
         output::json(&jobs.iter().zip(&outcomes).map(|(job, outcome)| job.as_json(outcome)).collect::<Vec<_>>())?;
     } else {
-        let compiled = count(|outcome| matches!(outcome, Outcome::Compiled(_)));
+        let compiled = count(|outcome| matches!(outcome, Outcome::Compiled(_) | Outcome::Stored));
         let skipped = count(|outcome| matches!(outcome, Outcome::Skipped(_)));
         let verdict = match failed {
             0 => output::good(format!("{compiled} compiled")),
@@ -110,6 +122,17 @@ fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<(Ve
     Ok((modules.filter_map(|(module, chosen)| chosen.then_some(module)).collect(), left_out.to_string()))
 }
 
+/// Refuses a target under which no device looks for its modules.
+fn looked_for(target: &str) -> Result<()> {
+    let number = target.strip_prefix("sm_").map(|number| number.trim_end_matches(|c: char| c.is_ascii_lowercase()));
+    let number = number.and_then(|number| number.parse().ok());
+    match number.map(cuda::target_of) {
+        Some(wanted) if wanted == target => Ok(()),
+        Some(wanted) => bail!("--arch {target}: a device of this kind looks for modules of {wanted}"),
+        None => bail!("--arch {target}: is not of the form sm_80 or sm_90a"),
+    }
+}
+
 /// One source with its defines, for one target.
 struct Job<'a> {
     target: &'a str,
@@ -119,6 +142,8 @@ struct Job<'a> {
 
 /// What became of a job.
 enum Outcome {
+    /// The cache had it.
+    Stored,
     /// Bytes of the cubin.
     Compiled(usize),
     /// The compiler's words.
@@ -128,15 +153,20 @@ enum Outcome {
 }
 
 impl Job<'_> {
-    fn compile(&self, nvrtc: &Nvrtc, tree: &SourceTree) -> Outcome {
+    fn compile(&self, nvrtc: &Nvrtc, tree: &SourceTree, cache: Option<&ModuleCache>) -> Outcome {
         let Self { target, file, defines } = self;
         if *target != HOPPER.1 && includes(tree, file, HOPPER.0) {
             return Outcome::Skipped(format!("it includes {} and so needs {}", HOPPER.0, HOPPER.1));
         }
-        match nvrtc.compile(tree, file, defines, target) {
-            Ok(compiled) if compiled.remarks.is_empty() => Outcome::Compiled(compiled.cubin.len()),
+        let compiled = match cache {
+            None => nvrtc.compile(tree, file, defines, target).map(Some),
+            Some(cache) => nvrtc.compile_into(cache, tree, (file, defines), target),
+        };
+        match compiled {
+            Ok(None) => Outcome::Stored,
+            Ok(Some(compiled)) if compiled.remarks.is_empty() => Outcome::Compiled(compiled.cubin.len()),
             // Products that it serialises cost a tenth of a kernel's speed, and nothing else says so.
-            Ok(compiled) => Outcome::Failed(format!("compiles, but: {}", compiled.remarks)),
+            Ok(Some(compiled)) => Outcome::Failed(format!("compiles, but: {}", compiled.remarks)),
             Err(error) => Outcome::Failed(error.to_string()),
         }
     }
@@ -146,6 +176,7 @@ impl Job<'_> {
         let shown: String = defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
         match outcome {
             Outcome::Compiled(bytes) => detailln!("{target} {file}{shown}: {bytes} bytes"),
+            Outcome::Stored => detailln!("{target} {file}{shown}: stored already"),
             Outcome::Failed(why) => outln!("{} {file}{shown}: {}", output::bad(target), printable(why)),
             Outcome::Skipped(why) => detailln!("{target} {file}: skipped, {why}"),
         }
@@ -155,6 +186,7 @@ impl Job<'_> {
         let Self { target, file, defines } = self;
         let (outcome, bytes, why) = match outcome {
             Outcome::Compiled(bytes) => ("compiled", Some(bytes), None),
+            Outcome::Stored => ("stored", None, None),
             Outcome::Failed(why) => ("failed", None, Some(why)),
             Outcome::Skipped(why) => ("skipped", None, Some(why)),
         };
@@ -185,6 +217,15 @@ fn includes(tree: &SourceTree, file: &str, header: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn modules_are_kept_for_targets_that_devices_look_for() {
+        let refused = |target| looked_for(target).map_err(|error| error.to_string()).unwrap_err();
+        assert!(["sm_80", "sm_89", "sm_90a", "sm_100a"].into_iter().all(|target| looked_for(target).is_ok()));
+        assert_eq!(refused("sm_90"), "--arch sm_90: a device of this kind looks for modules of sm_90a");
+        assert_eq!(refused("sm_80a"), "--arch sm_80a: a device of this kind looks for modules of sm_80");
+        assert!(["90", "sm_", "sm_x"].into_iter().all(|target| refused(target).contains("is not of the form")));
+    }
 
     #[test]
     fn a_source_that_includes_a_header_through_another_needs_it_and_a_comment_does_not() {

@@ -17,6 +17,7 @@ mod golden;
 mod history;
 mod man;
 mod merge;
+mod modules;
 mod mutants;
 mod ops;
 mod power;

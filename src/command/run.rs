@@ -15,7 +15,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::benchmarks::{self, Measured};
 use super::ci::CiArguments;
 use super::sweep::SweepArguments;
-use super::{DeviceArguments, Exit, output, workers};
+use super::{DeviceArguments, Exit, modules, output, workers};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::{Operator, Profile, registry, size};
@@ -190,6 +190,7 @@ fn sweep_here(
     writer.hold_to(&plan, shard)?;
     writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
+    modules::compile_in_advance(operators, device.tree(), device.environment())?;
     let open = || arguments.device.open_as(device.environment().backend);
     let runners = match devices(arguments, device) {
         1 => Runners::One(device),

@@ -8,14 +8,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use dsv4_kernels::runtime::cache::ModuleCache;
 use dsv4_kernels::runtime::process::{isolate, kill_group};
 use dsv4_kernels::runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::modules;
 use super::output;
 use super::run::{self, RunArguments};
 use crate::judge::turns::{self, TURNS};
@@ -41,7 +41,9 @@ pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Enviro
     let gpus = if environment.backend == BackendKind::Cuda { cuda::device_count()? } else { 0 };
     if gpus > 0 {
         divide_memory(workers, gpus, &folder)?;
-        compile_in_advance(arguments, environment)?;
+        // Each worker would compile all of them.
+        let operators = registry::select(arguments.ops.as_deref())?;
+        modules::compile_in_advance(&operators, &arguments.device.tree()?, environment)?;
     }
     let shards = (0..workers).map(|index| Shard { index, count: workers });
     let mut running = shards
@@ -80,17 +82,6 @@ fn divide_memory(workers: u32, gpus: u32, folder: &Path) -> Result<()> {
         let made = turns::prepare(&places, cuda::device_memory(gpu)?, u64::from(workers.div_ceil(used.len() as u32)));
         made.with_context(|| format!("creating {}", places.display()))?;
     }
-    Ok(())
-}
-
-/// Fills the cache of modules with those of the operators: each worker would compile all of them.
-fn compile_in_advance(arguments: &RunArguments, environment: &Environment) -> Result<()> {
-    let operators = registry::select(arguments.ops.as_deref())?;
-    let modules: Vec<_> = operators.iter().flat_map(|operator| operator.modules()).collect();
-    let cache = ModuleCache::new(ModuleCache::default_dir());
-    let begun = Instant::now();
-    cuda::compile_into(&cache, &arguments.device.tree()?, &modules, &environment.target)?;
-    tracing::info!("{} modules were there, or compiled, in {:.1} s", modules.len(), begun.elapsed().as_secs_f64());
     Ok(())
 }
 

@@ -6,6 +6,7 @@
 //! of f32 where the file stores that. What the file's authors computed in f32 throughout (the rotary
 //! tables) is held to the budget of an f32 kernel. Kernels are held to their budget around the golden values.
 
+use std::path::Path;
 use std::time::Instant;
 
 use dsv4_kernels::runtime::{DType, Device};
@@ -14,9 +15,9 @@ use crate::case::{Case, CaseError};
 use crate::judge::agreement;
 use crate::judge::budget::Budget;
 use crate::judge::checks::{self, CheckOptions, Outcome};
-use crate::judge::golden::GoldenFile;
+use crate::judge::golden::{self, GoldenError, GoldenFile};
 use crate::judge::truth::Truth;
-use crate::operator::{ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
+use crate::operator::{ExpectedTensor, GoldenCase, Operator, OracleTensor, half_ulp};
 use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, words};
 
 /// Runs every check that a golden case allows. `device` is `None` where only oracles are asked for.
@@ -67,14 +68,22 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
     }
 }
 
-/// The golden files of a folder that some of the given operators understand, as cases.
+/// Names of the files of a folder that are about some of the operators, in the index's order: the kind is in the name, so that
+/// no other file is read.
+///
+/// # Errors
+/// Those of [`golden::index`].
+pub fn files_about(dir: &Path, operators: &[&'static dyn Operator]) -> Result<Vec<String>, GoldenError> {
+    let mut names = golden::index(dir)?;
+    names.retain(|name| operators.iter().any(|operator| operator.golden_kinds().contains(&golden::kind_of(name))));
+    Ok(names)
+}
+
+/// A golden file as cases of those of the given operators that understand it.
 ///
 /// # Errors
 /// A file that should fit an operator and does not.
-pub fn cases_of(
-    file: &GoldenFile,
-    operators: &[&'static dyn crate::operator::Operator],
-) -> Result<Vec<GoldenCase>, CaseError> {
+pub fn cases_of(file: &GoldenFile, operators: &[&'static dyn Operator]) -> Result<Vec<GoldenCase>, CaseError> {
     let mut cases = Vec::new();
     for operator in operators {
         cases.extend(operator.golden(file)?);

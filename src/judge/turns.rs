@@ -1,4 +1,4 @@
-//! Turns of processes that share a GPU: kernels that need much of its memory wait until so much of it is free.
+//! Turns of processes, or of threads with a device each, that share a GPU: kernels that need much of its memory wait until so much of it is free.
 //!
 //! The memory is divided into places of [`PLACE`] bytes, each a file whose lock is the right to it. Who waits for places waits in
 //! front of all who came later, by the lock of one file more, so that nobody waits for a place of somebody who waits as well.
@@ -6,6 +6,7 @@
 use std::fs::{File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// The variable that names the folder of a GPU's places, the same for all processes on it.
@@ -41,6 +42,15 @@ pub fn prepare(folder: &Path, bytes: u64, processes: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// The folder that threads of this process share a GPU by.
+static OF_THREADS: OnceLock<PathBuf> = OnceLock::new();
+
+/// Has all threads of this process take turns by a folder that is [prepared](prepare), whatever the variable says; the first
+/// one stays.
+pub fn share(folder: PathBuf) {
+    let _ = OF_THREADS.set(folder);
+}
+
 fn place_of(folder: &Path, place: u64) -> PathBuf {
     folder.join(place.to_string())
 }
@@ -52,15 +62,14 @@ pub(super) struct Turn {
 
 /// Where others share this GPU, and room for so many bytes, which nobody else asks for, is much of it: its places, once they are free.
 pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
-    let folder = std::env::var_os(TURNS)?;
+    let folder = OF_THREADS.get().cloned().or_else(|| std::env::var_os(TURNS).map(PathBuf::from))?;
     let room = room();
     if room <= UNASKED {
         return None;
     }
-    let folder = Path::new(&folder);
     let begun = Instant::now();
     // Without a turn there may be a lack of memory, which says so itself.
-    let turn = turn(folder, room.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display()));
+    let turn = turn(&folder, room.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display()));
     if begun.elapsed() > WORTH_SAYING {
         tracing::info!("waited {:.1} s for {} GiB of the GPU's memory", begun.elapsed().as_secs_f64(), room >> 30);
     }

@@ -242,9 +242,10 @@ impl Declared for QueryProjection {
             plain(18, [40, 24, 3, 16]),
             plain(1, [584, 16, 1, 16]),
             plain(2, [584, 16, 1, 16]),
-            // A norm that a block takes, of few rows and of more.
+            // A norm that a block takes, of few rows and of more: of the emulator's multiprocessors, and of a GPU's 132.
             plain(2, [8, 1032, 1, 8]),
             plain(6, [8, 1032, 1, 8]),
+            coded(plain(133, [8, 1032, 1, 8])),
             QueryProjectionCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(7, [16, 8, 2, 8]) },
             coded(plain(18, [32, 16, 1, 24])),
             coded(plain(3, [131, 9, 1, 14])),

@@ -107,7 +107,9 @@ impl Declared for Swiglu {
         let bare = SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) };
         // Several blocks a row of few; rows of which each warp takes one, as of so many of a GPU.
         let f32 = SwigluCase { dtype: Float::F32, ..plain(23, 132) };
-        [&extents[..], &[unweighted, bare, plain(3, 261), plain(22, 264), plain(21, 33), f32]].concat()
+        // More rows than 132 multiprocessors have threads for each access of, with few channels: a GPU's kernels for many rows.
+        let many = [plain(530, 8), plain(529, 3)];
+        [&extents[..], &[unweighted, bare, plain(3, 261), plain(22, 264), plain(21, 33), f32], &many].concat()
     }
 
     fn forward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {

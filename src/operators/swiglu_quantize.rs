@@ -109,6 +109,7 @@ impl Declared for SwigluQuantize {
             "swiglu_quantize_scalar",
             "backward swiglu_backward_vector",
             "backward swiglu_backward_scalar",
+            "backward swiglu_backward_few_vector",
         ],
         modules: launcher::modules,
         cases: [24, 60, 120],
@@ -206,6 +207,8 @@ impl Declared for SwigluQuantize {
             // Tiles below and beside each other.
             in_layout(tiles, plain(131, 144, short)),
             bf16(SwigluQuantizeCase { scale: ScaleType::PowerOfTwo, ..plain(3, 640, long) }),
+            // More rows than 132 multiprocessors have threads for each access of: the backward of a GPU for many rows.
+            plain(530, 8, short),
             // So small that the floor makes the scale.
             SwigluQuantizeCase { data: Data::normal(2f64.powi(-14)), ..plain(5, 128, long) },
         ]

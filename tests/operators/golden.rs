@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use dsv4_kernels::runtime::DType;
-use dsv4_parity::change::{MOST_GOLDEN_FILES, lot};
+use dsv4_parity::change::MOST_GOLDEN_FILES;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
@@ -20,13 +20,12 @@ pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
     Some(crate::trial(format!("golden::{}", operator.name()), move || run(operator, extent)))
 }
 
-/// Files and their cases.
-type Files = Vec<(GoldenFile, Vec<GoldenCase>)>;
-
 fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String> {
-    let (found, left_out) = chosen(operator, extent, files_of(operator)?)?;
+    shared::compiled(operator)?;
+    let (found, left_out) = chosen(operator, extent, names_of(operator)?)?;
     let (files, mut skips, mut by_kernels, mut changed) = (found.len(), Vec::new(), 0, 0);
-    for (file, cases) in found {
+    for name in found {
+        let (file, cases) = read(operator, &name)?;
         for mut case in cases {
             let truth = Truth::of(&*case.prepared, case.prepared.arithmetic())
                 .map_err(|error| format!("{}: {error}", file.name))?;
@@ -44,54 +43,54 @@ fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String
         return Err(format!("the kernels ran {by_kernels} cases, and were spared {skips:?}"));
     }
     let oracle_only = skips.iter().map(|why| format!("; oracle only: {why}")).collect::<String>();
-    let left_out = if left_out == 0 { String::new() } else { format!("; {left_out} files drew no lot") };
+    let left_out = if left_out == 0 { String::new() } else { format!("; {left_out} larger files are left out") };
     Ok(format!("{files} files, {changed} tensors{oracle_only}{left_out}"))
 }
 
-/// Those that the commit may concern and some of the others, and how many are left out.
-fn chosen(operator: &'static dyn Operator, extent: Extent, mut files: Files) -> Result<(Files, usize), String> {
+/// Of the files that the commit concerns as many as it runs, of an operator that it does not concern one: the smallest ones
+/// first; and how many are left out.
+fn chosen(
+    operator: &'static dyn Operator,
+    extent: Extent,
+    mut names: Vec<String>,
+) -> Result<(Vec<String>, usize), String> {
     static SHARES: LazyLock<Shares> = LazyLock::new(shares);
-    let all = files.len();
+    let all = names.len();
     if extent == Extent::Commit
-        && let Some(&(most, seed)) = SHARES.as_ref().map_err(Clone::clone)?.get(operator.name())
+        && let Some(&most) = SHARES.as_ref().map_err(Clone::clone)?.get(operator.name())
     {
-        files.sort_by_key(|(file, _)| lot(seed, &file.name));
-        files.truncate(most);
+        names.sort_by_key(|name| std::fs::metadata(folder().join(name)).map_or(u64::MAX, |data| data.len()));
+        names.truncate(most);
     }
-    let left_out = all - files.len();
-    Ok((files, left_out))
+    let left_out = all - names.len();
+    Ok((names, left_out))
 }
 
 fn shares() -> Shares {
     let names = golden::index(&folder()).map_err(|error| error.to_string())?;
     let is_about = |operator: &dyn Operator, name: &str| operator.golden_kinds().contains(&golden::kind_of(name));
-    shared::shares(|operator| names.iter().filter(|name| is_about(operator, name)).count(), MOST_GOLDEN_FILES)
+    shared::shares(|operator| names.iter().filter(|name| is_about(operator, name)).count(), MOST_GOLDEN_FILES, 1)
 }
 
 fn folder() -> PathBuf {
     support::fixtures().join("golden")
 }
 
-/// Every golden file that is about an operator, as that operator's cases: all files of each kind that it declares, each
-/// of which the layer holds to be cases of it, and no other.
-fn files_of(operator: &'static dyn Operator) -> Result<Files, String> {
-    let dir = folder();
-    let mut files = Files::new();
-    for name in golden::index(&dir).map_err(|error| error.to_string())? {
-        let file = golden::read(&dir.join(name)).map_err(|error| error.to_string())?;
-        let cases = golden_run::cases_of(&file, &[operator]).map_err(|error| error.to_string())?;
-        if operator.golden_kinds().contains(&file.operator.as_str()) == cases.is_empty() {
-            return Err(format!("{} makes {} cases", file.name, cases.len()));
-        }
-        if !cases.is_empty() {
-            files.push((file, cases));
-        }
-    }
-    let found = |kind: &&&str| files.iter().any(|(file, _)| file.operator == **kind);
+/// Every golden file that is about an operator: all of each kind that it declares.
+fn names_of(operator: &'static dyn Operator) -> Result<Vec<String>, String> {
+    let names = golden_run::files_about(&folder(), &[operator]).map_err(|error| error.to_string())?;
+    let found = |kind: &&&str| names.iter().any(|name| golden::kind_of(name) == **kind);
     match operator.golden_kinds().iter().find(|kind| !found(kind)) {
         Some(kind) => Err(format!("no golden file is of the kind `{kind}`")),
-        None => Ok(files),
+        None => Ok(names),
     }
+}
+
+/// A file, and the operator's cases of it, which the layer holds to be some.
+fn read(operator: &'static dyn Operator, name: &str) -> Result<(GoldenFile, Vec<GoldenCase>), String> {
+    let file = golden::read(&folder().join(name)).map_err(|error| error.to_string())?;
+    let cases = golden_run::cases_of(&file, &[operator]).map_err(|error| error.to_string())?;
+    if cases.is_empty() { Err(format!("{name} makes no case")) } else { Ok((file, cases)) }
 }
 
 /// The file agrees with the oracle and, where they can run it, with the kernels.

@@ -1,13 +1,13 @@
 //! `numbers::OPERATOR`: every whole number of its cases, alone and with another one, set to what wraps, to what takes all
 //! memory, and to what is no number. Each ends in an error that names what is wrong, or in a verdict, at once and within
-//! the memory that a case may take. A commit tries a share of them by lot.
+//! the memory that a case may take. A commit tries a share of them.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use dsv4_parity::case::{Case, Draw};
-use dsv4_parity::change::lot;
+use dsv4_parity::change::{FIXED, lot};
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::operator::size::Limit;
 use dsv4_parity::operator::{Operator, Profile};
@@ -26,8 +26,8 @@ const AT_ONCE: Duration = Duration::from_secs(5);
 const A_WHILE: Duration = Duration::from_secs(60);
 /// How many cases' numbers are tried.
 const CASES: usize = 4;
-/// One in so many tries is a commit's.
-const SHARE_OF_TRIES: u64 = 16;
+/// One in so many tries is a commit's, of an operator that it concerns and of the others.
+const SHARES_OF_TRIES: [usize; 2] = [16, 128];
 /// Pairs of numbers that are tried of each case.
 const PAIRS: usize = 40;
 
@@ -46,12 +46,14 @@ fn hostile() -> Vec<Value> {
 }
 
 fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String> {
+    shared::compiled(operator)?;
     let mut tries = tries(operator);
     let all = tries.len();
-    if extent == Extent::Commit
-        && let Some(change) = shared::change()
-    {
-        tries.retain(|case| u64::from(lot(change.seed(), &case.line())[0]).is_multiple_of(SHARE_OF_TRIES));
+    if extent == Extent::Commit {
+        let [concerned, other] = SHARES_OF_TRIES;
+        let share = if shared::concerned()?.contains(operator.name()) { concerned } else { other };
+        tries.sort_by_cached_key(|case| lot(FIXED, &case.line()));
+        tries.truncate(all.div_ceil(share));
     }
     let (mut refused, mut judged, mut wrong) = (0, 0, Vec::new());
     for case in &tries {

@@ -1,5 +1,6 @@
-//! What tests of all kinds share: what the commit changed, and devices: an emulator for each thread, since a schedule is a
-//! setting of the device, and since a device compiles one module at a time.
+//! What tests of all kinds share: what the commit changed, and devices: one for each thread, since a schedule is a setting of
+//! the device, since a device compiles one module at a time, and since a GPU's device has one stream, on which a recording and
+//! the launches of other tests do not go together.
 
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,6 +8,8 @@ use std::path::Path;
 use std::sync::LazyLock;
 use std::time::Duration;
 
+use dsv4_kernels::runtime::cache::ModuleCache;
+use dsv4_kernels::runtime::cuda::Missing;
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, SourceTree};
 use dsv4_parity::change::{self, Change, Stock};
@@ -18,7 +21,6 @@ use crate::support;
 const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(30);
 
 thread_local! {
-    static EMULATOR: OnceCell<Device> = const { OnceCell::new() };
     static OF_MUTANTS: OnceCell<Device> = const { OnceCell::new() };
 }
 
@@ -27,14 +29,24 @@ fn emulator(options: EmulatorOptions) -> Device {
         .unwrap_or_else(|error| panic!("no device to test on: {error}"))
 }
 
-/// Does `work` on the device under test: a GPU is shared by all threads.
-pub fn on_device<R>(work: impl FnOnce(&Device) -> R) -> R {
-    match support::backend() {
-        BackendKind::Emulator => {
-            EMULATOR.with(|device| work(device.get_or_init(|| emulator(EmulatorOptions::default()))))
-        }
-        _ => work(support::device()),
+/// Has an operator's modules in the cache, on a GPU: all cores compile them, where its device would one at a time, while the
+/// clock of a test runs. Elsewhere they take no time worth it.
+pub fn compiled(operator: &dyn Operator) -> Result<(), String> {
+    if support::backend() != BackendKind::Cuda {
+        return Ok(());
     }
+    let (cache, tree, modules) =
+        (ModuleCache::new(ModuleCache::default_dir()), SourceTree::embedded(), operator.modules());
+    let target = &support::device().environment().target;
+    let missing = Missing::from(&cache, &tree, &modules, target).map_err(|error| error.to_string())?;
+    // What does not compile is reported by who launches it.
+    missing.compile(&|| {});
+    Ok(())
+}
+
+/// Does `work` on this thread's device under test.
+pub fn on_device<R>(work: impl FnOnce(&Device) -> R) -> R {
+    work(support::device())
 }
 
 /// Does `work` on this thread's emulator for mutants, whatever is under test.
@@ -56,18 +68,28 @@ pub fn change() -> Option<&'static Change> {
     CHANGE.as_ref().ok()
 }
 
-/// By operator, how much of what it has the commit runs, and the seed of the lots; operators that run all have no entry.
-pub type Shares = Result<BTreeMap<String, (usize, u64)>, String>;
+/// By operator, how much of what it has the commit runs; operators that run all have no entry.
+pub type Shares = Result<BTreeMap<String, usize>, String>;
 
-/// The shares where `count` says how many each operator has, and `most` run for a commit at most.
-pub fn shares(count: impl Fn(&dyn Operator) -> usize, most: usize) -> Shares {
+/// The shares where `count` says how many each operator has; `most` run for a commit at most, and `rest` of each operator
+/// that it does not concern.
+pub fn shares(count: impl Fn(&dyn Operator) -> usize, most: usize, rest: usize) -> Shares {
     let Some(change) = change() else { return Ok(BTreeMap::new()) };
     let mut stocks = Vec::new();
     for operator in registry::OPERATORS {
         let files = change::files_of(*operator, &SourceTree::embedded(), &BTreeSet::new());
         stocks.push(Stock { count: count(*operator), files: files.map_err(|error| error.to_string())? });
     }
-    let of = registry::OPERATORS.iter().zip(change.shares(&stocks, most)).zip(&stocks);
+    let of = registry::OPERATORS.iter().zip(change.shares(&stocks, most, rest)).zip(&stocks);
     let in_part = of.filter(|((_, share), stock)| *share < stock.count);
-    Ok(in_part.map(|((operator, share), _)| (operator.name().to_owned(), (share, change.seed()))).collect())
+    Ok(in_part.map(|((operator, share), _)| (operator.name().to_owned(), share)).collect())
+}
+
+/// The operators that the commit concerns: those of whose files one changed; all where git cannot tell.
+pub fn concerned() -> Result<BTreeSet<&'static str>, String> {
+    static CONCERNED: LazyLock<Result<BTreeSet<&'static str>, String>> = LazyLock::new(|| {
+        let left_out = shares(|_| 1, usize::MAX, 0)?;
+        Ok(registry::OPERATORS.iter().map(|o| o.name()).filter(|name| !left_out.contains_key(*name)).collect())
+    });
+    CONCERNED.clone()
 }

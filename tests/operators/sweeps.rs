@@ -5,9 +5,8 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use dsv4_kernels::runtime::BackendKind;
-use dsv4_parity::change::{MOST_EDGE_CASES, MOST_REMEMBERED_CASES};
+use dsv4_parity::change::{FIXED, MOST_EDGE_CASES, MOST_REMEMBERED_CASES};
 use dsv4_parity::judge::checks::{CheckOptions, GRADIENT_OF_SAVED};
-use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operator::{Operator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict, without_power};
 use dsv4_parity::sweep::regressions::Regressions;
@@ -19,6 +18,9 @@ use crate::support::Collected;
 use crate::{Extent, shared, support};
 
 const SEED: u64 = 11;
+
+/// No edge case.
+const NONE: GivenCases = GivenCases::Lots { most: 0, seed: FIXED };
 
 /// Checks that some case of every operator must come to.
 const OF_EVERY_OPERATOR: [&str; 8] = [
@@ -41,14 +43,15 @@ const OF_SINK_GRADIENTS: [&str; 1] = [GRADIENT_OF_SAVED];
 
 pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
     let name = format!("sweep::{}", operator.name());
-    Some(crate::trial(name, move || run(operator, budget(extent)?, given_cases(operator, extent)?)))
+    Some(crate::trial(name, move || run(operator, budget(operator, extent)?, given_cases(operator, extent)?)))
 }
 
 fn regressions() -> Regressions {
     Regressions::new(support::fixtures().join("regressions"))
 }
 
-/// Of the edge cases, and of the remembered ones, those that the commit may concern, and some of the others; on a GPU all.
+/// Which edge cases and which remembered ones run: those that the commit concerns; of another operator no edge case and one
+/// remembered case, beside its typical ones; on a GPU all.
 fn given_cases(operator: &dyn Operator, extent: Extent) -> Result<[GivenCases; 2], String> {
     if extent != Extent::Commit || support::backend() == BackendKind::Cuda {
         return Ok([GivenCases::All; 2]);
@@ -56,25 +59,27 @@ fn given_cases(operator: &dyn Operator, extent: Extent) -> Result<[GivenCases; 2
     static SHARES: LazyLock<[Shares; 2]> = LazyLock::new(|| {
         let remembered = |operator: &dyn Operator| regressions().load(operator.name()).map_or(0, |cases| cases.len());
         [
-            shared::shares(|operator| operator.edge_cases(Profile::Quick).len(), MOST_EDGE_CASES),
-            shared::shares(remembered, MOST_REMEMBERED_CASES),
+            shared::shares(|operator| operator.edge_cases(Profile::Quick).len(), MOST_EDGE_CASES, 0),
+            shared::shares(remembered, MOST_REMEMBERED_CASES, 1),
         ]
     });
     let part = |shares: &Shares| -> Result<GivenCases, String> {
         let share = shares.as_ref().map_err(Clone::clone)?.get(operator.name());
-        Ok(share.map_or(GivenCases::All, |&(most, seed)| GivenCases::Lots { most, seed }))
+        Ok(share.map_or(GivenCases::All, |&most| GivenCases::Lots { most, seed: FIXED }))
     };
     Ok([part(&SHARES[0])?, part(&SHARES[1])?])
 }
 
 /// Seconds for the drawn cases: on a GPU they take none worth counting.
-fn budget(extent: Extent) -> Result<Option<Duration>, String> {
+fn budget(operator: &dyn Operator, extent: Extent) -> Result<Option<Duration>, String> {
     if extent == Extent::All || support::backend() == BackendKind::Cuda {
         return Ok(None);
     }
     match std::env::var("PARITY_SWEEP_SECONDS") {
         Err(_) if extent == Extent::Commit => {
-            Ok(Some(EMULATOR_BUDGET.min(EMULATOR_BUDGET_OF_ALL / OPERATORS.len() as u32)))
+            let concerned = shared::concerned()?;
+            let own = EMULATOR_BUDGET.min(EMULATOR_BUDGET_OF_ALL / concerned.len().max(1) as u32);
+            Ok(Some(if concerned.contains(operator.name()) { own } else { Duration::ZERO }))
         }
         Err(_) => Ok(Some(EMULATOR_BUDGET)),
         Ok(text) => {
@@ -88,7 +93,8 @@ fn budget(extent: Extent) -> Result<Option<Duration>, String> {
 fn run(operator: &dyn Operator, time_budget: Option<Duration>, given: [GivenCases; 2]) -> Result<String, String> {
     let [edge_cases, remembered] = given;
     let options = SweepOptions {
-        profile: Profile::Quick,
+        // Of an operator that the commit does not concern its typical cases run.
+        profile: if edge_cases == NONE { Profile::Smoke } else { Profile::Quick },
         cases: None,
         edge_cases,
         remembered,
@@ -100,6 +106,7 @@ fn run(operator: &dyn Operator, time_budget: Option<Duration>, given: [GivenCase
         time_budget,
         deadline: None,
     };
+    shared::compiled(operator)?;
     let mut collected = Collected::default();
     let swept = shared::on_device(|device| sweep::sweep(operator, device, &options, &mut collected));
     let skips = swept.map_err(|error| error.to_string())?;

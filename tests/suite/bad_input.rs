@@ -20,7 +20,7 @@ use rand::seq::IndexedRandom;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 use crate::command_line::{Parity, binary};
-use crate::extent::{attacked, drawn_operators, everything};
+use crate::extent::{attacked, concerned_operators, everything};
 use crate::support;
 
 /// Whether everything runs, or what each commit pays for.
@@ -254,7 +254,7 @@ const BARE: u64 = 80 << 20;
 fn no_case_takes_more_memory_than_it_is_said_to_take() {
     // Larger ones show the factors better, and take minutes.
     let most = Limit::bytes(if everything() { 3 << 30 } else { 160 << 20 });
-    for operator in drawn_operators() {
+    for operator in concerned_operators() {
         let cases = operator.edge_cases(Profile::Ci).into_iter();
         let sized = cases.filter_map(|case| Some((operator.bytes(&case).ok()?, case)));
         let (said, case) = sized.filter(|(bytes, _)| most.allows(*bytes)).max_by_key(|(bytes, _)| *bytes).unwrap();

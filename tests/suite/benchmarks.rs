@@ -55,8 +55,11 @@ use dsv4_parity::operators::swiglu_quantize::SwigluQuantize;
 use dsv4_parity::operators::topk::Topk;
 use serde_json::{Value, json};
 
-use crate::extent::drawn_operators;
+use crate::extent::{concerned_operators, left_out};
 use crate::support::fixtures;
+
+/// Where a change concerns the long tests of this file.
+const TIMING: [&str; 3] = ["src/operator/benchmarks.rs", "src/operator/timing.rs", "benches/"];
 
 /// For each group a bug that its recheck must see.
 const MUTANTS: &[(&str, &str)] = &[
@@ -152,8 +155,8 @@ fn called(benchmark: &dyn Timed, device: &Device) -> Result<u64, String> {
 }
 
 /// Those of the operators that a commit goes through.
-fn of_drawn_operators(mut benchmarks: Vec<Box<dyn Timed>>) -> Vec<Box<dyn Timed>> {
-    let drawn = drawn_operators();
+fn of_concerned_operators(mut benchmarks: Vec<Box<dyn Timed>>) -> Vec<Box<dyn Timed>> {
+    let drawn = concerned_operators();
     benchmarks.retain(|benchmark| drawn.iter().any(|operator| operator.name() == benchmark.work().operator));
     benchmarks
 }
@@ -180,6 +183,9 @@ fn every_operator_but_a_chain_is_timed_on_a_gpu_and_on_the_emulator_under_names_
 
 #[test]
 fn what_a_timed_call_writes_agrees_with_the_oracle() {
+    if left_out(&TIMING) {
+        return;
+    }
     let device = emulator();
     for benchmark in all(device.environment()) {
         let id = format!("{}/{}", benchmark.group(), benchmark.name());
@@ -204,11 +210,14 @@ fn what_no_call_wrote_is_not_taken_for_a_result() {
 
 #[test]
 fn a_planted_bug_of_every_timed_direction_is_seen_by_the_recheck() {
+    if left_out(&TIMING) {
+        return;
+    }
     let device = emulator();
     let mutants = planted::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants");
     let groups: BTreeSet<String> = all(device.environment()).iter().map(|benchmark| benchmark.group()).collect();
     assert_eq!(groups, MUTANTS.iter().map(|(group, _)| (*group).to_owned()).collect());
-    let drawn: BTreeSet<String> = of_drawn_operators(all(device.environment())).iter().map(|b| b.group()).collect();
+    let drawn: BTreeSet<String> = of_concerned_operators(all(device.environment())).iter().map(|b| b.group()).collect();
     for &(group, id) in MUTANTS.iter().filter(|(group, _)| drawn.contains(*group)) {
         let mutant = mutants.iter().find(|mutant| mutant.id == id).unwrap_or_else(|| panic!("no mutant `{id}`"));
         let mutated = device.with_tree(mutant.plant(device.tree()).expect("an anchor that matches"));
@@ -540,12 +549,15 @@ fn losses() -> Vec<Box<dyn Timed>> {
 
 #[test]
 fn repeated_tensors_and_samples_of_some_rows_agree_with_the_oracle_for_every_operator() {
+    if left_out(&TIMING) {
+        return;
+    }
     let device = emulator();
     let all = all_reduced();
     let timed: BTreeSet<String> = all.iter().map(|benchmark| benchmark.work().operator).collect();
     let known = OPERATORS.iter().filter(|operator| operator.chain().is_empty()).map(|operator| operator.name());
     assert_eq!(timed, known.map(str::to_owned).collect());
-    for benchmark in of_drawn_operators(all) {
+    for benchmark in of_concerned_operators(all) {
         let id = format!("{}/{}", benchmark.group(), benchmark.name());
         let compared = called(&*benchmark, &device).unwrap_or_else(|problem| panic!("{id}: {problem}"));
         println!("{id}: {compared}");

@@ -13,7 +13,11 @@ use std::time::Instant;
 use dsv4_kernels::runtime::SourceTree;
 
 use crate::command_line::{Output, Parity};
+use crate::extent::left_out;
 use crate::support;
+
+/// Where a change concerns the long tests of this file.
+const BISECT: [&str; 3] = ["src/bisect/", "src/command/bisect.rs", "src/sweep/"];
 
 /// A repository whose commits are `Change 0`, `Change 1`, …, tagged `c0`, `c1`, …
 struct Scripted {
@@ -161,6 +165,9 @@ fn a_planted_regression_among_64_commits_is_found_past_two_that_do_not_compile()
 
 #[test]
 fn broken_commits_at_the_turn_are_reported_as_a_range() {
+    if left_out(&BISECT) {
+        return;
+    }
     let repository = Scripted::new(
         9,
         |at| match at {
@@ -180,12 +187,18 @@ fn broken_commits_at_the_turn_are_reported_as_a_range() {
 
 #[test]
 fn an_operator_without_a_case_is_bisected_on_the_first_case_that_differs() {
+    if left_out(&BISECT) {
+        return;
+    }
     let repository = Scripted::new(5, |at| if at >= 2 { vec![wrong_mean()] } else { vec![] }, no_files);
     found(&repository.bisect(4, &["--op", "rms_norm", "--cases", "2"]), &repository, 2);
 }
 
 #[test]
 fn a_revision_with_other_parameter_structs_is_judged_by_its_own_harness() {
+    if left_out(&BISECT) {
+        return;
+    }
     // Another name of a field is another layout. The harness of those revisions is a stand-in that knows its answer.
     let renamed = || ("num_partials", "num_partial_rows".to_owned());
     let harness = |at: usize| {
@@ -212,6 +225,9 @@ const SUM: &str = "sum += dy[e] * weight[e] * x[e];";
 
 #[test]
 fn a_narrowed_accumulator_that_no_budget_fails_is_found_by_its_error() {
+    if left_out(&BISECT) {
+        return;
+    }
     let narrow = "sum = __uint_as_float(__float_as_uint(sum + dy[e] * weight[e] * x[e]) & 0xfffffffeu);";
     let narrowed = || (SUM, narrow.to_owned());
     let repository = Scripted::new(16, |at| if at >= 11 { vec![narrowed()] } else { vec![] }, no_files);
@@ -227,6 +243,9 @@ fn a_narrowed_accumulator_that_no_budget_fails_is_found_by_its_error() {
 
 #[test]
 fn a_missing_barrier_is_found_by_runs_that_differ() {
+    if left_out(&BISECT) {
+        return;
+    }
     let barrier = "        __syncthreads();\n    }\n    float* partial =";
     let missing = || (barrier, "    }\n    float* partial =".to_owned());
     let repository = Scripted::new(8, |at| if at >= 3 { vec![missing()] } else { vec![] }, no_files);
@@ -237,6 +256,9 @@ fn a_missing_barrier_is_found_by_runs_that_differ() {
 
 #[test]
 fn wasted_time_is_found_by_paired_runs() {
+    if left_out(&BISECT) {
+        return;
+    }
     // Several times what a call takes: a machine that gets busy after the endpoints were told apart must not hide it.
     let spin = || {
         let waste = "    volatile float spin = 0.0f;\n    for (int i = 0; i < 8000; ++i) spin = spin + 1.0f;\n";
@@ -252,6 +274,9 @@ fn wasted_time_is_found_by_paired_runs() {
 
 #[test]
 fn endpoints_that_do_not_differ_end_with_1_for_every_metric() {
+    if left_out(&BISECT) {
+        return;
+    }
     let repository = Scripted::new(3, |_| vec![], no_files);
     for metric in ["agree", "error", "determinism", "time"] {
         let output = repository.bisect(2, &["--case", &case(16, 64), "--metric", metric, "--most-runs", "32"]);
@@ -294,6 +319,9 @@ fn without_the_demanded_backend_it_ends_with_3() {
 
 #[test]
 fn git_bisect_run_understands_the_exit_codes_of_replay() {
+    if left_out(&BISECT) {
+        return;
+    }
     // The one that does not compile stands in the middle.
     let patches = |at: usize| match at {
         4 => vec![does_not_compile()],

@@ -15,7 +15,12 @@ use dsv4_kernels::runtime::{Contract, DType, DeviceArena, HostTensor, Role, Tens
 use dsv4_kernels::{indexer_cache_write, kv_cache_write};
 use dsv4_reference::kv_cache::RowBytes;
 
+use crate::extent::left_out;
 use crate::support;
+
+/// Where a change concerns the long tests of this file.
+const CACHES: [&str; 4] =
+    ["kernels/src/cache", "kernels/cuda/kv_", "kernels/cuda/indexer_cache", "kernels/cuda/compressor"];
 
 const ROW: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 const STORED: Stored = Stored::E2m1;
@@ -246,6 +251,9 @@ fn a_reused_prefix_leaves_the_bytes_of_a_cold_run_wherever_texts_part() {
 
 #[test]
 fn rejected_drafts_leave_the_bytes_of_a_cold_run_at_every_residue() {
+    if left_out(&CACHES) {
+        return;
+    }
     for start in 124..132 {
         for accepted in 0..=MAX_DRAFT_TOKENS {
             let mut engine = Engine::new();

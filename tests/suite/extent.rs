@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::LazyLock;
 
 use dsv4_kernels::runtime::SourceTree;
 use dsv4_parity::change::{self, Candidate, Change, MOST_OPERATORS};
@@ -12,28 +13,37 @@ pub fn everything() -> bool {
     std::env::var("PARITY_TESTS").is_ok_and(|extent| extent == "all")
 }
 
-/// The operators of a test that goes through all of them and takes minutes: those that the commit may concern, or so many that
-/// it draws, and a rotating share of the others; all where everything is asked for, or git cannot tell what changed. A change
-/// of the harness concerns every operator.
-pub fn drawn_operators() -> Vec<&'static dyn Operator> {
-    let all = registry::OPERATORS.to_vec();
+/// What the commit changed; None where everything is asked for, or where git cannot tell.
+fn change() -> Option<&'static Change> {
+    static CHANGE: LazyLock<Result<Change, String>> =
+        LazyLock::new(|| Change::of_checkout(Path::new(env!("CARGO_MANIFEST_DIR"))));
     if everything() {
-        return all;
+        return None;
     }
-    let change = match Change::of_checkout(Path::new(env!("CARGO_MANIFEST_DIR"))) {
-        Ok(change) => change,
-        Err(why) => {
-            println!("nothing is left out: {why}");
-            return all;
-        }
-    };
+    CHANGE.as_ref().inspect_err(|why| println!("nothing is left out: {why}")).ok()
+}
+
+/// Whether a test that takes long is left to the run of everything: the commit changed nothing in the rooms that it is
+/// about. Others in its file are the smoke test of these rooms.
+pub fn left_out(rooms: &[&str]) -> bool {
+    let Some(change) = change() else { return false };
+    let left_out = !change.files.iter().any(|file| rooms.iter().any(|room| file.starts_with(room)));
+    if left_out {
+        println!("left to PARITY_TESTS=all: since {:.12} nothing changed in {}", change.base, rooms.join(", "));
+    }
+    left_out
+}
+
+/// The operators of a test that goes through all of them and takes minutes: those that the commit concerns, as many as it
+/// runs, and a smoke test; all where everything is asked for, or git cannot tell what changed.
+pub fn concerned_operators() -> Vec<&'static dyn Operator> {
+    let all = registry::OPERATORS.to_vec();
+    let Some(change) = change() else { return all };
     let files_of = |operator: &&'static dyn Operator| {
         change::files_of(*operator, &SourceTree::embedded(), &BTreeSet::new())
             .expect("the operator's kernels are there")
     };
-    let mut files: Vec<_> = all.iter().map(files_of).collect();
-    let harness: Vec<String> = change.harness(files.iter()).cloned().collect();
-    files.iter_mut().for_each(|files| files.extend(harness.iter().cloned()));
+    let files: Vec<_> = all.iter().map(files_of).collect();
     let owns: Vec<_> = all.iter().map(|operator| operator.describe().kernel_file).collect();
     let candidates: Vec<_> =
         (0..all.len()).map(|at| Candidate { id: all[at].name(), own: &owns[at], files: &files[at] }).collect();

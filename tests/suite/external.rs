@@ -21,8 +21,11 @@ use dsv4_parity::record::{CaseRecord, CheckRecord, Origin, Report, Seen, Skip, V
 use dsv4_parity::sweep;
 
 use crate::command_line::{Parity, binary};
-use crate::extent::{attacked, drawn_operators};
+use crate::extent::{attacked, concerned_operators, left_out};
 use crate::support;
+
+/// Where a change concerns the long tests of this file.
+const PROTOCOL: [&str; 3] = ["src/external/", "src/command/external.rs", "fixtures/external/"];
 
 const OPTIONS: CheckOptions = CheckOptions::of_kernels(0);
 /// No test waits longer for a process that is alive.
@@ -107,7 +110,7 @@ fn fails(record: &CaseRecord, check: &str, tensor: &str) -> bool {
 
 #[test]
 fn our_own_kernels_agree_from_outside_for_every_operator_and_what_cannot_be_seen_is_counted() {
-    for operator in drawn_operators() {
+    for operator in concerned_operators() {
         let edge_cases = operator.edge_cases(Profile::Quick);
         // Every operator's laws need inputs of other shapes somewhere among its edge cases.
         for case in edge_cases.iter().step_by(edge_cases.len().div_ceil(5)) {
@@ -598,6 +601,9 @@ fn reference() -> String {
 
 #[test]
 fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
+    if left_out(&PROTOCOL) {
+        return;
+    }
     let dir = folder();
     parity(dir.path(), &["--cmd", &format!("{} {{dir}}", reference()), "--case", RMS_NORM]).assert_code(0);
     let one_shot = report(&dir.path().join("out"));
@@ -667,6 +673,9 @@ fn diff_still_sees_a_check_that_an_external_report_lost_without_saying_why() {
 
 #[test]
 fn a_command_that_always_dies_fails_every_case_and_loses_none() {
+    if left_out(&PROTOCOL) {
+        return;
+    }
     let dir = folder();
     let output = parity(dir.path(), &["--cmd", "echo broken >&2; exit 3 # {dir}", "--cases", "0"]);
     output.assert_code(1);
@@ -737,6 +746,9 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
 
 #[test]
 fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet_it_is_counted() {
+    if left_out(&PROTOCOL) {
+        return;
+    }
     let dir = folder();
     let adapter = dir.path().join("adapter.toml");
     std::fs::write(&adapter, "where = \"width % 8 = 0 and width > 8\"\n").unwrap();
@@ -773,6 +785,9 @@ fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet
 
 #[test]
 fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_one_left() {
+    if left_out(&PROTOCOL) {
+        return;
+    }
     let dir = folder();
     let path = |name: &str| dir.path().join(name).display().to_string();
     let command = with_f32_weights();
@@ -1078,6 +1093,9 @@ const DECODE: &str = r#"{"operator":"decode_attention","batch":3,"s_q":2,"num_he
 
 #[test]
 fn workers_for_flash_mla_give_its_kernels_what_they_ask_for_and_say_what_they_are_not_for() {
+    if left_out(&PROTOCOL) {
+        return;
+    }
     if !python("", "workers for FlashMLA") {
         return;
     }
@@ -1119,6 +1137,9 @@ fn workers_for_flash_mla_give_its_kernels_what_they_ask_for_and_say_what_they_ar
 
 #[test]
 fn the_examples_for_libraries_agree_where_the_library_is() {
+    if left_out(&PROTOCOL) {
+        return;
+    }
     if python("import numpy", "numpy_rms_norm.py") {
         assert_example_agrees("numpy_rms_norm.py", &["--cases", "0", "--forward-only"]);
     }

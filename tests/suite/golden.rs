@@ -5,23 +5,19 @@ use std::collections::BTreeSet;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
-use dsv4_parity::operator::GoldenCase;
-use dsv4_parity::operator::registry;
+use dsv4_parity::operator::{GoldenCase, Operator, registry};
 use dsv4_parity::record::{CheckRecord, Verdict};
 
+use crate::command_line::Parity;
 use crate::support;
 
 /// The first golden file about rms_norm, with what the oracle says of it.
 fn first_file() -> (GoldenFile, GoldenCase, Truth) {
     let dir = support::fixtures().join("golden");
     let operator = registry::find("rms_norm").unwrap();
-    let names = golden::index(&dir).unwrap();
-    let found = names.iter().find_map(|name| {
-        let file = golden::read(&dir.join(name)).unwrap();
-        let case = golden_run::cases_of(&file, &[operator]).unwrap().pop()?;
-        Some((file, case))
-    });
-    let (file, case) = found.expect("a file about rms_norm");
+    let names = golden_run::files_about(&dir, &[operator]).unwrap();
+    let file = golden::read(&dir.join(names.first().expect("a file about rms_norm"))).unwrap();
+    let case = golden_run::cases_of(&file, &[operator]).unwrap().pop().expect("a case");
     let truth = Truth::of(&*case.prepared, case.prepared.arithmetic()).unwrap();
     (file, case, truth)
 }
@@ -78,4 +74,37 @@ fn a_golden_tensor_of_another_length_or_name_is_an_error() {
     case.expected[0].name = "absent";
     let record = golden_run::run_by(&truth, &file, &case, None);
     assert_eq!(golden_check(&record.checks, "absent").verdict, Verdict::Error);
+}
+
+#[test]
+fn a_golden_file_is_of_the_operators_that_declare_its_kind_and_of_no_other() {
+    let dir = support::fixtures().join("golden");
+    for name in golden::index(&dir).unwrap() {
+        let file = golden::read(&dir.join(&name)).unwrap();
+        let declares = |operator: &&&'static dyn Operator| operator.golden_kinds().contains(&golden::kind_of(&name));
+        let makes = |operator: &&&'static dyn Operator| !operator.golden(&file).unwrap().is_empty();
+        let names =
+            |operators: Vec<&&'static dyn Operator>| operators.into_iter().map(|o| o.name()).collect::<Vec<_>>();
+        let declared = names(registry::OPERATORS.iter().filter(declares).collect());
+        assert_eq!(names(registry::OPERATORS.iter().filter(makes).collect()), declared, "{name}");
+    }
+}
+
+#[test]
+fn the_golden_files_of_an_operator_are_read_and_no_other() {
+    let (dir, here) = (support::fixtures().join("golden"), tempfile::tempdir().unwrap());
+    let all = golden::index(&dir).unwrap();
+    std::fs::copy(dir.join("index.json"), here.path().join("index.json")).unwrap();
+    let own = golden_run::files_about(here.path(), &[registry::find("rms_norm").unwrap()]).unwrap();
+    assert!(!own.is_empty() && own.len() < all.len() / 2, "{own:?}");
+    // The others, which are missing, would be errors.
+    for name in &own {
+        std::fs::copy(dir.join(name), here.path().join(name)).unwrap();
+    }
+    let folder = here.path().to_str().unwrap();
+    let read = |ops: &[&str]| Parity::new(&[&["golden", folder, "--oracles-only"], ops].concat()).run();
+    let output = read(&["--ops", "rms_norm"]);
+    output.assert_code(0);
+    assert!(output.stdout.contains(&format!("{} golden cases", own.len())), "{}", output.stdout);
+    read(&[]).assert_code(2);
 }

@@ -18,7 +18,11 @@ use dsv4_reference::kv_cache::e4m3_value;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use crate::extent::left_out;
 use crate::support;
+
+/// Where a change concerns the long tests of this file.
+const MALICE: [&str; 3] = ["kernels/src/runtime/", "kernels/emulator/", "kernels/cuda/include/hopper.h"];
 
 const WGMMA: &str = "selftest_wgmma.cu";
 const HOPPER: &str = "selftest_hopper.cu";
@@ -695,6 +699,9 @@ fn static_shared_memory_of_clusters_is_refused_by_the_emulator() {
 
 #[test]
 fn wrong_clusters_show() {
+    if left_out(&MALICE) {
+        return;
+    }
     let Some(emulator) = own_emulator() else { return };
     let shows = |right: &str, wrong: &str, needle: &str| {
         let device = with_change(&emulator, HOPPER, right, wrong);

@@ -17,8 +17,11 @@ use dsv4_parity::record::{Report, Verdict};
 
 use crate::command_line::{Parity, binary, changed_kernels};
 use crate::emulator::{emulator, probe_tree};
-use crate::extent::{attacked, everything};
+use crate::extent::{attacked, everything, left_out};
 use crate::support::{backend, fixtures};
+
+/// Where a change concerns the long tests of this file.
+const EMULATOR: [&str; 2] = ["kernels/src/runtime/", "kernels/emulator/"];
 
 /// The C library's functions that hostile kernels call; static constructors stand here, too.
 const DECLARATIONS: &str = "
@@ -232,6 +235,9 @@ fn what_a_kernel_adds_to_a_local_variable_that_nobody_set_is_no_sum() {
 
 #[test]
 fn a_wait_without_end_is_stopped_wherever_it_waits() {
+    if left_out(&EMULATOR) {
+        return;
+    }
     let Some(device) = emulator() else { return };
     for statement in [
         "for (;;) usleep(100000);",
@@ -247,6 +253,9 @@ fn a_wait_without_end_is_stopped_wherever_it_waits() {
 
 #[test]
 fn a_static_constructor_that_ends_its_process_is_an_error_of_its_module() {
+    if left_out(&EMULATOR) {
+        return;
+    }
     let Some(device) = emulator() else { return };
     for (constructor, needle) in [
         ("exit(0);", "ended its process, with code 0"),

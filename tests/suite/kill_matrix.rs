@@ -11,7 +11,11 @@ use dsv4_parity::record::{MutantSource, MutantStatus, Report};
 use tempfile::TempDir;
 
 use crate::command_line::{Output, Parity};
+use crate::extent::left_out;
 use crate::support::fixtures;
+
+/// Where a change concerns the long tests of this file.
+const MUTANTS: [&str; 4] = ["src/mutants/", "src/command/mutants.rs", "src/report/generated.rs", "fixtures/mutants/"];
 
 /// A folder of mutants with one file.
 fn folder(name: &str, text: &str) -> TempDir {
@@ -107,6 +111,9 @@ fn seed_of_a_survivor() -> u64 {
 
 #[test]
 fn a_kill_rate_under_the_floor_exits_with_1_and_a_resumed_run_judges_no_mutant_again() {
+    if left_out(&MUTANTS) {
+        return;
+    }
     // Without the list of equivalent mutants, one that changes nothing is a survivor.
     let (bugs, out) = (folder("none.txt", ""), tempfile::tempdir().expect("a scratch directory"));
     let (path, seed) = (out.path().to_str().expect("UTF-8"), seed_of_a_survivor().to_string());
@@ -175,6 +182,9 @@ fn generated_mutants_are_listed_with_their_places_though_the_list_of_equivalent_
 
 #[test]
 fn the_list_of_equivalent_mutants_fits_the_kernels() {
+    if left_out(&MUTANTS) {
+        return;
+    }
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
     plan::generate(&SourceTree::embedded(), &dsv4_parity::operator::registry::names(), &list)
         .unwrap_or_else(|e| panic!("{e}"));
@@ -182,6 +192,9 @@ fn the_list_of_equivalent_mutants_fits_the_kernels() {
 
 #[test]
 fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_only_there() {
+    if left_out(&MUTANTS) {
+        return;
+    }
     const START: &str = "uint32_t magnitude = largest_magnitude(x);";
     let device = Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator");
     let text = device.tree().text("kv_cache_write.cu").expect("a kernel");
@@ -203,6 +216,9 @@ fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_onl
 
 #[test]
 fn reports_of_several_runs_are_one_table_and_a_survivor_below_the_floor_exits_with_1() {
+    if left_out(&MUTANTS) {
+        return;
+    }
     let (bugs, out) = (folder("none.txt", ""), tempfile::tempdir().expect("a scratch directory"));
     let path = |name: &str| out.path().join(name).to_str().expect("UTF-8").to_owned();
     let run = |sample: &str, seed: &str, floor: &str, name: &str| {

@@ -10,7 +10,11 @@ use dsv4_parity::mutants::planted::{self, Class, Mutant, MutantError};
 use dsv4_parity::operator::{Profile, registry};
 use dsv4_parity::record::MutantStatus;
 
+use crate::extent::left_out;
 use crate::support::fixtures;
+
+/// Where a change concerns the long tests of this file.
+const STRIDES: [&str; 3] = ["src/operator/layouts.rs", "fixtures/mutants/", "src/sweep/"];
 
 /// Random schedules for each case: few, since a race that they miss is a weakness worth seeing.
 const SCHEDULES: u32 = 4;
@@ -157,6 +161,9 @@ fn planting_leaves_the_tree_as_it_was() {
 /// What a sweep draws by itself must see them, not only the case that each brings along.
 #[test]
 fn strides_mixed_up_or_cut_to_32_bits_are_seen_by_the_edge_cases_of_every_sweep() {
+    if left_out(&STRIDES) {
+        return;
+    }
     let hidden_by = [
         ("rms_norm_block_stride_of_dy_for_x", "a kernel of wide rows that are dense in every edge case"),
         ("rms_norm_gradient_row_offset_in_32_bits", "a kernel of wide accesses, where huge steps are odd"),

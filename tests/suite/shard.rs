@@ -14,8 +14,12 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::command_line::{self, Output, PRODUCT, Parity, WRONG_PRODUCT};
-use crate::extent::attacked;
+use crate::extent::{attacked, left_out};
 use crate::support;
+
+/// Where a change concerns the long tests of this file.
+const WORKERS: [&str; 5] =
+    ["src/sweep/", "src/record/", "src/command/run.rs", "src/command/workers.rs", "src/command/merge.rs"];
 
 // ---------------------------------------------------------------- helpers
 
@@ -351,6 +355,9 @@ pub fn wait_for_lines(path: &PathBuf, lines: usize, limit: Duration) {
 
 #[test]
 fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
+    if left_out(&WORKERS) {
+        return;
+    }
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--ops", "swiglu", "--cases", "60", "--edge-cases", "0", "--seed", "9", "--shard", "1/2"];
     let resume = [&arguments[..], &["--resume"]].concat();
@@ -385,6 +392,9 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
 
 #[test]
 fn a_run_whose_worker_is_killed_ends_with_all_of_them_and_resumes_where_they_were() {
+    if left_out(&WORKERS) {
+        return;
+    }
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--ops", "swiglu", "--cases", "80", "--edge-cases", "0", "--seed", "9", "--workers", "2"];
     let mut harness = Worker::start(&run_arguments(dir.path(), "out", &arguments));
@@ -446,6 +456,9 @@ fn a_resumed_run_believes_no_record_that_its_plan_does_not_have() {
 
 #[test]
 fn an_interrupted_run_says_how_far_it_came_and_how_to_go_on() {
+    if left_out(&WORKERS) {
+        return;
+    }
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--ops", "swiglu", "--cases", "60", "--edge-cases", "0", "--seed", "9"];
     let mut command = Command::new(command_line::binary());

@@ -1,9 +1,12 @@
 //! What the tests share.
 
+use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, Once};
 
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
+use dsv4_kernels::runtime::supervisor::temporary_folder;
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, cuda};
+use dsv4_parity::judge::turns;
 use dsv4_parity::record::CaseRecord;
 use dsv4_parity::sweep::Observer;
 
@@ -16,13 +19,53 @@ pub fn backend() -> BackendKind {
     }
 }
 
-/// The device under test, with the embedded kernels, shared by all tests of the process.
+/// A thread's device, until the thread ends; then it is the next one's.
+struct Own(&'static Device);
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        idle().push(self.0);
+    }
+}
+
+thread_local! {
+    static OWN: OnceCell<Own> = const { OnceCell::new() };
+}
+
+/// Devices that no thread has at the moment: as many are opened as threads use one at a time.
+fn idle() -> MutexGuard<'static, Vec<&'static Device>> {
+    static IDLE: Mutex<Vec<&'static Device>> = Mutex::new(Vec::new());
+    IDLE.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// The device under test, with the embedded kernels, that no other thread has: on a GPU a stream and a context of its own, in a
+/// process of its own, and on the emulator its own schedule.
 pub fn device() -> &'static Device {
-    static DEVICE: OnceLock<Device> = OnceLock::new();
-    DEVICE.get_or_init(|| {
-        Device::open(backend(), DeviceOptions::default())
-            .unwrap_or_else(|error| panic!("no device to test on: {error}"))
-    })
+    let take = || {
+        let idle = idle().pop();
+        Own(idle.unwrap_or_else(|| Box::leak(Box::new(open()))))
+    };
+    OWN.with(|own| own.get_or_init(take).0)
+}
+
+fn open() -> Device {
+    let opened = Device::open(backend(), DeviceOptions::default());
+    let device = opened.unwrap_or_else(|error| panic!("no device to test on: {error}"));
+    if backend() == BackendKind::Cuda {
+        static DIVIDED: Once = Once::new();
+        DIVIDED.call_once(|| divide_memory().unwrap_or_else(|error| panic!("dividing the GPU's memory: {error:#}")));
+    }
+    device
+}
+
+/// Has cases that take much of the GPU's memory wait for each other: its threads share it.
+fn divide_memory() -> anyhow::Result<()> {
+    let gpu = std::env::var_os("PARITY_CUDA_DEVICE").filter(|gpu| !gpu.is_empty()).unwrap_or_else(|| "0".into());
+    let threads = std::thread::available_parallelism().map_or(1, usize::from) as u64;
+    let folder = temporary_folder("turns-")?.keep();
+    turns::prepare(&folder, cuda::device_memory(&gpu)?, threads)?;
+    turns::share(folder);
+    Ok(())
 }
 
 /// The `fixtures` folder: beside the sources, or `PARITY_FIXTURES` where the binary travelled without them.

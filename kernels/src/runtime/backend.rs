@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::Result;
 use super::matrix::MatrixLibrary;
+use super::serial::Turn;
 use super::source::SourceTree;
 use super::tensor_map::{MapWords, TensorMap};
 
@@ -173,6 +174,18 @@ pub trait Recorder {
 pub trait Backend: Send + Sync {
     /// What this is.
     fn environment(&self) -> &Environment;
+
+    /// Keeps other threads off the device until it is dropped; the thread that has it may use the device, and ask again.
+    /// `None` of a backend whose threads need not wait for each other. Who takes another lock while it uses the device takes
+    /// this one first.
+    fn turn(&self) -> Option<Turn<'_>> {
+        None
+    }
+
+    /// Whether it has a compiler's modules, and runs what is launched.
+    fn runs(&self) -> bool {
+        true
+    }
 
     /// Compiles `file` of `tree` (or takes it from the disk cache) and loads it.
     ///

@@ -14,6 +14,7 @@ use super::matrix::MatrixLibrary;
 use super::params::Params;
 use super::recording::RecordingBackend;
 use super::remote::{RemoteBackend, RemoteOptions};
+use super::serial::Serial;
 use super::source::SourceTree;
 use super::tensor::HostTensor;
 use super::tensor_map::{MapWords, TensorMap};
@@ -66,7 +67,8 @@ enum Exchange {
     Replace(BTreeMap<String, HostTensor>),
 }
 
-/// One device, with the kernels of one source tree.
+/// One device, with the kernels of one source tree. Threads may share it: one that records or measures has it until it is done.
+/// Two devices of one GPU have a stream each, and, unless they are in this process, a context each.
 pub struct Device {
     backend: Arc<dyn Backend>,
     tree: Arc<SourceTree>,
@@ -85,9 +87,9 @@ impl Device {
             (BackendKind::Cuda, Some(remote)) => {
                 // No process is started to find that there is no driver.
                 cuda::require_driver()?;
-                Arc::new(RemoteBackend::open(kind, options.cache_dir, remote)?)
+                Arc::new(Serial::new(RemoteBackend::open(kind, options.cache_dir, remote)?))
             }
-            (BackendKind::Cuda, None) => Arc::new(CudaBackend::new(cache)?),
+            (BackendKind::Cuda, None) => Arc::new(Serial::new(CudaBackend::new(cache)?)),
             (BackendKind::Emulator, _) => Arc::new(EmulatorBackend::new(cache, options.emulator)?),
             (BackendKind::External, _) => {
                 let reason = "an external kernel has no device of ours".to_owned();
@@ -107,6 +109,12 @@ impl Device {
         let backend = Arc::new(RecordingBackend::new(environment));
         let exchange = Exchange::Record(Mutex::default());
         Self { backend, tree: Arc::new(SourceTree::embedded()), modules: Modules::default(), exchange }
+    }
+
+    /// A device that claims to be `environment`, accepts launches and runs none: outputs stay as they were allocated. It tells
+    /// which kernels a launcher chooses there.
+    pub fn accepting(environment: Environment) -> Self {
+        Self::of(Arc::new(RecordingBackend::accepting(environment)), SourceTree::embedded())
     }
 
     /// What was uploaded since the last call, by name (`_` for spaces); empty for a device that does not record.
@@ -204,7 +212,8 @@ impl Device {
     pub fn kernel(&self, file: &str, defines: &[(&str, String)], name: &str) -> Result<Kernel> {
         let module = self.module(module(file, defines))?;
         let exports = module.exports(name)?;
-        Ok(Kernel { module, tree: self.tree.clone(), file: file.to_owned(), name: name.to_owned(), exports })
+        let (tree, runs) = (self.tree.clone(), self.backend.runs());
+        Ok(Kernel { module, tree, file: file.to_owned(), name: name.to_owned(), exports, runs })
     }
 
     /// The modules that launches have compiled or loaded so far: file and defines, sorted.
@@ -224,6 +233,8 @@ impl Device {
     }
 
     fn module(&self, key: Module) -> Result<Arc<dyn LoadedModule>> {
+        // Before the modules, which a thread that records looks up as well.
+        let _turn = self.backend.turn();
         // Held while compiling: two threads that want one module compile it once.
         let mut modules = self.modules.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(module) = modules.get(&key) {
@@ -272,6 +283,8 @@ pub struct Kernel {
     file: String,
     name: String,
     exports: KernelExports,
+    /// Whether launches run, and so have parameters that are known.
+    runs: bool,
 }
 
 impl Kernel {
@@ -326,7 +339,9 @@ impl Kernel {
     /// # Errors
     /// [`RuntimeError::ParamsLayout`] when the kernel's parameter struct is another one; see [`LoadedModule::launch`].
     pub fn launch(&self, config: LaunchConfig, params: &Params) -> Result<()> {
-        self.check_layout(params)?;
+        if self.runs {
+            self.check_layout(params)?;
+        }
         if config.grid.contains(&0) {
             return Ok(());
         }

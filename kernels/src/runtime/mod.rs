@@ -18,6 +18,7 @@ pub mod params;
 pub mod process;
 pub mod recording;
 pub mod remote;
+mod serial;
 pub mod source;
 pub mod supervisor;
 pub mod tensor;

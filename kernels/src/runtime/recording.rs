@@ -1,6 +1,7 @@
 //! A device that launches nothing: it takes down what an operator's kernels would read, and hands back the
 //! outputs as they were allocated. So a kernel that runs elsewhere gets the same tensors as ours, and its
-//! outputs are known by name, type and shape, without a word about it in the operator.
+//! outputs are known by name, type and shape, without a word about it in the operator. Another one of its kind accepts launches
+//! and runs none: which kernels a launcher chooses on a GPU is known without that GPU.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,17 +9,23 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::backend::{Allocation, Backend, Environment, LoadedModule, Placement, Reservation, granules};
+use super::backend::{Allocation, Backend, Environment, KernelExports, LoadedModule, Placement, Reservation, granules};
 use super::error::{Result, RuntimeError};
+use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
 
 /// Distance between buffers, and the alignment of each: that of a GPU's allocator.
 const ALIGNMENT: u64 = 256;
 
-/// Host memory under made-up addresses; nothing can be compiled or launched.
+/// Threads of a block of which nothing is known.
+const ACCEPTED_THREADS: u32 = 256;
+
+/// Host memory under made-up addresses; nothing is compiled or run.
 pub struct RecordingBackend {
     environment: Environment,
     memory: Mutex<Memory>,
+    /// Whether launches are accepted, and forgotten; else they are errors.
+    accepts: bool,
 }
 
 struct Memory {
@@ -30,7 +37,13 @@ struct Memory {
 impl RecordingBackend {
     /// A device that claims to be `environment`.
     pub fn new(environment: Environment) -> Self {
-        Self { environment, memory: Mutex::new(Memory { next: ALIGNMENT, buffers: BTreeMap::new() }) }
+        let memory = Mutex::new(Memory { next: ALIGNMENT, buffers: BTreeMap::new() });
+        Self { environment, memory, accepts: false }
+    }
+
+    /// The same, but one that accepts launches and runs none.
+    pub fn accepting(environment: Environment) -> Self {
+        Self { accepts: true, ..Self::new(environment) }
     }
 
     fn memory(&self) -> MutexGuard<'_, Memory> {
@@ -69,12 +82,48 @@ impl Memory {
     }
 }
 
+/// A module of which nothing is known but that its launches are accepted.
+struct Accepting;
+
+impl LoadedModule for Accepting {
+    fn exports(&self, _kernel: &str) -> Result<KernelExports> {
+        Ok(KernelExports {
+            params_size: 0,
+            params_hash: 0,
+            max_threads: ACCEPTED_THREADS,
+            shared_bytes: None,
+            resident_blocks: None,
+            cluster: 1,
+            resident_clusters: None,
+        })
+    }
+
+    fn launch(&self, _: &str, _: [u32; 3], _: [u32; 3], _: u32, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A library that has every product.
+impl MatrixLibrary for RecordingBackend {
+    fn multiply(&self, _product: &MatrixProduct) -> Result<bool> {
+        Ok(true)
+    }
+}
+
 impl Backend for RecordingBackend {
     fn environment(&self) -> &Environment {
         &self.environment
     }
 
-    fn load(&self, _tree: &SourceTree, file: &str, _defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+    fn runs(&self) -> bool {
+        !self.accepts
+    }
+
+    fn load(&self, tree: &SourceTree, file: &str, _defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+        if self.accepts {
+            // A file that no tree has is an error everywhere.
+            return tree.text(file).map(|_| Box::new(Accepting) as Box<dyn LoadedModule>);
+        }
         Err(RuntimeError::BackendMissing {
             backend: "external",
             reason: format!("`{file}` would be launched outside of the call that an external kernel stands for"),
@@ -138,6 +187,10 @@ impl Backend for RecordingBackend {
         let start = Instant::now();
         work()?;
         Ok(start.elapsed())
+    }
+
+    fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
+        self.accepts.then_some(self)
     }
 }
 

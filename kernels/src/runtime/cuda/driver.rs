@@ -69,11 +69,10 @@ pub(super) struct Properties {
 }
 
 impl Properties {
-    /// `sm_80`, `sm_90a`. From Hopper on, the features that kernels are written for exist only in
-    /// the architecture's own variant, which other architectures do not run.
+    /// See [`super::target_of`].
     pub fn target(&self) -> String {
         let (major, minor) = self.capability;
-        format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
+        super::target_of(10 * major + minor)
     }
 
     fn read(device: sys::CUdevice) -> Result<Self> {

@@ -23,7 +23,9 @@ impl<'a> Graph<'a> {
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives as long as the context, and is the one that `work` enqueues on.
         context.check(unsafe { sys::cuStreamBeginCapture_v2(context.stream(), mode) }, "cuStreamBeginCapture")?;
+        let capture = Capture { context };
         let worked = work();
+        std::mem::forget(capture);
         let mut recorded = Self { context, graph: std::ptr::null_mut(), executable: std::ptr::null_mut() };
         // SAFETY: ends what was begun above, also where `work` failed; writes one handle, destroyed once, in `drop`.
         let ended = unsafe { sys::cuStreamEndCapture(context.stream(), &mut recorded.graph) };
@@ -35,6 +37,23 @@ impl<'a> Graph<'a> {
         // SAFETY: executable and stream are of this context.
         context.check(unsafe { sys::cuGraphUpload(recorded.executable, context.stream()) }, "cuGraphUpload")?;
         Ok(recorded)
+    }
+}
+
+/// A capture that has begun. Dropped, by a panic in the work, it ends: else all that follows would be in it.
+struct Capture<'a> {
+    context: &'a Context,
+}
+
+impl Drop for Capture<'_> {
+    fn drop(&mut self) {
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: ends what was begun on this stream, by this thread; writes one handle.
+        let _ = unsafe { sys::cuStreamEndCapture(self.context.stream(), &mut graph) };
+        if !graph.is_null() {
+            // SAFETY: made just above, and nobody else knows it.
+            let _ = unsafe { sys::cuGraphDestroy(graph) };
+        }
     }
 }
 

@@ -12,6 +12,7 @@ mod module;
 pub mod nvrtc;
 mod sparse;
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::Path;
@@ -147,6 +148,12 @@ impl CudaBackend {
     }
 }
 
+/// What a device of this compute capability (80, 90) compiles for: `sm_80`, `sm_90a`. From Hopper on, the features that kernels
+/// are written for exist only in the architecture's own variant, which other architectures do not run.
+pub fn target_of(capability: u32) -> String {
+    format!("sm_{capability}{}", if capability >= 90 { "a" } else { "" })
+}
+
 /// Looks for the driver, and no further.
 ///
 /// # Errors
@@ -179,24 +186,51 @@ pub fn device_uuid() -> Result<String> {
     driver::device_uuid(chosen_device()?)
 }
 
-/// Compiles modules for `target` that this cache does not hold, all cores at once, for processes that each would compile them
-/// anew. What cannot be compiled, or kept, is left to who wants it.
-///
-/// # Errors
-/// [`RuntimeError::BackendMissing`] where there is no NVRTC.
-pub fn compile_into(cache: &ModuleCache, tree: &SourceTree, modules: &[Module], target: &str) -> Result<()> {
-    let nvrtc = Nvrtc::load()?;
-    modules.par_iter().for_each(|(file, defines)| {
-        let Ok(key) = nvrtc.cache_key(tree, file, defines, target) else { return };
-        if cache.find(&key, "cubin").is_some() {
-            return;
-        }
-        let compiled = nvrtc.compile(tree, file, defines, target);
-        if let Err(error) = compiled.and_then(|compiled| cache.store(&key, "cubin", &compiled.cubin)) {
-            tracing::info!("not compiled in advance: {error}");
-        }
-    });
-    Ok(())
+/// Modules that a cache does not hold, ready to be compiled into it. Needs no GPU: what is compiled for a device's
+/// [`Environment::target`] anywhere is found by the device, if source, defines, options and NVRTC are the same.
+pub struct Missing<'a> {
+    nvrtc: Nvrtc,
+    cache: &'a ModuleCache,
+    tree: &'a SourceTree,
+    target: &'a str,
+    /// Each with what it will lie under.
+    modules: Vec<(&'a Module, String)>,
+}
+
+impl<'a> Missing<'a> {
+    /// Those of `modules` that `cache` does not hold for `target`; one that occurs twice is wanted once.
+    ///
+    /// # Errors
+    /// [`RuntimeError::BackendMissing`] where there is no NVRTC.
+    pub fn from(cache: &'a ModuleCache, tree: &'a SourceTree, modules: &'a [Module], target: &'a str) -> Result<Self> {
+        let nvrtc = Nvrtc::load()?;
+        let wanted: BTreeSet<&Module> = modules.iter().collect();
+        let missing = wanted.into_iter().filter_map(|module| {
+            // Whoever launches it says what is wrong with one whose source is missing.
+            let key = nvrtc.cache_key(tree, &module.0, &module.1, target).ok()?;
+            cache.find(&key, "cubin").is_none().then_some((module, key))
+        });
+        let modules = missing.collect();
+        Ok(Self { nvrtc, cache, tree, target, modules })
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.modules.len()
+    }
+
+    /// Compiles them, all cores at once, for processes that each would compile them again; `done` is called after each. What
+    /// cannot be compiled, or stored, is left to who wants it. Returns how many those are.
+    pub fn compile(&self, done: &(dyn Fn() + Sync)) -> usize {
+        let failed = self.modules.par_iter().filter(|((file, defines), key)| {
+            let build = || self.nvrtc.compile(self.tree, file, defines, self.target).map(|compiled| compiled.cubin);
+            // Another thread of this process may be at the same module.
+            let built = self.cache.find_or_build(key, "cubin", build);
+            done();
+            built.inspect_err(|error| tracing::info!("not compiled in advance: {error}")).is_err()
+        });
+        failed.count()
+    }
 }
 
 fn chosen_device() -> Result<u32> {

@@ -137,6 +137,27 @@ impl Nvrtc {
         ModuleCache::key(tree, file, defines, std::iter::empty(), &self.cache_identity(target))
     }
 
+    /// As [`Self::compile`], into a cache, where a device of this target finds it: one whose NVRTC is the same, to the release and
+    /// the size of its file, as are source, defines and options. `None` where the module was there.
+    ///
+    /// # Errors
+    /// Those of [`Self::compile`]; a cache that cannot be written.
+    pub fn compile_into(
+        &self,
+        cache: &ModuleCache,
+        tree: &SourceTree,
+        (file, defines): (&str, &[(String, String)]),
+        target: &str,
+    ) -> Result<Option<Compiled>> {
+        let key = self.cache_key(tree, file, defines, target)?;
+        if cache.find(&key, "cubin").is_some() {
+            return Ok(None);
+        }
+        let compiled = self.compile(tree, file, defines, target)?;
+        cache.store(&key, "cubin", &compiled.cubin)?;
+        Ok(Some(compiled))
+    }
+
     /// Compiles `file` of `tree` to a cubin for `target` (`sm_80`, `sm_90a`), which the source
     /// sees as `PARITY_SM` (80, 90). Headers come from `tree` and from nowhere else.
     ///
@@ -351,7 +372,10 @@ fn c_string(text: &str) -> std::result::Result<CString, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
+    use crate::runtime::cuda::Missing;
 
     const SCALE: &str = r#"
 #include "platform.h"
@@ -424,7 +448,13 @@ KERNEL(scale, ScaleParams, THREADS) {
         let missing = ("missing.cu".to_owned(), Vec::new());
         let all = [&modules[..], &[missing]].concat();
         let stored = || {
-            super::super::compile_into(&cache, &tree, &all, "sm_90a").unwrap();
+            let missing = Missing::from(&cache, &tree, &all, "sm_90a").unwrap();
+            let done = AtomicUsize::new(0);
+            let count = || {
+                done.fetch_add(1, Ordering::Relaxed);
+            };
+            assert_eq!((missing.compile(&count), done.into_inner()), (0, missing.count()));
+            assert_eq!(Missing::from(&cache, &tree, &all, "sm_90a").unwrap().count(), 0);
             modules.each_ref().map(|(file, defines)| {
                 let key = nvrtc.cache_key(&tree, file, defines, "sm_90a").unwrap();
                 std::fs::metadata(cache.find(&key, "cubin").expect("a cubin")).unwrap().modified().unwrap()

@@ -111,7 +111,9 @@ impl RemoteBackend {
     /// Has the other process measure or record what `work` asks it for.
     fn span(&self, span: Span, work: &mut dyn FnMut() -> Result<()>) -> Result<Answer> {
         self.done(Request::Begin(span), &[])?;
+        let begun = Begun { backend: self };
         let worked = work();
+        std::mem::forget(begun);
         let ended = self.ask(Request::End { failed: worked.is_err() }, &[]);
         worked?;
         ended.map(|(answer, _)| answer)
@@ -129,6 +131,17 @@ impl RemoteBackend {
             (Answer::Has(has), _) => Ok(has),
             _ => Err(unexpected()),
         }
+    }
+}
+
+/// A span that has begun. Dropped, by a panic in its work, it ends: else all that follows would be in it.
+struct Begun<'b> {
+    backend: &'b RemoteBackend,
+}
+
+impl Drop for Begun<'_> {
+    fn drop(&mut self) {
+        let _ = self.backend.ask(Request::End { failed: true }, &[]);
     }
 }
 

@@ -1,0 +1,248 @@
+//! Threads that share a device take turns: a call at a time, and all of a recording or a measurement at a time.
+//!
+//! A GPU's device has one stream. While one thread records what it enqueues there, whatever another thread enqueues would be
+//! recorded too, and a call that waits for the stream would end the recording with an error. So a thread that records or
+//! measures has the device until it is done, and others wait. [`Serial`] does that for any backend that has one stream.
+
+use std::ops::{Deref, Range};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+use super::backend::{
+    Allocation, Backend, Environment, KernelExports, LoadedModule, Placement, Recorded, Recorder, Reservation,
+};
+use super::error::{Result, RuntimeError};
+use super::matrix::{MatrixLibrary, MatrixProduct};
+use super::source::SourceTree;
+use super::tensor_map::{MapWords, TensorMap};
+
+/// A lock that the thread that holds it may take again, and that threads get in the order in which they ask for it.
+#[derive(Default)]
+struct Turns {
+    state: Mutex<State>,
+    released: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Who holds the lock, and how often it has taken it.
+    holder: Option<(ThreadId, u32)>,
+    /// Numbers given out to who waits, and the number whose turn it is.
+    given: u64,
+    serving: u64,
+}
+
+impl Turns {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Waits until no other thread has the lock.
+    fn take(&self) -> Turn<'_> {
+        let own = std::thread::current().id();
+        let mut state = self.state();
+        match &mut state.holder {
+            Some((holder, times)) if *holder == own => *times += 1,
+            _ => {
+                let number = state.given;
+                state.given += 1;
+                while state.holder.is_some() || state.serving != number {
+                    state = self.released.wait(state).unwrap_or_else(|e| e.into_inner());
+                }
+                state.serving += 1;
+                state.holder = Some((own, 1));
+            }
+        }
+        Turn(self)
+    }
+}
+
+/// A thread's turn, until it is dropped.
+pub struct Turn<'t>(&'t Turns);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        match &mut state.holder {
+            Some((_, times)) if *times > 1 => *times -= 1,
+            _ => {
+                state.holder = None;
+                self.0.released.notify_all();
+            }
+        }
+    }
+}
+
+/// A backend whose threads take turns.
+pub(super) struct Serial<B> {
+    backend: B,
+    turns: Arc<Turns>,
+}
+
+impl<B: Backend> Serial<B> {
+    /// This backend, for any number of threads.
+    pub fn new(backend: B) -> Self {
+        Self { backend, turns: Arc::default() }
+    }
+}
+
+/// Something of the device, which is dropped in a turn, too: that waits for the device.
+struct InTurns<T> {
+    value: Option<T>,
+    turns: Arc<Turns>,
+}
+
+impl<T> InTurns<T> {
+    fn new(value: T, turns: &Arc<Turns>) -> Self {
+        Self { value: Some(value), turns: turns.clone() }
+    }
+}
+
+impl<T> Deref for InTurns<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.value.as_ref().expect("nothing but the drop takes it")
+    }
+}
+
+impl<T> Drop for InTurns<T> {
+    fn drop(&mut self) {
+        let _turn = self.turns.take();
+        drop(self.value.take());
+    }
+}
+
+impl LoadedModule for InTurns<Box<dyn LoadedModule>> {
+    fn exports(&self, kernel: &str) -> Result<KernelExports> {
+        let _turn = self.turns.take();
+        (**self).exports(kernel)
+    }
+
+    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
+        let _turn = self.turns.take();
+        (**self).launch(kernel, grid, block, shared_bytes, params)
+    }
+}
+
+impl Recorded for InTurns<Box<dyn Recorded + '_>> {
+    fn launch(&self) -> Result<()> {
+        let _turn = self.turns.take();
+        (**self).launch()
+    }
+}
+
+impl<B: Backend> Backend for Serial<B> {
+    fn environment(&self) -> &Environment {
+        self.backend.environment()
+    }
+
+    fn runs(&self) -> bool {
+        self.backend.runs()
+    }
+
+    fn turn(&self) -> Option<Turn<'_>> {
+        Some(self.turns.take())
+    }
+
+    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+        let _turn = self.turns.take();
+        Ok(Box::new(InTurns::new(self.backend.load(tree, file, defines)?, &self.turns)))
+    }
+
+    fn assembly(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Option<Vec<u8>>> {
+        let _turn = self.turns.take();
+        self.backend.assembly(tree, file, defines)
+    }
+
+    fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
+        let _turn = self.turns.take();
+        self.backend.allocate(name, bytes, placement)
+    }
+
+    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
+        let _turn = self.turns.take();
+        self.backend.reserve(name, bytes, touched, placement)
+    }
+
+    fn free(&self, allocation: &Allocation) {
+        let _turn = self.turns.take();
+        self.backend.free(allocation);
+    }
+
+    fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
+        let _turn = self.turns.take();
+        self.backend.fill(address, byte, bytes)
+    }
+
+    fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
+        let _turn = self.turns.take();
+        self.backend.upload(address, source)
+    }
+
+    fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
+        let _turn = self.turns.take();
+        self.backend.download(address, target)
+    }
+
+    fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
+        let _turn = self.turns.take();
+        self.backend.copy(target, source, bytes)
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        let _turn = self.turns.take();
+        self.backend.synchronize()
+    }
+
+    fn set_schedule_seed(&self, seed: Option<u64>) {
+        let _turn = self.turns.take();
+        self.backend.set_schedule_seed(seed);
+    }
+
+    /// Nothing of other threads is in the time.
+    fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        let _turn = self.turns.take();
+        self.backend.time(work)
+    }
+
+    fn time_recorded(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        let _turn = self.turns.take();
+        self.backend.time_recorded(work)
+    }
+
+    fn recorder(&self) -> Option<&dyn Recorder> {
+        self.backend.recorder().is_some().then_some(self)
+    }
+
+    fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
+        let _turn = self.turns.take();
+        self.backend.matrix_library().is_some().then_some(self)
+    }
+
+    fn tensor_map(&self, map: &TensorMap) -> Result<MapWords> {
+        let _turn = self.turns.take();
+        self.backend.tensor_map(map)
+    }
+}
+
+impl<B: Backend> MatrixLibrary for Serial<B> {
+    fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
+        let _turn = self.turns.take();
+        // Whoever has a library once has it always.
+        self.backend.matrix_library().map_or(Ok(false), |library| library.multiply(product))
+    }
+}
+
+impl<B: Backend> Recorder for Serial<B> {
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>> {
+        let _turn = self.turns.take();
+        let none = || RuntimeError::system("recording work", std::io::Error::other("the device records nothing"));
+        let recorder = self.backend.recorder().ok_or_else(none)?;
+        Ok(Box::new(InTurns::new(recorder.record(work)?, &self.turns)))
+    }
+}
+
+#[cfg(test)]
+mod tests;

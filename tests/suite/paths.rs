@@ -1,0 +1,78 @@
+//! What a sweep on a GPU takes is known without one: launchers choose their kernels by the device's name, its multiprocessors
+//! and the case, on a device that accepts launches and runs none.
+
+use std::collections::BTreeSet;
+
+use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment};
+use dsv4_parity::case::Case;
+use dsv4_parity::operator::{Operator, Profile, registry};
+use dsv4_parity::sweep::regressions::Regressions;
+use rayon::prelude::*;
+
+use crate::support;
+
+/// An H200, of which an H100 differs by its memory.
+fn hopper() -> Environment {
+    Environment {
+        backend: BackendKind::Cuda,
+        device: "a Hopper GPU".into(),
+        driver: String::new(),
+        compiler: String::new(),
+        target: "sm_90a".into(),
+        processors: 132,
+        shared_bytes_per_block: 232448,
+    }
+}
+
+/// The paths that a case's launchers take there; none of a case that a sweep leaves out there.
+fn paths_of(operator: &dyn Operator, case: &Case, device: &Device) -> Vec<String> {
+    if operator.cannot_run(case, device.environment()).is_some() {
+        return Vec::new();
+    }
+    let prepared = operator.prepare(case).unwrap_or_else(|error| panic!("{}: {error}", case.line()));
+    let ran = prepared.kernel(device, Contract::NAN).unwrap_or_else(|error| panic!("{}: {error}", case.line()));
+    ran.paths
+}
+
+/// The declared paths that no case takes which every sweep runs, and those that are taken and not declared.
+fn never_taken(operator: &dyn Operator, environment: &Environment, regressions: &Regressions) -> [BTreeSet<String>; 2] {
+    let device = Device::accepting(environment.clone());
+    let mut never: BTreeSet<String> = operator.describe().paths.into_iter().collect();
+    let (declared, mut unknown) = (never.clone(), BTreeSet::new());
+    let remembered = regressions.load(operator.name()).expect("a file of cases");
+    for case in operator.edge_cases(Profile::Quick).iter().chain(&remembered) {
+        for path in paths_of(operator, case, &device) {
+            never.remove(&path);
+            unknown.extend((!declared.contains(&path)).then_some(path));
+        }
+        if never.is_empty() {
+            break;
+        }
+    }
+    [never, unknown]
+}
+
+/// Where some operator's sweep misses a path of this device, or takes one that it does not declare.
+fn gaps(environment: &Environment) -> Vec<String> {
+    let regressions = Regressions::new(support::fixtures().join("regressions"));
+    registry::OPERATORS
+        .par_iter()
+        .map(|operator| (operator.name(), never_taken(*operator, environment, &regressions)))
+        .filter(|(_, [never, unknown])| !never.is_empty() || !unknown.is_empty())
+        .map(|(name, [never, unknown])| format!("{name}: never taken: {never:?}; not declared: {unknown:?}"))
+        .collect()
+}
+
+#[test]
+fn on_a_hopper_gpu_every_declared_path_is_taken_by_an_edge_case_or_a_remembered_one() {
+    assert_eq!(gaps(&hopper()), [""; 0]);
+}
+
+#[test]
+fn on_the_device_under_test_every_declared_path_is_taken_by_an_edge_case_or_a_remembered_one() {
+    let environment = support::device().environment();
+    // GPUs of another generation have no path of Hopper's.
+    if environment.backend == BackendKind::Emulator || environment.target == "sm_90a" {
+        assert_eq!(gaps(environment), [""; 0]);
+    }
+}

@@ -1,0 +1,64 @@
+//! Tests that run at once do not see each other: every thread has a device of its own.
+
+use std::collections::BTreeSet;
+use std::sync::Barrier;
+use std::thread;
+
+use dsv4_kernels::runtime::BackendKind;
+use dsv4_parity::case::Case;
+use dsv4_parity::judge::checks::{self, CheckOptions};
+use dsv4_parity::operator::{Operator, Profile, registry};
+
+use crate::support;
+
+const THREADS: usize = 8;
+
+/// Small and quick, with a forward and a backward kernel each.
+const OPERATORS: [&str; 4] = ["rms_norm", "rope", "swiglu", "embed_streams"];
+
+/// The smallest edge case that has data.
+fn smallest(operator: &dyn Operator) -> Case {
+    let elements = |case: &Case| operator.elements(case).unwrap_or(0);
+    let cases = operator.edge_cases(Profile::Quick).into_iter().filter(|case| elements(case) > 0);
+    cases.min_by_key(elements).expect("an edge case with data")
+}
+
+/// What one thread does at the same time as others: all checks of so many operators' kernels, in which launches are recorded and
+/// replayed where the device records; the device's address, and of how many operators launches were replayed.
+fn checked(thread: usize, operators: usize, start: &Barrier) -> Result<(usize, usize), String> {
+    // Before anything that may fail: the others wait for this thread.
+    start.wait();
+    let device = support::device();
+    let mut replayed = 0;
+    for turn in 0..operators {
+        // Each begins with another one: kernels of all kinds run beside each other.
+        let operator = registry::find(OPERATORS[(thread + turn) % OPERATORS.len()]).expect("an operator");
+        let case = smallest(operator);
+        let prepared = operator.prepare(&case).map_err(|error| error.to_string())?;
+        let outcome = checks::run(&*prepared, device, CheckOptions::of_kernels(1));
+        let failed: Vec<_> = outcome.failures().collect();
+        if !failed.is_empty() {
+            return Err(format!("{}: {failed:#?}", case.line()));
+        }
+        let skipped = outcome.skips.iter().any(|skip| skip.what == "sequence: recorded launches");
+        replayed += usize::from(!skipped);
+    }
+    Ok((std::ptr::from_ref(device).addr(), replayed))
+}
+
+#[test]
+fn eight_threads_check_record_and_replay_at_once_each_on_a_device_of_its_own() {
+    let is_gpu = support::backend() == BackendKind::Cuda;
+    let (start, operators) = (Barrier::new(THREADS), if is_gpu { OPERATORS.len() } else { 1 });
+    let found: Vec<Result<(usize, usize), String>> = thread::scope(|scope| {
+        let start = &start;
+        let threads: Vec<_> =
+            (0..THREADS).map(|thread| scope.spawn(move || checked(thread, operators, start))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    });
+    let found: Vec<_> = found.into_iter().map(|found| found.unwrap_or_else(|failed| panic!("{failed}"))).collect();
+    let devices: BTreeSet<usize> = found.iter().map(|(device, _)| *device).collect();
+    assert_eq!(devices.len(), THREADS, "threads shared a device");
+    let records = if is_gpu { operators } else { 0 };
+    assert!(found.iter().all(|(_, replayed)| *replayed == records), "{found:?}");
+}
