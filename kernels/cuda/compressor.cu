@@ -44,7 +44,7 @@
 // with overlap has two blocks of 128 threads on a multiprocessor, which wait at different times, in place of one of 256: forward 98, 89
 // and 87 %, backward 84 (219 us in place of 270), 74 and 72 %, and of 4096 tokens 83, 51 and 46, and 50, 35 and 31 %. The backward is
 // several launches behind one another: of 219 us at ratio 4 19 are the sums of parts, at 8 % of memory's rate, and the norm's at ratio
-// 128 6 us at 1 % (ncu of the kernels before, reports/h100/ncu.txt). Of 4096 tokens the entries fill no device: 256 blocks, 82 % of
+// 128 6 us at 1 % (ncu of the kernels before, on an H100). Of 4096 tokens the entries fill no device: 256 blocks, 82 % of
 // the cycles without a warp that could issue.
 // Two things took more than they should on an H200 (ncu, reports/h200/ncu.txt). The sums' 19 us (24 at ratio 128) were the search for
 // tokens without an entry: a warp went over the columns of all of its 32 tokens, one behind the other, to clear none; it clears those

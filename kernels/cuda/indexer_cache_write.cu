@@ -15,7 +15,7 @@
 // Floor: 256 bytes read, 68 or 132 written and 4 of the slot for a key: for 32768 of them, as many as 131072 tokens have,
 // 10.7 or 12.8 MB, 2.5 or 3.0 us at 4.24 TB/s. Limited by the latency of one load at the numbers of a step, by instructions
 // beyond (hadamard.cu). On one H100 6.3 and 6.6 us, 56 and 65 % of the rate of a large copy, where a copy of as many bytes takes
-// some 5. ncu (reports/h100/ncu.txt): DRAM at 31 %, 56 % of the issue slots taken, 55 % of a warp's time waiting for its load.
+// some 5. ncu (on an H100): DRAM at 31 %, 56 % of the issue slots taken, 55 % of a warp's time waiting for its load.
 // On one H200 5.5 us each, 46 and 55 %, where copies of as many bytes take 4.3 and 4.8; ncu there (reports/h200/ncu.txt): 60 % of the
 // issue slots taken, 44 % of a warp's time waiting for its load, all 1024 blocks at once: a load, the transform and a store one
 // behind the other.

@@ -19,7 +19,7 @@
 // Measured on one H200: 32768 tokens of 7168 channels 1848 us (84 % of a copy with the second reading), 128 tokens
 // 29.8 us; 4530 and 36.4 us when channels came by two a thread, without shared memory. On one H100 2627 us, 53 % of a copy of
 // what has to move once: the streams are read twice, since the gradient of a token's coefficients needs all of its channels
-// first. The second reading is at 85 % of memory's rate (ncu, reports/h100/ncu.txt). mhc_head_hopper_backward.cu reads them once, and
+// first. The second reading is at 85 % of memory's rate (ncu, on an H100). mhc_head_hopper_backward.cu reads them once, and
 // leaves the sums of dfn and of dz of each cluster to the last two kernels here.
 //
 // Launch: coefficients num_tokens blocks of any multiple of 32 threads; streams as mhc_mix's with 8 channels a thread,

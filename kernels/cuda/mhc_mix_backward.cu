@@ -24,7 +24,7 @@
 // call in which the forward took 3 % more); since then parts of numbers are read where they are multiplied, which is not
 // measured. With eight warps of 64 channels 1577, of 4096 channels 929 (1619 and 969 before 16 tokens were free of branches). By
 // fp32, a thread owning four channels: 2404, 1465, 17.3 and 29.9. On one H100 1624 us, 77 % of a copy, of which the kernel of
-// the streams alone reaches 82 % of memory's rate (ncu, reports/h100/ncu.txt: 54 % of the cycles without a warp that could
+// the streams alone reaches 82 % of memory's rate (ncu, on an H100: 54 % of the cycles without a warp that could
 // issue, 128 registers a thread and one block a multiprocessor); the rest are the coefficients, the sums and the starts of four
 // launches. By count, with 2.5 TB/s of memory, 45 % of the issue slots and of shared memory's rate and half that of tensor cores
 // at 8 cycles a product are taken, and neither fewer instructions nor twice the warps changed much. On one H200 8192 tokens of 7168
