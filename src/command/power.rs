@@ -44,6 +44,9 @@ pub struct PowerArguments {
     /// Also write what each case could see, a line of JSON for each tensor
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// Also write a page: which bias each rule sees and how many correct tensors it rejects, then every tensor
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -87,6 +90,18 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     }
     if let Some(path) = &arguments.out {
         std::fs::write(path, lines).with_context(|| format!("writing {}", path.display()))?;
+    }
+    if let Some(path) = &arguments.markdown {
+        let environment = device.environment();
+        let made = format!(
+            "Made by `{}` at {} on {}.",
+            arguments.sweep.seed.command(),
+            env!("PARITY_COMMIT"),
+            environment.device
+        );
+        let drawn = (alarms.draws > 0).then(|| alarms.to_string().lines().next().unwrap_or_default().to_owned());
+        std::fs::write(path, power::markdown(&gathered.tensors, &made, drawn.as_deref()))
+            .with_context(|| format!("writing {}", path.display()))?;
     }
     if arguments.json {
         let tensors: Vec<_> = gathered.tensors.iter().map(as_json).collect();

@@ -134,3 +134,74 @@ pub fn table(tensors: &[TensorPower]) -> String {
     }
     aligned(&rows)
 }
+
+/// Each rule with the bias that it sees in half of all verdicts, those apart in which it fails what is right, and how many
+/// of all these are.
+fn by_rule(tensors: &[TensorPower]) -> Vec<(&'static str, Seen, usize)> {
+    let all = TensorPower {
+        cases: tensors.iter().flat_map(|tensor| tensor.cases.clone()).collect(),
+        ..TensorPower::default()
+    };
+    RULES
+        .iter()
+        .map(|(name, rule)| (*name, all.seen_in(0.5, *rule)))
+        .map(|(name, (seen, alarms))| (name, seen, alarms))
+        .collect()
+}
+
+/// The page `power.md`: a table of the rules, then one of the tensors. `made` says by which command and of what, `alarms` what
+/// the harness itself rejected of runs that are right.
+pub fn markdown(tensors: &[TensorPower], made: &str, alarms: Option<&str>) -> String {
+    let verdicts: usize = tensors.iter().map(|tensor| tensor.cases.len()).sum();
+    let mut page = format!("# What a verdict sees\n\n{made}\n\n");
+    page += &format!(
+        "{verdicts} verdicts over {} tensors. A rule sees a bias when it rejects the tensor times (1 + bias).\n\n",
+        tensors.len()
+    );
+    page += "| rule | bias seen in half of the verdicts | correct tensors rejected |\n| --- | --: | --: |\n";
+    for (rule, seen, alarms) in by_rule(tensors) {
+        let bias = match seen {
+            Seen::Bias(k) => format!("2^-{k}"),
+            Seen::Nothing | Seen::FalseAlarm => "none".to_owned(),
+        };
+        let share = 100.0 * alarms as f64 / verdicts.max(1) as f64;
+        page += &format!("| {rule} | {bias} | {alarms} ({share:.1} %) |\n");
+    }
+    if let Some(alarms) = alarms {
+        page += &format!("\nNew runs of the oracles, judged by parity as if kernels had written them: {alarms}\n");
+    }
+    page + &format!("\n## By tensor\n\n```text\n{}```\n", table(tensors))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn power(bias: u32, assert_close: Seen) -> Power {
+        let (nothing, element) = (Seen::Nothing, 0.5);
+        Power {
+            bias: Seen::Bias(bias),
+            powerless: false,
+            element,
+            assert_close,
+            cosine: nothing,
+            flash_mla: nothing,
+            flash_attention: nothing,
+        }
+    }
+
+    #[test]
+    fn the_page_counts_what_each_rule_rejects_although_it_is_right() {
+        let cases = vec![power(9, Seen::FalseAlarm), power(10, Seen::Bias(6)), power(11, Seen::Bias(7))];
+        let tensor = TensorPower { operator: "rope".into(), tensor: "y".into(), cases, powerless: 0 };
+        let page = markdown(&[tensor], "Made by `parity power`.", Some("0 of 3"));
+        for line in [
+            "| parity | 2^-10 | 0 (0.0 %) |",
+            "| assert_close | 2^-7 | 1 (33.3 %) |",
+            "| FlashMLA | none | 0 (0.0 %) |",
+        ] {
+            assert!(page.contains(line), "{line} is not in\n{page}");
+        }
+        assert!(page.contains("3 verdicts over 1 tensors") && page.contains("as if kernels had written them: 0 of 3"));
+    }
+}

@@ -4,8 +4,9 @@
 
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
-use std::sync::LazyLock;
+use std::sync::{Condvar, LazyLock, Mutex};
 use std::time::Duration;
 
 use dsv4_kernels::runtime::cache::ModuleCache;
@@ -44,9 +45,26 @@ pub fn compiled(operator: &dyn Operator) -> Result<(), String> {
     Ok(())
 }
 
+/// How many threads use the GPU at a time. Their contexts take slices of its time in turn: of sixteen each small launch waits
+/// for fifteen slices, and all together take longer than one alone.
+const GPU_SHARERS: usize = 4;
+
 /// Does `work` on this thread's device under test.
 pub fn on_device<R>(work: impl FnOnce(&Device) -> R) -> R {
-    work(support::device())
+    static SHARERS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+    if support::backend() != BackendKind::Cuda {
+        return work(support::device());
+    }
+    let (sharing, left) = &SHARERS;
+    let lock = || sharing.lock().unwrap_or_else(|e| e.into_inner());
+    let mut number = left.wait_while(lock(), |number| *number == GPU_SHARERS).unwrap_or_else(|e| e.into_inner());
+    *number += 1;
+    drop(number);
+    // A panic of the work ends the test, and must not keep its place.
+    let done = catch_unwind(AssertUnwindSafe(|| work(support::device())));
+    *lock() -= 1;
+    left.notify_one();
+    done.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 /// Does `work` on this thread's emulator for mutants, whatever is under test.

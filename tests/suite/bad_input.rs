@@ -316,7 +316,7 @@ fn a_padding_that_cannot_be_is_refused_as_padding() {
 #[test]
 fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
     let half = Limit::bytes(4 << 30);
-    let environment = support::device().environment();
+    let environment = &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
     for operator in registry::OPERATORS {
         for profile in [Profile::Quick, Profile::Ci] {
             let options = SweepOptions {

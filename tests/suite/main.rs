@@ -27,6 +27,7 @@ mod layouts;
 mod mutants;
 mod output;
 mod paths;
+mod readme;
 mod sampler;
 mod scenario;
 mod selftest;

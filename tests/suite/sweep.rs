@@ -63,7 +63,7 @@ fn cases_with_huge_steps_need_little_of_a_gpu() {
     const MUCH: u64 = 8 << 30;
     // Whose inputs are soon drawn.
     const SMALL: u128 = 1 << 18;
-    let emulator = support::device().environment();
+    let emulator = &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
     let gpu = Environment { backend: BackendKind::Cuda, ..emulator.clone() };
     for operator in registry::OPERATORS {
         let mut huge_cases = 0;
