@@ -9,10 +9,10 @@ use super::{Arguments, Exit};
 /// Options of `parity completions`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Where to put them:
-  bash  parity completions bash > ~/.local/share/bash-completion/completions/parity
-  zsh   parity completions zsh > DIR/_parity, in a DIR of $fpath
-  fish  parity completions fish > ~/.config/fish/completions/parity.fish")]
+Where shells look for them:
+  bash  ~/.local/share/bash-completion/completions/parity
+  zsh   _parity in a folder of $fpath
+  fish  ~/.config/fish/completions/parity.fish")]
 pub struct CompletionsArguments {
     /// Shell to complete in
     #[arg(value_enum, value_name = "SHELL")]

@@ -359,7 +359,8 @@ impl<'a> Session<'a> {
                 journal.append(trial, record)?;
             }
             let is_seen = matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent);
-            if !self.arguments.json && !(is_seen && self.arguments.only.is_empty()) {
+            let is_told = !is_seen || !self.arguments.only.is_empty();
+            if is_told && !self.arguments.json {
                 bar.suspend(|| print_fate(record));
             }
             bar.inc(1);

@@ -6,6 +6,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use dsv4_parity::mutants::planted;
 use dsv4_parity::operator::registry;
 use dsv4_parity::record::{OperatorRecord, Report, Verdict};
 use quick_junit::TestCaseStatus;
@@ -320,7 +321,7 @@ fn every_command_with_a_table_prints_it_as_json_too() {
 }
 
 #[test]
-fn mutants_as_json_hold_the_sums_and_each_result() {
+fn mutants_that_were_chosen_are_printed_as_json() {
     let mutants = |more: &[&str]| {
         let dir = tempfile::tempdir().expect("a directory");
         let (out, fixtures) = (dir.path().join("out").display().to_string(), support::fixtures().display().to_string());
@@ -339,20 +340,22 @@ fn mutants_as_json_hold_the_sums_and_each_result() {
         let output = Parity::new(&[&fixed[..], more].concat()).env("PARITY_FIXTURES", &fixtures).run();
         serde_json::from_str::<Value>(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", output.stdout))
     };
-    let listed = Parity::new(&["mutants", "--list", "--ops", "kv_cache_write"]).run().stdout;
-    let id = listed.split_whitespace().next().expect("an id").to_owned();
-    let results = mutants(&["--only", &id]);
-    assert_eq!(results.pointer("/0/id"), Some(&Value::from(id)), "{results}");
+    // A planted one brings its own cases: the others are not run.
+    let planted = planted::load(&support::fixtures().join("mutants")).expect("mutants");
+    let one = planted.iter().find(|mutant| mutant.operator == "kv_cache_write").expect("a mutant");
+    let results = mutants(&["--only", &one.id]);
+    assert_eq!(results.pointer("/0/id"), Some(&Value::from(one.id.as_str())), "{results}");
+    assert_eq!(results.pointer("/0/status"), Some(&Value::from("killed")), "{results}");
 }
 
 // ---------------------------------------------------------------- continuous integration
 
 /// A sweep of a wrong kernel, and what it printed.
-fn wrong_sweep(dir: &Path, more: &[&str], environment: &[(&str, &str)]) -> crate::command_line::Output {
+fn wrong_sweep(dir: &Path, cases: &str, more: &[&str], environment: &[(&str, &str)]) -> crate::command_line::Output {
     let kernels = changed_kernels(dir, "swiglu.cu", PRODUCT, WRONG_PRODUCT).display().to_string();
     let (out, regressions) = (dir.join("out").display().to_string(), dir.join("regressions").display().to_string());
     let backend = support::backend().to_string();
-    let fixed = ["run", "--backend", &backend, "--ops", "kv_cache_write,swiglu", "--cases", "1", "--edge-cases", "2"];
+    let fixed = ["run", "--backend", &backend, "--ops", "kv_cache_write,swiglu", "--cases", cases, "--edge-cases", "1"];
     let fixed = [&fixed[..], &["--kernels", &kernels, "--out", &out, "--regressions", &regressions], more].concat();
     environment.iter().fold(Parity::new(&fixed), |parity, (name, value)| parity.env(name, value)).run()
 }
@@ -361,7 +364,7 @@ fn wrong_sweep(dir: &Path, more: &[&str], environment: &[(&str, &str)]) -> crate
 fn a_run_writes_junit_with_a_test_case_for_each_operator_and_check() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("junit.xml");
-    wrong_sweep(dir.path(), &["--junit", &file.display().to_string()], &[]).assert_code(1);
+    wrong_sweep(dir.path(), "1", &["--junit", &file.display().to_string()], &[]).assert_code(1);
     let report: Report = serde_json::from_slice(&std::fs::read(dir.path().join("out/report.json")).unwrap()).unwrap();
     let junit = quick_junit::Report::deserialize_from_str(&std::fs::read_to_string(&file).unwrap()).expect("JUnit");
     let mut found = BTreeSet::new();
@@ -388,7 +391,7 @@ fn a_run_writes_junit_with_a_test_case_for_each_operator_and_check() {
         record.checks.iter().map(|check| (operator.clone(), check.check.clone())).collect::<Vec<_>>()
     };
     assert_eq!(found, report.cases.iter().flat_map(of_records).collect());
-    let unwritable = wrong_sweep(dir.path(), &["--junit", "/nonexistent/junit.xml"], &[]);
+    let unwritable = wrong_sweep(dir.path(), "0", &["--junit", "/nonexistent/junit.xml"], &[]);
     unwritable.assert_code(2);
     assert!(unwritable.stderr.contains("--junit /nonexistent/junit.xml"), "{}", unwritable.stderr);
 }
@@ -397,7 +400,7 @@ fn a_run_writes_junit_with_a_test_case_for_each_operator_and_check() {
 fn github_gets_an_annotation_of_each_failing_check_with_file_and_title() {
     let annotations = |more: &[&str], environment: &[(&str, &str)]| {
         let dir = tempfile::tempdir().expect("a directory");
-        let output = wrong_sweep(dir.path(), more, environment);
+        let output = wrong_sweep(dir.path(), "0", more, environment);
         output.assert_code(1);
         let lines = output.stdout.lines().filter(|line| line.starts_with("::")).map(str::to_owned);
         let folder = dir.path().join("kernels");
@@ -461,7 +464,11 @@ fn the_example_of_each_operator_is_a_case_with_data_that_replay_takes() {
         assert_eq!(case.operator, operator.name());
         registry::prepare(&case).unwrap_or_else(|error| panic!("{line}: {error}"));
         let fields = serde_json::to_value(&case).expect("JSON");
-        let sizes = fields.as_object().expect("fields").iter().filter(|(name, _)| name.starts_with("num_"));
+        let sizes = fields
+            .as_object()
+            .expect("fields")
+            .iter()
+            .filter(|(name, _)| name.starts_with("num_tokens") || *name == "num_rows");
         sizes.for_each(|(name, size)| assert_ne!(size, &Value::from(0), "{line}: {name}"));
     }
     let one = Parity::new(&["ops", "swiglu", "--example"]).run().stdout;
